@@ -1,0 +1,9 @@
+"""Configuration: one strict schema for the ``loss_fn:`` block; needs pydantic only."""
+
+from __future__ import annotations
+
+from nemo_geomask.config.loss import LossConfig
+from nemo_geomask.config.masks import MaskRule
+from nemo_geomask.config.strict import StrictModel, nearest, parse
+
+__all__ = ["LossConfig", "MaskRule", "StrictModel", "nearest", "parse"]

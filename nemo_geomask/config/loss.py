@@ -1,0 +1,344 @@
+"""The ``loss_fn:`` block of a recipe.
+
+Every field of NeMo-RL's ``ClippedPGLossConfig`` (v0.6.0, v0.7.0, main of August 2026) keeps its name, default and
+meaning; what NeMo-RL lacks comes on top. Each field's description, formula and source feed ``docs/loss_reference.md``.
+"""
+
+from __future__ import annotations
+
+import warnings
+from functools import cached_property
+from typing import Any, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from nemo_geomask.config.masks import MaskRule, MaskSpec, check_presets, mask_rules
+from nemo_geomask.config.strict import StrictModel
+
+__all__ = ["CorrectionLevel", "KLType", "LossConfig", "Normalization"]
+
+CorrectionLevel = Literal["token", "sequence", "sequence_mean"]
+KLType = Literal["k1", "k2", "k3", "k4"]
+Normalization = Literal["tokens", "sequences", "documents", "constant"]
+Truncation = Literal["tis", "icepop", "seq-mask-tis"]
+
+_NEMO_RL = "NeMo-RL"
+
+
+def _field(
+    default: Any, description: str, *, formula: str = "", source: str = _NEMO_RL, **limits: Any
+) -> Any:
+    extra = {"source": source, **({"formula": formula} if formula else {})}
+    return Field(default=default, description=description, json_schema_extra=extra, **limits)
+
+
+class LossConfig(StrictModel):
+    """Settings of one loss; frozen, refuses unknown keys.
+
+    Raises:
+        pydantic.ValidationError: (a ValueError) on unknown keys, values out of range and settings at odds with each
+            other. :func:`nemo_geomask.build_loss` turns it into :class:`~nemo_geomask.errors.ConfigError`.
+    """
+
+    name: str = _field(
+        "clipped_pg",
+        "Objective: an entry point in group `nemo_geomask.losses`, or `module:attribute`.",
+        source="this package",
+    )
+    options: dict[str, Any] = _field(
+        {},
+        "Settings of the chosen objective alone, validated by it. `sapo`: `tau_pos`, `tau_neg`.",
+        source="this package",
+    )
+
+    # --- loss type
+    disable_ppo_ratio: bool = _field(
+        False,
+        "REINFORCE/RLOO: drop the ratio and the clip.",
+        formula="ℓ = −A·log π",
+        source="NeMo-RL; arXiv:2402.14740",
+    )
+    token_level_loss: bool = _field(
+        True,
+        "true: mean over the step's tokens; false: mean over sequences of each sequence's mean.",
+        formula="Σ m·ℓ / N_tok, or Σ_i (Σ_t m·ℓ / n_i) / N_seq",
+    )
+    loss_normalization: Normalization | None = _field(
+        None,
+        "Denominator of the loss. null: `tokens` or `sequences`, by `token_level_loss`. `documents`: sum over tokens "
+        "divided by the sequences in the step. `constant`: the same divided by `loss_normalization_constant`.",
+        formula="tokens 1/N_tok; sequences 1/(n_i·N_seq); documents 1/N_seq; constant 1/(C·N_seq)",
+        source="Fast-LLM PR 502 (`normalize_by_documents`); Dr. GRPO arXiv:2503.20783",
+    )
+    loss_normalization_constant: float | None = _field(
+        None,
+        "C of `loss_normalization: constant`, in tokens; usually the longest response allowed.",
+        source="Dr. GRPO arXiv:2503.20783",
+        gt=0,
+    )
+    sequence_level_importance_ratios: bool = _field(
+        False,
+        "GSPO's ratio: one a sequence. Needs a sequence-level loss.",
+        formula="s = exp(mean_t(curr − prev))",
+        source="NeMo-RL; arXiv:2507.18071 eq. 7",
+    )
+
+    # --- clipping
+    ratio_clip_min: float = _field(
+        0.2, "Distance of the lower clip bound from 1.", formula="clip(r, 1 − ratio_clip_min, ·)", ge=0
+    )
+    ratio_clip_max: float = _field(
+        0.2, "Distance of the upper clip bound from 1.", formula="clip(r, ·, 1 + ratio_clip_max)", ge=0
+    )
+    ratio_clip_c: float | None = _field(
+        None,
+        "Dual clip: bound on the ratio where the advantage is negative. null: off.",
+        formula="ℓ ← min(ℓ, −c·A) where A < 0",
+        source="NeMo-RL; arXiv:1912.09729",
+        gt=1,
+    )
+
+    # --- KL to the reference
+    reference_policy_kl_penalty: float = _field(
+        0.01, "β, weight of the KL term. 0: no reference needed.", ge=0
+    )
+    reference_policy_kl_type: KLType = _field(
+        "k3",
+        "Estimator of the KL's value, also used for `gen_kl_error` and `policy_kl_error`.",
+        formula="x = curr − ref: k1 x; k2 x²/2; k3 e^(−x) − 1 + x; k4 (π/π_old)·x",
+        source="NeMo-RL; http://joschu.net/blog/kl-approx.html; k4: open-instruct",
+    )
+    reference_policy_kl_gradient: KLType | None = _field(
+        None,
+        "Estimator whose plain derivative trains. null: NeMo-RL's, the derivative of the value with the "
+        "score-function term. See docs/kl.md for which are unbiased.",
+        source="this package; arXiv:2506.09477",
+    )
+    kl_input_clamp_value: float | None = _field(
+        20.0, "Bound on |curr − ref| inside the estimator. null: none.", gt=0
+    )
+    kl_output_clamp_value: float | None = _field(
+        10.0, "Bound on the weighted estimate's size. null: none.", gt=0
+    )
+    use_kl_in_reward: bool = _field(
+        False, "The KL penalty is taken from the reward, upstream; the loss then has no KL term."
+    )
+    use_on_policy_kl_approximation: bool = _field(
+        False, "Weight the KL estimate by the ratio to the generation engine.", formula="w = exp(curr − gen)"
+    )
+
+    # --- importance-sampling correction
+    use_importance_sampling_correction: bool = _field(
+        False, "Multiply the surrogate by the weight against the train/generation mismatch."
+    )
+    is_correction_level: CorrectionLevel | None = _field(
+        None,
+        "Level of that weight, whatever the level of the ratio. null: `sequence` under "
+        "`sequence_level_importance_ratios`, else `token`.",
+        formula="token exp(Δ_t); sequence exp(Σ_t Δ_t); sequence_mean exp(mean_t Δ_t); Δ = prev − gen",
+        source="NeMo-RL PR 2269",
+    )
+    truncated_importance_sampling_type: Truncation | None = _field(
+        None,
+        "`tis` clamps the weight to [min, ratio]; `icepop` zeroes it outside; `seq-mask-tis` zeroes sequences whose "
+        "geometric-mean ratio is outside and leaves token weights as they are.",
+        formula="tis clamp(w, min, max); icepop w·1[min ≤ w ≤ max]; seq-mask-tis w_t·1[min ≤ exp(mean Δ) ≤ max]",
+    )
+    truncated_importance_sampling_ratio: float | None = _field(
+        None, "Upper bound of the truncation, on the weight itself.", gt=0
+    )
+    truncated_importance_sampling_ratio_min: float | None = _field(
+        None, "Lower bound of the truncation. null: 0 for `tis`; the other types need it.", ge=0
+    )
+
+    # --- rejection
+    masks: tuple[MaskSpec, ...] = _field(
+        (),
+        "Rejection masks, combined by AND; they remove tokens from the surrogate only. See docs/masks.md.",
+        source="this package",
+    )
+    nonfinite: Literal["drop_sequence", "drop_token", "raise"] = _field(
+        "drop_sequence",
+        "What to do with a NaN or infinite `gen`, `prev` or `ref` at a trained token. Always counted. `raise` reads a "
+        "flag back from the device at every call.",
+        source="this package",
+    )
+
+    # --- on-policy and further objectives
+    force_on_policy_ratio: bool = _field(
+        False, "Take `prev` to be `curr`: ratio 1. Only with exactly one update a rollout.", formula="r = 1"
+    )
+    use_cispo: bool = _field(
+        False,
+        "CISPO within `clipped_pg`.",
+        formula="ℓ = −sg(clip(r))·A·log π",
+        source="NeMo-RL; arXiv:2506.13585",
+    )
+    positive_example_nll_weight: float = _field(
+        0.0,
+        "VAPO: weight of the NLL of sequences with positive reward.",
+        formula="μ · mean over their tokens of −log π",
+        source="NeMo-RL; arXiv:2504.05118 eq. 10",
+        ge=0,
+    )
+    positive_example_nll_normalization: Literal["microbatch", "tokens"] = _field(
+        "microbatch",
+        "`microbatch`: NeMo-RL's, by the microbatch's own count, so that the loss depends on the split. `tokens`: by "
+        "the step's valid tokens.",
+        source="this package",
+    )
+
+    @field_validator("masks", mode="before")
+    @classmethod
+    def _known_presets(cls, masks: Any) -> Any:
+        check_presets(masks)
+        return masks
+
+    @model_validator(mode="after")
+    def _compatible(self) -> LossConfig:
+        problems = [message for applies, message in self._conflicts() if applies]
+        if problems:
+            raise ValueError("; ".join(problems))
+        if (
+            self.truncated_importance_sampling_type == "tis"
+            and self.truncated_importance_sampling_ratio is None
+        ):
+            # NeMo-RL v0.6.0's base recipe has type: tis with ratio: null, which means no truncation.
+            warnings.warn(
+                "loss_fn.truncated_importance_sampling_type: tis does nothing while "
+                "loss_fn.truncated_importance_sampling_ratio is null; give a ratio, or set the type to null",
+                UserWarning,
+                stacklevel=2,
+            )
+        return self
+
+    def _conflicts(self) -> list[tuple[bool, str]]:
+        given = self.model_fields_set
+        kind = self.truncated_importance_sampling_type
+        low, high = self.truncated_importance_sampling_ratio_min, self.truncated_importance_sampling_ratio
+        by_token = self.normalization == "tokens"
+        return [
+            (
+                "token_level_loss" in given
+                and self.loss_normalization is not None
+                and self.token_level_loss != (self.loss_normalization == "tokens"),
+                f"token_level_loss: {str(self.token_level_loss).lower()} contradicts loss_normalization: "
+                f"{self.loss_normalization}; set token_level_loss: {str(not self.token_level_loss).lower()}, or leave "
+                "one of the two out",
+            ),
+            (
+                (self.loss_normalization == "constant") != (self.loss_normalization_constant is not None),
+                "loss_normalization: constant and loss_normalization_constant go together; set both or neither",
+            ),
+            (
+                self.sequence_level_importance_ratios and by_token and self.loss_normalization is None,
+                "sequence_level_importance_ratios: true needs a sequence-level loss, but token_level_loss is true; set "
+                "token_level_loss: false, or state loss_normalization: tokens to weight sequences by their length",
+            ),
+            (
+                self.use_cispo and self.disable_ppo_ratio,
+                "use_cispo: true needs the ratio that disable_ppo_ratio: true removes; unset one of them",
+            ),
+            (
+                self.use_cispo and self.force_on_policy_ratio,
+                "use_cispo: true clips the ratio that force_on_policy_ratio: true sets to 1; unset one of them",
+            ),
+            (
+                self.use_cispo and self.sequence_level_importance_ratios,
+                "use_cispo: true is defined on token ratios, not with sequence_level_importance_ratios: true; unset "
+                "one of them",
+            ),
+            (
+                self.use_cispo and self.ratio_clip_c is not None,
+                f"use_cispo: true has no dual clip, but ratio_clip_c is {self.ratio_clip_c}; set ratio_clip_c: null",
+            ),
+            (
+                self.use_cispo and not by_token,
+                "use_cispo: true needs a token-level loss, but token_level_loss is false; set token_level_loss: true "
+                "(name: cispo takes any normalization)",
+            ),
+            (
+                self.disable_ppo_ratio and self.ratio_clip_c is not None and not self.force_on_policy_ratio,
+                f"ratio_clip_c: {self.ratio_clip_c} bounds the ratio that disable_ppo_ratio: true removes; set "
+                "ratio_clip_c: null",
+            ),
+            (
+                kind is not None and high is not None and not self.use_importance_sampling_correction,
+                f"truncated_importance_sampling_type: {kind} truncates a weight that is not applied while "
+                "use_importance_sampling_correction is false; set it to true",
+            ),
+            (
+                kind in ("icepop", "seq-mask-tis") and high is None,
+                f"truncated_importance_sampling_type: {kind} needs truncated_importance_sampling_ratio; give the upper "
+                "bound, or set the type to null",
+            ),
+            (
+                kind in ("icepop", "seq-mask-tis") and low is None,
+                f"truncated_importance_sampling_type: {kind} needs truncated_importance_sampling_ratio_min; give the "
+                "lower bound (0 for none)",
+            ),
+            (
+                kind is None and high is not None,
+                f"truncated_importance_sampling_ratio: {high} needs truncated_importance_sampling_type; set it to tis, "
+                "icepop or seq-mask-tis",
+            ),
+            (
+                low is not None and high is not None and low > high,
+                f"truncated_importance_sampling_ratio_min: {low} exceeds truncated_importance_sampling_ratio: {high}; "
+                "swap them",
+            ),
+            (
+                kind == "seq-mask-tis" and self.correction_level != "token",
+                f"truncated_importance_sampling_type: seq-mask-tis keeps token weights, but the level in force is "
+                f"{self.correction_level}; set is_correction_level: token",
+            ),
+            (
+                self.is_correction_level is not None and not self.use_importance_sampling_correction,
+                f"is_correction_level: {self.is_correction_level} has no effect while "
+                "use_importance_sampling_correction is false; set it to true, or remove the level",
+            ),
+            (
+                self.reference_policy_kl_gradient is not None and self.kl_coefficient == 0,
+                f"reference_policy_kl_gradient: {self.reference_policy_kl_gradient} has no effect without a KL term "
+                "(reference_policy_kl_penalty: 0 or use_kl_in_reward: true); give a penalty, or remove it",
+            ),
+            (
+                self.positive_example_nll_normalization != "microbatch"
+                and self.positive_example_nll_weight == 0,
+                "positive_example_nll_normalization has no effect while positive_example_nll_weight is 0; give a "
+                "weight, or remove it",
+            ),
+        ]
+
+    @property
+    def normalization(self) -> Normalization:
+        """The denominator in force."""
+        if self.loss_normalization is not None:
+            return self.loss_normalization
+        return "tokens" if self.token_level_loss else "sequences"
+
+    @property
+    def correction_level(self) -> CorrectionLevel:
+        """The weight's level in force; NeMo-RL's derivation where none is given."""
+        if self.is_correction_level is not None:
+            return self.is_correction_level
+        return "sequence" if self.sequence_level_importance_ratios else "token"
+
+    @property
+    def truncation(self) -> Truncation | None:
+        """The truncation in force: None also where a ratio is missing."""
+        return (
+            self.truncated_importance_sampling_type
+            if self.truncated_importance_sampling_ratio is not None
+            else None
+        )
+
+    @property
+    def kl_coefficient(self) -> float:
+        """β of the loss's own KL term; 0 when the KL is in the reward."""
+        return 0.0 if self.use_kl_in_reward else self.reference_policy_kl_penalty
+
+    @cached_property
+    def mask_rules(self) -> tuple[MaskRule, ...]:
+        """The masks in the raw form, with unique labels."""
+        return mask_rules(self.masks)

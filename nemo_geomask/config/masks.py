@@ -1,0 +1,251 @@
+"""Mask rules: one raw form, and presets that carry the papers' names.
+
+Every rejection rule is ``(log_ratio, level, statistic, min, max, when)``; a preset fills in most of it. Bounds on a
+ratio are always on ρ itself, in the direction that the log-ratio's definition says, both ends inclusive.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, Literal
+
+from pydantic import Discriminator, Field, Tag, model_validator
+
+from nemo_geomask.config.strict import StrictModel, nearest
+
+__all__ = ["MaskRule", "MaskSpec", "RawMask", "mask_rules"]
+
+LogRatio = Literal["mismatch", "policy", "total"]
+Level = Literal["token", "sequence", "sequence_mean", "sequence_max"]
+When = Literal["always", "negative_advantage", "positive_advantage"]
+
+
+@dataclass(frozen=True)
+class MaskRule:
+    """A rule in the form that the loss evaluates; ``low`` and ``high`` are in the units of the pooled statistic
+    (logarithms for ``ratio``)."""
+
+    label: str
+    log_ratio: LogRatio
+    level: Level
+    statistic: Literal["ratio", "k2", "k3"]
+    low: float
+    high: float
+    when: When
+
+
+class _Bounds(StrictModel):
+    label: str | None = Field(
+        default=None,
+        pattern=r"^[a-z][a-z0-9_]*$",
+        description="Name of the mask in metrics; the preset's name if not given.",
+    )
+
+    @model_validator(mode="after")
+    def _check_label(self) -> _Bounds:
+        if self.label and ("_min" in self.label or "_max" in self.label):
+            raise ValueError(
+                f"label '{self.label}' holds '_min' or '_max', which NeMo-RL reads as an extremum; choose another"
+            )
+        return self
+
+
+class _Interval(_Bounds):
+    min: float | None = Field(default=None, ge=0, description="Smallest ratio kept; null: no lower bound.")
+    max: float | None = Field(default=None, gt=0, description="Largest ratio kept; null: no upper bound.")
+
+    @model_validator(mode="after")
+    def _check_interval(self) -> _Interval:
+        if not self.min and self.max is None:
+            raise ValueError("a mask without 'max' and without a 'min' above 0 removes nothing; give a bound")
+        if self.min is not None and self.max is not None and self.min > self.max:
+            raise ValueError(
+                f"'min' ({self.min}) exceeds 'max' ({self.max}), which removes everything; swap them"
+            )
+        return self
+
+    def _ratio_rule(self, name: str, level: Level) -> MaskRule:
+        return MaskRule(
+            self.label or name,
+            "mismatch",
+            level,
+            "ratio",
+            math.log(self.min) if self.min else -math.inf,
+            math.log(self.max) if self.max is not None else math.inf,
+            "always",
+        )
+
+
+class Geometric(_Interval):
+    """Keep sequences whose geometric-mean mismatch ratio exp(mean(prev - gen)) lies in [min, max]. TRL PR 4891."""
+
+    preset: Literal["geometric"]
+
+    def rule(self) -> MaskRule:
+        """The raw rule."""
+        return self._ratio_rule("geometric", "sequence_mean")
+
+
+class Product(_Interval):
+    """Keep sequences whose mismatch ratio exp(sum(prev - gen)) lies in [min, max]: sequence MIS."""
+
+    preset: Literal["product"]
+
+    def rule(self) -> MaskRule:
+        """The raw rule."""
+        return self._ratio_rule("product", "sequence")
+
+
+class IcePop(_Interval):
+    """Keep tokens whose mismatch ratio lies in [min, max]. arXiv:2510.18855, bounds 0.5 and 5."""
+
+    preset: Literal["icepop"]
+
+    def rule(self) -> MaskRule:
+        """The raw rule."""
+        return self._ratio_rule("icepop", "token")
+
+
+class Veto(_Interval):
+    """Keep sequences all of whose tokens have a mismatch ratio in [min, max]."""
+
+    preset: Literal["veto"]
+
+    def rule(self) -> MaskRule:
+        """The raw rule."""
+        return self._ratio_rule("veto", "sequence_max")
+
+
+class Opsm(_Bounds):
+    """Off-policy sequence masking: drop a sequence with negative mean advantage whose mean log(μ/π) exceeds delta.
+
+    DeepSeek-V3.2, eq. 9. As a ratio: keep when exp(mean(curr - gen)) ≥ exp(-delta).
+    """
+
+    preset: Literal["opsm"]
+    delta: float = Field(ge=0, description="Largest mean log-ratio kept, in nats per token.")
+    log_ratio: Literal["total", "policy"] = Field(
+        default="total",
+        description="'total' compares with the generation engine, 'policy' with the training engine at rollout.",
+    )
+
+    def rule(self) -> MaskRule:
+        """The raw rule."""
+        return MaskRule(
+            self.label or "opsm",
+            self.log_ratio,
+            "sequence_mean",
+            "ratio",
+            -self.delta,
+            math.inf,
+            "negative_advantage",
+        )
+
+
+class TrustRegion(_Bounds):
+    """Keep sequences whose k2 or k3 stays within max, on average or at every token. arXiv:2512.23075."""
+
+    preset: Literal["trust_region"]
+    statistic: Literal["k2", "k3"] = Field(description="Divergence estimator per token.")
+    level: Literal["sequence_mean", "sequence_max"] = Field(
+        description="Mean over the sequence, or its worst token."
+    )
+    max: float = Field(gt=0, description="Largest value kept, in nats.")
+
+    def rule(self) -> MaskRule:
+        """The raw rule."""
+        return MaskRule(
+            self.label or "trust_region",
+            "mismatch",
+            self.level,
+            self.statistic,
+            -math.inf,
+            self.max,
+            "always",
+        )
+
+
+class RawMask(_Bounds):
+    """The form behind every preset."""
+
+    log_ratio: LogRatio = Field(description="mismatch: prev - gen; policy: curr - prev; total: curr - gen.")
+    level: Level = Field(
+        description="Over what the statistic is pooled; sequence_max: every token must be inside."
+    )
+    statistic: Literal["ratio", "k2", "k3"] = Field(
+        default="ratio", description="What is compared with the bounds."
+    )
+    min: float | None = Field(default=None, ge=0, description="Smallest value kept; null: no lower bound.")
+    max: float | None = Field(default=None, gt=0, description="Largest value kept; null: no upper bound.")
+    when: When = Field(
+        default="always",
+        description="Restrict the rule by the sign of the advantage (the sequence's mean, at sequence levels).",
+    )
+
+    @model_validator(mode="after")
+    def _check_bounds(self) -> RawMask:
+        _Interval(min=self.min, max=self.max)
+        return self
+
+    def rule(self) -> MaskRule:
+        """The rule with bounds in the units of the statistic."""
+        low = self.min if self.min else None
+        if self.statistic == "ratio":
+            bounds = (math.log(low) if low else -math.inf, math.log(self.max) if self.max else math.inf)
+        else:
+            bounds = (low if low else -math.inf, self.max if self.max else math.inf)
+        return MaskRule(
+            self.label or "mask", self.log_ratio, self.level, self.statistic, bounds[0], bounds[1], self.when
+        )
+
+
+_PRESETS = {
+    "geometric": Geometric,
+    "product": Product,
+    "icepop": IcePop,
+    "veto": Veto,
+    "opsm": Opsm,
+    "trust_region": TrustRegion,
+}
+
+
+def _tag(value: Any) -> str:
+    preset = value.get("preset") if isinstance(value, Mapping) else getattr(value, "preset", None)
+    return f"preset:{'raw' if preset is None else preset}"
+
+
+MaskSpec = Annotated[
+    Annotated[Geometric, Tag("preset:geometric")]
+    | Annotated[Product, Tag("preset:product")]
+    | Annotated[IcePop, Tag("preset:icepop")]
+    | Annotated[Veto, Tag("preset:veto")]
+    | Annotated[Opsm, Tag("preset:opsm")]
+    | Annotated[TrustRegion, Tag("preset:trust_region")]
+    | Annotated[RawMask, Tag("preset:raw")],
+    Discriminator(_tag),
+]
+
+
+def check_presets(masks: Any) -> None:
+    """Raise ValueError for a ``preset`` that does not exist, naming the nearest one."""
+    for index, mask in enumerate(masks if isinstance(masks, (list, tuple)) else ()):
+        preset = mask.get("preset") if isinstance(mask, Mapping) else None
+        if preset is not None and preset not in _PRESETS:
+            guess = nearest(str(preset), _PRESETS)
+            hint = f"did you mean '{guess}'?" if guess else "known: " + ", ".join(_PRESETS)
+            raise ValueError(f"[{index}].preset: unknown preset '{preset}'; {hint}")
+
+
+def mask_rules(masks: tuple[Any, ...]) -> tuple[MaskRule, ...]:
+    """Rules of a validated list of masks; repeated labels are numbered: ``geometric``, ``geometric_2``."""
+    rules: dict[str, MaskRule] = {}
+    for mask in masks:
+        rule: MaskRule = mask.rule()
+        label, count = rule.label, 1
+        while label in rules:
+            count += 1
+            label = f"{rule.label}_{count}"
+        rules[label] = replace(rule, label=label)
+    return tuple(rules.values())

@@ -1,0 +1,60 @@
+"""Log-ratios and their exponentials.
+
+Pooling and comparing happen on log-ratios; ``exp`` comes last and saturates instead of overflowing.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+__all__ = ["LOG_RATIO_LIMIT", "bounds_exceeded", "log_bound", "overflowed", "saturating_exp"]
+
+LOG_RATIO_LIMIT = 88.0
+"""Natural logarithm of the largest ratio represented: ``exp(88) = 1.65e38`` is just below float32's maximum."""
+
+
+def saturating_exp(log_ratio: Tensor) -> Tensor:
+    """``exp(min(x, 88))``: a ratio that float32 can't hold becomes the largest one that it can.
+
+    An overflow to infinity would turn into NaN as soon as it meets a zero, and replacing it by 0 (as NeMo-RL's
+    ``nan_to_num(posinf=0)`` does) would silently drop the most over-weighted sample instead of truncating it.
+
+    Args:
+        log_ratio: any shape, float32, natural logarithm. NaN stays NaN.
+
+    Returns:
+        The ratio, same shape and dtype; the gradient is 0 where saturated.
+    """
+    return torch.exp(log_ratio.clamp(max=LOG_RATIO_LIMIT))
+
+
+def overflowed(log_ratio: Tensor) -> Tensor:
+    """True where :func:`saturating_exp` saturates, bool of the same shape."""
+    return log_ratio > LOG_RATIO_LIMIT
+
+
+def log_bound(bound: float | None, *, default: float) -> float:
+    """Natural logarithm of a bound on a ratio; 0 gives -inf and ``None`` gives ``default``."""
+    if bound is None:
+        return default
+    return math.log(bound) if bound > 0 else -math.inf
+
+
+def bounds_exceeded(value: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
+    """Where a statistic lies outside ``[low, high]``; both ends belong to the allowed interval.
+
+    Bounds on a ratio are to be given as logarithms and compared with the log-ratio: a comparison of
+    exponentials loses the resolution that bounds such as ``1 + 3e-4`` need and overflows for long sequences.
+
+    Args:
+        value: any shape.
+        low: lower bound in the units of ``value``, rounded to its dtype.
+        high: upper bound, likewise.
+
+    Returns:
+        ``(below, above)``, bool tensors of the same shape. NaN is neither.
+    """
+    return value < low, value > high

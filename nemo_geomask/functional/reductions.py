@@ -1,0 +1,62 @@
+"""How per-token losses become one number.
+
+Every normalisation is one coefficient a token: the loss is ``Σ_t c_t ℓ_t``. The denominators are global counts of
+the optimiser step, so the losses of microbatches and data-parallel ranks simply add up.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from torch import Tensor
+
+__all__ = ["Normalization", "inverse_count", "token_coefficients"]
+
+Normalization = Literal["tokens", "sequences", "documents", "constant"]
+
+_TINY = 1e-8  # NeMo-RL's: keeps a count of zero from dividing zero by zero
+
+
+def inverse_count(count: Tensor) -> Tensor:
+    """``1 / (count + 1e-8)``, any shape; a count of 0 meets only sums that are 0."""
+    return (count + _TINY).reciprocal()
+
+
+def token_coefficients(
+    normalization: Normalization,
+    *,
+    mask: Tensor,
+    tokens_of_sequence: Tensor,
+    global_seqs: Tensor,
+    global_toks: Tensor,
+    constant: float | None = None,
+) -> Tensor:
+    r"""Coefficient c_t of each token's loss.
+
+    ============== ================================= ============================================
+    normalization  c_t                               used by
+    ============== ================================= ============================================
+    ``tokens``     :math:`m_t / N_{tok}`             DAPO, NeMo-RL ``token_level_loss: true``
+    ``sequences``  :math:`m_t / (n_i N_{seq})`       GRPO, GSPO, NeMo-RL ``token_level_loss: false``
+    ``documents``  :math:`m_t / N_{seq}`             Fast-LLM ``normalize_by_documents``
+    ``constant``   :math:`m_t / (C N_{seq})`         Dr. GRPO, arXiv:2503.20783
+    ============== ================================= ============================================
+
+    Args:
+        normalization: one of the table.
+        mask: m_t, token mask times sample mask, token layout, float32.
+        tokens_of_sequence: n_i, number of trained tokens of the token's own sequence before any rejection,
+            broadcastable to ``mask``.
+        global_seqs: N_seq, 0-d: valid sequences in the optimiser step, over all microbatches and ranks.
+        global_toks: N_tok, 0-d: valid tokens, likewise.
+        constant: C, tokens, for ``constant`` only.
+
+    Returns:
+        Shape of ``mask``, float32.
+    """
+    if normalization == "tokens":
+        return mask * inverse_count(global_toks)
+    if normalization == "sequences":
+        return mask * (inverse_count(tokens_of_sequence) * inverse_count(global_seqs))
+    scale = 1.0 if normalization == "documents" or constant is None else 1.0 / constant
+    return mask * (inverse_count(global_seqs) * scale)

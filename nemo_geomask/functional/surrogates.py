@@ -1,0 +1,212 @@
+"""Policy-gradient surrogates: the per-token loss of each objective, to be minimised.
+
+Pure functions of log-ratios and advantages in any token layout ([B, T], [N], …). Sequence statistics come in
+already pooled and spread over the tokens, so nothing here knows how sequences are laid out. r = π_θ/π_old.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from nemo_geomask.functional.ratios import log_bound, saturating_exp
+
+__all__ = [
+    "Surrogate",
+    "clip_log_ratio",
+    "clipped",
+    "clipped_weight",
+    "geometric_mean",
+    "score_function",
+    "soft_gate",
+    "straight_through_ratio",
+]
+
+
+class Surrogate(NamedTuple):
+    """What a surrogate gives for each token; tensors broadcast against the token layout."""
+
+    loss: Tensor
+    """Per-token loss ℓ_t, differentiable."""
+    ratio: Tensor
+    """Ratio before clipping, for the metrics ``probs_ratio*``."""
+    ratio_clamped: Tensor
+    """Ratio after clipping, for the metrics ``probs_ratio_clamped*``."""
+    clipped_low: Tensor
+    """bool: the lower clip bound is what decides this token's loss."""
+    clipped_high: Tensor
+    """bool: the upper clip bound is what decides this token's loss."""
+    dual_clipped: Tensor | None = None
+    """bool: the dual-clip bound decides; None where the objective has none."""
+
+
+def clipped(
+    log_ratio: Tensor,
+    advantages: Tensor,
+    *,
+    clip_min: float,
+    clip_max: float,
+    dual_clip: float | None = None,
+) -> Surrogate:
+    r"""PPO's pessimistic clip, optionally with dual clip.
+
+    .. math::
+        \ell_t = \max\bigl(-r_t A_t,\; -\mathrm{clip}(r_t, 1-\epsilon_{min}, 1+\epsilon_{max})\,A_t\bigr),
+        \qquad \ell_t \leftarrow \min(\ell_t, -c\,A_t) \text{ where } A_t < 0
+
+    Args:
+        log_ratio: log r, any shape, float32. Spread from the sequence mean it gives GSPO.
+        advantages: A, broadcastable.
+        clip_min: ε_min ≥ 0, distance of the lower bound from 1.
+        clip_max: ε_max ≥ 0, distance of the upper bound from 1.
+        dual_clip: c > 1, or None.
+
+    Returns:
+        The surrogate; ``clipped_low`` needs A < 0, ``clipped_high`` A > 0, as only there the clip wins.
+
+    Source: PPO arXiv:1707.06347 eq. 7; asymmetric bounds DAPO arXiv:2503.14476 eq. 10; dual clip
+    arXiv:1912.09729 eq. 5; GSPO arXiv:2507.18071 eq. 5.
+    """
+    ratio = saturating_exp(log_ratio)
+    ratio_clamped = ratio.clamp(1.0 - clip_min, 1.0 + clip_max)
+    loss = torch.maximum(-advantages * ratio, -advantages * ratio_clamped)
+    moved = ratio - ratio_clamped
+    low = (moved < 0) & (advantages < 0)
+    high = (moved > 0) & (advantages > 0)
+    if dual_clip is None:
+        return Surrogate(loss, ratio, ratio_clamped, low, high)
+    bound = -advantages * dual_clip
+    dual = (advantages < 0) & (loss > bound)
+    return Surrogate(torch.where(dual, bound, loss), ratio, ratio_clamped, low, high, dual)
+
+
+def score_function(curr: Tensor, advantages: Tensor) -> Surrogate:
+    r"""REINFORCE: :math:`\ell_t = -A_t \log\pi_\theta(y_t)`.
+
+    Args:
+        curr: log-probs of the sampled tokens, any shape, float32.
+        advantages: A, same shape.
+
+    Returns:
+        The surrogate; ``ratio`` holds the log-prob itself, as NeMo-RL reports it under ``disable_ppo_ratio``.
+
+    Source: RLOO arXiv:2402.14740 eq. 4; NeMo-RL ``disable_ppo_ratio``.
+    """
+    never = torch.zeros_like(curr, dtype=torch.bool)
+    return Surrogate(-advantages * curr, curr, curr, never, never)
+
+
+def clipped_weight(
+    log_ratio: Tensor, curr: Tensor, advantages: Tensor, *, clip_min: float, clip_max: float
+) -> Surrogate:
+    r"""CISPO: clip the weight, keep every token's gradient.
+
+    .. math:: \ell_t = -\mathrm{sg}\bigl(\mathrm{clip}(r_t, 1-\epsilon_{min}, 1+\epsilon_{max})\bigr)\,A_t
+        \log\pi_\theta(y_t)
+
+    Args:
+        log_ratio: log r, any shape, float32.
+        curr: log π_θ of the sampled tokens, same shape.
+        advantages: A, same shape.
+        clip_min: ε_min; 1 and above is no lower bound, as in the paper.
+        clip_max: ε_max.
+
+    Returns:
+        The surrogate; a clip counts as deciding wherever it changes the weight, whatever the advantage.
+
+    Source: MiniMax-M1, arXiv:2506.13585 eq. 4 and 5; NeMo-RL ``use_cispo``.
+    """
+    ratio = saturating_exp(log_ratio)
+    ratio_clamped = ratio.clamp(1.0 - clip_min, 1.0 + clip_max)
+    moved = (ratio - ratio_clamped).detach()
+    return Surrogate(-advantages * ratio_clamped.detach() * curr, ratio, ratio_clamped, moved < 0, moved > 0)
+
+
+def soft_gate(log_ratio: Tensor, advantages: Tensor, *, tau_pos: float, tau_neg: float) -> Surrogate:
+    r"""SAPO: a smooth gate in place of the clip.
+
+    .. math:: \ell_t = -\tfrac{4}{\tau_t}\,\sigma\bigl(\tau_t (r_t - 1)\bigr)\,A_t,\qquad
+        \tau_t = \tau_{pos} \text{ if } A_t > 0 \text{ else } \tau_{neg}
+
+    The gate's slope at r = 1 is 1, so the first update equals the unclipped policy gradient.
+
+    Args:
+        log_ratio: log r, any shape, float32.
+        advantages: A, same shape.
+        tau_pos: gate temperature for A > 0, > 0.
+        tau_neg: gate temperature for A ≤ 0, > 0.
+
+    Returns:
+        The surrogate; nothing is ever clipped.
+
+    Source: SAPO, arXiv:2511.20347 eq. 5 and 6.
+    """
+    ratio = saturating_exp(log_ratio)
+    # Both as tensors of the input's dtype: torch.where on two Python floats would round them to float32.
+    tau = torch.where(advantages > 0, torch.full_like(ratio, tau_pos), torch.full_like(ratio, tau_neg))
+    loss = -(4.0 / tau) * torch.sigmoid(tau * (ratio - 1.0)) * advantages
+    never = torch.zeros_like(loss, dtype=torch.bool)
+    return Surrogate(loss, ratio, ratio, never, never)
+
+
+def straight_through_ratio(sequence_log_ratio: Tensor, curr: Tensor) -> Tensor:
+    r"""GSPO-token's log-ratio: the value of the sequence, the gradient of the token.
+
+    :math:`\log s_{i,t} = \mathrm{sg}[\log s_i] + \log\pi_\theta(y_t) - \mathrm{sg}[\log\pi_\theta(y_t)]`
+
+    Args:
+        sequence_log_ratio: log s_i spread over the tokens.
+        curr: log π_θ of the sampled tokens, same shape.
+
+    Returns:
+        Same shape, differentiable in ``curr`` only.
+
+    Source: GSPO, arXiv:2507.18071 eq. 13 and 14.
+    """
+    return sequence_log_ratio.detach() + (curr - curr.detach())
+
+
+def clip_log_ratio(
+    log_ratio: Tensor, advantages: Tensor, *, clip_min: float, clip_max: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    r"""GMPO's token clip in log space, pessimistic in the advantage's direction.
+
+    :math:`x_t = \min(x, \log(1+\epsilon_{max}))` where A > 0, :math:`\max(x, \log(1-\epsilon_{min}))` where
+    A < 0, and x itself where A = 0 (where it does not matter).
+
+    Args:
+        log_ratio: x = log r, any shape, float32.
+        advantages: A, same shape.
+        clip_min: ε_min; 1 and above is no lower bound.
+        clip_max: ε_max.
+
+    Returns:
+        ``(clipped log-ratio, clipped_low, clipped_high)``.
+
+    Source: GMPO, arXiv:2507.20673 eq. 4; its bounds are (e^{-0.4}, e^{0.4}).
+    """
+    low_bound = log_bound(1.0 - clip_min, default=-math.inf)
+    high_bound = math.log1p(clip_max)
+    low = (log_ratio < low_bound) & (advantages < 0)
+    high = (log_ratio > high_bound) & (advantages > 0)
+    kept = torch.where(low, low_bound, torch.where(high, high_bound, log_ratio))
+    return kept, low, high
+
+
+def geometric_mean(mean_clipped_log_ratio: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
+    r"""GMPO: :math:`\ell_i = -A_i\,\exp\bigl(\tfrac1{n_i}\sum_t x_{i,t}\bigr)` with token-clipped :math:`x`.
+
+    Args:
+        mean_clipped_log_ratio: mean over the sequence of :func:`clip_log_ratio`, spread over its tokens.
+        advantages: the sequence's advantage A_i, same shape.
+
+    Returns:
+        ``(loss, ratio)``; the ratio is the geometric mean of the clipped token ratios.
+
+    Source: GMPO, arXiv:2507.20673 eq. 4.
+    """
+    ratio = saturating_exp(mean_clipped_log_ratio)
+    return -advantages * ratio, ratio

@@ -1,0 +1,179 @@
+"""From NeMo-RL's batch to clean token tensors.
+
+This is where bad values stop: whatever a position that does not train holds (NaN, ±inf, 1e6) is replaced by
+selection, once, and never enters the arithmetic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nemo_geomask.config import LossConfig
+from nemo_geomask.errors import DataError, NonFiniteError, ShapeError
+from nemo_geomask.segments import PaddedSegments, Segments
+
+__all__ = ["TokenBatch", "read_nemo_rl"]
+
+
+@dataclass(frozen=True)
+class TokenBatch:
+    """Tensors of one microbatch in one token layout; every token tensor holds 0 where ``trained`` is False.
+
+    Attributes:
+        curr: log π_θ of the sampled tokens, float32, with gradient.
+        curr_kl: the same without top-k/top-p filtering, for the KL term; ``curr`` where there is none.
+        prev: log π_old.
+        gen: log μ.
+        ref: log π_ref; None without a KL term.
+        advantages: A.
+        rewards: [S] or None.
+        trained: bool, the tokens that take part.
+        weight: float32, token mask times sample mask where ``trained``, else 0.
+        sample_mask: [S] float32, 0 also for a sequence dropped as non-finite.
+        valid_samples: 0-d, sum of the sample mask as it came.
+        tokens_of_sequence: [S] float32, trained tokens of each sequence as the batch declares them.
+        dropped_sequences: 0-d count.
+        nonfinite: 0-d counts of non-finite values at tokens that were to be trained, by tensor.
+        segments: who belongs to which sequence.
+    """
+
+    curr: Tensor
+    curr_kl: Tensor
+    prev: Tensor
+    gen: Tensor
+    ref: Tensor | None
+    advantages: Tensor
+    rewards: Tensor | None
+    trained: Tensor
+    weight: Tensor
+    sample_mask: Tensor
+    valid_samples: Tensor
+    tokens_of_sequence: Tensor
+    dropped_sequences: Tensor
+    nonfinite: dict[str, Tensor]
+    segments: Segments
+
+
+def read_nemo_rl(next_token_logprobs: Tensor, data: Mapping[str, Any], config: LossConfig) -> TokenBatch:
+    """Read a padded NeMo-RL microbatch.
+
+    Args:
+        next_token_logprobs: [B, T-1], any floating dtype: log-prob of token t+1 at position t.
+        data: mapping with ``advantages``, ``prev_logprobs`` (unless ``force_on_policy_ratio``),
+            ``generation_logprobs``, ``reference_policy_logprobs`` (with a KL term), ``token_mask``, all [B, T] with
+            column t speaking of token t, ``sample_mask`` [B], and, with ``positive_example_nll_weight``, optionally
+            ``rewards`` [B]. ``curr_logprobs_unfiltered`` [B, T-1] is used for the KL term where given.
+        config: the settings in force.
+
+    Raises:
+        DataError: a tensor is missing.
+        ShapeError: a tensor has another shape, or is not floating point where log-probs are.
+        NonFiniteError: under ``nonfinite: raise``.
+    """
+    if next_token_logprobs.dim() != 2 or not next_token_logprobs.is_floating_point():
+        raise ShapeError(
+            "next_token_logprobs must be a floating-point tensor [B, T-1], one log-prob for each token after the "
+            f"first, but it is {next_token_logprobs.dtype} {list(next_token_logprobs.shape)}"
+        )
+    batch, width = next_token_logprobs.shape
+    device = next_token_logprobs.device
+
+    def tokens(key: str) -> Tensor:
+        value = _tensor(data, key, (batch, width + 1), device)
+        return value[:, 1:].float()
+
+    sample_mask = _tensor(data, "sample_mask", (batch,), device).float()
+    token_mask = tokens("token_mask")
+    trained = (token_mask != 0) & (sample_mask != 0).unsqueeze(-1)
+    curr = next_token_logprobs.float()
+    given = {"gen": tokens("generation_logprobs")}
+    if not config.force_on_policy_ratio:
+        given["prev"] = tokens("prev_logprobs")
+    unfiltered = curr
+    if config.kl_coefficient:
+        given["ref"] = tokens("reference_policy_logprobs")
+        if data.get("curr_logprobs_unfiltered") is not None:
+            unfiltered = _tensor(data, "curr_logprobs_unfiltered", (batch, width), device).float()
+    advantages = tokens("advantages")
+    rewards = None
+    if config.positive_example_nll_weight and "rewards" in data:
+        rewards = _tensor(data, "rewards", (batch,), device).float()
+
+    segments = PaddedSegments()
+    broken = {name: ~torch.isfinite(value) & trained for name, value in given.items()}
+    # A non-finite curr is the model's own failure: it is counted and left to show in the loss.
+    nonfinite = {name: bad.sum() for name, bad in broken.items()}
+    nonfinite["curr"] = (~torch.isfinite(curr.detach()) & trained).sum()
+    bad = _any(broken)
+    if config.nonfinite == "raise":
+        _refuse(nonfinite, [name for name in broken])
+    dropped = segments.sum({"bad": bad.float()})["bad"] > 0
+    declared = segments.sum({"tokens": torch.where(trained, token_mask, 0.0)})["tokens"]
+    if config.nonfinite == "drop_token":
+        trained = trained & ~bad
+        dropped = torch.zeros_like(dropped)
+    else:
+        trained = trained & ~segments.spread(dropped)
+
+    def clean(value: Tensor) -> Tensor:
+        return torch.where(trained, value, 0.0)
+
+    curr_clean = clean(curr)
+    return TokenBatch(
+        curr=curr_clean,
+        curr_kl=curr_clean if unfiltered is curr else clean(unfiltered),
+        prev=curr_clean.detach() if config.force_on_policy_ratio else clean(given["prev"]),
+        gen=clean(given["gen"]),
+        ref=clean(given["ref"]) if "ref" in given else None,
+        advantages=clean(advantages),
+        rewards=rewards,
+        trained=trained,
+        weight=clean(token_mask * sample_mask.unsqueeze(-1)),
+        sample_mask=torch.where(dropped, 0.0, sample_mask),
+        valid_samples=sample_mask.sum(),
+        tokens_of_sequence=declared,
+        dropped_sequences=dropped.sum(),
+        nonfinite=nonfinite,
+        segments=segments,
+    )
+
+
+def _tensor(data: Mapping[str, Any], key: str, shape: tuple[int, ...], device: torch.device) -> Tensor:
+    if key not in data:
+        raise DataError(f"data['{key}'] is missing; the configured loss needs it as a tensor {list(shape)}")
+    value = data[key]
+    if not isinstance(value, Tensor) or value.shape != shape:
+        found = f"{list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+        raise ShapeError(
+            f"data['{key}'] must be a tensor {list(shape)} to fit next_token_logprobs, but it is {found}"
+        )
+    return value.to(device)
+
+
+def _any(flags: Mapping[str, Tensor]) -> Tensor:
+    first, *rest = flags.values()
+    for flag in rest:
+        first = first | flag
+    return first
+
+
+def _refuse(nonfinite: Mapping[str, Tensor], names: list[str]) -> None:
+    counts = dict(zip(names, torch.stack([nonfinite[name] for name in names]).tolist(), strict=True))
+    found = ", ".join(f"{count} in {_KEYS[name]}" for name, count in counts.items() if count)
+    if found:
+        raise NonFiniteError(
+            f"non-finite log-probs at trained tokens: {found}; loss_fn.nonfinite is 'raise'. Find their origin, or "
+            "choose drop_sequence or drop_token"
+        )
+
+
+_KEYS = {
+    "gen": "data['generation_logprobs']",
+    "prev": "data['prev_logprobs']",
+    "ref": "data['reference_policy_logprobs']",
+}

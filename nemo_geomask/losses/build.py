@@ -1,0 +1,83 @@
+"""From a configuration to a loss."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+
+from nemo_geomask.config import LossConfig, parse
+from nemo_geomask.errors import ConfigError, PluginError
+from nemo_geomask.losses.loss import PolicyLoss
+from nemo_geomask.losses.registry import load
+from nemo_geomask.losses.variant import Variant
+
+__all__ = ["build_loss"]
+
+_PREFIX = "loss_fn"
+
+
+def build_loss(
+    config: LossConfig | Mapping[str, Any] | BaseModel, *, use_fused_linear_logprobs: bool = False
+) -> PolicyLoss:
+    """The loss that ``config`` describes.
+
+    Args:
+        config: a :class:`~nemo_geomask.LossConfig`, the ``loss_fn:`` mapping of a recipe, or another pydantic model
+            of it such as NeMo-RL's ``ClippedPGLossConfig`` (of which only the fields that were given count).
+        use_fused_linear_logprobs: passed on to NeMo-RL, see :class:`~nemo_geomask.losses.PolicyLoss`.
+
+    Returns:
+        A picklable callable under NeMo-RL's loss protocol.
+
+    Raises:
+        ConfigError: unknown keys, values out of range, settings at odds with each other or with the variant.
+        PluginError: the variant can't be loaded.
+
+    Example:
+        >>> from nemo_geomask import build_loss
+        >>> loss = build_loss({"name": "gspo", "use_importance_sampling_correction": True,
+        ...                    "is_correction_level": "sequence_mean"})
+        >>> loss.loss_type.value
+        'sequence_level'
+    """
+    if isinstance(config, BaseModel) and not isinstance(config, LossConfig):
+        config = config.model_dump(exclude_unset=True)
+    if not isinstance(config, LossConfig):
+        if not isinstance(config, Mapping):
+            raise ConfigError(
+                f"{_PREFIX} must be a mapping or a LossConfig, but it is a {type(config).__name__}"
+            )
+        config = parse(LossConfig, config, prefix=_PREFIX)
+    variant = load(config.name)
+    config = _in_force(config, variant)
+    options = parse(variant.options, config.options, prefix=f"{_PREFIX}.options")
+    return PolicyLoss(config, variant, options, use_fused_linear_logprobs=use_fused_linear_logprobs)
+
+
+def _in_force(config: LossConfig, variant: Variant) -> LossConfig:
+    unknown = [
+        key
+        for key in (*variant.defaults, *variant.forces, *variant.refuses)
+        if key not in LossConfig.model_fields
+    ]
+    if unknown:
+        raise PluginError(f"the variant '{config.name}' speaks of unknown settings: {', '.join(unknown)}")
+    refused = [
+        f"{_PREFIX}.{key}: {getattr(config, key)!r} does not go with name: {config.name}; {reason}. Remove {key}, or "
+        "choose another name"
+        for key, reason in variant.refuses.items()
+        if getattr(config, key)
+    ]
+    if refused:
+        raise ConfigError("\n".join(refused))
+    given = {key: getattr(config, key) for key in config.model_fields_set}
+    try:
+        return LossConfig(**{**variant.defaults, **given, **variant.forces})
+    except ValidationError as error:
+        implied = ", ".join(
+            f"{key}: {value}" for key, value in {**variant.defaults, **variant.forces}.items()
+        )
+        messages = "; ".join(item["msg"].removeprefix("Value error, ") for item in error.errors())
+        raise ConfigError(f"{_PREFIX}: {messages} (name: {config.name} implies {implied})") from None

@@ -1,0 +1,93 @@
+"""The weight against the mismatch: level, truncation and what is reported of both."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from nemo_geomask import functional as F
+from nemo_geomask.config import LossConfig
+from nemo_geomask.losses.batch import TokenBatch
+from nemo_geomask.losses.statistics import SequenceStatistics
+from nemo_geomask.metrics import MetricSums
+
+__all__ = ["Correction", "correct"]
+
+
+@dataclass(frozen=True)
+class Correction:
+    """Importance-sampling weights of one microbatch.
+
+    Attributes:
+        weight: applied weight, broadcastable to the token layout, without gradient.
+        by_sequence: whether there is one weight a sequence.
+        raw: before truncation; token layout or [S].
+        truncated: after truncation; token layout or [S].
+        saturated: 0-d count of weights whose exponential overflowed.
+        out_of_bounds: None without truncation; else bool, token layout, or [S] for ``seq-mask-tis``.
+    """
+
+    weight: Tensor
+    by_sequence: bool
+    raw: Tensor
+    truncated: Tensor
+    saturated: Tensor
+    out_of_bounds: Tensor | None
+
+    def report(self, batch: TokenBatch, metrics: MetricSums) -> None:
+        """Add the weight's metrics."""
+        add = metrics.sequences if self.by_sequence else metrics.tokens
+        add("sampling_importance_ratio", self.truncated)
+        # In float64: the square of a saturated weight overflows float32.
+        for name, value in (("weight_raw", self.raw.double()), ("weight", self.truncated.double())):
+            add(f"geomask/{name}_mean", value)
+            add(f"geomask/{name}_sq", value.square())
+        metrics.scalar("geomask/saturated_weight", self.saturated)
+        if self.out_of_bounds is not None:
+            by_row = self.out_of_bounds.shape == batch.sample_mask.shape
+            (metrics.sequences if by_row else metrics.tokens)("is_oob_ratio", self.out_of_bounds)
+
+
+def correct(batch: TokenBatch, statistics: SequenceStatistics, config: LossConfig) -> Correction:
+    r"""Weights :math:`w = \mathrm{truncate}(e^{\Delta})` at the configured level.
+
+    ================= ============================================
+    level             Δ
+    ================= ============================================
+    ``token``         prev_t − gen_t
+    ``sequence``      Σ_t m_t (prev_t − gen_t)
+    ``sequence_mean`` the same divided by Σ_t m_t
+    ================= ============================================
+
+    Source: NeMo-RL ``ClippedPGLossFn`` and PR 2269.
+    """
+    level = config.correction_level
+    by_sequence = level != "token"
+    log_ratio = (
+        statistics.pooled("mismatch.ratio", level) if by_sequence else statistics.log_ratios["mismatch"]
+    )
+    raw = F.saturating_exp(log_ratio)
+    counted = ~statistics.empty if by_sequence else batch.trained
+    saturated = (F.overflowed(log_ratio) & counted).sum()
+    spread = batch.segments.spread if by_sequence else _as_is
+    low, high = config.truncated_importance_sampling_ratio_min, config.truncated_importance_sampling_ratio
+    truncated, outside = raw, None
+    if config.truncation == "seq-mask-tis":
+        log_low, log_high = F.log_bound(low, default=-torch.inf), F.log_bound(high, default=torch.inf)
+        below, above = F.bounds_exceeded(
+            statistics.pooled("mismatch.ratio", "sequence_mean"), log_low, log_high
+        )
+        outside = (below | above) & ~statistics.empty
+        truncated = torch.where(batch.segments.spread(outside), 0.0, raw)
+    elif config.truncation is not None:
+        truncate = F.clamp_weight if config.truncation == "tis" else F.filter_weight
+        truncated, below, above = truncate(log_ratio, min=low, max=high)
+        outside = spread(below | above)
+    applied = spread(truncated) if config.use_importance_sampling_correction else torch.ones_like(batch.prev)
+    return Correction(applied, by_sequence, raw, truncated, saturated, outside)
+
+
+def _as_is(value: Tensor) -> Tensor:
+    return value

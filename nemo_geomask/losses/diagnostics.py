@@ -1,0 +1,74 @@
+"""Metrics of the batch and the surrogate: NeMo-RL's, under its names and meanings, and ``geomask/…``."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from nemo_geomask import functional as F
+from nemo_geomask.functional import LOG_RATIO_LIMIT
+from nemo_geomask.losses.batch import TokenBatch
+from nemo_geomask.losses.statistics import SequenceStatistics
+from nemo_geomask.metrics import MetricSums
+
+__all__ = ["report_batch", "report_surrogate"]
+
+
+def report_surrogate(
+    surrogate: F.Surrogate, batch: TokenBatch, statistics: SequenceStatistics, metrics: MetricSums
+) -> None:
+    """Ratios before and after clipping and where the clip decided."""
+    for name, ratio in (("probs_ratio", surrogate.ratio), ("probs_ratio_clamped", surrogate.ratio_clamped)):
+        ratio = ratio.detach().expand(batch.weight.shape)
+        metrics.tokens(name, ratio)
+        metrics.scalar(f"{name}_min", _extreme(ratio, batch.trained, torch.inf))
+        metrics.scalar(f"{name}_max", _extreme(ratio, batch.trained, -torch.inf))
+    metrics.tokens("geomask/clip_fraction_low", surrogate.clipped_low)
+    metrics.tokens("geomask/clip_fraction_high", surrogate.clipped_high)
+    if surrogate.dual_clipped is not None:
+        metrics.tokens("geomask/dual_clip_fraction", surrogate.dual_clipped)
+    metrics.scalar(
+        "geomask/saturated_ratio", (F.overflowed(statistics.log_ratios["policy"]) & batch.trained).sum()
+    )
+
+
+@torch.no_grad()
+def report_batch(
+    batch: TokenBatch, statistics: SequenceStatistics, kl_type: F.KLEstimator, metrics: MetricSums
+) -> None:
+    r"""Train/generation mismatch, staleness, entropy and counts.
+
+    With Δ = prev − gen and tokens sampled from μ: ``gen_kl_error`` estimates KL(μ ‖ π_old) and ``policy_kl_error``
+    KL(π_old ‖ μ) by NeMo-RL's ``kl_type``; ``js_divergence_error`` is :math:`\log\cosh(\Delta/2)`, which equals
+    NeMo-RL's mixture form; ``token_mult_prob_error`` is :math:`e^{|\Delta|}`; ``approx_entropy`` is
+    :math:`-(\pi_\theta/\mu)\log\pi_\theta`.
+    """
+    mismatch, policy = statistics.log_ratios["mismatch"], statistics.log_ratios["policy"]
+    size = mismatch.abs()
+    ratio = F.saturating_exp(mismatch)
+    k3 = F.kl_estimate(-mismatch, "k3")
+    metrics.tokens("token_mult_prob_error", F.saturating_exp(size))
+    metrics.tokens("gen_kl_error", k3 if kl_type == "k3" else F.kl_estimate(-mismatch, kl_type))
+    metrics.tokens("policy_kl_error", F.kl_estimate(mismatch, kl_type, ratio=ratio))
+    # log cosh(x) = log1p(2 sinh²(x/2)) keeps the digits of a small x; the clamp keeps sinh² finite.
+    quarter = size.clamp(max=LOG_RATIO_LIMIT) / 4
+    metrics.tokens("js_divergence_error", torch.log1p(2 * torch.sinh(quarter).square()))
+    entropy = -F.saturating_exp(statistics.log_ratios["total"]) * batch.curr
+    metrics.tokens("approx_entropy", entropy)
+    metrics.scalar("num_valid_samples", batch.valid_samples)
+
+    metrics.tokens("geomask/mismatch_abs", size)
+    metrics.tokens("geomask/mismatch_k1", -mismatch)
+    metrics.tokens("geomask/mismatch_k3", k3)
+    metrics.tokens("geomask/policy_abs", policy.abs())
+    metrics.tokens("geomask/policy_k3", F.kl_estimate(-policy, "k3"))
+    for name, count in batch.nonfinite.items():
+        metrics.scalar(f"geomask/nonfinite_{name}", count)
+    metrics.scalar("geomask/dropped_sequences", batch.dropped_sequences)
+
+
+def _extreme(value: Tensor, trained: Tensor, empty: float) -> Tensor:
+    if value.numel() == 0:
+        return value.new_full((), empty)
+    selected = torch.where(trained, value, empty)
+    return selected.amin() if empty > 0 else selected.amax()

@@ -1,0 +1,181 @@
+"""The loss object that a trainer calls."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from pydantic import BaseModel
+from torch import Tensor
+
+from nemo_geomask import functional as F
+from nemo_geomask.config import LossConfig
+from nemo_geomask.losses import protocol
+from nemo_geomask.losses.batch import TokenBatch, read_nemo_rl
+from nemo_geomask.losses.correction import correct
+from nemo_geomask.losses.diagnostics import report_batch, report_surrogate
+from nemo_geomask.losses.rejection import reject
+from nemo_geomask.losses.statistics import SequenceStatistics
+from nemo_geomask.losses.variant import SurrogateInputs, Variant
+from nemo_geomask.metrics import MetricSums
+
+__all__ = ["PolicyLoss"]
+
+
+class PolicyLoss:
+    r"""Weighted, masked surrogate plus KL to the reference, under NeMo-RL's loss protocol.
+
+    .. math:: L = \sum_t c_t\,\bigl(w_t\,k_t\,\ell_t + \beta\,\mathrm{KL}_t\bigr) + \mu\,\mathrm{NLL}^+
+
+    with the variant's surrogate :math:`\ell`, the weight :math:`w` against the mismatch, the masks' verdict
+    :math:`k \in \{0, 1\}` (selected, not multiplied) and the normalisation's coefficient :math:`c`. Stateless between
+    calls and picklable; it needs torch and pydantic where it is unpickled, and the module that defines the variant.
+
+    Args:
+        config: settings in force, the variant's defaults applied.
+        variant: the objective.
+        options: the variant's own settings.
+        use_fused_linear_logprobs: set where NeMo-RL computes log-probs by its fused linear path.
+    """
+
+    def __init__(
+        self,
+        config: LossConfig,
+        variant: Variant,
+        options: BaseModel,
+        *,
+        use_fused_linear_logprobs: bool = False,
+    ) -> None:
+        self.config = config
+        self.variant = variant
+        self.options = options
+        self.use_fused_linear_logprobs = use_fused_linear_logprobs
+        self._normalizers = self._declare()
+
+    # NeMo-RL compares these by identity with its own enums, see the protocol module.
+    @property
+    def loss_type(self) -> Any:
+        """``LossType``: which global count divides the loss."""
+        by_token = self.config.normalization == "tokens"
+        return protocol.resolve(
+            protocol.LossType.TOKEN_LEVEL if by_token else protocol.LossType.SEQUENCE_LEVEL
+        )
+
+    @property
+    def input_type(self) -> Any:
+        """``LossInputType.LOGPROB``."""
+        return protocol.resolve(protocol.LossInputType.LOGPROB)
+
+    @property
+    def metric_normalizations(self) -> dict[str, Any]:
+        """``MetricNormalizer`` of every metric that a call returns."""
+        return {
+            name: protocol.resolve(protocol.MetricNormalizer(kind))
+            for name, kind in self._normalizers.items()
+        }
+
+    @property
+    def reference_policy_kl_penalty(self) -> float:
+        """β; 0 where no reference log-probs are needed."""
+        return self.config.kl_coefficient
+
+    def __call__(
+        self,
+        next_token_logprobs: Tensor,
+        data: Mapping[str, Any],
+        global_valid_seqs: Tensor | float,
+        global_valid_toks: Tensor | float,
+    ) -> tuple[Tensor, dict[str, float]]:
+        """Loss and metrics of one microbatch.
+
+        Args:
+            next_token_logprobs: [B, T-1], floating point, log π_θ of tokens 1 to T-1, with gradient.
+            data: the batch, see :func:`nemo_geomask.losses.batch.read_nemo_rl`.
+            global_valid_seqs: sum of ``sample_mask`` over the optimiser step, all microbatches and ranks.
+            global_valid_toks: sum of ``token_mask[:, 1:] * sample_mask`` over the same.
+
+        Returns:
+            The loss, a float32 scalar on the graph, and the metrics as floats. The losses and metrics of the
+            microbatches of a step add up (extrema aside).
+
+        Raises:
+            DataError, ShapeError, NonFiniteError: see :func:`~nemo_geomask.losses.batch.read_nemo_rl`.
+        """
+        batch = read_nemo_rl(next_token_logprobs, data, self.config)
+        seqs, toks = (
+            torch.as_tensor(count, device=batch.weight.device).float().reshape(())
+            for count in (global_valid_seqs, global_valid_toks)
+        )
+        loss, metrics = self._evaluate(batch, seqs, toks)
+        return loss, metrics.read(global_seqs=seqs, global_toks=toks)
+
+    def _evaluate(self, batch: TokenBatch, seqs: Tensor, toks: Tensor) -> tuple[Tensor, MetricSums]:
+        config = self.config
+        metrics = MetricSums(batch.weight, batch.sample_mask)
+        inputs = SurrogateInputs(batch.curr, batch.curr - batch.prev, batch.advantages, config, self.options)
+        pool = self.variant.pool(inputs) if self.variant.pool is not None else {}
+        statistics = SequenceStatistics(batch, config, pool)
+        coefficient = F.token_coefficients(
+            config.normalization,
+            mask=batch.weight,
+            tokens_of_sequence=batch.segments.spread(batch.tokens_of_sequence),
+            global_seqs=seqs,
+            global_toks=toks,
+            constant=config.loss_normalization_constant,
+        )
+        surrogate = self.variant.surrogate(inputs, statistics.variant_means())
+        correction = correct(batch, statistics, config)
+        kept = reject(batch, statistics, config, metrics)
+        loss = (coefficient * torch.where(kept, correction.weight * surrogate.loss, 0.0)).sum()
+        kl = self._kl(batch, coefficient)
+        if kl is not None:
+            loss = loss + config.kl_coefficient * kl
+        nll = self._positive_nll(batch, toks)
+        if nll is not None:
+            loss = loss + config.positive_example_nll_weight * nll
+
+        zero = torch.zeros_like(toks)
+        own = "tokens" if config.normalization == "tokens" else "sequences"
+        metrics.scalar("loss", loss, own)  # type: ignore[arg-type]
+        metrics.scalar("kl_penalty", zero if kl is None else kl, own)  # type: ignore[arg-type]
+        by_step = config.positive_example_nll_normalization == "tokens"
+        metrics.scalar("positive_nll_loss", zero if nll is None else nll, "tokens" if by_step else "none")
+        correction.report(batch, metrics)
+        report_surrogate(surrogate, batch, statistics, metrics)
+        report_batch(batch, statistics, config.reference_policy_kl_type, metrics)
+        return loss, metrics
+
+    def _kl(self, batch: TokenBatch, coefficient: Tensor) -> Tensor | None:
+        config = self.config
+        if batch.ref is None:
+            return None
+        kl = F.kl_penalty(
+            curr=batch.curr_kl,
+            ref=batch.ref,
+            prev=batch.prev,
+            gen=batch.gen,
+            value=config.reference_policy_kl_type,
+            gradient=config.reference_policy_kl_gradient,
+            importance_weighted=config.use_on_policy_kl_approximation,
+            input_clamp=config.kl_input_clamp_value,
+            output_clamp=config.kl_output_clamp_value,
+        )
+        return (coefficient * kl).sum()
+
+    def _positive_nll(self, batch: TokenBatch, toks: Tensor) -> Tensor | None:
+        if batch.rewards is None:
+            return None
+        weight = torch.where(batch.segments.spread(batch.rewards > 0), batch.weight, 0.0)
+        count = toks if self.config.positive_example_nll_normalization == "tokens" else weight.sum()
+        return -(batch.curr * weight).sum() * F.inverse_count(count)
+
+    def _declare(self) -> dict[str, Any]:
+        # The metrics of a call depend on the settings alone; one call on a token finds them, so that no second table
+        # has to agree with the code, and a variant that cannot run fails here and not in a worker.
+        one = torch.zeros(1, 1)
+        names = ("advantages", "prev_logprobs", "generation_logprobs", "reference_policy_logprobs")
+        data = {**{name: torch.zeros(1, 2) for name in names}, "token_mask": torch.ones(1, 2)}
+        data |= {"sample_mask": torch.ones(1), "rewards": torch.zeros(1)}
+        count = torch.ones(())
+        return dict(self._evaluate(read_nemo_rl(one, data, self.config), count, count)[1].normalizers())

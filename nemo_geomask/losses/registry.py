@@ -1,0 +1,100 @@
+"""Variants by name, over the entry-point group ``nemo_geomask.losses``.
+
+Only the selected entry is imported. A name that two distributions claim, an import that fails and an object of the
+wrong type are errors that say whose they are.
+"""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from functools import reduce
+from importlib.metadata import entry_points
+from typing import Any
+
+from nemo_geomask.config import nearest
+from nemo_geomask.errors import PluginError
+from nemo_geomask.losses.variant import Variant
+
+__all__ = ["GROUP", "Entry", "available", "load"]
+
+GROUP = "nemo_geomask.losses"
+_SELF = "nemo-geomask"
+
+# The package's own entries also stand here, so that they are found when it is on PYTHONPATH without being installed,
+# as in a Ray worker; a test keeps this equal to pyproject.toml.
+_BUILT_IN = {
+    "clipped_pg": "nemo_geomask.losses.variants:CLIPPED_PG",
+    "gspo": "nemo_geomask.losses.variants:GSPO",
+    "gspo_token": "nemo_geomask.losses.variants:GSPO_TOKEN",
+    "gmpo": "nemo_geomask.losses.variants:GMPO",
+    "cispo": "nemo_geomask.losses.variants:CISPO",
+    "sapo": "nemo_geomask.losses.variants:SAPO",
+}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A name, where it points and the distribution that registered it."""
+
+    name: str
+    value: str
+    distribution: str
+
+
+def available() -> dict[str, tuple[Entry, ...]]:
+    """Every registered name with all distributions that claim it; nothing is imported.
+
+    Returns:
+        Names in alphabetical order; more than one entry under a name is a conflict, raised by :func:`load`.
+    """
+    entries: dict[str, dict[tuple[str, str], Entry]] = {
+        name: {(value, _SELF): Entry(name, value, _SELF)} for name, value in _BUILT_IN.items()
+    }
+    for point in entry_points(group=GROUP):
+        owner = point.dist.name if point.dist is not None else "unknown distribution"
+        # A distribution found twice on sys.path (an editable install beside its checkout) is one claim.
+        entries.setdefault(point.name, {})[point.value, owner] = Entry(point.name, point.value, owner)
+    return {name: tuple(entries[name].values()) for name in sorted(entries)}
+
+
+def load(name: str) -> Variant:
+    """The variant registered under ``name``, or found at ``module:attribute``.
+
+    Raises:
+        PluginError: for an unknown name (with the nearest known one), a name claimed twice, a failing import, a
+            missing attribute or an object that is no :class:`~nemo_geomask.losses.Variant`.
+    """
+    if ":" in name:
+        return _import(Entry(name, name, "given as module:attribute"))
+    entries = available()
+    if name not in entries:
+        guess = nearest(name, entries)
+        hint = f"did you mean '{guess}'?" if guess else f"registered: {', '.join(entries)}"
+        raise PluginError(
+            f"loss_fn.name: no loss named '{name}' in entry-point group '{GROUP}'; {hint} "
+            "A class of your own can be named as module:attribute."
+        )
+    claims = entries[name]
+    if len(claims) > 1:
+        listed = " and ".join(f"{entry.distribution} ({entry.value})" for entry in claims)
+        raise PluginError(
+            f"loss_fn.name: '{name}' is registered in group '{GROUP}' by {listed}; uninstall one of them, or name the "
+            f"one you want as module:attribute, such as '{claims[-1].value}'"
+        )
+    return _import(claims[0])
+
+
+def _import(entry: Entry) -> Variant:
+    whose = f"loss_fn.name: '{entry.name}' ({entry.distribution}, {entry.value})"
+    module, _, attribute = entry.value.partition(":")
+    try:
+        found: Any = reduce(getattr, attribute.split("."), importlib.import_module(module))
+    except Exception as error:
+        raise PluginError(f"{whose} could not be imported: {type(error).__name__}: {error}") from error
+    if not isinstance(found, Variant):
+        raise PluginError(
+            f"{whose} is a {type(found).__module__}.{type(found).__qualname__}; it must be a "
+            "nemo_geomask.losses.Variant instance (data plus one function, see docs/plugins.md)"
+        )
+    return found

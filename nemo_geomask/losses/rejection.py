@@ -1,0 +1,53 @@
+"""Masks: which tokens stay in the surrogate, and what each mask removed."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from nemo_geomask import functional as F
+from nemo_geomask.config import LossConfig, MaskRule
+from nemo_geomask.losses.batch import TokenBatch
+from nemo_geomask.losses.statistics import SequenceStatistics
+from nemo_geomask.metrics import MetricSums
+
+__all__ = ["reject"]
+
+
+def reject(
+    batch: TokenBatch, statistics: SequenceStatistics, config: LossConfig, metrics: MetricSums
+) -> Tensor:
+    """Tokens kept by every mask: bool, token layout, within the trained tokens.
+
+    Each mask judges the same tokens, those that train; none sees what another removed. For each, the fractions
+    removed in all, below the lower and above the upper bound go to ``geomask/mask/<label>/…``, of tokens for a
+    token-level mask and of sequences otherwise.
+    """
+    kept = batch.trained
+    for rule in config.mask_rules:
+        by_token = rule.level == "token"
+        below, above = _removed(rule, batch, statistics)
+        removed = below | above
+        add = metrics.tokens if by_token else metrics.sequences
+        add(f"geomask/mask/{rule.label}/removed", removed)
+        add(f"geomask/mask/{rule.label}/removed_low", below)
+        add(f"geomask/mask/{rule.label}/removed_high", above)
+        kept = kept & ~(removed if by_token else batch.segments.spread(removed))
+    metrics.tokens("geomask/kept_tokens", kept)
+    return kept
+
+
+def _removed(rule: MaskRule, batch: TokenBatch, statistics: SequenceStatistics) -> tuple[Tensor, Tensor]:
+    if rule.level == "token":
+        below, above = F.bounds_exceeded(statistics.token_value(rule), rule.low, rule.high)
+        eligible, advantage = batch.trained, batch.advantages
+    else:
+        for_low, for_high = statistics.rule_value(rule)
+        below, above = for_low < rule.low, for_high > rule.high
+        eligible = ~statistics.empty
+        advantage = statistics.advantage() if rule.when != "always" else torch.zeros_like(statistics.count)
+    if rule.when == "negative_advantage":
+        eligible = eligible & (advantage < 0)
+    elif rule.when == "positive_advantage":
+        eligible = eligible & (advantage > 0)
+    return below & eligible, above & eligible

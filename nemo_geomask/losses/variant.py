@@ -1,0 +1,71 @@
+"""What a loss variant is: data plus one function."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from pydantic import BaseModel
+from torch import Tensor
+
+from nemo_geomask.config import LossConfig, StrictModel
+from nemo_geomask.functional import Surrogate
+
+__all__ = ["NoOptions", "SurrogateInputs", "Variant"]
+
+
+class NoOptions(StrictModel):
+    """The options of a variant that has none."""
+
+
+@dataclass(frozen=True)
+class SurrogateInputs:
+    """What a variant's functions may use. Token tensors share one layout; those that don't train hold 0.
+
+    Attributes:
+        curr: log π_θ of the sampled tokens, float32, with gradient.
+        log_ratio: log π_θ − log π_old, float32, with gradient.
+        advantages: A, float32.
+        config: the settings in force.
+        options: the variant's own settings, an instance of :attr:`Variant.options`.
+    """
+
+    curr: Tensor
+    log_ratio: Tensor
+    advantages: Tensor
+    config: LossConfig
+    options: Any
+
+
+SurrogateFn = Callable[[SurrogateInputs, Mapping[str, Tensor]], Surrogate]
+PoolFn = Callable[[SurrogateInputs], Mapping[str, Tensor]]
+
+
+@dataclass(frozen=True)
+class Variant:
+    """An objective, as an entry point of group ``nemo_geomask.losses`` provides it.
+
+    The loss object does all the rest: reading the batch, weights, masks, KL, normalisation, metrics, parallelism.
+
+    Attributes:
+        surrogate: per-token loss from the inputs and the sequence means asked for by ``pool``.
+        pool: token tensors whose mean over each sequence's trained tokens ``surrogate`` needs; they arrive spread
+            over the tokens, differentiable, under the same keys. All statistics of a loss cross ranks together, so
+            a variant must not reduce over tokens itself.
+        defaults: settings of :class:`~nemo_geomask.LossConfig` that the objective's paper prescribes, used where a
+            recipe gives none.
+        forces: settings that the objective itself decides, whatever the recipe says: NeMo-RL's base recipes spell
+            out every default, so a ``false`` there is no statement.
+        refuses: settings that must stay falsy, each with the reason.
+        options: pydantic model of the variant's own settings (``loss_fn.options``).
+        source: paper and equation.
+    """
+
+    surrogate: SurrogateFn
+    pool: PoolFn | None = None
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    forces: Mapping[str, Any] = field(default_factory=dict)
+    refuses: Mapping[str, str] = field(default_factory=dict)
+    options: type[BaseModel] = NoOptions
+    source: str = ""
