@@ -35,7 +35,7 @@ class MetricSums:
         self._scalar_kinds: dict[str, Normalizer] = {}
 
     def tokens(self, name: str, value: Tensor) -> None:
-        """Mean over the step's valid tokens; ``value`` broadcasts against the token layout, finite everywhere."""
+        """Mean over the step's valid tokens; ``value`` is floating, finite and broadcasts against the token layout."""
         self._tokens[name] = value
 
     def sequences(self, name: str, value: Tensor) -> None:
@@ -65,18 +65,20 @@ class MetricSums:
         parts = [
             _weighted_sums(self._tokens, self._weight) * inverse_count(global_toks),
             _weighted_sums(self._sequences, self._sample_mask) * inverse_count(global_seqs),
-            *(value.detach().reshape(1) for value in self._scalars.values()),
+            torch.stack([value.detach().double() for value in self._scalars.values()]),
         ]
         names = [*self._tokens, *self._sequences, *self._scalars]
-        # float64 holds counts and squared weights that float32 would round or overflow.
-        flat: list[float] = torch.cat([part.double() for part in parts]).tolist()
+        # In float64, as the counts and squared weights among them.
+        flat: list[float] = torch.cat(parts).tolist()
         return dict(zip(names, flat, strict=True))
 
 
 def _weighted_sums(values: dict[str, Tensor], weight: Tensor) -> Tensor:
-    if not values:
-        return weight.new_zeros(0, dtype=torch.float64)
-    flat = weight.reshape(-1)
-    return torch.stack(
-        [(value.detach().expand(weight.shape).reshape(-1) * flat).sum() for value in values.values()]
-    )
+    """[k] float64."""
+    sums = []
+    # The squares of saturated weights come in float64, which is all that holds them.
+    weights = {weight.dtype: weight.reshape(-1), torch.float64: weight.double().reshape(-1)}
+    for value in values.values():
+        flat = value.detach().expand(weight.shape).reshape(-1)
+        sums.append(torch.dot(flat, weights[flat.dtype]))
+    return torch.stack(sums).double() if sums else weight.new_zeros(0, dtype=torch.float64)

@@ -34,9 +34,7 @@ class Segments(ABC):
         """
 
     @abstractmethod
-    def extremes(
-        self, lowest: Mapping[str, Tensor], highest: Mapping[str, Tensor]
-    ) -> tuple[dict[str, Tensor], ...]:
+    def extremes(self, lowest: Mapping[str, Tensor], highest: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], ...]:
         """Minimum of each tensor in ``lowest`` and maximum of each in ``highest``, over its sequence.
 
         Returns:
@@ -56,9 +54,7 @@ class PaddedSegments(Segments):
         """See :meth:`Segments.sum`."""
         return {name: value.sum(dim=-1) for name, value in values.items()}
 
-    def extremes(
-        self, lowest: Mapping[str, Tensor], highest: Mapping[str, Tensor]
-    ) -> tuple[dict[str, Tensor], ...]:
+    def extremes(self, lowest: Mapping[str, Tensor], highest: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], ...]:
         """See :meth:`Segments.extremes`."""
         return (
             {name: _extreme(value, torch.amin, float("inf")) for name, value in lowest.items()},

@@ -10,7 +10,7 @@ import warnings
 from functools import cached_property
 from typing import Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, JsonValue, field_validator, model_validator
 
 from nemo_geomask.config.masks import MaskRule, MaskSpec, check_presets, mask_rules
 from nemo_geomask.config.strict import StrictModel
@@ -25,10 +25,8 @@ Truncation = Literal["tis", "icepop", "seq-mask-tis"]
 _NEMO_RL = "NeMo-RL"
 
 
-def _field(
-    default: Any, description: str, *, formula: str = "", source: str = _NEMO_RL, **limits: Any
-) -> Any:
-    extra = {"source": source, **({"formula": formula} if formula else {})}
+def _field(default: Any, description: str, *, formula: str = "", source: str = _NEMO_RL, **limits: Any) -> Any:
+    extra: dict[str, JsonValue] = {"source": source, **({"formula": formula} if formula else {})}
     return Field(default=default, description=description, json_schema_extra=extra, **limits)
 
 
@@ -99,9 +97,7 @@ class LossConfig(StrictModel):
     )
 
     # --- KL to the reference
-    reference_policy_kl_penalty: float = _field(
-        0.01, "β, weight of the KL term. 0: no reference needed.", ge=0
-    )
+    reference_policy_kl_penalty: float = _field(0.01, "β, weight of the KL term. 0: no reference needed.", ge=0)
     reference_policy_kl_type: KLType = _field(
         "k3",
         "Estimator of the KL's value, also used for `gen_kl_error` and `policy_kl_error`.",
@@ -114,12 +110,8 @@ class LossConfig(StrictModel):
         "score-function term. See docs/kl.md for which are unbiased.",
         source="this package; arXiv:2506.09477",
     )
-    kl_input_clamp_value: float | None = _field(
-        20.0, "Bound on |curr − ref| inside the estimator. null: none.", gt=0
-    )
-    kl_output_clamp_value: float | None = _field(
-        10.0, "Bound on the weighted estimate's size. null: none.", gt=0
-    )
+    kl_input_clamp_value: float | None = _field(20.0, "Bound on |curr − ref| inside the estimator. null: none.", gt=0)
+    kl_output_clamp_value: float | None = _field(10.0, "Bound on the weighted estimate's size. null: none.", gt=0)
     use_kl_in_reward: bool = _field(
         False, "The KL penalty is taken from the reward, upstream; the loss then has no KL term."
     )
@@ -199,10 +191,7 @@ class LossConfig(StrictModel):
         problems = [message for applies, message in self._conflicts() if applies]
         if problems:
             raise ValueError("; ".join(problems))
-        if (
-            self.truncated_importance_sampling_type == "tis"
-            and self.truncated_importance_sampling_ratio is None
-        ):
+        if self.truncated_importance_sampling_type == "tis" and self.truncated_importance_sampling_ratio is None:
             # NeMo-RL v0.6.0's base recipe has type: tis with ratio: null, which means no truncation.
             warnings.warn(
                 "loss_fn.truncated_importance_sampling_type: tis does nothing while "
@@ -303,8 +292,7 @@ class LossConfig(StrictModel):
                 "(reference_policy_kl_penalty: 0 or use_kl_in_reward: true); give a penalty, or remove it",
             ),
             (
-                self.positive_example_nll_normalization != "microbatch"
-                and self.positive_example_nll_weight == 0,
+                self.positive_example_nll_normalization != "microbatch" and self.positive_example_nll_weight == 0,
                 "positive_example_nll_normalization has no effect while positive_example_nll_weight is 0; give a "
                 "weight, or remove it",
             ),
@@ -327,11 +315,7 @@ class LossConfig(StrictModel):
     @property
     def truncation(self) -> Truncation | None:
         """The truncation in force: None also where a ratio is missing."""
-        return (
-            self.truncated_importance_sampling_type
-            if self.truncated_importance_sampling_ratio is not None
-            else None
-        )
+        return self.truncated_importance_sampling_type if self.truncated_importance_sampling_ratio is not None else None
 
     @property
     def kl_coefficient(self) -> float:

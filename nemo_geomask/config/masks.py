@@ -61,9 +61,7 @@ class _Interval(_Bounds):
         if not self.min and self.max is None:
             raise ValueError("a mask without 'max' and without a 'min' above 0 removes nothing; give a bound")
         if self.min is not None and self.max is not None and self.min > self.max:
-            raise ValueError(
-                f"'min' ({self.min}) exceeds 'max' ({self.max}), which removes everything; swap them"
-            )
+            raise ValueError(f"'min' ({self.min}) exceeds 'max' ({self.max}), which removes everything; swap them")
         return self
 
     def _ratio_rule(self, name: str, level: Level) -> MaskRule:
@@ -149,9 +147,7 @@ class TrustRegion(_Bounds):
 
     preset: Literal["trust_region"]
     statistic: Literal["k2", "k3"] = Field(description="Divergence estimator per token.")
-    level: Literal["sequence_mean", "sequence_max"] = Field(
-        description="Mean over the sequence, or its worst token."
-    )
+    level: Literal["sequence_mean", "sequence_max"] = Field(description="Mean over the sequence, or its worst token.")
     max: float = Field(gt=0, description="Largest value kept, in nats.")
 
     def rule(self) -> MaskRule:
@@ -171,12 +167,8 @@ class RawMask(_Bounds):
     """The form behind every preset."""
 
     log_ratio: LogRatio = Field(description="mismatch: prev - gen; policy: curr - prev; total: curr - gen.")
-    level: Level = Field(
-        description="Over what the statistic is pooled; sequence_max: every token must be inside."
-    )
-    statistic: Literal["ratio", "k2", "k3"] = Field(
-        default="ratio", description="What is compared with the bounds."
-    )
+    level: Level = Field(description="Over what the statistic is pooled; sequence_max: every token must be inside.")
+    statistic: Literal["ratio", "k2", "k3"] = Field(default="ratio", description="What is compared with the bounds.")
     min: float | None = Field(default=None, ge=0, description="Smallest value kept; null: no lower bound.")
     max: float | None = Field(default=None, gt=0, description="Largest value kept; null: no upper bound.")
     when: When = Field(

@@ -80,11 +80,7 @@ def parse(model: type[M], data: Mapping[str, Any], *, prefix: str) -> M:
     except ValidationError as error:
         lines = [
             f"{dotted(item['loc'], prefix) or prefix}: {item['msg'].removeprefix('Value error, ')}"
-            + (
-                f" (found {item['input']!r})"
-                if item["loc"] and not isinstance(item["input"], Mapping)
-                else ""
-            )
+            + (f" (found {item['input']!r})" if item["loc"] and not isinstance(item["input"], Mapping) else "")
             for item in error.errors()
         ]
         raise ConfigError("\n".join(lines)) from None

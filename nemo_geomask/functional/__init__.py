@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from nemo_geomask.functional.autograd import nonfinite, select, with_derivative
 from nemo_geomask.functional.kl import KLEstimator, kl_estimate, kl_penalty
 from nemo_geomask.functional.masks import Statistic, token_statistic
 from nemo_geomask.functional.ratios import (
     LOG_RATIO_LIMIT,
-    bounds_exceeded,
+    bound_side,
     log_bound,
-    overflowed,
+    overflow_count,
     saturating_exp,
 )
 from nemo_geomask.functional.reductions import Normalization, inverse_count, token_coefficients
@@ -31,7 +32,7 @@ __all__ = [
     "Statistic",
     "Surrogate",
     "TruncatedWeight",
-    "bounds_exceeded",
+    "bound_side",
     "clamp_weight",
     "clip_log_ratio",
     "clipped",
@@ -42,11 +43,14 @@ __all__ = [
     "kl_estimate",
     "kl_penalty",
     "log_bound",
-    "overflowed",
+    "nonfinite",
+    "overflow_count",
     "saturating_exp",
     "score_function",
+    "select",
     "soft_gate",
     "straight_through_ratio",
     "token_coefficients",
     "token_statistic",
+    "with_derivative",
 ]

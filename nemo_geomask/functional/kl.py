@@ -23,6 +23,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from nemo_geomask.functional.autograd import with_derivative
 from nemo_geomask.functional.ratios import LOG_RATIO_LIMIT, saturating_exp
 
 __all__ = ["KLEstimator", "kl_estimate", "kl_penalty"]
@@ -92,34 +93,44 @@ def kl_penalty(
 
     Source: NeMo-RL ``calculate_kl`` and ``ClippedPGLossFn``; arXiv:2506.09477; open-instruct.
     """
-    x = curr - ref
-    inside = None
-    if input_clamp is not None:
-        clamped = x.clamp(min=-input_clamp, max=input_clamp)
-        inside = x == clamped
-        x = clamped
+    with torch.no_grad():
+        exact = curr - ref
+        x = exact if input_clamp is None else exact.clamp(min=-input_clamp, max=input_clamp)
+        # A clamp stops the gradient where it acts: a factor 1 or 0.
+        inside = 1 - torch.sign(exact - x).abs()
+        ratio = None
+        if importance_weighted or "k4" in (value, gradient):
+            ratio = saturating_exp(curr - (gen if importance_weighted else prev))
 
-    def weighted(kind: KLEstimator, *, score: bool) -> Tensor:
-        if kind == "k4":
-            weight = saturating_exp(curr - (gen if importance_weighted else prev))
-        elif importance_weighted:
-            weight = saturating_exp(curr - gen)
-            weight = weight if score else weight.detach()
-        elif score:
-            weight = torch.exp(curr - curr.detach())
-        else:
-            weight = None
-        if weight is not None and inside is not None:
-            weight = torch.where(inside, weight, weight.detach())
-        estimate = kl_estimate(x, kind, ratio=weight)
-        if weight is not None and kind != "k4":
-            estimate = weight * estimate
-        if output_clamp is not None:
-            estimate = estimate.clamp(min=-output_clamp, max=output_clamp)
-        return estimate
+        def weighted(kind: KLEstimator, derivative: Tensor | float) -> tuple[Tensor, Tensor]:
+            estimate, derivative = kl_estimate(x, kind), derivative * inside
+            if ratio is not None and (importance_weighted or kind == "k4"):
+                estimate, derivative = ratio * estimate, ratio * derivative
+            if output_clamp is None:
+                return estimate, derivative
+            clamped = estimate.clamp(min=-output_clamp, max=output_clamp)
+            return clamped, derivative * (1 - torch.sign(estimate - clamped).abs())
 
-    if gradient is None:
-        return weighted(value, score=True)
-    reported = weighted(value, score=False).detach()
-    trained = weighted(gradient, score=False)
-    return reported + (trained - trained.detach())
+        reported, derivative = weighted(value, _score_derivative(x, value))
+        if gradient is not None:
+            _, derivative = weighted(gradient, _plain_derivative(x, gradient))
+    return with_derivative(curr, value=reported, derivative=derivative)
+
+
+def _plain_derivative(x: Tensor, kind: KLEstimator) -> Tensor | float:
+    """Of the estimator in x; k4's ratio moves along."""
+    if kind == "k2":
+        return x
+    if kind == "k3":
+        return -torch.expm1(-x.clamp(min=-LOG_RATIO_LIMIT))
+    return 1.0 if kind == "k1" else 1 + x
+
+
+def _score_derivative(x: Tensor, kind: KLEstimator) -> Tensor:
+    """The estimator itself plus its plain derivative: what a factor exp(x - sg x) of value 1 adds up to.
+
+    k4's ratio is that factor already. For k3 the exponentials cancel.
+    """
+    if kind == "k2":
+        return x + x.square() / 2
+    return x if kind == "k3" else 1 + x

@@ -10,7 +10,7 @@ import math
 import torch
 from torch import Tensor
 
-__all__ = ["LOG_RATIO_LIMIT", "bounds_exceeded", "log_bound", "overflowed", "saturating_exp"]
+__all__ = ["LOG_RATIO_LIMIT", "bound_side", "log_bound", "overflow_count", "saturating_exp"]
 
 LOG_RATIO_LIMIT = 88.0
 """Natural logarithm of the largest ratio represented: ``exp(88) = 1.65e38`` is just below float32's maximum."""
@@ -31,9 +31,9 @@ def saturating_exp(log_ratio: Tensor) -> Tensor:
     return torch.exp(log_ratio.clamp(max=LOG_RATIO_LIMIT))
 
 
-def overflowed(log_ratio: Tensor) -> Tensor:
-    """True where :func:`saturating_exp` saturates, bool of the same shape."""
-    return log_ratio > LOG_RATIO_LIMIT
+def overflow_count(log_ratio: Tensor) -> Tensor:
+    """How often :func:`saturating_exp` saturates, 0-d integer."""
+    return torch.count_nonzero(torch.relu(log_ratio.detach() - LOG_RATIO_LIMIT))
 
 
 def log_bound(bound: float | None, *, default: float) -> float:
@@ -43,18 +43,18 @@ def log_bound(bound: float | None, *, default: float) -> float:
     return math.log(bound) if bound > 0 else -math.inf
 
 
-def bounds_exceeded(value: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
-    """Where a statistic lies outside ``[low, high]``; both ends belong to the allowed interval.
+def bound_side(value: Tensor, low: float, high: float) -> Tensor:
+    """On which side of ``[low, high]`` a statistic lies; both ends belong to the interval.
 
     Bounds on a ratio are to be given as logarithms and compared with the log-ratio: a comparison of
     exponentials loses the resolution that bounds such as ``1 + 3e-4`` need and overflows for long sequences.
 
     Args:
-        value: any shape.
-        low: lower bound in the units of ``value``, rounded to its dtype.
-        high: upper bound, likewise.
+        value: any shape, finite.
+        low: lower bound in the units of ``value``, rounded to its dtype; may be -inf.
+        high: upper bound, likewise; may be +inf.
 
     Returns:
-        ``(below, above)``, bool tensors of the same shape. NaN is neither.
+        -1 below, 0 inside, +1 above; same shape and dtype.
     """
-    return value < low, value > high
+    return torch.sign(value - value.clamp(low, high))

@@ -12,7 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from nemo_geomask.functional.ratios import log_bound, saturating_exp
+from nemo_geomask.functional.autograd import with_derivative
+from nemo_geomask.functional.ratios import LOG_RATIO_LIMIT, log_bound, saturating_exp
 
 __all__ = [
     "Surrogate",
@@ -35,12 +36,10 @@ class Surrogate(NamedTuple):
     """Ratio before clipping, for the metrics ``probs_ratio*``."""
     ratio_clamped: Tensor
     """Ratio after clipping, for the metrics ``probs_ratio_clamped*``."""
-    clipped_low: Tensor
-    """bool: the lower clip bound is what decides this token's loss."""
-    clipped_high: Tensor
-    """bool: the upper clip bound is what decides this token's loss."""
+    clip_side: Tensor | None = None
+    """Whose bound decides this token's loss: -1 the lower, +1 the upper, 0 neither. None: nothing is clipped."""
     dual_clipped: Tensor | None = None
-    """bool: the dual-clip bound decides; None where the objective has none."""
+    """1 where the dual-clip bound decides, else 0. None: the objective has none."""
 
 
 def clipped(
@@ -65,22 +64,29 @@ def clipped(
         dual_clip: c > 1, or None.
 
     Returns:
-        The surrogate; ``clipped_low`` needs A < 0, ``clipped_high`` A > 0, as only there the clip wins.
+        The surrogate; the lower clip decides only where A < 0, the upper one where A > 0.
 
     Source: PPO arXiv:1707.06347 eq. 7; asymmetric bounds DAPO arXiv:2503.14476 eq. 10; dual clip
     arXiv:1912.09729 eq. 5; GSPO arXiv:2507.18071 eq. 5.
     """
-    ratio = saturating_exp(log_ratio)
-    ratio_clamped = ratio.clamp(1.0 - clip_min, 1.0 + clip_max)
-    loss = torch.maximum(-advantages * ratio, -advantages * ratio_clamped)
-    moved = ratio - ratio_clamped
-    low = (moved < 0) & (advantages < 0)
-    high = (moved > 0) & (advantages > 0)
-    if dual_clip is None:
-        return Surrogate(loss, ratio, ratio_clamped, low, high)
-    bound = -advantages * dual_clip
-    dual = (advantages < 0) & (loss > bound)
-    return Surrogate(torch.where(dual, bound, loss), ratio, ratio_clamped, low, high, dual)
+    with torch.no_grad():
+        ratio = saturating_exp(log_ratio)
+        ratio_clamped = ratio.clamp(1.0 - clip_min, 1.0 + clip_max)
+        sign = torch.sign(advantages)
+        side = torch.sign(ratio - ratio_clamped)
+        side = side * torch.relu(side * sign)
+        # The ratio that counts, and whether it still moves with the policy.
+        clips = side.abs()
+        counted = torch.lerp(ratio, ratio_clamped, clips)
+        dual = None
+        if dual_clip is not None:
+            dual = torch.relu(torch.sign(ratio - dual_clip)) * torch.relu(-sign)
+            counted = torch.lerp(counted, torch.full_like(dual, dual_clip), dual)
+            clips = clips + dual
+        value = -advantages * counted
+        saturated = torch.relu(torch.sign(log_ratio - LOG_RATIO_LIMIT))
+        derivative = -advantages * ratio * (1 - clips) * (1 - saturated)
+    return Surrogate(with_derivative(log_ratio, value=value, derivative=derivative), ratio, ratio_clamped, side, dual)
 
 
 def score_function(curr: Tensor, advantages: Tensor) -> Surrogate:
@@ -95,8 +101,7 @@ def score_function(curr: Tensor, advantages: Tensor) -> Surrogate:
 
     Source: RLOO arXiv:2402.14740 eq. 4; NeMo-RL ``disable_ppo_ratio``.
     """
-    never = torch.zeros_like(curr, dtype=torch.bool)
-    return Surrogate(-advantages * curr, curr, curr, never, never)
+    return Surrogate(-advantages * curr, curr, curr)
 
 
 def clipped_weight(
@@ -121,8 +126,8 @@ def clipped_weight(
     """
     ratio = saturating_exp(log_ratio)
     ratio_clamped = ratio.clamp(1.0 - clip_min, 1.0 + clip_max)
-    moved = (ratio - ratio_clamped).detach()
-    return Surrogate(-advantages * ratio_clamped.detach() * curr, ratio, ratio_clamped, moved < 0, moved > 0)
+    side = torch.sign((ratio - ratio_clamped).detach())
+    return Surrogate(-advantages * ratio_clamped.detach() * curr, ratio, ratio_clamped, side)
 
 
 def soft_gate(log_ratio: Tensor, advantages: Tensor, *, tau_pos: float, tau_neg: float) -> Surrogate:
@@ -148,8 +153,7 @@ def soft_gate(log_ratio: Tensor, advantages: Tensor, *, tau_pos: float, tau_neg:
     # Both as tensors of the input's dtype: torch.where on two Python floats would round them to float32.
     tau = torch.where(advantages > 0, torch.full_like(ratio, tau_pos), torch.full_like(ratio, tau_neg))
     loss = -(4.0 / tau) * torch.sigmoid(tau * (ratio - 1.0)) * advantages
-    never = torch.zeros_like(loss, dtype=torch.bool)
-    return Surrogate(loss, ratio, ratio, never, never)
+    return Surrogate(loss, ratio, ratio)
 
 
 def straight_through_ratio(sequence_log_ratio: Tensor, curr: Tensor) -> Tensor:
@@ -169,9 +173,7 @@ def straight_through_ratio(sequence_log_ratio: Tensor, curr: Tensor) -> Tensor:
     return sequence_log_ratio.detach() + (curr - curr.detach())
 
 
-def clip_log_ratio(
-    log_ratio: Tensor, advantages: Tensor, *, clip_min: float, clip_max: float
-) -> tuple[Tensor, Tensor, Tensor]:
+def clip_log_ratio(log_ratio: Tensor, advantages: Tensor, *, clip_min: float, clip_max: float) -> tuple[Tensor, Tensor]:
     r"""GMPO's token clip in log space, pessimistic in the advantage's direction.
 
     :math:`x_t = \min(x, \log(1+\epsilon_{max}))` where A > 0, :math:`\max(x, \log(1-\epsilon_{min}))` where
@@ -184,7 +186,7 @@ def clip_log_ratio(
         clip_max: ε_max.
 
     Returns:
-        ``(clipped log-ratio, clipped_low, clipped_high)``.
+        ``(clipped log-ratio, clip_side)``, see :class:`Surrogate`.
 
     Source: GMPO, arXiv:2507.20673 eq. 4; its bounds are (e^{-0.4}, e^{0.4}).
     """
@@ -193,7 +195,7 @@ def clip_log_ratio(
     low = (log_ratio < low_bound) & (advantages < 0)
     high = (log_ratio > high_bound) & (advantages > 0)
     kept = torch.where(low, low_bound, torch.where(high, high_bound, log_ratio))
-    return kept, low, high
+    return kept, torch.sign((log_ratio - kept).detach())
 
 
 def geometric_mean(mean_clipped_log_ratio: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:

@@ -6,12 +6,12 @@ chosen level. It multiplies the surrogate and carries no gradient.
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
-from nemo_geomask.functional.ratios import bounds_exceeded, log_bound, saturating_exp
+from nemo_geomask.functional.ratios import bound_side, log_bound
 
 __all__ = ["TruncatedWeight", "clamp_weight", "filter_weight"]
 
@@ -20,33 +20,31 @@ class TruncatedWeight(NamedTuple):
     """A weight after truncation, and where the bounds took effect."""
 
     weight: Tensor
-    below: Tensor
-    above: Tensor
+    side: Tensor
+    """-1 where the lower bound was exceeded, +1 where the upper one was, else 0."""
 
 
-def clamp_weight(log_ratio: Tensor, *, min: float | None, max: float | None) -> TruncatedWeight:
+def clamp_weight(weight: Tensor, log_ratio: Tensor, *, min: float | None, max: float | None) -> TruncatedWeight:
     r"""Truncated importance sampling (TIS): :math:`\min(\max(e^{x}, w_{min}), w_{max})`.
 
     Args:
-        log_ratio: pooled mismatch log-ratio x, any shape, float32.
+        weight: e^x, saturating, any shape, float32.
+        log_ratio: pooled mismatch log-ratio x, same shape.
         min: lower bound on the weight itself; None is 0.
         max: upper bound on the weight itself; None is unbounded.
 
     Returns:
-        The clamped weight; ``below``/``above`` mark where each bound was exceeded, decided on the log-ratio.
-        A log-ratio whose exponential overflows gives ``max``.
+        The clamped weight and the side of the bounds it was on, decided on the log-ratio. A log-ratio whose
+        exponential overflows gives ``max``.
 
     Source: Yao et al., "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training" (2025);
     NeMo-RL ``truncated_importance_sampling_type: tis``.
     """
-    below, above = bounds_exceeded(
-        log_ratio, log_bound(min, default=-float("inf")), log_bound(max, default=float("inf"))
-    )
-    weight = saturating_exp(log_ratio).clamp(min=min if min is not None else 0.0, max=max)
-    return TruncatedWeight(weight, below, above)
+    clamped = weight.clamp(min=min if min is not None else 0.0, max=max)
+    return TruncatedWeight(clamped, _side(log_ratio, min, max))
 
 
-def filter_weight(log_ratio: Tensor, *, min: float | None, max: float | None) -> TruncatedWeight:
+def filter_weight(weight: Tensor, log_ratio: Tensor, *, min: float | None, max: float | None) -> TruncatedWeight:
     r"""IcePop: :math:`e^{x}` inside ``[min, max]``, 0 outside.
 
     Args and returns as for :func:`clamp_weight`.
@@ -54,8 +52,10 @@ def filter_weight(log_ratio: Tensor, *, min: float | None, max: float | None) ->
     Source: Ring-1T report, arXiv:2510.18855 (double-sided masking, bounds 0.5 and 5); NeMo-RL
     ``truncated_importance_sampling_type: icepop``.
     """
-    below, above = bounds_exceeded(
-        log_ratio, log_bound(min, default=-float("inf")), log_bound(max, default=float("inf"))
-    )
-    weight = saturating_exp(log_ratio)
-    return TruncatedWeight(torch.where(below | above, 0.0, weight), below, above)
+    side = _side(log_ratio, min, max)
+    # The weight saturates and so is finite: a product selects.
+    return TruncatedWeight(weight * (1 - side.abs()), side)
+
+
+def _side(log_ratio: Tensor, low: float | None, high: float | None) -> Tensor:
+    return bound_side(log_ratio, log_bound(low, default=-math.inf), log_bound(high, default=math.inf))

@@ -6,6 +6,7 @@ selection, once, and never enters the arithmetic.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nemo_geomask import functional as F
 from nemo_geomask.config import LossConfig
 from nemo_geomask.errors import DataError, NonFiniteError, ShapeError
 from nemo_geomask.segments import PaddedSegments, Segments
@@ -89,7 +91,8 @@ def read_nemo_rl(next_token_logprobs: Tensor, data: Mapping[str, Any], config: L
 
     sample_mask = _tensor(data, "sample_mask", (batch,), device).float()
     token_mask = tokens("token_mask")
-    trained = (token_mask != 0) & (sample_mask != 0).unsqueeze(-1)
+    weight = token_mask * sample_mask.unsqueeze(-1)
+    trained = weight.bool()
     curr = next_token_logprobs.float()
     given = {"gen": tokens("generation_logprobs")}
     if not config.force_on_policy_ratio:
@@ -105,38 +108,37 @@ def read_nemo_rl(next_token_logprobs: Tensor, data: Mapping[str, Any], config: L
         rewards = _tensor(data, "rewards", (batch,), device).float()
 
     segments = PaddedSegments()
-    broken = {name: ~torch.isfinite(value) & trained for name, value in given.items()}
+    # One tensor for all, so that each step below is one kernel.
+    stacked = torch.stack([curr.detach(), *given.values(), advantages, weight])
     # A non-finite curr is the model's own failure: it is counted and left to show in the loss.
-    nonfinite = {name: bad.sum() for name, bad in broken.items()}
-    nonfinite["curr"] = (~torch.isfinite(curr.detach()) & trained).sum()
-    bad = _any(broken)
+    flags = F.nonfinite(stacked[: 1 + len(given)]) & trained
+    nonfinite = dict(zip(("curr", *given), flags.int().sum(dim=(1, 2), dtype=torch.int32), strict=True))
     if config.nonfinite == "raise":
-        _refuse(nonfinite, [name for name in broken])
-    dropped = segments.sum({"bad": bad.float()})["bad"] > 0
-    declared = segments.sum({"tokens": torch.where(trained, token_mask, 0.0)})["tokens"]
+        _refuse(nonfinite, list(given))
+    bad = functools.reduce(torch.logical_or, flags[1:])
+    sums = segments.sum({"tokens": token_mask, "bad": bad.int().float()})
+    dropped = sums["bad"] > 0
     if config.nonfinite == "drop_token":
         trained = trained & ~bad
         dropped = torch.zeros_like(dropped)
     else:
         trained = trained & ~segments.spread(dropped)
 
-    def clean(value: Tensor) -> Tensor:
-        return torch.where(trained, value, 0.0)
-
-    curr_clean = clean(curr)
+    clean = dict(zip((*given, "advantages", "weight"), F.select(stacked[1:], trained), strict=True))
+    curr_clean = F.select(curr, trained)
     return TokenBatch(
         curr=curr_clean,
-        curr_kl=curr_clean if unfiltered is curr else clean(unfiltered),
-        prev=curr_clean.detach() if config.force_on_policy_ratio else clean(given["prev"]),
-        gen=clean(given["gen"]),
-        ref=clean(given["ref"]) if "ref" in given else None,
-        advantages=clean(advantages),
+        curr_kl=curr_clean if unfiltered is curr else F.select(unfiltered, trained),
+        prev=curr_clean.detach() if config.force_on_policy_ratio else clean["prev"],
+        gen=clean["gen"],
+        ref=clean.get("ref"),
+        advantages=clean["advantages"],
         rewards=rewards,
         trained=trained,
-        weight=clean(token_mask * sample_mask.unsqueeze(-1)),
+        weight=clean["weight"],
         sample_mask=torch.where(dropped, 0.0, sample_mask),
         valid_samples=sample_mask.sum(),
-        tokens_of_sequence=declared,
+        tokens_of_sequence=sums["tokens"],
         dropped_sequences=dropped.sum(),
         nonfinite=nonfinite,
         segments=segments,
@@ -149,17 +151,8 @@ def _tensor(data: Mapping[str, Any], key: str, shape: tuple[int, ...], device: t
     value = data[key]
     if not isinstance(value, Tensor) or value.shape != shape:
         found = f"{list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
-        raise ShapeError(
-            f"data['{key}'] must be a tensor {list(shape)} to fit next_token_logprobs, but it is {found}"
-        )
+        raise ShapeError(f"data['{key}'] must be a tensor {list(shape)} to fit next_token_logprobs, but it is {found}")
     return value.to(device)
-
-
-def _any(flags: Mapping[str, Tensor]) -> Tensor:
-    first, *rest = flags.values()
-    for flag in rest:
-        first = first | flag
-    return first
 
 
 def _refuse(nonfinite: Mapping[str, Tensor], names: list[str]) -> None:

@@ -46,9 +46,7 @@ def build_loss(
         config = config.model_dump(exclude_unset=True)
     if not isinstance(config, LossConfig):
         if not isinstance(config, Mapping):
-            raise ConfigError(
-                f"{_PREFIX} must be a mapping or a LossConfig, but it is a {type(config).__name__}"
-            )
+            raise ConfigError(f"{_PREFIX} must be a mapping or a LossConfig, but it is a {type(config).__name__}")
         config = parse(LossConfig, config, prefix=_PREFIX)
     variant = load(config.name)
     config = _in_force(config, variant)
@@ -58,9 +56,7 @@ def build_loss(
 
 def _in_force(config: LossConfig, variant: Variant) -> LossConfig:
     unknown = [
-        key
-        for key in (*variant.defaults, *variant.forces, *variant.refuses)
-        if key not in LossConfig.model_fields
+        key for key in (*variant.defaults, *variant.forces, *variant.refuses) if key not in LossConfig.model_fields
     ]
     if unknown:
         raise PluginError(f"the variant '{config.name}' speaks of unknown settings: {', '.join(unknown)}")
@@ -76,8 +72,6 @@ def _in_force(config: LossConfig, variant: Variant) -> LossConfig:
     try:
         return LossConfig(**{**variant.defaults, **given, **variant.forces})
     except ValidationError as error:
-        implied = ", ".join(
-            f"{key}: {value}" for key, value in {**variant.defaults, **variant.forces}.items()
-        )
+        implied = ", ".join(f"{key}: {value}" for key, value in {**variant.defaults, **variant.forces}.items())
         messages = "; ".join(item["msg"].removeprefix("Value error, ") for item in error.errors())
         raise ConfigError(f"{_PREFIX}: {messages} (name: {config.name} implies {implied})") from None

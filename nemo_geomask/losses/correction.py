@@ -26,7 +26,8 @@ class Correction:
         raw: before truncation; token layout or [S].
         truncated: after truncation; token layout or [S].
         saturated: 0-d count of weights whose exponential overflowed.
-        out_of_bounds: None without truncation; else bool, token layout, or [S] for ``seq-mask-tis``.
+        side: None without truncation; else on which side of the bounds, -1, 0 or +1: token layout, or [S] for
+            ``seq-mask-tis``.
     """
 
     weight: Tensor
@@ -34,20 +35,20 @@ class Correction:
     raw: Tensor
     truncated: Tensor
     saturated: Tensor
-    out_of_bounds: Tensor | None
+    side: Tensor | None
 
     def report(self, batch: TokenBatch, metrics: MetricSums) -> None:
         """Add the weight's metrics."""
         add = metrics.sequences if self.by_sequence else metrics.tokens
         add("sampling_importance_ratio", self.truncated)
-        # In float64: the square of a saturated weight overflows float32.
-        for name, value in (("weight_raw", self.raw.double()), ("weight", self.truncated.double())):
+        for name, value in (("weight_raw", self.raw), ("weight", self.truncated)):
             add(f"geomask/{name}_mean", value)
-            add(f"geomask/{name}_sq", value.square())
+            # In float64: the square of a saturated weight overflows float32.
+            add(f"geomask/{name}_sq", value.double().square())
         metrics.scalar("geomask/saturated_weight", self.saturated)
-        if self.out_of_bounds is not None:
-            by_row = self.out_of_bounds.shape == batch.sample_mask.shape
-            (metrics.sequences if by_row else metrics.tokens)("is_oob_ratio", self.out_of_bounds)
+        if self.side is not None:
+            by_row = self.side.shape == batch.sample_mask.shape
+            (metrics.sequences if by_row else metrics.tokens)("is_oob_ratio", self.side.abs())
 
 
 def correct(batch: TokenBatch, statistics: SequenceStatistics, config: LossConfig) -> Correction:
@@ -65,28 +66,23 @@ def correct(batch: TokenBatch, statistics: SequenceStatistics, config: LossConfi
     """
     level = config.correction_level
     by_sequence = level != "token"
-    log_ratio = (
-        statistics.pooled("mismatch.ratio", level) if by_sequence else statistics.log_ratios["mismatch"]
-    )
+    log_ratio = statistics.pooled("mismatch.ratio", level) if by_sequence else statistics.log_ratios["mismatch"]
     raw = F.saturating_exp(log_ratio)
-    counted = ~statistics.empty if by_sequence else batch.trained
-    saturated = (F.overflowed(log_ratio) & counted).sum()
+    saturated = F.overflow_count(log_ratio)
     spread = batch.segments.spread if by_sequence else _as_is
     low, high = config.truncated_importance_sampling_ratio_min, config.truncated_importance_sampling_ratio
-    truncated, outside = raw, None
+    truncated, side = raw, None
     if config.truncation == "seq-mask-tis":
         log_low, log_high = F.log_bound(low, default=-torch.inf), F.log_bound(high, default=torch.inf)
-        below, above = F.bounds_exceeded(
-            statistics.pooled("mismatch.ratio", "sequence_mean"), log_low, log_high
-        )
-        outside = (below | above) & ~statistics.empty
-        truncated = torch.where(batch.segments.spread(outside), 0.0, raw)
+        side = F.bound_side(statistics.pooled("mismatch.ratio", "sequence_mean"), log_low, log_high)
+        side = side * ~statistics.empty
+        truncated = raw * (1 - batch.segments.spread(side.abs()))
     elif config.truncation is not None:
         truncate = F.clamp_weight if config.truncation == "tis" else F.filter_weight
-        truncated, below, above = truncate(log_ratio, min=low, max=high)
-        outside = spread(below | above)
+        truncated, side = truncate(raw, log_ratio, min=low, max=high)
+        side = spread(side)
     applied = spread(truncated) if config.use_importance_sampling_correction else torch.ones_like(batch.prev)
-    return Correction(applied, by_sequence, raw, truncated, saturated, outside)
+    return Correction(applied, by_sequence, raw, truncated, saturated, side)
 
 
 def _as_is(value: Tensor) -> Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -18,18 +20,19 @@ def report_surrogate(
     surrogate: F.Surrogate, batch: TokenBatch, statistics: SequenceStatistics, metrics: MetricSums
 ) -> None:
     """Ratios before and after clipping and where the clip decided."""
+    # 0 where a token trains, infinite elsewhere.
+    beyond = batch.trained.int().float().reciprocal() - 1
     for name, ratio in (("probs_ratio", surrogate.ratio), ("probs_ratio_clamped", surrogate.ratio_clamped)):
         ratio = ratio.detach().expand(batch.weight.shape)
         metrics.tokens(name, ratio)
-        metrics.scalar(f"{name}_min", _extreme(ratio, batch.trained, torch.inf))
-        metrics.scalar(f"{name}_max", _extreme(ratio, batch.trained, -torch.inf))
-    metrics.tokens("geomask/clip_fraction_low", surrogate.clipped_low)
-    metrics.tokens("geomask/clip_fraction_high", surrogate.clipped_high)
+        metrics.scalar(f"{name}_min", _extreme(ratio + beyond, torch.amin, torch.inf))
+        metrics.scalar(f"{name}_max", _extreme(ratio - beyond, torch.amax, -torch.inf))
+    side = surrogate.clip_side if surrogate.clip_side is not None else torch.zeros_like(batch.weight)
+    metrics.tokens("geomask/clip_fraction_low", torch.relu(-side))
+    metrics.tokens("geomask/clip_fraction_high", torch.relu(side))
     if surrogate.dual_clipped is not None:
         metrics.tokens("geomask/dual_clip_fraction", surrogate.dual_clipped)
-    metrics.scalar(
-        "geomask/saturated_ratio", (F.overflowed(statistics.log_ratios["policy"]) & batch.trained).sum()
-    )
+    metrics.scalar("geomask/saturated_ratio", F.overflow_count(statistics.log_ratios["policy"]))
 
 
 @torch.no_grad()
@@ -45,14 +48,16 @@ def report_batch(
     """
     mismatch, policy = statistics.log_ratios["mismatch"], statistics.log_ratios["policy"]
     size = mismatch.abs()
-    ratio = F.saturating_exp(mismatch)
-    k3 = F.kl_estimate(-mismatch, "k3")
-    metrics.tokens("token_mult_prob_error", F.saturating_exp(size))
+    x = mismatch.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    # Everything below is made of these two, which keep the digits of a small x.
+    up, down = torch.expm1(x), torch.expm1(-x)
+    k3 = up - x
+    metrics.tokens("token_mult_prob_error", 1 + torch.maximum(up, down))
     metrics.tokens("gen_kl_error", k3 if kl_type == "k3" else F.kl_estimate(-mismatch, kl_type))
-    metrics.tokens("policy_kl_error", F.kl_estimate(mismatch, kl_type, ratio=ratio))
-    # log cosh(x) = log1p(2 sinh²(x/2)) keeps the digits of a small x; the clamp keeps sinh² finite.
-    quarter = size.clamp(max=LOG_RATIO_LIMIT) / 4
-    metrics.tokens("js_divergence_error", torch.log1p(2 * torch.sinh(quarter).square()))
+    policy_kl = down + x if kl_type == "k3" else F.kl_estimate(mismatch, kl_type, ratio=1 + up)
+    metrics.tokens("policy_kl_error", policy_kl)
+    # sinh²(x/2) = -up·down/4 and log cosh = log1p(sinh²)/2.
+    metrics.tokens("js_divergence_error", torch.log1p(up * down / -4) / 2)
     entropy = -F.saturating_exp(statistics.log_ratios["total"]) * batch.curr
     metrics.tokens("approx_entropy", entropy)
     metrics.scalar("num_valid_samples", batch.valid_samples)
@@ -67,8 +72,6 @@ def report_batch(
     metrics.scalar("geomask/dropped_sequences", batch.dropped_sequences)
 
 
-def _extreme(value: Tensor, trained: Tensor, empty: float) -> Tensor:
-    if value.numel() == 0:
-        return value.new_full((), empty)
-    selected = torch.where(trained, value, empty)
-    return selected.amin() if empty > 0 else selected.amax()
+def _extreme(value: Tensor, reduce: Callable[[Tensor], Tensor], empty: float) -> Tensor:
+    # A reduction over no element is an error in torch.
+    return reduce(value) if value.numel() else value.new_full((), empty)

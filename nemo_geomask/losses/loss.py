@@ -58,9 +58,7 @@ class PolicyLoss:
     def loss_type(self) -> Any:
         """``LossType``: which global count divides the loss."""
         by_token = self.config.normalization == "tokens"
-        return protocol.resolve(
-            protocol.LossType.TOKEN_LEVEL if by_token else protocol.LossType.SEQUENCE_LEVEL
-        )
+        return protocol.resolve(protocol.LossType.TOKEN_LEVEL if by_token else protocol.LossType.SEQUENCE_LEVEL)
 
     @property
     def input_type(self) -> Any:
@@ -70,10 +68,7 @@ class PolicyLoss:
     @property
     def metric_normalizations(self) -> dict[str, Any]:
         """``MetricNormalizer`` of every metric that a call returns."""
-        return {
-            name: protocol.resolve(protocol.MetricNormalizer(kind))
-            for name, kind in self._normalizers.items()
-        }
+        return {name: protocol.resolve(protocol.MetricNormalizer(kind)) for name, kind in self._normalizers.items()}
 
     @property
     def reference_policy_kl_penalty(self) -> float:
@@ -127,7 +122,7 @@ class PolicyLoss:
         surrogate = self.variant.surrogate(inputs, statistics.variant_means())
         correction = correct(batch, statistics, config)
         kept = reject(batch, statistics, config, metrics)
-        loss = (coefficient * torch.where(kept, correction.weight * surrogate.loss, 0.0)).sum()
+        loss = (coefficient * F.select(correction.weight * surrogate.loss, kept)).sum()
         kl = self._kl(batch, coefficient)
         if kl is not None:
             loss = loss + config.kl_coefficient * kl
@@ -166,7 +161,7 @@ class PolicyLoss:
     def _positive_nll(self, batch: TokenBatch, toks: Tensor) -> Tensor | None:
         if batch.rewards is None:
             return None
-        weight = torch.where(batch.segments.spread(batch.rewards > 0), batch.weight, 0.0)
+        weight = batch.weight * batch.segments.spread((batch.rewards > 0).float())
         count = toks if self.config.positive_example_nll_normalization == "tokens" else weight.sum()
         return -(batch.curr * weight).sum() * F.inverse_count(count)
 

@@ -71,7 +71,7 @@ def _gspo_token(inputs: SurrogateInputs, means: Mapping[str, Tensor]) -> F.Surro
     )
 
 
-def _gmpo_clip(inputs: SurrogateInputs) -> tuple[Tensor, Tensor, Tensor]:
+def _gmpo_clip(inputs: SurrogateInputs) -> tuple[Tensor, Tensor]:
     config = inputs.config
     return F.clip_log_ratio(
         inputs.log_ratio, inputs.advantages, clip_min=config.ratio_clip_min, clip_max=config.ratio_clip_max
@@ -83,9 +83,9 @@ def _gmpo_pool(inputs: SurrogateInputs) -> Mapping[str, Tensor]:
 
 
 def _gmpo(inputs: SurrogateInputs, means: Mapping[str, Tensor]) -> F.Surrogate:
-    kept, low, high = _gmpo_clip(inputs)
+    kept, side = _gmpo_clip(inputs)
     loss, _ = F.geometric_mean(means["clipped_log_ratio"], means["advantage"])
-    return F.Surrogate(loss, F.saturating_exp(inputs.log_ratio), F.saturating_exp(kept), low, high)
+    return F.Surrogate(loss, F.saturating_exp(inputs.log_ratio), F.saturating_exp(kept), side)
 
 
 def _cispo(inputs: SurrogateInputs, means: Mapping[str, Tensor]) -> F.Surrogate:
@@ -190,8 +190,8 @@ CISPO = Variant(
 )
 r"""Clipped IS-weight Policy Optimization.
 
-:math:`\ell_t = -\mathrm{sg}(\mathrm{clip}(r_t, 1-\epsilon_{min}, 1+\epsilon_{max})) A_t \log\pi_\theta(y_t)`; by default
-no lower bound and an upper bound of 5."""
+:math:`\ell_t = -\mathrm{sg}(\mathrm{clip}(r_t, 1-\epsilon_{min}, 1+\epsilon_{max})) A_t \log\pi_\theta(y_t)`; by
+default no lower bound and an upper bound of 5."""
 
 SAPO = Variant(
     surrogate=_sapo,
