@@ -11,6 +11,7 @@ from torch import Tensor
 
 from nemo_geomask import functional as F
 from nemo_geomask.config import LossConfig
+from nemo_geomask.errors import GeomaskError, PluginError
 from nemo_geomask.losses import protocol
 from nemo_geomask.losses.batch import TokenBatch, read_nemo_rl
 from nemo_geomask.losses.correction import correct
@@ -173,4 +174,12 @@ class PolicyLoss:
         data = {**{name: torch.zeros(1, 2) for name in names}, "token_mask": torch.ones(1, 2)}
         data |= {"sample_mask": torch.ones(1), "rewards": torch.zeros(1)}
         count = torch.ones(())
-        return dict(self._evaluate(read_nemo_rl(one, data, self.config), count, count)[1].normalizers())
+        batch = read_nemo_rl(one, data, self.config)
+        try:
+            return dict(self._evaluate(batch, count, count)[1].normalizers())
+        except GeomaskError:
+            raise
+        except Exception as error:
+            raise PluginError(
+                f"the variant '{self.config.name}' fails on a batch of one token: {type(error).__name__}: {error}"
+            ) from error

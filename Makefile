@@ -1,0 +1,48 @@
+# make demo and make test set up what they need in .venv; PYTHON picks the interpreter (3.11 or newer).
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint .ci/constraints.txt
+
+.PHONY: help demo test lint docs clean
+
+help:
+	@echo "make demo   train a small MoE policy under three corrections and plot what they did (about 3 minutes)"
+	@echo "make test   the whole test suite"
+	@echo "make lint   ruff and mypy"
+	@echo "make docs   rewrite the generated tables"
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+		|| { echo "nemo-geomask needs Python 3.11 or newer; found $$($(PYTHON) --version). Use: make PYTHON=python3.12 …"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+# torch first and by itself: its exact version is what selects a build.
+$(VENV)/.torch: .ci/constraints.txt | $(BIN)/python
+	$(PIP) $$(grep '^torch==' .ci/constraints.txt)
+	@touch $@
+
+$(VENV)/.demo: pyproject.toml $(VENV)/.torch
+	$(PIP) --editable '.[demo]'
+	@touch $@
+
+$(VENV)/.test: pyproject.toml $(VENV)/.torch
+	$(PIP) --editable '.[test]'
+	@touch $@
+
+demo: $(VENV)/.demo
+	$(BIN)/nemo-geomask lab recipes/lab/demo.yaml
+
+test: $(VENV)/.test
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/.test
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+docs: $(VENV)/.test
+	$(BIN)/python -m nemo_geomask.config.reference docs/loss_reference.md
+
+clean:
+	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
