@@ -69,9 +69,13 @@ def _in_force(config: LossConfig, variant: Variant) -> LossConfig:
     if refused:
         raise ConfigError("\n".join(refused))
     given = {key: getattr(config, key) for key in config.model_fields_set}
+    defaults = dict(variant.defaults)
+    if given.get("loss_normalization") is not None:
+        # The newer key says it all; a default for the older one would contradict it.
+        defaults.pop("token_level_loss", None)
     try:
-        return LossConfig(**{**variant.defaults, **given, **variant.forces})
+        return LossConfig(**{**defaults, **given, **variant.forces})
     except ValidationError as error:
-        implied = ", ".join(f"{key}: {value}" for key, value in {**variant.defaults, **variant.forces}.items())
+        implied = ", ".join(f"{key}: {value}" for key, value in {**defaults, **variant.forces}.items())
         messages = "; ".join(item["msg"].removeprefix("Value error, ") for item in error.errors())
         raise ConfigError(f"{_PREFIX}: {messages} (name: {config.name} implies {implied})") from None
