@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import sys
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
@@ -52,10 +52,10 @@ def _values(name: str, field: FieldInfo) -> str:
     optional = type(None) in get_args(field.annotation)
     if literals:
         return ", ".join([*(f"`{value}`" for value in literals), *(["`null`"] if optional else [])])
+    if get_origin(field.annotation) is dict:
+        return "mapping"
     kinds = {bool: "true, false", float: "number", str: "text"}
-    base = next(
-        (text for kind, text in kinds.items() if kind in (field.annotation, *get_args(field.annotation))), "mapping"
-    )
+    base = next(text for kind, text in kinds.items() if kind in (field.annotation, *get_args(field.annotation)))
     limits = [f"{sign} {bound}" for limit in field.metadata for sign, bound in _limit(limit)]
     return " ".join([base, *limits]) + (", `null`" if optional else "")
 

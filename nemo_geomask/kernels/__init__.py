@@ -1,0 +1,1 @@
+"""Kernels over [rows, vocabulary] logits."""

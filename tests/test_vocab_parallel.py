@@ -1,0 +1,198 @@
+"""Vocabulary-parallel log-probs and entropy: loops in float64, real ranks, every shard's gradient."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from gloo import run
+
+from nemo_geomask.errors import DataError, ShapeError
+from nemo_geomask.parallel import vocab_parallel_logprobs
+
+IGNORE = -100
+
+
+def loops(logits, targets, g, h, *, temperature=1.0, valid=None):
+    """Log-prob, entropy and gradient of Σ g·logp + h·H, row by row in float64."""
+    rows, width = logits.shape
+    valid = width if valid is None else valid
+    logp, entropy, grad = np.zeros(rows), np.zeros(rows), np.zeros((rows, width))
+    for i in range(rows):
+        if targets[i] == IGNORE:
+            continue
+        z = [float(logits[i, j]) / temperature for j in range(valid)]
+        peak = max(z)
+        lse = peak + math.log(sum(math.exp(value - peak) for value in z))
+        p = [math.exp(value - lse) for value in z]
+        logp[i] = z[targets[i]] - lse
+        entropy[i] = -sum(q * (value - lse) for q, value in zip(p, z, strict=True) if q > 0)
+        for j in range(valid):
+            own = 1.0 if j == targets[i] else 0.0
+            curve = p[j] * (z[j] - lse + entropy[i]) if p[j] > 0 else 0.0
+            grad[i, j] = (g[i] * (own - p[j]) - h[i] * curve) / temperature
+    return logp, entropy, grad
+
+
+def case(seed, rows=13, width=37, scale=4.0):
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(rows, width, generator=generator) * scale
+    targets = torch.randint(0, width, (rows,), generator=generator)
+    targets[rows // 3] = IGNORE
+    g, h = torch.randn(2, rows, generator=generator)
+    g[rows // 2] = h[rows // 2] = 0.0  # a row that a mask removed
+    return logits, targets, g, h
+
+
+def ours(logits, targets, g, h, **options):
+    leaf = logits.clone().requires_grad_()
+    logp, entropy = vocab_parallel_logprobs(leaf, targets, entropy=True, ignore_index=IGNORE, **options)
+    ((logp * g).sum() + (entropy * h).sum()).backward()
+    return logp.detach().numpy(), entropy.detach().numpy(), leaf.grad.float().numpy()
+
+
+def check(found, expected, tolerance=2e-5):
+    for mine, true in zip(found, expected, strict=True):
+        np.testing.assert_allclose(mine, true, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6, 1.7])
+@pytest.mark.parametrize("valid", [None, 30])
+def test_one_rank_equals_loops(temperature, valid):
+    logits, targets, g, h = case(0)
+    targets = targets.where(targets < 30, torch.tensor(7))
+    found = ours(logits, targets, g, h, temperature=temperature, vocab_size=valid)
+    check(found, loops(logits, targets, g, h, temperature=temperature, valid=valid))
+
+
+def test_gradcheck():
+    logits, targets, *_ = case(1, rows=4, width=6, scale=1.0)
+
+    def both(x):
+        # float32 inside, so the step of the difference quotient is wide and the tolerance honest.
+        return vocab_parallel_logprobs(x, targets, entropy=True, temperature=0.8)
+
+    torch.autograd.gradcheck(both, logits.double().requires_grad_(), eps=1e-2, atol=2e-3, rtol=1e-2)
+
+
+def test_leading_shape_is_kept_and_entropy_is_optional():
+    logits, targets, *_ = case(2, rows=12)
+    alone = vocab_parallel_logprobs(logits.reshape(3, 4, -1), targets.reshape(3, 4))
+    assert alone.shape == (3, 4)
+    assert alone.dtype == torch.float32
+    assert torch.equal(alone.reshape(-1), vocab_parallel_logprobs(logits, targets, entropy=True)[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_rounded_once(dtype):
+    logits, targets, g, h = case(3)
+    half = logits.to(dtype)
+    leaf = half.clone().requires_grad_()
+    logp, entropy = vocab_parallel_logprobs(leaf, targets, entropy=True, temperature=0.7)
+    ((logp * g).sum() + (entropy * h).sum()).backward()
+    true_logp, true_entropy, true_grad = loops(half.double(), targets, g, h, temperature=0.7)
+    np.testing.assert_allclose(logp.detach(), true_logp, rtol=2e-5, atol=2e-5)
+    np.testing.assert_allclose(entropy.detach(), true_entropy, rtol=2e-5, atol=2e-5)
+    assert leaf.grad.dtype == dtype
+    # Half a unit in the last place of the gradient's own type, plus float32's error.
+    unit = torch.finfo(dtype).eps
+    error = np.abs(leaf.grad.double().numpy() - true_grad)
+    assert (error <= 0.51 * unit * np.abs(true_grad) + 1e-6).all()
+
+
+def test_ignored_rows_are_not_read():
+    logits, targets, g, h = case(4)
+    poisoned = logits.clone()
+    poisoned[targets == IGNORE] = math.nan
+    clean = ours(logits, targets, g, h)
+    for mine, other in zip(ours(poisoned, targets, g, h), clean, strict=True):
+        assert np.array_equal(mine, other)
+    assert clean[0][len(clean[0]) // 3] == 0
+
+
+def test_filtered_vocabulary_keeps_finite_gradients():
+    logits, targets, g, h = case(5)
+    logits[:, 5:20] = -math.inf
+    targets = targets.where((targets < 5) | (targets >= 20), torch.tensor(1))
+    check(ours(logits, targets, g, h), loops(logits, targets, g, h))
+
+
+def test_all_rows_ignored_is_zero():
+    logits, targets, g, h = case(6)
+    for values in ours(logits, torch.full_like(targets, IGNORE), g, h):
+        assert not values.any()
+
+
+def test_target_outside_the_vocabulary_is_an_error():
+    logits, targets, *_ = case(7)
+    targets[2] = 37
+    with pytest.raises(DataError, match="1 targets are in no vocabulary shard, the first is 37"):
+        vocab_parallel_logprobs(logits, targets)
+    targets[2] = 33
+    with pytest.raises(DataError, match="the first is 3"):
+        vocab_parallel_logprobs(logits, targets, vocab_size=30)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"logits": torch.zeros(4, 5)}, "logits must be floating point"),
+        ({"targets": torch.zeros(3, dtype=torch.int32)}, "torch.int32"),
+        ({"temperature": 0.0}, "temperature must be above 0"),
+        ({"shard_sizes": [2, 3]}, "one entry for each of the 1 ranks"),
+        ({"shard_sizes": [4]}, "must be its 5 columns"),
+    ],
+)
+def test_misfits_are_named(change, message):
+    arguments = {"logits": torch.zeros(3, 5), "targets": torch.zeros(3, dtype=torch.int64), **change}
+    with pytest.raises(ShapeError, match=message):
+        vocab_parallel_logprobs(**arguments)
+
+
+def _sharded(rank, world):
+    """Every layout on this rank: its shard's results, and that a stray target raises here too."""
+    import torch.distributed as dist
+
+    found = []
+    for sizes, valid, temperature in LAYOUTS[world]:
+        logits, targets, g, h = case(11)
+        targets = targets.where(targets < (valid or 37), torch.tensor(3))
+        start = sum(sizes[:rank])
+        shard = logits[:, start : start + sizes[rank]]
+        options = {} if len(set(sizes)) == 1 else {"shard_sizes": sizes}
+        found.append(
+            ours(shard, targets, g, h, group=dist.group.WORLD, vocab_size=valid, temperature=temperature, **options)
+        )
+    logits, targets, *_ = case(12, width=8 * world)
+    targets[0] = 8 * world
+    try:
+        vocab_parallel_logprobs(logits[:, 8 * rank : 8 * rank + 8], targets, group=dist.group.WORLD)
+    except DataError as error:
+        return found, str(error)
+    return found, "no error"
+
+
+# The case has 37 columns; those that a layout lacks it takes as padding beyond the valid size.
+LAYOUTS = {
+    1: [((37,), None, 1.0), ((37,), 30, 0.5)],
+    2: [((20, 17), None, 1.0), ((18, 18), 33, 0.5), ((37, 0), None, 1.0), ((30, 7), 25, 1.3)],
+    4: [((9, 10, 8, 10), None, 1.0), ((9, 9, 9, 9), 20, 0.5), ((1, 0, 30, 6), None, 2.0)],
+}
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_sharded_equals_whole_on_every_rank(world):
+    results = run(world, _sharded)
+    for index, (sizes, valid, temperature) in enumerate(LAYOUTS[world]):
+        logits, targets, g, h = case(11)
+        targets = targets.where(targets < (valid or 37), torch.tensor(3))
+        logp, entropy, grad = loops(logits, targets, g, h, temperature=temperature, valid=valid or 37)
+        for rank in range(world):
+            mine = results[rank][0][index]
+            start = sum(sizes[:rank])
+            check(mine, (logp, entropy, grad[:, start : start + sizes[rank]]))
+            # The same bits everywhere, so that every rank takes the same decisions from them.
+            assert np.array_equal(mine[0], results[0][0][index][0])
+            assert np.array_equal(mine[1], results[0][0][index][1])
+    assert all("in no vocabulary shard" in message for _, message in results)
