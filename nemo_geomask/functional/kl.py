@@ -103,13 +103,16 @@ def kl_penalty(
             ratio = saturating_exp(curr - (gen if importance_weighted else prev))
 
         def weighted(kind: KLEstimator, derivative: Tensor | float) -> tuple[Tensor, Tensor]:
-            estimate, derivative = kl_estimate(x, kind), derivative * inside
-            if ratio is not None and (importance_weighted or kind == "k4"):
-                estimate, derivative = ratio * estimate, ratio * derivative
-            if output_clamp is None:
-                return estimate, derivative
-            clamped = estimate.clamp(min=-output_clamp, max=output_clamp)
-            return clamped, derivative * (1 - torch.sign(estimate - clamped).abs())
+            weight = ratio if importance_weighted or kind == "k4" else None
+            estimate, derivative = kl_estimate(x, kind, ratio=None), derivative * inside
+            if weight is not None:
+                estimate = weight * estimate
+            if output_clamp is not None:
+                clamped = estimate.clamp(min=-output_clamp, max=output_clamp)
+                derivative = derivative * (1 - torch.sign(estimate - clamped).abs())
+                estimate = clamped
+            # Last, so that a saturated weight meets a derivative that is already stopped.
+            return estimate, derivative if weight is None else weight * derivative
 
         reported, derivative = weighted(value, _score_derivative(x, value))
         if gradient is not None:

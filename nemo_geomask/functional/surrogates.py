@@ -85,7 +85,7 @@ def clipped(
             clips = clips + dual
         value = -advantages * counted
         saturated = torch.relu(torch.sign(log_ratio - LOG_RATIO_LIMIT))
-        derivative = -advantages * ratio * (1 - clips) * (1 - saturated)
+        derivative = -advantages * (1 - clips) * (1 - saturated) * ratio
     return Surrogate(with_derivative(log_ratio, value=value, derivative=derivative), ratio, ratio_clamped, side, dual)
 
 

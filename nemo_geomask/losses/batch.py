@@ -7,7 +7,7 @@ selection, once, and never enters the arithmetic.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,36 +83,46 @@ def read_nemo_rl(next_token_logprobs: Tensor, data: Mapping[str, Any], config: L
             f"first, but it is {next_token_logprobs.dtype} {list(next_token_logprobs.shape)}"
         )
     batch, width = next_token_logprobs.shape
-    device = next_token_logprobs.device
 
     def tokens(key: str) -> Tensor:
-        value = _tensor(data, key, (batch, width + 1), device)
-        return value[:, 1:].float()
+        return _tensor(data, key, (batch, width + 1), next_token_logprobs.device)[:, 1:].float()
 
-    sample_mask = _tensor(data, "sample_mask", (batch,), device).float()
+    unfiltered = None
+    if config.kl_coefficient and data.get("curr_logprobs_unfiltered") is not None:
+        unfiltered = _tensor(data, "curr_logprobs_unfiltered", (batch, width), next_token_logprobs.device).float()
+    return _clean(next_token_logprobs.float(), unfiltered, tokens, data, batch, PaddedSegments(), config)
+
+
+def _clean(
+    curr: Tensor,
+    unfiltered: Tensor | None,
+    tokens: Callable[[str], Tensor],
+    data: Mapping[str, Any],
+    count: int,
+    segments: Segments,
+    config: LossConfig,
+) -> TokenBatch:
+    """The batch in the layout of ``curr``, where ``tokens`` gives a tensor of ``data`` and there are ``count``
+    sequences."""
+    sample_mask = _tensor(data, "sample_mask", (count,), curr.device).float()
     token_mask = tokens("token_mask")
-    weight = token_mask * sample_mask.unsqueeze(-1)
+    weight = token_mask * segments.spread(sample_mask)
     trained = weight.bool()
-    curr = next_token_logprobs.float()
     given = {"gen": tokens("generation_logprobs")}
     if not config.force_on_policy_ratio:
         given["prev"] = tokens("prev_logprobs")
-    unfiltered = curr
     if config.kl_coefficient:
         given["ref"] = tokens("reference_policy_logprobs")
-        if data.get("curr_logprobs_unfiltered") is not None:
-            unfiltered = _tensor(data, "curr_logprobs_unfiltered", (batch, width), device).float()
     advantages = tokens("advantages")
     rewards = None
     if config.positive_example_nll_weight and "rewards" in data:
-        rewards = _tensor(data, "rewards", (batch,), device).float()
+        rewards = _tensor(data, "rewards", (count,), curr.device).float()
 
-    segments = PaddedSegments()
     # One tensor for all, so that each step below is one kernel.
     stacked = torch.stack([curr.detach(), *given.values(), advantages, weight])
     # A non-finite curr is the model's own failure: it is counted and left to show in the loss.
     flags = F.nonfinite(stacked[: 1 + len(given)]) & trained
-    nonfinite = dict(zip(("curr", *given), flags.int().sum(dim=(1, 2), dtype=torch.int32), strict=True))
+    nonfinite = dict(zip(("curr", *given), flags.int().flatten(1).sum(dim=1, dtype=torch.int32), strict=True))
     if config.nonfinite == "raise":
         _refuse(nonfinite, list(given))
     bad = functools.reduce(torch.logical_or, flags[1:])
@@ -128,7 +138,7 @@ def read_nemo_rl(next_token_logprobs: Tensor, data: Mapping[str, Any], config: L
     curr_clean = F.select(curr, trained)
     return TokenBatch(
         curr=curr_clean,
-        curr_kl=curr_clean if unfiltered is curr else F.select(unfiltered, trained),
+        curr_kl=curr_clean if unfiltered is None else F.select(unfiltered, trained),
         prev=curr_clean.detach() if config.force_on_policy_ratio else clean["prev"],
         gen=clean["gen"],
         ref=clean.get("ref"),
