@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from nemo_geomask.functional import inverse_count
+from nemo_geomask.segments import Segments
 
 __all__ = ["MetricSums", "Normalizer"]
 
@@ -19,58 +20,91 @@ Normalizer = Literal["tokens", "sequences", "none"]
 
 
 class MetricSums:
-    """Collects metrics of one microbatch.
+    """Collects metrics of one microbatch and makes them whole over the ranks that share its sequences.
 
     Args:
         weight: token layout, float32; 0 at tokens that don't train.
         sample_mask: [S], float32.
+        segments: who belongs to which sequence, and over which ranks.
     """
 
-    def __init__(self, weight: Tensor, sample_mask: Tensor) -> None:
+    def __init__(self, weight: Tensor, sample_mask: Tensor, segments: Segments) -> None:
         self._weight = weight
         self._sample_mask = sample_mask
+        self._segments = segments
         self._tokens: dict[str, Tensor] = {}
         self._sequences: dict[str, Tensor] = {}
+        self._parts: dict[str, Tensor] = {}
         self._scalars: dict[str, Tensor] = {}
-        self._scalar_kinds: dict[str, Normalizer] = {}
+        self._lowest: dict[str, Tensor] = {}
+        self._highest: dict[str, Tensor] = {}
+        self._kinds: dict[str, Normalizer] = {}
 
     def tokens(self, name: str, value: Tensor) -> None:
         """Mean over the step's valid tokens; ``value`` is floating, finite and broadcasts against the token layout."""
         self._tokens[name] = value
+        self._kinds[name] = "tokens"
 
     def sequences(self, name: str, value: Tensor) -> None:
         """Mean over the step's valid sequences; ``value`` is [S]."""
         self._sequences[name] = value
+        self._kinds[name] = "sequences"
 
-    def scalar(self, name: str, value: Tensor, normalizer: Normalizer = "none") -> None:
-        """A number as it is: a count, an extremum, or already divided by the count that ``normalizer`` names."""
+    def part(self, name: str, value: Tensor, normalizer: Normalizer = "none") -> None:
+        """A 0-d number over this rank's tokens, divided already by the count that ``normalizer`` names."""
+        self._parts[name] = value.detach()
+        self._kinds[name] = normalizer
+
+    def scalar(self, name: str, value: Tensor) -> None:
+        """A 0-d count over sequences, which all ranks that share them hold alike."""
         self._scalars[name] = value
-        self._scalar_kinds[name] = normalizer
+        self._kinds[name] = "none"
+
+    def extrema(self, name: str, lowest: Tensor, highest: Tensor) -> None:
+        """0-d minimum and maximum, reported under ``name`` with NeMo-RL's suffixes."""
+        self._lowest[f"{name}_min"], self._highest[f"{name}_max"] = lowest.detach(), highest.detach()
+        self._kinds[f"{name}_min"] = self._kinds[f"{name}_max"] = "none"
 
     def normalizers(self) -> dict[str, Normalizer]:
         """Global count that each metric collected so far is divided by."""
-        return {
-            **self._scalar_kinds,
-            **dict.fromkeys(self._tokens, "tokens"),
-            **dict.fromkeys(self._sequences, "sequences"),
-        }
+        return dict(self._kinds)
 
-    def read(self, *, global_seqs: Tensor, global_toks: Tensor) -> dict[str, float]:
-        """All metrics as floats, by one copy from the device.
+    def read(self, *, global_seqs: Tensor, global_toks: Tensor) -> tuple[dict[str, float], dict[str, Tensor]]:
+        """All metrics as floats, by one copy from the device, and the whole parts as tensors.
+
+        One sum and one maximum cross ranks.
 
         Args:
             global_seqs: 0-d, valid sequences in the step.
             global_toks: 0-d, valid tokens in the step.
+
+        Returns:
+            The metrics, and 0-d tensors of what :meth:`part` collected.
         """
-        parts = [
-            _weighted_sums(self._tokens, self._weight) * inverse_count(global_toks),
+        local = torch.cat([_weighted_sums(self._tokens, self._weight), _stack(self._parts, self._weight)])
+        whole = self._segments.whole(local)
+        token_sums, parts = whole[: len(self._tokens)], whole[len(self._tokens) :]
+        extremes = self._segments.whole_extremes(
+            _stack(self._lowest, self._weight), _stack(self._highest, self._weight)
+        )
+        values = [
+            token_sums * inverse_count(global_toks),
             _weighted_sums(self._sequences, self._sample_mask) * inverse_count(global_seqs),
-            torch.stack([value.detach().double() for value in self._scalars.values()]),
+            parts,
+            _stack(self._scalars, self._weight),
+            *extremes,
         ]
-        names = [*self._tokens, *self._sequences, *self._scalars]
+        names = [*self._tokens, *self._sequences, *self._parts, *self._scalars, *self._lowest, *self._highest]
         # In float64, as the counts and squared weights among them.
-        flat: list[float] = torch.cat(parts).tolist()
-        return dict(zip(names, flat, strict=True))
+        flat: list[float] = torch.cat(values).tolist()
+        return dict(zip(names, flat, strict=True)), dict(zip(self._parts, parts.unbind(0), strict=True))
+
+
+def _stack(values: dict[str, Tensor], like: Tensor) -> Tensor:
+    """[k] float64."""
+    if not values:
+        return like.new_zeros(0, dtype=torch.float64)
+    return torch.stack([value.double() for value in values.values()])
 
 
 def _weighted_sums(values: dict[str, Tensor], weight: Tensor) -> Tensor:

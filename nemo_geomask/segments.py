@@ -214,10 +214,11 @@ class _SegmentSum(torch.autograd.Function):
     def forward(ctx: Any, values: Tensor, offsets: Tensor, ids: Tensor, groups: Groups) -> Tensor:
         ctx.save_for_backward(ids)
         ctx.groups = groups
-        sums = _segment_reduce(values, offsets, "sum", 0.0)
+        # A serial sum over a long sequence loses digits in float32; [S] values in float64 cost nothing to send.
+        sums = _segment_reduce(values.double(), offsets, "sum", 0.0)
         for group in groups:
             dist.all_reduce(sums, group=group)
-        return sums
+        return sums.to(values.dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
@@ -240,7 +241,8 @@ class _Spread(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         (offsets,) = ctx.saved_tensors
-        return _segment_reduce(grads[0].unsqueeze(0), offsets, "sum", 0.0)[0], None, None
+        (grad,) = grads
+        return _segment_reduce(grad.double().unsqueeze(0), offsets, "sum", 0.0)[0].to(grad.dtype), None, None
 
 
 class _Whole(torch.autograd.Function):

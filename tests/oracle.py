@@ -219,7 +219,7 @@ class _Evaluation:
     # ---------------------------------------------------------------- the loss
 
     def run(self) -> None:
-        config, answer = self.c, self.answer
+        answer = self.answer
         shape = [[0.0] * self.width for _ in range(self.rows)]
         for name in ("weights", "kl", "grad", "grad_unfiltered"):
             setattr(answer, name, [list(row) for row in shape])

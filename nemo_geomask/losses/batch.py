@@ -17,9 +17,9 @@ from torch import Tensor
 from nemo_geomask import functional as F
 from nemo_geomask.config import LossConfig
 from nemo_geomask.errors import DataError, NonFiniteError, ShapeError
-from nemo_geomask.segments import PaddedSegments, Segments
+from nemo_geomask.segments import PackedSegments, PaddedSegments, Segments
 
-__all__ = ["TokenBatch", "read_nemo_rl"]
+__all__ = ["TokenBatch", "read_nemo_rl", "read_packed"]
 
 
 @dataclass(frozen=True)
@@ -93,6 +93,37 @@ def read_nemo_rl(next_token_logprobs: Tensor, data: Mapping[str, Any], config: L
     return _clean(next_token_logprobs.float(), unfiltered, tokens, data, batch, PaddedSegments(), config)
 
 
+def read_packed(logprobs: Tensor, data: Mapping[str, Any], segments: PackedSegments, config: LossConfig) -> TokenBatch:
+    """Read packed tokens, whole or a context-parallel share.
+
+    Args:
+        logprobs: [N], any floating dtype: log-prob of the token that each position is about.
+        data: the tensors of :func:`read_nemo_rl` with [N] in place of [B, T] (position for position those of
+            ``logprobs``, no shift) and [S] in place of [B].
+        segments: of this rank's N tokens and all S sequences.
+        config: the settings in force.
+
+    Raises:
+        DataError: a tensor is missing.
+        ShapeError: a tensor has another shape, or is not floating point where log-probs are.
+        NonFiniteError: under ``nonfinite: raise``, on all ranks where it holds on one.
+    """
+    count = segments.token_index.numel()
+    if logprobs.shape != (count,) or not logprobs.is_floating_point():
+        raise ShapeError(
+            f"logprobs must be a floating-point tensor [{count}], one log-prob for each token of the segments on this "
+            f"rank, but it is {logprobs.dtype} {list(logprobs.shape)}"
+        )
+
+    def tokens(key: str) -> Tensor:
+        return _tensor(data, key, (count,), logprobs.device).float()
+
+    unfiltered = None
+    if config.kl_coefficient and data.get("curr_logprobs_unfiltered") is not None:
+        unfiltered = tokens("curr_logprobs_unfiltered")
+    return _clean(logprobs.float(), unfiltered, tokens, data, segments.count, segments, config)
+
+
 def _clean(
     curr: Tensor,
     unfiltered: Tensor | None,
@@ -124,7 +155,8 @@ def _clean(
     flags = F.nonfinite(stacked[: 1 + len(given)]) & trained
     nonfinite = dict(zip(("curr", *given), flags.int().flatten(1).sum(dim=1, dtype=torch.int32), strict=True))
     if config.nonfinite == "raise":
-        _refuse(nonfinite, list(given))
+        # Summed over ranks first, so that all of them raise together.
+        _refuse(list(given), segments.whole(torch.stack([nonfinite[name] for name in given])))
     bad = functools.reduce(torch.logical_or, flags[1:])
     sums = segments.sum({"tokens": token_mask, "bad": bad.int().float()})
     dropped = sums["bad"] > 0
@@ -165,9 +197,8 @@ def _tensor(data: Mapping[str, Any], key: str, shape: tuple[int, ...], device: t
     return value.to(device)
 
 
-def _refuse(nonfinite: Mapping[str, Tensor], names: list[str]) -> None:
-    counts = dict(zip(names, torch.stack([nonfinite[name] for name in names]).tolist(), strict=True))
-    found = ", ".join(f"{count} in {_KEYS[name]}" for name, count in counts.items() if count)
+def _refuse(names: list[str], counts: Tensor) -> None:
+    found = ", ".join(f"{count} in {_KEYS[name]}" for name, count in zip(names, counts.tolist(), strict=True) if count)
     if found:
         raise NonFiniteError(
             f"non-finite log-probs at trained tokens: {found}; loss_fn.nonfinite is 'raise'. Find their origin, or "

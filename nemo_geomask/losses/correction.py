@@ -45,7 +45,7 @@ class Correction:
             add(f"geomask/{name}_mean", value)
             # In float64: the square of a saturated weight overflows float32.
             add(f"geomask/{name}_sq", value.double().square())
-        metrics.scalar("geomask/saturated_weight", self.saturated)
+        (metrics.scalar if self.by_sequence else metrics.part)("geomask/saturated_weight", self.saturated)
         if self.side is not None:
             by_row = self.side.shape == batch.sample_mask.shape
             (metrics.sequences if by_row else metrics.tokens)("is_oob_ratio", self.side.abs())

@@ -25,14 +25,15 @@ def report_surrogate(
     for name, ratio in (("probs_ratio", surrogate.ratio), ("probs_ratio_clamped", surrogate.ratio_clamped)):
         ratio = ratio.detach().expand(batch.weight.shape)
         metrics.tokens(name, ratio)
-        metrics.scalar(f"{name}_min", _extreme(ratio + beyond, torch.amin, torch.inf))
-        metrics.scalar(f"{name}_max", _extreme(ratio - beyond, torch.amax, -torch.inf))
+        metrics.extrema(
+            name, _extreme(ratio + beyond, torch.amin, torch.inf), _extreme(ratio - beyond, torch.amax, -torch.inf)
+        )
     side = surrogate.clip_side if surrogate.clip_side is not None else torch.zeros_like(batch.weight)
     metrics.tokens("geomask/clip_fraction_low", torch.relu(-side))
     metrics.tokens("geomask/clip_fraction_high", torch.relu(side))
     if surrogate.dual_clipped is not None:
         metrics.tokens("geomask/dual_clip_fraction", surrogate.dual_clipped)
-    metrics.scalar("geomask/saturated_ratio", F.overflow_count(statistics.log_ratios["policy"]))
+    metrics.part("geomask/saturated_ratio", F.overflow_count(statistics.log_ratios["policy"]))
 
 
 @torch.no_grad()
@@ -68,7 +69,7 @@ def report_batch(
     metrics.tokens("geomask/policy_abs", policy.abs())
     metrics.tokens("geomask/policy_k3", F.kl_estimate(-policy, "k3"))
     for name, count in batch.nonfinite.items():
-        metrics.scalar(f"geomask/nonfinite_{name}", count)
+        metrics.part(f"geomask/nonfinite_{name}", count)
     metrics.scalar("geomask/dropped_sequences", batch.dropped_sequences)
 
 

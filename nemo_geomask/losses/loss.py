@@ -13,13 +13,14 @@ from nemo_geomask import functional as F
 from nemo_geomask.config import LossConfig
 from nemo_geomask.errors import GeomaskError, PluginError
 from nemo_geomask.losses import protocol
-from nemo_geomask.losses.batch import TokenBatch, read_nemo_rl
+from nemo_geomask.losses.batch import TokenBatch, read_nemo_rl, read_packed
 from nemo_geomask.losses.correction import correct
 from nemo_geomask.losses.diagnostics import report_batch, report_surrogate
 from nemo_geomask.losses.rejection import reject
 from nemo_geomask.losses.statistics import SequenceStatistics
 from nemo_geomask.losses.variant import SurrogateInputs, Variant
-from nemo_geomask.metrics import MetricSums
+from nemo_geomask.metrics import MetricSums, Normalizer
+from nemo_geomask.segments import PackedSegments
 
 __all__ = ["PolicyLoss"]
 
@@ -98,17 +99,48 @@ class PolicyLoss:
         Raises:
             DataError, ShapeError, NonFiniteError: see :func:`~nemo_geomask.losses.batch.read_nemo_rl`.
         """
-        batch = read_nemo_rl(next_token_logprobs, data, self.config)
+        return self._call(read_nemo_rl(next_token_logprobs, data, self.config), global_valid_seqs, global_valid_toks)
+
+    def packed(
+        self,
+        logprobs: Tensor,
+        data: Mapping[str, Any],
+        segments: PackedSegments,
+        global_valid_seqs: Tensor | float,
+        global_valid_toks: Tensor | float,
+    ) -> tuple[Tensor, dict[str, float]]:
+        """Loss and metrics of packed sequences, whole or this rank's context-parallel share of them.
+
+        Every rank of the segments' groups must call this together. The loss value and the metrics are those of the
+        whole, the same on all ranks; the gradient is that of the whole with respect to this rank's log-probs.
+
+        Args:
+            logprobs: [N], floating point, log π_θ of the token that each position is about, with gradient.
+            data: as for calling the loss, but token tensors are [N] and aligned with ``logprobs`` (no shift).
+            segments: who belongs to which sequence.
+            global_valid_seqs: as for calling the loss.
+            global_valid_toks: as for calling the loss.
+
+        Raises:
+            DataError, ShapeError, NonFiniteError: see :func:`~nemo_geomask.losses.batch.read_packed`.
+        """
+        return self._call(read_packed(logprobs, data, segments, self.config), global_valid_seqs, global_valid_toks)
+
+    def _call(
+        self, batch: TokenBatch, global_valid_seqs: Tensor | float, global_valid_toks: Tensor | float
+    ) -> tuple[Tensor, dict[str, float]]:
         seqs, toks = (
             torch.as_tensor(count, device=batch.weight.device).float().reshape(())
             for count in (global_valid_seqs, global_valid_toks)
         )
         loss, metrics = self._evaluate(batch, seqs, toks)
-        return loss, metrics.read(global_seqs=seqs, global_toks=toks)
+        values, whole = metrics.read(global_seqs=seqs, global_toks=toks)
+        # The value of all ranks, the gradient of this rank's part.
+        return F.with_derivative(loss, value=whole["loss"].to(loss.dtype), derivative=torch.ones_like(loss)), values
 
     def _evaluate(self, batch: TokenBatch, seqs: Tensor, toks: Tensor) -> tuple[Tensor, MetricSums]:
         config = self.config
-        metrics = MetricSums(batch.weight, batch.sample_mask)
+        metrics = MetricSums(batch.weight, batch.sample_mask, batch.segments)
         inputs = SurrogateInputs(batch.curr, batch.curr - batch.prev, batch.advantages, config, self.options)
         pool = self.variant.pool(inputs) if self.variant.pool is not None else {}
         statistics = SequenceStatistics(batch, config, pool)
@@ -127,16 +159,16 @@ class PolicyLoss:
         kl = self._kl(batch, coefficient)
         if kl is not None:
             loss = loss + config.kl_coefficient * kl
-        nll = self._positive_nll(batch, toks)
+        nll = self._positive_nll(batch, statistics, toks)
         if nll is not None:
             loss = loss + config.positive_example_nll_weight * nll
 
         zero = torch.zeros_like(toks)
-        own = "tokens" if config.normalization == "tokens" else "sequences"
-        metrics.scalar("loss", loss, own)  # type: ignore[arg-type]
-        metrics.scalar("kl_penalty", zero if kl is None else kl, own)  # type: ignore[arg-type]
+        own: Normalizer = "tokens" if config.normalization == "tokens" else "sequences"
+        metrics.part("loss", loss, own)
+        metrics.part("kl_penalty", zero if kl is None else kl, own)
         by_step = config.positive_example_nll_normalization == "tokens"
-        metrics.scalar("positive_nll_loss", zero if nll is None else nll, "tokens" if by_step else "none")
+        metrics.part("positive_nll_loss", zero if nll is None else nll, "tokens" if by_step else "none")
         correction.report(batch, metrics)
         report_surrogate(surrogate, batch, statistics, metrics)
         report_batch(batch, statistics, config.reference_policy_kl_type, metrics)
@@ -159,12 +191,13 @@ class PolicyLoss:
         )
         return (coefficient * kl).sum()
 
-    def _positive_nll(self, batch: TokenBatch, toks: Tensor) -> Tensor | None:
+    def _positive_nll(self, batch: TokenBatch, statistics: SequenceStatistics, toks: Tensor) -> Tensor | None:
         if batch.rewards is None:
             return None
-        weight = batch.weight * batch.segments.spread((batch.rewards > 0).float())
-        count = toks if self.config.positive_example_nll_normalization == "tokens" else weight.sum()
-        return -(batch.curr * weight).sum() * F.inverse_count(count)
+        positive = (batch.rewards > 0).float()
+        by_step = self.config.positive_example_nll_normalization == "tokens"
+        count = toks if by_step else (statistics.count * positive).sum()
+        return -(batch.curr * batch.weight * batch.segments.spread(positive)).sum() * F.inverse_count(count)
 
     def _declare(self) -> dict[str, Any]:
         # The metrics of a call depend on the settings alone; one call on a token finds them, so that no second table
