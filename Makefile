@@ -26,8 +26,10 @@ $(VENV)/.demo: pyproject.toml $(VENV)/.torch
 	$(PIP) --editable '.[demo]'
 	@touch $@
 
+# megatron-core without its requirements, which are CUDA packages; the tests run it over gloo.
 $(VENV)/.test: pyproject.toml $(VENV)/.torch
 	$(PIP) --editable '.[test]'
+	$(PIP) --no-deps megatron-core
 	@touch $@
 
 demo: $(VENV)/.demo

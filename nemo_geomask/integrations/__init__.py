@@ -1,0 +1,1 @@
+"""Adapters to the hosts; each is imported only when used."""
