@@ -33,7 +33,7 @@ $(VENV)/.test: pyproject.toml $(VENV)/.torch
 	@touch $@
 
 demo: $(VENV)/.demo
-	$(BIN)/nemo-geomask lab recipes/lab/demo.yaml
+	$(BIN)/nemo-geomask lab recipes/lab/demo.yaml $(ARGS)
 
 test: $(VENV)/.test
 	$(BIN)/python -m pytest

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-LIMIT = 88.0  # exponents above saturate: e^88 is about the largest float32
+LIMIT = 40.0  # exponents above saturate: float32 overflows at 88.7, and the product of two ratios must fit
 
 
 @dataclass
@@ -135,7 +135,7 @@ class _Evaluation:
             self.rewards = [number(value) for value in data["rewards"]]
         self.tokens: list[list[dict[str, Any]]] = []
         self.declared: list[int] = []  # n_i, before anything is dropped
-        names = ("curr", *(name for name in ("gen", "prev", "ref") if name in columns))
+        names = ("curr", "advantages", *(name for name in ("gen", "prev", "ref") if name in columns))
         bad = dict.fromkeys(names, 0)
         dropped = 0
         for i in range(self.rows):
@@ -159,10 +159,11 @@ class _Evaluation:
                 row = []
             good = []
             for token in row:
-                wrong = [name for name in names if not math.isfinite(token["c" if name == "curr" else name])]
+                keys = {"curr": "c", "advantages": "adv"}
+                wrong = [name for name in names if not math.isfinite(token[keys.get(name, name)])]
                 for name in wrong:
                     bad[name] += 1
-                if not [name for name in wrong if name != "curr"]:
+                if not [name for name in wrong if name not in keys]:
                     good.append(token)
             if len(good) < len(row) and config.nonfinite == "raise":
                 raise ArithmeticError("non-finite")
@@ -520,14 +521,13 @@ class _Evaluation:
     def positive_nll(self) -> torch.Tensor:
         config = self.c
         total, count = torch.zeros((), dtype=torch.float64), 0.0
+        own = config.positive_example_nll_normalization == "loss"
         for i, row in enumerate(self.tokens):
             if self.rewards is not None and self.rewards[i] > 0:
                 for token in row:
-                    total = total - self.sample[i] * token["curr"]
+                    total = total - (self.coefficient(i) if own else self.sample[i]) * token["curr"]
                     count += self.sample[i]
-        if config.positive_example_nll_normalization == "tokens":
-            count = self.toks
-        if count:
+        if count and not own:
             total = total / count
         self.metrics["positive_nll_loss"] = number(total)
         return config.positive_example_nll_weight * total

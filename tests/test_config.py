@@ -184,7 +184,7 @@ def test_bad_value_names_the_key_and_the_way_out(settings, expected):
             ["reference_policy_kl_gradient", "reference_policy_kl_penalty"],
         ),
         (
-            {"positive_example_nll_normalization": "tokens"},
+            {"positive_example_nll_normalization": "loss"},
             ["positive_example_nll_normalization", "positive_example_nll_weight"],
         ),
         ({"name": "gspo", "use_cispo": True}, ["use_cispo", "name: gspo"]),
@@ -252,7 +252,8 @@ def test_correction_level_is_derived_only_when_not_given(sequence_ratio, level, 
 
 def test_gspo_weights_by_sequence_even_where_a_base_recipe_spells_out_the_false_default():
     inherited = {**NEMO_RL_DEFAULTS, "token_level_loss": False, "name": "gspo"}
-    assert build_loss(inherited).config.correction_level == "sequence"
+    with pytest.warns(UserWarning, match="ratio_clip_min: 0.2 is NeMo-RL.s default, but name: gspo prescribes 0.0003"):
+        assert build_loss(inherited).config.correction_level == "sequence"
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,19 @@ HEAVY = (
 )
 
 # A room imports only from itself and from those before it. metrics stands before losses, which report through it.
-ORDER = ["errors", "config", "functional", "segments", "kernels", "parallel", "metrics", "losses", "integrations", "lab", "cli"]
+ORDER = [
+    "errors",
+    "config",
+    "functional",
+    "segments",
+    "kernels",
+    "parallel",
+    "metrics",
+    "losses",
+    "integrations",
+    "lab",
+    "cli",
+]
 # Rooms that share no words: tensors know no settings and settings know no tensors.
 APART = {("functional", "config"), ("segments", "config"), ("segments", "functional")}
 

@@ -1,6 +1,7 @@
 """Real megatron-core models over gloo: parameter gradients under tensor and sequence parallelism equal the unsharded
 model's under the padded loss."""
 
+import itertools
 import time
 import warnings
 
@@ -93,7 +94,7 @@ def _packed_row(data, params):
     starts, lengths = params.cu_seqlens_q_padded.tolist(), params.cu_seqlens_q.diff().tolist()
     ids = torch.zeros(1, starts[-1], dtype=torch.int64)
     blocked = torch.ones(starts[-1], starts[-1], dtype=torch.bool)
-    for i, (start, end) in enumerate(zip(starts, starts[1:], strict=False)):
+    for i, (start, end) in enumerate(itertools.pairwise(starts)):
         ids[0, start : start + lengths[i]] = data["input_ids"][i, : lengths[i]]
         blocked[start:end, start:end] = torch.ones(end - start, end - start, dtype=torch.bool).triu(1)
     return ids, None, blocked[None, None]  # rotary positions are relative, so a packed row needs no position ids

@@ -2,8 +2,8 @@
 
 float32 carries 24 bits, 6e-8 relative. Sums of some tens of terms of either sign lose about two digits of that, and a
 sequence-level exponent up to 3 loses another factor 3, so 1e-4 relative with 1e-6 absolute is an order of magnitude
-above what rounding explains and far below any wrong formula. ``margin`` shows that no clip, mask or truncation is decided
-within rounding of its bound.
+above what rounding explains and far below any wrong formula. ``margin`` shows that no clip, mask or truncation is
+decided within rounding of its bound.
 """
 
 from __future__ import annotations
@@ -238,7 +238,7 @@ def test_unfiltered_log_probs_serve_the_kl_alone(gradient, importance):
     assert other.grad.abs().max() > 1e-5
 
 
-@pytest.mark.parametrize("normalization", ["microbatch", "tokens"])
+@pytest.mark.parametrize("normalization", ["microbatch", "loss"])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_positive_nll(variant, normalization):
     part = {"positive_example_nll_weight": 0.3, "positive_example_nll_normalization": normalization}
@@ -293,9 +293,8 @@ def _random_config(draw: random.Random) -> dict[str, Any]:
         parts.append({"reference_policy_kl_type": draw.choice(["k1", "k2", "k3", "k4"])})
         parts.append(CLAMPS[draw.choice(list(CLAMPS))])
     if draw.random() < 0.3:
-        parts.append({"positive_example_nll_weight": 0.1, "positive_example_nll_normalization": "tokens"})
-    config = merged(variant, *parts)
-    return config
+        parts.append({"positive_example_nll_weight": 0.1, "positive_example_nll_normalization": "loss"})
+    return merged(variant, *parts)
 
 
 @pytest.mark.parametrize("seed", range(120))

@@ -1,5 +1,9 @@
 """Segments: sums, extremes and spreading for padded rows, packed tokens and context-parallel shares."""
 
+import functools
+import itertools
+import operator
+
 import numpy as np
 import pytest
 import torch
@@ -14,7 +18,7 @@ OFFSETS = [0, 8, 8, 40, 48, 80]  # an empty sequence among them
 def shares(offsets, rank, size):
     """Megatron's load-balanced split as a loop: chunks r and 2·size−1−r of 2·size equal ones of each sequence."""
     positions = []
-    for start, end in zip(offsets, offsets[1:], strict=False):
+    for start, end in itertools.pairwise(offsets):
         chunk = (end - start) // (2 * size)
         for number in (rank, 2 * size - 1 - rank):
             positions += range(start + number * chunk, start + (number + 1) * chunk)
@@ -26,7 +30,7 @@ def test_share_is_megatrons_split_and_covers_every_token_once(size):
     found = [PackedSegments(OFFSETS, cp_rank=rank, cp_size=size).token_index.tolist() for rank in range(size)]
     if size > 1:
         assert found == [shares(OFFSETS, rank, size) for rank in range(size)]
-    assert sorted(sum(found, [])) == list(range(OFFSETS[-1]))
+    assert sorted(functools.reduce(operator.iadd, found, [])) == list(range(OFFSETS[-1]))
 
 
 def test_packed_statistics_equal_loops():
@@ -34,14 +38,14 @@ def test_packed_statistics_equal_loops():
     segments = PackedSegments(torch.tensor(OFFSETS, dtype=torch.int32))
     sums = segments.sum({"a": values, "b": 2 * values})
     (low,), (high,) = (part.values() for part in segments.extremes({"a": values}, {"a": values}))
-    for i, (start, end) in enumerate(zip(OFFSETS, OFFSETS[1:], strict=False)):
+    for i, (start, end) in enumerate(itertools.pairwise(OFFSETS)):
         part = values[start:end].double()
         assert sums["a"][i].item() == pytest.approx(part.sum().item(), abs=1e-6)
         assert sums["b"][i].item() == pytest.approx(2 * part.sum().item(), abs=1e-6)
         assert low[i] == (part.min() if end > start else torch.inf)
         assert high[i] == (part.max() if end > start else -torch.inf)
     assert segments.spread(sums["a"]).tolist() == [
-        sums["a"][i].item() for i, (s, e) in enumerate(zip(OFFSETS, OFFSETS[1:], strict=False)) for _ in range(s, e)
+        sums["a"][i].item() for i, (s, e) in enumerate(itertools.pairwise(OFFSETS)) for _ in range(s, e)
     ]
 
 
@@ -108,11 +112,11 @@ def _over_ranks(rank, world):
 def test_sharded_equals_whole(world):
     whole = torch.randn(OFFSETS[-1], dtype=torch.float64, generator=torch.Generator().manual_seed(2)).requires_grad_()
     total = torch.zeros((), dtype=torch.float64)
-    for start, end in zip(OFFSETS, OFFSETS[1:], strict=False):
+    for start, end in itertools.pairwise(OFFSETS):
         part = whole[start:end]
         total = total + (part.sum().tanh() * part).sum() + (end - start) * part.square().sum().sin()
     total.backward()
-    ends = [(s, e) for s, e in zip(OFFSETS, OFFSETS[1:], strict=False)]
+    ends = [(s, e) for s, e in itertools.pairwise(OFFSETS)]
     for index, grad, value, low, high, lowest, highest in run(world, _over_ranks):
         np.testing.assert_allclose(grad, whole.grad[index], rtol=1e-10, atol=1e-12)
         np.testing.assert_allclose(value, total.detach(), rtol=1e-10)

@@ -6,13 +6,12 @@ meaning; what NeMo-RL lacks comes on top. Each field's description, formula and 
 
 from __future__ import annotations
 
-import warnings
 from functools import cached_property
 from typing import Any, Literal
 
 from pydantic import Field, JsonValue, field_validator, model_validator
 
-from nemo_geomask.config.masks import MaskRule, MaskSpec, check_presets, mask_rules
+from nemo_geomask.config.masks import MaskRule, MaskSpec, check_masks, mask_rules
 from nemo_geomask.config.strict import StrictModel
 
 __all__ = ["CorrectionLevel", "KLType", "LossConfig", "Normalization"]
@@ -173,17 +172,17 @@ class LossConfig(StrictModel):
         source="NeMo-RL; arXiv:2504.05118 eq. 10",
         ge=0,
     )
-    positive_example_nll_normalization: Literal["microbatch", "tokens"] = _field(
+    positive_example_nll_normalization: Literal["microbatch", "loss"] = _field(
         "microbatch",
-        "`microbatch`: NeMo-RL's, by the microbatch's own count, so that the loss depends on the split. `tokens`: by "
-        "the step's valid tokens.",
+        "`microbatch`: NeMo-RL's, by the microbatch's own count, so that the loss depends on the split. `loss`: by "
+        "the loss's own denominator.",
         source="this package",
     )
 
     @field_validator("masks", mode="before")
     @classmethod
-    def _known_presets(cls, masks: Any) -> Any:
-        check_presets(masks)
+    def _list_of_masks(cls, masks: Any) -> Any:
+        check_masks(masks)
         return masks
 
     @model_validator(mode="after")
@@ -191,14 +190,6 @@ class LossConfig(StrictModel):
         problems = [message for applies, message in self._conflicts() if applies]
         if problems:
             raise ValueError("; ".join(problems))
-        if self.truncated_importance_sampling_type == "tis" and self.truncated_importance_sampling_ratio is None:
-            # NeMo-RL v0.6.0's base recipe has type: tis with ratio: null, which means no truncation.
-            warnings.warn(
-                "loss_fn.truncated_importance_sampling_type: tis does nothing while "
-                "loss_fn.truncated_importance_sampling_ratio is null; give a ratio, or set the type to null",
-                UserWarning,
-                stacklevel=2,
-            )
         return self
 
     def _conflicts(self) -> list[tuple[bool, str]]:
@@ -243,8 +234,8 @@ class LossConfig(StrictModel):
             ),
             (
                 self.use_cispo and not by_token,
-                "use_cispo: true needs a token-level loss, but token_level_loss is false; set token_level_loss: true "
-                "(name: cispo takes any normalization)",
+                "use_cispo: true needs a token-level loss, but token_level_loss is false; set token_level_loss: true, "
+                "or use_cispo: false with name: cispo, which takes any normalization",
             ),
             (
                 self.disable_ppo_ratio and self.ratio_clip_c is not None and not self.force_on_policy_ratio,
@@ -290,6 +281,11 @@ class LossConfig(StrictModel):
                 self.reference_policy_kl_gradient is not None and self.kl_coefficient == 0,
                 f"reference_policy_kl_gradient: {self.reference_policy_kl_gradient} has no effect without a KL term "
                 "(reference_policy_kl_penalty: 0 or use_kl_in_reward: true); give a penalty, or remove it",
+            ),
+            (
+                self.reference_policy_kl_type == "k4" and self.use_kl_in_reward,
+                "reference_policy_kl_type: k4 is not known to NeMo-RL, which computes the penalty under "
+                "use_kl_in_reward: true; choose k1, k2 or k3",
             ),
             (
                 self.positive_example_nll_normalization != "microbatch" and self.positive_example_nll_weight == 0,

@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag, model_validator
+from pydantic import Discriminator, Field, Tag, ValidationError, model_validator
+from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from nemo_geomask.config.strict import StrictModel, nearest
 
@@ -220,14 +221,24 @@ MaskSpec = Annotated[
 ]
 
 
-def check_presets(masks: Any) -> None:
-    """Raise ValueError for a ``preset`` that does not exist, naming the nearest one."""
-    for index, mask in enumerate(masks if isinstance(masks, (list, tuple)) else ()):
-        preset = mask.get("preset") if isinstance(mask, Mapping) else None
-        if preset is not None and preset not in _PRESETS:
-            guess = nearest(str(preset), _PRESETS)
+def check_masks(masks: Any) -> None:
+    """Raise for what is no list of mappings, and for presets that don't exist, each at its own key."""
+    if not isinstance(masks, (list, tuple)):
+        raise PydanticCustomError("masks", "must be a list of masks, such as [{preset: geometric, max: 1.02}]")
+    errors = []
+    for index, mask in enumerate(masks):
+        if isinstance(mask, StrictModel):
+            continue
+        if not isinstance(mask, Mapping):
+            error = PydanticCustomError("mask", "must be a mapping, such as {preset: geometric, max: 1.02}")
+            errors.append(InitErrorDetails(type=error, loc=(index,), input=mask))
+        elif mask.get("preset", "geometric") not in _PRESETS:
+            guess = nearest(str(mask["preset"]), _PRESETS)
             hint = f"did you mean '{guess}'?" if guess else "known: " + ", ".join(_PRESETS)
-            raise ValueError(f"[{index}].preset: unknown preset '{preset}'; {hint}")
+            error = PydanticCustomError("preset", "unknown preset; {hint}", {"hint": hint})
+            errors.append(InitErrorDetails(type=error, loc=(index, "preset"), input=mask["preset"]))
+    if errors:
+        raise ValidationError.from_exception_data("masks", errors)
 
 
 def mask_rules(masks: tuple[Any, ...]) -> tuple[MaskRule, ...]:

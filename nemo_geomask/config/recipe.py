@@ -51,6 +51,12 @@ def _omegaconf() -> Any:
         raise MissingDependencyError(
             f'reading a recipe needs omegaconf ({error}); pip install "nemo-geomask[demo]"'
         ) from error
+    conf = omegaconf.OmegaConf
+    # omegaconf 2.4 renamed the function, and warns about the old name.
+    register = conf.register_resolver if hasattr(conf, "register_resolver") else conf.register_new_resolver
+    for name, resolver in _RESOLVERS.items():
+        if not conf.has_resolver(name):
+            register(name, resolver)
     return omegaconf
 
 
@@ -122,3 +128,24 @@ def _apply(config: Any, override: str) -> Any:
 
 def _first_line(error: Exception) -> str:
     return str(error).strip().splitlines()[0]
+
+
+# What NeMo-RL's recipes compute with: ${mul:${policy.max_total_sequence_length}, 4}. Annotated, since omegaconf 2.4
+# warns about resolvers that are not.
+def _add(left: Any, right: Any) -> Any:
+    return left + right
+
+
+def _mul(left: Any, right: Any) -> Any:
+    return left * right
+
+
+def _div(left: Any, right: Any) -> Any:
+    return left / right
+
+
+def _max(left: Any, right: Any) -> Any:
+    return max(left, right)
+
+
+_RESOLVERS = {"add": _add, "mul": _mul, "div": _div, "max": _max}

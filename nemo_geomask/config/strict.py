@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping
-from typing import Any, ClassVar, TypeVar
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from pydantic_core import InitErrorDetails, PydanticCustomError
@@ -27,9 +27,6 @@ class StrictModel(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, validate_default=True)
 
-    # Keys that a union's discriminator reads; never reported as unknown.
-    _tag_keys: ClassVar[tuple[str, ...]] = ()
-
     @model_validator(mode="before")
     @classmethod
     def _refuse_unknown_keys(cls, data: Any) -> Any:
@@ -43,9 +40,12 @@ class StrictModel(BaseModel):
         return data
 
 
-def _unknown_key(key: str, value: Any, known: Iterable[str]) -> InitErrorDetails:
+def _unknown_key(key: str, value: Any, known: Collection[str]) -> InitErrorDetails:
     guess = nearest(key, known)
-    hint = f"did you mean '{guess}'?" if guess else "known keys: " + ", ".join(sorted(known))
+    if guess:
+        hint = f"did you mean '{guess}'?"
+    else:
+        hint = "known keys: " + ", ".join(sorted(known)) if known else "there are none here"
     error = PydanticCustomError("unknown_key", "unknown key; {hint}", {"hint": hint})
     return InitErrorDetails(type=error, loc=(key,), input=value)
 

@@ -39,7 +39,7 @@ def select(x: Tensor, keep: Tensor) -> Tensor:
 
     Args:
         x: any shape; NaN and infinities are allowed.
-        keep: bool, broadcastable to x's shape.
+        keep: bool, broadcastable to x's shape; x itself is not broadcast.
 
     Returns:
         x's shape and dtype; +0 where ``keep`` is False, and so is the gradient, whatever x or the incoming gradient

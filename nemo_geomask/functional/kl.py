@@ -111,7 +111,7 @@ def kl_penalty(
                 clamped = estimate.clamp(min=-output_clamp, max=output_clamp)
                 derivative = derivative * (1 - torch.sign(estimate - clamped).abs())
                 estimate = clamped
-            # Last, so that a saturated weight meets a derivative that is already stopped.
+            # The weight comes last, so that a large one meets a derivative that is already stopped.
             return estimate, derivative if weight is None else weight * derivative
 
         reported, derivative = weighted(value, _score_derivative(x, value))

@@ -12,12 +12,15 @@ from torch import Tensor
 
 __all__ = ["LOG_RATIO_LIMIT", "bound_side", "log_bound", "overflow_count", "saturating_exp"]
 
-LOG_RATIO_LIMIT = 88.0
-"""Natural logarithm of the largest ratio represented: ``exp(88) = 1.65e38`` is just below float32's maximum."""
+LOG_RATIO_LIMIT = 40.0
+"""Natural logarithm of the largest ratio represented, ``exp(40) = 2.4e17``.
+
+float32 overflows at 88.7, and what a loss multiplies must fit too: a weight, a ratio and an advantage, summed over
+thousands of tokens. At 40 a finite input gives a finite loss."""
 
 
 def saturating_exp(log_ratio: Tensor) -> Tensor:
-    """``exp(min(x, 88))``: a ratio that float32 can't hold becomes the largest one that it can.
+    """``exp(min(x, 40))``: a ratio too large to compute with becomes the largest one allowed.
 
     An overflow to infinity would turn into NaN as soon as it meets a zero, and replacing it by 0 (as NeMo-RL's
     ``nan_to_num(posinf=0)`` does) would silently drop the most over-weighted sample instead of truncating it.

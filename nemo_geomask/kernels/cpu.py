@@ -20,7 +20,7 @@ def _blocks(logits: Tensor, rows: Tensor | None, inverse_temperature: float) -> 
     """Row selection and its scaled float32 logits, in a buffer that the next block overwrites."""
     count, width = logits.shape[0] if rows is None else rows.numel(), logits.shape[1]
     step = max(1, _BLOCK_ELEMENTS // max(width, 1))
-    buffer = torch.empty(min(step, count), width, dtype=torch.float32)
+    buffer = torch.empty(min(step, count), width, dtype=torch.float32, device=logits.device)
     for start in range(0, count, step):
         stop = min(start + step, count)
         selection = slice(start, stop) if rows is None else rows[start:stop]
@@ -50,7 +50,7 @@ def row_statistics(
         computed hold 0.
     """
     count, width = logits.shape
-    result = torch.zeros(3 if entropy else 2, count)
+    result = torch.zeros(3 if entropy else 2, count, device=logits.device)
     inside = (targets >= 0) & (targets < width)
     column = targets.clamp(0, max(width - 1, 0))
     for selection, z in _blocks(logits, rows, inverse_temperature):

@@ -150,14 +150,15 @@ def _clean(
         rewards = _tensor(data, "rewards", (count,), curr.device).float()
 
     # One tensor for all, so that each step below is one kernel.
-    stacked = torch.stack([curr.detach(), *given.values(), advantages, weight])
-    # A non-finite curr is the model's own failure: it is counted and left to show in the loss.
-    flags = F.nonfinite(stacked[: 1 + len(given)]) & trained
-    nonfinite = dict(zip(("curr", *given), flags.int().flatten(1).sum(dim=1, dtype=torch.int32), strict=True))
+    stacked = torch.stack([curr.detach(), advantages, *given.values(), weight])
+    # Non-finite log-probs of the model itself or advantages are counted and left to show in the loss.
+    flags = F.nonfinite(stacked[:-1]) & trained
+    counts = flags.int().flatten(1).sum(dim=1, dtype=torch.int32)
+    nonfinite = dict(zip(("curr", "advantages", *given), counts, strict=True))
     if config.nonfinite == "raise":
         # Summed over ranks first, so that all of them raise together.
         _refuse(list(given), segments.whole(torch.stack([nonfinite[name] for name in given])))
-    bad = functools.reduce(torch.logical_or, flags[1:])
+    bad = functools.reduce(torch.logical_or, flags[2:])
     sums = segments.sum({"tokens": token_mask, "bad": bad.int().float()})
     dropped = sums["bad"] > 0
     if config.nonfinite == "drop_token":
@@ -166,7 +167,7 @@ def _clean(
     else:
         trained = trained & ~segments.spread(dropped)
 
-    clean = dict(zip((*given, "advantages", "weight"), F.select(stacked[1:], trained), strict=True))
+    clean = dict(zip(("advantages", *given, "weight"), F.select(stacked[1:], trained), strict=True))
     curr_clean = F.select(curr, trained)
     return TokenBatch(
         curr=curr_clean,

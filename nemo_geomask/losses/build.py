@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import warnings
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
@@ -49,17 +50,49 @@ def build_loss(
             raise ConfigError(f"{_PREFIX} must be a mapping or a LossConfig, but it is a {type(config).__name__}")
         config = parse(LossConfig, config, prefix=_PREFIX)
     variant = load(config.name)
+    _check_settings(config.name, variant)
+    for message in _doubts(config, variant):
+        warnings.warn(message, UserWarning, stacklevel=2)
     config = _in_force(config, variant)
     options = parse(variant.options, config.options, prefix=f"{_PREFIX}.options")
     return PolicyLoss(config, variant, options, use_fused_linear_logprobs=use_fused_linear_logprobs)
 
 
-def _in_force(config: LossConfig, variant: Variant) -> LossConfig:
+def _check_settings(name: str, variant: Variant) -> None:
     unknown = [
         key for key in (*variant.defaults, *variant.forces, *variant.refuses) if key not in LossConfig.model_fields
     ]
     if unknown:
-        raise PluginError(f"the variant '{config.name}' speaks of unknown settings: {', '.join(unknown)}")
+        raise PluginError(f"the variant '{name}' speaks of unknown settings: {', '.join(unknown)}")
+
+
+def _doubts(config: LossConfig, variant: Variant) -> Iterator[str]:
+    """What is allowed and probably not meant."""
+    if config.truncated_importance_sampling_type == "tis" and config.truncation is None:
+        # NeMo-RL v0.6.0's base recipe has type: tis with ratio: null, which means no truncation.
+        yield (
+            f"{_PREFIX}.truncated_importance_sampling_type: tis does nothing while "
+            f"{_PREFIX}.truncated_importance_sampling_ratio is null; give a ratio, or set the type to null"
+        )
+    for key, own in _defaults(config, variant).items():
+        value = getattr(config, key)
+        # NeMo-RL's base recipes spell out every default, so such a value was probably inherited.
+        if key in config.model_fields_set and value == LossConfig.model_fields[key].default != own:
+            yield (
+                f"{_PREFIX}.{key}: {value} is NeMo-RL's default, but name: {config.name} prescribes {own}; if it was "
+                f"inherited from a base recipe, set {key}: {own} (or another value of yours)"
+            )
+
+
+def _defaults(config: LossConfig, variant: Variant) -> dict[str, Any]:
+    defaults = dict(variant.defaults)
+    if config.loss_normalization is not None:
+        # The newer key says it all; a default for the older one would contradict it.
+        defaults.pop("token_level_loss", None)
+    return defaults
+
+
+def _in_force(config: LossConfig, variant: Variant) -> LossConfig:
     refused = [
         f"{_PREFIX}.{key}: {getattr(config, key)!r} does not go with name: {config.name}; {reason}. Remove {key}, or "
         "choose another name"
@@ -69,10 +102,7 @@ def _in_force(config: LossConfig, variant: Variant) -> LossConfig:
     if refused:
         raise ConfigError("\n".join(refused))
     given = {key: getattr(config, key) for key in config.model_fields_set}
-    defaults = dict(variant.defaults)
-    if given.get("loss_normalization") is not None:
-        # The newer key says it all; a default for the older one would contradict it.
-        defaults.pop("token_level_loss", None)
+    defaults = _defaults(config, variant)
     try:
         return LossConfig(**{**defaults, **given, **variant.forces})
     except ValidationError as error:

@@ -28,6 +28,7 @@ class Correction:
         saturated: 0-d count of weights whose exponential overflowed.
         side: None without truncation; else on which side of the bounds, -1, 0 or +1: token layout, or [S] for
             ``seq-mask-tis``.
+        side_by_sequence: whether that is [S].
     """
 
     weight: Tensor
@@ -36,8 +37,9 @@ class Correction:
     truncated: Tensor
     saturated: Tensor
     side: Tensor | None
+    side_by_sequence: bool
 
-    def report(self, batch: TokenBatch, metrics: MetricSums) -> None:
+    def report(self, metrics: MetricSums) -> None:
         """Add the weight's metrics."""
         add = metrics.sequences if self.by_sequence else metrics.tokens
         add("sampling_importance_ratio", self.truncated)
@@ -47,8 +49,7 @@ class Correction:
             add(f"geomask/{name}_sq", value.double().square())
         (metrics.scalar if self.by_sequence else metrics.part)("geomask/saturated_weight", self.saturated)
         if self.side is not None:
-            by_row = self.side.shape == batch.sample_mask.shape
-            (metrics.sequences if by_row else metrics.tokens)("is_oob_ratio", self.side.abs())
+            (metrics.sequences if self.side_by_sequence else metrics.tokens)("is_oob_ratio", self.side.abs())
 
 
 def correct(batch: TokenBatch, statistics: SequenceStatistics, config: LossConfig) -> Correction:
@@ -82,7 +83,7 @@ def correct(batch: TokenBatch, statistics: SequenceStatistics, config: LossConfi
         truncated, side = truncate(raw, log_ratio, min=low, max=high)
         side = spread(side)
     applied = spread(truncated) if config.use_importance_sampling_correction else torch.ones_like(batch.prev)
-    return Correction(applied, by_sequence, raw, truncated, saturated, side)
+    return Correction(applied, by_sequence, raw, truncated, saturated, side, config.truncation == "seq-mask-tis")
 
 
 def _as_is(value: Tensor) -> Tensor:

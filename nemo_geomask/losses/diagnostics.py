@@ -42,8 +42,9 @@ def report_batch(
 ) -> None:
     r"""Train/generation mismatch, staleness, entropy and counts.
 
-    With Δ = prev − gen and tokens sampled from μ: ``gen_kl_error`` estimates KL(μ ‖ π_old) and ``policy_kl_error``
-    KL(π_old ‖ μ) by NeMo-RL's ``kl_type``; ``js_divergence_error`` is :math:`\log\cosh(\Delta/2)`, which equals
+    With Δ = prev − gen and tokens sampled from μ: ``gen_kl_error`` estimates KL(μ ‖ π_old) by NeMo-RL's
+    ``kl_type``, and ``policy_kl_error`` is the same with the two exchanged, as NeMo-RL has it (for tokens from μ only
+    k4 is unbiased there); ``js_divergence_error`` is :math:`\log\cosh(\Delta/2)`, which equals
     NeMo-RL's mixture form; ``token_mult_prob_error`` is :math:`e^{|\Delta|}`; ``approx_entropy`` is
     :math:`-(\pi_\theta/\mu)\log\pi_\theta`.
     """

@@ -155,11 +155,13 @@ class PolicyLoss:
         surrogate = self.variant.surrogate(inputs, statistics.variant_means())
         correction = correct(batch, statistics, config)
         kept = reject(batch, statistics, config, metrics)
-        loss = (coefficient * F.select(correction.weight * surrogate.loss, kept)).sum()
+        # A weight of 0 removes its token too; 0 times a loss that overflowed would be NaN.
+        counted = kept & correction.weight.bool()
+        loss = (coefficient * F.select((correction.weight * surrogate.loss).expand_as(counted), counted)).sum()
         kl = self._kl(batch, coefficient)
         if kl is not None:
             loss = loss + config.kl_coefficient * kl
-        nll = self._positive_nll(batch, statistics, toks)
+        nll = self._positive_nll(batch, statistics, coefficient)
         if nll is not None:
             loss = loss + config.positive_example_nll_weight * nll
 
@@ -167,9 +169,9 @@ class PolicyLoss:
         own: Normalizer = "tokens" if config.normalization == "tokens" else "sequences"
         metrics.part("loss", loss, own)
         metrics.part("kl_penalty", zero if kl is None else kl, own)
-        by_step = config.positive_example_nll_normalization == "tokens"
-        metrics.part("positive_nll_loss", zero if nll is None else nll, "tokens" if by_step else "none")
-        correction.report(batch, metrics)
+        local = config.positive_example_nll_normalization == "microbatch"
+        metrics.part("positive_nll_loss", zero if nll is None else nll, "none" if local else own)
+        correction.report(metrics)
         report_surrogate(surrogate, batch, statistics, metrics)
         report_batch(batch, statistics, config.reference_policy_kl_type, metrics)
         return loss, metrics
@@ -191,13 +193,13 @@ class PolicyLoss:
         )
         return (coefficient * kl).sum()
 
-    def _positive_nll(self, batch: TokenBatch, statistics: SequenceStatistics, toks: Tensor) -> Tensor | None:
+    def _positive_nll(self, batch: TokenBatch, statistics: SequenceStatistics, coefficient: Tensor) -> Tensor | None:
         if batch.rewards is None:
             return None
         positive = (batch.rewards > 0).float()
-        by_step = self.config.positive_example_nll_normalization == "tokens"
-        count = toks if by_step else (statistics.count * positive).sum()
-        return -(batch.curr * batch.weight * batch.segments.spread(positive)).sum() * F.inverse_count(count)
+        if self.config.positive_example_nll_normalization == "microbatch":
+            coefficient = batch.weight * F.inverse_count((statistics.count * positive).sum())
+        return -(batch.curr * coefficient * batch.segments.spread(positive)).sum()
 
     def _declare(self) -> dict[str, Any]:
         # The metrics of a call depend on the settings alone; one call on a token finds them, so that no second table

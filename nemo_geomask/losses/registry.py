@@ -72,8 +72,8 @@ def load(name: str) -> Variant:
         guess = nearest(name, entries)
         hint = f"did you mean '{guess}'?" if guess else f"registered: {', '.join(entries)}"
         raise PluginError(
-            f"loss_fn.name: no loss named '{name}' in entry-point group '{GROUP}'; {hint} "
-            "A class of your own can be named as module:attribute."
+            f"loss_fn.name: no loss named '{name}' in entry-point group '{GROUP}'; {hint} (or name a variant of "
+            "your own as module:attribute)"
         )
     claims = entries[name]
     if len(claims) > 1:

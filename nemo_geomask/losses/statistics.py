@@ -81,7 +81,12 @@ class SequenceStatistics:
     def rule_value(self, rule: MaskRule) -> tuple[Tensor, Tensor]:
         """[S] values to hold against the rule's lower and upper bound."""
         key = _key(rule)
-        if rule.level in _POOLED:
+        if rule.level == "sequence":
+            # The sum runs over tokens; a fractional sample mask weights the loss, not the ratio.
+            sample_mask = self._batch.sample_mask
+            value = self._sums[key] / torch.where(sample_mask == 0, 1.0, sample_mask)
+            return value, value
+        if rule.level == "sequence_mean":
             value = self.pooled(key, rule.level)
             return value, value
         return self._lowest[key], self._highest[key]

@@ -1,0 +1,14 @@
+"""The lab: an embedded trainer that runs the losses on a real, small mixture-of-experts model on the CPU.
+
+A run is repeatable: with the same recipe (its ``grpo.seed`` and ``lab.num_threads`` among it), on the same machine
+and versions of torch and transformers, every number but the timings comes out equal.
+"""
+
+from __future__ import annotations
+
+from nemo_geomask.lab.compare import Variant, parse_compare
+from nemo_geomask.lab.recipe import LabRecipe
+from nemo_geomask.lab.results import LabResult, VariantResult
+from nemo_geomask.lab.run import run_lab
+
+__all__ = ["LabRecipe", "LabResult", "Variant", "VariantResult", "parse_compare", "run_lab"]

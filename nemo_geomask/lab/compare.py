@@ -1,0 +1,107 @@
+"""``--compare``: what a SPEC says, and the ``loss_fn:`` block that it makes of the recipe's.
+
+``SPEC = name[:level][+preset]...``, with ``name`` a loss (``gspo``, or ``module:attribute``), ``level`` one of
+``token``, ``sequence``, ``sequence_mean`` or ``none`` (no correction), and ``preset`` a mask with the bounds that
+``lab.presets`` gives. Without a level or preset, the recipe's own settings stand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, get_args
+
+from nemo_geomask.config import nearest
+from nemo_geomask.config.loss import CorrectionLevel
+from nemo_geomask.errors import ConfigError
+from nemo_geomask.lab.recipe import LabConfig
+
+__all__ = ["Variant", "parse_compare", "parse_spec"]
+
+_LEVELS = get_args(CorrectionLevel)
+_NONE = "none"
+_CORRECTION_KEYS = (
+    "is_correction_level",
+    "truncated_importance_sampling_type",
+    "truncated_importance_sampling_ratio",
+    "truncated_importance_sampling_ratio_min",
+)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One curve of a comparison.
+
+    Attributes:
+        label: the SPEC as given, or the loss's name.
+        loss_fn: the block that :func:`nemo_geomask.build_loss` gets.
+    """
+
+    label: str
+    loss_fn: Mapping[str, Any]
+
+
+def parse_compare(text: str | Iterable[str], base: Mapping[str, Any], lab: LabConfig) -> tuple[Variant, ...]:
+    """Variants of a comma-separated list of SPECs.
+
+    Args:
+        text: ``gspo:sequence,gspo:sequence_mean``, or the SPECs themselves.
+        base: the recipe's ``loss_fn:``, inherited by every variant.
+        lab: supplies the presets' bounds.
+
+    Raises:
+        ConfigError: an empty SPEC, an unknown level or preset, or a SPEC given twice.
+    """
+    specs = [spec.strip() for spec in (text.split(",") if isinstance(text, str) else text)]
+    twice = sorted({spec for spec in specs if specs.count(spec) > 1})
+    if twice:
+        raise ConfigError(f"--compare: '{twice[0]}' is given twice; its curves would be equal. Remove one")
+    return tuple(parse_spec(spec, base, lab) for spec in specs)
+
+
+def parse_spec(spec: str, base: Mapping[str, Any], lab: LabConfig) -> Variant:
+    """The variant that one SPEC describes; see :func:`parse_compare`."""
+    head, *presets = spec.split("+")
+    name, level = _split_level(head, spec)
+    block = {**base, "name": name}
+    if level == _NONE:
+        block = {key: value for key, value in block.items() if key not in _CORRECTION_KEYS}
+        block["use_importance_sampling_correction"] = False
+    elif level is not None:
+        block |= {"use_importance_sampling_correction": True, "is_correction_level": level}
+    if presets:
+        block["masks"] = [*(block.get("masks") or ()), *(_mask(preset, spec, lab) for preset in presets)]
+    return Variant(spec, block)
+
+
+def _split_level(head: str, spec: str) -> tuple[str, str | None]:
+    name, colon, last = head.rpartition(":")
+    if not colon:
+        name, level = head, None
+    elif last in (*_LEVELS, _NONE):
+        level = last
+    elif "." in name or ":" in name:
+        # module:attribute, without a level.
+        name, level = head, None
+    else:
+        guess = nearest(last, (*_LEVELS, _NONE))
+        hint = f"; did you mean '{guess}'?" if guess else ""
+        raise ConfigError(
+            f"--compare: '{spec}': unknown correction level '{last}'{hint} Levels: {', '.join(_LEVELS)}, {_NONE}. "
+            "A loss of your own in a top-level module needs its level: module:attribute:level"
+        )
+    if not name:
+        raise ConfigError(
+            f"--compare: '{spec}' names no loss; a SPEC is name[:level][+preset...], such as "
+            "gspo:sequence_mean+geometric"
+        )
+    return name, level
+
+
+def _mask(preset: str, spec: str, lab: LabConfig) -> dict[str, Any]:
+    bounds = lab.preset_bounds
+    if preset not in bounds:
+        guess = nearest(preset, bounds)
+        hint = f"did you mean '{guess}'?" if guess else f"known: {', '.join(sorted(bounds))}"
+        raise ConfigError(f"--compare: '{spec}': unknown mask preset '{preset}'; {hint}")
+    return {"preset": preset, **bounds[preset]}

@@ -1,0 +1,71 @@
+"""The policy: a Qwen3-MoE from ``transformers``, built small and initialised at random."""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from nemo_geomask.lab.optional import require
+from nemo_geomask.lab.recipe import GenerationConfig, ModelConfig
+from nemo_geomask.lab.task import Progressions
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+__all__ = ["build_policy", "generation_copy", "token_logprobs"]
+
+
+def build_policy(config: ModelConfig, task: Progressions, seed: int) -> PreTrainedModel:
+    """A ``Qwen3MoeForCausalLM`` in float32; the same seed gives the same weights."""
+    transformers: Any = require("transformers")
+    hf_config = transformers.Qwen3MoeConfig(
+        vocab_size=task.vocab_size,
+        hidden_size=config.hidden_size,
+        # Used by dense layers only, and every layer here is sparse.
+        intermediate_size=config.moe_intermediate_size,
+        num_hidden_layers=config.num_hidden_layers,
+        num_attention_heads=config.num_attention_heads,
+        num_key_value_heads=config.num_key_value_heads,
+        head_dim=config.hidden_size // config.num_attention_heads,
+        moe_intermediate_size=config.moe_intermediate_size,
+        num_experts=config.num_experts,
+        num_experts_per_tok=config.num_experts_per_tok,
+        norm_topk_prob=True,
+        max_position_embeddings=task.prompt_width + task.max_terms,
+        initializer_range=config.initializer_range,
+        tie_word_embeddings=False,
+        pad_token_id=task.pad_id,
+        eos_token_id=task.eos_id,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        # The eager experts are the plain loop: at this size the fused ones gain nothing.
+        policy: PreTrainedModel = transformers.AutoModelForCausalLM.from_config(
+            hf_config, dtype=torch.float32, attn_implementation="sdpa", experts_implementation="eager"
+        )
+    return policy
+
+
+def generation_copy(policy: PreTrainedModel, config: GenerationConfig, generator: torch.Generator) -> PreTrainedModel:
+    """The policy's weights as the generation engine holds them: cast, and perturbed if the recipe says so."""
+    engine: PreTrainedModel = copy.deepcopy(policy).requires_grad_(False).train(False)
+    if config.mismatch and config.mismatch_on == "weights":
+        for weight in engine.parameters():
+            noise = torch.randn(weight.shape, generator=generator)
+            # A tensor of equal values (a norm's gain) has no spread of its own; its size stands in.
+            spread = weight.std() if weight.numel() > 1 and weight.std() > 0 else weight.abs().mean()
+            weight.add_(noise * spread, alpha=config.mismatch)
+    cast: PreTrainedModel = engine.to(getattr(torch, config.precision))
+    return cast
+
+
+def token_logprobs(model: PreTrainedModel, input_ids: Tensor) -> Tensor:
+    """Log-prob of each next token, in float32: [B, T] ids to [B, T-1].
+
+    Padding stands on the right, where causal attention keeps it from the tokens before it, so no mask is needed.
+    """
+    logits = model(input_ids=input_ids, use_cache=False).logits[:, :-1].float()
+    return torch.gather(logits.log_softmax(dim=-1), -1, input_ids[:, 1:, None]).squeeze(-1)

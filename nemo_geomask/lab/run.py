@@ -1,0 +1,134 @@
+"""Train the variants of a comparison one after another and write what came of it."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+from nemo_geomask import build_loss
+from nemo_geomask.errors import ConfigError, PluginError
+from nemo_geomask.lab.compare import Variant
+from nemo_geomask.lab.dump import write_rollout
+from nemo_geomask.lab.optional import require
+from nemo_geomask.lab.progress import Progress
+from nemo_geomask.lab.recipe import LabRecipe
+from nemo_geomask.lab.results import LabResult, VariantResult
+from nemo_geomask.lab.rollout import Rollout
+from nemo_geomask.lab.trainer import Trainer
+from nemo_geomask.losses import PolicyLoss
+
+__all__ = ["run_lab"]
+
+
+def run_lab(recipe: LabRecipe, variants: Sequence[Variant], out: Path, progress: Progress) -> LabResult:
+    """Train each variant from the same weights on the same prompts.
+
+    Losses are built and the optional packages imported before anything trains, so that a mistake in the last
+    variant shows at once. Ctrl-C ends the training and keeps what there is.
+
+    Args:
+        recipe: the settings.
+        variants: what to compare; at least one.
+        out: folder to create; gets ``metrics.jsonl``, ``config.yaml`` and a folder of rollouts for each variant.
+        progress: shows how far things are.
+
+    Returns:
+        The histories of all variants that took at least one step.
+
+    Raises:
+        ConfigError, PluginError: a variant's loss can't be built, or ``out`` holds an earlier run.
+        MissingDependencyError: transformers is not installed.
+    """
+    losses = [_loss(variant) for variant in variants]
+    for module in ("transformers", "yaml"):
+        require(module)
+    _prepare(out)
+    in_force = [_settings(loss) for loss in losses]
+    _write_config(recipe, variants, in_force, out / "config.yaml")
+    results: list[VariantResult] = []
+    chance = 1.0 / recipe.env.modulus
+    with (out / "metrics.jsonl").open("w", encoding="utf-8", buffering=1) as log, progress:
+        try:
+            for variant, loss, settings in zip(variants, losses, in_force, strict=True):
+                corrected = bool(settings.get("use_importance_sampling_correction"))
+                result = VariantResult(variant.label, settings, corrected)
+                results.append(result)
+                progress.start(variant.label, recipe.grpo.max_num_steps, chance)
+                _train(Trainer(recipe, loss), result, log, out, progress)
+        except KeyboardInterrupt:
+            progress.note("Interrupted: writing what was trained so far.")
+    return LabResult(
+        variants=[result for result in results if result.history],
+        chance=chance,
+        seed=recipe.grpo.seed,
+        mismatch=recipe.policy.generation.mismatch,
+        out=out,
+    )
+
+
+def _prepare(out: Path) -> None:
+    if (out / "metrics.jsonl").exists():
+        raise ConfigError(f"--out: {out} already holds a run (metrics.jsonl); choose another folder or remove it")
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--out: {out} can't be created: {error.strerror or error}") from None
+
+
+def _train(trainer: Trainer, result: VariantResult, log: IO[str], out: Path, progress: Progress) -> None:
+    recipe = trainer.recipe
+    folder = out / _slug(result.label)
+    folder.mkdir(exist_ok=True)
+    began = time.perf_counter()
+    step, rollout = 0, None
+    written = 0
+
+    def dump(number: int, batch: Rollout) -> None:
+        write_rollout(batch, trainer.task, folder / f"train_data_step{number}.jsonl")
+
+    try:
+        for step, (metrics, rollout) in enumerate(trainer.steps(), start=1):
+            result.history.append(metrics)
+            result.seconds = time.perf_counter() - began
+            # JSON has no inf or NaN: null stands for them.
+            finite = {key: value if math.isfinite(value) else None for key, value in metrics.items()}
+            entry = {"step": step, "seed": recipe.grpo.seed, "variant": result.label, **finite}
+            log.write(json.dumps(entry) + "\n")
+            if step % recipe.lab.rollouts_every == 0:
+                dump(step, rollout)
+                written = step
+            progress.advance(metrics["reward"])
+        result.complete = True
+    finally:
+        if rollout is not None and written != step:
+            dump(step, rollout)
+
+
+def _loss(variant: Variant) -> PolicyLoss:
+    try:
+        return build_loss(variant.loss_fn)
+    except (ConfigError, PluginError) as error:
+        raise type(error)(f"variant '{variant.label}': {error}") from None
+
+
+def _settings(loss: PolicyLoss) -> Mapping[str, Any]:
+    settings: dict[str, Any] = loss.config.model_dump(mode="json")
+    return settings
+
+
+def _write_config(
+    recipe: LabRecipe, variants: Sequence[Variant], in_force: Sequence[Mapping[str, Any]], path: Path
+) -> None:
+    yaml = require("yaml")
+    resolved = recipe.model_dump(mode="json")
+    resolved["variants"] = {variant.label: dict(settings) for variant, settings in zip(variants, in_force, strict=True)}
+    path.write_text(yaml.safe_dump(resolved, sort_keys=False), encoding="utf-8")
+
+
+def _slug(label: str) -> str:
+    return re.sub(r"[^A-Za-z0-9_.+-]+", "-", label)

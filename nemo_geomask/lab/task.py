@@ -1,0 +1,113 @@
+"""The lab's task: continue an arithmetic progression modulo a small number.
+
+A prompt reads ``start + step :``; the response should be the next terms. Each term is checked against the one before
+it, so the reward is partial credit: one slip costs one term (two, if the slip is no number), not the rest of the
+response. Every prompt asks for its own number of terms, and the environment ends a response there; the policy may
+also end it early with EOS, and forfeits the terms it left out. Responses are therefore of uneven length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+__all__ = ["Progressions", "Prompts"]
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """A batch of prompts, all of one width.
+
+    Attributes:
+        token_ids: [B, P] long.
+        terms: [B] long, how many terms each response should have.
+    """
+
+    token_ids: Tensor
+    terms: Tensor
+
+
+@dataclass(frozen=True)
+class Progressions:
+    """Continue ``start, start + step, …`` modulo ``modulus``.
+
+    Tokens 0 to modulus-1 are the numbers themselves; ``+``, ``:``, EOS and PAD follow.
+
+    Attributes:
+        modulus: how many numbers there are.
+        min_terms: fewest terms a prompt asks for.
+        max_terms: most.
+    """
+
+    modulus: int
+    min_terms: int
+    max_terms: int
+
+    prompt_width = 4
+
+    @property
+    def plus_id(self) -> int:
+        """Token ``+``."""
+        return self.modulus
+
+    @property
+    def colon_id(self) -> int:
+        """Token ``:``."""
+        return self.modulus + 1
+
+    @property
+    def eos_id(self) -> int:
+        """End of response."""
+        return self.modulus + 2
+
+    @property
+    def pad_id(self) -> int:
+        """Padding; also a token that the policy can sample, always wrong."""
+        return self.modulus + 3
+
+    @property
+    def vocab_size(self) -> int:
+        """Numbers and the four signs."""
+        return self.modulus + 4
+
+    @property
+    def chance(self) -> float:
+        """Expected reward of numbers drawn uniformly at random, never ending early: each follows with 1/modulus."""
+        return 1.0 / self.modulus
+
+    def sample(self, count: int, generator: torch.Generator) -> Prompts:
+        """Draw ``count`` prompts: start, step (never 0) and number of terms, each uniform."""
+
+        def draw(low: int, high: int) -> Tensor:
+            return torch.randint(low, high + 1, (count,), generator=generator)
+
+        start, step = draw(0, self.modulus - 1), draw(1, self.modulus - 1)
+        terms = draw(self.min_terms, self.max_terms)
+        plus, colon = torch.full_like(start, self.plus_id), torch.full_like(start, self.colon_id)
+        return Prompts(torch.stack([start, plus, step, colon], dim=1), terms)
+
+    def reward(self, prompt: Sequence[int], response: Sequence[int], terms: int) -> float:
+        """Fraction of the asked terms that continue the progression from the token before them, in [0, 1].
+
+        Args:
+            prompt: the prompt's tokens, as drawn by :meth:`sample`.
+            response: the tokens sampled after it, with or without EOS; anything after EOS is ignored.
+            terms: how many terms were asked for; terms beyond are ignored.
+        """
+        before, step = prompt[0], prompt[2]
+        correct = 0
+        for token in response[:terms]:
+            if token == self.eos_id:
+                break
+            # A sign in the place of a number has no successor: the term after it counts as wrong too.
+            correct += before < self.modulus and token == (before + step) % self.modulus
+            before = token
+        return correct / terms
+
+    def text(self, token_ids: Sequence[int]) -> str:
+        """Tokens as a user reads them: ``3 + 4 : 7 1 5 <eos>``."""
+        signs = {self.plus_id: "+", self.colon_id: ":", self.eos_id: "<eos>", self.pad_id: "<pad>"}
+        return " ".join(signs.get(token, str(token)) for token in token_ids)

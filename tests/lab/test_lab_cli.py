@@ -1,0 +1,132 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from nemo_geomask.cli import main
+
+pytest.importorskip("transformers", reason="the policy is a transformers model (demo extra)")
+pytest.importorskip("matplotlib", reason="the lab draws a plot (demo extra)")
+pytest.importorskip("rich", reason="the lab prints a table (demo extra)")
+yaml = pytest.importorskip("yaml", reason="recipes are YAML (demo extra)")
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    from conftest import TINY
+
+    path = tmp_path / "tiny.yaml"
+    path.write_text(yaml.safe_dump(TINY), encoding="utf-8")
+    return path
+
+
+def test_compare_writes_all_outputs(recipe, tmp_path, capsys):
+    out = tmp_path / "out"
+    specs = "gspo:none,gspo:sequence_mean+geometric"
+    arguments = ["lab", str(recipe), "grpo.max_num_steps=3", "--seed", "5", "--compare", specs, "--out", str(out)]
+    assert main([*arguments, "lab.rollouts_every=2"]) == 0
+
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert [(line["variant"], line["step"]) for line in lines] == [
+        (spec, step) for spec in specs.split(",") for step in (1, 2, 3)
+    ]
+    nemo_rl = {"loss", "probs_ratio", "token_mult_prob_error", "gen_kl_error", "sampling_importance_ratio"}
+    assert all(nemo_rl | {"reward", "geomask/mismatch_abs", "grad_norm"} <= line.keys() for line in lines)
+    assert {line["seed"] for line in lines} == {5}
+    assert lines[0]["reward"] == lines[3]["reward"]  # Same weights, same prompts.
+
+    for folder in ("gspo-none", "gspo-sequence_mean+geometric"):
+        dumps = {path.name for path in (out / folder).iterdir()}
+        assert dumps == {"train_data_step2.jsonl", "train_data_step3.jsonl"}
+
+    config = yaml.safe_load((out / "config.yaml").read_text())
+    assert config["grpo"]["max_num_steps"] == 3
+    assert config["variants"]["gspo:sequence_mean+geometric"]["is_correction_level"] == "sequence_mean"
+
+    summary = json.loads((out / "summary.json").read_text())
+    assert [row["variant"] for row in summary["variants"]] == specs.split(",")
+    assert [row["corrected"] for row in summary["variants"]] == [False, True]
+    assert summary["variants"][1]["removed"] >= 0
+    assert (out / "lab.png").read_bytes().startswith(b"\x89PNG")
+
+    printed = " ".join(capsys.readouterr().out.split())  # Undo the wrapping.
+    for words in ("reward, last 10 steps", "Nothing was injected", "One seed does not rank variants", "lab.png"):
+        assert words in printed
+
+    assert main(arguments) == 2
+    assert "already holds a run" in capsys.readouterr().err
+
+
+def test_an_interrupt_keeps_what_was_trained(recipe, tmp_path, monkeypatch, capsys):
+    from nemo_geomask.lab import trainer
+
+    step = trainer.Trainer.step
+    done = []
+
+    def interrupted(self):
+        if len(done) == 3:
+            raise KeyboardInterrupt
+        done.append(1)
+        return step(self)
+
+    monkeypatch.setattr(trainer.Trainer, "step", interrupted)
+    out = tmp_path / "out"
+    assert main(["lab", str(recipe), "--compare", "gspo:none,gspo:token,cispo", "--out", str(out)]) == 130
+    summary = json.loads((out / "summary.json").read_text())
+    assert [(row["variant"], row["steps"], row["complete"]) for row in summary["variants"]] == [
+        ("gspo:none", 2, True),
+        ("gspo:token", 1, False),
+    ]
+    assert (out / "gspo-token" / "train_data_step1.jsonl").exists()
+    assert (out / "lab.png").exists()
+    assert "interrupted" in capsys.readouterr().out.lower()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["grpo.max_num_step=3"], "tiny.yaml: grpo.max_num_step: unknown key; did you mean 'max_num_steps'?"),
+        (["loss_fn.ratio_clip_mn=3"], "loss_fn.ratio_clip_mn: unknown key"),
+        (["--compare", "gspo:none,gspoo"], "variant 'gspoo': loss_fn.name: no loss named 'gspoo'"),
+        (["--compare", "gspo:tokn"], "did you mean 'token'"),
+        (["--steps", "0"], "grpo.max_num_steps"),
+    ],
+)
+def test_mistakes_are_one_message_and_no_folder(recipe, tmp_path, monkeypatch, capsys, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    assert main(["lab", str(recipe), *arguments]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert "Traceback" not in error
+    assert not (tmp_path / "results").exists()
+
+
+def test_a_missing_package_names_the_extra(recipe, tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    assert main(["lab", str(recipe), "--out", str(tmp_path / "out")]) == 2
+    assert 'pip install "nemo-geomask[demo]"' in capsys.readouterr().err
+
+
+def test_unknown_options_are_refused(recipe, capsys):
+    with pytest.raises(SystemExit):
+        main(["lab", str(recipe), "--stepps", "3"])
+    assert "--stepps" in capsys.readouterr().err
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(["--version"])
+    assert caught.value.code == 0
+    assert capsys.readouterr().out.startswith("nemo-geomask ")
+
+
+def test_the_command_line_imports_nothing_heavy():
+    code = (
+        "import sys, nemo_geomask.cli; "
+        "sys.exit(' '.join({'transformers', 'omegaconf', 'matplotlib', 'rich', 'yaml'} & set(sys.modules)) or None)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,174 @@
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from nemo_geomask.config.recipe import load_recipe
+from nemo_geomask.errors import ConfigError, MissingDependencyError
+from nemo_geomask.lab.compare import parse_compare
+from nemo_geomask.lab.recipe import LabConfig, LabRecipe
+
+pytest.importorskip("omegaconf", reason="recipes are read through omegaconf (demo extra)")
+
+RECIPES = sorted((Path(__file__).parents[2] / "recipes" / "lab").glob("*.yaml"))
+
+
+def write(folder: Path, name: str, text: str) -> Path:
+    path = folder / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def test_defaults_are_inherited_and_the_child_wins(tmp_path):
+    write(tmp_path, "base/grand.yaml", "grpo: {seed: 1, max_num_steps: 9}\nmasks: [1, 2]\nx: {a: 1, b: 2}\n")
+    write(tmp_path, "base/parent.yaml", "defaults: grand.yaml\ngrpo: {seed: 2}\n")
+    write(tmp_path, "other.yaml", "grpo: {num: 5, seed: 3}\n")
+    child = write(
+        tmp_path,
+        "child.yaml",
+        "defaults: [base/parent.yaml, other.yaml]\nmasks: [3]\nx: {_override_: true, c: 3}\nagain: ${grpo.num}\n",
+    )
+    assert load_recipe(child) == {
+        "grpo": {"seed": 3, "max_num_steps": 9, "num": 5},
+        "masks": [3],
+        "x": {"c": 3},
+        "again": 5,
+    }
+
+
+def test_overrides(tmp_path):
+    path = write(tmp_path, "r.yaml", "grpo: {seed: 1}\npolicy:\n  lr: ???\ncopy: ${grpo.seed}\n")
+    loaded = load_recipe(
+        path, ["grpo.seed=7", "policy.lr=1e-3", "+new.key=text", "off=null", "masks=[{preset: opsm, delta: 0.5}]"]
+    )
+    assert loaded == {
+        "grpo": {"seed": 7},
+        "policy": {"lr": 1e-3},
+        "copy": 7,
+        "new": {"key": "text"},
+        "off": None,
+        "masks": [{"preset": "opsm", "delta": 0.5}],
+    }
+
+
+def test_nemo_rls_resolvers(tmp_path):
+    text = "a: 6\nadd: ${add:${a},1}\nmul: ${mul:${a},2}\ndiv: ${div:${a},4}\nmax: ${max:${a},9}\n"
+    assert load_recipe(write(tmp_path, "r.yaml", text)) == {"a": 6, "add": 7, "mul": 12, "div": 1.5, "max": 9}
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides", "needle"),
+    [
+        ("- 1\n", [], "list"),
+        ("a: [1\n", [], "no valid YAML"),
+        ("defaults: gone.yaml\n", [], r"gone\.yaml.*named by defaults: in .*r\.yaml"),
+        ("defaults: r.yaml\n", [], "inherits from itself"),
+        ("defaults: {a: 1}\n", [], "defaults: must be a path"),
+        ("a: ???\n", [], "r.yaml: a: "),
+        ("a: ${nowhere}\n", [], "r.yaml: a: .*nowhere"),
+        ("a: 1\n", ["a"], "key.path=value"),
+        ("a: 1\n", ["a..b=1"], "key.path=value"),
+    ],
+)
+def test_recipe_errors_name_file_and_key(tmp_path, text, overrides, needle):
+    path = write(tmp_path, "r.yaml", text)
+    with pytest.raises(ConfigError, match=needle):
+        load_recipe(path, overrides)
+
+
+def test_a_missing_recipe(tmp_path):
+    with pytest.raises(ConfigError, match=r"nothing\.yaml: the recipe can't be read"):
+        load_recipe(tmp_path / "nothing.yaml")
+
+
+def test_a_missing_omegaconf_names_the_extra(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "omegaconf", None)
+    with pytest.raises(MissingDependencyError, match=r"nemo-geomask\[demo\]"):
+        load_recipe(tmp_path / "r.yaml")
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ({"grpo": {"max_num_step": 3}}, "r.yaml: grpo.max_num_step: unknown key; did you mean 'max_num_steps'?"),
+        ({"polcy": {}}, "r.yaml: polcy: unknown key; did you mean 'policy'?"),
+        ({"policy": {"model": {"num_expert": 3}}}, "policy.model.num_expert: unknown key"),
+        ({"policy": {"lr": -1.0}}, "r.yaml: policy.lr: Input should be greater than 0 (found -1.0)"),
+        ({"policy": {"train_global_batch_size": 7}}, "multiple of policy.train_global_batch_size"),
+        ({"policy": {"model": {"num_attention_heads": 3}}}, "num_attention_heads"),
+        ({"env": {"min_terms": 9, "max_terms": 3}}, "min_terms"),
+    ],
+)
+def test_lab_recipe_errors(data, message):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        LabRecipe.read(data, source="r.yaml")
+
+
+def test_several_problems_come_together():
+    with pytest.raises(ConfigError) as caught:
+        LabRecipe.read({"grpo": {"seed": "x", "max_num_steps": 0}}, source="r.yaml")
+    assert {line.split(": ")[1] for line in str(caught.value).splitlines()} == {"grpo.seed", "grpo.max_num_steps"}
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_shipped_recipes_are_valid(path):
+    from nemo_geomask import build_loss
+
+    recipe = LabRecipe.read(load_recipe(path), source=path.name)
+    variants = parse_compare(recipe.lab.compare, recipe.loss_fn, recipe.lab)
+    assert len(variants) > 1
+    for variant in variants:
+        build_loss(variant.loss_fn)
+
+
+BASE = {"name": "clipped_pg", "ratio_clip_min": 0.1, "masks": [{"preset": "veto", "max": 9.0}]}
+
+
+def test_compare_specs():
+    lab = LabConfig(presets={"geometric": {"min": 0.9, "max": 1.3}})
+    plain, off, mean, own = parse_compare(
+        "gspo, gspo:none ,gspo:sequence_mean+geometric+opsm,some.module:LOSS:token", BASE, lab
+    )
+    assert plain.loss_fn == {**BASE, "name": "gspo"}
+    assert off.loss_fn == {**BASE, "name": "gspo", "use_importance_sampling_correction": False}
+    assert mean.loss_fn["is_correction_level"] == "sequence_mean"
+    assert mean.loss_fn["use_importance_sampling_correction"] is True
+    assert [mask["preset"] for mask in mean.loss_fn["masks"]] == ["veto", "geometric", "opsm"]
+    assert mean.loss_fn["masks"][1] == {"preset": "geometric", "min": 0.9, "max": 1.3}
+    assert (own.loss_fn["name"], own.loss_fn["is_correction_level"]) == ("some.module:LOSS", "token")
+    assert BASE["masks"] == [{"preset": "veto", "max": 9.0}]
+
+
+def test_none_takes_the_truncation_away():
+    base = {
+        "use_importance_sampling_correction": True,
+        "truncated_importance_sampling_type": "tis",
+        "truncated_importance_sampling_ratio": 2.0,
+    }
+    (variant,) = parse_compare("clipped_pg:none", base, LabConfig())
+    assert variant.loss_fn == {"name": "clipped_pg", "use_importance_sampling_correction": False}
+
+
+def test_a_module_attribute_without_level():
+    (variant,) = parse_compare("some.module:LOSS", {}, LabConfig())
+    assert variant.loss_fn == {"name": "some.module:LOSS"}
+
+
+@pytest.mark.parametrize(
+    ("text", "needle"),
+    [
+        ("gspo:sequence_men", "unknown correction level 'sequence_men'; did you mean 'sequence_mean'"),
+        ("gspo+geometrik", "unknown mask preset 'geometrik'; did you mean 'geometric'"),
+        ("gspo+", "unknown mask preset ''"),
+        ("gspo,,cispo", "names no loss"),
+        (":sequence", "names no loss"),
+        ("gspo,gspo", "given twice"),
+    ],
+)
+def test_compare_errors(text, needle):
+    with pytest.raises(ConfigError, match=needle):
+        parse_compare(text, {}, LabConfig())

@@ -1,0 +1,161 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="the policy is a transformers model (demo extra)")
+
+from nemo_geomask.lab.dump import write_rollout
+from nemo_geomask.lab.generation import generate
+from nemo_geomask.lab.model import build_policy, generation_copy, token_logprobs
+from nemo_geomask.lab.rollout import collect
+from nemo_geomask.lab.task import Progressions
+
+
+@pytest.fixture
+def parts(tiny):
+    def build(**change):
+        recipe = tiny(**change)
+        task = Progressions(recipe.env.modulus, recipe.env.min_terms, recipe.env.max_terms)
+        return recipe, task, build_policy(recipe.policy.model, task, seed=0)
+
+    return build
+
+
+def seeded(count=2):
+    return tuple(torch.Generator().manual_seed(seed) for seed in range(count))
+
+
+def test_policy_is_a_float32_moe_that_the_seed_determines(parts):
+    recipe, task, policy = parts()
+    assert type(policy).__name__ == "Qwen3MoeForCausalLM"
+    assert {weight.dtype for weight in policy.parameters()} == {torch.float32}
+    assert any("experts" in name for name, _ in policy.named_parameters())
+    again, other = (build_policy(recipe.policy.model, task, seed) for seed in (0, 1))
+    for mine, same in zip(policy.parameters(), again.parameters(), strict=True):
+        assert torch.equal(mine, same)
+    assert not torch.equal(policy.lm_head.weight, other.lm_head.weight)
+
+
+def test_generation_logprobs_are_those_of_the_engine_that_sampled(parts):
+    recipe, task, policy = parts(grpo={"num_prompts_per_step": 16})
+    prompts = task.sample(64, torch.Generator().manual_seed(5))
+    engine = generation_copy(policy, recipe.policy.generation, torch.Generator())
+    assert {weight.dtype for weight in engine.parameters()} == {torch.bfloat16}
+    sampled = generate(engine, prompts, task, recipe.policy.generation, torch.Generator().manual_seed(6))
+    valid = sampled.token_mask[:, 1:].bool()
+    with torch.no_grad():
+        references = {
+            "replayed": replayed(engine, sampled.input_ids, task.prompt_width),
+            "whole": token_logprobs(engine, sampled.input_ids),
+            "policy": token_logprobs(policy, sampled.input_ids),
+        }
+    gap = {name: (sampled.logprobs[:, 1:] - value)[valid].abs() for name, value in references.items()}
+    # Fed its own tokens one by one, the engine says the same again; only the number of rows per step differs.
+    assert (gap["replayed"] < 1e-6).float().mean() > 0.9
+    # In one pass without the cache, bfloat16 rounds elsewhere; some tokens still come out equal, and all are close.
+    assert (gap["whole"] < 1e-6).float().mean() > 0.1
+    assert gap["whole"].mean() < 0.02
+    # The float32 policy is another distribution.
+    assert (gap["policy"] < 1e-6).float().mean() < 0.05
+    assert gap["policy"].mean() > 1e-3
+
+
+def replayed(engine, input_ids, width):
+    """[B, T-1] log-probs of given tokens, decoded one at a time with the cache; 0 within the prompt."""
+    output = engine(input_ids=input_ids[:, :width], use_cache=True)
+    columns = [torch.zeros(len(input_ids), width - 1)]
+    for position in range(width, input_ids.shape[1]):
+        token = input_ids[:, position : position + 1]
+        columns.append(output.logits[:, -1].float().log_softmax(dim=-1).gather(-1, token))
+        output = engine(input_ids=token, past_key_values=output.past_key_values, use_cache=True)
+    return torch.cat(columns, dim=1)
+
+
+def test_float32_generation_has_no_mismatch(parts):
+    recipe, task, policy = parts(policy={"generation": {"precision": "float32"}})
+    data = collect(policy, None, recipe, task, seeded()).data
+    difference = (data["prev_logprobs"] - data["generation_logprobs"])[data["token_mask"].bool()]
+    assert difference.abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("where", ["logits", "weights"])
+def test_noise_adds_to_the_mismatch(parts, where):
+    sizes = []
+    for scale in (0.0, 0.3):
+        recipe, task, policy = parts(policy={"generation": {"mismatch": scale, "mismatch_on": where}})
+        data = collect(policy, None, recipe, task, seeded()).data
+        difference = (data["prev_logprobs"] - data["generation_logprobs"])[data["token_mask"].bool()]
+        sizes.append(difference.abs().mean())
+        assert torch.isfinite(data["generation_logprobs"]).all()
+    assert sizes[1] > 3 * sizes[0]
+
+
+def test_engine_samples_its_own_distribution(parts):
+    recipe, task, policy = parts(env={"min_terms": 4, "max_terms": 4})
+    prompts = task.sample(1, torch.Generator().manual_seed(0))
+    many = type(prompts)(prompts.token_ids.expand(4000, -1), prompts.terms.expand(4000))
+    engine = generation_copy(policy, recipe.policy.generation, torch.Generator())
+    sampled = generate(engine, many, task, recipe.policy.generation, torch.Generator().manual_seed(1))
+    first = sampled.input_ids[:, task.prompt_width]
+    counts = torch.bincount(first, minlength=task.vocab_size) / 4000
+    for token in range(task.vocab_size):
+        drawn = sampled.logprobs[first == token, task.prompt_width]
+        if len(drawn):
+            probability = float(drawn[0].exp())
+            assert float(counts[token]) == pytest.approx(probability, abs=5 * (probability / 4000) ** 0.5)
+
+
+def test_columns_speak_of_their_own_token(parts):
+    recipe, task, policy = parts(grpo={"num_prompts_per_step": 8})
+    data = collect(policy, policy, recipe, task, seeded()).data
+    ids, lengths, mask = data["input_ids"], data["input_lengths"], data["token_mask"]
+    batch, width = ids.shape
+    # Independent of the lab: one row at a time, unpadded, gathered in float64.
+    for row in range(batch):
+        length = int(lengths[row])
+        with torch.no_grad():
+            logits = policy(input_ids=ids[row : row + 1, :length]).logits[0].double()
+        for t in range(task.prompt_width, length):
+            expected = logits[t - 1].log_softmax(-1)[ids[row, t]]
+            assert float(data["prev_logprobs"][row, t]) == pytest.approx(float(expected), abs=2e-5)
+        assert mask[row].tolist() == [float(task.prompt_width <= position < length) for position in range(width)]
+        assert (ids[row, length:] == task.pad_id).all()
+        response = ids[row, task.prompt_width : length].tolist()
+        assert task.eos_id not in response[:-1]
+    assert torch.equal(data["reference_policy_logprobs"], data["prev_logprobs"])
+    assert (data["generation_logprobs"][mask == 0] == 0).all()
+    assert data["sample_mask"].tolist() == [1.0] * batch
+    assert lengths.unique().numel() > 1
+
+
+def test_rewards_and_advantages_belong_to_their_group(parts):
+    recipe, task, policy = parts(grpo={"normalize_rewards": False, "use_leave_one_out_baseline": False})
+    data = collect(policy, None, recipe, task, seeded()).data
+    group = recipe.grpo.num_generations_per_prompt
+    prompts = data["input_ids"][:, : task.prompt_width].reshape(-1, group, task.prompt_width)
+    assert (prompts == prompts[:, :1]).all()
+    rewards = data["rewards"].reshape(-1, group)
+    expected = (rewards - rewards.mean(dim=1, keepdim=True)).flatten()
+    torch.testing.assert_close(data["advantages"], expected[:, None].expand_as(data["advantages"]))
+
+
+def test_dump_has_nemo_rls_format(parts, tmp_path):
+    recipe, task, policy = parts()
+    rollout = collect(policy, None, recipe, task, seeded())
+    write_rollout(rollout, task, tmp_path / "train_data_step1.jsonl")
+    lines = [json.loads(line) for line in (tmp_path / "train_data_step1.jsonl").read_text().splitlines()]
+    batch, width = rollout.data["input_ids"].shape
+    assert [line["idx"] for line in lines] == list(range(batch))
+    per_token = {"token_ids", "token_loss_mask", "advantages", "generation_logprobs", "prev_logprobs"}
+    per_sequence = {"content", "rewards", "input_lengths", "sample_loss_mask"}
+    for row, line in enumerate(lines):
+        assert set(line) == per_token | per_sequence | {"idx"}
+        assert all(len(line[key]) == 1 for key in per_token | per_sequence)
+        assert all(len(line[key][0]) == width for key in per_token)
+        prompt, response = line["content"][0]
+        assert prompt.endswith(":")
+        assert len(response.split()) == line["input_lengths"][0] - task.prompt_width
+        assert line["prev_logprobs"][0] == rollout.data["prev_logprobs"][row].tolist()

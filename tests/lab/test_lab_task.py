@@ -1,0 +1,94 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from nemo_geomask.lab.advantages import group_advantages
+from nemo_geomask.lab.recipe import GrpoConfig
+from nemo_geomask.lab.task import Progressions
+
+TASK = Progressions(modulus=7, min_terms=3, max_terms=9)
+PROMPT = [3, TASK.plus_id, 4, TASK.colon_id]
+EOS, PLUS = TASK.eos_id, TASK.plus_id
+
+
+@pytest.mark.parametrize(
+    ("response", "terms", "reward"),
+    [
+        ([0, 4, 1, 5], 4, 1.0),  # 3+4, 7+4, … mod 7
+        ([0, 4, 1, 5, EOS], 4, 1.0),
+        ([0, 4, EOS], 4, 0.5),  # the terms left out are forfeited
+        ([EOS, 0, 4, 1], 4, 0.0),  # nothing after EOS counts
+        ([0, 2, 6, 3], 4, 0.75),  # one slip costs one term: 6 follows 2, 3 follows 6
+        ([0, PLUS, 4, 1], 4, 0.5),  # a sign has no successor: 4 is wrong too, 1 follows 4
+        ([0, 4, 1, 5, 2, 6], 4, 1.0),  # terms beyond those asked for don't count
+        ([3, 3, 3, 3], 4, 0.0),
+        ([], 4, 0.0),
+    ],
+)
+def test_reward(response, terms, reward):
+    assert TASK.reward(PROMPT, response, terms) == reward
+
+
+def test_chance_is_what_random_numbers_earn():
+    generator = torch.Generator().manual_seed(0)
+    responses = torch.randint(0, TASK.modulus, (4000, 9), generator=generator).tolist()
+    mean = sum(TASK.reward(PROMPT, response, 9) for response in responses) / len(responses)
+    assert mean == pytest.approx(TASK.chance, abs=0.005)
+
+
+def test_prompts_cover_the_task_and_repeat_with_the_seed():
+    prompts = TASK.sample(2000, torch.Generator().manual_seed(1))
+    start, plus, step, colon = prompts.token_ids.unbind(1)
+    assert set(start.tolist()) == set(range(7))
+    assert set(step.tolist()) == set(range(1, 7))
+    assert set(prompts.terms.tolist()) == set(range(3, 10))
+    assert set(plus.tolist()) == {TASK.plus_id}
+    assert set(colon.tolist()) == {TASK.colon_id}
+    again = TASK.sample(2000, torch.Generator().manual_seed(1))
+    torch.testing.assert_close(again.token_ids, prompts.token_ids)
+
+
+def test_text():
+    assert TASK.text([*PROMPT, 0, EOS, TASK.pad_id]) == "3 + 4 : 0 <eos> <pad>"
+
+
+def test_group_baseline_by_hand():
+    rewards = torch.tensor([0.0, 1.0, 0.5, 0.5, 0.2, 0.2, 0.2, 0.2])
+    mean = group_advantages(rewards, _grpo(normalize=False, leave_one_out=False))
+    torch.testing.assert_close(mean, torch.tensor([-0.5, 0.5, 0, 0, 0, 0, 0, 0]))
+    without = group_advantages(rewards, _grpo(normalize=False, leave_one_out=True))
+    torch.testing.assert_close(without, torch.tensor([-2 / 3, 2 / 3, 0, 0, 0, 0, 0, 0]))
+
+
+def test_normalised_advantages_by_hand():
+    rewards = torch.tensor([0.0, 1.0, 0.5, 0.5])
+    std = (0.5 / 3) ** 0.5
+    found = group_advantages(rewards, _grpo(normalize=True, leave_one_out=False))
+    torch.testing.assert_close(found, torch.tensor([-0.5, 0.5, 0, 0]) / std, rtol=1e-5, atol=1e-6)
+    # Leave-one-out: the others of response 0 are 1, 0.5, 0.5, with unbiased variance 1/12.
+    found = group_advantages(rewards, _grpo(normalize=True, leave_one_out=True))
+    torch.testing.assert_close(found[0], torch.tensor(-2 / 3) * 12**0.5, rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize("leave_one_out", [True, False])
+def test_rounding_among_equal_rewards_is_no_spread(leave_one_out):
+    # One response differs from others that are all alike: under leave-one-out their deviation is exactly 0, and the
+    # advantage stays unnormalised instead of being divided by a rounding error.
+    rewards = torch.tensor([0.1, 0.1, 0.1, 0.7])
+    found = group_advantages(rewards, _grpo(normalize=True, leave_one_out=leave_one_out))
+    assert found.abs().max() < 4
+    if leave_one_out:
+        assert found[3] == pytest.approx(0.6)
+
+
+def test_advantages_are_clipped():
+    config = GrpoConfig(num_generations_per_prompt=2, advantage_clip_low=-0.1, advantage_clip_high=0.2)
+    found = group_advantages(torch.tensor([0.0, 1.0]), config)
+    torch.testing.assert_close(found, torch.tensor([-0.1, 0.2]))
+
+
+def _grpo(*, normalize: bool, leave_one_out: bool) -> GrpoConfig:
+    return GrpoConfig(
+        num_generations_per_prompt=4, normalize_rewards=normalize, use_leave_one_out_baseline=leave_one_out
+    )
