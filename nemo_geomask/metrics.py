@@ -31,6 +31,8 @@ class MetricSums:
     def __init__(self, weight: Tensor, sample_mask: Tensor, segments: Segments) -> None:
         self._weight = weight
         self._sample_mask = sample_mask
+        # The squares of saturated weights come in float64, which is all that holds them.
+        self._flat = {weight.dtype: weight.reshape(-1), torch.float64: weight.double().reshape(-1)}
         self._segments = segments
         self._tokens: dict[str, Tensor] = {}
         self._sequences: dict[str, Tensor] = {}
@@ -42,12 +44,13 @@ class MetricSums:
 
     def tokens(self, name: str, value: Tensor) -> None:
         """Mean over the step's valid tokens; ``value`` is floating, finite and broadcasts against the token layout."""
-        self._tokens[name] = value
+        # At once, while the value is in cache; kept until the end it would only take memory.
+        self._tokens[name] = torch.dot(value.detach().expand(self._weight.shape).reshape(-1), self._flat[value.dtype])
         self._kinds[name] = "tokens"
 
     def sequences(self, name: str, value: Tensor) -> None:
         """Mean over the step's valid sequences; ``value`` is [S]."""
-        self._sequences[name] = value
+        self._sequences[name] = torch.dot(value.detach(), self._sample_mask.to(value.dtype))
         self._kinds[name] = "sequences"
 
     def part(self, name: str, value: Tensor, normalizer: Normalizer = "none") -> None:
@@ -81,7 +84,7 @@ class MetricSums:
         Returns:
             The metrics, and 0-d tensors of what :meth:`part` collected.
         """
-        local = torch.cat([_weighted_sums(self._tokens, self._weight), _stack(self._parts, self._weight)])
+        local = torch.cat([_stack(self._tokens, self._weight), _stack(self._parts, self._weight)])
         whole = self._segments.whole(local)
         token_sums, parts = whole[: len(self._tokens)], whole[len(self._tokens) :]
         extremes = self._segments.whole_extremes(
@@ -89,7 +92,7 @@ class MetricSums:
         )
         values = [
             token_sums * inverse_count(global_toks),
-            _weighted_sums(self._sequences, self._sample_mask) * inverse_count(global_seqs),
+            _stack(self._sequences, self._weight) * inverse_count(global_seqs),
             parts,
             _stack(self._scalars, self._weight),
             *extremes,
@@ -101,18 +104,10 @@ class MetricSums:
 
 
 def _stack(values: dict[str, Tensor], like: Tensor) -> Tensor:
-    """[k] float64."""
+    """[k] float64; scalars of one dtype are stacked together."""
     if not values:
         return like.new_zeros(0, dtype=torch.float64)
+    dtypes = {value.dtype for value in values.values()}
+    if len(dtypes) == 1:
+        return torch.stack(list(values.values())).double()
     return torch.stack([value.double() for value in values.values()])
-
-
-def _weighted_sums(values: dict[str, Tensor], weight: Tensor) -> Tensor:
-    """[k] float64."""
-    sums = []
-    # The squares of saturated weights come in float64, which is all that holds them.
-    weights = {weight.dtype: weight.reshape(-1), torch.float64: weight.double().reshape(-1)}
-    for value in values.values():
-        flat = value.detach().expand(weight.shape).reshape(-1)
-        sums.append(torch.dot(flat, weights[flat.dtype]))
-    return torch.stack(sums).double() if sums else weight.new_zeros(0, dtype=torch.float64)

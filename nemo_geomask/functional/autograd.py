@@ -20,18 +20,22 @@ __all__ = ["nonfinite", "select", "with_derivative"]
 _INTEGERS = {torch.float32: torch.int32, torch.float64: torch.int64}
 
 
+def _masked(x: Tensor, bits: Tensor) -> Tensor:
+    return (x.view(bits.dtype) & bits).view(x.dtype)
+
+
 class _Select(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, keep: Tensor) -> Tensor:
         bits = -keep.to(_INTEGERS[x.dtype])
         ctx.save_for_backward(bits)
-        return (x.view(bits.dtype) & bits).view(x.dtype)
+        return _masked(x, bits)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         (bits,) = ctx.saved_tensors
         (grad,) = grads
-        return (grad.contiguous().view(bits.dtype) & bits).view(grad.dtype), None
+        return _masked(grad.contiguous(), bits), None
 
 
 def select(x: Tensor, keep: Tensor) -> Tensor:
@@ -45,6 +49,8 @@ def select(x: Tensor, keep: Tensor) -> Tensor:
         x's shape and dtype; +0 where ``keep`` is False, and so is the gradient, whatever x or the incoming gradient
         hold there.
     """
+    if not x.requires_grad:
+        return _masked(x, -keep.to(_INTEGERS[x.dtype]))
     result: Tensor = _Select.apply(x, keep)  # type: ignore[no-untyped-call]  # torch leaves apply untyped
     return result
 

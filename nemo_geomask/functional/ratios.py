@@ -36,7 +36,7 @@ def saturating_exp(log_ratio: Tensor) -> Tensor:
 
 def overflow_count(log_ratio: Tensor) -> Tensor:
     """How often :func:`saturating_exp` saturates, 0-d integer."""
-    return torch.count_nonzero(torch.relu(log_ratio.detach() - LOG_RATIO_LIMIT))
+    return torch.count_nonzero(torch.relu(log_ratio.detach() - LOG_RATIO_LIMIT).bool())
 
 
 def log_bound(bound: float | None, *, default: float) -> float:

@@ -179,7 +179,7 @@ def _clean(
         rewards=rewards,
         trained=trained,
         weight=clean["weight"],
-        sample_mask=torch.where(dropped, 0.0, sample_mask),
+        sample_mask=sample_mask * ~dropped,
         valid_samples=sample_mask.sum(),
         tokens_of_sequence=sums["tokens"],
         dropped_sequences=dropped.sum(),

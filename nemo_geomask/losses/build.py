@@ -79,9 +79,13 @@ def _doubts(config: LossConfig, variant: Variant) -> Iterator[str]:
         # NeMo-RL's base recipes spell out every default, so such a value was probably inherited.
         if key in config.model_fields_set and value == LossConfig.model_fields[key].default != own:
             yield (
-                f"{_PREFIX}.{key}: {value} is NeMo-RL's default, but name: {config.name} prescribes {own}; if it was "
-                f"inherited from a base recipe, set {key}: {own} (or another value of yours)"
+                f"{_PREFIX}.{key}: {_yaml(value)} is NeMo-RL's default, but name: {config.name} prescribes {_yaml(own)}; "
+                f"if it was inherited from a base recipe, set {key}: {_yaml(own)} (or another value of yours)"
             )
+
+
+def _yaml(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _defaults(config: LossConfig, variant: Variant) -> dict[str, Any]:
@@ -94,7 +98,7 @@ def _defaults(config: LossConfig, variant: Variant) -> dict[str, Any]:
 
 def _in_force(config: LossConfig, variant: Variant) -> LossConfig:
     refused = [
-        f"{_PREFIX}.{key}: {getattr(config, key)!r} does not go with name: {config.name}; {reason}. Remove {key}, or "
+        f"{_PREFIX}.{key}: {_yaml(getattr(config, key))} does not go with name: {config.name}; {reason}. Remove {key}, or "
         "choose another name"
         for key, reason in variant.refuses.items()
         if getattr(config, key)
@@ -106,6 +110,6 @@ def _in_force(config: LossConfig, variant: Variant) -> LossConfig:
     try:
         return LossConfig(**{**defaults, **given, **variant.forces})
     except ValidationError as error:
-        implied = ", ".join(f"{key}: {value}" for key, value in {**defaults, **variant.forces}.items())
+        implied = ", ".join(f"{key}: {_yaml(value)}" for key, value in {**defaults, **variant.forces}.items())
         messages = "; ".join(item["msg"].removeprefix("Value error, ") for item in error.errors())
         raise ConfigError(f"{_PREFIX}: {messages} (name: {config.name} implies {implied})") from None

@@ -20,8 +20,8 @@ def report_surrogate(
     surrogate: F.Surrogate, batch: TokenBatch, statistics: SequenceStatistics, metrics: MetricSums
 ) -> None:
     """Ratios before and after clipping and where the clip decided."""
-    # 0 where a token trains, infinite elsewhere.
-    beyond = batch.trained.int().float().reciprocal() - 1
+    # 0 where a token trains, infinite elsewhere: the bit pattern of infinity AND all zeros or all ones.
+    beyond = ((batch.trained.int() - 1) & 0x7F800000).view(torch.float32)
     for name, ratio in (("probs_ratio", surrogate.ratio), ("probs_ratio_clamped", surrogate.ratio_clamped)):
         ratio = ratio.detach().expand(batch.weight.shape)
         metrics.tokens(name, ratio)

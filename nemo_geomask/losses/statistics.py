@@ -66,9 +66,9 @@ class SequenceStatistics:
         )
         self._lowest, self._highest = batch.segments.extremes(lowest, highest)
         self.count = sums.pop("count")
-        self.empty = self.count == 0
+        self.empty = ~self.count.bool()
         self._sums = sums
-        self._inverse = 1.0 / torch.where(self.empty, 1.0, self.count)
+        self._inverse = (self.count + self.empty).reciprocal()
 
     def token_value(self, rule: MaskRule) -> Tensor:
         """The rule's statistic at each token."""
