@@ -79,8 +79,9 @@ def _doubts(config: LossConfig, variant: Variant) -> Iterator[str]:
         # NeMo-RL's base recipes spell out every default, so such a value was probably inherited.
         if key in config.model_fields_set and value == LossConfig.model_fields[key].default != own:
             yield (
-                f"{_PREFIX}.{key}: {_yaml(value)} is NeMo-RL's default, but name: {config.name} prescribes {_yaml(own)}; "
-                f"if it was inherited from a base recipe, set {key}: {_yaml(own)} (or another value of yours)"
+                f"{_PREFIX}.{key}: {_yaml(value)} is NeMo-RL's default, but name: {config.name} prescribes "
+                f"{_yaml(own)}; if it was inherited from a base recipe, set {key}: {_yaml(own)} (or another value of "
+                "yours)"
             )
 
 
@@ -98,8 +99,8 @@ def _defaults(config: LossConfig, variant: Variant) -> dict[str, Any]:
 
 def _in_force(config: LossConfig, variant: Variant) -> LossConfig:
     refused = [
-        f"{_PREFIX}.{key}: {_yaml(getattr(config, key))} does not go with name: {config.name}; {reason}. Remove {key}, or "
-        "choose another name"
+        f"{_PREFIX}.{key}: {_yaml(getattr(config, key))} does not go with name: {config.name}; {reason}. "
+        f"Remove {key}, or choose another name"
         for key, reason in variant.refuses.items()
         if getattr(config, key)
     ]
