@@ -1,5 +1,6 @@
 """Variants through the entry-point group: found, refused, and a distribution of somebody else's."""
 
+import json
 import os
 import pickle
 import shutil
@@ -151,3 +152,28 @@ def test_third_party_options_are_strict(third_party):
     )
     assert "loss_fn.options.cp" in done.stderr
     assert "did you mean 'cap'" in done.stderr
+
+
+def test_third_party_loss_trains_in_the_lab(third_party, tmp_path):
+    pytest.importorskip("transformers", reason="the lab needs the extra 'demo'")
+    small = [
+        "grpo.num_prompts_per_step=4",
+        "grpo.num_generations_per_prompt=4",
+        "policy.train_global_batch_size=8",
+        "policy.train_micro_batch_size=8",
+        "env.min_terms=4",
+        "env.max_terms=8",
+    ]
+    recipe = ROOT / "recipes" / "lab" / "demo.yaml"
+    done = run(
+        third_party,
+        *("-m", "nemo_geomask.cli", "lab", str(recipe), *small),
+        *("--compare", "topr:none,topr:sequence_mean", "--steps", "2", "--out", str(tmp_path)),
+    )
+    assert done.returncode == 0, done.stderr
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert {(line["variant"], line["step"]) for line in lines} == {
+        (variant, step) for variant in ("topr:none", "topr:sequence_mean") for step in (1, 2)
+    }
+    # Two optimiser steps a batch: from the second on, the capped ratio acts.
+    assert all(line["geomask/clip_fraction_high"] > 0 for line in lines if line["step"] == 2)
