@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from pydantic import Field, JsonValue, field_validator, model_validator
 
+from nemo_geomask.config.conflicts import conflicts
 from nemo_geomask.config.masks import MaskRule, MaskSpec, check_masks, mask_rules
 from nemo_geomask.config.strict import StrictModel
 
@@ -187,112 +188,10 @@ class LossConfig(StrictModel):
 
     @model_validator(mode="after")
     def _compatible(self) -> LossConfig:
-        problems = [message for applies, message in self._conflicts() if applies]
+        problems = [message for applies, message in conflicts(self) if applies]
         if problems:
             raise ValueError("; ".join(problems))
         return self
-
-    def _conflicts(self) -> list[tuple[bool, str]]:
-        given = self.model_fields_set
-        kind = self.truncated_importance_sampling_type
-        low, high = self.truncated_importance_sampling_ratio_min, self.truncated_importance_sampling_ratio
-        by_token = self.normalization == "tokens"
-        return [
-            (
-                "token_level_loss" in given
-                and self.loss_normalization is not None
-                and self.token_level_loss != (self.loss_normalization == "tokens"),
-                f"token_level_loss: {str(self.token_level_loss).lower()} contradicts loss_normalization: "
-                f"{self.loss_normalization}; set token_level_loss: {str(not self.token_level_loss).lower()}, or leave "
-                "one of the two out",
-            ),
-            (
-                (self.loss_normalization == "constant") != (self.loss_normalization_constant is not None),
-                "loss_normalization: constant and loss_normalization_constant go together; set both or neither",
-            ),
-            (
-                self.sequence_level_importance_ratios and by_token and self.loss_normalization is None,
-                "sequence_level_importance_ratios: true needs a sequence-level loss, but token_level_loss is true; set "
-                "token_level_loss: false, or state loss_normalization: tokens to weight sequences by their length",
-            ),
-            (
-                self.use_cispo and self.disable_ppo_ratio,
-                "use_cispo: true needs the ratio that disable_ppo_ratio: true removes; unset one of them",
-            ),
-            (
-                self.use_cispo and self.force_on_policy_ratio,
-                "use_cispo: true clips the ratio that force_on_policy_ratio: true sets to 1; unset one of them",
-            ),
-            (
-                self.use_cispo and self.sequence_level_importance_ratios,
-                "use_cispo: true is defined on token ratios, not with sequence_level_importance_ratios: true; unset "
-                "one of them",
-            ),
-            (
-                self.use_cispo and self.ratio_clip_c is not None,
-                f"use_cispo: true has no dual clip, but ratio_clip_c is {self.ratio_clip_c}; set ratio_clip_c: null",
-            ),
-            (
-                self.use_cispo and not by_token,
-                "use_cispo: true needs a token-level loss, but token_level_loss is false; set token_level_loss: true, "
-                "or use_cispo: false with name: cispo, which takes any normalization",
-            ),
-            (
-                self.disable_ppo_ratio and self.ratio_clip_c is not None and not self.force_on_policy_ratio,
-                f"ratio_clip_c: {self.ratio_clip_c} bounds the ratio that disable_ppo_ratio: true removes; set "
-                "ratio_clip_c: null",
-            ),
-            (
-                kind is not None and high is not None and not self.use_importance_sampling_correction,
-                f"truncated_importance_sampling_type: {kind} truncates a weight that is not applied while "
-                "use_importance_sampling_correction is false; set it to true",
-            ),
-            (
-                kind in ("icepop", "seq-mask-tis") and high is None,
-                f"truncated_importance_sampling_type: {kind} needs truncated_importance_sampling_ratio; give the upper "
-                "bound, or set the type to null",
-            ),
-            (
-                kind in ("icepop", "seq-mask-tis") and low is None,
-                f"truncated_importance_sampling_type: {kind} needs truncated_importance_sampling_ratio_min; give the "
-                "lower bound (0 for none)",
-            ),
-            (
-                kind is None and high is not None,
-                f"truncated_importance_sampling_ratio: {high} needs truncated_importance_sampling_type; set it to tis, "
-                "icepop or seq-mask-tis",
-            ),
-            (
-                low is not None and high is not None and low > high,
-                f"truncated_importance_sampling_ratio_min: {low} exceeds truncated_importance_sampling_ratio: {high}; "
-                "swap them",
-            ),
-            (
-                kind == "seq-mask-tis" and self.correction_level != "token",
-                f"truncated_importance_sampling_type: seq-mask-tis keeps token weights, but the level in force is "
-                f"{self.correction_level}; set is_correction_level: token",
-            ),
-            (
-                self.is_correction_level is not None and not self.use_importance_sampling_correction,
-                f"is_correction_level: {self.is_correction_level} has no effect while "
-                "use_importance_sampling_correction is false; set it to true, or remove the level",
-            ),
-            (
-                self.reference_policy_kl_gradient is not None and self.kl_coefficient == 0,
-                f"reference_policy_kl_gradient: {self.reference_policy_kl_gradient} has no effect without a KL term "
-                "(reference_policy_kl_penalty: 0 or use_kl_in_reward: true); give a penalty, or remove it",
-            ),
-            (
-                self.reference_policy_kl_type == "k4" and self.use_kl_in_reward,
-                "reference_policy_kl_type: k4 is not known to NeMo-RL, which computes the penalty under "
-                "use_kl_in_reward: true; choose k1, k2 or k3",
-            ),
-            (
-                self.positive_example_nll_normalization != "microbatch" and self.positive_example_nll_weight == 0,
-                "positive_example_nll_normalization has no effect while positive_example_nll_weight is 0; give a "
-                "weight, or remove it",
-            ),
-        ]
 
     @property
     def normalization(self) -> Normalization:

@@ -19,6 +19,10 @@ _NEEDS_RATIO = "the objective is defined on the ratio that this setting removes"
 _OWN_RATIO = "the objective defines the level of its ratio itself"
 _NO_DUAL_CLIP = "the objective has no dual clip"
 
+# What objectives on a ratio refuse, and those of them that clip or gate token by token.
+_OF_RATIOS = {"use_cispo": _NO_CISPO, "disable_ppo_ratio": _NEEDS_RATIO, "force_on_policy_ratio": _NEEDS_RATIO}
+_OF_TOKEN_RATIOS = {**_OF_RATIOS, "sequence_level_importance_ratios": _OWN_RATIO, "ratio_clip_c": _NO_DUAL_CLIP}
+
 
 def _pool_log_ratio(inputs: SurrogateInputs) -> Mapping[str, Tensor]:
     return {"log_ratio": inputs.log_ratio}
@@ -130,11 +134,7 @@ GSPO = Variant(
         "ratio_clip_max": 4e-4,
     },
     forces={"sequence_level_importance_ratios": True},
-    refuses={
-        "use_cispo": _NO_CISPO,
-        "disable_ppo_ratio": _NEEDS_RATIO,
-        "force_on_policy_ratio": _NEEDS_RATIO,
-    },
+    refuses=_OF_RATIOS,
     source="GSPO, arXiv:2507.18071 eq. 5 and 7; clip bounds from its section 5.1",
 )
 r"""Group Sequence Policy Optimization.
@@ -163,13 +163,7 @@ GMPO = Variant(
         "ratio_clip_min": 1.0 - math.exp(-0.4),
         "ratio_clip_max": math.exp(0.4) - 1.0,
     },
-    refuses={
-        "use_cispo": _NO_CISPO,
-        "disable_ppo_ratio": _NEEDS_RATIO,
-        "force_on_policy_ratio": _NEEDS_RATIO,
-        "sequence_level_importance_ratios": _OWN_RATIO,
-        "ratio_clip_c": _NO_DUAL_CLIP,
-    },
+    refuses=_OF_TOKEN_RATIOS,
     source="GMPO, arXiv:2507.20673 eq. 4; bounds (e^-0.4, e^0.4)",
 )
 r"""Geometric-Mean Policy Optimization.
@@ -180,12 +174,7 @@ by :math:`\log(1+\epsilon_{max})` if A > 0 and from below by :math:`\log(1-\epsi
 CISPO = Variant(
     surrogate=_cispo,
     defaults={"ratio_clip_min": 1.0, "ratio_clip_max": 4.0},
-    refuses={
-        "disable_ppo_ratio": _NEEDS_RATIO,
-        "force_on_policy_ratio": _NEEDS_RATIO,
-        "sequence_level_importance_ratios": _OWN_RATIO,
-        "ratio_clip_c": _NO_DUAL_CLIP,
-    },
+    refuses={key: reason for key, reason in _OF_TOKEN_RATIOS.items() if key != "use_cispo"},
     source="MiniMax-M1, arXiv:2506.13585 eq. 4 and 5; upper bound 5 on the weight from ScaleRL, arXiv:2510.13786",
 )
 r"""Clipped IS-weight Policy Optimization.
@@ -196,13 +185,7 @@ default no lower bound and an upper bound of 5."""
 SAPO = Variant(
     surrogate=_sapo,
     defaults={"token_level_loss": False},
-    refuses={
-        "use_cispo": _NO_CISPO,
-        "disable_ppo_ratio": _NEEDS_RATIO,
-        "force_on_policy_ratio": _NEEDS_RATIO,
-        "sequence_level_importance_ratios": _OWN_RATIO,
-        "ratio_clip_c": _NO_DUAL_CLIP,
-    },
+    refuses=_OF_TOKEN_RATIOS,
     options=SapoOptions,
     source="SAPO, arXiv:2511.20347 eq. 5 and 6",
 )
