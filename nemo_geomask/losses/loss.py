@@ -11,7 +11,7 @@ from torch import Tensor
 
 from nemo_geomask import functional as F
 from nemo_geomask.config import LossConfig
-from nemo_geomask.errors import GeomaskError, PluginError
+from nemo_geomask.errors import DataError, GeomaskError, PluginError
 from nemo_geomask.losses import protocol
 from nemo_geomask.losses.batch import TokenBatch, read_nemo_rl, read_packed
 from nemo_geomask.losses.correction import correct
@@ -129,10 +129,8 @@ class PolicyLoss:
     def _call(
         self, batch: TokenBatch, global_valid_seqs: Tensor | float, global_valid_toks: Tensor | float
     ) -> tuple[Tensor, dict[str, float]]:
-        seqs, toks = (
-            torch.as_tensor(count, device=batch.weight.device).float().reshape(())
-            for count in (global_valid_seqs, global_valid_toks)
-        )
+        seqs = _count("global_valid_seqs", global_valid_seqs, batch.weight.device)
+        toks = _count("global_valid_toks", global_valid_toks, batch.weight.device)
         loss, metrics = self._evaluate(batch, seqs, toks)
         values, whole = metrics.read(global_seqs=seqs, global_toks=toks)
         # The value of all ranks, the gradient of this rank's part.
@@ -218,3 +216,10 @@ class PolicyLoss:
             raise PluginError(
                 f"the variant '{self.config.name}' fails on a batch of one token: {type(error).__name__}: {error}"
             ) from error
+
+
+def _count(name: str, value: Tensor | float, device: torch.device) -> Tensor:
+    if value is None or (isinstance(value, Tensor) and value.numel() != 1):
+        found = "None" if value is None else f"a tensor {list(value.shape)}"
+        raise DataError(f"{name} must be one number, the count over the whole optimiser step, but it is {found}")
+    return torch.as_tensor(value, device=device).float().reshape(())
