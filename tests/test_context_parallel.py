@@ -1,6 +1,9 @@
 """Every loss on packed tokens and on context-parallel shares of them, against the float64 oracle of the whole batch."""
 
 import itertools
+import os
+import signal
+import time
 
 import batches
 import numpy as np
@@ -153,3 +156,25 @@ def test_misfits_are_named():
         build_loss({}).packed(curr[1:], data, segments, 1, 1)
     with pytest.raises(ShapeError, match=r"data\['advantages'\] must be a tensor"):
         build_loss({}).packed(curr, {**data, "advantages": data["advantages"][1:]}, segments, 1, 1)
+
+
+def _lose_a_rank(rank, world):
+    """Rank 1 is killed; the other reports how its call ended, and after how long."""
+    import torch.distributed as dist
+
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    batch = batches.rollouts(seed=4, width=23)
+    start = time.monotonic()
+    try:
+        evaluate(VARIANTS["gspo"], batch, rank, world, (dist.group.WORLD,))
+    except Exception as error:
+        return type(error).__name__, time.monotonic() - start
+    return "no error", time.monotonic() - start
+
+
+@pytest.mark.timeout(120)
+def test_killed_rank_ends_in_an_error_on_the_other():
+    ((error, seconds),) = run(2, _lose_a_rank, timeout=60, patience=8, awaited=[0])
+    assert error != "no error"
+    assert seconds < 20
