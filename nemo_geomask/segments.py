@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from nemo_geomask.errors import ShapeError
 
@@ -107,8 +108,8 @@ class PackedSegments(Segments):
         device: where the tokens are.
         cp_rank: this rank in the context-parallel group.
         cp_size: its size; each padded length must be a multiple of 2·``cp_size``.
-        groups: process groups over which the tokens of a sequence are spread: the context-parallel group, and the
-            sequence-parallel one where the loss sees sharded tokens.
+        groups: process groups over which the tokens of a sequence are spread: the context-parallel group. Without
+            it, statistics are those of this rank's share alone.
 
     Attributes:
         token_index: [N] int64, where this rank's tokens lie in the whole packed row.
@@ -130,6 +131,8 @@ class PackedSegments(Segments):
         lengths = offsets.diff()
         if offsets.dim() != 1 or offsets.numel() == 0 or int(offsets[0]) != 0 or bool((lengths < 0).any()):
             raise ShapeError(f"cu_seqlens must be non-decreasing offsets that start at 0, but it is {offsets.tolist()}")
+        if not 0 <= cp_rank < cp_size:
+            raise ShapeError(f"cp_rank must be from 0 to cp_size - 1 = {cp_size - 1}, but it is {cp_rank}")
         if cp_size > 1 and bool((lengths % (2 * cp_size) != 0).any()):
             raise ShapeError(
                 f"each padded sequence length must be a multiple of 2·{cp_size} for context-parallel size {cp_size}, "
@@ -221,6 +224,7 @@ class _SegmentSum(torch.autograd.Function):
         return sums.to(values.dtype)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         (ids,) = ctx.saved_tensors
         # Every rank's part of the loss depends on the statistic; its gradient is the sum over them.
@@ -239,6 +243,7 @@ class _Spread(torch.autograd.Function):
         return values[ids]
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         (offsets,) = ctx.saved_tensors
         (grad,) = grads
@@ -254,5 +259,6 @@ class _Whole(torch.autograd.Function):
         return whole
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         return grads[0], None

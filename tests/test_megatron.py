@@ -12,7 +12,7 @@ import torch
 from gloo import run
 
 from nemo_geomask import build_loss
-from nemo_geomask.errors import ShapeError
+from nemo_geomask.errors import DataError, ShapeError
 
 pytest.importorskip("megatron.core", reason="needs megatron-core, the extra 'megatron'")
 
@@ -222,6 +222,22 @@ def test_logprobs_are_megatrons_cross_entropy_negated(world):
     for (ours, theirs), _ in run(world, _against_megatron):
         np.testing.assert_allclose(ours[0], theirs[0], rtol=1e-5, atol=1e-5)
         np.testing.assert_allclose(ours[1], theirs[1], rtol=1e-4, atol=1e-5)
+
+
+def test_batch_that_lacks_or_misshapes_a_tensor_is_refused():
+    from nemo_geomask.integrations.megatron import _check_targets, pack_batch
+    from nemo_geomask.segments import PackedSegments
+
+    data, *_ = _rows()
+    params = _packing(data)
+    segments = PackedSegments(params.cu_seqlens_q_padded)
+    assert "images" not in pack_batch({**data, "images": ["not a tensor"]}, params, segments)
+    with pytest.raises(DataError, match=r"data\['sample_mask'\] is missing"):
+        pack_batch({key: value for key, value in data.items() if key != "sample_mask"}, params, segments)
+    with pytest.raises(ShapeError, match=r"data\['prev_logprobs'\] must be"):
+        pack_batch({**data, "prev_logprobs": data["prev_logprobs"][:, :-1]}, params, segments)
+    with pytest.raises(DataError, match="outside the vocabulary of 20"):
+        _check_targets(data, 20)
 
 
 def test_batch_that_does_not_fit_the_packing_is_refused():

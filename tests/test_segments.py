@@ -91,6 +91,12 @@ def test_offsets_that_make_no_sense_are_refused(offsets, size, message):
         PackedSegments(offsets, cp_size=size)
 
 
+@pytest.mark.parametrize("rank", [-1, 2])
+def test_rank_outside_the_group_is_refused(rank):
+    with pytest.raises(ShapeError, match="cp_rank must be from 0 to cp_size - 1 = 1"):
+        PackedSegments([0, 8], cp_rank=rank, cp_size=2)
+
+
 def _over_ranks(rank, world):
     import torch.distributed as dist
 

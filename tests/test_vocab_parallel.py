@@ -138,7 +138,7 @@ def test_target_outside_the_vocabulary_is_an_error():
     [
         ({"logits": torch.zeros(4, 5)}, "logits must be floating point"),
         ({"targets": torch.zeros(3, dtype=torch.int32)}, "torch.int32"),
-        ({"temperature": 0.0}, "temperature must be above 0"),
+        ({"temperature": 0.0}, "temperature must be above 0 and finite"),
         ({"shard_sizes": [2, 3]}, "one entry for each of the 1 ranks"),
         ({"shard_sizes": [4]}, "must be its 5 columns"),
     ],
@@ -165,11 +165,15 @@ def _sharded(rank, world):
         )
     logits, targets, *_ = case(12, width=8 * world)
     targets[0] = 8 * world
-    try:
-        vocab_parallel_logprobs(logits[:, 8 * rank : 8 * rank + 8], targets, group=dist.group.WORLD)
-    except DataError as error:
-        return found, str(error)
-    return found, "no error"
+    errors = []
+    # A stray target, and shards that aren't of equal width as is assumed without shard_sizes.
+    uneven = slice(0, 8 * world - 3) if rank == 0 else slice(8 * world - 3, 8 * world - 2)
+    for shard, goal in ((slice(8 * rank, 8 * rank + 8), targets), (uneven, targets.clamp(max=3))):
+        try:
+            vocab_parallel_logprobs(logits[:, shard], goal, group=dist.group.WORLD)
+        except (DataError, ShapeError) as error:
+            errors.append(str(error))
+    return found, errors
 
 
 # The case has 37 columns; those that a layout lacks it takes as padding beyond the valid size.
@@ -195,4 +199,6 @@ def test_sharded_equals_whole_on_every_rank(world):
             # The same bits everywhere, so that every rank takes the same decisions from them.
             assert np.array_equal(mine[0], results[0][0][index][0])
             assert np.array_equal(mine[1], results[0][0][index][1])
-    assert all("in no vocabulary shard" in message for _, message in results)
+    for _, errors in results:
+        assert "in no vocabulary shard" in errors[0]
+        assert world == 1 or "give shard_sizes=" in errors[1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 
@@ -37,6 +38,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not hasattr(arguments, "overrides") or any(word.startswith("-") for word in rest):
             parser.error(f"unrecognized arguments: {' '.join(rest)}")
         arguments.overrides += rest
+    # As with `python -m`, so that module:attribute finds a module in the current folder.
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
     try:
         status: int = arguments.run(arguments)
     except GeomaskError as error:

@@ -118,7 +118,9 @@ def _apply(config: Any, override: str) -> Any:
     try:
         value = yaml.safe_load(text)
         # YAML 1.1 reads 1e-3 as a string; recipes, through omegaconf, read it as a number.
-        if isinstance(value, str):
+        if "${" in text:
+            value = text
+        elif isinstance(value, str):
             value = omegaconf.OmegaConf.create(f"value: {text}")["value"]
         omegaconf.OmegaConf.update(config, key, value, merge=False, force_add=True)
     except (yaml.YAMLError, omegaconf.errors.OmegaConfBaseException) as error:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 __all__ = ["nonfinite", "select", "with_derivative"]
 
@@ -32,6 +33,7 @@ class _Select(torch.autograd.Function):
         return _masked(x, bits)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         (bits,) = ctx.saved_tensors
         (grad,) = grads
@@ -63,6 +65,7 @@ class _WithDerivative(torch.autograd.Function):
         return value.view_as(value)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         (derivative,) = ctx.saved_tensors
         (grad,) = grads

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from nemo_geomask.errors import MissingDependencyError, ShapeError
+from nemo_geomask.errors import DataError, MissingDependencyError, ShapeError
 from nemo_geomask.losses import PolicyLoss
 from nemo_geomask.parallel import vocab_parallel_logprobs
 from nemo_geomask.segments import PackedSegments
@@ -77,11 +77,20 @@ def pack_batch(data: Mapping[str, Tensor], params: PackedSeqParams, segments: Pa
         tensors as they are.
 
     Raises:
-        ShapeError: the batch has another number of rows than the packing has sequences.
+        DataError: a tensor is missing.
+        ShapeError: the batch has another number of rows than the packing has sequences, or its tensors differ in shape.
     """
-    rows = data["token_mask"].shape[0]
+    missing = [key for key in ("token_mask", "sample_mask", "input_ids") if key not in data]
+    if missing:
+        raise DataError(f"data['{missing[0]}'] is missing; packing needs token_mask, sample_mask and input_ids")
+    rows, width = data["token_mask"].shape
     if rows != segments.count:
         raise ShapeError(f"data['token_mask'] has {rows} rows, but PackedSeqParams packs {segments.count} sequences")
+    for key in ("input_ids", *_TOKEN_KEYS):
+        if key in data and data[key].shape != (rows, width):
+            raise ShapeError(
+                f"data['{key}'] must be [{rows}, {width}] as data['token_mask'] is, but it is {list(data[key].shape)}"
+            )
     device = segments.token_index.device
     offsets = torch.as_tensor(params.cu_seqlens_q, dtype=torch.int64, device=device)
     padded = getattr(params, "cu_seqlens_q_padded", None)
@@ -92,7 +101,7 @@ def pack_batch(data: Mapping[str, Tensor], params: PackedSeqParams, segments: Pa
     inside = column < offsets.diff()[row].clamp(max=data["token_mask"].shape[1])
     column = torch.where(inside, column, 0)
 
-    packed = {key: value for key, value in data.items() if value.dim() == 1}
+    packed = {key: value for key, value in data.items() if isinstance(value, Tensor) and value.dim() == 1}
     for key in _TOKEN_KEYS:
         if key in data:
             packed[key] = torch.where(inside, data[key][row, column], 0)
@@ -141,6 +150,7 @@ def policy_loss(
             f"logits must be [1, {segments.token_index.numel()}, V/TP], this rank's share of the packed row, but they "
             f"are {list(logits.shape)}"
         )
+    _check_targets(data, vocab_size or logits.shape[-1] * state.get_tensor_model_parallel_world_size())
     group = state.get_tensor_model_parallel_group() if state.get_tensor_model_parallel_world_size() > 1 else None
     logprobs = vocab_parallel_logprobs(
         logits[0],
@@ -151,3 +161,15 @@ def policy_loss(
         ignore_index=_IGNORE,
     )
     return loss.packed(logprobs, packed, segments, global_valid_seqs, global_valid_toks)
+
+
+def _check_targets(data: Mapping[str, Tensor], vocab_size: int) -> None:
+    # On the whole rows, which every context-parallel rank holds, so that all of them raise and none waits for another.
+    ids = data["input_ids"][:, 1:]
+    trained = data["token_mask"][:, 1:].bool() & data["sample_mask"].bool().unsqueeze(-1)
+    wrong = trained & ((ids < 0) | (ids >= vocab_size))
+    if bool(wrong.any()):
+        raise DataError(
+            f"data['input_ids'] holds {int(wrong.sum())} trained tokens outside the vocabulary of {vocab_size}, the "
+            f"first is {int(ids[wrong][0])}"
+        )

@@ -14,12 +14,14 @@ from torch import Tensor
 __all__ = ["row_gradients", "row_statistics"]
 
 _BLOCK_ELEMENTS = 1 << 20  # 4 MB of float32: a block and its exponentials fit the caches of two cores
+_DEVICE_BLOCK_ELEMENTS = 1 << 28  # elsewhere there is no such cache, and each block costs launches
 
 
 def _blocks(logits: Tensor, rows: Tensor | None, inverse_temperature: float) -> Iterator[tuple[Tensor | slice, Tensor]]:
     """Row selection and its scaled float32 logits, in a buffer that the next block overwrites."""
     count, width = logits.shape[0] if rows is None else rows.numel(), logits.shape[1]
-    step = max(1, _BLOCK_ELEMENTS // max(width, 1))
+    elements = _BLOCK_ELEMENTS if logits.device.type == "cpu" else _DEVICE_BLOCK_ELEMENTS
+    step = max(1, elements // max(width, 1))
     buffer = torch.empty(min(step, count), width, dtype=torch.float32, device=logits.device)
     for start in range(0, count, step):
         stop = min(start + step, count)

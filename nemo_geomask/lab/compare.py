@@ -53,6 +53,8 @@ def parse_compare(text: str | Iterable[str], base: Mapping[str, Any], lab: LabCo
         ConfigError: an empty SPEC, an unknown level or preset, or a SPEC given twice.
     """
     specs = [spec.strip() for spec in (text.split(",") if isinstance(text, str) else text)]
+    if "" in specs:
+        raise ConfigError("--compare: an empty SPEC; separate SPECs by single commas, such as gspo:none,gspo:sequence")
     twice = sorted({spec for spec in specs if specs.count(spec) > 1})
     if twice:
         raise ConfigError(f"--compare: '{twice[0]}' is given twice; its curves would be equal. Remove one")

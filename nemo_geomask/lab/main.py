@@ -54,8 +54,8 @@ def main(
     result.write_summary(folder / "summary.json")
     write_plot(result, folder / "lab.png")
     print_report(result, console)
-    console.print(f"Plot: {folder / 'lab.png'}", highlight=False)
-    console.print(f"Metrics, rollouts, summary and settings: {folder}", highlight=False)
+    console.print(f"Plot: {folder / 'lab.png'}", highlight=False, markup=False)
+    console.print(f"Metrics, rollouts, summary and settings: {folder}", highlight=False, markup=False)
     interrupted = len(result.variants) < len(variants) or not all(variant.complete for variant in result.variants)
     return 130 if interrupted else 0
 

@@ -97,8 +97,10 @@ class RichProgress:
         self._bar.update(self._task, advance=1, status=status)
         every = max(1, self._steps // self._LINES)
         if not self._live and (self._done % every == 0 or self._done == self._steps):
-            self._console.print(f"{self._label}  step {self._done}/{self._steps}  {status}", highlight=False)
+            self._console.print(
+                f"{self._label}  step {self._done}/{self._steps}  {status}", highlight=False, markup=False
+            )
 
     def note(self, text: str) -> None:
         """Print above the bar."""
-        self._console.print(text, highlight=False)
+        self._console.print(text, highlight=False, markup=False)

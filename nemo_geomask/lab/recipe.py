@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from nemo_geomask.config import StrictModel, parse
+from nemo_geomask.config import StrictModel, nearest, parse
 from nemo_geomask.errors import ConfigError
 
 __all__ = ["EnvConfig", "GenerationConfig", "GrpoConfig", "LabConfig", "LabRecipe", "ModelConfig", "PolicyConfig"]
@@ -122,13 +122,26 @@ class LabConfig(StrictModel):
     rollouts_every: int = Field(10, gt=0, description="Write train_data_step{N}.jsonl every so many steps.")
     compare: tuple[str, ...] = Field((), description="Variants to train when --compare is not given.")
     presets: dict[str, dict[str, Any]] = Field(
-        default_factory=dict, description="Bounds that `+preset` in --compare stands for, on top of the built-in."
+        default_factory=dict,
+        description="Bounds that `+preset` in --compare stands for, key by key over the built-in; null removes one.",
     )
 
     @property
     def preset_bounds(self) -> dict[str, dict[str, Any]]:
         """Bounds of every mask preset that a SPEC may name."""
-        return {**_PRESET_BOUNDS, **self.presets}
+        merged = {name: {**bounds, **self.presets.get(name, {})} for name, bounds in _PRESET_BOUNDS.items()}
+        return {
+            name: {key: value for key, value in bounds.items() if value is not None} for name, bounds in merged.items()
+        }
+
+    @model_validator(mode="after")
+    def _check_presets(self) -> LabConfig:
+        for name in self.presets:
+            if name not in _PRESET_BOUNDS:
+                guess = nearest(name, _PRESET_BOUNDS)
+                hint = f"did you mean '{guess}'?" if guess else f"known: {', '.join(_PRESET_BOUNDS)}"
+                raise ValueError(f"presets: unknown mask preset '{name}'; {hint}")
+        return self
 
 
 class LabRecipe(StrictModel):

@@ -62,6 +62,7 @@ def print_report(result: LabResult, console: Any) -> None:
         "Δ = log π_train − log μ_generation of each sampled token; k3 estimates KL(μ ‖ π_train). ESS: effective sample "
         "size of the weights over their number. In brackets: weights that were not applied.",
         result.finding,
+        *(variant.trouble for variant in result.variants),
     ):
         if line:
-            console.print(line, highlight=False)
+            console.print(line, highlight=False, markup=False)

@@ -51,6 +51,18 @@ class VariantResult:
         return [math.nan if value is None else value for value in (_value(step, key) for step in self.history)]
 
     @property
+    def trouble(self) -> str:
+        """What went wrong numerically, or nothing."""
+        skipped = _mean([step.get("skipped_update") for step in self.history]) or 0.0
+        dropped = sum(1 for step in self.history if step.get("geomask/dropped_sequences"))
+        parts = []
+        if skipped:
+            parts.append(f"{skipped:.0%} of the updates had a non-finite gradient and were skipped")
+        if dropped:
+            parts.append(f"sequences with non-finite log-probs were dropped in {dropped} of {len(self.history)} steps")
+        return f"{self.label}: {' and '.join(parts)}; means are over finite values alone." if parts else ""
+
+    @property
     def final_reward(self) -> float | None:
         """Mean reward of the last ten steps; None before the first."""
         return fmean(step["reward"] for step in self.history[-_LAST:]) if self.history else None
@@ -67,6 +79,8 @@ class VariantResult:
                 "removed": "removed",
                 "clip_fraction_low": "geomask/clip_fraction_low",
                 "clip_fraction_high": "geomask/clip_fraction_high",
+                "skipped_updates": "skipped_update",
+                "dropped_sequences": "geomask/dropped_sequences",
             }.items()
         }
         return {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import time
 from collections.abc import Mapping, Sequence
@@ -72,12 +73,15 @@ def run_lab(recipe: LabRecipe, variants: Sequence[Variant], out: Path, progress:
 
 
 def _prepare(out: Path) -> None:
-    if (out / "metrics.jsonl").exists():
-        raise ConfigError(f"--out: {out} already holds a run (metrics.jsonl); choose another folder or remove it")
     try:
         out.mkdir(parents=True, exist_ok=True)
+        held = sorted(path.name for path in out.iterdir())
     except OSError as error:
-        raise ConfigError(f"--out: {out} can't be created: {error.strerror or error}") from None
+        raise ConfigError(f"--out: {out} can't be used: {error.strerror or error}") from None
+    if held:
+        raise ConfigError(f"--out: {out} is not empty (it holds {held[0]}); choose another folder")
+    if not os.access(out, os.W_OK):
+        raise ConfigError(f"--out: {out} can't be written to; choose another folder")
 
 
 def _train(trainer: Trainer, result: VariantResult, log: IO[str], out: Path, progress: Progress) -> None:

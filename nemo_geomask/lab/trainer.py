@@ -92,9 +92,11 @@ class Trainer:
         metrics = accumulate_gradients(self.policy, self.loss, batch, self.recipe.policy.train_micro_batch_size)
         norm = torch.nn.utils.clip_grad_norm_(self.policy.parameters(), self.recipe.policy.max_grad_norm)
         # A step on a non-finite gradient would end the run; NeMo-RL's Megatron optimiser skips it too.
-        if torch.isfinite(norm):
+        finite = bool(torch.isfinite(norm))
+        if finite:
             self.optimizer.step()
-        return {**metrics, "grad_norm": float(norm), "lr": self.optimizer.param_groups[0]["lr"]}
+        rate = self.optimizer.param_groups[0]["lr"]
+        return {**metrics, "grad_norm": float(norm), "skipped_update": float(not finite), "lr": rate}
 
 
 def accumulate_gradients(

@@ -49,7 +49,8 @@ def collect_documents(
     beyond the target in the last round belong to the step: nothing is drawn and thrown away.
 
     Args:
-        source: this rank's microbatches; called again with the same iterator, it continues where the last step ended.
+        source: an iterator over this rank's microbatches (``iter(loader)``); called again with the same one, it
+            continues where the last step ended.
         docs_per_step: target, over all ranks of ``group``.
         count: (documents, trained tokens) of a microbatch.
         group: data-parallel group; None is one rank. Ranks that hold shares of the same documents (tensor- and

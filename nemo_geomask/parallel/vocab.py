@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, Literal, overload
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from nemo_geomask.errors import DataError, ShapeError
 from nemo_geomask.kernels.cpu import row_gradients, row_statistics
@@ -72,7 +74,8 @@ def vocab_parallel_logprobs(
         Log-probs [...] float32, or the pair (log-probs, entropy), in nats.
 
     Raises:
-        ShapeError: shapes or dtypes don't fit, or ``shard_sizes`` contradicts the logits.
+        ShapeError: shapes or dtypes don't fit, or the ranks' columns aren't those of ``shard_sizes`` (of equal shards
+            where it is None); the latter on all ranks.
         DataError: a target is in no rank's columns; raised on all ranks.
 
     Source: Megatron-LM ``vocab_parallel_cross_entropy`` for the sharding; the merge of partial softmaxes is that of
@@ -83,8 +86,8 @@ def vocab_parallel_logprobs(
             "logits must be floating point [..., V/TP] and targets int64 [...] of the same leading shape, but they are "
             f"{logits.dtype} {list(logits.shape)} and {targets.dtype} {list(targets.shape)}"
         )
-    if not temperature > 0:
-        raise ShapeError(f"temperature must be above 0, but it is {temperature}; greedy decoding has no log-probs")
+    if not 0 < temperature < math.inf:
+        raise ShapeError(f"temperature must be above 0 and finite, but it is {temperature}")
     rank, world = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
     width = logits.shape[-1]
     sizes = [width] * world if shard_sizes is None else list(shard_sizes)
@@ -97,7 +100,7 @@ def vocab_parallel_logprobs(
     valid = width if vocab_size is None else min(max(vocab_size - start, 0), width)
     flat = logits.reshape(targets.numel(), width)
     result = _VocabParallel.apply(  # type: ignore[no-untyped-call]
-        flat, targets.reshape(-1), group, start, valid, 1.0 / temperature, ignore_index, entropy
+        flat, targets.reshape(-1), group, sizes, rank, valid, 1.0 / temperature, ignore_index, entropy
     )
     logprobs = result[0].reshape(targets.shape)
     return (logprobs, result[1].reshape(targets.shape)) if entropy else logprobs
@@ -110,14 +113,15 @@ class _VocabParallel(torch.autograd.Function):
         logits: Tensor,
         targets: Tensor,
         group: dist.ProcessGroup | None,
-        start: int,
+        sizes: list[int],
+        rank: int,
         valid: int,
         inverse_temperature: float,
         ignore_index: int,
         entropy: bool,
     ) -> tuple[Tensor, ...]:
         counted = targets != ignore_index
-        local = targets - start
+        local = targets - sum(sizes[:rank])
         statistics = row_statistics(
             logits[:, :valid],
             local,
@@ -125,7 +129,7 @@ class _VocabParallel(torch.autograd.Function):
             inverse_temperature=inverse_temperature,
             entropy=entropy,
         )
-        parts = _gather(statistics, group)
+        parts = _gather(statistics, sizes, logits.shape[1], group)
         lse = torch.logsumexp(parts[:, 0], dim=0)
         target = parts[:, 1].amin(dim=0)
         # Every rank holds the same numbers, so all of them raise.
@@ -145,9 +149,10 @@ class _VocabParallel(torch.autograd.Function):
         return (logprobs, expected) if entropy else (logprobs,)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         logits, local, lse, entropy, counted = ctx.saved_tensors
-        nothing = (None,) * 7
+        nothing = (None,) * 8
         grad_logprobs = grads[0]
         grad_entropy = grads[1] if len(grads) > 1 else None
         if grad_logprobs is None and grad_entropy is None:
@@ -180,10 +185,16 @@ def _selection(active: Tensor) -> Tensor | None:
     return None if bool(active.all()) else active.nonzero().squeeze(1)
 
 
-def _gather(statistics: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """[k, N] of each rank as [TP, k, N], in rank order."""
-    if group is None or dist.get_world_size(group) == 1:
+def _gather(statistics: Tensor, sizes: list[int], width: int, group: dist.ProcessGroup | None) -> Tensor:
+    """[k, N] of each rank as [TP, k, N], in rank order; a misfit of the shards' sizes is an error on all ranks."""
+    if group is None or len(sizes) == 1:
         return statistics.unsqueeze(0)
-    parts = [torch.empty_like(statistics) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(parts, statistics, group=group)
-    return torch.stack(parts)
+    # One more column carries each rank's width, so that wrong sizes can't shift targets silently.
+    mine = torch.cat([statistics, statistics.new_full((len(statistics), 1), float(width))], dim=1)
+    parts = [torch.empty_like(mine) for _ in sizes]
+    dist.all_gather(parts, mine, group=group)
+    gathered = torch.stack(parts)
+    widths = [int(found) for found in gathered[:, 0, -1].tolist()]
+    if widths != sizes:
+        raise ShapeError(f"the ranks hold {widths} columns, but {sizes} were assumed; give shard_sizes={widths}")
+    return gathered[..., :-1]

@@ -57,7 +57,7 @@ def test_compare_writes_all_outputs(recipe, tmp_path, capsys):
         assert words in printed
 
     assert main(arguments) == 2
-    assert "already holds a run" in capsys.readouterr().err
+    assert "is not empty (it holds config.yaml)" in capsys.readouterr().err
 
 
 def test_an_interrupt_keeps_what_was_trained(recipe, tmp_path, monkeypatch, capsys):
@@ -93,6 +93,7 @@ def test_an_interrupt_keeps_what_was_trained(recipe, tmp_path, monkeypatch, caps
         (["--compare", "gspo:none,gspoo"], "variant 'gspoo': loss_fn.name: no loss named 'gspoo'"),
         (["--compare", "gspo:tokn"], "did you mean 'token'"),
         (["--steps", "0"], "grpo.max_num_steps"),
+        (["--out", "/proc"], "--out: /proc is not empty"),
     ],
 )
 def test_mistakes_are_one_message_and_no_folder(recipe, tmp_path, monkeypatch, capsys, arguments, message):
@@ -130,3 +131,26 @@ def test_the_command_line_imports_nothing_heavy():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_files_of_the_users_are_not_overwritten(recipe, tmp_path, capsys):
+    mine = tmp_path / "project"
+    mine.mkdir()
+    (mine / "config.yaml").write_text("mine")
+    assert main(["lab", str(recipe), "--out", str(mine)]) == 2
+    assert "project is not empty (it holds config.yaml)" in capsys.readouterr().err
+    assert (mine / "config.yaml").read_text() == "mine"
+
+
+def test_a_run_that_breaks_says_so(recipe, tmp_path, capsys):
+    main(["lab", str(recipe), "policy.lr=1e30", "--out", str(tmp_path / "out")])
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "of the updates had a non-finite gradient and were skipped" in printed
+    assert "means are over finite values alone" in printed
+
+
+def test_module_attribute_is_found_in_the_current_folder(recipe, tmp_path, monkeypatch):
+    (tmp_path / "my_own_losses.py").write_text("from nemo_geomask.losses.variants import CISPO as MINE\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path not in ("", str(tmp_path))])
+    assert main(["lab", str(recipe), "--compare", "my_own_losses:MINE:none", "--out", str(tmp_path / "out")]) == 0

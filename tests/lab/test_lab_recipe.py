@@ -164,7 +164,8 @@ def test_a_module_attribute_without_level():
         ("gspo:sequence_men", "unknown correction level 'sequence_men'; did you mean 'sequence_mean'"),
         ("gspo+geometrik", "unknown mask preset 'geometrik'; did you mean 'geometric'"),
         ("gspo+", "unknown mask preset ''"),
-        ("gspo,,cispo", "names no loss"),
+        ("gspo,,cispo", "an empty SPEC"),
+        ("gspo,,", "an empty SPEC"),
         (":sequence", "names no loss"),
         ("gspo,gspo", "given twice"),
     ],
@@ -172,3 +173,16 @@ def test_a_module_attribute_without_level():
 def test_compare_errors(text, needle):
     with pytest.raises(ConfigError, match=needle):
         parse_compare(text, {}, LabConfig())
+
+
+def test_presets_are_merged_over_the_built_in_ones_and_their_names_checked():
+    assert LabConfig(presets={"geometric": {"min": 0.9}}).preset_bounds["geometric"] == {"min": 0.9, "max": 1.02}
+    assert LabConfig(presets={"geometric": {"min": None}}).preset_bounds["geometric"] == {"max": 1.02}
+    with pytest.raises(ConfigError, match="unknown mask preset 'geometrc'; did you mean 'geometric'"):
+        LabRecipe.read({"lab": {"presets": {"geometrc": {"min": 0.9}}}}, source="x.yaml")
+
+
+def test_override_may_refer_to_another_key(tmp_path):
+    path = tmp_path / "x.yaml"
+    path.write_text("a: {b: 3}\nc: 0\n")
+    assert load_recipe(path, ["c=${a.b}"])["c"] == 3
