@@ -19,6 +19,7 @@ def group_advantages(rewards: Tensor, config: GrpoConfig) -> Tensor:
     ``normalize_rewards`` divided by the unbiased standard deviation of the same responses about ``b_i``, unless that
     is 0. Under leave-one-out a lone response that differs from all others is therefore left unnormalised, and one
     that differs from nearly equal others gets a large advantage: bound it by ``advantage_clip_low`` and ``…_high``.
+    A prompt that is drawn twice makes two groups here; NeMo-RL pools identical prompts.
 
     Args:
         rewards: [B], the responses to one prompt side by side, ``num_generations_per_prompt`` of them.

@@ -67,7 +67,7 @@ def generate(
         if config.mismatch and config.mismatch_on == "logits":
             logits = logits + config.mismatch * torch.randn(logits.shape, generator=generator)
         distribution = logits.log_softmax(dim=-1)
-        # Drawn for the whole batch, so that a response does not depend on when others end.
+        # Drawn for the whole batch: unless there is noise on the logits, a response does not depend on when others end.
         uniform = torch.rand(count, generator=generator)[rows, None]
         token = (distribution.exp().cumsum(dim=-1) < uniform).sum(dim=-1).clamp(max=task.vocab_size - 1)
         input_ids[rows, position] = token
