@@ -168,9 +168,12 @@ def _sharded(rank, world):
     errors = []
     # A stray target, and shards that aren't of equal width as is assumed without shard_sizes.
     uneven = slice(0, 8 * world - 3) if rank == 0 else slice(8 * world - 3, 8 * world - 2)
-    for shard, goal in ((slice(8 * rank, 8 * rank + 8), targets), (uneven, targets.clamp(max=3))):
+    wrong = [8] * world
+    wrong[-1] += 1  # of the last rank alone
+    equal = slice(8 * rank, 8 * rank + 8)
+    for shard, goal, claimed in ((equal, targets, None), (uneven, targets.clamp(max=3), None), (equal, targets, wrong)):
         try:
-            vocab_parallel_logprobs(logits[:, shard], goal, group=dist.group.WORLD)
+            vocab_parallel_logprobs(logits[:, shard], goal, group=dist.group.WORLD, shard_sizes=claimed)
         except (DataError, ShapeError) as error:
             errors.append(str(error))
     return found, errors
@@ -202,3 +205,4 @@ def test_sharded_equals_whole_on_every_rank(world):
     for _, errors in results:
         assert "in no vocabulary shard" in errors[0]
         assert world == 1 or "give shard_sizes=" in errors[1]
+        assert world == 1 or f"give shard_sizes={[8] * world}" in errors[2]

@@ -10,6 +10,7 @@ from nemo_geomask.functional.ratios import (
     bound_side,
     log_bound,
     overflow_count,
+    ratio_side,
     saturating_exp,
 )
 from nemo_geomask.functional.reductions import Normalization, inverse_count, token_coefficients
@@ -45,6 +46,7 @@ __all__ = [
     "log_bound",
     "nonfinite",
     "overflow_count",
+    "ratio_side",
     "saturating_exp",
     "score_function",
     "select",

@@ -104,7 +104,7 @@ def kl_penalty(
 
         def weighted(kind: KLEstimator, derivative: Tensor | float) -> tuple[Tensor, Tensor]:
             weight = ratio if importance_weighted or kind == "k4" else None
-            estimate, derivative = kl_estimate(x, kind, ratio=None), derivative * inside
+            estimate, derivative = kl_estimate(x, kind), derivative * inside
             if weight is not None:
                 estimate = weight * estimate
             if output_clamp is not None:

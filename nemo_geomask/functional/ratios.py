@@ -10,7 +10,7 @@ import math
 import torch
 from torch import Tensor
 
-__all__ = ["LOG_RATIO_LIMIT", "bound_side", "log_bound", "overflow_count", "saturating_exp"]
+__all__ = ["LOG_RATIO_LIMIT", "bound_side", "log_bound", "overflow_count", "ratio_side", "saturating_exp"]
 
 LOG_RATIO_LIMIT = 40.0
 """Natural logarithm of the largest ratio represented, ``exp(40) = 2.4e17``.
@@ -61,3 +61,8 @@ def bound_side(value: Tensor, low: float, high: float) -> Tensor:
         -1 below, 0 inside, +1 above; same shape and dtype.
     """
     return torch.sign(value - value.clamp(low, high))
+
+
+def ratio_side(log_ratio: Tensor, *, min: float | None, max: float | None) -> Tensor:
+    """:func:`bound_side` for bounds on the ratio itself, compared as logarithms; None is no bound."""
+    return bound_side(log_ratio, log_bound(min, default=-math.inf), log_bound(max, default=math.inf))

@@ -6,12 +6,11 @@ chosen level. It multiplies the surrogate and carries no gradient.
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 from torch import Tensor
 
-from nemo_geomask.functional.ratios import bound_side, log_bound
+from nemo_geomask.functional.ratios import ratio_side
 
 __all__ = ["TruncatedWeight", "clamp_weight", "filter_weight"]
 
@@ -41,7 +40,7 @@ def clamp_weight(weight: Tensor, log_ratio: Tensor, *, min: float | None, max: f
     NeMo-RL ``truncated_importance_sampling_type: tis``.
     """
     clamped = weight.clamp(min=min if min is not None else 0.0, max=max)
-    return TruncatedWeight(clamped, _side(log_ratio, min, max))
+    return TruncatedWeight(clamped, ratio_side(log_ratio, min=min, max=max))
 
 
 def filter_weight(weight: Tensor, log_ratio: Tensor, *, min: float | None, max: float | None) -> TruncatedWeight:
@@ -52,10 +51,6 @@ def filter_weight(weight: Tensor, log_ratio: Tensor, *, min: float | None, max: 
     Source: Ring-1T report, arXiv:2510.18855 (double-sided masking, bounds 0.5 and 5); NeMo-RL
     ``truncated_importance_sampling_type: icepop``.
     """
-    side = _side(log_ratio, min, max)
+    side = ratio_side(log_ratio, min=min, max=max)
     # The weight saturates and so is finite: a product selects.
     return TruncatedWeight(weight * (1 - side.abs()), side)
-
-
-def _side(log_ratio: Tensor, low: float | None, high: float | None) -> Tensor:
-    return bound_side(log_ratio, log_bound(low, default=-math.inf), log_bound(high, default=math.inf))

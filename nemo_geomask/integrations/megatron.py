@@ -38,6 +38,12 @@ def _parallel_state() -> Any:
     return parallel_state
 
 
+def _row_offsets(params: PackedSeqParams) -> Tensor:
+    """Where sequences start in the packed row: padded offsets where there are any."""
+    padded: Tensor | None = getattr(params, "cu_seqlens_q_padded", None)
+    return params.cu_seqlens_q if padded is None else padded
+
+
 def packed_segments(params: PackedSeqParams, device: torch.device | str = "cpu") -> PackedSegments:
     """Segments of this rank's share of a packed row.
 
@@ -52,11 +58,9 @@ def packed_segments(params: PackedSeqParams, device: torch.device | str = "cpu")
         ShapeError: the offsets don't fit the context-parallel size.
     """
     state = _parallel_state()
-    padded = getattr(params, "cu_seqlens_q_padded", None)
-    offsets = padded if padded is not None else params.cu_seqlens_q
     size = state.get_context_parallel_world_size()
     return PackedSegments(
-        offsets,
+        _row_offsets(params),
         device=device,
         cp_rank=state.get_context_parallel_rank(),
         cp_size=size,
@@ -92,13 +96,12 @@ def pack_batch(data: Mapping[str, Tensor], params: PackedSeqParams, segments: Pa
                 f"data['{key}'] must be [{rows}, {width}] as data['token_mask'] is, but it is {list(data[key].shape)}"
             )
     device = segments.token_index.device
-    offsets = torch.as_tensor(params.cu_seqlens_q, dtype=torch.int64, device=device)
-    padded = getattr(params, "cu_seqlens_q_padded", None)
-    starts = offsets if padded is None else torch.as_tensor(padded, dtype=torch.int64, device=device)
+    lengths = torch.as_tensor(params.cu_seqlens_q, dtype=torch.int64, device=device).diff()
+    starts = torch.as_tensor(_row_offsets(params), dtype=torch.int64, device=device)
     row = segments.spread(torch.arange(rows, device=device))
     column = segments.token_index - starts[:-1][row] + 1
     # The last token of a sequence and the padding behind it predict nothing.
-    inside = column < offsets.diff()[row].clamp(max=data["token_mask"].shape[1])
+    inside = column < lengths[row].clamp(max=width)
     column = torch.where(inside, column, 0)
 
     packed = {key: value for key, value in data.items() if isinstance(value, Tensor) and value.dim() == 1}

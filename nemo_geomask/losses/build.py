@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 
 from nemo_geomask.config import LossConfig, parse
 from nemo_geomask.errors import ConfigError, PluginError
@@ -109,8 +109,7 @@ def _in_force(config: LossConfig, variant: Variant) -> LossConfig:
     given = {key: getattr(config, key) for key in config.model_fields_set}
     defaults = _defaults(config, variant)
     try:
-        return LossConfig(**{**defaults, **given, **variant.forces})
-    except ValidationError as error:
+        return parse(LossConfig, {**defaults, **given, **variant.forces}, prefix=_PREFIX)
+    except ConfigError as error:
         implied = ", ".join(f"{key}: {_yaml(value)}" for key, value in {**defaults, **variant.forces}.items())
-        messages = "; ".join(item["msg"].removeprefix("Value error, ") for item in error.errors())
-        raise ConfigError(f"{_PREFIX}: {messages} (name: {config.name} implies {implied})") from None
+        raise ConfigError(f"{error} (name: {config.name} implies {implied})") from None

@@ -74,8 +74,7 @@ def correct(batch: TokenBatch, statistics: SequenceStatistics, config: LossConfi
     low, high = config.truncated_importance_sampling_ratio_min, config.truncated_importance_sampling_ratio
     truncated, side = raw, None
     if config.truncation == "seq-mask-tis":
-        log_low, log_high = F.log_bound(low, default=-torch.inf), F.log_bound(high, default=torch.inf)
-        side = F.bound_side(statistics.pooled("mismatch.ratio", "sequence_mean"), log_low, log_high)
+        side = F.ratio_side(statistics.pooled("mismatch.ratio", "sequence_mean"), min=low, max=high)
         side = side * ~statistics.empty
         truncated = raw * (1 - batch.segments.spread(side.abs()))
     elif config.truncation is not None:

@@ -91,7 +91,8 @@ def vocab_parallel_logprobs(
     rank, world = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
     width = logits.shape[-1]
     sizes = [width] * world if shard_sizes is None else list(shard_sizes)
-    if len(sizes) != world or sizes[rank] != width:
+    # With several ranks their widths are compared after the collective, where all of them can raise.
+    if len(sizes) != world or (world == 1 and sizes != [width]):
         raise ShapeError(
             f"shard_sizes {sizes} must have one entry for each of the {world} ranks of the group, and rank {rank}'s "
             f"must be its {width} columns"
@@ -100,7 +101,7 @@ def vocab_parallel_logprobs(
     valid = width if vocab_size is None else min(max(vocab_size - start, 0), width)
     flat = logits.reshape(targets.numel(), width)
     result = _VocabParallel.apply(  # type: ignore[no-untyped-call]
-        flat, targets.reshape(-1), group, sizes, rank, valid, 1.0 / temperature, ignore_index, entropy
+        flat, targets.reshape(-1), group, sizes, start, valid, 1.0 / temperature, ignore_index, entropy
     )
     logprobs = result[0].reshape(targets.shape)
     return (logprobs, result[1].reshape(targets.shape)) if entropy else logprobs
@@ -114,14 +115,14 @@ class _VocabParallel(torch.autograd.Function):
         targets: Tensor,
         group: dist.ProcessGroup | None,
         sizes: list[int],
-        rank: int,
+        start: int,
         valid: int,
         inverse_temperature: float,
         ignore_index: int,
         entropy: bool,
     ) -> tuple[Tensor, ...]:
         counted = targets != ignore_index
-        local = targets - sum(sizes[:rank])
+        local = targets - start
         statistics = row_statistics(
             logits[:, :valid],
             local,
@@ -129,12 +130,13 @@ class _VocabParallel(torch.autograd.Function):
             inverse_temperature=inverse_temperature,
             entropy=entropy,
         )
-        parts = _gather(statistics, sizes, logits.shape[1], group)
+        parts = _gather(statistics, logits.shape[1], sizes, group)
         lse = torch.logsumexp(parts[:, 0], dim=0)
         target = parts[:, 1].amin(dim=0)
         # Every rank holds the same numbers, so all of them raise.
-        if bool((torch.isposinf(target) & counted).any()):
-            wrong = targets[torch.isposinf(target) & counted]
+        nowhere = torch.isposinf(target) & counted
+        if bool(nowhere.any()):
+            wrong = targets[nowhere]
             raise DataError(
                 f"{wrong.numel()} targets are in no vocabulary shard, the first is {int(wrong[0])}; targets must be "
                 f"below the vocabulary size, or ignore_index ({ignore_index})"
@@ -185,7 +187,7 @@ def _selection(active: Tensor) -> Tensor | None:
     return None if bool(active.all()) else active.nonzero().squeeze(1)
 
 
-def _gather(statistics: Tensor, sizes: list[int], width: int, group: dist.ProcessGroup | None) -> Tensor:
+def _gather(statistics: Tensor, width: int, sizes: list[int], group: dist.ProcessGroup | None) -> Tensor:
     """[k, N] of each rank as [TP, k, N], in rank order; a misfit of the shards' sizes is an error on all ranks."""
     if group is None or len(sizes) == 1:
         return statistics.unsqueeze(0)
