@@ -7,7 +7,7 @@ import pytest
 import torch
 from gloo import run
 
-from nemo_geomask.errors import DataError, ShapeError
+from nemo_geomask.errors import ConfigError, DataError, ShapeError
 from nemo_geomask.parallel import vocab_parallel_logprobs
 
 IGNORE = -100
@@ -123,6 +123,98 @@ def test_all_rows_ignored_is_zero():
         assert not values.any()
 
 
+def test_infinite_logit_at_the_target_is_not_taken_for_a_stray_one():
+    logits, targets, *_ = case(8)
+    logits[0, targets[0]] = math.inf
+    logp = vocab_parallel_logprobs(logits, targets)
+    assert logp[0].isnan()
+    assert logp[1:].isfinite().all()
+
+
+def test_unvalidated_stray_target_is_nan():
+    logits, targets, *_ = case(8)
+    targets[1] = -1
+    logp = vocab_parallel_logprobs(logits, targets, validate=False)
+    assert logp[1].isnan()
+    assert logp[2:].isfinite().all()
+
+
+def test_leading_dimensions_that_do_not_merge():
+    logits, targets, g, h = case(9, rows=15, width=21)
+    padded = torch.full((3, 7, 21), math.nan)
+    padded[:, :5] = logits.reshape(3, 5, 21)
+    views = (padded[:, :5], padded[:, :5].transpose(0, 1).contiguous().transpose(0, 1))
+    for view in views:
+        leaf = view.detach().requires_grad_()
+        logp, entropy = vocab_parallel_logprobs(leaf, targets.reshape(3, 5), entropy=True)
+        ((logp * g.reshape(3, 5)).sum() + (entropy * h.reshape(3, 5)).sum()).backward()
+        found = logp.detach().reshape(-1), entropy.detach().reshape(-1), leaf.grad.reshape(15, 21)
+        check([value.numpy() for value in found], loops(logits, targets, g, h))
+
+
+@pytest.mark.parametrize("kernel", ["torch", "triton"])
+@pytest.mark.parametrize("valid", [None, 30])
+def test_gradient_in_place_has_the_same_bits(kernel, valid):
+    if kernel == "triton":
+        pytest.importorskip("triton", reason="triton is not installed")
+    logits, targets, g, h = case(13)
+    targets = targets.where(targets < (valid or 37), torch.tensor(7))
+    expected = ours(logits, targets, g, h, vocab_size=valid, kernel=kernel)
+    leaf = logits.clone().requires_grad_()
+    model_output = leaf * 1.0
+    place = model_output.data_ptr()
+    logp, entropy = vocab_parallel_logprobs(
+        model_output, targets, entropy=True, vocab_size=valid, inplace_gradient=True, kernel=kernel
+    )
+    loss = (logp * g).sum() + (entropy * h).sum()
+    (gradient,) = torch.autograd.grad(loss, model_output, retain_graph=True)
+    assert gradient.data_ptr() == place
+    assert np.array_equal(gradient.numpy(), expected[2])
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_gradient_in_place_reaches_the_model():
+    logits, targets, g, h = case(14)
+    expected = ours(logits, targets, g, h)
+    leaf = logits.clone().requires_grad_()
+    logp, entropy = vocab_parallel_logprobs(leaf + 0.0, targets, entropy=True, inplace_gradient=True)
+    ((logp * g).sum() + (entropy * h).sum()).backward()
+    assert np.array_equal(leaf.grad.numpy(), expected[2])
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_gradient_in_place_is_refused_where_autograd_needs_the_logits(first):
+    logits, targets, g, _ = case(15)
+    leaf = logits.clone().requires_grad_()
+    capped = torch.tanh(leaf)  # saves its output
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        (vocab_parallel_logprobs(capped, targets, inplace_gradient=True) * g).sum().backward()
+    shared = leaf * 1.0
+    mine = (vocab_parallel_logprobs(shared, targets, inplace_gradient=True) * g).sum()
+    other = shared.square().sum()
+    losses = (mine, other) if first else (other, mine)
+    losses[0].backward(retain_graph=True)
+    if first:
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            losses[1].backward()
+    else:
+        # The other consumer is done by then.
+        losses[1].backward()
+        alone = logits.clone().requires_grad_()
+        ((vocab_parallel_logprobs(alone, targets) * g).sum() + alone.square().sum()).backward()
+        torch.testing.assert_close(leaf.grad, alone.grad)
+
+
+def test_gradient_in_place_refuses_leaves_and_overlaps():
+    logits, targets, *_ = case(16)
+    with pytest.raises(ConfigError, match="no operation produced"):
+        vocab_parallel_logprobs(logits.requires_grad_(), targets, inplace_gradient=True)
+    rows = (logits[:1] * 1.0).expand(13, -1)
+    with pytest.raises(ConfigError, match=r"their strides are \[0, 1\]"):
+        vocab_parallel_logprobs(rows, targets, inplace_gradient=True)
+
+
 def test_target_outside_the_vocabulary_is_an_error():
     logits, targets, *_ = case(7)
     targets[2] = 37
@@ -204,5 +296,5 @@ def test_sharded_equals_whole_on_every_rank(world):
             assert np.array_equal(mine[1], results[0][0][index][1])
     for _, errors in results:
         assert "in no vocabulary shard" in errors[0]
-        assert world == 1 or "give shard_sizes=" in errors[1]
-        assert world == 1 or f"give shard_sizes={[8] * world}" in errors[2]
+        assert world == 1 or "shard_sizes=" in errors[1]
+        assert world == 1 or f"shard_sizes={[8] * world} on all ranks" in errors[2]

@@ -1,1 +1,7 @@
-"""Kernels over [rows, vocabulary] logits."""
+"""Kernels over [rows, vocabulary] logits, behind one dispatch."""
+
+from __future__ import annotations
+
+from nemo_geomask.kernels.dispatch import KERNELS, Kernels, choose
+
+__all__ = ["KERNELS", "Kernels", "choose"]

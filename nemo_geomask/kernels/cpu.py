@@ -1,7 +1,7 @@
-"""Row-blocked CPU kernels: one pass over the logits forward, one backward, in one reused float32 block.
+"""Row-blocked kernels in plain torch: the CPU's own, and what runs where Triton does not.
 
-A block of a few rows stays in cache between the steps of softmax, so that the logits are read from memory once and
-nothing of their size is allocated but the gradient.
+A block of a few rows stays in cache between the steps of softmax, so that the logits are read from memory once in
+each direction and nothing of their size is allocated but the gradient.
 """
 
 from __future__ import annotations
@@ -11,10 +11,146 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-__all__ = ["row_gradients", "row_statistics"]
+__all__ = ["fold", "row_gradients", "row_statistics"]
 
 _BLOCK_ELEMENTS = 1 << 20  # 4 MB of float32: a block and its exponentials fit the caches of two cores
 _DEVICE_BLOCK_ELEMENTS = 1 << 28  # elsewhere there is no such cache, and each block costs launches
+
+
+def row_statistics(
+    logits: Tensor,
+    targets: Tensor,
+    *,
+    start: int,
+    ignore_index: int,
+    inverse_temperature: float,
+    entropy: bool,
+) -> Tensor:
+    r"""Softmax statistics of each row over the columns of one vocabulary shard.
+
+    With :math:`z` = logits · ``inverse_temperature``:
+
+    Args:
+        logits: [N, V], floating point: the valid columns of the shard.
+        targets: [N] int64, in the numbering of the whole vocabulary.
+        start: number of the shard's first column.
+        ignore_index: rows with this target are not read.
+        inverse_temperature: factor on the logits, applied in float32.
+        entropy: whether the third statistic is wanted.
+
+    Returns:
+        [2 or 3, N] float32: :math:`\log\sum_j e^{z_j}` (-inf where there is no mass), the target's :math:`z` (0 where
+        it is in another shard), :math:`\sum_j \mathrm{softmax}(z)_j z_j`. Rows not read hold 0.
+    """
+    count, width = logits.shape
+    result = torch.zeros(3 if entropy else 2, count, device=logits.device)
+    local = targets - start
+    inside = (local >= 0) & (local < width)
+    column = local.clamp(0, max(width - 1, 0))
+    for rows, z in _blocks(logits, _selection(targets != ignore_index), inverse_temperature):
+        if width == 0:
+            result[0, rows] = -torch.inf
+            continue
+        own = z.gather(1, column[rows].unsqueeze(1)).squeeze(1)
+        result[1, rows] = torch.where(inside[rows], own, 0.0)
+        peak = z.amax(dim=1, keepdim=True)
+        # A row of -inf alone (an empty part of a filtered vocabulary) has no mass.
+        peak = torch.where(torch.isinf(peak), 0.0, peak)
+        weight = torch.exp(z.sub_(peak)) if entropy else z.sub_(peak).exp_()
+        mass = weight.sum(dim=1)
+        result[0, rows] = mass.log() + peak.squeeze(1)
+        if entropy:
+            # 0 · -inf is 0 here: a filtered column has no part in the entropy.
+            moment = torch.where(weight > 0, weight * z, 0.0).sum(dim=1)
+            result[2, rows] = torch.where(mass > 0, moment / mass + peak.squeeze(1), 0.0)
+    return result
+
+
+def fold(parts: Tensor) -> Tensor:
+    """Statistics over several shards from those over each.
+
+    Args:
+        parts: [P, 2 or 3, N] float32, as :func:`row_statistics` returns them, in the order in which they are added up.
+
+    Returns:
+        [2 or 3, N], the same statistics over all columns.
+
+    Source: Milakov and Gimelshein, arXiv:1805.02867.
+    """
+    if len(parts) == 1:
+        return parts[0]
+    lse = torch.logsumexp(parts[:, 0], dim=0)
+    fields = [lse, parts[:, 1].sum(dim=0)]
+    if parts.shape[1] == 3:
+        share = torch.exp(parts[:, 0] - torch.where(torch.isneginf(lse), 0.0, lse))
+        fields.append((share * parts[:, 2]).sum(dim=0))
+    return torch.stack(fields)
+
+
+def row_gradients(
+    logits: Tensor,
+    targets: Tensor,
+    *,
+    start: int,
+    valid: int,
+    ignore_index: int,
+    inverse_temperature: float,
+    lse: Tensor,
+    grad_logprobs: Tensor,
+    entropy: Tensor | None,
+    grad_entropy: Tensor | None,
+    out: Tensor,
+) -> None:
+    r"""Gradient of a shard's logits, rounded once to the type of ``out``.
+
+    .. math:: \frac{\partial L}{\partial x_j} = \frac1T\Bigl(g\,(\mathbb 1[j = y] - p_j) - h\,p_j(\log p_j + H)\Bigr)
+
+    Args:
+        logits: [N, V], all columns of the shard.
+        targets, start, ignore_index, inverse_temperature: as for :func:`row_statistics`.
+        valid: columns that take part; the gradient of those beyond is 0.
+        lse: [N] log-sum-exp over the whole vocabulary.
+        grad_logprobs: [N] g, incoming gradient of the log-prob.
+        entropy: [N] H over the whole vocabulary, where ``grad_entropy`` is given.
+        grad_entropy: [N] h, incoming gradient of the entropy, or None.
+        out: [N, V], written everywhere; may be ``logits`` itself. Rows whose g and h are 0 (because a mask removed
+            them) are not read.
+    """
+    active = (targets != ignore_index) & (grad_logprobs != 0)
+    if grad_entropy is not None:
+        active = active | ((targets != ignore_index) & (grad_entropy != 0))
+    selection = _selection(active)
+    if selection is not None:
+        # Before the active rows: in place, these are logits that no one needs any more.
+        out[~active] = 0.0
+    out[:, valid:] = 0.0
+    logits, out = logits[:, :valid], out[:, :valid]
+    if valid == 0:
+        return
+    local = targets - start
+    inside = (local >= 0) & (local < valid)
+    column = local.clamp(0, valid - 1)
+    for rows, z in _blocks(logits, selection, inverse_temperature):
+        g = grad_logprobs[rows]
+        at_target = torch.where(inside[rows], g, 0.0)
+        z.sub_(lse[rows].unsqueeze(1))
+        if grad_entropy is None or entropy is None:
+            z.exp_().mul_(-g.unsqueeze(1))
+        else:
+            p = torch.exp(z)
+            z.add_(entropy[rows].unsqueeze(1)).mul_(-grad_entropy[rows].unsqueeze(1)).sub_(g.unsqueeze(1))
+            z.mul_(p)
+            # A filtered column: 0 · inf.
+            z.masked_fill_(p == 0, 0.0)
+        z.scatter_add_(1, column[rows].unsqueeze(1), at_target.unsqueeze(1))
+        if inverse_temperature != 1.0:
+            z.mul_(inverse_temperature)
+        out[rows] = z.to(out.dtype)
+
+
+def _selection(active: Tensor) -> Tensor | None:
+    """Indices of the active rows, None where that is all of them."""
+    return None if bool(active.all()) else active.nonzero().squeeze(1)
 
 
 def _blocks(logits: Tensor, rows: Tensor | None, inverse_temperature: float) -> Iterator[tuple[Tensor | slice, Tensor]]:
@@ -31,91 +167,3 @@ def _blocks(logits: Tensor, rows: Tensor | None, inverse_temperature: float) -> 
         if inverse_temperature != 1.0:
             block.mul_(inverse_temperature)
         yield selection, block
-
-
-def row_statistics(
-    logits: Tensor, targets: Tensor, rows: Tensor | None, *, inverse_temperature: float, entropy: bool
-) -> Tensor:
-    """Softmax statistics of each row of a vocabulary shard.
-
-    With z = logits · inverse_temperature over the shard's columns:
-
-    Args:
-        logits: [N, V], floating point.
-        targets: [N] int64, column of the target; outside [0, V) where it is not in this shard.
-        rows: int64 indices of the rows to compute, or None for all.
-        inverse_temperature: factor on the logits, applied in float32.
-        entropy: whether the third statistic is wanted.
-
-    Returns:
-        [2 or 3, N] float32: log Σ exp z; the target's z, +inf where it is in no column; Σ softmax(z)·z. Rows not
-        computed hold 0.
-    """
-    count, width = logits.shape
-    result = torch.zeros(3 if entropy else 2, count, device=logits.device)
-    inside = (targets >= 0) & (targets < width)
-    column = targets.clamp(0, max(width - 1, 0))
-    for selection, z in _blocks(logits, rows, inverse_temperature):
-        if width == 0:
-            result[0, selection], result[1, selection] = -torch.inf, torch.inf
-            continue
-        own = z.gather(1, column[selection].unsqueeze(1)).squeeze(1)
-        result[1, selection] = torch.where(inside[selection], own, torch.inf)
-        peak = z.amax(dim=1, keepdim=True)
-        # A row of -inf alone (an empty part of a filtered vocabulary) has no mass.
-        peak = torch.where(torch.isinf(peak), 0.0, peak)
-        weight = torch.exp(z.sub_(peak)) if entropy else z.sub_(peak).exp_()
-        mass = weight.sum(dim=1)
-        result[0, selection] = mass.log() + peak.squeeze(1)
-        if entropy:
-            # 0 · -inf is 0 here: a filtered column has no part in the entropy.
-            moment = torch.where(weight > 0, weight * z, 0.0).sum(dim=1)
-            result[2, selection] = torch.where(mass > 0, moment / mass + peak.squeeze(1), 0.0)
-    return result
-
-
-def row_gradients(
-    logits: Tensor,
-    targets: Tensor,
-    rows: Tensor | None,
-    *,
-    inverse_temperature: float,
-    lse: Tensor,
-    grad_logprobs: Tensor,
-    entropy: Tensor | None,
-    grad_entropy: Tensor | None,
-    out: Tensor,
-) -> None:
-    r"""Gradient of the logits of a shard, into ``out``, rounded once to its dtype.
-
-    .. math:: \frac{\partial L}{\partial x_j} = \frac1T\Bigl(g\,(\mathbb 1[j = y] - p_j) - h\,p_j(\log p_j + H)\Bigr)
-
-    Args:
-        logits, targets, rows, inverse_temperature: as for :func:`row_statistics`.
-        lse: [N] log-sum-exp over the whole vocabulary.
-        grad_logprobs: [N] g, incoming gradient of the log-prob.
-        entropy: [N] H over the whole vocabulary, where ``grad_entropy`` is given.
-        grad_entropy: [N] h, incoming gradient of the entropy, or None.
-        out: [N, V], zeroed where ``rows`` does not reach.
-    """
-    width = logits.shape[1]
-    if width == 0:
-        return
-    inside = (targets >= 0) & (targets < width)
-    column = targets.clamp(0, width - 1)
-    for selection, z in _blocks(logits, rows, inverse_temperature):
-        g = grad_logprobs[selection]
-        at_target = torch.where(inside[selection], g, 0.0)
-        z.sub_(lse[selection].unsqueeze(1))
-        if grad_entropy is None or entropy is None:
-            z.exp_().mul_(-g.unsqueeze(1))
-        else:
-            p = torch.exp(z)
-            z.add_(entropy[selection].unsqueeze(1)).mul_(-grad_entropy[selection].unsqueeze(1)).sub_(g.unsqueeze(1))
-            z.mul_(p)
-            # A filtered column: 0 · inf.
-            z.masked_fill_(p == 0, 0.0)
-        z.scatter_add_(1, column[selection].unsqueeze(1), at_target.unsqueeze(1))
-        if inverse_temperature != 1.0:
-            z.mul_(inverse_temperature)
-        out[selection] = z.to(out.dtype)

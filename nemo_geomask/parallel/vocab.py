@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Sequence
-from typing import Any, Literal, overload
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal, NamedTuple, overload
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from nemo_geomask.errors import DataError, ShapeError
-from nemo_geomask.kernels.cpu import row_gradients, row_statistics
+from nemo_geomask.errors import ConfigError, DataError, ShapeError
+from nemo_geomask.kernels import Kernels, choose
 
 __all__ = ["vocab_parallel_logprobs"]
 
@@ -28,6 +29,9 @@ def vocab_parallel_logprobs(
     vocab_size: int | None = ...,
     shard_sizes: Sequence[int] | None = ...,
     ignore_index: int = ...,
+    inplace_gradient: bool = ...,
+    validate: bool = ...,
+    kernel: str = ...,
 ) -> Tensor: ...
 @overload
 def vocab_parallel_logprobs(
@@ -40,6 +44,9 @@ def vocab_parallel_logprobs(
     vocab_size: int | None = ...,
     shard_sizes: Sequence[int] | None = ...,
     ignore_index: int = ...,
+    inplace_gradient: bool = ...,
+    validate: bool = ...,
+    kernel: str = ...,
 ) -> tuple[Tensor, Tensor]: ...
 def vocab_parallel_logprobs(
     logits: Tensor,
@@ -51,6 +58,9 @@ def vocab_parallel_logprobs(
     vocab_size: int | None = None,
     shard_sizes: Sequence[int] | None = None,
     ignore_index: int = -100,
+    inplace_gradient: bool = False,
+    validate: bool = True,
+    kernel: str = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
     r"""Log-softmax of the targets over a sharded vocabulary, and on request the full-vocabulary entropy.
 
@@ -68,7 +78,15 @@ def vocab_parallel_logprobs(
         entropy: also return H; differentiable.
         vocab_size: valid tokens where the vocabulary is padded at its end; columns beyond take no part. None: all.
         shard_sizes: columns of each rank, where they differ; None: all ranks have as many as this one.
-        ignore_index: targets with this value are not computed: log-prob, entropy and gradient are 0 there.
+        ignore_index: targets with this value are not computed: log-prob, entropy and gradient are 0 there, and the
+            row is not read.
+        inplace_gradient: write the gradient of the logits into the logits themselves, so that a step holds one tensor
+            of their size in place of two. After the backward pass the logits are gone. Whatever else autograd has kept
+            them for (another loss on them, an operation that produced them and saved its output, a second backward
+            pass) then fails with autograd's own error about a tensor modified in place.
+        validate: check targets and shards, by one flag read back from the device. Without it a stray target has
+            log-prob NaN.
+        kernel: ``auto``, ``triton`` or ``torch``, see :func:`nemo_geomask.kernels.choose`.
 
     Returns:
         Log-probs [...] float32, or the pair (log-probs, entropy), in nats.
@@ -77,6 +95,7 @@ def vocab_parallel_logprobs(
         ShapeError: shapes or dtypes don't fit, or the ranks' columns aren't those of ``shard_sizes`` (of equal shards
             where it is None); the latter on all ranks.
         DataError: a target is in no rank's columns; raised on all ranks.
+        ConfigError: ``inplace_gradient`` where the logits are a leaf, or overlap in memory.
 
     Source: Megatron-LM ``vocab_parallel_cross_entropy`` for the sharding; the merge of partial softmaxes is that of
     Milakov and Gimelshein, arXiv:1805.02867.
@@ -88,6 +107,8 @@ def vocab_parallel_logprobs(
         )
     if not 0 < temperature < math.inf:
         raise ShapeError(f"temperature must be above 0 and finite, but it is {temperature}")
+    if inplace_gradient:
+        _check_inplace(logits)
     rank, world = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
     width = logits.shape[-1]
     sizes = [width] * world if shard_sizes is None else list(shard_sizes)
@@ -97,106 +118,186 @@ def vocab_parallel_logprobs(
             f"shard_sizes {sizes} must have one entry for each of the {world} ranks of the group, and rank {rank}'s "
             f"must be its {width} columns"
         )
-    start = sum(sizes[:rank])
-    valid = width if vocab_size is None else min(max(vocab_size - start, 0), width)
-    flat = logits.reshape(targets.numel(), width)
-    result = _VocabParallel.apply(  # type: ignore[no-untyped-call]
-        flat, targets.reshape(-1), group, sizes, start, valid, 1.0 / temperature, ignore_index, entropy
-    )
-    logprobs = result[0].reshape(targets.shape)
-    return (logprobs, result[1].reshape(targets.shape)) if entropy else logprobs
+    shards = _Shards(sizes, rank, group, sum(sizes) if vocab_size is None else min(vocab_size, sum(sizes)))
+    options = _Options(1.0 / temperature, ignore_index, entropy, inplace_gradient, validate, choose(logits, kernel))
+    result: tuple[Tensor, ...] = _VocabParallel.apply(logits, targets, shards, options)  # type: ignore[no-untyped-call]
+    return (result[0], result[1]) if entropy else result[0]
+
+
+class _Shards(NamedTuple):
+    """Columns of each rank, this rank, and the number of valid columns among all."""
+
+    sizes: list[int]
+    rank: int
+    group: dist.ProcessGroup | None
+    vocab_size: int
+
+    @property
+    def start(self) -> int:
+        return sum(self.sizes[: self.rank])
+
+
+class _Options(NamedTuple):
+    inverse_temperature: float
+    ignore_index: int
+    entropy: bool
+    inplace: bool
+    validate: bool
+    kernels: Kernels
 
 
 class _VocabParallel(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        logits: Tensor,
-        targets: Tensor,
-        group: dist.ProcessGroup | None,
-        sizes: list[int],
-        start: int,
-        valid: int,
-        inverse_temperature: float,
-        ignore_index: int,
-        entropy: bool,
-    ) -> tuple[Tensor, ...]:
-        counted = targets != ignore_index
-        local = targets - start
-        statistics = row_statistics(
-            logits[:, :valid],
-            local,
-            _selection(counted),
-            inverse_temperature=inverse_temperature,
-            entropy=entropy,
-        )
-        parts = _gather(statistics, logits.shape[1], sizes, group)
-        lse = torch.logsumexp(parts[:, 0], dim=0)
-        target = parts[:, 1].amin(dim=0)
-        # Every rank holds the same numbers, so all of them raise.
-        nowhere = torch.isposinf(target) & counted
-        if bool(nowhere.any()):
-            wrong = targets[nowhere]
-            raise DataError(
-                f"{wrong.numel()} targets are in no vocabulary shard, the first is {int(wrong[0])}; targets must be "
-                f"below the vocabulary size, or ignore_index ({ignore_index})"
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, shards: _Shards, options: _Options) -> tuple[Tensor, ...]:
+        width, start = logits.shape[-1], shards.start
+        valid = min(max(shards.vocab_size - start, 0), width)
+        goals = targets.reshape(-1)
+        parts = [
+            options.kernels.row_statistics(
+                rows[:, :valid],
+                goals[begin : begin + len(rows)],
+                start=start,
+                ignore_index=options.ignore_index,
+                inverse_temperature=options.inverse_temperature,
+                entropy=options.entropy,
             )
-        logprobs = torch.where(counted, target - lse, 0.0)
-        expected = torch.zeros_like(lse)
-        if entropy:
-            expected = torch.where(counted, lse - (torch.exp(parts[:, 0] - lse) * parts[:, 2]).sum(dim=0), 0.0)
-        ctx.save_for_backward(logits, local, lse, expected, counted)
-        ctx.valid, ctx.inverse_temperature = valid, inverse_temperature
+            for begin, rows in _matrices(logits)
+        ]
+        statistics = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+        counted = goals != options.ignore_index
+        stray = counted & ((goals < 0) | (goals >= shards.vocab_size))
+        gathered, places = _gather(statistics, width, stray, shards)
+        if options.validate:
+            _refuse(goals, stray, places, shards, options.ignore_index)
+        whole = options.kernels.fold(gathered)
+        lse = whole[0]
+        logprobs = torch.where(counted, whole[1] - lse, 0.0)
+        if not options.validate:
+            logprobs = torch.where(stray, torch.nan, logprobs)
+        results = [logprobs.reshape(targets.shape)]
+        entropy = None
+        if options.entropy:
+            entropy = torch.where(counted, lse - whole[2], 0.0)
+            results.append(entropy.reshape(targets.shape))
+        ctx.save_for_backward(logits, goals, lse, entropy)
+        ctx.start, ctx.valid, ctx.options = start, valid, options
         ctx.set_materialize_grads(False)
-        return (logprobs, expected) if entropy else (logprobs,)
+        return tuple(results)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        logits, local, lse, entropy, counted = ctx.saved_tensors
-        nothing = (None,) * 8
-        grad_logprobs = grads[0]
-        grad_entropy = grads[1] if len(grads) > 1 else None
-        if grad_logprobs is None and grad_entropy is None:
-            return (None, *nothing)
-        if grad_logprobs is None:
-            grad_logprobs = torch.zeros_like(lse)
-        # Rows that a mask removed have gradient 0 and are not read.
-        active = counted & (grad_logprobs != 0)
-        if grad_entropy is not None:
-            active = active | (counted & (grad_entropy != 0))
-        rows = _selection(active)
-        whole = rows is None and ctx.valid == logits.shape[1]
-        out = torch.empty_like(logits) if whole else torch.zeros_like(logits)
-        row_gradients(
-            logits[:, : ctx.valid],
-            local,
-            rows,
-            inverse_temperature=ctx.inverse_temperature,
-            lse=lse,
-            grad_logprobs=grad_logprobs,
-            entropy=entropy,
-            grad_entropy=grad_entropy,
-            out=out[:, : ctx.valid],
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, None, None, None]:
+        logits, goals, lse, entropy = ctx.saved_tensors
+        options: _Options = ctx.options
+        of_logprobs, of_entropy = (grad if grad is None else grad.reshape(-1) for grad in (*grads, None)[:2])
+        if of_logprobs is None and of_entropy is None:
+            return None, None, None, None
+        if of_logprobs is None:
+            of_logprobs = torch.zeros_like(lse)
+        out = logits if options.inplace else torch.empty_like(logits, memory_format=torch.contiguous_format)
+        for (begin, rows), (_, into) in zip(_matrices(logits), _matrices(out, like=logits), strict=True):
+            span = slice(begin, begin + len(rows))
+            options.kernels.row_gradients(
+                rows,
+                goals[span],
+                start=ctx.start,
+                valid=ctx.valid,
+                ignore_index=options.ignore_index,
+                inverse_temperature=options.inverse_temperature,
+                lse=lse[span],
+                grad_logprobs=of_logprobs[span],
+                entropy=None if of_entropy is None else entropy[span],
+                grad_entropy=None if of_entropy is None else of_entropy[span],
+                out=into,
+            )
+        if options.inplace:
+            # So that autograd refuses to use the logits for anything else.
+            torch.autograd.graph.increment_version(logits)
+            out = logits.detach()
+        return out, None, None, None
+
+
+def _matrices(logits: Tensor, like: Tensor | None = None) -> Iterator[tuple[int, Tensor]]:
+    """The logits as matrices [rows, V] without a copy, each with the number of its first row.
+
+    One, unless the leading dimensions can't be merged; then the same ones as for ``like``.
+    """
+    yield from _merge(logits.detach(), logits if like is None else like, 0)
+
+
+def _merge(logits: Tensor, like: Tensor, begin: int) -> Iterator[tuple[int, Tensor]]:
+    count = math.prod(like.shape[:-1])
+    if like.dim() <= 2 or _mergeable(like):
+        yield begin, logits.view(count, logits.shape[-1])
+        return
+    for index in range(like.shape[0]):
+        yield from _merge(logits[index], like[index], begin + index * (count // like.shape[0]))
+
+
+def _mergeable(logits: Tensor) -> bool:
+    try:
+        logits.view(-1, logits.shape[-1]) if logits.numel() else None
+    except RuntimeError:
+        return False
+    return True
+
+
+def _gather(statistics: Tensor, width: int, stray: Tensor, shards: _Shards) -> tuple[Tensor, Tensor | None]:
+    """[k, N] of each rank as [TP, k, N], in rank order, and what each rank takes the shards to be, [TP, 2, 3]."""
+    if shards.group is None or len(shards.sizes) == 1:
+        return statistics.unsqueeze(0), None
+    # A few more columns say how each rank sees the shards, so that a misfit is an error on all of them.
+    place = _place(width, shards.start, sum(shards.sizes), shards.vocab_size, str(statistics.device))
+    strays = stray.sum().to(statistics.dtype).expand(len(statistics), 1)
+    mine = torch.cat([statistics, place[: len(statistics)], strays], dim=1)
+    everyone = mine.new_empty(len(shards.sizes), *mine.shape)
+    dist.all_gather(list(everyone.unbind(0)), mine, group=shards.group)
+    return everyone[..., :-3], everyone[:, :2, -3:]
+
+
+@functools.lru_cache(maxsize=64)
+def _place(width: int, start: int, total: int, vocab_size: int, device: str) -> Tensor:
+    # Cached, since a copy from the host would wait for the device.
+    return torch.tensor([[width, total], [start, vocab_size], [0, 0]], dtype=torch.float32, device=device)
+
+
+def _refuse(goals: Tensor, stray: Tensor, places: Tensor | None, shards: _Shards, ignore_index: int) -> None:
+    """Every rank holds the same numbers here, so all of them raise; one flag is read back."""
+    wrong, misfit = stray.any(), None
+    if places is not None:
+        (widths, starts), (totals, vocab_sizes) = places[..., 0].unbind(1), places[..., 1].unbind(1)
+        fits = (starts == widths.cumsum(0) - widths) & (totals == widths.sum()) & (vocab_sizes == vocab_sizes[0])
+        misfit = ~fits.all()
+        wrong = misfit | (places[..., 2] != 0).any()
+    if not bool(wrong):
+        return
+    if places is not None and misfit is not None and bool(misfit):
+        found = [int(width) for width in places[:, 0, 0].tolist()]
+        raise ShapeError(
+            f"the ranks hold {found} columns, but rank {shards.rank} assumes {shards.sizes}, of which "
+            f"{shards.vocab_size} valid; give the same vocab_size and shard_sizes={found} on all ranks"
         )
-        return (out, *nothing)
+    numbers = goals[stray]
+    if not numbers.numel():
+        raise DataError("another rank has targets in no vocabulary shard; targets must be the same on all ranks")
+    raise DataError(
+        f"{numbers.numel()} targets are in no vocabulary shard, the first is {int(numbers[0])}; targets must be "
+        f"below the vocabulary size ({shards.vocab_size}), or ignore_index ({ignore_index})"
+    )
 
 
-def _selection(active: Tensor) -> Tensor | None:
-    """Indices of the active rows, None where that is all of them."""
-    return None if bool(active.all()) else active.nonzero().squeeze(1)
-
-
-def _gather(statistics: Tensor, width: int, sizes: list[int], group: dist.ProcessGroup | None) -> Tensor:
-    """[k, N] of each rank as [TP, k, N], in rank order; a misfit of the shards' sizes is an error on all ranks."""
-    if group is None or len(sizes) == 1:
-        return statistics.unsqueeze(0)
-    # One more column carries each rank's width, so that wrong sizes can't shift targets silently.
-    mine = torch.cat([statistics, statistics.new_full((len(statistics), 1), float(width))], dim=1)
-    parts = [torch.empty_like(mine) for _ in sizes]
-    dist.all_gather(parts, mine, group=group)
-    gathered = torch.stack(parts)
-    widths = [int(found) for found in gathered[:, 0, -1].tolist()]
-    if widths != sizes:
-        raise ShapeError(f"the ranks hold {widths} columns, but {sizes} were assumed; give shard_sizes={widths}")
-    return gathered[..., :-1]
+def _check_inplace(logits: Tensor) -> None:
+    if logits.is_leaf and logits.requires_grad:
+        raise ConfigError(
+            "inplace_gradient would overwrite logits that no operation produced (a leaf); pass the output of the "
+            "model, or inplace_gradient=False"
+        )
+    strides = sorted((stride, size) for size, stride in zip(logits.shape, logits.stride(), strict=True) if size > 1)
+    reach = 1
+    for stride, size in strides:
+        if stride < reach:
+            raise ConfigError(
+                f"inplace_gradient needs logits that don't overlap in memory, but their shape is {list(logits.shape)} "
+                f"and their strides are {list(logits.stride())}; pass logits.contiguous(), or inplace_gradient=False"
+            )
+        reach = stride * size

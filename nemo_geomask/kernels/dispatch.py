@@ -1,0 +1,69 @@
+"""Which kernels run on given logits, and why."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import NamedTuple
+
+from torch import Tensor
+
+from nemo_geomask.errors import ConfigError, MissingDependencyError
+from nemo_geomask.kernels import cpu
+
+__all__ = ["KERNELS", "Kernels", "choose"]
+
+KERNELS = ("auto", "triton", "torch")
+
+
+class Kernels(NamedTuple):
+    """A set of kernels with the same meaning, see :mod:`nemo_geomask.kernels.cpu` for what each computes.
+
+    Attributes:
+        name: ``triton`` or ``torch``.
+        reason: why this one, in words.
+    """
+
+    name: str
+    reason: str
+    row_statistics: Callable[..., Tensor]
+    fold: Callable[[Tensor], Tensor]
+    row_gradients: Callable[..., None]
+
+
+def choose(logits: Tensor, name: str = "auto") -> Kernels:
+    """The kernels for ``logits``.
+
+    Args:
+        logits: where they are decides.
+        name: ``auto``: Triton on a GPU where it is importable, else plain torch in blocks of rows. ``triton`` or
+            ``torch``: that one. Triton on a CPU needs its interpreter (``TRITON_INTERPRET=1``).
+
+    Raises:
+        ConfigError: an unknown name, or Triton on a CPU without its interpreter.
+        MissingDependencyError: Triton was asked for and can't be imported.
+    """
+    if name not in KERNELS:
+        raise ConfigError(f"kernel must be one of {', '.join(KERNELS)}, but it is {name!r}")
+    on_gpu = logits.device.type == "cuda"
+    if name == "torch":
+        return _torch("asked for")
+    if name == "auto" and not on_gpu:
+        return _torch(f"the logits are on {logits.device.type}")
+    try:
+        gpu = importlib.import_module("nemo_geomask.kernels.gpu")
+    except ImportError as error:
+        if name == "auto":
+            return _torch(f"triton can't be imported ({error})")
+        raise MissingDependencyError(f"kernel 'triton' needs triton, which can't be imported: {error}") from error
+    if not on_gpu and not gpu.INTERPRETED:
+        raise ConfigError(
+            f"kernel 'triton' needs logits on a GPU, but they are on {logits.device.type}; use 'auto', or set "
+            "TRITON_INTERPRET=1 to run it in the interpreter"
+        )
+    why = f"the logits are on {logits.device.type}" if name == "auto" else "asked for"
+    return Kernels("triton", why, gpu.row_statistics, gpu.fold, gpu.row_gradients)
+
+
+def _torch(reason: str) -> Kernels:
+    return Kernels("torch", reason, cpu.row_statistics, cpu.fold, cpu.row_gradients)

@@ -1,0 +1,9 @@
+"""What has to be settled before any test module is imported."""
+
+import os
+
+import torch
+
+# Triton asks when it is imported; the processes that tests start inherit it.
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
