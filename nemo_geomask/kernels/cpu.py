@@ -6,13 +6,19 @@ each direction and nothing of their size is allocated but the gradient.
 
 from __future__ import annotations
 
+import contextlib
+import math
+import mmap
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-__all__ = ["fold", "row_gradients", "row_statistics"]
+__all__ = ["empty_gradient", "fold", "row_gradients", "row_statistics"]
 
+_LOG2_E = math.log2(math.e)
+_LOWEST = -1.0e30  # stands for -inf where a product with 0 must be 0
+_HUGE = 1 << 25  # bytes above which glibc returns memory to the system at once
 _BLOCK_ELEMENTS = 1 << 20  # 4 MB of float32: a block and its exponentials fit the caches of two cores
 _DEVICE_BLOCK_ELEMENTS = 1 << 28  # elsewhere there is no such cache, and each block costs launches
 
@@ -47,22 +53,23 @@ def row_statistics(
     local = targets - start
     inside = (local >= 0) & (local < width)
     column = local.clamp(0, max(width - 1, 0))
-    for rows, z in _blocks(logits, _selection(targets != ignore_index), inverse_temperature):
+    for rows, z in _blocks(logits, _selection(targets != ignore_index)):
         if width == 0:
             result[0, rows] = -torch.inf
             continue
         own = z.gather(1, column[rows].unsqueeze(1)).squeeze(1)
-        result[1, rows] = torch.where(inside[rows], own, 0.0)
+        result[1, rows] = torch.where(inside[rows], own * inverse_temperature, 0.0)
         peak = z.amax(dim=1, keepdim=True)
         # A row of -inf alone (an empty part of a filtered vocabulary) has no mass.
         peak = torch.where(torch.isinf(peak), 0.0, peak)
-        weight = torch.exp(z.sub_(peak)) if entropy else z.sub_(peak).exp_()
+        weight = _exp(z, -peak, inverse_temperature, out=None if entropy else z)
         mass = weight.sum(dim=1)
-        result[0, rows] = mass.log() + peak.squeeze(1)
+        top = peak.squeeze(1) * inverse_temperature
+        result[0, rows] = mass.log() + top
         if entropy:
-            # 0 · -inf is 0 here: a filtered column has no part in the entropy.
-            moment = torch.where(weight > 0, weight * z, 0.0).sum(dim=1)
-            result[2, rows] = torch.where(mass > 0, moment / mass + peak.squeeze(1), 0.0)
+            # 0 · -inf would be NaN, but a filtered column has no part in the entropy.
+            moment = z.clamp_(min=_LOWEST).mul_(weight).sum(dim=1) * inverse_temperature
+            result[2, rows] = torch.where(mass > 0, moment / mass, 0.0)
     return result
 
 
@@ -85,6 +92,22 @@ def fold(parts: Tensor) -> Tensor:
         share = torch.exp(parts[:, 0] - torch.where(torch.isneginf(lse), 0.0, lse))
         fields.append((share * parts[:, 2]).sum(dim=0))
     return torch.stack(fields)
+
+
+def empty_gradient(logits: Tensor) -> Tensor:
+    """Uninitialised memory for the gradient of ``logits``: same shape and type, contiguous.
+
+    On huge pages where the system has them: the logits' gradient is far beyond what the allocator keeps between
+    steps, and touching it for the first time by small pages costs more than computing what goes there.
+    """
+    size = logits.numel() * logits.element_size()
+    if logits.device.type != "cpu" or size < _HUGE or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return torch.empty_like(logits, memory_format=torch.contiguous_format)
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    # A hint: a system that refuses it still gives memory.
+    with contextlib.suppress(OSError):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=logits.dtype).view(logits.shape)
 
 
 def row_gradients(
@@ -130,22 +153,30 @@ def row_gradients(
     local = targets - start
     inside = (local >= 0) & (local < valid)
     column = local.clamp(0, valid - 1)
-    for rows, z in _blocks(logits, selection, inverse_temperature):
+    for rows, z in _blocks(logits, selection):
         g = grad_logprobs[rows]
         at_target = torch.where(inside[rows], g, 0.0)
-        z.sub_(lse[rows].unsqueeze(1))
+        shift = -lse[rows].unsqueeze(1) / inverse_temperature
         if grad_entropy is None or entropy is None:
-            z.exp_().mul_(-g.unsqueeze(1))
+            slope = _exp(z, shift, inverse_temperature, out=z).mul_(g.mul(-inverse_temperature).unsqueeze(1))
         else:
-            p = torch.exp(z)
-            z.add_(entropy[rows].unsqueeze(1)).mul_(-grad_entropy[rows].unsqueeze(1)).sub_(g.unsqueeze(1))
-            z.mul_(p)
-            # A filtered column: 0 · inf.
-            z.masked_fill_(p == 0, 0.0)
-        z.scatter_add_(1, column[rows].unsqueeze(1), at_target.unsqueeze(1))
-        if inverse_temperature != 1.0:
-            z.mul_(inverse_temperature)
-        out[rows] = z.to(out.dtype)
+            p = _exp(z, shift, inverse_temperature)
+            # -(g + h·(log p + H)) · p / T, with the factors of log p = z/T - lse drawn together.
+            h = grad_entropy[rows] * inverse_temperature
+            constant = (g + grad_entropy[rows] * (entropy[rows] - lse[rows])).mul_(-inverse_temperature)
+            z.clamp_(min=_LOWEST).mul_((h * -inverse_temperature).unsqueeze(1)).add_(constant.unsqueeze(1))
+            slope = z.mul_(p)
+        slope.scatter_add_(1, column[rows].unsqueeze(1), (at_target * inverse_temperature).unsqueeze(1))
+        if isinstance(rows, slice):
+            out[rows].copy_(slope)
+        else:
+            out.index_copy_(0, rows, slope.to(out.dtype))
+
+
+def _exp(z: Tensor, shift: Tensor, scale: float, out: Tensor | None = None) -> Tensor:
+    """exp((z + shift) · scale) in two passes: torch's exp2 is several times faster than its exp on a CPU."""
+    factor = scale * _LOG2_E
+    return torch.exp2(torch.add(shift * factor, z, alpha=factor, out=out), out=out)
 
 
 def _selection(active: Tensor) -> Tensor | None:
@@ -153,8 +184,8 @@ def _selection(active: Tensor) -> Tensor | None:
     return None if bool(active.all()) else active.nonzero().squeeze(1)
 
 
-def _blocks(logits: Tensor, rows: Tensor | None, inverse_temperature: float) -> Iterator[tuple[Tensor | slice, Tensor]]:
-    """Row selection and its scaled float32 logits, in a buffer that the next block overwrites."""
+def _blocks(logits: Tensor, rows: Tensor | None) -> Iterator[tuple[Tensor | slice, Tensor]]:
+    """Row selection and its float32 logits, in a buffer that the next block overwrites."""
     count, width = logits.shape[0] if rows is None else rows.numel(), logits.shape[1]
     elements = _BLOCK_ELEMENTS if logits.device.type == "cpu" else _DEVICE_BLOCK_ELEMENTS
     step = max(1, elements // max(width, 1))
@@ -164,6 +195,4 @@ def _blocks(logits: Tensor, rows: Tensor | None, inverse_temperature: float) -> 
         selection = slice(start, stop) if rows is None else rows[start:stop]
         block = buffer[: stop - start]
         block.copy_(logits[selection])
-        if inverse_temperature != 1.0:
-            block.mul_(inverse_temperature)
         yield selection, block

@@ -29,6 +29,7 @@ class Kernels(NamedTuple):
     row_statistics: Callable[..., Tensor]
     fold: Callable[[Tensor], Tensor]
     row_gradients: Callable[..., None]
+    empty_gradient: Callable[[Tensor], Tensor]
 
 
 def choose(logits: Tensor, name: str = "auto") -> Kernels:
@@ -62,8 +63,8 @@ def choose(logits: Tensor, name: str = "auto") -> Kernels:
             "TRITON_INTERPRET=1 to run it in the interpreter"
         )
     why = f"the logits are on {logits.device.type}" if name == "auto" else "asked for"
-    return Kernels("triton", why, gpu.row_statistics, gpu.fold, gpu.row_gradients)
+    return Kernels("triton", why, gpu.row_statistics, gpu.fold, gpu.row_gradients, gpu.empty_gradient)
 
 
 def _torch(reason: str) -> Kernels:
-    return Kernels("torch", reason, cpu.row_statistics, cpu.fold, cpu.row_gradients)
+    return Kernels("torch", reason, cpu.row_statistics, cpu.fold, cpu.row_gradients, cpu.empty_gradient)

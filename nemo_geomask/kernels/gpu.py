@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-__all__ = ["INTERPRETED", "fold", "row_gradients", "row_statistics", "splits"]
+__all__ = ["INTERPRETED", "empty_gradient", "fold", "row_gradients", "row_statistics", "splits"]
 
 _LOG2_E = math.log2(math.e)
 
@@ -90,6 +90,11 @@ def fold(parts: Tensor) -> Tensor:
             num_warps=4,
         )
     return result
+
+
+def empty_gradient(logits: Tensor) -> Tensor:
+    """See :func:`nemo_geomask.kernels.cpu.empty_gradient`."""
+    return torch.empty_like(logits, memory_format=torch.contiguous_format)
 
 
 def row_gradients(

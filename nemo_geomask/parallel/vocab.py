@@ -194,7 +194,7 @@ class _VocabParallel(torch.autograd.Function):
             return None, None, None, None
         if of_logprobs is None:
             of_logprobs = torch.zeros_like(lse)
-        out = logits if options.inplace else torch.empty_like(logits, memory_format=torch.contiguous_format)
+        out = logits if options.inplace else options.kernels.empty_gradient(logits)
         for (begin, rows), (_, into) in zip(_matrices(logits), _matrices(out, like=logits), strict=True):
             span = slice(begin, begin + len(rows))
             options.kernels.row_gradients(
