@@ -1,16 +1,20 @@
 # make demo and make test set up what they need in .venv; PYTHON picks the interpreter (3.11 or newer).
 PYTHON ?= python3
+# What make gpu runs: a python that has torch and triton already; nothing is installed.
+GPU_PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint .ci/constraints.txt
 
-.PHONY: help demo test lint docs clean
+.PHONY: help demo test matrix gpu lint docs clean
 
 help:
 	@echo "make demo   train a small MoE policy under three corrections and plot what they did (about 3 minutes)"
 	@echo "make test   the whole test suite"
+	@echo "make matrix every objective, weight and mask on up to 16 ranks against the float64 oracle (about 8 minutes)"
+	@echo "make gpu    on a machine with a GPU: the kernels' tests and the benchmark, with GPU_PYTHON's torch and triton"
 	@echo "make lint   ruff and mypy"
-	@echo "make docs   rewrite the generated tables"
+	@echo "make docs   rewrite the generated tables and the schema"
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
@@ -38,6 +42,15 @@ demo: $(VENV)/.demo
 test: $(VENV)/.test
 	$(BIN)/python -m pytest
 
+matrix: $(VENV)/.test
+	GEOMASK_MATRIX=1 $(BIN)/python -m pytest -rP tests/test_matrix.py
+
+# Needs torch, triton, numpy and pytest; what else is missing skips with its reason. addopts is strict about plugins.
+gpu:
+	PYTHONPATH=. $(GPU_PYTHON) -m pytest -ra -o addopts= tests/gpu
+	PYTHONPATH=. $(GPU_PYTHON) -m nemo_geomask.bench --device cuda --out docs/performance $(ARGS)
+	PYTHONPATH=. $(GPU_PYTHON) -m nemo_geomask.bench.pages docs/performance.md
+
 lint: $(VENV)/.test
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -45,6 +58,9 @@ lint: $(VENV)/.test
 
 docs: $(VENV)/.test
 	$(BIN)/python -m nemo_geomask.config.reference docs/loss_reference.md
+	$(BIN)/python -m nemo_geomask.bench.pages docs/performance.md
+	$(BIN)/python -m nemo_geomask.config.checks.table docs/check.md
+	$(BIN)/nemo-geomask schema --out docs/recipe.schema.json
 
 clean:
 	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -7,6 +7,7 @@ them carry a single message and can be pickled, since they cross process boundar
 from __future__ import annotations
 
 __all__ = [
+    "BatchVetoError",
     "ConfigError",
     "DataError",
     "GeomaskError",
@@ -39,6 +40,10 @@ class ShapeError(GeomaskError, ValueError):
 
 class NonFiniteError(GeomaskError, ArithmeticError):
     """A log-prob at a trained token is NaN or infinite, and ``nonfinite: raise`` was chosen."""
+
+
+class BatchVetoError(GeomaskError, RuntimeError):
+    """More batches in a row than allowed were vetoed: the engines have come apart."""
 
 
 class PluginError(GeomaskError, LookupError):

@@ -31,8 +31,7 @@ class MetricSums:
     def __init__(self, weight: Tensor, sample_mask: Tensor, segments: Segments) -> None:
         self._weight = weight
         self._sample_mask = sample_mask
-        # The squares of saturated weights come in float64, which is all that holds them.
-        self._flat = {weight.dtype: weight.reshape(-1), torch.float64: weight.double().reshape(-1)}
+        self._scratch = torch.empty_like(weight)
         self._segments = segments
         self._tokens: dict[str, Tensor] = {}
         self._sequences: dict[str, Tensor] = {}
@@ -42,16 +41,29 @@ class MetricSums:
         self._highest: dict[str, Tensor] = {}
         self._kinds: dict[str, Normalizer] = {}
 
-    def tokens(self, name: str, value: Tensor) -> None:
-        """Mean over the step's valid tokens; ``value`` is floating, finite and broadcasts against the token layout."""
-        # At once, while the value is in cache; kept until the end it would only take memory.
-        self._tokens[name] = torch.dot(value.detach().expand(self._weight.shape).reshape(-1), self._flat[value.dtype])
+    def tokens(self, name: str, value: Tensor, *, accumulate: torch.dtype = torch.float32) -> None:
+        """Mean over the step's valid tokens.
+
+        Args:
+            name: of the metric.
+            value: float32, finite, broadcasts against the token layout.
+            accumulate: dtype of the sum; float64 where float32 could not hold it.
+        """
+        # At once, while the value is in cache; kept until the end it would only take memory. Not torch.dot: over
+        # thousands of ratios near 1 it may lose three digits, which bounds such as 1 + 3e-4 need.
+        torch.mul(value.detach(), self._weight, out=self._scratch)
+        self._tokens[name] = self._scratch.sum(dtype=accumulate)
         self._kinds[name] = "tokens"
 
-    def sequences(self, name: str, value: Tensor) -> None:
-        """Mean over the step's valid sequences; ``value`` is [S]."""
-        self._sequences[name] = torch.dot(value.detach(), self._sample_mask.to(value.dtype))
+    def sequences(self, name: str, value: Tensor, *, accumulate: torch.dtype = torch.float32) -> None:
+        """Mean over the step's valid sequences; ``value`` is [S], the rest as for :meth:`tokens`."""
+        self._sequences[name] = (value.detach() * self._sample_mask).sum(dtype=accumulate)
         self._kinds[name] = "sequences"
+
+    def alias(self, name: str, *, of: str) -> None:
+        """The metric ``of`` under another name as well."""
+        values = self._tokens if of in self._tokens else self._sequences
+        values[name], self._kinds[name] = values[of], self._kinds[of]
 
     def part(self, name: str, value: Tensor, normalizer: Normalizer = "none") -> None:
         """A 0-d number over this rank's tokens, divided already by the count that ``normalizer`` names."""
@@ -75,7 +87,7 @@ class MetricSums:
     def read(self, *, global_seqs: Tensor, global_toks: Tensor) -> tuple[dict[str, float], dict[str, Tensor]]:
         """All metrics as floats, by one copy from the device, and the whole parts as tensors.
 
-        One sum and one maximum cross ranks.
+        One vector crosses ranks.
 
         Args:
             global_seqs: 0-d, valid sequences in the step.
@@ -84,18 +96,18 @@ class MetricSums:
         Returns:
             The metrics, and 0-d tensors of what :meth:`part` collected.
         """
-        local = torch.cat([_stack(self._tokens, self._weight), _stack(self._parts, self._weight)])
-        whole = self._segments.whole(local)
-        token_sums, parts = whole[: len(self._tokens)], whole[len(self._tokens) :]
-        extremes = self._segments.whole_extremes(
-            _stack(self._lowest, self._weight), _stack(self._highest, self._weight)
+        sums = torch.cat([_stack(self._tokens, self._weight), _stack(self._parts, self._weight)])
+        whole, lowest, highest = self._segments.whole(
+            sums, _stack(self._lowest, self._weight), _stack(self._highest, self._weight)
         )
+        token_sums, parts = whole[: len(self._tokens)], whole[len(self._tokens) :]
         values = [
             token_sums * inverse_count(global_toks),
             _stack(self._sequences, self._weight) * inverse_count(global_seqs),
             parts,
             _stack(self._scalars, self._weight),
-            *extremes,
+            lowest,
+            highest,
         ]
         names = [*self._tokens, *self._sequences, *self._parts, *self._scalars, *self._lowest, *self._highest]
         # In float64, as the counts and squared weights among them.

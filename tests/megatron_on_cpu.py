@@ -5,6 +5,8 @@ import contextlib
 import copy
 
 import torch
+import torch.distributed as dist
+from test_segments import shares
 
 
 class _Stream:
@@ -57,3 +59,42 @@ def install():
     token_dispatcher.maybe_move_tensor_to_cpu = lambda tensor, as_numpy=False, record_stream=False: (
         tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
     )
+
+
+class PackedAttention(torch.nn.Module):
+    """In the place of Transformer Engine's attention: "Packed sequence is not supported by DotProductAttention", nor is
+    context parallelism. Each rank's queries see the keys and values of all ranks' shares."""
+
+    def __init__(self, config, *args, **options):
+        super().__init__()
+        self.scale = config.kv_channels**-0.5
+
+    def forward(self, query, key, value, attention_mask, *args, packed_seq_params, **options):
+        from megatron.core import parallel_state
+
+        group = parallel_state.get_context_parallel_group()
+        offsets = packed_seq_params.cu_seqlens_q_padded.tolist()
+        held = [torch.tensor(shares(offsets, rank, group.size())) for rank in range(group.size())]
+        # Places in the packed row order the tokens within a sequence too.
+        queries, keys = held[group.rank()][:, :1], torch.cat(held)[:, 0]
+        sequence = torch.repeat_interleave(torch.arange(len(offsets) - 1), torch.tensor(offsets).diff())
+        visible = (sequence[queries] == sequence[keys]) & (keys <= queries)
+        # [N, heads, width], as Megatron hands packed tokens over.
+        everyone = [_Gathered.apply(part, group) for part in (key, value)]
+        scores = torch.einsum("qhd,khd->hqk", query, everyone[0]) * self.scale
+        return torch.einsum("hqk,khd->qhd", scores.where(visible, -torch.inf).softmax(dim=-1), everyone[1])
+
+
+class _Gathered(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, part, group):
+        ctx.group = group
+        parts = [torch.empty_like(part) for _ in range(group.size())]
+        dist.all_gather(parts, part.contiguous(), group=group)
+        return torch.cat(parts)
+
+    @staticmethod
+    def backward(ctx, grad):
+        grad = grad.contiguous()
+        dist.all_reduce(grad, group=ctx.group)
+        return grad.chunk(ctx.group.size())[ctx.group.rank()], None

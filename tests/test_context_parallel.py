@@ -4,6 +4,7 @@ import itertools
 import os
 import signal
 import time
+from dataclasses import replace
 
 import batches
 import numpy as np
@@ -12,9 +13,11 @@ import pytest
 import torch
 from batches import MASKS, VARIANTS
 from gloo import run
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from nemo_geomask import build_loss
 from nemo_geomask.errors import NonFiniteError, ShapeError
+from nemo_geomask.losses.batch import read_packed
 from nemo_geomask.segments import PackedSegments
 
 LEVELS = {
@@ -120,19 +123,41 @@ def test_packed_equals_oracle(name):
     check([evaluate(CONFIGS[name], batch)], CONFIGS[name], batch)
 
 
+def spoilt():
+    """Batches with a bad value in a sequence's first token, which lies on another rank than the rest of it: NaN in what
+    is dropped for it, alone and together with one of the model's own in the same sequence, and one of the model's."""
+    batch = batches.rollouts(seed=4, width=23)
+    gen, curr = batch.data["generation_logprobs"].clone(), batch.curr.clone()
+    gen[0, 3], curr[0, 9] = torch.nan, torch.nan
+    return {
+        "gen": batch.with_data(generation_logprobs=gen),
+        "both": replace(batch.with_data(generation_logprobs=gen), curr=curr),
+        "curr": replace(batch, curr=curr),
+    }
+
+
+SPOILT = {
+    "default": {},
+    "pooled": {**VARIANTS["gmpo"], **LEVELS["sequence"], "masks": [MASKS["veto"], MASKS["opsm"], MASKS["k3_mean"]]},
+}
+
+
 def _all_configs(rank, world):
     import torch.distributed as dist
 
+    groups = (dist.group.WORLD,)
     batch = batches.rollouts(seed=4, width=23)
-    found = {name: evaluate(config, batch, rank, world, (dist.group.WORLD,)) for name, config in CONFIGS.items()}
+    found = {name: evaluate(config, batch, rank, world, groups) for name, config in CONFIGS.items()}
+    for name, config in SPOILT.items():
+        for kind, bad in spoilt().items():
+            for nonfinite in ("drop_sequence", "drop_token"):
+                found[name, kind, nonfinite] = evaluate({**config, "nonfinite": nonfinite}, bad, rank, world, groups)
     # A bad value on one rank makes all of them raise.
-    bad = batch.with_data(generation_logprobs=batch.data["generation_logprobs"].clone())
-    bad.data["generation_logprobs"][0, 3] = torch.nan
     try:
-        evaluate({"nonfinite": "raise"}, bad, rank, world, (dist.group.WORLD,))
+        evaluate({"nonfinite": "raise"}, spoilt()["gen"], rank, world, groups)
     except NonFiniteError as error:
-        return found, str(error), evaluate({}, bad, rank, world, (dist.group.WORLD,))
-    return found, "no error", None
+        return found, str(error)
+    return found, "no error"
 
 
 @pytest.mark.timeout(300)
@@ -141,11 +166,109 @@ def test_context_parallel_equals_oracle(world):
     results = run(world, _all_configs, timeout=240)
     batch = batches.rollouts(seed=4, width=23)
     for name, config in CONFIGS.items():
-        check([found[name] for found, *_ in results], config, batch)
-    assert all("1 in data['generation_logprobs']" in message for _, message, _ in results)
-    bad = batch.with_data(generation_logprobs=batch.data["generation_logprobs"].clone())
-    bad.data["generation_logprobs"][0, 3] = torch.nan
-    check([dropped for *_, dropped in results], {}, bad)
+        check([found[name] for found, _ in results], config, batch)
+    assert all("1 in data['generation_logprobs']" in message for _, message in results)
+    for name, config in SPOILT.items():
+        for nonfinite in ("drop_sequence", "drop_token"):
+            mine = [found[name, "gen", nonfinite] for found, _ in results]
+            check(mine, {**config, "nonfinite": nonfinite}, spoilt()["gen"])
+        # Gone with its sequence, whatever else that held; else it shows.
+        dropped = [(found[name, "gen", "drop_sequence"], found[name, "both", "drop_sequence"]) for found, _ in results]
+        for clean, worse in dropped:
+            assert clean[0] == worse[0]
+            assert worse[1] == {**clean[1], "geomask/nonfinite_curr": 1.0}
+            np.testing.assert_array_equal(clean[3], worse[3])
+        for kind, nonfinite in (("both", "drop_token"), ("curr", "drop_sequence"), ("curr", "drop_token")):
+            for found, _ in results:
+                loss, metrics, *_ = found[name, kind, nonfinite]
+                assert np.isnan(loss)
+                assert metrics["geomask/nonfinite_curr"] == 1
+
+
+# Rows of the statistics beyond the three that every loss has (tokens, bad tokens, weight), and of their gradient.
+ROWS = {
+    "ppo": ({}, 0, 0),
+    "gspo": (VARIANTS["gspo"], 3, 1),  # its weight is a sequence's, reported even where it isn't applied
+    "gspo_token": (VARIANTS["gspo_token"], 2, 0),
+    "gmpo": (VARIANTS["gmpo"], 2, 1),
+    "veto": ({"masks": [MASKS["veto"]]}, 2, 0),
+    # The mismatch serves weight and mask, the total log-ratio and the advantage OPSM, two rows are GSPO's.
+    "corrected": (
+        {**VARIANTS["gspo"], **LEVELS["sequence_mean"], "masks": [MASKS["geometric"], MASKS["opsm"]]},
+        5,
+        1,
+    ),
+    "corrected, drop_token": ({**VARIANTS["gspo"], **LEVELS["sequence"], "nonfinite": "drop_token"}, 3, 1),
+    "corrected, raise": ({**VARIANTS["gspo"], **LEVELS["sequence"], "nonfinite": "raise"}, 3, 1),
+}
+
+
+class Watch(TorchDispatchMode):
+    """(collective, bytes that this rank gives), in order."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "c10d":
+            # An all-gather's second argument is what it gives.
+            self.seen.append((func._schema.name.split("::")[1].strip("_"), args[1].nbytes))
+        return func(*args, **(kwargs or {}))
+
+
+def _counted(rank, world):
+    """What is communicated by a call and by its backward pass, for each configuration; over one group, and over a group
+    each for the two kinds of share."""
+    import torch.distributed as dist
+
+    batch = batches.rollouts(seed=4, width=23)
+    curr, data, offsets, _ = packed(batch)
+    alone = [dist.new_group([r]) for r in range(world)][rank]
+    found = {}
+    for groups in ((dist.group.WORLD,), (dist.group.WORLD, alone)):
+        for name, (config, *_) in ROWS.items():
+            loss_fn = build_loss(config)
+            segments = PackedSegments(offsets, cp_rank=rank, cp_size=world, groups=groups)
+            index = segments.token_index
+            share = {key: value[index] if key in batches.TOKEN_KEYS else value for key, value in data.items()}
+            with Watch() as forward:
+                loss, metrics = loss_fn.packed(curr[index].requires_grad_(), share, segments, batch.seqs, batch.toks)
+            with Watch() as backward:
+                loss.backward()
+            found[name, len(groups)] = (forward.seen, backward.seen, len(metrics))
+    return found
+
+
+@pytest.mark.timeout(120)
+def test_collectives_are_few_and_small():
+    sequences = len(packed(batches.rollouts(seed=4, width=23))[2]) - 1
+    for found in run(2, _counted):
+        for (name, groups), (forward, backward, metrics) in found.items():
+            _, rows, gradients = ROWS[name]
+            statistics, report = forward[:groups], forward[groups:]
+            assert statistics == [("allgather_base", 8 * (3 + rows) * sequences)] * groups
+            assert [kind for kind, _ in report] == ["allgather_base"] * groups
+            assert all(size <= 8 * metrics for _, size in report)
+            gradient = [("allgather_base", 8 * gradients * sequences)] if gradients else []
+            assert backward == gradient * groups, name
+
+
+def test_arithmetic_reads_nothing_back():
+    # A tensor without data raises where its value is asked for.
+    batch = batches.rollouts(seed=3, width=23)
+    curr, data, offsets, _ = packed(batch)
+    data = {key: value.to("meta") for key, value in data.items()}
+    count = torch.ones((), device="meta")
+    for config in CONFIGS.values():
+        loss_fn = build_loss(config)
+        read = read_packed(
+            curr.to("meta").requires_grad_(), data, PackedSegments(offsets, device="meta"), loss_fn.config
+        )
+        loss, metrics = loss_fn._evaluate(read, count, count)
+        loss.backward()
+    with pytest.raises(RuntimeError, match="meta"):
+        metrics.read(global_seqs=count, global_toks=count)  # the one copy
 
 
 def test_misfits_are_named():

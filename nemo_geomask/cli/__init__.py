@@ -8,13 +8,13 @@ import sys
 from collections.abc import Sequence
 
 import nemo_geomask
-from nemo_geomask.cli import lab
+from nemo_geomask.cli import bench, check, doctor, lab, run, schema
 from nemo_geomask.errors import GeomaskError
 
 __all__ = ["main"]
 
 # Every command module has add(subparsers), which registers a parser whose `run` default does the work.
-_COMMANDS = (lab,)
+_COMMANDS = (lab, run, doctor, check, bench, schema)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

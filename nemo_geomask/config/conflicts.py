@@ -111,4 +111,14 @@ def conflicts(config: LossConfig) -> list[tuple[bool, str]]:
             "positive_example_nll_normalization has no effect while positive_example_nll_weight is 0; give a "
             "weight, or remove it",
         ),
+        (
+            config.denominator == "kept" and not config.rules_before_step,
+            "denominator: kept counts what the masks on the mismatch keep, but masks has none such; add one "
+            "(geometric, icepop, veto, …), or set denominator: original",
+        ),
+        (
+            config.force_on_policy_ratio and (config.denominator == "kept" or config.batch_veto is not None),
+            f"{'batch_veto' if config.batch_veto is not None else 'denominator: kept'} looks at prev_logprobs before "
+            "the step, which force_on_policy_ratio: true does without; unset one of them",
+        ),
     ]

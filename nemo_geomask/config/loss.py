@@ -15,7 +15,7 @@ from nemo_geomask.config.conflicts import conflicts
 from nemo_geomask.config.masks import MaskRule, MaskSpec, check_masks, mask_rules
 from nemo_geomask.config.strict import StrictModel
 
-__all__ = ["CorrectionLevel", "KLType", "LossConfig", "Normalization"]
+__all__ = ["BatchVeto", "CorrectionLevel", "KLType", "LossConfig", "Normalization"]
 
 CorrectionLevel = Literal["token", "sequence", "sequence_mean"]
 KLType = Literal["k1", "k2", "k3", "k4"]
@@ -28,6 +28,20 @@ _NEMO_RL = "NeMo-RL"
 def _field(default: Any, description: str, *, formula: str = "", source: str = _NEMO_RL, **limits: Any) -> Any:
     extra: dict[str, JsonValue] = {"source": source, **({"formula": formula} if formula else {})}
     return Field(default=default, description=description, json_schema_extra=extra, **limits)
+
+
+class BatchVeto(StrictModel):
+    """``loss_fn.batch_veto``: no update on a batch whose engines disagree too much."""
+
+    estimator: Literal["k1", "k3"] = Field(
+        default="k3",
+        description="Of KL(μ ‖ π_old) from the sampled tokens: k1 the mean of gen − prev, k3 of e^(prev − gen) − 1 − "
+        "(prev − gen).",
+    )
+    max: float = Field(gt=0, description="Largest mean over the batch's trained tokens that is trained on.")
+    max_in_a_row: int = Field(
+        default=10, ge=1, description="So many batches may be vetoed one after another; the next one ends the run."
+    )
 
 
 class LossConfig(StrictModel):
@@ -149,6 +163,21 @@ class LossConfig(StrictModel):
         "Rejection masks, combined by AND; they remove tokens from the surrogate only. See docs/masks.md.",
         source="this package",
     )
+    denominator: Literal["original", "kept"] = _field(
+        "original",
+        "Which tokens and sequences the loss is a mean over. `kept`: those that the masks on the mismatch keep. Such "
+        "masks are then applied before the step, to the token and sample masks, so that what they remove takes no part "
+        "in anything: counts, pooled ratios, KL, metrics.",
+        formula="original: N counts all trained tokens; kept: N counts those kept",
+        source="mlcommons/training issue 905",
+    )
+    batch_veto: BatchVeto | None = _field(
+        None,
+        "`{estimator, max, max_in_a_row}`: skip the update of a batch whose mismatch KL exceeds `max`: no gradient, no "
+        "optimiser step. More than `max_in_a_row` (10) vetoes one after another end the run.",
+        formula="mean_t k(prev − gen) ≤ max; k1: gen − prev; k3: e^(prev − gen) − 1 − (prev − gen)",
+        source="When Speed Kills Stability (2025): skip above 0.1",
+    )
     nonfinite: Literal["drop_sequence", "drop_token", "raise"] = _field(
         "drop_sequence",
         "What to do with a NaN or infinite `gen`, `prev` or `ref` at a trained token. Always counted. `raise` reads a "
@@ -177,6 +206,15 @@ class LossConfig(StrictModel):
         "microbatch",
         "`microbatch`: NeMo-RL's, by the microbatch's own count, so that the loss depends on the split. `loss`: by "
         "the loss's own denominator.",
+        source="this package",
+    )
+
+    # --- how NeMo-RL's workers run it
+    logprob_backend: Literal["nemo_rl", "geomask", "mcore", "te"] = _field(
+        "nemo_rl",
+        "What computes the log-probs in NeMo-RL's workers. `nemo_rl`: NeMo-RL, which hands them to the loss. Else the "
+        "loss takes the logits, and a packed microbatch is one call: `geomask` by this package's kernels, `mcore` and "
+        "`te` by megatron-core's and transformer-engine's, to compare.",
         source="this package",
     )
 
@@ -221,3 +259,16 @@ class LossConfig(StrictModel):
     def mask_rules(self) -> tuple[MaskRule, ...]:
         """The masks in the raw form, with unique labels."""
         return mask_rules(self.masks)
+
+    @property
+    def rules_before_step(self) -> tuple[MaskRule, ...]:
+        """Masks that are applied before the step, under ``denominator: kept``: those that need no current policy."""
+        if self.denominator == "original":
+            return ()
+        return tuple(rule for rule in self.mask_rules if rule.log_ratio == "mismatch")
+
+    @property
+    def rules_in_loss(self) -> tuple[MaskRule, ...]:
+        """The other masks."""
+        before = self.rules_before_step
+        return tuple(rule for rule in self.mask_rules if rule not in before)

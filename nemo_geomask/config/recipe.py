@@ -2,22 +2,62 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import importlib.util
+import io
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from nemo_geomask.config.origins import Origin, Origins
 from nemo_geomask.errors import ConfigError, MissingDependencyError
 
-__all__ = ["load_recipe"]
+__all__ = ["ROOT_VARIABLE", "Recipe", "load_recipe", "nemo_rl_root", "read_recipe"]
+
+ROOT_VARIABLE = "NEMO_RL_ROOT"
+"""Environment variable with the path of a NeMo-RL checkout, for ``defaults:`` that lie in its ``examples/configs``."""
+
+_EXAMPLES = Path("examples", "configs")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A recipe with all that it inherits.
+
+    Attributes:
+        path: the file that was asked for.
+        data: plain dict, references resolved.
+        origins: where each setting was written.
+        files: every file read with its text, parents first.
+    """
+
+    path: Path
+    data: Mapping[str, Any]
+    origins: Origins
+    files: tuple[tuple[Path, str], ...]
+
+    @property
+    def nemo_rl(self) -> Path | None:
+        """The NeMo-RL checkout that the recipe inherits from; without one, :func:`nemo_rl_root`."""
+        roots = (parent for path, _ in self.files for parent in path.parents)
+        return next((root for root in roots if _is_checkout(root)), None) or nemo_rl_root()
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """The settings of a recipe, see :func:`read_recipe`."""
+    return dict(read_recipe(path, overrides).data)
+
+
+def read_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     """Read a recipe.
 
     ``defaults:`` names one parent file or a list of them, relative to the file that names them; of several the last
     wins, and the file itself wins over all. Mappings merge key by key, lists and values replace; a mapping with
-    ``_override_: true`` replaces its parent's too. ``${other.key}`` refers to another key, ``???`` marks a value
-    that a child or an override has to give.
+    ``_override_: true`` replaces its parent's too. ``${other.key}`` refers to another key, ``${oc.env:NAME}`` to the
+    environment, ``???`` marks a value that a child or an override has to give. Where ``NEMO_RL_ROOT`` is not set, it
+    reads as :func:`nemo_rl_root`.
 
     Args:
         path: the recipe.
@@ -25,7 +65,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, An
             A leading ``+`` or ``++``, as Hydra has it, is accepted and means the same.
 
     Returns:
-        A plain dict, references resolved.
+        The settings, references resolved, and where each was written.
 
     Raises:
         ConfigError: a file is missing, no mapping, no valid YAML or inherits from itself; an override is no
@@ -33,15 +73,47 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, An
         MissingDependencyError: omegaconf is not installed.
     """
     omegaconf = _omegaconf()
-    config = _load(Path(path), ())
-    for override in overrides:
-        config = _apply(config, override)
+    files: dict[Path, str] = {}
+    with _root_in_environment():
+        config, origins = _load(Path(path), (), files)
+        for override in overrides:
+            config, key = _apply(config, override)
+            origins = origins.replace(key, Origin(override))
+        try:
+            plain = omegaconf.OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
+        except omegaconf.errors.OmegaConfBaseException as error:
+            bad = getattr(error, "full_key", None)
+            at = origins.at(bad) if bad else None
+            place = f"{bad}: {_first_line(error)}" if bad else _first_line(error)
+            raise ConfigError(f"{path}: {place}{f' (at {at})' if at else ''}") from None
+    data = {str(key): value for key, value in plain.items()}
+    return Recipe(Path(path), data, origins, tuple(files.items()))
+
+
+def nemo_rl_root() -> Path | None:
+    """The NeMo-RL checkout: ``NEMO_RL_ROOT``, or the one that ``import nemo_rl`` would find; None without either."""
+    if given := os.environ.get(ROOT_VARIABLE):
+        return Path(given)
+    spec = importlib.util.find_spec("nemo_rl")
+    places = list(spec.submodule_search_locations or ()) if spec else []
+    return next((root for root in (Path(place).parent for place in places) if _is_checkout(root)), None)
+
+
+def _is_checkout(root: Path) -> bool:
+    return (root / "nemo_rl").is_dir() and (root / _EXAMPLES).is_dir()
+
+
+@contextmanager
+def _root_in_environment() -> Iterator[None]:
+    root = None if ROOT_VARIABLE in os.environ else nemo_rl_root()
+    if root is None:
+        yield
+        return
+    os.environ[ROOT_VARIABLE] = str(root)
     try:
-        plain = omegaconf.OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
-    except omegaconf.errors.OmegaConfBaseException as error:
-        key = getattr(error, "full_key", None)
-        raise ConfigError(f"{path}: {f'{key}: ' if key else ''}{_first_line(error)}") from None
-    return {str(key): value for key, value in plain.items()}
+        yield
+    finally:
+        del os.environ[ROOT_VARIABLE]
 
 
 def _omegaconf() -> Any:
@@ -49,18 +121,19 @@ def _omegaconf() -> Any:
         import omegaconf
     except ImportError as error:
         raise MissingDependencyError(
-            f'reading a recipe needs omegaconf ({error}); pip install "nemo-geomask[demo]"'
+            f'reading a recipe needs omegaconf ({error}); pip install "nemo-geomask[recipes]"'
         ) from error
     conf = omegaconf.OmegaConf
-    # omegaconf 2.4 renamed the function, and warns about the old name.
-    register = conf.register_resolver if hasattr(conf, "register_resolver") else conf.register_new_resolver
+    # omegaconf 2.4 renamed the function and warns about the old name; before, the new name was another function's.
+    renamed = tuple(map(int, omegaconf.__version__.split(".")[:2])) >= (2, 4)
+    register = conf.register_resolver if renamed else conf.register_new_resolver
     for name, resolver in _RESOLVERS.items():
         if not conf.has_resolver(name):
             register(name, resolver)
     return omegaconf
 
 
-def _load(path: Path, children: tuple[Path, ...]) -> Any:
+def _load(path: Path, children: tuple[Path, ...], files: dict[Path, str]) -> tuple[Any, Origins]:
     import yaml  # Comes with omegaconf.
 
     omegaconf = _omegaconf()
@@ -70,24 +143,35 @@ def _load(path: Path, children: tuple[Path, ...]) -> Any:
         chain = " -> ".join(str(child) for child in (*children, path))
         raise ConfigError(f"defaults: {path} inherits from itself: {chain}; remove one of these defaults")
     try:
-        config = omegaconf.OmegaConf.load(path)
+        text = path.read_text(encoding="utf-8")
+        config = omegaconf.OmegaConf.load(io.StringIO(text))
     except OSError as error:
-        raise ConfigError(f"{path}: the recipe can't be read{inherited}: {error.strerror or error}") from None
+        hint = "" if not children or nemo_rl_root() else f"; set {ROOT_VARIABLE} if it is a NeMo-RL checkout's"
+        raise ConfigError(f"{path}: the recipe can't be read{inherited}: {error.strerror or error}{hint}") from None
     except (yaml.YAMLError, UnicodeDecodeError, omegaconf.errors.OmegaConfBaseException) as error:
         raise ConfigError(f"{path}: no valid YAML{inherited}: {' '.join(str(error).split())}") from None
     if not isinstance(config, omegaconf.DictConfig):
         raise ConfigError(f"{path}: a recipe is a mapping of sections, but this file holds a list{inherited}")
+    merged, origins = omegaconf.OmegaConf.create({}), Origins()
+    parents = _parents(config, path)
+    for parent in parents:
+        inherits, theirs = _load(path.parent / parent, (*children, path), files)
+        merged, origins = _merge(merged, inherits), theirs.over(origins)
+    files[path] = text
+    own = Origins.of_file(path, text)
+    return (_merge(merged, config), own.over(origins)) if parents else (config, own)
+
+
+def _parents(config: Any, path: Path) -> list[str]:
+    """Takes ``defaults`` out of ``config``; its paths, ``${…}`` in them resolved."""
     if "defaults" not in config:
-        return config
-    merged = omegaconf.OmegaConf.create({})
-    for parent in _parents(config.pop("defaults"), path):
-        merged = _merge(merged, _load(path.parent / parent, (*children, path)))
-    return _merge(merged, config)
-
-
-def _parents(defaults: Any, path: Path) -> list[str]:
+        return []
     omegaconf = _omegaconf()
-    parents = list(defaults) if isinstance(defaults, omegaconf.ListConfig) else [defaults]
+    try:
+        defaults = config.pop("defaults")
+        parents = list(defaults) if isinstance(defaults, omegaconf.ListConfig) else [defaults]
+    except omegaconf.errors.OmegaConfBaseException as error:
+        raise ConfigError(f"{path}: defaults: {_first_line(error)}") from None
     wrong = [parent for parent in parents if not isinstance(parent, str)]
     if wrong:
         raise ConfigError(
@@ -107,7 +191,7 @@ def _merge(parent: Any, child: Any) -> Any:
     return omegaconf.OmegaConf.merge(parent, child)
 
 
-def _apply(config: Any, override: str) -> Any:
+def _apply(config: Any, override: str) -> tuple[Any, str]:
     import yaml
 
     omegaconf = _omegaconf()
@@ -125,7 +209,7 @@ def _apply(config: Any, override: str) -> Any:
         omegaconf.OmegaConf.update(config, key, value, merge=False, force_add=True)
     except (yaml.YAMLError, omegaconf.errors.OmegaConfBaseException) as error:
         raise ConfigError(f"override '{override}': {' '.join(str(error).split())}") from None
-    return config
+    return config, key
 
 
 def _first_line(error: Exception) -> str:

@@ -15,9 +15,9 @@ from pydantic.fields import FieldInfo
 from nemo_geomask.config.loss import LossConfig
 from nemo_geomask.errors import ConfigError
 
-__all__ = ["render", "rewrite"]
+__all__ = ["between_markers", "render", "rewrite"]
 
-_BEGIN, _END = "<!-- fields: begin -->", "<!-- fields: end -->"
+_MARK = "fields"
 
 
 def render() -> str:
@@ -39,10 +39,20 @@ def rewrite(text: str) -> str:
     Raises:
         ConfigError: the markers are missing.
     """
-    pattern = re.compile(re.escape(_BEGIN) + ".*?" + re.escape(_END), re.DOTALL)
+    return between_markers(text, _MARK, render())
+
+
+def between_markers(text: str, mark: str, content: str) -> str:
+    """``text`` with what stands between ``<!-- mark: begin -->`` and ``<!-- mark: end -->`` replaced by ``content``.
+
+    Raises:
+        ConfigError: the markers are missing.
+    """
+    begin, end = f"<!-- {mark}: begin -->", f"<!-- {mark}: end -->"
+    pattern = re.compile(re.escape(begin) + ".*?" + re.escape(end), re.DOTALL)
     if not pattern.search(text):
-        raise ConfigError(f"the page has no '{_BEGIN}' … '{_END}' to put the table between")
-    return pattern.sub(lambda _: f"{_BEGIN}\n{render()}\n{_END}", text)
+        raise ConfigError(f"the page has no '{begin}' … '{end}' to put the table between")
+    return pattern.sub(lambda _: f"{begin}\n{content}\n{end}", text)
 
 
 def _values(name: str, field: FieldInfo) -> str:
@@ -55,7 +65,8 @@ def _values(name: str, field: FieldInfo) -> str:
     if get_origin(field.annotation) is dict:
         return "mapping"
     kinds = {bool: "true, false", float: "number", str: "text"}
-    base = next(text for kind, text in kinds.items() if kind in (field.annotation, *get_args(field.annotation)))
+    named = (field.annotation, *get_args(field.annotation))
+    base = next((text for kind, text in kinds.items() if kind in named), "mapping")
     limits = [f"{sign} {bound}" for limit in field.metadata for sign, bound in _limit(limit)]
     return " ".join([base, *limits]) + (", `null`" if optional else "")
 

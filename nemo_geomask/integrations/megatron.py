@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from nemo_geomask.errors import DataError, MissingDependencyError, ShapeError
+from nemo_geomask.errors import MissingDependencyError, ShapeError
+from nemo_geomask.integrations.packing import IGNORE, check_rows, pack_rows
 from nemo_geomask.losses import PolicyLoss
 from nemo_geomask.parallel import vocab_parallel_logprobs
 from nemo_geomask.segments import PackedSegments
@@ -17,15 +18,6 @@ if TYPE_CHECKING:
     from megatron.core.packed_seq_params import PackedSeqParams
 
 __all__ = ["pack_batch", "packed_segments", "policy_loss"]
-
-_IGNORE = -100
-_TOKEN_KEYS = (
-    "advantages",
-    "prev_logprobs",
-    "generation_logprobs",
-    "reference_policy_logprobs",
-    "token_mask",
-)
 
 
 def _parallel_state() -> Any:
@@ -44,27 +36,49 @@ def _row_offsets(params: PackedSeqParams) -> Tensor:
     return params.cu_seqlens_q if padded is None else padded
 
 
-def packed_segments(params: PackedSeqParams, device: torch.device | str = "cpu") -> PackedSegments:
+def packed_segments(
+    params: PackedSeqParams,
+    device: torch.device | str = "cpu",
+    *,
+    sequence_parallel: bool = False,
+    host_offsets: Sequence[int] | Tensor | None = None,
+) -> PackedSegments:
     """Segments of this rank's share of a packed row.
 
     Args:
         params: Megatron's ``PackedSeqParams`` in format ``thd``; its padded offsets are used where it has them.
         device: where the tokens are.
+        sequence_parallel: the loss runs on sequence-parallel shares: of a context-parallel rank's tokens, each
+            tensor-parallel rank holds its slice. ``GPTModel`` gathers them before its output layer, also under its own
+            ``sequence_parallel``, and needs False.
+        host_offsets: the same offsets on the host (a list or CPU tensor), where the caller has them. Without them,
+            those of ``params``, usually on the device, are copied from there: the one synchronisation of this call.
 
     Returns:
-        Segments whose statistics cross the context-parallel group.
+        Segments whose statistics cross the context-parallel group, or that of context and tensor parallelism together.
 
     Raises:
-        ShapeError: the offsets don't fit the context-parallel size.
+        ShapeError: the offsets don't fit the shares, or ``host_offsets`` aren't as many as those of ``params``.
     """
     state = _parallel_state()
-    size = state.get_context_parallel_world_size()
+    cp_size = state.get_context_parallel_world_size()
+    sp_rank, sp_size = 0, 1
+    if sequence_parallel:
+        sp_rank, sp_size = state.get_tensor_model_parallel_rank(), state.get_tensor_model_parallel_world_size()
+        group = state.get_tensor_and_context_parallel_group()
+    else:
+        group = state.get_context_parallel_group()
+    offsets = _row_offsets(params)
+    if host_offsets is not None and len(host_offsets) != len(offsets):
+        raise ShapeError(f"host_offsets must be {len(offsets)} numbers as PackedSeqParams has, not {len(host_offsets)}")
     return PackedSegments(
-        _row_offsets(params),
+        offsets if host_offsets is None else host_offsets,
         device=device,
         cp_rank=state.get_context_parallel_rank(),
-        cp_size=size,
-        groups=(state.get_context_parallel_group(),) if size > 1 else (),
+        cp_size=cp_size,
+        sp_rank=sp_rank,
+        sp_size=sp_size,
+        groups=(group,) if cp_size * sp_size > 1 else (),
     )
 
 
@@ -84,33 +98,8 @@ def pack_batch(data: Mapping[str, Tensor], params: PackedSeqParams, segments: Pa
         DataError: a tensor is missing.
         ShapeError: the batch has another number of rows than the packing has sequences, or its tensors differ in shape.
     """
-    missing = [key for key in ("token_mask", "sample_mask", "input_ids") if key not in data]
-    if missing:
-        raise DataError(f"data['{missing[0]}'] is missing; packing needs token_mask, sample_mask and input_ids")
-    rows, width = data["token_mask"].shape
-    if rows != segments.count:
-        raise ShapeError(f"data['token_mask'] has {rows} rows, but PackedSeqParams packs {segments.count} sequences")
-    for key in ("input_ids", *_TOKEN_KEYS):
-        if key in data and data[key].shape != (rows, width):
-            raise ShapeError(
-                f"data['{key}'] must be [{rows}, {width}] as data['token_mask'] is, but it is {list(data[key].shape)}"
-            )
-    device = segments.token_index.device
-    lengths = torch.as_tensor(params.cu_seqlens_q, dtype=torch.int64, device=device).diff()
-    starts = torch.as_tensor(_row_offsets(params), dtype=torch.int64, device=device)
-    row = segments.spread(torch.arange(rows, device=device))
-    column = segments.token_index - starts[:-1][row] + 1
-    # The last token of a sequence and the padding behind it predict nothing.
-    inside = column < lengths[row].clamp(max=width)
-    column = torch.where(inside, column, 0)
-
-    packed = {key: value for key, value in data.items() if isinstance(value, Tensor) and value.dim() == 1}
-    for key in _TOKEN_KEYS:
-        if key in data:
-            packed[key] = torch.where(inside, data[key][row, column], 0)
-    train = packed["token_mask"].bool() & data["sample_mask"].bool()[row]
-    packed["targets"] = torch.where(train, data["input_ids"][row, column], _IGNORE)
-    return packed
+    lengths = torch.as_tensor(params.cu_seqlens_q, dtype=torch.int64, device=segments.token_index.device).diff()
+    return pack_rows(data, segments, starts=segments.cu_seqlens[:-1], lengths=lengths)
 
 
 def policy_loss(
@@ -123,6 +112,9 @@ def policy_loss(
     global_valid_toks: Tensor | float,
     temperature: float = 1.0,
     vocab_size: int | None = None,
+    sequence_parallel: bool = False,
+    host_offsets: Sequence[int] | Tensor | None = None,
+    validate: bool = True,
 ) -> tuple[Tensor, dict[str, float]]:
     """Loss of a packed microbatch from Megatron's logits, in one call whatever the number of sequences.
 
@@ -130,49 +122,56 @@ def policy_loss(
 
     Args:
         loss: from :func:`nemo_geomask.build_loss`.
-        logits: this rank's, [1, N, V/TP] as ``GPTModel`` returns them for packed input.
+        logits: this rank's, [1, N, V/TP] as ``GPTModel`` returns them for packed input; with ``sequence_parallel``
+            [1, N, V], its share of the tokens and the whole vocabulary.
         data: NeMo-RL's microbatch [B, T], see :func:`pack_batch`; ``input_ids`` among it.
         params: the packing that the model ran with.
         global_valid_seqs: valid sequences in the optimiser step.
         global_valid_toks: valid tokens in the optimiser step.
         temperature: of sampling.
         vocab_size: valid tokens where Megatron padded the vocabulary.
+        sequence_parallel: see :func:`packed_segments`.
+        host_offsets: see :func:`packed_segments`.
+        validate: check the batch against packing and vocabulary, and the vocabulary's shards, by flags read back from
+            the device. Without it a stray target gives a NaN loss.
 
     Returns:
         The whole loss and metrics, alike on all ranks; the gradient is the whole's for this rank's logits. Where
-        gradients are averaged over context-parallel ranks, multiply the loss by their number.
+        gradients are averaged over context-parallel ranks (and over the tensor-parallel ones, with
+        ``sequence_parallel``), multiply the loss by their number.
 
     Raises:
         ShapeError, DataError: tensors that don't fit, missing ones, targets outside the vocabulary.
     """
     state = _parallel_state()
-    segments = packed_segments(params, logits.device)
+    segments = packed_segments(params, logits.device, sequence_parallel=sequence_parallel, host_offsets=host_offsets)
     packed = pack_batch(data, params, segments)
-    if logits.shape[:-1] != (1, segments.token_index.numel()):
+    count = segments.token_index.numel()
+    if logits.shape[:-1] != (1, count):
         raise ShapeError(
-            f"logits must be [1, {segments.token_index.numel()}, V/TP], this rank's share of the packed row, but they "
-            f"are {list(logits.shape)}"
+            f"logits must be [1, {count}, {'V' if sequence_parallel else 'V/TP'}], this rank's share of the packed "
+            f"row, but they are {list(logits.shape)}"
         )
-    _check_targets(data, vocab_size or logits.shape[-1] * state.get_tensor_model_parallel_world_size())
-    group = state.get_tensor_model_parallel_group() if state.get_tensor_model_parallel_world_size() > 1 else None
+    shards = 1 if sequence_parallel else state.get_tensor_model_parallel_world_size()
+    if validate:
+        _validate(data, params, segments, vocab_size or logits.shape[-1] * shards)
     logprobs = vocab_parallel_logprobs(
         logits[0],
         packed["targets"],
-        group=group,
+        group=state.get_tensor_model_parallel_group() if shards > 1 else None,
         temperature=temperature,
         vocab_size=vocab_size,
-        ignore_index=_IGNORE,
+        ignore_index=IGNORE,
+        validate=validate,
     )
     return loss.packed(logprobs, packed, segments, global_valid_seqs, global_valid_toks)
 
 
-def _check_targets(data: Mapping[str, Tensor], vocab_size: int) -> None:
-    # On the whole rows, which every context-parallel rank holds, so that all of them raise and none waits for another.
-    ids = data["input_ids"][:, 1:]
-    trained = data["token_mask"][:, 1:].bool() & data["sample_mask"].bool().unsqueeze(-1)
-    wrong = trained & ((ids < 0) | (ids >= vocab_size))
-    if bool(wrong.any()):
-        raise DataError(
-            f"data['input_ids'] holds {int(wrong.sum())} trained tokens outside the vocabulary of {vocab_size}, the "
-            f"first is {int(ids[wrong][0])}"
+def _validate(data: Mapping[str, Tensor], params: PackedSeqParams, segments: PackedSegments, vocab_size: int) -> None:
+    offsets = torch.as_tensor(_row_offsets(params), device=segments.cu_seqlens.device)
+    if not torch.equal(offsets.to(torch.int64), segments.cu_seqlens):
+        raise ShapeError(
+            f"host_offsets are {segments.cu_seqlens.tolist()}, but PackedSeqParams has the padded offsets "
+            f"{offsets.tolist()}"
         )
+    check_rows(data, lengths=torch.as_tensor(params.cu_seqlens_q).diff(), vocab_size=vocab_size)

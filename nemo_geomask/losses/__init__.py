@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from nemo_geomask.losses.build import build_loss
 from nemo_geomask.losses.loss import PolicyLoss
+from nemo_geomask.losses.prestep import BeforeStep, Decision
 from nemo_geomask.losses.registry import GROUP, Entry, available, load
 from nemo_geomask.losses.variant import NoOptions, SurrogateInputs, Variant
 
 __all__ = [
     "GROUP",
+    "BeforeStep",
+    "Decision",
     "Entry",
     "NoOptions",
     "PolicyLoss",

@@ -1,7 +1,7 @@
 """From NeMo-RL's batch to clean token tensors.
 
 This is where bad values stop: whatever a position that does not train holds (NaN, ±inf, 1e6) is replaced by
-selection, once, and never enters the arithmetic.
+selection and never enters the arithmetic.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,7 +19,19 @@ from nemo_geomask.config import LossConfig
 from nemo_geomask.errors import DataError, NonFiniteError, ShapeError
 from nemo_geomask.segments import PackedSegments, PaddedSegments, Segments
 
-__all__ = ["TokenBatch", "read_nemo_rl", "read_packed"]
+__all__ = ["Reading", "TokenBatch", "Verdict", "read_nemo_rl", "read_packed"]
+
+
+class Verdict(NamedTuple):
+    """What is known of sequences once the tokens of all ranks were seen.
+
+    Attributes:
+        tokens_of_sequence: [S] float32, trained tokens of each sequence as the batch declares them.
+        dropped: [S] bool, sequences dropped for a non-finite value.
+    """
+
+    tokens_of_sequence: Tensor
+    dropped: Tensor
 
 
 @dataclass(frozen=True)
@@ -36,12 +48,11 @@ class TokenBatch:
         rewards: [S] or None.
         trained: bool, the tokens that take part.
         weight: float32, token mask times sample mask where ``trained``, else 0.
-        sample_mask: [S] float32, 0 also for a sequence dropped as non-finite.
-        valid_samples: 0-d, sum of the sample mask as it came.
-        tokens_of_sequence: [S] float32, trained tokens of each sequence as the batch declares them.
-        dropped_sequences: 0-d count.
-        nonfinite: 0-d counts of non-finite values at tokens that were to be trained, by tensor.
+        sample_mask: [S] float32, 0 also for a dropped sequence.
         segments: who belongs to which sequence.
+        reading: what all this was taken from.
+        verdict: which sequences were dropped; None where that takes a collective and is found with the statistics,
+            so that only single tokens are left out yet.
     """
 
     curr: Tensor
@@ -54,11 +65,107 @@ class TokenBatch:
     trained: Tensor
     weight: Tensor
     sample_mask: Tensor
-    valid_samples: Tensor
-    tokens_of_sequence: Tensor
-    dropped_sequences: Tensor
-    nonfinite: dict[str, Tensor]
     segments: Segments
+    reading: Reading
+    verdict: Verdict | None
+
+    @functools.cached_property
+    def log_ratio(self) -> Tensor:
+        """Curr − prev, with gradient."""
+        return self.curr - self.prev
+
+    @property
+    def policy(self) -> Tensor:
+        """Curr − prev: staleness."""
+        return self.log_ratio.detach()
+
+    @functools.cached_property
+    def mismatch(self) -> Tensor:
+        """Prev − gen: train engine against generation engine."""
+        return self.prev - self.gen
+
+    @functools.cached_property
+    def total(self) -> Tensor:
+        """Curr − gen."""
+        return self.curr.detach() - self.gen
+
+
+@dataclass(frozen=True)
+class Reading:
+    """A microbatch as it came, with its non-finite values found.
+
+    Attributes:
+        curr: log π_θ, token layout, with gradient.
+        unfiltered: ``curr_logprobs_unfiltered`` where given.
+        stacked: [n, …], the other token tensors, so that each step on them is one kernel.
+        names: of those n.
+        token_mask: token layout, float32.
+        sample_mask: [S], float32.
+        rewards: [S] or None.
+        trained: bool, tokens that were to be trained.
+        bad: bool, those of them with a non-finite ``gen``, ``prev`` or ``ref``.
+        nonfinite: 0-d counts of non-finite values at tokens that were to be trained, by tensor.
+        action: ``loss_fn.nonfinite``.
+        segments: who belongs to which sequence.
+    """
+
+    curr: Tensor
+    unfiltered: Tensor | None
+    stacked: Tensor
+    names: tuple[str, ...]
+    token_mask: Tensor
+    sample_mask: Tensor
+    rewards: Tensor | None
+    trained: Tensor
+    bad: Tensor
+    nonfinite: dict[str, Tensor]
+    action: str
+    segments: Segments
+
+    def judged(self) -> dict[str, Tensor]:
+        """Token tensors whose sums over sequences :meth:`judge` needs."""
+        return {"tokens": self.token_mask, "bad": self.bad.int().float()}
+
+    def judge(self, sums: Mapping[str, Tensor]) -> Verdict:
+        """The verdict on sequences, from the sums over them of what :meth:`judged` gives."""
+        tokens, bad = sums["tokens"], sums["bad"]
+        if self.action == "raise" and bool(bad.any()):
+            self._refuse()
+        return Verdict(tokens, bad > 0 if self.action == "drop_sequence" else torch.zeros_like(bad, dtype=torch.bool))
+
+    def batch(self, verdict: Verdict | None) -> TokenBatch:
+        """What trains: tokens that aren't bad, of sequences that aren't dropped."""
+        trained, sample_mask = self.trained & ~self.bad, self.sample_mask
+        if verdict is not None:
+            trained = trained & ~self.segments.spread(verdict.dropped)
+            sample_mask = sample_mask * ~verdict.dropped
+        clean = dict(zip(self.names, F.select(self.stacked, trained), strict=True))
+        curr = F.select(self.curr, trained)
+        return TokenBatch(
+            curr=curr,
+            curr_kl=curr if self.unfiltered is None else F.select(self.unfiltered, trained),
+            prev=clean.get("prev", curr.detach()),
+            gen=clean["gen"],
+            ref=clean.get("ref"),
+            advantages=clean["advantages"],
+            rewards=self.rewards,
+            trained=trained,
+            weight=clean["weight"],
+            sample_mask=sample_mask,
+            segments=self.segments,
+            reading=self,
+            verdict=verdict,
+        )
+
+    def _refuse(self) -> None:
+        keys = [key for name, key in _KEYS.items() if name in self.nonfinite]
+        counts = torch.stack([self.nonfinite[name] for name in _KEYS if name in self.nonfinite])
+        whole, *_ = self.segments.whole(counts, counts[:0], counts[:0])
+        found = ", ".join(f"{int(count)} in {key}" for key, count in zip(keys, whole.tolist(), strict=True) if count)
+        raise NonFiniteError(
+            f"non-finite log-probs at trained tokens: {found}; loss_fn.nonfinite is 'raise'. Find their origin, or "
+            "choose drop_sequence or drop_token"
+        )
 
 
 def read_nemo_rl(next_token_logprobs: Tensor, data: Mapping[str, Any], config: LossConfig) -> TokenBatch:
@@ -90,11 +197,11 @@ def read_nemo_rl(next_token_logprobs: Tensor, data: Mapping[str, Any], config: L
     unfiltered = None
     if config.kl_coefficient and data.get("curr_logprobs_unfiltered") is not None:
         unfiltered = _tensor(data, "curr_logprobs_unfiltered", (batch, width), next_token_logprobs.device).float()
-    return _clean(next_token_logprobs.float(), unfiltered, tokens, data, batch, PaddedSegments(), config)
+    return _read(next_token_logprobs.float(), unfiltered, tokens, data, batch, PaddedSegments(), config)
 
 
 def read_packed(logprobs: Tensor, data: Mapping[str, Any], segments: PackedSegments, config: LossConfig) -> TokenBatch:
-    """Read packed tokens, whole or a context-parallel share.
+    """Read packed tokens, whole or a rank's share.
 
     Args:
         logprobs: [N], any floating dtype: log-prob of the token that each position is about.
@@ -106,7 +213,7 @@ def read_packed(logprobs: Tensor, data: Mapping[str, Any], segments: PackedSegme
     Raises:
         DataError: a tensor is missing.
         ShapeError: a tensor has another shape, or is not floating point where log-probs are.
-        NonFiniteError: under ``nonfinite: raise``, on all ranks where it holds on one.
+        NonFiniteError: under ``nonfinite: raise``; where sequences cross ranks, by their statistics.
     """
     count = segments.token_index.numel()
     if logprobs.shape != (count,) or not logprobs.is_floating_point():
@@ -121,10 +228,10 @@ def read_packed(logprobs: Tensor, data: Mapping[str, Any], segments: PackedSegme
     unfiltered = None
     if config.kl_coefficient and data.get("curr_logprobs_unfiltered") is not None:
         unfiltered = tokens("curr_logprobs_unfiltered")
-    return _clean(logprobs.float(), unfiltered, tokens, data, segments.count, segments, config)
+    return _read(logprobs.float(), unfiltered, tokens, data, segments.count, segments, config)
 
 
-def _clean(
+def _read(
     curr: Tensor,
     unfiltered: Tensor | None,
     tokens: Callable[[str], Tensor],
@@ -149,43 +256,27 @@ def _clean(
     if config.positive_example_nll_weight and "rewards" in data:
         rewards = _tensor(data, "rewards", (count,), curr.device).float()
 
-    # One tensor for all, so that each step below is one kernel.
     stacked = torch.stack([curr.detach(), advantages, *given.values(), weight])
     # Non-finite log-probs of the model itself or advantages are counted and left to show in the loss.
     flags = F.nonfinite(stacked[:-1]) & trained
     counts = flags.int().flatten(1).sum(dim=1, dtype=torch.int32)
-    nonfinite = dict(zip(("curr", "advantages", *given), counts, strict=True))
-    if config.nonfinite == "raise":
-        # Summed over ranks first, so that all of them raise together.
-        _refuse(list(given), segments.whole(torch.stack([nonfinite[name] for name in given])))
-    bad = functools.reduce(torch.logical_or, flags[2:])
-    sums = segments.sum({"tokens": token_mask, "bad": bad.int().float()})
-    dropped = sums["bad"] > 0
-    if config.nonfinite == "drop_token":
-        trained = trained & ~bad
-        dropped = torch.zeros_like(dropped)
-    else:
-        trained = trained & ~segments.spread(dropped)
-
-    clean = dict(zip(("advantages", *given, "weight"), F.select(stacked[1:], trained), strict=True))
-    curr_clean = F.select(curr, trained)
-    return TokenBatch(
-        curr=curr_clean,
-        curr_kl=curr_clean if unfiltered is None else F.select(unfiltered, trained),
-        prev=curr_clean.detach() if config.force_on_policy_ratio else clean["prev"],
-        gen=clean["gen"],
-        ref=clean.get("ref"),
-        advantages=clean["advantages"],
+    reading = Reading(
+        curr=curr,
+        unfiltered=unfiltered,
+        stacked=stacked[1:],
+        names=("advantages", *given, "weight"),
+        token_mask=token_mask,
+        sample_mask=sample_mask,
         rewards=rewards,
         trained=trained,
-        weight=clean["weight"],
-        sample_mask=sample_mask * ~dropped,
-        valid_samples=sample_mask.sum(),
-        tokens_of_sequence=sums["tokens"],
-        dropped_sequences=dropped.sum(),
-        nonfinite=nonfinite,
+        bad=functools.reduce(torch.logical_or, flags[2:]),
+        nonfinite=dict(zip(("curr", "advantages", *given), counts, strict=True)),
+        action=config.nonfinite,
         segments=segments,
     )
+    if segments.crosses_ranks:
+        return reading.batch(None)
+    return reading.batch(reading.judge(segments.pool(reading.judged()).sums))
 
 
 def _tensor(data: Mapping[str, Any], key: str, shape: tuple[int, ...], device: torch.device) -> Tensor:
@@ -196,15 +287,6 @@ def _tensor(data: Mapping[str, Any], key: str, shape: tuple[int, ...], device: t
         found = f"{list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
         raise ShapeError(f"data['{key}'] must be a tensor {list(shape)} to fit next_token_logprobs, but it is {found}")
     return value.to(device)
-
-
-def _refuse(names: list[str], counts: Tensor) -> None:
-    found = ", ".join(f"{count} in {_KEYS[name]}" for name, count in zip(names, counts.tolist(), strict=True) if count)
-    if found:
-        raise NonFiniteError(
-            f"non-finite log-probs at trained tokens: {found}; loss_fn.nonfinite is 'raise'. Find their origin, or "
-            "choose drop_sequence or drop_token"
-        )
 
 
 _KEYS = {

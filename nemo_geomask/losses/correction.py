@@ -42,11 +42,16 @@ class Correction:
     def report(self, metrics: MetricSums) -> None:
         """Add the weight's metrics."""
         add = metrics.sequences if self.by_sequence else metrics.tokens
-        add("sampling_importance_ratio", self.truncated)
-        for name, value in (("weight_raw", self.raw), ("weight", self.truncated)):
-            add(f"geomask/{name}_mean", value)
-            # In float64: the square of a saturated weight overflows float32.
-            add(f"geomask/{name}_sq", value.double().square())
+        add("geomask/weight_mean", self.truncated)
+        # The square of a saturated weight fits float32, the sum of many doesn't.
+        add("geomask/weight_sq", self.truncated.square(), accumulate=torch.float64)
+        metrics.alias("sampling_importance_ratio", of="geomask/weight_mean")
+        if self.raw is self.truncated:
+            metrics.alias("geomask/weight_raw_mean", of="geomask/weight_mean")
+            metrics.alias("geomask/weight_raw_sq", of="geomask/weight_sq")
+        else:
+            add("geomask/weight_raw_mean", self.raw)
+            add("geomask/weight_raw_sq", self.raw.square(), accumulate=torch.float64)
         (metrics.scalar if self.by_sequence else metrics.part)("geomask/saturated_weight", self.saturated)
         if self.side is not None:
             (metrics.sequences if self.side_by_sequence else metrics.tokens)("is_oob_ratio", self.side.abs())
@@ -67,7 +72,7 @@ def correct(batch: TokenBatch, statistics: SequenceStatistics, config: LossConfi
     """
     level = config.correction_level
     by_sequence = level != "token"
-    log_ratio = statistics.pooled("mismatch.ratio", level) if by_sequence else statistics.log_ratios["mismatch"]
+    log_ratio = statistics.pooled("mismatch.ratio", level) if by_sequence else batch.mismatch
     raw = F.saturating_exp(log_ratio)
     saturated = F.overflow_count(log_ratio)
     spread = batch.segments.spread if by_sequence else _as_is

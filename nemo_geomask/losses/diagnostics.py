@@ -9,16 +9,13 @@ from torch import Tensor
 
 from nemo_geomask import functional as F
 from nemo_geomask.functional import LOG_RATIO_LIMIT
-from nemo_geomask.losses.batch import TokenBatch
-from nemo_geomask.losses.statistics import SequenceStatistics
+from nemo_geomask.losses.batch import TokenBatch, Verdict
 from nemo_geomask.metrics import MetricSums
 
 __all__ = ["report_batch", "report_surrogate"]
 
 
-def report_surrogate(
-    surrogate: F.Surrogate, batch: TokenBatch, statistics: SequenceStatistics, metrics: MetricSums
-) -> None:
+def report_surrogate(surrogate: F.Surrogate, batch: TokenBatch, metrics: MetricSums) -> None:
     """Ratios before and after clipping and where the clip decided."""
     # 0 where a token trains, infinite elsewhere: the bit pattern of infinity AND all zeros or all ones.
     beyond = ((batch.trained.int() - 1) & 0x7F800000).view(torch.float32)
@@ -33,13 +30,11 @@ def report_surrogate(
     metrics.tokens("geomask/clip_fraction_high", torch.relu(side))
     if surrogate.dual_clipped is not None:
         metrics.tokens("geomask/dual_clip_fraction", surrogate.dual_clipped)
-    metrics.part("geomask/saturated_ratio", F.overflow_count(statistics.log_ratios["policy"]))
+    metrics.part("geomask/saturated_ratio", F.overflow_count(batch.policy))
 
 
 @torch.no_grad()
-def report_batch(
-    batch: TokenBatch, statistics: SequenceStatistics, kl_type: F.KLEstimator, metrics: MetricSums
-) -> None:
+def report_batch(batch: TokenBatch, verdict: Verdict, kl_type: F.KLEstimator, metrics: MetricSums) -> None:
     r"""Train/generation mismatch, staleness, entropy and counts.
 
     With Δ = prev − gen and tokens sampled from μ: ``gen_kl_error`` estimates KL(μ ‖ π_old) by NeMo-RL's
@@ -48,7 +43,7 @@ def report_batch(
     NeMo-RL's mixture form; ``token_mult_prob_error`` is :math:`e^{|\Delta|}`; ``approx_entropy`` is
     :math:`-(\pi_\theta/\mu)\log\pi_\theta`.
     """
-    mismatch, policy = statistics.log_ratios["mismatch"], statistics.log_ratios["policy"]
+    mismatch, policy = batch.mismatch, batch.policy
     size = mismatch.abs()
     x = mismatch.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     # Everything below is made of these two, which keep the digits of a small x.
@@ -60,18 +55,18 @@ def report_batch(
     metrics.tokens("policy_kl_error", policy_kl)
     # sinh²(x/2) = -up·down/4 and log cosh = log1p(sinh²)/2.
     metrics.tokens("js_divergence_error", torch.log1p(up * down / -4) / 2)
-    entropy = -F.saturating_exp(statistics.log_ratios["total"]) * batch.curr
+    entropy = -F.saturating_exp(batch.total) * batch.curr
     metrics.tokens("approx_entropy", entropy)
-    metrics.scalar("num_valid_samples", batch.valid_samples)
+    metrics.scalar("num_valid_samples", batch.reading.sample_mask.sum())
 
     metrics.tokens("geomask/mismatch_abs", size)
     metrics.tokens("geomask/mismatch_k1", -mismatch)
     metrics.tokens("geomask/mismatch_k3", k3)
     metrics.tokens("geomask/policy_abs", policy.abs())
     metrics.tokens("geomask/policy_k3", F.kl_estimate(-policy, "k3"))
-    for name, count in batch.nonfinite.items():
+    for name, count in batch.reading.nonfinite.items():
         metrics.part(f"geomask/nonfinite_{name}", count)
-    metrics.scalar("geomask/dropped_sequences", batch.dropped_sequences)
+    metrics.scalar("geomask/dropped_sequences", verdict.dropped.sum())
 
 
 def _extreme(value: Tensor, reduce: Callable[[Tensor], Tensor], empty: float) -> Tensor:

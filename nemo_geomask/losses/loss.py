@@ -22,7 +22,10 @@ from nemo_geomask.losses.variant import SurrogateInputs, Variant
 from nemo_geomask.metrics import MetricSums, Normalizer
 from nemo_geomask.segments import PackedSegments
 
-__all__ = ["PolicyLoss"]
+__all__ = ["MASKS_APPLIED", "PolicyLoss"]
+
+# Key of a batch to which the masks that need no current policy have been applied, see BeforeStep.
+MASKS_APPLIED = "geomask_masks_applied"
 
 
 class PolicyLoss:
@@ -99,6 +102,7 @@ class PolicyLoss:
         Raises:
             DataError, ShapeError, NonFiniteError: see :func:`~nemo_geomask.losses.batch.read_nemo_rl`.
         """
+        self._check_masked(data)
         return self._call(read_nemo_rl(next_token_logprobs, data, self.config), global_valid_seqs, global_valid_toks)
 
     def packed(
@@ -109,7 +113,7 @@ class PolicyLoss:
         global_valid_seqs: Tensor | float,
         global_valid_toks: Tensor | float,
     ) -> tuple[Tensor, dict[str, float]]:
-        """Loss and metrics of packed sequences, whole or this rank's context-parallel share of them.
+        """Loss and metrics of packed sequences, whole or this rank's share of them.
 
         Every rank of the segments' groups must call this together. The loss value and the metrics are those of the
         whole, the same on all ranks; the gradient is that of the whole with respect to this rank's log-probs.
@@ -122,9 +126,19 @@ class PolicyLoss:
             global_valid_toks: as for calling the loss.
 
         Raises:
-            DataError, ShapeError, NonFiniteError: see :func:`~nemo_geomask.losses.batch.read_packed`.
+            DataError, ShapeError: see :func:`~nemo_geomask.losses.batch.read_packed`.
+            NonFiniteError: under ``nonfinite: raise``, on all ranks where it holds on one.
         """
+        self._check_masked(data)
         return self._call(read_packed(logprobs, data, segments, self.config), global_valid_seqs, global_valid_toks)
+
+    def _check_masked(self, data: Mapping[str, Any]) -> None:
+        if self.config.rules_before_step and MASKS_APPLIED not in data:
+            raise DataError(
+                "loss_fn.denominator: kept needs its masks applied before the step, but the batch has no "
+                f"data['{MASKS_APPLIED}']; run NeMo-RL by nemo-geomask run, call nemo_geomask.losses.BeforeStep on the "
+                "whole batch in a loop of your own, or set denominator: original"
+            )
 
     def _call(
         self, batch: TokenBatch, global_valid_seqs: Tensor | float, global_valid_toks: Tensor | float
@@ -136,21 +150,21 @@ class PolicyLoss:
         # The value of all ranks, the gradient of this rank's part.
         return F.with_derivative(loss, value=whole["loss"].to(loss.dtype), derivative=torch.ones_like(loss)), values
 
-    def _evaluate(self, batch: TokenBatch, seqs: Tensor, toks: Tensor) -> tuple[Tensor, MetricSums]:
+    def _evaluate(self, read: TokenBatch, seqs: Tensor, toks: Tensor) -> tuple[Tensor, MetricSums]:
         config = self.config
+        pool = self.variant.pool(self._inputs(read)) if self.variant.pool is not None else {}
+        statistics = SequenceStatistics(read, config, pool)
+        batch = statistics.batch
         metrics = MetricSums(batch.weight, batch.sample_mask, batch.segments)
-        inputs = SurrogateInputs(batch.curr, batch.curr - batch.prev, batch.advantages, config, self.options)
-        pool = self.variant.pool(inputs) if self.variant.pool is not None else {}
-        statistics = SequenceStatistics(batch, config, pool)
         coefficient = F.token_coefficients(
             config.normalization,
             mask=batch.weight,
-            tokens_of_sequence=batch.segments.spread(batch.tokens_of_sequence),
+            tokens_of_sequence=batch.segments.spread(statistics.verdict.tokens_of_sequence),
             global_seqs=seqs,
             global_toks=toks,
             constant=config.loss_normalization_constant,
         )
-        surrogate = self.variant.surrogate(inputs, statistics.variant_means())
+        surrogate = self.variant.surrogate(self._inputs(batch), statistics.variant_means())
         correction = correct(batch, statistics, config)
         kept = reject(batch, statistics, config, metrics)
         # A weight of 0 removes its token too; 0 times a loss that overflowed would be NaN.
@@ -170,9 +184,12 @@ class PolicyLoss:
         local = config.positive_example_nll_normalization == "microbatch"
         metrics.part("positive_nll_loss", zero if nll is None else nll, "none" if local else own)
         correction.report(metrics)
-        report_surrogate(surrogate, batch, statistics, metrics)
-        report_batch(batch, statistics, config.reference_policy_kl_type, metrics)
+        report_surrogate(surrogate, batch, metrics)
+        report_batch(batch, statistics.verdict, config.reference_policy_kl_type, metrics)
         return loss, metrics
+
+    def _inputs(self, batch: TokenBatch) -> SurrogateInputs:
+        return SurrogateInputs(batch.curr, batch.log_ratio, batch.advantages, self.config, self.options)
 
     def _kl(self, batch: TokenBatch, coefficient: Tensor) -> Tensor | None:
         config = self.config

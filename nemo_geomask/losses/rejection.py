@@ -8,7 +8,7 @@ from torch import Tensor
 from nemo_geomask import functional as F
 from nemo_geomask.config import LossConfig, MaskRule
 from nemo_geomask.losses.batch import TokenBatch
-from nemo_geomask.losses.statistics import SequenceStatistics
+from nemo_geomask.losses.statistics import SequenceStatistics, token_value
 from nemo_geomask.metrics import MetricSums
 
 __all__ = ["reject"]
@@ -22,7 +22,7 @@ def reject(batch: TokenBatch, statistics: SequenceStatistics, config: LossConfig
     token-level mask and of sequences otherwise.
     """
     kept = batch.trained
-    for rule in config.mask_rules:
+    for rule in config.rules_in_loss:
         by_token = rule.level == "token"
         below, above = _removed(rule, batch, statistics)
         add = metrics.tokens if by_token else metrics.sequences
@@ -38,7 +38,7 @@ def reject(batch: TokenBatch, statistics: SequenceStatistics, config: LossConfig
 def _removed(rule: MaskRule, batch: TokenBatch, statistics: SequenceStatistics) -> tuple[Tensor, Tensor]:
     """1 where the rule removes for the lower and for the upper bound, else 0; token layout or [S]."""
     if rule.level == "token":
-        side = F.bound_side(statistics.token_value(rule), rule.low, rule.high)
+        side = F.bound_side(token_value(batch, rule), rule.low, rule.high)
         below, above = torch.relu(-side), torch.relu(side)
         eligible, advantage = batch.trained, batch.advantages
     else:

@@ -1,0 +1,27 @@
+"""``python -m nemo_geomask.bench``: the same as ``nemo-geomask bench``, without what the other commands need."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from nemo_geomask.bench.command import add_arguments, run
+from nemo_geomask.errors import GeomaskError
+
+__all__: list[str] = []
+
+
+def _main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m nemo_geomask.bench", description=sys.modules[__package__].__doc__)
+    add_arguments(parser)
+    try:
+        return run(parser.parse_args())
+    except GeomaskError as error:
+        print(f"nemo-geomask: error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(_main())

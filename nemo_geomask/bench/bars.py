@@ -1,0 +1,110 @@
+"""What was promised, held against what was measured."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from nemo_geomask.bench.paths import OURS
+from nemo_geomask.bench.paths.eager import CHUNK
+
+__all__ = ["check_logprobs", "check_loss"]
+
+# As a caller gets it; figures that stand by themselves are held against the bar without the check of the targets too.
+_OURS, _UNCHECKED = OURS[0].name, OURS[1].name
+_V = 151_936
+
+
+class _Bar(NamedTuple):
+    """A bound on a figure of ours, or on how many times as fast as ``peer`` ours is, in the cases of ``at``."""
+
+    device: str
+    bound: float
+    peer: str | None = None
+    figure: str | None = None
+    at: Mapping[str, Any] = {}
+    at_most: bool = False
+
+
+_PLAIN = {"vocab": _V, "fraction": 1.0, "entropy": False, "temperature": 1.0, "dtype": "bfloat16"}
+_WHOLE = {**_PLAIN, "tp": 1}
+_BARS = (
+    _Bar("cuda", 0.9, figure="of_copy", at={"vocab": _V, "fraction": 1.0, "dtype": "bfloat16"}),
+    _Bar("cuda", 15.0, peer=f"NeMo-RL ChunkedDistributedLogprob({CHUNK})", at=_WHOLE),
+    _Bar("cuda", 3.0, peer="Liger vocabulary-parallel CE", at=_PLAIN),
+    _Bar("cuda", 3.0, peer="TransformerEngine parallel_cross_entropy", at=_PLAIN),
+    _Bar("cuda", 1.0, peer="flash-attn CE", at=_WHOLE),
+    _Bar("cuda", 1.0, peer="QuACK CE", at=_WHOLE),
+    _Bar("cuda", 2.0, peer="flash-attn CE", at={**_WHOLE, "fraction": 0.2}),
+    _Bar("cuda", 2.0, peer="QuACK CE", at={**_WHOLE, "fraction": 0.2}),
+    _Bar("cuda", 32.0, figure="extra_bytes_per_token", at={"vocab": _V, "dtype": "bfloat16"}, at_most=True),
+    _Bar("cpu", 8.0, peer=f"NeMo-RL ChunkedDistributedLogprob({CHUNK})", at={**_WHOLE, "tokens": 256}),
+    _Bar("cpu", 3.0, peer="NeMo-RL DistributedLogprob of logits.float()", at={**_WHOLE, "tokens": 256}),
+    _Bar("cpu", 2.0, peer="torch F.cross_entropy", at={**_WHOLE, "tokens": 256}),
+)
+_ENOUGH_TOKENS = 4096  # below that a GPU is not full
+_FROM_LOGITS = 1.1
+
+
+def check_logprobs(results: Sequence[Mapping[str, Any]], device: str) -> list[dict[str, Any]]:
+    """Each bar of this device in each case that it speaks of.
+
+    Returns:
+        ``name``, ``bound``, ``found`` and ``passed``; the last two None where the figure is missing.
+    """
+    found = []
+    for bar in _BARS:
+        if bar.device != device:
+            continue
+        fitting = [result for result in results if _speaks_of(bar, result["case"])]
+        ours = (_OURS,) if bar.peer else (_OURS, _UNCHECKED)
+        verdicts = [_judge(bar, result, path) for result in fitting for path in ours]
+        found += verdicts or [_verdict(_name(bar), bar, None, "no such case was run")]
+    return found
+
+
+def check_loss(results: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The bar on a loss from logits."""
+    bar = _Bar("", _FROM_LOGITS, at_most=True)
+    found = []
+    for entry in results["from_logits"]:
+        verdict = _verdict(f"{entry['loss']} from logits, times the log-prob pass alone", bar, entry["of_logprobs"])
+        if "processor_ms" in entry:
+            alone = entry["logprobs"]["processor_ms"]["median"]
+            verdict["by_processor_time"] = entry["processor_ms"]["median"] / alone
+        found.append(verdict)
+    return found
+
+
+def _speaks_of(bar: _Bar, case: Mapping[str, Any]) -> bool:
+    if bar.device == "cuda" and case["tokens"] < _ENOUGH_TOKENS:
+        return False
+    return all(case[key] == value for key, value in bar.at.items())
+
+
+def _judge(bar: _Bar, result: Mapping[str, Any], path: str) -> dict[str, Any]:
+    rows = {row["path"]: row for row in result["paths"]}
+    ours = rows.get(path, {})
+    name = f"{path}: {_name(bar)}: {result['title']}"
+    if ours.get("status") != "measured":
+        return _verdict(name, bar, None, "it was not measured")
+    if bar.peer is None:
+        return _verdict(name, bar, ours.get(bar.figure or ""))
+    peer = rows.get(bar.peer, {"status": "absent", "reason": "not asked for"})
+    if peer["status"] != "measured":
+        return _verdict(name, bar, None, f"{bar.peer} {peer['status']}: {peer['reason']}")
+    verdict = _verdict(name, bar, peer["ms"]["median"] / ours["ms"]["median"])
+    if "processor_ms" in ours:
+        # On a machine with other work to do, the steadier of the two.
+        verdict["by_processor_time"] = peer["processor_ms"]["median"] / ours["processor_ms"]["median"]
+    return verdict
+
+
+def _name(bar: _Bar) -> str:
+    return f"times as fast as {bar.peer}" if bar.peer else str(bar.figure).replace("_", " ")
+
+
+def _verdict(name: str, bar: _Bar, found: float | None, reason: str | None = None) -> dict[str, Any]:
+    passed = None if found is None else found <= bar.bound if bar.at_most else found >= bar.bound
+    verdict = {"name": name, "bound": f"{'≤' if bar.at_most else '≥'} {bar.bound:g}", "found": found, "passed": passed}
+    return verdict if reason is None else {**verdict, "reason": reason}

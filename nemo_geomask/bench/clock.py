@@ -1,0 +1,148 @@
+"""Time by the device's own clock, of several candidates mixed so that drift and neighbours hit all of them alike."""
+
+from __future__ import annotations
+
+import gc
+import random
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+
+from nemo_geomask.kernels.cpu import empty_gradient
+
+__all__ = ["Clock", "Lap", "interleave", "release", "spread", "summary", "why"]
+
+_T = TypeVar("_T")
+
+
+class Lap(NamedTuple):
+    """Seconds of one run: two stages by the device's clock, both by the processor time of this process."""
+
+    first: float
+    second: float
+    processor: float
+
+    @property
+    def total(self) -> float:
+        """Both stages."""
+        return self.first + self.second
+
+
+class Clock:
+    """Times a run of two stages.
+
+    Before each run a buffer larger than the caches is written, so that no run finds its inputs there. On a GPU that
+    also keeps the device busy while the host launches the first kernels, as the model's own kernels do in training.
+
+    Args:
+        device: whose time is taken.
+        settle: bytes that are written and freed before each run on a CPU. A virtual machine returns memory that a large
+            run freed to its host, and the next run to touch it, whichever that is, would pay for getting it back.
+    """
+
+    def __init__(self, device: torch.device, settle: int = 0) -> None:
+        self.device = device
+        size = 1 << 27
+        if device.type == "cuda":
+            properties = torch.cuda.get_device_properties(device)
+            size = max(size, 8 * int(getattr(properties, "L2_cache_size", 0)))
+        self._wipe = torch.zeros(size, dtype=torch.uint8, device=device)
+        self._settle = torch.empty(settle if device.type == "cpu" else 0, dtype=torch.uint8)
+
+    def _prepare(self) -> None:
+        if self._settle.numel():
+            empty_gradient(self._settle).fill_(1)
+        self._wipe.add_(1)
+
+    def lap(self, first: Callable[[], _T], second: Callable[[_T], object]) -> Lap:
+        """Run ``second(first())``."""
+        self._prepare()
+        if self.device.type != "cuda":
+            start, processor = time.perf_counter(), time.process_time()
+            between = first()
+            middle = time.perf_counter()
+            second(between)
+            return Lap(middle - start, time.perf_counter() - middle, time.process_time() - processor)
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(3)]  # type: ignore[no-untyped-call]
+        processor = time.process_time()
+        events[0].record()
+        between = first()
+        events[1].record()
+        second(between)
+        events[2].record()
+        processor = time.process_time() - processor
+        events[2].synchronize()
+        return Lap(events[0].elapsed_time(events[1]) / 1e3, events[1].elapsed_time(events[2]) / 1e3, processor)
+
+
+def interleave(
+    candidates: Mapping[str, Callable[[int], Lap]],
+    rounds: int,
+    *,
+    before: Callable[[], object] = lambda: None,
+    warmup: int = 1,
+) -> tuple[dict[str, list[Lap]], dict[str, str]]:
+    """Run every candidate once a round, in another order each time.
+
+    Args:
+        candidates: each is called with a number that counts the runs of a round.
+        rounds: measured rounds.
+        before: called before each round, to make fresh inputs.
+        warmup: rounds before those, not kept.
+
+    Returns:
+        Laps of each candidate that ran through, and the error of each that did not.
+    """
+    laps: dict[str, list[Lap]] = {name: [] for name in candidates}
+    errors: dict[str, str] = {}
+    names = list(candidates)
+    order = random.Random(0)
+    for round_ in range(warmup + rounds):
+        before()
+        order.shuffle(names)
+        for turn, name in enumerate(names):
+            if name in errors:
+                continue
+            try:
+                lap = candidates[name](turn)
+            except Exception as error:  # whatever a peer raises is a result, not the end of the run
+                errors[name] = why(error)
+                release()
+                continue
+            if round_ >= warmup:
+                laps[name].append(lap)
+    return {name: found for name, found in laps.items() if name not in errors}, errors
+
+
+def release() -> None:
+    """Give memory that a failed run held back to the system."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def why(error: BaseException) -> str:
+    """An error in one line."""
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
+
+
+def spread(values: Sequence[float]) -> dict[str, Any]:
+    """Median and quartiles, in the unit of the values, and their number."""
+    low, middle, high = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else [values[0]] * 3
+    return {"median": middle, "q1": low, "q3": high, "runs": len(values)}
+
+
+def summary(laps: Sequence[Lap], stages: tuple[str, str], device: torch.device) -> dict[str, Any]:
+    """Laps as milliseconds, under ``ms``, the stages' names and, on a CPU, ``processor_ms``."""
+    result = {
+        "ms": spread([lap.total * 1e3 for lap in laps]),
+        f"{stages[0]}_ms": spread([lap.first * 1e3 for lap in laps]),
+        f"{stages[1]}_ms": spread([lap.second * 1e3 for lap in laps]),
+    }
+    if device.type != "cuda":
+        result["processor_ms"] = spread([lap.processor * 1e3 for lap in laps])
+    return result

@@ -1,0 +1,230 @@
+"""The arguments of ``bench``, and what they run."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from nemo_geomask.bench import bars, logprobs, loss, machine, report, segments, volume
+from nemo_geomask.bench.inputs import Case
+from nemo_geomask.bench.paths import PATHS, Absent, Setting
+from nemo_geomask.bench.paths import Path as Way
+from nemo_geomask.bench.plot import write_plot
+from nemo_geomask.errors import ConfigError
+from nemo_geomask.kernels import KERNELS
+
+__all__ = ["add_arguments", "run"]
+
+_BENCHMARKS = ("logprobs", "loss", "segments")
+_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+# What is worth measuring: on a GPU where it is full, on a CPU what ends within a minute.
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "cuda": {
+        "tokens": [8192, 2048, 32_768, 131_072],
+        "vocab": [151_936, 32_768, 262_144],
+        "tp": [1, 8],
+        "fractions": [1.0, 0.5, 0.2],
+        "entropy": [False, True],
+        "temperatures": [1.0, 0.7],
+        "repeats": 20,
+        "batch": [64, 8192],
+    },
+    "cpu": {
+        "tokens": [256],
+        "vocab": [151_936],
+        "tp": [1],
+        "fractions": [1.0],
+        "entropy": [False],
+        "temperatures": [1.0],
+        "repeats": 9,
+        "batch": [16, 2048],
+    },
+}
+_STATISTICS = {"tokens": 65_536, "sequences": 32}
+_STATISTICS_REPEATS = 50
+
+_T = TypeVar("_T")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Register the arguments; ``run`` becomes the parser's default."""
+    parser.add_argument("benchmark", nargs="?", choices=_BENCHMARKS, help="default: all of them")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
+    parser.add_argument("--tokens", type=_list(_positive), metavar="T,T,...", help="rows of logits")
+    parser.add_argument("--vocab", type=_list(_positive), metavar="V,V,...", help="columns of the whole vocabulary")
+    parser.add_argument(
+        "--tp", type=_list(_positive), metavar="N,N,...", help="logits are one of N shards; nothing crosses ranks"
+    )
+    parser.add_argument("--fractions", type=_list(_share), metavar="F,F,...", help="share of the tokens that train")
+    parser.add_argument("--entropy", type=_list(_switch), metavar="off,on", help="the entropy and its gradient too")
+    parser.add_argument("--temperatures", type=_list(_above_zero), metavar="X,X,...")
+    parser.add_argument("--dtypes", type=_list(_dtype), metavar="D,D,...", help=f"of {', '.join(_DTYPES)}")
+    parser.add_argument(
+        "--grid", action="store_true", help="all combinations; default: vary one setting at a time around the first"
+    )
+    parser.add_argument("--paths", type=_list(str), metavar="P,P,...", help="those whose names contain one of these")
+    parser.add_argument("--kernel", choices=KERNELS, default="auto", help="of ours")
+    parser.add_argument("--batch", type=_list(_positive), metavar="B,T", help="loss: padded sequences and their length")
+    parser.add_argument("--repeats", type=_positive, metavar="N", help="measured rounds")
+    parser.add_argument("--threads", type=_positive, metavar="N", help="CPU threads")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, metavar="DIR", help="write <benchmark>-<machine>-<date>.json there")
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="logprobs: plot the sweep")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run what the arguments ask for.
+
+    Returns:
+        0; whether bars were passed is in the report, since figures of one machine are no error of another's.
+
+    Raises:
+        ConfigError: no GPU where one is asked for, or no path of the given names.
+    """
+    if arguments.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("--device cuda: torch sees no GPU here; use --device cpu")
+    name = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if arguments.threads is not None:
+        torch.set_num_threads(arguments.threads)
+    device = torch.device(name)
+    defaults = _DEFAULTS[name]
+    for key, value in defaults.items():
+        if getattr(arguments, key) is None:
+            setattr(arguments, key, value)
+    if len(arguments.batch) != 2:
+        raise ConfigError(f"--batch needs two numbers, sequences and their length, but it is {arguments.batch}")
+    setting = Setting(device, kernel=arguments.kernel)
+    description = machine.describe(device)
+    print(
+        f"{description['name']}, torch {description['torch']}, {description['threads']} threads, "
+        f"load {description['load']}, {description['date']}\n"
+    )
+    runs: dict[str, Callable[[], dict[str, Any]]] = {
+        "logprobs": lambda: _logprobs(arguments, setting),
+        "loss": lambda: _loss(arguments, setting),
+        "segments": lambda: _segments(arguments, device),
+    }
+    for benchmark in [arguments.benchmark] if arguments.benchmark else _BENCHMARKS:
+        found = runs[benchmark]()
+        print(report.bars(found.get("bars", [])), flush=True)
+        if arguments.out is not None:
+            arguments.out.mkdir(parents=True, exist_ok=True)
+            path = arguments.out / f"{benchmark}-{machine.slug(description)}-{description['date']}.json"
+            whole = {"benchmark": benchmark, "machine": machine.describe(device), **found}
+            path.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
+            print(f"{path}\n")
+    setting.close()
+    return 0
+
+
+def _logprobs(arguments: argparse.Namespace, setting: Setting) -> dict[str, Any]:
+    paths = _chosen(arguments.paths)
+    cases = logprobs.sweep(
+        tokens=arguments.tokens,
+        vocab=arguments.vocab,
+        tp=arguments.tp,
+        fractions=arguments.fractions,
+        entropy=arguments.entropy,
+        temperatures=arguments.temperatures,
+        dtypes=arguments.dtypes or [torch.bfloat16],
+        grid=arguments.grid,
+    )
+    results = logprobs.benchmark(
+        cases,
+        setting,
+        repeats=arguments.repeats,
+        paths=paths,
+        seed=arguments.seed,
+        report=lambda case: print(report.logprobs(case), flush=True),
+    )
+    found: dict[str, Any] = {"cases": results, "bars": bars.check_logprobs(results, setting.device.type)}
+    found["models"] = [
+        {
+            "path": path.name,
+            "bytes_per_element": None if path.traffic is None else path.traffic(1.0),
+            "counted": path.counted,
+        }
+        for path in paths
+    ]
+    found["collectives"] = volume.logprobs([path.name for path in paths])
+    print(report.collectives(found["collectives"]))
+    if arguments.plot is not None:
+        write_plot(results, arguments.plot)
+    return found
+
+
+def _loss(arguments: argparse.Namespace, setting: Setting) -> dict[str, Any]:
+    rows, length = arguments.batch
+    case = Case(arguments.tokens[0], arguments.vocab[0], temperature=arguments.temperatures[0])
+    try:
+        found = loss.benchmark(
+            setting, rows=rows, length=length, case=case, repeats=arguments.repeats, seed=arguments.seed
+        )
+    except Absent as reason:
+        print(f"loss: absent: {reason}\n")
+        return {"status": "absent", "reason": str(reason)}
+    print(report.loss(found), flush=True)
+    return found
+
+
+def _segments(arguments: argparse.Namespace, device: torch.device) -> dict[str, Any]:
+    repeats = max(arguments.repeats, _STATISTICS_REPEATS)
+    found = segments.benchmark(device, repeats=repeats, **_STATISTICS)
+    print(report.segments(found), flush=True)
+    return found
+
+
+def _chosen(words: Sequence[str] | None) -> tuple[Way, ...]:
+    if words is None:
+        return PATHS
+    chosen = tuple(path for path in PATHS if any(word.lower() in path.name.lower() for word in words))
+    if not chosen:
+        raise ConfigError(f"--paths {','.join(words)}: no such path; there are {', '.join(p.name for p in PATHS)}")
+    return chosen
+
+
+def _list(convert: Callable[[str], _T]) -> Callable[[str], list[_T]]:
+    def read(text: str) -> list[_T]:
+        return [convert(word.strip()) for word in text.split(",")]
+
+    return read
+
+
+def _number(text: str, kind: Callable[[str], _T], fits: Callable[[Any], bool], wanted: str) -> _T:
+    try:
+        value = kind(text)
+        if fits(value):
+            return value
+    except ValueError:
+        pass
+    raise argparse.ArgumentTypeError(f"'{text}' is not {wanted}")
+
+
+def _positive(text: str) -> int:
+    return _number(text, int, lambda value: value > 0, "a whole number above 0")
+
+
+def _share(text: str) -> float:
+    return _number(text, float, lambda value: 0 < value <= 1, "a share above 0 and up to 1")
+
+
+def _above_zero(text: str) -> float:
+    return _number(text, float, lambda value: 0 < value < float("inf"), "a number above 0")
+
+
+def _switch(text: str) -> bool:
+    if text not in ("off", "on"):
+        raise argparse.ArgumentTypeError(f"'{text}' is neither off nor on")
+    return text == "on"
+
+
+def _dtype(text: str) -> torch.dtype:
+    if text not in _DTYPES:
+        raise argparse.ArgumentTypeError(f"'{text}' is none of {', '.join(_DTYPES)}")
+    return _DTYPES[text]

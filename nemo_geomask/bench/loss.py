@@ -1,0 +1,253 @@
+"""``bench loss``: a loss call and its backward pass, padded, packed, beside NeMo-RL's, and from logits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nemo_geomask.bench.bars import check_loss
+from nemo_geomask.bench.clock import Clock, Lap, interleave, summary, why
+from nemo_geomask.bench.inputs import IGNORE, Case, Inputs, Sample
+from nemo_geomask.bench.meters import Tally, host_syncs, kernel_launches
+from nemo_geomask.bench.paths.base import Absent, Setting, module
+from nemo_geomask.bench.volume import uneven
+from nemo_geomask.parallel import vocab_parallel_logprobs
+from nemo_geomask.segments import PackedSegments
+
+__all__ = ["LOSSES", "benchmark"]
+
+_CORRECTED = {"use_importance_sampling_correction": True, "is_correction_level": "sequence_mean"}
+_GEOMETRIC = {"masks": [{"preset": "geometric", "min": 0.99, "max": 1.01}]}
+# Ours, and the same in NeMo-RL's own fields where it has it.
+LOSSES: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
+    "clipped_pg": ({}, {}),
+    "clipped_pg, token weights": (
+        {"use_importance_sampling_correction": True},
+        {"use_importance_sampling_correction": True},
+    ),
+    "gspo": ({"name": "gspo"}, {"sequence_level_importance_ratios": True, "token_level_loss": False}),
+    "gspo, sequence_mean weights, geometric mask": ({"name": "gspo", **_CORRECTED, **_GEOMETRIC}, None),
+    "gspo_token": ({"name": "gspo_token"}, None),
+    "gmpo": ({"name": "gmpo"}, None),
+    "cispo": ({"name": "cispo"}, None),
+    "sapo": ({"name": "sapo"}, None),
+}
+_SEQUENCE = 2048  # tokens of a sequence, on average, in a packed row of logits
+_FROM_LOGITS = ("gspo", "gspo, sequence_mean weights, geometric mask")
+_TOKEN_KEYS = ("advantages", "prev_logprobs", "generation_logprobs", "reference_policy_logprobs", "token_mask")
+
+Data = Mapping[str, Tensor]
+
+
+def benchmark(setting: Setting, *, rows: int, length: int, case: Case, repeats: int, seed: int = 0) -> dict[str, Any]:
+    """Every loss on log-probs of a padded batch and of the same packed, then from packed logits.
+
+    Args:
+        setting: where.
+        rows: sequences of the batch.
+        length: of the longest.
+        case: tokens and vocabulary of the logits.
+        repeats: measured rounds.
+        seed: of the inputs.
+
+    Raises:
+        Absent: pydantic, which the losses' settings need, can't be imported.
+    """
+    module("pydantic")
+    clock = Clock(setting.device, settle=4 * case.elements * case.dtype.itemsize)
+    on_logprobs = _on_logprobs(setting, clock, rows, length, repeats, seed)
+    found = {"rows": rows, "length": length, "on_logprobs": on_logprobs}
+    found["from_logits"] = _from_logits(setting, clock, case, repeats, seed)
+    found["case"] = case.describe()
+    found["bars"] = check_loss(found)
+    return found
+
+
+def _batch(rows: int, length: int, device: torch.device, seed: int) -> tuple[Tensor, dict[str, Tensor], list[int]]:
+    """curr [B, T-1], NeMo-RL's padded data, and the lengths of the responses, of 1/2 to all of ``length``."""
+    draw = torch.Generator().manual_seed(seed)
+    gen = -2 * torch.rand(rows, length, generator=draw)
+    prev = gen + 0.02 * torch.randn(rows, length, generator=draw)
+    curr = prev + 0.02 * torch.randn(rows, length, generator=draw)
+    lengths = torch.randint(length // 2, length, (rows,), generator=draw)
+    mask = (torch.arange(length) <= lengths.unsqueeze(1)).float()
+    mask[:, 0] = 0.0
+    data = {
+        "advantages": torch.randn(rows, 1, generator=draw).expand(rows, length).contiguous(),
+        "prev_logprobs": prev,
+        "generation_logprobs": gen,
+        "reference_policy_logprobs": prev + 0.1 * torch.randn(rows, length, generator=draw),
+        "token_mask": mask,
+        "sample_mask": torch.ones(rows),
+    }
+    moved = {key: value.to(device) for key, value in data.items()}
+    return curr[:, 1:].contiguous().to(device), moved, lengths.tolist()
+
+
+def _pack(curr: Tensor, data: Data, lengths: Sequence[int]) -> tuple[Tensor, dict[str, Tensor], list[int]]:
+    """The responses of a padded batch one after another, without padding; token t beside what it is about."""
+    offsets = [0]
+    for length in lengths:
+        offsets.append(offsets[-1] + length)
+
+    def rows(values: Tensor) -> Tensor:
+        return torch.cat([row[:length] for row, length in zip(values, lengths, strict=True)])
+
+    packed = {key: rows(data[key][:, 1:]) for key in _TOKEN_KEYS} | {"sample_mask": data["sample_mask"]}
+    return rows(curr), packed, offsets
+
+
+def _counts(data: Data) -> tuple[Tensor, Tensor]:
+    return data["sample_mask"].sum(), (data["token_mask"][:, 1:] * data["sample_mask"].unsqueeze(1)).sum()
+
+
+def _on_logprobs(
+    setting: Setting, clock: Clock, rows: int, length: int, repeats: int, seed: int
+) -> list[dict[str, Any]]:
+    from nemo_geomask.losses import build_loss
+
+    curr, data, lengths = _batch(rows, length, setting.device, seed)
+    counts = _counts(data)
+    steps: dict[tuple[str, str], Callable[[], Tensor]] = {}
+    reasons: dict[tuple[str, str], str] = {}
+    for name, (config, theirs) in LOSSES.items():
+        steps[name, "padded"], steps[name, "packed"] = _ours(build_loss(config), curr, data, lengths, counts)
+        if theirs is not None:
+            try:
+                steps[name, "NeMo-RL, padded"] = _nemo_rl(theirs, curr, data, counts)
+            except Absent as error:
+                reasons[name, "NeMo-RL, padded"] = str(error)
+    candidates = {f"{name}|{how}": _timed(clock, step) for (name, how), step in steps.items()}
+    laps, failures = interleave(candidates, repeats, warmup=2)
+    results: list[dict[str, Any]] = []
+    for name, how in [*steps, *reasons]:
+        row: dict[str, Any] = {"loss": name, "how": how}
+        key = f"{name}|{how}"
+        if key in laps:
+            row |= {"status": "measured", **summary(laps[key], ("both", "nothing"), setting.device)}
+            row |= _meter(steps[name, how], setting.device)
+        elif key in failures:
+            row |= {"status": "failed", "reason": failures[key]}
+        else:
+            row |= {"status": "absent", "reason": reasons[name, how]}
+        results.append(row)
+    return results
+
+
+def _step(values: Tensor, loss: Callable[[Tensor], Tensor]) -> Tensor:
+    leaf = values.detach().requires_grad_()
+    return torch.autograd.grad(loss(leaf), leaf)[0]
+
+
+def _ours(
+    loss_fn: Any, curr: Tensor, data: Data, lengths: Sequence[int], counts: tuple[Tensor, Tensor]
+) -> tuple[Callable[[], Tensor], Callable[[], Tensor]]:
+    """Padded and packed; the segments of packed tokens are made anew each time, as for every microbatch."""
+    flat, packed, offsets = _pack(curr, data, lengths)
+
+    def on_packed(x: Tensor) -> Tensor:
+        value: Tensor = loss_fn.packed(x, packed, PackedSegments(offsets, device=x.device), *counts)[0]
+        return value
+
+    return lambda: _step(curr, lambda x: loss_fn(x, data, *counts)[0]), lambda: _step(flat, on_packed)
+
+
+def _timed(clock: Clock, step: Callable[[], Tensor]) -> Callable[[int], Lap]:
+    return lambda turn: clock.lap(step, lambda _: None)
+
+
+def _nemo_rl(config: dict[str, Any], curr: Tensor, data: Data, counts: tuple[Tensor, Tensor]) -> Callable[[], Tensor]:
+    losses = module("nemo_rl.algorithms.loss.loss_functions")
+    batch = module("nemo_rl.distributed.batched_data_dict").BatchedDataDict(data)
+    if hasattr(losses.ClippedPGLossConfig, "model_validate"):
+        loss_fn = losses.ClippedPGLossFn(losses.ClippedPGLossConfig(**config))
+    else:  # v0.6.0: a dict without defaults
+        from nemo_geomask.config import LossConfig
+
+        defaults = LossConfig().model_dump()
+        fields = losses.ClippedPGLossConfig.__annotations__
+        known = {key: defaults[key] for key in fields if key in defaults}
+        loss_fn = losses.ClippedPGLossFn({**known, **config})
+    seqs, toks = counts
+    return lambda: _step(
+        curr,
+        lambda x: loss_fn(next_token_logprobs=x, data=batch, global_valid_seqs=seqs, global_valid_toks=toks)[0],
+    )
+
+
+def _meter(step: Callable[[], Tensor], device: torch.device) -> dict[str, Any]:
+    try:
+        if device.type == "cuda":
+            return {"launches": kernel_launches(step), "host_syncs": host_syncs(step)}
+        with Tally() as tally:
+            step()
+        return {"launches": tally.operations}
+    except Exception as error:  # a meter that a peer trips over leaves its times standing
+        return {"meters": why(error)}
+
+
+def _from_logits(setting: Setting, clock: Clock, case: Case, repeats: int, seed: int) -> list[dict[str, Any]]:
+    """Log-probs alone, then with each loss on top of them, of the same packed logits."""
+    from nemo_geomask.losses import build_loss
+
+    device = setting.device
+    inputs = Inputs(case, device, seed=seed)
+    draw = torch.Generator().manual_seed(seed)
+    sequences = max(1, case.tokens // _SEQUENCE)
+    offsets = uneven(case.tokens, sequences, 1)
+    lengths = torch.tensor(offsets).diff()
+    packed = {
+        "advantages": torch.randn(sequences, generator=draw).repeat_interleave(lengths).to(device),
+        "reference_policy_logprobs": -torch.rand(case.tokens, generator=draw).to(device),
+        "sample_mask": torch.ones(sequences, device=device),
+    }
+
+    def logprobs(sample: Sample) -> Tensor:
+        return vocab_parallel_logprobs(
+            sample.logits,
+            sample.targets,
+            temperature=case.temperature,
+            ignore_index=IGNORE,
+            kernel=setting.kernel,
+        )
+
+    def alone(turn: int) -> Lap:
+        sample = inputs.take(turn)
+        return clock.lap(lambda: logprobs(sample), lambda found: torch.autograd.grad(found, sample.logits, sample.g)[0])
+
+    def with_loss(loss_fn: Any) -> Callable[[int], Lap]:
+        def run(turn: int) -> Lap:
+            sample = inputs.take(turn)
+            # As a trainer has them: the log-probs of before lie near these.
+            mask = sample.kept.float()
+            seqs, toks = packed["sample_mask"].sum(), mask.sum()
+
+            def forward() -> Tensor:
+                found = logprobs(sample)
+                near = dict.fromkeys(("prev_logprobs", "generation_logprobs"), found.detach())
+                segments = PackedSegments(offsets, device=device)
+                value: Tensor = loss_fn.packed(found, {**packed, **near, "token_mask": mask}, segments, seqs, toks)[0]
+                return value
+
+            return clock.lap(forward, lambda value: torch.autograd.grad(value, sample.logits)[0])
+
+        return run
+
+    candidates: dict[str, Callable[[int], Lap]] = {"": alone}
+    candidates |= {name: with_loss(build_loss(LOSSES[name][0])) for name in _FROM_LOGITS}
+    laps, failures = interleave(candidates, repeats, before=inputs.refresh, warmup=2)
+    if "" in failures:
+        return [{"loss": name, "of_logprobs": None, "reason": failures[""]} for name in _FROM_LOGITS]
+    base = summary(laps[""], ("forward", "backward"), device)
+    results: list[dict[str, Any]] = []
+    for name in _FROM_LOGITS:
+        if name in failures:
+            results.append({"loss": name, "of_logprobs": None, "reason": failures[name]})
+            continue
+        mine = summary(laps[name], ("forward", "backward"), device)
+        ratio = mine["ms"]["median"] / base["ms"]["median"]
+        results.append({"loss": name, "of_logprobs": ratio, "logprobs": base, **mine})
+    return results

@@ -1,0 +1,170 @@
+"""``python -m nemo_geomask.bench.pages docs/performance.md``: rewrite the page's tables from the JSON beside it."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from nemo_geomask.bench.paths import OURS
+from nemo_geomask.errors import ConfigError
+
+__all__ = ["rewrite"]
+
+Result = Mapping[str, Any]
+
+
+def rewrite(text: str, folder: Path) -> str:
+    """The page with its tables as the JSON files in ``folder`` have them.
+
+    Each stands between ``<!-- NAME: begin -->`` and ``<!-- NAME: end -->``, with the name of a benchmark.
+
+    Raises:
+        ConfigError: the markers of a benchmark are missing.
+    """
+    for name, write in _TABLES.items():
+        found = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob(f"{name}-*.json"))]
+        blocks = [f"**{_machine(result['machine'])}**\n\n{write(result)}" for result in found]
+        new = "\n\n".join([f"<!-- {name}: begin -->", *blocks, f"<!-- {name}: end -->"])
+        place = re.search(rf"<!-- {name}: begin -->.*?<!-- {name}: end -->", text, flags=re.S)
+        if place is None:
+            raise ConfigError(f"the page has no place for '{name}': add the lines <!-- {name}: begin --> and … end -->")
+        text = text[: place.start()] + new + text[place.end() :]
+    return text
+
+
+def _machine(machine: Result) -> str:
+    parts = [machine["name"], f"torch {machine['torch']}", machine["date"]]
+    if machine["device"] == "cpu":
+        parts.insert(1, f"{machine['threads']} of {machine['cores']} cores, load {machine['load'][0]:g}")
+    return ", ".join(parts)
+
+
+def _logprobs(result: Result) -> str:
+    first, *rest = [case for case in result["cases"] if "error" not in case]
+    head = ["path", "ms (quartiles)", "CPU ms", "forward", "backward", "B/el", "of a copy", "extra MB", "launches"]
+    head += ["error logp", "gradient"]
+    blocks = [
+        f"{first['title']}; a copy moves {first['copy_gb_s']:.1f} GB/s.",
+        _table(head, [_path(row) for row in first["paths"] if row["status"] == "measured"]),
+        _missing(first),
+    ]
+    if rest:
+        peers = [row["path"] for row in first["paths"] if row["status"] == "measured" and not _is_ours(row["path"])]
+        head = ["case", "ours, ms", "of a copy", *(f"× {name}" for name in peers)]
+        blocks += [
+            "Our time, and how many times longer each peer takes:",
+            _table(head, [_case(case, peers) for case in (first, *rest)]),
+        ]
+    return "\n\n".join([*blocks, _bars(result["bars"])])
+
+
+def _path(row: Result) -> list[str]:
+    ms, errors = row["ms"], row.get("errors", {})
+    extra = row.get("extra_bytes")
+    return [
+        row["path"],
+        f"{_short(ms['median'])} ({_short(ms['q1'])}–{_short(ms['q3'])})",
+        _short(row.get("processor_ms", {}).get("median")),
+        _short(row["forward_ms"]["median"]),
+        _short(row["backward_ms"]["median"]),
+        _short(row["bytes_per_element"]),
+        f"{row['of_copy']:.0%}",
+        _short(None if extra is None else extra / 1e6),
+        _short(row.get("launches")),
+        _tiny(errors.get("logprob")),
+        _tiny(errors.get("gradient")),
+    ]
+
+
+def _missing(case: Result) -> str:
+    rows = [f"{row['path']} ({row['reason']})" for row in case["paths"] if row["status"] != "measured"]
+    return f"Not measured: {'; '.join(rows)}." if rows else "All paths were measured."
+
+
+def _case(case: Result, peers: Sequence[str]) -> list[str]:
+    rows = {row["path"]: row for row in case["paths"] if row["status"] == "measured"}
+    ours = rows.get(OURS[0].name)
+    if ours is None:
+        return [case["title"], *["–"] * (2 + len(peers))]
+    own = ours["ms"]["median"]
+    times = [_short(rows[name]["ms"]["median"] / own) if name in rows else "–" for name in peers]
+    return [case["title"], _short(own), f"{ours['of_copy']:.0%}", *times]
+
+
+def _bars(bars: Iterable[Result]) -> str:
+    words = {True: "pass", False: "**fail**", None: "not measured"}
+    rows = [
+        [bar["name"], bar["bound"], _short(bar["found"]), _short(bar.get("by_processor_time")), words[bar["passed"]]]
+        for bar in bars
+    ]
+    return _table(["bar", "bound", "found", "by CPU time", ""], rows)
+
+
+def _loss(result: Result) -> str:
+    if "on_logprobs" not in result:
+        return str(result["reason"])
+    measured = [row for row in result["on_logprobs"] if row["status"] == "measured"]
+    names = list(dict.fromkeys(row["loss"] for row in measured))
+    ways = list(dict.fromkeys(row["how"] for row in measured))
+    clock = "processor_ms" if all("processor_ms" in row for row in measured) else "ms"
+    cells = {(row["loss"], row["how"]): f"{_short(row[clock]['median'])} ms" for row in measured}
+    operations = {(row["loss"], row["how"]): f", {row['launches']}" for row in measured if "launches" in row}
+    rows = [[name, *(cells.get((name, w), "–") + operations.get((name, w), "") for w in ways)] for name in names]
+    what = "CPU time" if clock == "processor_ms" else "time"
+    title = f"{result['rows']} sequences of up to {result['length']} tokens, forward and backward: {what}, operations."
+    return "\n\n".join([title, _table(["loss", *ways], rows), _bars(result["bars"])])
+
+
+def _segments(result: Result) -> str:
+    rows = [
+        [row["way"], _short(row["ms"]["median"]), str(row["collectives"]), _short(row["sent_bytes"])]
+        for row in result["ways"]
+        if row["status"] == "measured"
+    ]
+    title = (
+        f"3 statistics of {result['sequences']} sequences, {result['tokens']} tokens over {result['world']} ranks "
+        f"({result['backend']})."
+    )
+    blocks = [title, _table(["way", "ms", "collectives", "bytes sent a rank"], rows)]
+    micro = result["microbatch"]
+    if "groups" in micro:
+        each = [
+            [group, kind, str(payload)] for group, found in micro["groups"].items() for kind, payload in found["each"]
+        ]
+        title = "A microbatch of {tokens} tokens, {sequences} sequences, TP {tp} × CP {cp}, bytes that a rank gives."
+        blocks += [title.format(**micro), _table(["group", "collective", "bytes"], each)]
+    return "\n\n".join(blocks)
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *rows))
+
+
+def _is_ours(name: str) -> bool:
+    return any(path.name == name for path in OURS)
+
+
+def _short(value: float | None) -> str:
+    if value is None:
+        return "–"
+    return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
+def _tiny(value: float | None) -> str:
+    return "–" if value is None else f"{value:.0e}"
+
+
+_TABLES: dict[str, Callable[[Result], str]] = {"logprobs": _logprobs, "loss": _loss, "segments": _segments}
+
+
+def _main() -> None:
+    page = Path(sys.argv[1])
+    page.write_text(rewrite(page.read_text(encoding="utf-8"), page.with_suffix("")), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    _main()

@@ -1,0 +1,71 @@
+"""Time over each setting that a sweep varied, one line a path."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from nemo_geomask.errors import MissingDependencyError
+
+__all__ = ["write_plot"]
+
+_FIELDS = {"tokens": "tokens", "vocab": "vocabulary", "tp": "shards", "fraction": "fraction of tokens that train"}
+_STYLES = ("-", "--", "-.", ":")
+
+
+def write_plot(results: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Draw a panel for every setting that takes several values around the first case.
+
+    Raises:
+        MissingDependencyError: matplotlib can't be imported.
+    """
+    try:
+        matplotlib = importlib.import_module("matplotlib")
+        matplotlib.use("Agg")
+        pyplot = importlib.import_module("matplotlib.pyplot")
+    except ImportError as error:
+        raise MissingDependencyError(
+            f'--plot needs matplotlib, which can\'t be imported ({error}); pip install "nemo-geomask[demo]"'
+        ) from error
+    done = [result for result in results if "error" not in result]
+    base = done[0]["case"] if done else {}
+    panels = {field: _along(done, base, field) for field in _FIELDS}
+    panels = {field: line for field, line in panels.items() if len(line) > 1} or {"tokens": done[:1]}
+    figure, axes = pyplot.subplots(1, len(panels), figsize=(6 * len(panels), 5), squeeze=False)
+    for panel, (field, line) in zip(axes[0], panels.items(), strict=True):
+        names = [row["path"] for row in line[0]["paths"]] if line else []
+        for index, name in enumerate(names):
+            points = [(result["case"][field], _median(result, name)) for result in line]
+            points = [(x, y) for x, y in points if y is not None]
+            if points:
+                style = _STYLES[index // 10 % len(_STYLES)]
+                panel.plot(*zip(*points, strict=True), marker="o", linestyle=style, label=name)
+        panel.set_xlabel(_FIELDS[field])
+        panel.set_ylabel("ms, forward and backward")
+        panel.set_yscale("log")
+        if field != "fraction":
+            panel.set_xscale("log", base=2)
+        panel.grid(alpha=0.25)
+    axes[0][0].legend(fontsize="x-small")
+    figure.tight_layout()
+    figure.savefig(path, dpi=130)
+    pyplot.close(figure)
+
+
+def _along(results: Sequence[Mapping[str, Any]], base: Mapping[str, Any], field: str) -> list[Mapping[str, Any]]:
+    """Cases that differ from the base in this field alone, in its order."""
+    same = [
+        result
+        for result in results
+        if all(value == base[other] for other, value in result["case"].items() if other != field)
+    ]
+    return sorted(same, key=lambda result: float(result["case"][field]))
+
+
+def _median(result: Mapping[str, Any], name: str) -> float | None:
+    for row in result["paths"]:
+        if row["path"] == name and row["status"] == "measured":
+            return float(row["ms"]["median"])
+    return None

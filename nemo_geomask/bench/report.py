@@ -1,0 +1,158 @@
+"""Results as tables for a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+__all__ = ["bars", "collectives", "logprobs", "loss", "segments", "table"]
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Columns as wide as they need, the first to the left and the others to the right."""
+    lines = [list(head), *(list(row) for row in rows)]
+    widths = [max(len(line[index]) for line in lines) for index in range(len(head))]
+    return "\n".join(
+        "  ".join(
+            cell.rjust(width) if index else cell.ljust(width)
+            for index, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in lines
+    )
+
+
+def logprobs(result: Mapping[str, Any]) -> str:
+    """One case of ``bench logprobs``."""
+    if "error" in result:
+        return f"{result['title']}: {result['error']}\n"
+    head = ["path", "ms", "IQR", "forward", "backward", "CPU ms", "B/el", "GB/s", "of copy", "extra MB", "launches"]
+    head += ["syncs", "collectives", "err logp", "err grad"]
+    rows, reasons = [], []
+    for row in result["paths"]:
+        if row["status"] != "measured":
+            reasons.append(f"  {row['path']}: {row['status']}: {row['reason']}")
+            continue
+        if "meters" in row:
+            reasons.append(f"  {row['path']}: not metered: {row['meters']}")
+        errors = row.get("errors", {})
+        extra = row.get("extra_bytes")
+        rows.append(
+            [
+                row["path"],
+                _number(row["ms"]["median"]),
+                f"{_number(row['ms']['q1'])}–{_number(row['ms']['q3'])}",
+                _number(row["forward_ms"]["median"]),
+                _number(row["backward_ms"]["median"]),
+                _number(row.get("processor_ms", {}).get("median")),
+                _number(row["bytes_per_element"]),
+                _number(row["gb_s"]),
+                f"{row['of_copy']:.0%}",
+                _number(None if extra is None else extra / 1e6),
+                _number(row.get("launches")),
+                _number(row.get("host_syncs")),
+                _number(row.get("collectives")),
+                _error(errors.get("logprob")),
+                _error(errors.get("gradient")),
+            ]
+        )
+    title = (
+        f"{result['title']}: a copy moves {result['copy_gb_s']:.1f} GB/s; {result['floor_bytes']:g} B/el have to move"
+    )
+    return "\n".join([title, table(head, rows), *reasons, ""])
+
+
+def collectives(result: Mapping[str, Any]) -> str:
+    """Collectives of the log-prob paths."""
+    rows = [
+        [name, str(found["calls"]), _number(found["payload_bytes_per_token"])]
+        if "error" not in found
+        else [name, "–", found["error"]]
+        for name, found in result["paths"].items()
+    ]
+    title = f"collectives over {result['tp']} tensor-parallel ranks, forward and backward, {result['tokens']} tokens"
+    return "\n".join([title, table(["path", "collectives", "payload B/token"], rows), ""])
+
+
+def loss(result: Mapping[str, Any]) -> str:
+    """``bench loss``."""
+    head = ["loss", "how", "ms", "IQR", "CPU ms", "operations", "syncs"]
+    rows, reasons = [], []
+    for row in result["on_logprobs"]:
+        if row["status"] != "measured":
+            reasons.append(f"  {row['loss']}, {row['how']}: {row['status']}: {row['reason']}")
+            continue
+        ms = row["ms"]
+        cells = [row["loss"], row["how"], _number(ms["median"]), f"{_number(ms['q1'])}–{_number(ms['q3'])}"]
+        cells += [_number(row.get("processor_ms", {}).get("median"))]
+        rows.append([*cells, _number(row.get("launches")), _number(row.get("host_syncs"))])
+    lines = [
+        f"{result['rows']} sequences of up to {result['length']} tokens, forward and backward",
+        table(head, rows),
+        *reasons,
+    ]
+    for row in result["from_logits"]:
+        if row["of_logprobs"] is None:
+            lines.append(f"  from logits, {row['loss']}: {row['reason']}")
+            continue
+        alone, whole = row["logprobs"]["ms"]["median"], row["ms"]["median"]
+        lines.append(f"from logits, {row['loss']}: {_number(whole)} ms; the log-prob pass alone {_number(alone)} ms")
+    return "\n".join([*lines, ""])
+
+
+def segments(result: Mapping[str, Any]) -> str:
+    """``bench segments``."""
+    rows = []
+    for row in result["ways"]:
+        if row["status"] != "measured":
+            rows.append([row["way"], "–", row["reason"], "–", "–"])
+            continue
+        ms = row["ms"]
+        cells = [row["way"], _number(ms["median"]), f"{_number(ms['q1'])}–{_number(ms['q3'])}"]
+        rows.append([*cells, str(row["collectives"]), _number(row["sent_bytes"])])
+    lines = [
+        f"3 statistics of {result['sequences']} sequences, {result['tokens']} tokens over {result['world']} ranks "
+        f"({result['backend']})",
+        table(["way", "ms", "IQR", "collectives", "bytes sent a rank"], rows),
+    ]
+    micro = result["microbatch"]
+    if "groups" not in micro:
+        return "\n".join([*lines, f"communication of a microbatch: {micro['status']}: {micro['reason']}", ""])
+    lines += [
+        "",
+        "one microbatch of {tokens} tokens, {sequences} sequences, TP {tp} × CP {cp}, per rank".format(**micro),
+    ]
+    groups = [
+        [name, str(found["calls"]), str(found["payload_bytes"]), _number(found["sent_bytes"])]
+        for name, found in micro["groups"].items()
+    ]
+    return "\n".join([*lines, table(["group", "collectives", "payload", "bytes sent"], groups), ""])
+
+
+def bars(found: Sequence[Mapping[str, Any]]) -> str:
+    """Pass or fail."""
+    if not found:
+        return ""
+    words = {True: "pass", False: "FAIL", None: "–"}
+    rows = [
+        [
+            bar["name"],
+            bar["bound"],
+            _number(bar["found"]),
+            _number(bar.get("by_processor_time")),
+            words[bar["passed"]] + (f" ({bar['reason']})" if "reason" in bar else ""),
+        ]
+        for bar in found
+    ]
+    return table(["bar", "bound", "found", "by CPU time", "verdict"], rows) + "\n"
+
+
+def _number(value: float | None) -> str:
+    if value is None:
+        return "–"
+    if isinstance(value, int) or abs(value) >= 100:
+        return str(round(value))
+    return f"{value:.3g}"
+
+
+def _error(value: float | None) -> str:
+    return "–" if value is None else f"{value:.1e}"

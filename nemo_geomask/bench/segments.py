@@ -1,0 +1,103 @@
+"""``bench segments``: statistics of sequences spread over ranks, in one collective or in one each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from nemo_geomask.bench import ranks
+from nemo_geomask.bench.clock import Clock, Lap, interleave, spread
+from nemo_geomask.bench.meters import Tally
+from nemo_geomask.bench.paths.base import Absent, module
+from nemo_geomask.bench.volume import microbatch, uneven
+from nemo_geomask.segments import PackedSegments
+
+__all__ = ["benchmark"]
+
+_MERGED = "one collective for all"
+_SEPARATE = "one collective each"
+_SCATTERED = "index_add and all-reduce, each"
+
+
+def benchmark(device: torch.device, *, tokens: int, sequences: int, repeats: int, world: int = 2) -> dict[str, Any]:
+    """Three statistics over sequences spread over ranks, and the communication of a whole microbatch.
+
+    Args:
+        device: with one GPU a rank the ranks run there, else on the CPU over gloo.
+        tokens: of the whole packed row.
+        sequences: in it.
+        repeats: measured rounds.
+        world: ranks that share the sequences.
+    """
+    nccl = device.type == "cuda" and dist.is_nccl_available() and torch.cuda.device_count() >= world
+    backend = "nccl" if nccl else "gloo"
+    found = ranks.run(world, _statistics, tokens, sequences, repeats, backend, backend=backend)[0]
+    result = {"world": world, "backend": backend, "tokens": tokens, "sequences": sequences, **found}
+    try:
+        module("pydantic")
+        result["microbatch"] = microbatch()
+    except Absent as reason:
+        result["microbatch"] = {"status": "absent", "reason": str(reason)}
+    return result
+
+
+def _statistics(tokens: int, sequences: int, repeats: int, backend: str) -> dict[str, Any]:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")
+    offsets = uneven(tokens, sequences, world)
+    group = dist.group.WORLD
+    assert group is not None
+    segments = PackedSegments(offsets, device=device, cp_rank=rank, cp_size=world, groups=(group,))
+    count = len(segments.token_index)
+    values = {name: torch.randn(count, device=device) for name in ("log_ratio", "advantage", "tokens")}
+    lengths = torch.tensor(offsets).diff() // world
+    ids = torch.repeat_interleave(torch.arange(sequences), lengths).to(device)
+
+    def scattered() -> list[Tensor]:
+        found = []
+        for value in values.values():
+            total = torch.zeros(sequences, device=device).index_add_(0, ids, value)
+            dist.all_reduce(total)
+            found.append(total)
+        return found
+
+    ways: dict[str, Callable[[], list[Tensor]]] = {
+        _MERGED: lambda: list(segments.pool(values).sums.values()),
+        _SEPARATE: lambda: [segments.sum(value) for value in values.values()],
+        _SCATTERED: scattered,
+    }
+    clock = Clock(device)
+
+    def timed(way: Callable[[], list[Tensor]]) -> Callable[[int], Lap]:
+        def run(turn: int) -> Lap:
+            dist.barrier()
+            return clock.lap(way, lambda _: None)
+
+        return run
+
+    laps, failures = interleave({name: timed(way) for name, way in ways.items()}, repeats, warmup=3)
+    rows: list[dict[str, Any]] = []
+    expected = scattered()
+    for name, way in ways.items():
+        if name in failures:
+            rows.append({"way": name, "status": "failed", "reason": failures[name]})
+            continue
+        with Tally() as tally:
+            totals = way()
+        error = max(float((mine - other).abs().max()) for mine, other in zip(totals, expected, strict=True))
+        sent = sum(entry.sent for entry in tally.collectives)
+        rows.append(
+            {
+                "way": name,
+                "status": "measured",
+                "ms": spread([lap.total * 1e3 for lap in laps[name]]),
+                "collectives": len(tally.collectives),
+                "sent_bytes": sent,
+                "difference": error,
+            }
+        )
+    return {"ways": rows}

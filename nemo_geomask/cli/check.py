@@ -1,0 +1,181 @@
+"""``nemo-geomask check``: what a recipe trains, and what is known to go wrong with it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import warnings
+from pathlib import Path
+from typing import Any
+
+from nemo_geomask.cli.objective import Part, describe
+from nemo_geomask.config.checks import RULES, Finding, Report, Subject, judge
+from nemo_geomask.config.checks.subject import MISMATCH_KL
+from nemo_geomask.config.recipe import Recipe, read_recipe
+from nemo_geomask.errors import ConfigError, GeomaskError
+from nemo_geomask.losses import PolicyLoss, build_loss
+
+__all__ = ["add", "build", "run"]
+
+_EPILOG = """\
+exit status
+  0  no errors (warnings are printed)
+  1  warnings, under --strict
+  2  errors, or a recipe that can't be read
+
+A rule is silenced by --ignore, or by a comment in the recipe or in a file it inherits from:
+  # nemo-geomask: ignore GM108, GM110
+
+examples
+  nemo-geomask check recipes/llm/grpo-qwen3-30ba3b-8n8g-megatron-gspo-geomask.yaml
+  nemo-geomask check recipe.yaml loss_fn.is_correction_level=sequence --gpu A100 --strict --format json
+"""
+
+
+def add(subparsers: Any) -> None:
+    """Register the command."""
+    parser = subparsers.add_parser(
+        "check",
+        help="say what a recipe trains, and what is known to go wrong with it",
+        description="Read a NeMo-RL recipe with all that it inherits, validate its loss_fn, print the objective, and "
+        "warn of settings that are known to cause mismatch, to do nothing, or to be refused by NeMo-RL.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("recipe", nargs="?", metavar="RECIPE.yaml", help="the recipe")
+    parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="settings that replace the recipe's")
+    parser.add_argument("--strict", action="store_true", help="exit with 1 if there are warnings")
+    parser.add_argument(
+        "--ignore", action="append", default=[], metavar="GMnnn,…", help="rules to silence (may be repeated)"
+    )
+    parser.add_argument("--format", choices=("text", "json"), default="text", help="of the output (default: text)")
+    parser.add_argument("--gpu", metavar="NAME", help="GPU that samples, such as A100: some rules depend on it")
+    parser.add_argument(
+        "--mismatch-kl",
+        type=_positive,
+        default=MISMATCH_KL,
+        metavar="NATS",
+        help="mean KL between the engines to reckon with, per token (metric geomask/mismatch_k3; default: "
+        f"{MISMATCH_KL:g})",
+    )
+    parser.add_argument("--list-rules", action="store_true", help="print the rules and exit")
+    parser.set_defaults(run=run)
+
+
+def _positive(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value) or value <= 0:
+        raise argparse.ArgumentTypeError(f"{text} is no positive number")
+    return value
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the command."""
+    if arguments.list_rules:
+        for rule in RULES:
+            print(f"{rule.id}  {rule.severity:7}  {rule.title}\n{'':16}{rule.source}")
+        return 0
+    if arguments.recipe is None:
+        raise ConfigError("check needs a recipe; see nemo-geomask check --help")
+    recipe = read_recipe(arguments.recipe, arguments.overrides)
+    loss, problems, doubts = build(recipe)
+    subject = Subject(
+        recipe,
+        loss.config if loss else None,
+        problems,
+        doubts,
+        mismatch_kl=arguments.mismatch_kl,
+        gpu=arguments.gpu,
+    )
+    ignore = [rule for group in arguments.ignore for rule in group.split(",") if rule.strip()]
+    report = judge(subject, ignore=ignore)
+    objective = describe(loss) if loss else ()
+    if arguments.format == "json":
+        print(json.dumps(_as_json(subject, objective, report), ensure_ascii=False, indent=2))
+    else:
+        print("\n".join(_as_text(subject, objective, report)))
+    if report.count("error"):
+        return 2
+    return 1 if arguments.strict and report.count("warning") else 0
+
+
+def build(recipe: Recipe) -> tuple[PolicyLoss | None, tuple[str, ...], tuple[str, ...]]:
+    """The loss of a recipe, or why there is none; and what it warns of.
+
+    Returns:
+        The loss or None; problems and doubts, a line each, which begins with the dotted key.
+    """
+    block = recipe.data.get("loss_fn")
+    if block is None:
+        return None, ("loss_fn: neither the recipe nor what it inherits from has such a block",), ()
+    if isinstance(block, dict) and block.get("name", "") is None:
+        # To NeMo-RL's trainers a null is no name.
+        block = {key: value for key, value in block.items() if key != "name"}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", UserWarning)
+        try:
+            loss = build_loss(block)
+        except GeomaskError as error:
+            return None, tuple(str(error).splitlines()), ()
+    doubts = (str(warning.message) for warning in caught)
+    return loss, (), tuple(doubt for doubt in doubts if doubt.startswith("loss_fn"))
+
+
+def _as_text(subject: Subject, objective: tuple[Part, ...], report: Report) -> list[str]:
+    lines = [f"{subject.recipe.path}" + (f", on the NeMo-RL in {subject.nemo_rl}" if subject.nemo_rl else "")]
+    if objective:
+        lines += ["", *(f"  {part.formula}" for part in objective), "", *(f"  {part.words}" for part in objective)]
+    for finding in report.findings:
+        rule = finding.rule
+        lines += ["", f"{_place(finding)}{rule.severity} {rule.id} {finding.key}", f"  {finding.message}"]
+        lines += [f"  source: {rule.source}"]
+    counts = ", ".join(_counted(report.count(severity), severity) for severity in ("error", "warning", "note"))
+    lines += ["", counts]
+    if report.ignored:
+        lines.append(f"ignored: {', '.join(sorted({finding.rule.id for finding in report.ignored}))}")
+    if subject.loss is None:
+        lines.append("not checked until loss_fn is valid: everything else")
+    for rule, missing in report.unjudged:
+        lines.append(f"not checked without {_NEEDS[missing]}: {rule.id}, {rule.title}")
+    return lines
+
+
+_NEEDS = {"gpu": "--gpu", "nemo_rl": "NeMo-RL (set NEMO_RL_ROOT)"}
+
+
+def _counted(count: int, what: str) -> str:
+    return f"{count} {what}{'' if count == 1 else 's'}"
+
+
+def _place(finding: Finding) -> str:
+    return f"{finding.origin}: " if finding.origin else ""
+
+
+def _as_json(subject: Subject, objective: tuple[Part, ...], report: Report) -> dict[str, Any]:
+    tree: Path | None = subject.nemo_rl
+    return {
+        "recipe": os.fspath(subject.recipe.path),
+        "nemo_rl": str(tree) if tree else None,
+        "objective": [{"formula": part.formula, "words": part.words} for part in objective],
+        "settings": subject.loss.model_dump(mode="json") if subject.loss else None,
+        "findings": [_finding(finding) for finding in report.findings],
+        "ignored": [_finding(finding) for finding in report.ignored],
+        "unjudged": [{"rule": rule.id, "needs": _NEEDS[missing]} for rule, missing in report.unjudged],
+        "summary": {severity: report.count(severity) for severity in ("error", "warning", "note")},
+    }
+
+
+def _finding(finding: Finding) -> dict[str, Any]:
+    origin = finding.origin
+    return {
+        "rule": finding.rule.id,
+        "severity": finding.rule.severity,
+        "key": finding.key,
+        "message": finding.message,
+        "file": origin.file if origin else None,
+        "line": origin.line if origin else None,
+        "override": origin.where if origin and origin.line is None else None,
+        "source": finding.rule.source,
+    }

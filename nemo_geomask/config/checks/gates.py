@@ -1,0 +1,201 @@
+"""GM3: what NeMo-RL itself refuses when a run starts, found before there is a cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from nemo_geomask.config.checks.rule import Hit, Rule
+from nemo_geomask.config.checks.subject import Subject
+
+__all__ = ["RULES"]
+
+_CORRECTION = "loss_fn.use_importance_sampling_correction"
+_GENERATION = "policy.generation"
+_VLLM = f"{_GENERATION}.vllm_cfg"
+_FUSED = "policy.megatron_cfg.use_fused_linear_logprobs"
+_REPLAY = "policy.router_replay.enabled"
+_BATCH = "policy.train_global_batch_size"
+
+
+def _backends(subject: Subject) -> Iterator[Hit]:
+    key = "policy.megatron_cfg.enabled"
+    if "policy" in subject.recipe.data and "lab" not in subject.recipe.data:
+        both = subject.megatron and subject.on("policy.dtensor_cfg.enabled")
+        if both or not (subject.megatron or subject.on("policy.dtensor_cfg.enabled")):
+            yield Hit(key, f"{'both' if both else 'neither'} of megatron_cfg and dtensor_cfg enabled; enable one")
+
+
+def _async_uncorrected(subject: Subject) -> Iterator[Hit]:
+    if subject.asynchronous and not subject.config.use_importance_sampling_correction:
+        yield Hit(_CORRECTION, "asynchronous training needs the correction for its stale samples; set true")
+
+
+def _async_engine(subject: Subject) -> Iterator[Hit]:
+    if not subject.asynchronous or not subject.vllm:
+        return
+    if not subject.on(f"{_VLLM}.async_engine"):
+        yield Hit(f"{_VLLM}.async_engine", "asynchronous training needs vLLM's async engine; set true")
+    if subject.on(f"{_GENERATION}.colocated.enabled"):
+        yield Hit(
+            f"{_GENERATION}.colocated.enabled",
+            "asynchronous training needs GPUs of its own for vLLM; set false, and give colocated.resources",
+        )
+
+
+def _fp8_uncorrected(subject: Subject) -> Iterator[Hit]:
+    fp8 = subject.vllm and subject.get(f"{_VLLM}.precision") == "fp8"
+    if fp8 and not subject.config.use_importance_sampling_correction:
+        yield Hit(_CORRECTION, f"{_VLLM}.precision: fp8 needs the correction; set true")
+
+
+def _fp8_cache(subject: Subject) -> Iterator[Hit]:
+    key = f"{_VLLM}.kv_cache_dtype"
+    if not subject.vllm or not str(subject.get(key, "")).startswith("fp8"):
+        return
+    broken = {
+        f"{_VLLM}.precision: fp8": subject.get(f"{_VLLM}.precision") != "fp8",
+        "policy.dtensor_cfg.enabled: false": subject.on("policy.dtensor_cfg.enabled"),
+        f"{_VLLM}.async_engine: false": subject.on(f"{_VLLM}.async_engine"),
+        "policy.megatron_cfg.pipeline_model_parallel_size: 1": (
+            subject.number("policy.megatron_cfg.pipeline_model_parallel_size") or 1
+        )
+        > 1,
+    }
+    wanted = [setting for setting, applies in broken.items() if applies]
+    if wanted:
+        yield Hit(key, f"an FP8 cache needs {', '.join(wanted)}; set so, or kv_cache_dtype: auto")
+
+
+def _on_policy_batch(subject: Subject) -> Iterator[Hit]:
+    batch = subject.number(_BATCH)
+    if subject.config.force_on_policy_ratio and subject.rollouts and batch and subject.rollouts != batch:
+        yield Hit(
+            "loss_fn.force_on_policy_ratio",
+            f"needs exactly one optimiser step a rollout batch: {_BATCH} ({batch:g}) must be num_prompts_per_step x "
+            f"num_generations_per_prompt ({subject.rollouts})",
+        )
+
+
+def _batch_divides(subject: Subject) -> Iterator[Hit]:
+    batch = subject.number(_BATCH)
+    if subject.rollouts and batch and subject.rollouts % batch:
+        yield Hit(
+            _BATCH,
+            f"{batch:g} does not divide the rollout batch of num_prompts_per_step x num_generations_per_prompt "
+            f"({subject.rollouts})",
+        )
+
+
+def _batch_variant(subject: Subject) -> Iterator[Hit]:
+    training = subject.number("policy.train_micro_batch_size")
+    scoring = subject.number("policy.logprob_batch_size")
+    size = subject.tensor_parallel
+    if size < 4 or subject.config.force_on_policy_ratio or training is None or scoring in (None, training):
+        return
+    yield Hit(
+        "policy.logprob_batch_size",
+        f"{scoring:g}, but train_micro_batch_size: {training:g}: with tensor parallelism {size} the two give other "
+        "log-probs for the same tokens, so that curr differs from prev without an update; make them equal, or start "
+        "with NRL_IGNORE_TP_ACCURACY_CHECK=1",
+    )
+
+
+def _fused(subject: Subject) -> Iterator[Hit]:
+    if not subject.megatron or not subject.on(_FUSED):
+        return
+    broken = {
+        "policy.sequence_packing.enabled: false": subject.on("policy.sequence_packing.enabled"),
+        "policy.megatron_cfg.context_parallel_size: 1": (
+            subject.number("policy.megatron_cfg.context_parallel_size") or 1
+        )
+        > 1,
+        f"{_GENERATION}.top_p: 1.0 and top_k: null": subject.filtered is not None,
+    }
+    wanted = [setting for setting, applies in broken.items() if applies]
+    if wanted:
+        yield Hit(_FUSED, f"the fused path needs {', '.join(wanted)}")
+
+
+def _router_replay(subject: Subject) -> Iterator[Hit]:
+    if not subject.on(_REPLAY):
+        return
+    if not subject.vllm or not subject.megatron:
+        yield Hit(_REPLAY, f"needs {_GENERATION}.backend: vllm and policy.megatron_cfg.enabled: true")
+    if (subject.number("policy.megatron_cfg.virtual_pipeline_model_parallel_size") or 1) != 1:
+        yield Hit(_REPLAY, "does not go with virtual pipeline parallelism")
+    if subject.asynchronous and subject.on("data_plane.enabled"):
+        yield Hit(_REPLAY, "in asynchronous training it needs data_plane.enabled: false, or the single controller")
+
+
+def _kl_in_reward(subject: Subject) -> Iterator[Hit]:
+    config = subject.config
+    threshold = subject.get(f"{subject.algorithm}.seq_logprob_error_threshold")
+    penalised = config.use_kl_in_reward and config.reference_policy_kl_penalty
+    if penalised and config.force_on_policy_ratio and threshold is None:
+        yield Hit(
+            "loss_fn.use_kl_in_reward",
+            "needs prev, which force_on_policy_ratio: true leaves out; set force_on_policy_ratio: false, or "
+            "reference_policy_kl_penalty: 0",
+        )
+
+
+def _no_reference(subject: Subject) -> Iterator[Hit]:
+    key = f"{subject.algorithm}.skip_reference_policy_logprobs_calculation"
+    if subject.on(key) and subject.config.reference_policy_kl_penalty:
+        yield Hit(
+            key, "leaves out what loss_fn.reference_policy_kl_penalty needs; set the penalty to 0, or this to false"
+        )
+
+
+def _logits(subject: Subject) -> Iterator[Hit]:
+    backend = subject.config.logprob_backend
+    broken = {
+        f"{_GENERATION}.top_p: 1.0 and top_k: null": subject.filtered is not None,
+        f"{_FUSED}: false": subject.megatron and subject.on(_FUSED),
+    }
+    wanted = [setting for setting, applies in broken.items() if applies]
+    if backend != "nemo_rl" and wanted:
+        yield Hit(
+            "loss_fn.logprob_backend",
+            f"{backend} takes whole logits, so it needs {', '.join(wanted)}; set so, or logprob_backend: nemo_rl",
+        )
+
+
+_SETUP = "NeMo-RL `grpo.setup`"
+_ASYNC = "NeMo-RL `async_grpo_train`"
+
+RULES = (
+    Rule("GM301", "error", "asynchronous training without the correction", _ASYNC, _async_uncorrected),
+    Rule("GM302", "error", "asynchronous training without an async engine on GPUs of its own", _ASYNC, _async_engine),
+    Rule("GM303", "error", "FP8 rollouts without the correction", _SETUP, _fp8_uncorrected),
+    Rule("GM304", "error", "FP8 KV cache with what it does not go with", _SETUP, _fp8_cache),
+    Rule("GM305", "error", "`force_on_policy_ratio` with several steps a rollout batch", _SETUP, _on_policy_batch),
+    Rule(
+        "GM306",
+        "error",
+        "a rollout batch that is no multiple of the training batch",
+        "NeMo-RL `shard_by_batch_size`",
+        _batch_divides,
+    ),
+    Rule(
+        "GM307",
+        "error",
+        "tensor parallelism of 4 or more with unequal batch sizes for training and scoring",
+        "NeMo-RL docs/guides/dtensor-tp-accuracy.md, `Policy.__init__`",
+        _batch_variant,
+    ),
+    Rule("GM308", "error", "fused linear log-probs with what they do not go with", f"{_SETUP} (main)", _fused),
+    Rule(
+        "GM309",
+        "error",
+        "router replay with what it does not go with",
+        "NeMo-RL `validate_router_replay_config`",
+        _router_replay,
+    ),
+    Rule(
+        "GM310", "error", "KL in the reward without prev", "NeMo-RL `_validate_use_kl_in_reward_compat`", _kl_in_reward
+    ),
+    Rule("GM311", "error", "KL term without reference log-probs", _SETUP, _no_reference),
+    Rule("GM312", "error", "not exactly one training backend", "NeMo-RL `Policy.__init__`", _backends),
+    Rule("GM313", "error", "`logprob_backend` with what it does not go with", "docs/loss_reference.md", _logits),
+)

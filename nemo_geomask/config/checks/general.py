@@ -1,0 +1,90 @@
+"""GM0: the recipe itself."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from nemo_geomask.config.checks.rule import Hit, Rule
+from nemo_geomask.config.checks.subject import Subject
+from nemo_geomask.config.loss import LossConfig
+
+__all__ = ["NEMO_RL_FIELDS", "RULES"]
+
+# NeMo-RL's ClippedPGLossConfig, v0.6.0 to main: what a loss_fn without a name may hold.
+NEMO_RL_FIELDS = frozenset(
+    {
+        "disable_ppo_ratio",
+        "force_on_policy_ratio",
+        "kl_input_clamp_value",
+        "kl_output_clamp_value",
+        "positive_example_nll_weight",
+        "ratio_clip_c",
+        "ratio_clip_max",
+        "ratio_clip_min",
+        "reference_policy_kl_penalty",
+        "reference_policy_kl_type",
+        "sequence_level_importance_ratios",
+        "token_level_loss",
+        "truncated_importance_sampling_ratio",
+        "truncated_importance_sampling_ratio_min",
+        "truncated_importance_sampling_type",
+        "use_cispo",
+        "use_importance_sampling_correction",
+        "use_kl_in_reward",
+        "use_on_policy_kl_approximation",
+    }
+)
+
+_KEY = re.compile(r"(loss_fn(?:\.\w+|\[\d+\])*)(?:: )?(.*)", re.DOTALL)
+
+
+def _invalid(subject: Subject) -> Iterator[Hit]:
+    for problem in subject.problems:
+        yield _located(problem, subject)
+
+
+def _doubtful(subject: Subject) -> Iterator[Hit]:
+    for doubt in subject.doubts:
+        yield _located(doubt, subject)
+
+
+def _located(line: str, subject: Subject) -> Hit:
+    """A message of the loss's begins with the dotted key. One about several settings has ``loss_fn`` there; it is put
+    at the first of them that the recipe gives."""
+    match = _KEY.match(line)
+    if match is None:
+        return Hit("loss_fn", line)
+    key, message = match.groups()
+    if key == "loss_fn":
+        named = (word for word in re.findall(r"\w+", message) if word in LossConfig.model_fields)
+        given = next((word for word in named if word in subject.given), None)
+        return Hit(f"{key}.{given}" if given else key, message)
+    return Hit(key, message)
+
+
+def _nameless(subject: Subject) -> Iterator[Hit]:
+    # The lab's losses are all this package's.
+    if subject.get("loss_fn.name") is not None or "lab" in subject.recipe.data:
+        return
+    for key, field in LossConfig.model_fields.items():
+        value = subject.given.get(key)
+        if key not in NEMO_RL_FIELDS and value is not None and value != field.default:
+            yield Hit(
+                f"loss_fn.{key}",
+                "loss_fn has no name, so NeMo-RL's own loss is trained, which ignores this key; add name: clipped_pg "
+                f"(or another objective), or remove {key}",
+            )
+
+
+RULES = (
+    Rule("GM001", "error", "`loss_fn` is invalid", "docs/loss_reference.md", _invalid, needs_loss=False),
+    Rule("GM002", "warning", "`loss_fn` is valid, but probably not as meant", "docs/loss_reference.md", _doubtful),
+    Rule(
+        "GM003",
+        "error",
+        "settings of this package's without `loss_fn.name`",
+        "NeMo-RL `ClippedPGLossConfig`: extra keys are allowed and ignored",
+        _nameless,
+    ),
+)

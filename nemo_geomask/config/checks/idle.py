@@ -1,0 +1,155 @@
+"""GM2: settings that do nothing."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from nemo_geomask.config.checks.rule import Hit, Rule
+from nemo_geomask.config.checks.subject import Subject
+from nemo_geomask.config.checks.tree import READ_BY, reads
+from nemo_geomask.config.masks import MaskRule
+
+__all__ = ["REACH", "RULES"]
+
+REACH = 0.15
+"""Largest mean log-ratio over a sequence that a run is expected to live to see, in nats per token. The mismatch study
+gives up a batch at a KL of 0.1 nats per token, and that mean is the KL, up to noise that shrinks with length."""
+
+_STUDY = (
+    "the mismatch study (https://yingru.notion.site/When-Speed-Kills-Stability-Demystifying-RL-Collapse-from-the-"
+    "Training-Inference-Mismatch-271211a558b7808d8b12d403fd15edda)"
+)
+
+
+def _bounds_out_of_reach(subject: Subject) -> Iterator[Hit]:
+    config = subject.config
+    for index, rule in enumerate(config.mask_rules):
+        # Only here is the size of the statistic known: other levels grow with length or have heavy tails.
+        if rule.level == "sequence_mean" and rule.log_ratio == "mismatch":
+            yield from _unreachable(f"loss_fn.masks[{index}]", rule.statistic, rule.low, rule.high)
+    pooled = config.use_importance_sampling_correction and config.correction_level == "sequence_mean"
+    if config.truncation == "seq-mask-tis" or (config.truncation is not None and pooled):
+        low = config.truncated_importance_sampling_ratio_min
+        high = config.truncated_importance_sampling_ratio
+        key = "loss_fn.truncated_importance_sampling_ratio"
+        yield from _unreachable(key, "ratio", math.log(low) if low else -math.inf, math.log(high) if high else math.inf)
+    if config.batch_veto is not None and config.batch_veto.max > REACH:
+        yield Hit(
+            "loss_fn.batch_veto.max",
+            f"{config.batch_veto.max:g} nats per token: a batch gets there long after the mismatch has ruined the run; "
+            "0.1 is the mismatch study's",
+        )
+
+
+def _unreachable(key: str, statistic: str, low: float, high: float) -> Iterator[Hit]:
+    finite = [bound for bound in (low, high) if math.isfinite(bound)]
+    if finite and all(abs(bound) > REACH for bound in finite):
+        if statistic == "ratio":
+            bounds = ", ".join(f"{math.exp(bound):.4g}" for bound in finite)
+            reach = f"[{math.exp(-REACH):.2f}, {math.exp(REACH):.2f}]"
+            example = "0.999 and 1.002 are common"
+        else:
+            bounds, reach, example = f"{finite[-1]:.4g}", f"[0, {REACH}]", "0.001 to 0.01 are common"
+        yield Hit(
+            key,
+            f"a mean over the sequence, bounded at {bounds}: it stays within {reach} until the mismatch has long "
+            f"ruined the run, so this removes nothing; {example}",
+        )
+
+
+def _mask_implied(subject: Subject) -> Iterator[Hit]:
+    rules = subject.config.mask_rules
+    for index, rule in enumerate(rules):
+        for other_index, other in enumerate(rules):
+            first = other_index < index or not _implies(rule, other)
+            if other is not rule and first and _implies(other, rule):
+                yield Hit(
+                    f"loss_fn.masks[{index}]",
+                    f"mask {rule.label} keeps whatever mask {other.label} (masks[{other_index}]) keeps, so it removes "
+                    "nothing more; drop it, or tighten its bounds",
+                )
+                break
+
+
+def _implies(strict: MaskRule, wide: MaskRule) -> bool:
+    """Whether all that ``strict`` keeps, ``wide`` keeps."""
+    if (strict.log_ratio, strict.statistic) != (wide.log_ratio, wide.statistic):
+        return False
+    same_advantage = strict.when == wide.when and (strict.level == "token") == (wide.level == "token")
+    if strict.when != "always" and not same_advantage:
+        return False
+    levels = {
+        ("sequence_max", "token"),
+        ("sequence_max", "sequence_mean"),  # a mean of values inside an interval is inside
+        *(((level, level)) for level in ("token", "sequence", "sequence_mean", "sequence_max")),
+        # A mean is its sum shrunk towards 0.
+        *([("sequence", "sequence_mean")] if strict.low <= 0 <= strict.high else []),
+    }
+    return (strict.level, wide.level) in levels and wide.low <= strict.low and strict.high <= wide.high
+
+
+def _policy_mask_on_policy(subject: Subject) -> Iterator[Hit]:
+    forced = subject.config.force_on_policy_ratio
+    if not forced and subject.updates != 1:
+        return
+    why = "loss_fn.force_on_policy_ratio: true" if forced else "one optimiser step for each rollout batch"
+    for index, rule in enumerate(subject.config.mask_rules):
+        if rule.log_ratio == "policy":
+            yield Hit(
+                f"loss_fn.masks[{index}]",
+                f"mask {rule.label} looks at curr - prev, which is 0 with {why}; use log_ratio: total, or smaller "
+                "policy.train_global_batch_size",
+            )
+
+
+def _sequence_clip_out_of_reach(subject: Subject) -> Iterator[Hit]:
+    config = subject.config
+    if not config.sequence_level_importance_ratios or config.force_on_policy_ratio or config.disable_ppo_ratio:
+        return
+    # What the loss itself doubts is reported there.
+    doubted = " ".join(subject.doubts)
+    for key, bound in (("ratio_clip_min", 1 - config.ratio_clip_min), ("ratio_clip_max", 1 + config.ratio_clip_max)):
+        # A lower bound of 0 says outright that there is none.
+        if bound > 0 and abs(math.log(bound)) > REACH and key not in doubted:
+            yield Hit(
+                f"loss_fn.{key}",
+                f"{key}: {getattr(config, key):g} bounds a mean over the sequence at {bound:g}, which a policy reaches "
+                f"only after moving by {abs(math.log(bound)):.2f} nats per token within one rollout batch; GSPO's are "
+                "3.0e-4 and 4.0e-4",
+            )
+
+
+def _key_not_read(subject: Subject) -> Iterator[Hit]:
+    assert subject.nemo_rl is not None
+    for key in READ_BY:
+        if subject.get(key) not in (None, False, [], "processed_logprobs") and not reads(subject.nemo_rl, key):
+            yield Hit(key, f"the NeMo-RL in {subject.nemo_rl} does not read this key; it takes a newer one")
+
+
+RULES = (
+    Rule("GM201", "warning", "bounds on a mean that nothing reaches", _STUDY, _bounds_out_of_reach),
+    Rule("GM202", "warning", "a mask that another one implies", "docs/masks.md", _mask_implied),
+    Rule(
+        "GM203",
+        "warning",
+        "a mask on curr - prev where these are equal",
+        "NeMo-RL `force_on_policy_ratio`; docs/masks.md",
+        _policy_mask_on_policy,
+    ),
+    Rule(
+        "GM204",
+        "warning",
+        "clip bounds on a sequence ratio that nothing reaches",
+        "GSPO, arXiv:2507.18071 section 5.1",
+        _sequence_clip_out_of_reach,
+    ),
+    Rule(
+        "GM205",
+        "warning",
+        "a key that this NeMo-RL does not read",
+        "the source of NeMo-RL v0.6.0, v0.7.0 and main",
+        _key_not_read,
+        needs=("nemo_rl",),
+    ),
+)

@@ -1,0 +1,148 @@
+r"""GM4: lengths and batch sizes.
+
+What to expect of a mismatch of κ nats per token, its mean KL from the generation to the training engine: if a token's
+log-ratio Δ = prev − gen is normal and independent of the others', then, since the mean of exp(Δ) is 1,
+
+.. math:: \Delta_t \sim \mathcal N(-\kappa,\, 2\kappa)
+
+so that a sum over T tokens is :math:`\mathcal N(-\kappa T, 2\kappa T)` and a mean
+:math:`\mathcal N(-\kappa, 2\kappa/T)`. A weight
+exp(sum) then has the median :math:`e^{-\kappa T}` and the effective sample size :math:`e^{-2\kappa T}`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from nemo_geomask.config.checks.rule import Hit, Rule
+from nemo_geomask.config.checks.subject import Subject
+from nemo_geomask.config.masks import MaskRule
+
+__all__ = ["RULES", "kept_fraction", "median_weight"]
+
+_LEVEL = "loss_fn.is_correction_level"
+
+
+def median_weight(kl: float, tokens: int) -> float:
+    """Median of exp(Σ Δ) over ``tokens`` tokens with a mean mismatch KL of ``kl`` each."""
+    return math.exp(-kl * tokens)
+
+
+def kept_fraction(rule: MaskRule, kl: float, tokens: int) -> float:
+    """Expected fraction of sequences of ``tokens`` tokens that a mask on the mismatch ratio's sum or mean keeps."""
+    length = tokens if rule.level == "sequence" else 1
+    mean, deviation = -kl * length, math.sqrt(2 * kl * length * length / tokens)
+    return _normal((rule.high - mean) / deviation) - _normal((rule.low - mean) / deviation)
+
+
+def _normal(x: float) -> float:
+    return 0.5 * (1 + math.erf(x / math.sqrt(2)))
+
+
+def _weight_vanishes(subject: Subject) -> Iterator[Hit]:
+    config, tokens, kl = subject.config, subject.response_tokens, subject.mismatch_kl
+    if not config.use_importance_sampling_correction or config.correction_level != "sequence" or tokens is None:
+        return
+    median = median_weight(kl, tokens)
+    if median < 0.5:
+        yield Hit(
+            _LEVEL,
+            f"sequence: for a response of {tokens} tokens at a mean mismatch KL of {kl:g} nats per token, half of the "
+            f"weights are below {median:.2g}, and the effective sample size is {median**2:.2g} of the batch (tokens "
+            "taken as independent, log-ratios as normal); is_correction_level: sequence_mean has the median "
+            f"{math.exp(-kl):.4f} at every length",
+        )
+
+
+def _mask_removes_most(subject: Subject) -> Iterator[Hit]:
+    tokens, kl = subject.response_tokens, subject.mismatch_kl
+    for index, rule in enumerate(subject.config.mask_rules):
+        pooled = rule.level in ("sequence", "sequence_mean") and rule.statistic == "ratio"
+        if tokens is None or rule.log_ratio != "mismatch" or not pooled or rule.when != "always":
+            continue
+        kept = kept_fraction(rule, kl, tokens)
+        if kept < 0.25:
+            yield Hit(
+                f"loss_fn.masks[{index}]",
+                f"mask {rule.label}: of responses of {tokens} tokens at a mean mismatch KL of {kl:g} nats per token, "
+                f"{kept:.1%} stay (tokens taken as independent, log-ratios as normal); "
+                + (
+                    "a product of ratios leaves any fixed bounds as it grows, use preset: geometric"
+                    if rule.level == "sequence"
+                    else "widen the bounds"
+                ),
+            )
+
+
+def _every_batch_vetoed(subject: Subject) -> Iterator[Hit]:
+    veto = subject.config.batch_veto
+    if veto is not None and veto.max < subject.mismatch_kl:
+        yield Hit(
+            "loss_fn.batch_veto.max",
+            f"{veto.max:g} is below the mean mismatch KL to reckon with ({subject.mismatch_kl:g} nats per token), so "
+            "that no batch is trained on; 0.1 is the mismatch study's",
+        )
+
+
+def _loss_depends_on_split(subject: Subject) -> Iterator[Hit]:
+    config = subject.config
+    if config.positive_example_nll_weight and config.positive_example_nll_normalization == "microbatch":
+        yield Hit(
+            "loss_fn.positive_example_nll_normalization",
+            "microbatch divides by the tokens of one microbatch, so that the loss changes with "
+            "train_micro_batch_size, packing, dynamic batching and the number of GPUs; set loss",
+        )
+
+
+def _scored_in_other_batches(subject: Subject) -> Iterator[Hit]:
+    training = subject.number("policy.train_micro_batch_size")
+    scoring = subject.number("policy.logprob_batch_size")
+    size = subject.tensor_parallel
+    # From 4 on NeMo-RL refuses, see GM307.
+    if not 2 <= size < 4 or subject.config.force_on_policy_ratio or training is None or scoring in (None, training):
+        return
+    yield Hit(
+        "policy.logprob_batch_size",
+        f"{scoring:g}, but train_micro_batch_size: {training:g}: kernels whose result depends on the batch give curr "
+        f"and prev other values for the same tokens, seen with tensor parallelism (here {size}); make them equal",
+    )
+
+
+RULES = (
+    Rule(
+        "GM401",
+        "warning",
+        "weights at `sequence` level that vanish at the length allowed",
+        "https://github.com/NVIDIA-NeMo/RL/pull/2269; https://github.com/huggingface/trl/issues/5814",
+        _weight_vanishes,
+    ),
+    Rule(
+        "GM402",
+        "warning",
+        "a mask that removes most sequences at the length allowed",
+        "https://github.com/NVIDIA-NeMo/RL/pull/2269",
+        _mask_removes_most,
+    ),
+    Rule(
+        "GM403",
+        "warning",
+        "a loss that depends on how the batch is split",
+        "docs/loss_reference.md; NeMo-RL `ClippedPGLossFn` (`positive_nll_loss`)",
+        _loss_depends_on_split,
+    ),
+    Rule(
+        "GM404",
+        "warning",
+        "training and scoring in batches of different size",
+        "NeMo-RL docs/guides/dtensor-tp-accuracy.md",
+        _scored_in_other_batches,
+    ),
+    Rule(
+        "GM405",
+        "warning",
+        "a batch veto below the mismatch to reckon with",
+        "the mismatch study, see GM201",
+        _every_batch_vetoed,
+    ),
+)

@@ -1,0 +1,103 @@
+"""All rules, and their verdict on a recipe."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+
+from nemo_geomask.config.checks import engines, gates, general, idle, lengths, sampling
+from nemo_geomask.config.checks.rule import Finding, Rule
+from nemo_geomask.config.checks.subject import Subject
+from nemo_geomask.config.strict import nearest
+from nemo_geomask.errors import ConfigError
+
+__all__ = ["RULES", "Report", "judge"]
+
+RULES: tuple[Rule, ...] = (
+    *general.RULES,
+    *sampling.RULES,
+    *engines.RULES,
+    *idle.RULES,
+    *gates.RULES,
+    *lengths.RULES,
+)
+_BY_ID = {rule.id: rule for rule in RULES}
+
+# In any file of the chain: "# nemo-geomask: ignore GM108, GM110" and whatever may follow.
+_COMMENT = re.compile(r"#\s*nemo-geomask\s*:\s*(?P<verb>\S*)\s*(?P<ids>\w+(?:\s*,\s*\w+)*)?")
+
+
+@dataclass(frozen=True)
+class Report:
+    """What the rules found.
+
+    Attributes:
+        findings: errors first, each kind in the order of the rules.
+        ignored: those that ``--ignore`` or a comment silenced.
+        unjudged: rules that could not be judged, with what is not known.
+    """
+
+    findings: tuple[Finding, ...]
+    ignored: tuple[Finding, ...] = ()
+    unjudged: tuple[tuple[Rule, str], ...] = ()
+
+    def count(self, severity: str) -> int:
+        """Findings of one severity."""
+        return sum(finding.rule.severity == severity for finding in self.findings)
+
+
+def judge(subject: Subject, *, ignore: Collection[str] = ()) -> Report:
+    """Apply every rule.
+
+    Args:
+        subject: the recipe.
+        ignore: ids of rules to silence, besides those in comments of the recipe's files.
+
+    Raises:
+        ConfigError: an id is not known, or can't be ignored.
+    """
+    silent = {_known(rule, "--ignore") for rule in ignore}
+    for path, text in subject.recipe.files:
+        silent |= _commented(path, text)
+    found: list[Finding] = []
+    unjudged: list[tuple[Rule, str]] = []
+    for rule in RULES:
+        if rule.needs_loss and subject.loss is None:
+            continue
+        missing = [name for name in rule.needs if getattr(subject, name) is None]
+        if missing:
+            unjudged.append((rule, missing[0]))
+            continue
+        origins = subject.recipe.origins
+        found += [Finding(rule, hit.key, hit.message, origins.at(hit.key)) for hit in rule.check(subject)]
+    order = ("error", "warning", "note")
+    found.sort(key=lambda finding: order.index(finding.rule.severity))
+    return Report(
+        tuple(finding for finding in found if finding.rule.id not in silent),
+        tuple(finding for finding in found if finding.rule.id in silent),
+        tuple((rule, name) for rule, name in unjudged if rule.id not in silent),
+    )
+
+
+def _commented(path: Path, text: str) -> set[str]:
+    silent: set[str] = set()
+    for number, line in enumerate(text.splitlines(), start=1):
+        if match := _COMMENT.search(line):
+            where = f"{path}:{number}: {match.group().strip()!r}"
+            if match["verb"] != "ignore" or not match["ids"]:
+                raise ConfigError(f"{where}: write '# nemo-geomask: ignore GM101, GM102'")
+            silent |= {_known(rule, where) for rule in re.split(r"\s*,\s*", match["ids"])}
+    return silent
+
+
+def _known(rule: str, where: str) -> str:
+    name = rule.strip().upper()
+    if name not in _BY_ID:
+        guess = nearest(name, _BY_ID)
+        hint = f"did you mean {guess}?" if guess else "see nemo-geomask check --list-rules"
+        raise ConfigError(f"{where}: there is no rule {rule}; {hint}")
+    if not _BY_ID[name].needs_loss:
+        raise ConfigError(f"{where}: {name} ({_BY_ID[name].title}) can't be ignored")
+    return name

@@ -1,0 +1,173 @@
+"""What ``nemo-geomask doctor`` finds out: the driver, the workers' environments, NeMo-RL's seams."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import json
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import nemo_geomask
+from nemo_geomask.errors import MissingDependencyError
+from nemo_geomask.integrations.nemo_rl import probe, seams, workers
+from nemo_geomask.losses import available
+
+__all__ = ["Diagnosis", "diagnose"]
+
+_PATIENCE = 300.0
+
+
+@dataclass
+class Diagnosis:
+    """Lines to read, and what is wrong.
+
+    Attributes:
+        lines: the whole report.
+        problems: what has to be put right; empty where everything is well.
+    """
+
+    lines: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+    def section(self, title: str) -> None:
+        """Start a part of the report."""
+        self.lines += ["", title] if self.lines else [title]
+
+
+def diagnose(interpreters: Sequence[str] = (), *, ray_address: str | None = None) -> Diagnosis:
+    """Look at the driver, and at every environment in which a worker may receive a loss.
+
+    Args:
+        interpreters: further ones to look at, beside those of NeMo-RL's own list.
+        ray_address: a running Ray cluster; the workers' environments are then looked at on each of its nodes, else on
+            this machine.
+
+    Returns:
+        The report.
+
+    Raises:
+        MissingDependencyError: Ray is asked for and not importable.
+    """
+    found = Diagnosis()
+    driver = probe.probe()
+    found.section(f"driver: {sys.executable}")
+    _environment(found, driver, "the driver")
+    _losses(found)
+    _seams(found)
+    found.section("workers that receive the loss")
+    ask = _by_ray(ray_address) if ray_address is not None else _by_subprocess
+    for title, python in [*_nemo_rl_workers(found), *((f"--worker {python}", python) for python in interpreters)]:
+        found.lines.append(f"  {title}")
+        if python is None:
+            continue
+        reports = ask(python)
+        for report in reports:
+            _environment(found, report, title, indent="    ")
+        if not reports:
+            found.problems.append(f"{title}: no answer from {python}")
+    return found
+
+
+def _environment(found: Diagnosis, report: Mapping[str, Any], title: str, indent: str = "  ") -> None:
+    if "failed" in report:
+        found.lines.append(f"{indent}{report['executable']}: {report['failed']}")
+        found.problems.append(f"{title}: {report['executable']} does not run: {report['failed']}")
+        return
+    found.lines.append(f"{indent}{report['executable']} on {report['host']}")
+    rows = {"python": (report["python"], ""), **report["packages"]}
+    width = max(map(len, rows))
+    for name, entry in rows.items():
+        version, location = entry or ("not importable", "")
+        found.lines.append(f"{indent}  {name:<{width}}  {version:<16} {location}".rstrip())
+    registered = ", ".join(f"{name} ({owner})" for name, _, owner in report["losses"]) or "none"
+    found.lines.append(f"{indent}  entry points: {registered}")
+    errors = report["errors"]
+    if "nemo_geomask" in errors:
+        found.problems.append(
+            f"{title}: nemo_geomask is not importable in {report['executable']} on {report['host']} "
+            f"({errors['nemo_geomask']}). {workers.REMEDY}"
+        )
+    elif report["version"] != nemo_geomask.__version__:
+        found.problems.append(
+            f"{title}: nemo_geomask is {report['version']} in {report['executable']} on {report['host']}, but "
+            f"{nemo_geomask.__version__} in the driver; make them the same"
+        )
+
+
+def _losses(found: Diagnosis) -> None:
+    found.section("losses, by loss_fn.name")
+    for name, entries in available().items():
+        found.lines += [f"  {name:<12} {entry.value} ({entry.distribution})" for entry in entries]
+        if len(entries) > 1:
+            owners = " and ".join(entry.distribution for entry in entries)
+            found.problems.append(f"loss_fn.name: '{name}' is registered by {owners}; uninstall one of them")
+
+
+def _seams(found: Diagnosis) -> None:
+    try:
+        findings = seams.inspect()
+        found.section(f"NeMo-RL {seams.version()} (tested: {seams.TESTED})")
+    except (MissingDependencyError, ImportError) as error:
+        found.section("NeMo-RL")
+        found.lines.append(f"  {error}")
+        found.problems.append(str(error))
+        return
+    for finding in findings:
+        state = "absent" if finding.absent else "wrong" if finding.problem else "ok"
+        found.lines.append(f"  {state:<7} {finding.seam}" + (f": {finding.problem}" if finding.problem else ""))
+        if finding.problem:
+            found.problems.append(f"NeMo-RL {seams.version()}: {finding.seam}: {finding.problem}")
+
+
+def _nemo_rl_workers(found: Diagnosis) -> Iterator[tuple[str, str | None]]:
+    try:
+        registry = importlib.import_module("nemo_rl.distributed.ray_actor_environment_registry")
+        venvs = importlib.import_module("nemo_rl.utils.venvs")
+    except ImportError as error:
+        found.lines.append(f"  NeMo-RL's list of them can't be imported: {error}")
+        return
+    folder = Path(os.environ.get("NEMO_RL_VENV_DIR", venvs.DEFAULT_VENV_DIR))
+    for actor, command in registry.ACTOR_ENVIRONMENT_REGISTRY.items():
+        if not workers.receives_loss(actor):
+            continue
+        # As NeMo-RL: what starts with uv is an environment of the actor's own, under its name.
+        if not command.startswith("uv"):
+            yield actor, shlex.split(command)[0] if command != sys.executable else command
+            continue
+        python = folder / actor / "bin" / "python"
+        if python.exists():
+            yield actor, str(python)
+        else:
+            yield f"{actor}: not built yet; NeMo-RL will, from its own project's dependencies, in {folder}", None
+
+
+def _by_subprocess(python: str) -> list[dict[str, Any]]:
+    try:
+        done = subprocess.run(
+            [python, "-c", inspect.getsource(probe)], capture_output=True, text=True, timeout=_PATIENCE, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return [{"executable": python, "failed": str(error)}]
+    answer = next((line for line in done.stdout.splitlines() if line.startswith(probe.MARK)), None)
+    if answer is None:
+        last = (done.stderr.strip().splitlines() or ["no output"])[-1]
+        return [{"executable": python, "failed": last}]
+    report: dict[str, Any] = json.loads(answer.removeprefix(probe.MARK))
+    return [report]
+
+
+def _by_ray(address: str) -> Any:
+    try:
+        ray = importlib.import_module("ray")
+    except ImportError as error:
+        raise MissingDependencyError(f"--ray needs Ray, which comes with NeMo-RL: {error}") from error
+    environment = {key: value for key, value in os.environ.items() if key == "PYTHONPATH"}
+    ray.init(address=address, log_to_driver=False, runtime_env={"env_vars": environment}, ignore_reinit_error=True)
+    return lambda python: workers.on_every_node({"py_executable": python})

@@ -1,0 +1,124 @@
+"""NeMo-RL's loss class, answering with the loss that ``loss_fn.name`` selects."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import sys
+from typing import TYPE_CHECKING, Any
+
+from pydantic import BaseModel
+
+import nemo_geomask
+from nemo_geomask.errors import MissingDependencyError
+from nemo_geomask.integrations.nemo_rl import before_step, recipe, seams, workers
+from nemo_geomask.losses import PolicyLoss, available, build_loss
+
+if TYPE_CHECKING:
+    from nemo_geomask.integrations.nemo_rl.logits import LogitLoss
+
+__all__ = ["install", "installed", "uninstall"]
+
+_log = logging.getLogger("nemo_geomask")
+_ORIGINAL = "_nemo_geomask_original"
+
+
+def install() -> None:
+    """Let NeMo-RL's trainers build the loss that a recipe's ``loss_fn.name`` selects.
+
+    Every place in NeMo-RL that builds a policy loss calls ``ClippedPGLossFn(config)``; from now on that call returns
+    :func:`nemo_geomask.build_loss` of the configuration if it has a ``name``, and NeMo-RL's own object if not. The
+    class itself stays what it is, for pickling, ``isinstance`` and subclasses, and it does not matter who imported it
+    when.
+    Workers that are to receive one of our losses are checked for being able to open it before they start.
+
+    To be called in the driver before NeMo-RL's ``setup``; calling it again does nothing. Undone by :func:`uninstall`.
+
+    Raises:
+        MissingDependencyError: NeMo-RL or one of its requirements is not importable.
+        SeamError: the installed NeMo-RL is not as known; nothing is changed.
+    """
+    seams.require()
+    try:
+        target = getattr(importlib.import_module(seams.LOSS_MODULE), seams.LOSS_CLASS)
+        workers.watch()
+    except ImportError as error:
+        raise MissingDependencyError(f"NeMo-RL {seams.version()} can't be imported here: {error}") from error
+    if hasattr(target, _ORIGINAL):
+        return
+    # Trainers hold the class under names of their own, so the one thing that all of them share is its call, which the
+    # metaclass decides. A __new__ on the class would do as well, but can't be taken away again without a trace.
+    target.__class__ = _dispatching(target)
+    if _log.level == logging.NOTSET:
+        _log.setLevel(logging.INFO)
+    _log.info("nemo_geomask %s on NeMo-RL %s: loss_fn.name selects the loss", nemo_geomask.__version__, seams.version())
+
+
+def uninstall() -> None:
+    """Undo :func:`install`; without it, do nothing. Losses that were built keep working."""
+    workers.unwatch()
+    before_step.unwatch()
+    target = getattr(sys.modules.get(seams.LOSS_MODULE), seams.LOSS_CLASS, None)
+    if hasattr(target, _ORIGINAL):
+        target.__class__ = getattr(target, _ORIGINAL)
+
+
+def installed() -> bool:
+    """Whether :func:`install` is in force."""
+    return hasattr(getattr(sys.modules.get(seams.LOSS_MODULE), seams.LOSS_CLASS, None), _ORIGINAL)
+
+
+def _dispatching(target: Any) -> type:
+    original: type = type(target)
+
+    def call(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        # A subclass is somebody's own loss.
+        loss = _build(target, *args, **kwargs) if cls is target else None
+        return original.__call__(cls, *args, **kwargs) if loss is None else loss
+
+    return type(f"Dispatching{original.__name__}", (original,), {"__call__": call, _ORIGINAL: original})
+
+
+def _build(target: Any, cfg: Any, use_fused_linear_logprobs: bool = False) -> PolicyLoss | LogitLoss | None:
+    given = recipe.settings(cfg)
+    if not recipe.selects(given, _fields_of(target)):
+        _say("loss_fn.name is not set: NeMo-RL's own %s", seams.LOSS_CLASS)
+        return None
+    built = build_loss(given, use_fused_linear_logprobs=use_fused_linear_logprobs)
+    recipe.check_agreement(cfg, built.config)
+    loss: PolicyLoss | LogitLoss = built
+    if loss.config.logprob_backend != "nemo_rl":
+        from nemo_geomask.integrations.nemo_rl import logits
+
+        # Its import brings DTensor.
+        loss = logits.LogitLoss(built)
+    entries = available().get(loss.config.name, ())
+    _say(
+        "policy loss: %s (%s), nemo_geomask %s, NeMo-RL %s; not at its default: %s",
+        loss.config.name,
+        entries[0].distribution if entries else "module:attribute",
+        nemo_geomask.__version__,
+        seams.version(),
+        loss.config.model_dump(mode="json", exclude_defaults=True, exclude={"name"}),
+    )
+    before_step.watch(loss)
+    workers.loss_built(loss)
+    return loss
+
+
+def _fields_of(target: Any) -> set[str]:
+    config = getattr(sys.modules[target.__module__], "ClippedPGLossConfig", None)
+    if isinstance(config, type) and issubclass(config, BaseModel):
+        return set(config.model_fields)
+    return set(getattr(config, "__annotations__", {}))
+
+
+_said: set[str] = set()
+
+
+def _say(message: str, *values: object) -> None:
+    # A run may build its loss more than once.
+    text = message % values
+    if text not in _said:
+        _said.add(text)
+        _log.info("%s", text)

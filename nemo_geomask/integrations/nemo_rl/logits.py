@@ -1,0 +1,250 @@
+"""``logprob_backend`` other than ``nemo_rl``: the loss takes the logits and computes its log-probs itself.
+
+NeMo-RL's own path gathers one log-prob a token over the context-parallel ranks, and calls the loss once for each
+packed sequence. Here the tokens stay where they are: two numbers a token cross the tensor-parallel group, [k, S]
+statistics the context-parallel one, and a packed microbatch is one call.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from nemo_geomask import functional as F
+from nemo_geomask.errors import ConfigError, ShapeError
+from nemo_geomask.integrations.logprobs import logprob_backend
+from nemo_geomask.integrations.packing import IGNORE, check_rows, pack_rows
+from nemo_geomask.losses import PolicyLoss, protocol
+from nemo_geomask.segments import PackedSegments
+
+__all__ = ["LogitLoss"]
+
+Group = dist.ProcessGroup | None
+
+
+class LogitLoss:
+    """A policy loss that NeMo-RL's workers call with logits.
+
+    Where it is built or unpickled beside NeMo-RL, it lets the worker hand over the process groups and packed rows
+    whole, see :mod:`nemo_geomask.integrations.nemo_rl.worker`.
+
+    Args:
+        loss: from :func:`nemo_geomask.build_loss`; its ``logprob_backend`` names what computes the log-probs.
+
+    Raises:
+        ConfigError: ``use_fused_linear_logprobs`` is set, under which there are no logits.
+        MissingDependencyError: the backend's library can't be imported.
+        SeamError: NeMo-RL's worker code is not as known.
+    """
+
+    def __init__(self, loss: PolicyLoss) -> None:
+        if loss.use_fused_linear_logprobs:
+            raise ConfigError(
+                f"loss_fn.logprob_backend: {loss.config.logprob_backend} needs logits, which NeMo-RL's fused linear "
+                "log-probs never form; turn those off, or set logprob_backend: nemo_rl"
+            )
+        from nemo_geomask.integrations.nemo_rl import worker
+
+        self.loss = loss
+        self.config = loss.config
+        self._logprobs = logprob_backend(loss.config.logprob_backend)
+        worker.attach()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Built anew where it arrives, which attaches it to the worker there.
+        return LogitLoss, (self.loss,)
+
+    @property
+    def loss_type(self) -> Any:
+        """``LossType``: which global count divides the loss."""
+        return self.loss.loss_type
+
+    @property
+    def input_type(self) -> Any:
+        """``LossInputType.LOGIT``."""
+        return protocol.resolve(protocol.LossInputType.LOGIT)
+
+    @property
+    def metric_normalizations(self) -> dict[str, Any]:
+        """``MetricNormalizer`` of every metric that a call returns."""
+        return self.loss.metric_normalizations
+
+    @property
+    def reference_policy_kl_penalty(self) -> float:
+        """β; 0 where no reference log-probs are needed."""
+        return self.loss.reference_policy_kl_penalty
+
+    @property
+    def use_fused_linear_logprobs(self) -> bool:
+        """False: this loss takes logits."""
+        return False
+
+    def __call__(
+        self,
+        logits: Tensor,
+        data: Mapping[str, Any],
+        global_valid_seqs: Tensor | float,
+        global_valid_toks: Tensor | float,
+        *,
+        vocab_parallel_group: Group = None,
+        context_parallel_group: Group = None,
+    ) -> tuple[Tensor, dict[str, float]]:
+        """Loss and metrics of a padded microbatch.
+
+        Args:
+            logits: [B, P/CP, V/TP], divided by the temperature already: this rank's columns and its load-balanced
+                share of each row; P ≥ T is the padded length. Or a DTensor of them, over meshes ``tp`` and ``cp``.
+            data: see :func:`nemo_geomask.losses.batch.read_nemo_rl`, and ``input_ids`` [B, T].
+            global_valid_seqs: as for :class:`~nemo_geomask.losses.PolicyLoss`.
+            global_valid_toks: likewise.
+            vocab_parallel_group: Megatron's tensor-parallel group.
+            context_parallel_group: Megatron's context-parallel group; the loss is then scaled so that dividing it by
+                the group's size, as NeMo-RL does, gives each rank the gradient of the whole.
+
+        Raises:
+            ShapeError, DataError: tensors that don't fit, missing ones, targets outside the vocabulary.
+        """
+        if isinstance(logits, DTensor):
+            return self._dtensor(logits, data, global_valid_seqs, global_valid_toks)
+        size = _size(context_parallel_group)
+        if size > 1:
+            rows, share = logits.shape[:2]
+            offsets = torch.arange(rows + 1) * share * size
+            value, metrics = self._packed(
+                logits, data, offsets, None, vocab_parallel_group, context_parallel_group,
+                global_valid_seqs, global_valid_toks,
+            )  # fmt: skip
+            return F.with_derivative(value, value=value, derivative=torch.full_like(value, size)), metrics
+        return self._padded(logits, data, vocab_parallel_group, global_valid_seqs, global_valid_toks)
+
+    def packed(
+        self,
+        logits: Tensor,
+        data: Mapping[str, Any],
+        global_valid_seqs: Tensor | float,
+        global_valid_toks: Tensor | float,
+        *,
+        cu_seqlens_q: Tensor,
+        cu_seqlens_q_padded: Tensor | None,
+        vocab_parallel_group: Group = None,
+        context_parallel_group: Group = None,
+    ) -> tuple[Tensor, dict[str, float]]:
+        """Loss and metrics of a packed microbatch, in one call whatever the number of sequences.
+
+        Args:
+            logits: [1, N/CP, V/TP], this rank's share of the packed row.
+            data: rows [B, T], as for calling the loss.
+            global_valid_seqs: as for calling the loss.
+            global_valid_toks: likewise.
+            cu_seqlens_q: [B+1], offsets of the sequences without padding.
+            cu_seqlens_q_padded: [B+1], offsets in the packed row; None: there is no padding.
+            vocab_parallel_group: as for calling the loss.
+            context_parallel_group: as for calling the loss.
+        """
+        if isinstance(logits, DTensor):
+            logits, vocab_parallel_group = _tensor_parallel(logits)
+        offsets = cu_seqlens_q if cu_seqlens_q_padded is None else cu_seqlens_q_padded
+        value, metrics = self._packed(
+            logits, data, offsets, cu_seqlens_q.diff(), vocab_parallel_group, context_parallel_group,
+            global_valid_seqs, global_valid_toks,
+        )  # fmt: skip
+        size = _size(context_parallel_group)
+        return F.with_derivative(value, value=value, derivative=torch.full_like(value, size)), metrics
+
+    def _padded(
+        self,
+        logits: Tensor,
+        data: Mapping[str, Any],
+        group: Group,
+        global_valid_seqs: Tensor | float,
+        global_valid_toks: Tensor | float,
+    ) -> tuple[Tensor, dict[str, float]]:
+        width = data["input_ids"].shape[1]
+        _check_rows(logits, data, logits.shape[1])
+        mask = data["token_mask"][:, 1:].bool() & data["sample_mask"].bool().unsqueeze(-1)
+        targets = torch.full(logits.shape[:2], IGNORE, dtype=torch.int64, device=logits.device)
+        targets[:, : width - 1] = torch.where(mask, data["input_ids"][:, 1:], IGNORE).to(logits.device)
+        logprobs = self._logprobs(logits, targets, group=group, ignore_index=IGNORE)
+        return self.loss(logprobs[:, : width - 1], data, global_valid_seqs, global_valid_toks)
+
+    def _packed(
+        self,
+        logits: Tensor,
+        data: Mapping[str, Any],
+        offsets: Tensor,
+        lengths: Tensor | None,
+        vocab_group: Group,
+        context_group: Group,
+        global_valid_seqs: Tensor | float,
+        global_valid_toks: Tensor | float,
+    ) -> tuple[Tensor, dict[str, float]]:
+        size = _size(context_group)
+        segments = PackedSegments(
+            offsets,
+            device=logits.device,
+            cp_rank=0 if context_group is None else dist.get_rank(context_group),
+            cp_size=size,
+            groups=(context_group,) if context_group is not None and size > 1 else (),
+        )
+        count = segments.token_index.numel()
+        if math.prod(logits.shape[:-1]) != count:
+            raise ShapeError(
+                f"logits must hold {count} rows, this rank's share of the packed tokens, but they are "
+                f"{list(logits.shape)}"
+            )
+        if lengths is None:
+            lengths = torch.full((segments.count,), data["input_ids"].shape[1])
+        lengths = lengths.to(logits.device, torch.int64)
+        packed = pack_rows(data, segments, starts=segments.cu_seqlens[:-1], lengths=lengths)
+        check_rows(data, lengths=lengths, vocab_size=logits.shape[-1] * _size(vocab_group))
+        targets = packed["targets"].view(logits.shape[:-1])
+        logprobs = self._logprobs(logits, targets, group=vocab_group, ignore_index=IGNORE).reshape(-1)
+        return self.loss.packed(logprobs, packed, segments, global_valid_seqs, global_valid_toks)
+
+    def _dtensor(
+        self,
+        logits: DTensor,
+        data: Mapping[str, Any],
+        global_valid_seqs: Tensor | float,
+        global_valid_toks: Tensor | float,
+    ) -> tuple[Tensor, dict[str, float]]:
+        names = logits.device_mesh.mesh_dim_names or ()
+        local, group = _tensor_parallel(logits)
+        context = logits.device_mesh.get_group("cp") if "cp" in names else None
+        if _size(context) == 1:
+            return self._padded(local, data, group, global_valid_seqs, global_valid_toks)
+        # NeMo-RL has put what it sharded over the ranks into DTensors; only input_ids is among what is needed here.
+        whole = dict(data)
+        order = torch.argsort(data["seq_index"])
+        for key, value in data.items():
+            if isinstance(value, DTensor):
+                whole[key] = value.full_tensor()[:, order]
+        rows, share = local.shape[:2]
+        offsets = torch.arange(rows + 1) * share * _size(context)
+        # FSDP averages gradients over these ranks and NeMo-RL multiplies by their number: no factor here.
+        return self._packed(local, whole, offsets, None, group, context, global_valid_seqs, global_valid_toks)
+
+
+def _size(group: Group) -> int:
+    return 1 if group is None else dist.get_world_size(group)
+
+
+def _tensor_parallel(logits: DTensor) -> tuple[Tensor, Group]:
+    mesh = logits.device_mesh
+    group = mesh.get_group("tp") if "tp" in (mesh.mesh_dim_names or ()) else None
+    return logits.to_local(), group
+
+
+def _check_rows(logits: Tensor, data: Mapping[str, Any], width: int) -> None:
+    rows, columns = data["input_ids"].shape
+    if logits.dim() != 3 or logits.shape[0] != rows or width < columns:
+        raise ShapeError(
+            f"logits must be [{rows}, {columns} or more, V/TP] to fit data['input_ids'], but they are "
+            f"{list(logits.shape)}"
+        )

@@ -1,0 +1,208 @@
+"""Where NeMo-RL builds and calls its policy loss and starts its workers: as data, checked against its source.
+
+A version number says little here (NeMo-RL's main calls itself 0.6.0), so the installed source itself is read. Nothing
+of NeMo-RL is imported for it.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.util
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from nemo_geomask.errors import GeomaskError, MissingDependencyError
+
+__all__ = ["LOSS_CLASS", "LOSS_MODULE", "SEAMS", "TESTED", "Finding", "SeamError", "inspect", "require", "version"]
+
+TESTED = "v0.6.0, v0.7.0 and main of August 2026"
+LOSS_MODULE = "nemo_rl.algorithms.loss.loss_functions"
+LOSS_CLASS = "ClippedPGLossFn"
+_LOSS_PACKAGE = "nemo_rl.algorithms.loss"
+
+
+class SeamError(GeomaskError, RuntimeError):
+    """The installed NeMo-RL builds or calls its policy loss in a way that is not known here."""
+
+
+@dataclass(frozen=True)
+class Signature:
+    """A method whose parameters this package relies on.
+
+    Attributes:
+        module: where it is defined.
+        path: dotted path inside the module, ``Class.method``.
+        accepted: the parameter lists known, each name with its stars.
+    """
+
+    module: str
+    path: str
+    accepted: tuple[tuple[str, ...], ...]
+    optional: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.module}.{self.path}({', '.join(self.accepted[-1])})"
+
+    def problem(self, tree: ast.Module) -> str | None:
+        """What differs in the source, or None."""
+        node: ast.AST | None = tree
+        for name in self.path.split("."):
+            node = next((child for child in _body(node) if getattr(child, "name", None) == name), None)
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            return "is not defined there"
+        found = tuple(_parameters(node.args))
+        if found in self.accepted:
+            return None
+        return f"takes ({', '.join(found)})"
+
+
+@dataclass(frozen=True)
+class Builder:
+    """A module that builds the policy loss by calling NeMo-RL's class.
+
+    Attributes:
+        module: the module.
+        optional: not every tested version has the module.
+    """
+
+    module: str
+    optional: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.module} builds {LOSS_CLASS}(cfg)"
+
+    def problem(self, tree: ast.Module) -> str | None:
+        """What differs in the source, or None."""
+        names = {
+            alias.asname or alias.name
+            for node in ast.walk(tree)
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(_LOSS_PACKAGE)
+            for alias in node.names
+            if alias.name == LOSS_CLASS
+        }
+        calls = [
+            node
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in names
+        ]
+        if not calls:
+            return f"does not call {LOSS_CLASS} from {_LOSS_PACKAGE}"
+        known = {"cfg", "use_fused_linear_logprobs"}
+        for call in calls:
+            keywords = {keyword.arg for keyword in call.keywords}
+            starred = any(isinstance(argument, ast.Starred) for argument in call.args)
+            if starred or not keywords <= known or not 1 <= len(call.args) + len(keywords) <= 2:
+                return f"calls {ast.unparse(call)}"
+        return None
+
+
+_CREATE_WORKER = ("self", "placement_group", "placement_group_bundle_index", "num_gpus", "bundle_indices")
+
+SEAMS: tuple[Signature | Builder, ...] = (
+    Signature(
+        LOSS_MODULE,
+        f"{LOSS_CLASS}.__init__",
+        (("self", "cfg"), ("self", "cfg", "use_fused_linear_logprobs")),
+    ),
+    Signature(
+        LOSS_MODULE,
+        f"{LOSS_CLASS}.__call__",
+        (("self", "next_token_logprobs", "data", "global_valid_seqs", "global_valid_toks"),),
+    ),
+    Builder("nemo_rl.algorithms.grpo"),
+    Builder("nemo_rl.algorithms.ppo", optional=True),
+    Builder("nemo_rl.algorithms.single_controller_utils.setup", optional=True),
+    Signature(
+        "nemo_rl.distributed.worker_groups",
+        "RayWorkerBuilder.IsolatedWorkerInitializer.__init__",
+        (("self", "ray_actor_class_fqn", "*init_args", "**init_kwargs"),),
+    ),
+    Signature(
+        "nemo_rl.distributed.worker_groups",
+        "RayWorkerBuilder.IsolatedWorkerInitializer.create_worker",
+        ((*_CREATE_WORKER, "**extra_options"), (*_CREATE_WORKER, "num_gpus_per_node", "**extra_options")),
+    ),
+)
+"""All that this package relies on; v0.6.0 has neither PPO nor the single controller, v0.7.0 no single controller."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One seam in the installed NeMo-RL.
+
+    Attributes:
+        seam: the seam, in words.
+        problem: what differs, None where nothing does.
+        absent: this NeMo-RL has no such module, and needs none.
+    """
+
+    seam: str
+    problem: str | None = None
+    absent: bool = False
+
+
+def inspect() -> list[Finding]:
+    """Compare every seam with the source of the installed NeMo-RL.
+
+    Raises:
+        MissingDependencyError: there is no NeMo-RL.
+    """
+    root = _root()
+    return [_compare(seam, root) for seam in SEAMS]
+
+
+def require() -> None:
+    """Stop unless all seams are as known.
+
+    Raises:
+        SeamError: one differs; the message names it, the version found and those tested.
+        MissingDependencyError: there is no NeMo-RL.
+    """
+    broken = [finding for finding in inspect() if finding.problem]
+    if broken:
+        listed = "\n".join(f"  {finding.seam}: {finding.problem}" for finding in broken)
+        raise SeamError(
+            f"NeMo-RL {version()} ({_root()}) is not as nemo_geomask knows it (tested: {TESTED}), and a loss selected "
+            f"by loss_fn.name might not be the one that trains:\n{listed}\n"
+            "Use a tested NeMo-RL, or a nemo_geomask that knows this one"
+        )
+
+
+def version() -> str:
+    """``nemo_rl.__version__``, or ``of unknown version``."""
+    return str(getattr(importlib.import_module("nemo_rl"), "__version__", "of unknown version"))
+
+
+def _root() -> Path:
+    spec = importlib.util.find_spec("nemo_rl")
+    for location in (spec.submodule_search_locations or ()) if spec is not None else ():
+        # PyPI's nemo_rl is an empty placeholder.
+        if (Path(location) / "algorithms").is_dir():
+            return Path(location)
+    raise MissingDependencyError(
+        "NeMo-RL is not importable here; run this in NeMo-RL's own environment (uv run … in its checkout), or put the "
+        "checkout on PYTHONPATH. See docs/nemo_rl.md"
+    )
+
+
+def _compare(seam: Signature | Builder, root: Path) -> Finding:
+    parts = seam.module.split(".")[1:]
+    path = root.joinpath(*parts).with_suffix(".py")
+    if not path.is_file():
+        return Finding(str(seam), absent=True) if seam.optional else Finding(str(seam), "there is no such module")
+    return Finding(str(seam), seam.problem(ast.parse(path.read_text(encoding="utf-8"))))
+
+
+def _body(node: ast.AST | None) -> list[ast.stmt]:
+    return node.body if isinstance(node, ast.Module | ast.ClassDef) else []
+
+
+def _parameters(arguments: ast.arguments) -> Iterator[str]:
+    yield from (argument.arg for argument in (*arguments.posonlyargs, *arguments.args))
+    if arguments.vararg:
+        yield f"*{arguments.vararg.arg}"
+    yield from (argument.arg for argument in arguments.kwonlyargs)
+    if arguments.kwarg:
+        yield f"**{arguments.kwarg.arg}"

@@ -1,0 +1,190 @@
+"""NeMo-RL's Ray workers, checked for being able to open the loss before they start.
+
+NeMo-RL starts each worker through ``RayWorkerBuilder.IsolatedWorkerInitializer.create_worker``, in an interpreter and
+with environment variables that may be the worker's own. A stand-in sees both, and asks Ray for a task in the same: on
+every node, it imports nemo_geomask and opens the very loss. A worker that can't would else fail in the first training
+step, after the models are loaded and the first batch is sampled.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import sys
+import threading
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import nemo_geomask
+from nemo_geomask.errors import GeomaskError
+from nemo_geomask.integrations.nemo_rl import probe
+from nemo_geomask.losses import PolicyLoss
+
+if TYPE_CHECKING:
+    from nemo_geomask.integrations.nemo_rl.logits import LogitLoss
+
+__all__ = ["WorkerError", "loss_built", "on_every_node", "receives_loss", "unwatch", "watch"]
+
+_log = logging.getLogger("nemo_geomask")
+_MODULE = "nemo_rl.distributed.worker_groups"
+_PATIENCE = 300.0  # seconds; importing torch from a shared file system is slow
+
+REMEDY = (
+    "Give the workers the package, in one of these ways: in NeMo-RL's checkout `uv add nemo-geomask` and start once "
+    "with NRL_FORCE_REBUILD_VENVS=true, so that NeMo-RL builds its workers' environments with it; or export PYTHONPATH "
+    "with a folder that holds nemo_geomask (NeMo-RL passes it on; the package needs only torch and pydantic). See "
+    "docs/nemo_rl.md"
+)
+
+
+class WorkerError(GeomaskError, RuntimeError):
+    """A worker that is to receive the loss can't open it."""
+
+
+class _Initializer:
+    """Stands in for Ray's actor class; the method that starts a worker looks at the worker's environment first."""
+
+    def __init__(self, actor_class: Any, options: Mapping[str, Any] | None = None) -> None:
+        self.actor_class = actor_class
+        self._options = dict(options or {})
+
+    def options(self, **options: Any) -> _Initializer:
+        return _Initializer(self.actor_class, options)
+
+    def remote(self, ray_actor_class_fqn: str, *args: Any, **kwargs: Any) -> Any:
+        actor = self.actor_class.options(**self._options) if self._options else self.actor_class
+        handle = actor.remote(ray_actor_class_fqn, *args, **kwargs)
+        # On this handle alone; one that is pickled is Ray's own again.
+        handle.create_worker = _CreateWorker(ray_actor_class_fqn, handle.create_worker)
+        return handle
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.actor_class, name)
+
+
+class _CreateWorker:
+    def __init__(self, actor: str, method: Any) -> None:
+        self._actor = actor
+        self._method = method
+
+    def remote(self, *args: Any, **options: Any) -> Any:
+        _starting(self._actor, options.get("runtime_env") or {})
+        return self._method.remote(*args, **options)
+
+
+_lock = threading.Lock()
+_environments: dict[tuple[str, str, str], dict[str, Any]] = {}
+_losses: list[PolicyLoss | LogitLoss] = []
+_verified: set[tuple[tuple[str, str, str], int]] = set()
+
+
+def watch() -> None:
+    """Put the stand-in in place; importing NeMo-RL's worker groups imports Ray."""
+    builder = importlib.import_module(_MODULE).RayWorkerBuilder
+    if not isinstance(builder.IsolatedWorkerInitializer, _Initializer):
+        builder.IsolatedWorkerInitializer = _Initializer(builder.IsolatedWorkerInitializer)
+
+
+def unwatch() -> None:
+    """Take the stand-in away, and forget what was seen."""
+    builder = getattr(sys.modules.get(_MODULE), "RayWorkerBuilder", None)
+    if builder is not None and isinstance(builder.IsolatedWorkerInitializer, _Initializer):
+        builder.IsolatedWorkerInitializer = builder.IsolatedWorkerInitializer.actor_class
+    with _lock:
+        _environments.clear()
+        _losses.clear()
+        _verified.clear()
+
+
+def loss_built(loss: PolicyLoss | LogitLoss) -> None:
+    """A loss will be sent to the workers, those that run and those to come.
+
+    Raises:
+        WorkerError: a running one can't open it.
+    """
+    with _lock:
+        _losses.append(loss)
+        _verify()
+
+
+def _starting(actor: str, runtime_env: Mapping[str, Any]) -> None:
+    if not receives_loss(actor):
+        return
+    python = str(runtime_env.get("py_executable", ""))
+    path = str((runtime_env.get("env_vars") or {}).get("PYTHONPATH", ""))
+    with _lock:
+        _environments.setdefault((actor, python, path), dict(runtime_env))
+        _verify()
+
+
+def receives_loss(actor: str) -> bool:
+    """Whether workers of this class, by its dotted name, may be sent the loss."""
+    # NeMo-RL's generation, value and environment workers get none; of somebody's own workers that is not known.
+    return ".policy." in actor or not actor.startswith("nemo_rl.")
+
+
+def _verify() -> None:
+    # Either may come first: GRPO and PPO build the loss before the workers, the single controller after them.
+    for key, runtime_env in _environments.items():
+        for loss in _losses:
+            if (key, id(loss)) not in _verified:
+                _check(key[0], runtime_env, loss)
+                _verified.add((key, id(loss)))
+
+
+def _check(actor: str, runtime_env: Mapping[str, Any], loss: PolicyLoss | LogitLoss) -> None:
+    for report in on_every_node(runtime_env, _pickled(loss)):
+        problem = _problem(report)
+        if problem:
+            raise WorkerError(
+                f"{actor} can't receive the loss '{loss.config.name}': {problem}, in {report['executable']} (Python "
+                f"{report['python']}) on {report['host']}. {REMEDY}"
+            )
+
+
+def _pickled(loss: PolicyLoss | LogitLoss) -> bytes:
+    # By Ray's own pickler, as NeMo-RL will send it.
+    sent: bytes = importlib.import_module("ray").cloudpickle.dumps(loss)
+    return sent
+
+
+def _problem(report: Mapping[str, Any]) -> str | None:
+    errors = report["errors"]
+    if "nemo_geomask" in errors:
+        return f"nemo_geomask is not importable there ({errors['nemo_geomask']})"
+    if report["version"] != nemo_geomask.__version__:
+        return f"nemo_geomask is {report['version']} there and {nemo_geomask.__version__} here"
+    if "loss" in errors:
+        return f"the loss can't be opened there ({errors['loss']})"
+    return None
+
+
+def on_every_node(runtime_env: Mapping[str, Any], payload: bytes | None = None) -> list[dict[str, Any]]:
+    """What :func:`~nemo_geomask.integrations.nemo_rl.probe.probe` reports from each node of the running Ray cluster.
+
+    Args:
+        runtime_env: Ray's, with the interpreter (``py_executable``) and environment variables.
+        payload: a pickled loss to open there.
+
+    Returns:
+        A report a node; none of those that did not answer in time, which is logged.
+    """
+    ray = importlib.import_module("ray")
+    strategies = importlib.import_module("ray.util.scheduling_strategies")
+    # The function must arrive where this package is missing, so it travels as code.
+    ray.cloudpickle.register_pickle_by_value(probe)
+    try:
+        task = ray.remote(num_cpus=0, max_retries=0, runtime_env=dict(runtime_env))(probe.probe)
+        # As NeMo-RL, which builds no environment on a head node without CPUs.
+        nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU")]
+        pinned = [strategies.NodeAffinitySchedulingStrategy(node, soft=False) for node in nodes]
+        tasks = [task.options(scheduling_strategy=strategy).remote(payload) for strategy in pinned]
+    finally:
+        ray.cloudpickle.unregister_pickle_by_value(probe)
+    done, late = ray.wait(tasks, num_returns=len(tasks), timeout=_PATIENCE)
+    if late:
+        _log.warning(
+            "%d of %d nodes did not say within %g s whether they can open the loss", len(late), len(tasks), _PATIENCE
+        )
+    reports: list[dict[str, Any]] = ray.get(done)
+    return reports

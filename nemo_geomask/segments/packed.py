@@ -1,0 +1,182 @@
+"""Packed sequences, whole or a rank's share of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from nemo_geomask.errors import ShapeError
+from nemo_geomask.segments import across
+from nemo_geomask.segments.base import NONE, Pooled, Segments
+
+__all__ = ["PackedSegments"]
+
+
+class PackedSegments(Segments):
+    """Sequences packed one after another: token layout [N], whole or one rank's share.
+
+    Under context parallelism a rank holds, of every sequence, chunks r and 2·CP−1−r of 2·CP equal ones, in that order
+    (Megatron's load-balanced split). Where the loss runs on sequence-parallel shares, as Fast-LLM's does, those tokens
+    are cut once more, into SP contiguous equal slices in rank order, wherever that cuts a sequence. Either way a rank's
+    share of a sequence is contiguous, so that its statistics need no index arithmetic.
+
+    Padded rows [B, T] whose columns are split over context-parallel ranks are packed rows of equal lengths:
+    ``cu_seqlens=range(0, B * T + 1, T)``, with each rank's [B, T/CP] tensors flattened. Positions there are those of
+    the model's input: put beside each the data of the token that it predicts, the next one.
+
+    Args:
+        cu_seqlens: [S+1] token offsets of the sequences in the whole packed row, padding included, starting at 0:
+            Megatron's ``cu_seqlens_q_padded``. On the host (a list or CPU tensor) it costs no synchronisation.
+        device: where the tokens are.
+        cp_rank: this rank in the context-parallel group.
+        cp_size: its size; each padded length must be a multiple of 2·``cp_size``.
+        sp_rank: this rank among those that share the context-parallel rank's tokens.
+        sp_size: their number; it must divide those tokens.
+        groups: over which the tokens of a sequence are spread: the context-parallel group, the sequence-parallel one,
+            one group of both together (the fewest collectives), or the two groups in that order. Without any, a share
+            has its :attr:`token_index` but no statistics.
+
+    Attributes:
+        count: S.
+        cu_seqlens: [S+1] int64, as given, on the tokens' device.
+        position: [N] int64, place of each of this rank's tokens in its padded sequence.
+        token_index: [N] int64, its place in the whole packed row.
+
+    Raises:
+        ShapeError: offsets don't start at 0, decrease, or don't divide into the shares; from the statistics, without a
+            collective: a share was given no groups, or groups in which its rank and size are others.
+
+    Source: Megatron-LM ``get_thd_partitioned_indices``; Fast-LLM PR 502 for the sequence-parallel slices.
+    """
+
+    def __init__(
+        self,
+        cu_seqlens: Sequence[int] | Tensor,
+        *,
+        device: torch.device | str = "cpu",
+        cp_rank: int = 0,
+        cp_size: int = 1,
+        sp_rank: int = 0,
+        sp_size: int = 1,
+        groups: across.Groups = (),
+    ) -> None:
+        offsets = torch.as_tensor(cu_seqlens, dtype=torch.int64, device="cpu")
+        lengths = offsets.diff()
+        if offsets.dim() != 1 or offsets.numel() == 0 or int(offsets[0]) != 0 or bool((lengths < 0).any()):
+            raise ShapeError(f"cu_seqlens must be non-decreasing offsets that start at 0, but it is {offsets.tolist()}")
+        for kind, rank, size in (("cp", cp_rank, cp_size), ("sp", sp_rank, sp_size)):
+            if not 0 <= rank < size:
+                raise ShapeError(f"{kind}_rank must be from 0 to {kind}_size - 1 = {size - 1}, but it is {rank}")
+        if cp_size > 1 and bool((lengths % (2 * cp_size) != 0).any()):
+            raise ShapeError(
+                f"each padded sequence length must be a multiple of 2·{cp_size} for context-parallel size {cp_size}, "
+                f"but the lengths are {lengths.tolist()}; pad the sequences to that multiple"
+            )
+        tokens, rest = divmod(int(offsets[-1]) // cp_size, sp_size)
+        if rest:
+            raise ShapeError(
+                f"the {tokens * sp_size + rest} tokens of a context-parallel rank don't divide into {sp_size} equal "
+                "shares, sp_size; pad the packed row"
+            )
+        self.count = lengths.numel()
+        self.crosses_ranks = bool(groups)
+        self._groups = groups
+        self._shares = ((cp_rank, cp_size), (sp_rank, sp_size))
+        self._identity = (self.count, int(offsets[-1]), int((offsets * torch.arange(1, self.count + 2)).sum()))
+
+        # From here on the device's own arithmetic: nothing of [N] crosses from the host.
+        self.cu_seqlens = offsets.to(device, non_blocking=True)
+        first = sp_rank * tokens
+        self._offsets = (self.cu_seqlens // cp_size).clamp(first, first + tokens) - first
+        sequences = torch.arange(self.count, device=device)
+        self._ids = torch.repeat_interleave(sequences, self._offsets.diff(), output_size=tokens)
+        start = self.cu_seqlens[:-1][self._ids]
+        chunk = (self.cu_seqlens.diff() // (2 * cp_size))[self._ids]
+        local = torch.arange(first, first + tokens, device=device) - start // cp_size
+        # In the second of its chunks a rank has passed those of all ranks after it, twice.
+        self.position = local + torch.where(local < chunk, cp_rank, 2 * (cp_size - 1) - cp_rank) * chunk
+        self.token_index = start + self.position
+
+    def verify(self) -> None:
+        """Compare the packing over the groups, by one small all-gather a group that is read back.
+
+        Ranks that hold other sequences, or two that hold the same share, give wrong numbers or bring the process group
+        down; this names them. For a trainer's first step.
+
+        Raises:
+            ShapeError: the ranks don't hold the shares of one packed row; on all of them.
+        """
+        self._check_groups()
+        (cp_rank, cp_size), (sp_rank, sp_size) = self._shares
+        ranks = torch.tensor([[*self._identity, sp_rank * cp_size + cp_rank]], device=self._ids.device)
+        for group in self._groups:
+            ranks = across.gathered(ranks, group).flatten(0, 1)
+        *packings, shares = zip(*ranks.tolist(), strict=True)
+        if any(len(set(found)) > 1 for found in packings):
+            raise ShapeError(
+                f"the ranks hold different packings: {list(packings[0])} sequences and {list(packings[1])} tokens in "
+                "cu_seqlens, by rank, or sequences of other lengths; give all ranks of the groups the same cu_seqlens"
+            )
+        if sorted(shares) != list(range(cp_size * sp_size)):
+            raise ShapeError(
+                f"the ranks hold the shares {list(shares)} (sp_rank·cp_size + cp_rank), but together they must be 0 to "
+                f"{cp_size * sp_size - 1}, each once; give every rank its own cp_rank and sp_rank"
+            )
+
+    def pool(
+        self, sums: Mapping[str, Tensor], lowest: Mapping[str, Tensor] = NONE, highest: Mapping[str, Tensor] = NONE
+    ) -> Pooled:
+        """See :meth:`Segments.pool`.
+
+        One all-gather of [k, S] a group, and one backward for the sums through which a gradient flows.
+        """
+        self._check_groups()
+        # Minima travel as maxima of the negative.
+        values = [*sums.values(), *(-value.detach() for value in lowest.values()), *highest.values()]
+        if not values:
+            return Pooled({}, {}, {})
+        values = [value.expand(self._ids.shape) for value in values]
+        found = across.pool(values, len(sums), offsets=self._offsets, ids=self._ids, groups=self._groups)
+        peaks = found[len(sums) :]
+        return Pooled(
+            dict(zip(sums, found, strict=False)),
+            {name: -peak for name, peak in zip(lowest, peaks, strict=False)},
+            dict(zip(highest, peaks[len(lowest) :], strict=True)),
+        )
+
+    def spread(self, values: Tensor) -> Tensor:
+        """[S] to [N]."""
+        return across.spread(values, offsets=self._offsets, ids=self._ids)
+
+    def whole(self, sums: Tensor, lowest: Tensor, highest: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """See :meth:`Segments.whole`. One all-gather of [m + i + j] a group."""
+        self._check_groups()
+        local = torch.cat([part.detach().double() for part in (sums, -lowest, highest)])
+        total = across.merged(local, len(sums), self._groups)
+        low, high = len(sums), len(sums) + len(lowest)
+        return total[:low], -total[low:high], total[high:]
+
+    def _check_groups(self) -> None:
+        split = [share for share in self._shares if share[1] > 1]
+        if not self._groups:
+            if split:
+                raise ShapeError(
+                    "these segments are a share of the packed row, and no groups were given over which their "
+                    "statistics could be whole; give groups=(context-parallel group,)"
+                )
+            return
+        found = [(dist.get_rank(group), dist.get_world_size(group)) for group in self._groups]
+        (cp_rank, cp_size), (sp_rank, sp_size) = self._shares
+        if len(found) == 1 and len(split) == 2:
+            fits = found[0][1] == cp_size * sp_size  # in whatever order its ranks are
+        else:
+            fits = found == (list(self._shares) if len(found) > 1 else split or [(0, 1)])
+        if not fits:
+            raise ShapeError(
+                f"(rank, size) in the groups is {found}, but (cp_rank, cp_size) is {cp_rank, cp_size} and (sp_rank, "
+                f"sp_size) is {sp_rank, sp_size}; give the context-parallel group, the sequence-parallel group, one "
+                "group of both, or the two in that order"
+            )

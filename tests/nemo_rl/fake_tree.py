@@ -1,0 +1,121 @@
+"""A NeMo-RL of a few lines, with its seams as data: what the tests that need no NeMo-RL install against."""
+
+from __future__ import annotations
+
+import textwrap
+from pathlib import Path
+
+LOSS = """
+from pydantic import BaseModel
+from typing import Protocol
+
+
+class LossFunction(Protocol):
+    def __call__(self, data): ...
+
+
+class ClippedPGLossConfig(BaseModel, extra="allow"):
+    token_level_loss: bool = True
+    ratio_clip_min: float = 0.2
+    reference_policy_kl_penalty: float = 0.01
+    use_importance_sampling_correction: bool = False
+    force_on_policy_ratio: bool = False
+
+
+class ClippedPGLossFn(LossFunction):
+    def __init__({parameters}):
+        self.cfg = cfg
+
+    def __call__(self, next_token_logprobs, data, global_valid_seqs, global_valid_toks):
+        raise NotImplementedError
+"""
+
+DICT_CONFIG = """
+class ClippedPGLossConfig(TypedDict):
+    token_level_loss: bool
+    ratio_clip_min: float
+    reference_policy_kl_penalty: float
+    use_importance_sampling_correction: bool
+"""
+
+BUILDER = """
+from nemo_rl.algorithms.loss import ClippedPGLossFn
+
+
+def setup(config):
+    loss_fn = {call}
+    return loss_fn
+"""
+
+WORKERS = """
+class ActorClass:
+    def __init__(self, started):
+        self.started = started
+
+    def options(self, **options):
+        return self
+
+    def remote(self, ray_actor_class_fqn, *args, **kwargs):
+        return Handle(ray_actor_class_fqn, self.started)
+
+
+class Handle:
+    def __init__(self, actor, started):
+        self.create_worker = Method(actor, started)
+
+
+class Method:
+    def __init__(self, actor, started):
+        self.actor, self.started = actor, started
+
+    def remote(self, *args, **options):
+        self.started.append(self.actor)
+        return args, options
+
+
+class RayWorkerBuilder:
+    class IsolatedWorkerInitializer:
+        def __init__(self, ray_actor_class_fqn, *init_args, **init_kwargs): ...
+
+        def create_worker(
+            self, placement_group, placement_group_bundle_index, num_gpus, bundle_indices=None, **extra_options
+        ): ...
+
+    # As ray.remote leaves it.
+    IsolatedWorkerInitializer = ActorClass([])
+"""
+
+
+def write(
+    folder: Path,
+    *,
+    parameters: str = "self, cfg",
+    call: str = "ClippedPGLossFn(config)",
+    version: str = "9.8.7",
+    pydantic: bool = True,
+    single_controller: bool = False,
+) -> Path:
+    """Write the package ``nemo_rl`` into ``folder``."""
+    loss = LOSS.format(parameters=parameters)
+    if not pydantic:
+        start, end = loss.index("class ClippedPGLossConfig"), loss.index("class ClippedPGLossFn")
+        loss = "from typing import TypedDict\n" + loss[:start] + DICT_CONFIG + "\n\n" + loss[end:]
+    files = {
+        "__init__.py": f"__version__ = {version!r}\n",
+        "algorithms/__init__.py": "",
+        "algorithms/loss/__init__.py": "from nemo_rl.algorithms.loss.loss_functions import ClippedPGLossFn\n",
+        "algorithms/loss/loss_functions.py": loss,
+        "algorithms/grpo.py": BUILDER.format(call=call),
+        "distributed/__init__.py": "",
+        "distributed/worker_groups.py": WORKERS,
+    }
+    if single_controller:
+        files["algorithms/single_controller_utils/__init__.py"] = (
+            "raise ImportError('not needed to look at setup.py')\n"
+        )
+        files["algorithms/single_controller_utils/setup.py"] = BUILDER.format(call=call)
+    for name, text in files.items():
+        path = folder / "nemo_rl" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(textwrap.dedent(text), encoding="utf-8")
+    return folder

@@ -1,0 +1,145 @@
+"""Which workers are asked whether they can open a loss, when, and what is said; Ray's answer is given."""
+
+from __future__ import annotations
+
+import importlib
+import pickle
+
+import pytest
+
+import nemo_geomask
+from nemo_geomask.integrations.nemo_rl import WorkerError, probe, workers
+
+MEGATRON = "nemo_rl.models.policy.workers.megatron_policy_worker.MegatronPolicyWorker"
+FINE = {"executable": "/venv/bin/python", "python": "3.13.1", "host": "node1", "version": nemo_geomask.__version__}
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """Runtime environments that were asked; what they answer can be changed by ``asked.answer``."""
+
+    class Asked(list):
+        answer = None
+
+    seen = Asked()
+    seen.answer = {**FINE, "errors": {}}
+
+    def on_every_node(runtime_env, payload):
+        seen.append((runtime_env, payload))
+        return [seen.answer]
+
+    monkeypatch.setattr(workers, "on_every_node", on_every_node)
+    monkeypatch.setattr(workers, "_pickled", pickle.dumps)
+    return seen
+
+
+@pytest.fixture
+def nemo_rl(host):
+    loss = host()
+    nemo_geomask.install()
+    builder = importlib.import_module("nemo_rl.distributed.worker_groups").RayWorkerBuilder
+
+    class NemoRl:
+        started = builder.IsolatedWorkerInitializer.started
+
+        def build(self, **settings):
+            return loss.ClippedPGLossFn(loss.ClippedPGLossConfig(**settings))
+
+        def start(self, actor, **options):
+            # v0.6.0 looks the initializer up on an instance, later versions on the class.
+            initializer = builder().IsolatedWorkerInitializer.options(num_cpus=0).remote(actor, "config", key=1)
+            assert initializer.create_worker.remote("group", 0, 1, **options) == (("group", 0, 1), options)
+
+    return NemoRl()
+
+
+PYTHON = {"runtime_env": {"py_executable": "/venv/bin/python", "env_vars": {"PYTHONPATH": "/p"}}}
+
+
+@pytest.mark.parametrize("order", ["loss first", "workers first"])
+def test_each_environment_is_asked_once_for_each_loss(nemo_rl, asked, order):
+    if order == "loss first":
+        loss = nemo_rl.build(name="gspo")
+    for _ in range(3):
+        nemo_rl.start(MEGATRON, **PYTHON)
+    if order == "workers first":
+        assert asked == []
+        loss = nemo_rl.build(name="gspo")
+    ((runtime_env, payload),) = asked
+    assert runtime_env == PYTHON["runtime_env"]
+    assert pickle.loads(payload).config == loss.config
+    assert nemo_rl.started == [MEGATRON] * 3
+
+    nemo_rl.start(MEGATRON)
+    assert asked[1][0] == {}
+    nemo_rl.build(name="cispo")
+    assert len(asked) == 4
+
+
+def test_without_a_name_nobody_is_asked(nemo_rl, asked):
+    nemo_rl.build(token_level_loss=True)
+    nemo_rl.start(MEGATRON, **PYTHON)
+    assert asked == []
+
+
+@pytest.mark.parametrize(
+    ("actor", "receives"),
+    [
+        (MEGATRON, True),
+        ("nemo_rl.modelopt.models.policy.workers.megatron_quant_policy_worker.MegatronQuantPolicyWorker", True),
+        ("my_project.workers.MyWorker", True),
+        ("nemo_rl.models.generation.vllm.vllm_worker.VllmGenerationWorker", False),
+        ("nemo_rl.models.value.workers.megatron_value_worker.MegatronValueWorker", False),
+    ],
+)
+def test_only_workers_that_receive_the_loss_are_asked(nemo_rl, asked, actor, receives):
+    nemo_rl.build(name="gspo")
+    nemo_rl.start(actor, **PYTHON)
+    assert bool(asked) is receives
+
+
+PROBLEMS = {
+    "missing": (
+        {"errors": {"nemo_geomask": "ModuleNotFoundError: No module named 'nemo_geomask'"}, "version": None},
+        "nemo_geomask is not importable there .ModuleNotFoundError",
+    ),
+    "version": ({"version": "0.0.1"}, f"nemo_geomask is 0.0.1 there and {nemo_geomask.__version__} here"),
+    "plugin": (
+        {"errors": {"loss": "ModuleNotFoundError: No module named 'my_losses'"}},
+        "the loss can't be opened there .ModuleNotFoundError: No module named 'my_losses'",
+    ),
+}
+
+
+@pytest.mark.parametrize(("answer", "message"), PROBLEMS.values(), ids=PROBLEMS)
+def test_a_worker_that_cannot_open_the_loss_is_not_started(nemo_rl, asked, answer, message):
+    asked.answer = {**asked.answer, **answer}
+    nemo_rl.build(name="gspo")
+    with pytest.raises(WorkerError, match=message) as caught:
+        nemo_rl.start(MEGATRON, **PYTHON)
+    assert nemo_rl.started == []
+    for words in ("/venv/bin/python (Python 3.13.1) on node1", "uv add nemo-geomask", "NRL_FORCE_REBUILD_VENVS=true"):
+        assert words in str(caught.value)
+    # Asked again when it is tried again.
+    asked.answer = {**FINE, "errors": {}}
+    nemo_rl.start(MEGATRON, **PYTHON)
+    assert nemo_rl.started == [MEGATRON]
+
+
+def test_uninstall_forgets(nemo_rl, asked):
+    nemo_rl.build(name="gspo")
+    nemo_geomask.uninstall()
+    nemo_rl.start(MEGATRON, **PYTHON)
+    nemo_geomask.install()
+    nemo_rl.start(MEGATRON, **PYTHON)
+    assert asked == []
+
+
+def test_the_probe_opens_a_loss_and_says_what_fails():
+    report = probe.probe(pickle.dumps(nemo_geomask.build_loss({"name": "gspo"})))
+    assert report["version"] == nemo_geomask.__version__
+    assert "loss" not in report["errors"]
+    assert report["packages"]["torch"][0].startswith("2.")
+    assert report["packages"]["nemo_geomask"][1].endswith("__init__.py")
+    assert ("gspo", "nemo_geomask.losses.variants:GSPO", "nemo-geomask") in report["losses"]
+    assert probe.probe(b"cno_such_module\nname\n.")["errors"]["loss"].startswith("ModuleNotFoundError: No module named")

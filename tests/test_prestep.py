@@ -1,0 +1,157 @@
+"""Before the step: the batch veto and the masks that decide what the loss is a mean over."""
+
+import math
+
+import oracle
+import pytest
+import torch
+from batches import evaluate, rollouts
+
+from nemo_geomask import build_loss
+from nemo_geomask.errors import BatchVetoError, ConfigError, DataError
+from nemo_geomask.losses import BeforeStep
+from nemo_geomask.losses.loss import MASKS_APPLIED
+
+ICEPOP = {"preset": "icepop", "min": 0.7, "max": 1.6}
+GEOMETRIC = {"preset": "geometric", "min": 0.85, "max": 1.2}
+OPSM = {"preset": "opsm", "delta": 0.1}
+
+
+def mismatch_kl(data, estimator):
+    """Mean over trained tokens, one at a time."""
+    total, count = 0.0, 0.0
+    rows, width = data["token_mask"].shape
+    for i in range(rows):
+        for t in range(1, width):
+            weight = float(data["token_mask"][i, t]) * float(data["sample_mask"][i])
+            if weight:
+                x = float(data["prev_logprobs"][i, t]) - float(data["generation_logprobs"][i, t])
+                total += weight * (-x if estimator == "k1" else math.exp(x) - 1 - x)
+                count += weight
+    return total / count
+
+
+def settings(**config):
+    return build_loss(config).config
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k3"])
+def test_veto_compares_the_mean_over_tokens(estimator):
+    batch = rollouts(seed=1, offsets=(-0.3, -0.4, -0.1, -0.3, -0.05, -0.02))
+    kl = mismatch_kl(batch.data, estimator)
+    assert kl > 0.01
+    for bound, train in ((kl * 1.001, True), (kl * 0.999, False)):
+        decision = BeforeStep(settings(batch_veto={"estimator": estimator, "max": bound}))(batch.data)
+        assert decision.train is train
+        assert decision.changes == {}
+        assert decision.metrics["geomask/batch_kl"] == pytest.approx(kl, rel=1e-5)
+        assert decision.metrics["geomask/batch_vetoed"] == float(not train)
+
+
+def test_masked_positions_may_hold_anything():
+    batch = rollouts(seed=2)
+    look = BeforeStep(settings(batch_veto={"max": 0.1}, masks=[ICEPOP, GEOMETRIC], denominator="kept"))
+    clean = look(batch.data)
+    idle = (batch.data["token_mask"] * batch.data["sample_mask"][:, None]) == 0
+    poisoned = {key: batch.data[key].masked_fill(idle, math.nan) for key in ("prev_logprobs", "generation_logprobs")}
+    found = look({**batch.data, **poisoned})
+    assert found.metrics == clean.metrics
+    for key, value in clean.changes.items():
+        assert torch.equal(found.changes[key], value)
+
+
+def test_vetoes_in_a_row_end_the_run():
+    look = BeforeStep(settings(batch_veto={"max": 1e-9, "max_in_a_row": 2}))
+    calm = rollouts(seed=3)
+    calm = calm.with_data(generation_logprobs=calm.data["prev_logprobs"])
+    wild = rollouts(seed=3)
+    decisions = [look(batch.data).train for batch in (wild, wild, calm, wild, wild)]
+    assert decisions == [False, False, True, False, False]
+    with pytest.raises(BatchVetoError, match=r"3 batches in a row .*\(k3\).* max_in_a_row is 2"):
+        look(wild.data)
+    assert look.vetoed == 5
+
+
+@pytest.mark.parametrize("masks", [[ICEPOP], [GEOMETRIC], [ICEPOP, GEOMETRIC], [GEOMETRIC, OPSM]])
+@pytest.mark.parametrize("name", ["clipped_pg", "gspo"])
+def test_kept_is_a_mean_over_what_the_masks_keep(masks, name):
+    batch = rollouts(seed=4)
+    config = {"name": name, "masks": masks, "denominator": "kept"}
+    decision = BeforeStep(settings(**config))(batch.data)
+    assert decision.train
+    changes = decision.changes
+    # One token at a time: the masks on the mismatch judge the batch as it came.
+    verdicts = _verdicts(batch.data, masks)
+    assert torch.equal(changes["token_mask"][:, 1:], batch.data["token_mask"][:, 1:] * verdicts)
+    assert torch.equal(changes["token_mask"][:, 0], batch.data["token_mask"][:, 0])
+    removed = batch.data["token_mask"][:, 1:].sum() - changes["token_mask"][:, 1:].sum()
+    assert removed > 0
+    # The counts that the trainer takes afterwards, and a loss without those masks over what is left.
+    kept = batch.with_data(**changes)
+    seqs = float(changes["sample_mask"].sum())
+    toks = float((changes["token_mask"][:, 1:] * changes["sample_mask"][:, None]).sum())
+    answer = evaluate(config, type(batch)(kept.curr, kept.data, seqs, toks))
+    plain = build_loss({"name": name, "masks": [mask for mask in masks if mask is OPSM]}).config
+    truth = oracle.evaluate(plain, kept.curr, kept.data, seqs, toks, {})
+    assert answer.loss.item() == pytest.approx(truth.loss, rel=1e-5)
+    torch.testing.assert_close(answer.grad.double(), torch.tensor(truth.grad).double(), rtol=1e-4, atol=1e-8)
+
+
+def _verdicts(data, masks):
+    kept = torch.ones(data["token_mask"].shape[0], data["token_mask"].shape[1] - 1)
+    for i in range(kept.shape[0]):
+        tokens = [t for t in range(1, kept.shape[1] + 1) if data["token_mask"][i, t] and data["sample_mask"][i]]
+        x = {t: float(data["prev_logprobs"][i, t]) - float(data["generation_logprobs"][i, t]) for t in tokens}
+        for mask in masks:
+            if mask is ICEPOP:
+                gone = [t for t in tokens if not 0.7 <= math.exp(x[t]) <= 1.6]
+            elif mask is GEOMETRIC:
+                mean = sum(x.values()) / max(len(tokens), 1)
+                gone = [] if 0.85 <= math.exp(mean) <= 1.2 else tokens
+            else:
+                gone = []
+            for t in gone:
+                kept[i, t - 1] = 0.0
+    return kept
+
+
+def test_rejected_sequences_leave_advantages_and_counts_as_documented():
+    batch = rollouts(seed=5)
+    decision = BeforeStep(settings(masks=[GEOMETRIC], denominator="kept"))(batch.data)
+    assert set(decision.changes) == {"token_mask", "sample_mask", MASKS_APPLIED}
+    rejected = decision.changes["sample_mask"] < batch.data["sample_mask"]
+    assert rejected.any()
+    assert not rejected.all()
+    assert decision.metrics["geomask/mask/geometric/removed"] == pytest.approx(
+        float(rejected.sum() / batch.data["sample_mask"].sum())
+    )
+    # A sequence that came without a token to train is still counted.
+    empty = batch.data["token_mask"][:, 1:].sum(dim=1) == 0
+    assert torch.equal(decision.changes["sample_mask"][empty], batch.data["sample_mask"][empty])
+
+
+def test_the_loss_asks_whether_it_was_done():
+    batch = rollouts(seed=6)
+    with pytest.raises(DataError, match="denominator: kept needs its masks applied before the step"):
+        evaluate({"masks": [GEOMETRIC], "denominator": "kept"}, batch)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"denominator": "kept"}, "masks has none such"),
+        ({"denominator": "kept", "masks": [OPSM]}, "masks has none such"),
+        ({"batch_veto": {"max": 0.1}, "force_on_policy_ratio": True}, "batch_veto looks at prev_logprobs"),
+        ({"batch_veto": {"max": 0.0}}, r"loss_fn\.batch_veto\.max"),
+        ({"batch_veto": {"max": 0.1, "estimator": "k2"}}, r"loss_fn\.batch_veto\.estimator"),
+        ({"batch_veto": {"maximum": 0.1}}, r"loss_fn\.batch_veto\.maximum: unknown key; did you mean 'max'"),
+    ],
+)
+def test_settings_that_do_nothing_or_contradict(config, message):
+    with pytest.raises(ConfigError, match=message):
+        build_loss(config)
+
+
+def test_nothing_to_do_without_settings():
+    assert not BeforeStep(settings(masks=[GEOMETRIC])).needed
+    assert BeforeStep(settings(batch_veto={"max": 0.1})).needed
