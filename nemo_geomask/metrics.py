@@ -11,7 +11,6 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from nemo_geomask.functional import inverse_count
 from nemo_geomask.segments import Segments
 
 __all__ = ["MetricSums", "Normalizer"]
@@ -102,8 +101,8 @@ class MetricSums:
         )
         token_sums, parts = whole[: len(self._tokens)], whole[len(self._tokens) :]
         values = [
-            token_sums * inverse_count(global_toks),
-            _stack(self._sequences, self._weight) * inverse_count(global_seqs),
+            token_sums / _divisor(global_toks),
+            _stack(self._sequences, self._weight) / _divisor(global_seqs),
             parts,
             _stack(self._scalars, self._weight),
             lowest,
@@ -113,6 +112,11 @@ class MetricSums:
         # In float64, as the counts and squared weights among them.
         flat: list[float] = torch.cat(values).tolist()
         return dict(zip(names, flat, strict=True)), dict(zip(self._parts, parts.unbind(0), strict=True))
+
+
+def _divisor(count: Tensor) -> Tensor:
+    """The count in float64, so that a mean of ones is 1; a count of 0 meets only sums that are 0."""
+    return count.double() + (count == 0)
 
 
 def _stack(values: dict[str, Tensor], like: Tensor) -> Tensor:

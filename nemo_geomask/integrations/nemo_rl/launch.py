@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import runpy
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from nemo_geomask.config.recipe import ROOT_VARIABLE, nemo_rl_root
 from nemo_geomask.errors import ConfigError
 from nemo_geomask.integrations.nemo_rl.dispatch import install
 
@@ -26,6 +28,10 @@ def launch(script: str, arguments: Sequence[str]) -> None:
         raise ConfigError(
             f"{script}: there is no such script; give one of NeMo-RL's, such as examples/run_grpo.py, by its path"
         )
+    # Our recipes name NeMo-RL's by this variable.
+    root = nemo_rl_root()
+    if root is not None:
+        os.environ.setdefault(ROOT_VARIABLE, str(root))
     install()
     sys.argv = [script, *arguments]
     sys.path.insert(0, str(Path(script).resolve().parent))
