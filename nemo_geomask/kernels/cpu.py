@@ -145,7 +145,7 @@ def row_gradients(
     selection = _selection(active)
     if selection is not None:
         # Before the active rows: in place, these are logits that no one needs any more.
-        out[~active] = 0.0
+        _clear(out, ~active)
     out[:, valid:] = 0.0
     logits, out = logits[:, :valid], out[:, :valid]
     if valid == 0:
@@ -177,6 +177,15 @@ def _exp(z: Tensor, shift: Tensor, scale: float, out: Tensor | None = None) -> T
     """exp((z + shift) · scale) in two passes: torch's exp2 is several times faster than its exp on a CPU."""
     factor = scale * _LOG2_E
     return torch.exp2(torch.add(shift * factor, z, alpha=factor, out=out), out=out)
+
+
+def _clear(out: Tensor, rows: Tensor) -> None:
+    if out.device.type != "cpu":
+        out[rows] = 0.0
+        return
+    # Row by row, which is several times faster there than writing through a mask.
+    for row in rows.nonzero().squeeze(1).tolist():
+        out[row].zero_()
 
 
 def _selection(active: Tensor) -> Tensor | None:

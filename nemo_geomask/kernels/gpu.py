@@ -74,7 +74,9 @@ def row_statistics(
 
 
 def fold(parts: Tensor) -> Tensor:
-    """See :func:`nemo_geomask.kernels.cpu.fold`. One launch."""
+    """See :func:`nemo_geomask.kernels.cpu.fold`. One launch, none for a single part."""
+    if len(parts) == 1:
+        return parts[0]
     count = parts.shape[2]
     result = torch.empty(parts.shape[1:], dtype=torch.float32, device=parts.device)
     if count:

@@ -157,9 +157,9 @@ def test_every_element_is_written(dtype, in_place):
     """What a kernel left out would be the NaN that the memory held before."""
     inputs = case(64, 20_000, dtype, valid=19_000)
     expected = truth(*inputs, valid=19_000)
-    poison((64, 20_000 * dtype.itemsize), dtype=dtype)
     leaf = inputs[0].clone().requires_grad_()
     logits = leaf * 1 if in_place else leaf
+    poison((64, 20_000 * dtype.itemsize), dtype=dtype)
     logp, entropy = vocab_parallel_logprobs(
         logits, inputs[1], entropy=True, vocab_size=19_000, inplace_gradient=in_place, kernel="triton"
     )
