@@ -18,6 +18,8 @@ examples
   nemo-geomask lab recipes/lab/demo.yaml
   nemo-geomask lab recipes/lab/demo.yaml --compare gspo:none,gspo:sequence_mean+geometric --seed 1
   nemo-geomask lab recipes/lab/demo.yaml grpo.max_num_steps=20 policy.lr=1e-3 loss_fn.ratio_clip_max=0.1
+  nemo-geomask lab recipes/lab/vllm.yaml
+  nemo-geomask lab recipes/lab/demo.yaml --tp 2 --cp 2 --docs-per-step 100 policy.train_micro_batch_size=10
 """
 
 
@@ -27,7 +29,7 @@ def add(subparsers: Any) -> None:
         "lab",
         help="train a small MoE policy on the CPU and compare losses",
         description="Train a small, randomly initialised Qwen3-MoE by reinforcement learning on the CPU, sampling from "
-        "a bfloat16 copy of it, and compare losses on the real mismatch between the two.",
+        "a bfloat16 copy of it or by vLLM, and compare losses on the real mismatch between the two.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -39,7 +41,18 @@ def add(subparsers: Any) -> None:
     parser.add_argument(
         "--mismatch", type=float, metavar="X", help="policy.generation.mismatch: scale of added noise (default: none)"
     )
-    parser.add_argument("--threads", type=int, help="lab.num_threads: CPU threads")
+    parser.add_argument("--engine", choices=("copy", "vllm"), help="policy.generation.backend: the engine that samples")
+    parser.add_argument(
+        "--docs-per-step",
+        type=int,
+        metavar="N",
+        help="policy.docs_per_step: responses in an optimiser step, in place of policy.train_global_batch_size",
+    )
+    for axis, shares in (("tp", "the vocabulary"), ("cp", "every sequence"), ("dp", "the microbatches of a step")):
+        parser.add_argument(
+            f"--{axis}", type=int, metavar="N", help=f"lab.{axis}: 1, 2 or 4 ranks that share out {shares}"
+        )
+    parser.add_argument("--threads", type=int, help="lab.num_threads: CPU threads, shared out among the processes")
     parser.add_argument("--out", type=Path, metavar="DIR", help="default: results/lab/<recipe>-<time>")
     parser.set_defaults(run=run)
 
@@ -53,7 +66,15 @@ def run(arguments: argparse.Namespace) -> int:
         "grpo.seed": arguments.seed,
         "grpo.max_num_steps": arguments.steps,
         "policy.generation.mismatch": arguments.mismatch,
+        "policy.generation.backend": arguments.engine,
+        "policy.docs_per_step": arguments.docs_per_step,
+        "lab.tp": arguments.tp,
+        "lab.cp": arguments.cp,
+        "lab.dp": arguments.dp,
         "lab.num_threads": arguments.threads,
     }
     overrides = [*arguments.overrides, *(f"{key}={value}" for key, value in flags.items() if value is not None)]
+    if arguments.docs_per_step is not None:
+        # The flag replaces what the recipe says; an override beside it that says otherwise is still a conflict.
+        overrides.insert(0, "policy.train_global_batch_size=null")
     return main(arguments.recipe, overrides, compare=arguments.compare, out=arguments.out)

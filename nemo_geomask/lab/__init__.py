@@ -1,7 +1,7 @@
 """The lab: an embedded trainer that runs the losses on a real, small mixture-of-experts model on the CPU.
 
-A run is repeatable: with the same recipe (its ``grpo.seed`` and ``lab.num_threads`` among it), on the same machine
-and versions of torch and transformers, every number but the timings comes out equal.
+A run is repeatable: with the same recipe (its ``grpo.seed``, ``lab.num_threads`` and processes among it), on the same
+machine and versions of torch and transformers, every number but the timings comes out equal.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,15 +14,16 @@ from nemo_geomask.lab.recipe import GenerationConfig, ModelConfig
 from nemo_geomask.lab.task import Progressions
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PretrainedConfig, PreTrainedModel
 
-__all__ = ["build_policy", "generation_copy", "token_logprobs"]
+__all__ = ["build_policy", "checkpoint", "generation_copy", "policy_config", "token_logprobs"]
 
 
-def build_policy(config: ModelConfig, task: Progressions, seed: int) -> PreTrainedModel:
-    """A ``Qwen3MoeForCausalLM`` in float32; the same seed gives the same weights."""
+def policy_config(config: ModelConfig, task: Progressions) -> PretrainedConfig:
+    """The policy's sizes, as ``transformers`` and vLLM read them."""
     transformers: Any = require("transformers")
-    hf_config = transformers.Qwen3MoeConfig(
+    hf_config: PretrainedConfig = transformers.Qwen3MoeConfig(
+        architectures=["Qwen3MoeForCausalLM"],
         vocab_size=task.vocab_size,
         hidden_size=config.hidden_size,
         # Used by dense layers only, and every layer here is sparse.
@@ -40,11 +42,17 @@ def build_policy(config: ModelConfig, task: Progressions, seed: int) -> PreTrain
         pad_token_id=task.pad_id,
         eos_token_id=task.eos_id,
     )
+    return hf_config
+
+
+def build_policy(config: ModelConfig, task: Progressions, seed: int) -> PreTrainedModel:
+    """A ``Qwen3MoeForCausalLM`` in float32; the same seed gives the same weights."""
+    transformers: Any = require("transformers")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         # The eager experts are the plain loop: at this size the fused ones gain nothing.
         policy: PreTrainedModel = transformers.AutoModelForCausalLM.from_config(
-            hf_config, dtype=torch.float32, attn_implementation="sdpa", experts_implementation="eager"
+            policy_config(config, task), dtype=torch.float32, attn_implementation="sdpa", experts_implementation="eager"
         )
     return policy
 
@@ -52,6 +60,8 @@ def build_policy(config: ModelConfig, task: Progressions, seed: int) -> PreTrain
 def generation_copy(policy: PreTrainedModel, config: GenerationConfig, generator: torch.Generator) -> PreTrainedModel:
     """The policy's weights as the generation engine holds them: cast, and perturbed if the recipe says so."""
     engine: PreTrainedModel = copy.deepcopy(policy).requires_grad_(False).train(False)
+    # It decodes whole rows, whatever layout the policy trains in.
+    engine.set_attn_implementation("sdpa")
     if config.mismatch and config.mismatch_on == "weights":
         for weight in engine.parameters():
             noise = torch.randn(weight.shape, generator=generator)
@@ -60,6 +70,23 @@ def generation_copy(policy: PreTrainedModel, config: GenerationConfig, generator
             weight.add_(noise * spread, alpha=config.mismatch)
     cast: PreTrainedModel = engine.to(getattr(torch, config.precision))
     return cast
+
+
+def checkpoint(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+    """The weights by their names in a checkpoint, where each expert's projections stand alone.
+
+    ``transformers`` holds those of a layer stacked: ``gate_up_proj`` [experts, 2·width, hidden] and ``down_proj``
+    [experts, hidden, width].
+    """
+    for name, weight in model.state_dict().items():
+        layer, dot, stacked = name.partition(".experts.")
+        if not dot:
+            yield name, weight
+            continue
+        for expert, one in enumerate(weight):
+            names = ("gate_proj", "up_proj") if stacked == "gate_up_proj" else (stacked,)
+            for part, projection in zip(names, one.chunk(len(names)), strict=True):
+                yield f"{layer}.experts.{expert}.{part}.weight", projection
 
 
 def token_logprobs(model: PreTrainedModel, input_ids: Tensor) -> Tensor:

@@ -78,6 +78,11 @@ class ModelConfig(StrictModel):
 class GenerationConfig(StrictModel):
     """``policy.generation:``, the engine that samples."""
 
+    backend: Literal["copy", "vllm"] = Field(
+        "copy",
+        description="copy: the policy itself, decoding with a KV cache; vllm: the vLLM that is installed, with the "
+        "policy's weights loaded into it for each rollout batch.",
+    )
     precision: Literal["bfloat16", "float32"] = Field("bfloat16", description="Of weights, activations and KV cache.")
     mismatch: float = Field(0.0, ge=0, description="Scale of Gaussian noise added for study; 0: only real mismatch.")
     mismatch_on: Literal["logits", "weights"] = Field(
@@ -86,18 +91,73 @@ class GenerationConfig(StrictModel):
         "relative to each weight tensor's own standard deviation, drawn anew for each rollout batch.",
     )
 
+    @model_validator(mode="after")
+    def _check_noise(self) -> GenerationConfig:
+        if self.backend == "vllm" and self.mismatch and self.mismatch_on == "logits":
+            raise ValueError(
+                f"mismatch ({self.mismatch:g}) on logits can't be added inside vLLM; set mismatch_on: weights, or "
+                "backend: copy"
+            )
+        return self
+
 
 class PolicyConfig(StrictModel):
     """``policy:`` of NeMo-RL, the keys that the lab honours."""
 
     model: ModelConfig = ModelConfig()
     generation: GenerationConfig = GenerationConfig()
-    train_global_batch_size: int = Field(64, gt=0, description="Responses in one optimiser step.")
-    train_micro_batch_size: int = Field(64, gt=0, description="Responses in one forward pass.")
+    train_global_batch_size: int | None = Field(
+        64, gt=0, description="Responses in one optimiser step; null where docs_per_step says it."
+    )
+    docs_per_step: int | None = Field(
+        None,
+        gt=0,
+        description="Draw microbatches for an optimiser step until it has this many responses, over all data-parallel "
+        "ranks; in place of train_global_batch_size, and without its rules of divisibility.",
+    )
+    train_micro_batch_size: int = Field(64, gt=0, description="Responses in one forward pass of a data-parallel rank.")
     lr: float = Field(2.0e-3, gt=0, description="AdamW's learning rate, constant after warm-up.")
     warmup_steps: int = Field(0, ge=0, description="Optimiser steps over which the rate rises linearly.")
     weight_decay: float = Field(0.0, ge=0, description="AdamW's weight decay.")
     max_grad_norm: float = Field(1.0, gt=0, description="Gradients are clipped to this norm.")
+
+    @property
+    def documents(self) -> int:
+        """Responses that an optimiser step is to have."""
+        wanted = self.docs_per_step or self.train_global_batch_size
+        assert wanted is not None  # By _check_step.
+        return wanted
+
+    @model_validator(mode="before")
+    @classmethod
+    def _replace_default(cls, data: Any) -> Any:
+        # docs_per_step alone is no conflict with a default that nobody wrote.
+        if isinstance(data, Mapping) and data.get("docs_per_step") is not None:
+            return {"train_global_batch_size": None, **data}
+        return data
+
+    @model_validator(mode="after")
+    def _check_heads(self) -> PolicyConfig:
+        hidden, heads = self.model.hidden_size, self.model.num_attention_heads
+        if self.generation.backend == "vllm" and (hidden // heads) % 32:
+            raise ValueError(
+                f"generation.backend: vllm needs attention heads whose width is a multiple of 32; model.hidden_size / "
+                f"model.num_attention_heads is {hidden} / {heads} = {hidden // heads}. Change one of them, or start "
+                "from recipes/lab/vllm.yaml"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_step(self) -> PolicyConfig:
+        batch, documents = self.train_global_batch_size, self.docs_per_step
+        if batch is not None and documents is not None:
+            raise ValueError(
+                f"train_global_batch_size ({batch}) and docs_per_step ({documents}) both say how large an optimiser "
+                "step is; set one of them to null"
+            )
+        if batch is None and documents is None:
+            raise ValueError("train_global_batch_size and docs_per_step are both null; set one of them")
+        return self
 
 
 class EnvConfig(StrictModel):
@@ -118,13 +178,26 @@ class EnvConfig(StrictModel):
 class LabConfig(StrictModel):
     """``lab:``, what only the lab has."""
 
-    num_threads: int = Field(2, gt=0, description="CPU threads; part of what makes a run repeatable.")
+    tp: Literal[1, 2, 4] = Field(1, description="Tensor-parallel ranks: shards of the output layer's vocabulary.")
+    cp: Literal[1, 2, 4] = Field(1, description="Context-parallel ranks: shares of every sequence.")
+    dp: Literal[1, 2, 4] = Field(1, description="Data-parallel ranks: different microbatches of an optimiser step.")
+    num_threads: int = Field(
+        2,
+        gt=0,
+        description="CPU threads, shared out among the processes, at least one each; part of what makes a run "
+        "repeatable.",
+    )
     rollouts_every: int = Field(10, gt=0, description="Write train_data_step{N}.jsonl every so many steps.")
     compare: tuple[str, ...] = Field((), description="Variants to train when --compare is not given.")
     presets: dict[str, dict[str, Any]] = Field(
         default_factory=dict,
         description="Bounds that `+preset` in --compare stands for, key by key over the built-in; null removes one.",
     )
+
+    @property
+    def processes(self) -> int:
+        """Processes of a run."""
+        return self.tp * self.cp * self.dp
 
     @property
     def preset_bounds(self) -> dict[str, dict[str, Any]]:
@@ -154,18 +227,34 @@ class LabRecipe(StrictModel):
     lab: LabConfig = LabConfig()
 
     @model_validator(mode="after")
+    def _check_processes(self) -> LabRecipe:
+        if self.policy.generation.backend == "vllm" and self.lab.processes > 1:
+            raise ValueError(
+                "policy.generation.backend: vllm sets up torch.distributed for itself in the training process, which "
+                f"lab.tp, lab.cp and lab.dp ({self.lab.tp}, {self.lab.cp}, {self.lab.dp}) need too; set these to 1, or "
+                "the backend to copy"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _check_batches(self) -> LabRecipe:
         rollouts = self.grpo.num_prompts_per_step * self.grpo.num_generations_per_prompt
-        batch, micro = self.policy.train_global_batch_size, self.policy.train_micro_batch_size
-        if rollouts % batch:
+        batch, documents = self.policy.train_global_batch_size, self.policy.docs_per_step
+        micro, dp = self.policy.train_micro_batch_size, self.lab.dp
+        if documents is not None and documents > rollouts:
+            raise ValueError(
+                f"policy.docs_per_step ({documents}) exceeds grpo.num_prompts_per_step x "
+                f"grpo.num_generations_per_prompt ({rollouts}), so that no optimiser step would be complete"
+            )
+        if batch is not None and rollouts % batch:
             raise ValueError(
                 f"grpo.num_prompts_per_step x grpo.num_generations_per_prompt ({rollouts}) must be a multiple of "
-                f"policy.train_global_batch_size ({batch})"
+                f"policy.train_global_batch_size ({batch}); policy.docs_per_step has no such rule"
             )
-        if batch % micro:
+        if batch is not None and batch % (micro * dp):
             raise ValueError(
-                f"policy.train_global_batch_size ({batch}) must be a multiple of policy.train_micro_batch_size "
-                f"({micro})"
+                f"policy.train_global_batch_size ({batch}) must be a multiple of policy.train_micro_batch_size x "
+                f"lab.dp ({micro} x {dp}); policy.docs_per_step has no such rule"
             )
         return self
 

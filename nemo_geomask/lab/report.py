@@ -55,7 +55,7 @@ def print_report(result: LabResult, console: Any) -> None:
     noise = (
         f"Gaussian noise of scale {result.mismatch:g} was added to the generation engine."
         if result.mismatch
-        else "Nothing was injected: the mismatch is bfloat16 decoding against float32 training."
+        else f"Nothing was injected: the mismatch is {result.sampler} against float32 training."
     )
     for line in (
         f"{noise} Random answers earn {result.chance:.3f}.",

@@ -104,6 +104,7 @@ class LabResult:
         chance: reward of random answers.
         seed: of all variants.
         mismatch: scale of the injected noise; 0 when none.
+        sampler: what the generation engine was.
         out: folder of the outputs.
     """
 
@@ -111,6 +112,7 @@ class LabResult:
     chance: float
     seed: int
     mismatch: float
+    sampler: str
     out: Path
 
     @property
@@ -136,6 +138,7 @@ class LabResult:
             "seed": self.seed,
             "chance": self.chance,
             "mismatch": self.mismatch,
+            "sampler": self.sampler,
             "finding": self.finding,
             "variants": [variant.summary() for variant in self.variants],
         }

@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 
 from nemo_geomask.lab.advantages import group_advantages
-from nemo_geomask.lab.generation import generate
-from nemo_geomask.lab.model import generation_copy, token_logprobs
+from nemo_geomask.lab.engine import TrainEngine
 from nemo_geomask.lab.recipe import LabRecipe
+from nemo_geomask.lab.samplers import Sampler, build_sampler
 from nemo_geomask.lab.task import Progressions, Prompts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["Rollout", "collect", "sequence_logprobs"]
+__all__ = ["Rollout", "collect"]
 
 
 @dataclass(frozen=True)
@@ -43,36 +43,50 @@ class Rollout:
         return float(self.data["token_mask"].sum(dim=1).mean())
 
 
-@torch.no_grad()
-def sequence_logprobs(policy: PreTrainedModel, input_ids: Tensor, micro_batch: int) -> Tensor:
-    """Log-probs under the training engine, [B, T]; column 0, which nothing predicts, is 0."""
-    parts = [token_logprobs(policy, rows) for rows in torch.split(input_ids, micro_batch)]
-    return torch.nn.functional.pad(torch.cat(parts), (1, 0))
-
-
 def collect(
     policy: PreTrainedModel,
     reference: PreTrainedModel | None,
     recipe: LabRecipe,
     task: Progressions,
     generators: tuple[torch.Generator, torch.Generator],
+    engine: TrainEngine,
+    sampler: Sampler | None = None,
 ) -> Rollout:
-    """Draw prompts, sample a group of responses for each, and score them.
+    """Draw prompts, sample a group of responses for each, and score them; the same batch on all ranks.
+
+    The first rank samples for all. Were every rank to sample with the same generator, each would do the whole work on
+    a machine that they share, and a rounding error on one of them could part their batches.
 
     Args:
-        policy: float32; its log-probs are ``prev_logprobs``, a bfloat16 copy of it samples.
+        policy: float32; its log-probs are ``prev_logprobs``.
         reference: frozen policy of the KL term, or None.
         recipe: sizes.
         task: prompts and rewards.
         generators: of the prompts and of the sampling, apart, so that variants meet the same prompts.
+        engine: computes the log-probs of ``policy`` and ``reference``.
+        sampler: the generation engine, with the weights of ``policy``; None: the recipe's, for this batch alone.
     """
+    data = engine.ranks.from_first(lambda: _sample(policy, recipe, task, generators, sampler or build_sampler(recipe)))
+    ids, lengths, micro_batch = data["input_ids"], data["input_lengths"], recipe.policy.train_micro_batch_size
+    data["prev_logprobs"] = engine.sequence_logprobs(policy, ids, lengths, micro_batch)
+    if reference is not None:
+        data["reference_policy_logprobs"] = engine.sequence_logprobs(reference, ids, lengths, micro_batch)
+    return Rollout(data)
+
+
+def _sample(
+    policy: PreTrainedModel,
+    recipe: LabRecipe,
+    task: Progressions,
+    generators: tuple[torch.Generator, torch.Generator],
+    sampler: Sampler,
+) -> dict[str, Tensor]:
+    """A rollout batch but for the log-probs of the training engine."""
     of_prompts, of_sampling = generators
     drawn = task.sample(recipe.grpo.num_prompts_per_step, of_prompts)
     repeats = recipe.grpo.num_generations_per_prompt
     prompts = Prompts(drawn.token_ids.repeat_interleave(repeats, 0), drawn.terms.repeat_interleave(repeats, 0))
-    generation = recipe.policy.generation
-    engine = generation_copy(policy, generation, of_sampling)
-    sampled = generate(engine, prompts, task, generation, of_sampling)
+    sampled = sampler.sample(policy, prompts, of_sampling)
 
     lengths = sampled.token_mask.sum(dim=1).long()
     width = task.prompt_width
@@ -84,17 +98,12 @@ def collect(
             )
         ]
     )
-    micro_batch = recipe.policy.train_micro_batch_size
-    data = {
+    return {
         "input_ids": sampled.input_ids,
         "input_lengths": lengths + width,
         "generation_logprobs": sampled.logprobs,
-        "prev_logprobs": sequence_logprobs(policy, sampled.input_ids, micro_batch),
         "advantages": group_advantages(rewards, recipe.grpo)[:, None].expand_as(sampled.token_mask).clone(),
         "token_mask": sampled.token_mask,
         "sample_mask": torch.ones(len(rewards)),
         "rewards": rewards,
     }
-    if reference is not None:
-        data["reference_policy_logprobs"] = sequence_logprobs(reference, sampled.input_ids, micro_batch)
-    return Rollout(data)

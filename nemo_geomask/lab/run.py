@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import os
@@ -16,10 +17,13 @@ from nemo_geomask.errors import ConfigError, PluginError
 from nemo_geomask.lab.compare import Variant
 from nemo_geomask.lab.dump import write_rollout
 from nemo_geomask.lab.optional import require
+from nemo_geomask.lab.processes import company
 from nemo_geomask.lab.progress import Progress
+from nemo_geomask.lab.ranks import Ranks
 from nemo_geomask.lab.recipe import LabRecipe
 from nemo_geomask.lab.results import LabResult, VariantResult
 from nemo_geomask.lab.rollout import Rollout
+from nemo_geomask.lab.samplers import build_sampler
 from nemo_geomask.lab.trainer import Trainer
 from nemo_geomask.losses import PolicyLoss
 
@@ -29,8 +33,10 @@ __all__ = ["run_lab"]
 def run_lab(recipe: LabRecipe, variants: Sequence[Variant], out: Path, progress: Progress) -> LabResult:
     """Train each variant from the same weights on the same prompts.
 
-    Losses are built and the optional packages imported before anything trains, so that a mistake in the last
-    variant shows at once. Ctrl-C ends the training and keeps what there is.
+    Losses are built, the optional packages imported and the generation engine started before anything trains, so that
+    a mistake in the last variant shows at once. Ctrl-C ends the training and keeps what there is. With ``lab.tp``,
+    ``cp`` or ``dp`` above 1 this process is the first of their product, and the only one that samples, writes and
+    reports.
 
     Args:
         recipe: the settings.
@@ -43,24 +49,33 @@ def run_lab(recipe: LabRecipe, variants: Sequence[Variant], out: Path, progress:
 
     Raises:
         ConfigError, PluginError: a variant's loss can't be built, or ``out`` holds an earlier run.
-        MissingDependencyError: transformers is not installed.
+        MissingDependencyError: transformers, or the vLLM that the recipe asks for, is not installed.
+        RankError: another process of the run died.
     """
     losses = [_loss(variant) for variant in variants]
     for module in ("transformers", "yaml"):
         require(module)
     _prepare(out)
+    if recipe.policy.generation.backend == "vllm":
+        progress.note("Starting vLLM.")
+    sampler = build_sampler(recipe)
     in_force = [_settings(loss) for loss in losses]
     _write_config(recipe, variants, in_force, out / "config.yaml")
     results: list[VariantResult] = []
     chance = 1.0 / recipe.env.modulus
+    beside = functools.partial(_train_beside, recipe, [variant.loss_fn for variant in variants])
+    lab = recipe.lab
     with (out / "metrics.jsonl").open("w", encoding="utf-8", buffering=1) as log, progress:
+        if lab.processes > 1:
+            progress.note(f"Starting {lab.processes} processes: tp {lab.tp}, cp {lab.cp}, dp {lab.dp}.")
         try:
-            for variant, loss, settings in zip(variants, losses, in_force, strict=True):
-                corrected = bool(settings.get("use_importance_sampling_correction"))
-                result = VariantResult(variant.label, settings, corrected)
-                results.append(result)
-                progress.start(variant.label, recipe.grpo.max_num_steps, chance)
-                _train(Trainer(recipe, loss), result, log, out, progress)
+            with company(beside, tp=lab.tp, cp=lab.cp, dp=lab.dp) as ranks:
+                for variant, loss, settings in zip(variants, losses, in_force, strict=True):
+                    corrected = bool(settings.get("use_importance_sampling_correction"))
+                    result = VariantResult(variant.label, settings, corrected)
+                    results.append(result)
+                    progress.start(variant.label, recipe.grpo.max_num_steps, chance)
+                    _train(Trainer(recipe, loss, ranks, sampler), result, log, out, progress)
         except KeyboardInterrupt:
             progress.note("Interrupted: writing what was trained so far.")
     return LabResult(
@@ -68,6 +83,7 @@ def run_lab(recipe: LabRecipe, variants: Sequence[Variant], out: Path, progress:
         chance=chance,
         seed=recipe.grpo.seed,
         mismatch=recipe.policy.generation.mismatch,
+        sampler=sampler.name,
         out=out,
     )
 
@@ -111,6 +127,13 @@ def _train(trainer: Trainer, result: VariantResult, log: IO[str], out: Path, pro
     finally:
         if rollout is not None and written != step:
             dump(step, rollout)
+
+
+def _train_beside(recipe: LabRecipe, blocks: Sequence[Mapping[str, Any]], ranks: Ranks) -> None:
+    """What the other ranks do while the first trains and writes."""
+    for block in blocks:
+        for _ in Trainer(recipe, build_loss(block), ranks).steps():
+            pass
 
 
 def _loss(variant: Variant) -> PolicyLoss:

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from nemo_geomask.lab.recipe import EnvConfig
+
 __all__ = ["Progressions", "Prompts"]
 
 
@@ -47,6 +49,11 @@ class Progressions:
     max_terms: int
 
     prompt_width = 4
+
+    @classmethod
+    def of(cls, env: EnvConfig) -> Progressions:
+        """The task that a recipe describes."""
+        return cls(env.modulus, env.min_terms, env.max_terms)
 
     @property
     def plus_id(self) -> int:

@@ -4,24 +4,28 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from nemo_geomask.lab.model import build_policy, token_logprobs
+from nemo_geomask.lab.engine import PaddedEngine, TrainEngine
+from nemo_geomask.lab.model import build_policy
+from nemo_geomask.lab.packed import PackedEngine
+from nemo_geomask.lab.ranks import Ranks
 from nemo_geomask.lab.recipe import LabRecipe
 from nemo_geomask.lab.rollout import Rollout, collect
+from nemo_geomask.lab.samplers import Sampler, build_sampler
 from nemo_geomask.lab.task import Progressions
+from nemo_geomask.losses import BeforeStep, PolicyLoss
+from nemo_geomask.losses.prestep import untrained_metrics
+from nemo_geomask.parallel import DocumentStep, collect_documents
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["Loss", "Trainer", "accumulate_gradients", "merge_metrics"]
-
-# NeMo-RL's protocol, as far as the lab needs it.
-Loss = Callable[..., tuple[Tensor, dict[str, Any]]]
+__all__ = ["Trainer", "accumulate_gradients", "merge_metrics"]
 
 
 class Trainer:
@@ -31,21 +35,39 @@ class Trainer:
     and shuffling: two trainers with one recipe, one machine and one number of CPU threads take the same course, and
     trainers that differ in the loss alone start from the same weights and meet the same prompts.
 
+    Under several ranks each of them runs a trainer, and all of these keep step.
+
+    Args:
+        recipe: the settings.
+        loss: the loss.
+        ranks: this process among those of the run; None for a process alone.
+        sampler: the generation engine; None starts the recipe's.
+
     Attributes:
         recipe: the settings.
+        loss: the loss.
+        engine: how the policy is run for training.
+        sampler: how it is run for sampling.
         task: the task.
         policy: the trained model, float32.
         reference: frozen initial policy, where the loss has a KL term.
     """
 
-    def __init__(self, recipe: LabRecipe, loss: Loss) -> None:
-        torch.set_num_threads(recipe.lab.num_threads)
-        env, seed = recipe.env, recipe.grpo.seed
+    def __init__(
+        self, recipe: LabRecipe, loss: PolicyLoss, ranks: Ranks | None = None, sampler: Sampler | None = None
+    ) -> None:
+        ranks = Ranks() if ranks is None else ranks
+        torch.set_num_threads(max(1, recipe.lab.num_threads // ranks.world))
+        seed = recipe.grpo.seed
         self.recipe = recipe
         self.loss = loss
-        self.task = Progressions(env.modulus, env.min_terms, env.max_terms)
+        self.task = Progressions.of(recipe.env)
+        self.sampler = sampler or build_sampler(recipe)
+        shared = ranks.tp.size * ranks.cp.size > 1
+        self.engine: TrainEngine = PackedEngine(ranks) if shared else PaddedEngine(ranks)
         self.policy = build_policy(recipe.policy.model, self.task, seed)
-        needs_reference = bool(getattr(loss, "reference_policy_kl_penalty", 0))
+        self.engine.prepare(self.policy)
+        needs_reference = bool(loss.reference_policy_kl_penalty)
         self.reference = copy.deepcopy(self.policy).requires_grad_(False) if needs_reference else None
         self.optimizer = torch.optim.AdamW(
             self.policy.parameters(), lr=recipe.policy.lr, weight_decay=recipe.policy.weight_decay
@@ -54,6 +76,7 @@ class Trainer:
             torch.Generator().manual_seed(seed * 3 + offset) for offset in range(3)
         )
         self._updates = 0
+        self._before_step = BeforeStep(loss.config)
 
     def steps(self) -> Iterator[tuple[dict[str, float], Rollout]]:
         """Train; yields each step's metrics and rollout batch, for as many steps as the recipe says."""
@@ -67,13 +90,16 @@ class Trainer:
             Metrics, the mean over the optimiser steps (extremes for NeMo-RL's ``_min`` and ``_max``), and the batch.
         """
         began = time.perf_counter()
-        rollout = collect(self.policy, self.reference, self.recipe, self.task, (self._of_prompts, self._of_sampling))
+        generators = (self._of_prompts, self._of_sampling)
+        rollout = collect(self.policy, self.reference, self.recipe, self.task, generators, self.engine, self.sampler)
         sampled = time.perf_counter()
-        order = torch.randperm(len(rollout.data["rewards"]), generator=self._of_order)
-        reports = [
-            self._update({key: value[rows] for key, value in rollout.data.items()})
-            for rows in torch.split(order, self.recipe.policy.train_global_batch_size)
-        ]
+        decision = self._before_step(rollout.data)
+        if decision.train:
+            data = {**rollout.data, **decision.changes}
+            reports = [self._update(data, step) | decision.metrics for step in self._document_steps(data)]
+        else:
+            untrained = untrained_metrics(self.loss, rollout.data, decision)
+            reports = [{**untrained, "grad_norm": 0.0, "skipped_update": 1.0, "lr": self._rate()}]
         ended = time.perf_counter()
         metrics = {
             "reward": rollout.reward,
@@ -84,49 +110,72 @@ class Trainer:
         }
         return metrics, rollout
 
-    def _update(self, batch: Mapping[str, Tensor]) -> dict[str, float]:
+    def _document_steps(self, data: Mapping[str, Tensor]) -> Iterator[DocumentStep[Tensor]]:
+        """The rollout's rows, shuffled, in microbatches by optimiser step.
+
+        The last step may be smaller than the others. It is taken, with its own counts: no response is dropped, and
+        none waits for the next rollout, when the policy that sampled it is gone.
+        """
+        settings, dp = self.recipe.policy, self.engine.ranks.dp
+        trained = data["token_mask"][:, 1:] * data["sample_mask"][:, None]
+        order = torch.randperm(len(trained), generator=self._of_order)
+        source = iter(torch.split(order, settings.train_micro_batch_size)[dp.rank :: dp.size])
+
+        def count(rows: Tensor) -> tuple[int, int]:
+            return int(data["sample_mask"][rows].sum()), int(trained[rows].sum())
+
+        target = settings.documents
+        while (step := collect_documents(source, docs_per_step=target, count=count, group=dp.group)) is not None:
+            yield step
+
+    def _rate(self) -> float:
+        return self.recipe.policy.lr * min(1.0, self._updates / max(1, self.recipe.policy.warmup_steps))
+
+    def _update(self, data: Mapping[str, Tensor], step: DocumentStep[Tensor]) -> dict[str, float]:
         self._updates += 1
         for group in self.optimizer.param_groups:
-            group["lr"] = self.recipe.policy.lr * min(1.0, self._updates / max(1, self.recipe.policy.warmup_steps))
+            group["lr"] = self._rate()
         self.optimizer.zero_grad()
-        metrics = accumulate_gradients(self.policy, self.loss, batch, self.recipe.policy.train_micro_batch_size)
+        batches = ({key: value[rows] for key, value in data.items()} for rows in step.microbatches if rows is not None)
+        metrics = accumulate_gradients(self.engine, self.policy, self.loss, batches, step.documents, step.tokens)
         norm = torch.nn.utils.clip_grad_norm_(self.policy.parameters(), self.recipe.policy.max_grad_norm)
         # A step on a non-finite gradient would end the run; NeMo-RL's Megatron optimiser skips it too.
         finite = bool(torch.isfinite(norm))
         if finite:
             self.optimizer.step()
-        rate = self.optimizer.param_groups[0]["lr"]
-        return {**metrics, "grad_norm": float(norm), "skipped_update": float(not finite), "lr": rate}
+        return {**metrics, "grad_norm": float(norm), "skipped_update": float(not finite), "lr": self._rate()}
 
 
 def accumulate_gradients(
-    policy: PreTrainedModel, loss: Loss, batch: Mapping[str, Tensor], micro_batch: int
+    engine: TrainEngine,
+    policy: PreTrainedModel,
+    loss: PolicyLoss,
+    microbatches: Iterable[Mapping[str, Tensor]],
+    documents: int,
+    tokens: int,
 ) -> dict[str, float]:
-    """Back-propagate one global batch in microbatches.
+    """Back-propagate one optimiser step in microbatches.
 
-    Every microbatch's loss is divided by the counts of the whole batch, so the losses and the gradients sum.
+    Every microbatch's loss is divided by the counts of the whole step, so the losses and the gradients sum.
 
     Args:
-        policy: receives the gradients.
-        loss: called by NeMo-RL's protocol.
-        batch: the global batch, [B, T] tensors and [B] tensors.
-        micro_batch: rows per forward pass.
+        engine: runs the policy.
+        policy: receives the gradients of the whole step, on every rank.
+        loss: called for each microbatch.
+        microbatches: this rank's, [B, T] and [B] tensors.
+        documents: in the step, over all microbatches and ranks.
+        tokens: trained tokens in the same.
 
     Returns:
-        The metrics of the whole batch.
+        The metrics of the whole step.
     """
-    valid = batch["sample_mask"]
-    counts = {
-        "global_valid_seqs": valid.sum(),
-        "global_valid_toks": (batch["token_mask"][:, 1:] * valid[:, None]).sum(),
-    }
     reports = []
-    for start in range(0, len(valid), micro_batch):
-        part = {key: value[start : start + micro_batch] for key, value in batch.items()}
-        value, metrics = loss(next_token_logprobs=token_logprobs(policy, part["input_ids"]), data=part, **counts)
+    for part in microbatches:
+        value, metrics = engine.evaluate(policy, loss, part, documents, tokens)
         torch.autograd.backward(value)
         reports.append({key: float(metric) for key, metric in metrics.items()})
-    return merge_metrics(reports, 1.0)
+    engine.ranks.sum_gradients(policy.parameters(), sharded=policy.lm_head.weight)
+    return merge_metrics(engine.ranks.from_data_parallel(reports), 1.0)
 
 
 def merge_metrics(reports: list[dict[str, float]], scale: float) -> dict[str, float]:

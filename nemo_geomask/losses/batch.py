@@ -49,10 +49,11 @@ class TokenBatch:
         trained: bool, the tokens that take part.
         weight: float32, token mask times sample mask where ``trained``, else 0.
         sample_mask: [S] float32, 0 also for a dropped sequence.
+        valid_samples: 0-d, sum of the sample mask as it came.
+        nonfinite: 0-d counts of non-finite values at tokens that were to be trained, by tensor.
         segments: who belongs to which sequence.
-        reading: what all this was taken from.
-        verdict: which sequences were dropped; None where that takes a collective and is found with the statistics,
-            so that only single tokens are left out yet.
+        verdict: which sequences were dropped. Where that takes a collective it is found with the statistics; until then
+            only single tokens are left out, and this is the reading that the verdict is about.
     """
 
     curr: Tensor
@@ -65,9 +66,10 @@ class TokenBatch:
     trained: Tensor
     weight: Tensor
     sample_mask: Tensor
+    valid_samples: Tensor
+    nonfinite: dict[str, Tensor]
     segments: Segments
-    reading: Reading
-    verdict: Verdict | None
+    verdict: Verdict | Reading
 
     @functools.cached_property
     def log_ratio(self) -> Tensor:
@@ -133,8 +135,8 @@ class Reading:
             self._refuse()
         return Verdict(tokens, bad > 0 if self.action == "drop_sequence" else torch.zeros_like(bad, dtype=torch.bool))
 
-    def batch(self, verdict: Verdict | None) -> TokenBatch:
-        """What trains: tokens that aren't bad, of sequences that aren't dropped."""
+    def batch(self, verdict: Verdict | None = None) -> TokenBatch:
+        """What trains: tokens that aren't bad, of sequences that aren't dropped as far as is known."""
         trained, sample_mask = self.trained & ~self.bad, self.sample_mask
         if verdict is not None:
             trained = trained & ~self.segments.spread(verdict.dropped)
@@ -152,9 +154,10 @@ class Reading:
             trained=trained,
             weight=clean["weight"],
             sample_mask=sample_mask,
+            valid_samples=self.sample_mask.sum(),
+            nonfinite=self.nonfinite,
             segments=self.segments,
-            reading=self,
-            verdict=verdict,
+            verdict=self if verdict is None else verdict,
         )
 
     def _refuse(self) -> None:
@@ -275,7 +278,7 @@ def _read(
         segments=segments,
     )
     if segments.crosses_ranks:
-        return reading.batch(None)
+        return reading.batch()
     return reading.batch(reading.judge(segments.pool(reading.judged()).sums))
 
 

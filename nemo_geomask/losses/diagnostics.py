@@ -57,14 +57,14 @@ def report_batch(batch: TokenBatch, verdict: Verdict, kl_type: F.KLEstimator, me
     metrics.tokens("js_divergence_error", torch.log1p(up * down / -4) / 2)
     entropy = -F.saturating_exp(batch.total) * batch.curr
     metrics.tokens("approx_entropy", entropy)
-    metrics.scalar("num_valid_samples", batch.reading.sample_mask.sum())
+    metrics.scalar("num_valid_samples", batch.valid_samples)
 
     metrics.tokens("geomask/mismatch_abs", size)
     metrics.tokens("geomask/mismatch_k1", -mismatch)
     metrics.tokens("geomask/mismatch_k3", k3)
     metrics.tokens("geomask/policy_abs", policy.abs())
     metrics.tokens("geomask/policy_k3", F.kl_estimate(-policy, "k3"))
-    for name, count in batch.reading.nonfinite.items():
+    for name, count in batch.nonfinite.items():
         metrics.part(f"geomask/nonfinite_{name}", count)
     metrics.scalar("geomask/dropped_sequences", verdict.dropped.sum())
 

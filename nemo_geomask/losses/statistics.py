@@ -13,7 +13,7 @@ from torch import Tensor
 
 from nemo_geomask import functional as F
 from nemo_geomask.config import LossConfig, MaskRule
-from nemo_geomask.losses.batch import TokenBatch
+from nemo_geomask.losses.batch import Reading, TokenBatch
 
 __all__ = ["SequenceStatistics", "token_value"]
 
@@ -42,11 +42,11 @@ class SequenceStatistics:
     """
 
     def __init__(self, read: TokenBatch, config: LossConfig, pool: Mapping[str, Tensor]) -> None:
-        judged = read.reading.judged() if read.verdict is None else {}
+        judged = read.verdict.judged() if isinstance(read.verdict, Reading) else {}
         sums, lowest, highest = read.segments.pool({**judged, **_sums(read, config, pool)}, *_extremes(read, config))
-        if read.verdict is None:
-            self.verdict = read.reading.judge(sums)
-            self.batch = read.reading.batch(self.verdict)
+        if isinstance(read.verdict, Reading):
+            self.verdict = read.verdict.judge(sums)
+            self.batch = read.verdict.batch(self.verdict)
             _gate(read.curr, self.batch.trained)
         else:
             self.verdict, self.batch = read.verdict, read

@@ -74,7 +74,7 @@ class Segments(ABC):
         Returns:
             The same shapes, float64, without gradient, the same bits on all ranks.
         """
-        return (sums.detach().double(), lowest.detach().double(), highest.detach().double())
+        return sums.detach().double(), lowest.detach().double(), highest.detach().double()
 
 
 class PaddedSegments(Segments):

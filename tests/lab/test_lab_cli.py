@@ -16,7 +16,7 @@ yaml = pytest.importorskip("yaml", reason="recipes are YAML (demo extra)")
 
 @pytest.fixture
 def recipe(tmp_path):
-    from conftest import TINY
+    from tiny_recipe import TINY
 
     path = tmp_path / "tiny.yaml"
     path.write_text(yaml.safe_dump(TINY), encoding="utf-8")
@@ -60,6 +60,26 @@ def test_compare_writes_all_outputs(recipe, tmp_path, capsys):
     assert "is not empty (it holds config.yaml)" in capsys.readouterr().err
 
 
+@pytest.mark.timeout(120)
+def test_two_processes_write_what_one_writes(recipe, tmp_path, capsys):
+    common = [str(recipe), "--steps", "2", "--docs-per-step", "12", "policy.generation.precision=float32"]
+    lines, files = [], []
+    for out, layout in ((tmp_path / "one", []), (tmp_path / "two", ["--cp", "2"])):
+        assert main(["lab", *common, *layout, "--compare", "gspo:none,cispo", "--out", str(out)]) == 0
+        lines.append([json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()])
+        files.append(sorted(str(path.relative_to(out)) for path in out.rglob("*")))
+    assert files[0] == files[1]
+    assert [list(line) for line in lines[0]] == [list(line) for line in lines[1]]
+    for ours, theirs in zip(*lines, strict=True):
+        assert (ours["variant"], ours["step"]) == (theirs["variant"], theirs["step"])
+        for key in ("reward", "loss", "grad_norm", "probs_ratio_max", "approx_entropy"):
+            assert ours[key] == pytest.approx(theirs[key], rel=1e-4, abs=1e-6), key
+    settings = yaml.safe_load((tmp_path / "two" / "config.yaml").read_text())
+    assert settings["lab"]["cp"] == 2
+    assert (settings["policy"]["docs_per_step"], settings["policy"]["train_global_batch_size"]) == (12, None)
+    assert "Starting 2 processes: tp 1, cp 2, dp 1." in capsys.readouterr().out
+
+
 def test_an_interrupt_keeps_what_was_trained(recipe, tmp_path, monkeypatch, capsys):
     from nemo_geomask.lab import trainer
 
@@ -93,6 +113,11 @@ def test_an_interrupt_keeps_what_was_trained(recipe, tmp_path, monkeypatch, caps
         (["--compare", "gspo:none,gspoo"], "variant 'gspoo': loss_fn.name: no loss named 'gspoo'"),
         (["--compare", "gspo:tokn"], "did you mean 'token'"),
         (["--steps", "0"], "grpo.max_num_steps"),
+        (["--tp", "3"], "tiny.yaml: lab.tp: Input should be 1, 2 or 4 (found 3)"),
+        (["--docs-per-step", "17"], "policy.docs_per_step (17) exceeds"),
+        (["policy.docs_per_step=12"], "policy: train_global_batch_size (8) and docs_per_step (12) both say"),
+        (["policy.train_global_batch_size=4", "--docs-per-step", "12"], "(4) and docs_per_step (12) both say"),
+        (["--dp", "4"], "must be a multiple of policy.train_micro_batch_size x lab.dp (4 x 4)"),
         (["--out", "/proc"], "--out: /proc is not empty"),
     ],
 )

@@ -99,6 +99,25 @@ def test_a_missing_omegaconf_names_the_extra(monkeypatch, tmp_path):
         ({"policy": {"model": {"num_expert": 3}}}, "policy.model.num_expert: unknown key"),
         ({"policy": {"lr": -1.0}}, "r.yaml: policy.lr: Input should be greater than 0 (found -1.0)"),
         ({"policy": {"train_global_batch_size": 7}}, "multiple of policy.train_global_batch_size"),
+        (
+            {"policy": {"train_global_batch_size": 48, "train_micro_batch_size": 24}, "lab": {"dp": 4}},
+            "r.yaml: grpo.num_prompts_per_step x grpo.num_generations_per_prompt (256) must be a multiple of "
+            "policy.train_global_batch_size (48)",
+        ),
+        (
+            {"lab": {"dp": 2}},
+            "policy.train_global_batch_size (64) must be a multiple of policy.train_micro_batch_size x lab.dp (64 x 2)",
+        ),
+        (
+            {"policy": {"train_global_batch_size": 64, "docs_per_step": 100}},
+            "r.yaml: policy: train_global_batch_size (64) and docs_per_step (100) both say",
+        ),
+        ({"policy": {"train_global_batch_size": None}}, "train_global_batch_size and docs_per_step are both null"),
+        ({"policy": {"docs_per_step": 0}}, "r.yaml: policy.docs_per_step: Input should be greater than 0 (found 0)"),
+        ({"policy": {"docs_per_step": 300}}, "policy.docs_per_step (300) exceeds grpo.num_prompts_per_step x"),
+        ({"policy": {"doc_per_step": 3}}, "policy.doc_per_step: unknown key; did you mean 'docs_per_step'?"),
+        ({"lab": {"tp": 3}}, "r.yaml: lab.tp: Input should be 1, 2 or 4 (found 3)"),
+        ({"lab": {"cp": 0}}, "r.yaml: lab.cp: Input should be 1, 2 or 4 (found 0)"),
         ({"policy": {"model": {"num_attention_heads": 3}}}, "num_attention_heads"),
         ({"env": {"min_terms": 9, "max_terms": 3}}, "min_terms"),
     ],
@@ -106,6 +125,13 @@ def test_a_missing_omegaconf_names_the_extra(monkeypatch, tmp_path):
 def test_lab_recipe_errors(data, message):
     with pytest.raises(ConfigError, match=re.escape(message)):
         LabRecipe.read(data, source="r.yaml")
+
+
+def test_docs_per_step_takes_the_place_of_the_default_batch_size():
+    policy = LabRecipe.read({"policy": {"docs_per_step": 100}}, source="r.yaml").policy
+    assert (policy.documents, policy.docs_per_step, policy.train_global_batch_size) == (100, 100, None)
+    policy = LabRecipe.read({}, source="r.yaml").policy
+    assert (policy.documents, policy.docs_per_step, policy.train_global_batch_size) == (64, None, 64)
 
 
 def test_several_problems_come_together():

@@ -8,6 +8,7 @@ import torch
 pytest.importorskip("transformers", reason="the policy is a transformers model (demo extra)")
 
 from nemo_geomask.lab.dump import write_rollout
+from nemo_geomask.lab.engine import PaddedEngine
 from nemo_geomask.lab.generation import generate
 from nemo_geomask.lab.model import build_policy, generation_copy, token_logprobs
 from nemo_geomask.lab.rollout import collect
@@ -76,7 +77,7 @@ def replayed(engine, input_ids, width):
 
 def test_float32_generation_has_no_mismatch(parts):
     recipe, task, policy = parts(policy={"generation": {"precision": "float32"}})
-    data = collect(policy, None, recipe, task, seeded()).data
+    data = collect(policy, None, recipe, task, seeded(), PaddedEngine()).data
     difference = (data["prev_logprobs"] - data["generation_logprobs"])[data["token_mask"].bool()]
     assert difference.abs().max() < 1e-5
 
@@ -86,7 +87,7 @@ def test_noise_adds_to_the_mismatch(parts, where):
     sizes = []
     for scale in (0.0, 0.3):
         recipe, task, policy = parts(policy={"generation": {"mismatch": scale, "mismatch_on": where}})
-        data = collect(policy, None, recipe, task, seeded()).data
+        data = collect(policy, None, recipe, task, seeded(), PaddedEngine()).data
         difference = (data["prev_logprobs"] - data["generation_logprobs"])[data["token_mask"].bool()]
         sizes.append(difference.abs().mean())
         assert torch.isfinite(data["generation_logprobs"]).all()
@@ -110,7 +111,7 @@ def test_engine_samples_its_own_distribution(parts):
 
 def test_columns_speak_of_their_own_token(parts):
     recipe, task, policy = parts(grpo={"num_prompts_per_step": 8})
-    data = collect(policy, policy, recipe, task, seeded()).data
+    data = collect(policy, policy, recipe, task, seeded(), PaddedEngine()).data
     ids, lengths, mask = data["input_ids"], data["input_lengths"], data["token_mask"]
     batch, width = ids.shape
     # Independent of the lab: one row at a time, unpadded, gathered in float64.
@@ -133,7 +134,7 @@ def test_columns_speak_of_their_own_token(parts):
 
 def test_rewards_and_advantages_belong_to_their_group(parts):
     recipe, task, policy = parts(grpo={"normalize_rewards": False, "use_leave_one_out_baseline": False})
-    data = collect(policy, None, recipe, task, seeded()).data
+    data = collect(policy, None, recipe, task, seeded(), PaddedEngine()).data
     group = recipe.grpo.num_generations_per_prompt
     prompts = data["input_ids"][:, : task.prompt_width].reshape(-1, group, task.prompt_width)
     assert (prompts == prompts[:, :1]).all()
@@ -144,7 +145,7 @@ def test_rewards_and_advantages_belong_to_their_group(parts):
 
 def test_dump_has_nemo_rls_format(parts, tmp_path):
     recipe, task, policy = parts()
-    rollout = collect(policy, None, recipe, task, seeded())
+    rollout = collect(policy, None, recipe, task, seeded(), PaddedEngine())
     write_rollout(rollout, task, tmp_path / "train_data_step1.jsonl")
     lines = [json.loads(line) for line in (tmp_path / "train_data_step1.jsonl").read_text().splitlines()]
     batch, width = rollout.data["input_ids"].shape

@@ -6,6 +6,8 @@ import torch
 pytest.importorskip("transformers", reason="the policy is a transformers model (demo extra)")
 
 from nemo_geomask import build_loss
+from nemo_geomask.errors import BatchVetoError
+from nemo_geomask.lab import trainer as training
 from nemo_geomask.lab.trainer import Trainer, accumulate_gradients, merge_metrics
 
 TIMINGS = {"generation_seconds", "step_seconds"}
@@ -63,7 +65,11 @@ def test_microbatches_add_up(tiny, loss_fn):
     found = []
     for size in (1, 4, 16):
         trainer.policy.zero_grad()
-        metrics = accumulate_gradients(trainer.policy, loss, rollout.data, size)
+        batches = [
+            {key: value[start : start + size] for key, value in rollout.data.items()} for start in range(0, 16, size)
+        ]
+        tokens = int(rollout.data["token_mask"].sum())
+        metrics = accumulate_gradients(trainer.engine, trainer.policy, loss, batches, 16, tokens)
         gradient = torch.cat([weight.grad.flatten() for weight in trainer.policy.parameters()])
         found.append((metrics, gradient))
     metrics, gradient = found[-1]
@@ -107,3 +113,72 @@ def test_it_learns(tiny):
     rewards = [metrics["reward"] for metrics, _ in trainer.steps()]
     assert rewards[0] < trainer.task.chance
     assert sum(rewards[-5:]) / 5 > 1.5 * trainer.task.chance
+
+
+@pytest.mark.parametrize(
+    ("size", "micro", "expected"),
+    [
+        # 16 responses; the last step takes what is left.
+        ({"docs_per_step": 6}, 3, [[3, 3], [3, 3], [3, 1]]),
+        ({"docs_per_step": 7}, 3, [[3, 3, 3], [3, 3, 1]]),
+        ({"docs_per_step": 10}, 4, [[4, 4, 4], [4]]),
+        ({"docs_per_step": 16}, 5, [[5, 5, 5, 1]]),
+        ({"docs_per_step": 1}, 16, [[16]]),
+        ({"train_global_batch_size": 8}, 4, [[4, 4], [4, 4]]),
+    ],
+)
+def test_steps_of_a_number_of_documents(tiny, monkeypatch, size, micro, expected):
+    policy = {"train_global_batch_size": None, "train_micro_batch_size": micro, **size}
+    recipe = tiny(policy=policy, grpo={"max_num_steps": 1})
+    seen = []
+
+    def spy(engine, policy, loss, microbatches, documents, tokens):
+        microbatches = list(microbatches)
+        seen.append((microbatches, documents, tokens))
+        return accumulate_gradients(engine, policy, loss, microbatches, documents, tokens)
+
+    monkeypatch.setattr(training, "accumulate_gradients", spy)
+    ((metrics, rollout),) = Trainer(recipe, build_loss(recipe.loss_fn)).steps()
+    assert [[len(part["rewards"]) for part in parts] for parts, _, _ in seen] == expected
+    # One denominator for all microbatches of a step: its own count, of the smaller last step too.
+    assert [documents for _, documents, _ in seen] == [sum(step) for step in expected]
+    for parts, _, tokens in seen:
+        assert tokens == sum(int(part["token_mask"].sum()) for part in parts)
+    # Every response trains once.
+    trained = torch.cat([torch.nn.functional.pad(part["generation_logprobs"], (0, 0)) for s in seen for part in s[0]])
+    assert sorted(trained.sum(dim=1).tolist()) == sorted(rollout.data["generation_logprobs"].sum(dim=1).tolist())
+    assert metrics["num_valid_samples"] == pytest.approx(16 / len(expected))
+
+
+def test_docs_per_step_and_global_batch_size_are_one_way_of_training(tiny):
+    by_documents = tiny(policy={"train_global_batch_size": None, "docs_per_step": 8})
+    assert course(by_documents)[0] == course(tiny())[0]
+
+
+def test_vetoed_batch_leaves_policy_and_optimiser_as_they_are(tiny):
+    veto = {"batch_veto": {"max": 1e-12, "max_in_a_row": 2}}
+    trainer = Trainer(tiny(), build_loss({**tiny().loss_fn, **veto}))
+    before = [parameter.detach().clone() for parameter in trainer.policy.parameters()]
+    metrics, _ = trainer.step()
+    assert metrics["geomask/batch_vetoed"] == 1
+    assert metrics["geomask/batch_kl"] == pytest.approx(metrics["geomask/mismatch_k3"], rel=1e-4)
+    assert metrics["skipped_update"] == 1
+    assert metrics["grad_norm"] == metrics["loss"] == 0
+    assert all(torch.equal(mine, old) for mine, old in zip(trainer.policy.parameters(), before, strict=True))
+    assert not trainer.optimizer.state
+    trainer.step()
+    with pytest.raises(BatchVetoError, match="3 batches in a row"):
+        trainer.step()
+
+
+def test_kept_counts_what_the_masks_keep(tiny):
+    geometric = {"masks": [{"preset": "geometric", "min": 0.999, "max": 1.001}]}
+    loss = build_loss({**tiny().loss_fn, **geometric, "denominator": "kept"})
+    metrics, rollout = Trainer(tiny(), loss).step()
+    removed = metrics["geomask/mask/geometric/removed"]
+    assert 0 < removed < 1
+    # Of what is counted, nothing is removed; under the original denominator the same share would be missing.
+    assert metrics["geomask/kept_tokens"] == pytest.approx(1)
+    assert bool(rollout.data["sample_mask"].all())
+    other, _ = Trainer(tiny(), build_loss({**tiny().loss_fn, **geometric})).step()
+    assert other["geomask/kept_tokens"] < 1

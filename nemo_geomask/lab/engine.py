@@ -1,0 +1,79 @@
+"""The training engine: log-probs of whole sequences and the loss of a microbatch, however they are laid out."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from nemo_geomask.lab.model import token_logprobs
+from nemo_geomask.lab.ranks import Ranks
+from nemo_geomask.losses import PolicyLoss
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+__all__ = ["PaddedEngine", "TrainEngine"]
+
+
+class TrainEngine(ABC):
+    """How the training model runs.
+
+    Args:
+        ranks: the processes that share the work.
+    """
+
+    def __init__(self, ranks: Ranks | None = None) -> None:
+        self.ranks = Ranks() if ranks is None else ranks
+
+    @abstractmethod
+    def prepare(self, model: PreTrainedModel) -> None:
+        """Set up a model before its first pass through this engine; copies of it need no second time."""
+
+    @abstractmethod
+    def logprobs(self, model: PreTrainedModel, input_ids: Tensor, lengths: Tensor) -> Tensor:
+        """Log-probs of this rank's tokens among [B, T] ids, 0 elsewhere; what stands beyond a length is undefined."""
+
+    @abstractmethod
+    def evaluate(
+        self, model: PreTrainedModel, loss: PolicyLoss, batch: Mapping[str, Tensor], documents: int, tokens: int
+    ) -> tuple[Tensor, dict[str, float]]:
+        """Loss of one microbatch and its metrics, whole over tensor- and context-parallel ranks.
+
+        Args:
+            model: the policy.
+            loss: the loss.
+            batch: [B, T] and [B] tensors under NeMo-RL's keys.
+            documents: in the optimiser step, over all microbatches and ranks.
+            tokens: trained tokens in the same.
+        """
+
+    @torch.no_grad()
+    def sequence_logprobs(self, model: PreTrainedModel, input_ids: Tensor, lengths: Tensor, micro_batch: int) -> Tensor:
+        """Log-probs of [B, T] ids, on all ranks; column 0, which nothing predicts, is 0."""
+        whole = torch.zeros(input_ids.shape)
+        dp = self.ranks.dp
+        for rows in torch.split(torch.arange(len(input_ids)), micro_batch)[dp.rank :: dp.size]:
+            whole[rows] = self.logprobs(model, input_ids[rows], lengths[rows])
+        return self.ranks.assemble(whole)
+
+
+class PaddedEngine(TrainEngine):
+    """Whole padded rows and NeMo-RL's loss protocol; without tensor and context parallelism."""
+
+    def prepare(self, model: PreTrainedModel) -> None:
+        """Nothing to do."""
+
+    def logprobs(self, model: PreTrainedModel, input_ids: Tensor, lengths: Tensor) -> Tensor:
+        """See :meth:`TrainEngine.logprobs`."""
+        return torch.nn.functional.pad(token_logprobs(model, input_ids), (1, 0))
+
+    def evaluate(
+        self, model: PreTrainedModel, loss: PolicyLoss, batch: Mapping[str, Tensor], documents: int, tokens: int
+    ) -> tuple[Tensor, dict[str, float]]:
+        """See :meth:`TrainEngine.evaluate`."""
+        logprobs = token_logprobs(model, batch["input_ids"])
+        return loss(next_token_logprobs=logprobs, data=batch, global_valid_seqs=documents, global_valid_toks=tokens)

@@ -1,0 +1,146 @@
+"""vLLM as the generation engine: it samples with its own kernels, from the policy's weights of that step."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from nemo_geomask.errors import GeomaskError, MissingDependencyError
+from nemo_geomask.integrations.vllm import load_weights, rollout_batch
+from nemo_geomask.lab.generation import Generated
+from nemo_geomask.lab.model import checkpoint, generation_copy, policy_config, token_logprobs
+from nemo_geomask.lab.recipe import LabRecipe
+from nemo_geomask.lab.task import Progressions, Prompts
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+__all__ = ["EngineError", "VllmSampler"]
+
+# Read by vLLM when it is imported or an engine starts. What the user has set stays, but for the first, without which
+# the weights would have to be sent to another process.
+_FORCED = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+_ENVIRONMENT = {
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # The trainer runs in the same threads.
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+_CACHE_BYTES = 2**28
+# Rows of a batch that are scored again, and how far their mean |log-ratio| may be from 0. Rounding makes about 0.02 of
+# it, other weights about 1.
+_CHECKED_ROWS = 16
+_LIMIT = 0.5
+
+
+class EngineError(GeomaskError, RuntimeError):
+    """The generation engine does not sample from the weights that it was given."""
+
+
+class VllmSampler:
+    """A vLLM engine in this process, for a whole run: starting one takes longer than several training steps.
+
+    Args:
+        recipe: sizes of the policy, precision and seed.
+        task: supplies EOS, PAD and the longest response.
+
+    Attributes:
+        recipe: the settings.
+        llm: the engine.
+        name: for the report.
+
+    Raises:
+        MissingDependencyError: vLLM is not installed.
+    """
+
+    def __init__(self, recipe: LabRecipe, task: Progressions) -> None:
+        self.recipe, self._task = recipe, task
+        os.environ.update(_FORCED)
+        for name, value in _ENVIRONMENT.items():
+            os.environ.setdefault(name, value)
+        vllm = _vllm()
+        self._params = vllm.SamplingParams
+        self.name = f"vLLM {vllm.__version__} in {recipe.policy.generation.precision}"
+        config = policy_config(recipe.policy.model, task)
+        set_num_threads = torch.set_num_threads
+        try:
+            with tempfile.TemporaryDirectory() as folder:
+                config.save_pretrained(folder)
+                self.llm = vllm.LLM(
+                    model=folder,
+                    load_format="dummy",
+                    skip_tokenizer_init=True,
+                    dtype=recipe.policy.generation.precision,
+                    logprobs_mode="processed_logprobs",
+                    enforce_eager=True,
+                    max_num_seqs=recipe.grpo.num_prompts_per_step * recipe.grpo.num_generations_per_prompt,
+                    kv_cache_memory_bytes=_CACHE_BYTES,
+                    seed=recipe.grpo.seed,
+                )
+        finally:
+            # vLLM's CPU worker disables it for its whole process, which is also the trainer's.
+            torch.set_num_threads = set_num_threads
+
+    def sample(self, policy: PreTrainedModel, prompts: Prompts, generator: torch.Generator) -> Generated:
+        """Load the policy's weights and sample one response a prompt, as :func:`~nemo_geomask.lab.generation.generate`.
+
+        Args:
+            policy: float32.
+            prompts: B prompts.
+            generator: source of the noise on the weights, if the recipe asks for any, and of a seed for each response.
+
+        Raises:
+            EngineError: vLLM's log-probs are not those of the weights that it was given.
+        """
+        weights = generation_copy(policy, self.recipe.policy.generation, generator)
+        load_weights(self.llm, checkpoint(weights))
+        seeds = torch.randint(2**31, (len(prompts.terms),), generator=generator)
+        params = [
+            self._params(
+                temperature=1.0,
+                logprobs=0,
+                max_tokens=terms,
+                seed=seed,
+                stop_token_ids=[self._task.eos_id],
+                detokenize=False,
+            )
+            for terms, seed in zip(prompts.terms.tolist(), seeds.tolist(), strict=True)
+        ]
+        requests = [{"prompt_token_ids": ids} for ids in prompts.token_ids.tolist()]
+        batch = rollout_batch(
+            self.llm.generate(requests, params, use_tqdm=False),
+            pad_token_id=self._task.pad_id,
+            sampling_params=params,
+            logprobs_mode=self.llm.model_config.logprobs_mode,
+        )
+        _check_weights(weights, batch)
+        return Generated(batch["input_ids"], batch["generation_logprobs"], batch["token_mask"])
+
+
+@torch.no_grad()
+def _check_weights(weights: PreTrainedModel, batch: dict[str, Tensor]) -> None:
+    """Some versions of vLLM, on some devices, garble weights that are loaded into a running engine, and say nothing."""
+    rows = slice(_CHECKED_ROWS)
+    expected = token_logprobs(weights, batch["input_ids"][rows])
+    gap = (expected - batch["generation_logprobs"][rows, 1:])[batch["token_mask"][rows, 1:].bool()].abs().mean()
+    # Written so that NaN fails too.
+    if not gap <= _LIMIT:
+        raise EngineError(
+            f"vLLM {_vllm().__version__}'s log-probs are {gap:.2f} per token from those of the weights that it was "
+            f"sent (rounding makes about 0.02, the limit is {_LIMIT}): it did not take the weights over. Use "
+            "policy.generation.backend: copy, or another version of vLLM"
+        )
+
+
+def _vllm() -> Any:
+    try:
+        import vllm
+    except ImportError as error:
+        raise MissingDependencyError(
+            f"policy.generation.backend: vllm needs vLLM, which could not be imported ({error}); "
+            'pip install "nemo-geomask[vllm]", or use backend: copy'
+        ) from error
+    return vllm
