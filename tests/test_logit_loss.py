@@ -4,9 +4,12 @@ import pickle
 import sys
 import types
 
+import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from batches import VARIANTS, rollouts
+from gloo import run
 
 from nemo_geomask import build_loss
 from nemo_geomask.errors import ConfigError, DataError, ShapeError
@@ -130,3 +133,53 @@ def test_unknown_worker_code_is_an_error(monkeypatch):
         monkeypatch.setitem(sys.modules, name, module)
     with pytest.raises(RuntimeError, match=r"NeMo-RL 9\.9 .* without vocab_parallel_group, context_parallel_group"):
         worker.attach()
+
+
+def _dtensors(rank, world, tp, cp):
+    """As NeMo-RL's DTensor workers call it: logits over mesh (cp, tp), input_ids sharded, all else whole."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard
+
+    mesh = init_device_mesh("cpu", (cp, tp), mesh_dim_names=("cp", "tp"))
+    logits, data, seqs, toks = case(padding=2)
+    width = logits.shape[1]
+    data = {key: F.pad(value, (0, 2)) if value.dim() == 2 else value for key, value in data.items()}
+    # Head and tail chunks, as torch's context parallelism deals them out.
+    order = torch.arange(width).chunk(2 * cp)
+    index = [torch.cat([order[r], order[2 * cp - 1 - r]]) for r in range(cp)]
+    mine, columns = index[rank // tp], slice(rank % tp * 24 // tp, (rank % tp + 1) * 24 // tp)
+    # An even vocabulary, as DTensor shards it here; the last column is padding.
+    logits = F.pad(logits, (0, 1), value=-30.0)
+    found = {}
+    for name in ("ppo", "gspo"):
+        leaf = logits[:, mine, columns].clone().requires_grad_()
+        batch = dict(data)
+        if cp > 1:
+            shard = DTensor.from_local(data["input_ids"][:, mine], mesh["cp"], [Shard(1)])
+            batch |= {"input_ids": shard, "seq_index": torch.cat(index)}
+            sharded = DTensor.from_local(leaf, mesh["cp", "tp"], [Shard(1), Shard(-1)])
+        else:
+            sharded = DTensor.from_local(leaf, mesh["tp"], [Shard(-1)])
+        loss = LogitLoss(build_loss({**VARIANTS[name], "logprob_backend": "geomask"}))
+        value, metrics = loss(sharded, batch, seqs, toks)
+        value.backward()
+        found[name] = value.item(), metrics, leaf.grad.numpy()
+    return mine.numpy(), columns, found
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize(("tp", "cp"), [(2, 1), (1, 2), (2, 2)])
+def test_dtensors_equal_one_process(tp, cp):
+    logits, data, seqs, toks = case(padding=2)
+    logits = F.pad(logits, (0, 1), value=-30.0)
+    results = run(tp * cp, _dtensors, tp, cp, timeout=150)
+    for name in ("ppo", "gspo"):
+        leaf = logits.clone().requires_grad_()
+        loss = LogitLoss(build_loss({**VARIANTS[name], "logprob_backend": "geomask"}))
+        expected, others = loss(leaf, data, seqs, toks)
+        expected.backward()
+        for mine, columns, found in results:
+            value, metrics, grad = found[name]
+            assert value == pytest.approx(expected.item(), rel=1e-5)
+            assert metrics == pytest.approx(others, rel=1e-4, abs=1e-6)
+            np.testing.assert_allclose(grad, leaf.grad[:, mine, columns], rtol=1e-4, atol=1e-7)
