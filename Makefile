@@ -11,7 +11,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 help:
 	@echo "make demo   train a small MoE policy under three corrections and plot what they did (about 3 minutes)"
 	@echo "make test   the whole test suite"
-	@echo "make matrix every objective, weight and mask on up to 16 ranks against the float64 oracle (about 8 minutes)"
+	@echo "make matrix every objective, weight and mask on up to 16 ranks against the float64 oracle (about 5 minutes)"
 	@echo "make vllm   vLLM as generation engine, on the CPU, in an environment of its own (about 4 minutes)"
 	@echo "make gpu    on a machine with a GPU: the kernels' tests and the benchmark, with GPU_PYTHON's torch and triton"
 	@echo "make lint   ruff and mypy"

@@ -32,9 +32,9 @@ def merged(values: Tensor, sums: int, groups: Groups) -> Tensor:
     """
     for group in groups:
         parts = gathered(values, group)
-        values = parts[:, :sums].sum(dim=0)
-        if sums < parts.shape[1]:
-            values = torch.cat([values, parts[:, sums:].amax(dim=0)])
+        values = parts.sum(dim=0)
+        if sums < len(values):
+            values = torch.cat([values[:sums], parts[:, sums:].amax(dim=0)])
     return values
 
 
