@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from nemo_geomask.integrations.megatron import pack_batch
+from nemo_geomask.integrations.packing import pack_rows
 from nemo_geomask.lab.engine import TrainEngine
 from nemo_geomask.lab.optional import require
 from nemo_geomask.lab.ranks import Axis
@@ -28,7 +28,7 @@ from nemo_geomask.segments import PackedSegments
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["PackedEngine", "Packing", "pack_rows", "vocabulary_shards"]
+__all__ = ["PackedEngine", "Packing", "lay_out", "vocabulary_shards"]
 
 _ATTENTION = "nemo_geomask_packed"
 
@@ -38,9 +38,7 @@ class Packing:
     """Sequences one after another, each padded to a multiple of 2·CP, and this rank's share of them.
 
     Attributes:
-        cu_seqlens_q: [S+1] offsets of the sequences without padding; this name and the next are those of Megatron's
-            ``PackedSeqParams``, in whose place this stands.
-        cu_seqlens_q_padded: [S+1] offsets with padding.
+        lengths: [S] tokens of each sequence, without padding.
         segments: whose tokens this rank holds, N of them.
         row: [N] sequence of each token.
         position: [N] its place in the sequence.
@@ -52,8 +50,7 @@ class Packing:
         cp: the context-parallel axis.
     """
 
-    cu_seqlens_q: Tensor
-    cu_seqlens_q_padded: Tensor
+    lengths: Tensor
     segments: PackedSegments
     row: Tensor
     position: Tensor
@@ -63,8 +60,12 @@ class Packing:
     visible: Tensor
     cp: Axis
 
+    def pack(self, data: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """NeMo-RL's rows as this rank's tokens, see :func:`nemo_geomask.integrations.packing.pack_rows`."""
+        return pack_rows(data, self.segments, starts=self.segments.cu_seqlens[:-1], lengths=self.lengths)
 
-def pack_rows(lengths: Tensor, cp: Axis) -> Packing:
+
+def lay_out(lengths: Tensor, cp: Axis) -> Packing:
     """Lay out sequences of the given lengths [S], each at least 1."""
     padded = -(-lengths // (2 * cp.size)) * (2 * cp.size)
     offsets = _offsets(padded)
@@ -81,7 +82,7 @@ def pack_rows(lengths: Tensor, cp: Axis) -> Packing:
     # A key that fills up comes after every query of its sequence, so the causal rule hides it too.
     visible = torch.arange(keys.shape[1]) <= position[queries][:, None, :, None]
     slots = torch.arange(len(row)) + (torch.arange(len(lengths)) * queries.shape[1] - _offsets(local)[:-1])[row]
-    return Packing(_offsets(lengths), offsets, segments, row, position, queries, slots, keys, visible, cp)
+    return Packing(lengths, segments, row, position, queries, slots, keys, visible, cp)
 
 
 def vocabulary_shards(vocab_size: int, tp: int) -> list[int]:
@@ -102,9 +103,9 @@ class PackedEngine(TrainEngine):
 
     def logprobs(self, model: PreTrainedModel, input_ids: Tensor, lengths: Tensor) -> Tensor:
         """See :meth:`TrainEngine.logprobs`."""
-        packing = pack_rows(lengths, self.ranks.cp)
+        packing = lay_out(lengths, self.ranks.cp)
         everything = {"token_mask": torch.ones(input_ids.shape), "sample_mask": torch.ones(len(input_ids))}
-        targets = pack_batch({"input_ids": input_ids, **everything}, packing, packing.segments)["targets"]
+        targets = packing.pack({"input_ids": input_ids, **everything})["targets"]
         predicts = targets >= 0
         rows = torch.zeros(input_ids.shape)
         found = self._forward(model, packing, input_ids, targets)
@@ -115,8 +116,8 @@ class PackedEngine(TrainEngine):
         self, model: PreTrainedModel, loss: PolicyLoss, batch: Mapping[str, Tensor], documents: int, tokens: int
     ) -> tuple[Tensor, dict[str, float]]:
         """See :meth:`TrainEngine.evaluate`."""
-        packing = pack_rows(batch["input_lengths"], self.ranks.cp)
-        packed = pack_batch(batch, packing, packing.segments)
+        packing = lay_out(batch["input_lengths"], self.ranks.cp)
+        packed = packing.pack(batch)
         logprobs = self._forward(model, packing, batch["input_ids"], packed["targets"])
         return loss.packed(logprobs, packed, packing.segments, documents, tokens)
 

@@ -14,6 +14,7 @@ from torch.autograd.function import once_differentiable
 
 from nemo_geomask.errors import ConfigError, DataError, ShapeError
 from nemo_geomask.kernels import Kernels, choose
+from nemo_geomask.segments.across import gathered
 
 __all__ = ["vocab_parallel_logprobs"]
 
@@ -166,10 +167,10 @@ class _VocabParallel(torch.autograd.Function):
         statistics = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
         counted = goals != options.ignore_index
         stray = counted & ((goals < 0) | (goals >= shards.vocab_size))
-        gathered, places = _gather(statistics, width, stray, shards)
+        parts_of_all, places = _gather(statistics, width, stray, shards)
         if options.validate:
             _refuse(goals, stray, places, shards, options.ignore_index)
-        whole = options.kernels.fold(gathered)
+        whole = options.kernels.fold(parts_of_all)
         lse = whole[0]
         logprobs = torch.where(counted, whole[1] - lse, 0.0)
         if not options.validate:
@@ -250,8 +251,7 @@ def _gather(statistics: Tensor, width: int, stray: Tensor, shards: _Shards) -> t
     place = _place(width, shards.start, sum(shards.sizes), shards.vocab_size, str(statistics.device))
     strays = stray.sum().to(statistics.dtype).expand(len(statistics), 1)
     mine = torch.cat([statistics, place[: len(statistics)], strays], dim=1)
-    everyone = mine.new_empty(len(shards.sizes), *mine.shape)
-    dist.all_gather(list(everyone.unbind(0)), mine, group=shards.group)
+    everyone = gathered(mine, shards.group)
     return everyone[..., :-3], everyone[:, :2, -3:]
 
 

@@ -14,7 +14,7 @@ from tiny_recipe import TINY, merged
 
 from nemo_geomask import build_loss
 from nemo_geomask.lab.engine import PaddedEngine
-from nemo_geomask.lab.packed import PackedEngine, pack_rows, vocabulary_shards
+from nemo_geomask.lab.packed import PackedEngine, lay_out, vocabulary_shards
 from nemo_geomask.lab.processes import company
 from nemo_geomask.lab.ranks import Axis, Ranks
 from nemo_geomask.lab.recipe import LabRecipe
@@ -160,11 +160,11 @@ def test_the_noisy_course_is_no_comparison_of_trifles(truth):
 @pytest.mark.parametrize("cp", [1, 2, 4])
 def test_shares_cover_every_token_once_and_see_what_comes_before(cp):
     lengths = torch.tensor([5, 16, 1, 9])
-    packings = [pack_rows(lengths, Axis(rank, cp)) for rank in range(cp)]
-    total = int(packings[0].cu_seqlens_q_padded[-1])
+    packings = [lay_out(lengths, Axis(rank, cp)) for rank in range(cp)]
+    total = int(packings[0].segments.cu_seqlens[-1])
     # What each slot of the shares, one after another, holds: (sequence, place).
     held = [(int(r), int(p)) for packing in packings for r, p in zip(packing.row, packing.position, strict=True)]
-    padded = packings[0].cu_seqlens_q_padded.diff().tolist()
+    padded = packings[0].segments.cu_seqlens.diff().tolist()
     assert sorted(held) == [(row, place) for row in range(len(lengths)) for place in range(padded[row])]
     assert all(length % (2 * cp) == 0 and length >= need for length, need in zip(padded, lengths.tolist(), strict=True))
     for packing in packings:

@@ -116,11 +116,11 @@ class LogitLoss:
         if size > 1:
             rows, share = logits.shape[:2]
             offsets = torch.arange(rows + 1) * share * size
-            value, metrics = self._packed(
+            result = self._packed(
                 logits, data, offsets, None, vocab_parallel_group, context_parallel_group,
                 global_valid_seqs, global_valid_toks,
             )  # fmt: skip
-            return F.with_derivative(value, value=value, derivative=torch.full_like(value, size)), metrics
+            return _for_division(*result, size)
         return self._padded(logits, data, vocab_parallel_group, global_valid_seqs, global_valid_toks)
 
     def packed(
@@ -150,12 +150,11 @@ class LogitLoss:
         if isinstance(logits, DTensor):
             logits, vocab_parallel_group = _tensor_parallel(logits)
         offsets = cu_seqlens_q if cu_seqlens_q_padded is None else cu_seqlens_q_padded
-        value, metrics = self._packed(
+        result = self._packed(
             logits, data, offsets, cu_seqlens_q.diff(), vocab_parallel_group, context_parallel_group,
             global_valid_seqs, global_valid_toks,
         )  # fmt: skip
-        size = _size(context_parallel_group)
-        return F.with_derivative(value, value=value, derivative=torch.full_like(value, size)), metrics
+        return _for_division(*result, _size(context_parallel_group))
 
     def _padded(
         self,
@@ -166,7 +165,7 @@ class LogitLoss:
         global_valid_toks: Tensor | float,
     ) -> tuple[Tensor, dict[str, float]]:
         width = data["input_ids"].shape[1]
-        _check_rows(logits, data, logits.shape[1])
+        _check_shape(logits, data)
         mask = data["token_mask"][:, 1:].bool() & data["sample_mask"].bool().unsqueeze(-1)
         targets = torch.full(logits.shape[:2], IGNORE, dtype=torch.int64, device=logits.device)
         targets[:, : width - 1] = torch.where(mask, data["input_ids"][:, 1:], IGNORE).to(logits.device)
@@ -241,9 +240,14 @@ def _tensor_parallel(logits: DTensor) -> tuple[Tensor, Group]:
     return logits.to_local(), group
 
 
-def _check_rows(logits: Tensor, data: Mapping[str, Any], width: int) -> None:
+def _for_division(value: Tensor, metrics: dict[str, float], size: int) -> tuple[Tensor, dict[str, float]]:
+    """The gradient times the context-parallel size, by which NeMo-RL divides the loss."""
+    return F.with_derivative(value, value=value, derivative=torch.full_like(value, size)), metrics
+
+
+def _check_shape(logits: Tensor, data: Mapping[str, Any]) -> None:
     rows, columns = data["input_ids"].shape
-    if logits.dim() != 3 or logits.shape[0] != rows or width < columns:
+    if logits.dim() != 3 or logits.shape[0] != rows or logits.shape[1] < columns:
         raise ShapeError(
             f"logits must be [{rows}, {columns} or more, V/TP] to fit data['input_ids'], but they are "
             f"{list(logits.shape)}"
