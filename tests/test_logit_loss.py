@@ -90,6 +90,27 @@ def test_packed_equals_padded(name):
     assert metrics == pytest.approx(others, rel=1e-4, abs=1e-6)
 
 
+def test_a_trainer_may_divide_the_loss_in_place():
+    logits, data, seqs, toks = case(padding=0)
+    rows, width = data["input_ids"].shape
+    offsets = torch.arange(rows + 1) * width
+    loss = LogitLoss(build_loss({"logprob_backend": "geomask"}))
+    calls = {
+        "padded": lambda leaf: loss(leaf, data, seqs, toks),
+        "packed": lambda leaf: loss.packed(
+            leaf.reshape(1, -1, VOCAB), data, seqs, toks, cu_seqlens_q=offsets, cu_seqlens_q_padded=None
+        ),
+    }
+    for call in calls.values():
+        once, half = logits.clone().requires_grad_(), logits.clone().requires_grad_()
+        call(once)[0].backward()
+        value, _ = call(half)
+        value /= 2
+        value.backward()
+        torch.testing.assert_close(half.grad, once.grad / 2)
+        assert half.grad.abs().max() > 0
+
+
 def test_protocol_and_pickle():
     plain = build_loss({"name": "gspo", "logprob_backend": "geomask"})
     loss = pickle.loads(pickle.dumps(LogitLoss(plain)))

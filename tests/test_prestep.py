@@ -10,7 +10,8 @@ from batches import evaluate, rollouts
 from nemo_geomask import build_loss
 from nemo_geomask.errors import BatchVetoError, ConfigError, DataError
 from nemo_geomask.losses import BeforeStep
-from nemo_geomask.losses.loss import MASKS_APPLIED
+from nemo_geomask.losses.loss import PREPARED
+from nemo_geomask.losses.prestep import untrained_metrics
 
 ICEPOP = {"preset": "icepop", "min": 0.7, "max": 1.6}
 GEOMETRIC = {"preset": "geometric", "min": 0.85, "max": 1.2}
@@ -43,7 +44,7 @@ def test_veto_compares_the_mean_over_tokens(estimator):
     for bound, train in ((kl * 1.001, True), (kl * 0.999, False)):
         decision = BeforeStep(settings(batch_veto={"estimator": estimator, "max": bound}))(batch.data)
         assert decision.train is train
-        assert decision.changes == {}
+        assert set(decision.changes) == {PREPARED}
         assert decision.metrics["geomask/batch_kl"] == pytest.approx(kl, rel=1e-5)
         assert decision.metrics["geomask/batch_vetoed"] == float(not train)
 
@@ -118,7 +119,7 @@ def _verdicts(data, masks):
 def test_rejected_sequences_leave_advantages_and_counts_as_documented():
     batch = rollouts(seed=5)
     decision = BeforeStep(settings(masks=[GEOMETRIC], denominator="kept"))(batch.data)
-    assert set(decision.changes) == {"token_mask", "sample_mask", MASKS_APPLIED}
+    assert set(decision.changes) == {"token_mask", "sample_mask", PREPARED}
     rejected = decision.changes["sample_mask"] < batch.data["sample_mask"]
     assert rejected.any()
     assert not rejected.all()
@@ -130,10 +131,88 @@ def test_rejected_sequences_leave_advantages_and_counts_as_documented():
     assert torch.equal(decision.changes["sample_mask"][empty], batch.data["sample_mask"][empty])
 
 
-def test_the_loss_asks_whether_it_was_done():
+@pytest.mark.parametrize(
+    ("config", "named"),
+    [
+        ({"masks": [GEOMETRIC], "denominator": "kept"}, r"denominator: kept"),
+        ({"batch_veto": {"max": 0.1}}, r"batch_veto"),
+        ({"batch_veto": {"max": 0.1}, "masks": [GEOMETRIC], "denominator": "kept"}, r"batch_veto"),
+    ],
+)
+def test_the_loss_asks_whether_it_was_done(config, named):
     batch = rollouts(seed=6)
-    with pytest.raises(DataError, match="denominator: kept needs its masks applied before the step"):
-        evaluate({"masks": [GEOMETRIC], "denominator": "kept"}, batch)
+    with pytest.raises(DataError, match=rf"loss_fn\.{named} needs a look at the whole batch before the step"):
+        evaluate(config, batch)
+    loss = build_loss(config)
+    changed = {**batch.data, **BeforeStep(loss.config)(batch.data).changes}
+    told, _ = loss(batch.curr, changed, batch.seqs, batch.toks)
+    del changed[PREPARED]
+    trusting, _ = loss.for_prepared_batches()(batch.curr, changed, batch.seqs, batch.toks)
+    assert torch.equal(told, trusting)
+    with pytest.raises(DataError):
+        loss(batch.curr, changed, batch.seqs, batch.toks)
+
+
+EVERYTHING = {"batch_veto": {"max": 0.05}, "masks": [ICEPOP, GEOMETRIC], "denominator": "kept"}
+
+
+def parts(data, sizes):
+    ends = torch.tensor(sizes).cumsum(0).tolist()
+    for start, end in zip([0, *ends], ends, strict=False):
+        # As a trainer pads them: to a length of their own, with anything.
+        yield {
+            name: torch.nn.functional.pad(value[start:end], (0, 3), value=7.0 if "mask" not in name else 0.0)
+            if value.dim() == 2
+            else value[start:end]
+            for name, value in data.items()
+        }
+
+
+@pytest.mark.parametrize("sizes", [(8,), (3, 5), (1, 1, 6)])
+@pytest.mark.parametrize("train", [True, False])
+def test_a_batch_in_parts_is_decided_as_a_whole(sizes, train):
+    batch = rollouts(seed=7)
+    bound = mismatch_kl(batch.data, "k3") * (1.001 if train else 0.999)
+    config = settings(**{**EVERYTHING, "batch_veto": {"max": bound}})
+    whole = BeforeStep(config)(batch.data)
+    assert whole.train is train
+    gate = BeforeStep(config)
+    review = gate.open()
+    found = [review.add(part) for part in parts(batch.data, sizes)]
+    decision = review.decide()
+    assert decision.train is whole.train
+    assert gate.vetoed == int(not whole.train)
+    assert decision.changes == {}
+    assert decision.metrics == pytest.approx(whole.metrics, rel=1e-12)
+    assert torch.equal(torch.cat([change["sample_mask"] for change in found]), whole.changes["sample_mask"])
+    width = batch.data["token_mask"].shape[1]
+    assert torch.equal(torch.cat([change["token_mask"][:, :width] for change in found]), whole.changes["token_mask"])
+
+
+@pytest.mark.parametrize("sizes", [(8,), (3, 5), (1, 1, 6)])
+def test_metrics_of_an_untrained_batch_add_up_to_those_of_the_loss(sizes):
+    batch = rollouts(seed=8)
+    config = {"name": "gspo", **EVERYTHING, "use_importance_sampling_correction": True}
+    loss, gate = build_loss(config), BeforeStep(settings(**config))
+    review = gate.open()
+    changed = [{**part, **review.add(part)} for part in parts(batch.data, sizes)]
+    decision = review.decide()
+    found = untrained_metrics(loss, changed, decision)
+
+    whole = {**batch.data, **gate(batch.data).changes}
+    seqs = whole["sample_mask"].sum()
+    toks = (whole["token_mask"][:, 1:] * whole["sample_mask"][:, None]).sum()
+    _, expected = loss(batch.data["prev_logprobs"][:, 1:], whole, seqs, toks)
+    assert found.pop("loss") == [0.0] * len(sizes)
+    del expected["loss"]
+    for name, value in decision.metrics.items():
+        assert found.pop(name) == [value]
+        expected.pop(name, None)
+    assert set(found) == set(expected)
+    for name, values in found.items():
+        assert len(values) == len(sizes)
+        merge = {"_min": min, "_max": max}.get(name[-4:], sum)
+        assert merge(values) == pytest.approx(expected[name], rel=1e-5, abs=1e-7)
 
 
 @pytest.mark.parametrize(

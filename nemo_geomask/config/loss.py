@@ -268,6 +268,11 @@ class LossConfig(StrictModel):
         return tuple(rule for rule in self.mask_rules if rule.log_ratio == "mismatch")
 
     @property
+    def looks_before_step(self) -> bool:
+        """Whether ``batch_veto`` or ``denominator: kept`` needs a look at each whole batch before its step."""
+        return self.batch_veto is not None or bool(self.rules_before_step)
+
+    @property
     def rules_in_loss(self) -> tuple[MaskRule, ...]:
         """The other masks."""
         before = self.rules_before_step

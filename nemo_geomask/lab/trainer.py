@@ -98,8 +98,9 @@ class Trainer:
             data = {**rollout.data, **decision.changes}
             reports = [self._update(data, step) | decision.metrics for step in self._document_steps(data)]
         else:
-            untrained = untrained_metrics(self.loss, rollout.data, decision)
-            reports = [{**untrained, "grad_norm": 0.0, "skipped_update": 1.0, "lr": self._rate()}]
+            untrained = untrained_metrics(self.loss, [{**rollout.data, **decision.changes}], decision)
+            report = {name: value for name, (value,) in untrained.items()}
+            reports = [{**report, "grad_norm": 0.0, "skipped_update": 1.0, "lr": self._rate()}]
         ended = time.perf_counter()
         metrics = {
             "reward": rollout.reward,

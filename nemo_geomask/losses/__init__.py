@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from nemo_geomask.losses.build import build_loss
 from nemo_geomask.losses.loss import PolicyLoss
-from nemo_geomask.losses.prestep import BeforeStep, Decision
+from nemo_geomask.losses.prestep import BeforeStep, Decision, Review
 from nemo_geomask.losses.registry import GROUP, Entry, available, load
 from nemo_geomask.losses.variant import NoOptions, SurrogateInputs, Variant
 
@@ -15,6 +15,7 @@ __all__ = [
     "Entry",
     "NoOptions",
     "PolicyLoss",
+    "Review",
     "SurrogateInputs",
     "Variant",
     "available",

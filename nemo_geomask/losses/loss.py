@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from typing import Any
 
@@ -22,10 +23,10 @@ from nemo_geomask.losses.variant import SurrogateInputs, Variant
 from nemo_geomask.metrics import MetricSums, Normalizer
 from nemo_geomask.segments import PackedSegments
 
-__all__ = ["MASKS_APPLIED", "PolicyLoss"]
+__all__ = ["PREPARED", "PolicyLoss"]
 
-# Key of a batch to which the masks that need no current policy have been applied, see BeforeStep.
-MASKS_APPLIED = "geomask_masks_applied"
+# Key of a batch that BeforeStep has looked at.
+PREPARED = "geomask_prepared"
 
 
 class PolicyLoss:
@@ -56,6 +57,9 @@ class PolicyLoss:
         self.variant = variant
         self.options = options
         self.use_fused_linear_logprobs = use_fused_linear_logprobs
+        # What a trainer's integration sends along to look at each batch; see BeforeStep.
+        self.before_step: Any = None
+        self._prepared = False
         self._normalizers = self._declare()
 
     # NeMo-RL compares these by identity with its own enums, see the protocol module.
@@ -80,6 +84,12 @@ class PolicyLoss:
         """β; 0 where no reference log-probs are needed."""
         return self.config.kl_coefficient
 
+    def for_prepared_batches(self) -> PolicyLoss:
+        """This loss for a trainer that has each batch looked at by itself, but can add no mark to it."""
+        loss = copy.copy(self)
+        loss.before_step, loss._prepared = None, True
+        return loss
+
     def __call__(
         self,
         next_token_logprobs: Tensor,
@@ -100,9 +110,11 @@ class PolicyLoss:
             microbatches of a step add up (extrema aside).
 
         Raises:
+            DataError: ``batch_veto`` or ``denominator: kept`` is set and :class:`~nemo_geomask.losses.BeforeStep` has
+                not seen the batch.
             DataError, ShapeError, NonFiniteError: see :func:`~nemo_geomask.losses.batch.read_nemo_rl`.
         """
-        self._check_masked(data)
+        self._check_prepared(data)
         return self._call(read_nemo_rl(next_token_logprobs, data, self.config), global_valid_seqs, global_valid_toks)
 
     def packed(
@@ -126,19 +138,22 @@ class PolicyLoss:
             global_valid_toks: as for calling the loss.
 
         Raises:
+            DataError: as for calling the loss.
             DataError, ShapeError: see :func:`~nemo_geomask.losses.batch.read_packed`.
             NonFiniteError: under ``nonfinite: raise``, on all ranks where it holds on one.
         """
-        self._check_masked(data)
+        self._check_prepared(data)
         return self._call(read_packed(logprobs, data, segments, self.config), global_valid_seqs, global_valid_toks)
 
-    def _check_masked(self, data: Mapping[str, Any]) -> None:
-        if self.config.rules_before_step and MASKS_APPLIED not in data:
-            raise DataError(
-                "loss_fn.denominator: kept needs its masks applied before the step, but the batch has no "
-                f"data['{MASKS_APPLIED}']; run NeMo-RL by nemo-geomask run, call nemo_geomask.losses.BeforeStep on the "
-                "whole batch in a loop of your own, or set denominator: original"
-            )
+    def _check_prepared(self, data: Mapping[str, Any]) -> None:
+        if self._prepared or not self.config.looks_before_step or PREPARED in data:
+            return
+        settings = "batch_veto" if self.config.batch_veto is not None else "denominator: kept"
+        raise DataError(
+            f"loss_fn.{settings} needs a look at the whole batch before the step, but this batch has had none: there "
+            f"is no data['{PREPARED}']. Run NeMo-RL by nemo-geomask run, call nemo_geomask.losses.BeforeStep on the "
+            f"batch and take over its changes in a loop of your own, or remove loss_fn.{settings}"
+        )
 
     def _call(
         self, batch: TokenBatch, global_valid_seqs: Tensor | float, global_valid_toks: Tensor | float
@@ -147,8 +162,9 @@ class PolicyLoss:
         toks = _count("global_valid_toks", global_valid_toks, batch.weight.device)
         loss, metrics = self._evaluate(batch, seqs, toks)
         values, whole = metrics.read(global_seqs=seqs, global_toks=toks)
-        # The value of all ranks, the gradient of this rank's part.
-        return F.with_derivative(loss, value=whole["loss"].to(loss.dtype), derivative=torch.ones_like(loss)), values
+        # The value of all ranks, the gradient of this rank's part. A trainer may divide it in place, as no view can be.
+        whole_loss = F.with_derivative(loss, value=whole["loss"].to(loss.dtype), derivative=torch.ones_like(loss))
+        return whole_loss.clone(), values
 
     def _evaluate(self, read: TokenBatch, seqs: Tensor, toks: Tensor) -> tuple[Tensor, MetricSums]:
         config = self.config

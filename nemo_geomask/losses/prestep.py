@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,12 +13,12 @@ from nemo_geomask import functional as F
 from nemo_geomask.config import LossConfig
 from nemo_geomask.errors import BatchVetoError
 from nemo_geomask.losses.batch import TokenBatch, read_nemo_rl
-from nemo_geomask.losses.loss import MASKS_APPLIED, PolicyLoss
+from nemo_geomask.losses.loss import PREPARED, PolicyLoss
 from nemo_geomask.losses.rejection import reject
 from nemo_geomask.losses.statistics import SequenceStatistics
 from nemo_geomask.metrics import MetricSums
 
-__all__ = ["BeforeStep", "Decision", "untrained_metrics"]
+__all__ = ["BeforeStep", "Decision", "Review", "untrained_metrics"]
 
 
 @dataclass(frozen=True)
@@ -27,13 +27,13 @@ class Decision:
 
     Attributes:
         train: whether to take the step; False: leave the policy and the optimiser as they are.
-        changes: tensors that replace those of the batch.
+        changes: tensors that replace those of the batch, and the mark that the loss asks for.
         metrics: ``geomask/batch_kl``, ``geomask/batch_vetoed`` and those of the masks applied.
     """
 
     train: bool
-    changes: dict[str, Tensor]
-    metrics: dict[str, float]
+    changes: dict[str, Tensor] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
 
 
 class BeforeStep:
@@ -69,9 +69,8 @@ class BeforeStep:
     @property
     def needed(self) -> bool:
         """Whether the settings ask for anything here."""
-        return self._config.batch_veto is not None or bool(self._prior.masks)
+        return self._config.looks_before_step
 
-    @torch.no_grad()
     def __call__(self, data: Mapping[str, Any]) -> Decision:
         """Decide on a batch.
 
@@ -80,34 +79,30 @@ class BeforeStep:
                 what is trained on, all ranks' rows together.
 
         Returns:
-            The decision; under ``denominator: kept`` its ``changes`` hold ``token_mask``, ``sample_mask`` and a mark
-            that the loss asks for.
+            The decision; under ``denominator: kept`` its ``changes`` hold ``token_mask`` and ``sample_mask``.
 
         Raises:
             BatchVetoError: one veto more in a row than ``max_in_a_row``.
             DataError, ShapeError, NonFiniteError: see :func:`~nemo_geomask.losses.batch.read_nemo_rl`.
         """
         if not self.needed:
-            return Decision(True, {}, {})
-        batch = read_nemo_rl(data["prev_logprobs"][:, 1:], data, self._prior)
-        metrics: dict[str, float] = {}
-        train = self._judge(batch, metrics)
-        if not self._prior.masks:
-            return Decision(train, {}, metrics)
-        changes, of_masks = self._apply(batch, data)
-        return Decision(train, changes, metrics | of_masks)
+            return Decision(True)
+        review = self.open()
+        changes = review.add(data)
+        decision = review.decide()
+        return Decision(decision.train, changes, decision.metrics)
 
-    def _judge(self, batch: TokenBatch, metrics: dict[str, float]) -> bool:
+    def open(self) -> Review:
+        """Begin with a batch that arrives in parts; nothing is decided until :meth:`Review.decide`."""
+        return Review(self._config, self._prior, self._judge)
+
+    def _judge(self, kl: float) -> bool:
         veto = self._config.batch_veto
         if veto is None:
             return True
-        x = (batch.prev - batch.gen).double()
-        estimate = F.kl_estimate(-x, veto.estimator)
-        kl = float((estimate * batch.weight).sum() * F.inverse_count(batch.weight.double().sum()))
         train = kl <= veto.max
         self._in_a_row = 0 if train else self._in_a_row + 1
         self.vetoed += not train
-        metrics["geomask/batch_kl"], metrics["geomask/batch_vetoed"] = kl, float(not train)
         if self._in_a_row > veto.max_in_a_row:
             raise BatchVetoError(
                 f"loss_fn.batch_veto: {self._in_a_row} batches in a row have a mismatch KL ({veto.estimator}) above "
@@ -117,35 +112,99 @@ class BeforeStep:
             )
         return train
 
-    def _apply(self, batch: TokenBatch, data: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, float]]:
+
+class Review:
+    """A look at one step's batch, part by part; from :meth:`BeforeStep.open`.
+
+    Masks judge a token or a sequence by itself, so each part can be masked when it comes; the KL is the whole batch's.
+    """
+
+    def __init__(self, config: LossConfig, prior: LossConfig, judge: Callable[[float], bool]) -> None:
+        self._config = config
+        self._prior = prior
+        self._judge = judge
+        self._kl = 0.0
+        self._seqs = torch.zeros((), dtype=torch.float64)
+        self._toks = torch.zeros((), dtype=torch.float64)
+        self._masks: list[MetricSums] = []
+
+    @torch.no_grad()
+    def add(self, data: Mapping[str, Any]) -> dict[str, Tensor]:
+        """Take in whole sequences of the batch.
+
+        Args:
+            data: as for calling :class:`BeforeStep`.
+
+        Returns:
+            What the part is to be changed by, see :class:`Decision`.
+
+        Raises:
+            DataError, ShapeError, NonFiniteError: see :func:`~nemo_geomask.losses.batch.read_nemo_rl`.
+        """
+        batch = read_nemo_rl(data["prev_logprobs"][:, 1:], data, self._prior)
+        self._seqs += batch.sample_mask.double().sum().cpu()
+        self._toks += batch.weight.double().sum().cpu()
+        veto = self._config.batch_veto
+        if veto is not None:
+            estimate = F.kl_estimate((batch.gen - batch.prev).double(), veto.estimator)
+            self._kl += float((estimate * batch.weight).sum())
+        changes = self._apply(batch, data) if self._prior.masks else {}
+        return {**changes, PREPARED: torch.ones_like(data["sample_mask"])}
+
+    def decide(self) -> Decision:
+        """The decision on all parts; its ``changes`` are empty, as each part has got its own.
+
+        Raises:
+            BatchVetoError: one veto more in a row than ``max_in_a_row``.
+        """
+        metrics: dict[str, float] = {}
+        for part in self._masks:
+            numbers, _ = part.read(global_seqs=self._seqs, global_toks=self._toks)
+            for name, value in numbers.items():
+                if name.startswith("geomask/mask/"):
+                    metrics[name] = metrics.get(name, 0.0) + value
+        if self._config.batch_veto is None:
+            return Decision(True, metrics=metrics)
+        kl = float(self._kl * F.inverse_count(self._toks))
+        train = self._judge(kl)
+        return Decision(train, metrics={"geomask/batch_kl": kl, "geomask/batch_vetoed": float(not train), **metrics})
+
+    def _apply(self, batch: TokenBatch, data: Mapping[str, Any]) -> dict[str, Tensor]:
         token_mask, sample_mask = data["token_mask"].clone(), data["sample_mask"].clone()
         metrics = MetricSums(batch.weight, batch.sample_mask, batch.segments)
         statistics = SequenceStatistics(batch, self._prior, {})
         kept = reject(batch, statistics, self._prior, metrics)
+        self._masks.append(metrics)
         removed = batch.trained & ~kept
         token_mask[:, 1:] = torch.where(removed, 0, token_mask[:, 1:])
         # A sequence of which nothing is left is none of those that the loss is a mean over.
         emptied = removed.any(dim=1) & ~kept.any(dim=1)
         sample_mask = torch.where(emptied, torch.zeros_like(sample_mask), sample_mask)
-        numbers, _ = metrics.read(global_seqs=batch.sample_mask.sum(), global_toks=batch.weight.sum())
-        changes = {"token_mask": token_mask, "sample_mask": sample_mask, MASKS_APPLIED: torch.ones_like(sample_mask)}
-        return changes, {name: value for name, value in numbers.items() if name.startswith("geomask/mask/")}
+        return {"token_mask": token_mask, "sample_mask": sample_mask}
 
 
 @torch.no_grad()
-def untrained_metrics(loss: PolicyLoss, data: Mapping[str, Any], decision: Decision) -> dict[str, float]:
+def untrained_metrics(
+    loss: PolicyLoss, parts: Sequence[Mapping[str, Any]], decision: Decision
+) -> dict[str, list[float]]:
     """What the loss would have reported of a batch that is not trained on, of the policy as it is: curr = prev.
 
     Args:
         loss: the policy loss.
-        data: the batch.
+        parts: the batch, whole or in parts, after the changes.
         decision: about it.
 
     Returns:
-        Every metric of the loss, divided by the batch's own counts, ``loss`` 0, and those of the decision.
+        Every metric of the loss, a value for each part, which add up (extrema aside) as those of microbatches do:
+        they are divided by the whole batch's counts. ``loss`` is 0. And those of the decision, one value each.
     """
-    marked = {**data, **decision.changes}
-    seqs = marked["sample_mask"].sum()
-    toks = (marked["token_mask"][:, 1:] * marked["sample_mask"].unsqueeze(-1)).sum()
-    _, metrics = loss(data["prev_logprobs"][:, 1:], marked, seqs, toks)
-    return {**metrics, "loss": 0.0, **decision.metrics}
+    loss = loss.for_prepared_batches()
+    masks = [(part["token_mask"][:, 1:], part["sample_mask"]) for part in parts]
+    seqs = torch.stack([sample.double().sum() for _, sample in masks]).sum()
+    toks = torch.stack([(token * sample.unsqueeze(-1)).double().sum() for token, sample in masks]).sum()
+    found: dict[str, list[float]] = {}
+    for part in parts:
+        _, metrics = loss(part["prev_logprobs"][:, 1:], part, seqs, toks)
+        for name, value in metrics.items():
+            found.setdefault(name, []).append(0.0 if name == "loss" else value)
+    return found | {name: [value] for name, value in decision.metrics.items()}

@@ -71,18 +71,58 @@ cluster: {{gpus_per_node: 1, num_nodes: 1}}
     return write
 
 
-def run(tmp_path, script, config, *overrides, modules="nemo_rl.algorithms.grpo"):
+def run(tmp_path, script, config, *overrides, modules="nemo_rl.algorithms.grpo", data_plane=False):
     return subprocess.run(
         [
             *(sys.executable, "-m", "nemo_geomask.cli", "run", str(hosts.HERE / "on_cpu.py")),
             *(str(hosts.root() / "examples" / script), "--config", config, *overrides),
         ],
-        env=hosts.environment(HOST_OUT=str(tmp_path), HOST_MODULES=modules),
+        env=hosts.environment(HOST_OUT=str(tmp_path), HOST_MODULES=modules, HOST_DATA_PLANE="1" if data_plane else ""),
         cwd=tmp_path,
         capture_output=True,
         text=True,
         timeout=500,
     )
+
+
+ASYNC = [
+    "grpo.async_grpo.enabled=true",
+    "policy.generation.vllm_cfg.async_engine=true",
+    "policy.generation.colocated.enabled=false",
+    "policy.generation.colocated.resources.gpus_per_node=1",
+    "cluster.gpus_per_node=2",
+]
+DATA_PLANE = ["data_plane.enabled=true", "data_plane.storage_capacity=64"]
+# Two prompt groups at a time, so that a step comes in parts.
+STREAMED = [
+    *("cluster.gpus_per_node=2", "policy.train_global_batch_size=16", "data_plane.storage_capacity=64"),
+    *("async_rl.min_groups_for_streaming_train=2", "async_rl.max_buffered_rollouts=8"),
+    "async_rl.max_inflight_prompts=2",
+]
+SINGLE_CONTROLLER = "nemo_rl.algorithms.single_controller_utils.setup"
+
+
+def train(trainer, recipe, tmp_path, *overrides):
+    """One of NeMo-RL's loops over GRPO's recipe."""
+    hosts.require("nemo_rl.algorithms.grpo")
+    if trainer == "single controller":
+        hosts.require(SINGLE_CONTROLLER)
+        hosts.require("transfer_queue")
+        config = recipe("grpo_math_1B_megatron_single_controller.yaml", "grpo")
+        script = "run_grpo_single_controller.py"
+        return run(tmp_path, script, config, *STREAMED, *overrides, modules=SINGLE_CONTROLLER, data_plane=True)
+    more = []
+    if trainer == "data plane":
+        hosts.require("nemo_rl.algorithms.grpo_sync")
+        hosts.require("transfer_queue")
+        more = DATA_PLANE
+    elif trainer == "async":
+        more = ASYNC
+    config = recipe("grpo_math_1B.yaml", "grpo")
+    return run(tmp_path, "run_grpo.py", config, *more, *overrides, data_plane=trainer == "data plane")
+
+
+TRAINERS = ["sync", "async", "data plane", "single controller"]
 
 
 def check(done, tmp_path, *, steps=2):
@@ -101,9 +141,9 @@ def check(done, tmp_path, *, steps=2):
     assert done.stderr.count("policy loss:") == 1
 
 
-def test_grpo(recipe, tmp_path):
-    hosts.require("nemo_rl.algorithms.grpo")
-    check(run(tmp_path, "run_grpo.py", recipe("grpo_math_1B.yaml", "grpo"), *GSPO), tmp_path)
+@pytest.mark.parametrize("trainer", TRAINERS)
+def test_grpo(recipe, tmp_path, trainer):
+    check(train(trainer, recipe, tmp_path, *GSPO), tmp_path)
 
 
 def logged(tmp_path, name):
@@ -111,33 +151,45 @@ def logged(tmp_path, name):
     return [line["metrics"][name] for line in lines if line["prefix"] == "train" and name in line["metrics"]]
 
 
-@pytest.mark.parametrize("trainer", ["sync", "async"])
+@pytest.mark.parametrize("trainer", TRAINERS)
 def test_vetoed_batches_are_not_trained_on(recipe, tmp_path, trainer):
-    hosts.require("nemo_rl.algorithms.grpo")
-    veto = ["++loss_fn.batch_veto={max:1e-9,max_in_a_row:2}", *(ASYNC if trainer == "async" else ())]
-    done = run(tmp_path, "run_grpo.py", recipe("grpo_math_1B.yaml", "grpo"), *GSPO, *veto)
+    veto = "++loss_fn.batch_veto={max:1e-9,max_in_a_row:2}"
+    done = train(trainer, recipe, tmp_path, *GSPO, veto)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
     assert not (tmp_path / "train.jsonl").exists()
     assert logged(tmp_path, "geomask/batch_vetoed") == [1.0, 1.0]
     assert all(kl > 1e-9 for kl in logged(tmp_path, "geomask/batch_kl"))
     assert logged(tmp_path, "grad_norm") == [0.0, 0.0]
+    # Every metric is there, of the policy as it is, and whole where the batch came in parts.
+    assert logged(tmp_path, "probs_ratio") == [pytest.approx(1.0)] * 2
+    assert logged(tmp_path, "geomask/mismatch_k3") == [pytest.approx(kl) for kl in logged(tmp_path, "geomask/batch_kl")]
     assert done.stderr.count("batch vetoed") == 2
+    if trainer == "single controller":
+        assert len(hosts.lines(tmp_path / "aborted.jsonl")) == 2
 
 
-def test_vetoes_in_a_row_end_the_run(recipe, tmp_path):
-    hosts.require("nemo_rl.algorithms.grpo")
-    veto = "++loss_fn.batch_veto={max:1e-9,max_in_a_row:1}"
-    done = run(tmp_path, "run_grpo.py", recipe("grpo_math_1B.yaml", "grpo"), *GSPO, veto)
+@pytest.mark.parametrize("trainer", ["sync", "single controller"])
+def test_vetoes_in_a_row_end_the_run(recipe, tmp_path, trainer):
+    done = train(trainer, recipe, tmp_path, *GSPO, "++loss_fn.batch_veto={max:1e-9,max_in_a_row:1}")
     assert done.returncode != 0
     assert "loss_fn.batch_veto: 2 batches in a row" in done.stderr
 
 
-def test_kept_denominator_reaches_the_policy(recipe, tmp_path):
-    hosts.require("nemo_rl.algorithms.grpo")
+@pytest.mark.parametrize("trainer", TRAINERS)
+def test_batches_below_the_veto_are_trained_on(recipe, tmp_path, trainer):
+    done = train(trainer, recipe, tmp_path, *GSPO, "++loss_fn.batch_veto={max:10.0}")
+    check(done, tmp_path)
+    assert logged(tmp_path, "geomask/batch_vetoed") == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("trainer", TRAINERS)
+def test_kept_denominator_reaches_the_policy(recipe, tmp_path, trainer):
     kept = ["++loss_fn.denominator=kept", "++loss_fn.masks=[{preset:geometric,min:0.99,max:1.01}]"]
-    done = run(tmp_path, "run_grpo.py", recipe("grpo_math_1B.yaml", "grpo"), *GSPO, *kept)
+    done = train(trainer, recipe, tmp_path, *GSPO, *kept)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
     trained = [step["sequences"] for step in hosts.lines(tmp_path / "train.jsonl")]
+    if trainer != "single controller":  # two optimiser steps a batch
+        trained = [sum(pair) for pair in zip(trained[::2], trained[1::2], strict=True)]
     removed = logged(tmp_path, "geomask/mask/geometric/removed")
     assert trained == [pytest.approx(16 * (1 - share)) for share in removed]
     assert 0 < min(trained) < 16
@@ -164,20 +216,6 @@ def test_without_a_name_nemo_rls_own_loss_trains(recipe, tmp_path):
     assert "loss_fn.name is not set: NeMo-RL's own ClippedPGLossFn" in done.stderr
 
 
-ASYNC = [
-    "grpo.async_grpo.enabled=true",
-    "policy.generation.vllm_cfg.async_engine=true",
-    "policy.generation.colocated.enabled=false",
-    "policy.generation.colocated.resources.gpus_per_node=1",
-    "cluster.gpus_per_node=2",
-]
-
-
-def test_async_grpo(recipe, tmp_path):
-    hosts.require("nemo_rl.algorithms.grpo")
-    check(run(tmp_path, "run_grpo.py", recipe("grpo_math_1B.yaml", "grpo"), *GSPO, *ASYNC), tmp_path)
-
-
 def test_nemo_rls_own_gate_still_holds(recipe, tmp_path):
     hosts.require("nemo_rl.algorithms.grpo")
     corrected = "loss_fn.use_importance_sampling_correction=true"
@@ -193,20 +231,3 @@ def test_ppo(recipe, tmp_path):
     config = recipe("ppo_math_1B.yaml", "ppo")
     done = run(tmp_path, "run_ppo.py", config, *GSPO, *rest, modules="nemo_rl.algorithms.ppo")
     check(done, tmp_path, steps=4)
-
-
-def test_single_controller(recipe, tmp_path):
-    hosts.require("nemo_rl.algorithms.single_controller_utils.setup")
-    config = recipe("grpo_math_1B_megatron_single_controller.yaml", "grpo")
-    command = [sys.executable, "-m", "nemo_geomask.cli", "run", str(hosts.HERE / "single_controller.py")]
-    done = subprocess.run(
-        [*command, "--config", config, *GSPO, "policy.train_global_batch_size=16"],
-        env=hosts.environment(HOST_OUT=str(tmp_path)),
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=500,
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
-    (setup,) = hosts.lines(tmp_path / "train.jsonl")
-    assert setup == {"loss_class": "nemo_geomask.losses.loss.PolicyLoss", "name": "gspo"}

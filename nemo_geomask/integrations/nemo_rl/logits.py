@@ -60,6 +60,10 @@ class LogitLoss:
         # Built anew where it arrives, which attaches it to the worker there.
         return LogitLoss, (self.loss,)
 
+    def for_prepared_batches(self) -> LogitLoss:
+        """See :meth:`nemo_geomask.losses.PolicyLoss.for_prepared_batches`."""
+        return LogitLoss(self.loss.for_prepared_batches())
+
     @property
     def loss_type(self) -> Any:
         """``LossType``: which global count divides the loss."""
@@ -242,7 +246,7 @@ def _tensor_parallel(logits: DTensor) -> tuple[Tensor, Group]:
 
 def _for_division(value: Tensor, metrics: dict[str, float], size: int) -> tuple[Tensor, dict[str, float]]:
     """The gradient times the context-parallel size, by which NeMo-RL divides the loss."""
-    return F.with_derivative(value, value=value, derivative=torch.full_like(value, size)), metrics
+    return F.with_derivative(value, value=value.detach(), derivative=torch.full_like(value, size)).clone(), metrics
 
 
 def _check_shape(logits: Tensor, data: Mapping[str, Any]) -> None:

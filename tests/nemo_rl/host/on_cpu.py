@@ -10,7 +10,6 @@ import ray
 from nemo_rl.distributed import ray_actor_environment_registry as registry
 from nemo_rl.distributed.virtual_cluster import PY_EXECUTABLES
 from nemo_rl.environments.utils import register_env
-from nemo_rl.utils import logger
 
 for actor in ("fakes.Environment", *registry.ACTOR_ENVIRONMENT_REGISTRY):
     registry.ACTOR_ENVIRONMENT_REGISTRY[actor] = PY_EXECUTABLES.SYSTEM
@@ -21,19 +20,11 @@ for name in os.environ["HOST_MODULES"].split():
     module.RayVirtualCluster, module.Policy, module.VllmGeneration = fakes.Cluster, fakes.Policy, fakes.Generation
     if hasattr(module, "Value"):
         module.Value = fakes.Value
-
-log_metrics = logger.Logger.log_metrics
-
-
-def recorded(self, metrics, step, prefix="", **kwargs):
-    fakes.record("logged", prefix=prefix, step=step, metrics={k: v for k, v in metrics.items() if isinstance(v, float)})
-    return log_metrics(self, metrics, step, prefix=prefix, **kwargs)
-
-
-logger.Logger.log_metrics = recorded
+if os.environ.get("HOST_DATA_PLANE"):
+    importlib.import_module("data_plane")
 
 ray.init(
-    "local", num_cpus=2, include_dashboard=False, runtime_env={"env_vars": dict(os.environ)}, logging_level="error"
+    "local", num_cpus=8, include_dashboard=False, runtime_env={"env_vars": dict(os.environ)}, logging_level="error"
 )
 # NeMo-RL's memory report looks for a cluster, and must not find another one on this machine.
 os.environ["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address
