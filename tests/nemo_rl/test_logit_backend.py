@@ -1,5 +1,5 @@
-"""``logprob_backend: geomask`` under NeMo-RL's own Megatron loss code, TP × CP processes over gloo, against NeMo-RL's
-own path: loss, metrics and the gradient of each rank's logits."""
+"""``logprob_backend: geomask`` under NeMo-RL's own loss code for Megatron and DTensor workers, TP × CP processes over
+gloo, against NeMo-RL's own path: loss, metrics and the gradient of each rank's logits."""
 
 import importlib.abc
 import importlib.machinery
@@ -51,10 +51,13 @@ OF_NEMO_RL = ("default", "dual_clip_tis", "sequence_ratio")
 
 
 class _Absent(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Megatron-Bridge, of which the loss path needs nothing: empty modules whose attributes are mocks."""
+    """A library of which the loss path needs nothing: empty modules whose attributes are mocks."""
+
+    def __init__(self, library):
+        self._library = library
 
     def find_spec(self, name, path=None, target=None):
-        if name.split(".")[:2] != ["megatron", "bridge"]:
+        if not f"{name}.".startswith(f"{self._library}."):
             return None
         return importlib.machinery.ModuleSpec(name, self, is_package=True)
 
@@ -67,8 +70,8 @@ class _Absent(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         pass
 
 
-def megatron_worker():
-    """The module of NeMo-RL's Megatron workers, on a CPU: what it imports or moves to a GPU on the way, replaced."""
+def worker(module, without):
+    """A module of NeMo-RL's workers, on a CPU: what it imports or moves to a GPU on the way, replaced."""
     torch.Tensor.cuda = lambda self, *_, **__: self
     torch.Tensor.pin_memory = lambda self, *_, **__: self
     if not hasattr(torch.tensor, "unpinned"):
@@ -76,18 +79,25 @@ def megatron_worker():
         torch.tensor = lambda *args, pin_memory=False, **kwargs: tensor(*args, **kwargs)
         torch.tensor.unpinned = True
     try:
-        importlib.import_module("megatron.bridge")
+        importlib.import_module(without)
     except ImportError:
-        sys.meta_path.append(_Absent())
-    return importlib.import_module("nemo_rl.models.megatron.train")
+        sys.meta_path.append(_Absent(without))
+    return importlib.import_module(module)
 
 
-def _skip_reason():
+def megatron_worker():
+    return worker("nemo_rl.models.megatron.train", without="megatron.bridge")
+
+
+def automodel_worker():
+    return worker("nemo_rl.models.automodel.train", without="nemo_automodel")
+
+
+def _skip_unless(importable):
     try:
-        megatron_worker()
+        importable()
     except ImportError as error:
-        return f"NeMo-RL's Megatron worker code is not importable here: {error}"
-    return None
+        pytest.skip(f"NeMo-RL's worker code is not importable here: {error}")
 
 
 def whole():
@@ -140,11 +150,7 @@ def _on_rank(rank, world, tp, cp):
     train = megatron_worker()
     from megatron.core import parallel_state
     from megatron.core.packed_seq_params import PackedSeqParams
-    from nemo_rl.algorithms.loss.loss_functions import ClippedPGLossConfig, ClippedPGLossFn
     from nemo_rl.distributed.batched_data_dict import BatchedDataDict
-    from pydantic import BaseModel
-
-    from nemo_geomask.integrations.nemo_rl.logits import LogitLoss
 
     parallel_state.initialize_model_parallel(tp, context_parallel_size=cp)
     tp_rank, cp_rank = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_context_parallel_rank()
@@ -161,13 +167,7 @@ def _on_rank(rank, world, tp, cp):
                 qkv_format="thd", cu_seqlens_q=lengths, cu_seqlens_q_padded=torch.tensor(starts, dtype=torch.int32)
             )
         for name, config in CONFIGS.items():
-            losses = {"nemo_rl": build_loss(config)}
-            losses["geomask"] = pickle.loads(
-                pickle.dumps(LogitLoss(build_loss({**config, "logprob_backend": "geomask"})))
-            )
-            if name in OF_NEMO_RL and issubclass(ClippedPGLossConfig, BaseModel):
-                own = {key: value for key, value in config.items() if key != "name"}
-                losses["own"] = ClippedPGLossFn(ClippedPGLossConfig(**own))
+            losses = dict(_losses(name, config))
             for fused in (False, True) if layout == "packed" else (False,):
                 for kind, loss in losses.items():
                     leaf = share.clone().requires_grad_()
@@ -188,16 +188,24 @@ def _on_rank(rank, world, tp, cp):
     return found
 
 
-@pytest.mark.timeout(400)
-@pytest.mark.parametrize(("tp", "cp"), [(1, 1), (2, 1), (1, 2), (2, 2)])
-def test_equals_nemo_rls_own_path(tp, cp):
-    reason = _skip_reason()
-    if reason:
-        pytest.skip(reason)
-    for found in run(tp * cp, _on_rank, tp, cp, timeout=360):
-        for (layout, fused, name, kind), (value, metrics, grad) in found.items():
-            where = f"{layout}, fused {fused}, {name}, {kind}"
-            other, others, expected = found[layout, fused, name, "nemo_rl"]
+def _losses(name, config):
+    """Of one objective: log-probs by NeMo-RL, by us, and NeMo-RL's own class where it knows the settings."""
+    from nemo_rl.algorithms.loss.loss_functions import ClippedPGLossConfig, ClippedPGLossFn
+    from pydantic import BaseModel
+
+    from nemo_geomask.integrations.nemo_rl.logits import LogitLoss
+
+    yield "nemo_rl", build_loss(config)
+    yield "geomask", pickle.loads(pickle.dumps(LogitLoss(build_loss({**config, "logprob_backend": "geomask"}))))
+    if name in OF_NEMO_RL and issubclass(ClippedPGLossConfig, BaseModel):
+        yield "own", ClippedPGLossFn(ClippedPGLossConfig(**{key: config[key] for key in config if key != "name"}))
+
+
+def _compare(results):
+    for found in results:
+        for (*where, name, kind), (value, metrics, grad) in found.items():
+            other, others, expected = found[*where, name, "nemo_rl"]
+            where = f"{where}, {name}, {kind}"
             assert np.abs(expected).max() > 1e-4
             assert value == pytest.approx(other, rel=2e-5, abs=1e-7), where
             np.testing.assert_allclose(grad, expected, rtol=2e-4, atol=2e-7, err_msg=where)
@@ -206,3 +214,58 @@ def test_equals_nemo_rls_own_path(tp, cp):
                     continue  # NeMo-RL multiplies [B, 1] by [B] there, see docs/loss_reference.md
                 assert metrics[key] == pytest.approx(others[key], rel=1e-4, abs=1e-6), (where, key)
             assert kind == "own" or metrics.keys() == others.keys()
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(("tp", "cp"), [(1, 1), (2, 1), (1, 2), (2, 2)])
+def test_megatron_equals_nemo_rls_own_path(tp, cp):
+    _skip_unless(megatron_worker)
+    _compare(run(tp * cp, _on_rank, tp, cp, timeout=360))
+
+
+def _automodel_on_rank(rank, world, tp, cp):
+    train = automodel_worker()
+    from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+    from nemo_rl.models.automodel.data import ProcessedInputs
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard
+
+    mesh = init_device_mesh("cpu", (cp, tp), mesh_dim_names=("cp", "tp"))
+    logits, data, seqs, toks = whole()
+    columns = slice(rank % tp * VOCAB // tp, (rank % tp + 1) * VOCAB // tp)
+    # Head and tail chunks, as torch's context parallelism deals them out.
+    order = torch.arange(WIDTH).chunk(2 * cp)
+    mine = torch.cat([order[rank // tp], order[2 * cp - 1 - rank // tp]])
+    found = {}
+    for layout in ("padded", "packed") if cp == 1 else ("padded",):
+        inputs = ProcessedInputs(input_ids=data["input_ids"], seq_len=WIDTH)
+        share = logits[:, mine, columns]
+        if layout == "packed":
+            offsets = torch.tensor([0, *LENGTHS]).cumsum(0)
+            inputs.flash_attn_kwargs = types.SimpleNamespace(cu_seqlens_q=offsets)
+            share = torch.cat([row[:length] for row, length in zip(share, LENGTHS, strict=True)]).unsqueeze(0)
+        for name, config in CONFIGS.items():
+            for kind, loss in _losses(name, config):
+                leaf = share.clone().requires_grad_()
+                sharded = DTensor.from_local(leaf, mesh["tp"], [Shard(-1)]) if tp > 1 else leaf
+                batch = BatchedDataDict(data)
+                if cp > 1:
+                    # What torch shards in place, by NeMo-RL's list of buffers.
+                    batch["input_ids"] = data["input_ids"][:, mine]
+                    inputs.seq_index = mine.unsqueeze(0)
+                    inputs.cp_buffers = [batch["input_ids"], inputs.seq_index]
+                process = train.LossPostProcessor(
+                    loss, {}, mesh, mesh["cp"], mesh["tp"], cp, 1, enable_seq_packing=layout == "packed"
+                )
+                value, metrics = process(sharded, batch, inputs, seqs, toks)
+                value.backward()
+                numbers = {key: float(metric) for key, metric in metrics.items()}
+                found[layout, name, kind] = float(value), numbers, leaf.grad.numpy()
+    return found
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(("tp", "cp"), [(1, 1), (2, 1), (1, 2), (2, 2)])
+def test_automodel_equals_nemo_rls_own_path(tp, cp):
+    _skip_unless(automodel_worker)
+    _compare(run(tp * cp, _automodel_on_rank, tp, cp, timeout=360))
