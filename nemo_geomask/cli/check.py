@@ -10,12 +10,12 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from nemo_geomask.cli.objective import Part, describe
+from nemo_geomask.cli.objective import describe
 from nemo_geomask.config.checks import RULES, Finding, Report, Subject, judge
 from nemo_geomask.config.checks.subject import MISMATCH_KL
 from nemo_geomask.config.recipe import Recipe, read_recipe
 from nemo_geomask.errors import ConfigError, GeomaskError
-from nemo_geomask.losses import PolicyLoss, build_loss
+from nemo_geomask.losses import Part, PolicyLoss, build_loss
 
 __all__ = ["add", "build", "run"]
 

@@ -3,39 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable, Iterator
 
 from nemo_geomask.config import LossConfig, MaskRule
-from nemo_geomask.losses import PolicyLoss
+from nemo_geomask.losses import Part, PolicyLoss
+from nemo_geomask.losses.description import number
 
-__all__ = ["SURROGATES", "Part", "describe"]
-
-
-@dataclass(frozen=True)
-class Part:
-    """One part of the objective.
-
-    Attributes:
-        formula: a line of the formula.
-        words: the same as a sentence.
-    """
-
-    formula: str
-    words: str
+__all__ = ["describe"]
 
 
 def describe(loss: PolicyLoss) -> tuple[Part, ...]:
     """The objective of a loss, part by part, the whole first."""
     config = loss.config
-    known = SURROGATES.get(config.name)
-    surrogate = known(config, loss.options) if known else _foreign(config, loss.variant.source)
     return tuple(
         part
         for parts in (
             _whole(config),
-            surrogate,
+            _surrogate(loss),
             _weight(config),
             _masks(config),
             _normaliser(config),
@@ -46,12 +30,8 @@ def describe(loss: PolicyLoss) -> tuple[Part, ...]:
     )
 
 
-def _number(value: float) -> str:
-    return f"{value:.6g}"
-
-
 def _interval(low: float | None, high: float | None) -> str:
-    ends = [_number(low) if low else "0", _number(high) if high is not None else "∞"]
+    ends = [number(low) if low else "0", number(high) if high is not None else "∞"]
     return f"[{', '.join(ends)}]"
 
 
@@ -61,116 +41,22 @@ def _whole(config: LossConfig) -> Iterator[Part]:
     formula = f"L = Σ_t c_t · {term}"
     words = f"`{config.name}`, {'weighted' if weighted else 'not weighted'}, {'masked' if masked else 'not masked'}"
     if config.kl_coefficient:
-        formula = f"L = Σ_t c_t · ({term} + {_number(config.kl_coefficient)} · KL_t)"
+        formula = f"L = Σ_t c_t · ({term} + {number(config.kl_coefficient)} · KL_t)"
         words += ", with a KL term to the reference"
     if config.positive_example_nll_weight:
-        formula += f" + {_number(config.positive_example_nll_weight)} · NLL⁺"
+        formula += f" + {number(config.positive_example_nll_weight)} · NLL⁺"
         words += (
             f", with the NLL of successful samples (divided by the {config.positive_example_nll_normalization}'s count)"
         )
     yield Part(formula, f"{words}.")
 
 
-# --- the surrogate
+def _surrogate(loss: PolicyLoss) -> Iterable[Part]:
+    if loss.variant.describe is not None:
+        return loss.variant.describe(loss.config, loss.options)
+    name, source = loss.config.name, loss.variant.source
+    return (Part(f"ℓ_t = the surrogate of {name}", source or "This objective gives no source."),)
 
-
-def _clip(config: LossConfig, ratio: str) -> str:
-    return f"clip({ratio}, {_number(1 - config.ratio_clip_min)}, {_number(1 + config.ratio_clip_max)})"
-
-
-def _bounds(config: LossConfig) -> str:
-    high, low = 1 + config.ratio_clip_max, 1 - config.ratio_clip_min
-    return f"above {_number(high)} where A > 0" + (f", or below {_number(low)} where A < 0" if low > 0 else "")
-
-
-def _clipped(config: LossConfig, ratio: str, advantage: str) -> str:
-    loss = f"max(−{ratio}·{advantage}, −{_clip(config, ratio)}·{advantage})"
-    if config.ratio_clip_c is not None:
-        loss += f", at most {_number(config.ratio_clip_c)}·|{advantage}| where {advantage} < 0"
-    return loss
-
-
-_SEQUENCE_RATIO = Part(
-    "s = exp(mean_t(curr − prev))", "The policy ratio is one a sequence: the geometric mean of its tokens'."
-)
-_TOKEN_RATIO = Part("r_t = exp(curr − prev)", "The policy ratio is each token's own.")
-
-
-def _clipped_pg(config: LossConfig, options: Any) -> Iterator[Part]:
-    if config.force_on_policy_ratio:
-        yield Part("ℓ_t = −r_t·A_t, r_t = 1", "The policy ratio is taken to be 1: plain policy gradient, on-policy.")
-    elif config.disable_ppo_ratio:
-        yield Part("ℓ_t = −A_t·curr", "REINFORCE: the advantage times the log-prob, no ratio and no clip.")
-    elif config.use_cispo:
-        yield from _cispo(config, options)
-    else:
-        ratio = "s" if config.sequence_level_importance_ratios else "r_t"
-        yield Part(
-            f"ℓ_t = {_clipped(config, ratio, 'A_t')}", f"PPO's clip: no gradient from a ratio {_bounds(config)}."
-        )
-        yield _SEQUENCE_RATIO if ratio == "s" else _TOKEN_RATIO
-
-
-def _gspo(config: LossConfig, options: Any) -> Iterator[Part]:
-    yield Part(f"ℓ = {_clipped(config, 's', 'Ā')}", f"GSPO's clip: no gradient from a ratio {_bounds(config)}.")
-    yield _SEQUENCE_RATIO
-
-
-def _gspo_token(config: LossConfig, options: Any) -> Iterator[Part]:
-    yield Part(
-        f"ℓ_t = {_clipped(config, 's_t', 'A_t')}", f"GSPO-token's clip: no gradient from a ratio {_bounds(config)}."
-    )
-    yield Part(
-        "s_t = sg[exp(mean_t(curr − prev))]·π/sg[π]",
-        "The policy ratio has the sequence's value and each token's own gradient.",
-    )
-
-
-def _gmpo(config: LossConfig, options: Any) -> Iterator[Part]:
-    low = math.log1p(-config.ratio_clip_min) if config.ratio_clip_min < 1 else -math.inf
-    high = math.log1p(config.ratio_clip_max)
-    yield Part(
-        "ℓ = −Ā·exp(mean_t x_t)",
-        f"GMPO: the geometric mean of token ratios, each clipped {_bounds(config)}.",
-    )
-    yield Part(
-        f"x_t = min(curr − prev, {_number(high)}) where Ā > 0, max(curr − prev, {_number(low)}) where Ā < 0",
-        "The clip acts where it would make the update larger.",
-    )
-
-
-def _cispo(config: LossConfig, options: Any) -> Iterator[Part]:
-    yield Part(
-        f"ℓ_t = −sg({_clip(config, 'r_t')})·A_t·curr",
-        "CISPO: every token keeps its gradient; the clipped ratio is a weight only.",
-    )
-    yield _TOKEN_RATIO
-
-
-def _sapo(config: LossConfig, options: Any) -> Iterator[Part]:
-    yield Part(
-        "ℓ_t = −(4/τ)·σ(τ·(r_t − 1))·A_t",
-        f"SAPO: a soft gate in place of the clip, τ = {_number(options.tau_pos)} where A > 0, "
-        f"{_number(options.tau_neg)} elsewhere.",
-    )
-    yield _TOKEN_RATIO
-
-
-def _foreign(config: LossConfig, source: str) -> Iterator[Part]:
-    yield Part("ℓ_t = the surrogate of " + config.name, source or "This objective gives no source.")
-
-
-SURROGATES: dict[str, Callable[[LossConfig, Any], Iterator[Part]]] = {
-    "clipped_pg": _clipped_pg,
-    "gspo": _gspo,
-    "gspo_token": _gspo_token,
-    "gmpo": _gmpo,
-    "cispo": _cispo,
-    "sapo": _sapo,
-}
-
-
-# --- around it
 
 _POOLED = {"token": "{}", "sequence": "Σ_t {}", "sequence_mean": "mean_t {}", "sequence_max": "{}"}
 _STATISTIC = {"ratio": "x_t", "k2": "x_t²/2", "k3": "(exp(x_t) − 1 − x_t)"}
@@ -207,7 +93,7 @@ def _masks(config: LossConfig) -> Iterator[Part]:
 
 def _limits(rule: MaskRule) -> tuple[str | None, str | None]:
     as_written = math.exp if rule.statistic == "ratio" else float
-    low, high = (_number(as_written(bound)) if math.isfinite(bound) else None for bound in (rule.low, rule.high))
+    low, high = (number(as_written(bound)) if math.isfinite(bound) else None for bound in (rule.low, rule.high))
     return low, high
 
 
@@ -242,7 +128,7 @@ def _dropped(rule: MaskRule) -> str:
 
 
 def _normaliser(config: LossConfig) -> Iterator[Part]:
-    constant = _number(config.loss_normalization_constant or 0)
+    constant = number(config.loss_normalization_constant or 0)
     formula, words = {
         "tokens": ("1 / N_tok", "Every trained token of the step counts the same."),
         "sequences": ("1 / (n_i · N_seq)", "Every sequence of the step counts the same, whatever its length."),
@@ -275,7 +161,7 @@ def _kl(config: LossConfig) -> Iterator[Part]:
 def _veto(config: LossConfig) -> Iterator[Part]:
     if config.batch_veto is not None:
         value = {"k1": "−x_t", "k3": "(exp(x_t) − 1 − x_t)"}[config.batch_veto.estimator]
-        limit = _number(config.batch_veto.max)
+        limit = number(config.batch_veto.max)
         yield Part(
             f"no update where mean_t {value} > {limit}, x = prev − gen, t over the batch",
             f"A batch whose mismatch KL exceeds {limit} nats per token is not trained on.",

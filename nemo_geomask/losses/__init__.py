@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from nemo_geomask.losses.build import build_loss
+from nemo_geomask.losses.description import Part
 from nemo_geomask.losses.loss import PolicyLoss
 from nemo_geomask.losses.prestep import BeforeStep, Decision, Review
 from nemo_geomask.losses.registry import GROUP, Entry, available, load
@@ -14,6 +15,7 @@ __all__ = [
     "Decision",
     "Entry",
     "NoOptions",
+    "Part",
     "PolicyLoss",
     "Review",
     "SurrogateInputs",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from nemo_geomask.config import LossConfig, StrictModel
 from nemo_geomask.functional import Surrogate
+from nemo_geomask.losses.description import Part
 
 __all__ = ["NoOptions", "SurrogateInputs", "Variant"]
 
@@ -40,6 +41,7 @@ class SurrogateInputs:
 
 SurrogateFn = Callable[[SurrogateInputs, Mapping[str, Tensor]], Surrogate]
 PoolFn = Callable[[SurrogateInputs], Mapping[str, Tensor]]
+DescribeFn = Callable[[LossConfig, Any], Iterable[Part]]
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,7 @@ class Variant:
         refuses: settings that must stay falsy, each with the reason.
         options: pydantic model of the variant's own settings (``loss_fn.options``).
         source: paper and equation.
+        describe: the surrogate under given settings and options, in formula and words, for ``nemo-geomask check``.
     """
 
     surrogate: SurrogateFn
@@ -69,3 +72,4 @@ class Variant:
     refuses: Mapping[str, str] = field(default_factory=dict)
     options: type[BaseModel] = NoOptions
     source: str = ""
+    describe: DescribeFn | None = None

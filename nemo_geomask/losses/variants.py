@@ -10,6 +10,7 @@ from torch import Tensor
 
 from nemo_geomask import functional as F
 from nemo_geomask.config import StrictModel
+from nemo_geomask.losses import description
 from nemo_geomask.losses.variant import SurrogateInputs, Variant
 
 __all__ = ["CISPO", "CLIPPED_PG", "GMPO", "GSPO", "GSPO_TOKEN", "SAPO", "SapoOptions"]
@@ -119,6 +120,7 @@ CLIPPED_PG = Variant(
     surrogate=_clipped_pg,
     pool=_clipped_pg_pool,
     source="NeMo-RL ClippedPGLossFn: PPO, GRPO, DAPO, dual clip, RLOO, CISPO, GSPO by its flags",
+    describe=description.clipped_pg,
 )
 r"""All that NeMo-RL's flags select; with no new setting, NeMo-RL's own loss.
 
@@ -136,6 +138,7 @@ GSPO = Variant(
     forces={"sequence_level_importance_ratios": True},
     refuses=_OF_RATIOS,
     source="GSPO, arXiv:2507.18071 eq. 5 and 7; clip bounds from its section 5.1",
+    describe=description.gspo,
 )
 r"""Group Sequence Policy Optimization.
 
@@ -149,6 +152,7 @@ GSPO_TOKEN = Variant(
     forces=GSPO.forces,
     refuses=GSPO.refuses,
     source="GSPO-token, arXiv:2507.18071 eq. 13 and 14",
+    describe=description.gspo_token,
 )
 r"""GSPO with per-token advantages.
 
@@ -165,6 +169,7 @@ GMPO = Variant(
     },
     refuses=_OF_TOKEN_RATIOS,
     source="GMPO, arXiv:2507.20673 eq. 4; bounds (e^-0.4, e^0.4)",
+    describe=description.gmpo,
 )
 r"""Geometric-Mean Policy Optimization.
 
@@ -176,6 +181,7 @@ CISPO = Variant(
     defaults={"ratio_clip_min": 1.0, "ratio_clip_max": 4.0},
     refuses={key: reason for key, reason in _OF_TOKEN_RATIOS.items() if key != "use_cispo"},
     source="MiniMax-M1, arXiv:2506.13585 eq. 4 and 5; upper bound 5 on the weight from ScaleRL, arXiv:2510.13786",
+    describe=description.cispo,
 )
 r"""Clipped IS-weight Policy Optimization.
 
@@ -188,6 +194,7 @@ SAPO = Variant(
     refuses=_OF_TOKEN_RATIOS,
     options=SapoOptions,
     source="SAPO, arXiv:2511.20347 eq. 5 and 6",
+    describe=description.sapo,
 )
 r"""Soft Adaptive Policy Optimization.
 
