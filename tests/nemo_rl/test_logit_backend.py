@@ -6,11 +6,13 @@ import importlib.machinery
 import pickle
 import sys
 import types
+import typing
 from unittest import mock
 
 import numpy as np
 import pytest
 import torch
+import typing_extensions
 from gloo import run
 
 from nemo_geomask import build_loss
@@ -70,27 +72,31 @@ class _Absent(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         pass
 
 
-def worker(module, without):
+def worker(module, *without):
     """A module of NeMo-RL's workers, on a CPU: what it imports or moves to a GPU on the way, replaced."""
+    if sys.version_info < (3, 12):
+        # NeMo-RL asks for Python 3.12 (v0.6.0) and 3.13.
+        typing.override = typing_extensions.override
     torch.Tensor.cuda = lambda self, *_, **__: self
     torch.Tensor.pin_memory = lambda self, *_, **__: self
     if not hasattr(torch.tensor, "unpinned"):
         tensor = torch.tensor
         torch.tensor = lambda *args, pin_memory=False, **kwargs: tensor(*args, **kwargs)
         torch.tensor.unpinned = True
-    try:
-        importlib.import_module(without)
-    except ImportError:
-        sys.meta_path.append(_Absent(without))
+    for library in without:
+        try:
+            importlib.import_module(library)
+        except ImportError:
+            sys.meta_path.append(_Absent(library))
     return importlib.import_module(module)
 
 
 def megatron_worker():
-    return worker("nemo_rl.models.megatron.train", without="megatron.bridge")
+    return worker("nemo_rl.models.megatron.train", "megatron.bridge", "modelopt")
 
 
 def automodel_worker():
-    return worker("nemo_rl.models.automodel.train", without="nemo_automodel")
+    return worker("nemo_rl.models.automodel.train", "nemo_automodel")
 
 
 def _skip_unless(importable):
