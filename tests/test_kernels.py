@@ -13,22 +13,13 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-import oracle
-import test_matrix as matrix
-from batches import MASKS, VARIANTS
+from from_logits import CONFIGS, check_from_logits
 from gloo import run
 from test_vocab_parallel import IGNORE, case, check, loops, ours
 
-from nemo_geomask import build_loss
 from nemo_geomask.errors import ConfigError
 from nemo_geomask.kernels import choose, gpu
 from nemo_geomask.parallel import vocab_parallel_logprobs
-from nemo_geomask.segments import PackedSegments
-
-CORRECTED = {"use_importance_sampling_correction": True, "is_correction_level": "sequence_mean"}
-CONFIGS = VARIANTS | {
-    f"{name}-corrected": {**config, **CORRECTED, "masks": list(MASKS.values())} for name, config in VARIANTS.items()
-}
 
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs the compiled kernels"),
@@ -85,33 +76,9 @@ def test_splits_depend_on_the_vocabulary_alone():
     assert [gpu.splits(width) for width in (1, 65_536, 65_537, 151_936, 1 << 20)] == [1, 1, 2, 2, 2]
 
 
-@pytest.fixture(scope="module")
-def problem():
-    batch, logits, targets = matrix.problem()
-    return batch, logits, targets, matrix.softmax_derivative(logits, targets)
-
-
-@pytest.mark.parametrize("name", list(CONFIGS))
-def test_every_variant_from_logits(name, problem):
-    batch, logits, targets, derivative = problem
-    loss_fn = build_loss(CONFIGS[name])
-    answer = oracle.evaluate(
-        loss_fn.config, batch.curr, batch.data, batch.seqs, batch.toks, loss_fn.options.model_dump()
-    )
-    outer = np.zeros(targets.shape)
-    outer[:, : batch.curr.shape[1]] = answer.grad
-    data = {key: value.reshape(-1) for key, value in matrix.shift(batch).items()}
-    data |= {key: batch.data[key] for key in ("sample_mask", "rewards")}
-    rows, width = targets.shape
-    segments = PackedSegments(range(0, rows * width + 1, width))
-    leaf = logits.clone().requires_grad_()
-    logprobs = vocab_parallel_logprobs(leaf, targets, temperature=matrix.TEMPERATURE, kernel="triton")
-    loss, _ = loss_fn.packed(logprobs.reshape(-1), data, segments, batch.seqs, batch.toks)
-    loss.backward()
-    assert loss.item() == pytest.approx(answer.loss, rel=1e-4, abs=1e-6)
-    grad = outer[:, :, None] * derivative
-    assert np.abs(grad).max() > 1e-4
-    np.testing.assert_allclose(leaf.grad.numpy(), grad, rtol=5e-4, atol=2e-7)
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_variant_from_logits(name):
+    check_from_logits(name, kernel="triton")
 
 
 def _sharded(rank, world):
