@@ -49,6 +49,71 @@ def test_veto_compares_the_mean_over_tokens(estimator):
         assert decision.metrics["geomask/batch_vetoed"] == float(not train)
 
 
+def test_a_k1_far_below_zero_is_a_mismatch_too():
+    batch = rollouts(seed=1)
+    data = {**batch.data, "generation_logprobs": batch.data["prev_logprobs"] - 3.0}
+    decision = BeforeStep(settings(batch_veto={"estimator": "k1", "max": 0.1}))(data)
+    assert not decision.train
+    assert decision.metrics["geomask/batch_kl"] == pytest.approx(-3.0, rel=1e-6)
+    assert decision.why == "mismatch KL -3 is beyond loss_fn.batch_veto.max: 0.1"
+
+
+@pytest.mark.parametrize("value", [math.nan, -math.inf, math.inf])
+def test_a_batch_of_mostly_nonfinite_log_probs_is_vetoed(value):
+    batch = rollouts(seed=2)
+    calm = {**batch.data, "generation_logprobs": batch.data["prev_logprobs"].clone()}
+    look = BeforeStep(settings(batch_veto={"max": 0.1}))
+    few, most = (
+        {**calm, "generation_logprobs": calm["generation_logprobs"].index_fill(0, torch.tensor(rows), value)}
+        for rows in ([1], [0, 1, 2, 4, 5])
+    )
+    # What is dropped does not train, so one bad response costs no batch.
+    assert look(few).metrics == {"geomask/batch_kl": 0.0, "geomask/batch_vetoed": 0.0}
+    assert look(most).metrics == {"geomask/batch_kl": math.inf, "geomask/batch_vetoed": 1.0}
+
+
+def test_a_batch_without_a_token_to_train_says_nothing():
+    look = BeforeStep(settings(batch_veto={"max": 1e-9, "max_in_a_row": 1}))
+    wild = rollouts(seed=3)
+    assert not look(wild.data).train
+    assert look({**wild.data, "sample_mask": torch.zeros(8)}).train
+    with pytest.raises(BatchVetoError, match="2 batches in a row"):
+        look(wild.data)
+
+
+def test_masks_keep_their_labels_and_their_denominator():
+    batch = rollouts(seed=4)
+    masks = [
+        {"log_ratio": "policy", "level": "token", "max": 1.5},
+        {"log_ratio": "mismatch", "level": "token", "max": 1.5},
+        GEOMETRIC,
+        {**GEOMETRIC, "min": 0.5},
+    ]
+    data = {**batch.data, "generation_logprobs": batch.data["generation_logprobs"].clone()}
+    data["generation_logprobs"][0] = math.nan
+    before = BeforeStep(settings(masks=masks, denominator="kept"))(data).metrics
+    assert {name.split("/")[2] for name in before if "/mask/" in name} == {"mask_2", "geometric", "geometric_2"}
+    # Shares of the same counts as those that the loss reports when it applies the masks itself.
+    seqs = float(data["sample_mask"].sum())
+    toks = float((data["token_mask"][:, 1:] * data["sample_mask"][:, None]).sum())
+    _, inside = build_loss({"masks": masks})(batch.curr, data, seqs, toks)
+    for name, value in before.items():
+        if "/mask/" in name:
+            assert value == pytest.approx(inside[name], rel=1e-6), name
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.bfloat16, torch.float64])
+def test_masks_of_any_dtype(dtype):
+    batch = rollouts(seed=5)
+    config = settings(masks=[ICEPOP, GEOMETRIC], denominator="kept")
+    expected = BeforeStep(config)(batch.data).changes
+    typed = {name: batch.data[name].to(dtype) for name in ("token_mask", "sample_mask")}
+    found = BeforeStep(config)({**batch.data, **typed}).changes
+    for name in typed:
+        assert found[name].dtype == dtype
+        assert torch.equal(found[name].float(), expected[name])
+
+
 def test_masked_positions_may_hold_anything():
     batch = rollouts(seed=2)
     look = BeforeStep(settings(batch_veto={"max": 0.1}, masks=[ICEPOP, GEOMETRIC], denominator="kept"))

@@ -160,9 +160,10 @@ def _kl(config: LossConfig) -> Iterator[Part]:
 
 def _veto(config: LossConfig) -> Iterator[Part]:
     if config.batch_veto is not None:
-        value = {"k1": "−x_t", "k3": "(exp(x_t) − 1 − x_t)"}[config.batch_veto.estimator]
+        # k3 is never negative.
+        mean = {"k1": "|mean_t x_t|", "k3": "mean_t (exp(x_t) − 1 − x_t)"}[config.batch_veto.estimator]
         limit = number(config.batch_veto.max)
         yield Part(
-            f"no update where mean_t {value} > {limit}, x = prev − gen, t over the batch",
+            f"no update where {mean} > {limit}, x = prev − gen, t over the batch",
             f"A batch whose mismatch KL exceeds {limit} nats per token is not trained on.",
         )

@@ -38,7 +38,7 @@ class BatchVeto(StrictModel):
         description="Of KL(μ ‖ π_old) from the sampled tokens: k1 the mean of gen − prev, k3 of e^(prev − gen) − 1 − "
         "(prev − gen).",
     )
-    max: float = Field(gt=0, description="Largest mean over the batch's trained tokens that is trained on.")
+    max: float = Field(gt=0, description="Largest absolute mean over the batch's trained tokens that is trained on.")
     max_in_a_row: int = Field(
         default=10, ge=1, description="So many batches may be vetoed one after another; the next one ends the run."
     )
@@ -175,7 +175,7 @@ class LossConfig(StrictModel):
         None,
         "`{estimator, max, max_in_a_row}`: skip the update of a batch whose mismatch KL exceeds `max`: no gradient, no "
         "optimiser step. More than `max_in_a_row` (10) vetoes one after another end the run.",
-        formula="mean_t k(prev − gen) ≤ max; k1: gen − prev; k3: e^(prev − gen) − 1 − (prev − gen)",
+        formula="|mean_t k(prev − gen)| ≤ max; k1: gen − prev; k3: e^(prev − gen) − 1 − (prev − gen)",
         source="When Speed Kills Stability (2025): skip above 0.1",
     )
     nonfinite: Literal["drop_sequence", "drop_token", "raise"] = _field(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -27,11 +28,14 @@ class Decision:
 
     Attributes:
         train: whether to take the step; False: leave the policy and the optimiser as they are.
+        why: where not, why not.
         changes: tensors that replace those of the batch, and the mark that the loss asks for.
-        metrics: ``geomask/batch_kl``, ``geomask/batch_vetoed`` and those of the masks applied.
+        metrics: ``geomask/batch_kl`` and ``geomask/batch_vetoed`` under ``batch_veto``, ``geomask/batch_emptied`` and
+            those of the masks applied under ``denominator: kept``.
     """
 
     train: bool
+    why: str = ""
     changes: dict[str, Tensor] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
 
@@ -39,12 +43,15 @@ class Decision:
 class BeforeStep:
     r"""Look at a whole batch before its optimiser step or steps.
 
-    ``batch_veto``: with :math:`x_t` = prev − gen over the batch's trained tokens, no step where the mean of
-    :math:`-x_t` (k1) or :math:`e^{x_t} - 1 - x_t` (k3) exceeds the bound.
+    ``batch_veto``: with :math:`x_t` = prev − gen over the batch's trained tokens, no step where the absolute mean of
+    :math:`-x_t` (k1) or the mean of :math:`e^{x_t} - 1 - x_t` (k3) exceeds the bound. A KL is not negative, so a k1 far
+    below 0 speaks of wrong log-probs as one above does. Tokens without finite log-probs are left out; where they are
+    more than half, the KL counts as infinite.
 
     ``denominator: kept``: the masks on the mismatch are applied to the token mask (token-level masks) and the sample
     mask (the others), so that counts taken of the batch afterwards are those of what is kept. Every mask judges the
-    batch as it came. Advantages stay as they are: the group baseline counts what is rejected here.
+    batch as it came. Advantages stay as they are: the group baseline counts what is rejected here. No step on a batch
+    of which nothing is kept.
 
     To be called by the trainer, on the driver; ``nemo-geomask run`` does it in NeMo-RL, and the lab does it.
 
@@ -58,7 +65,12 @@ class BeforeStep:
     def __init__(self, config: LossConfig) -> None:
         self._config = config
         before = set(config.rules_before_step)
-        masks = [mask for mask, rule in zip(config.masks, config.mask_rules, strict=True) if rule in before]
+        masks = [
+            # Under the label that it has among all masks.
+            {**mask.model_dump(exclude_unset=True), "label": rule.label}
+            for mask, rule in zip(config.masks, config.mask_rules, strict=True)
+            if rule in before
+        ]
         # Of the loss only what speaks of the mismatch, which is all that is known before the step.
         self._prior = LossConfig.model_validate(
             {"masks": masks, "reference_policy_kl_penalty": 0.0, "nonfinite": config.nonfinite}
@@ -89,8 +101,7 @@ class BeforeStep:
             return Decision(True)
         review = self.open()
         changes = review.add(data)
-        decision = review.decide()
-        return Decision(decision.train, changes, decision.metrics)
+        return replace(review.decide(), changes=changes)
 
     def open(self) -> Review:
         """Begin with a batch that arrives in parts; nothing is decided until :meth:`Review.decide`."""
@@ -100,12 +111,12 @@ class BeforeStep:
         veto = self._config.batch_veto
         if veto is None:
             return True
-        train = kl <= veto.max
+        train = abs(kl) <= veto.max
         self._in_a_row = 0 if train else self._in_a_row + 1
         self.vetoed += not train
         if self._in_a_row > veto.max_in_a_row:
             raise BatchVetoError(
-                f"loss_fn.batch_veto: {self._in_a_row} batches in a row have a mismatch KL ({veto.estimator}) above "
+                f"loss_fn.batch_veto: {self._in_a_row} batches in a row have a mismatch KL ({veto.estimator}) beyond "
                 f"max: {veto.max}, the last {kl:.4g}, and max_in_a_row is {veto.max_in_a_row}. The generation engine "
                 "no longer samples from the policy that trains: check that its weights are synchronised and its "
                 "numerics (precision, quantisation, expert routing); or raise max"
@@ -123,7 +134,8 @@ class Review:
         self._config = config
         self._prior = prior
         self._judge = judge
-        self._kl = 0.0
+        self._kl = self._finite = self._kept = 0.0
+        # As the batch declares them, which is what the loss divides by.
         self._seqs = torch.zeros((), dtype=torch.float64)
         self._toks = torch.zeros((), dtype=torch.float64)
         self._masks: list[MetricSums] = []
@@ -142,8 +154,10 @@ class Review:
             DataError, ShapeError, NonFiniteError: see :func:`~nemo_geomask.losses.batch.read_nemo_rl`.
         """
         batch = read_nemo_rl(data["prev_logprobs"][:, 1:], data, self._prior)
-        self._seqs += batch.sample_mask.double().sum().cpu()
-        self._toks += batch.weight.double().sum().cpu()
+        seqs, toks = _counts(data)
+        self._seqs += seqs
+        self._toks += toks
+        self._finite += float(batch.weight.double().sum())
         veto = self._config.batch_veto
         if veto is not None:
             estimate = F.kl_estimate((batch.gen - batch.prev).double(), veto.estimator)
@@ -163,11 +177,19 @@ class Review:
             for name, value in numbers.items():
                 if name.startswith("geomask/mask/"):
                     metrics[name] = metrics.get(name, 0.0) + value
-        if self._config.batch_veto is None:
-            return Decision(True, metrics=metrics)
-        kl = float(self._kl * F.inverse_count(self._toks))
-        train = self._judge(kl)
-        return Decision(train, metrics={"geomask/batch_kl": kl, "geomask/batch_vetoed": float(not train), **metrics})
+        why = ""
+        # A batch without a token to train says nothing of the engines.
+        if self._toks > 0:
+            if self._masks:
+                metrics["geomask/batch_emptied"] = float(self._kept == 0)
+                why = "denominator: kept, and the masks keep nothing of it" if self._kept == 0 else ""
+            veto = self._config.batch_veto
+            if veto is not None:
+                kl = self._kl / self._finite if self._finite >= float(self._toks) / 2 else math.inf
+                vetoed = not self._judge(kl)
+                metrics |= {"geomask/batch_kl": kl, "geomask/batch_vetoed": float(vetoed)}
+                why = f"mismatch KL {kl:.4g} is beyond loss_fn.batch_veto.max: {veto.max:g}" if vetoed else why
+        return Decision(not why, why, metrics=metrics)
 
     def _apply(self, batch: TokenBatch, data: Mapping[str, Any]) -> dict[str, Tensor]:
         token_mask, sample_mask = data["token_mask"].clone(), data["sample_mask"].clone()
@@ -175,12 +197,20 @@ class Review:
         statistics = SequenceStatistics(batch, self._prior, {})
         kept = reject(batch, statistics, self._prior, metrics)
         self._masks.append(metrics)
+        self._kept += float((batch.weight * kept).double().sum())
         removed = batch.trained & ~kept
-        token_mask[:, 1:] = torch.where(removed, 0, token_mask[:, 1:])
         # A sequence of which nothing is left is none of those that the loss is a mean over.
         emptied = removed.any(dim=1) & ~kept.any(dim=1)
-        sample_mask = torch.where(emptied, torch.zeros_like(sample_mask), sample_mask)
+        token_mask[:, 1:].masked_fill_(removed.to(token_mask.device), 0)
+        sample_mask.masked_fill_(emptied.to(sample_mask.device), 0)
         return {"token_mask": token_mask, "sample_mask": sample_mask}
+
+
+def _counts(data: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    """Valid sequences and tokens of a batch, as trainers count them; 0-d float64 on the CPU."""
+    sample_mask = data["sample_mask"].double().cpu()
+    token_mask = data["token_mask"][:, 1:].double().cpu()
+    return sample_mask.sum(), (token_mask * sample_mask.unsqueeze(-1)).sum()
 
 
 @torch.no_grad()
@@ -199,9 +229,8 @@ def untrained_metrics(
         they are divided by the whole batch's counts. ``loss`` is 0. And those of the decision, one value each.
     """
     loss = loss.for_prepared_batches()
-    masks = [(part["token_mask"][:, 1:], part["sample_mask"]) for part in parts]
-    seqs = torch.stack([sample.double().sum() for _, sample in masks]).sum()
-    toks = torch.stack([(token * sample.unsqueeze(-1)).double().sum() for token, sample in masks]).sum()
+    counts = [_counts(part) for part in parts]
+    seqs, toks = sum(seqs for seqs, _ in counts), sum(toks for _, toks in counts)
     found: dict[str, list[float]] = {}
     for part in parts:
         _, metrics = loss(part["prev_logprobs"][:, 1:], part, seqs, toks)

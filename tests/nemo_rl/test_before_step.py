@@ -25,6 +25,7 @@ class Policy:
 
     def __init__(self):
         self.calls = []
+        self.cfg = {"train_global_batch_size": 4}
 
     def train(self, data, loss_fn, eval_mode=False, *, gbs=None, mbs=None, timer=None):
         return self.trained("train", data, loss_fn)
@@ -42,7 +43,7 @@ class TQPolicy(Policy):
     """NeMo-RL's over its data plane: ``meta`` is a key of ``store``."""
 
     def __init__(self, store):
-        super().__init__()
+        Policy.__init__(self)
         self.store = store
 
     def read_from_dataplane(self, meta, *, select_fields, pad_value_dict=None):
@@ -78,11 +79,12 @@ def nemo_rl(monkeypatch):
         modules[name] = types.ModuleType(name)
     modules["nemo_rl"].__version__ = "9.9"
     tq = modules["nemo_rl.models.policy.tq_policy"] = types.ModuleType("nemo_rl.models.policy.tq_policy")
-    modules["nemo_rl.models.policy.lm_policy"].Policy = type("Policy", (Policy,), dict(vars(Policy)))
-    tq.TQPolicy = type("TQPolicy", (TQPolicy,), dict(vars(TQPolicy)))
+    lm = modules["nemo_rl.models.policy.lm_policy"]
+    lm.Policy = type("Policy", (), dict(vars(Policy)))
+    tq.TQPolicy = type("TQPolicy", (lm.Policy,), dict(vars(TQPolicy)))
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)
-    yield types.SimpleNamespace(lm=modules["nemo_rl.models.policy.lm_policy"], tq=tq)
+    yield types.SimpleNamespace(lm=lm, tq=tq)
     before_step.unwatch()
 
 
@@ -116,9 +118,52 @@ def test_a_veto_keeps_the_batch_from_the_policy(nemo_rl):
         assert calls == []
         assert results["all_mb_metrics"]["geomask/batch_vetoed"] == [1.0]
         assert results["all_mb_metrics"]["loss"] == [0.0]
+        # Of one of the two optimiser steps that would have been taken, as NeMo-RL counts.
+        assert results["all_mb_metrics"]["global_valid_seqs"] == [3.5]
         assert float(results["grad_norm"]) == 0.0
     with pytest.raises(BatchVetoError, match="2 batches in a row"):
-        policy.train(data, loss)
+        policy.train(rollouts(seed=1).data, loss)
+
+
+def test_epochs_on_one_batch_are_one_batch(nemo_rl):
+    loss, policy = watched(**VETO, **KEPT), nemo_rl.lm.Policy()
+    data = rollouts(seed=1).data
+    for _ in range(5):
+        assert policy.train(dict(data), loss)["all_mb_metrics"]["geomask/batch_vetoed"] == [1.0]
+    assert loss.before_step.vetoed == 1
+    gentle = watched(**KEPT)
+    for _ in range(2):
+        policy.train(dict(data), gentle)
+    (_, first, one), (_, second, other) = policy.calls
+    assert torch.equal(first["sample_mask"], second["sample_mask"])
+    assert one == other
+
+
+def test_a_batch_of_which_nothing_is_kept_is_not_trained_on(nemo_rl, caplog):
+    nothing = {"denominator": "kept", "masks": [{"preset": "veto", "max": 1e-6}]}
+    data = rollouts(seed=2).data
+    loss, policy = watched(**nothing), nemo_rl.lm.Policy()
+    metrics = policy.train(data, loss)["all_mb_metrics"]
+    assert policy.calls == []
+    assert metrics["geomask/batch_emptied"] == [1.0]
+    assert metrics["global_valid_toks"] == [0.0]
+    assert "no update on this batch: denominator: kept, and the masks keep nothing of it" in caplog.text
+    streamed = nemo_rl.tq.TQPolicy({"a": data})
+    stream(streamed, loss, ["a"])
+    assert streamed.calls[-1] == ("abort",)
+
+
+def test_an_error_in_training_is_not_hidden_by_one_after_it(nemo_rl, caplog):
+    loss = watched(**KEPT)
+
+    class Broken(nemo_rl.tq.TQPolicy):
+        def trained(self, how, data, loss_fn):
+            self.store.clear()
+            raise RuntimeError("out of memory")
+
+    with pytest.raises(RuntimeError, match="out of memory"):
+        Broken({"all": rollouts(seed=3).data}).train_from_meta("all", loss)
+    assert "write_to_dataplane failed" in caplog.text
 
 
 def watched_from_meta(policy, **config):
@@ -169,7 +214,7 @@ def test_a_vetoed_stream_is_aborted(nemo_rl):
     # k3 over the whole batch, from the decision and from the loss's own metrics of each part.
     assert sum(metrics["geomask/mismatch_k3"]) == pytest.approx(metrics["geomask/batch_kl"][0], rel=1e-5)
     assert len(metrics["geomask/mismatch_k3"]) == 2
-    assert metrics["global_valid_seqs"] == [7.0]
+    assert metrics["global_valid_seqs"] == [7.0]  # of the streamed step; Policy.train takes two on such a batch
     with pytest.raises(BatchVetoError, match="2 batches in a row"):
         stream(policy, loss, ["a", "b"])
     assert policy.calls[-1] == ("abort",)
@@ -229,6 +274,13 @@ def test_older_versions_lack_what_is_optional(nemo_rl):
         delattr(nemo_rl.tq.TQPolicy, name)
     tq = nemo_rl.tq.TQPolicy({"all": rollouts(seed=8).data})
     assert watched_from_meta(tq, **VETO)["all_mb_metrics"]["geomask/batch_vetoed"] == [1.0]
+
+
+@pytest.mark.parametrize("missing", ["finish_train_step", "abort_train_step", "write_to_dataplane"])
+def test_half_a_known_api_is_an_error(nemo_rl, missing):
+    delattr(nemo_rl.tq.TQPolicy, missing)
+    with pytest.raises(SeamError, match=rf"tq_policy\.TQPolicy.*{missing}"):
+        watched(**VETO)
 
 
 def test_unknown_signatures_are_an_error(nemo_rl):

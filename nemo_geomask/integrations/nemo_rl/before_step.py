@@ -8,6 +8,7 @@ wrapped once a loss asks for it, in the process that calls them; calls with othe
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import importlib
@@ -15,13 +16,14 @@ import inspect
 import logging
 import sys
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from nemo_geomask.config import LossConfig
 from nemo_geomask.errors import BatchVetoError
 from nemo_geomask.integrations.nemo_rl import seams
 from nemo_geomask.losses import BeforeStep, Decision, PolicyLoss, Review
@@ -36,6 +38,22 @@ _ORIGINAL = "_nemo_geomask_original"
 
 class _Gate(BeforeStep):
     """Travels with the loss: NeMo-RL's single controller trains in a process of its own."""
+
+    def __init__(self, config: LossConfig) -> None:
+        super().__init__(config)
+        self._last: tuple[tuple[weakref.ref[Tensor], ...], Decision] | None = None
+
+    def once(self, data: Mapping[str, Any]) -> Decision:
+        """The decision on a batch; PPO trains on one for several epochs, and it is judged and counted once."""
+        seen = (data["prev_logprobs"], data["generation_logprobs"])
+        if self._last is not None and all(ref() is tensor for ref, tensor in zip(self._last[0], seen, strict=True)):
+            return self._last[1]
+        decision = self(data)
+        self._last = tuple(weakref.ref(tensor) for tensor in seen), decision
+        return decision
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_last": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -59,11 +77,12 @@ def watch(loss: Any) -> None:
 
 def unwatch() -> None:
     """Take the wrappers away. Losses that need them refuse batches from then on."""
-    for seam in _SEAMS:
-        target = getattr(sys.modules.get(seam.module), seam.owner, None)
-        wrapped = vars(target).get(seam.method) if target is not None else None
-        if hasattr(wrapped, _ORIGINAL):
-            setattr(target, seam.method, getattr(wrapped, _ORIGINAL))
+    for group in _GROUPS:
+        target = getattr(sys.modules.get(group.module), group.owner, None)
+        for method in group.methods:
+            wrapped = vars(target).get(method) if target is not None else None
+            if hasattr(wrapped, _ORIGINAL):
+                setattr(target, method, getattr(wrapped, _ORIGINAL))
 
 
 def _policy_loss(loss: Any) -> Any:
@@ -88,11 +107,11 @@ def _train(original: Any) -> Any:
         def step(changes: Mapping[str, Tensor]) -> Any:
             # A copy: the trainer goes on with the batch as it came.
             changed = copy.copy(data)
-            changed.update(changes)
+            changed.update(_columns(changes))
             given.arguments["data"], given.arguments["loss_fn"] = changed, loss.for_prepared_batches()
             return original(*given.args, **given.kwargs)
 
-        return _step(gate, loss, data, step, evaluate=given.arguments.get("eval_mode", False))
+        return _step(self, gate, given.arguments, data, step)
 
     return train
 
@@ -112,23 +131,39 @@ def _train_from_meta(original: Any) -> Any:
             given.arguments["loss_fn"] = loss.for_prepared_batches()
             columns = _columns(changes)
             self.write_to_dataplane(meta, fields=columns)
-            try:
+            with _afterwards(self.write_to_dataplane, meta, fields={name: data[name] for name in columns}):
                 return original(*given.args, **given.kwargs)
-            finally:
-                self.write_to_dataplane(meta, fields={name: data[name] for name in columns})
 
-        return _step(gate, loss, data, step, evaluate=given.arguments.get("eval_mode", False))
+        return _step(self, gate, given.arguments, data, step)
 
     return train_from_meta
 
 
-def _step(gate: _Gate, loss: Any, data: Any, step: Callable[[Mapping[str, Tensor]], Any], *, evaluate: bool) -> Any:
-    if evaluate:
+def _step(
+    policy: Any, gate: _Gate, given: Mapping[str, Any], data: Any, step: Callable[[Mapping[str, Tensor]], Any]
+) -> Any:
+    if given.get("eval_mode", False):
         return step(gate.open().add(data))
-    decision = gate(data)
+    decision = gate.once(data)
     if decision.train:
         return _reported(step(decision.changes), decision)
-    return _untrained(loss, [{**data, **decision.changes}], decision)
+    size = given.get("gbs") or policy.cfg["train_global_batch_size"]
+    updates = max(1, data["sample_mask"].shape[0] // size)
+    return _untrained(given["loss_fn"], [{**data, **decision.changes}], decision, updates=updates)
+
+
+@contextlib.contextmanager
+def _afterwards(action: Callable[..., Any], *args: Any, **kwargs: Any) -> Iterator[None]:
+    """Do it at the end; what failed before it goes first."""
+    try:
+        yield
+    except BaseException:
+        try:
+            action(*args, **kwargs)
+        except Exception:
+            _log.exception("%s failed after what follows", getattr(action, "__name__", action))
+        raise
+    action(*args, **kwargs)
 
 
 @dataclass
@@ -168,9 +203,8 @@ def _train_microbatches_from_meta(original: Any) -> Any:
             meta = signature.bind(self, *args, **kwargs).arguments["meta"]
             data = _read(self, meta, step.loss)
             changes = step.review.add(data)
-            if _policy_loss(step.loss).config.batch_veto is not None:
-                # The data plane forgets a part once it is trained on.
-                step.parts.append({**data, **changes})
+            # The data plane forgets a part once it is trained on.
+            step.parts.append({**data, **changes})
             self.write_to_dataplane(meta, fields=_columns(changes))
         return original(self, *args, **kwargs)
 
@@ -185,12 +219,12 @@ def _finish_train_step(original: Any) -> Any:
         try:
             decision = step.review.decide()
         except BatchVetoError:
-            self.abort_train_step()
-            raise
+            with _afterwards(self.abort_train_step):
+                raise
         if decision.train:
             return _reported(original(self), decision)
         self.abort_train_step()
-        return _untrained(step.loss, step.parts, decision)
+        return _untrained(step.loss, step.parts, decision, updates=1)
 
     return finish_train_step
 
@@ -208,19 +242,22 @@ def _columns(changes: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: value for name, value in changes.items() if name != PREPARED}
 
 
-def _untrained(loss: Any, parts: list[dict[str, Any]], decision: Decision) -> dict[str, Any]:
-    """NeMo-RL's training results of a step that was not taken: every metric, of the policy as it is; gradient 0."""
+def _untrained(loss: Any, parts: list[dict[str, Any]], decision: Decision, *, updates: int) -> dict[str, Any]:
+    """NeMo-RL's training results of a step that was not taken: the loss's metrics, of the policy as it is; gradient 0.
+
+    Args:
+        loss: the loss.
+        parts: the batch after the changes.
+        decision: about it.
+        updates: optimiser steps that NeMo-RL would have taken on it; its counts are those of one.
+    """
     policy: PolicyLoss = _policy_loss(loss)
     metrics = untrained_metrics(policy, parts, decision)
     # NeMo-RL's workers add these.
-    trained = [part["token_mask"][:, 1:] * part["sample_mask"].unsqueeze(-1) for part in parts]
-    metrics["global_valid_seqs"] = [float(sum(part["sample_mask"].sum() for part in parts))]
-    metrics["global_valid_toks"] = [float(sum(mask.sum() for mask in trained))]
-    _log.warning(
-        "batch vetoed: mismatch KL %.4g is above loss_fn.batch_veto.max: %g; no update",
-        decision.metrics["geomask/batch_kl"],
-        policy.config.batch_veto.max if policy.config.batch_veto is not None else 0.0,
-    )
+    seqs = sum(float(part["sample_mask"].sum()) for part in parts)
+    toks = sum(float((part["token_mask"][:, 1:] * part["sample_mask"].unsqueeze(-1)).sum()) for part in parts)
+    metrics["global_valid_seqs"], metrics["global_valid_toks"] = [seqs / updates], [toks / updates]
+    _log.warning("no update on this batch: %s", decision.why)
     return {"loss": torch.zeros(1), "grad_norm": torch.zeros(1), "all_mb_metrics": metrics}
 
 
@@ -230,57 +267,75 @@ def _reported(results: Any, decision: Decision) -> Any:
 
 
 @dataclass(frozen=True)
-class _Seam:
-    """A method of NeMo-RL's that is wrapped.
+class _Group:
+    """Methods of a class of NeMo-RL's that are wrapped together or, where not every version has them, not at all.
 
     Attributes:
-        needed: parameters that the wrapper relies on.
-        wrap: makes the wrapper.
-        optional: not every tested version has it.
+        methods: by name, the parameters that the wrapper relies on and what makes it.
+        uses: other methods of the class that the wrappers call.
     """
 
     module: str
     owner: str
-    method: str
-    needed: tuple[str, ...]
-    wrap: Callable[[Any], Any]
+    methods: Mapping[str, tuple[tuple[str, ...], Callable[[Any], Any]]]
+    uses: tuple[str, ...] = ()
     optional: bool = True
+
+    def __str__(self) -> str:
+        return f"{self.module}.{self.owner}"
 
 
 _TQ = ("nemo_rl.models.policy.tq_policy", "TQPolicy")
-_SEAMS = (
-    _Seam("nemo_rl.models.policy.lm_policy", "Policy", "train", ("data", "loss_fn"), _train, optional=False),
-    _Seam(*_TQ, "train_from_meta", ("meta", "loss_fn"), _train_from_meta),
-    _Seam(*_TQ, "begin_train_step", ("loss_fn",), _begin_train_step),
-    _Seam(*_TQ, "train_microbatches_from_meta", ("meta",), _train_microbatches_from_meta),
-    _Seam(*_TQ, "finish_train_step", ("self",), _finish_train_step),
+_DATA_PLANE = ("read_from_dataplane", "write_to_dataplane")
+_GROUPS = (
+    _Group("nemo_rl.models.policy.lm_policy", "Policy", {"train": (("data", "loss_fn"), _train)}, optional=False),
+    _Group(*_TQ, {"train_from_meta": (("meta", "loss_fn"), _train_from_meta)}, uses=_DATA_PLANE),
+    _Group(
+        *_TQ,
+        {
+            "begin_train_step": (("loss_fn",), _begin_train_step),
+            "train_microbatches_from_meta": (("meta",), _train_microbatches_from_meta),
+            "finish_train_step": (("self",), _finish_train_step),
+        },
+        uses=(*_DATA_PLANE, "abort_train_step"),
+    ),
 )
 
 
 def _wrap_all(*, imported_only: bool) -> None:
-    for seam in _SEAMS:
-        if not imported_only or seam.module in sys.modules:
-            _wrap(seam)
+    for group in _GROUPS:
+        if not imported_only or group.module in sys.modules:
+            _wrap(group)
 
 
-def _wrap(seam: _Seam) -> None:
+def _wrap(group: _Group) -> None:
     try:
-        target = getattr(importlib.import_module(seam.module), seam.owner)
+        target = getattr(importlib.import_module(group.module), group.owner)
     except (ImportError, AttributeError):
         # The data plane came after v0.6.0, and has requirements of its own.
-        if seam.optional:
+        if group.optional:
             return
         raise
-    original = vars(target).get(seam.method)
-    if hasattr(original, _ORIGINAL) or (original is None and seam.optional):
+    found = {name: vars(target).get(name) for name in group.methods}
+    if group.optional and not any(found.values()):
         return
-    parameters = tuple(inspect.signature(original).parameters) if original is not None else ()
-    if any(name not in parameters for name in seam.needed):
-        raise seams.SeamError(
-            f"NeMo-RL {seams.version()} is not as nemo_geomask knows it (tested: {seams.TESTED}): {seam.module}."
-            f"{seam.owner}.{seam.method} takes ({', '.join(parameters)}), not {', '.join(seam.needed)}. Remove "
-            "loss_fn.batch_veto and set loss_fn.denominator: original, or use a tested NeMo-RL"
-        )
-    wrapped = functools.wraps(original)(seam.wrap(original))
-    setattr(wrapped, _ORIGINAL, original)
-    setattr(target, seam.method, wrapped)
+    for name, (needed, _) in group.methods.items():
+        parameters = () if found[name] is None else tuple(inspect.signature(found[name]).parameters)
+        if any(parameter not in parameters for parameter in needed):
+            raise _unknown(f"{group}.{name} takes ({', '.join(parameters)}), not {', '.join(needed)}")
+    for name in group.uses:
+        if not callable(getattr(target, name, None)):
+            raise _unknown(f"{group} has no {name}")
+    for name, (_, make) in group.methods.items():
+        original = found[name]
+        if not hasattr(original, _ORIGINAL):
+            wrapped = functools.wraps(original)(make(original))
+            setattr(wrapped, _ORIGINAL, original)
+            setattr(target, name, wrapped)
+
+
+def _unknown(difference: str) -> seams.SeamError:
+    return seams.SeamError(
+        f"NeMo-RL {seams.version()} is not as nemo_geomask knows it (tested: {seams.TESTED}): {difference}. Remove "
+        "loss_fn.batch_veto and set loss_fn.denominator: original, or use a tested NeMo-RL"
+    )

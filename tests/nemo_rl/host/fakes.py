@@ -172,6 +172,7 @@ class Policy(Idle, lm_policy.Policy):
     """What NeMo-RL's ``Policy`` does over its workers, here in the driver; trained through NeMo-RL's own method."""
 
     def __init__(self, config, **kwargs):
+        self.cfg = config
         self.model = Bigrams(config)
         self.sharding_annotations = types.SimpleNamespace(get_axis_size=lambda axis: 1)
 
