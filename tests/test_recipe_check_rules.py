@@ -75,6 +75,7 @@ ASYNC = {
     CORRECT: True,
 }
 FUSED_FITS = {FUSED: True, PACKING: False}
+DTENSOR = {"policy.megatron_cfg.enabled": False, "policy.dtensor_cfg.enabled": True}
 GEOMETRIC = {"preset": "geometric", "min": 0.99, "max": 1.01}
 VETO = {"preset": "veto", "min": 0.1, "max": 10.0}
 GSPO = {"loss_fn.name": "gspo", "loss_fn.token_level_loss": False}
@@ -363,12 +364,16 @@ CASES = {
         ({"policy.dtensor_cfg.enabled": True}, {}),
         (
             {"policy.megatron_cfg.enabled": False},
-            {"policy.megatron_cfg.enabled": False, "policy.dtensor_cfg.enabled": True},
+            DTENSOR,
         ),
     ],
     "GM313": [
         ({"loss_fn.logprob_backend": "geomask", TOP_P: 0.9}, {"loss_fn.logprob_backend": "geomask"}),
         ({"loss_fn.logprob_backend": "mcore", **FUSED_FITS}, {"loss_fn.logprob_backend": "nemo_rl", **FUSED_FITS}),
+        (
+            {"loss_fn.logprob_backend": "mcore", **DTENSOR},
+            {"loss_fn.logprob_backend": "geomask", **DTENSOR},
+        ),
     ],
     "GM401": [
         ({CORRECT: True, LEVEL: "sequence"}, {CORRECT: True, LEVEL: "sequence_mean"}),

@@ -173,7 +173,7 @@ def _on_rank(rank, world, tp, cp):
                 qkv_format="thd", cu_seqlens_q=lengths, cu_seqlens_q_padded=torch.tensor(starts, dtype=torch.int32)
             )
         for name, config in CONFIGS.items():
-            losses = dict(_losses(name, config))
+            losses = dict(_losses(name, config, "geomask", "mcore"))
             for fused in (False, True) if layout == "packed" else (False,):
                 for kind, loss in losses.items():
                     leaf = share.clone().requires_grad_()
@@ -194,7 +194,7 @@ def _on_rank(rank, world, tp, cp):
     return found
 
 
-def _losses(name, config):
+def _losses(name, config, *backends):
     """Of one objective: log-probs by NeMo-RL, by us, and NeMo-RL's own class where it knows the settings."""
     from nemo_rl.algorithms.loss.loss_functions import ClippedPGLossConfig, ClippedPGLossFn
     from pydantic import BaseModel
@@ -202,7 +202,8 @@ def _losses(name, config):
     from nemo_geomask.integrations.nemo_rl.logits import LogitLoss
 
     yield "nemo_rl", build_loss(config)
-    yield "geomask", pickle.loads(pickle.dumps(LogitLoss(build_loss({**config, "logprob_backend": "geomask"}))))
+    for backend in backends:
+        yield backend, pickle.loads(pickle.dumps(LogitLoss(build_loss({**config, "logprob_backend": backend}))))
     if name in OF_NEMO_RL and issubclass(ClippedPGLossConfig, BaseModel):
         yield "own", ClippedPGLossFn(ClippedPGLossConfig(**{key: config[key] for key in config if key != "name"}))
 
@@ -251,7 +252,7 @@ def _automodel_on_rank(rank, world, tp, cp):
             inputs.flash_attn_kwargs = types.SimpleNamespace(cu_seqlens_q=offsets)
             share = torch.cat([row[:length] for row, length in zip(share, LENGTHS, strict=True)]).unsqueeze(0)
         for name, config in CONFIGS.items():
-            for kind, loss in _losses(name, config):
+            for kind, loss in _losses(name, config, "geomask"):
                 leaf = share.clone().requires_grad_()
                 sharded = DTensor.from_local(leaf, mesh["tp"], [Shard(-1)]) if tp > 1 else leaf
                 batch = BatchedDataDict(data)

@@ -159,6 +159,12 @@ def _logits(subject: Subject) -> Iterator[Hit]:
             "loss_fn.logprob_backend",
             f"{backend} takes whole logits, so it needs {', '.join(wanted)}; set so, or logprob_backend: nemo_rl",
         )
+    if backend == "mcore" and not subject.megatron:
+        yield Hit(
+            "loss_fn.logprob_backend",
+            "mcore works over Megatron's own process groups; set policy.megatron_cfg.enabled: true, or "
+            "logprob_backend: geomask",
+        )
 
 
 _SETUP = "NeMo-RL `grpo.setup`"
