@@ -85,6 +85,28 @@ class RayWorkerBuilder:
     IsolatedWorkerInitializer = ActorClass([])
 """
 
+POLICY = """
+class Policy:
+    def train({parameters}):
+        raise NotImplementedError
+"""
+
+UTILS = """
+def prepare_loss_input(
+    logits, data, loss_fn, vocab_parallel_group=None, context_parallel_group=None, sampling_params=None
+):
+    return {"logits": logits}, data
+"""
+
+WRAPPER = """
+class SequencePackingLossWrapper:
+    def __init__(self, loss_fn, prepare_fn, cu_seqlens_q, cu_seqlens_q_padded=None, vocab_parallel_group=None): ...
+
+
+class SequencePackingFusionLossWrapper(SequencePackingLossWrapper):
+    def __init__(self, loss_fn, prepare_fn, cu_seqlens_q, cu_seqlens_q_padded=None, vocab_parallel_group=None): ...
+"""
+
 
 def write(
     folder: Path,
@@ -94,6 +116,7 @@ def write(
     version: str = "9.8.7",
     pydantic: bool = True,
     single_controller: bool = False,
+    train: str = "self, data, loss_fn, eval_mode=False",
 ) -> Path:
     """Write the package ``nemo_rl`` into ``folder``."""
     loss = LOSS.format(parameters=parameters)
@@ -105,7 +128,12 @@ def write(
         "algorithms/__init__.py": "",
         "algorithms/loss/__init__.py": "from nemo_rl.algorithms.loss.loss_functions import ClippedPGLossFn\n",
         "algorithms/loss/loss_functions.py": loss,
+        "algorithms/loss/utils.py": UTILS,
+        "algorithms/loss/wrapper.py": WRAPPER,
         "algorithms/grpo.py": BUILDER.format(call=call),
+        "models/__init__.py": "",
+        "models/policy/__init__.py": "",
+        "models/policy/lm_policy.py": POLICY.format(parameters=train),
         "distributed/__init__.py": "",
         "distributed/worker_groups.py": WORKERS,
     }

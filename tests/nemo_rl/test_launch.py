@@ -69,6 +69,19 @@ def test_a_mistake_in_the_recipe_ends_in_one_line(script, capsys):
     assert "nemo-geomask: error: loss_fn.name: no loss named 'gsp'" in capsys.readouterr().err
 
 
+def test_a_mistake_in_the_recipe_ends_before_the_script(script, tmp_path, capsys):
+    pytest.importorskip("omegaconf", reason="reading a recipe needs omegaconf")
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("loss_fn: {name: gspo, ratio_clip_minn: 0.1}\n", encoding="utf-8")
+    script.write_text("raise SystemExit('started')", encoding="utf-8")
+    assert main(["run", str(script), "--config", str(recipe)]) == 2
+    assert "loss_fn.ratio_clip_minn: unknown key; did you mean 'ratio_clip_min'?" in capsys.readouterr().err
+    # What the script might make of its arguments is its own affair.
+    for arguments in (["--config", "nowhere.yaml"], ["--config"], ["--config", str(recipe), "--seed", "1"]):
+        with pytest.raises(SystemExit, match="started"):
+            main(["run", str(script), *arguments])
+
+
 def test_no_such_script(host, capsys):
     host()
     assert main(["run", "examples/run_grpoo.py"]) == 2

@@ -77,9 +77,9 @@ def watch(loss: Any) -> None:
 
 def unwatch() -> None:
     """Take the wrappers away. Losses that need them refuse batches from then on."""
-    for group in _GROUPS:
-        target = getattr(sys.modules.get(group.module), group.owner, None)
-        for method in group.methods:
+    for uses in seams.BEFORE_STEP:
+        target = getattr(sys.modules.get(uses.module), uses.owner, None)
+        for method in uses.methods:
             wrapped = vars(target).get(method) if target is not None else None
             if hasattr(wrapped, _ORIGINAL):
                 setattr(target, method, getattr(wrapped, _ORIGINAL))
@@ -266,76 +266,41 @@ def _reported(results: Any, decision: Decision) -> Any:
     return results
 
 
-@dataclass(frozen=True)
-class _Group:
-    """Methods of a class of NeMo-RL's that are wrapped together or, where not every version has them, not at all.
-
-    Attributes:
-        methods: by name, the parameters that the wrapper relies on and what makes it.
-        uses: other methods of the class that the wrappers call.
-    """
-
-    module: str
-    owner: str
-    methods: Mapping[str, tuple[tuple[str, ...], Callable[[Any], Any]]]
-    uses: tuple[str, ...] = ()
-    optional: bool = True
-
-    def __str__(self) -> str:
-        return f"{self.module}.{self.owner}"
-
-
-_TQ = ("nemo_rl.models.policy.tq_policy", "TQPolicy")
-_DATA_PLANE = ("read_from_dataplane", "write_to_dataplane")
-_GROUPS = (
-    _Group("nemo_rl.models.policy.lm_policy", "Policy", {"train": (("data", "loss_fn"), _train)}, optional=False),
-    _Group(*_TQ, {"train_from_meta": (("meta", "loss_fn"), _train_from_meta)}, uses=_DATA_PLANE),
-    _Group(
-        *_TQ,
-        {
-            "begin_train_step": (("loss_fn",), _begin_train_step),
-            "train_microbatches_from_meta": (("meta",), _train_microbatches_from_meta),
-            "finish_train_step": (("self",), _finish_train_step),
-        },
-        uses=(*_DATA_PLANE, "abort_train_step"),
-    ),
-)
+_MAKE: dict[str, Callable[[Any], Any]] = {
+    "train": _train,
+    "train_from_meta": _train_from_meta,
+    "begin_train_step": _begin_train_step,
+    "train_microbatches_from_meta": _train_microbatches_from_meta,
+    "finish_train_step": _finish_train_step,
+}
 
 
 def _wrap_all(*, imported_only: bool) -> None:
-    for group in _GROUPS:
-        if not imported_only or group.module in sys.modules:
-            _wrap(group)
+    for uses in seams.BEFORE_STEP:
+        if not imported_only or uses.module in sys.modules:
+            _wrap(uses)
 
 
-def _wrap(group: _Group) -> None:
+def _wrap(uses: seams.Uses) -> None:
     try:
-        target = getattr(importlib.import_module(group.module), group.owner)
+        target = getattr(importlib.import_module(uses.module), uses.owner)
     except (ImportError, AttributeError):
-        # The data plane came after v0.6.0, and has requirements of its own.
-        if group.optional:
+        # The data plane has requirements of its own.
+        if uses.optional:
             return
         raise
-    found = {name: vars(target).get(name) for name in group.methods}
-    if group.optional and not any(found.values()):
+    found = uses.in_memory(target)
+    if not uses.present(found):
         return
-    for name, (needed, _) in group.methods.items():
-        parameters = () if found[name] is None else tuple(inspect.signature(found[name]).parameters)
-        if any(parameter not in parameters for parameter in needed):
-            raise _unknown(f"{group}.{name} takes ({', '.join(parameters)}), not {', '.join(needed)}")
-    for name in group.uses:
-        if not callable(getattr(target, name, None)):
-            raise _unknown(f"{group} has no {name}")
-    for name, (_, make) in group.methods.items():
-        original = found[name]
+    difference = uses.difference(found)
+    if difference:
+        raise seams.SeamError(
+            f"NeMo-RL {seams.version()} is not as nemo_geomask knows it (tested: {seams.TESTED}): {difference}. "
+            "Remove loss_fn.batch_veto and set loss_fn.denominator: original, or use a tested NeMo-RL"
+        )
+    for name in uses.methods:
+        original = vars(target)[name]
         if not hasattr(original, _ORIGINAL):
-            wrapped = functools.wraps(original)(make(original))
+            wrapped = functools.wraps(original)(_MAKE[name](original))
             setattr(wrapped, _ORIGINAL, original)
             setattr(target, name, wrapped)
-
-
-def _unknown(difference: str) -> seams.SeamError:
-    return seams.SeamError(
-        f"NeMo-RL {seams.version()} is not as nemo_geomask knows it (tested: {seams.TESTED}): {difference}. Remove "
-        "loss_fn.batch_veto and set loss_fn.denominator: original, or use a tested NeMo-RL"
-    )

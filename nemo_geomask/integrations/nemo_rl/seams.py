@@ -9,13 +9,28 @@ from __future__ import annotations
 import ast
 import importlib
 import importlib.util
-from collections.abc import Iterator
+import inspect as runtime
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from nemo_geomask.errors import GeomaskError, MissingDependencyError
 
-__all__ = ["LOSS_CLASS", "LOSS_MODULE", "SEAMS", "TESTED", "Finding", "SeamError", "inspect", "require", "version"]
+__all__ = [
+    "BEFORE_STEP",
+    "LOGITS",
+    "LOSS_CLASS",
+    "LOSS_MODULE",
+    "SEAMS",
+    "TESTED",
+    "Finding",
+    "SeamError",
+    "Uses",
+    "inspect",
+    "require",
+    "version",
+]
 
 TESTED = "v0.6.0, v0.7.0 and main of August 2026"
 LOSS_MODULE = "nemo_rl.algorithms.loss.loss_functions"
@@ -98,6 +113,71 @@ class Builder:
         return None
 
 
+@dataclass(frozen=True)
+class Uses:
+    """Functions that single settings need: of a class, or of a module.
+
+    Attributes:
+        module: where they are defined.
+        owner: the class; empty for functions of the module.
+        methods: what is wrapped, with the parameters relied on.
+        settings: what needs it.
+        calls: what else is called.
+        optional: not every tested version has ``methods``; it has all of them or none.
+    """
+
+    module: str
+    owner: str
+    methods: Mapping[str, tuple[str, ...]]
+    settings: str
+    calls: tuple[str, ...] = ()
+    optional: bool = False
+
+    @property
+    def place(self) -> str:
+        """Dotted name of the class or the module."""
+        return f"{self.module}.{self.owner}".rstrip(".")
+
+    def __str__(self) -> str:
+        return f"{self.place}: {', '.join(self.names)} (for {self.settings} only)"
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of all functions."""
+        return (*self.methods, *self.calls)
+
+    def present(self, found: Mapping[str, tuple[str, ...]]) -> bool:
+        """Whether this version has what is optional; ``found``: parameters of those of ``names`` that it defines."""
+        return not self.optional or any(name in found for name in self.methods)
+
+    def difference(self, found: Mapping[str, tuple[str, ...]]) -> str | None:
+        """What differs in functions with these parameters, by name; or None."""
+        if not self.present(found):
+            return None
+        for name in self.names:
+            if name not in found:
+                return f"{self.place}.{name} is not defined"
+            missing = [parameter for parameter in self.methods.get(name, ()) if parameter not in found[name]]
+            if missing:
+                return f"{self.place}.{name} takes ({', '.join(found[name])}), without {', '.join(missing)}"
+        return None
+
+    def in_source(self, tree: ast.Module) -> dict[str, tuple[str, ...]]:
+        """Parameters of those of ``names`` that the source defines."""
+        owners = [node for node in tree.body if getattr(node, "name", None) == self.owner] if self.owner else [tree]
+        nodes = [node for owner in owners for node in _body(owner)]
+        return {
+            node.name: tuple(_parameters(node.args))
+            for node in nodes
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name in self.names
+        }
+
+    def in_memory(self, target: Any) -> dict[str, tuple[str, ...]]:
+        """Parameters of those of ``names`` that the class or module defines."""
+        members = {} if target is None else vars(target)
+        return {name: tuple(runtime.signature(members[name]).parameters) for name in self.names if name in members}
+
+
 _CREATE_WORKER = ("self", "placement_group", "placement_group_bundle_index", "num_gpus", "bundle_indices")
 
 SEAMS: tuple[Signature | Builder, ...] = (
@@ -143,28 +223,57 @@ class Finding:
     absent: bool = False
 
 
+_TQ = ("nemo_rl.models.policy.tq_policy", "TQPolicy")
+_DATA_PLANE = ("read_from_dataplane", "write_to_dataplane")
+_VETO = "loss_fn.batch_veto and denominator: kept"
+BEFORE_STEP = (
+    Uses("nemo_rl.models.policy.lm_policy", "Policy", {"train": ("data", "loss_fn")}, _VETO),
+    Uses(*_TQ, {"train_from_meta": ("meta", "loss_fn")}, _VETO, _DATA_PLANE, optional=True),
+    Uses(
+        *_TQ,
+        {"begin_train_step": ("loss_fn",), "train_microbatches_from_meta": ("meta",), "finish_train_step": ()},
+        _VETO,
+        (*_DATA_PLANE, "abort_train_step"),
+        optional=True,
+    ),
+)
+"""Where a batch is handed to the workers; v0.6.0 has no data plane, v0.7.0 none that is streamed into."""
+
+_LOGIT = "loss_fn.logprob_backend"
+_WRAPPING = {"__init__": ("loss_fn", "prepare_fn", "cu_seqlens_q", "cu_seqlens_q_padded", "vocab_parallel_group")}
+_WRAPPERS = "nemo_rl.algorithms.loss.wrapper"
+_PREPARE = ("logits", "data", "loss_fn", "vocab_parallel_group", "context_parallel_group", "sampling_params")
+LOGITS = (
+    Uses("nemo_rl.algorithms.loss.utils", "", {"prepare_loss_input": _PREPARE}, _LOGIT),
+    Uses(_WRAPPERS, "SequencePackingLossWrapper", _WRAPPING, _LOGIT),
+    Uses(_WRAPPERS, "SequencePackingFusionLossWrapper", _WRAPPING, _LOGIT),
+)
+"""Where a worker turns logits into what a loss takes."""
+
+
 def inspect() -> list[Finding]:
-    """Compare every seam with the source of the installed NeMo-RL.
+    """Compare every seam with the source of the installed NeMo-RL, those of single settings included.
 
     Raises:
         MissingDependencyError: there is no NeMo-RL.
     """
     root = _root()
-    return [_compare(seam, root) for seam in SEAMS]
+    return [_compare(seam, root) for seam in (*SEAMS, *BEFORE_STEP, *LOGITS)]
 
 
 def require() -> None:
-    """Stop unless all seams are as known.
+    """Stop unless the seams that every run relies on are as known.
 
     Raises:
         SeamError: one differs; the message names it, the version found and those tested.
         MissingDependencyError: there is no NeMo-RL.
     """
-    broken = [finding for finding in inspect() if finding.problem]
+    root = _root()
+    broken = [finding for finding in (_compare(seam, root) for seam in SEAMS) if finding.problem]
     if broken:
         listed = "\n".join(f"  {finding.seam}: {finding.problem}" for finding in broken)
         raise SeamError(
-            f"NeMo-RL {version()} ({_root()}) is not as nemo_geomask knows it (tested: {TESTED}), and a loss selected "
+            f"NeMo-RL {version()} ({root}) is not as nemo_geomask knows it (tested: {TESTED}), and a loss selected "
             f"by loss_fn.name might not be the one that trains:\n{listed}\n"
             "Use a tested NeMo-RL, or a nemo_geomask that knows this one"
         )
@@ -187,12 +296,16 @@ def _root() -> Path:
     )
 
 
-def _compare(seam: Signature | Builder, root: Path) -> Finding:
+def _compare(seam: Signature | Builder | Uses, root: Path) -> Finding:
     parts = seam.module.split(".")[1:]
     path = root.joinpath(*parts).with_suffix(".py")
     if not path.is_file():
         return Finding(str(seam), absent=True) if seam.optional else Finding(str(seam), "there is no such module")
-    return Finding(str(seam), seam.problem(ast.parse(path.read_text(encoding="utf-8"))))
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    if isinstance(seam, Uses):
+        found = seam.in_source(tree)
+        return Finding(str(seam), seam.difference(found), absent=not seam.present(found))
+    return Finding(str(seam), seam.problem(tree))
 
 
 def _body(node: ast.AST | None) -> list[ast.stmt]:

@@ -22,9 +22,6 @@ from nemo_geomask.integrations.nemo_rl import seams
 __all__ = ["attach"]
 
 _ATTACHED = "_nemo_geomask_attached"
-_PREPARE = ("logits", "data", "loss_fn", "vocab_parallel_group", "context_parallel_group", "sampling_params")
-_WRAPPERS = ("SequencePackingLossWrapper", "SequencePackingFusionLossWrapper")
-_WRAPPING = ("loss_fn", "prepare_fn", "cu_seqlens_q", "cu_seqlens_q_padded", "vocab_parallel_group")
 
 
 def attach() -> bool:
@@ -45,29 +42,28 @@ def attach() -> bool:
     prepare = utils.prepare_loss_input
     if hasattr(prepare, _ATTACHED):
         return True
-    classes = [getattr(wrapper, name, None) for name in _WRAPPERS]
-    _require(f"{utils.__name__}.prepare_loss_input", prepare, _PREPARE)
-    for name, found in zip(_WRAPPERS, classes, strict=True):
-        _require(f"{wrapper.__name__}.{name}", found, _WRAPPING)
+    _require()
     ours = _prepare(prepare)
     # Workers have imported it under this name, wherever they are.
     for module in [module for module in sys.modules.values() if isinstance(module, types.ModuleType)]:
         if module.__name__.startswith("nemo_rl") and vars(module).get("prepare_loss_input") is prepare:
             vars(module)["prepare_loss_input"] = ours
-    for found in classes:
-        _take_over(found)
+    for uses in seams.LOGITS:
+        if uses.owner:
+            _take_over(getattr(wrapper, uses.owner))
     return True
 
 
-def _require(name: str, found: Any, needed: tuple[str, ...]) -> None:
-    parameters = () if found is None else tuple(inspect.signature(found).parameters)
-    missing = [parameter for parameter in needed if parameter not in parameters]
-    if missing:
-        raise seams.SeamError(
-            f"NeMo-RL {seams.version()} is not as nemo_geomask knows it (tested: {seams.TESTED}): {name} takes "
-            f"({', '.join(parameters)}), without {', '.join(missing)}. Set loss_fn.logprob_backend: nemo_rl, or use a "
-            "tested NeMo-RL"
-        )
+def _require() -> None:
+    for uses in seams.LOGITS:
+        module = sys.modules[uses.module]
+        found = getattr(module, uses.owner, None) if uses.owner else module
+        difference = uses.difference(uses.in_memory(found))
+        if difference:
+            raise seams.SeamError(
+                f"NeMo-RL {seams.version()} is not as nemo_geomask knows it (tested: {seams.TESTED}): {difference}. "
+                "Set loss_fn.logprob_backend: nemo_rl, or use a tested NeMo-RL"
+            )
 
 
 def _prepare(original: Callable[..., Any]) -> Callable[..., Any]:

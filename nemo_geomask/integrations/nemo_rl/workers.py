@@ -30,10 +30,10 @@ _MODULE = "nemo_rl.distributed.worker_groups"
 _PATIENCE = 300.0  # seconds; importing torch from a shared file system is slow
 
 REMEDY = (
-    "Give the workers the package, in one of these ways: in NeMo-RL's checkout `uv add nemo-geomask` and start once "
-    "with NRL_FORCE_REBUILD_VENVS=true, so that NeMo-RL builds its workers' environments with it; or export PYTHONPATH "
-    "with a folder that holds nemo_geomask (NeMo-RL passes it on; the package needs only torch and pydantic). See "
-    "docs/nemo_rl.md"
+    "Give the workers the package, in one of these ways: in NeMo-RL's checkout `uv add nemo-geomask` (or its path) and "
+    "start once with NRL_FORCE_REBUILD_VENVS=true, so that NeMo-RL builds its workers' environments with it; or export "
+    "PYTHONPATH with a folder that holds nemo_geomask (NeMo-RL passes it on; the package needs only torch and "
+    "pydantic). See docs/nemo_rl.md"
 )
 
 
