@@ -296,6 +296,14 @@ def test_settings_that_do_nothing_or_contradict(config, message):
         build_loss(config)
 
 
+@pytest.mark.parametrize("missing", ["prev_logprobs", "generation_logprobs", "token_mask"])
+def test_a_batch_without_what_is_looked_at_is_an_error(missing):
+    data = rollouts(seed=1).data
+    del data[missing]
+    with pytest.raises(DataError, match=missing):
+        BeforeStep(settings(batch_veto={"max": 0.1}))(data)
+
+
 def test_nothing_to_do_without_settings():
     assert not BeforeStep(settings(masks=[GEOMETRIC])).needed
     assert BeforeStep(settings(batch_veto={"max": 0.1})).needed

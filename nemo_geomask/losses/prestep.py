@@ -12,7 +12,7 @@ from torch import Tensor
 
 from nemo_geomask import functional as F
 from nemo_geomask.config import LossConfig
-from nemo_geomask.errors import BatchVetoError
+from nemo_geomask.errors import BatchVetoError, DataError
 from nemo_geomask.losses.batch import TokenBatch, read_nemo_rl
 from nemo_geomask.losses.loss import PREPARED, PolicyLoss
 from nemo_geomask.losses.rejection import reject
@@ -153,6 +153,10 @@ class Review:
         Raises:
             DataError, ShapeError, NonFiniteError: see :func:`~nemo_geomask.losses.batch.read_nemo_rl`.
         """
+        if "prev_logprobs" not in data:
+            raise DataError(
+                "batch_veto and denominator: kept look at data['prev_logprobs'] before the step, but the batch has none"
+            )
         batch = read_nemo_rl(data["prev_logprobs"][:, 1:], data, self._prior)
         seqs, toks = _counts(data)
         self._seqs += seqs

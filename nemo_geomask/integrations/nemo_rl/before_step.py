@@ -41,16 +41,16 @@ class _Gate(BeforeStep):
 
     def __init__(self, config: LossConfig) -> None:
         super().__init__(config)
-        self._last: tuple[tuple[weakref.ref[Tensor], ...], Decision] | None = None
+        self._last: tuple[dict[str, weakref.ref[Tensor]], Decision] | None = None
 
     def once(self, data: Mapping[str, Any]) -> Decision:
         """The decision on a batch; PPO trains on one for several epochs, and it is judged and counted once."""
-        seen = (data["prev_logprobs"], data["generation_logprobs"])
-        if self._last is not None and all(ref() is tensor for ref, tensor in zip(self._last[0], seen, strict=True)):
-            return self._last[1]
-        decision = self(data)
-        self._last = tuple(weakref.ref(tensor) for tensor in seen), decision
-        return decision
+        names = ("prev_logprobs", "generation_logprobs")
+        last = self._last
+        if last is None or any(name not in data or data[name] is not last[0][name]() for name in names):
+            decision = self(data)
+            last = self._last = {name: weakref.ref(data[name]) for name in names}, decision
+        return last[1]
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_last": None}
