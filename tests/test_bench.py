@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from nemo_geomask.bench import bars, pages, ranks, report, volume
+from nemo_geomask.bench import bars, command, pages, ranks, report, volume
 from nemo_geomask.bench.clock import Lap, interleave, spread
 from nemo_geomask.bench.inputs import Answer, Case, Inputs, errors
 from nemo_geomask.bench.logprobs import measure, sweep
@@ -190,6 +190,26 @@ def test_absent_and_failing_peers_are_listed():
     json.dumps(result)
 
 
+@pytest.mark.parametrize("name", [path.name for path in PATHS])
+def test_every_listed_path_can_be_chosen_alone(name):
+    assert [path.name for path in command._chosen(name)] == [name]
+
+
+def test_paths_are_chosen_by_name_or_part_of_it():
+    assert command._chosen(None) == PATHS
+    chosen = command._chosen("flash, nemo_geomask, unchecked targets,F.cross")
+    assert [path.name for path in chosen] == [
+        "nemo_geomask, unchecked targets",
+        "torch F.cross_entropy",
+        "torch F.cross_entropy of logits.float()",
+        "flash-attn CE",
+    ]
+    with pytest.raises(ConfigError, match="'flush': no such path; there are: nemo_geomask; nemo_geomask, unchecked"):
+        command._chosen("nemo_geomask,flush")
+    with pytest.raises(ConfigError, match="''"):
+        command._chosen("nemo_geomask,")
+
+
 def test_incoming_gradient_reaches_entropy_and_logprob():
     leaf = torch.randn(3, 4, requires_grad=True)
     answer = by_autograd(leaf, leaf[:, 0] * 2, leaf[:, 1] * 3)
@@ -229,6 +249,25 @@ def test_gpu_bars_speak_of_large_cases_only():
     assert [bar["passed"] for bar in share] == [True, True, False, False]  # checked and unchecked
     extra = [bar for bar in found if "extra bytes" in bar["name"]]
     assert [bar["passed"] for bar in extra] == [True] * 4
+
+
+@pytest.mark.parametrize(
+    ("device", "tokens", "vocab", "verdict"),
+    [
+        ("cpu", 256, 151_936, False),
+        ("cpu", 512, 75_968, False),  # as many logits
+        ("cpu", 255, 151_936, None),
+        ("cpu", 256, 32_768, None),
+        ("cuda", 4095, 151_936, None),
+        ("cuda", 4096, 151_936, False),
+    ],
+)
+def test_small_cases_are_not_judged(device, tokens, vocab, verdict):
+    entry = {"loss": "gspo", "of_logprobs": 2.0}
+    (bar,) = bars.check_loss({"case": Case(tokens, vocab).describe(), "from_logits": [entry]}, device)
+    assert (bar["found"], bar["passed"]) == (2.0, verdict)
+    text = report.bars([bar])
+    assert ("FAIL" in text, "too small to judge" in text) == (verdict is False, verdict is None)
 
 
 def _fails(rank_that_fails):
@@ -305,6 +344,10 @@ def test_command_measures_losses(tmp_path, capsys):
     assert not failed
     assert {row["how"] for row in written["on_logprobs"]} == {"padded", "packed", "NeMo-RL, padded"}
     assert all(row["of_logprobs"] > 0 for row in written["from_logits"])
+    assert {bar["passed"] for bar in written["bars"]} == {None}
+    printed = capsys.readouterr().out
+    assert "too small to judge: 16 x 500 logits" in printed
+    assert "FAIL" not in printed
 
 
 def test_page_shows_what_was_measured():
@@ -328,6 +371,22 @@ def test_bad_arguments_are_named(words, message, capsys):
     with pytest.raises(SystemExit):
         main(["bench", *words])
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["loss", "--plot", "f.png"], "--plot is for bench logprobs; bench loss does not read it"),
+        (["segments", "--grid"], "--grid is for bench logprobs; bench segments does not"),
+        (["logprobs", "--batch", "2,32"], "--batch is for bench loss; bench logprobs does not"),
+    ],
+)
+def test_options_of_another_benchmark_are_refused(words, message, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["bench", *words]) == 2
+    printed = capsys.readouterr()
+    assert message in printed.err
+    assert not printed.out
 
 
 def test_runs_without_pydantic():

@@ -13,6 +13,7 @@ import nemo_geomask
 PACKAGE = Path(nemo_geomask.__file__).parent
 HEAVY = (
     "ray",
+    "hydra",
     "megatron",
     "vllm",
     "transformers",

@@ -159,6 +159,25 @@ class TestNemoRlRoot:
         with pytest.raises(ConfigError, match="/nowhere/RL/examples.*can't be read.*set NEMO_RL_ROOT"):
             load_recipe(write(child=self.CHILD))
 
+    def test_a_variable_that_leads_nowhere_is_named(self, write, monkeypatch):
+        monkeypatch.setattr(recipes, "nemo_rl_root", nemo_rl_root)
+        monkeypatch.setenv("NEMO_RL_ROOT", "/nonexistent")
+        with pytest.raises(ConfigError, match="NEMO_RL_ROOT reads as /nonexistent, which is no NeMo-RL checkout$"):
+            load_recipe(write(child=self.CHILD))
+        monkeypatch.setenv("NEMO_RL_ROOT", "RL")
+        with pytest.raises(ConfigError, match="NEMO_RL_ROOT is RL, and must be an absolute path$"):
+            load_recipe(write(child=self.CHILD))
+
+    def test_a_parent_that_only_nemo_rl_has_comes_with_the_line_to_write(self, checkout, write, monkeypatch):
+        monkeypatch.setattr(recipes, "nemo_rl_root", lambda: checkout)
+        with pytest.raises(ConfigError, match=r"grpo\.yaml: the recipe can't be read") as caught:
+            load_recipe(write(child="defaults: grpo.yaml\n"))
+        line = str(caught.value).rpartition("; NeMo-RL has one of that name: write ")[2]
+        assert line == "defaults: ${oc.env:NEMO_RL_ROOT,/opt/nemo-rl}/examples/configs/grpo.yaml"
+        assert load_recipe(write(child=line)) == {"loss_fn": {"ratio_clip_min": 0.2}}
+        with pytest.raises(ConfigError, match="No such file or directory$"):
+            load_recipe(write(child="defaults: nowhere.yaml\n"))
+
     def test_an_unset_variable_without_a_default_is_an_error(self, write):
         with pytest.raises(ConfigError, match=r"child.yaml: defaults: .*NEMO_RL_ROOT"):
             load_recipe(write(child="defaults: ${oc.env:NEMO_RL_ROOT}/examples/configs/grpo.yaml\n"))
@@ -178,6 +197,11 @@ class TestCommand:
         assert status == 2
         assert "base.yaml:10: error GM001 loss_fn.masks[1].mx\n  unknown key; did you mean 'max'?" in out
         assert "not checked until loss_fn is valid" in out
+
+    def test_a_block_that_is_null_says_who_made_it_so(self, write, check):
+        recipe = write(base=BASE, child="defaults: base.yaml\nloss_fn:\n")
+        assert "child.yaml:2 sets it to null or deletes it" in check(recipe)[1]
+        assert "override '~loss_fn' sets it to null or deletes it" in check(write(base=BASE), "~loss_fn")[1]
 
     def test_what_an_override_breaks_is_put_there(self, write, check):
         status, out, _ = check(write(base=BASE, child=CHILD), "loss_fn.ratio_clip_min=-1")
@@ -199,7 +223,7 @@ class TestCommand:
         assert check(recipe, "policy.megatron_cfg.enabled=false", "--ignore", "GM312")[0] == 0
 
     def test_notes_never_count(self, write, check):
-        moe = ["policy.model_name=Qwen/Qwen3-30B-A3B", "policy.megatron_cfg.moe_router_bias_update_rate=0.1"]
+        moe = ["policy.model_name=Qwen/Qwen3-30B-A3B", "++policy.megatron_cfg.moe_router_bias_update_rate=0.1"]
         status, out, _ = check(write(base=BASE, child=CHILD), *moe, "--strict")
         assert (status, "note GM113" in out, "0 errors, 0 warnings, 1 note\n" in out) == (0, True, True)
         status, out, _ = check(write(base=BASE, child=CHILD), *moe, "--ignore", "GM113")
@@ -208,24 +232,24 @@ class TestCommand:
     def test_expected_mismatch_and_gpu(self, write, check):
         mask = "loss_fn.masks=[{preset: product, min: 0.5, max: 2.0}]"
         recipe = write(base=BASE, child=CHILD)
-        sizes = ["policy.generation={backend: vllm, max_new_tokens: 1000}"]
+        sizes = ["++policy.generation={backend: vllm, max_new_tokens: 1000}"]
         assert "GM402" in check(recipe, mask, *sizes, "--mismatch-kl", "1e-2")[1]
         assert "GM402" not in check(recipe, mask, *sizes, "--mismatch-kl", "1e-4")[1]
         assert "warning GM106" in check(recipe, *sizes, "--gpu", "A100")[1]
         assert "not checked without --gpu: GM106" in check(recipe, *sizes)[1]
 
     def test_json(self, write, check):
-        status, out, _ = check(write(base=BASE, child=CHILD), "loss_fn.ratio_clip_mn=1", "--format", "json")
+        status, out, _ = check(write(base=BASE, child=CHILD), "++loss_fn.ratio_clip_mn=1", "--format", "json")
         result = json.loads(out)
         assert status == 2
         assert result["settings"] is None
         (finding,) = result["findings"]
         assert finding["rule"] == "GM001"
         assert finding["severity"] == "error"
-        assert finding["override"] == "loss_fn.ratio_clip_mn=1"
+        assert finding["override"] == "++loss_fn.ratio_clip_mn=1"
         assert result["summary"] == {"error": 1, "warning": 0, "note": 0}
 
-        status, out, _ = check(write(base=BASE, child=CHILD), "policy.dtensor_cfg.enabled=true", "--format", "json")
+        status, out, _ = check(write(base=BASE, child=CHILD), "++policy.dtensor_cfg.enabled=true", "--format", "json")
         result = json.loads(out)
         (finding,) = result["findings"]
         assert (finding["rule"], finding["file"], finding["line"]) == ("GM312", "base.yaml", 2)

@@ -11,13 +11,13 @@ import yaml
 
 from nemo_geomask.cli.check import build
 from nemo_geomask.config import recipe as recipes
-from nemo_geomask.config.checks import RULES, Subject, judge
+from nemo_geomask.config.checks import RULES, Subject, judge, sections
 from nemo_geomask.config.checks.general import NEMO_RL_FIELDS
 from nemo_geomask.config.checks.lengths import kept_fraction, median_weight
 from nemo_geomask.config.checks.tree import READ_BY
 from nemo_geomask.config.loss import LossConfig
 from nemo_geomask.config.masks import MaskRule
-from nemo_geomask.config.recipe import read_recipe
+from nemo_geomask.config.recipe import ROOT_VARIABLE, nemo_rl_root, read_recipe
 from nemo_geomask.errors import ConfigError
 
 CLEAN = {
@@ -83,7 +83,11 @@ GSPO = {"loss_fn.name": "gspo", "loss_fn.token_level_loss": False}
 OLDER = {key: key in ("policy.router_replay.enabled", "policy.quant_cfg") for key in READ_BY}
 NEWEST = dict.fromkeys(READ_BY, True)
 
-# By rule: (fires, doesn't); each is changes to CLEAN, with `gpu`, `kl` and `reads`: what NeMo-RL reads.
+PADDING = "policy.make_sequence_length_divisible_by"
+CP = "policy.megatron_cfg.context_parallel_size"
+
+# By rule: (fires, doesn't); each is changes to CLEAN, with `gpu`, `kl` and `reads`: what NeMo-RL reads. Its example
+# configs have CLEAN's keys and PADDING.
 CASES = {
     "GM001": [({"loss_fn.ratio_clip_mim": 0.1}, {"loss_fn.ratio_clip_min": 0.1})],
     "GM002": [
@@ -94,6 +98,25 @@ CASES = {
         ({"loss_fn.name": None, MASKS: [VETO]}, {MASKS: [VETO]}),
         ({"loss_fn.name": None, MASKS: [VETO]}, {"loss_fn.name": None, "loss_fn.ratio_clip_min": 0.3}),
         ({"loss_fn.name": None, MASKS: [VETO]}, {"loss_fn.name": None, MASKS: [VETO], "lab.num_threads": 1}),
+    ],
+    "GM004": [
+        ({"lossfn": {"name": "gspo"}, "reads": NEWEST}, {"loss_fn.name": "gspo", **GSPO, "reads": NEWEST}),
+        ({"loss": {"name": "gspo"}, "reads": NEWEST}, {"value_loss_fn": {"x": 1}, "reads": NEWEST}),
+        ({"Loss_fn": {"name": "gspo"}, "reads": NEWEST}, {"losses_of_ours": {"x": 1}, "reads": NEWEST}),
+        ({"lossfn": 1, "loss_fn.zzz": 1, "reads": NEWEST}, {"lossfn": 1, "lab.num_threads": 1, "reads": NEWEST}),
+    ],
+    "GM005": [
+        ({"polcy": {"model_name": "x"}, "reads": NEWEST}, {"policy.model_name": "x", "reads": NEWEST}),
+        ({"ours": {"size": 8}, "reads": NEWEST}, {"ours": {"size": 8}, BATCH: "${ours.size}", "reads": NEWEST}),
+        ({"ours": 8, "reads": NEWEST}, {"ours": 8, BATCH: "${ours}", "reads": NEWEST}),
+    ],
+    "GM006": [
+        ({"policy.train_micro_batch_sze": 4, "reads": NEWEST}, {"policy.train_micro_batch_size": 4, "reads": NEWEST}),
+        ({"policy.sequence_packing.enabld": True, "reads": NEWEST}, {PACKING: True, "reads": NEWEST}),
+        # Another name, which NeMo-RL has in no example: a word more, one letter of few, a section that none has.
+        ({"grpo.num_prompts_per_stp": 4, "reads": NEWEST}, {"grpo.num_val_prompts_per_step": 4, "reads": NEWEST}),
+        ({"policy.generation.temprature": 1.0, "reads": NEWEST}, {"policy.generation.top_n": 0, "reads": NEWEST}),
+        ({"policy.generatio": {}, "reads": NEWEST}, {"policy.tokenizer.train_micro_batch_sze": 4, "reads": NEWEST}),
     ],
     "GM101": [
         (
@@ -375,6 +398,18 @@ CASES = {
             {"loss_fn.logprob_backend": "geomask", **DTENSOR},
         ),
     ],
+    "GM314": [
+        ({PADDING: 3, CP: 2}, {PADDING: 8, CP: 2}),
+        ({PADDING: 2, CP: 2}, {PADDING: 2}),
+        ({PADDING: 4, CP: 2, TP: 4, "policy.megatron_cfg.sequence_parallel": True}, {PADDING: 4, CP: 2, TP: 4}),
+        (
+            {PADDING: 6, TP: 4, "policy.megatron_cfg.sequence_parallel": True},
+            {PADDING: 4, TP: 4, "policy.megatron_cfg.sequence_parallel": True},
+        ),
+        ({PADDING: 3, CP: 2}, {PADDING: 3, CP: 2, PACKING: False}),
+        ({PADDING: 3, CP: 2}, {PADDING: 3, CP: 2, "policy.dynamic_batching.enabled": True}),
+        ({PADDING: 3, CP: 2}, {PADDING: 3, CP: 2, **DTENSOR}),
+    ],
     "GM401": [
         ({CORRECT: True, LEVEL: "sequence"}, {CORRECT: True, LEVEL: "sequence_mean"}),
         (
@@ -447,7 +482,11 @@ def checkout(root: Path, reads) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         text = path.read_text() if path.exists() else ""
         path.write_text(text + (f"{word}\n" if reads[key] else "nothing\n"))
-    (root / "examples" / "configs").mkdir(parents=True, exist_ok=True)
+    configs = root / "examples" / "configs"
+    configs.mkdir(parents=True)
+    sections.known_keys.cache_clear()
+    known = {PADDING: 1, "policy.router_replay.enabled": False, "policy.generation.bad_words": [], "value_loss_fn": {}}
+    (configs / "grpo.yaml").write_text(yaml.safe_dump({"defaults": "base.yaml", **changed(known)}))
     return root
 
 
@@ -493,10 +532,126 @@ def test_problems_between_settings_are_put_at_one_that_was_given(findings):
     assert (found.key, "did you mean 'gspo'?" in found.message) == ("loss_fn.name", True)
 
 
+class TestPlaceOfAContradiction:
+    """At the setting nearest the user: an override, the recipe's own file, its parents, NeMo-RL's files."""
+
+    BASE = "loss_fn:\n  token_level_loss: true\n  sequence_level_importance_ratios: false\n  ratio_clip_min: 0.2\n"
+
+    @pytest.fixture
+    def find(self, tmp_path, monkeypatch):
+        root = checkout(tmp_path / "RL", NEWEST)
+        monkeypatch.setattr(recipes, "nemo_rl_root", lambda: root)
+        (root / "examples" / "configs" / "base.yaml").write_text(self.BASE, encoding="utf-8")
+
+        def find(own, *overrides, parent="", rules=("GM001",)):
+            (tmp_path / "parent.yaml").write_text(f"defaults: RL/examples/configs/base.yaml\n{parent}")
+            path = tmp_path / "recipe.yaml"
+            path.write_text(f"defaults: [parent.yaml, RL/examples/configs/base.yaml]\n{own}", encoding="utf-8")
+            recipe = read_recipe(path, overrides)
+            loss, problems, doubts = build(recipe)
+            found = judge(Subject(recipe, loss.config if loss else None, problems, doubts)).findings
+            return [
+                (finding.key.removeprefix("loss_fn."), Path(finding.origin.where).name, finding.origin.line)
+                for finding in found
+                if finding.rule.id in rules
+            ]
+
+        return find
+
+    def test_not_at_a_line_of_nemo_rls(self, find):
+        own = "loss_fn:\n  name: clipped_pg\n  use_cispo: true\n  loss_normalization: constant\n"
+        assert find(own) == [
+            ("loss_normalization", "recipe.yaml", 5),
+            ("loss_normalization", "recipe.yaml", 5),
+            ("use_cispo", "recipe.yaml", 4),
+        ]
+
+    def test_what_a_variant_implies_is_at_its_name(self, find):
+        assert find("loss_fn:\n  name: gspo\n") == [("name", "recipe.yaml", 3)]
+        assert find("", parent="loss_fn: {name: gspo}\n") == [("name", "parent.yaml", 2)]
+
+    def test_an_inherited_value_that_the_variant_gives_otherwise_is_a_warning_at_its_name(self, find):
+        own = "loss_fn:\n  name: gspo\n  token_level_loss: false\n"
+        assert find(own) == []
+        assert find(own, rules=("GM002",)) == [("name", "recipe.yaml", 3)]
+
+    def test_the_own_file_before_a_parent_and_an_override_before_both(self, find):
+        own, parent = (
+            "loss_fn:\n  is_correction_level: token\n",
+            "loss_fn:\n  use_importance_sampling_correction: false\n",
+        )
+        assert find(own, parent=parent) == [("is_correction_level", "recipe.yaml", 3)]
+        assert find(parent, parent=own) == [("use_importance_sampling_correction", "recipe.yaml", 3)]
+        override = "loss_fn.use_importance_sampling_correction=false"
+        assert find(own, override, parent=parent) == [("use_importance_sampling_correction", override, None)]
+
+    def test_what_nobody_wrote_is_at_what_somebody_did(self, find):
+        assert find("loss_fn:\n  loss_normalization_constant: 8.0\n") == [
+            ("loss_normalization_constant", "recipe.yaml", 3)
+        ]
+
+
+class TestUnknownKeys:
+    def test_an_override_counts_at_whatever_depth(self, tmp_path, monkeypatch):
+        root = checkout(tmp_path / "RL", NEWEST)
+        monkeypatch.setattr(recipes, "nemo_rl_root", lambda: root)
+        path = tmp_path / "recipe.yaml"
+        path.write_text(yaml.safe_dump(CLEAN), encoding="utf-8")
+        for override, key in {
+            "++lossfn.name=gspo": "lossfn",
+            "++polcy={model_name: x}": "polcy",
+            "++policy.generation={temprature: 1.0}": "policy.generation.temprature",
+        }.items():
+            recipe = read_recipe(path, [override])
+            (found,) = judge(Subject(recipe, None)).findings
+            assert (found.key, str(found.origin)) == (key, f"override '{override}'")
+
+    def test_what_nemo_rls_own_parents_have_is_known(self, tmp_path, monkeypatch):
+        root = checkout(tmp_path / "RL", NEWEST)
+        monkeypatch.setattr(recipes, "nemo_rl_root", lambda: root)
+        parent = root / "examples" / "configs" / "recipes" / "parent.yaml"
+        parent.parent.mkdir()
+        parent.write_text("rare: {x: 1}\npolicy: {train_micro_batch_siz: 1}\n", encoding="utf-8")
+        path = tmp_path / "recipe.yaml"
+        own = "rare: {x: 2}\npolicy: {train_micro_batch_siz: 2}\n"
+        path.write_text(f"defaults: {parent}\n{own}", encoding="utf-8")
+        assert judge(Subject(read_recipe(path), None)).findings == ()
+        path.write_text(own, encoding="utf-8")
+        assert [found.rule.id for found in judge(Subject(read_recipe(path), None)).findings] == ["GM005", "GM006"]
+
+    def test_an_example_that_cannot_be_read_is_named(self, findings, tmp_path):
+        path = tmp_path / "broken.yaml"
+        path.write_text("a: [", encoding="utf-8")
+        configs = tmp_path / "broken" / "examples" / "configs"
+        configs.mkdir(parents=True)
+        shutil.copy(path, configs)
+        with pytest.raises(ConfigError, match=r"broken.yaml: no valid YAML"):
+            sections.known_keys(tmp_path / "broken")
+
+    def test_nemo_rls_own_recipes_and_ours_have_none_and_pad_as_it_demands(self, monkeypatch):
+        root = nemo_rl_root()
+        theirs = sorted((root / "examples" / "configs" / "recipes" / "llm").glob("*.yaml")) if root else []
+        if not theirs:
+            pytest.skip("no NeMo-RL checkout: set NEMO_RL_ROOT")
+        # For defaults that name it, and for data that recipes look for there.
+        monkeypatch.setenv(ROOT_VARIABLE, str(root))
+        monkeypatch.setenv("HF_HOME", "/nowhere")
+        ours = sorted((Path(__file__).parent.parent / "recipes" / "llm").glob("*.yaml"))
+        rules = [rule for rule in RULES if rule.id in ("GM004", "GM005", "GM006", "GM314")]
+        assert len(rules) == 4
+        for path in (*theirs, *ours):
+            subject = Subject(read_recipe(path), None)
+            assert [(path.name, hit) for rule in rules for hit in rule.check(subject)] == []
+
+
 def test_ignored_on_request_or_by_comment(findings):
     assert findings(MOE)
     assert not findings(MOE, ignore=["gm108"])
     assert not findings(MOE, header="# nemo-geomask: ignore GM401, GM108 (as planned)\n")
+    assert not findings(MOE, header="# nemo_geomask: ignore GM108\n")
+    assert not findings(MOE, header="# nemo-geomask ignore GM108\n")
+    # Prose.
+    assert findings(MOE, header="# nemo_geomask's GM108\n# nemo-geomask ignores GM108\n")
     assert not findings(
         {**MOE, TP: 2, SCORING: 8}, header="# nemo-geomask: ignore GM108\n# nemo-geomask: ignore GM404\n"
     )
@@ -505,12 +660,15 @@ def test_ignored_on_request_or_by_comment(findings):
 @pytest.mark.parametrize(
     ("header", "ignore", "message"),
     [
-        ("", ["GM999"], "--ignore: there is no rule GM999"),
-        ("", ["GM10"], "did you mean GM"),
+        ("", ["GM999"], "--ignore: there is no rule GM999; see nemo-geomask check --list-rules"),
+        ("", ["GM10"], "there is no rule GM10; see nemo-geomask check --list-rules"),
+        ("", ["GM-108"], "there is no rule GM-108; did you mean GM108"),
+        ("", ["108"], "did you mean GM108"),
         ("", ["GM001"], "GM001 .* can't be ignored"),
         ("\n# nemo-geomask: ignore GM998\n", [], r"recipe.yaml:2: .*there is no rule GM998"),
         ("# nemo-geomask: ignore everything\n", [], "there is no rule everything"),
         ("# nemo-geomask: ignore\n", [], "write '# nemo-geomask: ignore GM101, GM102'"),
+        ("# nemo_geomask: ignore\n", [], "write '# nemo-geomask: ignore GM101, GM102'"),
         ("# nemo-geomask: skip GM101\n", [], "write '# nemo-geomask: ignore GM101, GM102'"),
     ],
 )

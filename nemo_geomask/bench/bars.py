@@ -42,7 +42,7 @@ _BARS = (
     _Bar("cpu", 3.0, peer="NeMo-RL DistributedLogprob of logits.float()", at={**_WHOLE, "tokens": 256}),
     _Bar("cpu", 2.0, peer="torch F.cross_entropy", at={**_WHOLE, "tokens": 256}),
 )
-_ENOUGH_TOKENS = 4096  # below that a GPU is not full
+_ENOUGH_TOKENS = {"cuda": 4096, "cpu": 256}  # below that a GPU is not full, and a CPU's pass over them too short
 _FROM_LOGITS = 1.1
 
 
@@ -63,12 +63,26 @@ def check_logprobs(results: Sequence[Mapping[str, Any]], device: str) -> list[di
     return found
 
 
-def check_loss(results: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The bar on a loss from logits."""
-    bar = _Bar("", _FROM_LOGITS, at_most=True)
+def check_loss(results: Mapping[str, Any], device: str) -> list[dict[str, Any]]:
+    """The bar on a loss from logits.
+
+    Args:
+        results: with ``case`` and ``from_logits``.
+        device: what it was measured on.
+
+    Returns:
+        As :func:`check_logprobs`; with fewer logits than the bar speaks of, what was found is not judged.
+    """
+    bar = _Bar(device, _FROM_LOGITS, at_most=True)
+    tokens, vocab, enough = results["case"]["tokens"], results["case"]["vocab"], _ENOUGH_TOKENS[device]
     found = []
     for entry in results["from_logits"]:
         verdict = _verdict(f"{entry['loss']} from logits, times the log-prob pass alone", bar, entry["of_logprobs"])
+        if tokens * vocab < enough * _V:
+            verdict |= {
+                "passed": None,
+                "reason": f"too small to judge: {tokens} x {vocab} logits; from {enough} x {_V} on",
+            }
         if "processor_ms" in entry:
             alone = entry["logprobs"]["processor_ms"]["median"]
             verdict["by_processor_time"] = entry["processor_ms"]["median"] / alone
@@ -77,7 +91,7 @@ def check_loss(results: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _speaks_of(bar: _Bar, case: Mapping[str, Any]) -> bool:
-    if bar.device == "cuda" and case["tokens"] < _ENOUGH_TOKENS:
+    if case["tokens"] < _ENOUGH_TOKENS[bar.device]:
         return False
     return all(case[key] == value for key, value in bar.at.items())
 

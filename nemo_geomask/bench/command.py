@@ -67,7 +67,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--grid", action="store_true", help="all combinations; default: vary one setting at a time around the first"
     )
-    parser.add_argument("--paths", type=_list(str), metavar="P,P,...", help="those whose names contain one of these")
+    parser.add_argument(
+        "--paths",
+        metavar="P,P,...",
+        help="logprobs: the path of this name, commas in it included, or those whose names contain it",
+    )
     parser.add_argument("--kernel", choices=KERNELS, default="auto", help="of ours")
     parser.add_argument("--batch", type=_list(_positive), metavar="B,T", help="loss: padded sequences and their length")
     parser.add_argument("--repeats", type=_positive, metavar="N", help="measured rounds")
@@ -85,10 +89,13 @@ def run(arguments: argparse.Namespace) -> int:
         0; whether bars were passed is in the report, since figures of one machine are no error of another's.
 
     Raises:
-        ConfigError: no GPU where one is asked for, or no path of the given names.
+        ConfigError: no GPU where one is asked for, no path of a given name, or an option that the benchmark does not
+            read.
     """
     if arguments.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("--device cuda: torch sees no GPU here; use --device cpu")
+    _refuse_unread(arguments)
+    paths = _chosen(arguments.paths)
     name = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if arguments.threads is not None:
         torch.set_num_threads(arguments.threads)
@@ -106,7 +113,7 @@ def run(arguments: argparse.Namespace) -> int:
         f"load {description['load']}, {description['date']}\n"
     )
     runs: dict[str, Callable[[], dict[str, Any]]] = {
-        "logprobs": lambda: _logprobs(arguments, setting),
+        "logprobs": lambda: _logprobs(arguments, setting, paths),
         "loss": lambda: _loss(arguments, setting),
         "segments": lambda: _segments(arguments, device),
     }
@@ -123,8 +130,20 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _logprobs(arguments: argparse.Namespace, setting: Setting) -> dict[str, Any]:
-    paths = _chosen(arguments.paths)
+# Options that one benchmark alone reads.
+_READ_BY = {
+    **dict.fromkeys(("tp", "fractions", "entropy", "dtypes", "grid", "paths", "plot"), "logprobs"),
+    "batch": "loss",
+}
+
+
+def _refuse_unread(arguments: argparse.Namespace) -> None:
+    for option, benchmark in _READ_BY.items():
+        if arguments.benchmark not in (None, benchmark) and getattr(arguments, option) not in (None, False):
+            raise ConfigError(f"--{option} is for bench {benchmark}; bench {arguments.benchmark} does not read it")
+
+
+def _logprobs(arguments: argparse.Namespace, setting: Setting, paths: Sequence[Way]) -> dict[str, Any]:
     cases = logprobs.sweep(
         tokens=arguments.tokens,
         vocab=arguments.vocab,
@@ -180,13 +199,23 @@ def _segments(arguments: argparse.Namespace, device: torch.device) -> dict[str, 
     return found
 
 
-def _chosen(words: Sequence[str] | None) -> tuple[Way, ...]:
-    if words is None:
+def _chosen(text: str | None) -> tuple[Way, ...]:
+    if text is None:
         return PATHS
-    chosen = tuple(path for path in PATHS if any(word.lower() in path.name.lower() for word in words))
-    if not chosen:
-        raise ConfigError(f"--paths {','.join(words)}: no such path; there are {', '.join(p.name for p in PATHS)}")
-    return chosen
+    names = [path.name.lower() for path in PATHS]
+    words = [word.strip().lower() for word in text.split(",")]
+    wanted: set[str] = set()
+    while words:
+        # Names may hold commas themselves: the longest run of words that is a name comes first.
+        runs = (count for count in range(len(words), 0, -1) if ", ".join(words[:count]) in names)
+        count = next(runs, 0)
+        found = [", ".join(words[:count])] if count else [name for name in names if words[0] in name]
+        if not words[0] or not found:
+            listed = "; ".join(path.name for path in PATHS)
+            raise ConfigError(f"--paths {text}: '{words[0]}': no such path; there are: {listed}")
+        wanted.update(found)
+        del words[: count or 1]
+    return tuple(path for path, name in zip(PATHS, names, strict=True) if name in wanted)
 
 
 def _list(convert: Callable[[str], _T]) -> Callable[[str], list[_T]]:

@@ -62,7 +62,7 @@ def benchmark(setting: Setting, *, rows: int, length: int, case: Case, repeats: 
     found = {"rows": rows, "length": length, "on_logprobs": on_logprobs}
     found["from_logits"] = _from_logits(setting, clock, case, repeats, seed)
     found["case"] = case.describe()
-    found["bars"] = check_loss(found)
+    found["bars"] = check_loss(found, setting.device.type)
     return found
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from nemo_geomask.cli.objective import describe
 from nemo_geomask.config.checks import RULES, Finding, Report, Subject, judge
+from nemo_geomask.config.checks.general import NEMO_RL_FIELDS
 from nemo_geomask.config.checks.subject import MISMATCH_KL
 from nemo_geomask.config.recipe import Recipe, read_recipe
 from nemo_geomask.errors import ConfigError, GeomaskError
@@ -29,8 +30,8 @@ A rule is silenced by --ignore, or by a comment in the recipe or in a file it in
   # nemo-geomask: ignore GM108, GM110
 
 examples
-  nemo-geomask check recipes/llm/grpo-qwen3-30ba3b-8n8g-megatron-gspo-geomask.yaml
-  nemo-geomask check recipe.yaml loss_fn.is_correction_level=sequence --gpu A100 --strict --format json
+  nemo-geomask check recipes/llm/grpo-gspo-qwen3-30ba3b-8n8g-megatron-cp2-geomask.yaml
+  nemo-geomask check recipe.yaml ++loss_fn.is_correction_level=sequence --gpu A100 --strict --format json
 """
 
 
@@ -45,7 +46,12 @@ def add(subparsers: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("recipe", nargs="?", metavar="RECIPE.yaml", help="the recipe")
-    parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="settings that replace the recipe's")
+    parser.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="key.path=value",
+        help="settings that replace the recipe's, as NeMo-RL takes them: ++key.path=value where it has no such key",
+    )
     parser.add_argument("--strict", action="store_true", help="exit with 1 if there are warnings")
     parser.add_argument(
         "--ignore", action="append", default=[], metavar="GMnnn,…", help="rules to silence (may be repeated)"
@@ -65,9 +71,12 @@ def add(subparsers: Any) -> None:
 
 
 def _positive(text: str) -> float:
-    value = float(text)
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
     if not math.isfinite(value) or value <= 0:
-        raise argparse.ArgumentTypeError(f"{text} is no positive number")
+        raise argparse.ArgumentTypeError(f"'{text}' is not a number above 0")
     return value
 
 
@@ -77,6 +86,23 @@ def run(arguments: argparse.Namespace) -> int:
         for rule in RULES:
             print(f"{rule.id}  {rule.severity:7}  {rule.title}\n{'':16}{rule.source}")
         return 0
+    try:
+        subject, objective, report = _judged(arguments)
+    except GeomaskError as error:
+        if arguments.format == "json":
+            # Who reads the output gets an object whatever happens; the same message goes to standard error.
+            _print_json(_unread(arguments.recipe, str(error)))
+        raise
+    if arguments.format == "json":
+        _print_json(_as_json(subject, objective, report))
+    else:
+        print("\n".join(_as_text(subject, objective, report)))
+    if report.count("error"):
+        return 2
+    return 1 if arguments.strict and report.count("warning") else 0
+
+
+def _judged(arguments: argparse.Namespace) -> tuple[Subject, tuple[Part, ...], Report]:
     if arguments.recipe is None:
         raise ConfigError("check needs a recipe; see nemo-geomask check --help")
     recipe = read_recipe(arguments.recipe, arguments.overrides)
@@ -90,29 +116,37 @@ def run(arguments: argparse.Namespace) -> int:
         gpu=arguments.gpu,
     )
     ignore = [rule for group in arguments.ignore for rule in group.split(",") if rule.strip()]
-    report = judge(subject, ignore=ignore)
-    objective = describe(loss) if loss else ()
-    if arguments.format == "json":
-        print(json.dumps(_as_json(subject, objective, report), ensure_ascii=False, indent=2))
-    else:
-        print("\n".join(_as_text(subject, objective, report)))
-    if report.count("error"):
-        return 2
-    return 1 if arguments.strict and report.count("warning") else 0
+    return subject, describe(loss) if loss else (), judge(subject, ignore=ignore)
 
 
 def build(recipe: Recipe) -> tuple[PolicyLoss | None, tuple[str, ...], tuple[str, ...]]:
     """The loss of a recipe, or why there is none; and what it warns of.
+
+    Without ``loss_fn.name`` it is the equal of NeMo-RL's own loss: ``clipped_pg`` with the settings that NeMo-RL reads.
 
     Returns:
         The loss or None; problems and doubts, a line each, which begins with the dotted key.
     """
     block = recipe.data.get("loss_fn")
     if block is None:
-        return None, ("loss_fn: neither the recipe nor what it inherits from has such a block",), ()
+        origin = recipe.origins.at("loss_fn")
+        why = (
+            f"{origin} sets it to null or deletes it; write its keys there, or take that out to inherit the block"
+            if origin
+            else "neither the recipe nor what it inherits from has such a block"
+        )
+        return None, (f"loss_fn: {why}",), ()
     if isinstance(block, dict) and block.get("name", "") is None:
         # To NeMo-RL's trainers a null is no name.
         block = {key: value for key, value in block.items() if key != "name"}
+    found = _build(block)
+    if found[0] is not None and _nameless(recipe):
+        # The whole block must be valid, what NeMo-RL ignores too; what trains has no part of that.
+        return _build({key: value for key, value in block.items() if key in NEMO_RL_FIELDS})
+    return found
+
+
+def _build(block: Any) -> tuple[PolicyLoss | None, tuple[str, ...], tuple[str, ...]]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", UserWarning)
         try:
@@ -123,8 +157,20 @@ def build(recipe: Recipe) -> tuple[PolicyLoss | None, tuple[str, ...], tuple[str
     return loss, (), tuple(doubt for doubt in doubts if doubt.startswith("loss_fn"))
 
 
+def _nameless(recipe: Recipe) -> bool:
+    """Whether NeMo-RL's own loss trains; the lab's losses are all this package's."""
+    block = recipe.data.get("loss_fn")
+    return isinstance(block, dict) and block.get("name") is None and "lab" not in recipe.data
+
+
 def _as_text(subject: Subject, objective: tuple[Part, ...], report: Report) -> list[str]:
     lines = [f"{subject.recipe.path}" + (f", on the NeMo-RL in {subject.nemo_rl}" if subject.nemo_rl else "")]
+    if objective and _nameless(subject.recipe):
+        lines += [
+            "",
+            "loss_fn has no name: NeMo-RL's own ClippedPGLossFn trains. Its objective (that of `clipped_pg`), without "
+            "masks and whatever else NeMo-RL ignores:",
+        ]
     if objective:
         lines += ["", *(f"  {part.formula}" for part in objective), "", *(f"  {part.words}" for part in objective)]
     for finding in report.findings:
@@ -136,7 +182,7 @@ def _as_text(subject: Subject, objective: tuple[Part, ...], report: Report) -> l
     if report.ignored:
         lines.append(f"ignored: {', '.join(sorted({finding.rule.id for finding in report.ignored}))}")
     if subject.loss is None:
-        lines.append("not checked until loss_fn is valid: everything else")
+        lines.append("not checked until loss_fn is valid: everything but loss_fn itself and the names of keys")
     for rule, missing in report.unjudged:
         lines.append(f"not checked without {_NEEDS[missing]}: {rule.id}, {rule.title}")
     return lines
@@ -158,6 +204,7 @@ def _as_json(subject: Subject, objective: tuple[Part, ...], report: Report) -> d
     return {
         "recipe": os.fspath(subject.recipe.path),
         "nemo_rl": str(tree) if tree else None,
+        "loss_of": None if subject.loss is None else "nemo_rl" if _nameless(subject.recipe) else "nemo_geomask",
         "objective": [{"formula": part.formula, "words": part.words} for part in objective],
         "settings": subject.loss.model_dump(mode="json") if subject.loss else None,
         "findings": [_finding(finding) for finding in report.findings],
@@ -165,6 +212,26 @@ def _as_json(subject: Subject, objective: tuple[Part, ...], report: Report) -> d
         "unjudged": [{"rule": rule.id, "needs": _NEEDS[missing]} for rule, missing in report.unjudged],
         "summary": {severity: report.count(severity) for severity in ("error", "warning", "note")},
     }
+
+
+def _unread(recipe: str | None, message: str) -> dict[str, Any]:
+    """The object of a recipe that was not judged: :func:`_as_json`'s keys, and one error that no rule found."""
+    error = dict.fromkeys(("rule", "severity", "key", "message", "file", "line", "override", "source"))
+    return {
+        "recipe": recipe,
+        "nemo_rl": None,
+        "loss_of": None,
+        "objective": [],
+        "settings": None,
+        "findings": [{**error, "severity": "error", "message": message}],
+        "ignored": [],
+        "unjudged": [],
+        "summary": {"error": 1, "warning": 0, "note": 0},
+    }
+
+
+def _print_json(result: dict[str, Any]) -> None:
+    print(json.dumps(result, ensure_ascii=False, indent=2))
 
 
 def _finding(finding: Finding) -> dict[str, Any]:

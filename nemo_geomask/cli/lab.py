@@ -10,13 +10,16 @@ __all__ = ["add", "run"]
 
 _EPILOG = """\
 SPEC = name[:level][+preset]...
-  name    clipped_pg, gspo, gspo_token, gmpo, cispo, sapo, a plugin's name, or module:attribute
-  level   token, sequence, sequence_mean: importance-sampling correction at this level; none: no correction
+  name    clipped_pg, gspo, gspo_token, gmpo, cispo, sapo, a plugin's name, or module:attribute: what stands before
+          the first colon is a module where no loss of that name is registered
+  level   token, sequence, sequence_mean: importance-sampling correction at this level; none: no correction. The word
+          is always a level where it stands last: an attribute of that name needs a level after it
   preset  geometric, product, icepop, opsm, veto, trust_region: a mask, with the bounds under lab.presets
 
 examples
   nemo-geomask lab recipes/lab/demo.yaml
   nemo-geomask lab recipes/lab/demo.yaml --compare gspo:none,gspo:sequence_mean+geometric --seed 1
+  nemo-geomask lab recipes/lab/demo.yaml --compare my_losses:UNCLIPPED,my_losses:UNCLIPPED:sequence_mean+geometric
   nemo-geomask lab recipes/lab/demo.yaml grpo.max_num_steps=20 policy.lr=1e-3 loss_fn.ratio_clip_max=0.1
   nemo-geomask lab recipes/lab/vllm.yaml
   nemo-geomask lab recipes/lab/demo.yaml --tp 2 --cp 2 --docs-per-step 100 policy.train_micro_batch_size=10
@@ -34,7 +37,10 @@ def add(subparsers: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("recipe", metavar="RECIPE.yaml", help="lab recipe, such as recipes/lab/demo.yaml")
-    parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="settings that replace the recipe's")
+    # Without a default, argparse says that they are required.
+    parser.add_argument(
+        "overrides", nargs="*", default=[], metavar="key.path=value", help="settings that replace the recipe's"
+    )
     parser.add_argument("--compare", metavar="SPEC,SPEC,...", help="variants to train side by side, see below")
     parser.add_argument("--seed", type=int, help="grpo.seed: weights, prompts, sampling")
     parser.add_argument("--steps", type=int, help="grpo.max_num_steps: rollout batches per variant")

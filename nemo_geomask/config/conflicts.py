@@ -2,123 +2,223 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from nemo_geomask.config.loss import LossConfig
+    from nemo_geomask.config.loss import LossSettings
 
-__all__ = ["conflicts"]
+__all__ = ["Conflict", "conflicts"]
 
 
-def conflicts(config: LossConfig) -> list[tuple[bool, str]]:
-    """Every rule: whether it is broken, and a message that names the keys and the way out."""
-    given = config.model_fields_set
-    kind = config.truncated_importance_sampling_type
-    low, high = config.truncated_importance_sampling_ratio_min, config.truncated_importance_sampling_ratio
-    by_token = config.normalization == "tokens"
-    return [
-        (
-            "token_level_loss" in given
-            and config.loss_normalization is not None
-            and config.token_level_loss != (config.loss_normalization == "tokens"),
-            f"token_level_loss: {str(config.token_level_loss).lower()} contradicts loss_normalization: "
-            f"{config.loss_normalization}; set token_level_loss: {str(not config.token_level_loss).lower()}, or leave "
-            "one of the two out",
-        ),
-        (
-            (config.loss_normalization == "constant") != (config.loss_normalization_constant is not None),
-            "loss_normalization: constant and loss_normalization_constant go together; set both or neither",
-        ),
-        (
-            config.sequence_level_importance_ratios and by_token and config.loss_normalization is None,
+@dataclass(frozen=True)
+class Conflict:
+    """A contradiction.
+
+    Attributes:
+        keys: the settings that are at odds, the one to change first.
+        message: their values, and the way out.
+        rests_on: settings whose value counts only through what is derived from it. Where one of them is at odds with
+            yet another, this contradiction is but a consequence.
+    """
+
+    keys: tuple[str, ...]
+    message: str
+    rests_on: tuple[str, ...] = ()
+
+
+def conflicts(settings: LossSettings) -> tuple[Conflict, ...]:
+    """The contradictions between settings, without those that are the consequence of another."""
+    found: list[Conflict] = []
+    # Causes come before consequences.
+    for rules in (_normalization, _ratio, _truncation, _correction, _rest):
+        for conflict in rules(settings):
+            disputed = {key for other in found for key in other.keys}
+            if disputed.isdisjoint(conflict.rests_on):
+                found.append(conflict)
+    return tuple(found)
+
+
+def _yaml(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _pair(first: str, second: str, message: str) -> Conflict:
+    return Conflict((first, second), message)
+
+
+def _normalization(settings: LossSettings) -> Iterator[Conflict]:
+    chosen, by_token = settings.loss_normalization, settings.token_level_loss
+    if "token_level_loss" in settings.model_fields_set and chosen is not None and by_token != (chosen == "tokens"):
+        yield _pair(
+            "token_level_loss",
+            "loss_normalization",
+            f"token_level_loss: {_yaml(by_token)} contradicts loss_normalization: {chosen}; set token_level_loss: "
+            f"{_yaml(not by_token)}, or remove loss_normalization",
+        )
+    constant = settings.loss_normalization_constant
+    if chosen == "constant" and constant is None:
+        yield _pair(
+            "loss_normalization",
+            "loss_normalization_constant",
+            "loss_normalization: constant needs loss_normalization_constant; give it (in tokens, usually the longest "
+            "response allowed)",
+        )
+    elif chosen != "constant" and constant is not None:
+        yield _pair(
+            "loss_normalization_constant",
+            "loss_normalization",
+            f"loss_normalization_constant: {constant:g} needs loss_normalization: constant; set that, or remove the "
+            "constant",
+        )
+
+
+def _ratio(settings: LossSettings) -> Iterator[Conflict]:
+    chosen = settings.loss_normalization
+    if settings.sequence_level_importance_ratios and settings.token_level_loss and chosen is None:
+        yield Conflict(
+            ("token_level_loss", "sequence_level_importance_ratios"),
             "sequence_level_importance_ratios: true needs a sequence-level loss, but token_level_loss is true; set "
             "token_level_loss: false, or state loss_normalization: tokens to weight sequences by their length",
-        ),
-        (
-            config.use_cispo and config.disable_ppo_ratio,
-            "use_cispo: true needs the ratio that disable_ppo_ratio: true removes; unset one of them",
-        ),
-        (
-            config.use_cispo and config.force_on_policy_ratio,
-            "use_cispo: true clips the ratio that force_on_policy_ratio: true sets to 1; unset one of them",
-        ),
-        (
-            config.use_cispo and config.sequence_level_importance_ratios,
-            "use_cispo: true is defined on token ratios, not with sequence_level_importance_ratios: true; unset "
-            "one of them",
-        ),
-        (
-            config.use_cispo and config.ratio_clip_c is not None,
-            f"use_cispo: true has no dual clip, but ratio_clip_c is {config.ratio_clip_c}; set ratio_clip_c: null",
-        ),
-        (
-            config.use_cispo and not by_token,
+            rests_on=("loss_normalization",),
+        )
+    dual_clip = settings.ratio_clip_c
+    if settings.disable_ppo_ratio and dual_clip is not None and not settings.force_on_policy_ratio:
+        yield Conflict(
+            ("ratio_clip_c", "disable_ppo_ratio"),
+            f"ratio_clip_c: {dual_clip:g} bounds the ratio that disable_ppo_ratio: true removes; set ratio_clip_c: "
+            "null",
+            rests_on=("force_on_policy_ratio",),
+        )
+    if settings.use_cispo:
+        yield from _cispo(settings)
+
+
+def _cispo(settings: LossSettings) -> Iterator[Conflict]:
+    at_odds = {
+        "disable_ppo_ratio": "needs the ratio that disable_ppo_ratio: true removes",
+        "force_on_policy_ratio": "clips the ratio that force_on_policy_ratio: true sets to 1",
+        "sequence_level_importance_ratios": "is defined on token ratios, not with sequence_level_importance_ratios: "
+        "true",
+    }
+    for key, why in at_odds.items():
+        if getattr(settings, key):
+            yield _pair("use_cispo", key, f"use_cispo: true {why}; unset one of them")
+    if settings.ratio_clip_c is not None:
+        yield _pair(
+            "ratio_clip_c",
+            "use_cispo",
+            f"use_cispo: true has no dual clip, but ratio_clip_c is {settings.ratio_clip_c:g}; set ratio_clip_c: null",
+        )
+    chosen = settings.loss_normalization
+    otherwise = "or use_cispo: false with name: cispo, which takes any normalization"
+    if chosen not in (None, "tokens"):
+        yield _pair(
+            "use_cispo",
+            "loss_normalization",
+            f"use_cispo: true needs a token-level loss, but loss_normalization is {chosen}; set loss_normalization: "
+            f"tokens, {otherwise}",
+        )
+    elif chosen is None and not settings.token_level_loss:
+        yield Conflict(
+            ("use_cispo", "token_level_loss"),
             "use_cispo: true needs a token-level loss, but token_level_loss is false; set token_level_loss: true, "
-            "or use_cispo: false with name: cispo, which takes any normalization",
-        ),
-        (
-            config.disable_ppo_ratio and config.ratio_clip_c is not None and not config.force_on_policy_ratio,
-            f"ratio_clip_c: {config.ratio_clip_c} bounds the ratio that disable_ppo_ratio: true removes; set "
-            "ratio_clip_c: null",
-        ),
-        (
-            kind is not None and high is not None and not config.use_importance_sampling_correction,
-            f"truncated_importance_sampling_type: {kind} truncates a weight that is not applied while "
-            "use_importance_sampling_correction is false; set it to true",
-        ),
-        (
-            kind in ("icepop", "seq-mask-tis") and high is None,
-            f"truncated_importance_sampling_type: {kind} needs truncated_importance_sampling_ratio; give the upper "
-            "bound, or set the type to null",
-        ),
-        (
-            kind in ("icepop", "seq-mask-tis") and low is None,
-            f"truncated_importance_sampling_type: {kind} needs truncated_importance_sampling_ratio_min; give the "
-            "lower bound (0 for none)",
-        ),
-        (
-            kind is None and high is not None,
-            f"truncated_importance_sampling_ratio: {high} needs truncated_importance_sampling_type; set it to tis, "
-            "icepop or seq-mask-tis",
-        ),
-        (
-            low is not None and high is not None and low > high,
-            f"truncated_importance_sampling_ratio_min: {low} exceeds truncated_importance_sampling_ratio: {high}; "
-            "swap them",
-        ),
-        (
-            kind == "seq-mask-tis" and config.correction_level != "token",
-            f"truncated_importance_sampling_type: seq-mask-tis keeps token weights, but the level in force is "
-            f"{config.correction_level}; set is_correction_level: token",
-        ),
-        (
-            config.is_correction_level is not None and not config.use_importance_sampling_correction,
-            f"is_correction_level: {config.is_correction_level} has no effect while "
-            "use_importance_sampling_correction is false; set it to true, or remove the level",
-        ),
-        (
-            config.reference_policy_kl_gradient is not None and config.kl_coefficient == 0,
-            f"reference_policy_kl_gradient: {config.reference_policy_kl_gradient} has no effect without a KL term "
-            "(reference_policy_kl_penalty: 0 or use_kl_in_reward: true); give a penalty, or remove it",
-        ),
-        (
-            config.reference_policy_kl_type == "k4" and config.use_kl_in_reward,
-            "reference_policy_kl_type: k4 is not known to NeMo-RL, which computes the penalty under "
-            "use_kl_in_reward: true; choose k1, k2 or k3",
-        ),
-        (
-            config.positive_example_nll_normalization != "microbatch" and config.positive_example_nll_weight == 0,
-            "positive_example_nll_normalization has no effect while positive_example_nll_weight is 0; give a "
-            "weight, or remove it",
-        ),
-        (
-            config.denominator == "kept" and not config.rules_before_step,
+            f"{otherwise}",
+            rests_on=("loss_normalization",),
+        )
+
+
+def _truncation(settings: LossSettings) -> Iterator[Conflict]:
+    kind_key, high_key = "truncated_importance_sampling_type", "truncated_importance_sampling_ratio"
+    low_key = f"{high_key}_min"
+    kind, high, low = (getattr(settings, key) for key in (kind_key, high_key, low_key))
+    if kind in ("icepop", "seq-mask-tis"):
+        if high is None:
+            yield _pair(
+                kind_key,
+                high_key,
+                f"{kind_key}: {kind} needs {high_key}; give the upper bound, or set the type to null",
+            )
+        if low is None:
+            yield _pair(kind_key, low_key, f"{kind_key}: {kind} needs {low_key}; give the lower bound (0 for none)")
+    if kind is None and high is not None:
+        yield _pair(high_key, kind_key, f"{high_key}: {high:g} needs {kind_key}; set it to tis, icepop or seq-mask-tis")
+    if low is not None and high is not None and low > high:
+        yield _pair(low_key, high_key, f"{low_key}: {low:g} exceeds {high_key}: {high:g}; swap them")
+
+
+def _correction(settings: LossSettings) -> Iterator[Conflict]:
+    switch, level = "use_importance_sampling_correction", settings.is_correction_level
+    kind = settings.truncated_importance_sampling_type
+    # A tis without a ratio truncates nothing; v0.6.0's base recipes have it.
+    truncates = kind is not None and (kind != "tis" or settings.truncated_importance_sampling_ratio is not None)
+    if truncates and not settings.use_importance_sampling_correction:
+        yield _pair(
+            "truncated_importance_sampling_type",
+            switch,
+            f"truncated_importance_sampling_type: {kind} truncates a weight that is not applied while {switch} is "
+            "false; set it to true, or the type to null",
+        )
+    if level is not None and not settings.use_importance_sampling_correction:
+        yield _pair(
+            "is_correction_level",
+            switch,
+            f"is_correction_level: {level} has no effect while {switch} is false; set it to true, or remove the level",
+        )
+    if kind == "seq-mask-tis" and settings.correction_level != "token":
+        keeps = "truncated_importance_sampling_type: seq-mask-tis keeps token weights"
+        source = "sequence_level_importance_ratios"
+        if level is not None:
+            key, found = "is_correction_level", f"is_correction_level is {level}"
+        else:
+            key, found = source, f"{source}: true makes them one a sequence"
+        yield Conflict(
+            ("truncated_importance_sampling_type", key),
+            f"{keeps}, but {found}; set is_correction_level: token",
+            rests_on=() if level is not None else ("is_correction_level", source),
+        )
+
+
+def _rest(settings: LossSettings) -> Iterator[Conflict]:
+    gradient = settings.reference_policy_kl_gradient
+    if gradient is not None and settings.kl_coefficient == 0:
+        why = "use_kl_in_reward" if settings.use_kl_in_reward else "reference_policy_kl_penalty"
+        yield _pair(
+            "reference_policy_kl_gradient",
+            why,
+            f"reference_policy_kl_gradient: {gradient} has no effect without a KL term ({why}: "
+            f"{_yaml(getattr(settings, why))}); "
+            + ("set it to false" if settings.use_kl_in_reward else "give a penalty")
+            + ", or remove reference_policy_kl_gradient",
+        )
+    if settings.reference_policy_kl_type == "k4" and settings.use_kl_in_reward:
+        yield _pair(
+            "reference_policy_kl_type",
+            "use_kl_in_reward",
+            "reference_policy_kl_type: k4 is not known to NeMo-RL, which computes the penalty under use_kl_in_reward: "
+            "true; choose k1, k2 or k3",
+        )
+    if settings.positive_example_nll_normalization != "microbatch" and settings.positive_example_nll_weight == 0:
+        yield _pair(
+            "positive_example_nll_normalization",
+            "positive_example_nll_weight",
+            f"positive_example_nll_normalization: {settings.positive_example_nll_normalization} has no effect while "
+            "positive_example_nll_weight is 0; give a weight, or remove it",
+        )
+    if settings.denominator == "kept" and not settings.rules_before_step:
+        yield _pair(
+            "denominator",
+            "masks",
             "denominator: kept counts what the masks on the mismatch keep, but masks has none such; add one "
             "(geometric, icepop, veto, …), or set denominator: original",
-        ),
-        (
-            config.force_on_policy_ratio and (config.denominator == "kept" or config.batch_veto is not None),
-            f"{'batch_veto' if config.batch_veto is not None else 'denominator: kept'} looks at prev_logprobs before "
-            "the step, which force_on_policy_ratio: true does without; unset one of them",
-        ),
-    ]
+        )
+    looks = {"batch_veto": settings.batch_veto is not None, "denominator: kept": settings.denominator == "kept"}
+    for what, on in looks.items():
+        if on and settings.force_on_policy_ratio:
+            yield _pair(
+                what.partition(":")[0],
+                "force_on_policy_ratio",
+                f"{what} looks at prev_logprobs before the step, which force_on_policy_ratio: true does without; unset "
+                "one of them",
+            )

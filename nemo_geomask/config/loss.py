@@ -9,13 +9,13 @@ from __future__ import annotations
 from functools import cached_property
 from typing import Any, Literal
 
-from pydantic import Field, JsonValue, field_validator, model_validator
+from pydantic import Field, JsonValue, ValidationError, ValidatorFunctionWrapHandler, field_validator, model_validator
 
 from nemo_geomask.config.conflicts import conflicts
-from nemo_geomask.config.masks import MaskRule, MaskSpec, check_masks, mask_rules
-from nemo_geomask.config.strict import StrictModel
+from nemo_geomask.config.masks import MaskRule, MaskSpec, mask_rules, validate_masks
+from nemo_geomask.config.strict import StrictModel, conflicting
 
-__all__ = ["BatchVeto", "CorrectionLevel", "KLType", "LossConfig", "Normalization"]
+__all__ = ["BatchVeto", "CorrectionLevel", "KLType", "LossConfig", "LossSettings", "Normalization"]
 
 CorrectionLevel = Literal["token", "sequence", "sequence_mean"]
 KLType = Literal["k1", "k2", "k3", "k4"]
@@ -44,13 +44,8 @@ class BatchVeto(StrictModel):
     )
 
 
-class LossConfig(StrictModel):
-    """Settings of one loss; frozen, refuses unknown keys.
-
-    Raises:
-        pydantic.ValidationError: (a ValueError) on unknown keys, values out of range and settings at odds with each
-            other. :func:`nemo_geomask.build_loss` turns it into :class:`~nemo_geomask.errors.ConfigError`.
-    """
+class LossSettings(StrictModel):
+    """The settings of one loss, each valid by itself; whether they go together, only :class:`LossConfig` asks."""
 
     name: str = _field(
         "clipped_pg",
@@ -218,18 +213,10 @@ class LossConfig(StrictModel):
         source="this package",
     )
 
-    @field_validator("masks", mode="before")
+    @field_validator("masks", mode="wrap")
     @classmethod
-    def _list_of_masks(cls, masks: Any) -> Any:
-        check_masks(masks)
-        return masks
-
-    @model_validator(mode="after")
-    def _compatible(self) -> LossConfig:
-        problems = [message for applies, message in conflicts(self) if applies]
-        if problems:
-            raise ValueError("; ".join(problems))
-        return self
+    def _list_of_masks(cls, masks: Any, validate: ValidatorFunctionWrapHandler) -> Any:
+        return validate_masks(masks, validate)
 
     @property
     def normalization(self) -> Normalization:
@@ -277,3 +264,20 @@ class LossConfig(StrictModel):
         """The other masks."""
         before = self.rules_before_step
         return tuple(rule for rule in self.mask_rules if rule not in before)
+
+
+class LossConfig(LossSettings):
+    """Settings of one loss; frozen, refuses unknown keys.
+
+    Raises:
+        pydantic.ValidationError: (a ValueError) on unknown keys, values out of range and settings at odds with each
+            other. :func:`nemo_geomask.build_loss` turns it into :class:`~nemo_geomask.errors.ConfigError`.
+    """
+
+    @model_validator(mode="after")
+    def _compatible(self) -> LossConfig:
+        if found := conflicts(self):
+            raise ValidationError.from_exception_data(
+                type(self).__name__, [conflicting(conflict.keys, conflict.message) for conflict in found]
+            )
+        return self

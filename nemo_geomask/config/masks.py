@@ -7,16 +7,16 @@ ratio are always on ρ itself, in the direction that the log-ratio's definition 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, ValidationError, model_validator
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
-from nemo_geomask.config.strict import StrictModel, nearest
+from nemo_geomask.config.strict import StrictModel, nearest, repeated
 
-__all__ = ["MaskRule", "MaskSpec", "RawMask", "mask_rules"]
+__all__ = ["MaskRule", "MaskSpec", "RawMask", "mask_rules", "validate_masks"]
 
 LogRatio = Literal["mismatch", "policy", "total"]
 Level = Literal["token", "sequence", "sequence_mean", "sequence_max"]
@@ -221,24 +221,41 @@ MaskSpec = Annotated[
 ]
 
 
-def check_masks(masks: Any) -> None:
-    """Raise for what is no list of mappings, and for presets that don't exist, each at its own key."""
+def validate_masks(masks: Any, validate: Callable[[Any], tuple[Any, ...]]) -> tuple[Any, ...]:
+    """The masks, each as ``validate`` makes it from a tuple of one.
+
+    Raises:
+        PydanticCustomError: it is no list.
+        pydantic.ValidationError: what is wrong with any of them, each at its own key.
+    """
     if not isinstance(masks, (list, tuple)):
         raise PydanticCustomError("masks", "must be a list of masks, such as [{preset: geometric, max: 1.02}]")
-    errors = []
+    made: list[Any] = []
+    errors: list[InitErrorDetails] = []
     for index, mask in enumerate(masks):
-        if isinstance(mask, StrictModel):
-            continue
-        if not isinstance(mask, Mapping):
-            error = PydanticCustomError("mask", "must be a mapping, such as {preset: geometric, max: 1.02}")
-            errors.append(InitErrorDetails(type=error, loc=(index,), input=mask))
-        elif mask.get("preset", "geometric") not in _PRESETS:
-            guess = nearest(str(mask["preset"]), _PRESETS)
-            hint = f"did you mean '{guess}'?" if guess else "known: " + ", ".join(_PRESETS)
-            error = PydanticCustomError("preset", "unknown preset; {hint}", {"hint": hint})
-            errors.append(InitErrorDetails(type=error, loc=(index, "preset"), input=mask["preset"]))
+        try:
+            made += validate((_known_preset(mask),))
+        except ValidationError as error:
+            errors += [repeated(dict(item), (index, *item["loc"][1:])) for item in error.errors()]
     if errors:
         raise ValidationError.from_exception_data("masks", errors)
+    return tuple(made)
+
+
+def _known_preset(mask: Any) -> Any:
+    if isinstance(mask, StrictModel):
+        return mask
+    location: tuple[int | str, ...] = (0,)
+    if not isinstance(mask, Mapping):
+        error = PydanticCustomError("mask", "must be a mapping, such as {preset: geometric, max: 1.02}")
+    elif "preset" not in mask or mask["preset"] in tuple(_PRESETS):
+        return mask
+    else:
+        guess = nearest(str(mask["preset"]), _PRESETS)
+        hint = f"did you mean '{guess}'?" if guess else "known: " + ", ".join(_PRESETS)
+        error = PydanticCustomError("preset", "unknown preset; {hint}", {"hint": hint})
+        location, mask = (0, "preset"), mask["preset"]
+    raise ValidationError.from_exception_data("masks", [InitErrorDetails(type=error, loc=location, input=mask)])
 
 
 def mask_rules(masks: tuple[Any, ...]) -> tuple[MaskRule, ...]:

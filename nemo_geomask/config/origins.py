@@ -64,14 +64,22 @@ class Origins:
         kept = {key: entry for key, entry in parent.entries.items() if not any(up in replaced for up in _upwards(key))}
         return Origins({**kept, **self.entries})
 
-    def replace(self, key: str, origin: Origin) -> Origins:
-        """With ``key`` and all below it set at ``origin``."""
-        return Origins({key: _Entry(origin, mapping=False)}).over(self)
+    def override(self, key: str, value: Any, origin: Origin) -> Origins:
+        """With ``value`` set or merged at ``key``; a deleted key counts as None, so that its absence has an origin."""
+        return Origins(dict(_settings(key, value, origin))).over(self)
 
     def at(self, key: str) -> Origin | None:
         """Origin of ``key``, or of the nearest section around it that is written anywhere."""
         entry = next((self.entries[up] for up in _upwards(key) if up in self.entries), None)
         return entry.origin if entry else None
+
+
+def _settings(key: str, value: Any, origin: Origin) -> Iterator[tuple[str, _Entry]]:
+    mapping = isinstance(value, Mapping)
+    yield key, _Entry(origin, mapping)
+    if mapping:
+        for name, inner in value.items():
+            yield from _settings(f"{key}.{name}", inner, origin)
 
 
 def _walk(node: Any, key: str, path: str) -> Iterator[tuple[str, _Entry]]:

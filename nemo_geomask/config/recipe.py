@@ -1,4 +1,4 @@
-"""Recipe files: YAML with ``defaults:`` inheritance and ``key.path=value`` overrides, as NeMo-RL reads them."""
+"""Recipe files: YAML with ``defaults:`` inheritance and Hydra's overrides, as NeMo-RL reads them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nemo_geomask.config.origins import Origin, Origins
+from nemo_geomask.config.origins import Origins
+from nemo_geomask.config.overrides import apply_override, first_line
 from nemo_geomask.errors import ConfigError, MissingDependencyError
 
 __all__ = ["ROOT_VARIABLE", "Recipe", "load_recipe", "nemo_rl_root", "read_recipe"]
@@ -20,6 +21,8 @@ ROOT_VARIABLE = "NEMO_RL_ROOT"
 """Environment variable with the path of a NeMo-RL checkout, for ``defaults:`` that lie in its ``examples/configs``."""
 
 _EXAMPLES = Path("examples", "configs")
+# Where NeMo-RL's container has its checkout.
+_CONTAINER = "/opt/nemo-rl"
 
 
 @dataclass(frozen=True)
@@ -45,12 +48,12 @@ class Recipe:
         return next((root for root in roots if _is_checkout(root)), None) or nemo_rl_root()
 
 
-def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
+def load_recipe(path: str | Path, overrides: Sequence[str] = (), *, new_keys: bool | None = None) -> dict[str, Any]:
     """The settings of a recipe, see :func:`read_recipe`."""
-    return dict(read_recipe(path, overrides).data)
+    return dict(read_recipe(path, overrides, new_keys=new_keys).data)
 
 
-def read_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
+def read_recipe(path: str | Path, overrides: Sequence[str] = (), *, new_keys: bool | None = None) -> Recipe:
     """Read a recipe.
 
     ``defaults:`` names one parent file or a list of them, relative to the file that names them; of several the last
@@ -61,30 +64,33 @@ def read_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
 
     Args:
         path: the recipe.
-        overrides: ``key.path=value``, applied last, with the value in YAML (``grpo.seed=7``, ``loss_fn.masks=[]``).
-            A leading ``+`` or ``++``, as Hydra has it, is accepted and means the same.
+        overrides: applied last and in order, by Hydra as NeMo-RL does it: ``key.path=value`` changes a key that is
+            there (``grpo.seed=7``, ``loss_fn.masks=[]``), ``+key=value`` adds one, ``++key=value`` does either,
+            ``~key`` deletes. A mapping is merged into the one that is there; lists and values replace.
+        new_keys: whether ``key.path=value`` adds a key that is not there, where NeMo-RL refuses it. None: it does in a
+            recipe with a ``lab`` section, all of whose keys are checked later.
 
     Returns:
         The settings, references resolved, and where each was written.
 
     Raises:
-        ConfigError: a file is missing, no mapping, no valid YAML or inherits from itself; an override is no
-            ``key=value``; a value is still ``???``. The message names the file and the key.
-        MissingDependencyError: omegaconf is not installed.
+        ConfigError: a file is missing, no mapping, no valid YAML or inherits from itself; NeMo-RL would refuse an
+            override; a value is still ``???``. The message names the file or override and the key.
+        MissingDependencyError: omegaconf is not installed; or hydra-core, where there are overrides.
     """
     omegaconf = _omegaconf()
     files: dict[Path, str] = {}
     with _root_in_environment():
         config, origins = _load(Path(path), (), files)
+        open_ended = "lab" in config if new_keys is None else new_keys
         for override in overrides:
-            config, key = _apply(config, override)
-            origins = origins.replace(key, Origin(override))
+            config, origins = apply_override(config, origins, override, new_keys=open_ended)
         try:
             plain = omegaconf.OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
         except omegaconf.errors.OmegaConfBaseException as error:
             bad = getattr(error, "full_key", None)
             at = origins.at(bad) if bad else None
-            place = f"{bad}: {_first_line(error)}" if bad else _first_line(error)
+            place = f"{bad}: {first_line(error)}" if bad else first_line(error)
             raise ConfigError(f"{path}: {place}{f' (at {at})' if at else ''}") from None
     data = {str(key): value for key, value in plain.items()}
     return Recipe(Path(path), data, origins, tuple(files.items()))
@@ -146,7 +152,7 @@ def _load(path: Path, children: tuple[Path, ...], files: dict[Path, str]) -> tup
         text = path.read_text(encoding="utf-8")
         config = omegaconf.OmegaConf.load(io.StringIO(text))
     except OSError as error:
-        hint = "" if not children or nemo_rl_root() else f"; set {ROOT_VARIABLE} if it is a NeMo-RL checkout's"
+        hint = _where_else(path) if children else ""
         raise ConfigError(f"{path}: the recipe can't be read{inherited}: {error.strerror or error}{hint}") from None
     except (yaml.YAMLError, UnicodeDecodeError, omegaconf.errors.OmegaConfBaseException) as error:
         raise ConfigError(f"{path}: no valid YAML{inherited}: {' '.join(str(error).split())}") from None
@@ -162,6 +168,28 @@ def _load(path: Path, children: tuple[Path, ...], files: dict[Path, str]) -> tup
     return (_merge(merged, config), own.over(origins)) if parents else (config, own)
 
 
+def _where_else(parent: Path) -> str:
+    """Why a file that ``defaults:`` names may not be there, and what to write instead."""
+    root = nemo_rl_root()
+    if root is None:
+        return f"; set {ROOT_VARIABLE} if it is a NeMo-RL checkout's"
+    hint = ""
+    if not root.is_absolute():
+        hint = f"; {ROOT_VARIABLE} is {root}, and must be an absolute path"
+    elif parent.is_relative_to(root.resolve()):
+        hint = f"; {ROOT_VARIABLE} reads as {root}" + ("" if _is_checkout(root) else ", which is no NeMo-RL checkout")
+    files = (root / _EXAMPLES).rglob("*.yaml")
+    found = min((file for file in files if file.name == parent.name), key=_depth, default=None)
+    if found is not None:
+        written = f"${{oc.env:{ROOT_VARIABLE},{_CONTAINER}}}/{found.relative_to(root).as_posix()}"
+        hint += f"; NeMo-RL has one of that name: write defaults: {written}"
+    return hint
+
+
+def _depth(path: Path) -> tuple[int, Path]:
+    return len(path.parts), path
+
+
 def _parents(config: Any, path: Path) -> list[str]:
     """Takes ``defaults`` out of ``config``; its paths, ``${…}`` in them resolved."""
     if "defaults" not in config:
@@ -171,7 +199,7 @@ def _parents(config: Any, path: Path) -> list[str]:
         defaults = config.pop("defaults")
         parents = list(defaults) if isinstance(defaults, omegaconf.ListConfig) else [defaults]
     except omegaconf.errors.OmegaConfBaseException as error:
-        raise ConfigError(f"{path}: defaults: {_first_line(error)}") from None
+        raise ConfigError(f"{path}: defaults: {first_line(error)}") from None
     wrong = [parent for parent in parents if not isinstance(parent, str)]
     if wrong:
         raise ConfigError(
@@ -189,31 +217,6 @@ def _merge(parent: Any, child: Any) -> Any:
         if isinstance(section, omegaconf.DictConfig) and section.pop("_override_", False):
             parent.pop(key, None)
     return omegaconf.OmegaConf.merge(parent, child)
-
-
-def _apply(config: Any, override: str) -> tuple[Any, str]:
-    import yaml
-
-    omegaconf = _omegaconf()
-    key, equals, text = override.lstrip("+").partition("=")
-    key = key.strip()
-    if not equals or not key or any(not part for part in key.split(".")):
-        raise ConfigError(f"override '{override}' is no key.path=value; write for example grpo.max_num_steps=20")
-    try:
-        value = yaml.safe_load(text)
-        # YAML 1.1 reads 1e-3 as a string; recipes, through omegaconf, read it as a number.
-        if "${" in text:
-            value = text
-        elif isinstance(value, str):
-            value = omegaconf.OmegaConf.create(f"value: {text}")["value"]
-        omegaconf.OmegaConf.update(config, key, value, merge=False, force_add=True)
-    except (yaml.YAMLError, omegaconf.errors.OmegaConfBaseException) as error:
-        raise ConfigError(f"override '{override}': {' '.join(str(error).split())}") from None
-    return config, key
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0]
 
 
 # What NeMo-RL's recipes compute with: ${mul:${policy.max_total_sequence_length}, 4}. Annotated, since omegaconf 2.4

@@ -3,6 +3,9 @@
 ``SPEC = name[:level][+preset]...``, with ``name`` a loss (``gspo``, or ``module:attribute``), ``level`` one of
 ``token``, ``sequence``, ``sequence_mean`` or ``none`` (no correction), and ``preset`` a mask with the bounds that
 ``lab.presets`` gives. Without a level or preset, the recipe's own settings stand.
+
+A name may itself hold a colon. What stands before the first one is a registered loss where there is one of that name,
+else a module. A level's word that stands last is always the level: an attribute of that name needs one after it.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from nemo_geomask.config import nearest
 from nemo_geomask.config.loss import CorrectionLevel
 from nemo_geomask.errors import ConfigError
 from nemo_geomask.lab.recipe import LabConfig
+from nemo_geomask.losses import available
 
 __all__ = ["Variant", "parse_compare", "parse_spec"]
 
@@ -77,27 +81,26 @@ def parse_spec(spec: str, base: Mapping[str, Any], lab: LabConfig) -> Variant:
 
 
 def _split_level(head: str, spec: str) -> tuple[str, str | None]:
-    name, colon, last = head.rpartition(":")
-    if not colon:
-        name, level = head, None
-    elif last in (*_LEVELS, _NONE):
-        level = last
-    elif "." in name or ":" in name:
-        # module:attribute, without a level.
-        name, level = head, None
-    else:
-        guess = nearest(last, (*_LEVELS, _NONE))
-        hint = f"; did you mean '{guess}'?" if guess else ""
-        raise ConfigError(
-            f"--compare: '{spec}': unknown correction level '{last}'{hint} Levels: {', '.join(_LEVELS)}, {_NONE}. "
-            "A loss of your own in a top-level module needs its level: module:attribute:level"
-        )
-    if not name:
+    parts = head.split(":")
+    if not parts[0]:
         raise ConfigError(
             f"--compare: '{spec}' names no loss; a SPEC is name[:level][+preset...], such as "
             "gspo:sequence_mean+geometric"
         )
-    return name, level
+    if len(parts) == 1:
+        return head, None
+    *name, last = parts
+    if last in (*_LEVELS, _NONE):
+        return ":".join(name), last
+    if last and len(parts) == 2 and parts[0] not in available():
+        # module:attribute, without a level.
+        return head, None
+    guess = nearest(last, (*_LEVELS, _NONE))
+    hint = f"did you mean '{guess}'? " if guess else ""
+    raise ConfigError(
+        f"--compare: '{spec}': unknown correction level '{last}'; {hint}levels: {', '.join(_LEVELS)}, {_NONE}. What "
+        f"stands before it, '{':'.join(name)}', is the loss"
+    )
 
 
 def _mask(preset: str, spec: str, lab: LabConfig) -> dict[str, Any]:

@@ -36,7 +36,7 @@ def main(
         GeomaskError: a mistake in the recipe, a SPEC or the installation.
     """
     path = Path(path)
-    recipe = LabRecipe.read(load_recipe(path, overrides), source=path.name)
+    recipe = LabRecipe.read(load_recipe(path, overrides, new_keys=True), source=path.name)
     specs = recipe.lab.compare if compare is None else compare
     loss_fn = recipe.loss_fn
     variants = parse_compare(specs, loss_fn, recipe.lab) if specs else (Variant(_label(loss_fn), loss_fn),)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 
 from nemo_geomask.config import LossConfig, parse
+from nemo_geomask.config.conflicts import conflicts
+from nemo_geomask.config.loss import LossSettings
+from nemo_geomask.config.strict import Problem, problems
 from nemo_geomask.errors import ConfigError, PluginError
 from nemo_geomask.losses.loss import PolicyLoss
 from nemo_geomask.losses.registry import load
@@ -17,6 +20,7 @@ from nemo_geomask.losses.variant import Variant
 __all__ = ["build_loss"]
 
 _PREFIX = "loss_fn"
+_UNSET = object()
 
 
 def build_loss(
@@ -43,19 +47,98 @@ def build_loss(
         >>> loss.loss_type.value
         'sequence_level'
     """
-    if isinstance(config, BaseModel) and not isinstance(config, LossConfig):
-        config = config.model_dump(exclude_unset=True)
-    if not isinstance(config, LossConfig):
-        if not isinstance(config, Mapping):
-            raise ConfigError(f"{_PREFIX} must be a mapping or a LossConfig, but it is a {type(config).__name__}")
-        config = parse(LossConfig, config, prefix=_PREFIX)
-    variant = load(config.name)
-    _check_settings(config.name, variant)
-    for message in _doubts(config, variant):
+    settings, wrong = _valid_by_themselves(_given(config))
+    try:
+        variant = load(settings.name)
+    except PluginError as error:
+        if not wrong:
+            raise
+        raise _refusal([*wrong, error]) from error
+    _check_settings(settings.name, variant)
+    unsettled = _fields(wrong)
+    in_force = _in_force(settings, variant)
+    if "name" not in unsettled:
+        wrong += _contradictions(settings, in_force, variant, unsettled)
+        wrong += _wrong(variant.options, settings.options, prefix=f"{_PREFIX}.options")
+    if wrong:
+        raise _refusal(wrong)
+    options = variant.options.model_validate(settings.options)
+    for message in _doubts(settings, variant):
         warnings.warn(message, UserWarning, stacklevel=2)
-    config = _in_force(config, variant)
-    options = parse(variant.options, config.options, prefix=f"{_PREFIX}.options")
-    return PolicyLoss(config, variant, options, use_fused_linear_logprobs=use_fused_linear_logprobs)
+    checked = LossConfig.model_validate(_settings(in_force))
+    return PolicyLoss(checked, variant, options, use_fused_linear_logprobs=use_fused_linear_logprobs)
+
+
+def _refusal(problems: Iterable[object]) -> ConfigError:
+    return ConfigError("\n".join(map(str, problems)))
+
+
+def _given(config: LossConfig | Mapping[str, Any] | BaseModel) -> dict[str, Any]:
+    if isinstance(config, LossConfig):
+        return _settings(config)
+    if isinstance(config, BaseModel):
+        return config.model_dump(exclude_unset=True)
+    if isinstance(config, Mapping):
+        return dict(config)
+    raise ConfigError(f"{_PREFIX} must be a mapping or a LossConfig, but it is a {type(config).__name__}")
+
+
+def _settings(config: LossSettings) -> dict[str, Any]:
+    return {key: getattr(config, key) for key in config.model_fields_set}
+
+
+def _valid_by_themselves(given: Mapping[str, Any]) -> tuple[LossSettings, list[Problem]]:
+    """The settings without those that are unknown or wrong whatever the others are, and what is wrong with these."""
+    found = _wrong(LossSettings, given, prefix=_PREFIX)
+    fields = _fields(found)
+    return LossSettings.model_validate({key: value for key, value in given.items() if str(key) not in fields}), found
+
+
+def _wrong(model: type[BaseModel], data: Mapping[str, Any], *, prefix: str) -> list[Problem]:
+    try:
+        model.model_validate(data)
+    except ValidationError as error:
+        return list(problems(error, prefix=prefix))
+    return []
+
+
+def _fields(found: Iterable[Problem]) -> frozenset[str]:
+    return frozenset[str]().union(*(problem.fields for problem in found))
+
+
+def _in_force(settings: LossSettings, variant: Variant) -> LossSettings:
+    given = _settings(settings)
+    return parse(LossSettings, {**_defaults(settings, variant), **given, **variant.forces}, prefix=_PREFIX)
+
+
+def _contradictions(
+    settings: LossSettings, in_force: LossSettings, variant: Variant, unsettled: frozenset[str]
+) -> Iterator[Problem]:
+    """What contradicts the variant, and what contradicts each other under it, as far as the settings are known."""
+    refused = [key for key in variant.refuses if getattr(settings, key)]
+    for key in refused:
+        yield _problem(
+            (key, "name"),
+            f"{key}: {_yaml(getattr(settings, key))} does not go with name: {settings.name}; {variant.refuses[key]}. "
+            f"Remove {key}, or choose another name",
+        )
+    given = _settings(settings)
+    implied = {key: value for key, value in _settings(in_force).items() if given.get(key, _UNSET) != value}
+    for conflict in conflicts(in_force):
+        # What the variant refuses has to go, and what is wrong by itself may be meant to agree.
+        if not unsettled.union(refused).isdisjoint((*conflict.keys, *conflict.rests_on)):
+            continue
+        by_name = [key for key in conflict.keys if key in implied]
+        keys = [key for key in conflict.keys if key not in implied]
+        why = ", ".join(f"{key}: {_yaml(implied[key])}" for key in by_name)
+        yield _problem(
+            (*keys, "name") if by_name else conflict.keys,
+            conflict.message + (f" (name: {settings.name} implies {why})" if by_name else ""),
+        )
+
+
+def _problem(keys: Iterable[str], message: str) -> Problem:
+    return Problem(tuple(f"{_PREFIX}.{key}" for key in keys), message)
 
 
 def _check_settings(name: str, variant: Variant) -> None:
@@ -66,7 +149,7 @@ def _check_settings(name: str, variant: Variant) -> None:
         raise PluginError(f"the variant '{name}' speaks of unknown settings: {', '.join(unknown)}")
 
 
-def _doubts(config: LossConfig, variant: Variant) -> Iterator[str]:
+def _doubts(config: LossSettings, variant: Variant) -> Iterator[str]:
     """What is allowed and probably not meant."""
     if config.truncated_importance_sampling_type == "tis" and config.truncation is None:
         # NeMo-RL v0.6.0's base recipe has type: tis with ratio: null, which means no truncation.
@@ -79,9 +162,9 @@ def _doubts(config: LossConfig, variant: Variant) -> Iterator[str]:
         # NeMo-RL's base recipes spell out every default, so such a value was probably inherited.
         if key in config.model_fields_set and value == LossConfig.model_fields[key].default != own:
             yield (
-                f"{_PREFIX}.{key}: {_yaml(value)} is NeMo-RL's default, but name: {config.name} prescribes "
-                f"{_yaml(own)}; if it was inherited from a base recipe, set {key}: {_yaml(own)} (or another value of "
-                "yours)"
+                f"{_PREFIX}.{key}, {_PREFIX}.name: {key}: {_yaml(value)} is NeMo-RL's default, but name: {config.name} "
+                f"prescribes {_yaml(own)}; if it was inherited from a base recipe, set {key}: {_yaml(own)} (or another "
+                "value of yours)"
             )
 
 
@@ -89,27 +172,9 @@ def _yaml(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _defaults(config: LossConfig, variant: Variant) -> dict[str, Any]:
+def _defaults(config: LossSettings, variant: Variant) -> dict[str, Any]:
     defaults = dict(variant.defaults)
     if config.loss_normalization is not None:
         # The newer key says it all; a default for the older one would contradict it.
         defaults.pop("token_level_loss", None)
     return defaults
-
-
-def _in_force(config: LossConfig, variant: Variant) -> LossConfig:
-    refused = [
-        f"{_PREFIX}.{key}: {_yaml(getattr(config, key))} does not go with name: {config.name}; {reason}. "
-        f"Remove {key}, or choose another name"
-        for key, reason in variant.refuses.items()
-        if getattr(config, key)
-    ]
-    if refused:
-        raise ConfigError("\n".join(refused))
-    given = {key: getattr(config, key) for key in config.model_fields_set}
-    defaults = _defaults(config, variant)
-    try:
-        return parse(LossConfig, {**defaults, **given, **variant.forces}, prefix=_PREFIX)
-    except ConfigError as error:
-        implied = ", ".join(f"{key}: {_yaml(value)}" for key, value in {**defaults, **variant.forces}.items())
-        raise ConfigError(f"{error} (name: {config.name} implies {implied})") from None

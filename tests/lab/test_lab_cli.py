@@ -111,7 +111,12 @@ def test_an_interrupt_keeps_what_was_trained(recipe, tmp_path, monkeypatch, caps
         (["grpo.max_num_step=3"], "tiny.yaml: grpo.max_num_step: unknown key; did you mean 'max_num_steps'?"),
         (["loss_fn.ratio_clip_mn=3"], "loss_fn.ratio_clip_mn: unknown key"),
         (["--compare", "gspo:none,gspoo"], "variant 'gspoo': loss_fn.name: no loss named 'gspoo'"),
-        (["--compare", "gspo:tokn"], "did you mean 'token'"),
+        (["--compare", "gspo:tokn"], "unknown correction level 'tokn'; did you mean 'token'? levels: token, sequence,"),
+        (["--compare", "gspo:UNCLIPPED"], "unknown correction level 'UNCLIPPED'; levels: token, sequence,"),
+        (["--compare", "gspo:"], "unknown correction level ''; levels: token,"),
+        (["--compare", "my_losses:X:tokn"], "did you mean 'token'? levels: token, sequence, sequence_mean, none. What"),
+        (["--compare", "gspoo:sequence"], "no loss named 'gspoo' in entry-point group"),
+        (["--compare", "no_such_module:X"], "'no_such_module:X' (given as module:attribute"),
         (["--steps", "0"], "grpo.max_num_steps"),
         (["--tp", "3"], "tiny.yaml: lab.tp: Input should be 1, 2 or 4 (found 3)"),
         (["--docs-per-step", "17"], "policy.docs_per_step (17) exceeds"),
@@ -174,8 +179,50 @@ def test_a_run_that_breaks_says_so(recipe, tmp_path, capsys):
     assert "means are over finite values alone" in printed
 
 
-def test_module_attribute_is_found_in_the_current_folder(recipe, tmp_path, monkeypatch):
-    (tmp_path / "my_own_losses.py").write_text("from nemo_geomask.losses.variants import CISPO as MINE\n")
+@pytest.fixture
+def own_losses(tmp_path, monkeypatch):
+    (tmp_path / "my_own_losses.py").write_text(
+        "from nemo_geomask.losses.variants import CISPO as MINE\ntoken = MINE\n", encoding="utf-8"
+    )
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [path for path in sys.path if path not in ("", str(tmp_path))])
-    assert main(["lab", str(recipe), "--compare", "my_own_losses:MINE:none", "--out", str(tmp_path / "out")]) == 0
+    yield
+    sys.modules.pop("my_own_losses", None)
+
+
+def test_module_attribute_is_found_in_the_current_folder(recipe, tmp_path, own_losses):
+    specs = "my_own_losses:MINE,my_own_losses:MINE:sequence_mean+geometric"
+    assert main(["lab", str(recipe), "--steps", "1", "--compare", specs, "--out", str(tmp_path / "out")]) == 0
+    variants = yaml.safe_load((tmp_path / "out" / "config.yaml").read_text())["variants"]
+    assert list(variants) == specs.split(",")
+    assert {variant["name"] for variant in variants.values()} == {"my_own_losses:MINE"}
+    assert variants[specs.split(",")[1]]["is_correction_level"] == "sequence_mean"
+
+
+@pytest.mark.parametrize(
+    ("spec", "name", "level"),
+    [
+        ("gspo", "gspo", None),
+        ("gspo:token", "gspo", "token"),
+        ("my_losses:UNCLIPPED", "my_losses:UNCLIPPED", None),
+        ("my_losses:UNCLIPPED+geometric", "my_losses:UNCLIPPED", None),
+        ("my_losses:UNCLIPPED:sequence_mean+geometric", "my_losses:UNCLIPPED", "sequence_mean"),
+        ("my.losses:Group.UNCLIPPED:none", "my.losses:Group.UNCLIPPED", "none"),
+        ("my_losses:token:none", "my_losses:token", "none"),
+        ("gspo:token:none", "gspo:token", "none"),  # a module of a loss's name, by its full form
+    ],
+)
+def test_what_a_spec_says(spec, name, level):
+    from nemo_geomask.lab.compare import parse_spec
+    from nemo_geomask.lab.recipe import LabConfig
+
+    block = parse_spec(spec, {}, LabConfig()).loss_fn
+    assert block["name"] == name
+    assert block.get("use_importance_sampling_correction") == {None: None, "none": False}.get(level, True)
+    assert block.get("is_correction_level") == (None if level == "none" else level)
+
+
+def test_without_arguments_only_the_recipe_is_missing(capsys):
+    with pytest.raises(SystemExit):
+        main(["lab"])
+    assert capsys.readouterr().err.endswith("the following arguments are required: RECIPE.yaml\n")

@@ -42,9 +42,8 @@ def test_defaults_are_inherited_and_the_child_wins(tmp_path):
 
 def test_overrides(tmp_path):
     path = write(tmp_path, "r.yaml", "grpo: {seed: 1}\npolicy:\n  lr: ???\ncopy: ${grpo.seed}\n")
-    loaded = load_recipe(
-        path, ["grpo.seed=7", "policy.lr=1e-3", "+new.key=text", "off=null", "masks=[{preset: opsm, delta: 0.5}]"]
-    )
+    overrides = ["grpo.seed=7", "policy.lr=1e-3", "+new.key=text", "off=null", "masks=[{preset: opsm, delta: 0.5}]"]
+    loaded = load_recipe(path, overrides, new_keys=True)
     assert loaded == {
         "grpo": {"seed": 7},
         "policy": {"lr": 1e-3},
@@ -53,6 +52,13 @@ def test_overrides(tmp_path):
         "off": None,
         "masks": [{"preset": "opsm", "delta": 0.5}],
     }
+
+
+def test_a_recipe_with_a_lab_section_needs_no_plus(tmp_path):
+    path = write(tmp_path, "r.yaml", "lab: {tp: 1}\n")
+    assert load_recipe(path, ["grpo.seed=7"]) == {"lab": {"tp": 1}, "grpo": {"seed": 7}}
+    with pytest.raises(ConfigError, match="no key grpo.seed"):
+        load_recipe(path, ["grpo.seed=7"], new_keys=False)
 
 
 def test_nemo_rls_resolvers(tmp_path):
@@ -71,7 +77,7 @@ def test_nemo_rls_resolvers(tmp_path):
         ("a: ???\n", [], "r.yaml: a: "),
         ("a: ${nowhere}\n", [], "r.yaml: a: .*nowhere"),
         ("a: 1\n", ["a"], "key.path=value"),
-        ("a: 1\n", ["a..b=1"], "key.path=value"),
+        ("a: 1\n", ["a..b=1"], "override 'a..b=1': it is no key.path=value"),
     ],
 )
 def test_recipe_errors_name_file_and_key(tmp_path, text, overrides, needle):
@@ -113,7 +119,10 @@ def test_a_missing_omegaconf_names_the_extra(monkeypatch, tmp_path):
             "r.yaml: policy: train_global_batch_size (64) and docs_per_step (100) both say",
         ),
         ({"policy": {"train_global_batch_size": None}}, "train_global_batch_size and docs_per_step are both null"),
-        ({"policy": {"docs_per_step": 0}}, "r.yaml: policy.docs_per_step: Input should be greater than 0 (found 0)"),
+        (
+            {"policy": {"docs_per_step": 0}},
+            "r.yaml: policy.docs_per_step: Input should be greater than 0, or null (found 0)",
+        ),
         ({"policy": {"docs_per_step": 300}}, "policy.docs_per_step (300) exceeds grpo.num_prompts_per_step x"),
         ({"policy": {"doc_per_step": 3}}, "policy.doc_per_step: unknown key; did you mean 'docs_per_step'?"),
         ({"lab": {"tp": 3}}, "r.yaml: lab.tp: Input should be 1, 2 or 4 (found 3)"),

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
+import platform
+import socket
 import sys
+import textwrap
+import time
 
 import pytest
 
@@ -114,3 +119,147 @@ def test_ray_that_is_not_there(host, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "ray", None)
     assert main(["doctor", "--ray"]) == 2
     assert "--ray needs Ray" in capsys.readouterr().err
+
+
+def declare(folder, wanted, how):
+    """Let the NeMo-RL in ``folder`` require a Python."""
+    if how == "checkout":
+        text = f'[project]\nname = "nemo-rl"\nrequires-python = "{wanted}"\n'
+        (folder / "pyproject.toml").write_text(text, encoding="utf-8")
+    else:
+        (folder / "nemo_rl-9.8.7.dist-info").mkdir()
+        text = f"Metadata-Version: 2.1\nName: nemo-rl\nVersion: 9.8.7\nRequires-Python: {wanted}\n"
+        (folder / "nemo_rl-9.8.7.dist-info" / "METADATA").write_text(text, encoding="utf-8")
+
+
+@pytest.mark.parametrize("how", ["checkout", "distribution"])
+@pytest.mark.parametrize(("wanted", "fits"), [(">=3.11", True), (">=3.99.14,<4", False), ("<3.11", False)])
+def test_a_python_that_nemo_rl_does_not_take(registered, tmp_path, monkeypatch, capsys, wanted, fits, how):
+    pytest.importorskip("packaging", reason="compares versions; Ray and others bring it")
+    declare(tmp_path, wanted, how)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))  # for the workers
+    assert main(["doctor"]) == (0 if fits else 1)
+    printed = capsys.readouterr().out
+    assert printed.count(f"nemo_rl requires {wanted}\n") == 3  # the driver, Built and Drivers
+    says = (
+        f"is Python {platform.python_version()}, but its NeMo-RL ({tmp_path}/nemo_rl/__init__.py) has requires-python"
+    )
+    assert printed.count(f"{says} {wanted}, ") == (0 if fits else 3)
+    assert ("problem 1: the driver: " in printed) == (not fits)
+
+
+def test_the_metadata_of_another_nemo_rl_says_nothing(host, tmp_path, monkeypatch, capsys):
+    host()
+    (tmp_path / "site").mkdir()
+    declare(tmp_path / "site", "<3.11", "distribution")
+    monkeypatch.syspath_prepend(str(tmp_path / "site"))
+    assert main(["doctor"]) == 0
+    assert "nemo_rl requires" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("wanted", "reason"), [("at least 3.11", "Invalid specifier"), (">=3.11", "packaging")])
+def test_a_requirement_that_is_not_compared_is_said(host, tmp_path, monkeypatch, capsys, wanted, reason):
+    host()
+    declare(tmp_path, wanted, "checkout")
+    if reason == "packaging":
+        monkeypatch.setitem(sys.modules, "packaging.specifiers", None)
+    else:
+        pytest.importorskip("packaging")
+    assert main(["doctor"]) == 0
+    printed = capsys.readouterr().out
+    assert f"python is not held against {wanted}: " in printed
+    assert reason in printed
+
+
+def test_a_python_built_from_a_branch_is_its_release(capsys):
+    pytest.importorskip("packaging")
+    packages = {"nemo_rl": ("9.8.7", "/nemo_rl/__init__.py")}
+    report = {"executable": "python", "host": "here", "requires_python": ">=3.13.5,<3.14", "packages": packages}
+    problems = []
+    for version in ("3.13.5+", "3.14.0rc1", "3.13.4+"):
+        found = diagnosis.Diagnosis()
+        diagnosis._python(found, {**report, "python": version}, "worker", "")
+        assert not found.lines
+        problems.append(len(found.problems))
+    assert problems == [0, 1, 1]
+
+
+RAY = """
+import sys, time
+
+
+def is_initialized():
+    return False
+
+
+def init(address, **options):
+    if address == "silent:1":
+        time.sleep(60)
+    if address == "auto":
+        print("INFO connecting", file=sys.stderr)
+        raise ConnectionError("Could not find any running Ray instance.")
+    print("initialised", address, sorted(options))
+"""
+
+
+@pytest.fixture
+def ray(registered, tmp_path, monkeypatch):
+    """A Ray of a few lines, here and in other processes."""
+    folder = tmp_path / "with_ray"
+    folder.mkdir()
+    (folder / "ray.py").write_text(textwrap.dedent(RAY), encoding="utf-8")
+    monkeypatch.setenv("PYTHONPATH", str(folder))
+    monkeypatch.syspath_prepend(str(folder))
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    for name in [name for name in sys.modules if name.split(".")[0] == "ray"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(diagnosis, "_RAY_PATIENCE", 3.0)
+    yield
+    sys.modules.pop("ray", None)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    ("address", "reason"),
+    [("auto", "ConnectionError: Could not find any running Ray instance"), ("silent:1", "no answer within 3 s")],
+)
+def test_no_cluster_to_ask(ray, capsys, address, reason):
+    assert main(["doctor", "--ray", address]) == 1
+    printed = capsys.readouterr()
+    (line,) = (line for line in printed.out.splitlines() if line.startswith("problem "))
+    assert line == (
+        f"problem 1: --ray {address}: no Ray cluster answers: {reason}. Start one by `ray start --head`, or name one "
+        "that runs: --ray HOST:PORT"
+    )
+    assert "workers.a.Drivers" in printed.out
+    assert "Traceback" not in printed.out + printed.err
+
+
+@pytest.mark.timeout(60)
+def test_the_variable_that_names_the_cluster_is_shown(ray, monkeypatch, capsys):
+    monkeypatch.setenv("RAY_ADDRESS", "head:6379")
+    assert main(["doctor", "--ray"]) == 1
+    assert "problem 1: --ray auto (RAY_ADDRESS=head:6379): no Ray cluster answers: " in capsys.readouterr().out
+    assert main(["doctor", "--ray", "silent:1"]) == 1
+    assert "problem 1: --ray silent:1: no Ray cluster answers: " in capsys.readouterr().out
+
+
+@pytest.mark.timeout(60)
+def test_a_cluster_that_answers_is_asked(ray, monkeypatch, capsys):
+    asked = []
+    monkeypatch.setattr(diagnosis.workers, "on_every_node", lambda env: asked.append(env) or [diagnosis.probe.probe()])
+    assert main(["doctor", "--ray", "head:1"]) == 0
+    assert "initialised head:1 ['ignore_reinit_error', 'log_to_driver', 'runtime_env']" in capsys.readouterr().out
+    assert {env["py_executable"] for env in asked} >= {sys.executable}
+
+
+@pytest.mark.timeout(90)
+@pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs Ray, which comes with NeMo-RL")
+def test_real_ray_gives_up_in_time(registered, monkeypatch, capsys):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    with socket.socket() as closed:  # bound, not listening: nobody else takes the port, and nobody answers
+        closed.bind(("127.0.0.1", 0))
+        start = time.monotonic()
+        assert main(["doctor", "--ray", f"127.0.0.1:{closed.getsockname()[1]}"]) == 1
+    assert time.monotonic() - start < 45  # the patience of 20 s, and three interpreters that import torch
+    assert "no Ray cluster answers: no answer within 20 s" in capsys.readouterr().out

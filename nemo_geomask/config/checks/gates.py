@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from nemo_geomask.config.checks.rule import Hit, Rule
@@ -167,6 +168,27 @@ def _logits(subject: Subject) -> Iterator[Hit]:
         )
 
 
+def _padding(subject: Subject) -> Iterator[Hit]:
+    key, megatron = "policy.make_sequence_length_divisible_by", "policy.megatron_cfg"
+    given = subject.number(key)
+    packs = subject.on("policy.sequence_packing.enabled") and not subject.on("policy.dynamic_batching.enabled")
+    if not subject.megatron or not packs or given is None:
+        return
+    context, tensor = int(subject.number(f"{megatron}.context_parallel_size") or 1), subject.tensor_parallel
+    factors = {
+        f"2 x context_parallel_size ({context})": 2 * context if context > 1 else 1,
+        f"tensor_model_parallel_size ({tensor}, with sequence_parallel)": (
+            tensor if subject.on(f"{megatron}.sequence_parallel") else 1
+        ),
+    }
+    least = math.prod(factors.values())
+    if given % least:
+        wanted = " x ".join(name for name, factor in factors.items() if factor > 1)
+        yield Hit(
+            key, f"{given:g} is no multiple of {least} = {wanted}, which packed sequences are split by; set {least}"
+        )
+
+
 _SETUP = "NeMo-RL `grpo.setup`"
 _ASYNC = "NeMo-RL `async_grpo_train`"
 
@@ -204,4 +226,11 @@ RULES = (
     Rule("GM311", "error", "KL term without reference log-probs", _SETUP, _no_reference),
     Rule("GM312", "error", "not exactly one training backend", "NeMo-RL `Policy.__init__`", _backends),
     Rule("GM313", "error", "`logprob_backend` with what it does not go with", "docs/loss_reference.md", _logits),
+    Rule(
+        "GM314",
+        "error",
+        "packed sequences padded to lengths that context and sequence parallelism do not divide",
+        "NeMo-RL `_get_pack_sequence_parameters_for_megatron` (megatron/data.py)",
+        _padding,
+    ),
 )

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from nemo_geomask.config.checks.rule import Hit, Rule
 from nemo_geomask.config.checks.subject import Subject
+from nemo_geomask.config.checks.written import nearest_given
 from nemo_geomask.config.loss import LossConfig
 
 __all__ = ["NEMO_RL_FIELDS", "RULES"]
@@ -36,7 +37,8 @@ NEMO_RL_FIELDS = frozenset(
     }
 )
 
-_KEY = re.compile(r"(loss_fn(?:\.\w+|\[\d+\])*)(?:: )?(.*)", re.DOTALL)
+_KEY = r"loss_fn(?:\.\w+|\[\d+\])*"
+_PROBLEM = re.compile(rf"({_KEY}(?:, {_KEY})*)(?:: )?(.*)", re.DOTALL)
 
 
 def _invalid(subject: Subject) -> Iterator[Hit]:
@@ -50,17 +52,12 @@ def _doubtful(subject: Subject) -> Iterator[Hit]:
 
 
 def _located(line: str, subject: Subject) -> Hit:
-    """A message of the loss's begins with the dotted key. One about several settings has ``loss_fn`` there; it is put
-    at the first of them that the recipe gives."""
-    match = _KEY.match(line)
+    """A message of the loss's begins with the dotted keys that it is about; it is put at the one nearest the user."""
+    match = _PROBLEM.match(line)
     if match is None:
         return Hit("loss_fn", line)
-    key, message = match.groups()
-    if key == "loss_fn":
-        named = (word for word in re.findall(r"\w+", message) if word in LossConfig.model_fields)
-        given = next((word for word in named if word in subject.given), None)
-        return Hit(f"{key}.{given}" if given else key, message)
-    return Hit(key, message)
+    keys, message = match.groups()
+    return Hit(nearest_given(keys.split(", "), subject), message)
 
 
 def _nameless(subject: Subject) -> Iterator[Hit]:
@@ -78,7 +75,15 @@ def _nameless(subject: Subject) -> Iterator[Hit]:
 
 
 RULES = (
-    Rule("GM001", "error", "`loss_fn` is invalid", "docs/loss_reference.md", _invalid, needs_loss=False),
+    Rule(
+        "GM001",
+        "error",
+        "`loss_fn` is invalid",
+        "docs/loss_reference.md",
+        _invalid,
+        needs_loss=False,
+        may_be_ignored=False,
+    ),
     Rule("GM002", "warning", "`loss_fn` is valid, but probably not as meant", "docs/loss_reference.md", _doubtful),
     Rule(
         "GM003",

@@ -21,10 +21,12 @@ class Hit:
     Attributes:
         key: dotted key that the message is about, written or not.
         message: value found, what is wrong with it, the way out.
+        origin: where that is; None: where the key was written, or the nearest section around it.
     """
 
     key: str
     message: str
+    origin: Origin | None = None
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,8 @@ class Rule:
         source: where that is known from.
         check: its hits in a recipe.
         needs: what has to be known to judge at all: attributes of :class:`Subject`.
-        needs_loss: False for rules that also judge a recipe whose ``loss_fn`` is invalid. They can't be ignored.
+        needs_loss: False for rules that also judge a recipe whose ``loss_fn`` is invalid.
+        may_be_ignored: False for a rule that no ``--ignore`` and no comment silences.
     """
 
     id: str
@@ -50,6 +53,7 @@ class Rule:
     check: Callable[[Subject], Iterator[Hit]]
     needs: tuple[str, ...] = ()
     needs_loss: bool = True
+    may_be_ignored: bool = True
 
 
 @dataclass(frozen=True)

@@ -7,16 +7,16 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
-from nemo_geomask.config.checks import engines, gates, general, idle, lengths, sampling
+from nemo_geomask.config.checks import engines, gates, general, idle, lengths, sampling, sections
 from nemo_geomask.config.checks.rule import Finding, Rule
 from nemo_geomask.config.checks.subject import Subject
-from nemo_geomask.config.strict import nearest
 from nemo_geomask.errors import ConfigError
 
 __all__ = ["RULES", "Report", "judge"]
 
 RULES: tuple[Rule, ...] = (
     *general.RULES,
+    *sections.RULES,
     *sampling.RULES,
     *engines.RULES,
     *idle.RULES,
@@ -25,8 +25,8 @@ RULES: tuple[Rule, ...] = (
 )
 _BY_ID = {rule.id: rule for rule in RULES}
 
-# In any file of the chain: "# nemo-geomask: ignore GM108, GM110" and whatever may follow.
-_COMMENT = re.compile(r"#\s*nemo-geomask\s*:\s*(?P<verb>\S*)\s*(?P<ids>\w+(?:\s*,\s*\w+)*)?")
+# In any file of the chain: "# nemo-geomask: ignore GM108, GM110" and whatever may follow; also by the package's name.
+_COMMENT = re.compile(r"#\s*nemo[-_]geomask\s*(?::|(?=\signore\b))\s*(?P<verb>\S*)\s*(?P<ids>\w+(?:\s*,\s*\w+)*)?")
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def judge(subject: Subject, *, ignore: Collection[str] = ()) -> Report:
             unjudged.append((rule, missing[0]))
             continue
         origins = subject.recipe.origins
-        found += [Finding(rule, hit.key, hit.message, origins.at(hit.key)) for hit in rule.check(subject)]
+        found += [Finding(rule, hit.key, hit.message, hit.origin or origins.at(hit.key)) for hit in rule.check(subject)]
     order = ("error", "warning", "note")
     found.sort(key=lambda finding: order.index(finding.rule.severity))
     return Report(
@@ -95,9 +95,10 @@ def _commented(path: Path, text: str) -> set[str]:
 def _known(rule: str, where: str) -> str:
     name = rule.strip().upper()
     if name not in _BY_ID:
-        guess = nearest(name, _BY_ID)
-        hint = f"did you mean {guess}?" if guess else "see nemo-geomask check --list-rules"
+        # Ids are not like each other: only one with another spelling of the letters is meant.
+        guess = f"GM{re.sub('[^0-9]', '', name)}"
+        hint = f"did you mean {guess}?" if guess in _BY_ID else "see nemo-geomask check --list-rules"
         raise ConfigError(f"{where}: there is no rule {rule}; {hint}")
-    if not _BY_ID[name].needs_loss:
+    if not _BY_ID[name].may_be_ignored:
         raise ConfigError(f"{where}: {name} ({_BY_ID[name].title}) can't be ignored")
     return name

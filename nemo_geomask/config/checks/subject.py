@@ -32,7 +32,7 @@ class Subject:
     Attributes:
         recipe: the recipe.
         loss: settings in force, the variant's defaults applied; None where ``loss_fn`` is invalid.
-        problems: why it is, a line a problem, each beginning with the dotted key.
+        problems: why it is, a line a problem, each beginning with the dotted keys that it is about.
         doubts: what the loss accepts and warns of, in the same form.
         mismatch_kl: mean mismatch KL to reckon with, nats per token.
         gpu: name of the GPU that samples, such as A100.

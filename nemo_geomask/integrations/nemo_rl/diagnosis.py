@@ -9,7 +9,7 @@ import os
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from nemo_geomask.losses import available
 __all__ = ["Diagnosis", "diagnose"]
 
 _PATIENCE = 300.0
+_RAY_PATIENCE = 20.0  # seconds until a cluster that runs has let a driver in
 
 
 @dataclass
@@ -62,10 +63,10 @@ def diagnose(interpreters: Sequence[str] = (), *, ray_address: str | None = None
     _losses(found)
     _seams(found)
     found.section("workers that receive the loss")
-    ask = _by_ray(ray_address) if ray_address is not None else _by_subprocess
+    ask = _by_subprocess if ray_address is None else _by_ray(found, ray_address)
     for title, python in [*_nemo_rl_workers(found), *((f"--worker {python}", python) for python in interpreters)]:
         found.lines.append(f"  {title}")
-        if python is None:
+        if python is None or ask is None:
             continue
         reports = ask(python)
         for report in reports:
@@ -81,7 +82,8 @@ def _environment(found: Diagnosis, report: Mapping[str, Any], title: str, indent
         found.problems.append(f"{title}: {report['executable']} does not run: {report['failed']}")
         return
     found.lines.append(f"{indent}{report['executable']} on {report['host']}")
-    rows = {"python": (report["python"], ""), **report["packages"]}
+    wanted = report["requires_python"]
+    rows = {"python": (report["python"], f"nemo_rl requires {wanted}" if wanted else ""), **report["packages"]}
     width = max(map(len, rows))
     for name, entry in rows.items():
         version, location = entry or ("not importable", "")
@@ -98,6 +100,31 @@ def _environment(found: Diagnosis, report: Mapping[str, Any], title: str, indent
         found.problems.append(
             f"{title}: nemo_geomask is {report['version']} in {report['executable']} on {report['host']}, but "
             f"{nemo_geomask.__version__} in the driver; make them the same"
+        )
+    _python(found, report, title, indent)
+
+
+def _python(found: Diagnosis, report: Mapping[str, Any], title: str, indent: str) -> None:
+    """Hold an interpreter against what its NeMo-RL declares.
+
+    A mismatch is a problem, not a mere remark: ``uv`` builds no such environment, so somebody went round it, and what
+    then fails is NeMo-RL's own import, before anything of this package is reached.
+    """
+    wanted = report["requires_python"]
+    if wanted is None:
+        return
+    try:
+        specifiers = importlib.import_module("packaging.specifiers")
+        # A Python built from a branch calls itself 3.13.5+.
+        fits = specifiers.SpecifierSet(wanted).contains(report["python"].rstrip("+"), prereleases=True)
+    except (ImportError, ValueError) as error:
+        found.lines.append(f"{indent}  python is not held against {wanted}: {error}")
+        return
+    if not fits:
+        found.problems.append(
+            f"{title}: {report['executable']} on {report['host']} is Python {report['python']}, but its NeMo-RL "
+            f"({report['packages']['nemo_rl'][1]}) has requires-python {wanted}, and its scripts may not even import; "
+            "use the environment that `uv sync` makes in NeMo-RL's checkout"
         )
 
 
@@ -163,11 +190,39 @@ def _by_subprocess(python: str) -> list[dict[str, Any]]:
     return [report]
 
 
-def _by_ray(address: str) -> Any:
+_CONNECT = "import ray, sys; ray.init(address=sys.argv[1], log_to_driver=False)"
+
+
+def _by_ray(found: Diagnosis, address: str) -> Callable[[str], list[dict[str, Any]]] | None:
+    """How to ask on every node of a cluster; None, and a problem, where no cluster lets a driver in."""
     try:
         ray = importlib.import_module("ray")
     except ImportError as error:
         raise MissingDependencyError(f"--ray needs Ray, which comes with NeMo-RL: {error}") from error
+    if not ray.is_initialized():
+        # By another process first: where nobody answers, Ray retries for minutes and then ends the process it is in.
+        try:
+            done = subprocess.run(
+                [sys.executable, "-c", _CONNECT, address],
+                capture_output=True,
+                text=True,
+                timeout=_RAY_PATIENCE,
+                check=False,
+            )
+            last = (done.stderr.strip().splitlines() or ["no output"])[-1].removesuffix(".")
+            failure = last if done.returncode else None
+        except subprocess.TimeoutExpired:
+            failure = f"no answer within {_RAY_PATIENCE:g} s"
+        if failure is not None:
+            # To Ray, auto means the variable first.
+            variable = os.environ.get("RAY_ADDRESS") if address == "auto" else None
+            tried = f"{address} (RAY_ADDRESS={variable})" if variable else address
+            found.lines.append("  looked at on no node, since there is no Ray cluster to ask")
+            found.problems.append(
+                f"--ray {tried}: no Ray cluster answers: {failure}. Start one by `ray start --head`, or "
+                "name one that runs: --ray HOST:PORT"
+            )
+            return None
     environment = {key: value for key, value in os.environ.items() if key == "PYTHONPATH"}
     ray.init(address=address, log_to_driver=False, runtime_env={"env_vars": environment}, ignore_reinit_error=True)
     return lambda python: workers.on_every_node({"py_executable": python})

@@ -8,7 +8,9 @@ import importlib.util
 import json
 import pickle
 import platform
+import re
 import sys
+from pathlib import Path
 
 __all__ = ["MARK", "probe"]
 
@@ -23,7 +25,8 @@ def probe(payload: bytes | None = None) -> dict[str, object]:
 
     Returns:
         ``python``, ``executable``, ``host``; ``packages``: version and location by name, None where there is none;
-        ``version`` of nemo_geomask; ``losses``: name, value and distribution of each entry point; ``errors``: what
+        ``requires_python``: what the nemo_rl found here declares, None where nothing is known; ``version`` of
+        nemo_geomask; ``losses``: name, value and distribution of each entry point; ``errors``: what
         failed to import or open.
     """
     errors: dict[str, str] = {}
@@ -48,6 +51,7 @@ def probe(payload: bytes | None = None) -> dict[str, object]:
         "python": platform.python_version(),
         "executable": sys.executable,
         "host": platform.node(),
+        "requires_python": _required_python("nemo_rl"),
         "version": own,
         "packages": {name: _package(name) for name in names},
         "losses": sorted(
@@ -73,6 +77,28 @@ def _package(name: str) -> tuple[str, str] | None:
         except importlib.metadata.PackageNotFoundError:
             version = "unknown"
     return str(version), spec.origin
+
+
+def _required_python(name: str) -> str | None:
+    """``requires-python`` of a package: its checkout's, else its distribution's."""
+    package = _package(name)
+    if package is None:
+        return None
+    origin = Path(package[1])
+    project = origin.parent.parent / "pyproject.toml"
+    if project.is_file():
+        # No tomllib: a Python older than 3.11 has none, and is the one that must be told.
+        text = project.read_text(encoding="utf-8")
+        found = re.search(r"""^requires-python\s*=\s*["']([^"']+)""", text, re.MULTILINE)
+        return found[1] if found else None
+    try:
+        distribution = importlib.metadata.distribution(name.replace("_", "-"))
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    if Path(str(distribution.locate_file(name))) != origin.parent:  # another's, see probe
+        return None
+    declared: list[str] = distribution.metadata.get_all("Requires-Python") or []
+    return declared[0] if declared else None
 
 
 if __name__ == "__main__":
