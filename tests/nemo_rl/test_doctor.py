@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import platform
 import socket
 import sys
 import textwrap
 import time
+from pathlib import Path
 
 import pytest
 
@@ -41,6 +43,9 @@ def registered(host, tmp_path, monkeypatch):
     python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n', encoding="utf-8")
     python.chmod(0o755)
     monkeypatch.setenv("NEMO_RL_VENV_DIR", str(tmp_path / "venvs"))
+    # A real NeMo-RL that the tests run against is not the workers'.
+    path = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(entry for entry in path if not Path(entry, "nemo_rl").is_dir()))
     return python
 
 
