@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 import sysconfig
@@ -94,7 +95,9 @@ def test_without_a_name_nothing_is_asked_of_the_workers(report):
 def test_doctor_finds_the_environment_without_the_package(report, other, how):
     status, printed, error = report[how]
     assert status == 1, error
-    assert f"problem 1: --worker {other}: nemo_geomask is not importable in {other}" in printed
-    assert "problem 2" not in printed
+    # What is said of this machine's Python depends on the NeMo-RL at hand.
+    problems = [line for line in re.findall(r"^problem \d+: (.*)", printed, re.M) if "requires-python" not in line]
+    assert len(problems) == 1
+    assert problems[0].startswith(f"--worker {other}: nemo_geomask is not importable in {other}")
     assert printed.count("ok      nemo_rl.algorithms.grpo builds ClippedPGLossFn(cfg)") == 1
     assert "MegatronPolicyWorker" in printed
