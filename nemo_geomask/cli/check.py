@@ -12,7 +12,7 @@ from typing import Any
 
 from nemo_geomask.cli.objective import describe
 from nemo_geomask.config.checks import RULES, Finding, Report, Subject, judge
-from nemo_geomask.config.checks.general import NEMO_RL_FIELDS
+from nemo_geomask.config.checks.general import NEMO_RL_FIELDS, nameless
 from nemo_geomask.config.checks.subject import MISMATCH_KL
 from nemo_geomask.config.recipe import Recipe, read_recipe
 from nemo_geomask.errors import ConfigError, GeomaskError
@@ -140,7 +140,7 @@ def build(recipe: Recipe) -> tuple[PolicyLoss | None, tuple[str, ...], tuple[str
         # To NeMo-RL's trainers a null is no name.
         block = {key: value for key, value in block.items() if key != "name"}
     found = _build(block)
-    if found[0] is not None and _nameless(recipe):
+    if found[0] is not None and nameless(recipe):
         # The whole block must be valid, what NeMo-RL ignores too; what trains has no part of that.
         return _build({key: value for key, value in block.items() if key in NEMO_RL_FIELDS})
     return found
@@ -157,15 +157,9 @@ def _build(block: Any) -> tuple[PolicyLoss | None, tuple[str, ...], tuple[str, .
     return loss, (), tuple(doubt for doubt in doubts if doubt.startswith("loss_fn"))
 
 
-def _nameless(recipe: Recipe) -> bool:
-    """Whether NeMo-RL's own loss trains; the lab's losses are all this package's."""
-    block = recipe.data.get("loss_fn")
-    return isinstance(block, dict) and block.get("name") is None and "lab" not in recipe.data
-
-
 def _as_text(subject: Subject, objective: tuple[Part, ...], report: Report) -> list[str]:
     lines = [f"{subject.recipe.path}" + (f", on the NeMo-RL in {subject.nemo_rl}" if subject.nemo_rl else "")]
-    if objective and _nameless(subject.recipe):
+    if objective and nameless(subject.recipe):
         lines += [
             "",
             "loss_fn has no name: NeMo-RL's own ClippedPGLossFn trains. Its objective (that of `clipped_pg`), without "
@@ -204,7 +198,7 @@ def _as_json(subject: Subject, objective: tuple[Part, ...], report: Report) -> d
     return {
         "recipe": os.fspath(subject.recipe.path),
         "nemo_rl": str(tree) if tree else None,
-        "loss_of": None if subject.loss is None else "nemo_rl" if _nameless(subject.recipe) else "nemo_geomask",
+        "loss_of": None if subject.loss is None else "nemo_rl" if nameless(subject.recipe) else "nemo_geomask",
         "objective": [{"formula": part.formula, "words": part.words} for part in objective],
         "settings": subject.loss.model_dump(mode="json") if subject.loss else None,
         "findings": [_finding(finding) for finding in report.findings],

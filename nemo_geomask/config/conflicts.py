@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from nemo_geomask.config.strict import as_yaml
 
 if TYPE_CHECKING:
     from nemo_geomask.config.loss import LossSettings
@@ -40,10 +42,6 @@ def conflicts(settings: LossSettings) -> tuple[Conflict, ...]:
     return tuple(found)
 
 
-def _yaml(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
-
-
 def _pair(first: str, second: str, message: str) -> Conflict:
     return Conflict((first, second), message)
 
@@ -54,8 +52,8 @@ def _normalization(settings: LossSettings) -> Iterator[Conflict]:
         yield _pair(
             "token_level_loss",
             "loss_normalization",
-            f"token_level_loss: {_yaml(by_token)} contradicts loss_normalization: {chosen}; set token_level_loss: "
-            f"{_yaml(not by_token)}, or remove loss_normalization",
+            f"token_level_loss: {as_yaml(by_token)} contradicts loss_normalization: {chosen}; set token_level_loss: "
+            f"{as_yaml(not by_token)}, or remove loss_normalization",
         )
     constant = settings.loss_normalization_constant
     if chosen == "constant" and constant is None:
@@ -188,7 +186,7 @@ def _rest(settings: LossSettings) -> Iterator[Conflict]:
             "reference_policy_kl_gradient",
             why,
             f"reference_policy_kl_gradient: {gradient} has no effect without a KL term ({why}: "
-            f"{_yaml(getattr(settings, why))}); "
+            f"{as_yaml(getattr(settings, why))}); "
             + ("set it to false" if settings.use_kl_in_reward else "give a penalty")
             + ", or remove reference_policy_kl_gradient",
         )

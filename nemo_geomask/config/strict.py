@@ -14,13 +14,18 @@ from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from nemo_geomask.errors import ConfigError
 
-__all__ = ["Problem", "StrictModel", "conflicting", "dotted", "nearest", "parse", "problems", "repeated"]
+__all__ = ["Problem", "StrictModel", "as_yaml", "conflicting", "dotted", "nearest", "parse", "problems", "repeated"]
 
 M = TypeVar("M", bound=BaseModel)
 S = TypeVar("S", bound="StrictModel")
 
 # What YAML reads as a word, and people mean as null.
 _NULLS = ("none", "nil", "null", "")
+
+
+def as_yaml(value: Any) -> str:
+    """A scalar as a recipe writes it."""
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:

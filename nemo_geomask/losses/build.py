@@ -11,7 +11,7 @@ from pydantic import BaseModel, ValidationError
 from nemo_geomask.config import LossConfig, parse
 from nemo_geomask.config.conflicts import conflicts
 from nemo_geomask.config.loss import LossSettings
-from nemo_geomask.config.strict import Problem, problems
+from nemo_geomask.config.strict import Problem, as_yaml, problems
 from nemo_geomask.errors import ConfigError, PluginError
 from nemo_geomask.losses.loss import PolicyLoss
 from nemo_geomask.losses.registry import load
@@ -119,7 +119,7 @@ def _contradictions(
     for key in refused:
         yield _problem(
             (key, "name"),
-            f"{key}: {_yaml(getattr(settings, key))} does not go with name: {settings.name}; {variant.refuses[key]}. "
+            f"{key}: {as_yaml(getattr(settings, key))} does not go with name: {settings.name}; {variant.refuses[key]}. "
             f"Remove {key}, or choose another name",
         )
     given = _settings(settings)
@@ -130,7 +130,7 @@ def _contradictions(
             continue
         by_name = [key for key in conflict.keys if key in implied]
         keys = [key for key in conflict.keys if key not in implied]
-        why = ", ".join(f"{key}: {_yaml(implied[key])}" for key in by_name)
+        why = ", ".join(f"{key}: {as_yaml(implied[key])}" for key in by_name)
         yield _problem(
             (*keys, "name") if by_name else conflict.keys,
             conflict.message + (f" (name: {settings.name} implies {why})" if by_name else ""),
@@ -162,14 +162,10 @@ def _doubts(config: LossSettings, variant: Variant) -> Iterator[str]:
         # NeMo-RL's base recipes spell out every default, so such a value was probably inherited.
         if key in config.model_fields_set and value == LossConfig.model_fields[key].default != own:
             yield (
-                f"{_PREFIX}.{key}, {_PREFIX}.name: {key}: {_yaml(value)} is NeMo-RL's default, but name: {config.name} "
-                f"prescribes {_yaml(own)}; if it was inherited from a base recipe, set {key}: {_yaml(own)} (or another "
-                "value of yours)"
+                f"{_PREFIX}.{key}, {_PREFIX}.name: {key}: {as_yaml(value)} is NeMo-RL's default, but name: "
+                f"{config.name} prescribes {as_yaml(own)}; if it was inherited from a base recipe, set {key}: "
+                f"{as_yaml(own)} (or another value of yours)"
             )
-
-
-def _yaml(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _defaults(config: LossSettings, variant: Variant) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from nemo_geomask.losses.rejection import reject
 from nemo_geomask.losses.statistics import SequenceStatistics
 from nemo_geomask.metrics import MetricSums
 
-__all__ = ["BeforeStep", "Decision", "Review", "untrained_metrics"]
+__all__ = ["BeforeStep", "Decision", "Review", "untrained_metrics", "valid_counts"]
 
 
 @dataclass(frozen=True)
@@ -158,7 +158,7 @@ class Review:
                 "batch_veto and denominator: kept look at data['prev_logprobs'] before the step, but the batch has none"
             )
         batch = read_nemo_rl(data["prev_logprobs"][:, 1:], data, self._prior)
-        seqs, toks = _counts(data)
+        seqs, toks = valid_counts([data])
         self._seqs += seqs
         self._toks += toks
         self._finite += float(batch.weight.double().sum())
@@ -210,11 +210,14 @@ class Review:
         return {"token_mask": token_mask, "sample_mask": sample_mask}
 
 
-def _counts(data: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-    """Valid sequences and tokens of a batch, as trainers count them; 0-d float64 on the CPU."""
-    sample_mask = data["sample_mask"].double().cpu()
-    token_mask = data["token_mask"][:, 1:].double().cpu()
-    return sample_mask.sum(), (token_mask * sample_mask.unsqueeze(-1)).sum()
+def valid_counts(parts: Sequence[Mapping[str, Any]]) -> tuple[Tensor, Tensor]:
+    """Valid sequences and tokens of a batch, whole or in parts, as trainers count them; 0-d float64 on the CPU."""
+    seqs = toks = torch.zeros((), dtype=torch.float64)
+    for part in parts:
+        sample_mask = part["sample_mask"].double().cpu()
+        token_mask = part["token_mask"][:, 1:].double().cpu()
+        seqs, toks = seqs + sample_mask.sum(), toks + (token_mask * sample_mask.unsqueeze(-1)).sum()
+    return seqs, toks
 
 
 @torch.no_grad()
@@ -233,8 +236,7 @@ def untrained_metrics(
         they are divided by the whole batch's counts. ``loss`` is 0. And those of the decision, one value each.
     """
     loss = loss.for_prepared_batches()
-    counts = [_counts(part) for part in parts]
-    seqs, toks = sum(seqs for seqs, _ in counts), sum(toks for _, toks in counts)
+    seqs, toks = valid_counts(parts)
     found: dict[str, list[float]] = {}
     for part in parts:
         _, metrics = loss(part["prev_logprobs"][:, 1:], part, seqs, toks)

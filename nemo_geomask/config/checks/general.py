@@ -9,8 +9,9 @@ from nemo_geomask.config.checks.rule import Hit, Rule
 from nemo_geomask.config.checks.subject import Subject
 from nemo_geomask.config.checks.written import nearest_given
 from nemo_geomask.config.loss import LossConfig
+from nemo_geomask.config.recipe import Recipe
 
-__all__ = ["NEMO_RL_FIELDS", "RULES"]
+__all__ = ["NEMO_RL_FIELDS", "RULES", "nameless"]
 
 # NeMo-RL's ClippedPGLossConfig, v0.6.0 to main: what a loss_fn without a name may hold.
 NEMO_RL_FIELDS = frozenset(
@@ -60,9 +61,14 @@ def _located(line: str, subject: Subject) -> Hit:
     return Hit(nearest_given(keys.split(", "), subject), message)
 
 
+def nameless(recipe: Recipe) -> bool:
+    """Whether NeMo-RL's own loss trains; the lab's losses are all this package's."""
+    block = recipe.data.get("loss_fn")
+    return isinstance(block, dict) and block.get("name") is None and "lab" not in recipe.data
+
+
 def _nameless(subject: Subject) -> Iterator[Hit]:
-    # The lab's losses are all this package's.
-    if subject.get("loss_fn.name") is not None or "lab" in subject.recipe.data:
+    if not nameless(subject.recipe):
         return
     for key, field in LossConfig.model_fields.items():
         value = subject.given.get(key)

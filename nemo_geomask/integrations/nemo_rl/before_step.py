@@ -28,7 +28,7 @@ from nemo_geomask.errors import BatchVetoError
 from nemo_geomask.integrations.nemo_rl import seams
 from nemo_geomask.losses import BeforeStep, Decision, PolicyLoss, Review
 from nemo_geomask.losses.loss import PREPARED
-from nemo_geomask.losses.prestep import untrained_metrics
+from nemo_geomask.losses.prestep import untrained_metrics, valid_counts
 
 __all__ = ["unwatch", "watch"]
 
@@ -254,9 +254,8 @@ def _untrained(loss: Any, parts: list[dict[str, Any]], decision: Decision, *, up
     policy: PolicyLoss = _policy_loss(loss)
     metrics = untrained_metrics(policy, parts, decision)
     # NeMo-RL's workers add these.
-    seqs = sum(float(part["sample_mask"].sum()) for part in parts)
-    toks = sum(float((part["token_mask"][:, 1:] * part["sample_mask"].unsqueeze(-1)).sum()) for part in parts)
-    metrics["global_valid_seqs"], metrics["global_valid_toks"] = [seqs / updates], [toks / updates]
+    seqs, toks = valid_counts(parts)
+    metrics["global_valid_seqs"], metrics["global_valid_toks"] = [float(seqs) / updates], [float(toks) / updates]
     _log.warning("no update on this batch: %s", decision.why)
     return {"loss": torch.zeros(1), "grad_norm": torch.zeros(1), "all_mb_metrics": metrics}
 
@@ -292,12 +291,7 @@ def _wrap(uses: seams.Uses) -> None:
     found = uses.in_memory(target)
     if not uses.present(found):
         return
-    difference = uses.difference(found)
-    if difference:
-        raise seams.SeamError(
-            f"NeMo-RL {seams.version()} is not as nemo_geomask knows it (tested: {seams.TESTED}): {difference}. "
-            "Remove loss_fn.batch_veto and set loss_fn.denominator: original, or use a tested NeMo-RL"
-        )
+    uses.require(found, otherwise="Remove loss_fn.batch_veto and set loss_fn.denominator: original")
     for name in uses.methods:
         original = vars(target)[name]
         if not hasattr(original, _ORIGINAL):

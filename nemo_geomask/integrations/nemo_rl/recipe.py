@@ -8,6 +8,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from nemo_geomask.config import LossConfig
+from nemo_geomask.config.strict import as_yaml
 from nemo_geomask.errors import ConfigError
 
 __all__ = ["check_agreement", "selects", "settings"]
@@ -87,10 +88,6 @@ def check_agreement(config: Any, in_force: LossConfig) -> None:
         used = getattr(in_force, key)
         if read != used:
             raise ConfigError(
-                f"loss_fn.{key}: NeMo-RL itself reads {_yaml(read)} from the recipe, but name: {in_force.name} puts "
-                f"{_yaml(used)} in force; write {key}: {_yaml(used)}"
+                f"loss_fn.{key}: NeMo-RL itself reads {as_yaml(read)} from the recipe, but name: {in_force.name} puts "
+                f"{as_yaml(used)} in force; write {key}: {as_yaml(used)}"
             )
-
-
-def _yaml(value: Any) -> str:
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

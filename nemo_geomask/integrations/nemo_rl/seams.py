@@ -172,6 +172,19 @@ class Uses:
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name in self.names
         }
 
+    def require(self, found: Mapping[str, tuple[str, ...]], *, otherwise: str) -> None:
+        """Stop unless functions with these parameters are as known.
+
+        Raises:
+            SeamError: what differs, and what to set instead (``otherwise``).
+        """
+        difference = self.difference(found)
+        if difference:
+            raise SeamError(
+                f"NeMo-RL {version()} is not as nemo_geomask knows it (tested: {TESTED}): {difference}. {otherwise}, "
+                "or use a tested NeMo-RL"
+            )
+
     def in_memory(self, target: Any) -> dict[str, tuple[str, ...]]:
         """Parameters of those of ``names`` that the class or module defines."""
         members = {} if target is None else vars(target)

@@ -58,12 +58,7 @@ def _require() -> None:
     for uses in seams.LOGITS:
         module = sys.modules[uses.module]
         found = getattr(module, uses.owner, None) if uses.owner else module
-        difference = uses.difference(uses.in_memory(found))
-        if difference:
-            raise seams.SeamError(
-                f"NeMo-RL {seams.version()} is not as nemo_geomask knows it (tested: {seams.TESTED}): {difference}. "
-                "Set loss_fn.logprob_backend: nemo_rl, or use a tested NeMo-RL"
-            )
+        uses.require(uses.in_memory(found), otherwise="Set loss_fn.logprob_backend: nemo_rl")
 
 
 def _prepare(original: Callable[..., Any]) -> Callable[..., Any]:
