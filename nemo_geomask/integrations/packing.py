@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -10,7 +11,7 @@ from torch import Tensor
 from nemo_geomask.errors import DataError, ShapeError
 from nemo_geomask.segments import PackedSegments
 
-__all__ = ["IGNORE", "check_rows", "pack_rows"]
+__all__ = ["IGNORE", "check_rows", "pack_rows", "predicted_tokens"]
 
 IGNORE = -100
 _TOKEN_KEYS = (
@@ -42,30 +43,68 @@ def pack_rows(
         DataError: a tensor is missing.
         ShapeError: the batch has another number of rows than the packing has sequences, or its tensors differ in shape.
     """
-    missing = [key for key in ("token_mask", "sample_mask", "input_ids") if key not in data]
-    if missing:
-        raise DataError(f"data['{missing[0]}'] is missing; packing needs token_mask, sample_mask and input_ids")
-    rows, width = data["token_mask"].shape
-    if rows != segments.count:
-        raise ShapeError(f"data['token_mask'] has {rows} rows, but {segments.count} sequences are packed")
-    for key in ("input_ids", *_TOKEN_KEYS):
-        if key in data and data[key].shape != (rows, width):
-            raise ShapeError(
-                f"data['{key}'] must be [{rows}, {width}] as data['token_mask'] is, but it is {list(data[key].shape)}"
-            )
+    rows, width = _check(data, segments.count)
     device = segments.token_index.device
     row = segments.spread(torch.arange(rows, device=device))
     column = segments.token_index - starts[row] + 1
     # The last token of a sequence and the padding behind it predict nothing.
     inside = column < lengths[row].clamp(max=width)
-    column = torch.where(inside, column, 0)
-    packed = {key: value for key, value in data.items() if isinstance(value, Tensor) and value.dim() == 1}
-    for key in _TOKEN_KEYS:
-        if key in data:
-            packed[key] = torch.where(inside, data[key][row, column], 0)
+    place = row * width + torch.where(inside, column, 0)
+    packed = {key: torch.where(inside, value, 0) for key, value in _taken(data, place).items()}
     train = packed["token_mask"].bool() & data["sample_mask"].bool()[row]
-    packed["targets"] = torch.where(train, data["input_ids"][row, column], IGNORE)
-    return packed
+    targets = torch.where(train, data["input_ids"].reshape(-1)[place], IGNORE)
+    return {**_of_sequences(data), **packed, "targets": targets}
+
+
+def predicted_tokens(
+    data: Mapping[str, Tensor], lengths: Sequence[int], device: torch.device
+) -> tuple[dict[str, Tensor], PackedSegments, Tensor]:
+    """Rows without padding and without their first tokens, which nothing predicts, one sequence after the other.
+
+    Args:
+        data: as for :func:`pack_rows`.
+        lengths: of the B sequences, on the host; what exceeds the rows' width is cut.
+        device: where the tokens are to be.
+
+    Returns:
+        The token tensors as [N] and [B] tensors as they are; the sequences among the N tokens; where each of these lies
+        in a tensor [B, T-1] of what is predicted, flattened: [N] int64.
+
+    Raises:
+        DataError, ShapeError: as for :func:`pack_rows`.
+    """
+    rows, width = _check(data, len(lengths))
+    offsets = [0, *itertools.accumulate(max(0, min(length, width) - 1) for length in lengths)]
+    segments = PackedSegments(offsets, device=device)
+    row = segments.spread(torch.arange(rows, device=device))
+    place = row * (width - 1) + segments.position
+    # Row for row, one column more comes before.
+    packed = _taken(data, place + row + 1)
+    return {**_of_sequences(data), **packed}, segments, place
+
+
+def _check(data: Mapping[str, Tensor], count: int) -> tuple[int, int]:
+    """Rows and columns of a batch that holds ``count`` sequences."""
+    missing = [key for key in ("token_mask", "sample_mask", "input_ids") if key not in data]
+    if missing:
+        raise DataError(f"data['{missing[0]}'] is missing; packing needs token_mask, sample_mask and input_ids")
+    rows, width = data["token_mask"].shape
+    if rows != count:
+        raise ShapeError(f"data['token_mask'] has {rows} rows, but {count} sequences are packed")
+    for key in ("input_ids", *_TOKEN_KEYS):
+        if key in data and data[key].shape != (rows, width):
+            raise ShapeError(
+                f"data['{key}'] must be [{rows}, {width}] as data['token_mask'] is, but it is {list(data[key].shape)}"
+            )
+    return rows, width
+
+
+def _taken(data: Mapping[str, Tensor], place: Tensor) -> dict[str, Tensor]:
+    return {key: data[key].reshape(-1)[place.to(data[key].device)] for key in _TOKEN_KEYS if key in data}
+
+
+def _of_sequences(data: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {key: value for key, value in data.items() if isinstance(value, Tensor) and value.dim() == 1}
 
 
 def check_rows(data: Mapping[str, Tensor], *, lengths: Tensor, vocab_size: int) -> None:

@@ -83,6 +83,27 @@ class RayWorkerBuilder:
 
     # As ray.remote leaves it.
     IsolatedWorkerInitializer = ActorClass([])
+
+    def __init__(self, ray_actor_class_fqn="", *args, **kwargs):
+        self.ray_actor_class_fqn = ray_actor_class_fqn
+
+
+class RayWorkerGroup:
+    def __init__(
+        self,
+        cluster,
+        remote_worker_builder,
+        workers_per_node=None,
+        name_prefix="",
+        bundle_indices_list=None,
+        sharding_annotations=None,
+        env_vars={},
+    ):
+        self._workers = list(cluster)
+
+    @property
+    def workers(self):
+        return self._workers
 """
 
 POLICY = """
@@ -100,11 +121,37 @@ def prepare_loss_input(
 
 WRAPPER = """
 class SequencePackingLossWrapper:
-    def __init__(self, loss_fn, prepare_fn, cu_seqlens_q, cu_seqlens_q_padded=None, vocab_parallel_group=None): ...
+    def __init__(
+        self,
+        loss_fn,
+        prepare_fn,
+        cu_seqlens_q,
+        cu_seqlens_q_padded=None,
+        vocab_parallel_rank=None,
+        vocab_parallel_group=None,
+        context_parallel_group=None,
+    ):
+        self.loss_fn = loss_fn
+
+    def __call__(self, next_token_logits, data, global_valid_seqs, global_valid_toks):
+        return "NeMo-RL's own"
 
 
-class SequencePackingFusionLossWrapper(SequencePackingLossWrapper):
-    def __init__(self, loss_fn, prepare_fn, cu_seqlens_q, cu_seqlens_q_padded=None, vocab_parallel_group=None): ...
+class SequencePackingFusionLossWrapper:
+    def __init__(
+        self,
+        loss_fn,
+        prepare_fn,
+        cu_seqlens_q,
+        cu_seqlens_q_padded=None,
+        vocab_parallel_rank=None,
+        vocab_parallel_group=None,
+        context_parallel_group=None,
+    ):
+        self.loss_fn = loss_fn
+
+    def __call__(self, next_token_logits, data, global_valid_seqs, global_valid_toks):
+        return "NeMo-RL's own"
 """
 
 

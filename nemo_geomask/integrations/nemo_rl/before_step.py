@@ -3,7 +3,10 @@
 NeMo-RL's trainers hand the batch of a step to ``Policy.train`` (GRPO, async GRPO, PPO), or the keys of one that lies in
 its data plane to ``TQPolicy.train_from_meta`` (synchronous GRPO), or those of its parts, as they are generated, to
 ``TQPolicy.train_microbatches_from_meta`` between the beginning of a step and its end (the single controller). All are
-wrapped once a loss asks for it, in the process that calls them; calls with other losses pass through.
+wrapped once a loss asks for it, in the driver; calls with other losses pass through.
+
+The single controller is a process of its own, to which the driver sends its policy. There nothing is changed: a policy
+that is sent arrives as one of a subclass whose methods are the wrapped ones. What is counted belongs to the policy.
 """
 
 from __future__ import annotations
@@ -14,10 +17,8 @@ import functools
 import importlib
 import inspect
 import logging
-import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -25,22 +26,56 @@ from torch import Tensor
 
 from nemo_geomask.config import LossConfig
 from nemo_geomask.errors import BatchVetoError
-from nemo_geomask.integrations.nemo_rl import seams
-from nemo_geomask.losses import BeforeStep, Decision, PolicyLoss, Review
+from nemo_geomask.integrations.nemo_rl import patch, seams
+from nemo_geomask.losses import BeforeStep, Decision, PolicyLoss
 from nemo_geomask.losses.loss import PREPARED
 from nemo_geomask.losses.prestep import untrained_metrics, valid_counts
 
-__all__ = ["unwatch", "watch"]
+__all__ = ["watch"]
 
 _log = logging.getLogger("nemo_geomask")
-_ORIGINAL = "_nemo_geomask_original"
+_WATCHES = "_nemo_geomask_watches"
 
 
-class _Gate(BeforeStep):
-    """Travels with the loss: NeMo-RL's single controller trains in a process of its own."""
+def watch(loss: Any) -> None:
+    """Look at each batch before ``loss`` trains on it, if its settings ask for that.
+
+    Args:
+        loss: a loss of ours, as NeMo-RL will pass it on.
+
+    Raises:
+        SeamError: NeMo-RL's policy is not as known; nothing is changed.
+    """
+    if loss.config.looks_before_step:
+        patch.apply_all(_patches())
+
+
+def _patches() -> Iterator[patch.Patch]:
+    for uses in seams.BEFORE_STEP:
+        try:
+            target = getattr(importlib.import_module(uses.module), uses.owner)
+        except (ImportError, AttributeError):
+            # The data plane has requirements of its own.
+            if uses.optional:
+                continue
+            raise
+        found = uses.in_memory(target)
+        if not uses.present(found):
+            continue
+        uses.require(found, otherwise="Remove loss_fn.batch_veto and set loss_fn.denominator: original")
+        for name in uses.methods:
+            yield patch.attribute(target, name, functools.partial(_watching, name))
+        if "begin_train_step" in uses.methods:
+            yield patch.attribute(target, "__reduce_ex__", _sent_watched)
+
+
+class _Watcher:
+    """What one policy's batches were found to be under one loss's settings: vetoes in a row, the step that is open."""
 
     def __init__(self, config: LossConfig) -> None:
-        super().__init__(config)
+        self.config = config
+        self.before_step = BeforeStep(config)
+        self.open: _OpenStep | None = None
         self._last: tuple[dict[str, weakref.ref[Tensor]], Decision] | None = None
 
     def once(self, data: Mapping[str, Any]) -> Decision:
@@ -48,50 +83,36 @@ class _Gate(BeforeStep):
         names = ("prev_logprobs", "generation_logprobs")
         last = self._last
         if last is None or any(name not in data or data[name] is not last[0][name]() for name in names):
-            decision = self(data)
+            decision = self.before_step(data)
             last = self._last = {name: weakref.ref(data[name]) for name in names}, decision
         return last[1]
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_last": None}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        _wrap_all(imported_only=True)
+_watchers: weakref.WeakKeyDictionary[Any, _Watcher] = weakref.WeakKeyDictionary()
 
 
-def watch(loss: Any) -> None:
-    """Look at each batch before ``loss`` trains on it, if its settings ask for that, here and where it is sent.
-
-    Args:
-        loss: a loss of ours, as NeMo-RL will pass it on.
-
-    Raises:
-        SeamError: NeMo-RL's policy is not as known.
-    """
-    gate = _Gate(loss.config)
-    if gate.needed:
-        _wrap_all(imported_only=False)
-        _policy_loss(loss).before_step = gate
-
-
-def unwatch() -> None:
-    """Take the wrappers away. Losses that need them refuse batches from then on."""
-    for uses in seams.BEFORE_STEP:
-        target = getattr(sys.modules.get(uses.module), uses.owner, None)
-        for method in uses.methods:
-            wrapped = vars(target).get(method) if target is not None else None
-            if hasattr(wrapped, _ORIGINAL):
-                setattr(target, method, getattr(wrapped, _ORIGINAL))
+def _watcher(policy: Any, loss: Any) -> _Watcher | None:
+    """Of the policy, where the loss asks for one."""
+    inner = _policy_loss(loss)
+    if not isinstance(inner, PolicyLoss) or not inner.config.looks_before_step:
+        return None
+    watcher = _watchers.get(policy)
+    if watcher is None or watcher.config != inner.config:
+        watcher = _watchers[policy] = _Watcher(inner.config)
+    return watcher
 
 
 def _policy_loss(loss: Any) -> Any:
     return getattr(loss, "loss", loss)
 
 
-def _gate(loss: Any) -> _Gate | None:
-    gate = getattr(_policy_loss(loss), "before_step", None)
-    return gate if isinstance(gate, _Gate) else None
+class _OpenStep:
+    """A step of the single controller: gradients add up part by part, and its end decides."""
+
+    def __init__(self, loss: Any, before_step: BeforeStep) -> None:
+        self.loss = loss
+        self.review = before_step.open()
+        self.parts: list[dict[str, Any]] = []
 
 
 def _train(original: Any) -> Any:
@@ -100,8 +121,8 @@ def _train(original: Any) -> Any:
     def train(self: Any, *args: Any, **kwargs: Any) -> Any:
         given = signature.bind(self, *args, **kwargs)
         loss, data = given.arguments["loss_fn"], given.arguments["data"]
-        gate = _gate(loss)
-        if gate is None:
+        watcher = _watcher(self, loss)
+        if watcher is None:
             return original(self, *args, **kwargs)
 
         def step(changes: Mapping[str, Tensor]) -> Any:
@@ -111,7 +132,7 @@ def _train(original: Any) -> Any:
             given.arguments["data"], given.arguments["loss_fn"] = changed, loss.for_prepared_batches()
             return original(*given.args, **given.kwargs)
 
-        return _step(self, gate, given.arguments, data, step)
+        return _step(self, watcher, given.arguments, data, step)
 
     return train
 
@@ -122,8 +143,8 @@ def _train_from_meta(original: Any) -> Any:
     def train_from_meta(self: Any, *args: Any, **kwargs: Any) -> Any:
         given = signature.bind(self, *args, **kwargs)
         loss, meta = given.arguments["loss_fn"], given.arguments["meta"]
-        gate = _gate(loss)
-        if gate is None:
+        watcher = _watcher(self, loss)
+        if watcher is None:
             return original(self, *args, **kwargs)
         data = _read(self, meta, loss)
 
@@ -134,17 +155,17 @@ def _train_from_meta(original: Any) -> Any:
             with _afterwards(self.write_to_dataplane, meta, fields={name: data[name] for name in columns}):
                 return original(*given.args, **given.kwargs)
 
-        return _step(self, gate, given.arguments, data, step)
+        return _step(self, watcher, given.arguments, data, step)
 
     return train_from_meta
 
 
 def _step(
-    policy: Any, gate: _Gate, given: Mapping[str, Any], data: Any, step: Callable[[Mapping[str, Tensor]], Any]
+    policy: Any, watcher: _Watcher, given: Mapping[str, Any], data: Any, step: Callable[[Mapping[str, Tensor]], Any]
 ) -> Any:
     if given.get("eval_mode", False):
-        return step(gate.open().add(data))
-    decision = gate.once(data)
+        return step(watcher.before_step.open().add(data))
+    decision = watcher.once(data)
     if decision.train:
         return _reported(step(decision.changes), decision)
     size = given.get("gbs") or policy.cfg["train_global_batch_size"]
@@ -166,28 +187,16 @@ def _afterwards(action: Callable[..., Any], *args: Any, **kwargs: Any) -> Iterat
     action(*args, **kwargs)
 
 
-@dataclass
-class _OpenStep:
-    """A step of the single controller: gradients add up part by part, and its end decides."""
-
-    loss: Any
-    review: Review
-    parts: list[dict[str, Any]] = field(default_factory=list)
-
-
-_open: weakref.WeakKeyDictionary[Any, _OpenStep] = weakref.WeakKeyDictionary()
-
-
 def _begin_train_step(original: Any) -> Any:
     signature = inspect.signature(original)
 
     def begin_train_step(self: Any, *args: Any, **kwargs: Any) -> Any:
         given = signature.bind(self, *args, **kwargs)
         loss = given.arguments["loss_fn"]
-        gate = _gate(loss)
-        _open.pop(self, None)
-        if gate is not None:
-            _open[self] = _OpenStep(loss, gate.open())
+        _left(self)
+        watcher = _watcher(self, loss)
+        if watcher is not None:
+            watcher.open = _OpenStep(loss, watcher.before_step)
             given.arguments["loss_fn"] = loss.for_prepared_batches()
         return original(*given.args, **given.kwargs)
 
@@ -198,7 +207,8 @@ def _train_microbatches_from_meta(original: Any) -> Any:
     signature = inspect.signature(original)
 
     def train_microbatches_from_meta(self: Any, *args: Any, **kwargs: Any) -> Any:
-        step = _open.get(self)
+        watcher = _watchers.get(self)
+        step = None if watcher is None else watcher.open
         if step is not None:
             meta = signature.bind(self, *args, **kwargs).arguments["meta"]
             data = _read(self, meta, step.loss)
@@ -213,7 +223,7 @@ def _train_microbatches_from_meta(original: Any) -> Any:
 
 def _finish_train_step(original: Any) -> Any:
     def finish_train_step(self: Any) -> Any:
-        step = _open.pop(self, None)
+        step = _left(self)
         if step is None:
             return original(self)
         try:
@@ -227,6 +237,15 @@ def _finish_train_step(original: Any) -> Any:
         return _untrained(step.loss, step.parts, decision, updates=1)
 
     return finish_train_step
+
+
+def _left(policy: Any) -> _OpenStep | None:
+    """The step that was open and is no more."""
+    watcher = _watchers.get(policy)
+    if watcher is None:
+        return None
+    step, watcher.open = watcher.open, None
+    return step
 
 
 def _read(policy: Any, meta: Any, loss: Any) -> dict[str, Any]:
@@ -274,27 +293,31 @@ _MAKE: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def _wrap_all(*, imported_only: bool) -> None:
-    for uses in seams.BEFORE_STEP:
-        if not imported_only or uses.module in sys.modules:
-            _wrap(uses)
+def _watching(name: str, original: Any) -> Any:
+    wrapped = functools.wraps(original)(_MAKE[name](original))
+    setattr(wrapped, _WATCHES, True)
+    return wrapped
 
 
-def _wrap(uses: seams.Uses) -> None:
-    try:
-        target = getattr(importlib.import_module(uses.module), uses.owner)
-    except (ImportError, AttributeError):
-        # The data plane has requirements of its own.
-        if uses.optional:
-            return
-        raise
-    found = uses.in_memory(target)
-    if not uses.present(found):
-        return
-    uses.require(found, otherwise="Remove loss_fn.batch_veto and set loss_fn.denominator: original")
-    for name in uses.methods:
-        original = vars(target)[name]
-        if not hasattr(original, _ORIGINAL):
-            wrapped = functools.wraps(original)(_MAKE[name](original))
-            setattr(wrapped, _ORIGINAL, original)
-            setattr(target, name, wrapped)
+def _sent_watched(original: Any) -> Any:
+    """``__reduce_ex__`` of a policy that the driver may send to another process."""
+
+    @functools.wraps(original)
+    def reduce_ex(self: Any, protocol: Any) -> Any:
+        make, arguments, *state = original(self, protocol)
+        return _arrived, (make, arguments), *state
+
+    return reduce_ex
+
+
+def _arrived(make: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+    policy = make(*arguments)
+    policy.__class__ = _watched(type(policy))
+    return policy
+
+
+def _watched(kind: type) -> type:
+    """A subclass whose methods are the wrapped ones; the class itself where they are already."""
+    methods = {name: getattr(kind, name) for uses in seams.BEFORE_STEP for name in uses.methods if hasattr(kind, name)}
+    wrapped = {name: _watching(name, method) for name, method in methods.items() if not hasattr(method, _WATCHES)}
+    return type(kind)(kind.__name__, (kind,), {**wrapped, "__module__": kind.__module__}) if wrapped else kind

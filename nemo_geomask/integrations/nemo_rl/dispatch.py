@@ -11,7 +11,8 @@ from pydantic import BaseModel
 
 import nemo_geomask
 from nemo_geomask.errors import MissingDependencyError
-from nemo_geomask.integrations.nemo_rl import before_step, recipe, seams, workers
+from nemo_geomask.integrations.nemo_rl import before_step, patch, recipe, seams, worker
+from nemo_geomask.integrations.nemo_rl.workers import Workers
 from nemo_geomask.losses import PolicyLoss, available, build_loss
 
 if TYPE_CHECKING:
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
 __all__ = ["install", "installed", "uninstall"]
 
 _log = logging.getLogger("nemo_geomask")
-_ORIGINAL = "_nemo_geomask_original"
 
 
 def install() -> None:
@@ -30,7 +30,8 @@ def install() -> None:
     :func:`nemo_geomask.build_loss` of the configuration if it has a ``name``, and NeMo-RL's own object if not. The
     class itself stays what it is, for pickling, ``isinstance`` and subclasses, and it does not matter who imported it
     when.
-    Workers that are to receive one of our losses are checked for being able to open it before they start.
+    Workers that are to receive one of our losses are checked for being able to open it before they start, and prepared
+    for it when they have.
 
     To be called in the driver before NeMo-RL's ``setup``; calling it again does nothing. Undone by :func:`uninstall`.
 
@@ -41,45 +42,55 @@ def install() -> None:
     seams.require()
     try:
         target = getattr(importlib.import_module(seams.LOSS_MODULE), seams.LOSS_CLASS)
-        workers.watch()
+        groups = Workers()
+        patches = [_answering(target, groups), *groups.patches()]
     except ImportError as error:
         raise MissingDependencyError(f"NeMo-RL {seams.version()} can't be imported here: {error}") from error
-    if hasattr(target, _ORIGINAL):
+    if installed():
         return
-    # Trainers hold the class under names of their own, so the one thing that all of them share is its call, which the
-    # metaclass decides. A __new__ on the class would do as well, but can't be taken away again without a trace.
-    target.__class__ = _dispatching(target)
+    patch.apply_all(patches)
     if _log.level == logging.NOTSET:
         _log.setLevel(logging.INFO)
     _log.info("nemo_geomask %s on NeMo-RL %s: loss_fn.name selects the loss", nemo_geomask.__version__, seams.version())
 
 
 def uninstall() -> None:
-    """Undo :func:`install`; without it, do nothing. Losses that were built keep working."""
-    workers.unwatch()
-    before_step.unwatch()
-    target = getattr(sys.modules.get(seams.LOSS_MODULE), seams.LOSS_CLASS, None)
-    if hasattr(target, _ORIGINAL):
-        target.__class__ = getattr(target, _ORIGINAL)
+    """Undo whatever was changed in this process's NeMo-RL; without :func:`install`, do nothing.
+
+    Losses that were built keep their settings, and what was prepared for them in worker processes ends with these; a
+    loss that needs a look before the step refuses batches from then on.
+    """
+    patch.undo_all()
 
 
 def installed() -> bool:
     """Whether :func:`install` is in force."""
-    return hasattr(getattr(sys.modules.get(seams.LOSS_MODULE), seams.LOSS_CLASS, None), _ORIGINAL)
+    target = getattr(sys.modules.get(seams.LOSS_MODULE), seams.LOSS_CLASS, None)
+    return target is not None and patch.in_force(target, "__class__")
 
 
-def _dispatching(target: Any) -> type:
+def _answering(target: Any, groups: Workers) -> patch.Patch:
+    # Trainers hold the class under names of their own, so the one thing that all of them share is its call, which the
+    # metaclass decides. A __new__ on the class would do as well, but can't be taken away again without a trace.
     original: type = type(target)
 
     def call(cls: Any, *args: Any, **kwargs: Any) -> Any:
         # A subclass is somebody's own loss.
-        loss = _build(target, *args, **kwargs) if cls is target else None
+        loss = _build(target, groups, *args, **kwargs) if cls is target else None
         return original.__call__(cls, *args, **kwargs) if loss is None else loss
 
-    return type(f"Dispatching{original.__name__}", (original,), {"__call__": call, _ORIGINAL: original})
+    def apply() -> None:
+        target.__class__ = type(f"Answering{original.__name__}", (original,), {"__call__": call})
+
+    def undo() -> None:
+        target.__class__ = original
+
+    return patch.Patch(target, "__class__", apply, undo)
 
 
-def _build(target: Any, cfg: Any, use_fused_linear_logprobs: bool = False) -> PolicyLoss | LogitLoss | None:
+def _build(
+    target: Any, groups: Workers, cfg: Any, use_fused_linear_logprobs: bool = False
+) -> PolicyLoss | LogitLoss | None:
     given = recipe.settings(cfg)
     if not recipe.selects(given, _fields_of(target)):
         _say("loss_fn.name is not set: NeMo-RL's own %s", seams.LOSS_CLASS)
@@ -87,7 +98,8 @@ def _build(target: Any, cfg: Any, use_fused_linear_logprobs: bool = False) -> Po
     built = build_loss(given, use_fused_linear_logprobs=use_fused_linear_logprobs)
     recipe.check_agreement(cfg, built.config)
     loss: PolicyLoss | LogitLoss = built
-    if loss.config.logprob_backend != "nemo_rl":
+    takes_logits = loss.config.logprob_backend != "nemo_rl"
+    if takes_logits:
         from nemo_geomask.integrations.nemo_rl import logits
 
         # Its import brings DTensor.
@@ -102,7 +114,8 @@ def _build(target: Any, cfg: Any, use_fused_linear_logprobs: bool = False) -> Po
         loss.config.model_dump(mode="json", exclude_defaults=True, exclude={"name"}),
     )
     before_step.watch(loss)
-    workers.loss_built(loss)
+    worker.prepare(takes_logits=takes_logits)
+    groups.loss_built(loss)
     return loss
 
 

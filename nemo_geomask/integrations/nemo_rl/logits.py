@@ -7,8 +7,9 @@ statistics the context-parallel one, and a packed microbatch is one call.
 
 from __future__ import annotations
 
+import enum
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from nemo_geomask import functional as F
 from nemo_geomask.errors import ConfigError, ShapeError
 from nemo_geomask.integrations.logprobs import logprob_backend
+from nemo_geomask.integrations.nemo_rl.workers import WorkerError
 from nemo_geomask.integrations.packing import IGNORE, check_rows, pack_rows
 from nemo_geomask.losses import PolicyLoss, protocol
 from nemo_geomask.segments import PackedSegments
@@ -26,13 +28,21 @@ from nemo_geomask.segments import PackedSegments
 __all__ = ["LogitLoss"]
 
 Group = dist.ProcessGroup | None
+Metrics = MutableMapping[str, float]
+
+
+class _Unknown(enum.Enum):
+    UNKNOWN = enum.auto()
+
+
+UNKNOWN = _Unknown.UNKNOWN
 
 
 class LogitLoss:
     """A policy loss that NeMo-RL's workers call with logits.
 
-    Where it is built or unpickled beside NeMo-RL, it lets the worker hand over the process groups and packed rows
-    whole, see :mod:`nemo_geomask.integrations.nemo_rl.worker`.
+    The workers must be prepared to hand over the process groups and packed rows whole, see
+    :mod:`nemo_geomask.integrations.nemo_rl.worker`.
 
     Args:
         loss: from :func:`nemo_geomask.build_loss`; its ``logprob_backend`` names what computes the log-probs.
@@ -40,7 +50,6 @@ class LogitLoss:
     Raises:
         ConfigError: ``use_fused_linear_logprobs`` is set, under which there are no logits.
         MissingDependencyError: the backend's library can't be imported.
-        SeamError: NeMo-RL's worker code is not as known.
     """
 
     def __init__(self, loss: PolicyLoss) -> None:
@@ -49,15 +58,12 @@ class LogitLoss:
                 f"loss_fn.logprob_backend: {loss.config.logprob_backend} needs logits, which NeMo-RL's fused linear "
                 "log-probs never form; turn those off, or set logprob_backend: nemo_rl"
             )
-        from nemo_geomask.integrations.nemo_rl import worker
-
         self.loss = loss
         self.config = loss.config
         self._logprobs = logprob_backend(loss.config.logprob_backend)
-        worker.attach()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Built anew where it arrives, which attaches it to the worker there.
+        # Built anew where it arrives, with the backend's functions there.
         return LogitLoss, (self.loss,)
 
     def for_prepared_batches(self) -> LogitLoss:
@@ -96,9 +102,9 @@ class LogitLoss:
         global_valid_seqs: Tensor | float,
         global_valid_toks: Tensor | float,
         *,
-        vocab_parallel_group: Group = None,
-        context_parallel_group: Group = None,
-    ) -> tuple[Tensor, dict[str, float]]:
+        vocab_parallel_group: Group | _Unknown = UNKNOWN,
+        context_parallel_group: Group | _Unknown = UNKNOWN,
+    ) -> tuple[Tensor, Metrics]:
         """Loss and metrics of a padded microbatch.
 
         Args:
@@ -107,15 +113,24 @@ class LogitLoss:
             data: see :func:`nemo_geomask.losses.batch.read_nemo_rl`, and ``input_ids`` [B, T].
             global_valid_seqs: as for :class:`~nemo_geomask.losses.PolicyLoss`.
             global_valid_toks: likewise.
-            vocab_parallel_group: Megatron's tensor-parallel group.
-            context_parallel_group: Megatron's context-parallel group; the loss is then scaled so that dividing it by
-                the group's size, as NeMo-RL does, gives each rank the gradient of the whole.
+            vocab_parallel_group: Megatron's tensor-parallel group, None where there is none; a DTensor knows its own.
+            context_parallel_group: Megatron's context-parallel group, or None; the loss is then scaled so that dividing
+                it by the group's size, as NeMo-RL does, gives each rank the gradient of the whole.
 
         Raises:
             ShapeError, DataError: tensors that don't fit, missing ones, targets outside the vocabulary.
+            WorkerError: nobody says what the groups are, as in a worker that is not prepared.
         """
         if isinstance(logits, DTensor):
             return self._dtensor(logits, data, global_valid_seqs, global_valid_toks)
+        if isinstance(vocab_parallel_group, _Unknown) or isinstance(context_parallel_group, _Unknown):
+            raise WorkerError(
+                f"loss_fn.logprob_backend: {self.config.logprob_backend} needs the tensor- and context-parallel groups "
+                "of the logits, but the loss was called without: this worker is not prepared. NeMo-RL's policy workers "
+                "are, by nemo-geomask run or nemo_geomask.install() in the driver; in a worker of your own, call "
+                "nemo_geomask.integrations.nemo_rl.prepare_worker(), or pass vocab_parallel_group and "
+                "context_parallel_group (None: the logits are whole)"
+            )
         size = _size(context_parallel_group)
         if size > 1:
             rows, share = logits.shape[:2]
@@ -138,7 +153,7 @@ class LogitLoss:
         cu_seqlens_q_padded: Tensor | None,
         vocab_parallel_group: Group = None,
         context_parallel_group: Group = None,
-    ) -> tuple[Tensor, dict[str, float]]:
+    ) -> tuple[Tensor, Metrics]:
         """Loss and metrics of a packed microbatch, in one call whatever the number of sequences.
 
         Args:
@@ -167,7 +182,7 @@ class LogitLoss:
         group: Group,
         global_valid_seqs: Tensor | float,
         global_valid_toks: Tensor | float,
-    ) -> tuple[Tensor, dict[str, float]]:
+    ) -> tuple[Tensor, Metrics]:
         width = data["input_ids"].shape[1]
         _check_shape(logits, data)
         mask = data["token_mask"][:, 1:].bool() & data["sample_mask"].bool().unsqueeze(-1)
@@ -186,7 +201,7 @@ class LogitLoss:
         context_group: Group,
         global_valid_seqs: Tensor | float,
         global_valid_toks: Tensor | float,
-    ) -> tuple[Tensor, dict[str, float]]:
+    ) -> tuple[Tensor, Metrics]:
         size = _size(context_group)
         segments = PackedSegments(
             offsets,
@@ -216,7 +231,7 @@ class LogitLoss:
         data: Mapping[str, Any],
         global_valid_seqs: Tensor | float,
         global_valid_toks: Tensor | float,
-    ) -> tuple[Tensor, dict[str, float]]:
+    ) -> tuple[Tensor, Metrics]:
         names = logits.device_mesh.mesh_dim_names or ()
         local, group = _tensor_parallel(logits)
         context = logits.device_mesh.get_group("cp") if "cp" in names else None
@@ -244,7 +259,7 @@ def _tensor_parallel(logits: DTensor) -> tuple[Tensor, Group]:
     return logits.to_local(), group
 
 
-def _for_division(value: Tensor, metrics: dict[str, float], size: int) -> tuple[Tensor, dict[str, float]]:
+def _for_division(value: Tensor, metrics: Metrics, size: int) -> tuple[Tensor, Metrics]:
     """The gradient times the context-parallel size, by which NeMo-RL divides the loss."""
     return F.with_derivative(value, value=value.detach(), derivative=torch.full_like(value, size)).clone(), metrics
 

@@ -19,11 +19,11 @@ from nemo_geomask.errors import GeomaskError, MissingDependencyError
 
 __all__ = [
     "BEFORE_STEP",
-    "LOGITS",
     "LOSS_CLASS",
     "LOSS_MODULE",
     "SEAMS",
     "TESTED",
+    "WORKER_CODE",
     "Finding",
     "SeamError",
     "Uses",
@@ -192,6 +192,10 @@ class Uses:
 
 
 _CREATE_WORKER = ("self", "placement_group", "placement_group_bundle_index", "num_gpus", "bundle_indices")
+_WORKER_GROUP = (
+    *("self", "cluster", "remote_worker_builder", "workers_per_node", "name_prefix"),
+    *("bundle_indices_list", "sharding_annotations", "env_vars"),
+)
 
 SEAMS: tuple[Signature | Builder, ...] = (
     Signature(
@@ -217,6 +221,8 @@ SEAMS: tuple[Signature | Builder, ...] = (
         "RayWorkerBuilder.IsolatedWorkerInitializer.create_worker",
         ((*_CREATE_WORKER, "**extra_options"), (*_CREATE_WORKER, "num_gpus_per_node", "**extra_options")),
     ),
+    Signature("nemo_rl.distributed.worker_groups", "RayWorkerGroup.__init__", (_WORKER_GROUP,)),
+    Signature("nemo_rl.distributed.worker_groups", "RayWorkerGroup.workers", (("self",),)),
 )
 """All that this package relies on; v0.6.0 has neither PPO nor the single controller, v0.7.0 no single controller."""
 
@@ -253,15 +259,23 @@ BEFORE_STEP = (
 """Where a batch is handed to the workers; v0.6.0 has no data plane, v0.7.0 none that is streamed into."""
 
 _LOGIT = "loss_fn.logprob_backend"
-_WRAPPING = {"__init__": ("loss_fn", "prepare_fn", "cu_seqlens_q", "cu_seqlens_q_padded", "vocab_parallel_group")}
+_PACKING = "loss_fn.logprob_backend and packed rows in one call"
+_GROUPS = ("vocab_parallel_group", "context_parallel_group")
+_UNPACKING = {
+    "__init__": (
+        *("loss_fn", "prepare_fn", "cu_seqlens_q", "cu_seqlens_q_padded", "vocab_parallel_rank"),
+        *_GROUPS,
+    ),
+    "__call__": ("next_token_logits", "data", "global_valid_seqs", "global_valid_toks"),
+}
 _WRAPPERS = "nemo_rl.algorithms.loss.wrapper"
-_PREPARE = ("logits", "data", "loss_fn", "vocab_parallel_group", "context_parallel_group", "sampling_params")
-LOGITS = (
+_PREPARE = ("logits", "data", "loss_fn", *_GROUPS, "sampling_params")
+WORKER_CODE = (
     Uses("nemo_rl.algorithms.loss.utils", "", {"prepare_loss_input": _PREPARE}, _LOGIT),
-    Uses(_WRAPPERS, "SequencePackingLossWrapper", _WRAPPING, _LOGIT),
-    Uses(_WRAPPERS, "SequencePackingFusionLossWrapper", _WRAPPING, _LOGIT),
+    Uses(_WRAPPERS, "SequencePackingLossWrapper", _UNPACKING, _PACKING),
+    Uses(_WRAPPERS, "SequencePackingFusionLossWrapper", _UNPACKING, _PACKING),
 )
-"""Where a worker turns logits into what a loss takes."""
+"""Where a worker turns logits into what a loss takes, and unpacks packed rows."""
 
 
 def inspect() -> list[Finding]:
@@ -271,7 +285,7 @@ def inspect() -> list[Finding]:
         MissingDependencyError: there is no NeMo-RL.
     """
     root = _root()
-    return [_compare(seam, root) for seam in (*SEAMS, *BEFORE_STEP, *LOGITS)]
+    return [_compare(seam, root) for seam in (*SEAMS, *BEFORE_STEP, *WORKER_CODE)]
 
 
 def require() -> None:

@@ -1,7 +1,11 @@
-"""NeMo-RL's worker code, handing logits, process groups and packed rows to a loss that takes them.
+"""NeMo-RL's worker code, handing our losses a microbatch whole: logits with their groups, packed rows in one call.
 
-NeMo-RL gives a loss of input type LOGIT the logits alone, and calls it once for each packed sequence. Two places are
-changed, for losses of ours only: the function that prepares a loss's input, and the classes that unpack a packed row.
+NeMo-RL gives a loss of input type LOGIT the logits alone, and calls any loss once for each packed sequence. Two places
+are changed, for losses of ours only: the function that prepares a loss's input, and the call of the classes that unpack
+a packed row.
+
+Each worker process is told to, see :mod:`nemo_geomask.integrations.nemo_rl.workers`; in one that was not, NeMo-RL calls
+losses as it always does.
 """
 
 from __future__ import annotations
@@ -9,119 +13,135 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+import logging
 import sys
 import types
-from collections.abc import Callable, Mapping
-from typing import Any
-
-from torch import Tensor
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from nemo_geomask.errors import ConfigError
-from nemo_geomask.integrations.nemo_rl import seams
+from nemo_geomask.integrations.nemo_rl import packed, patch, seams
+from nemo_geomask.losses import PolicyLoss
 
-__all__ = ["attach"]
+if TYPE_CHECKING:
+    from nemo_geomask.integrations.nemo_rl.logits import LogitLoss
 
-_ATTACHED = "_nemo_geomask_attached"
+__all__ = ["prepare"]
+
+_log = logging.getLogger("nemo_geomask")
+_UTILS = "nemo_rl.algorithms.loss.utils"
+_WRAPPERS = "nemo_rl.algorithms.loss.wrapper"
+_UNPACK = {
+    "SequencePackingLossWrapper": packed.by_sequence,
+    "SequencePackingFusionLossWrapper": packed.at_once,
+}
 
 
-def attach() -> bool:
-    """Let this process's NeMo-RL call losses that take logits; once a process, other losses are not affected.
+def prepare(*, takes_logits: bool = True) -> bool:
+    """Prepare this process's NeMo-RL for losses of ours; again does nothing, other losses are not affected.
+
+    Args:
+        takes_logits: whether a loss here takes logits, which it can't without this.
 
     Returns:
-        Whether there is a NeMo-RL in this process.
+        Whether it is prepared: there is a NeMo-RL here, as known.
 
     Raises:
-        SeamError: it is not as known; nothing is changed.
+        SeamError: ``takes_logits``, and NeMo-RL is not as known; nothing is changed.
     """
     try:
-        utils = importlib.import_module("nemo_rl.algorithms.loss.utils")
-        wrapper = importlib.import_module("nemo_rl.algorithms.loss.wrapper")
+        utils, wrappers = importlib.import_module(_UTILS), importlib.import_module(_WRAPPERS)
     except ImportError:
         # Without NeMo-RL, or one whose requirements are missing, no worker of its runs here.
         return False
-    prepare = utils.prepare_loss_input
-    if hasattr(prepare, _ATTACHED):
+    if patch.in_force(utils, "prepare_loss_input"):
         return True
-    _require()
-    ours = _prepare(prepare)
-    # Workers have imported it under this name, wherever they are.
-    for module in [module for module in sys.modules.values() if isinstance(module, types.ModuleType)]:
-        if module.__name__.startswith("nemo_rl") and vars(module).get("prepare_loss_input") is prepare:
-            vars(module)["prepare_loss_input"] = ours
-    for uses in seams.LOGITS:
-        if uses.owner:
-            _take_over(getattr(wrapper, uses.owner))
+    try:
+        for uses in seams.WORKER_CODE:
+            module = sys.modules[uses.module]
+            found = getattr(module, uses.owner, None) if uses.owner else module
+            uses.require(uses.in_memory(found), otherwise="Set loss_fn.logprob_backend: nemo_rl")
+    except seams.SeamError as error:
+        if takes_logits:
+            raise
+        _log.warning("each packed sequence will be a call of the loss, since %s", error)
+        return False
+    patch.apply_all(
+        [
+            _rebound(utils, "prepare_loss_input", _preparing(utils.prepare_loss_input)),
+            *(patch.attribute(getattr(wrappers, name), "__call__", _unpacking(how)) for name, how in _UNPACK.items()),
+        ]
+    )
     return True
 
 
-def _require() -> None:
-    for uses in seams.LOGITS:
-        module = sys.modules[uses.module]
-        found = getattr(module, uses.owner, None) if uses.owner else module
-        uses.require(uses.in_memory(found), otherwise="Set loss_fn.logprob_backend: nemo_rl")
+def _rebound(home: types.ModuleType, name: str, ours: Any) -> patch.Patch:
+    """A function of NeMo-RL's, replaced in every module of its that holds it under its name, then and later."""
+    original = vars(home)[name]
+
+    def rebind(old: Any, new: Any) -> None:
+        for module in [module for module in sys.modules.values() if isinstance(module, types.ModuleType)]:
+            if module.__name__.startswith("nemo_rl") and vars(module).get(name) is old:
+                vars(module)[name] = new
+
+    return patch.Patch(home, name, functools.partial(rebind, original, ours), functools.partial(rebind, ours, original))
 
 
-def _prepare(original: Callable[..., Any]) -> Callable[..., Any]:
-    from nemo_geomask.integrations.nemo_rl.logits import LogitLoss
-
+def _preparing(original: Callable[..., Any]) -> Callable[..., Any]:
     signature = inspect.signature(original)
 
     @functools.wraps(original)
     def prepare_loss_input(*args: Any, **kwargs: Any) -> Any:
         given = signature.bind(*args, **kwargs).arguments
         loss = given["loss_fn"]
-        if not isinstance(loss, LogitLoss):
+        if not _takes_logits(loss):
             return original(*args, **kwargs)
         _refuse_filtering(loss, given.get("sampling_params"))
         groups = {key: given.get(key) for key in ("vocab_parallel_group", "context_parallel_group")}
         return {"logits": given["logits"], **groups}, given["data"]
 
-    setattr(prepare_loss_input, _ATTACHED, True)
     return prepare_loss_input
 
 
-def _take_over(original: Any) -> None:
-    """Constructing the wrapper with one of our losses gives :class:`_PackedRow`."""
+def _unpacking(how: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """The call of one of NeMo-RL's sequence-packing wrappers; ``how``: our losses' own, in one call."""
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        signature = inspect.signature(original)
+
+        @functools.wraps(original)
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            loss = self.loss_fn
+            given = signature.bind(self, *args, **kwargs).arguments
+            counts = (given["global_valid_seqs"], given["global_valid_toks"])
+            if isinstance(loss, PolicyLoss):
+                return how(self, given["next_token_logits"], given["data"], *counts)
+            if not _takes_logits(loss):
+                return original(self, *args, **kwargs)
+            _refuse_filtering(loss, getattr(self.prepare_fn, "keywords", {}).get("sampling_params"))
+            return loss.packed(
+                given["next_token_logits"],
+                given["data"],
+                *counts,
+                cu_seqlens_q=self.cu_seqlens_q,
+                cu_seqlens_q_padded=self.cu_seqlens_q_padded,
+                vocab_parallel_group=self.vocab_parallel_group,
+                context_parallel_group=self.context_parallel_group,
+            )
+
+        return call
+
+    return make
+
+
+def _takes_logits(loss: Any) -> bool:
     from nemo_geomask.integrations.nemo_rl.logits import LogitLoss
 
-    signature = inspect.signature(original)
-
-    def new(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        given = signature.bind(*args, **kwargs).arguments
-        if not isinstance(given["loss_fn"], LogitLoss):
-            return object.__new__(cls)
-        # The wrapper's own __init__ does not run on an object of another class.
-        return _PackedRow(given)
-
-    original.__new__ = new
+    # Its import brings DTensor.
+    return isinstance(loss, LogitLoss)
 
 
-class _PackedRow:
-    """NeMo-RL's sequence-packing wrapper, for a loss that takes the packed row whole."""
-
-    def __init__(self, given: Mapping[str, Any]) -> None:
-        self._loss = given["loss_fn"]
-        self._arguments = {
-            key: given.get(key)
-            for key in ("cu_seqlens_q", "cu_seqlens_q_padded", "vocab_parallel_group", "context_parallel_group")
-        }
-        settings = getattr(given["prepare_fn"], "keywords", {})
-        _refuse_filtering(self._loss, settings.get("sampling_params"))
-
-    def __call__(
-        self,
-        next_token_logits: Tensor,
-        data: Mapping[str, Any],
-        global_valid_seqs: Tensor | None,
-        global_valid_toks: Tensor | None,
-    ) -> tuple[Tensor, dict[str, float]]:
-        result: tuple[Tensor, dict[str, float]] = self._loss.packed(
-            next_token_logits, data, global_valid_seqs, global_valid_toks, **self._arguments
-        )
-        return result
-
-
-def _refuse_filtering(loss: Any, sampling: Any) -> None:
+def _refuse_filtering(loss: LogitLoss, sampling: Any) -> None:
     top_k, top_p = getattr(sampling, "top_k", None), getattr(sampling, "top_p", 1.0)
     if (top_k is not None and top_k != -1) or top_p != 1.0:
         raise ConfigError(

@@ -1,29 +1,37 @@
-"""NeMo-RL's Ray workers, checked for being able to open the loss before they start.
+"""NeMo-RL's Ray workers: checked for being able to open the loss before they start, prepared for it when they have.
 
 NeMo-RL starts each worker through ``RayWorkerBuilder.IsolatedWorkerInitializer.create_worker``, in an interpreter and
 with environment variables that may be the worker's own. A stand-in sees both, and asks Ray for a task in the same: on
 every node, it imports nemo_geomask and opens the very loss. A worker that can't would else fail in the first training
 step, after the models are loaded and the first batch is sampled.
+
+When a ``RayWorkerGroup`` has its workers, each is told by a call of its own (Ray's ``__ray_call__``) to prepare its
+process, see :func:`nemo_geomask.integrations.nemo_rl.worker.prepare`. That moment is there in every version of NeMo-RL:
+in GRPO and PPO the loss is built first and the group later, in the single controller the other way round, and either
+comes before anything trains. Ray's ``worker_process_setup_hook`` is no such moment: it belongs to a whole job, whose
+``ray.init`` is NeMo-RL's, and it would also run, and fail, in workers that have no nemo_geomask and need none.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
+import inspect
 import logging
-import sys
 import threading
-from collections.abc import Mapping
+import weakref
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import nemo_geomask
 from nemo_geomask.errors import GeomaskError
-from nemo_geomask.integrations.nemo_rl import probe
+from nemo_geomask.integrations.nemo_rl import patch, probe, worker
 from nemo_geomask.losses import PolicyLoss
 
 if TYPE_CHECKING:
     from nemo_geomask.integrations.nemo_rl.logits import LogitLoss
 
-__all__ = ["WorkerError", "loss_built", "on_every_node", "receives_loss", "unwatch", "watch"]
+__all__ = ["WorkerError", "Workers", "on_every_node", "receives_loss"]
 
 _log = logging.getLogger("nemo_geomask")
 _MODULE = "nemo_rl.distributed.worker_groups"
@@ -38,98 +46,129 @@ REMEDY = (
 
 
 class WorkerError(GeomaskError, RuntimeError):
-    """A worker that is to receive the loss can't open it."""
+    """A worker that is to receive the loss can't open it, or is not prepared for it."""
 
 
 class _Initializer:
     """Stands in for Ray's actor class; the method that starts a worker looks at the worker's environment first."""
 
-    def __init__(self, actor_class: Any, options: Mapping[str, Any] | None = None) -> None:
-        self.actor_class = actor_class
+    def __init__(self, actor_class: Any, workers: Workers, options: Mapping[str, Any] | None = None) -> None:
+        self._actor_class = actor_class
+        self._workers = workers
         self._options = dict(options or {})
 
     def options(self, **options: Any) -> _Initializer:
-        return _Initializer(self.actor_class, options)
+        return _Initializer(self._actor_class, self._workers, options)
 
     def remote(self, ray_actor_class_fqn: str, *args: Any, **kwargs: Any) -> Any:
-        actor = self.actor_class.options(**self._options) if self._options else self.actor_class
+        actor = self._actor_class.options(**self._options) if self._options else self._actor_class
         handle = actor.remote(ray_actor_class_fqn, *args, **kwargs)
         # On this handle alone; one that is pickled is Ray's own again.
-        handle.create_worker = _CreateWorker(ray_actor_class_fqn, handle.create_worker)
+        handle.create_worker = _CreateWorker(ray_actor_class_fqn, handle.create_worker, self._workers)
         return handle
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.actor_class, name)
+        return getattr(self._actor_class, name)
 
 
 class _CreateWorker:
-    def __init__(self, actor: str, method: Any) -> None:
+    def __init__(self, actor: str, method: Any, workers: Workers) -> None:
         self._actor = actor
         self._method = method
+        self._workers = workers
 
     def remote(self, *args: Any, **options: Any) -> Any:
-        _starting(self._actor, options.get("runtime_env") or {})
+        self._workers.starting(self._actor, options.get("runtime_env") or {})
         return self._method.remote(*args, **options)
 
 
-_lock = threading.Lock()
-_environments: dict[tuple[str, str, str], dict[str, Any]] = {}
-_losses: list[PolicyLoss | LogitLoss] = []
-_verified: set[tuple[tuple[str, str, str], int]] = set()
+class Workers:
+    """The workers that NeMo-RL starts, and the losses that it will send them."""
+
+    def __init__(self) -> None:
+        # Two groups may start in threads of their own.
+        self._lock = threading.Lock()
+        self._environments: dict[tuple[str, str, str], dict[str, Any]] = {}
+        self._losses: list[PolicyLoss | LogitLoss] = []
+        self._verified: set[tuple[tuple[str, str, str], int]] = set()
+        self._groups: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def patches(self) -> list[patch.Patch]:
+        """What lets this see the workers; importing NeMo-RL's worker groups imports Ray."""
+        module = importlib.import_module(_MODULE)
+        return [
+            patch.attribute(
+                module.RayWorkerBuilder, "IsolatedWorkerInitializer", lambda original: _Initializer(original, self)
+            ),
+            patch.attribute(module.RayWorkerGroup, "__init__", self._starting_a_group),
+        ]
+
+    def _starting_a_group(self, original: Callable[..., None]) -> Callable[..., None]:
+        signature = inspect.signature(original)
+
+        @functools.wraps(original)
+        def init(group: Any, *args: Any, **kwargs: Any) -> None:
+            original(group, *args, **kwargs)
+            builder = signature.bind(group, *args, **kwargs).arguments["remote_worker_builder"]
+            if receives_loss(builder.ray_actor_class_fqn):
+                self._groups.add(group)
+                if self._losses:
+                    _prepare(group, self._losses)
+
+        return init
+
+    def loss_built(self, loss: PolicyLoss | LogitLoss) -> None:
+        """A loss will be sent to the workers, those that run and those to come.
+
+        Raises:
+            WorkerError: a running one can't open it.
+            SeamError: the loss takes logits, and NeMo-RL is not as known in a running one.
+        """
+        with self._lock:
+            self._losses.append(loss)
+            self._verify()
+        for group in list(self._groups):
+            _prepare(group, [loss])
+
+    def starting(self, actor: str, runtime_env: Mapping[str, Any]) -> None:
+        """A worker of this class is about to start in this environment.
+
+        Raises:
+            WorkerError: it can't open the loss.
+        """
+        if not receives_loss(actor):
+            return
+        python = str(runtime_env.get("py_executable", ""))
+        path = str((runtime_env.get("env_vars") or {}).get("PYTHONPATH", ""))
+        with self._lock:
+            self._environments.setdefault((actor, python, path), dict(runtime_env))
+            self._verify()
+
+    def _verify(self) -> None:
+        # Either may come first: GRPO and PPO build the loss before the workers, the single controller after them.
+        for key, runtime_env in self._environments.items():
+            for loss in self._losses:
+                if (key, id(loss)) not in self._verified:
+                    _check(key[0], runtime_env, loss)
+                    self._verified.add((key, id(loss)))
 
 
-def watch() -> None:
-    """Put the stand-in in place; importing NeMo-RL's worker groups imports Ray."""
-    builder = importlib.import_module(_MODULE).RayWorkerBuilder
-    if not isinstance(builder.IsolatedWorkerInitializer, _Initializer):
-        builder.IsolatedWorkerInitializer = _Initializer(builder.IsolatedWorkerInitializer)
+def _prepare(group: Any, losses: list[PolicyLoss | LogitLoss]) -> None:
+    """Prepare the processes of a group's workers, and wait for it."""
+    takes_logits = any(not isinstance(loss, PolicyLoss) for loss in losses)
+    importlib.import_module("ray").get(
+        [actor.__ray_call__.remote(_prepare_actor, takes_logits) for actor in group.workers]
+    )
 
 
-def unwatch() -> None:
-    """Take the stand-in away, and forget what was seen."""
-    builder = getattr(sys.modules.get(_MODULE), "RayWorkerBuilder", None)
-    if builder is not None and isinstance(builder.IsolatedWorkerInitializer, _Initializer):
-        builder.IsolatedWorkerInitializer = builder.IsolatedWorkerInitializer.actor_class
-    with _lock:
-        _environments.clear()
-        _losses.clear()
-        _verified.clear()
-
-
-def loss_built(loss: PolicyLoss | LogitLoss) -> None:
-    """A loss will be sent to the workers, those that run and those to come.
-
-    Raises:
-        WorkerError: a running one can't open it.
-    """
-    with _lock:
-        _losses.append(loss)
-        _verify()
-
-
-def _starting(actor: str, runtime_env: Mapping[str, Any]) -> None:
-    if not receives_loss(actor):
-        return
-    python = str(runtime_env.get("py_executable", ""))
-    path = str((runtime_env.get("env_vars") or {}).get("PYTHONPATH", ""))
-    with _lock:
-        _environments.setdefault((actor, python, path), dict(runtime_env))
-        _verify()
+def _prepare_actor(actor: Any, takes_logits: bool) -> None:
+    worker.prepare(takes_logits=takes_logits)
 
 
 def receives_loss(actor: str) -> bool:
     """Whether workers of this class, by its dotted name, may be sent the loss."""
     # NeMo-RL's generation, value and environment workers get none; of somebody's own workers that is not known.
     return ".policy." in actor or not actor.startswith("nemo_rl.")
-
-
-def _verify() -> None:
-    # Either may come first: GRPO and PPO build the loss before the workers, the single controller after them.
-    for key, runtime_env in _environments.items():
-        for loss in _losses:
-            if (key, id(loss)) not in _verified:
-                _check(key[0], runtime_env, loss)
-                _verified.add((key, id(loss)))
 
 
 def _check(actor: str, runtime_env: Mapping[str, Any], loss: PolicyLoss | LogitLoss) -> None:

@@ -1,0 +1,81 @@
+"""Packed rows under ``logprob_backend: nemo_rl``: NeMo-RL computes the log-probs, our loss is called once.
+
+NeMo-RL's wrappers compute log-probs in one of two ways, for one sequence after the other or for all at once, and both
+are kept as they are: filtering, chunks, fused linear log-probs, and the gathering over context-parallel ranks, after
+which every rank holds all of them. What differs is the loss: it gets the predicted tokens of all sequences in one call,
+where NeMo-RL makes one a sequence, or one on the rows with all their padding.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from nemo_geomask.integrations.packing import predicted_tokens
+
+__all__ = ["at_once", "by_sequence"]
+
+_UNFILTERED = "curr_logprobs_unfiltered"
+
+
+def by_sequence(wrapper: Any, logits: Tensor, data: Any, seqs: Tensor | float, toks: Tensor | float) -> Any:
+    """Loss and metrics of a packed row, as NeMo-RL's ``SequencePackingLossWrapper`` but with one call of the loss.
+
+    Args:
+        wrapper: NeMo-RL's, constructed with a :class:`~nemo_geomask.losses.PolicyLoss`.
+        logits: [1, N/CP, V/TP], or log-probs [1, N] where NeMo-RL's model computes those.
+        data: NeMo-RL's microbatch, rows [B, T].
+        seqs: valid sequences in the optimiser step.
+        toks: valid tokens in it.
+    """
+    padded = wrapper.cu_seqlens_q if wrapper.cu_seqlens_q_padded is None else wrapper.cu_seqlens_q_padded
+    # Read once; NeMo-RL reads each offset by itself.
+    lengths, ends = torch.stack([wrapper.cu_seqlens_q.diff(), padded[1:]]).tolist()
+    group = wrapper.context_parallel_group
+    ranks = 1 if group is None else dist.get_world_size(group)
+    starts = [0, *ends[:-1]]
+    logprobs, unfiltered = [], []
+    for index, (start, end, length) in enumerate(zip(starts, ends, lengths, strict=True)):
+        row = {
+            key: value[:, :length] if isinstance(value, Tensor) and value.dim() > 1 and value.shape[1] > 1 else value
+            for key, value in data.slice(index, index + 1).items()
+        }
+        # Fused linear log-probs end one before the row's padding.
+        end = min(end // ranks, logits.shape[1])
+        given, row = wrapper.prepare_fn(
+            logits=logits.narrow(1, start // ranks, end - start // ranks), data=row, **_arguments(wrapper)
+        )
+        logprobs.append(given["next_token_logprobs"].squeeze(0))
+        if _UNFILTERED in row:
+            unfiltered.append(row[_UNFILTERED].squeeze(0))
+    tokens, segments, _ = predicted_tokens(data, lengths, logits.device)
+    if unfiltered:
+        tokens[_UNFILTERED] = torch.cat(unfiltered)
+    return wrapper.loss_fn.packed(torch.cat(logprobs), tokens, segments, seqs, toks)
+
+
+def at_once(wrapper: Any, logits: Tensor, data: Any, seqs: Tensor | float, toks: Tensor | float) -> Any:
+    """Loss and metrics of a packed row, as NeMo-RL's ``SequencePackingFusionLossWrapper`` but without the padding.
+
+    Args: as for :func:`by_sequence`; log-probs [B, T-1] are computed at once.
+    """
+    given, rows = wrapper.prepare_fn(
+        logits=logits,
+        data=data,
+        cu_seqlens_q=wrapper.cu_seqlens_q,
+        cu_seqlens_q_padded=wrapper.cu_seqlens_q_padded,
+        **_arguments(wrapper),
+    )
+    logprobs = given["next_token_logprobs"]
+    tokens, segments, place = predicted_tokens(rows, wrapper.cu_seqlens_q.diff().tolist(), logprobs.device)
+    if _UNFILTERED in rows:
+        tokens[_UNFILTERED] = rows[_UNFILTERED].reshape(-1)[place]
+    return wrapper.loss_fn.packed(logprobs.reshape(-1)[place], tokens, segments, seqs, toks)
+
+
+def _arguments(wrapper: Any) -> dict[str, Any]:
+    names = ("loss_fn", "vocab_parallel_rank", "vocab_parallel_group", "context_parallel_group")
+    return {name: getattr(wrapper, name) for name in names}

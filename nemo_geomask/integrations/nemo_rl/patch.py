@@ -1,0 +1,96 @@
+"""Changes to a host, each with its way back."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterable
+from typing import Any
+
+__all__ = ["Patch", "apply_all", "attribute", "in_force", "undo_all"]
+
+_log = logging.getLogger("nemo_geomask")
+_MISSING = object()
+
+
+class Patch:
+    """A change to a host that can be taken back; applying it twice changes nothing more.
+
+    Args:
+        owner: what is changed: a module, a class.
+        name: what of it; a change of the same thing counts as the same.
+        apply: makes the change.
+        undo: takes it back, so that the host's objects are the very same as before.
+    """
+
+    def __init__(self, owner: Any, name: str, apply: Callable[[], None], undo: Callable[[], None]) -> None:
+        self._key = (id(owner), name)
+        self._owner = owner  # kept, so that nothing else gets its id
+        self._apply = apply
+        self._undo = undo
+
+    def apply(self) -> bool:
+        """Make the change, unless it is made; whether that was so."""
+        if self._key in _in_force:
+            return False
+        self._apply()
+        _in_force[self._key] = self
+        return True
+
+    def undo(self) -> None:
+        """Take it back, if it is made."""
+        patch = _in_force.pop(self._key, None)
+        if patch is not None:
+            patch._undo()
+
+
+# By what is changed, in the order of application.
+_in_force: dict[tuple[int, str], Patch] = {}
+
+
+def attribute(owner: Any, name: str, make: Callable[[Any], Any]) -> Patch:
+    """``owner.name`` becomes ``make`` of what it is.
+
+    Args:
+        owner: a module or class.
+        name: its attribute, its own or inherited.
+        make: called with the attribute when the patch is applied.
+    """
+    before: list[Any] = []
+
+    def apply() -> None:
+        own = vars(owner).get(name, _MISSING)
+        ours = make(getattr(owner, name) if own is _MISSING else own)
+        before[:] = own, ours
+        setattr(owner, name, ours)
+
+    def undo() -> None:
+        own, ours = before
+        if vars(owner).get(name) is not ours:
+            _log.warning("%r.%s was changed by somebody else since, and is left as it is", owner, name)
+        elif own is _MISSING:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, own)
+
+    return Patch(owner, name, apply, undo)
+
+
+def apply_all(patches: Iterable[Patch]) -> None:
+    """Apply them in order; all of them or, where one fails, none."""
+    with contextlib.ExitStack() as applied:
+        for patch in patches:
+            if patch.apply():
+                applied.callback(patch.undo)
+        applied.pop_all()
+
+
+def in_force(owner: Any, name: str) -> bool:
+    """Whether ``owner.name`` is changed."""
+    return (id(owner), name) in _in_force
+
+
+def undo_all() -> None:
+    """Undo every patch in force in this process, the last one first."""
+    for patch in reversed(list(_in_force.values())):
+        patch.undo()
