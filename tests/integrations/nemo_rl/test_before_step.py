@@ -9,7 +9,7 @@ import torch
 
 from nemo_geomask import build_loss
 from nemo_geomask.errors import BatchVetoError, DataError
-from nemo_geomask.integrations.nemo_rl import SeamError, before_step
+from nemo_geomask.integrations.nemo_rl import SeamError, before_step, uninstall
 from nemo_geomask.integrations.nemo_rl.logits import LogitLoss
 from nemo_geomask.losses.loss import PREPARED
 from tests.helpers.batches import rollouts
@@ -71,6 +71,10 @@ class TQPolicy(Policy):
         self.calls.append(("abort",))
 
 
+def methods(kind):
+    return {name: value for name, value in vars(kind).items() if callable(value)}
+
+
 @pytest.fixture
 def nemo_rl(monkeypatch):
     """Modules of NeMo-RL's with fresh classes, since wrappers go into the classes."""
@@ -80,12 +84,12 @@ def nemo_rl(monkeypatch):
     modules["nemo_rl"].__version__ = "9.9"
     tq = modules["nemo_rl.models.policy.tq_policy"] = types.ModuleType("nemo_rl.models.policy.tq_policy")
     lm = modules["nemo_rl.models.policy.lm_policy"]
-    lm.Policy = type("Policy", (), dict(vars(Policy)))
-    tq.TQPolicy = type("TQPolicy", (lm.Policy,), dict(vars(TQPolicy)))
+    lm.Policy = type("Policy", (), {**methods(Policy), "__module__": lm.__name__})
+    tq.TQPolicy = type("TQPolicy", (lm.Policy,), {**methods(TQPolicy), "__module__": tq.__name__})
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)
     yield types.SimpleNamespace(lm=lm, tq=tq)
-    before_step.unwatch()
+    uninstall()
 
 
 def split(data, at):
@@ -130,7 +134,7 @@ def test_epochs_on_one_batch_are_one_batch(nemo_rl):
     data = rollouts(seed=1).data
     for _ in range(5):
         assert policy.train(dict(data), loss)["all_mb_metrics"]["geomask/batch_vetoed"] == [1.0]
-    assert loss.before_step.vetoed == 1
+    # max_in_a_row is 1: counted twice, they would have ended the run.
     gentle = watched(**KEPT)
     for _ in range(2):
         policy.train(dict(data), gentle)
@@ -226,23 +230,54 @@ def test_a_vetoed_stream_is_aborted(nemo_rl):
 
 
 @pytest.mark.parametrize("config", [VETO, KEPT, {**VETO, "logprob_backend": "geomask"}], ids=["veto", "kept", "logits"])
-def test_the_loss_brings_its_watch_along(nemo_rl, config):
-    # NeMo-RL's single controller trains in another process, which has its modules and no wrappers.
+def test_a_policy_arrives_watched_where_it_is_sent(nemo_rl, config):
+    # NeMo-RL's single controller trains in another process, to which the driver sends policy and loss.
     plain = build_loss({"name": "gspo", **config})
     loss = LogitLoss(plain) if "logprob_backend" in config else plain
+    untouched = [methods(kind) for kind in (nemo_rl.lm.Policy, nemo_rl.tq.TQPolicy)]
     before_step.watch(loss)
-    sent = pickle.dumps(loss)
-    before_step.unwatch()
-    policy = nemo_rl.tq.TQPolicy({"a": rollouts(seed=5).data})
+    sent = pickle.dumps((nemo_rl.tq.TQPolicy({"a": rollouts(seed=5).data}), loss))
+    uninstall()
+    (policy, arrived), (streamed, _) = pickle.loads(sent), pickle.loads(sent)
+    assert [methods(kind) for kind in (nemo_rl.lm.Policy, nemo_rl.tq.TQPolicy)] == untouched
+    assert isinstance(policy, nemo_rl.tq.TQPolicy)
+    for results in (policy.train_from_meta("a", arrived), stream(streamed, arrived, ["a"])):
+        assert {"geomask/batch_kl", "geomask/mask/geometric/removed"} & set(results["all_mb_metrics"])
     if loss is plain:
+        unwatched = nemo_rl.tq.TQPolicy({"a": rollouts(seed=5).data})
         with pytest.raises(DataError, match="needs a look at the whole batch before the step"):
-            policy.train_from_meta("a", loss)
-    arrived = pickle.loads(sent)
-    metrics = policy.train_from_meta("a", arrived)["all_mb_metrics"]
-    assert {"geomask/batch_kl", "geomask/mask/geometric/removed"} & set(metrics)
+            unwatched.train_from_meta("a", arrived)
 
 
-def test_what_goes_to_the_workers_has_no_watch(nemo_rl):
+def test_a_policy_that_comes_back_is_watched_once(nemo_rl):
+    loss = watched(**VETO)
+    policy = pickle.loads(pickle.dumps(nemo_rl.tq.TQPolicy({"a": rollouts(seed=5).data})))
+    assert type(policy) is nemo_rl.tq.TQPolicy
+    assert policy.train_from_meta("a", loss)["all_mb_metrics"]["geomask/batch_vetoed"] == [1.0]
+
+
+def test_a_loss_counts_nothing_and_changes_nothing_when_it_arrives(nemo_rl):
+    loss = watched(**VETO)
+    policy = nemo_rl.lm.Policy()
+    sent = pickle.dumps(loss)
+    policy.train(rollouts(seed=5).data, loss)
+    assert pickle.dumps(loss) == sent
+    uninstall()
+    before = [dict(vars(owner)) for owner in (nemo_rl.lm, nemo_rl.lm.Policy, nemo_rl.tq, nemo_rl.tq.TQPolicy)]
+    pickle.loads(sent)
+    assert [dict(vars(owner)) for owner in (nemo_rl.lm, nemo_rl.lm.Policy, nemo_rl.tq, nemo_rl.tq.TQPolicy)] == before
+
+
+def test_each_policy_counts_for_itself(nemo_rl):
+    loss = watched(**VETO)
+    policies = [nemo_rl.lm.Policy() for _ in range(3)]
+    for seed, policy in enumerate(policies):
+        policy.train(rollouts(seed=seed).data, loss)
+    with pytest.raises(BatchVetoError, match="2 batches in a row"):
+        policies[0].train(rollouts(seed=9).data, loss)
+
+
+def test_what_goes_to_the_workers_takes_batches_without_a_mark(nemo_rl):
     seen = []
 
     class Spy(nemo_rl.lm.Policy):
@@ -250,12 +285,12 @@ def test_what_goes_to_the_workers_has_no_watch(nemo_rl):
             seen.append(pickle.loads(pickle.dumps(loss_fn)))
             return {"all_mb_metrics": {}}
 
-    policy, loss = Spy(), watched(**KEPT)
-    policy.train(rollouts(seed=6).data, loss)
-    assert seen[0].before_step is None
+    policy, loss, batch = Spy(), watched(**KEPT), rollouts(seed=6)
+    policy.train(batch.data, loss)
+    seen[0](batch.data["prev_logprobs"][:, 1:], batch.data, batch.seqs, batch.toks)
     # Other losses pass through as they are.
     plain = build_loss({"name": "gspo"})
-    policy.train(rollouts(seed=6).data, plain)
+    policy.train(batch.data, plain)
     assert seen[1].config == plain.config
     policy.train({"prev_logprobs": None}, "somebody's own")
     assert seen[2] == "somebody's own"
@@ -294,5 +329,5 @@ def test_nothing_is_wrapped_without_need(nemo_rl):
     assert nemo_rl.lm.Policy.train is Policy.train
     watched(**VETO)
     assert nemo_rl.lm.Policy.train is not Policy.train
-    before_step.unwatch()
+    uninstall()
     assert nemo_rl.lm.Policy.train is Policy.train

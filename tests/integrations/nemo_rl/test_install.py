@@ -7,6 +7,7 @@ import logging
 import pickle
 import subprocess
 import sys
+import types
 
 import pytest
 
@@ -71,22 +72,68 @@ def test_the_class_stays_the_class(host):
     assert type(Mine(config(loss, **GSPO))) is Mine
 
 
+def everything():
+    """Every module of NeMo-RL's and every class in one, by what they hold."""
+    modules = [module for name, module in sys.modules.items() if name.split(".")[0] == "nemo_rl"]
+    found = {}
+    for owner in [
+        *modules,
+        *(value for module in modules for value in vars(module).values() if isinstance(value, type)),
+    ]:
+        for name, value in vars(owner).items():
+            if name not in ("__weakref__", "__dict__", "__abstractmethods__"):
+                found[owner, name] = value
+        found[owner, "__class__"] = type(owner)
+    return found
+
+
 def test_idempotent_and_undone(host):
     loss = host()
-    metaclass = type(loss.ClippedPGLossFn)
-    workers = importlib.import_module("nemo_rl.distributed.worker_groups")
-    initializer = workers.RayWorkerBuilder.IsolatedWorkerInitializer
+    loss_code = ("algorithms.loss.utils", "algorithms.loss.wrapper")
+    for name in (*loss_code, "algorithms.grpo", "models.policy.lm_policy", "distributed.worker_groups"):
+        importlib.import_module(f"nemo_rl.{name}")
+    before = everything()
     for _ in range(2):
         assert not installed()
         nemo_geomask.install()
         nemo_geomask.install()
         assert installed()
-        assert type(loss.ClippedPGLossFn).__mro__[1] is metaclass
+        for backend in ("nemo_rl", "geomask", "geomask"):
+            build(config(loss, **GSPO, logprob_backend=backend, batch_veto={"max": 1.0}))
+        changed = {name for (owner, name), value in everything().items() if before.get((owner, name)) is not value}
+        assert changed == {
+            *("__class__", "IsolatedWorkerInitializer", "__init__", "train", "prepare_loss_input", "__call__")
+        }
         nemo_geomask.uninstall()
         nemo_geomask.uninstall()
-        assert type(loss.ClippedPGLossFn) is metaclass
-        assert workers.RayWorkerBuilder.IsolatedWorkerInitializer is initializer
+        after = everything()
+        assert after.keys() == before.keys()
+        assert [key for key, value in after.items() if value is not before[key]] == []
     assert type(build(config(loss, **GSPO))) is loss.ClippedPGLossFn
+
+
+def test_what_was_imported_in_between_is_undone_too(host):
+    loss = host()
+    nemo_geomask.install()
+    build(config(loss, **GSPO))
+    late = types.ModuleType("nemo_rl.late")
+    sys.modules[late.__name__] = late
+    late.prepare_loss_input = importlib.import_module("nemo_rl.algorithms.loss.utils").prepare_loss_input
+    assert hasattr(late.prepare_loss_input, "__wrapped__")
+    nemo_geomask.uninstall()
+    assert not hasattr(late.prepare_loss_input, "__wrapped__")
+
+
+def test_a_failing_installation_changes_nothing(host):
+    host()
+    groups = importlib.import_module("nemo_rl.distributed.worker_groups")
+    builder = groups.RayWorkerBuilder
+    groups.RayWorkerGroup.__init__ = 3
+    before = everything()
+    with pytest.raises(TypeError):
+        nemo_geomask.install()
+    assert {key for key, value in everything().items() if value is not before[key]} == set()
+    assert builder.IsolatedWorkerInitializer is before[builder, "IsolatedWorkerInitializer"]
 
 
 def test_uninstall_without_nemo_rl_does_nothing(host):

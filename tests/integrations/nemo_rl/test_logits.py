@@ -1,8 +1,6 @@
 """The loss that takes logits: equal to log-probs computed apart and handed over, padded and packed."""
 
 import pickle
-import sys
-import types
 
 import numpy as np
 import pytest
@@ -11,12 +9,13 @@ import torch.nn.functional as F
 
 from nemo_geomask import build_loss
 from nemo_geomask.errors import ConfigError, DataError, ShapeError
-from nemo_geomask.integrations.nemo_rl import worker
+from nemo_geomask.integrations.nemo_rl import WorkerError
 from nemo_geomask.integrations.nemo_rl.logits import LogitLoss
 from tests.helpers.batches import VARIANTS, rollouts
 from tests.helpers.gloo import run
 
 VOCAB = 23
+ALONE = {"vocab_parallel_group": None, "context_parallel_group": None}
 
 
 def case(padding=3):
@@ -51,7 +50,7 @@ def test_padded_equals_logprobs_handed_over(name):
     expected.backward()
     mine = logits.clone().requires_grad_()
     value, metrics = LogitLoss(build_loss({**VARIANTS[name], "logprob_backend": "geomask"}))(
-        mine, data=data, global_valid_seqs=seqs, global_valid_toks=toks
+        mine, data=data, global_valid_seqs=seqs, global_valid_toks=toks, **ALONE
     )
     value.backward()
     torch.testing.assert_close(value, expected, rtol=1e-5, atol=1e-7)
@@ -66,7 +65,7 @@ def test_packed_equals_padded(name):
     loss = LogitLoss(build_loss({**VARIANTS[name], "logprob_backend": "geomask"}))
     rows, width = data["input_ids"].shape
     padded = logits.clone().requires_grad_()
-    expected, others = loss(padded, data, seqs, toks)
+    expected, others = loss(padded, data, seqs, toks, **ALONE)
     expected.backward()
     # Each row's first columns, some padding behind them; what lies beyond does not train.
     lengths = torch.tensor([width] * (rows - 1) + [width - 2])
@@ -96,7 +95,7 @@ def test_a_trainer_may_divide_the_loss_in_place():
     offsets = torch.arange(rows + 1) * width
     loss = LogitLoss(build_loss({"logprob_backend": "geomask"}))
     calls = {
-        "padded": lambda leaf: loss(leaf, data, seqs, toks),
+        "padded": lambda leaf: loss(leaf, data, seqs, toks, **ALONE),
         "packed": lambda leaf: loss.packed(
             leaf.reshape(1, -1, VOCAB), data, seqs, toks, cu_seqlens_q=offsets, cu_seqlens_q_padded=None
         ),
@@ -131,29 +130,20 @@ def test_misfits_are_named():
     logits, data, seqs, toks = case()
     loss = LogitLoss(build_loss({"logprob_backend": "geomask"}))
     with pytest.raises(ShapeError, match=r"logits must be \[8, 14 or more, V/TP\]"):
-        loss(logits[:, :10], data, seqs, toks)
+        loss(logits[:, :10], data, seqs, toks, **ALONE)
     with pytest.raises(ShapeError, match="logits must hold 112 rows"):
         loss.packed(logits[:1], data, seqs, toks, cu_seqlens_q=torch.arange(9) * 14, cu_seqlens_q_padded=None)
     data["input_ids"][0, 4] = VOCAB
     with pytest.raises(DataError, match=f"the first is {VOCAB}"):
-        loss(logits, data, seqs, toks)
+        loss(logits, data, seqs, toks, **ALONE)
 
 
-def test_unknown_worker_code_is_an_error(monkeypatch):
-    package = types.ModuleType("nemo_rl")
-    package.__version__ = "9.9"
-    utils, wrapper = types.ModuleType("nemo_rl.algorithms.loss.utils"), types.ModuleType("wrapper")
-    utils.prepare_loss_input = lambda logits, data, loss_fn: None
-    for name, module in {
-        "nemo_rl": package,
-        "nemo_rl.algorithms": types.ModuleType("nemo_rl.algorithms"),
-        "nemo_rl.algorithms.loss": types.ModuleType("nemo_rl.algorithms.loss"),
-        "nemo_rl.algorithms.loss.utils": utils,
-        "nemo_rl.algorithms.loss.wrapper": wrapper,
-    }.items():
-        monkeypatch.setitem(sys.modules, name, module)
-    with pytest.raises(RuntimeError, match=r"NeMo-RL 9\.9 .* without vocab_parallel_group, context_parallel_group"):
-        worker.attach()
+def test_a_worker_that_is_not_prepared_is_refused():
+    logits, data, seqs, toks = case()
+    loss = pickle.loads(pickle.dumps(LogitLoss(build_loss({"logprob_backend": "geomask"}))))
+    for groups in ({}, {"vocab_parallel_group": None}, {"context_parallel_group": None}):
+        with pytest.raises(WorkerError, match="this worker is not prepared.*prepare_worker"):
+            loss(logits, data, seqs, toks, **groups)
 
 
 def _dtensors(rank, world, tp, cp):
@@ -197,7 +187,7 @@ def test_dtensors_equal_one_process(tp, cp):
     for name in ("ppo", "gspo"):
         leaf = logits.clone().requires_grad_()
         loss = LogitLoss(build_loss({**VARIANTS[name], "logprob_backend": "geomask"}))
-        expected, others = loss(leaf, data, seqs, toks)
+        expected, others = loss(leaf, data, seqs, toks, **ALONE)
         expected.backward()
         for mine, columns, found in results:
             value, metrics, grad = found[name]

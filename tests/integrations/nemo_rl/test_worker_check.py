@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import pickle
+import sys
+import types
 
 import pytest
 
@@ -124,6 +126,53 @@ def test_a_worker_that_cannot_open_the_loss_is_not_started(nemo_rl, asked, answe
     asked.answer = {**FINE, "errors": {}}
     nemo_rl.start(MEGATRON, **PYTHON)
     assert nemo_rl.started == [MEGATRON]
+
+
+class Actor:
+    """As Ray's: a call is remembered, and run as the actor's process would."""
+
+    def __init__(self):
+        self.told = []
+
+    @property
+    def __ray_call__(self):
+        return types.SimpleNamespace(remote=self._run)
+
+    def _run(self, function, *arguments):
+        self.told.append(arguments)
+        pickle.loads(pickle.dumps(function))(self, *arguments)
+
+
+@pytest.fixture
+def groups(monkeypatch, asked):
+    monkeypatch.setitem(sys.modules, "ray", types.SimpleNamespace(get=list))
+    module = importlib.import_module("nemo_rl.distributed.worker_groups")
+
+    def start(actor, size=2):
+        actors = [Actor() for _ in range(size)]
+        return module.RayWorkerGroup(actors, remote_worker_builder=module.RayWorkerBuilder(actor)), actors
+
+    return start
+
+
+def test_workers_are_prepared_once_there_are_both_they_and_a_loss(nemo_rl, groups):
+    first, early = groups(MEGATRON)
+    _, value = groups("nemo_rl.models.value.workers.megatron_value_worker.MegatronValueWorker")
+    assert [actor.told for actor in early] == [[], []]
+    nemo_rl.build(name="gspo")
+    assert [actor.told for actor in early] == [[(False,)], [(False,)]]
+    second, late = groups(MEGATRON)
+    assert [actor.told for actor in late] == [[(False,)], [(False,)]]
+    nemo_rl.build(name="gspo", logprob_backend="geomask")
+    assert [actor.told for actor in early + late] == [[(False,), (True,)]] * 4
+    assert [actor.told for actor in value] == [[], []]
+    assert first.workers == early and second.workers == late
+
+
+def test_without_a_name_no_worker_is_prepared(nemo_rl, groups):
+    nemo_rl.build(token_level_loss=True)
+    _, actors = groups(MEGATRON)
+    assert [actor.told for actor in actors] == [[], []]
 
 
 def test_uninstall_forgets(nemo_rl, asked):

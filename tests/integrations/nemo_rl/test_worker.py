@@ -1,0 +1,76 @@
+"""A worker's process, prepared: which calls of NeMo-RL's are changed for which losses; against a NeMo-RL of a few lines."""
+
+from __future__ import annotations
+
+import importlib
+import pickle
+import sys
+import types
+
+import pytest
+
+from nemo_geomask import build_loss
+from nemo_geomask.errors import ConfigError
+from nemo_geomask.integrations.nemo_rl import SeamError, prepare_worker, uninstall
+from nemo_geomask.integrations.nemo_rl.logits import LogitLoss
+
+
+def loss_code():
+    return [importlib.import_module(f"nemo_rl.algorithms.loss.{name}") for name in ("utils", "wrapper")]
+
+
+def test_preparing_is_explicit_idempotent_and_undone(host):
+    host()
+    utils, wrapper = loss_code()
+    before = utils.prepare_loss_input, wrapper.SequencePackingLossWrapper.__call__
+    # A loss that arrives changes nothing.
+    for loss in (build_loss({}), LogitLoss(build_loss({"logprob_backend": "geomask"}))):
+        pickle.loads(pickle.dumps(loss))
+    assert (utils.prepare_loss_input, wrapper.SequencePackingLossWrapper.__call__) == before
+    for _ in range(2):
+        assert prepare_worker()
+        assert utils.prepare_loss_input.__wrapped__ is before[0]
+        assert wrapper.SequencePackingLossWrapper.__call__.__wrapped__ is before[1]
+    uninstall()
+    assert (utils.prepare_loss_input, wrapper.SequencePackingLossWrapper.__call__) == before
+
+
+def test_other_losses_are_not_affected(host):
+    host()
+    prepare_worker()
+    utils, wrapper = loss_code()
+    theirs = types.SimpleNamespace()
+    assert utils.prepare_loss_input("logits", "data", theirs) == ({"logits": "logits"}, "data")
+    for kind in (wrapper.SequencePackingLossWrapper, wrapper.SequencePackingFusionLossWrapper):
+        assert kind(theirs, None, None)("logits", "data", 1, 2) == "NeMo-RL's own"
+
+
+def test_logits_come_with_their_groups(host):
+    host()
+    prepare_worker()
+    utils, _ = loss_code()
+    loss = LogitLoss(build_loss({"logprob_backend": "geomask"}))
+    given, data = utils.prepare_loss_input("logits", "data", loss, "tp", context_parallel_group="cp")
+    assert given == {"logits": "logits", "vocab_parallel_group": "tp", "context_parallel_group": "cp"}
+    assert data == "data"
+    sampling = types.SimpleNamespace(top_k=20, top_p=1.0)
+    with pytest.raises(ConfigError, match="top_k: 20, top_p: 1.0; set logprob_backend: nemo_rl"):
+        utils.prepare_loss_input("logits", "data", loss, sampling_params=sampling)
+
+
+def test_without_nemo_rl_there_is_nothing_to_prepare(host, monkeypatch):
+    monkeypatch.setitem(sys.modules, "nemo_rl", None)
+    assert not prepare_worker()
+
+
+def test_unknown_code_is_an_error_where_a_loss_takes_logits(host, caplog):
+    host(version="9.9")
+    utils, wrapper = loss_code()
+    del wrapper.SequencePackingFusionLossWrapper.__call__
+    before = utils.prepare_loss_input
+    with pytest.raises(SeamError, match=r"9\.9 .*FusionLossWrapper\.__call__ is not defined\. Set .*: nemo_rl"):
+        prepare_worker()
+    assert utils.prepare_loss_input is before
+    assert not prepare_worker(takes_logits=False)
+    assert utils.prepare_loss_input is before
+    assert "each packed sequence will be a call of the loss" in caplog.text
