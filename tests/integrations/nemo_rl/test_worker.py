@@ -1,4 +1,4 @@
-"""A worker's process, prepared: which calls of NeMo-RL's are changed for which losses; against a NeMo-RL of a few lines."""
+"""A worker's process, prepared: which calls are changed for which losses; against a NeMo-RL of a few lines."""
 
 from __future__ import annotations
 

@@ -166,7 +166,7 @@ def test_workers_are_prepared_once_there_are_both_they_and_a_loss(nemo_rl, group
     nemo_rl.build(name="gspo", logprob_backend="geomask")
     assert [actor.told for actor in early + late] == [[(False,), (True,)]] * 4
     assert [actor.told for actor in value] == [[], []]
-    assert first.workers == early and second.workers == late
+    assert (first.workers, second.workers) == (early, late)
 
 
 def test_without_a_name_no_worker_is_prepared(nemo_rl, groups):
