@@ -1,5 +1,5 @@
-"""``logprob_backend: geomask`` under NeMo-RL's own loss code for Megatron and DTensor workers, TP × CP processes over
-gloo, against NeMo-RL's own path: loss, metrics and the gradient of each rank's logits."""
+"""Our losses under NeMo-RL's own loss code for Megatron and DTensor workers, TP × CP processes over gloo: in a worker
+that is prepared against one that is not, by loss, metrics and the gradient of each rank's logits."""
 
 import importlib.abc
 import importlib.machinery
@@ -16,6 +16,8 @@ import typing_extensions
 
 from nemo_geomask import build_loss
 from nemo_geomask.errors import ConfigError
+from nemo_geomask.integrations.nemo_rl import prepare_worker, uninstall
+from nemo_geomask.losses import PolicyLoss
 from tests.helpers.gloo import run
 
 pytest.importorskip("nemo_rl.algorithms.loss.loss_functions", reason="NeMo-RL is not importable here")
@@ -46,6 +48,12 @@ CONFIGS = {
         "is_correction_level": "sequence_mean",
         "masks": [{"preset": "geometric", "min": 0.9, "max": 1.15}, {"preset": "opsm", "delta": 0.05}],
         **CORRECTED,
+    },
+    "filtered": {
+        "name": "gspo",
+        "positive_example_nll_weight": 0.2,
+        "positive_example_nll_normalization": "loss",
+        **KL,
     },
 }
 # NeMo-RL's own class knows the flags of these.
@@ -132,6 +140,7 @@ def whole():
         "prev_logprobs": prev,
         "generation_logprobs": near(prev, 0.1),
         "reference_policy_logprobs": near(curr, 0.2),
+        "rewards": torch.tensor([1.0, -1.0, 0.5, 0.0]),
     }
     seqs, toks = torch.tensor(float(rows)), (mask[:, 1:] * data["sample_mask"][:, None]).sum()
     return logits, data, seqs, toks
@@ -173,36 +182,69 @@ def _on_rank(rank, world, tp, cp):
                 qkv_format="thd", cu_seqlens_q=lengths, cu_seqlens_q_padded=torch.tensor(starts, dtype=torch.int32)
             )
         for name, config in CONFIGS.items():
-            losses = dict(_losses(name, config, "geomask", "mcore"))
             for fused in (False, True) if layout == "packed" else (False,):
-                for kind, loss in losses.items():
+                for kind, loss in _losses(name, config, "geomask", "mcore"):
                     leaf = share.clone().requires_grad_()
                     process = train.LossPostProcessor(
-                        loss, {"sequence_packing": {"enabled": packing is not None, "fuse_loss": fused}}
+                        loss,
+                        {"sequence_packing": {"enabled": packing is not None, "fuse_loss": fused}},
+                        sampling_params=_sampling(name),
                     )
                     value, metrics = process(BatchedDataDict(data), packing, seqs, toks)(leaf)
                     value.backward()
                     numbers = {key: float(metric) for key, metric in metrics.items()}
-                    found[layout, fused, name, kind] = float(value), numbers, leaf.grad.numpy()
-    sampling = types.SimpleNamespace(top_k=None, top_p=0.9, temperature=1.0)
-    process = train.LossPostProcessor(
-        losses["geomask"], {"sequence_packing": {"enabled": False}}, sampling_params=sampling
-    )
-    filtered = process(BatchedDataDict(data), None, seqs, toks)
-    with pytest.raises(ConfigError, match="top_p: 0.9; set logprob_backend: nemo_rl"):
-        filtered(leaf)
+                    found[layout, fused, name, kind] = float(value), numbers, leaf.grad.numpy(), CALLS.pop(kind, None)
+    if tp * cp == 1:
+        from nemo_geomask.integrations.nemo_rl.logits import LogitLoss
+
+        refused = LogitLoss(build_loss({"logprob_backend": "geomask"}))
+        process = train.LossPostProcessor(
+            refused, {"sequence_packing": {"enabled": False}}, sampling_params=_sampling("filtered")
+        )
+        filtered = process(BatchedDataDict(data), None, seqs, toks)
+        prepare_worker()
+        with pytest.raises(ConfigError, match="top_p: 0.9; set logprob_backend: nemo_rl"):
+            filtered(leaf)
     return found
 
 
+def _sampling(name):
+    """As NeMo-RL's; log-probs are then those of what is left after filtering, and the KL term's those before."""
+    return types.SimpleNamespace(top_k=None, top_p=0.9, temperature=1.0) if name == "filtered" else None
+
+
+CALLS = {}
+
+
+class _Counted(PolicyLoss):
+    """Counts its calls under its kind."""
+
+    def __init__(self, loss, kind):
+        self.__dict__.update(loss.__dict__)
+        self.kind = kind
+
+    def __call__(self, *args, **kwargs):
+        CALLS[self.kind] = CALLS.get(self.kind, 0) + 1
+        return super().__call__(*args, **kwargs)
+
+    def packed(self, *args, **kwargs):
+        CALLS[self.kind] = CALLS.get(self.kind, 0) + 1
+        return super().packed(*args, **kwargs)
+
+
 def _losses(name, config, *backends):
-    """Of one objective: log-probs by NeMo-RL, by us, and NeMo-RL's own class where it knows the settings."""
+    """Of one objective: NeMo-RL's own path; in a prepared worker, NeMo-RL's log-probs and one call, and our log-probs;
+    and NeMo-RL's own class where it knows the settings."""
     from nemo_rl.algorithms.loss.loss_functions import ClippedPGLossConfig, ClippedPGLossFn
     from pydantic import BaseModel
 
     from nemo_geomask.integrations.nemo_rl.logits import LogitLoss
 
-    yield "nemo_rl", build_loss(config)
-    for backend in backends:
+    uninstall()
+    yield "nemo_rl", _Counted(build_loss(config), "nemo_rl")
+    assert prepare_worker()
+    yield "once", _Counted(build_loss(config), "once")
+    for backend in backends if name != "filtered" else ():
         yield backend, pickle.loads(pickle.dumps(LogitLoss(build_loss({**config, "logprob_backend": backend}))))
     if name in OF_NEMO_RL and issubclass(ClippedPGLossConfig, BaseModel):
         yield "own", ClippedPGLossFn(ClippedPGLossConfig(**{key: config[key] for key in config if key != "name"}))
@@ -210,8 +252,10 @@ def _losses(name, config, *backends):
 
 def _compare(results):
     for found in results:
-        for (*where, name, kind), (value, metrics, grad) in found.items():
-            other, others, expected = found[*where, name, "nemo_rl"]
+        for (*where, name, kind), (value, metrics, grad, calls) in found.items():
+            other, others, expected, _ = found[*where, name, "nemo_rl"]
+            one_a_sequence = kind == "nemo_rl" and "packed" in where and True not in where
+            assert kind in ("geomask", "mcore", "own") or calls == (len(LENGTHS) if one_a_sequence else 1)
             where = f"{where}, {name}, {kind}"
             assert np.abs(expected).max() > 1e-4
             assert value == pytest.approx(other, rel=2e-5, abs=1e-7), where
@@ -252,6 +296,9 @@ def _automodel_on_rank(rank, world, tp, cp):
             inputs.flash_attn_kwargs = types.SimpleNamespace(cu_seqlens_q=offsets)
             share = torch.cat([row[:length] for row, length in zip(share, LENGTHS, strict=True)]).unsqueeze(0)
         for name, config in CONFIGS.items():
+            if name == "filtered" and (layout == "padded" or tp > 1):
+                # NeMo-RL can't: it takes a view of rows without their last column, and wants lengths that TP divides.
+                continue
             for kind, loss in _losses(name, config, "geomask"):
                 leaf = share.clone().requires_grad_()
                 sharded = DTensor.from_local(leaf, mesh["tp"], [Shard(-1)]) if tp > 1 else leaf
@@ -262,12 +309,14 @@ def _automodel_on_rank(rank, world, tp, cp):
                     inputs.seq_index = mine.unsqueeze(0)
                     inputs.cp_buffers = [batch["input_ids"], inputs.seq_index]
                 process = train.LossPostProcessor(
-                    loss, {}, mesh, mesh["cp"], mesh["tp"], cp, 1, enable_seq_packing=layout == "packed"
+                    *(loss, {}, mesh, mesh["cp"], mesh["tp"], cp, 1),
+                    enable_seq_packing=layout == "packed",
+                    sampling_params=_sampling(name),
                 )
                 value, metrics = process(sharded, batch, inputs, seqs, toks)
                 value.backward()
                 numbers = {key: float(metric) for key, metric in metrics.items()}
-                found[layout, name, kind] = float(value), numbers, leaf.grad.numpy()
+                found[layout, name, kind] = float(value), numbers, leaf.grad.numpy(), CALLS.pop(kind, None)
     return found
 
 
