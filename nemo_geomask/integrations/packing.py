@@ -74,13 +74,16 @@ def predicted_tokens(
         DataError, ShapeError: as for :func:`pack_rows`.
     """
     rows, width = _check(data, len(lengths))
-    offsets = [0, *itertools.accumulate(max(0, min(length, width) - 1) for length in lengths)]
-    segments = PackedSegments(offsets, device=device)
-    row = segments.spread(torch.arange(rows, device=device))
-    place = row * (width - 1) + segments.position
-    # Row for row, one column more comes before.
-    packed = _taken(data, place + row + 1)
-    return {**_of_sequences(data), **packed}, segments, place
+    counts = [max(0, min(length, width) - 1) for length in lengths]
+    offsets = [0, *itertools.accumulate(counts)]
+    # Of each row, how far its tokens are from their place among the N; in rows of one column more, one further.
+    further = torch.tensor([[index * (width - 1) - offsets[index], index + 1] for index in range(rows)], device=device)
+    shift, columns = further.repeat_interleave(
+        torch.tensor(counts, device=device), dim=0, output_size=offsets[-1]
+    ).unbind(dim=1)
+    place = shift + torch.arange(offsets[-1], device=device)
+    packed = _taken(data, place + columns)
+    return {**_of_sequences(data), **packed}, PackedSegments(offsets, device=device), place
 
 
 def _check(data: Mapping[str, Tensor], count: int) -> tuple[int, int]:
@@ -100,7 +103,7 @@ def _check(data: Mapping[str, Tensor], count: int) -> tuple[int, int]:
 
 
 def _taken(data: Mapping[str, Tensor], place: Tensor) -> dict[str, Tensor]:
-    return {key: data[key].reshape(-1)[place.to(data[key].device)] for key in _TOKEN_KEYS if key in data}
+    return {key: data[key].flatten().index_select(0, place) for key in _TOKEN_KEYS if key in data}
 
 
 def _of_sequences(data: Mapping[str, Tensor]) -> dict[str, Tensor]:

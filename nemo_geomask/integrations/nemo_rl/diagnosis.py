@@ -184,10 +184,14 @@ def _by_subprocess(python: str) -> list[dict[str, Any]]:
         return [{"executable": python, "failed": str(error)}]
     answer = next((line for line in done.stdout.splitlines() if line.startswith(probe.MARK)), None)
     if answer is None:
-        last = (done.stderr.strip().splitlines() or ["no output"])[-1]
-        return [{"executable": python, "failed": last}]
+        return [{"executable": python, "failed": _last_words(done)}]
     report: dict[str, Any] = json.loads(answer.removeprefix(probe.MARK))
     return [report]
+
+
+def _last_words(done: subprocess.CompletedProcess[str]) -> str:
+    """What a process that failed said last, to be shown; nothing is concluded from it."""
+    return (done.stderr.strip().splitlines() or ["no output"])[-1]
 
 
 _CONNECT = "import ray, sys; ray.init(address=sys.argv[1], log_to_driver=False)"
@@ -209,8 +213,7 @@ def _by_ray(found: Diagnosis, address: str) -> Callable[[str], list[dict[str, An
                 timeout=_RAY_PATIENCE,
                 check=False,
             )
-            last = (done.stderr.strip().splitlines() or ["no output"])[-1].removesuffix(".")
-            failure = last if done.returncode else None
+            failure = _last_words(done).removesuffix(".") if done.returncode else None
         except subprocess.TimeoutExpired:
             failure = f"no answer within {_RAY_PATIENCE:g} s"
         if failure is not None:

@@ -8,6 +8,7 @@ where NeMo-RL makes one a sequence, or one on the rows with all their padding.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -33,21 +34,12 @@ def by_sequence(wrapper: Any, logits: Tensor, data: Any, seqs: Tensor | float, t
     """
     padded = wrapper.cu_seqlens_q if wrapper.cu_seqlens_q_padded is None else wrapper.cu_seqlens_q_padded
     # Read once; NeMo-RL reads each offset by itself.
-    lengths, ends = torch.stack([wrapper.cu_seqlens_q.diff(), padded[1:]]).tolist()
-    group = wrapper.context_parallel_group
-    ranks = 1 if group is None else dist.get_world_size(group)
-    starts = [0, *ends[:-1]]
+    lengths, sizes = torch.stack([wrapper.cu_seqlens_q.diff(), padded.diff()]).tolist()
+    rows = {key: value.split(1) for key, value in data.items() if isinstance(value, Tensor)}
     logprobs, unfiltered = [], []
-    for index, (start, end, length) in enumerate(zip(starts, ends, lengths, strict=True)):
-        row = {
-            key: value[:, :length] if isinstance(value, Tensor) and value.dim() > 1 and value.shape[1] > 1 else value
-            for key, value in data.slice(index, index + 1).items()
-        }
-        # Fused linear log-probs end one before the row's padding.
-        end = min(end // ranks, logits.shape[1])
-        given, row = wrapper.prepare_fn(
-            logits=logits.narrow(1, start // ranks, end - start // ranks), data=row, **_arguments(wrapper)
-        )
+    for index, (part, length) in enumerate(zip(_split(logits, sizes, wrapper), lengths, strict=True)):
+        row = {key: value[index][:, :length] if value[index].dim() > 1 else value[index] for key, value in rows.items()}
+        given, row = wrapper.prepare_fn(logits=part, data=row, **_arguments(wrapper))
         logprobs.append(given["next_token_logprobs"].squeeze(0))
         if _UNFILTERED in row:
             unfiltered.append(row[_UNFILTERED].squeeze(0))
@@ -72,8 +64,20 @@ def at_once(wrapper: Any, logits: Tensor, data: Any, seqs: Tensor | float, toks:
     logprobs = given["next_token_logprobs"]
     tokens, segments, place = predicted_tokens(rows, wrapper.cu_seqlens_q.diff().tolist(), logprobs.device)
     if _UNFILTERED in rows:
-        tokens[_UNFILTERED] = rows[_UNFILTERED].reshape(-1)[place]
-    return wrapper.loss_fn.packed(logprobs.reshape(-1)[place], tokens, segments, seqs, toks)
+        tokens[_UNFILTERED] = rows[_UNFILTERED].flatten().index_select(0, place)
+    return wrapper.loss_fn.packed(logprobs.flatten().index_select(0, place), tokens, segments, seqs, toks)
+
+
+def _split(logits: Tensor, sizes: list[int], wrapper: Any) -> Sequence[Tensor]:
+    """Each sequence's positions on this rank, by one operation: a slice's gradient is as large as the whole row."""
+    group = wrapper.context_parallel_group
+    ranks = 1 if group is None else dist.get_world_size(group)
+    shares = [size // ranks for size in sizes]
+    beyond = logits.shape[1] - sum(shares)
+    if beyond < 0:
+        # Fused linear log-probs end one before the last sequence's padding.
+        shares[-1] += beyond
+    return logits.split([*shares, max(0, beyond)], dim=1)[: len(shares)]
 
 
 def _arguments(wrapper: Any) -> dict[str, Any]:

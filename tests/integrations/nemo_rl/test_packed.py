@@ -33,13 +33,6 @@ RICH = {
 CONFIGS = {**VARIANTS, "rich": RICH, "tokens": {**RICH, "loss_normalization": "tokens"}}
 
 
-class Rows(dict):
-    """NeMo-RL's batch, as far as its wrappers use it."""
-
-    def slice(self, start, end):
-        return Rows({key: value[start:end] for key, value in self.items()})
-
-
 class Once(PolicyLoss):
     """Counts its calls."""
 
@@ -69,7 +62,7 @@ def case(seed=0, width=14, absorbed=0):
     for row, length in enumerate(lengths.tolist()):
         end = min(length, width) - 1
         values[0, starts[row] : starts[row] + end] = batch.curr[row, :end]
-    return batch, Rows(batch.data), torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]), starts, values
+    return batch, dict(batch.data), torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]), starts, values
 
 
 def by_row(logits, data, loss_fn, filtered=False, **groups):
@@ -111,7 +104,8 @@ def each_by_itself(loss, prepare, batch, data, lengths, starts, values):
     """What NeMo-RL's wrapper makes of it."""
     total, metrics = torch.zeros(()), {}
     for row, length in enumerate(lengths.diff().tolist()):
-        mine = {key: value[:, :length] if value.dim() > 1 else value for key, value in data.slice(row, row + 1).items()}
+        mine = {key: value[row : row + 1] for key, value in data.items()}
+        mine = {key: value[:, :length] if value.dim() > 1 else value for key, value in mine.items()}
         given, mine = prepare(values[:, starts[row] : starts[row + 1]], mine, loss)
         part, numbers = loss(given["next_token_logprobs"], mine, torch.tensor(batch.seqs), torch.tensor(batch.toks))
         total = total + part
@@ -133,7 +127,7 @@ def test_one_call_equals_one_a_sequence(name, how):
         call, prepare = HOW[how]
         mine, once = values.clone().requires_grad_(), Once(plain)
         given = wrapper(once, functools.partial(prepare, filtered=filtered), lengths, starts)
-        loss, metrics = call(given, mine, Rows(data), torch.tensor(batch.seqs), torch.tensor(batch.toks))
+        loss, metrics = call(given, mine, dict(data), torch.tensor(batch.seqs), torch.tensor(batch.toks))
         loss.backward()
         assert once.calls == ["packed"]
         assert leaf.grad.abs().max() > 1e-4
@@ -163,7 +157,7 @@ def test_a_batch_that_needs_a_look_and_had_none_is_refused(how):
     counts = torch.tensor(batch.seqs), torch.tensor(batch.toks)
     with pytest.raises(DataError, match="needs a look at the whole batch before the step"):
         call(given, values, data, *counts)
-    call(given, values, Rows({**data, PREPARED: torch.ones(len(lengths) - 1)}), *counts)
+    call(given, values, {**data, PREPARED: torch.ones(len(lengths) - 1)}, *counts)
 
 
 @pytest.mark.parametrize("how", HOW)

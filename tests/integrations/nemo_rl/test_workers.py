@@ -67,9 +67,16 @@ def report(other, tmp_path_factory):
 
 
 def test_a_worker_in_the_drivers_environment_computes_the_loss(report):
-    name, ratio = report["here"]
+    name, ratio, prepared = report["here"]
     assert name == "PolicyLoss"
     assert ratio == pytest.approx(math.exp(-0.1))
+    assert prepared
+
+
+def test_a_worker_that_was_there_first_is_prepared_when_the_loss_is_built(report):
+    before, *then = report["here_workers_first"]
+    assert not before
+    assert then == report["here"]
 
 
 @pytest.mark.parametrize("order", ["missing", "workers_first"])
@@ -88,7 +95,7 @@ def test_the_remedy_works(report):
 
 
 def test_without_a_name_nothing_is_asked_of_the_workers(report):
-    assert report["without_name"] == ["ClippedPGLossFn", True]
+    assert report["without_name"] == ["ClippedPGLossFn", True, False]
 
 
 @pytest.mark.parametrize("how", ["doctor", "doctor_ray"])

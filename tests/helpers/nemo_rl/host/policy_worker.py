@@ -21,4 +21,11 @@ class Worker:
             next_token_logprobs=curr, data=data, global_valid_seqs=torch.tensor(1), global_valid_toks=torch.tensor(2)
         )
         loss.backward()
-        return type(loss_fn).__name__, metrics["probs_ratio"]
+        return type(loss_fn).__name__, metrics["probs_ratio"], self.is_prepared()
+
+    def is_prepared(self):
+        """Whether this process's NeMo-RL is changed."""
+        from nemo_rl.algorithms.loss import utils, wrapper
+
+        functions = [utils.prepare_loss_input, wrapper.SequencePackingLossWrapper.__call__]
+        return [hasattr(function, "__wrapped__") for function in functions] == [True, True]

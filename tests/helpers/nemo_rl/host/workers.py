@@ -78,16 +78,25 @@ def workers_first():
         started.shutdown(cleanup_method=None)
 
 
+def here_workers_first():
+    started = group(sys.executable)
+    before = ray.get(started.workers[0].is_prepared.remote())
+    return before, *trained(started, loss())
+
+
 def without_name():
     own = ClippedPGLossFn(config(reference_policy_kl_penalty=0.0))
-    started = group(other)
+    started, here = group(other), group(sys.executable)
     alive = ray.get(started.workers[0].is_alive.remote())
-    started.shutdown(cleanup_method=None)
-    return type(own).__name__, alive
+    prepared = ray.get(here.workers[0].is_prepared.remote())
+    for workers in (started, here):
+        workers.shutdown(cleanup_method=None)
+    return type(own).__name__, alive, prepared
 
 
 report = {
     "here": outcome(here),
+    "here_workers_first": outcome(here_workers_first),
     "missing": outcome(lambda: (loss(), group(other))),
     "workers_first": outcome(workers_first),
     "with_path": outcome(with_path),
