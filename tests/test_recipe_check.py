@@ -7,13 +7,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from nemo_geomask.cli.objective import describe
 
 from nemo_geomask import LossConfig, build_loss
+from nemo_geomask.checks import RULES, table
+from nemo_geomask.checks.lengths import kept_fraction, median_weight
 from nemo_geomask.cli import main
-from nemo_geomask.cli.objective import describe
 from nemo_geomask.config import recipe as recipes
-from nemo_geomask.config.checks import RULES, table
-from nemo_geomask.config.checks.lengths import kept_fraction, median_weight
 from nemo_geomask.config.recipe import load_recipe, nemo_rl_root, read_recipe
 from nemo_geomask.errors import ConfigError
 from nemo_geomask.losses import available

@@ -9,12 +9,12 @@ import pytest
 import torch
 import yaml
 
+from nemo_geomask.checks import RULES, Subject, judge, sections
+from nemo_geomask.checks.general import NEMO_RL_FIELDS
+from nemo_geomask.checks.lengths import kept_fraction, median_weight
+from nemo_geomask.checks.tree import READ_BY
 from nemo_geomask.cli.check import build
 from nemo_geomask.config import recipe as recipes
-from nemo_geomask.config.checks import RULES, Subject, judge, sections
-from nemo_geomask.config.checks.general import NEMO_RL_FIELDS
-from nemo_geomask.config.checks.lengths import kept_fraction, median_weight
-from nemo_geomask.config.checks.tree import READ_BY
 from nemo_geomask.config.loss import LossConfig
 from nemo_geomask.config.masks import MaskRule
 from nemo_geomask.config.recipe import ROOT_VARIABLE, nemo_rl_root, read_recipe

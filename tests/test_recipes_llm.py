@@ -11,9 +11,9 @@ import pytest
 import yaml
 
 from nemo_geomask import build_loss
+from nemo_geomask.checks import Subject, judge
+from nemo_geomask.checks.tree import reads
 from nemo_geomask.cli.check import build
-from nemo_geomask.config.checks import Subject, judge
-from nemo_geomask.config.checks.tree import reads
 from nemo_geomask.config.recipe import load_recipe, nemo_rl_root, read_recipe
 
 FOLDER = Path(__file__).parent.parent / "recipes" / "llm"

@@ -247,13 +247,15 @@ def _known_preset(mask: Any) -> Any:
         return mask
     location: tuple[int | str, ...] = (0,)
     if not isinstance(mask, Mapping):
-        error = PydanticCustomError("mask", "must be a mapping, such as {preset: geometric, max: 1.02}")
+        guess = nearest(mask, _PRESETS) if isinstance(mask, str) else None
+        example = f"{{preset: {guess}, …}}" if guess else "{preset: geometric, max: 1.02}"
+        error = PydanticCustomError("mask", "must be a mapping, such as {example}", {"example": example})
     elif "preset" not in mask or mask["preset"] in tuple(_PRESETS):
         return mask
     else:
         guess = nearest(str(mask["preset"]), _PRESETS)
         hint = f"did you mean '{guess}'?" if guess else "known: " + ", ".join(_PRESETS)
-        error = PydanticCustomError("preset", "unknown preset; {hint}", {"hint": hint})
+        error = PydanticCustomError("preset", "unknown preset", {"hint": hint})
         location, mask = (0, "preset"), mask["preset"]
     raise ValidationError.from_exception_data("masks", [InitErrorDetails(type=error, loc=location, input=mask)])
 
