@@ -44,7 +44,7 @@ test: $(VENV)/.test
 	$(BIN)/python -m pytest
 
 matrix: $(VENV)/.test
-	GEOMASK_MATRIX=1 $(BIN)/python -m pytest -rP tests/test_matrix.py
+	GEOMASK_MATRIX=1 $(BIN)/python -m pytest -rP tests/losses/test_matrix.py
 
 VLLM := .venv-vllm
 VPIP := $(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile
@@ -59,7 +59,7 @@ $(VLLM)/.ready: .ci/vllm-constraints.txt .ci/constraints.txt pyproject.toml
 	@touch $@
 
 vllm: $(VLLM)/.ready
-	$(VLLM)/bin/python -m pytest tests/with_vllm
+	$(VLLM)/bin/python -m pytest tests/integrations/vllm
 
 # Needs torch, triton, numpy and pytest; what else is missing skips with its reason. addopts is strict about plugins.
 gpu:

@@ -12,7 +12,7 @@ estimator value                  name elsewhere
 ========= ====================== ==============================================
 
 The value that is reported and the gradient that trains are separate choices; which of them is unbiased for
-KL(π_θ ‖ π_ref) is tabulated in ``docs/kl.md`` and pinned by ``tests/test_kl.py``.
+KL(π_θ ‖ π_ref) is tabulated in ``docs/kl.md`` and pinned by ``tests/functional/test_kl.py``.
 Source: Schulman (2020), http://joschu.net/blog/kl-approx.html; arXiv:2506.09477 on the gradients.
 """
 

@@ -8,10 +8,9 @@ import torch
 
 pytest.importorskip("pydantic", reason="the losses' settings need pydantic, which is not installed")
 
-import batches
-from from_logits import CONFIGS, answer_to, check_from_logits, check_loss
-
 from nemo_geomask import build_loss
+from tests.helpers import batches
+from tests.helpers.from_logits import CONFIGS, answer_to, check_from_logits, check_loss
 
 DEVICE = "cuda"
 

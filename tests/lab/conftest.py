@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_recipe import TINY, merged
 
 from nemo_geomask.lab.recipe import LabRecipe
+from tests.helpers.tiny_recipe import TINY, merged
 
 
 @pytest.fixture

@@ -1,0 +1,414 @@
+"""``nemo-geomask check`` as a command: places in files, the objective, formats, exit status."""
+
+import json
+import os
+import re
+import sys
+from pathlib import Path
+
+import pytest
+from nemo_geomask.cli.objective import describe
+
+from nemo_geomask import LossConfig, build_loss
+from nemo_geomask.checks import RULES, table
+from nemo_geomask.checks.lengths import kept_fraction, median_weight
+from nemo_geomask.cli import main
+from nemo_geomask.config import recipe as recipes
+from nemo_geomask.config.recipe import load_recipe, nemo_rl_root, read_recipe
+from nemo_geomask.errors import ConfigError
+from nemo_geomask.losses import available
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+BASE = """\
+policy:
+  megatron_cfg: {enabled: true}
+  model_name: some/dense-8B
+loss_fn:
+  reference_policy_kl_penalty: 0.01
+  ratio_clip_min: 0.2
+  masks:
+    - {preset: veto, max: 9.0}
+    - preset: icepop
+      max: 5.0
+"""
+CHILD = """\
+defaults: base.yaml
+loss_fn:
+  name: clipped_pg
+  ratio_clip_max: 0.3
+"""
+
+
+@pytest.fixture(autouse=True)
+def without_nemo_rl(monkeypatch, tmp_path):
+    monkeypatch.delenv("NEMO_RL_ROOT", raising=False)
+    monkeypatch.setattr(recipes, "nemo_rl_root", lambda: None)
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write(**files):
+        for name, text in files.items():
+            (tmp_path / f"{name}.yaml").write_text(text, encoding="utf-8")
+        return tmp_path / f"{name}.yaml"
+
+    return write
+
+
+@pytest.fixture
+def check(capsys):
+    def check(*arguments):
+        status = main(["check", *map(str, arguments)])
+        captured = capsys.readouterr()
+        return status, captured.out, captured.err
+
+    return check
+
+
+class TestPlaces:
+    def test_a_key_is_found_in_the_file_that_gave_it(self, write):
+        origins = read_recipe(write(base=BASE, child=CHILD)).origins
+        for key, place in {
+            "loss_fn.ratio_clip_max": "child.yaml:4",
+            "loss_fn.ratio_clip_min": "base.yaml:6",
+            "loss_fn.masks[0].max": "base.yaml:8",
+            "loss_fn.masks[1].max": "base.yaml:10",
+            "loss_fn": "child.yaml:2",
+            # Not written anywhere: the section around it.
+            "loss_fn.ratio_clip_c": "child.yaml:2",
+            "policy.megatron_cfg.context_parallel_size": "base.yaml:2",
+            "policy.router_replay.enabled": "base.yaml:1",
+        }.items():
+            assert str(origins.at(key)) == place, key
+        assert origins.at("grpo.seed") is None
+
+    def test_a_list_replaces_and_a_mapping_merges(self, write):
+        child = CHILD + "  masks: [{preset: geometric, max: 1.01}]\n"
+        origins = read_recipe(write(base=BASE, child=child)).origins
+        assert str(origins.at("loss_fn.masks[1].max")) == "child.yaml:5"
+        assert str(origins.at("loss_fn.ratio_clip_min")) == "base.yaml:6"
+
+    def test_override_marker_and_null_forget_the_inherited(self, write):
+        path = write(base=BASE, child="defaults: base.yaml\nloss_fn:\n  _override_: true\n  name: sapo\npolicy: null\n")
+        recipe = read_recipe(path)
+        assert recipe.data["loss_fn"] == {"name": "sapo"}
+        assert str(recipe.origins.at("loss_fn.ratio_clip_min")) == "child.yaml:2"
+        assert str(recipe.origins.at("policy.megatron_cfg.enabled")) == "child.yaml:5"
+
+    def test_the_last_of_several_parents_wins(self, write):
+        path = write(
+            one="a: {x: 1, y: 1}\n", two="# two\na: {x: 2}\n", child="defaults: [one.yaml, two.yaml]\nb: ${a.x}\n"
+        )
+        recipe = read_recipe(path)
+        assert recipe.data["b"] == 2
+        assert [str(recipe.origins.at(key)) for key in ("a.x", "a.y", "b")] == [
+            "two.yaml:2",
+            "one.yaml:1",
+            "child.yaml:2",
+        ]
+        assert [file.name for file, _ in recipe.files] == ["one.yaml", "two.yaml", "child.yaml"]
+
+    def test_merge_keys_count_where_the_anchor_is(self, write):
+        path = write(child="x: &defaults\n  max: 5.0\nloss_fn:\n  <<: *defaults\n  name: sapo\n")
+        assert str(read_recipe(path).origins.at("loss_fn.max")) == "child.yaml:2"
+
+    def test_an_override_is_its_own_place(self, write):
+        recipe = read_recipe(write(base=BASE, child=CHILD), ["++loss_fn.masks=[{preset: geometrc}]"])
+        assert str(recipe.origins.at("loss_fn.masks[0].preset")) == "override '++loss_fn.masks=[{preset: geometrc}]'"
+        assert str(recipe.origins.at("loss_fn.masks[1].max")) == "override '++loss_fn.masks=[{preset: geometrc}]'"
+
+    def test_a_missing_value_says_where(self, write):
+        with pytest.raises(ConfigError, match=r"loss_fn.ratio_clip_c: .*\(at base.yaml:11\)"):
+            read_recipe(write(base=BASE + "  ratio_clip_c: ???\n", child=CHILD))
+
+
+class TestNemoRlRoot:
+    @pytest.fixture
+    def checkout(self, tmp_path):
+        configs = tmp_path / "RL" / "examples" / "configs"
+        configs.mkdir(parents=True)
+        (configs / "grpo.yaml").write_text("loss_fn: {ratio_clip_min: 0.2}\n")
+        (tmp_path / "RL" / "nemo_rl").mkdir()
+        (tmp_path / "RL" / "nemo_rl" / "__init__.py").touch()
+        return tmp_path / "RL"
+
+    CHILD = "defaults: ${oc.env:NEMO_RL_ROOT,/nowhere/RL}/examples/configs/grpo.yaml\nroot: ${oc.env:NEMO_RL_ROOT}\n"
+
+    def test_from_the_environment(self, checkout, write, monkeypatch):
+        monkeypatch.setenv("NEMO_RL_ROOT", str(checkout))
+        recipe = read_recipe(write(child=self.CHILD))
+        assert recipe.data == {"loss_fn": {"ratio_clip_min": 0.2}, "root": str(checkout)}
+        assert recipe.nemo_rl == checkout
+
+    def test_from_what_is_importable(self, checkout, write, monkeypatch):
+        monkeypatch.undo()
+        monkeypatch.delenv("NEMO_RL_ROOT", raising=False)
+        monkeypatch.delitem(sys.modules, "nemo_rl", raising=False)
+        monkeypatch.syspath_prepend(str(checkout))
+        assert nemo_rl_root() == checkout
+        assert load_recipe(write(child=self.CHILD))["root"] == str(checkout)
+
+    def test_the_environment_is_left_as_it_was(self, checkout, write, monkeypatch):
+        monkeypatch.setattr(recipes, "nemo_rl_root", lambda: checkout)
+        load_recipe(write(child=self.CHILD))
+        assert "NEMO_RL_ROOT" not in os.environ
+
+    def test_without_one_the_message_says_what_to_set(self, write):
+        with pytest.raises(ConfigError, match="/nowhere/RL/examples.*can't be read.*set NEMO_RL_ROOT"):
+            load_recipe(write(child=self.CHILD))
+
+    def test_a_variable_that_leads_nowhere_is_named(self, write, monkeypatch):
+        monkeypatch.setattr(recipes, "nemo_rl_root", nemo_rl_root)
+        monkeypatch.setenv("NEMO_RL_ROOT", "/nonexistent")
+        with pytest.raises(ConfigError, match="NEMO_RL_ROOT reads as /nonexistent, which is no NeMo-RL checkout$"):
+            load_recipe(write(child=self.CHILD))
+        monkeypatch.setenv("NEMO_RL_ROOT", "RL")
+        with pytest.raises(ConfigError, match="NEMO_RL_ROOT is RL, and must be an absolute path$"):
+            load_recipe(write(child=self.CHILD))
+
+    def test_a_parent_that_only_nemo_rl_has_comes_with_the_line_to_write(self, checkout, write, monkeypatch):
+        monkeypatch.setattr(recipes, "nemo_rl_root", lambda: checkout)
+        with pytest.raises(ConfigError, match=r"grpo\.yaml: the recipe can't be read") as caught:
+            load_recipe(write(child="defaults: grpo.yaml\n"))
+        line = str(caught.value).rpartition("; NeMo-RL has one of that name: write ")[2]
+        assert line == "defaults: ${oc.env:NEMO_RL_ROOT,/opt/nemo-rl}/examples/configs/grpo.yaml"
+        assert load_recipe(write(child=line)) == {"loss_fn": {"ratio_clip_min": 0.2}}
+        with pytest.raises(ConfigError, match="No such file or directory$"):
+            load_recipe(write(child="defaults: nowhere.yaml\n"))
+
+    def test_an_unset_variable_without_a_default_is_an_error(self, write):
+        with pytest.raises(ConfigError, match=r"child.yaml: defaults: .*NEMO_RL_ROOT"):
+            load_recipe(write(child="defaults: ${oc.env:NEMO_RL_ROOT}/examples/configs/grpo.yaml\n"))
+
+
+class TestCommand:
+    def test_a_clean_recipe(self, write, check):
+        status, out, err = check(write(base=BASE, child=CHILD), "--gpu", "H100")
+        assert (status, err) == (0, "")
+        assert "L = Σ_t c_t · (k_t · ℓ_t + 0.01 · KL_t)" in out
+        assert "clip(r_t, 0.8, 1.3)" in out
+        assert "0 errors, 0 warnings, 0 notes" in out
+        assert "not checked without NeMo-RL (set NEMO_RL_ROOT): GM205" in out
+
+    def test_a_typo_is_put_at_its_line_even_when_inherited(self, write, check):
+        status, out, _ = check(write(base=BASE.replace("max: 5.0", "mx: 5.0"), child=CHILD))
+        assert status == 2
+        assert "base.yaml:10: error GM001 loss_fn.masks[1].mx\n  unknown key; did you mean 'max'?" in out
+        assert "not checked until loss_fn is valid" in out
+
+    def test_a_block_that_is_null_says_who_made_it_so(self, write, check):
+        recipe = write(base=BASE, child="defaults: base.yaml\nloss_fn:\n")
+        assert "child.yaml:2 sets it to null or deletes it" in check(recipe)[1]
+        assert "override '~loss_fn' sets it to null or deletes it" in check(write(base=BASE), "~loss_fn")[1]
+
+    def test_what_an_override_breaks_is_put_there(self, write, check):
+        status, out, _ = check(write(base=BASE, child=CHILD), "loss_fn.ratio_clip_min=-1")
+        assert status == 2
+        assert "override 'loss_fn.ratio_clip_min=-1': error GM001 loss_fn.ratio_clip_min" in out
+
+    def test_settings_at_odds_are_put_at_one_of_them(self, write, check):
+        _, out, _ = check(write(base=BASE, child=CHILD + "  is_correction_level: sequence\n"))
+        assert "child.yaml:5: error GM001 loss_fn.is_correction_level" in out
+
+    def test_exit_status(self, write, check):
+        gspo = "defaults: base.yaml\nloss_fn: {name: gspo, token_level_loss: false, ratio_clip_max: 4.0e-4}\n"
+        recipe = write(base=BASE, child=gspo)
+        assert check(recipe)[0] == 0
+        assert check(recipe, "--strict")[0] == 1
+        assert check(recipe, "--strict", "--ignore", "GM002")[0] == 0
+        assert check(recipe, "--strict", "--ignore", "GM108,gm002")[0] == 0
+        assert check(recipe, "policy.megatron_cfg.enabled=false")[0] == 2
+        assert check(recipe, "policy.megatron_cfg.enabled=false", "--ignore", "GM312")[0] == 0
+
+    def test_notes_never_count(self, write, check):
+        moe = ["policy.model_name=Qwen/Qwen3-30B-A3B", "++policy.megatron_cfg.moe_router_bias_update_rate=0.1"]
+        status, out, _ = check(write(base=BASE, child=CHILD), *moe, "--strict")
+        assert (status, "note GM113" in out, "0 errors, 0 warnings, 1 note\n" in out) == (0, True, True)
+        status, out, _ = check(write(base=BASE, child=CHILD), *moe, "--ignore", "GM113")
+        assert (status, "note GM113" in out, "ignored: GM113" in out) == (0, False, True)
+
+    def test_expected_mismatch_and_gpu(self, write, check):
+        mask = "loss_fn.masks=[{preset: product, min: 0.5, max: 2.0}]"
+        recipe = write(base=BASE, child=CHILD)
+        sizes = ["++policy.generation={backend: vllm, max_new_tokens: 1000}"]
+        assert "GM402" in check(recipe, mask, *sizes, "--mismatch-kl", "1e-2")[1]
+        assert "GM402" not in check(recipe, mask, *sizes, "--mismatch-kl", "1e-4")[1]
+        assert "warning GM106" in check(recipe, *sizes, "--gpu", "A100")[1]
+        assert "not checked without --gpu: GM106" in check(recipe, *sizes)[1]
+
+    def test_json(self, write, check):
+        status, out, _ = check(write(base=BASE, child=CHILD), "++loss_fn.ratio_clip_mn=1", "--format", "json")
+        result = json.loads(out)
+        assert status == 2
+        assert result["settings"] is None
+        (finding,) = result["findings"]
+        assert finding["rule"] == "GM001"
+        assert finding["severity"] == "error"
+        assert finding["override"] == "++loss_fn.ratio_clip_mn=1"
+        assert result["summary"] == {"error": 1, "warning": 0, "note": 0}
+
+        status, out, _ = check(write(base=BASE, child=CHILD), "++policy.dtensor_cfg.enabled=true", "--format", "json")
+        result = json.loads(out)
+        (finding,) = result["findings"]
+        assert (finding["rule"], finding["file"], finding["line"]) == ("GM312", "base.yaml", 2)
+        assert result["settings"]["ratio_clip_max"] == 0.3
+        assert result["objective"][0]["formula"].startswith("L = ")
+        assert {"rule": "GM106", "needs": "--gpu"} in result["unjudged"]
+
+    def test_a_recipe_without_the_block_or_with_a_wrong_one(self, write, check):
+        for text in ("policy: {megatron_cfg: {enabled: true}}\n", "loss_fn: gspo\n", "loss_fn: null\n"):
+            status, out, _ = check(write(child=text))
+            assert (status, "error GM001 loss_fn" in out) == (2, True)
+
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            (["nowhere.yaml"], "can't be read"),
+            ([], "check needs a recipe"),
+            (["child.yaml", "--ignore", "GM999"], "there is no rule GM999"),
+            (["child.yaml", "--gpu", "abacus"], "--gpu: 'abacus' is not known; known: A2, A10,"),
+        ],
+    )
+    def test_mistakes_in_the_arguments(self, arguments, message, write, check):
+        write(base=BASE, child=CHILD)
+        status, _, err = check(*arguments)
+        assert status == 2
+        assert message in err
+
+    @pytest.mark.parametrize("value", ["0", "-1", "inf", "nan", "x"])
+    def test_a_mismatch_that_is_no_number(self, value, check, capsys):
+        with pytest.raises(SystemExit):
+            check("child.yaml", "--mismatch-kl", value)
+        assert "--mismatch-kl" in capsys.readouterr().err
+
+    def test_list_of_rules(self, check):
+        status, out, _ = check("--list-rules")
+        assert status == 0
+        for rule in RULES:
+            assert f"{rule.id}  {rule.severity}" in out
+            assert rule.title in out
+
+    def test_the_pages_table_is_current(self):
+        page = (DOCS / "check.md").read_text(encoding="utf-8")
+        assert table.rewrite(page) == page, "run: make docs"
+
+    def test_the_pages_expectations_are_the_rules_own(self):
+        page = (DOCS / "check.md").read_text(encoding="utf-8")
+        rows = {
+            line.split("|")[1].strip(): [cell.strip() for cell in line.split("|")[2:-1]]
+            for line in page.splitlines()
+            if line.startswith("| ")
+        }
+        kl, lengths = 1e-3, [512, 2048, 8192, 32768]
+        for power, row in enumerate(("median `sequence` weight, exp(−κT)", "its effective sample size, exp(−2κT)"), 1):
+            expected = [median_weight(kl, tokens) ** power for tokens in lengths]
+            assert [float(cell) for cell in rows[row]] == [float(f"{value:.2g}") for value in expected]
+        for name, bounds in (("product [0.5, 2]", (0.5, 2.0)), ("geometric [0.99, 1.01]", (0.99, 1.01))):
+            preset = name.split()[0]
+            (rule,) = LossConfig(masks=[{"preset": preset, "min": bounds[0], "max": bounds[1]}]).mask_rules
+            kept = [f"{100 * kept_fraction(rule, kl, tokens):.0f} %" for tokens in lengths]
+            assert rows[f"kept by `{name}`"] == kept
+
+
+class TestObjective:
+    def test_every_objective_of_the_package_is_written_out(self):
+        for name, entries in available().items():
+            if entries[0].distribution == "nemo-geomask":
+                assert build_loss({"name": name}).variant.describe is not None
+
+    @pytest.mark.parametrize("name", ["cispo", "clipped_pg", "gmpo", "gspo", "gspo_token", "sapo"])
+    def test_every_symbol_used_is_defined(self, name):
+        parts = describe(build_loss({"name": name, "masks": [{"preset": "veto", "max": 9.0}]}))
+        text = " ".join(part.formula for part in parts)
+        used = set(re.findall(r"\b([crswkx]|KL|ℓ)_t\b", parts[0].formula + parts[1].formula)) - {"x"}
+        for symbol in used - {"k", "s", "ℓ"}:
+            assert f"{symbol}_t =" in text, symbol
+        assert "k_veto = 1 where exp(x_t) ≤ 9 at every t, x = prev − gen" in text
+        for part in parts:
+            assert part.words.endswith(".")
+
+    @pytest.mark.parametrize(
+        ("settings", "formula"),
+        [
+            ({}, "ℓ_t = max(−r_t·A_t, −clip(r_t, 0.8, 1.2)·A_t)"),
+            ({"ratio_clip_c": 3.0}, "at most 3·|A_t| where A_t < 0"),
+            ({"name": "gspo"}, "ℓ = max(−s·Ā, −clip(s, 0.9997, 1.0004)·Ā)"),
+            ({"name": "cispo"}, "ℓ_t = −sg(clip(r_t, 0, 5))·A_t·curr"),
+            ({"use_cispo": True}, "ℓ_t = −sg(clip(r_t, 0.8, 1.2))·A_t·curr"),
+            ({"disable_ppo_ratio": True}, "ℓ_t = −A_t·curr"),
+            ({"force_on_policy_ratio": True}, "r_t = 1"),
+            ({"name": "gmpo"}, "x_t = min(curr − prev, 0.4) where Ā > 0, max(curr − prev, -0.4) where Ā < 0"),
+            ({"name": "gmpo", "ratio_clip_min": 1.0}, "max(curr − prev, -inf)"),
+            ({"name": "gspo", "use_importance_sampling_correction": True}, "w_t = exp(Σ_t x_t), x = prev − gen"),
+            (
+                {
+                    "use_importance_sampling_correction": True,
+                    "truncated_importance_sampling_type": "tis",
+                    "truncated_importance_sampling_ratio": 2.0,
+                },
+                "w_t = exp(x_t), x = prev − gen, clamped to [0, 2]",
+            ),
+            (
+                {
+                    "use_importance_sampling_correction": True,
+                    "truncated_importance_sampling_type": "seq-mask-tis",
+                    "truncated_importance_sampling_ratio": 1.002,
+                    "truncated_importance_sampling_ratio_min": 0.999,
+                },
+                "0 where exp(mean_t x_t) is outside [0.999, 1.002]",
+            ),
+            ({"loss_normalization": "constant", "loss_normalization_constant": 4096}, "c_t = 1 / (4096 · N_seq)"),
+            ({"token_level_loss": False}, "c_t = 1 / (n_i · N_seq)"),
+            ({"reference_policy_kl_type": "k2"}, "KL_t = x²/2, x = curr − ref"),
+            ({"use_on_policy_kl_approximation": True}, "KL_t = exp(curr − gen)·(e^(−x) − 1 + x)"),
+            ({"positive_example_nll_weight": 0.1}, "+ 0.1 · NLL⁺"),
+            (
+                {"masks": [{"preset": "geometric", "min": 0.99, "max": 1.01}]},
+                "k_geometric = 1 where 0.99 ≤ exp(mean_t x_t) ≤ 1.01, x = prev − gen",
+            ),
+            (
+                {"batch_veto": {"max": 0.1}},
+                "no update where mean_t (exp(x_t) − 1 − x_t) > 0.1, x = prev − gen, t over the batch",
+            ),
+            (
+                {"masks": [{"preset": "opsm", "delta": 0.5}]},
+                "k_opsm = 1 where 0.606531 ≤ exp(mean_t x_t), x = curr − gen, or A ≥ 0",
+            ),
+            (
+                {"masks": [{"log_ratio": "policy", "level": "token", "statistic": "k2", "max": 0.02}]},
+                "k_mask = 1 where x_t²/2 ≤ 0.02, x = curr − prev",
+            ),
+        ],
+    )
+    def test_formula(self, settings, formula):
+        text = "\n".join(part.formula for part in describe(build_loss(settings)))
+        assert formula in text
+
+    def test_what_stays_in_the_counts_is_said(self):
+        masks = [{"preset": "geometric", "max": 1.01}, {"preset": "opsm", "delta": 0.5}]
+        words = " ".join(part.words for part in describe(build_loss({"masks": masks})))
+        assert "What `geometric`, `opsm` drops stays in the counts." in words
+        words = " ".join(part.words for part in describe(build_loss({"masks": masks, "denominator": "kept"})))
+        assert "What `geometric` drops leaves the counts" in words
+        assert "What `opsm` drops stays in the counts." in words
+
+    def test_without_kl_or_weight_neither_is_in_it(self):
+        parts = describe(build_loss({"reference_policy_kl_penalty": 0}))
+        assert parts[0].formula == "L = Σ_t c_t · ℓ_t"
+        assert not any("KL_t" in part.formula for part in parts)
+        assert any("Nothing corrects" in part.words for part in parts)
+
+    def test_an_objective_from_elsewhere_says_what_it_is_or_is_named_by_its_source(self, tmp_path, monkeypatch):
+        (tmp_path / "their_loss.py").write_text(
+            "from nemo_geomask.losses import Part, Variant\nfrom nemo_geomask.losses.variants import CLIPPED_PG\n"
+            "THEIRS = Variant(surrogate=CLIPPED_PG.surrogate, pool=CLIPPED_PG.pool, source='their paper, eq. 1')\n"
+            "SAID = Variant(surrogate=CLIPPED_PG.surrogate, pool=CLIPPED_PG.pool,\n"
+            "    describe=lambda config, options: [Part(f'ℓ_t = {config.ratio_clip_min}', 'Theirs.')])\n"
+        )
+        monkeypatch.syspath_prepend(str(tmp_path))
+        said = describe(build_loss({"name": "their_loss:SAID", "ratio_clip_min": 0.125}))
+        assert (said[1].formula, said[1].words) == ("ℓ_t = 0.125", "Theirs.")
+        parts = describe(build_loss({"name": "their_loss:THEIRS"}))
+        assert parts[1].words == "their paper, eq. 1"

@@ -1,0 +1,240 @@
+"""From vocabulary-sharded logits to the gradient of each rank's shard: objective × level of the weight × mask × layout
+of the tokens, on TP × CP processes, against one float64 oracle of the whole.
+
+A cross of them in which any two settings of objective, level and mask meet runs by default; ``make matrix`` runs them
+all, on every TP × CP up to 4 × 4, and says how long it took and how large the errors were.
+"""
+
+import itertools
+import math
+import os
+import pickle
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from nemo_geomask import build_loss
+from nemo_geomask.parallel import vocab_parallel_logprobs
+from nemo_geomask.segments import PackedSegments
+from tests.helpers import batches, oracle
+from tests.helpers.batches import MASKS, VARIANTS
+from tests.helpers.gloo import run
+
+EVERYTHING = "GEOMASK_MATRIX" in os.environ
+WORLDS = list(itertools.product((1, 2, 4), repeat=2)) if EVERYTHING else [(4, 1), (2, 2), (1, 4)]
+
+OBJECTIVES = {"clipped_pg": {}, **{name: VARIANTS[name] for name in ("gspo", "gspo_token", "gmpo", "cispo", "sapo")}}
+LEVELS = {
+    "uncorrected": {},
+    **{
+        level: {"use_importance_sampling_correction": True, "is_correction_level": level}
+        for level in ("token", "sequence", "sequence_mean")
+    },
+}
+RULES = {
+    "unmasked": [],
+    **{name: [MASKS[name]] for name in ("geometric", "opsm", "icepop", "veto")},
+    "trust_region": [MASKS["k3_mean"]],
+}
+
+
+def _configs():
+    levels = list(LEVELS)
+    return {
+        f"{objective}-{level}-{rule}": {**OBJECTIVES[objective], **LEVELS[level], "masks": RULES[rule]}
+        for (o, objective), level, (r, rule) in itertools.product(enumerate(OBJECTIVES), levels, enumerate(RULES))
+        if EVERYTHING or levels.index(level) == (o + r) % len(levels)
+    }
+
+
+CONFIGS = _configs()
+
+
+def test_any_two_settings_meet():
+    names = [name.split("-") for name in CONFIGS]
+    for one, other in itertools.combinations(range(3), 2):
+        kinds = (OBJECTIVES, LEVELS, RULES)
+        assert {(name[one], name[other]) for name in names} == set(itertools.product(kinds[one], kinds[other]))
+
+
+# 22 positions with a log-prob; the rest of a row is padding, which divides into all shares.
+WIDTH, PADDED, VOCAB, TEMPERATURE = 22, 32, 19, 0.8
+
+
+def problem():
+    """A batch, and logits [B, PADDED, VOCAB] under which the targets' log-probs are the batch's."""
+    batch = batches.rollouts(seed=6, width=WIDTH + 1)
+    # rollouts() draws log-ratios and does not mind a positive log-prob; logits do.
+    keys = ("prev_logprobs", "generation_logprobs", "reference_policy_logprobs")
+    batch = replace(batch.with_data(**{key: batch.data[key] - 4.0 for key in keys}), curr=batch.curr - 4.0)
+    draw = torch.Generator().manual_seed(0)
+    logits = 2 * torch.randn(len(batch.curr), PADDED, VOCAB, dtype=torch.float64, generator=draw)
+    targets = torch.randint(0, VOCAB, logits.shape[:2], generator=draw).unsqueeze(-1)
+    # The target's logit that gives it the wanted probability beside the others.
+    wanted = torch.nn.functional.pad(batch.curr.double(), (0, PADDED - WIDTH), value=-1.0).unsqueeze(-1)
+    others = torch.logsumexp(logits.scatter(-1, targets, -math.inf), dim=-1, keepdim=True)
+    logits = logits.scatter(-1, targets, others + wanted - torch.log1p(-wanted.exp())) * TEMPERATURE
+    trains = batch.data["token_mask"][:, 1:] * batch.data["sample_mask"].unsqueeze(-1)
+    trains = torch.nn.functional.pad(trains, (0, PADDED - WIDTH)).bool()
+    return batch, logits.float(), torch.where(trains, targets.squeeze(-1), -100)
+
+
+def shift(batch):
+    """Token tensors [B, PADDED], position t about the token that it predicts, garbage in the padding."""
+    padding = (0, PADDED - WIDTH)
+    return {
+        key: torch.nn.functional.pad(batch.data[key][:, 1:], padding, value=0.0 if key == "token_mask" else math.nan)
+        for key in batches.TOKEN_KEYS
+    }
+
+
+def softmax_derivative(logits, targets):
+    """∂ log p(target) / ∂ logits in float64, by loops; [B, PADDED, VOCAB], 0 where nothing trains."""
+    derivative = np.zeros(logits.shape)
+    for i, t in itertools.product(range(len(logits)), range(PADDED)):
+        if targets[i, t] >= 0:
+            z = [float(x) / TEMPERATURE for x in logits[i, t]]
+            peak = max(z)
+            total = sum(math.exp(x - peak) for x in z)
+            for j, x in enumerate(z):
+                derivative[i, t, j] = (float(j == int(targets[i, t])) - math.exp(x - peak) / total) / TEMPERATURE
+    return derivative
+
+
+@pytest.fixture(scope="module")
+def truth(tmp_path_factory):
+    """A file with what the oracle says of every configuration, computed once for all worlds."""
+    batch, logits, targets = problem()
+    answers = {}
+    for name, config in CONFIGS.items():
+        loss_fn = build_loss(config)
+        answer = oracle.evaluate(
+            loss_fn.config, batch.curr, batch.data, batch.seqs, batch.toks, loss_fn.options.model_dump()
+        )
+        assert answer.margin > 1e-5, f"{name}: a decision lies within float32 rounding of its bound"
+        outer = np.zeros((len(logits), PADDED))
+        outer[:, :WIDTH] = answer.grad
+        assert np.abs(outer).max() > 1e-4
+        answers[name] = (answer.loss, answer.metrics, outer)
+    path = tmp_path_factory.mktemp("matrix") / "truth.pickle"
+    path.write_bytes(pickle.dumps((answers, softmax_derivative(logits, targets))))
+    return path
+
+
+def _layouts(rank, tp, cp):
+    """Per layout: (where in [B, PADDED] this rank's positions lie, its segments or None for padded rows, whether the
+    vocabulary is sharded)."""
+    import torch.distributed as dist
+
+    # Ranks of a tensor-parallel group are neighbours, as Megatron places them.
+    cp_groups = [dist.new_group(list(range(t, tp * cp, tp))) for t in range(tp)]
+    shares = {"cp_rank": rank // tp, "cp_size": cp}
+    across = (cp_groups[rank % tp],) if cp > 1 else ()
+    batch, *_ = problem()
+    rows = len(batch.curr)
+    # Packed: a row as long as what trains of it needs, in multiples that divide into every share; padded: all alike.
+    lengths = [16 * math.ceil(int(mask.nonzero().max() if mask.any() else 0) / 16) for mask in batch.data["token_mask"]]
+    places = {
+        "packed": [i * PADDED + t for i, length in enumerate(lengths) for t in range(length)],
+        "padded": list(range(rows * PADDED)),
+    }
+    offsets = {"packed": [0, *itertools.accumulate(lengths)], "padded": list(range(0, rows * PADDED + 1, PADDED))}
+    found = {}
+    for layout in ("packed", "padded"):
+        segments = PackedSegments(offsets[layout], **shares, groups=across)
+        where = torch.tensor(places[layout])[segments.token_index]
+        # Without context parallelism, padded rows are NeMo-RL's own.
+        found[layout] = (where, segments if layout == "packed" or cp > 1 else None, True)
+    if tp > 1:
+        segments = PackedSegments(
+            offsets["packed"], **shares, sp_rank=rank % tp, sp_size=tp, groups=(dist.group.WORLD,)
+        )
+        found["sequence-parallel"] = (torch.tensor(places["packed"])[segments.token_index], segments, False)
+    return found
+
+
+def _on_rank(rank, world, tp, cp, path):
+    """Which positions and columns the rank holds, by layout, and its errors, by configuration and layout."""
+    import torch.distributed as dist
+
+    with open(path, "rb") as file:
+        answers, derivative = pickle.load(file)
+    derivative = derivative.reshape(-1, VOCAB)
+    tp_group = [dist.new_group(list(range(c * tp, c * tp + tp))) for c in range(cp)][rank // tp]
+    sizes = [VOCAB // tp + (r < VOCAB % tp) for r in range(tp)]
+    start = sum(sizes[: rank % tp])
+    layouts = _layouts(rank, tp, cp)
+    batch, logits, targets = problem()
+    flat = {key: value.reshape(-1) for key, value in shift(batch).items()}
+    rows = {key: batch.data[key] for key in ("sample_mask", "rewards")}
+    logits, targets = logits.view(-1, VOCAB), targets.view(-1)
+    covered, errors = {}, {}
+    for layout, (where, _, sharded) in layouts.items():
+        columns = (start, start + sizes[rank % tp]) if sharded else (0, VOCAB)
+        covered[layout] = (where.numpy(), columns)
+    for name, config in CONFIGS.items():
+        loss_fn = build_loss(config)
+        true_loss, true_metrics, outer = answers[name]
+        for layout, (where, segments, sharded) in layouts.items():
+            begin, end = covered[layout][1]
+            shard = logits[where, begin:end].clone().requires_grad_()
+            options = {"group": tp_group, "shard_sizes": sizes} if sharded and tp > 1 else {}
+            logprobs = vocab_parallel_logprobs(shard, targets[where], temperature=TEMPERATURE, **options)
+            if segments is None:
+                logprobs = logprobs.view(len(batch.curr), PADDED)[:, :WIDTH]
+                loss, metrics = loss_fn(logprobs, batch.data, batch.seqs, batch.toks)
+            else:
+                share = {key: value[where] for key, value in flat.items()}
+                loss, metrics = loss_fn.packed(logprobs, {**share, **rows}, segments, batch.seqs, batch.toks)
+            loss.backward()
+            true_grad = outer.reshape(-1, 1)[where] * derivative[where, begin:end]
+            errors[name, layout] = _errors(loss.item(), metrics, shard.grad.numpy(), true_loss, true_metrics, true_grad)
+    return covered, errors
+
+
+def _errors(loss, metrics, grad, true_loss, true_metrics, true_grad):
+    """Distances in units of what is allowed, and the gradient's as it is."""
+    assert set(metrics) == set(true_metrics)
+    infinite = [name for name, value in true_metrics.items() if math.isinf(value)]
+    assert all(metrics[name] == true_metrics[name] for name in infinite)
+
+    def far(found, true, rel, floor):
+        return float(np.max(np.abs(np.subtract(found, true)) / (floor + rel * np.abs(true)), initial=0.0))
+
+    finite = [name for name in true_metrics if name not in infinite]
+    return {
+        "loss": far(loss, true_loss, 1e-5, 1e-7),
+        "metrics": far([metrics[name] for name in finite], [true_metrics[name] for name in finite], 1e-5, 2e-7),
+        "gradient": far(grad, true_grad, 2e-5, 2e-8),
+        "absolute": float(np.abs(grad - true_grad).max(initial=0.0)),
+    }
+
+
+@pytest.mark.timeout(1800 if EVERYTHING else 240)
+@pytest.mark.parametrize(("tp", "cp"), WORLDS, ids=[f"tp{tp}-cp{cp}" for tp, cp in WORLDS])
+def test_shards_equal_the_oracle(tp, cp, truth):
+    begun = time.monotonic()
+    results = run(tp * cp, _on_rank, tp, cp, truth, timeout=1700 if EVERYTHING else 220, patience=1700)
+    layouts = ["packed", "padded", *(["sequence-parallel"] if tp > 1 else [])]
+    for layout in layouts:
+        # Each position's each column of logits is on one rank.
+        counts = np.zeros((len(problem()[0].curr) * PADDED, VOCAB), dtype=int)
+        for covered, _ in results:
+            where, (begin, end) = covered[layout]
+            counts[where, begin:end] += 1
+        assert counts.max() == 1
+        assert layout != "padded" or counts.min() == 1
+    worst = dict.fromkeys(("loss", "metrics", "gradient", "absolute"), (0.0, ""))
+    for rank, (_, errors) in enumerate(results):
+        assert set(errors) == set(itertools.product(CONFIGS, layouts))
+        for (name, layout), found in errors.items():
+            for kind, value in found.items():
+                worst[kind] = max(worst[kind], (value, f"{name}, {layout}, rank {rank}"))
+    print(f"tp {tp} cp {cp}: {len(errors)} cases on {tp * cp} ranks in {time.monotonic() - begun:.0f} s")
+    for kind in ("loss", "metrics", "gradient"):
+        print(f"  {kind}: {worst[kind][0]:.2g} of what is allowed ({worst[kind][1]})")
+        assert worst[kind][0] <= 1, (kind, *worst[kind])
+    print(f"  gradient: at most {worst['absolute'][0]:.1e} off ({worst['absolute'][1]})")

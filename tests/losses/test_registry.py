@@ -1,0 +1,179 @@
+"""Variants through the entry-point group: found, refused, and a distribution of somebody else's."""
+
+import json
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+import tomllib
+from importlib.metadata import EntryPoint
+from pathlib import Path
+
+import pytest
+import torch
+
+from nemo_geomask import build_loss
+from nemo_geomask import functional as F
+from nemo_geomask.errors import PluginError
+from nemo_geomask.losses import Variant, available, registry
+
+ROOT = Path(__file__).parents[2]
+
+
+def mean_loss(inputs, means):
+    return F.Surrogate(-inputs.advantages * inputs.curr, inputs.curr, inputs.curr)
+
+
+MINE = Variant(surrogate=mean_loss)
+BROKEN = Variant(surrogate=lambda inputs, means: 1 / 0)
+NOT_A_VARIANT = mean_loss
+
+
+class Distribution:
+    def __init__(self, name):
+        self.name = name
+
+
+@pytest.fixture
+def register(monkeypatch):
+    """Pretend that distributions registered entry points beside the installed ones."""
+
+    def install(*points):
+        found = [EntryPoint(name, value, registry.GROUP)._for(Distribution(owner)) for owner, name, value in points]
+        monkeypatch.setattr(registry, "entry_points", lambda group: found)
+
+    return install
+
+
+def test_built_in_table_is_the_entry_points_of_the_package():
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"][registry.GROUP]
+    assert declared == registry._BUILT_IN
+
+
+def test_built_ins_are_found_without_metadata(register):
+    register()
+    assert list(available()) == sorted(registry._BUILT_IN)
+    assert build_loss({"name": "gspo"}).variant is registry.load("gspo")
+
+
+def test_only_the_selected_name_is_imported(register):
+    register(("somebody", "theirs", "a_module_that_does_not_exist:LOSS"))
+    build_loss({"name": "gspo"})
+    assert "theirs" in available()
+
+
+def test_unknown_name_suggests_the_nearest():
+    with pytest.raises(PluginError, match="no loss named 'gsop'.*did you mean 'gspo'"):
+        build_loss({"name": "gsop"})
+
+
+def test_name_claimed_twice_names_both_distributions(register):
+    register(("first-dist", "mine", "one:A"), ("second-dist", "mine", "two:B"))
+    with pytest.raises(PluginError, match=r"first-dist \(one:A\) and second-dist \(two:B\)"):
+        build_loss({"name": "mine"})
+
+
+def test_built_in_name_can_not_be_taken_over(register):
+    register(("somebody", "gspo", "theirs:GSPO"))
+    with pytest.raises(PluginError, match="nemo-geomask .* and somebody"):
+        build_loss({"name": "gspo"})
+
+
+def test_failing_import_names_the_distribution_and_the_cause(register):
+    register(("somebody", "theirs", "a_module_that_does_not_exist:LOSS"))
+    with pytest.raises(PluginError, match="somebody.*ModuleNotFoundError"):
+        build_loss({"name": "theirs"})
+
+
+def test_wrong_type_says_what_was_found():
+    with pytest.raises(PluginError, match="is a builtins.function; it must be a nemo_geomask.losses.Variant"):
+        build_loss({"name": f"{__name__}:NOT_A_VARIANT"})
+
+
+def test_missing_attribute_is_an_error():
+    with pytest.raises(PluginError, match="AttributeError"):
+        build_loss({"name": f"{__name__}:NOWHERE"})
+
+
+def test_variant_that_can_not_run_fails_when_built():
+    with pytest.raises(PluginError, match="ZeroDivisionError"):
+        build_loss({"name": f"{__name__}:BROKEN"})
+
+
+def test_variant_that_speaks_of_unknown_settings_is_refused(monkeypatch):
+    monkeypatch.setitem(globals(), "ODD", Variant(surrogate=mean_loss, defaults={"no_such": 1}))
+    with pytest.raises(PluginError, match="no_such"):
+        build_loss({"name": f"{__name__}:ODD"})
+
+
+def test_module_attribute_works_and_travels():
+    loss = pickle.loads(pickle.dumps(build_loss({"name": f"{__name__}:MINE", "reference_policy_kl_penalty": 0.0})))
+    data = {name: torch.zeros(1, 3) for name in ("prev_logprobs", "generation_logprobs")}
+    data |= {"token_mask": torch.ones(1, 3), "sample_mask": torch.ones(1), "advantages": torch.full((1, 3), 2.0)}
+    curr = torch.tensor([[-1.0, -2.0]], requires_grad=True)
+    value, _ = loss(curr, data, torch.tensor(1.0), torch.tensor(2.0))
+    value.backward()
+    assert value.item() == pytest.approx(3.0)  # -(2·-1 + 2·-2) / 2
+    assert curr.grad.tolist() == [[-1.0, -1.0]]
+
+
+@pytest.fixture(scope="module")
+def third_party(tmp_path_factory):
+    """The example distribution, installed where only a path entry finds it."""
+    target = tmp_path_factory.mktemp("site")
+    source = tmp_path_factory.mktemp("source") / "plugin_example"
+    shutil.copytree(Path(__file__).parents[1] / "plugin_example", source)
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
+    subprocess.run([*command, "--target", str(target), str(source)], check=True, timeout=240)
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(target), os.environ.get("PYTHONPATH", "")])}
+
+
+def run(environment, *command):
+    return subprocess.run(
+        [sys.executable, *command], env=environment, capture_output=True, text=True, timeout=240, check=False
+    )
+
+
+def test_third_party_distribution_is_found_by_its_entry_point(third_party):
+    code = (
+        "from nemo_geomask import build_loss\nfrom nemo_geomask.losses import available\n"
+        "print(available()['topr'][0].distribution)\n"
+        "loss = build_loss({'name': 'topr', 'options': {'cap': 2.0}})\n"
+        "print(loss.options.cap, loss.reference_policy_kl_penalty)\n"
+    )
+    done = run(third_party, "-c", code)
+    assert done.stdout.split() == ["topr-loss", "2.0", "0.0"], done.stderr
+
+
+def test_third_party_options_are_strict(third_party):
+    done = run(
+        third_party, "-c", "from nemo_geomask import build_loss; build_loss({'name': 'topr', 'options': {'cp': 2}})"
+    )
+    assert "loss_fn.options.cp" in done.stderr
+    assert "did you mean 'cap'" in done.stderr
+
+
+def test_third_party_loss_trains_in_the_lab(third_party, tmp_path):
+    pytest.importorskip("transformers", reason="the lab needs the extra 'demo'")
+    small = [
+        "grpo.num_prompts_per_step=4",
+        "grpo.num_generations_per_prompt=4",
+        "policy.train_global_batch_size=8",
+        "policy.train_micro_batch_size=8",
+        "env.min_terms=4",
+        "env.max_terms=8",
+    ]
+    recipe = ROOT / "recipes" / "lab" / "demo.yaml"
+    done = run(
+        third_party,
+        *("-m", "nemo_geomask.cli", "lab", str(recipe), *small),
+        *("--compare", "topr:none,topr:sequence_mean", "--steps", "2", "--out", str(tmp_path)),
+    )
+    assert done.returncode == 0, done.stderr
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert {(line["variant"], line["step"]) for line in lines} == {
+        (variant, step) for variant in ("topr:none", "topr:sequence_mean") for step in (1, 2)
+    }
+    # Two optimiser steps a batch: from the second on, the capped ratio acts.
+    assert all(line["geomask/clip_fraction_high"] > 0 for line in lines if line["step"] == 2)

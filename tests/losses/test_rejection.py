@@ -1,0 +1,416 @@
+"""Rejection masks: presets against their raw form, bounds, direction, and what a mask must leave alone."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from nemo_geomask.functional import bound_side, token_statistic
+from tests.helpers import batches
+from tests.helpers.batches import MASKS, VARIANTS, Batch
+
+NO_KL = {"reference_policy_kl_penalty": 0.0}
+
+
+def log(rho: float) -> float:
+    """Logarithm as float32 holds it."""
+    return torch.tensor(math.log(rho), dtype=torch.float32).item()
+
+
+def row(mismatch: list[float], *, policy: list[float] | None = None, advantage: Any = 1.0, pad: int = 0) -> Batch:
+    """One sequence with these log(prev/gen) and log(curr/prev). prev is 0, so that both are exact in float32."""
+    zero = torch.zeros(len(mismatch))
+    gen = -torch.tensor(mismatch)
+    curr = torch.tensor(policy) if policy is not None else zero
+    return batches.one_row(curr=curr, prev=zero, gen=gen, advantage=advantage, pad=pad)
+
+
+def kept(mask: dict[str, Any] | list[dict[str, Any]], batch: Batch, **config: Any) -> list[bool]:
+    """Which tokens of a single sequence still train: REINFORCE's gradient is −A wherever they do."""
+    masks = mask if isinstance(mask, list) else [mask]
+    result = batches.evaluate({**NO_KL, "disable_ppo_ratio": True, "masks": masks, **config}, batch)
+    trained = batch.data["token_mask"][:, 1:].bool()
+    return (result.grad != 0)[trained].tolist()
+
+
+def removed(mask: dict[str, Any], batch: Batch, side: str = "") -> float:
+    metrics = batches.evaluate({**NO_KL, "masks": [{**mask, "label": "m"}]}, batch).metrics
+    return metrics[f"geomask/mask/m/removed{side}"]
+
+
+# ------------------------------------------------------------------------------------- presets and raw forms
+
+RAW_FORMS = {
+    "geometric": {"log_ratio": "mismatch", "level": "sequence_mean", "min": 0.85, "max": 1.2},
+    "product": {"log_ratio": "mismatch", "level": "sequence", "min": 0.2, "max": 3.0},
+    "icepop": {"log_ratio": "mismatch", "level": "token", "min": 0.7, "max": 1.6},
+    "veto": {"log_ratio": "mismatch", "level": "sequence_max", "min": 0.55, "max": 1.9},
+    "opsm": {
+        "log_ratio": "total",
+        "level": "sequence_mean",
+        "min": math.exp(-0.1),
+        "when": "negative_advantage",
+    },
+    "opsm_policy": {
+        "log_ratio": "policy",
+        "level": "sequence_mean",
+        "min": math.exp(-0.1),
+        "when": "negative_advantage",
+    },
+    "k2_mean": {"log_ratio": "mismatch", "level": "sequence_mean", "statistic": "k2", "max": 0.04},
+    "k3_mean": {"log_ratio": "mismatch", "level": "sequence_mean", "statistic": "k3", "max": 0.05},
+    "k2_worst": {"log_ratio": "mismatch", "level": "sequence_max", "statistic": "k2", "max": 0.15},
+    "k3_worst": {"log_ratio": "mismatch", "level": "sequence_max", "statistic": "k3", "max": 0.2},
+}
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("name", MASKS)
+def test_preset_is_its_raw_form(name, seed):
+    batch = batches.rollouts(seed)
+    results = [batches.evaluate({"masks": [{**mask, "label": "m"}]}, batch) for mask in (MASKS[name], RAW_FORMS[name])]
+    assert torch.equal(results[0].loss, results[1].loss)
+    assert torch.equal(results[0].grad, results[1].grad)
+    assert results[0].metrics == results[1].metrics
+    if seed == 1:
+        assert results[0].metrics["geomask/mask/m/removed"] > 0
+
+
+# -------------------------------------------------------------------------------------------- bounds, direction
+
+INTERVALS = [
+    {"preset": "geometric"},
+    {"preset": "product"},
+    {"preset": "icepop"},
+    {"preset": "veto"},
+    *({"log_ratio": ratio, "level": level} for ratio in ("mismatch",) for level in ("token", "sequence_max")),
+]
+
+
+@pytest.mark.parametrize("bounds", [(0.5, 5.0), (0.999, 1.002), (0.8, 1.2)], ids=str)
+@pytest.mark.parametrize("mask", INTERVALS, ids=str)
+def test_bounds_are_inclusive_and_not_swapped(mask, bounds):
+    low, high = bounds
+    mask = {**mask, "min": low, "max": high}
+    up, down = (torch.nextafter(torch.tensor(log(b)), torch.tensor(s * math.inf)) for b, s in ((high, 1), (low, -1)))
+    for x, inside in (
+        (log(low), True),
+        (log(high), True),
+        (0.0, True),
+        (down.item(), False),
+        (up.item(), False),
+    ):
+        batch = row([x])
+        assert kept(mask, batch) == [inside]
+        assert removed(mask, batch, "_low") == float(x == down.item())
+        assert removed(mask, batch, "_high") == float(x == up.item())
+
+
+@pytest.mark.parametrize("bound", [0.5, 5.0, 1.002, 0.999, 3e-4, 1 + 4e-4, 123.0, 7.0])
+def test_exactly_at_the_bound_is_inside(bound):
+    value = torch.tensor([log(bound)])
+    assert bound_side(value, math.log(bound), math.inf).item() == 0
+    assert bound_side(value, -math.inf, math.log(bound)).item() == 0
+
+
+@pytest.mark.parametrize("mask", INTERVALS[:4], ids=str)
+def test_ratio_is_train_over_sampler(mask):
+    # ρ = π_old/μ = 4 lies in [0.5, 5] and its inverse does not, and the other way round for 0.25.
+    mask = {**mask, "min": 0.5, "max": 5.0}
+    assert kept(mask, row([math.log(4.0)])) == [True]
+    assert kept(mask, row([math.log(0.25)])) == [False]
+    assert removed(mask, row([math.log(0.25)]), "_low") == 1
+    assert removed(mask, row([math.log(6.0)]), "_high") == 1
+
+
+@pytest.mark.parametrize("log_ratio", ["mismatch", "policy", "total"])
+def test_each_log_ratio_is_the_one_that_it_names(log_ratio):
+    # log(prev/gen) = 1, log(curr/prev) = -3, so log(curr/gen) = -2.
+    batch = row([1.0, 1.0], policy=[-3.0, -3.0])
+    center = {"mismatch": 1.0, "policy": -3.0, "total": -2.0}[log_ratio]
+    for level, count in (("token", 1), ("sequence_mean", 1), ("sequence_max", 1), ("sequence", 2)):
+        for shift, inside in ((0.0, True), (0.3, False), (-0.3, False)):
+            middle = count * (center + shift)
+            bounds = {"min": math.exp(middle - 0.1), "max": math.exp(middle + 0.1)}
+            assert kept({"log_ratio": log_ratio, "level": level, **bounds}, batch) == [inside] * 2
+
+
+def test_levels_pool_what_they_name():
+    # Log-ratios 0.2, 0.4, -0.3: sum 0.3, mean 0.1, extremes -0.3 and 0.4.
+    batch = row([0.2, 0.4, -0.3])
+    for level, low, high in (("sequence", 0.29, 0.31), ("sequence_mean", 0.09, 0.11), ("sequence_max", -0.31, 0.41)):
+        mask = {"log_ratio": "mismatch", "level": level, "min": math.exp(low), "max": math.exp(high)}
+        assert kept(mask, batch) == [True] * 3
+        for tighter in ({"min": math.exp(low + 0.02)}, {"max": math.exp(high - 0.02)}):
+            assert kept({**mask, **tighter}, batch) == [False] * 3
+    token = {"log_ratio": "mismatch", "level": "token", "min": math.exp(-0.25), "max": math.exp(0.3)}
+    assert kept(token, batch) == [True, False, False]
+
+
+def test_one_bound_alone_leaves_the_other_side_open():
+    far = row([5.0, -5.0])
+    assert kept({"preset": "icepop", "max": 2.0}, far) == [False, True]
+    assert kept({"preset": "icepop", "min": 0.5}, far) == [True, False]
+
+
+# ------------------------------------------------------------------------------------------------ padding, rows
+
+
+@pytest.mark.parametrize("pad", [1, 40])
+@pytest.mark.parametrize("name", MASKS)
+def test_padding_does_not_enter(name, pad):
+    # Padding holds log-ratio 0, ratio 1. A mean over it would shrink, a minimum or maximum over it would reach 0.
+    for mismatch in ([0.25, 0.3, 0.2], [-0.25, -0.3, -0.2], [0.1, 0.1, 0.1]):
+        for advantage in (1.0, -1.0):
+            alone = row(mismatch, policy=mismatch, advantage=advantage)
+            padded = row(mismatch, policy=mismatch, advantage=advantage, pad=pad)
+            assert kept(MASKS[name], padded) == kept(MASKS[name], alone)
+            assert removed(MASKS[name], padded) == removed(MASKS[name], alone)
+
+
+def test_maximum_is_over_tokens_that_train():
+    # Every ratio is below 1/2; a log-ratio of 0 anywhere else would make the maximum 1.
+    batch = row([-1.0, -1.2, -0.9], pad=5)
+    assert kept({"preset": "veto", "max": 0.5}, batch) == [True] * 3
+    assert kept({"log_ratio": "mismatch", "level": "sequence_max", "statistic": "k2", "min": 0.4}, batch) == [True] * 3
+
+
+def test_minimum_is_over_tokens_that_train():
+    # Every ratio is above 2; a zero anywhere else would make the minimum 1 or 0.
+    batch = row([1.0, 1.2, 0.9], pad=5)
+    assert kept({"preset": "veto", "min": 2.0}, batch) == [True] * 3
+    assert kept({"preset": "product", "min": math.exp(3.0)}, batch) == [True] * 3
+    prompt = replace(batch, data={**batch.data, "token_mask": batch.data["token_mask"].clone()})
+    prompt.data["token_mask"][0, 1] = 0
+    assert kept({"preset": "product", "min": math.exp(2.05), "max": math.exp(2.15)}, prompt) == [True] * 2
+
+
+def test_rows_are_judged_one_by_one():
+    batch = batches.stack(row([0.5, 0.5]), row([0.0, 0.1]), row([-0.5, -0.5]))
+    assert kept({"preset": "geometric", "min": 0.9, "max": 1.2}, batch) == [False] * 2 + [True] * 2 + [False] * 2
+    # Pooled over rows the mean would be 0.017.
+
+
+def test_empty_response_is_not_reported_as_removed():
+    # It has no ratio: none of these bounds, which leave out 1, speaks of it.
+    empty = row([0.0, 0.0])
+    empty = empty.with_data(token_mask=torch.zeros_like(empty.data["token_mask"]))
+    batch = batches.stack(row([0.2, 0.2]), empty)
+    for mask in (*({**mask, "min": 1.1, "max": 1.9} for mask in INTERVALS), MASKS["opsm"]):
+        assert removed(mask, batch) == 0
+    truncation = {"type": "seq-mask-tis", "ratio_min": 1.1, "ratio": 1.9}
+    config = {f"truncated_importance_sampling_{key}": value for key, value in truncation.items()}
+    config["use_importance_sampling_correction"] = True
+    assert batches.evaluate(config, batch).metrics["is_oob_ratio"] == 0
+
+
+def test_one_bad_token_vetoes_its_whole_sequence_and_no_other():
+    batch = batches.stack(row([0.0, 3.0, 0.0]), row([0.0, 0.1, 0.2]))
+    assert kept({"preset": "veto", "max": 10.0}, batch) == [False] * 3 + [True] * 3
+    assert kept({"preset": "icepop", "max": 10.0}, batch) == [True, False, True] + [True] * 3
+    assert removed({"preset": "veto", "max": 10.0}, batch) == 0.5
+    assert removed({"preset": "icepop", "max": 10.0}, batch) == pytest.approx(1 / 6)
+
+
+# --------------------------------------------------------------------------------------------- single presets
+
+
+def test_mean_of_zero_hides_what_k2_and_k3_see():
+    # ρ = 1/4, 1, 4: geometric mean 1 and product 1.
+    batch = row([-math.log(4), 0.0, math.log(4)])
+    assert kept({"preset": "geometric", "min": 0.999, "max": 1.002}, batch) == [True] * 3
+    assert kept({"preset": "product", "min": 0.999, "max": 1.002}, batch) == [True] * 3
+    # k2: log(4)²/2 = 0.961 at the ends, mean 0.641. k3 = ρ − 1 − log ρ: 0.636, 0, 1.614, mean 0.750.
+    for statistic, mean, worst in (("k2", 0.6406, 0.9609), ("k3", 0.75, 1.6137)):
+        for level, value in (("sequence_mean", mean), ("sequence_max", worst)):
+            mask = {"preset": "trust_region", "statistic": statistic, "level": level}
+            assert kept({**mask, "max": value - 0.001}, batch) == [False] * 3
+            assert kept({**mask, "max": value + 0.001}, batch) == [True] * 3
+
+
+def test_token_statistics_by_hand():
+    x = torch.tensor([0.0, 1.0, -2.0])
+    assert token_statistic(x, "ratio").tolist() == [0.0, 1.0, -2.0]
+    assert token_statistic(x, "k2").tolist() == [0.0, 0.5, 2.0]
+    # e − 2 and e^−2 + 1
+    assert token_statistic(x, "k3").tolist() == pytest.approx([0.0, 0.71828183, 1.13533528])
+    # A small log-ratio keeps its digits: x²/2 = 5e-9.
+    assert token_statistic(torch.tensor([1e-4]), "k3").item() == pytest.approx(5e-9, rel=1e-3)
+
+
+@pytest.mark.parametrize("level", ["sequence_mean", "sequence_max"])
+def test_divergence_bounds_are_inclusive(level):
+    # k2 of log-ratio 1 is exactly 1/2.
+    mask = {"preset": "trust_region", "statistic": "k2", "level": level, "max": 0.5}
+    above = torch.nextafter(torch.tensor(1.0), torch.tensor(2.0)).item()
+    for x, inside in ((1.0, True), (-1.0, True), (above, False), (-above, False)):
+        assert kept(mask, row([x])) == [inside]
+        assert removed(mask, row([x]), "_high") == float(not inside)
+
+
+class TestOpsm:
+    """DeepSeek-V3.2 eq. 9: drop a sequence if its advantage is negative and mean log(μ/π) > δ."""
+
+    def test_only_negative_advantages(self):
+        far = row([0.0, 0.0], policy=[-0.6, -0.6])
+        away = far.with_data(advantages=-far.data["advantages"])
+        still = far.with_data(advantages=torch.zeros_like(far.data["advantages"]))
+        mask = {"preset": "opsm", "delta": 0.5}
+        assert kept(mask, far) == [True, True]
+        assert kept(mask, away) == [False, False]
+        assert removed(mask, away, "_low") == 1
+        assert removed(mask, still) == 0
+
+    def test_only_in_the_direction_of_a_less_likely_sequence(self):
+        mask = {"preset": "opsm", "delta": 0.5}
+        assert kept(mask, row([0.0], policy=[0.6], advantage=-1.0)) == [True]
+        assert kept(mask, row([0.0], policy=[-0.6], advantage=-1.0)) == [False]
+
+    def test_bound_is_inclusive(self):
+        for delta in (0.5, 0.1, 1e-4):
+            x = -torch.tensor(delta, dtype=torch.float32)
+            beyond = torch.nextafter(x, torch.tensor(-1.0)).item()
+            mask = {"preset": "opsm", "delta": delta}
+            assert kept(mask, row([0.0], policy=[x.item()], advantage=-1.0)) == [True]
+            assert kept(mask, row([0.0], policy=[beyond], advantage=-1.0)) == [False]
+
+    def test_total_counts_the_mismatch_and_policy_does_not(self):
+        # log(prev/gen) = -0.4, log(curr/prev) = -0.3: total -0.7.
+        batch = row([-0.4, -0.4], policy=[-0.3, -0.3], advantage=-1.0)
+        assert kept({"preset": "opsm", "delta": 0.5}, batch) == [False, False]
+        assert kept({"preset": "opsm", "delta": 0.5, "log_ratio": "total"}, batch) == [False, False]
+        assert kept({"preset": "opsm", "delta": 0.5, "log_ratio": "policy"}, batch) == [True, True]
+        assert kept({"preset": "opsm", "delta": 0.2, "log_ratio": "policy"}, batch) == [False, False]
+        assert kept({"preset": "opsm", "delta": 0.8}, batch) == [True, True]
+
+    def test_decides_on_the_sequences_means(self):
+        # One token's advantage is positive and one's log-ratio is fine; the means are -0.5 and -0.6.
+        batch = row([0.0, 0.0], policy=[-1.2, 0.0], advantage=torch.tensor([1.0, -2.0]))
+        assert kept({"preset": "opsm", "delta": 0.5}, batch) == [False, False]
+        # Mean advantage +0.5: kept, although one token's is negative.
+        batch = row([0.0, 0.0], policy=[-1.2, 0.0], advantage=torch.tensor([2.0, -1.0]))
+        assert kept({"preset": "opsm", "delta": 0.5}, batch) == [True, True]
+
+    def test_current_policy_carries_no_gradient(self):
+        # The verdict moves with the policy but is not differentiated: kept or not, a token's gradient is −A.
+        batch = row([0.0, 0.0], policy=[-0.4, -0.4], advantage=-1.0)
+        config = {**NO_KL, "disable_ppo_ratio": True, "masks": [{"preset": "opsm", "delta": 0.5}]}
+        assert batches.evaluate(config, batch).grad.tolist() == [[0.5, 0.5]]
+
+
+@pytest.mark.parametrize(
+    ("when", "expected"),
+    [
+        ("always", [False, False, False]),
+        ("negative_advantage", [True, False, True]),
+        ("positive_advantage", [False, True, True]),
+    ],
+)
+def test_token_rule_asks_for_the_tokens_own_advantage(when, expected):
+    batch = row([1.0, 1.0, 1.0], advantage=torch.tensor([2.0, -0.5, 0.0]))
+    mask = {"log_ratio": "mismatch", "level": "token", "max": 2.0, "when": when}
+    # The third token has no gradient anyway: ask the metric.
+    assert removed(mask, batch) == pytest.approx((3 - sum(expected)) / 3)
+    assert kept(mask, batch)[:2] == expected[:2]
+
+
+# --------------------------------------------------------------------------- masks together, and what stays
+
+
+@pytest.mark.parametrize("names", [*itertools.combinations(MASKS, 2)], ids="-".join)
+def test_no_mask_sees_what_another_removed(names):
+    # Each mask's own metrics are those that it has alone, in either order, and the verdicts are joined by AND.
+    batch = batches.rollouts(1)
+    alone = {
+        name: batches.evaluate({**NO_KL, "disable_ppo_ratio": True, "masks": [{**MASKS[name], "label": name}]}, batch)
+        for name in names
+    }
+    both = None
+    for order in (names, names[::-1]):
+        masks = [{**MASKS[name], "label": name} for name in order]
+        together = batches.evaluate({**NO_KL, "disable_ppo_ratio": True, "masks": masks}, batch)
+        for name in names:
+            for side in ("", "_low", "_high"):
+                key = f"geomask/mask/{name}/removed{side}"
+                assert together.metrics[key] == alone[name].metrics[key]
+        joined = (alone[names[0]].grad != 0) & (alone[names[1]].grad != 0)
+        assert torch.equal(together.grad != 0, joined)
+        assert both is None or torch.equal(together.grad, both)
+        both = together.grad
+
+
+@pytest.mark.parametrize("normalization", ["tokens", "sequences", "documents"])
+def test_denominators_stay(normalization):
+    # Survivors weigh what they weighed before: their gradient does not change by a bit.
+    config = {**NO_KL, "loss_normalization": normalization}
+    batch = batches.rollouts(1)
+    before = batches.evaluate(config, batch)
+    for mask in MASKS.values():
+        after = batches.evaluate({**config, "masks": [mask]}, batch)
+        survivors = after.grad != 0
+        assert torch.equal(after.grad[survivors], before.grad[survivors])
+        assert survivors.sum() < (before.grad != 0).sum()
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_masks_leave_the_kl_and_the_other_metrics_alone(name):
+    batch = batches.rollouts(1)
+    config = {**VARIANTS[name], "reference_policy_kl_penalty": 0.3, "use_importance_sampling_correction": True}
+    free, masked = (
+        batches.evaluate({**config, "masks": masks}, batch) for masks in ([], [{"preset": "icepop", "max": 1e-6}])
+    )
+    changed = {key for key, value in free.metrics.items() if masked.metrics[key] != value}
+    assert changed == {"loss", "geomask/kept_tokens"}
+
+
+ALL_GONE = [{"preset": "product", "max": 1e-6}, {"preset": "icepop", "max": 1e-6}]
+
+
+@pytest.mark.parametrize("mask", ALL_GONE, ids=str)
+@pytest.mark.parametrize("name", VARIANTS)
+def test_all_rejected_is_an_exact_zero_surrogate(name, mask):
+    batch = batches.rollouts(1)
+    # The empty response stays, but has no token.
+    result = batches.evaluate({**VARIANTS[name], **NO_KL, "masks": [mask]}, batch)
+    assert result.loss.item() == 0.0
+    assert torch.equal(result.grad, torch.zeros_like(result.grad))
+    assert result.metrics["geomask/kept_tokens"] == 0
+    # With a KL term exactly that term is left.
+    kl = {"reference_policy_kl_penalty": 0.3}
+    result = batches.evaluate({**VARIANTS[name], **kl, "masks": [mask]}, batch)
+    assert result.loss.item() == pytest.approx(0.3 * result.metrics["kl_penalty"], rel=1e-6)
+    still = batch.with_data(advantages=torch.zeros_like(batch.data["advantages"]))
+    only_kl = batches.evaluate({**VARIANTS[name], **kl}, still)
+    torch.testing.assert_close(result.grad, only_kl.grad, rtol=1e-6, atol=1e-9)
+    assert result.grad.abs().max() > 1e-4
+
+
+def test_rejected_tokens_stay_in_the_sequences_statistics():
+    # IcePop removes the second token, but GSPO's ratio and the geometric weight are those of the whole sequence.
+    batch = row([0.0, 1.0], policy=[0.02, 0.04])
+    config = {
+        "name": "gspo",
+        **NO_KL,
+        "ratio_clip_min": 0.5,
+        "ratio_clip_max": 0.5,
+        "use_importance_sampling_correction": True,
+        "is_correction_level": "sequence_mean",
+        "masks": [{"preset": "icepop", "max": 2.0}],
+    }
+    result = batches.evaluate(config, batch)
+    # Half of the tokens of exp(0.5)·exp(0.03).
+    assert result.loss.item() == pytest.approx(-math.exp(0.53) / 2, rel=1e-6)
+    # The removed token still moves the sequence's ratio.
+    assert result.grad[0, 1].item() == pytest.approx(-math.exp(0.53) / 4, rel=1e-5)
+
+
+def test_labels_of_repeated_presets_are_numbered():
+    masks = [{"preset": "icepop", "max": high} for high in (2.0, 3.0, 4.0)]
+    metrics = batches.evaluate({"masks": masks}, batches.rollouts(1)).metrics
+    for label in ("icepop", "icepop_2", "icepop_3"):
+        assert f"geomask/mask/{label}/removed" in metrics

@@ -1,0 +1,250 @@
+"""Segments: sums, extremes and spreading for padded rows, packed tokens and context-parallel shares."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+
+from nemo_geomask.errors import ShapeError
+from nemo_geomask.segments import PackedSegments, PaddedSegments
+from tests.helpers.gloo import run
+
+OFFSETS = [0, 8, 8, 40, 48, 80]  # an empty sequence among them; 80 tokens
+
+
+def shares(offsets, rank, size, sp_rank=0, sp_size=1):
+    """Megatron's load-balanced split as a loop, chunks r and 2·size−1−r of 2·size equal ones of each sequence, then a
+    slice of what the rank holds; (place in the row, place in the sequence) of each token."""
+    places = []
+    for start, end in itertools.pairwise(offsets):
+        chunk = (end - start) // (2 * size)
+        for number in (rank, 2 * size - 1 - rank):
+            places += [(start + t, t) for t in range(number * chunk, (number + 1) * chunk)]
+    if size == 1:
+        places = [(start + t, t) for start, end in itertools.pairwise(offsets) for t in range(end - start)]
+    each = len(places) // sp_size
+    return places[sp_rank * each : (sp_rank + 1) * each]
+
+
+@pytest.mark.parametrize("sp", [1, 2, 5])
+@pytest.mark.parametrize("cp", [1, 2, 4])
+def test_shares_cover_every_token_once(cp, sp):
+    found = []
+    for rank, sp_rank in itertools.product(range(cp), range(sp)):
+        segments = PackedSegments(OFFSETS, cp_rank=rank, cp_size=cp, sp_rank=sp_rank, sp_size=sp)
+        places = shares(OFFSETS, rank, cp, sp_rank, sp)
+        assert segments.token_index.tolist() == [place for place, _ in places]
+        assert segments.position.tolist() == [position for _, position in places]
+        found += segments.token_index.tolist()
+    assert sorted(found) == list(range(OFFSETS[-1]))
+
+
+def test_packed_rows_of_odd_length_need_no_padding():
+    segments = PackedSegments([0, 3, 3, 8])
+    assert segments.token_index.tolist() == list(range(8))
+    assert segments.position.tolist() == [0, 1, 2, 0, 1, 2, 3, 4]
+
+
+def test_packed_statistics_equal_loops():
+    values = torch.randn(OFFSETS[-1], generator=torch.Generator().manual_seed(0))
+    segments = PackedSegments(torch.tensor(OFFSETS, dtype=torch.int32))
+    pooled = segments.pool({"a": values, "b": 2 * values}, {"a": values}, {"a": values, "b": -values})
+    for i, (start, end) in enumerate(itertools.pairwise(OFFSETS)):
+        part = values[start:end].double()
+        assert pooled.sums["a"][i].item() == pytest.approx(part.sum().item(), abs=1e-6)
+        assert pooled.sums["b"][i].item() == pytest.approx(2 * part.sum().item(), abs=1e-6)
+        assert pooled.lowest["a"][i] == (part.min() if end > start else torch.inf)
+        assert pooled.highest["a"][i] == (part.max() if end > start else -torch.inf)
+        assert pooled.highest["b"][i] == (-part.min() if end > start else -torch.inf)
+    assert segments.spread(pooled.sums["a"]).tolist() == [
+        pooled.sums["a"][i].item() for i, (s, e) in enumerate(itertools.pairwise(OFFSETS)) for _ in range(s, e)
+    ]
+
+
+def _layouts():
+    """The same values in rows and packed, with the segments of each."""
+    rows = torch.randn(3, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    return [(PaddedSegments(), rows), (PackedSegments([0, 8, 16, 24]), rows.reshape(-1))]
+
+
+def test_packed_equals_padded_with_gradient():
+    results = []
+    for segments, rows in _layouts():
+        values = rows.clone().requires_grad_()
+        pooled = segments.pool({"x": values, "y": values.square()}).sums
+        (segments.spread(pooled["x"]).exp() * values + segments.spread(pooled["y"])).sum().backward()
+        results.append(values.grad.reshape(-1))
+    torch.testing.assert_close(results[0], results[1])
+
+
+def test_sum_mean_and_max_of_one_tensor():
+    for segments, rows in _layouts():
+        values = rows.clone().requires_grad_()
+        weight = (rows > 0).double()
+        weight.view(-1)[8:16] = 0
+        by_row = rows.view(3, 8)
+        torch.testing.assert_close(segments.sum(values).detach(), by_row.sum(-1))
+        torch.testing.assert_close(segments.max(values), by_row.amax(-1))
+        assert not segments.max(values).requires_grad
+        mean = segments.mean(values, weight)
+        expected = [
+            row[w > 0].mean() if w.any() else torch.zeros(()) for row, w in zip(by_row, weight.view(3, 8), strict=True)
+        ]
+        torch.testing.assert_close(mean.detach(), torch.stack(expected).double())
+        mean.sum().backward()
+        counts = weight.view(3, 8).sum(-1, keepdim=True).clamp(min=1)
+        torch.testing.assert_close(values.grad.view(3, 8), weight.view(3, 8) / counts)
+
+
+def test_gradcheck():
+    segments = PackedSegments([0, 2, 2, 5])
+    values = torch.randn(5, dtype=torch.float64, requires_grad=True)
+    torch.autograd.gradcheck(lambda x: tuple(segments.pool({"x": x, "y": x.square()}).sums.values()), values)
+    torch.autograd.gradcheck(segments.spread, torch.randn(3, dtype=torch.float64, requires_grad=True))
+
+
+def test_rows_of_no_tokens():
+    empty = torch.zeros(2, 0)
+    pooled = PaddedSegments().pool({}, {"x": empty}, {"x": empty})
+    assert pooled.lowest["x"].tolist() == [torch.inf] * 2
+    assert pooled.highest["x"].tolist() == [-torch.inf] * 2
+    assert PackedSegments([0]).sum(torch.zeros(0)).shape == (0,)
+    assert PackedSegments([0, 0, 0]).sum(torch.zeros(0)).tolist() == [0.0, 0.0]
+    assert PackedSegments([0, 4]).pool({}) == ({}, {}, {})
+
+
+def test_offsets_on_the_host_read_nothing_back():
+    # A tensor without data raises where its value is asked for.
+    segments = PackedSegments(OFFSETS, device="meta", cp_rank=1, cp_size=2)
+    assert segments.token_index.shape == (OFFSETS[-1] // 2,)
+    assert segments.spread(torch.zeros(5, device="meta")).shape == (OFFSETS[-1] // 2,)
+
+
+@pytest.mark.parametrize(
+    ("offsets", "sizes", "message"),
+    [
+        ([1, 2], {}, "start at 0"),
+        ([0, 5, 3], {}, "non-decreasing"),
+        ([0, 6], {"cp_size": 2}, "multiple of 2·2"),
+        ([0, 6], {"sp_size": 4}, "the 6 tokens of a context-parallel rank don't divide into 4 equal"),
+        ([0, 8, 12], {"cp_size": 2, "sp_size": 4}, "the 6 tokens of a context-parallel rank don't divide into 4 equal"),
+        ([], {}, "start at 0"),
+    ],
+)
+def test_offsets_that_make_no_sense_are_refused(offsets, sizes, message):
+    with pytest.raises(ShapeError, match=message):
+        PackedSegments(offsets, **sizes)
+
+
+@pytest.mark.parametrize("kind", ["cp", "sp"])
+@pytest.mark.parametrize("rank", [-1, 2])
+def test_rank_outside_the_group_is_refused(rank, kind):
+    with pytest.raises(ShapeError, match=f"{kind}_rank must be from 0 to {kind}_size - 1 = 1"):
+        PackedSegments([0, 8], **{f"{kind}_rank": rank, f"{kind}_size": 2})
+
+
+def test_statistics_of_a_share_need_groups():
+    segments = PackedSegments([0, 8], cp_rank=0, cp_size=2)
+    for statistics in (lambda: segments.sum(torch.zeros(4)), lambda: segments.whole(*[torch.zeros(1)] * 3)):
+        with pytest.raises(ShapeError, match="no groups were given"):
+            statistics()
+
+
+def _groups(rank, cp, sp, how):
+    """Groups of the ranks that share sequences: neighbours share a context-parallel rank's tokens."""
+    import torch.distributed as dist
+
+    sp_groups = [dist.new_group(list(range(c * sp, c * sp + sp))) for c in range(cp)]
+    cp_groups = [dist.new_group(list(range(s, cp * sp, sp))) for s in range(sp)]
+    return (dist.group.WORLD,) if how == "one" else (cp_groups[rank % sp], sp_groups[rank // sp])
+
+
+LAYOUTS = {2: [(2, 1, "one"), (1, 2, "two")], 4: [(4, 1, "one"), (2, 2, "one"), (2, 2, "two")]}
+
+
+def _over_ranks(rank, world):
+    whole = torch.randn(OFFSETS[-1], dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    found = []
+    for cp, sp, how in LAYOUTS[world]:
+        places = {"cp_rank": rank // sp, "cp_size": cp, "sp_rank": rank % sp, "sp_size": sp}
+        segments = PackedSegments(OFFSETS, **places, groups=_groups(rank, cp, sp, how))
+        segments.verify()
+        mine = whole[segments.token_index].requires_grad_()
+        pooled = segments.pool({"x": mine, "still": mine.detach(), "y": mine.square()}, {"x": mine}, {"x": mine})
+        x, still, y = map(segments.spread, pooled.sums.values())
+        part = (x.tanh() * mine + y.sin() + still * mine).sum()
+        part.backward()
+        ends = (part.detach()[None], mine.detach().amin()[None], mine.detach().amax()[None])
+        tensors = (segments.token_index, mine.grad, pooled.lowest["x"], pooled.highest["x"], *segments.whole(*ends))
+        found.append([tensor.numpy() for tensor in tensors])
+    return found
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("world", LAYOUTS)
+def test_sharded_equals_whole(world):
+    whole = torch.randn(OFFSETS[-1], dtype=torch.float64, generator=torch.Generator().manual_seed(2)).requires_grad_()
+    total = torch.zeros((), dtype=torch.float64)
+    for start, end in itertools.pairwise(OFFSETS):
+        part = whole[start:end]
+        total = total + (part.sum().tanh() * part).sum() + (end - start) * part.square().sum().sin()
+        total = total + (part.detach().sum() * part).sum()
+    total.backward()
+    ends = [(s, e) for s, e in itertools.pairwise(OFFSETS)]
+    for results in zip(*run(world, _over_ranks), strict=True):
+        assert sorted(np.concatenate([index for index, *_ in results])) == list(range(OFFSETS[-1]))
+        for index, grad, low, high, value, lowest, highest in results:
+            np.testing.assert_allclose(grad, whole.grad[index], rtol=1e-10, atol=1e-12)
+            assert value == pytest.approx(total.item(), rel=1e-10)
+            assert value.tobytes() == results[0][4].tobytes()
+            assert low.tolist() == [whole[s:e].min().item() if e > s else np.inf for s, e in ends]
+            assert high.tolist() == [whole[s:e].max().item() if e > s else -np.inf for s, e in ends]
+            assert (lowest.item(), highest.item()) == (whole.min().item(), whole.max().item())
+
+
+def _misfits(rank, world):
+    """What each wrong set-up ends in on this rank."""
+    import torch.distributed as dist
+
+    every = dist.group.WORLD
+    cp_group, sp_group = _groups(rank, 2, 2, "two")
+    alone = [dist.new_group([r]) for r in range(world)][rank]
+    half = {"cp_rank": rank // 2, "cp_size": 2}
+    quarter = {**half, "sp_rank": rank % 2, "sp_size": 2}
+    found = {}
+
+    def attempt(name, statistics, offsets, groups, **shares):
+        try:
+            statistics(PackedSegments(offsets, groups=groups, **shares))
+        except ShapeError as error:
+            found[name] = str(error)
+
+    def pool(segments):
+        segments.sum(torch.zeros(segments.token_index.shape))
+
+    # Seen by each rank for itself, before any collective.
+    attempt("size", pool, [0, 8], (every,), **half)
+    attempt("rank", pool, [0, 8], (cp_group,), cp_rank=1 - rank // 2, cp_size=2)
+    attempt("no share", pool, [0, 8], (every,))
+    attempt("one of two", pool, [0, 8], (cp_group,), **quarter)
+    attempt("order", pool, [0, 16], (alone, every), cp_rank=rank, cp_size=4)
+    attempt("three", pool, [0, 8], (cp_group, sp_group, every), **quarter)
+    # Seen by comparing, on all ranks.
+    verify = PackedSegments.verify
+    attempt("sequences", verify, [0, 8, 16] if rank else [0, 16], (every,), **quarter)
+    attempt("lengths", verify, [0, 4, 16] if rank else [0, 12, 16], (cp_group, sp_group), **quarter)
+    attempt("twice", verify, [0, 8], (every,), **half, sp_rank=0, sp_size=2)
+    return found
+
+
+@pytest.mark.timeout(120)
+def test_misfits_of_ranks_and_groups_are_named():
+    results = run(4, _misfits)
+    wrong = {"size", "rank", "no share", "one of two", "order", "three", "sequences", "lengths", "twice"}
+    for rank, found in enumerate(results):
+        assert set(found) == wrong
+        assert f"(cp_rank, cp_size) is ({rank // 2}, 2)" in found["size"]
+        assert "[1, 2, 2, 2] sequences and [16, 16, 16, 16] tokens" in found["sequences"]
+        assert "sequences of other lengths" in found["lengths"]
+        assert "hold the shares [0, 0, 1, 1]" in found["twice"]
