@@ -16,14 +16,14 @@ from nemo_geomask.config import nearest
 from nemo_geomask.errors import PluginError, Problem
 from nemo_geomask.losses.variant import Variant
 
-__all__ = ["GROUP", "Entry", "available", "load"]
+__all__ = ["BUILT_IN", "GROUP", "Entry", "available", "load"]
 
 GROUP = "nemo_geomask.losses"
 _SELF = "nemo-geomask"
 
 # The package's own entries also stand here, so that they are found when it is on PYTHONPATH without being installed,
 # as in a Ray worker; a test keeps this equal to pyproject.toml.
-_BUILT_IN = {
+BUILT_IN = {
     "clipped_pg": "nemo_geomask.losses.variants:CLIPPED_PG",
     "gspo": "nemo_geomask.losses.variants:GSPO",
     "gspo_token": "nemo_geomask.losses.variants:GSPO_TOKEN",
@@ -53,7 +53,7 @@ def available() -> dict[str, tuple[Entry, ...]]:
         Names in alphabetical order; more than one entry under a name is a conflict, raised by :func:`load`.
     """
     entries: dict[str, dict[tuple[str, str], Entry]] = {
-        name: {(value, _SELF): Entry(name, value, _SELF)} for name, value in _BUILT_IN.items()
+        name: {(value, _SELF): Entry(name, value, _SELF)} for name, value in BUILT_IN.items()
     }
     for point in entry_points(group=GROUP):
         owner = point.dist.name if point.dist is not None else "unknown distribution"

@@ -48,12 +48,12 @@ def register(monkeypatch):
 
 def test_built_in_table_is_the_entry_points_of_the_package():
     declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"][registry.GROUP]
-    assert declared == registry._BUILT_IN
+    assert declared == registry.BUILT_IN
 
 
 def test_built_ins_are_found_without_metadata(register):
     register()
-    assert list(available()) == sorted(registry._BUILT_IN)
+    assert list(available()) == sorted(registry.BUILT_IN)
     assert build_loss({"name": "gspo"}).variant is registry.load("gspo")
 
 
