@@ -140,7 +140,7 @@ def _truncation(settings: LossSettings) -> Iterator[Conflict]:
             )
         if low is None:
             yield _pair(kind_key, low_key, f"{kind_key}: {kind} needs {low_key}; give the lower bound (0 for none)")
-    given = {key: value for key, value in {high_key: high, low_key: low}.items() if value is not None}
+    given = {key: value for key, value in {low_key: low, high_key: high}.items() if value is not None}
     if kind is None and given:
         found = " and ".join(f"{key}: {value:g}" for key, value in given.items())
         needs = "needs" if len(given) == 1 else "need"

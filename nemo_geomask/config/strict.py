@@ -22,7 +22,7 @@ from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from nemo_geomask.errors import ConfigError, Problem
 
-__all__ = ["StrictModel", "as_yaml", "conflicting", "dotted", "nearest", "parse", "problems", "repeated"]
+__all__ = ["StrictModel", "as_yaml", "conflicting", "dotted", "nearest", "parse", "plain", "problems", "repeated"]
 
 M = TypeVar("M", bound=BaseModel)
 S = TypeVar("S", bound="StrictModel")
@@ -69,7 +69,7 @@ class StrictModel(BaseModel):
             number = isinstance(data, int | float) and not isinstance(data, bool)
             hint = f"write {{{needed[0]}: {data}}}" if len(needed) == 1 and number else ""
             raise PydanticCustomError("mapping", "must be a mapping", {"hint": hint})
-        given = _plain(data)
+        given = plain(data)
         known = {key: value for key, value in given.items() if key in cls.model_fields}
         errors = [_unknown_key(str(key), given[key], cls.model_fields) for key in given if key not in known]
         meant = {nearest(str(key), cls.model_fields) for key in given if key not in known}
@@ -121,14 +121,14 @@ def _as_number(value: bool | str) -> str:
     return f"to YAML 1.1 {value} is text, write {written}"
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """OmegaConf's containers, and whatever else is a mapping or a sequence, as dicts and lists."""
     if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in value.items()}
+        return {key: plain(item) for key, item in value.items()}
     if isinstance(value, tuple):
-        return tuple(map(_plain, value))
+        return tuple(map(plain, value))
     if isinstance(value, Sequence) and not isinstance(value, str | bytes):
-        return [_plain(item) for item in value]
+        return [plain(item) for item in value]
     return value
 
 

@@ -147,13 +147,13 @@ def _problem(keys: Iterable[str], message: str) -> Problem:
 
 
 def _check_settings(name: str, variant: Variant) -> None:
-    unknown = [
-        key for key in (*variant.defaults, *variant.forces, *variant.refuses) if key not in LossConfig.model_fields
-    ]
-    if unknown:
-        raise PluginError(
-            Problem((f"{_PREFIX}.name",), f"the variant '{name}' speaks of unknown settings: {', '.join(unknown)}")
-        )
+    """The variant's own settings are no fault of the recipe's."""
+    unknown = [key for key in variant.refuses if key not in LossConfig.model_fields]
+    found = [f"refuses unknown settings: {', '.join(unknown)}"] if unknown else []
+    wrong = _wrong(LossSettings, {**variant.defaults, **variant.forces}, prefix="")
+    found += [f"gives {problem}" for problem in wrong]
+    if found:
+        raise PluginError(Problem((f"{_PREFIX}.name",), f"the variant '{name}' {', and '.join(found)}"))
 
 
 def _doubts(config: LossSettings, variant: Variant) -> Iterator[Problem]:

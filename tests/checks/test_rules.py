@@ -520,6 +520,23 @@ def test_an_invalid_loss_leaves_only_its_own_problems(findings):
     assert "did you mean 'ratio_clip_min'?" in found[0].message
 
 
+def test_a_plugin_that_fails_in_several_lines_is_one_finding_about_the_name(findings, tmp_path, monkeypatch):
+    (tmp_path / "noisy_loss.py").write_text(
+        "raise ImportError('first\\nloss_fn.ratio_clip_min: greater than 0\\nlast')\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (found,) = findings({"loss_fn.name": "noisy_loss:LOSS", "loss_fn.ratio_clip_min": 0.2})
+    assert (found.rule.id, found.key) == ("GM001", "loss_fn.name")
+    assert "ImportError: first loss_fn.ratio_clip_min: greater than 0 last" in found.message
+
+
+def test_a_doubt_about_a_clip_bound_is_not_said_again(findings):
+    gspo = {"loss_fn.name": "gspo", "loss_fn.token_level_loss": False, "loss_fn.ratio_clip_max": 0.2}
+    gspo["loss_fn.ratio_clip_min"] = 3e-4
+    assert [found.rule.id for found in findings(gspo)] == ["GM002"]
+    assert [found.rule.id for found in findings({**gspo, "loss_fn.ratio_clip_max": 0.3})] == ["GM204"]
+
+
 def test_problems_between_settings_are_put_at_one_that_was_given(findings):
     (found,) = findings({"loss_fn.name": "gspo", "loss_fn.token_level_loss": True})
     assert found.key == "loss_fn.token_level_loss"
