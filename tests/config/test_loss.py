@@ -245,6 +245,16 @@ def test_direct_construction_is_as_strict():
         LossConfig().ratio_clip_min = 1.0
 
 
+def test_pydantics_own_entry_keeps_each_problem_at_its_key():
+    with pytest.raises(ConfigError) as error:
+        config(ratio_clip_min=-1.0, nonfinite="drop", masks=[{"preset": "opsm"}])
+    assert [problem.keys for problem in error.value.problems] == [
+        ("loss_fn.ratio_clip_min",),
+        ("loss_fn.masks[0].delta",),
+        ("loss_fn.nonfinite",),
+    ]
+
+
 @pytest.mark.parametrize("wrong", [None, 3, "gspo", ["name"]])
 def test_not_a_mapping_is_an_error(wrong):
     with pytest.raises(ConfigError, match="^loss_fn: must be a mapping"):
