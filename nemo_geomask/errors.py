@@ -35,16 +35,16 @@ class Problem:
         message: what is wrong, the value found, the way out; may quote another error, lines and all.
         fields: fields of the model under which the keys stand whose values can't be relied on because of it, also the
             one that a misspelt key means.
-        file: that the settings were read from, where that is to be said.
+        where: the file or the argument that the settings were given in, where that is to be said.
     """
 
     keys: tuple[str, ...]
     message: str
     fields: frozenset[str] = frozenset()
-    file: str = ""
+    where: str = ""
 
     def __str__(self) -> str:
-        return ": ".join(part for part in (self.file, ", ".join(self.keys), self.message) if part)
+        return ": ".join(part for part in (self.where, ", ".join(self.keys), self.message) if part)
 
 
 class GeomaskError(Exception):

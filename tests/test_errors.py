@@ -27,7 +27,7 @@ def test_is_a_built_in_too(kind):
 
 def test_is_a_line_a_problem_that_begins_with_its_keys():
     assert str(ConfigError(*PROBLEMS)) == "loss_fn.a, loss_fn.b: at odds\nloss_fn.c: wrong"
-    assert str(ConfigError("wrong", Problem((), "more", file="recipe.yaml"))) == "wrong\nrecipe.yaml: more"
+    assert str(ConfigError("wrong", Problem((), "more", where="recipe.yaml"))) == "wrong\nrecipe.yaml: more"
 
 
 def test_a_message_alone_is_a_problem_without_keys():

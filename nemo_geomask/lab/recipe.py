@@ -269,4 +269,4 @@ class LabRecipe(StrictModel):
         try:
             return parse(cls, data, prefix="")
         except ConfigError as error:
-            raise ConfigError(*(replace(problem, file=source) for problem in error.problems)) from None
+            raise ConfigError(*(replace(problem, where=source) for problem in error.problems)) from None
