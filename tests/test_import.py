@@ -35,6 +35,7 @@ ORDER = [
     "parallel",
     "metrics",
     "losses",
+    "checks",
     "integrations",
     "bench",
     "lab",
