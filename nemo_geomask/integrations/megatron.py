@@ -95,7 +95,7 @@ def pack_batch(data: Mapping[str, Tensor], params: PackedSeqParams, segments: Pa
         tensors as they are.
 
     Raises:
-        DataError: a tensor is missing.
+        MissingDataError: a tensor is missing.
         ShapeError: the batch has another number of rows than the packing has sequences, or its tensors differ in shape.
     """
     lengths = torch.as_tensor(params.cu_seqlens_q, dtype=torch.int64, device=segments.token_index.device).diff()

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from nemo_geomask.errors import DataError, ShapeError
+from nemo_geomask.errors import DataError, MissingDataError, ShapeError
 from nemo_geomask.segments import PackedSegments
 
 __all__ = ["IGNORE", "check_rows", "pack_rows", "predicted_tokens"]
@@ -40,7 +40,7 @@ def pack_rows(
         tensors as they are.
 
     Raises:
-        DataError: a tensor is missing.
+        MissingDataError: a tensor is missing.
         ShapeError: the batch has another number of rows than the packing has sequences, or its tensors differ in shape.
     """
     rows, width = _check(data, segments.count)
@@ -71,7 +71,7 @@ def predicted_tokens(
         in a tensor [B, T-1] of what is predicted, flattened: [N] int64.
 
     Raises:
-        DataError, ShapeError: as for :func:`pack_rows`.
+        MissingDataError, ShapeError: as for :func:`pack_rows`.
     """
     rows, width = _check(data, len(lengths))
     counts = [max(0, min(length, width) - 1) for length in lengths]
@@ -90,7 +90,7 @@ def _check(data: Mapping[str, Tensor], count: int) -> tuple[int, int]:
     """Rows and columns of a batch that holds ``count`` sequences."""
     missing = [key for key in ("token_mask", "sample_mask", "input_ids") if key not in data]
     if missing:
-        raise DataError(f"data['{missing[0]}'] is missing; packing needs token_mask, sample_mask and input_ids")
+        raise MissingDataError(f"data['{missing[0]}'] is missing; packing needs token_mask, sample_mask and input_ids")
     rows, width = data["token_mask"].shape
     if rows != count:
         raise ShapeError(f"data['token_mask'] has {rows} rows, but {count} sequences are packed")

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import nemo_geomask
-from nemo_geomask.errors import MissingDependencyError
+from nemo_geomask.errors import GeomaskError, MissingDependencyError, Problem
 from nemo_geomask.integrations.nemo_rl import probe, seams, workers
 from nemo_geomask.losses import available
 
@@ -35,7 +35,11 @@ class Diagnosis:
     """
 
     lines: list[str] = field(default_factory=list)
-    problems: list[str] = field(default_factory=list)
+    problems: list[Problem] = field(default_factory=list)
+
+    def problem(self, where: str, message: str) -> None:
+        """Something to be put right."""
+        self.problems.append(Problem((), message, where=where))
 
     def section(self, title: str) -> None:
         """Start a part of the report."""
@@ -72,14 +76,14 @@ def diagnose(interpreters: Sequence[str] = (), *, ray_address: str | None = None
         for report in reports:
             _environment(found, report, title, indent="    ")
         if not reports:
-            found.problems.append(f"{title}: no answer from {python}")
+            found.problem(title, f"no answer from {python}")
     return found
 
 
 def _environment(found: Diagnosis, report: Mapping[str, Any], title: str, indent: str = "  ") -> None:
     if "failed" in report:
         found.lines.append(f"{indent}{report['executable']}: {report['failed']}")
-        found.problems.append(f"{title}: {report['executable']} does not run: {report['failed']}")
+        found.problem(title, f"{report['executable']} does not run: {report['failed']}")
         return
     found.lines.append(f"{indent}{report['executable']} on {report['host']}")
     wanted = report["requires_python"]
@@ -92,14 +96,16 @@ def _environment(found: Diagnosis, report: Mapping[str, Any], title: str, indent
     found.lines.append(f"{indent}  entry points: {registered}")
     errors = report["errors"]
     if "nemo_geomask" in errors:
-        found.problems.append(
-            f"{title}: nemo_geomask is not importable in {report['executable']} on {report['host']} "
-            f"({errors['nemo_geomask']}). {workers.REMEDY}"
+        found.problem(
+            title,
+            f"nemo_geomask is not importable in {report['executable']} on {report['host']} "
+            f"({errors['nemo_geomask']}). {workers.REMEDY}",
         )
     elif report["version"] != nemo_geomask.__version__:
-        found.problems.append(
-            f"{title}: nemo_geomask is {report['version']} in {report['executable']} on {report['host']}, but "
-            f"{nemo_geomask.__version__} in the driver; make them the same"
+        found.problem(
+            title,
+            f"nemo_geomask is {report['version']} in {report['executable']} on {report['host']}, but "
+            f"{nemo_geomask.__version__} in the driver; make them the same",
         )
     _python(found, report, title, indent)
 
@@ -121,10 +127,11 @@ def _python(found: Diagnosis, report: Mapping[str, Any], title: str, indent: str
         found.lines.append(f"{indent}  python is not held against {wanted}: {error}")
         return
     if not fits:
-        found.problems.append(
-            f"{title}: {report['executable']} on {report['host']} is Python {report['python']}, but its NeMo-RL "
+        found.problem(
+            title,
+            f"{report['executable']} on {report['host']} is Python {report['python']}, but its NeMo-RL "
             f"({report['packages']['nemo_rl'][1]}) has requires-python {wanted}, and its scripts may not even import; "
-            "use the environment that `uv sync` makes in NeMo-RL's checkout"
+            "use the environment that `uv sync` makes in NeMo-RL's checkout",
         )
 
 
@@ -134,7 +141,8 @@ def _losses(found: Diagnosis) -> None:
         found.lines += [f"  {name:<12} {entry.value} ({entry.distribution})" for entry in entries]
         if len(entries) > 1:
             owners = " and ".join(entry.distribution for entry in entries)
-            found.problems.append(f"loss_fn.name: '{name}' is registered by {owners}; uninstall one of them")
+            message = f"'{name}' is registered by {owners}; uninstall one of them"
+            found.problems.append(Problem(("loss_fn.name",), message))
 
 
 def _seams(found: Diagnosis) -> None:
@@ -144,13 +152,13 @@ def _seams(found: Diagnosis) -> None:
     except (MissingDependencyError, ImportError) as error:
         found.section("NeMo-RL")
         found.lines.append(f"  {error}")
-        found.problems.append(str(error))
+        found.problems += error.problems if isinstance(error, GeomaskError) else [Problem((), str(error))]
         return
     for finding in findings:
         state = "absent" if finding.absent else "wrong" if finding.problem else "ok"
         found.lines.append(f"  {state:<7} {finding.seam}" + (f": {finding.problem}" if finding.problem else ""))
         if finding.problem:
-            found.problems.append(f"NeMo-RL {seams.version()}: {finding.seam}: {finding.problem}")
+            found.problem(f"NeMo-RL {seams.version()}", f"{finding.seam}: {finding.problem}")
 
 
 def _nemo_rl_workers(found: Diagnosis) -> Iterator[tuple[str, str | None]]:
@@ -221,9 +229,10 @@ def _by_ray(found: Diagnosis, address: str) -> Callable[[str], list[dict[str, An
             variable = os.environ.get("RAY_ADDRESS") if address == "auto" else None
             tried = f"{address} (RAY_ADDRESS={variable})" if variable else address
             found.lines.append("  looked at on no node, since there is no Ray cluster to ask")
-            found.problems.append(
-                f"--ray {tried}: no Ray cluster answers: {failure}. Start one by `ray start --head`, or "
-                "name one that runs: --ray HOST:PORT"
+            found.problem(
+                f"--ray {tried}",
+                f"no Ray cluster answers: {failure}. Start one by `ray start --head`, or "
+                "name one that runs: --ray HOST:PORT",
             )
             return None
     environment = {key: value for key, value in os.environ.items() if key == "PYTHONPATH"}

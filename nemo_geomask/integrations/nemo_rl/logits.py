@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from nemo_geomask import functional as F
-from nemo_geomask.errors import ConfigError, ShapeError
+from nemo_geomask.errors import ConfigError, Problem, ShapeError
 from nemo_geomask.integrations.logprobs import logprob_backend
 from nemo_geomask.integrations.nemo_rl.workers import WorkerError
 from nemo_geomask.integrations.packing import IGNORE, check_rows, pack_rows
@@ -54,10 +54,11 @@ class LogitLoss:
 
     def __init__(self, loss: PolicyLoss) -> None:
         if loss.use_fused_linear_logprobs:
-            raise ConfigError(
-                f"loss_fn.logprob_backend: {loss.config.logprob_backend} needs logits, which NeMo-RL's fused linear "
-                "log-probs never form; turn those off, or set logprob_backend: nemo_rl"
+            message = (
+                f"logprob_backend: {loss.config.logprob_backend} needs logits, which NeMo-RL's fused linear log-probs "
+                "never form; turn those off, or set logprob_backend: nemo_rl"
             )
+            raise ConfigError(Problem(("loss_fn.logprob_backend",), message))
         self.loss = loss
         self.config = loss.config
         self._logprobs = logprob_backend(loss.config.logprob_backend)

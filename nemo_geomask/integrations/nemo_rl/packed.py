@@ -35,7 +35,7 @@ def by_sequence(wrapper: Any, logits: Tensor, data: Any, seqs: Tensor | float, t
     padded = wrapper.cu_seqlens_q if wrapper.cu_seqlens_q_padded is None else wrapper.cu_seqlens_q_padded
     # Read once; NeMo-RL reads each offset by itself.
     lengths, sizes = torch.stack([wrapper.cu_seqlens_q.diff(), padded.diff()]).tolist()
-    rows = {key: value.split(1) for key, value in data.items() if isinstance(value, Tensor)}
+    rows = {key: torch.split(value, 1) for key, value in data.items() if isinstance(value, Tensor)}
     logprobs, unfiltered = [], []
     for index, (part, length) in enumerate(zip(_split(logits, sizes, wrapper), lengths, strict=True)):
         row = {key: value[index][:, :length] if value[index].dim() > 1 else value[index] for key, value in rows.items()}
@@ -77,7 +77,7 @@ def _split(logits: Tensor, sizes: list[int], wrapper: Any) -> Sequence[Tensor]:
     if beyond < 0:
         # Fused linear log-probs end one before the last sequence's padding.
         shares[-1] += beyond
-    return logits.split([*shares, max(0, beyond)], dim=1)[: len(shares)]
+    return torch.split(logits, [*shares, max(0, beyond)], dim=1)[: len(shares)]
 
 
 def _arguments(wrapper: Any) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from pydantic import BaseModel
 
 from nemo_geomask.config import LossConfig
 from nemo_geomask.config.strict import as_yaml
-from nemo_geomask.errors import ConfigError
+from nemo_geomask.errors import ConfigError, Problem
 
 __all__ = ["check_agreement", "selects", "settings"]
 
@@ -36,7 +36,8 @@ def settings(config: Any) -> dict[str, Any]:
     if isinstance(config, BaseModel):
         config = config.model_dump(exclude_unset=True)
     if not isinstance(config, Mapping):
-        raise ConfigError(f"loss_fn must be a mapping or a pydantic model, but it is a {type(config).__name__}")
+        message = f"must be a mapping or a pydantic model, but it is a {type(config).__name__}"
+        raise ConfigError(Problem(("loss_fn",), message))
     return {str(key): _plain(value) for key, value in config.items()}
 
 
@@ -68,8 +69,14 @@ def selects(given: Mapping[str, Any], known: Collection[str]) -> bool:
     ]
     if ignored:
         raise ConfigError(
-            f"loss_fn.{ignored[0]} is given without loss_fn.name, and NeMo-RL's own loss ignores it; add name: "
-            "clipped_pg (or another loss of nemo_geomask), or remove " + ", ".join(ignored)
+            *(
+                Problem(
+                    (f"loss_fn.{key}",),
+                    "given without loss_fn.name, and NeMo-RL's own loss ignores it; add name: clipped_pg (or another "
+                    f"loss of nemo_geomask), or remove {key}",
+                )
+                for key in ignored
+            )
         )
     return False
 
@@ -87,7 +94,8 @@ def check_agreement(config: Any, in_force: LossConfig) -> None:
         read = config.get(key, default) if isinstance(config, Mapping) else getattr(config, key, default)
         used = getattr(in_force, key)
         if read != used:
-            raise ConfigError(
-                f"loss_fn.{key}: NeMo-RL itself reads {as_yaml(read)} from the recipe, but name: {in_force.name} puts "
-                f"{as_yaml(used)} in force; write {key}: {as_yaml(used)}"
+            message = (
+                f"NeMo-RL itself reads {as_yaml(read)} from the recipe, but name: {in_force.name} puts {as_yaml(used)} "
+                f"in force; write {key}: {as_yaml(used)}"
             )
+            raise ConfigError(Problem((f"loss_fn.{key}",), message))

@@ -19,7 +19,7 @@ import types
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from nemo_geomask.errors import ConfigError
+from nemo_geomask.errors import ConfigError, Problem
 from nemo_geomask.integrations.nemo_rl import packed, patch, seams
 from nemo_geomask.losses import PolicyLoss
 
@@ -144,8 +144,9 @@ def _takes_logits(loss: Any) -> bool:
 def _refuse_filtering(loss: LogitLoss, sampling: Any) -> None:
     top_k, top_p = getattr(sampling, "top_k", None), getattr(sampling, "top_p", 1.0)
     if (top_k is not None and top_k != -1) or top_p != 1.0:
-        raise ConfigError(
-            f"loss_fn.logprob_backend: {loss.config.logprob_backend} computes log-probs over the whole vocabulary, but "
-            f"the policy samples with top_k: {top_k}, top_p: {top_p}; set logprob_backend: nemo_rl, which filters as "
-            "the sampler does, or sample without top-k and top-p"
+        message = (
+            f"logprob_backend: {loss.config.logprob_backend} computes log-probs over the whole vocabulary, but the "
+            f"policy samples with top_k: {top_k}, top_p: {top_p}; set logprob_backend: nemo_rl, which filters as the "
+            "sampler does, or sample without top-k and top-p"
         )
+        raise ConfigError(Problem(("loss_fn.logprob_backend",), message))

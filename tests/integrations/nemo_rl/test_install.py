@@ -177,14 +177,14 @@ def test_omegaconf_inside_a_pydantic_model(host):
 def test_a_configuration_of_another_kind_is_named(host):
     host()
     nemo_geomask.install()
-    with pytest.raises(ConfigError, match="loss_fn must be a mapping or a pydantic model, but it is a list"):
+    with pytest.raises(ConfigError, match="loss_fn: must be a mapping or a pydantic model, but it is a list"):
         build([1])
 
 
 def test_our_settings_without_a_name_are_refused(host):
     loss = host()
     nemo_geomask.install()
-    with pytest.raises(ConfigError, match="loss_fn.masks is given without loss_fn.name.*add name: clipped_pg"):
+    with pytest.raises(ConfigError, match="loss_fn.masks: given without loss_fn.name.*add name: clipped_pg"):
         build(config(loss, masks=[{"preset": "veto", "max": 9.0}]))
     # Spelt-out defaults and nulls say nothing.
     assert type(build(config(loss, name=None, masks=[], options={}, nonfinite="drop_sequence"))) is loss.ClippedPGLossFn
