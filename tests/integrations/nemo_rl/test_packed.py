@@ -136,6 +136,27 @@ def test_one_call_equals_one_a_sequence(name, how):
         assert dict(metrics) == pytest.approx(others, rel=1e-5, abs=1e-6)
 
 
+def test_log_probs_of_a_fused_linear_layer_end_one_before_the_padding():
+    batch, data, lengths, starts, values = case()
+    given = wrapper(build_loss(RICH), by_row, lengths, starts)
+    whole, short = (
+        packed.by_sequence(given, row, data, torch.tensor(batch.seqs), torch.tensor(batch.toks))
+        for row in (values, values[:, :-1])
+    )
+    assert float(short[0]) == float(whole[0])
+    assert dict(short[1]) == dict(whole[1])
+
+
+def test_what_lies_behind_the_last_sequence_is_nobodys():
+    batch, data, lengths, starts, values = case()
+    given = wrapper(build_loss(RICH), by_row, lengths, starts)
+    whole, long = (
+        packed.by_sequence(given, row, data, torch.tensor(batch.seqs), torch.tensor(batch.toks))
+        for row in (values, torch.cat([values, torch.full((1, 7), torch.nan)], dim=1))
+    )
+    assert float(long[0]) == float(whole[0])
+
+
 @pytest.mark.parametrize("how", HOW)
 def test_positive_examples_of_a_microbatch_are_those_of_all_its_sequences(how):
     config = {"positive_example_nll_weight": 0.5, "positive_example_nll_normalization": "microbatch"}
