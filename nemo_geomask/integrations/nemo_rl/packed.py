@@ -35,7 +35,9 @@ def by_sequence(wrapper: Any, logits: Tensor, data: Any, seqs: Tensor | float, t
     padded = wrapper.cu_seqlens_q if wrapper.cu_seqlens_q_padded is None else wrapper.cu_seqlens_q_padded
     # Read once; NeMo-RL reads each offset by itself.
     lengths, sizes = torch.stack([wrapper.cu_seqlens_q.diff(), padded.diff()]).tolist()
-    rows = {key: torch.split(value, 1) for key, value in data.items() if isinstance(value, Tensor)}
+    tokens, segments, _ = predicted_tokens(data, lengths, logits.device)
+    tensors = {key: value for key, value in data.items() if isinstance(value, Tensor)}
+    rows = {key: torch.split(value, 1) for key, value in tensors.items() if value.shape[:1] == (len(lengths),)}
     logprobs, unfiltered = [], []
     for index, (part, length) in enumerate(zip(_split(logits, sizes, wrapper), lengths, strict=True)):
         row = {key: value[index][:, :length] if value[index].dim() > 1 else value[index] for key, value in rows.items()}
@@ -43,7 +45,6 @@ def by_sequence(wrapper: Any, logits: Tensor, data: Any, seqs: Tensor | float, t
         logprobs.append(given["next_token_logprobs"].squeeze(0))
         if _UNFILTERED in row:
             unfiltered.append(row[_UNFILTERED].squeeze(0))
-    tokens, segments, _ = predicted_tokens(data, lengths, logits.device)
     if unfiltered:
         tokens[_UNFILTERED] = torch.cat(unfiltered)
     return wrapper.loss_fn.packed(torch.cat(logprobs), tokens, segments, seqs, toks)
