@@ -86,12 +86,13 @@ def here_workers_first():
 
 def without_name():
     own = ClippedPGLossFn(config(reference_policy_kl_penalty=0.0))
-    started, here = group(other), group(sys.executable)
-    alive = ray.get(started.workers[0].is_alive.remote())
-    prepared = ray.get(here.workers[0].is_prepared.remote())
-    for workers in (started, here):
-        workers.shutdown(cleanup_method=None)
-    return type(own).__name__, alive, prepared
+    found = []
+    for python, method in ((other, "is_alive"), (sys.executable, "is_prepared")):
+        started = group(python)
+        found.append(ray.get(getattr(started.workers[0], method).remote()))
+        started.shutdown(cleanup_method=None)
+        del started  # and with it the cluster, whose name the next one takes
+    return type(own).__name__, *found
 
 
 report = {
