@@ -17,9 +17,8 @@ from nemo_geomask.errors import ConfigError, PluginError
 from nemo_geomask.lab.compare import Variant
 from nemo_geomask.lab.dump import write_rollout
 from nemo_geomask.lab.optional import require
-from nemo_geomask.lab.processes import company
 from nemo_geomask.lab.progress import Progress
-from nemo_geomask.lab.ranks import Ranks
+from nemo_geomask.lab.ranks import Ranks, company
 from nemo_geomask.lab.recipe import LabRecipe
 from nemo_geomask.lab.results import LabResult, VariantResult
 from nemo_geomask.lab.rollout import Rollout

@@ -10,9 +10,8 @@ from pathlib import Path as File
 
 import pytest
 import torch
-import torch.distributed as dist
 
-from nemo_geomask.bench import bars, command, pages, ranks, report, volume
+from nemo_geomask.bench import bars, command, pages, report, volume
 from nemo_geomask.bench.clock import Lap, interleave, spread
 from nemo_geomask.bench.inputs import Answer, Case, Inputs, errors
 from nemo_geomask.bench.logprobs import measure, sweep
@@ -268,19 +267,6 @@ def test_small_cases_are_not_judged(device, tokens, vocab, verdict):
     assert (bar["found"], bar["passed"]) == (2.0, verdict)
     text = report.bars([bar])
     assert ("FAIL" in text, "too small to judge" in text) == (verdict is False, verdict is None)
-
-
-def _fails(rank_that_fails):
-    if dist.get_rank() == rank_that_fails:
-        raise ValueError("this rank is done")
-    return dist.get_rank()
-
-
-@pytest.mark.timeout(120)
-def test_a_failing_rank_is_an_error_with_its_traceback():
-    with pytest.raises(Exception, match="this rank is done"):
-        ranks.run(2, _fails, 1)
-    assert ranks.run(2, _fails, 7) == [0, 1]
 
 
 @pytest.mark.timeout(200)

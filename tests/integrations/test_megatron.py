@@ -10,8 +10,8 @@ import torch
 
 from nemo_geomask import build_loss
 from nemo_geomask.errors import DataError, ShapeError
+from nemo_geomask.parallel.processes import run
 from tests.helpers import batches
-from tests.helpers.gloo import run
 
 pytest.importorskip("megatron.core", reason="needs megatron-core, the extra 'megatron'")
 

@@ -16,8 +16,8 @@ pytest.importorskip("triton", reason="triton is not installed")
 from nemo_geomask.errors import ConfigError
 from nemo_geomask.kernels import choose, gpu
 from nemo_geomask.parallel import vocab_parallel_logprobs
+from nemo_geomask.parallel.processes import run
 from tests.helpers.from_logits import CONFIGS, check_from_logits
-from tests.helpers.gloo import run
 from tests.parallel.test_vocab import IGNORE, case, check, loops, ours
 
 pytestmark = [

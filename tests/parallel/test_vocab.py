@@ -8,7 +8,7 @@ import torch
 
 from nemo_geomask.errors import ConfigError, DataError, ShapeError
 from nemo_geomask.parallel import vocab_parallel_logprobs
-from tests.helpers.gloo import run
+from nemo_geomask.parallel.processes import run
 
 IGNORE = -100
 

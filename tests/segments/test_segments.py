@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from nemo_geomask.errors import ShapeError
+from nemo_geomask.parallel.processes import run
 from nemo_geomask.segments import PackedSegments, PaddedSegments
-from tests.helpers.gloo import run
 
 OFFSETS = [0, 8, 8, 40, 48, 80]  # an empty sequence among them; 80 tokens
 

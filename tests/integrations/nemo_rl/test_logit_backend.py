@@ -16,7 +16,7 @@ import typing_extensions
 
 from nemo_geomask import build_loss
 from nemo_geomask.errors import ConfigError
-from tests.helpers.gloo import run
+from nemo_geomask.parallel.processes import run
 
 pytest.importorskip("nemo_rl.algorithms.loss.loss_functions", reason="NeMo-RL is not importable here")
 

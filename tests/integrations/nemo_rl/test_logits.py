@@ -13,8 +13,8 @@ from nemo_geomask import build_loss
 from nemo_geomask.errors import ConfigError, DataError, ShapeError
 from nemo_geomask.integrations.nemo_rl import worker
 from nemo_geomask.integrations.nemo_rl.logits import LogitLoss
+from nemo_geomask.parallel.processes import run
 from tests.helpers.batches import VARIANTS, rollouts
-from tests.helpers.gloo import run
 
 VOCAB = 23
 
