@@ -138,7 +138,6 @@ def test_the_packed_engine_alone_equals_padded_rows(truth):
         equal([metrics], [found[name][1]], name)
 
 
-@pytest.mark.timeout(240)
 @pytest.mark.parametrize("world", [2, 4])
 def test_gradients_and_courses_equal_those_of_one_process(truth, world):
     threads = torch.get_num_threads()

@@ -33,7 +33,6 @@ def test_one_process_needs_no_company():
     assert not dist.is_initialized()
 
 
-@pytest.mark.timeout(240)
 def test_this_process_is_the_first_of_several():
     with company(meet, tp=1, cp=2, dp=1) as ranks:
         assert (ranks.world, ranks.first, ranks.cp.size, ranks.tp.group) == (2, True, 2, None)
@@ -49,7 +48,6 @@ def wait_for(path, process, seconds):
         time.sleep(0.05)
 
 
-@pytest.mark.timeout(180)
 def test_an_interrupt_keeps_what_was_trained(tmp_path):
     for module in ("transformers", "matplotlib", "rich"):
         pytest.importorskip(module, reason="the lab's demo extra")
@@ -65,11 +63,11 @@ def test_an_interrupt_keeps_what_was_trained(tmp_path):
         start_new_session=True,
     )
     try:
-        wait_for(out / "metrics.jsonl", process, 120)
+        wait_for(out / "metrics.jsonl", process, 300)
         # As a terminal does it: to every process of the group.
         os.killpg(process.pid, signal.SIGINT)
         # Returns once nobody holds the pipes any more, so no process was left behind.
-        printed, complaints = process.communicate(timeout=60)
+        printed, complaints = process.communicate(timeout=300)
     finally:
         process.kill()
     assert (process.returncode, complaints) == (130, "")
