@@ -158,6 +158,7 @@ def _all_configs(rank, world):
     return found, "no error"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [2, 4])
 def test_context_parallel_equals_oracle(world):
     results = run(world, _all_configs)
@@ -237,6 +238,7 @@ def _counted(rank, world):
     return found
 
 
+@pytest.mark.slow
 def test_collectives_are_few_and_small():
     sequences = len(packed(batches.rollouts(seed=4, width=23))[2]) - 1
     for found in run(2, _counted):
@@ -281,6 +283,7 @@ def _die(rank, world):
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+@pytest.mark.slow
 def test_killed_rank_ends_in_an_error_on_the_other():
     import torch.distributed as dist
 

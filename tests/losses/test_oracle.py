@@ -195,6 +195,7 @@ CLAMPS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("clamps", CLAMPS)
 @pytest.mark.parametrize("importance", [False, True], ids=["plain", "importance"])
 @pytest.mark.parametrize("gradient", [None, "k1", "k2", "k3", "k4"])

@@ -161,6 +161,7 @@ def test_one_bound_alone_leaves_the_other_side_open():
 # ------------------------------------------------------------------------------------------------ padding, rows
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pad", [1, 40])
 @pytest.mark.parametrize("name", MASKS)
 def test_padding_does_not_enter(name, pad):
