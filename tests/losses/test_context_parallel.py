@@ -115,6 +115,7 @@ def check(found, config, batch):
     assert not gradient[~inside].any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CONFIGS)
 def test_packed_equals_oracle(name):
     batch = batches.rollouts(seed=3, width=23)
