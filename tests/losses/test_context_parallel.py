@@ -253,6 +253,7 @@ def test_collectives_are_few_and_small():
             assert backward == gradient * groups, name
 
 
+@pytest.mark.slow
 def test_arithmetic_reads_nothing_back():
     # A tensor without data raises where its value is asked for.
     batch = batches.rollouts(seed=3, width=23)

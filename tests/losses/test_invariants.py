@@ -422,6 +422,7 @@ def test_nonfinite_drops_its_sequence(name, tensor, value):
     assert result.metrics == {**expected.metrics, **counted}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("value", BAD)
 @pytest.mark.parametrize("tensor", KEYS)
 @every_config
