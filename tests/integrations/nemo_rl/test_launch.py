@@ -11,6 +11,8 @@ import pytest
 from nemo_geomask.cli import main
 from tests.helpers.nemo_rl import fake_tree
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = """
 import json, sys
 import nemo_rl.algorithms.grpo as grpo
@@ -59,7 +61,7 @@ def test_in_a_process_of_its_own(tmp_path):
         capture_output=True,
         text=True,
         cwd=tmp_path,
-        timeout=120,
+        timeout=500,
     )
     assert json.loads(done.stdout)["loss"] == "PolicyLoss", done.stderr
 

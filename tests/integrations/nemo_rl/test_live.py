@@ -14,8 +14,7 @@ import pytest
 import torch
 
 from nemo_geomask import build_loss
-from tests.helpers import batches
-from tests.losses import test_golden
+from tests.helpers import batches, golden
 
 pytest.importorskip("nemo_rl.algorithms.loss.interfaces", reason="NeMo-RL is not importable here")
 pytest.importorskip("nemo_rl.algorithms.loss.loss_functions", reason="NeMo-RL's requirements are not importable here")
@@ -25,14 +24,14 @@ from nemo_rl.algorithms.loss.loss_functions import ClippedPGLossConfig, ClippedP
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from pydantic import BaseModel
 
+pytestmark = pytest.mark.slow
+
 # v0.6.0 takes a dict, has no default, no CISPO and no positive NLL, no lower TIS bound, and differentiates the plain
 # estimator of the KL, without the score-function term that v0.7.0 brought, and weights it after the output clamp.
 OLD = not issubclass(ClippedPGLossConfig, BaseModel)
 NOT_IN_OLD = ("use_cispo", "positive_example_nll_weight", "use_kl_in_reward")
 CONFIGS = {
-    case.removeprefix("small-"): entry["config"]
-    for case, entry in test_golden.index().items()
-    if case.startswith("small-")
+    case.removeprefix("small-"): entry["config"] for case, entry in golden.index().items() if case.startswith("small-")
 }
 if OLD:
     CONFIGS = {
