@@ -19,10 +19,10 @@ from nemo_geomask.errors import GeomaskError, MissingDependencyError, Problem
 from nemo_geomask.integrations.nemo_rl import probe, seams, workers
 from nemo_geomask.losses import available
 
-__all__ = ["Diagnosis", "diagnose"]
+__all__ = ["RAY_PATIENCE", "Diagnosis", "diagnose", "hold_python"]
 
 _PATIENCE = 300.0
-_RAY_PATIENCE = 20.0  # seconds until a cluster that runs has let a driver in
+RAY_PATIENCE = 20.0  # seconds until a cluster that runs has let a driver in
 
 
 @dataclass
@@ -107,10 +107,10 @@ def _environment(found: Diagnosis, report: Mapping[str, Any], title: str, indent
             f"nemo_geomask is {report['version']} in {report['executable']} on {report['host']}, but "
             f"{nemo_geomask.__version__} in the driver; make them the same",
         )
-    _python(found, report, title, indent)
+    hold_python(found, report, title, indent)
 
 
-def _python(found: Diagnosis, report: Mapping[str, Any], title: str, indent: str) -> None:
+def hold_python(found: Diagnosis, report: Mapping[str, Any], title: str, indent: str) -> None:
     """Hold an interpreter against what its NeMo-RL declares.
 
     A mismatch is a problem, not a mere remark: ``uv`` builds no such environment, so somebody went round it, and what
@@ -218,12 +218,12 @@ def _by_ray(found: Diagnosis, address: str) -> Callable[[str], list[dict[str, An
                 [sys.executable, "-c", _CONNECT, address],
                 capture_output=True,
                 text=True,
-                timeout=_RAY_PATIENCE,
+                timeout=RAY_PATIENCE,
                 check=False,
             )
             failure = _last_words(done).removesuffix(".") if done.returncode else None
         except subprocess.TimeoutExpired:
-            failure = f"no answer within {_RAY_PATIENCE:g} s"
+            failure = f"no answer within {RAY_PATIENCE:g} s"
         if failure is not None:
             # To Ray, auto means the variable first.
             variable = os.environ.get("RAY_ADDRESS") if address == "auto" else None

@@ -73,10 +73,11 @@ def _answering(target: Any, groups: Workers) -> patch.Patch:
     # Trainers hold the class under names of their own, so the one thing that all of them share is its call, which the
     # metaclass decides. A __new__ on the class would do as well, but can't be taken away again without a trace.
     original: type = type(target)
+    say = _Log()
 
     def call(cls: Any, *args: Any, **kwargs: Any) -> Any:
         # A subclass is somebody's own loss.
-        loss = _build(target, groups, *args, **kwargs) if cls is target else None
+        loss = _build(target, groups, say, *args, **kwargs) if cls is target else None
         return original.__call__(cls, *args, **kwargs) if loss is None else loss
 
     def apply() -> None:
@@ -89,11 +90,11 @@ def _answering(target: Any, groups: Workers) -> patch.Patch:
 
 
 def _build(
-    target: Any, groups: Workers, cfg: Any, use_fused_linear_logprobs: bool = False
+    target: Any, groups: Workers, say: _Log, cfg: Any, use_fused_linear_logprobs: bool = False
 ) -> PolicyLoss | LogitLoss | None:
     given = recipe.settings(cfg)
     if not recipe.selects(given, _fields_of(target)):
-        _say("loss_fn.name is not set: NeMo-RL's own %s", seams.LOSS_CLASS)
+        say("loss_fn.name is not set: NeMo-RL's own %s", seams.LOSS_CLASS)
         return None
     built = build_loss(given, use_fused_linear_logprobs=use_fused_linear_logprobs)
     recipe.check_agreement(cfg, built.config)
@@ -105,7 +106,7 @@ def _build(
         # Its import brings DTensor.
         loss = logits.LogitLoss(built)
     entries = available().get(loss.config.name, ())
-    _say(
+    say(
         "policy loss: %s (%s), nemo_geomask %s, NeMo-RL %s; not at its default: %s",
         loss.config.name,
         entries[0].distribution if entries else "module:attribute",
@@ -126,12 +127,14 @@ def _fields_of(target: Any) -> set[str]:
     return set(getattr(config, "__annotations__", {}))
 
 
-_said: set[str] = set()
+class _Log:
+    """Says each thing once; a run may build its loss more than once."""
 
+    def __init__(self) -> None:
+        self._said: set[str] = set()
 
-def _say(message: str, *values: object) -> None:
-    # A run may build its loss more than once.
-    text = message % values
-    if text not in _said:
-        _said.add(text)
-        _log.info("%s", text)
+    def __call__(self, message: str, *values: object) -> None:
+        text = message % values
+        if text not in self._said:
+            self._said.add(text)
+            _log.info("%s", text)

@@ -24,8 +24,8 @@ __all__ = [
     "SEAMS",
     "TESTED",
     "WORKER_CODE",
-    "Finding",
     "SeamError",
+    "SeamState",
     "Uses",
     "inspect",
     "require",
@@ -228,7 +228,7 @@ SEAMS: tuple[Signature | Builder, ...] = (
 
 
 @dataclass(frozen=True)
-class Finding:
+class SeamState:
     """One seam in the installed NeMo-RL.
 
     Attributes:
@@ -278,7 +278,7 @@ WORKER_CODE = (
 """Where a worker turns logits into what a loss takes, and unpacks packed rows."""
 
 
-def inspect() -> list[Finding]:
+def inspect() -> list[SeamState]:
     """Compare every seam with the source of the installed NeMo-RL, those of single settings included.
 
     Raises:
@@ -323,16 +323,16 @@ def _root() -> Path:
     )
 
 
-def _compare(seam: Signature | Builder | Uses, root: Path) -> Finding:
+def _compare(seam: Signature | Builder | Uses, root: Path) -> SeamState:
     parts = seam.module.split(".")[1:]
     path = root.joinpath(*parts).with_suffix(".py")
     if not path.is_file():
-        return Finding(str(seam), absent=True) if seam.optional else Finding(str(seam), "there is no such module")
+        return SeamState(str(seam), absent=True) if seam.optional else SeamState(str(seam), "there is no such module")
     tree = ast.parse(path.read_text(encoding="utf-8"))
     if isinstance(seam, Uses):
         found = seam.in_source(tree)
-        return Finding(str(seam), seam.difference(found), absent=not seam.present(found))
-    return Finding(str(seam), seam.problem(tree))
+        return SeamState(str(seam), seam.difference(found), absent=not seam.present(found))
+    return SeamState(str(seam), seam.problem(tree))
 
 
 def _body(node: ast.AST | None) -> list[ast.stmt]:

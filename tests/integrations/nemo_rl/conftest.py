@@ -6,7 +6,6 @@ import sys
 import pytest
 
 from nemo_geomask.integrations import nemo_rl
-from nemo_geomask.integrations.nemo_rl import dispatch
 from tests.helpers.nemo_rl import fake_tree
 
 
@@ -18,7 +17,6 @@ def _forget():
 def host(tmp_path, monkeypatch):
     """``host(**how)`` puts a NeMo-RL of a few lines on the path; ``host.module(name)`` imports from it."""
     others = _forget()
-    monkeypatch.setattr(dispatch, "_said", set())
 
     def make(**how):
         monkeypatch.syspath_prepend(str(fake_tree.write(tmp_path, **how)))

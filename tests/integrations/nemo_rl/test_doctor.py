@@ -184,7 +184,7 @@ def test_a_python_built_from_a_branch_is_its_release(capsys):
     problems = []
     for version in ("3.13.5+", "3.14.0rc1", "3.13.4+"):
         found = diagnosis.Diagnosis()
-        diagnosis._python(found, {**report, "python": version}, "worker", "")
+        diagnosis.hold_python(found, {**report, "python": version}, "worker", "")
         assert not found.lines
         problems.append(len(found.problems))
     assert problems == [0, 1, 1]
@@ -231,7 +231,7 @@ def ray(registered, tmp_path, monkeypatch):
     ],
 )
 def test_no_cluster_to_ask(ray, monkeypatch, capsys, address, patience, reason):
-    monkeypatch.setattr(diagnosis, "_RAY_PATIENCE", patience)
+    monkeypatch.setattr(diagnosis, "RAY_PATIENCE", patience)
     assert main(["doctor", "--ray", address]) == 1
     printed = capsys.readouterr()
     (line,) = (line for line in printed.out.splitlines() if line.startswith("problem "))
@@ -245,7 +245,7 @@ def test_no_cluster_to_ask(ray, monkeypatch, capsys, address, patience, reason):
 
 def test_the_variable_that_names_the_cluster_is_shown(ray, monkeypatch, capsys):
     monkeypatch.setenv("RAY_ADDRESS", "head:6379")
-    monkeypatch.setattr(diagnosis, "_RAY_PATIENCE", 3.0)
+    monkeypatch.setattr(diagnosis, "RAY_PATIENCE", 3.0)
     assert main(["doctor", "--ray"]) == 1
     assert "problem 1: --ray auto (RAY_ADDRESS=head:6379): no Ray cluster answers: " in capsys.readouterr().out
     assert main(["doctor", "--ray", "silent:1"]) == 1
@@ -253,7 +253,7 @@ def test_the_variable_that_names_the_cluster_is_shown(ray, monkeypatch, capsys):
 
 
 def test_a_cluster_that_answers_is_asked(ray, monkeypatch, capsys):
-    monkeypatch.setattr(diagnosis, "_RAY_PATIENCE", 300.0)
+    monkeypatch.setattr(diagnosis, "RAY_PATIENCE", 300.0)
     asked = []
     monkeypatch.setattr(diagnosis.workers, "on_every_node", lambda env: asked.append(env) or [diagnosis.probe.probe()])
     assert main(["doctor", "--ray", "head:1"]) == 0

@@ -333,7 +333,7 @@ def test_own_log_level_is_kept(host):
         for level, after in ((logging.NOTSET, logging.INFO), (logging.WARNING, logging.WARNING)):
             logger.setLevel(level)
             nemo_geomask.install()
-            assert dispatch._log.level == after
+            assert logger.level == after
             nemo_geomask.uninstall()
     finally:
         logger.setLevel(before)

@@ -31,7 +31,7 @@ def asked(monkeypatch):
         return [seen.answer]
 
     monkeypatch.setattr(workers, "on_every_node", on_every_node)
-    monkeypatch.setattr(workers, "_pickled", pickle.dumps)
+    monkeypatch.setitem(sys.modules, "ray", types.SimpleNamespace(cloudpickle=pickle, get=list))
     return seen
 
 
@@ -144,8 +144,7 @@ class Actor:
 
 
 @pytest.fixture
-def groups(monkeypatch, asked):
-    monkeypatch.setitem(sys.modules, "ray", types.SimpleNamespace(get=list))
+def groups(asked):
     module = importlib.import_module("nemo_rl.distributed.worker_groups")
 
     def start(actor, size=2):
