@@ -158,7 +158,7 @@ class LogitLoss:
         """Loss and metrics of a packed microbatch, in one call whatever the number of sequences.
 
         Args:
-            logits: [1, N/CP, V/TP], this rank's share of the packed row.
+            logits: [1, N/CP, V/TP], this rank's share of the packed row; what is behind its last sequence is not read.
             data: rows [B, T], as for calling the loss.
             global_valid_seqs: as for calling the loss.
             global_valid_toks: likewise.
@@ -169,7 +169,9 @@ class LogitLoss:
         """
         if isinstance(logits, DTensor):
             logits, vocab_parallel_group = _tensor_parallel(logits)
-        offsets = cu_seqlens_q if cu_seqlens_q_padded is None else cu_seqlens_q_padded
+        offsets = (cu_seqlens_q if cu_seqlens_q_padded is None else cu_seqlens_q_padded).cpu()
+        # NeMo-RL's DTensor workers fill a short row up to a minimal length.
+        logits = logits[:, : int(offsets[-1]) // _size(context_parallel_group)]
         result = self._packed(
             logits, data, offsets, cu_seqlens_q.diff(), vocab_parallel_group, context_parallel_group,
             global_valid_seqs, global_valid_toks,

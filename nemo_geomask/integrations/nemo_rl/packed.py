@@ -78,7 +78,10 @@ def _split(logits: Tensor, sizes: list[int], wrapper: Any) -> Sequence[Tensor]:
     if beyond < 0:
         # Fused linear log-probs end one before the last sequence's padding.
         shares[-1] += beyond
-    return torch.split(logits, [*shares, max(0, beyond)], dim=1)[: len(shares)]
+    elif beyond > 0:
+        # Not as a part of its own: without a gradient, it would be no DTensor among those of the others.
+        logits = logits.narrow(1, 0, sum(shares))
+    return torch.split(logits, shares, dim=1)
 
 
 def _arguments(wrapper: Any) -> dict[str, Any]:

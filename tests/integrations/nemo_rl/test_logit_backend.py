@@ -296,6 +296,8 @@ def _automodel_on_rank(rank, world, tp, cp):
             offsets = torch.tensor([0, *LENGTHS]).cumsum(0)
             inputs.flash_attn_kwargs = types.SimpleNamespace(cu_seqlens_q=offsets)
             share = torch.cat([row[:length] for row, length in zip(share, LENGTHS, strict=True)]).unsqueeze(0)
+            # NeMo-RL fills a short row up to a minimal length.
+            share = torch.nn.functional.pad(share, (0, 0, 0, 4))
         for name, config in CONFIGS.items():
             if name == "filtered" and (layout == "padded" or tp > 1):
                 # NeMo-RL can't: it takes a view of rows without their last column, and wants lengths that TP divides.

@@ -75,7 +75,7 @@ def test_packed_equals_padded(name):
     column = torch.arange(stride).repeat(rows).clamp(max=width - 1)
     packed = logits[row, column].unsqueeze(0).requires_grad_()
     value, metrics = loss.packed(
-        packed,
+        F.pad(packed, (0, 0, 0, 5), value=torch.nan),  # behind the last sequence
         data,
         seqs,
         toks,
