@@ -27,7 +27,7 @@ class Kernels(NamedTuple):
     name: str
     reason: str
     row_statistics: Callable[..., Tensor]
-    fold: Callable[[Tensor], Tensor]
+    fold: Callable[[Tensor, float], Tensor]
     row_gradients: Callable[..., None]
     empty_gradient: Callable[[Tensor], Tensor]
 
