@@ -9,27 +9,63 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from nemo_geomask.errors import GeomaskError
+from nemo_geomask import errors
+from nemo_geomask.errors import *  # noqa: F403 -- every error, each of which anybody may want to catch
 
 if TYPE_CHECKING:
     from nemo_geomask.config import LossConfig
     from nemo_geomask.integrations.nemo_rl import install, uninstall
-    from nemo_geomask.losses import build_loss
+    from nemo_geomask.integrations.nemo_rl.seams import SeamError
+    from nemo_geomask.integrations.nemo_rl.workers import WorkerError
+    from nemo_geomask.lab.vllm import EngineError
+    from nemo_geomask.losses import BeforeStep, PolicyLoss, Variant, build_loss
+    from nemo_geomask.parallel import vocab_parallel_logprobs
+    from nemo_geomask.parallel.processes import RankError
+    from nemo_geomask.segments import PackedSegments
 
-__all__ = ["GeomaskError", "LossConfig", "__version__", "build_loss", "install", "uninstall"]
+__all__ = [
+    "BeforeStep",
+    "EngineError",
+    "LossConfig",
+    "PackedSegments",
+    "PolicyLoss",
+    "RankError",
+    "SeamError",
+    "Variant",
+    "WorkerError",
+    "__version__",
+    "build_loss",
+    "install",
+    "uninstall",
+    "vocab_parallel_logprobs",
+]
+__all__ += errors.__all__
 
 __version__ = "0.1.0"
 
 _HOMES = {
-    "LossConfig": "nemo_geomask.config",
-    "build_loss": "nemo_geomask.losses",
-    "install": "nemo_geomask.integrations.nemo_rl",
-    "uninstall": "nemo_geomask.integrations.nemo_rl",
+    "BeforeStep": "losses",
+    "EngineError": "lab.vllm",
+    "LossConfig": "config",
+    "PackedSegments": "segments",
+    "PolicyLoss": "losses",
+    "RankError": "parallel.processes",
+    "SeamError": "integrations.nemo_rl.seams",
+    "Variant": "losses",
+    "WorkerError": "integrations.nemo_rl.workers",
+    "build_loss": "losses",
+    "install": "integrations.nemo_rl",
+    "uninstall": "integrations.nemo_rl",
+    "vocab_parallel_logprobs": "parallel",
 }
 
 
 def __getattr__(name: str) -> Any:
     # Imported when used: the log-probs and kernels need torch alone, the losses pydantic, an integration its host.
     if name in _HOMES:
-        return getattr(importlib.import_module(_HOMES[name]), name)
+        return getattr(importlib.import_module(f"nemo_geomask.{_HOMES[name]}"), name)
     raise AttributeError(f"module 'nemo_geomask' has no attribute '{name}'")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -2,7 +2,11 @@
 
 import os
 
+import pytest
 import torch
+
+# Their asserts say what they compared, as those of test modules do.
+pytest.register_assert_rewrite("tests.helpers")
 
 # Triton asks when it is imported; the processes that tests start inherit it.
 if not torch.cuda.is_available():

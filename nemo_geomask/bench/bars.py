@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from nemo_geomask.bench.paths import OURS
 from nemo_geomask.bench.paths.eager import CHUNK
 
-__all__ = ["check_logprobs", "check_loss"]
+__all__ = ["BARS", "check_logprobs", "check_loss"]
 
 # As a caller gets it; figures that stand by themselves are held against the bar without the check of the targets too.
 _OURS, _UNCHECKED = OURS[0].name, OURS[1].name
@@ -28,7 +28,7 @@ class _Bar(NamedTuple):
 
 _PLAIN = {"vocab": _V, "fraction": 1.0, "entropy": False, "temperature": 1.0, "dtype": "bfloat16"}
 _WHOLE = {**_PLAIN, "tp": 1}
-_BARS = (
+BARS = (
     _Bar("cuda", 0.9, figure="of_copy", at={"vocab": _V, "fraction": 1.0, "dtype": "bfloat16"}),
     _Bar("cuda", 15.0, peer=f"NeMo-RL ChunkedDistributedLogprob({CHUNK})", at=_WHOLE),
     _Bar("cuda", 3.0, peer="Liger vocabulary-parallel CE", at=_PLAIN),
@@ -53,7 +53,7 @@ def check_logprobs(results: Sequence[Mapping[str, Any]], device: str) -> list[di
         ``name``, ``bound``, ``found`` and ``passed``; the last two None where the figure is missing.
     """
     found = []
-    for bar in _BARS:
+    for bar in BARS:
         if bar.device != device:
             continue
         fitting = [result for result in results if _speaks_of(bar, result["case"])]

@@ -18,7 +18,7 @@ from nemo_geomask.bench.plot import write_plot
 from nemo_geomask.errors import ConfigError
 from nemo_geomask.kernels import KERNELS
 
-__all__ = ["add_arguments", "run"]
+__all__ = ["add_arguments", "chosen", "run"]
 
 _BENCHMARKS = ("logprobs", "loss", "segments")
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -95,7 +95,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("--device cuda: torch sees no GPU here; use --device cpu")
     _refuse_unread(arguments)
-    paths = _chosen(arguments.paths)
+    paths = chosen(arguments.paths)
     name = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if arguments.threads is not None:
         torch.set_num_threads(arguments.threads)
@@ -199,7 +199,12 @@ def _segments(arguments: argparse.Namespace, device: torch.device) -> dict[str, 
     return found
 
 
-def _chosen(text: str | None) -> tuple[Way, ...]:
+def chosen(text: str | None) -> tuple[Way, ...]:
+    """The paths that ``--paths`` names, in the order of :data:`PATHS`; all of them for None.
+
+    Raises:
+        ConfigError: no path of that name, or with it as part of its name.
+    """
     if text is None:
         return PATHS
     names = [path.name.lower() for path in PATHS]

@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from nemo_geomask.bench import ranks
 from nemo_geomask.bench.clock import Clock, Lap, interleave, spread
 from nemo_geomask.bench.meters import Tally
 from nemo_geomask.bench.paths.base import Absent, module
 from nemo_geomask.bench.volume import microbatch, uneven
+from nemo_geomask.parallel.processes import run
 from nemo_geomask.segments import PackedSegments
 
 __all__ = ["benchmark"]
@@ -21,6 +21,8 @@ __all__ = ["benchmark"]
 _MERGED = "one collective for all"
 _SEPARATE = "one collective each"
 _SCATTERED = "index_add and all-reduce, each"
+# Seconds; as many rounds as somebody asks for must fit.
+_TIMEOUT = 7200.0
 
 
 def benchmark(device: torch.device, *, tokens: int, sequences: int, repeats: int, world: int = 2) -> dict[str, Any]:
@@ -35,7 +37,7 @@ def benchmark(device: torch.device, *, tokens: int, sequences: int, repeats: int
     """
     nccl = device.type == "cuda" and dist.is_nccl_available() and torch.cuda.device_count() >= world
     backend = "nccl" if nccl else "gloo"
-    found = ranks.run(world, _statistics, tokens, sequences, repeats, backend, backend=backend)[0]
+    found = run(world, _statistics, tokens, sequences, repeats, backend, backend=backend, timeout=_TIMEOUT)[0]
     result = {"world": world, "backend": backend, "tokens": tokens, "sequences": sequences, **found}
     try:
         module("pydantic")
@@ -45,8 +47,7 @@ def benchmark(device: torch.device, *, tokens: int, sequences: int, repeats: int
     return result
 
 
-def _statistics(tokens: int, sequences: int, repeats: int, backend: str) -> dict[str, Any]:
-    rank, world = dist.get_rank(), dist.get_world_size()
+def _statistics(rank: int, world: int, tokens: int, sequences: int, repeats: int, backend: str) -> dict[str, Any]:
     device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")
     offsets = uneven(tokens, sequences, world)
     group = dist.group.WORLD
@@ -73,11 +74,11 @@ def _statistics(tokens: int, sequences: int, repeats: int, backend: str) -> dict
     clock = Clock(device)
 
     def timed(way: Callable[[], list[Tensor]]) -> Callable[[int], Lap]:
-        def run(turn: int) -> Lap:
+        def once(turn: int) -> Lap:
             dist.barrier()
             return clock.lap(way, lambda _: None)
 
-        return run
+        return once
 
     laps, failures = interleave({name: timed(way) for name, way in ways.items()}, repeats, warmup=3)
     rows: list[dict[str, Any]] = []

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from nemo_geomask.bench import ranks
 from nemo_geomask.bench.clock import why
 from nemo_geomask.bench.inputs import Case, Inputs
 from nemo_geomask.bench.meters import Collective, Tally
 from nemo_geomask.bench.paths import PATHS, Absent, Setting, Unfit
 from nemo_geomask.parallel import vocab_parallel_logprobs
+from nemo_geomask.parallel.processes import run
 from nemo_geomask.segments import PackedSegments
 
 __all__ = ["LAYOUT", "logprobs", "microbatch", "total", "uneven"]
@@ -54,11 +54,11 @@ def logprobs(names: Sequence[str]) -> dict[str, Any]:
     Args:
         names: of the paths.
     """
-    found: Mapping[str, Any] = ranks.run(_TP, _logprobs, list(names))[0]
+    found: Mapping[str, Any] = run(_TP, _logprobs, list(names))[0]
     return {"tokens": _CASE.tokens, "tp": _TP, "paths": found}
 
 
-def _logprobs(names: Sequence[str]) -> dict[str, Any]:
+def _logprobs(rank: int, world: int, names: Sequence[str]) -> dict[str, Any]:
     setting = Setting(torch.device("cpu"), group=dist.group.WORLD)
     sample = Inputs(_CASE, setting.device).take(0)
     result: dict[str, Any] = {}
@@ -81,13 +81,13 @@ def _logprobs(names: Sequence[str]) -> dict[str, Any]:
 
 def microbatch() -> dict[str, Any]:
     """Bytes through each process group in one microbatch: logits, log-probs, GSPO, backward, on TP × CP ranks."""
-    return {**LAYOUT, "loss": _LOSS, "groups": ranks.run(LAYOUT["tp"] * LAYOUT["cp"], _microbatch)[0]}
+    return {**LAYOUT, "loss": _LOSS, "groups": run(LAYOUT["tp"] * LAYOUT["cp"], _microbatch)[0]}
 
 
-def _microbatch() -> dict[str, Any]:
+def _microbatch(rank: int, world: int) -> dict[str, Any]:
     from nemo_geomask.losses import build_loss
 
-    rank, tp, cp, sequences = dist.get_rank(), LAYOUT["tp"], LAYOUT["cp"], LAYOUT["sequences"]
+    tp, cp, sequences = LAYOUT["tp"], LAYOUT["cp"], LAYOUT["sequences"]
     by_tp: list[Any] = [dist.new_group(list(range(c * tp, (c + 1) * tp))) for c in range(cp)]
     by_cp: list[Any] = [dist.new_group(list(range(t, tp * cp, tp))) for t in range(tp)]
     tp_rank, cp_rank = rank % tp, rank // tp

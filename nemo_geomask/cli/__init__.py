@@ -13,10 +13,10 @@ import nemo_geomask
 from nemo_geomask.cli import bench, check, doctor, lab, run, schema
 from nemo_geomask.errors import GeomaskError
 
-__all__ = ["main"]
+__all__ = ["COMMANDS", "main"]
 
 # Every command module has add(subparsers), which registers a parser whose `run` default does the work.
-_COMMANDS = (lab, run, doctor, check, bench, schema)
+COMMANDS = (lab, run, doctor, check, bench, schema)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -51,7 +51,7 @@ def _run(argv: Sequence[str] | None) -> int:
     parser = argparse.ArgumentParser(prog="nemo-geomask", description=nemo_geomask.__doc__)
     parser.add_argument("--version", action="version", version=f"nemo-geomask {nemo_geomask.__version__}")
     subparsers = parser.add_subparsers(metavar="COMMAND", required=True)
-    for command in _COMMANDS:
+    for command in COMMANDS:
         command.add(subparsers)
     # argparse fills `key.path=value ...` from the first run of positional arguments only; those after an option come
     # back as unknown.

@@ -6,9 +6,9 @@ machine and versions of torch and transformers, every number but the timings com
 
 from __future__ import annotations
 
-from nemo_geomask.lab.compare import Variant, parse_compare
+from nemo_geomask.lab.compare import ComparedLoss, parse_compare
 from nemo_geomask.lab.recipe import LabRecipe
 from nemo_geomask.lab.results import LabResult, VariantResult
 from nemo_geomask.lab.run import run_lab
 
-__all__ = ["LabRecipe", "LabResult", "Variant", "VariantResult", "parse_compare", "run_lab"]
+__all__ = ["ComparedLoss", "LabRecipe", "LabResult", "VariantResult", "parse_compare", "run_lab"]

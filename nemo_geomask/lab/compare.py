@@ -20,7 +20,7 @@ from nemo_geomask.errors import ConfigError
 from nemo_geomask.lab.recipe import LabConfig
 from nemo_geomask.losses import available
 
-__all__ = ["Variant", "parse_compare", "parse_spec"]
+__all__ = ["ComparedLoss", "parse_compare", "parse_spec"]
 
 _LEVELS = get_args(CorrectionLevel)
 _NONE = "none"
@@ -33,7 +33,7 @@ _CORRECTION_KEYS = (
 
 
 @dataclass(frozen=True)
-class Variant:
+class ComparedLoss:
     """One curve of a comparison.
 
     Attributes:
@@ -45,7 +45,7 @@ class Variant:
     loss_fn: Mapping[str, Any]
 
 
-def parse_compare(text: str | Iterable[str], base: Mapping[str, Any], lab: LabConfig) -> tuple[Variant, ...]:
+def parse_compare(text: str | Iterable[str], base: Mapping[str, Any], lab: LabConfig) -> tuple[ComparedLoss, ...]:
     """Variants of a comma-separated list of SPECs.
 
     Args:
@@ -65,7 +65,7 @@ def parse_compare(text: str | Iterable[str], base: Mapping[str, Any], lab: LabCo
     return tuple(parse_spec(spec, base, lab) for spec in specs)
 
 
-def parse_spec(spec: str, base: Mapping[str, Any], lab: LabConfig) -> Variant:
+def parse_spec(spec: str, base: Mapping[str, Any], lab: LabConfig) -> ComparedLoss:
     """The variant that one SPEC describes; see :func:`parse_compare`."""
     head, *presets = spec.split("+")
     name, level = _split_level(head, spec)
@@ -77,7 +77,7 @@ def parse_spec(spec: str, base: Mapping[str, Any], lab: LabConfig) -> Variant:
         block |= {"use_importance_sampling_correction": True, "is_correction_level": level}
     if presets:
         block["masks"] = [*(block.get("masks") or ()), *(_mask(preset, spec, lab) for preset in presets)]
-    return Variant(spec, block)
+    return ComparedLoss(spec, block)
 
 
 def _split_level(head: str, spec: str) -> tuple[str, str | None]:

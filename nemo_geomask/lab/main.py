@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from nemo_geomask.config.recipe import load_recipe
-from nemo_geomask.lab.compare import Variant, parse_compare
+from nemo_geomask.lab.compare import ComparedLoss, parse_compare
 from nemo_geomask.lab.optional import require
 from nemo_geomask.lab.plot import write_plot
 from nemo_geomask.lab.progress import RichProgress
@@ -39,7 +39,7 @@ def main(
     recipe = LabRecipe.read(load_recipe(path, overrides, new_keys=True), source=path.name)
     specs = recipe.lab.compare if compare is None else compare
     loss_fn = recipe.loss_fn
-    variants = parse_compare(specs, loss_fn, recipe.lab) if specs else (Variant(_label(loss_fn), loss_fn),)
+    variants = parse_compare(specs, loss_fn, recipe.lab) if specs else (ComparedLoss(_label(loss_fn), loss_fn),)
     console = require("rich.console").Console()
     if not console.is_terminal:
         # A file or a pipe has no width of its own; the default would cut the table.

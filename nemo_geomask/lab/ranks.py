@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import contextlib
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -12,7 +14,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
-__all__ = ["Axis", "Ranks"]
+from nemo_geomask.parallel.processes import PATIENCE, beside
+
+__all__ = ["Axis", "Ranks", "company"]
 
 T = TypeVar("T")
 
@@ -50,13 +54,13 @@ class Ranks:
     dp: Axis = Axis()
 
     @classmethod
-    def of(cls, *, tp: int, cp: int, dp: int, timeout: timedelta) -> Ranks:
+    def of(cls, *, tp: int, cp: int, dp: int) -> Ranks:
         """Places in the default process group of tp·cp·dp processes, which all of them must ask for together.
 
         Tensor-parallel ranks are neighbours, then context-parallel ones, as Megatron places them.
         """
         strides = (1, tp, tp * cp)
-        return cls(*(_axis(size, stride, timeout) for size, stride in zip((tp, cp, dp), strides, strict=True)))
+        return cls(*(_axis(size, stride) for size, stride in zip((tp, cp, dp), strides, strict=True)))
 
     @property
     def world(self) -> int:
@@ -115,7 +119,38 @@ class Ranks:
         return [total.reshape(part.shape) for total, part in zip(summed, parts, strict=True)]
 
 
-def _axis(size: int, stride: int, timeout: timedelta) -> Axis:
+@contextlib.contextmanager
+def company(work: Callable[[Ranks], None], *, tp: int, cp: int, dp: int) -> Iterator[Ranks]:
+    """Make this process the first of tp·cp·dp ranks; the others run ``work`` beside the block.
+
+    How they start and end: see :func:`nemo_geomask.parallel.processes.beside`.
+
+    Args:
+        work: picklable.
+        tp: tensor-parallel size.
+        cp: context-parallel size.
+        dp: data-parallel size.
+
+    Yields:
+        This process's places.
+
+    Raises:
+        GeomaskError: of another rank, as it was raised there.
+        RankError: another rank died, or raised something else.
+    """
+    if tp * cp * dp == 1:
+        yield Ranks()
+        return
+    places = functools.partial(Ranks.of, tp=tp, cp=cp, dp=dp)
+    with beside(tp * cp * dp, _work, work, places):
+        yield places()
+
+
+def _work(rank: int, world: int, work: Callable[[Ranks], None], places: Callable[[], Ranks]) -> None:
+    work(places())
+
+
+def _axis(size: int, stride: int) -> Axis:
     if size == 1:
         return Axis()
     rank = dist.get_rank()
@@ -123,6 +158,8 @@ def _axis(size: int, stride: int, timeout: timedelta) -> Axis:
     for start in range(dist.get_world_size()):
         if start // stride % size == 0:
             # Every process has to take part in making every group.
-            group = dist.new_group([start + place * stride for place in range(size)], timeout=timeout)
+            group = dist.new_group(
+                [start + place * stride for place in range(size)], timeout=timedelta(seconds=PATIENCE)
+            )
             mine = group if start == rank - rank // stride % size * stride else mine
     return Axis(rank // stride % size, size, mine)

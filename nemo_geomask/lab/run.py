@@ -14,12 +14,11 @@ from typing import IO, Any
 
 from nemo_geomask import build_loss
 from nemo_geomask.errors import ConfigError, PluginError
-from nemo_geomask.lab.compare import Variant
+from nemo_geomask.lab.compare import ComparedLoss
 from nemo_geomask.lab.dump import write_rollout
 from nemo_geomask.lab.optional import require
-from nemo_geomask.lab.processes import company
 from nemo_geomask.lab.progress import Progress
-from nemo_geomask.lab.ranks import Ranks
+from nemo_geomask.lab.ranks import Ranks, company
 from nemo_geomask.lab.recipe import LabRecipe
 from nemo_geomask.lab.results import LabResult, VariantResult
 from nemo_geomask.lab.rollout import Rollout
@@ -30,7 +29,7 @@ from nemo_geomask.losses import PolicyLoss
 __all__ = ["run_lab"]
 
 
-def run_lab(recipe: LabRecipe, variants: Sequence[Variant], out: Path, progress: Progress) -> LabResult:
+def run_lab(recipe: LabRecipe, variants: Sequence[ComparedLoss], out: Path, progress: Progress) -> LabResult:
     """Train each variant from the same weights on the same prompts.
 
     Losses are built, the optional packages imported and the generation engine started before anything trains, so that
@@ -136,7 +135,7 @@ def _train_beside(recipe: LabRecipe, blocks: Sequence[Mapping[str, Any]], ranks:
             pass
 
 
-def _loss(variant: Variant) -> PolicyLoss:
+def _loss(variant: ComparedLoss) -> PolicyLoss:
     try:
         return build_loss(variant.loss_fn)
     except (ConfigError, PluginError) as error:
@@ -149,7 +148,7 @@ def _settings(loss: PolicyLoss) -> Mapping[str, Any]:
 
 
 def _write_config(
-    recipe: LabRecipe, variants: Sequence[Variant], in_force: Sequence[Mapping[str, Any]], path: Path
+    recipe: LabRecipe, variants: Sequence[ComparedLoss], in_force: Sequence[Mapping[str, Any]], path: Path
 ) -> None:
     yaml = require("yaml")
     resolved = recipe.model_dump(mode="json")

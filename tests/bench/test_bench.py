@@ -10,9 +10,8 @@ from pathlib import Path as File
 
 import pytest
 import torch
-import torch.distributed as dist
 
-from nemo_geomask.bench import bars, command, pages, ranks, report, volume
+from nemo_geomask.bench import bars, command, pages, report, volume
 from nemo_geomask.bench.clock import Lap, interleave, spread
 from nemo_geomask.bench.inputs import Answer, Case, Inputs, errors
 from nemo_geomask.bench.logprobs import measure, sweep
@@ -192,12 +191,12 @@ def test_absent_and_failing_peers_are_listed():
 
 @pytest.mark.parametrize("name", [path.name for path in PATHS])
 def test_every_listed_path_can_be_chosen_alone(name):
-    assert [path.name for path in command._chosen(name)] == [name]
+    assert [path.name for path in command.chosen(name)] == [name]
 
 
 def test_paths_are_chosen_by_name_or_part_of_it():
-    assert command._chosen(None) == PATHS
-    chosen = command._chosen("flash, nemo_geomask, unchecked targets,F.cross")
+    assert command.chosen(None) == PATHS
+    chosen = command.chosen("flash, nemo_geomask, unchecked targets,F.cross")
     assert [path.name for path in chosen] == [
         "nemo_geomask, unchecked targets",
         "torch F.cross_entropy",
@@ -205,9 +204,9 @@ def test_paths_are_chosen_by_name_or_part_of_it():
         "flash-attn CE",
     ]
     with pytest.raises(ConfigError, match="'flush': no such path; there are: nemo_geomask; nemo_geomask, unchecked"):
-        command._chosen("nemo_geomask,flush")
+        command.chosen("nemo_geomask,flush")
     with pytest.raises(ConfigError, match="''"):
-        command._chosen("nemo_geomask,")
+        command.chosen("nemo_geomask,")
 
 
 def test_incoming_gradient_reaches_entropy_and_logprob():
@@ -226,7 +225,7 @@ def _row(name, ms, **more):
 
 def test_bars_pass_fail_or_say_why_not():
     case = {**Case(256, 151_936).describe(), "title": ""}
-    names = [bar.peer for bar in bars._BARS if bar.device == "cpu"]
+    names = [bar.peer for bar in bars.BARS if bar.device == "cpu"]
     assert len(names) == 3
     rows = [_row(OURS[0].name, 10.0), _row(names[0], 80.0), {"path": names[1], "status": "absent", "reason": "gone"}]
     rows += [_row(names[2], 19.0)]
@@ -270,20 +269,6 @@ def test_small_cases_are_not_judged(device, tokens, vocab, verdict):
     assert ("FAIL" in text, "too small to judge" in text) == (verdict is False, verdict is None)
 
 
-def _fails(rank_that_fails):
-    if dist.get_rank() == rank_that_fails:
-        raise ValueError("this rank is done")
-    return dist.get_rank()
-
-
-@pytest.mark.timeout(120)
-def test_a_failing_rank_is_an_error_with_its_traceback():
-    with pytest.raises(Exception, match="this rank is done"):
-        ranks.run(2, _fails, 1)
-    assert ranks.run(2, _fails, 7) == [0, 1]
-
-
-@pytest.mark.timeout(200)
 def test_volume_of_a_microbatch_is_what_the_documentation_says():
     counted = volume.microbatch()
     layout, groups = volume.LAYOUT, counted["groups"]
@@ -297,7 +282,6 @@ def test_volume_of_a_microbatch_is_what_the_documentation_says():
     assert backward == ["all-gather", sequences * 8]
 
 
-@pytest.mark.timeout(200)
 def test_collectives_of_the_paths():
     counted = volume.logprobs([OURS[0].name, "Megatron-core vocab_parallel_cross_entropy"])
     tokens = counted["tokens"]
@@ -310,7 +294,6 @@ def test_collectives_of_the_paths():
         assert theirs["sent_bytes"] == 3 * tokens * 4  # 2·(2 - 1)/2 of the payload
 
 
-@pytest.mark.timeout(200)
 def test_command_writes_json(tmp_path, capsys):
     options = [
         "--device",
@@ -334,7 +317,6 @@ def test_command_writes_json(tmp_path, capsys):
     assert "no such path" in capsys.readouterr().err
 
 
-@pytest.mark.timeout(200)
 def test_command_measures_losses(tmp_path, capsys):
     options = ["--device", "cpu", "--tokens", "16", "--vocab", "500", "--repeats", "1", "--batch", "2,32"]
     assert main(["bench", "loss", *options, "--out", str(tmp_path)]) == 0
@@ -396,6 +378,6 @@ def test_runs_without_pydantic():
         sys.argv = ["bench", "loss", "--device", "cpu"]
         runpy.run_module("nemo_geomask.bench", run_name="__main__")
     """
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr
     assert "loss: absent: pydantic can't be imported" in done.stdout

@@ -7,7 +7,7 @@ import copy
 import torch
 import torch.distributed as dist
 
-from tests.segments.test_segments import shares
+from tests.helpers.shares import shares
 
 
 class _Stream:

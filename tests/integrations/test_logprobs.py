@@ -12,8 +12,8 @@ import torch
 
 from nemo_geomask.errors import ConfigError, DataError, MissingDependencyError
 from nemo_geomask.integrations.logprobs import LOGPROB_BACKENDS, logprob_backend
-from tests.helpers.gloo import run
-from tests.parallel.test_vocab import IGNORE, case, loops
+from nemo_geomask.parallel.processes import run
+from tests.helpers.logprobs import IGNORE, case, loops
 
 TEMPERATURE, VALID = 0.7, 35
 
@@ -70,7 +70,6 @@ def _compute(rank, world, name):
     return logprobs.detach().numpy(), leaf.grad.numpy()
 
 
-@pytest.mark.timeout(240)
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("name", list(LOGPROB_BACKENDS))
 def test_backends_equal_loops(name, world):

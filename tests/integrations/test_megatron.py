@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from nemo_geomask import build_loss
-from nemo_geomask.errors import DataError, ShapeError
+from nemo_geomask.errors import DataError, GeomaskError, ShapeError
+from nemo_geomask.parallel.processes import run
 from tests.helpers import batches
-from tests.helpers.gloo import run
 
 pytest.importorskip("megatron.core", reason="needs megatron-core, the extra 'megatron'")
 
@@ -229,10 +229,9 @@ def reference():
 
 @functools.cache
 def _trained(world):
-    return run(world, _train, timeout=260)
+    return run(world, _train)
 
 
-@pytest.mark.timeout(280)
 @pytest.mark.parametrize("world", LAYOUTS)
 def test_parameter_gradients_equal_the_unsharded_models(world, reference):
     for _, metrics, gradients in reference.values():
@@ -249,7 +248,6 @@ def test_parameter_gradients_equal_the_unsharded_models(world, reference):
                 np.testing.assert_allclose(gradients[name], grad, rtol=1e-3, atol=2e-6, err_msg=f"{layout} {name}")
 
 
-@pytest.mark.timeout(280)
 @pytest.mark.parametrize("world", [2, 4])
 def test_sequence_parallel_shares_equal_the_whole_row(world):
     from nemo_geomask.integrations.megatron import pack_batch
@@ -301,7 +299,6 @@ def _against_megatron(rank, world):
     return found
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("world", [1, 2])
 def test_logprobs_are_megatrons_cross_entropy_negated(world):
     for ours, theirs in run(world, _against_megatron):
@@ -325,22 +322,44 @@ def test_batch_that_lacks_or_misshapes_a_tensor_is_refused():
         pack_batch(data, params, PackedSegments([0, 8, 16]))
 
 
-def test_batch_that_does_not_fit_packing_or_vocabulary_is_refused():
-    from nemo_geomask.integrations.megatron import _validate
-    from nemo_geomask.segments import PackedSegments
+def _refused(rank, world):
+    """What is said of batches that fit neither packing nor vocabulary, None of one that does."""
+    from megatron.core import parallel_state
 
-    data, *_ = _rows()
+    from nemo_geomask.integrations.megatron import policy_loss
+
+    parallel_state.initialize_model_parallel(1)
+    data, seqs, toks = _rows()
     params = _packing(data)
-    segments = PackedSegments(params.cu_seqlens_q_padded)
-    _validate(data, params, segments, VOCAB)
-    with pytest.raises(DataError, match="outside the vocabulary of 20"):
-        _validate(data, params, segments, 20)
-    with pytest.raises(ShapeError, match="host_offsets are"):
-        _validate(data, params, PackedSegments(2 * params.cu_seqlens_q_padded), VOCAB)
     longer = data["token_mask"].clone()
     longer[1, -1] = 1
-    with pytest.raises(DataError, match="trains 1 tokens behind the end"):
-        _validate({**data, "token_mask": longer}, params, segments, VOCAB)
+    offsets = params.cu_seqlens_q_padded
+    found = []
+    for change, vocab_size, host_offsets in (
+        ({}, VOCAB, offsets),
+        ({}, 20, offsets),
+        ({}, VOCAB, 2 * offsets),
+        ({"token_mask": longer}, VOCAB, offsets),
+    ):
+        logits = _logits(int(host_offsets[-1]))
+        counts = {"global_valid_seqs": seqs, "global_valid_toks": toks}
+        options = {"vocab_size": vocab_size, "host_offsets": host_offsets.tolist()}
+        try:
+            policy_loss(build_loss(CONFIG), logits, {**data, **change}, params, **counts, **options)
+            found.append(None)
+        except GeomaskError as error:
+            found.append(f"{type(error).__name__}: {error}")
+    return found
+
+
+def test_batch_that_does_not_fit_packing_or_vocabulary_is_refused():
+    ((fine, outside, offsets, behind),) = run(1, _refused)
+    assert fine is None
+    assert outside.startswith("DataError")
+    assert "outside the vocabulary of 20" in outside
+    assert offsets.startswith("ShapeError: host_offsets are")
+    assert behind.startswith("DataError")
+    assert "trains 1 tokens behind the end" in behind
 
 
 def test_packing_reads_nothing_back():

@@ -60,7 +60,6 @@ def test_compare_writes_all_outputs(recipe, tmp_path, capsys):
     assert "is not empty (it holds config.yaml)" in capsys.readouterr().err
 
 
-@pytest.mark.timeout(120)
 def test_two_processes_write_what_one_writes(recipe, tmp_path, capsys):
     common = [str(recipe), "--steps", "2", "--docs-per-step", "12", "policy.generation.precision=float32"]
     lines, files = [], []

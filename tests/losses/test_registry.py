@@ -125,13 +125,13 @@ def third_party(tmp_path_factory):
     source = tmp_path_factory.mktemp("source") / "plugin_example"
     shutil.copytree(Path(__file__).parents[1] / "plugin_example", source)
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
-    subprocess.run([*command, "--target", str(target), str(source)], check=True, timeout=240)
+    subprocess.run([*command, "--target", str(target), str(source)], check=True, timeout=500)
     return {**os.environ, "PYTHONPATH": os.pathsep.join([str(target), os.environ.get("PYTHONPATH", "")])}
 
 
 def run(environment, *command):
     return subprocess.run(
-        [sys.executable, *command], env=environment, capture_output=True, text=True, timeout=240, check=False
+        [sys.executable, *command], env=environment, capture_output=True, text=True, timeout=500, check=False
     )
 
 

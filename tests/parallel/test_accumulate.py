@@ -6,7 +6,7 @@ import torch
 from nemo_geomask import build_loss
 from nemo_geomask.errors import ConfigError
 from nemo_geomask.parallel import collect_documents
-from tests.helpers.gloo import run
+from nemo_geomask.parallel.processes import run
 
 # Documents of each microbatch, by rank.
 SOURCES = {
@@ -47,7 +47,6 @@ def _steps(rank, world):
     return found
 
 
-@pytest.mark.timeout(120)
 def test_all_ranks_stop_after_the_same_round_with_the_same_denominator():
     results = run(4, _steps)
     for name, sources in SOURCES.items():
@@ -100,7 +99,6 @@ def _rows():
     return rows
 
 
-@pytest.mark.timeout(120)
 def test_losses_of_the_step_add_up_to_the_mean_over_its_documents():
     rows = _rows()
     toks = sum(row["token_mask"].shape[1] - 1 for row in rows)

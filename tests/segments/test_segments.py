@@ -7,24 +7,11 @@ import pytest
 import torch
 
 from nemo_geomask.errors import ShapeError
+from nemo_geomask.parallel.processes import run
 from nemo_geomask.segments import PackedSegments, PaddedSegments
-from tests.helpers.gloo import run
+from tests.helpers.shares import shares
 
 OFFSETS = [0, 8, 8, 40, 48, 80]  # an empty sequence among them; 80 tokens
-
-
-def shares(offsets, rank, size, sp_rank=0, sp_size=1):
-    """Megatron's load-balanced split as a loop, chunks r and 2·size−1−r of 2·size equal ones of each sequence, then a
-    slice of what the rank holds; (place in the row, place in the sequence) of each token."""
-    places = []
-    for start, end in itertools.pairwise(offsets):
-        chunk = (end - start) // (2 * size)
-        for number in (rank, 2 * size - 1 - rank):
-            places += [(start + t, t) for t in range(number * chunk, (number + 1) * chunk)]
-    if size == 1:
-        places = [(start + t, t) for start, end in itertools.pairwise(offsets) for t in range(end - start)]
-    each = len(places) // sp_size
-    return places[sp_rank * each : (sp_rank + 1) * each]
 
 
 @pytest.mark.parametrize("sp", [1, 2, 5])
@@ -181,7 +168,6 @@ def _over_ranks(rank, world):
     return found
 
 
-@pytest.mark.timeout(180)
 @pytest.mark.parametrize("world", LAYOUTS)
 def test_sharded_equals_whole(world):
     whole = torch.randn(OFFSETS[-1], dtype=torch.float64, generator=torch.Generator().manual_seed(2)).requires_grad_()
@@ -238,7 +224,6 @@ def _misfits(rank, world):
     return found
 
 
-@pytest.mark.timeout(120)
 def test_misfits_of_ranks_and_groups_are_named():
     results = run(4, _misfits)
     wrong = {"size", "rank", "no share", "one of two", "order", "three", "sequences", "lengths", "twice"}

@@ -46,7 +46,7 @@ def reason_to_skip(module: str) -> str | None:
     if root() is None:
         return "NeMo-RL is not importable here"
     done = subprocess.run(
-        [sys.executable, "-c", f"import {module}"], env=environment(), capture_output=True, text=True, timeout=240
+        [sys.executable, "-c", f"import {module}"], env=environment(), capture_output=True, text=True, timeout=500
     )
     return None if done.returncode == 0 else f"{module}: {done.stderr.strip().splitlines()[-1]}"
 

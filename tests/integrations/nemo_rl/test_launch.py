@@ -59,7 +59,7 @@ def test_in_a_process_of_its_own(tmp_path):
         capture_output=True,
         text=True,
         cwd=tmp_path,
-        timeout=120,
+        timeout=500,
     )
     assert json.loads(done.stdout)["loss"] == "PolicyLoss", done.stderr
 

@@ -14,8 +14,7 @@ import pytest
 import torch
 
 from nemo_geomask import build_loss
-from tests.helpers import batches
-from tests.losses import test_golden
+from tests.helpers import batches, golden
 
 pytest.importorskip("nemo_rl.algorithms.loss.interfaces", reason="NeMo-RL is not importable here")
 pytest.importorskip("nemo_rl.algorithms.loss.loss_functions", reason="NeMo-RL's requirements are not importable here")
@@ -30,9 +29,7 @@ from pydantic import BaseModel
 OLD = not issubclass(ClippedPGLossConfig, BaseModel)
 NOT_IN_OLD = ("use_cispo", "positive_example_nll_weight", "use_kl_in_reward")
 CONFIGS = {
-    case.removeprefix("small-"): entry["config"]
-    for case, entry in test_golden.index().items()
-    if case.startswith("small-")
+    case.removeprefix("small-"): entry["config"] for case, entry in golden.index().items() if case.startswith("small-")
 }
 if OLD:
     CONFIGS = {

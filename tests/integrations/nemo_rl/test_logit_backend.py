@@ -16,7 +16,7 @@ import typing_extensions
 
 from nemo_geomask import build_loss
 from nemo_geomask.errors import ConfigError
-from tests.helpers.gloo import run
+from nemo_geomask.parallel.processes import run
 
 pytest.importorskip("nemo_rl.algorithms.loss.loss_functions", reason="NeMo-RL is not importable here")
 
@@ -223,11 +223,10 @@ def _compare(results):
             assert kind == "own" or metrics.keys() == others.keys()
 
 
-@pytest.mark.timeout(400)
 @pytest.mark.parametrize(("tp", "cp"), [(1, 1), (2, 1), (1, 2), (2, 2)])
 def test_megatron_equals_nemo_rls_own_path(tp, cp):
     _skip_unless(megatron_worker)
-    _compare(run(tp * cp, _on_rank, tp, cp, timeout=360))
+    _compare(run(tp * cp, _on_rank, tp, cp))
 
 
 def _automodel_on_rank(rank, world, tp, cp):
@@ -271,8 +270,7 @@ def _automodel_on_rank(rank, world, tp, cp):
     return found
 
 
-@pytest.mark.timeout(400)
 @pytest.mark.parametrize(("tp", "cp"), [(1, 1), (2, 1), (1, 2), (2, 2)])
 def test_automodel_equals_nemo_rls_own_path(tp, cp):
     _skip_unless(automodel_worker)
-    _compare(run(tp * cp, _automodel_on_rank, tp, cp, timeout=360))
+    _compare(run(tp * cp, _automodel_on_rank, tp, cp))

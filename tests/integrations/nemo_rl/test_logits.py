@@ -13,8 +13,8 @@ from nemo_geomask import build_loss
 from nemo_geomask.errors import ConfigError, DataError, ShapeError
 from nemo_geomask.integrations.nemo_rl import worker
 from nemo_geomask.integrations.nemo_rl.logits import LogitLoss
+from nemo_geomask.parallel.processes import run
 from tests.helpers.batches import VARIANTS, rollouts
-from tests.helpers.gloo import run
 
 VOCAB = 23
 
@@ -188,12 +188,11 @@ def _dtensors(rank, world, tp, cp):
     return mine.numpy(), columns, found
 
 
-@pytest.mark.timeout(180)
 @pytest.mark.parametrize(("tp", "cp"), [(2, 1), (1, 2), (2, 2)])
 def test_dtensors_equal_one_process(tp, cp):
     logits, data, seqs, toks = case(padding=2)
     logits = F.pad(logits, (0, 1), value=-30.0)
-    results = run(tp * cp, _dtensors, tp, cp, timeout=150)
+    results = run(tp * cp, _dtensors, tp, cp)
     for name in ("ppo", "gspo"):
         leaf = logits.clone().requires_grad_()
         loss = LogitLoss(build_loss({**VARIANTS[name], "logprob_backend": "geomask"}))
