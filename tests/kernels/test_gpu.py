@@ -18,7 +18,7 @@ from nemo_geomask.kernels import choose, gpu
 from nemo_geomask.parallel import vocab_parallel_logprobs
 from nemo_geomask.parallel.processes import run
 from tests.helpers.from_logits import CONFIGS, check_from_logits
-from tests.helpers.logprobs import IGNORE, case, check, loops, ours
+from tests.helpers.logprobs import IGNORE, case, check, check_digits, loops, ours, shifted
 
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs the compiled kernels"),
@@ -36,6 +36,24 @@ def test_interpreted_equals_loops(rows, width, valid, temperature):
     targets = targets.where(targets < (valid or width), torch.tensor(0))
     found = ours(logits, targets, g, h, temperature=temperature, vocab_size=valid, kernel="triton")
     check(found, loops(logits, targets, g, h, temperature=temperature, valid=valid))
+
+
+@pytest.mark.parametrize("temperature", [0.1, 1.0, 10.0])
+@pytest.mark.parametrize(("offset", "width"), [(0.0, 37), (30.0, 37), (1e3, 37), (1e4, 37), (-1e4, 37), (1e4, 66_000)])
+def test_digits_do_not_depend_on_the_size_of_the_logits(offset, width, temperature):
+    inputs = shifted(1, offset, rows=13 if width < 100 else 3, width=width)
+    found = ours(*inputs, temperature=temperature, kernel="triton")
+    check_digits(found, loops(*inputs, temperature=temperature), temperature)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_default_dtype_changes_nothing(default_dtype, dtype):
+    inputs = case(2)
+    expected = ours(*inputs, kernel="triton")
+    default_dtype(dtype)
+    for mine, other in zip(ours(*inputs, kernel="triton"), expected, strict=True):
+        assert mine.dtype == np.float32
+        assert np.array_equal(mine, other)
 
 
 def test_columns_may_lie_anywhere():
@@ -118,6 +136,7 @@ _COMPILE = """
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 from nemo_geomask.kernels import gpu
+from nemo_geomask.kernels.cpu import FIELDS
 
 def ptx(kernel, constants):
     pointers = {"logits": "*bf16", "out": "*bf16", "targets": "*i64"}
@@ -136,11 +155,11 @@ def ptx(kernel, constants):
     source = ASTSource(kernel, signature, values, attributes)
     return compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": gpu._WARPS}).asm["ptx"]
 
-POINTERS = ("logits", "targets", "out", "result", "lses", "grads_logprob", "entropies", "grads_entropy")
+POINTERS = ("logits", "targets", "out", "result", "peaks", "masses", "grads_logprob", "entropies", "grads_entropy")
 shape = {"DEPTH": gpu._DEPTH, "LANES": gpu._LANES, "VECTOR": gpu._VECTOR}
 for entropy in (False, True):
     print("=====", "forward", entropy)
-    print(ptx(gpu._statistics, {"stride_column": 1, "ENTROPY": entropy, **shape}))
+    print(ptx(gpu._statistics, {"stride_column": 1, "ENTROPY": entropy, "FIELDS": FIELDS, **shape}))
     print("=====", "backward", entropy)
     tile = {"STRIPE": gpu._STRIPE, "TILE": gpu._TILE}
     print(ptx(gpu._gradients, {"stride_column": 1, "out_column": 1, "ENTROPY": entropy, **tile}))
