@@ -233,6 +233,7 @@ def _for_blocks(take: Callable[[Tensor | slice, Tensor], None], logits: Tensor, 
     count, width = logits.shape[0] if rows is None else rows.numel(), logits.shape[1]
     on_cpu = logits.device.type == "cpu"
     step = max(1, (_BLOCK_ELEMENTS if on_cpu else _DEVICE_BLOCK_ELEMENTS) // width)
+    # The threads draw from it; under the interpreter's lock each start goes to one of them.
     pending = iter(range(0, count, step))
 
     def work() -> None:

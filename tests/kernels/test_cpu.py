@@ -20,9 +20,9 @@ def test_merge_of_eight_shards(kernel, temperature, offset):
     if kernel == "triton":
         pytest.importorskip("triton", reason="triton is not installed")
     logits, targets, g, h = shifted(3, offset, width=40)
-    logits[:, 10:15] = -torch.inf  # one shard's whole share
-    logits[:, 15:20] -= 200.0  # and one that has next to none
-    targets = targets.where((targets < 10) | (targets >= 15), torch.tensor(7))
+    logits[:, 10:20] = -torch.inf  # two shards' whole shares
+    logits[:, 20:25] -= 200.0  # and one that has next to none
+    targets = targets.where((targets < 10) | (targets >= 20), torch.tensor(7))
     kernels = choose(logits, kernel)
     options = {"ignore_index": IGNORE, "inverse_temperature": 1 / temperature}
     shards = logits.split(5, dim=1)
@@ -30,7 +30,13 @@ def test_merge_of_eight_shards(kernel, temperature, offset):
         kernels.row_statistics(shard, targets, start=5 * index, entropy=True, **options)
         for index, shard in enumerate(shards)
     ]
-    peak, mass, own, entropy = kernels.fold(torch.stack(parts), 1 / temperature)
+    kept = targets != IGNORE
+    assert parts[2][0, kept].isneginf().all()
+    assert not parts[2][1:].any()
+    peak, mass, own, entropy = whole = kernels.fold(torch.stack(parts), 1 / temperature)
+    # In any grouping, one without mass included.
+    groups = [kernels.fold(torch.stack(group), 1 / temperature) for group in (parts[:2], parts[2:4], parts[4:])]
+    torch.testing.assert_close(kernels.fold(torch.stack(groups), 1 / temperature), whole, rtol=1e-5, atol=2e-6)
     gradient = torch.empty_like(logits)
     for index, shard in enumerate(shards):
         kernels.row_gradients(
@@ -46,7 +52,6 @@ def test_merge_of_eight_shards(kernel, temperature, offset):
             out=gradient[:, 5 * index : 5 * index + 5],
             **options,
         )
-    kept = targets != IGNORE
     logprobs = torch.where(kept, (own - peak) / temperature - mass.log(), 0.0)
     found = [value.numpy() for value in (logprobs, torch.where(kept, entropy, 0.0), gradient)]
     check_digits(found, loops(logits, targets, g, h, temperature=temperature), temperature)
