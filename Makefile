@@ -73,9 +73,8 @@ lint: $(VENV)/.test
 	$(BIN)/mypy
 
 docs: $(VENV)/.test
-	$(BIN)/python -m nemo_geomask.config.reference docs/loss_reference.md
 	$(BIN)/python -m nemo_geomask.bench.pages docs/performance.md
-	$(BIN)/python -m nemo_geomask.config.checks.table docs/check.md
+	$(BIN)/python -m nemo_geomask.checks.pages docs
 	$(BIN)/nemo-geomask schema --out docs/recipe.schema.json
 
 clean:

@@ -1,29 +1,41 @@
 """The pages say what the code does."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from nemo_geomask import build_loss
-from nemo_geomask.config import reference
-from nemo_geomask.config.masks import _PRESETS
-from nemo_geomask.errors import ConfigError
-from nemo_geomask.losses import available
+from nemo_geomask.checks import pages
+from nemo_geomask.config.masks import PRESETS
+from nemo_geomask.errors import ArgumentError
+from nemo_geomask.losses import Part, available, variants
 
 DOCS = Path(__file__).parent.parent / "docs"
 PAGES = sorted([*DOCS.glob("*.md"), DOCS.parent / "README.md"])
 LOSSES = (DOCS / "loss_reference.md").read_text(encoding="utf-8")
 
 
-def test_field_table_is_current():
-    assert reference.rewrite(LOSSES) == LOSSES, "run: make docs"
+@pytest.mark.parametrize("page", pages.TABLES)
+def test_tables_are_current(page):
+    text = (DOCS / page).read_text(encoding="utf-8")
+    assert pages.rewrite(page, text) == text, "run: make docs"
+
+
+def test_a_formula_that_changes_makes_the_page_stale(monkeypatch):
+    changed = replace(variants.GMPO, describe=lambda config, options: [Part("ℓ = changed", "Changed.")])
+    monkeypatch.setattr(variants, "GMPO", changed)
+    assert pages.rewrite("loss_reference.md", LOSSES) == LOSSES.replace(
+        "`ℓ = −Ā·exp(mean_t x_t)`<br>`x_t = min(curr − prev, 0.4) where Ā > 0, max(curr − prev, -0.4) where Ā < 0`",
+        "`ℓ = changed`",
+    )
 
 
 def test_page_without_markers_is_an_error():
-    with pytest.raises(ConfigError, match="fields: begin"):
-        reference.rewrite("nothing here")
+    with pytest.raises(ArgumentError, match="fields: begin"):
+        pages.rewrite("loss_reference.md", "nothing here")
 
 
 @pytest.mark.parametrize(
@@ -33,7 +45,7 @@ def test_every_objective_has_a_row(name):
     assert f"| `{name}` |" in LOSSES
 
 
-@pytest.mark.parametrize("preset", _PRESETS)
+@pytest.mark.parametrize("preset", PRESETS)
 def test_every_preset_has_a_row(preset):
     assert f"| `{preset} {{" in (DOCS / "masks.md").read_text(encoding="utf-8")
 

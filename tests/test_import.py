@@ -21,6 +21,7 @@ ORDER = [
     "parallel",
     "metrics",
     "losses",
+    "checks",
     "integrations",
     "bench",
     "lab",

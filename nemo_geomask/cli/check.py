@@ -6,19 +6,15 @@ import argparse
 import json
 import math
 import os
-import warnings
 from pathlib import Path
 from typing import Any
 
-from nemo_geomask.cli.objective import describe
-from nemo_geomask.config.checks import RULES, Finding, Report, Subject, judge
-from nemo_geomask.config.checks.general import NEMO_RL_FIELDS, nameless
-from nemo_geomask.config.checks.subject import MISMATCH_KL
-from nemo_geomask.config.recipe import Recipe, read_recipe
-from nemo_geomask.errors import ConfigError, GeomaskError
-from nemo_geomask.losses import Part, PolicyLoss, build_loss
+from nemo_geomask.checks import MISMATCH_KL, RULES, Finding, RecipeFacts, Report, check, describe
+from nemo_geomask.config.recipe import read_recipe
+from nemo_geomask.errors import ConfigError, GeomaskError, Problem
+from nemo_geomask.losses import Part
 
-__all__ = ["add", "build", "run"]
+__all__ = ["add", "run"]
 
 _EPILOG = """\
 exit status
@@ -87,79 +83,33 @@ def run(arguments: argparse.Namespace) -> int:
             print(f"{rule.id}  {rule.severity:7}  {rule.title}\n{'':16}{rule.source}")
         return 0
     try:
-        subject, objective, report = _judged(arguments)
+        facts, objective, report = _checked(arguments)
     except GeomaskError as error:
         if arguments.format == "json":
             # Who reads the output gets an object whatever happens; the same message goes to standard error.
-            _print_json(_unread(arguments.recipe, str(error)))
+            _print_json(_unread(arguments.recipe, error.problems))
         raise
     if arguments.format == "json":
-        _print_json(_as_json(subject, objective, report))
+        _print_json(_as_json(facts, objective, report))
     else:
-        print("\n".join(_as_text(subject, objective, report)))
+        print("\n".join(_as_text(facts, objective, report)))
     if report.count("error"):
         return 2
     return 1 if arguments.strict and report.count("warning") else 0
 
 
-def _judged(arguments: argparse.Namespace) -> tuple[Subject, tuple[Part, ...], Report]:
+def _checked(arguments: argparse.Namespace) -> tuple[RecipeFacts, tuple[Part, ...], Report]:
     if arguments.recipe is None:
         raise ConfigError("check needs a recipe; see nemo-geomask check --help")
     recipe = read_recipe(arguments.recipe, arguments.overrides)
-    loss, problems, doubts = build(recipe)
-    subject = Subject(
-        recipe,
-        loss.config if loss else None,
-        problems,
-        doubts,
-        mismatch_kl=arguments.mismatch_kl,
-        gpu=arguments.gpu,
-    )
+    facts = RecipeFacts.of(recipe, mismatch_kl=arguments.mismatch_kl, gpu=arguments.gpu)
     ignore = [rule for group in arguments.ignore for rule in group.split(",") if rule.strip()]
-    return subject, describe(loss) if loss else (), judge(subject, ignore=ignore)
+    return facts, describe(facts.loss) if facts.loss else (), check(facts, ignore=ignore)
 
 
-def build(recipe: Recipe) -> tuple[PolicyLoss | None, tuple[str, ...], tuple[str, ...]]:
-    """The loss of a recipe, or why there is none; and what it warns of.
-
-    Without ``loss_fn.name`` it is the equal of NeMo-RL's own loss: ``clipped_pg`` with the settings that NeMo-RL reads.
-
-    Returns:
-        The loss or None; problems and doubts, a line each, which begins with the dotted key.
-    """
-    block = recipe.data.get("loss_fn")
-    if block is None:
-        origin = recipe.origins.at("loss_fn")
-        why = (
-            f"{origin} sets it to null or deletes it; write its keys there, or take that out to inherit the block"
-            if origin
-            else "neither the recipe nor what it inherits from has such a block"
-        )
-        return None, (f"loss_fn: {why}",), ()
-    if isinstance(block, dict) and block.get("name", "") is None:
-        # To NeMo-RL's trainers a null is no name.
-        block = {key: value for key, value in block.items() if key != "name"}
-    found = _build(block)
-    if found[0] is not None and nameless(recipe):
-        # The whole block must be valid, what NeMo-RL ignores too; what trains has no part of that.
-        return _build({key: value for key, value in block.items() if key in NEMO_RL_FIELDS})
-    return found
-
-
-def _build(block: Any) -> tuple[PolicyLoss | None, tuple[str, ...], tuple[str, ...]]:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", UserWarning)
-        try:
-            loss = build_loss(block)
-        except GeomaskError as error:
-            return None, tuple(str(error).splitlines()), ()
-    doubts = (str(warning.message) for warning in caught)
-    return loss, (), tuple(doubt for doubt in doubts if doubt.startswith("loss_fn"))
-
-
-def _as_text(subject: Subject, objective: tuple[Part, ...], report: Report) -> list[str]:
-    lines = [f"{subject.recipe.path}" + (f", on the NeMo-RL in {subject.nemo_rl}" if subject.nemo_rl else "")]
-    if objective and nameless(subject.recipe):
+def _as_text(facts: RecipeFacts, objective: tuple[Part, ...], report: Report) -> list[str]:
+    lines = [f"{facts.recipe.path}" + (f", on the NeMo-RL in {facts.nemo_rl}" if facts.nemo_rl else "")]
+    if objective and facts.nameless:
         lines += [
             "",
             "loss_fn has no name: NeMo-RL's own ClippedPGLossFn trains. Its objective (that of `clipped_pg`), without "
@@ -175,7 +125,7 @@ def _as_text(subject: Subject, objective: tuple[Part, ...], report: Report) -> l
     lines += ["", counts]
     if report.ignored:
         lines.append(f"ignored: {', '.join(sorted({finding.rule.id for finding in report.ignored}))}")
-    if subject.loss is None:
+    if facts.loss is None:
         lines.append("not checked until loss_fn is valid: everything but loss_fn itself and the names of keys")
     for rule, missing in report.unjudged:
         lines.append(f"not checked without {_NEEDS[missing]}: {rule.id}, {rule.title}")
@@ -193,14 +143,14 @@ def _place(finding: Finding) -> str:
     return f"{finding.origin}: " if finding.origin else ""
 
 
-def _as_json(subject: Subject, objective: tuple[Part, ...], report: Report) -> dict[str, Any]:
-    tree: Path | None = subject.nemo_rl
+def _as_json(facts: RecipeFacts, objective: tuple[Part, ...], report: Report) -> dict[str, Any]:
+    tree: Path | None = facts.nemo_rl
     return {
-        "recipe": os.fspath(subject.recipe.path),
+        "recipe": os.fspath(facts.recipe.path),
         "nemo_rl": str(tree) if tree else None,
-        "loss_of": None if subject.loss is None else "nemo_rl" if nameless(subject.recipe) else "nemo_geomask",
+        "loss_of": None if facts.loss is None else "nemo_rl" if facts.nameless else "nemo_geomask",
         "objective": [{"formula": part.formula, "words": part.words} for part in objective],
-        "settings": subject.loss.model_dump(mode="json") if subject.loss else None,
+        "settings": facts.config.model_dump(mode="json") if facts.loss else None,
         "findings": [_finding(finding) for finding in report.findings],
         "ignored": [_finding(finding) for finding in report.ignored],
         "unjudged": [{"rule": rule.id, "needs": _NEEDS[missing]} for rule, missing in report.unjudged],
@@ -208,19 +158,23 @@ def _as_json(subject: Subject, objective: tuple[Part, ...], report: Report) -> d
     }
 
 
-def _unread(recipe: str | None, message: str) -> dict[str, Any]:
-    """The object of a recipe that was not judged: :func:`_as_json`'s keys, and one error that no rule found."""
-    error = dict.fromkeys(("rule", "severity", "key", "message", "file", "line", "override", "source"))
+def _unread(recipe: str | None, problems: tuple[Problem, ...]) -> dict[str, Any]:
+    """The object of a recipe that was not judged: :func:`_as_json`'s keys, and errors that no rule found."""
+    empty = dict.fromkeys(("rule", "severity", "key", "message", "file", "line", "override", "source"))
+    findings = [
+        {**empty, "severity": "error", "key": next(iter(problem.keys), None), "message": problem.message}
+        for problem in problems
+    ]
     return {
         "recipe": recipe,
         "nemo_rl": None,
         "loss_of": None,
         "objective": [],
         "settings": None,
-        "findings": [{**error, "severity": "error", "message": message}],
+        "findings": findings,
         "ignored": [],
         "unjudged": [],
-        "summary": {"error": 1, "warning": 0, "note": 0},
+        "summary": {"error": len(findings), "warning": 0, "note": 0},
     }
 
 

@@ -140,8 +140,15 @@ def _truncation(settings: LossSettings) -> Iterator[Conflict]:
             )
         if low is None:
             yield _pair(kind_key, low_key, f"{kind_key}: {kind} needs {low_key}; give the lower bound (0 for none)")
-    if kind is None and high is not None:
-        yield _pair(high_key, kind_key, f"{high_key}: {high:g} needs {kind_key}; set it to tis, icepop or seq-mask-tis")
+    given = {key: value for key, value in {low_key: low, high_key: high}.items() if value is not None}
+    if kind is None and given:
+        found = " and ".join(f"{key}: {value:g}" for key, value in given.items())
+        needs = "needs" if len(given) == 1 else "need"
+        yield Conflict((*given, kind_key), f"{found} {needs} {kind_key}; set it to tis, icepop or seq-mask-tis")
+    if kind == "tis" and high is None and low is not None:
+        yield _pair(
+            low_key, high_key, f"{low_key}: {low:g} needs {high_key}; give the upper bound, or set {low_key}: null"
+        )
     if low is not None and high is not None and low > high:
         yield _pair(low_key, high_key, f"{low_key}: {low:g} exceeds {high_key}: {high:g}; swap them")
 

@@ -7,13 +7,14 @@ meaning; what NeMo-RL lacks comes on top. Each field's description, formula and 
 from __future__ import annotations
 
 from functools import cached_property
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, JsonValue, ValidationError, ValidatorFunctionWrapHandler, field_validator, model_validator
 
 from nemo_geomask.config.conflicts import conflicts
 from nemo_geomask.config.masks import MaskRule, MaskSpec, mask_rules, validate_masks
-from nemo_geomask.config.strict import StrictModel, conflicting
+from nemo_geomask.config.strict import StrictModel, conflicting, problems
+from nemo_geomask.errors import ConfigError
 
 __all__ = ["BatchVeto", "CorrectionLevel", "KLType", "LossConfig", "LossSettings", "Normalization"]
 
@@ -62,7 +63,6 @@ class LossSettings(StrictModel):
     disable_ppo_ratio: bool = _field(
         False,
         "REINFORCE/RLOO: drop the ratio and the clip.",
-        formula="ℓ = −A·log π",
         source="NeMo-RL; arXiv:2402.14740",
     )
     token_level_loss: bool = _field(
@@ -86,21 +86,15 @@ class LossSettings(StrictModel):
     sequence_level_importance_ratios: bool = _field(
         False,
         "GSPO's ratio: one a sequence. Needs a sequence-level loss.",
-        formula="s = exp(mean_t(curr − prev))",
         source="NeMo-RL; arXiv:2507.18071 eq. 7",
     )
 
     # --- clipping
-    ratio_clip_min: float = _field(
-        0.2, "Distance of the lower clip bound from 1.", formula="clip(r, 1 − ratio_clip_min, ·)", ge=0
-    )
-    ratio_clip_max: float = _field(
-        0.2, "Distance of the upper clip bound from 1.", formula="clip(r, ·, 1 + ratio_clip_max)", ge=0
-    )
+    ratio_clip_min: float = _field(0.2, "Distance of the lower clip bound from 1.", ge=0)
+    ratio_clip_max: float = _field(0.2, "Distance of the upper clip bound from 1.", ge=0)
     ratio_clip_c: float | None = _field(
         None,
         "Dual clip: bound on the ratio where the advantage is negative. null: off.",
-        formula="ℓ ← min(ℓ, −c·A) where A < 0",
         source="NeMo-RL; arXiv:1912.09729",
         gt=1,
     )
@@ -187,7 +181,6 @@ class LossSettings(StrictModel):
     use_cispo: bool = _field(
         False,
         "CISPO within `clipped_pg`.",
-        formula="ℓ = −sg(clip(r))·A·log π",
         source="NeMo-RL; arXiv:2506.13585",
     )
     positive_example_nll_weight: float = _field(
@@ -270,9 +263,21 @@ class LossConfig(LossSettings):
     """Settings of one loss; frozen, refuses unknown keys.
 
     Raises:
-        pydantic.ValidationError: (a ValueError) on unknown keys, values out of range and settings at odds with each
-            other. :func:`nemo_geomask.build_loss` turns it into :class:`~nemo_geomask.errors.ConfigError`.
+        ConfigError: (a ValueError) unknown keys, values out of range and settings at odds with each other. Pydantic's
+            own entries (``model_validate``, an assignment to a field) raise pydantic's ``ValidationError``, a
+            ValueError too.
     """
+
+    if not TYPE_CHECKING:  # which knows the fields from pydantic
+
+        def __init__(self, **settings: Any) -> None:
+            try:
+                super().__init__(**settings)
+            except ValidationError as error:
+                raise ConfigError(*problems(error, prefix="loss_fn")) from None
+
+        # Or pydantic would call it from model_validate, too.
+        __init__.__pydantic_base_init__ = True
 
     @model_validator(mode="after")
     def _compatible(self) -> LossConfig:

@@ -16,7 +16,7 @@ from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from nemo_geomask.config.strict import StrictModel, nearest, repeated
 
-__all__ = ["MaskRule", "MaskSpec", "RawMask", "mask_rules", "validate_masks"]
+__all__ = ["PRESETS", "MaskRule", "MaskSpec", "RawMask", "mask_rules", "validate_masks"]
 
 LogRatio = Literal["mismatch", "policy", "total"]
 Level = Literal["token", "sequence", "sequence_mean", "sequence_max"]
@@ -194,7 +194,7 @@ class RawMask(_Bounds):
         )
 
 
-_PRESETS = {
+PRESETS = {
     "geometric": Geometric,
     "product": Product,
     "icepop": IcePop,
@@ -247,13 +247,15 @@ def _known_preset(mask: Any) -> Any:
         return mask
     location: tuple[int | str, ...] = (0,)
     if not isinstance(mask, Mapping):
-        error = PydanticCustomError("mask", "must be a mapping, such as {preset: geometric, max: 1.02}")
-    elif "preset" not in mask or mask["preset"] in tuple(_PRESETS):
+        guess = nearest(mask, PRESETS) if isinstance(mask, str) else None
+        example = f"{{preset: {guess}, …}}" if guess else "{preset: geometric, max: 1.02}"
+        error = PydanticCustomError("mask", "must be a mapping, such as {example}", {"example": example})
+    elif "preset" not in mask or mask["preset"] in tuple(PRESETS):
         return mask
     else:
-        guess = nearest(str(mask["preset"]), _PRESETS)
-        hint = f"did you mean '{guess}'?" if guess else "known: " + ", ".join(_PRESETS)
-        error = PydanticCustomError("preset", "unknown preset; {hint}", {"hint": hint})
+        guess = nearest(str(mask["preset"]), PRESETS)
+        hint = f"did you mean '{guess}'?" if guess else "known: " + ", ".join(PRESETS)
+        error = PydanticCustomError("preset", "unknown preset", {"hint": hint})
         location, mask = (0, "preset"), mask["preset"]
     raise ValidationError.from_exception_data("masks", [InitErrorDetails(type=error, loc=location, input=mask)])
 

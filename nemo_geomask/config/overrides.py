@@ -148,8 +148,6 @@ def _guess(plain: Any, key: str) -> str | None:
 
 # --- what to say
 
-_HEADINGS = ("LexerNoViableAltException", "Error parsing override", "See https")
-
 
 def _unparsed(override: str, error: Exception) -> str:
     key, equals, value = override.partition("=")
@@ -158,12 +156,9 @@ def _unparsed(override: str, error: Exception) -> str:
     dots = re.sub(r"\[(\d+)\]", r".\1", key)
     if dots != key:
         return f"a list's item is addressed with a dot; write {dots}{equals}{value}"
-    # The rest repeats the override or points into it.
-    reasons = [line for line in str(error).splitlines() if line.strip(" ^") and not line.startswith(_HEADINGS)]
-    detail = f" ({reasons[0]})" if reasons else ""
     return (
-        f"it is no key.path=value in Hydra's grammar{detail}; quote a value that has special characters, inside what "
-        f"the shell takes off: \"key.path='text'\""
+        "it is no key.path=value in Hydra's grammar; quote a value that has special characters, inside what the shell "
+        f"takes off: \"key.path='text'\" (Hydra says: {' '.join(str(error).split())})"
     )
 
 

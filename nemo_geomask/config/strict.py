@@ -3,24 +3,34 @@
 from __future__ import annotations
 
 import difflib
+import math
 import types
 import typing
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ModelWrapValidatorHandler, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    ModelWrapValidatorHandler,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
-from nemo_geomask.errors import ConfigError
+from nemo_geomask.errors import ConfigError, Problem
 
-__all__ = ["Problem", "StrictModel", "as_yaml", "conflicting", "dotted", "nearest", "parse", "problems", "repeated"]
+__all__ = ["StrictModel", "as_yaml", "conflicting", "dotted", "nearest", "parse", "plain", "problems", "repeated"]
 
 M = TypeVar("M", bound=BaseModel)
 S = TypeVar("S", bound="StrictModel")
 
 # What YAML reads as a word, and people mean as null.
 _NULLS = ("none", "nil", "null", "")
+# float32's smallest normal number and its largest one.
+_SMALLEST, _LARGEST = 2.0**-126, (2.0 - 2.0**-23) * 2.0**127
 
 
 def as_yaml(value: Any) -> str:
@@ -29,15 +39,22 @@ def as_yaml(value: Any) -> str:
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """The known name most like ``name``, or None when nothing is close."""
-    matches = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
-    return matches[0] if matches else None
+    """The known name most like ``name``, whatever its capitals and dashes, or None when nothing is close."""
+    spelt = {_bare(other): other for other in known}
+    matches = difflib.get_close_matches(_bare(name), spelt, n=1, cutoff=0.6)
+    return spelt[matches[0]] if matches else None
+
+
+def _bare(name: str) -> str:
+    return name.casefold().replace("-", "_")
 
 
 class StrictModel(BaseModel):
-    """Frozen, refuses unknown keys (with the nearest known one) and non-finite numbers.
+    """Frozen, refuses unknown keys (with the nearest known one) and what only looks like the right type.
 
-    Unknown keys and bad values of known ones are reported together.
+    A number is no truth value, a truth value or a text no number, and a float must be one of float32, in which losses
+    are computed: finite, and 0 or at least its smallest normal number. Mappings and sequences may be of any kind,
+    OmegaConf's among them. Unknown keys and bad values of known ones are reported together.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, validate_default=True)
@@ -45,11 +62,17 @@ class StrictModel(BaseModel):
     @model_validator(mode="wrap")
     @classmethod
     def _refuse_unknown_keys(cls: type[S], data: Any, validate: ModelWrapValidatorHandler[S]) -> S:
-        if not isinstance(data, Mapping):
+        if isinstance(data, cls):
             return validate(data)
-        known = {key: value for key, value in data.items() if key in cls.model_fields}
-        errors = [_unknown_key(str(key), data[key], cls.model_fields) for key in data if key not in known]
-        meant = {nearest(str(key), cls.model_fields) for key in data if key not in known}
+        if not isinstance(data, Mapping):
+            needed = [name for name, field in cls.model_fields.items() if field.is_required()]
+            number = isinstance(data, int | float) and not isinstance(data, bool)
+            hint = f"write {{{needed[0]}: {data}}}" if len(needed) == 1 and number else ""
+            raise PydanticCustomError("mapping", "must be a mapping", {"hint": hint})
+        given = plain(data)
+        known = {key: value for key, value in given.items() if key in cls.model_fields}
+        errors = [_unknown_key(str(key), given[key], cls.model_fields) for key in given if key not in known]
+        meant = {nearest(str(key), cls.model_fields) for key in given if key not in known}
         try:
             made = validate(known)
         except ValidationError as error:
@@ -60,6 +83,54 @@ class StrictModel(BaseModel):
             raise ValidationError.from_exception_data(cls.__name__, errors)
         return made
 
+    @field_validator("*", mode="before")
+    @classmethod
+    def _refuse_look_alikes(cls, value: Any, info: ValidationInfo) -> Any:
+        kinds = set(_members(cls.model_fields[str(info.field_name)].annotation)) - {type(None)}
+        if kinds == {bool} and isinstance(value, int | float | str) and not isinstance(value, bool):
+            raise PydanticCustomError("truth", "must be true or false")
+        if kinds and kinds <= {int, float} and isinstance(value, bool | str):
+            raise PydanticCustomError("number", "must be a number", {"hint": _as_number(value)})
+        # Infinity is named by pydantic.
+        if kinds == {float} and isinstance(value, int | float) and _LARGEST < abs(value) < math.inf:
+            raise PydanticCustomError("float32", "must fit float32, which ends at 3.4e+38")
+        if kinds == {float} and isinstance(value, float) and 0 < abs(value) < _SMALLEST:
+            raise PydanticCustomError("float32", "must fit float32, where next to 0 stands 1.2e-38")
+        return value
+
+
+def _members(annotation: Any) -> Iterator[Any]:
+    """The types of a union; the one type of what is none."""
+    union = typing.get_origin(annotation) in (typing.Union, types.UnionType)
+    yield from typing.get_args(annotation) if union else (annotation,)
+
+
+def _as_number(value: bool | str) -> str:
+    """How to write a text that is meant as a number, if it is."""
+    if isinstance(value, bool):
+        return ""
+    try:
+        float(value)
+    except ValueError:
+        return ""
+    digits, _, power = value.strip().lower().partition("e")
+    if not power:
+        return f"{value!r} is text, write it without quotes"
+    # YAML 1.1 wants a dot and a sign.
+    written = f"{digits if '.' in digits else f'{digits}.0'}e{int(power):+d}"
+    return f"to YAML 1.1 {value} is text, write {written}"
+
+
+def plain(value: Any) -> Any:
+    """OmegaConf's containers, and whatever else is a mapping or a sequence, as dicts and lists."""
+    if isinstance(value, Mapping):
+        return {key: plain(item) for key, item in value.items()}
+    if isinstance(value, tuple):
+        return tuple(map(plain, value))
+    if isinstance(value, Sequence) and not isinstance(value, str | bytes):
+        return [plain(item) for item in value]
+    return value
+
 
 def _unknown_key(key: str, value: Any, known: Collection[str]) -> InitErrorDetails:
     guess = nearest(key, known)
@@ -67,31 +138,41 @@ def _unknown_key(key: str, value: Any, known: Collection[str]) -> InitErrorDetai
         hint = f"did you mean '{guess}'?"
     else:
         hint = "known keys: " + ", ".join(sorted(known)) if known else "there are none here"
-    error = PydanticCustomError("unknown_key", "unknown key; {hint}", {"hint": hint, "meant": guess or ""})
+    context = {"message": f"unknown key; {hint}", "meant": guess or ""}
+    error = PydanticCustomError("unknown_key", "{message}", context)
     return InitErrorDetails(type=error, loc=(key,), input=value)
 
 
 def _detail(model: type[BaseModel], item: Mapping[str, Any]) -> InitErrorDetails:
-    """A pydantic error to be raised again; it says where null is allowed, which pydantic's own leaves out."""
-    message, value = item["msg"], item["input"]
+    """A pydantic error to be raised again, with what pydantic's own leaves out: where null is allowed, the nearest of
+    several values, and how to write what was meant."""
+    context = dict(item.get("ctx", {}))
+    message, value, hint = _message(item), item["input"], context.pop("hint", "")
+    context.pop("error", None)
     name = item["loc"][0] if len(item["loc"]) == 1 else None
-    if name in model.model_fields and _takes_none(model.model_fields[name].annotation):
-        message += ", or null"
-        if isinstance(value, str) and value.strip().lower() in _NULLS:
-            message += f"; in YAML {value!r} is a word, write null"
-    return repeated({**item, "msg": message}, item["loc"])
+    if name in model.model_fields:
+        kinds = set(_members(model.model_fields[name].annotation))
+        if type(None) in kinds:
+            message += ", or null"
+        if isinstance(value, str) and type(None) in kinds and value.strip().lower() in _NULLS:
+            hint = f"in YAML {value!r} is a word, write null"
+        elif isinstance(value, str) and item["type"] == "literal_error":
+            choices = [choice for kind in kinds for choice in typing.get_args(kind)]
+            guess = nearest(value, choices)
+            hint = f"did you mean '{guess}'?" if guess else ""
+    return repeated({**item, "msg": message + (f"; {hint}" if hint else ""), "ctx": context}, item["loc"])
 
 
 def repeated(item: Mapping[str, Any], location: tuple[int | str, ...]) -> InitErrorDetails:
     """One of ``ValidationError.errors()`` to be raised again, at ``location``."""
-    context = {**item.get("ctx", {}), "message": item["msg"]}
+    context = {**item.get("ctx", {}), "message": _message(item)}
     error = PydanticCustomError(item["type"], "{message}", context)
     return InitErrorDetails(type=error, loc=location, input=item["input"])
 
 
-def _takes_none(annotation: Any) -> bool:
-    union = typing.get_origin(annotation) in (typing.Union, types.UnionType)
-    return union and type(None) in typing.get_args(annotation)
+def _message(item: Mapping[str, Any]) -> str:
+    # Of an error that a validator raised, pydantic's own message says so first.
+    return str(item.get("ctx", {}).get("error", item["msg"]))
 
 
 def conflicting(keys: Collection[str], message: str) -> InitErrorDetails:
@@ -105,39 +186,21 @@ def conflicting(keys: Collection[str], message: str) -> InitErrorDetails:
     return InitErrorDetails(type=error, loc=(), input=None)
 
 
-@dataclass(frozen=True)
-class Problem:
-    """What is wrong with a setting, or between several.
-
-    Attributes:
-        keys: dotted; of a contradiction all that it is between.
-        message: what is wrong, the value found, the way out.
-        fields: fields of the model that can't be relied on because of it, also the one that a misspelt key means.
-    """
-
-    keys: tuple[str, ...]
-    message: str
-    fields: frozenset[str] = frozenset()
-
-    def __str__(self) -> str:
-        """One line, which begins with the dotted keys."""
-        return f"{', '.join(self.keys)}: {self.message}"
-
-
 def problems(error: ValidationError, *, prefix: str) -> tuple[Problem, ...]:
     """What a pydantic error says, in the words of the user's file, in which the model stands under ``prefix``."""
     return tuple(_problem(dict(item), prefix) for item in error.errors())
 
 
 def _problem(item: Mapping[str, Any], prefix: str) -> Problem:
-    location, context = item["loc"], item.get("ctx", {})
-    message = item["msg"].removeprefix("Value error, ")
+    location, context, message, found = item["loc"], item.get("ctx", {}), _message(item), item["input"]
     if item["type"] == "conflict":
         keys = tuple(dotted((*location, key), prefix) for key in context["keys"])
         return Problem(keys, message, frozenset(map(str, location[:1])))
-    found = f" (found {item['input']!r})" if location and not isinstance(item["input"], Mapping) else ""
+    if location and not isinstance(found, Mapping):
+        message += f" (found {found!r})" if isinstance(found, str) else f" (found {as_yaml(found)})"
     fields = {str(location[0]), str(context.get("meant", location[0]))} if location else set()
-    return Problem((dotted(location, prefix) or prefix,), message + found, frozenset(fields))
+    key = dotted(location, prefix)
+    return Problem((key,) if key else (), message, frozenset(fields))
 
 
 def dotted(location: tuple[int | str, ...], prefix: str = "") -> str:
@@ -163,10 +226,9 @@ def parse(model: type[M], data: Mapping[str, Any], *, prefix: str) -> M:
         prefix: what the keys stand under in the user's file, such as ``loss_fn``.
 
     Raises:
-        ConfigError: with a line a problem: dotted key (keys, where settings contradict each other), what is wrong,
-            value found.
+        ConfigError: with a problem for each key, or for the keys that contradict each other.
     """
     try:
         return model.model_validate(dict(data))
     except ValidationError as error:
-        raise ConfigError("\n".join(map(str, problems(error, prefix=prefix)))) from None
+        raise ConfigError(*problems(error, prefix=prefix)) from None

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from nemo_geomask.errors import ConfigError, DataError
+from nemo_geomask.errors import ConfigError, DataError, EngineError
 
 if TYPE_CHECKING:
     from vllm import LLM, CompletionOutput, RequestOutput, SamplingParams
@@ -140,14 +140,14 @@ def load_weights(llm: LLM, weights: Iterable[tuple[str, Tensor]]) -> None:
             old value; vLLM logs a warning.
 
     Raises:
-        ConfigError: the engine runs in another process, or requests are running.
+        EngineError: the engine runs in another process, or requests are running.
     """
     if not hasattr(llm.llm_engine, "model_executor"):
-        raise ConfigError(
+        raise EngineError(
             "the engine runs in another process; set VLLM_ENABLE_V1_MULTIPROCESSING=0 before it is created"
         )
     if llm.llm_engine.has_unfinished_requests():
-        raise ConfigError("the engine has unfinished requests, which would see two policies; load weights between them")
+        raise EngineError("the engine has unfinished requests, which would see two policies; load weights between them")
     llm.apply_model(_unpack_experts)
     llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
     llm.reset_prefix_cache()

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Literal
 
 from pydantic import Field, model_validator
@@ -268,6 +269,4 @@ class LabRecipe(StrictModel):
         try:
             return parse(cls, data, prefix="")
         except ConfigError as error:
-            # Problems between sections have no key of their own.
-            lines = [line.removeprefix(": ") for line in str(error).splitlines()]
-            raise ConfigError("\n".join(f"{source}: {line}" for line in lines)) from None
+            raise ConfigError(*(replace(problem, where=source) for problem in error.problems)) from None

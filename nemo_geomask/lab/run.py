@@ -9,11 +9,12 @@ import os
 import re
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
 
 from nemo_geomask import build_loss
-from nemo_geomask.errors import ConfigError, PluginError
+from nemo_geomask.errors import ConfigError
 from nemo_geomask.lab.compare import ComparedLoss
 from nemo_geomask.lab.dump import write_rollout
 from nemo_geomask.lab.optional import require
@@ -47,7 +48,7 @@ def run_lab(recipe: LabRecipe, variants: Sequence[ComparedLoss], out: Path, prog
         The histories of all variants that took at least one step.
 
     Raises:
-        ConfigError, PluginError: a variant's loss can't be built, or ``out`` holds an earlier run.
+        ConfigError: a variant's loss can't be built, or ``out`` holds an earlier run.
         MissingDependencyError: transformers, or the vLLM that the recipe asks for, is not installed.
         RankError: another process of the run died.
     """
@@ -138,8 +139,9 @@ def _train_beside(recipe: LabRecipe, blocks: Sequence[Mapping[str, Any]], ranks:
 def _loss(variant: ComparedLoss) -> PolicyLoss:
     try:
         return build_loss(variant.loss_fn)
-    except (ConfigError, PluginError) as error:
-        raise type(error)(f"variant '{variant.label}': {error}") from None
+    except ConfigError as error:
+        where = f"variant '{variant.label}'"
+        raise type(error)(*(replace(problem, where=where) for problem in error.problems)) from None
 
 
 def _settings(loss: PolicyLoss) -> Mapping[str, Any]:

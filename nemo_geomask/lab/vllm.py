@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from nemo_geomask.errors import GeomaskError, MissingDependencyError
+from nemo_geomask.errors import EngineError, MissingDependencyError
 from nemo_geomask.integrations.vllm import load_weights, rollout_batch
 from nemo_geomask.lab.generation import Generated
 from nemo_geomask.lab.model import checkpoint, generation_copy, policy_config, token_logprobs
@@ -19,7 +19,7 @@ from nemo_geomask.lab.task import Progressions, Prompts
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["EngineError", "VllmSampler"]
+__all__ = ["VllmSampler"]
 
 # Read by vLLM when it is imported or an engine starts. What the user has set stays, but for the first, without which
 # the weights would have to be sent to another process.
@@ -34,10 +34,6 @@ _CACHE_BYTES = 2**28
 # it, other weights about 1.
 _CHECKED_ROWS = 16
 _LIMIT = 0.5
-
-
-class EngineError(GeomaskError, RuntimeError):
-    """The generation engine does not sample from the weights that it was given."""
 
 
 class VllmSampler:

@@ -11,13 +11,13 @@ from pydantic import BaseModel, ValidationError
 from nemo_geomask.config import LossConfig, parse
 from nemo_geomask.config.conflicts import conflicts
 from nemo_geomask.config.loss import LossSettings
-from nemo_geomask.config.strict import Problem, as_yaml, problems
-from nemo_geomask.errors import ConfigError, PluginError
+from nemo_geomask.config.strict import as_yaml, problems
+from nemo_geomask.errors import ConfigError, PluginError, Problem
 from nemo_geomask.losses.loss import PolicyLoss
 from nemo_geomask.losses.registry import load
 from nemo_geomask.losses.variant import Variant
 
-__all__ = ["build_loss"]
+__all__ = ["build_loss", "examined"]
 
 _PREFIX = "loss_fn"
 _UNSET = object()
@@ -47,13 +47,23 @@ def build_loss(
         >>> loss.loss_type.value
         'sequence_level'
     """
+    loss, doubts = examined(config, use_fused_linear_logprobs=use_fused_linear_logprobs)
+    for doubt in doubts:
+        warnings.warn(str(doubt), UserWarning, stacklevel=2)
+    return loss
+
+
+def examined(
+    config: LossConfig | Mapping[str, Any] | BaseModel, *, use_fused_linear_logprobs: bool = False
+) -> tuple[PolicyLoss, tuple[Problem, ...]]:
+    """:func:`build_loss`, with what it warns of: settings that are allowed and probably not meant."""
     settings, wrong = _valid_by_themselves(_given(config))
     try:
         variant = load(settings.name)
     except PluginError as error:
         if not wrong:
             raise
-        raise _refusal([*wrong, error]) from error
+        raise ConfigError(*wrong, *error.problems) from error
     _check_settings(settings.name, variant)
     unsettled = _fields(wrong)
     in_force = _in_force(settings, variant)
@@ -61,16 +71,11 @@ def build_loss(
         wrong += _contradictions(settings, in_force, variant, unsettled)
         wrong += _wrong(variant.options, settings.options, prefix=f"{_PREFIX}.options")
     if wrong:
-        raise _refusal(wrong)
+        raise ConfigError(*wrong)
     options = variant.options.model_validate(settings.options)
-    for message in _doubts(settings, variant):
-        warnings.warn(message, UserWarning, stacklevel=2)
-    checked = LossConfig.model_validate(_settings(in_force))
-    return PolicyLoss(checked, variant, options, use_fused_linear_logprobs=use_fused_linear_logprobs)
-
-
-def _refusal(problems: Iterable[object]) -> ConfigError:
-    return ConfigError("\n".join(map(str, problems)))
+    checked = LossConfig(**_settings(in_force))
+    loss = PolicyLoss(checked, variant, options, use_fused_linear_logprobs=use_fused_linear_logprobs)
+    return loss, tuple(_doubts(settings, variant))
 
 
 def _given(config: LossConfig | Mapping[str, Any] | BaseModel) -> dict[str, Any]:
@@ -80,7 +85,7 @@ def _given(config: LossConfig | Mapping[str, Any] | BaseModel) -> dict[str, Any]
         return config.model_dump(exclude_unset=True)
     if isinstance(config, Mapping):
         return dict(config)
-    raise ConfigError(f"{_PREFIX} must be a mapping or a LossConfig, but it is a {type(config).__name__}")
+    raise ConfigError(Problem((_PREFIX,), f"must be a mapping or a LossConfig, but it is a {type(config).__name__}"))
 
 
 def _settings(config: LossSettings) -> dict[str, Any]:
@@ -142,29 +147,32 @@ def _problem(keys: Iterable[str], message: str) -> Problem:
 
 
 def _check_settings(name: str, variant: Variant) -> None:
-    unknown = [
-        key for key in (*variant.defaults, *variant.forces, *variant.refuses) if key not in LossConfig.model_fields
-    ]
-    if unknown:
-        raise PluginError(f"the variant '{name}' speaks of unknown settings: {', '.join(unknown)}")
+    """The variant's own settings are no fault of the recipe's."""
+    unknown = [key for key in variant.refuses if key not in LossConfig.model_fields]
+    found = [f"refuses unknown settings: {', '.join(unknown)}"] if unknown else []
+    wrong = _wrong(LossSettings, {**variant.defaults, **variant.forces}, prefix="")
+    found += [f"gives {problem}" for problem in wrong]
+    if found:
+        raise PluginError(Problem((f"{_PREFIX}.name",), f"the variant '{name}' {', and '.join(found)}"))
 
 
-def _doubts(config: LossSettings, variant: Variant) -> Iterator[str]:
+def _doubts(config: LossSettings, variant: Variant) -> Iterator[Problem]:
     """What is allowed and probably not meant."""
     if config.truncated_importance_sampling_type == "tis" and config.truncation is None:
         # NeMo-RL v0.6.0's base recipe has type: tis with ratio: null, which means no truncation.
-        yield (
-            f"{_PREFIX}.truncated_importance_sampling_type: tis does nothing while "
-            f"{_PREFIX}.truncated_importance_sampling_ratio is null; give a ratio, or set the type to null"
+        yield _problem(
+            ("truncated_importance_sampling_type",),
+            f"tis does nothing while {_PREFIX}.truncated_importance_sampling_ratio is null; give a ratio, or set the "
+            "type to null",
         )
     for key, own in _defaults(config, variant).items():
         value = getattr(config, key)
         # NeMo-RL's base recipes spell out every default, so such a value was probably inherited.
         if key in config.model_fields_set and value == LossConfig.model_fields[key].default != own:
-            yield (
-                f"{_PREFIX}.{key}, {_PREFIX}.name: {key}: {as_yaml(value)} is NeMo-RL's default, but name: "
-                f"{config.name} prescribes {as_yaml(own)}; if it was inherited from a base recipe, set {key}: "
-                f"{as_yaml(own)} (or another value of yours)"
+            yield _problem(
+                (key, "name"),
+                f"{key}: {as_yaml(value)} is NeMo-RL's default, but name: {config.name} prescribes {as_yaml(own)}; if "
+                f"it was inherited from a base recipe, set {key}: {as_yaml(own)} (or another value of yours)",
             )
 
 

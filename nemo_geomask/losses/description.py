@@ -1,4 +1,4 @@
-"""Surrogates in plain words and as formulas, for ``nemo-geomask check``."""
+"""Surrogates in plain words and as formulas: the one place, for ``nemo-geomask check`` and the reference alike."""
 
 from __future__ import annotations
 
@@ -111,8 +111,8 @@ def cispo(config: LossConfig, options: Any) -> Iterator[Part]:
 def sapo(config: LossConfig, options: Any) -> Iterator[Part]:
     """The surrogate of ``sapo``."""
     yield Part(
-        "ℓ_t = −(4/τ)·σ(τ·(r_t − 1))·A_t",
-        f"SAPO: a soft gate in place of the clip, τ = {number(options.tau_pos)} where A > 0, "
-        f"{number(options.tau_neg)} elsewhere.",
+        f"ℓ_t = −(4/τ)·σ(τ·(r_t − 1))·A_t, τ = {number(options.tau_pos)} where A_t > 0, {number(options.tau_neg)} "
+        "elsewhere",
+        "SAPO: a soft gate in place of the clip.",
     )
     yield _TOKEN_RATIO

@@ -13,17 +13,17 @@ from importlib.metadata import entry_points
 from typing import Any
 
 from nemo_geomask.config import nearest
-from nemo_geomask.errors import PluginError
+from nemo_geomask.errors import PluginError, Problem
 from nemo_geomask.losses.variant import Variant
 
-__all__ = ["GROUP", "Entry", "available", "load"]
+__all__ = ["BUILT_IN", "GROUP", "Entry", "available", "load"]
 
 GROUP = "nemo_geomask.losses"
 _SELF = "nemo-geomask"
 
 # The package's own entries also stand here, so that they are found when it is on PYTHONPATH without being installed,
 # as in a Ray worker; a test keeps this equal to pyproject.toml.
-_BUILT_IN = {
+BUILT_IN = {
     "clipped_pg": "nemo_geomask.losses.variants:CLIPPED_PG",
     "gspo": "nemo_geomask.losses.variants:GSPO",
     "gspo_token": "nemo_geomask.losses.variants:GSPO_TOKEN",
@@ -31,6 +31,10 @@ _BUILT_IN = {
     "cispo": "nemo_geomask.losses.variants:CISPO",
     "sapo": "nemo_geomask.losses.variants:SAPO",
 }
+
+
+# What papers call losses that NeMo-RL's flags select; "grpo" is spelt much like "gspo", and is not it.
+_KNOWN_AS = dict.fromkeys(("grpo", "dapo", "ppo", "reinforce", "rloo"), "clipped_pg")
 
 
 @dataclass(frozen=True)
@@ -49,7 +53,7 @@ def available() -> dict[str, tuple[Entry, ...]]:
         Names in alphabetical order; more than one entry under a name is a conflict, raised by :func:`load`.
     """
     entries: dict[str, dict[tuple[str, str], Entry]] = {
-        name: {(value, _SELF): Entry(name, value, _SELF)} for name, value in _BUILT_IN.items()
+        name: {(value, _SELF): Entry(name, value, _SELF)} for name, value in BUILT_IN.items()
     }
     for point in entry_points(group=GROUP):
         owner = point.dist.name if point.dist is not None else "unknown distribution"
@@ -69,32 +73,38 @@ def load(name: str) -> Variant:
         return _import(Entry(name, name, "given as module:attribute"))
     entries = available()
     if name not in entries:
-        guess = nearest(name, entries)
+        guess = _KNOWN_AS.get(name.casefold()) or nearest(name, entries)
         hint = f"did you mean '{guess}'?" if guess else f"registered: {', '.join(entries)}"
-        raise PluginError(
-            f"loss_fn.name: no loss named '{name}' in entry-point group '{GROUP}'; {hint} (or name a variant of "
-            "your own as module:attribute)"
+        raise _error(
+            f"no loss named '{name}' in entry-point group '{GROUP}'; {hint} (or name a variant of your own as "
+            "module:attribute)"
         )
     claims = entries[name]
     if len(claims) > 1:
         listed = " and ".join(f"{entry.distribution} ({entry.value})" for entry in claims)
-        raise PluginError(
-            f"loss_fn.name: '{name}' is registered in group '{GROUP}' by {listed}; uninstall one of them, or name the "
+        raise _error(
+            f"'{name}' is registered in group '{GROUP}' by {listed}; uninstall one of them, or name the "
             f"one you want as module:attribute, such as '{claims[-1].value}'"
         )
     return _import(claims[0])
 
 
 def _import(entry: Entry) -> Variant:
-    whose = f"loss_fn.name: '{entry.name}' ({entry.distribution}, {entry.value})"
+    whose = f"'{entry.name}' ({entry.distribution}, {entry.value})"
     module, _, attribute = entry.value.partition(":")
     try:
         found: Any = reduce(getattr, attribute.split("."), importlib.import_module(module))
     except Exception as error:
-        raise PluginError(f"{whose} could not be imported: {type(error).__name__}: {error}") from error
+        # A foreign message may have lines; ours are one.
+        text = " ".join(str(error).split())
+        raise _error(f"{whose} could not be imported: {type(error).__name__}: {text}") from error
     if not isinstance(found, Variant):
-        raise PluginError(
+        raise _error(
             f"{whose} is a {type(found).__module__}.{type(found).__qualname__}; it must be a "
             "nemo_geomask.losses.Variant instance (data plus one function, see docs/plugins.md)"
         )
     return found
+
+
+def _error(message: str) -> PluginError:
+    return PluginError(Problem(("loss_fn.name",), message))

@@ -1,4 +1,8 @@
-"""The objectives that come with the package; each is an entry point of group ``nemo_geomask.losses``."""
+"""The objectives that come with the package; each is an entry point of group ``nemo_geomask.losses``.
+
+Their formulas stand in :mod:`nemo_geomask.losses.description`, from which ``nemo-geomask check`` and
+``docs/loss_reference.md`` take them.
+"""
 
 from __future__ import annotations
 
@@ -122,10 +126,7 @@ CLIPPED_PG = Variant(
     source="NeMo-RL ClippedPGLossFn: PPO, GRPO, DAPO, dual clip, RLOO, CISPO, GSPO by its flags",
     describe=description.clipped_pg,
 )
-r"""All that NeMo-RL's flags select; with no new setting, NeMo-RL's own loss.
-
-:math:`\ell_t = \max(-r_t A_t, -\mathrm{clip}(r_t, 1-\epsilon_{min}, 1+\epsilon_{max}) A_t)` and its relatives, see
-:mod:`nemo_geomask.functional.surrogates`."""
+"""All that NeMo-RL's flags select; with no new setting, NeMo-RL's own loss."""
 
 GSPO = Variant(
     surrogate=_gspo,
@@ -140,10 +141,7 @@ GSPO = Variant(
     source="GSPO, arXiv:2507.18071 eq. 5 and 7; clip bounds from its section 5.1",
     describe=description.gspo,
 )
-r"""Group Sequence Policy Optimization.
-
-:math:`\ell_i = \max(-s_i A_i, -\mathrm{clip}(s_i, 1-\epsilon_{min}, 1+\epsilon_{max}) A_i)` with
-:math:`s_i = \exp(\tfrac1{n_i}\sum_t \log r_{i,t})` and :math:`A_i` the mean advantage of the sequence's tokens."""
+"""Group Sequence Policy Optimization."""
 
 GSPO_TOKEN = Variant(
     surrogate=_gspo_token,
@@ -154,10 +152,7 @@ GSPO_TOKEN = Variant(
     source="GSPO-token, arXiv:2507.18071 eq. 13 and 14",
     describe=description.gspo_token,
 )
-r"""GSPO with per-token advantages.
-
-:math:`s_{i,t} = \mathrm{sg}[s_i]\,\pi_\theta(y_t)/\mathrm{sg}[\pi_\theta(y_t)]` in PPO's clip with
-:math:`A_{i,t}`; equal to GSPO, value and gradient, when the advantage is the same at every token."""
+"""GSPO with per-token advantages; equal to GSPO, value and gradient, when the advantage is the same at every token."""
 
 GMPO = Variant(
     surrogate=_gmpo,
@@ -171,10 +166,7 @@ GMPO = Variant(
     source="GMPO, arXiv:2507.20673 eq. 4; bounds (e^-0.4, e^0.4)",
     describe=description.gmpo,
 )
-r"""Geometric-Mean Policy Optimization.
-
-:math:`\ell_i = -A_i \exp(\tfrac1{n_i}\sum_t x_{i,t})`, where :math:`x_{i,t}` is :math:`\log r_{i,t}` clipped from above
-by :math:`\log(1+\epsilon_{max})` if A > 0 and from below by :math:`\log(1-\epsilon_{min})` if A < 0."""
+"""Geometric-Mean Policy Optimization."""
 
 CISPO = Variant(
     surrogate=_cispo,
@@ -183,10 +175,7 @@ CISPO = Variant(
     source="MiniMax-M1, arXiv:2506.13585 eq. 4 and 5; upper bound 5 on the weight from ScaleRL, arXiv:2510.13786",
     describe=description.cispo,
 )
-r"""Clipped IS-weight Policy Optimization.
-
-:math:`\ell_t = -\mathrm{sg}(\mathrm{clip}(r_t, 1-\epsilon_{min}, 1+\epsilon_{max})) A_t \log\pi_\theta(y_t)`; by
-default no lower bound and an upper bound of 5."""
+"""Clipped IS-weight Policy Optimization; by default no lower bound and an upper bound of 5."""
 
 SAPO = Variant(
     surrogate=_sapo,
@@ -196,6 +185,4 @@ SAPO = Variant(
     source="SAPO, arXiv:2511.20347 eq. 5 and 6",
     describe=description.sapo,
 )
-r"""Soft Adaptive Policy Optimization.
-
-:math:`\ell_t = -\tfrac4{\tau_t}\sigma(\tau_t(r_t - 1)) A_t`, :math:`\tau_t` = ``tau_pos`` if A > 0 else ``tau_neg``."""
+"""Soft Adaptive Policy Optimization."""

@@ -9,7 +9,7 @@ from typing import Generic, TypeVar
 import torch
 import torch.distributed as dist
 
-from nemo_geomask.errors import ConfigError
+from nemo_geomask.errors import ArgumentError
 
 __all__ = ["DocumentStep", "collect_documents"]
 
@@ -61,12 +61,12 @@ def collect_documents(
         The step, or None once every rank has run dry with nothing drawn; on all ranks alike.
 
     Raises:
-        ConfigError: ``docs_per_step`` is not a positive integer.
+        ArgumentError: ``docs_per_step`` is not a positive integer.
 
     Source: Fast-LLM PR 502, ``docs_per_step``.
     """
     if docs_per_step < 1:
-        raise ConfigError(f"docs_per_step must be at least 1, but it is {docs_per_step}")
+        raise ArgumentError(f"docs_per_step must be at least 1, but it is {docs_per_step}")
     drawn: list[M | None] = []
     documents = tokens = 0
     while documents < docs_per_step:

@@ -11,9 +11,8 @@ import pytest
 import yaml
 
 from nemo_geomask import build_loss
-from nemo_geomask.cli.check import build
-from nemo_geomask.config.checks import Subject, judge
-from nemo_geomask.config.checks.tree import reads
+from nemo_geomask.checks import RecipeFacts, check
+from nemo_geomask.checks.tree import reads
 from nemo_geomask.config.recipe import load_recipe, nemo_rl_root, read_recipe
 
 FOLDER = Path(__file__).parents[2] / "recipes" / "llm"
@@ -155,8 +154,7 @@ def test_nemo_rls_own_schema_accepts_it(path, theirs, master_config):
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_nothing_is_known_against_it(path, theirs):
     recipe = read_recipe(path)
-    loss, problems, doubts = build(recipe)
-    report = judge(Subject(recipe, loss and loss.config, problems, doubts, gpu="H100"))
+    report = check(RecipeFacts.of(recipe, gpu="H100"))
     replays = recipe.data["policy"].get("router_replay", {}).get("enabled", False)
     # v0.6.0 does not read the key, as the recipe's comment says.
     expected = {"GM205"} if replays and not reads(nemo_rl_root(), ROUTER_REPLAY) else set()

@@ -9,12 +9,11 @@ import pytest
 import torch
 import yaml
 
-from nemo_geomask.cli.check import build
+from nemo_geomask.checks import RULES, RecipeFacts, check, sections
+from nemo_geomask.checks.lengths import kept_fraction, median_weight
+from nemo_geomask.checks.loss import NEMO_RL_FIELDS
+from nemo_geomask.checks.tree import READ_BY
 from nemo_geomask.config import recipe as recipes
-from nemo_geomask.config.checks import RULES, Subject, judge, sections
-from nemo_geomask.config.checks.general import NEMO_RL_FIELDS
-from nemo_geomask.config.checks.lengths import kept_fraction, median_weight
-from nemo_geomask.config.checks.tree import READ_BY
 from nemo_geomask.config.loss import LossConfig
 from nemo_geomask.config.masks import MaskRule
 from nemo_geomask.config.recipe import ROOT_VARIABLE, nemo_rl_root, read_recipe
@@ -467,9 +466,7 @@ def findings(tmp_path, monkeypatch):
         path = tmp_path / "recipe.yaml"
         path.write_text(header + yaml.safe_dump(changed(changes)), encoding="utf-8")
         recipe = read_recipe(path)
-        loss, problems, doubts = build(recipe)
-        config = loss.config if loss else None
-        return judge(Subject(recipe, config, problems, doubts, mismatch_kl=kl, gpu=gpu), ignore=ignore).findings
+        return check(RecipeFacts.of(recipe, mismatch_kl=kl, gpu=gpu), ignore=ignore).findings
 
     return find
 
@@ -523,6 +520,23 @@ def test_an_invalid_loss_leaves_only_its_own_problems(findings):
     assert "did you mean 'ratio_clip_min'?" in found[0].message
 
 
+def test_a_plugin_that_fails_in_several_lines_is_one_finding_about_the_name(findings, tmp_path, monkeypatch):
+    (tmp_path / "noisy_loss.py").write_text(
+        "raise ImportError('first\\nloss_fn.ratio_clip_min: greater than 0\\nlast')\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (found,) = findings({"loss_fn.name": "noisy_loss:LOSS", "loss_fn.ratio_clip_min": 0.2})
+    assert (found.rule.id, found.key) == ("GM001", "loss_fn.name")
+    assert "ImportError: first loss_fn.ratio_clip_min: greater than 0 last" in found.message
+
+
+def test_a_doubt_about_a_clip_bound_is_not_said_again(findings):
+    gspo = {"loss_fn.name": "gspo", "loss_fn.token_level_loss": False, "loss_fn.ratio_clip_max": 0.2}
+    gspo["loss_fn.ratio_clip_min"] = 3e-4
+    assert [found.rule.id for found in findings(gspo)] == ["GM002"]
+    assert [found.rule.id for found in findings({**gspo, "loss_fn.ratio_clip_max": 0.3})] == ["GM204"]
+
+
 def test_problems_between_settings_are_put_at_one_that_was_given(findings):
     (found,) = findings({"loss_fn.name": "gspo", "loss_fn.token_level_loss": True})
     assert found.key == "loss_fn.token_level_loss"
@@ -548,8 +562,7 @@ class TestPlaceOfAContradiction:
             path = tmp_path / "recipe.yaml"
             path.write_text(f"defaults: [parent.yaml, RL/examples/configs/base.yaml]\n{own}", encoding="utf-8")
             recipe = read_recipe(path, overrides)
-            loss, problems, doubts = build(recipe)
-            found = judge(Subject(recipe, loss.config if loss else None, problems, doubts)).findings
+            found = check(RecipeFacts.of(recipe)).findings
             return [
                 (finding.key.removeprefix("loss_fn."), Path(finding.origin.where).name, finding.origin.line)
                 for finding in found
@@ -603,7 +616,7 @@ class TestUnknownKeys:
             "++policy.generation={temprature: 1.0}": "policy.generation.temprature",
         }.items():
             recipe = read_recipe(path, [override])
-            (found,) = judge(Subject(recipe, None)).findings
+            (found,) = check(RecipeFacts(recipe, None)).findings
             assert (found.key, str(found.origin)) == (key, f"override '{override}'")
 
     def test_what_nemo_rls_own_parents_have_is_known(self, tmp_path, monkeypatch):
@@ -615,9 +628,9 @@ class TestUnknownKeys:
         path = tmp_path / "recipe.yaml"
         own = "rare: {x: 2}\npolicy: {train_micro_batch_siz: 2}\n"
         path.write_text(f"defaults: {parent}\n{own}", encoding="utf-8")
-        assert judge(Subject(read_recipe(path), None)).findings == ()
+        assert check(RecipeFacts(read_recipe(path), None)).findings == ()
         path.write_text(own, encoding="utf-8")
-        assert [found.rule.id for found in judge(Subject(read_recipe(path), None)).findings] == ["GM005", "GM006"]
+        assert [found.rule.id for found in check(RecipeFacts(read_recipe(path), None)).findings] == ["GM005", "GM006"]
 
     def test_an_example_that_cannot_be_read_is_named(self, findings, tmp_path):
         path = tmp_path / "broken.yaml"
@@ -640,8 +653,8 @@ class TestUnknownKeys:
         rules = [rule for rule in RULES if rule.id in ("GM004", "GM005", "GM006", "GM314")]
         assert len(rules) == 4
         for path in (*theirs, *ours):
-            subject = Subject(read_recipe(path), None)
-            assert [(path.name, hit) for rule in rules for hit in rule.check(subject)] == []
+            facts = RecipeFacts(read_recipe(path), None)
+            assert [(path.name, hit) for rule in rules for hit in rule.check(facts)] == []
 
 
 def test_ignored_on_request_or_by_comment(findings):

@@ -1,22 +1,19 @@
-"""``nemo-geomask check`` as a command: places in files, the objective, formats, exit status."""
+"""``nemo-geomask check`` as a command: places in files, formats, exit status."""
 
 import json
 import os
-import re
 import sys
 from pathlib import Path
 
 import pytest
 
-from nemo_geomask import LossConfig, build_loss
+from nemo_geomask import LossConfig
+from nemo_geomask.checks import RULES
+from nemo_geomask.checks.lengths import kept_fraction, median_weight
 from nemo_geomask.cli import main
-from nemo_geomask.cli.objective import describe
 from nemo_geomask.config import recipe as recipes
-from nemo_geomask.config.checks import RULES, table
-from nemo_geomask.config.checks.lengths import kept_fraction, median_weight
 from nemo_geomask.config.recipe import load_recipe, nemo_rl_root, read_recipe
 from nemo_geomask.errors import ConfigError
-from nemo_geomask.losses import available
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -290,10 +287,6 @@ class TestCommand:
             assert f"{rule.id}  {rule.severity}" in out
             assert rule.title in out
 
-    def test_the_pages_table_is_current(self):
-        page = (DOCS / "check.md").read_text(encoding="utf-8")
-        assert table.rewrite(page) == page, "run: make docs"
-
     def test_the_pages_expectations_are_the_rules_own(self):
         page = (DOCS / "check.md").read_text(encoding="utf-8")
         rows = {
@@ -310,105 +303,3 @@ class TestCommand:
             (rule,) = LossConfig(masks=[{"preset": preset, "min": bounds[0], "max": bounds[1]}]).mask_rules
             kept = [f"{100 * kept_fraction(rule, kl, tokens):.0f} %" for tokens in lengths]
             assert rows[f"kept by `{name}`"] == kept
-
-
-class TestObjective:
-    def test_every_objective_of_the_package_is_written_out(self):
-        for name, entries in available().items():
-            if entries[0].distribution == "nemo-geomask":
-                assert build_loss({"name": name}).variant.describe is not None
-
-    @pytest.mark.parametrize("name", ["cispo", "clipped_pg", "gmpo", "gspo", "gspo_token", "sapo"])
-    def test_every_symbol_used_is_defined(self, name):
-        parts = describe(build_loss({"name": name, "masks": [{"preset": "veto", "max": 9.0}]}))
-        text = " ".join(part.formula for part in parts)
-        used = set(re.findall(r"\b([crswkx]|KL|ℓ)_t\b", parts[0].formula + parts[1].formula)) - {"x"}
-        for symbol in used - {"k", "s", "ℓ"}:
-            assert f"{symbol}_t =" in text, symbol
-        assert "k_veto = 1 where exp(x_t) ≤ 9 at every t, x = prev − gen" in text
-        for part in parts:
-            assert part.words.endswith(".")
-
-    @pytest.mark.parametrize(
-        ("settings", "formula"),
-        [
-            ({}, "ℓ_t = max(−r_t·A_t, −clip(r_t, 0.8, 1.2)·A_t)"),
-            ({"ratio_clip_c": 3.0}, "at most 3·|A_t| where A_t < 0"),
-            ({"name": "gspo"}, "ℓ = max(−s·Ā, −clip(s, 0.9997, 1.0004)·Ā)"),
-            ({"name": "cispo"}, "ℓ_t = −sg(clip(r_t, 0, 5))·A_t·curr"),
-            ({"use_cispo": True}, "ℓ_t = −sg(clip(r_t, 0.8, 1.2))·A_t·curr"),
-            ({"disable_ppo_ratio": True}, "ℓ_t = −A_t·curr"),
-            ({"force_on_policy_ratio": True}, "r_t = 1"),
-            ({"name": "gmpo"}, "x_t = min(curr − prev, 0.4) where Ā > 0, max(curr − prev, -0.4) where Ā < 0"),
-            ({"name": "gmpo", "ratio_clip_min": 1.0}, "max(curr − prev, -inf)"),
-            ({"name": "gspo", "use_importance_sampling_correction": True}, "w_t = exp(Σ_t x_t), x = prev − gen"),
-            (
-                {
-                    "use_importance_sampling_correction": True,
-                    "truncated_importance_sampling_type": "tis",
-                    "truncated_importance_sampling_ratio": 2.0,
-                },
-                "w_t = exp(x_t), x = prev − gen, clamped to [0, 2]",
-            ),
-            (
-                {
-                    "use_importance_sampling_correction": True,
-                    "truncated_importance_sampling_type": "seq-mask-tis",
-                    "truncated_importance_sampling_ratio": 1.002,
-                    "truncated_importance_sampling_ratio_min": 0.999,
-                },
-                "0 where exp(mean_t x_t) is outside [0.999, 1.002]",
-            ),
-            ({"loss_normalization": "constant", "loss_normalization_constant": 4096}, "c_t = 1 / (4096 · N_seq)"),
-            ({"token_level_loss": False}, "c_t = 1 / (n_i · N_seq)"),
-            ({"reference_policy_kl_type": "k2"}, "KL_t = x²/2, x = curr − ref"),
-            ({"use_on_policy_kl_approximation": True}, "KL_t = exp(curr − gen)·(e^(−x) − 1 + x)"),
-            ({"positive_example_nll_weight": 0.1}, "+ 0.1 · NLL⁺"),
-            (
-                {"masks": [{"preset": "geometric", "min": 0.99, "max": 1.01}]},
-                "k_geometric = 1 where 0.99 ≤ exp(mean_t x_t) ≤ 1.01, x = prev − gen",
-            ),
-            (
-                {"batch_veto": {"max": 0.1}},
-                "no update where mean_t (exp(x_t) − 1 − x_t) > 0.1, x = prev − gen, t over the batch",
-            ),
-            (
-                {"masks": [{"preset": "opsm", "delta": 0.5}]},
-                "k_opsm = 1 where 0.606531 ≤ exp(mean_t x_t), x = curr − gen, or A ≥ 0",
-            ),
-            (
-                {"masks": [{"log_ratio": "policy", "level": "token", "statistic": "k2", "max": 0.02}]},
-                "k_mask = 1 where x_t²/2 ≤ 0.02, x = curr − prev",
-            ),
-        ],
-    )
-    def test_formula(self, settings, formula):
-        text = "\n".join(part.formula for part in describe(build_loss(settings)))
-        assert formula in text
-
-    def test_what_stays_in_the_counts_is_said(self):
-        masks = [{"preset": "geometric", "max": 1.01}, {"preset": "opsm", "delta": 0.5}]
-        words = " ".join(part.words for part in describe(build_loss({"masks": masks})))
-        assert "What `geometric`, `opsm` drops stays in the counts." in words
-        words = " ".join(part.words for part in describe(build_loss({"masks": masks, "denominator": "kept"})))
-        assert "What `geometric` drops leaves the counts" in words
-        assert "What `opsm` drops stays in the counts." in words
-
-    def test_without_kl_or_weight_neither_is_in_it(self):
-        parts = describe(build_loss({"reference_policy_kl_penalty": 0}))
-        assert parts[0].formula == "L = Σ_t c_t · ℓ_t"
-        assert not any("KL_t" in part.formula for part in parts)
-        assert any("Nothing corrects" in part.words for part in parts)
-
-    def test_an_objective_from_elsewhere_says_what_it_is_or_is_named_by_its_source(self, tmp_path, monkeypatch):
-        (tmp_path / "their_loss.py").write_text(
-            "from nemo_geomask.losses import Part, Variant\nfrom nemo_geomask.losses.variants import CLIPPED_PG\n"
-            "THEIRS = Variant(surrogate=CLIPPED_PG.surrogate, pool=CLIPPED_PG.pool, source='their paper, eq. 1')\n"
-            "SAID = Variant(surrogate=CLIPPED_PG.surrogate, pool=CLIPPED_PG.pool,\n"
-            "    describe=lambda config, options: [Part(f'ℓ_t = {config.ratio_clip_min}', 'Theirs.')])\n"
-        )
-        monkeypatch.syspath_prepend(str(tmp_path))
-        said = describe(build_loss({"name": "their_loss:SAID", "ratio_clip_min": 0.125}))
-        assert (said[1].formula, said[1].words) == ("ℓ_t = 0.125", "Theirs.")
-        parts = describe(build_loss({"name": "their_loss:THEIRS"}))
-        assert parts[1].words == "their paper, eq. 1"

@@ -27,8 +27,9 @@ def lines(settings):
     """The problems of a block: keys without the section, and the message."""
     with pytest.raises(ConfigError) as error:
         build_loss(settings)
-    found = (line.partition(": ") for line in str(error.value).splitlines())
-    return {tuple(key.removeprefix("loss_fn.") for key in keys.split(", ")): message for keys, _, message in found}
+    return {
+        tuple(key.removeprefix("loss_fn.") for key in problem.keys): problem.message for problem in error.value.problems
+    }
 
 
 @pytest.mark.parametrize(
@@ -50,6 +51,10 @@ def lines(settings):
         # With every bound missing and the correction off, all of it is said at once.
         ({TYPE: "icepop"}, [(TYPE, HIGH), (TYPE, LOW), (TYPE, SWITCH)]),
         ({TYPE: "tis"}, []),
+        # A bound that nothing applies.
+        ({LOW: 0.5}, [(LOW, TYPE)]),
+        ({LOW: 0.5, HIGH: 2.0}, [(LOW, HIGH, TYPE)]),
+        ({LOW: 0.5, TYPE: "tis", SWITCH: True}, [(LOW, HIGH)]),
         (
             {"denominator": "kept", "force_on_policy_ratio": True},
             [("denominator", "masks"), ("denominator", "force_on_policy_ratio")],

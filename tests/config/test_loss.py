@@ -3,14 +3,19 @@
 import json
 import math
 import pickle
+import subprocess
+import sys
 import warnings
+from typing import ClassVar
 
 import pytest
+import torch
+import yaml
 from pydantic import BaseModel, ValidationError
 
 from nemo_geomask import LossConfig, build_loss
 from nemo_geomask.config import parse
-from nemo_geomask.errors import ConfigError, GeomaskError
+from nemo_geomask.errors import ConfigError
 
 # Name and default of every field of NeMo-RL's ClippedPGLossConfig at main of August 2026, which has all of
 # v0.7.0's and v0.6.0's.
@@ -218,19 +223,41 @@ def test_seq_mask_tis_needs_token_weights_not_a_token_ratio():
 def test_every_problem_is_listed_at_once():
     with pytest.raises(ConfigError) as error:
         config(ratio_clip_mim=0.1, ratio_clip_maxx=0.1)
-    assert len(str(error.value).splitlines()) == 2
+    assert [problem.keys for problem in error.value.problems] == [
+        ("loss_fn.ratio_clip_mim",),
+        ("loss_fn.ratio_clip_maxx",),
+    ]
+    assert str(error.value) == "\n".join(map(str, error.value.problems))
 
 
 def test_direct_construction_is_as_strict():
+    with pytest.raises(
+        ConfigError, match=r"^loss_fn.ratio_clip_mim: unknown key; did you mean 'ratio_clip_min'\?"
+    ) as error:
+        LossConfig(ratio_clip_mim=0.1, token_level_loss=False, loss_normalization="tokens")
+    assert isinstance(error.value, ValueError)
+    with pytest.raises(ConfigError) as error:
+        LossConfig(token_level_loss=False, loss_normalization="tokens")
+    assert error.value.problems[0].keys == ("loss_fn.token_level_loss", "loss_fn.loss_normalization")
     with pytest.raises(ValidationError, match="did you mean 'ratio_clip_min'"):
-        LossConfig(ratio_clip_mim=0.1)
+        LossConfig.model_validate({"ratio_clip_mim": 0.1})
     with pytest.raises(ValidationError, match="frozen"):
         LossConfig().ratio_clip_min = 1.0
 
 
+def test_pydantics_own_entry_keeps_each_problem_at_its_key():
+    with pytest.raises(ConfigError) as error:
+        config(ratio_clip_min=-1.0, nonfinite="drop", masks=[{"preset": "opsm"}])
+    assert [problem.keys for problem in error.value.problems] == [
+        ("loss_fn.ratio_clip_min",),
+        ("loss_fn.masks[0].delta",),
+        ("loss_fn.nonfinite",),
+    ]
+
+
 @pytest.mark.parametrize("wrong", [None, 3, "gspo", ["name"]])
 def test_not_a_mapping_is_an_error(wrong):
-    with pytest.raises(ConfigError, match="loss_fn must be a mapping"):
+    with pytest.raises(ConfigError, match="^loss_fn: must be a mapping"):
         build_loss(wrong)
 
 
@@ -289,14 +316,171 @@ def test_config_survives_pickle_and_json():
     assert LossConfig(**json.loads(made.model_dump_json(exclude_unset=True))) == made
 
 
-def test_errors_survive_pickle_and_fit_built_ins():
-    error = ConfigError("loss_fn.x: wrong")
-    copy = pickle.loads(pickle.dumps(error))
-    assert isinstance(copy, (GeomaskError, ValueError))
-    assert str(copy) == "loss_fn.x: wrong"
-
-
 def test_valid_settings_do_not_warn():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         build_loss({**CORRECTED, **BOUNDS, "truncated_importance_sampling_type": "tis"})
+
+
+def message(**settings):
+    """What is said of the one thing that is wrong, after its key."""
+    with pytest.raises(ConfigError) as error:
+        LossConfig(**settings)
+    (problem,) = error.value.problems
+    return problem.message
+
+
+class TestNearestValue:
+    @pytest.mark.parametrize(
+        ("settings", "guess"),
+        [
+            ({"is_correction_level": "seq_mean"}, "sequence_mean"),
+            ({"is_correction_level": "Sequence-Mean"}, "sequence_mean"),
+            ({"is_correction_level": "TOKEN"}, "token"),
+            ({"truncated_importance_sampling_type": "seq_mask_tis"}, "seq-mask-tis"),
+            ({"truncated_importance_sampling_type": "IcePop"}, "icepop"),
+            ({"reference_policy_kl_type": "K3"}, "k3"),
+            ({"reference_policy_kl_gradient": "K2"}, "k2"),
+            ({"loss_normalization": "token"}, "tokens"),
+            ({"denominator": "keep"}, "kept"),
+            ({"nonfinite": "drop-seq"}, "drop_sequence"),
+            ({"positive_example_nll_normalization": "micro_batch"}, "microbatch"),
+            ({"logprob_backend": "nemo-rl"}, "nemo_rl"),
+            ({"batch_veto": {"max": 0.1, "estimator": "K1"}}, "k1"),
+            ({"masks": [{"preset": "Geometric", "max": 2.0}]}, "geometric"),
+            (
+                {"masks": [{"preset": "trust-region", "statistic": "k3", "level": "sequence_max", "max": 1}]},
+                "trust_region",
+            ),
+            ({"masks": [{"preset": "trust_region", "statistic": "K3", "level": "sequence_max", "max": 1}]}, "k3"),
+            ({"masks": [{"preset": "opsm", "delta": 0.1, "log_ratio": "Policy"}]}, "policy"),
+            ({"masks": [{"log_ratio": "mismatch", "level": "seq_max", "max": 2.0}]}, "sequence_max"),
+            ({"masks": [{"log_ratio": "mismach", "level": "token", "max": 2.0}]}, "mismatch"),
+            (
+                {"masks": [{"log_ratio": "policy", "level": "token", "max": 2.0, "when": "negative"}]},
+                "negative_advantage",
+            ),
+        ],
+    )
+    def test_is_named_once(self, settings, guess):
+        said = message(**settings)
+        assert f"; did you mean '{guess}'?" in said
+        assert said.count("did you mean") == 1
+
+    def test_of_nothing_alike_none(self):
+        assert "did you mean" not in message(is_correction_level="everything")
+
+    @pytest.mark.parametrize("number", [0.1, 1])
+    def test_a_bare_number_for_a_mapping_is_told_its_key(self, number):
+        assert message(batch_veto=number) == f"must be a mapping, or null; write {{max: {number}}} (found {number})"
+
+    def test_what_no_key_can_be_told_of_is_told_none(self):
+        assert message(batch_veto=True) == "must be a mapping, or null (found true)"
+        assert message(batch_veto="k3") == "must be a mapping, or null (found 'k3')"
+
+    def test_a_bare_preset_for_a_mask_is_told_its_form(self):
+        assert message(masks=["icepop"]) == "must be a mapping, such as {preset: icepop, …} (found 'icepop')"
+
+
+class TestLookAlikes:
+    """Python takes a truth value for a number and pydantic a text for either; a recipe means something else."""
+
+    @pytest.mark.parametrize("wrong", [True, False])
+    @pytest.mark.parametrize("key", ["ratio_clip_min", "ratio_clip_c", "reference_policy_kl_penalty"])
+    def test_a_truth_value_is_no_number(self, key, wrong):
+        assert message(**{key: wrong}).startswith("must be a number")
+
+    def test_nor_is_it_in_masks_vetoes_and_options(self):
+        assert message(masks=[{"preset": "geometric", "max": True}]).startswith("must be a number, or null")
+        assert message(batch_veto={"max": True}) == "must be a number (found true)"
+        assert message(batch_veto={"max": 0.1, "max_in_a_row": True}) == "must be a number (found true)"
+        with pytest.raises(ConfigError, match=r"^loss_fn.options.tau_pos: must be a number \(found true\)$"):
+            build_loss({"name": "sapo", "options": {"tau_pos": True}})
+
+    @pytest.mark.parametrize("wrong", [0, 1, 1.0, "true", "yes", "on", ""])
+    def test_a_number_or_a_text_is_no_truth_value(self, wrong):
+        assert message(token_level_loss=wrong).startswith("must be true or false (found ")
+
+    @pytest.mark.parametrize(
+        ("text", "hint"),
+        [
+            ("3e-4", "to YAML 1.1 3e-4 is text, write 3.0e-4"),
+            ("1.5e5", "to YAML 1.1 1.5e5 is text, write 1.5e+5"),
+            ("0.2", "'0.2' is text, write it without quotes"),
+        ],
+    )
+    def test_a_text_is_told_how_to_be_a_number(self, text, hint):
+        assert message(ratio_clip_min=text) == f"must be a number; {hint} (found '{text}')"
+
+    @pytest.mark.parametrize("text", ["3e-4", "1.5e5"])
+    def test_the_way_out_is_a_number_to_yaml(self, text):
+        written = message(ratio_clip_min=text).rpartition("write ")[2].partition(" ")[0]
+        assert yaml.safe_load(text) == text
+        assert yaml.safe_load(written) == float(text)
+
+    def test_any_other_text_is_just_no_number(self):
+        assert message(ratio_clip_min="small") == "must be a number (found 'small')"
+
+    @pytest.mark.parametrize("whole", [0, 1])
+    def test_a_whole_number_is_a_number(self, whole):
+        assert LossConfig(ratio_clip_min=whole).ratio_clip_min == float(whole)
+
+
+class TestFloat32:
+    @pytest.mark.parametrize("wrong", [1e39, 10**39, 10**400, 3.4028236e38])
+    def test_nothing_beyond_its_largest(self, wrong):
+        assert message(ratio_clip_max=wrong).startswith("must fit float32, which ends at 3.4e+38")
+
+    @pytest.mark.parametrize("wrong", [1e-40, 1.1e-38])
+    def test_nothing_below_its_smallest_normal(self, wrong):
+        assert message(ratio_clip_min=wrong).startswith("must fit float32, where next to 0 stands 1.2e-38")
+        assert message(masks=[{"preset": "icepop", "min": wrong}]).startswith("must fit float32")
+
+    def test_its_ends_fit(self):
+        ends = torch.finfo(torch.float32)
+        for fits in (0.0, ends.tiny, ends.max):
+            assert LossConfig(ratio_clip_max=fits).ratio_clip_max == fits
+
+    @pytest.mark.parametrize("wrong", [math.nan, math.inf, -math.inf])
+    def test_neither_nan_nor_infinity(self, wrong):
+        assert "finite number" in message(ratio_clip_max=wrong)
+        assert "finite number, or null" in message(masks=[{"preset": "icepop", "max": wrong}])
+
+
+class TestOmegaConf:
+    SETTINGS: ClassVar = {
+        "name": "sapo",
+        "options": {"tau_pos": 2.0},
+        "ratio_clip_max": "${clip}",
+        "clip": 0.3,
+        "batch_veto": {"max": 0.5},
+        "masks": [{"preset": "geometric", "max": 1.02}],
+    }
+
+    @pytest.fixture
+    def block(self):
+        omegaconf = pytest.importorskip("omegaconf", reason="omegaconf is not installed")
+        config = omegaconf.OmegaConf.create(self.SETTINGS)
+        resolved = omegaconf.OmegaConf.masked_copy(config, [key for key in self.SETTINGS if key != "clip"])
+        resolved.ratio_clip_max = config.ratio_clip_max
+        return resolved
+
+    def test_whole(self, block):
+        loss = build_loss(block)
+        assert (
+            loss.config
+            == build_loss({**{k: v for k, v in self.SETTINGS.items() if k != "clip"}, "ratio_clip_max": 0.3}).config
+        )
+        assert loss.options.tau_pos == 2.0
+        assert LossConfig.model_validate(block) == LossConfig(**block)
+
+    def test_in_parts_and_nothing_of_it_stays(self, block):
+        made = LossConfig(masks=block.masks, options=block.options, batch_veto=block.batch_veto)
+        assert type(made.options) is dict
+        assert [rule.label for rule in made.mask_rules] == ["geometric"]
+        assert made.batch_veto.max == 0.5
+        assert b"omegaconf" not in pickle.dumps(made)
+
+    def test_it_is_not_imported_for_that(self):
+        code = "import sys, nemo_geomask; nemo_geomask.LossConfig(masks=[]); print('omegaconf' in sys.modules)"
+        assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"

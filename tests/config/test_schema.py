@@ -9,7 +9,7 @@ import yaml
 from nemo_geomask import LossConfig, build_loss
 from nemo_geomask.cli import main
 from nemo_geomask.cli.schema import render
-from nemo_geomask.config.masks import _PRESETS
+from nemo_geomask.config.masks import PRESETS
 from nemo_geomask.errors import GeomaskError
 
 ROOT = Path(__file__).parents[2]
@@ -78,13 +78,13 @@ def test_every_setting_is_there_with_its_default_and_words():
 
 def test_every_preset_has_a_branch_of_its_own():
     items = BLOCK["properties"]["masks"]["else"]["items"]
-    assert set(items["properties"]["preset"]["enum"]) == set(_PRESETS)
+    assert set(items["properties"]["preset"]["enum"]) == set(PRESETS)
     branches = {
         branch["if"]["properties"]["preset"]["const"]: branch["then"]["$ref"].rpartition("/")[2]
         for branch in items["allOf"]
         if "properties" in branch["if"]
     }
-    assert branches == {preset: model.__name__ for preset, model in _PRESETS.items()}
+    assert branches == {preset: model.__name__ for preset, model in PRESETS.items()}
     for name in branches.values():
         assert SCHEMA["$defs"][name]["additionalProperties"] is False
 

@@ -15,7 +15,7 @@ import torch
 
 from nemo_geomask import build_loss
 from nemo_geomask import functional as F
-from nemo_geomask.errors import PluginError
+from nemo_geomask.errors import ConfigError, PluginError
 from nemo_geomask.losses import Variant, available, registry
 
 ROOT = Path(__file__).parents[2]
@@ -48,12 +48,12 @@ def register(monkeypatch):
 
 def test_built_in_table_is_the_entry_points_of_the_package():
     declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"][registry.GROUP]
-    assert declared == registry._BUILT_IN
+    assert declared == registry.BUILT_IN
 
 
 def test_built_ins_are_found_without_metadata(register):
     register()
-    assert list(available()) == sorted(registry._BUILT_IN)
+    assert list(available()) == sorted(registry.BUILT_IN)
     assert build_loss({"name": "gspo"}).variant is registry.load("gspo")
 
 
@@ -66,6 +66,14 @@ def test_only_the_selected_name_is_imported(register):
 def test_unknown_name_suggests_the_nearest():
     with pytest.raises(PluginError, match="no loss named 'gsop'.*did you mean 'gspo'"):
         build_loss({"name": "gsop"})
+
+
+@pytest.mark.parametrize(
+    ("name", "guess"), [("GSPO", "gspo"), ("gspo-token", "gspo_token"), ("GRPO", "clipped_pg"), ("ppo", "clipped_pg")]
+)
+def test_unknown_name_suggests_what_is_meant(name, guess):
+    with pytest.raises(PluginError, match=f"did you mean '{guess}'"):
+        build_loss({"name": name})
 
 
 def test_name_claimed_twice_names_both_distributions(register):
@@ -86,6 +94,21 @@ def test_failing_import_names_the_distribution_and_the_cause(register):
         build_loss({"name": "theirs"})
 
 
+def test_import_that_fails_in_several_lines_is_one_problem_about_the_name(tmp_path, monkeypatch):
+    (tmp_path / "noisy_loss.py").write_text(
+        "raise ImportError('first\\nloss_fn.ratio_clip_min: greater than 0\\nlast')\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(PluginError) as error:
+        build_loss({"name": "noisy_loss:LOSS"})
+    assert [problem.keys for problem in error.value.problems] == [("loss_fn.name",)]
+    # Whatever else is wrong is said beside it.
+    with pytest.raises(ConfigError) as error:
+        build_loss({"name": "noisy_loss:LOSS", "nonfinite": "drop"})
+    assert [problem.keys for problem in error.value.problems] == [("loss_fn.nonfinite",), ("loss_fn.name",)]
+    assert str(error.value).count("\n") == 1
+
+
 def test_wrong_type_says_what_was_found():
     with pytest.raises(PluginError, match="is a builtins.function; it must be a nemo_geomask.losses.Variant"):
         build_loss({"name": f"{__name__}:NOT_A_VARIANT"})
@@ -104,6 +127,13 @@ def test_variant_that_can_not_run_fails_when_built():
 def test_variant_that_speaks_of_unknown_settings_is_refused(monkeypatch):
     monkeypatch.setitem(globals(), "ODD", Variant(surrogate=mean_loss, defaults={"no_such": 1}))
     with pytest.raises(PluginError, match="no_such"):
+        build_loss({"name": f"{__name__}:ODD"})
+
+
+@pytest.mark.parametrize("where", ["defaults", "forces"])
+def test_variant_with_a_wrong_setting_of_its_own_is_not_the_recipes_fault(where, monkeypatch):
+    monkeypatch.setitem(globals(), "ODD", Variant(surrogate=mean_loss, **{where: {"ratio_clip_min": True}}))
+    with pytest.raises(PluginError, match=r"^loss_fn.name: the variant .* gives ratio_clip_min: must be a number"):
         build_loss({"name": f"{__name__}:ODD"})
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from nemo_geomask import build_loss
-from nemo_geomask.errors import ConfigError
+from nemo_geomask.errors import ArgumentError
 from nemo_geomask.parallel import collect_documents
 from nemo_geomask.parallel.processes import run
 
@@ -115,5 +115,5 @@ def test_one_rank_needs_no_group():
 
 @pytest.mark.parametrize("target", [0, -1])
 def test_target_must_be_positive(target):
-    with pytest.raises(ConfigError, match="docs_per_step must be at least 1"):
+    with pytest.raises(ArgumentError, match="docs_per_step must be at least 1"):
         collect_documents(iter([]), docs_per_step=target, count=lambda n: (n, n))

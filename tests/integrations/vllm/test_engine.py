@@ -9,11 +9,10 @@ pytest.importorskip("vllm", reason="vLLM has an environment of its own: make vll
 
 import vllm
 
-from nemo_geomask.errors import ConfigError
+from nemo_geomask.errors import ConfigError, EngineError
 from nemo_geomask.integrations.vllm import load_weights, rollout_batch
 from nemo_geomask.lab import vllm as lab_vllm
 from nemo_geomask.lab.model import build_policy, checkpoint, token_logprobs
-from nemo_geomask.lab.vllm import EngineError
 
 pytestmark = pytest.mark.timeout(240)
 # float32 on both sides; the order of sums differs.
@@ -155,7 +154,7 @@ def test_weights_are_not_loaded_under_a_running_request(sampler, policy):
     engine = sampler.llm.llm_engine
     engine.add_request("running", {"prompt_token_ids": [1, 2]}, vllm.SamplingParams(max_tokens=4, detokenize=False))
     try:
-        with pytest.raises(ConfigError, match="unfinished requests"):
+        with pytest.raises(EngineError, match="unfinished requests"):
             load_weights(sampler.llm, checkpoint(policy))
     finally:
         while engine.has_unfinished_requests():

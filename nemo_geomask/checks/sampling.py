@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from nemo_geomask.config.checks.rule import Hit, Rule
-from nemo_geomask.config.checks.subject import Subject
-from nemo_geomask.config.checks.tree import reads
+from nemo_geomask.checks.facts import RecipeFacts
+from nemo_geomask.checks.rule import Hit, Rule
+from nemo_geomask.checks.tree import reads
 
 __all__ = ["RULES"]
 
@@ -15,27 +15,27 @@ _TEMPERATURE = "policy.generation.temperature"
 _MODE = "policy.generation.vllm_cfg.logprobs_mode"
 
 
-def _scaled_in_half_precision(subject: Subject) -> Iterator[Hit]:
+def _scaled_in_half_precision(facts: RecipeFacts) -> Iterator[Hit]:
     # Megatron's logits are float32 unless that is deferred, and so are those of the DTensor trainer.
     key = "policy.megatron_cfg.defer_fp32_logits"
-    if subject.megatron and subject.on(key) and subject.temperature != 1.0:
+    if facts.megatron and facts.on(key) and facts.temperature != 1.0:
         # bfloat16 keeps 8 bits: between 16 and 32 its values are 2^-3 apart.
         yield Hit(
             key,
-            f"training divides half-precision logits by the temperature ({subject.temperature:g}) in place, which "
+            f"training divides half-precision logits by the temperature ({facts.temperature:g}) in place, which "
             "rounds them a second time, by up to 0.06 at logits of 16 to 32; vLLM samples from float32. Set "
             "temperature: 1.0, or defer_fp32_logits: false",
         )
 
 
-def _raw_log_probs(subject: Subject) -> Iterator[Hit]:
-    tree = subject.nemo_rl
-    if not subject.vllm or (tree is not None and not reads(tree, _MODE)):
+def _raw_log_probs(facts: RecipeFacts) -> Iterator[Hit]:
+    tree = facts.nemo_rl
+    if not facts.vllm or (tree is not None and not reads(tree, _MODE)):
         return
     # Where NeMo-RL reads the key, its absence means vLLM's own default.
-    mode = subject.get(_MODE, "raw_logprobs" if tree is not None else None)
-    reshaped = [f"temperature {subject.temperature:g}"] if subject.temperature != 1.0 else []
-    reshaped += [f"{subject.filtered.rpartition('.')[2]} {subject.get(subject.filtered)}"] if subject.filtered else []
+    mode = facts.get(_MODE, "raw_logprobs" if tree is not None else None)
+    reshaped = [f"temperature {facts.temperature:g}"] if facts.temperature != 1.0 else []
+    reshaped += [f"{facts.filtered.rpartition('.')[2]} {facts.get(facts.filtered)}"] if facts.filtered else []
     if mode == "raw_logprobs" and reshaped:
         yield Hit(
             _MODE,
@@ -44,9 +44,9 @@ def _raw_log_probs(subject: Subject) -> Iterator[Hit]:
         )
 
 
-def _processors_only_when_sampling(subject: Subject) -> Iterator[Hit]:
-    words = subject.get("policy.generation.bad_words")
-    if words and subject.get(_MODE) != "raw_logprobs":
+def _processors_only_when_sampling(facts: RecipeFacts) -> Iterator[Hit]:
+    words = facts.get("policy.generation.bad_words")
+    if words and facts.get(_MODE) != "raw_logprobs":
         yield Hit(
             "policy.generation.bad_words",
             f"bad_words ({len(words)} given) change the distribution that vLLM samples from and reports, but not the "
@@ -55,8 +55,8 @@ def _processors_only_when_sampling(subject: Subject) -> Iterator[Hit]:
         )
 
 
-def _filtered_and_pooled(subject: Subject) -> Iterator[Hit]:
-    key, config = subject.filtered, subject.config
+def _filtered_and_pooled(facts: RecipeFacts) -> Iterator[Hit]:
+    key, config = facts.filtered, facts.config
     if key is None:
         return
     users = [f"mask {rule.label}" for rule in config.mask_rules if rule.level != "token" and rule.log_ratio != "policy"]
@@ -67,19 +67,19 @@ def _filtered_and_pooled(subject: Subject) -> Iterator[Hit]:
     if users:
         yield Hit(
             key,
-            f"{key.rpartition('.')[2]}: {subject.get(key)}: a sampled token that falls outside the training engine's "
+            f"{key.rpartition('.')[2]}: {facts.get(key)}: a sampled token that falls outside the training engine's "
             "own top-p or top-k gets the log-prob 0 from NeMo-RL, so its mismatch log-ratio is -log μ: a token of "
             f"probability 0.01 adds {math.log(100):.1f} to the sequence's sum. What pools over a sequence takes it for "
             f"mismatch ({', '.join(users)}); sample with top_p: 1.0 and top_k: null, or correct by token",
         )
 
 
-def _temperature_on_log_probs(subject: Subject) -> Iterator[Hit]:
+def _temperature_on_log_probs(facts: RecipeFacts) -> Iterator[Hit]:
     key = "policy.megatron_cfg.use_fused_linear_logprobs"
-    if subject.megatron and subject.on(key) and subject.temperature != 1.0:
+    if facts.megatron and facts.on(key) and facts.temperature != 1.0:
         yield Hit(
             key,
-            f"with temperature {subject.temperature:g}, NeMo-RL divides what the fused path returns by it; those are "
+            f"with temperature {facts.temperature:g}, NeMo-RL divides what the fused path returns by it; those are "
             "log-probs already, which makes curr and prev wrong at every token; set temperature: 1.0, or "
             "use_fused_linear_logprobs: false",
         )

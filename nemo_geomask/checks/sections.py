@@ -9,9 +9,9 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from nemo_geomask.config.checks.rule import Hit, Rule
-from nemo_geomask.config.checks.subject import Subject
-from nemo_geomask.config.checks.written import own_keys, theirs
+from nemo_geomask.checks.facts import RecipeFacts
+from nemo_geomask.checks.rule import Hit, Rule
+from nemo_geomask.checks.written import own_keys, theirs
 from nemo_geomask.config.origins import Origin
 from nemo_geomask.config.strict import nearest
 from nemo_geomask.errors import ConfigError
@@ -58,16 +58,16 @@ def _collect(value: Any, place: str, found: Names) -> None:
             _collect(inner, f"{place}[]", found)
 
 
-def _unknown(subject: Subject) -> Iterator[tuple[str, Origin, Collection[str]]]:
+def _unknown(facts: RecipeFacts) -> Iterator[tuple[str, Origin, Collection[str]]]:
     """Keys of the user's that no example has at that place, with the names that they have there."""
-    assert subject.nemo_rl is not None
-    known = known_keys(subject.nemo_rl)
-    if not known or "lab" in subject.recipe.data:
+    assert facts.nemo_rl is not None
+    known = known_keys(facts.nemo_rl)
+    if not known or "lab" in facts.recipe.data:
         return
     inherited: Names = {"": {"defaults", _LOSS}}
-    for where, text in theirs(subject).items():
+    for where, text in theirs(facts).items():
         _collect(_read(where, text), "", inherited)
-    for key, origin in own_keys(subject):
+    for key, origin in own_keys(facts):
         place, _, name = re.sub(r"\[\d+\]", "[]", key).rpartition(".")
         names = {*known.get(place, ()), *inherited.get(place, ())}
         # What begins with an underscore speaks to a loader.
@@ -75,8 +75,8 @@ def _unknown(subject: Subject) -> Iterator[tuple[str, Origin, Collection[str]]]:
             yield key, origin, names
 
 
-def _other_loss(subject: Subject) -> Iterator[Hit]:
-    for key, origin, names in _unknown(subject):
+def _other_loss(facts: RecipeFacts) -> Iterator[Hit]:
+    for key, origin, names in _unknown(facts):
         if "." not in key and nearest(key, names) == _LOSS:
             yield Hit(
                 key,
@@ -86,21 +86,21 @@ def _other_loss(subject: Subject) -> Iterator[Hit]:
             )
 
 
-def _unknown_section(subject: Subject) -> Iterator[Hit]:
-    for key, origin, names in _unknown(subject):
+def _unknown_section(facts: RecipeFacts) -> Iterator[Hit]:
+    for key, origin, names in _unknown(facts):
         guess = nearest(key, names)
-        if "." not in key and guess != _LOSS and not _referred_to(key, subject):
+        if "." not in key and guess != _LOSS and not _referred_to(key, facts):
             hint = f"did you mean {guess}?" if guess else "its own are " + ", ".join(sorted(set(names) - {"defaults"}))
             yield Hit(key, f"NeMo-RL has no section {key} and ignores it; {hint}", origin)
 
 
-def _referred_to(section: str, subject: Subject) -> bool:
+def _referred_to(section: str, facts: RecipeFacts) -> bool:
     reference = re.compile(rf"\$\{{\s*{re.escape(section)}\s*[.}}]")
-    return any(reference.search(text) for _, text in subject.recipe.files)
+    return any(reference.search(text) for _, text in facts.recipe.files)
 
 
-def _misspelt(subject: Subject) -> Iterator[Hit]:
-    for key, origin, names in _unknown(subject):
+def _misspelt(facts: RecipeFacts) -> Iterator[Hit]:
+    for key, origin, names in _unknown(facts):
         place, _, name = key.rpartition(".")
         guess = _slip(name, names)
         # loss_fn itself is validated strictly.

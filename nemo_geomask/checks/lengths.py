@@ -15,8 +15,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from nemo_geomask.config.checks.rule import Hit, Rule
-from nemo_geomask.config.checks.subject import Subject
+from nemo_geomask.checks.facts import RecipeFacts
+from nemo_geomask.checks.rule import Hit, Rule
 from nemo_geomask.config.masks import MaskRule
 
 __all__ = ["RULES", "kept_fraction", "median_weight"]
@@ -40,8 +40,8 @@ def _normal(x: float) -> float:
     return 0.5 * (1 + math.erf(x / math.sqrt(2)))
 
 
-def _weight_vanishes(subject: Subject) -> Iterator[Hit]:
-    config, tokens, kl = subject.config, subject.response_tokens, subject.mismatch_kl
+def _weight_vanishes(facts: RecipeFacts) -> Iterator[Hit]:
+    config, tokens, kl = facts.config, facts.response_tokens, facts.mismatch_kl
     if not config.use_importance_sampling_correction or config.correction_level != "sequence" or tokens is None:
         return
     median = median_weight(kl, tokens)
@@ -55,9 +55,9 @@ def _weight_vanishes(subject: Subject) -> Iterator[Hit]:
         )
 
 
-def _mask_removes_most(subject: Subject) -> Iterator[Hit]:
-    tokens, kl = subject.response_tokens, subject.mismatch_kl
-    for index, rule in enumerate(subject.config.mask_rules):
+def _mask_removes_most(facts: RecipeFacts) -> Iterator[Hit]:
+    tokens, kl = facts.response_tokens, facts.mismatch_kl
+    for index, rule in enumerate(facts.config.mask_rules):
         pooled = rule.level in ("sequence", "sequence_mean") and rule.statistic == "ratio"
         if tokens is None or rule.log_ratio != "mismatch" or not pooled or rule.when != "always":
             continue
@@ -75,18 +75,18 @@ def _mask_removes_most(subject: Subject) -> Iterator[Hit]:
             )
 
 
-def _every_batch_vetoed(subject: Subject) -> Iterator[Hit]:
-    veto = subject.config.batch_veto
-    if veto is not None and veto.max < subject.mismatch_kl:
+def _every_batch_vetoed(facts: RecipeFacts) -> Iterator[Hit]:
+    veto = facts.config.batch_veto
+    if veto is not None and veto.max < facts.mismatch_kl:
         yield Hit(
             "loss_fn.batch_veto.max",
-            f"{veto.max:g} is below the mean mismatch KL to reckon with ({subject.mismatch_kl:g} nats per token), so "
+            f"{veto.max:g} is below the mean mismatch KL to reckon with ({facts.mismatch_kl:g} nats per token), so "
             "that no batch is trained on; 0.1 is the mismatch study's",
         )
 
 
-def _loss_depends_on_split(subject: Subject) -> Iterator[Hit]:
-    config = subject.config
+def _loss_depends_on_split(facts: RecipeFacts) -> Iterator[Hit]:
+    config = facts.config
     if config.positive_example_nll_weight and config.positive_example_nll_normalization == "microbatch":
         yield Hit(
             "loss_fn.positive_example_nll_normalization",
@@ -95,12 +95,12 @@ def _loss_depends_on_split(subject: Subject) -> Iterator[Hit]:
         )
 
 
-def _scored_in_other_batches(subject: Subject) -> Iterator[Hit]:
-    training = subject.number("policy.train_micro_batch_size")
-    scoring = subject.number("policy.logprob_batch_size")
-    size = subject.tensor_parallel
+def _scored_in_other_batches(facts: RecipeFacts) -> Iterator[Hit]:
+    training = facts.number("policy.train_micro_batch_size")
+    scoring = facts.number("policy.logprob_batch_size")
+    size = facts.tensor_parallel
     # From 4 on NeMo-RL refuses, see GM307.
-    if not 2 <= size < 4 or subject.config.force_on_policy_ratio or training is None or scoring in (None, training):
+    if not 2 <= size < 4 or facts.config.force_on_policy_ratio or training is None or scoring in (None, training):
         return
     yield Hit(
         "policy.logprob_batch_size",

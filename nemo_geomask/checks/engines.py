@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from nemo_geomask.config.checks.rule import Hit, Rule
-from nemo_geomask.config.checks.subject import Subject
-from nemo_geomask.config.checks.tree import reads
+from nemo_geomask.checks.facts import RecipeFacts
+from nemo_geomask.checks.rule import Hit, Rule
+from nemo_geomask.checks.tree import reads
 from nemo_geomask.errors import ConfigError
 
 __all__ = ["RULES"]
@@ -25,29 +25,29 @@ _VLLM = "policy.generation.vllm_cfg"
 _VLLM_KWARGS = "policy.generation.vllm_kwargs"
 
 
-def _cascade_attention(subject: Subject) -> Iterator[Hit]:
+def _cascade_attention(facts: RecipeFacts) -> Iterator[Hit]:
     key = f"{_VLLM_KWARGS}.disable_cascade_attn"
-    named = [word for word in re.split(r"[\s_-]+", (subject.gpu or "").lower()) if word in _GPUS]
+    named = [word for word in re.split(r"[\s_-]+", (facts.gpu or "").lower()) if word in _GPUS]
     if not named:
-        raise ConfigError(f"--gpu: '{subject.gpu}' is not known; known: {', '.join(_GPUS).upper()}")
-    if not subject.vllm or subject.on(key) or not _GPUS[named[0]]:
+        raise ConfigError(f"--gpu: '{facts.gpu}' is not known; known: {', '.join(_GPUS).upper()}")
+    if not facts.vllm or facts.on(key) or not _GPUS[named[0]]:
         return
     yield Hit(
         key,
-        f"on {subject.gpu}, vLLM runs FlashAttention-2, whose split-kv kernel returned a wrong log-sum-exp to cascade "
+        f"on {facts.gpu}, vLLM runs FlashAttention-2, whose split-kv kernel returned a wrong log-sum-exp to cascade "
         "attention. The responses to one prompt share a prefix, which is what switches it on (by default, until vLLM's "
         f"pull request 36318); set {key}: true",
     )
 
 
-def _quantised(subject: Subject) -> Iterator[Hit]:
-    if subject.config.use_importance_sampling_correction or subject.config.masks:
+def _quantised(facts: RecipeFacts) -> Iterator[Hit]:
+    if facts.config.use_importance_sampling_correction or facts.config.masks:
         return
     keys = [f"{_VLLM_KWARGS}.quantization"]
     # Where training is quantised the same way, the two agree.
-    keys += [] if subject.get("policy.quant_cfg") else ["policy.generation.quant_cfg"]
+    keys += [] if facts.get("policy.quant_cfg") else ["policy.generation.quant_cfg"]
     for key in keys:
-        if value := subject.get(key):
+        if value := facts.get(key):
             yield Hit(
                 key,
                 f"{key.rpartition('.')[2]}: {value}: the rollouts are quantised and the training is not, but nothing "
@@ -56,10 +56,10 @@ def _quantised(subject: Subject) -> Iterator[Hit]:
             )
 
 
-def _other_precision(subject: Subject) -> Iterator[Hit]:
+def _other_precision(facts: RecipeFacts) -> Iterator[Hit]:
     key = f"{_VLLM}.precision"
-    training, sampling = subject.get("policy.precision"), subject.get(key)
-    if subject.vllm and training and sampling and sampling not in (training, "auto", "fp8"):
+    training, sampling = facts.get("policy.precision"), facts.get(key)
+    if facts.vllm and training and sampling and sampling not in (training, "auto", "fp8"):
         yield Hit(
             key,
             f"precision: {sampling}, but policy.precision: {training}; sample in the format that is trained, or expect "
@@ -67,19 +67,19 @@ def _other_precision(subject: Subject) -> Iterator[Hit]:
         )
 
 
-def _no_router_replay(subject: Subject) -> Iterator[Hit]:
-    key = subject.mixture_of_experts
-    if key is None or subject.on(_ROUTER_REPLAY):
+def _no_router_replay(facts: RecipeFacts) -> Iterator[Hit]:
+    key = facts.mixture_of_experts
+    if key is None or facts.on(_ROUTER_REPLAY):
         return
-    model = f"{subject.get('policy.model_name')} is a mixture of experts (by {key})"
-    tree = subject.nemo_rl
-    if subject.vllm and subject.megatron and (tree is None or reads(tree, _ROUTER_REPLAY)):
+    model = f"{facts.get('policy.model_name')} is a mixture of experts (by {key})"
+    tree = facts.nemo_rl
+    if facts.vllm and facts.megatron and (tree is None or reads(tree, _ROUTER_REPLAY)):
         yield Hit(
             _ROUTER_REPLAY,
             f"{model}, and each engine routes on its own: on a near-tie a token meets other experts than the ones "
             f"it was sampled with; set {_ROUTER_REPLAY}: true",
         )
-    elif not (subject.config.use_importance_sampling_correction or subject.config.masks):
+    elif not (facts.config.use_importance_sampling_correction or facts.config.masks):
         yield Hit(
             _ROUTER_REPLAY,
             f"{model}; there is no router replay for these engines in this NeMo-RL, and nothing corrects for routes "
@@ -87,11 +87,11 @@ def _no_router_replay(subject: Subject) -> Iterator[Hit]:
         )
 
 
-def _balancing_loss(subject: Subject) -> Iterator[Hit]:
+def _balancing_loss(facts: RecipeFacts) -> Iterator[Hit]:
     key = "policy.megatron_cfg.moe_router_load_balancing_type"
-    kinds = subject.get(key, "none")
+    kinds = facts.get(key, "none")
     balanced = set(kinds if isinstance(kinds, list) else [kinds]) - {"none"}
-    if subject.mixture_of_experts and subject.megatron and balanced:
+    if facts.mixture_of_experts and facts.megatron and balanced:
         yield Hit(
             key,
             f"moe_router_load_balancing_type: {kinds}: the auxiliary loss makes train and generation log-probs part "
@@ -99,20 +99,20 @@ def _balancing_loss(subject: Subject) -> Iterator[Hit]:
         )
 
 
-def _balancing_bias(subject: Subject) -> Iterator[Hit]:
+def _balancing_bias(facts: RecipeFacts) -> Iterator[Hit]:
     key = "policy.megatron_cfg.moe_router_bias_update_rate"
-    if subject.mixture_of_experts and subject.megatron and subject.number(key):
+    if facts.mixture_of_experts and facts.megatron and facts.number(key):
         yield Hit(
             key,
-            f"moe_router_bias_update_rate: {subject.get(key)} moves the router by load, not by the gradient, and "
+            f"moe_router_bias_update_rate: {facts.get(key)} moves the router by load, not by the gradient, and "
             "between weight updates on the training side only; NeMo-RL's default for GRPO is 0.0",
         )
 
 
-def _mixed_cache(subject: Subject) -> Iterator[Hit]:
-    section = f"{subject.algorithm}.async_{subject.algorithm}"
+def _mixed_cache(facts: RecipeFacts) -> Iterator[Hit]:
+    section = f"{facts.algorithm}.async_{facts.algorithm}"
     key = f"{section}.recompute_kv_cache_after_weight_updates"
-    if subject.asynchronous and subject.on(f"{section}.in_flight_weight_updates") and not subject.on(key):
+    if facts.asynchronous and facts.on(f"{section}.in_flight_weight_updates") and not facts.on(key):
         yield Hit(
             key,
             "with in_flight_weight_updates: true, one response is sampled by several policies, each over keys and "
@@ -120,9 +120,9 @@ def _mixed_cache(subject: Subject) -> Iterator[Hit]:
         )
 
 
-def _routes_lost_to_cache(subject: Subject) -> Iterator[Hit]:
+def _routes_lost_to_cache(facts: RecipeFacts) -> Iterator[Hit]:
     key = f"{_VLLM}.enable_prefix_caching"
-    if subject.on(_ROUTER_REPLAY) and subject.get(key) is not False:
+    if facts.on(_ROUTER_REPLAY) and facts.get(key) is not False:
         yield Hit(
             key,
             "with router replay, prompts from the prefix cache may come without routes, which the trainer then chooses "

@@ -1,4 +1,4 @@
-"""All rules, and their verdict on a recipe."""
+"""All rules, and what they find in a recipe."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
-from nemo_geomask.config.checks import engines, gates, general, idle, lengths, sampling, sections
-from nemo_geomask.config.checks.rule import Finding, Rule
-from nemo_geomask.config.checks.subject import Subject
+from nemo_geomask.checks import engines, gates, general, idle, lengths, sampling, sections
+from nemo_geomask.checks.facts import RecipeFacts
+from nemo_geomask.checks.rule import Finding, Rule
 from nemo_geomask.errors import ConfigError
 
-__all__ = ["RULES", "Report", "judge"]
+__all__ = ["RULES", "Report", "check"]
 
 RULES: tuple[Rule, ...] = (
     *general.RULES,
@@ -48,30 +48,30 @@ class Report:
         return sum(finding.rule.severity == severity for finding in self.findings)
 
 
-def judge(subject: Subject, *, ignore: Collection[str] = ()) -> Report:
+def check(facts: RecipeFacts, *, ignore: Collection[str] = ()) -> Report:
     """Apply every rule.
 
     Args:
-        subject: the recipe.
+        facts: the recipe.
         ignore: ids of rules to silence, besides those in comments of the recipe's files.
 
     Raises:
         ConfigError: an id is not known, or can't be ignored.
     """
     silent = {_known(rule, "--ignore") for rule in ignore}
-    for path, text in subject.recipe.files:
+    for path, text in facts.recipe.files:
         silent |= _commented(path, text)
     found: list[Finding] = []
     unjudged: list[tuple[Rule, str]] = []
     for rule in RULES:
-        if rule.needs_loss and subject.loss is None:
+        if rule.needs_loss and facts.loss is None:
             continue
-        missing = [name for name in rule.needs if getattr(subject, name) is None]
+        missing = [name for name in rule.needs if getattr(facts, name) is None]
         if missing:
             unjudged.append((rule, missing[0]))
             continue
-        origins = subject.recipe.origins
-        found += [Finding(rule, hit.key, hit.message, hit.origin or origins.at(hit.key)) for hit in rule.check(subject)]
+        origins = facts.recipe.origins
+        found += [Finding(rule, hit.key, hit.message, hit.origin or origins.at(hit.key)) for hit in rule.check(facts)]
     order = ("error", "warning", "note")
     found.sort(key=lambda finding: order.index(finding.rule.severity))
     return Report(

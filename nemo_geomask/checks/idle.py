@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from nemo_geomask.config.checks.rule import Hit, Rule
-from nemo_geomask.config.checks.subject import Subject
-from nemo_geomask.config.checks.tree import READ_BY, reads
+from nemo_geomask.checks.facts import RecipeFacts
+from nemo_geomask.checks.rule import Hit, Rule
+from nemo_geomask.checks.tree import READ_BY, reads
 from nemo_geomask.config.masks import MaskRule
 
 __all__ = ["REACH", "RULES"]
@@ -22,8 +22,8 @@ _STUDY = (
 )
 
 
-def _bounds_out_of_reach(subject: Subject) -> Iterator[Hit]:
-    config = subject.config
+def _bounds_out_of_reach(facts: RecipeFacts) -> Iterator[Hit]:
+    config = facts.config
     for index, rule in enumerate(config.mask_rules):
         # Only here is the size of the statistic known: other levels grow with length or have heavy tails.
         if rule.level == "sequence_mean" and rule.log_ratio == "mismatch":
@@ -58,8 +58,8 @@ def _unreachable(key: str, statistic: str, low: float, high: float) -> Iterator[
         )
 
 
-def _mask_implied(subject: Subject) -> Iterator[Hit]:
-    rules = subject.config.mask_rules
+def _mask_implied(facts: RecipeFacts) -> Iterator[Hit]:
+    rules = facts.config.mask_rules
     for index, rule in enumerate(rules):
         for other_index, other in enumerate(rules):
             first = other_index < index or not _implies(rule, other)
@@ -89,12 +89,12 @@ def _implies(strict: MaskRule, wide: MaskRule) -> bool:
     return (strict.level, wide.level) in levels and wide.low <= strict.low and strict.high <= wide.high
 
 
-def _policy_mask_on_policy(subject: Subject) -> Iterator[Hit]:
-    forced = subject.config.force_on_policy_ratio
-    if not forced and subject.updates != 1:
+def _policy_mask_on_policy(facts: RecipeFacts) -> Iterator[Hit]:
+    forced = facts.config.force_on_policy_ratio
+    if not forced and facts.updates != 1:
         return
     why = "loss_fn.force_on_policy_ratio: true" if forced else "one optimiser step for each rollout batch"
-    for index, rule in enumerate(subject.config.mask_rules):
+    for index, rule in enumerate(facts.config.mask_rules):
         if rule.log_ratio == "policy":
             yield Hit(
                 f"loss_fn.masks[{index}]",
@@ -103,15 +103,15 @@ def _policy_mask_on_policy(subject: Subject) -> Iterator[Hit]:
             )
 
 
-def _sequence_clip_out_of_reach(subject: Subject) -> Iterator[Hit]:
-    config = subject.config
+def _sequence_clip_out_of_reach(facts: RecipeFacts) -> Iterator[Hit]:
+    config = facts.config
     if not config.sequence_level_importance_ratios or config.force_on_policy_ratio or config.disable_ppo_ratio:
         return
     # What the loss itself doubts is reported there.
-    doubted = " ".join(subject.doubts)
+    doubted = {key for doubt in facts.doubts for key in doubt.keys}
     for key, bound in (("ratio_clip_min", 1 - config.ratio_clip_min), ("ratio_clip_max", 1 + config.ratio_clip_max)):
         # A lower bound of 0 says outright that there is none.
-        if bound > 0 and abs(math.log(bound)) > REACH and key not in doubted:
+        if bound > 0 and abs(math.log(bound)) > REACH and f"loss_fn.{key}" not in doubted:
             yield Hit(
                 f"loss_fn.{key}",
                 f"{key}: {getattr(config, key):g} bounds a mean over the sequence at {bound:g}, which a policy reaches "
@@ -120,11 +120,11 @@ def _sequence_clip_out_of_reach(subject: Subject) -> Iterator[Hit]:
             )
 
 
-def _key_not_read(subject: Subject) -> Iterator[Hit]:
-    assert subject.nemo_rl is not None
+def _key_not_read(facts: RecipeFacts) -> Iterator[Hit]:
+    assert facts.nemo_rl is not None
     for key in READ_BY:
-        if subject.get(key) not in (None, False, [], "processed_logprobs") and not reads(subject.nemo_rl, key):
-            yield Hit(key, f"the NeMo-RL in {subject.nemo_rl} does not read this key; it takes a newer one")
+        if facts.get(key) not in (None, False, [], "processed_logprobs") and not reads(facts.nemo_rl, key):
+            yield Hit(key, f"the NeMo-RL in {facts.nemo_rl} does not read this key; it takes a newer one")
 
 
 RULES = (

@@ -9,10 +9,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from nemo_geomask.checks.loss import loss_of, nameless
 from nemo_geomask.config.loss import LossConfig
 from nemo_geomask.config.recipe import Recipe
+from nemo_geomask.errors import Problem
+from nemo_geomask.losses import PolicyLoss
 
-__all__ = ["MISMATCH_KL", "Subject"]
+__all__ = ["MISMATCH_KL", "RecipeFacts"]
 
 MISMATCH_KL = 1e-3
 """Mean KL from the generation to the training engine assumed where nothing is known, in nats per token."""
@@ -26,31 +29,41 @@ _MOE_NAMES = re.compile(
 
 
 @dataclass(frozen=True)
-class Subject:
-    """A recipe to be judged.
+class RecipeFacts:
+    """A recipe and what follows from it.
 
     Attributes:
         recipe: the recipe.
-        loss: settings in force, the variant's defaults applied; None where ``loss_fn`` is invalid.
-        problems: why it is, a line a problem, each beginning with the dotted keys that it is about.
-        doubts: what the loss accepts and warns of, in the same form.
+        loss: what it trains; None where ``loss_fn`` is invalid.
+        problems: why it is.
+        doubts: what the loss accepts and warns of.
         mismatch_kl: mean mismatch KL to reckon with, nats per token.
         gpu: name of the GPU that samples, such as A100.
     """
 
     recipe: Recipe
-    loss: LossConfig | None
-    problems: tuple[str, ...] = ()
-    doubts: tuple[str, ...] = ()
+    loss: PolicyLoss | None
+    problems: tuple[Problem, ...] = ()
+    doubts: tuple[Problem, ...] = ()
     mismatch_kl: float = MISMATCH_KL
     gpu: str | None = None
 
+    @classmethod
+    def of(cls, recipe: Recipe, *, mismatch_kl: float = MISMATCH_KL, gpu: str | None = None) -> RecipeFacts:
+        """Those of a recipe, its loss built."""
+        return cls(recipe, *loss_of(recipe), mismatch_kl=mismatch_kl, gpu=gpu)
+
     @property
     def config(self) -> LossConfig:
-        """The settings in force, where ``loss_fn`` is known to be valid."""
+        """The settings in force, the variant's defaults applied, where ``loss_fn`` is known to be valid."""
         if self.loss is None:
             raise LookupError("the loss is invalid")
-        return self.loss
+        return self.loss.config
+
+    @property
+    def nameless(self) -> bool:
+        """Whether NeMo-RL's own loss trains."""
+        return nameless(self.recipe)
 
     @property
     def nemo_rl(self) -> Path | None:

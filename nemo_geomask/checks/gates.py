@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from nemo_geomask.config.checks.rule import Hit, Rule
-from nemo_geomask.config.checks.subject import Subject
+from nemo_geomask.checks.facts import RecipeFacts
+from nemo_geomask.checks.rule import Hit, Rule
 
 __all__ = ["RULES"]
 
@@ -18,47 +18,47 @@ _REPLAY = "policy.router_replay.enabled"
 _BATCH = "policy.train_global_batch_size"
 
 
-def _backends(subject: Subject) -> Iterator[Hit]:
+def _backends(facts: RecipeFacts) -> Iterator[Hit]:
     key = "policy.megatron_cfg.enabled"
-    if "policy" in subject.recipe.data and "lab" not in subject.recipe.data:
-        both = subject.megatron and subject.on("policy.dtensor_cfg.enabled")
-        if both or not (subject.megatron or subject.on("policy.dtensor_cfg.enabled")):
+    if "policy" in facts.recipe.data and "lab" not in facts.recipe.data:
+        both = facts.megatron and facts.on("policy.dtensor_cfg.enabled")
+        if both or not (facts.megatron or facts.on("policy.dtensor_cfg.enabled")):
             yield Hit(key, f"{'both' if both else 'neither'} of megatron_cfg and dtensor_cfg enabled; enable one")
 
 
-def _async_uncorrected(subject: Subject) -> Iterator[Hit]:
-    if subject.asynchronous and not subject.config.use_importance_sampling_correction:
+def _async_uncorrected(facts: RecipeFacts) -> Iterator[Hit]:
+    if facts.asynchronous and not facts.config.use_importance_sampling_correction:
         yield Hit(_CORRECTION, "asynchronous training needs the correction for its stale samples; set true")
 
 
-def _async_engine(subject: Subject) -> Iterator[Hit]:
-    if not subject.asynchronous or not subject.vllm:
+def _async_engine(facts: RecipeFacts) -> Iterator[Hit]:
+    if not facts.asynchronous or not facts.vllm:
         return
-    if not subject.on(f"{_VLLM}.async_engine"):
+    if not facts.on(f"{_VLLM}.async_engine"):
         yield Hit(f"{_VLLM}.async_engine", "asynchronous training needs vLLM's async engine; set true")
-    if subject.on(f"{_GENERATION}.colocated.enabled"):
+    if facts.on(f"{_GENERATION}.colocated.enabled"):
         yield Hit(
             f"{_GENERATION}.colocated.enabled",
             "asynchronous training needs GPUs of its own for vLLM; set false, and give colocated.resources",
         )
 
 
-def _fp8_uncorrected(subject: Subject) -> Iterator[Hit]:
-    fp8 = subject.vllm and subject.get(f"{_VLLM}.precision") == "fp8"
-    if fp8 and not subject.config.use_importance_sampling_correction:
+def _fp8_uncorrected(facts: RecipeFacts) -> Iterator[Hit]:
+    fp8 = facts.vllm and facts.get(f"{_VLLM}.precision") == "fp8"
+    if fp8 and not facts.config.use_importance_sampling_correction:
         yield Hit(_CORRECTION, f"{_VLLM}.precision: fp8 needs the correction; set true")
 
 
-def _fp8_cache(subject: Subject) -> Iterator[Hit]:
+def _fp8_cache(facts: RecipeFacts) -> Iterator[Hit]:
     key = f"{_VLLM}.kv_cache_dtype"
-    if not subject.vllm or not str(subject.get(key, "")).startswith("fp8"):
+    if not facts.vllm or not str(facts.get(key, "")).startswith("fp8"):
         return
     broken = {
-        f"{_VLLM}.precision: fp8": subject.get(f"{_VLLM}.precision") != "fp8",
-        "policy.dtensor_cfg.enabled: false": subject.on("policy.dtensor_cfg.enabled"),
-        f"{_VLLM}.async_engine: false": subject.on(f"{_VLLM}.async_engine"),
+        f"{_VLLM}.precision: fp8": facts.get(f"{_VLLM}.precision") != "fp8",
+        "policy.dtensor_cfg.enabled: false": facts.on("policy.dtensor_cfg.enabled"),
+        f"{_VLLM}.async_engine: false": facts.on(f"{_VLLM}.async_engine"),
         "policy.megatron_cfg.pipeline_model_parallel_size: 1": (
-            subject.number("policy.megatron_cfg.pipeline_model_parallel_size") or 1
+            facts.number("policy.megatron_cfg.pipeline_model_parallel_size") or 1
         )
         > 1,
     }
@@ -67,31 +67,31 @@ def _fp8_cache(subject: Subject) -> Iterator[Hit]:
         yield Hit(key, f"an FP8 cache needs {', '.join(wanted)}; set so, or kv_cache_dtype: auto")
 
 
-def _on_policy_batch(subject: Subject) -> Iterator[Hit]:
-    batch = subject.number(_BATCH)
-    if subject.config.force_on_policy_ratio and subject.rollouts and batch and subject.rollouts != batch:
+def _on_policy_batch(facts: RecipeFacts) -> Iterator[Hit]:
+    batch = facts.number(_BATCH)
+    if facts.config.force_on_policy_ratio and facts.rollouts and batch and facts.rollouts != batch:
         yield Hit(
             "loss_fn.force_on_policy_ratio",
             f"needs exactly one optimiser step a rollout batch: {_BATCH} ({batch:g}) must be num_prompts_per_step x "
-            f"num_generations_per_prompt ({subject.rollouts})",
+            f"num_generations_per_prompt ({facts.rollouts})",
         )
 
 
-def _batch_divides(subject: Subject) -> Iterator[Hit]:
-    batch = subject.number(_BATCH)
-    if subject.rollouts and batch and subject.rollouts % batch:
+def _batch_divides(facts: RecipeFacts) -> Iterator[Hit]:
+    batch = facts.number(_BATCH)
+    if facts.rollouts and batch and facts.rollouts % batch:
         yield Hit(
             _BATCH,
             f"{batch:g} does not divide the rollout batch of num_prompts_per_step x num_generations_per_prompt "
-            f"({subject.rollouts})",
+            f"({facts.rollouts})",
         )
 
 
-def _batch_variant(subject: Subject) -> Iterator[Hit]:
-    training = subject.number("policy.train_micro_batch_size")
-    scoring = subject.number("policy.logprob_batch_size")
-    size = subject.tensor_parallel
-    if size < 4 or subject.config.force_on_policy_ratio or training is None or scoring in (None, training):
+def _batch_variant(facts: RecipeFacts) -> Iterator[Hit]:
+    training = facts.number("policy.train_micro_batch_size")
+    scoring = facts.number("policy.logprob_batch_size")
+    size = facts.tensor_parallel
+    if size < 4 or facts.config.force_on_policy_ratio or training is None or scoring in (None, training):
         return
     yield Hit(
         "policy.logprob_batch_size",
@@ -101,36 +101,34 @@ def _batch_variant(subject: Subject) -> Iterator[Hit]:
     )
 
 
-def _fused(subject: Subject) -> Iterator[Hit]:
-    if not subject.megatron or not subject.on(_FUSED):
+def _fused(facts: RecipeFacts) -> Iterator[Hit]:
+    if not facts.megatron or not facts.on(_FUSED):
         return
     broken = {
-        "policy.sequence_packing.enabled: false": subject.on("policy.sequence_packing.enabled"),
-        "policy.megatron_cfg.context_parallel_size: 1": (
-            subject.number("policy.megatron_cfg.context_parallel_size") or 1
-        )
+        "policy.sequence_packing.enabled: false": facts.on("policy.sequence_packing.enabled"),
+        "policy.megatron_cfg.context_parallel_size: 1": (facts.number("policy.megatron_cfg.context_parallel_size") or 1)
         > 1,
-        f"{_GENERATION}.top_p: 1.0 and top_k: null": subject.filtered is not None,
+        f"{_GENERATION}.top_p: 1.0 and top_k: null": facts.filtered is not None,
     }
     wanted = [setting for setting, applies in broken.items() if applies]
     if wanted:
         yield Hit(_FUSED, f"the fused path needs {', '.join(wanted)}")
 
 
-def _router_replay(subject: Subject) -> Iterator[Hit]:
-    if not subject.on(_REPLAY):
+def _router_replay(facts: RecipeFacts) -> Iterator[Hit]:
+    if not facts.on(_REPLAY):
         return
-    if not subject.vllm or not subject.megatron:
+    if not facts.vllm or not facts.megatron:
         yield Hit(_REPLAY, f"needs {_GENERATION}.backend: vllm and policy.megatron_cfg.enabled: true")
-    if (subject.number("policy.megatron_cfg.virtual_pipeline_model_parallel_size") or 1) != 1:
+    if (facts.number("policy.megatron_cfg.virtual_pipeline_model_parallel_size") or 1) != 1:
         yield Hit(_REPLAY, "does not go with virtual pipeline parallelism")
-    if subject.asynchronous and subject.on("data_plane.enabled"):
+    if facts.asynchronous and facts.on("data_plane.enabled"):
         yield Hit(_REPLAY, "in asynchronous training it needs data_plane.enabled: false, or the single controller")
 
 
-def _kl_in_reward(subject: Subject) -> Iterator[Hit]:
-    config = subject.config
-    threshold = subject.get(f"{subject.algorithm}.seq_logprob_error_threshold")
+def _kl_in_reward(facts: RecipeFacts) -> Iterator[Hit]:
+    config = facts.config
+    threshold = facts.get(f"{facts.algorithm}.seq_logprob_error_threshold")
     penalised = config.use_kl_in_reward and config.reference_policy_kl_penalty
     if penalised and config.force_on_policy_ratio and threshold is None:
         yield Hit(
@@ -140,19 +138,19 @@ def _kl_in_reward(subject: Subject) -> Iterator[Hit]:
         )
 
 
-def _no_reference(subject: Subject) -> Iterator[Hit]:
-    key = f"{subject.algorithm}.skip_reference_policy_logprobs_calculation"
-    if subject.on(key) and subject.config.reference_policy_kl_penalty:
+def _no_reference(facts: RecipeFacts) -> Iterator[Hit]:
+    key = f"{facts.algorithm}.skip_reference_policy_logprobs_calculation"
+    if facts.on(key) and facts.config.reference_policy_kl_penalty:
         yield Hit(
             key, "leaves out what loss_fn.reference_policy_kl_penalty needs; set the penalty to 0, or this to false"
         )
 
 
-def _logits(subject: Subject) -> Iterator[Hit]:
-    backend = subject.config.logprob_backend
+def _logits(facts: RecipeFacts) -> Iterator[Hit]:
+    backend = facts.config.logprob_backend
     broken = {
-        f"{_GENERATION}.top_p: 1.0 and top_k: null": subject.filtered is not None,
-        f"{_FUSED}: false": subject.megatron and subject.on(_FUSED),
+        f"{_GENERATION}.top_p: 1.0 and top_k: null": facts.filtered is not None,
+        f"{_FUSED}: false": facts.megatron and facts.on(_FUSED),
     }
     wanted = [setting for setting, applies in broken.items() if applies]
     if backend != "nemo_rl" and wanted:
@@ -160,7 +158,7 @@ def _logits(subject: Subject) -> Iterator[Hit]:
             "loss_fn.logprob_backend",
             f"{backend} takes whole logits, so it needs {', '.join(wanted)}; set so, or logprob_backend: nemo_rl",
         )
-    if backend == "mcore" and not subject.megatron:
+    if backend == "mcore" and not facts.megatron:
         yield Hit(
             "loss_fn.logprob_backend",
             "mcore works over Megatron's own process groups; set policy.megatron_cfg.enabled: true, or "
@@ -168,17 +166,17 @@ def _logits(subject: Subject) -> Iterator[Hit]:
         )
 
 
-def _padding(subject: Subject) -> Iterator[Hit]:
+def _padding(facts: RecipeFacts) -> Iterator[Hit]:
     key, megatron = "policy.make_sequence_length_divisible_by", "policy.megatron_cfg"
-    given = subject.number(key)
-    packs = subject.on("policy.sequence_packing.enabled") and not subject.on("policy.dynamic_batching.enabled")
-    if not subject.megatron or not packs or given is None:
+    given = facts.number(key)
+    packs = facts.on("policy.sequence_packing.enabled") and not facts.on("policy.dynamic_batching.enabled")
+    if not facts.megatron or not packs or given is None:
         return
-    context, tensor = int(subject.number(f"{megatron}.context_parallel_size") or 1), subject.tensor_parallel
+    context, tensor = int(facts.number(f"{megatron}.context_parallel_size") or 1), facts.tensor_parallel
     factors = {
         f"2 x context_parallel_size ({context})": 2 * context if context > 1 else 1,
         f"tensor_model_parallel_size ({tensor}, with sequence_parallel)": (
-            tensor if subject.on(f"{megatron}.sequence_parallel") else 1
+            tensor if facts.on(f"{megatron}.sequence_parallel") else 1
         ),
     }
     least = math.prod(factors.values())

@@ -4,28 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from nemo_geomask.config.checks.subject import Subject
+from nemo_geomask.checks.facts import RecipeFacts
 from nemo_geomask.config.origins import Origin
 
 __all__ = ["nearest_given", "own_keys", "theirs"]
 
 
-def theirs(subject: Subject) -> dict[str, str]:
+def theirs(facts: RecipeFacts) -> dict[str, str]:
     """Path and text of the files in the chain that are NeMo-RL's own. The recipe itself is the user's, wherever."""
-    if subject.nemo_rl is None:
+    if facts.nemo_rl is None:
         return {}
-    checkout = subject.nemo_rl.resolve()
-    return {str(path): text for path, text in subject.recipe.files[:-1] if path.is_relative_to(checkout)}
+    checkout = facts.nemo_rl.resolve()
+    return {str(path): text for path, text in facts.recipe.files[:-1] if path.is_relative_to(checkout)}
 
 
-def own_keys(subject: Subject) -> Iterator[tuple[str, Origin]]:
+def own_keys(facts: RecipeFacts) -> Iterator[tuple[str, Origin]]:
     """Dotted keys that the user wrote and that are in force, each after the sections around it."""
-    foreign = theirs(subject)
+    foreign = theirs(facts)
     seen: set[str] = set()
-    for written, entry in subject.recipe.origins.entries.items():
+    for written, entry in facts.recipe.origins.entries.items():
         origin = entry.origin
         # An override may delete a key.
-        if origin.where in foreign or (origin.line is None and not _present(written, subject)):
+        if origin.where in foreign or (origin.line is None and not _present(written, facts)):
             continue
         for key in (*_around(written), written):
             if key not in seen:
@@ -37,20 +37,20 @@ def _around(key: str) -> Iterator[str]:
     return (key[:index] for index, letter in enumerate(key) if letter == ".")
 
 
-def _present(key: str, subject: Subject) -> bool:
+def _present(key: str, facts: RecipeFacts) -> bool:
     section, _, name = key.rpartition(".")
-    inside = subject.get(section) if section else subject.recipe.data
+    inside = facts.get(section) if section else facts.recipe.data
     return isinstance(inside, Mapping) and name in inside
 
 
-def nearest_given(keys: Sequence[str], subject: Subject) -> str:
+def nearest_given(keys: Sequence[str], facts: RecipeFacts) -> str:
     """Of several settings the one that was written nearest the user: as an override, in the recipe's own file, in its
     parents (the last first), in NeMo-RL's own files. Where none was written, the first."""
-    files, foreign = [str(path) for path, _ in reversed(subject.recipe.files)], theirs(subject)
+    files, foreign = [str(path) for path, _ in reversed(facts.recipe.files)], theirs(facts)
 
     def distance(key: str) -> tuple[bool, bool, int]:
-        origin = subject.recipe.origins.at(key)
-        if origin is None or not _present(key, subject):
+        origin = facts.recipe.origins.at(key)
+        if origin is None or not _present(key, facts):
             return (True, True, 0)
         if origin.line is None:
             return (False, False, -1)

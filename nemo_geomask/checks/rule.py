@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from nemo_geomask.config.checks.subject import Subject
+from nemo_geomask.checks.facts import RecipeFacts
 from nemo_geomask.config.origins import Origin
 
 __all__ = ["Finding", "Hit", "Rule", "Severity"]
@@ -41,7 +41,7 @@ class Rule:
         title: what it finds, as in the table.
         source: where that is known from.
         check: its hits in a recipe.
-        needs: what has to be known to judge at all: attributes of :class:`Subject`.
+        needs: what has to be known to judge at all: attributes of :class:`RecipeFacts`.
         needs_loss: False for rules that also judge a recipe whose ``loss_fn`` is invalid.
         may_be_ignored: False for a rule that no ``--ignore`` and no comment silences.
     """
@@ -50,7 +50,7 @@ class Rule:
     severity: Severity
     title: str
     source: str
-    check: Callable[[Subject], Iterator[Hit]]
+    check: Callable[[RecipeFacts], Iterator[Hit]]
     needs: tuple[str, ...] = ()
     needs_loss: bool = True
     may_be_ignored: bool = True

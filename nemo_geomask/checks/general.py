@@ -1,0 +1,63 @@
+"""GM0: the recipe itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from nemo_geomask.checks.facts import RecipeFacts
+from nemo_geomask.checks.loss import NEMO_RL_FIELDS
+from nemo_geomask.checks.rule import Hit, Rule
+from nemo_geomask.checks.written import nearest_given
+from nemo_geomask.config.loss import LossConfig
+from nemo_geomask.errors import Problem
+
+__all__ = ["RULES"]
+
+
+def _invalid(facts: RecipeFacts) -> Iterator[Hit]:
+    for problem in facts.problems:
+        yield _located(problem, facts)
+
+
+def _doubtful(facts: RecipeFacts) -> Iterator[Hit]:
+    for doubt in facts.doubts:
+        yield _located(doubt, facts)
+
+
+def _located(problem: Problem, facts: RecipeFacts) -> Hit:
+    """A problem is put at the one of its keys that was written nearest the user."""
+    return Hit(nearest_given(problem.keys, facts) if problem.keys else "loss_fn", problem.message)
+
+
+def _nameless(facts: RecipeFacts) -> Iterator[Hit]:
+    if not facts.nameless:
+        return
+    for key, field in LossConfig.model_fields.items():
+        value = facts.given.get(key)
+        if key not in NEMO_RL_FIELDS and value is not None and value != field.default:
+            yield Hit(
+                f"loss_fn.{key}",
+                "loss_fn has no name, so NeMo-RL's own loss is trained, which ignores this key; add name: clipped_pg "
+                f"(or another objective), or remove {key}",
+            )
+
+
+RULES = (
+    Rule(
+        "GM001",
+        "error",
+        "`loss_fn` is invalid",
+        "docs/loss_reference.md",
+        _invalid,
+        needs_loss=False,
+        may_be_ignored=False,
+    ),
+    Rule("GM002", "warning", "`loss_fn` is valid, but probably not as meant", "docs/loss_reference.md", _doubtful),
+    Rule(
+        "GM003",
+        "error",
+        "settings of this package's without `loss_fn.name`",
+        "NeMo-RL `ClippedPGLossConfig`: extra keys are allowed and ignored",
+        _nameless,
+    ),
+)
