@@ -6,11 +6,12 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint .ci/constraints.txt
 
-.PHONY: help demo test matrix vllm gpu lint docs clean
+.PHONY: help demo test quick matrix vllm gpu lint docs clean
 
 help:
 	@echo "make demo   train a small MoE policy under three corrections and plot what they did (about 3 minutes)"
-	@echo "make test   the whole test suite"
+	@echo "make test   the whole test suite, on all cores"
+	@echo "make quick  formulas, losses, settings and rules, what needs no second process (within a minute on two cores)"
 	@echo "make matrix every objective, weight and mask on up to 16 ranks against the float64 oracle (about 5 minutes)"
 	@echo "make vllm   vLLM as generation engine, on the CPU, in an environment of its own (about 4 minutes)"
 	@echo "make gpu    on a machine with a GPU: the kernels' tests and the benchmark, with GPU_PYTHON's torch and triton"
@@ -40,8 +41,18 @@ $(VENV)/.test: pyproject.toml $(VENV)/.torch
 demo: $(VENV)/.demo
 	$(BIN)/nemo-geomask lab recipes/lab/demo.yaml $(ARGS)
 
+# A worker a core, each with one thread. Many tests start processes of their own, so more workers than 8 only wait.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist worksteal
+
 test: $(VENV)/.test
-	$(BIN)/python -m pytest
+	$(PYTEST) $(ARGS)
+
+# The rooms whose tests import neither transformers nor an integration's host.
+QUICK := $(addprefix tests/,test_docs.py test_errors.py test_house.py test_import.py \
+	config checks cli functional segments parallel losses)
+
+quick: $(VENV)/.test
+	$(PYTEST) -m "not slow" $(QUICK) $(ARGS)
 
 matrix: $(VENV)/.test
 	GEOMASK_MATRIX=1 $(BIN)/python -m pytest -rP tests/losses/test_matrix.py

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from nemo_geomask.integrations.nemo_rl import install, uninstall
     from nemo_geomask.integrations.nemo_rl.seams import SeamError
     from nemo_geomask.integrations.nemo_rl.workers import WorkerError
-    from nemo_geomask.lab.vllm import EngineError
     from nemo_geomask.losses import BeforeStep, PolicyLoss, Variant, build_loss
     from nemo_geomask.parallel import vocab_parallel_logprobs
     from nemo_geomask.parallel.processes import RankError
@@ -25,7 +24,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BeforeStep",
-    "EngineError",
     "LossConfig",
     "PackedSegments",
     "PolicyLoss",
@@ -45,7 +43,6 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "BeforeStep": "losses",
-    "EngineError": "lab.vllm",
     "LossConfig": "config",
     "PackedSegments": "segments",
     "PolicyLoss": "losses",

@@ -84,16 +84,19 @@ def added(*modules, after="sys"):
     return {name for name in done.stdout.split() if not name.startswith("_sysconfigdata")}
 
 
+@pytest.mark.slow
 def test_the_package_and_its_errors_import_nothing():
     assert added("nemo_geomask", "nemo_geomask.errors") == set()
 
 
+@pytest.mark.slow
 def test_losses_import_pydantic_beside_torch_and_no_more():
     # All of pydantic, parts of which it imports when they are used.
     pydantic = added("pydantic.fields", "pydantic.main", "pydantic.types")
     assert added("nemo_geomask.losses", after="torch") <= pydantic
 
 
+@pytest.mark.slow
 def test_lazy_parts_of_torch_stay_lazy():
     """The compiler and the symbolic algebra take longer to import than all the rest."""
     code = "import sys, nemo_geomask.losses; print({'torch._dynamo', 'torch._inductor', 'sympy'} & set(sys.modules))"
@@ -101,6 +104,7 @@ def test_lazy_parts_of_torch_stay_lazy():
     assert done.stdout.strip() == "set()"
 
 
+@pytest.mark.slow
 def test_tensor_code_needs_no_pydantic():
     code = """
         import importlib, sys

@@ -38,7 +38,7 @@ class Origin:
 
 
 @dataclass(frozen=True)
-class _Entry:
+class _Place:
     origin: Origin
     mapping: bool
     override: bool = False
@@ -48,7 +48,7 @@ class _Entry:
 class Origins:
     """Origins by dotted key, such as ``loss_fn.masks[0].min``."""
 
-    entries: Mapping[str, _Entry] = field(default_factory=dict)
+    entries: Mapping[str, _Place] = field(default_factory=dict)
 
     @classmethod
     def of_file(cls, path: Path, text: str) -> Origins:
@@ -74,15 +74,15 @@ class Origins:
         return entry.origin if entry else None
 
 
-def _settings(key: str, value: Any, origin: Origin) -> Iterator[tuple[str, _Entry]]:
+def _settings(key: str, value: Any, origin: Origin) -> Iterator[tuple[str, _Place]]:
     mapping = isinstance(value, Mapping)
-    yield key, _Entry(origin, mapping)
+    yield key, _Place(origin, mapping)
     if mapping:
         for name, inner in value.items():
             yield from _settings(f"{key}.{name}", inner, origin)
 
 
-def _walk(node: Any, key: str, path: str) -> Iterator[tuple[str, _Entry]]:
+def _walk(node: Any, key: str, path: str) -> Iterator[tuple[str, _Place]]:
     import yaml
 
     if isinstance(node, yaml.MappingNode):
@@ -94,12 +94,12 @@ def _walk(node: Any, key: str, path: str) -> Iterator[tuple[str, _Entry]]:
             child = f"{key}.{name.value}" if key else str(name.value)
             mapping = isinstance(value, yaml.MappingNode)
             override = mapping and not key and _is_override(value)
-            yield child, _Entry(Origin(path, name.start_mark.line + 1), mapping, override)
+            yield child, _Place(Origin(path, name.start_mark.line + 1), mapping, override)
             yield from _walk(value, child, path)
     elif isinstance(node, yaml.SequenceNode):
         for index, item in enumerate(node.value):
             child = f"{key}[{index}]"
-            yield child, _Entry(Origin(path, item.start_mark.line + 1), isinstance(item, yaml.MappingNode))
+            yield child, _Place(Origin(path, item.start_mark.line + 1), isinstance(item, yaml.MappingNode))
             yield from _walk(item, child, path)
 
 

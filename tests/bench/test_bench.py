@@ -278,6 +278,7 @@ def test_small_cases_are_not_judged(device, tokens, vocab, verdict):
     assert ("FAIL" in text, "too small to judge" in text) == (verdict is False, verdict is None)
 
 
+@pytest.mark.slow
 def test_volume_of_a_microbatch_is_what_the_documentation_says():
     counted = volume.microbatch()
     layout, groups = volume.LAYOUT, counted["groups"]
@@ -291,6 +292,7 @@ def test_volume_of_a_microbatch_is_what_the_documentation_says():
     assert backward == ["all-gather", sequences * 8]
 
 
+@pytest.mark.slow
 def test_collectives_of_the_paths():
     counted = volume.logprobs([OURS[0].name, "Megatron-core vocab_parallel_cross_entropy"])
     tokens = counted["tokens"]
@@ -303,6 +305,7 @@ def test_collectives_of_the_paths():
         assert theirs["sent_bytes"] == 3 * tokens * 4  # 2·(2 - 1)/2 of the payload
 
 
+@pytest.mark.slow
 def test_command_writes_json(tmp_path, capsys):
     options = [
         "--device",
@@ -380,6 +383,7 @@ def test_options_of_another_benchmark_are_refused(words, message, tmp_path, monk
     assert not printed.out
 
 
+@pytest.mark.slow
 def test_runs_without_pydantic():
     code = """
         import runpy, sys

@@ -46,6 +46,7 @@ def test_examples_of_a_help_are_accepted(command, capsys, monkeypatch):
     assert bool(lines) == (command in ("lab", "run", "check"))
 
 
+@pytest.mark.slow
 class TestBrokenPipe:
     """The reader of the output goes away: no traceback, and the status that a shell gives it."""
 

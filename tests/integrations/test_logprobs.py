@@ -70,6 +70,7 @@ def _compute(rank, world, name):
     return logprobs.detach().numpy(), leaf.grad.numpy()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("name", list(LOGPROB_BACKENDS))
 def test_backends_equal_loops(name, world):

@@ -15,6 +15,8 @@ from tests.helpers import batches
 
 pytest.importorskip("megatron.core", reason="needs megatron-core, the extra 'megatron'")
 
+pytestmark = pytest.mark.slow
+
 VOCAB, PADDED_VOCAB, WIDTH = 45, 48, 23
 CONFIG = {
     "name": "gspo",

@@ -21,6 +21,7 @@ from tests.helpers.from_logits import CONFIGS, check_from_logits
 from tests.helpers.logprobs import IGNORE, case, check, check_digits, loops, ours, shifted
 
 pytestmark = [
+    pytest.mark.slow,  # an interpreter's
     pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs the compiled kernels"),
     # Arithmetic on -inf, which the kernels mean to do.
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),
@@ -113,6 +114,7 @@ def _sharded(rank, world):
     return ours(shard, targets, g, h, group=dist.group.WORLD, shard_sizes=sizes, temperature=0.5, kernel="triton")
 
 
+@pytest.mark.slow
 def test_sharded_equals_loops():
     logits, targets, g, h = case(11)
     logp, entropy, grad = loops(logits, targets, g, h, temperature=0.5)

@@ -13,6 +13,8 @@ pytest.importorskip("matplotlib", reason="the lab draws a plot (demo extra)")
 pytest.importorskip("rich", reason="the lab prints a table (demo extra)")
 yaml = pytest.importorskip("yaml", reason="recipes are YAML (demo extra)")
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def recipe(tmp_path):

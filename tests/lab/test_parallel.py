@@ -17,6 +17,8 @@ from nemo_geomask.lab.recipe import LabRecipe
 from nemo_geomask.lab.trainer import Trainer, accumulate_gradients
 from tests.helpers.tiny_recipe import TINY, merged
 
+pytestmark = pytest.mark.slow
+
 TIMINGS = {"generation_seconds", "step_seconds"}
 # (tp, cp, dp), and the courses of training to compare there.
 LAYOUTS = {

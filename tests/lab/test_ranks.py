@@ -16,6 +16,8 @@ import torch.distributed as dist
 from nemo_geomask.lab.ranks import company
 from tests.helpers.tiny_recipe import TINY
 
+pytestmark = pytest.mark.slow
+
 
 def meet(ranks):
     total = torch.tensor([float(dist.get_rank() + 1)])

@@ -10,6 +10,8 @@ from nemo_geomask.errors import BatchVetoError
 from nemo_geomask.lab import trainer as training
 from nemo_geomask.lab.trainer import Trainer, accumulate_gradients, merge_metrics
 
+pytestmark = pytest.mark.slow
+
 TIMINGS = {"generation_seconds", "step_seconds"}
 
 

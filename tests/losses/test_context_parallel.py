@@ -115,6 +115,7 @@ def check(found, config, batch):
     assert not gradient[~inside].any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CONFIGS)
 def test_packed_equals_oracle(name):
     batch = batches.rollouts(seed=3, width=23)
@@ -158,6 +159,7 @@ def _all_configs(rank, world):
     return found, "no error"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [2, 4])
 def test_context_parallel_equals_oracle(world):
     results = run(world, _all_configs)
@@ -237,6 +239,7 @@ def _counted(rank, world):
     return found
 
 
+@pytest.mark.slow
 def test_collectives_are_few_and_small():
     sequences = len(packed(batches.rollouts(seed=4, width=23))[2]) - 1
     for found in run(2, _counted):
@@ -250,6 +253,7 @@ def test_collectives_are_few_and_small():
             assert backward == gradient * groups, name
 
 
+@pytest.mark.slow
 def test_arithmetic_reads_nothing_back():
     # A tensor without data raises where its value is asked for.
     batch = batches.rollouts(seed=3, width=23)
@@ -281,6 +285,7 @@ def _die(rank, world):
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+@pytest.mark.slow
 def test_killed_rank_ends_in_an_error_on_the_other():
     import torch.distributed as dist
 

@@ -33,6 +33,7 @@ def test_equals_nemo_rl(case):
     assert extra == ({"sampling_importance_ratio"} if left_out else set())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_oracle_equals_nemo_rl(case):
     # What the library is tested against is itself tested against NeMo-RL's float32: hence the looser bounds. The wild

@@ -129,6 +129,7 @@ def trained(batch: Batch) -> torch.Tensor:
 # ------------------------------------------------------------------- what does not train does not matter
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("garbage", [math.nan, math.inf, -math.inf, 1e6, -1e6])
 @every_config
 @given(batch=any_batch())
@@ -182,6 +183,7 @@ def test_order_of_rows_does_not_matter(name, batch, seed):
     same(batches.evaluate(LOSSES[name], batch), replace(shuffled, grad=shuffled.grad[order.argsort()]))
 
 
+@pytest.mark.slow
 @every_config
 @given(batch=any_batch(), cut=st.integers(0, 5))
 @few
@@ -208,6 +210,7 @@ def test_positive_nll_by_microbatch_depends_on_the_split_and_by_the_loss_does_no
     assert whole == pytest.approx(summed, rel=1e-5)
 
 
+@pytest.mark.slow
 @every_config
 @given(batch=any_batch())
 @few
@@ -396,6 +399,7 @@ def broken(batch: Batch, key: str, value: float, row: int = 1, position: int = 1
     return batch.with_data(**{key: tensor})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("value", BAD)
 @pytest.mark.parametrize("tensor", KEYS)
 @every_config
@@ -418,6 +422,7 @@ def test_nonfinite_drops_its_sequence(name, tensor, value):
     assert result.metrics == {**expected.metrics, **counted}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("value", BAD)
 @pytest.mark.parametrize("tensor", KEYS)
 @every_config

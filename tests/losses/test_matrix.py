@@ -169,6 +169,7 @@ def _errors(loss, metrics, grad, true_loss, true_metrics, true_grad):
     }
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(1800 if EVERYTHING else 600)
 @pytest.mark.parametrize(("tp", "cp"), WORLDS, ids=[f"tp{tp}-cp{cp}" for tp, cp in WORLDS])
 def test_shards_equal_the_oracle(tp, cp, truth):

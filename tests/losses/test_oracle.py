@@ -117,6 +117,7 @@ def _truncated() -> list[tuple[str, str, str]]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("variant", "level", "kind"), _truncated())
 def test_level_by_truncation(variant, level, kind):
     expected = agree(merged(variant, LEVELS[level], TRUNCATIONS[kind]), batches.rollouts(1))
@@ -158,6 +159,7 @@ def raw(log_ratio: str, level: str, statistic: str, when: str = "always") -> dic
     return {**rule, "min": low, "max": high}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("when", ["always", "negative_advantage", "positive_advantage"])
 @pytest.mark.parametrize("statistic", ["ratio", "k2", "k3"])
 @pytest.mark.parametrize("level", ["token", "sequence", "sequence_mean", "sequence_max"])
@@ -195,6 +197,7 @@ CLAMPS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("clamps", CLAMPS)
 @pytest.mark.parametrize("importance", [False, True], ids=["plain", "importance"])
 @pytest.mark.parametrize("gradient", [None, "k1", "k2", "k3", "k4"])
@@ -245,6 +248,7 @@ def test_positive_nll(variant, normalization):
     assert expected.metrics["positive_nll_loss"] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("nonfinite", ["drop_sequence", "drop_token"])
 @pytest.mark.parametrize("key", ["generation_logprobs", "prev_logprobs", "reference_policy_logprobs"])
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -296,6 +300,7 @@ def _random_config(draw: random.Random) -> dict[str, Any]:
     return merged(variant, *parts)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(120))
 def test_everything_at_once(seed):
     draw = random.Random(seed)

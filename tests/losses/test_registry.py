@@ -165,6 +165,7 @@ def run(environment, *command):
     )
 
 
+@pytest.mark.slow
 def test_third_party_distribution_is_found_by_its_entry_point(third_party):
     code = (
         "from nemo_geomask import build_loss\nfrom nemo_geomask.losses import available\n"
@@ -176,6 +177,7 @@ def test_third_party_distribution_is_found_by_its_entry_point(third_party):
     assert done.stdout.split() == ["topr-loss", "2.0", "0.0"], done.stderr
 
 
+@pytest.mark.slow
 def test_third_party_options_are_strict(third_party):
     done = run(
         third_party, "-c", "from nemo_geomask import build_loss; build_loss({'name': 'topr', 'options': {'cp': 2}})"
@@ -184,6 +186,7 @@ def test_third_party_options_are_strict(third_party):
     assert "did you mean 'cap'" in done.stderr
 
 
+@pytest.mark.slow
 def test_third_party_loss_trains_in_the_lab(third_party, tmp_path):
     pytest.importorskip("transformers", reason="the lab needs the extra 'demo'")
     small = [

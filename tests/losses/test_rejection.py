@@ -92,6 +92,7 @@ INTERVALS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bounds", [(0.5, 5.0), (0.999, 1.002), (0.8, 1.2)], ids=str)
 @pytest.mark.parametrize("mask", INTERVALS, ids=str)
 def test_bounds_are_inclusive_and_not_swapped(mask, bounds):
@@ -161,6 +162,7 @@ def test_one_bound_alone_leaves_the_other_side_open():
 # ------------------------------------------------------------------------------------------------ padding, rows
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pad", [1, 40])
 @pytest.mark.parametrize("name", MASKS)
 def test_padding_does_not_enter(name, pad):
@@ -322,6 +324,7 @@ def test_token_rule_asks_for_the_tokens_own_advantage(when, expected):
 # --------------------------------------------------------------------------- masks together, and what stays
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("names", [*itertools.combinations(MASKS, 2)], ids="-".join)
 def test_no_mask_sees_what_another_removed(names):
     # Each mask's own metrics are those that it has alone, in either order, and the verdicts are joined by AND.

@@ -47,6 +47,7 @@ def _steps(rank, world):
     return found
 
 
+@pytest.mark.slow
 def test_all_ranks_stop_after_the_same_round_with_the_same_denominator():
     results = run(4, _steps)
     for name, sources in SOURCES.items():
@@ -99,6 +100,7 @@ def _rows():
     return rows
 
 
+@pytest.mark.slow
 def test_losses_of_the_step_add_up_to_the_mean_over_its_documents():
     rows = _rows()
     toks = sum(row["token_mask"].shape[1] - 1 for row in rows)

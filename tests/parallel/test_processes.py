@@ -17,6 +17,8 @@ import torch.distributed as dist
 from nemo_geomask.errors import DataError
 from nemo_geomask.parallel.processes import RankError, beside, run
 
+pytestmark = pytest.mark.slow
+
 
 def meet(rank, world):
     total = torch.tensor([float(rank + 1)])

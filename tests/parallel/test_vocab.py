@@ -271,6 +271,7 @@ def _sharded(rank, world):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_sharded_equals_whole_on_every_rank(world):
     results = run(world, _sharded)

@@ -168,6 +168,7 @@ def _over_ranks(rank, world):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", LAYOUTS)
 def test_sharded_equals_whole(world):
     whole = torch.randn(OFFSETS[-1], dtype=torch.float64, generator=torch.Generator().manual_seed(2)).requires_grad_()
@@ -224,6 +225,7 @@ def _misfits(rank, world):
     return found
 
 
+@pytest.mark.slow
 def test_misfits_of_ranks_and_groups_are_named():
     results = run(4, _misfits)
     wrong = {"size", "rank", "no share", "one of two", "order", "three", "sequences", "lengths", "twice"}

@@ -17,6 +17,8 @@ from nemo_geomask.cli import main
 from nemo_geomask.integrations.nemo_rl import diagnosis
 from nemo_geomask.losses.registry import Entry
 
+pytestmark = pytest.mark.slow
+
 OWN = nemo_geomask.__version__
 REGISTRY = """
 import sys

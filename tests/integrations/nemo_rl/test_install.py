@@ -267,6 +267,7 @@ def test_a_requirement_of_nemo_rls_is_named(host, tmp_path):
         nemo_geomask.install()
 
 
+@pytest.mark.slow
 def test_the_package_stays_light():
     code = (
         "import sys, nemo_geomask; assert 'nemo_geomask.integrations' not in sys.modules; "

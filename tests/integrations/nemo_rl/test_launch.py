@@ -11,6 +11,8 @@ import pytest
 from nemo_geomask.cli import main
 from tests.helpers.nemo_rl import fake_tree
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = """
 import json, sys
 import nemo_rl.algorithms.grpo as grpo

@@ -24,6 +24,8 @@ from nemo_rl.algorithms.loss.loss_functions import ClippedPGLossConfig, ClippedP
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from pydantic import BaseModel
 
+pytestmark = pytest.mark.slow
+
 # v0.6.0 takes a dict, has no default, no CISPO and no positive NLL, no lower TIS bound, and differentiates the plain
 # estimator of the KL, without the score-function term that v0.7.0 brought, and weights it after the output clamp.
 OLD = not issubclass(ClippedPGLossConfig, BaseModel)

@@ -20,6 +20,8 @@ from nemo_geomask.parallel.processes import run
 
 pytest.importorskip("nemo_rl.algorithms.loss.loss_functions", reason="NeMo-RL is not importable here")
 
+pytestmark = pytest.mark.slow
+
 VOCAB, WIDTH = 48, 24
 LENGTHS = (24, 9, 17, 2)
 KL = {"reference_policy_kl_penalty": 0.02}

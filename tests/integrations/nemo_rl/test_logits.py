@@ -188,6 +188,7 @@ def _dtensors(rank, world, tp, cp):
     return mine.numpy(), columns, found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("tp", "cp"), [(2, 1), (1, 2), (2, 2)])
 def test_dtensors_equal_one_process(tp, cp):
     logits, data, seqs, toks = case(padding=2)

@@ -10,8 +10,7 @@ import pytest
 
 from tests.helpers.nemo_rl import hosts
 
-# Ray and NeMo-RL take most of a minute to start, and more on a busy machine.
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.slow
 
 GSPO = [
     "++loss_fn.name=gspo",

@@ -16,8 +16,7 @@ import pytest
 import nemo_geomask
 from tests.helpers.nemo_rl import hosts
 
-# Ray and NeMo-RL take most of a minute to start, and more on a busy machine.
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.slow
 
 FOLDER = Path(nemo_geomask.__file__).parent.parent
 
