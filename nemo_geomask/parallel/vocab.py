@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from nemo_geomask.errors import ConfigError, DataError, ShapeError
+from nemo_geomask.errors import ArgumentError, DataError, RanksDisagreeError, ShapeError
 from nemo_geomask.kernels import Kernels, choose
 from nemo_geomask.segments.across import gathered
 
@@ -97,10 +97,12 @@ def vocab_parallel_logprobs(
 
     Raises:
         ShapeError: shapes or dtypes don't fit, or the ranks' columns aren't those of ``shard_sizes`` (of equal shards
-            where it is None) or fewer than ``vocab_size``; the latter on all ranks.
-        DataError: a target is in no rank's columns, or the ranks have different targets; raised on all ranks.
-        ConfigError: a temperature that is none; ``inplace_gradient`` where the logits are a leaf, or overlap in memory;
-            ranks with different settings, on all ranks.
+            where it is None); the latter on all ranks.
+        ArgumentError: a temperature or ``vocab_size`` out of range; ``inplace_gradient`` where the logits are a leaf,
+            or overlap in memory.
+        DataError: a target is in no rank's columns; raised on all ranks.
+        RanksDisagreeError: ranks of ``group`` were given different targets, temperature, ``ignore_index``,
+            ``entropy`` or ``validate``; raised on all that validate.
 
     Source: Megatron-LM ``vocab_parallel_cross_entropy`` for the sharding; the merge of partial softmaxes is that of
     Milakov and Gimelshein, arXiv:1805.02867.
@@ -111,7 +113,7 @@ def vocab_parallel_logprobs(
             f"{logits.dtype} {list(logits.shape)} and {targets.dtype} {list(targets.shape)}"
         )
     if not 0 < temperature < math.inf:
-        raise ConfigError(f"temperature must be above 0 and finite, but it is {temperature}")
+        raise ArgumentError(f"temperature must be above 0 and finite, but it is {temperature}")
     if inplace_gradient:
         _check_inplace(logits)
     rank, world = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
@@ -345,13 +347,13 @@ def _refuse_disagreement(notes: Sequence[_Note], shards: _Shards) -> None:
     settings = {name: [note.setting(name) for note in notes] for name in _SETTINGS}
     found = [f"{name} is {values}" for name, values in settings.items() if len(set(values)) > 1]
     if found:
-        raise ConfigError(
+        raise RanksDisagreeError(
             f"the ranks of the tensor-parallel group have different settings: by rank, {', '.join(found)}; give the "
             "same on all ranks"
         )
     others = [rank for rank, note in enumerate(notes) if note.targets != notes[0].targets]
     if others:
-        raise DataError(
+        raise RanksDisagreeError(
             f"targets must be the same on all ranks of the tensor-parallel group, but those of ranks {others} are not "
             "rank 0's; broadcast the batch, or check how each rank draws it"
         )
@@ -360,14 +362,14 @@ def _refuse_disagreement(notes: Sequence[_Note], shards: _Shards) -> None:
 def _check_vocab_size(shards: _Shards) -> None:
     columns = sum(shards.sizes)
     if not 0 < shards.vocab_size <= columns:
-        raise ShapeError(
+        raise ArgumentError(
             f"vocab_size must be from 1 to the {columns} columns that the ranks hold, but it is {shards.vocab_size}"
         )
 
 
 def _check_inplace(logits: Tensor) -> None:
     if logits.is_leaf and logits.requires_grad:
-        raise ConfigError(
+        raise ArgumentError(
             "inplace_gradient would overwrite logits that no operation produced (a leaf); pass the output of the "
             "model, or inplace_gradient=False"
         )
@@ -375,7 +377,7 @@ def _check_inplace(logits: Tensor) -> None:
     reach = 1
     for stride, size in strides:
         if stride < reach:
-            raise ConfigError(
+            raise ArgumentError(
                 f"inplace_gradient needs logits that don't overlap in memory, but their shape is {list(logits.shape)} "
                 f"and their strides are {list(logits.stride())}; pass logits.contiguous(), or inplace_gradient=False"
             )

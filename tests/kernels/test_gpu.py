@@ -13,7 +13,7 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from nemo_geomask.errors import ConfigError
+from nemo_geomask.errors import ArgumentError
 from nemo_geomask.kernels import choose, gpu
 from nemo_geomask.parallel import vocab_parallel_logprobs
 from nemo_geomask.parallel.processes import run
@@ -128,13 +128,13 @@ def test_dispatch_says_what_it_chose_and_why():
     logits = torch.zeros(1, 2)
     assert choose(logits)[:2] == ("torch", "the logits are on cpu")
     assert choose(logits, "triton")[:2] == ("triton", "asked for")
-    with pytest.raises(ConfigError, match="kernel must be one of auto, triton, torch, but it is 'cuda'"):
+    with pytest.raises(ArgumentError, match="kernel must be one of auto, triton, torch, but it is 'cuda'"):
         choose(logits, "cuda")
 
 
 def test_triton_on_a_cpu_needs_its_interpreter(monkeypatch):
     monkeypatch.setattr(gpu, "INTERPRETED", False)
-    with pytest.raises(ConfigError, match="TRITON_INTERPRET=1"):
+    with pytest.raises(ArgumentError, match="TRITON_INTERPRET=1"):
         choose(torch.zeros(1, 2), "triton")
 
 
