@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-import itertools
 import math
-import struct
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal, NamedTuple, overload
 
@@ -14,9 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from nemo_geomask.errors import ArgumentError, DataError, RanksDisagreeError, ShapeError
+from nemo_geomask.errors import ArgumentError, ShapeError
 from nemo_geomask.kernels import Kernels, choose
-from nemo_geomask.segments.across import gathered
+from nemo_geomask.parallel.agreement import Shards, check_vocab_size, exchanged, refuse
 
 __all__ = ["vocab_parallel_logprobs"]
 
@@ -125,29 +122,12 @@ def vocab_parallel_logprobs(
             f"shard_sizes {sizes} must have one entry for each of the {world} ranks of the group, and rank {rank}'s "
             f"must be its {width} columns"
         )
-    shards = _Shards(sizes, rank, group, sum(sizes) if vocab_size is None else vocab_size)
+    shards = Shards(sizes, rank, group, sum(sizes) if vocab_size is None else vocab_size)
     if world == 1:
-        _check_vocab_size(shards)
+        check_vocab_size(shards)
     options = _Options(temperature, ignore_index, entropy, inplace_gradient, validate, choose(logits, kernel))
     result: tuple[Tensor, ...] = _VocabParallel.apply(logits, targets, shards, options)  # type: ignore[no-untyped-call]
     return (result[0], result[1]) if entropy else result[0]
-
-
-class _Shards(NamedTuple):
-    """Columns of each rank, this rank, and the number of valid columns among all, as given."""
-
-    sizes: list[int]
-    rank: int
-    group: dist.ProcessGroup | None
-    vocab_size: int
-
-    @property
-    def valid(self) -> int:
-        return min(self.vocab_size, sum(self.sizes))
-
-    @property
-    def start(self) -> int:
-        return sum(self.sizes[: self.rank])
 
 
 class _Options(NamedTuple):
@@ -165,7 +145,7 @@ class _Options(NamedTuple):
 
 class _VocabParallel(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor, shards: _Shards, options: _Options) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, shards: Shards, options: _Options) -> tuple[Tensor, ...]:
         width, start = logits.shape[-1], shards.start
         valid = min(max(shards.valid - start, 0), width)
         goals = targets.reshape(-1)
@@ -183,9 +163,9 @@ class _VocabParallel(torch.autograd.Function):
         statistics = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
         counted = goals != options.ignore_index
         stray = counted & ((goals < 0) | (goals >= shards.valid))
-        parts_of_all, notes = _gather(statistics, goals, width, shards, options)
+        parts_of_all, notes = exchanged(statistics, goals, width, shards, options)
         if options.validate:
-            _refuse(goals, stray, notes, shards, options.ignore_index)
+            refuse(goals, stray, notes, shards, options.ignore_index)
         peak, mass, own, entropy = options.kernels.fold(parts_of_all, options.inverse_temperature)
         peak = torch.where(torch.isinf(peak), 0.0, peak)
         logprobs = torch.where(counted, (own - peak) * options.inverse_temperature - mass.log(), 0.0)
@@ -257,114 +237,6 @@ def _mergeable(logits: Tensor) -> bool:
     except RuntimeError:
         return False
     return True
-
-
-class _Note(NamedTuple):
-    """What a rank says of itself, in integers, beside its statistics."""
-
-    width: int
-    start: int
-    total: int
-    vocab_size: int
-    temperature: int
-    ignore_index: int
-    entropy: int
-    validate: int
-    targets: int
-
-    def setting(self, name: str) -> int | float | bool:
-        """The setting as it was given."""
-        value: int = getattr(self, name)
-        if name == "temperature":
-            return float(struct.unpack("d", struct.pack("q", value))[0])
-        return value if name == "ignore_index" else bool(value)
-
-
-_SETTINGS = ("temperature", "ignore_index", "entropy", "validate")
-_ODD = -7046029254386353131  # 2^64 / golden ratio, as int64
-
-
-def _gather(
-    statistics: Tensor, goals: Tensor, width: int, shards: _Shards, options: _Options
-) -> tuple[Tensor, Tensor | None]:
-    """[4, N] of each rank as [TP, 4, N], in rank order, and their notes as int64 [TP, 9]."""
-    if shards.group is None or len(shards.sizes) == 1:
-        return statistics.unsqueeze(0), None
-    # Its size depends on N alone: ranks that disagree on anything else still meet here, and can tell.
-    mine = torch.cat([statistics.reshape(-1), _note(goals, width, shards, options)])
-    everyone = gathered(mine, shards.group)
-    count = statistics.numel()
-    notes = everyone[:, count:].to(torch.int16).view(torch.int64)
-    return everyone[:, :count].view(-1, *statistics.shape), notes
-
-
-def _note(goals: Tensor, width: int, shards: _Shards, options: _Options) -> Tensor:
-    """A :class:`_Note` in pieces of 16 bits, which float32 holds exactly."""
-    (temperature,) = struct.unpack("q", struct.pack("d", options.temperature))
-    place = (width, shards.start, sum(shards.sizes), shards.vocab_size)
-    settings = (temperature, options.ignore_index, int(options.entropy), int(options.validate))
-    known = _constants((*place, *settings), str(goals.device))
-    # An odd factor a position: another target, or two in another order, is another sum modulo 2^64.
-    factors = torch.arange(len(goals) if options.validate else 0, dtype=torch.int64, device=goals.device) * _ODD | 1
-    checksum = (factors * goals[: len(factors)]).sum(dim=0, keepdim=True)
-    return torch.cat([known, checksum]).view(torch.int16).to(torch.float32)
-
-
-@functools.lru_cache(maxsize=64)
-def _constants(values: tuple[int, ...], device: str) -> Tensor:
-    # Cached, since a copy from the host would wait for the device.
-    return torch.tensor(values, dtype=torch.int64, device=device)
-
-
-def _refuse(goals: Tensor, stray: Tensor, notes: Tensor | None, shards: _Shards, ignore_index: int) -> None:
-    """Every rank holds the same notes here, so all of them raise; one flag is read back."""
-    wrong = stray.any()
-    if notes is not None:
-        widths, starts, totals, sizes = notes[:, :4].unbind(1)
-        misfit = (starts != widths.cumsum(0) - widths) | (totals != widths.sum()) | (sizes < 1) | (sizes > totals)
-        wrong = wrong | misfit.any() | (notes[:, 2:] != notes[0, 2:]).any()
-    if not bool(wrong):
-        return
-    if notes is not None:
-        _refuse_disagreement([_Note(*note) for note in notes.tolist()], shards)
-    numbers = goals[stray]
-    raise DataError(
-        f"{numbers.numel()} targets are in no vocabulary shard, the first is {int(numbers[0])}; targets must be "
-        f"below the vocabulary size ({shards.valid}), or ignore_index ({ignore_index})"
-    )
-
-
-def _refuse_disagreement(notes: Sequence[_Note], shards: _Shards) -> None:
-    widths = [note.width for note in notes]
-    starts = list(itertools.accumulate(widths, initial=0))
-    claims = {(note.start - start, note.total, note.vocab_size) for note, start in zip(notes, starts, strict=False)}
-    if claims != {(0, sum(widths), notes[0].vocab_size)}:
-        raise ShapeError(
-            f"the ranks hold {widths} columns, but rank {shards.rank} assumes {shards.sizes}, of which "
-            f"{shards.vocab_size} valid; give the same vocab_size and shard_sizes={widths} on all ranks"
-        )
-    _check_vocab_size(shards)
-    settings = {name: [note.setting(name) for note in notes] for name in _SETTINGS}
-    found = [f"{name} is {values}" for name, values in settings.items() if len(set(values)) > 1]
-    if found:
-        raise RanksDisagreeError(
-            f"the ranks of the tensor-parallel group have different settings: by rank, {', '.join(found)}; give the "
-            "same on all ranks"
-        )
-    others = [rank for rank, note in enumerate(notes) if note.targets != notes[0].targets]
-    if others:
-        raise RanksDisagreeError(
-            f"targets must be the same on all ranks of the tensor-parallel group, but those of ranks {others} are not "
-            "rank 0's; broadcast the batch, or check how each rank draws it"
-        )
-
-
-def _check_vocab_size(shards: _Shards) -> None:
-    columns = sum(shards.sizes)
-    if not 0 < shards.vocab_size <= columns:
-        raise ArgumentError(
-            f"vocab_size must be from 1 to the {columns} columns that the ranks hold, but it is {shards.vocab_size}"
-        )
 
 
 def _check_inplace(logits: Tensor) -> None:
