@@ -127,7 +127,7 @@ class Inputs:
         self._kept[order[round(case.fraction * case.tokens) :]] = False
         self._targets = labels.where(self._kept, torch.tensor(IGNORE, device=self._device))
         self._labels = labels.where(self._kept, torch.tensor(0, device=self._device))
-        self._gradients = torch.randn(2, case.tokens, **where) * self._kept
+        self._gradients = torch.randn(2, case.tokens, dtype=torch.float32, **where) * self._kept
 
     def take(self, turn: int, *, copy: bool = False) -> Sample:
         """Inputs for the run numbered ``turn``; ``copy`` for one that overwrites its logits."""
@@ -167,7 +167,7 @@ def errors(sample: Sample, case: Case, answer: Answer, gradient: Tensor) -> dict
 def _some(rows: Tensor, count: int) -> Tensor:
     if len(rows) <= count:
         return rows
-    return rows[torch.linspace(0, len(rows) - 1, count, device=rows.device).round().long()]
+    return rows[torch.linspace(0, len(rows) - 1, count, dtype=torch.float32, device=rows.device).round().long()]
 
 
 def _largest(values: Tensor) -> float:

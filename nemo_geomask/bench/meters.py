@@ -53,6 +53,8 @@ class Collective(NamedTuple):
 class Tally(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts what passes through torch's dispatcher while it is active, backward passes included.
 
+    It sees its own thread, so torch is held to that one meanwhile.
+
     Attributes:
         operations: calls that compute or copy; views and bare allocations are not counted.
         operand_bytes: bytes of all operands that these read or write, each operand counted once an operation: what
@@ -65,6 +67,16 @@ class Tally(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.operations = 0
         self.operand_bytes = 0
         self.collectives: list[Collective] = []
+
+    def __enter__(self) -> Tally:
+        self._threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        torch.set_num_threads(self._threads)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -54,14 +54,16 @@ def _statistics(rank: int, world: int, tokens: int, sequences: int, repeats: int
     assert group is not None
     segments = PackedSegments(offsets, device=device, cp_rank=rank, cp_size=world, groups=(group,))
     count = len(segments.token_index)
-    values = {name: torch.randn(count, device=device) for name in ("log_ratio", "advantage", "tokens")}
+    values = {
+        name: torch.randn(count, dtype=torch.float32, device=device) for name in ("log_ratio", "advantage", "tokens")
+    }
     lengths = torch.tensor(offsets).diff() // world
     ids = torch.repeat_interleave(torch.arange(sequences), lengths).to(device)
 
     def scattered() -> list[Tensor]:
         found = []
         for value in values.values():
-            total = torch.zeros(sequences, device=device).index_add_(0, ids, value)
+            total = value.new_zeros(sequences).index_add_(0, ids, value)
             dist.all_reduce(total)
             found.append(total)
         return found

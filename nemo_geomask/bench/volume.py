@@ -33,7 +33,7 @@ def uneven(tokens: int, sequences: int, cp: int) -> list[int]:
     """Offsets of sequences of different lengths, each a multiple of 2·``cp``, that fill ``tokens``."""
     draw = torch.Generator().manual_seed(0)
     unit = 2 * cp
-    shares = 0.5 + torch.rand(sequences, generator=draw)
+    shares = 0.5 + torch.rand(sequences, dtype=torch.float32, generator=draw)
     ends = (shares.cumsum(0) / shares.sum() * (tokens // unit)).round().long() * unit
     return [0, *ends.tolist()]
 
@@ -95,7 +95,7 @@ def _microbatch(rank: int, world: int) -> dict[str, Any]:
     offsets = uneven(LAYOUT["tokens"], sequences, cp)
     segments = PackedSegments(offsets, cp_rank=cp_rank, cp_size=cp, groups=(cp_group,))
     draw = torch.Generator().manual_seed(0)
-    logits = torch.randn(LAYOUT["tokens"], LAYOUT["vocab"], generator=draw)
+    logits = torch.randn(LAYOUT["tokens"], LAYOUT["vocab"], dtype=torch.float32, generator=draw)
     targets = torch.randint(0, LAYOUT["vocab"], (LAYOUT["tokens"],), generator=draw)
     index, width = segments.token_index, LAYOUT["vocab"] // tp
     shard = logits[index, tp_rank * width : (tp_rank + 1) * width].bfloat16().requires_grad_()
@@ -103,8 +103,8 @@ def _microbatch(rank: int, world: int) -> dict[str, Any]:
     with Tally() as tally:
         found = vocab_parallel_logprobs(shard, targets[index], group=tp_group)
         near = dict.fromkeys(("prev_logprobs", "generation_logprobs", "reference_policy_logprobs"), found.detach())
-        ones = torch.ones(len(index))
-        data = {**near, "advantages": ones, "token_mask": ones, "sample_mask": torch.ones(sequences)}
+        ones = torch.ones(len(index), dtype=torch.float32)
+        data = {**near, "advantages": ones, "token_mask": ones, "sample_mask": ones[:sequences]}
         loss, _ = loss_fn.packed(found, data, segments, sequences, LAYOUT["tokens"])
         torch.autograd.grad(loss, shard)
     groups = {"tensor-parallel": tp_group.group_name, "context-parallel": cp_group.group_name}

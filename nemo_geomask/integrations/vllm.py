@@ -113,11 +113,11 @@ def rollout_batch(
     rows = [row for output, one in zip(outputs, params, strict=True) for row in _rows(output, one)]
     lengths = [len(row.prompt) + len(row.response) for row in rows]
     shape = len(rows), max(lengths)
-    input_ids = torch.full(shape, pad_token_id)
-    logprobs, token_mask = torch.zeros(shape), torch.zeros(shape)
+    input_ids = torch.full(shape, pad_token_id, dtype=torch.int64)
+    logprobs, token_mask = torch.zeros((2, *shape), dtype=torch.float32)
     for place, (row, length) in enumerate(zip(rows, lengths, strict=True)):
-        input_ids[place, :length] = torch.tensor(row.prompt + row.response)
-        logprobs[place, len(row.prompt) : length] = torch.tensor(row.logprobs)
+        input_ids[place, :length] = torch.tensor(row.prompt + row.response, dtype=torch.int64)
+        logprobs[place, len(row.prompt) : length] = torch.tensor(row.logprobs, dtype=torch.float32)
         token_mask[place, len(row.prompt) : length] = 1.0
     truncated = torch.tensor([row.ending.truncated for row in rows])
     trained = torch.tensor([row.ending.trained for row in rows])

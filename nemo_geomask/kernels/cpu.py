@@ -1,7 +1,8 @@
 """Row-blocked kernels in plain torch: the CPU's own, and what runs where Triton does not.
 
 A block of a few rows stays in cache between the steps of softmax, so that the logits are read from memory once in
-each direction and nothing of their size is allocated but the gradient.
+each direction and nothing of their size is allocated but the gradient. On a CPU threads share the blocks, not each
+operation on a block: they meet once, at the end.
 """
 
 from __future__ import annotations
@@ -9,17 +10,23 @@ from __future__ import annotations
 import contextlib
 import math
 import mmap
-from collections.abc import Iterator
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import Tensor
 
-__all__ = ["empty_gradient", "fold", "row_gradients", "row_statistics"]
+__all__ = ["FIELDS", "empty_gradient", "fold", "row_gradients", "row_statistics"]
 
+FIELDS = 4
+"""Statistics of a row: peak, mass, the target's logit, entropy."""
+
+_LN_2 = math.log(2)
 _LOG2_E = math.log2(math.e)
 _LOWEST = -1.0e30  # stands for -inf where a product with 0 must be 0
 _HUGE = 1 << 25  # bytes above which glibc returns memory to the system at once
 _BLOCK_ELEMENTS = 1 << 20  # 4 MB of float32: a block and its exponentials fit the caches of two cores
+_BLOCKS_A_THREAD = 4  # at least: 5 ms of work, beside which starting a thread and waiting for it is little
 _DEVICE_BLOCK_ELEMENTS = 1 << 28  # elsewhere there is no such cache, and each block costs launches
 
 
@@ -34,7 +41,8 @@ def row_statistics(
 ) -> Tensor:
     r"""Softmax statistics of each row over the columns of one vocabulary shard.
 
-    With :math:`z` = logits · ``inverse_temperature``:
+    With :math:`x` the logits in float32 and :math:`1/T` the ``inverse_temperature``. The peak is subtracted before
+    anything is scaled and never added to a logarithm, so that no digit depends on the size of the logits.
 
     Args:
         logits: [N, V], floating point: the valid columns of the shard.
@@ -42,56 +50,66 @@ def row_statistics(
         start: number of the shard's first column.
         ignore_index: rows with this target are not read.
         inverse_temperature: factor on the logits, applied in float32.
-        entropy: whether the third statistic is wanted.
+        entropy: whether the last statistic is wanted.
 
     Returns:
-        [2 or 3, N] float32: :math:`\log\sum_j e^{z_j}` (-inf where there is no mass), the target's :math:`z` (0 where
-        it is in another shard), :math:`\sum_j \mathrm{softmax}(z)_j z_j`. Rows not read hold 0.
+        [4, N] float32: the peak :math:`m = \max_j x_j` (-inf where there is no mass), the mass
+        :math:`s = \sum_j e^{(x_j - m)/T}`, the target's :math:`x` (0 where it is in another shard), and the shard's own
+        entropy :math:`\log s - \frac1s\sum_j e^{(x_j - m)/T}(x_j - m)/T` in nats (0 without mass; of no meaning unless
+        wanted). Rows not read hold 0.
     """
     count, width = logits.shape
-    result = torch.zeros(3 if entropy else 2, count, device=logits.device)
+    result = torch.zeros(FIELDS, count, dtype=torch.float32, device=logits.device)
     local = targets - start
     inside = (local >= 0) & (local < width)
     column = local.clamp(0, max(width - 1, 0))
-    for rows, z in _blocks(logits, _selection(targets != ignore_index)):
-        if width == 0:
-            result[0, rows] = -torch.inf
-            continue
+    counted = targets != ignore_index
+    if width == 0:
+        result[0] = torch.where(counted, -torch.inf, 0.0)
+        return result
+
+    def take(rows: Tensor | slice, z: Tensor) -> None:
         own = z.gather(1, column[rows].unsqueeze(1)).squeeze(1)
-        result[1, rows] = torch.where(inside[rows], own * inverse_temperature, 0.0)
-        peak = z.amax(dim=1, keepdim=True)
-        # A row of -inf alone (an empty part of a filtered vocabulary) has no mass.
-        peak = torch.where(torch.isinf(peak), 0.0, peak)
-        weight = _exp(z, -peak, inverse_temperature, out=None if entropy else z)
+        peak = z.amax(dim=1)
+        exponent = _exponent(z, _finite(peak), inverse_temperature)
+        weight = torch.exp2(exponent, out=None if entropy else exponent)
         mass = weight.sum(dim=1)
-        top = peak.squeeze(1) * inverse_temperature
-        result[0, rows] = mass.log() + top
+        result[0, rows] = peak
+        result[1, rows] = mass
+        result[2, rows] = torch.where(inside[rows], own, 0.0)
         if entropy:
             # 0 · -inf would be NaN, but a filtered column has no part in the entropy.
-            moment = z.clamp_(min=_LOWEST).mul_(weight).sum(dim=1) * inverse_temperature
-            result[2, rows] = torch.where(mass > 0, moment / mass, 0.0)
+            moment = exponent.clamp_(min=_LOWEST).mul_(weight).sum(dim=1)
+            result[3, rows] = torch.where(mass == 0, 0.0, mass.log() - moment * _LN_2 / mass)
+
+    _for_blocks(take, logits, _selection(counted))
     return result
 
 
-def fold(parts: Tensor) -> Tensor:
-    """Statistics over several shards from those over each.
+def fold(parts: Tensor, inverse_temperature: float) -> Tensor:
+    r"""Statistics over several shards from those over each.
+
+    With :math:`w_r = s_r\,e^{(m_r - m)/T}` the mass of shard r under the common peak :math:`m = \max_r m_r`:
+    :math:`s = \sum_r w_r`, and with the shares :math:`q_r = w_r/s`, :math:`H = \sum_r q_r (H_r - \log q_r)`.
 
     Args:
-        parts: [P, 2 or 3, N] float32, as :func:`row_statistics` returns them, in the order in which they are added up.
+        parts: [P, 4, N] float32, as :func:`row_statistics` returns them, in the order in which they are added up.
+        inverse_temperature: the one they were made with.
 
     Returns:
-        [2 or 3, N], the same statistics over all columns.
+        [4, N], the same statistics over all columns.
 
-    Source: Milakov and Gimelshein, arXiv:1805.02867.
+    Source: Milakov and Gimelshein, arXiv:1805.02867; the entropy by its chain rule.
     """
     if len(parts) == 1:
         return parts[0]
-    lse = torch.logsumexp(parts[:, 0], dim=0)
-    fields = [lse, parts[:, 1].sum(dim=0)]
-    if parts.shape[1] == 3:
-        share = torch.exp(parts[:, 0] - torch.where(torch.isneginf(lse), 0.0, lse))
-        fields.append((share * parts[:, 2]).sum(dim=0))
-    return torch.stack(fields)
+    peaks, masses, targets, entropies = parts.unbind(1)
+    peak = peaks.amax(dim=0)
+    weight = masses * torch.exp((peaks - _finite(peak)) * inverse_temperature)
+    mass = weight.sum(dim=0)
+    share = weight / torch.where(mass == 0, 1.0, mass)
+    entropy = share * entropies + torch.special.entr(share)
+    return torch.stack([peak, mass, targets.sum(dim=0), entropy.sum(dim=0)])
 
 
 def empty_gradient(logits: Tensor) -> Tensor:
@@ -118,7 +136,8 @@ def row_gradients(
     valid: int,
     ignore_index: int,
     inverse_temperature: float,
-    lse: Tensor,
+    peak: Tensor,
+    mass: Tensor,
     grad_logprobs: Tensor,
     entropy: Tensor | None,
     grad_entropy: Tensor | None,
@@ -126,13 +145,16 @@ def row_gradients(
 ) -> None:
     r"""Gradient of a shard's logits, rounded once to the type of ``out``.
 
-    .. math:: \frac{\partial L}{\partial x_j} = \frac1T\Bigl(g\,(\mathbb 1[j = y] - p_j) - h\,p_j(\log p_j + H)\Bigr)
+    .. math::
+        \frac{\partial L}{\partial x_j} = \frac1T\Bigl(g\,(\mathbb 1[j = y] - p_j) - h\,p_j(\log p_j + H)\Bigr),
+        \qquad p_j = e^{(x_j - m)/T} / s
 
     Args:
         logits: [N, V], all columns of the shard.
         targets, start, ignore_index, inverse_temperature: as for :func:`row_statistics`.
         valid: columns that take part; the gradient of those beyond is 0.
-        lse: [N] log-sum-exp over the whole vocabulary.
+        peak: [N] float32 m over the whole vocabulary, finite.
+        mass: [N] float32 s over the whole vocabulary.
         grad_logprobs: [N] g, incoming gradient of the log-prob.
         entropy: [N] H over the whole vocabulary, where ``grad_entropy`` is given.
         grad_entropy: [N] h, incoming gradient of the entropy, or None.
@@ -153,30 +175,38 @@ def row_gradients(
     local = targets - start
     inside = (local >= 0) & (local < valid)
     column = local.clamp(0, valid - 1)
-    for rows, z in _blocks(logits, selection):
-        g = grad_logprobs[rows]
-        at_target = torch.where(inside[rows], g, 0.0)
-        shift = -lse[rows].unsqueeze(1) / inverse_temperature
+    at_target = torch.where(inside, grad_logprobs * inverse_temperature, 0.0)
+    # By row: -p_j/T is this times the exponential.
+    share = -inverse_temperature / mass
+
+    def take(rows: Tensor | slice, z: Tensor) -> None:
+        exponent = _exponent(z, peak[rows], inverse_temperature)
         if grad_entropy is None or entropy is None:
-            slope = _exp(z, shift, inverse_temperature, out=z).mul_(g.mul(-inverse_temperature).unsqueeze(1))
+            slope = exponent.exp2_().mul_((grad_logprobs[rows] * share[rows]).unsqueeze(1))
         else:
-            p = _exp(z, shift, inverse_temperature)
-            # -(g + h·(log p + H)) · p / T, with the factors of log p = z/T - lse drawn together.
-            h = grad_entropy[rows] * inverse_temperature
-            constant = (g + grad_entropy[rows] * (entropy[rows] - lse[rows])).mul_(-inverse_temperature)
-            z.clamp_(min=_LOWEST).mul_((h * -inverse_temperature).unsqueeze(1)).add_(constant.unsqueeze(1))
-            slope = z.mul_(p)
-        slope.scatter_add_(1, column[rows].unsqueeze(1), (at_target * inverse_temperature).unsqueeze(1))
+            # -(g + h·(log p + H))·p/T, with what is constant in log p drawn together.
+            h = grad_entropy[rows]
+            constant = (grad_logprobs[rows] + h * (entropy[rows] - mass[rows].log())) * share[rows]
+            weight = exponent.exp2()
+            exponent.clamp_(min=_LOWEST).mul_((h * share[rows] * _LN_2).unsqueeze(1)).add_(constant.unsqueeze(1))
+            slope = exponent.mul_(weight)
+        slope.scatter_add_(1, column[rows].unsqueeze(1), at_target[rows].unsqueeze(1))
         if isinstance(rows, slice):
             out[rows].copy_(slope)
         else:
             out.index_copy_(0, rows, slope.to(out.dtype))
 
+    _for_blocks(take, logits, selection)
 
-def _exp(z: Tensor, shift: Tensor, scale: float, out: Tensor | None = None) -> Tensor:
-    """exp((z + shift) · scale) in two passes: torch's exp2 is several times faster than its exp on a CPU."""
-    factor = scale * _LOG2_E
-    return torch.exp2(torch.add(shift * factor, z, alpha=factor, out=out), out=out)
+
+def _finite(peak: Tensor) -> Tensor:
+    """What to subtract from the logits: a row of -inf alone (an empty part of a filtered vocabulary) has no mass."""
+    return torch.where(torch.isinf(peak), 0.0, peak)
+
+
+def _exponent(z: Tensor, peak: Tensor, scale: float) -> Tensor:
+    """(z - peak) · scale to base 2, in place: torch's exp2 is several times faster than its exp on a CPU."""
+    return z.sub_(peak.unsqueeze(1)).mul_(scale * _LOG2_E)
 
 
 def _clear(out: Tensor, rows: Tensor) -> None:
@@ -184,8 +214,13 @@ def _clear(out: Tensor, rows: Tensor) -> None:
         out[rows] = 0.0
         return
     # Row by row, which is several times faster there than writing through a mask.
-    for row in rows.nonzero().squeeze(1).tolist():
-        out[row].zero_()
+    pending = iter(rows.nonzero().squeeze(1).tolist())
+
+    def work() -> None:
+        for row in pending:
+            out[row].zero_()
+
+    _share(work, int(rows.sum()) * out.shape[1] // _BLOCK_ELEMENTS)
 
 
 def _selection(active: Tensor) -> Tensor | None:
@@ -193,15 +228,53 @@ def _selection(active: Tensor) -> Tensor | None:
     return None if bool(active.all()) else active.nonzero().squeeze(1)
 
 
-def _blocks(logits: Tensor, rows: Tensor | None) -> Iterator[tuple[Tensor | slice, Tensor]]:
-    """Row selection and its float32 logits, in a buffer that the next block overwrites."""
+def _for_blocks(take: Callable[[Tensor | slice, Tensor], None], logits: Tensor, rows: Tensor | None) -> None:
+    """Call ``take`` with selections of rows and their float32 logits, in memory that the next call overwrites."""
     count, width = logits.shape[0] if rows is None else rows.numel(), logits.shape[1]
-    elements = _BLOCK_ELEMENTS if logits.device.type == "cpu" else _DEVICE_BLOCK_ELEMENTS
-    step = max(1, elements // max(width, 1))
-    buffer = torch.empty(min(step, count), width, dtype=torch.float32, device=logits.device)
-    for start in range(0, count, step):
-        stop = min(start + step, count)
-        selection = slice(start, stop) if rows is None else rows[start:stop]
-        block = buffer[: stop - start]
-        block.copy_(logits[selection])
-        yield selection, block
+    on_cpu = logits.device.type == "cpu"
+    step = max(1, (_BLOCK_ELEMENTS if on_cpu else _DEVICE_BLOCK_ELEMENTS) // width)
+    # The threads draw from it; under the interpreter's lock each start goes to one of them.
+    pending = iter(range(0, count, step))
+
+    def work() -> None:
+        buffer = torch.empty(min(step, count), width, dtype=torch.float32, device=logits.device)
+        for start in pending:
+            stop = min(start + step, count)
+            selection = slice(start, stop) if rows is None else rows[start:stop]
+            block = buffer[: stop - start]
+            block.copy_(logits[selection])
+            take(selection, block)
+
+    if on_cpu:
+        _share(work, -(-count // step))
+    else:
+        work()
+
+
+def _share(work: Callable[[], None], blocks: int) -> None:
+    """Run ``work`` on as many threads as torch may use and ``blocks`` are worth, each operation within its thread.
+
+    torch's own threads meet at the end of every operation. On a machine with other work each meeting costs a turn of
+    the scheduler, far more than an operation on a block; these meet once.
+    """
+    threads = torch.get_num_threads()
+    others = range(min(threads, blocks // _BLOCKS_A_THREAD) - 1)
+    # For this thread, and for those that first use torch while it stands.
+    torch.set_num_threads(1)
+    try:
+        if not others:
+            _alone(work)
+            return
+        with ThreadPoolExecutor(len(others)) as pool:
+            started = [pool.submit(_alone, work) for _ in others]
+            _alone(work)
+        for other in started:
+            other.result()
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _alone(work: Callable[[], None]) -> None:
+    # A thread starts with torch's defaults, whatever mode its caller is in.
+    with torch.inference_mode():
+        work()

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from nemo_geomask.errors import ConfigError, MissingDependencyError
+from nemo_geomask.errors import ArgumentError, MissingDependencyError
 from nemo_geomask.kernels import cpu
 
 __all__ = ["KERNELS", "Kernels", "choose"]
@@ -27,7 +27,7 @@ class Kernels(NamedTuple):
     name: str
     reason: str
     row_statistics: Callable[..., Tensor]
-    fold: Callable[[Tensor], Tensor]
+    fold: Callable[[Tensor, float], Tensor]
     row_gradients: Callable[..., None]
     empty_gradient: Callable[[Tensor], Tensor]
 
@@ -41,11 +41,11 @@ def choose(logits: Tensor, name: str = "auto") -> Kernels:
             ``torch``: that one. Triton on a CPU needs its interpreter (``TRITON_INTERPRET=1``).
 
     Raises:
-        ConfigError: an unknown name, or Triton on a CPU without its interpreter.
+        ArgumentError: an unknown name, or Triton on a CPU without its interpreter.
         MissingDependencyError: Triton was asked for and can't be imported.
     """
     if name not in KERNELS:
-        raise ConfigError(f"kernel must be one of {', '.join(KERNELS)}, but it is {name!r}")
+        raise ArgumentError(f"kernel must be one of {', '.join(KERNELS)}, but it is {name!r}")
     on_gpu = logits.device.type == "cuda"
     if name == "torch":
         return _torch("asked for")
@@ -58,7 +58,7 @@ def choose(logits: Tensor, name: str = "auto") -> Kernels:
             return _torch(f"triton can't be imported ({error})")
         raise MissingDependencyError(f"kernel 'triton' needs triton, which can't be imported: {error}") from error
     if not on_gpu and not gpu.INTERPRETED:
-        raise ConfigError(
+        raise ArgumentError(
             f"kernel 'triton' needs logits on a GPU, but they are on {logits.device.type}; use 'auto', or set "
             "TRITON_INTERPRET=1 to run it in the interpreter"
         )

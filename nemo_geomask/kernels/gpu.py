@@ -13,6 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nemo_geomask.kernels.cpu import FIELDS
+
 __all__ = ["INTERPRETED", "empty_gradient", "fold", "row_gradients", "row_statistics", "splits"]
 
 _LOG2_E = math.log2(math.e)
@@ -47,8 +49,7 @@ def row_statistics(
     """See :func:`nemo_geomask.kernels.cpu.row_statistics`. One launch, two where a row is split."""
     count, width = logits.shape
     parts = splits(width)
-    fields = 3 if entropy else 2
-    result = torch.empty(parts, fields, count, dtype=torch.float32, device=logits.device)
+    result = torch.empty(parts, FIELDS, count, dtype=torch.float32, device=logits.device)
     if count:
         columns = triton.cdiv(triton.cdiv(width, parts), _TILE) * _TILE
         _statistics[(count, parts)](
@@ -60,20 +61,20 @@ def row_statistics(
             columns,
             start,
             ignore_index,
-            inverse_temperature,
             inverse_temperature * _LOG2_E,
             logits.stride(0),
             logits.stride(1),
             ENTROPY=entropy,
+            FIELDS=FIELDS,
             DEPTH=_DEPTH,
             LANES=_LANES,
             VECTOR=_VECTOR,
             num_warps=_WARPS,
         )
-    return result[0] if parts == 1 else fold(result)
+    return fold(result, inverse_temperature)
 
 
-def fold(parts: Tensor) -> Tensor:
+def fold(parts: Tensor, inverse_temperature: float) -> Tensor:
     """See :func:`nemo_geomask.kernels.cpu.fold`. One launch, none for a single part."""
     if len(parts) == 1:
         return parts[0]
@@ -84,10 +85,10 @@ def fold(parts: Tensor) -> Tensor:
             parts,
             result,
             count,
+            inverse_temperature * _LOG2_E,
             *parts.stride(),
             *result.stride(),
             PARTS=parts.shape[0],
-            ENTROPY=parts.shape[1] == 3,
             ROWS=256,
             num_warps=4,
         )
@@ -107,7 +108,8 @@ def row_gradients(
     valid: int,
     ignore_index: int,
     inverse_temperature: float,
-    lse: Tensor,
+    peak: Tensor,
+    mass: Tensor,
     grad_logprobs: Tensor,
     entropy: Tensor | None,
     grad_entropy: Tensor | None,
@@ -124,9 +126,10 @@ def row_gradients(
         logits,
         targets,
         out,
-        lse,
+        peak,
+        mass,
         grad_logprobs,
-        entropy if entropy is not None else lse,
+        entropy if entropy is not None else mass,
         grad_entropy,
         width,
         valid,
@@ -149,17 +152,27 @@ def row_gradients(
 def _online(x, peak, mass, moment, scale2, ENTROPY: tl.constexpr):  # type: ignore[no-untyped-def]
     """Take a tile [DEPTH, LANES, VECTOR] of logits into each lane's running statistics [LANES].
 
-    Every term is relative to the same rounded base-2 ``peak``, so that its rounding cancels in the end.
+    ``peak`` is the largest logit itself: what is scaled, and rounded, is the distance from it. ``moment`` is the sum
+    of the exponentials times their exponents, to base 2.
     """
-    new = tl.maximum(peak, tl.max(tl.max(x, axis=2), axis=0) * scale2)
-    weight = tl.exp2(x * scale2 - new[None, :, None])
-    shrink = tl.exp2(peak - new)
-    mass = mass * shrink + tl.sum(tl.sum(weight, axis=2), axis=0)
+    new = tl.maximum(peak, tl.max(tl.max(x, axis=2), axis=0))
+    exponent = (x - new[None, :, None]) * scale2
+    weight = tl.exp2(exponent)
+    mass, moment = _lowered(mass, moment, (peak - new) * scale2, ENTROPY)
+    mass += tl.sum(tl.sum(weight, axis=2), axis=0)
     if ENTROPY:
         # 0 · -inf would be NaN, but a filtered column has no part in the entropy.
-        part = weight * tl.maximum(x, -3.0e38)
-        moment = moment * shrink + tl.sum(tl.sum(part, axis=2), axis=0)
+        moment += tl.sum(tl.sum(weight * tl.maximum(exponent, -1.0e30), axis=2), axis=0)
     return new, mass, moment
+
+
+@triton.jit
+def _lowered(mass, moment, exponent, ENTROPY: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Mass and moment relative to a peak that lies ``-exponent`` (to base 2, scaled) higher than theirs."""
+    shrink = tl.exp2(exponent)
+    if ENTROPY:
+        moment = shrink * (moment + mass * tl.maximum(exponent, -1.0e30))
+    return mass * shrink, moment
 
 
 @triton.jit
@@ -172,25 +185,22 @@ def _statistics(  # type: ignore[no-untyped-def]
     columns,
     start,
     ignore_index,
-    scale,
     scale2,
     stride_row,
     stride_column,
     ENTROPY: tl.constexpr,
+    FIELDS: tl.constexpr,
     DEPTH: tl.constexpr,
     LANES: tl.constexpr,
     VECTOR: tl.constexpr,
 ):
     row = tl.program_id(0)
     split = tl.program_id(1)
-    fields: tl.constexpr = 3 if ENTROPY else 2
-    out = result + split.to(tl.int64) * fields * count + row
+    out = result + split.to(tl.int64) * FIELDS * count + row
     target = tl.load(targets + row)
     if target == ignore_index:
-        tl.store(out, 0.0)
-        tl.store(out + count, 0.0)
-        if ENTROPY:
-            tl.store(out + 2 * count, 0.0)
+        for field in tl.static_range(FIELDS):
+            tl.store(out + field * count, 0.0)
     else:
         TILE: tl.constexpr = DEPTH * LANES * VECTOR
         base = logits + row.to(tl.int64) * stride_row
@@ -215,18 +225,20 @@ def _statistics(  # type: ignore[no-untyped-def]
             tile = tl.load(here, mask=whole + offset < last, other=float("-inf"))
             peak, mass, moment = _online(tile.to(tl.float32), peak, mass, moment, scale2, ENTROPY)
         top = tl.max(peak, axis=0)
-        shrink = tl.exp2(peak - top)
-        total = tl.sum(mass * shrink, axis=0)
-        # From base 2 to nats. Without any mass the logarithm is -inf, whatever the floor was.
-        LN_2: tl.constexpr = 0.6931471805599453
-        tl.store(out, tl.where(total == 0, float("-inf"), (top + tl.log2(total)) * LN_2))
+        mass, moment = _lowered(mass, moment, (peak - top) * scale2, ENTROPY)
+        total = tl.sum(mass, axis=0)
+        # Without any mass the peak is -inf, whatever the floor was.
+        tl.store(out, tl.where(total == 0, float("-inf"), top))
+        tl.store(out + count, total)
         local = target - start
         inside = (local >= first) & (local < last)
         own = tl.load(base + tl.where(inside, local, 0) * stride_column, mask=inside, other=0.0).to(tl.float32)
-        tl.store(out + count, tl.where(inside, own * scale, 0.0))
+        tl.store(out + 2 * count, tl.where(inside, own, 0.0))
+        LN_2: tl.constexpr = 0.6931471805599453
+        entropy = 0.0
         if ENTROPY:
-            mean = tl.sum(moment * shrink, axis=0) / tl.where(total == 0, 1.0, total)
-            tl.store(out + 2 * count, mean * scale)
+            entropy = tl.where(total == 0, 0.0, (tl.log2(total) - tl.sum(moment, axis=0) / total) * LN_2)
+        tl.store(out + 3 * count, entropy)
 
 
 @triton.jit
@@ -234,36 +246,44 @@ def _fold(  # type: ignore[no-untyped-def]
     parts,
     result,
     count,
+    scale2,
     stride_part,
     stride_field,
     stride_row,
     out_field,
     out_row,
     PARTS: tl.constexpr,
-    ENTROPY: tl.constexpr,
     ROWS: tl.constexpr,
 ):
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     there = row < count
-    peak = tl.full([ROWS], -3.0e38, tl.float32)
+    peak = tl.full([ROWS], float("-inf"), tl.float32)
     target = tl.zeros([ROWS], tl.float32)
     for part in tl.static_range(PARTS):
         at = parts + part * stride_part + row * stride_row
         peak = tl.maximum(peak, tl.load(at, mask=there, other=0.0))
-        target += tl.load(at + stride_field, mask=there, other=0.0)
-    mass = tl.zeros([ROWS], tl.float32)
-    moment = tl.zeros([ROWS], tl.float32)
+        target += tl.load(at + 2 * stride_field, mask=there, other=0.0)
+    base = tl.where(peak == float("-inf"), 0.0, peak)
+    total = tl.zeros([ROWS], tl.float32)
     for part in tl.static_range(PARTS):
         at = parts + part * stride_part + row * stride_row
-        weight = tl.exp(tl.load(at, mask=there, other=0.0) - peak)
-        mass += weight
-        if ENTROPY:
-            moment += weight * tl.load(at + 2 * stride_field, mask=there, other=0.0)
+        mass = tl.load(at + stride_field, mask=there, other=1.0)
+        total += mass * tl.exp2((tl.load(at, mask=there, other=0.0) - base) * scale2)
+    LN_2: tl.constexpr = 0.6931471805599453
+    entropy = tl.zeros([ROWS], tl.float32)
+    whole = tl.where(total == 0, 1.0, total)
+    for part in tl.static_range(PARTS):
+        at = parts + part * stride_part + row * stride_row
+        mass = tl.load(at + stride_field, mask=there, other=1.0)
+        share = mass * tl.exp2((tl.load(at, mask=there, other=0.0) - base) * scale2) / whole
+        own = tl.load(at + 3 * stride_field, mask=there, other=0.0)
+        # 0 · log 0.
+        entropy += tl.where(share == 0, 0.0, share * (own - tl.log2(share) * LN_2))
     out = result + row * out_row
-    tl.store(out, tl.where(mass == 0, float("-inf"), peak + tl.log(mass)), mask=there)
-    tl.store(out + out_field, target, mask=there)
-    if ENTROPY:
-        tl.store(out + 2 * out_field, moment / tl.where(mass == 0, 1.0, mass), mask=there)
+    tl.store(out, peak, mask=there)
+    tl.store(out + out_field, total, mask=there)
+    tl.store(out + 2 * out_field, target, mask=there)
+    tl.store(out + 3 * out_field, entropy, mask=there)
 
 
 @triton.jit
@@ -271,7 +291,8 @@ def _gradients(  # type: ignore[no-untyped-def]
     logits,
     targets,
     out,
-    lses,
+    peaks,
+    masses,
     grads_logprob,
     entropies,
     grads_entropy,
@@ -304,19 +325,19 @@ def _gradients(  # type: ignore[no-untyped-def]
     if active & (target != ignore_index):
         here = logits + row.to(tl.int64) * stride_row + (first + offset).to(tl.int64) * stride_column
         step = tl.cast(stride_column, tl.int64) * TILE
-        LOG2_E: tl.constexpr = 1.4426950408889634
         LN_2: tl.constexpr = 0.6931471805599453
-        lse = tl.load(lses + row) * LOG2_E
+        peak = tl.load(peaks + row)
+        log_mass = tl.log2(tl.load(masses + row))
         local = (target - start).to(tl.int32)
         for column in range(first, tl.minimum(first + STRIPE, width), TILE):
             at = column + offset
             tile = tl.load(here, mask=at < valid, other=float("-inf"), eviction_policy="evict_first")
-            z = tile.to(tl.float32) * scale2 - lse
-            p = tl.exp2(z)
+            exponent = (tile.to(tl.float32) - peak) * scale2 - log_mass
+            p = tl.exp2(exponent)
             slope = -g * p
             if ENTROPY:
                 # As forward: 0 · -inf.
-                slope -= h * p * tl.maximum(z * LN_2 + entropy, -3.0e38)
+                slope -= h * p * tl.maximum(exponent * LN_2 + entropy, -1.0e30)
             slope = (slope + tl.where(at == local, g, 0.0)) * scale
             tl.store(into, slope.to(out.dtype.element_ty), mask=at < width)
             here += step

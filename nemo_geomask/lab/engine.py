@@ -54,7 +54,7 @@ class TrainEngine(ABC):
     @torch.no_grad()
     def sequence_logprobs(self, model: PreTrainedModel, input_ids: Tensor, lengths: Tensor, micro_batch: int) -> Tensor:
         """Log-probs of [B, T] ids, on all ranks; column 0, which nothing predicts, is 0."""
-        whole = torch.zeros(input_ids.shape)
+        whole = torch.zeros(input_ids.shape, dtype=torch.float32)
         dp = self.ranks.dp
         for rows in torch.split(torch.arange(len(input_ids)), micro_batch)[dp.rank :: dp.size]:
             whole[rows] = self.logprobs(model, input_ids[rows], lengths[rows])

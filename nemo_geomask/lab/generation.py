@@ -58,17 +58,17 @@ def generate(
     longest = width + int(prompts.terms.max())
     input_ids = torch.full((count, longest), task.pad_id)
     input_ids[:, :width] = prompts.token_ids
-    logprobs, token_mask = torch.zeros(count, longest), torch.zeros(count, longest)
+    logprobs, token_mask = torch.zeros(2, count, longest, dtype=torch.float32)
 
     rows = torch.arange(count)  # Sequences still running: row numbers of the full batch.
     output = engine(input_ids=prompts.token_ids, use_cache=True)
     for position in range(width, longest):
         logits = output.logits[:, -1].float()
         if config.mismatch and config.mismatch_on == "logits":
-            logits = logits + config.mismatch * torch.randn(logits.shape, generator=generator)
+            logits = logits + config.mismatch * torch.randn(logits.shape, dtype=logits.dtype, generator=generator)
         distribution = logits.log_softmax(dim=-1)
         # Drawn for the whole batch: unless there is noise on the logits, a response does not depend on when others end.
-        uniform = torch.rand(count, generator=generator)[rows, None]
+        uniform = torch.rand(count, dtype=torch.float32, generator=generator)[rows, None]
         token = (distribution.exp().cumsum(dim=-1) < uniform).sum(dim=-1).clamp(max=task.vocab_size - 1)
         input_ids[rows, position] = token
         logprobs[rows, position] = distribution.gather(-1, token[:, None]).squeeze(-1)

@@ -64,7 +64,7 @@ def generation_copy(policy: PreTrainedModel, config: GenerationConfig, generator
     engine.set_attn_implementation("sdpa")
     if config.mismatch and config.mismatch_on == "weights":
         for weight in engine.parameters():
-            noise = torch.randn(weight.shape, generator=generator)
+            noise = torch.randn(weight.shape, dtype=weight.dtype, generator=generator)
             # A tensor of equal values (a norm's gain) has no spread of its own; its size stands in.
             spread = weight.std() if weight.numel() > 1 and weight.std() > 0 else weight.abs().mean()
             weight.add_(noise * spread, alpha=config.mismatch)

@@ -104,10 +104,11 @@ class PackedEngine(TrainEngine):
     def logprobs(self, model: PreTrainedModel, input_ids: Tensor, lengths: Tensor) -> Tensor:
         """See :meth:`TrainEngine.logprobs`."""
         packing = lay_out(lengths, self.ranks.cp)
-        everything = {"token_mask": torch.ones(input_ids.shape), "sample_mask": torch.ones(len(input_ids))}
+        ones = torch.ones(input_ids.shape, dtype=torch.float32)
+        everything = {"token_mask": ones, "sample_mask": ones[:, 0]}
         targets = packing.pack({"input_ids": input_ids, **everything})["targets"]
         predicts = targets >= 0
-        rows = torch.zeros(input_ids.shape)
+        rows = torch.zeros_like(ones)
         found = self._forward(model, packing, input_ids, targets)
         rows[packing.row[predicts], packing.position[predicts] + 1] = found[predicts]
         return rows

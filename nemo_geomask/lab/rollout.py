@@ -96,7 +96,8 @@ def _sample(
             for ids, length, terms in zip(
                 sampled.input_ids.tolist(), lengths.tolist(), prompts.terms.tolist(), strict=True
             )
-        ]
+        ],
+        dtype=torch.float32,
     )
     return {
         "input_ids": sampled.input_ids,
@@ -104,6 +105,6 @@ def _sample(
         "generation_logprobs": sampled.logprobs,
         "advantages": group_advantages(rewards, recipe.grpo)[:, None].expand_as(sampled.token_mask).clone(),
         "token_mask": sampled.token_mask,
-        "sample_mask": torch.ones(len(rewards)),
+        "sample_mask": torch.ones(len(rewards), dtype=torch.float32),
         "rewards": rewards,
     }

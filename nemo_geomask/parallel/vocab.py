@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal, NamedTuple, overload
@@ -12,9 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from nemo_geomask.errors import ConfigError, DataError, ShapeError
+from nemo_geomask.errors import ArgumentError, ShapeError
 from nemo_geomask.kernels import Kernels, choose
-from nemo_geomask.segments.across import gathered
+from nemo_geomask.parallel.agreement import Shards, check_vocab_size, exchanged, refuse
 
 __all__ = ["vocab_parallel_logprobs"]
 
@@ -67,9 +66,10 @@ def vocab_parallel_logprobs(
 
     .. math:: \log p_y = x_y/T - \log\sum_j e^{x_j/T}, \qquad H = -\sum_j p_j \log p_j
 
-    All arithmetic is float32; the temperature divides inside it. One collective forward, an all-gather of two numbers
-    a token (three with entropy), merged in rank order, so that all ranks hold the same bits; none backward. Beyond the
-    logits and their gradient it holds a few numbers a token and one block of rows.
+    All arithmetic is float32, on distances from the largest logit: no digit depends on the logits' size, and the
+    temperature divides inside it. One collective forward, an all-gather of four numbers a token, merged in rank order,
+    so that all ranks hold the same bits; none backward. Beyond the logits and their gradient it holds a few numbers a
+    token and one block of rows a thread.
 
     Args:
         logits: [..., V/TP], floating point: this rank's columns.
@@ -85,8 +85,8 @@ def vocab_parallel_logprobs(
             of their size in place of two. After the backward pass the logits are gone. Whatever else autograd has kept
             them for (another loss on them, an operation that produced them and saved its output, a second backward
             pass) then fails with autograd's own error about a tensor modified in place.
-        validate: check targets and shards, by one flag read back from the device. Without it a stray target has
-            log-prob NaN.
+        validate: check that targets fit and that the ranks of ``group`` agree on targets, shards and settings, by one
+            flag read back from the device. Without it a stray target has log-prob NaN.
         kernel: ``auto``, ``triton`` or ``torch``, see :func:`nemo_geomask.kernels.choose`.
 
     Returns:
@@ -95,8 +95,11 @@ def vocab_parallel_logprobs(
     Raises:
         ShapeError: shapes or dtypes don't fit, or the ranks' columns aren't those of ``shard_sizes`` (of equal shards
             where it is None); the latter on all ranks.
+        ArgumentError: a temperature or ``vocab_size`` out of range; ``inplace_gradient`` where the logits are a leaf,
+            or overlap in memory.
         DataError: a target is in no rank's columns; raised on all ranks.
-        ConfigError: ``inplace_gradient`` where the logits are a leaf, or overlap in memory.
+        RanksDisagreeError: ranks of ``group`` were given different targets, temperature, ``ignore_index``,
+            ``entropy`` or ``validate``; raised on all that validate.
 
     Source: Megatron-LM ``vocab_parallel_cross_entropy`` for the sharding; the merge of partial softmaxes is that of
     Milakov and Gimelshein, arXiv:1805.02867.
@@ -107,7 +110,7 @@ def vocab_parallel_logprobs(
             f"{logits.dtype} {list(logits.shape)} and {targets.dtype} {list(targets.shape)}"
         )
     if not 0 < temperature < math.inf:
-        raise ShapeError(f"temperature must be above 0 and finite, but it is {temperature}")
+        raise ArgumentError(f"temperature must be above 0 and finite, but it is {temperature}")
     if inplace_gradient:
         _check_inplace(logits)
     rank, world = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
@@ -119,39 +122,32 @@ def vocab_parallel_logprobs(
             f"shard_sizes {sizes} must have one entry for each of the {world} ranks of the group, and rank {rank}'s "
             f"must be its {width} columns"
         )
-    shards = _Shards(sizes, rank, group, sum(sizes) if vocab_size is None else min(vocab_size, sum(sizes)))
-    options = _Options(1.0 / temperature, ignore_index, entropy, inplace_gradient, validate, choose(logits, kernel))
+    shards = Shards(sizes, rank, group, sum(sizes) if vocab_size is None else vocab_size)
+    if world == 1:
+        check_vocab_size(shards)
+    options = _Options(temperature, ignore_index, entropy, inplace_gradient, validate, choose(logits, kernel))
     result: tuple[Tensor, ...] = _VocabParallel.apply(logits, targets, shards, options)  # type: ignore[no-untyped-call]
     return (result[0], result[1]) if entropy else result[0]
 
 
-class _Shards(NamedTuple):
-    """Columns of each rank, this rank, and the number of valid columns among all."""
-
-    sizes: list[int]
-    rank: int
-    group: dist.ProcessGroup | None
-    vocab_size: int
-
-    @property
-    def start(self) -> int:
-        return sum(self.sizes[: self.rank])
-
-
 class _Options(NamedTuple):
-    inverse_temperature: float
+    temperature: float
     ignore_index: int
     entropy: bool
     inplace: bool
     validate: bool
     kernels: Kernels
 
+    @property
+    def inverse_temperature(self) -> float:
+        return 1.0 / self.temperature
+
 
 class _VocabParallel(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor, shards: _Shards, options: _Options) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, shards: Shards, options: _Options) -> tuple[Tensor, ...]:
         width, start = logits.shape[-1], shards.start
-        valid = min(max(shards.vocab_size - start, 0), width)
+        valid = min(max(shards.valid - start, 0), width)
         goals = targets.reshape(-1)
         parts = [
             options.kernels.row_statistics(
@@ -166,21 +162,20 @@ class _VocabParallel(torch.autograd.Function):
         ]
         statistics = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
         counted = goals != options.ignore_index
-        stray = counted & ((goals < 0) | (goals >= shards.vocab_size))
-        parts_of_all, places = _gather(statistics, width, stray, shards)
+        stray = counted & ((goals < 0) | (goals >= shards.valid))
+        parts_of_all, notes = exchanged(statistics, goals, width, shards, options)
         if options.validate:
-            _refuse(goals, stray, places, shards, options.ignore_index)
-        whole = options.kernels.fold(parts_of_all)
-        lse = whole[0]
-        logprobs = torch.where(counted, whole[1] - lse, 0.0)
+            refuse(goals, stray, notes, shards, options.ignore_index)
+        peak, mass, own, entropy = options.kernels.fold(parts_of_all, options.inverse_temperature)
+        peak = torch.where(torch.isinf(peak), 0.0, peak)
+        logprobs = torch.where(counted, (own - peak) * options.inverse_temperature - mass.log(), 0.0)
         if not options.validate:
             logprobs = torch.where(stray, torch.nan, logprobs)
         results = [logprobs.reshape(targets.shape)]
-        entropy = None
         if options.entropy:
-            entropy = torch.where(counted, lse - whole[2], 0.0)
+            entropy = torch.where(counted, torch.where(mass == 0, torch.nan, entropy), 0.0)
             results.append(entropy.reshape(targets.shape))
-        ctx.save_for_backward(logits, goals, lse, entropy)
+        ctx.save_for_backward(logits, goals, peak, mass, entropy if options.entropy else None)
         ctx.start, ctx.valid, ctx.options = start, valid, options
         ctx.set_materialize_grads(False)
         return tuple(results)
@@ -188,13 +183,13 @@ class _VocabParallel(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, None, None, None]:
-        logits, goals, lse, entropy = ctx.saved_tensors
+        logits, goals, peak, mass, entropy = ctx.saved_tensors
         options: _Options = ctx.options
         of_logprobs, of_entropy = (grad if grad is None else grad.reshape(-1) for grad in (*grads, None)[:2])
         if of_logprobs is None and of_entropy is None:
             return None, None, None, None
         if of_logprobs is None:
-            of_logprobs = torch.zeros_like(lse)
+            of_logprobs = torch.zeros_like(mass)
         out = logits if options.inplace else options.kernels.empty_gradient(logits)
         for (begin, rows), (_, into) in zip(_matrices(logits), _matrices(out, like=logits), strict=True):
             span = slice(begin, begin + len(rows))
@@ -205,7 +200,8 @@ class _VocabParallel(torch.autograd.Function):
                 valid=ctx.valid,
                 ignore_index=options.ignore_index,
                 inverse_temperature=options.inverse_temperature,
-                lse=lse[span],
+                peak=peak[span],
+                mass=mass[span],
                 grad_logprobs=of_logprobs[span],
                 entropy=None if of_entropy is None else entropy[span],
                 grad_entropy=None if of_entropy is None else of_entropy[span],
@@ -243,52 +239,9 @@ def _mergeable(logits: Tensor) -> bool:
     return True
 
 
-def _gather(statistics: Tensor, width: int, stray: Tensor, shards: _Shards) -> tuple[Tensor, Tensor | None]:
-    """[k, N] of each rank as [TP, k, N], in rank order, and what each rank takes the shards to be, [TP, 2, 3]."""
-    if shards.group is None or len(shards.sizes) == 1:
-        return statistics.unsqueeze(0), None
-    # A few more columns say how each rank sees the shards, so that a misfit is an error on all of them.
-    place = _place(width, shards.start, sum(shards.sizes), shards.vocab_size, str(statistics.device))
-    strays = stray.sum().to(statistics.dtype).expand(len(statistics), 1)
-    mine = torch.cat([statistics, place[: len(statistics)], strays], dim=1)
-    everyone = gathered(mine, shards.group)
-    return everyone[..., :-3], everyone[:, :2, -3:]
-
-
-@functools.lru_cache(maxsize=64)
-def _place(width: int, start: int, total: int, vocab_size: int, device: str) -> Tensor:
-    # Cached, since a copy from the host would wait for the device.
-    return torch.tensor([[width, total], [start, vocab_size], [0, 0]], dtype=torch.float32, device=device)
-
-
-def _refuse(goals: Tensor, stray: Tensor, places: Tensor | None, shards: _Shards, ignore_index: int) -> None:
-    """Every rank holds the same numbers here, so all of them raise; one flag is read back."""
-    wrong, misfit = stray.any(), None
-    if places is not None:
-        (widths, starts), (totals, vocab_sizes) = places[..., 0].unbind(1), places[..., 1].unbind(1)
-        fits = (starts == widths.cumsum(0) - widths) & (totals == widths.sum()) & (vocab_sizes == vocab_sizes[0])
-        misfit = ~fits.all()
-        wrong = misfit | (places[..., 2] != 0).any()
-    if not bool(wrong):
-        return
-    if places is not None and misfit is not None and bool(misfit):
-        found = [int(width) for width in places[:, 0, 0].tolist()]
-        raise ShapeError(
-            f"the ranks hold {found} columns, but rank {shards.rank} assumes {shards.sizes}, of which "
-            f"{shards.vocab_size} valid; give the same vocab_size and shard_sizes={found} on all ranks"
-        )
-    numbers = goals[stray]
-    if not numbers.numel():
-        raise DataError("another rank has targets in no vocabulary shard; targets must be the same on all ranks")
-    raise DataError(
-        f"{numbers.numel()} targets are in no vocabulary shard, the first is {int(numbers[0])}; targets must be "
-        f"below the vocabulary size ({shards.vocab_size}), or ignore_index ({ignore_index})"
-    )
-
-
 def _check_inplace(logits: Tensor) -> None:
     if logits.is_leaf and logits.requires_grad:
-        raise ConfigError(
+        raise ArgumentError(
             "inplace_gradient would overwrite logits that no operation produced (a leaf); pass the output of the "
             "model, or inplace_gradient=False"
         )
@@ -296,7 +249,7 @@ def _check_inplace(logits: Tensor) -> None:
     reach = 1
     for stride, size in strides:
         if stride < reach:
-            raise ConfigError(
+            raise ArgumentError(
                 f"inplace_gradient needs logits that don't overlap in memory, but their shape is {list(logits.shape)} "
                 f"and their strides are {list(logits.stride())}; pass logits.contiguous(), or inplace_gradient=False"
             )

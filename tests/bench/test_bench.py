@@ -54,6 +54,15 @@ def test_bytes_of_eager_peers_are_those_of_their_model(name, setting):
     assert tally.operand_bytes / SMALL.elements == pytest.approx(path.traffic(1.0), abs=0.1)
 
 
+def test_a_tally_sees_all_threads_there_are():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    with Tally():
+        assert torch.get_num_threads() == 1
+    assert torch.get_num_threads() == 2
+    torch.set_num_threads(before)
+
+
 @pytest.mark.parametrize("case", [SMALL, TEMPERED, SMALL._replace(entropy=True)], ids=str)
 @pytest.mark.parametrize("path", OURS, ids=lambda path: path.name)
 def test_our_paths_are_exact(path, case):
@@ -274,8 +283,8 @@ def test_volume_of_a_microbatch_is_what_the_documentation_says():
     counted = volume.microbatch()
     layout, groups = volume.LAYOUT, counted["groups"]
     tokens, sequences = layout["tokens"] // layout["cp"], layout["sequences"]
-    # Two numbers a token and six that say how each rank sees the shards.
-    assert groups["tensor-parallel"]["each"] == [["all-gather", 2 * (tokens + 3) * 4]]
+    # Four numbers a token, and as many as for nine tokens more in which the ranks say what they were given.
+    assert groups["tensor-parallel"]["each"] == [["all-gather", 16 * (tokens + 9)]]
     statistics, metrics, backward = groups["context-parallel"]["each"]
     assert statistics == ["all-gather", 6 * sequences * 8]
     assert metrics[0] == "all-gather"
@@ -288,7 +297,7 @@ def test_collectives_of_the_paths():
     counted = volume.logprobs([OURS[0].name, "Megatron-core vocab_parallel_cross_entropy"])
     tokens = counted["tokens"]
     ours = counted["paths"][OURS[0].name]
-    assert (ours["calls"], ours["payload_bytes"]) == (1, 2 * (tokens + 3) * 4)
+    assert (ours["calls"], ours["payload_bytes"]) == (1, 16 * (tokens + 9))
     assert ours["sent_bytes"] == ours["payload_bytes"]  # to the one other rank
     if importlib.util.find_spec("megatron.core"):
         theirs = counted["paths"]["Megatron-core vocab_parallel_cross_entropy"]

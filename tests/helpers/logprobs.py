@@ -51,3 +51,16 @@ def ours(logits, targets, g, h, **options):
 def check(found, expected, tolerance=2e-5):
     for mine, true in zip(found, expected, strict=True):
         np.testing.assert_allclose(mine, true, rtol=tolerance, atol=tolerance)
+
+
+def shifted(seed, offset, **shape):
+    """A case whose logits lie around ``offset``."""
+    logits, *rest = case(seed, scale=3.0, **shape)
+    return (logits + offset, *rest)
+
+
+def check_digits(found, expected, temperature):
+    """To 1e-5 of the value; near 0, where float32 itself ends, to 2e-6 nats, of the gradient to as much times 1/T."""
+    for index, (mine, true) in enumerate(zip(found, expected, strict=True)):
+        floor = 2e-6 * (max(1.0, 1 / temperature) if index == 2 else 1.0)
+        np.testing.assert_allclose(mine, true, rtol=1e-5, atol=floor)

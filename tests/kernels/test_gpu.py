@@ -13,12 +13,12 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from nemo_geomask.errors import ConfigError
+from nemo_geomask.errors import ArgumentError
 from nemo_geomask.kernels import choose, gpu
 from nemo_geomask.parallel import vocab_parallel_logprobs
 from nemo_geomask.parallel.processes import run
 from tests.helpers.from_logits import CONFIGS, check_from_logits
-from tests.helpers.logprobs import IGNORE, case, check, loops, ours
+from tests.helpers.logprobs import IGNORE, case, check, check_digits, loops, ours, shifted
 
 pytestmark = [
     pytest.mark.slow,  # an interpreter's
@@ -37,6 +37,29 @@ def test_interpreted_equals_loops(rows, width, valid, temperature):
     targets = targets.where(targets < (valid or width), torch.tensor(0))
     found = ours(logits, targets, g, h, temperature=temperature, vocab_size=valid, kernel="triton")
     check(found, loops(logits, targets, g, h, temperature=temperature, valid=valid))
+
+
+@pytest.mark.parametrize("temperature", [0.1, 1.0, 10.0])
+@pytest.mark.parametrize("offset", [0.0, 30.0, 1e3, 1e4, -1e4])
+def test_digits_do_not_depend_on_the_size_of_the_logits(offset, temperature):
+    inputs = shifted(1, offset)
+    found = ours(*inputs, temperature=temperature, kernel="triton")
+    check_digits(found, loops(*inputs, temperature=temperature), temperature)
+
+
+def test_digits_of_a_row_in_two_parts():
+    inputs = shifted(1, 1e4, rows=2, width=66_000)
+    check_digits(ours(*inputs, temperature=0.1, kernel="triton"), loops(*inputs, temperature=0.1), 0.1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_default_dtype_changes_nothing(default_dtype, dtype):
+    inputs = case(2)
+    expected = ours(*inputs, kernel="triton")
+    default_dtype(dtype)
+    for mine, other in zip(ours(*inputs, kernel="triton"), expected, strict=True):
+        assert mine.dtype == np.float32
+        assert np.array_equal(mine, other)
 
 
 def test_columns_may_lie_anywhere():
@@ -105,13 +128,13 @@ def test_dispatch_says_what_it_chose_and_why():
     logits = torch.zeros(1, 2)
     assert choose(logits)[:2] == ("torch", "the logits are on cpu")
     assert choose(logits, "triton")[:2] == ("triton", "asked for")
-    with pytest.raises(ConfigError, match="kernel must be one of auto, triton, torch, but it is 'cuda'"):
+    with pytest.raises(ArgumentError, match="kernel must be one of auto, triton, torch, but it is 'cuda'"):
         choose(logits, "cuda")
 
 
 def test_triton_on_a_cpu_needs_its_interpreter(monkeypatch):
     monkeypatch.setattr(gpu, "INTERPRETED", False)
-    with pytest.raises(ConfigError, match="TRITON_INTERPRET=1"):
+    with pytest.raises(ArgumentError, match="TRITON_INTERPRET=1"):
         choose(torch.zeros(1, 2), "triton")
 
 
@@ -120,6 +143,7 @@ _COMPILE = """
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 from nemo_geomask.kernels import gpu
+from nemo_geomask.kernels.cpu import FIELDS
 
 def ptx(kernel, constants):
     pointers = {"logits": "*bf16", "out": "*bf16", "targets": "*i64"}
@@ -138,11 +162,11 @@ def ptx(kernel, constants):
     source = ASTSource(kernel, signature, values, attributes)
     return compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": gpu._WARPS}).asm["ptx"]
 
-POINTERS = ("logits", "targets", "out", "result", "lses", "grads_logprob", "entropies", "grads_entropy")
+POINTERS = ("logits", "targets", "out", "result", "peaks", "masses", "grads_logprob", "entropies", "grads_entropy")
 shape = {"DEPTH": gpu._DEPTH, "LANES": gpu._LANES, "VECTOR": gpu._VECTOR}
 for entropy in (False, True):
     print("=====", "forward", entropy)
-    print(ptx(gpu._statistics, {"stride_column": 1, "ENTROPY": entropy, **shape}))
+    print(ptx(gpu._statistics, {"stride_column": 1, "ENTROPY": entropy, "FIELDS": FIELDS, **shape}))
     print("=====", "backward", entropy)
     tile = {"STRIPE": gpu._STRIPE, "TILE": gpu._TILE}
     print(ptx(gpu._gradients, {"stride_column": 1, "out_column": 1, "ENTROPY": entropy, **tile}))

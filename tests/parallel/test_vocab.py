@@ -1,15 +1,17 @@
 """Vocabulary-parallel log-probs and entropy: loops in float64, real ranks, every shard's gradient."""
 
 import math
+import re
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
-from nemo_geomask.errors import ConfigError, DataError, ShapeError
+from nemo_geomask.errors import ArgumentError, DataError, GeomaskError, RanksDisagreeError, ShapeError
 from nemo_geomask.parallel import vocab_parallel_logprobs
 from nemo_geomask.parallel.processes import run
-from tests.helpers.logprobs import IGNORE, case, check, loops, ours
+from tests.helpers.logprobs import IGNORE, case, check, check_digits, loops, ours, shifted
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6, 1.7])
@@ -19,6 +21,24 @@ def test_one_rank_equals_loops(temperature, valid):
     targets = targets.where(targets < 30, torch.tensor(7))
     found = ours(logits, targets, g, h, temperature=temperature, vocab_size=valid)
     check(found, loops(logits, targets, g, h, temperature=temperature, valid=valid))
+
+
+@pytest.mark.parametrize("temperature", [0.1, 1.0, 10.0])
+@pytest.mark.parametrize("offset", [0.0, 30.0, 1e3, 1e4, -1e4])
+def test_digits_do_not_depend_on_the_size_of_the_logits(offset, temperature):
+    inputs = shifted(1, offset)
+    found = ours(*inputs, temperature=temperature)
+    check_digits(found, loops(*inputs, temperature=temperature), temperature)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_default_dtype_changes_nothing(default_dtype, dtype):
+    inputs = case(2)
+    expected = ours(*inputs)
+    default_dtype(dtype)
+    for mine, other in zip(ours(*inputs), expected, strict=True):
+        assert mine.dtype == np.float32
+        assert np.array_equal(mine, other)
 
 
 def test_gradcheck():
@@ -73,6 +93,16 @@ def test_filtered_vocabulary_keeps_finite_gradients():
     check(ours(logits, targets, g, h), loops(logits, targets, g, h))
 
 
+def test_row_without_mass_is_nan():
+    logits, targets, *_ = case(5)
+    logits[0] = -math.inf
+    logp, entropy = vocab_parallel_logprobs(logits, targets, entropy=True)
+    assert logp[0].isnan()
+    assert entropy[0].isnan()
+    assert logp[1:].isfinite().all()
+    assert entropy[1:].isfinite().all()
+
+
 def test_all_rows_ignored_is_zero():
     logits, targets, g, h = case(6)
     for values in ours(logits, torch.full_like(targets, IGNORE), g, h):
@@ -108,6 +138,7 @@ def test_leading_dimensions_that_do_not_merge():
         check([value.numpy() for value in found], loops(logits, targets, g, h))
 
 
+@pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning")  # of Triton's interpreter, on the way to -inf
 @pytest.mark.parametrize("kernel", ["torch", "triton"])
 @pytest.mark.parametrize("valid", [None, 30])
 def test_gradient_in_place_has_the_same_bits(kernel, valid):
@@ -164,10 +195,10 @@ def test_gradient_in_place_is_refused_where_autograd_needs_the_logits(first):
 
 def test_gradient_in_place_refuses_leaves_and_overlaps():
     logits, targets, *_ = case(16)
-    with pytest.raises(ConfigError, match="no operation produced"):
+    with pytest.raises(ArgumentError, match="no operation produced"):
         vocab_parallel_logprobs(logits.requires_grad_(), targets, inplace_gradient=True)
     rows = (logits[:1] * 1.0).expand(13, -1)
-    with pytest.raises(ConfigError, match=r"their strides are \[0, 1\]"):
+    with pytest.raises(ArgumentError, match=r"their strides are \[0, 1\]"):
         vocab_parallel_logprobs(rows, targets, inplace_gradient=True)
 
 
@@ -182,75 +213,152 @@ def test_target_outside_the_vocabulary_is_an_error():
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("change", "error", "message"),
     [
-        ({"logits": torch.zeros(4, 5)}, "logits must be floating point"),
-        ({"targets": torch.zeros(3, dtype=torch.int32)}, "torch.int32"),
-        ({"temperature": 0.0}, "temperature must be above 0 and finite"),
-        ({"shard_sizes": [2, 3]}, "one entry for each of the 1 ranks"),
-        ({"shard_sizes": [4]}, "must be its 5 columns"),
+        ({"logits": torch.zeros(4, 5)}, ShapeError, "logits must be floating point"),
+        ({"targets": torch.zeros(3, dtype=torch.int32)}, ShapeError, "torch.int32"),
+        ({"temperature": 0.0}, ArgumentError, "temperature must be above 0 and finite"),
+        ({"shard_sizes": [2, 3]}, ShapeError, "one entry for each of the 1 ranks"),
+        ({"shard_sizes": [4]}, ShapeError, "must be its 5 columns"),
+        (
+            {"vocab_size": 6},
+            ArgumentError,
+            "vocab_size must be from 1 to the 5 columns that the ranks hold, but it is 6",
+        ),
+        ({"vocab_size": 0}, ArgumentError, "but it is 0"),
     ],
 )
-def test_misfits_are_named(change, message):
+def test_misfits_are_named(change, error, message):
     arguments = {"logits": torch.zeros(3, 5), "targets": torch.zeros(3, dtype=torch.int64), **change}
-    with pytest.raises(ShapeError, match=message):
+    with pytest.raises(error, match=message):
         vocab_parallel_logprobs(**arguments)
 
 
-def _sharded(rank, world):
-    """Every layout on this rank: its shard's results, and that a stray target raises here too."""
-    import torch.distributed as dist
+# Shards, valid columns, temperature, and where the logits lie. The case has 37 columns; those that a layout lacks it
+# takes as padding beyond the valid size.
+LAYOUTS = {
+    1: [((37,), None, 1.0, 0.0), ((37,), 30, 0.5, 0.0), ((37,), None, 0.1, 1e4)],
+    2: [
+        ((20, 17), None, 1.0, 0.0),
+        ((18, 18), 33, 0.5, 30.0),
+        ((37, 0), None, 10.0, 1e4),
+        ((30, 7), 25, 1.3, -1e3),
+        ((20, 17), None, 0.1, 1e4),
+    ],
+    4: [
+        ((9, 10, 8, 10), None, 1.0, 30.0),
+        ((9, 9, 9, 9), 20, 0.5, 1e3),
+        ((1, 0, 30, 6), None, 10.0, -1e4),
+        ((9, 10, 8, 10), None, 0.1, 1e4),
+    ],
+}
 
+
+def _problem(valid, offset):
+    logits, targets, g, h = shifted(11, offset)
+    return logits, targets.where(targets < (valid or 37), torch.tensor(3)), g, h
+
+
+def _sharded(rank, world):
+    """Every layout on this rank: its shard's results, without and with another default dtype."""
     found = []
-    for sizes, valid, temperature in LAYOUTS[world]:
-        logits, targets, g, h = case(11)
-        targets = targets.where(targets < (valid or 37), torch.tensor(3))
+    for sizes, valid, temperature, offset in LAYOUTS[world]:
+        logits, *rest = _problem(valid, offset)
         start = sum(sizes[:rank])
         shard = logits[:, start : start + sizes[rank]]
         options = {} if len(set(sizes)) == 1 else {"shard_sizes": sizes}
-        found.append(
-            ours(shard, targets, g, h, group=dist.group.WORLD, vocab_size=valid, temperature=temperature, **options)
-        )
-    logits, targets, *_ = case(12, width=8 * world)
-    targets[0] = 8 * world
-    errors = []
-    # A stray target, and shards that aren't of equal width as is assumed without shard_sizes.
-    uneven = slice(0, 8 * world - 3) if rank == 0 else slice(8 * world - 3, 8 * world - 2)
-    wrong = [8] * world
-    wrong[-1] += 1  # of the last rank alone
-    equal = slice(8 * rank, 8 * rank + 8)
-    for shard, goal, claimed in ((equal, targets, None), (uneven, targets.clamp(max=3), None), (equal, targets, wrong)):
-        try:
-            vocab_parallel_logprobs(logits[:, shard], goal, group=dist.group.WORLD, shard_sizes=claimed)
-        except (DataError, ShapeError) as error:
-            errors.append(str(error))
-    return found, errors
-
-
-# The case has 37 columns; those that a layout lacks it takes as padding beyond the valid size.
-LAYOUTS = {
-    1: [((37,), None, 1.0), ((37,), 30, 0.5)],
-    2: [((20, 17), None, 1.0), ((18, 18), 33, 0.5), ((37, 0), None, 1.0), ((30, 7), 25, 1.3)],
-    4: [((9, 10, 8, 10), None, 1.0), ((9, 9, 9, 9), 20, 0.5), ((1, 0, 30, 6), None, 2.0)],
-}
+        options |= {"group": dist.group.WORLD, "vocab_size": valid, "temperature": temperature}
+        found.append(ours(shard, *rest, **options))
+        torch.set_default_dtype(torch.bfloat16)
+        again = ours(shard, *rest, **options)
+        torch.set_default_dtype(torch.float32)
+        assert all(map(np.array_equal, again, found[-1]))
+    return found
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_sharded_equals_whole_on_every_rank(world):
     results = run(world, _sharded)
-    for index, (sizes, valid, temperature) in enumerate(LAYOUTS[world]):
-        logits, targets, g, h = case(11)
-        targets = targets.where(targets < (valid or 37), torch.tensor(3))
-        logp, entropy, grad = loops(logits, targets, g, h, temperature=temperature, valid=valid or 37)
+    for index, (sizes, valid, temperature, offset) in enumerate(LAYOUTS[world]):
+        logp, entropy, grad = loops(*_problem(valid, offset), temperature=temperature, valid=valid or 37)
         for rank in range(world):
-            mine = results[rank][0][index]
+            mine = results[rank][index]
             start = sum(sizes[:rank])
-            check(mine, (logp, entropy, grad[:, start : start + sizes[rank]]))
+            check_digits(mine, (logp, entropy, grad[:, start : start + sizes[rank]]), temperature)
             # The same bits everywhere, so that every rank takes the same decisions from them.
-            assert np.array_equal(mine[0], results[0][0][index][0])
-            assert np.array_equal(mine[1], results[0][0][index][1])
-    for _, errors in results:
-        assert "in no vocabulary shard" in errors[0]
-        assert world == 1 or "shard_sizes=" in errors[1]
-        assert world == 1 or f"shard_sizes={[8] * world} on all ranks" in errors[2]
+            assert np.array_equal(mine[0], results[0][index][0])
+            assert np.array_equal(mine[1], results[0][index][1])
+
+
+def _other_target(targets):
+    return torch.cat([targets[:5], (targets[5:6] + 1) % 16, targets[6:]])
+
+
+# What rank 1 of two does differently, and what both of them are told.
+DISAGREEMENTS = {
+    "columns": ({"logits": slice(8, 9)}, ShapeError, r"hold \[8, 1\] columns.* shard_sizes=\[8, 1\] on all ranks"),
+    "columns, with a size": (
+        {"logits": slice(8, 9), "vocab_size": 9},
+        ShapeError,
+        r"shard_sizes=\[8, 1\] on all ranks",
+    ),
+    "shard_sizes": ({"shard_sizes": [9, 8]}, ShapeError, r"shard_sizes=\[8, 8\] on all ranks"),
+    "vocab_size": ({"vocab_size": 15}, ShapeError, "give the same vocab_size"),
+    "temperature": ({"temperature": 0.7}, RanksDisagreeError, r"by rank, temperature is \[1\.0, 0\.7\]; give the same"),
+    "ignore_index": ({"ignore_index": -1}, RanksDisagreeError, r"ignore_index is \[-100, -1\]"),
+    "entropy": ({"entropy": True}, RanksDisagreeError, r"entropy is \[False, True\]"),
+    "validate": ({"validate": False}, RanksDisagreeError, r"validate is \[True, False\]"),
+    "several": (
+        {"entropy": True, "temperature": 2.0},
+        RanksDisagreeError,
+        r"by rank, temperature is \[1\.0, 2\.0\], entropy is \[False, True\]",
+    ),
+    "a target": (
+        {"targets": _other_target},
+        RanksDisagreeError,
+        r"targets must be the same .* of ranks \[1\] are not rank 0's",
+    ),
+    "the targets' order": ({"targets": lambda targets: targets.flip(0)}, RanksDisagreeError, "are not rank 0's"),
+    "two targets": ({"targets": lambda t: torch.cat([t[1:2], t[:1], t[2:]])}, RanksDisagreeError, "are not rank 0's"),
+    "an ignored target": ({"targets": lambda t: t.where(t != IGNORE, 3)}, RanksDisagreeError, "are not rank 0's"),
+}
+# What all ranks do alike, and wrong.
+MISTAKES = {
+    "another split": ({"shard_sizes": [9, 7]}, ShapeError, r"hold \[8, 8\] columns.* assumes \[9, 7\]"),
+    "more columns": ({"shard_sizes": [8, 9]}, ShapeError, r"hold \[8, 8\] columns.* assumes \[8, 9\]"),
+    "a stray target": ({"targets": lambda targets: targets + 16}, DataError, "13 targets are in no vocabulary shard"),
+    "vocab_size": ({"vocab_size": 17}, ArgumentError, "from 1 to the 16 columns that the ranks hold, but it is 17"),
+}
+
+
+def _attempt(rank, change):
+    logits, targets, *_ = case(12, width=16)
+    columns = change.get("logits", slice(8 * rank, 8 * rank + 8))
+    targets = change["targets"](targets) if "targets" in change else targets
+    options = {name: value for name, value in change.items() if name not in ("logits", "targets")}
+    try:
+        vocab_parallel_logprobs(logits[:, columns], targets, group=dist.group.WORLD, **options)
+    except GeomaskError as error:
+        return error
+    return None
+
+
+def _wrong(rank, world):
+    """What this rank is told of each, and that it is told nothing where nothing is validated."""
+    told = {name: _attempt(rank, change if rank else {}) for name, (change, *_) in DISAGREEMENTS.items()}
+    told |= {f"all: {name}": _attempt(rank, change) for name, (change, *_) in MISTAKES.items()}
+    for change, *_ in DISAGREEMENTS.values():
+        assert _attempt(rank, {**(change if rank else {}), "validate": False}) is None
+    return told
+
+
+def test_ranks_that_disagree_are_all_told():
+    expected = DISAGREEMENTS | {f"all: {name}": entry for name, entry in MISTAKES.items()}
+    for rank, told in enumerate(run(2, _wrong)):
+        for name, (_, error, message) in expected.items():
+            if name == "validate" and rank == 1:
+                assert told[name] is None  # as it asked
+                continue
+            assert type(told[name]) is error, name
+            assert re.search(message, str(told[name])), (name, str(told[name]))

@@ -63,7 +63,7 @@ def _liger_grpo(case: Case, setting: Setting) -> Start:
             None,
             None,
             sample.labels[:count].unsqueeze(0).contiguous(),
-            torch.full((1,), -1.0, device=setting.device),
+            torch.full((1,), -1.0, dtype=torch.float32, device=setting.device),
             completion_mask=sample.kept[:count].unsqueeze(0).int().contiguous(),
             temperature=case.temperature,
             beta=0.0,
