@@ -1,129 +1,184 @@
-"""What a step reports: sums computed on the device, read back once.
+"""What a step reports: sums computed on the device, which reach the host in one copy, when something reads them.
 
-Every metric but the extrema that NeMo-RL defines is a sum over tokens or sequences divided by a global count, so it
-adds up over microbatches and ranks. Nothing here synchronises with the device except :meth:`MetricSums.read`.
+The loss's parts say what they report, as :class:`Metric`; nothing here flows back into the loss. Every metric but the
+extrema that NeMo-RL defines is a sum over tokens or sequences divided by a global count, so it adds up over
+microbatches and ranks.
 """
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from nemo_geomask.segments import Segments
 
-__all__ = ["MetricSums", "Normalizer"]
+__all__ = ["Label", "Metric", "Metrics", "Normalizer", "Over", "Sums"]
 
 Normalizer = Literal["tokens", "sequences", "none"]
+Over = Literal["tokens", "sequences", "part", "count", "lowest", "highest"]
+OWN = "geomask/"
+"""Prefix of the metrics that NeMo-RL's class has not."""
 
 
-class MetricSums:
-    """Collects metrics of one microbatch and makes them whole over the ranks that share its sequences.
+class Label(NamedTuple):
+    """What a number is: its names, what it is a sum over, and the global count that the metric is divided by."""
+
+    names: tuple[str, ...]
+    over: Over
+    divided_by: Normalizer
+
+
+class Metric(NamedTuple):
+    """One reported number.
+
+    Attributes:
+        names: that it is reported under.
+        over: what ``value`` is over. ``tokens``: token layout, float32, finite; its mean over the step's valid tokens
+            is reported. ``sequences``: [S], the mean over its valid sequences. ``part``: 0-d, over this rank's tokens,
+            divided already by the count that ``normalizer`` names. ``count``: 0-d, which all ranks that share the
+            sequences hold alike. ``lowest``, ``highest``: 0-d, over this rank's tokens.
+        value: computes it; not called where the metric is not wanted.
+        normalizer: of a ``part``.
+        wide: whether float32 can't hold the sum.
+    """
+
+    names: tuple[str, ...]
+    over: Over
+    value: Callable[[], Tensor]
+    normalizer: Normalizer = "none"
+    wide: bool = False
+
+
+class Sums:
+    """Reduces what is reported of one microbatch, each metric when it comes: its tensors need not be kept.
 
     Args:
         weight: token layout, float32; 0 at tokens that don't train.
         sample_mask: [S], float32.
         segments: who belongs to which sequence, and over which ranks.
+        nemo_rl: whether only what NeMo-RL's class reports is wanted.
     """
 
-    def __init__(self, weight: Tensor, sample_mask: Tensor, segments: Segments) -> None:
-        self._weight = weight
-        self._sample_mask = sample_mask
-        self._scratch = torch.empty_like(weight)
+    def __init__(self, weight: Tensor, sample_mask: Tensor, segments: Segments, *, nemo_rl: bool) -> None:
+        self._weights = {"tokens": weight, "sequences": sample_mask}
         self._segments = segments
-        self._tokens: dict[str, Tensor] = {}
-        self._sequences: dict[str, Tensor] = {}
-        self._parts: dict[str, Tensor] = {}
-        self._scalars: dict[str, Tensor] = {}
-        self._lowest: dict[str, Tensor] = {}
-        self._highest: dict[str, Tensor] = {}
-        self._kinds: dict[str, Normalizer] = {}
+        self._nemo_rl = nemo_rl
+        self._found: dict[Over, list[tuple[Label, Tensor]]] = {over: [] for over in _ORDER}
 
-    def tokens(self, name: str, value: Tensor, *, accumulate: torch.dtype = torch.float32) -> None:
-        """Mean over the step's valid tokens.
+    def add(self, reports: Iterable[Metric], *, always: bool = False) -> None:
+        """Compute and reduce those that are wanted, or all of them."""
+        for names, over, compute, normalizer, wide in reports:
+            if self._nemo_rl and not always:
+                names = tuple(name for name in names if not name.startswith(OWN))
+                if not names:
+                    continue
+            value = compute().detach()
+            if over == "tokens" or over == "sequences":
+                # Not torch.dot: over thousands of ratios near 1 it may lose three digits, which bounds such as
+                # 1 + 3e-4 need.
+                value = (value * self._weights[over]).sum(dtype=torch.float64 if wide else None)
+                normalizer = over
+            self._found[over].append((Label(names, over, normalizer), value))
 
-        Args:
-            name: of the metric.
-            value: float32, finite, broadcasts against the token layout.
-            accumulate: dtype of the sum; float64 where float32 could not hold it.
-        """
-        # At once, while the value is in cache; kept until the end it would only take memory. Not torch.dot: over
-        # thousands of ratios near 1 it may lose three digits, which bounds such as 1 + 3e-4 need.
-        torch.mul(value.detach(), self._weight, out=self._scratch)
-        self._tokens[name] = self._scratch.sum(dtype=accumulate)
-        self._kinds[name] = "tokens"
-
-    def sequences(self, name: str, value: Tensor, *, accumulate: torch.dtype = torch.float32) -> None:
-        """Mean over the step's valid sequences; ``value`` is [S], the rest as for :meth:`tokens`."""
-        self._sequences[name] = (value.detach() * self._sample_mask).sum(dtype=accumulate)
-        self._kinds[name] = "sequences"
-
-    def alias(self, name: str, *, of: str) -> None:
-        """The metric ``of`` under another name as well."""
-        values = self._tokens if of in self._tokens else self._sequences
-        values[name], self._kinds[name] = values[of], self._kinds[of]
-
-    def part(self, name: str, value: Tensor, normalizer: Normalizer = "none") -> None:
-        """A 0-d number over this rank's tokens, divided already by the count that ``normalizer`` names."""
-        self._parts[name] = value.detach()
-        self._kinds[name] = normalizer
-
-    def scalar(self, name: str, value: Tensor) -> None:
-        """A 0-d count over sequences, which all ranks that share them hold alike."""
-        self._scalars[name] = value
-        self._kinds[name] = "none"
-
-    def extrema(self, name: str, lowest: Tensor, highest: Tensor) -> None:
-        """0-d minimum and maximum, reported under ``name`` with NeMo-RL's suffixes."""
-        self._lowest[f"{name}_min"], self._highest[f"{name}_max"] = lowest.detach(), highest.detach()
-        self._kinds[f"{name}_min"] = self._kinds[f"{name}_max"] = "none"
-
-    def normalizers(self) -> dict[str, Normalizer]:
-        """Global count that each metric collected so far is divided by."""
-        return dict(self._kinds)
-
-    def read(self, *, global_seqs: Tensor, global_toks: Tensor) -> tuple[dict[str, float], dict[str, Tensor]]:
-        """All metrics as floats, by one copy from the device, and the whole parts as tensors.
-
-        One vector crosses ranks.
+    def whole(self, loss: Tensor) -> tuple[Tensor, tuple[Tensor, ...], tuple[Label, ...]]:
+        """The sums over all ranks, and the loss, which travels along on a path of its own.
 
         Args:
-            global_seqs: 0-d, valid sequences in the step.
-            global_toks: 0-d, valid tokens in the step.
+            loss: 0-d, this rank's part, with gradient.
 
         Returns:
-            The metrics, and 0-d tensors of what :meth:`part` collected.
+            The loss's value over all ranks with the gradient of this rank's part, the sums, 0-d or in vectors, and the
+            labels of all of them.
         """
-        sums = torch.cat([_stack(self._tokens, self._weight), _stack(self._parts, self._weight)])
-        whole, lowest, highest = self._segments.whole(
-            sums, _stack(self._lowest, self._weight), _stack(self._highest, self._weight)
+        labels = tuple(label for over in _ORDER for label, _ in self._found[over])
+        values = [value for over in _ORDER for _, value in self._found[over]]
+        if not self._segments.groups:
+            return loss, tuple(values), labels
+        sums, lowest, highest = (
+            sum(len(self._found[over]) for over in kinds) for kinds in (("tokens", "part"), ("lowest",), ("highest",))
         )
-        token_sums, parts = whole[: len(self._tokens)], whole[len(self._tokens) :]
-        values = [
-            token_sums / _divisor(global_toks),
-            _stack(self._sequences, self._weight) / _divisor(global_seqs),
-            parts,
-            _stack(self._scalars, self._weight),
-            lowest,
-            highest,
-        ]
-        names = [*self._tokens, *self._sequences, *self._parts, *self._scalars, *self._lowest, *self._highest]
-        # In float64, as the counts and squared weights among them.
-        flat: list[float] = torch.cat(values).tolist()
-        return dict(zip(names, flat, strict=True)), dict(zip(self._parts, parts.unbind(0), strict=True))
+        shared = sums + lowest + highest
+        whole_loss, across = self._segments.whole(loss, _vector(values[:shared]), sums=sums, lowest=lowest)
+        return whole_loss, (across, *values[shared:]), labels
 
 
-def _divisor(count: Tensor) -> Tensor:
-    """The count in float64, so that a mean of ones is 1; a count of 0 meets only sums that are 0."""
-    return count.double() + (count == 0)
+_ORDER: tuple[Over, ...] = ("tokens", "part", "lowest", "highest", "sequences", "count")
 
 
-def _stack(values: dict[str, Tensor], like: Tensor) -> Tensor:
-    """[k] float64; scalars of one dtype are stacked together."""
-    if not values:
-        return like.new_zeros(0, dtype=torch.float64)
-    dtypes = {value.dtype for value in values.values()}
-    if len(dtypes) == 1:
-        return torch.stack(list(values.values())).double()
-    return torch.stack([value.double() for value in values.values()])
+def _vector(values: list[Tensor]) -> Tensor:
+    """[k] float64 from 0-d numbers."""
+    if not torch.compiler.is_compiling():
+        return torch.stack([value.double() for value in values])
+    # One kernel, where a stack of k reductions is k.
+    place = torch.arange(len(values), device=values[0].device)
+    found = torch.zeros(len(values), dtype=torch.float64, device=values[0].device)
+    for index, value in enumerate(values):
+        found = torch.where(place == index, value.double(), found)
+    return found
+
+
+class Metrics(MutableMapping[str, float]):
+    """A step's metrics by name: plain floats, copied from the device when the first of them is read.
+
+    What a trainer does with a dict of floats it may do with this: read, assign, add, delete, copy, pickle (as the plain
+    dict). Names and their number are known without reading.
+
+    Args:
+        labels: of the numbers in ``values``.
+        values: 0-d and [k] tensors.
+        global_seqs: 0-d, valid sequences in the step.
+        global_toks: 0-d, valid tokens in it.
+    """
+
+    def __init__(
+        self, labels: Sequence[Label], values: Sequence[Tensor], *, global_seqs: Tensor, global_toks: Tensor
+    ) -> None:
+        self._floats: dict[str, float] = {name: 0.0 for label in labels for name in label.names}
+        self._pending: tuple[Sequence[Label], Sequence[Tensor]] | None = (labels, (*values, global_seqs, global_toks))
+
+    def _read(self) -> dict[str, float]:
+        if self._pending is not None:
+            labels, values = self._pending
+            self._pending = None
+            *numbers, seqs, toks = torch.cat([value.double().reshape(-1) for value in values]).tolist()
+            # A count of 0 meets only sums that are 0. The keys stand there already: a trainer may be iterating.
+            counts = {"tokens": toks or 1.0, "sequences": seqs or 1.0}
+            for label, number in zip(labels, numbers, strict=True):
+                self._floats.update(
+                    dict.fromkeys(label.names, number / counts[label.over] if label.over in counts else number)
+                )
+        return self._floats
+
+    def __getitem__(self, name: str) -> float:
+        return self._read()[name]
+
+    def __setitem__(self, name: str, value: float) -> None:
+        self._read()[name] = value
+
+    def __delitem__(self, name: str) -> None:
+        del self._read()[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._floats)
+
+    def __len__(self) -> int:
+        return len(self._floats)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._floats
+
+    def __or__(self, other: Any) -> dict[str, float]:
+        return {**self._read(), **other}
+
+    def __repr__(self) -> str:
+        return repr(self._read())
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return dict, (self._read(),)
+
+    def copy(self) -> dict[str, float]:
+        """A plain dict."""
+        return dict(self._read())

@@ -169,8 +169,8 @@ class LossSettings(StrictModel):
     )
     nonfinite: Literal["drop_sequence", "drop_token", "raise"] = _field(
         "drop_sequence",
-        "What to do with a NaN or infinite `gen`, `prev` or `ref` at a trained token. Always counted. `raise` reads a "
-        "flag back from the device at every call.",
+        "What to do with a NaN or infinite log-prob (`curr`, `gen`, `prev`, `ref`) or advantage at a trained token. "
+        "Always counted. `raise` reads the counts back from the device at every call.",
         source="this package",
     )
 
@@ -197,7 +197,18 @@ class LossSettings(StrictModel):
         source="this package",
     )
 
-    # --- how NeMo-RL's workers run it
+    # --- how it runs
+    compile: Literal["auto"] | bool = _field(
+        "auto",
+        "Whether `torch.compile` makes one graph of the loss and its metrics. `auto`: where a compiler works and the "
+        "call repeats, which is on a GPU; one log line says what was chosen.",
+        source="this package",
+    )
+    metrics: Literal["full", "nemo_rl"] = _field(
+        "full",
+        "What a call reports. `nemo_rl`: what NeMo-RL's class does.",
+        source="this package",
+    )
     logprob_backend: Literal["nemo_rl", "geomask", "mcore", "te"] = _field(
         "nemo_rl",
         "What computes the log-probs in NeMo-RL's workers. `nemo_rl`: NeMo-RL, which hands them to the loss. Else the "

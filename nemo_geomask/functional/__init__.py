@@ -2,17 +2,10 @@
 
 from __future__ import annotations
 
-from nemo_geomask.functional.autograd import nonfinite, select, with_derivative
+from nemo_geomask.functional.entry import check_choice, check_layout
 from nemo_geomask.functional.kl import KLEstimator, kl_estimate, kl_penalty
 from nemo_geomask.functional.masks import Statistic, token_statistic
-from nemo_geomask.functional.ratios import (
-    LOG_RATIO_LIMIT,
-    bound_side,
-    log_bound,
-    overflow_count,
-    ratio_side,
-    saturating_exp,
-)
+from nemo_geomask.functional.ratios import LOG_RATIO_LIMIT, log_bound, outside, saturated, saturating_exp
 from nemo_geomask.functional.reductions import Normalization, inverse_count, token_coefficients
 from nemo_geomask.functional.surrogates import (
     Surrogate,
@@ -24,7 +17,7 @@ from nemo_geomask.functional.surrogates import (
     soft_gate,
     straight_through_ratio,
 )
-from nemo_geomask.functional.weights import TruncatedWeight, clamp_weight, filter_weight
+from nemo_geomask.functional.weights import Weight, clamp_weight, filter_weight
 
 __all__ = [
     "LOG_RATIO_LIMIT",
@@ -32,8 +25,9 @@ __all__ = [
     "Normalization",
     "Statistic",
     "Surrogate",
-    "TruncatedWeight",
-    "bound_side",
+    "Weight",
+    "check_choice",
+    "check_layout",
     "clamp_weight",
     "clip_log_ratio",
     "clipped",
@@ -44,15 +38,12 @@ __all__ = [
     "kl_estimate",
     "kl_penalty",
     "log_bound",
-    "nonfinite",
-    "overflow_count",
-    "ratio_side",
+    "outside",
+    "saturated",
     "saturating_exp",
     "score_function",
-    "select",
     "soft_gate",
     "straight_through_ratio",
     "token_coefficients",
     "token_statistic",
-    "with_derivative",
 ]

@@ -18,12 +18,13 @@ Source: Schulman (2020), http://joschu.net/blog/kl-approx.html; arXiv:2506.09477
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
+from torch.nn.functional import hardtanh
 
-from nemo_geomask.functional.autograd import with_derivative
+from nemo_geomask.functional.entry import check_choice, check_layout
 from nemo_geomask.functional.ratios import LOG_RATIO_LIMIT, saturating_exp
 
 __all__ = ["KLEstimator", "kl_estimate", "kl_penalty"]
@@ -41,13 +42,19 @@ def kl_estimate(x: Tensor, kind: KLEstimator, *, ratio: Tensor | None = None) ->
 
     Returns:
         Same shape, float32, nats.
+
+    Raises:
+        ArgumentError: an unknown estimator.
+        ShapeError: half precision, integers, or shapes that don't fit.
     """
+    check_choice("kind", kind, get_args(KLEstimator))
+    check_layout(x=x, ratio=ratio)
     if kind == "k1":
         return x
     if kind == "k2":
         return x.square() / 2
     if kind == "k3":
-        clamped = x.clamp(min=-LOG_RATIO_LIMIT)
+        clamped = hardtanh(x, -LOG_RATIO_LIMIT, torch.inf)
         return torch.expm1(-clamped) + clamped
     return x if ratio is None else ratio * x
 
@@ -91,49 +98,38 @@ def kl_penalty(
     Returns:
         Same shape, float32, nats.
 
+    Raises:
+        ArgumentError: an unknown estimator.
+        ShapeError: half precision, integers, or shapes that don't fit.
+
     Source: NeMo-RL ``calculate_kl`` and ``ClippedPGLossFn``; arXiv:2506.09477; open-instruct.
     """
-    with torch.no_grad():
-        exact = curr - ref
-        x = exact if input_clamp is None else exact.clamp(min=-input_clamp, max=input_clamp)
-        # A clamp stops the gradient where it acts: a factor 1 or 0.
-        inside = 1 - torch.sign(exact - x).abs()
-        ratio = None
-        if importance_weighted or "k4" in (value, gradient):
-            ratio = saturating_exp(curr - (gen if importance_weighted else prev))
+    check_layout(curr=curr, ref=ref, prev=prev, gen=gen)
+    exact = curr - ref
+    x = _clamp(exact, input_clamp)
 
-        def weighted(kind: KLEstimator, derivative: Tensor | float) -> tuple[Tensor, Tensor]:
-            weight = ratio if importance_weighted or kind == "k4" else None
-            estimate, derivative = kl_estimate(x, kind), derivative * inside
-            if weight is not None:
-                estimate = weight * estimate
-            if output_clamp is not None:
-                clamped = estimate.clamp(min=-output_clamp, max=output_clamp)
-                derivative = derivative * (1 - torch.sign(estimate - clamped).abs())
-                estimate = clamped
-            # The weight comes last, so that a large one meets a derivative that is already stopped.
-            return estimate, derivative if weight is None else weight * derivative
+    def weighted(kind: KLEstimator, *, score: bool) -> Tensor:
+        if importance_weighted or kind == "k4":
+            moving = curr.detach() + (x - x.detach())  # curr, but for the gradient where the input clamp acts
+            weight = saturating_exp(moving - (gen if importance_weighted else prev))
+            estimate = (weight if score or kind == "k4" else weight.detach()) * kl_estimate(x, kind)
+        else:
+            estimate = kl_estimate(x, kind)
+            if score:
+                # w = exp(x − sg x), without its exponential: its value is 1, its derivative that of x.
+                estimate = estimate + estimate.detach() * (x - x.detach())
+        return _clamp(estimate, output_clamp)
 
-        reported, derivative = weighted(value, _score_derivative(x, value))
-        if gradient is not None:
-            _, derivative = weighted(gradient, _plain_derivative(x, gradient))
-    return with_derivative(curr, value=reported, derivative=derivative)
+    if gradient is None:
+        return weighted(value, score=True)
+    trains = weighted(gradient, score=False)
+    return weighted(value, score=True).detach() + (trains - trains.detach())
 
 
-def _plain_derivative(x: Tensor, kind: KLEstimator) -> Tensor | float:
-    """Of the estimator in x; k4's ratio moves along."""
-    if kind == "k2":
+def _clamp(x: Tensor, bound: float | None) -> Tensor:
+    """x within ± ``bound``, with gradient at the bound and none beyond."""
+    if bound is None:
         return x
-    if kind == "k3":
-        return -torch.expm1(-x.clamp(min=-LOG_RATIO_LIMIT))
-    return 1.0 if kind == "k1" else 1 + x
-
-
-def _score_derivative(x: Tensor, kind: KLEstimator) -> Tensor:
-    """The estimator itself plus its plain derivative: what a factor exp(x - sg x) of value 1 adds up to.
-
-    k4's ratio is that factor already. For k3 the exponentials cancel.
-    """
-    if kind == "k2":
-        return x + x.square() / 2
-    return x if kind == "k3" else 1 + x
+    # hardtanh's backward pass is one vectorised step on a CPU, a clamp's four; but it stops at the bound itself.
+    wide = bound * (1 + torch.finfo(x.dtype).eps)
+    return hardtanh(x, -wide, wide)

@@ -6,11 +6,12 @@ two elementary steps; pooling over a sequence belongs to :mod:`nemo_geomask.segm
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
+from nemo_geomask.functional.entry import check_choice, check_layout
 from nemo_geomask.functional.ratios import LOG_RATIO_LIMIT
 
 __all__ = ["Statistic", "token_statistic"]
@@ -38,8 +39,14 @@ def token_statistic(log_ratio: Tensor, statistic: Statistic) -> Tensor:
     Returns:
         Same shape, float32.
 
+    Raises:
+        ArgumentError: an unknown statistic.
+        ShapeError: half precision or integers.
+
     Source: Schulman, "Approximating KL divergence" (2020); trust-region masking, arXiv:2512.23075.
     """
+    check_choice("statistic", statistic, get_args(Statistic))
+    check_layout(log_ratio=log_ratio)
     if statistic == "ratio":
         return log_ratio
     if statistic == "k2":

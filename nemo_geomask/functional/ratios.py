@@ -10,7 +10,9 @@ import math
 import torch
 from torch import Tensor
 
-__all__ = ["LOG_RATIO_LIMIT", "bound_side", "log_bound", "overflow_count", "ratio_side", "saturating_exp"]
+from nemo_geomask.functional.entry import check_layout
+
+__all__ = ["LOG_RATIO_LIMIT", "log_bound", "outside", "saturated", "saturating_exp"]
 
 LOG_RATIO_LIMIT = 40.0
 """Natural logarithm of the largest ratio represented, ``exp(40) = 2.4e17``.
@@ -30,13 +32,18 @@ def saturating_exp(log_ratio: Tensor) -> Tensor:
 
     Returns:
         The ratio, same shape and dtype; the gradient is 0 where saturated.
+
+    Raises:
+        ShapeError: half precision or integers.
     """
-    return torch.exp(log_ratio.clamp(max=LOG_RATIO_LIMIT))
+    check_layout(log_ratio=log_ratio)
+    # hardtanh is a clamp whose backward pass is one vectorised step on a CPU.
+    return torch.exp(torch.nn.functional.hardtanh(log_ratio, -torch.inf, LOG_RATIO_LIMIT))
 
 
-def overflow_count(log_ratio: Tensor) -> Tensor:
-    """How often :func:`saturating_exp` saturates, 0-d integer."""
-    return torch.count_nonzero(torch.relu(log_ratio.detach() - LOG_RATIO_LIMIT).bool())
+def saturated(log_ratio: Tensor) -> Tensor:
+    """How often :func:`saturating_exp` saturates, 0-d."""
+    return torch.sign(torch.relu(log_ratio.detach() - LOG_RATIO_LIMIT)).sum()
 
 
 def log_bound(bound: float | None, *, default: float) -> float:
@@ -46,23 +53,22 @@ def log_bound(bound: float | None, *, default: float) -> float:
     return math.log(bound) if bound > 0 else -math.inf
 
 
-def bound_side(value: Tensor, low: float, high: float) -> Tensor:
-    """On which side of ``[low, high]`` a statistic lies; both ends belong to the interval.
+def outside(value: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
+    """Where a statistic lies below and above ``[low, high]``; both ends belong to the interval.
 
     Bounds on a ratio are to be given as logarithms and compared with the log-ratio: a comparison of
     exponentials loses the resolution that bounds such as ``1 + 3e-4`` need and overflows for long sequences.
 
     Args:
-        value: any shape, finite.
+        value: any shape, float32.
         low: lower bound in the units of ``value``, rounded to its dtype; may be -inf.
         high: upper bound, likewise; may be +inf.
 
     Returns:
-        -1 below, 0 inside, +1 above; same shape and dtype.
+        ``(below, above)``, bool, same shape.
+
+    Raises:
+        ShapeError: half precision or integers.
     """
-    return torch.sign(value - value.clamp(low, high))
-
-
-def ratio_side(log_ratio: Tensor, *, min: float | None, max: float | None) -> Tensor:
-    """:func:`bound_side` for bounds on the ratio itself, compared as logarithms; None is no bound."""
-    return bound_side(log_ratio, log_bound(min, default=-math.inf), log_bound(max, default=math.inf))
+    check_layout(value=value)
+    return value < low, value > high

@@ -6,9 +6,12 @@ the optimiser step, so the losses of microbatches and data-parallel ranks simply
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, get_args
 
 from torch import Tensor
+
+from nemo_geomask.errors import ArgumentError
+from nemo_geomask.functional.entry import check_choice, check_layout
 
 __all__ = ["Normalization", "inverse_count", "token_coefficients"]
 
@@ -26,7 +29,7 @@ def token_coefficients(
     normalization: Normalization,
     *,
     mask: Tensor,
-    tokens_of_sequence: Tensor,
+    tokens_of_sequence: Tensor | None,
     global_seqs: Tensor,
     global_toks: Tensor,
     constant: float | None = None,
@@ -46,17 +49,28 @@ def token_coefficients(
         normalization: one of the table.
         mask: m_t, token mask times sample mask, token layout, float32.
         tokens_of_sequence: n_i, number of trained tokens of the token's own sequence before any rejection,
-            broadcastable to ``mask``.
+            broadcastable to ``mask``; None unless ``sequences``.
         global_seqs: N_seq, 0-d: valid sequences in the optimiser step, over all microbatches and ranks.
         global_toks: N_tok, 0-d: valid tokens, likewise.
         constant: C, tokens, for ``constant`` only.
 
     Returns:
         Shape of ``mask``, float32.
+
+    Raises:
+        ArgumentError: an unknown normalisation, or ``constant`` without a constant above 0.
+        ShapeError: ``tokens_of_sequence`` does not fit ``mask``.
     """
+    check_choice("normalization", normalization, get_args(Normalization))
+    check_layout(mask=mask, tokens_of_sequence=tokens_of_sequence)
     if normalization == "tokens":
         return mask * inverse_count(global_toks)
     if normalization == "sequences":
+        if tokens_of_sequence is None:
+            raise ArgumentError("normalization 'sequences' needs tokens_of_sequence")
         return mask * (inverse_count(tokens_of_sequence) * inverse_count(global_seqs))
-    scale = 1.0 if normalization == "documents" or constant is None else 1.0 / constant
-    return mask * (inverse_count(global_seqs) * scale)
+    if normalization == "documents":
+        return mask * inverse_count(global_seqs)
+    if constant is None or not constant > 0:
+        raise ArgumentError(f"normalization 'constant' needs a constant above 0, but it is {constant}")
+    return mask * (inverse_count(global_seqs) / constant)

@@ -12,8 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from nemo_geomask.functional.autograd import with_derivative
-from nemo_geomask.functional.ratios import LOG_RATIO_LIMIT, log_bound, saturating_exp
+from nemo_geomask.functional.entry import check_layout
+from nemo_geomask.functional.ratios import log_bound, saturating_exp
 
 __all__ = [
     "Surrogate",
@@ -36,10 +36,19 @@ class Surrogate(NamedTuple):
     """Ratio before clipping, for the metrics ``probs_ratio*``."""
     ratio_clamped: Tensor
     """Ratio after clipping, for the metrics ``probs_ratio_clamped*``."""
-    clip_side: Tensor | None = None
-    """Whose bound decides this token's loss: -1 the lower, +1 the upper, 0 neither. None: nothing is clipped."""
+    advantages: Tensor | None = None
+    """Where a clip acts only if it makes the update smaller: the advantages by whose sign it does. None: it acts
+    wherever it changes the ratio."""
     dual_clipped: Tensor | None = None
-    """1 where the dual-clip bound decides, else 0. None: the objective has none."""
+    """bool, True where the dual clip's bound decides. None: the objective has none."""
+
+    def clips(self) -> tuple[Tensor, Tensor]:
+        """1 where the lower, and 1 where the upper clip bound decides the token's loss, else 0."""
+        # Signs, since a comparison costs four times as much on a CPU: +1 where the bound lies above the ratio.
+        side = torch.sign(self.ratio_clamped.detach() - self.ratio.detach())
+        if self.advantages is not None:
+            side = side * torch.relu(-side * torch.sign(self.advantages))
+        return torch.relu(side), torch.relu(-side)
 
 
 def clipped(
@@ -66,27 +75,21 @@ def clipped(
     Returns:
         The surrogate; the lower clip decides only where A < 0, the upper one where A > 0.
 
+    Raises:
+        ShapeError: half precision, integers, or shapes that don't fit.
+
     Source: PPO arXiv:1707.06347 eq. 7; asymmetric bounds DAPO arXiv:2503.14476 eq. 10; dual clip
     arXiv:1912.09729 eq. 5; GSPO arXiv:2507.18071 eq. 5.
     """
-    with torch.no_grad():
-        ratio = saturating_exp(log_ratio)
-        ratio_clamped = ratio.clamp(1.0 - clip_min, 1.0 + clip_max)
-        sign = torch.sign(advantages)
-        side = torch.sign(ratio - ratio_clamped)
-        side = side * torch.relu(side * sign)
-        # The ratio that counts, and whether it still moves with the policy.
-        clips = side.abs()
-        counted = torch.lerp(ratio, ratio_clamped, clips)
-        dual = None
-        if dual_clip is not None:
-            dual = torch.relu(torch.sign(ratio - dual_clip)) * torch.relu(-sign)
-            counted = torch.lerp(counted, torch.full_like(dual, dual_clip), dual)
-            clips = clips + dual
-        value = -advantages * counted
-        saturated = torch.relu(torch.sign(log_ratio - LOG_RATIO_LIMIT))
-        derivative = -advantages * (1 - clips) * (1 - saturated) * ratio
-    return Surrogate(with_derivative(log_ratio, value=value, derivative=derivative), ratio, ratio_clamped, side, dual)
+    check_layout(log_ratio=log_ratio, advantages=advantages)
+    ratio = saturating_exp(log_ratio)
+    ratio_clamped = ratio.detach().clamp(1.0 - clip_min, 1.0 + clip_max)
+    # min(r·A, clip(r)·A), with the gradient of r·A on ties, which inside the bounds all are; torch.minimum splits it.
+    loss = -(ratio * advantages).clamp(max=ratio_clamped * advantages)
+    if dual_clip is None:
+        return Surrogate(loss, ratio, ratio_clamped, advantages)
+    bound = dual_clip * torch.relu(-advantages)  # 0 where A ≥ 0, and there the loss is at most 0
+    return Surrogate(loss.clamp(max=bound), ratio, ratio_clamped, advantages, loss.detach() > bound)
 
 
 def score_function(curr: Tensor, advantages: Tensor) -> Surrogate:
@@ -101,6 +104,7 @@ def score_function(curr: Tensor, advantages: Tensor) -> Surrogate:
 
     Source: RLOO arXiv:2402.14740 eq. 4; NeMo-RL ``disable_ppo_ratio``.
     """
+    check_layout(curr=curr, advantages=advantages)
     return Surrogate(-advantages * curr, curr, curr)
 
 
@@ -124,10 +128,10 @@ def clipped_weight(
 
     Source: MiniMax-M1, arXiv:2506.13585 eq. 4 and 5; NeMo-RL ``use_cispo``.
     """
-    ratio = saturating_exp(log_ratio)
-    ratio_clamped = ratio.clamp(1.0 - clip_min, 1.0 + clip_max)
-    side = torch.sign((ratio - ratio_clamped).detach())
-    return Surrogate(-advantages * ratio_clamped.detach() * curr, ratio, ratio_clamped, side)
+    check_layout(curr=curr, log_ratio=log_ratio, advantages=advantages)
+    ratio = saturating_exp(log_ratio.detach())
+    clamped = ratio.clamp(1.0 - clip_min, 1.0 + clip_max)
+    return Surrogate(-clamped * advantages * curr, ratio, clamped)
 
 
 def soft_gate(log_ratio: Tensor, advantages: Tensor, *, tau_pos: float, tau_neg: float) -> Surrogate:
@@ -149,6 +153,7 @@ def soft_gate(log_ratio: Tensor, advantages: Tensor, *, tau_pos: float, tau_neg:
 
     Source: SAPO, arXiv:2511.20347 eq. 5 and 6.
     """
+    check_layout(log_ratio=log_ratio, advantages=advantages)
     ratio = saturating_exp(log_ratio)
     # Both as tensors of the input's dtype: torch.where on two Python floats would round them to float32.
     tau = torch.where(advantages > 0, torch.full_like(ratio, tau_pos), torch.full_like(ratio, tau_neg))
@@ -170,10 +175,11 @@ def straight_through_ratio(sequence_log_ratio: Tensor, curr: Tensor) -> Tensor:
 
     Source: GSPO, arXiv:2507.18071 eq. 13 and 14.
     """
+    check_layout(curr=curr, sequence_log_ratio=sequence_log_ratio)
     return sequence_log_ratio.detach() + (curr - curr.detach())
 
 
-def clip_log_ratio(log_ratio: Tensor, advantages: Tensor, *, clip_min: float, clip_max: float) -> tuple[Tensor, Tensor]:
+def clip_log_ratio(log_ratio: Tensor, advantages: Tensor, *, clip_min: float, clip_max: float) -> Tensor:
     r"""GMPO's token clip in log space, pessimistic in the advantage's direction.
 
     :math:`x_t = \min(x, \log(1+\epsilon_{max}))` where A > 0, :math:`\max(x, \log(1-\epsilon_{min}))` where
@@ -186,19 +192,20 @@ def clip_log_ratio(log_ratio: Tensor, advantages: Tensor, *, clip_min: float, cl
         clip_max: ε_max.
 
     Returns:
-        ``(clipped log-ratio, clip_side)``, see :class:`Surrogate`.
+        The clipped log-ratio.
+
+    Raises:
+        ShapeError: half precision, integers, or shapes that don't fit.
 
     Source: GMPO, arXiv:2507.20673 eq. 4; its bounds are (e^{-0.4}, e^{0.4}).
     """
-    low_bound = log_bound(1.0 - clip_min, default=-math.inf)
-    high_bound = math.log1p(clip_max)
-    low = (log_ratio < low_bound) & (advantages < 0)
-    high = (log_ratio > high_bound) & (advantages > 0)
-    kept = torch.where(low, low_bound, torch.where(high, high_bound, log_ratio))
-    return kept, torch.sign((log_ratio - kept).detach())
+    check_layout(log_ratio=log_ratio, advantages=advantages)
+    low, high = log_bound(1.0 - clip_min, default=-math.inf), math.log1p(clip_max)
+    raised = torch.where(advantages < 0, log_ratio.clamp(min=low), log_ratio)
+    return torch.where(advantages > 0, log_ratio.clamp(max=high), raised)
 
 
-def geometric_mean(mean_clipped_log_ratio: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
+def geometric_mean(mean_clipped_log_ratio: Tensor, advantages: Tensor) -> Tensor:
     r"""GMPO: :math:`\ell_i = -A_i\,\exp\bigl(\tfrac1{n_i}\sum_t x_{i,t}\bigr)` with token-clipped :math:`x`.
 
     Args:
@@ -206,9 +213,12 @@ def geometric_mean(mean_clipped_log_ratio: Tensor, advantages: Tensor) -> tuple[
         advantages: the sequence's advantage A_i, same shape.
 
     Returns:
-        ``(loss, ratio)``; the ratio is the geometric mean of the clipped token ratios.
+        The per-token loss.
+
+    Raises:
+        ShapeError: half precision, integers, or shapes that don't fit.
 
     Source: GMPO, arXiv:2507.20673 eq. 4.
     """
-    ratio = saturating_exp(mean_clipped_log_ratio)
-    return -advantages * ratio, ratio
+    check_layout(mean_clipped_log_ratio=mean_clipped_log_ratio, advantages=advantages)
+    return -advantages * saturating_exp(mean_clipped_log_ratio)

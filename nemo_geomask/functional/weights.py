@@ -6,51 +6,58 @@ chosen level. It multiplies the surrogate and carries no gradient.
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
-from nemo_geomask.functional.ratios import ratio_side
+from nemo_geomask.functional.ratios import log_bound, outside, saturating_exp
 
-__all__ = ["TruncatedWeight", "clamp_weight", "filter_weight"]
+__all__ = ["Weight", "clamp_weight", "filter_weight"]
 
 
-class TruncatedWeight(NamedTuple):
+class Weight(NamedTuple):
     """A weight after truncation, and where the bounds took effect."""
 
-    weight: Tensor
-    side: Tensor
-    """-1 where the lower bound was exceeded, +1 where the upper one was, else 0."""
+    value: Tensor
+    outside: Tensor
+    """bool, True where the log-ratio lies outside the bounds."""
 
 
-def clamp_weight(weight: Tensor, log_ratio: Tensor, *, min: float | None, max: float | None) -> TruncatedWeight:
+def clamp_weight(log_ratio: Tensor, *, min: float | None, max: float | None) -> Weight:
     r"""Truncated importance sampling (TIS): :math:`\min(\max(e^{x}, w_{min}), w_{max})`.
 
     Args:
-        weight: e^x, saturating, any shape, float32.
-        log_ratio: pooled mismatch log-ratio x, same shape.
+        log_ratio: pooled mismatch log-ratio x, any shape, float32.
         min: lower bound on the weight itself; None is 0.
         max: upper bound on the weight itself; None is unbounded.
 
     Returns:
-        The clamped weight and the side of the bounds it was on, decided on the log-ratio. A log-ratio whose
+        The clamped weight, and where it was outside the bounds, decided on the log-ratio. A log-ratio whose
         exponential overflows gives ``max``.
+
+    Raises:
+        ShapeError: half precision or integers.
 
     Source: Yao et al., "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training" (2025);
     NeMo-RL ``truncated_importance_sampling_type: tis``.
     """
-    clamped = weight.clamp(min=min if min is not None else 0.0, max=max)
-    return TruncatedWeight(clamped, ratio_side(log_ratio, min=min, max=max))
+    return Weight(saturating_exp(log_ratio).clamp(min or 0.0, max), _outside(log_ratio, min, max))
 
 
-def filter_weight(weight: Tensor, log_ratio: Tensor, *, min: float | None, max: float | None) -> TruncatedWeight:
+def filter_weight(log_ratio: Tensor, *, min: float | None, max: float | None) -> Weight:
     r"""IcePop: :math:`e^{x}` inside ``[min, max]``, 0 outside.
 
-    Args and returns as for :func:`clamp_weight`.
+    Args, returns and raises as for :func:`clamp_weight`.
 
     Source: Ring-1T report, arXiv:2510.18855 (double-sided masking, bounds 0.5 and 5); NeMo-RL
     ``truncated_importance_sampling_type: icepop``.
     """
-    side = ratio_side(log_ratio, min=min, max=max)
-    # The weight saturates and so is finite: a product selects.
-    return TruncatedWeight(weight * (1 - side.abs()), side)
+    removed = _outside(log_ratio, min, max)
+    return Weight(torch.where(removed, 0.0, saturating_exp(log_ratio)), removed)
+
+
+def _outside(log_ratio: Tensor, low: float | None, high: float | None) -> Tensor:
+    below, above = outside(log_ratio, log_bound(low, default=-math.inf), log_bound(high, default=math.inf))
+    return below | above

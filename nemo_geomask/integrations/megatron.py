@@ -11,6 +11,7 @@ from torch import Tensor
 from nemo_geomask.errors import MissingDependencyError, ShapeError
 from nemo_geomask.integrations.packing import IGNORE, check_rows, pack_rows
 from nemo_geomask.losses import PolicyLoss
+from nemo_geomask.metrics import Metrics
 from nemo_geomask.parallel import vocab_parallel_logprobs
 from nemo_geomask.segments import PackedSegments
 
@@ -115,7 +116,7 @@ def policy_loss(
     sequence_parallel: bool = False,
     host_offsets: Sequence[int] | Tensor | None = None,
     validate: bool = True,
-) -> tuple[Tensor, dict[str, float]]:
+) -> tuple[Tensor, Metrics]:
     """Loss of a packed microbatch from Megatron's logits, in one call whatever the number of sequences.
 
     Only two numbers a token cross the tensor-parallel group and [k, S] statistics the context-parallel one.

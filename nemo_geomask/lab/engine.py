@@ -12,6 +12,7 @@ from torch import Tensor
 from nemo_geomask.lab.model import token_logprobs
 from nemo_geomask.lab.ranks import Ranks
 from nemo_geomask.losses import PolicyLoss
+from nemo_geomask.metrics import Metrics
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -40,7 +41,7 @@ class TrainEngine(ABC):
     @abstractmethod
     def evaluate(
         self, model: PreTrainedModel, loss: PolicyLoss, batch: Mapping[str, Tensor], documents: int, tokens: int
-    ) -> tuple[Tensor, dict[str, float]]:
+    ) -> tuple[Tensor, Metrics]:
         """Loss of one microbatch and its metrics, whole over tensor- and context-parallel ranks.
 
         Args:
@@ -73,7 +74,7 @@ class PaddedEngine(TrainEngine):
 
     def evaluate(
         self, model: PreTrainedModel, loss: PolicyLoss, batch: Mapping[str, Tensor], documents: int, tokens: int
-    ) -> tuple[Tensor, dict[str, float]]:
+    ) -> tuple[Tensor, Metrics]:
         """See :meth:`TrainEngine.evaluate`."""
         logprobs = token_logprobs(model, batch["input_ids"])
         return loss(next_token_logprobs=logprobs, data=batch, global_valid_seqs=documents, global_valid_toks=tokens)

@@ -22,6 +22,7 @@ from nemo_geomask.lab.engine import TrainEngine
 from nemo_geomask.lab.optional import require
 from nemo_geomask.lab.ranks import Axis
 from nemo_geomask.losses import PolicyLoss
+from nemo_geomask.metrics import Metrics
 from nemo_geomask.parallel import vocab_parallel_logprobs
 from nemo_geomask.segments import PackedSegments
 
@@ -115,7 +116,7 @@ class PackedEngine(TrainEngine):
 
     def evaluate(
         self, model: PreTrainedModel, loss: PolicyLoss, batch: Mapping[str, Tensor], documents: int, tokens: int
-    ) -> tuple[Tensor, dict[str, float]]:
+    ) -> tuple[Tensor, Metrics]:
         """See :meth:`TrainEngine.evaluate`."""
         packing = lay_out(batch["input_lengths"], self.ranks.cp)
         packed = packing.pack(batch)

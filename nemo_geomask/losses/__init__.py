@@ -5,7 +5,7 @@ from __future__ import annotations
 from nemo_geomask.losses.build import build_loss
 from nemo_geomask.losses.description import Part
 from nemo_geomask.losses.loss import PolicyLoss
-from nemo_geomask.losses.prestep import BeforeStep, Decision, Review
+from nemo_geomask.losses.prestep import BeforeStep, Decision, OpenBatch
 from nemo_geomask.losses.registry import GROUP, Entry, available, load
 from nemo_geomask.losses.variant import NoOptions, SurrogateInputs, Variant
 
@@ -15,9 +15,9 @@ __all__ = [
     "Decision",
     "Entry",
     "NoOptions",
+    "OpenBatch",
     "Part",
     "PolicyLoss",
-    "Review",
     "SurrogateInputs",
     "Variant",
     "available",

@@ -6,294 +6,234 @@ selection and never enters the arithmetic.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from nemo_geomask import functional as F
 from nemo_geomask.config import LossConfig
-from nemo_geomask.errors import DataError, NonFiniteError, ShapeError
-from nemo_geomask.segments import PackedSegments, PaddedSegments, Segments
+from nemo_geomask.errors import MissingDataError, ShapeError
+from nemo_geomask.kernels.select import selector
+from nemo_geomask.metrics import Metric
+from nemo_geomask.segments import PackedSegments, Segments
 
-__all__ = ["Reading", "TokenBatch", "Verdict", "read_nemo_rl", "read_packed"]
+__all__ = ["KEYS", "Raw", "TokenBatch", "keys_read", "read", "take_packed", "take_padded"]
+
+KEYS = {
+    "advantages": "advantages",
+    "prev": "prev_logprobs",
+    "gen": "generation_logprobs",
+    "ref": "reference_policy_logprobs",
+    "unfiltered": "curr_logprobs_unfiltered",
+    "rewards": "rewards",
+}
+"""NeMo-RL's keys of what a loss may read beside its masks."""
+_OPTIONAL = ("unfiltered", "rewards")
 
 
-class Verdict(NamedTuple):
-    """What is known of sequences once the tokens of all ranks were seen.
+class Raw(NamedTuple):
+    """A microbatch as it came, its shapes and dtypes checked.
 
     Attributes:
-        tokens_of_sequence: [S] float32, trained tokens of each sequence as the batch declares them.
-        dropped: [S] bool, sequences dropped for a non-finite value.
+        curr: token layout, floating point, with gradient.
+        token_mask: token layout.
+        sample_mask: [S].
+        others: by the names of :data:`KEYS`; token layout, ``rewards`` [S].
     """
 
-    tokens_of_sequence: Tensor
-    dropped: Tensor
+    curr: Tensor
+    token_mask: Tensor
+    sample_mask: Tensor
+    others: dict[str, Tensor]
 
 
-@dataclass(frozen=True)
-class TokenBatch:
-    """Tensors of one microbatch in one token layout; every token tensor holds 0 where ``trained`` is False.
+class TokenBatch(NamedTuple):
+    """Clean float32 tensors of one microbatch; every token tensor but the masks holds 0 where ``trains`` does.
 
     Attributes:
-        curr: log π_θ of the sampled tokens, float32, with gradient.
+        curr: log π_θ of the sampled tokens, with gradient.
         curr_kl: the same without top-k/top-p filtering, for the KL term; ``curr`` where there is none.
+        log_ratio: curr − prev, with gradient.
         prev: log π_old.
         gen: log μ.
+        mismatch: prev − gen: train engine against generation engine.
         ref: log π_ref; None without a KL term.
         advantages: A.
         rewards: [S] or None.
-        trained: bool, the tokens that take part.
-        weight: float32, token mask times sample mask where ``trained``, else 0.
-        sample_mask: [S] float32, 0 also for a dropped sequence.
-        valid_samples: 0-d, sum of the sample mask as it came.
-        nonfinite: 0-d counts of non-finite values at tokens that were to be trained, by tensor.
+        token_mask: as it came.
+        sample_mask: [S], as it came.
+        trains: 1 at tokens that are to be trained and have finite values, else 0.
+        bad: 1 at those that are to be trained and have not.
+        weight: token mask times sample mask where ``trains``, else 0.
         segments: who belongs to which sequence.
-        verdict: which sequences were dropped. Where that takes a collective it is found with the statistics; until then
-            only single tokens are left out, and this is the reading that the verdict is about.
     """
 
     curr: Tensor
     curr_kl: Tensor
+    log_ratio: Tensor
     prev: Tensor
     gen: Tensor
+    mismatch: Tensor
     ref: Tensor | None
     advantages: Tensor
     rewards: Tensor | None
-    trained: Tensor
-    weight: Tensor
-    sample_mask: Tensor
-    valid_samples: Tensor
-    nonfinite: dict[str, Tensor]
-    segments: Segments
-    verdict: Verdict | Reading
-
-    @functools.cached_property
-    def log_ratio(self) -> Tensor:
-        """Curr − prev, with gradient."""
-        return self.curr - self.prev
-
-    @property
-    def policy(self) -> Tensor:
-        """Curr − prev: staleness."""
-        return self.log_ratio.detach()
-
-    @functools.cached_property
-    def mismatch(self) -> Tensor:
-        """Prev − gen: train engine against generation engine."""
-        return self.prev - self.gen
-
-    @functools.cached_property
-    def total(self) -> Tensor:
-        """Curr − gen."""
-        return self.curr.detach() - self.gen
-
-
-@dataclass(frozen=True)
-class Reading:
-    """A microbatch as it came, with its non-finite values found.
-
-    Attributes:
-        curr: log π_θ, token layout, with gradient.
-        unfiltered: ``curr_logprobs_unfiltered`` where given.
-        stacked: [n, …], the other token tensors, so that each step on them is one kernel.
-        names: of those n.
-        token_mask: token layout, float32.
-        sample_mask: [S], float32.
-        rewards: [S] or None.
-        trained: bool, tokens that were to be trained.
-        bad: bool, those of them with a non-finite ``gen``, ``prev`` or ``ref``.
-        nonfinite: 0-d counts of non-finite values at tokens that were to be trained, by tensor.
-        action: ``loss_fn.nonfinite``.
-        segments: who belongs to which sequence.
-    """
-
-    curr: Tensor
-    unfiltered: Tensor | None
-    stacked: Tensor
-    names: tuple[str, ...]
     token_mask: Tensor
     sample_mask: Tensor
-    rewards: Tensor | None
-    trained: Tensor
+    trains: Tensor
     bad: Tensor
-    nonfinite: dict[str, Tensor]
-    action: str
+    weight: Tensor
     segments: Segments
 
-    def judged(self) -> dict[str, Tensor]:
-        """Token tensors whose sums over sequences :meth:`judge` needs."""
-        return {"tokens": self.token_mask, "bad": self.bad.int().float()}
-
-    def judge(self, sums: Mapping[str, Tensor]) -> Verdict:
-        """The verdict on sequences, from the sums over them of what :meth:`judged` gives."""
-        tokens, bad = sums["tokens"], sums["bad"]
-        if self.action == "raise" and bool(bad.any()):
-            self._refuse()
-        return Verdict(tokens, bad > 0 if self.action == "drop_sequence" else torch.zeros_like(bad, dtype=torch.bool))
-
-    def batch(self, verdict: Verdict | None = None) -> TokenBatch:
-        """What trains: tokens that aren't bad, of sequences that aren't dropped as far as is known."""
-        trained, sample_mask = self.trained & ~self.bad, self.sample_mask
-        if verdict is not None:
-            trained = trained & ~self.segments.spread(verdict.dropped)
-            sample_mask = sample_mask * ~verdict.dropped
-        clean = dict(zip(self.names, F.select(self.stacked, trained), strict=True))
-        curr = F.select(self.curr, trained)
-        return TokenBatch(
-            curr=curr,
-            curr_kl=curr if self.unfiltered is None else F.select(self.unfiltered, trained),
-            prev=clean.get("prev", curr.detach()),
-            gen=clean["gen"],
-            ref=clean.get("ref"),
-            advantages=clean["advantages"],
-            rewards=self.rewards,
-            trained=trained,
-            weight=clean["weight"],
-            sample_mask=sample_mask,
-            valid_samples=self.sample_mask.sum(),
-            nonfinite=self.nonfinite,
-            segments=self.segments,
-            verdict=self if verdict is None else verdict,
-        )
-
-    def _refuse(self) -> None:
-        keys = [key for name, key in _KEYS.items() if name in self.nonfinite]
-        counts = torch.stack([self.nonfinite[name] for name in _KEYS if name in self.nonfinite])
-        whole, *_ = self.segments.whole(counts, counts[:0], counts[:0])
-        found = ", ".join(f"{int(count)} in {key}" for key, count in zip(keys, whole.tolist(), strict=True) if count)
-        raise NonFiniteError(
-            f"non-finite log-probs at trained tokens: {found}; loss_fn.nonfinite is 'raise'. Find their origin, or "
-            "choose drop_sequence or drop_token"
-        )
+    def log_ratios(self, which: str) -> Tensor:
+        """``mismatch`` prev − gen, ``policy`` curr − prev or ``total`` curr − gen, without gradient."""
+        if which == "mismatch":
+            return self.mismatch
+        return self.log_ratio.detach() if which == "policy" else self.curr.detach() - self.gen
 
 
-def read_nemo_rl(next_token_logprobs: Tensor, data: Mapping[str, Any], config: LossConfig) -> TokenBatch:
-    """Read a padded NeMo-RL microbatch.
+def keys_read(config: LossConfig) -> tuple[str, ...]:
+    """Names of :data:`KEYS` that a configuration needs or, of the last two, uses where they are given."""
+    names = ["advantages", "gen"]
+    if not config.force_on_policy_ratio:
+        names.append("prev")
+    if config.kl_coefficient:
+        names += ["ref", "unfiltered"]
+    if config.positive_example_nll_weight:
+        names.append("rewards")
+    return tuple(names)
+
+
+def take_padded(next_token_logprobs: Tensor, data: Mapping[str, Any], names: Sequence[str]) -> Raw:
+    """A padded NeMo-RL microbatch.
 
     Args:
         next_token_logprobs: [B, T-1], any floating dtype: log-prob of token t+1 at position t.
-        data: mapping with ``advantages``, ``prev_logprobs`` (unless ``force_on_policy_ratio``),
-            ``generation_logprobs``, ``reference_policy_logprobs`` (with a KL term), ``token_mask``, all [B, T] with
-            column t speaking of token t, ``sample_mask`` [B], and, with ``positive_example_nll_weight``, optionally
-            ``rewards`` [B]. ``curr_logprobs_unfiltered`` [B, T-1] is used for the KL term where given.
-        config: the settings in force.
+        data: mapping with ``token_mask`` and the token tensors among :data:`KEYS`, all [B, T] with column t speaking of
+            token t, and ``sample_mask`` and ``rewards`` [B]; ``curr_logprobs_unfiltered`` is [B, T-1].
+        names: of :data:`KEYS`, those to read.
 
     Raises:
-        DataError: a tensor is missing.
-        ShapeError: a tensor has another shape, or is not floating point where log-probs are.
-        NonFiniteError: under ``nonfinite: raise``.
+        MissingDataError: a tensor is missing.
+        ShapeError: a tensor has another shape, or a dtype that it can't have.
     """
     if next_token_logprobs.dim() != 2 or not next_token_logprobs.is_floating_point():
         raise ShapeError(
             "next_token_logprobs must be a floating-point tensor [B, T-1], one log-prob for each token after the "
             f"first, but it is {next_token_logprobs.dtype} {list(next_token_logprobs.shape)}"
         )
-    batch, width = next_token_logprobs.shape
+    mask = data.get("token_mask")
+    if isinstance(mask, Tensor) and mask.shape == next_token_logprobs.shape:
+        raise ShapeError(
+            f"next_token_logprobs must be [B, T-1], one log-prob for each token after the first, but it is "
+            f"{list(mask.shape)} as data['token_mask'] [B, T] is; leave out the last position, which predicts nothing"
+        )
+    rows, width = next_token_logprobs.shape
+    shapes = dict.fromkeys(KEYS, (rows, width + 1)) | {"unfiltered": (rows, width), "rewards": (rows,)}
+    raw = _take(next_token_logprobs, data, names, shapes, (rows, width + 1), (rows,))
+    shifted = {name: value[:, 1:] if value.shape == (rows, width + 1) else value for name, value in raw.others.items()}
+    return raw._replace(token_mask=raw.token_mask[:, 1:], others=shifted)
 
-    def tokens(key: str) -> Tensor:
-        return _tensor(data, key, (batch, width + 1), next_token_logprobs.device)[:, 1:].float()
 
-    unfiltered = None
-    if config.kl_coefficient and data.get("curr_logprobs_unfiltered") is not None:
-        unfiltered = _tensor(data, "curr_logprobs_unfiltered", (batch, width), next_token_logprobs.device).float()
-    return _read(next_token_logprobs.float(), unfiltered, tokens, data, batch, PaddedSegments(), config)
-
-
-def read_packed(logprobs: Tensor, data: Mapping[str, Any], segments: PackedSegments, config: LossConfig) -> TokenBatch:
-    """Read packed tokens, whole or a rank's share.
+def take_packed(logprobs: Tensor, data: Mapping[str, Any], segments: PackedSegments, names: Sequence[str]) -> Raw:
+    """Packed tokens, whole or a rank's share.
 
     Args:
         logprobs: [N], any floating dtype: log-prob of the token that each position is about.
-        data: the tensors of :func:`read_nemo_rl` with [N] in place of [B, T] (position for position those of
+        data: the tensors of :func:`take_padded` with [N] in place of [B, T] (position for position those of
             ``logprobs``, no shift) and [S] in place of [B].
         segments: of this rank's N tokens and all S sequences.
-        config: the settings in force.
+        names: of :data:`KEYS`, those to read.
 
     Raises:
-        DataError: a tensor is missing.
-        ShapeError: a tensor has another shape, or is not floating point where log-probs are.
-        NonFiniteError: under ``nonfinite: raise``; where sequences cross ranks, by their statistics.
+        MissingDataError: a tensor is missing.
+        ShapeError: a tensor has another shape, or a dtype that it can't have; the segments' groups are others.
     """
+    segments.check()
     count = segments.token_index.numel()
     if logprobs.shape != (count,) or not logprobs.is_floating_point():
         raise ShapeError(
             f"logprobs must be a floating-point tensor [{count}], one log-prob for each token of the segments on this "
             f"rank, but it is {logprobs.dtype} {list(logprobs.shape)}"
         )
-
-    def tokens(key: str) -> Tensor:
-        return _tensor(data, key, (count,), logprobs.device).float()
-
-    unfiltered = None
-    if config.kl_coefficient and data.get("curr_logprobs_unfiltered") is not None:
-        unfiltered = tokens("curr_logprobs_unfiltered")
-    return _read(logprobs.float(), unfiltered, tokens, data, segments.count, segments, config)
+    shapes = dict.fromkeys(KEYS, (count,)) | {"rewards": (segments.count,)}
+    return _take(logprobs, data, names, shapes, (count,), (segments.count,))
 
 
-def _read(
+def _take(
     curr: Tensor,
-    unfiltered: Tensor | None,
-    tokens: Callable[[str], Tensor],
     data: Mapping[str, Any],
-    count: int,
-    segments: Segments,
-    config: LossConfig,
-) -> TokenBatch:
-    """The batch in the layout of ``curr``, where ``tokens`` gives a tensor of ``data`` and there are ``count``
-    sequences."""
-    sample_mask = _tensor(data, "sample_mask", (count,), curr.device).float()
-    token_mask = tokens("token_mask")
-    weight = token_mask * segments.spread(sample_mask)
-    trained = weight.bool()
-    given = {"gen": tokens("generation_logprobs")}
-    if not config.force_on_policy_ratio:
-        given["prev"] = tokens("prev_logprobs")
-    if config.kl_coefficient:
-        given["ref"] = tokens("reference_policy_logprobs")
-    advantages = tokens("advantages")
-    rewards = None
-    if config.positive_example_nll_weight and "rewards" in data:
-        rewards = _tensor(data, "rewards", (count,), curr.device).float()
+    names: Sequence[str],
+    shapes: Mapping[str, tuple[int, ...]],
+    tokens: tuple[int, ...],
+    sequences: tuple[int, ...],
+) -> Raw:
+    def tensor(key: str, shape: tuple[int, ...], *, logprobs: bool = False) -> Tensor:
+        if key not in data:
+            raise MissingDataError(f"data['{key}'] is missing; the configured loss needs it as a tensor {list(shape)}")
+        value = data[key]
+        if not isinstance(value, Tensor) or value.shape != shape:
+            found = f"{list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+            raise ShapeError(f"data['{key}'] must be a tensor {list(shape)} to fit the log-probs, but it is {found}")
+        if value.is_complex() or (logprobs and not value.is_floating_point()):
+            raise ShapeError(f"data['{key}'] must be {'floating point' if logprobs else 'real'}, not {value.dtype}")
+        return value.to(curr.device)
 
-    stacked = torch.stack([curr.detach(), advantages, *given.values(), weight])
-    # Non-finite log-probs of the model itself or advantages are counted and left to show in the loss.
-    flags = F.nonfinite(stacked[:-1]) & trained
-    counts = flags.int().flatten(1).sum(dim=1, dtype=torch.int32)
-    reading = Reading(
+    others = {}
+    for name in names:
+        if name in _OPTIONAL and data.get(KEYS[name]) is None:
+            continue
+        value = tensor(KEYS[name], shapes[name], logprobs=name not in ("advantages", "rewards"))
+        others[name] = value if name == "unfiltered" else value.detach()
+    masks = tensor("token_mask", tokens).detach(), tensor("sample_mask", sequences).detach()
+    return Raw(curr, *masks, others)
+
+
+def read(raw: Raw, segments: Segments) -> tuple[TokenBatch, list[Metric]]:
+    """Select what trains; everything after this is arithmetic on finite numbers.
+
+    A token with a non-finite value anywhere does not train; what becomes of the rest of its sequence is for
+    :func:`~nemo_geomask.losses.observe.observe` to say, which sees the tokens of all ranks.
+
+    Returns:
+        The batch, and ``geomask/nonfinite_…``: values at tokens that were to be trained, by tensor.
+    """
+    curr = raw.curr.float()
+    token_mask, sample_mask = raw.token_mask.float(), raw.sample_mask.float()
+    given = {name: value.float() for name, value in raw.others.items() if name not in _OPTIONAL}
+    unfiltered, rewards = raw.others.get("unfiltered"), raw.others.get("rewards")
+    weight = token_mask * segments.spread(sample_mask)
+    declared = torch.sign(weight)
+    together = curr.detach()
+    for value in (*given.values(), *(() if unfiltered is None else (unfiltered.detach(),))):
+        together = together + value
+    # NaN and infinity survive every sum, and only a finite number times 0 is 0.
+    trains = torch.nan_to_num(torch.add(declared, together, alpha=0), nan=0.0)
+    select = selector(trains)
+    clean = {name: select(value) for name, value in given.items()}
+    curr = select(curr)
+    prev = clean.get("prev", curr.detach())
+    batch = TokenBatch(
         curr=curr,
-        unfiltered=unfiltered,
-        stacked=stacked[1:],
-        names=("advantages", *given, "weight"),
+        curr_kl=curr if unfiltered is None else select(unfiltered.float()),
+        log_ratio=curr - prev,
+        prev=prev,
+        gen=clean["gen"],
+        mismatch=prev - clean["gen"],
+        ref=clean.get("ref"),
+        advantages=clean["advantages"],
+        rewards=None if rewards is None else rewards.float(),
         token_mask=token_mask,
         sample_mask=sample_mask,
-        rewards=rewards,
-        trained=trained,
-        bad=functools.reduce(torch.logical_or, flags[2:]),
-        nonfinite=dict(zip(("curr", "advantages", *given), counts, strict=True)),
-        action=config.nonfinite,
+        trains=trains,
+        bad=declared - trains,
+        weight=select(weight),
         segments=segments,
     )
-    if segments.crosses_ranks:
-        return reading.batch()
-    return reading.batch(reading.judge(segments.pool(reading.judged()).sums))
 
+    def count(name: str, value: Tensor) -> Metric:
+        return Metric(
+            (f"geomask/nonfinite_{name}",), "part", lambda: (torch.nan_to_num(value * 0, nan=1.0) * declared).sum()
+        )
 
-def _tensor(data: Mapping[str, Any], key: str, shape: tuple[int, ...], device: torch.device) -> Tensor:
-    if key not in data:
-        raise DataError(f"data['{key}'] is missing; the configured loss needs it as a tensor {list(shape)}")
-    value = data[key]
-    if not isinstance(value, Tensor) or value.shape != shape:
-        found = f"{list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
-        raise ShapeError(f"data['{key}'] must be a tensor {list(shape)} to fit next_token_logprobs, but it is {found}")
-    return value.to(device)
-
-
-_KEYS = {
-    "gen": "data['generation_logprobs']",
-    "prev": "data['prev_logprobs']",
-    "ref": "data['reference_policy_logprobs']",
-}
+    return batch, [count(name, value) for name, value in {"curr": raw.curr.detach(), **given}.items()]

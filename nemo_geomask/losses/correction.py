@@ -2,63 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from nemo_geomask import functional as F
 from nemo_geomask.config import LossConfig
 from nemo_geomask.losses.batch import TokenBatch
-from nemo_geomask.losses.statistics import SequenceStatistics
-from nemo_geomask.metrics import MetricSums
+from nemo_geomask.losses.observe import Observed
+from nemo_geomask.metrics import Metric, Over
 
-__all__ = ["Correction", "correct"]
-
-
-@dataclass(frozen=True)
-class Correction:
-    """Importance-sampling weights of one microbatch.
-
-    Attributes:
-        weight: applied weight, broadcastable to the token layout, without gradient.
-        by_sequence: whether there is one weight a sequence.
-        raw: before truncation; token layout or [S].
-        truncated: after truncation; token layout or [S].
-        saturated: 0-d count of weights whose exponential overflowed.
-        side: None without truncation; else on which side of the bounds, -1, 0 or +1: token layout, or [S] for
-            ``seq-mask-tis``.
-        side_by_sequence: whether that is [S].
-    """
-
-    weight: Tensor
-    by_sequence: bool
-    raw: Tensor
-    truncated: Tensor
-    saturated: Tensor
-    side: Tensor | None
-    side_by_sequence: bool
-
-    def report(self, metrics: MetricSums) -> None:
-        """Add the weight's metrics."""
-        add = metrics.sequences if self.by_sequence else metrics.tokens
-        add("geomask/weight_mean", self.truncated)
-        # The square of a saturated weight fits float32, the sum of many doesn't.
-        add("geomask/weight_sq", self.truncated.square(), accumulate=torch.float64)
-        metrics.alias("sampling_importance_ratio", of="geomask/weight_mean")
-        if self.raw is self.truncated:
-            metrics.alias("geomask/weight_raw_mean", of="geomask/weight_mean")
-            metrics.alias("geomask/weight_raw_sq", of="geomask/weight_sq")
-        else:
-            add("geomask/weight_raw_mean", self.raw)
-            add("geomask/weight_raw_sq", self.raw.square(), accumulate=torch.float64)
-        (metrics.scalar if self.by_sequence else metrics.part)("geomask/saturated_weight", self.saturated)
-        if self.side is not None:
-            (metrics.sequences if self.side_by_sequence else metrics.tokens)("is_oob_ratio", self.side.abs())
+__all__ = ["correct"]
 
 
-def correct(batch: TokenBatch, statistics: SequenceStatistics, config: LossConfig) -> Correction:
-    r"""Weights :math:`w = \mathrm{truncate}(e^{\Delta})` at the configured level.
+def correct(batch: TokenBatch, seen: Observed, config: LossConfig) -> tuple[Tensor | None, list[Metric]]:
+    r"""Weights :math:`w = \mathrm{truncate}(e^{\Delta})` at the configured level, and their metrics.
 
     ================= ============================================
     level             Δ
@@ -68,27 +25,50 @@ def correct(batch: TokenBatch, statistics: SequenceStatistics, config: LossConfi
     ``sequence_mean`` the same divided by Σ_t m_t
     ================= ============================================
 
+    Returns:
+        The weight, broadcastable to the token layout, without gradient; None where none is applied.
+
     Source: NeMo-RL ``ClippedPGLossFn`` and PR 2269.
     """
-    level = config.correction_level
-    by_sequence = level != "token"
-    log_ratio = statistics.pooled("mismatch.ratio", level) if by_sequence else batch.mismatch
+    level, spread = config.correction_level, batch.segments.spread
+    if level == "token":
+        log_ratio = batch.mismatch
+    elif level == "sequence":
+        # NeMo-RL's exponent carries the sample mask, which may be fractional.
+        log_ratio = seen.sums["mismatch.ratio"] * seen.sample_mask
+    else:
+        log_ratio = seen.mean("mismatch.ratio")
+    over: Over = "tokens" if level == "token" else "sequences"
+    bounds = {
+        "min": config.truncated_importance_sampling_ratio_min,
+        "max": config.truncated_importance_sampling_ratio,
+    }
     raw = F.saturating_exp(log_ratio)
-    saturated = F.overflow_count(log_ratio)
-    spread = batch.segments.spread if by_sequence else _as_is
-    low, high = config.truncated_importance_sampling_ratio_min, config.truncated_importance_sampling_ratio
-    truncated, side = raw, None
+    weight, reports = raw, []
     if config.truncation == "seq-mask-tis":
-        side = F.ratio_side(statistics.pooled("mismatch.ratio", "sequence_mean"), min=low, max=high)
-        side = side * ~statistics.empty
-        truncated = raw * (1 - batch.segments.spread(side.abs()))
+        removed = F.filter_weight(seen.mean("mismatch.ratio"), **bounds).outside & ~seen.empty
+        weight = torch.where(spread(removed), 0.0, raw)
+        reports.append(Metric(("is_oob_ratio",), "sequences", lambda: removed.float()))
     elif config.truncation is not None:
         truncate = F.clamp_weight if config.truncation == "tis" else F.filter_weight
-        truncated, side = truncate(raw, log_ratio, min=low, max=high)
-        side = spread(side)
-    applied = spread(truncated) if config.use_importance_sampling_correction else torch.ones_like(batch.prev)
-    return Correction(applied, by_sequence, raw, truncated, saturated, side, config.truncation == "seq-mask-tis")
+        weight, outside = truncate(log_ratio, **bounds)
+        by_token = outside if level == "token" else spread(outside)
+        reports.append(Metric(("is_oob_ratio",), "tokens", lambda: by_token.float()))
 
+    def moments(of: Tensor, mean: tuple[str, ...], square: tuple[str, ...]) -> list[Metric]:
+        # The square of a saturated weight fits float32, the sum of many doesn't.
+        return [Metric(mean, over, lambda: of), Metric(square, over, of.square, wide=True)]
 
-def _as_is(value: Tensor) -> Tensor:
-    return value
+    mean, square = ("sampling_importance_ratio", "geomask/weight_mean"), ("geomask/weight_sq",)
+    raw_mean, raw_square = ("geomask/weight_raw_mean",), ("geomask/weight_raw_sq",)
+    if weight is raw:
+        reports += moments(weight, mean + raw_mean, square + raw_square)
+    else:
+        reports += [*moments(weight, mean, square), *moments(raw, raw_mean, raw_square)]
+    saturated = Metric(
+        ("geomask/saturated_weight",),
+        "part" if level == "token" else "count",
+        lambda: F.saturated(log_ratio * (seen.trains if level == "token" else ~seen.empty)),
+    )
+    applied = weight if level == "token" or config.truncation == "seq-mask-tis" else spread(weight)
+    return (applied if config.use_importance_sampling_correction else None), [*reports, saturated]

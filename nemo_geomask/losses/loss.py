@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import functools
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,20 +12,17 @@ import torch
 from pydantic import BaseModel
 from torch import Tensor
 
-from nemo_geomask import functional as F
 from nemo_geomask.config import LossConfig
-from nemo_geomask.errors import DataError, GeomaskError, PluginError
+from nemo_geomask.errors import DataError, GeomaskError, NonFiniteError, PluginError, Problem
 from nemo_geomask.losses import protocol
-from nemo_geomask.losses.batch import TokenBatch, read_nemo_rl, read_packed
-from nemo_geomask.losses.correction import correct
-from nemo_geomask.losses.diagnostics import report_batch, report_surrogate
-from nemo_geomask.losses.rejection import reject
-from nemo_geomask.losses.statistics import SequenceStatistics
-from nemo_geomask.losses.variant import SurrogateInputs, Variant
-from nemo_geomask.metrics import MetricSums, Normalizer
-from nemo_geomask.segments import PackedSegments
+from nemo_geomask.losses.batch import KEYS, Raw, keys_read, take_packed, take_padded
+from nemo_geomask.losses.compiled import Compiled
+from nemo_geomask.losses.evaluate import Objective, evaluate
+from nemo_geomask.losses.variant import Variant
+from nemo_geomask.metrics import Metrics
+from nemo_geomask.segments import PackedSegments, PaddedSegments, Segments
 
-__all__ = ["PREPARED", "PolicyLoss"]
+__all__ = ["PREPARED", "PolicyLoss", "refuse_nonfinite"]
 
 # Key of a batch that BeforeStep has looked at.
 PREPARED = "geomask_prepared"
@@ -34,9 +33,9 @@ class PolicyLoss:
 
     .. math:: L = \sum_t c_t\,\bigl(w_t\,k_t\,\ell_t + \beta\,\mathrm{KL}_t\bigr) + \mu\,\mathrm{NLL}^+
 
-    with the variant's surrogate :math:`\ell`, the weight :math:`w` against the mismatch, the masks' verdict
-    :math:`k \in \{0, 1\}` (selected, not multiplied) and the normalisation's coefficient :math:`c`. Stateless between
-    calls and picklable; it needs torch and pydantic where it is unpickled, and the module that defines the variant.
+    with the variant's surrogate :math:`\ell`, the weight :math:`w` against the mismatch, what the masks keep,
+    :math:`k \in \{0, 1\}` (selected, not multiplied), and the normalisation's coefficient :math:`c`. Picklable; it
+    needs torch and pydantic where it is unpickled, and the module that defines the variant.
 
     Args:
         config: settings in force, the variant's defaults applied.
@@ -57,10 +56,17 @@ class PolicyLoss:
         self.variant = variant
         self.options = options
         self.use_fused_linear_logprobs = use_fused_linear_logprobs
-        # What a trainer's integration sends along to look at each batch; see BeforeStep.
-        self.before_step: Any = None
+        self._keys = keys_read(config)
         self._prepared = False
+        self._evaluate = Compiled(
+            functools.partial(evaluate, Objective(config, variant, options)), config.compile, config.name
+        )
         self._normalizers = self._declare()
+
+    def __repr__(self) -> str:
+        changed = self.config.model_dump(mode="json", exclude_defaults=True, exclude={"name"})
+        settings = "".join(f", {key}={value!r}" for key, value in changed.items())
+        return f"{type(self).__name__}(name={self.config.name!r}{settings})"
 
     # NeMo-RL compares these by identity with its own enums, see the protocol module.
     @property
@@ -87,7 +93,7 @@ class PolicyLoss:
     def for_prepared_batches(self) -> PolicyLoss:
         """This loss for a trainer that has each batch looked at by itself, but can add no mark to it."""
         loss = copy.copy(self)
-        loss.before_step, loss._prepared = None, True
+        loss._prepared = True
         return loss
 
     def __call__(
@@ -96,26 +102,30 @@ class PolicyLoss:
         data: Mapping[str, Any],
         global_valid_seqs: Tensor | float,
         global_valid_toks: Tensor | float,
-    ) -> tuple[Tensor, dict[str, float]]:
+    ) -> tuple[Tensor, Metrics]:
         """Loss and metrics of one microbatch.
 
         Args:
             next_token_logprobs: [B, T-1], floating point, log π_θ of tokens 1 to T-1, with gradient.
-            data: the batch, see :func:`nemo_geomask.losses.batch.read_nemo_rl`.
+            data: the batch, see :func:`nemo_geomask.losses.batch.take_padded`.
             global_valid_seqs: sum of ``sample_mask`` over the optimiser step, all microbatches and ranks.
             global_valid_toks: sum of ``token_mask[:, 1:] * sample_mask`` over the same.
 
         Returns:
-            The loss, a float32 scalar on the graph, and the metrics as floats. The losses and metrics of the
-            microbatches of a step add up (extrema aside).
+            The loss, a float32 scalar on the graph, and the metrics, which stay on the device until one is read. The
+            losses and metrics of the microbatches of a step add up (extrema aside). Trained tokens under a count of 0
+            give a loss of NaN.
 
         Raises:
-            DataError: ``batch_veto`` or ``denominator: kept`` is set and :class:`~nemo_geomask.losses.BeforeStep` has
-                not seen the batch.
-            DataError, ShapeError, NonFiniteError: see :func:`~nemo_geomask.losses.batch.read_nemo_rl`.
+            MissingDataError: a tensor is missing.
+            DataError: a global count is no number of at least 0; ``batch_veto`` or ``denominator: kept`` is set and
+                :class:`~nemo_geomask.losses.BeforeStep` has not seen the batch.
+            ShapeError: a tensor has another shape or dtype.
+            NonFiniteError: under ``nonfinite: raise``.
         """
         self._check_prepared(data)
-        return self._call(read_nemo_rl(next_token_logprobs, data, self.config), global_valid_seqs, global_valid_toks)
+        raw = take_padded(next_token_logprobs, data, self._keys)
+        return self._call(raw, PaddedSegments(), global_valid_seqs, global_valid_toks)
 
     def packed(
         self,
@@ -124,7 +134,7 @@ class PolicyLoss:
         segments: PackedSegments,
         global_valid_seqs: Tensor | float,
         global_valid_toks: Tensor | float,
-    ) -> tuple[Tensor, dict[str, float]]:
+    ) -> tuple[Tensor, Metrics]:
         """Loss and metrics of packed sequences, whole or this rank's share of them.
 
         Every rank of the segments' groups must call this together. The loss value and the metrics are those of the
@@ -138,12 +148,12 @@ class PolicyLoss:
             global_valid_toks: as for calling the loss.
 
         Raises:
-            DataError: as for calling the loss.
-            DataError, ShapeError: see :func:`~nemo_geomask.losses.batch.read_packed`.
+            DataError, ShapeError: as for calling the loss.
             NonFiniteError: under ``nonfinite: raise``, on all ranks where it holds on one.
         """
         self._check_prepared(data)
-        return self._call(read_packed(logprobs, data, segments, self.config), global_valid_seqs, global_valid_toks)
+        raw = take_packed(logprobs, data, segments, self._keys)
+        return self._call(raw, segments, global_valid_seqs, global_valid_toks)
 
     def _check_prepared(self, data: Mapping[str, Any]) -> None:
         if self._prepared or not self.config.looks_before_step or PREPARED in data:
@@ -156,103 +166,60 @@ class PolicyLoss:
         )
 
     def _call(
-        self, batch: TokenBatch, global_valid_seqs: Tensor | float, global_valid_toks: Tensor | float
-    ) -> tuple[Tensor, dict[str, float]]:
-        seqs = _count("global_valid_seqs", global_valid_seqs, batch.weight.device)
-        toks = _count("global_valid_toks", global_valid_toks, batch.weight.device)
-        loss, metrics = self._evaluate(batch, seqs, toks)
-        values, whole = metrics.read(global_seqs=seqs, global_toks=toks)
-        # The value of all ranks, the gradient of this rank's part. A trainer may divide it in place, as no view can be.
-        whole_loss = F.with_derivative(loss, value=whole["loss"].to(loss.dtype), derivative=torch.ones_like(loss))
-        return whole_loss.clone(), values
-
-    def _evaluate(self, read: TokenBatch, seqs: Tensor, toks: Tensor) -> tuple[Tensor, MetricSums]:
-        config = self.config
-        pool = self.variant.pool(self._inputs(read)) if self.variant.pool is not None else {}
-        statistics = SequenceStatistics(read, config, pool)
-        batch = statistics.batch
-        metrics = MetricSums(batch.weight, batch.sample_mask, batch.segments)
-        coefficient = F.token_coefficients(
-            config.normalization,
-            mask=batch.weight,
-            tokens_of_sequence=batch.segments.spread(statistics.verdict.tokens_of_sequence),
-            global_seqs=seqs,
-            global_toks=toks,
-            constant=config.loss_normalization_constant,
-        )
-        surrogate = self.variant.surrogate(self._inputs(batch), statistics.variant_means())
-        correction = correct(batch, statistics, config)
-        kept = reject(batch, statistics, config, metrics)
-        # A weight of 0 removes its token too; 0 times a loss that overflowed would be NaN.
-        counted = kept & correction.weight.bool()
-        loss = (coefficient * F.select((correction.weight * surrogate.loss).expand_as(counted), counted)).sum()
-        kl = self._kl(batch, coefficient)
-        if kl is not None:
-            loss = loss + config.kl_coefficient * kl
-        nll = self._positive_nll(batch, statistics, coefficient)
-        if nll is not None:
-            loss = loss + config.positive_example_nll_weight * nll
-
-        zero = torch.zeros_like(toks)
-        own: Normalizer = "tokens" if config.normalization == "tokens" else "sequences"
-        metrics.part("loss", loss, own)
-        metrics.part("kl_penalty", zero if kl is None else kl, own)
-        local = config.positive_example_nll_normalization == "microbatch"
-        metrics.part("positive_nll_loss", zero if nll is None else nll, "none" if local else own)
-        correction.report(metrics)
-        report_surrogate(surrogate, batch, metrics)
-        report_batch(batch, statistics.verdict, config.reference_policy_kl_type, metrics)
-        return loss, metrics
-
-    def _inputs(self, batch: TokenBatch) -> SurrogateInputs:
-        return SurrogateInputs(batch.curr, batch.log_ratio, batch.advantages, self.config, self.options)
-
-    def _kl(self, batch: TokenBatch, coefficient: Tensor) -> Tensor | None:
-        config = self.config
-        if batch.ref is None:
-            return None
-        kl = F.kl_penalty(
-            curr=batch.curr_kl,
-            ref=batch.ref,
-            prev=batch.prev,
-            gen=batch.gen,
-            value=config.reference_policy_kl_type,
-            gradient=config.reference_policy_kl_gradient,
-            importance_weighted=config.use_on_policy_kl_approximation,
-            input_clamp=config.kl_input_clamp_value,
-            output_clamp=config.kl_output_clamp_value,
-        )
-        return (coefficient * kl).sum()
-
-    def _positive_nll(self, batch: TokenBatch, statistics: SequenceStatistics, coefficient: Tensor) -> Tensor | None:
-        if batch.rewards is None:
-            return None
-        positive = (batch.rewards > 0).float()
-        if self.config.positive_example_nll_normalization == "microbatch":
-            coefficient = batch.weight * F.inverse_count((statistics.count * positive).sum())
-        return -(batch.curr * coefficient * batch.segments.spread(positive)).sum()
+        self, raw: Raw, segments: Segments, global_valid_seqs: Tensor | float, global_valid_toks: Tensor | float
+    ) -> tuple[Tensor, Metrics]:
+        device = raw.curr.device
+        seqs = _count("global_valid_seqs", global_valid_seqs, device)
+        toks = _count("global_valid_toks", global_valid_toks, device)
+        loss, values, labels = self._evaluate(device, raw, segments, segments.tensors, seqs, toks)
+        metrics = Metrics(labels, values, global_seqs=seqs, global_toks=toks)
+        if self.config.nonfinite == "raise":
+            refuse_nonfinite(metrics)
+        # A trainer may divide it in place, as no view can be.
+        return loss.clone(), metrics
 
     def _declare(self) -> dict[str, Any]:
         # The metrics of a call depend on the settings alone; one call on a token finds them, so that no second table
         # has to agree with the code, and a variant that cannot run fails here and not in a worker.
-        one = torch.zeros(1, 1)
-        names = ("advantages", "prev_logprobs", "generation_logprobs", "reference_policy_logprobs")
-        data = {**{name: torch.zeros(1, 2) for name in names}, "token_mask": torch.ones(1, 2)}
-        data |= {"sample_mask": torch.ones(1), "rewards": torch.zeros(1)}
-        count = torch.ones(())
-        batch = read_nemo_rl(one, data, self.config)
+        one = torch.ones(1, 1, dtype=torch.float32)
+        others = {name: one[0] if name == "rewards" else one for name in self._keys}
+        raw, count = Raw(one, one, one[0], others), one[0, 0]
+        objective = Objective(self.config, self.variant, self.options)
         try:
-            return dict(self._evaluate(batch, count, count)[1].normalizers())
+            labels = evaluate(objective, raw, PaddedSegments(), (), count, count)[2]
         except GeomaskError:
             raise
         except Exception as error:
-            raise PluginError(
-                f"the variant '{self.config.name}' fails on a batch of one token: {type(error).__name__}: {error}"
-            ) from error
+            message = f"the variant '{self.config.name}' fails on a batch of one token: {type(error).__name__}: {error}"
+            raise PluginError(Problem(("loss_fn.name",), message)) from error
+        return {name: label.divided_by for label in labels for name in label.names}
 
 
 def _count(name: str, value: Tensor | float, device: torch.device) -> Tensor:
-    if value is None or (isinstance(value, Tensor) and value.numel() != 1):
-        found = "None" if value is None else f"a tensor {list(value.shape)}"
-        raise DataError(f"{name} must be one number, the count over the whole optimiser step, but it is {found}")
-    return torch.as_tensor(value, device=device).float().reshape(())
+    if isinstance(value, Tensor):
+        # Its value is not looked at: it may be on a device that the host does not wait for.
+        if value.numel() == 1:
+            return value.detach().to(device, torch.float32).reshape(())
+        found = f"a tensor {list(value.shape)}"
+    else:
+        found = str(value)
+        if isinstance(value, (int, float)) and 0 <= value < math.inf:
+            return torch.tensor(value, dtype=torch.float32, device=device)
+    raise DataError(
+        f"{name} must be one number of at least 0, the count over the whole optimiser step, all its microbatches and "
+        f"ranks, but it is {found}"
+    )
+
+
+def refuse_nonfinite(metrics: Mapping[str, float]) -> None:
+    """Raise NonFiniteError where the metrics count non-finite values; reads them."""
+    prefix = "geomask/nonfinite_"
+    found = {name.removeprefix(prefix): count for name, count in metrics.items() if name.startswith(prefix) and count}
+    if not found:
+        return
+    where = {"curr": "the log-probs given to the loss", **{name: f"data['{key}']" for name, key in KEYS.items()}}
+    listed = ", ".join(f"{count:.0f} in {where[name]}" for name, count in found.items())
+    raise NonFiniteError(
+        f"non-finite values at trained tokens: {listed}; loss_fn.nonfinite is 'raise'. Find their origin, or choose "
+        "drop_sequence or drop_token"
+    )

@@ -12,14 +12,15 @@ from torch import Tensor
 
 from nemo_geomask import functional as F
 from nemo_geomask.config import LossConfig
-from nemo_geomask.errors import BatchVetoError, DataError
-from nemo_geomask.losses.batch import TokenBatch, read_nemo_rl
-from nemo_geomask.losses.loss import PREPARED, PolicyLoss
+from nemo_geomask.errors import BatchVetoError, DataError, MissingDataError
+from nemo_geomask.losses.batch import read, take_padded
+from nemo_geomask.losses.loss import PREPARED, PolicyLoss, refuse_nonfinite
+from nemo_geomask.losses.observe import observe, rule_statistics
 from nemo_geomask.losses.rejection import reject
-from nemo_geomask.losses.statistics import SequenceStatistics
-from nemo_geomask.metrics import MetricSums
+from nemo_geomask.metrics import Metrics, Normalizer, Sums
+from nemo_geomask.segments import PaddedSegments
 
-__all__ = ["BeforeStep", "Decision", "Review", "untrained_metrics", "valid_counts"]
+__all__ = ["BeforeStep", "Decision", "OpenBatch", "untrained_metrics", "valid_counts"]
 
 
 @dataclass(frozen=True)
@@ -64,17 +65,6 @@ class BeforeStep:
 
     def __init__(self, config: LossConfig) -> None:
         self._config = config
-        before = set(config.rules_before_step)
-        masks = [
-            # Under the label that it has among all masks.
-            {**mask.model_dump(exclude_unset=True), "label": rule.label}
-            for mask, rule in zip(config.masks, config.mask_rules, strict=True)
-            if rule in before
-        ]
-        # Of the loss only what speaks of the mismatch, which is all that is known before the step.
-        self._prior = LossConfig.model_validate(
-            {"masks": masks, "reference_policy_kl_penalty": 0.0, "nonfinite": config.nonfinite}
-        )
         self.vetoed = 0
         self._in_a_row = 0
 
@@ -87,7 +77,7 @@ class BeforeStep:
         """Decide on a batch.
 
         Args:
-            data: NeMo-RL's training batch [B, T], see :func:`nemo_geomask.losses.batch.read_nemo_rl`; the whole of
+            data: NeMo-RL's training batch [B, T], see :func:`nemo_geomask.losses.batch.take_padded`; the whole of
                 what is trained on, all ranks' rows together.
 
         Returns:
@@ -95,17 +85,17 @@ class BeforeStep:
 
         Raises:
             BatchVetoError: one veto more in a row than ``max_in_a_row``.
-            DataError, ShapeError, NonFiniteError: see :func:`~nemo_geomask.losses.batch.read_nemo_rl`.
+            DataError, ShapeError, NonFiniteError: see :func:`~nemo_geomask.losses.batch.take_padded`.
         """
         if not self.needed:
             return Decision(True)
-        review = self.open()
-        changes = review.add(data)
-        return replace(review.decide(), changes=changes)
+        batch = self.open()
+        changes = batch.add(data)
+        return replace(batch.decide(), changes=changes)
 
-    def open(self) -> Review:
-        """Begin with a batch that arrives in parts; nothing is decided until :meth:`Review.decide`."""
-        return Review(self._config, self._prior, self._judge)
+    def open(self) -> OpenBatch:
+        """Begin with a batch that arrives in parts; nothing is decided until :meth:`OpenBatch.decide`."""
+        return OpenBatch(self._config, self._judge)
 
     def _judge(self, kl: float) -> bool:
         veto = self._config.batch_veto
@@ -124,21 +114,20 @@ class BeforeStep:
         return train
 
 
-class Review:
-    """A look at one step's batch, part by part; from :meth:`BeforeStep.open`.
+class OpenBatch:
+    """One step's batch, taken in part by part; from :meth:`BeforeStep.open`.
 
     Masks judge a token or a sequence by itself, so each part can be masked when it comes; the KL is the whole batch's.
     """
 
-    def __init__(self, config: LossConfig, prior: LossConfig, judge: Callable[[float], bool]) -> None:
+    def __init__(self, config: LossConfig, judge: Callable[[float], bool]) -> None:
         self._config = config
-        self._prior = prior
         self._judge = judge
         self._kl = self._finite = self._kept = 0.0
         # As the batch declares them, which is what the loss divides by.
         self._seqs = torch.zeros((), dtype=torch.float64)
         self._toks = torch.zeros((), dtype=torch.float64)
-        self._masks: list[MetricSums] = []
+        self._removed: dict[tuple[str, Normalizer], float] = {}
 
     @torch.no_grad()
     def add(self, data: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -151,22 +140,44 @@ class Review:
             What the part is to be changed by, see :class:`Decision`.
 
         Raises:
-            DataError, ShapeError, NonFiniteError: see :func:`~nemo_geomask.losses.batch.read_nemo_rl`.
+            DataError, ShapeError, NonFiniteError: see :func:`~nemo_geomask.losses.batch.take_padded`.
         """
         if "prev_logprobs" not in data:
-            raise DataError(
+            raise MissingDataError(
                 "batch_veto and denominator: kept look at data['prev_logprobs'] before the step, but the batch has none"
             )
-        batch = read_nemo_rl(data["prev_logprobs"][:, 1:], data, self._prior)
+        config, segments, one = self._config, PaddedSegments(), torch.ones((), dtype=torch.float32)
+        raw = take_padded(data["prev_logprobs"][:, 1:], data, ("advantages", "prev", "gen"))
+        batch, reports = read(raw, segments)
+        pooled, extremes = rule_statistics(batch, config.rules_before_step)
+        seen, _ = observe(batch, sums=pooled, extremes=extremes, nonfinite=config.nonfinite)
+        kept, of_masks = reject(batch, seen, config.rules_before_step)
+        sums = Sums(seen.weight, seen.sample_mask, segments, nemo_rl=False)
+        sums.add([*(reports if config.nonfinite == "raise" else ()), *of_masks])
+        # Divided by 1, since the counts of the whole batch are known at its end.
+        _, values, labels = sums.whole(one)
+        metrics = Metrics(labels, values, global_seqs=one, global_toks=one)
+        refuse_nonfinite(metrics)
         seqs, toks = valid_counts([data])
         self._seqs += seqs
         self._toks += toks
-        self._finite += float(batch.weight.double().sum())
-        veto = self._config.batch_veto
+        self._finite += float(seen.weight.double().sum())
+        veto = config.batch_veto
         if veto is not None:
-            estimate = F.kl_estimate((batch.gen - batch.prev).double(), veto.estimator)
-            self._kl += float((estimate * batch.weight).sum())
-        changes = self._apply(batch, data) if self._prior.masks else {}
+            estimate = F.kl_estimate(-batch.mismatch.double(), veto.estimator)
+            self._kl += float((estimate * seen.weight).sum())
+        changes: dict[str, Tensor] = {}
+        if config.rules_before_step:
+            _require_binary(data)
+            for label in labels:
+                for name in label.names:
+                    if name.startswith("geomask/mask/"):
+                        key = name, label.divided_by
+                        self._removed[key] = self._removed.get(key, 0.0) + metrics[name]
+            trained = seen.trains != 0
+            kept = trained if kept is None else trained & kept
+            self._kept += float((seen.weight * kept).double().sum())
+            changes = _without(data, trained & ~kept, kept)
         return {**changes, PREPARED: torch.ones_like(data["sample_mask"])}
 
     def decide(self) -> Decision:
@@ -175,16 +186,12 @@ class Review:
         Raises:
             BatchVetoError: one veto more in a row than ``max_in_a_row``.
         """
-        metrics: dict[str, float] = {}
-        for part in self._masks:
-            numbers, _ = part.read(global_seqs=self._seqs, global_toks=self._toks)
-            for name, value in numbers.items():
-                if name.startswith("geomask/mask/"):
-                    metrics[name] = metrics.get(name, 0.0) + value
+        counts = {"tokens": float(self._toks), "sequences": float(self._seqs)}
+        metrics = {name: value / (counts[by] or 1.0) for (name, by), value in self._removed.items()}
         why = ""
         # A batch without a token to train says nothing of the engines.
         if self._toks > 0:
-            if self._masks:
+            if self._config.rules_before_step:
                 metrics["geomask/batch_emptied"] = float(self._kept == 0)
                 why = "denominator: kept, and the masks keep nothing of it" if self._kept == 0 else ""
             veto = self._config.batch_veto
@@ -195,19 +202,25 @@ class Review:
                 why = f"mismatch KL {kl:.4g} is beyond loss_fn.batch_veto.max: {veto.max:g}" if vetoed else why
         return Decision(not why, why, metrics=metrics)
 
-    def _apply(self, batch: TokenBatch, data: Mapping[str, Any]) -> dict[str, Tensor]:
-        token_mask, sample_mask = data["token_mask"].clone(), data["sample_mask"].clone()
-        metrics = MetricSums(batch.weight, batch.sample_mask, batch.segments)
-        statistics = SequenceStatistics(batch, self._prior, {})
-        kept = reject(batch, statistics, self._prior, metrics)
-        self._masks.append(metrics)
-        self._kept += float((batch.weight * kept).double().sum())
-        removed = batch.trained & ~kept
-        # A sequence of which nothing is left is none of those that the loss is a mean over.
-        emptied = removed.any(dim=1) & ~kept.any(dim=1)
-        token_mask[:, 1:].masked_fill_(removed.to(token_mask.device), 0)
-        sample_mask.masked_fill_(emptied.to(sample_mask.device), 0)
-        return {"token_mask": token_mask, "sample_mask": sample_mask}
+
+def _without(data: Mapping[str, Any], removed: Tensor, kept: Tensor) -> dict[str, Tensor]:
+    """The masks without what is removed, [B, T-1]."""
+    token_mask, sample_mask = data["token_mask"].clone(), data["sample_mask"].clone()
+    # A sequence of which nothing is left is none of those that the loss is a mean over.
+    emptied = removed.any(dim=1) & ~kept.any(dim=1)
+    token_mask[:, 1:].masked_fill_(removed.to(token_mask.device), 0)
+    sample_mask.masked_fill_(emptied.to(sample_mask.device), 0)
+    return {"token_mask": token_mask, "sample_mask": sample_mask}
+
+
+def _require_binary(data: Mapping[str, Any]) -> None:
+    for key in ("token_mask", "sample_mask"):
+        other = data[key][(data[key] != 0) & (data[key] != 1)]
+        if other.numel():
+            raise DataError(
+                f"loss_fn.denominator: kept counts tokens and sequences, so data['{key}'] must hold 0 and 1 only, but "
+                f"it holds {float(other[0]):g}; weight samples by their advantages, or set denominator: original"
+            )
 
 
 def valid_counts(parts: Sequence[Mapping[str, Any]]) -> tuple[Tensor, Tensor]:

@@ -2,54 +2,61 @@
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Iterable
+
 from torch import Tensor
 
 from nemo_geomask import functional as F
-from nemo_geomask.config import LossConfig, MaskRule
+from nemo_geomask.config import MaskRule
 from nemo_geomask.losses.batch import TokenBatch
-from nemo_geomask.losses.statistics import SequenceStatistics, token_value
-from nemo_geomask.metrics import MetricSums
+from nemo_geomask.losses.observe import Observed, rule_key
+from nemo_geomask.metrics import Metric, Over
 
 __all__ = ["reject"]
 
 
-def reject(batch: TokenBatch, statistics: SequenceStatistics, config: LossConfig, metrics: MetricSums) -> Tensor:
-    """Tokens kept by every mask: bool, token layout, within the trained tokens.
+def reject(batch: TokenBatch, seen: Observed, rules: Iterable[MaskRule]) -> tuple[Tensor | None, list[Metric]]:
+    """Tokens that no mask removes, and what each removed.
 
     Each mask judges the same tokens, those that train; none sees what another removed. For each, the fractions
-    removed in all, below the lower and above the upper bound go to ``geomask/mask/<label>/…``, of tokens for a
+    removed in all, below the lower and above the upper bound are ``geomask/mask/<label>/…``, of tokens for a
     token-level mask and of sequences otherwise.
+
+    Returns:
+        bool, token layout, None without rules; and the metrics.
     """
-    kept = batch.trained
-    for rule in config.rules_in_loss:
-        by_token = rule.level == "token"
-        below, above = _removed(rule, batch, statistics)
-        add = metrics.tokens if by_token else metrics.sequences
-        add(f"geomask/mask/{rule.label}/removed", below + above)
-        add(f"geomask/mask/{rule.label}/removed_low", below)
-        add(f"geomask/mask/{rule.label}/removed_high", above)
-        survives = (below + above) == 0
-        kept = kept & (survives if by_token else batch.segments.spread(survives))
-    metrics.tokens("geomask/kept_tokens", kept.int().float())
-    return kept
+    kept: Tensor | None = None
+    reports: list[Metric] = []
+    for rule in rules:
+        below, above = _removed(rule, batch, seen)
+        removed = below | above
+        survives = ~(removed if rule.level == "token" else batch.segments.spread(removed))
+        kept = survives if kept is None else kept & survives
+        over: Over = "tokens" if rule.level == "token" else "sequences"
+        for name, which in (("removed", removed), ("removed_low", below), ("removed_high", above)):
+            reports.append(Metric((f"geomask/mask/{rule.label}/{name}",), over, which.float))
+    remains = seen.trains if kept is None else kept
+    return kept, [*reports, Metric(("geomask/kept_tokens",), "tokens", remains.float)]
 
 
-def _removed(rule: MaskRule, batch: TokenBatch, statistics: SequenceStatistics) -> tuple[Tensor, Tensor]:
-    """1 where the rule removes for the lower and for the upper bound, else 0; token layout or [S]."""
+def _removed(rule: MaskRule, batch: TokenBatch, seen: Observed) -> tuple[Tensor, Tensor]:
+    """Where the rule removes for the lower and for the upper bound: bool, token layout or [S]."""
+    key = rule_key(rule)
     if rule.level == "token":
-        side = F.bound_side(token_value(batch, rule), rule.low, rule.high)
-        below, above = torch.relu(-side), torch.relu(side)
-        eligible, advantage = batch.trained, batch.advantages
+        eligible, advantages = seen.trains != 0, batch.advantages
+        low = high = F.token_statistic(batch.log_ratios(rule.log_ratio), rule.statistic)
     else:
-        for_low, for_high = statistics.rule_value(rule)
-        # A token beyond each bound is reported once, under the lower one.
-        below = (for_low < rule.low).float()
-        above = (for_high > rule.high).float() * (1 - below)
-        eligible = ~statistics.empty
-        advantage = statistics.advantage() if rule.when != "always" else statistics.count
+        eligible = ~seen.empty
+        advantages = seen.mean("advantages") if rule.when != "always" else seen.tokens
+        if rule.level == "sequence_max":
+            low, high = seen.lowest[key], seen.highest[key]
+        else:
+            low = high = seen.sums[key] if rule.level == "sequence" else seen.mean(key)
     if rule.when == "negative_advantage":
-        eligible = eligible & (advantage < 0)
+        eligible = eligible & (advantages < 0)
     elif rule.when == "positive_advantage":
-        eligible = eligible & (advantage > 0)
-    return below * eligible, above * eligible
+        eligible = eligible & (advantages > 0)
+    below = F.outside(low, rule.low, rule.high)[0] & eligible
+    # A sequence with tokens beyond both bounds is reported once, under the lower one.
+    above = F.outside(high, rule.low, rule.high)[1] & eligible & ~below
+    return below, above

@@ -80,7 +80,7 @@ def _gspo_token(inputs: SurrogateInputs, means: Mapping[str, Tensor]) -> F.Surro
     )
 
 
-def _gmpo_clip(inputs: SurrogateInputs) -> tuple[Tensor, Tensor]:
+def _gmpo_clip(inputs: SurrogateInputs) -> Tensor:
     config = inputs.config
     return F.clip_log_ratio(
         inputs.log_ratio, inputs.advantages, clip_min=config.ratio_clip_min, clip_max=config.ratio_clip_max
@@ -88,13 +88,16 @@ def _gmpo_clip(inputs: SurrogateInputs) -> tuple[Tensor, Tensor]:
 
 
 def _gmpo_pool(inputs: SurrogateInputs) -> Mapping[str, Tensor]:
-    return {"clipped_log_ratio": _gmpo_clip(inputs)[0], "advantage": inputs.advantages}
+    return {"clipped_log_ratio": _gmpo_clip(inputs), "advantage": inputs.advantages}
 
 
 def _gmpo(inputs: SurrogateInputs, means: Mapping[str, Tensor]) -> F.Surrogate:
-    kept, side = _gmpo_clip(inputs)
-    loss, _ = F.geometric_mean(means["clipped_log_ratio"], means["advantage"])
-    return F.Surrogate(loss, F.saturating_exp(inputs.log_ratio), F.saturating_exp(kept), side)
+    ratio, clipped = inputs.log_ratio.detach(), _gmpo_clip(inputs).detach()
+    return F.Surrogate(
+        F.geometric_mean(means["clipped_log_ratio"], means["advantage"]),
+        F.saturating_exp(ratio),
+        F.saturating_exp(clipped),
+    )
 
 
 def _cispo(inputs: SurrogateInputs, means: Mapping[str, Tensor]) -> F.Surrogate:

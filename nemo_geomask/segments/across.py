@@ -1,4 +1,4 @@
-"""Reductions of packed tokens to sequences, within a rank and over ranks."""
+"""Reductions of packed tokens to sequences, within a rank and over ranks; traceable by ``torch.compile``."""
 
 from __future__ import annotations
 
@@ -10,14 +10,21 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-__all__ = ["Groups", "gathered", "merged", "pool", "spread"]
+__all__ = ["Groups", "across_ranks", "gathered", "merged", "pool", "spread"]
 
 Groups = tuple[dist.ProcessGroup, ...]
 
 
 def gathered(values: Tensor, group: dist.ProcessGroup) -> Tensor:
     """[W, ...] from each rank's [...], in rank order."""
-    parts = values.new_empty((dist.get_world_size(group), *values.shape))
+    world = dist.get_world_size(group)
+    if torch.compiler.is_compiling():
+        # Its import brings sympy, which a loss that is not compiled can do without.
+        from torch.distributed import _functional_collectives as traceable
+
+        parts = traceable.all_gather_tensor(values.reshape(-1), 0, group)
+        return parts.view(world, *values.shape)
+    parts = values.new_empty((world, *values.shape))
     # The same under the name that torch 2.13 gave it.
     gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
     gather(parts.view(-1), values.reshape(-1), group=group)
@@ -32,74 +39,111 @@ def merged(values: Tensor, sums: int, groups: Groups) -> Tensor:
     """
     for group in groups:
         parts = gathered(values, group)
-        values = parts.sum(dim=0)
-        if sums < len(values):
-            values = torch.cat([values[:sums], parts[:, sums:].amax(dim=0)])
+        values = torch.cat([parts[:, :sums].sum(dim=0), parts[:, sums:].amax(dim=0)])
     return values
 
 
-def pool(values: Sequence[Tensor], sums: int, *, offsets: Tensor, ids: Tensor, groups: Groups) -> tuple[Tensor, ...]:
-    """Token values to sequences, over all ranks.
+def across_ranks(
+    moving: Tensor, fixed: Tensor, sums: int, groups: Groups, *, own_gradient: bool
+) -> tuple[Tensor, Tensor]:
+    """:func:`merged` of both, in one collective, and at most one backward.
 
     Args:
-        values: [N] each, floating.
-        sums: how many of them, the first ones, are summed, with gradient; of the others it is the maximum, without.
-        offsets: [S+1], where the sequences start among these N.
-        ids: [N], whose sequence each is.
-        groups: over which the sequences are spread.
+        moving: [d, ...], summed, with gradient.
+        fixed: [c, ...], without; the first ``sums`` are summed, of the others it is the maximum.
+        sums: see ``fixed``.
+        groups: over which.
+        own_gradient: whether each rank's gradient is that of its own part (of a total that every rank holds), and not
+            the sum over ranks (of a statistic that every rank's part of the loss depends on).
 
     Returns:
-        [S] each.
+        Both; a gradient flows through the first alone.
     """
-    found: tuple[Tensor, ...] = _Pool.apply(offsets, ids, groups, sums, *values)  # type: ignore[no-untyped-call]
-    return found
+    if not groups:
+        return moving, fixed
+    if moving.requires_grad:
+        found: tuple[Tensor, Tensor] = _AcrossRanks.apply(moving, fixed, sums, groups, own_gradient)  # type: ignore[no-untyped-call]
+        return found
+    values = merged(torch.cat([moving, fixed]), len(moving) + sums, groups)
+    return values[: len(moving)], values[len(moving) :]
+
+
+def pool(moving: Sequence[Tensor], fixed: Sequence[Tensor], sums: int, *, offsets: Tensor, ids: Tensor) -> Any:
+    """Token values to sequences, over this rank's tokens.
+
+    Args:
+        moving: [N] each, floating, summed, with gradient.
+        fixed: likewise, without gradient; the first ``sums`` are summed, of the others it is the maximum.
+        sums: see ``fixed``.
+        offsets: [S+1], where the sequences start among these N.
+        ids: [N], whose sequence each is.
+
+    Returns:
+        [d, S] and [c, S], float64: a serial sum over a long sequence loses digits in float32.
+    """
+    constant = _stack([value.detach() for value in fixed], ids)
+    parts = [_segment_reduce(constant[:sums], offsets, "sum", 0.0)]
+    if sums < len(constant):
+        parts.append(_segment_reduce(constant[sums:], offsets, "max", -torch.inf))
+    rest = torch.cat(parts)
+    if not moving:
+        # Without a gradient to carry, a graph has no backward pass to make for it.
+        return rest[:0], rest
+    return _SegmentSum.apply(_stack(moving, ids), offsets, ids), rest  # type: ignore[no-untyped-call]
 
 
 def spread(values: Tensor, *, offsets: Tensor, ids: Tensor) -> Tensor:
     """[S] to [N]; ``offsets`` and ``ids`` as for :func:`pool`."""
+    if not values.requires_grad:
+        return values[ids]
     result: Tensor = _Spread.apply(values, offsets, ids)  # type: ignore[no-untyped-call]
     return result
+
+
+def _stack(values: Sequence[Tensor], ids: Tensor) -> Tensor:
+    if not values:
+        return torch.zeros((0, *ids.shape), dtype=torch.float64, device=ids.device)
+    rows = [value.expand(ids.shape) for value in values]
+    return (rows[0].unsqueeze(0) if len(rows) == 1 else torch.stack(rows)).double()
 
 
 def _segment_reduce(values: Tensor, offsets: Tensor, reduce: str, empty: float) -> Tensor:
     """[k, N] to [k, S]; no atomics, so deterministic on any device."""
     # "unsafe" skips a check of the offsets that would synchronise with the device; they were checked on the host.
-    bounds = offsets.expand(values.shape[0], -1).contiguous()
+    bounds = offsets.unsqueeze(0) if len(values) == 1 else offsets.expand(len(values), -1).contiguous()
     result: Tensor = torch.segment_reduce(values, reduce, offsets=bounds, axis=1, initial=empty, unsafe=True)
     return result
 
 
-class _Pool(torch.autograd.Function):
+class _AcrossRanks(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, offsets: Tensor, ids: Tensor, groups: Groups, sums: int, *values: Tensor
-    ) -> tuple[Tensor, ...]:
-        ctx.save_for_backward(ids)
-        ctx.groups = groups
-        # A serial sum over a long sequence loses digits in float32; [S] values in float64 cost nothing to send.
-        rows = torch.empty((len(values), len(ids)), dtype=torch.float64, device=ids.device)
-        for row, value in zip(rows, values, strict=True):
-            row.copy_(value)
-        summed = _segment_reduce(rows[:sums], offsets, "sum", 0.0)
-        highest = _segment_reduce(rows[sums:], offsets, "max", -torch.inf)
-        pooled = merged(torch.cat([summed, highest]), sums, groups)
-        found = tuple(row.to(value.dtype) for row, value in zip(pooled, values, strict=True))
-        # Otherwise every output would ask for a backward pass, and so for a collective, once one input does.
-        differentiable = ctx.needs_input_grad[4 : 4 + sums]
-        constant = [row for row, needed in zip(found, differentiable, strict=False) if not needed]
-        ctx.mark_non_differentiable(*constant, *found[sums:])
-        return found
+        ctx: Any, moving: Tensor, fixed: Tensor, sums: int, groups: Groups, own_gradient: bool
+    ) -> tuple[Tensor, Tensor]:
+        ctx.groups, ctx.own_gradient = groups, own_gradient
+        values = merged(torch.cat([moving, fixed]), len(moving) + sums, groups)
+        whole, rest = values[: len(moving)].clone(), values[len(moving) :].clone()
+        ctx.mark_non_differentiable(rest)
+        return whole, rest
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        grad = grads[0]
+        return (grad if ctx.own_gradient else merged(grad, len(grad), ctx.groups)), None, None, None, None
+
+
+class _SegmentSum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, offsets: Tensor, ids: Tensor) -> Tensor:
+        ctx.save_for_backward(ids)
+        return _segment_reduce(values, offsets, "sum", 0.0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         (ids,) = ctx.saved_tensors
-        needed = ctx.needs_input_grad[4:]
-        mine = torch.stack([grad for grad, need in zip(grads, needed, strict=True) if need])
-        # Every rank's part of the loss depends on the statistic; its gradient is the sum over them.
-        whole = merged(mine.double(), len(mine), ctx.groups).to(mine.dtype)
-        rows = iter(whole[:, ids])
-        return (None, None, None, None, *(next(rows) if need else None for need in needed))
+        return grads[0][:, ids], None, None
 
 
 class _Spread(torch.autograd.Function):

@@ -9,6 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from nemo_geomask.segments.across import Groups
+
 __all__ = ["NONE", "PaddedSegments", "Pooled", "Segments"]
 
 NONE: Mapping[str, Tensor] = {}
@@ -29,10 +31,19 @@ class Segments(ABC):
     be neutral at tokens that don't count: 0 for sums, ±inf for extremes.
 
     Attributes:
-        crosses_ranks: whether statistics cost a collective.
+        groups: over which statistics cost a collective; empty where a rank holds whole sequences.
     """
 
-    crosses_ranks: bool = False
+    groups: Groups = ()
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """What :meth:`of` needs to make this layout again, where a graph is traced."""
+        return ()
+
+    @abstractmethod
+    def of(self, *tensors: Tensor) -> Segments:
+        """The same kind of layout over the same ranks, from its :attr:`tensors`."""
 
     @abstractmethod
     def pool(
@@ -63,18 +74,19 @@ class Segments(ABC):
         """Maximum of a token tensor over each sequence: [S], without gradient; -inf for a sequence without tokens."""
         return self.pool({}, highest={"": values}).highest[""]
 
-    def whole(self, sums: Tensor, lowest: Tensor, highest: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """This rank's totals, minima and maxima as those over all ranks' tokens.
+    def whole(self, value: Tensor, rest: Tensor, *, sums: int, lowest: int) -> tuple[Tensor, Tensor]:
+        """This rank's part of a total and its totals, minima and maxima as those over all ranks' tokens.
 
         Args:
-            sums: [m], over this rank's tokens.
-            lowest: [i], likewise.
-            highest: [j], likewise.
+            value: 0-d, over this rank's tokens, differentiable: its gradient is that of this rank's part.
+            rest: [m] float64, likewise, without gradient: totals, then minima, then maxima.
+            sums: number of totals.
+            lowest: number of minima.
 
         Returns:
-            The same shapes, float64, without gradient, the same bits on all ranks.
+            Both, over all ranks; the same bits on all of them.
         """
-        return sums.detach().double(), lowest.detach().double(), highest.detach().double()
+        return value, rest
 
 
 class PaddedSegments(Segments):
@@ -93,6 +105,10 @@ class PaddedSegments(Segments):
     def spread(self, values: Tensor) -> Tensor:
         """[B] to [B, 1], which broadcasts against [B, T]."""
         return values.unsqueeze(-1)
+
+    def of(self, *tensors: Tensor) -> PaddedSegments:
+        """See :meth:`Segments.of`."""
+        return self
 
 
 def _or_empty(value: Tensor, empty: float) -> Tensor:

@@ -8,14 +8,77 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from nemo_geomask.errors import ShapeError
+from nemo_geomask.errors import ArgumentError, RanksDisagreeError, ShapeError
 from nemo_geomask.segments import across
 from nemo_geomask.segments.base import NONE, Pooled, Segments
 
 __all__ = ["PackedSegments"]
 
 
-class PackedSegments(Segments):
+class PackedTokens(Segments):
+    """Packed tokens as tensors alone: what a traced graph can take and :class:`PackedSegments` is made of.
+
+    Args:
+        offsets: [S+1] int64, where the sequences start among this rank's N tokens.
+        ids: [N] int64, whose sequence each is.
+        groups: over which the sequences are spread.
+    """
+
+    def __init__(self, offsets: Tensor, ids: Tensor, groups: across.Groups = ()) -> None:
+        self._offsets, self._ids, self.groups = offsets, ids, groups
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """See :attr:`Segments.tensors`."""
+        return self._offsets, self._ids
+
+    def of(self, *tensors: Tensor) -> PackedTokens:
+        """See :meth:`Segments.of`."""
+        offsets, ids = tensors
+        return PackedTokens(offsets, ids, self.groups)
+
+    def pool(
+        self, sums: Mapping[str, Tensor], lowest: Mapping[str, Tensor] = NONE, highest: Mapping[str, Tensor] = NONE
+    ) -> Pooled:
+        """See :meth:`Segments.pool`.
+
+        One all-gather of [k, S] a group, and one backward for the sums through which a gradient flows.
+        """
+        moving = {name: value for name, value in sums.items() if value.requires_grad}
+        fixed = {name: value for name, value in sums.items() if not value.requires_grad}
+        # Minima travel as maxima of the negative.
+        extremes = [*(-value for value in lowest.values()), *highest.values()]
+        names = [*moving, *fixed]
+        summed, constant = across.pool(
+            list(moving.values()), [*fixed.values(), *extremes], len(fixed), offsets=self._offsets, ids=self._ids
+        )
+        whole, rest = across.across_ranks(summed, constant, len(fixed), self.groups, own_gradient=False)
+        values = [*moving.values(), *fixed.values(), *extremes]
+        found = zip([*whole.unbind(0), *rest.unbind(0)], values, strict=True)
+        rows = [row.to(value.dtype) for row, value in found]
+        peaks = rows[len(names) :]
+        pooled = dict(zip(names, rows, strict=False))
+        return Pooled(
+            {name: pooled[name] for name in sums},
+            {name: -peak for name, peak in zip(lowest, peaks, strict=False)},
+            dict(zip(highest, peaks[len(lowest) :], strict=True)),
+        )
+
+    def spread(self, values: Tensor) -> Tensor:
+        """[S] to [N]."""
+        return across.spread(values, offsets=self._offsets, ids=self._ids)
+
+    def whole(self, value: Tensor, rest: Tensor, *, sums: int, lowest: int) -> tuple[Tensor, Tensor]:
+        """See :meth:`Segments.whole`. One all-gather of [1 + m] a group."""
+        if not self.groups:
+            return value, rest
+        low = sums + lowest
+        signed = torch.cat([rest[:sums], -rest[sums:low], rest[low:]])
+        total, found = across.across_ranks(value.double().unsqueeze(0), signed, sums, self.groups, own_gradient=True)
+        return total[0].to(value.dtype), torch.cat([found[:sums], -found[sums:low], found[low:]])
+
+
+class PackedSegments(PackedTokens):
     """Sequences packed one after another: token layout [N], whole or one rank's share.
 
     Under context parallelism a rank holds, of every sequence, chunks r and 2·CP−1−r of 2·CP equal ones, in that order
@@ -46,8 +109,10 @@ class PackedSegments(Segments):
         token_index: [N] int64, its place in the whole packed row.
 
     Raises:
-        ShapeError: offsets don't start at 0, decrease, or don't divide into the shares; from the statistics, without a
-            collective: a share was given no groups, or groups in which its rank and size are others.
+        ArgumentError: a rank is outside its size.
+        ShapeError: offsets aren't integers, don't start at 0, decrease, or don't divide into the shares; from the
+            statistics, without a collective: a share was given no groups, or groups in which its rank and size are
+            others.
 
     Source: Megatron-LM ``get_thd_partitioned_indices``; Fast-LLM PR 502 for the sequence-parallel slices.
     """
@@ -63,13 +128,16 @@ class PackedSegments(Segments):
         sp_size: int = 1,
         groups: across.Groups = (),
     ) -> None:
-        offsets = torch.as_tensor(cu_seqlens, dtype=torch.int64, device="cpu")
+        offsets = torch.as_tensor(cu_seqlens, device="cpu")
+        if offsets.numel() and (offsets.is_floating_point() or offsets.is_complex() or offsets.dtype == torch.bool):
+            raise ShapeError(f"cu_seqlens must be integers, token offsets of the sequences, but it is {offsets.dtype}")
+        offsets = offsets.to(torch.int64)
         lengths = offsets.diff()
         if offsets.dim() != 1 or offsets.numel() == 0 or int(offsets[0]) != 0 or bool((lengths < 0).any()):
             raise ShapeError(f"cu_seqlens must be non-decreasing offsets that start at 0, but it is {offsets.tolist()}")
         for kind, rank, size in (("cp", cp_rank, cp_size), ("sp", sp_rank, sp_size)):
             if not 0 <= rank < size:
-                raise ShapeError(f"{kind}_rank must be from 0 to {kind}_size - 1 = {size - 1}, but it is {rank}")
+                raise ArgumentError(f"{kind}_rank must be from 0 to {kind}_size - 1 = {size - 1}, but it is {rank}")
         if cp_size > 1 and bool((lengths % (2 * cp_size) != 0).any()):
             raise ShapeError(
                 f"each padded sequence length must be a multiple of 2·{cp_size} for context-parallel size {cp_size}, "
@@ -82,8 +150,7 @@ class PackedSegments(Segments):
                 "shares, sp_size; pad the packed row"
             )
         self.count = lengths.numel()
-        self.crosses_ranks = bool(groups)
-        self._groups = groups
+        self.groups = groups
         self._shares = ((cp_rank, cp_size), (sp_rank, sp_size))
         self._identity = (self.count, int(offsets[-1]), int((offsets * torch.arange(1, self.count + 2)).sum()))
 
@@ -100,75 +167,73 @@ class PackedSegments(Segments):
         self.position = local + torch.where(local < chunk, cp_rank, 2 * (cp_size - 1) - cp_rank) * chunk
         self.token_index = start + self.position
 
-    def verify(self) -> None:
+    def verify(self, **sequences: Tensor) -> None:
         """Compare the packing over the groups, by one small all-gather a group that is read back.
 
         Ranks that hold other sequences, or two that hold the same share, give wrong numbers or bring the process group
         down; this names them. For a trainer's first step.
 
+        Args:
+            sequences: [S] tensors that the ranks must hold alike, such as ``sample_mask`` and ``rewards``, by name.
+
         Raises:
-            ShapeError: the ranks don't hold the shares of one packed row; on all of them.
+            RanksDisagreeError: the ranks don't hold the shares of one packed row, or hold other values of
+                ``sequences``; on all of them.
         """
-        self._check_groups()
+        self.check()
         (cp_rank, cp_size), (sp_rank, sp_size) = self._shares
         ranks = torch.tensor([[*self._identity, sp_rank * cp_size + cp_rank]], device=self._ids.device)
-        for group in self._groups:
+        for group in self.groups:
             ranks = across.gathered(ranks, group).flatten(0, 1)
         *packings, shares = zip(*ranks.tolist(), strict=True)
         if any(len(set(found)) > 1 for found in packings):
-            raise ShapeError(
+            raise RanksDisagreeError(
                 f"the ranks hold different packings: {list(packings[0])} sequences and {list(packings[1])} tokens in "
                 "cu_seqlens, by rank, or sequences of other lengths; give all ranks of the groups the same cu_seqlens"
             )
         if sorted(shares) != list(range(cp_size * sp_size)):
-            raise ShapeError(
+            raise RanksDisagreeError(
                 f"the ranks hold the shares {list(shares)} (sp_rank·cp_size + cp_rank), but together they must be 0 to "
                 f"{cp_size * sp_size - 1}, each once; give every rank its own cp_rank and sp_rank"
             )
+        for name, value in sequences.items():
+            held = value.detach().double().reshape(1, -1)
+            for group in self.groups:
+                held = across.gathered(held, group).flatten(0, 1)
+            differs = ((held != held[0]) & ~(held.isnan() & held[0].isnan())).any(dim=0).nonzero().flatten().tolist()
+            if differs:
+                raise RanksDisagreeError(
+                    f"the ranks hold different {name} for the same sequences, the first is sequence {differs[0]} with "
+                    f"{held[:, differs[0]].tolist()} by rank; give all ranks that share sequences the same {name}"
+                )
 
     def pool(
         self, sums: Mapping[str, Tensor], lowest: Mapping[str, Tensor] = NONE, highest: Mapping[str, Tensor] = NONE
     ) -> Pooled:
-        """See :meth:`Segments.pool`.
+        """See :meth:`Segments.pool`; one collective a group."""
+        self.check()
+        return super().pool(sums, lowest, highest)
 
-        One all-gather of [k, S] a group, and one backward for the sums through which a gradient flows.
+    def whole(self, value: Tensor, rest: Tensor, *, sums: int, lowest: int) -> tuple[Tensor, Tensor]:
+        """See :meth:`Segments.whole`; one collective a group."""
+        self.check()
+        return super().whole(value, rest, sums=sums, lowest=lowest)
+
+    def check(self) -> None:
+        """Raise unless this share's groups are those that it is a share in; reads their sizes, no collective.
+
+        Raises:
+            ShapeError: they are not.
         """
-        self._check_groups()
-        # Minima travel as maxima of the negative.
-        values = [*sums.values(), *(-value.detach() for value in lowest.values()), *highest.values()]
-        if not values:
-            return Pooled({}, {}, {})
-        values = [value.expand(self._ids.shape) for value in values]
-        found = across.pool(values, len(sums), offsets=self._offsets, ids=self._ids, groups=self._groups)
-        peaks = found[len(sums) :]
-        return Pooled(
-            dict(zip(sums, found, strict=False)),
-            {name: -peak for name, peak in zip(lowest, peaks, strict=False)},
-            dict(zip(highest, peaks[len(lowest) :], strict=True)),
-        )
-
-    def spread(self, values: Tensor) -> Tensor:
-        """[S] to [N]."""
-        return across.spread(values, offsets=self._offsets, ids=self._ids)
-
-    def whole(self, sums: Tensor, lowest: Tensor, highest: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """See :meth:`Segments.whole`. One all-gather of [m + i + j] a group."""
-        self._check_groups()
-        local = torch.cat([part.detach().double() for part in (sums, -lowest, highest)])
-        total = across.merged(local, len(sums), self._groups)
-        low, high = len(sums), len(sums) + len(lowest)
-        return total[:low], -total[low:high], total[high:]
-
-    def _check_groups(self) -> None:
         split = [share for share in self._shares if share[1] > 1]
-        if not self._groups:
+        if not self.groups:
             if split:
                 raise ShapeError(
                     "these segments are a share of the packed row, and no groups were given over which their "
                     "statistics could be whole; give groups=(context-parallel group,)"
                 )
             return
-        found = [(dist.get_rank(group), dist.get_world_size(group)) for group in self._groups]
+        found = [(dist.get_rank(group), dist.get_world_size(group)) for group in self.groups]
         (cp_rank, cp_size), (sp_rank, sp_size) = self._shares
         if len(found) == 1 and len(split) == 2:
             fits = found[0][1] == cp_size * sp_size  # in whatever order its ranks are

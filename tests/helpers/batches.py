@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from nemo_geomask import build_loss
+from nemo_geomask.segments import PackedSegments
 
 TOKEN_KEYS = (
     "advantages",
@@ -33,6 +34,18 @@ class Batch:
     def rows(self, index: Any) -> Batch:
         """The rows of a permutation or a slice, under the same global counts."""
         return replace(self, curr=self.curr[index], data={key: value[index] for key, value in self.data.items()})
+
+
+def packed_rows(batch: Batch, *, cp_rank: int = 0, cp_size: int = 1, groups: Any = ()) -> tuple[Any, Any, Any]:
+    """The padded rows as packed ones: log-probs, data and segments of this rank."""
+    rows, width = batch.curr.shape
+    whole = {key: value[:, 1:].reshape(-1) for key, value in batch.data.items() if value.dim() == 2}
+    whole |= {key: value for key, value in batch.data.items() if value.dim() == 1}
+    offsets = [width * row for row in range(rows + 1)]
+    segments = PackedSegments(offsets, cp_rank=cp_rank, cp_size=cp_size, groups=groups)
+    index = segments.token_index
+    mine = {key: value[index] if key in TOKEN_KEYS else value for key, value in whole.items()}
+    return batch.curr.reshape(-1)[index], mine, segments
 
 
 @dataclass(frozen=True)

@@ -163,7 +163,7 @@ class _Evaluation:
                 wrong = [name for name in names if not math.isfinite(token[keys.get(name, name)])]
                 for name in wrong:
                     bad[name] += 1
-                if not [name for name in wrong if name not in keys]:
+                if not wrong:
                     good.append(token)
             if len(good) < len(row) and config.nonfinite == "raise":
                 raise ArithmeticError("non-finite")

@@ -12,7 +12,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from nemo_geomask import build_loss
 from nemo_geomask.errors import NonFiniteError, ShapeError
-from nemo_geomask.losses.batch import read_packed
 from nemo_geomask.parallel.processes import RankError, beside, run
 from nemo_geomask.segments import PackedSegments
 from tests.helpers import batches, oracle
@@ -123,8 +122,8 @@ def test_packed_equals_oracle(name):
 
 
 def spoilt():
-    """Batches with a bad value in a sequence's first token, which lies on another rank than the rest of it: NaN in what
-    is dropped for it, alone and together with one of the model's own in the same sequence, and one of the model's."""
+    """Batches with a bad value in a sequence's first token, which lies on another rank than the rest of it, of the
+    engine's, of the model's, and both."""
     batch = batches.rollouts(seed=4, width=23)
     gen, curr = batch.data["generation_logprobs"].clone(), batch.curr.clone()
     gen[0, 3], curr[0, 9] = torch.nan, torch.nan
@@ -169,22 +168,12 @@ def test_context_parallel_equals_oracle(world):
     assert all("1 in data['generation_logprobs']" in message for _, message in results)
     for name, config in SPOILT.items():
         for nonfinite in ("drop_sequence", "drop_token"):
-            mine = [found[name, "gen", nonfinite] for found, _ in results]
-            check(mine, {**config, "nonfinite": nonfinite}, spoilt()["gen"])
-        # Gone with its sequence, whatever else that held; else it shows.
-        dropped = [(found[name, "gen", "drop_sequence"], found[name, "both", "drop_sequence"]) for found, _ in results]
-        for clean, worse in dropped:
-            assert clean[0] == worse[0]
-            assert worse[1] == {**clean[1], "geomask/nonfinite_curr": 1.0}
-            np.testing.assert_array_equal(clean[3], worse[3])
-        for kind, nonfinite in (("both", "drop_token"), ("curr", "drop_sequence"), ("curr", "drop_token")):
-            for found, _ in results:
-                loss, metrics, *_ = found[name, kind, nonfinite]
-                assert np.isnan(loss)
-                assert metrics["geomask/nonfinite_curr"] == 1
+            for kind, bad in spoilt().items():
+                mine = [found[name, kind, nonfinite] for found, _ in results]
+                check(mine, {**config, "nonfinite": nonfinite}, bad)
 
 
-# Rows of the statistics beyond the three that every loss has (tokens, bad tokens, weight), and of their gradient.
+# Rows of the statistics beyond lengths, bad tokens and weight, and of their gradient.
 ROWS = {
     "ppo": ({}, 0, 0),
     "gspo": (VARIANTS["gspo"], 3, 1),  # its weight is a sequence's, reported even where it isn't applied
@@ -235,7 +224,8 @@ def _counted(rank, world):
                 loss, metrics = loss_fn.packed(curr[index].requires_grad_(), share, segments, batch.seqs, batch.toks)
             with Watch() as backward:
                 loss.backward()
-            found[name, len(groups)] = (forward.seen, backward.seen, len(metrics))
+            own = (loss_fn.config.normalization == "sequences") + (loss_fn.config.nonfinite == "drop_sequence")
+            found[name, len(groups)] = (forward.seen, backward.seen, len(metrics), own)
     return found
 
 
@@ -243,10 +233,12 @@ def _counted(rank, world):
 def test_collectives_are_few_and_small():
     sequences = len(packed(batches.rollouts(seed=4, width=23))[2]) - 1
     for found in run(2, _counted):
-        for (name, groups), (forward, backward, metrics) in found.items():
+        for (name, groups), (forward, backward, metrics, own) in found.items():
             _, rows, gradients = ROWS[name]
             statistics, report = forward[:groups], forward[groups:]
-            assert statistics == [("allgather_base", 8 * (3 + rows) * sequences)] * groups
+            # The length, where the loss is divided by it; what is dropped; and what means are divided by.
+            rows += own + (rows > 0)
+            assert statistics == [("allgather_base", 8 * rows * sequences)] * groups
             assert [kind for kind, _ in report] == ["allgather_base"] * groups
             assert all(size <= 8 * metrics for _, size in report)
             gradient = [("allgather_base", 8 * gradients * sequences)] if gradients else []
@@ -262,13 +254,11 @@ def test_arithmetic_reads_nothing_back():
     count = torch.ones((), device="meta")
     for config in CONFIGS.values():
         loss_fn = build_loss(config)
-        read = read_packed(
-            curr.to("meta").requires_grad_(), data, PackedSegments(offsets, device="meta"), loss_fn.config
-        )
-        loss, metrics = loss_fn._evaluate(read, count, count)
+        segments = PackedSegments(offsets, device="meta")
+        loss, metrics = loss_fn.packed(curr.to("meta").requires_grad_(), data, segments, count, count)
         loss.backward()
-    with pytest.raises(RuntimeError, match="meta"):
-        metrics.read(global_seqs=count, global_toks=count)  # the one copy
+        with pytest.raises(RuntimeError, match="meta"):
+            metrics["loss"]  # the one copy
 
 
 def test_misfits_are_named():

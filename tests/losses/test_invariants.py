@@ -483,14 +483,29 @@ def test_nonfinite_counts_are_of_trained_tokens():
     assert counts["geomask/dropped_sequences"] == 1
 
 
-def test_nonfinite_model_output_shows_in_the_loss_and_is_counted():
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf], ids=str)
+@pytest.mark.parametrize("key", ["curr", "advantages"])
+@every_config
+def test_nonfinite_model_output_and_advantages_have_one_outcome(name, key, value):
+    # Whatever the objective makes of such a number, its sequence takes no part, and it is counted.
     batch = batches.rollouts(1)
-    curr = batch.curr.clone()
     position = trained(batch)[1].nonzero()[1].item()
-    curr[1, position] = math.nan
-    result = batches.evaluate({}, replace(batch, curr=curr))
-    assert math.isnan(result.loss.item())
-    assert result.metrics["geomask/nonfinite_curr"] == 1
+    if key == "curr":
+        curr = batch.curr.clone()
+        curr[1, position] = value
+        broken = replace(batch, curr=curr)
+    else:
+        advantages = batch.data["advantages"].clone()
+        advantages[1, position + 1] = value
+        broken = batch.with_data(advantages=advantages)
+    sample_mask = batch.data["sample_mask"].clone()
+    sample_mask[1] = 0.0
+    expected = batches.evaluate(LOSSES[name], batch.with_data(sample_mask=sample_mask))
+    result = batches.evaluate(LOSSES[name], broken)
+    assert torch.equal(result.loss, expected.loss)
+    assert torch.equal(result.grad, expected.grad)
+    assert result.metrics[f"geomask/nonfinite_{key}"] == 1
+    assert result.metrics["geomask/dropped_sequences"] == 1
 
 
 @pytest.mark.parametrize("level", ["token", "sequence", "sequence_mean"])
@@ -600,7 +615,7 @@ def test_calls_leave_no_trace(name):
 
 
 @every_config
-def test_device_is_read_once(name, monkeypatch):
+def test_device_is_read_once_and_when_metrics_are(name, monkeypatch):
     batch = batches.rollouts(1)
     reads = []
     for method in ("item", "tolist", "__bool__", "__float__", "__int__"):
@@ -611,7 +626,10 @@ def test_device_is_read_once(name, monkeypatch):
             return _original(self, *args)
 
         monkeypatch.setattr(torch.Tensor, method, counting)
-    LOSSES[name](batch.curr, batch.data, torch.tensor(batch.seqs), torch.tensor(batch.toks))
+    _, metrics = LOSSES[name](batch.curr, batch.data, torch.tensor(batch.seqs), torch.tensor(batch.toks))
+    assert reads == []
+    assert metrics["loss"] == metrics["loss"]
+    assert len(dict(metrics)) > 20
     assert reads == ["tolist"]
 
 

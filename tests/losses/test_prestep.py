@@ -11,7 +11,7 @@ from nemo_geomask.losses import BeforeStep
 from nemo_geomask.losses.loss import PREPARED
 from nemo_geomask.losses.prestep import untrained_metrics
 from tests.helpers import oracle
-from tests.helpers.batches import evaluate, rollouts
+from tests.helpers.batches import evaluate, one_row, rollouts, stack
 
 ICEPOP = {"preset": "icepop", "min": 0.7, "max": 1.6}
 GEOMETRIC = {"preset": "geometric", "min": 0.85, "max": 1.2}
@@ -70,6 +70,25 @@ def test_a_batch_of_mostly_nonfinite_log_probs_is_vetoed(value):
     # What is dropped does not train, so one bad response costs no batch.
     assert look(few).metrics == {"geomask/batch_kl": 0.0, "geomask/batch_vetoed": 0.0}
     assert look(most).metrics == {"geomask/batch_kl": math.inf, "geomask/batch_vetoed": 1.0}
+
+
+@pytest.mark.parametrize(("bad", "kl"), [(1, 0.0), (2, 0.0), (3, math.inf)])
+def test_half_of_the_tokens_must_have_finite_log_probs(bad, kl):
+    batch = stack(*[one_row(curr=[-1.0, -2.0], prev=[-1.0, -2.0]) for _ in range(4)])
+    gen = batch.data["generation_logprobs"].clone()
+    gen[:bad] = math.nan
+    decision = BeforeStep(settings(batch_veto={"max": 0.1}))({**batch.data, "generation_logprobs": gen})
+    assert decision.metrics["geomask/batch_kl"] == kl
+    assert decision.train == (kl == 0)
+
+
+@pytest.mark.parametrize("key", ["token_mask", "sample_mask"])
+def test_what_is_counted_is_whole(key):
+    batch = rollouts(seed=1)
+    data = {**batch.data, key: batch.data[key] * 0.5}
+    look = BeforeStep(settings(denominator="kept", masks=[{"preset": "icepop", "min": 0.5, "max": 2.0}]))
+    with pytest.raises(DataError, match=rf"data\['{key}'\] must hold 0 and 1 only, but it holds 0.5"):
+        look(data)
 
 
 def test_a_batch_without_a_token_to_train_says_nothing():

@@ -1,12 +1,13 @@
 """Segments: sums, extremes and spreading for padded rows, packed tokens and context-parallel shares."""
 
 import itertools
+import math
 
 import numpy as np
 import pytest
 import torch
 
-from nemo_geomask.errors import ShapeError
+from nemo_geomask.errors import ArgumentError, RanksDisagreeError, ShapeError
 from nemo_geomask.parallel.processes import run
 from nemo_geomask.segments import PackedSegments, PaddedSegments
 from tests.helpers.shares import shares
@@ -124,16 +125,25 @@ def test_offsets_that_make_no_sense_are_refused(offsets, sizes, message):
         PackedSegments(offsets, **sizes)
 
 
+@pytest.mark.parametrize("wrong", [[0.0, 8.0], torch.tensor([0.0, 8.0]), torch.tensor([False, True])], ids=str)
+def test_offsets_are_integers(wrong):
+    with pytest.raises(ShapeError, match="cu_seqlens must be integers"):
+        PackedSegments(wrong)
+
+
 @pytest.mark.parametrize("kind", ["cp", "sp"])
 @pytest.mark.parametrize("rank", [-1, 2])
 def test_rank_outside_the_group_is_refused(rank, kind):
-    with pytest.raises(ShapeError, match=f"{kind}_rank must be from 0 to {kind}_size - 1 = 1"):
+    with pytest.raises(ArgumentError, match=f"{kind}_rank must be from 0 to {kind}_size - 1 = 1"):
         PackedSegments([0, 8], **{f"{kind}_rank": rank, f"{kind}_size": 2})
 
 
 def test_statistics_of_a_share_need_groups():
     segments = PackedSegments([0, 8], cp_rank=0, cp_size=2)
-    for statistics in (lambda: segments.sum(torch.zeros(4)), lambda: segments.whole(*[torch.zeros(1)] * 3)):
+    for statistics in (
+        lambda: segments.sum(torch.zeros(4)),
+        lambda: segments.whole(torch.zeros(()), torch.zeros(3), sums=1, lowest=1),
+    ):
         with pytest.raises(ShapeError, match="no groups were given"):
             statistics()
 
@@ -162,8 +172,9 @@ def _over_ranks(rank, world):
         x, still, y = map(segments.spread, pooled.sums.values())
         part = (x.tanh() * mine + y.sin() + still * mine).sum()
         part.backward()
-        ends = (part.detach()[None], mine.detach().amin()[None], mine.detach().amax()[None])
-        tensors = (segments.token_index, mine.grad, pooled.lowest["x"], pooled.highest["x"], *segments.whole(*ends))
+        ends = torch.stack([part.detach(), mine.detach().amin(), mine.detach().amax()])
+        value, rest = segments.whole(part.detach(), ends, sums=1, lowest=1)
+        tensors = (segments.token_index, mine.grad, pooled.lowest["x"], pooled.highest["x"], value, rest)
         found.append([tensor.numpy() for tensor in tensors])
     return found
 
@@ -181,10 +192,10 @@ def test_sharded_equals_whole(world):
     ends = [(s, e) for s, e in itertools.pairwise(OFFSETS)]
     for results in zip(*run(world, _over_ranks), strict=True):
         assert sorted(np.concatenate([index for index, *_ in results])) == list(range(OFFSETS[-1]))
-        for index, grad, low, high, value, lowest, highest in results:
+        for index, grad, low, high, value, (again, lowest, highest) in results:
             np.testing.assert_allclose(grad, whole.grad[index], rtol=1e-10, atol=1e-12)
             assert value == pytest.approx(total.item(), rel=1e-10)
-            assert value.tobytes() == results[0][4].tobytes()
+            assert value.tobytes() == again.tobytes() == results[0][4].tobytes()
             assert low.tolist() == [whole[s:e].min().item() if e > s else np.inf for s, e in ends]
             assert high.tolist() == [whole[s:e].max().item() if e > s else -np.inf for s, e in ends]
             assert (lowest.item(), highest.item()) == (whole.min().item(), whole.max().item())
@@ -204,8 +215,8 @@ def _misfits(rank, world):
     def attempt(name, statistics, offsets, groups, **shares):
         try:
             statistics(PackedSegments(offsets, groups=groups, **shares))
-        except ShapeError as error:
-            found[name] = str(error)
+        except (ShapeError, RanksDisagreeError) as error:
+            found[name] = f"{type(error).__name__}: {error}"
 
     def pool(segments):
         segments.sum(torch.zeros(segments.token_index.shape))
@@ -222,6 +233,16 @@ def _misfits(rank, world):
     attempt("sequences", verify, [0, 8, 16] if rank else [0, 16], (every,), **quarter)
     attempt("lengths", verify, [0, 4, 16] if rank else [0, 12, 16], (cp_group, sp_group), **quarter)
     attempt("twice", verify, [0, 8], (every,), **half, sp_rank=0, sp_size=2)
+    for name in ("sample_mask", "rewards"):
+        held = torch.tensor([1.0, float(rank != 2), math.nan])
+        attempt(
+            name,
+            lambda segments, key=name, value=held: segments.verify(**{key: value}),
+            [0, 8, 16, 24],
+            (every,),
+            **quarter,
+        )
+    PackedSegments([0, 8], groups=(every,), **quarter).verify(sample_mask=torch.ones(1), rewards=torch.zeros(1))
     return found
 
 
@@ -230,8 +251,12 @@ def test_misfits_of_ranks_and_groups_are_named():
     results = run(4, _misfits)
     wrong = {"size", "rank", "no share", "one of two", "order", "three", "sequences", "lengths", "twice"}
     for rank, found in enumerate(results):
-        assert set(found) == wrong
+        assert set(found) == wrong | {"sample_mask", "rewards"}
         assert f"(cp_rank, cp_size) is ({rank // 2}, 2)" in found["size"]
         assert "[1, 2, 2, 2] sequences and [16, 16, 16, 16] tokens" in found["sequences"]
         assert "sequences of other lengths" in found["lengths"]
         assert "hold the shares [0, 0, 1, 1]" in found["twice"]
+        compared = {"sequences", "lengths", "twice", "sample_mask", "rewards"}
+        assert {name for name, text in found.items() if text.startswith("RanksDisagreeError")} == compared
+        for name in ("sample_mask", "rewards"):
+            assert f"different {name} for the same sequences" in found.pop(name)

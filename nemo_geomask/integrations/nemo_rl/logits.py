@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -17,18 +17,17 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from nemo_geomask import functional as F
 from nemo_geomask.errors import ConfigError, Problem, ShapeError
 from nemo_geomask.integrations.logprobs import logprob_backend
 from nemo_geomask.integrations.nemo_rl.workers import WorkerError
 from nemo_geomask.integrations.packing import IGNORE, check_rows, pack_rows
 from nemo_geomask.losses import PolicyLoss, protocol
+from nemo_geomask.metrics import Metrics
 from nemo_geomask.segments import PackedSegments
 
 __all__ = ["LogitLoss"]
 
 Group = dist.ProcessGroup | None
-Metrics = MutableMapping[str, float]
 
 
 class _Unknown(enum.Enum):
@@ -111,7 +110,7 @@ class LogitLoss:
         Args:
             logits: [B, P/CP, V/TP], divided by the temperature already: this rank's columns and its load-balanced
                 share of each row; P ≥ T is the padded length. Or a DTensor of them, over meshes ``tp`` and ``cp``.
-            data: see :func:`nemo_geomask.losses.batch.read_nemo_rl`, and ``input_ids`` [B, T].
+            data: see :func:`nemo_geomask.losses.batch.take_padded`, and ``input_ids`` [B, T].
             global_valid_seqs: as for :class:`~nemo_geomask.losses.PolicyLoss`.
             global_valid_toks: likewise.
             vocab_parallel_group: Megatron's tensor-parallel group, None where there is none; a DTensor knows its own.
@@ -264,7 +263,7 @@ def _tensor_parallel(logits: DTensor) -> tuple[Tensor, Group]:
 
 def _for_division(value: Tensor, metrics: Metrics, size: int) -> tuple[Tensor, Metrics]:
     """The gradient times the context-parallel size, by which NeMo-RL divides the loss."""
-    return F.with_derivative(value, value=value.detach(), derivative=torch.full_like(value, size)).clone(), metrics
+    return value.detach() + size * (value - value.detach()), metrics
 
 
 def _check_shape(logits: Tensor, data: Mapping[str, Any]) -> None:

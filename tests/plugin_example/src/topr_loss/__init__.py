@@ -32,7 +32,6 @@ def surrogate(inputs: SurrogateInputs, means: Mapping[str, Tensor]) -> F.Surroga
         loss=-inputs.advantages * weight * inputs.curr,
         ratio=ratio,
         ratio_clamped=capped,
-        clip_side=torch.sign(ratio - capped),
     )
 
 

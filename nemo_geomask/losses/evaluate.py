@@ -1,0 +1,142 @@
+"""The one pass: read, observe, correct, reject, surrogate, reduce. Tensors in, a scalar and a vector out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nemo_geomask import functional as F
+from nemo_geomask.config import LossConfig
+from nemo_geomask.losses.batch import Raw, TokenBatch, read
+from nemo_geomask.losses.correction import correct
+from nemo_geomask.losses.observe import Observed, observe, rule_statistics
+from nemo_geomask.losses.rejection import reject
+from nemo_geomask.losses.report import report_batch, report_surrogate
+from nemo_geomask.losses.variant import SurrogateInputs, Variant
+from nemo_geomask.metrics import Label, Metric, Normalizer, Sums
+from nemo_geomask.segments import Segments
+
+__all__ = ["Objective", "evaluate"]
+
+
+@dataclass(frozen=True)
+class Objective:
+    """What is computed: settings in force, the variant and its own settings."""
+
+    config: LossConfig
+    variant: Variant
+    options: Any
+
+
+def evaluate(
+    objective: Objective,
+    raw: Raw,
+    layout: Segments,
+    tensors: tuple[Tensor, ...],
+    global_seqs: Tensor,
+    global_toks: Tensor,
+) -> tuple[Tensor, tuple[Tensor, ...], tuple[Label, ...]]:
+    """Loss and metrics of one microbatch.
+
+    Args:
+        objective: what is computed.
+        raw: the microbatch.
+        layout: the kind of its layout, and over which ranks.
+        tensors: those of the layout.
+        global_seqs: 0-d float32, valid sequences in the optimiser step.
+        global_toks: 0-d float32, valid tokens in it.
+
+    Returns:
+        The loss, float32 0-d, its value over all ranks and its gradient that of this rank's part; the metrics' sums
+        over all ranks, and their labels.
+    """
+    config, variant, segments = objective.config, objective.variant, layout.of(*tensors)
+    batch, of_batch = read(raw, segments)
+    inputs = SurrogateInputs(batch.curr, batch.log_ratio, batch.advantages, config, objective.options)
+    pooled = variant.pool(inputs) if variant.pool is not None else {}
+    sums, extremes = rule_statistics(batch, config.rules_in_loss)
+    if config.correction_level != "token" or config.truncation == "seq-mask-tis":
+        sums["mismatch.ratio"] = batch.mismatch
+    sums |= {f"variant.{name}": value for name, value in pooled.items()}
+    by_length = config.normalization == "sequences"
+    local = config.positive_example_nll_normalization == "microbatch"
+    seen, reports = observe(
+        batch,
+        sums=sums,
+        extremes=extremes,
+        nonfinite=config.nonfinite,
+        declared=by_length,
+        count=local and batch.rewards is not None,
+    )
+    metrics = Sums(seen.weight, seen.sample_mask, segments, nemo_rl=config.metrics == "nemo_rl")
+    metrics.add(reports)
+    metrics.add(of_batch, always=config.nonfinite == "raise")  # then the caller looks at them
+
+    weight, reports = correct(batch, seen, config)
+    metrics.add(reports)
+    kept, reports = reject(batch, seen, config.rules_in_loss)
+    metrics.add(reports)
+    surrogate = variant.surrogate(inputs, {name: segments.spread(seen.mean(f"variant.{name}")) for name in pooled})
+    metrics.add(report_surrogate(surrogate, batch, seen))
+
+    coefficient = F.token_coefficients(
+        config.normalization,
+        mask=seen.weight,
+        tokens_of_sequence=segments.spread(seen.declared) if by_length else None,
+        global_seqs=global_seqs,
+        global_toks=global_toks,
+        constant=config.loss_normalization_constant,
+    )
+    per_token = surrogate.loss if weight is None else weight * surrogate.loss
+    if kept is not None:
+        per_token = torch.where(kept, per_token, 0.0)
+    loss = (coefficient * per_token).sum()
+    own: Normalizer = "tokens" if config.normalization == "tokens" else "sequences"
+    kl, nll = _kl(batch, coefficient, config), _positive_nll(batch, seen, coefficient, config)
+    if kl is not None:
+        loss = loss + config.kl_coefficient * kl
+    if nll is not None:
+        loss = loss + config.positive_example_nll_weight * nll
+    # Trained tokens under a count that says there are none: no number is right.
+    count = global_toks if own == "tokens" else global_seqs
+    loss = torch.where((count > 0) | (seen.weight.sum() == 0), loss, torch.nan)
+
+    zero = torch.zeros_like(loss)
+    metrics.add(
+        [
+            Metric(("loss",), "part", lambda: loss, own),
+            Metric(("kl_penalty",), "part", lambda: zero if kl is None else kl, own),
+            Metric(("positive_nll_loss",), "part", lambda: zero if nll is None else nll, "none" if local else own),
+            *report_batch(batch, config.reference_policy_kl_type),
+        ]
+    )
+    return metrics.whole(loss)
+
+
+def _kl(batch: TokenBatch, coefficient: Tensor, config: LossConfig) -> Tensor | None:
+    if batch.ref is None:
+        return None
+    kl = F.kl_penalty(
+        curr=batch.curr_kl,
+        ref=batch.ref,
+        prev=batch.prev,
+        gen=batch.gen,
+        value=config.reference_policy_kl_type,
+        gradient=config.reference_policy_kl_gradient,
+        importance_weighted=config.use_on_policy_kl_approximation,
+        input_clamp=config.kl_input_clamp_value,
+        output_clamp=config.kl_output_clamp_value,
+    )
+    return (coefficient * kl).sum()
+
+
+def _positive_nll(batch: TokenBatch, seen: Observed, coefficient: Tensor, config: LossConfig) -> Tensor | None:
+    if batch.rewards is None:
+        return None
+    positive = (batch.rewards > 0).float()
+    if config.positive_example_nll_normalization == "microbatch":
+        coefficient = seen.weight * F.inverse_count((seen.tokens * seen.sample_mask * positive).sum())
+    return -(batch.curr * coefficient * batch.segments.spread(positive)).sum()

@@ -1,0 +1,130 @@
+"""Every statistic of every sequence that a loss needs, pooled once.
+
+Weights, masks, the variant and the check for non-finite values each say what they need of a sequence; all of it is
+one reduction, and under context parallelism one stage of collectives, whatever the layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from nemo_geomask import functional as F
+from nemo_geomask.config import MaskRule
+from nemo_geomask.losses.batch import TokenBatch
+from nemo_geomask.metrics import Metric
+
+__all__ = ["Observed", "observe", "rule_key", "rule_statistics"]
+
+
+class Observed(NamedTuple):
+    """What is known of the sequences, and which tokens train after all.
+
+    A dropped sequence has the statistics of an empty one.
+
+    Attributes:
+        trains: token layout, float32: 1 at tokens with finite values, of sequences that aren't dropped, else 0.
+        weight: token layout, float32: token mask times sample mask where ``trains``, else 0.
+        sample_mask: [S] float32, 0 also for a dropped sequence.
+        declared: [S], trained tokens of each sequence as the batch declares them; 0 where not asked for.
+        tokens: [S], summed token mask of those that train after all; 0 where nothing was to be pooled.
+        empty: [S] bool, no token left to train.
+        sums: [S] each, of the tensors asked for, under the token mask.
+        lowest: [S] each, over trained tokens.
+        highest: likewise.
+    """
+
+    trains: Tensor
+    weight: Tensor
+    sample_mask: Tensor
+    declared: Tensor
+    tokens: Tensor
+    empty: Tensor
+    sums: dict[str, Tensor]
+    lowest: dict[str, Tensor]
+    highest: dict[str, Tensor]
+
+    def mean(self, key: str) -> Tensor:
+        """[S] mean of a tensor over the sequence's trained tokens; 0 for an empty one."""
+        return self.sums[key] / torch.where(self.empty, 1.0, self.tokens)
+
+
+def rule_key(rule: MaskRule) -> str:
+    """Of what the rule pools, among the statistics."""
+    return f"{rule.log_ratio}.{rule.statistic}"
+
+
+def rule_statistics(batch: TokenBatch, rules: Iterable[MaskRule]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Token tensors whose sums, and those whose extremes, the rules need of each sequence."""
+    sums: dict[str, Tensor] = {}
+    extremes: dict[str, Tensor] = {}
+    for rule in rules:
+        if rule.level == "token":
+            continue
+        into = extremes if rule.level == "sequence_max" else sums
+        into[rule_key(rule)] = F.token_statistic(batch.log_ratios(rule.log_ratio), rule.statistic)
+        if rule.when != "always":
+            sums["advantages"] = batch.advantages
+    return sums, extremes
+
+
+def observe(
+    batch: TokenBatch,
+    *,
+    sums: Mapping[str, Tensor],
+    extremes: Mapping[str, Tensor],
+    nonfinite: Literal["drop_sequence", "drop_token", "raise"],
+    declared: bool = False,
+    count: bool = False,
+) -> tuple[Observed, list[Metric]]:
+    """Pool token tensors over their sequences.
+
+    Args:
+        batch: the microbatch.
+        sums: token tensors to sum over trained tokens, differentiable.
+        extremes: those to take the minimum and maximum of.
+        nonfinite: whether a token with a non-finite value drops its sequence; under ``raise`` the caller stops.
+        declared: whether :attr:`Observed.declared` is wanted.
+        count: whether :attr:`Observed.tokens` is wanted where nothing else is pooled.
+
+    Returns:
+        The statistics, and ``num_valid_samples`` and ``geomask/dropped_sequences``.
+    """
+    segments, token_mask = batch.segments, batch.token_mask
+    wanted = {"declared": token_mask} if declared else {}
+    if nonfinite == "drop_sequence":
+        wanted["bad"] = batch.bad
+    if sums or extremes or count:
+        mask = token_mask * batch.trains
+        wanted |= {"count": mask, **{f"sum {name}": value * mask for name, value in sums.items()}}
+    none = batch.trains == 0 if extremes else batch.trains
+    pooled = segments.pool(
+        wanted,
+        {name: torch.where(none, torch.inf, value) for name, value in extremes.items()},
+        {name: torch.where(none, -torch.inf, value) for name, value in extremes.items()},
+    )
+    found, sample_mask = pooled.sums, batch.sample_mask
+    zero = sample_mask * 0
+    dropped = torch.sign(found.get("bad", zero))
+    alive = 1 - dropped
+    on_tokens = segments.spread(alive)
+    counted = found.get("count", zero) * alive
+    gone = dropped != 0
+    observed = Observed(
+        trains=batch.trains * on_tokens,
+        weight=batch.weight * on_tokens,
+        sample_mask=sample_mask * alive,
+        declared=found.get("declared", zero),
+        tokens=counted,
+        empty=counted == 0,
+        sums={name: torch.where(gone, 0.0, found[f"sum {name}"]) for name in sums},
+        lowest={name: torch.where(gone, torch.inf, value) for name, value in pooled.lowest.items()},
+        highest={name: torch.where(gone, -torch.inf, value) for name, value in pooled.highest.items()},
+    )
+    return observed, [
+        Metric(("num_valid_samples",), "count", sample_mask.sum),
+        Metric(("geomask/dropped_sequences",), "count", dropped.sum),
+    ]

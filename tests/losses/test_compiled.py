@@ -1,0 +1,219 @@
+"""One graph: traced whole for every objective and layout, collectives included, with the eager numbers."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch._inductor import metrics as inductor
+from torch._inductor.utils import run_and_get_code
+
+from nemo_geomask import build_loss
+from nemo_geomask.losses import compiled
+from nemo_geomask.losses.batch import keys_read, take_packed, take_padded
+from nemo_geomask.losses.compiled import Compiled
+from nemo_geomask.losses.evaluate import Objective, evaluate
+from nemo_geomask.metrics import Metrics
+from nemo_geomask.parallel.processes import run
+from nemo_geomask.segments import PaddedSegments
+from tests.helpers import batches
+from tests.helpers.batches import MASKS, VARIANTS, packed_rows
+
+CORRECTED = {
+    "name": "gspo",
+    "use_importance_sampling_correction": True,
+    "is_correction_level": "sequence_mean",
+    "masks": [MASKS["geometric"]],
+    "reference_policy_kl_penalty": 0.0,
+}
+CONFIGS: dict[str, dict[str, Any]] = {
+    **VARIANTS,
+    "corrected": CORRECTED,
+    "all masks": {"masks": list(MASKS.values())},
+    "kl by k4": {"reference_policy_kl_type": "k4", "use_on_policy_kl_approximation": True},
+    "nll": {"positive_example_nll_weight": 0.1, "metrics": "nemo_rl"},
+    "drop_token": {"name": "gspo", "nonfinite": "drop_token"},
+}
+
+
+def call(function: Any, config: dict[str, Any], batch: batches.Batch, packed: bool, **place: Any) -> Any:
+    """Loss, gradient and metrics by a pass over one batch."""
+    loss_fn = build_loss(config)
+    names = keys_read(loss_fn.config)
+    counts = torch.tensor(batch.seqs), torch.tensor(batch.toks)
+    if packed:
+        curr, data, segments = packed_rows(batch, **place)
+        curr = curr.clone().requires_grad_()
+        raw = take_packed(curr, data, segments, names)
+    else:
+        curr, segments = batch.curr.clone().requires_grad_(), PaddedSegments()
+        raw = take_padded(curr, batch.data, names)
+    loss, values, labels = function(raw, segments, segments.tensors, *counts)
+    loss.backward()
+    metrics = Metrics(labels, values, global_seqs=counts[0], global_toks=counts[1])
+    return loss.item(), curr.grad, dict(metrics)
+
+
+def objective(config: dict[str, Any]) -> Any:
+    loss_fn = build_loss(config)
+    return functools.partial(evaluate, Objective(loss_fn.config, loss_fn.variant, loss_fn.options))
+
+
+def traced(function: Any) -> Any:
+    # Without Inductor, whose C++ takes a minute; what is traced is the same.
+    return torch.compile(function, backend="aot_eager", fullgraph=True, dynamic=True)
+
+
+def same(one: Any, other: Any) -> None:
+    assert one[0] == pytest.approx(other[0], rel=1e-5, abs=1e-7)
+    torch.testing.assert_close(one[1], other[1], rtol=1e-5, atol=1e-8)
+    assert one[2] == pytest.approx(other[2], rel=1e-4, abs=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_one_graph_whatever_the_batch(name, packed):
+    torch._dynamo.reset()
+    function = objective(CONFIGS[name])
+    graph = traced(function)
+    for seed, width in ((1, 14), (2, 23)):
+        batch = batches.rollouts(seed, width=width)
+        with torch._dynamo.config.patch(error_on_recompile=seed > 1):
+            same(call(graph, CONFIGS[name], batch, packed), call(function, CONFIGS[name], batch, packed))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")], ids=str)
+def test_masked_positions_may_hold_anything(value):
+    torch._dynamo.reset()
+    batch = batches.rollouts(1)
+    masked = batch.data["token_mask"] == 0
+    spoilt = {key: torch.where(masked, value, batch.data[key]) for key in batches.TOKEN_KEYS if key != "token_mask"}
+    curr = torch.where(masked[:, 1:], value, batch.curr)
+    graph = traced(objective(CORRECTED))
+    clean = call(graph, CORRECTED, batch, packed=False)
+    dirty = call(graph, CORRECTED, batches.Batch(curr, {**batch.data, **spoilt}, batch.seqs, batch.toks), packed=False)
+    assert (dirty[0], dirty[2]) == (clean[0], clean[2])
+    assert torch.equal(dirty[1], clean[1])
+
+
+def _over_ranks(rank: int, world: int) -> list[Any]:
+    import torch.distributed as dist
+
+    place = {"cp_rank": rank, "cp_size": world, "groups": (dist.group.WORLD,)}
+    batch = batches.rollouts(3, width=25)  # 24 tokens a row: two chunks a rank
+    found = []
+    for name in ("gspo", "corrected", "ppo"):
+        function = objective(CONFIGS[name])
+        both = [call(one, CONFIGS[name], batch, packed=True, **place) for one in (function, traced(function))]
+        found.append([(loss, grad.numpy(), metrics) for loss, grad, metrics in both])
+    return found
+
+
+@pytest.mark.slow
+def test_collectives_are_in_the_graph():
+    for results in run(2, _over_ranks, timeout=400):
+        for eager, graph in results:
+            same((graph[0], torch.from_numpy(graph[1]), graph[2]), (eager[0], torch.from_numpy(eager[1]), eager[2]))
+
+
+@pytest.mark.slow
+def test_inductor_makes_few_kernels():
+    torch._dynamo.reset()
+    inductor.reset()
+    batch = batches.rollouts(1)
+    loss_fn = build_loss({**CORRECTED, "compile": True})
+    curr, data, segments = packed_rows(batch)
+    curr = curr.clone().requires_grad_()
+
+    def step() -> Any:
+        loss, metrics = loss_fn.packed(curr, data, segments, batch.seqs, batch.toks)
+        loss.backward()
+        return loss, metrics
+
+    (loss, metrics), sources = run_and_get_code(step)
+    expected = call(objective(CORRECTED), CORRECTED, batch, packed=True)
+    same((loss.item(), curr.grad, dict(metrics)), expected)
+    # Calls of generated code, forward and backward; the segments' reductions are torch's own.
+    calls = [
+        line for source in sources for line in source.splitlines() if line.strip().startswith(("cpp_fused", "triton_"))
+    ]
+    calls = [line for line in calls if "async_compile" not in line and "def " not in line]
+    assert 0 < len(calls) <= 8, calls
+
+
+class TestChoice:
+    CPU = torch.device("cpu")
+
+    def test_auto_leaves_a_cpu_alone_and_says_so_once(self, caplog):
+        caplog.set_level(logging.INFO, "nemo_geomask")
+        function = Compiled(lambda x: x + 1, "auto", "gspo")
+        for _ in range(5):
+            assert function(self.CPU, torch.ones(())).item() == 2
+        assert [record.getMessage() for record in caplog.records] == [
+            f"loss_fn.compile, loss 'gspo': {function.choice}"
+        ]
+        assert function.choice.startswith("not compiled, which on a cpu")
+
+    def test_auto_compiles_what_repeats(self, monkeypatch):
+        made = []
+
+        def compiler(function, **settings):
+            made.append(settings)
+            return function
+
+        monkeypatch.setitem(compiled.EAGER_CALLS, "cpu", 2)
+        monkeypatch.setattr(torch, "compile", compiler)
+        function = Compiled(lambda x: x + 1, "auto", "gspo")
+        counts = []
+        for _ in range(4):
+            function(self.CPU, torch.ones(()))
+            counts.append(len(made))
+        assert counts == [0, 0, 1, 1]
+        assert made == [{"fullgraph": True, "dynamic": True}]
+        assert function.choice == "compiled as one graph"
+
+    def test_auto_goes_on_without_a_compiler(self, monkeypatch, caplog):
+        caplog.set_level(logging.INFO, "nemo_geomask")
+        monkeypatch.setitem(compiled.EAGER_CALLS, "cpu", 0)
+
+        def breaks(x):
+            torch._dynamo.graph_break()
+            return x + 1
+
+        function = Compiled(breaks, "auto", "gspo")
+        for _ in range(3):
+            assert function(self.CPU, torch.ones(())).item() == 2
+        assert len(caplog.records) == 1
+        assert "not compiled, Unsupported" in function.choice
+
+    def test_true_does_not_hide_a_failure(self):
+        def breaks(x):
+            torch._dynamo.graph_break()
+            return x + 1
+
+        with pytest.raises(torch._dynamo.exc.Unsupported):
+            Compiled(breaks, True, "gspo")(self.CPU, torch.ones(()))
+
+    def test_the_functions_own_errors_are_its_own(self, monkeypatch):
+        monkeypatch.setitem(compiled.EAGER_CALLS, "cpu", 0)
+        function = Compiled(lambda x: x.no_such_attribute, "auto", "gspo")
+        with pytest.raises(AttributeError, match="no_such_attribute"):
+            function(self.CPU, torch.ones(()))
+
+    def test_false_never_compiles(self, monkeypatch):
+        monkeypatch.setattr(torch, "compile", None)
+        assert Compiled(lambda x: x + 1, False, "gspo")(self.CPU, torch.ones(())).item() == 2
+
+    def test_a_pickled_loss_chooses_anew(self):
+        loss_fn = build_loss({"compile": "auto"})
+        batch = batches.rollouts(1)
+        loss_fn(batch.curr, batch.data, batch.seqs, batch.toks)
+        copy = pickle.loads(pickle.dumps(loss_fn))
+        one, other = batches.evaluate(loss_fn, batch), batches.evaluate(copy, batch)
+        assert torch.equal(one.loss, other.loss)

@@ -1,0 +1,131 @@
+"""The loss object: what it shows of itself, and what it refuses or defines instead of passing silently."""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from nemo_geomask import build_loss
+from nemo_geomask.errors import DataError, NonFiniteError, ShapeError
+from tests.helpers import batches
+from tests.helpers.batches import VARIANTS, packed_rows
+
+every_variant = pytest.mark.parametrize("name", VARIANTS)
+TOKENS = [key for key in batches.TOKEN_KEYS if key.endswith("logprobs")]
+
+
+def test_repr_shows_name_and_settings():
+    loss_fn = build_loss({"name": "gspo", "ratio_clip_c": 3.0, "masks": [{"preset": "opsm", "delta": 0.5}]})
+    shown = repr(loss_fn)
+    assert shown.startswith("PolicyLoss(name='gspo', ")
+    assert "ratio_clip_c=3.0" in shown
+    assert "opsm" in shown
+    assert "kl_input_clamp_value" not in shown
+    assert repr(build_loss({})) == "PolicyLoss(name='clipped_pg')"
+
+
+@pytest.mark.parametrize("name", ["global_valid_seqs", "global_valid_toks"])
+@pytest.mark.parametrize("wrong", [-1.0, math.nan, math.inf, "3", None, torch.ones(2)], ids=str)
+def test_a_count_is_a_number_of_at_least_zero(name, wrong):
+    batch = batches.rollouts(1)
+    counts = {"global_valid_seqs": batch.seqs, "global_valid_toks": batch.toks, name: wrong}
+    with pytest.raises(DataError, match=f"{name} must be one number of at least 0"):
+        build_loss({})(batch.curr, batch.data, **counts)
+
+
+@pytest.mark.parametrize("normalization", ["tokens", "sequences", "documents"])
+@pytest.mark.parametrize("count", [0.0, -3.0])
+def test_trained_tokens_under_a_count_of_zero_give_nan(normalization, count):
+    # 1 / (0 + 1e-8) would make it a loss of −1e8.
+    batch = batches.rollouts(1)
+    config = {"loss_normalization": normalization, "token_level_loss": normalization == "tokens"}
+    loss, _ = build_loss(config)(batch.curr, batch.data, torch.tensor(count), torch.tensor(count))
+    assert loss.isnan()
+    nothing = {**batch.data, "sample_mask": torch.zeros_like(batch.data["sample_mask"])}
+    loss, metrics = build_loss(config)(batch.curr, nothing, torch.tensor(0.0), torch.tensor(0.0))
+    assert loss.item() == 0
+    assert metrics["loss"] == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.complex64, torch.bool], ids=str)
+@pytest.mark.parametrize("key", TOKENS)
+def test_log_probs_are_floating_point(key, dtype):
+    batch = batches.rollouts(1)
+    with pytest.raises(ShapeError, match=rf"data\['{key}'\] must be floating point"):
+        batches.evaluate({}, batch.with_data(**{key: batch.data[key].to(dtype)}))
+
+
+@pytest.mark.parametrize("key", ["advantages", "token_mask", "sample_mask"])
+def test_nothing_is_complex(key):
+    batch = batches.rollouts(1)
+    with pytest.raises(ShapeError, match=rf"data\['{key}'\] must be real"):
+        batches.evaluate({}, batch.with_data(**{key: batch.data[key].to(torch.complex64)}))
+
+
+def test_log_probs_that_were_not_shifted_name_themselves():
+    batch = batches.rollouts(1)
+    with pytest.raises(ShapeError, match=r"next_token_logprobs must be \[B, T-1\]"):
+        batches.evaluate({}, replace(batch, curr=batch.data["prev_logprobs"]))
+
+
+def test_data_that_requires_grad_changes_nothing():
+    batch = batches.rollouts(1)
+    config = {"use_importance_sampling_correction": True, "positive_example_nll_weight": 0.1}
+    expected = batches.evaluate(config, batch)
+    live = {key: value.clone().requires_grad_() for key, value in batch.data.items() if value.is_floating_point()}
+    found = batches.evaluate(config, batch.with_data(**live))
+    assert torch.equal(found.loss, expected.loss)
+    assert torch.equal(found.grad, expected.grad)
+    assert found.metrics == expected.metrics
+    assert all(value.grad is None for value in live.values())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
+@every_variant
+def test_the_default_dtype_plays_no_part(name, dtype):
+    batch = batches.rollouts(1)
+    config = {**VARIANTS[name], "masks": [batches.MASKS["k3_worst"]], "positive_example_nll_weight": 0.1}
+    expected = batches.evaluate(config, batch)
+    # Numbers, whose conversion a default dtype would round or overflow.
+    expected_loss, expected_metrics = build_loss(config)(batch.curr, batch.data, batch.seqs, 70001)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        found = batches.evaluate(build_loss(config), replace(batch, seqs=int(batch.seqs), toks=int(batch.toks)))
+        loss, metrics = build_loss(config)(batch.curr, batch.data, batch.seqs, 70001)
+    finally:
+        torch.set_default_dtype(before)
+    assert found.loss.dtype == torch.float32
+    assert torch.equal(found.loss, expected.loss)
+    assert torch.equal(found.grad, expected.grad)
+    assert found.metrics == expected.metrics
+    assert (loss.item(), metrics) == (expected_loss.item(), expected_metrics)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@every_variant
+def test_raise_raises_for_the_models_own_values_too(name, packed):
+    batch = batches.rollouts(1)
+    curr = batch.curr.clone()
+    curr[1, batch.data["token_mask"][1, 1:].nonzero()[0]] = -math.inf
+    loss_fn = build_loss({**VARIANTS[name], "nonfinite": "raise", "metrics": "nemo_rl"})
+    if packed:
+        logprobs, data, segments = packed_rows(replace(batch, curr=curr))
+        call = functools.partial(loss_fn.packed, logprobs, data, segments)
+    else:
+        call = functools.partial(loss_fn, curr, batch.data)
+    with pytest.raises(NonFiniteError, match="1 in the log-probs given to the loss"):
+        call(batch.seqs, batch.toks)
+
+
+def test_a_trainer_may_divide_the_loss_in_place():
+    batch = batches.rollouts(1)
+    curr = batch.curr.clone().requires_grad_()
+    loss, _ = build_loss({})(curr, batch.data, batch.seqs, batch.toks)
+    loss /= 2
+    loss.backward()
+    torch.testing.assert_close(curr.grad, batches.evaluate({}, batch).grad / 2)
