@@ -52,7 +52,7 @@ def pack_rows(
     place = row * width + torch.where(inside, column, 0)
     packed = {key: torch.where(inside, value, 0) for key, value in _taken(data, place).items()}
     train = packed["token_mask"].bool() & data["sample_mask"].bool()[row]
-    targets = torch.where(train, data["input_ids"].reshape(-1)[place], IGNORE)
+    targets = torch.where(train, data["input_ids"].reshape(-1)[place].to(torch.int64), IGNORE)
     return {**_of_sequences(data), **packed, "targets": targets}
 
 

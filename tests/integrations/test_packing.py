@@ -29,16 +29,20 @@ def test_predicted_tokens_are_those_after_the_first_of_each_sequence():
     assert set(packed) == {"advantages", "token_mask", "sample_mask", "input_lengths"}
 
 
-def test_a_packed_row_holds_for_each_position_the_token_that_it_predicts():
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32], ids=str)
+def test_a_packed_row_holds_for_each_position_the_token_that_it_predicts(dtype):
     starts = torch.tensor([0, 6, 10])
     segments = PackedSegments([0, 6, 10, 16])
-    packed = pack_rows(DATA, segments, starts=starts, lengths=torch.tensor([4, 2, 6]))
+    packed = pack_rows(
+        {**DATA, "input_ids": DATA["input_ids"].to(dtype)}, segments, starts=starts, lengths=torch.tensor([4, 2, 6])
+    )
     ids, mask = [IGNORE] * 16, [0.0] * 16
     for row, (start, length) in enumerate(zip(starts.tolist(), (4, 2, 6), strict=True)):
         for position in range(length - 1):
             mask[start + position] = 1.0
             if row != 1:
                 ids[start + position] = int(DATA["input_ids"][row, position + 1])
+    assert packed["targets"].dtype == torch.int64
     assert packed["targets"].tolist() == ids
     assert packed["token_mask"].tolist() == mask
 
