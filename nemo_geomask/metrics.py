@@ -24,11 +24,12 @@ OWN = "geomask/"
 
 
 class Label(NamedTuple):
-    """What a number is: its names, what it is a sum over, and the global count that the metric is divided by."""
+    """What a number is: its names, what it is a sum over, the global count that the metric is divided by, its unit."""
 
     names: tuple[str, ...]
     over: Over
     divided_by: Normalizer
+    unit: float = 1.0
 
 
 class Metric(NamedTuple):
@@ -42,14 +43,14 @@ class Metric(NamedTuple):
             sequences hold alike. ``lowest``, ``highest``: 0-d, over this rank's tokens.
         value: computes it; not called where the metric is not wanted.
         normalizer: of a ``part``.
-        wide: whether float32 can't hold the sum.
+        unit: of ``value``, where float32 can't hold the sum in ones.
     """
 
     names: tuple[str, ...]
     over: Over
     value: Callable[[], Tensor]
     normalizer: Normalizer = "none"
-    wide: bool = False
+    unit: float = 1.0
 
 
 class Sums:
@@ -70,53 +71,56 @@ class Sums:
 
     def add(self, reports: Iterable[Metric], *, always: bool = False) -> None:
         """Compute and reduce those that are wanted, or all of them."""
-        for names, over, compute, normalizer, wide in reports:
+        for names, over, compute, normalizer, unit in reports:
             if self._nemo_rl and not always:
                 names = tuple(name for name in names if not name.startswith(OWN))
                 if not names:
                     continue
-            value = compute().detach()
+            value = compute()
+            if value.requires_grad:
+                value = value.detach()
             if over == "tokens" or over == "sequences":
                 # Not torch.dot: over thousands of ratios near 1 it may lose three digits, which bounds such as
                 # 1 + 3e-4 need.
-                value = (value * self._weights[over]).sum(dtype=torch.float64 if wide else None)
+                value = (value * self._weights[over]).sum()
                 normalizer = over
-            self._found[over].append((Label(names, over, normalizer), value))
+            self._found[over].append((Label(names, over, normalizer, unit), value))
 
-    def whole(self, loss: Tensor) -> tuple[Tensor, tuple[Tensor, ...], tuple[Label, ...]]:
+    def whole(self, loss: Tensor, *counts: Tensor) -> tuple[Tensor, Tensor, tuple[Label, ...]]:
         """The sums over all ranks, and the loss, which travels along on a path of its own.
 
         Args:
             loss: 0-d, this rank's part, with gradient.
+            counts: 0-d float32, valid sequences and tokens in the step.
 
         Returns:
-            The loss's value over all ranks with the gradient of this rank's part, the sums, 0-d or in vectors, and the
-            labels of all of them.
+            The loss's value over all ranks with the gradient of this rank's part; the sums' labels and values, as
+            :class:`Metrics` takes them.
         """
         labels = tuple(label for over in _ORDER for label, _ in self._found[over])
-        values = [value for over in _ORDER for _, value in self._found[over]]
+        values = _vector([*(value for over in _ORDER for _, value in self._found[over]), *counts])
         if not self._segments.groups:
-            return loss, tuple(values), labels
+            return loss, values, labels
         sums, lowest, highest = (
             sum(len(self._found[over]) for over in kinds) for kinds in (("tokens", "part"), ("lowest",), ("highest",))
         )
-        shared = sums + lowest + highest
-        whole_loss, across = self._segments.whole(loss, _vector(values[:shared]), sums=sums, lowest=lowest)
-        return whole_loss, (across, *values[shared:]), labels
+        shared, values = sums + lowest + highest, values.double()
+        whole_loss, across = self._segments.whole(loss, values[:shared], sums=sums, lowest=lowest)
+        return whole_loss, torch.cat([across, values[shared:]]), labels
 
 
 _ORDER: tuple[Over, ...] = ("tokens", "part", "lowest", "highest", "sequences", "count")
 
 
 def _vector(values: list[Tensor]) -> Tensor:
-    """[k] float64 from 0-d numbers."""
+    """[k] from 0-d numbers, float32."""
     if not torch.compiler.is_compiling():
-        return torch.stack([value.double() for value in values])
+        return torch.stack(values)
     # One kernel, where a stack of k reductions is k.
     place = torch.arange(len(values), device=values[0].device)
-    found = torch.zeros(len(values), dtype=torch.float64, device=values[0].device)
+    found = torch.zeros(len(values), dtype=torch.float32, device=values[0].device)
     for index, value in enumerate(values):
-        found = torch.where(place == index, value.double(), found)
+        found = torch.where(place == index, value, found)
     return found
 
 
@@ -128,28 +132,24 @@ class Metrics(MutableMapping[str, float]):
 
     Args:
         labels: of the numbers in ``values``.
-        values: 0-d and [k] tensors.
-        global_seqs: 0-d, valid sequences in the step.
-        global_toks: 0-d, valid tokens in it.
+        values: [k+2], one for each label, then the step's valid sequences and tokens.
     """
 
-    def __init__(
-        self, labels: Sequence[Label], values: Sequence[Tensor], *, global_seqs: Tensor, global_toks: Tensor
-    ) -> None:
+    def __init__(self, labels: Sequence[Label], values: Tensor) -> None:
         self._floats: dict[str, float] = {name: 0.0 for label in labels for name in label.names}
-        self._pending: tuple[Sequence[Label], Sequence[Tensor]] | None = (labels, (*values, global_seqs, global_toks))
+        self._pending: tuple[Sequence[Label], Tensor] | None = (labels, values)
 
     def _read(self) -> dict[str, float]:
         if self._pending is not None:
             labels, values = self._pending
             self._pending = None
-            *numbers, seqs, toks = torch.cat([value.double().reshape(-1) for value in values]).tolist()
+            *numbers, seqs, toks = values.tolist()
             # A count of 0 meets only sums that are 0. The keys stand there already: a trainer may be iterating.
             counts = {"tokens": toks or 1.0, "sequences": seqs or 1.0}
-            for label, number in zip(labels, numbers, strict=True):
-                self._floats.update(
-                    dict.fromkeys(label.names, number / counts[label.over] if label.over in counts else number)
-                )
+            for (names, over, _, unit), number in zip(labels, numbers, strict=True):
+                number *= unit / counts.get(over, 1.0)
+                for name in names:
+                    self._floats[name] = number
         return self._floats
 
     def __getitem__(self, name: str) -> float:

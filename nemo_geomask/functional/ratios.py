@@ -41,9 +41,10 @@ def saturating_exp(log_ratio: Tensor) -> Tensor:
     return torch.exp(torch.nn.functional.hardtanh(log_ratio, -torch.inf, LOG_RATIO_LIMIT))
 
 
-def saturated(log_ratio: Tensor) -> Tensor:
-    """How often :func:`saturating_exp` saturates, 0-d."""
-    return torch.sign(torch.relu(log_ratio.detach() - LOG_RATIO_LIMIT)).sum()
+def saturated(log_ratio: Tensor, where: Tensor) -> Tensor:
+    """How often :func:`saturating_exp` saturates where ``where`` is 1 and not 0, 0-d."""
+    beyond = log_ratio.detach() - LOG_RATIO_LIMIT
+    return beyond.relu_().sign_().mul_(where).sum()
 
 
 def log_bound(bound: float | None, *, default: float) -> float:

@@ -14,7 +14,21 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-__all__ = ["selector"]
+__all__ = ["selector", "where_finite"]
+
+
+def where_finite(flags: Tensor, x: Tensor) -> Tensor:
+    """``flags`` where x is finite, else 0.
+
+    Args:
+        flags: float32, finite.
+        x: floating point, of ``flags``' shape.
+    """
+    # Only a finite number times 0 is 0. Eager, a comparison takes four times as long as this; compiled, a test for NaN
+    # is not vectorised.
+    if torch.compiler.is_compiling():
+        return torch.where(x * 0 == 0, flags, 0.0)
+    return torch.add(flags, x, alpha=0).nan_to_num_(nan=0.0)
 
 
 def selector(keep: Tensor) -> Callable[[Tensor], Tensor]:

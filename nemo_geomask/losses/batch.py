@@ -14,7 +14,7 @@ from torch import Tensor
 
 from nemo_geomask.config import LossConfig
 from nemo_geomask.errors import MissingDataError, ShapeError
-from nemo_geomask.kernels.select import selector
+from nemo_geomask.kernels.select import selector, where_finite
 from nemo_geomask.metrics import Metric
 from nemo_geomask.segments import PackedSegments, Segments
 
@@ -207,8 +207,7 @@ def read(raw: Raw, segments: Segments) -> tuple[TokenBatch, list[Metric]]:
     together = curr.detach()
     for value in (*given.values(), *(() if unfiltered is None else (unfiltered.detach(),))):
         together = together + value
-    # NaN and infinity survive every sum, and only a finite number times 0 is 0.
-    trains = torch.nan_to_num(torch.add(declared, together, alpha=0), nan=0.0)
+    trains = where_finite(declared, together)  # NaN and infinity survive every sum
     select = selector(trains)
     clean = {name: select(value) for name, value in given.items()}
     curr = select(curr)
@@ -231,9 +230,10 @@ def read(raw: Raw, segments: Segments) -> tuple[TokenBatch, list[Metric]]:
         segments=segments,
     )
 
+    asked = declared.sum()
+
     def count(name: str, value: Tensor) -> Metric:
-        return Metric(
-            (f"geomask/nonfinite_{name}",), "part", lambda: (torch.nan_to_num(value * 0, nan=1.0) * declared).sum()
-        )
+        found = (f"geomask/nonfinite_{name}",)
+        return Metric(found, "part", lambda: asked - where_finite(declared, value).sum())
 
     return batch, [count(name, value) for name, value in {"curr": raw.curr.detach(), **given}.items()]

@@ -14,7 +14,9 @@ _log = logging.getLogger("nemo_geomask")
 EAGER_CALLS = {"cuda": 2}
 """Calls under ``auto`` before the first compilation, by device: a loss that is called once or twice does not earn its
 cost. On others it never does: on a CPU a graph takes a minute to compile and saves milliseconds a call."""
-_GRAPHS = 8  # of one loss: with gradient or not, one row or several, optional tensors there or not
+# Whether the package's own functions are still the same is not looked at again at each call, where torch allows it.
+_SKIP = getattr(torch.compiler, "skip_guard_on_globals_unsafe", None)
+_OPTIONS = None if _SKIP is None else {"guard_filter_fn": _SKIP}
 
 
 class Compiled:
@@ -36,6 +38,7 @@ class Compiled:
         self._name = name
         self._calls = 0
         self._graph: Callable[..., Any] | None = None
+        self._settings: Any = None
 
     def __call__(self, device: torch.device, *args: Any) -> Any:
         """What the function returns of ``args``.
@@ -47,9 +50,11 @@ class Compiled:
         if self._graph is None and not self._chooses(device):
             return self._function(*args)
         if self._graph is None:
-            self._graph = torch.compile(self._function, fullgraph=True, dynamic=True)
+            self._graph = torch.compile(self._function, fullgraph=True, dynamic=True, options=_OPTIONS)
+            # Bounds of a loss don't change, and as a graph's inputs each is a tensor to be made at every call.
+            self._settings = torch._dynamo.config.patch(specialize_float=True)
         try:
-            with torch._dynamo.config.patch(recompile_limit=_GRAPHS):
+            with self._settings:
                 result = self._graph(*args)
         except Exception as error:
             # The function's own error is raised again by calling it.

@@ -57,7 +57,7 @@ def correct(batch: TokenBatch, seen: Observed, config: LossConfig) -> tuple[Tens
 
     def moments(of: Tensor, mean: tuple[str, ...], square: tuple[str, ...]) -> list[Metric]:
         # The square of a saturated weight fits float32, the sum of many doesn't.
-        return [Metric(mean, over, lambda: of), Metric(square, over, of.square, wide=True)]
+        return [Metric(mean, over, lambda: of), Metric(square, over, lambda: (of * 2**-8).square(), unit=2.0**16)]
 
     mean, square = ("sampling_importance_ratio", "geomask/weight_mean"), ("geomask/weight_sq",)
     raw_mean, raw_square = ("geomask/weight_raw_mean",), ("geomask/weight_raw_sq",)
@@ -68,7 +68,7 @@ def correct(batch: TokenBatch, seen: Observed, config: LossConfig) -> tuple[Tens
     saturated = Metric(
         ("geomask/saturated_weight",),
         "part" if level == "token" else "count",
-        lambda: F.saturated(log_ratio * (seen.trains if level == "token" else ~seen.empty)),
+        lambda: F.saturated(log_ratio, seen.trains if level == "token" else ~seen.empty),
     )
     applied = weight if level == "token" or config.truncation == "seq-mask-tis" else spread(weight)
     return (applied if config.use_importance_sampling_correction else None), [*reports, saturated]

@@ -38,7 +38,7 @@ def evaluate(
     tensors: tuple[Tensor, ...],
     global_seqs: Tensor,
     global_toks: Tensor,
-) -> tuple[Tensor, tuple[Tensor, ...], tuple[Label, ...]]:
+) -> tuple[Tensor, Tensor, tuple[Label, ...]]:
     """Loss and metrics of one microbatch.
 
     Args:
@@ -50,8 +50,8 @@ def evaluate(
         global_toks: 0-d float32, valid tokens in it.
 
     Returns:
-        The loss, float32 0-d, its value over all ranks and its gradient that of this rank's part; the metrics' sums
-        over all ranks, and their labels.
+        The loss, float32 0-d, its value over all ranks and its gradient that of this rank's part; values and labels of
+        the metrics, over all ranks.
     """
     config, variant, segments = objective.config, objective.variant, layout.of(*tensors)
     batch, of_batch = read(raw, segments)
@@ -71,7 +71,8 @@ def evaluate(
         declared=by_length,
         count=local and batch.rewards is not None,
     )
-    metrics = Sums(seen.weight, seen.sample_mask, segments, nemo_rl=config.metrics == "nemo_rl")
+    full = config.metrics == "full"
+    metrics = Sums(seen.weight, seen.sample_mask, segments, nemo_rl=not full)
     metrics.add(reports)
     metrics.add(of_batch, always=config.nonfinite == "raise")  # then the caller looks at them
 
@@ -80,7 +81,7 @@ def evaluate(
     kept, reports = reject(batch, seen, config.rules_in_loss)
     metrics.add(reports)
     surrogate = variant.surrogate(inputs, {name: segments.spread(seen.mean(f"variant.{name}")) for name in pooled})
-    metrics.add(report_surrogate(surrogate, batch, seen))
+    metrics.add(report_surrogate(surrogate, batch, seen, full=full))
 
     coefficient = F.token_coefficients(
         config.normalization,
@@ -110,10 +111,10 @@ def evaluate(
             Metric(("loss",), "part", lambda: loss, own),
             Metric(("kl_penalty",), "part", lambda: zero if kl is None else kl, own),
             Metric(("positive_nll_loss",), "part", lambda: zero if nll is None else nll, "none" if local else own),
-            *report_batch(batch, config.reference_policy_kl_type),
+            *report_batch(batch, config.reference_policy_kl_type, full=full),
         ]
     )
-    return metrics.whole(loss)
+    return metrics.whole(loss, global_seqs, global_toks)
 
 
 def _kl(batch: TokenBatch, coefficient: Tensor, config: LossConfig) -> Tensor | None:

@@ -172,11 +172,10 @@ class PolicyLoss:
         seqs = _count("global_valid_seqs", global_valid_seqs, device)
         toks = _count("global_valid_toks", global_valid_toks, device)
         loss, values, labels = self._evaluate(device, raw, segments, segments.tensors, seqs, toks)
-        metrics = Metrics(labels, values, global_seqs=seqs, global_toks=toks)
+        metrics = Metrics(labels, values)
         if self.config.nonfinite == "raise":
             refuse_nonfinite(metrics)
-        # A trainer may divide it in place, as no view can be.
-        return loss.clone(), metrics
+        return loss, metrics
 
     def _declare(self) -> dict[str, Any]:
         # The metrics of a call depend on the settings alone; one call on a token finds them, so that no second table

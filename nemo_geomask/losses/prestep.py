@@ -155,8 +155,8 @@ class OpenBatch:
         sums = Sums(seen.weight, seen.sample_mask, segments, nemo_rl=False)
         sums.add([*(reports if config.nonfinite == "raise" else ()), *of_masks])
         # Divided by 1, since the counts of the whole batch are known at its end.
-        _, values, labels = sums.whole(one)
-        metrics = Metrics(labels, values, global_seqs=one, global_toks=one)
+        _, values, labels = sums.whole(one, one, one)
+        metrics = Metrics(labels, values)
         refuse_nonfinite(metrics)
         seqs, toks = valid_counts([data])
         self._seqs += seqs

@@ -13,35 +13,39 @@ from nemo_geomask.metrics import Metric
 __all__ = ["report_batch", "report_surrogate"]
 
 
-def report_surrogate(surrogate: F.Surrogate, batch: TokenBatch, seen: Observed) -> list[Metric]:
-    """Ratios before and after clipping and where the clip decided."""
-    reports: list[Metric] = []
+def report_surrogate(surrogate: F.Surrogate, batch: TokenBatch, seen: Observed, *, full: bool) -> list[Metric]:
+    """Ratios before and after clipping and, if ``full``, where the clip decided."""
     beyond = seen.trains.reciprocal() - 1  # 0 where a token trains, else infinite
-    for name, ratio in (("probs_ratio", surrogate.ratio), ("probs_ratio_clamped", surrogate.ratio_clamped)):
-        reports += _ratio(name, ratio.detach(), beyond)
-    policy = batch.log_ratios("policy")
-    reports += [
-        Metric(("geomask/clip_fraction_low",), "tokens", lambda: surrogate.clips()[0]),
-        Metric(("geomask/clip_fraction_high",), "tokens", lambda: surrogate.clips()[1]),
-        Metric(("geomask/saturated_ratio",), "part", lambda: F.saturated(policy * seen.trains)),
-    ]
-    if surrogate.dual_clipped is not None:
-        reports.append(Metric(("geomask/dual_clip_fraction",), "tokens", surrogate.dual_clipped.float))
+    ratios = {"probs_ratio": surrogate.ratio, "probs_ratio_clamped": surrogate.ratio_clamped}
+    if surrogate.ratio is surrogate.ratio_clamped:
+        reports = _ratio(tuple(ratios), surrogate.ratio.detach(), beyond)
+    else:
+        reports = [metric for name, ratio in ratios.items() for metric in _ratio((name,), ratio.detach(), beyond)]
+    if full:
+        low, high = surrogate.clips()
+        reports += [
+            Metric(("geomask/clip_fraction_low",), "tokens", lambda: low),
+            Metric(("geomask/clip_fraction_high",), "tokens", lambda: high),
+            Metric(("geomask/saturated_ratio",), "part", lambda: F.saturated(batch.log_ratio, seen.trains)),
+        ]
+        if surrogate.dual_clipped is not None:
+            reports.append(Metric(("geomask/dual_clip_fraction",), "tokens", surrogate.dual_clipped.float))
     return reports
 
 
-def _ratio(name: str, ratio: Tensor, beyond: Tensor) -> list[Metric]:
+def _ratio(names: tuple[str, ...], ratio: Tensor, beyond: Tensor) -> list[Metric]:
     """Mean and extrema; ``beyond`` is infinite at tokens that don't train."""
     none = beyond.numel() == 0  # a reduction over no element is an error in torch
+    lowest, highest = (tuple(f"{name}_{end}" for name in names) for end in ("min", "max"))
     return [
-        Metric((name,), "tokens", lambda: ratio),
-        Metric((f"{name}_min",), "lowest", lambda: beyond.new_tensor(torch.inf) if none else (ratio + beyond).amin()),
-        Metric((f"{name}_max",), "highest", lambda: beyond.new_tensor(-torch.inf) if none else (ratio - beyond).amax()),
+        Metric(names, "tokens", lambda: ratio),
+        Metric(lowest, "lowest", lambda: beyond.new_tensor(torch.inf) if none else (ratio + beyond).amin()),
+        Metric(highest, "highest", lambda: beyond.new_tensor(-torch.inf) if none else (ratio - beyond).amax()),
     ]
 
 
-def report_batch(batch: TokenBatch, kl_type: F.KLEstimator) -> list[Metric]:
-    r"""Train/generation mismatch, staleness and entropy.
+def report_batch(batch: TokenBatch, kl_type: F.KLEstimator, *, full: bool) -> list[Metric]:
+    r"""Train/generation mismatch and entropy and, if ``full``, staleness.
 
     With Δ = prev − gen and tokens sampled from μ: ``gen_kl_error`` estimates KL(μ ‖ π_old) by NeMo-RL's
     ``kl_type``, and ``policy_kl_error`` is the same with the two exchanged, as NeMo-RL has it (for tokens from μ only
@@ -50,25 +54,38 @@ def report_batch(batch: TokenBatch, kl_type: F.KLEstimator) -> list[Metric]:
     :math:`-(\pi_\theta/\mu)\log\pi_\theta`.
     """
     mismatch, policy = batch.mismatch, batch.log_ratios("policy")
-    x = mismatch.clamp(-F.LOG_RATIO_LIMIT, F.LOG_RATIO_LIMIT)
-    # Everything below is made of these two, which keep the digits of a small x.
-    up, down = torch.expm1(x), torch.expm1(-x)
+    # All of it is made of e^|Δ| - 1 and e^-|Δ| - 1, which keep the digits of a small Δ.
+    size = mismatch.abs()
+    clamped = size.clamp(max=F.LOG_RATIO_LIMIT)
+    up = torch.expm1(clamped)
+    down = -up / (1 + up)
     curr, total = batch.curr.detach(), batch.log_ratios("total")
-    by_k3 = kl_type == "k3"
-    return [
-        Metric(("token_mult_prob_error",), "tokens", lambda: 1 + torch.maximum(up, down)),
-        Metric(("gen_kl_error",), "tokens", lambda: up - x if by_k3 else F.kl_estimate(-mismatch, kl_type)),
-        Metric(
-            ("policy_kl_error",),
-            "tokens",
-            lambda: down + x if by_k3 else F.kl_estimate(mismatch, kl_type, ratio=1 + up),
-        ),
-        # sinh²(x/2) = -up·down/4 and log cosh = log1p(sinh²)/2.
-        Metric(("js_divergence_error",), "tokens", lambda: torch.log1p(up * down / -4) / 2),
-        Metric(("approx_entropy",), "tokens", lambda: -F.saturating_exp(total) * curr),
-        Metric(("geomask/mismatch_abs",), "tokens", mismatch.abs),
-        Metric(("geomask/mismatch_k1",), "tokens", mismatch.neg),
-        Metric(("geomask/mismatch_k3",), "tokens", lambda: up - x),
-        Metric(("geomask/policy_abs",), "tokens", policy.abs),
-        Metric(("geomask/policy_k3",), "tokens", lambda: F.kl_estimate(-policy, "k3")),
+    if kl_type == "k3":
+        # lerp is exact at both ends.
+        above, below, positive = up - clamped, down + clamped, torch.relu(torch.sign(mismatch))
+        k3, exchanged = torch.lerp(below, above, positive), torch.lerp(above, below, positive)
+        reports = [
+            Metric(("gen_kl_error", "geomask/mismatch_k3"), "tokens", lambda: k3),
+            Metric(("policy_kl_error",), "tokens", lambda: exchanged),
+        ]
+    else:
+        ratio = F.saturating_exp(mismatch)
+        reports = [
+            Metric(("gen_kl_error",), "tokens", lambda: F.kl_estimate(-mismatch, kl_type)),
+            Metric(("policy_kl_error",), "tokens", lambda: F.kl_estimate(mismatch, kl_type, ratio=ratio)),
+            Metric(("geomask/mismatch_k3",), "tokens", lambda: F.kl_estimate(-mismatch, "k3")),
+        ]
+    reports += [
+        Metric(("token_mult_prob_error",), "tokens", lambda: 1 + up),
+        # sinh²(Δ/2) = -up·down/4 and log cosh = log1p(sinh²)/2.
+        Metric(("js_divergence_error",), "tokens", lambda: (up * down).mul_(-0.25).log1p_(), unit=0.5),
+        Metric(("approx_entropy",), "tokens", lambda: F.saturating_exp(total) * curr, unit=-1.0),
     ]
+    if full:
+        reports += [
+            Metric(("geomask/mismatch_abs",), "tokens", lambda: size),
+            Metric(("geomask/mismatch_k1",), "tokens", lambda: mismatch, unit=-1.0),
+            Metric(("geomask/policy_abs",), "tokens", policy.abs),
+            Metric(("geomask/policy_k3",), "tokens", lambda: F.token_statistic(policy, "k3")),
+        ]
+    return reports
