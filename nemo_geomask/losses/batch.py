@@ -47,6 +47,15 @@ class Raw(NamedTuple):
     sample_mask: Tensor
     others: dict[str, Tensor]
 
+    @property
+    def moving(self) -> list[Tensor]:
+        """Those that the loss is differentiated by."""
+        return [self.curr, *(self.others[name] for name in ("unfiltered",) if name in self.others)]
+
+    def moved(self, moving: Sequence[Tensor]) -> Raw:
+        """The same with other tensors as :attr:`moving`."""
+        return self._replace(curr=moving[0], others=self.others | dict(zip(("unfiltered",), moving[1:], strict=False)))
+
 
 class TokenBatch(NamedTuple):
     """Clean float32 tensors of one microbatch; every token tensor but the masks holds 0 where ``trains`` does.

@@ -2,25 +2,89 @@
 
 from __future__ import annotations
 
+import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-__all__ = ["EAGER_CALLS", "Compiled"]
+from nemo_geomask.losses.batch import Raw
+from nemo_geomask.metrics import Label
+
+__all__ = ["EAGER_CALLS", "Compiled", "differentiable", "with_gradient"]
 
 _log = logging.getLogger("nemo_geomask")
 EAGER_CALLS = {"cuda": 2}
 """Calls under ``auto`` before the first compilation, by device: a loss that is called once or twice does not earn its
 cost. On others it never does: on a CPU a graph takes a minute to compile and saves milliseconds a call."""
-# Whether the package's own functions are still the same is not looked at again at each call, where torch allows it.
-_SKIP = getattr(torch.compiler, "skip_guard_on_globals_unsafe", None)
-_OPTIONS = None if _SKIP is None else {"guard_filter_fn": _SKIP}
+
+
+def _guarded(guards: Sequence[Any]) -> list[bool]:
+    # Of a call only its arguments differ: not what the loss is, nor the package's own functions.
+    return [not guard.is_global and not guard.name.startswith("function") for guard in guards]
+
+
+_OPTIONS = {"guard_filter_fn": _guarded} if hasattr(torch.compiler, "skip_guard_on_globals_unsafe") else None
+Pass = Callable[..., tuple[Tensor, Tensor, tuple[Label, ...]]]
+
+
+def with_gradient(function: Pass, raw: Raw, *rest: Any) -> tuple[Any, ...]:
+    """Loss, values and labels of the metrics, and the loss's gradient by each of :attr:`Raw.moving`.
+
+    In one graph, forward and backward need keep nothing for each other; the gradient is all that remains of a call.
+
+    Args:
+        function: the pass.
+        raw: what it takes first; nothing in it needs require grad.
+        rest: what it takes after.
+    """
+    labels = []
+
+    def loss_of(*moving: Tensor) -> tuple[Tensor, Tensor]:
+        loss, values, found = function(raw.moved(moving), *rest)
+        labels.append(found)
+        return loss, values
+
+    loss, pull, values = torch.func.vjp(loss_of, *raw.moving, has_aux=True)
+    return loss, values, labels[0], *pull(torch.ones_like(loss))
+
+
+def differentiable(graph: Callable[..., Any], raw: Raw, *rest: Any) -> tuple[Tensor, Tensor, tuple[Label, ...]]:
+    """What the pass returns, from a graph of :func:`with_gradient`."""
+    with torch.no_grad():
+        loss, values, labels, *gradient = graph(raw.moved([value.detach() for value in raw.moving]), *rest)
+    return _Known.apply(loss, *gradient, *raw.moving), values, labels  # type: ignore[no-untyped-call]
+
+
+def _graph(function: Callable[..., Any]) -> Callable[..., Any]:
+    def traced(*args: Any) -> Any:
+        return function(*args)
+
+    # torch counts graphs, and looks for the one that fits, by code object: here each loss has its own.
+    traced.__code__ = traced.__code__.replace()
+    return torch.compile(traced, fullgraph=True, dynamic=True, options=_OPTIONS)
+
+
+class _Known(torch.autograd.Function):
+    """A number whose gradient is known."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, *gradient_and_moving: Tensor) -> Tensor:
+        ctx.save_for_backward(*gradient_and_moving[: len(gradient_and_moving) // 2])
+        return value.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        gradient = ctx.saved_tensors
+        return None, *(None for _ in gradient), *((value * grads[0]).to(value.dtype) for value in gradient)
 
 
 class Compiled:
-    """A function, compiled once it has been called a few times; itself where no compiler works.
+    """The pass, compiled once it has been called a few times; itself where no compiler works.
 
     Args:
         function: traceable as a whole.
@@ -31,38 +95,35 @@ class Compiled:
         choice: what runs and why, in words, as it is logged once; empty until it is chosen.
     """
 
-    def __init__(self, function: Callable[..., Any], mode: bool | str, name: str) -> None:
+    def __init__(self, function: Pass, mode: bool | str, name: str) -> None:
         self.choice = ""
         self._function = function
         self._mode = mode
         self._name = name
         self._calls = 0
-        self._graph: Callable[..., Any] | None = None
+        self._graphs: tuple[Callable[..., Any], Callable[..., Any]] | None = None
         self._settings: Any = None
 
-    def __call__(self, device: torch.device, *args: Any) -> Any:
-        """What the function returns of ``args``.
-
-        Args:
-            device: where its tensors are.
-            args: positional arguments.
-        """
-        if self._graph is None and not self._chooses(device):
-            return self._function(*args)
-        if self._graph is None:
-            self._graph = torch.compile(self._function, fullgraph=True, dynamic=True, options=_OPTIONS)
+    def __call__(self, raw: Raw, *rest: Any) -> tuple[Tensor, Tensor, tuple[Label, ...]]:
+        """What the function returns of these arguments."""
+        if self._graphs is None:
+            if not self._chooses(raw.curr.device):
+                return self._function(raw, *rest)
+            self._graphs = _graph(self._function), _graph(functools.partial(with_gradient, self._function))
             # Bounds of a loss don't change, and as a graph's inputs each is a tensor to be made at every call.
             self._settings = torch._dynamo.config.patch(specialize_float=True)
+        plain, trains = self._graphs
         try:
             with self._settings:
-                result = self._graph(*args)
+                moves = torch.is_grad_enabled() and any(value.requires_grad for value in raw.moving)
+                result = differentiable(trains, raw, *rest) if moves else plain(raw, *rest)
         except Exception as error:
             # The function's own error is raised again by calling it.
             if self._mode is True or not type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
                 raise
-            self._mode, self._graph = False, None
+            self._mode, self._graphs = False, None
             self._say(f"not compiled, {type(error).__name__}: {str(error).strip()}")
-            return self._function(*args)
+            return self._function(raw, *rest)
         self._say("compiled as one graph")
         return result
 

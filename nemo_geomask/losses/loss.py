@@ -171,7 +171,7 @@ class PolicyLoss:
         device = raw.curr.device
         seqs = _count("global_valid_seqs", global_valid_seqs, device)
         toks = _count("global_valid_toks", global_valid_toks, device)
-        loss, values, labels = self._evaluate(device, raw, segments, segments.tensors, seqs, toks)
+        loss, values, labels = self._evaluate(raw, segments, segments.tensors, seqs, toks)
         metrics = Metrics(labels, values)
         if self.config.nonfinite == "raise":
             refuse_nonfinite(metrics)

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 __all__ = ["Groups", "across_ranks", "gathered", "merged", "pool", "spread"]
 
@@ -115,19 +114,19 @@ def _segment_reduce(values: Tensor, offsets: Tensor, reduce: str, empty: float) 
     return result
 
 
+# Each with a setup_context of its own, as torch.func asks, by which a compiled loss takes its gradient.
 class _AcrossRanks(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, moving: Tensor, fixed: Tensor, sums: int, groups: Groups, own_gradient: bool
-    ) -> tuple[Tensor, Tensor]:
-        ctx.groups, ctx.own_gradient = groups, own_gradient
+    def forward(moving: Tensor, fixed: Tensor, sums: int, groups: Groups, own_gradient: bool) -> tuple[Tensor, Tensor]:
         values = merged(torch.cat([moving, fixed]), len(moving) + sums, groups)
-        whole, rest = values[: len(moving)].clone(), values[len(moving) :].clone()
-        ctx.mark_non_differentiable(rest)
-        return whole, rest
+        return values[: len(moving)].clone(), values[len(moving) :].clone()
 
     @staticmethod
-    @once_differentiable
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        *_, ctx.groups, ctx.own_gradient = inputs
+        ctx.mark_non_differentiable(output[1])
+
+    @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         grad = grads[0]
         return (grad if ctx.own_gradient else merged(grad, len(grad), ctx.groups)), None, None, None, None
@@ -135,12 +134,14 @@ class _AcrossRanks(torch.autograd.Function):
 
 class _SegmentSum(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, values: Tensor, offsets: Tensor, ids: Tensor) -> Tensor:
-        ctx.save_for_backward(ids)
+    def forward(values: Tensor, offsets: Tensor, ids: Tensor) -> Tensor:
         return _segment_reduce(values, offsets, "sum", 0.0)
 
     @staticmethod
-    @once_differentiable
+    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        ctx.save_for_backward(inputs[2])
+
+    @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         (ids,) = ctx.saved_tensors
         return grads[0][:, ids], None, None
@@ -148,12 +149,14 @@ class _SegmentSum(torch.autograd.Function):
 
 class _Spread(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, values: Tensor, offsets: Tensor, ids: Tensor) -> Tensor:
-        ctx.save_for_backward(offsets)
+    def forward(values: Tensor, offsets: Tensor, ids: Tensor) -> Tensor:
         return values[ids]
 
     @staticmethod
-    @once_differentiable
+    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        ctx.save_for_backward(inputs[1])
+
+    @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         (offsets,) = ctx.saved_tensors
         (grad,) = grads

@@ -14,8 +14,8 @@ from torch._inductor.utils import run_and_get_code
 
 from nemo_geomask import build_loss
 from nemo_geomask.losses import compiled
-from nemo_geomask.losses.batch import keys_read, take_packed, take_padded
-from nemo_geomask.losses.compiled import Compiled
+from nemo_geomask.losses.batch import Raw, keys_read, take_packed, take_padded
+from nemo_geomask.losses.compiled import Compiled, differentiable, with_gradient
 from nemo_geomask.losses.evaluate import Objective, evaluate
 from nemo_geomask.metrics import Metrics
 from nemo_geomask.parallel.processes import run
@@ -65,7 +65,10 @@ def objective(config: dict[str, Any]) -> Any:
 
 def traced(function: Any) -> Any:
     # Without Inductor, whose C++ takes a minute; what is traced is the same.
-    return torch.compile(function, backend="aot_eager", fullgraph=True, dynamic=True)
+    graph = torch.compile(
+        functools.partial(with_gradient, function), backend="aot_eager", fullgraph=True, dynamic=True
+    )
+    return functools.partial(differentiable, graph)
 
 
 def same(one: Any, other: Any) -> None:
@@ -85,6 +88,25 @@ def test_one_graph_whatever_the_batch(name, packed):
         batch = batches.rollouts(seed, width=width)
         with torch._dynamo.config.patch(error_on_recompile=seed > 1):
             same(call(graph, CONFIGS[name], batch, packed), call(function, CONFIGS[name], batch, packed))
+
+
+@pytest.mark.slow
+def test_both_log_probs_get_their_gradient():
+    torch._dynamo.reset()
+    function = objective({"ratio_clip_c": 3.0})
+    batch = batches.rollouts(2)
+    counts = torch.tensor(batch.seqs), torch.tensor(batch.toks)
+    found = []
+    for one in (traced(function), function):
+        curr, unfiltered = (batch.curr - shift for shift in (0.0, 0.1))
+        curr.requires_grad_()
+        unfiltered.requires_grad_()
+        data = {**batch.data, "curr_logprobs_unfiltered": unfiltered}
+        raw = take_padded(curr, data, ("advantages", "gen", "prev", "ref", "unfiltered"))
+        (3 * one(raw, PaddedSegments(), (), *counts)[0]).backward()
+        found.append((curr.grad, unfiltered.grad))
+    torch.testing.assert_close(found[0], found[1], rtol=1e-5, atol=1e-8)
+    assert all(grad.abs().sum() > 0 for grad in found[0])
 
 
 @pytest.mark.slow
@@ -148,13 +170,13 @@ def test_inductor_makes_few_kernels():
 
 
 class TestChoice:
-    CPU = torch.device("cpu")
+    RAW = Raw(torch.ones(()), torch.ones(()), torch.ones(()), {})
 
     def test_auto_leaves_a_cpu_alone_and_says_so_once(self, caplog):
         caplog.set_level(logging.INFO, "nemo_geomask")
-        function = Compiled(lambda x: x + 1, "auto", "gspo")
+        function = Compiled(lambda raw: raw.curr + 1, "auto", "gspo")
         for _ in range(5):
-            assert function(self.CPU, torch.ones(())).item() == 2
+            assert function(self.RAW).item() == 2
         assert [record.getMessage() for record in caplog.records] == [
             f"loss_fn.compile, loss 'gspo': {function.choice}"
         ]
@@ -169,46 +191,46 @@ class TestChoice:
 
         monkeypatch.setitem(compiled.EAGER_CALLS, "cpu", 2)
         monkeypatch.setattr(torch, "compile", compiler)
-        function = Compiled(lambda x: x + 1, "auto", "gspo")
+        function = Compiled(lambda raw: raw.curr + 1, "auto", "gspo")
         counts = []
         for _ in range(4):
-            function(self.CPU, torch.ones(()))
+            function(self.RAW)
             counts.append(len(made))
-        assert counts == [0, 0, 1, 1]
-        assert [(options["fullgraph"], options["dynamic"]) for options in made] == [(True, True)]
+        assert counts == [0, 0, 2, 2]  # with gradient, and without
+        assert [(options["fullgraph"], options["dynamic"]) for options in made] == [(True, True)] * 2
         assert function.choice == "compiled as one graph"
 
     def test_auto_goes_on_without_a_compiler(self, monkeypatch, caplog):
         caplog.set_level(logging.INFO, "nemo_geomask")
         monkeypatch.setitem(compiled.EAGER_CALLS, "cpu", 0)
 
-        def breaks(x):
+        def breaks(raw):
             torch._dynamo.graph_break()
-            return x + 1
+            return raw.curr + 1
 
         function = Compiled(breaks, "auto", "gspo")
         for _ in range(3):
-            assert function(self.CPU, torch.ones(())).item() == 2
+            assert function(self.RAW).item() == 2
         assert len(caplog.records) == 1
         assert "not compiled, Unsupported" in function.choice
 
     def test_true_does_not_hide_a_failure(self):
-        def breaks(x):
+        def breaks(raw):
             torch._dynamo.graph_break()
-            return x + 1
+            return raw.curr + 1
 
         with pytest.raises(torch._dynamo.exc.Unsupported):
-            Compiled(breaks, True, "gspo")(self.CPU, torch.ones(()))
+            Compiled(breaks, True, "gspo")(self.RAW)
 
     def test_the_functions_own_errors_are_its_own(self, monkeypatch):
         monkeypatch.setitem(compiled.EAGER_CALLS, "cpu", 0)
-        function = Compiled(lambda x: x.no_such_attribute, "auto", "gspo")
+        function = Compiled(lambda raw: raw.no_such_attribute, "auto", "gspo")
         with pytest.raises(AttributeError, match="no_such_attribute"):
-            function(self.CPU, torch.ones(()))
+            function(self.RAW)
 
     def test_false_never_compiles(self, monkeypatch):
         monkeypatch.setattr(torch, "compile", None)
-        assert Compiled(lambda x: x + 1, False, "gspo")(self.CPU, torch.ones(())).item() == 2
+        assert Compiled(lambda raw: raw.curr + 1, False, "gspo")(self.RAW).item() == 2
 
     def test_a_pickled_loss_chooses_anew(self):
         loss_fn = build_loss({"compile": "auto"})
