@@ -27,7 +27,7 @@ def _guarded(guards: Sequence[Any]) -> list[bool]:
     return [not guard.is_global and not guard.name.startswith("function") for guard in guards]
 
 
-_OPTIONS = {"guard_filter_fn": _guarded} if hasattr(torch.compiler, "skip_guard_on_globals_unsafe") else None
+_OPTIONS: Any = {"guard_filter_fn": _guarded} if hasattr(torch.compiler, "skip_guard_on_globals_unsafe") else None
 Pass = Callable[..., tuple[Tensor, Tensor, tuple[Label, ...]]]
 
 
@@ -44,18 +44,20 @@ def with_gradient(function: Pass, raw: Raw, *rest: Any) -> tuple[Any, ...]:
     labels = []
 
     def loss_of(*moving: Tensor) -> tuple[Tensor, Tensor]:
-        loss, values, found = function(raw.moved(moving), *rest)
-        labels.append(found)
+        loss, values, named = function(raw.moved(moving), *rest)
+        labels.append(named)
         return loss, values
 
-    loss, pull, values = torch.func.vjp(loss_of, *raw.moving, has_aux=True)
+    found: Any = torch.func.vjp(loss_of, *raw.moving, has_aux=True)
+    loss, pull, values = found
     return loss, values, labels[0], *pull(torch.ones_like(loss))
 
 
 def differentiable(graph: Callable[..., Any], raw: Raw, *rest: Any) -> tuple[Tensor, Tensor, tuple[Label, ...]]:
     """What the pass returns, from a graph of :func:`with_gradient`."""
     with torch.no_grad():
-        loss, values, labels, *gradient = graph(raw.moved([value.detach() for value in raw.moving]), *rest)
+        known = graph(raw.moved([value.detach() for value in raw.moving]), *rest)
+    loss, values, labels, *gradient = known
     return _Known.apply(loss, *gradient, *raw.moving), values, labels  # type: ignore[no-untyped-call]
 
 

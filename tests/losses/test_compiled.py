@@ -65,9 +65,7 @@ def objective(config: dict[str, Any]) -> Any:
 
 def traced(function: Any) -> Any:
     # Without Inductor, whose C++ takes a minute; what is traced is the same.
-    graph = torch.compile(
-        functools.partial(with_gradient, function), backend="aot_eager", fullgraph=True, dynamic=True
-    )
+    graph = torch.compile(functools.partial(with_gradient, function), backend="aot_eager", fullgraph=True, dynamic=True)
     return functools.partial(differentiable, graph)
 
 
