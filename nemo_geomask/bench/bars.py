@@ -44,6 +44,9 @@ BARS = (
 )
 _ENOUGH_TOKENS = {"cuda": 4096, "cpu": 256}  # below that a GPU is not full, and a CPU's pass over them too short
 _FROM_LOGITS = 1.1
+# How many times as fast as NeMo-RL's class on the same padded batch, by how ours runs.
+_ON_LOGPROBS = {"padded": 1 / 1.15, "padded, metrics: nemo_rl": 1.0, "padded, compiled": 3.0}
+_SKEWED = {"one by one": 10.0, "at once": 2.0}
 
 
 def check_logprobs(results: Sequence[Mapping[str, Any]], device: str) -> list[dict[str, Any]]:
@@ -64,15 +67,38 @@ def check_logprobs(results: Sequence[Mapping[str, Any]], device: str) -> list[di
 
 
 def check_loss(results: Mapping[str, Any], device: str) -> list[dict[str, Any]]:
-    """The bar on a loss from logits.
+    """The bars on a loss beside NeMo-RL's, padded and packed, and from logits.
 
     Args:
-        results: with ``case`` and ``from_logits``.
+        results: as ``bench loss`` finds them.
         device: what it was measured on.
 
     Returns:
         As :func:`check_logprobs`; with fewer logits than the bar speaks of, what was found is not judged.
     """
+    found = []
+    rows = {(row["loss"], row["how"]): row for row in results.get("on_logprobs", ())}
+    for (loss, how), row in rows.items():
+        theirs = rows.get((loss, "NeMo-RL, padded"))
+        if how in _ON_LOGPROBS and theirs is not None:
+            found.append(_times(f"{loss}, {how}: times as fast as NeMo-RL's", device, _ON_LOGPROBS[how], row, theirs))
+    ways = {row["way"]: row for row in results.get("skewed", {}).get("ways", ())}
+    for way, bound in _SKEWED.items():
+        if f"ours, {way}" in ways:
+            name = f"skewed packed row, {way}: times as fast as NeMo-RL's"
+            found.append(_times(name, device, bound, ways[f"ours, {way}"], ways[f"NeMo-RL, {way}"]))
+    return found + _from_logits(results, device)
+
+
+def _times(name: str, device: str, bound: float, ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, Any]:
+    bar = _Bar(device, bound)
+    for row in (ours, theirs):
+        if row["status"] != "measured":
+            return _verdict(name, bar, None, f"{row['status']}: {row['reason']}")
+    return _ratio(name, bar, ours, theirs)
+
+
+def _from_logits(results: Mapping[str, Any], device: str) -> list[dict[str, Any]]:
     bar = _Bar(device, _FROM_LOGITS, at_most=True)
     tokens, vocab, enough = results["case"]["tokens"], results["case"]["vocab"], _ENOUGH_TOKENS[device]
     found = []
@@ -107,6 +133,10 @@ def _judge(bar: _Bar, result: Mapping[str, Any], path: str) -> dict[str, Any]:
     peer = rows.get(bar.peer, {"status": "absent", "reason": "not asked for"})
     if peer["status"] != "measured":
         return _verdict(name, bar, None, f"{bar.peer} {peer['status']}: {peer['reason']}")
+    return _ratio(name, bar, ours, peer)
+
+
+def _ratio(name: str, bar: _Bar, ours: Mapping[str, Any], peer: Mapping[str, Any]) -> dict[str, Any]:
     verdict = _verdict(name, bar, peer["ms"]["median"] / ours["ms"]["median"])
     if "processor_ms" in ours:
         # On a machine with other work to do, the steadier of the two.

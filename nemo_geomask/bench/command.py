@@ -74,6 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--kernel", choices=KERNELS, default="auto", help="of ours")
     parser.add_argument("--batch", type=_list(_positive), metavar="B,T", help="loss: padded sequences and their length")
+    parser.add_argument("--compile", action="store_true", help="loss: compiled too, a minute's work on a CPU")
     parser.add_argument("--repeats", type=_positive, metavar="N", help="measured rounds")
     parser.add_argument("--threads", type=_positive, metavar="N", help="CPU threads")
     parser.add_argument("--seed", type=int, default=0)
@@ -133,7 +134,7 @@ def run(arguments: argparse.Namespace) -> int:
 # Options that one benchmark alone reads.
 _READ_BY = {
     **dict.fromkeys(("tp", "fractions", "entropy", "dtypes", "grid", "paths", "plot"), "logprobs"),
-    "batch": "loss",
+    **dict.fromkeys(("batch", "compile"), "loss"),
 }
 
 
@@ -183,7 +184,13 @@ def _loss(arguments: argparse.Namespace, setting: Setting) -> dict[str, Any]:
     case = Case(arguments.tokens[0], arguments.vocab[0], temperature=arguments.temperatures[0])
     try:
         found = loss.benchmark(
-            setting, rows=rows, length=length, case=case, repeats=arguments.repeats, seed=arguments.seed
+            setting,
+            rows=rows,
+            length=length,
+            case=case,
+            compiled=arguments.compile,
+            repeats=arguments.repeats,
+            seed=arguments.seed,
         )
     except Absent as reason:
         print(f"loss: absent: {reason}\n")

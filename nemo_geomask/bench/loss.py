@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,15 +20,33 @@ from nemo_geomask.segments import PackedSegments
 
 __all__ = ["LOSSES", "benchmark"]
 
-_CORRECTED = {"use_importance_sampling_correction": True, "is_correction_level": "sequence_mean"}
+_WEIGHTS = {"use_importance_sampling_correction": True}
+_CORRECTED = {**_WEIGHTS, "is_correction_level": "sequence_mean"}
 _GEOMETRIC = {"masks": [{"preset": "geometric", "min": 0.99, "max": 1.01}]}
+
+
+def _truncated(kind: str, low: float | None, high: float) -> dict[str, Any]:
+    key = "truncated_importance_sampling"
+    return {**_WEIGHTS, f"{key}_type": kind, f"{key}_ratio_min": low, f"{key}_ratio": high}
+
+
+# In NeMo-RL's own fields, for both.
+_EXPRESSIBLE: dict[str, dict[str, Any]] = {
+    "clipped_pg": {},
+    "clipped_pg, no KL": {"reference_policy_kl_penalty": 0.0},
+    "clipped_pg, dual clip": {"ratio_clip_c": 3.0},
+    "clipped_pg, token weights": _WEIGHTS,
+    "clipped_pg, tis": _truncated("tis", None, 2.0),
+    "clipped_pg, icepop": _truncated("icepop", 0.5, 5.0),
+    "clipped_pg, seq-mask-tis": _truncated("seq-mask-tis", 0.999, 1.002),
+    "clipped_pg, by sequences": {"token_level_loss": False},
+    "clipped_pg, use_cispo": {"use_cispo": True},
+    "clipped_pg, disable_ppo_ratio": {"disable_ppo_ratio": True},
+    "clipped_pg, force_on_policy_ratio": {"force_on_policy_ratio": True},
+}
 # Ours, and the same in NeMo-RL's own fields where it has it.
 LOSSES: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
-    "clipped_pg": ({}, {}),
-    "clipped_pg, token weights": (
-        {"use_importance_sampling_correction": True},
-        {"use_importance_sampling_correction": True},
-    ),
+    **{name: (config, config) for name, config in _EXPRESSIBLE.items()},
     "gspo": ({"name": "gspo"}, {"sequence_level_importance_ratios": True, "token_level_loss": False}),
     "gspo, sequence_mean weights, geometric mask": ({"name": "gspo", **_CORRECTED, **_GEOMETRIC}, None),
     "gspo_token": ({"name": "gspo_token"}, None),
@@ -35,6 +54,8 @@ LOSSES: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
     "cispo": ({"name": "cispo"}, None),
     "sapo": ({"name": "sapo"}, None),
 }
+_COMPILED = ("clipped_pg", "clipped_pg, token weights", "gspo", "gspo, sequence_mean weights, geometric mask")
+_SKEWED = 64  # sequences, whose lengths are log-normal
 _SEQUENCE = 2048  # tokens of a sequence, on average, in a packed row of logits
 _FROM_LOGITS = ("gspo", "gspo, sequence_mean weights, geometric mask")
 _TOKEN_KEYS = ("advantages", "prev_logprobs", "generation_logprobs", "reference_policy_logprobs", "token_mask")
@@ -42,7 +63,9 @@ _TOKEN_KEYS = ("advantages", "prev_logprobs", "generation_logprobs", "reference_
 Data = Mapping[str, Tensor]
 
 
-def benchmark(setting: Setting, *, rows: int, length: int, case: Case, repeats: int, seed: int = 0) -> dict[str, Any]:
+def benchmark(
+    setting: Setting, *, rows: int, length: int, case: Case, compiled: bool, repeats: int, seed: int = 0
+) -> dict[str, Any]:
     """Every loss on log-probs of a padded batch and of the same packed, then from packed logits.
 
     Args:
@@ -50,6 +73,7 @@ def benchmark(setting: Setting, *, rows: int, length: int, case: Case, repeats: 
         rows: sequences of the batch.
         length: of the longest.
         case: tokens and vocabulary of the logits.
+        compiled: whether to compile some of them too.
         repeats: measured rounds.
         seed: of the inputs.
 
@@ -58,33 +82,37 @@ def benchmark(setting: Setting, *, rows: int, length: int, case: Case, repeats: 
     """
     module("pydantic")
     clock = Clock(setting.device, settle=4 * case.elements * case.dtype.itemsize)
-    on_logprobs = _on_logprobs(setting, clock, rows, length, repeats, seed)
+    on_logprobs = _on_logprobs(setting, clock, rows, length, _COMPILED if compiled else (), repeats, seed)
     found = {"rows": rows, "length": length, "on_logprobs": on_logprobs}
+    found["skewed"] = _skewed(setting, clock, repeats, seed)
     found["from_logits"] = _from_logits(setting, clock, case, repeats, seed)
     found["case"] = case.describe()
     found["bars"] = check_loss(found, setting.device.type)
     return found
 
 
-def _batch(rows: int, length: int, device: torch.device, seed: int) -> tuple[Tensor, dict[str, Tensor], list[int]]:
-    """curr [B, T-1], NeMo-RL's padded data, and the lengths of the responses, of 1/2 to all of ``length``."""
-    draw = torch.Generator().manual_seed(seed)
-    gen = -2 * torch.rand(rows, length, generator=draw)
-    prev = gen + 0.02 * torch.randn(rows, length, generator=draw)
-    curr = prev + 0.02 * torch.randn(rows, length, generator=draw)
-    lengths = torch.randint(length // 2, length, (rows,), generator=draw)
-    mask = (torch.arange(length) <= lengths.unsqueeze(1)).float()
+def _batch(lengths: Tensor, width: int, device: torch.device, seed: int) -> tuple[Tensor, dict[str, Tensor]]:
+    """curr [B, T-1] and NeMo-RL's padded data [B, T] of responses of ``lengths`` [B] after one token of prompt."""
+    rows, draw = len(lengths), torch.Generator().manual_seed(seed)
+
+    def normal(size: float, *shape: int) -> Tensor:
+        return size * torch.randn(*shape, dtype=torch.float32, generator=draw)
+
+    gen = -2 * torch.rand(rows, width, dtype=torch.float32, generator=draw)
+    prev = gen + normal(0.02, rows, width)
+    curr = prev + normal(0.02, rows, width)
+    mask = (torch.arange(width) <= lengths.unsqueeze(1)).to(torch.float32)
     mask[:, 0] = 0.0
     data = {
-        "advantages": torch.randn(rows, 1, generator=draw).expand(rows, length).contiguous(),
+        "advantages": normal(1.0, rows, 1).expand(rows, width).contiguous(),
         "prev_logprobs": prev,
         "generation_logprobs": gen,
-        "reference_policy_logprobs": prev + 0.1 * torch.randn(rows, length, generator=draw),
+        "reference_policy_logprobs": prev + normal(0.1, rows, width),
         "token_mask": mask,
-        "sample_mask": torch.ones(rows),
+        "sample_mask": torch.ones(rows, dtype=torch.float32),
+        "input_ids": torch.zeros(rows, width, dtype=torch.int64),
     }
-    moved = {key: value.to(device) for key, value in data.items()}
-    return curr[:, 1:].contiguous().to(device), moved, lengths.tolist()
+    return curr[:, 1:].contiguous().to(device), {key: value.to(device) for key, value in data.items()}
 
 
 def _pack(curr: Tensor, data: Data, lengths: Sequence[int]) -> tuple[Tensor, dict[str, Tensor], list[int]]:
@@ -105,16 +133,25 @@ def _counts(data: Data) -> tuple[Tensor, Tensor]:
 
 
 def _on_logprobs(
-    setting: Setting, clock: Clock, rows: int, length: int, repeats: int, seed: int
+    setting: Setting, clock: Clock, rows: int, length: int, compiled: Sequence[str], repeats: int, seed: int
 ) -> list[dict[str, Any]]:
     from nemo_geomask.losses import build_loss
 
-    curr, data, lengths = _batch(rows, length, setting.device, seed)
+    # Of 1/2 to all of the length.
+    lengths = torch.randint(length // 2, length, (rows,), generator=torch.Generator().manual_seed(seed))
+    curr, data = _batch(lengths, length, setting.device, seed)
     counts = _counts(data)
     steps: dict[tuple[str, str], Callable[[], Tensor]] = {}
     reasons: dict[tuple[str, str], str] = {}
     for name, (config, theirs) in LOSSES.items():
-        steps[name, "padded"], steps[name, "packed"] = _ours(build_loss(config), curr, data, lengths, counts)
+        settings: dict[str, dict[str, Any]] = {"padded": {}}
+        if theirs is not None:
+            settings["padded, metrics: nemo_rl"] = {"metrics": "nemo_rl"}
+        if name in compiled:
+            settings["padded, compiled"] = {"compile": True}
+        for how, setting_ in settings.items():
+            steps[name, how] = _ours(build_loss({"compile": False, **config, **setting_}), curr, data, counts)
+        steps[name, "packed"] = _ours_packed(build_loss(config), curr, data, lengths.tolist(), counts)
         if theirs is not None:
             try:
                 steps[name, "NeMo-RL, padded"] = _nemo_rl(theirs, curr, data, counts)
@@ -142,17 +179,79 @@ def _step(values: Tensor, loss: Callable[[Tensor], Tensor]) -> Tensor:
     return torch.autograd.grad(loss(leaf), leaf)[0]
 
 
-def _ours(
+def _read(found: tuple[Tensor, Mapping[str, float]]) -> Tensor:
+    """The loss, once the metrics have reached the host as NeMo-RL's do."""
+    found[1]["loss"]
+    return found[0]
+
+
+def _ours(loss_fn: Any, curr: Tensor, data: Data, counts: tuple[Tensor, Tensor]) -> Callable[[], Tensor]:
+    return lambda: _step(curr, lambda x: _read(loss_fn(x, data, *counts)))
+
+
+def _ours_packed(
     loss_fn: Any, curr: Tensor, data: Data, lengths: Sequence[int], counts: tuple[Tensor, Tensor]
-) -> tuple[Callable[[], Tensor], Callable[[], Tensor]]:
-    """Padded and packed; the segments of packed tokens are made anew each time, as for every microbatch."""
+) -> Callable[[], Tensor]:
+    """The segments are made anew each time, as for every microbatch."""
     flat, packed, offsets = _pack(curr, data, lengths)
 
     def on_packed(x: Tensor) -> Tensor:
-        value: Tensor = loss_fn.packed(x, packed, PackedSegments(offsets, device=x.device), *counts)[0]
-        return value
+        return _read(loss_fn.packed(x, packed, PackedSegments(offsets, device=x.device), *counts))
 
-    return lambda: _step(curr, lambda x: loss_fn(x, data, *counts)[0]), lambda: _step(flat, on_packed)
+    return lambda: _step(flat, on_packed)
+
+
+def _skewed(setting: Setting, clock: Clock, repeats: int, seed: int) -> dict[str, Any]:
+    """A packed row of sequences of very different lengths, log-probs given, as NeMo-RL's two wrappers go about it."""
+    from nemo_geomask.integrations.nemo_rl.packed import at_once, by_sequence
+    from nemo_geomask.losses import build_loss
+
+    draw = torch.Generator().manual_seed(seed)
+    lengths = (256 * torch.randn(_SKEWED, dtype=torch.float32, generator=draw).exp()).clamp(16, 4096).long()
+    width = int(lengths.max()) + 1
+    result: dict[str, Any] = {"sequences": _SKEWED, "tokens": int(lengths.sum()), "longest": width - 1}
+    try:
+        wrappers = module("nemo_rl.algorithms.loss.wrapper")
+        prepare = module("nemo_rl.algorithms.loss.utils").prepare_loss_input
+        losses = module("nemo_rl.algorithms.loss.loss_functions")
+        batch = module("nemo_rl.distributed.batched_data_dict").BatchedDataDict
+        theirs = losses.ClippedPGLossFn(losses.ClippedPGLossConfig(), use_fused_linear_logprobs=True)
+        ways = wrappers.SequencePackingLossWrapper, wrappers.SequencePackingFusionLossWrapper
+    except (Absent, AttributeError, TypeError) as error:  # v0.6.0 and v0.7.0 have not all of it
+        return {**result, "ways": [{"way": "all", "status": "absent", "reason": why(error)}]}
+    curr, data = _batch(lengths, width, setting.device, seed)
+    counts = _counts(data)
+    ours = build_loss({"compile": False}, use_fused_linear_logprobs=True)
+    cu = torch.tensor([0, *(lengths + 1).cumsum(0).tolist()], dtype=torch.int32, device=setting.device)
+    # Each sequence's last position predicts nothing.
+    row = torch.cat([torch.nn.functional.pad(x[:n], (0, 1)) for x, n in zip(curr, lengths.tolist(), strict=True)])
+
+    def given(logits: Tensor, data: Data, **_: Any) -> tuple[dict[str, Tensor], Data]:
+        return {"next_token_logprobs": logits}, data
+
+    one, fused = (
+        [wrapper(loss_fn=loss, prepare_fn=fn, cu_seqlens_q=cu, cu_seqlens_q_padded=cu) for loss in (theirs, ours)]
+        for wrapper, fn in zip(ways, (prepare, given), strict=True)
+    )
+    calls: dict[str, tuple[Tensor, Callable[[Tensor], Any]]] = {
+        "NeMo-RL, one by one": (row, lambda x: one[0](x.unsqueeze(0), batch(data), *counts)),
+        "ours, one by one": (row, lambda x: by_sequence(one[1], x.unsqueeze(0), batch(data), *counts)),
+        "NeMo-RL, at once": (curr, lambda x: fused[0](x, batch(data), *counts)),
+        "ours, at once": (curr, lambda x: at_once(fused[1], x, batch(data), *counts)),
+    }
+    steps = {way: _timed(clock, partial(_step, x, partial(_called, call))) for way, (x, call) in calls.items()}
+    laps, failures = interleave(steps, repeats, warmup=2)
+    result["ways"] = [
+        {"way": way, "status": "measured", **summary(laps[way], ("both", "nothing"), setting.device)}
+        if way in laps
+        else {"way": way, "status": "failed", "reason": failures[way]}
+        for way in calls
+    ]
+    return result
+
+
+def _called(call: Callable[[Tensor], Any], x: Tensor) -> Tensor:
+    return _read(call(x))
 
 
 def _timed(clock: Clock, step: Callable[[], Tensor]) -> Callable[[int], Lap]:

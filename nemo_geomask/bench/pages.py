@@ -116,7 +116,15 @@ def _loss(result: Result) -> str:
     rows = [[name, *(cells.get((name, w), "–") + operations.get((name, w), "") for w in ways)] for name in names]
     what = "CPU time" if clock == "processor_ms" else "time"
     title = f"{result['rows']} sequences of up to {result['length']} tokens, forward and backward: {what}, operations."
-    return "\n\n".join([title, _table(["loss", *ways], rows), _bars(result["bars"])])
+    blocks = [title, _table(["loss", *ways], rows)]
+    if "skewed" in result:
+        found = result["skewed"]
+        timed = [[row["way"], f"{_short(row[clock]['median'])} ms"] for row in found["ways"] if clock in row]
+        title = "{sequences} packed sequences of {tokens} tokens, the longest {longest}: {what}.".format(
+            **found, what=what
+        )
+        blocks += [title, _table(["way", what], timed)] if timed else []
+    return "\n\n".join([*blocks, _bars(result["bars"])])
 
 
 def _segments(result: Result) -> str:

@@ -89,6 +89,7 @@ def loss(result: Mapping[str, Any]) -> str:
         f"{result['rows']} sequences of up to {result['length']} tokens, forward and backward",
         table(head, rows),
         *reasons,
+        *_skewed(result["skewed"]),
     ]
     for row in result["from_logits"]:
         if row["of_logprobs"] is None:
@@ -97,6 +98,19 @@ def loss(result: Mapping[str, Any]) -> str:
         alone, whole = row["logprobs"]["ms"]["median"], row["ms"]["median"]
         lines.append(f"from logits, {row['loss']}: {_number(whole)} ms; the log-prob pass alone {_number(alone)} ms")
     return "\n".join([*lines, ""])
+
+
+def _skewed(found: Mapping[str, Any]) -> list[str]:
+    rows, reasons = [], []
+    for row in found["ways"]:
+        if row["status"] != "measured":
+            reasons.append(f"  {row['way']}: {row['status']}: {row['reason']}")
+            continue
+        ms = row["ms"]
+        cells = [row["way"], _number(ms["median"]), f"{_number(ms['q1'])}–{_number(ms['q3'])}"]
+        rows.append([*cells, _number(row.get("processor_ms", {}).get("median"))])
+    title = "{sequences} packed sequences, {tokens} tokens, the longest {longest}".format(**found)
+    return ["", title, table(["way", "ms", "IQR", "CPU ms"], rows), *reasons, ""]
 
 
 def segments(result: Mapping[str, Any]) -> str:

@@ -336,12 +336,37 @@ def test_command_measures_losses(tmp_path, capsys):
     written = json.loads(path.read_text())
     failed = [row for row in written["on_logprobs"] if row["status"] == "failed"]
     assert not failed
-    assert {row["how"] for row in written["on_logprobs"]} == {"padded", "packed", "NeMo-RL, padded"}
+    hows = {"padded", "padded, metrics: nemo_rl", "packed", "NeMo-RL, padded"}
+    assert {row["how"] for row in written["on_logprobs"]} == hows
     assert all(row["of_logprobs"] > 0 for row in written["from_logits"])
-    assert {bar["passed"] for bar in written["bars"]} == {None}
+    assert {bar["passed"] for bar in written["bars"] if "from logits" in bar["name"]} == {None}
     printed = capsys.readouterr().out
     assert "too small to judge: 16 x 500 logits" in printed
-    assert "FAIL" not in printed
+    assert "64 packed sequences" in printed
+
+
+def test_a_loss_is_held_against_nemo_rls():
+    def row(how, ms, **others):
+        return {"loss": "gspo", "how": how, "status": "measured", "ms": {"median": ms}, **others}
+
+    rows = [row("padded", 1.1), row("padded, metrics: nemo_rl", 1.1), row("padded, compiled", 0.3), row("packed", 9.0)]
+    ways = [{"way": f"{whose}, one by one", **row("", ms)} for whose, ms in (("NeMo-RL", 99.0), ("ours", 10.0))]
+    results = {
+        "on_logprobs": [*rows, row("NeMo-RL, padded", 1.0, processor_ms={"median": 1.0})],
+        "skewed": {"ways": ways},
+        "case": Case(16, 500).describe(),
+        "from_logits": [],
+    }
+    found = bars.check_loss(results, "cpu")
+    assert [(bar["found"], bar["passed"]) for bar in found] == [
+        (pytest.approx(1 / 1.1), True),
+        (pytest.approx(1 / 1.1), False),
+        (pytest.approx(1 / 0.3), True),
+        (pytest.approx(9.9), False),
+    ]
+    results["on_logprobs"][-1] = {"loss": "gspo", "how": "NeMo-RL, padded", "status": "absent", "reason": "no such"}
+    results["skewed"] = {"ways": [{"way": "all", "status": "absent", "reason": "no such"}]}
+    assert [bar["passed"] for bar in bars.check_loss(results, "cpu")] == [None, None, None]
 
 
 def test_page_shows_what_was_measured():

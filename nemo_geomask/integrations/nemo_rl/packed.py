@@ -8,6 +8,7 @@ where NeMo-RL makes one a sequence, or one on the rows with all their padding.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -36,6 +37,11 @@ def by_sequence(wrapper: Any, logits: Tensor, data: Any, seqs: Tensor | float, t
     # Read once; NeMo-RL reads each offset by itself.
     lengths, sizes = torch.stack([wrapper.cu_seqlens_q.diff(), padded.diff()]).tolist()
     tokens, segments, _ = predicted_tokens(data, lengths, logits.device)
+    if wrapper.loss_fn.use_fused_linear_logprobs:
+        # All of them are there already, and nothing splits the row over ranks.
+        starts = torch.tensor([0, *itertools.accumulate(sizes[:-1])], device=logits.device)
+        place = segments.token_index + segments.spread(starts - segments.cu_seqlens[:-1])
+        return wrapper.loss_fn.packed(logits[0].index_select(0, place), tokens, segments, seqs, toks)
     tensors = {key: value for key, value in data.items() if isinstance(value, Tensor)}
     rows = {key: torch.split(value, 1) for key, value in tensors.items() if value.shape[:1] == (len(lengths),)}
     logprobs, unfiltered = [], []

@@ -136,6 +136,22 @@ def test_one_call_equals_one_a_sequence(name, how):
         assert dict(metrics) == pytest.approx(others, rel=1e-5, abs=1e-6)
 
 
+@pytest.mark.parametrize("name", CONFIGS)
+def test_given_log_probs_are_taken_at_once(name):
+    batch, data, lengths, starts, values = case(absorbed=3)
+    leaf, mine = values.clone().requires_grad_(), values.clone().requires_grad_()
+    expected, others = each_by_itself(build_loss(CONFIGS[name]), by_row, batch, data, lengths, starts, leaf)
+    expected.backward()
+    given = wrapper(build_loss(CONFIGS[name], use_fused_linear_logprobs=True), None, lengths, starts)
+    for row in (mine, mine[:, :-1]):  # NeMo-RL's end one before the last sequence's padding
+        mine.grad = None
+        loss, metrics = packed.by_sequence(given, row, dict(data), torch.tensor(batch.seqs), torch.tensor(batch.toks))
+        loss.backward()
+        torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-7)
+        torch.testing.assert_close(mine.grad, leaf.grad, rtol=1e-5, atol=1e-7)
+        assert dict(metrics) == pytest.approx(others, rel=1e-5, abs=1e-6)
+
+
 def test_log_probs_of_a_fused_linear_layer_end_one_before_the_padding():
     batch, data, lengths, starts, values = case()
     given = wrapper(build_loss(RICH), by_row, lengths, starts)
