@@ -30,6 +30,7 @@ KEYS = {
 }
 """NeMo-RL's keys of what a loss may read beside its masks."""
 _OPTIONAL = ("unfiltered", "rewards")
+_UNFILTERED = KEYS["unfiltered"]
 
 
 class Raw(NamedTuple):
@@ -177,6 +178,8 @@ def _take(
     tokens: tuple[int, ...],
     sequences: tuple[int, ...],
 ) -> Raw:
+    device = curr.device
+
     def tensor(key: str, shape: tuple[int, ...], *, logprobs: bool = False) -> Tensor:
         if key not in data:
             raise MissingDataError(f"data['{key}'] is missing; the configured loss needs it as a tensor {list(shape)}")
@@ -186,16 +189,15 @@ def _take(
             raise ShapeError(f"data['{key}'] must be a tensor {list(shape)} to fit the log-probs, but it is {found}")
         if value.is_complex() or (logprobs and not value.is_floating_point()):
             raise ShapeError(f"data['{key}'] must be {'floating point' if logprobs else 'real'}, not {value.dtype}")
-        return value.to(curr.device)
+        value = value if value.device == device else value.to(device)
+        return value.detach() if value.requires_grad and key != _UNFILTERED else value
 
     others = {}
     for name in names:
         if name in _OPTIONAL and data.get(KEYS[name]) is None:
             continue
-        value = tensor(KEYS[name], shapes[name], logprobs=name not in ("advantages", "rewards"))
-        others[name] = value if name == "unfiltered" else value.detach()
-    masks = tensor("token_mask", tokens).detach(), tensor("sample_mask", sequences).detach()
-    return Raw(curr, *masks, others)
+        others[name] = tensor(KEYS[name], shapes[name], logprobs=name not in ("advantages", "rewards"))
+    return Raw(curr, tensor("token_mask", tokens), tensor("sample_mask", sequences), others)
 
 
 def read(raw: Raw, segments: Segments) -> tuple[TokenBatch, list[Metric]]:

@@ -198,7 +198,9 @@ def _count(name: str, value: Tensor | float, device: torch.device) -> Tensor:
     if isinstance(value, Tensor):
         # Its value is not looked at: it may be on a device that the host does not wait for.
         if value.numel() == 1:
-            return value.detach().to(device, torch.float32).reshape(())
+            # Mostly one already, and a tensor's method costs more than a look at it.
+            fits = value.dim() == 0 and value.dtype == torch.float32 and value.device == device
+            return value if fits else value.detach().to(device, torch.float32).reshape(())
         found = f"a tensor {list(value.shape)}"
     else:
         found = str(value)
