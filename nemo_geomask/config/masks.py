@@ -133,13 +133,7 @@ class Opsm(_Bounds):
     def rule(self) -> MaskRule:
         """The raw rule."""
         return MaskRule(
-            self.label or "opsm",
-            self.log_ratio,
-            "sequence_mean",
-            "ratio",
-            -self.delta,
-            math.inf,
-            "negative_advantage",
+            self.label or "opsm", self.log_ratio, "sequence_mean", "ratio", -self.delta, math.inf, "negative_advantage"
         )
 
 
@@ -154,13 +148,7 @@ class TrustRegion(_Bounds):
     def rule(self) -> MaskRule:
         """The raw rule."""
         return MaskRule(
-            self.label or "trust_region",
-            "mismatch",
-            self.level,
-            self.statistic,
-            -math.inf,
-            self.max,
-            "always",
+            self.label or "trust_region", "mismatch", self.level, self.statistic, -math.inf, self.max, "always"
         )
 
 
