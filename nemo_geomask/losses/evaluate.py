@@ -44,14 +44,11 @@ def evaluate(
     Args:
         objective: what is computed.
         raw: the microbatch.
-        layout: the kind of its layout, and over which ranks.
-        tensors: those of the layout.
-        global_seqs: 0-d float32, valid sequences in the optimiser step.
-        global_toks: 0-d float32, valid tokens in it.
+        layout: the kind of its layout, and over which ranks; ``tensors`` are its own.
+        global_seqs, global_toks: 0-d float32, valid sequences and valid tokens in the optimiser step.
 
-    Returns:
-        The loss, float32 0-d, its value over all ranks and its gradient that of this rank's part; values and labels of
-        the metrics, over all ranks.
+    Returns: the loss, float32 0-d, its value over all ranks and its gradient that of this rank's part; values and
+    labels of the metrics, over all ranks.
     """
     config, variant, segments = objective.config, objective.variant, layout.of(*tensors)
     batch, of_batch = read(raw, segments)

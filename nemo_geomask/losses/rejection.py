@@ -22,8 +22,7 @@ def reject(batch: TokenBatch, seen: Observed, rules: Iterable[MaskRule]) -> tupl
     removed in all, below the lower and above the upper bound are ``geomask/mask/<label>/…``, of tokens for a
     token-level mask and of sequences otherwise.
 
-    Returns:
-        bool, token layout, None without rules; and the metrics.
+    Returns: bool, token layout, None without rules; and the metrics.
     """
     kept: Tensor | None = None
     reports: list[Metric] = []

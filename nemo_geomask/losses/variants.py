@@ -210,9 +210,6 @@ SAPO = Variant(
     refuses=_OF_TOKEN_RATIOS,
     options=SapoOptions,
     source="SAPO, arXiv:2511.20347 eq. 5 and 6",
-    parts=(
-        Part(f"ℓ_t = −(4/τ)·σ(τ·(r_t − 1))·A_t, {_TAUS}", "SAPO: a soft gate in place of the clip."),
-        _TOKEN_RATIO,
-    ),
+    parts=(Part(f"ℓ_t = −(4/τ)·σ(τ·(r_t − 1))·A_t, {_TAUS}", "SAPO: a soft gate in place of the clip."), _TOKEN_RATIO),
 )
 """Soft Adaptive Policy Optimization."""
