@@ -263,10 +263,9 @@ class LossSettings(StrictModel):
 class LossConfig(LossSettings):
     """Settings of one loss; frozen, refuses unknown keys.
 
-    Raises:
-        ConfigError: (a ValueError) unknown keys, values out of range and settings at odds with each other. Pydantic's
-            own entries (``model_validate``, an assignment to a field) raise pydantic's ``ValidationError``, a
-            ValueError too.
+    Raises: ConfigError: (a ValueError) unknown keys, values out of range and settings at odds with each other.
+    Pydantic's own entries (``model_validate``, an assignment to a field) raise pydantic's ``ValidationError``, a
+    ValueError too.
     """
 
     if not TYPE_CHECKING:  # which knows the fields from pydantic
