@@ -60,13 +60,9 @@ def evaluate(
     sums |= {f"variant.{name}": value for name, value in pooled.items()}
     by_length = config.normalization == "sequences"
     local = config.positive_example_nll_normalization == "microbatch"
+    count = local and batch.rewards is not None
     seen, reports = observe(
-        batch,
-        sums=sums,
-        extremes=extremes,
-        nonfinite=config.nonfinite,
-        declared=by_length,
-        count=local and batch.rewards is not None,
+        batch, sums=sums, extremes=extremes, nonfinite=config.nonfinite, declared=by_length, count=count
     )
     full = config.metrics == "full"
     metrics = Sums(seen.weight, seen.sample_mask, segments, nemo_rl=not full)
@@ -99,8 +95,8 @@ def evaluate(
     if nll is not None:
         loss = loss + config.positive_example_nll_weight * nll
     # Trained tokens under a count that says there are none: no number is right.
-    count = global_toks if own == "tokens" else global_seqs
-    loss = torch.where((count > 0) | (seen.weight.sum() == 0), loss, torch.nan)
+    divisor = global_toks if own == "tokens" else global_seqs
+    loss = torch.where((divisor > 0) | (seen.weight.sum() == 0), loss, torch.nan)
 
     zero = torch.zeros_like(loss)
     metrics.add(
