@@ -37,7 +37,7 @@ def selector(keep: Tensor) -> Callable[[Tensor], Tensor]:
     Args:
         keep: float32, 1 or 0.
 
-    Returns: A function of float32 tensors of ``keep``'s shape: +0 where ``keep`` is 0, and so is the gradient, whatever
+    Returns: a function of float32 tensors of ``keep``'s shape: +0 where ``keep`` is 0, and so is the gradient, whatever
     x or the incoming gradient hold there.
     """
     if keep.device.type != "cpu" or torch.compiler.is_compiling():
