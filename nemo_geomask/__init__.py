@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from nemo_geomask.integrations.nemo_rl.workers import WorkerError
     from nemo_geomask.losses import BeforeStep, PolicyLoss, Variant, build_loss
     from nemo_geomask.parallel import vocab_parallel_logprobs
-    from nemo_geomask.parallel.processes import RankError
+    from nemo_geomask.processes import RankError
     from nemo_geomask.segments import PackedSegments
 
 __all__ = [
@@ -46,7 +46,7 @@ _HOMES = {
     "LossConfig": "config",
     "PackedSegments": "segments",
     "PolicyLoss": "losses",
-    "RankError": "parallel.processes",
+    "RankError": "processes",
     "SeamError": "integrations.nemo_rl.seams",
     "Variant": "losses",
     "WorkerError": "integrations.nemo_rl.workers",

@@ -93,9 +93,8 @@ class Sums:
             loss: 0-d, this rank's part, with gradient.
             counts: 0-d float32, valid sequences and tokens in the step.
 
-        Returns:
-            The loss's value over all ranks with the gradient of this rank's part; the sums' labels and values, as
-            :class:`Metrics` takes them.
+        Returns: the loss's value over all ranks with the gradient of this rank's part; the sums' labels and values, as
+        :class:`Metrics` takes them.
         """
         labels = tuple(label for over in _ORDER for label, _ in self._found[over])
         values = _vector([*(value for over in _ORDER for _, value in self._found[over]), *counts])

@@ -25,7 +25,7 @@ def test_tables_are_current(page):
 
 
 def test_a_formula_that_changes_makes_the_page_stale(monkeypatch):
-    changed = replace(variants.GMPO, describe=lambda config, options: [Part("ℓ = changed", "Changed.")])
+    changed = replace(variants.GMPO, parts=(Part("ℓ = changed", "Changed."),))
     monkeypatch.setattr(variants, "GMPO", changed)
     assert pages.rewrite("loss_reference.md", LOSSES) == LOSSES.replace(
         "`ℓ = −Ā·exp(mean_t x_t)`<br>`x_t = min(curr − prev, 0.4) where Ā > 0, max(curr − prev, -0.4) where Ā < 0`",

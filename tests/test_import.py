@@ -23,6 +23,7 @@ ORDER = [
     "losses",
     "checks",
     "integrations",
+    "processes",
     "bench",
     "lab",
     "cli",

@@ -13,7 +13,7 @@ from nemo_geomask.bench.clock import Clock, Lap, interleave, spread
 from nemo_geomask.bench.meters import Tally
 from nemo_geomask.bench.paths.base import Absent, module
 from nemo_geomask.bench.volume import microbatch, uneven
-from nemo_geomask.parallel.processes import run
+from nemo_geomask.processes import run
 from nemo_geomask.segments import PackedSegments
 
 __all__ = ["benchmark"]

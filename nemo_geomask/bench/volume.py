@@ -13,7 +13,7 @@ from nemo_geomask.bench.inputs import Case, Inputs
 from nemo_geomask.bench.meters import Collective, Tally
 from nemo_geomask.bench.paths import PATHS, Absent, Setting, Unfit
 from nemo_geomask.parallel import vocab_parallel_logprobs
-from nemo_geomask.parallel.processes import run
+from nemo_geomask.processes import run
 from nemo_geomask.segments import PackedSegments
 
 __all__ = ["LAYOUT", "logprobs", "microbatch", "total", "uneven"]

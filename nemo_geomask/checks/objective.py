@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 from nemo_geomask.config import LossConfig, MaskRule
+from nemo_geomask.config.strict import as_yaml
+from nemo_geomask.errors import PluginError, Problem
 from nemo_geomask.losses import Part, PolicyLoss
-from nemo_geomask.losses.description import number
+from nemo_geomask.losses.variant import Parts
 
-__all__ = ["describe"]
+__all__ = ["describe", "surrogate_parts"]
+
+
+def number(value: float) -> str:
+    """Short, as one would write it."""
+    return f"{value:.6g}"
 
 
 def describe(loss: PolicyLoss) -> tuple[Part, ...]:
@@ -19,7 +27,7 @@ def describe(loss: PolicyLoss) -> tuple[Part, ...]:
         part
         for parts in (
             _whole(config),
-            _surrogate(loss),
+            surrogate_parts(loss),
             _weight(config),
             _masks(config),
             _normaliser(config),
@@ -51,11 +59,38 @@ def _whole(config: LossConfig) -> Iterator[Part]:
     yield Part(formula, f"{words}.")
 
 
-def _surrogate(loss: PolicyLoss) -> Iterable[Part]:
-    if loss.variant.describe is not None:
-        return loss.variant.describe(loss.config, loss.options)
-    name, source = loss.config.name, loss.variant.source
-    return (Part(f"ℓ_t = the surrogate of {name}", source or "This objective gives no source."),)
+def surrogate_parts(loss: PolicyLoss) -> Parts:
+    """The variant's :attr:`~nemo_geomask.losses.Variant.parts` under the settings in force.
+
+    ``{name}`` in them is a setting or an option of that name; ``{low}`` and ``{high}``, the clip's bounds on the ratio;
+    ``{log_low}`` and ``{log_high}``, on its logarithm; ``{outside}``, where the clip takes the gradient, in words;
+    ``{dual_clip:A}``, the dual clip's bound on the loss where the advantage is called A, nothing without a dual clip.
+
+    Raises: PluginError: a part has another name in braces.
+    """
+    config, variant = loss.config, loss.variant
+    settings = {**dict(config), **dict(loss.options)}
+    values = {key: number(value) if isinstance(value, float) else as_yaml(value) for key, value in settings.items()}
+    low, high = 1 - config.ratio_clip_min, 1 + config.ratio_clip_max
+    bounds = {"low": low, "high": high, "log_low": math.log(low) if low > 0 else -math.inf, "log_high": math.log(high)}
+    words = f"above {number(high)} where A > 0" + (f", or below {number(low)} where A < 0" if low > 0 else "")
+    names = {**values, **{key: number(value) for key, value in bounds.items()}, "outside": words}
+    parts = variant.parts(config) if callable(variant.parts) else variant.parts
+    try:
+        filled = [[text.format(**names, dual_clip=_DualClip(config.ratio_clip_c)) for text in part] for part in parts]
+    except (LookupError, ValueError) as error:
+        problem = f"the parts of the variant '{config.name}' can't be filled in: {type(error).__name__}: {error}"
+        raise PluginError(Problem(("loss_fn.name",), problem)) from error
+    named = Part(f"ℓ_t = the surrogate of {config.name}", variant.source or "This objective gives no source.")
+    return tuple(Part(*texts) for texts in filled) or (named,)
+
+
+@dataclass(frozen=True)
+class _DualClip:
+    bound: float | None
+
+    def __format__(self, advantage: str) -> str:
+        return "" if self.bound is None else f", at most {number(self.bound)}·|{advantage}| where {advantage} < 0"
 
 
 _POOLED = {"token": "{}", "sequence": "Σ_t {}", "sequence_mean": "mean_t {}", "sequence_max": "{}"}

@@ -12,6 +12,7 @@ from typing import Any, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
+from nemo_geomask.checks.objective import surrogate_parts
 from nemo_geomask.checks.report import RULES
 from nemo_geomask.config.loss import LossConfig
 from nemo_geomask.config.strict import as_yaml
@@ -62,12 +63,11 @@ def objectives() -> str:
     for loss, flags in losses:
         variant = loss.variant
         name = f"`{loss.config.name}`" + "".join(f"<br>`{setting}`" for setting in _written(flags))
-        parts = variant.describe(loss.config, loss.options) if variant.describe else ()
         options = {f"options.{key}": field.default for key, field in variant.options.model_fields.items()}
         defaults = _written({**variant.defaults, **variant.forces, **options})
         cells = (
             name,
-            "<br>".join(f"`{part.formula}`" for part in parts),
+            "<br>".join(f"`{part.formula}`" for part in surrogate_parts(loss)),
             "<br>".join(f"`{setting}`" for setting in defaults) or "–",
             "" if flags else variant.source,
         )

@@ -42,31 +42,24 @@ def conflicts(settings: LossSettings) -> tuple[Conflict, ...]:
     return tuple(found)
 
 
-def _pair(first: str, second: str, message: str) -> Conflict:
-    return Conflict((first, second), message)
-
-
 def _normalization(settings: LossSettings) -> Iterator[Conflict]:
     chosen, by_token = settings.loss_normalization, settings.token_level_loss
     if "token_level_loss" in settings.model_fields_set and chosen is not None and by_token != (chosen == "tokens"):
-        yield _pair(
-            "token_level_loss",
-            "loss_normalization",
+        yield Conflict(
+            ("token_level_loss", "loss_normalization"),
             f"token_level_loss: {as_yaml(by_token)} contradicts loss_normalization: {chosen}; set token_level_loss: "
             f"{as_yaml(not by_token)}, or remove loss_normalization",
         )
     constant = settings.loss_normalization_constant
     if chosen == "constant" and constant is None:
-        yield _pair(
-            "loss_normalization",
-            "loss_normalization_constant",
+        yield Conflict(
+            ("loss_normalization", "loss_normalization_constant"),
             "loss_normalization: constant needs loss_normalization_constant; give it (in tokens, usually the longest "
             "response allowed)",
         )
     elif chosen != "constant" and constant is not None:
-        yield _pair(
-            "loss_normalization_constant",
-            "loss_normalization",
+        yield Conflict(
+            ("loss_normalization_constant", "loss_normalization"),
             f"loss_normalization_constant: {constant:g} needs loss_normalization: constant; set that, or remove the "
             "constant",
         )
@@ -102,19 +95,17 @@ def _cispo(settings: LossSettings) -> Iterator[Conflict]:
     }
     for key, why in at_odds.items():
         if getattr(settings, key):
-            yield _pair("use_cispo", key, f"use_cispo: true {why}; unset one of them")
+            yield Conflict(("use_cispo", key), f"use_cispo: true {why}; unset one of them")
     if settings.ratio_clip_c is not None:
-        yield _pair(
-            "ratio_clip_c",
-            "use_cispo",
+        yield Conflict(
+            ("ratio_clip_c", "use_cispo"),
             f"use_cispo: true has no dual clip, but ratio_clip_c is {settings.ratio_clip_c:g}; set ratio_clip_c: null",
         )
     chosen = settings.loss_normalization
     otherwise = "or use_cispo: false with name: cispo, which takes any normalization"
     if chosen not in (None, "tokens"):
-        yield _pair(
-            "use_cispo",
-            "loss_normalization",
+        yield Conflict(
+            ("use_cispo", "loss_normalization"),
             f"use_cispo: true needs a token-level loss, but loss_normalization is {chosen}; set loss_normalization: "
             f"tokens, {otherwise}",
         )
@@ -133,24 +124,25 @@ def _truncation(settings: LossSettings) -> Iterator[Conflict]:
     kind, high, low = (getattr(settings, key) for key in (kind_key, high_key, low_key))
     if kind in ("icepop", "seq-mask-tis"):
         if high is None:
-            yield _pair(
-                kind_key,
-                high_key,
+            yield Conflict(
+                (kind_key, high_key),
                 f"{kind_key}: {kind} needs {high_key}; give the upper bound, or set the type to null",
             )
         if low is None:
-            yield _pair(kind_key, low_key, f"{kind_key}: {kind} needs {low_key}; give the lower bound (0 for none)")
+            yield Conflict(
+                (kind_key, low_key), f"{kind_key}: {kind} needs {low_key}; give the lower bound (0 for none)"
+            )
     given = {key: value for key, value in {low_key: low, high_key: high}.items() if value is not None}
     if kind is None and given:
         found = " and ".join(f"{key}: {value:g}" for key, value in given.items())
         needs = "needs" if len(given) == 1 else "need"
         yield Conflict((*given, kind_key), f"{found} {needs} {kind_key}; set it to tis, icepop or seq-mask-tis")
     if kind == "tis" and high is None and low is not None:
-        yield _pair(
-            low_key, high_key, f"{low_key}: {low:g} needs {high_key}; give the upper bound, or set {low_key}: null"
+        yield Conflict(
+            (low_key, high_key), f"{low_key}: {low:g} needs {high_key}; give the upper bound, or set {low_key}: null"
         )
     if low is not None and high is not None and low > high:
-        yield _pair(low_key, high_key, f"{low_key}: {low:g} exceeds {high_key}: {high:g}; swap them")
+        yield Conflict((low_key, high_key), f"{low_key}: {low:g} exceeds {high_key}: {high:g}; swap them")
 
 
 def _correction(settings: LossSettings) -> Iterator[Conflict]:
@@ -159,16 +151,14 @@ def _correction(settings: LossSettings) -> Iterator[Conflict]:
     # A tis without a ratio truncates nothing; v0.6.0's base recipes have it.
     truncates = kind is not None and (kind != "tis" or settings.truncated_importance_sampling_ratio is not None)
     if truncates and not settings.use_importance_sampling_correction:
-        yield _pair(
-            "truncated_importance_sampling_type",
-            switch,
+        yield Conflict(
+            ("truncated_importance_sampling_type", switch),
             f"truncated_importance_sampling_type: {kind} truncates a weight that is not applied while {switch} is "
             "false; set it to true, or the type to null",
         )
     if level is not None and not settings.use_importance_sampling_correction:
-        yield _pair(
-            "is_correction_level",
-            switch,
+        yield Conflict(
+            ("is_correction_level", switch),
             f"is_correction_level: {level} has no effect while {switch} is false; set it to true, or remove the level",
         )
     if kind == "seq-mask-tis" and settings.correction_level != "token":
@@ -189,41 +179,36 @@ def _rest(settings: LossSettings) -> Iterator[Conflict]:
     gradient = settings.reference_policy_kl_gradient
     if gradient is not None and settings.kl_coefficient == 0:
         why = "use_kl_in_reward" if settings.use_kl_in_reward else "reference_policy_kl_penalty"
-        yield _pair(
-            "reference_policy_kl_gradient",
-            why,
+        yield Conflict(
+            ("reference_policy_kl_gradient", why),
             f"reference_policy_kl_gradient: {gradient} has no effect without a KL term ({why}: "
             f"{as_yaml(getattr(settings, why))}); "
             + ("set it to false" if settings.use_kl_in_reward else "give a penalty")
             + ", or remove reference_policy_kl_gradient",
         )
     if settings.reference_policy_kl_type == "k4" and settings.use_kl_in_reward:
-        yield _pair(
-            "reference_policy_kl_type",
-            "use_kl_in_reward",
+        yield Conflict(
+            ("reference_policy_kl_type", "use_kl_in_reward"),
             "reference_policy_kl_type: k4 is not known to NeMo-RL, which computes the penalty under use_kl_in_reward: "
             "true; choose k1, k2 or k3",
         )
     if settings.positive_example_nll_normalization != "microbatch" and settings.positive_example_nll_weight == 0:
-        yield _pair(
-            "positive_example_nll_normalization",
-            "positive_example_nll_weight",
+        yield Conflict(
+            ("positive_example_nll_normalization", "positive_example_nll_weight"),
             f"positive_example_nll_normalization: {settings.positive_example_nll_normalization} has no effect while "
             "positive_example_nll_weight is 0; give a weight, or remove it",
         )
     if settings.denominator == "kept" and not settings.rules_before_step:
-        yield _pair(
-            "denominator",
-            "masks",
+        yield Conflict(
+            ("denominator", "masks"),
             "denominator: kept counts what the masks on the mismatch keep, but masks has none such; add one "
             "(geometric, icepop, veto, …), or set denominator: original",
         )
     looks = {"batch_veto": settings.batch_veto is not None, "denominator: kept": settings.denominator == "kept"}
     for what, on in looks.items():
         if on and settings.force_on_policy_ratio:
-            yield _pair(
-                what.partition(":")[0],
-                "force_on_policy_ratio",
+            yield Conflict(
+                (what.partition(":")[0], "force_on_policy_ratio"),
                 f"{what} looks at prev_logprobs before the step, which force_on_policy_ratio: true does without; unset "
                 "one of them",
             )

@@ -61,9 +61,7 @@ class LossSettings(StrictModel):
 
     # --- loss type
     disable_ppo_ratio: bool = _field(
-        False,
-        "REINFORCE/RLOO: drop the ratio and the clip.",
-        source="NeMo-RL; arXiv:2402.14740",
+        False, "REINFORCE/RLOO: drop the ratio and the clip.", source="NeMo-RL; arXiv:2402.14740"
     )
     token_level_loss: bool = _field(
         True,
@@ -84,9 +82,7 @@ class LossSettings(StrictModel):
         gt=0,
     )
     sequence_level_importance_ratios: bool = _field(
-        False,
-        "GSPO's ratio: one a sequence. Needs a sequence-level loss.",
-        source="NeMo-RL; arXiv:2507.18071 eq. 7",
+        False, "GSPO's ratio: one a sequence. Needs a sequence-level loss.", source="NeMo-RL; arXiv:2507.18071 eq. 7"
     )
 
     # --- clipping
@@ -178,11 +174,7 @@ class LossSettings(StrictModel):
     force_on_policy_ratio: bool = _field(
         False, "Take `prev` to be `curr`: ratio 1. Only with exactly one update a rollout.", formula="r = 1"
     )
-    use_cispo: bool = _field(
-        False,
-        "CISPO within `clipped_pg`.",
-        source="NeMo-RL; arXiv:2506.13585",
-    )
+    use_cispo: bool = _field(False, "CISPO within `clipped_pg`.", source="NeMo-RL; arXiv:2506.13585")
     positive_example_nll_weight: float = _field(
         0.0,
         "VAPO: weight of the NLL of sequences with positive reward.",
@@ -205,9 +197,7 @@ class LossSettings(StrictModel):
         source="this package",
     )
     metrics: Literal["full", "nemo_rl"] = _field(
-        "full",
-        "What a call reports. `nemo_rl`: what NeMo-RL's class does.",
-        source="this package",
+        "full", "What a call reports. `nemo_rl`: what NeMo-RL's class does.", source="this package"
     )
     logprob_backend: Literal["nemo_rl", "geomask", "mcore", "te"] = _field(
         "nemo_rl",
@@ -273,10 +263,9 @@ class LossSettings(StrictModel):
 class LossConfig(LossSettings):
     """Settings of one loss; frozen, refuses unknown keys.
 
-    Raises:
-        ConfigError: (a ValueError) unknown keys, values out of range and settings at odds with each other. Pydantic's
-            own entries (``model_validate``, an assignment to a field) raise pydantic's ``ValidationError``, a
-            ValueError too.
+    Raises: ConfigError: (a ValueError) unknown keys, values out of range and settings at odds with each other.
+    Pydantic's own entries (``model_validate``, an assignment to a field) raise pydantic's ``ValidationError``, a
+    ValueError too.
     """
 
     if not TYPE_CHECKING:  # which knows the fields from pydantic

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Discriminator, Field, Tag, ValidationError, model_validator
 from pydantic_core import InitErrorDetails, PydanticCustomError
@@ -19,6 +19,7 @@ from nemo_geomask.config.strict import StrictModel, nearest, repeated
 __all__ = ["PRESETS", "MaskRule", "MaskSpec", "RawMask", "mask_rules", "validate_masks"]
 
 LogRatio = Literal["mismatch", "policy", "total"]
+Statistic = Literal["ratio", "k2", "k3"]
 Level = Literal["token", "sequence", "sequence_mean", "sequence_max"]
 When = Literal["always", "negative_advantage", "positive_advantage"]
 
@@ -31,7 +32,7 @@ class MaskRule:
     label: str
     log_ratio: LogRatio
     level: Level
-    statistic: Literal["ratio", "k2", "k3"]
+    statistic: Statistic
     low: float
     high: float
     when: When
@@ -52,10 +53,26 @@ class _Bounds(StrictModel):
             )
         return self
 
+    def _rule(
+        self,
+        log_ratio: LogRatio,
+        level: Level,
+        statistic: Statistic,
+        low: float | None,
+        high: float | None,
+        when: When = "always",
+    ) -> MaskRule:
+        """Of bounds as they are written: None is none, and on a ratio neither is 0."""
+        units = math.log if statistic == "ratio" else float
+        bounds = units(low) if low else -math.inf, units(high) if high else math.inf
+        label = str(self.label or getattr(self, "preset", "mask"))
+        return MaskRule(label, log_ratio, level, statistic, *bounds, when)
+
 
 class _Interval(_Bounds):
     min: float | None = Field(default=None, ge=0, description="Smallest ratio kept; null: no lower bound.")
     max: float | None = Field(default=None, gt=0, description="Largest ratio kept; null: no upper bound.")
+    pooled: ClassVar[Level] = "token"
 
     @model_validator(mode="after")
     def _check_interval(self) -> _Interval:
@@ -65,36 +82,23 @@ class _Interval(_Bounds):
             raise ValueError(f"'min' ({self.min}) exceeds 'max' ({self.max}), which removes everything; swap them")
         return self
 
-    def _ratio_rule(self, name: str, level: Level) -> MaskRule:
-        return MaskRule(
-            self.label or name,
-            "mismatch",
-            level,
-            "ratio",
-            math.log(self.min) if self.min else -math.inf,
-            math.log(self.max) if self.max is not None else math.inf,
-            "always",
-        )
+    def rule(self) -> MaskRule:
+        """The raw rule."""
+        return self._rule("mismatch", self.pooled, "ratio", self.min, self.max)
 
 
 class Geometric(_Interval):
     """Keep sequences whose geometric-mean mismatch ratio exp(mean(prev - gen)) lies in [min, max]. TRL PR 4891."""
 
     preset: Literal["geometric"]
-
-    def rule(self) -> MaskRule:
-        """The raw rule."""
-        return self._ratio_rule("geometric", "sequence_mean")
+    pooled = "sequence_mean"
 
 
 class Product(_Interval):
     """Keep sequences whose mismatch ratio exp(sum(prev - gen)) lies in [min, max]: sequence MIS."""
 
     preset: Literal["product"]
-
-    def rule(self) -> MaskRule:
-        """The raw rule."""
-        return self._ratio_rule("product", "sequence")
+    pooled = "sequence"
 
 
 class IcePop(_Interval):
@@ -102,19 +106,12 @@ class IcePop(_Interval):
 
     preset: Literal["icepop"]
 
-    def rule(self) -> MaskRule:
-        """The raw rule."""
-        return self._ratio_rule("icepop", "token")
-
 
 class Veto(_Interval):
     """Keep sequences all of whose tokens have a mismatch ratio in [min, max]."""
 
     preset: Literal["veto"]
-
-    def rule(self) -> MaskRule:
-        """The raw rule."""
-        return self._ratio_rule("veto", "sequence_max")
+    pooled = "sequence_max"
 
 
 class Opsm(_Bounds):
@@ -132,15 +129,8 @@ class Opsm(_Bounds):
 
     def rule(self) -> MaskRule:
         """The raw rule."""
-        return MaskRule(
-            self.label or "opsm",
-            self.log_ratio,
-            "sequence_mean",
-            "ratio",
-            -self.delta,
-            math.inf,
-            "negative_advantage",
-        )
+        rule = self._rule(self.log_ratio, "sequence_mean", "ratio", None, None, "negative_advantage")
+        return replace(rule, low=-self.delta)
 
 
 class TrustRegion(_Bounds):
@@ -153,15 +143,7 @@ class TrustRegion(_Bounds):
 
     def rule(self) -> MaskRule:
         """The raw rule."""
-        return MaskRule(
-            self.label or "trust_region",
-            "mismatch",
-            self.level,
-            self.statistic,
-            -math.inf,
-            self.max,
-            "always",
-        )
+        return self._rule("mismatch", self.level, self.statistic, None, self.max)
 
 
 class RawMask(_Bounds):
@@ -169,7 +151,7 @@ class RawMask(_Bounds):
 
     log_ratio: LogRatio = Field(description="mismatch: prev - gen; policy: curr - prev; total: curr - gen.")
     level: Level = Field(description="Over what the statistic is pooled; sequence_max: every token must be inside.")
-    statistic: Literal["ratio", "k2", "k3"] = Field(default="ratio", description="What is compared with the bounds.")
+    statistic: Statistic = Field(default="ratio", description="What is compared with the bounds.")
     min: float | None = Field(default=None, ge=0, description="Smallest value kept; null: no lower bound.")
     max: float | None = Field(default=None, gt=0, description="Largest value kept; null: no upper bound.")
     when: When = Field(
@@ -184,14 +166,7 @@ class RawMask(_Bounds):
 
     def rule(self) -> MaskRule:
         """The rule with bounds in the units of the statistic."""
-        low = self.min if self.min else None
-        if self.statistic == "ratio":
-            bounds = (math.log(low) if low else -math.inf, math.log(self.max) if self.max else math.inf)
-        else:
-            bounds = (low if low else -math.inf, self.max if self.max else math.inf)
-        return MaskRule(
-            self.label or "mask", self.log_ratio, self.level, self.statistic, bounds[0], bounds[1], self.when
-        )
+        return self._rule(self.log_ratio, self.level, self.statistic, self.min, self.max, self.when)
 
 
 PRESETS = {
@@ -224,9 +199,8 @@ MaskSpec = Annotated[
 def validate_masks(masks: Any, validate: Callable[[Any], tuple[Any, ...]]) -> tuple[Any, ...]:
     """The masks, each as ``validate`` makes it from a tuple of one.
 
-    Raises:
-        PydanticCustomError: it is no list.
-        pydantic.ValidationError: what is wrong with any of them, each at its own key.
+    Raises: PydanticCustomError: it is no list. pydantic.ValidationError: what is wrong with any of them, each at its
+    own key.
     """
     if not isinstance(masks, (list, tuple)):
         raise PydanticCustomError("masks", "must be a list of masks, such as [{preset: geometric, max: 1.02}]")

@@ -32,9 +32,8 @@ def apply_override(config: Any, origins: Origins, override: str, *, new_keys: bo
         override: ``key=value``, ``+key=value``, ``++key=value``, ``~key`` or ``~key=value`` in Hydra's grammar.
         new_keys: whether ``key=value`` may set a key that ``config`` lacks; to NeMo-RL it may not.
 
-    Raises:
-        ConfigError: NeMo-RL would refuse the override; the message has the key, the nearest known one and the fix.
-        MissingDependencyError: hydra-core is not installed.
+    Raises: ConfigError: NeMo-RL would refuse the override; the message has the key, the nearest known one and the fix.
+    MissingDependencyError: hydra-core is not installed.
     """
     parser, loader = _hydra()
     from omegaconf import OmegaConf

@@ -70,9 +70,7 @@ def read_recipe(path: str | Path, overrides: Sequence[str] = (), *, new_keys: bo
         new_keys: whether ``key.path=value`` adds a key that is not there, where NeMo-RL refuses it. None: it does in a
             recipe with a ``lab`` section, all of whose keys are checked later.
 
-    Returns:
-        The settings, references resolved, and where each was written.
-
+    Returns: the settings, references resolved, and where each was written.
     Raises:
         ConfigError: a file is missing, no mapping, no valid YAML or inherits from itself; NeMo-RL would refuse an
             override; a value is still ``???``. The message names the file or override and the key.

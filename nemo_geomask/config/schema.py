@@ -29,8 +29,7 @@ def recipe_schema(options: Mapping[str, type[BaseModel]]) -> Schema:
     Args:
         options: objectives to offer, each with the model of its own settings; other names are allowed, too.
 
-    Returns:
-        The schema, that of the ``loss_fn`` block under ``$defs/LossConfig``.
+    Returns: the schema, that of the ``loss_fn`` block under ``$defs/LossConfig``.
     """
     raw = LossConfig.model_json_schema()
     definitions: dict[str, Schema] = raw.pop("$defs")

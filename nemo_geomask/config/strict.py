@@ -225,8 +225,7 @@ def parse(model: type[M], data: Mapping[str, Any], *, prefix: str) -> M:
         data: a mapping, as read from YAML.
         prefix: what the keys stand under in the user's file, such as ``loss_fn``.
 
-    Raises:
-        ConfigError: with a problem for each key, or for the keys that contradict each other.
+    Raises: ConfigError: with a problem for each key, or for the keys that contradict each other.
     """
     try:
         return model.model_validate(dict(data))

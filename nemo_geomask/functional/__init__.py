@@ -1,49 +1,20 @@
-"""Pure functions on tensors: no state, no collectives, no configuration objects."""
+"""Pure functions on tensors: no state, no collectives, no configuration objects.
+
+Tensors are float32 or float64 and of one layout, [B, T], [N] or any other: :func:`check_layout` asks it of all of them.
+"""
 
 from __future__ import annotations
 
-from nemo_geomask.functional.entry import check_choice, check_layout
-from nemo_geomask.functional.kl import KLEstimator, kl_estimate, kl_penalty
-from nemo_geomask.functional.masks import Statistic, token_statistic
-from nemo_geomask.functional.ratios import LOG_RATIO_LIMIT, log_bound, outside, saturated, saturating_exp
-from nemo_geomask.functional.reductions import Normalization, inverse_count, token_coefficients
-from nemo_geomask.functional.surrogates import (
-    Surrogate,
-    clip_log_ratio,
-    clipped,
-    clipped_weight,
-    geometric_mean,
-    score_function,
-    soft_gate,
-    straight_through_ratio,
-)
-from nemo_geomask.functional.weights import Weight, clamp_weight, filter_weight
+from nemo_geomask.functional import entry, kl, ratios, reductions, surrogates
+from nemo_geomask.functional.entry import *  # noqa: F403 -- each module says what of it is public
+from nemo_geomask.functional.kl import *  # noqa: F403
+from nemo_geomask.functional.ratios import *  # noqa: F403
+from nemo_geomask.functional.reductions import *  # noqa: F403
+from nemo_geomask.functional.surrogates import *  # noqa: F403
 
-__all__ = [
-    "LOG_RATIO_LIMIT",
-    "KLEstimator",
-    "Normalization",
-    "Statistic",
-    "Surrogate",
-    "Weight",
-    "check_choice",
-    "check_layout",
-    "clamp_weight",
-    "clip_log_ratio",
-    "clipped",
-    "clipped_weight",
-    "filter_weight",
-    "geometric_mean",
-    "inverse_count",
-    "kl_estimate",
-    "kl_penalty",
-    "log_bound",
-    "outside",
-    "saturated",
-    "saturating_exp",
-    "score_function",
-    "soft_gate",
-    "straight_through_ratio",
-    "token_coefficients",
-    "token_statistic",
-]
+__all__: list[str] = []
+__all__ += entry.__all__
+__all__ += kl.__all__
+__all__ += ratios.__all__
+__all__ += reductions.__all__
+__all__ += surrogates.__all__

@@ -20,8 +20,7 @@ def check_layout(**tensors: Tensor | None) -> None:
     Args:
         tensors: by the name to use in the error, float32 or float64; None is left out.
 
-    Raises:
-        ShapeError: another dtype (half precision is for the caller to raise first), or shapes that don't fit.
+    Raises: ShapeError: another dtype (half precision is for the caller to raise first), or shapes that don't fit.
     """
     first, shape = "", torch.Size()
     for name, value in tensors.items():
@@ -41,10 +40,6 @@ def check_layout(**tensors: Tensor | None) -> None:
 
 
 def check_choice(name: str, value: str, choices: Collection[str]) -> None:
-    """Raise unless ``value`` is one of ``choices``.
-
-    Raises:
-        ArgumentError: it is not.
-    """
+    """Raise ArgumentError unless ``value`` is one of ``choices``."""
     if value not in choices:
         raise ArgumentError(f"{name} must be one of {', '.join(choices)}, but it is {value!r}")

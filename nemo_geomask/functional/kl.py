@@ -40,12 +40,8 @@ def kl_estimate(x: Tensor, kind: KLEstimator, *, ratio: Tensor | None = None) ->
         kind: ``k1`` :math:`x`, ``k2`` :math:`x^2/2`, ``k3`` :math:`e^{-x} - 1 + x`, ``k4`` :math:`r x`.
         ratio: r, same shape, for ``k4`` only; None is 1 (tokens sampled from π itself).
 
-    Returns:
-        Same shape, float32, nats.
-
-    Raises:
-        ArgumentError: an unknown estimator.
-        ShapeError: half precision, integers, or shapes that don't fit.
+    Returns: same shape, float32, nats.
+    Raises: ArgumentError: an unknown estimator. ShapeError: half precision, integers, or shapes that don't fit.
     """
     check_choice("kind", kind, get_args(KLEstimator))
     check_layout(x=x, ratio=ratio)
@@ -95,13 +91,8 @@ def kl_penalty(
         input_clamp: bound on |x|, or None.
         output_clamp: bound on the weighted estimate's magnitude, or None.
 
-    Returns:
-        Same shape, float32, nats.
-
-    Raises:
-        ArgumentError: an unknown estimator.
-        ShapeError: half precision, integers, or shapes that don't fit.
-
+    Returns: same shape, float32, nats.
+    Raises: ArgumentError: an unknown estimator. ShapeError: half precision, integers, or shapes that don't fit.
     Source: NeMo-RL ``calculate_kl`` and ``ClippedPGLossFn``; arXiv:2506.09477; open-instruct.
     """
     check_layout(curr=curr, ref=ref, prev=prev, gen=gen)

@@ -1,24 +1,39 @@
-"""Log-ratios and their exponentials.
+r"""Log-ratios: their exponentials, bounds on them, statistics that masks pool, and importance-sampling weights.
 
-Pooling and comparing happen on log-ratios; ``exp`` comes last and saturates instead of overflowing.
+Pooling and comparing happen on log-ratios; ``exp`` comes last and saturates instead of overflowing. Pooling over a
+sequence belongs to :mod:`nemo_geomask.segments`. A weight :math:`w = e^x`, of the mismatch log-ratio x = prev − gen
+pooled at the chosen level, multiplies the surrogate and carries no gradient.
 """
 
 from __future__ import annotations
 
 import math
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
-from nemo_geomask.functional.entry import check_layout
+from nemo_geomask.functional.entry import check_choice, check_layout
 
-__all__ = ["LOG_RATIO_LIMIT", "log_bound", "outside", "saturated", "saturating_exp"]
+__all__ = [
+    "LOG_RATIO_LIMIT",
+    "Statistic",
+    "Weight",
+    "clamp_weight",
+    "filter_weight",
+    "log_bound",
+    "outside",
+    "saturated",
+    "saturating_exp",
+    "token_statistic",
+]
 
 LOG_RATIO_LIMIT = 40.0
 """Natural logarithm of the largest ratio represented, ``exp(40) = 2.4e17``.
 
 float32 overflows at 88.7, and what a loss multiplies must fit too: a weight, a ratio and an advantage, summed over
 thousands of tokens. At 40 a finite input gives a finite loss."""
+Statistic = Literal["ratio", "k2", "k3"]
 
 
 def saturating_exp(log_ratio: Tensor) -> Tensor:
@@ -30,11 +45,8 @@ def saturating_exp(log_ratio: Tensor) -> Tensor:
     Args:
         log_ratio: any shape, float32, natural logarithm. NaN stays NaN.
 
-    Returns:
-        The ratio, same shape and dtype; the gradient is 0 where saturated.
-
-    Raises:
-        ShapeError: half precision or integers.
+    Returns: the ratio, same shape and dtype; the gradient is 0 where saturated.
+    Raises: ShapeError: half precision or integers.
     """
     check_layout(log_ratio=log_ratio)
     # hardtanh is a clamp whose backward pass is one vectorised step on a CPU.
@@ -65,11 +77,78 @@ def outside(value: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
         low: lower bound in the units of ``value``, rounded to its dtype; may be -inf.
         high: upper bound, likewise; may be +inf.
 
-    Returns:
-        ``(below, above)``, bool, same shape.
-
-    Raises:
-        ShapeError: half precision or integers.
+    Returns: ``(below, above)``, bool, same shape.
+    Raises: ShapeError: half precision or integers.
     """
     check_layout(value=value)
     return value < low, value > high
+
+
+def token_statistic(log_ratio: Tensor, statistic: Statistic) -> Tensor:
+    r"""Per-token value that a mask pools, for a log-ratio x = log ρ.
+
+    ============ ======================== ==========================================================
+    statistic    value                    pooled mean estimates
+    ============ ======================== ==========================================================
+    ``ratio``    :math:`x`                log of the geometric mean of ρ; bounds are taken as logs
+    ``k2``       :math:`x^2 / 2`          half the mean squared log-ratio
+    ``k3``       :math:`e^x - 1 - x`      KL(sampler ‖ other) with tokens from the sampler
+    ============ ======================== ==========================================================
+
+    Means of signed x cancel (ρ = ¼, 1, 4 has geometric mean 1); k2 and k3 are non-negative and don't.
+
+    Args:
+        log_ratio: any shape, float32.
+        statistic: one of the table.
+
+    Returns: same shape, float32.
+    Raises: ArgumentError: an unknown statistic. ShapeError: half precision or integers.
+    Source: Schulman, "Approximating KL divergence" (2020); trust-region masking, arXiv:2512.23075.
+    """
+    check_choice("statistic", statistic, get_args(Statistic))
+    check_layout(log_ratio=log_ratio)
+    if statistic == "ratio":
+        return log_ratio
+    if statistic == "k2":
+        return log_ratio.square() / 2
+    clamped = log_ratio.clamp(max=LOG_RATIO_LIMIT)
+    return torch.expm1(clamped) - clamped
+
+
+class Weight(NamedTuple):
+    """A weight after truncation, and where the bounds took effect."""
+
+    value: Tensor
+    outside: Tensor
+    """bool, True where the log-ratio lies outside the bounds."""
+
+
+def clamp_weight(log_ratio: Tensor, *, min: float | None, max: float | None) -> Weight:
+    r"""Truncated importance sampling (TIS): :math:`\min(\max(e^{x}, w_{min}), w_{max})`.
+
+    Args:
+        log_ratio: pooled mismatch log-ratio x, any shape, float32.
+        min: lower bound on the weight itself; None is 0.
+        max: upper bound on the weight itself; None is unbounded.
+
+    Returns: the weight, and where it was outside, decided on x; an x whose exponential overflows gives ``max``.
+    Raises: ShapeError: half precision or integers.
+    Source: Yao et al., "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training" (2025); NeMo-RL
+    ``truncated_importance_sampling_type: tis``.
+    """
+    return Weight(saturating_exp(log_ratio).clamp(min or 0.0, max), _outside(log_ratio, min, max))
+
+
+def filter_weight(log_ratio: Tensor, *, min: float | None, max: float | None) -> Weight:
+    r"""IcePop: :math:`e^{x}` inside ``[min, max]``, 0 outside; arguments and errors are those of :func:`clamp_weight`.
+
+    Source: Ring-1T report, arXiv:2510.18855 (double-sided masking, bounds 0.5 and 5); NeMo-RL
+    ``truncated_importance_sampling_type: icepop``.
+    """
+    removed = _outside(log_ratio, min, max)
+    return Weight(torch.where(removed, 0.0, saturating_exp(log_ratio)), removed)
+
+
+def _outside(log_ratio: Tensor, low: float | None, high: float | None) -> Tensor:
+    below, above = outside(log_ratio, log_bound(low, default=-math.inf), log_bound(high, default=math.inf))
+    return below | above

@@ -54,12 +54,9 @@ def token_coefficients(
         global_toks: N_tok, 0-d: valid tokens, likewise.
         constant: C, tokens, for ``constant`` only.
 
-    Returns:
-        Shape of ``mask``, float32.
-
-    Raises:
-        ArgumentError: an unknown normalisation, or ``constant`` without a constant above 0.
-        ShapeError: ``tokens_of_sequence`` does not fit ``mask``.
+    Returns: shape of ``mask``, float32.
+    Raises: ArgumentError: an unknown normalisation, ``constant`` without a constant above 0, or ``sequences`` without
+    ``tokens_of_sequence``. ShapeError: ``tokens_of_sequence`` does not fit ``mask``.
     """
     check_choice("normalization", normalization, get_args(Normalization))
     check_layout(mask=mask, tokens_of_sequence=tokens_of_sequence)

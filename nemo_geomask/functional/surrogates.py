@@ -1,7 +1,8 @@
 """Policy-gradient surrogates: the per-token loss of each objective, to be minimised.
 
-Pure functions of log-ratios and advantages in any token layout ([B, T], [N], …). Sequence statistics come in
-already pooled and spread over the tokens, so nothing here knows how sequences are laid out. r = π_θ/π_old.
+Pure functions of log-ratios and advantages in any token layout ([B, T], [N], …), float32 or float64. Sequence
+statistics come in already pooled and spread over the tokens, so nothing here knows how sequences are laid out.
+r = π_θ/π_old. ShapeError is raised for half precision, integers, and shapes that don't fit.
 """
 
 from __future__ import annotations
@@ -52,12 +53,7 @@ class Surrogate(NamedTuple):
 
 
 def clipped(
-    log_ratio: Tensor,
-    advantages: Tensor,
-    *,
-    clip_min: float,
-    clip_max: float,
-    dual_clip: float | None = None,
+    log_ratio: Tensor, advantages: Tensor, *, clip_min: float, clip_max: float, dual_clip: float | None = None
 ) -> Surrogate:
     r"""PPO's pessimistic clip, optionally with dual clip.
 
@@ -72,12 +68,8 @@ def clipped(
         clip_max: ε_max ≥ 0, distance of the upper bound from 1.
         dual_clip: c > 1, or None.
 
-    Returns:
-        The surrogate; the lower clip decides only where A < 0, the upper one where A > 0.
-
-    Raises:
-        ShapeError: half precision, integers, or shapes that don't fit.
-
+    Returns: the surrogate; the lower clip decides only where A < 0, the upper one where A > 0.
+    Raises: ShapeError.
     Source: PPO arXiv:1707.06347 eq. 7; asymmetric bounds DAPO arXiv:2503.14476 eq. 10; dual clip
     arXiv:1912.09729 eq. 5; GSPO arXiv:2507.18071 eq. 5.
     """
@@ -99,9 +91,8 @@ def score_function(curr: Tensor, advantages: Tensor) -> Surrogate:
         curr: log-probs of the sampled tokens, any shape, float32.
         advantages: A, same shape.
 
-    Returns:
-        The surrogate; ``ratio`` holds the log-prob itself, as NeMo-RL reports it under ``disable_ppo_ratio``.
-
+    Returns: the surrogate; ``ratio`` holds the log-prob itself, as NeMo-RL reports it under ``disable_ppo_ratio``.
+    Raises: ShapeError.
     Source: RLOO arXiv:2402.14740 eq. 4; NeMo-RL ``disable_ppo_ratio``.
     """
     check_layout(curr=curr, advantages=advantages)
@@ -123,9 +114,8 @@ def clipped_weight(
         clip_min: ε_min; 1 and above is no lower bound, as in the paper.
         clip_max: ε_max.
 
-    Returns:
-        The surrogate; a clip counts as deciding wherever it changes the weight, whatever the advantage.
-
+    Returns: the surrogate; a clip counts as deciding wherever it changes the weight, whatever the advantage.
+    Raises: ShapeError.
     Source: MiniMax-M1, arXiv:2506.13585 eq. 4 and 5; NeMo-RL ``use_cispo``.
     """
     check_layout(curr=curr, log_ratio=log_ratio, advantages=advantages)
@@ -148,9 +138,8 @@ def soft_gate(log_ratio: Tensor, advantages: Tensor, *, tau_pos: float, tau_neg:
         tau_pos: gate temperature for A > 0, > 0.
         tau_neg: gate temperature for A ≤ 0, > 0.
 
-    Returns:
-        The surrogate; nothing is ever clipped.
-
+    Returns: the surrogate; nothing is ever clipped.
+    Raises: ShapeError.
     Source: SAPO, arXiv:2511.20347 eq. 5 and 6.
     """
     check_layout(log_ratio=log_ratio, advantages=advantages)
@@ -170,9 +159,8 @@ def straight_through_ratio(sequence_log_ratio: Tensor, curr: Tensor) -> Tensor:
         sequence_log_ratio: log s_i spread over the tokens.
         curr: log π_θ of the sampled tokens, same shape.
 
-    Returns:
-        Same shape, differentiable in ``curr`` only.
-
+    Returns: same shape, differentiable in ``curr`` only.
+    Raises: ShapeError.
     Source: GSPO, arXiv:2507.18071 eq. 13 and 14.
     """
     check_layout(curr=curr, sequence_log_ratio=sequence_log_ratio)
@@ -191,12 +179,8 @@ def clip_log_ratio(log_ratio: Tensor, advantages: Tensor, *, clip_min: float, cl
         clip_min: ε_min; 1 and above is no lower bound.
         clip_max: ε_max.
 
-    Returns:
-        The clipped log-ratio.
-
-    Raises:
-        ShapeError: half precision, integers, or shapes that don't fit.
-
+    Returns: the clipped log-ratio.
+    Raises: ShapeError.
     Source: GMPO, arXiv:2507.20673 eq. 4; its bounds are (e^{-0.4}, e^{0.4}).
     """
     check_layout(log_ratio=log_ratio, advantages=advantages)
@@ -212,12 +196,8 @@ def geometric_mean(mean_clipped_log_ratio: Tensor, advantages: Tensor) -> Tensor
         mean_clipped_log_ratio: mean over the sequence of :func:`clip_log_ratio`, spread over its tokens.
         advantages: the sequence's advantage A_i, same shape.
 
-    Returns:
-        The per-token loss.
-
-    Raises:
-        ShapeError: half precision, integers, or shapes that don't fit.
-
+    Returns: the per-token loss.
+    Raises: ShapeError.
     Source: GMPO, arXiv:2507.20673 eq. 4.
     """
     check_layout(mean_clipped_log_ratio=mean_clipped_log_ratio, advantages=advantages)

@@ -31,13 +31,7 @@ _DEVICE_BLOCK_ELEMENTS = 1 << 28  # elsewhere there is no such cache, and each b
 
 
 def row_statistics(
-    logits: Tensor,
-    targets: Tensor,
-    *,
-    start: int,
-    ignore_index: int,
-    inverse_temperature: float,
-    entropy: bool,
+    logits: Tensor, targets: Tensor, *, start: int, ignore_index: int, inverse_temperature: float, entropy: bool
 ) -> Tensor:
     r"""Softmax statistics of each row over the columns of one vocabulary shard.
 

@@ -40,9 +40,8 @@ def choose(logits: Tensor, name: str = "auto") -> Kernels:
         name: ``auto``: Triton on a GPU where it is importable, else plain torch in blocks of rows. ``triton`` or
             ``torch``: that one. Triton on a CPU needs its interpreter (``TRITON_INTERPRET=1``).
 
-    Raises:
-        ArgumentError: an unknown name, or Triton on a CPU without its interpreter.
-        MissingDependencyError: Triton was asked for and can't be imported.
+    Raises: ArgumentError: an unknown name, or Triton on a CPU without its interpreter. MissingDependencyError: Triton
+    was asked for and can't be imported.
     """
     if name not in KERNELS:
         raise ArgumentError(f"kernel must be one of {', '.join(KERNELS)}, but it is {name!r}")

@@ -38,13 +38,7 @@ def splits(width: int) -> int:
 
 
 def row_statistics(
-    logits: Tensor,
-    targets: Tensor,
-    *,
-    start: int,
-    ignore_index: int,
-    inverse_temperature: float,
-    entropy: bool,
+    logits: Tensor, targets: Tensor, *, start: int, ignore_index: int, inverse_temperature: float, entropy: bool
 ) -> Tensor:
     """See :func:`nemo_geomask.kernels.cpu.row_statistics`. One launch, two where a row is split."""
     count, width = logits.shape

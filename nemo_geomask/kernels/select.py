@@ -37,9 +37,8 @@ def selector(keep: Tensor) -> Callable[[Tensor], Tensor]:
     Args:
         keep: float32, 1 or 0.
 
-    Returns:
-        A function of float32 tensors of ``keep``'s shape: +0 where ``keep`` is 0, and so is the gradient, whatever x or
-        the incoming gradient hold there.
+    Returns: a function of float32 tensors of ``keep``'s shape: +0 where ``keep`` is 0, and so is the gradient, whatever
+    x or the incoming gradient hold there.
     """
     if keep.device.type != "cpu" or torch.compiler.is_compiling():
         kept = keep != 0

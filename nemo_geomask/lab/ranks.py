@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
-from nemo_geomask.parallel.processes import PATIENCE, beside
+from nemo_geomask.processes import PATIENCE, beside
 
 __all__ = ["Axis", "Ranks", "company"]
 
@@ -123,7 +123,7 @@ class Ranks:
 def company(work: Callable[[Ranks], None], *, tp: int, cp: int, dp: int) -> Iterator[Ranks]:
     """Make this process the first of tp·cp·dp ranks; the others run ``work`` beside the block.
 
-    How they start and end: see :func:`nemo_geomask.parallel.processes.beside`.
+    How they start and end: see :func:`nemo_geomask.processes.beside`.
 
     Args:
         work: picklable.

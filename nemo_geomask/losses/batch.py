@@ -34,19 +34,12 @@ _UNFILTERED = KEYS["unfiltered"]
 
 
 class Raw(NamedTuple):
-    """A microbatch as it came, its shapes and dtypes checked.
+    """A microbatch as it came, its shapes and dtypes checked."""
 
-    Attributes:
-        curr: token layout, floating point, with gradient.
-        token_mask: token layout.
-        sample_mask: [S].
-        others: by the names of :data:`KEYS`; token layout, ``rewards`` [S].
-    """
-
-    curr: Tensor
-    token_mask: Tensor
-    sample_mask: Tensor
-    others: dict[str, Tensor]
+    curr: Tensor  # token layout, floating point, with gradient
+    token_mask: Tensor  # token layout
+    sample_mask: Tensor  # [S]
+    others: dict[str, Tensor]  # by the names of KEYS; token layout, rewards [S]
 
     @property
     def moving(self) -> list[Tensor]:
@@ -59,41 +52,23 @@ class Raw(NamedTuple):
 
 
 class TokenBatch(NamedTuple):
-    """Clean float32 tensors of one microbatch; every token tensor but the masks holds 0 where ``trains`` does.
+    """Clean float32 tensors of one microbatch; every token tensor but the masks holds 0 where ``trains`` does."""
 
-    Attributes:
-        curr: log π_θ of the sampled tokens, with gradient.
-        curr_kl: the same without top-k/top-p filtering, for the KL term; ``curr`` where there is none.
-        log_ratio: curr − prev, with gradient.
-        prev: log π_old.
-        gen: log μ.
-        mismatch: prev − gen: train engine against generation engine.
-        ref: log π_ref; None without a KL term.
-        advantages: A.
-        rewards: [S] or None.
-        token_mask: as it came.
-        sample_mask: [S], as it came.
-        trains: 1 at tokens that are to be trained and have finite values, else 0.
-        bad: 1 at those that are to be trained and have not.
-        weight: token mask times sample mask where ``trains``, else 0.
-        segments: who belongs to which sequence.
-    """
-
-    curr: Tensor
-    curr_kl: Tensor
-    log_ratio: Tensor
-    prev: Tensor
-    gen: Tensor
-    mismatch: Tensor
-    ref: Tensor | None
-    advantages: Tensor
-    rewards: Tensor | None
-    token_mask: Tensor
-    sample_mask: Tensor
-    trains: Tensor
-    bad: Tensor
-    weight: Tensor
-    segments: Segments
+    curr: Tensor  # log π_θ of the sampled tokens, with gradient
+    curr_kl: Tensor  # the same without top-k/top-p filtering, for the KL term; curr where there is none
+    log_ratio: Tensor  # curr − prev, with gradient
+    prev: Tensor  # log π_old
+    gen: Tensor  # log μ
+    mismatch: Tensor  # prev − gen: train engine against generation engine
+    ref: Tensor | None  # log π_ref; None without a KL term
+    advantages: Tensor  # A
+    rewards: Tensor | None  # [S]
+    token_mask: Tensor  # as it came
+    sample_mask: Tensor  # [S], as it came
+    trains: Tensor  # 1 at tokens that are to be trained and have finite values, else 0
+    bad: Tensor  # 1 at those that are to be trained and have not
+    weight: Tensor  # token mask times sample mask where trains, else 0
+    segments: Segments  # who belongs to which sequence
 
     def log_ratios(self, which: str) -> Tensor:
         """``mismatch`` prev − gen, ``policy`` curr − prev or ``total`` curr − gen, without gradient."""
@@ -123,9 +98,7 @@ def take_padded(next_token_logprobs: Tensor, data: Mapping[str, Any], names: Seq
             token t, and ``sample_mask`` and ``rewards`` [B]; ``curr_logprobs_unfiltered`` is [B, T-1].
         names: of :data:`KEYS`, those to read.
 
-    Raises:
-        MissingDataError: a tensor is missing.
-        ShapeError: a tensor has another shape, or a dtype that it can't have.
+    Raises: MissingDataError: a tensor is missing. ShapeError: one has another shape, or a dtype that it can't have.
     """
     if next_token_logprobs.dim() != 2 or not next_token_logprobs.is_floating_point():
         raise ShapeError(
@@ -139,8 +112,7 @@ def take_padded(next_token_logprobs: Tensor, data: Mapping[str, Any], names: Seq
             f"{list(mask.shape)} as data['token_mask'] [B, T] is; leave out the last position, which predicts nothing"
         )
     rows, width = next_token_logprobs.shape
-    shapes = dict.fromkeys(KEYS, (rows, width + 1)) | {"unfiltered": (rows, width), "rewards": (rows,)}
-    raw = _take(next_token_logprobs, data, names, shapes, (rows, width + 1), (rows,))
+    raw = _take(next_token_logprobs, data, names, (rows, width + 1), (rows,))
     shifted = {name: value[:, 1:] if value.shape == (rows, width + 1) else value for name, value in raw.others.items()}
     return raw._replace(token_mask=raw.token_mask[:, 1:], others=shifted)
 
@@ -155,9 +127,7 @@ def take_packed(logprobs: Tensor, data: Mapping[str, Any], segments: PackedSegme
         segments: of this rank's N tokens and all S sequences.
         names: of :data:`KEYS`, those to read.
 
-    Raises:
-        MissingDataError: a tensor is missing.
-        ShapeError: a tensor has another shape, or a dtype that it can't have; the segments' groups are others.
+    Raises: as :func:`take_padded`, and ShapeError: the segments' groups are others.
     """
     segments.check()
     count = segments.token_index.numel()
@@ -166,17 +136,11 @@ def take_packed(logprobs: Tensor, data: Mapping[str, Any], segments: PackedSegme
             f"logprobs must be a floating-point tensor [{count}], one log-prob for each token of the segments on this "
             f"rank, but it is {logprobs.dtype} {list(logprobs.shape)}"
         )
-    shapes = dict.fromkeys(KEYS, (count,)) | {"rewards": (segments.count,)}
-    return _take(logprobs, data, names, shapes, (count,), (segments.count,))
+    return _take(logprobs, data, names, (count,), (segments.count,))
 
 
 def _take(
-    curr: Tensor,
-    data: Mapping[str, Any],
-    names: Sequence[str],
-    shapes: Mapping[str, tuple[int, ...]],
-    tokens: tuple[int, ...],
-    sequences: tuple[int, ...],
+    curr: Tensor, data: Mapping[str, Any], names: Sequence[str], tokens: tuple[int, ...], sequences: tuple[int, ...]
 ) -> Raw:
     device = curr.device
 
@@ -192,11 +156,12 @@ def _take(
         value = value if value.device == device else value.to(device)
         return value.detach() if value.requires_grad and key != _UNFILTERED else value
 
+    shapes = {"unfiltered": curr.shape, "rewards": sequences}
     others = {}
     for name in names:
         if name in _OPTIONAL and data.get(KEYS[name]) is None:
             continue
-        others[name] = tensor(KEYS[name], shapes[name], logprobs=name not in ("advantages", "rewards"))
+        others[name] = tensor(KEYS[name], shapes.get(name, tokens), logprobs=name not in ("advantages", "rewards"))
     return Raw(curr, tensor("token_mask", tokens), tensor("sample_mask", sequences), others)
 
 
@@ -206,8 +171,7 @@ def read(raw: Raw, segments: Segments) -> tuple[TokenBatch, list[Metric]]:
     A token with a non-finite value anywhere does not train; what becomes of the rest of its sequence is for
     :func:`~nemo_geomask.losses.observe.observe` to say, which sees the tokens of all ranks.
 
-    Returns:
-        The batch, and ``geomask/nonfinite_…``: values at tokens that were to be trained, by tensor.
+    Returns: the batch, and ``geomask/nonfinite_…``: values at tokens that were to be trained, by tensor.
     """
     curr = raw.curr.float()
     token_mask, sample_mask = raw.token_mask.float(), raw.sample_mask.float()
@@ -240,11 +204,9 @@ def read(raw: Raw, segments: Segments) -> tuple[TokenBatch, list[Metric]]:
         weight=select(weight),
         segments=segments,
     )
-
     asked = declared.sum()
 
     def count(name: str, value: Tensor) -> Metric:
-        found = (f"geomask/nonfinite_{name}",)
-        return Metric(found, "part", lambda: asked - where_finite(declared, value).sum())
+        return Metric((f"geomask/nonfinite_{name}",), "part", lambda: asked - where_finite(declared, value).sum())
 
     return batch, [count(name, value) for name, value in {"curr": raw.curr.detach(), **given}.items()]

@@ -33,12 +33,9 @@ def build_loss(
             of it such as NeMo-RL's ``ClippedPGLossConfig`` (of which only the fields that were given count).
         use_fused_linear_logprobs: passed on to NeMo-RL, see :class:`~nemo_geomask.losses.PolicyLoss`.
 
-    Returns:
-        A picklable callable under NeMo-RL's loss protocol.
-
-    Raises:
-        ConfigError: unknown keys, values out of range, settings at odds with each other or with the variant.
-        PluginError: the variant can't be loaded.
+    Returns: a picklable callable under NeMo-RL's loss protocol.
+    Raises: ConfigError: unknown keys, values out of range, settings at odds with each other or with the variant;
+    PluginError: the variant can't be loaded.
 
     Example:
         >>> from nemo_geomask import build_loss
@@ -57,7 +54,10 @@ def examined(
     config: LossConfig | Mapping[str, Any] | BaseModel, *, use_fused_linear_logprobs: bool = False
 ) -> tuple[PolicyLoss, tuple[Problem, ...]]:
     """:func:`build_loss`, with what it warns of: settings that are allowed and probably not meant."""
-    settings, wrong = _valid_by_themselves(_given(config))
+    given = _given(config)
+    wrong = _wrong(LossSettings, given, prefix=_PREFIX)
+    unsettled = frozenset[str]().union(*(problem.fields for problem in wrong))
+    settings = LossSettings.model_validate({key: value for key, value in given.items() if str(key) not in unsettled})
     try:
         variant = load(settings.name)
     except PluginError as error:
@@ -65,8 +65,11 @@ def examined(
             raise
         raise ConfigError(*wrong, *error.problems) from error
     _check_settings(settings.name, variant)
-    unsettled = _fields(wrong)
-    in_force = _in_force(settings, variant)
+    defaults = dict(variant.defaults)
+    if settings.loss_normalization is not None:
+        # The newer key says it all; a default for the older one would contradict it.
+        defaults.pop("token_level_loss", None)
+    in_force = parse(LossSettings, {**defaults, **_settings(settings), **variant.forces}, prefix=_PREFIX)
     if "name" not in unsettled:
         wrong += _contradictions(settings, in_force, variant, unsettled)
         wrong += _wrong(variant.options, settings.options, prefix=f"{_PREFIX}.options")
@@ -75,7 +78,7 @@ def examined(
     options = variant.options.model_validate(settings.options)
     checked = LossConfig(**_settings(in_force))
     loss = PolicyLoss(checked, variant, options, use_fused_linear_logprobs=use_fused_linear_logprobs)
-    return loss, tuple(_doubts(settings, variant))
+    return loss, tuple(_doubts(settings, defaults))
 
 
 def _given(config: LossConfig | Mapping[str, Any] | BaseModel) -> dict[str, Any]:
@@ -92,28 +95,12 @@ def _settings(config: LossSettings) -> dict[str, Any]:
     return {key: getattr(config, key) for key in config.model_fields_set}
 
 
-def _valid_by_themselves(given: Mapping[str, Any]) -> tuple[LossSettings, list[Problem]]:
-    """The settings without those that are unknown or wrong whatever the others are, and what is wrong with these."""
-    found = _wrong(LossSettings, given, prefix=_PREFIX)
-    fields = _fields(found)
-    return LossSettings.model_validate({key: value for key, value in given.items() if str(key) not in fields}), found
-
-
 def _wrong(model: type[BaseModel], data: Mapping[str, Any], *, prefix: str) -> list[Problem]:
     try:
         model.model_validate(data)
     except ValidationError as error:
         return list(problems(error, prefix=prefix))
     return []
-
-
-def _fields(found: Iterable[Problem]) -> frozenset[str]:
-    return frozenset[str]().union(*(problem.fields for problem in found))
-
-
-def _in_force(settings: LossSettings, variant: Variant) -> LossSettings:
-    given = _settings(settings)
-    return parse(LossSettings, {**_defaults(settings, variant), **given, **variant.forces}, prefix=_PREFIX)
 
 
 def _contradictions(
@@ -153,11 +140,11 @@ def _check_settings(name: str, variant: Variant) -> None:
     wrong = _wrong(LossSettings, {**variant.defaults, **variant.forces}, prefix="")
     found += [f"gives {problem}" for problem in wrong]
     if found:
-        raise PluginError(Problem((f"{_PREFIX}.name",), f"the variant '{name}' {', and '.join(found)}"))
+        raise PluginError(_problem(("name",), f"the variant '{name}' {', and '.join(found)}"))
 
 
-def _doubts(config: LossSettings, variant: Variant) -> Iterator[Problem]:
-    """What is allowed and probably not meant."""
+def _doubts(config: LossSettings, defaults: Mapping[str, Any]) -> Iterator[Problem]:
+    """What is allowed and probably not meant; ``defaults`` are the variant's."""
     if config.truncated_importance_sampling_type == "tis" and config.truncation is None:
         # NeMo-RL v0.6.0's base recipe has type: tis with ratio: null, which means no truncation.
         yield _problem(
@@ -165,7 +152,7 @@ def _doubts(config: LossSettings, variant: Variant) -> Iterator[Problem]:
             f"tis does nothing while {_PREFIX}.truncated_importance_sampling_ratio is null; give a ratio, or set the "
             "type to null",
         )
-    for key, own in _defaults(config, variant).items():
+    for key, own in defaults.items():
         value = getattr(config, key)
         # NeMo-RL's base recipes spell out every default, so such a value was probably inherited.
         if key in config.model_fields_set and value == LossConfig.model_fields[key].default != own:
@@ -174,11 +161,3 @@ def _doubts(config: LossSettings, variant: Variant) -> Iterator[Problem]:
                 f"{key}: {as_yaml(value)} is NeMo-RL's default, but name: {config.name} prescribes {as_yaml(own)}; if "
                 f"it was inherited from a base recipe, set {key}: {as_yaml(own)} (or another value of yours)",
             )
-
-
-def _defaults(config: LossSettings, variant: Variant) -> dict[str, Any]:
-    defaults = dict(variant.defaults)
-    if config.loss_normalization is not None:
-        # The newer key says it all; a default for the older one would contradict it.
-        defaults.pop("token_level_loss", None)
-    return defaults

@@ -25,9 +25,7 @@ def correct(batch: TokenBatch, seen: Observed, config: LossConfig) -> tuple[Tens
     ``sequence_mean`` the same divided by Σ_t m_t
     ================= ============================================
 
-    Returns:
-        The weight, broadcastable to the token layout, without gradient; None where none is applied.
-
+    Returns: the weight, broadcastable to the token layout, without gradient; None where none is applied.
     Source: NeMo-RL ``ClippedPGLossFn`` and PR 2269.
     """
     level, spread = config.correction_level, batch.segments.spread
@@ -39,10 +37,7 @@ def correct(batch: TokenBatch, seen: Observed, config: LossConfig) -> tuple[Tens
     else:
         log_ratio = seen.mean("mismatch.ratio")
     over: Over = "tokens" if level == "token" else "sequences"
-    bounds = {
-        "min": config.truncated_importance_sampling_ratio_min,
-        "max": config.truncated_importance_sampling_ratio,
-    }
+    bounds = {"min": config.truncated_importance_sampling_ratio_min, "max": config.truncated_importance_sampling_ratio}
     raw = F.saturating_exp(log_ratio)
     weight, reports = raw, []
     if config.truncation == "seq-mask-tis":

@@ -44,14 +44,11 @@ def evaluate(
     Args:
         objective: what is computed.
         raw: the microbatch.
-        layout: the kind of its layout, and over which ranks.
-        tensors: those of the layout.
-        global_seqs: 0-d float32, valid sequences in the optimiser step.
-        global_toks: 0-d float32, valid tokens in it.
+        layout: the kind of its layout, and over which ranks; ``tensors`` are its own.
+        global_seqs, global_toks: 0-d float32, valid sequences and valid tokens in the optimiser step.
 
-    Returns:
-        The loss, float32 0-d, its value over all ranks and its gradient that of this rank's part; values and labels of
-        the metrics, over all ranks.
+    Returns: the loss, float32 0-d, its value over all ranks and its gradient that of this rank's part; values and
+    labels of the metrics, over all ranks.
     """
     config, variant, segments = objective.config, objective.variant, layout.of(*tensors)
     batch, of_batch = read(raw, segments)
@@ -63,13 +60,9 @@ def evaluate(
     sums |= {f"variant.{name}": value for name, value in pooled.items()}
     by_length = config.normalization == "sequences"
     local = config.positive_example_nll_normalization == "microbatch"
+    count = local and batch.rewards is not None
     seen, reports = observe(
-        batch,
-        sums=sums,
-        extremes=extremes,
-        nonfinite=config.nonfinite,
-        declared=by_length,
-        count=local and batch.rewards is not None,
+        batch, sums=sums, extremes=extremes, nonfinite=config.nonfinite, declared=by_length, count=count
     )
     full = config.metrics == "full"
     metrics = Sums(seen.weight, seen.sample_mask, segments, nemo_rl=not full)
@@ -102,8 +95,8 @@ def evaluate(
     if nll is not None:
         loss = loss + config.positive_example_nll_weight * nll
     # Trained tokens under a count that says there are none: no number is right.
-    count = global_toks if own == "tokens" else global_seqs
-    loss = torch.where((count > 0) | (seen.weight.sum() == 0), loss, torch.nan)
+    divisor = global_toks if own == "tokens" else global_seqs
+    loss = torch.where((divisor > 0) | (seen.weight.sum() == 0), loss, torch.nan)
 
     zero = torch.zeros_like(loss)
     metrics.add(

@@ -26,6 +26,7 @@ __all__ = ["PREPARED", "PolicyLoss", "refuse_nonfinite"]
 
 # Key of a batch that BeforeStep has looked at.
 PREPARED = "geomask_prepared"
+Count = Tensor | float
 
 
 class PolicyLoss:
@@ -45,22 +46,14 @@ class PolicyLoss:
     """
 
     def __init__(
-        self,
-        config: LossConfig,
-        variant: Variant,
-        options: BaseModel,
-        *,
-        use_fused_linear_logprobs: bool = False,
+        self, config: LossConfig, variant: Variant, options: BaseModel, *, use_fused_linear_logprobs: bool = False
     ) -> None:
-        self.config = config
-        self.variant = variant
-        self.options = options
+        self.config, self.variant, self.options = config, variant, options
         self.use_fused_linear_logprobs = use_fused_linear_logprobs
         self._keys = keys_read(config)
         self._prepared = False
-        self._evaluate = Compiled(
-            functools.partial(evaluate, Objective(config, variant, options)), config.compile, config.name
-        )
+        self._objective = Objective(config, variant, options)
+        self._evaluate = Compiled(functools.partial(evaluate, self._objective), config.compile, config.name)
         self._normalizers = self._declare()
 
     def __repr__(self) -> str:
@@ -97,11 +90,7 @@ class PolicyLoss:
         return loss
 
     def __call__(
-        self,
-        next_token_logprobs: Tensor,
-        data: Mapping[str, Any],
-        global_valid_seqs: Tensor | float,
-        global_valid_toks: Tensor | float,
+        self, next_token_logprobs: Tensor, data: Mapping[str, Any], global_valid_seqs: Count, global_valid_toks: Count
     ) -> tuple[Tensor, Metrics]:
         """Loss and metrics of one microbatch.
 
@@ -111,17 +100,12 @@ class PolicyLoss:
             global_valid_seqs: sum of ``sample_mask`` over the optimiser step, all microbatches and ranks.
             global_valid_toks: sum of ``token_mask[:, 1:] * sample_mask`` over the same.
 
-        Returns:
-            The loss, a float32 scalar on the graph, and the metrics, which stay on the device until one is read. The
-            losses and metrics of the microbatches of a step add up (extrema aside). Trained tokens under a count of 0
-            give a loss of NaN.
-
-        Raises:
-            MissingDataError: a tensor is missing.
-            DataError: a global count is no number of at least 0; ``batch_veto`` or ``denominator: kept`` is set and
-                :class:`~nemo_geomask.losses.BeforeStep` has not seen the batch.
-            ShapeError: a tensor has another shape or dtype.
-            NonFiniteError: under ``nonfinite: raise``.
+        Returns: the loss, a float32 scalar on the graph, and the metrics, which stay on the device until one is read.
+        The losses and metrics of the microbatches of a step add up (extrema aside). Trained tokens under a count of 0
+        give a loss of NaN.
+        Raises: MissingDataError: a tensor is missing. ShapeError: one has another shape or dtype. DataError: a global
+        count is no number of at least 0; :class:`~nemo_geomask.losses.BeforeStep` has not seen the batch, which
+        ``batch_veto`` or ``denominator: kept`` asks for. NonFiniteError: under ``nonfinite: raise``.
         """
         self._check_prepared(data)
         raw = take_padded(next_token_logprobs, data, self._keys)
@@ -132,8 +116,8 @@ class PolicyLoss:
         logprobs: Tensor,
         data: Mapping[str, Any],
         segments: PackedSegments,
-        global_valid_seqs: Tensor | float,
-        global_valid_toks: Tensor | float,
+        global_valid_seqs: Count,
+        global_valid_toks: Count,
     ) -> tuple[Tensor, Metrics]:
         """Loss and metrics of packed sequences, whole or this rank's share of them.
 
@@ -144,12 +128,9 @@ class PolicyLoss:
             logprobs: [N], floating point, log π_θ of the token that each position is about, with gradient.
             data: as for calling the loss, but token tensors are [N] and aligned with ``logprobs`` (no shift).
             segments: who belongs to which sequence.
-            global_valid_seqs: as for calling the loss.
-            global_valid_toks: as for calling the loss.
+            global_valid_seqs, global_valid_toks: as for calling the loss.
 
-        Raises:
-            DataError, ShapeError: as for calling the loss.
-            NonFiniteError: under ``nonfinite: raise``, on all ranks where it holds on one.
+        Raises: as calling the loss; NonFiniteError on all ranks where it holds on one.
         """
         self._check_prepared(data)
         raw = take_packed(logprobs, data, segments, self._keys)
@@ -166,11 +147,10 @@ class PolicyLoss:
         )
 
     def _call(
-        self, raw: Raw, segments: Segments, global_valid_seqs: Tensor | float, global_valid_toks: Tensor | float
+        self, raw: Raw, segments: Segments, global_valid_seqs: Count, global_valid_toks: Count
     ) -> tuple[Tensor, Metrics]:
-        device = raw.curr.device
-        seqs = _count("global_valid_seqs", global_valid_seqs, device)
-        toks = _count("global_valid_toks", global_valid_toks, device)
+        seqs = _count("global_valid_seqs", global_valid_seqs, raw.curr.device)
+        toks = _count("global_valid_toks", global_valid_toks, raw.curr.device)
         loss, values, labels = self._evaluate(raw, segments, segments.tensors, seqs, toks)
         metrics = Metrics(labels, values)
         if self.config.nonfinite == "raise":
@@ -183,9 +163,8 @@ class PolicyLoss:
         one = torch.ones(1, 1, dtype=torch.float32)
         others = {name: one[0] if name == "rewards" else one for name in self._keys}
         raw, count = Raw(one, one, one[0], others), one[0, 0]
-        objective = Objective(self.config, self.variant, self.options)
         try:
-            labels = evaluate(objective, raw, PaddedSegments(), (), count, count)[2]
+            labels = evaluate(self._objective, raw, PaddedSegments(), (), count, count)[2]
         except GeomaskError:
             raise
         except Exception as error:
@@ -194,7 +173,7 @@ class PolicyLoss:
         return {name: label.divided_by for label in labels for name in label.names}
 
 
-def _count(name: str, value: Tensor | float, device: torch.device) -> Tensor:
+def _count(name: str, value: Count, device: torch.device) -> Tensor:
     if isinstance(value, Tensor):
         # Its value is not looked at: it may be on a device that the host does not wait for.
         if value.numel() == 1:

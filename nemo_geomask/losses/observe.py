@@ -21,31 +21,20 @@ __all__ = ["Observed", "observe", "rule_key", "rule_statistics"]
 
 
 class Observed(NamedTuple):
-    """What is known of the sequences, and which tokens train after all.
+    """What is known of the sequences, and which tokens train after all; float32 but for ``empty``.
 
     A dropped sequence has the statistics of an empty one.
-
-    Attributes:
-        trains: token layout, float32: 1 at tokens with finite values, of sequences that aren't dropped, else 0.
-        weight: token layout, float32: token mask times sample mask where ``trains``, else 0.
-        sample_mask: [S] float32, 0 also for a dropped sequence.
-        declared: [S], trained tokens of each sequence as the batch declares them; 0 where not asked for.
-        tokens: [S], summed token mask of those that train after all; 0 where nothing was to be pooled.
-        empty: [S] bool, no token left to train.
-        sums: [S] each, of the tensors asked for, under the token mask.
-        lowest: [S] each, over trained tokens.
-        highest: likewise.
     """
 
-    trains: Tensor
-    weight: Tensor
-    sample_mask: Tensor
-    declared: Tensor
-    tokens: Tensor
-    empty: Tensor
-    sums: dict[str, Tensor]
-    lowest: dict[str, Tensor]
-    highest: dict[str, Tensor]
+    trains: Tensor  # token layout: 1 at tokens with finite values, of sequences that aren't dropped, else 0
+    weight: Tensor  # token layout: token mask times sample mask where trains, else 0
+    sample_mask: Tensor  # [S], 0 also for a dropped sequence
+    declared: Tensor  # [S], trained tokens of each sequence as the batch declares them; 0 where not asked for
+    tokens: Tensor  # [S], summed token mask of those that train after all; 0 where nothing was to be pooled
+    empty: Tensor  # [S] bool, no token left to train
+    sums: dict[str, Tensor]  # [S] each, of the tensors asked for, under the token mask
+    lowest: dict[str, Tensor]  # [S] each, over trained tokens
+    highest: dict[str, Tensor]  # likewise
 
     def mean(self, key: str) -> Tensor:
         """[S] mean of a tensor over the sequence's trained tokens; 0 for an empty one."""
@@ -90,8 +79,7 @@ def observe(
         declared: whether :attr:`Observed.declared` is wanted.
         count: whether :attr:`Observed.tokens` is wanted where nothing else is pooled.
 
-    Returns:
-        The statistics, and ``num_valid_samples`` and ``geomask/dropped_sequences``.
+    Returns: the statistics, and ``num_valid_samples`` and ``geomask/dropped_sequences``.
     """
     segments, token_mask = batch.segments, batch.token_mask
     wanted = {"declared": token_mask} if declared else {}

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from nemo_geomask import functional as F
 from nemo_geomask.config import LossConfig
+from nemo_geomask.config.loss import BatchVeto
 from nemo_geomask.errors import BatchVetoError, DataError, MissingDataError
 from nemo_geomask.losses.batch import read, take_padded
 from nemo_geomask.losses.loss import PREPARED, PolicyLoss, refuse_nonfinite
@@ -80,12 +81,8 @@ class BeforeStep:
             data: NeMo-RL's training batch [B, T], see :func:`nemo_geomask.losses.batch.take_padded`; the whole of
                 what is trained on, all ranks' rows together.
 
-        Returns:
-            The decision; under ``denominator: kept`` its ``changes`` hold ``token_mask`` and ``sample_mask``.
-
-        Raises:
-            BatchVetoError: one veto more in a row than ``max_in_a_row``.
-            DataError, ShapeError, NonFiniteError: see :func:`~nemo_geomask.losses.batch.take_padded`.
+        Returns: the decision; under ``denominator: kept`` its ``changes`` hold ``token_mask`` and ``sample_mask``.
+        Raises: as :meth:`OpenBatch.add` and :meth:`OpenBatch.decide`.
         """
         if not self.needed:
             return Decision(True)
@@ -97,10 +94,7 @@ class BeforeStep:
         """Begin with a batch that arrives in parts; nothing is decided until :meth:`OpenBatch.decide`."""
         return OpenBatch(self._config, self._judge)
 
-    def _judge(self, kl: float) -> bool:
-        veto = self._config.batch_veto
-        if veto is None:
-            return True
+    def _judge(self, kl: float, veto: BatchVeto) -> bool:
         train = abs(kl) <= veto.max
         self._in_a_row = 0 if train else self._in_a_row + 1
         self.vetoed += not train
@@ -120,13 +114,12 @@ class OpenBatch:
     Masks judge a token or a sequence by itself, so each part can be masked when it comes; the KL is the whole batch's.
     """
 
-    def __init__(self, config: LossConfig, judge: Callable[[float], bool]) -> None:
+    def __init__(self, config: LossConfig, judge: Callable[[float, BatchVeto], bool]) -> None:
         self._config = config
         self._judge = judge
         self._kl = self._finite = self._kept = 0.0
         # As the batch declares them, which is what the loss divides by.
-        self._seqs = torch.zeros((), dtype=torch.float64)
-        self._toks = torch.zeros((), dtype=torch.float64)
+        self._seqs, self._toks = valid_counts([])
         self._removed: dict[tuple[str, Normalizer], float] = {}
 
     @torch.no_grad()
@@ -136,11 +129,9 @@ class OpenBatch:
         Args:
             data: as for calling :class:`BeforeStep`.
 
-        Returns:
-            What the part is to be changed by, see :class:`Decision`.
-
-        Raises:
-            DataError, ShapeError, NonFiniteError: see :func:`~nemo_geomask.losses.batch.take_padded`.
+        Returns: what the part is to be changed by, see :class:`Decision`.
+        Raises: MissingDataError, ShapeError: as :func:`~nemo_geomask.losses.batch.take_padded`. DataError: masks that
+        aren't 0 and 1, under ``denominator: kept``. NonFiniteError: under ``nonfinite: raise``.
         """
         if "prev_logprobs" not in data:
             raise MissingDataError(
@@ -159,8 +150,7 @@ class OpenBatch:
         metrics = Metrics(labels, values)
         refuse_nonfinite(metrics)
         seqs, toks = valid_counts([data])
-        self._seqs += seqs
-        self._toks += toks
+        self._seqs, self._toks = self._seqs + seqs, self._toks + toks
         self._finite += float(seen.weight.double().sum())
         veto = config.batch_veto
         if veto is not None:
@@ -169,11 +159,9 @@ class OpenBatch:
         changes: dict[str, Tensor] = {}
         if config.rules_before_step:
             _require_binary(data)
-            for label in labels:
-                for name in label.names:
-                    if name.startswith("geomask/mask/"):
-                        key = name, label.divided_by
-                        self._removed[key] = self._removed.get(key, 0.0) + metrics[name]
+            named = ((name, label.divided_by) for label in labels for name in label.names)
+            for key in (key for key in named if key[0].startswith("geomask/mask/")):
+                self._removed[key] = self._removed.get(key, 0.0) + metrics[key[0]]
             trained = seen.trains != 0
             kept = trained if kept is None else trained & kept
             self._kept += float((seen.weight * kept).double().sum())
@@ -183,8 +171,7 @@ class OpenBatch:
     def decide(self) -> Decision:
         """The decision on all parts; its ``changes`` are empty, as each part has got its own.
 
-        Raises:
-            BatchVetoError: one veto more in a row than ``max_in_a_row``.
+        Raises: BatchVetoError: one veto more in a row than ``max_in_a_row``.
         """
         counts = {"tokens": float(self._toks), "sequences": float(self._seqs)}
         metrics = {name: value / (counts[by] or 1.0) for (name, by), value in self._removed.items()}
@@ -197,7 +184,7 @@ class OpenBatch:
             veto = self._config.batch_veto
             if veto is not None:
                 kl = self._kl / self._finite if self._finite >= float(self._toks) / 2 else math.inf
-                vetoed = not self._judge(kl)
+                vetoed = not self._judge(kl, veto)
                 metrics |= {"geomask/batch_kl": kl, "geomask/batch_vetoed": float(vetoed)}
                 why = f"mismatch KL {kl:.4g} is beyond loss_fn.batch_veto.max: {veto.max:g}" if vetoed else why
         return Decision(not why, why, metrics=metrics)
@@ -244,9 +231,8 @@ def untrained_metrics(
         parts: the batch, whole or in parts, after the changes.
         decision: about it.
 
-    Returns:
-        Every metric of the loss, a value for each part, which add up (extrema aside) as those of microbatches do:
-        they are divided by the whole batch's counts. ``loss`` is 0. And those of the decision, one value each.
+    Returns: every metric of the loss, a value for each part, which add up (extrema aside) as those of microbatches do:
+    they are divided by the whole batch's counts. ``loss`` is 0. And those of the decision, one value each.
     """
     loss = loss.for_prepared_batches()
     seqs, toks = valid_counts(parts)

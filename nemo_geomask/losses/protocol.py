@@ -17,26 +17,12 @@ __all__ = ["LossInputType", "LossType", "MetricNormalizer", "resolve"]
 _INTERFACES = "nemo_rl.algorithms.loss.interfaces"
 
 
-class LossType(enum.Enum):
-    """Global count that the loss is divided by."""
-
-    TOKEN_LEVEL = "token_level"
-    SEQUENCE_LEVEL = "sequence_level"
-
-
-class LossInputType(enum.Enum):
-    """What a loss is called with."""
-
-    LOGIT = "logit"
-    LOGPROB = "logprob"
-
-
-class MetricNormalizer(enum.Enum):
-    """Global count that a metric is divided by."""
-
-    TOKENS = "tokens"
-    SEQUENCES = "sequences"
-    NONE = "none"
+LossType = enum.Enum("LossType", {"TOKEN_LEVEL": "token_level", "SEQUENCE_LEVEL": "sequence_level"})
+"""Global count that the loss is divided by."""
+LossInputType = enum.Enum("LossInputType", {"LOGIT": "logit", "LOGPROB": "logprob"})
+"""What a loss is called with."""
+MetricNormalizer = enum.Enum("MetricNormalizer", {"TOKENS": "tokens", "SEQUENCES": "sequences", "NONE": "none"})
+"""Global count that a metric is divided by."""
 
 
 def resolve(member: enum.Enum) -> Any:

@@ -24,15 +24,9 @@ _SELF = "nemo-geomask"
 # The package's own entries also stand here, so that they are found when it is on PYTHONPATH without being installed,
 # as in a Ray worker; a test keeps this equal to pyproject.toml.
 BUILT_IN = {
-    "clipped_pg": "nemo_geomask.losses.variants:CLIPPED_PG",
-    "gspo": "nemo_geomask.losses.variants:GSPO",
-    "gspo_token": "nemo_geomask.losses.variants:GSPO_TOKEN",
-    "gmpo": "nemo_geomask.losses.variants:GMPO",
-    "cispo": "nemo_geomask.losses.variants:CISPO",
-    "sapo": "nemo_geomask.losses.variants:SAPO",
+    name: f"nemo_geomask.losses.variants:{name.upper()}"
+    for name in ("clipped_pg", "gspo", "gspo_token", "gmpo", "cispo", "sapo")
 }
-
-
 # What papers call losses that NeMo-RL's flags select; "grpo" is spelt much like "gspo", and is not it.
 _KNOWN_AS = dict.fromkeys(("grpo", "dapo", "ppo", "reinforce", "rloo"), "clipped_pg")
 
@@ -49,8 +43,7 @@ class Entry:
 def available() -> dict[str, tuple[Entry, ...]]:
     """Every registered name with all distributions that claim it; nothing is imported.
 
-    Returns:
-        Names in alphabetical order; more than one entry under a name is a conflict, raised by :func:`load`.
+    Returns: names in alphabetical order; more than one entry under a name is a conflict, raised by :func:`load`.
     """
     entries: dict[str, dict[tuple[str, str], Entry]] = {
         name: {(value, _SELF): Entry(name, value, _SELF)} for name, value in BUILT_IN.items()
@@ -65,9 +58,8 @@ def available() -> dict[str, tuple[Entry, ...]]:
 def load(name: str) -> Variant:
     """The variant registered under ``name``, or found at ``module:attribute``.
 
-    Raises:
-        PluginError: for an unknown name (with the nearest known one), a name claimed twice, a failing import, a
-            missing attribute or an object that is no :class:`~nemo_geomask.losses.Variant`.
+    Raises: PluginError: for an unknown name (with the nearest known one), a name claimed twice, a failing import, a
+    missing attribute or an object that is no :class:`~nemo_geomask.losses.Variant`.
     """
     if ":" in name:
         return _import(Entry(name, name, "given as module:attribute"))

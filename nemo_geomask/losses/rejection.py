@@ -22,8 +22,7 @@ def reject(batch: TokenBatch, seen: Observed, rules: Iterable[MaskRule]) -> tupl
     removed in all, below the lower and above the upper bound are ``geomask/mask/<label>/…``, of tokens for a
     token-level mask and of sequences otherwise.
 
-    Returns:
-        bool, token layout, None without rules; and the metrics.
+    Returns: bool, token layout, None without rules; and the metrics.
     """
     kept: Tensor | None = None
     reports: list[Metric] = []
@@ -56,7 +55,6 @@ def _removed(rule: MaskRule, batch: TokenBatch, seen: Observed) -> tuple[Tensor,
         eligible = eligible & (advantages < 0)
     elif rule.when == "positive_advantage":
         eligible = eligible & (advantages > 0)
-    below = F.outside(low, rule.low, rule.high)[0] & eligible
-    # A sequence with tokens beyond both bounds is reported once, under the lower one.
-    above = F.outside(high, rule.low, rule.high)[1] & eligible & ~below
-    return below, above
+    # Both ends are kept. A sequence with tokens beyond both bounds is reported once, under the lower one.
+    below = (low < rule.low) & eligible
+    return below, (high > rule.high) & eligible & ~below

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic import BaseModel
 from torch import Tensor
 
 from nemo_geomask.config import LossConfig, StrictModel
 from nemo_geomask.functional import Surrogate
-from nemo_geomask.losses.description import Part
 
-__all__ = ["NoOptions", "SurrogateInputs", "Variant"]
+__all__ = ["NoOptions", "Part", "SurrogateInputs", "Variant"]
+
+
+class Part(NamedTuple):
+    """One part of an objective: a line of its formula, and the same in words, a sentence."""
+
+    formula: str
+    words: str
 
 
 class NoOptions(StrictModel):
@@ -41,7 +47,7 @@ class SurrogateInputs:
 
 SurrogateFn = Callable[[SurrogateInputs, Mapping[str, Tensor]], Surrogate]
 PoolFn = Callable[[SurrogateInputs], Mapping[str, Tensor]]
-DescribeFn = Callable[[LossConfig, Any], Iterable[Part]]
+Parts = tuple[Part, ...]
 
 
 @dataclass(frozen=True)
@@ -62,7 +68,8 @@ class Variant:
         refuses: settings that must stay falsy, each with the reason.
         options: pydantic model of the variant's own settings (``loss_fn.options``).
         source: paper and equation.
-        describe: the surrogate under given settings and options, in formula and words, for ``nemo-geomask check``.
+        parts: the surrogate in formula and words, or a function of the settings that chooses among some. ``{name}``
+            stands for a setting or an option; ``docs/plugins.md`` says what else can be filled in.
     """
 
     surrogate: SurrogateFn
@@ -72,4 +79,4 @@ class Variant:
     refuses: Mapping[str, str] = field(default_factory=dict)
     options: type[BaseModel] = NoOptions
     source: str = ""
-    describe: DescribeFn | None = None
+    parts: Parts | Callable[[LossConfig], Parts] = ()

@@ -1,7 +1,6 @@
 """The objectives that come with the package; each is an entry point of group ``nemo_geomask.losses``.
 
-Their formulas stand in :mod:`nemo_geomask.losses.description`, from which ``nemo-geomask check`` and
-``docs/loss_reference.md`` take them.
+Each carries its formula; ``nemo-geomask check`` and ``docs/loss_reference.md`` take it from here.
 """
 
 from __future__ import annotations
@@ -13,28 +12,37 @@ from pydantic import Field
 from torch import Tensor
 
 from nemo_geomask import functional as F
-from nemo_geomask.config import StrictModel
-from nemo_geomask.losses import description
-from nemo_geomask.losses.variant import SurrogateInputs, Variant
+from nemo_geomask.config import LossConfig, StrictModel
+from nemo_geomask.losses.variant import Part, Parts, SurrogateInputs, Variant
 
 __all__ = ["CISPO", "CLIPPED_PG", "GMPO", "GSPO", "GSPO_TOKEN", "SAPO", "SapoOptions"]
 
-_NO_CISPO = "the objective is not CISPO; use name: cispo"
 _NEEDS_RATIO = "the objective is defined on the ratio that this setting removes"
-_OWN_RATIO = "the objective defines the level of its ratio itself"
-_NO_DUAL_CLIP = "the objective has no dual clip"
-
 # What objectives on a ratio refuse, and those of them that clip or gate token by token.
-_OF_RATIOS = {"use_cispo": _NO_CISPO, "disable_ppo_ratio": _NEEDS_RATIO, "force_on_policy_ratio": _NEEDS_RATIO}
-_OF_TOKEN_RATIOS = {**_OF_RATIOS, "sequence_level_importance_ratios": _OWN_RATIO, "ratio_clip_c": _NO_DUAL_CLIP}
+_OF_RATIOS = {
+    "use_cispo": "the objective is not CISPO; use name: cispo",
+    "disable_ppo_ratio": _NEEDS_RATIO,
+    "force_on_policy_ratio": _NEEDS_RATIO,
+}
+_OF_TOKEN_RATIOS = {
+    **_OF_RATIOS,
+    "sequence_level_importance_ratios": "the objective defines the level of its ratio itself",
+    "ratio_clip_c": "the objective has no dual clip",
+}
+
+_SEQUENCE_RATIO = Part(
+    "s = exp(mean_t(curr − prev))", "The policy ratio is one a sequence: the geometric mean of its tokens'."
+)
+_TOKEN_RATIO = Part("r_t = exp(curr − prev)", "The policy ratio is each token's own.")
 
 
 def _pool_log_ratio(inputs: SurrogateInputs) -> Mapping[str, Tensor]:
     return {"log_ratio": inputs.log_ratio}
 
 
-def _pool_log_ratio_and_advantage(inputs: SurrogateInputs) -> Mapping[str, Tensor]:
-    return {"log_ratio": inputs.log_ratio, "advantage": inputs.advantages}
+def _clipped(log_ratio: Tensor, advantages: Tensor, config: LossConfig) -> F.Surrogate:
+    low, high, dual = config.ratio_clip_min, config.ratio_clip_max, config.ratio_clip_c
+    return F.clipped(log_ratio, advantages, clip_min=low, clip_max=high, dual_clip=dual)
 
 
 def _clipped_pg_pool(inputs: SurrogateInputs) -> Mapping[str, Tensor]:
@@ -45,46 +53,93 @@ def _clipped_pg_pool(inputs: SurrogateInputs) -> Mapping[str, Tensor]:
 
 def _clipped_pg(inputs: SurrogateInputs, means: Mapping[str, Tensor]) -> F.Surrogate:
     config = inputs.config
-    log_ratio = means.get("log_ratio", inputs.log_ratio)
     if config.force_on_policy_ratio:
         # prev is curr here, so the ratio is 1 and only its gradient counts; NeMo-RL lets this flag win over
         # disable_ppo_ratio and over the sequence-level ratio.
-        log_ratio = inputs.log_ratio
+        means = {}
     elif config.disable_ppo_ratio:
         return F.score_function(inputs.curr, inputs.advantages)
-    clip = {"clip_min": config.ratio_clip_min, "clip_max": config.ratio_clip_max}
     if config.use_cispo:
-        return F.clipped_weight(log_ratio, inputs.curr, inputs.advantages, **clip)
-    return F.clipped(log_ratio, inputs.advantages, dual_clip=config.ratio_clip_c, **clip)
+        return _cispo(inputs, means)
+    return _clipped(means.get("log_ratio", inputs.log_ratio), inputs.advantages, config)
+
+
+def _clipped_pg_parts(config: LossConfig) -> Parts:
+    if config.force_on_policy_ratio:
+        words = "The policy ratio is taken to be 1: plain policy gradient, on-policy."
+        return (Part("ℓ_t = −r_t·A_t, r_t = 1", words),)
+    if config.disable_ppo_ratio:
+        return (Part("ℓ_t = −A_t·curr", "REINFORCE: the advantage times the log-prob, no ratio and no clip."),)
+    if config.use_cispo:
+        return _CISPO_PARTS
+    r, ratio = ("s", _SEQUENCE_RATIO) if config.sequence_level_importance_ratios else ("r_t", _TOKEN_RATIO)
+    formula = f"ℓ_t = max(−{r}·A_t, −clip({r}, {{low}}, {{high}})·A_t){{dual_clip:A_t}}"
+    return Part(formula, "PPO's clip: no gradient from a ratio {outside}."), ratio
+
+
+CLIPPED_PG = Variant(
+    surrogate=_clipped_pg,
+    pool=_clipped_pg_pool,
+    source="NeMo-RL ClippedPGLossFn: PPO, GRPO, DAPO, dual clip, RLOO, CISPO, GSPO by its flags",
+    parts=_clipped_pg_parts,
+)
+"""All that NeMo-RL's flags select; with no new setting, NeMo-RL's own loss."""
+
+
+def _gspo_pool(inputs: SurrogateInputs) -> Mapping[str, Tensor]:
+    return {"log_ratio": inputs.log_ratio, "advantage": inputs.advantages}
 
 
 def _gspo(inputs: SurrogateInputs, means: Mapping[str, Tensor]) -> F.Surrogate:
-    config = inputs.config
-    return F.clipped(
-        means["log_ratio"],
-        means["advantage"],
-        clip_min=config.ratio_clip_min,
-        clip_max=config.ratio_clip_max,
-        dual_clip=config.ratio_clip_c,
-    )
+    return _clipped(means["log_ratio"], means["advantage"], inputs.config)
+
+
+GSPO = Variant(
+    surrogate=_gspo,
+    pool=_gspo_pool,
+    defaults={"token_level_loss": False, "ratio_clip_min": 3e-4, "ratio_clip_max": 4e-4},
+    forces={"sequence_level_importance_ratios": True},
+    refuses=_OF_RATIOS,
+    source="GSPO, arXiv:2507.18071 eq. 5 and 7; clip bounds from its section 5.1",
+    parts=(
+        Part(
+            "ℓ = max(−s·Ā, −clip(s, {low}, {high})·Ā){dual_clip:Ā}", "GSPO's clip: no gradient from a ratio {outside}."
+        ),
+        _SEQUENCE_RATIO,
+    ),
+)
+"""Group Sequence Policy Optimization."""
 
 
 def _gspo_token(inputs: SurrogateInputs, means: Mapping[str, Tensor]) -> F.Surrogate:
-    config = inputs.config
-    return F.clipped(
-        F.straight_through_ratio(means["log_ratio"], inputs.curr),
-        inputs.advantages,
-        clip_min=config.ratio_clip_min,
-        clip_max=config.ratio_clip_max,
-        dual_clip=config.ratio_clip_c,
-    )
+    log_ratio = F.straight_through_ratio(means["log_ratio"], inputs.curr)
+    return _clipped(log_ratio, inputs.advantages, inputs.config)
+
+
+GSPO_TOKEN = Variant(
+    surrogate=_gspo_token,
+    pool=_pool_log_ratio,
+    defaults=GSPO.defaults,
+    forces=GSPO.forces,
+    refuses=GSPO.refuses,
+    source="GSPO-token, arXiv:2507.18071 eq. 13 and 14",
+    parts=(
+        Part(
+            "ℓ_t = max(−s_t·A_t, −clip(s_t, {low}, {high})·A_t){dual_clip:A_t}",
+            "GSPO-token's clip: no gradient from a ratio {outside}.",
+        ),
+        Part(
+            "s_t = sg[exp(mean_t(curr − prev))]·π/sg[π]",
+            "The policy ratio has the sequence's value and each token's own gradient.",
+        ),
+    ),
+)
+"""GSPO with per-token advantages; equal to GSPO, value and gradient, when the advantage is the same at every token."""
 
 
 def _gmpo_clip(inputs: SurrogateInputs) -> Tensor:
-    config = inputs.config
-    return F.clip_log_ratio(
-        inputs.log_ratio, inputs.advantages, clip_min=config.ratio_clip_min, clip_max=config.ratio_clip_max
-    )
+    low, high = inputs.config.ratio_clip_min, inputs.config.ratio_clip_max
+    return F.clip_log_ratio(inputs.log_ratio, inputs.advantages, clip_min=low, clip_max=high)
 
 
 def _gmpo_pool(inputs: SurrogateInputs) -> Mapping[str, Tensor]:
@@ -92,23 +147,48 @@ def _gmpo_pool(inputs: SurrogateInputs) -> Mapping[str, Tensor]:
 
 
 def _gmpo(inputs: SurrogateInputs, means: Mapping[str, Tensor]) -> F.Surrogate:
+    loss = F.geometric_mean(means["clipped_log_ratio"], means["advantage"])
     ratio, clipped = inputs.log_ratio.detach(), _gmpo_clip(inputs).detach()
-    return F.Surrogate(
-        F.geometric_mean(means["clipped_log_ratio"], means["advantage"]),
-        F.saturating_exp(ratio),
-        F.saturating_exp(clipped),
-    )
+    return F.Surrogate(loss, F.saturating_exp(ratio), F.saturating_exp(clipped))
+
+
+GMPO = Variant(
+    surrogate=_gmpo,
+    pool=_gmpo_pool,
+    defaults={"token_level_loss": False, "ratio_clip_min": 1.0 - math.exp(-0.4), "ratio_clip_max": math.exp(0.4) - 1.0},
+    refuses=_OF_TOKEN_RATIOS,
+    source="GMPO, arXiv:2507.20673 eq. 4; bounds (e^-0.4, e^0.4)",
+    parts=(
+        Part("ℓ = −Ā·exp(mean_t x_t)", "GMPO: the geometric mean of token ratios, each clipped {outside}."),
+        Part(
+            "x_t = min(curr − prev, {log_high}) where Ā > 0, max(curr − prev, {log_low}) where Ā < 0",
+            "The clip acts where it would make the update larger.",
+        ),
+    ),
+)
+"""Geometric-Mean Policy Optimization."""
 
 
 def _cispo(inputs: SurrogateInputs, means: Mapping[str, Tensor]) -> F.Surrogate:
-    config = inputs.config
-    return F.clipped_weight(
-        inputs.log_ratio,
-        inputs.curr,
-        inputs.advantages,
-        clip_min=config.ratio_clip_min,
-        clip_max=config.ratio_clip_max,
-    )
+    low, high = inputs.config.ratio_clip_min, inputs.config.ratio_clip_max
+    return F.clipped_weight(inputs.log_ratio, inputs.curr, inputs.advantages, clip_min=low, clip_max=high)
+
+
+_CISPO_PARTS = (
+    Part(
+        "ℓ_t = −sg(clip(r_t, {low}, {high}))·A_t·curr",
+        "CISPO: every token keeps its gradient; the clipped ratio is a weight only.",
+    ),
+    _TOKEN_RATIO,
+)
+CISPO = Variant(
+    surrogate=_cispo,
+    defaults={"ratio_clip_min": 1.0, "ratio_clip_max": 4.0},
+    refuses={key: reason for key, reason in _OF_TOKEN_RATIOS.items() if key != "use_cispo"},
+    source="MiniMax-M1, arXiv:2506.13585 eq. 4 and 5; upper bound 5 on the weight from ScaleRL, arXiv:2510.13786",
+    parts=_CISPO_PARTS,
+)
+"""Clipped IS-weight Policy Optimization; by default no lower bound and an upper bound of 5."""
 
 
 class SapoOptions(StrictModel):
@@ -123,69 +203,13 @@ def _sapo(inputs: SurrogateInputs, means: Mapping[str, Tensor]) -> F.Surrogate:
     return F.soft_gate(inputs.log_ratio, inputs.advantages, tau_pos=options.tau_pos, tau_neg=options.tau_neg)
 
 
-CLIPPED_PG = Variant(
-    surrogate=_clipped_pg,
-    pool=_clipped_pg_pool,
-    source="NeMo-RL ClippedPGLossFn: PPO, GRPO, DAPO, dual clip, RLOO, CISPO, GSPO by its flags",
-    describe=description.clipped_pg,
-)
-"""All that NeMo-RL's flags select; with no new setting, NeMo-RL's own loss."""
-
-GSPO = Variant(
-    surrogate=_gspo,
-    pool=_pool_log_ratio_and_advantage,
-    defaults={
-        "token_level_loss": False,
-        "ratio_clip_min": 3e-4,
-        "ratio_clip_max": 4e-4,
-    },
-    forces={"sequence_level_importance_ratios": True},
-    refuses=_OF_RATIOS,
-    source="GSPO, arXiv:2507.18071 eq. 5 and 7; clip bounds from its section 5.1",
-    describe=description.gspo,
-)
-"""Group Sequence Policy Optimization."""
-
-GSPO_TOKEN = Variant(
-    surrogate=_gspo_token,
-    pool=_pool_log_ratio,
-    defaults=GSPO.defaults,
-    forces=GSPO.forces,
-    refuses=GSPO.refuses,
-    source="GSPO-token, arXiv:2507.18071 eq. 13 and 14",
-    describe=description.gspo_token,
-)
-"""GSPO with per-token advantages; equal to GSPO, value and gradient, when the advantage is the same at every token."""
-
-GMPO = Variant(
-    surrogate=_gmpo,
-    pool=_gmpo_pool,
-    defaults={
-        "token_level_loss": False,
-        "ratio_clip_min": 1.0 - math.exp(-0.4),
-        "ratio_clip_max": math.exp(0.4) - 1.0,
-    },
-    refuses=_OF_TOKEN_RATIOS,
-    source="GMPO, arXiv:2507.20673 eq. 4; bounds (e^-0.4, e^0.4)",
-    describe=description.gmpo,
-)
-"""Geometric-Mean Policy Optimization."""
-
-CISPO = Variant(
-    surrogate=_cispo,
-    defaults={"ratio_clip_min": 1.0, "ratio_clip_max": 4.0},
-    refuses={key: reason for key, reason in _OF_TOKEN_RATIOS.items() if key != "use_cispo"},
-    source="MiniMax-M1, arXiv:2506.13585 eq. 4 and 5; upper bound 5 on the weight from ScaleRL, arXiv:2510.13786",
-    describe=description.cispo,
-)
-"""Clipped IS-weight Policy Optimization; by default no lower bound and an upper bound of 5."""
-
+_TAUS = "τ = {tau_pos} where A_t > 0, {tau_neg} elsewhere"
 SAPO = Variant(
     surrogate=_sapo,
     defaults={"token_level_loss": False},
     refuses=_OF_TOKEN_RATIOS,
     options=SapoOptions,
     source="SAPO, arXiv:2511.20347 eq. 5 and 6",
-    describe=description.sapo,
+    parts=(Part(f"ℓ_t = −(4/τ)·σ(τ·(r_t − 1))·A_t, {_TAUS}", "SAPO: a soft gate in place of the clip."), _TOKEN_RATIO),
 )
 """Soft Adaptive Policy Optimization."""

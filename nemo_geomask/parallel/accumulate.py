@@ -57,12 +57,8 @@ def collect_documents(
             context-parallel ones) must not be in it.
         device: where the counts are reduced; the group's own device.
 
-    Returns:
-        The step, or None once every rank has run dry with nothing drawn; on all ranks alike.
-
-    Raises:
-        ArgumentError: ``docs_per_step`` is not a positive integer.
-
+    Returns: the step, or None once every rank has run dry with nothing drawn; on all ranks alike.
+    Raises: ArgumentError: ``docs_per_step`` is not a positive integer.
     Source: Fast-LLM PR 502, ``docs_per_step``.
     """
     if docs_per_step < 1:

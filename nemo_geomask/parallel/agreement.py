@@ -94,8 +94,7 @@ def exchanged(
         shards: how it takes the vocabulary to be sharded.
         settings: what it was called with.
 
-    Returns:
-        [TP, k, N] in rank order, and for :func:`refuse` int64 notes [TP, 9]; None with one rank.
+    Returns: [TP, k, N] in rank order, and for :func:`refuse` int64 notes [TP, 9]; None with one rank.
     """
     if shards.group is None or len(shards.sizes) == 1:
         return statistics.unsqueeze(0), None
@@ -136,11 +135,8 @@ def refuse(targets: Tensor, stray: Tensor, notes: Tensor | None, shards: Shards,
         shards: how this rank takes the vocabulary to be sharded.
         ignore_index: for the message.
 
-    Raises:
-        ShapeError: the ranks' columns aren't those that they assume.
-        ArgumentError: ``vocab_size`` is out of range.
-        RanksDisagreeError: other settings, or other targets.
-        DataError: a target is in no shard.
+    Raises: ShapeError: the ranks' columns aren't those that they assume. ArgumentError: ``vocab_size`` is out of range.
+    RanksDisagreeError: other settings, or other targets. DataError: a target is in no shard.
     """
     wrong = stray.any()
     if notes is not None:

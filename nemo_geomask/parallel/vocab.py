@@ -89,9 +89,7 @@ def vocab_parallel_logprobs(
             flag read back from the device. Without it a stray target has log-prob NaN.
         kernel: ``auto``, ``triton`` or ``torch``, see :func:`nemo_geomask.kernels.choose`.
 
-    Returns:
-        Log-probs [...] float32, or the pair (log-probs, entropy), in nats.
-
+    Returns: log-probs [...] float32, or the pair (log-probs, entropy), in nats.
     Raises:
         ShapeError: shapes or dtypes don't fit, or the ranks' columns aren't those of ``shard_sizes`` (of equal shards
             where it is None); the latter on all ranks.

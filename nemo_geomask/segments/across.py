@@ -55,8 +55,7 @@ def across_ranks(
         own_gradient: whether each rank's gradient is that of its own part (of a total that every rank holds), and not
             the sum over ranks (of a statistic that every rank's part of the loss depends on).
 
-    Returns:
-        Both; a gradient flows through the first alone.
+    Returns: both; a gradient flows through the first alone.
     """
     if not groups:
         return moving, fixed
@@ -77,8 +76,7 @@ def pool(moving: Sequence[Tensor], fixed: Sequence[Tensor], sums: int, *, offset
         offsets: [S+1], where the sequences start among these N.
         ids: [N], whose sequence each is.
 
-    Returns:
-        [d, S] and [c, S], float64: a serial sum over a long sequence loses digits in float32.
+    Returns: [d, S] and [c, S], float64: a serial sum over a long sequence loses digits in float32.
     """
     constant = _stack([value.detach() for value in fixed], ids)
     parts = [_segment_reduce(constant[:sums], offsets, "sum", 0.0)]

@@ -83,8 +83,7 @@ class Segments(ABC):
             sums: number of totals.
             lowest: number of minima.
 
-        Returns:
-            Both, over all ranks; the same bits on all of them.
+        Returns: both, over all ranks; the same bits on all of them.
         """
         return value, rest
 

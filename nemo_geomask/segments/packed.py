@@ -176,9 +176,8 @@ class PackedSegments(PackedTokens):
         Args:
             sequences: [S] tensors that the ranks must hold alike, such as ``sample_mask`` and ``rewards``, by name.
 
-        Raises:
-            RanksDisagreeError: the ranks don't hold the shares of one packed row, or hold other values of
-                ``sequences``; on all of them.
+        Raises: RanksDisagreeError: the ranks don't hold the shares of one packed row, or hold other values of
+        ``sequences``; on all of them.
         """
         self.check()
         (cp_rank, cp_size), (sp_rank, sp_size) = self._shares
@@ -222,8 +221,7 @@ class PackedSegments(PackedTokens):
     def check(self) -> None:
         """Raise unless this share's groups are those that it is a share in; reads their sizes, no collective.
 
-        Raises:
-            ShapeError: they are not.
+        Raises: ShapeError: they are not.
         """
         split = [share for share in self._shares if share[1] > 1]
         if not self.groups:

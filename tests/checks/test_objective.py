@@ -6,13 +6,14 @@ import pytest
 
 from nemo_geomask import build_loss
 from nemo_geomask.checks import describe
+from nemo_geomask.errors import PluginError
 from nemo_geomask.losses import available
 
 
 def test_every_objective_of_the_package_is_written_out():
     for name, entries in available().items():
         if entries[0].distribution == "nemo-geomask":
-            assert build_loss({"name": name}).variant.describe is not None
+            assert build_loss({"name": name}).variant.parts
 
 
 @pytest.mark.parametrize("name", ["cispo", "clipped_pg", "gmpo", "gspo", "gspo_token", "sapo"])
@@ -106,10 +107,13 @@ def test_an_objective_from_elsewhere_says_what_it_is_or_is_named_by_its_source(t
         "from nemo_geomask.losses import Part, Variant\nfrom nemo_geomask.losses.variants import CLIPPED_PG\n"
         "THEIRS = Variant(surrogate=CLIPPED_PG.surrogate, pool=CLIPPED_PG.pool, source='their paper, eq. 1')\n"
         "SAID = Variant(surrogate=CLIPPED_PG.surrogate, pool=CLIPPED_PG.pool,\n"
-        "    describe=lambda config, options: [Part(f'ℓ_t = {config.ratio_clip_min}', 'Theirs.')])\n"
+        "    parts=(Part('ℓ_t = {ratio_clip_min}', 'Theirs.'),))\n"
+        "ODD = Variant(surrogate=CLIPPED_PG.surrogate, pool=CLIPPED_PG.pool, parts=(Part('{no_such}', ''),))\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     said = describe(build_loss({"name": "their_loss:SAID", "ratio_clip_min": 0.125}))
     assert (said[1].formula, said[1].words) == ("ℓ_t = 0.125", "Theirs.")
     parts = describe(build_loss({"name": "their_loss:THEIRS"}))
     assert parts[1].words == "their paper, eq. 1"
+    with pytest.raises(PluginError, match=r"^loss_fn.name: the parts of the variant 'their_loss:ODD'.*no_such"):
+        describe(build_loss({"name": "their_loss:ODD"}))

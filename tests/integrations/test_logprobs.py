@@ -12,7 +12,7 @@ import torch
 
 from nemo_geomask.errors import ConfigError, DataError, MissingDependencyError
 from nemo_geomask.integrations.logprobs import LOGPROB_BACKENDS, logprob_backend
-from nemo_geomask.parallel.processes import run
+from nemo_geomask.processes import run
 from tests.helpers.logprobs import IGNORE, case, loops
 
 TEMPERATURE, VALID = 0.7, 35

@@ -10,7 +10,7 @@ import torch
 
 from nemo_geomask import build_loss
 from nemo_geomask.errors import DataError, GeomaskError, ShapeError
-from nemo_geomask.parallel.processes import run
+from nemo_geomask.processes import run
 from tests.helpers import batches
 
 pytest.importorskip("megatron.core", reason="needs megatron-core, the extra 'megatron'")

@@ -16,7 +16,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 from nemo_geomask.errors import ArgumentError
 from nemo_geomask.kernels import choose, gpu
 from nemo_geomask.parallel import vocab_parallel_logprobs
-from nemo_geomask.parallel.processes import run
+from nemo_geomask.processes import run
 from tests.helpers.from_logits import CONFIGS, check_from_logits
 from tests.helpers.logprobs import IGNORE, case, check, check_digits, loops, ours, shifted
 

@@ -18,7 +18,7 @@ from nemo_geomask.losses.batch import Raw, keys_read, take_packed, take_padded
 from nemo_geomask.losses.compiled import Compiled, differentiable, with_gradient
 from nemo_geomask.losses.evaluate import Objective, evaluate
 from nemo_geomask.metrics import Metrics
-from nemo_geomask.parallel.processes import run
+from nemo_geomask.processes import run
 from nemo_geomask.segments import PaddedSegments
 from tests.helpers import batches
 from tests.helpers.batches import MASKS, VARIANTS, packed_rows

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from nemo_geomask import build_loss
 from nemo_geomask.errors import NonFiniteError, ShapeError
-from nemo_geomask.parallel.processes import RankError, beside, run
+from nemo_geomask.processes import RankError, beside, run
 from nemo_geomask.segments import PackedSegments
 from tests.helpers import batches, oracle
 from tests.helpers.batches import MASKS, VARIANTS

@@ -17,7 +17,7 @@ import torch
 
 from nemo_geomask import build_loss
 from nemo_geomask.parallel import vocab_parallel_logprobs
-from nemo_geomask.parallel.processes import run
+from nemo_geomask.processes import run
 from nemo_geomask.segments import PackedSegments
 from tests.helpers import oracle
 from tests.helpers.batches import MASKS, VARIANTS

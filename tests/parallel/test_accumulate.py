@@ -6,7 +6,7 @@ import torch
 from nemo_geomask import build_loss
 from nemo_geomask.errors import ArgumentError
 from nemo_geomask.parallel import collect_documents
-from nemo_geomask.parallel.processes import run
+from nemo_geomask.processes import run
 
 # Documents of each microbatch, by rank.
 SOURCES = {

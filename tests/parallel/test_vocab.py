@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from nemo_geomask.errors import ArgumentError, DataError, GeomaskError, RanksDisagreeError, ShapeError
 from nemo_geomask.parallel import vocab_parallel_logprobs
-from nemo_geomask.parallel.processes import run
+from nemo_geomask.processes import run
 from tests.helpers.logprobs import IGNORE, case, check, check_digits, loops, ours, shifted
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from nemo_geomask.errors import ArgumentError, RanksDisagreeError, ShapeError
-from nemo_geomask.parallel.processes import run
+from nemo_geomask.processes import run
 from nemo_geomask.segments import PackedSegments, PaddedSegments
 from tests.helpers.shares import shares
 

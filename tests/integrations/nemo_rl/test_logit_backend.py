@@ -18,7 +18,7 @@ from nemo_geomask import build_loss
 from nemo_geomask.errors import ConfigError
 from nemo_geomask.integrations.nemo_rl import prepare_worker, uninstall
 from nemo_geomask.losses import PolicyLoss
-from nemo_geomask.parallel.processes import run
+from nemo_geomask.processes import run
 
 pytest.importorskip("nemo_rl.algorithms.loss.loss_functions", reason="NeMo-RL is not importable here")
 

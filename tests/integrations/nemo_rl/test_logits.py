@@ -11,7 +11,7 @@ from nemo_geomask import build_loss
 from nemo_geomask.errors import ConfigError, DataError, ShapeError
 from nemo_geomask.integrations.nemo_rl import WorkerError
 from nemo_geomask.integrations.nemo_rl.logits import LogitLoss
-from nemo_geomask.parallel.processes import run
+from nemo_geomask.processes import run
 from tests.helpers.batches import VARIANTS, rollouts
 
 VOCAB = 23

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from nemo_geomask.errors import DataError
-from nemo_geomask.parallel.processes import RankError, beside, run
+from nemo_geomask.processes import RankError, beside, run
 
 pytestmark = pytest.mark.slow
 
@@ -152,12 +152,12 @@ def until(reached):
 def test_ranks_end_with_the_process_that_started_them(tmp_path, sign):
     code = (
         "if __name__ == '__main__':\n"
-        "    from nemo_geomask.parallel.processes import run\n"
-        "    from tests.parallel.test_processes import waits\n"
+        "    from nemo_geomask.processes import run\n"
+        "    from tests.test_processes import waits\n"
         f"    run(2, waits, {str(tmp_path)!r})\n"
     )
     process = subprocess.Popen(
-        [sys.executable, "-c", code], cwd=Path(__file__).parents[2], stderr=subprocess.PIPE, start_new_session=True
+        [sys.executable, "-c", code], cwd=Path(__file__).parents[1], stderr=subprocess.PIPE, start_new_session=True
     )
     try:
         until(lambda: len([path for path in tmp_path.iterdir() if path.read_text()]) == 2)
