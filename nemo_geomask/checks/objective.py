@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from nemo_geomask.config import LossConfig, MaskRule
+from nemo_geomask.config.masks import SIGNED
 from nemo_geomask.config.strict import as_yaml
 from nemo_geomask.errors import PluginError, Problem
 from nemo_geomask.losses import Part, PolicyLoss
@@ -94,7 +95,35 @@ class _DualClip:
 
 
 _POOLED = {"token": "{}", "sequence": "Σ_t {}", "sequence_mean": "mean_t {}", "sequence_max": "{}"}
-_STATISTIC = {"ratio": "x_t", "k2": "x_t²/2", "k3": "(exp(x_t) − 1 − x_t)"}
+_STATISTIC = {
+    "ratio": "x_t",
+    "k2": "x_t²/2",
+    "k3": "(exp(x_t) − 1 − x_t)",
+    "prob_diff": "(p_t − q_t)",
+    "binary_kl": "±KL_b(q_t ‖ p_t)",
+    "binary_kl_reverse": "±KL_b(p_t ‖ q_t)",
+    "binary_kl_max": "±max(KL_b(q_t ‖ p_t), KL_b(p_t ‖ q_t))",
+}
+_PROBABILITIES = {
+    "mismatch": "p = exp(prev), q = exp(gen)",
+    "policy": "p = exp(curr), q = exp(prev)",
+    "total": "p = exp(curr), q = exp(gen)",
+}
+_KIND = {
+    "ratio": "ratio",
+    "k2": "k2 divergence",
+    "k3": "k3 divergence",
+    "prob_diff": "difference of probabilities",
+    "binary_kl": "binary KL",
+    "binary_kl_reverse": "reverse binary KL",
+    "binary_kl_max": "larger binary KL",
+}
+_OR = {
+    "always": "",
+    "negative_advantage": ", or A ≥ 0",
+    "positive_advantage": ", or A ≤ 0",
+    "pushing": ", or A turns it back",
+}
 _LOG_RATIO = {"mismatch": "prev − gen", "policy": "curr − prev", "total": "curr − gen"}
 _WHOSE = {
     "token": "token's own ratio",
@@ -138,14 +167,15 @@ def _kept(rule: MaskRule) -> str:
     value = f"exp({value})" if rule.statistic == "ratio" else value
     text = " ≤ ".join(part for part in (low, value, high) if part)
     text += " at every t" if rule.level == "sequence_max" else ""
-    text += f", x = {_LOG_RATIO[rule.log_ratio]}"
-    return text + {"always": "", "negative_advantage": ", or A ≥ 0", "positive_advantage": ", or A ≤ 0"}[rule.when]
+    signed = rule.statistic in SIGNED
+    text += f", {_PROBABILITIES[rule.log_ratio]}" if signed else f", x = {_LOG_RATIO[rule.log_ratio]}"
+    return text + _OR[rule.when]
 
 
 def _dropped(rule: MaskRule) -> str:
     low, high = _limits(rule)
     ratio = rule.statistic == "ratio"
-    kind = "ratio" if ratio else f"{rule.statistic} divergence"
+    kind = _KIND[rule.statistic]
     whose = rule.log_ratio
     what = {
         "token": f"tokens whose {whose} {kind}",
@@ -158,6 +188,7 @@ def _dropped(rule: MaskRule) -> str:
         "always": "",
         "negative_advantage": ", if the advantage is negative",
         "positive_advantage": ", if the advantage is positive",
+        "pushing": ", if the advantage pushes it further",
     }
     return f"{what} {bounds}{when[rule.when]}"
 

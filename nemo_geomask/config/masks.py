@@ -19,9 +19,11 @@ from nemo_geomask.config.strict import StrictModel, nearest, repeated
 __all__ = ["PRESETS", "MaskRule", "MaskSpec", "RawMask", "mask_rules", "validate_masks"]
 
 LogRatio = Literal["mismatch", "policy", "total"]
-Statistic = Literal["ratio", "k2", "k3"]
+Statistic = Literal["ratio", "k2", "k3", "prob_diff", "binary_kl", "binary_kl_reverse", "binary_kl_max"]
 Level = Literal["token", "sequence", "sequence_mean", "sequence_max"]
-When = Literal["always", "negative_advantage", "positive_advantage"]
+When = Literal["always", "negative_advantage", "positive_advantage", "pushing"]
+SIGNED = ("prob_diff", "binary_kl", "binary_kl_reverse", "binary_kl_max")
+"""Statistics that are negative where the token has become less likely, as lower bounds on them are."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,8 @@ class _Bounds(StrictModel):
     ) -> MaskRule:
         """Of bounds as they are written: None is none, and on a ratio neither is 0."""
         units = math.log if statistic == "ratio" else float
-        bounds = units(low) if low else -math.inf, units(high) if high else math.inf
+        low, high = (None if bound == 0 and statistic not in SIGNED else bound for bound in (low, high))
+        bounds = -math.inf if low is None else units(low), math.inf if high is None else units(high)
         label = str(self.label or getattr(self, "preset", "mask"))
         return MaskRule(label, log_ratio, level, statistic, *bounds, when)
 
@@ -146,22 +149,86 @@ class TrustRegion(_Bounds):
         return self._rule("mismatch", self.level, self.statistic, None, self.max)
 
 
+class _Dppo(_Bounds):
+    delta: float = Field(gt=0, description="Largest distance kept where the update would make the token likelier.")
+    delta_low: float | None = Field(
+        default=None, gt=0, description="The same where it would make it less likely; null: as delta."
+    )
+    log_ratio: Literal["total", "policy"] = Field(
+        default="total",
+        description="'total' measures from the generation engine, 'policy' from the training engine at rollout.",
+    )
+    distance: ClassVar[Statistic]
+
+    def rule(self) -> MaskRule:
+        """The raw rule."""
+        low = -(self.delta if self.delta_low is None else self.delta_low)
+        return self._rule(self.log_ratio, "token", self.distance, low, self.delta, "pushing")
+
+
+class DppoTv(_Dppo):
+    """Drop tokens whose probability is off by more than delta where the update pushes it further. arXiv:2602.04879."""
+
+    preset: Literal["dppo_tv"]
+    delta: float = Field(gt=0, le=1, description="Largest difference of probabilities kept; 0.15 to 0.2 are in use.")
+    distance = "prob_diff"
+
+
+class DppoKl(_Dppo):
+    """The same by the binary KL(μ ‖ π), in nats; 0.05 is in use. arXiv:2602.04879."""
+
+    preset: Literal["dppo_kl"]
+    distance = "binary_kl"
+
+
+class KPop(_Bounds):
+    """Keep tokens whose binary KLs between training and generation engine, both ways, are at most max. prime-rl."""
+
+    preset: Literal["kpop"]
+    max: float = Field(gt=0, description="Largest binary KL kept, in nats; 0.1 is in use.")
+
+    def rule(self) -> MaskRule:
+        """The raw rule."""
+        return self._rule("mismatch", "token", "binary_kl_max", -self.max, self.max)
+
+
 class RawMask(_Bounds):
     """The form behind every preset."""
 
     log_ratio: LogRatio = Field(description="mismatch: prev - gen; policy: curr - prev; total: curr - gen.")
     level: Level = Field(description="Over what the statistic is pooled; sequence_max: every token must be inside.")
     statistic: Statistic = Field(default="ratio", description="What is compared with the bounds.")
-    min: float | None = Field(default=None, ge=0, description="Smallest value kept; null: no lower bound.")
+    min: float | None = Field(
+        default=None, description="Smallest value kept, at most 0 on prob_diff and binary_kl…; null: no lower bound."
+    )
     max: float | None = Field(default=None, gt=0, description="Largest value kept; null: no upper bound.")
     when: When = Field(
         default="always",
-        description="Restrict the rule by the sign of the advantage (the sequence's mean, at sequence levels).",
+        description="Restrict the rule by the sign of the advantage (the sequence's mean, at sequence levels). "
+        "pushing: above max where it is positive, below min where it is negative.",
     )
 
     @model_validator(mode="after")
     def _check_bounds(self) -> RawMask:
-        _Interval(min=self.min, max=self.max)
+        if self.statistic not in SIGNED:
+            if self.min is not None and self.min < 0:
+                raise ValueError(f"'min' ({self.min:g}) must be at least 0, as {self.statistic} is")
+            _Interval(min=self.min, max=self.max)
+            return self
+        if self.min is None and self.max is None:
+            raise ValueError("a mask without 'min' and 'max' removes nothing; give a bound")
+        if self.min is not None and self.min >= 0:
+            raise ValueError(
+                f"'min' ({self.min:g}) must be below 0: {self.statistic} is negative where the token has become less "
+                "likely"
+            )
+        beyond = [bound for bound in (self.min, self.max) if bound is not None and abs(bound) > 1]
+        if self.statistic == "prob_diff" and beyond:
+            raise ValueError(f"a bound of {beyond[0]:g} on prob_diff, which lies in [-1, 1], removes nothing")
+        if self.level in ("sequence", "sequence_mean"):
+            raise ValueError(
+                f"level '{self.level}' pools {self.statistic}, whose signs cancel; choose token or sequence_max"
+            )
         return self
 
     def rule(self) -> MaskRule:
@@ -176,6 +243,9 @@ PRESETS = {
     "veto": Veto,
     "opsm": Opsm,
     "trust_region": TrustRegion,
+    "dppo_tv": DppoTv,
+    "dppo_kl": DppoKl,
+    "kpop": KPop,
 }
 
 
@@ -191,6 +261,9 @@ MaskSpec = Annotated[
     | Annotated[Veto, Tag("preset:veto")]
     | Annotated[Opsm, Tag("preset:opsm")]
     | Annotated[TrustRegion, Tag("preset:trust_region")]
+    | Annotated[DppoTv, Tag("preset:dppo_tv")]
+    | Annotated[DppoKl, Tag("preset:dppo_kl")]
+    | Annotated[KPop, Tag("preset:kpop")]
     | Annotated[RawMask, Tag("preset:raw")],
     Discriminator(_tag),
 ]

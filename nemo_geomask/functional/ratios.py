@@ -17,8 +17,10 @@ from nemo_geomask.functional.entry import check_choice, check_layout
 
 __all__ = [
     "LOG_RATIO_LIMIT",
+    "BinaryStatistic",
     "Statistic",
     "Weight",
+    "binary_statistic",
     "clamp_weight",
     "filter_weight",
     "log_bound",
@@ -34,6 +36,7 @@ LOG_RATIO_LIMIT = 40.0
 float32 overflows at 88.7, and what a loss multiplies must fit too: a weight, a ratio and an advantage, summed over
 thousands of tokens. At 40 a finite input gives a finite loss."""
 Statistic = Literal["ratio", "k2", "k3"]
+BinaryStatistic = Literal["prob_diff", "binary_kl", "binary_kl_reverse", "binary_kl_max"]
 
 
 def saturating_exp(log_ratio: Tensor) -> Tensor:
@@ -113,6 +116,55 @@ def token_statistic(log_ratio: Tensor, statistic: Statistic) -> Tensor:
         return log_ratio.square() / 2
     clamped = log_ratio.clamp(max=LOG_RATIO_LIMIT)
     return torch.expm1(clamped) - clamped
+
+
+def binary_statistic(log_p: Tensor, log_q: Tensor, statistic: str) -> Tensor:
+    r"""Per-token distance of two policies, each seen as {the sampled token, any other}, in the direction of ρ = p/q.
+
+    ===================== ====================================================================
+    statistic             value
+    ===================== ====================================================================
+    ``prob_diff``         :math:`p - q`; its size is the binary total variation
+    ``binary_kl``         :math:`\mathrm{sgn}(p-q)\,[q\log\tfrac qp + (1-q)\log\tfrac{1-q}{1-p}]`
+    ``binary_kl_reverse`` the same with p and q exchanged within the brackets
+    ``binary_kl_max``     the one of the two that is larger in size
+    ===================== ====================================================================
+
+    A large ratio of two tiny probabilities is a small distance; a ratio near 1 of two large ones need not be.
+
+    Args:
+        log_p: any shape, float32, at most 0 up to rounding.
+        log_q: same shape; the policy that sampled.
+        statistic: one of the table.
+
+    Returns: same shape, float32, in [-1, 1] or nats; infinite where one policy alone leaves no other token.
+    Raises: ArgumentError: an unknown statistic. ShapeError: half precision, integers, or shapes that don't fit.
+    Source: DPPO, arXiv:2602.04879 (binary TV and binary KL); prime-rl's KPop for the larger of both.
+    """
+    check_choice("statistic", statistic, get_args(BinaryStatistic))
+    check_layout(log_p=log_p, log_q=log_q)
+    log_p, log_q = log_p.clamp(max=0.0), log_q.clamp(max=0.0)
+    direction = torch.sign(log_p - log_q)
+    if statistic == "prob_diff":
+        # The larger probability times what is missing to it keeps the digits of a small difference.
+        return -direction * torch.maximum(log_p, log_q).exp() * torch.expm1(-(log_p - log_q).abs())
+    if statistic == "binary_kl":
+        return direction * _binary_kl(log_q, log_p)
+    if statistic == "binary_kl_reverse":
+        return direction * _binary_kl(log_p, log_q)
+    return direction * torch.maximum(_binary_kl(log_q, log_p), _binary_kl(log_p, log_q))
+
+
+def _binary_kl(of: Tensor, against: Tensor) -> Tensor:
+    rest = -torch.expm1(of)
+    others = rest * (_log_rest(of) - _log_rest(against))
+    # A token that is certain leaves nothing to compare: 0 times an infinite logarithm.
+    return torch.relu(of.exp() * (of - against) + torch.where(rest == 0, 0.0, others))
+
+
+def _log_rest(log_p: Tensor) -> Tensor:
+    """log(1 - p) with the digits of small and of large p (Mächler, "Accurately computing log(1 - exp(-|a|))", 2012)."""
+    return torch.where(log_p > -math.log(2.0), torch.log(-torch.expm1(log_p)), torch.log1p(-log_p.exp()))
 
 
 class Weight(NamedTuple):

@@ -70,6 +70,12 @@ class TokenBatch(NamedTuple):
     weight: Tensor  # token mask times sample mask where trains, else 0
     segments: Segments  # who belongs to which sequence
 
+    def pair(self, which: str) -> tuple[Tensor, Tensor]:
+        """The two log-probs whose difference :meth:`log_ratios` is, without gradient."""
+        return {"mismatch": (self.prev, self.gen), "policy": (self.curr.detach(), self.prev)}.get(
+            which, (self.curr.detach(), self.gen)
+        )
+
     def log_ratios(self, which: str) -> Tensor:
         """``mismatch`` prev − gen, ``policy`` curr − prev or ``total`` curr − gen, without gradient."""
         if which == "mismatch":

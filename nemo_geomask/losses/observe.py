@@ -17,7 +17,7 @@ from nemo_geomask.config import MaskRule
 from nemo_geomask.losses.batch import TokenBatch
 from nemo_geomask.metrics import Metric
 
-__all__ = ["Observed", "observe", "rule_key", "rule_statistics"]
+__all__ = ["Observed", "observe", "rule_key", "rule_statistics", "token_values"]
 
 
 class Observed(NamedTuple):
@@ -46,6 +46,13 @@ def rule_key(rule: MaskRule) -> str:
     return f"{rule.log_ratio}.{rule.statistic}"
 
 
+def token_values(batch: TokenBatch, rule: MaskRule) -> Tensor:
+    """What the rule pools, token layout."""
+    if rule.statistic in ("ratio", "k2", "k3"):
+        return F.token_statistic(batch.log_ratios(rule.log_ratio), rule.statistic)
+    return F.binary_statistic(*batch.pair(rule.log_ratio), rule.statistic)
+
+
 def rule_statistics(batch: TokenBatch, rules: Iterable[MaskRule]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Token tensors whose sums, and those whose extremes, the rules need of each sequence."""
     sums: dict[str, Tensor] = {}
@@ -54,7 +61,7 @@ def rule_statistics(batch: TokenBatch, rules: Iterable[MaskRule]) -> tuple[dict[
         if rule.level == "token":
             continue
         into = extremes if rule.level == "sequence_max" else sums
-        into[rule_key(rule)] = F.token_statistic(batch.log_ratios(rule.log_ratio), rule.statistic)
+        into[rule_key(rule)] = token_values(batch, rule)
         if rule.when != "always":
             sums["advantages"] = batch.advantages
     return sums, extremes

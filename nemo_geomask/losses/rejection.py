@@ -6,10 +6,9 @@ from collections.abc import Iterable
 
 from torch import Tensor
 
-from nemo_geomask import functional as F
 from nemo_geomask.config import MaskRule
 from nemo_geomask.losses.batch import TokenBatch
-from nemo_geomask.losses.observe import Observed, rule_key
+from nemo_geomask.losses.observe import Observed, rule_key, token_values
 from nemo_geomask.metrics import Metric, Over
 
 __all__ = ["reject"]
@@ -43,7 +42,7 @@ def _removed(rule: MaskRule, batch: TokenBatch, seen: Observed) -> tuple[Tensor,
     key = rule_key(rule)
     if rule.level == "token":
         eligible, advantages = seen.trains != 0, batch.advantages
-        low = high = F.token_statistic(batch.log_ratios(rule.log_ratio), rule.statistic)
+        low = high = token_values(batch, rule)
     else:
         eligible = ~seen.empty
         advantages = seen.mean("advantages") if rule.when != "always" else seen.tokens
@@ -51,10 +50,11 @@ def _removed(rule: MaskRule, batch: TokenBatch, seen: Observed) -> tuple[Tensor,
             low, high = seen.lowest[key], seen.highest[key]
         else:
             low = high = seen.sums[key] if rule.level == "sequence" else seen.mean(key)
-    if rule.when == "negative_advantage":
-        eligible = eligible & (advantages < 0)
-    elif rule.when == "positive_advantage":
-        eligible = eligible & (advantages > 0)
-    # Both ends are kept. A sequence with tokens beyond both bounds is reported once, under the lower one.
-    below = (low < rule.low) & eligible
-    return below, (high > rule.high) & eligible & ~below
+    below, above = low < rule.low, high > rule.high  # both ends are kept
+    if rule.when != "always":
+        down = advantages > 0 if rule.when == "positive_advantage" else advantages < 0
+        up = advantages < 0 if rule.when == "negative_advantage" else advantages > 0
+        below, above = below & down, above & up
+    below = below & eligible
+    # A sequence with tokens beyond both bounds is reported once, under the lower one.
+    return below, above & eligible & ~below

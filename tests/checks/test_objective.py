@@ -79,6 +79,14 @@ def test_every_symbol_used_is_defined(name):
             {"masks": [{"log_ratio": "policy", "level": "token", "statistic": "k2", "max": 0.02}]},
             "k_mask = 1 where x_t²/2 ≤ 0.02, x = curr − prev",
         ),
+        (
+            {"masks": [{"preset": "dppo_tv", "delta": 0.2}]},
+            "k_dppo_tv = 1 where -0.2 ≤ (p_t − q_t) ≤ 0.2, p = exp(curr), q = exp(gen), or A turns it back",
+        ),
+        (
+            {"masks": [{"preset": "kpop", "max": 0.1}]},
+            "k_kpop = 1 where -0.1 ≤ ±max(KL_b(q_t ‖ p_t), KL_b(p_t ‖ q_t)) ≤ 0.1, p = exp(prev), q = exp(gen)",
+        ),
     ],
 )
 def test_formula(settings, formula):

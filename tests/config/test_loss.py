@@ -61,6 +61,7 @@ V060_BASE_RECIPE = {
 }
 
 CORRECTED = {"use_importance_sampling_correction": True}
+TOKEN = {"log_ratio": "mismatch", "level": "token"}
 BOUNDS = {"truncated_importance_sampling_ratio": 2.0, "truncated_importance_sampling_ratio_min": 0.5}
 
 
@@ -126,6 +127,19 @@ def test_pydantic_config_counts_only_what_was_given():
         ),
         ({"masks": [{"preset": "icepop", "max": 2.0, "label": "w_max"}]}, ["loss_fn.masks[0]", "'_max'"]),
         ({"masks": [{"log_ratio": "mismatch", "level": "sequence"}]}, ["loss_fn.masks[0]", "removes nothing"]),
+        ({"masks": [{**TOKEN, "min": -0.5}]}, ["loss_fn.masks[0]", "'min' (-0.5) must be at least 0, as ratio is"]),
+        ({"masks": [{**TOKEN, "statistic": "prob_diff"}]}, ["loss_fn.masks[0]", "removes nothing"]),
+        ({"masks": [{**TOKEN, "statistic": "prob_diff", "max": 1.5}]}, ["loss_fn.masks[0]", "1.5", "removes nothing"]),
+        (
+            {"masks": [{**TOKEN, "statistic": "binary_kl", "min": 0.1}]},
+            ["loss_fn.masks[0]", "'min' (0.1) must be below 0"],
+        ),
+        (
+            {"masks": [{**TOKEN, "level": "sequence_mean", "statistic": "binary_kl", "max": 0.1}]},
+            ["loss_fn.masks[0]", "whose signs cancel; choose token or sequence_max"],
+        ),
+        ({"masks": [{"preset": "dppo_tv", "delta": 2.0}]}, ["loss_fn.masks[0].delta", "less than or equal to 1"]),
+        ({"masks": [{"preset": "dppo", "delta": 0.2}]}, ["loss_fn.masks[0].preset", "did you mean 'dppo_"]),
     ],
 )
 def test_bad_value_names_the_key_and_the_way_out(settings, expected):

@@ -28,6 +28,8 @@ VALID = [
     {"masks": [{"preset": "geometric", "min": 0.99, "max": 1.01}, {"preset": "opsm", "delta": 0.5, "label": "stale"}]},
     {"masks": [{"preset": "trust_region", "statistic": "k3", "level": "sequence_max", "max": 0.1}]},
     {"masks": [{"log_ratio": "policy", "level": "token", "statistic": "k2", "max": 0.02}]},
+    {"masks": [{"log_ratio": "total", "level": "token", "statistic": "prob_diff", "min": -0.1, "when": "pushing"}]},
+    {"masks": [{"preset": "dppo_kl", "delta": 0.05, "log_ratio": "policy"}, {"preset": "kpop", "max": 0.1}]},
     {"is_correction_level": "sequence_mean", "use_importance_sampling_correction": True},
 ]
 # What is wrong, and the key at which an editor should say so.

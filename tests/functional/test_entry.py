@@ -19,6 +19,7 @@ PAIRS = {
     "straight_through_ratio": F.straight_through_ratio,
     "clip_log_ratio": lambda x, y: F.clip_log_ratio(x, y, **CLIP),
     "geometric_mean": F.geometric_mean,
+    "binary_statistic": lambda x, y: F.binary_statistic(x, y, "binary_kl_max"),
     "kl_estimate": lambda x, y: F.kl_estimate(x, "k4", ratio=y),
     "kl_penalty": lambda x, y: F.kl_penalty(curr=x, ref=y, prev=y, gen=y, **KL),
     "token_coefficients": lambda x, y: F.token_coefficients(
@@ -62,6 +63,7 @@ def test_dtype_is_float32_or_float64(name, dtype):
             **dict.fromkeys(("curr", "ref", "prev", "gen"), torch.zeros(2)), **{**KL, "gradient": "k5"}
         ),
         lambda: F.token_statistic(torch.zeros(2), "k1"),
+        lambda: F.binary_statistic(torch.zeros(2), torch.zeros(2), "tv"),
         lambda: F.token_coefficients(
             "token",
             mask=torch.ones(2),

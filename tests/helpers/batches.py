@@ -178,4 +178,7 @@ MASKS: dict[str, dict[str, Any]] = {
     "k3_mean": {"preset": "trust_region", "statistic": "k3", "level": "sequence_mean", "max": 0.05},
     "k2_worst": {"preset": "trust_region", "statistic": "k2", "level": "sequence_max", "max": 0.15},
     "k3_worst": {"preset": "trust_region", "statistic": "k3", "level": "sequence_max", "max": 0.2},
+    "dppo_tv": {"preset": "dppo_tv", "delta": 0.1, "delta_low": 0.05},
+    "dppo_kl": {"preset": "dppo_kl", "delta": 0.02, "log_ratio": "policy"},
+    "kpop": {"preset": "kpop", "max": 0.01},
 }

@@ -55,6 +55,12 @@ def rules(masks: Any) -> list[Rule]:
         preset = getattr(mask, "preset", None)
         if preset == "opsm":
             rule = ("opsm", mask.log_ratio, "sequence_mean", "ratio", -mask.delta, math.inf, "negative_advantage")
+        elif preset in ("dppo_tv", "dppo_kl"):
+            statistic = {"dppo_tv": "prob_diff", "dppo_kl": "binary_kl"}[preset]
+            low = -(mask.delta_low or mask.delta)
+            rule = (preset, mask.log_ratio, "token", statistic, low, mask.delta, "pushing")
+        elif preset == "kpop":
+            rule = ("kpop", "mismatch", "token", "binary_kl_max", -mask.max, mask.max, "always")
         elif preset == "trust_region":
             rule = ("trust_region", "mismatch", mask.level, mask.statistic, -math.inf, mask.max, "always")
         elif preset is not None:
@@ -78,6 +84,21 @@ def rules(masks: Any) -> list[Rule]:
 
 def exp(x: float) -> float:
     return math.exp(min(x, LIMIT))
+
+
+def binary(statistic: str, p: float, q: float) -> float:
+    """Distances of {token, any other} under p and under q, by their definitions."""
+
+    def kl(a: float, b: float) -> float:
+        if a < 1 and b == 1:
+            return math.inf
+        return a * math.log(a / b) + ((1 - a) * math.log((1 - a) / (1 - b)) if a < 1 else 0.0)
+
+    p, q = min(p, 1.0), min(q, 1.0)
+    if statistic == "prob_diff":
+        return p - q
+    size = {"binary_kl": kl(q, p), "binary_kl_reverse": kl(p, q), "binary_kl_max": max(kl(q, p), kl(p, q))}
+    return math.copysign(size[statistic], p - q) if p != q else 0.0
 
 
 def number(x: Any) -> float:
@@ -332,32 +353,42 @@ class _Evaluation:
         for rule in self.rules:
             values = []
             for token in row:
-                x = {
-                    "mismatch": token["prev"] - token["gen"],
-                    "policy": token["c"] - token["prev"],
-                    "total": token["c"] - token["gen"],
+                one, other = {
+                    "mismatch": (token["prev"], token["gen"]),
+                    "policy": (token["c"], token["prev"]),
+                    "total": (token["c"], token["gen"]),
                 }[rule.log_ratio]
-                values.append({"ratio": x, "k2": x * x / 2, "k3": exp(x) - 1 - x}[rule.statistic])
-            applies = {
-                "always": lambda a: True,
-                "negative_advantage": lambda a: a < 0,
-                "positive_advantage": lambda a: a > 0,
-            }[rule.when]
+                x = one - other
+                if rule.statistic in ("ratio", "k2", "k3"):
+                    values.append({"ratio": x, "k2": x * x / 2, "k3": exp(x) - 1 - x}[rule.statistic])
+                else:
+                    values.append(binary(rule.statistic, math.exp(one), math.exp(other)))
+
+            def applies(advantage: float, side: int, when: str = rule.when) -> bool:
+                return {
+                    "always": True,
+                    "negative_advantage": advantage < 0,
+                    "positive_advantage": advantage > 0,
+                    "pushing": advantage * side > 0,
+                }[when]
+
             name = f"geomask/mask/{rule.label}/removed"
             if rule.level == "token":
                 for k, (token, value) in enumerate(zip(row, values, strict=True)):
-                    side = self.side(value, rule.low, rule.high) if applies(token["adv"]) else 0
+                    side = self.side(value, rule.low, rule.high)
+                    side = side if applies(token["adv"], side) else 0
                     kept[k] = kept[k] and side == 0
                     for which, hit in (("", side != 0), ("_low", side < 0), ("_high", side > 0)):
                         self.add_token(name + which, token, float(hit))
                 continue
             if rule.level == "sequence_max":
-                sides = [self.side(value, rule.low, rule.high) for value in values]
-                side = -1 if -1 in sides else max(sides)
+                found = {self.side(value, rule.low, rule.high) for value in values}
+                sides = [side for side in sorted(found) if side and applies(mean_advantage, side)]
+                side = sides[0] if sides else 0
             else:
                 pooled = sum(values) / (len(values) if rule.level == "sequence_mean" else 1)
                 side = self.side(pooled, rule.low, rule.high)
-            if not applies(mean_advantage):
+            if not applies(mean_advantage, side):
                 side = 0
             for which, hit in (("", side != 0), ("_low", side < 0), ("_high", side > 0)):
                 self.add_sequence(name + which, i, float(hit))

@@ -38,6 +38,8 @@ RULES = {
     "unmasked": [],
     **{name: [MASKS[name]] for name in ("geometric", "opsm", "icepop", "veto")},
     "trust_region": [MASKS["k3_mean"]],
+    "dppo": [MASKS["dppo_kl"], MASKS["dppo_tv"]],
+    "kpop": [MASKS["kpop"]],
 }
 
 

@@ -150,6 +150,14 @@ RAW_BOUNDS = {
     ("k3", "sequence"): (0.15, 0.6),
     ("k3", "sequence_mean"): (0.02, 0.08),
     ("k3", "sequence_max"): (0.0001, 0.35),
+    ("prob_diff", "token"): (-0.03, 0.04),
+    ("prob_diff", "sequence_max"): (-0.15, 0.1),
+    ("binary_kl", "token"): (-0.004, 0.003),
+    ("binary_kl", "sequence_max"): (-0.1, 0.02),
+    ("binary_kl_reverse", "token"): (-0.004, 0.003),
+    ("binary_kl_reverse", "sequence_max"): (-0.1, 0.02),
+    ("binary_kl_max", "token"): (-0.004, 0.003),
+    ("binary_kl_max", "sequence_max"): (-0.1, 0.02),
 }
 
 
@@ -160,9 +168,8 @@ def raw(log_ratio: str, level: str, statistic: str, when: str = "always") -> dic
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("when", ["always", "negative_advantage", "positive_advantage"])
-@pytest.mark.parametrize("statistic", ["ratio", "k2", "k3"])
-@pytest.mark.parametrize("level", ["token", "sequence", "sequence_mean", "sequence_max"])
+@pytest.mark.parametrize("when", ["always", "negative_advantage", "positive_advantage", "pushing"])
+@pytest.mark.parametrize(("statistic", "level"), RAW_BOUNDS)
 @pytest.mark.parametrize("log_ratio", ["mismatch", "policy", "total"])
 def test_raw_rule(log_ratio, level, statistic, when):
     agree({"masks": [raw(log_ratio, level, statistic, when)]}, batches.rollouts(3))
@@ -287,7 +294,10 @@ def _random_config(draw: random.Random) -> dict[str, Any]:
     if variant != "cispo_flag":
         parts.append(NORMALIZATIONS[draw.choice(list(NORMALIZATIONS))])
     masks = [MASKS[name] for name in draw.sample(list(MASKS), draw.randint(0, 3))]
-    log_ratio, when = draw.choice(["mismatch", "policy", "total"]), draw.choice(["always", "negative_advantage"])
+    log_ratio, when = (
+        draw.choice(["mismatch", "policy", "total"]),
+        draw.choice(["always", "negative_advantage", "pushing"]),
+    )
     statistic, at = draw.choice(list(RAW_BOUNDS))
     masks.append(raw(log_ratio, at, statistic, when))
     parts.append({"masks": masks, "reference_policy_kl_penalty": draw.choice([0.0, 0.05, 0.5])})

@@ -5,12 +5,13 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import replace
-from typing import Any
+from math import exp, inf
+from typing import Any, get_args
 
 import pytest
 import torch
 
-from nemo_geomask.functional import outside, token_statistic
+from nemo_geomask.functional import BinaryStatistic, binary_statistic, outside, token_statistic
 from tests.helpers import batches
 from tests.helpers.batches import MASKS, VARIANTS, Batch
 
@@ -66,6 +67,23 @@ RAW_FORMS = {
     "k3_mean": {"log_ratio": "mismatch", "level": "sequence_mean", "statistic": "k3", "max": 0.05},
     "k2_worst": {"log_ratio": "mismatch", "level": "sequence_max", "statistic": "k2", "max": 0.15},
     "k3_worst": {"log_ratio": "mismatch", "level": "sequence_max", "statistic": "k3", "max": 0.2},
+    "dppo_tv": {
+        "log_ratio": "total",
+        "level": "token",
+        "statistic": "prob_diff",
+        "min": -0.05,
+        "max": 0.1,
+        "when": "pushing",
+    },
+    "dppo_kl": {
+        "log_ratio": "policy",
+        "level": "token",
+        "statistic": "binary_kl",
+        "min": -0.02,
+        "max": 0.02,
+        "when": "pushing",
+    },
+    "kpop": {"log_ratio": "mismatch", "level": "token", "statistic": "binary_kl_max", "min": -0.01, "max": 0.01},
 }
 
 
@@ -244,6 +262,61 @@ def test_token_statistics_by_hand():
     assert token_statistic(torch.tensor([1e-4]), "k3").item() == pytest.approx(5e-9, rel=1e-3)
 
 
+def test_distances_of_probabilities_by_hand():
+    p, q = torch.tensor([0.5, 0.2, 0.9, 0.3]), torch.tensor([0.25, 0.4, 0.9, 0.3])
+    found = {name: binary_statistic(p.log(), q.log(), name) for name in get_args(BinaryStatistic)}
+    assert found["prob_diff"].tolist() == pytest.approx([0.25, -0.2, 0.0, 0.0], abs=1e-7)
+    # KL({1/4, 3/4} ‖ {1/2, 1/2}) = log 2 − H(1/4), and so on; negative where p < q.
+    forward = [0.25 * log(0.5) + 0.75 * log(1.5), -(0.4 * log(2.0) + 0.6 * log(0.75)), 0.0, 0.0]
+    reverse = [0.5 * log(2.0) + 0.5 * log(2 / 3), -(0.2 * log(0.5) + 0.8 * log(4 / 3)), 0.0, 0.0]
+    assert found["binary_kl"].tolist() == pytest.approx(forward, abs=1e-6)
+    assert found["binary_kl_reverse"].tolist() == pytest.approx(reverse, abs=1e-6)
+    largest = [max(a, b, key=abs) for a, b in zip(forward, reverse, strict=True)]
+    assert found["binary_kl_max"].tolist() == pytest.approx(largest, abs=1e-6)
+
+
+def test_distances_of_extreme_probabilities():
+    log_p = torch.tensor([0.0, 0.0, -100.0, -1e-6, -80.0, 1e-7])
+    log_q = torch.tensor([-100.0, -1e-6, 0.0, -2e-6, -100.0, 0.0])
+    # Both certain, or both next to impossible, is no distance, whatever the ratio.
+    assert binary_statistic(log_p, log_q, "prob_diff").tolist() == pytest.approx([1, 1e-6, -1, 1e-6, 0, 0], rel=1e-5)
+    forward = binary_statistic(log_p, log_q, "binary_kl").tolist()
+    # A certain token under p leaves no room for what q does else; 2e-6·log 2 − 1e-6; nothing.
+    assert forward == pytest.approx([inf, inf, -100.0, 2e-6 * log(2.0) - 1e-6, 0.0, 0.0], rel=1e-2, abs=1e-9)
+    assert binary_statistic(log_p, log_q, "binary_kl_reverse").tolist()[0] == pytest.approx(100.0)
+    assert not any(binary_statistic(log_p, log_q, name).isnan().any() for name in get_args(BinaryStatistic))
+    # 1e-4 of a probability of 1/2 keeps its digits.
+    near = binary_statistic(torch.tensor([log(0.5) + 1e-4]), torch.tensor([log(0.5)]), "prob_diff")
+    assert near.item() == pytest.approx(0.5 * (exp(1e-4) - 1), rel=2e-3)
+
+
+class TestDppo:
+    """arXiv:2602.04879: drop where the probability is off by more than δ and the update pushes it further."""
+
+    # Probabilities under the policy 1/2; under the engine 0.2, 0.4, 0.6, 0.9.
+    BATCH = batches.one_row(curr=[log(0.5)] * 4, prev=[log(0.5)] * 4, gen=[log(q) for q in (0.2, 0.4, 0.6, 0.9)])
+
+    @pytest.mark.parametrize(
+        ("advantage", "low", "high"), [(1.0, 0.0, 1.0), (-1.0, 1.0, 0.0), (0.0, 0.0, 0.0)], ids=["up", "down", "none"]
+    )
+    @pytest.mark.parametrize("preset", [{"preset": "dppo_tv", "delta": 0.25}, {"preset": "dppo_kl", "delta": 0.1}])
+    def test_only_what_is_pushed_further(self, preset, advantage, low, high):
+        batch = self.BATCH.with_data(advantages=torch.full_like(self.BATCH.data["advantages"], advantage))
+        found = batches.evaluate({"masks": [preset]}, batch).metrics
+        name = f"geomask/mask/{preset['preset']}/removed"
+        assert found[f"{name}_low"] == pytest.approx(low / 4)  # 0.9: the policy is far below the engine
+        assert found[f"{name}_high"] == pytest.approx(high / 4)  # 0.2: far above
+
+    def test_each_side_has_its_own_bound(self):
+        batch = self.BATCH.with_data(advantages=torch.full_like(self.BATCH.data["advantages"], -1.0))
+        mask = {"preset": "dppo_tv", "delta": 0.25, "delta_low": 0.05}
+        assert batches.evaluate({"masks": [mask]}, batch).metrics["geomask/mask/dppo_tv/removed"] == pytest.approx(0.5)
+
+    def test_kpop_minds_neither_direction_nor_advantage(self):
+        found = batches.evaluate({"masks": [{"preset": "kpop", "max": 0.1}]}, self.BATCH).metrics
+        assert (found["geomask/mask/kpop/removed_low"], found["geomask/mask/kpop/removed_high"]) == (0.25, 0.25)
+
+
 @pytest.mark.parametrize("level", ["sequence_mean", "sequence_max"])
 def test_divergence_bounds_are_inclusive(level):
     # k2 of log-ratio 1 is exactly 1/2.
@@ -348,8 +421,8 @@ def test_no_mask_sees_what_another_removed(names):
 
 @pytest.mark.parametrize("normalization", ["tokens", "sequences", "documents"])
 def test_denominators_stay(normalization):
-    # Survivors weigh what they weighed before: their gradient does not change by a bit.
-    config = {**NO_KL, "loss_normalization": normalization}
+    # Survivors weigh what they weighed before: their gradient does not change by a bit. No clip is in a mask's way.
+    config = {**NO_KL, "loss_normalization": normalization, "ratio_clip_min": 1.0, "ratio_clip_max": 1e6}
     batch = batches.rollouts(1)
     before = batches.evaluate(config, batch)
     for mask in MASKS.values():
