@@ -127,6 +127,25 @@ def _key_not_read(facts: RecipeFacts) -> Iterator[Hit]:
             yield Hit(key, f"the NeMo-RL in {facts.nemo_rl} does not read this key; it takes a newer one")
 
 
+# Advantage estimators that put the KL into the reward, by the algorithm's section.
+_REWARD_KL = ("reinforce_plus_plus", "gae")
+
+
+def _kl_in_no_reward(facts: RecipeFacts) -> Iterator[Hit]:
+    config = facts.config
+    if not config.use_kl_in_reward or not config.reference_policy_kl_penalty:
+        return
+    key = "lab" if "lab" in facts.recipe.data else f"{facts.algorithm}.adv_estimator.name"
+    estimator = "the lab's" if key == "lab" else facts.get(key, "gae" if facts.algorithm == "ppo" else "grpo")
+    if estimator not in _REWARD_KL:
+        others = "set it to false" if key == "lab" else f"set {key} to {_REWARD_KL[0]}, or use_kl_in_reward to false"
+        yield Hit(
+            "loss_fn.use_kl_in_reward",
+            f"takes the KL out of the loss, and the advantage estimator ({estimator}) does not put it into the reward: "
+            f"nothing holds the policy to the reference; {others}",
+        )
+
+
 RULES = (
     Rule("GM201", "warning", "bounds on a mean that nothing reaches", _STUDY, _bounds_out_of_reach),
     Rule("GM202", "warning", "a mask that another one implies", "docs/masks.md", _mask_implied),
@@ -151,5 +170,12 @@ RULES = (
         "the source of NeMo-RL v0.6.0, v0.7.0 and main",
         _key_not_read,
         needs=("nemo_rl",),
+    ),
+    Rule(
+        "GM206",
+        "error",
+        "KL in a reward that nothing computes",
+        "NeMo-RL `GRPOAdvantageEstimator`, `GDPOAdvantageEstimator`, `RawRewardAdvantageEstimator`",
+        _kl_in_no_reward,
     ),
 )

@@ -312,6 +312,16 @@ CASES = {
         ({MODE: "raw_logprobs", "reads": OLDER}, {MODE: "processed_logprobs", "reads": OLDER}),
         ({REPLAY: True, "reads": dict.fromkeys(READ_BY, False)}, {REPLAY: False, "reads": OLDER}),
     ],
+    "GM206": [
+        (
+            {"loss_fn.use_kl_in_reward": True, PENALTY: 0.01},
+            {"loss_fn.use_kl_in_reward": True, PENALTY: 0.01, "grpo.adv_estimator.name": "reinforce_plus_plus"},
+        ),
+        (
+            {"loss_fn.use_kl_in_reward": True, PENALTY: 0.01, "grpo.adv_estimator.name": "gdpo"},
+            {"loss_fn.use_kl_in_reward": True, PENALTY: 0.0},
+        ),
+    ],
     "GM301": [({**ASYNC, CORRECT: False}, ASYNC), ({**ASYNC, CORRECT: False}, {CORRECT: False})],
     "GM302": [
         ({**ASYNC, "policy.generation.vllm_cfg.async_engine": False}, ASYNC),
