@@ -23,6 +23,7 @@ ORDER = [
     "losses",
     "checks",
     "integrations",
+    "rehearsal",
     "bench",
     "lab",
     "cli",

@@ -1,0 +1,252 @@
+"""One rehearsal, from the recipe to what was found."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import nemo_geomask
+from nemo_geomask.checks import Finding, RecipeFacts, check
+from nemo_geomask.config.recipe import ROOT_VARIABLE, nemo_rl_root, read_recipe
+from nemo_geomask.errors import ConfigError
+from nemo_geomask.rehearsal import driver
+from nemo_geomask.rehearsal.events import STAGES, read_events
+from nemo_geomask.rehearsal.models import write_prompts
+from nemo_geomask.rehearsal.plan import Plan, plan
+from nemo_geomask.rehearsal.report import Outcome, outcome_of
+from nemo_geomask.rehearsal.standins.host import IDENTITY
+from nemo_geomask.rehearsal.supervise import supervised
+
+__all__ = ["Rehearsal", "has_gpus", "rehearse"]
+
+_SITE = """import nemo_geomask.rehearsal.standins
+
+nemo_geomask.rehearsal.standins.register()
+"""
+_OLD_PYTHON = """import typing
+
+import typing_extensions
+
+typing.TypedDict = typing_extensions.TypedDict  # pydantic refuses typing's before Python 3.12
+typing.override = typing_extensions.override  # Megatron-LM imports it
+"""
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """What was rehearsed, and how it went.
+
+    Attributes:
+        recipe: the file.
+        nemo_rl: the checkout.
+        findings: of ``check``.
+        gpus: whether it ran on GPUs.
+        plan: what was changed; None where the recipe has errors, and nothing was run.
+        outcome: None where nothing was run.
+        folder: model, log, metrics.
+        seconds: validation included.
+    """
+
+    recipe: Path
+    nemo_rl: Path
+    findings: tuple[Finding, ...]
+    gpus: bool
+    plan: Plan | None
+    outcome: Outcome | None
+    folder: Path
+    seconds: float
+
+    @property
+    def ok(self) -> bool:
+        """Whether every step was trained."""
+        return self.outcome is not None and self.outcome.failure is None
+
+
+def has_gpus() -> bool:
+    """Whether torch sees a GPU here."""
+    import torch
+
+    return bool(torch.cuda.is_available())
+
+
+def rehearse(
+    recipe: str | Path,
+    overrides: Sequence[str] = (),
+    *,
+    steps: int = 3,
+    ranks: int = 1,
+    own_environment: bool = False,
+    timeout: float = 600.0,
+    folder: Path,
+    progress: Callable[[Sequence[dict[str, object]]], None] = lambda events: None,
+) -> Rehearsal:
+    """Run a recipe, shrunk, through NeMo-RL.
+
+    Args:
+        recipe: the file.
+        overrides: as NeMo-RL takes them.
+        steps: rollout batches to train on.
+        ranks: processes that train, at most.
+        own_environment: whether prompts and rewards are the recipe's own.
+        timeout: seconds for the run, after which it is ended.
+        folder: for model, prompts, log and checkpoints; made anew.
+        progress: called with the events so far, several times a second.
+
+    Returns:
+        How it went, a failure of the run included.
+
+    Raises:
+        ConfigError: the recipe can't be read, NeMo-RL is not there, or no small model can be made of the recipe's.
+        EngineError: a process could not be ended.
+    """
+    began = time.monotonic()
+    checkout = _checkout()
+    facts = RecipeFacts.of(read_recipe(recipe, overrides))
+    report = check(facts)
+    gpus = has_gpus()
+    folder = folder.resolve()
+    if report.count("error"):
+        seconds = time.monotonic() - began
+        return Rehearsal(Path(recipe), checkout, report.findings, gpus, None, None, folder, seconds)
+    planned = plan(facts, folder=folder, steps=steps, ranks=ranks, own_environment=own_environment, gpus=gpus)
+    script = checkout / planned.script
+    if not script.is_file():
+        raise ConfigError(f"the NeMo-RL in {checkout} has no {planned.script}, which this recipe's algorithm needs")
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    write_prompts(folder / "prompts.jsonl")
+    arguments = [str(script), "--config", str(Path(recipe).resolve()), *overrides, *planned.overrides]
+    command = [sys.executable, "-m", "nemo_geomask.cli", "run", str(Path(driver.__file__)), *arguments]
+    (folder / "command.txt").write_text("\n".join(command), encoding="utf-8")
+    asked = frozenset(STAGES) - _not_asked(facts)
+    started = time.time()
+    with _surroundings(folder, checkout, planned, gpus, own_environment) as environment:
+        status = supervised(
+            command,
+            log=folder / "log.txt",
+            timeout=timeout,
+            environment=environment,
+            folder=checkout,
+            every_tick=lambda: progress(list(read_events(folder / "events.jsonl"))),
+        )
+    outcome = outcome_of(
+        read_events(folder / "events.jsonl"),
+        status=status,
+        steps=steps,
+        started=started,
+        ended=time.time(),
+        asked=asked,
+        log=(folder / "log.txt").read_text(encoding="utf-8", errors="replace")[-20_000:],
+    )
+    seconds = time.monotonic() - began
+    return Rehearsal(Path(recipe), checkout, report.findings, gpus, planned, outcome, folder, seconds)
+
+
+def _checkout() -> Path:
+    root = nemo_rl_root()
+    if root is None:
+        raise ConfigError(
+            f"{ROOT_VARIABLE} is not set, and no nemo_rl is importable here; a rehearsal runs NeMo-RL's own script: "
+            f"export {ROOT_VARIABLE} with the absolute path of its checkout"
+        )
+    if not (root / "examples" / "run_grpo.py").is_file():
+        raise ConfigError(
+            f"{ROOT_VARIABLE} is {root}, which has no examples/run_grpo.py; give the path of its checkout"
+        )
+    return root.resolve()
+
+
+def _not_asked(facts: RecipeFacts) -> frozenset[str]:
+    """Stages that the recipe doesn't have."""
+    without = set()
+    if not facts.config.looks_before_step or facts.nameless:
+        without.add("veto")
+    if not facts.on("checkpointing.enabled"):
+        without.add("checkpoint")
+    return frozenset(without)
+
+
+@contextmanager
+def _surroundings(
+    folder: Path, checkout: Path, planned: Plan, gpus: bool, own_environment: bool
+) -> Iterator[dict[str, str]]:
+    """The driver's environment variables and files; what lies outside ``folder`` is removed again."""
+    identity = uuid.uuid4().hex[:12]
+    # Short: Ray makes sockets in it, whose paths may have 107 bytes.
+    ray = Path(tempfile.mkdtemp(prefix="rehearse-", dir="/tmp" if len(tempfile.gettempdir()) > 30 else None))
+    settings = {
+        "events": str(folder / "events.jsonl"),
+        "folder": str(folder),
+        "model": dataclasses.asdict(planned.model),
+        "environment": None if own_environment else _environment_name(planned),
+        "gpus": gpus,
+        "cards": planned.cards,
+        "ray": str(ray),
+    }
+    (folder / "settings.json").write_text(json.dumps(settings), encoding="utf-8")
+    path = [str(Path(nemo_geomask.__file__).parent.parent), str(checkout), *_submodules(checkout)]
+    variables = {driver.SETTINGS: str(folder / "settings.json"), ROOT_VARIABLE: str(checkout), IDENTITY: identity}
+    if not gpus:
+        site = folder / "site"
+        site.mkdir()
+        text = (_OLD_PYTHON if sys.version_info < (3, 12) else "") + _SITE
+        (site / "sitecustomize.py").write_text(text, encoding="utf-8")
+        path.insert(0, str(site))
+        variables |= _CPU | {"HF_HOME": str(folder / "hf"), "VLLM_CACHE_ROOT": str(folder / "vllm")}
+    given = os.environ.get("PYTHONPATH")
+    variables["PYTHONPATH"] = os.pathsep.join([*path, *([given] if given else [])])
+    try:
+        given_away = {"CUDA_VISIBLE_DEVICES", "RAY_ADDRESS"}  # a Ray that claims cards goes by the one, joins the other
+        kept = {name: value for name, value in os.environ.items() if gpus or name not in given_away}
+        yield {**kept, **variables}
+    finally:
+        shutil.rmtree(ray, ignore_errors=True)
+        for socket in Path("/tmp").glob(f"CPU-{identity}-*.sock"):
+            socket.unlink(missing_ok=True)
+
+
+def _environment_name(planned: Plan) -> str:
+    return next(change.key.removeprefix("env.") for change in planned.changes if change.key.startswith("env."))
+
+
+def _submodules(checkout: Path) -> list[str]:
+    """What NeMo-RL's checkout holds of Megatron and Automodel, where its submodules are there."""
+    workspaces = checkout / "3rdparty"
+    places = (
+        workspaces / "Megatron-Bridge-workspace" / "Megatron-Bridge" / "src",
+        workspaces / "Megatron-Bridge-workspace" / "Megatron-Bridge" / "3rdparty" / "Megatron-LM",
+        workspaces / "Megatron-LM-workspace" / "Megatron-LM",
+        workspaces / "Automodel-workspace" / "Automodel",
+    )
+    return [str(place) for place in places if place.is_dir() and any(place.iterdir())]
+
+
+_CPU = {
+    "PYTHONWARNINGS": "ignore",
+    "OMP_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "HF_HUB_OFFLINE": "1",
+    "GLOO_SOCKET_IFNAME": "lo",
+    "TORCH_CUDA_ARCH_LIST": "9.0",  # Megatron's workers ask for it
+    # Ray: no token to join with, all output in the log, and processes without a card keep the variables they have.
+    "RAY_AUTH_MODE": "disabled",
+    "RAY_DEDUP_LOGS": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "NEMO_RL_PY_EXECUTABLES_SYSTEM": "1",
+    # vLLM: weights as they are, so that new ones can take their place.
+    "VLLM_CPU_SGL_KERNEL": "0",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_NO_USAGE_STATS": "1",
+}
