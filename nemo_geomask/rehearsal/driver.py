@@ -50,7 +50,7 @@ def main(script: str) -> int:
     events = Events(Path(settings["events"]))
     try:
         if settings["model"] is not None:
-            parameters = write_model(TinyModel(**settings["model"]), Path(settings["folder"], "model"))
+            parameters = write_model(TinyModel(**settings["model"]), Path(settings["folder"]))
             events("model", parameters=parameters, model_type=settings["model"]["model_type"])
         patch.apply_all(_patches(events))
         _register_environment(settings["environment"])

@@ -141,7 +141,9 @@ def _sizes(layout: Layout, given: Mapping[str, Any] | None = None) -> dict[str, 
 
 
 def write_model(model: TinyModel, folder: Path, *, seed: int = 0) -> int:
-    """Make model and tokenizer in a folder; the number of parameters.
+    """Make ``model`` and ``tokenizer`` in a folder; the number of parameters.
+
+    Each has a folder of its own: beside a model, transformers takes some architectures' tokenizers for their original's.
 
     Raises:
         ConfigError: the transformers installed here doesn't have the architecture.
@@ -161,9 +163,8 @@ def write_model(model: TinyModel, folder: Path, *, seed: int = 0) -> int:
     config = made(**settings, tie_word_embeddings=bool(model.settings.get("tie_word_embeddings", False)))
     torch.manual_seed(seed)
     policy = transformers.AutoModelForCausalLM.from_config(config)
-    folder.mkdir(parents=True, exist_ok=True)
-    policy.save_pretrained(folder)
-    _tokenizer().save_pretrained(folder)
+    policy.save_pretrained(folder / "model")
+    _tokenizer().save_pretrained(folder / "tokenizer")
     return sum(parameter.numel() for parameter in policy.parameters())
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from nemo_geomask.rehearsal.rehearse import Rehearsal
-from nemo_geomask.rehearsal.report import Failure, Outcome, Stage
+from nemo_geomask.rehearsal.report import Breakdown, Outcome, Stage
 
 __all__ = ["as_json", "as_text"]
 
@@ -57,7 +57,7 @@ def _stage(stage: Stage) -> str:
     return _row(stage.name, stage.state, seconds, what)
 
 
-def _failure(failure: Failure, done: Rehearsal) -> Iterator[str]:
+def _failure(failure: Breakdown, done: Rehearsal) -> Iterator[str]:
     yield f"failed in {failure.stage}: {failure.error}"
     if failure.setting is not None:
         yield f"  likely: {failure.setting}: {failure.fix}"

@@ -123,7 +123,7 @@ def plan(
 def _made(facts: RecipeFacts, folder: Path, own_environment: bool) -> Iterator[Change]:
     model = str(folder / "model")
     yield Change("policy.model_name", model, facts.get("policy.model_name"))
-    yield Change("policy.tokenizer.name", model, facts.get("policy.tokenizer.name"))
+    yield Change("policy.tokenizer.name", str(folder / "tokenizer"), facts.get("policy.tokenizer.name"))
     yield Change("policy.tokenizer.chat_template", "default", facts.get("policy.tokenizer.chat_template"))
     if facts.get("policy.hf_config_overrides"):
         yield Change("policy.hf_config_overrides", {}, facts.get("policy.hf_config_overrides"), delete=True)

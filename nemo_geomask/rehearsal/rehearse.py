@@ -202,7 +202,7 @@ def _surroundings(
         text = (_OLD_PYTHON if sys.version_info < (3, 12) else "") + _SITE
         (site / "sitecustomize.py").write_text(text, encoding="utf-8")
         path.insert(0, str(site))
-        variables |= _CPU | {"HF_HOME": str(folder / "hf"), "VLLM_CACHE_ROOT": str(folder / "vllm")}
+        variables |= _CPU | {"HF_HOME": str(folder / "hf")}
     given = os.environ.get("PYTHONPATH")
     variables["PYTHONPATH"] = os.pathsep.join([*path, *([given] if given else [])])
     try:
@@ -243,6 +243,8 @@ _CPU = {
     "RAY_DEDUP_LOGS": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
+    # Ray would start as many processes ahead as it believes there are cores.
+    "RAY_prestart_worker_first_driver": "0",
     "NEMO_RL_PY_EXECUTABLES_SYSTEM": "1",
     # vLLM: weights as they are, so that new ones can take their place.
     "VLLM_CPU_SGL_KERNEL": "0",

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from nemo_geomask.rehearsal.causes import likely_cause
 from nemo_geomask.rehearsal.events import STAGES
 
-__all__ = ["Failure", "Outcome", "Stage", "State", "outcome_of"]
+__all__ = ["Breakdown", "Outcome", "Stage", "State", "outcome_of"]
 
 State = Literal["ran", "failed", "running", "not reached", "not in the recipe"]
 
@@ -36,7 +36,7 @@ class Stage:
 
 
 @dataclass(frozen=True)
-class Failure:
+class Breakdown:
     """Why a rehearsal ended early.
 
     Attributes:
@@ -68,7 +68,7 @@ class Outcome:
     """
 
     stages: tuple[Stage, ...]
-    failure: Failure | None
+    failure: Breakdown | None
     metrics: Mapping[int, Mapping[str, float]]
     loss: Mapping[str, int] = field(default_factory=dict)
     workers: tuple[Mapping[str, Any], ...] = ()
@@ -109,7 +109,7 @@ def outcome_of(
     for worker in workers:
         for name, count in worker["calls"].items():
             calls[name] = calls.get(name, 0) + count
-    failure = _failure(events, stages, status, steps, metrics, log, ended - started)
+    failure = _breakdown(events, stages, status, steps, metrics, log, ended - started)
     if failure is not None and failure.stage != "validation":
         stages = [_failed(stage) if stage.name == failure.stage and status is not None else stage for stage in stages]
     return Outcome(tuple(stages), failure, metrics, calls, tuple(workers), ended - started)
@@ -153,7 +153,7 @@ def _stages(
         yield Stage(name, state, seconds, first, times, labels)
 
 
-def _failure(
+def _breakdown(
     events: list[Mapping[str, Any]],
     stages: list[Stage],
     status: int | None,
@@ -161,26 +161,26 @@ def _failure(
     metrics: Mapping[int, Any],
     log: str,
     seconds: float,
-) -> Failure | None:
+) -> Breakdown | None:
     where = next((event["stage"] for event in events if event.get("failed")), None)
     where = (
         where or next((stage.name for stage in stages if stage.state in ("running", "failed")), None) or _last(events)
     )
     if status is None:
         message = f"not done within {seconds:.0f} s (--timeout); it was in {where}"
-        return Failure(
+        return Breakdown(
             where, message, message, "--timeout", "give it more time, fewer --steps, or see the log for a hang"
         )
     error = next((event for event in events if event["kind"] == "error"), None)
     if error is not None:
         text = str(error["traceback"])
-        return Failure(where, _innermost(text, f"{error['type']}: {error['message']}"), text, *(_cause(text)))
+        return Breakdown(where, _innermost(text, f"{error['type']}: {error['message']}"), text, *(_cause(text)))
     if status != 0:
         text = log or f"the driver ended with status {status} and said nothing"
-        return Failure(where, _innermost(text, f"the driver ended with status {status}"), text, *_cause(text))
+        return Breakdown(where, _innermost(text, f"the driver ended with status {status}"), text, *_cause(text))
     if len(metrics) < steps:
         message = f"{len(metrics)} of {steps} steps were logged: the prompts or epochs were at their end before"
-        return Failure("step", message, message, None, None)
+        return Breakdown("step", message, message, None, None)
     return None
 
 

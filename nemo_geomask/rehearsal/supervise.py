@@ -103,6 +103,7 @@ def _end(started: set[int], before: set[int]) -> None:
         here = descendants(os.getpid()) - before
         started |= {grand for pid in here & started for grand in descendants(pid)}
         left = here & started | {pid for pid in here if _adopted(pid)}
+        started |= left
         _reap(started)
         if not left:
             return
