@@ -143,7 +143,7 @@ def _sizes(layout: Layout, given: Mapping[str, Any] | None = None) -> dict[str, 
 def write_model(model: TinyModel, folder: Path, *, seed: int = 0) -> int:
     """Make ``model`` and ``tokenizer`` in a folder; the number of parameters.
 
-    Each has a folder of its own: beside a model, transformers takes some architectures' tokenizers for their original's.
+    Each in a folder of its own: beside some models, transformers takes any tokenizer for their original's.
 
     Raises:
         ConfigError: the transformers installed here doesn't have the architecture.

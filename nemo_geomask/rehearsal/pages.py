@@ -70,6 +70,8 @@ def _failure(failure: Breakdown, done: Rehearsal) -> Iterator[str]:
 def _proof(outcome: Outcome) -> Iterator[str]:
     if not outcome.workers:
         yield "no worker said which loss it called"
+    elif not outcome.loss:
+        yield "no loss was called in the workers"
     for name, count in outcome.loss.items():
         yield f"the loss that trained, by the workers: {name}, called {count} times"
     for worker in outcome.workers:

@@ -102,6 +102,8 @@ def outcome_of(
     for event in events:
         if event["kind"] == "metrics" and event["prefix"] == "train":
             metrics.setdefault(event["step"], {}).update(event["values"])
+    # NeMo-RL logs what was sampled before it trains.
+    metrics = {step: values for step, values in metrics.items() if "loss" in values}
     workers: list[dict[str, Any]] = next(
         (event["workers"] for event in reversed(events) if event["kind"] == "proof"), []
     )

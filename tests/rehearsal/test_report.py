@@ -105,6 +105,11 @@ def test_a_driver_that_died_without_a_word():
     assert "status -9" in done.failure.error
 
 
+def test_a_step_that_only_sampled_is_none():
+    sampled = {**LOGGED, "step": 2, "values": {"reward": 1.0}}
+    assert set(read(*STARTED, *STEP, LOGGED, sampled).metrics) == {1}
+
+
 def test_a_run_that_ended_early_has_failed():
     done = read(*STARTED, *STEP, LOGGED, steps=3)
     assert done.failure is not None
