@@ -25,7 +25,7 @@ layout
 
 exit status
   0  every step was trained
-  1  a stage failed, validation included; or the time was over
+  1  a stage failed, validation included; the time was over; or --control found another loss, gradient or metric
   2  a mistake in the arguments, a recipe that can't be read, no NeMo-RL
   130  Ctrl-C
 
@@ -60,6 +60,11 @@ def add(subparsers: Any) -> None:
         choices=("builtin", "own"),
         default="builtin",
         help="prompts and rewards: built-in ones (default), or the recipe's own data and environment",
+    )
+    parser.add_argument(
+        "--control",
+        action="store_true",
+        help="run it again with NeMo-RL's own loss, where that has all of the recipe's settings, and compare",
     )
     parser.add_argument(
         "--json", type=Path, metavar="FILE", help="write what was found to this file; -: standard output"
@@ -101,6 +106,7 @@ def run(arguments: argparse.Namespace) -> int:
         ranks=arguments.ranks,
         own_environment=arguments.env == "own",
         timeout=arguments.timeout,
+        control=arguments.control,
         folder=arguments.out or Path("results", "rehearsal", Path(arguments.recipe).stem),
         progress=_Said(),
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 __all__ = ["CAUSES", "likely_cause"]
 
@@ -67,6 +67,20 @@ CAUSES: Sequence[tuple[str, str, str]] = (
 )
 
 
-def likely_cause(text: str) -> tuple[str, str] | None:
-    """The setting behind an error, and what to do; None where no pattern of :data:`CAUSES` is found in ``text``."""
+def likely_cause(text: str, error: str = "", keys: Collection[str] = ()) -> tuple[str, str | None] | None:
+    """The setting behind an error, and what to do.
+
+    Args:
+        text: the error with its tracebacks, in which the patterns of :data:`CAUSES` are searched.
+        error: its own line. A recipe's key that it names by its last part comes before any pattern.
+        keys: the recipe's, dotted.
+
+    Returns:
+        The setting and the way out, the latter None where the error itself says it; None where nothing is known.
+    """
+    for key in keys:
+        name = key.rpartition(".")[2]
+        # One word alone, such as `name`, may be anything.
+        if "_" in name.strip("_") and re.search(rf"\b{re.escape(name)}\b", error):
+            return key, None
     return next(((setting, fix) for pattern, setting, fix in CAUSES if re.search(pattern, text)), None)

@@ -37,6 +37,7 @@ def as_text(done: Rehearsal) -> list[str]:
         lines += ["", *_failure(done.outcome.failure, done)]
     lines += ["", *_proof(done.outcome)]
     lines += ["", *_metrics(done.outcome)]
+    lines += _control(done)
     lines += ["", "changed for the rehearsal:"]
     lines.append(f"  {done.plan.layout}, of {done.plan.full_layout}")
     lines.append(f"  a random {done.plan.model.model_type}, by {done.plan.model.source}")
@@ -60,7 +61,7 @@ def _stage(stage: Stage) -> str:
 def _failure(failure: Breakdown, done: Rehearsal) -> Iterator[str]:
     yield f"failed in {failure.stage}: {failure.error}"
     if failure.setting is not None:
-        yield f"  likely: {failure.setting}: {failure.fix}"
+        yield f"  likely: {failure.setting}" + (f": {failure.fix}" if failure.fix else "")
     if failure.text != failure.error:
         yield ""
         yield from (f"  | {line}" for line in failure.text.rstrip().splitlines())
@@ -88,6 +89,24 @@ def _metrics(outcome: Outcome) -> Iterator[str]:
         if any(name in outcome.metrics[step] for step in steps):
             cells = (outcome.metrics[step].get(name) for step in steps)
             yield f"  {name:<24}" + "".join(f"{'' if value is None else f'{value:.6g}':>14}" for value in cells)
+
+
+def _control(done: Rehearsal) -> Iterator[str]:
+    if done.ours_only:
+        yield ""
+        yield f"no control: NeMo-RL's own loss has nothing of {', '.join(done.ours_only)}"
+    if done.control is None:
+        return
+    yield ""
+    failure = done.control.failure
+    if failure is not None:
+        yield f"the control, with NeMo-RL's own loss, failed in {failure.stage}: {failure.error}"
+    for name, count in done.control.loss.items():
+        yield f"control: {name}, called {count} times"
+    for each in done.comparisons:
+        verdict = "equal" if each.equal else "DIFFERENT" if each.sampled_alike else "other samples by now"
+        values = f"{each.ours:>16.9g}{each.theirs:>16.9g}{each.difference:>10.1e}"
+        yield f"  step {each.step} {each.name:<24}{values}  {verdict}"
 
 
 def as_json(done: Rehearsal) -> dict[str, Any]:
@@ -118,6 +137,7 @@ def as_json(done: Rehearsal) -> dict[str, Any]:
         "loss": {},
         "workers": [],
         "metrics": {},
+        "control": None,
         "changes": [],
         "not_rehearsed": [],
     }
@@ -131,6 +151,7 @@ def as_json(done: Rehearsal) -> dict[str, Any]:
         "loss": dict(done.outcome.loss),
         "workers": list(done.outcome.workers),
         "metrics": {str(step): dict(values) for step, values in done.outcome.metrics.items()},
+        "control": _control_as_json(done),
         "layout": str(done.plan.layout),
         "model_type": done.plan.model.model_type,
         "changes": [
@@ -138,4 +159,19 @@ def as_json(done: Rehearsal) -> dict[str, Any]:
             for change in done.plan.changes
         ],
         "not_rehearsed": list(done.plan.unrehearsed),
+    }
+
+
+def _control_as_json(done: Rehearsal) -> dict[str, Any] | None:
+    if done.control is None:
+        return {"ran": False, "ours_only": list(done.ours_only)} if done.ours_only else None
+    failure = done.control.failure
+    return {
+        "ran": True,
+        "failure": None if failure is None else vars(failure),
+        "loss": dict(done.control.loss),
+        "metrics": {str(step): dict(values) for step, values in done.control.metrics.items()},
+        "comparisons": [
+            {**vars(each), "difference": each.difference, "equal": each.equal} for each in done.comparisons
+        ],
     }

@@ -270,6 +270,8 @@ def _on_cpu(facts: RecipeFacts) -> Iterator[Change]:
         settings |= _MEGATRON_ON_CPU
     elif facts.on("policy.dtensor_cfg._v2") and importlib.util.find_spec("nemo_automodel") is None:
         settings["policy.dtensor_cfg._v2"] = (False, "nemo_automodel is not importable here: DTensor v1's workers")
+        if facts.get("checkpointing.model_save_format") is not None:
+            settings["checkpointing.model_save_format"] = (None, "DTensor v1's workers have one format")
         if facts.on("policy.dtensor_cfg.lora_cfg.enabled"):
             settings["policy.dtensor_cfg.lora_cfg.enabled"] = (False, "DTensor v1's workers have none")
     for key, (value, why) in settings.items():

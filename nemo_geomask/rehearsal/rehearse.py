@@ -10,16 +10,18 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import nemo_geomask
 from nemo_geomask.checks import Finding, RecipeFacts, check
 from nemo_geomask.config.recipe import ROOT_VARIABLE, nemo_rl_root, read_recipe
 from nemo_geomask.errors import ConfigError
 from nemo_geomask.rehearsal import driver
+from nemo_geomask.rehearsal.control import Comparison, compare, control_overrides, inexpressible
 from nemo_geomask.rehearsal.events import STAGES, read_events
 from nemo_geomask.rehearsal.models import write_prompts
 from nemo_geomask.rehearsal.plan import Plan, plan
@@ -55,6 +57,8 @@ class Rehearsal:
         outcome: None where nothing was run.
         folder: model, log, metrics.
         seconds: validation included.
+        control: the same with NeMo-RL's own loss; None where it was not run.
+        ours_only: settings for which there is no control.
     """
 
     recipe: Path
@@ -65,11 +69,22 @@ class Rehearsal:
     outcome: Outcome | None
     folder: Path
     seconds: float
+    control: Outcome | None = None
+    ours_only: tuple[str, ...] = ()
+
+    @property
+    def comparisons(self) -> tuple[Comparison, ...]:
+        """Of the run with the control, where there is one."""
+        if self.outcome is None or self.control is None:
+            return ()
+        return tuple(compare(self.outcome.metrics, self.control.metrics))
 
     @property
     def ok(self) -> bool:
-        """Whether every step was trained."""
-        return self.outcome is not None and self.outcome.failure is None
+        """Whether every step was trained, and the control's as well, with the same result."""
+        runs = [self.outcome, *([self.control] if self.control is not None else [])]
+        trained = all(run is not None and run.failure is None for run in runs)
+        return trained and all(each.equal for each in self.comparisons if each.sampled_alike)
 
 
 def has_gpus() -> bool:
@@ -87,6 +102,7 @@ def rehearse(
     ranks: int = 1,
     own_environment: bool = False,
     timeout: float = 600.0,
+    control: bool = False,
     folder: Path,
     progress: Callable[[Sequence[dict[str, object]]], None] = lambda events: None,
 ) -> Rehearsal:
@@ -98,7 +114,8 @@ def rehearse(
         steps: rollout batches to train on.
         ranks: processes that train, at most.
         own_environment: whether prompts and rewards are the recipe's own.
-        timeout: seconds for the run, after which it is ended.
+        timeout: seconds for a run, after which it is ended.
+        control: whether to run it again with NeMo-RL's own loss, where that has the recipe's settings.
         folder: for model, prompts, log and checkpoints; made anew.
         progress: called with the events so far, several times a second.
 
@@ -118,38 +135,71 @@ def rehearse(
     if report.count("error"):
         seconds = time.monotonic() - began
         return Rehearsal(Path(recipe), checkout, report.findings, gpus, None, None, folder, seconds)
-    planned = plan(facts, folder=folder, steps=steps, ranks=ranks, own_environment=own_environment, gpus=gpus)
-    script = checkout / planned.script
-    if not script.is_file():
-        raise ConfigError(f"the NeMo-RL in {checkout} has no {planned.script}, which this recipe's algorithm needs")
+    how = _How(checkout, steps, ranks, own_environment, gpus, timeout, progress)
     shutil.rmtree(folder, ignore_errors=True)
+    planned, outcome = _run(facts, tuple(overrides), folder, how)
+    ours_only = inexpressible(facts) if control else ()
+    other = None
+    if control and not ours_only and outcome.failure is None:
+        theirs = (*overrides, *control_overrides(facts))
+        of_theirs = RecipeFacts.of(read_recipe(recipe, theirs))
+        _, other = _run(of_theirs, theirs, folder / "control", how)
+    seconds = time.monotonic() - began
+    return Rehearsal(Path(recipe), checkout, report.findings, gpus, planned, outcome, folder, seconds, other, ours_only)
+
+
+@dataclass(frozen=True)
+class _How:
+    """What two runs of one rehearsal have in common."""
+
+    checkout: Path
+    steps: int
+    ranks: int
+    own_environment: bool
+    gpus: bool
+    timeout: float
+    progress: Callable[[Sequence[dict[str, object]]], None]
+
+
+def _run(facts: RecipeFacts, overrides: tuple[str, ...], folder: Path, how: _How) -> tuple[Plan, Outcome]:
+    planned = plan(
+        facts,
+        folder=folder,
+        steps=how.steps,
+        ranks=how.ranks,
+        own_environment=how.own_environment,
+        gpus=how.gpus,
+    )
+    script = how.checkout / planned.script
+    if not script.is_file():
+        raise ConfigError(f"the NeMo-RL in {how.checkout} has no {planned.script}, which this recipe's algorithm needs")
     folder.mkdir(parents=True)
     write_prompts(folder / "prompts.jsonl")
-    arguments = [str(script), "--config", str(Path(recipe).resolve()), *overrides, *planned.overrides]
+    arguments = [str(script), "--config", str(facts.recipe.path.resolve()), *overrides, *planned.overrides]
     command = [sys.executable, "-m", "nemo_geomask.cli", "run", str(Path(driver.__file__)), *arguments]
     (folder / "command.txt").write_text("\n".join(command), encoding="utf-8")
-    asked = frozenset(STAGES) - _not_asked(facts)
+    events = folder / "events.jsonl"
     started = time.time()
-    with _surroundings(folder, checkout, planned, gpus, own_environment) as environment:
+    with _surroundings(folder, how, planned) as environment:
         status = supervised(
             command,
             log=folder / "log.txt",
-            timeout=timeout,
+            timeout=how.timeout,
             environment=environment,
-            folder=checkout,
-            every_tick=lambda: progress(list(read_events(folder / "events.jsonl"))),
+            folder=how.checkout,
+            every_tick=lambda: how.progress(list(read_events(events))),
         )
     outcome = outcome_of(
-        read_events(folder / "events.jsonl"),
+        read_events(events),
         status=status,
-        steps=steps,
+        steps=how.steps,
         started=started,
         ended=time.time(),
-        asked=asked,
+        asked=frozenset(STAGES) - _not_asked(facts),
         log=(folder / "log.txt").read_text(encoding="utf-8", errors="replace")[-20_000:],
+        keys=tuple(_keys(facts.recipe.data)),
     )
-    seconds = time.monotonic() - began
-    return Rehearsal(Path(recipe), checkout, report.findings, gpus, planned, outcome, folder, seconds)
+    return planned, outcome
 
 
 def _checkout() -> Path:
@@ -166,6 +216,13 @@ def _checkout() -> Path:
     return root.resolve()
 
 
+def _keys(section: Mapping[str, Any], around: str = "") -> Iterator[str]:
+    for name, value in section.items():
+        yield f"{around}{name}"
+        if isinstance(value, Mapping):
+            yield from _keys(value, f"{around}{name}.")
+
+
 def _not_asked(facts: RecipeFacts) -> frozenset[str]:
     """Stages that the recipe doesn't have."""
     without = set()
@@ -177,9 +234,7 @@ def _not_asked(facts: RecipeFacts) -> frozenset[str]:
 
 
 @contextmanager
-def _surroundings(
-    folder: Path, checkout: Path, planned: Plan, gpus: bool, own_environment: bool
-) -> Iterator[dict[str, str]]:
+def _surroundings(folder: Path, how: _How, planned: Plan) -> Iterator[dict[str, str]]:
     """The driver's environment variables and files; what lies outside ``folder`` is removed again."""
     identity = uuid.uuid4().hex[:12]
     # Short: Ray makes sockets in it, whose paths may have 107 bytes.
@@ -188,15 +243,15 @@ def _surroundings(
         "events": str(folder / "events.jsonl"),
         "folder": str(folder),
         "model": dataclasses.asdict(planned.model),
-        "environment": None if own_environment else _environment_name(planned),
-        "gpus": gpus,
+        "environment": None if how.own_environment else _environment_name(planned),
+        "gpus": how.gpus,
         "cards": planned.cards,
         "ray": str(ray),
     }
     (folder / "settings.json").write_text(json.dumps(settings), encoding="utf-8")
-    path = [str(Path(nemo_geomask.__file__).parent.parent), str(checkout), *_submodules(checkout)]
-    variables = {driver.SETTINGS: str(folder / "settings.json"), ROOT_VARIABLE: str(checkout), IDENTITY: identity}
-    if not gpus:
+    path = [str(Path(nemo_geomask.__file__).parent.parent), str(how.checkout), *_submodules(how.checkout)]
+    variables = {driver.SETTINGS: str(folder / "settings.json"), ROOT_VARIABLE: str(how.checkout), IDENTITY: identity}
+    if not how.gpus:
         site = folder / "site"
         site.mkdir()
         text = (_OLD_PYTHON if sys.version_info < (3, 12) else "") + _SITE
@@ -207,7 +262,7 @@ def _surroundings(
     variables["PYTHONPATH"] = os.pathsep.join([*path, *([given] if given else [])])
     try:
         given_away = {"CUDA_VISIBLE_DEVICES", "RAY_ADDRESS"}  # a Ray that claims cards goes by the one, joins the other
-        kept = {name: value for name, value in os.environ.items() if gpus or name not in given_away}
+        kept = {name: value for name, value in os.environ.items() if how.gpus or name not in given_away}
         yield {**kept, **variables}
     finally:
         shutil.rmtree(ray, ignore_errors=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -84,6 +84,7 @@ def outcome_of(
     ended: float,
     asked: frozenset[str] = frozenset(STAGES),
     log: str = "",
+    keys: Collection[str] = (),
 ) -> Outcome:
     """Read the events of a run.
 
@@ -95,6 +96,7 @@ def outcome_of(
         ended: when it had ended.
         asked: stages that the recipe has.
         log: the end of the driver's output, for a driver that could not say anything.
+        keys: of the recipe, dotted: an error may name one.
     """
     events = list(events)
     stages = list(_stages(events, started, ended, asked, over=status is None))
@@ -111,7 +113,7 @@ def outcome_of(
     for worker in workers:
         for name, count in worker["calls"].items():
             calls[name] = calls.get(name, 0) + count
-    failure = _breakdown(events, stages, status, steps, metrics, log, ended - started)
+    failure = _breakdown(events, stages, status, steps, metrics, log, ended - started, keys)
     if failure is not None and failure.stage != "validation":
         stages = [_failed(stage) if stage.name == failure.stage and status is not None else stage for stage in stages]
     return Outcome(tuple(stages), failure, metrics, calls, tuple(workers), ended - started)
@@ -163,6 +165,7 @@ def _breakdown(
     metrics: Mapping[int, Any],
     log: str,
     seconds: float,
+    keys: Collection[str],
 ) -> Breakdown | None:
     where = next((event["stage"] for event in events if event.get("failed")), None)
     where = (
@@ -174,12 +177,11 @@ def _breakdown(
             where, message, message, "--timeout", "give it more time, fewer --steps, or see the log for a hang"
         )
     error = next((event for event in events if event["kind"] == "error"), None)
-    if error is not None:
-        text = str(error["traceback"])
-        return Breakdown(where, _innermost(text, f"{error['type']}: {error['message']}"), text, *(_cause(text)))
-    if status != 0:
-        text = log or f"the driver ended with status {status} and said nothing"
-        return Breakdown(where, _innermost(text, f"the driver ended with status {status}"), text, *_cause(text))
+    if error is not None or status != 0:
+        last = f"the driver ended with status {status}"
+        text = str(error["traceback"]) if error else log or f"{last} and said nothing"
+        raised = _innermost(text, f"{error['type']}: {error['message']}" if error else last)
+        return Breakdown(where, raised, text, *(likely_cause(text, raised, keys) or (None, None)))
     if len(metrics) < steps:
         message = f"{len(metrics)} of {steps} steps were logged: the prompts or epochs were at their end before"
         return Breakdown("step", message, message, None, None)
@@ -189,10 +191,6 @@ def _breakdown(
 def _last(events: list[Mapping[str, Any]]) -> str:
     """The stage that was begun last."""
     return next((str(event["stage"]) for event in reversed(events) if "stage" in event), "start")
-
-
-def _cause(text: str) -> tuple[str | None, str | None]:
-    return likely_cause(text) or (None, None)
 
 
 def _innermost(text: str, otherwise: str) -> str:

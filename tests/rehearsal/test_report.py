@@ -139,6 +139,16 @@ def test_the_likely_setting(text, setting):
     assert found[0].startswith(setting)
 
 
+def test_a_key_of_the_recipe_that_the_error_names_comes_first():
+    error = "ValueError: model_save_format must be None, its name is wrong for global_batch_size"
+    keys = ("checkpointing", "checkpointing.name", "checkpointing.model_save_format", "policy.model")
+    assert likely_cause(error, error, keys) == ("checkpointing.model_save_format", None)
+    # Only by its own line: a traceback has all sorts of names.
+    found = likely_cause(error, "ValueError: wrong", keys)
+    assert found is not None
+    assert found[0] != "checkpointing.model_save_format"
+
+
 def test_an_error_that_is_not_known_has_no_setting():
     assert likely_cause("Segmentation fault") is None
 
