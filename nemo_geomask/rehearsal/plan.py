@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from nemo_geomask.checks import RecipeFacts
+from nemo_geomask.rehearsal.change import Change, written
 from nemo_geomask.rehearsal.layout import KEYS, Layout, layout_of
 from nemo_geomask.rehearsal.models import TinyModel, tiny_model
+from nemo_geomask.rehearsal.on_cpu import on_cpu
 
-__all__ = ["Change", "Plan", "plan"]
+__all__ = ["Plan", "plan"]
 
 _PROMPTS = 4
 _GENERATIONS = 4
@@ -21,30 +21,6 @@ _MICRO_BATCH = 2
 _LENGTH = 32
 _RESPONSE = 16
 _ENVIRONMENT = "nemo_geomask_rehearsal"
-
-
-@dataclass(frozen=True)
-class Change:
-    """One setting of the rehearsal's own.
-
-    Attributes:
-        key: dotted key.
-        value: what it is now; None is written as null.
-        was: what the recipe says; None where it says nothing.
-        why: in a few words; empty for what follows from the tiny model, prompts and folders.
-        delete: whether what is there is taken away first, for a mapping that is not to be merged.
-    """
-
-    key: str
-    value: Any
-    was: Any = None
-    why: str = ""
-    delete: bool = False
-
-    @property
-    def overrides(self) -> tuple[str, ...]:
-        """As NeMo-RL takes them on its command line."""
-        return (*([f"~{self.key}"] if self.delete else []), f"++{self.key}={_written(self.value)}")
 
 
 @dataclass(frozen=True)
@@ -110,7 +86,7 @@ def plan(
         *batch,
         *_laid_out(facts, layout, full, gpus),
         *_quiet(facts, folder),
-        *([] if gpus else _on_cpu(facts)),
+        *([] if gpus else on_cpu(facts)),
     ]
     script = f"examples/run_{facts.algorithm}.py"
     cards = layout.ranks + (0 if facts.get("policy.generation.colocated.enabled", True) else 1)
@@ -251,50 +227,6 @@ def _quiet(facts: RecipeFacts, folder: Path) -> Iterator[Change]:
             yield Change(f"logger.{name}_enabled", False, True)
 
 
-def _on_cpu(facts: RecipeFacts) -> Iterator[Change]:
-    """What no CPU has."""
-    settings: dict[str, tuple[Any, str]] = {
-        "logger.monitor_gpus": (False, "there are none"),
-        "policy.generation.vllm_cfg.enforce_eager": (True, "CUDA graphs"),
-        "policy.generation.vllm_cfg.gpu_memory_utilization": (0.1, "of the machine's memory, not of a card's"),
-        "policy.generation.vllm_cfg.use_deep_gemm": (False, "a kernel of CUDA's"),
-        "policy.generation.vllm_cfg.enable_vllm_metrics_logger": (False, "one process more"),
-    }
-    if str(facts.get("policy.generation.vllm_cfg.precision")) not in ("bfloat16", "float32"):
-        settings["policy.generation.vllm_cfg.precision"] = ("bfloat16", "vLLM's kernels for CPUs have no other")
-    if facts.get("policy.generation.vllm_cfg.kv_cache_dtype", "auto") != "auto":
-        settings["policy.generation.vllm_cfg.kv_cache_dtype"] = ("auto", "vLLM's kernels for CPUs have no other")
-    if facts.on("policy.sequence_packing.enabled"):
-        settings["policy.sequence_packing.enabled"] = (False, "packed rows need an attention kernel of CUDA's")
-    if facts.megatron:
-        settings |= _MEGATRON_ON_CPU
-    elif facts.on("policy.dtensor_cfg._v2") and importlib.util.find_spec("nemo_automodel") is None:
-        settings["policy.dtensor_cfg._v2"] = (False, "nemo_automodel is not importable here: DTensor v1's workers")
-        if facts.get("checkpointing.model_save_format") is not None:
-            settings["checkpointing.model_save_format"] = (None, "DTensor v1's workers have one format")
-        if facts.on("policy.dtensor_cfg.lora_cfg.enabled"):
-            settings["policy.dtensor_cfg.lora_cfg.enabled"] = (False, "DTensor v1's workers have none")
-    for key, (value, why) in settings.items():
-        yield Change(key, value, facts.get(key), why)
-
-
-_TE = "transformer-engine's"
-_MEGATRON_ON_CPU: dict[str, tuple[Any, str]] = {
-    "policy.megatron_cfg.transformer_impl": ("local", f"layers of Megatron's own in place of {_TE}"),
-    "policy.megatron_cfg.apply_rope_fusion": (False, f"a kernel of {_TE}"),
-    "policy.megatron_cfg.bias_activation_fusion": (False, "a compiled kernel"),
-    "policy.megatron_cfg.moe_permute_fusion": (False, f"a kernel of {_TE}"),
-    "policy.megatron_cfg.moe_enable_deepep": (False, "a kernel of CUDA's"),
-    "policy.megatron_cfg.checkpoint.async_save": (False, "copies from a card"),
-    "policy.megatron_cfg.optimizer.bf16": (False, "an optimiser of CUDA's"),
-    "policy.megatron_cfg.optimizer.use_precision_aware_optimizer": (False, f"an optimiser of {_TE}"),
-    "policy.megatron_cfg.optimizer.use_distributed_optimizer": (False, "an optimiser of CUDA's"),
-    "policy.megatron_cfg.distributed_data_parallel_config.overlap_grad_reduce": (False, "streams"),
-    "policy.megatron_cfg.distributed_data_parallel_config.overlap_param_gather": (False, "streams"),
-    "policy.precision": ("float32", "the optimiser for CPUs keeps no copy in another precision"),
-}
-
-
 def _unrehearsed(facts: RecipeFacts, layout: Layout, full: Layout, changes: list[Change], gpus: bool) -> Iterator[str]:
     yield "memory: the model, its batches and its sequences are tiny"
     yield "network: one machine, no node but this"
@@ -304,25 +236,9 @@ def _unrehearsed(facts: RecipeFacts, layout: Layout, full: Layout, changes: list
         yield "kernels: everything ran on CPUs"
         yield "speed: CPUs' times say nothing about GPUs'"
     yield from (
-        f"{change.key}: {_written(change.was)}, here {_written(change.value)} ({change.why})"
+        f"{change.key}: {written(change.was)}, here {written(change.value)} ({change.why})"
         for change in changes
         if change.why and change.why != "ranks" and change.was is not None
     )
     if facts.get(f"{facts.algorithm}.val_period"):
         yield "validation: none of the recipe's"
-
-
-def _written(value: Any) -> str:
-    """In Hydra's grammar."""
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, int | float):
-        return str(value)
-    if isinstance(value, dict):
-        return "{" + ",".join(f"{key}:{_written(inner)}" for key, inner in value.items()) + "}"
-    if isinstance(value, list | tuple):
-        return "[" + ",".join(map(_written, value)) + "]"
-    escaped = str(value).replace("\\", "\\\\").replace("'", "\\'")
-    return f"'{escaped}'"
