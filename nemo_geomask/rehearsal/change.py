@@ -17,6 +17,7 @@ class Change:
         value: what it is now; None is written as null.
         was: what the recipe says; None where it says nothing.
         why: in a few words; empty for what follows from the tiny model, prompts and folders.
+        pinned: whether it is written even where nothing changes, since the recipe refers to another key, which may.
         delete: whether what is there is taken away first, for a mapping that is not to be merged.
     """
 
@@ -25,6 +26,7 @@ class Change:
     was: Any = None
     why: str = ""
     delete: bool = False
+    pinned: bool = False
 
     @property
     def overrides(self) -> tuple[str, ...]:

@@ -21,7 +21,11 @@ def on_cpu(facts: RecipeFacts) -> Iterator[Change]:
         "policy.generation.vllm_cfg.use_deep_gemm": (False, "a kernel of CUDA's"),
         "policy.generation.vllm_cfg.enable_vllm_metrics_logger": (False, "one process more"),
     }
-    if str(facts.get("policy.generation.vllm_cfg.precision")) not in ("bfloat16", "float32"):
+    sampled_in = str(facts.get("policy.generation.vllm_cfg.precision"))
+    if sampled_in in ("bfloat16", "float32"):
+        # As a value: in most recipes it refers to the trainer's, which may not stay.
+        settings["policy.generation.vllm_cfg.precision"] = (sampled_in, "")
+    else:
         settings["policy.generation.vllm_cfg.precision"] = ("bfloat16", "vLLM's kernels for CPUs have no other")
     if facts.get("policy.generation.vllm_cfg.kv_cache_dtype", "auto") != "auto":
         settings["policy.generation.vllm_cfg.kv_cache_dtype"] = ("auto", "vLLM's kernels for CPUs have no other")
@@ -36,7 +40,7 @@ def on_cpu(facts: RecipeFacts) -> Iterator[Change]:
         if facts.on("policy.dtensor_cfg.lora_cfg.enabled"):
             settings["policy.dtensor_cfg.lora_cfg.enabled"] = (False, "DTensor v1's workers have none")
     for key, (value, why) in settings.items():
-        yield Change(key, value, facts.get(key), why)
+        yield Change(key, value, facts.get(key), why, pinned=key.endswith("vllm_cfg.precision"))
 
 
 _TE = "transformer-engine's"

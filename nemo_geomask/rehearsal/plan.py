@@ -90,7 +90,7 @@ def plan(
     ]
     script = f"examples/run_{facts.algorithm}.py"
     cards = layout.ranks + (0 if facts.get("policy.generation.colocated.enabled", True) else 1)
-    kept = [change for change in changes if change.was != change.value or change.delete]
+    kept = [change for change in changes if change.was != change.value or change.delete or change.pinned]
     return Plan(
         tuple(kept), layout, full, model, steps, script, cards, tuple(_unrehearsed(facts, layout, full, kept, gpus))
     )
@@ -238,7 +238,7 @@ def _unrehearsed(facts: RecipeFacts, layout: Layout, full: Layout, changes: list
     yield from (
         f"{change.key}: {written(change.was)}, here {written(change.value)} ({change.why})"
         for change in changes
-        if change.why and change.why != "ranks" and change.was is not None
+        if change.why and change.why != "ranks" and change.was is not None and change.was != change.value
     )
     if facts.get(f"{facts.algorithm}.val_period"):
         yield "validation: none of the recipe's"

@@ -120,6 +120,9 @@ def test_megatron_without_its_kernels(planned):
     made, shrunk = planned(*own, ranks=2)
     assert made.layout.tp == shrunk.get("policy.megatron_cfg.tensor_model_parallel_size") == 2
     assert shrunk.get("policy.megatron_cfg.transformer_impl") == "local"
+    # Trained in another precision, but sampled in the recipe's, which refers to the trainer's.
+    assert shrunk.get("policy.precision") == "float32"
+    assert shrunk.get("policy.generation.vllm_cfg.precision") == "bfloat16"
     assert planned(*own, ranks=2, gpus=True)[1].get("policy.megatron_cfg.transformer_impl") is None
 
 
