@@ -85,7 +85,7 @@ $(NEMO)/.ready: .ci/nemo-rl-constraints.txt .ci/constraints.txt pyproject.toml
 	$(NPIP) --no-deps --editable .
 	@touch $@
 
-# ARGS: --label NAME, --only PART of a case's name; what came of it is in docs/hosts and in the table of docs/nemo_rl.md.
+# ARGS: --label NAME, --only BEGINNING of a case's name; what came of it is in docs/hosts and in the table of docs/nemo_rl.md.
 nemo-rl: $(NEMO)/.ready
 	@test -n "$(NEMO_RL_ROOT)" || { echo "say which NeMo-RL: make nemo-rl NEMO_RL_ROOT=/path/to/RL"; exit 1; }
 	NEMO_RL_ROOT=$(NEMO_RL_ROOT) $(NEMO)/bin/python -m nemo_geomask.rehearsal.matrix $(ARGS)
