@@ -104,11 +104,11 @@ def _end(started: set[int], before: set[int]) -> None:
         started |= {grand for pid in here & started for grand in descendants(pid)}
         left = here & started | {pid for pid in here if _adopted(pid)}
         started |= left
-        _reap(started)
-        if not left:
+        if not _reap(started) and not left:
             return
         if time.monotonic() > deadline:
-            raise EngineError(f"processes {', '.join(map(str, sorted(left)))} of the rehearsal could not be ended")
+            numbers = ", ".join(map(str, sorted(left or started)))
+            raise EngineError(f"processes {numbers} of the rehearsal could not be ended")
         for pid in left:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
@@ -123,10 +123,13 @@ def _adopted(pid: int) -> bool:
         return False
 
 
-def _reap(pids: set[int]) -> None:
+def _reap(pids: set[int]) -> bool:
+    """Whether one of this process's children among them is still there: one of many threads ends by and by."""
+    there = False
     for pid in pids:
         with contextlib.suppress(ChildProcessError):
-            os.waitpid(pid, os.WNOHANG)
+            there |= os.waitpid(pid, os.WNOHANG) == (0, 0)
+    return there
 
 
 @contextlib.contextmanager

@@ -21,7 +21,7 @@ _METHODS = ("new_zeros", "new_empty", "new_ones", "new_full", "new_tensor")
 
 
 def torch(module: Any) -> Iterator[Patch]:
-    """All of torch's."""
+    """All of torch's: dtensor_policy_worker.py, base_policy_worker.py and more, line by line with each below."""
     yield from _devices(module)
     yield from _card(module)
     yield from _groups(module)
