@@ -52,7 +52,7 @@ def surroundings(
         "ray": str(ray),
     }
     (folder / "settings.json").write_text(json.dumps(settings), encoding="utf-8")
-    path = [str(Path(nemo_geomask.__file__).parent.parent), str(checkout), *_submodules(checkout)]
+    path = [str(checkout), *_submodules(checkout)]
     variables = {driver.SETTINGS: str(folder / "settings.json"), ROOT_VARIABLE: str(checkout), IDENTITY: identity}
     if not gpus:
         site = folder / "site"
@@ -60,9 +60,14 @@ def surroundings(
         text = (_OLD_PYTHON if sys.version_info < (3, 12) else "") + _SITE
         (site / "sitecustomize.py").write_text(text, encoding="utf-8")
         path.insert(0, str(site))
+        home = Path(nemo_geomask.__file__).resolve().parent.parent
+        # Of a checkout that is not installed. With GPUs, whether the workers have the package is to be seen.
+        if home.name != "site-packages":
+            path.append(str(home))
         variables |= _CPU | {"HF_HOME": str(folder / "hf")}
-    given = os.environ.get("PYTHONPATH")
-    variables["PYTHONPATH"] = os.pathsep.join([*path, *([given] if given else [])])
+    # Absolute: the driver runs in NeMo-RL's checkout.
+    given = [os.path.abspath(place) for place in os.environ.get("PYTHONPATH", "").split(os.pathsep) if place]
+    variables["PYTHONPATH"] = os.pathsep.join([*path, *given])
     try:
         given_away = {"CUDA_VISIBLE_DEVICES", "RAY_ADDRESS"}  # a Ray that claims cards goes by the one, joins the other
         kept = {name: value for name, value in os.environ.items() if gpus or name not in given_away}
