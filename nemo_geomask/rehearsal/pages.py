@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from nemo_geomask.rehearsal.rehearse import Rehearsal
-from nemo_geomask.rehearsal.report import Breakdown, Outcome, Stage
+from nemo_geomask.rehearsal.report import Breakdown, RunResult, Stage
 
 __all__ = ["as_json", "as_text"]
 
@@ -68,7 +68,7 @@ def _failure(failure: Breakdown, done: Rehearsal) -> Iterator[str]:
     yield f"  the whole output is in {done.folder / 'log.txt'}"
 
 
-def _proof(outcome: Outcome) -> Iterator[str]:
+def _proof(outcome: RunResult) -> Iterator[str]:
     if not outcome.workers:
         yield "no worker said which loss it called"
     elif not outcome.loss:
@@ -79,7 +79,7 @@ def _proof(outcome: Outcome) -> Iterator[str]:
         yield f"  process {worker['pid']} on {worker['host']}, {worker['python']}, nemo_geomask of {worker['file']}"
 
 
-def _metrics(outcome: Outcome) -> Iterator[str]:
+def _metrics(outcome: RunResult) -> Iterator[str]:
     if not outcome.metrics:
         yield "no step was logged"
         return

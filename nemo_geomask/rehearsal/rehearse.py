@@ -18,7 +18,7 @@ from nemo_geomask.rehearsal.control import Comparison, compare, control_override
 from nemo_geomask.rehearsal.events import STAGES, read_events
 from nemo_geomask.rehearsal.models import write_prompts
 from nemo_geomask.rehearsal.plan import Plan, plan
-from nemo_geomask.rehearsal.report import Outcome, outcome_of
+from nemo_geomask.rehearsal.report import RunResult, outcome_of
 from nemo_geomask.rehearsal.supervise import supervised
 from nemo_geomask.rehearsal.surroundings import surroundings
 
@@ -47,10 +47,10 @@ class Rehearsal:
     findings: tuple[Finding, ...]
     gpus: bool
     plan: Plan | None
-    outcome: Outcome | None
+    outcome: RunResult | None
     folder: Path
     seconds: float
-    control: Outcome | None = None
+    control: RunResult | None = None
     ours_only: tuple[str, ...] = ()
 
     @property
@@ -142,7 +142,7 @@ class _How:
     progress: Callable[[Sequence[dict[str, object]]], None]
 
 
-def _run(facts: RecipeFacts, overrides: tuple[str, ...], folder: Path, how: _How) -> tuple[Plan, Outcome]:
+def _run(facts: RecipeFacts, overrides: tuple[str, ...], folder: Path, how: _How) -> tuple[Plan, RunResult]:
     planned = plan(
         facts,
         folder=folder,

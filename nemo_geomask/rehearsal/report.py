@@ -9,7 +9,7 @@ from typing import Any, Literal
 from nemo_geomask.rehearsal.causes import likely_cause
 from nemo_geomask.rehearsal.events import STAGES
 
-__all__ = ["Breakdown", "Outcome", "Stage", "State", "outcome_of"]
+__all__ = ["Breakdown", "RunResult", "Stage", "State", "outcome_of"]
 
 State = Literal["ran", "failed", "running", "not reached", "not in the recipe"]
 
@@ -55,7 +55,7 @@ class Breakdown:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class RunResult:
     """What was seen of one run.
 
     Attributes:
@@ -85,7 +85,7 @@ def outcome_of(
     asked: frozenset[str] = frozenset(STAGES),
     log: str = "",
     keys: Collection[str] = (),
-) -> Outcome:
+) -> RunResult:
     """Read the events of a run.
 
     Args:
@@ -116,7 +116,7 @@ def outcome_of(
     failure = _breakdown(events, stages, status, steps, metrics, log, ended - started, keys)
     if failure is not None and failure.stage != "validation":
         stages = [_failed(stage) if stage.name == failure.stage and status is not None else stage for stage in stages]
-    return Outcome(tuple(stages), failure, metrics, calls, tuple(workers), ended - started)
+    return RunResult(tuple(stages), failure, metrics, calls, tuple(workers), ended - started)
 
 
 def _failed(stage: Stage) -> Stage:
