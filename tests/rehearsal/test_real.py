@@ -38,7 +38,7 @@ class Started:
         command = [sys.executable, "-m", "nemo_geomask.cli", "rehearse", str(RECIPE), MOE, *arguments]
         command += ["--out", str(folder / "out"), "--json", str(folder / "found.json")]
         self.output = (folder / "output.txt").open("w", encoding="utf-8")
-        self.process = subprocess.Popen(command, stdout=self.output, stderr=subprocess.STDOUT)
+        self.process = subprocess.Popen(command, stdout=self.output, stderr=subprocess.STDOUT, preexec_fn=interruptible)
         self.seen = {}
 
     def wait(self, until=lambda events: False):
@@ -58,6 +58,11 @@ class Started:
 
     def text(self):
         return (self.folder / "output.txt").read_text(encoding="utf-8")
+
+
+def interruptible():
+    """A shell that starts the tests in the background has them ignore Ctrl-C, and so whatever they start."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def birth(pid):

@@ -96,7 +96,10 @@ def test_after_a_signal(tmp_path, number, status):
     noted = tmp_path / "noted"
     inner = tree(noted, "time.sleep(600)")
     outer = subprocess.Popen(
-        [sys.executable, "-c", OUTER, str(tmp_path / "log"), "--", *inner], stderr=subprocess.DEVNULL
+        [sys.executable, "-c", OUTER, str(tmp_path / "log"), "--", *inner],
+        stderr=subprocess.DEVNULL,
+        # A shell that starts the tests in the background has them ignore Ctrl-C, and so whatever they start.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     try:
         deadline = time.monotonic() + 60
