@@ -41,6 +41,8 @@ def as_text(done: Rehearsal) -> list[str]:
     lines += ["", "changed for the rehearsal:"]
     lines.append(f"  {done.plan.layout}, of {done.plan.full_layout}")
     lines.append(f"  a random {done.plan.model.model_type}, by {done.plan.model.source}")
+    small = [change for change in done.plan.changes if not change.why]
+    lines.append(f"  {len(small)} settings of sizes, folders and prompts: {done.folder / 'command.txt'}")
     lines += ["", "not rehearsed:", *(f"  {what}" for what in done.plan.unrehearsed)]
     verdict = "rehearsed" if done.ok else "failed"
     return [*lines, "", f"{verdict} in {done.seconds:.0f} s; command, log and metrics are in {done.folder}"]

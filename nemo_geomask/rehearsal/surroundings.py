@@ -64,7 +64,10 @@ def surroundings(
         # Of a checkout that is not installed. With GPUs, whether the workers have the package is to be seen.
         if home.name != "site-packages":
             path.append(str(home))
-        variables |= _CPU | {"HF_HOME": str(folder / "hf")}
+        variables |= _CPU
+        if not own_environment:
+            # Built-in prompts and a model made here: nothing is to be fetched.
+            variables |= {"HF_HOME": str(folder / "hf"), "HF_HUB_OFFLINE": "1"}
     # Absolute: the driver runs in NeMo-RL's checkout.
     given = [os.path.abspath(place) for place in os.environ.get("PYTHONPATH", "").split(os.pathsep) if place]
     variables["PYTHONPATH"] = os.pathsep.join([*path, *given])
@@ -98,7 +101,6 @@ _CPU = {
     "PYTHONWARNINGS": "ignore",
     "OMP_NUM_THREADS": "1",
     "TOKENIZERS_PARALLELISM": "false",
-    "HF_HUB_OFFLINE": "1",
     "GLOO_SOCKET_IFNAME": "lo",
     "TORCH_CUDA_ARCH_LIST": "9.0",  # Megatron's workers ask for it
     # Ray: no token to join with, all output in the log, and processes without a card keep the variables they have.

@@ -98,6 +98,14 @@ def test_on_gpus_python_is_started_as_it_is(runs, monkeypatch):
     assert not {"GLOO_SOCKET_IFNAME", "VLLM_CPU_KVCACHE_SPACE"} & set(environment)
 
 
+def test_own_prompts_may_be_fetched_and_built_in_ones_need_nothing(runs, monkeypatch):
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    for environment in ("builtin", "own"):
+        assert main(["rehearse", "recipe.yaml", "--steps", "2", "--env", environment]) == 0
+    offline = ["HF_HUB_OFFLINE" in environment for _, environment, *_ in runs]
+    assert offline == [True, False]
+
+
 def test_the_control_is_a_second_run_without_our_keys(runs, capsys):
     assert main(["rehearse", "recipe.yaml", "--steps", "2", "--control"]) == 0
     (first, *_), (second, *_) = runs
