@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence
 
 __all__ = ["CAUSES", "likely_cause"]
 
@@ -67,20 +67,30 @@ CAUSES: Sequence[tuple[str, str, str]] = (
 )
 
 
-def likely_cause(text: str, error: str = "", keys: Collection[str] = ()) -> tuple[str, str | None] | None:
+def likely_cause(
+    text: str, error: str = "", settings: Mapping[str, object] | None = None
+) -> tuple[str, str | None] | None:
     """The setting behind an error, and what to do.
 
     Args:
         text: the error with its tracebacks, in which the patterns of :data:`CAUSES` are searched.
-        error: its own line. A recipe's key that it names by its last part comes before any pattern.
-        keys: the recipe's, dotted.
+        error: its own line. A setting that it names by its key's last part, or whose text it quotes, comes before any
+            pattern.
+        settings: the recipe's, by dotted key.
 
     Returns:
         The setting and the way out, the latter None where the error itself says it; None where nothing is known.
     """
-    for key in keys:
-        name = key.rpartition(".")[2]
-        # One word alone, such as `name`, may be anything.
-        if "_" in name.strip("_") and re.search(rf"\b{re.escape(name)}\b", error):
-            return key, None
+    settings = settings or {}
+    named = (key for key in settings if _is_word(key.rpartition(".")[2], error))
+    quoted = (key for key, value in settings.items() if isinstance(value, str) and _is_word(value, error))
+    for keys, what in ((named, None), (quoted, "the error has its value")):
+        key = next(keys, None)
+        if key is not None:
+            return key, what
     return next(((setting, fix) for pattern, setting, fix in CAUSES if re.search(pattern, text)), None)
+
+
+def _is_word(word: str, text: str) -> bool:
+    # One plain word, such as `name`, may be anything.
+    return bool(re.search(r"\w[_./]\w", word) and re.search(rf"(?<!\w){re.escape(word)}(?!\w)", text))

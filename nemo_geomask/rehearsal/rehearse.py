@@ -178,7 +178,7 @@ def _run(facts: RecipeFacts, overrides: tuple[str, ...], folder: Path, how: _How
         ended=time.time(),
         asked=frozenset(STAGES) - _not_asked(facts),
         log=(folder / "log.txt").read_text(encoding="utf-8", errors="replace")[-20_000:],
-        keys=tuple(_keys(facts.recipe.data)),
+        settings=dict(_settings(facts.recipe.data)),
     )
     return planned, outcome
 
@@ -197,11 +197,11 @@ def _checkout() -> Path:
     return root.resolve()
 
 
-def _keys(section: Mapping[str, Any], around: str = "") -> Iterator[str]:
+def _settings(section: Mapping[str, Any], around: str = "") -> Iterator[tuple[str, Any]]:
     for name, value in section.items():
-        yield f"{around}{name}"
+        yield f"{around}{name}", value
         if isinstance(value, Mapping):
-            yield from _keys(value, f"{around}{name}.")
+            yield from _settings(value, f"{around}{name}.")
 
 
 def _not_asked(facts: RecipeFacts) -> frozenset[str]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -10,6 +11,9 @@ from nemo_geomask.rehearsal.causes import likely_cause
 from nemo_geomask.rehearsal.events import STAGES
 
 __all__ = ["Breakdown", "RunResult", "Stage", "State", "outcome_of"]
+
+_OWN = "nemo-geomask: error: "
+_COLOUR = re.compile("\x1b\\[[0-9;]*m")
 
 State = Literal["ran", "failed", "running", "not reached", "not in the recipe"]
 
@@ -84,7 +88,7 @@ def outcome_of(
     ended: float,
     asked: frozenset[str] = frozenset(STAGES),
     log: str = "",
-    keys: Collection[str] = (),
+    settings: Mapping[str, object] | None = None,
 ) -> RunResult:
     """Read the events of a run.
 
@@ -96,7 +100,7 @@ def outcome_of(
         ended: when it had ended.
         asked: stages that the recipe has.
         log: the end of the driver's output, for a driver that could not say anything.
-        keys: of the recipe, dotted: an error may name one.
+        settings: of the recipe, by dotted key: an error may name one.
     """
     events = list(events)
     stages = list(_stages(events, started, ended, asked, over=status is None))
@@ -113,7 +117,7 @@ def outcome_of(
     for worker in workers:
         for name, count in worker["calls"].items():
             calls[name] = calls.get(name, 0) + count
-    failure = _breakdown(events, stages, status, steps, metrics, log, ended - started, keys)
+    failure = _breakdown(events, stages, status, steps, metrics, log, ended - started, settings or {})
     if failure is not None and failure.stage != "validation":
         stages = [_failed(stage) if stage.name == failure.stage and status is not None else stage for stage in stages]
     return RunResult(tuple(stages), failure, metrics, calls, tuple(workers), ended - started)
@@ -165,7 +169,7 @@ def _breakdown(
     metrics: Mapping[int, Any],
     log: str,
     seconds: float,
-    keys: Collection[str],
+    settings: Mapping[str, object],
 ) -> Breakdown | None:
     where = next((event["stage"] for event in events if event.get("failed")), None)
     where = (
@@ -179,9 +183,9 @@ def _breakdown(
     error = next((event for event in events if event["kind"] == "error"), None)
     if error is not None or status != 0:
         last = f"the driver ended with status {status}"
-        text = str(error["traceback"]) if error else log or f"{last} and said nothing"
+        text = _COLOUR.sub("", str(error["traceback"]) if error else log or f"{last} and said nothing")
         raised = _innermost(text, f"{error['type']}: {error['message']}" if error else last)
-        return Breakdown(where, raised, text, *(likely_cause(text, raised, keys) or (None, None)))
+        return Breakdown(where, raised, text, *(likely_cause(text, raised, settings) or (None, None)))
     if len(metrics) < steps:
         message = f"{len(metrics)} of {steps} steps were logged: the prompts or epochs were at their end before"
         return Breakdown("step", message, message, None, None)
@@ -194,9 +198,12 @@ def _last(events: list[Mapping[str, Any]]) -> str:
 
 
 def _innermost(text: str, otherwise: str) -> str:
-    """The first error that was raised: Ray's text has the worker's traceback inside the driver's."""
-    for line in text.splitlines():
+    """The line of the error that a worker raised: the last that is not one of Ray's own, inside which it travelled."""
+    for line in reversed(text.splitlines()):
+        if line.startswith(_OWN):  # `nemo-geomask run`, before the driver had begun
+            return line.removeprefix(_OWN)
         name, colon, _ = line.partition(":")
-        if colon and not line.startswith(" ") and name.rpartition(".")[2].endswith(("Error", "Exception", "Exit")):
+        is_error = name.rpartition(".")[2].endswith(("Error", "Exception", "Exit"))
+        if colon and is_error and not line.startswith((" ", "ray.")):
             return line.strip()
     return otherwise.splitlines()[0]

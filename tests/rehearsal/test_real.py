@@ -131,12 +131,11 @@ def test_nothing_is_left_when_the_time_is_over(rehearsal, tmp_path):
 
 
 def test_a_mistake_that_only_nemo_rl_sees_names_its_setting(rehearsal, tmp_path):
-    run = rehearsal(
-        "policy.tokenizer.chat_template_kwargs={no_such_argument: 1}", "++policy.optimizer.name=torch.no.Such"
-    )
+    run = rehearsal("++policy.optimizer.name=torch.optim.NoSuch")
     assert run.wait() == 1, run.text()
     failure = json.loads((tmp_path / "found.json").read_text(encoding="utf-8"))["failure"]
     assert failure["stage"] == "workers"
     assert "NoSuch" in failure["error"]
+    assert failure["setting"] == "policy.optimizer.name"
     assert "Traceback" in run.text()
     assert run.left() == []

@@ -98,6 +98,12 @@ def test_a_run_out_of_time_names_the_stage_it_was_in():
     assert next(stage for stage in done.stages if stage.name == "sampling").seconds == 570.0
 
 
+def test_a_mistake_that_ended_the_command_before_the_driver():
+    failure = read(status=2, log="warning\nnemo-geomask: error: NeMo-RL can't be imported here\n").failure
+    assert failure is not None
+    assert (failure.stage, failure.error) == ("start", "NeMo-RL can't be imported here")
+
+
 def test_a_driver_that_died_without_a_word():
     done = read(status=-9, log="Segmentation fault\n")
     assert done.failure is not None
@@ -141,12 +147,41 @@ def test_the_likely_setting(text, setting):
 
 def test_a_key_of_the_recipe_that_the_error_names_comes_first():
     error = "ValueError: model_save_format must be None, its name is wrong for global_batch_size"
-    keys = ("checkpointing", "checkpointing.name", "checkpointing.model_save_format", "policy.model")
-    assert likely_cause(error, error, keys) == ("checkpointing.model_save_format", None)
+    settings = {"checkpointing": {}, "checkpointing.name": "x", "checkpointing.model_save_format": "y", "model": 1}
+    assert likely_cause(error, error, settings) == ("checkpointing.model_save_format", None)
     # Only by its own line: a traceback has all sorts of names.
-    found = likely_cause(error, "ValueError: wrong", keys)
+    found = likely_cause(error, "ValueError: wrong", settings)
     assert found is not None
     assert found[0] != "checkpointing.model_save_format"
+
+
+def test_a_value_that_the_error_quotes_leads_to_its_key():
+    settings = {"policy.optimizer.name": "torch.optim.NoSuch", "policy.precision": "bfloat16", "x": "Error"}
+    found = likely_cause("", "ImportError: Error loading 'torch.optim.NoSuch' in bfloat16", settings)
+    assert found is not None
+    assert found[0] == "policy.optimizer.name"
+    assert likely_cause("", "ImportError: Error loading 'torch.optim.NoSuchThing'", settings) is None
+
+
+CHAIN = """Traceback (most recent call last):
+  File "driver.py", line 1, in main
+ray.exceptions.ActorDiedError: The actor died, \x1b[36mray::Worker\x1b[39m (pid=1)
+AttributeError: module 'torch.optim' has no attribute 'NoSuch'
+
+During handling of the above exception, another exception occurred:
+
+\x1b[36mray::Worker\x1b[39m (pid=1)
+  File "worker.py", line 3, in init
+ImportError: Error loading 'torch.optim.NoSuch'
+"""
+
+
+def test_of_a_chain_the_error_that_the_worker_raised_and_no_colours():
+    error = {"at": 31.0, "kind": "error", "type": "ActorDiedError", "message": "…", "traceback": CHAIN}
+    failure = read(*STARTED, error, status=1).failure
+    assert failure is not None
+    assert failure.error == "ImportError: Error loading 'torch.optim.NoSuch'"
+    assert "\x1b" not in failure.text
 
 
 def test_an_error_that_is_not_known_has_no_setting():
