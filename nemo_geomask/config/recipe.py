@@ -13,7 +13,7 @@ from typing import Any
 
 from nemo_geomask.config.origins import Origins
 from nemo_geomask.config.overrides import apply_override, first_line
-from nemo_geomask.errors import ConfigError, MissingDependencyError
+from nemo_geomask.errors import ConfigError, MissingDependencyError, Problem
 
 __all__ = ["ROOT_VARIABLE", "Recipe", "load_recipe", "nemo_rl_root", "read_recipe"]
 
@@ -160,10 +160,18 @@ def _load(path: Path, children: tuple[Path, ...], files: dict[Path, str]) -> tup
     parents = _parents(config, path)
     for parent in parents:
         inherits, theirs = _load(path.parent / parent, (*children, path), files)
-        merged, origins = _merge(merged, inherits), theirs.over(origins)
+        try:
+            merged, origins = _merge(merged, inherits), theirs.over(origins)
+        except omegaconf.errors.ConfigTypeError:
+            raise _unmergeable(merged, inherits, origins, theirs) from None
     files[path] = text
     own = Origins.of_file(path, text)
-    return (_merge(merged, config), own.over(origins)) if parents else (config, own)
+    if not parents:
+        return config, own
+    try:
+        return _merge(merged, config), own.over(origins)
+    except omegaconf.errors.ConfigTypeError:
+        raise _unmergeable(merged, config, origins, own) from None
 
 
 def _where_else(parent: Path) -> str:
@@ -215,6 +223,31 @@ def _merge(parent: Any, child: Any) -> Any:
         if isinstance(section, omegaconf.DictConfig) and section.pop("_override_", False):
             parent.pop(key, None)
     return omegaconf.OmegaConf.merge(parent, child)
+
+
+def _unmergeable(parent: Any, child: Any, theirs: Origins, own: Origins) -> ConfigError:
+    """What to say where one file has a mapping and the other a list."""
+    plain = _omegaconf().OmegaConf.to_container
+    problems = []
+    for key, above, here in _of_two_kinds(plain(parent, resolve=False), plain(child, resolve=False), ""):
+        inherited, written = theirs.at(key), own.at(key)
+        message = (
+            f"{key} is a {here} here, and a {above} in what this file inherits (at {inherited}): NeMo-RL can't put one "
+            f"over the other; write a {above}"
+        )
+        problems.append(Problem((), message, where=str(written) if written else ""))
+    return ConfigError(*problems)
+
+
+def _of_two_kinds(parent: Any, child: Any, key: str) -> Iterator[tuple[str, str, str]]:
+    """Keys at which one has a mapping and the other a list, and what each has."""
+    if isinstance(parent, dict) and isinstance(child, dict):
+        for name in child:
+            if name in parent:
+                yield from _of_two_kinds(parent[name], child[name], f"{key}.{name}" if key else str(name))
+    elif {type(parent), type(child)} == {dict, list}:
+        kinds = ("mapping", "list") if isinstance(parent, dict) else ("list", "mapping")
+        yield (key, *kinds)
 
 
 # What NeMo-RL's recipes compute with: ${mul:${policy.max_total_sequence_length}, 4}. Annotated, since omegaconf 2.4

@@ -87,6 +87,26 @@ class TestPlaces:
         assert str(origins.at("loss_fn.masks[1].max")) == "child.yaml:5"
         assert str(origins.at("loss_fn.ratio_clip_min")) == "base.yaml:6"
 
+    @pytest.mark.parametrize(
+        ("parent", "child", "message"),
+        [
+            ("[{preset: opsm}]", "{preset: opsm}", r"child.yaml:3: loss_fn.masks is a mapping here, and a list in"),
+            ("{a: 1}", "[1]", r"child.yaml:3: loss_fn.masks is a list here, and a mapping in"),
+        ],
+    )
+    @pytest.mark.parametrize("defaults", ["base.yaml", "[base.yaml]"])
+    def test_a_mapping_over_a_list_names_file_and_key(self, write, parent, child, message, defaults):
+        base = f"loss_fn:\n  name: gspo\n  masks: {parent}\n"
+        path = write(base=base, child=f"defaults: {defaults}\nloss_fn:\n  masks: {child}\n")
+        with pytest.raises(ConfigError, match=message) as caught:
+            load_recipe(path)
+        assert "base.yaml:3" in str(caught.value)
+
+    def test_two_parents_that_disagree_name_the_second(self, write):
+        path = write(one="a: {b: [1]}\n", two="# two\na:\n  b: {c: 1}\n", child="defaults: [one.yaml, two.yaml]\n")
+        with pytest.raises(ConfigError, match=r"two.yaml:3: a.b is a mapping here, and a list in .*one.yaml:1"):
+            load_recipe(path)
+
     def test_override_marker_and_null_forget_the_inherited(self, write):
         path = write(base=BASE, child="defaults: base.yaml\nloss_fn:\n  _override_: true\n  name: sapo\npolicy: null\n")
         recipe = read_recipe(path)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_geomask.errors import GeomaskError, MissingDependencyError
+from nemo_geomask.integrations.nemo_rl.commit import commit_of
 
 __all__ = [
     "BEFORE_STEP",
@@ -307,8 +308,14 @@ def require() -> None:
 
 
 def version() -> str:
-    """``nemo_rl.__version__``, or ``of unknown version``."""
-    return str(getattr(importlib.import_module("nemo_rl"), "__version__", "of unknown version"))
+    """``nemo_rl.__version__``, or ``of unknown version``; with the commit where that is known.
+
+    Between releases, NeMo-RL's main calls itself by the last release's number.
+    """
+    module = importlib.import_module("nemo_rl")
+    number = str(getattr(module, "__version__", "of unknown version"))
+    commit = commit_of(Path(module.__file__).parent.parent) if module.__file__ else None
+    return f"{number} (commit {commit[:9]})" if commit else number
 
 
 def _root() -> Path:

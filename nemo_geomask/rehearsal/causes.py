@@ -1,0 +1,96 @@
+"""Errors of NeMo-RL's workers, and the setting that is likely behind each."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+
+__all__ = ["CAUSES", "likely_cause"]
+
+CAUSES: Sequence[tuple[str, str, str]] = (
+    # Pattern, searched in the error and its tracebacks, the first that is found; setting; what to do.
+    (
+        r"WorkerError|can't receive the loss|No module named 'nemo_geomask'",
+        "PYTHONPATH, or the workers' environments",
+        "the workers can't import nemo_geomask, or another version of it; see Workers in docs/nemo_rl.md",
+    ),
+    (
+        r"BatchVetoError",
+        "loss_fn.batch_veto",
+        "every batch was vetoed: widen its bounds, or look at geomask/mismatch_k3 for why the engines differ",
+    ),
+    (
+        r"NonFiniteError",
+        "loss_fn.nonfinite",
+        "a log-prob at a trained token is NaN or infinite, and nonfinite: raise was chosen",
+    ),
+    (
+        r"logprob_backend",
+        "loss_fn.logprob_backend",
+        "the error names what the chosen back end can't do here; nemo_rl works everywhere",
+    ),
+    (
+        r"World size .* (insufficient|must be divisible)|model_parallel_size",
+        "cluster.gpus_per_node, cluster.num_nodes, and the sizes of the parallel groups",
+        "TP x CP x PP must divide the number of GPUs",
+    ),
+    (
+        r"train_global_batch_size|global_batch_size|micro_batch_size|batch size",
+        "policy.train_global_batch_size, policy.train_micro_batch_size",
+        "the global batch must be divisible by data-parallel ranks x microbatch, and rollouts by the global batch",
+    ),
+    (
+        r"max_model_len|longer than the maximum model length|max_seq_len|maximum context length",
+        "policy.generation.vllm_cfg.max_model_len, policy.max_total_sequence_length",
+        "a prompt with its response must fit",
+    ),
+    (
+        r"flash_attn|FlashAttention",
+        "policy.sequence_packing.enabled",
+        "packed rows need flash attention, which is not installed here",
+    ),
+    (r"No module named 'megatron", "policy.megatron_cfg.enabled", "put Megatron-Bridge and Megatron-LM on PYTHONPATH"),
+    (r"No module named 'nemo_automodel", "policy.dtensor_cfg._v2", "put Automodel on PYTHONPATH, or set _v2: false"),
+    (
+        r"is not in struct|ConfigAttributeError|ConfigKeyError|ValidationError",
+        "the recipe",
+        "NeMo-RL refuses a key or a value of it; the error names it",
+    ),
+    (
+        r"does not recognize this architecture|has no model type|are not supported for now",
+        "policy.model_name",
+        "transformers or vLLM here doesn't have the architecture",
+    ),
+    (r"chat_template", "policy.tokenizer.chat_template", "the tokenizer has no such template"),
+    (r"is not registered in ENV_REGISTRY", "data.default.env_name", "the environment is not known to NeMo-RL"),
+    (r"KeyError: '\w+'", "the recipe", "NeMo-RL reads a key that the recipe does not have; the error names it"),
+)
+
+
+def likely_cause(
+    text: str, error: str = "", settings: Mapping[str, object] | None = None
+) -> tuple[str, str | None] | None:
+    """The setting behind an error, and what to do.
+
+    Args:
+        text: the error with its tracebacks, in which the patterns of :data:`CAUSES` are searched.
+        error: its own line. A setting that it names by its key's last part, or whose text it quotes, comes before any
+            pattern.
+        settings: the recipe's, by dotted key.
+
+    Returns:
+        The setting and the way out, the latter None where the error itself says it; None where nothing is known.
+    """
+    settings = settings or {}
+    named = (key for key in settings if _is_word(key.rpartition(".")[2], error))
+    quoted = (key for key, value in settings.items() if isinstance(value, str) and _is_word(value, error))
+    for keys, what in ((named, None), (quoted, "the error has its value")):
+        key = next(keys, None)
+        if key is not None:
+            return key, what
+    return next(((setting, fix) for pattern, setting, fix in CAUSES if re.search(pattern, text)), None)
+
+
+def _is_word(word: str, text: str) -> bool:
+    # One plain word, such as `name`, may be anything.
+    return bool(re.search(r"\w[_./]\w", word) and re.search(rf"(?<!\w){re.escape(word)}(?!\w)", text))

@@ -1,0 +1,104 @@
+"""The control: the same recipe, model and seeds with NeMo-RL's own loss, and what differs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from nemo_geomask.checks import RecipeFacts
+from nemo_geomask.checks.loss import NEMO_RL_FIELDS
+from nemo_geomask.config.loss import LossConfig
+
+__all__ = ["TOLERANCE", "Comparison", "compare", "control_overrides", "inexpressible"]
+
+TOLERANCE = 1e-5
+"""Relative difference up to which two runs are the same."""
+
+# Objectives that are ClippedPGLossFn's own, with the switch that chooses them there.
+_OWN: Mapping[str, Mapping[str, bool]] = {"clipped_pg": {}, "gspo": {}, "cispo": {"use_cispo": True}}
+# What changes how the loss is computed, not what it is; and what it is called.
+_NO_MATTER = frozenset({"name", "compile", "logprob_backend", "metrics", "nonfinite"})
+# Equal as long as both runs sampled the same tokens.
+_SAMPLED = ("reward", "mean_gen_tokens_per_sample", "total_num_tokens")
+_COMPARED = ("loss", "grad_norm", "gen_kl_error", "token_mult_prob_error", "probs_ratio", "probs_ratio_clamped")
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One metric at one step.
+
+    Attributes:
+        step: counted from 1.
+        name: NeMo-RL's.
+        ours: under the recipe's loss.
+        theirs: under NeMo-RL's.
+        sampled_alike: whether both had the same samples up to this step; only then are they to be equal.
+    """
+
+    step: int
+    name: str
+    ours: float
+    theirs: float
+    sampled_alike: bool
+
+    @property
+    def difference(self) -> float:
+        """Relative to the larger of both."""
+        if self.ours == self.theirs or (math.isnan(self.ours) and math.isnan(self.theirs)):
+            return 0.0
+        return abs(self.ours - self.theirs) / max(abs(self.ours), abs(self.theirs))
+
+    @property
+    def equal(self) -> bool:
+        """Within :data:`TOLERANCE`; a NaN equals only another."""
+        return self.difference <= TOLERANCE
+
+
+def inexpressible(facts: RecipeFacts) -> tuple[str, ...]:
+    """Settings of the recipe's loss, as ``key: value``, that NeMo-RL's own has not; none: it can be compared."""
+    if facts.nameless:
+        return ("loss_fn.name: null, so NeMo-RL's own loss is what trains",)
+    config, default = facts.config, LossConfig()
+    found = [] if config.name in _OWN else [f"loss_fn.name: {config.name}"]
+    for key in LossConfig.model_fields:
+        value = getattr(config, key)
+        if key in NEMO_RL_FIELDS or key in _NO_MATTER or value == getattr(default, key):
+            continue
+        # NeMo-RL derives the level from that of the ratios.
+        if key == "is_correction_level" and (
+            not config.use_importance_sampling_correction
+            or value == ("sequence" if config.sequence_level_importance_ratios else "token")
+        ):
+            continue
+        found.append(f"loss_fn.{key}: {value}")
+    return tuple(found)
+
+
+def control_overrides(facts: RecipeFacts) -> tuple[str, ...]:
+    """Overrides that make NeMo-RL's own loss of a recipe's, which can be expressed by it."""
+    config = facts.config
+    own = [key for key in facts.given if key not in NEMO_RL_FIELDS and facts.given[key] is not None]
+    switches = {key: getattr(config, key) for key in sorted(NEMO_RL_FIELDS) if hasattr(config, key)}
+    switches |= _OWN[config.name]
+    default = LossConfig()
+    written = {key: value for key, value in switches.items() if value != getattr(default, key) or key in facts.given}
+    return (
+        *(f"~loss_fn.{key}" for key in own),
+        *(f"++loss_fn.{key}={_plain(value)}" for key, value in written.items()),
+    )
+
+
+def _plain(value: object) -> str:
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def compare(ours: Mapping[int, Mapping[str, float]], theirs: Mapping[int, Mapping[str, float]]) -> Iterator[Comparison]:
+    """Step by step, the metrics that both runs logged."""
+    alike = True
+    for step in sorted(set(ours) & set(theirs)):
+        mine, other = ours[step], theirs[step]
+        alike = alike and all(mine.get(name) == other.get(name) for name in _SAMPLED)
+        for name in _COMPARED:
+            if name in mine and name in other:
+                yield Comparison(step, name, mine[name], other[name], alike)

@@ -1,0 +1,95 @@
+"""The parallel layout of a recipe, and what is left of it on a few ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
+
+from nemo_geomask.checks import RecipeFacts
+
+__all__ = ["KEYS", "Layout", "layout_of"]
+
+KEYS: Mapping[str, Mapping[str, str]] = {
+    "megatron": {
+        "tp": "policy.megatron_cfg.tensor_model_parallel_size",
+        "cp": "policy.megatron_cfg.context_parallel_size",
+        "ep": "policy.megatron_cfg.expert_model_parallel_size",
+        "pp": "policy.megatron_cfg.pipeline_model_parallel_size",
+    },
+    "dtensor": {
+        "tp": "policy.dtensor_cfg.tensor_parallel_size",
+        "cp": "policy.dtensor_cfg.context_parallel_size",
+        "ep": "policy.dtensor_cfg.expert_parallel_size",
+    },
+}
+"""Where each size stands in a recipe, by the back end that trains."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Sizes of the trainer's parallel groups; every rank is in one of each.
+
+    Attributes:
+        tp: tensor parallel.
+        cp: context parallel.
+        ep: expert parallel: ranks of one pipeline stage, over which experts are spread.
+        pp: pipeline parallel.
+        dp: data parallel.
+    """
+
+    tp: int = 1
+    cp: int = 1
+    ep: int = 1
+    pp: int = 1
+    dp: int = 1
+
+    @property
+    def ranks(self) -> int:
+        """Processes that train."""
+        return self.tp * self.cp * self.pp * self.dp
+
+    def within(self, ranks: int, *, cp: bool = True) -> Layout:
+        """What of this layout fits: TP first, then CP, EP and PP get what the ones before leave; DP gets the rest.
+
+        Each is the largest divisor of the recipe's size that fits, so that whatever is divided by it still is.
+
+        Args:
+            ranks: processes there are, at least 1.
+            cp: False where sequences can't be shared out.
+        """
+        kept_tp = _divisor(self.tp, ranks)
+        kept_cp = _divisor(self.cp, ranks // kept_tp) if cp else 1
+        # Experts are spread over ranks that also have shares of tensors and sequences.
+        shares = kept_tp * kept_cp
+        kept_ep = next(size for size in _divisors(self.ep) if math.lcm(size, shares) <= ranks)
+        copies = math.lcm(kept_ep, shares) // shares
+        kept_pp = _divisor(self.pp, ranks // (shares * copies))
+        room = ranks // (shares * kept_pp)
+        kept_dp = max(copies, min(self.dp, room) // copies * copies)
+        return Layout(kept_tp, kept_cp, kept_ep, kept_pp, kept_dp)
+
+    def __str__(self) -> str:
+        return ", ".join(f"{field.name.upper()} {getattr(self, field.name)}" for field in fields(self))
+
+
+def layout_of(facts: RecipeFacts) -> Layout:
+    """That of the recipe: data parallel as far as its cluster goes."""
+
+    def size(key: str) -> int:
+        return max(1, int(facts.number(key) or 1))
+
+    keys = KEYS["megatron" if facts.megatron else "dtensor"]
+    sizes = {name: size(key) for name, key in keys.items()}
+    world = size("cluster.gpus_per_node") * size("cluster.num_nodes")
+    own = math.prod(sizes.get(name, 1) for name in ("tp", "cp", "pp"))
+    return Layout(**sizes, dp=max(1, world // own))
+
+
+def _divisors(size: int) -> Iterator[int]:
+    """Of a size, the largest first."""
+    return (part for part in range(size, 0, -1) if size % part == 0)
+
+
+def _divisor(size: int, limit: int) -> int:
+    return next(part for part in _divisors(size) if part <= max(1, limit))

@@ -1,0 +1,183 @@
+"""Rehearsals of many cases, each recorded as data: ``python -m nemo_geomask.rehearsal.matrix``.
+
+``docs/hosts/cases.yaml`` has the cases, ``docs/hosts/<version>.json`` what came of them with one NeMo-RL; the table in
+``docs/nemo_rl.md`` is made of both.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nemo_geomask.config.recipe import nemo_rl_root
+from nemo_geomask.errors import ArgumentError, ConfigError, GeomaskError
+from nemo_geomask.integrations.nemo_rl.commit import commit_of
+from nemo_geomask.rehearsal.rehearse import Rehearsal, rehearse
+
+__all__ = ["Trial", "main", "read_cases", "rewrite", "table"]
+
+_KEPT = ("loss", "grad_norm", "reward", "gen_kl_error", "token_mult_prob_error")
+_BEGIN, _END = "<!-- hosts: begin -->", "<!-- hosts: end -->"
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One case.
+
+    Attributes:
+        name: what it shows; unique.
+        recipe: file, relative to the repository.
+        overrides: of the recipe.
+        ranks: processes that train.
+        steps: rollout batches.
+        control: whether NeMo-RL's own loss is compared.
+        timeout: seconds of a run.
+        not_run: why it is not run; empty: it is.
+    """
+
+    name: str
+    recipe: str
+    overrides: tuple[str, ...] = ()
+    ranks: int = 1
+    steps: int = 2
+    control: bool = False
+    timeout: float = 400.0
+    not_run: str = ""
+
+
+def read_cases(path: Path) -> tuple[Trial, ...]:
+    """The cases of a file.
+
+    Raises:
+        ConfigError: two of one name, or a key that no case has.
+    """
+    import yaml
+
+    found = []
+    for case in yaml.safe_load(path.read_text(encoding="utf-8")):
+        try:
+            found.append(Trial(**{**case, "overrides": tuple(case.get("overrides", ()))}))
+        except TypeError as error:
+            raise ConfigError(f"{path}: case {case.get('name')!r}: {error}") from None
+    names = [case.name for case in found]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise ConfigError(f"{path}: two cases are called {twice[0]!r}")
+    return tuple(found)
+
+
+def _recorded(case: Trial, done: Rehearsal | None, error: str) -> dict[str, Any]:
+    failure = done.outcome.failure if done is not None and done.outcome is not None else None
+    metrics = done.outcome.metrics if done is not None and done.outcome is not None else {}
+    seconds = done.outcome.seconds if done is not None and done.outcome is not None else None
+    apart = [each for each in done.comparisons if each.sampled_alike] if done is not None else []
+    return {
+        "outcome": "trained" if done is not None and done.ok else "failed",
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "where": "GPUs" if done is not None and done.gpus else "CPUs",
+        "seconds": None if seconds is None else round(seconds),
+        "error": error or (f"{failure.stage}: {failure.error}" if failure else None),
+        "control": max((each.difference for each in apart), default=None),
+        "loss": dict(done.outcome.loss) if done is not None and done.outcome is not None else {},
+        "metrics": {
+            str(step): {name: values[name] for name in _KEPT if name in values} for step, values in metrics.items()
+        },
+    }
+
+
+def table(cases: Sequence[Trial], hosts: Sequence[Mapping[str, Any]]) -> str:
+    """Markdown: a row a case, a column a NeMo-RL."""
+    columns = [f"{host['version']}" + (f" ({host['commit'][:9]})" if host["commit"] else "") for host in hosts]
+    rows = [f"| case | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
+    rows += [f"| {case.name} | {' | '.join(_cell(case, host) for host in hosts)} |" for case in cases]
+    return "\n".join(rows)
+
+
+def _cell(case: Trial, host: Mapping[str, Any]) -> str:
+    found = host["cases"].get(case.name)
+    if found is None:
+        return f"not run: {case.not_run}" if case.not_run else "not run"
+    if found["outcome"] != "trained":
+        return f"fails: {found['error']}".replace("|", "\\|")
+    control = "" if found["control"] is None else f", control within {found['control']:.1g}"
+    return f"{len(found['metrics'])} steps, {found['seconds']} s on {found['where']}{control}"
+
+
+def rewrite(text: str, folder: Path) -> str:
+    """A page's text with the table of a folder of cases and results between its marks.
+
+    Raises:
+        ArgumentError: the text has no marks.
+    """
+    if _BEGIN not in text or _END not in text:
+        raise ArgumentError(f"the page has no '{_BEGIN}' … '{_END}' to put the table between")
+    before, _, rest = text.partition(_BEGIN)
+    hosts = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"), reverse=True)]
+    return f"{before}{_BEGIN}\n{table(read_cases(folder / 'cases.yaml'), hosts)}\n{_END}{rest.partition(_END)[2]}"
+
+
+def _version(checkout: Path) -> str:
+    """By a file of its own: main calls itself by the last release's number."""
+    scope: dict[str, Any] = {}
+    for line in (checkout / "nemo_rl" / "package_info.py").read_text(encoding="utf-8").splitlines():
+        name, equals, value = line.partition("=")
+        if equals and name.strip() in ("MAJOR", "MINOR", "PATCH"):
+            scope[name.strip()] = value.strip()
+    return ".".join(scope.get(name, "?") for name in ("MAJOR", "MINOR", "PATCH"))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the cases and record them; 0 where each that was run has trained."""
+    parser = argparse.ArgumentParser(prog="python -m nemo_geomask.rehearsal.matrix", description=__doc__)
+    parser.add_argument("--hosts", type=Path, default=Path("docs/hosts"), help="folder of cases and results")
+    parser.add_argument("--page", type=Path, default=Path("docs/nemo_rl.md"), help="page that has the table")
+    parser.add_argument("--label", help="name of this NeMo-RL (default: the version that it calls itself by)")
+    parser.add_argument("--only", action="append", help="run only the cases whose names begin so (repeatable)")
+    parser.add_argument("--table", action="store_true", help="run nothing, rewrite the table")
+    given = parser.parse_args(arguments)
+    good = True
+    if not given.table:
+        checkout = nemo_rl_root()
+        if checkout is None:
+            raise ConfigError("NEMO_RL_ROOT is not set; export the absolute path of a NeMo-RL checkout")
+        label = given.label or _version(checkout)
+        path = given.hosts / f"{label}.json"
+        host = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {"cases": {}}
+        host |= {"version": label, "commit": commit_of(checkout)}
+        for case in read_cases(given.hosts / "cases.yaml"):
+            if case.not_run or (given.only and not case.name.startswith(tuple(given.only))):
+                continue
+            print(f"{label}: {case.name}", file=sys.stderr, flush=True)
+            host["cases"][case.name] = found = _run(case)
+            print(f"  {_cell(case, host)}", file=sys.stderr, flush=True)
+            good = good and found["outcome"] == "trained"
+            path.write_text(json.dumps(host, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    given.page.write_text(rewrite(given.page.read_text(encoding="utf-8"), given.hosts), encoding="utf-8")
+    return 0 if good else 1
+
+
+def _run(case: Trial) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            done = rehearse(
+                case.recipe,
+                case.overrides,
+                steps=case.steps,
+                ranks=case.ranks,
+                control=case.control,
+                timeout=case.timeout,
+                folder=Path(folder, "out"),
+            )
+        except GeomaskError as error:
+            return _recorded(case, None, str(error))
+    return _recorded(case, done, "")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

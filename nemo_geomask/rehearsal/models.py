@@ -1,0 +1,189 @@
+"""A tiny random model of a recipe's architecture, and a tokenizer for it."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from nemo_geomask.errors import ConfigError, Problem
+from nemo_geomask.rehearsal.layout import Layout
+
+__all__ = ["MODEL_TYPES", "VOCABULARY", "TinyModel", "tiny_model", "write_model", "write_prompts"]
+
+VOCABULARY = 128
+
+MODEL_TYPES: tuple[tuple[str, str], ...] = (
+    # Of a name, the first that is found in it decides.
+    (r"deepseek-r1-distill-llama", "llama"),
+    (r"deepseek-r1-distill-qwen|deepscaler|qwen-?2", "qwen2"),
+    (r"deepseek-(v3|r1)|moonlight|kimi-k", "deepseek_v3"),
+    (r"deepseek-v2", "deepseek_v2"),
+    (r"qwen-?3.*a\d+(\.\d+)?b", "qwen3_moe"),
+    (r"qwen-?3(?!\.|-next|-vl|-omni)", "qwen3"),
+    (r"mixtral", "mixtral"),
+    (r"mistral", "mistral"),
+    (r"gpt-oss", "gpt_oss"),
+    (r"gemma-?3", "gemma3_text"),
+    (r"gemma-?2", "gemma2"),
+    (r"llama", "llama"),
+)
+"""Pattern of a model's name, and transformers' type of it."""
+
+_SIZES: Mapping[str, Any] = {
+    # Whatever of these a model's configuration has.
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "head_dim": 32,  # attention kernels for CPUs take multiples of 32
+    "max_position_embeddings": 256,
+    "initializer_range": 0.3,  # wide, so that tokens have probabilities of their own
+    "pad_token_id": 0,
+    "eos_token_id": 1,
+    "bos_token_id": None,
+    "max_window_layers": 2,
+    # Experts.
+    "num_experts": 8,
+    "n_routed_experts": 8,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "shared_expert_intermediate_size": 64,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "n_group": 2,
+    "topk_group": 1,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    # Latent attention.
+    "q_lora_rank": 32,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 32,
+    "v_head_dim": 32,
+    "num_nextn_predict_layers": 0,
+}
+_NOT_KEPT = (
+    "rope_scaling",
+    "rope_parameters",
+    "layer_types",
+    "quantization_config",
+    "dtype",
+    "torch_dtype",
+    "auto_map",
+)
+
+
+@dataclass(frozen=True)
+class TinyModel:
+    """What to make.
+
+    Attributes:
+        model_type: transformers' name of the architecture.
+        settings: of its configuration: those of the recipe's model where they are at hand, and the sizes.
+        source: where the architecture is known from.
+    """
+
+    model_type: str
+    source: str
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+
+def tiny_model(name: str, layout: Layout) -> TinyModel:
+    """The model for a recipe's ``policy.model_name``: a local folder's own configuration, or by its name.
+
+    Args:
+        name: folder or name.
+        layout: by which heads, layers and experts must be divisible.
+
+    Raises:
+        ConfigError: neither a folder with a ``config.json`` nor a name of a known architecture.
+    """
+    config = Path(name) / "config.json"
+    if config.is_file():
+        given = json.loads(config.read_text(encoding="utf-8"))
+        if not isinstance(given, dict) or not isinstance(given.get("model_type"), str):
+            raise ConfigError(Problem(("policy.model_name",), f"{config} has no model_type; it is no model's folder"))
+        kept = {key: value for key, value in given.items() if key not in _NOT_KEPT}
+        return TinyModel(given["model_type"], str(config), {**kept, **_sizes(layout, given)})
+    lowered = name.lower()
+    kind = next((kind for pattern, kind in MODEL_TYPES if re.search(pattern, lowered)), None)
+    if kind is None:
+        known = ", ".join(sorted({kind for _, kind in MODEL_TYPES}))
+        message = (
+            f"{name} is no folder with a config.json, and its name is of no architecture known here ({known}); give a "
+            "folder with the model's config.json (nothing else of it is read), as an override: policy.model_name=FOLDER"
+        )
+        raise ConfigError(Problem(("policy.model_name",), message))
+    return TinyModel(kind, f"the name {name}", _sizes(layout))
+
+
+def _sizes(layout: Layout, given: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Sizes by key: those that ``given`` has; all that there are without one."""
+    heads, groups = max(4, layout.tp), max(2, layout.tp)
+    per_layout = {
+        "num_hidden_layers": 2 * layout.pp,
+        "num_attention_heads": heads,
+        "num_key_value_heads": groups,
+    }
+    if given is None:
+        return {**_SIZES, **per_layout}
+    sizes = {key: value for key, value in {**_SIZES, **per_layout}.items() if key in given}
+    if "num_key_value_heads" in given and given["num_key_value_heads"] == given.get("num_attention_heads"):
+        sizes["num_key_value_heads"] = heads
+    if given.get("q_lora_rank", 0) is None:
+        sizes["q_lora_rank"] = None
+    return sizes
+
+
+def write_model(model: TinyModel, folder: Path, *, seed: int = 0) -> int:
+    """Make ``model`` and ``tokenizer`` in a folder; the number of parameters.
+
+    Each in a folder of its own: beside some models, transformers takes any tokenizer for their original's.
+
+    Raises:
+        ConfigError: the transformers installed here doesn't have the architecture.
+    """
+    torch, transformers = importlib.import_module("torch"), importlib.import_module("transformers")
+    architectures = importlib.import_module("transformers.models.auto.configuration_auto").CONFIG_MAPPING
+    if model.model_type not in architectures:
+        message = f"transformers {transformers.__version__} has no model type {model.model_type} ({model.source})"
+        raise ConfigError(Problem(("policy.model_name",), message))
+    made = architectures[model.model_type]
+    # By name, the architecture's own defaults say which sizes there are.
+    known = made().to_dict() if not model.source.endswith("config.json") else model.settings
+    settings = {key: value for key, value in model.settings.items() if key in known}
+    settings.pop("model_type", None)
+    if "head_dim" not in known and "head_dim" not in settings and "qk_nope_head_dim" not in known:
+        settings["hidden_size"] = 32 * settings["num_attention_heads"]
+    config = made(**settings, tie_word_embeddings=bool(model.settings.get("tie_word_embeddings", False)))
+    torch.manual_seed(seed)
+    policy = transformers.AutoModelForCausalLM.from_config(config)
+    policy.save_pretrained(folder / "model")
+    _tokenizer().save_pretrained(folder / "tokenizer")
+    return sum(parameter.numel() for parameter in policy.parameters())
+
+
+def _tokenizer() -> Any:
+    """A word a token: w2, w3, …"""
+    tokenizers, transformers = importlib.import_module("tokenizers"), importlib.import_module("transformers")
+    words = {"<pad>": 0, "<eos>": 1, **{f"w{index}": index for index in range(2, VOCABULARY)}}
+    inner = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w2"))
+    inner.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    made = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=inner, pad_token="<pad>", eos_token="<eos>", unk_token="w2"
+    )
+    made.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    return made
+
+
+def write_prompts(path: Path, rows: int = 256) -> None:
+    """Prompts of three words each, no two lines alike, as NeMo-RL's ``ResponseDataset`` reads them."""
+    prompts = (f"w{2 + row % 30} w{2 + row % 29} w{2 + row % 7}" for row in range(rows))
+    lines = (json.dumps({"input": prompt, "output": "w2"}) for prompt in prompts)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("\n".join(lines), encoding="utf-8")

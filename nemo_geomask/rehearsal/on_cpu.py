@@ -1,0 +1,60 @@
+"""What a recipe asks for and no CPU has."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from typing import Any
+
+from nemo_geomask.checks import RecipeFacts
+from nemo_geomask.rehearsal.change import Change
+
+__all__ = ["on_cpu"]
+
+
+def on_cpu(facts: RecipeFacts) -> Iterator[Change]:
+    """What is set otherwise, each with what is missing."""
+    settings: dict[str, tuple[Any, str]] = {
+        "logger.monitor_gpus": (False, "there are none"),
+        "policy.generation.vllm_cfg.enforce_eager": (True, "CUDA graphs"),
+        "policy.generation.vllm_cfg.gpu_memory_utilization": (0.1, "of the machine's memory, not of a card's"),
+        "policy.generation.vllm_cfg.use_deep_gemm": (False, "a kernel of CUDA's"),
+        "policy.generation.vllm_cfg.enable_vllm_metrics_logger": (False, "one process more"),
+    }
+    sampled_in = str(facts.get("policy.generation.vllm_cfg.precision"))
+    if sampled_in in ("bfloat16", "float32"):
+        # As a value: in most recipes it refers to the trainer's, which may not stay.
+        settings["policy.generation.vllm_cfg.precision"] = (sampled_in, "")
+    else:
+        settings["policy.generation.vllm_cfg.precision"] = ("bfloat16", "vLLM's kernels for CPUs have no other")
+    if facts.get("policy.generation.vllm_cfg.kv_cache_dtype", "auto") != "auto":
+        settings["policy.generation.vllm_cfg.kv_cache_dtype"] = ("auto", "vLLM's kernels for CPUs have no other")
+    if facts.on("policy.sequence_packing.enabled"):
+        settings["policy.sequence_packing.enabled"] = (False, "packed rows need an attention kernel of CUDA's")
+    if facts.megatron:
+        settings |= _MEGATRON_ON_CPU
+    elif facts.on("policy.dtensor_cfg._v2") and importlib.util.find_spec("nemo_automodel") is None:
+        settings["policy.dtensor_cfg._v2"] = (False, "nemo_automodel is not importable here: DTensor v1's workers")
+        if facts.get("checkpointing.model_save_format") is not None:
+            settings["checkpointing.model_save_format"] = (None, "DTensor v1's workers have one format")
+        if facts.on("policy.dtensor_cfg.lora_cfg.enabled"):
+            settings["policy.dtensor_cfg.lora_cfg.enabled"] = (False, "DTensor v1's workers have none")
+    for key, (value, why) in settings.items():
+        yield Change(key, value, facts.get(key), why, pinned=key.endswith("vllm_cfg.precision"))
+
+
+_TE = "transformer-engine's"
+_MEGATRON_ON_CPU: dict[str, tuple[Any, str]] = {
+    "policy.megatron_cfg.transformer_impl": ("local", f"layers of Megatron's own in place of {_TE}"),
+    "policy.megatron_cfg.apply_rope_fusion": (False, f"a kernel of {_TE}"),
+    "policy.megatron_cfg.bias_activation_fusion": (False, "a compiled kernel"),
+    "policy.megatron_cfg.moe_permute_fusion": (False, f"a kernel of {_TE}"),
+    "policy.megatron_cfg.moe_enable_deepep": (False, "a kernel of CUDA's"),
+    "policy.megatron_cfg.checkpoint.async_save": (False, "copies from a card"),
+    "policy.megatron_cfg.optimizer.bf16": (False, "an optimiser of CUDA's"),
+    "policy.megatron_cfg.optimizer.use_precision_aware_optimizer": (False, f"an optimiser of {_TE}"),
+    "policy.megatron_cfg.optimizer.use_distributed_optimizer": (False, "an optimiser of CUDA's"),
+    "policy.megatron_cfg.distributed_data_parallel_config.overlap_grad_reduce": (False, "streams"),
+    "policy.megatron_cfg.distributed_data_parallel_config.overlap_param_gather": (False, "streams"),
+    "policy.precision": ("float32", "the optimiser for CPUs keeps no copy in another precision"),
+}

@@ -1,0 +1,244 @@
+"""What a rehearsal changes in a recipe: overrides, each with its reason, and nothing else."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from nemo_geomask.checks import RecipeFacts
+from nemo_geomask.rehearsal.change import Change, written
+from nemo_geomask.rehearsal.layout import KEYS, Layout, layout_of
+from nemo_geomask.rehearsal.models import TinyModel, tiny_model
+from nemo_geomask.rehearsal.on_cpu import on_cpu
+
+__all__ = ["Plan", "plan"]
+
+_PROMPTS = 4
+_GENERATIONS = 4
+_MICRO_BATCH = 2
+_LENGTH = 32
+_RESPONSE = 16
+_ENVIRONMENT = "nemo_geomask_rehearsal"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A rehearsal of one recipe.
+
+    Attributes:
+        changes: to the recipe.
+        layout: the trainer's.
+        full_layout: the recipe's own.
+        model: to be made.
+        steps: to be trained.
+        script: NeMo-RL's, relative to its checkout.
+        cards: GPUs that Ray is to have or to claim.
+        unrehearsed: what of the recipe this says nothing about.
+    """
+
+    changes: tuple[Change, ...]
+    layout: Layout
+    full_layout: Layout
+    model: TinyModel
+    steps: int
+    script: str
+    cards: int
+    unrehearsed: tuple[str, ...]
+
+    @property
+    def overrides(self) -> tuple[str, ...]:
+        """All changes as overrides, in order."""
+        return tuple(override for change in self.changes for override in change.overrides)
+
+
+def plan(
+    facts: RecipeFacts,
+    *,
+    folder: Path,
+    steps: int = 3,
+    ranks: int = 1,
+    own_environment: bool = False,
+    gpus: bool = False,
+) -> Plan:
+    """The rehearsal of a recipe.
+
+    Args:
+        facts: the recipe, the user's overrides applied.
+        folder: where model, prompts, logs and checkpoints will lie.
+        steps: rollout batches.
+        ranks: processes that train, at most.
+        own_environment: whether data and environment are the recipe's.
+        gpus: whether this machine has GPUs; without, what CPUs have not is left out and said.
+
+    Raises:
+        ConfigError: the model's architecture is not known.
+    """
+    full = layout_of(facts)
+    layout = full.within(ranks, cp=gpus)
+    model = tiny_model(str(facts.get("policy.model_name", "")), layout)
+    size = _lengths(facts, layout, own_environment)
+    batch = _batch(facts, layout, size)
+    changes = [
+        *_made(facts, folder, own_environment),
+        *_shorter(facts, steps),
+        *batch,
+        *_laid_out(facts, layout, full, gpus),
+        *_quiet(facts, folder),
+        *([] if gpus else on_cpu(facts)),
+    ]
+    script = f"examples/run_{facts.algorithm}.py"
+    cards = layout.ranks + (0 if facts.get("policy.generation.colocated.enabled", True) else 1)
+    kept = [change for change in changes if change.was != change.value or change.delete or change.pinned]
+    return Plan(
+        tuple(kept), layout, full, model, steps, script, cards, tuple(_unrehearsed(facts, layout, full, kept, gpus))
+    )
+
+
+def _made(facts: RecipeFacts, folder: Path, own_environment: bool) -> Iterator[Change]:
+    model = str(folder / "model")
+    yield Change("policy.model_name", model, facts.get("policy.model_name"))
+    yield Change("policy.tokenizer.name", str(folder / "tokenizer"), facts.get("policy.tokenizer.name"))
+    yield Change("policy.tokenizer.chat_template", "default", facts.get("policy.tokenizer.chat_template"))
+    if facts.get("policy.hf_config_overrides"):
+        yield Change("policy.hf_config_overrides", {}, facts.get("policy.hf_config_overrides"), delete=True)
+    if own_environment:
+        return
+    train = {
+        "dataset_name": "ResponseDataset",
+        "data_path": str(folder / "prompts.jsonl"),
+        "input_key": "input",
+        "output_key": "output",
+        "prompt_file": None,
+        "system_prompt_file": None,
+        "processor": "math_hf_data_processor",
+        "env_name": _ENVIRONMENT,
+        "split_validation_size": 0,
+        "seed": 42,
+    }
+    yield Change("data.train", train, facts.get("data.train"), delete=facts.get("data.train") is not None)
+    yield Change("data.validation", None, facts.get("data.validation"))
+    if facts.on("data.use_multiple_dataloader"):
+        yield Change("data.use_multiple_dataloader", False, True, "one built-in set of prompts")
+    yield Change("data.num_workers", 0, facts.get("data.num_workers"))
+    yield Change(f"env.{_ENVIRONMENT}", {}, facts.get(f"env.{_ENVIRONMENT}"))
+
+
+def _shorter(facts: RecipeFacts, steps: int) -> Iterator[Change]:
+    section = facts.algorithm
+    yield Change(f"{section}.max_num_steps", steps, facts.get(f"{section}.max_num_steps"))
+    for key, value in (("val_period", 0), ("val_at_start", False), ("val_at_end", False)):
+        if facts.get(f"{section}.{key}") is not None:
+            yield Change(f"{section}.{key}", value, facts.get(f"{section}.{key}"))
+    if facts.on("checkpointing.enabled"):
+        # The last step is saved.
+        yield Change("checkpointing.save_period", steps, facts.get("checkpointing.save_period"))
+        if facts.get("checkpointing.metric_name") is not None:
+            yield Change(
+                "checkpointing.metric_name", None, facts.get("checkpointing.metric_name"), "there is no validation"
+            )
+
+
+def _lengths(facts: RecipeFacts, layout: Layout, own_environment: bool) -> int:
+    """Tokens of the longest sequence, a multiple of what the recipe's lengths have to be divisible by."""
+    multiple = math.lcm(int(facts.number("policy.make_sequence_length_divisible_by") or 1), 2 * layout.cp * layout.tp)
+    # Somebody's own prompts are longer than three words.
+    wanted = 512 if own_environment else _LENGTH
+    return math.ceil(wanted / multiple) * multiple
+
+
+def _batch(facts: RecipeFacts, layout: Layout, length: int) -> Iterator[Change]:
+    section = facts.algorithm
+    prompts = int(min(facts.number(f"{section}.num_prompts_per_step") or _PROMPTS, _PROMPTS))
+    each = int(min(facts.number(f"{section}.num_generations_per_prompt") or _GENERATIONS, _GENERATIONS))
+    # One microbatch a rank at least; in async mode a batch is whole prompts.
+    while prompts * each % layout.dp:
+        prompts += 1
+    rollouts = prompts * each
+    # Several optimiser steps a batch stay several: two.
+    updates = 2 if (facts.updates or 1) > 1 and rollouts % (2 * layout.dp) == 0 else 1
+    train = rollouts // updates
+    micro = math.gcd(int(min(facts.number("policy.train_micro_batch_size") or 1, _MICRO_BATCH)), train // layout.dp)
+    sizes: dict[str, int | None] = {
+        f"{section}.num_prompts_per_step": prompts,
+        f"{section}.num_generations_per_prompt": each,
+        "policy.train_global_batch_size": train,
+        "policy.train_micro_batch_size": micro,
+        "policy.logprob_batch_size": micro,
+        "policy.max_total_sequence_length": length,
+        "policy.generation.max_new_tokens": min(_RESPONSE, length // 2),
+        "policy.generation.vllm_cfg.max_model_len": length + _RESPONSE,
+        "data.max_input_seq_length": length,
+        f"{section}.max_val_samples": prompts if facts.get(f"{section}.max_val_samples") else None,
+        f"{section}.val_batch_size": prompts if facts.get(f"{section}.val_batch_size") else None,
+    }
+    for name in ("dynamic_batching", "sequence_packing"):
+        if facts.get(f"policy.{name}.train_mb_tokens") is not None:
+            sizes[f"policy.{name}.train_mb_tokens"] = length * micro
+            sizes[f"policy.{name}.logprob_mb_tokens"] = length * micro
+            sizes[f"policy.{name}.sequence_length_round"] = 8
+    if facts.get(f"{section}.reward_shaping.max_response_length") is not None:
+        sizes[f"{section}.reward_shaping.max_response_length"] = min(_RESPONSE, length // 2)
+        sizes[f"{section}.reward_shaping.overlong_buffer_length"] = 4
+    for key, value in sizes.items():
+        if value is not None:
+            yield Change(key, value, facts.get(key))
+
+
+def _laid_out(facts: RecipeFacts, layout: Layout, full: Layout, gpus: bool) -> Iterator[Change]:
+    for name, key in KEYS["megatron" if facts.megatron else "dtensor"].items():
+        before, now = getattr(full, name), getattr(layout, name)
+        if before != now:
+            why = "sequences are shared out by attention kernels of CUDA's" if name == "cp" and not gpus else "ranks"
+            yield Change(key, now, before, why)
+    if facts.megatron:
+        for end in ("first", "last"):
+            key = f"policy.megatron_cfg.num_layers_in_{end}_pipeline_stage"
+            if facts.get(key) is not None:
+                yield Change(key, None, facts.get(key), "a tiny model's layers divide evenly")
+        tp = int(facts.number("policy.megatron_cfg.expert_tensor_parallel_size") or 1)
+        if tp > layout.tp:
+            yield Change("policy.megatron_cfg.expert_tensor_parallel_size", layout.tp, tp, "ranks")
+    if (facts.on("policy.megatron_cfg.sequence_parallel") and facts.megatron) and layout.tp == 1:
+        yield Change("policy.megatron_cfg.sequence_parallel", False, True, "needs TP above 1")
+    for name in ("tensor_parallel_size", "pipeline_parallel_size", "expert_parallel_size"):
+        key = f"policy.generation.vllm_cfg.{name}"
+        before = int(facts.number(key) or 1)
+        now = before if gpus and layout.ranks % before == 0 else 1
+        if before != now:
+            yield Change(key, now, before, "ranks" if gpus else "one process samples on CPUs")
+    yield Change("cluster.num_nodes", 1, facts.get("cluster.num_nodes"))
+    cards = layout.ranks
+    if facts.get("policy.generation.colocated.enabled", True) is False:
+        cards += 1
+        resources = "policy.generation.colocated.resources"
+        yield Change(f"{resources}.gpus_per_node", 1, facts.get(f"{resources}.gpus_per_node"))
+        yield Change(f"{resources}.num_nodes", None, facts.get(f"{resources}.num_nodes"))
+    yield Change("cluster.gpus_per_node", cards, facts.get("cluster.gpus_per_node"))
+
+
+def _quiet(facts: RecipeFacts, folder: Path) -> Iterator[Change]:
+    """Nothing leaves the folder."""
+    yield Change("logger.log_dir", str(folder / "logs"), facts.get("logger.log_dir"))
+    yield Change("checkpointing.checkpoint_dir", str(folder / "checkpoints"), facts.get("checkpointing.checkpoint_dir"))
+    for name in ("wandb", "swanlab", "mlflow", "tensorboard"):
+        if facts.on(f"logger.{name}_enabled"):
+            yield Change(f"logger.{name}_enabled", False, True)
+
+
+def _unrehearsed(facts: RecipeFacts, layout: Layout, full: Layout, changes: list[Change], gpus: bool) -> Iterator[str]:
+    yield "memory: the model, its batches and its sequences are tiny"
+    yield "network: one machine, no node but this"
+    if layout != full:
+        yield f"layout: {layout} in place of {full}"
+    if not gpus:
+        yield "kernels: everything ran on CPUs"
+        yield "speed: CPUs' times say nothing about GPUs'"
+    yield from (
+        f"{change.key}: {written(change.was)}, here {written(change.value)} ({change.why})"
+        for change in changes
+        if change.why and change.why != "ranks" and change.was is not None and change.was != change.value
+    )
+    if facts.get(f"{facts.algorithm}.val_period"):
+        yield "validation: none of the recipe's"

@@ -1,0 +1,214 @@
+"""One rehearsal, from the recipe to what was found."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nemo_geomask.checks import Finding, RecipeFacts, check
+from nemo_geomask.config.recipe import ROOT_VARIABLE, nemo_rl_root, read_recipe
+from nemo_geomask.errors import ConfigError
+from nemo_geomask.rehearsal import driver
+from nemo_geomask.rehearsal.control import Comparison, compare, control_overrides, inexpressible
+from nemo_geomask.rehearsal.events import STAGES, read_events
+from nemo_geomask.rehearsal.models import write_prompts
+from nemo_geomask.rehearsal.plan import Plan, plan
+from nemo_geomask.rehearsal.report import RunResult, outcome_of
+from nemo_geomask.rehearsal.supervise import supervised
+from nemo_geomask.rehearsal.surroundings import surroundings
+
+__all__ = ["Rehearsal", "has_gpus", "rehearse"]
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """What was rehearsed, and how it went.
+
+    Attributes:
+        recipe: the file.
+        nemo_rl: the checkout.
+        findings: of ``check``.
+        gpus: whether it ran on GPUs.
+        plan: what was changed; None where the recipe has errors, and nothing was run.
+        outcome: None where nothing was run.
+        folder: model, log, metrics.
+        seconds: validation included.
+        control: the same with NeMo-RL's own loss; None where it was not run.
+        ours_only: settings for which there is no control.
+    """
+
+    recipe: Path
+    nemo_rl: Path
+    findings: tuple[Finding, ...]
+    gpus: bool
+    plan: Plan | None
+    outcome: RunResult | None
+    folder: Path
+    seconds: float
+    control: RunResult | None = None
+    ours_only: tuple[str, ...] = ()
+
+    @property
+    def comparisons(self) -> tuple[Comparison, ...]:
+        """Of the run with the control, where there is one."""
+        if self.outcome is None or self.control is None:
+            return ()
+        return tuple(compare(self.outcome.metrics, self.control.metrics))
+
+    @property
+    def ok(self) -> bool:
+        """Whether every step was trained, and the control's as well, with the same result."""
+        runs = [self.outcome, *([self.control] if self.control is not None else [])]
+        trained = all(run is not None and run.failure is None for run in runs)
+        return trained and all(each.equal for each in self.comparisons if each.sampled_alike)
+
+
+def has_gpus() -> bool:
+    """Whether torch sees a GPU here."""
+    import torch
+
+    return bool(torch.cuda.is_available())
+
+
+def rehearse(
+    recipe: str | Path,
+    overrides: Sequence[str] = (),
+    *,
+    steps: int = 3,
+    ranks: int = 1,
+    own_environment: bool = False,
+    timeout: float = 600.0,
+    control: bool = False,
+    folder: Path,
+    progress: Callable[[Sequence[dict[str, object]]], None] = lambda events: None,
+) -> Rehearsal:
+    """Run a recipe, shrunk, through NeMo-RL.
+
+    Args:
+        recipe: the file.
+        overrides: as NeMo-RL takes them.
+        steps: rollout batches to train on.
+        ranks: processes that train, at most.
+        own_environment: whether prompts and rewards are the recipe's own.
+        timeout: seconds for a run, after which it is ended.
+        control: whether to run it again with NeMo-RL's own loss, where that has the recipe's settings.
+        folder: for model, prompts, log and checkpoints; made anew.
+        progress: called with the events so far, several times a second.
+
+    Returns:
+        How it went, a failure of the run included.
+
+    Raises:
+        ConfigError: the recipe can't be read, NeMo-RL is not there, or no small model can be made of the recipe's.
+        EngineError: a process could not be ended.
+    """
+    began = time.monotonic()
+    checkout = _checkout()
+    facts = RecipeFacts.of(read_recipe(recipe, overrides))
+    report = check(facts)
+    gpus = has_gpus()
+    folder = folder.resolve()
+    if report.count("error"):
+        seconds = time.monotonic() - began
+        return Rehearsal(Path(recipe), checkout, report.findings, gpus, None, None, folder, seconds)
+    how = _How(checkout, steps, ranks, own_environment, gpus, timeout, progress)
+    shutil.rmtree(folder, ignore_errors=True)
+    planned, outcome = _run(facts, tuple(overrides), folder, how)
+    ours_only = inexpressible(facts) if control else ()
+    other = None
+    if control and not ours_only and outcome.failure is None:
+        theirs = (*overrides, *control_overrides(facts))
+        of_theirs = RecipeFacts.of(read_recipe(recipe, theirs))
+        _, other = _run(of_theirs, theirs, folder / "control", how)
+    seconds = time.monotonic() - began
+    return Rehearsal(Path(recipe), checkout, report.findings, gpus, planned, outcome, folder, seconds, other, ours_only)
+
+
+@dataclass(frozen=True)
+class _How:
+    """What two runs of one rehearsal have in common."""
+
+    checkout: Path
+    steps: int
+    ranks: int
+    own_environment: bool
+    gpus: bool
+    timeout: float
+    progress: Callable[[Sequence[dict[str, object]]], None]
+
+
+def _run(facts: RecipeFacts, overrides: tuple[str, ...], folder: Path, how: _How) -> tuple[Plan, RunResult]:
+    planned = plan(
+        facts,
+        folder=folder,
+        steps=how.steps,
+        ranks=how.ranks,
+        own_environment=how.own_environment,
+        gpus=how.gpus,
+    )
+    script = how.checkout / planned.script
+    if not script.is_file():
+        raise ConfigError(f"the NeMo-RL in {how.checkout} has no {planned.script}, which this recipe's algorithm needs")
+    folder.mkdir(parents=True)
+    write_prompts(folder / "prompts.jsonl")
+    arguments = [str(script), "--config", str(facts.recipe.path.resolve()), *overrides, *planned.overrides]
+    command = [sys.executable, "-m", "nemo_geomask.cli", "run", str(Path(driver.__file__)), *arguments]
+    (folder / "command.txt").write_text("\n".join(command), encoding="utf-8")
+    events = folder / "events.jsonl"
+    started = time.time()
+    with surroundings(folder, how.checkout, planned, gpus=how.gpus, own_environment=how.own_environment) as environment:
+        status = supervised(
+            command,
+            log=folder / "log.txt",
+            timeout=how.timeout,
+            environment=environment,
+            folder=how.checkout,
+            every_tick=lambda: how.progress(list(read_events(events))),
+        )
+    outcome = outcome_of(
+        read_events(events),
+        status=status,
+        steps=how.steps,
+        started=started,
+        ended=time.time(),
+        asked=frozenset(STAGES) - _not_asked(facts),
+        log=(folder / "log.txt").read_text(encoding="utf-8", errors="replace")[-20_000:],
+        settings=dict(_settings(facts.recipe.data)),
+    )
+    return planned, outcome
+
+
+def _checkout() -> Path:
+    root = nemo_rl_root()
+    if root is None:
+        raise ConfigError(
+            f"{ROOT_VARIABLE} is not set, and no nemo_rl is importable here; a rehearsal runs NeMo-RL's own script: "
+            f"export {ROOT_VARIABLE} with the absolute path of its checkout"
+        )
+    if not (root / "examples" / "run_grpo.py").is_file():
+        raise ConfigError(
+            f"{ROOT_VARIABLE} is {root}, which has no examples/run_grpo.py; give the path of its checkout"
+        )
+    return root.resolve()
+
+
+def _settings(section: Mapping[str, Any], around: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in section.items():
+        yield f"{around}{name}", value
+        if isinstance(value, Mapping):
+            yield from _settings(value, f"{around}{name}.")
+
+
+def _not_asked(facts: RecipeFacts) -> frozenset[str]:
+    """Stages that the recipe doesn't have."""
+    without = set()
+    if not facts.config.looks_before_step or facts.nameless:
+        without.add("veto")
+    if not facts.on("checkpointing.enabled"):
+        without.add("checkpoint")
+    return frozenset(without)

@@ -1,0 +1,119 @@
+"""What the driver finds around it: environment variables, Python's path, files."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+import sys
+import tempfile
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import nemo_geomask
+from nemo_geomask.config.recipe import ROOT_VARIABLE
+from nemo_geomask.rehearsal import driver
+from nemo_geomask.rehearsal.plan import Plan
+from nemo_geomask.rehearsal.standins.host import IDENTITY
+
+__all__ = ["surroundings"]
+
+_SITE = """import nemo_geomask.rehearsal.standins
+
+nemo_geomask.rehearsal.standins.register()
+"""
+_OLD_PYTHON = """import typing
+
+import typing_extensions
+
+typing.TypedDict = typing_extensions.TypedDict  # pydantic refuses typing's before Python 3.12
+typing.override = typing_extensions.override  # Megatron-LM imports it
+"""
+
+
+@contextmanager
+def surroundings(
+    folder: Path, checkout: Path, planned: Plan, *, gpus: bool, own_environment: bool
+) -> Iterator[dict[str, str]]:
+    """The driver's environment variables and files; what lies outside ``folder`` is removed again."""
+    identity = uuid.uuid4().hex[:12]
+    # Short: Ray makes sockets in it, whose paths may have 107 bytes.
+    ray = Path(tempfile.mkdtemp(prefix="rehearse-", dir="/tmp" if len(tempfile.gettempdir()) > 30 else None))
+    settings = {
+        "events": str(folder / "events.jsonl"),
+        "folder": str(folder),
+        "model": dataclasses.asdict(planned.model),
+        "environment": None if own_environment else _environment_name(planned),
+        "gpus": gpus,
+        "cards": planned.cards,
+        "ray": str(ray),
+    }
+    (folder / "settings.json").write_text(json.dumps(settings), encoding="utf-8")
+    path = [str(checkout), *_submodules(checkout)]
+    variables = {driver.SETTINGS: str(folder / "settings.json"), ROOT_VARIABLE: str(checkout), IDENTITY: identity}
+    if not gpus:
+        site = folder / "site"
+        site.mkdir()
+        text = (_OLD_PYTHON if sys.version_info < (3, 12) else "") + _SITE
+        (site / "sitecustomize.py").write_text(text, encoding="utf-8")
+        path.insert(0, str(site))
+        home = Path(nemo_geomask.__file__).resolve().parent.parent
+        # Of a checkout that is not installed. With GPUs, whether the workers have the package is to be seen.
+        if home.name != "site-packages":
+            path.append(str(home))
+        variables |= _CPU
+        if not own_environment:
+            # Built-in prompts and a model made here: nothing is to be fetched.
+            variables |= {"HF_HOME": str(folder / "hf"), "HF_HUB_OFFLINE": "1"}
+    # Absolute: the driver runs in NeMo-RL's checkout.
+    given = [os.path.abspath(place) for place in os.environ.get("PYTHONPATH", "").split(os.pathsep) if place]
+    variables["PYTHONPATH"] = os.pathsep.join([*path, *given])
+    try:
+        given_away = {"CUDA_VISIBLE_DEVICES", "RAY_ADDRESS"}  # a Ray that claims cards goes by the one, joins the other
+        kept = {name: value for name, value in os.environ.items() if gpus or name not in given_away}
+        yield {**kept, **variables}
+    finally:
+        shutil.rmtree(ray, ignore_errors=True)
+        for socket in Path("/tmp").glob(f"CPU-{identity}-*.sock"):
+            socket.unlink(missing_ok=True)
+
+
+def _environment_name(planned: Plan) -> str:
+    return next(change.key.removeprefix("env.") for change in planned.changes if change.key.startswith("env."))
+
+
+def _submodules(checkout: Path) -> list[str]:
+    """What NeMo-RL's checkout holds of Megatron and Automodel, where its submodules are there."""
+    workspaces = checkout / "3rdparty"
+    places = (
+        workspaces / "Megatron-Bridge-workspace" / "Megatron-Bridge" / "src",
+        workspaces / "Megatron-Bridge-workspace" / "Megatron-Bridge" / "3rdparty" / "Megatron-LM",
+        workspaces / "Megatron-LM-workspace" / "Megatron-LM",
+        workspaces / "Automodel-workspace" / "Automodel",
+    )
+    return [str(place) for place in places if place.is_dir() and any(place.iterdir())]
+
+
+_CPU = {
+    "PYTHONWARNINGS": "ignore",
+    "OMP_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "GLOO_SOCKET_IFNAME": "lo",
+    "TORCH_CUDA_ARCH_LIST": "9.0",  # Megatron's workers ask for it
+    # Ray: no token to join with, all output in the log, and processes without a card keep the variables they have.
+    "RAY_AUTH_MODE": "disabled",
+    "RAY_DEDUP_LOGS": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    # Ray would start as many processes ahead as it believes there are cores.
+    "RAY_prestart_worker_first_driver": "0",
+    "NEMO_RL_PY_EXECUTABLES_SYSTEM": "1",
+    # vLLM: weights as they are, so that new ones can take their place.
+    "VLLM_CPU_SGL_KERNEL": "0",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_NO_USAGE_STATS": "1",
+}

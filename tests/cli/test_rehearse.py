@@ -1,0 +1,164 @@
+"""``nemo-geomask rehearse`` up to the point where NeMo-RL is started, and from where it has ended."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from nemo_geomask.cli import main
+from nemo_geomask.rehearsal import rehearse as rehearsing
+from nemo_geomask.rehearsal.events import Events
+
+pytest.importorskip("hydra", reason="overrides are Hydra's")
+
+RECIPE = """
+grpo: {num_prompts_per_step: 8, num_generations_per_prompt: 4, max_num_steps: 100}
+loss_fn: {name: clipped_pg, ratio_clip_max: 0.3}
+policy:
+  model_name: Qwen/Qwen3-0.6B
+  tokenizer: {name: "${policy.model_name}"}
+  train_global_batch_size: 32
+  train_micro_batch_size: 4
+  max_total_sequence_length: 512
+  dtensor_cfg: {enabled: true}
+  generation: {backend: vllm, max_new_tokens: 512, vllm_cfg: {precision: bfloat16, max_model_len: 512}}
+data: {train: {dataset_name: x}}
+logger: {log_dir: logs}
+cluster: {gpus_per_node: 1, num_nodes: 1}
+"""
+
+
+@pytest.fixture
+def checkout(tmp_path, monkeypatch):
+    root = tmp_path / "RL"
+    (root / "examples" / "configs").mkdir(parents=True)
+    (root / "nemo_rl").mkdir()
+    (root / "examples" / "run_grpo.py").write_text("", encoding="utf-8")
+    monkeypatch.setenv("NEMO_RL_ROOT", str(root))
+    monkeypatch.setattr(rehearsing, "has_gpus", lambda: False)
+    (tmp_path / "recipe.yaml").write_text(RECIPE, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    return root
+
+
+@pytest.fixture
+def runs(checkout, monkeypatch):
+    """Stands in for the processes: what they are started with, and a run as a driver would have written it down."""
+    seen = []
+
+    def supervised(command, *, log, environment, folder, timeout, every_tick):
+        events = Events(log.parent / "events.jsonl")
+        events("end", stage="start")
+        for step in (1, 2):
+            events("begin", stage="step", label="policy_training")
+            events("end", stage="step", label="policy_training")
+            values = {"loss": 0.25 * step, "grad_norm": 1.0, "reward": 0.5}
+            events("metrics", step=step, prefix="train", values=values)
+            worker = {"calls": {"PolicyLoss(name='clipped_pg')": 4}, "pid": 7, "host": "h", "python": "p", "file": "f"}
+            events("proof", step=step, workers=[worker])
+        every_tick()
+        log.write_text("", encoding="utf-8")
+        seen.append((command, environment, timeout, sorted(Path(environment["PYTHONPATH"].split(":")[0]).iterdir())))
+        return 0
+
+    monkeypatch.setattr(rehearsing, "supervised", supervised)
+    return seen
+
+
+def test_a_run_is_reported(runs, checkout, tmp_path, capsys):
+    assert main(["rehearse", "recipe.yaml", "loss_fn.ratio_clip_max=0.4", "--steps", "2", "--json", "found.json"]) == 0
+    ((command, environment, timeout, site),) = runs
+    assert command[3:6] == ["run", command[4], str(checkout / "examples" / "run_grpo.py")]
+    assert "loss_fn.ratio_clip_max=0.4" in command
+    assert "++grpo.max_num_steps=2" in command
+    assert environment["NEMO_RL_ROOT"] == str(checkout)
+    assert [path.name for path in site] == ["sitecustomize.py"]
+    assert timeout == 600.0
+    out, err = capsys.readouterr()
+    assert "the loss that trained, by the workers: PolicyLoss(name='clipped_pg'), called 4 times" in out
+    assert "rehearse: step 2: loss 0.5" in err
+    found = json.loads((tmp_path / "found.json").read_text(encoding="utf-8"))
+    assert found["ok"] is True
+    assert found["metrics"]["2"]["loss"] == 0.5
+    assert {change["key"] for change in found["changes"]} >= {"grpo.max_num_steps", "policy.model_name"}
+    # Ray's folder is gone, whatever it held.
+    settings = json.loads((tmp_path / "results/rehearsal/recipe/settings.json").read_text(encoding="utf-8"))
+    assert not Path(settings["ray"]).exists()
+
+
+def test_on_gpus_python_is_started_as_it_is(runs, monkeypatch):
+    monkeypatch.setattr(rehearsing, "has_gpus", lambda: True)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    assert main(["rehearse", "recipe.yaml", "--steps", "2"]) == 0
+    ((_, environment, _, there),) = runs
+    assert "sitecustomize.py" not in {path.name for path in there}
+    assert environment["CUDA_VISIBLE_DEVICES"] == "0"
+    assert not {"GLOO_SOCKET_IFNAME", "VLLM_CPU_KVCACHE_SPACE"} & set(environment)
+
+
+def test_own_prompts_may_be_fetched_and_built_in_ones_need_nothing(runs, monkeypatch):
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    for environment in ("builtin", "own"):
+        assert main(["rehearse", "recipe.yaml", "--steps", "2", "--env", environment]) == 0
+    offline = ["HF_HUB_OFFLINE" in environment for _, environment, *_ in runs]
+    assert offline == [True, False]
+
+
+def test_the_control_is_a_second_run_without_our_keys(runs, capsys):
+    assert main(["rehearse", "recipe.yaml", "--steps", "2", "--control"]) == 0
+    (first, *_), (second, *_) = runs
+    assert "~loss_fn.name" in second
+    assert "~loss_fn.name" not in first
+    assert "step 2 loss" in capsys.readouterr().out
+
+
+def test_a_loss_without_a_control_says_why(runs, capsys):
+    assert main(["rehearse", "recipe.yaml", "--steps", "2", "--control", "loss_fn.name=gmpo"]) == 0
+    assert len(runs) == 1
+    assert "no control: NeMo-RL's own loss has nothing of loss_fn.name: gmpo" in capsys.readouterr().out
+
+
+def test_fewer_steps_than_asked_for_have_failed(runs, capsys):
+    assert main(["rehearse", "recipe.yaml", "--steps", "3"]) == 1
+    assert "2 of 3 steps" in capsys.readouterr().out
+
+
+def test_a_recipe_with_errors_is_not_run(runs, tmp_path, capsys):
+    assert main(["rehearse", "recipe.yaml", "loss_fn.ratio_clip_max=-1", "--json", "found.json"]) == 1
+    assert runs == []
+    assert "loss_fn.ratio_clip_max" in capsys.readouterr().out
+    (stage,) = json.loads((tmp_path / "found.json").read_text(encoding="utf-8"))["stages"]
+    assert (stage["name"], stage["state"]) == ("validation", "failed")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["policy.model_name=acme/one"], "policy.model_name: acme/one is no folder with a config.json"),
+        (["grpo.seeed=1"], "grpo.seeed"),
+    ],
+)
+def test_a_mistake_in_the_recipe(runs, capsys, overrides, message):
+    assert main(["rehearse", "recipe.yaml", *overrides]) == 2
+    assert message in capsys.readouterr().err
+    assert runs == []
+
+
+def test_without_nemo_rl(checkout, monkeypatch, capsys):
+    monkeypatch.setenv("NEMO_RL_ROOT", "/nowhere/RL")
+    assert main(["rehearse", "recipe.yaml"]) == 2
+    assert "NEMO_RL_ROOT is /nowhere/RL, which has no examples/run_grpo.py" in capsys.readouterr().err
+    monkeypatch.delenv("NEMO_RL_ROOT")
+    monkeypatch.setattr(rehearsing, "nemo_rl_root", lambda: None)
+    assert main(["rehearse", "recipe.yaml"]) == 2
+    assert "NEMO_RL_ROOT is not set" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [["--steps", "0"], ["--ranks", "two"], ["--timeout", "-1"], ["--timeout", "nan"]])
+def test_numbers_that_are_none(arguments, capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(["rehearse", "recipe.yaml", *arguments])
+    assert caught.value.code == 2
+    assert "above 0" in capsys.readouterr().err

@@ -1,0 +1,111 @@
+"""Stand-ins are put up when their module is imported, in a process of their own: they are for its whole life."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import subprocess
+import sys
+
+import pytest
+
+from nemo_geomask.rehearsal.standins.imports import STAND_INS
+
+pytestmark = pytest.mark.slow
+
+REGISTER = "import nemo_geomask.rehearsal.standins as standins; standins.register()\n"
+
+
+def in_a_process(code, *, path=None):
+    environment = dict(os.environ)
+    if path is not None:
+        environment["PYTHONPATH"] = os.pathsep.join([str(path), environment.get("PYTHONPATH", "")])
+    command = [sys.executable, "-c", REGISTER + code]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split()
+
+
+def test_registering_imports_nothing_heavy():
+    assert in_a_process("import sys; print('torch' in sys.modules)") == ["False"]
+
+
+def test_cuda_means_the_cpu():
+    code = """
+import torch
+print(torch.zeros(2, device="cuda").device, torch.ones(2).to("cuda:0").device, torch.ones(2).cuda().device)
+print(torch.tensor([1.0], device=torch.cuda.current_device(), pin_memory=True).device)
+print(torch.nn.Linear(2, 2).to(torch.device("cuda")).weight.device, torch.ones(2).new_zeros(2, device="cuda").device)
+with torch.autocast(device_type="cuda", dtype=torch.bfloat16), torch.cuda.stream(torch.cuda.Stream()):
+    print(torch.ones(2, 2).matmul(torch.ones(2, 2)).dtype)
+torch.cuda.synchronize(); torch.cuda.Event().record(); print(torch.cuda.memory_allocated())
+print(torch.ones(2).to(torch.float16).dtype)
+"""
+    assert in_a_process(code) == [*["cpu"] * 6, "torch.bfloat16", "0", "torch.float16"]
+
+
+def test_nccl_means_gloo():
+    code = """
+import torch.distributed as dist
+dist.init_process_group(backend="nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=None)
+print(dist.get_backend(), dist.get_backend(dist.new_group([0], backend="nccl")))
+mesh = dist.init_device_mesh("cuda", (1,))
+print(mesh.device_type); dist.barrier(device_ids=[0])
+"""
+    assert in_a_process(code) == ["gloo", "gloo", "cpu"]
+
+
+def test_they_are_patches_with_a_way_back():
+    code = """
+import torch
+from nemo_geomask.integrations.nemo_rl import patch
+patch.undo_all()
+print(torch.zeros.__module__, type(torch.zeros).__name__)
+try:
+    torch.zeros(1, device="cuda")
+except (AssertionError, RuntimeError):
+    print("refused")
+"""
+    assert in_a_process(code)[-1] == "refused"
+
+
+def test_modules_that_can_t_be_there_are_empty_and_no_others():
+    code = """
+from nccl.core.communicator import Communicator
+print(Communicator().init(1) if hasattr(Communicator, "init") else type(Communicator()).__module__)
+try:
+    import no_such_module
+except ModuleNotFoundError:
+    print("missing")
+"""
+    assert in_a_process(code) == ["nccl.core.communicator", "missing"]
+
+
+def test_a_module_that_is_there_is_not_replaced(tmp_path):
+    (tmp_path / "nccl.py").write_text("real = True", encoding="utf-8")
+    assert in_a_process("import nccl; print(nccl.real)", path=tmp_path) == ["True"]
+
+
+def test_a_stand_in_comes_after_its_module_and_leaves_its_loader(tmp_path):
+    (tmp_path / "host.py").write_text("value = 1", encoding="utf-8")
+    (tmp_path / "our").mkdir()
+    (tmp_path / "our" / "standins.py").write_text(
+        "from nemo_geomask.integrations.nemo_rl.patch import attribute\n"
+        "def host(module):\n    yield attribute(module, 'value', lambda original: original + 1)\n",
+        encoding="utf-8",
+    )
+    code = """
+import sys
+from nemo_geomask.rehearsal.standins.imports import AfterImport
+sys.meta_path.insert(0, AfterImport({"host": "our.standins:host"}))
+import host
+print(host.value, type(host.__loader__).__name__, type(host.__spec__.loader).__name__)
+"""
+    assert in_a_process(code, path=tmp_path) == ["2", "SourceFileLoader", "SourceFileLoader"]
+
+
+@pytest.mark.parametrize("place", sorted(set(STAND_INS.values())))
+def test_every_stand_in_names_the_file_that_needs_it(place):
+    home, _, name = place.partition(":")
+    module = importlib.import_module(f"nemo_geomask.rehearsal.standins.{home}")
+    assert ".py" in (getattr(module, name).__doc__ or "")
