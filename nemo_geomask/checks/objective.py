@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from nemo_geomask.config import LossConfig, MaskRule
 from nemo_geomask.config.masks import SIGNED
@@ -70,20 +71,25 @@ def surrogate_parts(loss: PolicyLoss) -> Parts:
     Raises: PluginError: a part has another name in braces.
     """
     config, variant = loss.config, loss.variant
-    settings = {**dict(config), **dict(loss.options)}
-    values = {key: number(value) if isinstance(value, float) else as_yaml(value) for key, value in settings.items()}
     low, high = 1 - config.ratio_clip_min, 1 + config.ratio_clip_max
     bounds = {"low": low, "high": high, "log_low": math.log(low) if low > 0 else -math.inf, "log_high": math.log(high)}
     words = f"above {number(high)} where A > 0" + (f", or below {number(low)} where A < 0" if low > 0 else "")
-    names = {**values, **{key: number(value) for key, value in bounds.items()}, "outside": words}
-    parts = variant.parts(config) if callable(variant.parts) else variant.parts
+    derived = {**bounds, "outside": words, "dual_clip": _DualClip(config.ratio_clip_c)}
+    names = {key: _written(value) for key, value in {**dict(config), **derived, **dict(loss.options)}.items()}
     try:
-        filled = [[text.format(**names, dual_clip=_DualClip(config.ratio_clip_c)) for text in part] for part in parts]
-    except (LookupError, ValueError) as error:
+        parts = variant.parts(config) if callable(variant.parts) else variant.parts
+        filled = tuple(Part(*(text.format_map(names) for text in part)) for part in parts)
+    except (LookupError, ValueError, TypeError, AttributeError) as error:
         problem = f"the parts of the variant '{config.name}' can't be filled in: {type(error).__name__}: {error}"
         raise PluginError(Problem(("loss_fn.name",), problem)) from error
     named = Part(f"ℓ_t = the surrogate of {config.name}", variant.source or "This objective gives no source.")
-    return tuple(Part(*texts) for texts in filled) or (named,)
+    return filled or (named,)
+
+
+def _written(value: Any) -> Any:
+    if isinstance(value, str | _DualClip):
+        return value
+    return number(value) if isinstance(value, float) else as_yaml(value)
 
 
 @dataclass(frozen=True)
@@ -116,13 +122,13 @@ _KIND = {
     "prob_diff": "difference of probabilities",
     "binary_kl": "binary KL",
     "binary_kl_reverse": "reverse binary KL",
-    "binary_kl_max": "larger binary KL",
+    "binary_kl_max": "binary KL, the larger of both ways,",
 }
 _OR = {
     "always": "",
     "negative_advantage": ", or A ≥ 0",
     "positive_advantage": ", or A ≤ 0",
-    "pushing": ", or A turns it back",
+    "pushing": ", or A does not push it further",
 }
 _LOG_RATIO = {"mismatch": "prev − gen", "policy": "curr − prev", "total": "curr − gen"}
 _WHOSE = {

@@ -170,7 +170,10 @@ class DppoTv(_Dppo):
     """Drop tokens whose probability is off by more than delta where the update pushes it further. arXiv:2602.04879."""
 
     preset: Literal["dppo_tv"]
-    delta: float = Field(gt=0, le=1, description="Largest difference of probabilities kept; 0.15 to 0.2 are in use.")
+    delta: float = Field(gt=0, lt=1, description="Largest difference of probabilities kept; 0.15 to 0.2 are in use.")
+    delta_low: float | None = Field(
+        default=None, gt=0, lt=1, description="The same where the update makes it less likely; null: as delta."
+    )
     distance = "prob_diff"
 
 
@@ -214,6 +217,11 @@ class RawMask(_Bounds):
             if self.min is not None and self.min < 0:
                 raise ValueError(f"'min' ({self.min:g}) must be at least 0, as {self.statistic} is")
             _Interval(min=self.min, max=self.max)
+            if self.when == "pushing" and self.statistic != "ratio":
+                raise ValueError(
+                    f"when: pushing needs a direction, which {self.statistic} has not; choose ratio, prob_diff or "
+                    "binary_kl"
+                )
             return self
         if self.min is None and self.max is None:
             raise ValueError("a mask without 'min' and 'max' removes nothing; give a bound")
@@ -222,7 +230,7 @@ class RawMask(_Bounds):
                 f"'min' ({self.min:g}) must be below 0: {self.statistic} is negative where the token has become less "
                 "likely"
             )
-        beyond = [bound for bound in (self.min, self.max) if bound is not None and abs(bound) > 1]
+        beyond = [bound for bound in (self.min, self.max) if bound is not None and abs(bound) >= 1]
         if self.statistic == "prob_diff" and beyond:
             raise ValueError(f"a bound of {beyond[0]:g} on prob_diff, which lies in [-1, 1], removes nothing")
         if self.level in ("sequence", "sequence_mean"):

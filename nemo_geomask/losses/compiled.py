@@ -50,7 +50,8 @@ def with_gradient(function: Pass, raw: Raw, *rest: Any) -> tuple[Any, ...]:
         labels.append(named)
         return loss, values
 
-    found: Any = torch.func.vjp(loss_of, *raw.moving, has_aux=True)
+    # In float32 until the trainer has scaled it: in half precision a small gradient would be 0 before.
+    found: Any = torch.func.vjp(loss_of, *(value.float() for value in raw.moving), has_aux=True)
     loss, pull, values = found
     return loss, values, labels[0], *pull(torch.ones_like(loss))
 
@@ -77,14 +78,17 @@ class _Known(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, *gradient_and_moving: Tensor) -> Tensor:
-        ctx.save_for_backward(*gradient_and_moving[: len(gradient_and_moving) // 2])
+        count = len(gradient_and_moving) // 2
+        ctx.save_for_backward(*gradient_and_moving[:count])
+        ctx.dtypes = [value.dtype for value in gradient_and_moving[count:]]
         return value.clone()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         gradient = ctx.saved_tensors
-        return None, *(None for _ in gradient), *((value * grads[0]).to(value.dtype) for value in gradient)
+        scaled = ((value * grads[0]).to(dtype) for value, dtype in zip(gradient, ctx.dtypes, strict=True))
+        return None, *(None for _ in gradient), *scaled
 
 
 class Compiled:
@@ -104,6 +108,7 @@ class Compiled:
         self._function = function
         self._mode = mode
         self._name = name
+        self._gave_up = False
         self._calls = 0
         self._graphs: tuple[Callable[..., Any], Callable[..., Any]] | None = None
         self._settings: Any = None
@@ -125,9 +130,13 @@ class Compiled:
                 result = differentiable(trains, raw, *rest) if moves else plain(raw, *rest)
         except Exception as error:
             # The function's own error is raised again by calling it.
-            if self._mode is True or not type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
+            if not type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
                 raise
-            self._mode, self._graphs = False, None
+            if isinstance(error, torch._dynamo.exc.FailOnRecompileLimitHit):
+                return self._function(raw, *rest)  # one more kind of batch than torch keeps graphs of
+            if self._mode is True:
+                raise
+            self._gave_up, self._graphs, self.choice = True, None, ""
             self._say(f"not compiled, {type(error).__name__}: {str(error).strip()}")
             return self._function(raw, *rest)
         self._say("compiled as one graph")
@@ -135,8 +144,8 @@ class Compiled:
 
     def _chooses(self, device: torch.device) -> bool:
         """Whether this call is to be compiled."""
-        if self._mode != "auto":
-            return bool(self._mode)
+        if self._gave_up or self._mode != "auto":
+            return self._mode is True
         eager = EAGER_CALLS.get(device.type)
         if eager is None:
             self._say(f"not compiled, which on a {device.type} takes longer than it saves; true compiles it")

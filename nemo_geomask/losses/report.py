@@ -62,7 +62,7 @@ def report_batch(batch: TokenBatch, kl_type: F.KLEstimator, *, full: bool) -> li
     curr, total = batch.curr.detach(), batch.log_ratios("total")
     if kl_type == "k3":
         # lerp is exact at both ends.
-        above, below, positive = up - clamped, down + clamped, torch.relu(torch.sign(mismatch))
+        above, below, positive = up - clamped, down + size, torch.relu(torch.sign(mismatch))
         k3, exchanged = torch.lerp(below, above, positive), torch.lerp(above, below, positive)
         reports = [
             Metric(("gen_kl_error", "geomask/mismatch_k3"), "tokens", lambda: k3),

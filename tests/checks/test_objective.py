@@ -81,7 +81,7 @@ def test_every_symbol_used_is_defined(name):
         ),
         (
             {"masks": [{"preset": "dppo_tv", "delta": 0.2}]},
-            "k_dppo_tv = 1 where -0.2 ≤ (p_t − q_t) ≤ 0.2, p = exp(curr), q = exp(gen), or A turns it back",
+            "k_dppo_tv = 1 where -0.2 ≤ (p_t − q_t) ≤ 0.2, p = exp(curr), q = exp(gen), or A does not push it further",
         ),
         (
             {"masks": [{"preset": "kpop", "max": 0.1}]},
@@ -117,11 +117,19 @@ def test_an_objective_from_elsewhere_says_what_it_is_or_is_named_by_its_source(t
         "SAID = Variant(surrogate=CLIPPED_PG.surrogate, pool=CLIPPED_PG.pool,\n"
         "    parts=(Part('ℓ_t = {ratio_clip_min}', 'Theirs.'),))\n"
         "ODD = Variant(surrogate=CLIPPED_PG.surrogate, pool=CLIPPED_PG.pool, parts=(Part('{no_such}', ''),))\n"
+        "DEEP = Variant(surrogate=CLIPPED_PG.surrogate, pool=CLIPPED_PG.pool, parts=(Part('{low.x}', ''),))\n"
+        "BARE = Variant(surrogate=CLIPPED_PG.surrogate, pool=CLIPPED_PG.pool, parts=Part('a', 'b'))\n"
+        "from nemo_geomask.config import StrictModel\n"
+        "class Own(StrictModel):\n    low: float = 0.25\n    dual_clip: float = 4.0\n"
+        "OWN = Variant(surrogate=CLIPPED_PG.surrogate, pool=CLIPPED_PG.pool, options=Own,\n"
+        "    parts=(Part('{low} {dual_clip} {high}', 'Own.'),))\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     said = describe(build_loss({"name": "their_loss:SAID", "ratio_clip_min": 0.125}))
     assert (said[1].formula, said[1].words) == ("ℓ_t = 0.125", "Theirs.")
     parts = describe(build_loss({"name": "their_loss:THEIRS"}))
     assert parts[1].words == "their paper, eq. 1"
-    with pytest.raises(PluginError, match=r"^loss_fn.name: the parts of the variant 'their_loss:ODD'.*no_such"):
-        describe(build_loss({"name": "their_loss:ODD"}))
+    assert describe(build_loss({"name": "their_loss:OWN"}))[1].formula == "0.25 4 1.2"
+    for name in ("ODD", "DEEP", "BARE"):
+        with pytest.raises(PluginError, match=rf"^loss_fn.name: the parts of the variant 'their_loss:{name}' can't"):
+            describe(build_loss({"name": f"their_loss:{name}"}))

@@ -138,7 +138,11 @@ def test_pydantic_config_counts_only_what_was_given():
             {"masks": [{**TOKEN, "level": "sequence_mean", "statistic": "binary_kl", "max": 0.1}]},
             ["loss_fn.masks[0]", "whose signs cancel; choose token or sequence_max"],
         ),
-        ({"masks": [{"preset": "dppo_tv", "delta": 2.0}]}, ["loss_fn.masks[0].delta", "less than or equal to 1"]),
+        ({"masks": [{"preset": "dppo_tv", "delta": 2.0}]}, ["loss_fn.masks[0].delta", "less than 1"]),
+        (
+            {"masks": [{**TOKEN, "statistic": "k3", "max": 0.1, "when": "pushing"}]},
+            ["loss_fn.masks[0]", "when: pushing needs a direction, which k3 has not"],
+        ),
         ({"masks": [{"preset": "dppo", "delta": 0.2}]}, ["loss_fn.masks[0].preset", "did you mean 'dppo_"]),
     ],
 )

@@ -167,6 +167,48 @@ def test_inductor_makes_few_kernels():
     assert 0 < len(calls) <= 8, calls
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+def test_inductor_sees_what_is_not_finite(packed):
+    # Of aot_eager's passes none knows that a product with 0 is 0.
+    torch._dynamo.reset()
+    batch = batches.rollouts(1)
+    gen, prev = batch.data["generation_logprobs"].clone(), batch.data["prev_logprobs"].clone()
+    gen[0, 6], gen[1, 4:] = torch.nan, torch.inf
+    prev[2, 5] = -torch.inf
+    spoilt = batch.with_data(generation_logprobs=gen, prev_logprobs=prev)
+    loss_fn = build_loss({"compile": True})
+    curr, data, segments = packed_rows(spoilt) if packed else (spoilt.curr, spoilt.data, None)
+    curr = curr.clone().requires_grad_()
+    counts = batch.seqs, batch.toks
+    loss, metrics = loss_fn.packed(curr, data, segments, *counts) if packed else loss_fn(curr, data, *counts)
+    loss.backward()
+    expected = call(objective({}), {}, spoilt, packed)
+    same((loss.item(), curr.grad, dict(metrics)), expected)
+    assert metrics["geomask/nonfinite_gen"] > 1
+    assert metrics["geomask/dropped_sequences"] > 1
+
+
+@pytest.mark.slow
+def test_half_precision_is_scaled_before_it_is_rounded():
+    torch._dynamo.reset()
+    batch = batches.rollouts(1)
+    found = []
+    for function in (objective({}), traced(objective({}))):
+        curr = batch.curr.half().requires_grad_()
+        raw = take_padded(curr, batch.data, ("advantages", "gen", "prev", "ref"))
+        loss, *_ = function(raw, PaddedSegments(), (), torch.tensor(batch.seqs), torch.tensor(1e8))
+        (loss * 65536).backward()
+        found.append(curr.grad)
+    assert found[0].dtype == torch.float16
+    assert (found[0] != 0).sum() > 10
+    torch.testing.assert_close(found[1], found[0], rtol=2e-3, atol=1e-7)
+
+
+def _one_more(raw):
+    return raw.curr + 1
+
+
 class TestChoice:
     RAW = Raw(torch.ones(()), torch.ones(()), torch.ones(()), {})
 
@@ -211,6 +253,40 @@ class TestChoice:
             assert function(self.RAW).item() == 2
         assert len(caplog.records) == 1
         assert "not compiled, Unsupported" in function.choice
+
+    def test_a_later_failure_is_said_too_and_a_copy_tries_again(self, monkeypatch):
+        monkeypatch.setitem(compiled.EAGER_CALLS, "cpu", 0)
+        fails = []
+
+        def compiler(function, **settings):
+            def graph(raw):
+                if fails:
+                    raise torch._dynamo.exc.Unsupported("no more")
+                return function(raw)
+
+            return graph
+
+        monkeypatch.setattr(torch, "compile", compiler)
+        function = Compiled(_one_more, "auto", "gspo")
+        assert function(self.RAW).item() == 2
+        assert function.choice == "compiled as one graph"
+        fails.append(True)
+        assert function(self.RAW).item() == 2
+        assert function.choice.startswith("not compiled, Unsupported: no more")
+        fails.clear()
+        copy = pickle.loads(pickle.dumps(function))
+        assert copy(self.RAW).item() == 2
+        assert copy.choice == "compiled as one graph"
+
+    def test_one_kind_of_batch_too_many_runs_as_it_is(self, monkeypatch):
+        def compiler(function, **settings):
+            def graph(raw):
+                raise torch._dynamo.exc.FailOnRecompileLimitHit("8")
+
+            return graph
+
+        monkeypatch.setattr(torch, "compile", compiler)
+        assert Compiled(_one_more, True, "gspo")(self.RAW).item() == 2
 
     def test_true_does_not_hide_a_failure(self):
         def breaks(raw):
