@@ -314,7 +314,8 @@ def version() -> str:
     """
     module = importlib.import_module("nemo_rl")
     number = str(getattr(module, "__version__", "of unknown version"))
-    commit = commit_of(Path(module.__file__).parent.parent) if module.__file__ else None
+    place = getattr(module, "__file__", None)
+    commit = commit_of(Path(place).parent.parent) if place else None
     return f"{number} (commit {commit[:9]})" if commit else number
 
 
