@@ -91,6 +91,8 @@ def test_a_run_is_reported(runs, checkout, tmp_path, capsys):
 def test_on_gpus_python_is_started_as_it_is(runs, monkeypatch):
     monkeypatch.setattr(rehearsing, "has_gpus", lambda: True)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    for name in ("GLOO_SOCKET_IFNAME", "VLLM_CPU_KVCACHE_SPACE"):
+        monkeypatch.delenv(name, raising=False)
     assert main(["rehearse", "recipe.yaml", "--steps", "2"]) == 0
     ((_, environment, _, there),) = runs
     assert "sitecustomize.py" not in {path.name for path in there}
