@@ -43,7 +43,7 @@ class Metric(NamedTuple):
             sequences hold alike. ``lowest``, ``highest``: 0-d, over this rank's tokens.
         value: computes it; not called where the metric is not wanted.
         normalizer: of a ``part``.
-        unit: of ``value``, where float32 can't hold the sum in ones.
+        unit: the metric is so many times the sum of ``value``: float32 may not hold a sum in ones.
     """
 
     names: tuple[str, ...]
@@ -60,19 +60,19 @@ class Sums:
         weight: token layout, float32; 0 at tokens that don't train.
         sample_mask: [S], float32.
         segments: who belongs to which sequence, and over which ranks.
-        nemo_rl: whether only what NeMo-RL's class reports is wanted.
+        full: whether more than NeMo-RL's class reports is wanted.
     """
 
-    def __init__(self, weight: Tensor, sample_mask: Tensor, segments: Segments, *, nemo_rl: bool) -> None:
+    def __init__(self, weight: Tensor, sample_mask: Tensor, segments: Segments, *, full: bool) -> None:
         self._weights = {"tokens": weight, "sequences": sample_mask}
         self._segments = segments
-        self._nemo_rl = nemo_rl
+        self._full = full
         self._found: dict[Over, list[tuple[Label, Tensor]]] = {over: [] for over in _ORDER}
 
     def add(self, reports: Iterable[Metric], *, always: bool = False) -> None:
         """Compute and reduce those that are wanted, or all of them."""
         for names, over, compute, normalizer, unit in reports:
-            if self._nemo_rl and not always:
+            if not (self._full or always):
                 names = tuple(name for name in names if not name.startswith(OWN))
                 if not names:
                     continue

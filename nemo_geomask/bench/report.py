@@ -39,11 +39,10 @@ def logprobs(result: Mapping[str, Any]) -> str:
         rows.append(
             [
                 row["path"],
-                _number(row["ms"]["median"]),
-                f"{_number(row['ms']['q1'])}–{_number(row['ms']['q3'])}",
+                *_ms(row),
                 _number(row["forward_ms"]["median"]),
                 _number(row["backward_ms"]["median"]),
-                _number(row.get("processor_ms", {}).get("median")),
+                _processor_ms(row),
                 _number(row["bytes_per_element"]),
                 _number(row["gb_s"]),
                 f"{row['of_copy']:.0%}",
@@ -81,10 +80,16 @@ def loss(result: Mapping[str, Any]) -> str:
         if row["status"] != "measured":
             reasons.append(f"  {row['loss']}, {row['how']}: {row['status']}: {row['reason']}")
             continue
-        ms = row["ms"]
-        cells = [row["loss"], row["how"], _number(ms["median"]), f"{_number(ms['q1'])}–{_number(ms['q3'])}"]
-        cells += [_number(row.get("processor_ms", {}).get("median"))]
-        rows.append([*cells, _number(row.get("launches")), _number(row.get("host_syncs"))])
+        rows.append(
+            [
+                row["loss"],
+                row["how"],
+                *_ms(row),
+                _processor_ms(row),
+                _number(row.get("launches")),
+                _number(row.get("host_syncs")),
+            ]
+        )
     lines = [
         f"{result['rows']} sequences of up to {result['length']} tokens, forward and backward",
         table(head, rows),
@@ -106,9 +111,7 @@ def _skewed(found: Mapping[str, Any]) -> list[str]:
         if row["status"] != "measured":
             reasons.append(f"  {row['way']}: {row['status']}: {row['reason']}")
             continue
-        ms = row["ms"]
-        cells = [row["way"], _number(ms["median"]), f"{_number(ms['q1'])}–{_number(ms['q3'])}"]
-        rows.append([*cells, _number(row.get("processor_ms", {}).get("median"))])
+        rows.append([row["way"], *_ms(row), _processor_ms(row)])
     title = "{sequences} packed sequences, {tokens} tokens, the longest {longest}".format(**found)
     return ["", title, table(["way", "ms", "IQR", "CPU ms"], rows), *reasons, ""]
 
@@ -120,9 +123,7 @@ def segments(result: Mapping[str, Any]) -> str:
         if row["status"] != "measured":
             rows.append([row["way"], "–", row["reason"], "–", "–"])
             continue
-        ms = row["ms"]
-        cells = [row["way"], _number(ms["median"]), f"{_number(ms['q1'])}–{_number(ms['q3'])}"]
-        rows.append([*cells, str(row["collectives"]), _number(row["sent_bytes"])])
+        rows.append([row["way"], *_ms(row), str(row["collectives"]), _number(row["sent_bytes"])])
     lines = [
         f"3 statistics of {result['sequences']} sequences, {result['tokens']} tokens over {result['world']} ranks "
         f"({result['backend']})",
@@ -158,6 +159,16 @@ def bars(found: Sequence[Mapping[str, Any]]) -> str:
         for bar in found
     ]
     return table(["bar", "bound", "found", "by CPU time", "verdict"], rows) + "\n"
+
+
+def _ms(row: Mapping[str, Any]) -> list[str]:
+    """Median and quartiles."""
+    ms = row["ms"]
+    return [_number(ms["median"]), f"{_number(ms['q1'])}–{_number(ms['q3'])}"]
+
+
+def _processor_ms(row: Mapping[str, Any]) -> str:
+    return _number(row.get("processor_ms", {}).get("median"))
 
 
 def _number(value: float | None) -> str:

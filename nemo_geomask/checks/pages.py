@@ -19,7 +19,7 @@ from nemo_geomask.config.strict import as_yaml
 from nemo_geomask.errors import ArgumentError
 from nemo_geomask.losses import PolicyLoss, available, build_loss
 
-__all__ = ["TABLES", "fields", "objectives", "rewrite", "rules"]
+__all__ = ["TABLES", "between_marks", "fields", "objectives", "rewrite", "rules"]
 
 
 def rules() -> str:
@@ -87,19 +87,32 @@ TABLES = {"check.md": {"rules": rules}, "loss_reference.md": {"fields": fields, 
 def rewrite(page: str, text: str) -> str:
     """The text of one of :data:`TABLES`' pages, with what stands between its markers replaced by the current tables.
 
-    A table stands between ``<!-- name: begin -->`` and ``<!-- name: end -->``.
-
     Raises:
         ArgumentError: markers are missing.
     """
     for mark, table in TABLES[page].items():
-        begin, end = f"<!-- {mark}: begin -->", f"<!-- {mark}: end -->"
-        before, found, rest = text.partition(begin)
-        _, ended, after = rest.partition(end)
-        if not (found and ended):
-            raise ArgumentError(f"{page} has no '{begin}' … '{end}' to put the table between")
-        text = f"{before}{begin}\n{table()}\n{end}{after}"
+        text = between_marks(text, mark, table(), page=page)
     return text
+
+
+def between_marks(text: str, mark: str, table: str, *, page: str) -> str:
+    """The text with ``table`` in place of what stands between ``<!-- mark: begin -->`` and ``<!-- mark: end -->``.
+
+    Args:
+        text: of a page.
+        mark: the table's name.
+        table: its lines.
+        page: the page's name, for the error.
+
+    Raises:
+        ArgumentError: the markers are missing.
+    """
+    begin, end = f"<!-- {mark}: begin -->", f"<!-- {mark}: end -->"
+    before, found, rest = text.partition(begin)
+    _, ended, after = rest.partition(end)
+    if not (found and ended):
+        raise ArgumentError(f"{page} has no '{begin}' … '{end}' to put the table between")
+    return f"{before}{begin}\n{table}\n{end}{after}"
 
 
 def _values(name: str, field: FieldInfo) -> str:

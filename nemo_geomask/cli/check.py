@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 from pathlib import Path
 from typing import Any
 
 from nemo_geomask.checks import MISMATCH_KL, RULES, Finding, RecipeFacts, Report, check, describe
+from nemo_geomask.cli.arguments import above_zero
 from nemo_geomask.config.recipe import read_recipe
 from nemo_geomask.errors import ConfigError, GeomaskError, Problem
 from nemo_geomask.losses import Part
@@ -56,7 +56,7 @@ def add(subparsers: Any) -> None:
     parser.add_argument("--gpu", metavar="NAME", help="GPU that samples, such as A100: some rules depend on it")
     parser.add_argument(
         "--mismatch-kl",
-        type=_positive,
+        type=above_zero,
         default=MISMATCH_KL,
         metavar="NATS",
         help="mean KL between the engines to reckon with, per token (metric geomask/mismatch_k3; default: "
@@ -64,16 +64,6 @@ def add(subparsers: Any) -> None:
     )
     parser.add_argument("--list-rules", action="store_true", help="print the rules and exit")
     parser.set_defaults(run=run)
-
-
-def _positive(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not math.isfinite(value) or value <= 0:
-        raise argparse.ArgumentTypeError(f"'{text}' is not a number above 0")
-    return value
 
 
 def run(arguments: argparse.Namespace) -> int:

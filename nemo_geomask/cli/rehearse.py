@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from nemo_geomask.cli.arguments import above_zero
 
 __all__ = ["add", "run"]
 
@@ -70,7 +71,7 @@ def add(subparsers: Any) -> None:
         "--json", type=Path, metavar="FILE", help="write what was found to this file; -: standard output"
     )
     parser.add_argument(
-        "--timeout", type=_seconds, default=600.0, metavar="S", help="seconds until all is ended (default: 600)"
+        "--timeout", type=above_zero, default=600.0, metavar="S", help="seconds until all is ended (default: 600)"
     )
     parser.add_argument("--out", type=Path, metavar="DIR", help="default: results/rehearsal/<recipe>; made anew")
     parser.set_defaults(run=run)
@@ -80,16 +81,6 @@ def _count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"'{text}' is not a whole number above 0")
     return int(text)
-
-
-def _seconds(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not math.isfinite(value) or value <= 0:
-        raise argparse.ArgumentTypeError(f"'{text}' is no number of seconds above 0")
-    return value
 
 
 def run(arguments: argparse.Namespace) -> int:

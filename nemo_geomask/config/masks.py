@@ -117,6 +117,12 @@ class Veto(_Interval):
     pooled = "sequence_max"
 
 
+_OfCurrent = Annotated[
+    Literal["total", "policy"],
+    Field(description="'total' compares with the generation engine, 'policy' with the training engine at rollout."),
+]
+
+
 class Opsm(_Bounds):
     """Off-policy sequence masking: drop a sequence with negative mean advantage whose mean log(μ/π) exceeds delta.
 
@@ -125,10 +131,7 @@ class Opsm(_Bounds):
 
     preset: Literal["opsm"]
     delta: float = Field(ge=0, description="Largest mean log-ratio kept, in nats per token.")
-    log_ratio: Literal["total", "policy"] = Field(
-        default="total",
-        description="'total' compares with the generation engine, 'policy' with the training engine at rollout.",
-    )
+    log_ratio: _OfCurrent = "total"
 
     def rule(self) -> MaskRule:
         """The raw rule."""
@@ -154,10 +157,7 @@ class _Dppo(_Bounds):
     delta_low: float | None = Field(
         default=None, gt=0, description="The same where it would make it less likely; null: as delta."
     )
-    log_ratio: Literal["total", "policy"] = Field(
-        default="total",
-        description="'total' measures from the generation engine, 'policy' from the training engine at rollout.",
-    )
+    log_ratio: _OfCurrent = "total"
     distance: ClassVar[Statistic]
 
     def rule(self) -> MaskRule:

@@ -44,11 +44,13 @@ class Raw(NamedTuple):
     @property
     def moving(self) -> list[Tensor]:
         """Those that the loss is differentiated by."""
-        return [self.curr, *(self.others[name] for name in ("unfiltered",) if name in self.others)]
+        return [self.curr, self.others["unfiltered"]] if "unfiltered" in self.others else [self.curr]
 
     def moved(self, moving: Sequence[Tensor]) -> Raw:
         """The same with other tensors as :attr:`moving`."""
-        return self._replace(curr=moving[0], others=self.others | dict(zip(("unfiltered",), moving[1:], strict=False)))
+        curr, *unfiltered = moving
+        others = {**self.others, "unfiltered": unfiltered[0]} if unfiltered else self.others
+        return self._replace(curr=curr, others=others)
 
 
 class TokenBatch(NamedTuple):
@@ -72,9 +74,9 @@ class TokenBatch(NamedTuple):
 
     def pair(self, which: str) -> tuple[Tensor, Tensor]:
         """The two log-probs whose difference :meth:`log_ratios` is, without gradient."""
-        return {"mismatch": (self.prev, self.gen), "policy": (self.curr.detach(), self.prev)}.get(
-            which, (self.curr.detach(), self.gen)
-        )
+        if which == "mismatch":
+            return self.prev, self.gen
+        return self.curr.detach(), self.prev if which == "policy" else self.gen
 
     def log_ratios(self, which: str) -> Tensor:
         """``mismatch`` prev − gen, ``policy`` curr − prev or ``total`` curr − gen, without gradient."""

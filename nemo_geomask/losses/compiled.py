@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
 from collections.abc import Callable, Sequence
@@ -29,7 +28,6 @@ def _guarded(guards: Sequence[Any]) -> list[bool]:
 
 
 _OPTIONS: Any = {"guard_filter_fn": _guarded} if hasattr(torch.compiler, "skip_guard_on_globals_unsafe") else None
-_TRACED = 32  # calls by which a loss has met the kinds of batch that it gets
 Pass = Callable[..., tuple[Tensor, Tensor, tuple[Label, ...]]]
 
 
@@ -111,7 +109,6 @@ class Compiled:
         self._gave_up = False
         self._calls = 0
         self._graphs: tuple[Callable[..., Any], Callable[..., Any]] | None = None
-        self._settings: Any = None
 
     def __call__(self, raw: Raw, *rest: Any) -> tuple[Tensor, Tensor, tuple[Label, ...]]:
         """What the function returns of these arguments."""
@@ -119,13 +116,10 @@ class Compiled:
             if not self._chooses(raw.curr.device):
                 return self._function(raw, *rest)
             self._graphs = _graph(self._function), _graph(functools.partial(with_gradient, self._function))
-            # Bounds of a loss don't change, and as a graph's inputs each is a tensor to be made at every call. What is
-            # traced later than that has them as inputs.
-            self._settings = torch._dynamo.config.patch(specialize_float=True)
         plain, trains = self._graphs
         try:
-            self._calls += 1
-            with self._settings if self._calls <= _TRACED else contextlib.nullcontext():
+            # Bounds of a loss don't change; as a graph's inputs each would be a tensor to be made at every call.
+            with torch._dynamo.config.patch(specialize_float=True):
                 moves = torch.is_grad_enabled() and any(value.requires_grad for value in raw.moving)
                 result = differentiable(trains, raw, *rest) if moves else plain(raw, *rest)
         except Exception as error:

@@ -65,7 +65,7 @@ def evaluate(
         batch, sums=sums, extremes=extremes, nonfinite=config.nonfinite, declared=by_length, count=count
     )
     full = config.metrics == "full"
-    metrics = Sums(seen.weight, seen.sample_mask, segments, nemo_rl=not full)
+    metrics = Sums(seen.weight, seen.sample_mask, segments, full=full)
     metrics.add(reports)
     metrics.add(of_batch, always=config.nonfinite == "raise")  # then the caller looks at them
 
@@ -104,7 +104,7 @@ def evaluate(
             Metric(("loss",), "part", lambda: loss, own),
             Metric(("kl_penalty",), "part", lambda: zero if kl is None else kl, own),
             Metric(("positive_nll_loss",), "part", lambda: zero if nll is None else nll, "none" if local else own),
-            *report_batch(batch, config.reference_policy_kl_type, full=full),
+            *report_batch(batch, config.reference_policy_kl_type),
         ]
     )
     return metrics.whole(loss, global_seqs, global_toks)

@@ -143,7 +143,7 @@ class OpenBatch:
         pooled, extremes = rule_statistics(batch, config.rules_before_step)
         seen, _ = observe(batch, sums=pooled, extremes=extremes, nonfinite=config.nonfinite)
         kept, of_masks = reject(batch, seen, config.rules_before_step)
-        sums = Sums(seen.weight, seen.sample_mask, segments, nemo_rl=False)
+        sums = Sums(seen.weight, seen.sample_mask, segments, full=True)
         sums.add([*(reports if config.nonfinite == "raise" else ()), *of_masks])
         # Divided by 1, since the counts of the whole batch are known at its end.
         _, values, labels = sums.whole(one, one, one)

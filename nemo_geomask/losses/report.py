@@ -44,8 +44,8 @@ def _ratio(names: tuple[str, ...], ratio: Tensor, beyond: Tensor) -> list[Metric
     ]
 
 
-def report_batch(batch: TokenBatch, kl_type: F.KLEstimator, *, full: bool) -> list[Metric]:
-    r"""Train/generation mismatch and entropy and, if ``full``, staleness.
+def report_batch(batch: TokenBatch, kl_type: F.KLEstimator) -> list[Metric]:
+    r"""Train/generation mismatch, staleness and entropy.
 
     With Δ = prev − gen and tokens sampled from μ: ``gen_kl_error`` estimates KL(μ ‖ π_old) by NeMo-RL's
     ``kl_type``, and ``policy_kl_error`` is the same with the two exchanged, as NeMo-RL has it (for tokens from μ only
@@ -69,23 +69,20 @@ def report_batch(batch: TokenBatch, kl_type: F.KLEstimator, *, full: bool) -> li
             Metric(("policy_kl_error",), "tokens", lambda: exchanged),
         ]
     else:
-        ratio = F.saturating_exp(mismatch)
+        ratio = F.saturating_exp(mismatch) if kl_type == "k4" else None
         reports = [
             Metric(("gen_kl_error",), "tokens", lambda: F.kl_estimate(-mismatch, kl_type)),
             Metric(("policy_kl_error",), "tokens", lambda: F.kl_estimate(mismatch, kl_type, ratio=ratio)),
             Metric(("geomask/mismatch_k3",), "tokens", lambda: F.kl_estimate(-mismatch, "k3")),
         ]
-    reports += [
+    return [
+        *reports,
         Metric(("token_mult_prob_error",), "tokens", lambda: 1 + up),
         # sinh²(Δ/2) = -up·down/4 and log cosh = log1p(sinh²)/2.
         Metric(("js_divergence_error",), "tokens", lambda: (up * down).mul_(-0.25).log1p_(), unit=0.5),
         Metric(("approx_entropy",), "tokens", lambda: F.saturating_exp(total) * curr, unit=-1.0),
+        Metric(("geomask/mismatch_abs",), "tokens", lambda: size),
+        Metric(("geomask/mismatch_k1",), "tokens", lambda: mismatch, unit=-1.0),
+        Metric(("geomask/policy_abs",), "tokens", policy.abs),
+        Metric(("geomask/policy_k3",), "tokens", lambda: F.token_statistic(policy, "k3")),
     ]
-    if full:
-        reports += [
-            Metric(("geomask/mismatch_abs",), "tokens", lambda: size),
-            Metric(("geomask/mismatch_k1",), "tokens", lambda: mismatch, unit=-1.0),
-            Metric(("geomask/policy_abs",), "tokens", policy.abs),
-            Metric(("geomask/policy_k3",), "tokens", lambda: F.token_statistic(policy, "k3")),
-        ]
-    return reports

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from nemo_geomask.config.strict import as_yaml
+
 __all__ = ["Change", "written"]
 
 
@@ -36,12 +38,8 @@ class Change:
 
 def written(value: Any) -> str:
     """A value in Hydra's grammar."""
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, int | float):
-        return str(value)
+    if value is None or isinstance(value, int | float):
+        return as_yaml(value)
     if isinstance(value, dict):
         return "{" + ",".join(f"{key}:{written(inner)}" for key, inner in value.items()) + "}"
     if isinstance(value, list | tuple):

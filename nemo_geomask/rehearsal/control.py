@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from nemo_geomask.checks import RecipeFacts
 from nemo_geomask.checks.loss import NEMO_RL_FIELDS
 from nemo_geomask.config.loss import LossConfig
+from nemo_geomask.config.strict import as_yaml
 
 __all__ = ["TOLERANCE", "Comparison", "compare", "control_overrides", "inexpressible"]
 
@@ -85,12 +86,8 @@ def control_overrides(facts: RecipeFacts) -> tuple[str, ...]:
     written = {key: value for key, value in switches.items() if value != getattr(default, key) or key in facts.given}
     return (
         *(f"~loss_fn.{key}" for key in own),
-        *(f"++loss_fn.{key}={_plain(value)}" for key, value in written.items()),
+        *(f"++loss_fn.{key}={as_yaml(value)}" for key, value in written.items()),
     )
-
-
-def _plain(value: object) -> str:
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def compare(ours: Mapping[int, Mapping[str, float]], theirs: Mapping[int, Mapping[str, float]]) -> Iterator[Comparison]:

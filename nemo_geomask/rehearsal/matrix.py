@@ -16,15 +16,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nemo_geomask.config.recipe import nemo_rl_root
-from nemo_geomask.errors import ArgumentError, ConfigError, GeomaskError
+from nemo_geomask.checks.pages import between_marks
+from nemo_geomask.errors import ConfigError, GeomaskError
 from nemo_geomask.integrations.nemo_rl.commit import commit_of
-from nemo_geomask.rehearsal.rehearse import Rehearsal, rehearse
+from nemo_geomask.rehearsal.rehearse import Rehearsal, nemo_rl_checkout, rehearse
 
 __all__ = ["Trial", "main", "read_cases", "rewrite", "table"]
 
 _KEPT = ("loss", "grad_norm", "reward", "gen_kl_error", "token_mult_prob_error")
-_BEGIN, _END = "<!-- hosts: begin -->", "<!-- hosts: end -->"
 
 
 @dataclass(frozen=True)
@@ -115,11 +114,8 @@ def rewrite(text: str, folder: Path) -> str:
     Raises:
         ArgumentError: the text has no marks.
     """
-    if _BEGIN not in text or _END not in text:
-        raise ArgumentError(f"the page has no '{_BEGIN}' … '{_END}' to put the table between")
-    before, _, rest = text.partition(_BEGIN)
     hosts = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"), reverse=True)]
-    return f"{before}{_BEGIN}\n{table(read_cases(folder / 'cases.yaml'), hosts)}\n{_END}{rest.partition(_END)[2]}"
+    return between_marks(text, "hosts", table(read_cases(folder / "cases.yaml"), hosts), page="the page")
 
 
 def _version(checkout: Path) -> str:
@@ -143,9 +139,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     good = True
     if not given.table:
-        checkout = nemo_rl_root()
-        if checkout is None:
-            raise ConfigError("NEMO_RL_ROOT is not set; export the absolute path of a NeMo-RL checkout")
+        checkout = nemo_rl_checkout()
         label = given.label or _version(checkout)
         path = given.hosts / f"{label}.json"
         host = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {"cases": {}}

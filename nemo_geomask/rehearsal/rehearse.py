@@ -22,7 +22,7 @@ from nemo_geomask.rehearsal.report import RunResult, outcome_of
 from nemo_geomask.rehearsal.supervise import supervised
 from nemo_geomask.rehearsal.surroundings import surroundings
 
-__all__ = ["Rehearsal", "has_gpus", "rehearse"]
+__all__ = ["Rehearsal", "has_gpus", "nemo_rl_checkout", "rehearse"]
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ def rehearse(
         EngineError: a process could not be ended.
     """
     began = time.monotonic()
-    checkout = _checkout()
+    checkout = nemo_rl_checkout()
     facts = RecipeFacts.of(read_recipe(recipe, overrides))
     report = check(facts)
     gpus = has_gpus()
@@ -183,7 +183,12 @@ def _run(facts: RecipeFacts, overrides: tuple[str, ...], folder: Path, how: _How
     return planned, outcome
 
 
-def _checkout() -> Path:
+def nemo_rl_checkout() -> Path:
+    """NeMo-RL's, from the environment.
+
+    Raises:
+        ConfigError: there is none.
+    """
     root = nemo_rl_root()
     if root is None:
         raise ConfigError(
