@@ -149,6 +149,8 @@ def _on_logprobs(
             settings["padded, metrics: nemo_rl"] = {"metrics": "nemo_rl"}
         if name in compiled:
             settings["padded, compiled"] = {"compile": True}
+            if theirs is not None:
+                settings["padded, compiled, metrics: nemo_rl"] = {"compile": True, "metrics": "nemo_rl"}
         for how, setting_ in settings.items():
             steps[name, how] = _ours(build_loss({"compile": False, **config, **setting_}), curr, data, counts)
         steps[name, "packed"] = _ours_packed(build_loss(config), curr, data, lengths.tolist(), counts)
