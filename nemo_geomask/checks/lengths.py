@@ -42,7 +42,7 @@ def _normal(x: float) -> float:
 
 def _weight_vanishes(facts: RecipeFacts) -> Iterator[Hit]:
     config, tokens, kl = facts.config, facts.response_tokens, facts.mismatch_kl
-    if not config.use_importance_sampling_correction or config.correction_level != "sequence" or tokens is None:
+    if not config.applies_weight or config.correction_level != "sequence" or tokens is None:
         return
     median = median_weight(kl, tokens)
     if median < 0.5:
