@@ -239,9 +239,15 @@ def _bypass(given: Given) -> Lines:
         if level is not None:
             yield Remark("verl computes rollout_is for its metrics alone here, and so nothing is written for it.")
     elif kind == "reinforce":
-        yield Line("name", "clipped_pg")
+        truncated = level == "token" and "_" not in str(given[_RC + "rollout_is_threshold"])
+        yield Line("name", "cispo" if truncated else "clipped_pg")
         if level is None:
             yield Line("disable_ppo_ratio", True)
+        elif truncated:
+            bound = given.number(_RC + "rollout_is_threshold")
+            yield Line("ratio_anchor", "gen", "-sg(min(w, c))·A·curr with w = e^(curr - gen) is CISPO on gen")
+            yield Line("ratio_clip_min", 1.0)
+            yield Line("ratio_clip_max", bound - 1, "rollout_is_threshold bounds the weight itself")
         else:
             yield Line("force_on_policy_ratio", True, "the weight is then against curr: sg(e^(curr - gen))")
             yield from _weight(given)

@@ -95,8 +95,9 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 _REINFORCE = (
-    *(f"preset bypass_pg_{name}" for name in ("is", "token_icepop", "geo_rs_seq_tis", "geo_rs_token_tis")),
-    "bypass reinforce, two rules",
+    "preset bypass_pg_is",
+    "preset bypass_pg_token_icepop",
+    "preset bypass_pg_geo_rs_seq_tis",
 )
 DIFFERS = {
     **dict.fromkeys(_REINFORCE, "loss"),  # -w·A·log π there, -w·A here
