@@ -28,7 +28,7 @@ def _bounds_out_of_reach(facts: RecipeFacts) -> Iterator[Hit]:
         # Only here is the size of the statistic known: other levels grow with length or have heavy tails.
         if rule.level == "sequence_mean" and rule.log_ratio == "mismatch":
             yield from _unreachable(f"loss_fn.masks[{index}]", rule.statistic, rule.low, rule.high)
-    pooled = config.use_importance_sampling_correction and config.correction_level == "sequence_mean"
+    pooled = config.applies_weight and config.correction_level == "sequence_mean"
     if config.truncation == "seq-mask-tis" or (config.truncation is not None and pooled):
         low = config.truncated_importance_sampling_ratio_min
         high = config.truncated_importance_sampling_ratio

@@ -16,7 +16,7 @@ _LEVEL = "loss_fn.is_correction_level"
 
 def _weight_vanishes(facts: RecipeFacts) -> Iterator[Hit]:
     config, tokens, kl = facts.config, facts.response_tokens, facts.mismatch_kl
-    if not config.use_importance_sampling_correction or config.correction_level != "sequence" or tokens is None:
+    if not config.applies_weight or config.correction_level != "sequence" or tokens is None:
         return
     median = median_weight(kl, tokens)
     if median < 0.5:

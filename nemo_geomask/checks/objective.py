@@ -46,7 +46,7 @@ def _interval(low: float | None, high: float | None) -> str:
 
 
 def _whole(config: LossConfig) -> Iterator[Part]:
-    weighted, masked = config.use_importance_sampling_correction, bool(config.mask_rules)
+    weighted, masked = config.applies_weight, bool(config.mask_rules)
     term = " · ".join([*(["w_t"] if weighted else []), *(["k_t"] if masked else []), "ℓ_t"])
     formula = f"L = Σ_t c_t · {term}"
     words = f"`{config.name}`, {'weighted' if weighted else 'not weighted'}, {'masked' if masked else 'not masked'}"
@@ -139,7 +139,10 @@ _WHOSE = {
 
 
 def _weight(config: LossConfig) -> Iterator[Part]:
-    if not config.use_importance_sampling_correction:
+    if config.ratio_anchor == "gen":
+        yield Part("w_t = 1", "The ratio, taken against the generation engine itself, holds the mismatch.")
+        return
+    if not config.applies_weight:
         yield Part("w_t = 1", "Nothing corrects for the mismatch between training and generation engine.")
         return
     level = config.correction_level
@@ -222,7 +225,9 @@ def _normaliser(config: LossConfig) -> Iterator[Part]:
 def _kl(config: LossConfig) -> Iterator[Part]:
     if config.kl_coefficient:
         kind, gradient = config.reference_policy_kl_type, config.reference_policy_kl_gradient
-        estimator = {"k1": "x", "k2": "x²/2", "k3": "e^(−x) − 1 + x", "k4": "(π/π_old)·x"}[kind]
+        estimator = {"k1": "x", "k2": "x²/2", "k3": "e^(−x) − 1 + x", "k4": f"exp(curr − {config.ratio_anchor})·x"}[
+            kind
+        ]
         weight = "exp(curr − gen)·(" if config.use_on_policy_kl_approximation else ""
         yield Part(
             f"KL_t = {weight}{estimator}{')' if weight else ''}, x = curr − ref",

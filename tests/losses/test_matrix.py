@@ -33,6 +33,7 @@ LEVELS = {
         level: {"use_importance_sampling_correction": True, "is_correction_level": level}
         for level in ("token", "sequence", "sequence_mean")
     },
+    "anchored": {"ratio_anchor": "gen"},
 }
 RULES = {
     "unmasked": [],
