@@ -49,7 +49,7 @@ def _unreachable(key: str, statistic: str, low: float, high: float) -> Iterator[
         if statistic == "ratio":
             bounds = ", ".join(f"{math.exp(bound):.4g}" for bound in finite)
             reach = f"[{math.exp(-REACH):.2f}, {math.exp(REACH):.2f}]"
-            example = "0.999 and 1.002 are common"
+            example = "0.99 and 1.01 are common"
         else:
             bounds, reach, example = f"{finite[-1]:.4g}", f"[0, {REACH}]", "0.001 to 0.01 are common"
         yield Hit(
@@ -147,6 +147,42 @@ def _kl_in_no_reward(facts: RecipeFacts) -> Iterator[Hit]:
         )
 
 
+def _kl_estimator(facts: RecipeFacts) -> Iterator[Hit]:
+    config, value = facts.config, facts.config.reference_policy_kl_type
+    if not config.reference_policy_kl_penalty:
+        return
+    if config.use_kl_in_reward:
+        if value in ("k2", "k3"):
+            yield Hit(
+                "loss_fn.reference_policy_kl_type",
+                f"{value} in the reward: there only k1 gives the gradient of the KL; that of {value} is biased"
+                + (", and its e^(ref - curr) grows without bound where the policy moves away" if value == "k3" else "")
+                + "; set k1",
+            )
+    elif config.reference_policy_kl_gradient == "k1":
+        yield Hit(
+            "loss_fn.reference_policy_kl_gradient",
+            "k1: the derivative of curr - ref alone is that of curr, which does not look at the reference and has the "
+            "mean 0: noise, and no pull; set k2, or null",
+        )
+    elif value == "k2" and config.reference_policy_kl_gradient is None:
+        yield Hit(
+            "loss_fn.reference_policy_kl_type",
+            "k2 with NeMo-RL's gradient, that of the weighted value: biased, also on-policy; set name: clipped_pg (or "
+            "another) and reference_policy_kl_gradient: k2, or reference_policy_kl_type: k3",
+        )
+
+
+def _documents_in_no_loop(facts: RecipeFacts) -> Iterator[Hit]:
+    if "lab" not in facts.recipe.data and facts.get("policy.docs_per_step") is not None:
+        yield Hit(
+            "policy.docs_per_step",
+            "the lab's: NeMo-RL's loops form steps of policy.train_global_batch_size sequences and do not read it; set "
+            "that and loss_fn.loss_normalization: documents, or call nemo_geomask.parallel.collect_documents in a loop "
+            "of your own",
+        )
+
+
 RULES = (
     Rule("GM201", "warning", "bounds on a mean that nothing reaches", _STUDY, _bounds_out_of_reach),
     Rule("GM202", "warning", "a mask that another one implies", "docs/masks.md", _mask_implied),
@@ -178,5 +214,14 @@ RULES = (
         "KL in a reward that nothing computes",
         "NeMo-RL `GRPOAdvantageEstimator`, `GDPOAdvantageEstimator`, `RawRewardAdvantageEstimator`",
         _kl_in_no_reward,
+    ),
+    Rule("GM207", "warning", "a KL estimator that trains something else than the KL", "docs/kl.md", _kl_estimator),
+    Rule(
+        "GM208",
+        "error",
+        "a step of a number of documents, where nothing forms one",
+        "the source of NeMo-RL v0.6.0, v0.7.0 and main",
+        _documents_in_no_loop,
+        needs_loss=False,
     ),
 )
