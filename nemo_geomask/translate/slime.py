@@ -126,6 +126,8 @@ def _mis(given: Given) -> Lines:
         yield from chosen(given, "rs_level", bounds)
         if given["rs_veto_threshold"] is not None:
             yield Line("masks", {"preset": "veto", "min": given.number("rs_veto_threshold")})
+        if given["use_kl_loss"]:
+            yield Remark("slime takes rejected tokens out of the KL term too; here masks act on the surrogate.")
     normalized = "weights divided by their mean over the microbatch have no counterpart"
     yield from inert(given, {"tis_batch_normalize": ((False, None), normalized)})
     yield Remark("slime bounds log-ratios by ±20 before exp, where exp here saturates at 40.")

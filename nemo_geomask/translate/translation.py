@@ -120,6 +120,9 @@ def translate(settings: Mapping[str, Any], peer: str | None = None) -> Translati
         unread.remove(key)
         guess = nearest(key.rpartition(".")[2], [name.rpartition(".")[2] for name in system.defaults])
         lost.append(f"{key}: unknown" + (f"; did you mean '{guess}'?" if guess else f" at {system.source}"))
+    if "name" not in loss_fn:  # one that this version hasn't, whose options nothing else reads
+        loss_fn = {**loss_fn, "name": "clipped_pg"}
+        loss_fn.pop("options", None)
     order = list(LossConfig.model_fields)
     block = {key: loss_fn[key] for key in sorted(loss_fn, key=order.index)} | ({"masks": masks} if masks else {})
     examined(block)  # what it raises is a mistake of the table's, or a value that is out of range there and here

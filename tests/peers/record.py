@@ -17,7 +17,7 @@ import numpy as np
 from tests.peers.problems import problem
 
 DATA = Path(__file__).parent / "data"
-PEERS = ("verl",)
+PEERS = ("verl", "trl", "slime")
 MANY, FEW = 100, 12
 
 
