@@ -221,7 +221,7 @@ def test_settings_of_nemo_rls_open_pull_requests():
     assert not translation.lost
     (lost,) = translate({"loss_fn": {"loss_mode": "dppo_binary_tv"}}).lost
     assert "4069" in lost
-    (lost,) = translate({"loss_fn": {"ratio_clip_mx": 1}}).lost
+    (lost,) = translate({"loss_fn": {"ratio_clip_mx": 1}}, "nemo_rl").lost
     assert "did you mean 'ratio_clip_max'" in lost
 
 
