@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import os
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -32,7 +33,7 @@ class Trial:
 
     Attributes:
         name: what it shows; unique.
-        recipe: file, relative to the repository.
+        recipe: file, relative to the repository, or of NeMo-RL's: ``$NEMO_RL_ROOT/…``.
         overrides: of the recipe.
         ranks: processes that train.
         steps: rollout batches.
@@ -160,7 +161,7 @@ def _run(case: Trial) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         try:
             done = rehearse(
-                case.recipe,
+                os.path.expandvars(case.recipe),
                 case.overrides,
                 steps=case.steps,
                 ranks=case.ranks,
