@@ -41,7 +41,7 @@ def _cascade_attention(facts: RecipeFacts) -> Iterator[Hit]:
 
 
 def _quantised(facts: RecipeFacts) -> Iterator[Hit]:
-    if facts.config.use_importance_sampling_correction or facts.config.masks:
+    if facts.config.corrects_mismatch or facts.config.masks:
         return
     keys = [f"{_VLLM_KWARGS}.quantization"]
     # Where training is quantised the same way, the two agree.
@@ -79,7 +79,7 @@ def _no_router_replay(facts: RecipeFacts) -> Iterator[Hit]:
             f"{model}, and each engine routes on its own: on a near-tie a token meets other experts than the ones "
             f"it was sampled with; set {_ROUTER_REPLAY}: true",
         )
-    elif not (facts.config.use_importance_sampling_correction or facts.config.masks):
+    elif not (facts.config.corrects_mismatch or facts.config.masks):
         yield Hit(
             _ROUTER_REPLAY,
             f"{model}; there is no router replay for these engines in this NeMo-RL, and nothing corrects for routes "

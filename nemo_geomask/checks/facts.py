@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from nemo_geomask.checks.loss import loss_of, nameless
+from nemo_geomask.checks.loss import loss_of, nameless, other_algorithm
 from nemo_geomask.config.loss import LossConfig
 from nemo_geomask.config.recipe import Recipe
 from nemo_geomask.errors import Problem
@@ -64,6 +64,11 @@ class RecipeFacts:
     def nameless(self) -> bool:
         """Whether NeMo-RL's own loss trains."""
         return nameless(self.recipe)
+
+    @property
+    def other_algorithm(self) -> str | None:
+        """What the recipe does, if that has no policy loss: supervised fine-tuning, DPO and the like."""
+        return other_algorithm(self.recipe)
 
     @property
     def nemo_rl(self) -> Path | None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from nemo_geomask.checks.facts import RecipeFacts
 from nemo_geomask.checks.loss import NEMO_RL_FIELDS
 from nemo_geomask.checks.rule import Hit, Rule
-from nemo_geomask.checks.written import nearest_given
+from nemo_geomask.checks.written import nearest_given, theirs
 from nemo_geomask.config.loss import LossConfig
 from nemo_geomask.errors import Problem
 
@@ -20,8 +20,12 @@ def _invalid(facts: RecipeFacts) -> Iterator[Hit]:
 
 
 def _doubtful(facts: RecipeFacts) -> Iterator[Hit]:
+    foreign, origins = theirs(facts), facts.recipe.origins
     for doubt in facts.doubts:
-        yield _located(doubt, facts)
+        written = [origin for key in doubt.keys if (origin := origins.at(key))]
+        # What NeMo-RL's own files say as a whole is its way to say it, not the user's mistake.
+        if not written or any(origin.where not in foreign for origin in written):
+            yield _located(doubt, facts)
 
 
 def _located(problem: Problem, facts: RecipeFacts) -> Hit:
@@ -42,6 +46,11 @@ def _nameless(facts: RecipeFacts) -> Iterator[Hit]:
             )
 
 
+def _unresolved(facts: RecipeFacts) -> Iterator[Hit]:
+    for key, why in facts.recipe.unresolved.items():
+        yield Hit(key, f"not known here, and so not checked: {why}")
+
+
 RULES = (
     Rule(
         "GM001",
@@ -59,5 +68,13 @@ RULES = (
         "settings of this package's without `loss_fn.name`",
         "NeMo-RL `ClippedPGLossConfig`: extra keys are allowed and ignored",
         _nameless,
+    ),
+    Rule(
+        "GM007",
+        "note",
+        "a path that only the cluster's environment knows",
+        "the recipe; NeMo-RL resolves it at its start",
+        _unresolved,
+        needs_loss=False,
     ),
 )

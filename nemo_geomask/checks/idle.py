@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import get_args
 
 from nemo_geomask.checks.facts import RecipeFacts
 from nemo_geomask.checks.rule import Hit, Rule
 from nemo_geomask.checks.tree import READ_BY, reads
-from nemo_geomask.config.masks import MaskRule
+from nemo_geomask.config.masks import Level, MaskRule
 
 __all__ = ["REACH", "RULES"]
 
@@ -28,7 +29,7 @@ def _bounds_out_of_reach(facts: RecipeFacts) -> Iterator[Hit]:
         # Only here is the size of the statistic known: other levels grow with length or have heavy tails.
         if rule.level == "sequence_mean" and rule.log_ratio == "mismatch":
             yield from _unreachable(f"loss_fn.masks[{index}]", rule.statistic, rule.low, rule.high)
-    pooled = config.use_importance_sampling_correction and config.correction_level == "sequence_mean"
+    pooled = config.applies_weight and config.correction_level == "sequence_mean"
     if config.truncation == "seq-mask-tis" or (config.truncation is not None and pooled):
         low = config.truncated_importance_sampling_ratio_min
         high = config.truncated_importance_sampling_ratio
@@ -48,7 +49,7 @@ def _unreachable(key: str, statistic: str, low: float, high: float) -> Iterator[
         if statistic == "ratio":
             bounds = ", ".join(f"{math.exp(bound):.4g}" for bound in finite)
             reach = f"[{math.exp(-REACH):.2f}, {math.exp(REACH):.2f}]"
-            example = "0.999 and 1.002 are common"
+            example = "0.99 and 1.01 are common"
         else:
             bounds, reach, example = f"{finite[-1]:.4g}", f"[0, {REACH}]", "0.001 to 0.01 are common"
         yield Hit(
@@ -76,13 +77,13 @@ def _implies(strict: MaskRule, wide: MaskRule) -> bool:
     """Whether all that ``strict`` keeps, ``wide`` keeps."""
     if (strict.log_ratio, strict.statistic) != (wide.log_ratio, wide.statistic):
         return False
-    same_advantage = strict.when == wide.when and (strict.level == "token") == (wide.level == "token")
+    same_advantage = strict.when == wide.when and strict.by_token == wide.by_token
     if strict.when != "always" and not same_advantage:
         return False
     levels = {
         ("sequence_max", "token"),
         ("sequence_max", "sequence_mean"),  # a mean of values inside an interval is inside
-        *(((level, level)) for level in ("token", "sequence", "sequence_mean", "sequence_max")),
+        *((level, level) for level in get_args(Level)),
         # A mean is its sum shrunk towards 0.
         *([("sequence", "sequence_mean")] if strict.low <= 0 <= strict.high else []),
     }
@@ -146,6 +147,42 @@ def _kl_in_no_reward(facts: RecipeFacts) -> Iterator[Hit]:
         )
 
 
+def _kl_estimator(facts: RecipeFacts) -> Iterator[Hit]:
+    config, value = facts.config, facts.config.reference_policy_kl_type
+    if not config.reference_policy_kl_penalty:
+        return
+    if config.use_kl_in_reward:
+        if value in ("k2", "k3"):
+            yield Hit(
+                "loss_fn.reference_policy_kl_type",
+                f"{value} in the reward: there only k1 gives the gradient of the KL; that of {value} is biased"
+                + (", and its e^(ref - curr) grows without bound where the policy moves away" if value == "k3" else "")
+                + "; set k1",
+            )
+    elif config.reference_policy_kl_gradient == "k1":
+        yield Hit(
+            "loss_fn.reference_policy_kl_gradient",
+            "k1: the derivative of curr - ref alone is that of curr, which does not look at the reference and has the "
+            "mean 0: noise, and no pull; set k2, or null",
+        )
+    elif value == "k2" and config.reference_policy_kl_gradient is None:
+        yield Hit(
+            "loss_fn.reference_policy_kl_type",
+            "k2 with NeMo-RL's gradient, that of the weighted value: biased, also on-policy; set name: clipped_pg (or "
+            "another) and reference_policy_kl_gradient: k2, or reference_policy_kl_type: k3",
+        )
+
+
+def _documents_in_no_loop(facts: RecipeFacts) -> Iterator[Hit]:
+    if "lab" not in facts.recipe.data and facts.get("policy.docs_per_step") is not None:
+        yield Hit(
+            "policy.docs_per_step",
+            "the lab's: NeMo-RL's loops form steps of policy.train_global_batch_size sequences and do not read it; set "
+            "that and loss_fn.loss_normalization: documents, or call nemo_geomask.parallel.collect_documents in a loop "
+            "of your own",
+        )
+
+
 RULES = (
     Rule("GM201", "warning", "bounds on a mean that nothing reaches", _STUDY, _bounds_out_of_reach),
     Rule("GM202", "warning", "a mask that another one implies", "docs/masks.md", _mask_implied),
@@ -177,5 +214,14 @@ RULES = (
         "KL in a reward that nothing computes",
         "NeMo-RL `GRPOAdvantageEstimator`, `GDPOAdvantageEstimator`, `RawRewardAdvantageEstimator`",
         _kl_in_no_reward,
+    ),
+    Rule("GM207", "warning", "a KL estimator that trains something else than the KL", "docs/kl.md", _kl_estimator),
+    Rule(
+        "GM208",
+        "error",
+        "a step of a number of documents, where nothing forms one",
+        "the source of NeMo-RL v0.6.0, v0.7.0 and main",
+        _documents_in_no_loop,
+        needs_loss=False,
     ),
 )

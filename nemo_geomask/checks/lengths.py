@@ -1,48 +1,22 @@
-r"""GM4: lengths and batch sizes.
-
-What to expect of a mismatch of κ nats per token, its mean KL from the generation to the training engine: if a token's
-log-ratio Δ = prev − gen is normal and independent of the others', then, since the mean of exp(Δ) is 1,
-
-.. math:: \Delta_t \sim \mathcal N(-\kappa,\, 2\kappa)
-
-so that a sum over T tokens is :math:`\mathcal N(-\kappa T, 2\kappa T)` and a mean
-:math:`\mathcal N(-\kappa, 2\kappa/T)`. A weight
-exp(sum) then has the median :math:`e^{-\kappa T}` and the effective sample size :math:`e^{-2\kappa T}`.
-"""
+"""GM4: lengths and batch sizes."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
 
+from nemo_geomask.checks.expectation import judged, kept_fraction, median_weight
 from nemo_geomask.checks.facts import RecipeFacts
 from nemo_geomask.checks.rule import Hit, Rule
-from nemo_geomask.config.masks import MaskRule
 
-__all__ = ["RULES", "kept_fraction", "median_weight"]
+__all__ = ["RULES"]
 
 _LEVEL = "loss_fn.is_correction_level"
 
 
-def median_weight(kl: float, tokens: int) -> float:
-    """Median of exp(Σ Δ) over ``tokens`` tokens with a mean mismatch KL of ``kl`` each."""
-    return math.exp(-kl * tokens)
-
-
-def kept_fraction(rule: MaskRule, kl: float, tokens: int) -> float:
-    """Expected fraction of sequences of ``tokens`` tokens that a mask on the mismatch ratio's sum or mean keeps."""
-    length = tokens if rule.level == "sequence" else 1
-    mean, deviation = -kl * length, math.sqrt(2 * kl * length * length / tokens)
-    return _normal((rule.high - mean) / deviation) - _normal((rule.low - mean) / deviation)
-
-
-def _normal(x: float) -> float:
-    return 0.5 * (1 + math.erf(x / math.sqrt(2)))
-
-
 def _weight_vanishes(facts: RecipeFacts) -> Iterator[Hit]:
     config, tokens, kl = facts.config, facts.response_tokens, facts.mismatch_kl
-    if not config.use_importance_sampling_correction or config.correction_level != "sequence" or tokens is None:
+    if not config.applies_weight or config.correction_level != "sequence" or tokens is None:
         return
     median = median_weight(kl, tokens)
     if median < 0.5:
@@ -57,19 +31,18 @@ def _weight_vanishes(facts: RecipeFacts) -> Iterator[Hit]:
 
 def _mask_removes_most(facts: RecipeFacts) -> Iterator[Hit]:
     tokens, kl = facts.response_tokens, facts.mismatch_kl
-    for index, rule in enumerate(facts.config.mask_rules):
-        pooled = rule.level in ("sequence", "sequence_mean") and rule.statistic == "ratio"
-        if tokens is None or rule.log_ratio != "mismatch" or not pooled or rule.when != "always":
-            continue
-        kept = kept_fraction(rule, kl, tokens)
-        if kept < 0.25:
+    if tokens is None:
+        return
+    for mask in judged(facts.config):
+        rule, kept = mask.rule, kept_fraction(mask.rule, kl, tokens)
+        if kept is not None and kept < 0.5:
             yield Hit(
-                f"loss_fn.masks[{index}]",
-                f"mask {rule.label}: of responses of {tokens} tokens at a mean mismatch KL of {kl:g} nats per token, "
-                f"{kept:.1%} stay (tokens taken as independent, log-ratios as normal); "
+                mask.key,
+                f"mask {rule.label}: of {mask.of} in responses of {tokens} tokens at a mean mismatch KL of {kl:g} nats "
+                f"per token, {kept:.1%} stay (tokens taken as independent, log-ratios as normal); "
                 + (
                     "a product of ratios leaves any fixed bounds as it grows, use preset: geometric"
-                    if rule.level == "sequence"
+                    if rule.level == "sequence" and rule.statistic == "ratio"
                     else "widen the bounds"
                 ),
             )
@@ -120,7 +93,7 @@ RULES = (
     Rule(
         "GM402",
         "warning",
-        "a mask that removes most sequences at the length allowed",
+        "a mask that removes most at the length allowed",
         "https://github.com/NVIDIA-NeMo/RL/pull/2269",
         _mask_removes_most,
     ),

@@ -9,7 +9,7 @@ from nemo_geomask.errors import GeomaskError, Problem
 from nemo_geomask.losses import PolicyLoss
 from nemo_geomask.losses.build import examined
 
-__all__ = ["NEMO_RL_FIELDS", "loss_of", "nameless"]
+__all__ = ["NEMO_RL_FIELDS", "loss_of", "nameless", "other_algorithm"]
 
 # NeMo-RL's ClippedPGLossConfig, v0.6.0 to main: what a loss_fn without a name may hold.
 NEMO_RL_FIELDS = frozenset(
@@ -37,6 +37,15 @@ NEMO_RL_FIELDS = frozenset(
 )
 
 
+# Sections of NeMo-RL's algorithms without a policy loss.
+_OTHERS = {
+    "sft": "supervised fine-tuning",
+    "dpo": "DPO",
+    "rm": "a reward model",
+    "distillation": "distillation",
+    "eval": "evaluation",
+}
+
 Outcome = tuple[PolicyLoss | None, tuple[Problem, ...], tuple[Problem, ...]]
 
 
@@ -44,6 +53,13 @@ def nameless(recipe: Recipe) -> bool:
     """Whether NeMo-RL's own loss trains; the lab's losses are all this package's."""
     block = recipe.data.get("loss_fn")
     return isinstance(block, dict) and block.get("name") is None and "lab" not in recipe.data
+
+
+def other_algorithm(recipe: Recipe) -> str | None:
+    """What a recipe does that trains no policy loss; None where it does train one."""
+    if {"grpo", "ppo", "lab"} & set(recipe.data):
+        return None
+    return next((name for section, name in _OTHERS.items() if section in recipe.data), None)
 
 
 def loss_of(recipe: Recipe) -> Outcome:
@@ -55,6 +71,11 @@ def loss_of(recipe: Recipe) -> Outcome:
         The loss or None; problems; doubts.
     """
     block = recipe.data.get("loss_fn")
+    other = other_algorithm(recipe)
+    if other is not None:
+        named = isinstance(block, dict) and block.get("name") is not None
+        why = f"names a policy loss, but this recipe is {other}, which trains none; remove name, or add a grpo section"
+        return None, (Problem(("loss_fn.name",), why),) if named else (), ()
     if block is None:
         origin = recipe.origins.at("loss_fn")
         why = (

@@ -46,7 +46,7 @@ def _interval(low: float | None, high: float | None) -> str:
 
 
 def _whole(config: LossConfig) -> Iterator[Part]:
-    weighted, masked = config.use_importance_sampling_correction, bool(config.mask_rules)
+    weighted, masked = config.applies_weight, bool(config.mask_rules)
     term = " · ".join([*(["w_t"] if weighted else []), *(["k_t"] if masked else []), "ℓ_t"])
     formula = f"L = Σ_t c_t · {term}"
     words = f"`{config.name}`, {'weighted' if weighted else 'not weighted'}, {'masked' if masked else 'not masked'}"
@@ -100,7 +100,16 @@ class _DualClip:
         return "" if self.bound is None else f", at most {number(self.bound)}·|{advantage}| where {advantage} < 0"
 
 
-_POOLED = {"token": "{}", "sequence": "Σ_t {}", "sequence_mean": "mean_t {}", "sequence_max": "{}"}
+_POOLED = {
+    "token": "{}",
+    "sequence": "Σ_t {}",
+    "sequence_mean": "mean_t {}",
+    "sequence_max": "{}",
+    "prefix_sum": "Σ_{{s≤t}} {}",
+    "prefix_mean": "mean_{{s≤t}} {}",
+    "prefix_min": "min_{{s≤t}} {}",
+    "prefix_max": "max_{{s≤t}} {}",
+}
 _STATISTIC = {
     "ratio": "x_t",
     "k2": "x_t²/2",
@@ -139,7 +148,10 @@ _WHOSE = {
 
 
 def _weight(config: LossConfig) -> Iterator[Part]:
-    if not config.use_importance_sampling_correction:
+    if config.ratio_anchor == "gen":
+        yield Part("w_t = 1", "The ratio, taken against the generation engine itself, holds the mismatch.")
+        return
+    if not config.applies_weight:
         yield Part("w_t = 1", "Nothing corrects for the mismatch between training and generation engine.")
         return
     level = config.correction_level
@@ -169,7 +181,8 @@ def _limits(rule: MaskRule) -> tuple[str | None, str | None]:
 
 def _kept(rule: MaskRule) -> str:
     low, high = _limits(rule)
-    value = _POOLED[rule.level].format(_STATISTIC[rule.statistic])
+    statistic = _STATISTIC[rule.statistic]
+    value = _POOLED[rule.level].format(statistic.replace("_t", "_s") if rule.prefix else statistic)
     value = f"exp({value})" if rule.statistic == "ratio" else value
     text = " ≤ ".join(part for part in (low, value, high) if part)
     text += " at every t" if rule.level == "sequence_max" else ""
@@ -188,6 +201,10 @@ def _dropped(rule: MaskRule) -> str:
         "sequence": f"sequences whose tokens' {whose} {kind} has a {'product' if ratio else 'sum'} that",
         "sequence_mean": f"sequences whose tokens' {whose} {kind} has {'a geometric' if ratio else 'a'} mean that",
         "sequence_max": f"sequences any of whose tokens has a {whose} {kind} that",
+        "prefix_sum": f"tokens up to which the {whose} {kind} has a {'product' if ratio else 'sum'} that",
+        "prefix_mean": f"tokens up to which the {whose} {kind} has {'a geometric' if ratio else 'a'} mean that",
+        "prefix_min": f"tokens up to which the smallest {whose} {kind}",
+        "prefix_max": f"tokens up to which the largest {whose} {kind}",
     }[rule.level]
     bounds = f"is outside [{low}, {high}]" if low and high else f"is {f'below {low}' if low else f'above {high}'}"
     when = {
@@ -222,7 +239,9 @@ def _normaliser(config: LossConfig) -> Iterator[Part]:
 def _kl(config: LossConfig) -> Iterator[Part]:
     if config.kl_coefficient:
         kind, gradient = config.reference_policy_kl_type, config.reference_policy_kl_gradient
-        estimator = {"k1": "x", "k2": "x²/2", "k3": "e^(−x) − 1 + x", "k4": "(π/π_old)·x"}[kind]
+        estimator = {"k1": "x", "k2": "x²/2", "k3": "e^(−x) − 1 + x", "k4": f"exp(curr − {config.ratio_anchor})·x"}[
+            kind
+        ]
         weight = "exp(curr − gen)·(" if config.use_on_policy_kl_approximation else ""
         yield Part(
             f"KL_t = {weight}{estimator}{')' if weight else ''}, x = curr − ref",

@@ -60,7 +60,7 @@ def _filtered_and_pooled(facts: RecipeFacts) -> Iterator[Hit]:
     if key is None:
         return
     users = [f"mask {rule.label}" for rule in config.mask_rules if rule.level != "token" and rule.log_ratio != "policy"]
-    if config.use_importance_sampling_correction and config.correction_level != "token":
+    if config.applies_weight and config.correction_level != "token":
         users.append(f"is_correction_level: {config.correction_level}")
     if config.truncation == "seq-mask-tis":
         users.append("truncated_importance_sampling_type: seq-mask-tis")

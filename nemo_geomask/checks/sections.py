@@ -28,13 +28,15 @@ Names = dict[str, set[str]]
 
 @functools.cache
 def known_keys(checkout: Path) -> Mapping[str, Collection[str]]:
-    """Names by the dotted place that they stand at, in all of ``examples/configs/*.yaml``; top-level ones at ``""``.
+    """Names by the dotted place that they stand at, in all of ``examples/configs`` but its recipes; top-level ones at
+    ``""``.
 
     Raises:
         ConfigError: one of the files is no valid YAML.
     """
     found: Names = {}
-    for path in sorted((checkout / "examples" / "configs").glob("*.yaml")):
+    examples = checkout / "examples" / "configs"
+    for path in sorted({*examples.glob("*.yaml"), *examples.glob("evals/*.yaml")}):
         _collect(_read(path, path.read_text(encoding="utf-8")), "", found)
     return found
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_geomask.checks import MISMATCH_KL, RULES, Finding, RecipeFacts, Report, check, describe
+from nemo_geomask.checks.expectation import judged, kept_fraction
 from nemo_geomask.cli.arguments import above_zero
 from nemo_geomask.config.recipe import read_recipe
 from nemo_geomask.errors import ConfigError, GeomaskError, Problem
@@ -91,7 +92,8 @@ def run(arguments: argparse.Namespace) -> int:
 def _checked(arguments: argparse.Namespace) -> tuple[RecipeFacts, tuple[Part, ...], Report]:
     if arguments.recipe is None:
         raise ConfigError("check needs a recipe; see nemo-geomask check --help")
-    recipe = read_recipe(arguments.recipe, arguments.overrides)
+    # What only data, environments and loggers need is no obstacle here.
+    recipe = read_recipe(arguments.recipe, arguments.overrides, leave=("data", "env", "logger"))
     facts = RecipeFacts.of(recipe, mismatch_kl=arguments.mismatch_kl, gpu=arguments.gpu)
     ignore = [rule for group in arguments.ignore for rule in group.split(",") if rule.strip()]
     return facts, describe(facts.loss) if facts.loss else (), check(facts, ignore=ignore)
@@ -107,6 +109,9 @@ def _as_text(facts: RecipeFacts, objective: tuple[Part, ...], report: Report) ->
         ]
     if objective:
         lines += ["", *(f"  {part.formula}" for part in objective), "", *(f"  {part.words}" for part in objective)]
+    if facts.other_algorithm:
+        lines += ["", f"{facts.other_algorithm}: no policy loss trains, so there is none to check"]
+    lines += _expected_lines(facts)
     for finding in report.findings:
         rule = finding.rule
         lines += ["", f"{_place(finding)}{rule.severity} {rule.id} {finding.key}", f"  {finding.message}"]
@@ -115,10 +120,44 @@ def _as_text(facts: RecipeFacts, objective: tuple[Part, ...], report: Report) ->
     lines += ["", counts]
     if report.ignored:
         lines.append(f"ignored: {', '.join(sorted({finding.rule.id for finding in report.ignored}))}")
-    if facts.loss is None:
+    if facts.loss is None and not facts.other_algorithm:
         lines.append("not checked until loss_fn is valid: everything but loss_fn itself and the names of keys")
     for rule, missing in report.unjudged:
         lines.append(f"not checked without {_NEEDS[missing]}: {rule.id}, {rule.title}")
+    return lines
+
+
+def _expected(facts: RecipeFacts) -> list[dict[str, Any]]:
+    """What each mask keeps at the mismatch to reckon with and at five times as much, where that can be reckoned."""
+    tokens = facts.response_tokens
+    if facts.loss is None or (facts.nameless and not facts.config.truncation) or tokens is None:
+        return []
+    return [
+        {
+            "key": mask.key,
+            "mask": mask.rule.label,
+            "of": mask.of,
+            "when": mask.rule.when,
+            "tokens": tokens,
+            "kept": [
+                {"mismatch_kl": kl, "share": kept_fraction(mask.rule, kl, tokens)}
+                for kl in (facts.mismatch_kl, 5 * facts.mismatch_kl)
+            ],
+        }
+        for mask in judged(facts.config)
+    ]
+
+
+def _expected_lines(facts: RecipeFacts) -> list[str]:
+    expected = _expected(facts)
+    if not expected:
+        return []
+    kls = " | ".join(f"{kept['mismatch_kl']:g}" for kept in expected[0]["kept"])
+    lines = ["", f"  kept of responses of {expected[0]['tokens']} tokens at a mismatch KL of {kls} nats per token:"]
+    for mask in expected:
+        shares = " | ".join(f"{100 * kept['share']:.3g} %" for kept in mask["kept"])
+        which = "" if mask["when"] == "always" else f" with {mask['when'].replace('_', ' ')}"
+        lines.append(f"    {mask['mask']}: {shares} of {mask['of']}{which}")
     return lines
 
 
@@ -140,6 +179,7 @@ def _as_json(facts: RecipeFacts, objective: tuple[Part, ...], report: Report) ->
         "nemo_rl": str(tree) if tree else None,
         "loss_of": None if facts.loss is None else "nemo_rl" if facts.nameless else "nemo_geomask",
         "objective": [{"formula": part.formula, "words": part.words} for part in objective],
+        "expected": _expected(facts),
         "settings": facts.config.model_dump(mode="json") if facts.loss else None,
         "findings": [_finding(finding) for finding in report.findings],
         "ignored": [_finding(finding) for finding in report.ignored],
@@ -160,6 +200,7 @@ def _unread(recipe: str | None, problems: tuple[Problem, ...]) -> dict[str, Any]
         "nemo_rl": None,
         "loss_of": None,
         "objective": [],
+        "expected": [],
         "settings": None,
         "findings": findings,
         "ignored": [],

@@ -34,7 +34,7 @@ def conflicts(settings: LossSettings) -> tuple[Conflict, ...]:
     """The contradictions between settings, without those that are the consequence of another."""
     found: list[Conflict] = []
     # Causes come before consequences.
-    for rules in (_normalization, _ratio, _truncation, _correction, _rest):
+    for rules in (_normalization, _ratio, _anchor, _truncation, _correction, _rest):
         for conflict in rules(settings):
             disputed = {key for other in found for key in other.keys}
             if disputed.isdisjoint(conflict.rests_on):
@@ -84,6 +84,34 @@ def _ratio(settings: LossSettings) -> Iterator[Conflict]:
         )
     if settings.use_cispo:
         yield from _cispo(settings)
+
+
+def _anchor(settings: LossSettings) -> Iterator[Conflict]:
+    if settings.ratio_anchor != "gen":
+        return
+    for key, why in {
+        "disable_ppo_ratio": "removes the ratio",
+        "force_on_policy_ratio": "sets the ratio to 1",
+    }.items():
+        if getattr(settings, key):
+            yield Conflict(
+                ("ratio_anchor", key),
+                f"ratio_anchor: gen says what the ratio is taken against, but {key}: true {why}; unset one of them "
+                "(without ratio or clip, force_on_policy_ratio: true with use_importance_sampling_correction: true is "
+                "anchored on the generation engine)",
+            )
+    kind = settings.truncated_importance_sampling_type
+    shapes = {
+        "is_correction_level": settings.is_correction_level,
+        "truncated_importance_sampling_type": kind if _truncates(settings) else None,
+    }
+    for key, value in shapes.items():
+        if value is not None:
+            yield Conflict(
+                (key, "ratio_anchor"),
+                f"{key}: {value} shapes the weight against the mismatch, which ratio_anchor: gen has in its ratio (the "
+                f"weight is 1); set {key}: null, or ratio_anchor: prev",
+            )
 
 
 def _cispo(settings: LossSettings) -> Iterator[Conflict]:
@@ -145,21 +173,27 @@ def _truncation(settings: LossSettings) -> Iterator[Conflict]:
         yield Conflict((low_key, high_key), f"{low_key}: {low:g} exceeds {high_key}: {high:g}; swap them")
 
 
+def _truncates(settings: LossSettings) -> bool:
+    # A tis without a ratio truncates nothing; v0.6.0's base recipes have it.
+    kind = settings.truncated_importance_sampling_type
+    return kind is not None and (kind != "tis" or settings.truncated_importance_sampling_ratio is not None)
+
+
 def _correction(settings: LossSettings) -> Iterator[Conflict]:
     switch, level = "use_importance_sampling_correction", settings.is_correction_level
     kind = settings.truncated_importance_sampling_type
-    # A tis without a ratio truncates nothing; v0.6.0's base recipes have it.
-    truncates = kind is not None and (kind != "tis" or settings.truncated_importance_sampling_ratio is not None)
-    if truncates and not settings.use_importance_sampling_correction:
+    if _truncates(settings) and not settings.use_importance_sampling_correction:
         yield Conflict(
             ("truncated_importance_sampling_type", switch),
             f"truncated_importance_sampling_type: {kind} truncates a weight that is not applied while {switch} is "
             "false; set it to true, or the type to null",
+            rests_on=("ratio_anchor",),
         )
     if level is not None and not settings.use_importance_sampling_correction:
         yield Conflict(
             ("is_correction_level", switch),
             f"is_correction_level: {level} has no effect while {switch} is false; set it to true, or remove the level",
+            rests_on=("ratio_anchor",),
         )
     if kind == "seq-mask-tis" and settings.correction_level != "token":
         keeps = "truncated_importance_sampling_type: seq-mask-tis keeps token weights"

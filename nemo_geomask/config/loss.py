@@ -85,6 +85,15 @@ class LossSettings(StrictModel):
         False, "GSPO's ratio: one a sequence. Needs a sequence-level loss.", source="NeMo-RL; arXiv:2507.18071 eq. 7"
     )
 
+    ratio_anchor: Literal["prev", "gen"] = _field(
+        "prev",
+        "Whose log-probs the policy ratio is taken against. `gen`: the generation engine's. The ratio then holds the "
+        "mismatch itself, the weight is 1, and `prev_logprobs` are not needed unless `batch_veto`, `denominator: "
+        "kept`, `use_kl_in_reward` or a mask on `mismatch` or `policy` reads them.",
+        formula="prev: r = π_θ/π_old; gen: r = π_θ/μ",
+        source="verl `bypass_mode`; DPPO arXiv:2602.04879",
+    )
+
     # --- clipping
     ratio_clip_min: float = _field(0.2, "Distance of the lower clip bound from 1.", ge=0)
     ratio_clip_max: float = _field(0.2, "Distance of the upper clip bound from 1.", ge=0)
@@ -100,7 +109,7 @@ class LossSettings(StrictModel):
     reference_policy_kl_type: KLType = _field(
         "k3",
         "Estimator of the KL's value, also used for `gen_kl_error` and `policy_kl_error`.",
-        formula="x = curr − ref: k1 x; k2 x²/2; k3 e^(−x) − 1 + x; k4 (π/π_old)·x",
+        formula="x = curr − ref: k1 x; k2 x²/2; k3 e^(−x) − 1 + x; k4 r·x with the token's policy ratio r",
         source="NeMo-RL; http://joschu.net/blog/kl-approx.html; k4: open-instruct",
     )
     reference_policy_kl_gradient: KLType | None = _field(
@@ -120,7 +129,9 @@ class LossSettings(StrictModel):
 
     # --- importance-sampling correction
     use_importance_sampling_correction: bool = _field(
-        False, "Multiply the surrogate by the weight against the train/generation mismatch."
+        False,
+        "Multiply the surrogate by the weight against the train/generation mismatch. Under `ratio_anchor: gen` the "
+        "ratio holds it, whatever this says: NeMo-RL asks for `true` in asynchronous training and with FP8 generation.",
     )
     is_correction_level: CorrectionLevel | None = _field(
         None,
@@ -225,6 +236,29 @@ class LossSettings(StrictModel):
         if self.is_correction_level is not None:
             return self.is_correction_level
         return "sequence" if self.sequence_level_importance_ratios else "token"
+
+    @property
+    def applies_weight(self) -> bool:
+        """Whether the surrogate is multiplied by the weight against the mismatch."""
+        return self.use_importance_sampling_correction and self.ratio_anchor == "prev"
+
+    @property
+    def corrects_mismatch(self) -> bool:
+        """Whether the weight or the ratio accounts for the mismatch."""
+        return self.use_importance_sampling_correction or self.ratio_anchor == "gen"
+
+    @property
+    def needs_prev(self) -> bool:
+        """Whether anything reads ``prev_logprobs``."""
+        if self.ratio_anchor == "prev" or self.force_on_policy_ratio:
+            return not self.force_on_policy_ratio
+        on_prev = any(rule.log_ratio != "total" for rule in self.mask_rules)
+        return on_prev or self.looks_before_step or self.use_kl_in_reward
+
+    @property
+    def knows_prev(self) -> bool:
+        """Whether π_old is known: from the batch, or as the current policy by ``force_on_policy_ratio``."""
+        return self.needs_prev or self.force_on_policy_ratio
 
     @property
     def truncation(self) -> Truncation | None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import importlib.util
 import io
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -34,12 +34,14 @@ class Recipe:
         data: plain dict, references resolved.
         origins: where each setting was written.
         files: every file read with its text, parents first.
+        unresolved: keys left as they are written, and why.
     """
 
     path: Path
     data: Mapping[str, Any]
     origins: Origins
     files: tuple[tuple[Path, str], ...]
+    unresolved: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def nemo_rl(self) -> Path | None:
@@ -53,7 +55,13 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), *, new_keys: bo
     return dict(read_recipe(path, overrides, new_keys=new_keys).data)
 
 
-def read_recipe(path: str | Path, overrides: Sequence[str] = (), *, new_keys: bool | None = None) -> Recipe:
+def read_recipe(
+    path: str | Path,
+    overrides: Sequence[str] = (),
+    *,
+    new_keys: bool | None = None,
+    leave: Collection[str] = (),
+) -> Recipe:
     """Read a recipe.
 
     ``defaults:`` names one parent file or a list of them, relative to the file that names them; of several the last
@@ -69,6 +77,7 @@ def read_recipe(path: str | Path, overrides: Sequence[str] = (), *, new_keys: bo
             ``~key`` deletes. A mapping is merged into the one that is there; lists and values replace.
         new_keys: whether ``key.path=value`` adds a key that is not there, where NeMo-RL refuses it. None: it does in a
             recipe with a ``lab`` section, all of whose keys are checked later.
+        leave: sections in which a value may be left as written where this environment can't resolve it.
 
     Returns: the settings, references resolved, and where each was written.
     Raises:
@@ -83,15 +92,34 @@ def read_recipe(path: str | Path, overrides: Sequence[str] = (), *, new_keys: bo
         open_ended = "lab" in config if new_keys is None else new_keys
         for override in overrides:
             config, origins = apply_override(config, origins, override, new_keys=open_ended)
-        try:
-            plain = omegaconf.OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
-        except omegaconf.errors.OmegaConfBaseException as error:
-            bad = getattr(error, "full_key", None)
-            at = origins.at(bad) if bad else None
-            place = f"{bad}: {first_line(error)}" if bad else first_line(error)
-            raise ConfigError(f"{path}: {place}{f' (at {at})' if at else ''}") from None
+        unresolved: dict[str, str] = {}
+        while True:
+            try:
+                plain = omegaconf.OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
+                break
+            except omegaconf.errors.OmegaConfBaseException as error:
+                bad = str(getattr(error, "full_key", None) or "")
+                section = bad.partition(".")[0]
+                # A reference to a key that is not there is of a subclass, and a mistake anywhere.
+                failed = type(error) is omegaconf.errors.InterpolationResolutionError
+                if not failed or bad in unresolved or section not in leave:
+                    at = origins.at(bad) if bad else None
+                    place = f"{bad}: {first_line(error)}" if bad else first_line(error)
+                    raise ConfigError(f"{path}: {place}{f' (at {at})' if at else ''}") from None
+                unresolved[bad] = first_line(error)
+                _write_literally(config, bad)
     data = {str(key): value for key, value in plain.items()}
-    return Recipe(Path(path), data, origins, tuple(files.items()))
+    return Recipe(Path(path), data, origins, tuple(files.items()), unresolved)
+
+
+def _write_literally(config: Any, key: str) -> None:
+    """Make a reference the text that it is written as."""
+    conf = _omegaconf().OmegaConf
+    place, _, name = key.replace("[", ".").replace("]", "").rpartition(".")
+    parent = conf.select(config, place)
+    raw = conf.to_container(parent, resolve=False)
+    index: Any = int(name) if isinstance(raw, list) else name
+    parent[index] = str(raw[index]).replace("${", "\\${")
 
 
 def nemo_rl_root() -> Path | None:

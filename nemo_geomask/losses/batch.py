@@ -7,7 +7,7 @@ selection and never enters the arithmetic.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -58,8 +58,8 @@ class TokenBatch(NamedTuple):
 
     curr: Tensor  # log π_θ of the sampled tokens, with gradient
     curr_kl: Tensor  # the same without top-k/top-p filtering, for the KL term; curr where there is none
-    log_ratio: Tensor  # curr − prev, with gradient
-    prev: Tensor  # log π_old
+    log_ratio: Tensor  # of the policy ratio: curr − prev, or curr − gen by ratio_anchor; with gradient
+    prev: Tensor  # log π_old; curr where nothing tells
     gen: Tensor  # log μ
     mismatch: Tensor  # prev − gen: train engine against generation engine
     ref: Tensor | None  # log π_ref; None without a KL term
@@ -80,15 +80,14 @@ class TokenBatch(NamedTuple):
 
     def log_ratios(self, which: str) -> Tensor:
         """``mismatch`` prev − gen, ``policy`` curr − prev or ``total`` curr − gen, without gradient."""
-        if which == "mismatch":
-            return self.mismatch
-        return self.log_ratio.detach() if which == "policy" else self.curr.detach() - self.gen
+        one, other = self.pair(which)
+        return one - other
 
 
 def keys_read(config: LossConfig) -> tuple[str, ...]:
     """Names of :data:`KEYS` that a configuration needs or, of the last two, uses where they are given."""
     names = ["advantages", "gen"]
-    if not config.force_on_policy_ratio:
+    if config.needs_prev:
         names.append("prev")
     if config.kl_coefficient:
         names += ["ref", "unfiltered"]
@@ -173,7 +172,7 @@ def _take(
     return Raw(curr, tensor("token_mask", tokens), tensor("sample_mask", sequences), others)
 
 
-def read(raw: Raw, segments: Segments) -> tuple[TokenBatch, list[Metric]]:
+def read(raw: Raw, segments: Segments, anchor: Literal["prev", "gen"] = "prev") -> tuple[TokenBatch, list[Metric]]:
     """Select what trains; everything after this is arithmetic on finite numbers.
 
     A token with a non-finite value anywhere does not train; what becomes of the rest of its sequence is for
@@ -198,7 +197,7 @@ def read(raw: Raw, segments: Segments) -> tuple[TokenBatch, list[Metric]]:
     batch = TokenBatch(
         curr=curr,
         curr_kl=curr if unfiltered is None else select(unfiltered.float()),
-        log_ratio=curr - prev,
+        log_ratio=curr - (clean["gen"] if anchor == "gen" else prev),
         prev=prev,
         gen=clean["gen"],
         mismatch=prev - clean["gen"],

@@ -25,9 +25,12 @@ def correct(batch: TokenBatch, seen: Observed, config: LossConfig) -> tuple[Tens
     ``sequence_mean`` the same divided by Σ_t m_t
     ================= ============================================
 
-    Returns: the weight, broadcastable to the token layout, without gradient; None where none is applied.
+    Returns: the weight, broadcastable to the token layout, without gradient; None where none is applied. Nothing is
+    reported of it where π_old is not known.
     Source: NeMo-RL ``ClippedPGLossFn`` and PR 2269.
     """
+    if not config.knows_prev:
+        return None, []
     level, spread = config.correction_level, batch.segments.spread
     if level == "token":
         log_ratio = batch.mismatch
@@ -66,4 +69,4 @@ def correct(batch: TokenBatch, seen: Observed, config: LossConfig) -> tuple[Tens
         lambda: F.saturated(log_ratio, seen.trains if level == "token" else ~seen.empty),
     )
     applied = weight if level == "token" or config.truncation == "seq-mask-tis" else spread(weight)
-    return (applied if config.use_importance_sampling_correction else None), [*reports, saturated]
+    return (applied if config.applies_weight else None), [*reports, saturated]

@@ -51,18 +51,24 @@ def evaluate(
     labels of the metrics, over all ranks.
     """
     config, variant, segments = objective.config, objective.variant, layout.of(*tensors)
-    batch, of_batch = read(raw, segments)
+    batch, of_batch = read(raw, segments, config.ratio_anchor)
     inputs = SurrogateInputs(batch.curr, batch.log_ratio, batch.advantages, config, objective.options)
     pooled = variant.pool(inputs) if variant.pool is not None else {}
-    sums, extremes = rule_statistics(batch, config.rules_in_loss)
-    if config.correction_level != "token" or config.truncation == "seq-mask-tis":
+    sums, extremes, prefix = rule_statistics(batch, config.rules_in_loss)
+    if config.knows_prev and (config.correction_level != "token" or config.truncation == "seq-mask-tis"):
         sums["mismatch.ratio"] = batch.mismatch
     sums |= {f"variant.{name}": value for name, value in pooled.items()}
     by_length = config.normalization == "sequences"
     local = config.positive_example_nll_normalization == "microbatch"
     count = local and batch.rewards is not None
     seen, reports = observe(
-        batch, sums=sums, extremes=extremes, nonfinite=config.nonfinite, declared=by_length, count=count
+        batch,
+        sums=sums,
+        extremes=extremes,
+        prefix=prefix,
+        nonfinite=config.nonfinite,
+        declared=by_length,
+        count=count,
     )
     full = config.metrics == "full"
     metrics = Sums(seen.weight, seen.sample_mask, segments, full=full)
@@ -104,7 +110,7 @@ def evaluate(
             Metric(("loss",), "part", lambda: loss, own),
             Metric(("kl_penalty",), "part", lambda: zero if kl is None else kl, own),
             Metric(("positive_nll_loss",), "part", lambda: zero if nll is None else nll, "none" if local else own),
-            *report_batch(batch, config.reference_policy_kl_type),
+            *report_batch(batch, config.reference_policy_kl_type, knows_prev=config.knows_prev),
         ]
     )
     return metrics.whole(loss, global_seqs, global_toks)
@@ -116,7 +122,7 @@ def _kl(batch: TokenBatch, coefficient: Tensor, config: LossConfig) -> Tensor | 
     kl = F.kl_penalty(
         curr=batch.curr_kl,
         ref=batch.ref,
-        prev=batch.prev,
+        prev=batch.gen if config.ratio_anchor == "gen" else batch.prev,
         gen=batch.gen,
         value=config.reference_policy_kl_type,
         gradient=config.reference_policy_kl_gradient,

@@ -44,7 +44,7 @@ def _ratio(names: tuple[str, ...], ratio: Tensor, beyond: Tensor) -> list[Metric
     ]
 
 
-def report_batch(batch: TokenBatch, kl_type: F.KLEstimator) -> list[Metric]:
+def report_batch(batch: TokenBatch, kl_type: F.KLEstimator, *, knows_prev: bool) -> list[Metric]:
     r"""Train/generation mismatch, staleness and entropy.
 
     With Δ = prev − gen and tokens sampled from μ: ``gen_kl_error`` estimates KL(μ ‖ π_old) by NeMo-RL's
@@ -52,8 +52,12 @@ def report_batch(batch: TokenBatch, kl_type: F.KLEstimator) -> list[Metric]:
     k4 is unbiased there); ``js_divergence_error`` is :math:`\log\cosh(\Delta/2)`, which equals
     NeMo-RL's mixture form; ``token_mult_prob_error`` is :math:`e^{|\Delta|}`; ``approx_entropy`` is
     :math:`-(\pi_\theta/\mu)\log\pi_\theta`.
+
+    Where π_old is not known, Δ is curr − gen, as in NeMo-RL where it takes π_old to be the current policy, and what is
+    reported under this package's names is called so.
     """
     mismatch, policy = batch.mismatch, batch.log_ratios("policy")
+    own = f"geomask/{'mismatch' if knows_prev else 'total'}"
     # All of it is made of e^|Δ| - 1 and e^-|Δ| - 1, which keep the digits of a small Δ.
     size = mismatch.abs()
     clamped = size.clamp(max=F.LOG_RATIO_LIMIT)
@@ -65,7 +69,7 @@ def report_batch(batch: TokenBatch, kl_type: F.KLEstimator) -> list[Metric]:
         above, below, positive = up - clamped, down + size, torch.relu(torch.sign(mismatch))
         k3, exchanged = torch.lerp(below, above, positive), torch.lerp(above, below, positive)
         reports = [
-            Metric(("gen_kl_error", "geomask/mismatch_k3"), "tokens", lambda: k3),
+            Metric(("gen_kl_error", f"{own}_k3"), "tokens", lambda: k3),
             Metric(("policy_kl_error",), "tokens", lambda: exchanged),
         ]
     else:
@@ -73,16 +77,19 @@ def report_batch(batch: TokenBatch, kl_type: F.KLEstimator) -> list[Metric]:
         reports = [
             Metric(("gen_kl_error",), "tokens", lambda: F.kl_estimate(-mismatch, kl_type)),
             Metric(("policy_kl_error",), "tokens", lambda: F.kl_estimate(mismatch, kl_type, ratio=ratio)),
-            Metric(("geomask/mismatch_k3",), "tokens", lambda: F.kl_estimate(-mismatch, "k3")),
+            Metric((f"{own}_k3",), "tokens", lambda: F.kl_estimate(-mismatch, "k3")),
         ]
+    of_policy = [
+        Metric(("geomask/policy_abs",), "tokens", policy.abs),
+        Metric(("geomask/policy_k3",), "tokens", lambda: F.token_statistic(policy, "k3")),
+    ]
     return [
         *reports,
         Metric(("token_mult_prob_error",), "tokens", lambda: 1 + up),
         # sinh²(Δ/2) = -up·down/4 and log cosh = log1p(sinh²)/2.
         Metric(("js_divergence_error",), "tokens", lambda: (up * down).mul_(-0.25).log1p_(), unit=0.5),
         Metric(("approx_entropy",), "tokens", lambda: F.saturating_exp(total) * curr, unit=-1.0),
-        Metric(("geomask/mismatch_abs",), "tokens", lambda: size),
-        Metric(("geomask/mismatch_k1",), "tokens", lambda: mismatch, unit=-1.0),
-        Metric(("geomask/policy_abs",), "tokens", policy.abs),
-        Metric(("geomask/policy_k3",), "tokens", lambda: F.token_statistic(policy, "k3")),
+        Metric((f"{own}_abs",), "tokens", lambda: size),
+        Metric((f"{own}_k1",), "tokens", lambda: mismatch, unit=-1.0),
+        *(of_policy if knows_prev else ()),
     ]

@@ -32,7 +32,8 @@ class SurrogateInputs:
 
     Attributes:
         curr: log π_θ of the sampled tokens, float32, with gradient.
-        log_ratio: log π_θ − log π_old, float32, with gradient.
+        log_ratio: of the policy ratio: log π_θ − log π_old, or log π_θ − log μ under ``ratio_anchor: gen``; float32,
+            with gradient.
         advantages: A, float32.
         config: the settings in force.
         options: the variant's own settings, an instance of :attr:`Variant.options`.

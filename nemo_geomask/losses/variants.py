@@ -31,9 +31,9 @@ _OF_TOKEN_RATIOS = {
 }
 
 _SEQUENCE_RATIO = Part(
-    "s = exp(mean_t(curr − prev))", "The policy ratio is one a sequence: the geometric mean of its tokens'."
+    "s = exp(mean_t(curr − {ratio_anchor}))", "The policy ratio is one a sequence: the geometric mean of its tokens'."
 )
-_TOKEN_RATIO = Part("r_t = exp(curr − prev)", "The policy ratio is each token's own.")
+_TOKEN_RATIO = Part("r_t = exp(curr − {ratio_anchor})", "The policy ratio is each token's own.")
 
 
 def _pool_log_ratio(inputs: SurrogateInputs) -> Mapping[str, Tensor]:
@@ -129,7 +129,7 @@ GSPO_TOKEN = Variant(
             "GSPO-token's clip: no gradient from a ratio {outside}.",
         ),
         Part(
-            "s_t = sg[exp(mean_t(curr − prev))]·π/sg[π]",
+            "s_t = sg[exp(mean_t(curr − {ratio_anchor}))]·π/sg[π]",
             "The policy ratio has the sequence's value and each token's own gradient.",
         ),
     ),
@@ -161,7 +161,8 @@ GMPO = Variant(
     parts=(
         Part("ℓ = −Ā·exp(mean_t x_t)", "GMPO: the geometric mean of token ratios, each clipped {outside}."),
         Part(
-            "x_t = min(curr − prev, {log_high}) where Ā > 0, max(curr − prev, {log_low}) where Ā < 0",
+            "x_t = min(curr − {ratio_anchor}, {log_high}) where Ā > 0, "
+            "max(curr − {ratio_anchor}, {log_low}) where Ā < 0",
             "The clip acts where it would make the update larger.",
         ),
     ),

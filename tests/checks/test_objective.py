@@ -40,6 +40,9 @@ def test_every_symbol_used_is_defined(name):
         ({"force_on_policy_ratio": True}, "r_t = 1"),
         ({"name": "gmpo"}, "x_t = min(curr − prev, 0.4) where Ā > 0, max(curr − prev, -0.4) where Ā < 0"),
         ({"name": "gmpo", "ratio_clip_min": 1.0}, "max(curr − prev, -inf)"),
+        ({"name": "gmpo", "ratio_anchor": "gen"}, "x_t = min(curr − gen, 0.4)"),
+        ({"ratio_anchor": "gen"}, "r_t = exp(curr − gen)"),
+        ({"ratio_anchor": "gen", "use_importance_sampling_correction": True}, "w_t = 1"),
         ({"name": "gspo", "use_importance_sampling_correction": True}, "w_t = exp(Σ_t x_t), x = prev − gen"),
         (
             {

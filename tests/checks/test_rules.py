@@ -10,7 +10,7 @@ import torch
 import yaml
 
 from nemo_geomask.checks import RULES, RecipeFacts, check, sections
-from nemo_geomask.checks.lengths import kept_fraction, median_weight
+from nemo_geomask.checks.expectation import kept_fraction, median_weight
 from nemo_geomask.checks.loss import NEMO_RL_FIELDS
 from nemo_geomask.checks.tree import READ_BY
 from nemo_geomask.config import recipe as recipes
@@ -64,6 +64,9 @@ MASKS = "loss_fn.masks"
 CORRECT = "loss_fn.use_importance_sampling_correction"
 LEVEL = "loss_fn.is_correction_level"
 PENALTY = "loss_fn.reference_policy_kl_penalty"
+KL = {"loss_fn.reference_policy_kl_penalty": 0.1}
+KL_TYPE = "loss_fn.reference_policy_kl_type"
+KL_IN_REWARD = {"loss_fn.use_kl_in_reward": True, "grpo.adv_estimator.name": "reinforce_plus_plus"}
 FORCED = "loss_fn.force_on_policy_ratio"
 
 MOE = {"policy.model_name": "Qwen/Qwen3-30B-A3B"}
@@ -85,6 +88,13 @@ NEWEST = dict.fromkeys(READ_BY, True)
 PADDING = "policy.make_sequence_length_divisible_by"
 CP = "policy.megatron_cfg.context_parallel_size"
 
+ON_TOTAL = {"level": "sequence", "statistic": "ratio", "min": 0.5, "max": 2.0}
+TRUNCATED = {
+    CORRECT: True,
+    "loss_fn.truncated_importance_sampling_ratio_min": 0.9999,
+    "loss_fn.truncated_importance_sampling_ratio": 1.002,
+}
+
 # By rule: (fires, doesn't); each is changes to CLEAN, with `gpu`, `kl` and `reads`: what NeMo-RL reads. Its example
 # configs have CLEAN's keys and PADDING.
 CASES = {
@@ -98,6 +108,7 @@ CASES = {
         ({"loss_fn.name": None, MASKS: [VETO]}, {"loss_fn.name": None, "loss_fn.ratio_clip_min": 0.3}),
         ({"loss_fn.name": None, MASKS: [VETO]}, {"loss_fn.name": None, MASKS: [VETO], "lab.num_threads": 1}),
     ],
+    "GM007": [({"data.train.path": "${oc.env:NOWHERE_KNOWN}/x"}, {"data.train.path": "${policy.model_name}/x"})],
     "GM004": [
         ({"lossfn": {"name": "gspo"}, "reads": NEWEST}, {"loss_fn.name": "gspo", **GSPO, "reads": NEWEST}),
         ({"loss": {"name": "gspo"}, "reads": NEWEST}, {"value_loss_fn": {"x": 1}, "reads": NEWEST}),
@@ -322,6 +333,19 @@ CASES = {
             {"loss_fn.use_kl_in_reward": True, PENALTY: 0.0},
         ),
     ],
+    "GM207": [
+        ({**KL, "loss_fn.reference_policy_kl_gradient": "k1"}, {**KL, "loss_fn.reference_policy_kl_gradient": "k2"}),
+        ({**KL, KL_TYPE: "k2"}, {**KL, KL_TYPE: "k2", "loss_fn.reference_policy_kl_gradient": "k2"}),
+        ({**KL, KL_TYPE: "k2"}, {**KL, KL_TYPE: "k3"}),
+        ({**KL, KL_TYPE: "k2"}, {PENALTY: 0.0, KL_TYPE: "k2"}),
+        ({**KL, **KL_IN_REWARD, KL_TYPE: "k3"}, {**KL, **KL_IN_REWARD, KL_TYPE: "k1"}),
+        ({**KL, **KL_IN_REWARD, KL_TYPE: "k2"}, {**KL, **KL_IN_REWARD, KL_TYPE: "k1"}),
+    ],
+    "GM208": [
+        ({"policy.docs_per_step": 64}, {}),
+        ({"policy.docs_per_step": 64}, {"policy.docs_per_step": 64, "lab.num_threads": 1}),
+        ({"policy.docs_per_step": 64, "loss_fn.zzz": 1}, {"loss_fn.zzz": 1}),
+    ],
     "GM301": [({**ASYNC, CORRECT: False}, ASYNC), ({**ASYNC, CORRECT: False}, {CORRECT: False})],
     "GM302": [
         ({**ASYNC, "policy.generation.vllm_cfg.async_engine": False}, ASYNC),
@@ -369,6 +393,20 @@ CASES = {
         ({REPLAY: True, "policy.generation.backend": "megatron"}, {REPLAY: True}),
         ({REPLAY: True, "policy.megatron_cfg.virtual_pipeline_model_parallel_size": 2}, {REPLAY: True}),
         ({**ASYNC, REPLAY: True, "data_plane.enabled": True}, {REPLAY: True, "data_plane.enabled": True}),
+    ],
+    "GM315": [
+        (
+            {"loss_fn.ratio_anchor": "gen", "grpo.seq_logprob_error_threshold": 1.5},
+            {"loss_fn.ratio_anchor": "gen", "grpo.seq_logprob_error_threshold": None},
+        ),
+        (
+            {"loss_fn.ratio_anchor": "gen", "on_policy_distillation": {"enabled": True}},
+            {
+                "loss_fn.ratio_anchor": "gen",
+                "on_policy_distillation": {"enabled": True},
+                MASKS: [GEOMETRIC],
+            },
+        ),
     ],
     "GM310": [
         (
@@ -435,6 +473,16 @@ CASES = {
             {MASKS: [{"preset": "product", "min": 0.5, "max": 2.0}], "policy.max_total_sequence_length": 300},
         ),
         ({MASKS: [GEOMETRIC], "kl": 0.05}, {MASKS: [GEOMETRIC]}),
+        # On the total log-ratio too; not on staleness alone.
+        (
+            {MASKS: [{**ON_TOTAL, "log_ratio": "total"}]},
+            {MASKS: [{**ON_TOTAL, "log_ratio": "policy"}]},
+        ),
+        # Truncations that are masks.
+        (
+            {**TRUNCATED, "loss_fn.truncated_importance_sampling_type": "seq-mask-tis"},
+            {**TRUNCATED, "loss_fn.truncated_importance_sampling_type": "tis"},
+        ),
     ],
     "GM403": [
         (
@@ -475,7 +523,7 @@ def findings(tmp_path, monkeypatch):
         monkeypatch.setattr(recipes, "nemo_rl_root", lambda: checkout(tmp_path / "RL", reads) if reads else None)
         path = tmp_path / "recipe.yaml"
         path.write_text(header + yaml.safe_dump(changed(changes)), encoding="utf-8")
-        recipe = read_recipe(path)
+        recipe = read_recipe(path, leave=("data",))
         return check(RecipeFacts.of(recipe, mismatch_kl=kl, gpu=gpu), ignore=ignore).findings
 
     return find
@@ -716,6 +764,38 @@ def test_nemo_rls_own_fields_are_the_ones_the_schema_takes_from_it():
 
 class TestExpectation:
     """The closed forms against simulated sequences."""
+
+    @pytest.mark.parametrize("level", ["token", "sequence", "sequence_mean", "sequence_max"])
+    @pytest.mark.parametrize("statistic", ["ratio", "k2", "k3"])
+    def test_every_rule_on_log_ratios(self, level, statistic):
+        kl, tokens, rows = 4e-3, 256, 6000
+        draw = torch.Generator().manual_seed(2)
+        ratios = -kl + math.sqrt(2 * kl) * torch.randn(rows, tokens, generator=draw, dtype=torch.float64)
+        values = {"ratio": ratios, "k2": ratios.square() / 2, "k3": ratios.expm1() - ratios}[statistic]
+        pooled = {"token": values, "sequence": values.sum(-1), "sequence_mean": values.mean(-1)}.get(level)
+        if pooled is None:
+            # All tokens inside.
+            low = torch.quantile(values.amin(-1), 0.4) if statistic == "ratio" else torch.tensor(-math.inf)
+            high = torch.quantile(values.amax(-1), 0.7)
+            kept = ((values >= low) & (values <= high)).all(-1).double().mean()
+        else:
+            low, high = (torch.quantile(pooled.flatten()[:100_000], share) for share in (0.1, 0.7))
+            kept = ((pooled >= low) & (pooled <= high)).double().mean()
+        rule = MaskRule("m", "total", level, statistic, float(low), float(high), "always")
+        assert kept_fraction(rule, kl, tokens) == pytest.approx(float(kept), abs=0.03)
+
+    def test_what_depends_on_more_is_not_judged(self):
+        def share(log_ratio="mismatch", level="token", statistic="ratio", when="always"):
+            return kept_fraction(MaskRule("m", log_ratio, level, statistic, -1.0, 1.0, when), 1e-3, 100)
+
+        assert share() == pytest.approx(1.0)
+        for other in (
+            {"log_ratio": "policy"},
+            {"statistic": "prob_diff"},
+            {"when": "pushing"},
+            {"level": "prefix_sum"},
+        ):
+            assert share(**other) is None
 
     @pytest.mark.parametrize(("kl", "tokens"), [(1e-3, 500), (1e-3, 4000), (2e-2, 100)])
     def test_weight(self, kl, tokens):

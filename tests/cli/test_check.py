@@ -9,7 +9,7 @@ import pytest
 
 from nemo_geomask import LossConfig
 from nemo_geomask.checks import RULES
-from nemo_geomask.checks.lengths import kept_fraction, median_weight
+from nemo_geomask.checks.expectation import kept_fraction, median_weight
 from nemo_geomask.cli import main
 from nemo_geomask.config import recipe as recipes
 from nemo_geomask.config.recipe import load_recipe, nemo_rl_root, read_recipe
@@ -274,6 +274,54 @@ class TestCommand:
         assert result["objective"][0]["formula"].startswith("L = ")
         assert {"rule": "GM106", "needs": "--gpu"} in result["unjudged"]
 
+    def test_what_masks_keep_at_the_mismatch_and_at_five_times_as_much(self, write, check):
+        write(
+            child="""
+policy: {max_total_sequence_length: 4096}
+loss_fn:
+  name: clipped_pg
+  masks: [{preset: geometric, min: 0.999, max: 1.002}, {preset: opsm, delta: 0.02}, {preset: dppo_tv, delta: 0.2}]
+"""
+        )
+        _, out, _ = check("child.yaml")
+        assert "kept of responses of 4096 tokens at a mismatch KL of 0.001 | 0.005 nats per token:" in out
+        assert "  geometric: 50 % | 0.523 % of sequences\n" in out
+        assert "  opsm: 100 % | 100 % of sequences with negative advantage\n" in out
+        assert "dppo_tv:" not in out  # it depends on the tokens' probabilities
+        _, out, _ = check("child.yaml", "--format", "json", "--mismatch-kl", "0.0001")
+        geometric, opsm = json.loads(out)["expected"]
+        assert (geometric["key"], geometric["tokens"], opsm["when"]) == ("loss_fn.masks[0]", 4096, "negative_advantage")
+        assert [kept["mismatch_kl"] for kept in geometric["kept"]] == pytest.approx([1e-4, 5e-4])
+        assert geometric["kept"][0]["share"] == pytest.approx(1, abs=1e-3)
+
+    @pytest.mark.parametrize("section", ["sft", "dpo", "rm", "distillation", "eval"])
+    def test_a_recipe_without_a_policy_loss_is_named_so_and_passes(self, write, check, section):
+        write(child=f"{section}: {{seed: 1}}\nloss_fn: {{kl_type: reverse}}\n")
+        status, out, _ = check("child.yaml", "--strict")
+        assert status == 0
+        assert "no policy loss trains" in out
+        assert "not checked until" not in out
+        write(child=f"{section}: {{seed: 1}}\nloss_fn: {{name: gspo}}\n")
+        status, out, _ = check("child.yaml")
+        assert status == 2
+        assert "error GM001 loss_fn.name" in out
+        assert "trains none; remove name, or add a grpo section" in out
+
+    def test_a_path_that_only_the_data_needs_is_a_note(self, write, check, monkeypatch):
+        monkeypatch.delenv("SOMEWHERE", raising=False)
+        recipe = "loss_fn: {name: clipped_pg, reference_policy_kl_penalty: 0.0}\n"
+        write(child=recipe + "data: {train: [{data_path: '${oc.env:SOMEWHERE}/x'}], n: {p: '${oc.env:SOMEWHERE}'}}\n")
+        status, out, _ = check("child.yaml", "--strict")
+        assert status == 0
+        assert "child.yaml:2: note GM007 data.n.p" in out
+        assert "note GM007 data.train[0].data_path" in out
+        assert "SOMEWHERE" in out
+        # A reference to nowhere is a mistake anywhere, and what the rules look at must be known.
+        write(child=recipe + "data: {path: '${nowhere.at_all}'}\n")
+        assert check("child.yaml")[0] == 2
+        write(child=recipe + "policy: {model_name: '${oc.env:SOMEWHERE}'}\n")
+        assert check("child.yaml")[0] == 2
+
     def test_a_recipe_without_the_block_or_with_a_wrong_one(self, write, check):
         for text in ("policy: {megatron_cfg: {enabled: true}}\n", "loss_fn: gspo\n", "loss_fn: null\n"):
             status, out, _ = check(write(child=text))
@@ -318,8 +366,13 @@ class TestCommand:
         for power, row in enumerate(("median `sequence` weight, exp(−κT)", "its effective sample size, exp(−2κT)"), 1):
             expected = [median_weight(kl, tokens) ** power for tokens in lengths]
             assert [float(cell) for cell in rows[row]] == [float(f"{value:.2g}") for value in expected]
-        for name, bounds in (("product [0.5, 2]", (0.5, 2.0)), ("geometric [0.99, 1.01]", (0.99, 1.01))):
-            preset = name.split()[0]
-            (rule,) = LossConfig(masks=[{"preset": preset, "min": bounds[0], "max": bounds[1]}]).mask_rules
-            kept = [f"{100 * kept_fraction(rule, kl, tokens):.0f} %" for tokens in lengths]
-            assert rows[f"kept by `{name}`"] == kept
+        masks = {
+            "kept by `product [0.5, 2]`": ("product", 0.5, 2.0, kl),
+            "kept by `geometric [0.99, 1.01]`": ("geometric", 0.99, 1.01, kl),
+            "kept by `geometric [0.999, 1.002]`": ("geometric", 0.999, 1.002, kl),
+            "kept by `geometric [0.99, 1.01]` at κ = 5·10⁻³": ("geometric", 0.99, 1.01, 5e-3),
+            "kept by `geometric [0.999, 1.002]` at κ = 5·10⁻³": ("geometric", 0.999, 1.002, 5e-3),
+        }
+        for row, (preset, low, high, at) in masks.items():
+            (rule,) = LossConfig(masks=[{"preset": preset, "min": low, "max": high}]).mask_rules
+            assert rows[row] == [f"{100 * kept_fraction(rule, at, tokens):.0f} %" for tokens in lengths]

@@ -101,6 +101,10 @@ def binary(statistic: str, p: float, q: float) -> float:
     return math.copysign(size[statistic], p - q) if p != q else 0.0
 
 
+def mean(values: list[float]) -> float:
+    return sum(values) / len(values)
+
+
 def number(x: Any) -> float:
     """The value of a 0-d tensor or a float, off the graph."""
     return x.item() if isinstance(x, torch.Tensor) else float(x)
@@ -130,6 +134,12 @@ class _Evaluation:
         self.metrics: dict[str, float] = {}
         self.beta = 0.0 if config.use_kl_in_reward else config.reference_policy_kl_penalty
         self.rules = rules(config.masks)
+        self.anchor = config.ratio_anchor
+        # Under the generation engine's anchor π_old is there only where something else asks for it.
+        asked = config.batch_veto or config.denominator == "kept" or config.use_kl_in_reward
+        asked = asked or any(rule.log_ratio in ("mismatch", "policy") for rule in self.rules)
+        self.reads_prev = not config.force_on_policy_ratio and bool(self.anchor == "prev" or asked)
+        self.knows_prev = self.reads_prev or config.force_on_policy_ratio
         self.level = config.is_correction_level or ("sequence" if config.sequence_level_importance_ratios else "token")
         self.truncation = config.truncated_importance_sampling_type
         if config.truncated_importance_sampling_ratio is None:
@@ -145,7 +155,7 @@ class _Evaluation:
         config = self.c
         self.rows, self.width = curr.shape
         columns = {"gen": "generation_logprobs", "adv": "advantages"}
-        if not config.force_on_policy_ratio:
+        if self.reads_prev:
             columns["prev"] = "prev_logprobs"
         if self.beta:
             columns["ref"] = "reference_policy_logprobs"
@@ -172,7 +182,7 @@ class _Evaluation:
                 if unfiltered is not None:
                     value = float(unfiltered[i, t])
                     token["kl_curr"] = torch.tensor(value, dtype=torch.float64, requires_grad=True)
-                if config.force_on_policy_ratio:
+                if not self.reads_prev:
                     token["prev"] = token["c"]
                 row.append(token)
             self.declared.append(len(row))
@@ -221,11 +231,14 @@ class _Evaluation:
 
     def declare(self) -> None:
         names = ["probs_ratio", "probs_ratio_clamped", "token_mult_prob_error", "gen_kl_error", "policy_kl_error"]
-        names += ["js_divergence_error", "approx_entropy", "sampling_importance_ratio", "kl_penalty"]
-        names += ["positive_nll_loss"]
-        own = ["weight_raw_mean", "weight_raw_sq", "weight_mean", "weight_sq", "saturated_weight", "saturated_ratio"]
-        own += ["clip_fraction_low", "clip_fraction_high", "mismatch_abs", "mismatch_k1", "mismatch_k3"]
-        own += ["policy_abs", "policy_k3", "kept_tokens"]
+        names += ["js_divergence_error", "approx_entropy", "kl_penalty", "positive_nll_loss"]
+        own = ["saturated_ratio", "clip_fraction_low", "clip_fraction_high", "kept_tokens"]
+        if self.knows_prev:
+            names.append("sampling_importance_ratio")
+            own += ["weight_raw_mean", "weight_raw_sq", "weight_mean", "weight_sq", "saturated_weight"]
+            own += ["mismatch_abs", "mismatch_k1", "mismatch_k3", "policy_abs", "policy_k3"]
+        else:
+            own += ["total_abs", "total_k1", "total_k3"]
         if self.c.ratio_clip_c is not None:
             own.append("dual_clip_fraction")
         for rule in self.rules:
@@ -297,6 +310,8 @@ class _Evaluation:
     def correction(self, i: int, row: list[dict[str, Any]]) -> list[float]:
         """Truncated weights of a sequence's tokens, and what is reported of them."""
         config = self.c
+        if not self.knows_prev:
+            return [1.0] * len(row)
         low = config.truncated_importance_sampling_ratio_min or 0.0
         high = config.truncated_importance_sampling_ratio
         deltas = [token["prev"] - token["gen"] for token in row]
@@ -341,7 +356,7 @@ class _Evaluation:
                 self.add_token("is_oob_ratio", token, float(out[k if by_token else 0]))
         if not by_token:
             self.answer.sequence_weights.append(used[0])
-        if not config.use_importance_sampling_correction:
+        if not config.use_importance_sampling_correction or self.anchor == "gen":
             return [1.0] * len(row)
         return used if by_token else used * len(row)
 
@@ -373,7 +388,10 @@ class _Evaluation:
                 }[when]
 
             name = f"geomask/mask/{rule.label}/removed"
-            if rule.level == "token":
+            if rule.level == "token" or rule.level.startswith("prefix"):
+                if rule.level != "token":
+                    pool = {"prefix_sum": sum, "prefix_mean": mean, "prefix_min": min, "prefix_max": max}[rule.level]
+                    values = [pool(values[: k + 1]) for k in range(len(values))]
                 for k, (token, value) in enumerate(zip(row, values, strict=True)):
                     side = self.side(value, rule.low, rule.high)
                     side = side if applies(token["adv"], side) else 0
@@ -413,7 +431,7 @@ class _Evaluation:
         }[name](row)
 
     def log_ratio(self, token: dict[str, Any]) -> torch.Tensor:
-        return token["curr"] - token["prev"]
+        return token["curr"] - token[self.anchor]
 
     def exp(self, x: torch.Tensor) -> torch.Tensor:
         return torch.exp(x) if number(x) <= LIMIT else x.new_tensor(math.exp(LIMIT))
@@ -534,7 +552,7 @@ class _Evaluation:
             if importance:
                 base = number(curr) - token["gen"]
             elif kind == "k4":
-                base = number(curr) - token["prev"]
+                base = number(curr) - token[self.anchor]
             weight = torch.tensor(exp(base), dtype=torch.float64)
             if free and base <= LIMIT and (score or kind == "k4"):
                 weight = weight * torch.exp(curr - number(curr))
@@ -566,6 +584,7 @@ class _Evaluation:
     def diagnose(self, token, keep: bool) -> None:
         kind = self.c.reference_policy_kl_type
         mismatch, policy = token["prev"] - token["gen"], token["c"] - token["prev"]
+        own = "mismatch" if self.knows_prev else "total"
         p, q = token["prev"], token["gen"]
         # Jensen-Shannon by its definition, M = (P + Q)/2, both halves by k3.
         top = max(p, q)
@@ -577,12 +596,13 @@ class _Evaluation:
             "policy_kl_error": estimate(kind, mismatch, exp(mismatch)),
             "js_divergence_error": sum(halves) / 2,
             "approx_entropy": -exp(token["c"] - q) * token["c"],
-            "geomask/mismatch_abs": abs(mismatch),
-            "geomask/mismatch_k1": -mismatch,
-            "geomask/mismatch_k3": exp(mismatch) - 1 - mismatch,
-            "geomask/policy_abs": abs(policy),
-            "geomask/policy_k3": exp(policy) - 1 - policy,
+            f"geomask/{own}_abs": abs(mismatch),
+            f"geomask/{own}_k1": -mismatch,
+            f"geomask/{own}_k3": exp(mismatch) - 1 - mismatch,
             "geomask/kept_tokens": float(keep),
         }.items():
             self.add_token(name, token, value)
-        self.metrics["geomask/saturated_ratio"] += policy > LIMIT
+        if self.knows_prev:
+            self.add_token("geomask/policy_abs", token, abs(policy))
+            self.add_token("geomask/policy_k3", token, exp(policy) - 1 - policy)
+        self.metrics["geomask/saturated_ratio"] += token["c"] - token[self.anchor] > LIMIT

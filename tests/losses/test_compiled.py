@@ -37,6 +37,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "kl by k4": {"reference_policy_kl_type": "k4", "use_on_policy_kl_approximation": True},
     "nll": {"positive_example_nll_weight": 0.1, "metrics": "nemo_rl"},
     "drop_token": {"name": "gspo", "nonfinite": "drop_token"},
+    "anchored": {"name": "gspo", "ratio_anchor": "gen", "masks": [MASKS["opsm"]]},
+    "anchored, with prev": {"ratio_anchor": "gen", "masks": [MASKS["icepop"]]},
 }
 
 

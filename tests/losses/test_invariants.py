@@ -52,6 +52,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "gmpo": {"name": "gmpo", **CORRECTED, "is_correction_level": "sequence", **LOOSE_MASKS},
     "cispo": {**VARIANTS["cispo"], **TIS, **KL4},
     "sapo": {**VARIANTS["sapo"], **CORRECTED},
+    "anchored": {"ratio_anchor": "gen", **NLL},
+    "anchored, with prev": {**VARIANTS["gspo"], "ratio_anchor": "gen", **LOOSE_MASKS},
 }
 LOSSES = {name: build_loss(config) for name, config in CONFIGS.items()}
 # NeMo-RL defines these over one microbatch.

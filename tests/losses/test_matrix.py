@@ -33,6 +33,7 @@ LEVELS = {
         level: {"use_importance_sampling_correction": True, "is_correction_level": level}
         for level in ("token", "sequence", "sequence_mean")
     },
+    "anchored": {"ratio_anchor": "gen"},
 }
 RULES = {
     "unmasked": [],
@@ -40,6 +41,7 @@ RULES = {
     "trust_region": [MASKS["k3_mean"]],
     "dppo": [MASKS["dppo_kl"], MASKS["dppo_tv"]],
     "kpop": [MASKS["kpop"]],
+    "prefix": [MASKS[name] for name in MASKS if name.startswith("prefix")],
 }
 
 
