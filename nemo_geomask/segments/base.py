@@ -104,7 +104,7 @@ class Segments(ABC):
         """Of each sequence's values that count, exactly as ``torch.quantile`` interpolates them: [S], float64.
 
         Found bit by bit from counts, three at a time, so that under context parallelism no value crosses ranks but the
-        two that are interpolated: 12 collectives of at most [8, S].
+        two that are interpolated: 13 collectives of at most [8, S].
 
         Args:
             values: token layout, float32, at least 0.
