@@ -77,7 +77,9 @@ def evaluate(
 
     weight, reports = correct(batch, seen, config)
     metrics.add(reports)
-    kept, reports = reject(batch, seen, config.rules_in_loss)
+    budgeted = [rule.label for rule in config.rules_in_loss if rule.budgeted]
+    bounds = {} if raw.bounds is None else dict(zip(budgeted, raw.bounds, strict=True))
+    kept, reports = reject(batch, seen, config.rules_in_loss, bounds)
     metrics.add(reports)
     found = seen.sums.__getitem__ if variant.pooled_by == "sum" else seen.mean
     surrogate = variant.surrogate(inputs, {name: segments.spread(found(f"variant.{name}")) for name in pooled})
