@@ -56,7 +56,7 @@ class LossSettings(StrictModel):
     )
     options: dict[str, Any] = _field(
         {},
-        "Settings of the chosen objective alone, validated by it. `sapo`: `tau_pos`, `tau_neg`.",
+        "Settings of the chosen objective alone, validated by it: those of the table of objectives.",
         source="this package",
     )
 

@@ -29,10 +29,13 @@ from nemo_geomask.functional.surrogates import (
     clip_log_ratio,
     clipped,
     clipped_weight,
+    gamma_weight,
     geometric_mean,
+    quadratic,
     score_function,
     soft_gate,
     straight_through_ratio,
+    unclipped,
 )
 
 __all__ = [
@@ -53,6 +56,7 @@ __all__ = [
     "clipped",
     "clipped_weight",
     "filter_weight",
+    "gamma_weight",
     "geometric_mean",
     "inverse_count",
     "kl_estimate",
@@ -60,6 +64,7 @@ __all__ = [
     "log_bound",
     "outside",
     "position_weights",
+    "quadratic",
     "saturated",
     "saturating_exp",
     "score_function",
@@ -67,4 +72,5 @@ __all__ = [
     "straight_through_ratio",
     "token_coefficients",
     "token_statistic",
+    "unclipped",
 ]
