@@ -22,6 +22,7 @@ ORDER = [
     "metrics",
     "losses",
     "checks",
+    "translate",
     "integrations",
     "processes",
     "rehearsal",

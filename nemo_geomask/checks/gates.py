@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from nemo_geomask.checks.facts import RecipeFacts
 from nemo_geomask.checks.rule import Hit, Rule
+from nemo_geomask.config.strict import as_yaml
+from nemo_geomask.errors import Problem
 
-__all__ = ["RULES"]
+__all__ = ["RULES", "readers_of_prev"]
 
 _CORRECTION = "loss_fn.use_importance_sampling_correction"
 _GENERATION = "policy.generation"
@@ -138,6 +141,30 @@ def _kl_in_reward(facts: RecipeFacts) -> Iterator[Hit]:
         )
 
 
+def readers_of_prev(recipe: Mapping[str, Any]) -> Iterator[Problem]:
+    """What else than the loss reads ``prev_logprobs`` in a recipe whose loss does without, and so would read NaN."""
+    found = {
+        "grpo.seq_logprob_error_threshold": "masks sequences",
+        "ppo.seq_logprob_error_threshold": "masks sequences",
+        "on_policy_distillation.enabled": "makes advantages",
+    }
+    for key, what in found.items():
+        section, _, name = key.partition(".")
+        value = (recipe.get(section) or {}).get(name)
+        if value is not None and value is not False:
+            yield Problem(
+                (key, "loss_fn.ratio_anchor"),
+                f"{key}: {as_yaml(value)} {what} by prev_logprobs, which are not computed under loss_fn.ratio_anchor: "
+                "gen; remove it, or set loss_fn.ratio_anchor: prev",
+            )
+
+
+def _no_prev(facts: RecipeFacts) -> Iterator[Hit]:
+    if not facts.config.knows_prev:
+        for problem in readers_of_prev(facts.recipe.data):
+            yield Hit(problem.keys[0], problem.message)
+
+
 def _no_reference(facts: RecipeFacts) -> Iterator[Hit]:
     key = f"{facts.algorithm}.skip_reference_policy_logprobs_calculation"
     if facts.on(key) and facts.config.reference_policy_kl_penalty:
@@ -231,4 +258,5 @@ RULES = (
         "NeMo-RL `_get_pack_sequence_parameters_for_megatron` (megatron/data.py)",
         _padding,
     ),
+    Rule("GM315", "error", "what reads `prev_logprobs` where they are not computed", "docs/nemo_rl.md", _no_prev),
 )

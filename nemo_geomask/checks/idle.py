@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import get_args
 
 from nemo_geomask.checks.facts import RecipeFacts
 from nemo_geomask.checks.rule import Hit, Rule
 from nemo_geomask.checks.tree import READ_BY, reads
-from nemo_geomask.config.masks import MaskRule
+from nemo_geomask.config.masks import Level, MaskRule
 
 __all__ = ["REACH", "RULES"]
 
@@ -76,13 +77,13 @@ def _implies(strict: MaskRule, wide: MaskRule) -> bool:
     """Whether all that ``strict`` keeps, ``wide`` keeps."""
     if (strict.log_ratio, strict.statistic) != (wide.log_ratio, wide.statistic):
         return False
-    same_advantage = strict.when == wide.when and (strict.level == "token") == (wide.level == "token")
+    same_advantage = strict.when == wide.when and strict.by_token == wide.by_token
     if strict.when != "always" and not same_advantage:
         return False
     levels = {
         ("sequence_max", "token"),
         ("sequence_max", "sequence_mean"),  # a mean of values inside an interval is inside
-        *(((level, level)) for level in ("token", "sequence", "sequence_mean", "sequence_max")),
+        *((level, level) for level in get_args(Level)),
         # A mean is its sum shrunk towards 0.
         *([("sequence", "sequence_mean")] if strict.low <= 0 <= strict.high else []),
     }

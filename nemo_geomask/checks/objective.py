@@ -100,7 +100,16 @@ class _DualClip:
         return "" if self.bound is None else f", at most {number(self.bound)}·|{advantage}| where {advantage} < 0"
 
 
-_POOLED = {"token": "{}", "sequence": "Σ_t {}", "sequence_mean": "mean_t {}", "sequence_max": "{}"}
+_POOLED = {
+    "token": "{}",
+    "sequence": "Σ_t {}",
+    "sequence_mean": "mean_t {}",
+    "sequence_max": "{}",
+    "prefix_sum": "Σ_{{s≤t}} {}",
+    "prefix_mean": "mean_{{s≤t}} {}",
+    "prefix_min": "min_{{s≤t}} {}",
+    "prefix_max": "max_{{s≤t}} {}",
+}
 _STATISTIC = {
     "ratio": "x_t",
     "k2": "x_t²/2",
@@ -172,7 +181,8 @@ def _limits(rule: MaskRule) -> tuple[str | None, str | None]:
 
 def _kept(rule: MaskRule) -> str:
     low, high = _limits(rule)
-    value = _POOLED[rule.level].format(_STATISTIC[rule.statistic])
+    statistic = _STATISTIC[rule.statistic]
+    value = _POOLED[rule.level].format(statistic.replace("_t", "_s") if rule.prefix else statistic)
     value = f"exp({value})" if rule.statistic == "ratio" else value
     text = " ≤ ".join(part for part in (low, value, high) if part)
     text += " at every t" if rule.level == "sequence_max" else ""
@@ -191,6 +201,10 @@ def _dropped(rule: MaskRule) -> str:
         "sequence": f"sequences whose tokens' {whose} {kind} has a {'product' if ratio else 'sum'} that",
         "sequence_mean": f"sequences whose tokens' {whose} {kind} has {'a geometric' if ratio else 'a'} mean that",
         "sequence_max": f"sequences any of whose tokens has a {whose} {kind} that",
+        "prefix_sum": f"tokens up to which the {whose} {kind} has a {'product' if ratio else 'sum'} that",
+        "prefix_mean": f"tokens up to which the {whose} {kind} has {'a geometric' if ratio else 'a'} mean that",
+        "prefix_min": f"tokens up to which the smallest {whose} {kind}",
+        "prefix_max": f"tokens up to which the largest {whose} {kind}",
     }[rule.level]
     bounds = f"is outside [{low}, {high}]" if low and high else f"is {f'below {low}' if low else f'above {high}'}"
     when = {

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import Field, JsonValue, ValidationError, ValidatorFunctionWrapHandler, field_validator, model_validator
 
 from nemo_geomask.config.conflicts import conflicts
+from nemo_geomask.config.foreign import foreign
 from nemo_geomask.config.masks import MaskRule, MaskSpec, mask_rules, validate_masks
-from nemo_geomask.config.strict import StrictModel, conflicting, problems
+from nemo_geomask.config.strict import StrictModel, as_yaml, conflicting, problems
 from nemo_geomask.errors import ConfigError
 
 __all__ = ["BatchVeto", "CorrectionLevel", "KLType", "LossConfig", "LossSettings", "Normalization"]
@@ -217,6 +218,10 @@ class LossSettings(StrictModel):
         "`te` by megatron-core's and transformer-engine's, to compare.",
         source="this package",
     )
+
+    @classmethod
+    def _answer(cls, key: str, value: Any) -> str:
+        return foreign(key, as_yaml(value))
 
     @field_validator("masks", mode="wrap")
     @classmethod

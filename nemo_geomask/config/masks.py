@@ -20,7 +20,9 @@ __all__ = ["PRESETS", "MaskRule", "MaskSpec", "RawMask", "mask_rules", "validate
 
 LogRatio = Literal["mismatch", "policy", "total"]
 Statistic = Literal["ratio", "k2", "k3", "prob_diff", "binary_kl", "binary_kl_reverse", "binary_kl_max"]
-Level = Literal["token", "sequence", "sequence_mean", "sequence_max"]
+Level = Literal[
+    "token", "sequence", "sequence_mean", "sequence_max", "prefix_sum", "prefix_mean", "prefix_min", "prefix_max"
+]
 When = Literal["always", "negative_advantage", "positive_advantage", "pushing"]
 SIGNED = ("prob_diff", "binary_kl", "binary_kl_reverse", "binary_kl_max")
 """Statistics that are negative where the token has become less likely, as lower bounds on them are."""
@@ -38,6 +40,16 @@ class MaskRule:
     low: float
     high: float
     when: When
+
+    @property
+    def prefix(self) -> bool:
+        """Whether it pools over each token's prefix."""
+        return self.level.startswith("prefix")
+
+    @property
+    def by_token(self) -> bool:
+        """Whether it judges tokens, and not sequences."""
+        return self.level == "token" or self.prefix
 
 
 class _Bounds(StrictModel):
@@ -199,7 +211,10 @@ class RawMask(_Bounds):
     """The form behind every preset."""
 
     log_ratio: LogRatio = Field(description="mismatch: prev - gen; policy: curr - prev; total: curr - gen.")
-    level: Level = Field(description="Over what the statistic is pooled; sequence_max: every token must be inside.")
+    level: Level = Field(
+        description="Over what the statistic is pooled; sequence_max: every token must be inside; prefix_…: over the "
+        "sequence's tokens up to this one, which alone is judged."
+    )
     statistic: Statistic = Field(default="ratio", description="What is compared with the bounds.")
     min: float | None = Field(
         default=None, description="Smallest value kept, at most 0 on prob_diff and binary_kl…; null: no lower bound."
@@ -233,9 +248,10 @@ class RawMask(_Bounds):
         beyond = [bound for bound in (self.min, self.max) if bound is not None and abs(bound) >= 1]
         if self.statistic == "prob_diff" and beyond:
             raise ValueError(f"a bound of {beyond[0]:g} on prob_diff, which lies in [-1, 1], removes nothing")
-        if self.level in ("sequence", "sequence_mean"):
+        if self.level in ("sequence", "sequence_mean", "prefix_sum", "prefix_mean"):
             raise ValueError(
-                f"level '{self.level}' pools {self.statistic}, whose signs cancel; choose token or sequence_max"
+                f"level '{self.level}' pools {self.statistic}, whose signs cancel; choose token, sequence_max, "
+                "prefix_min or prefix_max"
             )
         return self
 

@@ -54,7 +54,7 @@ def evaluate(
     batch, of_batch = read(raw, segments, config.ratio_anchor)
     inputs = SurrogateInputs(batch.curr, batch.log_ratio, batch.advantages, config, objective.options)
     pooled = variant.pool(inputs) if variant.pool is not None else {}
-    sums, extremes = rule_statistics(batch, config.rules_in_loss)
+    sums, extremes, prefix = rule_statistics(batch, config.rules_in_loss)
     if config.knows_prev and (config.correction_level != "token" or config.truncation == "seq-mask-tis"):
         sums["mismatch.ratio"] = batch.mismatch
     sums |= {f"variant.{name}": value for name, value in pooled.items()}
@@ -62,7 +62,13 @@ def evaluate(
     local = config.positive_example_nll_normalization == "microbatch"
     count = local and batch.rewards is not None
     seen, reports = observe(
-        batch, sums=sums, extremes=extremes, nonfinite=config.nonfinite, declared=by_length, count=count
+        batch,
+        sums=sums,
+        extremes=extremes,
+        prefix=prefix,
+        nonfinite=config.nonfinite,
+        declared=by_length,
+        count=count,
     )
     full = config.metrics == "full"
     metrics = Sums(seen.weight, seen.sample_mask, segments, full=full)

@@ -16,6 +16,7 @@ from nemo_geomask import functional as F
 from nemo_geomask.config import MaskRule
 from nemo_geomask.losses.batch import TokenBatch
 from nemo_geomask.metrics import Metric
+from nemo_geomask.segments import Pooled, Prefix
 
 __all__ = ["Observed", "observe", "rule_key", "rule_statistics", "token_values"]
 
@@ -35,6 +36,7 @@ class Observed(NamedTuple):
     sums: dict[str, Tensor]  # [S] each, of the tensors asked for, under the token mask
     lowest: dict[str, Tensor]  # [S] each, over trained tokens
     highest: dict[str, Tensor]  # likewise
+    prefix: Pooled  # token layout, of the tensors asked for, over trained tokens up to and including each
 
     def mean(self, key: str) -> Tensor:
         """[S] mean of a tensor over the sequence's trained tokens; 0 for an empty one."""
@@ -53,18 +55,28 @@ def token_values(batch: TokenBatch, rule: MaskRule) -> Tensor:
     return F.binary_statistic(*batch.pair(rule.log_ratio), rule.statistic)
 
 
-def rule_statistics(batch: TokenBatch, rules: Iterable[MaskRule]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Token tensors whose sums, and those whose extremes, the rules need of each sequence."""
+def rule_statistics(
+    batch: TokenBatch, rules: Iterable[MaskRule]
+) -> tuple[dict[str, Tensor], dict[str, Tensor], Pooled]:
+    """Token tensors whose sums, and those whose extremes, the rules need of each sequence; and of each prefix."""
     sums: dict[str, Tensor] = {}
     extremes: dict[str, Tensor] = {}
+    prefix = Pooled({}, {}, {})
+    of_level = {
+        "sequence_max": extremes,
+        "prefix_sum": prefix.sums,
+        "prefix_mean": prefix.sums,
+        "prefix_min": prefix.lowest,
+        "prefix_max": prefix.highest,
+    }
     for rule in rules:
-        if rule.level == "token":
-            continue
-        into = extremes if rule.level == "sequence_max" else sums
-        into[rule_key(rule)] = token_values(batch, rule)
-        if rule.when != "always":
+        if rule.level != "token":
+            of_level.get(rule.level, sums)[rule_key(rule)] = token_values(batch, rule)
+        if rule.level == "prefix_mean":
+            prefix.sums["count"] = torch.ones_like(batch.trains)
+        if not rule.by_token and rule.when != "always":
             sums["advantages"] = batch.advantages
-    return sums, extremes
+    return sums, extremes, prefix
 
 
 def observe(
@@ -72,6 +84,7 @@ def observe(
     *,
     sums: Mapping[str, Tensor],
     extremes: Mapping[str, Tensor],
+    prefix: Pooled,
     nonfinite: Literal["drop_sequence", "drop_token", "raise"],
     declared: bool = False,
     count: bool = False,
@@ -82,6 +95,7 @@ def observe(
         batch: the microbatch.
         sums: token tensors to sum over trained tokens, differentiable.
         extremes: those to take the minimum and maximum of.
+        prefix: those of which the same is wanted over each token's prefix.
         nonfinite: whether a token with a non-finite value drops its sequence; under ``raise`` the caller stops.
         declared: whether :attr:`Observed.declared` is wanted.
         count: whether :attr:`Observed.tokens` is wanted where nothing else is pooled.
@@ -95,11 +109,20 @@ def observe(
     if sums or extremes or count:
         mask = token_mask * batch.trains
         wanted |= {"count": mask, **{f"sum {name}": value * mask for name, value in sums.items()}}
-    none = batch.trains == 0 if extremes else batch.trains
+    none = batch.trains == 0 if extremes or any(prefix) else batch.trains
+
+    def over(values: Mapping[str, Tensor], idle: float) -> dict[str, Tensor]:
+        return {name: torch.where(none, idle, value) for name, value in values.items()}
+
+    running = Prefix(prefix)
+    if any(prefix):
+        running = segments.prefix(
+            over(prefix.sums, 0.0), over(prefix.lowest, torch.inf), over(prefix.highest, -torch.inf)
+        )
     pooled = segments.pool(
-        wanted,
-        {name: torch.where(none, torch.inf, value) for name, value in extremes.items()},
-        {name: torch.where(none, -torch.inf, value) for name, value in extremes.items()},
+        wanted | running.parts.sums,
+        over(extremes, torch.inf) | running.parts.lowest,
+        over(extremes, -torch.inf) | running.parts.highest,
     )
     found, sample_mask = pooled.sums, batch.sample_mask
     zero = sample_mask * 0
@@ -116,8 +139,9 @@ def observe(
         tokens=counted,
         empty=counted == 0,
         sums={name: torch.where(gone, 0.0, found[f"sum {name}"]) for name in sums},
-        lowest={name: torch.where(gone, torch.inf, value) for name, value in pooled.lowest.items()},
-        highest={name: torch.where(gone, -torch.inf, value) for name, value in pooled.highest.items()},
+        lowest={name: torch.where(gone, torch.inf, pooled.lowest[name]) for name in extremes},
+        highest={name: torch.where(gone, -torch.inf, pooled.highest[name]) for name in extremes},
+        prefix=segments.whole_prefix(running, pooled) if any(prefix) else prefix,
     )
     return observed, [
         Metric(("num_valid_samples",), "count", sample_mask.sum),

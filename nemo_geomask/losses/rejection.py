@@ -10,6 +10,7 @@ from nemo_geomask.config import MaskRule
 from nemo_geomask.losses.batch import TokenBatch
 from nemo_geomask.losses.observe import Observed, rule_key, token_values
 from nemo_geomask.metrics import Metric, Over
+from nemo_geomask.segments import Pooled
 
 __all__ = ["reject"]
 
@@ -28,9 +29,9 @@ def reject(batch: TokenBatch, seen: Observed, rules: Iterable[MaskRule]) -> tupl
     for rule in rules:
         below, above = _removed(rule, batch, seen)
         removed = below | above
-        survives = ~(removed if rule.level == "token" else batch.segments.spread(removed))
+        survives = ~(removed if rule.by_token else batch.segments.spread(removed))
         kept = survives if kept is None else kept & survives
-        over: Over = "tokens" if rule.level == "token" else "sequences"
+        over: Over = "tokens" if rule.by_token else "sequences"
         for name, which in (("removed", removed), ("removed_low", below), ("removed_high", above)):
             reports.append(Metric((f"geomask/mask/{rule.label}/{name}",), over, which.float))
     remains = seen.trains if kept is None else kept
@@ -40,9 +41,9 @@ def reject(batch: TokenBatch, seen: Observed, rules: Iterable[MaskRule]) -> tupl
 def _removed(rule: MaskRule, batch: TokenBatch, seen: Observed) -> tuple[Tensor, Tensor]:
     """Where the rule removes for the lower and for the upper bound: bool, token layout or [S]."""
     key = rule_key(rule)
-    if rule.level == "token":
+    if rule.by_token:
         eligible, advantages = seen.trains != 0, batch.advantages
-        low = high = token_values(batch, rule)
+        low = high = _prefix(seen.prefix, key, rule.level) if rule.prefix else token_values(batch, rule)
     else:
         eligible = ~seen.empty
         advantages = seen.mean("advantages") if rule.when != "always" else seen.tokens
@@ -58,3 +59,13 @@ def _removed(rule: MaskRule, batch: TokenBatch, seen: Observed) -> tuple[Tensor,
     below = below & eligible
     # A sequence with tokens beyond both bounds is reported once, under the lower one.
     return below, above & eligible & ~below
+
+
+def _prefix(prefix: Pooled, key: str, level: str) -> Tensor:
+    """What the rule compares at each token, float32."""
+    if level == "prefix_min":
+        return prefix.lowest[key].float()
+    if level == "prefix_max":
+        return prefix.highest[key].float()
+    total = prefix.sums[key]
+    return (total / prefix.sums["count"].clamp(min=1.0) if level == "prefix_mean" else total).float()

@@ -8,22 +8,22 @@ from dataclasses import dataclass, fields
 
 from nemo_geomask.checks import RecipeFacts
 
-__all__ = ["KEYS", "Layout", "layout_of"]
+__all__ = ["Layout", "layout_keys", "layout_of", "trained"]
 
-KEYS: Mapping[str, Mapping[str, str]] = {
+_KEYS: Mapping[str, Mapping[str, str]] = {
     "megatron": {
-        "tp": "policy.megatron_cfg.tensor_model_parallel_size",
-        "cp": "policy.megatron_cfg.context_parallel_size",
-        "ep": "policy.megatron_cfg.expert_model_parallel_size",
-        "pp": "policy.megatron_cfg.pipeline_model_parallel_size",
+        "tp": "megatron_cfg.tensor_model_parallel_size",
+        "cp": "megatron_cfg.context_parallel_size",
+        "ep": "megatron_cfg.expert_model_parallel_size",
+        "pp": "megatron_cfg.pipeline_model_parallel_size",
     },
     "dtensor": {
-        "tp": "policy.dtensor_cfg.tensor_parallel_size",
-        "cp": "policy.dtensor_cfg.context_parallel_size",
-        "ep": "policy.dtensor_cfg.expert_parallel_size",
+        "tp": "dtensor_cfg.tensor_parallel_size",
+        "cp": "dtensor_cfg.context_parallel_size",
+        "ep": "dtensor_cfg.expert_parallel_size",
     },
 }
-"""Where each size stands in a recipe, by the back end that trains."""
+"""Where each size stands in a section, by the back end that trains."""
 
 
 @dataclass(frozen=True)
@@ -73,14 +73,29 @@ class Layout:
         return ", ".join(f"{field.name.upper()} {getattr(self, field.name)}" for field in fields(self))
 
 
-def layout_of(facts: RecipeFacts) -> Layout:
-    """That of the recipe: data parallel as far as its cluster goes."""
+def trained(facts: RecipeFacts) -> tuple[str, ...]:
+    """Sections of the models that a recipe trains: PPO has a critic."""
+    return ("policy", "value") if facts.algorithm == "ppo" and facts.get("value") is not None else ("policy",)
+
+
+def layout_keys(facts: RecipeFacts, section: str = "policy") -> Mapping[str, str]:
+    """Where the recipe has each size of what a section trains."""
+    back_end = "megatron" if facts.on(f"{section}.megatron_cfg.enabled") else "dtensor"
+    return {name: f"{section}.{key}" for name, key in _KEYS[back_end].items()}
+
+
+def layout_of(facts: RecipeFacts, section: str = "policy") -> Layout:
+    """That of the recipe: data parallel as far as its cluster goes.
+
+    Args:
+        facts: the recipe.
+        section: ``policy``, or PPO's ``value``.
+    """
 
     def size(key: str) -> int:
         return max(1, int(facts.number(key) or 1))
 
-    keys = KEYS["megatron" if facts.megatron else "dtensor"]
-    sizes = {name: size(key) for name, key in keys.items()}
+    sizes = {name: size(key) for name, key in layout_keys(facts, section).items()}
     world = size("cluster.gpus_per_node") * size("cluster.num_nodes")
     own = math.prod(sizes.get(name, 1) for name in ("tp", "cp", "pp"))
     return Layout(**sizes, dp=max(1, world // own))

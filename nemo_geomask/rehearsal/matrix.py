@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import os
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -32,7 +33,7 @@ class Trial:
 
     Attributes:
         name: what it shows; unique.
-        recipe: file, relative to the repository.
+        recipe: file, relative to the repository, or of NeMo-RL's: ``$NEMO_RL_ROOT/…``.
         overrides: of the recipe.
         ranks: processes that train.
         steps: rollout batches.
@@ -134,6 +135,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--hosts", type=Path, default=Path("docs/hosts"), help="folder of cases and results")
     parser.add_argument("--page", type=Path, default=Path("docs/nemo_rl.md"), help="page that has the table")
     parser.add_argument("--label", help="name of this NeMo-RL (default: the version that it calls itself by)")
+    parser.add_argument("--commit", help="of this NeMo-RL, where it is no git checkout")
     parser.add_argument("--only", action="append", help="run only the cases whose names begin so (repeatable)")
     parser.add_argument("--table", action="store_true", help="run nothing, rewrite the table")
     given = parser.parse_args(arguments)
@@ -143,7 +145,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         label = given.label or _version(checkout)
         path = given.hosts / f"{label}.json"
         host = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {"cases": {}}
-        host |= {"version": label, "commit": commit_of(checkout)}
+        host |= {"version": label, "commit": commit_of(checkout) or given.commit}
         for case in read_cases(given.hosts / "cases.yaml"):
             if case.not_run or (given.only and not case.name.startswith(tuple(given.only))):
                 continue
@@ -160,7 +162,7 @@ def _run(case: Trial) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         try:
             done = rehearse(
-                case.recipe,
+                os.path.expandvars(case.recipe),
                 case.overrides,
                 steps=case.steps,
                 ranks=case.ranks,

@@ -163,6 +163,9 @@ def write_model(model: TinyModel, folder: Path, *, seed: int = 0) -> int:
     config = made(**settings, tie_word_embeddings=bool(model.settings.get("tie_word_embeddings", False)))
     torch.manual_seed(seed)
     policy = transformers.AutoModelForCausalLM.from_config(config)
+    # transformers makes the padding token's row zero, where a norm's slope is 1/sqrt(eps), and takes no gradient there;
+    # Megatron and Automodel do, and the token is sampled like any other: gradient norms of 10,000 and more.
+    torch.nn.init.normal_(policy.get_input_embeddings().weight.data, std=_SIZES["initializer_range"])
     policy.save_pretrained(folder / "model")
     _tokenizer().save_pretrained(folder / "tokenizer")
     return sum(parameter.numel() for parameter in policy.parameters())

@@ -8,6 +8,7 @@ from typing import Any
 
 from nemo_geomask.checks import RecipeFacts
 from nemo_geomask.rehearsal.change import Change
+from nemo_geomask.rehearsal.layout import trained
 
 __all__ = ["on_cpu"]
 
@@ -29,32 +30,42 @@ def on_cpu(facts: RecipeFacts) -> Iterator[Change]:
         settings["policy.generation.vllm_cfg.precision"] = ("bfloat16", "vLLM's kernels for CPUs have no other")
     if facts.get("policy.generation.vllm_cfg.kv_cache_dtype", "auto") != "auto":
         settings["policy.generation.vllm_cfg.kv_cache_dtype"] = ("auto", "vLLM's kernels for CPUs have no other")
-    if facts.on("policy.sequence_packing.enabled"):
-        settings["policy.sequence_packing.enabled"] = (False, "packed rows need an attention kernel of CUDA's")
-    if facts.megatron:
-        settings |= _MEGATRON_ON_CPU
-    elif facts.on("policy.dtensor_cfg._v2") and importlib.util.find_spec("nemo_automodel") is None:
-        settings["policy.dtensor_cfg._v2"] = (False, "nemo_automodel is not importable here: DTensor v1's workers")
-        if facts.get("checkpointing.model_save_format") is not None:
-            settings["checkpointing.model_save_format"] = (None, "DTensor v1's workers have one format")
-        if facts.on("policy.dtensor_cfg.lora_cfg.enabled"):
-            settings["policy.dtensor_cfg.lora_cfg.enabled"] = (False, "DTensor v1's workers have none")
+    for section in trained(facts):
+        settings |= {f"{section}.{key}": change for key, change in _trainer(facts, section)}
+    if "policy.dtensor_cfg._v2" in settings and facts.get("checkpointing.model_save_format") is not None:
+        settings["checkpointing.model_save_format"] = (None, "DTensor v1's workers have one format")
     for key, (value, why) in settings.items():
         yield Change(key, value, facts.get(key), why, pinned=key.endswith("vllm_cfg.precision"))
 
 
+def _trainer(facts: RecipeFacts, section: str) -> Iterator[tuple[str, tuple[Any, str]]]:
+    if facts.on(f"{section}.megatron_cfg.enabled"):
+        yield from _MEGATRON_ON_CPU.items()
+        return
+    if facts.on(f"{section}.sequence_packing.enabled"):
+        yield "sequence_packing.enabled", (False, "packed rows need an attention kernel of CUDA's")
+    if (
+        section == "policy"
+        and facts.on("policy.dtensor_cfg._v2")
+        and importlib.util.find_spec("nemo_automodel") is None
+    ):
+        yield "dtensor_cfg._v2", (False, "nemo_automodel is not importable here: DTensor v1's workers")
+        if facts.on("policy.dtensor_cfg.lora_cfg.enabled"):
+            yield "dtensor_cfg.lora_cfg.enabled", (False, "DTensor v1's workers have none")
+
+
 _TE = "transformer-engine's"
 _MEGATRON_ON_CPU: dict[str, tuple[Any, str]] = {
-    "policy.megatron_cfg.transformer_impl": ("local", f"layers of Megatron's own in place of {_TE}"),
-    "policy.megatron_cfg.apply_rope_fusion": (False, f"a kernel of {_TE}"),
-    "policy.megatron_cfg.bias_activation_fusion": (False, "a compiled kernel"),
-    "policy.megatron_cfg.moe_permute_fusion": (False, f"a kernel of {_TE}"),
-    "policy.megatron_cfg.moe_enable_deepep": (False, "a kernel of CUDA's"),
-    "policy.megatron_cfg.checkpoint.async_save": (False, "copies from a card"),
-    "policy.megatron_cfg.optimizer.bf16": (False, "an optimiser of CUDA's"),
-    "policy.megatron_cfg.optimizer.use_precision_aware_optimizer": (False, f"an optimiser of {_TE}"),
-    "policy.megatron_cfg.optimizer.use_distributed_optimizer": (False, "an optimiser of CUDA's"),
-    "policy.megatron_cfg.distributed_data_parallel_config.overlap_grad_reduce": (False, "streams"),
-    "policy.megatron_cfg.distributed_data_parallel_config.overlap_param_gather": (False, "streams"),
-    "policy.precision": ("float32", "the optimiser for CPUs keeps no copy in another precision"),
+    "megatron_cfg.transformer_impl": ("local", f"layers of Megatron's own in place of {_TE}"),
+    "megatron_cfg.apply_rope_fusion": (False, f"a kernel of {_TE}"),
+    "megatron_cfg.bias_activation_fusion": (False, "a compiled kernel"),
+    "megatron_cfg.moe_permute_fusion": (False, f"a kernel of {_TE}"),
+    "megatron_cfg.moe_enable_deepep": (False, "a kernel of CUDA's"),
+    "megatron_cfg.checkpoint.async_save": (False, "copies from a card"),
+    "megatron_cfg.optimizer.bf16": (False, "an optimiser of CUDA's"),
+    "megatron_cfg.optimizer.use_precision_aware_optimizer": (False, f"an optimiser of {_TE}"),
+    "megatron_cfg.optimizer.use_distributed_optimizer": (False, "an optimiser of CUDA's"),
+    "megatron_cfg.distributed_data_parallel_config.overlap_grad_reduce": (False, "streams"),
+    "megatron_cfg.distributed_data_parallel_config.overlap_param_gather": (False, "streams"),
+    "precision": ("float32", "the optimiser for CPUs keeps no copy in another precision"),
 }

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from nemo_geomask.checks import RecipeFacts
 from nemo_geomask.rehearsal.change import Change, written
-from nemo_geomask.rehearsal.layout import KEYS, Layout, layout_of
+from nemo_geomask.rehearsal.layout import Layout, layout_keys, layout_of, trained
 from nemo_geomask.rehearsal.models import TinyModel, tiny_model
 from nemo_geomask.rehearsal.on_cpu import on_cpu
 
@@ -76,7 +76,8 @@ def plan(
         ConfigError: the model's architecture is not known.
     """
     full = layout_of(facts)
-    layout = full.within(ranks, cp=gpus)
+    # Without GPUs, the stand-in for attention over shares of sequences is Megatron's.
+    layout = full.within(ranks, cp=gpus or facts.megatron)
     model = tiny_model(str(facts.get("policy.model_name", "")), layout)
     size = _lengths(facts, layout, own_environment)
     batch = _batch(facts, layout, size)
@@ -88,21 +89,28 @@ def plan(
         *_quiet(facts, folder),
         *([] if gpus else on_cpu(facts)),
     ]
-    script = f"examples/run_{facts.algorithm}.py"
+    script = "grpo_single_controller" if _controlled(facts) else facts.algorithm
     cards = layout.ranks + (0 if facts.get("policy.generation.colocated.enabled", True) else 1)
     kept = [change for change in changes if change.was != change.value or change.delete or change.pinned]
-    return Plan(
-        tuple(kept), layout, full, model, steps, script, cards, tuple(_unrehearsed(facts, layout, full, kept, gpus))
-    )
+    unrehearsed = tuple(_unrehearsed(facts, layout, full, kept, gpus))
+    return Plan(tuple(kept), layout, full, model, steps, f"examples/run_{script}.py", cards, unrehearsed)
+
+
+def _controlled(facts: RecipeFacts) -> bool:
+    """Whether NeMo-RL's single controller trains: nothing else reads that section."""
+    return facts.get("async_rl") is not None
 
 
 def _made(facts: RecipeFacts, folder: Path, own_environment: bool) -> Iterator[Change]:
-    model = str(folder / "model")
-    yield Change("policy.model_name", model, facts.get("policy.model_name"))
-    yield Change("policy.tokenizer.name", str(folder / "tokenizer"), facts.get("policy.tokenizer.name"))
-    yield Change("policy.tokenizer.chat_template", "default", facts.get("policy.tokenizer.chat_template"))
-    if facts.get("policy.hf_config_overrides"):
-        yield Change("policy.hf_config_overrides", {}, facts.get("policy.hf_config_overrides"), delete=True)
+    for section in trained(facts):
+        for key, value in (
+            ("model_name", str(folder / "model")),
+            ("tokenizer.name", str(folder / "tokenizer")),
+            ("tokenizer.chat_template", "default"),
+        ):
+            yield Change(f"{section}.{key}", value, facts.get(f"{section}.{key}"))
+        if overrides := facts.get(f"{section}.hf_config_overrides"):
+            yield Change(f"{section}.hf_config_overrides", {}, overrides, delete=True)
     if own_environment:
         return
     train = {
@@ -128,6 +136,10 @@ def _made(facts: RecipeFacts, folder: Path, own_environment: bool) -> Iterator[C
 def _shorter(facts: RecipeFacts, steps: int) -> Iterator[Change]:
     section = facts.algorithm
     yield Change(f"{section}.max_num_steps", steps, facts.get(f"{section}.max_num_steps"))
+    if (facts.number("ppo.ppo_epochs") or 1) > 2:
+        yield Change("ppo.ppo_epochs", 2, facts.get("ppo.ppo_epochs"))
+    if (facts.number("ppo.policy_training_start_step") or 0) > 1:
+        yield Change("ppo.policy_training_start_step", 1, facts.get("ppo.policy_training_start_step"))
     for key, value in (("val_period", 0), ("val_at_start", False), ("val_at_end", False)):
         if facts.get(f"{section}.{key}") is not None:
             yield Change(f"{section}.{key}", value, facts.get(f"{section}.{key}"))
@@ -157,27 +169,31 @@ def _batch(facts: RecipeFacts, layout: Layout, length: int) -> Iterator[Change]:
         prompts += 1
     rollouts = prompts * each
     # Several optimiser steps a batch stay several: two.
-    updates = 2 if (facts.updates or 1) > 1 and rollouts % (2 * layout.dp) == 0 else 1
+    updates = 2 if not _controlled(facts) and (facts.updates or 1) > 1 and rollouts % (2 * layout.dp) == 0 else 1
     train = rollouts // updates
     micro = math.gcd(int(min(facts.number("policy.train_micro_batch_size") or 1, _MICRO_BATCH)), train // layout.dp)
     sizes: dict[str, int | None] = {
         f"{section}.num_prompts_per_step": prompts,
         f"{section}.num_generations_per_prompt": each,
-        "policy.train_global_batch_size": train,
-        "policy.train_micro_batch_size": micro,
         "policy.logprob_batch_size": micro,
-        "policy.max_total_sequence_length": length,
         "policy.generation.max_new_tokens": min(_RESPONSE, length // 2),
         "policy.generation.vllm_cfg.max_model_len": length + _RESPONSE,
         "data.max_input_seq_length": length,
         f"{section}.max_val_samples": prompts if facts.get(f"{section}.max_val_samples") else None,
         f"{section}.val_batch_size": prompts if facts.get(f"{section}.val_batch_size") else None,
     }
-    for name in ("dynamic_batching", "sequence_packing"):
-        if facts.get(f"policy.{name}.train_mb_tokens") is not None:
-            sizes[f"policy.{name}.train_mb_tokens"] = length * micro
-            sizes[f"policy.{name}.logprob_mb_tokens"] = length * micro
-            sizes[f"policy.{name}.sequence_length_round"] = 8
+    for model in trained(facts):
+        sizes[f"{model}.train_global_batch_size"] = train
+        sizes[f"{model}.train_micro_batch_size"] = micro
+        sizes[f"{model}.max_total_sequence_length"] = length
+        for name in ("dynamic_batching", "sequence_packing"):
+            if facts.get(f"{model}.{name}.train_mb_tokens") is not None:
+                sizes[f"{model}.{name}.train_mb_tokens"] = length * micro
+                sizes[f"{model}.{name}.logprob_mb_tokens"] = length * micro
+                sizes[f"{model}.{name}.sequence_length_round"] = 8
+    if _controlled(facts):
+        sizes["async_rl.min_groups_for_streaming_train"] = prompts
+        sizes["async_rl.max_inflight_prompts"] = prompts
     if facts.get(f"{section}.reward_shaping.max_response_length") is not None:
         sizes[f"{section}.reward_shaping.max_response_length"] = min(_RESPONSE, length // 2)
         sizes[f"{section}.reward_shaping.overlong_buffer_length"] = 4
@@ -187,21 +203,11 @@ def _batch(facts: RecipeFacts, layout: Layout, length: int) -> Iterator[Change]:
 
 
 def _laid_out(facts: RecipeFacts, layout: Layout, full: Layout, gpus: bool) -> Iterator[Change]:
-    for name, key in KEYS["megatron" if facts.megatron else "dtensor"].items():
-        before, now = getattr(full, name), getattr(layout, name)
-        if before != now:
-            why = "sequences are shared out by attention kernels of CUDA's" if name == "cp" and not gpus else "ranks"
-            yield Change(key, now, before, why)
-    if facts.megatron:
-        for end in ("first", "last"):
-            key = f"policy.megatron_cfg.num_layers_in_{end}_pipeline_stage"
-            if facts.get(key) is not None:
-                yield Change(key, None, facts.get(key), "a tiny model's layers divide evenly")
-        tp = int(facts.number("policy.megatron_cfg.expert_tensor_parallel_size") or 1)
-        if tp > layout.tp:
-            yield Change("policy.megatron_cfg.expert_tensor_parallel_size", layout.tp, tp, "ranks")
-    if (facts.on("policy.megatron_cfg.sequence_parallel") and facts.megatron) and layout.tp == 1:
-        yield Change("policy.megatron_cfg.sequence_parallel", False, True, "needs TP above 1")
+    for model in trained(facts):
+        # The critic's ranks are the policy's.
+        yield from _sizes(
+            facts, model, *((full, layout) if model == "policy" else _of_critic(facts, layout, gpus)), gpus
+        )
     for name in ("tensor_parallel_size", "pipeline_parallel_size", "expert_parallel_size"):
         key = f"policy.generation.vllm_cfg.{name}"
         before = int(facts.number(key) or 1)
@@ -216,6 +222,32 @@ def _laid_out(facts: RecipeFacts, layout: Layout, full: Layout, gpus: bool) -> I
         yield Change(f"{resources}.gpus_per_node", 1, facts.get(f"{resources}.gpus_per_node"))
         yield Change(f"{resources}.num_nodes", None, facts.get(f"{resources}.num_nodes"))
     yield Change("cluster.gpus_per_node", cards, facts.get("cluster.gpus_per_node"))
+
+
+def _of_critic(facts: RecipeFacts, layout: Layout, gpus: bool) -> tuple[Layout, Layout]:
+    full = layout_of(facts, "value")
+    return full, full.within(layout.ranks, cp=gpus or facts.on("value.megatron_cfg.enabled"))
+
+
+def _sizes(facts: RecipeFacts, model: str, full: Layout, layout: Layout, gpus: bool) -> Iterator[Change]:
+    megatron = f"{model}.megatron_cfg"
+    own = facts.on(f"{megatron}.enabled")
+    for name, key in layout_keys(facts, model).items():
+        before, now = getattr(full, name), getattr(layout, name)
+        if before != now:
+            by_attention = name == "cp" and not gpus and not own
+            yield Change(key, now, before, "sequences are shared out by kernels of CUDA's" if by_attention else "ranks")
+    if not own:
+        return
+    for end in ("first", "last"):
+        key = f"{megatron}.num_layers_in_{end}_pipeline_stage"
+        if facts.get(key) is not None:
+            yield Change(key, None, facts.get(key), "a tiny model's layers divide evenly")
+    tp = int(facts.number(f"{megatron}.expert_tensor_parallel_size") or 1)
+    if tp > layout.tp:
+        yield Change(f"{megatron}.expert_tensor_parallel_size", layout.tp, tp, "ranks")
+    if facts.on(f"{megatron}.sequence_parallel") and layout.tp == 1:
+        yield Change(f"{megatron}.sequence_parallel", False, True, "needs TP above 1")
 
 
 def _quiet(facts: RecipeFacts, folder: Path) -> Iterator[Change]:

@@ -7,7 +7,7 @@ only place where statistics cross ranks.
 
 from __future__ import annotations
 
-from nemo_geomask.segments.base import PaddedSegments, Pooled, Segments
+from nemo_geomask.segments.base import PaddedSegments, Pooled, Prefix, Segments
 from nemo_geomask.segments.packed import PackedSegments, PackedTokens
 
-__all__ = ["PackedSegments", "PackedTokens", "PaddedSegments", "Pooled", "Segments"]
+__all__ = ["PackedSegments", "PackedTokens", "PaddedSegments", "Pooled", "Prefix", "Segments"]

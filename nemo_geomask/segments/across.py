@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["Groups", "across_ranks", "gathered", "merged", "pool", "spread"]
+__all__ = ["Groups", "across_ranks", "gathered", "merged", "pool", "scan", "spread"]
 
 Groups = tuple[dist.ProcessGroup, ...]
 
@@ -95,6 +95,23 @@ def spread(values: Tensor, *, offsets: Tensor, ids: Tensor) -> Tensor:
         return values[ids]
     result: Tensor = _Spread.apply(values, offsets, ids)  # type: ignore[no-untyped-call]
     return result
+
+
+def scan(values: Tensor, place: Tensor, combine: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    """[N] combined over each run up to and including a token, by doubling the reach.
+
+    Where a run ends and another begins nothing is subtracted, so that what is large in one leaves the digits of the
+    next; the error grows with the logarithm of a run's length.
+
+    Args:
+        values: [N].
+        place: [N], of each token in its run.
+        combine: associative.
+    """
+    # A graph is one for all lengths.
+    for step in range(24 if torch.compiler.is_compiling() else (place.numel() - 1).bit_length()):
+        values = torch.where(place >= 1 << step, combine(values, values.roll(1 << step)), values)
+    return values
 
 
 def _stack(values: Sequence[Tensor], ids: Tensor) -> Tensor:

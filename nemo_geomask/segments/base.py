@@ -11,7 +11,7 @@ from torch import Tensor
 
 from nemo_geomask.segments.across import Groups
 
-__all__ = ["NONE", "PaddedSegments", "Pooled", "Segments"]
+__all__ = ["NONE", "PaddedSegments", "Pooled", "Prefix", "Segments"]
 
 NONE: Mapping[str, Tensor] = {}
 
@@ -22,6 +22,14 @@ class Pooled(NamedTuple):
     sums: dict[str, Tensor]
     lowest: dict[str, Tensor]
     highest: dict[str, Tensor]
+
+
+class Prefix(NamedTuple):
+    """Statistics of each token's prefix, itself included, in token layout: over the tokens at hand, and what
+    :meth:`Segments.pool` has to be given too for those of whole prefixes, of other ranks' tokens."""
+
+    here: Pooled
+    parts: Pooled = Pooled({}, {}, {})
 
 
 class Segments(ABC):
@@ -56,6 +64,19 @@ class Segments(ABC):
             lowest: tensors to take the minimum of, without gradient; +inf for a sequence without tokens.
             highest: tensors to take the maximum of, without gradient; -inf for a sequence without tokens.
         """
+
+    @abstractmethod
+    def prefix(
+        self, sums: Mapping[str, Tensor], lowest: Mapping[str, Tensor] = NONE, highest: Mapping[str, Tensor] = NONE
+    ) -> Prefix:
+        """Statistics of token tensors over each token's prefix, without gradient; arguments are those of :meth:`pool`.
+
+        Sums are accumulated in float64 and returned in it. No collective: :attr:`Prefix.parts` travel by :meth:`pool`.
+        """
+
+    def whole_prefix(self, prefix: Prefix, pooled: Pooled) -> Pooled:
+        """The statistics over all ranks' tokens, token layout, from what :meth:`pool` made of the parts."""
+        return prefix.here
 
     @abstractmethod
     def spread(self, values: Tensor) -> Tensor:
@@ -99,6 +120,18 @@ class PaddedSegments(Segments):
             {name: value.sum(dim=-1) for name, value in sums.items()},
             {name: _or_empty(value.detach(), torch.inf).amin(dim=-1) for name, value in lowest.items()},
             {name: _or_empty(value.detach(), -torch.inf).amax(dim=-1) for name, value in highest.items()},
+        )
+
+    def prefix(
+        self, sums: Mapping[str, Tensor], lowest: Mapping[str, Tensor] = NONE, highest: Mapping[str, Tensor] = NONE
+    ) -> Prefix:
+        """See :meth:`Segments.prefix`."""
+        return Prefix(
+            Pooled(
+                {name: value.detach().double().cumsum(-1) for name, value in sums.items()},
+                {name: value.detach().cummin(-1).values for name, value in lowest.items()},
+                {name: value.detach().cummax(-1).values for name, value in highest.items()},
+            )
         )
 
     def spread(self, values: Tensor) -> Tensor:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -10,9 +11,21 @@ from torch import Tensor
 
 from nemo_geomask.errors import ArgumentError, RanksDisagreeError, ShapeError
 from nemo_geomask.segments import across
-from nemo_geomask.segments.base import NONE, Pooled, Segments
+from nemo_geomask.segments.base import NONE, Pooled, Prefix, Segments
 
 __all__ = ["PackedSegments"]
+
+
+_KINDS: tuple[tuple[Callable[[Tensor, Tensor], Tensor], float], ...] = (
+    (torch.add, 0.0),
+    (torch.minimum, math.inf),
+    (torch.maximum, -math.inf),
+)
+"""How sums, minima and maxima combine, and those of nothing."""
+
+
+def _part(name: str, run: int) -> str:
+    return f"{name} of run {run}"
 
 
 class PackedTokens(Segments):
@@ -21,21 +34,26 @@ class PackedTokens(Segments):
     Args:
         offsets: [S+1] int64, where the sequences start among this rank's N tokens.
         ids: [N] int64, whose sequence each is.
+        splits: [S] int64, where among them the second of a sequence's two runs starts: what lies between the two is on
+            other ranks.
+        runs: the places of the two among the runs of all ranks, and how many those are.
         groups: over which the sequences are spread.
     """
 
-    def __init__(self, offsets: Tensor, ids: Tensor, groups: across.Groups = ()) -> None:
-        self._offsets, self._ids, self.groups = offsets, ids, groups
+    def __init__(
+        self, offsets: Tensor, ids: Tensor, splits: Tensor, runs: tuple[int, int, int], groups: across.Groups
+    ) -> None:
+        self._offsets, self._ids, self._splits, self._runs, self.groups = offsets, ids, splits, runs, groups
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """See :attr:`Segments.tensors`."""
-        return self._offsets, self._ids
+        return self._offsets, self._ids, self._splits
 
     def of(self, *tensors: Tensor) -> PackedTokens:
         """See :meth:`Segments.of`."""
-        offsets, ids = tensors
-        return PackedTokens(offsets, ids, self.groups)
+        offsets, ids, splits = tensors
+        return PackedTokens(offsets, ids, splits, self._runs, self.groups)
 
     def pool(
         self, sums: Mapping[str, Tensor], lowest: Mapping[str, Tensor] = NONE, highest: Mapping[str, Tensor] = NONE
@@ -63,6 +81,49 @@ class PackedTokens(Segments):
             {name: -peak for name, peak in zip(lowest, peaks, strict=False)},
             dict(zip(highest, peaks[len(lowest) :], strict=True)),
         )
+
+    def prefix(
+        self, sums: Mapping[str, Tensor], lowest: Mapping[str, Tensor] = NONE, highest: Mapping[str, Tensor] = NONE
+    ) -> Prefix:
+        """See :meth:`Segments.prefix`. Under context parallelism its parts are the totals of each rank's runs, of which
+        it has two in a sequence: [2·ranks, S] for a tensor."""
+        second, place = self._second(), torch.arange(self._ids.numel(), device=self._ids.device)
+        place = place - torch.where(second, self._splits[self._ids], self._offsets[self._ids])
+        given = [{name: value.detach().double() for name, value in of.items()} for of in (sums, lowest, highest)]
+        here, parts = [], []
+        for values, (combine, nothing) in zip(given, _KINDS, strict=True):
+            here.append({name: across.scan(value, place, combine) for name, value in values.items()})
+            # Other ranks' runs have nothing here; all are merged as any other statistic is.
+            idle = torch.full((), nothing, dtype=torch.float64, device=place.device)
+            mine = {self._runs[0]: ~second, self._runs[1]: second}
+            parts.append(
+                {
+                    _part(name, run): torch.where(mine[run], value, idle) if run in mine else idle
+                    for name, value in values.items()
+                    for run in (range(self._runs[2]) if self.groups else ())
+                }
+            )
+        return Prefix(Pooled(*here), Pooled(*parts))
+
+    def whole_prefix(self, prefix: Prefix, pooled: Pooled) -> Pooled:
+        """See :meth:`Segments.whole_prefix`."""
+        if not self.groups:
+            return prefix.here
+        second = self._second()
+        whole: list[dict[str, Tensor]] = []
+        for values, found, (combine, nothing) in zip(prefix.here, pooled, _KINDS, strict=True):
+            whole.append({})
+            for name, value in values.items():
+                before = [torch.full_like(self._splits, nothing, dtype=torch.float64)]
+                for run in range(self._runs[1]):
+                    before.append(combine(before[-1], found[_part(name, run)]))
+                first, later = (self.spread(before[run]) for run in self._runs[:2])
+                whole[-1][name] = combine(value, torch.where(second, later, first))
+        return Pooled(*whole)
+
+    def _second(self) -> Tensor:
+        """[N] bool, whether a token is in the second of its sequence's runs."""
+        return torch.arange(self._ids.numel(), device=self._ids.device) >= self._splits[self._ids]
 
     def spread(self, values: Tensor) -> Tensor:
         """[S] to [N]."""
@@ -161,7 +222,15 @@ class PackedSegments(PackedTokens):
         sequences = torch.arange(self.count, device=device)
         self._ids = torch.repeat_interleave(sequences, self._offsets.diff(), output_size=tokens)
         start = self.cu_seqlens[:-1][self._ids]
-        chunk = (self.cu_seqlens.diff() // (2 * cp_size))[self._ids]
+        chunks = self.cu_seqlens.diff() // (2 * cp_size)
+        splits = self.cu_seqlens[:-1] // cp_size + chunks
+        self._splits = splits.clamp(first, first + tokens) - first if cp_size > 1 else self._offsets[1:]
+        self._runs = (
+            cp_rank * sp_size + sp_rank,
+            (2 * cp_size - 1 - cp_rank) * sp_size + sp_rank,
+            2 * cp_size * sp_size,
+        )
+        chunk = chunks[self._ids]
         local = torch.arange(first, first + tokens, device=device) - start // cp_size
         # In the second of its chunks a rank has passed those of all ranks after it, twice.
         self.position = local + torch.where(local < chunk, cp_rank, 2 * (cp_size - 1) - cp_rank) * chunk

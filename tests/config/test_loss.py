@@ -136,7 +136,7 @@ def test_pydantic_config_counts_only_what_was_given():
         ),
         (
             {"masks": [{**TOKEN, "level": "sequence_mean", "statistic": "binary_kl", "max": 0.1}]},
-            ["loss_fn.masks[0]", "whose signs cancel; choose token or sequence_max"],
+            ["loss_fn.masks[0]", "whose signs cancel; choose token, sequence_max, prefix_min or prefix_max"],
         ),
         ({"masks": [{"preset": "dppo_tv", "delta": 2.0}]}, ["loss_fn.masks[0].delta", "less than 1"]),
         (

@@ -101,6 +101,10 @@ def binary(statistic: str, p: float, q: float) -> float:
     return math.copysign(size[statistic], p - q) if p != q else 0.0
 
 
+def mean(values: list[float]) -> float:
+    return sum(values) / len(values)
+
+
 def number(x: Any) -> float:
     """The value of a 0-d tensor or a float, off the graph."""
     return x.item() if isinstance(x, torch.Tensor) else float(x)
@@ -395,7 +399,10 @@ class _Evaluation:
                 }[when]
 
             name = f"geomask/mask/{rule.label}/removed"
-            if rule.level == "token":
+            if rule.level == "token" or rule.level.startswith("prefix"):
+                if rule.level != "token":
+                    pool = {"prefix_sum": sum, "prefix_mean": mean, "prefix_min": min, "prefix_max": max}[rule.level]
+                    values = [pool(values[: k + 1]) for k in range(len(values))]
                 for k, (token, value) in enumerate(zip(row, values, strict=True)):
                     side = self.side(value, rule.low, rule.high)
                     side = side if applies(token["adv"], side) else 0

@@ -180,6 +180,8 @@ ROWS = {
     "gspo_token": (VARIANTS["gspo_token"], 2, 0),
     "gmpo": (VARIANTS["gmpo"], 2, 1),
     "veto": ({"masks": [MASKS["veto"]]}, 2, 0),
+    # A prefix's sum and count, each of two runs on two ranks.
+    "veto, prefix": ({"masks": [MASKS["veto"], MASKS["prefix_mean"]]}, 2 + 2 * 4, 0),
     # The mismatch serves weight and mask, the total log-ratio and the advantage OPSM, two rows are GSPO's.
     "corrected": (
         {**VARIANTS["gspo"], **LEVELS["sequence_mean"], "masks": [MASKS["geometric"], MASKS["opsm"]]},
@@ -243,6 +245,32 @@ def test_collectives_are_few_and_small():
             assert all(size <= 8 * metrics for _, size in report)
             gradient = [("allgather_base", 8 * gradients * sequences)] if gradients else []
             assert backward == gradient * groups, name
+
+
+PREFIXES = {"masks": [MASKS[name] for name in MASKS if name.startswith("prefix")]}
+
+
+def _sent(rank, world):
+    """Bytes that this rank gives for the prefixes of few and of many tokens."""
+    import torch.distributed as dist
+
+    sent = []
+    for width in (33, 1025):
+        batch = batches.rollouts(seed=4, width=width)
+        curr, data, segments = batches.packed_rows(batch, cp_rank=rank, cp_size=world, groups=(dist.group.WORLD,))
+        with Watch() as watch:
+            loss, _ = build_loss(PREFIXES).packed(curr.requires_grad_(), data, segments, batch.seqs, batch.toks)
+            loss.backward()
+        sent.append(watch.seen)
+    return sent
+
+
+@pytest.mark.slow
+def test_prefixes_of_any_length_cost_the_same():
+    for short, long in run(4, _sent):
+        assert short == long
+        assert len(short) == 2  # the statistics' stage and the report
+    assert PREFIXES["masks"]
 
 
 @pytest.mark.slow

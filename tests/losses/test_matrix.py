@@ -41,6 +41,7 @@ RULES = {
     "trust_region": [MASKS["k3_mean"]],
     "dppo": [MASKS["dppo_kl"], MASKS["dppo_tv"]],
     "kpop": [MASKS["kpop"]],
+    "prefix": [MASKS[name] for name in MASKS if name.startswith("prefix")],
 }
 
 

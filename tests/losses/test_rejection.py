@@ -88,7 +88,7 @@ RAW_FORMS = {
 
 
 @pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize("name", RAW_FORMS)
 def test_preset_is_its_raw_form(name, seed):
     batch = batches.rollouts(seed)
     results = [batches.evaluate({"masks": [{**mask, "label": "m"}]}, batch) for mask in (MASKS[name], RAW_FORMS[name])]
@@ -168,6 +168,42 @@ def test_levels_pool_what_they_name():
             assert kept({**mask, **tighter}, batch) == [False] * 3
     token = {"log_ratio": "mismatch", "level": "token", "min": math.exp(-0.25), "max": math.exp(0.3)}
     assert kept(token, batch) == [True, False, False]
+
+
+def test_prefix_levels_judge_each_token_by_what_came_before_and_itself():
+    # Log-ratios 0.2, 0.4, -0.9, 0.1: sums 0.2, 0.6, -0.3, -0.2; means 0.2, 0.3, -0.1, -0.05;
+    # minima 0.2, 0.2, -0.9, -0.9; maxima 0.2, 0.4, 0.4, 0.4.
+    batch = row([0.2, 0.4, -0.9, 0.1], pad=2)
+    for level, low, high, expected in (
+        ("prefix_sum", -0.25, 0.5, [True, False, False, True]),
+        ("prefix_mean", -0.06, 0.25, [True, False, False, True]),
+        ("prefix_min", -0.5, 0.15, [False, False, False, False]),
+        ("prefix_min", -0.5, 0.5, [True, True, False, False]),
+        ("prefix_max", -0.5, 0.3, [True, False, False, False]),
+    ):
+        mask = {"log_ratio": "mismatch", "level": level, "min": math.exp(low), "max": math.exp(high)}
+        assert kept(mask, batch) == expected, level
+        assert removed(mask, batch) == 1 - sum(expected) / 4
+    # Tokens that don't train take no part: without the second the sums are 0.2, -0.7, -0.6.
+    holed = batch.with_data(token_mask=batch.data["token_mask"].clone())
+    holed.data["token_mask"][0, 2] = 0
+    mask = {"log_ratio": "mismatch", "level": "prefix_sum", "min": math.exp(-0.65)}
+    assert kept(mask, holed) == [True, False, True]
+    mask = {"log_ratio": "mismatch", "level": "prefix_mean", "min": math.exp(-0.25), "max": math.exp(-0.15)}
+    assert kept(mask, holed) == [False, False, True]
+
+
+def test_prefix_rules_push_by_the_tokens_own_advantage():
+    batch = row([0.5, 0.5, -3.0, 0.0], advantage=torch.tensor([1.0, 1.0, -1.0, 1.0]))
+    mask = {
+        "log_ratio": "mismatch",
+        "level": "prefix_sum",
+        "min": math.exp(-1),
+        "max": math.exp(0.7),
+        "when": "pushing",
+    }
+    assert kept(mask, batch) == [True, False, False, True]
+    assert (removed(mask, batch, "_low"), removed(mask, batch, "_high")) == (0.25, 0.25)
 
 
 def test_one_bound_alone_leaves_the_other_side_open():

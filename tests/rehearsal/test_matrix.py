@@ -21,7 +21,8 @@ def test_the_table_is_current():
 
 def test_every_case_names_a_recipe_and_every_result_a_case():
     cases = {case.name: case for case in read_cases(HOSTS / "cases.yaml")}
-    assert all((ROOT / case.recipe).is_file() for case in cases.values())
+    ours = [case.recipe for case in cases.values() if not case.recipe.startswith("$NEMO_RL_ROOT/")]
+    assert all((ROOT / recipe).is_file() for recipe in ours)
     for path in HOSTS.glob("*.json"):
         results = json.loads(path.read_text(encoding="utf-8"))["cases"]
         assert set(results) <= set(cases), path.name

@@ -75,6 +75,8 @@ def test_models_are_tiny_and_run(name, tmp_path):
     assert tokens.tolist() == [[5, 7]]
     with torch.no_grad():
         assert model(tokens).logits.shape == (1, 2, VOCABULARY)
+    # One that is zero has gradients of 1/sqrt(eps), where it is sampled.
+    assert model.get_input_embeddings().weight.norm(dim=1).min() > 0.5
 
 
 @pytest.mark.slow

@@ -109,6 +109,52 @@ def test_offsets_on_the_host_read_nothing_back():
     assert segments.spread(torch.zeros(5, device="meta")).shape == (OFFSETS[-1] // 2,)
 
 
+def _prefixes(segments, values):
+    """Sum, minimum and maximum over each token's prefix."""
+    named = {"x": values}
+    prefix = segments.prefix(named, named, named)
+    found = segments.whole_prefix(prefix, segments.pool(*prefix.parts))
+    return [statistics["x"] for statistics in found]
+
+
+def _by_loops(values, offsets):
+    """The same, float64, one token at a time."""
+    found = []
+    for start, end in itertools.pairwise(offsets):
+        total, low, high = 0.0, math.inf, -math.inf
+        for value in values[start:end].tolist():
+            total, low, high = total + value, min(low, value), max(high, value)
+            found.append((total, low, high))
+    return torch.tensor(found, dtype=torch.float64).T
+
+
+@pytest.mark.parametrize("layout", ["packed", "padded"])
+def test_prefixes_equal_loops(layout):
+    offsets = OFFSETS if layout == "packed" else [0, 40, 80]
+    values = torch.randn(80, generator=torch.Generator().manual_seed(4))
+    expected = _by_loops(values, offsets)
+    packed = layout == "packed"
+    segments = PackedSegments(offsets) if packed else PaddedSegments()
+    found = _prefixes(segments, values if packed else values.view(2, 40))
+    torch.testing.assert_close(torch.stack([value.flatten().double() for value in found]), expected)
+
+
+def test_prefixes_of_131072_tokens_keep_their_digits():
+    # Sums that wander, as log-ratios' do; beside them a sequence whose values would cost a common sum all its digits.
+    values = 0.05 * torch.randn(131072, generator=torch.Generator().manual_seed(5)) - 0.01
+    offsets = [0, 8, 60000, 131072]
+    values[:8] = 1e25
+    total, low, high = _prefixes(PackedSegments(offsets), values)
+    expected = _by_loops(values, offsets)
+    assert (total - expected[0])[8:].abs().max() < 1e-9
+    assert torch.equal(torch.stack([low, high]), expected[1:])
+
+
+def test_rows_of_no_tokens_have_no_prefixes():
+    for segments, values in ((PaddedSegments(), torch.zeros(2, 0)), (PackedSegments([0, 0]), torch.zeros(0))):
+        assert [value.shape for value in _prefixes(segments, values)] == [values.shape] * 3
+
+
 @pytest.mark.parametrize(
     ("offsets", "sizes", "message"),
     [
@@ -174,7 +220,8 @@ def _over_ranks(rank, world):
         part.backward()
         ends = torch.stack([part.detach(), mine.detach().amin(), mine.detach().amax()])
         value, rest = segments.whole(part.detach(), ends, sums=1, lowest=1)
-        tensors = (segments.token_index, mine.grad, pooled.lowest["x"], pooled.highest["x"], value, rest)
+        prefixes = torch.stack(_prefixes(segments, mine))
+        tensors = (segments.token_index, mine.grad, pooled.lowest["x"], pooled.highest["x"], value, rest, prefixes)
         found.append([tensor.numpy() for tensor in tensors])
     return found
 
@@ -192,7 +239,9 @@ def test_sharded_equals_whole(world):
     ends = [(s, e) for s, e in itertools.pairwise(OFFSETS)]
     for results in zip(*run(world, _over_ranks), strict=True):
         assert sorted(np.concatenate([index for index, *_ in results])) == list(range(OFFSETS[-1]))
-        for index, grad, low, high, value, (again, lowest, highest) in results:
+        prefixes = _by_loops(whole.detach(), OFFSETS).numpy()
+        for index, grad, low, high, value, (again, lowest, highest), prefix in results:
+            np.testing.assert_allclose(prefix, prefixes[:, index], rtol=1e-12, atol=1e-12)
             np.testing.assert_allclose(grad, whole.grad[index], rtol=1e-10, atol=1e-12)
             assert value == pytest.approx(total.item(), rel=1e-10)
             assert value.tobytes() == again.tobytes() == results[0][4].tobytes()

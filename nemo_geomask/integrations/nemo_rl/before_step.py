@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import importlib
 import inspect
 import logging
 import weakref
@@ -51,18 +50,8 @@ def watch(loss: Any) -> None:
 
 
 def _patches() -> Iterator[patch.Patch]:
-    for uses in seams.BEFORE_STEP:
-        try:
-            target = getattr(importlib.import_module(uses.module), uses.owner)
-        except (ImportError, AttributeError):
-            # The data plane has requirements of its own.
-            if uses.optional:
-                continue
-            raise
-        found = uses.in_memory(target)
-        if not uses.present(found):
-            continue
-        uses.require(found, otherwise="Remove loss_fn.batch_veto and set loss_fn.denominator: original")
+    otherwise = "Remove loss_fn.batch_veto and set loss_fn.denominator: original"
+    for uses, target in seams.targets(seams.BEFORE_STEP, otherwise=otherwise):
         for name in uses.methods:
             yield patch.attribute(target, name, functools.partial(_watching, name))
         if "begin_train_step" in uses.methods:
@@ -320,4 +309,4 @@ def _watched(kind: type) -> type:
     """A subclass whose methods are the wrapped ones; the class itself where they are already."""
     methods = {name: getattr(kind, name) for uses in seams.BEFORE_STEP for name in uses.methods if hasattr(kind, name)}
     wrapped = {name: _watching(name, method) for name, method in methods.items() if not hasattr(method, _WATCHES)}
-    return type(kind)(kind.__name__, (kind,), {**wrapped, "__module__": kind.__module__}) if wrapped else kind
+    return patch.subclass(kind, wrapped) if wrapped else kind

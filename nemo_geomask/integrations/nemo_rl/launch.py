@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from nemo_geomask.checks.gates import readers_of_prev
 from nemo_geomask.config.recipe import ROOT_VARIABLE, load_recipe, nemo_rl_root
 from nemo_geomask.errors import ConfigError, GeomaskError
 from nemo_geomask.integrations.nemo_rl.dispatch import install
@@ -56,4 +57,6 @@ def _build(arguments: Sequence[str]) -> None:
     settings = recipe.get("loss_fn")
     if isinstance(settings, Mapping) and settings.get("name") is not None:
         with warnings.catch_warnings(action="ignore"):  # they come with the loss that trains
-            build_loss(settings)
+            config = build_loss(settings).config
+        if problems := () if config.knows_prev else tuple(readers_of_prev(recipe)):
+            raise ConfigError(*problems)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-__all__ = ["Patch", "apply_all", "attribute", "in_force", "undo_all"]
+__all__ = ["Patch", "apply_all", "attribute", "in_force", "subclass", "undo_all"]
 
 _log = logging.getLogger("nemo_geomask")
 _MISSING = object()
@@ -38,10 +38,10 @@ class Patch:
         return True
 
     def undo(self) -> None:
-        """Take it back, if it is made."""
-        patch = _in_force.pop(self._key, None)
-        if patch is not None:
-            patch._undo()
+        """Take it back, if it was this one that made it."""
+        if _in_force.get(self._key) is self:
+            del _in_force[self._key]
+            self._undo()
 
 
 # By what is changed, in the order of application.
@@ -74,6 +74,11 @@ def attribute(owner: Any, name: str, make: Callable[[Any], Any]) -> Patch:
             setattr(owner, name, own)
 
     return Patch(owner, name, apply, undo)
+
+
+def subclass(kind: type, methods: Mapping[str, Any]) -> type:
+    """``kind`` with other methods, under its own name: for one object, where the class itself must stay as it is."""
+    return type(kind)(kind.__name__, (kind,), {**methods, "__module__": kind.__module__})
 
 
 def apply_all(patches: Iterable[Patch]) -> None:

@@ -10,7 +10,7 @@ import ast
 import importlib
 import importlib.util
 import inspect as runtime
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ __all__ = [
     "BEFORE_STEP",
     "LOSS_CLASS",
     "LOSS_MODULE",
+    "PREV_LOGPROBS",
     "SEAMS",
     "TESTED",
     "WORKER_CODE",
@@ -30,6 +31,7 @@ __all__ = [
     "Uses",
     "inspect",
     "require",
+    "targets",
     "version",
 ]
 
@@ -259,6 +261,19 @@ BEFORE_STEP = (
 )
 """Where a batch is handed to the workers; v0.6.0 has no data plane, v0.7.0 none that is streamed into."""
 
+_ANCHOR = "loss_fn.ratio_anchor: gen"
+PREV_LOGPROBS = (
+    Uses("nemo_rl.models.policy.lm_policy", "Policy", {"get_logprobs": ("data",)}, _ANCHOR),
+    Uses(*_TQ, {"get_logprobs_from_meta": ("meta",)}, _ANCHOR, _DATA_PLANE, optional=True),
+    Uses(
+        "nemo_rl.algorithms.grpo",
+        "",
+        {"compute_and_apply_seq_logprob_error_masking": ("train_data", "seq_logprob_error_threshold")},
+        _ANCHOR,
+    ),
+)
+"""Who is asked for ``prev_logprobs``, and who masks by them; nothing else asks for them."""
+
 _LOGIT = "loss_fn.logprob_backend"
 _PACKING = "loss_fn.logprob_backend and packed rows in one call"
 _GROUPS = ("vocab_parallel_group", "context_parallel_group")
@@ -286,7 +301,7 @@ def inspect() -> list[SeamState]:
         MissingDependencyError: there is no NeMo-RL.
     """
     root = _root()
-    return [_compare(seam, root) for seam in (*SEAMS, *BEFORE_STEP, *WORKER_CODE)]
+    return [_compare(seam, root) for seam in (*SEAMS, *BEFORE_STEP, *PREV_LOGPROBS, *WORKER_CODE)]
 
 
 def require() -> None:
@@ -305,6 +320,27 @@ def require() -> None:
             f"by loss_fn.name might not be the one that trains:\n{listed}\n"
             "Use a tested NeMo-RL, or a nemo_geomask that knows this one"
         )
+
+
+def targets(needed: Iterable[Uses], *, otherwise: str) -> Iterator[tuple[Uses, Any]]:
+    """The classes and modules, imported, of those that this version has.
+
+    Raises:
+        SeamError: one is not as known; ``otherwise`` says what to set instead.
+    """
+    for uses in needed:
+        try:
+            target = importlib.import_module(uses.module)
+            target = getattr(target, uses.owner) if uses.owner else target
+        except (ImportError, AttributeError):
+            # The data plane has requirements of its own.
+            if uses.optional:
+                continue
+            raise
+        found = uses.in_memory(target)
+        if uses.present(found):
+            uses.require(found, otherwise=otherwise)
+            yield uses, target
 
 
 def version() -> str:

@@ -67,6 +67,15 @@ def _devices(torch: Any) -> Iterator[Patch]:
     def stay(original: Callable[..., Any]) -> Callable[..., Any]:
         return lambda self, *args, **kwargs: self
 
+    def context(original: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda self, device: original(self, cpu(device))
+
+    # `with torch.device("meta")` knows the factories by their identity, and looks them up once: so before they are
+    # replaced. Otherwise transformers' from_pretrained leaves the frequencies of rotary embeddings as they come from
+    # the allocator.
+    contexts = importlib.import_module("torch.utils._device")
+    contexts._device_constructors()
+    yield attribute(contexts.DeviceContext, "__init__", context)
     for name in _FACTORIES:
         yield attribute(torch, name, factory)
     for name in _METHODS:

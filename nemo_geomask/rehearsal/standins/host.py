@@ -12,7 +12,7 @@ from typing import Any
 
 from nemo_geomask.integrations.nemo_rl.patch import Patch, attribute
 
-__all__ = ["IDENTITY", "numa", "nvml", "packed_tensor", "policy_utils", "weights_group"]
+__all__ = ["IDENTITY", "data_plane", "numa", "nvml", "packed_tensor", "policy_utils", "weights_group"]
 
 IDENTITY = "NEMO_GEOMASK_REHEARSAL"
 """Environment variable with a name of this rehearsal's own."""
@@ -61,6 +61,12 @@ def numa(module: Any) -> Iterator[Patch]:
 
 def _answering(answer: Any, original: Any) -> Any:
     return lambda *args, **kwargs: answer
+
+
+def data_plane(module: Any) -> Iterator[Patch]:
+    """data_plane/adapters/transfer_queue.py:139: for TransferQueue's actors Ray is to install it once more, as
+    nemo-rl's metadata have it, from the network; here all processes share one environment."""
+    yield attribute(module, "_patch_tq_actor_runtime_env", lambda original: lambda: None)
 
 
 def packed_tensor(module: Any) -> Iterator[Patch]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 from collections.abc import Iterator
 from typing import Any
 
 from nemo_geomask.integrations.nemo_rl.patch import Patch, attribute
 
-__all__ = ["buffers", "clip_grads", "dispatcher", "experts", "initialize", "jit", "layer_spec", "random"]
+__all__ = ["buffers", "clip_grads", "dispatcher", "experts", "initialize", "jit", "layer_spec", "norm", "random"]
 
 
 def jit(module: Any) -> Iterator[Patch]:
@@ -51,6 +52,24 @@ def experts(module: Any) -> Iterator[Patch]:
             module.te_general_gemm = None
 
         yield Patch(module, "te_general_gemm", apply, lambda: delattr(module, "te_general_gemm"))
+
+
+def norm(module: Any) -> Iterator[Patch]:
+    """torch_norm.py:52: torch's norms refuse sequence parallelism, where they see a share of the tokens; each token has
+    a norm of its own. Megatron sums the gradients of parameters that say so."""
+
+    def over_shares(original: Any) -> Any:
+        def new(cls: Any, config: Any, *args: Any, **kwargs: Any) -> Any:
+            alone = copy.copy(config)
+            alone.sequence_parallel = False
+            made = original.__new__(original, alone, *args, **kwargs)
+            for parameter in made.parameters():
+                parameter.sequence_parallel = config.sequence_parallel
+            return made
+
+        return type(original.__name__, (original,), {"__new__": new})
+
+    yield attribute(module, "WrappedTorchNorm", over_shares)
 
 
 def clip_grads(module: Any) -> Iterator[Patch]:

@@ -47,6 +47,12 @@ def setup(config):
     return loss_fn
 """
 
+MASKING = """
+
+def compute_and_apply_seq_logprob_error_masking(train_data, rewards, seq_logprob_error_threshold):
+    return {}
+"""
+
 WORKERS = """
 class ActorClass:
     def __init__(self, started):
@@ -109,6 +115,9 @@ class RayWorkerGroup:
 POLICY = """
 class Policy:
     def train({parameters}):
+        raise NotImplementedError
+
+    def get_logprobs(self, data, timer=None):
         raise NotImplementedError
 """
 
@@ -177,7 +186,7 @@ def write(
         "algorithms/loss/loss_functions.py": loss,
         "algorithms/loss/utils.py": UTILS,
         "algorithms/loss/wrapper.py": WRAPPER,
-        "algorithms/grpo.py": BUILDER.format(call=call),
+        "algorithms/grpo.py": BUILDER.format(call=call) + MASKING,
         "models/__init__.py": "",
         "models/policy/__init__.py": "",
         "models/policy/lm_policy.py": POLICY.format(parameters=train),

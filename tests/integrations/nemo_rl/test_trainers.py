@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 
@@ -168,6 +169,37 @@ def test_vetoed_batches_are_not_trained_on(recipe, tmp_path, trainer):
         assert len(hosts.lines(tmp_path / "aborted.jsonl")) == 2
 
 
+@pytest.mark.parametrize("trainer", TRAINERS)
+def test_no_forward_pass_for_what_nothing_reads(recipe, tmp_path, trainer):
+    anchored = [word for word in GSPO if "is_correction_level" not in word and "masks" not in word]
+    anchored += ["++loss_fn.ratio_anchor=gen", "++loss_fn.masks=[{preset:opsm,delta:0.5}]"]
+    done = train(trainer, recipe, tmp_path, *anchored)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+    trained = hosts.lines(tmp_path / "train.jsonl")
+    assert len(trained) >= 2
+    assert all(step["grad_norm"] > 0 for step in trained)
+    assert not (tmp_path / "scored.jsonl").exists()
+    for name in ("gen_kl_error", "token_mult_prob_error", "geomask/total_k3", "probs_ratio"):
+        assert all(value > 0 for value in logged(tmp_path, name))
+        assert len(logged(tmp_path, name)) == 2
+    assert not logged(tmp_path, "geomask/mismatch_k3")
+    # What NeMo-RL makes of them itself is not known either, and not 0.
+    assert all(math.isnan(value) for value in logged(tmp_path, "mean_seq_mult_prob_error"))
+
+
+def test_a_mask_on_the_mismatch_has_them_computed(recipe, tmp_path):
+    anchored = [word for word in GSPO if "is_correction_level" not in word]
+    check(train("sync", recipe, tmp_path, *anchored, "++loss_fn.ratio_anchor=gen"), tmp_path)
+    assert [line["rows"] for line in hosts.lines(tmp_path / "scored.jsonl")] == [16, 16]
+
+
+def test_what_reads_them_is_an_error_before_anything_starts(recipe, tmp_path):
+    anchored = ["++loss_fn.name=clipped_pg", "++loss_fn.ratio_anchor=gen", "grpo.seq_logprob_error_threshold=1.5"]
+    done = train("sync", recipe, tmp_path, *anchored)
+    assert done.returncode == 2
+    assert "grpo.seq_logprob_error_threshold: 1.5 masks sequences by prev_logprobs" in done.stderr
+
+
 @pytest.mark.parametrize("trainer", ["sync", "single controller"])
 def test_vetoes_in_a_row_end_the_run(recipe, tmp_path, trainer):
     done = train(trainer, recipe, tmp_path, *GSPO, "++loss_fn.batch_veto={max:1e-9,max_in_a_row:1}")
@@ -234,6 +266,17 @@ def ppo(recipe, tmp_path, *overrides):
 
 def test_ppo(recipe, tmp_path):
     check(ppo(recipe, tmp_path), tmp_path, steps=4)
+
+
+def test_ppo_without_a_forward_pass_for_prev(recipe, tmp_path):
+    hosts.require("nemo_rl.algorithms.ppo")
+    rest = ["ppo.val_at_start=false", "ppo.ppo_epochs=2", "ppo.reward_shaping.enabled=false"]
+    anchored = ["++loss_fn.name=clipped_pg", "++loss_fn.ratio_anchor=gen"]
+    config = recipe("ppo_math_1B.yaml", "ppo")
+    done = run(tmp_path, "run_ppo.py", config, *anchored, *rest, modules="nemo_rl.algorithms.ppo")
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+    assert len(hosts.lines(tmp_path / "train.jsonl")) >= 4
+    assert not (tmp_path / "scored.jsonl").exists()
 
 
 def test_ppos_epochs_are_vetoed_once(recipe, tmp_path):

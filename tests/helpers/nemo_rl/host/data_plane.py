@@ -24,6 +24,7 @@ class Worker(TQWorkerMixin):
         return {"tensor_parallel": 0, "context_parallel": 0, "pipeline_parallel": 0, "data_parallel": 0}
 
     def get_logprobs(self, data, micro_batch_size=None):
+        fakes.record("scored", rows=data["input_ids"].shape[0])
         return BatchedDataDict({"logprobs": fakes.Bigrams.of(self.model.table, data["input_ids"])})
 
     def get_reference_policy_logprobs(self, data, micro_batch_size=None):

@@ -176,11 +176,13 @@ class Policy(Idle, lm_policy.Policy):
         self.model = Bigrams(config)
         self.sharding_annotations = types.SimpleNamespace(get_axis_size=lambda axis: 1)
 
-    def get_logprobs(self, data, timer=None, **kwargs):
-        return BatchedDataDict({"logprobs": Bigrams.of(self.model.table, data["input_ids"])})
-
     def get_reference_policy_logprobs(self, data, timer=None, **kwargs):
         return BatchedDataDict({"reference_logprobs": Bigrams.of(self.model.reference, data["input_ids"])})
+
+
+def _get_logprobs(self, data, timer=None):
+    record("scored", rows=data["input_ids"].shape[0])
+    return BatchedDataDict({"logprobs": Bigrams.of(self.model.table, data["input_ids"])})
 
 
 def _train(self, data, loss_fn, eval_mode=False, gbs=None, mbs=None, timer=None, **kwargs):
@@ -188,8 +190,8 @@ def _train(self, data, loss_fn, eval_mode=False, gbs=None, mbs=None, timer=None,
     return self.model.train(data, ray.get(ray.put(loss_fn)))
 
 
-# In the place of the method that goes to the workers, whatever wraps it later.
-lm_policy.Policy.train = _train
+# In the place of the methods that go to the workers, whatever wraps them later.
+lm_policy.Policy.train, lm_policy.Policy.get_logprobs = _train, _get_logprobs
 
 
 class Value:

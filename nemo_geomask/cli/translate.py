@@ -1,0 +1,56 @@
+"""``nemo-geomask translate``: another system's settings as a ``loss_fn:`` block."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from nemo_geomask.errors import ConfigError
+
+__all__ = ["add", "run"]
+
+_EPILOG = """\
+exit status
+  0  everything is expressed (differences that remain are in the comments)
+  1  something isn't: see the lines NOT EXPRESSED
+  2  the file can't be read, or its settings are of no system that is known
+
+examples
+  nemo-geomask translate ppo_trainer.yaml
+  nemo-geomask translate --from slime run.sh mis.yaml --out loss_fn.yaml
+"""
+
+
+def add(subparsers: Any) -> None:
+    """Register the command."""
+    parser = subparsers.add_parser(
+        "translate",
+        help="write another system's loss settings as a loss_fn block",
+        description="Read settings of another RL system (a YAML, JSON or TOML file, a Python call, a command line) and "
+        "write the loss_fn block that does the same, with a comment for each bound that had to be converted and for "
+        "whatever remains different.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="settings; a later file's win")
+    parser.add_argument(
+        "--from", dest="peer", metavar="SYSTEM", help="whose settings (default: found out by the names)"
+    )
+    parser.add_argument("--out", type=Path, metavar="FILE", help="default: standard output")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the command."""
+    from nemo_geomask.translate import translate_files
+
+    translation = translate_files(arguments.files, arguments.peer)
+    if arguments.out is None:
+        print(translation.yaml(), end="")
+    else:
+        try:
+            arguments.out.write_text(translation.yaml(), encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"{arguments.out}: can't be written: {error.strerror or error}") from None
+    return 1 if translation.lost else 0

@@ -1,0 +1,219 @@
+"""The translation itself: which system's settings they are, what they are here, and the YAML."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nemo_geomask.config import LossConfig, nearest
+from nemo_geomask.config.masks import PRESETS
+from nemo_geomask.config.strict import as_yaml
+from nemo_geomask.errors import ConfigError
+from nemo_geomask.losses import available
+from nemo_geomask.losses.build import examined
+from nemo_geomask.translate import nemo_rl, slime, trl, verl
+from nemo_geomask.translate.peer import Given, Line, Peer, Remark
+from nemo_geomask.translate.read import flat, read_settings
+
+__all__ = ["PEERS", "Translation", "translate", "translate_files"]
+
+PEERS: dict[str, Peer] = {peer.name: peer for peer in (verl.PEER, trl.PEER, slime.PEER, nemo_rl.PEER)}
+_WIDTH = 120
+_FEW = 8
+
+
+@dataclass(frozen=True)
+class Translation:
+    """Settings of another system in ours.
+
+    Attributes:
+        peer: the other system.
+        loss_fn: the block; valid.
+        notes: what had to be converted, by key (``masks[0]`` for a mask).
+        lost: what can't be expressed, a sentence each that begins with its setting.
+        remains: what will be different.
+        elsewhere: their settings that NeMo-RL has in another place, and which.
+        idle: their settings that did nothing there.
+        unread: settings that are none of the loss's.
+    """
+
+    peer: Peer
+    loss_fn: Mapping[str, Any]
+    notes: Mapping[str, str]
+    lost: tuple[str, ...]
+    remains: tuple[str, ...]
+    elsewhere: Mapping[str, str]
+    idle: tuple[str, ...]
+    unread: tuple[str, ...]
+
+    def yaml(self) -> str:
+        """The block with its comments."""
+        lines = [*_comment(f"From {self.peer.title} ({self.peer.source})."), "loss_fn:"]
+        for key, value in self.loss_fn.items():
+            if key == "masks":
+                lines.append("  masks:")
+                for index, mask in enumerate(value):
+                    lines += _comment(self.notes.get(f"masks[{index}]", ""), "    ")
+                    lines.append(f"    - {_inline(mask)}")
+                continue
+            lines += _comment(self.notes.get(key, ""), "  ")
+            lines.append(f"  {key}: {_inline(value)}")
+        idle = f"Without effect there, with the settings given: {', '.join(self.idle)}." if self.idle else ""
+        unread = f"No settings of the loss, not read: {', '.join(_grouped(self.unread))}." if self.unread else ""
+        lines += [line for text in self.lost for line in _comment(f"NOT EXPRESSED: {text}")]
+        lines += [line for text in self.remains for line in _comment(f"Remains different: {text}")]
+        lines += [line for key, where in self.elsewhere.items() for line in _comment(f"{key}: in NeMo-RL {where}.")]
+        return "\n".join([*lines, *_comment(idle), *_comment(unread)]) + "\n"
+
+
+def translate_files(paths: Sequence[Path], peer: str | None = None) -> Translation:
+    """:func:`translate` of what stands in files, those of a later one before an earlier one's."""
+    known = [PEERS[peer]] if peer in PEERS else PEERS.values()
+    constructors = tuple(name for other in known for name in other.constructors)
+    settings: dict[str, Any] = {}
+    for path in paths:
+        settings |= read_settings(path, constructors)
+    return translate(settings, peer)
+
+
+def translate(settings: Mapping[str, Any], peer: str | None = None) -> Translation:
+    """A ``loss_fn:`` block that does what another system's settings do there.
+
+    Args:
+        settings: theirs, nested or by dotted name, whole or a part of the file; ``preset`` names one of their presets.
+        peer: whose, one of :data:`PEERS`; found out by the names if None.
+
+    Raises: ConfigError: no system knows the settings or several do; a value is of the wrong kind.
+    """
+    written = flat(settings)
+    system = _system(written, peer)
+    written = _filled(system, written)
+    named = {key: system.named(key) for key in written}
+    theirs = {full: written[key] for key, full in named.items() if full is not None and full in system.defaults}
+    given = Given(system.defaults, theirs)
+    loss_fn: dict[str, Any] = {}
+    notes: dict[str, str] = {}
+    masks: list[Any] = []
+    lost: list[str] = []
+    remains: list[str] = []
+    for item in system.convert(given):
+        if isinstance(item, Remark):
+            (lost if item.lost else remains).append(item.text)
+            continue
+        key = item.key
+        if missing := _missing(item):
+            lost.append(missing)
+            continue
+        if key == "masks":
+            key = f"masks[{len(masks)}]"
+            masks.append(item.value)
+        else:
+            loss_fn[key] = item.value
+        notes |= {key: item.note} if item.note else {}
+    unread = [key for key, full in named.items() if full is None]
+    for key in [key for key in unread if key.rpartition(".")[0].endswith(system.sections or ("\n",))]:
+        unread.remove(key)
+        guess = nearest(key.rpartition(".")[2], [name.rpartition(".")[2] for name in system.defaults])
+        lost.append(f"{key}: unknown" + (f"; did you mean '{guess}'?" if guess else f" at {system.source}"))
+    if "name" not in loss_fn:  # one that this version hasn't, whose options nothing else reads
+        loss_fn = {**loss_fn, "name": "clipped_pg"}
+        loss_fn.pop("options", None)
+    order = list(LossConfig.model_fields)
+    block = {key: loss_fn[key] for key in sorted(loss_fn, key=order.index)} | ({"masks": masks} if masks else {})
+    examined(block)  # what it raises is a mistake of the table's, or a value that is out of range there and here
+    return Translation(
+        peer=system,
+        loss_fn=block,
+        notes=notes,
+        lost=tuple(lost),
+        remains=tuple(dict.fromkeys(remains)),
+        elsewhere={key: system.elsewhere[str(full)] for key, full in named.items() if full in system.elsewhere},
+        idle=tuple(key for key, full in named.items() if full in theirs and full not in given.asked),
+        unread=tuple(unread),
+    )
+
+
+def _missing(line: Line) -> str:
+    """Why this version has no such setting, if it hasn't."""
+    named = line.value.get("preset") if line.key == "masks" else line.value if line.key == "name" else None
+    if line.key in LossConfig.model_fields and (named is None or named in PRESETS or named in available()):
+        return ""
+    return f"{line.key}: {_inline(line.value)} is not expressible yet" + (f" ({line.note})" if line.note else "")
+
+
+def _system(settings: Mapping[str, Any], name: str | None) -> Peer:
+    if name is not None:
+        if name not in PEERS:
+            guess = nearest(name, PEERS)
+            raise ConfigError(
+                f"no settings of '{name}' are known; " + (f"did you mean '{guess}'?" if guess else _all())
+            )
+        return PEERS[name]
+    preset = settings.get("preset")
+    counts = Counter({name: _overlap(peer, settings) + (preset in peer.presets) for name, peer in PEERS.items()})
+    (best, most), *others = counts.most_common()
+    if not most:
+        raise ConfigError(f"these settings are of no system that is known; {_all()}")
+    tied = [name for name, count in [(best, most), *others] if count == most]
+    if len(tied) > 1:
+        raise ConfigError(f"these settings may be of {' or '.join(tied)}; say which with --from")
+    return PEERS[best]
+
+
+def _overlap(peer: Peer, settings: Mapping[str, Any]) -> int:
+    """Parts of names that are the system's."""
+    pairs = ((key, peer.named(key)) for key in settings)
+    return sum(1 + min(key.count("."), full.count(".")) for key, full in pairs if full is not None)
+
+
+def _all() -> str:
+    return f"known: {', '.join(PEERS)}"
+
+
+def _filled(peer: Peer, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings with those of a preset."""
+    name = settings.get("preset")
+    if name is None or not peer.presets:
+        return dict(settings)
+    if name not in peer.presets:
+        raise ConfigError(f"{peer.title} has no preset '{name}'; it has {', '.join(peer.presets)}")
+    parameters, template = peer.presets[name]
+    values = {**parameters, **{key: value for key, value in settings.items() if key in parameters}}
+    filled = {
+        key: text.format(**values) if isinstance(text, str) and "{" in text else text for key, text in template.items()
+    }
+    rest = {key: value for key, value in settings.items() if key not in parameters and key != "preset"}
+    return {**filled, **rest}
+
+
+def _inline(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key}: {_inline(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, float):
+        digits, power, exponent = repr(value).partition("e")
+        # YAML 1.1 takes a number with an exponent for text unless it has a dot.
+        return digits + (".0" if power and "." not in digits else "") + power + exponent
+    if isinstance(value, str) and not value.replace("_", "").replace("-", "").isalnum():
+        return json.dumps(value, ensure_ascii=False)
+    return as_yaml(value)
+
+
+def _comment(text: str, indent: str = "") -> list[str]:
+    lines = textwrap.wrap(text, _WIDTH - len(indent) - 2, break_long_words=False, break_on_hyphens=False)
+    return [f"{indent}# {line}" for line in lines]
+
+
+def _grouped(keys: Sequence[str]) -> list[str]:
+    """The names, those of a large section as one."""
+    sizes = Counter(key.partition(".")[0] for key in keys)
+    groups = dict.fromkeys(
+        f"{top}.* ({sizes[top]})" if sizes[top] > _FEW and rest else key
+        for key in keys
+        for top, _, rest in [key.partition(".")]
+    )
+    return list(groups)

@@ -1,0 +1,142 @@
+"""``ratio_anchor: gen`` around NeMo-RL's policies, here stand-ins with NeMo-RL's signatures."""
+
+import pickle
+import sys
+import types
+
+import pytest
+import torch
+
+from nemo_geomask import build_loss
+from nemo_geomask.errors import ConfigError
+from nemo_geomask.integrations.nemo_rl import SeamError, prev_logprobs, uninstall
+from nemo_geomask.integrations.nemo_rl.patch import in_force
+from tests.helpers.batches import rollouts
+
+GEN = {"ratio_anchor": "gen"}
+
+
+class Policy:
+    """NeMo-RL's; counts forward passes."""
+
+    forward = 0
+
+    def get_logprobs(self, data, timer=None):
+        type(self).forward += 1
+        return type(data)({"logprobs": torch.zeros(data["input_ids"].shape)})
+
+
+class TQPolicy(Policy):
+    """NeMo-RL's over its data plane: ``meta`` is a key of ``store``."""
+
+    def __init__(self, store):
+        self.store = store
+
+    def read_from_dataplane(self, meta, *, select_fields, pad_value_dict=None):
+        return {name: self.store[meta][name].clone() for name in select_fields}
+
+    def write_to_dataplane(self, meta, fields):
+        self.store[meta].update(fields)
+
+    def get_logprobs_from_meta(self, meta, micro_batch_size=None, timer=None):
+        type(self).forward += 1
+        self.store[meta]["prev_logprobs"] = torch.zeros(self.store[meta]["generation_logprobs"].shape)
+
+
+def methods(kind):
+    return {name: value for name, value in vars(kind).items() if callable(value)}
+
+
+def mask(train_data, rewards, seq_logprob_error_threshold):
+    return "masked"
+
+
+@pytest.fixture
+def nemo_rl(monkeypatch):
+    """Modules of NeMo-RL's with fresh classes, since wrappers go into the classes."""
+    names = ("nemo_rl", "nemo_rl.algorithms", "nemo_rl.algorithms.grpo", "nemo_rl.models", "nemo_rl.models.policy")
+    policies = ("nemo_rl.models.policy.lm_policy", "nemo_rl.models.policy.tq_policy")
+    modules = {name: types.ModuleType(name) for name in (*names, *policies)}
+    modules["nemo_rl"].__version__ = "9.9"
+    grpo, lm, tq = (modules[name] for name in ("nemo_rl.algorithms.grpo", *policies))
+    grpo.compute_and_apply_seq_logprob_error_masking = mask
+    lm.Policy = type("Policy", (), {**methods(Policy), "forward": 0, "__module__": lm.__name__})
+    tq.TQPolicy = type("TQPolicy", (lm.Policy,), {**methods(TQPolicy), "__module__": tq.__name__})
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    yield types.SimpleNamespace(grpo=grpo, lm=lm, tq=tq)
+    uninstall()
+
+
+class Data(dict):
+    """NeMo-RL's batches have a class of their own."""
+
+
+def test_nothing_goes_forward(nemo_rl):
+    prev_logprobs.follow(build_loss(GEN))
+    data = Data(rollouts(seed=1).data)
+    found = nemo_rl.lm.Policy().get_logprobs(data, timer=None)
+    assert type(found) is Data
+    assert found["logprobs"].shape == data["input_ids"].shape
+    assert found["logprobs"].isnan().all()
+    tq = nemo_rl.tq.TQPolicy({"all": data})
+    tq.get_logprobs_from_meta("all", timer=None)
+    assert data["prev_logprobs"].shape == data["generation_logprobs"].shape
+    assert data["prev_logprobs"].isnan().all()
+    assert (nemo_rl.lm.Policy.forward, nemo_rl.tq.TQPolicy.forward) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"force_on_policy_ratio": True}, {**GEN, "masks": [{"preset": "veto", "max": 2.0}]}],
+    ids=["prev", "on policy", "mask"],
+)
+def test_a_loss_that_reads_them_has_them(nemo_rl, settings):
+    for order in ([settings], [GEN, settings]):  # the last one built counts
+        for each in order:
+            prev_logprobs.follow(build_loss(each))
+        policy = nemo_rl.lm.Policy()
+        assert not policy.get_logprobs(Data(rollouts(seed=1).data))["logprobs"].isnan().any()
+        assert not in_force(nemo_rl.lm.Policy, "get_logprobs")
+
+
+def test_a_policy_that_is_sent_computes_none_either(nemo_rl):
+    prev_logprobs.follow(build_loss(GEN))
+    sent = pickle.dumps(nemo_rl.tq.TQPolicy({"a": rollouts(seed=5).data}))
+    uninstall()
+    before = dict(vars(nemo_rl.tq.TQPolicy))
+    policy = pickle.loads(sent)
+    policy.get_logprobs_from_meta("a")
+    assert isinstance(policy, nemo_rl.tq.TQPolicy)
+    assert policy.store["a"]["prev_logprobs"].isnan().all()
+    assert dict(vars(nemo_rl.tq.TQPolicy)) == before
+
+
+def test_a_threshold_on_what_is_not_there_is_an_error(nemo_rl):
+    def call(threshold):
+        return nemo_rl.grpo.compute_and_apply_seq_logprob_error_masking(
+            train_data=None, rewards=None, seq_logprob_error_threshold=threshold
+        )
+
+    prev_logprobs.follow(build_loss(GEN))
+    assert call(None) == "masked"
+    with pytest.raises(ConfigError, match=r"seq_logprob_error_threshold: 1.05 masks .* or set loss_fn.ratio_anchor"):
+        call(1.05)
+    prev_logprobs.follow(build_loss({}))
+    assert call(1.05) == "masked"
+
+
+def test_all_of_it_is_undone(nemo_rl):
+    owners = (nemo_rl.grpo, nemo_rl.lm.Policy, nemo_rl.tq.TQPolicy)
+    before = [dict(vars(owner)) for owner in owners]
+    for _ in range(2):
+        prev_logprobs.follow(build_loss(GEN))
+        assert [dict(vars(owner)) for owner in owners] != before
+        uninstall()
+        assert [dict(vars(owner)) for owner in owners] == before
+
+
+def test_unknown_signatures_are_an_error(nemo_rl):
+    nemo_rl.lm.Policy.get_logprobs = lambda self, batch: None
+    with pytest.raises(SeamError, match=r"lm_policy\.Policy\.get_logprobs takes \(self, batch\).*ratio_anchor: prev"):
+        prev_logprobs.follow(build_loss(GEN))

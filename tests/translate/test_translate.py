@@ -1,0 +1,256 @@
+"""Other systems' settings in ours: read from any file, nothing dropped silently, always valid."""
+
+import math
+
+import pytest
+import yaml
+
+from nemo_geomask import LossConfig, build_loss
+from nemo_geomask.cli import main
+from nemo_geomask.errors import ConfigError
+from nemo_geomask.translate import PEERS, translate, translate_files
+
+RC = "algorithm.rollout_correction"
+
+
+def written(translation):
+    """The block as YAML readers see it."""
+    return yaml.safe_load(translation.yaml())["loss_fn"]
+
+
+@pytest.mark.parametrize("peer", PEERS)
+def test_defaults_are_a_valid_block(peer):
+    translation = translate({}, peer)
+    assert written(translation) == dict(translation.loss_fn)
+    LossConfig(**written(translation))
+    # NeMo-RL's own default is a KL of 0.01.
+    assert "reference_policy_kl_penalty" in translation.loss_fn or peer == "nemo_rl"
+
+
+@pytest.mark.parametrize("preset", PEERS["verl"].presets)
+def test_every_preset_of_verl_is_a_valid_block(preset):
+    translation = translate({"preset": preset})
+    assert translation.peer.name == "verl"
+    build_loss(written(translation))
+
+
+def test_bounds_of_k1_are_inverted_and_say_so():
+    settings = {RC: {"rollout_rs": "seq_mean_k1", "rollout_rs_threshold": "0.5_4.0"}}
+    translation = translate(settings)
+    assert translation.loss_fn["masks"] == [{"preset": "geometric", "min": 0.25, "max": 2.0}]
+    assert "of 1/ρ" in translation.notes["masks[0]"]
+    assert translation.loss_fn["denominator"] == "kept"
+    text = translation.yaml()
+    assert text.index("of 1/ρ") < text.index("preset: geometric")
+
+
+def test_one_bound_of_k1_is_its_own_inverse():
+    translation = translate({"rollout_rs": "token_k1", "rollout_rs_threshold": 1.25})
+    (mask,) = translation.loss_fn["masks"]
+    assert mask == {"preset": "icepop", "min": 0.8, "max": 1.25}
+
+
+def test_a_section_or_a_leaf_is_enough():
+    whole = {"algorithm": {"rollout_correction": {"rollout_is": "token"}}}
+    for settings in (whole, whole["algorithm"], {"rollout_is": "token"}, {"config": whole}):
+        assert translate(settings).loss_fn["is_correction_level"] == "token"
+
+
+def test_unknown_setting_of_a_section_is_not_dropped():
+    (lost,) = translate({RC: {"rollout_is": "token", "rollout_rs_treshold": 3}}).lost
+    assert "rollout_rs_treshold" in lost
+    assert "did you mean 'rollout_rs_threshold'" in lost
+
+
+def test_what_is_not_the_losss_is_named():
+    settings = {"rollout_is": "token", "trainer": {"nnodes": 2}, "data": {str(n): n for n in range(20)}}
+    text = translate(settings).yaml()
+    assert "not read: trainer.nnodes, data.* (20)" in text
+
+
+def test_setting_that_did_nothing_there_is_named():
+    assert translate({RC: {"loss_type": "reinforce"}}).idle == (f"{RC}.loss_type",)
+
+
+def test_what_can_not_be_expressed_is_named():
+    translation = translate({"actor_rollout_ref": {"actor": {"entropy_coeff": 0.01, "loss_agg_mode": "token-sum"}}})
+    assert len(translation.lost) == 2
+    assert all(f"NOT EXPRESSED: {lost.split(':')[0]}" in translation.yaml() for lost in translation.lost)
+
+
+def test_trl_corrects_by_sequence_unless_told_otherwise():
+    translation = translate({"use_vllm": True, "num_generations": 8})
+    assert translation.peer.name == "trl"
+    loss_fn = translation.loss_fn
+    assert loss_fn["is_correction_level"] == "sequence"
+    assert loss_fn["truncated_importance_sampling_type"] == "icepop"
+    assert (loss_fn["truncated_importance_sampling_ratio_min"], loss_fn["truncated_importance_sampling_ratio"]) == (
+        0,
+        3,
+    )
+    assert translation.elsewhere == {"num_generations": "grpo.num_generations_per_prompt"}
+    assert "use_importance_sampling_correction" not in translate({"use_vllm": False}, "trl").loss_fn
+
+
+def test_trls_cispo_bound_is_on_the_ratio_itself():
+    loss_fn = translate({"loss_type": "cispo", "epsilon_high": 5.0}, "trl").loss_fn
+    assert (loss_fn["name"], loss_fn["ratio_clip_min"], loss_fn["ratio_clip_max"]) == ("cispo", 1.0, 4.0)
+    assert translate({"loss_type": "cispo"}, "trl").lost
+
+
+@pytest.mark.parametrize(
+    ("function", "kind"), [("slime.loss.icepop_function", "icepop"), ("slime.loss.vanilla_tis_function", "tis")]
+)
+def test_slimes_own_corrections_are_known(function, kind):
+    translation = translate({"use_tis": True, "tis_clip_low": 0.5, "custom_tis_function_path": function}, "slime")
+    assert translation.loss_fn["truncated_importance_sampling_type"] == kind
+    assert translation.loss_fn["truncated_importance_sampling_ratio_min"] == 0.5
+    assert translate({"use_tis": True, "custom_tis_function_path": "my.own"}, "slime").lost
+
+
+def test_gmpos_bounds_are_on_the_logarithm_there():
+    settings = {"policy_loss": {"loss_mode": "geo_mean"}, "clip_ratio_low": 0.4, "clip_ratio_high": 0.4}
+    loss_fn = translate(settings, "verl").loss_fn
+    assert 1 - loss_fn["ratio_clip_min"] == pytest.approx(math.exp(-0.4))
+    assert 1 + loss_fn["ratio_clip_max"] == pytest.approx(math.exp(0.4))
+
+
+FILES = {
+    "run.yaml": "algorithm: {rollout_correction: {rollout_is: token, rollout_is_threshold: 3.0}}",
+    "run.json": '{"rollout_correction": {"rollout_is": "token", "rollout_is_threshold": 3.0}}',
+    "run.toml": '[algorithm.rollout_correction]\nrollout_is = "token"\nrollout_is_threshold = 3.0',
+    "run.py": "config = verl.RolloutCorrectionConfig.decoupled_token_is(threshold=3.0)",
+    "keys.py": "RolloutCorrectionConfig(rollout_is='token', rollout_is_threshold=3.0)",
+    "run.sh": "#!/bin/bash\npython3 -m verl \\\n  algorithm.rollout_correction.rollout_is=token \\\n"
+    "  +algorithm.rollout_correction.rollout_is_threshold=3.0 # TIS\n",
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_every_kind_of_file_says_the_same(name, tmp_path):
+    (tmp_path / name).write_text(FILES[name])
+    loss_fn = translate_files([tmp_path / name]).loss_fn
+    assert loss_fn["is_correction_level"] == "token"
+    assert loss_fn["truncated_importance_sampling_ratio"] == 3.0
+
+
+def test_command_line_flags_and_a_second_file(tmp_path):
+    (tmp_path / "run.sh").write_text(
+        "SLIME_ARGS=(\n  --eps-clip 4e-4\n  --eps-clip-high 5e-4 --use-tis\n"
+        "  --custom-tis-function-path examples.mis.compute_mis_weights_with_cp\n  --advantage-estimator gspo\n)\n"
+    )
+    (tmp_path / "mis.yaml").write_text(
+        "use_rs: true\ntis_level: geometric\nrs_level: sequence\nrs_veto_threshold: 1.0e-4\n"
+    )
+    translation = translate_files([tmp_path / "run.sh", tmp_path / "mis.yaml"])
+    assert translation.peer.name == "slime"
+    loss_fn = translation.loss_fn
+    assert (loss_fn["name"], loss_fn["ratio_clip_min"], loss_fn["is_correction_level"]) == (
+        "gspo",
+        4e-4,
+        "sequence_mean",
+    )
+    assert [mask["preset"] for mask in loss_fn["masks"]] == ["product", "veto"]
+    assert written(translation) == dict(loss_fn)
+
+
+def test_small_numbers_stay_numbers_in_yaml():
+    loss_fn = written(translate({"use_tis": True, "tis_clip_low": 1e-07, "eps_clip": 1e-06}, "slime"))
+    assert loss_fn["truncated_importance_sampling_ratio_min"] == 1e-07
+    assert loss_fn["ratio_clip_min"] == 1e-06
+
+
+@pytest.mark.parametrize(
+    ("settings", "peer", "message"),
+    [
+        ({"nothing": 1}, None, "of no system that is known; known: verl, trl, slime"),
+        ({"loss_type": "grpo"}, None, "may be of .* say which with --from"),
+        ({"rollout_is": 1}, "ver", "did you mean 'verl'"),
+        ({"preset": "decoupled_toke_is"}, "verl", "has no preset"),
+        ({"rollout_rs": "token_k1", "rollout_rs_threshold": "a_b"}, "verl", "must be a number"),
+        ({"rollout_rs": "token_k1,token_k2,token_k3", "rollout_rs_threshold": "1,2"}, "verl", "but has 2"),
+        ({"clip_ratio_c": "${oc.env:C}"}, "verl", "clip_ratio_c"),
+        ({"eps_clip": [1]}, "slime", "eps_clip must be a number"),
+    ],
+)
+def test_settings_that_can_not_be_read_are_errors(settings, peer, message):
+    with pytest.raises(ConfigError, match=message):
+        translate(settings, peer)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("none.yaml", None),
+        ("list.yaml", "- 1"),
+        ("bad.yaml", "a: ["),
+        ("bad.py", "GRPOConfig(beta=BETA)"),
+        ("b.py", "("),
+    ],
+)
+def test_files_that_can_not_be_read_are_errors(name, text, tmp_path):
+    if text is not None:
+        (tmp_path / name).write_text(text)
+    with pytest.raises(ConfigError, match=name):
+        translate_files([tmp_path / name])
+
+
+def test_command_writes_the_block_and_says_by_its_status_what_is_missing(tmp_path, capsys):
+    file, out = tmp_path / "run.yaml", tmp_path / "out.yaml"
+    file.write_text("rollout_correction: {rollout_is: token}")
+    assert main(["translate", str(file)]) == 0
+    assert yaml.safe_load(capsys.readouterr().out)["loss_fn"]["is_correction_level"] == "token"
+    file.write_text("policy_loss: {loss_mode: clip_cov}")
+    assert main(["translate", str(file), "--from", "verl", "--out", str(out)]) == 1
+    assert "NOT EXPRESSED: policy_loss.loss_mode: clip_cov" in out.read_text()
+    assert main(["translate", str(file), "--from", "vrl"]) == 2
+    assert "did you mean 'verl'" in capsys.readouterr().err
+
+
+def test_settings_of_nemo_rls_open_pull_requests():
+    settings = {"ratio_clip_max": 0.28, "sapo_enabled": True, "sapo_tau_neg": 1.2, "metrics_level": "minimal"}
+    translation = translate({"loss_fn": {**settings, "enable_torch_compile": True}, "grpo": {"seed": 1}})
+    assert translation.peer.name == "nemo_rl"
+    assert translation.loss_fn == {
+        "name": "sapo",
+        "options": {"tau_pos": 1.0, "tau_neg": 1.2},
+        "ratio_clip_max": 0.28,
+        "compile": True,
+        "metrics": "nemo_rl",
+    }
+    assert not translation.lost
+    (lost,) = translate({"loss_fn": {"loss_mode": "dppo_binary_tv"}}).lost
+    assert "4069" in lost
+    (lost,) = translate({"loss_fn": {"ratio_clip_mx": 1}}, "nemo_rl").lost
+    assert "did you mean 'ratio_clip_max'" in lost
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "answer"),
+    [
+        ("loss_mode", "dppo_binary_tv", r"NeMo-RL PR 4069 or verl, here masks: \[\{preset: dppo_tv"),
+        ("sapo_enabled", True, "NeMo-RL PR 2464, here name: sapo"),
+        ("sapo_tau_neg", 1.1, r"here options: \{tau_neg: 1.1\}"),
+        ("metrics_level", "minimal", "here metrics: nemo_rl"),
+        ("enable_torch_compile", False, "here compile: false"),
+        ("clip_ratio_low", 0.3, "verl, here ratio_clip_min: 0.3"),
+        ("bypass_mode", True, "here ratio_anchor: gen"),
+        ("rollout_rs", "token_k1", "verl, which nemo-geomask translate converts"),
+        ("loss_mode", "clip_cov", "which nemo-geomask translate converts"),
+    ],
+)
+def test_foreign_setting_in_a_recipe_is_answered_with_its_translation(key, value, answer):
+    with pytest.raises(ConfigError, match=f"loss_fn.{key}: unknown key; it is a setting of .*{answer}"):
+        build_loss({key: value})
+
+
+def test_answers_are_settings_of_ours():
+    """What the error of a foreign setting says can be written."""
+    names = {"clip_ratio_low": 0.3, "clip_ratio_high": 0.3, "clip_ratio_c": 3.0, "epsilon": 0.1, "epsilon_high": 0.2}
+    names |= {"eps_clip": 0.1, "eps_clip_c": 2.0, "eps_clip_higher": 0.2, "eps_clip_low": 0.1, "beta": 0.1}
+    names |= {"off_policy_mask_threshold": 0.5, "use_rollout_logprobs": True, "loss_mode": "cispo", "sapo_tau_pos": 1.0}
+    for key, value in names.items():
+        with pytest.raises(ConfigError) as error:
+            build_loss({key: value})
+        text = str(error.value).partition("here ")[2].rpartition(" (found")[0]
+        build_loss({"name": "sapo" if "tau" in text else "clipped_pg", **yaml.safe_load(text)})
