@@ -28,8 +28,8 @@ def report_surrogate(
     else:
         reports = [metric for name, ratio in ratios.items() for metric in _ratio((name,), ratio.detach(), beyond)]
     if full and by_sequence:
-        token = F.saturating_exp(batch.log_ratio.detach())
-        reports += _ratio(("geomask/token_ratio",), token, beyond)
+        # No extrema: NeMo-RL's loops know those of its own names, and add up all others.
+        reports.append(Metric(("geomask/token_ratio",), "tokens", lambda: F.saturating_exp(batch.log_ratio.detach())))
     if full:
         low, high = surrogate.clips()
         reports += [

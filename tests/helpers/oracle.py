@@ -249,7 +249,6 @@ class _Evaluation:
             own += ["reference_k1", "reference_k3", "reference_k1_sequence"]
         if self.by_sequence:
             own.append("token_ratio")
-            self.metrics |= {"geomask/token_ratio_min": math.inf, "geomask/token_ratio_max": -math.inf}
         if self.c.ratio_clip_c is not None:
             own.append("dual_clip_fraction")
         for rule in self.rules:
@@ -632,8 +631,6 @@ class _Evaluation:
         if self.by_sequence:
             ratio = exp(token["c"] - token[self.anchor])
             self.add_token("geomask/token_ratio", token, ratio)
-            self.metrics["geomask/token_ratio_min"] = min(self.metrics["geomask/token_ratio_min"], ratio)
-            self.metrics["geomask/token_ratio_max"] = max(self.metrics["geomask/token_ratio_max"], ratio)
         if self.knows_prev:
             self.add_token("geomask/policy_abs", token, abs(policy))
             self.add_token("geomask/policy_k3", token, exp(policy) - 1 - policy)
