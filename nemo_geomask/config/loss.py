@@ -56,7 +56,7 @@ class LossSettings(StrictModel):
     )
     options: dict[str, Any] = _field(
         {},
-        "Settings of the chosen objective alone, validated by it. `sapo`: `tau_pos`, `tau_neg`.",
+        "Settings of the chosen objective alone, validated by it: those of the table of objectives.",
         source="this package",
     )
 
@@ -289,8 +289,13 @@ class LossSettings(StrictModel):
 
     @property
     def looks_before_step(self) -> bool:
-        """Whether ``batch_veto`` or ``denominator: kept`` needs a look at each whole batch before its step."""
-        return self.batch_veto is not None or bool(self.rules_before_step)
+        """Whether ``batch_veto``, ``denominator: kept`` or a budget needs a look at each batch before its step."""
+        return self.batch_veto is not None or bool(self.rules_before_step or self.budgets)
+
+    @property
+    def budgets(self) -> tuple[MaskRule, ...]:
+        """Masks whose bounds the whole batch sets."""
+        return tuple(rule for rule in self.mask_rules if rule.budgeted)
 
     @property
     def rules_in_loss(self) -> tuple[MaskRule, ...]:

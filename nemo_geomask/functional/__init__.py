@@ -5,6 +5,7 @@ Tensors are float32 or float64 and of one layout, [B, T], [N] or any other: :fun
 
 from __future__ import annotations
 
+from nemo_geomask.functional.budgets import bound_by_mean, bound_by_share
 from nemo_geomask.functional.entry import check_choice, check_layout
 from nemo_geomask.functional.kl import KLEstimator, kl_estimate, kl_penalty
 from nemo_geomask.functional.ratios import (
@@ -27,10 +28,13 @@ from nemo_geomask.functional.surrogates import (
     clip_log_ratio,
     clipped,
     clipped_weight,
+    gamma_weight,
     geometric_mean,
+    quadratic,
     score_function,
     soft_gate,
     straight_through_ratio,
+    unclipped,
 )
 
 __all__ = [
@@ -42,6 +46,8 @@ __all__ = [
     "Surrogate",
     "Weight",
     "binary_statistic",
+    "bound_by_mean",
+    "bound_by_share",
     "check_choice",
     "check_layout",
     "clamp_weight",
@@ -49,12 +55,14 @@ __all__ = [
     "clipped",
     "clipped_weight",
     "filter_weight",
+    "gamma_weight",
     "geometric_mean",
     "inverse_count",
     "kl_estimate",
     "kl_penalty",
     "log_bound",
     "outside",
+    "quadratic",
     "saturated",
     "saturating_exp",
     "score_function",
@@ -62,4 +70,5 @@ __all__ = [
     "straight_through_ratio",
     "token_coefficients",
     "token_statistic",
+    "unclipped",
 ]

@@ -77,9 +77,12 @@ def evaluate(
 
     weight, reports = correct(batch, seen, config)
     metrics.add(reports)
-    kept, reports = reject(batch, seen, config.rules_in_loss)
+    budgeted = [rule.label for rule in config.rules_in_loss if rule.budgeted]
+    bounds = {} if raw.bounds is None else dict(zip(budgeted, raw.bounds, strict=True))
+    kept, reports = reject(batch, seen, config.rules_in_loss, bounds)
     metrics.add(reports)
-    surrogate = variant.surrogate(inputs, {name: segments.spread(seen.mean(f"variant.{name}")) for name in pooled})
+    found = seen.sums.__getitem__ if variant.pooled_by == "sum" else seen.mean
+    surrogate = variant.surrogate(inputs, {name: segments.spread(found(f"variant.{name}")) for name in pooled})
     metrics.add(report_surrogate(surrogate, batch, seen, full=full, by_sequence=bool(pooled)))
 
     coefficient = F.token_coefficients(
@@ -93,6 +96,8 @@ def evaluate(
     per_token = surrogate.loss if weight is None else weight * surrogate.loss
     if kept is not None:
         per_token = torch.where(kept, per_token, 0.0)
+    if surrogate.penalty is not None:
+        per_token = per_token + surrogate.penalty
     loss = (coefficient * per_token).sum()
     own: Normalizer = "tokens" if config.normalization == "tokens" else "sequences"
     kl, nll = _kl(batch, coefficient, config), _positive_nll(batch, seen, coefficient, config)

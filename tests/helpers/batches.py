@@ -165,6 +165,19 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "gmpo": {"name": "gmpo"},
     "cispo": {"name": "cispo", "ratio_clip_max": 0.5},
     "sapo": {"name": "sapo", "options": {"tau_pos": 1.0, "tau_neg": 1.5}},
+    "dppo": {"name": "dppo", "ratio_anchor": "prev", "options": {"delta": 0.12, "delta_low": 0.07, "cap": 1.7}},
+    "ipo": {"name": "ipo", "ratio_anchor": "prev", "options": {"eps": 0.12, "kl_tau": 0.3}},
+    "vespo": {"name": "vespo", "ratio_anchor": "prev"},
+    "dro": {"name": "dro", "options": {"beta": 0.4}},
+}
+
+BUDGETS: dict[str, dict[str, Any]] = {
+    "m2po": {"preset": "m2po"},
+    "worst_tokens": {"log_ratio": "mismatch", "level": "token", "statistic": "prob_diff", "drop_at_most": 0.1},
+    "worst_sequences": {"log_ratio": "mismatch", "level": "sequence_mean", "drop_at_most": 0.3},
+    "worst_token_of_sequences": {"log_ratio": "mismatch", "level": "sequence_max", "drop_at_most": 0.3},
+    "mean_of_sequences": {"log_ratio": "mismatch", "level": "sequence_mean", "statistic": "k3", "until_mean": 0.03},
+    "prefixes": {"log_ratio": "mismatch", "level": "prefix_sum", "until_mean": 0.5},
 }
 
 MASKS: dict[str, dict[str, Any]] = {

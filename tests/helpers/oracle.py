@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -42,6 +42,12 @@ class Rule:
     low: float
     high: float
     when: str
+    share: float | None = None
+    mean: float | None = None
+
+    @property
+    def by_token(self) -> bool:
+        return self.level == "token" or self.level.startswith("prefix")
 
 
 def rules(masks: Any) -> list[Rule]:
@@ -59,6 +65,8 @@ def rules(masks: Any) -> list[Rule]:
             statistic = {"dppo_tv": "prob_diff", "dppo_kl": "binary_kl"}[preset]
             low = -(mask.delta_low or mask.delta)
             rule = (preset, mask.log_ratio, "token", statistic, low, mask.delta, "pushing")
+        elif preset == "m2po":
+            rule = ("m2po", "mismatch", "token", "k2", -math.inf, math.inf, "always", None, mask.tau / 2)
         elif preset == "kpop":
             rule = ("kpop", "mismatch", "token", "binary_kl_max", -mask.max, mask.max, "always")
         elif preset == "trust_region":
@@ -67,6 +75,9 @@ def rules(masks: Any) -> list[Rule]:
             level = {"geometric": "sequence_mean", "product": "sequence", "icepop": "token", "veto": "sequence_max"}
             bounds = (log(mask.min, -math.inf), log(mask.max, math.inf))
             rule = (preset, "mismatch", level[preset], "ratio", *bounds, "always")
+        elif mask.drop_at_most or mask.until_mean:
+            everything = (-math.inf, math.inf, mask.when, mask.drop_at_most, mask.until_mean)
+            rule = ("mask", mask.log_ratio, mask.level, mask.statistic, *everything)
         elif mask.statistic == "ratio":
             bounds = (log(mask.min, -math.inf), log(mask.max, math.inf))
             rule = ("mask", mask.log_ratio, mask.level, "ratio", *bounds, mask.when)
@@ -142,7 +153,7 @@ class _Evaluation:
         self.knows_prev = self.reads_prev or config.force_on_policy_ratio
         self.level = config.is_correction_level or ("sequence" if config.sequence_level_importance_ratios else "token")
         # Pools over sequences before the surrogate, so the tokens' own ratios are reported beside.
-        self.by_sequence = config.name in ("gspo", "gspo_token", "gmpo") or (
+        self.by_sequence = config.name in ("gspo", "gspo_token", "gmpo", "vespo") or (
             config.name == "clipped_pg" and config.sequence_level_importance_ratios
         )
         self.truncation = config.truncated_importance_sampling_type
@@ -150,6 +161,7 @@ class _Evaluation:
             self.truncation = None
         self.normalization = config.loss_normalization or ("tokens" if config.token_level_loss else "sequences")
         self.read(curr, data)
+        self.rules = [self.spend(rule) for rule in self.rules]
         self.declare()
         self.run()
 
@@ -280,6 +292,7 @@ class _Evaluation:
                 coefficient = self.coefficient(i)
                 if keep:
                     total = total + coefficient * weight * loss
+                total = total + coefficient * token.get("penalty", 0.0)
                 if self.beta:
                     kl = self.kl(token)
                     answer.kl[i][token["t"]] = number(kl)
@@ -370,24 +383,52 @@ class _Evaluation:
             return [1.0] * len(row)
         return used if by_token else used * len(row)
 
+    def judged(self, rule: Rule, row: list[dict[str, Any]]) -> list[float]:
+        """What a rule compares: one value a token, of which each counts, or one of the sequence."""
+        values = []
+        for token in row:
+            one, other = {
+                "mismatch": (token["prev"], token["gen"]),
+                "policy": (token["c"], token["prev"]),
+                "total": (token["c"], token["gen"]),
+            }[rule.log_ratio]
+            x = one - other
+            if rule.statistic in ("ratio", "k2", "k3"):
+                values.append({"ratio": x, "k2": x * x / 2, "k3": exp(x) - 1 - x}[rule.statistic])
+            else:
+                values.append(binary(rule.statistic, math.exp(one), math.exp(other)))
+        if rule.level in ("token", "sequence_max"):
+            return values
+        if rule.level.startswith("sequence"):
+            return [mean(values) if rule.level == "sequence_mean" else sum(values)]
+        pool = {"prefix_sum": sum, "prefix_mean": mean, "prefix_min": min, "prefix_max": max}[rule.level]
+        return [pool(values[: k + 1]) for k in range(len(values))]
+
+    def spend(self, rule: Rule) -> Rule:
+        """The rule with the bound that its budget allows: the largest go, one after another, equal ones together."""
+        if rule.share is None and rule.mean is None:
+            return rule
+        sizes: list[float] = []
+        for row in self.tokens:
+            found = [abs(value) for value in (self.judged(rule, row) if row else [])]
+            sizes += found if rule.by_token or not found else [max(found)]
+        gone, rest = math.inf, sorted(sizes)
+        while rest:
+            least = [size for size in rest if size < rest[-1]]
+            enough = len(sizes) - len(least) > rule.share * len(sizes) + 1e-9 if rule.share else mean(rest) <= rule.mean
+            if enough:
+                break
+            gone, rest = rest[-1], least
+        bound = (rest[-1] + gone) / 2 if rest else -1.0
+        return replace(rule, low=-bound, high=bound)
+
     def verdict(self, i: int, row: list[dict[str, Any]]) -> list[bool]:
         kept = [True] * len(row)
         if not row:
             return kept
         mean_advantage = sum(token["adv"] for token in row) / len(row)
         for rule in self.rules:
-            values = []
-            for token in row:
-                one, other = {
-                    "mismatch": (token["prev"], token["gen"]),
-                    "policy": (token["c"], token["prev"]),
-                    "total": (token["c"], token["gen"]),
-                }[rule.log_ratio]
-                x = one - other
-                if rule.statistic in ("ratio", "k2", "k3"):
-                    values.append({"ratio": x, "k2": x * x / 2, "k3": exp(x) - 1 - x}[rule.statistic])
-                else:
-                    values.append(binary(rule.statistic, math.exp(one), math.exp(other)))
+            values = self.judged(rule, row)
 
             def applies(advantage: float, side: int, when: str = rule.when) -> bool:
                 return {
@@ -398,10 +439,7 @@ class _Evaluation:
                 }[when]
 
             name = f"geomask/mask/{rule.label}/removed"
-            if rule.level == "token" or rule.level.startswith("prefix"):
-                if rule.level != "token":
-                    pool = {"prefix_sum": sum, "prefix_mean": mean, "prefix_min": min, "prefix_max": max}[rule.level]
-                    values = [pool(values[: k + 1]) for k in range(len(values))]
+            if rule.by_token:
                 for k, (token, value) in enumerate(zip(row, values, strict=True)):
                     side = self.side(value, rule.low, rule.high)
                     side = side if applies(token["adv"], side) else 0
@@ -414,8 +452,7 @@ class _Evaluation:
                 sides = [side for side in sorted(found) if side and applies(mean_advantage, side)]
                 side = sides[0] if sides else 0
             else:
-                pooled = sum(values) / (len(values) if rule.level == "sequence_mean" else 1)
-                side = self.side(pooled, rule.low, rule.high)
+                side = self.side(values[0], rule.low, rule.high)
             if not applies(mean_advantage, side):
                 side = 0
             for which, hit in (("", side != 0), ("_low", side < 0), ("_high", side > 0)):
@@ -438,6 +475,10 @@ class _Evaluation:
             "gmpo": self.gmpo,
             "cispo": self.cispo,
             "sapo": self.sapo,
+            "dppo": self.dppo,
+            "ipo": self.ipo,
+            "vespo": self.vespo,
+            "dro": self.dro,
         }[name](row)
 
     def log_ratio(self, token: dict[str, Any]) -> torch.Tensor:
@@ -544,6 +585,48 @@ class _Evaluation:
             gate = 4 / tau / (1 + torch.exp(-tau * (ratio - 1)))
             self.report(token, ratio, ratio)
             out.append(-gate * token["adv"])
+        return out
+
+    def dppo(self, row) -> list[torch.Tensor]:
+        """2602.04879: REINFORCE under the ratio up to a cap; the mask is among the rules."""
+        out = []
+        for token in row:
+            ratio = exp(number(self.log_ratio(token)))
+            cap = self.options["cap"]
+            self.near(ratio, cap)
+            self.report(token, ratio, min(ratio, cap), int(ratio > cap))
+            out.append(-min(ratio, cap) * token["adv"] * token["curr"])
+        return out
+
+    def ipo(self, row) -> list[torch.Tensor]:
+        """prime-rl: the ratio times the advantage; the squared log-ratio of every trained token."""
+        out = []
+        for token in row:
+            ratio = self.exp(self.log_ratio(token))
+            self.report(token, ratio, ratio)
+            token["penalty"] = self.options["kl_tau"] * self.log_ratio(token) ** 2
+            out.append(-ratio * token["adv"])
+        return out
+
+    def vespo(self, row) -> list[torch.Tensor]:
+        """2602.10693: φ(W) = e^λ W^k e^(-λW) of the whole sequence's ratio."""
+        log_w = sum(number(self.log_ratio(token)) for token in row)
+        w, out = exp(log_w), []
+        for token in row:
+            sign = "pos" if token["adv"] >= 0 else "neg"
+            k, rate = self.options[f"k_{sign}"], self.options[f"lambda_{sign}"]
+            phi = math.exp(rate + k * log_w - rate * w)
+            self.report(token, w, w)
+            out.append(-phi * token["adv"] * token["curr"])
+        return out
+
+    def dro(self, row) -> list[torch.Tensor]:
+        """As in verl."""
+        out = []
+        for token in row:
+            x = self.log_ratio(token)
+            self.report(token, exp(number(x)), exp(number(x)))
+            out.append(-(token["adv"] * token["curr"] - self.options["beta"] / 2 * x**2))
         return out
 
     def kl(self, token) -> torch.Tensor:
