@@ -56,7 +56,7 @@ _calls: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
 
 def _audited(policy: Any, rows: int, fraction: float) -> list[int]:
-    """Rows to score: by a hash of the row and of how many batches the policy has seen; as many as its workers divide."""
+    """Rows to score, by a hash of the row and of the batch's number; as many as the workers divide."""
     if not fraction:
         return []
     step = _calls[policy] = _calls.get(policy, 0) + 1
