@@ -28,9 +28,10 @@ KEYS = {
     "unfiltered": "curr_logprobs_unfiltered",
     "rewards": "rewards",
     "seen_ref": "reference_policy_logprobs",
+    "audited": "prev_logprobs",
 }
 """NeMo-RL's keys of what a loss may read beside its masks."""
-_OPTIONAL = ("unfiltered", "rewards", "seen_ref")
+_OPTIONAL = ("unfiltered", "rewards", "seen_ref", "audited")
 _UNFILTERED = KEYS["unfiltered"]
 
 
@@ -68,6 +69,7 @@ class TokenBatch(NamedTuple):
     seen_ref: Tensor | None  # the same for metrics alone, also without one: curr_kl where it is not finite
     advantages: Tensor  # A
     rewards: Tensor | None  # [S]
+    audited: Tensor | None  # log π_old of the tokens of a sample, NaN elsewhere; None where there is none
     token_mask: Tensor  # as it came
     sample_mask: Tensor  # [S], as it came
     trains: Tensor  # 1 at tokens that are to be trained and have finite values, else 0
@@ -88,7 +90,7 @@ class TokenBatch(NamedTuple):
 
 
 def keys_read(config: LossConfig) -> tuple[str, ...]:
-    """Names of :data:`KEYS` that a configuration needs or, of the last three, uses where they are given."""
+    """Names of :data:`KEYS` that a configuration needs or, of the last four, uses where they are given."""
     names = ["advantages", "gen"]
     if config.needs_prev:
         names.append("prev")
@@ -98,6 +100,8 @@ def keys_read(config: LossConfig) -> tuple[str, ...]:
         names.append("seen_ref")
     if config.positive_example_nll_weight:
         names.append("rewards")
+    if config.audit_fraction:
+        names.append("audited")
     return tuple(names)
 
 
@@ -188,7 +192,7 @@ def read(raw: Raw, segments: Segments, anchor: Literal["prev", "gen"] = "prev") 
     curr = raw.curr.float()
     token_mask, sample_mask = raw.token_mask.float(), raw.sample_mask.float()
     given = {name: value.float() for name, value in raw.others.items() if name not in _OPTIONAL}
-    unfiltered, rewards, seen = (raw.others.get(name) for name in _OPTIONAL)
+    unfiltered, rewards, seen, audited = (raw.others.get(name) for name in _OPTIONAL)
     weight = token_mask * segments.spread(sample_mask)
     declared = torch.sign(weight)
     together = curr.detach()
@@ -214,6 +218,7 @@ def read(raw: Raw, segments: Segments, anchor: Literal["prev", "gen"] = "prev") 
         seen_ref=seen_ref,
         advantages=clean["advantages"],
         rewards=None if rewards is None else rewards.float(),
+        audited=None if audited is None else audited.float(),
         token_mask=token_mask,
         sample_mask=sample_mask,
         trains=trains,

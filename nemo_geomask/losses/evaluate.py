@@ -14,7 +14,7 @@ from nemo_geomask.losses.batch import Raw, TokenBatch, read
 from nemo_geomask.losses.correction import correct
 from nemo_geomask.losses.observe import Observed, observe, rule_statistics
 from nemo_geomask.losses.rejection import reject
-from nemo_geomask.losses.report import report_batch, report_surrogate
+from nemo_geomask.losses.report import report_audit, report_batch, report_surrogate
 from nemo_geomask.losses.variant import SurrogateInputs, Variant
 from nemo_geomask.metrics import Label, Metric, Normalizer, Sums
 from nemo_geomask.segments import Segments
@@ -115,6 +115,7 @@ def evaluate(
             Metric(("loss",), "part", lambda: loss, own),
             Metric(("kl_penalty",), "part", lambda: zero if kl is None else kl, own),
             Metric(("positive_nll_loss",), "part", lambda: zero if nll is None else nll, "none" if local else own),
+            *report_audit(batch, seen),
             *report_batch(
                 batch, seen, config.reference_policy_kl_type, knows_prev=config.knows_prev, global_seqs=global_seqs
             ),
