@@ -87,6 +87,14 @@ def _ratio(settings: LossSettings) -> Iterator[Conflict]:
 
 
 def _anchor(settings: LossSettings) -> Iterator[Conflict]:
+    fraction = settings.audit_fraction
+    if fraction and settings.knows_prev:
+        all_of_them = "leaves them out" if settings.force_on_policy_ratio else "has all of them computed"
+        yield Conflict(
+            ("audit_fraction", "ratio_anchor"),
+            f"audit_fraction: {fraction:g} scores a sample where prev_logprobs are not computed, but this "
+            f"configuration {all_of_them}; set audit_fraction: 0",
+        )
     if settings.ratio_anchor != "gen":
         return
     for key, why in {
@@ -211,14 +219,11 @@ def _correction(settings: LossSettings) -> Iterator[Conflict]:
 
 def _rest(settings: LossSettings) -> Iterator[Conflict]:
     gradient = settings.reference_policy_kl_gradient
-    if gradient is not None and settings.kl_coefficient == 0:
-        why = "use_kl_in_reward" if settings.use_kl_in_reward else "reference_policy_kl_penalty"
+    if gradient is not None and settings.use_kl_in_reward:
         yield Conflict(
-            ("reference_policy_kl_gradient", why),
-            f"reference_policy_kl_gradient: {gradient} has no effect without a KL term ({why}: "
-            f"{as_yaml(getattr(settings, why))}); "
-            + ("set it to false" if settings.use_kl_in_reward else "give a penalty")
-            + ", or remove reference_policy_kl_gradient",
+            ("reference_policy_kl_gradient", "use_kl_in_reward"),
+            f"reference_policy_kl_gradient: {gradient} has no effect without a KL term (use_kl_in_reward: true); set "
+            "that to false, or remove reference_policy_kl_gradient",
         )
     if settings.reference_policy_kl_type == "k4" and settings.use_kl_in_reward:
         yield Conflict(

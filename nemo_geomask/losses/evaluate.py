@@ -14,7 +14,7 @@ from nemo_geomask.losses.batch import Raw, TokenBatch, read
 from nemo_geomask.losses.correction import correct
 from nemo_geomask.losses.observe import Observed, observe, rule_statistics
 from nemo_geomask.losses.rejection import reject
-from nemo_geomask.losses.report import report_batch, report_surrogate
+from nemo_geomask.losses.report import report_audit, report_batch, report_surrogate
 from nemo_geomask.losses.variant import SurrogateInputs, Variant
 from nemo_geomask.metrics import Label, Metric, Normalizer, Sums
 from nemo_geomask.segments import Segments
@@ -83,7 +83,7 @@ def evaluate(
     metrics.add(reports)
     found = seen.sums.__getitem__ if variant.pooled_by == "sum" else seen.mean
     surrogate = variant.surrogate(inputs, {name: segments.spread(found(f"variant.{name}")) for name in pooled})
-    metrics.add(report_surrogate(surrogate, batch, seen, full=full))
+    metrics.add(report_surrogate(surrogate, batch, seen, full=full, by_sequence=bool(pooled)))
 
     coefficient = F.token_coefficients(
         config.normalization,
@@ -115,7 +115,10 @@ def evaluate(
             Metric(("loss",), "part", lambda: loss, own),
             Metric(("kl_penalty",), "part", lambda: zero if kl is None else kl, own),
             Metric(("positive_nll_loss",), "part", lambda: zero if nll is None else nll, "none" if local else own),
-            *report_batch(batch, config.reference_policy_kl_type, knows_prev=config.knows_prev),
+            *report_audit(batch, seen),
+            *report_batch(
+                batch, seen, config.reference_policy_kl_type, knows_prev=config.knows_prev, global_seqs=global_seqs
+            ),
         ]
     )
     return metrics.whole(loss, global_seqs, global_toks)

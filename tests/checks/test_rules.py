@@ -394,20 +394,6 @@ CASES = {
         ({REPLAY: True, "policy.megatron_cfg.virtual_pipeline_model_parallel_size": 2}, {REPLAY: True}),
         ({**ASYNC, REPLAY: True, "data_plane.enabled": True}, {REPLAY: True, "data_plane.enabled": True}),
     ],
-    "GM315": [
-        (
-            {"loss_fn.ratio_anchor": "gen", "grpo.seq_logprob_error_threshold": 1.5},
-            {"loss_fn.ratio_anchor": "gen", "grpo.seq_logprob_error_threshold": None},
-        ),
-        (
-            {"loss_fn.ratio_anchor": "gen", "on_policy_distillation": {"enabled": True}},
-            {
-                "loss_fn.ratio_anchor": "gen",
-                "on_policy_distillation": {"enabled": True},
-                MASKS: [GEOMETRIC],
-            },
-        ),
-    ],
     "GM310": [
         (
             {"loss_fn.use_kl_in_reward": True, PENALTY: 0.1, FORCED: True, BATCH: 512},
@@ -456,6 +442,20 @@ CASES = {
         ({PADDING: 3, CP: 2}, {PADDING: 3, CP: 2, PACKING: False}),
         ({PADDING: 3, CP: 2}, {PADDING: 3, CP: 2, "policy.dynamic_batching.enabled": True}),
         ({PADDING: 3, CP: 2}, {PADDING: 3, CP: 2, **DTENSOR}),
+    ],
+    "GM315": [
+        (
+            {"loss_fn.ratio_anchor": "gen", "grpo.seq_logprob_error_threshold": 1.5},
+            {"loss_fn.ratio_anchor": "gen", "grpo.seq_logprob_error_threshold": None},
+        ),
+        (
+            {"loss_fn.ratio_anchor": "gen", "on_policy_distillation": {"enabled": True}},
+            {
+                "loss_fn.ratio_anchor": "gen",
+                "on_policy_distillation": {"enabled": True},
+                MASKS: [GEOMETRIC],
+            },
+        ),
     ],
     "GM401": [
         ({CORRECT: True, LEVEL: "sequence"}, {CORRECT: True, LEVEL: "sequence_mean"}),
@@ -796,6 +796,8 @@ class TestExpectation:
             {"level": "prefix_sum"},
         ):
             assert share(**other) is None
+        (m2po,) = LossConfig(masks=[{"preset": "m2po", "tau": 0.04}]).mask_rules
+        assert kept_fraction(m2po, 1e-3, 100) is None
 
     @pytest.mark.parametrize(("kl", "tokens"), [(1e-3, 500), (1e-3, 4000), (2e-2, 100)])
     def test_weight(self, kl, tokens):
