@@ -75,7 +75,7 @@ def _mask_implied(facts: RecipeFacts) -> Iterator[Hit]:
 
 def _implies(strict: MaskRule, wide: MaskRule) -> bool:
     """Whether all that ``strict`` keeps, ``wide`` keeps."""
-    if (strict.log_ratio, strict.statistic) != (wide.log_ratio, wide.statistic):
+    if (strict.log_ratio, strict.statistic) != (wide.log_ratio, wide.statistic) or strict.budgeted or wide.budgeted:
         return False
     same_advantage = strict.when == wide.when and strict.by_token == wide.by_token
     if strict.when != "always" and not same_advantage:

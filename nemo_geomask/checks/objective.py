@@ -183,7 +183,10 @@ def _kept(rule: MaskRule) -> str:
     low, high = _limits(rule)
     statistic = _STATISTIC[rule.statistic]
     value = _POOLED[rule.level].format(statistic.replace("_t", "_s") if rule.prefix else statistic)
-    value = f"exp({value})" if rule.statistic == "ratio" else value
+    if rule.budgeted:
+        value, high = f"|{value}|", "b"
+    elif rule.statistic == "ratio":
+        value = f"exp({value})"
     text = " ≤ ".join(part for part in (low, value, high) if part)
     text += " at every t" if rule.level == "sequence_max" else ""
     signed = rule.statistic in SIGNED
@@ -206,6 +209,10 @@ def _dropped(rule: MaskRule) -> str:
         "prefix_min": f"tokens up to which the smallest {whose} {kind}",
         "prefix_max": f"tokens up to which the largest {whose} {kind}",
     }[rule.level]
+    if rule.budgeted:
+        until = f"until the mean size of the batch's rest is at most {number(rule.until_mean or 0)}"
+        share = f"at most {number(rule.drop_at_most or 0)} of the batch"
+        return f"{what} is largest in size, {share if rule.until_mean is None else until}"
     bounds = f"is outside [{low}, {high}]" if low and high else f"is {f'below {low}' if low else f'above {high}'}"
     when = {
         "always": "",

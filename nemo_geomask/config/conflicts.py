@@ -238,11 +238,15 @@ def _rest(settings: LossSettings) -> Iterator[Conflict]:
             "denominator: kept counts what the masks on the mismatch keep, but masks has none such; add one "
             "(geometric, icepop, veto, …), or set denominator: original",
         )
-    looks = {"batch_veto": settings.batch_veto is not None, "denominator: kept": settings.denominator == "kept"}
-    for what, on in looks.items():
+    looks = {
+        "batch_veto": ("batch_veto", settings.batch_veto is not None),
+        "denominator": ("denominator: kept", settings.denominator == "kept"),
+        "masks": ("a mask with a budget", bool(settings.budgets)),
+    }
+    for key, (what, on) in looks.items():
         if on and settings.force_on_policy_ratio:
             yield Conflict(
-                (what.partition(":")[0], "force_on_policy_ratio"),
+                (key, "force_on_policy_ratio"),
                 f"{what} looks at prev_logprobs before the step, which force_on_policy_ratio: true does without; unset "
                 "one of them",
             )

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import Field, JsonValue, ValidationError, ValidatorFunctionWrapHandler, field_validator, model_validator
 
 from nemo_geomask.config.conflicts import conflicts
+from nemo_geomask.config.foreign import foreign
 from nemo_geomask.config.masks import MaskRule, MaskSpec, mask_rules, validate_masks
-from nemo_geomask.config.strict import StrictModel, conflicting, problems
+from nemo_geomask.config.strict import StrictModel, as_yaml, conflicting, problems
 from nemo_geomask.errors import ConfigError
 
 __all__ = ["BatchVeto", "CorrectionLevel", "KLType", "LossConfig", "LossSettings", "Normalization"]
@@ -218,6 +219,10 @@ class LossSettings(StrictModel):
         source="this package",
     )
 
+    @classmethod
+    def _answer(cls, key: str, value: Any) -> str:
+        return foreign(key, as_yaml(value))
+
     @field_validator("masks", mode="wrap")
     @classmethod
     def _list_of_masks(cls, masks: Any, validate: ValidatorFunctionWrapHandler) -> Any:
@@ -284,8 +289,13 @@ class LossSettings(StrictModel):
 
     @property
     def looks_before_step(self) -> bool:
-        """Whether ``batch_veto`` or ``denominator: kept`` needs a look at each whole batch before its step."""
-        return self.batch_veto is not None or bool(self.rules_before_step)
+        """Whether ``batch_veto``, ``denominator: kept`` or a budget needs a look at each batch before its step."""
+        return self.batch_veto is not None or bool(self.rules_before_step or self.budgets)
+
+    @property
+    def budgets(self) -> tuple[MaskRule, ...]:
+        """Masks whose bounds the whole batch sets."""
+        return tuple(rule for rule in self.mask_rules if rule.budgeted)
 
     @property
     def rules_in_loss(self) -> tuple[MaskRule, ...]:

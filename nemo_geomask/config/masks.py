@@ -40,6 +40,13 @@ class MaskRule:
     low: float
     high: float
     when: When
+    drop_at_most: float | None = None
+    until_mean: float | None = None
+
+    @property
+    def budgeted(self) -> bool:
+        """Whether its bound is set by the batch: the largest size of the pooled statistic within the budget."""
+        return self.drop_at_most is not None or self.until_mean is not None
 
     @property
     def prefix(self) -> bool:
@@ -207,6 +214,20 @@ class KPop(_Bounds):
         return self._rule("mismatch", "token", "binary_kl_max", -self.max, self.max)
 
 
+class M2po(_Bounds):
+    """Drop the tokens with the largest squared mismatch log-ratio until the batch's mean of the rest is at most tau.
+
+    arXiv:2510.01161, with tau 0.04.
+    """
+
+    preset: Literal["m2po"]
+    tau: float = Field(default=0.04, gt=0, description="Largest mean of (prev - gen)² over the tokens kept, in nats².")
+
+    def rule(self) -> MaskRule:
+        """The raw rule; k2 is half the square."""
+        return replace(self._rule("mismatch", "token", "k2", None, None), until_mean=self.tau / 2)
+
+
 class RawMask(_Bounds):
     """The form behind every preset."""
 
@@ -220,6 +241,19 @@ class RawMask(_Bounds):
         default=None, description="Smallest value kept, at most 0 on prob_diff and binary_kl…; null: no lower bound."
     )
     max: float | None = Field(default=None, gt=0, description="Largest value kept; null: no upper bound.")
+    drop_at_most: float | None = Field(
+        default=None,
+        gt=0,
+        lt=1,
+        description="In place of bounds: remove this share of the batch's tokens or sequences, those whose statistic "
+        "is largest in size; of equal ones all or none, so that no more go.",
+    )
+    until_mean: float | None = Field(
+        default=None,
+        gt=0,
+        description="In place of bounds: remove from the largest on, until the mean size over the batch's rest is at "
+        "most this.",
+    )
     when: When = Field(
         default="always",
         description="Restrict the rule by the sign of the advantage (the sequence's mean, at sequence levels). "
@@ -228,6 +262,9 @@ class RawMask(_Bounds):
 
     @model_validator(mode="after")
     def _check_bounds(self) -> RawMask:
+        if budget := {"drop_at_most", "until_mean"} & {key for key, value in self if value is not None}:
+            self._check_budget(budget)
+            return self._check_pooling()
         if self.statistic not in SIGNED:
             if self.min is not None and self.min < 0:
                 raise ValueError(f"'min' ({self.min:g}) must be at least 0, as {self.statistic} is")
@@ -248,7 +285,23 @@ class RawMask(_Bounds):
         beyond = [bound for bound in (self.min, self.max) if bound is not None and abs(bound) >= 1]
         if self.statistic == "prob_diff" and beyond:
             raise ValueError(f"a bound of {beyond[0]:g} on prob_diff, which lies in [-1, 1], removes nothing")
-        if self.level in ("sequence", "sequence_mean", "prefix_sum", "prefix_mean"):
+        return self._check_pooling()
+
+    def _check_budget(self, budget: set[str]) -> None:
+        first = min(budget)
+        given = sorted(budget - {first}) + [key for key in ("min", "max") if getattr(self, key) is not None]
+        if given:
+            raise ValueError(f"'{first}' takes the place of bounds, but '{given[0]}' is given too; remove one of them")
+        if self.log_ratio != "mismatch":
+            raise ValueError(
+                f"'{first}' is decided over the batch before its step, when the current policy that log_ratio: "
+                f"{self.log_ratio} compares is not known; set log_ratio: mismatch, or give min and max"
+            )
+        if self.when != "always":
+            raise ValueError(f"'{first}' ranks all of the batch, which when: {self.when} does not; remove one of them")
+
+    def _check_pooling(self) -> RawMask:
+        if self.statistic in SIGNED and self.level in ("sequence", "sequence_mean", "prefix_sum", "prefix_mean"):
             raise ValueError(
                 f"level '{self.level}' pools {self.statistic}, whose signs cancel; choose token, sequence_max, "
                 "prefix_min or prefix_max"
@@ -257,7 +310,8 @@ class RawMask(_Bounds):
 
     def rule(self) -> MaskRule:
         """The rule with bounds in the units of the statistic."""
-        return self._rule(self.log_ratio, self.level, self.statistic, self.min, self.max, self.when)
+        rule = self._rule(self.log_ratio, self.level, self.statistic, self.min, self.max, self.when)
+        return replace(rule, drop_at_most=self.drop_at_most, until_mean=self.until_mean)
 
 
 PRESETS = {
@@ -270,6 +324,7 @@ PRESETS = {
     "dppo_tv": DppoTv,
     "dppo_kl": DppoKl,
     "kpop": KPop,
+    "m2po": M2po,
 }
 
 
@@ -288,6 +343,7 @@ MaskSpec = Annotated[
     | Annotated[DppoTv, Tag("preset:dppo_tv")]
     | Annotated[DppoKl, Tag("preset:dppo_kl")]
     | Annotated[KPop, Tag("preset:kpop")]
+    | Annotated[M2po, Tag("preset:m2po")]
     | Annotated[RawMask, Tag("preset:raw")],
     Discriminator(_tag),
 ]

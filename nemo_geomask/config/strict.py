@@ -71,7 +71,7 @@ class StrictModel(BaseModel):
             raise PydanticCustomError("mapping", "must be a mapping", {"hint": hint})
         given = plain(data)
         known = {key: value for key, value in given.items() if key in cls.model_fields}
-        errors = [_unknown_key(str(key), given[key], cls.model_fields) for key in given if key not in known]
+        errors = [cls._unknown_key(str(key), given[key]) for key in given if key not in known]
         meant = {nearest(str(key), cls.model_fields) for key in given if key not in known}
         try:
             made = validate(known)
@@ -82,6 +82,23 @@ class StrictModel(BaseModel):
         if errors:
             raise ValidationError.from_exception_data(cls.__name__, errors)
         return made
+
+    @classmethod
+    def _answer(cls, key: str, value: Any) -> str:
+        """What is known of a key that is none of the model's."""
+        return ""
+
+    @classmethod
+    def _unknown_key(cls, key: str, value: Any) -> InitErrorDetails:
+        answer, known = cls._answer(key, value), cls.model_fields
+        guess = None if answer else nearest(key, known)
+        if guess:
+            answer = f"did you mean '{guess}'?"
+        elif not answer:
+            answer = "known keys: " + ", ".join(sorted(known)) if known else "there are none here"
+        context = {"message": f"unknown key; {answer}", "meant": guess or ""}
+        error = PydanticCustomError("unknown_key", "{message}", context)
+        return InitErrorDetails(type=error, loc=(key,), input=value)
 
     @field_validator("*", mode="before")
     @classmethod
@@ -130,17 +147,6 @@ def plain(value: Any) -> Any:
     if isinstance(value, Sequence) and not isinstance(value, str | bytes):
         return [plain(item) for item in value]
     return value
-
-
-def _unknown_key(key: str, value: Any, known: Collection[str]) -> InitErrorDetails:
-    guess = nearest(key, known)
-    if guess:
-        hint = f"did you mean '{guess}'?"
-    else:
-        hint = "known keys: " + ", ".join(sorted(known)) if known else "there are none here"
-    context = {"message": f"unknown key; {hint}", "meant": guess or ""}
-    error = PydanticCustomError("unknown_key", "{message}", context)
-    return InitErrorDetails(type=error, loc=(key,), input=value)
 
 
 def _detail(model: type[BaseModel], item: Mapping[str, Any]) -> InitErrorDetails:

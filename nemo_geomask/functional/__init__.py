@@ -5,6 +5,7 @@ Tensors are float32 or float64 and of one layout, [B, T], [N] or any other: :fun
 
 from __future__ import annotations
 
+from nemo_geomask.functional.budgets import bound_by_mean, bound_by_share
 from nemo_geomask.functional.entry import check_choice, check_layout
 from nemo_geomask.functional.kl import KLEstimator, kl_estimate, kl_penalty
 from nemo_geomask.functional.ratios import (
@@ -42,6 +43,8 @@ __all__ = [
     "Surrogate",
     "Weight",
     "binary_statistic",
+    "bound_by_mean",
+    "bound_by_share",
     "check_choice",
     "check_layout",
     "clamp_weight",

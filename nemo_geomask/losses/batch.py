@@ -40,6 +40,7 @@ class Raw(NamedTuple):
     token_mask: Tensor  # token layout
     sample_mask: Tensor  # [S]
     others: dict[str, Tensor]  # by the names of KEYS; token layout, rewards [S]
+    bounds: Tensor | None = None  # of the masks in the loss that have a budget, in their order
 
     @property
     def moving(self) -> list[Tensor]:

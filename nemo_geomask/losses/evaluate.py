@@ -77,7 +77,9 @@ def evaluate(
 
     weight, reports = correct(batch, seen, config)
     metrics.add(reports)
-    kept, reports = reject(batch, seen, config.rules_in_loss)
+    budgeted = [rule.label for rule in config.rules_in_loss if rule.budgeted]
+    bounds = {} if raw.bounds is None else dict(zip(budgeted, raw.bounds, strict=True))
+    kept, reports = reject(batch, seen, config.rules_in_loss, bounds)
     metrics.add(reports)
     surrogate = variant.surrogate(inputs, {name: segments.spread(seen.mean(f"variant.{name}")) for name in pooled})
     metrics.add(report_surrogate(surrogate, batch, seen, full=full))

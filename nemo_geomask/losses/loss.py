@@ -22,11 +22,12 @@ from nemo_geomask.losses.variant import Variant
 from nemo_geomask.metrics import Metrics
 from nemo_geomask.segments import PackedSegments, PaddedSegments, Segments
 
-__all__ = ["PREPARED", "PolicyLoss", "refuse_nonfinite"]
+__all__ = ["BOUND", "PREPARED", "PolicyLoss", "refuse_nonfinite"]
 
-# Key of a batch that BeforeStep has looked at.
-PREPARED = "geomask_prepared"
+# Keys of a batch that BeforeStep has looked at, [B]: that it has, and the bound of each mask with a budget, by label.
+PREPARED, BOUND = "geomask_prepared", "geomask_bound_"
 Count = Tensor | float
+_NOTHING: Mapping[str, Tensor] = {}
 
 
 class PolicyLoss:
@@ -51,7 +52,8 @@ class PolicyLoss:
         self.config, self.variant, self.options = config, variant, options
         self.use_fused_linear_logprobs = use_fused_linear_logprobs
         self._keys = keys_read(config)
-        self._prepared = False
+        self._prepared: Mapping[str, Tensor] | None = None
+        self._budgets = [f"{BOUND}{rule.label}" for rule in config.rules_in_loss if rule.budgeted]
         self._objective = Objective(config, variant, options)
         self._evaluate = Compiled(functools.partial(evaluate, self._objective), config.compile, config.name)
         self._normalizers = self._declare()
@@ -83,10 +85,14 @@ class PolicyLoss:
         """β; 0 where no reference log-probs are needed."""
         return self.config.kl_coefficient
 
-    def for_prepared_batches(self) -> PolicyLoss:
-        """This loss for a trainer that has each batch looked at by itself, but can add no mark to it."""
+    def for_prepared_batches(self, changes: Mapping[str, Tensor] = _NOTHING) -> PolicyLoss:
+        """This loss for a trainer that has each batch looked at by itself, but can add no key to it.
+
+        Args:
+            changes: what the batch is changed by, see :class:`~nemo_geomask.losses.Decision`.
+        """
         loss = copy.copy(self)
-        loss._prepared = True
+        loss._prepared = {key: changes[key][:1].clone() for key in self._budgets if key in changes}
         return loss
 
     def __call__(
@@ -105,10 +111,10 @@ class PolicyLoss:
         give a loss of NaN.
         Raises: MissingDataError: a tensor is missing. ShapeError: one has another shape or dtype. DataError: a global
         count is no number of at least 0; :class:`~nemo_geomask.losses.BeforeStep` has not seen the batch, which
-        ``batch_veto`` or ``denominator: kept`` asks for. NonFiniteError: under ``nonfinite: raise``.
+        ``batch_veto``, ``denominator: kept`` or a mask's budget asks for. NonFiniteError: under ``nonfinite: raise``.
         """
-        self._check_prepared(data)
-        raw = take_padded(next_token_logprobs, data, self._keys)
+        bounds = self._bounds(data, next_token_logprobs.device)
+        raw = take_padded(next_token_logprobs, data, self._keys)._replace(bounds=bounds)
         return self._call(raw, PaddedSegments(), global_valid_seqs, global_valid_toks)
 
     def packed(
@@ -132,14 +138,20 @@ class PolicyLoss:
 
         Raises: as calling the loss; NonFiniteError on all ranks where it holds on one.
         """
-        self._check_prepared(data)
-        raw = take_packed(logprobs, data, segments, self._keys)
+        bounds = self._bounds(data, logprobs.device)
+        raw = take_packed(logprobs, data, segments, self._keys)._replace(bounds=bounds)
         return self._call(raw, segments, global_valid_seqs, global_valid_toks)
 
-    def _check_prepared(self, data: Mapping[str, Any]) -> None:
-        if self._prepared or not self.config.looks_before_step or PREPARED in data:
-            return
-        settings = "batch_veto" if self.config.batch_veto is not None else "denominator: kept"
+    def _bounds(self, data: Mapping[str, Any], device: torch.device) -> Tensor | None:
+        """Those that the batch set before the step; raises where it has not been looked at."""
+        if not self.config.looks_before_step:
+            return None
+        found = data if PREPARED in data else self._prepared
+        if found is not None and all(key in found for key in self._budgets):
+            bounds = [found[key][0].float() for key in self._budgets]
+            return torch.stack(bounds).to(device, non_blocking=True) if bounds else None
+        settings = "denominator: kept" if self.config.batch_veto is None else "batch_veto"
+        settings = "masks with a budget" if self._budgets else settings
         raise DataError(
             f"loss_fn.{settings} needs a look at the whole batch before the step, but this batch has had none: there "
             f"is no data['{PREPARED}']. Run NeMo-RL by nemo-geomask run, call nemo_geomask.losses.BeforeStep on the "
@@ -162,7 +174,7 @@ class PolicyLoss:
         # has to agree with the code, and a variant that cannot run fails here and not in a worker.
         one = torch.ones(1, 1, dtype=torch.float32)
         others = {name: one[0] if name == "rewards" else one for name in self._keys}
-        raw, count = Raw(one, one, one[0], others), one[0, 0]
+        raw, count = Raw(one, one, one[0], others, one[0].expand(len(self._budgets))), one[0, 0]
         try:
             labels = evaluate(self._objective, raw, PaddedSegments(), (), count, count)[2]
         except GeomaskError:

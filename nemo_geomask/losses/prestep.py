@@ -1,4 +1,5 @@
-"""What is decided before an optimiser step, where the whole batch is visible: ``batch_veto``, ``denominator: kept``."""
+"""What is decided before an optimiser step, where the whole batch is visible: ``batch_veto``, ``denominator: kept`` and
+the bounds of masks with a budget."""
 
 from __future__ import annotations
 
@@ -11,17 +12,20 @@ import torch
 from torch import Tensor
 
 from nemo_geomask import functional as F
-from nemo_geomask.config import LossConfig
+from nemo_geomask.config import LossConfig, MaskRule
 from nemo_geomask.config.loss import BatchVeto
-from nemo_geomask.errors import BatchVetoError, DataError, MissingDataError
-from nemo_geomask.losses.batch import read, take_padded
-from nemo_geomask.losses.loss import PREPARED, PolicyLoss, refuse_nonfinite
-from nemo_geomask.losses.observe import observe, rule_statistics
-from nemo_geomask.losses.rejection import reject
-from nemo_geomask.metrics import Metrics, Normalizer, Sums
+from nemo_geomask.errors import BatchVetoError, ConfigError, DataError, MissingDataError, Problem
+from nemo_geomask.losses.batch import TokenBatch, read, take_padded
+from nemo_geomask.losses.loss import BOUND, PREPARED, PolicyLoss, refuse_nonfinite
+from nemo_geomask.losses.observe import Observed, observe, rule_statistics
+from nemo_geomask.losses.rejection import reject, rule_values
+from nemo_geomask.metrics import Metric, Metrics, Normalizer, Sums
 from nemo_geomask.segments import PaddedSegments
 
 __all__ = ["BeforeStep", "Decision", "OpenBatch", "untrained_metrics", "valid_counts"]
+
+
+_NO_BOUNDS: Mapping[str, float] = {}
 
 
 @dataclass(frozen=True)
@@ -31,7 +35,7 @@ class Decision:
     Attributes:
         train: whether to take the step; False: leave the policy and the optimiser as they are.
         why: where not, why not.
-        changes: tensors that replace those of the batch, and the mark that the loss asks for.
+        changes: tensors that replace those of the batch, and the marks that the loss asks for.
         metrics: ``geomask/batch_kl`` and ``geomask/batch_vetoed`` under ``batch_veto``, ``geomask/batch_emptied`` and
             those of the masks applied under ``denominator: kept``.
     """
@@ -54,6 +58,10 @@ class BeforeStep:
     mask (the others), so that counts taken of the batch afterwards are those of what is kept. Every mask judges the
     batch as it came. Advantages stay as they are: the group baseline counts what is rejected here. No step on a batch
     of which nothing is kept.
+
+    A mask's ``drop_at_most`` or ``until_mean``: the bound that the batch sets, over the tokens that train (at sequence
+    levels the sequences), each counted once. The loss gets it with the batch and removes what exceeds it; under
+    ``denominator: kept`` it is applied here as the other masks are. No step on a batch of which a budget keeps nothing.
 
     To be called by the trainer, on the driver; ``nemo-geomask run`` does it in NeMo-RL, and the lab does it.
 
@@ -86,13 +94,44 @@ class BeforeStep:
         """
         if not self.needed:
             return Decision(True)
-        batch = self.open()
+        batch = self._opened(data)
         changes = batch.add(data)
         return replace(batch.decide(), changes=changes)
 
+    def changes(self, data: Mapping[str, Any]) -> dict[str, Tensor]:
+        """What a whole batch is to be changed by, without a decision that counts: for one that is not trained on."""
+        return self._opened(data).add(data)
+
     def open(self) -> OpenBatch:
-        """Begin with a batch that arrives in parts; nothing is decided until :meth:`OpenBatch.decide`."""
+        """Begin with a batch that arrives in parts; nothing is decided until :meth:`OpenBatch.decide`.
+
+        Raises: ConfigError: a mask has a budget over the whole batch, of which the first part knows nothing.
+        """
+        if self._config.budgets:
+            labels = [rule.label for rule in self._config.mask_rules]
+            keys = [f"loss_fn.masks[{labels.index(rule.label)}]" for rule in self._config.budgets]
+            raise ConfigError(
+                Problem(
+                    tuple(keys),
+                    "a budget is over the whole batch, but here its parts are trained on as they come (as by NeMo-RL's "
+                    "single controller); give the mask bounds (min, max), or use a trainer that holds the batch",
+                )
+            )
         return OpenBatch(self._config, self._judge)
+
+    @torch.no_grad()
+    def _opened(self, data: Mapping[str, Any]) -> OpenBatch:
+        bounds: dict[str, float] = {}
+        if self._config.budgets:
+            batch, seen, _ = _seen(self._config, data, self._config.budgets)
+            for rule in self._config.budgets:
+                low, high, eligible = rule_values(rule, batch, seen)
+                sizes = torch.maximum(-low, high)[eligible]
+                if rule.drop_at_most is not None:
+                    bounds[rule.label] = F.bound_by_share(sizes, rule.drop_at_most)
+                elif rule.until_mean is not None:
+                    bounds[rule.label] = F.bound_by_mean(sizes, rule.until_mean)
+        return OpenBatch(self._config, self._judge, bounds)
 
     def _judge(self, kl: float, veto: BatchVeto) -> bool:
         train = abs(kl) <= veto.max
@@ -114,9 +153,15 @@ class OpenBatch:
     Masks judge a token or a sequence by itself, so each part can be masked when it comes; the KL is the whole batch's.
     """
 
-    def __init__(self, config: LossConfig, judge: Callable[[float, BatchVeto], bool]) -> None:
+    def __init__(
+        self,
+        config: LossConfig,
+        judge: Callable[[float, BatchVeto], bool],
+        bounds: Mapping[str, float] = _NO_BOUNDS,
+    ) -> None:
         self._config = config
         self._judge = judge
+        self._bounds = bounds
         self._kl = self._finite = self._kept = 0.0
         # As the batch declares them, which is what the loss divides by.
         self._seqs, self._toks = valid_counts([])
@@ -133,17 +178,10 @@ class OpenBatch:
         Raises: MissingDataError, ShapeError: as :func:`~nemo_geomask.losses.batch.take_padded`. DataError: masks that
         aren't 0 and 1, under ``denominator: kept``. NonFiniteError: under ``nonfinite: raise``.
         """
-        if "prev_logprobs" not in data:
-            raise MissingDataError(
-                "batch_veto and denominator: kept look at data['prev_logprobs'] before the step, but the batch has none"
-            )
-        config, segments, one = self._config, PaddedSegments(), torch.ones((), dtype=torch.float32)
-        raw = take_padded(data["prev_logprobs"][:, 1:], data, ("advantages", "prev", "gen"))
-        batch, reports = read(raw, segments)
-        pooled, extremes, prefix = rule_statistics(batch, config.rules_before_step)
-        seen, _ = observe(batch, sums=pooled, extremes=extremes, prefix=prefix, nonfinite=config.nonfinite)
-        kept, of_masks = reject(batch, seen, config.rules_before_step)
-        sums = Sums(seen.weight, seen.sample_mask, segments, full=True)
+        config, one = self._config, torch.ones((), dtype=torch.float32)
+        batch, seen, reports = _seen(config, data, config.rules_before_step)
+        kept, of_masks = reject(batch, seen, config.rules_before_step, self._bounds)
+        sums = Sums(seen.weight, seen.sample_mask, batch.segments, full=True)
         sums.add([*(reports if config.nonfinite == "raise" else ()), *of_masks])
         # Divided by 1, since the counts of the whole batch are known at its end.
         _, values, labels = sums.whole(one, one, one)
@@ -166,6 +204,10 @@ class OpenBatch:
             kept = trained if kept is None else trained & kept
             self._kept += float((seen.weight * kept).double().sum())
             changes = _without(data, trained & ~kept, kept)
+        for rule in config.rules_in_loss:
+            if rule.budgeted:
+                bound = self._bounds[rule.label]
+                changes[f"{BOUND}{rule.label}"] = torch.full_like(data["sample_mask"], bound, dtype=torch.float32)
         return {**changes, PREPARED: torch.ones_like(data["sample_mask"])}
 
     def decide(self) -> Decision:
@@ -178,9 +220,11 @@ class OpenBatch:
         why = ""
         # A batch without a token to train says nothing of the engines.
         if self._toks > 0:
-            if self._config.rules_before_step:
-                metrics["geomask/batch_emptied"] = float(self._kept == 0)
-                why = "denominator: kept, and the masks keep nothing of it" if self._kept == 0 else ""
+            if self._config.rules_before_step or self._bounds:
+                none = self._kept == 0 and bool(self._config.rules_before_step)
+                none = none or any(bound < 0 for bound in self._bounds.values())
+                metrics["geomask/batch_emptied"] = float(none)
+                why = "loss_fn.masks keep nothing of it" if none else ""
             veto = self._config.batch_veto
             if veto is not None:
                 kl = self._kl / self._finite if self._finite >= float(self._toks) / 2 else math.inf
@@ -188,6 +232,23 @@ class OpenBatch:
                 metrics |= {"geomask/batch_kl": kl, "geomask/batch_vetoed": float(vetoed)}
                 why = f"mismatch KL {kl:.4g} is beyond loss_fn.batch_veto.max: {veto.max:g}" if vetoed else why
         return Decision(not why, why, metrics=metrics)
+
+
+def _seen(
+    config: LossConfig, data: Mapping[str, Any], rules: Sequence[MaskRule]
+) -> tuple[TokenBatch, Observed, list[Metric]]:
+    """The batch as the rules judge it, and how much of it is not finite."""
+    if "prev_logprobs" not in data:
+        raise MissingDataError(
+            "batch_veto, denominator: kept and a mask's budget look at data['prev_logprobs'] before the step, but the "
+            "batch has none"
+        )
+    batch, reports = read(
+        take_padded(data["prev_logprobs"][:, 1:], data, ("advantages", "prev", "gen")), PaddedSegments()
+    )
+    sums, extremes, prefix = rule_statistics(batch, rules)
+    seen, _ = observe(batch, sums=sums, extremes=extremes, prefix=prefix, nonfinite=config.nonfinite)
+    return batch, seen, reports
 
 
 def _without(data: Mapping[str, Any], removed: Tensor, kept: Tensor) -> dict[str, Tensor]:

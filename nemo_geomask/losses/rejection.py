@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from torch import Tensor
 
@@ -12,22 +12,32 @@ from nemo_geomask.losses.observe import Observed, rule_key, token_values
 from nemo_geomask.metrics import Metric, Over
 from nemo_geomask.segments import Pooled
 
-__all__ = ["reject"]
+__all__ = ["reject", "rule_values"]
+
+_NO_BOUNDS: Mapping[str, Tensor | float] = {}
 
 
-def reject(batch: TokenBatch, seen: Observed, rules: Iterable[MaskRule]) -> tuple[Tensor | None, list[Metric]]:
+def reject(
+    batch: TokenBatch, seen: Observed, rules: Iterable[MaskRule], bounds: Mapping[str, Tensor | float] = _NO_BOUNDS
+) -> tuple[Tensor | None, list[Metric]]:
     """Tokens that no mask removes, and what each removed.
 
     Each mask judges the same tokens, those that train; none sees what another removed. For each, the fractions
     removed in all, below the lower and above the upper bound are ``geomask/mask/<label>/…``, of tokens for a
     token-level mask and of sequences otherwise.
 
+    Args:
+        batch: the microbatch.
+        seen: what is known of its sequences.
+        rules: the masks.
+        bounds: by label, of those with a budget: the largest size that each keeps.
+
     Returns: bool, token layout, None without rules; and the metrics.
     """
     kept: Tensor | None = None
     reports: list[Metric] = []
     for rule in rules:
-        below, above = _removed(rule, batch, seen)
+        below, above = _removed(rule, batch, seen, bounds)
         removed = below | above
         survives = ~(removed if rule.by_token else batch.segments.spread(removed))
         kept = survives if kept is None else kept & survives
@@ -38,21 +48,28 @@ def reject(batch: TokenBatch, seen: Observed, rules: Iterable[MaskRule]) -> tupl
     return kept, [*reports, Metric(("geomask/kept_tokens",), "tokens", remains.float)]
 
 
-def _removed(rule: MaskRule, batch: TokenBatch, seen: Observed) -> tuple[Tensor, Tensor]:
-    """Where the rule removes for the lower and for the upper bound: bool, token layout or [S]."""
+def rule_values(rule: MaskRule, batch: TokenBatch, seen: Observed) -> tuple[Tensor, Tensor, Tensor]:
+    """What the rule compares with its lower and with its upper bound, float32, and where it judges, bool; token layout
+    or [S]."""
     key = rule_key(rule)
     if rule.by_token:
-        eligible, advantages = seen.trains != 0, batch.advantages
-        low = high = _prefix(seen.prefix, key, rule.level) if rule.prefix else token_values(batch, rule)
-    else:
-        eligible = ~seen.empty
-        advantages = seen.mean("advantages") if rule.when != "always" else seen.tokens
-        if rule.level == "sequence_max":
-            low, high = seen.lowest[key], seen.highest[key]
-        else:
-            low = high = seen.sums[key] if rule.level == "sequence" else seen.mean(key)
-    below, above = low < rule.low, high > rule.high  # both ends are kept
+        values = _prefix(seen.prefix, key, rule.level) if rule.prefix else token_values(batch, rule)
+        return values, values, seen.trains != 0
+    if rule.level == "sequence_max":
+        return seen.lowest[key], seen.highest[key], ~seen.empty
+    values = seen.sums[key] if rule.level == "sequence" else seen.mean(key)
+    return values, values, ~seen.empty
+
+
+def _removed(
+    rule: MaskRule, batch: TokenBatch, seen: Observed, bounds: Mapping[str, Tensor | float]
+) -> tuple[Tensor, Tensor]:
+    """Where the rule removes for the lower and for the upper bound: bool, token layout or [S]."""
+    low, high, eligible = rule_values(rule, batch, seen)
+    lowest: Tensor | float = -bounds[rule.label] if rule.budgeted else rule.low
+    below, above = low < lowest, high > (bounds[rule.label] if rule.budgeted else rule.high)  # both ends are kept
     if rule.when != "always":
+        advantages = batch.advantages if rule.by_token else seen.mean("advantages")
         down = advantages > 0 if rule.when == "positive_advantage" else advantages < 0
         up = advantages < 0 if rule.when == "negative_advantage" else advantages > 0
         below, above = below & down, above & up

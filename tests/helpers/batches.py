@@ -167,6 +167,15 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "sapo": {"name": "sapo", "options": {"tau_pos": 1.0, "tau_neg": 1.5}},
 }
 
+BUDGETS: dict[str, dict[str, Any]] = {
+    "m2po": {"preset": "m2po"},
+    "worst_tokens": {"log_ratio": "mismatch", "level": "token", "statistic": "prob_diff", "drop_at_most": 0.1},
+    "worst_sequences": {"log_ratio": "mismatch", "level": "sequence_mean", "drop_at_most": 0.3},
+    "worst_token_of_sequences": {"log_ratio": "mismatch", "level": "sequence_max", "drop_at_most": 0.3},
+    "mean_of_sequences": {"log_ratio": "mismatch", "level": "sequence_mean", "statistic": "k3", "until_mean": 0.03},
+    "prefixes": {"log_ratio": "mismatch", "level": "prefix_sum", "until_mean": 0.5},
+}
+
 MASKS: dict[str, dict[str, Any]] = {
     "geometric": {"preset": "geometric", "min": 0.85, "max": 1.2},
     "product": {"preset": "product", "min": 0.2, "max": 3.0},

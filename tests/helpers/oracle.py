@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -42,6 +42,12 @@ class Rule:
     low: float
     high: float
     when: str
+    share: float | None = None
+    mean: float | None = None
+
+    @property
+    def by_token(self) -> bool:
+        return self.level == "token" or self.level.startswith("prefix")
 
 
 def rules(masks: Any) -> list[Rule]:
@@ -59,6 +65,8 @@ def rules(masks: Any) -> list[Rule]:
             statistic = {"dppo_tv": "prob_diff", "dppo_kl": "binary_kl"}[preset]
             low = -(mask.delta_low or mask.delta)
             rule = (preset, mask.log_ratio, "token", statistic, low, mask.delta, "pushing")
+        elif preset == "m2po":
+            rule = ("m2po", "mismatch", "token", "k2", -math.inf, math.inf, "always", None, mask.tau / 2)
         elif preset == "kpop":
             rule = ("kpop", "mismatch", "token", "binary_kl_max", -mask.max, mask.max, "always")
         elif preset == "trust_region":
@@ -67,6 +75,9 @@ def rules(masks: Any) -> list[Rule]:
             level = {"geometric": "sequence_mean", "product": "sequence", "icepop": "token", "veto": "sequence_max"}
             bounds = (log(mask.min, -math.inf), log(mask.max, math.inf))
             rule = (preset, "mismatch", level[preset], "ratio", *bounds, "always")
+        elif mask.drop_at_most or mask.until_mean:
+            everything = (-math.inf, math.inf, mask.when, mask.drop_at_most, mask.until_mean)
+            rule = ("mask", mask.log_ratio, mask.level, mask.statistic, *everything)
         elif mask.statistic == "ratio":
             bounds = (log(mask.min, -math.inf), log(mask.max, math.inf))
             rule = ("mask", mask.log_ratio, mask.level, "ratio", *bounds, mask.when)
@@ -146,6 +157,7 @@ class _Evaluation:
             self.truncation = None
         self.normalization = config.loss_normalization or ("tokens" if config.token_level_loss else "sequences")
         self.read(curr, data)
+        self.rules = [self.spend(rule) for rule in self.rules]
         self.declare()
         self.run()
 
@@ -360,24 +372,52 @@ class _Evaluation:
             return [1.0] * len(row)
         return used if by_token else used * len(row)
 
+    def judged(self, rule: Rule, row: list[dict[str, Any]]) -> list[float]:
+        """What a rule compares: one value a token, of which each counts, or one of the sequence."""
+        values = []
+        for token in row:
+            one, other = {
+                "mismatch": (token["prev"], token["gen"]),
+                "policy": (token["c"], token["prev"]),
+                "total": (token["c"], token["gen"]),
+            }[rule.log_ratio]
+            x = one - other
+            if rule.statistic in ("ratio", "k2", "k3"):
+                values.append({"ratio": x, "k2": x * x / 2, "k3": exp(x) - 1 - x}[rule.statistic])
+            else:
+                values.append(binary(rule.statistic, math.exp(one), math.exp(other)))
+        if rule.level in ("token", "sequence_max"):
+            return values
+        if rule.level.startswith("sequence"):
+            return [mean(values) if rule.level == "sequence_mean" else sum(values)]
+        pool = {"prefix_sum": sum, "prefix_mean": mean, "prefix_min": min, "prefix_max": max}[rule.level]
+        return [pool(values[: k + 1]) for k in range(len(values))]
+
+    def spend(self, rule: Rule) -> Rule:
+        """The rule with the bound that its budget allows: the largest go, one after another, equal ones together."""
+        if rule.share is None and rule.mean is None:
+            return rule
+        sizes: list[float] = []
+        for row in self.tokens:
+            found = [abs(value) for value in (self.judged(rule, row) if row else [])]
+            sizes += found if rule.by_token or not found else [max(found)]
+        gone, rest = math.inf, sorted(sizes)
+        while rest:
+            least = [size for size in rest if size < rest[-1]]
+            enough = len(sizes) - len(least) > rule.share * len(sizes) + 1e-9 if rule.share else mean(rest) <= rule.mean
+            if enough:
+                break
+            gone, rest = rest[-1], least
+        bound = (rest[-1] + gone) / 2 if rest else -1.0
+        return replace(rule, low=-bound, high=bound)
+
     def verdict(self, i: int, row: list[dict[str, Any]]) -> list[bool]:
         kept = [True] * len(row)
         if not row:
             return kept
         mean_advantage = sum(token["adv"] for token in row) / len(row)
         for rule in self.rules:
-            values = []
-            for token in row:
-                one, other = {
-                    "mismatch": (token["prev"], token["gen"]),
-                    "policy": (token["c"], token["prev"]),
-                    "total": (token["c"], token["gen"]),
-                }[rule.log_ratio]
-                x = one - other
-                if rule.statistic in ("ratio", "k2", "k3"):
-                    values.append({"ratio": x, "k2": x * x / 2, "k3": exp(x) - 1 - x}[rule.statistic])
-                else:
-                    values.append(binary(rule.statistic, math.exp(one), math.exp(other)))
+            values = self.judged(rule, row)
 
             def applies(advantage: float, side: int, when: str = rule.when) -> bool:
                 return {
@@ -388,10 +428,7 @@ class _Evaluation:
                 }[when]
 
             name = f"geomask/mask/{rule.label}/removed"
-            if rule.level == "token" or rule.level.startswith("prefix"):
-                if rule.level != "token":
-                    pool = {"prefix_sum": sum, "prefix_mean": mean, "prefix_min": min, "prefix_max": max}[rule.level]
-                    values = [pool(values[: k + 1]) for k in range(len(values))]
+            if rule.by_token:
                 for k, (token, value) in enumerate(zip(row, values, strict=True)):
                     side = self.side(value, rule.low, rule.high)
                     side = side if applies(token["adv"], side) else 0
@@ -404,8 +441,7 @@ class _Evaluation:
                 sides = [side for side in sorted(found) if side and applies(mean_advantage, side)]
                 side = sides[0] if sides else 0
             else:
-                pooled = sum(values) / (len(values) if rule.level == "sequence_mean" else 1)
-                side = self.side(pooled, rule.low, rule.high)
+                side = self.side(values[0], rule.low, rule.high)
             if not applies(mean_advantage, side):
                 side = 0
             for which, hit in (("", side != 0), ("_low", side < 0), ("_high", side > 0)):

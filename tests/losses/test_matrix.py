@@ -15,12 +15,12 @@ import numpy as np
 import pytest
 import torch
 
-from nemo_geomask import build_loss
+from nemo_geomask import BeforeStep, build_loss
 from nemo_geomask.parallel import vocab_parallel_logprobs
 from nemo_geomask.processes import run
 from nemo_geomask.segments import PackedSegments
 from tests.helpers import oracle
-from tests.helpers.batches import MASKS, VARIANTS
+from tests.helpers.batches import BUDGETS, MASKS, VARIANTS
 from tests.helpers.from_logits import PADDED, TEMPERATURE, VOCAB, WIDTH, problem, shift, softmax_derivative
 
 EVERYTHING = "GEOMASK_MATRIX" in os.environ
@@ -41,6 +41,7 @@ RULES = {
     "trust_region": [MASKS["k3_mean"]],
     "dppo": [MASKS["dppo_kl"], MASKS["dppo_tv"]],
     "kpop": [MASKS["kpop"]],
+    "budget": [BUDGETS["m2po"], BUDGETS["worst_sequences"]],
     "prefix": [MASKS[name] for name in MASKS if name.startswith("prefix")],
 }
 
@@ -137,6 +138,7 @@ def _on_rank(rank, world, tp, cp, path):
         covered[layout] = (where.numpy(), columns)
     for name, config in CONFIGS.items():
         loss_fn = build_loss(config)
+        told = BeforeStep(loss_fn.config)(batch.data).changes
         true_loss, true_metrics, outer = answers[name]
         for layout, (where, segments, sharded) in layouts.items():
             begin, end = covered[layout][1]
@@ -145,10 +147,10 @@ def _on_rank(rank, world, tp, cp, path):
             logprobs = vocab_parallel_logprobs(shard, targets[where], temperature=TEMPERATURE, **options)
             if segments is None:
                 logprobs = logprobs.view(len(batch.curr), PADDED)[:, :WIDTH]
-                loss, metrics = loss_fn(logprobs, batch.data, batch.seqs, batch.toks)
+                loss, metrics = loss_fn(logprobs, {**batch.data, **told}, batch.seqs, batch.toks)
             else:
                 share = {key: value[where] for key, value in flat.items()}
-                loss, metrics = loss_fn.packed(logprobs, {**share, **rows}, segments, batch.seqs, batch.toks)
+                loss, metrics = loss_fn.packed(logprobs, {**share, **rows, **told}, segments, batch.seqs, batch.toks)
             loss.backward()
             true_grad = outer.reshape(-1, 1)[where] * derivative[where, begin:end]
             errors[name, layout] = _errors(loss.item(), metrics, shard.grad.numpy(), true_loss, true_metrics, true_grad)

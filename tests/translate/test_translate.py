@@ -24,7 +24,7 @@ def test_defaults_are_a_valid_block(peer):
     assert written(translation) == dict(translation.loss_fn)
     LossConfig(**written(translation))
     # NeMo-RL's own default is a KL of 0.01.
-    assert "reference_policy_kl_penalty" in translation.loss_fn
+    assert "reference_policy_kl_penalty" in translation.loss_fn or peer == "nemo_rl"
 
 
 @pytest.mark.parametrize("preset", PEERS["verl"].presets)
@@ -205,3 +205,52 @@ def test_command_writes_the_block_and_says_by_its_status_what_is_missing(tmp_pat
     assert "NOT EXPRESSED: policy_loss.loss_mode: clip_cov" in out.read_text()
     assert main(["translate", str(file), "--from", "vrl"]) == 2
     assert "did you mean 'verl'" in capsys.readouterr().err
+
+
+def test_settings_of_nemo_rls_open_pull_requests():
+    settings = {"ratio_clip_max": 0.28, "sapo_enabled": True, "sapo_tau_neg": 1.2, "metrics_level": "minimal"}
+    translation = translate({"loss_fn": {**settings, "enable_torch_compile": True}, "grpo": {"seed": 1}})
+    assert translation.peer.name == "nemo_rl"
+    assert translation.loss_fn == {
+        "name": "sapo",
+        "options": {"tau_pos": 1.0, "tau_neg": 1.2},
+        "ratio_clip_max": 0.28,
+        "compile": True,
+        "metrics": "nemo_rl",
+    }
+    assert not translation.lost
+    (lost,) = translate({"loss_fn": {"loss_mode": "dppo_binary_tv"}}).lost
+    assert "4069" in lost
+    (lost,) = translate({"loss_fn": {"ratio_clip_mx": 1}}, "nemo_rl").lost
+    assert "did you mean 'ratio_clip_max'" in lost
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "answer"),
+    [
+        ("loss_mode", "dppo_binary_tv", r"NeMo-RL PR 4069 or verl, here masks: \[\{preset: dppo_tv"),
+        ("sapo_enabled", True, "NeMo-RL PR 2464, here name: sapo"),
+        ("sapo_tau_neg", 1.1, r"here options: \{tau_neg: 1.1\}"),
+        ("metrics_level", "minimal", "here metrics: nemo_rl"),
+        ("enable_torch_compile", False, "here compile: false"),
+        ("clip_ratio_low", 0.3, "verl, here ratio_clip_min: 0.3"),
+        ("bypass_mode", True, "here ratio_anchor: gen"),
+        ("rollout_rs", "token_k1", "verl, which nemo-geomask translate converts"),
+        ("loss_mode", "clip_cov", "which nemo-geomask translate converts"),
+    ],
+)
+def test_foreign_setting_in_a_recipe_is_answered_with_its_translation(key, value, answer):
+    with pytest.raises(ConfigError, match=f"loss_fn.{key}: unknown key; it is a setting of .*{answer}"):
+        build_loss({key: value})
+
+
+def test_answers_are_settings_of_ours():
+    """What the error of a foreign setting says can be written."""
+    names = {"clip_ratio_low": 0.3, "clip_ratio_high": 0.3, "clip_ratio_c": 3.0, "epsilon": 0.1, "epsilon_high": 0.2}
+    names |= {"eps_clip": 0.1, "eps_clip_c": 2.0, "eps_clip_higher": 0.2, "eps_clip_low": 0.1, "beta": 0.1}
+    names |= {"off_policy_mask_threshold": 0.5, "use_rollout_logprobs": True, "loss_mode": "cispo", "sapo_tau_pos": 1.0}
+    for key, value in names.items():
+        with pytest.raises(ConfigError) as error:
+            build_loss({key: value})
+        text = str(error.value).partition("here ")[2].rpartition(" (found")[0]
+        build_loss({"name": "sapo" if "tau" in text else "clipped_pg", **yaml.safe_load(text)})

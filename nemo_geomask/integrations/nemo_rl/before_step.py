@@ -27,7 +27,7 @@ from nemo_geomask.config import LossConfig
 from nemo_geomask.errors import BatchVetoError
 from nemo_geomask.integrations.nemo_rl import patch, seams
 from nemo_geomask.losses import BeforeStep, Decision, PolicyLoss
-from nemo_geomask.losses.loss import PREPARED
+from nemo_geomask.losses.loss import BOUND, PREPARED
 from nemo_geomask.losses.prestep import untrained_metrics, valid_counts
 
 __all__ = ["watch"]
@@ -50,7 +50,7 @@ def watch(loss: Any) -> None:
 
 
 def _patches() -> Iterator[patch.Patch]:
-    otherwise = "Remove loss_fn.batch_veto and set loss_fn.denominator: original"
+    otherwise = "Remove loss_fn.batch_veto and masks with a budget, set loss_fn.denominator: original"
     for uses, target in seams.targets(seams.BEFORE_STEP, otherwise=otherwise):
         for name in uses.methods:
             yield patch.attribute(target, name, functools.partial(_watching, name))
@@ -118,7 +118,7 @@ def _train(original: Any) -> Any:
             # A copy: the trainer goes on with the batch as it came.
             changed = copy.copy(data)
             changed.update(_columns(changes))
-            given.arguments["data"], given.arguments["loss_fn"] = changed, loss.for_prepared_batches()
+            given.arguments["data"], given.arguments["loss_fn"] = changed, loss.for_prepared_batches(changes)
             return original(*given.args, **given.kwargs)
 
         return _step(self, watcher, given.arguments, data, step)
@@ -138,7 +138,7 @@ def _train_from_meta(original: Any) -> Any:
         data = _read(self, meta, loss)
 
         def step(changes: Mapping[str, Tensor]) -> Any:
-            given.arguments["loss_fn"] = loss.for_prepared_batches()
+            given.arguments["loss_fn"] = loss.for_prepared_batches(changes)
             columns = _columns(changes)
             self.write_to_dataplane(meta, fields=columns)
             with _afterwards(self.write_to_dataplane, meta, fields={name: data[name] for name in columns}):
@@ -153,7 +153,7 @@ def _step(
     policy: Any, watcher: _Watcher, given: Mapping[str, Any], data: Any, step: Callable[[Mapping[str, Tensor]], Any]
 ) -> Any:
     if given.get("eval_mode", False):
-        return step(watcher.before_step.open().add(data))
+        return step(watcher.before_step.changes(data))
     decision = watcher.once(data)
     if decision.train:
         return _reported(step(decision.changes), decision)
@@ -247,7 +247,7 @@ def _read(policy: Any, meta: Any, loss: Any) -> dict[str, Any]:
 
 def _columns(changes: Mapping[str, Tensor]) -> dict[str, Tensor]:
     # The data plane's columns are fixed; the loss is told instead.
-    return {name: value for name, value in changes.items() if name != PREPARED}
+    return {name: value for name, value in changes.items() if name != PREPARED and not name.startswith(BOUND)}
 
 
 def _untrained(loss: Any, parts: list[dict[str, Any]], decision: Decision, *, updates: int) -> dict[str, Any]:

@@ -66,9 +66,9 @@ class LogitLoss:
         # Built anew where it arrives, with the backend's functions there.
         return LogitLoss, (self.loss,)
 
-    def for_prepared_batches(self) -> LogitLoss:
+    def for_prepared_batches(self, *changes: Mapping[str, Tensor]) -> LogitLoss:
         """See :meth:`nemo_geomask.losses.PolicyLoss.for_prepared_batches`."""
-        return LogitLoss(self.loss.for_prepared_batches())
+        return LogitLoss(self.loss.for_prepared_batches(*changes))
 
     @property
     def loss_type(self) -> Any:

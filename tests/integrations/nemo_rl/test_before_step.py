@@ -7,8 +7,8 @@ import types
 import pytest
 import torch
 
-from nemo_geomask import build_loss
-from nemo_geomask.errors import BatchVetoError, DataError
+from nemo_geomask import BeforeStep, build_loss
+from nemo_geomask.errors import BatchVetoError, ConfigError, DataError
 from nemo_geomask.integrations.nemo_rl import SeamError, before_step, uninstall
 from nemo_geomask.integrations.nemo_rl.logits import LogitLoss
 from nemo_geomask.losses.loss import PREPARED
@@ -151,7 +151,7 @@ def test_a_batch_of_which_nothing_is_kept_is_not_trained_on(nemo_rl, caplog):
     assert policy.calls == []
     assert metrics["geomask/batch_emptied"] == [1.0]
     assert metrics["global_valid_toks"] == [0.0]
-    assert "no update on this batch: denominator: kept, and the masks keep nothing of it" in caplog.text
+    assert "no update on this batch: loss_fn.masks keep nothing of it" in caplog.text
     streamed = nemo_rl.tq.TQPolicy({"a": data})
     stream(streamed, loss, ["a"])
     assert streamed.calls[-1] == ("abort",)
@@ -192,6 +192,32 @@ def test_masks_reach_the_policy_and_leave_the_batch(nemo_rl):
         # In the caller's hands and in the data plane the batch is what it was.
         assert torch.equal(data[name], before[name])
     assert PREPARED not in data
+
+
+BUDGET = {"masks": [{"preset": "m2po"}]}
+
+
+@pytest.mark.parametrize("eval_mode", [False, True])
+def test_a_bound_reaches_the_loss_and_no_column_changes(nemo_rl, eval_mode):
+    data = rollouts(seed=2).data
+    policy, tq = nemo_rl.lm.Policy(), nemo_rl.tq.TQPolicy({"all": data})
+    loss = watched(**BUDGET)
+    policy.train(data, loss, eval_mode)
+    tq.train_from_meta("all", loss, eval_mode)
+    ((_, one, value),) = policy.calls
+    ((_, _, same),) = tq.calls
+    assert all(torch.equal(one[name], data[name]) for name in COLUMNS)
+    changed = {**data, **BeforeStep(loss.config)(data).changes}
+    curr, toks = data["prev_logprobs"][:, 1:], (data["token_mask"] * data["sample_mask"][:, None]).sum()
+    expected, metrics = loss(curr, changed, data["sample_mask"].sum(), toks)
+    assert value == same == float(expected)
+    assert metrics["geomask/mask/m2po/removed"] > 0.1
+
+
+def test_a_budget_over_parts_is_refused(nemo_rl):
+    loss = watched(**BUDGET)
+    with pytest.raises(ConfigError, match=r"loss_fn\.masks\[0\]: a budget is over the whole batch"):
+        nemo_rl.tq.TQPolicy({}).begin_train_step(loss)
 
 
 def test_a_streamed_step_is_decided_at_its_end(nemo_rl):

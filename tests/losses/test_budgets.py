@@ -1,0 +1,267 @@
+"""Masks whose bounds the whole batch sets before its step."""
+
+import functools
+import math
+
+import pytest
+import torch
+
+from nemo_geomask import BeforeStep, build_loss
+from nemo_geomask.errors import ConfigError, DataError
+from nemo_geomask.functional import bound_by_mean, bound_by_share
+from nemo_geomask.losses.evaluate import Objective, evaluate
+from nemo_geomask.losses.prestep import untrained_metrics
+from tests.helpers import oracle
+from tests.helpers.batches import BUDGETS, TOKEN_KEYS, one_row, packed_rows, rollouts, stack
+
+REINFORCE = {"disable_ppo_ratio": True, "reference_policy_kl_penalty": 0.0}
+
+
+def told(loss_fn, batch):
+    """The batch with what its look at the whole says."""
+    decision = BeforeStep(loss_fn.config)(batch.data)
+    assert decision.train
+    return batch.with_data(**decision.changes)
+
+
+def answer(loss_fn, batch):
+    curr = batch.curr.clone().requires_grad_()
+    loss, metrics = loss_fn(curr, batch.data, batch.seqs, batch.toks)
+    loss.backward()
+    return loss, curr.grad, metrics
+
+
+def kept(mask, *rows):
+    """Which of the tokens still train, by row, REINFORCE's gradient being −A where they do; of log(prev/gen)."""
+    zero = [0.0] * len(rows[0])
+    batch = stack(*(one_row(curr=zero, prev=zero, gen=[-x for x in row]) for row in rows))
+    loss_fn = build_loss({**REINFORCE, "masks": [mask]})
+    return (answer(loss_fn, told(loss_fn, batch))[1] != 0).tolist()
+
+
+# ---------------------------------------------------------------------------------------------- bounds by hand
+
+
+@pytest.mark.parametrize(
+    ("share", "gone"),
+    [(0.1, 0), (0.2, 1), (0.39, 1), (0.4, 2), (0.6, 2), (0.79, 2), (0.8, 4), (0.99, 4)],
+)
+def test_at_most_that_share_goes(share, gone):
+    # Of five; the two in the middle are equal and go together or not at all.
+    sizes = torch.tensor([3.0, 1.0, 5.0, 3.0, 4.0])
+    assert int((sizes > bound_by_share(sizes, share)).sum()) == gone
+
+
+def test_a_share_of_a_hundred_is_whole():
+    # 0.29 · 100 is 28.999999999999996 and 0.07 · 100 is 7.000000000000001.
+    sizes = torch.arange(100.0)
+    for share, count in ((0.29, 29), (0.07, 7), (0.5, 50), (0.995, 99)):
+        assert int((sizes > bound_by_share(sizes, share)).sum()) == count
+
+
+@pytest.mark.parametrize(
+    ("mean", "left"),
+    # Means of the smallest 1 to 5: 1, 2, 7/3, 11/4, 16/5.
+    [
+        (0.9, []),
+        (1.0, [1]),
+        (1.99, [1]),
+        (2.0, [1]),
+        (7 / 3, [1, 3, 3]),
+        (2.7, [1, 3, 3]),
+        (2.75, [1, 3, 3, 4]),
+        (4, [1, 3, 3, 4, 5]),
+    ],
+)
+def test_the_largest_go_until_the_mean_fits(mean, left):
+    sizes = torch.tensor([3.0, 1.0, 5.0, 3.0, 4.0], dtype=torch.float64)
+    bound = bound_by_mean(sizes, mean)
+    assert sorted(sizes[sizes <= bound].tolist()) == left
+    assert (bound == math.inf, bound < 0) == (len(left) == 5, not left)
+
+
+def test_no_values_set_no_bound():
+    assert bound_by_share(torch.zeros(0), 0.5) == math.inf
+    assert bound_by_mean(torch.zeros(0), 0.5) == math.inf
+
+
+def test_bound_separates_neighbours():
+    low = torch.tensor(0.1)
+    high = torch.nextafter(low, torch.tensor(1.0))
+    for bound in (bound_by_share(torch.stack([low, high]), 0.5), bound_by_mean(torch.stack([low, high]), float(low))):
+        assert low <= torch.tensor(bound, dtype=torch.float32) < high
+    # Apart from them, rounding of either decides nothing.
+    assert bound_by_share(torch.tensor([1.0, 2.0]), 0.5) == 1.5
+    assert bound_by_mean(torch.tensor([1.0, math.inf]), 1.0) == 1.0
+
+
+def test_m2po_by_hand():
+    # The mean square of all is 0.092, without the largest 0.06, without two 0.035.
+    rows = [0.1, -0.2, 0.3], [-0.4, 0.5, 0.0]
+    assert kept({"preset": "m2po"}, *rows) == [[True, True, True], [False, False, True]]
+    assert kept({"preset": "m2po", "tau": 0.061}, *rows) == [[True, True, True], [True, False, True]]
+    assert kept({"preset": "m2po", "tau": 0.2}, *rows) == [[True, True, True], [True, True, True]]
+
+
+def _m2po_by_area(x, tau):
+    """AReaL's rule in loops: drop from the top until the mean of the rest is below tau."""
+    order = sorted(range(len(x)), key=lambda i: -(x[i] ** 2))
+    for count in range(len(x)):
+        if sum(x[i] ** 2 for i in order[count:]) / (len(x) - count) < tau:
+            return set(order[:count])
+    return set(order[:-1])
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_m2po_drops_what_areal_drops(seed):
+    x = (0.4 * torch.randn(200, generator=torch.Generator().manual_seed(seed))).tolist()
+    found = kept({"preset": "m2po"}, x[:100], x[100:])
+    gone = {i for i, stays in enumerate([*found[0], *found[1]]) if not stays}
+    assert gone == _m2po_by_area(x, 0.04)
+    assert 10 < len(gone) < 150
+
+
+def test_sequences_go_whole_and_count_once():
+    # Means 0.1, -0.3, 0.2; the worst token is the first row's.
+    rows = [0.9, -0.7], [-0.3, -0.3], [0.2, 0.2]
+    mean = {"log_ratio": "mismatch", "level": "sequence_mean"}
+    worst = {"log_ratio": "mismatch", "level": "sequence_max"}
+    assert kept({**mean, "drop_at_most": 0.34}, *rows) == [[True, True], [False, False], [True, True]]
+    assert kept({**worst, "drop_at_most": 0.34}, *rows) == [[False, False], [True, True], [True, True]]
+    assert kept({**mean, "drop_at_most": 0.33}, *rows) == [[True, True]] * 3
+    # (0.1 + 0.2) / 2
+    assert kept({**mean, "until_mean": 0.151}, *rows) == [[True, True], [False, False], [True, True]]
+
+
+# ------------------------------------------------------------------------------------------ in the loss
+
+
+@pytest.mark.parametrize("name", ["clipped_pg", "gspo"])
+@pytest.mark.parametrize("budget", BUDGETS)
+def test_loss_equals_oracle(budget, name):
+    config = {"name": name, "masks": [BUDGETS[budget], {"preset": "icepop", "max": 1.8}]}
+    loss_fn, batch = build_loss(config), rollouts(seed=11)
+    truth = oracle.evaluate(loss_fn.config, batch.curr, batch.data, batch.seqs, batch.toks, {})
+    loss, grad, metrics = answer(loss_fn, told(loss_fn, batch))
+    assert truth.margin > 1e-6
+    assert 0 < metrics[f"geomask/mask/{loss_fn.config.mask_rules[0].label}/removed"] < 0.9
+    assert loss.item() == pytest.approx(truth.loss, rel=1e-5)
+    assert metrics == pytest.approx(truth.metrics, rel=1e-5, abs=1e-6)
+    torch.testing.assert_close(grad.double(), torch.tensor(truth.grad).double(), rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize("budget", BUDGETS)
+def test_split_and_packed_equal_the_whole(budget):
+    loss_fn = build_loss({"masks": [BUDGETS[budget]]})
+    batch = told(loss_fn, rollouts(seed=12))
+    loss, grad, _ = answer(loss_fn, batch)
+    parts = [answer(loss_fn, batch.rows(slice(start, start + 2))) for start in range(0, 8, 2)]
+    assert sum(part[0] for part in parts).item() == pytest.approx(loss.item(), rel=1e-5)
+    assert torch.equal(torch.cat([part[1] for part in parts]), grad)
+    curr, data, segments = packed_rows(batch)
+    curr = curr.clone().requires_grad_()
+    packed, _ = loss_fn.packed(curr, data, segments, batch.seqs, batch.toks)
+    packed.backward()
+    assert packed.item() == pytest.approx(loss.item(), rel=1e-5)
+    torch.testing.assert_close(curr.grad.view_as(grad), grad, rtol=1e-5, atol=1e-9)
+
+
+@pytest.mark.parametrize("budget", BUDGETS)
+@pytest.mark.parametrize("value", [math.nan, -math.inf, 1e6])
+def test_masked_positions_may_hold_anything(budget, value):
+    loss_fn, batch = build_loss({"masks": [BUDGETS[budget]]}), rollouts(seed=13)
+    idle = (batch.data["token_mask"] * batch.data["sample_mask"][:, None]) == 0
+    spoilt = {key: batch.data[key].masked_fill(idle, value) for key in TOKEN_KEYS if key != "token_mask"}
+    clean, dirty = (answer(loss_fn, told(loss_fn, batch.with_data(**changes))) for changes in ({}, spoilt))
+    assert torch.equal(clean[0], dirty[0])
+    assert torch.equal(clean[1], dirty[1])
+    assert clean[2] == dirty[2]
+
+
+def test_what_is_not_finite_is_not_ranked():
+    rows = [[0.1, 0.2, 0.3], [0.4, math.nan, 0.5]]
+    mask = {"log_ratio": "mismatch", "level": "token", "drop_at_most": 0.34}
+    # The second row does not train: the worst of three.
+    assert kept(mask, *rows) == [[True, True, False], [False, False, False]]
+
+
+def test_original_leaves_the_denominator_and_kept_takes_it_along():
+    batch = rollouts(seed=11)
+    removed = {}
+    for denominator in ("original", "kept"):
+        loss_fn = build_loss({**REINFORCE, "masks": [BUDGETS["m2po"]], "denominator": denominator})
+        changed = told(loss_fn, batch)
+        seqs = float(changed.data["sample_mask"].sum())
+        toks = float((changed.data["token_mask"][:, 1:] * changed.data["sample_mask"][:, None]).sum())
+        _, grad, _ = answer(loss_fn, type(batch)(changed.curr, changed.data, seqs, toks))
+        removed[denominator] = grad == 0, grad.abs().max(), toks
+    (gone, largest, before), (also, larger, after) = removed["original"], removed["kept"]
+    assert torch.equal(gone, also)
+    assert after < before
+    assert larger.item() == pytest.approx(largest.item() * before / after, rel=1e-6)
+
+
+def test_a_budget_that_keeps_nothing_takes_no_step():
+    loss_fn, batch = build_loss({"masks": [{"preset": "m2po", "tau": 1e-12}]}), rollouts(seed=11)
+    decision = BeforeStep(loss_fn.config)(batch.data)
+    assert (decision.train, decision.why) == (False, "loss_fn.masks keep nothing of it")
+    assert decision.metrics["geomask/batch_emptied"] == 1
+    found = untrained_metrics(loss_fn, [{**batch.data, **decision.changes}], decision)
+    assert found["geomask/kept_tokens"] == [0.0]
+
+
+def test_the_loss_asks_for_the_bound():
+    loss_fn, batch = build_loss({"masks": [BUDGETS["m2po"]]}), rollouts(seed=11)
+    with pytest.raises(DataError, match=r"masks with a budget needs a look at the whole batch before the step"):
+        answer(loss_fn, batch)
+    changes = BeforeStep(loss_fn.config)(batch.data).changes
+    # A trainer that can add no key hands it to the loss.
+    by_loss = answer(loss_fn.for_prepared_batches(changes), batch)
+    by_batch = answer(loss_fn, batch.with_data(**changes))
+    assert torch.equal(by_loss[1], by_batch[1])
+    with pytest.raises(DataError, match="masks with a budget"):
+        answer(loss_fn.for_prepared_batches(), batch)
+
+
+def test_parts_that_train_as_they_come_are_refused():
+    config = build_loss({"masks": [{"preset": "icepop", "max": 2.0}, BUDGETS["m2po"]]}).config
+    with pytest.raises(ConfigError, match=r"loss_fn\.masks\[1\]: a budget is over the whole batch"):
+        BeforeStep(config).open()
+
+
+TOKEN = {"log_ratio": "mismatch", "level": "token"}
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"masks": [{**TOKEN, "log_ratio": "total", "drop_at_most": 0.1}]}, r"masks\[0\].*log_ratio: mismatch"),
+        ({"masks": [{**TOKEN, "log_ratio": "policy", "until_mean": 0.1}]}, "current policy that log_ratio: policy"),
+        ({"masks": [{**TOKEN, "drop_at_most": 0.1, "max": 2.0}]}, "but 'max' is given too"),
+        ({"masks": [{**TOKEN, "drop_at_most": 0.1, "until_mean": 2.0}]}, "but 'until_mean' is given too"),
+        ({"masks": [{**TOKEN, "drop_at_most": 0.1, "when": "pushing"}]}, "which when: pushing does not"),
+        ({"masks": [{**TOKEN, "drop_at_most": 1.0}]}, r"masks\[0\]\.drop_at_most"),
+        ({"masks": [{**TOKEN, "drop_at_most": 0.1, "level": "prefix_sum", "statistic": "prob_diff"}]}, "signs cancel"),
+        ({"masks": [{"preset": "m2po"}], "force_on_policy_ratio": True}, "a mask with a budget looks at prev_logprobs"),
+        ({"masks": [{"preset": "m2po", "tau": 0}]}, r"masks\[0\]\.tau"),
+    ],
+)
+def test_settings_that_make_no_sense(config, message):
+    with pytest.raises(ConfigError, match=message):
+        build_loss(config)
+
+
+@pytest.mark.slow
+def test_bounds_are_inputs_of_the_graph():
+    loss_fn, batch = build_loss({"masks": [BUDGETS["m2po"], BUDGETS["worst_sequences"]]}), rollouts(seed=11)
+    torch._dynamo.reset()
+    objective = Objective(loss_fn.config, loss_fn.variant, loss_fn.options)
+    graph = torch.compile(functools.partial(evaluate, objective), backend="aot_eager", fullgraph=True, dynamic=True)
+    for seed in (11, 12):
+        batch = told(loss_fn, rollouts(seed=seed))
+        eager = answer(loss_fn, batch)
+        loss_fn._evaluate = graph
+        with torch._dynamo.config.patch(error_on_recompile=seed > 11):
+            traced = answer(loss_fn, batch)
+        loss_fn = build_loss({"masks": [BUDGETS["m2po"], BUDGETS["worst_sequences"]]})
+        torch.testing.assert_close(traced[:2], eager[:2])
