@@ -25,6 +25,7 @@ ORDER = [
     "translate",
     "integrations",
     "processes",
+    "testing",
     "rehearsal",
     "bench",
     "lab",

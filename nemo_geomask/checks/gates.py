@@ -155,12 +155,12 @@ def readers_of_prev(recipe: Mapping[str, Any]) -> Iterator[Problem]:
             yield Problem(
                 (key, "loss_fn.ratio_anchor"),
                 f"{key}: {as_yaml(value)} {what} by prev_logprobs, which are not computed under loss_fn.ratio_anchor: "
-                "gen; remove it, or set loss_fn.ratio_anchor: prev",
+                "gen; remove it, or set loss_fn.audit_fraction: 1, which has all of them computed",
             )
 
 
 def _no_prev(facts: RecipeFacts) -> Iterator[Hit]:
-    if not facts.config.knows_prev:
+    if facts.config.skips_prev:
         for problem in readers_of_prev(facts.recipe.data):
             yield Hit(problem.keys[0], problem.message)
 

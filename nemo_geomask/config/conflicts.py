@@ -87,6 +87,14 @@ def _ratio(settings: LossSettings) -> Iterator[Conflict]:
 
 
 def _anchor(settings: LossSettings) -> Iterator[Conflict]:
+    fraction = settings.audit_fraction
+    if fraction and settings.knows_prev:
+        all_of_them = "leaves them out" if settings.force_on_policy_ratio else "has all of them computed"
+        yield Conflict(
+            ("audit_fraction", "ratio_anchor"),
+            f"audit_fraction: {fraction:g} scores a sample where prev_logprobs are not computed, but this "
+            f"configuration {all_of_them}; set audit_fraction: 0",
+        )
     if settings.ratio_anchor != "gen":
         return
     for key, why in {

@@ -56,7 +56,7 @@ class LossSettings(StrictModel):
     )
     options: dict[str, Any] = _field(
         {},
-        "Settings of the chosen objective alone, validated by it. `sapo`: `tau_pos`, `tau_neg`.",
+        "Settings of the chosen objective alone, validated by it: those of the table of objectives.",
         source="this package",
     )
 
@@ -93,6 +93,16 @@ class LossSettings(StrictModel):
         "kept`, `use_kl_in_reward` or a mask on `mismatch` or `policy` reads them.",
         formula="prev: r = π_θ/π_old; gen: r = π_θ/μ",
         source="verl `bypass_mode`; DPPO arXiv:2602.04879",
+    )
+
+    audit_fraction: float = _field(
+        0.0,
+        "Share of each batch's sequences whose `prev_logprobs` are computed although nothing else reads them, so that "
+        "mismatch and staleness stay visible (`geomask/audit/…`). Chosen by a hash of step and row; rounded up to what "
+        "the workers divide evenly.",
+        source="this package",
+        ge=0,
+        le=1,
     )
 
     # --- clipping
@@ -264,6 +274,11 @@ class LossSettings(StrictModel):
     def knows_prev(self) -> bool:
         """Whether π_old is known: from the batch, or as the current policy by ``force_on_policy_ratio``."""
         return self.needs_prev or self.force_on_policy_ratio
+
+    @property
+    def skips_prev(self) -> bool:
+        """Whether ``prev_logprobs`` are not to be computed, but for a sample of the sequences."""
+        return not self.knows_prev and self.audit_fraction < 1
 
     @property
     def truncation(self) -> Truncation | None:

@@ -28,10 +28,13 @@ from nemo_geomask.functional.surrogates import (
     clip_log_ratio,
     clipped,
     clipped_weight,
+    gamma_weight,
     geometric_mean,
+    quadratic,
     score_function,
     soft_gate,
     straight_through_ratio,
+    unclipped,
 )
 
 __all__ = [
@@ -52,12 +55,14 @@ __all__ = [
     "clipped",
     "clipped_weight",
     "filter_weight",
+    "gamma_weight",
     "geometric_mean",
     "inverse_count",
     "kl_estimate",
     "kl_penalty",
     "log_bound",
     "outside",
+    "quadratic",
     "saturated",
     "saturating_exp",
     "score_function",
@@ -65,4 +70,5 @@ __all__ = [
     "straight_through_ratio",
     "token_coefficients",
     "token_statistic",
+    "unclipped",
 ]

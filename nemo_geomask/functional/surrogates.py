@@ -2,7 +2,8 @@
 
 Pure functions of log-ratios and advantages in any token layout ([B, T], [N], …), float32 or float64. Sequence
 statistics come in already pooled and spread over the tokens, so nothing here knows how sequences are laid out.
-r = π_θ/π_old. ShapeError is raised for half precision, integers, and shapes that don't fit.
+r = π_θ/π_old, or π_θ/μ where it is taken against the policy that sampled. ShapeError is raised for half precision,
+integers, and shapes that don't fit.
 """
 
 from __future__ import annotations
@@ -21,10 +22,13 @@ __all__ = [
     "clip_log_ratio",
     "clipped",
     "clipped_weight",
+    "gamma_weight",
     "geometric_mean",
+    "quadratic",
     "score_function",
     "soft_gate",
     "straight_through_ratio",
+    "unclipped",
 ]
 
 
@@ -42,6 +46,8 @@ class Surrogate(NamedTuple):
     wherever it changes the ratio."""
     dual_clipped: Tensor | None = None
     """bool, True where the dual clip's bound decides. None: the objective has none."""
+    penalty: Tensor | None = None
+    """Per-token term that the same coefficients sum, but that no weight and no mask touches. None: there is none."""
 
     def clips(self) -> tuple[Tensor, Tensor]:
         """1 where the lower, and 1 where the upper clip bound decides the token's loss, else 0."""
@@ -122,6 +128,80 @@ def clipped_weight(
     ratio = saturating_exp(log_ratio.detach())
     clamped = ratio.clamp(1.0 - clip_min, 1.0 + clip_max)
     return Surrogate(-clamped * advantages * curr, ratio, clamped)
+
+
+def unclipped(log_ratio: Tensor, advantages: Tensor, *, penalty: float = 0.0) -> Surrogate:
+    r"""The importance-weighted policy gradient, :math:`\ell_t = -r_t A_t`, with the penalty :math:`\tau (\log r_t)^2`.
+
+    Args:
+        log_ratio: log r, any shape, float32.
+        advantages: A, same shape.
+        penalty: τ ≥ 0; 0 is none.
+
+    Returns: the surrogate; what bounds the ratio is a mask's business.
+    Raises: ShapeError.
+    Source: prime-rl's IPO (`loss.py`, 559b44772), whose mask is |π_θ - μ| ≤ ε.
+    """
+    check_layout(log_ratio=log_ratio, advantages=advantages)
+    ratio = saturating_exp(log_ratio)
+    return Surrogate(-ratio * advantages, ratio, ratio, penalty=penalty * log_ratio.square() if penalty else None)
+
+
+def gamma_weight(
+    sequence_log_ratio: Tensor,
+    curr: Tensor,
+    advantages: Tensor,
+    *,
+    k_pos: float,
+    lambda_pos: float,
+    k_neg: float,
+    lambda_neg: float,
+) -> Surrogate:
+    r"""VESPO: REINFORCE under a smooth weight of the sequence's whole ratio W.
+
+    .. math:: \ell_t = -\mathrm{sg}\bigl(\varphi(W)\bigr)\,A_t \log\pi_\theta(y_t),\qquad
+        \varphi(W) = e^{\lambda}\,W^{k}\,e^{-\lambda W}
+
+    φ(1) = 1, its peak is at W = k/λ, and it vanishes at both ends: no clip is needed, nor a clamp of the exponent.
+
+    Args:
+        sequence_log_ratio: log W, the sum over the sequence's tokens, spread over them, float32.
+        curr: log π_θ of the sampled tokens, same shape.
+        advantages: A, same shape.
+        k_pos, lambda_pos: k and λ where A ≥ 0, > 0.
+        k_neg, lambda_neg: those where A < 0.
+
+    Returns: the surrogate; its ratio is W.
+    Raises: ShapeError.
+    Source: VESPO, arXiv:2602.10693; its authors' code and TRL ``loss_type: vespo``, which clamp log W.
+    """
+    check_layout(curr=curr, sequence_log_ratio=sequence_log_ratio, advantages=advantages)
+    log_w = sequence_log_ratio.detach()
+    ratio = saturating_exp(log_w)
+    negative = torch.relu(-torch.sign(advantages))  # 1 where A < 0
+    k, rate = (pos + (neg - pos) * negative for pos, neg in ((k_pos, k_neg), (lambda_pos, lambda_neg)))
+    weight = torch.exp(rate * (1 - ratio) + k * log_w)
+    return Surrogate(-weight * advantages * curr, ratio, ratio)
+
+
+def quadratic(log_ratio: Tensor, curr: Tensor, advantages: Tensor, *, beta: float) -> Surrogate:
+    r"""DRO as in verl: :math:`\ell_t = -\bigl(A_t \log\pi_\theta(y_t) - \tfrac{\beta}{2} (\log r_t)^2\bigr)`.
+
+    A regression: it holds the policy where the log-ratio is A/β, and pulls to ratio 1 where A = 0.
+
+    Args:
+        log_ratio: log r, any shape, float32.
+        curr: log π_θ of the sampled tokens, same shape.
+        advantages: A, same shape.
+        beta: β > 0.
+
+    Returns: the surrogate; nothing is ever clipped.
+    Raises: ShapeError.
+    Source: verl ``loss_mode: dro`` (`core_algos.py`, 1dda039b9).
+    """
+    check_layout(curr=curr, log_ratio=log_ratio, advantages=advantages)
+    ratio = saturating_exp(log_ratio.detach())
+    return Surrogate(-(advantages * curr - 0.5 * beta * log_ratio.square()), ratio, ratio)
 
 
 def soft_gate(log_ratio: Tensor, advantages: Tensor, *, tau_pos: float, tau_neg: float) -> Surrogate:

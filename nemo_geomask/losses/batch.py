@@ -27,9 +27,10 @@ KEYS = {
     "ref": "reference_policy_logprobs",
     "unfiltered": "curr_logprobs_unfiltered",
     "rewards": "rewards",
+    "audited": "prev_logprobs",
 }
 """NeMo-RL's keys of what a loss may read beside its masks."""
-_OPTIONAL = ("unfiltered", "rewards")
+_OPTIONAL = ("unfiltered", "rewards", "audited")
 _UNFILTERED = KEYS["unfiltered"]
 
 
@@ -66,6 +67,7 @@ class TokenBatch(NamedTuple):
     ref: Tensor | None  # log π_ref; None without a KL term
     advantages: Tensor  # A
     rewards: Tensor | None  # [S]
+    audited: Tensor | None  # log π_old of the tokens of a sample, NaN elsewhere; None where there is none
     token_mask: Tensor  # as it came
     sample_mask: Tensor  # [S], as it came
     trains: Tensor  # 1 at tokens that are to be trained and have finite values, else 0
@@ -86,7 +88,7 @@ class TokenBatch(NamedTuple):
 
 
 def keys_read(config: LossConfig) -> tuple[str, ...]:
-    """Names of :data:`KEYS` that a configuration needs or, of the last two, uses where they are given."""
+    """Names of :data:`KEYS` that a configuration needs or, of the last three, uses where they are given."""
     names = ["advantages", "gen"]
     if config.needs_prev:
         names.append("prev")
@@ -94,6 +96,8 @@ def keys_read(config: LossConfig) -> tuple[str, ...]:
         names += ["ref", "unfiltered"]
     if config.positive_example_nll_weight:
         names.append("rewards")
+    if config.audit_fraction:
+        names.append("audited")
     return tuple(names)
 
 
@@ -205,6 +209,7 @@ def read(raw: Raw, segments: Segments, anchor: Literal["prev", "gen"] = "prev") 
         ref=clean.get("ref"),
         advantages=clean["advantages"],
         rewards=None if rewards is None else rewards.float(),
+        audited=raw.others["audited"].float() if "audited" in raw.others else None,
         token_mask=token_mask,
         sample_mask=sample_mask,
         trains=trains,

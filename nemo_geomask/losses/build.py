@@ -69,10 +69,16 @@ def examined(
     if settings.loss_normalization is not None:
         # The newer key says it all; a default for the older one would contradict it.
         defaults.pop("token_level_loss", None)
-    in_force = parse(LossSettings, {**defaults, **_settings(settings), **variant.forces}, prefix=_PREFIX)
+    values = {**defaults, **_settings(settings), **variant.forces}
+    of_options = _wrong(variant.options, settings.options, prefix=f"{_PREFIX}.options")
+    if variant.masks is not None and not of_options:
+        own = parse(LossSettings, {"masks": variant.masks(variant.options.model_validate(settings.options))}, prefix="")
+        # A loss may be built from the settings of one that has them already.
+        values["masks"] = (*(mask for mask in own.masks if mask not in settings.masks), *settings.masks)
+    in_force = parse(LossSettings, values, prefix=_PREFIX)
     if "name" not in unsettled:
         wrong += _contradictions(settings, in_force, variant, unsettled)
-        wrong += _wrong(variant.options, settings.options, prefix=f"{_PREFIX}.options")
+        wrong += of_options
     if wrong:
         raise ConfigError(*wrong)
     options = variant.options.model_validate(settings.options)
@@ -154,8 +160,12 @@ def _doubts(config: LossSettings, defaults: Mapping[str, Any]) -> Iterator[Probl
         )
     for key, own in defaults.items():
         value = getattr(config, key)
-        # NeMo-RL's base recipes spell out every default, so such a value was probably inherited.
-        if key in config.model_fields_set and value == LossConfig.model_fields[key].default != own:
+        # NeMo-RL's base recipes spell out every default they know, so such a value was probably inherited.
+        if (
+            key != "ratio_anchor"
+            and key in config.model_fields_set
+            and value == LossConfig.model_fields[key].default != own
+        ):
             yield _problem(
                 (key, "name"),
                 f"{key}: {as_yaml(value)} is NeMo-RL's default, but name: {config.name} prescribes {as_yaml(own)}; if "

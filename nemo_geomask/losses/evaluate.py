@@ -14,7 +14,7 @@ from nemo_geomask.losses.batch import Raw, TokenBatch, read
 from nemo_geomask.losses.correction import correct
 from nemo_geomask.losses.observe import Observed, observe, rule_statistics
 from nemo_geomask.losses.rejection import reject
-from nemo_geomask.losses.report import report_batch, report_surrogate
+from nemo_geomask.losses.report import report_audit, report_batch, report_surrogate
 from nemo_geomask.losses.variant import SurrogateInputs, Variant
 from nemo_geomask.metrics import Label, Metric, Normalizer, Sums
 from nemo_geomask.segments import Segments
@@ -81,7 +81,8 @@ def evaluate(
     bounds = {} if raw.bounds is None else dict(zip(budgeted, raw.bounds, strict=True))
     kept, reports = reject(batch, seen, config.rules_in_loss, bounds)
     metrics.add(reports)
-    surrogate = variant.surrogate(inputs, {name: segments.spread(seen.mean(f"variant.{name}")) for name in pooled})
+    found = seen.sums.__getitem__ if variant.pooled_by == "sum" else seen.mean
+    surrogate = variant.surrogate(inputs, {name: segments.spread(found(f"variant.{name}")) for name in pooled})
     metrics.add(report_surrogate(surrogate, batch, seen, full=full))
 
     coefficient = F.token_coefficients(
@@ -95,6 +96,8 @@ def evaluate(
     per_token = surrogate.loss if weight is None else weight * surrogate.loss
     if kept is not None:
         per_token = torch.where(kept, per_token, 0.0)
+    if surrogate.penalty is not None:
+        per_token = per_token + surrogate.penalty
     loss = (coefficient * per_token).sum()
     own: Normalizer = "tokens" if config.normalization == "tokens" else "sequences"
     kl, nll = _kl(batch, coefficient, config), _positive_nll(batch, seen, coefficient, config)
@@ -112,6 +115,7 @@ def evaluate(
             Metric(("loss",), "part", lambda: loss, own),
             Metric(("kl_penalty",), "part", lambda: zero if kl is None else kl, own),
             Metric(("positive_nll_loss",), "part", lambda: zero if nll is None else nll, "none" if local else own),
+            *report_audit(batch, seen),
             *report_batch(batch, config.reference_policy_kl_type, knows_prev=config.knows_prev),
         ]
     )

@@ -25,7 +25,7 @@ _SELF = "nemo-geomask"
 # as in a Ray worker; a test keeps this equal to pyproject.toml.
 BUILT_IN = {
     name: f"nemo_geomask.losses.variants:{name.upper()}"
-    for name in ("clipped_pg", "gspo", "gspo_token", "gmpo", "cispo", "sapo")
+    for name in ("clipped_pg", "gspo", "gspo_token", "gmpo", "cispo", "sapo", "dppo", "ipo", "vespo", "dro")
 }
 # What papers call losses that NeMo-RL's flags select; "grpo" is spelt much like "gspo", and is not it.
 _KNOWN_AS = dict.fromkeys(("grpo", "dapo", "ppo", "reinforce", "rloo"), "clipped_pg")

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from nemo_geomask import functional as F
+from nemo_geomask.kernels.select import selector, where_finite
 from nemo_geomask.losses.batch import TokenBatch
 from nemo_geomask.losses.observe import Observed
 from nemo_geomask.metrics import Metric
 
-__all__ = ["report_batch", "report_surrogate"]
+__all__ = ["report_audit", "report_batch", "report_surrogate"]
 
 
 def report_surrogate(surrogate: F.Surrogate, batch: TokenBatch, seen: Observed, *, full: bool) -> list[Metric]:
@@ -41,6 +44,29 @@ def _ratio(names: tuple[str, ...], ratio: Tensor, beyond: Tensor) -> list[Metric
         Metric(names, "tokens", lambda: ratio),
         Metric(lowest, "lowest", lambda: beyond.new_tensor(torch.inf) if none else (ratio + beyond).amin()),
         Metric(highest, "highest", lambda: beyond.new_tensor(-torch.inf) if none else (ratio - beyond).amax()),
+    ]
+
+
+def report_audit(batch: TokenBatch, seen: Observed) -> list[Metric]:
+    """Mismatch and staleness of the tokens whose π_old was computed: sums, and how many they are of."""
+    if batch.audited is None:
+        return []
+    known = where_finite(seen.trains, batch.audited)
+    select = selector(known)
+    prev = select(batch.audited)
+    weight = select(seen.weight)
+    mismatch, policy = select(prev - batch.gen), select(batch.curr.detach() - prev)
+
+    def total(name: str, value: Callable[[], Tensor]) -> Metric:
+        return Metric((f"geomask/audit/{name}",), "part", lambda: (value() * weight).sum())
+
+    return [
+        total("tokens", lambda: known),
+        total("mismatch_abs_sum", mismatch.abs),
+        total("mismatch_k1_sum", mismatch.neg),
+        total("mismatch_k3_sum", lambda: F.token_statistic(mismatch, "k3")),
+        total("policy_abs_sum", policy.abs),
+        total("policy_k3_sum", lambda: F.token_statistic(policy, "k3")),
     ]
 
 

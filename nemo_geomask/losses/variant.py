@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from pydantic import BaseModel
 from torch import Tensor
@@ -58,10 +58,12 @@ class Variant:
     The loss object does all the rest: reading the batch, weights, masks, KL, normalisation, metrics, parallelism.
 
     Attributes:
-        surrogate: per-token loss from the inputs and the sequence means asked for by ``pool``.
+        surrogate: per-token loss from the inputs and the sequence statistics asked for by ``pool``.
         pool: token tensors whose mean over each sequence's trained tokens ``surrogate`` needs; they arrive spread
             over the tokens, differentiable, under the same keys. All statistics of a loss cross ranks together, so
             a variant must not reduce over tokens itself.
+        pooled_by: ``sum``: it needs the sums instead.
+        masks: those that are part of the objective, from its options: as in ``loss_fn.masks``, whose own come on top.
         defaults: settings of :class:`~nemo_geomask.LossConfig` that the objective's paper prescribes, used where a
             recipe gives none.
         forces: settings that the objective itself decides, whatever the recipe says: NeMo-RL's base recipes spell
@@ -75,6 +77,8 @@ class Variant:
 
     surrogate: SurrogateFn
     pool: PoolFn | None = None
+    pooled_by: Literal["mean", "sum"] = "mean"
+    masks: Callable[[Any], Sequence[Mapping[str, Any]]] | None = None
     defaults: Mapping[str, Any] = field(default_factory=dict)
     forces: Mapping[str, Any] = field(default_factory=dict)
     refuses: Mapping[str, str] = field(default_factory=dict)

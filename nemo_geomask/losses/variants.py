@@ -6,7 +6,8 @@ Each carries its formula; ``nemo-geomask check`` and ``docs/loss_reference.md`` 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
 
 from pydantic import Field
 from torch import Tensor
@@ -15,7 +16,7 @@ from nemo_geomask import functional as F
 from nemo_geomask.config import LossConfig, StrictModel
 from nemo_geomask.losses.variant import Part, Parts, SurrogateInputs, Variant
 
-__all__ = ["CISPO", "CLIPPED_PG", "GMPO", "GSPO", "GSPO_TOKEN", "SAPO", "SapoOptions"]
+__all__ = ["CISPO", "CLIPPED_PG", "DPPO", "DRO", "GMPO", "GSPO", "GSPO_TOKEN", "IPO", "SAPO", "VESPO", "SapoOptions"]
 
 _NEEDS_RATIO = "the objective is defined on the ratio that this setting removes"
 # What objectives on a ratio refuse, and those of them that clip or gate token by token.
@@ -214,3 +215,138 @@ SAPO = Variant(
     parts=(Part(f"ℓ_t = −(4/τ)·σ(τ·(r_t − 1))·A_t, {_TAUS}", "SAPO: a soft gate in place of the clip."), _TOKEN_RATIO),
 )
 """Soft Adaptive Policy Optimization."""
+
+
+# Objectives on the ratio to the policy that sampled.
+_ON_GEN: Mapping[str, Any] = {"ratio_anchor": "gen"}
+
+
+class DppoOptions(StrictModel):
+    """``loss_fn.options`` of ``dppo``."""
+
+    divergence: Literal["tv", "kl"] = Field(
+        default="tv", description="Distance of the token's two probabilities: |π − μ|, or the binary KL(μ ‖ π), nats."
+    )
+    delta: float = Field(default=0.15, gt=0, description="Largest distance trained on where A > 0; with kl 0.05.")
+    delta_low: float | None = Field(default=None, gt=0, description="The same where A < 0; null: as delta.")
+    cap: float = Field(default=10.0, gt=1, description="Largest ratio as a weight.")
+
+
+def _dppo_masks(options: DppoOptions) -> Sequence[Mapping[str, Any]]:
+    return ({"preset": f"dppo_{options.divergence}", "delta": options.delta, "delta_low": options.delta_low},)
+
+
+def _dppo(inputs: SurrogateInputs, means: Mapping[str, Tensor]) -> F.Surrogate:
+    # CISPO without a lower bound.
+    cap: float = inputs.options.cap
+    return F.clipped_weight(inputs.log_ratio, inputs.curr, inputs.advantages, clip_min=1.0, clip_max=cap - 1)
+
+
+DPPO = Variant(
+    surrogate=_dppo,
+    masks=_dppo_masks,
+    defaults=_ON_GEN,
+    refuses=_OF_TOKEN_RATIOS,
+    options=DppoOptions,
+    source="DPPO, arXiv:2602.04879; its authors' code (sail-sg/Stable-RL), cap 10; δ of TRL's and verl's examples",
+    parts=(
+        Part(
+            "ℓ_t = −sg(min(r_t, {cap}))·A_t·curr",
+            "DPPO: the ratio is a capped weight, and a mask on probabilities is the trust region.",
+        ),
+        _TOKEN_RATIO,
+    ),
+)
+"""Divergence PPO: in place of the clip a mask where the update leads a token's probability further away."""
+
+
+class IpoOptions(StrictModel):
+    """``loss_fn.options`` of ``ipo``."""
+
+    eps: float = Field(default=0.3, gt=0, lt=1, description="Largest |π − μ| of a token that is trained on.")
+    kl_tau: float = Field(default=0.0, ge=0, description="τ, weight of the squared log-ratio, of dropped tokens too.")
+
+
+def _ipo_masks(options: IpoOptions) -> Sequence[Mapping[str, Any]]:
+    inside = {"statistic": "prob_diff", "min": -options.eps, "max": options.eps}
+    return ({"log_ratio": "total", "level": "token", **inside, "label": "ipo"},)
+
+
+def _ipo(inputs: SurrogateInputs, means: Mapping[str, Tensor]) -> F.Surrogate:
+    return F.unclipped(inputs.log_ratio, inputs.advantages, penalty=inputs.options.kl_tau)
+
+
+IPO = Variant(
+    surrogate=_ipo,
+    masks=_ipo_masks,
+    defaults=_ON_GEN,
+    refuses=_OF_TOKEN_RATIOS,
+    options=IpoOptions,
+    source="prime-rl's IPO (559b44772, with the defaults of its documentation)",
+    parts=(
+        Part(
+            "ℓ_t = −r_t·A_t, and {kl_tau}·(log r_t)² beside weights and masks",
+            "IPO: the ratio itself, with a mask on probabilities, whatever the advantage's sign.",
+        ),
+        _TOKEN_RATIO,
+    ),
+)
+"""Importance-weighted policy gradient within a two-sided bound on probabilities."""
+
+
+class VespoOptions(StrictModel):
+    """``loss_fn.options`` of ``vespo``."""
+
+    k_pos: float = Field(default=2.0, gt=0, description="k where the advantage is not negative.")
+    lambda_pos: float = Field(default=3.0, gt=0, description="λ there; the weight peaks at W = k/λ.")
+    k_neg: float = Field(default=3.0, gt=0, description="k where the advantage is negative.")
+    lambda_neg: float = Field(default=2.0, gt=0, description="λ there.")
+
+
+def _vespo(inputs: SurrogateInputs, sums: Mapping[str, Tensor]) -> F.Surrogate:
+    return F.gamma_weight(sums["log_ratio"], inputs.curr, inputs.advantages, **dict(inputs.options))
+
+
+VESPO = Variant(
+    surrogate=_vespo,
+    pool=_pool_log_ratio,
+    pooled_by="sum",
+    defaults=_ON_GEN,
+    refuses=_OF_TOKEN_RATIOS,
+    options=VespoOptions,
+    source="VESPO, arXiv:2602.10693; k and λ of its authors' scripts and TRL",
+    parts=(
+        Part(
+            "ℓ_t = −sg(φ)·A_t·curr, φ = e^λ·W^k·e^(−λ·W), "
+            "(k, λ) = ({k_pos}, {lambda_pos}) where A_t ≥ 0, ({k_neg}, {lambda_neg}) elsewhere",
+            "VESPO: a smooth weight of the sequence's whole ratio, 1 at W = 1 and 0 far from it.",
+        ),
+        Part("W = exp(Σ_t (curr − {ratio_anchor}))", "The policy ratio is the product of the sequence's tokens'."),
+    ),
+)
+"""Variational sequence-level soft policy optimization: REINFORCE under a gamma-shaped weight."""
+
+
+class DroOptions(StrictModel):
+    """``loss_fn.options`` of ``dro``."""
+
+    beta: float = Field(default=1.0, gt=0, description="β, weight of the squared log-ratio. verl gives no default.")
+
+
+def _dro(inputs: SurrogateInputs, means: Mapping[str, Tensor]) -> F.Surrogate:
+    return F.quadratic(inputs.log_ratio, inputs.curr, inputs.advantages, beta=inputs.options.beta)
+
+
+DRO = Variant(
+    surrogate=_dro,
+    refuses=_OF_TOKEN_RATIOS,
+    options=DroOptions,
+    source="verl `loss_mode: dro` (1dda039b9)",
+    parts=(
+        Part(
+            "ℓ_t = −(A_t·curr − {beta}/2·(curr − {ratio_anchor})²)",
+            "DRO: REINFORCE with a quadratic pull to where the ratio is 1.",
+        ),
+    ),
+)
+"""Direct Reward Optimization as verl has it: a squared log-ratio in place of the clip."""

@@ -5,13 +5,13 @@ from __future__ import annotations
 import ast
 import shlex
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from nemo_geomask.errors import ConfigError, MissingDependencyError
 
-__all__ = ["flat", "read_settings"]
+__all__ = ["flat", "nested", "read_settings", "words"]
 
 
 def read_settings(path: Path, constructors: tuple[str, ...]) -> dict[str, Any]:
@@ -38,7 +38,7 @@ def read_settings(path: Path, constructors: tuple[str, ...]) -> dict[str, Any]:
             case ".py":
                 found = dict(_calls(ast.parse(text), constructors))
             case _:
-                found = dict(_words(shlex.split(text.replace("\\\n", " "), comments=True)))
+                found = dict(words(shlex.split(text.replace("\\\n", " "), comments=True)))
     except (ValueError, SyntaxError) as error:
         raise ConfigError(f"{path}: can't be read: {' '.join(str(error).split())}") from None
     if not isinstance(found, Mapping):
@@ -54,6 +54,18 @@ def flat(settings: Mapping[str, Any]) -> dict[str, Any]:
             found |= {f"{key}.{below}": item for below, item in flat(value).items()}
         else:
             found[str(key)] = value
+    return found
+
+
+def nested(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Dotted names as mappings in mappings."""
+    found: dict[str, Any] = {}
+    for key, value in settings.items():
+        *above, last = key.split(".")
+        inner = found
+        for part in above:
+            inner = inner.setdefault(part, {})
+        inner[last] = value
     return found
 
 
@@ -89,8 +101,9 @@ def _calls(tree: ast.AST, constructors: tuple[str, ...]) -> Iterator[tuple[str, 
                     raise ValueError(f"{name}={ast.unparse(value)} is no literal; write its value out") from None
 
 
-def _words(words: list[str]) -> Iterator[tuple[str, Any]]:
-    for word, following in zip(words, [*words[1:], "--"], strict=True):
+def words(line: Sequence[str]) -> Iterator[tuple[str, Any]]:
+    """Settings among the words of a command line: ``--a-name value``, ``--a-switch`` and ``a.name=value``."""
+    for word, following in zip(line, [*line[1:], "--"], strict=False):
         name, equals, value = word.lstrip("+-").partition("=")
         if word.startswith("--") and not equals:
             flag = following.startswith("-") and not following[1:2].isdigit()

@@ -302,6 +302,41 @@ CLIP = {"clip_min": 0.2, "clip_max": 0.2}
 CURR = (-1.0, -2.0, -0.3, -0.7, -1.4, -0.1)
 
 
+GAMMA = {"k_pos": 2.0, "lambda_pos": 3.0, "k_neg": 3.0, "lambda_neg": 2.0}
+
+
+@pytest.mark.parametrize(
+    ("ratio", "positive", "negative"),
+    # φ(W) = e^λ W^k e^(-λW) worked by hand: e^(3-6)·4, e^(2-4)·8; e^(3-1.5)/4, e^(2-1)/8; the peaks at k/λ.
+    [
+        (1.0, 1.0, 1.0),
+        (2.0, 4 * math.exp(-3), 8 * math.exp(-2)),
+        (0.5, math.exp(1.5) / 4, math.e / 8),
+        (2 / 3, 4 / 9 * math.e, 8 / 27 * math.exp(2 / 3)),
+        (1.5, 2.25 * math.exp(-1.5), 3.375 * math.exp(-1)),
+    ],
+)
+def test_gamma_weight_by_hand(ratio, positive, negative):
+    x, curr = torch.full((3,), math.log(ratio), dtype=torch.float64), torch.full((3,), -1.0, dtype=torch.float64)
+    found = F.gamma_weight(x, curr, torch.tensor([1.0, -1.0, 0.0], dtype=torch.float64), **GAMMA)
+    assert found.loss.tolist() == pytest.approx([positive, -negative, 0.0])
+    assert found.ratio.tolist() == pytest.approx([ratio] * 3)
+
+
+@pytest.mark.parametrize("x", [-1e4, -100.0, 39.0, 100.0, 1e4])
+def test_gamma_weight_vanishes_far_from_1(x):
+    for advantage in (2.0, -2.0):
+        curr = torch.full((1,), -1.0, requires_grad=True)
+        F.gamma_weight(torch.full((1,), x), curr, torch.full((1,), advantage), **GAMMA).loss.sum().backward()
+        assert curr.grad.abs().item() < 1e-30
+
+
+def test_quadratic_is_at_rest_where_the_log_ratio_is_the_advantage_by_beta():
+    curr = torch.tensor([0.5, -1.5, 0.0], dtype=torch.float64, requires_grad=True)
+    F.quadratic(curr, curr, torch.tensor([1.0, -3.0, 0.0], dtype=torch.float64), beta=2.0).loss.sum().backward()
+    assert curr.grad.tolist() == [0.0, 0.0, 0.0]
+
+
 def _detached(function: Any) -> Any:
     """Finite differences know no stop-gradient: hold the ratio at its value while log π moves."""
     return lambda curr: function(torch.tensor(LOG_RATIO, dtype=torch.float64), curr)
@@ -313,6 +348,10 @@ DIFFERENTIABLE = {
     "score_function": lambda x: F.score_function(x, ADVANTAGE).loss,
     "clipped_weight": _detached(lambda x, curr: F.clipped_weight(x, curr, ADVANTAGE, **CLIP).loss),
     "soft_gate": lambda x: F.soft_gate(x, ADVANTAGE, tau_pos=1.0, tau_neg=1.7).loss,
+    "unclipped": lambda x: F.unclipped(x, ADVANTAGE).loss,
+    "unclipped_penalty": lambda x: F.unclipped(x, ADVANTAGE, penalty=0.3).penalty,
+    "gamma_weight": _detached(lambda x, curr: F.gamma_weight(x, curr, ADVANTAGE, **GAMMA).loss),
+    "quadratic": lambda x: F.quadratic(x, x + 0.3, ADVANTAGE, beta=0.7).loss,
     "clip_log_ratio": lambda x: F.clip_log_ratio(x, ADVANTAGE, **CLIP),
     "geometric_mean": lambda x: F.geometric_mean(x.mean().expand_as(x), ADVANTAGE),
     "saturating_exp": F.saturating_exp,

@@ -35,7 +35,9 @@ def agree(config: dict[str, Any], batch: batches.Batch) -> oracle.Answer:
         warnings.simplefilter("error")
         loss_fn = build_loss(config)
     result = batches.evaluate(loss_fn, batch)
-    expected = oracle.evaluate(loss_fn.config, batch.curr, batch.data, batch.seqs, batch.toks, loss_fn.config.options)
+    expected = oracle.evaluate(
+        loss_fn.config, batch.curr, batch.data, batch.seqs, batch.toks, loss_fn.options.model_dump()
+    )
     assert expected.margin > 1e-5, "a decision lies within float32 rounding of its bound: choose other numbers"
     close = {"rtol": 1e-4, "atol": 1e-6}
     torch.testing.assert_close(result.loss.double(), torch.tensor(expected.loss).double(), **close)

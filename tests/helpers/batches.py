@@ -165,6 +165,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "gmpo": {"name": "gmpo"},
     "cispo": {"name": "cispo", "ratio_clip_max": 0.5},
     "sapo": {"name": "sapo", "options": {"tau_pos": 1.0, "tau_neg": 1.5}},
+    "dppo": {"name": "dppo", "ratio_anchor": "prev", "options": {"delta": 0.12, "delta_low": 0.07, "cap": 1.7}},
+    "ipo": {"name": "ipo", "ratio_anchor": "prev", "options": {"eps": 0.12, "kl_tau": 0.3}},
+    "vespo": {"name": "vespo", "ratio_anchor": "prev"},
+    "dro": {"name": "dro", "options": {"beta": 0.4}},
 }
 
 BUDGETS: dict[str, dict[str, Any]] = {

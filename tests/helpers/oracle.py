@@ -282,6 +282,7 @@ class _Evaluation:
                 coefficient = self.coefficient(i)
                 if keep:
                     total = total + coefficient * weight * loss
+                total = total + coefficient * token.get("penalty", 0.0)
                 if self.beta:
                     kl = self.kl(token)
                     answer.kl[i][token["t"]] = number(kl)
@@ -464,6 +465,10 @@ class _Evaluation:
             "gmpo": self.gmpo,
             "cispo": self.cispo,
             "sapo": self.sapo,
+            "dppo": self.dppo,
+            "ipo": self.ipo,
+            "vespo": self.vespo,
+            "dro": self.dro,
         }[name](row)
 
     def log_ratio(self, token: dict[str, Any]) -> torch.Tensor:
@@ -570,6 +575,48 @@ class _Evaluation:
             gate = 4 / tau / (1 + torch.exp(-tau * (ratio - 1)))
             self.report(token, ratio, ratio)
             out.append(-gate * token["adv"])
+        return out
+
+    def dppo(self, row) -> list[torch.Tensor]:
+        """2602.04879: REINFORCE under the ratio up to a cap; the mask is among the rules."""
+        out = []
+        for token in row:
+            ratio = exp(number(self.log_ratio(token)))
+            cap = self.options["cap"]
+            self.near(ratio, cap)
+            self.report(token, ratio, min(ratio, cap), int(ratio > cap))
+            out.append(-min(ratio, cap) * token["adv"] * token["curr"])
+        return out
+
+    def ipo(self, row) -> list[torch.Tensor]:
+        """prime-rl: the ratio times the advantage; the squared log-ratio of every trained token."""
+        out = []
+        for token in row:
+            ratio = self.exp(self.log_ratio(token))
+            self.report(token, ratio, ratio)
+            token["penalty"] = self.options["kl_tau"] * self.log_ratio(token) ** 2
+            out.append(-ratio * token["adv"])
+        return out
+
+    def vespo(self, row) -> list[torch.Tensor]:
+        """2602.10693: φ(W) = e^λ W^k e^(-λW) of the whole sequence's ratio."""
+        log_w = sum(number(self.log_ratio(token)) for token in row)
+        w, out = exp(log_w), []
+        for token in row:
+            sign = "pos" if token["adv"] >= 0 else "neg"
+            k, rate = self.options[f"k_{sign}"], self.options[f"lambda_{sign}"]
+            phi = math.exp(rate + k * log_w - rate * w)
+            self.report(token, w, w)
+            out.append(-phi * token["adv"] * token["curr"])
+        return out
+
+    def dro(self, row) -> list[torch.Tensor]:
+        """As in verl."""
+        out = []
+        for token in row:
+            x = self.log_ratio(token)
+            self.report(token, exp(number(x)), exp(number(x)))
+            out.append(-(token["adv"] * token["curr"] - self.options["beta"] / 2 * x**2))
         return out
 
     def kl(self, token) -> torch.Tensor:

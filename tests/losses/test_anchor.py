@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -157,3 +159,76 @@ def test_nemo_rls_switch_multiplies_nothing():
     # With a mask on the mismatch, Δ's weight is known, and reported as one that is not applied.
     masked = {**GEN, "masks": [MASKS["veto"]]}
     agree({**masked, "use_importance_sampling_correction": True}, batches.rollouts(6))
+
+
+AUDIT = {**GEN, "audit_fraction": 0.3}
+
+
+def audited(batch):
+    """Two rows scored, the others not; and in one of those a token that does not count."""
+    prev = torch.full_like(batch.data["prev_logprobs"], torch.nan)
+    prev[[0, 3]] = batch.data["prev_logprobs"][[0, 3]]
+    prev[3, 0] = torch.nan
+    return batch.with_data(prev_logprobs=prev)
+
+
+@pytest.mark.parametrize("form", ["padded", "packed"])
+def test_an_audit_is_of_the_rows_that_were_scored(form):
+    batch = batches.rollouts(1)
+    sample = audited(batch)
+    plain, loss = batches.evaluate(GEN, without_prev(batch)), build_loss(AUDIT)
+    if form == "padded":
+        result = batches.evaluate(loss, sample)
+        assert torch.equal(result.loss, plain.loss)
+        assert torch.equal(result.grad, plain.grad)
+        metrics = result.metrics
+    else:
+        logprobs, data, segments = packed_rows(sample)
+        metrics = loss.packed(logprobs, data, segments, batch.seqs, batch.toks)[1]
+    expected = dict.fromkeys(
+        ("tokens", "mismatch_abs_sum", "mismatch_k1_sum", "mismatch_k3_sum", "policy_abs_sum", "policy_k3_sum"), 0.0
+    )
+    for row in (0, 3):
+        for t in range(batch.curr.shape[1]):
+            if batch.data["token_mask"][row, t + 1] and batch.data["sample_mask"][row]:
+                prev, gen = (float(batch.data[f"{name}_logprobs"][row, t + 1]) for name in ("prev", "generation"))
+                x, d = prev - gen, float(batch.curr[row, t]) - prev
+                expected["tokens"] += 1
+                expected["mismatch_abs_sum"] += abs(x)
+                expected["mismatch_k1_sum"] -= x
+                expected["mismatch_k3_sum"] += math.exp(x) - 1 - x
+                expected["policy_abs_sum"] += abs(d)
+                expected["policy_k3_sum"] += math.exp(d) - 1 - d
+    found = {name.removeprefix("geomask/audit/"): value for name, value in metrics.items() if "/audit/" in name}
+    assert found == pytest.approx(expected, rel=1e-5)
+    assert set(metrics) - set(plain.metrics) == {f"geomask/audit/{name}" for name in expected}
+    kinds = loss.metric_normalizations
+    assert all(kinds[f"geomask/audit/{name}"].value == "none" for name in expected)
+
+
+def test_an_audit_adds_up_over_microbatches():
+    batch = audited(batches.rollouts(2))
+    whole = batches.evaluate(AUDIT, batch).metrics
+    parts = [batches.evaluate(AUDIT, batch.rows(part)).metrics for part in (slice(0, 2), slice(2, None))]
+    for name in (name for name in whole if "/audit/" in name):
+        assert sum(part[name] for part in parts) == pytest.approx(whole[name], rel=1e-5, abs=1e-6)
+
+
+def test_without_a_sample_nothing_is_said_of_one():
+    assert not {
+        name for name in batches.evaluate(AUDIT, without_prev(batches.rollouts(1))).metrics if "/audit/" in name
+    }
+
+
+@pytest.mark.parametrize(
+    ("settings", "found"),
+    [
+        ({"audit_fraction": 0.1}, "has all of them computed; set audit_fraction: 0"),
+        ({"audit_fraction": 0.1, "force_on_policy_ratio": True}, "leaves them out; set audit_fraction: 0"),
+        ({**AUDIT, "masks": [MASKS["veto"]]}, "has all of them computed; set audit_fraction: 0"),
+        ({**GEN, "audit_fraction": 1.5}, "audit_fraction"),
+    ],
+)
+def test_an_audit_of_what_is_known_is_an_error(settings, found):
+    with pytest.raises(ConfigError, match=found):
+        build_loss(settings)

@@ -38,6 +38,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "nll": {"positive_example_nll_weight": 0.1, "metrics": "nemo_rl"},
     "drop_token": {"name": "gspo", "nonfinite": "drop_token"},
     "anchored": {"name": "gspo", "ratio_anchor": "gen", "masks": [MASKS["opsm"]]},
+    "audited": {"ratio_anchor": "gen", "audit_fraction": 0.5},
     "anchored, with prev": {"ratio_anchor": "gen", "masks": [MASKS["icepop"]]},
 }
 

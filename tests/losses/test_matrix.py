@@ -26,7 +26,8 @@ from tests.helpers.from_logits import PADDED, TEMPERATURE, VOCAB, WIDTH, problem
 EVERYTHING = "GEOMASK_MATRIX" in os.environ
 WORLDS = list(itertools.product((1, 2, 4), repeat=2)) if EVERYTHING else [(4, 1), (2, 2), (1, 4)]
 
-OBJECTIVES = {"clipped_pg": {}, **{name: VARIANTS[name] for name in ("gspo", "gspo_token", "gmpo", "cispo", "sapo")}}
+NAMED = ("gspo", "gspo_token", "gmpo", "cispo", "sapo", "dppo", "ipo", "vespo", "dro")
+OBJECTIVES = {"clipped_pg": {}, **{name: VARIANTS[name] for name in NAMED}}
 LEVELS = {
     "uncorrected": {},
     **{

@@ -482,8 +482,24 @@ def test_masks_leave_the_kl_and_the_other_metrics_alone(name):
 ALL_GONE = [{"preset": "product", "max": 1e-6}, {"preset": "icepop", "max": 1e-6}]
 
 
+# Objectives with a gradient where the advantage is 0.
+PULLS = ("ipo", "dro")
+
+
 @pytest.mark.parametrize("mask", ALL_GONE, ids=str)
-@pytest.mark.parametrize("name", VARIANTS)
+def test_a_penalty_is_of_all_tokens_whatever_is_rejected(mask):
+    batch = batches.rollouts(1)
+    options = {"eps": 0.9, "kl_tau": 0.3}
+    for weighted in ({}, {"use_importance_sampling_correction": True}):
+        config = {"name": "ipo", "ratio_anchor": "prev", "options": options, **NO_KL, **weighted, "masks": [mask]}
+        result = batches.evaluate(config, batch)
+        x = batch.curr - batch.data["prev_logprobs"][:, 1:]
+        weight = batch.data["token_mask"][:, 1:] * batch.data["sample_mask"].unsqueeze(-1)
+        assert result.loss.item() == pytest.approx(0.3 * float((weight * x**2).sum()) / batch.toks, rel=1e-5)
+
+
+@pytest.mark.parametrize("mask", ALL_GONE, ids=str)
+@pytest.mark.parametrize("name", [name for name in VARIANTS if name not in PULLS])
 def test_all_rejected_is_an_exact_zero_surrogate(name, mask):
     batch = batches.rollouts(1)
     # The empty response stays, but has no token.

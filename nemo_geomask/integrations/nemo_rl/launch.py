@@ -58,5 +58,5 @@ def _build(arguments: Sequence[str]) -> None:
     if isinstance(settings, Mapping) and settings.get("name") is not None:
         with warnings.catch_warnings(action="ignore"):  # they come with the loss that trains
             config = build_loss(settings).config
-        if problems := () if config.knows_prev else tuple(readers_of_prev(recipe)):
+        if problems := tuple(readers_of_prev(recipe)) if config.skips_prev else ():
             raise ConfigError(*problems)

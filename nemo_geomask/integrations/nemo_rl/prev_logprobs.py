@@ -3,13 +3,17 @@
 For them and nothing else, NeMo-RL's trainers call ``Policy.get_logprobs`` (GRPO, asynchronous GRPO, PPO), or
 ``TQPolicy.get_logprobs_from_meta`` where the batch lies in the data plane (synchronous GRPO, single controller). Both
 are wrapped in the driver once a loss without need for them is built, and give NaN: what reads it all the same shows.
-The single controller, a process of its own, gets a policy of a subclass, as in :mod:`.before_step`.
+Under ``audit_fraction`` they score a sample of the sequences. The single controller, a process of its own, gets a
+policy of a subclass, as in :mod:`.before_step`.
 """
 
 from __future__ import annotations
 
 import functools
+import hashlib
 import inspect
+import math
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -33,45 +37,69 @@ def follow(loss: Any) -> None:
     """
     for mine in _patches:
         mine.undo()
-    _patches[:] = () if loss.config.knows_prev else _make()
+    _patches[:] = _make(loss.config.audit_fraction) if loss.config.skips_prev else ()
     patch.apply_all(_patches)
 
 
 _patches: list[patch.Patch] = []
 
 
-def _make() -> Iterator[patch.Patch]:
+def _make(fraction: float) -> Iterator[patch.Patch]:
     for uses, target in seams.targets(seams.PREV_LOGPROBS, otherwise="Set loss_fn.ratio_anchor: prev"):
         for name in uses.methods:
-            yield patch.attribute(target, name, _WRAP[name])
+            yield patch.attribute(target, name, functools.partial(_WRAP[name], fraction))
         if "get_logprobs_from_meta" in uses.methods:
-            yield patch.attribute(target, "__reduce_ex__", _sent)
+            yield patch.attribute(target, "__reduce_ex__", functools.partial(_sent, fraction))
 
 
-def _get_logprobs(original: Any) -> Any:
+_calls: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+
+
+def _audited(policy: Any, rows: int, fraction: float) -> list[int]:
+    """Rows to score, by a hash of the row and of the batch's number; as many as the workers divide."""
+    if not fraction:
+        return []
+    step = _calls[policy] = _calls.get(policy, 0) + 1
+    # What NeMo-RL's sharding and its microbatches divide by.
+    unit = policy.sharding_annotations.get_axis_size("data_parallel") * (policy.cfg.get("logprob_batch_size") or 1)
+    count = min(rows, math.ceil(fraction * rows / unit) * unit)
+    order = sorted(range(rows), key=lambda row: hashlib.blake2b(f"{step} {row}".encode()).digest())
+    return sorted(order[:count])
+
+
+def _get_logprobs(fraction: float, original: Any) -> Any:
     signature = inspect.signature(original)
 
     @functools.wraps(original)
     def get_logprobs(self: Any, *args: Any, **kwargs: Any) -> Any:
-        data = signature.bind(self, *args, **kwargs).arguments["data"]
-        return type(data)({"logprobs": torch.full(data["input_ids"].shape, torch.nan)})
+        given = signature.bind(self, *args, **kwargs)
+        data = given.arguments["data"]
+        logprobs = torch.full(data["input_ids"].shape, torch.nan)
+        if rows := _audited(self, logprobs.shape[0], fraction):
+            given.arguments["data"] = data.select_indices(rows)
+            logprobs[rows] = original(*given.args, **given.kwargs)["logprobs"].to(logprobs)
+        return type(data)({"logprobs": logprobs})
 
     return get_logprobs
 
 
-def _get_logprobs_from_meta(original: Any) -> Any:
+def _get_logprobs_from_meta(fraction: float, original: Any) -> Any:
     signature = inspect.signature(original)
 
     @functools.wraps(original)
     def get_logprobs_from_meta(self: Any, *args: Any, **kwargs: Any) -> None:
-        meta = signature.bind(self, *args, **kwargs).arguments["meta"]
+        given = signature.bind(self, *args, **kwargs)
+        meta = given.arguments["meta"]
         like = self.read_from_dataplane(meta, select_fields=["generation_logprobs"])["generation_logprobs"]
         self.write_to_dataplane(meta, fields={"prev_logprobs": torch.full(like.shape, torch.nan)})
+        if rows := _audited(self, like.shape[0], fraction):
+            given.arguments["meta"] = meta.subset(rows)
+            original(*given.args, **given.kwargs)
 
     return get_logprobs_from_meta
 
 
-def _mask_by_error(original: Any) -> Any:
+def _mask_by_error(fraction: float, original: Any) -> Any:
     signature = inspect.signature(original)
 
     @functools.wraps(original)
@@ -85,28 +113,28 @@ def _mask_by_error(original: Any) -> Any:
     return mask_by_error
 
 
-_WRAP: dict[str, Callable[[Any], Any]] = {
+_WRAP: dict[str, Callable[[float, Any], Any]] = {
     "get_logprobs": _get_logprobs,
     "get_logprobs_from_meta": _get_logprobs_from_meta,
     "compute_and_apply_seq_logprob_error_masking": _mask_by_error,
 }
 
 
-def _sent(original: Any) -> Any:
+def _sent(fraction: float, original: Any) -> Any:
     """``__reduce_ex__`` of a policy that the driver may send to another process."""
 
     @functools.wraps(original)
     def reduce_ex(self: Any, protocol: Any) -> Any:
         make, arguments, *state = original(self, protocol)
-        return _arrived, (make, arguments), *state
+        return _arrived, (make, arguments, fraction), *state
 
     return reduce_ex
 
 
-def _arrived(make: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+def _arrived(make: Callable[..., Any], arguments: tuple[Any, ...], fraction: float) -> Any:
     policy = make(*arguments)
     kind = type(policy)
     method = kind.get_logprobs_from_meta
     if not hasattr(method, "__wrapped__"):
-        policy.__class__ = patch.subclass(kind, {"get_logprobs_from_meta": _get_logprobs_from_meta(method)})
+        policy.__class__ = patch.subclass(kind, {"get_logprobs_from_meta": _get_logprobs_from_meta(fraction, method)})
     return policy

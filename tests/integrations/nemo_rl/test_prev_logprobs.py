@@ -3,6 +3,7 @@
 import pickle
 import sys
 import types
+from typing import ClassVar
 
 import pytest
 import torch
@@ -20,6 +21,8 @@ class Policy:
     """NeMo-RL's; counts forward passes."""
 
     forward = 0
+    cfg: ClassVar = {"logprob_batch_size": 1}
+    sharding_annotations = types.SimpleNamespace(get_axis_size=lambda axis: 2)
 
     def get_logprobs(self, data, timer=None):
         type(self).forward += 1
@@ -47,6 +50,9 @@ def methods(kind):
     return {name: value for name, value in vars(kind).items() if callable(value)}
 
 
+SHARED = {name: vars(Policy)[name] for name in ("forward", "cfg", "sharding_annotations")}
+
+
 def mask(train_data, rewards, seq_logprob_error_threshold):
     return "masked"
 
@@ -60,7 +66,7 @@ def nemo_rl(monkeypatch):
     modules["nemo_rl"].__version__ = "9.9"
     grpo, lm, tq = (modules[name] for name in ("nemo_rl.algorithms.grpo", *policies))
     grpo.compute_and_apply_seq_logprob_error_masking = mask
-    lm.Policy = type("Policy", (), {**methods(Policy), "forward": 0, "__module__": lm.__name__})
+    lm.Policy = type("Policy", (), {**methods(Policy), **SHARED, "__module__": lm.__name__})
     tq.TQPolicy = type("TQPolicy", (lm.Policy,), {**methods(TQPolicy), "__module__": tq.__name__})
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)
@@ -70,6 +76,9 @@ def nemo_rl(monkeypatch):
 
 class Data(dict):
     """NeMo-RL's batches have a class of their own."""
+
+    def select_indices(self, rows):
+        return Data({name: value[rows] for name, value in self.items()})
 
 
 def test_nothing_goes_forward(nemo_rl):
@@ -120,10 +129,68 @@ def test_a_threshold_on_what_is_not_there_is_an_error(nemo_rl):
 
     prev_logprobs.follow(build_loss(GEN))
     assert call(None) == "masked"
-    with pytest.raises(ConfigError, match=r"seq_logprob_error_threshold: 1.05 masks .* or set loss_fn.ratio_anchor"):
+    with pytest.raises(
+        ConfigError, match=r"seq_logprob_error_threshold: 1.05 masks .* or set loss_fn.audit_fraction: 1"
+    ):
         call(1.05)
     prev_logprobs.follow(build_loss({}))
     assert call(1.05) == "masked"
+
+
+def test_a_sample_is_scored(nemo_rl):
+    data = Data(rollouts(seed=1).data)  # 8 rows
+    scored = []
+    policy = nemo_rl.lm.Policy()
+    prev_logprobs.follow(build_loss({**GEN, "audit_fraction": 0.3}))
+    for _ in range(40):
+        found = policy.get_logprobs(data)["logprobs"]
+        rows = (~found.isnan()).all(dim=1)
+        assert (found[rows] == 0).all()
+        assert found[~rows].isnan().all()
+        scored.append(rows)
+    counts = torch.stack(scored).sum(dim=1)
+    assert counts.tolist() == [4] * 40  # 2.4 rows, in multiples of the data-parallel size
+    # Other rows at every step, each about as often as any other; and the same in another run.
+    assert all(10 < count < 30 for count in torch.stack(scored).sum(dim=0).tolist())
+    again = nemo_rl.lm.Policy()
+    assert torch.equal(~again.get_logprobs(data)["logprobs"][:, 0].isnan(), scored[0])
+    policy.cfg = {"logprob_batch_size": 4}
+    assert not policy.get_logprobs(data)["logprobs"].isnan().any()
+
+
+class Meta(list):
+    """NeMo-RL's keys of a batch in the data plane."""
+
+    def subset(self, rows):
+        return Meta(self[row] for row in rows)
+
+
+def test_a_sample_is_scored_in_the_data_plane(nemo_rl):
+    class Plane(nemo_rl.tq.TQPolicy):
+        def read_from_dataplane(self, meta, *, select_fields, pad_value_dict=None):
+            return {name: torch.stack([self.store[key][name] for key in meta]) for name in select_fields}
+
+        def write_to_dataplane(self, meta, fields):
+            for row, key in enumerate(meta):
+                self.store[key].update({name: value[row] for name, value in fields.items()})
+
+    def score(self, meta, micro_batch_size=None, timer=None):
+        for key in meta:
+            self.store[key]["prev_logprobs"] = torch.zeros(14)
+
+    nemo_rl.tq.TQPolicy.get_logprobs_from_meta = score
+    data = rollouts(seed=1).data
+    rows = {f"row {row}": {name: value[row] for name, value in data.items()} for row in range(8)}
+    prev_logprobs.follow(build_loss({**GEN, "audit_fraction": 0.5}))
+    Plane(rows).get_logprobs_from_meta(Meta(rows), timer=None)
+    scored = [key for key, row in rows.items() if not row["prev_logprobs"].isnan().any()]
+    assert len(scored) == 4
+    assert all(row["prev_logprobs"].isnan().all() for key, row in rows.items() if key not in scored)
+
+
+def test_all_of_them_are_scored_by_nemo_rl_itself(nemo_rl):
+    prev_logprobs.follow(build_loss({**GEN, "audit_fraction": 1.0}))
+    assert not in_force(nemo_rl.lm.Policy, "get_logprobs")
 
 
 def test_all_of_it_is_undone(nemo_rl):

@@ -187,6 +187,20 @@ def test_no_forward_pass_for_what_nothing_reads(recipe, tmp_path, trainer):
     assert all(math.isnan(value) for value in logged(tmp_path, "mean_seq_mult_prob_error"))
 
 
+@pytest.mark.parametrize("trainer", TRAINERS)
+def test_a_sample_is_audited(recipe, tmp_path, trainer):
+    anchored = ["++loss_fn.name=clipped_pg", "++loss_fn.ratio_anchor=gen", "++loss_fn.audit_fraction=0.25"]
+    corrected = ["loss_fn.use_importance_sampling_correction=true", "policy.logprob_batch_size=1"]
+    done = train(trainer, recipe, tmp_path, *anchored, *corrected)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+    scored = sum(line["rows"] for line in hosts.lines(tmp_path / "scored.jsonl"))
+    assert scored == 8  # a quarter of two batches of 16
+    # Six tokens a response.
+    assert logged(tmp_path, "geomask/audit/tokens") == [24.0, 24.0]
+    assert all(value > 0 for value in logged(tmp_path, "geomask/audit/mismatch_k3_sum"))
+    assert not logged(tmp_path, "geomask/mismatch_k3")
+
+
 def test_a_mask_on_the_mismatch_has_them_computed(recipe, tmp_path):
     anchored = [word for word in GSPO if "is_correction_level" not in word]
     check(train("sync", recipe, tmp_path, *anchored, "++loss_fn.ratio_anchor=gen"), tmp_path)
