@@ -44,6 +44,7 @@ class Rule:
     when: str
     share: float | None = None
     mean: float | None = None
+    cppo: Any = None
 
     @property
     def by_token(self) -> bool:
@@ -61,6 +62,9 @@ def rules(masks: Any) -> list[Rule]:
         preset = getattr(mask, "preset", None)
         if preset == "opsm":
             rule = ("opsm", mask.log_ratio, "sequence_mean", "ratio", -mask.delta, math.inf, "negative_advantage")
+        elif preset == "cppo":
+            bounds = (-(mask.delta_low or mask.delta), mask.delta, "pushing", None, None, mask)
+            rule = ("cppo", mask.log_ratio, "prefix_excess", "prob_diff", *bounds)
         elif preset in ("dppo_tv", "dppo_kl"):
             statistic = {"dppo_tv": "prob_diff", "dppo_kl": "binary_kl"}[preset]
             low = -(mask.delta_low or mask.delta)
@@ -401,8 +405,26 @@ class _Evaluation:
             return values
         if rule.level.startswith("sequence"):
             return [mean(values) if rule.level == "sequence_mean" else sum(values)]
+        if rule.cppo is not None:
+            return self.excess(rule.cppo, values)
         pool = {"prefix_sum": sum, "prefix_mean": mean, "prefix_min": min, "prefix_max": max}[rule.level]
         return [pool(values[: k + 1]) for k in range(len(values))]
+
+    def excess(self, cppo: Any, distances: list[float]) -> list[float]:
+        """2606.10968: each token's share of the trust region and what its prefix has used of it."""
+        count = len(distances)
+        ordered = sorted(abs(distance) for distance in distances)
+        at = cppo.budget_quantile * (count - 1)
+        low, high = ordered[math.floor(at)], ordered[math.ceil(at)]
+        usual = low + (at - math.floor(at)) * (high - low)
+        budget = min(max(cppo.budget_scale * usual, cppo.budget_min), 5 * cppo.budget_min)
+        found, used, weights = [], 0.0, 0.0
+        for t, distance in enumerate(distances, start=1):
+            weight = cppo.weight_min + (1 - cppo.weight_min) * ((count - t) / (count - 1) if count > 1 else 1.0)
+            used += weight * abs(distance)
+            found.append(math.copysign(max(weight * abs(distance), used - budget * weights), distance))
+            weights += weight
+        return found
 
     def spend(self, rule: Rule) -> Rule:
         """The rule with the bound that its budget allows: the largest go, one after another, equal ones together."""
