@@ -60,9 +60,14 @@ def kept_fraction(rule: MaskRule, kl: float, tokens: int) -> float | None:
     """Expected share that a mask keeps, of tokens or of sequences of ``tokens`` tokens.
 
     A mask on ``total`` is taken as on the mismatch alone: what staleness adds removes more. None for what says nothing
-    of the mismatch (``policy``) or depends on more than the log-ratios.
+    of the mismatch (``policy``), depends on more than the log-ratios, or sets its bound by the batch.
     """
-    if rule.log_ratio == "policy" or rule.when == "pushing" or rule.statistic not in ("ratio", "k2", "k3"):
+    if (
+        rule.budgeted
+        or rule.log_ratio == "policy"
+        or rule.when == "pushing"
+        or rule.statistic not in ("ratio", "k2", "k3")
+    ):
         return None
     if rule.level in ("token", "sequence_max"):
         one = sum(_normal(low, high, -kl, 2 * kl) for low, high in _log_ratios(rule))

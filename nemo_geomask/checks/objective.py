@@ -109,6 +109,7 @@ _POOLED = {
     "prefix_mean": "mean_{{s≤t}} {}",
     "prefix_min": "min_{{s≤t}} {}",
     "prefix_max": "max_{{s≤t}} {}",
+    "prefix_excess": "max(w_t·|{0}|, Σ_{{s≤t}} w_s·|{0}| − b·Σ_{{s<t}} w_s)",
 }
 _STATISTIC = {
     "ratio": "x_t",
@@ -208,6 +209,7 @@ def _dropped(rule: MaskRule) -> str:
         "prefix_mean": f"tokens up to which the {whose} {kind} has {'a geometric' if ratio else 'a'} mean that",
         "prefix_min": f"tokens up to which the smallest {whose} {kind}",
         "prefix_max": f"tokens up to which the largest {whose} {kind}",
+        "prefix_excess": f"tokens whose weighted {whose} {kind}, or their prefix's beyond its budget,",
     }[rule.level]
     if rule.budgeted:
         until = f"until the mean size of the batch's rest is at most {number(rule.until_mean or 0)}"

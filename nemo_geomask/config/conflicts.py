@@ -227,14 +227,11 @@ def _correction(settings: LossSettings) -> Iterator[Conflict]:
 
 def _rest(settings: LossSettings) -> Iterator[Conflict]:
     gradient = settings.reference_policy_kl_gradient
-    if gradient is not None and settings.kl_coefficient == 0:
-        why = "use_kl_in_reward" if settings.use_kl_in_reward else "reference_policy_kl_penalty"
+    if gradient is not None and settings.use_kl_in_reward:
         yield Conflict(
-            ("reference_policy_kl_gradient", why),
-            f"reference_policy_kl_gradient: {gradient} has no effect without a KL term ({why}: "
-            f"{as_yaml(getattr(settings, why))}); "
-            + ("set it to false" if settings.use_kl_in_reward else "give a penalty")
-            + ", or remove reference_policy_kl_gradient",
+            ("reference_policy_kl_gradient", "use_kl_in_reward"),
+            f"reference_policy_kl_gradient: {gradient} has no effect without a KL term (use_kl_in_reward: true); set "
+            "that to false, or remove reference_policy_kl_gradient",
         )
     if settings.reference_policy_kl_type == "k4" and settings.use_kl_in_reward:
         yield Conflict(

@@ -29,17 +29,28 @@ SIGNED = ("prob_diff", "binary_kl", "binary_kl_reverse", "binary_kl_max")
 
 
 @dataclass(frozen=True)
+class Allowance:
+    """How far a prefix may drift, of level ``prefix_excess``: see :class:`Cppo`."""
+
+    weight_min: float
+    budget_min: float
+    quantile: float
+    scale: float
+
+
+@dataclass(frozen=True)
 class MaskRule:
     """A rule in the form that the loss evaluates; ``low`` and ``high`` are in the units of the pooled statistic
     (logarithms for ``ratio``)."""
 
     label: str
     log_ratio: LogRatio
-    level: Level
+    level: Level | Literal["prefix_excess"]
     statistic: Statistic
     low: float
     high: float
     when: When
+    allowance: Allowance | None = None
     drop_at_most: float | None = None
     until_mean: float | None = None
 
@@ -203,6 +214,28 @@ class DppoKl(_Dppo):
     distance = "binary_kl"
 
 
+class Cppo(DppoTv):
+    """Drop tokens where the update pushes the probability further off by more than what is left to the prefix.
+
+    As dppo_tv, with differences that weigh less the later the token, and with a budget of the prefix: a token goes
+    where its weighted difference exceeds delta, or where the prefix's sum of them exceeds delta and what each earlier
+    token brings along. arXiv:2606.10968.
+    """
+
+    preset: Literal["cppo"]  # type: ignore[assignment]
+    weight_min: float = Field(default=0.8, gt=0, le=1, description="Weight of the last token; that of the first is 1.")
+    budget_min: float = Field(default=0.02, gt=0, description="Least that a token brings; five times it is the most.")
+    budget_quantile: float = Field(
+        default=0.9, ge=0, le=1, description="What it brings is this quantile of the response's own differences…"
+    )
+    budget_scale: float = Field(default=1.0, gt=0, description="…times this.")
+
+    def rule(self) -> MaskRule:
+        """The raw rule, of a level that has no raw form."""
+        allowance = Allowance(self.weight_min, self.budget_min, self.budget_quantile, self.budget_scale)
+        return replace(super().rule(), level="prefix_excess", allowance=allowance)
+
+
 class KPop(_Bounds):
     """Keep tokens whose binary KLs between training and generation engine, both ways, are at most max. prime-rl."""
 
@@ -323,6 +356,7 @@ PRESETS = {
     "trust_region": TrustRegion,
     "dppo_tv": DppoTv,
     "dppo_kl": DppoKl,
+    "cppo": Cppo,
     "kpop": KPop,
     "m2po": M2po,
 }
@@ -342,6 +376,7 @@ MaskSpec = Annotated[
     | Annotated[TrustRegion, Tag("preset:trust_region")]
     | Annotated[DppoTv, Tag("preset:dppo_tv")]
     | Annotated[DppoKl, Tag("preset:dppo_kl")]
+    | Annotated[Cppo, Tag("preset:cppo")]
     | Annotated[KPop, Tag("preset:kpop")]
     | Annotated[M2po, Tag("preset:m2po")]
     | Annotated[RawMask, Tag("preset:raw")],

@@ -41,7 +41,9 @@ def as_yaml(value: Any) -> str:
 def nearest(name: str, known: Iterable[str]) -> str | None:
     """The known name most like ``name``, whatever its capitals and dashes, or None when nothing is close."""
     spelt = {_bare(other): other for other in known}
-    matches = difflib.get_close_matches(_bare(name), spelt, n=1, cutoff=0.6)
+    matches = difflib.get_close_matches(_bare(name), spelt, n=3, cutoff=0.6)
+    # What it is the beginning of, before what only looks like it: dppo is dppo_tv and not cppo.
+    matches.sort(key=lambda other: not other.startswith(_bare(name)))
     return spelt[matches[0]] if matches else None
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from nemo_geomask.functional.budgets import bound_by_mean, bound_by_share
 from nemo_geomask.functional.entry import check_choice, check_layout
 from nemo_geomask.functional.kl import KLEstimator, kl_estimate, kl_penalty
+from nemo_geomask.functional.prefix import position_weights
 from nemo_geomask.functional.ratios import (
     LOG_RATIO_LIMIT,
     BinaryStatistic,
@@ -62,6 +63,7 @@ __all__ = [
     "kl_penalty",
     "log_bound",
     "outside",
+    "position_weights",
     "quadratic",
     "saturated",
     "saturating_exp",

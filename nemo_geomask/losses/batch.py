@@ -27,10 +27,11 @@ KEYS = {
     "ref": "reference_policy_logprobs",
     "unfiltered": "curr_logprobs_unfiltered",
     "rewards": "rewards",
+    "seen_ref": "reference_policy_logprobs",
     "audited": "prev_logprobs",
 }
 """NeMo-RL's keys of what a loss may read beside its masks."""
-_OPTIONAL = ("unfiltered", "rewards", "audited")
+_OPTIONAL = ("unfiltered", "rewards", "seen_ref", "audited")
 _UNFILTERED = KEYS["unfiltered"]
 
 
@@ -65,6 +66,7 @@ class TokenBatch(NamedTuple):
     gen: Tensor  # log μ
     mismatch: Tensor  # prev − gen: train engine against generation engine
     ref: Tensor | None  # log π_ref; None without a KL term
+    seen_ref: Tensor | None  # the same for metrics alone, also without one: curr_kl where it is not finite
     advantages: Tensor  # A
     rewards: Tensor | None  # [S]
     audited: Tensor | None  # log π_old of the tokens of a sample, NaN elsewhere; None where there is none
@@ -88,12 +90,14 @@ class TokenBatch(NamedTuple):
 
 
 def keys_read(config: LossConfig) -> tuple[str, ...]:
-    """Names of :data:`KEYS` that a configuration needs or, of the last three, uses where they are given."""
+    """Names of :data:`KEYS` that a configuration needs or, of the last four, uses where they are given."""
     names = ["advantages", "gen"]
     if config.needs_prev:
         names.append("prev")
     if config.kl_coefficient:
         names += ["ref", "unfiltered"]
+    elif config.metrics == "full":
+        names.append("seen_ref")
     if config.positive_example_nll_weight:
         names.append("rewards")
     if config.audit_fraction:
@@ -188,7 +192,7 @@ def read(raw: Raw, segments: Segments, anchor: Literal["prev", "gen"] = "prev") 
     curr = raw.curr.float()
     token_mask, sample_mask = raw.token_mask.float(), raw.sample_mask.float()
     given = {name: value.float() for name, value in raw.others.items() if name not in _OPTIONAL}
-    unfiltered, rewards = raw.others.get("unfiltered"), raw.others.get("rewards")
+    unfiltered, rewards, seen, audited = (raw.others.get(name) for name in _OPTIONAL)
     weight = token_mask * segments.spread(sample_mask)
     declared = torch.sign(weight)
     together = curr.detach()
@@ -199,17 +203,22 @@ def read(raw: Raw, segments: Segments, anchor: Literal["prev", "gen"] = "prev") 
     clean = {name: select(value) for name, value in given.items()}
     curr = select(curr)
     prev = clean.get("prev", curr.detach())
+    curr_kl = curr if unfiltered is None else select(unfiltered.float())
+    seen_ref = clean.get("ref")
+    if seen is not None:
+        seen_ref = torch.where(where_finite(trains, seen.float()) != 0, seen.float(), curr_kl.detach())
     batch = TokenBatch(
         curr=curr,
-        curr_kl=curr if unfiltered is None else select(unfiltered.float()),
+        curr_kl=curr_kl,
         log_ratio=curr - (clean["gen"] if anchor == "gen" else prev),
         prev=prev,
         gen=clean["gen"],
         mismatch=prev - clean["gen"],
         ref=clean.get("ref"),
+        seen_ref=seen_ref,
         advantages=clean["advantages"],
         rewards=None if rewards is None else rewards.float(),
-        audited=raw.others["audited"].float() if "audited" in raw.others else None,
+        audited=None if audited is None else audited.float(),
         token_mask=token_mask,
         sample_mask=sample_mask,
         trains=trains,

@@ -85,7 +85,7 @@ def evaluate(
     metrics.add(reports)
     found = seen.sums.__getitem__ if variant.pooled_by == "sum" else seen.mean
     surrogate = variant.surrogate(inputs, {name: segments.spread(found(f"variant.{name}")) for name in pooled})
-    metrics.add(report_surrogate(surrogate, batch, seen, full=full))
+    metrics.add(report_surrogate(surrogate, batch, seen, full=full, by_sequence=bool(pooled)))
 
     coefficient = F.token_coefficients(
         config.normalization,
@@ -118,7 +118,9 @@ def evaluate(
             Metric(("kl_penalty",), "part", lambda: zero if kl is None else kl, own),
             Metric(("positive_nll_loss",), "part", lambda: zero if nll is None else nll, "none" if local else own),
             *report_audit(batch, seen),
-            *report_batch(batch, config.reference_policy_kl_type, knows_prev=config.knows_prev),
+            *report_batch(
+                batch, seen, config.reference_policy_kl_type, knows_prev=config.knows_prev, global_seqs=global_seqs
+            ),
         ]
     )
     return metrics.whole(loss, global_seqs, global_toks)

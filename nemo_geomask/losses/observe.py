@@ -70,10 +70,10 @@ def rule_statistics(
         "prefix_max": prefix.highest,
     }
     for rule in rules:
-        if rule.level != "token":
-            of_level.get(rule.level, sums)[rule_key(rule)] = token_values(batch, rule)
-        if rule.level == "prefix_mean":
+        if rule.level in ("prefix_mean", "prefix_excess"):
             prefix.sums["count"] = torch.ones_like(batch.trains)
+        if rule.level not in ("token", "prefix_excess"):
+            of_level.get(rule.level, sums)[rule_key(rule)] = token_values(batch, rule)
         if not rule.by_token and rule.when != "always":
             sums["advantages"] = batch.advantages
     return sums, extremes, prefix
@@ -106,7 +106,7 @@ def observe(
     wanted = {"declared": token_mask} if declared else {}
     if nonfinite == "drop_sequence":
         wanted["bad"] = batch.bad
-    if sums or extremes or count:
+    if sums or extremes or count or "count" in prefix.sums:
         mask = token_mask * batch.trains
         wanted |= {"count": mask, **{f"sum {name}": value * mask for name, value in sums.items()}}
     none = batch.trains == 0 if extremes or any(prefix) else batch.trains

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
+import torch
 from torch import Tensor
 
+from nemo_geomask import functional as F
 from nemo_geomask.config import MaskRule
+from nemo_geomask.config.masks import Allowance
 from nemo_geomask.losses.batch import TokenBatch
 from nemo_geomask.losses.observe import Observed, rule_key, token_values
 from nemo_geomask.metrics import Metric, Over
@@ -53,7 +56,10 @@ def rule_values(rule: MaskRule, batch: TokenBatch, seen: Observed) -> tuple[Tens
     or [S]."""
     key = rule_key(rule)
     if rule.by_token:
-        values = _prefix(seen.prefix, key, rule.level) if rule.prefix else token_values(batch, rule)
+        if rule.allowance is not None:
+            values = _excess(rule, rule.allowance, batch, seen)
+        else:
+            values = _prefix(seen.prefix, key, rule.level) if rule.prefix else token_values(batch, rule)
         return values, values, seen.trains != 0
     if rule.level == "sequence_max":
         return seen.lowest[key], seen.highest[key], ~seen.empty
@@ -86,3 +92,23 @@ def _prefix(prefix: Pooled, key: str, level: str) -> Tensor:
         return prefix.highest[key].float()
     total = prefix.sums[key]
     return (total / prefix.sums["count"].clamp(min=1.0) if level == "prefix_mean" else total).float()
+
+
+def _excess(rule: MaskRule, allowance: Allowance, batch: TokenBatch, seen: Observed) -> Tensor:
+    r"""How far a token's weighted distance or that of its prefix, less the budget of the tokens before, goes; float32.
+
+    .. math:: v_t = \mathrm{sgn}(p_t - q_t)\,\max\Bigl(Z_t,\ \sum_{s \le t} Z_s - b\,W_{t-1}\Bigr), \qquad
+        Z_t = w_t\,|p_t - q_t|, \qquad b = \mathrm{clamp}(\kappa\,Q_\beta(|p - q|),\ b_{min},\ 5\,b_{min})
+
+    Staying within δ is CPPO's :math:`Z_t \le \min(\delta,\ \delta + b\,W_{t-1} - S_{t-1})`. Stages of its own: the
+    response's length and quantile come first.
+    """
+    segments, distance = batch.segments, token_values(batch, rule)
+    size = torch.where(seen.trains == 0, 0.0, distance.abs())
+    usual = segments.quantile(size, seen.trains, allowance.quantile)
+    budget = (allowance.scale * usual).clamp(allowance.budget_min, 5 * allowance.budget_min)
+    length = segments.spread(seen.tokens).double()
+    weight, before = F.position_weights(seen.prefix.sums["count"], length, allowance.weight_min)
+    weighted = weight * size
+    drift = segments.prefixes({"": weighted})[""] - segments.spread(budget) * before
+    return (torch.sign(distance) * torch.maximum(weighted, drift)).float()

@@ -13,17 +13,26 @@ from nemo_geomask.losses.batch import TokenBatch
 from nemo_geomask.losses.observe import Observed
 from nemo_geomask.metrics import Metric
 
-__all__ = ["report_audit", "report_batch", "report_surrogate"]
+__all__ = ["TAIL", "report_audit", "report_batch", "report_surrogate"]
+
+TAIL = (0.01, 0.1, 1.0)
+"""Sizes of a token's mismatch, nats. The share beyond each adds up over microbatches and ranks; a quantile does not."""
 
 
-def report_surrogate(surrogate: F.Surrogate, batch: TokenBatch, seen: Observed, *, full: bool) -> list[Metric]:
-    """Ratios before and after clipping and, if ``full``, where the clip decided."""
+def report_surrogate(
+    surrogate: F.Surrogate, batch: TokenBatch, seen: Observed, *, full: bool, by_sequence: bool
+) -> list[Metric]:
+    """Ratios before and after clipping and, if ``full``, where the clip decided, and the tokens' own ratios where the
+    surrogate takes them ``by_sequence``."""
     beyond = seen.trains.reciprocal() - 1  # 0 where a token trains, else infinite
     ratios = {"probs_ratio": surrogate.ratio, "probs_ratio_clamped": surrogate.ratio_clamped}
     if surrogate.ratio is surrogate.ratio_clamped:
         reports = _ratio(tuple(ratios), surrogate.ratio.detach(), beyond)
     else:
         reports = [metric for name, ratio in ratios.items() for metric in _ratio((name,), ratio.detach(), beyond)]
+    if full and by_sequence:
+        # No extrema: NeMo-RL's loops know those of its own names, and add up all others.
+        reports.append(Metric(("geomask/token_ratio",), "tokens", lambda: F.saturating_exp(batch.log_ratio.detach())))
     if full:
         low, high = surrogate.clips()
         reports += [
@@ -70,7 +79,9 @@ def report_audit(batch: TokenBatch, seen: Observed) -> list[Metric]:
     ]
 
 
-def report_batch(batch: TokenBatch, kl_type: F.KLEstimator, *, knows_prev: bool) -> list[Metric]:
+def report_batch(
+    batch: TokenBatch, seen: Observed, kl_type: F.KLEstimator, *, knows_prev: bool, global_seqs: Tensor
+) -> list[Metric]:
     r"""Train/generation mismatch, staleness and entropy.
 
     With Δ = prev − gen and tokens sampled from μ: ``gen_kl_error`` estimates KL(μ ‖ π_old) by NeMo-RL's
@@ -108,7 +119,12 @@ def report_batch(batch: TokenBatch, kl_type: F.KLEstimator, *, knows_prev: bool)
     of_policy = [
         Metric(("geomask/policy_abs",), "tokens", policy.abs),
         Metric(("geomask/policy_k3",), "tokens", lambda: F.token_statistic(policy, "k3")),
+        Metric(("geomask/total_abs",), "tokens", total.abs),
+        Metric(("geomask/total_k1",), "tokens", lambda: total, unit=-1.0),
+        Metric(("geomask/total_k3",), "tokens", lambda: F.token_statistic(total, "k3")),
     ]
+    reference = batch.seen_ref
+    of_reference = [] if reference is None else _reference(seen, batch.curr_kl.detach() - reference, global_seqs)
     return [
         *reports,
         Metric(("token_mult_prob_error",), "tokens", lambda: 1 + up),
@@ -117,5 +133,27 @@ def report_batch(batch: TokenBatch, kl_type: F.KLEstimator, *, knows_prev: bool)
         Metric(("approx_entropy",), "tokens", lambda: F.saturating_exp(total) * curr, unit=-1.0),
         Metric((f"{own}_abs",), "tokens", lambda: size),
         Metric((f"{own}_k1",), "tokens", lambda: mismatch, unit=-1.0),
+        *(Metric((f"{own}_above_{bound:g}",), "tokens", (size > bound).float) for bound in TAIL),
         *(of_policy if knows_prev else ()),
+        *of_reference,
+        *_impossible(batch, seen),
+    ]
+
+
+def _reference(seen: Observed, log_ratio: Tensor, global_seqs: Tensor) -> list[Metric]:
+    """KL(π ‖ π_ref) of x = curr − ref, for tokens sampled from near π: k1 x, k3 e^−x − 1 + x."""
+    each = F.inverse_count(global_seqs)
+    return [
+        Metric(("geomask/reference_k1",), "tokens", lambda: log_ratio),
+        Metric(("geomask/reference_k3",), "tokens", lambda: F.token_statistic(-log_ratio, "k3")),
+        Metric(("geomask/reference_k1_sequence",), "part", lambda: each * (log_ratio * seen.weight).sum(), "sequences"),
+    ]
+
+
+def _impossible(batch: TokenBatch, seen: Observed) -> list[Metric]:
+    """Log-probs that a bug must have made where there are many: above 0, or exactly 0."""
+    highest = torch.maximum(torch.maximum(batch.gen, batch.prev), batch.curr.detach())
+    return [
+        Metric(("geomask/positive_logprobs",), "part", lambda: ((highest > 1e-3) * seen.trains).sum()),
+        Metric(("geomask/zero_gen_logprobs",), "tokens", (batch.gen == 0).float),
     ]

@@ -95,6 +95,42 @@ class Segments(ABC):
         """Maximum of a token tensor over each sequence: [S], without gradient; -inf for a sequence without tokens."""
         return self.pool({}, highest={"": values}).highest[""]
 
+    def prefixes(self, sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Sums of token tensors over each token's prefix, as :meth:`prefix`, with a collective of their own."""
+        prefix = self.prefix(sums)
+        return self.whole_prefix(prefix, self.pool(*prefix.parts)).sums
+
+    def quantile(self, values: Tensor, counted: Tensor, share: float) -> Tensor:
+        """Of each sequence's values that count, exactly as ``torch.quantile`` interpolates them: [S], float64.
+
+        Found bit by bit from counts, three at a time, so that under context parallelism no value crosses ranks but the
+        two that are interpolated: 13 collectives of at most [8, S].
+
+        Args:
+            values: token layout, float32, at least 0.
+            counted: token layout, 1 or 0.
+            share: from 0 to 1.
+
+        Returns: the quantile; 0 for a sequence without a value.
+        """
+        # Floats of one sign are ordered as their bits are.
+        bits, none = (values + 0.0).view(torch.int32).long(), counted == 0
+        number = self.sum(counted.double())
+        rank = (number - 1.0).clamp(min=0.0) * share
+        base = torch.zeros_like(number, dtype=torch.int64)
+        for shift in range(30, -1, -3):
+            steps = {str(step): base + (step << shift) for step in range(1, 8)}
+            below = self.pool({name: counted * (bits < self.spread(step)) for name, step in steps.items()}).sums
+            # As many steps up as leave no more than the rank's values below.
+            base = base + (torch.stack(list(below.values())) <= rank.floor()).sum(dim=0) * (1 << shift)
+        beyond = none | (bits <= self.spread(base))
+        found = self.pool({"": counted * (bits <= self.spread(base))}, {"": torch.where(beyond, torch.inf, values)})
+        low = base.int().view(torch.float32).double()
+        high = torch.where(found.sums[""] > rank.floor() + 1.0, low, found.lowest[""].double())
+        # The last value has none above it, and the fraction is 0.
+        high = torch.where(high.isinf(), low, high)
+        return torch.where(number == 0, 0.0, low + (rank - rank.floor()) * (high - low))
+
     def whole(self, value: Tensor, rest: Tensor, *, sums: int, lowest: int) -> tuple[Tensor, Tensor]:
         """This rank's part of a total and its totals, minima and maxima as those over all ranks' tokens.
 

@@ -796,6 +796,8 @@ class TestExpectation:
             {"level": "prefix_sum"},
         ):
             assert share(**other) is None
+        (m2po,) = LossConfig(masks=[{"preset": "m2po", "tau": 0.04}]).mask_rules
+        assert kept_fraction(m2po, 1e-3, 100) is None
 
     @pytest.mark.parametrize(("kl", "tokens"), [(1e-3, 500), (1e-3, 4000), (2e-2, 100)])
     def test_weight(self, kl, tokens):

@@ -203,8 +203,8 @@ def test_bad_value_names_the_key_and_the_way_out(settings, expected):
         ),
         ({"is_correction_level": "sequence"}, ["is_correction_level", "use_importance_sampling_correction"]),
         (
-            {"reference_policy_kl_gradient": "k2", "reference_policy_kl_penalty": 0.0},
-            ["reference_policy_kl_gradient", "reference_policy_kl_penalty"],
+            {"reference_policy_kl_gradient": "k2", "use_kl_in_reward": True},
+            ["reference_policy_kl_gradient", "use_kl_in_reward"],
         ),
         (
             {"positive_example_nll_normalization": "loss"},

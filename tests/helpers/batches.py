@@ -194,8 +194,9 @@ MASKS: dict[str, dict[str, Any]] = {
     "dppo_tv": {"preset": "dppo_tv", "delta": 0.1, "delta_low": 0.05},
     "dppo_kl": {"preset": "dppo_kl", "delta": 0.02, "log_ratio": "policy"},
     "kpop": {"preset": "kpop", "max": 0.01},
+    "cppo": {"preset": "cppo", "delta": 0.12, "delta_low": 0.08, "budget_min": 0.01},
     "prefix_sum": {"log_ratio": "total", "level": "prefix_sum", "min": 0.3, "max": 3.0, "when": "pushing"},
     "prefix_mean": {"log_ratio": "mismatch", "level": "prefix_mean", "min": 0.8, "max": 1.3},
-    "prefix_min": {"log_ratio": "total", "level": "prefix_min", "min": 0.4, "when": "negative_advantage"},
-    "prefix_max": {"log_ratio": "policy", "level": "prefix_max", "statistic": "prob_diff", "max": 0.05},
+    "prefix_lowest": {"log_ratio": "total", "level": "prefix_min", "min": 0.4, "when": "negative_advantage"},
+    "prefix_highest": {"log_ratio": "policy", "level": "prefix_max", "statistic": "prob_diff", "max": 0.05},
 }

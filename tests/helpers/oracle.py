@@ -44,6 +44,7 @@ class Rule:
     when: str
     share: float | None = None
     mean: float | None = None
+    cppo: Any = None
 
     @property
     def by_token(self) -> bool:
@@ -61,6 +62,9 @@ def rules(masks: Any) -> list[Rule]:
         preset = getattr(mask, "preset", None)
         if preset == "opsm":
             rule = ("opsm", mask.log_ratio, "sequence_mean", "ratio", -mask.delta, math.inf, "negative_advantage")
+        elif preset == "cppo":
+            bounds = (-(mask.delta_low or mask.delta), mask.delta, "pushing", None, None, mask)
+            rule = ("cppo", mask.log_ratio, "prefix_excess", "prob_diff", *bounds)
         elif preset in ("dppo_tv", "dppo_kl"):
             statistic = {"dppo_tv": "prob_diff", "dppo_kl": "binary_kl"}[preset]
             low = -(mask.delta_low or mask.delta)
@@ -152,6 +156,10 @@ class _Evaluation:
         self.reads_prev = not config.force_on_policy_ratio and bool(self.anchor == "prev" or asked)
         self.knows_prev = self.reads_prev or config.force_on_policy_ratio
         self.level = config.is_correction_level or ("sequence" if config.sequence_level_importance_ratios else "token")
+        # Pools over sequences before the surrogate, so the tokens' own ratios are reported beside.
+        self.by_sequence = config.name in ("gspo", "gspo_token", "gmpo", "vespo") or (
+            config.name == "clipped_pg" and config.sequence_level_importance_ratios
+        )
         self.truncation = config.truncated_importance_sampling_type
         if config.truncated_importance_sampling_ratio is None:
             self.truncation = None
@@ -169,7 +177,8 @@ class _Evaluation:
         columns = {"gen": "generation_logprobs", "adv": "advantages"}
         if self.reads_prev:
             columns["prev"] = "prev_logprobs"
-        if self.beta:
+        self.sees_ref = "reference_policy_logprobs" in data
+        if self.sees_ref:
             columns["ref"] = "reference_policy_logprobs"
         unfiltered = data.get("curr_logprobs_unfiltered") if self.beta else None
         self.sample = [number(value) for value in data["sample_mask"]]
@@ -178,7 +187,8 @@ class _Evaluation:
             self.rewards = [number(value) for value in data["rewards"]]
         self.tokens: list[list[dict[str, Any]]] = []
         self.declared: list[int] = []  # n_i, before anything is dropped
-        names = ("curr", "advantages", *(name for name in ("gen", "prev", "ref") if name in columns))
+        names = ("curr", "advantages", *(name for name in ("gen", "prev") if name in columns))
+        names += ("ref",) if self.beta else ()
         bad = dict.fromkeys(names, 0)
         dropped = 0
         for i in range(self.rows):
@@ -249,8 +259,12 @@ class _Evaluation:
             names.append("sampling_importance_ratio")
             own += ["weight_raw_mean", "weight_raw_sq", "weight_mean", "weight_sq", "saturated_weight"]
             own += ["mismatch_abs", "mismatch_k1", "mismatch_k3", "policy_abs", "policy_k3"]
-        else:
-            own += ["total_abs", "total_k1", "total_k3"]
+        own += ["total_abs", "total_k1", "total_k3", "positive_logprobs", "zero_gen_logprobs"]
+        own += [f"{'mismatch' if self.knows_prev else 'total'}_above_{bound}" for bound in ("0.01", "0.1", "1")]
+        if self.sees_ref:
+            own += ["reference_k1", "reference_k3", "reference_k1_sequence"]
+        if self.by_sequence:
+            own.append("token_ratio")
         if self.c.ratio_clip_c is not None:
             own.append("dual_clip_fraction")
         for rule in self.rules:
@@ -391,8 +405,26 @@ class _Evaluation:
             return values
         if rule.level.startswith("sequence"):
             return [mean(values) if rule.level == "sequence_mean" else sum(values)]
+        if rule.cppo is not None:
+            return self.excess(rule.cppo, values)
         pool = {"prefix_sum": sum, "prefix_mean": mean, "prefix_min": min, "prefix_max": max}[rule.level]
         return [pool(values[: k + 1]) for k in range(len(values))]
+
+    def excess(self, cppo: Any, distances: list[float]) -> list[float]:
+        """2606.10968: each token's share of the trust region and what its prefix has used of it."""
+        count = len(distances)
+        ordered = sorted(abs(distance) for distance in distances)
+        at = cppo.budget_quantile * (count - 1)
+        low, high = ordered[math.floor(at)], ordered[math.ceil(at)]
+        usual = low + (at - math.floor(at)) * (high - low)
+        budget = min(max(cppo.budget_scale * usual, cppo.budget_min), 5 * cppo.budget_min)
+        found, used, weights = [], 0.0, 0.0
+        for t, distance in enumerate(distances, start=1):
+            weight = cppo.weight_min + (1 - cppo.weight_min) * ((count - t) / (count - 1) if count > 1 else 1.0)
+            used += weight * abs(distance)
+            found.append(math.copysign(max(weight * abs(distance), used - budget * weights), distance))
+            weights += weight
+        return found
 
     def spend(self, rule: Rule) -> Rule:
         """The rule with the bound that its budget allows: the largest go, one after another, equal ones together."""
@@ -685,6 +717,25 @@ class _Evaluation:
             "geomask/kept_tokens": float(keep),
         }.items():
             self.add_token(name, token, value)
+        for bound in (0.01, 0.1, 1.0):
+            beyond = self.side(abs(mismatch), -math.inf, bound) > 0
+            self.add_token(f"geomask/{own}_above_{bound:g}", token, float(beyond))
+        total = token["c"] - token["gen"]
+        if self.knows_prev:
+            for name, value in {"abs": abs(total), "k1": -total, "k3": exp(total) - 1 - total}.items():
+                self.add_token(f"geomask/total_{name}", token, value)
+        highest = max(token["c"], token["prev"], token["gen"])
+        self.metrics["geomask/positive_logprobs"] += self.side(highest, -math.inf, 1e-3) > 0
+        self.add_token("geomask/zero_gen_logprobs", token, float(token["gen"] == 0))
+        if self.sees_ref:
+            x = number(token["kl_curr"]) - token["ref"]
+            x = x if math.isfinite(x) else 0.0
+            self.add_token("geomask/reference_k1", token, x)
+            self.add_token("geomask/reference_k3", token, exp(-x) - 1 + x)
+            self.add_sequence("geomask/reference_k1_sequence", token["i"], x)
+        if self.by_sequence:
+            ratio = exp(token["c"] - token[self.anchor])
+            self.add_token("geomask/token_ratio", token, ratio)
         if self.knows_prev:
             self.add_token("geomask/policy_abs", token, abs(policy))
             self.add_token("geomask/policy_k3", token, exp(policy) - 1 - policy)

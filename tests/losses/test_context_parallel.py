@@ -248,18 +248,19 @@ def test_collectives_are_few_and_small():
 
 
 PREFIXES = {"masks": [MASKS[name] for name in MASKS if name.startswith("prefix")]}
+ALLOWANCE = {"masks": [MASKS["cppo"]]}
 
 
 def _sent(rank, world):
-    """Bytes that this rank gives for the prefixes of few and of many tokens."""
+    """Bytes that this rank gives for the prefixes of few and of many tokens, without and with quantiles."""
     import torch.distributed as dist
 
     sent = []
-    for width in (33, 1025):
+    for width, config in itertools.product((33, 1025), (PREFIXES, ALLOWANCE)):
         batch = batches.rollouts(seed=4, width=width)
         curr, data, segments = batches.packed_rows(batch, cp_rank=rank, cp_size=world, groups=(dist.group.WORLD,))
         with Watch() as watch:
-            loss, _ = build_loss(PREFIXES).packed(curr.requires_grad_(), data, segments, batch.seqs, batch.toks)
+            loss, _ = build_loss(config).packed(curr.requires_grad_(), data, segments, batch.seqs, batch.toks)
             loss.backward()
         sent.append(watch.seen)
     return sent
@@ -267,10 +268,11 @@ def _sent(rank, world):
 
 @pytest.mark.slow
 def test_prefixes_of_any_length_cost_the_same():
-    for short, long in run(4, _sent):
+    for short, short_excess, long, long_excess in run(4, _sent):
         assert short == long
         assert len(short) == 2  # the statistics' stage and the report
-    assert PREFIXES["masks"]
+        assert short_excess == long_excess
+        assert len(short_excess) == 2 + 1 + 12 + 1  # the length, its quantile, the prefixes
 
 
 @pytest.mark.slow

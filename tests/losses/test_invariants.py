@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from nemo_geomask import build_loss
 from nemo_geomask.errors import DataError, NonFiniteError, ShapeError
 from nemo_geomask.functional import LOG_RATIO_LIMIT
+from nemo_geomask.losses.batch import keys_read
 from tests.helpers import batches
 from tests.helpers.batches import MASKS, VARIANTS, Batch
 
@@ -412,8 +413,8 @@ def test_nonfinite_drops_its_sequence(name, tensor, value):
     sample_mask = batch.data["sample_mask"].clone()
     sample_mask[1] = 0
     expected = batches.evaluate(loss_fn, batch.with_data(sample_mask=sample_mask))
-    if name == "on_policy" and tensor == "prev":
-        # prev is not read at all there.
+    if tensor not in keys_read(loss_fn.config):
+        # Not read at all there.
         same_bits(result, batches.evaluate(loss_fn, batch))
         return
     assert torch.equal(bits(result.loss), bits(expected.loss))
@@ -424,6 +425,21 @@ def test_nonfinite_drops_its_sequence(name, tensor, value):
     assert result.metrics == {**expected.metrics, **counted}
 
 
+@pytest.mark.parametrize("value", BAD)
+def test_a_reference_that_is_only_looked_at_changes_nothing(value):
+    loss_fn = build_loss({"reference_policy_kl_penalty": 0.0, "reference_policy_kl_gradient": "k2"})
+    batch = batches.rollouts(1)
+    without = batches.evaluate(loss_fn, batch.with_data(reference_policy_logprobs=None))
+    seen = batches.evaluate(loss_fn, batch)
+    odd = batches.evaluate(loss_fn, broken(batch, "reference_policy_logprobs", value))
+    for result in (seen, odd):
+        assert torch.equal(bits(result.loss), bits(without.loss))
+        assert torch.equal(bits(result.grad), bits(without.grad))
+        assert result.metrics["kl_penalty"] == 0.0
+        assert 0 < result.metrics["geomask/reference_k3"] < 1
+    assert "geomask/reference_k3" not in without.metrics
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("value", BAD)
 @pytest.mark.parametrize("tensor", KEYS)
@@ -432,7 +448,7 @@ def test_nonfinite_drops_its_token(name, tensor, value):
     loss_fn = build_loss({**CONFIGS[name], "nonfinite": "drop_token"})
     batch = batches.rollouts(1)
     bad = broken(batch, KEYS[tensor], value)
-    if name == "on_policy" and tensor == "prev":
+    if tensor not in keys_read(loss_fn.config):
         return
     result = batches.evaluate(loss_fn, bad)
     without = batch.data["token_mask"].clone()

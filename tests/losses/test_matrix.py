@@ -43,6 +43,7 @@ RULES = {
     "dppo": [MASKS["dppo_kl"], MASKS["dppo_tv"]],
     "kpop": [MASKS["kpop"]],
     "budget": [BUDGETS["m2po"], BUDGETS["worst_sequences"]],
+    "cppo": [MASKS["cppo"]],
     "prefix": [MASKS[name] for name in MASKS if name.startswith("prefix")],
 }
 

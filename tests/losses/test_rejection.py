@@ -206,6 +206,52 @@ def test_prefix_rules_push_by_the_tokens_own_advantage():
     assert (removed(mask, batch, "_low"), removed(mask, batch, "_high")) == (0.25, 0.25)
 
 
+class TestCppo:
+    """arXiv:2606.10968: Z_t = w_t·|p − q| within δ, and S_t within δ + b·W_{t−1}."""
+
+    def differences(self, *differences: float, advantage: Any = 1.0, pad: int = 0) -> Batch:
+        """One sequence with these p − q, where q is 0.4."""
+        q = torch.full((len(differences),), 0.4)
+        curr = (q + torch.tensor(differences)).log()
+        return batches.one_row(curr=curr, prev=q.log(), gen=q.log(), advantage=advantage, pad=pad)
+
+    def mask(self, **settings: Any) -> dict[str, Any]:
+        # All weights 1 and, by a quantile that is clamped, a budget of 0.01 a token.
+        plain = {"weight_min": 1.0, "budget_min": 0.01, "budget_quantile": 0.0, "budget_scale": 1e-9}
+        return {"preset": "cppo", "delta": 0.1, **plain, **settings}
+
+    def test_prefix_uses_up_what_it_is_given(self):
+        # S: 0.06, 0.10, 0.15, 0.16, 0.17. Allowed: 0.10, 0.11, 0.12, 0.13, 0.14, whether or not a token was dropped.
+        batch = self.differences(0.06, 0.04, 0.05, 0.01, 0.01)
+        assert kept(self.mask(), batch) == [True, True, False, False, False]
+        # Time heals: two quiet tokens more, and one moves back in.
+        batch = self.differences(0.06, 0.04, 0.05, 0.0, 0.0, 0.0, 0.001)
+        assert kept(self.mask(), batch)[-1]
+
+    def test_padding_is_no_response(self):
+        batch, padded = (self.differences(0.09, 0.09, 0.09, pad=pad) for pad in (0, 40))
+        mask = self.mask(weight_min=0.1, budget_min=1.0)
+        # The weights 1, 0.55 and 0.1 are those of three tokens.
+        assert kept({**mask, "delta": 0.05}, batch) == kept({**mask, "delta": 0.05}, padded) == [False, True, True]
+
+    def test_only_what_pushes_further_goes(self):
+        batch = self.differences(0.2, -0.2, 0.2, -0.2, advantage=torch.tensor([-1.0, 1.0, 1.0, -1.0]))
+        assert kept(self.mask(), batch) == [True, True, False, False]
+
+    def test_budget_is_the_responses_own_quantile(self):
+        # The median difference of 0.03, clamped to [0.01, 0.05]: allowed 0.1, 0.13, 0.16; used 0.09, 0.12, 0.15.
+        batch = self.differences(0.09, 0.03, 0.03)
+        mask = self.mask(budget_quantile=0.5, budget_scale=1.0)
+        assert kept(mask, batch) == [True, True, True]
+        assert kept({**mask, "budget_scale": 0.3}, batch) == [True, False, False]
+        # A hundred times the median is clamped to five times 0.002: allowed 0.1, 0.11, 0.12.
+        assert kept({**mask, "budget_scale": 100.0, "budget_min": 0.002}, batch) == [True, False, False]
+
+    def test_a_single_token_weighs_1(self):
+        assert kept(self.mask(weight_min=0.5), self.differences(0.11)) == [False]
+        assert kept(self.mask(weight_min=0.5), self.differences(0.09)) == [True]
+
+
 def test_one_bound_alone_leaves_the_other_side_open():
     far = row([5.0, -5.0])
     assert kept({"preset": "icepop", "max": 2.0}, far) == [False, True]

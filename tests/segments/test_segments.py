@@ -150,6 +150,35 @@ def test_prefixes_of_131072_tokens_keep_their_digits():
     assert torch.equal(torch.stack([low, high]), expected[1:])
 
 
+QUANTILES = (0.0, 0.1, 0.5, 0.9, 1.0)
+
+
+def _quantiles(segments, values, counted):
+    return torch.stack([segments.quantile(values, counted, share) for share in QUANTILES])
+
+
+def _of_each(values, counted, offsets):
+    """torch's own, [q, S], of each sequence's values that count."""
+    found = [values[s:e][counted[s:e] > 0].double() for s, e in itertools.pairwise(offsets)]
+    none = torch.zeros(1, dtype=torch.float64)
+    return torch.stack([torch.stack([torch.quantile(v if len(v) else none, q) for v in found]) for q in QUANTILES])
+
+
+def test_quantiles_are_exact():
+    draw = torch.Generator().manual_seed(6)
+    values = torch.rand(1080, generator=draw) ** 3
+    counted = (torch.rand(1080, generator=draw) > 0.3).float()
+    values[100:300] = values[100]  # ties
+    values[300:400], values[400:410] = 0.0, 1e30
+    counted[40:48] = 0.0
+    counted[0], counted[1:8] = 1.0, 0.0
+    offsets = [*OFFSETS, 1080]
+    found = _quantiles(PackedSegments(offsets), values, counted)
+    torch.testing.assert_close(found, _of_each(values, counted, offsets), rtol=1e-14, atol=0)
+    rows = _quantiles(PaddedSegments(), values.view(2, 540), counted.view(2, 540))
+    torch.testing.assert_close(rows, _of_each(values, counted, [0, 540, 1080]), rtol=1e-14, atol=0)
+
+
 def test_rows_of_no_tokens_have_no_prefixes():
     for segments, values in ((PaddedSegments(), torch.zeros(2, 0)), (PackedSegments([0, 0]), torch.zeros(0))):
         assert [value.shape for value in _prefixes(segments, values)] == [values.shape] * 3
@@ -221,7 +250,17 @@ def _over_ranks(rank, world):
         ends = torch.stack([part.detach(), mine.detach().amin(), mine.detach().amax()])
         value, rest = segments.whole(part.detach(), ends, sums=1, lowest=1)
         prefixes = torch.stack(_prefixes(segments, mine))
-        tensors = (segments.token_index, mine.grad, pooled.lowest["x"], pooled.highest["x"], value, rest, prefixes)
+        quantiles = _quantiles(segments, mine.detach().abs().float(), (mine.detach() > -1).float())
+        tensors = (
+            segments.token_index,
+            mine.grad,
+            pooled.lowest["x"],
+            pooled.highest["x"],
+            value,
+            rest,
+            prefixes,
+            quantiles,
+        )
         found.append([tensor.numpy() for tensor in tensors])
     return found
 
@@ -240,7 +279,9 @@ def test_sharded_equals_whole(world):
     for results in zip(*run(world, _over_ranks), strict=True):
         assert sorted(np.concatenate([index for index, *_ in results])) == list(range(OFFSETS[-1]))
         prefixes = _by_loops(whole.detach(), OFFSETS).numpy()
-        for index, grad, low, high, value, (again, lowest, highest), prefix in results:
+        usual = _of_each(whole.detach().abs().float(), (whole.detach() > -1).float(), OFFSETS).numpy()
+        for index, grad, low, high, value, (again, lowest, highest), prefix, quantiles in results:
+            np.testing.assert_allclose(quantiles, usual, rtol=1e-14)
             np.testing.assert_allclose(prefix, prefixes[:, index], rtol=1e-12, atol=1e-12)
             np.testing.assert_allclose(grad, whole.grad[index], rtol=1e-10, atol=1e-12)
             assert value == pytest.approx(total.item(), rel=1e-10)
