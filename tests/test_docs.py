@@ -52,7 +52,7 @@ def test_every_preset_has_a_row(preset):
 
 def test_every_new_metric_is_described():
     loss = build_loss({"ratio_clip_c": 3.0, "masks": [{"preset": "veto", "max": 9.0}]})
-    described = set(re.findall(r"`(?:geomask/|…/)?([\w/<>]+)`", LOSSES)) | {
+    described = set(re.findall(r"`(?:geomask/|…/)?([\w./<>]+)`", LOSSES)) | {
         f"nonfinite{suffix}" for suffix in re.findall(r"`(_\w+)`", LOSSES)
     }
     for name in loss.metric_normalizations:
