@@ -192,7 +192,8 @@ class OpenBatch:
 
         Returns: what the part is to be changed by, see :class:`Decision`.
         Raises: MissingDataError, ShapeError: as :func:`~nemo_geomask.losses.batch.take_padded`. DataError: masks that
-        aren't 0 and 1, under ``denominator: kept``. NonFiniteError: under ``nonfinite: raise``.
+        aren't 0 and 1, under ``denominator: kept``; generation log-probs that no engine computed. NonFiniteError: under
+        ``nonfinite: raise``.
         """
         config, one = self._config, torch.ones((), dtype=torch.float32)
         batch, seen, reports = _seen(config, data, config.rules_before_step)
@@ -203,6 +204,7 @@ class OpenBatch:
         _, values, labels = sums.whole(one, one, one)
         metrics = Metrics(labels, values)
         refuse_nonfinite(metrics)
+        _refuse_impossible(batch, seen)
         seqs, toks = valid_counts([data])
         self._seqs, self._toks = self._seqs + seqs, self._toks + toks
         self._finite += float(seen.weight.double().sum())
@@ -295,6 +297,25 @@ def _without(data: Mapping[str, Any], removed: Tensor, kept: Tensor) -> dict[str
     token_mask[:, 1:].masked_fill_(removed.to(token_mask.device), 0)
     sample_mask.masked_fill_(emptied.to(sample_mask.device), 0)
     return {"token_mask": token_mask, "sample_mask": sample_mask}
+
+
+def _refuse_impossible(batch: TokenBatch, seen: Observed) -> None:
+    """Generation log-probs that are all 0 where those of training are not, or mostly above 0, are a bug upstream."""
+    trained = seen.trains != 0
+    gen, prev = batch.gen[trained], batch.prev[trained]
+    if gen.numel() == 0:
+        return
+    zero, positive = (gen == 0).double().mean().item(), (gen > 1e-3).double().mean().item()
+    mean = prev.double().mean().item()
+    if zero == 1 and mean < -0.01:
+        found = f"0 at all of the {gen.numel()} trained tokens, whose prev_logprobs are {mean:.3g} on average"
+        hint = "the generation engine returned none: check that it is asked for log-probs"
+    elif positive > 0.5:
+        found = f"above 0 at {positive:.0%} of the {gen.numel()} trained tokens, as no log-prob is"
+        hint = "they are no log-probs of a normalised distribution: check logprobs_mode, and their sign"
+    else:
+        return
+    raise DataError(f"data['generation_logprobs'] is {found}; {hint}")
 
 
 def _require_binary(data: Mapping[str, Any]) -> None:
