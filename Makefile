@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint .ci/constraints.txt
 
-.PHONY: help demo test quick matrix vllm nemo-rl gpu lint docs clean
+.PHONY: help demo test quick matrix vllm nemo-rl nemo-rl-losses gpu lint docs clean
 
 help:
 	@echo "make demo   train a small MoE policy under three corrections and plot what they did (about 3 minutes)"
@@ -86,9 +86,17 @@ $(NEMO)/.ready: .ci/nemo-rl-constraints.txt .ci/constraints.txt pyproject.toml
 	@touch $@
 
 # ARGS: --label NAME, --only BEGINNING of a case's name; what came of it is in docs/hosts and in the table of docs/nemo_rl.md.
-nemo-rl: $(NEMO)/.ready
+nemo-rl: $(NEMO)/.ready nemo-rl-losses
 	@test -n "$(NEMO_RL_ROOT)" || { echo "say which NeMo-RL: make nemo-rl NEMO_RL_ROOT=/path/to/RL"; exit 1; }
 	NEMO_RL_ROOT=$(NEMO_RL_ROOT) $(NEMO)/bin/python -m nemo_geomask.rehearsal.matrix $(ARGS)
+
+# NeMo-RL's own tests of its loss, under ours, on the CPU. Left out: another loss's constants, drawn from a card's generator,
+# and three refusals that are the same in other words.
+nemo-rl-losses: $(NEMO)/.ready
+	@test -n "$(NEMO_RL_ROOT)" || { echo "say which NeMo-RL: make nemo-rl-losses NEMO_RL_ROOT=/path/to/RL"; exit 1; }
+	PYTHONPATH=tests/hosts:.:$(NEMO_RL_ROOT):$$PYTHONPATH $(NEMO)/bin/python -m pytest -p under_our_loss -o addopts= --noconftest \
+		--rootdir $(NEMO_RL_ROOT) $(NEMO_RL_ROOT)/tests/unit/algorithms/test_loss_functions.py \
+		-k "not distillation_loss_different_settings and not rejects_tis_min_above_max"
 
 # Needs torch, triton, numpy and pytest; what else is missing skips with its reason. addopts is strict about plugins.
 gpu:

@@ -67,8 +67,11 @@ class GeomaskError(Exception):
         return "\n".join(map(str, self.problems))
 
 
-class ConfigError(GeomaskError, ValueError):
-    """Settings of a recipe, an engine or the command line are unknown, out of range, or at odds with each other."""
+class ConfigError(GeomaskError, ValueError, AssertionError):
+    """Settings of a recipe, an engine or the command line are unknown, out of range, or at odds with each other.
+
+    An ``AssertionError`` as well: what NeMo-RL raises for such settings.
+    """
 
 
 class PluginError(ConfigError, LookupError):

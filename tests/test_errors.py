@@ -25,6 +25,11 @@ def test_is_a_built_in_too(kind):
     assert built_in[0] not in (Exception, BaseException, object)
 
 
+def test_settings_are_refused_as_nemo_rl_refuses_them():
+    with pytest.raises(AssertionError, match="wrong"):
+        raise ConfigError("wrong")
+
+
 def test_is_a_line_a_problem_that_begins_with_its_keys():
     assert str(ConfigError(*PROBLEMS)) == "loss_fn.a, loss_fn.b: at odds\nloss_fn.c: wrong"
     assert str(ConfigError("wrong", Problem((), "more", where="recipe.yaml"))) == "wrong\nrecipe.yaml: more"

@@ -82,6 +82,17 @@ def _scored_in_other_batches(facts: RecipeFacts) -> Iterator[Hit]:
     )
 
 
+def _context(facts: RecipeFacts) -> Iterator[Hit]:
+    key = "policy.generation.vllm_cfg.max_model_len"
+    room, trained = facts.number(key), facts.number("policy.max_total_sequence_length")
+    if facts.vllm and room and trained and room < trained:
+        yield Hit(
+            key,
+            f"vLLM's context of {room:g} tokens is shorter than policy.max_total_sequence_length ({trained:g}): longer "
+            "prompts end the run, and responses are cut; make them equal",
+        )
+
+
 RULES = (
     Rule(
         "GM401",
@@ -118,4 +129,5 @@ RULES = (
         "the mismatch study, see GM201",
         _every_batch_vetoed,
     ),
+    Rule("GM406", "warning", "a sampler's context below the trainer's", "NeMo-RL `vllm_worker.py`", _context),
 )

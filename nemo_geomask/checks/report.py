@@ -7,7 +7,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
-from nemo_geomask.checks import engines, gates, general, idle, lengths, sampling, sections
+from nemo_geomask.checks import cluster, engines, gates, general, idle, lengths, sampling, sections
 from nemo_geomask.checks.facts import RecipeFacts
 from nemo_geomask.checks.rule import Finding, Rule
 from nemo_geomask.errors import ConfigError
@@ -21,6 +21,7 @@ RULES: tuple[Rule, ...] = (
     *engines.RULES,
     *idle.RULES,
     *gates.RULES,
+    *cluster.RULES,
     *lengths.RULES,
 )
 _BY_ID = {rule.id: rule for rule in RULES}

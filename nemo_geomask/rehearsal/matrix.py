@@ -48,7 +48,7 @@ class Trial:
     ranks: int = 1
     steps: int = 2
     control: bool = False
-    timeout: float = 400.0
+    timeout: float = 900.0
     not_run: str = ""
 
 

@@ -69,6 +69,11 @@ KL_TYPE = "loss_fn.reference_policy_kl_type"
 KL_IN_REWARD = {"loss_fn.use_kl_in_reward": True, "grpo.adv_estimator.name": "reinforce_plus_plus"}
 FORCED = "loss_fn.force_on_policy_ratio"
 
+CARDS = {"cluster.gpus_per_node": 8, "cluster.num_nodes": 2}
+APART = {
+    "policy.generation.colocated.enabled": False,
+    "policy.generation.colocated.resources": {"gpus_per_node": 8, "num_nodes": 1},
+}
 MOE = {"policy.model_name": "Qwen/Qwen3-30B-A3B"}
 ASYNC = {
     "grpo.async_grpo.enabled": True,
@@ -457,6 +462,18 @@ CASES = {
             },
         ),
     ],
+    "GM316": [
+        ({**CARDS, TP: 3}, {**CARDS, TP: 4}),
+        ({**CARDS, TP: 4, CP: 3}, {**CARDS, TP: 4, CP: 4}),
+        ({**CARDS, **APART, TP: 16}, {**CARDS, **APART, TP: 8}),
+        ({**CARDS, **DTENSOR, "policy.dtensor_cfg.tensor_parallel_size": 5}, {**CARDS, **DTENSOR}),
+        ({**CARDS, TP: 3}, {TP: 3}),
+    ],
+    "GM317": [
+        ({CP: 2, PACKING: False}, {CP: 2}),
+        ({CP: 2, PACKING: False}, {CP: 1, PACKING: False}),
+        ({CP: 2, PACKING: False}, {CP: 2, PACKING: False, **DTENSOR}),
+    ],
     "GM401": [
         ({CORRECT: True, LEVEL: "sequence"}, {CORRECT: True, LEVEL: "sequence_mean"}),
         (
@@ -497,6 +514,9 @@ CASES = {
     "GM405": [
         ({"loss_fn.batch_veto": {"max": 1e-4}}, {"loss_fn.batch_veto": {"max": 0.1}}),
         ({"loss_fn.batch_veto": {"max": 0.01}, "kl": 0.02}, {"loss_fn.batch_veto": {"max": 0.01}}),
+    ],
+    "GM406": [
+        ({"policy.generation.vllm_cfg.max_model_len": 4095}, {"policy.generation.vllm_cfg.max_model_len": 4096}),
     ],
 }
 PAIRS = [(rule, *pair) for rule, pairs in CASES.items() for pair in pairs]

@@ -1,0 +1,67 @@
+"""GM3, second part: layouts that the cluster has not."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from nemo_geomask.checks.facts import RecipeFacts
+from nemo_geomask.checks.rule import Hit, Rule
+
+__all__ = ["RULES"]
+
+_SIZES = {
+    "megatron_cfg": ("tensor_model_parallel_size", "context_parallel_size", "pipeline_model_parallel_size"),
+    "dtensor_cfg": ("tensor_parallel_size", "context_parallel_size"),
+}
+
+
+def _layout(facts: RecipeFacts) -> Iterator[Hit]:
+    section = "megatron_cfg" if facts.megatron else "dtensor_cfg"
+    sizes = {f"policy.{section}.{name}": facts.number(f"policy.{section}.{name}") or 1 for name in _SIZES[section]}
+    cards, product = _training_cards(facts), int(math.prod(sizes.values()))
+    if cards is None or cards % product == 0:
+        return
+    keys = [key for key, size in sizes.items() if size > 1]
+    factors = " x ".join(f"{key.rpartition('.')[2]} ({sizes[key]:g})" for key in keys)
+    yield Hit(
+        keys[0],
+        f"{factors} = {product} does not divide the {cards} GPUs that train; change one of the sizes, "
+        "cluster.gpus_per_node or cluster.num_nodes",
+    )
+
+
+def _training_cards(facts: RecipeFacts) -> int | None:
+    """GPUs that train: those of the cluster, less those on which vLLM samples alone; None where teachers take some."""
+    each, nodes = facts.number("cluster.gpus_per_node"), facts.number("cluster.num_nodes")
+    if facts.get("on_policy_distillation") is not None or not each or not nodes or not float(each * nodes).is_integer():
+        return None
+    colocated = "policy.generation.colocated"
+    if facts.get(f"{colocated}.enabled") is not False:
+        return int(each * nodes)
+    apart, apart_nodes = (facts.number(f"{colocated}.resources.{key}") for key in ("gpus_per_node", "num_nodes"))
+    left = each - (apart or each) if nodes == 1 else each * (nodes - (apart_nodes or nodes))
+    return int(left) if left > 0 else None
+
+
+def _unpacked(facts: RecipeFacts) -> Iterator[Hit]:
+    size = facts.number("policy.megatron_cfg.context_parallel_size") or 1
+    if facts.megatron and size > 1 and facts.get("policy.sequence_packing.enabled") is False:
+        yield Hit(
+            "policy.sequence_packing.enabled",
+            f"context_parallel_size: {size:g} shares out packed sequences only; set true, or context_parallel_size: 1",
+        )
+
+
+RULES = (
+    Rule(
+        "GM316", "error", "parallel sizes that do not divide the GPUs that train", "NeMo-RL `Policy.__init__`", _layout
+    ),
+    Rule(
+        "GM317",
+        "error",
+        "context parallelism under Megatron without packed sequences",
+        "NeMo-RL `_apply_parallelism_config` (megatron/setup.py)",
+        _unpacked,
+    ),
+)
