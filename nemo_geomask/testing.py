@@ -267,9 +267,11 @@ def _differentiates(loss: PolicyLoss, batch: Batch) -> str:
         advantages = torch.where(mask != 0, double["advantages"][:, 1:], 0.0)
         inputs = SurrogateInputs(curr, ratio, advantages, loss.config, loss.options)
         pooled = variant.pool(inputs) if variant.pool is not None else {}
-        count = mask.sum(1, keepdim=True).clamp(min=1)
+        count = mask.sum(1, keepdim=True).clamp(min=1) if variant.pooled_by == "mean" else 1.0
         means = {name: ((value * mask).sum(1, keepdim=True) / count).expand_as(mask) for name, value in pooled.items()}
-        return (mask * spread * variant.surrogate(inputs, means).loss).sum()
+        found = variant.surrogate(inputs, means)
+        per_token = found.loss if found.penalty is None else found.loss + found.penalty
+        return (mask * spread * per_token).sum()
 
     def slope(place: list[int], mode: Any) -> float:
         values = []

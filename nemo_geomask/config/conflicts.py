@@ -111,14 +111,15 @@ def _anchor(settings: LossSettings) -> Iterator[Conflict]:
     kind = settings.truncated_importance_sampling_type
     shapes = {
         "is_correction_level": settings.is_correction_level,
+        "is_correction_batch_normalize": settings.is_correction_batch_normalize or None,
         "truncated_importance_sampling_type": kind if _truncates(settings) else None,
     }
     for key, value in shapes.items():
         if value is not None:
             yield Conflict(
                 (key, "ratio_anchor"),
-                f"{key}: {value} shapes the weight against the mismatch, which ratio_anchor: gen has in its ratio (the "
-                f"weight is 1); set {key}: null, or ratio_anchor: prev",
+                f"{key}: {as_yaml(value)} shapes the weight against the mismatch, which ratio_anchor: gen has in its "
+                f"ratio (the weight is 1); remove {key}, or set ratio_anchor: prev",
             )
 
 
@@ -197,6 +198,13 @@ def _correction(settings: LossSettings) -> Iterator[Conflict]:
             "false; set it to true, or the type to null",
             rests_on=("ratio_anchor",),
         )
+    if settings.is_correction_batch_normalize and not settings.use_importance_sampling_correction:
+        yield Conflict(
+            ("is_correction_batch_normalize", switch),
+            f"is_correction_batch_normalize: true has no effect while {switch} is false; set that to true, or this to "
+            "false",
+            rests_on=("ratio_anchor",),
+        )
     if level is not None and not settings.use_importance_sampling_correction:
         yield Conflict(
             ("is_correction_level", switch),
@@ -247,6 +255,7 @@ def _rest(settings: LossSettings) -> Iterator[Conflict]:
         "batch_veto": ("batch_veto", settings.batch_veto is not None),
         "denominator": ("denominator: kept", settings.denominator == "kept"),
         "masks": ("a mask with a budget", bool(settings.budgets)),
+        "is_correction_batch_normalize": ("the weight's mean", settings.is_correction_batch_normalize),
     }
     for key, (what, on) in looks.items():
         if on and settings.force_on_policy_ratio:

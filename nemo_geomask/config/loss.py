@@ -25,6 +25,8 @@ Normalization = Literal["tokens", "sequences", "documents", "constant"]
 Truncation = Literal["tis", "icepop", "seq-mask-tis"]
 
 _NEMO_RL = "NeMo-RL"
+WEIGHT_MEAN = "_weight_mean"
+"""No mask has this label: theirs begin with a letter."""
 
 
 def _field(default: Any, description: str, *, formula: str = "", source: str = _NEMO_RL, **limits: Any) -> Any:
@@ -150,6 +152,14 @@ class LossSettings(StrictModel):
         "`sequence_level_importance_ratios`, else `token`.",
         formula="token exp(Δ_t); sequence exp(Σ_t Δ_t); sequence_mean exp(mean_t Δ_t); Δ = prev − gen",
         source="NeMo-RL PR 2269",
+    )
+    is_correction_batch_normalize: bool = _field(
+        False,
+        "Divide the weight, after truncation, by its mean over what is trained of the rollout batch: the tokens, or at "
+        "sequence levels the sequences. Taken before the step, so it is one number for all ranks, microbatches and "
+        "optimiser steps on the batch.",
+        formula="w ← w / mean(w)",
+        source="verl `rollout_is_batch_normalize`; slime `tis_batch_normalize`",
     )
     truncated_importance_sampling_type: Truncation | None = _field(
         None,
@@ -304,13 +314,20 @@ class LossSettings(StrictModel):
 
     @property
     def looks_before_step(self) -> bool:
-        """Whether ``batch_veto``, ``denominator: kept`` or a budget needs a look at each batch before its step."""
-        return self.batch_veto is not None or bool(self.rules_before_step or self.budgets)
+        """Whether each batch is to be looked at before its step: for a veto, a count, a budget or the weight's mean."""
+        asked = self.batch_veto is not None or self.is_correction_batch_normalize
+        return asked or bool(self.rules_before_step or self.budgets)
 
     @property
     def budgets(self) -> tuple[MaskRule, ...]:
         """Masks whose bounds the whole batch sets."""
         return tuple(rule for rule in self.mask_rules if rule.budgeted)
+
+    @property
+    def told(self) -> tuple[str, ...]:
+        """Labels of the numbers that the loss is told of the whole batch: its masks' bounds, the weight's mean."""
+        bounds = tuple(rule.label for rule in self.rules_in_loss if rule.budgeted)
+        return (*bounds, *((WEIGHT_MEAN,) if self.is_correction_batch_normalize else ()))
 
     @property
     def rules_in_loss(self) -> tuple[MaskRule, ...]:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from nemo_geomask import functional as F
 from nemo_geomask.config import LossConfig
+from nemo_geomask.config.loss import WEIGHT_MEAN
 from nemo_geomask.losses.batch import Raw, TokenBatch, read
 from nemo_geomask.losses.correction import correct
 from nemo_geomask.losses.observe import Observed, observe, rule_statistics
@@ -77,8 +78,9 @@ def evaluate(
 
     weight, reports = correct(batch, seen, config)
     metrics.add(reports)
-    budgeted = [rule.label for rule in config.rules_in_loss if rule.budgeted]
-    bounds = {} if raw.bounds is None else dict(zip(budgeted, raw.bounds, strict=True))
+    bounds = {} if raw.bounds is None else dict(zip(config.told, raw.bounds, strict=True))
+    if weight is not None and WEIGHT_MEAN in bounds:
+        weight = weight / bounds[WEIGHT_MEAN]
     kept, reports = reject(batch, seen, config.rules_in_loss, bounds)
     metrics.add(reports)
     found = seen.sums.__getitem__ if variant.pooled_by == "sum" else seen.mean

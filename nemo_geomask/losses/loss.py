@@ -53,7 +53,7 @@ class PolicyLoss:
         self.use_fused_linear_logprobs = use_fused_linear_logprobs
         self._keys = keys_read(config)
         self._prepared: Mapping[str, Tensor] | None = None
-        self._budgets = [f"{BOUND}{rule.label}" for rule in config.rules_in_loss if rule.budgeted]
+        self._budgets = [f"{BOUND}{label}" for label in config.told]
         self._objective = Objective(config, variant, options)
         self._evaluate = Compiled(functools.partial(evaluate, self._objective), config.compile, config.name)
         self._normalizers = self._declare()
@@ -151,7 +151,8 @@ class PolicyLoss:
             bounds = [found[key][0].float() for key in self._budgets]
             return torch.stack(bounds).to(device, non_blocking=True) if bounds else None
         settings = "denominator: kept" if self.config.batch_veto is None else "batch_veto"
-        settings = "masks with a budget" if self._budgets else settings
+        settings = "is_correction_batch_normalize" if self.config.is_correction_batch_normalize else settings
+        settings = "masks with a budget" if self.config.budgets else settings
         raise DataError(
             f"loss_fn.{settings} needs a look at the whole batch before the step, but this batch has had none: there "
             f"is no data['{PREPARED}']. Run NeMo-RL by nemo-geomask run, call nemo_geomask.losses.BeforeStep on the "

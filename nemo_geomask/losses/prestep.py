@@ -13,14 +13,15 @@ from torch import Tensor
 
 from nemo_geomask import functional as F
 from nemo_geomask.config import LossConfig, MaskRule
-from nemo_geomask.config.loss import BatchVeto
+from nemo_geomask.config.loss import WEIGHT_MEAN, BatchVeto
 from nemo_geomask.errors import BatchVetoError, ConfigError, DataError, MissingDataError, Problem
 from nemo_geomask.losses.batch import TokenBatch, read, take_padded
+from nemo_geomask.losses.correction import correct
 from nemo_geomask.losses.loss import BOUND, PREPARED, PolicyLoss, refuse_nonfinite
 from nemo_geomask.losses.observe import Observed, observe, rule_statistics
 from nemo_geomask.losses.rejection import reject, rule_values
 from nemo_geomask.metrics import Metric, Metrics, Normalizer, Sums
-from nemo_geomask.segments import PaddedSegments
+from nemo_geomask.segments import PaddedSegments, Pooled
 
 __all__ = ["BeforeStep", "Decision", "OpenBatch", "untrained_metrics", "valid_counts"]
 
@@ -37,7 +38,7 @@ class Decision:
         why: where not, why not.
         changes: tensors that replace those of the batch, and the marks that the loss asks for.
         metrics: ``geomask/batch_kl`` and ``geomask/batch_vetoed`` under ``batch_veto``, ``geomask/batch_emptied`` and
-            those of the masks applied under ``denominator: kept``.
+            those of the masks applied under ``denominator: kept``; ``geomask/batch_weight_mean``.
     """
 
     train: bool
@@ -62,6 +63,8 @@ class BeforeStep:
     A mask's ``drop_at_most`` or ``until_mean``: the bound that the batch sets, over the tokens that train (at sequence
     levels the sequences), each counted once. The loss gets it with the batch and removes what exceeds it; under
     ``denominator: kept`` it is applied here as the other masks are. No step on a batch of which a budget keeps nothing.
+
+    ``is_correction_batch_normalize``: the mean of the weights over what is then trained on; the loss gets it likewise.
 
     To be called by the trainer, on the driver; ``nemo-geomask run`` does it in NeMo-RL, and the lab does it.
 
@@ -95,26 +98,39 @@ class BeforeStep:
         if not self.needed:
             return Decision(True)
         batch = self._opened(data)
-        changes = batch.add(data)
-        return replace(batch.decide(), changes=changes)
+        changes, metrics = self._changes(batch, data)
+        decision = batch.decide()
+        return replace(decision, changes=changes, metrics={**decision.metrics, **metrics})
 
     def changes(self, data: Mapping[str, Any]) -> dict[str, Tensor]:
         """What a whole batch is to be changed by, without a decision that counts: for one that is not trained on."""
-        return self._opened(data).add(data)
+        return self._changes(self._opened(data), data)[0]
+
+    def _changes(self, batch: OpenBatch, data: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, float]]:
+        changes = batch.add(data)
+        if not self._config.is_correction_batch_normalize:
+            return changes, {}
+        mean = _weight_mean(self._config, {**data, **changes})
+        changes[f"{BOUND}{WEIGHT_MEAN}"] = torch.full_like(data["sample_mask"], mean, dtype=torch.float32)
+        return changes, {"geomask/batch_weight_mean": mean}
 
     def open(self) -> OpenBatch:
         """Begin with a batch that arrives in parts; nothing is decided until :meth:`OpenBatch.decide`.
 
-        Raises: ConfigError: a mask has a budget over the whole batch, of which the first part knows nothing.
+        Raises: ConfigError: a mask has a budget over the whole batch, or the weight is divided by its mean there, of
+        which the first part knows nothing.
         """
-        if self._config.budgets:
-            labels = [rule.label for rule in self._config.mask_rules]
-            keys = [f"loss_fn.masks[{labels.index(rule.label)}]" for rule in self._config.budgets]
+        labels = [rule.label for rule in self._config.mask_rules]
+        keys = [f"loss_fn.masks[{labels.index(rule.label)}]" for rule in self._config.budgets]
+        what, instead = "a budget", "give the mask bounds (min, max)"
+        if self._config.is_correction_batch_normalize:
+            keys, what, instead = ["loss_fn.is_correction_batch_normalize"], "the weight's mean", "set false"
+        if keys:
             raise ConfigError(
                 Problem(
                     tuple(keys),
-                    "a budget is over the whole batch, but here its parts are trained on as they come (as by NeMo-RL's "
-                    "single controller); give the mask bounds (min, max), or use a trainer that holds the batch",
+                    f"{what} is over the whole batch, but here its parts are trained on as they come (as by NeMo-RL's "
+                    f"single controller); {instead}, or use a trainer that holds the batch",
                 )
             )
         return OpenBatch(self._config, self._judge)
@@ -176,7 +192,8 @@ class OpenBatch:
 
         Returns: what the part is to be changed by, see :class:`Decision`.
         Raises: MissingDataError, ShapeError: as :func:`~nemo_geomask.losses.batch.take_padded`. DataError: masks that
-        aren't 0 and 1, under ``denominator: kept``. NonFiniteError: under ``nonfinite: raise``.
+        aren't 0 and 1, under ``denominator: kept``; generation log-probs that no engine computed. NonFiniteError: under
+        ``nonfinite: raise``.
         """
         config, one = self._config, torch.ones((), dtype=torch.float32)
         batch, seen, reports = _seen(config, data, config.rules_before_step)
@@ -187,6 +204,7 @@ class OpenBatch:
         _, values, labels = sums.whole(one, one, one)
         metrics = Metrics(labels, values)
         refuse_nonfinite(metrics)
+        _refuse_impossible(batch, seen)
         seqs, toks = valid_counts([data])
         self._seqs, self._toks = self._seqs + seqs, self._toks + toks
         self._finite += float(seen.weight.double().sum())
@@ -251,6 +269,26 @@ def _seen(
     return batch, seen, reports
 
 
+@torch.no_grad()
+def _weight_mean(config: LossConfig, data: Mapping[str, Any]) -> float:
+    """Mean of the weights over trained tokens or, at sequence levels, sequences; 1 where none is above 0."""
+    raw = take_padded(data["prev_logprobs"][:, 1:], data, ("advantages", "prev", "gen"))
+    batch, _ = read(raw, PaddedSegments())
+    seen, _ = observe(
+        batch,
+        sums={"mismatch.ratio": batch.mismatch},
+        extremes={},
+        prefix=Pooled({}, {}, {}),
+        nonfinite=config.nonfinite,
+    )
+    weight, _ = correct(batch, seen, config)
+    assert weight is not None
+    weight, trained = weight.double().expand_as(seen.weight), seen.weight.double()
+    if config.correction_level != "token":
+        trained = trained / trained.sum(dim=1, keepdim=True).clamp(min=1e-300) * seen.sample_mask.unsqueeze(-1)
+    return float((weight * trained).sum() / trained.sum().clamp(min=1e-300)) or 1.0
+
+
 def _without(data: Mapping[str, Any], removed: Tensor, kept: Tensor) -> dict[str, Tensor]:
     """The masks without what is removed, [B, T-1]."""
     token_mask, sample_mask = data["token_mask"].clone(), data["sample_mask"].clone()
@@ -259,6 +297,25 @@ def _without(data: Mapping[str, Any], removed: Tensor, kept: Tensor) -> dict[str
     token_mask[:, 1:].masked_fill_(removed.to(token_mask.device), 0)
     sample_mask.masked_fill_(emptied.to(sample_mask.device), 0)
     return {"token_mask": token_mask, "sample_mask": sample_mask}
+
+
+def _refuse_impossible(batch: TokenBatch, seen: Observed) -> None:
+    """Generation log-probs that are all 0 where those of training are not, or mostly above 0, are a bug upstream."""
+    trained = seen.trains != 0
+    gen, prev = batch.gen[trained], batch.prev[trained]
+    if gen.numel() == 0:
+        return
+    zero, positive = (gen == 0).double().mean().item(), (gen > 1e-3).double().mean().item()
+    mean = prev.double().mean().item()
+    if zero == 1 and mean < -0.01:
+        found = f"0 at all of the {gen.numel()} trained tokens, whose prev_logprobs are {mean:.3g} on average"
+        hint = "the generation engine returned none: check that it is asked for log-probs"
+    elif positive > 0.5:
+        found = f"above 0 at {positive:.0%} of the {gen.numel()} trained tokens, as no log-prob is"
+        hint = "they are no log-probs of a normalised distribution: check logprobs_mode, and their sign"
+    else:
+        return
+    raise DataError(f"data['generation_logprobs'] is {found}; {hint}")
 
 
 def _require_binary(data: Mapping[str, Any]) -> None:

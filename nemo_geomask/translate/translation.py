@@ -16,13 +16,25 @@ from nemo_geomask.config.strict import as_yaml
 from nemo_geomask.errors import ConfigError
 from nemo_geomask.losses import available
 from nemo_geomask.losses.build import examined
-from nemo_geomask.translate import nemo_rl, slime, trl, verl
+from nemo_geomask.translate import (
+    areal,
+    fast_llm,
+    nemo_rl,
+    open_instruct,
+    openrlhf,
+    prime_rl,
+    skyrl,
+    slime,
+    trl,
+    verl,
+)
 from nemo_geomask.translate.peer import Given, Line, Peer, Remark
 from nemo_geomask.translate.read import flat, read_settings
 
 __all__ = ["PEERS", "Translation", "translate", "translate_files"]
 
-PEERS: dict[str, Peer] = {peer.name: peer for peer in (verl.PEER, trl.PEER, slime.PEER, nemo_rl.PEER)}
+_MODULES = (verl, trl, slime, areal, skyrl, prime_rl, openrlhf, open_instruct, fast_llm, nemo_rl)
+PEERS: dict[str, Peer] = {module.PEER.name: module.PEER for module in _MODULES}
 _WIDTH = 120
 _FEW = 8
 

@@ -151,6 +151,11 @@ def _sapo(given: Given, by_sequence: bool) -> Lines:
 
 
 def _vespo(given: Given, by_sequence: bool) -> Lines:
+    anchored = given["use_vllm"] and given["vllm_importance_sampling_correction"]
+    yield Line("ratio_anchor", "gen" if anchored else "prev")
+    if anchored:
+        text = "TRL truncates each token's ratio before VESPO's product, which here is of the ratios as they are"
+        yield Remark(f"vllm_importance_sampling_mode: {given['vllm_importance_sampling_mode']}: {text}", ("mode",))
     names = ("k_pos", "lambda_pos", "k_neg", "lambda_neg")
     yield Line("name", "vespo")
     yield Line("options", {name: given.number(f"vespo_{name}") for name in names})
@@ -163,7 +168,7 @@ def _correction(given: Given, loss_type: str) -> Lines:
     if not given["use_vllm"]:
         yield Remark("use_vllm is false, so TRL corrects no mismatch, and nothing is written for it.")
         return
-    if not given["vllm_importance_sampling_correction"]:
+    if not given["vllm_importance_sampling_correction"] or loss_type == "vespo":
         return
     mode = str(given["vllm_importance_sampling_mode"])
     high, low = given["vllm_importance_sampling_clip_max"], given["vllm_importance_sampling_clip_min"]

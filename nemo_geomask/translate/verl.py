@@ -193,6 +193,11 @@ def _dppo(preset: str, given: Given) -> Lines:
     yield Line("masks", mask, "clip_ratio_high and _low; without bypass_mode verl measures them against old_log_prob")
 
 
+def _dro(given: Given) -> Lines:
+    yield Line("name", "dro")
+    yield Line("options", {"beta": given.number(_ACTOR + "policy_loss.dro_beta")})
+
+
 _MODES: dict[str, Callable[[Given], Lines]] = {
     "vanilla": _vanilla,
     "gspo": lambda given: _clip(given, "gspo_token"),
@@ -200,6 +205,7 @@ _MODES: dict[str, Callable[[Given], Lines]] = {
     "sapo": _sapo,
     "cispo": lambda given: _clip(given, "cispo"),
     "gpg": _gpg,
+    "dro": _dro,
     "dppo_tv": lambda given: _dppo("dppo_tv", given),
     "dppo_kl": lambda given: _dppo("dppo_kl", given),
 }

@@ -326,3 +326,23 @@ def test_a_batch_without_what_is_looked_at_is_an_error(missing):
 def test_nothing_to_do_without_settings():
     assert not BeforeStep(settings(masks=[GEOMETRIC])).needed
     assert BeforeStep(settings(batch_veto={"max": 0.1})).needed
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (torch.zeros_like, "is 0 at all of the .* returned none"),
+        (torch.abs, "above 0 at 100% of .* check logprobs_mode"),
+    ],
+)
+def test_generation_log_probs_that_no_engine_computed_are_refused(change, message):
+    data = dict(rollouts(1).data)
+    before_step = BeforeStep(settings(batch_veto={"max": 100.0}))
+    assert before_step(data).train
+    data["generation_logprobs"] = change(data["generation_logprobs"])
+    with pytest.raises(DataError, match=message):
+        before_step(data)
+    # A policy that is sure of every token has them at 0 rightly.
+    data["generation_logprobs"] = torch.zeros_like(data["prev_logprobs"])
+    data["prev_logprobs"] = torch.full_like(data["prev_logprobs"], -1e-4)
+    assert before_step(data).train

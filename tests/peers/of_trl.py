@@ -30,7 +30,7 @@ CASES: dict[str, dict[str, Any]] = {
     "cispo": {"loss_type": "cispo", "epsilon_high": 1.2},
     "cispo, bound below 1": {"loss_type": "cispo", "epsilon_high": 0.9},
     "vespo": {"loss_type": "vespo"},
-    "vespo, token weights": {"loss_type": "vespo", **_vllm("token_truncate", clip_max=2.0)},
+    "vespo, token weights": {"loss_type": "vespo", **_vllm("token_truncate", clip_max=1.02)},
     "clip": {"epsilon": 0.1, "epsilon_high": 0.28},
     "delta": {"delta": 1.3},
     "delta within the clip": {"delta": 1.1},

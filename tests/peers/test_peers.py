@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import numpy as np
 import pytest
+import yaml
 
+from nemo_geomask import build_loss
 from tests.peers import pages
 from tests.peers.compare import RECORDED, compared, differs, index
 from tests.peers.problems import problem
@@ -36,6 +39,18 @@ def test_problems_are_those_that_were_recorded():
     # RandomState's stream is frozen; a float of the last batch says so.
     assert problem(99).prev.double().sum().item() == pytest.approx(-33.10107309138402, abs=1e-6)
     assert np.mean([problem(seed).mask.mean() for seed in range(20)]) > 0.5
+
+
+PAPERS = re.findall(r"`(\{name: .*?\})`", PAGE.read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("text", PAPERS)
+def test_every_papers_yaml_is_valid(text):
+    build_loss(yaml.safe_load(text))
+
+
+def test_papers_are_there():
+    assert len(PAPERS) > 15
 
 
 def test_page_is_current():

@@ -154,6 +154,50 @@ def test_command_line_flags_and_a_second_file(tmp_path):
     assert written(translation) == dict(loss_fn)
 
 
+@pytest.mark.parametrize(
+    ("settings", "peer", "expected"),
+    [
+        (
+            {
+                "actor": {
+                    "use_decoupled_loss": True,
+                    "rejection_sampling": {"metric": "kl_k1", "upper": 0.5, "lower": -0.2},
+                }
+            },
+            "areal",
+            {"masks": [{"preset": "raw"}]},
+        ),
+        (
+            {"actor": {"eps_clip": 0.3, "recompute_logprob": False}},
+            "areal",
+            {"ratio_anchor": "gen", "ratio_clip_min": 0.3},
+        ),
+        ({"trainer": {"algorithm": {"policy_loss_type": "dual_clip"}}}, "skyrl", {"ratio_clip_c": 3.0}),
+        ({"trainer.algorithm.cispo.cispo_anchor": "rollout"}, "skyrl", {"ratio_clip_max": 0.2}),
+        ({"trainer": {"loss": {"type": "ipo", "ipo_threshold": 0.3, "kl_tau": 0.0}}}, "prime_rl", {"name": "ipo"}),
+        ({"algo.advantage.is_correction_enable": True}, "openrlhf", {"truncated_importance_sampling_ratio_min": 0.5}),
+        (
+            {"actor.policy_loss_type": "gspo", "algo.advantage.is_correction_enable": True},
+            "openrlhf",
+            {"name": "gspo", "ratio_anchor": "gen"},
+        ),
+        ({"rho_clamp_upper_bound": 3.0, "kl_estimator": 1}, "open_instruct", {"reference_policy_kl_type": "k2"}),
+        ({"rho_mask_upper_bound": 3.0, "rho_mask_tv_divergence": True}, "open_instruct", {"ratio_clip_max": 0.272}),
+        ({"type": "gspo", "epsilon_low": 3e-4, "normalize_by_documents": True}, "fast_llm", {"name": "gspo"}),
+    ],
+)
+def test_each_system_is_found_out_and_read(settings, peer, expected):
+    translation = translate(settings)
+    assert translation.peer.name == peer
+    if "masks" in expected:
+        (mask,) = translation.loss_fn["masks"]
+        assert (mask["min"], mask["max"]) == pytest.approx((math.exp(-0.2), math.exp(0.5)))
+    else:
+        assert expected.items() <= translation.loss_fn.items()
+    assert written(translation) == dict(translation.loss_fn)
+    build_loss(written(translation))
+
+
 def test_small_numbers_stay_numbers_in_yaml():
     loss_fn = written(translate({"use_tis": True, "tis_clip_low": 1e-07, "eps_clip": 1e-06}, "slime"))
     assert loss_fn["truncated_importance_sampling_ratio_min"] == 1e-07
@@ -163,7 +207,7 @@ def test_small_numbers_stay_numbers_in_yaml():
 @pytest.mark.parametrize(
     ("settings", "peer", "message"),
     [
-        ({"nothing": 1}, None, "of no system that is known; known: verl, trl, slime"),
+        ({"nothing": 1}, None, "of no system that is known; known: verl, trl, slime, areal"),
         ({"loss_type": "grpo"}, None, "may be of .* say which with --from"),
         ({"rollout_is": 1}, "ver", "did you mean 'verl'"),
         ({"preset": "decoupled_toke_is"}, "verl", "has no preset"),

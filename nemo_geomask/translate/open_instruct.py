@@ -1,0 +1,78 @@
+"""open-instruct: the arguments of its GRPO."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from nemo_geomask.translate.peer import Given, Line, Lines, Peer, Remark, corrected
+
+__all__ = ["PEER"]
+
+_DEFAULTS: dict[str, Any] = {
+    "loss_fn": "dapo",
+    "clip_lower": 0.2,
+    "clip_higher": 0.272,
+    "beta": 0.05,
+    "kl_estimator": 2,
+    "load_ref_policy": True,
+    "loss_denominator": "token",
+    "use_vllm_logprobs": False,
+    "use_rho_correction": True,
+    "rho_clamp_lower_bound": 0.0,
+    "rho_clamp_upper_bound": 2.0,
+    "rho_mask_lower_bound": 0.0,
+    "rho_mask_upper_bound": 0.0,
+    "rho_mask_sequence_level": False,
+    "rho_mask_tv_divergence": False,
+}
+_NO_BOUND = 1e30
+
+
+def _convert(given: Given) -> Lines:
+    cispo = given["loss_fn"] == "cispo"
+    if given["loss_fn"] not in ("dapo", "cispo"):
+        yield Remark(f"loss_fn: {given['loss_fn']} is unknown; open-instruct has dapo and cispo", ("loss_fn",))
+    yield Line("name", "cispo" if cispo else "clipped_pg")
+    yield Line("ratio_clip_min", 1.0 if cispo else given.number("clip_lower"), "no lower bound" if cispo else "")
+    yield Line("ratio_clip_max", given.number("clip_higher"))
+    yield Line("token_level_loss", True)
+    if given["loss_denominator"] != "token":
+        text = f"loss_denominator: {given['loss_denominator']} divides a step's sum; here a constant is per sequence"
+        yield Remark(text, ("loss_denominator",))
+    if given["use_vllm_logprobs"]:
+        yield Line("ratio_anchor", "gen")
+    elif given["use_rho_correction"]:
+        yield from _rho(given)
+    beta = given.number("beta") if given["load_ref_policy"] else 0.0
+    yield Line("reference_policy_kl_penalty", beta)
+    if beta:
+        kind = f"k{int(given.number('kl_estimator')) + 1}"
+        yield Line("reference_policy_kl_type", kind, "open-instruct counts its estimators from 0")
+        yield Line("reference_policy_kl_gradient", kind, "open-instruct differentiates the estimate itself")
+        yield Line("kl_input_clamp_value", 40.0)
+        yield Line("kl_output_clamp_value", None)
+
+
+def _rho(given: Given) -> Lines:
+    low, high = given.number("rho_clamp_lower_bound"), given.number("rho_clamp_upper_bound")
+    level = "sequence_mean" if given["rho_mask_sequence_level"] else "token"
+    yield from corrected(level, "tis" if low or high else None, low, high or _NO_BOUND)
+    below, above = given.number("rho_mask_lower_bound"), given.number("rho_mask_upper_bound")
+    if given["rho_mask_tv_divergence"] and (below or above):
+        text = "rho_mask_tv_divergence: the sequence's mean of |ρ - 1| as a bound on single tokens has no counterpart"
+        yield Remark(text, ("rho_mask_tv_divergence",))
+    elif below or above:
+        bounds = {name: bound for name, bound in (("min", below), ("max", above)) if bound}
+        yield Line("masks", {"preset": "geometric" if level == "sequence_mean" else "icepop", **bounds})
+    yield Remark("open-instruct bounds log-ratios against the sampler by ±10 before exp.")
+
+
+PEER = Peer(
+    name="open_instruct",
+    title="open-instruct's GRPO arguments",
+    source="allenai/open-instruct at e6c3044aa",
+    defaults=_DEFAULTS,
+    convert=_convert,
+    elsewhere={"num_samples_per_prompt_rollout": "grpo.num_generations_per_prompt", "temperature": "policy.generation"},
+    constructors=("GRPOExperimentConfig",),
+)
