@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from nemo_geomask.config.loss import LossConfig
-from nemo_geomask.config.masks import MaskRule
+from nemo_geomask.config.masks import MaskPreset, MaskRule
 from nemo_geomask.config.strict import StrictModel, nearest, parse
 
-__all__ = ["LossConfig", "MaskRule", "StrictModel", "nearest", "parse"]
+__all__ = ["LossConfig", "MaskPreset", "MaskRule", "StrictModel", "nearest", "parse"]

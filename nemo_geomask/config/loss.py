@@ -9,7 +9,15 @@ from __future__ import annotations
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import Field, JsonValue, ValidationError, ValidatorFunctionWrapHandler, field_validator, model_validator
+from pydantic import (
+    Field,
+    JsonValue,
+    SerializeAsAny,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    field_validator,
+    model_validator,
+)
 
 from nemo_geomask.config.conflicts import conflicts
 from nemo_geomask.config.foreign import foreign
@@ -175,7 +183,7 @@ class LossSettings(StrictModel):
     )
 
     # --- rejection
-    masks: tuple[MaskSpec, ...] = _field(
+    masks: tuple[SerializeAsAny[MaskSpec], ...] = _field(
         (),
         "Rejection masks, combined by AND; they remove tokens from the surrogate only. See docs/masks.md.",
         source="this package",

@@ -14,9 +14,11 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Discriminator, Field, Tag, ValidationError, model_validator
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
+from nemo_geomask.config.plugins import PluginGroup
 from nemo_geomask.config.strict import StrictModel, nearest, repeated
+from nemo_geomask.errors import PluginError
 
-__all__ = ["PRESETS", "MaskRule", "MaskSpec", "RawMask", "mask_rules", "validate_masks"]
+__all__ = ["PRESETS", "MaskPreset", "MaskRule", "MaskSpec", "RawMask", "mask_rules", "validate_masks"]
 
 LogRatio = Literal["mismatch", "policy", "total"]
 Statistic = Literal["ratio", "k2", "k3", "prob_diff", "binary_kl", "binary_kl_reverse", "binary_kl_max"]
@@ -362,6 +364,25 @@ PRESETS = {
 }
 
 
+class MaskPreset(_Bounds):
+    """What a preset of another distribution derives from: a model of its settings, and the rule that they make."""
+
+    preset: str
+
+    def rule(self) -> MaskRule:
+        """The raw rule, with bounds in the units of its statistic (logarithms for ``ratio``)."""
+        raise NotImplementedError
+
+
+_PLUGINS = PluginGroup(
+    group="nemo_geomask.mask_presets",
+    what="preset",
+    key="loss_fn.masks",
+    must_be="a class derived from nemo_geomask.config.MaskPreset (see docs/plugins.md)",
+    fits=lambda found: isinstance(found, type) and issubclass(found, MaskPreset),
+)
+
+
 def _tag(value: Any) -> str:
     preset = value.get("preset") if isinstance(value, Mapping) else getattr(value, "preset", None)
     return f"preset:{'raw' if preset is None else preset}"
@@ -395,13 +416,33 @@ def validate_masks(masks: Any, validate: Callable[[Any], tuple[Any, ...]]) -> tu
     made: list[Any] = []
     errors: list[InitErrorDetails] = []
     for index, mask in enumerate(masks):
+        place = 1  # where a location begins: after pydantic's own index
         try:
-            made += validate((_known_preset(mask),))
+            if isinstance(mask, MaskPreset):
+                made.append(mask)
+            elif (own := _plugin(mask)) is not None:
+                place = 0
+                made.append(own.model_validate(mask))
+            else:
+                made += validate((_known_preset(mask),))
+        except PluginError as error:
+            text = "; ".join(problem.message for problem in error.problems)
+            kind = PydanticCustomError("preset", "{text}", {"text": text})
+            errors.append(InitErrorDetails(type=kind, loc=(index, "preset"), input=mask["preset"]))
         except ValidationError as error:
-            errors += [repeated(dict(item), (index, *item["loc"][1:])) for item in error.errors()]
+            errors += [repeated(dict(item), (index, *item["loc"][place:])) for item in error.errors()]
     if errors:
         raise ValidationError.from_exception_data("masks", errors)
     return tuple(made)
+
+
+def _plugin(mask: Any) -> type[MaskPreset] | None:
+    """The model of a preset that another distribution brings, or that is given as ``module:attribute``."""
+    name = mask.get("preset") if isinstance(mask, Mapping) else None
+    if not isinstance(name, str) or name in PRESETS or not (":" in name or name in _PLUGINS.available()):
+        return None
+    found: type[MaskPreset] = _PLUGINS.load(name)
+    return found
 
 
 def _known_preset(mask: Any) -> Any:

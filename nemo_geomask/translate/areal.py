@@ -66,8 +66,9 @@ def _convert(given: Given) -> Lines:
         )
         yield Remark(text, ("prox_logp_method",))
     if given["actor.m2_threshold"] is not None:
-        bound = given.number("actor.m2_threshold")
-        yield Line("masks", {"preset": "m2po", "max": bound}, "AReaL's budget is each microbatch's and rank's own")
+        mask = {"preset": "m2po", "tau": given.number("actor.m2_threshold")}
+        yield Line("masks", mask, "AReaL's budget is each microbatch's and rank's own, here the step's")
+        yield Line("denominator", "kept", "AReaL counts tokens after M2PO")
 
 
 def _rejection(given: Given) -> Lines:

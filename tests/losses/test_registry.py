@@ -1,20 +1,24 @@
 """Variants through the entry-point group: found, refused, and a distribution of somebody else's."""
 
 import json
+import math
 import os
 import pickle
 import shutil
 import subprocess
 import sys
 import tomllib
+import warnings
 from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pytest
 import torch
+from pydantic import Field
 
 from nemo_geomask import build_loss
 from nemo_geomask import functional as F
+from nemo_geomask.config import MaskPreset, MaskRule, plugins
 from nemo_geomask.errors import ConfigError, PluginError
 from nemo_geomask.losses import Variant, available, registry
 
@@ -30,6 +34,16 @@ BROKEN = Variant(surrogate=lambda inputs, means: 1 / 0)
 NOT_A_VARIANT = mean_loss
 
 
+class Half(MaskPreset):
+    """Keep sequences whose geometric-mean mismatch ratio is within a factor."""
+
+    factor: float = Field(gt=1)
+
+    def rule(self):
+        bound = math.log(self.factor)
+        return MaskRule(self.label or "half", "mismatch", "sequence_mean", "ratio", -bound, bound, "always")
+
+
 class Distribution:
     def __init__(self, name):
         self.name = name
@@ -39,9 +53,9 @@ class Distribution:
 def register(monkeypatch):
     """Pretend that distributions registered entry points beside the installed ones."""
 
-    def install(*points):
-        found = [EntryPoint(name, value, registry.GROUP)._for(Distribution(owner)) for owner, name, value in points]
-        monkeypatch.setattr(registry, "entry_points", lambda group: found)
+    def install(*points, group=registry.GROUP):
+        found = [EntryPoint(name, value, group)._for(Distribution(owner)) for owner, name, value in points]
+        monkeypatch.setattr(plugins, "entry_points", lambda group: [point for point in found if point.group == group])
 
     return install
 
@@ -135,6 +149,47 @@ def test_variant_with_a_wrong_setting_of_its_own_is_not_the_recipes_fault(where,
     monkeypatch.setitem(globals(), "ODD", Variant(surrogate=mean_loss, **{where: {"ratio_clip_min": True}}))
     with pytest.raises(PluginError, match=r"^loss_fn.name: the variant .* gives ratio_clip_min: must be a number"):
         build_loss({"name": f"{__name__}:ODD"})
+
+
+PRESET_GROUP = "nemo_geomask.mask_presets"
+
+
+@pytest.mark.parametrize("name", ["half", f"{__name__}:Half"])
+def test_preset_of_another_distribution_is_a_rule_like_any(name, register):
+    register(("somebody", "half", f"{__name__}:Half"), group=PRESET_GROUP)
+    geometric = {"preset": "geometric", "min": 0.8, "max": 1.25, "label": "half"}
+    loss, same = (build_loss({"masks": [mask]}) for mask in ({"preset": name, "factor": 1.25}, geometric))
+    rule, other = loss.config.mask_rules[0], same.config.mask_rules[0]
+    assert (rule.label, rule.level, rule.high) == (other.label, other.level, other.high)
+    assert rule.low == pytest.approx(other.low)
+    assert "geomask/mask/half/removed" in loss.metric_normalizations
+    again = pickle.loads(pickle.dumps(loss))
+    assert again.config.mask_rules == loss.config.mask_rules
+    assert build_loss(loss.config).config.mask_rules == loss.config.mask_rules
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert "1.25" in repr(loss)
+
+
+@pytest.mark.parametrize(
+    ("points", "mask", "message"),
+    [
+        (
+            [("a-dist", "half", "one:A"), ("b-dist", "half", "two:B")],
+            {"preset": "half"},
+            r"a-dist \(one:A\) and b-dist",
+        ),
+        ([("somebody", "half", "no_such_module:A")], {"preset": "half"}, "somebody.*ModuleNotFoundError"),
+        ([("somebody", "half", f"{__name__}:MINE")], {"preset": "half"}, "somebody.*must be a class derived from"),
+        ([], {"preset": f"{__name__}:Half", "factor": 0.5}, r"masks\[0\].factor: .*greater than 1"),
+        ([], {"preset": f"{__name__}:Half", "factr": 2.0}, r"masks\[0\].factr: unknown key; did you mean 'factor'"),
+        ([], {"preset": "half"}, r"masks\[0\].preset: unknown preset"),
+    ],
+)
+def test_preset_that_can_not_be_had_says_whose_it_is(points, mask, message, register):
+    register(*points, group=PRESET_GROUP)
+    with pytest.raises(ConfigError, match=message):
+        build_loss({"masks": [mask]})
 
 
 def test_module_attribute_works_and_travels():

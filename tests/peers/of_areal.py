@@ -17,6 +17,7 @@ from tests.peers.problems import Problem
 MODULES = {
     "areal.utils.data": "areal/utils/data.py",
     "areal.utils.functional.functional": "areal/utils/functional/functional.py",
+    "areal.trainer.ppo.actor": "areal/trainer/ppo/actor.py",
 }
 _NO_KL = {"actor.kl_ctl": 0.0}
 _DECOUPLED = {**_NO_KL, "actor.use_decoupled_loss": True}
@@ -46,6 +47,7 @@ CASES: dict[str, dict[str, Any]] = {
     "sequence kl_k2, max": _rs("kl_k2", 0.02, level="sequence", agg="max"),
     "token kl_k3": _rs("kl_k3", 0.01),
     "token binary_kl": _rs("binary_kl", 0.01),
+    "m2po": {**_DECOUPLED, "actor.m2_threshold": 0.01},
 }
 DIFFERS = {"sequence ratio, max, two bounds": "both"}  # with which bounds the largest token is compared
 
@@ -62,12 +64,16 @@ def loss(root: Path) -> Iterator[Callable[[Mapping[str, Any], Problem], tuple[Te
             sampled = not found.get("use_decoupled_loss")
             rejection = {k.partition(".")[2]: v for k, v in found.items() if k.startswith("rejection_sampling.")}
             defaults = {"level": "token", "action": "mask", "metric": "ratio", "agg": "mean"}
+            mask = at["mask"].bool()
+            if "m2_threshold" in found:
+                narrowed = modules["areal.trainer.ppo.actor"]._apply_m2po_masking
+                mask = narrowed(at["gen"], at["prev"], mask, found["m2_threshold"])
             value, _ = own.ppo_actor_loss_fn(
                 logprobs=at["curr"],
                 proximal_logprobs=at["gen" if sampled else "prev"],
                 old_logprobs=at["gen"],
                 advantages=at["advantages"],
-                loss_mask=at["mask"].bool(),
+                loss_mask=mask,
                 eps_clip=found.get("eps_clip", 0.2),
                 eps_clip_higher=found.get("eps_clip_higher"),
                 c_clip=found.get("c_clip"),

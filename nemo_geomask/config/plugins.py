@@ -1,0 +1,110 @@
+"""What other distributions bring, by name, over entry-point groups.
+
+Only the selected entry is imported. A name that two distributions claim, an import that fails and an object of the
+wrong type are errors that say whose they are.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import reduce
+from importlib.metadata import entry_points
+from typing import Any
+
+from nemo_geomask.config.strict import nearest
+from nemo_geomask.errors import PluginError, Problem
+
+__all__ = ["Entry", "PluginGroup"]
+
+_SELF = "nemo-geomask"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A name, where it points and the distribution that registered it."""
+
+    name: str
+    value: str
+    distribution: str
+
+
+@dataclass(frozen=True)
+class PluginGroup:
+    """One entry-point group.
+
+    Attributes:
+        group: its name.
+        what: what a name stands for, such as ``loss``.
+        key: the setting that names it.
+        must_be: what its objects must be, in words.
+        fits: whether an object is.
+        built_in: the package's own entries, so that they are found when it is on PYTHONPATH without being installed, as
+            in a Ray worker.
+        known_as: names that people use for an entry.
+    """
+
+    group: str
+    what: str
+    key: str
+    must_be: str
+    fits: Callable[[Any], bool]
+    built_in: Mapping[str, str] = field(default_factory=dict)
+    known_as: Mapping[str, str] = field(default_factory=dict)
+
+    def available(self) -> dict[str, tuple[Entry, ...]]:
+        """Every registered name with all distributions that claim it; nothing is imported.
+
+        Returns: names in alphabetical order; more than one entry under a name is a conflict, raised by :meth:`load`.
+        """
+        entries: dict[str, dict[tuple[str, str], Entry]] = {
+            name: {(value, _SELF): Entry(name, value, _SELF)} for name, value in self.built_in.items()
+        }
+        for point in entry_points(group=self.group):
+            owner = point.dist.name if point.dist is not None else "unknown distribution"
+            # A distribution found twice on sys.path (an editable install beside its checkout) is one claim.
+            entries.setdefault(point.name, {})[point.value, owner] = Entry(point.name, point.value, owner)
+        return {name: tuple(entries[name].values()) for name in sorted(entries)}
+
+    def load(self, name: str) -> Any:
+        """The object registered under ``name``, or found at ``module:attribute``.
+
+        Raises: PluginError: for an unknown name (with the nearest known one), a name claimed twice, a failing import, a
+        missing attribute or an object that doesn't fit.
+        """
+        if ":" in name:
+            return self._import(Entry(name, name, "given as module:attribute"))
+        entries = self.available()
+        if name not in entries:
+            guess = self.known_as.get(name.casefold()) or nearest(name, entries)
+            hint = f"did you mean '{guess}'?" if guess else f"registered: {', '.join(entries)}"
+            raise self._error(
+                f"no {self.what} named '{name}' in entry-point group '{self.group}'; {hint} (or name a "
+                f"{self.what} of your own as module:attribute)"
+            )
+        claims = entries[name]
+        if len(claims) > 1:
+            listed = " and ".join(f"{entry.distribution} ({entry.value})" for entry in claims)
+            raise self._error(
+                f"'{name}' is registered in group '{self.group}' by {listed}; uninstall one of them, or name the "
+                f"one you want as module:attribute, such as '{claims[-1].value}'"
+            )
+        return self._import(claims[0])
+
+    def _import(self, entry: Entry) -> Any:
+        whose = f"'{entry.name}' ({entry.distribution}, {entry.value})"
+        module, _, attribute = entry.value.partition(":")
+        try:
+            found: Any = reduce(getattr, attribute.split("."), importlib.import_module(module))
+        except Exception as error:
+            # A foreign message may have lines; ours are one.
+            text = " ".join(str(error).split())
+            raise self._error(f"{whose} could not be imported: {type(error).__name__}: {text}") from error
+        if not self.fits(found):
+            kind = found if isinstance(found, type) else type(found)
+            raise self._error(f"{whose} is a {kind.__module__}.{kind.__qualname__}; it must be {self.must_be}")
+        return found
+
+    def _error(self, message: str) -> PluginError:
+        return PluginError(Problem((self.key,), message))
