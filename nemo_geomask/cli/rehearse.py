@@ -26,7 +26,7 @@ layout
 
 exit status
   0  every step was trained
-  1  a stage failed, validation included; the time was over; or --control found another loss, gradient or metric
+  1  a stage failed, validation included; the time was over; --control or --resume found another loss or metric
   2  a mistake in the arguments, a recipe that can't be read, no NeMo-RL
   130  Ctrl-C
 
@@ -68,6 +68,11 @@ def add(subparsers: Any) -> None:
         help="run it again with NeMo-RL's own loss, where that has all of the recipe's settings, and compare",
     )
     parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="train the last step again from the checkpoint before it, with the same samples, and compare",
+    )
+    parser.add_argument(
         "--json", type=Path, metavar="FILE", help="write what was found to this file; -: standard output"
     )
     parser.add_argument(
@@ -98,6 +103,7 @@ def run(arguments: argparse.Namespace) -> int:
         own_environment=arguments.env == "own",
         timeout=arguments.timeout,
         control=arguments.control,
+        resume=arguments.resume,
         folder=arguments.out or Path("results", "rehearsal", Path(arguments.recipe).stem),
         progress=_Said(),
     )

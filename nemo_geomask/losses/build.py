@@ -20,6 +20,7 @@ from nemo_geomask.losses.variant import Variant
 __all__ = ["build_loss", "examined"]
 
 _PREFIX = "loss_fn"
+_OPTIONS = f"{_PREFIX}.options"
 _UNSET = object()
 
 
@@ -70,9 +71,11 @@ def examined(
         # The newer key says it all; a default for the older one would contradict it.
         defaults.pop("token_level_loss", None)
     values = {**defaults, **_settings(settings), **variant.forces}
-    of_options = _wrong(variant.options, settings.options, prefix=f"{_PREFIX}.options")
+    of_options = _wrong(variant.options, settings.options, prefix=_OPTIONS)
     if variant.masks is not None and not of_options:
-        own = parse(LossSettings, {"masks": variant.masks(variant.options.model_validate(settings.options))}, prefix="")
+        own = parse(
+            LossSettings, {"masks": variant.masks(variant.options.model_validate(settings.options))}, prefix=_OPTIONS
+        )
         # A loss may be built from the settings of one that has them already.
         values["masks"] = (*(mask for mask in own.masks if mask not in settings.masks), *settings.masks)
     in_force = parse(LossSettings, values, prefix=_PREFIX)

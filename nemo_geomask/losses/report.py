@@ -62,9 +62,8 @@ def report_audit(batch: TokenBatch, seen: Observed) -> list[Metric]:
         return []
     known = where_finite(seen.trains, batch.audited)
     select = selector(known)
-    prev = select(batch.audited)
     weight = select(seen.weight)
-    mismatch, policy = select(prev - batch.gen), select(batch.curr.detach() - prev)
+    mismatch, policy = select(batch.audited - batch.gen), select(batch.curr.detach() - batch.audited)
 
     def total(name: str, value: Callable[[], Tensor]) -> Metric:
         return Metric((f"geomask/audit/{name}",), "part", lambda: (value() * weight).sum())

@@ -227,13 +227,16 @@ class DppoOptions(StrictModel):
     divergence: Literal["tv", "kl"] = Field(
         default="tv", description="Distance of the token's two probabilities: |π − μ|, or the binary KL(μ ‖ π), nats."
     )
-    delta: float = Field(default=0.15, gt=0, description="Largest distance trained on where A > 0; with kl 0.05.")
+    delta: float | None = Field(
+        default=None, gt=0, description="Largest distance trained on where A > 0; null: 0.15 for tv, 0.05 for kl."
+    )
     delta_low: float | None = Field(default=None, gt=0, description="The same where A < 0; null: as delta.")
     cap: float = Field(default=10.0, gt=1, description="Largest ratio as a weight.")
 
 
 def _dppo_masks(options: DppoOptions) -> Sequence[Mapping[str, Any]]:
-    return ({"preset": f"dppo_{options.divergence}", "delta": options.delta, "delta_low": options.delta_low},)
+    delta = options.delta or {"tv": 0.15, "kl": 0.05}[options.divergence]
+    return ({"preset": f"dppo_{options.divergence}", "delta": delta, "delta_low": options.delta_low},)
 
 
 def _dppo(inputs: SurrogateInputs, means: Mapping[str, Tensor]) -> F.Surrogate:
@@ -248,7 +251,7 @@ DPPO = Variant(
     defaults=_ON_GEN,
     refuses=_OF_TOKEN_RATIOS,
     options=DppoOptions,
-    source="DPPO, arXiv:2602.04879; its authors' code (sail-sg/Stable-RL), cap 10; δ of TRL's and verl's examples",
+    source="DPPO, arXiv:2602.04879; its authors' code (sail-sg/Stable-RL), cap 10; δ of verl's examples",
     parts=(
         Part(
             "ℓ_t = −sg(min(r_t, {cap}))·A_t·curr",

@@ -46,7 +46,7 @@ def main(script: str) -> int:
         if settings["model"] is not None:
             parameters = write_model(TinyModel(**settings["model"]), Path(settings["folder"]))
             events("model", parameters=parameters, model_type=settings["model"]["model_type"])
-        patch.apply_all(patches(events, controller="single_controller" in script))
+        patch.apply_all(patches(events, controller="single_controller" in script, first_seed=settings["first_seed"]))
         _register_environment(settings["environment"])
         if not settings["gpus"]:
             _claim_cards(settings["cards"], settings["ray"])

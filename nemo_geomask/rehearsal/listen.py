@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import itertools
 import sys
 import weakref
 from collections.abc import Callable, Iterator
@@ -21,12 +22,14 @@ _PATIENCE = 60.0
 _policies: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
-def patches(events: Events, *, controller: bool = False) -> Iterator[patch.Patch]:
+def patches(events: Events, *, controller: bool = False, first_seed: int | None = None) -> Iterator[patch.Patch]:
     """What lets a process write down what NeMo-RL does in it; each calls what was there.
 
     Args:
         events: where to.
         controller: whether NeMo-RL's single controller, a process of its own, runs the loop; it then listens as well.
+        first_seed: of the samplers' generators at the first batch, counted up by one a batch, so that a resumed run
+            draws what the whole one drew; None leaves them alone.
     """
     timer = importlib.import_module("nemo_rl.utils.timer").Timer
     logger = importlib.import_module("nemo_rl.utils.logger").Logger
@@ -40,9 +43,23 @@ def patches(events: Events, *, controller: bool = False) -> Iterator[patch.Patch
     ):
         owner = getattr(importlib.import_module(module), name)
         yield patch.attribute(owner, "__init__", functools.partial(_staged, events, "workers", then))
+    if first_seed is not None:
+        sampler = importlib.import_module("nemo_rl.models.generation.vllm").VllmGeneration
+        yield patch.attribute(sampler, "generate", functools.partial(_seeded, itertools.count(first_seed)))
     if controller:
         controllers = importlib.import_module("nemo_rl.algorithms.single_controller")
         yield patch.attribute(controllers, "SingleControllerActor", functools.partial(_Controller, events))
+
+
+def _seeded(seeds: Iterator[int], original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        seed = next(seeds)
+        workers = self.worker_group.workers
+        importlib.import_module("ray").get([worker.__ray_call__.remote(proof.seed, seed) for worker in workers])
+        return original(self, *args, **kwargs)
+
+    return call
 
 
 class _Controller:

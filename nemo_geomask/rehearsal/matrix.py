@@ -38,6 +38,7 @@ class Trial:
         ranks: processes that train.
         steps: rollout batches.
         control: whether NeMo-RL's own loss is compared.
+        resume: whether the last step is compared with the same after a checkpoint.
         timeout: seconds of a run.
         not_run: why it is not run; empty: it is.
     """
@@ -48,6 +49,7 @@ class Trial:
     ranks: int = 1
     steps: int = 2
     control: bool = False
+    resume: bool = False
     timeout: float = 900.0
     not_run: str = ""
 
@@ -77,6 +79,7 @@ def _recorded(case: Trial, done: Rehearsal | None, error: str) -> dict[str, Any]
     metrics = done.outcome.metrics if done is not None and done.outcome is not None else {}
     seconds = done.outcome.seconds if done is not None and done.outcome is not None else None
     apart = [each for each in done.comparisons if each.sampled_alike] if done is not None else []
+    again = [each for each in done.resumptions if each.sampled_alike] if done is not None else []
     return {
         "outcome": "trained" if done is not None and done.ok else "failed",
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
@@ -84,6 +87,7 @@ def _recorded(case: Trial, done: Rehearsal | None, error: str) -> dict[str, Any]
         "seconds": None if seconds is None else round(seconds),
         "error": error or (f"{failure.stage}: {failure.error}" if failure else None),
         "control": max((each.difference for each in apart), default=None),
+        "resumed": max((each.difference for each in again), default=None),
         "loss": dict(done.outcome.loss) if done is not None and done.outcome is not None else {},
         "metrics": {
             str(step): {name: values[name] for name in _KEPT if name in values} for step, values in metrics.items()
@@ -106,7 +110,8 @@ def _cell(case: Trial, host: Mapping[str, Any]) -> str:
     if found["outcome"] != "trained":
         return f"fails: {found['error']}".replace("|", "\\|")
     control = "" if found["control"] is None else f", control within {found['control']:.1g}"
-    return f"{len(found['metrics'])} steps, {found['seconds']} s on {found['where']}{control}"
+    resumed = "" if found.get("resumed") is None else f", resumed within {found['resumed']:.1g}"
+    return f"{len(found['metrics'])} steps, {found['seconds']} s on {found['where']}{control}{resumed}"
 
 
 def rewrite(text: str, folder: Path) -> str:
@@ -167,6 +172,7 @@ def _run(case: Trial) -> dict[str, Any]:
                 steps=case.steps,
                 ranks=case.ranks,
                 control=case.control,
+                resume=case.resume,
                 timeout=case.timeout,
                 folder=Path(folder, "out"),
             )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from nemo_geomask.rehearsal.control import Comparison
 from nemo_geomask.rehearsal.rehearse import Rehearsal
 from nemo_geomask.rehearsal.report import Breakdown, RunResult, Stage
 
@@ -38,6 +39,7 @@ def as_text(done: Rehearsal) -> list[str]:
     lines += ["", *_proof(done.outcome)]
     lines += ["", *_metrics(done.outcome)]
     lines += _control(done)
+    lines += _resumed(done)
     lines += ["", "changed for the rehearsal:"]
     lines.append(f"  {done.plan.layout}, of {done.plan.full_layout}")
     lines.append(f"  a random {done.plan.model.model_type}, by {done.plan.model.source}")
@@ -105,10 +107,27 @@ def _control(done: Rehearsal) -> Iterator[str]:
         yield f"the control, with NeMo-RL's own loss, failed in {failure.stage}: {failure.error}"
     for name, count in done.control.loss.items():
         yield f"control: {name}, called {count} times"
-    for each in done.comparisons:
+    yield from _compared(done.comparisons)
+
+
+def _compared(comparisons: tuple[Comparison, ...]) -> Iterator[str]:
+    for each in comparisons:
         verdict = "equal" if each.equal else "DIFFERENT" if each.sampled_alike else "other samples by now"
         values = f"{each.ours:>16.9g}{each.theirs:>16.9g}{each.difference:>10.1e}"
         yield f"  step {each.step} {each.name:<24}{values}  {verdict}"
+
+
+def _resumed(done: Rehearsal) -> Iterator[str]:
+    if done.resumed is None:
+        return
+    failure = done.resumed.failure
+    yield ""
+    if failure is not None:
+        yield f"resuming from the checkpoint failed in {failure.stage}: {failure.error}"
+        yield f"  the whole output is in {done.folder / 'resumed' / 'log.txt'}"
+    else:
+        yield "the last step, and the same resumed from the checkpoint before it:"
+    yield from _compared(done.resumptions)
 
 
 def as_json(done: Rehearsal) -> dict[str, Any]:
@@ -140,6 +159,7 @@ def as_json(done: Rehearsal) -> dict[str, Any]:
         "workers": [],
         "metrics": {},
         "control": None,
+        "resumed": None,
         "changes": [],
         "not_rehearsed": [],
     }
@@ -154,6 +174,7 @@ def as_json(done: Rehearsal) -> dict[str, Any]:
         "workers": list(done.outcome.workers),
         "metrics": {str(step): dict(values) for step, values in done.outcome.metrics.items()},
         "control": _control_as_json(done),
+        "resumed": None if done.resumed is None else _run_as_json(done.resumed, done.resumptions),
         "layout": str(done.plan.layout),
         "model_type": done.plan.model.model_type,
         "changes": [
@@ -167,13 +188,13 @@ def as_json(done: Rehearsal) -> dict[str, Any]:
 def _control_as_json(done: Rehearsal) -> dict[str, Any] | None:
     if done.control is None:
         return {"ran": False, "ours_only": list(done.ours_only)} if done.ours_only else None
-    failure = done.control.failure
+    return {"ran": True, **_run_as_json(done.control, done.comparisons)}
+
+
+def _run_as_json(run: RunResult, comparisons: tuple[Comparison, ...]) -> dict[str, Any]:
     return {
-        "ran": True,
-        "failure": None if failure is None else vars(failure),
-        "loss": dict(done.control.loss),
-        "metrics": {str(step): dict(values) for step, values in done.control.metrics.items()},
-        "comparisons": [
-            {**vars(each), "difference": each.difference, "equal": each.equal} for each in done.comparisons
-        ],
+        "failure": None if run.failure is None else vars(run.failure),
+        "loss": dict(run.loss),
+        "metrics": {str(step): dict(values) for step, values in run.metrics.items()},
+        "comparisons": [{**vars(each), "difference": each.difference, "equal": each.equal} for each in comparisons],
     }

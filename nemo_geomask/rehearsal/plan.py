@@ -61,6 +61,7 @@ def plan(
     ranks: int = 1,
     own_environment: bool = False,
     gpus: bool = False,
+    resume: bool = False,
 ) -> Plan:
     """The rehearsal of a recipe.
 
@@ -71,6 +72,7 @@ def plan(
         ranks: processes that train, at most.
         own_environment: whether data and environment are the recipe's.
         gpus: whether this machine has GPUs; without, what CPUs have not is left out and said.
+        resume: whether the step before the last is saved as well.
 
     Raises:
         ConfigError: the model's architecture is not known.
@@ -83,7 +85,7 @@ def plan(
     batch = _batch(facts, layout, size)
     changes = [
         *_made(facts, folder, own_environment),
-        *_shorter(facts, steps),
+        *_shorter(facts, steps, steps - 1 if resume else steps),
         *batch,
         *_laid_out(facts, layout, full, gpus),
         *_quiet(facts, folder),
@@ -133,7 +135,7 @@ def _made(facts: RecipeFacts, folder: Path, own_environment: bool) -> Iterator[C
     yield Change(f"env.{_ENVIRONMENT}", {}, facts.get(f"env.{_ENVIRONMENT}"))
 
 
-def _shorter(facts: RecipeFacts, steps: int) -> Iterator[Change]:
+def _shorter(facts: RecipeFacts, steps: int, saved: int) -> Iterator[Change]:
     section = facts.algorithm
     yield Change(f"{section}.max_num_steps", steps, facts.get(f"{section}.max_num_steps"))
     if (facts.number("ppo.ppo_epochs") or 1) > 2:
@@ -144,8 +146,8 @@ def _shorter(facts: RecipeFacts, steps: int) -> Iterator[Change]:
         if facts.get(f"{section}.{key}") is not None:
             yield Change(f"{section}.{key}", value, facts.get(f"{section}.{key}"))
     if facts.on("checkpointing.enabled"):
-        # The last step is saved.
-        yield Change("checkpointing.save_period", steps, facts.get("checkpointing.save_period"))
+        # The last step is saved, whatever the period.
+        yield Change("checkpointing.save_period", saved, facts.get("checkpointing.save_period"))
         if facts.get("checkpointing.metric_name") is not None:
             yield Change(
                 "checkpointing.metric_name", None, facts.get("checkpointing.metric_name"), "there is no validation"

@@ -13,7 +13,7 @@ from typing import Any
 from nemo_geomask.integrations.nemo_rl import patch, seams
 from nemo_geomask.losses import PolicyLoss
 
-__all__ = ["count_calls", "counted"]
+__all__ = ["count_calls", "counted", "seed"]
 
 # Of this process, by the loss's own description.
 _calls: dict[str, int] = {}
@@ -44,6 +44,16 @@ def counted(actor: Any = None) -> dict[str, Any]:
         "python": sys.executable,
         "host": platform.node(),
     }
+
+
+def seed(actor: Any, number: int) -> None:
+    """Seed this process's generator, from which vLLM draws where its engine is in the process.
+
+    Args:
+        actor: the Ray actor in whose process this runs; not used.
+        number: the seed.
+    """
+    importlib.import_module("torch").manual_seed(number)
 
 
 def _patches() -> Iterator[patch.Patch]:

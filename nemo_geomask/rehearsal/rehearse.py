@@ -12,7 +12,7 @@ from typing import Any
 
 from nemo_geomask.checks import Finding, RecipeFacts, check
 from nemo_geomask.config.recipe import ROOT_VARIABLE, nemo_rl_root, read_recipe
-from nemo_geomask.errors import ConfigError
+from nemo_geomask.errors import ConfigError, Problem
 from nemo_geomask.rehearsal import driver
 from nemo_geomask.rehearsal.control import Comparison, compare, control_overrides, inexpressible
 from nemo_geomask.rehearsal.events import STAGES, read_events
@@ -40,6 +40,7 @@ class Rehearsal:
         seconds: validation included.
         control: the same with NeMo-RL's own loss; None where it was not run.
         ours_only: settings for which there is no control.
+        resumed: the last step alone, from the checkpoint of the one before; None where it was not run.
     """
 
     recipe: Path
@@ -52,6 +53,14 @@ class Rehearsal:
     seconds: float
     control: RunResult | None = None
     ours_only: tuple[str, ...] = ()
+    resumed: RunResult | None = None
+
+    @property
+    def resumptions(self) -> tuple[Comparison, ...]:
+        """Of the last step as it was with the one that was resumed, where there is one."""
+        if self.outcome is None or self.resumed is None:
+            return ()
+        return tuple(compare(self.outcome.metrics, self.resumed.metrics))
 
     @property
     def comparisons(self) -> tuple[Comparison, ...]:
@@ -62,10 +71,11 @@ class Rehearsal:
 
     @property
     def ok(self) -> bool:
-        """Whether every step was trained, and the control's as well, with the same result."""
-        runs = [self.outcome, *([self.control] if self.control is not None else [])]
+        """Whether every step was trained, the control's and the resumed one as well, with the same result."""
+        runs = [self.outcome, *(run for run in (self.control, self.resumed) if run is not None)]
         trained = all(run is not None and run.failure is None for run in runs)
-        return trained and all(each.equal for each in self.comparisons if each.sampled_alike)
+        both = (*self.comparisons, *self.resumptions)
+        return trained and all(each.equal for each in both if each.sampled_alike)
 
 
 def has_gpus() -> bool:
@@ -84,6 +94,7 @@ def rehearse(
     own_environment: bool = False,
     timeout: float = 600.0,
     control: bool = False,
+    resume: bool = False,
     folder: Path,
     progress: Callable[[Sequence[dict[str, object]]], None] = lambda events: None,
 ) -> Rehearsal:
@@ -97,6 +108,7 @@ def rehearse(
         own_environment: whether prompts and rewards are the recipe's own.
         timeout: seconds for a run, after which it is ended.
         control: whether to run it again with NeMo-RL's own loss, where that has the recipe's settings.
+        resume: whether to train the last step again, from the checkpoint of the one before.
         folder: for model, prompts, log and checkpoints; made anew.
         progress: called with the events so far, several times a second.
 
@@ -104,19 +116,24 @@ def rehearse(
         How it went, a failure of the run included.
 
     Raises:
-        ConfigError: the recipe can't be read, NeMo-RL is not there, or no small model can be made of the recipe's.
+        ConfigError: the recipe can't be read, NeMo-RL is not there, no small model can be made of the recipe's, or it
+            saves nothing to resume from.
         EngineError: a process could not be ended.
     """
     began = time.monotonic()
     checkout = nemo_rl_checkout()
     facts = RecipeFacts.of(read_recipe(recipe, overrides))
+    if resume and (steps < 2 or not facts.on("checkpointing.enabled")):
+        raise ConfigError(
+            Problem(("checkpointing.enabled",), "--resume needs a checkpoint: set true, and 2 --steps at least")
+        )
     report = check(facts)
     gpus = has_gpus()
     folder = folder.resolve()
     if report.count("error"):
         seconds = time.monotonic() - began
         return Rehearsal(Path(recipe), checkout, report.findings, gpus, None, None, folder, seconds)
-    how = _How(checkout, steps, ranks, own_environment, gpus, timeout, progress)
+    how = _How(checkout, steps, ranks, own_environment, gpus, timeout, resume, progress)
     shutil.rmtree(folder, ignore_errors=True)
     planned, outcome = _run(facts, tuple(overrides), folder, how)
     ours_only = inexpressible(facts) if control else ()
@@ -125,8 +142,14 @@ def rehearse(
         theirs = (*overrides, *control_overrides(facts))
         of_theirs = RecipeFacts.of(read_recipe(recipe, theirs))
         _, other = _run(of_theirs, theirs, folder / "control", how)
+    again = None
+    if resume and outcome.failure is None:
+        saved = folder / "checkpoints" / f"step_{steps - 1}"
+        _, again = _run(facts, tuple(overrides), folder / "resumed", how, saved)
     seconds = time.monotonic() - began
-    return Rehearsal(Path(recipe), checkout, report.findings, gpus, planned, outcome, folder, seconds, other, ours_only)
+    return Rehearsal(
+        *(Path(recipe), checkout, report.findings, gpus, planned, outcome, folder, seconds, other, ours_only, again)
+    )
 
 
 @dataclass(frozen=True)
@@ -139,10 +162,13 @@ class _How:
     own_environment: bool
     gpus: bool
     timeout: float
+    resume: bool
     progress: Callable[[Sequence[dict[str, object]]], None]
 
 
-def _run(facts: RecipeFacts, overrides: tuple[str, ...], folder: Path, how: _How) -> tuple[Plan, RunResult]:
+def _run(
+    facts: RecipeFacts, overrides: tuple[str, ...], folder: Path, how: _How, saved: Path | None = None
+) -> tuple[Plan, RunResult]:
     planned = plan(
         facts,
         folder=folder,
@@ -150,18 +176,29 @@ def _run(facts: RecipeFacts, overrides: tuple[str, ...], folder: Path, how: _How
         ranks=how.ranks,
         own_environment=how.own_environment,
         gpus=how.gpus,
+        resume=how.resume,
     )
     script = how.checkout / planned.script
     if not script.is_file():
         raise ConfigError(f"the NeMo-RL in {how.checkout} has no {planned.script}, which this recipe's algorithm needs")
     folder.mkdir(parents=True)
     write_prompts(folder / "prompts.jsonl")
+    done = 0
+    if saved is not None:
+        shutil.copytree(saved, folder / "checkpoints" / saved.name)
+        done = how.steps - 1
     arguments = [str(script), "--config", str(facts.recipe.path.resolve()), *overrides, *planned.overrides]
     command = [sys.executable, "-m", "nemo_geomask.cli", "run", str(Path(driver.__file__)), *arguments]
     (folder / "command.txt").write_text("\n".join(command), encoding="utf-8")
     events = folder / "events.jsonl"
     started = time.time()
-    with surroundings(folder, how.checkout, planned, gpus=how.gpus, own_environment=how.own_environment) as environment:
+    around = surroundings(
+        *(folder, how.checkout, planned),
+        gpus=how.gpus,
+        own_environment=how.own_environment,
+        first_seed=done if how.resume else None,
+    )
+    with around as environment:
         status = supervised(
             command,
             log=folder / "log.txt",
@@ -173,7 +210,7 @@ def _run(facts: RecipeFacts, overrides: tuple[str, ...], folder: Path, how: _How
     outcome = outcome_of(
         read_events(events),
         status=status,
-        steps=how.steps,
+        steps=how.steps - done,
         started=started,
         ended=time.time(),
         asked=frozenset(STAGES) - _not_asked(facts),

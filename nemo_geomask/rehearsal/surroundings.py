@@ -36,7 +36,7 @@ typing.override = typing_extensions.override  # Megatron-LM imports it
 
 @contextmanager
 def surroundings(
-    folder: Path, checkout: Path, planned: Plan, *, gpus: bool, own_environment: bool
+    folder: Path, checkout: Path, planned: Plan, *, gpus: bool, own_environment: bool, first_seed: int | None = None
 ) -> Iterator[dict[str, str]]:
     """The driver's environment variables and files; what lies outside ``folder`` is removed again."""
     identity = uuid.uuid4().hex[:12]
@@ -50,6 +50,7 @@ def surroundings(
         "gpus": gpus,
         "cards": planned.cards,
         "ray": str(ray),
+        "first_seed": first_seed,
     }
     (folder / "settings.json").write_text(json.dumps(settings), encoding="utf-8")
     path = [str(checkout), *_submodules(checkout)]

@@ -51,7 +51,10 @@ def runs(checkout, monkeypatch):
     def supervised(command, *, log, environment, folder, timeout, every_tick):
         events = Events(log.parent / "events.jsonl")
         events("end", stage="start")
-        for step in (1, 2):
+        checkpoints = log.parent / "checkpoints"
+        first = 2 if (checkpoints / "step_1").is_dir() else 1
+        for step in range(first, 3):
+            (checkpoints / f"step_{step}").mkdir(parents=True, exist_ok=True)
             events("begin", stage="step", label="policy_training")
             events("end", stage="step", label="policy_training")
             values = {"loss": 0.25 * step, "grad_norm": 1.0, "reward": 0.5}
@@ -164,3 +167,30 @@ def test_numbers_that_are_none(arguments, capsys):
         main(["rehearse", "recipe.yaml", *arguments])
     assert caught.value.code == 2
     assert "above 0" in capsys.readouterr().err
+
+
+def test_the_last_step_is_resumed_from_the_one_before_with_its_samples(runs, tmp_path, capsys):
+    asked = ["recipe.yaml", "++checkpointing.enabled=true", "--steps", "2", "--resume", "--json", "found.json"]
+    assert main(["rehearse", *asked]) == 0
+    assert len(runs) == 2
+    for command, *_ in runs:
+        assert "++checkpointing.save_period=1" in command
+        assert "++grpo.max_num_steps=2" in command
+    out = tmp_path / "results" / "rehearsal" / "recipe"
+    seeds = [
+        json.loads((folder / "settings.json").read_text(encoding="utf-8"))["first_seed"]
+        for folder in (out, out / "resumed")
+    ]
+    assert seeds == [0, 1]
+    compared = json.loads((tmp_path / "found.json").read_text(encoding="utf-8"))["resumed"]["comparisons"]
+    assert {(each["step"], each["name"], each["equal"]) for each in compared} == {
+        (2, "loss", True),
+        (2, "grad_norm", True),
+    }
+    assert "resumed from the checkpoint before it" in capsys.readouterr().out
+
+
+def test_nothing_to_resume_from_is_a_mistake(runs, capsys):
+    assert main(["rehearse", "recipe.yaml", "--resume"]) == 2
+    assert "checkpointing.enabled: --resume needs a checkpoint" in capsys.readouterr().err
+    assert not runs

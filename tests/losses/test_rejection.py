@@ -11,6 +11,8 @@ from typing import Any, get_args
 import pytest
 import torch
 
+from nemo_geomask import build_loss
+from nemo_geomask.errors import ConfigError
 from nemo_geomask.functional import BinaryStatistic, binary_statistic, outside, token_statistic
 from tests.helpers import batches
 from tests.helpers.batches import MASKS, VARIANTS, Batch
@@ -587,3 +589,33 @@ def test_labels_of_repeated_presets_are_numbered():
     metrics = batches.evaluate({"masks": masks}, batches.rollouts(1)).metrics
     for label in ("icepop", "icepop_2", "icepop_3"):
         assert f"geomask/mask/{label}/removed" in metrics
+
+
+@pytest.mark.parametrize(
+    ("settings", "own"),
+    [
+        ({"name": "dppo"}, {"preset": "dppo_tv", "delta": 0.15}),
+        ({"name": "dppo", "options": {"divergence": "kl"}}, {"preset": "dppo_kl", "delta": 0.05}),
+        (
+            {"name": "dppo", "options": {"delta": 0.2, "delta_low": 0.1}},
+            {"preset": "dppo_tv", "delta": 0.2, "delta_low": 0.1},
+        ),
+        (
+            {"name": "ipo"},
+            {"log_ratio": "total", "level": "token", "statistic": "prob_diff", "min": -0.3, "max": 0.3, "label": "ipo"},
+        ),
+    ],
+    ids=["tv", "kl", "both", "ipo"],
+)
+def test_an_objective_brings_masks(settings, own):
+    mine = build_loss(settings).config
+    assert mine.masks == build_loss({"masks": [own]}).config.masks
+    # A recipe's own come on top, and none comes twice.
+    more = build_loss({**settings, "masks": [MASKS["opsm"]]}).config
+    assert more.masks == (*mine.masks, *build_loss({"masks": [MASKS["opsm"]]}).config.masks)
+    assert build_loss(more).config == more
+
+
+def test_masks_of_an_objective_are_held_to_the_same():
+    with pytest.raises(ConfigError, match=r"loss_fn\.options\.masks\[0\].*delta"):
+        build_loss({"name": "dppo", "options": {"delta": 1.5}})

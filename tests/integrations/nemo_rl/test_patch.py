@@ -50,6 +50,17 @@ def test_an_inherited_attribute_leaves_no_trace():
     assert dict(vars(child)) == before
 
 
+def test_one_that_changed_nothing_takes_nothing_back():
+    host = kind()
+    first, second = (patch.attribute(host, "own", shouting) for _ in range(2))
+    assert first.apply()
+    assert not second.apply()
+    second.undo()
+    assert host().own() == "OWN"
+    first.undo()
+    assert host().own() == "own"
+
+
 def test_descriptors_come_back_as_they_were():
     host = type("Host", (), {"make": staticmethod(lambda: 1)})
     original = vars(host)["make"]
