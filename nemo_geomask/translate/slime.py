@@ -128,8 +128,9 @@ def _mis(given: Given) -> Lines:
             yield Line("masks", {"preset": "veto", "min": given.number("rs_veto_threshold")})
         if given["use_kl_loss"]:
             yield Remark("slime takes rejected tokens out of the KL term too; here masks act on the surrogate.")
-    normalized = "weights divided by their mean over the microbatch have no counterpart"
-    yield from inert(given, {"tis_batch_normalize": ((False, None), normalized)})
+    if given["tis_batch_normalize"]:
+        yield Line("is_correction_batch_normalize", True)
+        yield Remark("slime's mean of the weights is each microbatch's and rank's own, here it is the batch's.")
     yield Remark("slime bounds log-ratios by ±20 before exp, where exp here saturates at 40.")
 
 

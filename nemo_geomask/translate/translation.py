@@ -11,10 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from nemo_geomask.config import LossConfig, nearest
-from nemo_geomask.config.masks import PRESETS
 from nemo_geomask.config.strict import as_yaml
 from nemo_geomask.errors import ConfigError
-from nemo_geomask.losses import available
 from nemo_geomask.losses.build import examined
 from nemo_geomask.translate import (
     areal,
@@ -28,7 +26,7 @@ from nemo_geomask.translate import (
     trl,
     verl,
 )
-from nemo_geomask.translate.peer import Given, Line, Peer, Remark
+from nemo_geomask.translate.peer import Given, Peer, Remark
 from nemo_geomask.translate.read import flat, read_settings
 
 __all__ = ["PEERS", "Translation", "translate", "translate_files"]
@@ -118,9 +116,6 @@ def translate(settings: Mapping[str, Any], peer: str | None = None) -> Translati
             (lost if item.lost else remains).append(item.text)
             continue
         key = item.key
-        if missing := _missing(item):
-            lost.append(missing)
-            continue
         if key == "masks":
             key = f"masks[{len(masks)}]"
             masks.append(item.value)
@@ -132,9 +127,7 @@ def translate(settings: Mapping[str, Any], peer: str | None = None) -> Translati
         unread.remove(key)
         guess = nearest(key.rpartition(".")[2], [name.rpartition(".")[2] for name in system.defaults])
         lost.append(f"{key}: unknown" + (f"; did you mean '{guess}'?" if guess else f" at {system.source}"))
-    if "name" not in loss_fn:  # one that this version hasn't, whose options nothing else reads
-        loss_fn = {**loss_fn, "name": "clipped_pg"}
-        loss_fn.pop("options", None)
+    loss_fn.setdefault("name", "clipped_pg")  # where theirs is unknown, and said to be lost
     order = list(LossConfig.model_fields)
     block = {key: loss_fn[key] for key in sorted(loss_fn, key=order.index)} | ({"masks": masks} if masks else {})
     examined(block)  # what it raises is a mistake of the table's, or a value that is out of range there and here
@@ -148,14 +141,6 @@ def translate(settings: Mapping[str, Any], peer: str | None = None) -> Translati
         idle=tuple(key for key, full in named.items() if full in theirs and full not in given.asked),
         unread=tuple(unread),
     )
-
-
-def _missing(line: Line) -> str:
-    """Why this version has no such setting, if it hasn't."""
-    named = line.value.get("preset") if line.key == "masks" else line.value if line.key == "name" else None
-    if line.key in LossConfig.model_fields and (named is None or named in PRESETS or named in available()):
-        return ""
-    return f"{line.key}: {_inline(line.value)} is not expressible yet" + (f" ({line.note})" if line.note else "")
 
 
 def _system(settings: Mapping[str, Any], name: str | None) -> Peer:

@@ -123,16 +123,7 @@ def _convert(given: Given) -> Lines:
         yield from _decoupled(given, mode)
     yield from _normalization(given, mode)
     yield from _kl(given)
-    yield from inert(
-        given,
-        {
-            _ACTOR + "entropy_coeff": ((0, 0.0, None), "NeMo-RL's losses have no entropy bonus"),
-            _RC + "rollout_is_batch_normalize": (
-                (False, None),
-                "weights divided by their mean over the batch have no counterpart",
-            ),
-        },
-    )
+    yield from inert(given, {_ACTOR + "entropy_coeff": ((0, 0.0, None), "NeMo-RL's losses have no entropy bonus")})
     yield Remark(
         "verl bounds log-ratios by ±20 before exp (gspo: at most 10), where exp here saturates at 40; ratios beyond "
         "e^20 differ."
@@ -221,6 +212,10 @@ def _decoupled(given: Given, mode: str) -> Lines:
         yield Remark(text, ("rollout_is",))
     elif level is not None:
         yield from _weight(given)
+        if given[_RC + "rollout_is_batch_normalize"]:
+            yield Line("is_correction_batch_normalize", True)
+            if given[_RC + "rollout_rs"] is not None:
+                yield Remark("verl's mean of the weights is over all tokens, here it is over those kept.")
     masks = list(_rejection(given, "mismatch"))
     yield from masks
     rules = [line for line in masks if isinstance(line, Line)]
@@ -245,7 +240,8 @@ def _bypass(given: Given) -> Lines:
         if level is not None:
             yield Remark("verl computes rollout_is for its metrics alone here, and so nothing is written for it.")
     elif kind == "reinforce":
-        truncated = level == "token" and "_" not in str(given[_RC + "rollout_is_threshold"])
+        normalize = given[_RC + "rollout_is_batch_normalize"]
+        truncated = level == "token" and not normalize and "_" not in str(given[_RC + "rollout_is_threshold"])
         yield Line("name", "cispo" if truncated else "clipped_pg")
         if level is None:
             yield Line("disable_ppo_ratio", True)
@@ -255,6 +251,8 @@ def _bypass(given: Given) -> Lines:
             yield Line("ratio_clip_min", 1.0)
             yield Line("ratio_clip_max", bound - 1, "rollout_is_threshold bounds the weight itself")
         else:
+            normalized = "weights that move with the policy aren't divided by their mean here"
+            yield from inert(given, {_RC + "rollout_is_batch_normalize": ((False, None), normalized)})
             yield Line("force_on_policy_ratio", True, "the weight is then against curr: sg(e^(curr - gen))")
             yield from _weight(given)
             yield Remark("The loss's value is -w·A where verl's is -w·A·log π; the gradient is the same.")

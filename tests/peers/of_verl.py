@@ -65,6 +65,10 @@ CASES: dict[str, dict[str, Any]] = {
     "token icepop": _rc(rollout_is="token", rollout_is_threshold="0.9_1.3"),
     "normalised weights, token": _rc(rollout_is="token", rollout_is_batch_normalize=True),
     "normalised weights, sequence": _rc(rollout_is="sequence", rollout_is_batch_normalize=True),
+    "bypass reinforce, normalised weights": _rc(
+        bypass_mode=True, loss_type="reinforce", rollout_is="token", rollout_is_batch_normalize=True
+    ),
+    "normalised weights, rejection": _rs("token_k1", "0.8_1.1", rollout_is="token", rollout_is_batch_normalize=True),
     "token_k1, not reciprocal": _rs("token_k1", "0.8_1.1"),
     "seq_sum_k1, not reciprocal": _rs("seq_sum_k1", "0.5_1.2"),
     "seq_mean_k1, not reciprocal": _rs("seq_mean_k1", "0.97_1.005"),
@@ -102,6 +106,7 @@ _REINFORCE = (
 DIFFERS = {
     **dict.fromkeys(_REINFORCE, "loss"),  # -w·A·log π there, -w·A here
     "token rule, sequence mean": "both",  # N of a sequence whose every token is rejected
+    "normalised weights, rejection": "both",  # over which tokens the mean is taken
     "token rule, sequence weight": "both",  # over which tokens the weight is taken
 }
 
