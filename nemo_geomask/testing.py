@@ -211,7 +211,9 @@ def _ignores(loss: PolicyLoss, batch: Batch) -> str:
 def _finite(loss: PolicyLoss, batch: Batch) -> str:
     # The direction alternates, so that products and means are extreme on both sides.
     by = torch.where(torch.arange(len(batch["curr"])) % 2 == 0, 100.0, -100.0).unsqueeze(1)
-    value, gradient = _padded(loss, batch | {"prev_logprobs": batch["curr"] - by, "generation_logprobs": batch["curr"]})
+    far, here = batch["curr"] - by, batch["curr"]
+    prev, gen = (far, here) if loss.config.ratio_anchor == "prev" else (here, far)
+    value, gradient = _padded(loss, batch | {"prev_logprobs": prev, "generation_logprobs": gen})
     done = math.isfinite(value) and bool(gradient.isfinite().all())
     return "" if done else "log-ratios of ±100 give a loss or a gradient that is not finite; use F.saturating_exp"
 
@@ -225,6 +227,7 @@ def _compiles(loss: PolicyLoss, batch: Batch) -> str:
     others = {name: batch[KEYS[name]] for name in keys_read(loss.config) if KEYS[name] in batch}
     tokens = {name: value[:, 1:] if value.dim() == 2 else value for name, value in others.items()}
     raw = Raw(batch["curr"][:, 1:], batch["token_mask"][:, 1:], batch["sample_mask"], tokens)
+    raw = raw._replace(bounds=loss.bounds(batch, batch["curr"].device))
     counts = [count.float() for count in valid_counts([batch])]
     function = functools.partial(evaluate, objective)
     graph = torch.compile(function, fullgraph=True, dynamic=True, backend="eager")

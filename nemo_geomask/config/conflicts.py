@@ -95,6 +95,12 @@ def _anchor(settings: LossSettings) -> Iterator[Conflict]:
             f"audit_fraction: {fraction:g} scores a sample where prev_logprobs are not computed, but this "
             f"configuration {all_of_them}; set audit_fraction: 0",
         )
+    if fraction and settings.metrics != "full":
+        yield Conflict(
+            ("audit_fraction", "metrics"),
+            f"audit_fraction: {fraction:g} computes prev_logprobs for metrics that metrics: {settings.metrics} leaves "
+            "out; set metrics: full, or audit_fraction: 0",
+        )
     if settings.ratio_anchor != "gen":
         return
     for key, why in {

@@ -7,6 +7,7 @@ ratio are always on ρ itself, in the direction that the log-ratio's definition 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar, Literal
@@ -72,10 +73,13 @@ class MaskRule:
         return self.level == "token" or self.prefix
 
 
+_LABEL = r"^[a-z][a-z0-9_]*$"
+
+
 class _Bounds(StrictModel):
     label: str | None = Field(
         default=None,
-        pattern=r"^[a-z][a-z0-9_]*$",
+        pattern=_LABEL,
         description="Name of the mask in metrics; the preset's name if not given.",
     )
 
@@ -380,6 +384,7 @@ _PLUGINS = PluginGroup(
     key="loss_fn.masks",
     must_be="a class derived from nemo_geomask.config.MaskPreset (see docs/plugins.md)",
     fits=lambda found: isinstance(found, type) and issubclass(found, MaskPreset),
+    built_in={name: f"{model.__module__}:{model.__qualname__}" for name, model in PRESETS.items()},
 )
 
 
@@ -425,6 +430,7 @@ def validate_masks(masks: Any, validate: Callable[[Any], tuple[Any, ...]]) -> tu
                 made.append(own.model_validate(mask))
             else:
                 made += validate((_known_preset(mask),))
+            _check_rule(made[-1])
         except PluginError as error:
             text = "; ".join(problem.message for problem in error.problems)
             kind = PydanticCustomError("preset", "{text}", {"text": text})
@@ -436,11 +442,29 @@ def validate_masks(masks: Any, validate: Callable[[Any], tuple[Any, ...]]) -> tu
     return tuple(made)
 
 
+def _check_rule(mask: Any) -> None:
+    """A plugin's rule has a label of its own, which NeMo-RL must take for what it is."""
+    label = mask.rule().label
+    if re.fullmatch(_LABEL, label) is None or "_min" in label or "_max" in label:
+        text = (
+            f"the label '{label}' must match {_LABEL}, without '_min' or '_max', which NeMo-RL reads as an extremum; "
+        )
+        error = PydanticCustomError("label", "{text}", {"text": text + "give the mask a label"})
+        raise ValidationError.from_exception_data(
+            "masks", [InitErrorDetails(type=error, loc=(0, "label"), input=label)]
+        )
+
+
 def _plugin(mask: Any) -> type[MaskPreset] | None:
     """The model of a preset that another distribution brings, or that is given as ``module:attribute``."""
     name = mask.get("preset") if isinstance(mask, Mapping) else None
-    if not isinstance(name, str) or name in PRESETS or not (":" in name or name in _PLUGINS.available()):
+    if not isinstance(name, str):
         return None
+    if ":" not in name:
+        claims = _PLUGINS.available().get(name)
+        # One of this package's has a model below, unless somebody else claims its name too.
+        if claims is None or (name in PRESETS and len(claims) == 1):
+            return None
     found: type[MaskPreset] = _PLUGINS.load(name)
     return found
 

@@ -118,6 +118,9 @@ def token_statistic(log_ratio: Tensor, statistic: Statistic) -> Tensor:
     return torch.expm1(clamped) - clamped
 
 
+_SURE = math.log1p(-1e-6)
+
+
 def binary_statistic(log_p: Tensor, log_q: Tensor, statistic: str) -> Tensor:
     r"""Per-token distance of two policies, each seen as {the sampled token, any other}, in the direction of ρ = p/q.
 
@@ -137,9 +140,13 @@ def binary_statistic(log_p: Tensor, log_q: Tensor, statistic: str) -> Tensor:
         log_q: same shape; the policy that sampled.
         statistic: one of the table.
 
-    Returns: same shape, float32, in [-1, 1] or nats; infinite where one policy alone leaves no other token.
+    A KL takes a probability above :math:`1 - 10^{-6}` as that: float32 has a sure token's log-prob at exactly 0 in one
+    engine and at -1e-7 in the other, between which the KL would be infinite.
+
+    Returns: same shape, float32, in [-1, 1] or nats, finite.
     Raises: ArgumentError: an unknown statistic. ShapeError: half precision, integers, or shapes that don't fit.
-    Source: DPPO, arXiv:2602.04879 (binary TV and binary KL); prime-rl's KPop for the larger of both.
+    Source: DPPO, arXiv:2602.04879 (binary TV and binary KL); prime-rl's KPop for the larger of both;
+    the bound near 1: prime-rl PR 3283, verl PR 6800.
     """
     check_choice("statistic", statistic, get_args(BinaryStatistic))
     check_layout(log_p=log_p, log_q=log_q)
@@ -148,6 +155,7 @@ def binary_statistic(log_p: Tensor, log_q: Tensor, statistic: str) -> Tensor:
     if statistic == "prob_diff":
         # The larger probability times what is missing to it keeps the digits of a small difference.
         return -direction * torch.maximum(log_p, log_q).exp() * torch.expm1(-(log_p - log_q).abs())
+    log_p, log_q = log_p.clamp(max=_SURE), log_q.clamp(max=_SURE)
     if statistic == "binary_kl":
         return direction * _binary_kl(log_q, log_p)
     if statistic == "binary_kl_reverse":
@@ -156,10 +164,8 @@ def binary_statistic(log_p: Tensor, log_q: Tensor, statistic: str) -> Tensor:
 
 
 def _binary_kl(of: Tensor, against: Tensor) -> Tensor:
-    rest = -torch.expm1(of)
-    others = rest * (_log_rest(of) - _log_rest(against))
-    # A token that is certain leaves nothing to compare: 0 times an infinite logarithm.
-    return torch.relu(of.exp() * (of - against) + torch.where(rest == 0, 0.0, others))
+    others = -torch.expm1(of) * (_log_rest(of) - _log_rest(against))
+    return torch.relu(of.exp() * (of - against) + others)
 
 
 def _log_rest(log_p: Tensor) -> Tensor:

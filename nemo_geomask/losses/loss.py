@@ -113,7 +113,7 @@ class PolicyLoss:
         count is no number of at least 0; :class:`~nemo_geomask.losses.BeforeStep` has not seen the batch, which
         ``batch_veto``, ``denominator: kept`` or a mask's budget asks for. NonFiniteError: under ``nonfinite: raise``.
         """
-        bounds = self._bounds(data, next_token_logprobs.device)
+        bounds = self.bounds(data, next_token_logprobs.device)
         raw = take_padded(next_token_logprobs, data, self._keys)._replace(bounds=bounds)
         return self._call(raw, PaddedSegments(), global_valid_seqs, global_valid_toks)
 
@@ -138,17 +138,18 @@ class PolicyLoss:
 
         Raises: as calling the loss; NonFiniteError on all ranks where it holds on one.
         """
-        bounds = self._bounds(data, logprobs.device)
+        bounds = self.bounds(data, logprobs.device)
         raw = take_packed(logprobs, data, segments, self._keys)._replace(bounds=bounds)
         return self._call(raw, segments, global_valid_seqs, global_valid_toks)
 
-    def _bounds(self, data: Mapping[str, Any], device: torch.device) -> Tensor | None:
+    def bounds(self, data: Mapping[str, Any], device: torch.device) -> Tensor | None:
         """Those that the batch set before the step; raises where it has not been looked at."""
         if not self.config.looks_before_step:
             return None
         found = data if PREPARED in data else self._prepared
         if found is not None and all(key in found for key in self._budgets):
-            bounds = [found[key][0].float() for key in self._budgets]
+            # The same in every row; where there is none, there is nothing to bound.
+            bounds = [(found[key][:1].float().sum() if len(found[key]) else torch.ones(())) for key in self._budgets]
             return torch.stack(bounds).to(device, non_blocking=True) if bounds else None
         settings = "denominator: kept" if self.config.batch_veto is None else "batch_veto"
         settings = "is_correction_batch_normalize" if self.config.is_correction_batch_normalize else settings

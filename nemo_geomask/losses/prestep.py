@@ -271,7 +271,7 @@ def _seen(
 
 @torch.no_grad()
 def _weight_mean(config: LossConfig, data: Mapping[str, Any]) -> float:
-    """Mean of the weights over trained tokens or, at sequence levels, sequences; 1 where none is above 0."""
+    """Mean of the weights over trained tokens or, at sequence levels, sequences; 1 where that is 1e-8 or less."""
     raw = take_padded(data["prev_logprobs"][:, 1:], data, ("advantages", "prev", "gen"))
     batch, _ = read(raw, PaddedSegments())
     seen, _ = observe(
@@ -286,7 +286,9 @@ def _weight_mean(config: LossConfig, data: Mapping[str, Any]) -> float:
     weight, trained = weight.double().expand_as(seen.weight), seen.weight.double()
     if config.correction_level != "token":
         trained = trained / trained.sum(dim=1, keepdim=True).clamp(min=1e-300) * seen.sample_mask.unsqueeze(-1)
-    return float((weight * trained).sum() / trained.sum().clamp(min=1e-300)) or 1.0
+    mean = float((weight * trained).sum() / trained.sum().clamp(min=1e-300))
+    # Weights that have vanished are left so, as in verl: no division makes them say more.
+    return mean if mean > 1e-8 else 1.0
 
 
 def _without(data: Mapping[str, Any], removed: Tensor, kept: Tensor) -> dict[str, Tensor]:

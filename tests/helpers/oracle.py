@@ -105,9 +105,8 @@ def binary(statistic: str, p: float, q: float) -> float:
     """Distances of {token, any other} under p and under q, by their definitions."""
 
     def kl(a: float, b: float) -> float:
-        if a < 1 and b == 1:
-            return math.inf
-        return a * math.log(a / b) + ((1 - a) * math.log((1 - a) / (1 - b)) if a < 1 else 0.0)
+        a, b = min(a, 1 - 1e-6), min(b, 1 - 1e-6)
+        return a * math.log(a / b) + (1 - a) * math.log((1 - a) / (1 - b))
 
     p, q = min(p, 1.0), min(q, 1.0)
     if statistic == "prob_diff":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import replace
-from math import exp, inf
+from math import exp
 from typing import Any, get_args
 
 import pytest
@@ -365,10 +365,14 @@ def test_distances_of_extreme_probabilities():
     # Both certain, or both next to impossible, is no distance, whatever the ratio.
     assert binary_statistic(log_p, log_q, "prob_diff").tolist() == pytest.approx([1, 1e-6, -1, 1e-6, 0, 0], rel=1e-5)
     forward = binary_statistic(log_p, log_q, "binary_kl").tolist()
-    # A certain token under p leaves no room for what q does else; 2e-6·log 2 − 1e-6; nothing.
-    assert forward == pytest.approx([inf, inf, -100.0, 2e-6 * log(2.0) - 1e-6, 0.0, 0.0], rel=1e-2, abs=1e-9)
-    assert binary_statistic(log_p, log_q, "binary_kl_reverse").tolist()[0] == pytest.approx(100.0)
+    # A certain token under p leaves 1e-6 for all that q does else; as sure under both; 2e-6·log 2 − 1e-6; nothing.
+    assert forward == pytest.approx([log(1e6), 0.0, -100.0, 2e-6 * log(2.0) - 1e-6, 0.0, 0.0], rel=1e-2, abs=1e-9)
+    assert binary_statistic(log_p, log_q, "binary_kl_reverse").tolist()[0] == pytest.approx(100.0, rel=1e-4)
     assert not any(binary_statistic(log_p, log_q, name).isnan().any() for name in get_args(BinaryStatistic))
+    # Two engines that are sure of a token, one of them up to rounding.
+    sure = torch.tensor([0.0, 0.0, -1.2e-7, -2.4e-7]), torch.tensor([-1.2e-7, -2.4e-7, 0.0, 0.0])
+    for name in ("binary_kl", "binary_kl_reverse", "binary_kl_max"):
+        assert binary_statistic(*sure, name).abs().tolist() == [0.0] * 4
     # 1e-4 of a probability of 1/2 keeps its digits.
     near = binary_statistic(torch.tensor([log(0.5) + 1e-4]), torch.tensor([log(0.5)]), "prob_diff")
     assert near.item() == pytest.approx(0.5 * (exp(1e-4) - 1), rel=2e-3)
