@@ -104,7 +104,7 @@ def _excess(rule: MaskRule, allowance: Allowance, batch: TokenBatch, seen: Obser
     response's length and quantile come first.
     """
     segments, distance = batch.segments, token_values(batch, rule)
-    size = torch.where(seen.trains == 0, 0.0, distance.abs())
+    size = distance.abs()  # 0 where nothing trains
     usual = segments.quantile(size, seen.trains, allowance.quantile)
     budget = (allowance.scale * usual).clamp(allowance.budget_min, 5 * allowance.budget_min)
     length = segments.spread(seen.tokens).double()
