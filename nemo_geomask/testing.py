@@ -31,6 +31,7 @@ __all__ = ["PROMISES", "SETTINGS", "Promise", "assert_promises", "broken_promise
 SETTINGS: tuple[Mapping[str, Any], ...] = (
     {},
     {
+        "ratio_anchor": "prev",
         "use_importance_sampling_correction": True,
         "is_correction_level": "sequence_mean",
         "masks": [{"preset": "geometric", "min": 0.9, "max": 1.1}, {"preset": "opsm", "delta": 0.2}],
@@ -232,7 +233,9 @@ def _compiles(loss: PolicyLoss, batch: Batch) -> str:
     function = functools.partial(evaluate, objective)
     graph = torch.compile(function, fullgraph=True, dynamic=True, backend="eager")
     zero = torch.zeros(())
-    found, true = (call(raw, PaddedSegments(), (), *counts)[0].item() for call in (graph, function))
+    # As PolicyLoss compiles it: settings are constants.
+    with torch._dynamo.config.patch(specialize_float=True):
+        found, true = (call(raw, PaddedSegments(), (), *counts)[0].item() for call in (graph, function))
     return _apart("the compiled graph", (found, zero), (true, zero))
 
 
