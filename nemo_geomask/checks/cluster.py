@@ -53,6 +53,24 @@ def _unpacked(facts: RecipeFacts) -> Iterator[Hit]:
         )
 
 
+def _whole_batch(facts: RecipeFacts) -> Iterator[Hit]:
+    if facts.get("async_rl") is None:
+        return
+    for index, rule in enumerate(facts.config.mask_rules):
+        if rule.budgeted:
+            yield Hit(
+                f"loss_fn.masks[{index}]",
+                f"mask {rule.label}: the single controller trains the first parts of a batch before it has the last, "
+                "so no bound of the whole batch can be known; give the mask max in place of its budget",
+            )
+    if facts.config.is_correction_batch_normalize:
+        yield Hit(
+            "loss_fn.is_correction_batch_normalize",
+            "the single controller trains the first parts of a batch before it has the last, so the mean of the whole "
+            "batch's weights can't be known; set false",
+        )
+
+
 RULES = (
     Rule(
         "GM316", "error", "parallel sizes that do not divide the GPUs that train", "NeMo-RL `Policy.__init__`", _layout
@@ -63,5 +81,12 @@ RULES = (
         "context parallelism under Megatron without packed sequences",
         "NeMo-RL `_apply_parallelism_config` (megatron/setup.py)",
         _unpacked,
+    ),
+    Rule(
+        "GM318",
+        "error",
+        "what looks at a whole batch, under the single controller",
+        "NeMo-RL `SingleController` (single_controller.py): `train_microbatches_from_meta` by parts",
+        _whole_batch,
     ),
 )

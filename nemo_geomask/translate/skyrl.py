@@ -69,8 +69,8 @@ def _convert(given: Given) -> Lines:
             "seq_mean_token_sum_norm": constant,
         },
     )
-    if kind not in ("rollout_is", "dppo") and given[_A + "cispo.cispo_anchor"] == "old":
-        yield from _correction(given)
+    rollout = kind in ("rollout_is", "dppo") or (kind == "cispo" and given[_A + "cispo.cispo_anchor"] == "rollout")
+    yield from _correction(given, anchored=rollout)
     yield from _kl(given)
     yield from inert(given, {_A + "use_entropy_loss": ((False,), "NeMo-RL's losses have no entropy bonus")})
 
@@ -130,9 +130,12 @@ _LOSSES = {
 }
 
 
-def _correction(given: Given) -> Lines:
+def _correction(given: Given, *, anchored: bool) -> Lines:
     level = given[_O + "tis_ratio_type"]
-    if level in ("token", "sequence"):
+    if level in ("token", "sequence") and anchored:
+        text = f"tis_ratio_type: {level} multiplies a ratio to the rollout by the mismatch's weight once more"
+        yield Remark(text, ("tis_ratio_type",))
+    elif level in ("token", "sequence"):
         yield from corrected(str(level), "tis", 0.0, given.number(f"{_O}{level}_tis_ratio_clip_high"))
     rules = (
         ("veto", "outlier_token_is_threshold_low", "outlier_token_is_threshold_high", True),

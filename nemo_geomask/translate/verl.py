@@ -67,6 +67,7 @@ _DEFAULTS: dict[str, Any] = {
     _RC + "rollout_rs": None,
     _RC + "rollout_rs_threshold": None,
     _RC + "bypass_mode": False,
+    "trainer.use_v1": True,
     _RC + "loss_type": "ppo_clip",
     "algorithm.use_kl_in_reward": False,
     "algorithm.kl_penalty": "kl",
@@ -110,8 +111,11 @@ _KL = {
 
 
 def _convert(given: Given) -> Lines:
-    mode = "bypass_mode" if given[_RC + "bypass_mode"] else str(given[_ACTOR + "policy_loss.loss_mode"])
-    if mode == "bypass_mode":
+    mode, bypass = str(given[_ACTOR + "policy_loss.loss_mode"]), bool(given[_RC + "bypass_mode"])
+    if bypass and mode in _MODES and mode != "vanilla" and given["trainer.use_v1"]:
+        yield from _on_rollout(given, mode)
+    elif bypass or mode == "bypass_mode":
+        mode = "bypass_mode"
         yield from _bypass(given)
     elif mode in _MODES:
         yield from _MODES[mode](given)
@@ -232,6 +236,20 @@ def _decoupled(given: Given, mode: str) -> Lines:
         yield Remark("verl takes rejected sequences out of the KL term too; here masks act on the surrogate.")
 
 
+def _on_rollout(given: Given, mode: str) -> Lines:
+    """verl's v1 trainer copies the rollout's log-probs, on which then any loss_mode runs, and nothing else."""
+    for line in _MODES[mode](given):
+        if isinstance(line, Line) and line.key == "masks":
+            yield line._replace(value={**line.value, "log_ratio": "total"})
+        else:
+            yield line
+    yield Line("ratio_anchor", "gen", "bypass_mode: old_log_prob is the rollout's")
+    yield Remark(
+        "verl's v1 trainer runs loss_mode here and uses neither rollout_is nor rollout_rs nor loss_type; with "
+        "trainer.use_v1: false it trains loss_type in place of loss_mode."
+    )
+
+
 def _bypass(given: Given) -> Lines:
     kind, level = given[_RC + "loss_type"], given[_RC + "rollout_is"]
     if kind == "ppo_clip":
@@ -296,6 +314,8 @@ def _rejection(given: Given, log_ratio: str) -> Lines:
             continue
         low, separator, high = spec.rpartition("_")
         upper = _number("rollout_rs_threshold", high)
+        if min(upper, _number("rollout_rs_threshold", low) if separator else upper) <= 0:
+            raise ConfigError(f"rollout_rs_threshold: {option} bounds a ratio, which must be above 0, by '{spec}'")
         lower = _number("rollout_rs_threshold", low) if separator else 1 / upper
         note = (
             f"verl's {option} keeps {lower:g} to {upper:g} of 1/ρ; here bounds are on ρ itself"

@@ -100,6 +100,9 @@ TRUNCATED = {
     "loss_fn.truncated_importance_sampling_ratio": 1.002,
 }
 
+SINGLE = {"async_rl.min_groups_for_streaming_train": 4}
+NORMALIZE = "loss_fn.is_correction_batch_normalize"
+
 # By rule: (fires, doesn't); each is changes to CLEAN, with `gpu`, `kl` and `reads`: what NeMo-RL reads. Its example
 # configs have CLEAN's keys and PADDING.
 CASES = {
@@ -473,6 +476,11 @@ CASES = {
         ({CP: 2, PACKING: False}, {CP: 2}),
         ({CP: 2, PACKING: False}, {CP: 1, PACKING: False}),
         ({CP: 2, PACKING: False}, {CP: 2, PACKING: False, **DTENSOR}),
+    ],
+    "GM318": [
+        ({MASKS: [{"preset": "m2po"}], **SINGLE}, {MASKS: [{"preset": "m2po"}]}),
+        ({MASKS: [{"preset": "m2po"}], **SINGLE}, {MASKS: [GEOMETRIC], **SINGLE}),
+        ({CORRECT: True, NORMALIZE: True, **SINGLE}, {CORRECT: True, NORMALIZE: True}),
     ],
     "GM401": [
         ({CORRECT: True, LEVEL: "sequence"}, {CORRECT: True, LEVEL: "sequence_mean"}),

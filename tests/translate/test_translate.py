@@ -299,3 +299,45 @@ def test_answers_are_settings_of_ours():
             build_loss({key: value})
         text = str(error.value).partition("here ")[2].rpartition(" (found")[0]
         build_loss({"name": "sapo" if "tau" in text else "clipped_pg", **yaml.safe_load(text)})
+
+
+def test_verls_bypass_runs_any_loss_mode_on_the_rollouts_log_probs():
+    settings = {
+        RC: {"bypass_mode": True, "rollout_rs": "token_k1", "rollout_rs_threshold": 2.0},
+        "actor_rollout_ref.actor.policy_loss.loss_mode": "dppo_tv",
+        "actor_rollout_ref.actor.clip_ratio_low": 0.15,
+        "actor_rollout_ref.actor.clip_ratio_high": 0.15,
+        "actor_rollout_ref.actor.clip_ratio_c": 20.0,
+    }
+    translation = translate(settings, "verl")
+    assert translation.loss_fn["name"] == "cispo"
+    assert translation.loss_fn["ratio_anchor"] == "gen"
+    (mask,) = translation.loss_fn["masks"]
+    assert mask == {"preset": "dppo_tv", "delta": 0.15, "delta_low": 0.15, "log_ratio": "total"}
+    assert "uses neither rollout_is nor rollout_rs" in translation.yaml()
+    older = translate({**settings, "trainer.use_v1": False}, "verl").loss_fn
+    assert older["name"] == "clipped_pg"
+    assert [mask["log_ratio"] for mask in older["masks"]] == ["total"]
+    assert older["masks"][0]["level"] == "token"
+
+
+def test_skyrls_corrections_act_beside_a_ratio_to_the_rollout():
+    prefix = "trainer.algorithm.off_policy_correction."
+    settings = {
+        "trainer.algorithm.policy_loss_type": "dppo",
+        prefix + "outlier_token_is_threshold_low": 1e-4,
+        prefix + "outlier_token_is_threshold_high": 100.0,
+        prefix + "tis_ratio_type": "token",
+    }
+    translation = translate(settings, "skyrl")
+    assert {"preset": "veto", "min": 1e-4, "max": 100.0} in translation.loss_fn["masks"]
+    assert "NOT EXPRESSED" in translation.yaml()
+    assert "use_importance_sampling_correction" not in translation.loss_fn
+    # The anchor is CISPO's alone.
+    regular = {"trainer.algorithm.cispo.cispo_anchor": "rollout", prefix + "tis_ratio_type": "token"}
+    assert translate(regular, "skyrl").loss_fn["use_importance_sampling_correction"] is True
+
+
+def test_a_bound_of_a_ratio_must_be_above_0():
+    with pytest.raises(ConfigError, match="must be above 0, by '0_1.001'"):
+        translate({RC: {"rollout_rs": "seq_mean_k1", "rollout_rs_threshold": "0_1.001"}})
