@@ -430,6 +430,7 @@ def validate_masks(masks: Any, validate: Callable[[Any], tuple[Any, ...]]) -> tu
                 made.append(own.model_validate(mask))
             else:
                 made += validate((_known_preset(mask),))
+            place = 0
             _check_rule(made[-1])
         except PluginError as error:
             text = "; ".join(problem.message for problem in error.problems)
@@ -450,9 +451,7 @@ def _check_rule(mask: Any) -> None:
             f"the label '{label}' must match {_LABEL}, without '_min' or '_max', which NeMo-RL reads as an extremum; "
         )
         error = PydanticCustomError("label", "{text}", {"text": text + "give the mask a label"})
-        raise ValidationError.from_exception_data(
-            "masks", [InitErrorDetails(type=error, loc=(0, "label"), input=label)]
-        )
+        raise ValidationError.from_exception_data("masks", [InitErrorDetails(type=error, loc=("label",), input=label)])
 
 
 def _plugin(mask: Any) -> type[MaskPreset] | None:

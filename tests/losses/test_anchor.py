@@ -230,6 +230,7 @@ def test_without_a_sample_nothing_is_said_of_one():
         ({"audit_fraction": 0.1, "force_on_policy_ratio": True}, "leaves them out; set audit_fraction: 0"),
         ({**AUDIT, "masks": [MASKS["veto"]]}, "has all of them computed; set audit_fraction: 0"),
         ({**GEN, "audit_fraction": 1.5}, "audit_fraction"),
+        ({**AUDIT, "metrics": "nemo_rl"}, "that metrics: nemo_rl leaves out; set metrics: full, or audit_fraction: 0"),
     ],
 )
 def test_an_audit_of_what_is_known_is_an_error(settings, found):

@@ -96,6 +96,17 @@ def test_weights_that_are_all_0_stay_0():
     assert batches.evaluate(loss_fn, told).loss.item() == 0.0
 
 
+@pytest.mark.parametrize("size", [-100.0, -30.0])
+def test_weights_that_have_vanished_stay_so(size):
+    # e^-100 is no float32, and a division by it made NaN; e^-30 over itself made noise as large as a weight of 1.
+    batch = rollouts(5)
+    prev = batch.data["generation_logprobs"] + size
+    loss_fn = build_loss({**NORMALIZED, "disable_ppo_ratio": True})
+    told, mean = prepared(loss_fn, batch.with_data(prev_logprobs=prev))
+    assert mean == 1.0
+    assert abs(batches.evaluate(loss_fn, told).loss.item()) < 1e-10
+
+
 def test_a_loss_that_is_told_carries_it():
     # NeMo-RL's data plane takes no further column.
     batch = rollouts(6)

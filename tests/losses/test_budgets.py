@@ -2,6 +2,7 @@
 
 import functools
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -221,6 +222,15 @@ def test_the_loss_asks_for_the_bound():
     assert torch.equal(by_loss[1], by_batch[1])
     with pytest.raises(DataError, match="masks with a budget"):
         answer(loss_fn.for_prepared_batches(), batch)
+
+
+def test_a_microbatch_without_a_row_is_0():
+    loss_fn, batch = build_loss({"masks": [BUDGETS["m2po"]]}), rollouts(seed=11)
+    ready = told(loss_fn, batch)
+    empty = replace(ready.rows(slice(0, 0)), seqs=batch.seqs, toks=batch.toks)
+    loss, gradient, _ = answer(loss_fn, empty)
+    assert loss.item() == 0.0
+    assert gradient.numel() == 0
 
 
 def test_parts_that_train_as_they_come_are_refused():

@@ -442,6 +442,11 @@ def test_a_reference_that_is_only_looked_at_changes_nothing(config, value):
         assert result.metrics["kl_penalty"] == 0.0
         assert 0 < result.metrics["geomask/reference_k3"] < 1
     assert "geomask/reference_k3" not in without.metrics
+    # What NeMo-RL puts there where it skips the reference.
+    none = batches.evaluate(
+        loss_fn, batch.with_data(reference_policy_logprobs=torch.zeros_like(batch.data["prev_logprobs"]))
+    )
+    assert none.metrics["geomask/reference_k3"] == 0.0
 
 
 @pytest.mark.slow

@@ -44,6 +44,13 @@ class Half(MaskPreset):
         return MaskRule(self.label or "half", "mismatch", "sequence_mean", "ratio", -bound, bound, "always")
 
 
+class Named(MaskPreset):
+    """Called in metrics as its preset is."""
+
+    def rule(self):
+        return MaskRule("half_max", "mismatch", "token", "ratio", -1.0, 1.0, "always")
+
+
 class Distribution:
     def __init__(self, name):
         self.name = name
@@ -184,6 +191,9 @@ def test_preset_of_another_distribution_is_a_rule_like_any(name, register):
         ([], {"preset": f"{__name__}:Half", "factor": 0.5}, r"masks\[0\].factor: .*greater than 1"),
         ([], {"preset": f"{__name__}:Half", "factr": 2.0}, r"masks\[0\].factr: unknown key; did you mean 'factor'"),
         ([], {"preset": "half"}, r"masks\[0\].preset: unknown preset"),
+        # A name of ours is not for another to take, silently or otherwise.
+        ([("a-dist", "veto", f"{__name__}:Half")], {"preset": "veto", "max": 9.0}, "nemo-geomask .* and a-dist"),
+        ([("a-dist", "half_max", f"{__name__}:Named")], {"preset": "half_max"}, r"masks\[0\].label: .*'half_max'"),
     ],
 )
 def test_preset_that_can_not_be_had_says_whose_it_is(points, mask, message, register):
