@@ -24,6 +24,8 @@ from nemo_geomask.rehearsal.surroundings import surroundings
 
 __all__ = ["Rehearsal", "has_gpus", "nemo_rl_checkout", "rehearse"]
 
+_V2 = "policy.dtensor_cfg._v2"
+
 
 @dataclass(frozen=True)
 class Rehearsal:
@@ -196,6 +198,7 @@ def _run(
         *(folder, how.checkout, planned),
         gpus=how.gpus,
         own_environment=how.own_environment,
+        automodel=facts.on(_V2) and all(change.key != _V2 for change in planned.changes),
         first_seed=done if how.resume else None,
     )
     with around as environment:

@@ -36,7 +36,14 @@ typing.override = typing_extensions.override  # Megatron-LM imports it
 
 @contextmanager
 def surroundings(
-    folder: Path, checkout: Path, planned: Plan, *, gpus: bool, own_environment: bool, first_seed: int | None = None
+    folder: Path,
+    checkout: Path,
+    planned: Plan,
+    *,
+    gpus: bool,
+    own_environment: bool,
+    automodel: bool,
+    first_seed: int | None = None,
 ) -> Iterator[dict[str, str]]:
     """The driver's environment variables and files; what lies outside ``folder`` is removed again."""
     identity = uuid.uuid4().hex[:12]
@@ -53,7 +60,7 @@ def surroundings(
         "first_seed": first_seed,
     }
     (folder / "settings.json").write_text(json.dumps(settings), encoding="utf-8")
-    path = [str(checkout), *_submodules(checkout)]
+    path = [str(checkout), *_submodules(checkout, automodel)]
     variables = {driver.SETTINGS: str(folder / "settings.json"), ROOT_VARIABLE: str(checkout), IDENTITY: identity}
     if not gpus:
         site = folder / "site"
@@ -86,14 +93,15 @@ def _environment_name(planned: Plan) -> str:
     return next(change.key.removeprefix("env.") for change in planned.changes if change.key.startswith("env."))
 
 
-def _submodules(checkout: Path) -> list[str]:
+def _submodules(checkout: Path, automodel: bool) -> list[str]:
     """What NeMo-RL's checkout holds of Megatron and Automodel, where its submodules are there."""
+    # DTensor v1's workers take Automodel wherever it is importable, and fail with it on mixtures of experts.
     workspaces = checkout / "3rdparty"
     places = (
         workspaces / "Megatron-Bridge-workspace" / "Megatron-Bridge" / "src",
         workspaces / "Megatron-Bridge-workspace" / "Megatron-Bridge" / "3rdparty" / "Megatron-LM",
         workspaces / "Megatron-LM-workspace" / "Megatron-LM",
-        workspaces / "Automodel-workspace" / "Automodel",
+        *([workspaces / "Automodel-workspace" / "Automodel"] if automodel else ()),
     )
     return [str(place) for place in places if place.is_dir() and any(place.iterdir())]
 
