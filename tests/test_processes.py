@@ -157,7 +157,12 @@ def test_ranks_end_with_the_process_that_started_them(tmp_path, sign):
         f"    run(2, waits, {str(tmp_path)!r})\n"
     )
     process = subprocess.Popen(
-        [sys.executable, "-c", code], cwd=Path(__file__).parents[1], stderr=subprocess.PIPE, start_new_session=True
+        [sys.executable, "-c", code],
+        cwd=Path(__file__).parents[1],
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+        # A shell's background job ignores it, and so would its children.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     try:
         until(lambda: len([path for path in tmp_path.iterdir() if path.read_text()]) == 2)

@@ -63,6 +63,8 @@ def test_an_interrupt_keeps_what_was_trained(tmp_path):
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
+        # A shell's background job ignores it, and so would its children.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     try:
         wait_for(out / "metrics.jsonl", process, 300)
