@@ -231,6 +231,7 @@ def _compiles(loss: PolicyLoss, batch: Batch) -> str:
     raw = raw._replace(bounds=loss.bounds(batch, batch["curr"].device))
     counts = [count.float() for count in valid_counts([batch])]
     function = functools.partial(evaluate, objective)
+    torch.compiler.reset()  # graphs of other losses would count against this one's limit
     graph = torch.compile(function, fullgraph=True, dynamic=True, backend="eager")
     zero = torch.zeros(())
     # As PolicyLoss compiles it: settings are constants.
