@@ -15,7 +15,7 @@ from nemo_geomask.metrics import Metric
 
 __all__ = ["TAIL", "report_audit", "report_batch", "report_surrogate"]
 
-TAIL = (0.01, 0.1, 1.0)
+TAIL = {"0.01": 0.01, "0.1": 0.1, "1": 1.0}
 """Sizes of a token's mismatch, nats. The share beyond each adds up over microbatches and ranks; a quantile does not."""
 
 
@@ -132,7 +132,7 @@ def report_batch(
         Metric(("approx_entropy",), "tokens", lambda: F.saturating_exp(total) * curr, unit=-1.0),
         Metric((f"{own}_abs",), "tokens", lambda: size),
         Metric((f"{own}_k1",), "tokens", lambda: mismatch, unit=-1.0),
-        *(Metric((f"{own}_above_{bound:g}",), "tokens", (size > bound).float) for bound in TAIL),
+        *(Metric((f"{own}_above_{text}",), "tokens", (size > bound).float) for text, bound in TAIL.items()),
         *(of_policy if knows_prev else ()),
         *of_reference,
         *_impossible(batch, seen),

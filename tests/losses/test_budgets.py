@@ -34,8 +34,8 @@ def answer(loss_fn, batch):
 
 def kept(mask, *rows):
     """Which of the tokens still train, by row, REINFORCE's gradient being −A where they do; of log(prev/gen)."""
-    zero = [0.0] * len(rows[0])
-    batch = stack(*(one_row(curr=zero, prev=zero, gen=[-x for x in row]) for row in rows))
+    level = [-9.0] * len(rows[0])
+    batch = stack(*(one_row(curr=level, prev=level, gen=[-9.0 - x for x in row]) for row in rows))
     loss_fn = build_loss({**REINFORCE, "masks": [mask]})
     return (answer(loss_fn, told(loss_fn, batch))[1] != 0).tolist()
 
