@@ -55,7 +55,7 @@ def _patches() -> Iterator[patch.Patch]:
         for name in uses.methods:
             yield patch.attribute(target, name, functools.partial(_watching, name))
         if "begin_train_step" in uses.methods:
-            yield patch.attribute(target, "__reduce_ex__", _sent_watched)
+            yield patch.attribute(target, "__reduce_ex__", functools.partial(patch.carried, _watched))
 
 
 class _Watcher:
@@ -288,25 +288,7 @@ def _watching(name: str, original: Any) -> Any:
     return wrapped
 
 
-def _sent_watched(original: Any) -> Any:
-    """``__reduce_ex__`` of a policy that the driver may send to another process."""
-
-    @functools.wraps(original)
-    def reduce_ex(self: Any, protocol: Any) -> Any:
-        make, arguments, *state = original(self, protocol)
-        return _arrived, (make, arguments), *state
-
-    return reduce_ex
-
-
-def _arrived(make: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
-    policy = make(*arguments)
-    policy.__class__ = _watched(type(policy))
-    return policy
-
-
-def _watched(kind: type) -> type:
-    """A subclass whose methods are the wrapped ones; the class itself where they are already."""
+def _watched(kind: type) -> dict[str, Any]:
+    """The wrapped methods, of those that are not wrapped already."""
     methods = {name: getattr(kind, name) for uses in seams.BEFORE_STEP for name in uses.methods if hasattr(kind, name)}
-    wrapped = {name: _watching(name, method) for name, method in methods.items() if not hasattr(method, _WATCHES)}
-    return patch.subclass(kind, wrapped) if wrapped else kind
+    return {name: _watching(name, method) for name, method in methods.items() if not hasattr(method, _WATCHES)}

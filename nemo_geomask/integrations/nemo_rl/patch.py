@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-__all__ = ["Patch", "apply_all", "attribute", "in_force", "subclass", "undo_all"]
+__all__ = ["Patch", "apply_all", "attribute", "carried", "in_force", "undo_all"]
 
 _log = logging.getLogger("nemo_geomask")
 _MISSING = object()
@@ -76,9 +77,30 @@ def attribute(owner: Any, name: str, make: Callable[[Any], Any]) -> Patch:
     return Patch(owner, name, apply, undo)
 
 
-def subclass(kind: type, methods: Mapping[str, Any]) -> type:
-    """``kind`` with other methods, under its own name: for one object, where the class itself must stay as it is."""
-    return type(kind)(kind.__name__, (kind,), {**methods, "__module__": kind.__module__})
+def carried(methods: Callable[[type], Mapping[str, Any]], original: Any) -> Any:
+    """``__reduce_ex__`` of an object that is sent to a process in which nothing is changed: it arrives as one of a
+    subclass.
+
+    Args:
+        methods: picklable; those of the subclass, from the object's class; none leave it as it is.
+        original: the class's own.
+    """
+
+    @functools.wraps(original)
+    def reduce_ex(self: Any, protocol: Any) -> Any:
+        make, arguments, *state = original(self, protocol)
+        return _arrived, (make, arguments, methods), *state
+
+    return reduce_ex
+
+
+def _arrived(make: Callable[..., Any], arguments: tuple[Any, ...], methods: Callable[[type], Mapping[str, Any]]) -> Any:
+    found = make(*arguments)
+    kind: Any = type(found)
+    if others := methods(kind):
+        # Under its own name; the class itself stays as it is.
+        found.__class__ = type(kind)(kind.__name__, (kind,), {**others, "__module__": kind.__module__})
+    return found
 
 
 def apply_all(patches: Iterable[Patch]) -> None:

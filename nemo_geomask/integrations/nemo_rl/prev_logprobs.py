@@ -49,7 +49,9 @@ def _make(fraction: float) -> Iterator[patch.Patch]:
         for name in uses.methods:
             yield patch.attribute(target, name, functools.partial(_WRAP[name], fraction))
         if "get_logprobs_from_meta" in uses.methods:
-            yield patch.attribute(target, "__reduce_ex__", functools.partial(_sent, fraction))
+            yield patch.attribute(
+                target, "__reduce_ex__", functools.partial(patch.carried, functools.partial(_skipping, fraction))
+            )
 
 
 _calls: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
@@ -120,21 +122,8 @@ _WRAP: dict[str, Callable[[float, Any], Any]] = {
 }
 
 
-def _sent(fraction: float, original: Any) -> Any:
-    """``__reduce_ex__`` of a policy that the driver may send to another process."""
-
-    @functools.wraps(original)
-    def reduce_ex(self: Any, protocol: Any) -> Any:
-        make, arguments, *state = original(self, protocol)
-        return _arrived, (make, arguments, fraction), *state
-
-    return reduce_ex
-
-
-def _arrived(make: Callable[..., Any], arguments: tuple[Any, ...], fraction: float) -> Any:
-    policy = make(*arguments)
-    kind = type(policy)
-    method = kind.get_logprobs_from_meta
-    if not hasattr(method, "__wrapped__"):
-        policy.__class__ = patch.subclass(kind, {"get_logprobs_from_meta": _get_logprobs_from_meta(fraction, method)})
-    return policy
+def _skipping(fraction: float, kind: type) -> dict[str, Any]:
+    """The wrapped method, where it is not wrapped already."""
+    name = "get_logprobs_from_meta"
+    method = getattr(kind, name)
+    return {} if hasattr(method, "__wrapped__") else {name: _get_logprobs_from_meta(fraction, method)}
