@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from nemo_geomask.checks.facts import RecipeFacts
 from nemo_geomask.checks.rule import Hit, Rule
+from nemo_geomask.losses.prestep import needs_whole_batch
 
 __all__ = ["RULES"]
 
@@ -54,21 +55,10 @@ def _unpacked(facts: RecipeFacts) -> Iterator[Hit]:
 
 
 def _whole_batch(facts: RecipeFacts) -> Iterator[Hit]:
-    if facts.get("async_rl") is None:
-        return
-    for index, rule in enumerate(facts.config.mask_rules):
-        if rule.budgeted:
-            yield Hit(
-                f"loss_fn.masks[{index}]",
-                f"mask {rule.label}: the single controller trains the first parts of a batch before it has the last, "
-                "so no bound of the whole batch can be known; give the mask max in place of its budget",
-            )
-    if facts.config.is_correction_batch_normalize:
-        yield Hit(
-            "loss_fn.is_correction_batch_normalize",
-            "the single controller trains the first parts of a batch before it has the last, so the mean of the whole "
-            "batch's weights can't be known; set false",
-        )
+    if facts.get("async_rl") is not None:
+        for problem in needs_whole_batch(facts.config):
+            for key in problem.keys:
+                yield Hit(key, problem.message)
 
 
 RULES = (

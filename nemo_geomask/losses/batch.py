@@ -206,9 +206,10 @@ def read(raw: Raw, segments: Segments, anchor: Literal["prev", "gen"] = "prev") 
     curr_kl = curr if unfiltered is None else select(unfiltered.float())
     seen_ref = clean.get("ref")
     if seen is not None:
+        seen = seen.float()
         # All zeros are what NeMo-RL puts there where it skips the reference.
-        told = (where_finite(trains, seen.float()) != 0) & ((select(seen.float()) != 0).any())
-        seen_ref = torch.where(told, seen.float(), curr_kl.detach())
+        told = (where_finite(trains, seen) != 0) & (select(seen) != 0).any()
+        seen_ref = torch.where(told, seen, curr_kl.detach())
     batch = TokenBatch(
         curr=curr,
         curr_kl=curr_kl,

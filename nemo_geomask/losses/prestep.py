@@ -21,9 +21,9 @@ from nemo_geomask.losses.loss import BOUND, PREPARED, PolicyLoss, refuse_nonfini
 from nemo_geomask.losses.observe import Observed, observe, rule_statistics
 from nemo_geomask.losses.rejection import reject, rule_values
 from nemo_geomask.metrics import Metric, Metrics, Normalizer, Sums
-from nemo_geomask.segments import PaddedSegments, Pooled
+from nemo_geomask.segments import PaddedSegments
 
-__all__ = ["BeforeStep", "Decision", "OpenBatch", "untrained_metrics", "valid_counts"]
+__all__ = ["BeforeStep", "Decision", "OpenBatch", "needs_whole_batch", "untrained_metrics", "valid_counts"]
 
 
 _NO_BOUNDS: Mapping[str, float] = {}
@@ -120,19 +120,8 @@ class BeforeStep:
         Raises: ConfigError: a mask has a budget over the whole batch, or the weight is divided by its mean there, of
         which the first part knows nothing.
         """
-        labels = [rule.label for rule in self._config.mask_rules]
-        keys = [f"loss_fn.masks[{labels.index(rule.label)}]" for rule in self._config.budgets]
-        what, instead = "a budget", "give the mask bounds (min, max)"
-        if self._config.is_correction_batch_normalize:
-            keys, what, instead = ["loss_fn.is_correction_batch_normalize"], "the weight's mean", "set false"
-        if keys:
-            raise ConfigError(
-                Problem(
-                    tuple(keys),
-                    f"{what} is over the whole batch, but here its parts are trained on as they come (as by NeMo-RL's "
-                    f"single controller); {instead}, or use a trainer that holds the batch",
-                )
-            )
+        if problems := needs_whole_batch(self._config):
+            raise ConfigError(*problems)
         return OpenBatch(self._config, self._judge)
 
     @torch.no_grad()
@@ -252,10 +241,29 @@ class OpenBatch:
         return Decision(not why, why, metrics=metrics)
 
 
+def needs_whole_batch(config: LossConfig) -> tuple[Problem, ...]:
+    """What stands against a batch that arrives in parts: a budget over the whole of it, or the weight's mean there."""
+    budgets = tuple(f"loss_fn.masks[{index}]" for index, rule in enumerate(config.mask_rules) if rule.budgeted)
+    normalize = ("loss_fn.is_correction_batch_normalize",) if config.is_correction_batch_normalize else ()
+    found = (
+        (budgets, "a budget", "give the mask bounds (min, max)"),
+        (normalize, "the weight's mean", "set false"),
+    )
+    return tuple(
+        Problem(
+            keys,
+            f"{what} is over the whole batch, but here its parts are trained on as they come (as by NeMo-RL's single "
+            f"controller); {instead}, or use a trainer that holds the batch",
+        )
+        for keys, what, instead in found
+        if keys
+    )
+
+
 def _seen(
-    config: LossConfig, data: Mapping[str, Any], rules: Sequence[MaskRule]
+    config: LossConfig, data: Mapping[str, Any], rules: Sequence[MaskRule], *, weights: bool = False
 ) -> tuple[TokenBatch, Observed, list[Metric]]:
-    """The batch as the rules judge it, and how much of it is not finite."""
+    """The batch as the rules judge it, with what ``weights`` pool too, and how much of it is not finite."""
     if "prev_logprobs" not in data:
         raise MissingDataError(
             "batch_veto, denominator: kept and a mask's budget look at data['prev_logprobs'] before the step, but the "
@@ -265,6 +273,8 @@ def _seen(
         take_padded(data["prev_logprobs"][:, 1:], data, ("advantages", "prev", "gen")), PaddedSegments()
     )
     sums, extremes, prefix = rule_statistics(batch, rules)
+    if weights:
+        sums["mismatch.ratio"] = batch.mismatch
     seen, _ = observe(batch, sums=sums, extremes=extremes, prefix=prefix, nonfinite=config.nonfinite)
     return batch, seen, reports
 
@@ -272,15 +282,7 @@ def _seen(
 @torch.no_grad()
 def _weight_mean(config: LossConfig, data: Mapping[str, Any]) -> float:
     """Mean of the weights over trained tokens or, at sequence levels, sequences; 1 where that is 1e-8 or less."""
-    raw = take_padded(data["prev_logprobs"][:, 1:], data, ("advantages", "prev", "gen"))
-    batch, _ = read(raw, PaddedSegments())
-    seen, _ = observe(
-        batch,
-        sums={"mismatch.ratio": batch.mismatch},
-        extremes={},
-        prefix=Pooled({}, {}, {}),
-        nonfinite=config.nonfinite,
-    )
+    batch, seen, _ = _seen(config, data, (), weights=True)
     weight, _ = correct(batch, seen, config)
     assert weight is not None
     weight, trained = weight.double().expand_as(seen.weight), seen.weight.double()

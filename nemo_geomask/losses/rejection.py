@@ -72,8 +72,8 @@ def _removed(
 ) -> tuple[Tensor, Tensor]:
     """Where the rule removes for the lower and for the upper bound: bool, token layout or [S]."""
     low, high, eligible = rule_values(rule, batch, seen)
-    lowest: Tensor | float = -bounds[rule.label] if rule.budgeted else rule.low
-    below, above = low < lowest, high > (bounds[rule.label] if rule.budgeted else rule.high)  # both ends are kept
+    lowest, highest = (-bounds[rule.label], bounds[rule.label]) if rule.budgeted else (rule.low, rule.high)
+    below, above = low < lowest, high > highest  # both ends are kept
     if rule.when != "always":
         advantages = batch.advantages if rule.by_token else seen.mean("advantages")
         down = advantages > 0 if rule.when == "positive_advantage" else advantages < 0
