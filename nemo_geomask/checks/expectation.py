@@ -21,8 +21,9 @@ from typing import Literal
 
 from nemo_geomask.config.loss import LossConfig
 from nemo_geomask.config.masks import MaskRule
+from nemo_geomask.functional.ratios import log_bound
 
-__all__ = ["Judged", "judged", "kept_fraction", "median_weight"]
+__all__ = ["Judged", "judged", "kept_fraction", "median_weight", "truncation_bounds"]
 
 
 @dataclass(frozen=True)
@@ -38,9 +39,8 @@ def judged(config: LossConfig) -> list[Judged]:
     """The masks of a loss that :func:`kept_fraction` can judge, those that a truncation makes included."""
     rules = [(f"loss_fn.masks[{index}]", rule) for index, rule in enumerate(config.mask_rules)]
     kind, level = config.truncation, config.correction_level
-    if kind == "seq-mask-tis" or (kind == "icepop" and config.use_importance_sampling_correction):
-        low, high = config.truncated_importance_sampling_ratio_min, config.truncated_importance_sampling_ratio
-        bounds = math.log(low) if low else -math.inf, math.log(high) if high else math.inf
+    if kind == "seq-mask-tis" or (kind == "icepop" and config.applies_weight):
+        bounds = truncation_bounds(config)
         pooled = "sequence_mean" if kind == "seq-mask-tis" else level
         rule = MaskRule(kind, "mismatch", pooled, "ratio", *bounds, "always")
         rules.append(("loss_fn.truncated_importance_sampling_type", rule))
@@ -49,6 +49,12 @@ def judged(config: LossConfig) -> list[Judged]:
         for key, rule in rules
         if kept_fraction(rule, 1e-3, 1024) is not None
     ]
+
+
+def truncation_bounds(config: LossConfig) -> tuple[float, float]:
+    """Logarithms of the truncation's bounds on the weight."""
+    low, high = config.truncated_importance_sampling_ratio_min, config.truncated_importance_sampling_ratio
+    return log_bound(low, default=-math.inf), log_bound(high, default=math.inf)
 
 
 def median_weight(kl: float, tokens: int) -> float:

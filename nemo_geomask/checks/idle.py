@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 from typing import get_args
 
+from nemo_geomask.checks.expectation import truncation_bounds
 from nemo_geomask.checks.facts import RecipeFacts
 from nemo_geomask.checks.rule import Hit, Rule
 from nemo_geomask.checks.tree import READ_BY, reads
@@ -31,10 +32,7 @@ def _bounds_out_of_reach(facts: RecipeFacts) -> Iterator[Hit]:
             yield from _unreachable(f"loss_fn.masks[{index}]", rule.statistic, rule.low, rule.high)
     pooled = config.applies_weight and config.correction_level == "sequence_mean"
     if config.truncation == "seq-mask-tis" or (config.truncation is not None and pooled):
-        low = config.truncated_importance_sampling_ratio_min
-        high = config.truncated_importance_sampling_ratio
-        key = "loss_fn.truncated_importance_sampling_ratio"
-        yield from _unreachable(key, "ratio", math.log(low) if low else -math.inf, math.log(high) if high else math.inf)
+        yield from _unreachable("loss_fn.truncated_importance_sampling_ratio", "ratio", *truncation_bounds(config))
     if config.batch_veto is not None and config.batch_veto.max > REACH:
         yield Hit(
             "loss_fn.batch_veto.max",

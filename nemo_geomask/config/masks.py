@@ -76,6 +76,13 @@ class MaskRule:
 _LABEL = r"^[a-z][a-z0-9_]*$"
 
 
+def _wrong_label(label: str) -> str:
+    """Why it can't stand in the name of a metric; empty where it can."""
+    if "_min" in label or "_max" in label:
+        return f"label '{label}' holds '_min' or '_max', which NeMo-RL reads as an extremum; choose another"
+    return "" if re.fullmatch(_LABEL, label) else f"label '{label}' does not match {_LABEL}; give the mask another"
+
+
 class _Bounds(StrictModel):
     label: str | None = Field(
         default=None,
@@ -85,10 +92,8 @@ class _Bounds(StrictModel):
 
     @model_validator(mode="after")
     def _check_label(self) -> _Bounds:
-        if self.label and ("_min" in self.label or "_max" in self.label):
-            raise ValueError(
-                f"label '{self.label}' holds '_min' or '_max', which NeMo-RL reads as an extremum; choose another"
-            )
+        if self.label and (wrong := _wrong_label(self.label)):
+            raise ValueError(wrong)
         return self
 
     def _rule(
@@ -424,14 +429,12 @@ def validate_masks(masks: Any, validate: Callable[[Any], tuple[Any, ...]]) -> tu
         place = 1  # where a location begins: after pydantic's own index
         try:
             if isinstance(mask, MaskPreset):
-                made.append(mask)
+                made.append(_labelled(mask))
             elif (own := _plugin(mask)) is not None:
                 place = 0
-                made.append(own.model_validate(mask))
+                made.append(_labelled(own.model_validate(mask)))
             else:
                 made += validate((_known_preset(mask),))
-            place = 0
-            _check_rule(made[-1])
         except PluginError as error:
             text = "; ".join(problem.message for problem in error.problems)
             kind = PydanticCustomError("preset", "{text}", {"text": text})
@@ -443,15 +446,13 @@ def validate_masks(masks: Any, validate: Callable[[Any], tuple[Any, ...]]) -> tu
     return tuple(made)
 
 
-def _check_rule(mask: Any) -> None:
-    """A plugin's rule has a label of its own, which NeMo-RL must take for what it is."""
+def _labelled(mask: MaskPreset) -> MaskPreset:
+    """The mask of a plugin, whose rule may have a label that no field has seen."""
     label = mask.rule().label
-    if re.fullmatch(_LABEL, label) is None or "_min" in label or "_max" in label:
-        text = (
-            f"the label '{label}' must match {_LABEL}, without '_min' or '_max', which NeMo-RL reads as an extremum; "
-        )
-        error = PydanticCustomError("label", "{text}", {"text": text + "give the mask a label"})
+    if wrong := _wrong_label(label):
+        error = PydanticCustomError("label", "{text}", {"text": wrong})
         raise ValidationError.from_exception_data("masks", [InitErrorDetails(type=error, loc=("label",), input=label)])
+    return mask
 
 
 def _plugin(mask: Any) -> type[MaskPreset] | None:

@@ -314,9 +314,10 @@ def _rejection(given: Given, log_ratio: str) -> Lines:
             continue
         low, separator, high = spec.rpartition("_")
         upper = _number("rollout_rs_threshold", high)
-        if min(upper, _number("rollout_rs_threshold", low) if separator else upper) <= 0:
+        given_lower = _number("rollout_rs_threshold", low) if separator else upper
+        if min(given_lower, upper) <= 0:
             raise ConfigError(f"rollout_rs_threshold: {option} bounds a ratio, which must be above 0, by '{spec}'")
-        lower = _number("rollout_rs_threshold", low) if separator else 1 / upper
+        lower = given_lower if separator else 1 / upper
         note = (
             f"verl's {option} keeps {lower:g} to {upper:g} of 1/ρ; here bounds are on ρ itself"
             if separator
