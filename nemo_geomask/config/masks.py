@@ -207,15 +207,18 @@ class _Dppo(_Bounds):
         return self._rule(self.log_ratio, "token", self.distance, low, self.delta, "pushing")
 
 
-class DppoTv(_Dppo):
-    """Drop tokens whose probability is off by more than delta where the update pushes it further. arXiv:2602.04879."""
-
-    preset: Literal["dppo_tv"]
+class _DppoOfDifferences(_Dppo):
     delta: float = Field(gt=0, lt=1, description="Largest difference of probabilities kept; 0.15 to 0.2 are in use.")
     delta_low: float | None = Field(
         default=None, gt=0, lt=1, description="The same where the update makes it less likely; null: as delta."
     )
     distance = "prob_diff"
+
+
+class DppoTv(_DppoOfDifferences):
+    """Drop tokens whose probability is off by more than delta where the update pushes it further. arXiv:2602.04879."""
+
+    preset: Literal["dppo_tv"]
 
 
 class DppoKl(_Dppo):
@@ -225,7 +228,7 @@ class DppoKl(_Dppo):
     distance = "binary_kl"
 
 
-class Cppo(DppoTv):
+class Cppo(_DppoOfDifferences):
     """Drop tokens where the update pushes the probability further off by more than what is left to the prefix.
 
     As dppo_tv, with differences that weigh less the later the token, and with a budget of the prefix: a token goes
@@ -233,7 +236,7 @@ class Cppo(DppoTv):
     token brings along. arXiv:2606.10968.
     """
 
-    preset: Literal["cppo"]  # type: ignore[assignment]
+    preset: Literal["cppo"]
     weight_min: float = Field(default=0.8, gt=0, le=1, description="Weight of the last token; that of the first is 1.")
     budget_min: float = Field(default=0.02, gt=0, description="Least that a token brings; five times it is the most.")
     budget_quantile: float = Field(
