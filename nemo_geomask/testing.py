@@ -128,8 +128,7 @@ def _padded(loss: PolicyLoss, batch: Batch, counts: tuple[Tensor, Tensor] | None
     """Value, and gradient by each of the log-probs [B, T]."""
     curr = batch["curr"][:, 1:].clone().requires_grad_()
     value, _ = loss.for_prepared_batches()(curr, batch, *(counts or valid_counts([batch])))
-    value.backward()  # type: ignore[no-untyped-call]
-    return value.item(), _gradient(curr)
+    return value.item(), _gradient(value, curr)
 
 
 def _packed(
@@ -144,12 +143,12 @@ def _packed(
     data = {key: value[:, 1:].reshape(-1)[where] if value.dim() == 2 else value for key, value in batch.items()}
     curr = data["curr"].clone().requires_grad_()
     value, _ = loss.for_prepared_batches().packed(curr, data, segments, *valid_counts([batch]))
-    value.backward()  # type: ignore[no-untyped-call]
-    return value.item(), _gradient(curr), where
+    return value.item(), _gradient(value, curr), where
 
 
-def _gradient(curr: Tensor) -> Tensor:
-    return torch.zeros_like(curr) if curr.grad is None else curr.grad
+def _gradient(value: Tensor, curr: Tensor) -> Tensor:
+    (found,) = torch.autograd.grad(value, curr, allow_unused=True)
+    return torch.zeros_like(curr) if found is None else found
 
 
 def _apart(what: str, found: tuple[float, Tensor], true: tuple[float, Tensor]) -> str:
