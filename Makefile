@@ -11,7 +11,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 help:
 	@echo "make demo   train a small MoE policy under three corrections and plot what they did (about 3 minutes)"
 	@echo "make test   the whole test suite, on all cores"
-	@echo "make quick  formulas, losses, settings and rules, what needs no second process (within a minute on two cores)"
+	@echo "make quick  formulas, losses, settings and rules, what needs no second process (about 100 seconds on two cores)"
 	@echo "make matrix every objective, weight and mask on up to 16 ranks against the float64 oracle (about 5 minutes)"
 	@echo "make vllm   vLLM as generation engine, on the CPU, in an environment of its own (about 4 minutes)"
 	@echo "make nemo-rl NEMO_RL_ROOT=…  rehearsals through that NeMo-RL on the CPU, in an environment of its own"
