@@ -23,30 +23,37 @@ from nemo_geomask.config.loss import LossConfig
 from nemo_geomask.config.masks import MaskRule
 from nemo_geomask.functional.ratios import log_bound
 
-__all__ = ["Judged", "judged", "kept_fraction", "median_weight", "truncation_bounds"]
+__all__ = [
+    "Judged",
+    "clipped_fractions",
+    "judged",
+    "kept_fraction",
+    "median_weight",
+    "spread_of_mean",
+    "truncation_bounds",
+]
 
 
 @dataclass(frozen=True)
 class Judged:
-    """A mask whose share can be reckoned: ``key`` in the recipe, ``rule``, and ``of`` what it is a share."""
+    """A mask whose share can be reckoned: its rule, and ``of`` what it is a share."""
 
-    key: str
     rule: MaskRule
     of: Literal["tokens", "sequences"]
 
 
 def judged(config: LossConfig) -> list[Judged]:
     """The masks of a loss that :func:`kept_fraction` can judge, those that a truncation makes included."""
-    rules = [(f"loss_fn.masks[{index}]", rule) for index, rule in enumerate(config.mask_rules)]
+    rules = list(config.mask_rules)
     kind, level = config.truncation, config.correction_level
     if kind == "seq-mask-tis" or (kind == "icepop" and config.applies_weight):
         bounds = truncation_bounds(config)
         pooled = "sequence_mean" if kind == "seq-mask-tis" else level
-        rule = MaskRule(kind, "mismatch", pooled, "ratio", *bounds, "always")
-        rules.append(("loss_fn.truncated_importance_sampling_type", rule))
+        key = "loss_fn.truncated_importance_sampling_type"
+        rules.append(MaskRule(kind, "mismatch", pooled, "ratio", *bounds, "always", key=key))
     return [
-        Judged(key, rule, "tokens" if rule.level == "token" else "sequences")
-        for key, rule in rules
+        Judged(rule, "tokens" if rule.level == "token" else "sequences")
+        for rule in rules
         if kept_fraction(rule, 1e-3, 1024) is not None
     ]
 
@@ -60,6 +67,19 @@ def truncation_bounds(config: LossConfig) -> tuple[float, float]:
 def median_weight(kl: float, tokens: int) -> float:
     """Median of exp(Σ Δ) over ``tokens`` tokens with a mean mismatch KL of ``kl`` each."""
     return math.exp(-kl * tokens)
+
+
+def spread_of_mean(kl: float, tokens: int) -> float:
+    """Standard deviation of the mean log-ratio over ``tokens`` tokens."""
+    return math.sqrt(2 * kl / tokens)
+
+
+def clipped_fractions(config: LossConfig, kl: float, tokens: int) -> tuple[float, float]:
+    """Expected shares of the sequences, below and above the clip's bounds, whose geometric-mean mismatch ratio is
+    clipped: of those with A < 0, and of those with A > 0."""
+    low, high = log_bound(1 - config.ratio_clip_min, default=-math.inf), math.log1p(config.ratio_clip_max)
+    variance = spread_of_mean(kl, tokens) ** 2
+    return _normal(-math.inf, low, -kl, variance), _normal(high, math.inf, -kl, variance)
 
 
 def kept_fraction(rule: MaskRule, kl: float, tokens: int) -> float | None:

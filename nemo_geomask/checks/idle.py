@@ -26,10 +26,10 @@ _STUDY = (
 
 def _bounds_out_of_reach(facts: RecipeFacts) -> Iterator[Hit]:
     config = facts.config
-    for index, rule in enumerate(config.mask_rules):
+    for rule in config.mask_rules:
         # Only here is the size of the statistic known: other levels grow with length or have heavy tails.
         if rule.level == "sequence_mean" and rule.log_ratio == "mismatch":
-            yield from _unreachable(f"loss_fn.masks[{index}]", rule.statistic, rule.low, rule.high)
+            yield from _unreachable(rule.key, rule.statistic, rule.low, rule.high)
     pooled = config.applies_weight and config.correction_level == "sequence_mean"
     if config.truncation == "seq-mask-tis" or (config.truncation is not None and pooled):
         yield from _unreachable("loss_fn.truncated_importance_sampling_ratio", "ratio", *truncation_bounds(config))
@@ -64,8 +64,8 @@ def _mask_implied(facts: RecipeFacts) -> Iterator[Hit]:
             first = other_index < index or not _implies(rule, other)
             if other is not rule and first and _implies(other, rule):
                 yield Hit(
-                    f"loss_fn.masks[{index}]",
-                    f"mask {rule.label} keeps whatever mask {other.label} (masks[{other_index}]) keeps, so it removes "
+                    rule.key,
+                    f"mask {rule.label} keeps whatever mask {other.label} ({other.key}) keeps, so it removes "
                     "nothing more; drop it, or tighten its bounds",
                 )
                 break
@@ -93,10 +93,10 @@ def _policy_mask_on_policy(facts: RecipeFacts) -> Iterator[Hit]:
     if not forced and facts.updates != 1:
         return
     why = "loss_fn.force_on_policy_ratio: true" if forced else "one optimiser step for each rollout batch"
-    for index, rule in enumerate(facts.config.mask_rules):
+    for rule in facts.config.mask_rules:
         if rule.log_ratio == "policy":
             yield Hit(
-                f"loss_fn.masks[{index}]",
+                rule.key,
                 f"mask {rule.label} looks at curr - prev, which is 0 with {why}; use log_ratio: total, or smaller "
                 "policy.train_global_batch_size",
             )

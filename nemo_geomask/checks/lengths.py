@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from nemo_geomask.checks.expectation import judged, kept_fraction, median_weight
+from nemo_geomask.checks.expectation import clipped_fractions, judged, kept_fraction, median_weight, spread_of_mean
 from nemo_geomask.checks.facts import RecipeFacts
 from nemo_geomask.checks.rule import Hit, Rule
 
@@ -37,7 +37,7 @@ def _mask_removes_most(facts: RecipeFacts) -> Iterator[Hit]:
         rule, kept = mask.rule, kept_fraction(mask.rule, kl, tokens)
         if kept is not None and kept < 0.5:
             yield Hit(
-                mask.key,
+                rule.key,
                 f"mask {rule.label}: of {mask.of} in responses of {tokens} tokens at a mean mismatch KL of {kl:g} nats "
                 f"per token, {kept:.1%} stay (tokens taken as independent, log-ratios as normal); "
                 + (
@@ -46,6 +46,23 @@ def _mask_removes_most(facts: RecipeFacts) -> Iterator[Hit]:
                     else "widen the bounds"
                 ),
             )
+
+
+def _clip_below_mismatch(facts: RecipeFacts) -> Iterator[Hit]:
+    config, tokens, kl = facts.config, facts.response_tokens, facts.mismatch_kl
+    if tokens is None or not config.sequence_level_importance_ratios or config.ratio_anchor != "gen":
+        return
+    below, above = clipped_fractions(config, kl, tokens)
+    if max(below, above) > 0.5:
+        room = 1 - math.exp(-kl - 2 * spread_of_mean(kl, tokens))
+        yield Hit(
+            "loss_fn.ratio_anchor",
+            f"gen: the sequence's ratio holds the mismatch, which is larger than ratio_clip_min: "
+            f"{config.ratio_clip_min:g} and ratio_clip_max: {config.ratio_clip_max:g}: of responses of {tokens} tokens "
+            f"at a mean mismatch KL of {kl:g} nats per token, {below:.0%} of those with A < 0 and {above:.0%} of those "
+            "with A > 0 are clipped before the first update (tokens taken as independent, log-ratios as normal); set "
+            f"ratio_anchor: prev with is_correction_level: sequence_mean, or a ratio_clip_min of {room:.1g} or more",
+        )
 
 
 def _every_batch_vetoed(facts: RecipeFacts) -> Iterator[Hit]:
@@ -130,4 +147,11 @@ RULES = (
         _every_batch_vetoed,
     ),
     Rule("GM406", "warning", "a sampler's context below the trainer's", "NeMo-RL `vllm_worker.py`", _context),
+    Rule(
+        "GM407",
+        "warning",
+        "clip bounds on a sequence ratio within the mismatch it holds",
+        "GSPO, arXiv:2507.18071 section 5.1, whose bounds are for π_θ/π_old; docs/loss_reference.md",
+        _clip_below_mismatch,
+    ),
 )

@@ -134,7 +134,7 @@ def _expected(facts: RecipeFacts) -> list[dict[str, Any]]:
         return []
     return [
         {
-            "key": mask.key,
+            "key": mask.rule.key,
             "mask": mask.rule.label,
             "of": mask.of,
             "when": mask.rule.when,

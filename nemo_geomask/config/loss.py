@@ -6,6 +6,7 @@ meaning; what NeMo-RL lacks comes on top. Each field's description, formula and 
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Set
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -247,6 +248,14 @@ class LossSettings(StrictModel):
         source="this package",
     )
 
+    _of_objective: int = 0
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """What a recipe or a caller says, without what the objective adds to it."""
+        values = {key: getattr(self, key) for key in self.model_fields_set}
+        return values | {"masks": self.masks[self._of_objective :]} if self._of_objective else values
+
     @classmethod
     def _answer(cls, key: str, value: Any) -> str:
         return foreign(key, as_yaml(value))
@@ -311,7 +320,7 @@ class LossSettings(StrictModel):
     @cached_property
     def mask_rules(self) -> tuple[MaskRule, ...]:
         """The masks in the raw form, with unique labels."""
-        return mask_rules(self.masks)
+        return mask_rules(self.masks, of_objective=self._of_objective)
 
     @property
     def rules_before_step(self) -> tuple[MaskRule, ...]:
@@ -362,6 +371,18 @@ class LossConfig(LossSettings):
 
         # Or pydantic would call it from model_validate, too.
         __init__.__pydantic_base_init__ = True
+
+    def in_force(self, *, given: Set[str], masks: int) -> LossConfig:
+        """These settings, of which only ``given`` are a recipe's and the first ``masks`` masks are the objective's."""
+        made = super().model_copy()
+        made.__dict__.pop("mask_rules", None)  # of another number of masks
+        object.__setattr__(made, "__pydantic_fields_set__", set(given))
+        made._of_objective = masks
+        return made
+
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> LossConfig:
+        """A copy; with ``update`` of what was given, valid or a ConfigError, and without what an objective added."""
+        return LossConfig(**self.given | dict(update)) if update else super().model_copy(deep=deep)
 
     @model_validator(mode="after")
     def _compatible(self) -> LossConfig:

@@ -56,6 +56,8 @@ class MaskRule:
     allowance: Allowance | None = None
     drop_at_most: float | None = None
     until_mean: float | None = None
+    key: str = ""
+    """The setting that it comes from."""
 
     @property
     def budgeted(self) -> bool:
@@ -490,14 +492,15 @@ def _known_preset(mask: Any) -> Any:
     raise ValidationError.from_exception_data("masks", [InitErrorDetails(type=error, loc=location, input=mask)])
 
 
-def mask_rules(masks: tuple[Any, ...]) -> tuple[MaskRule, ...]:
-    """Rules of a validated list of masks; repeated labels are numbered: ``geometric``, ``geometric_2``."""
+def mask_rules(masks: tuple[Any, ...], *, of_objective: int = 0) -> tuple[MaskRule, ...]:
+    """Rules of a validated list of masks, of which so many come first that the objective brings; repeated labels are
+    numbered: ``geometric``, ``geometric_2``."""
     rules: dict[str, MaskRule] = {}
-    for mask in masks:
+    for index, mask in enumerate(masks, start=-of_objective):
         rule: MaskRule = mask.rule()
         label, count = rule.label, 1
         while label in rules:
             count += 1
             label = f"{rule.label}_{count}"
-        rules[label] = replace(rule, label=label)
+        rules[label] = replace(rule, label=label, key="loss_fn.name" if index < 0 else f"loss_fn.masks[{index}]")
     return tuple(rules.values())

@@ -70,14 +70,14 @@ def examined(
     if settings.loss_normalization is not None:
         # The newer key says it all; a default for the older one would contradict it.
         defaults.pop("token_level_loss", None)
-    values = {**defaults, **_settings(settings), **variant.forces}
+    values = {**defaults, **settings.given, **variant.forces}
+    own: tuple[Any, ...] = ()
     of_options = _wrong(variant.options, settings.options, prefix=_OPTIONS)
     if variant.masks is not None and not of_options:
-        own = parse(
-            LossSettings, {"masks": variant.masks(variant.options.model_validate(settings.options))}, prefix=_OPTIONS
-        )
-        # A loss may be built from the settings of one that has them already.
-        values["masks"] = (*(mask for mask in own.masks if mask not in settings.masks), *settings.masks)
+        brought = variant.masks(variant.options.model_validate(settings.options))
+        own = parse(LossSettings, {"masks": brought}, prefix=_OPTIONS).masks
+        # A loss may be built from the dumped settings of one that has them already.
+        values["masks"] = (*own, *(mask for mask in settings.masks if mask not in own))
     in_force = parse(LossSettings, values, prefix=_PREFIX)
     if "name" not in unsettled:
         wrong += _contradictions(settings, in_force, variant, unsettled)
@@ -85,23 +85,19 @@ def examined(
     if wrong:
         raise ConfigError(*wrong)
     options = variant.options.model_validate(settings.options)
-    checked = LossConfig(**_settings(in_force))
+    checked = LossConfig(**in_force.given).in_force(given=settings.model_fields_set, masks=len(own))
     loss = PolicyLoss(checked, variant, options, use_fused_linear_logprobs=use_fused_linear_logprobs)
-    return loss, tuple(_doubts(settings, defaults))
+    return loss, tuple(_doubts(settings, defaults, checked))
 
 
 def _given(config: LossConfig | Mapping[str, Any] | BaseModel) -> dict[str, Any]:
     if isinstance(config, LossConfig):
-        return _settings(config)
+        return config.given
     if isinstance(config, BaseModel):
         return config.model_dump(exclude_unset=True)
     if isinstance(config, Mapping):
         return dict(config)
     raise ConfigError(Problem((_PREFIX,), f"must be a mapping or a LossConfig, but it is a {type(config).__name__}"))
-
-
-def _settings(config: LossSettings) -> dict[str, Any]:
-    return {key: getattr(config, key) for key in config.model_fields_set}
 
 
 def _wrong(model: type[BaseModel], data: Mapping[str, Any], *, prefix: str) -> list[Problem]:
@@ -123,8 +119,8 @@ def _contradictions(
             f"{key}: {as_yaml(getattr(settings, key))} does not go with name: {settings.name}; {variant.refuses[key]}. "
             f"Remove {key}, or choose another name",
         )
-    given = _settings(settings)
-    implied = {key: value for key, value in _settings(in_force).items() if given.get(key, _UNSET) != value}
+    given = settings.given
+    implied = {key: value for key, value in in_force.given.items() if given.get(key, _UNSET) != value}
     for conflict in conflicts(in_force):
         # What the variant refuses has to go, and what is wrong by itself may be meant to agree.
         if not unsettled.union(refused).isdisjoint((*conflict.keys, *conflict.rests_on)):
@@ -152,8 +148,17 @@ def _check_settings(name: str, variant: Variant) -> None:
         raise PluginError(_problem(("name",), f"the variant '{name}' {', and '.join(found)}"))
 
 
-def _doubts(config: LossSettings, defaults: Mapping[str, Any]) -> Iterator[Problem]:
+def _doubts(config: LossSettings, defaults: Mapping[str, Any], in_force: LossConfig) -> Iterator[Problem]:
     """What is allowed and probably not meant; ``defaults`` are the variant's."""
+    apart = [rule.label for rule in in_force.mask_rules if rule.key == "loss_fn.name" and rule.log_ratio == "total"]
+    if apart and in_force.ratio_anchor == "prev" and not in_force.applies_weight:
+        yield _problem(
+            ("ratio_anchor", "name"),
+            f"prev takes the ratio against π_old, while mask {apart[0]} of name: {config.name} compares with the "
+            "generation engine, and no weight makes up for the mismatch between the two; its authors take both against "
+            "one policy. Remove ratio_anchor, or set use_importance_sampling_correction: true; for both against π_old, "
+            "as in verl, choose name: cispo and give the mask log_ratio: policy",
+        )
     if config.truncated_importance_sampling_type == "tis" and config.truncation is None:
         # NeMo-RL v0.6.0's base recipe has type: tis with ratio: null, which means no truncation.
         yield _problem(

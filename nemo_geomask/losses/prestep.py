@@ -243,7 +243,7 @@ class OpenBatch:
 
 def needs_whole_batch(config: LossConfig) -> tuple[Problem, ...]:
     """What stands against a batch that arrives in parts: a budget over the whole of it, or the weight's mean there."""
-    budgets = tuple(f"loss_fn.masks[{index}]" for index, rule in enumerate(config.mask_rules) if rule.budgeted)
+    budgets = tuple(rule.key for rule in config.budgets)
     normalize = ("loss_fn.is_correction_batch_normalize",) if config.is_correction_batch_normalize else ()
     found = (
         (budgets, "a budget", "give the mask bounds (min, max)"),

@@ -10,7 +10,7 @@ import torch
 import yaml
 
 from nemo_geomask.checks import RULES, RecipeFacts, check, sections
-from nemo_geomask.checks.expectation import kept_fraction, median_weight
+from nemo_geomask.checks.expectation import clipped_fractions, kept_fraction, median_weight
 from nemo_geomask.checks.loss import NEMO_RL_FIELDS
 from nemo_geomask.checks.tree import READ_BY
 from nemo_geomask.config import recipe as recipes
@@ -67,6 +67,7 @@ PENALTY = "loss_fn.reference_policy_kl_penalty"
 KL = {"loss_fn.reference_policy_kl_penalty": 0.1}
 KL_TYPE = "loss_fn.reference_policy_kl_type"
 KL_IN_REWARD = {"loss_fn.use_kl_in_reward": True, "grpo.adv_estimator.name": "reinforce_plus_plus"}
+ANCHOR = "loss_fn.ratio_anchor"
 FORCED = "loss_fn.force_on_policy_ratio"
 
 CARDS = {"cluster.gpus_per_node": 8, "cluster.num_nodes": 2}
@@ -85,6 +86,7 @@ FUSED_FITS = {FUSED: True, PACKING: False}
 DTENSOR = {"policy.megatron_cfg.enabled": False, "policy.dtensor_cfg.enabled": True}
 GEOMETRIC = {"preset": "geometric", "min": 0.99, "max": 1.01}
 VETO = {"preset": "veto", "min": 0.1, "max": 10.0}
+BY_SEQUENCE = {"loss_fn.token_level_loss": False, "loss_fn.ratio_clip_min": 5e-4}
 GSPO = {"loss_fn.name": "gspo", "loss_fn.token_level_loss": False}
 # v0.7.0, as far as the rules can tell.
 OLDER = {key: key in ("policy.router_replay.enabled", "policy.quant_cfg") for key in READ_BY}
@@ -110,6 +112,9 @@ CASES = {
     "GM002": [
         ({**GSPO, "loss_fn.ratio_clip_min": 0.2, "loss_fn.ratio_clip_max": 4e-4}, GSPO),
         ({CORRECT: True, "loss_fn.truncated_importance_sampling_type": "tis"}, {CORRECT: True}),
+        ({"loss_fn.name": "dppo", ANCHOR: "prev"}, {"loss_fn.name": "dppo"}),
+        ({"loss_fn.name": "ipo", ANCHOR: "prev"}, {"loss_fn.name": "ipo", ANCHOR: "prev", CORRECT: True}),
+        ({"loss_fn.name": "dppo", ANCHOR: "prev"}, {"loss_fn.name": "vespo", ANCHOR: "prev"}),
     ],
     "GM003": [
         ({"loss_fn.name": None, MASKS: [VETO]}, {MASKS: [VETO]}),
@@ -526,6 +531,15 @@ CASES = {
     "GM406": [
         ({"policy.generation.vllm_cfg.max_model_len": 4095}, {"policy.generation.vllm_cfg.max_model_len": 4096}),
     ],
+    "GM407": [
+        ({**GSPO, ANCHOR: "gen"}, GSPO),
+        ({**GSPO, ANCHOR: "gen"}, {**GSPO, ANCHOR: "gen", "kl": 1e-6}),
+        ({**GSPO, ANCHOR: "gen"}, {**GSPO, ANCHOR: "gen", "loss_fn.ratio_clip_min": 0.003}),
+        (
+            {"loss_fn.sequence_level_importance_ratios": True, **BY_SEQUENCE, ANCHOR: "gen"},
+            {**BY_SEQUENCE, ANCHOR: "gen"},
+        ),
+    ],
 }
 PAIRS = [(rule, *pair) for rule, pairs in CASES.items() for pair in pairs]
 
@@ -614,6 +628,12 @@ def test_a_plugin_that_fails_in_several_lines_is_one_finding_about_the_name(find
     (found,) = findings({"loss_fn.name": "noisy_loss:LOSS", "loss_fn.ratio_clip_min": 0.2})
     assert (found.rule.id, found.key) == ("GM001", "loss_fn.name")
     assert "ImportError: first loss_fn.ratio_clip_min: greater than 0 last" in found.message
+
+
+def test_masks_are_counted_as_the_recipe_writes_them(findings):
+    product = {"preset": "product", "min": 0.5, "max": 2.0}
+    (found,) = findings({"loss_fn.name": "dppo", MASKS: [product]})
+    assert (found.rule.id, found.key) == ("GM402", "loss_fn.masks[0]")
 
 
 def test_a_doubt_about_a_clip_bound_is_not_said_again(findings):
@@ -835,6 +855,14 @@ class TestExpectation:
         assert float(ratios.expm1().sub(ratios).mean()) == pytest.approx(kl, rel=0.02)
         weight = ratios.sum(-1).exp()
         assert median_weight(kl, tokens) == pytest.approx(float(weight.median()), rel=0.1)
+
+    @pytest.mark.parametrize(("kl", "tokens"), [(1e-3, 1000), (1e-3, 200), (1e-6, 1000)])
+    def test_clip(self, kl, tokens):
+        draw = torch.Generator().manual_seed(3)
+        means = (-kl + math.sqrt(2 * kl) * torch.randn(4000, tokens, generator=draw, dtype=torch.float64)).mean(-1)
+        config = LossConfig(name="gspo", ratio_clip_min=3e-4, ratio_clip_max=4e-4)
+        found = [float((means.exp() < 1 - 3e-4).double().mean()), float((means.exp() > 1 + 4e-4).double().mean())]
+        assert clipped_fractions(config, kl, tokens) == pytest.approx(found, abs=0.02)
 
     @pytest.mark.parametrize("level", ["sequence", "sequence_mean"])
     @pytest.mark.parametrize(("low", "high"), [(0.5, 2.0), (0.997, 1.0005), (0.0, 0.999)])

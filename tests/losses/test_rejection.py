@@ -11,7 +11,7 @@ from typing import Any, get_args
 import pytest
 import torch
 
-from nemo_geomask import build_loss
+from nemo_geomask import LossConfig, build_loss
 from nemo_geomask.errors import ConfigError
 from nemo_geomask.functional import BinaryStatistic, binary_statistic, outside, token_statistic
 from tests.helpers import batches
@@ -618,6 +618,25 @@ def test_an_objective_brings_masks(settings, own):
     more = build_loss({**settings, "masks": [MASKS["opsm"]]}).config
     assert more.masks == (*mine.masks, *build_loss({"masks": [MASKS["opsm"]]}).config.masks)
     assert build_loss(more).config == more
+    assert build_loss(more.model_dump()).config.masks == more.masks
+    kept = {"denominator": "kept", "masks": [MASKS["geometric"]]}  # looks at the rules early
+    keys = [rule.key for rule in build_loss({**settings, **kept}).config.mask_rules]
+    assert keys == ["loss_fn.name", "loss_fn.masks[0]"]
+
+
+def test_a_copy_with_other_settings_is_as_given_and_strict():
+    built = build_loss({"name": "dppo", "masks": [MASKS["opsm"]]}).config
+    other = built.model_copy(update={"options": {"delta": 0.3}})
+    assert other.mask_rules == LossConfig(masks=[MASKS["opsm"]]).mask_rules  # what a name brings, building adds
+    fresh = build_loss({"name": "dppo", "options": {"delta": 0.3}, "masks": [MASKS["opsm"]]}).config
+    assert build_loss(other).config == fresh
+    assert [rule.high for rule in fresh.mask_rules if rule.label == "dppo_tv"] == [0.3]
+    # Nor does the next objective get the bounds of the last, nor a copy without changes lose anything.
+    gspo = build_loss({"name": "gspo"}).config
+    assert build_loss(gspo.model_copy(update={"name": "cispo"})).config == build_loss({"name": "cispo"}).config
+    assert built.model_copy() == built
+    with pytest.raises(ConfigError, match=r"loss_fn\.options: "):
+        built.model_copy(update={"options": 3})
 
 
 def test_masks_of_an_objective_are_held_to_the_same():
