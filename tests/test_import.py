@@ -15,6 +15,7 @@ PACKAGE = Path(nemo_geomask.__file__).parent
 ORDER = [
     "errors",
     "config",
+    "records",
     "functional",
     "segments",
     "kernels",

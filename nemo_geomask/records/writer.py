@@ -1,0 +1,223 @@
+"""Records on their way to the disk, off the training path."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import os
+import queue
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nemo_geomask.records.schema import COLUMNS, REMOVED, Column, arrow_schema, file_name, require_arrow
+
+__all__ = ["ROW_GROUP", "Recorder", "StepRows", "write_step"]
+
+_log = logging.getLogger("nemo_geomask")
+ROW_GROUP = 2**20
+"""Tokens that a reader has to hold at once."""
+
+
+@dataclass(frozen=True)
+class StepRows:
+    """The sequences of one step that are recorded.
+
+    Attributes:
+        lengths: [S] tokens of each.
+        values: by the name of a column: [S], or for a column of lists [S, T], padded at the right. A column that is not
+            here is null.
+    """
+
+    lengths: Tensor
+    values: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+def write_step(
+    directory: Path,
+    step: int,
+    rows: StepRows,
+    *,
+    writer: str = "driver",
+    masks: Sequence[str] = (),
+    facts: Mapping[str, Any] | None = None,
+) -> Path:
+    """Write one step's records, in place of those that the same writer wrote of it before.
+
+    Args:
+        directory: the run's; made if it isn't there.
+        step: its number.
+        rows: the sequences.
+        writer: who writes; several may write records of one step.
+        masks: labels of the masks whose verdicts are recorded.
+        facts: see :func:`~nemo_geomask.records.schema.arrow_schema`.
+
+    Returns: the file.
+    Raises: OSError: the disk. MissingDependencyError: there is no pyarrow.
+    """
+    parquet = require_arrow("pyarrow.parquet")
+    table = _table(step, rows, masks, facts)
+    directory.mkdir(parents=True, exist_ok=True)
+    path = directory / file_name(step, writer)
+    part = path.with_suffix(".part")
+    tokens = max(1, int(rows.lengths.sum()))
+    split = {f"{name}.list.element": "BYTE_STREAM_SPLIT" for name in table.schema.names if name in _LOGPROBS}
+    try:
+        parquet.write_table(
+            table,
+            part,
+            compression="zstd",
+            compression_level=1,
+            row_group_size=max(1, ROW_GROUP * table.num_rows // tokens),
+            use_dictionary=[f"{name}.list.element" for name in ("tokens", "advantages")],
+            column_encoding=split,
+            write_statistics=["step", "row", "group", "reward", "length"],
+        )
+        os.replace(part, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            part.unlink(missing_ok=True)
+        raise
+    return path
+
+
+_LOGPROBS = {"gen", "prev", "curr", "ref", "entropy"}
+
+
+def _table(step: int, rows: StepRows, masks: Sequence[str], facts: Mapping[str, Any] | None) -> Any:
+    arrow = require_arrow()
+    schema = arrow_schema(masks, facts)
+    count = rows.lengths.numel()
+    lengths = rows.lengths.to("cpu", torch.int64)
+    offsets = torch.zeros(count + 1, dtype=torch.int32)
+    offsets[1:] = lengths.cumsum(0)
+    values = {
+        **rows.values,
+        "step": torch.full((count,), step),
+        "length": lengths,
+    }
+    width = max((value.shape[1] for value in values.values() if value.dim() == 2), default=0)
+    inside = torch.arange(width) < lengths.unsqueeze(1)
+
+    def array(column: Column) -> Any:
+        value = values.get(column.name)
+        kind = schema.field(column.name).type
+        if value is None:
+            return arrow.nulls(count, kind)
+        if not column.by_token:
+            return _flat(arrow, value, column.element)
+        # Whatever a narrower tensor lacks is not there for any sequence, so lengths fit all of them.
+        flat = _flat(arrow, value.to("cpu")[inside[:, : value.shape[1]]], column.element)
+        return arrow.ListArray.from_arrays(_flat(arrow, offsets, "int32"), flat, type=kind)
+
+    columns = [*COLUMNS, *(Column(f"{REMOVED}{label}", "list<bool>", "") for label in masks)]
+    return arrow.Table.from_arrays([array(column) for column in columns], schema=schema)
+
+
+_DTYPES = {"int64": torch.int64, "int32": torch.int32, "float32": torch.float32, "bool": torch.uint8}
+
+
+def _flat(arrow: Any, value: Tensor, element: str) -> Any:
+    """A 1-d tensor as an array; its memory is used as it is."""
+    if element == "bool":
+        value = value != 0
+    own = value.detach().to("cpu", _DTYPES[element]).contiguous()
+    buffer = arrow.foreign_buffer(own.data_ptr(), own.numel() * own.element_size(), own)
+    stored = arrow.type_for_alias("uint8" if element == "bool" else element)
+    array = arrow.Array.from_buffers(stored, own.numel(), [None, buffer])
+    return array.cast(arrow.bool_()) if element == "bool" else array
+
+
+class Recorder:
+    """Writes records in a thread of its own: the trainer waits for nothing, and no fault here reaches it.
+
+    What can't be written (a full disk) or comes faster than the disk takes it is lost, counted and logged.
+
+    Args:
+        directory: the run's.
+        writer: who writes, see :func:`write_step`.
+        waiting: steps that may wait for the disk; one more is lost.
+
+    Attributes:
+        written: steps written.
+        lost: steps lost.
+    """
+
+    def __init__(self, directory: Path | str, *, writer: str = "driver", waiting: int = 2) -> None:
+        require_arrow()
+        self.directory = Path(directory)
+        self.written = self.lost = 0
+        self._writer = writer
+        self._waiting: queue.Queue[tuple[int, Callable[[], None]] | None] = queue.Queue(maxsize=waiting)
+        self._counts = threading.Lock()
+        self._thread: threading.Thread | None = None
+
+    def record(
+        self,
+        step: int,
+        rows: Callable[[], StepRows],
+        *,
+        masks: Sequence[str] = (),
+        facts: Mapping[str, Any] | None = None,
+    ) -> bool:
+        """Have a step written; returns at once.
+
+        Args:
+            step: its number.
+            rows: called in the recorder's thread, so that all work but keeping the tensors is off the training path.
+                What it reads must not change any more.
+            masks: see :func:`write_step`.
+            facts: likewise.
+
+        Returns: whether it is to be written; False: too many are waiting, and it is lost.
+        """
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name="nemo_geomask records", daemon=True)
+            self._thread.start()
+            atexit.register(self.close)
+
+        def write() -> None:
+            write_step(self.directory, step, rows(), writer=self._writer, masks=masks, facts=facts)
+
+        try:
+            self._waiting.put_nowait((step, write))
+        except queue.Full:
+            self._lose(step, f"{self._waiting.maxsize} steps are waiting for the disk")
+            return False
+        return True
+
+    def close(self, timeout: float = 30.0) -> None:
+        """Wait until what is waiting is written, at most ``timeout`` seconds; then records are taken no more."""
+        thread, self._thread = self._thread, None
+        if thread is None:
+            return
+        atexit.unregister(self.close)
+        with contextlib.suppress(queue.Full):
+            self._waiting.put(None, timeout=timeout)
+        thread.join(timeout)
+        if self.lost:
+            _log.warning("records: %d steps written to %s, %d lost", self.written, self.directory, self.lost)
+
+    def _work(self) -> None:
+        while (waiting := self._waiting.get()) is not None:
+            step, write = waiting
+            try:
+                write()
+            except Exception as error:  # whatever it is, training goes on
+                self._lose(step, f"{type(error).__name__}: {error}")
+            else:
+                self.written += 1
+
+    def _lose(self, step: int, why: str) -> None:
+        with self._counts:
+            self.lost += 1
+            lost = self.lost
+        # The first is said, and then whenever there are twice as many.
+        if lost & (lost - 1) == 0:
+            _log.warning("records: step %d lost (%d so far) on the way to %s: %s", step, lost, self.directory, why)
