@@ -20,6 +20,7 @@ from nemo_geomask.lab.samplers import Sampler, build_sampler
 from nemo_geomask.lab.task import Progressions
 from nemo_geomask.losses import BeforeStep, PolicyLoss
 from nemo_geomask.losses.prestep import untrained_metrics
+from nemo_geomask.metrics import summarized
 from nemo_geomask.parallel import DocumentStep, collect_documents
 
 if TYPE_CHECKING:
@@ -105,7 +106,7 @@ class Trainer:
         metrics = {
             "reward": rollout.reward,
             "mean_response_length": rollout.response_length,
-            **merge_metrics(reports, 1.0 / len(reports)),
+            **summarized(merge_metrics(reports, 1.0 / len(reports))),
             "generation_seconds": sampled - began,
             "step_seconds": ended - began,
         }
