@@ -153,7 +153,9 @@ def _on_logprobs(
                 settings["padded, compiled, metrics: nemo_rl"] = {"compile": True, "metrics": "nemo_rl"}
         for how, setting_ in settings.items():
             steps[name, how] = _ours(build_loss({"compile": False, **config, **setting_}), curr, data, counts)
-        steps[name, "packed"] = _ours_packed(build_loss(config), curr, data, lengths.tolist(), counts)
+        for how, compile_ in {"packed": False, **({"packed, compiled": True} if name in compiled else {})}.items():
+            loss_fn = build_loss({**config, "compile": compile_})
+            steps[name, how] = _ours_packed(loss_fn, curr, data, lengths.tolist(), counts)
         if theirs is not None:
             try:
                 steps[name, "NeMo-RL, padded"] = _nemo_rl(theirs, curr, data, counts)

@@ -98,11 +98,17 @@ def module(name: str) -> Any:
     Raises:
         Absent: it, or something that it needs, can't be imported.
     """
-    try:
-        return importlib.import_module(name)
-    except Exception as error:  # a peer's import may fail in any way
-        text = str(error).strip().splitlines()
-        raise Absent(f"{name} can't be imported: {text[0] if text else type(error).__name__}") from error
+    if name not in _failed:
+        try:
+            return importlib.import_module(name)
+        except Exception as error:  # a peer's import may fail in any way
+            text = str(error).strip().splitlines()
+            _failed[name] = f"{name} can't be imported: {text[0] if text else type(error).__name__}"
+    raise Absent(_failed[name])
+
+
+# An import that fails at its end may take long, and would each time.
+_failed: dict[str, str] = {}
 
 
 def by_autograd(logits: Tensor, logprobs: Tensor, entropy: Tensor | None = None) -> Answer:
