@@ -68,7 +68,7 @@ class _Watcher:
     def __init__(self, policy: Any, config: LossConfig) -> None:
         self.config = config
         self.before_step = BeforeStep(config)
-        self.steps = None if config.record is None else record.StepsOf(policy, config)
+        self.steps = None if config.record is None else record.PolicySteps(policy, config)
         self.open: _OpenStep | None = None
         self._last: tuple[dict[str, weakref.ref[Tensor]], Decision] | None = None
 

@@ -25,7 +25,7 @@ from nemo_geomask.integrations.nemo_rl import patch, seams, stamp
 from nemo_geomask.records.flight import FlightRecorder
 from nemo_geomask.records.schema import require_arrow
 
-__all__ = ["StepsOf", "fields", "follow", "last_step", "remember_last_step"]
+__all__ = ["PolicySteps", "fields", "follow", "last_step", "remember_last_step"]
 
 _log = logging.getLogger("nemo_geomask")
 _BUFFERS = "nemo_rl.algorithms.async_utils"
@@ -55,7 +55,7 @@ def _patches() -> Iterator[patch.Patch]:
         yield patch.attribute(kind, "compute_advantage", _listening)
     buffers = importlib.import_module(_BUFFERS)
     if hasattr(buffers, "ReplayBuffer"):
-        yield patch.attribute(buffers, "ReplayBuffer", _Buffer)
+        yield patch.attribute(buffers, "ReplayBuffer", _ReplayBuffer)
 
 
 class _Heard:
@@ -80,27 +80,27 @@ def _listening(original: Any) -> Any:
     return compute_advantage
 
 
-class _Buffer:
+class _ReplayBuffer:
     """Stands in for Ray's actor class of the replay buffer: samples come with their weights' versions."""
 
     def __init__(self, actor_class: Any) -> None:
         self._actor_class = actor_class
 
-    def options(self, **options: Any) -> _Buffer:
-        return _Buffer(self._actor_class.options(**options))
+    def options(self, **options: Any) -> _ReplayBuffer:
+        return _ReplayBuffer(self._actor_class.options(**options))
 
     def remote(self, *args: Any, **kwargs: Any) -> Any:
         _Heard.asynchronous = True
         handle = self._actor_class.remote(*args, **kwargs)
         # On this handle alone, which is the training loop's; one that is pickled is Ray's own again.
-        handle.sample = _Sample(handle)
+        handle.sample = _Draw(handle)
         return handle
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._actor_class, name)
 
 
-class _Sample:
+class _Draw:
     def __init__(self, handle: Any) -> None:
         self._call = handle.__ray_call__
 
@@ -114,7 +114,7 @@ class _Sample:
             cloudpickle.unregister_pickle_by_value(stamp)
 
 
-class StepsOf:
+class PolicySteps:
     """Records the steps of one policy; a fault is logged and fails nothing.
 
     Args:
