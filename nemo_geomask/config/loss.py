@@ -26,7 +26,7 @@ from nemo_geomask.config.masks import MaskRule, MaskSpec, mask_rules, validate_m
 from nemo_geomask.config.strict import StrictModel, as_yaml, conflicting, problems
 from nemo_geomask.errors import ConfigError
 
-__all__ = ["BatchVeto", "CorrectionLevel", "KLType", "LossConfig", "LossSettings", "Normalization"]
+__all__ = ["BatchVeto", "CorrectionLevel", "KLType", "LossConfig", "LossSettings", "Normalization", "Recording"]
 
 CorrectionLevel = Literal["token", "sequence", "sequence_mean"]
 KLType = Literal["k1", "k2", "k3", "k4"]
@@ -54,6 +54,22 @@ class BatchVeto(StrictModel):
     max: float = Field(gt=0, description="Largest absolute mean over the batch's trained tokens that is trained on.")
     max_in_a_row: int = Field(
         default=10, ge=1, description="So many batches may be vetoed one after another; the next one ends the run."
+    )
+
+
+class Recording(StrictModel):
+    """``loss_fn.record``: what each step was trained on, as Parquet files."""
+
+    dir: str = Field(min_length=1, description="Directory of the run's records, seen by the process that trains.")
+    fraction: float = Field(
+        default=1.0, gt=0, le=1, description="Share of each step's sequences, or groups, that is recorded; rounded up."
+    )
+    by: Literal["sequence", "group"] = Field(
+        default="sequence", description="Whether single sequences are chosen, or all of a prompt."
+    )
+    every: int = Field(default=1, ge=1, description="Steps from one that is recorded to the next; the first is.")
+    entropy: bool = Field(
+        default=False, description="Record the entropy at each token too; only where the trainer computes it (the lab)."
     )
 
 
@@ -239,6 +255,12 @@ class LossSettings(StrictModel):
     )
     metrics: Literal["full", "nemo_rl"] = _field(
         "full", "What a call reports. `nemo_rl`: what NeMo-RL's class does.", source="this package"
+    )
+    record: Recording | None = _field(
+        None,
+        "`{dir, fraction, by, every, entropy}`: write what steps are trained on to Parquet files, see docs/records.md. "
+        "Sequences, or with `by: group` prompts, are chosen by a hash of step and number.",
+        source="this package",
     )
     logprob_backend: Literal["nemo_rl", "geomask", "mcore", "te"] = _field(
         "nemo_rl",

@@ -12,16 +12,16 @@ import torch
 from torch import Tensor
 
 from nemo_geomask import functional as F
-from nemo_geomask.config import LossConfig, MaskRule
+from nemo_geomask.config import LossConfig
 from nemo_geomask.config.loss import WEIGHT_MEAN, BatchVeto
-from nemo_geomask.errors import BatchVetoError, ConfigError, DataError, MissingDataError, Problem
-from nemo_geomask.losses.batch import TokenBatch, read, take_padded
+from nemo_geomask.errors import BatchVetoError, ConfigError, DataError, Problem
+from nemo_geomask.losses.batch import TokenBatch
 from nemo_geomask.losses.correction import correct
 from nemo_geomask.losses.loss import BOUND, PREPARED, PolicyLoss, refuse_nonfinite
-from nemo_geomask.losses.observe import Observed, observe, rule_statistics
-from nemo_geomask.losses.rejection import reject, rule_values
-from nemo_geomask.metrics import Metric, Metrics, Normalizer, Sums
-from nemo_geomask.segments import PaddedSegments
+from nemo_geomask.losses.observe import Observed
+from nemo_geomask.losses.rejection import reject
+from nemo_geomask.losses.verdicts import budget_bounds, seen_by
+from nemo_geomask.metrics import Metrics, Normalizer, Sums
 
 __all__ = ["BeforeStep", "Decision", "OpenBatch", "needs_whole_batch", "untrained_metrics", "valid_counts"]
 
@@ -124,19 +124,8 @@ class BeforeStep:
             raise ConfigError(*problems)
         return OpenBatch(self._config, self._judge)
 
-    @torch.no_grad()
     def _opened(self, data: Mapping[str, Any]) -> OpenBatch:
-        bounds: dict[str, float] = {}
-        if self._config.budgets:
-            batch, seen, _ = _seen(self._config, data, self._config.budgets)
-            for rule in self._config.budgets:
-                low, high, eligible = rule_values(rule, batch, seen)
-                sizes = torch.maximum(-low, high)[eligible]
-                if rule.drop_at_most is not None:
-                    bounds[rule.label] = F.bound_by_share(sizes, rule.drop_at_most)
-                elif rule.until_mean is not None:
-                    bounds[rule.label] = F.bound_by_mean(sizes, rule.until_mean)
-        return OpenBatch(self._config, self._judge, bounds)
+        return OpenBatch(self._config, self._judge, budget_bounds(self._config, data))
 
     def _judge(self, kl: float, veto: BatchVeto) -> bool:
         train = abs(kl) <= veto.max
@@ -185,7 +174,7 @@ class OpenBatch:
         ``nonfinite: raise``.
         """
         config, one = self._config, torch.ones((), dtype=torch.float32)
-        batch, seen, reports = _seen(config, data, config.rules_before_step)
+        batch, seen, reports = seen_by(config.rules_before_step, config, data)
         kept, of_masks = reject(batch, seen, config.rules_before_step, self._bounds)
         sums = Sums(seen.weight, seen.sample_mask, batch.segments, full=True)
         sums.add([*(reports if config.nonfinite == "raise" else ()), *of_masks])
@@ -260,29 +249,10 @@ def needs_whole_batch(config: LossConfig) -> tuple[Problem, ...]:
     )
 
 
-def _seen(
-    config: LossConfig, data: Mapping[str, Any], rules: Sequence[MaskRule], *, weights: bool = False
-) -> tuple[TokenBatch, Observed, list[Metric]]:
-    """The batch as the rules judge it, with what ``weights`` pool too, and how much of it is not finite."""
-    if "prev_logprobs" not in data:
-        raise MissingDataError(
-            "batch_veto, denominator: kept and a mask's budget look at data['prev_logprobs'] before the step, but the "
-            "batch has none"
-        )
-    batch, reports = read(
-        take_padded(data["prev_logprobs"][:, 1:], data, ("advantages", "prev", "gen")), PaddedSegments()
-    )
-    sums, extremes, prefix = rule_statistics(batch, rules)
-    if weights:
-        sums["mismatch.ratio"] = batch.mismatch
-    seen, _ = observe(batch, sums=sums, extremes=extremes, prefix=prefix, nonfinite=config.nonfinite)
-    return batch, seen, reports
-
-
 @torch.no_grad()
 def _weight_mean(config: LossConfig, data: Mapping[str, Any]) -> float:
     """Mean of the weights over trained tokens or, at sequence levels, sequences; 1 where that is 1e-8 or less."""
-    batch, seen, _ = _seen(config, data, (), weights=True)
+    batch, seen, _ = seen_by((), config, data, weights=True)
     weight, _ = correct(batch, seen, config)
     assert weight is not None
     weight, trained = weight.double().expand_as(seen.weight), seen.weight.double()

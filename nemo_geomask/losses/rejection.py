@@ -15,7 +15,7 @@ from nemo_geomask.losses.observe import Observed, rule_key, token_values
 from nemo_geomask.metrics import Metric, Over
 from nemo_geomask.segments import Pooled
 
-__all__ = ["reject", "rule_values"]
+__all__ = ["reject", "removed_by", "rule_values"]
 
 _NO_BOUNDS: Mapping[str, Tensor | float] = {}
 
@@ -40,7 +40,7 @@ def reject(
     kept: Tensor | None = None
     reports: list[Metric] = []
     for rule in rules:
-        below, above = _removed(rule, batch, seen, bounds)
+        below, above = removed_by(rule, batch, seen, bounds)
         removed = below | above
         survives = ~(removed if rule.by_token else batch.segments.spread(removed))
         kept = survives if kept is None else kept & survives
@@ -67,7 +67,7 @@ def rule_values(rule: MaskRule, batch: TokenBatch, seen: Observed) -> tuple[Tens
     return values, values, ~seen.empty
 
 
-def _removed(
+def removed_by(
     rule: MaskRule, batch: TokenBatch, seen: Observed, bounds: Mapping[str, Tensor | float]
 ) -> tuple[Tensor, Tensor]:
     """Where the rule removes for the lower and for the upper bound: bool, token layout or [S]."""

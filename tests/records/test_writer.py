@@ -12,8 +12,8 @@ pytest.importorskip("pyarrow")
 
 import pyarrow.parquet as parquet
 
-from nemo_geomask.records import COLUMNS, VERSION, Recorder, arrow_schema, file_name, step_files, writer
-from nemo_geomask.records.writer import StepRows, write_step
+from nemo_geomask.records import COLUMNS, VERSION, arrow_schema, file_name, step_files, writer
+from nemo_geomask.records.writer import Recorder, StepRows, write_step
 
 LENGTHS = torch.tensor([5, 3, 7, 0])
 

@@ -1,4 +1,4 @@
-"""``batch_veto`` and ``denominator: kept`` in NeMo-RL: a look at the whole batch between advantages and training.
+"""``batch_veto``, ``denominator: kept`` and ``record`` in NeMo-RL: a look at the whole batch before it is trained on.
 
 NeMo-RL's trainers hand the batch of a step to ``Policy.train`` (GRPO, async GRPO, PPO), or the keys of one that lies in
 its data plane to ``TQPolicy.train_from_meta`` (synchronous GRPO), or those of its parts, as they are generated, to
@@ -18,7 +18,7 @@ import functools
 import inspect
 import logging
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ from torch import Tensor
 
 from nemo_geomask.config import LossConfig
 from nemo_geomask.errors import BatchVetoError
-from nemo_geomask.integrations.nemo_rl import patch, seams
+from nemo_geomask.integrations.nemo_rl import patch, record, seams
 from nemo_geomask.losses import BeforeStep, Decision, PolicyLoss
 from nemo_geomask.losses.loss import BOUND, PREPARED
 from nemo_geomask.losses.prestep import untrained_metrics, valid_counts
@@ -47,7 +47,7 @@ def watch(loss: Any) -> None:
     Raises:
         SeamError: NeMo-RL's policy is not as known; nothing is changed.
     """
-    if loss.config.looks_before_step:
+    if _asks(loss.config):
         patch.apply_all(_patches())
     elif loss.config.metrics == "full":
         try:
@@ -56,8 +56,12 @@ def watch(loss: Any) -> None:
             _log.warning("this package's metrics stay sums over microbatches, without quantiles, since %s", error)
 
 
+def _asks(config: LossConfig) -> bool:
+    return config.looks_before_step or config.record is not None
+
+
 def _patches() -> Iterator[patch.Patch]:
-    otherwise = "Remove loss_fn.batch_veto and masks with a budget, set loss_fn.denominator: original"
+    otherwise = "Remove loss_fn.batch_veto, record and masks with a budget, set loss_fn.denominator: original"
     for uses, target in seams.targets(seams.BEFORE_STEP, otherwise=otherwise):
         for name in uses.methods:
             yield patch.attribute(target, name, functools.partial(_watching, name))
@@ -68,20 +72,37 @@ def _patches() -> Iterator[patch.Patch]:
 class _Watcher:
     """What one policy's batches were found to be under one loss's settings: vetoes in a row, the step that is open."""
 
-    def __init__(self, config: LossConfig) -> None:
+    def __init__(self, policy: Any, config: LossConfig) -> None:
         self.config = config
         self.before_step = BeforeStep(config)
+        self.steps = None if config.record is None else record.PolicySteps(policy, config)
         self.open: _OpenStep | None = None
         self._last: tuple[dict[str, weakref.ref[Tensor]], Decision] | None = None
 
-    def once(self, data: Mapping[str, Any]) -> Decision:
+    def only_records(self, given: Mapping[str, Any], data: Mapping[str, Any]) -> bool:
+        """Whether that is all there is to do before a step with these arguments; it is done then."""
+        if not self.before_step.needed and not given.get("eval_mode", False):
+            self.once(data, given.get("meta"))
+        return not self.before_step.needed
+
+    def once(self, data: Mapping[str, Any], meta: Any = None) -> Decision:
         """The decision on a batch; PPO trains on one for several epochs, and it is judged and counted once."""
-        names = ("prev_logprobs", "generation_logprobs")
+        names = [name for name in ("prev_logprobs", "generation_logprobs") if name in data]
         last = self._last
-        if last is None or any(name not in data or data[name] is not last[0][name]() for name in names):
-            decision = self.before_step(data)
+        if last is None or any(data[name] is not last[0].get(name, _gone)() for name in names):
+            self.record([data], [meta])
+            decision = self.before_step(data) if self.before_step.needed else Decision(True)
             last = self._last = {name: weakref.ref(data[name]) for name in names}, decision
         return last[1]
+
+    def record(self, parts: Sequence[Mapping[str, Any]], metas: Sequence[Any]) -> None:
+        """Record the batch of a step, where that is asked for."""
+        if self.steps is not None:
+            self.steps.record(parts, metas)
+
+
+def _gone() -> None:
+    """A reference to nothing."""
 
 
 _watchers: weakref.WeakKeyDictionary[Any, _Watcher] = weakref.WeakKeyDictionary()
@@ -90,11 +111,11 @@ _watchers: weakref.WeakKeyDictionary[Any, _Watcher] = weakref.WeakKeyDictionary(
 def _watcher(policy: Any, loss: Any) -> _Watcher | None:
     """Of the policy, where the loss asks for one."""
     inner = _policy_loss(loss)
-    if not isinstance(inner, PolicyLoss) or not inner.config.looks_before_step:
+    if not isinstance(inner, PolicyLoss) or not _asks(inner.config):
         return None
     watcher = _watchers.get(policy)
     if watcher is None or watcher.config != inner.config:
-        watcher = _watchers[policy] = _Watcher(inner.config)
+        watcher = _watchers[policy] = _Watcher(policy, inner.config)
     return watcher
 
 
@@ -105,10 +126,12 @@ def _policy_loss(loss: Any) -> Any:
 class _OpenStep:
     """A step of the single controller: gradients add up part by part, and its end decides."""
 
-    def __init__(self, loss: Any, before_step: BeforeStep) -> None:
+    def __init__(self, loss: Any, watcher: _Watcher) -> None:
         self.loss = loss
-        self.review = before_step.open()
+        self.watcher = watcher
+        self.review = watcher.before_step.open() if watcher.before_step.needed else None
         self.parts: list[dict[str, Any]] = []
+        self.taken: list[tuple[dict[str, Any], Any]] = []  # as they came, with their keys
 
 
 def _train(original: Any) -> Any:
@@ -118,7 +141,7 @@ def _train(original: Any) -> Any:
         given = signature.bind(self, *args, **kwargs)
         loss, data = given.arguments["loss_fn"], given.arguments["data"]
         watcher = _watcher(self, loss)
-        if watcher is None:
+        if watcher is None or watcher.only_records(given.arguments, data):
             return original(self, *args, **kwargs)
 
         def step(changes: Mapping[str, Tensor]) -> Any:
@@ -143,6 +166,8 @@ def _train_from_meta(original: Any) -> Any:
         if watcher is None:
             return original(self, *args, **kwargs)
         data = _read(self, meta, loss)
+        if watcher.only_records(given.arguments, data):
+            return original(self, *args, **kwargs)
 
         def step(changes: Mapping[str, Tensor]) -> Any:
             given.arguments["loss_fn"] = loss.for_prepared_batches(changes)
@@ -161,7 +186,7 @@ def _step(
 ) -> Any:
     if given.get("eval_mode", False):
         return step(watcher.before_step.changes(data))
-    decision = watcher.once(data)
+    decision = watcher.once(data, given.get("meta"))
     if decision.train:
         return _reported(step(decision.changes), decision)
     size = given.get("gbs") or policy.cfg["train_global_batch_size"]
@@ -192,8 +217,9 @@ def _begin_train_step(original: Any) -> Any:
         _left(self)
         watcher = _watcher(self, loss)
         if watcher is not None:
-            watcher.open = _OpenStep(loss, watcher.before_step)
-            given.arguments["loss_fn"] = loss.for_prepared_batches()
+            watcher.open = _OpenStep(loss, watcher)
+            if watcher.before_step.needed:
+                given.arguments["loss_fn"] = loss.for_prepared_batches()
         return original(*given.args, **given.kwargs)
 
     return begin_train_step
@@ -208,10 +234,12 @@ def _train_microbatches_from_meta(original: Any) -> Any:
         if step is not None:
             meta = signature.bind(self, *args, **kwargs).arguments["meta"]
             data = _read(self, meta, step.loss)
-            changes = step.review.add(data)
             # The data plane forgets a part once it is trained on.
-            step.parts.append({**data, **changes})
-            self.write_to_dataplane(meta, fields=_columns(changes))
+            step.taken.append((data, meta))
+            if step.review is not None:
+                changes = step.review.add(data)
+                step.parts.append({**data, **changes})
+                self.write_to_dataplane(meta, fields=_columns(changes))
         return original(self, *args, **kwargs)
 
     return train_microbatches_from_meta
@@ -221,6 +249,9 @@ def _finish_train_step(original: Any) -> Any:
     def finish_train_step(self: Any) -> Any:
         step = _left(self)
         if step is None:
+            return original(self)
+        step.watcher.record([data for data, _ in step.taken], [meta for _, meta in step.taken])
+        if step.review is None:
             return original(self)
         try:
             decision = step.review.decide()
@@ -246,7 +277,9 @@ def _left(policy: Any) -> _OpenStep | None:
 
 def _read(policy: Any, meta: Any, loss: Any) -> dict[str, Any]:
     """What the decision and the loss need of a batch in the data plane."""
-    fields = ["generation_logprobs", "prev_logprobs", "advantages", "token_mask", "sample_mask"]
+    fields = ["generation_logprobs", "advantages", "token_mask", "sample_mask", *record.fields(loss, meta)]
+    if loss.config.needs_prev or loss.config.audit_fraction:
+        fields.append("prev_logprobs")
     if loss.reference_policy_kl_penalty:
         fields.append("reference_policy_logprobs")
     return dict(policy.read_from_dataplane(meta, select_fields=fields))

@@ -11,7 +11,7 @@ from pydantic import BaseModel
 
 import nemo_geomask
 from nemo_geomask.errors import MissingDependencyError
-from nemo_geomask.integrations.nemo_rl import before_step, patch, prev_logprobs, recipe, seams, worker
+from nemo_geomask.integrations.nemo_rl import before_step, patch, prev_logprobs, recipe, record, seams, worker
 from nemo_geomask.integrations.nemo_rl.workers import Workers
 from nemo_geomask.losses import PolicyLoss, available, build_loss
 
@@ -115,6 +115,7 @@ def _build(
         loss.config.model_dump(mode="json", exclude_defaults=True, exclude={"name"}),
     )
     before_step.watch(loss)
+    record.follow(loss)
     prev_logprobs.follow(loss)
     worker.prepare(takes_logits=takes_logits)
     groups.loss_built(loss)

@@ -10,7 +10,6 @@ policy of a subclass, as in :mod:`.before_step`.
 from __future__ import annotations
 
 import functools
-import hashlib
 import inspect
 import math
 import weakref
@@ -22,6 +21,8 @@ import torch
 from nemo_geomask.checks.gates import readers_of_prev
 from nemo_geomask.errors import ConfigError
 from nemo_geomask.integrations.nemo_rl import patch, seams
+from nemo_geomask.integrations.nemo_rl.record import last_step
+from nemo_geomask.records.flight import by_hash
 
 __all__ = ["follow"]
 
@@ -61,12 +62,10 @@ def _audited(policy: Any, rows: int, fraction: float) -> list[int]:
     """Rows to score, by a hash of the row and of the batch's number; as many as the workers divide."""
     if not fraction:
         return []
-    step = _calls[policy] = _calls.get(policy, 0) + 1
+    step = _calls[policy] = _calls.get(policy, last_step(policy)) + 1
     # What NeMo-RL's sharding and its microbatches divide by.
     unit = policy.sharding_annotations.get_axis_size("data_parallel") * (policy.cfg.get("logprob_batch_size") or 1)
-    count = min(rows, math.ceil(fraction * rows / unit) * unit)
-    order = sorted(range(rows), key=lambda row: hashlib.blake2b(f"{step} {row}".encode()).digest())
-    return sorted(order[:count])
+    return by_hash(step, rows, min(rows, math.ceil(fraction * rows / unit) * unit))
 
 
 def _get_logprobs(fraction: float, original: Any) -> Any:

@@ -23,6 +23,7 @@ __all__ = [
     "LOSS_CLASS",
     "LOSS_MODULE",
     "PREV_LOGPROBS",
+    "RECORD",
     "SEAMS",
     "TESTED",
     "WORKER_CODE",
@@ -247,7 +248,7 @@ class SeamState:
 
 _TQ = ("nemo_rl.models.policy.tq_policy", "TQPolicy")
 _DATA_PLANE = ("read_from_dataplane", "write_to_dataplane")
-_VETO = "loss_fn.batch_veto and denominator: kept"
+_VETO = "loss_fn.batch_veto, denominator: kept and record"
 BEFORE_STEP = (
     Uses("nemo_rl.models.policy.lm_policy", "Policy", {"train": ("data", "loss_fn")}, _VETO),
     Uses(*_TQ, {"train_from_meta": ("meta", "loss_fn")}, _VETO, _DATA_PLANE, optional=True),
@@ -273,6 +274,19 @@ PREV_LOGPROBS = (
     ),
 )
 """Who is asked for ``prev_logprobs``, and who masks by them; nothing else asks for them."""
+
+_ESTIMATORS = ("GRPO", "GDPO", "ReinforcePlusPlus", "RawReward", "Generalized", "OPD")
+RECORD = tuple(
+    Uses(
+        "nemo_rl.algorithms.advantage_estimator",
+        f"{name}AdvantageEstimator",
+        {"compute_advantage": ("rewards",)},
+        "loss_fn.record",
+        optional=True,
+    )
+    for name in _ESTIMATORS
+)
+"""Who hears a batch's rewards; v0.6.0 has three of them."""
 
 _LOGIT = "loss_fn.logprob_backend"
 _PACKING = "loss_fn.logprob_backend and packed rows in one call"
@@ -301,7 +315,7 @@ def inspect() -> list[SeamState]:
         MissingDependencyError: there is no NeMo-RL.
     """
     root = _root()
-    return [_compare(seam, root) for seam in (*SEAMS, *BEFORE_STEP, *PREV_LOGPROBS, *WORKER_CODE)]
+    return [_compare(seam, root) for seam in (*SEAMS, *BEFORE_STEP, *PREV_LOGPROBS, *RECORD, *WORKER_CODE)]
 
 
 def require() -> None:

@@ -28,7 +28,7 @@ import torch
 
 import nemo_geomask
 from nemo_geomask.errors import GeomaskError
-from nemo_geomask.integrations.nemo_rl import patch, probe, worker
+from nemo_geomask.integrations.nemo_rl import patch, probe, record, worker
 from nemo_geomask.losses import PolicyLoss
 
 if TYPE_CHECKING:
@@ -115,6 +115,7 @@ class Workers:
             builder = signature.bind(group, *args, **kwargs).arguments["remote_worker_builder"]
             if receives_loss(builder.ray_actor_class_fqn):
                 self._groups.add(group)
+                record.remember_last_step(group, getattr(builder, "kwargs", {}))
                 if self._losses:
                     _prepare(group, self._losses)
 
