@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from nemo_geomask.bench.paths import OURS
 from nemo_geomask.bench.paths.eager import CHUNK
 
-__all__ = ["BARS", "check_logprobs", "check_loss"]
+__all__ = ["BARS", "check_linear", "check_logprobs", "check_loss"]
 
 # As a caller gets it; figures that stand by themselves are held against the bar without the check of the targets too.
 _OURS, _UNCHECKED = OURS[0].name, OURS[1].name
@@ -68,6 +68,41 @@ def check_logprobs(results: Sequence[Mapping[str, Any]], device: str) -> list[di
         ours = (_OURS,) if bar.peer else (_OURS, _UNCHECKED)
         verdicts = [_judge(bar, result, path) for result in fitting for path in ours]
         found += verdicts or [_verdict(_name(bar), bar, None, "no such case was run")]
+    return found
+
+
+_LINEAR, _LOGITS = "nemo_geomask linear_logprobs", "nemo_geomask with logits"
+_OF_LOGITS, _OF_PRODUCTS, _SLOWER, _FASTER = 0.1, 0.85, 1.1, 3.5
+
+
+def check_linear(results: Sequence[Mapping[str, Any]], device: str) -> list[dict[str, Any]]:
+    """The bars on log-probs without logits: memory, share of the matrix products' speed, gain where few tokens train.
+
+    Args:
+        results: as ``bench linear`` finds them.
+        device: what it was measured on.
+
+    Returns:
+        As :func:`check_logprobs`.
+    """
+    found = []
+    for result in results:
+        rows = {row["path"]: row for row in result["paths"]}
+        mine, title = rows.get(_LINEAR, {}), result["title"]
+        if mine.get("status") != "measured":
+            continue
+        memory = _Bar(device, _OF_LOGITS, at_most=True)
+        found.append(_verdict(f"extra memory, of the logits': {title}", memory, mine.get("of_logits")))
+        if device == "cuda":
+            bar = _Bar(device, _OF_PRODUCTS)
+            found.append(_verdict(f"of the matrix products' rate: {title}", bar, mine["of_products"]))
+        else:
+            alone = result["products"]["ms"]["median"] + result["kernels"]["ms"]["median"]
+            bar = _Bar(device, _SLOWER, at_most=True)
+            found.append(_verdict(f"times products and kernels: {title}", bar, mine["ms"]["median"] / alone))
+        whole = rows.get(_LOGITS, {"status": "absent", "reason": "not asked for"})
+        if result["case"]["fraction"] == 0.2:
+            found.append(_times(f"times as fast as with logits: {title}", device, _FASTER, mine, whole))
     return found
 
 

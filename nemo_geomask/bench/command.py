@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from nemo_geomask.bench import bars, logprobs, loss, machine, report, segments, volume
+from nemo_geomask.bench import bars, linear, logprobs, loss, machine, report, segments, volume
 from nemo_geomask.bench.inputs import Case
 from nemo_geomask.bench.paths import PATHS, Absent, Setting
 from nemo_geomask.bench.paths import Path as Way
@@ -20,7 +20,7 @@ from nemo_geomask.kernels import KERNELS
 
 __all__ = ["add_arguments", "chosen", "run"]
 
-_BENCHMARKS = ("logprobs", "loss", "segments")
+_BENCHMARKS = ("logprobs", "linear", "loss", "segments")
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 # What is worth measuring: on a GPU where it is full, on a CPU what ends within a minute.
 _DEFAULTS: dict[str, dict[str, Any]] = {
@@ -33,6 +33,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "temperatures": [1.0, 0.7],
         "repeats": 20,
         "batch": [64, 8192],
+        "hidden": [4096, 2048],
     },
     "cpu": {
         "tokens": [256],
@@ -43,6 +44,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "temperatures": [1.0],
         "repeats": 9,
         "batch": [16, 2048],
+        "hidden": [1024],
     },
 }
 _STATISTICS = {"tokens": 65_536, "sequences": 32}
@@ -73,6 +75,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="logprobs: the path of this name, commas in it included, or those whose names contain it",
     )
     parser.add_argument("--kernel", choices=KERNELS, default="auto", help="of ours")
+    parser.add_argument("--hidden", type=_list(_positive), metavar="H,H,...", help="linear: size of the hidden states")
     parser.add_argument("--batch", type=_list(_positive), metavar="B,T", help="loss: padded sequences and their length")
     parser.add_argument("--compile", action="store_true", help="loss: compiled too, a minute's work on a CPU")
     parser.add_argument("--repeats", type=_positive, metavar="N", help="measured rounds")
@@ -115,6 +118,7 @@ def run(arguments: argparse.Namespace) -> int:
     )
     runs: dict[str, Callable[[], dict[str, Any]]] = {
         "logprobs": lambda: _logprobs(arguments, setting, paths),
+        "linear": lambda: _linear(arguments, setting),
         "loss": lambda: _loss(arguments, setting),
         "segments": lambda: _segments(arguments, device),
     }
@@ -131,17 +135,39 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-# Options that one benchmark alone reads.
-_READ_BY = {
-    **dict.fromkeys(("tp", "fractions", "entropy", "dtypes", "grid", "paths", "plot"), "logprobs"),
-    **dict.fromkeys(("batch", "compile"), "loss"),
+# Options that not all benchmarks read.
+_READ_BY: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("tp", "fractions", "entropy", "dtypes"), ("logprobs", "linear")),
+    **dict.fromkeys(("grid", "paths", "plot"), ("logprobs",)),
+    **dict.fromkeys(("batch", "compile"), ("loss",)),
+    "hidden": ("linear",),
 }
 
 
 def _refuse_unread(arguments: argparse.Namespace) -> None:
-    for option, benchmark in _READ_BY.items():
-        if arguments.benchmark not in (None, benchmark) and getattr(arguments, option) not in (None, False):
-            raise ConfigError(f"--{option} is for bench {benchmark}; bench {arguments.benchmark} does not read it")
+    for option, benchmarks in _READ_BY.items():
+        if arguments.benchmark not in (None, *benchmarks) and getattr(arguments, option) not in (None, False):
+            known = " and ".join(benchmarks)
+            raise ConfigError(f"--{option} is for bench {known}; bench {arguments.benchmark} does not read it")
+
+
+def _linear(arguments: argparse.Namespace, setting: Setting) -> dict[str, Any]:
+    base = (arguments.tokens[0], arguments.hidden[0], arguments.vocab[0])
+    cases = [linear.Case(*base, dtype=dtype) for dtype in arguments.dtypes or [torch.bfloat16]]
+    first = cases[0]
+    cases += [first._replace(fraction=fraction) for fraction in arguments.fractions[1:]]
+    cases += [first._replace(entropy=entropy) for entropy in arguments.entropy[1:]]
+    cases += [first._replace(tp=tp) for tp in arguments.tp[1:]]
+    cases += [first._replace(hidden=hidden) for hidden in arguments.hidden[1:]]
+    cases += [first._replace(tokens=tokens) for tokens in arguments.tokens[1:]]
+    results = linear.benchmark(
+        list(dict.fromkeys(cases)),
+        setting,
+        repeats=arguments.repeats,
+        seed=arguments.seed,
+        report=lambda case: print(report.linear(case), flush=True),
+    )
+    return {"cases": results, "bars": bars.check_linear(results, setting.device.type)}
 
 
 def _logprobs(arguments: argparse.Namespace, setting: Setting, paths: Sequence[Way]) -> dict[str, Any]:

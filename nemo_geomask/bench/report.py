@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-__all__ = ["bars", "collectives", "logprobs", "loss", "segments", "table"]
+__all__ = ["bars", "collectives", "linear", "logprobs", "loss", "segments", "table"]
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -56,6 +56,42 @@ def logprobs(result: Mapping[str, Any]) -> str:
         )
     title = (
         f"{result['title']}: a copy moves {result['copy_gb_s']:.1f} GB/s; {result['floor_bytes']:g} B/el have to move"
+    )
+    return "\n".join([title, table(head, rows), *reasons, ""])
+
+
+def linear(result: Mapping[str, Any]) -> str:
+    """One case of ``bench linear``."""
+    if "error" in result:
+        return f"{result['title']}: {result['error']}\n"
+    head = ["path", "ms", "IQR", "forward", "backward", "of products", "extra MB", "of logits", "syncs", "err logp"]
+    head += ["err grad"]
+    rows, reasons = [], []
+    for row in result["paths"]:
+        if row["status"] != "measured":
+            reasons.append(f"  {row['path']}: {row['status']}: {row['reason']}")
+            continue
+        if "meters" in row:
+            reasons.append(f"  {row['path']}: not metered: {row['meters']}")
+        errors, extra = row.get("errors", {}), row.get("extra_bytes")
+        rows.append(
+            [
+                row["path"],
+                *_ms(row),
+                _number(row["forward_ms"]["median"]),
+                _number(row["backward_ms"]["median"]),
+                f"{row['of_products']:.0%}",
+                _number(None if extra is None else extra / 1e6),
+                "–" if extra is None else f"{row['of_logits']:.1%}",
+                _number(row.get("host_syncs")),
+                _error(errors.get("logprob")),
+                _error(errors.get("gradient")),
+            ]
+        )
+    title = (
+        f"{result['title']}: logits of {result['logits_bytes'] / 1e6:.0f} MB; four matrix products take "
+        f"{_number(result['products']['ms']['median'])} ms ({result['products_tflop_s']:.3g} TFLOP/s), the log-prob "
+        f"kernels {_number(result['kernels']['ms']['median'])} ms"
     )
     return "\n".join([title, table(head, rows), *reasons, ""])
 

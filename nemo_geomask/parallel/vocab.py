@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal, NamedTuple, overload
+from typing import Any, Literal, overload
 
 import torch
 import torch.distributed as dist
@@ -12,8 +12,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from nemo_geomask.errors import ArgumentError, ShapeError
-from nemo_geomask.kernels import Kernels, choose
-from nemo_geomask.parallel.agreement import Shards, check_vocab_size, exchanged, refuse
+from nemo_geomask.kernels import choose
+from nemo_geomask.parallel.agreement import Shards
+from nemo_geomask.parallel.softmax import Options, check_temperature, shards_of, softmax
 
 __all__ = ["vocab_parallel_logprobs"]
 
@@ -107,43 +108,21 @@ def vocab_parallel_logprobs(
             "logits must be floating point [..., V/TP] and targets int64 [...] of the same leading shape, but they are "
             f"{logits.dtype} {list(logits.shape)} and {targets.dtype} {list(targets.shape)}"
         )
-    if not 0 < temperature < math.inf:
-        raise ArgumentError(f"temperature must be above 0 and finite, but it is {temperature}")
+    check_temperature(temperature)
     if inplace_gradient:
         _check_inplace(logits)
-    rank, world = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
-    width = logits.shape[-1]
-    sizes = [width] * world if shard_sizes is None else list(shard_sizes)
-    # With several ranks their widths are compared after the collective, where all of them can raise.
-    if len(sizes) != world or (world == 1 and sizes != [width]):
-        raise ShapeError(
-            f"shard_sizes {sizes} must have one entry for each of the {world} ranks of the group, and rank {rank}'s "
-            f"must be its {width} columns"
-        )
-    shards = Shards(sizes, rank, group, sum(sizes) if vocab_size is None else vocab_size)
-    if world == 1:
-        check_vocab_size(shards)
-    options = _Options(temperature, ignore_index, entropy, inplace_gradient, validate, choose(logits, kernel))
-    result: tuple[Tensor, ...] = _VocabParallel.apply(logits, targets, shards, options)  # type: ignore[no-untyped-call]
+    shards = shards_of(logits.shape[-1], group, shard_sizes, vocab_size)
+    options = Options(temperature, ignore_index, entropy, validate, choose(logits, kernel))
+    apply: Any = _VocabParallel.apply
+    result: tuple[Tensor, ...] = apply(logits, targets, shards, options, inplace_gradient)
     return (result[0], result[1]) if entropy else result[0]
-
-
-class _Options(NamedTuple):
-    temperature: float
-    ignore_index: int
-    entropy: bool
-    inplace: bool
-    validate: bool
-    kernels: Kernels
-
-    @property
-    def inverse_temperature(self) -> float:
-        return 1.0 / self.temperature
 
 
 class _VocabParallel(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor, shards: Shards, options: _Options) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, logits: Tensor, targets: Tensor, shards: Shards, options: Options, inplace: bool
+    ) -> tuple[Tensor, ...]:
         width, start = logits.shape[-1], shards.start
         valid = min(max(shards.valid - start, 0), width)
         goals = targets.reshape(-1)
@@ -159,36 +138,24 @@ class _VocabParallel(torch.autograd.Function):
             for begin, rows in _matrices(logits)
         ]
         statistics = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
-        counted = goals != options.ignore_index
-        stray = counted & ((goals < 0) | (goals >= shards.valid))
-        parts_of_all, notes = exchanged(statistics, goals, width, shards, options)
-        if options.validate:
-            refuse(goals, stray, notes, shards, options.ignore_index)
-        peak, mass, own, entropy = options.kernels.fold(parts_of_all, options.inverse_temperature)
-        peak = torch.where(torch.isinf(peak), 0.0, peak)
-        logprobs = torch.where(counted, (own - peak) * options.inverse_temperature - mass.log(), 0.0)
-        if not options.validate:
-            logprobs = torch.where(stray, torch.nan, logprobs)
-        results = [logprobs.reshape(targets.shape)]
-        if options.entropy:
-            entropy = torch.where(counted, torch.where(mass == 0, torch.nan, entropy), 0.0)
-            results.append(entropy.reshape(targets.shape))
-        ctx.save_for_backward(logits, goals, peak, mass, entropy if options.entropy else None)
-        ctx.start, ctx.valid, ctx.options = start, valid, options
+        found = softmax(statistics, goals, width, shards, options)
+        results = [found.logprobs, found.entropy][: 1 + options.entropy]
+        ctx.save_for_backward(logits, goals, found.peak, found.mass, found.entropy if options.entropy else None)
+        ctx.start, ctx.valid, ctx.options, ctx.inplace = start, valid, options, inplace
         ctx.set_materialize_grads(False)
-        return tuple(results)
+        return tuple(result.reshape(targets.shape) for result in results)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, None, None, None, None]:
         logits, goals, peak, mass, entropy = ctx.saved_tensors
-        options: _Options = ctx.options
+        options: Options = ctx.options
         of_logprobs, of_entropy = (grad if grad is None else grad.reshape(-1) for grad in (*grads, None)[:2])
         if of_logprobs is None and of_entropy is None:
-            return None, None, None, None
+            return None, None, None, None, None
         if of_logprobs is None:
             of_logprobs = torch.zeros_like(mass)
-        out = logits if options.inplace else options.kernels.empty_gradient(logits)
+        out = logits if ctx.inplace else options.kernels.empty_gradient(logits)
         for (begin, rows), (_, into) in zip(_matrices(logits), _matrices(out, like=logits), strict=True):
             span = slice(begin, begin + len(rows))
             options.kernels.row_gradients(
@@ -205,11 +172,11 @@ class _VocabParallel(torch.autograd.Function):
                 grad_entropy=None if of_entropy is None else of_entropy[span],
                 out=into,
             )
-        if options.inplace:
+        if ctx.inplace:
             # So that autograd refuses to use the logits for anything else.
             torch.autograd.graph.increment_version(logits)
             out = logits.detach()
-        return out, None, None, None
+        return out, None, None, None, None
 
 
 def _matrices(logits: Tensor, like: Tensor | None = None) -> Iterator[tuple[int, Tensor]]:

@@ -1,0 +1,104 @@
+"""What follows a shard's softmax statistics, however its logits came about: the ranks' merge, log-probs, entropy."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from nemo_geomask.errors import ArgumentError, ShapeError
+from nemo_geomask.kernels import Kernels
+from nemo_geomask.parallel.agreement import Shards, check_vocab_size, exchanged, refuse
+
+__all__ = ["Options", "Softmax", "check_temperature", "shards_of", "softmax"]
+
+
+class Options(NamedTuple):
+    """How log-probs are to be computed; the first four have to be the same on all ranks."""
+
+    temperature: float
+    ignore_index: int
+    entropy: bool
+    validate: bool
+    kernels: Kernels
+
+    @property
+    def inverse_temperature(self) -> float:
+        """1/T."""
+        return 1.0 / self.temperature
+
+
+class Softmax(NamedTuple):
+    """Over the whole vocabulary, the same bits on all ranks.
+
+    Attributes:
+        logprobs: [N] float32 of the targets, 0 at ``ignore_index``.
+        entropy: [N] float32 in nats; of no meaning unless wanted.
+        peak: [N] float32, the largest logit, finite.
+        mass: [N] float32, Σ e^{(x - peak)/T}.
+    """
+
+    logprobs: Tensor
+    entropy: Tensor
+    peak: Tensor
+    mass: Tensor
+
+
+def shards_of(
+    width: int, group: dist.ProcessGroup | None, shard_sizes: Sequence[int] | None, vocab_size: int | None
+) -> Shards:
+    """The shards that a rank with ``width`` columns takes the vocabulary to have.
+
+    Raises:
+        ShapeError: ``shard_sizes`` don't fit.
+        ArgumentError: ``vocab_size`` out of range.
+    """
+    rank, world = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
+    sizes = [width] * world if shard_sizes is None else list(shard_sizes)
+    # With several ranks their widths are compared after the collective, where all of them can raise.
+    if len(sizes) != world or (world == 1 and sizes != [width]):
+        raise ShapeError(
+            f"shard_sizes {sizes} must have one entry for each of the {world} ranks of the group, and rank {rank}'s "
+            f"must be its {width} columns"
+        )
+    shards = Shards(sizes, rank, group, sum(sizes) if vocab_size is None else vocab_size)
+    if world == 1:
+        check_vocab_size(shards)
+    return shards
+
+
+def check_temperature(temperature: float) -> None:
+    """Raise ArgumentError unless 0 < T < ∞."""
+    if not 0 < temperature < math.inf:
+        raise ArgumentError(f"temperature must be above 0 and finite, but it is {temperature}")
+
+
+def softmax(statistics: Tensor, goals: Tensor, width: int, shards: Shards, options: Options) -> Softmax:
+    """Merge the ranks' statistics, one all-gather of four numbers a token, and read the targets' log-probs off them.
+
+    Args:
+        statistics: [4, N] float32 of this rank's columns, see :func:`nemo_geomask.kernels.cpu.row_statistics`.
+        goals: [N] int64, the targets.
+        width: as the rank holds them, padding included.
+        shards: of the vocabulary.
+        options: see there.
+
+    Raises: as :func:`nemo_geomask.parallel.agreement.refuse`, on all ranks.
+    """
+    counted = goals != options.ignore_index
+    stray = counted & ((goals < 0) | (goals >= shards.valid))
+    parts, notes = exchanged(statistics, goals, width, shards, options)
+    if options.validate:
+        refuse(goals, stray, notes, shards, options.ignore_index)
+    peak, mass, own, entropy = options.kernels.fold(parts, options.inverse_temperature)
+    peak = torch.where(torch.isinf(peak), 0.0, peak)
+    logprobs = torch.where(counted, (own - peak) * options.inverse_temperature - mass.log(), 0.0)
+    if not options.validate:
+        logprobs = torch.where(stray, torch.nan, logprobs)
+    if options.entropy:
+        entropy = torch.where(counted, torch.where(mass == 0, torch.nan, entropy), 0.0)
+    return Softmax(logprobs, entropy, peak, mass)

@@ -1,0 +1,307 @@
+"""Log-probs from hidden states: loops in float64, every tile shape, real ranks, what is never read."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from nemo_geomask.bench.meters import extra_memory
+from nemo_geomask.errors import ArgumentError, DataError, RanksDisagreeError, ShapeError
+from nemo_geomask.parallel import linear_logprobs, vocab_parallel_logprobs
+from nemo_geomask.processes import run
+from tests.helpers.linear import by_loops, case, check, ours
+from tests.helpers.logprobs import IGNORE
+
+# One logit at a time, tiles that don't fit evenly, one for all.
+TILES = [1, 300, 777, 1 << 20]
+
+
+@pytest.mark.parametrize("tile_bytes", TILES)
+@pytest.mark.parametrize("shape", [(13, 37), (37, 13)])
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_equals_loops(shape, temperature, tile_bytes):
+    rows, width = shape
+    problem = case(0, rows, width)
+    found = ours(problem, temperature=temperature, tile_bytes=tile_bytes)
+    check(found, by_loops(problem, temperature=temperature))
+
+
+@pytest.mark.parametrize("tile_bytes", [777, 1 << 20])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize("valid", [None, 30])
+def test_bias_softcap_and_padded_vocabulary(bias, softcap, valid, tile_bytes):
+    problem = case(1)
+    problem = problem._replace(targets=problem.targets.where(problem.targets < 30, torch.tensor(7)))
+    found = ours(problem, bias=bias, softcap=softcap, vocab_size=valid, tile_bytes=tile_bytes)
+    check(
+        found, by_loops(problem, bias=bias, softcap=softcap, valid=valid)[: 5 if bias else 4] + (() if bias else (0,))
+    )
+
+
+@pytest.mark.parametrize("shape", [(13, 37), (37, 13)])
+def test_gradcheck(shape):
+    rows, width = shape
+    hidden, weight, bias, targets, *_ = case(2, rows // 3, width // 3, size=3, scale=0.5)
+
+    def both(*leaves):
+        return linear_logprobs(
+            leaves[0], leaves[1], targets, bias=leaves[2], entropy=True, temperature=0.8, softcap=4.0, tile_bytes=64
+        )
+
+    leaves = [value.double().requires_grad_() for value in (hidden, weight, bias)]
+    torch.autograd.gradcheck(both, leaves, eps=1e-2, atol=2e-3, rtol=1e-2)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("tile_bytes", [777, 1 << 20])
+def test_half_precision_loses_what_its_type_rounds(dtype, tile_bytes):
+    problem = case(3, dtype=dtype)
+    found = ours(problem, tile_bytes=tile_bytes)
+    expected = by_loops(problem)
+    # On a CPU the logits are float32's: only the gradients are rounded, each once.
+    check(found[:2], expected[:2])
+    for mine, true in zip(found[2:], expected[2:], strict=True):
+        assert (np.abs(mine - true) <= 0.51 * torch.finfo(dtype).eps * np.abs(true) + 2e-5).all()
+
+
+@pytest.mark.parametrize("shape", [(13, 37), (37, 13)])
+def test_rows_that_do_not_train_are_never_read(shape):
+    problem = case(4, *shape)
+    targets = problem.targets.clone()
+    targets[::2] = IGNORE
+    problem = problem._replace(targets=targets)
+    clean = ours(problem, tile_bytes=777)
+    hidden = problem.hidden.clone()
+    hidden[targets == IGNORE] = math.nan
+    for mine, other in zip(ours(problem._replace(hidden=hidden), tile_bytes=777), clean, strict=True):
+        assert np.array_equal(mine, other)
+    assert not clean[0][::2].any()
+    assert not clean[2][::2].any()
+    check(clean, by_loops(problem))
+
+
+def test_only_trained_rows_enter_the_products(monkeypatch):
+    problem = case(5, rows=64)
+    targets = torch.full_like(problem.targets, IGNORE)
+    targets[10:23] = problem.targets[10:23]
+    seen = []
+    mm = torch.mm
+    monkeypatch.setattr(torch, "mm", lambda a, b, **more: (seen.append(len(a)), mm(a, b, **more))[1])
+    linear_logprobs(problem.hidden, problem.weight, targets, tile_bytes=4000)
+    assert set(seen) == {12}  # of the 13, one is the case's own
+
+
+def test_no_row_trains():
+    problem = case(6)
+    for value in ours(problem._replace(targets=torch.full_like(problem.targets, IGNORE))):
+        assert not value.any()
+
+
+@pytest.mark.parametrize("offset", [0.0, 1e3, 1e4, -1e4])
+@pytest.mark.parametrize("temperature", [0.1, 1.0, 10.0])
+def test_digits_do_not_depend_on_the_size_of_the_logits(offset, temperature):
+    # Whole numbers: the product itself is exact.
+    draw = torch.Generator().manual_seed(7)
+    problem = case(7)
+    hidden = torch.randint(-3, 4, problem.hidden.shape, generator=draw).float()
+    weight = torch.randint(-2, 3, problem.weight.shape, generator=draw).float()
+    problem = problem._replace(hidden=hidden, weight=weight, bias=torch.full_like(problem.bias, offset))
+    found = ours(problem, temperature=temperature, tile_bytes=300)
+    expected = by_loops(problem, temperature=temperature)
+    check(found[:2], expected[:2], 1e-5)
+    check(found[2:], expected[2:], 1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_default_dtype_changes_nothing(default_dtype, dtype):
+    problem = case(8)
+    expected = ours(problem, tile_bytes=777)
+    default_dtype(dtype)
+    for mine, other in zip(ours(problem, tile_bytes=777), expected, strict=True):
+        assert np.array_equal(mine, other)
+
+
+def test_equals_the_function_of_logits():
+    problem = case(9, rows=12)
+    mine = linear_logprobs(problem.hidden.view(3, 4, -1), problem.weight, problem.targets.view(3, 4), temperature=0.7)
+    assert mine.shape == (3, 4)
+    assert mine.dtype == torch.float32
+    logits = problem.hidden @ problem.weight.T
+    torch.testing.assert_close(mine.view(-1), vocab_parallel_logprobs(logits, problem.targets, temperature=0.7))
+
+
+def test_weight_gradient_goes_into_main_grad():
+    for shape in ((13, 37), (37, 13)):
+        problem = case(10, *shape, dtype=torch.bfloat16)
+        main = torch.full(problem.weight.shape, 0.25)
+        found = ours(problem, main_grad=main, tile_bytes=300)
+        expected = by_loops(problem)
+        assert not found[3].any()
+        np.testing.assert_allclose(main.double().numpy() - 0.25, expected[3], rtol=2e-5, atol=2e-5)
+        check(found[:2], expected[:2])
+
+
+def test_frozen_tensors_cost_nothing():
+    problem = case(11)
+    hidden = problem.hidden.clone().requires_grad_()
+    logp = linear_logprobs(hidden, problem.weight, problem.targets, tile_bytes=300)
+    logp.sum().backward()
+    assert hidden.grad is not None
+    assert not linear_logprobs(problem.hidden, problem.weight, problem.targets).requires_grad
+
+
+def test_hidden_states_of_another_type_are_taken_as_the_layer_would():
+    problem = case(12, dtype=torch.bfloat16)
+    wide = problem.hidden.float().requires_grad_()
+    logp = linear_logprobs(wide, problem.weight, problem.targets)
+    logp.sum().backward()
+    assert wide.grad.dtype == torch.float32
+    assert torch.equal(logp.detach(), linear_logprobs(problem.hidden, problem.weight, problem.targets))
+
+
+def test_same_bits_every_time():
+    problem = case(13, rows=64, width=300)
+    first = ours(problem, tile_bytes=5000)
+    for mine, other in zip(ours(problem, tile_bytes=5000), first, strict=True):
+        assert np.array_equal(mine, other)
+
+
+def test_memory_is_a_tile_and_not_the_logits():
+    rows, width, size = 1024, 40_000, 64
+    draw = torch.Generator().manual_seed(14)
+    hidden = torch.randn(rows, size, generator=draw).requires_grad_()
+    weight = (torch.randn(width, size, generator=draw) / 8).requires_grad_()
+    targets = torch.randint(0, width, (rows,), generator=draw)
+
+    def step():
+        return torch.autograd.grad(linear_logprobs(hidden, weight, targets).sum(), [hidden, weight])[1]
+
+    step()
+    extra = extra_memory(step, weight)
+    if extra is None:
+        pytest.skip("the system doesn't tell the peak of the memory")
+    assert extra <= 0.5 * rows * width * 4  # three tensors of the logits' size where they exist
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"hidden": torch.zeros(13, 7)}, ShapeError, r"hidden must be \[\.\.\., H\], weight \[V/TP, H\].*\[13, 7\]"),
+        ({"weight": torch.zeros(37)}, ShapeError, r"weight \[V/TP, H\]"),
+        ({"targets": torch.zeros(12, dtype=torch.int64)}, ShapeError, r"the same leading shape.*\[12\]"),
+        ({"targets": torch.zeros(13)}, ShapeError, "targets int64"),
+        ({"hidden": torch.zeros(13, 8, dtype=torch.int64)}, ShapeError, "must be floating point"),
+        ({"bias": torch.zeros(36)}, ShapeError, r"bias must be floating point \[37\]"),
+        ({"main_grad": torch.zeros(37, 8, dtype=torch.bfloat16)}, ShapeError, r"main_grad must be float32 \[37, 8\]"),
+        ({"temperature": 0.0}, ArgumentError, "temperature must be above 0"),
+        ({"softcap": -1.0}, ArgumentError, "softcap must be above 0"),
+        ({"tile_bytes": 0}, ArgumentError, "tile_bytes must be above 0"),
+        ({"vocab_size": 38}, ArgumentError, "vocab_size must be from 1 to the 37"),
+        ({"sequence_parallel": True}, ArgumentError, "group is None"),
+        ({"kernel": "fast"}, ArgumentError, "kernel must be one of"),
+        ({"targets": torch.full((13,), 37)}, DataError, "13 targets are in no vocabulary shard"),
+    ],
+)
+def test_misfits_are_named(change, error, message):
+    problem = case(15)
+    given = {"hidden": problem.hidden, "weight": problem.weight, "targets": problem.targets, **change}
+    with pytest.raises(error, match=message):
+        linear_logprobs(given.pop("hidden"), given.pop("weight"), given.pop("targets"), **given)
+
+
+def test_interpreted_kernels_equal_loops():
+    pytest.importorskip("triton", reason="triton is not installed")
+    from nemo_geomask.kernels import gpu
+
+    if not gpu.INTERPRETED:
+        pytest.skip("triton runs without its interpreter here")
+    problem = case(16)
+    found = ours(problem, temperature=0.7, vocab_size=36, tile_bytes=777, kernel="triton")
+    check(found, by_loops(problem, temperature=0.7, valid=36))
+
+
+# Columns of each rank, valid ones, sequence-parallel.
+LAYOUTS = {
+    1: [([37], None, True)],
+    2: [([20, 17], None, False), ([30, 7], 35, True), ([37, 0], None, False)],
+    4: [([10, 9, 9, 9], None, True), ([12, 12, 12, 1], 30, False)],
+}
+
+
+def _problem(valid):
+    problem = case(17, rows=16, dtype=torch.float32)
+    return problem._replace(targets=problem.targets.where(problem.targets < (valid or 37), torch.tensor(3)))
+
+
+def _sharded(rank, world):
+    found = []
+    for sizes, valid, sequence_parallel in LAYOUTS[world]:
+        problem = _problem(valid)
+        columns = slice(sum(sizes[:rank]), sum(sizes[: rank + 1]))
+        rows = problem.hidden.chunk(world)[rank] if sequence_parallel else problem.hidden
+        mine = problem._replace(hidden=rows, weight=problem.weight[columns], bias=problem.bias[columns])
+        found.append(
+            ours(
+                mine,
+                temperature=0.7,
+                vocab_size=valid,
+                shard_sizes=sizes,
+                sequence_parallel=sequence_parallel,
+                group=dist.group.WORLD,
+                tile_bytes=300 if rank else 777,
+            )
+        )
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_sharded_equals_whole_on_every_rank(world):
+    results = run(world, _sharded)
+    for index, (sizes, valid, sequence_parallel) in enumerate(LAYOUTS[world]):
+        logp, entropy, of_hidden, of_weight, of_bias = by_loops(_problem(valid), temperature=0.7, valid=valid)
+        for rank in range(world):
+            mine = results[rank][index]
+            columns = slice(sum(sizes[:rank]), sum(sizes[: rank + 1]))
+            rows = slice(rank * 16 // world, (rank + 1) * 16 // world) if sequence_parallel else slice(None)
+            check(mine, (logp, entropy, of_hidden[rows], of_weight[columns], of_bias[columns]))
+            assert np.array_equal(mine[0], results[0][index][0])
+
+
+def _disagreeing(rank, world):
+    problem = case(18, width=16)
+    targets = problem.targets.clone()
+    targets[5:7] = IGNORE if rank else 3
+    columns = slice(8 * rank, 8 * rank + 8)
+    with pytest.raises(RanksDisagreeError, match="are not rank 0's"):
+        linear_logprobs(problem.hidden, problem.weight[columns], targets, group=dist.group.WORLD)
+
+
+def test_ranks_that_train_other_rows_are_told():
+    run(2, _disagreeing)
+
+
+def _counted(rank, world):
+    from nemo_geomask.bench.meters import Tally
+
+    problem = case(19, rows=16, width=16)
+    found = []
+    for sequence_parallel in (False, True):
+        rows = problem.hidden.chunk(world)[rank] if sequence_parallel else problem.hidden
+        hidden = rows.clone().requires_grad_()
+        weight = problem.weight[8 * rank : 8 * rank + 8].clone().requires_grad_()
+        options = {"group": dist.group.WORLD, "sequence_parallel": sequence_parallel, "tile_bytes": 100}
+        with Tally() as forward:
+            logp = linear_logprobs(hidden, weight, problem.targets, **options)
+        with Tally() as backward:
+            logp.sum().backward()
+        found.append((len(forward.collectives), len(backward.collectives)))
+    return found
+
+
+def test_one_collective_each_way():
+    # Sequence parallelism's own gathering of the hidden states is one more.
+    assert run(2, _counted) == [[(1, 1), (2, 1)]] * 2
