@@ -25,18 +25,24 @@ class TrainEngine(ABC):
 
     Args:
         ranks: the processes that share the work.
+
+    Attributes:
+        ranks: likewise.
+        curr: [B, T] of a rollout batch; where it is set, :meth:`evaluate` puts the log-probs of this rank's tokens into
+            the rows that ``batch["row"]`` names.
     """
 
     def __init__(self, ranks: Ranks | None = None) -> None:
         self.ranks = Ranks() if ranks is None else ranks
+        self.curr: Tensor | None = None
 
     @abstractmethod
     def prepare(self, model: PreTrainedModel) -> None:
         """Set up a model before its first pass through this engine; copies of it need no second time."""
 
     @abstractmethod
-    def logprobs(self, model: PreTrainedModel, input_ids: Tensor, lengths: Tensor) -> Tensor:
-        """Log-probs of this rank's tokens among [B, T] ids, 0 elsewhere; what stands beyond a length is undefined."""
+    def logprobs(self, model: PreTrainedModel, input_ids: Tensor, lengths: Tensor, *, entropy: bool = False) -> Tensor:
+        """Log-probs of this rank's tokens among [B, T] ids, or entropies; 0 elsewhere, undefined beyond a length."""
 
     @abstractmethod
     def evaluate(
@@ -53,12 +59,14 @@ class TrainEngine(ABC):
         """
 
     @torch.no_grad()
-    def sequence_logprobs(self, model: PreTrainedModel, input_ids: Tensor, lengths: Tensor, micro_batch: int) -> Tensor:
-        """Log-probs of [B, T] ids, on all ranks; column 0, which nothing predicts, is 0."""
+    def sequence_logprobs(
+        self, model: PreTrainedModel, input_ids: Tensor, lengths: Tensor, micro_batch: int, *, entropy: bool = False
+    ) -> Tensor:
+        """Log-probs of [B, T] ids, or entropies, on all ranks; column 0, which nothing predicts, is 0."""
         whole = torch.zeros(input_ids.shape, dtype=torch.float32)
         dp = self.ranks.dp
         for rows in torch.split(torch.arange(len(input_ids)), micro_batch)[dp.rank :: dp.size]:
-            whole[rows] = self.logprobs(model, input_ids[rows], lengths[rows])
+            whole[rows] = self.logprobs(model, input_ids[rows], lengths[rows], entropy=entropy)
         return self.ranks.assemble(whole)
 
 
@@ -68,13 +76,15 @@ class PaddedEngine(TrainEngine):
     def prepare(self, model: PreTrainedModel) -> None:
         """Nothing to do."""
 
-    def logprobs(self, model: PreTrainedModel, input_ids: Tensor, lengths: Tensor) -> Tensor:
+    def logprobs(self, model: PreTrainedModel, input_ids: Tensor, lengths: Tensor, *, entropy: bool = False) -> Tensor:
         """See :meth:`TrainEngine.logprobs`."""
-        return torch.nn.functional.pad(token_logprobs(model, input_ids), (1, 0))
+        return torch.nn.functional.pad(token_logprobs(model, input_ids, entropy=entropy), (1, 0))
 
     def evaluate(
         self, model: PreTrainedModel, loss: PolicyLoss, batch: Mapping[str, Tensor], documents: int, tokens: int
     ) -> tuple[Tensor, Metrics]:
         """See :meth:`TrainEngine.evaluate`."""
         logprobs = token_logprobs(model, batch["input_ids"])
+        if self.curr is not None:
+            self.curr[batch["row"], 1:] = logprobs.detach()
         return loss(next_token_logprobs=logprobs, data=batch, global_valid_seqs=documents, global_valid_toks=tokens)

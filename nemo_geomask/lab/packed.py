@@ -65,6 +65,12 @@ class Packing:
         """NeMo-RL's rows as this rank's tokens, see :func:`nemo_geomask.integrations.packing.pack_rows`."""
         return pack_rows(data, self.segments, starts=self.segments.cu_seqlens[:-1], lengths=self.lengths)
 
+    def unpack(self, values: Tensor, targets: Tensor, like: Tensor) -> Tensor:
+        """This rank's values [N] of the tokens that it predicts as rows [B, T], as wide as ``like``; 0 elsewhere."""
+        rows, predicts = torch.zeros_like(like), targets >= 0
+        rows[self.row[predicts], self.position[predicts] + 1] = values[predicts]
+        return rows
+
 
 def lay_out(lengths: Tensor, cp: Axis) -> Packing:
     """Lay out sequences of the given lengths [S], each at least 1."""
@@ -102,17 +108,13 @@ class PackedEngine(TrainEngine):
         require("transformers").AttentionInterface.register(_ATTENTION, _attention)
         model.set_attn_implementation(_ATTENTION)
 
-    def logprobs(self, model: PreTrainedModel, input_ids: Tensor, lengths: Tensor) -> Tensor:
+    def logprobs(self, model: PreTrainedModel, input_ids: Tensor, lengths: Tensor, *, entropy: bool = False) -> Tensor:
         """See :meth:`TrainEngine.logprobs`."""
         packing = lay_out(lengths, self.ranks.cp)
         ones = torch.ones(input_ids.shape, dtype=torch.float32)
         everything = {"token_mask": ones, "sample_mask": ones[:, 0]}
         targets = packing.pack({"input_ids": input_ids, **everything})["targets"]
-        predicts = targets >= 0
-        rows = torch.zeros_like(ones)
-        found = self._forward(model, packing, input_ids, targets)
-        rows[packing.row[predicts], packing.position[predicts] + 1] = found[predicts]
-        return rows
+        return packing.unpack(self._forward(model, packing, input_ids, targets, entropy=entropy), targets, ones)
 
     def evaluate(
         self, model: PreTrainedModel, loss: PolicyLoss, batch: Mapping[str, Tensor], documents: int, tokens: int
@@ -121,10 +123,14 @@ class PackedEngine(TrainEngine):
         packing = lay_out(batch["input_lengths"], self.ranks.cp)
         packed = packing.pack(batch)
         logprobs = self._forward(model, packing, batch["input_ids"], packed["targets"])
+        if self.curr is not None:
+            self.curr[batch["row"]] = packing.unpack(logprobs.detach(), packed["targets"], batch["token_mask"])
         return loss.packed(logprobs, packed, packing.segments, documents, tokens)
 
-    def _forward(self, model: PreTrainedModel, packing: Packing, input_ids: Tensor, targets: Tensor) -> Tensor:
-        """Log-probs [N] of the targets of this rank's tokens."""
+    def _forward(
+        self, model: PreTrainedModel, packing: Packing, input_ids: Tensor, targets: Tensor, *, entropy: bool = False
+    ) -> Tensor:
+        """Log-probs [N] of the targets of this rank's tokens, or entropies there."""
         tp = self.ranks.tp
         # Padding repeats a row's last column; nothing that counts looks at it.
         ids = input_ids[packing.row, packing.position.clamp(max=input_ids.shape[1] - 1)]
@@ -134,7 +140,10 @@ class PackedEngine(TrainEngine):
             hidden = _ToShards.apply(hidden, tp.group)  # type: ignore[no-untyped-call]
         sizes = vocabulary_shards(model.lm_head.out_features, tp.size)
         columns = model.lm_head.weight.split(sizes)[tp.rank]
-        return vocab_parallel_logprobs(F.linear(hidden, columns), targets, group=tp.group, shard_sizes=sizes)
+        logits = F.linear(hidden, columns)
+        if entropy:
+            return vocab_parallel_logprobs(logits, targets, entropy=True, group=tp.group, shard_sizes=sizes)[1]
+        return vocab_parallel_logprobs(logits, targets, group=tp.group, shard_sizes=sizes)
 
 
 def _offsets(lengths: Tensor) -> Tensor:

@@ -51,6 +51,8 @@ def collect(
     generators: tuple[torch.Generator, torch.Generator],
     engine: TrainEngine,
     sampler: Sampler | None = None,
+    *,
+    entropy: bool = False,
 ) -> Rollout:
     """Draw prompts, sample a group of responses for each, and score them; the same batch on all ranks.
 
@@ -65,10 +67,13 @@ def collect(
         generators: of the prompts and of the sampling, apart, so that variants meet the same prompts.
         engine: computes the log-probs of ``policy`` and ``reference``.
         sampler: the generation engine, with the weights of ``policy``; None: the recipe's, for this batch alone.
+        entropy: whether the batch is to have the ``entropy`` of ``policy`` at each token, [B, T].
     """
     data = engine.ranks.from_first(lambda: _sample(policy, recipe, task, generators, sampler or build_sampler(recipe)))
     ids, lengths, micro_batch = data["input_ids"], data["input_lengths"], recipe.policy.train_micro_batch_size
     data["prev_logprobs"] = engine.sequence_logprobs(policy, ids, lengths, micro_batch)
+    if entropy:
+        data["entropy"] = engine.sequence_logprobs(policy, ids, lengths, micro_batch, entropy=True)
     if reference is not None:
         data["reference_policy_logprobs"] = engine.sequence_logprobs(reference, ids, lengths, micro_batch)
     return Rollout(data)

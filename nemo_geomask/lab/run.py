@@ -52,6 +52,7 @@ def run_lab(recipe: LabRecipe, variants: Sequence[ComparedLoss], out: Path, prog
         MissingDependencyError: transformers, or the vLLM that the recipe asks for, is not installed.
         RankError: another process of the run died.
     """
+    variants = [_recorded(variant, out) for variant in variants]
     losses = [_loss(variant) for variant in variants]
     for module in ("transformers", "yaml"):
         require(module)
@@ -125,6 +126,7 @@ def _train(trainer: Trainer, result: VariantResult, log: IO[str], out: Path, pro
             progress.advance(metrics["reward"])
         result.complete = True
     finally:
+        trainer.close()
         if rollout is not None and written != step:
             dump(step, rollout)
 
@@ -134,6 +136,16 @@ def _train_beside(recipe: LabRecipe, blocks: Sequence[Mapping[str, Any]], ranks:
     for block in blocks:
         for _ in Trainer(recipe, build_loss(block), ranks).steps():
             pass
+
+
+def _recorded(variant: ComparedLoss, out: Path) -> ComparedLoss:
+    """The variant with a folder of its own for its records: in that of its rollouts, or in an absolute one."""
+    record = variant.loss_fn.get("record")
+    if not isinstance(record, Mapping) or not isinstance(record.get("dir"), str):
+        return variant
+    given, slug = Path(record["dir"]), _slug(variant.label)
+    place = given / slug if given.is_absolute() else out / slug / given
+    return replace(variant, loss_fn={**variant.loss_fn, "record": {**record, "dir": str(place)}})
 
 
 def _loss(variant: ComparedLoss) -> PolicyLoss:

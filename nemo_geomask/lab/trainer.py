@@ -22,6 +22,7 @@ from nemo_geomask.losses import BeforeStep, PolicyLoss
 from nemo_geomask.losses.prestep import untrained_metrics
 from nemo_geomask.metrics import summarized
 from nemo_geomask.parallel import DocumentStep, collect_documents
+from nemo_geomask.records.flight import FlightRecorder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -76,8 +77,12 @@ class Trainer:
         self._of_prompts, self._of_sampling, self._of_order = (
             torch.Generator().manual_seed(seed * 3 + offset) for offset in range(3)
         )
-        self._updates = 0
+        self._updates = self._steps = 0
         self._before_step = BeforeStep(loss.config)
+        self._recording = loss.config.record
+        self._records: FlightRecorder | None = None
+        if self._recording is not None and ranks.first:
+            self._records = FlightRecorder(loss.config, facts={"loop": "lab", "sampler": self.sampler.name})
 
     def steps(self) -> Iterator[tuple[dict[str, float], Rollout]]:
         """Train; yields each step's metrics and rollout batch, for as many steps as the recipe says."""
@@ -92,16 +97,23 @@ class Trainer:
         """
         began = time.perf_counter()
         generators = (self._of_prompts, self._of_sampling)
-        rollout = collect(self.policy, self.reference, self.recipe, self.task, generators, self.engine, self.sampler)
+        entropy = self._recording is not None and self._recording.entropy
+        rollout = collect(
+            *(self.policy, self.reference, self.recipe, self.task, generators, self.engine, self.sampler),
+            entropy=entropy,
+        )
         sampled = time.perf_counter()
         decision = self._before_step(rollout.data)
+        if self._recording is not None:
+            self.engine.curr = torch.zeros_like(rollout.data["prev_logprobs"])
         if decision.train:
-            data = {**rollout.data, **decision.changes}
+            data = {**rollout.data, **decision.changes, "row": torch.arange(len(rollout.data["rewards"]))}
             reports = [self._update(data, step) | decision.metrics for step in self._document_steps(data)]
         else:
             untrained = untrained_metrics(self.loss, [{**rollout.data, **decision.changes}], decision)
             report = {name: value for name, (value,) in untrained.items()}
             reports = [{**report, "grad_norm": 0.0, "skipped_update": 1.0, "lr": self._rate()}]
+        self._record(rollout.data, updated=decision.train)
         ended = time.perf_counter()
         metrics = {
             "reward": rollout.reward,
@@ -111,6 +123,24 @@ class Trainer:
             "step_seconds": ended - began,
         }
         return metrics, rollout
+
+    def _record(self, data: Mapping[str, Tensor], *, updated: bool) -> None:
+        """Record the step, where that is asked for; ``updated``: the batch was trained on."""
+        trained, self._steps = self._steps, self._steps + 1
+        if self._recording is None or self.engine.curr is None:
+            return
+        curr, self.engine.curr = self.engine.ranks.assemble(self.engine.curr), None
+        beside = {"weight_version": torch.full_like(data["input_lengths"], trained)}
+        beside["staleness"] = beside["weight_version"] - trained
+        if updated:
+            beside["curr_logprobs"] = curr
+        if self._records is not None:
+            self._records.record(self._steps, {**data, **beside})
+
+    def close(self) -> None:
+        """Wait for the records that are still to be written."""
+        if self._records is not None:
+            self._records.recorder.close()
 
     def _document_steps(self, data: Mapping[str, Tensor]) -> Iterator[DocumentStep[Tensor]]:
         """The rollout's rows, shuffled, in microbatches by optimiser step.
