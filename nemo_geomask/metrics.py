@@ -1,13 +1,14 @@
 """What a step reports: sums computed on the device, which reach the host in one copy, when something reads them.
 
 The loss's parts say what they report, as :class:`Metric`; nothing here flows back into the loss. Every metric but the
-extrema that NeMo-RL defines is a sum over tokens or sequences divided by a global count, so it adds up over
-microbatches and ranks.
+extrema is a sum over tokens or sequences divided by a global count, so it adds up over microbatches and ranks; what
+does not add up is made of those that do, by :func:`summarized`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -15,12 +16,15 @@ from torch import Tensor
 
 from nemo_geomask.segments import Segments
 
-__all__ = ["Label", "Metric", "Metrics", "Normalizer", "Over", "Sums"]
+__all__ = ["OWN", "Label", "Metric", "Metrics", "Normalizer", "Over", "Sums", "histogram", "summarized"]
 
 Normalizer = Literal["tokens", "sequences", "none"]
-Over = Literal["tokens", "sequences", "part", "count", "lowest", "highest"]
+Over = Literal["tokens", "sequences", "part", "count", "lowest", "highest", "histogram"]
 OWN = "geomask/"
 """Prefix of the metrics that NeMo-RL's class has not."""
+_BIN = "_bin_"
+_LOWEST, _BINS = -13, 34
+QUANTILES = {"q50": 0.5, "q99": 0.99, "q999": 0.999}
 
 
 class Label(NamedTuple):
@@ -40,7 +44,8 @@ class Metric(NamedTuple):
         over: what ``value`` is over. ``tokens``: token layout, float32, finite; its mean over the step's valid tokens
             is reported. ``sequences``: [S], the mean over its valid sequences. ``part``: 0-d, over this rank's tokens,
             divided already by the count that ``normalizer`` names. ``count``: 0-d, which all ranks that share the
-            sequences hold alike. ``lowest``, ``highest``: 0-d, over this rank's tokens.
+            sequences hold alike. ``lowest``, ``highest``: 0-d, over this rank's tokens. ``histogram``: token layout,
+            integer, which of ``names`` the token is counted under; the share of the step's valid tokens is reported.
         value: computes it; not called where the metric is not wanted.
         normalizer: of a ``part``.
         unit: the metric is so many times the sum of ``value``: float32 may not hold a sum in ones.
@@ -68,6 +73,7 @@ class Sums:
         self._segments = segments
         self._full = full
         self._found: dict[Over, list[tuple[Label, Tensor]]] = {over: [] for over in _ORDER}
+        self._histograms: list[tuple[list[Label], Tensor]] = []
 
     def add(self, reports: Iterable[Metric], *, always: bool = False) -> None:
         """Compute and reduce those that are wanted, or all of them."""
@@ -79,6 +85,11 @@ class Sums:
             value = compute()
             if value.requires_grad:
                 value = value.detach()
+            if over == "histogram":
+                weight = self._weights["tokens"].flatten()
+                counts = weight.new_zeros(len(names)).index_add(0, value.flatten(), weight)
+                self._histograms.append(([Label((name,), "tokens", "tokens") for name in names], counts))
+                continue
             if over == "tokens" or over == "sequences":
                 # Not torch.dot: over thousands of ratios near 1 it may lose three digits, which bounds such as
                 # 1 + 3e-4 need.
@@ -96,13 +107,16 @@ class Sums:
         Returns: the loss's value over all ranks with the gradient of this rank's part; the sums' labels and values, as
         :class:`Metrics` takes them.
         """
-        labels = tuple(label for over in _ORDER for label, _ in self._found[over])
+        bins = [label for labels, _ in self._histograms for label in labels]
+        labels = (*bins, *(label for over in _ORDER for label, _ in self._found[over]))
         values = _vector([*(value for over in _ORDER for _, value in self._found[over]), *counts])
+        values = torch.cat([*(shares for _, shares in self._histograms), values])
         if not self._segments.groups:
             return loss, values, labels
         sums, lowest, highest = (
             sum(len(self._found[over]) for over in kinds) for kinds in (("tokens", "part"), ("lowest",), ("highest",))
         )
+        sums += len(bins)
         shared, values = sums + lowest + highest, values.double()
         whole_loss, across = self._segments.whole(loss, values[:shared], sums=sums, lowest=lowest)
         return whole_loss, torch.cat([across, values[shared:]]), labels
@@ -121,6 +135,50 @@ def _vector(values: list[Tensor]) -> Tensor:
     for index, value in enumerate(values):
         found = torch.where(place == index, value, found)
     return found
+
+
+def histogram(name: str, size: Tensor) -> Metric:
+    """Of sizes, token layout: shares in bins of half an octave from 2^-13 to 8, which merge as no quantile does."""
+
+    def place() -> Tensor:
+        return (2 * torch.log2(size)).floor().add(1 - 2 * _LOWEST).clamp(0, _BINS - 1).long()
+
+    return Metric(tuple(f"{OWN}{name}{_BIN}{index:02}" for index in range(_BINS)), "histogram", place)
+
+
+def summarized(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Metrics of a whole step, with those in place of sums that only a whole step has.
+
+    A histogram's bins become its quantiles, exact within a bin, a factor of √2 (``geomask/mismatch_q50``, ``…_q99``,
+    ``…_q999``), and the moments of the weight its effective sample size as a share, (Σw)² / (n·Σw²)
+    (``geomask/weight_ess``).
+
+    Args:
+        metrics: added up over the step's microbatches and ranks, extrema aside.
+    """
+    found = {name: value for name, value in metrics.items() if _BIN not in name}
+    for name in {name.partition(_BIN)[0] for name in metrics if _BIN in name}:
+        shares = [metrics[f"{name}{_BIN}{index:02}"] for index in range(_BINS)]
+        # A sum of maxima, where something added them up, exceeds the last bin with anything in it.
+        last = max((index for index, share in enumerate(shares) if share > 0), default=0)
+        edge = 2 ** (_LOWEST + last / 2) if last < _BINS - 1 else math.inf
+        found[f"{name}_max"] = highest = min(metrics.get(f"{name}_max", edge), edge)
+        found |= {f"{name}_{key}": min(highest, _quantile(shares, share)) for key, share in QUANTILES.items()}
+    mean, square = metrics.get(f"{OWN}weight_mean"), metrics.get(f"{OWN}weight_sq")
+    if mean is not None and square:
+        found[f"{OWN}weight_ess"] = mean * mean / square
+    return found
+
+
+def _quantile(shares: Sequence[float], share: float) -> float:
+    """By the logarithm within a bin; in the first, which begins at 0, in proportion."""
+    target, below = share * sum(shares), 0.0
+    for index, here in enumerate(shares):
+        if here and below + here >= target:
+            part, edge = (target - below) / here, 2 ** (_LOWEST + (index - 1) / 2)
+            return edge * 2 ** (part / 2) if index else part * 2.0**_LOWEST
+        below += here
+    return 0.0
 
 
 class Metrics(MutableMapping[str, float]):

@@ -24,6 +24,7 @@ ORDER = [
     "records",
     "checks",
     "translate",
+    "diagnosis",
     "integrations",
     "processes",
     "testing",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import pickle
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nemo_geomask import build_loss
-from nemo_geomask.metrics import Label, Metrics
+from nemo_geomask.metrics import Label, Metrics, summarized
 from tests.helpers import batches
 
 LABELS = (
@@ -111,3 +112,69 @@ def test_the_loss_does_not_travel_through_its_metrics():
     before = loss.item()
     metrics["loss"] *= 2
     assert loss.item() == before
+
+
+def added_up(parts):
+    names = dict.fromkeys(name for part in parts for name in part)
+    return {n: (max if n.endswith("_max") else sum)(part[n] for part in parts) for n in names}
+
+
+@pytest.mark.parametrize("anchor", ["prev", "gen"])
+def test_quantiles_and_the_maximum_of_a_step_are_those_of_its_tokens(anchor):
+    own = "total" if anchor == "gen" else "mismatch"
+    loss = build_loss({"ratio_anchor": anchor, "reference_policy_kl_penalty": 0.0})
+    rows, columns = 12, 400
+    draw = torch.Generator().manual_seed(5)
+    one = torch.ones(rows, columns)
+    # Sizes over five decades, a tail of its own, and tokens that don't train.
+    delta = 10 ** (-5 + 4 * torch.rand(rows, columns, generator=draw)) * torch.sign(one.normal_(generator=draw))
+    delta[3, 7], delta[5, 9] = 11.5, 0.0
+    mask = (torch.rand(rows, columns, generator=draw) < 0.7).float()
+    mask[3, 7] = 1.0
+    gen = -1 - torch.rand(rows, columns, generator=draw)
+    data = {"generation_logprobs": gen, "prev_logprobs": gen + delta, "advantages": torch.ones(rows, columns)}
+    data |= {"token_mask": mask, "sample_mask": torch.ones(rows)}
+    data["prev_logprobs"][mask == 0] = gen[mask == 0] + 30.0
+    parts = [slice(0, 1), slice(1, 5), slice(5, None)]
+    found = summarized(
+        added_up(
+            [
+                dict(
+                    loss(
+                        (gen + delta)[part, 1:].clone(),
+                        {key: value[part] for key, value in data.items()},
+                        float(rows),
+                        mask[:, 1:].sum().item(),
+                    )[1]
+                )
+                for part in parts
+            ]
+        )
+    )
+    sizes = (data["prev_logprobs"] - gen)[:, 1:][mask[:, 1:] != 0].abs().double()
+    assert found[f"geomask/{own}_max"] == pytest.approx(sizes.max().item())
+    for name, share in {"q50": 0.5, "q99": 0.99, "q999": 0.999}.items():
+        true = torch.quantile(sizes, share).item()
+        assert true / math.sqrt(2) <= found[f"geomask/{own}_{name}"] <= true * math.sqrt(2)
+    assert not any("_bin_" in name for name in found)
+    # Something that adds up maxima, too, is noticed.
+    doubled = {name: 5.0 if name == "geomask/x_max" else float(name.endswith("20")) for name in bins("x")}
+    assert summarized(doubled)["geomask/x_max"] == pytest.approx(2 ** (-13 + 10))
+
+
+def bins(name):
+    return [f"geomask/{name}_max", *(f"geomask/{name}_bin_{index:02}" for index in range(34))]
+
+
+def test_a_step_without_tokens_has_quantiles_too():
+    found = summarized(dict.fromkeys(bins("mismatch"), 0.0))
+    assert found == dict.fromkeys(("geomask/mismatch_max", *(f"geomask/mismatch_q{q}" for q in (50, 99, 999))), 0.0)
+
+
+def test_the_effective_sample_size_is_that_of_the_whole_step():
+    parts = [{"geomask/weight_mean": 0.5, "geomask/weight_sq": 0.6}, {"geomask/weight_mean": 0.4, "loss": 1.0}]
+    parts[1]["geomask/weight_sq"] = 0.7
+    assert summarized(added_up([{**part, "loss": 0.5} for part in parts]))["geomask/weight_ess"] == pytest.approx(
+        0.9**2 / 1.3
+    )
+    assert "geomask/weight_ess" not in summarized({"geomask/weight_mean": 0.0, "geomask/weight_sq": 0.0})

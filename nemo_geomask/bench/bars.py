@@ -91,12 +91,12 @@ def check_linear(results: Sequence[Mapping[str, Any]], device: str) -> list[dict
         mine, title = rows.get(_LINEAR, {}), result["title"]
         if mine.get("status") != "measured":
             continue
-        memory = _Bar(device, _OF_LOGITS, at_most=True)
-        found.append(_verdict(f"extra memory, of the logits': {title}", memory, mine.get("of_logits")))
         if device == "cuda":
             bar = _Bar(device, _OF_PRODUCTS)
             found.append(_verdict(f"of the matrix products' rate: {title}", bar, mine["of_products"]))
         else:
+            memory = _Bar(device, _OF_LOGITS, at_most=True)
+            found.append(_verdict(f"extra memory, of the logits': {title}", memory, mine.get("of_logits")))
             alone = result["products"]["ms"]["median"] + result["kernels"]["ms"]["median"]
             bar = _Bar(device, _SLOWER, at_most=True)
             found.append(_verdict(f"times products and kernels: {title}", bar, mine["ms"]["median"] / alone))

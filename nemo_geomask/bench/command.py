@@ -153,7 +153,7 @@ def _refuse_unread(arguments: argparse.Namespace) -> None:
 
 def _linear(arguments: argparse.Namespace, setting: Setting) -> dict[str, Any]:
     base = (arguments.tokens[0], arguments.hidden[0], arguments.vocab[0])
-    cases = [linear.Case(*base, dtype=dtype) for dtype in arguments.dtypes or [torch.bfloat16]]
+    cases = [linear.LinearCase(*base, dtype=dtype) for dtype in arguments.dtypes or [torch.bfloat16]]
     first = cases[0]
     cases += [first._replace(fraction=fraction) for fraction in arguments.fractions[1:]]
     cases += [first._replace(entropy=entropy) for entropy in arguments.entropy[1:]]

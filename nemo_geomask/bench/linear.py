@@ -14,14 +14,14 @@ from nemo_geomask.bench.meters import extra_memory, host_syncs
 from nemo_geomask.bench.paths.base import Absent, Setting, Unfit, module
 from nemo_geomask.parallel import linear_logprobs, vocab_parallel_logprobs
 
-__all__ = ["PATHS", "Case", "benchmark"]
+__all__ = ["PATHS", "LinearCase", "benchmark"]
 
 _CHUNK = 1024  # rows at a time, in paths that ask for a number
 _ROWS = 8  # compared with float64
 _PRODUCTS, _KERNELS = "the four matrix products alone", "the log-prob kernels alone"
 
 
-class Case(NamedTuple):
+class LinearCase(NamedTuple):
     """One measured shape.
 
     Attributes:
@@ -83,10 +83,10 @@ class _Sample(NamedTuple):
 
 
 _Found = tuple[Tensor, Tensor | None]
-_Path = Callable[[_Sample, Case, Setting], _Found]
+_Path = Callable[[_Sample, LinearCase, Setting], _Found]
 
 
-def _sample(case: Case, device: torch.device, seed: int) -> _Sample:
+def _sample(case: LinearCase, device: torch.device, seed: int) -> _Sample:
     draw = torch.Generator(device).manual_seed(seed)
     hidden = torch.randn(case.tokens, case.hidden, generator=draw, device=device, dtype=torch.float32)
     weight = torch.randn(case.width, case.hidden, generator=draw, device=device, dtype=torch.float32)
@@ -100,13 +100,13 @@ def _sample(case: Case, device: torch.device, seed: int) -> _Sample:
     return _Sample(*leaves, labels.where(kept, IGNORE), kept, g, h)
 
 
-def _ours(sample: _Sample, case: Case, setting: Setting) -> _Found:
+def _ours(sample: _Sample, case: LinearCase, setting: Setting) -> _Found:
     function: Any = linear_logprobs
     found = function(sample.hidden, sample.weight, sample.targets, entropy=case.entropy, kernel=setting.kernel)
     return found if case.entropy else (found, None)
 
 
-def _with_logits(sample: _Sample, case: Case, setting: Setting) -> _Found:
+def _with_logits(sample: _Sample, case: LinearCase, setting: Setting) -> _Found:
     logits = torch.nn.functional.linear(sample.hidden, sample.weight)
     function: Any = vocab_parallel_logprobs
     options = {"entropy": case.entropy, "kernel": setting.kernel, "inplace_gradient": True}
@@ -114,18 +114,18 @@ def _with_logits(sample: _Sample, case: Case, setting: Setting) -> _Found:
     return found if case.entropy else (found, None)
 
 
-def _without_entropy(case: Case) -> None:
+def _without_entropy(case: LinearCase) -> None:
     if case.entropy:
         raise Unfit("has no entropy beside it")
 
 
-def _torch(sample: _Sample, case: Case, setting: Setting) -> _Found:
+def _torch(sample: _Sample, case: LinearCase, setting: Setting) -> _Found:
     _without_entropy(case)
     logits = torch.nn.functional.linear(sample.hidden, sample.weight)
     return -torch.nn.functional.cross_entropy(logits, sample.targets, reduction="none", ignore_index=IGNORE), None
 
 
-def _torch_chunked(sample: _Sample, case: Case, setting: Setting) -> _Found:
+def _torch_chunked(sample: _Sample, case: LinearCase, setting: Setting) -> _Found:
     def chunk(hidden: Tensor, weight: Tensor, targets: Tensor) -> _Found:
         logp = torch.nn.functional.linear(hidden, weight).float().log_softmax(-1)
         entropy = -(logp.exp() * logp).sum(-1) if case.entropy else None
@@ -139,7 +139,7 @@ def _torch_chunked(sample: _Sample, case: Case, setting: Setting) -> _Found:
     return torch.cat(logprobs), torch.cat(entropies) if case.entropy else None
 
 
-def _nemo_rl(sample: _Sample, case: Case, setting: Setting) -> _Found:
+def _nemo_rl(sample: _Sample, case: LinearCase, setting: Setting) -> _Found:
     _without_entropy(case)
     function = module("nemo_rl.distributed.model_utils").ChunkedDistributedHiddenStatesToLogprobs
     hidden, labels = sample.hidden.unsqueeze(1), sample.labels.unsqueeze(0)
@@ -147,7 +147,7 @@ def _nemo_rl(sample: _Sample, case: Case, setting: Setting) -> _Found:
     return found.squeeze(0), None
 
 
-def _skyrl(sample: _Sample, case: Case, setting: Setting) -> _Found:
+def _skyrl(sample: _Sample, case: LinearCase, setting: Setting) -> _Found:
     _without_entropy(case)
     function = module(
         "skyrl.backends.skyrl_train.distributed.megatron.model_utils"
@@ -157,13 +157,13 @@ def _skyrl(sample: _Sample, case: Case, setting: Setting) -> _Found:
     return found.squeeze(0), None
 
 
-def _verl(sample: _Sample, case: Case, setting: Setting) -> _Found:
+def _verl(sample: _Sample, case: LinearCase, setting: Setting) -> _Found:
     function = module("verl.utils.experimental.torch_functional").FusedLinearForPPO(chunk_size=_CHUNK)
     logprobs, entropy = function(sample.hidden, sample.weight, sample.labels)
     return logprobs, entropy if case.entropy else None
 
 
-def _verl_kernels(sample: _Sample, case: Case, setting: Setting) -> _Found:
+def _verl_kernels(sample: _Sample, case: LinearCase, setting: Setting) -> _Found:
     if setting.device.type != "cuda":
         raise Absent("its kernels need a GPU")
     function = module("verl.utils.kernel.linear_cross_entropy").linear_cross_entropy
@@ -171,7 +171,7 @@ def _verl_kernels(sample: _Sample, case: Case, setting: Setting) -> _Found:
     return logprobs, entropy if case.entropy else None
 
 
-def _liger(sample: _Sample, case: Case, setting: Setting) -> _Found:
+def _liger(sample: _Sample, case: LinearCase, setting: Setting) -> _Found:
     _without_entropy(case)
     if setting.device.type != "cuda":
         raise Absent("its kernels need a GPU")
@@ -182,7 +182,7 @@ def _liger(sample: _Sample, case: Case, setting: Setting) -> _Found:
     return -(found[0] if isinstance(found, tuple) else found), None
 
 
-def _cut(sample: _Sample, case: Case, setting: Setting) -> _Found:
+def _cut(sample: _Sample, case: LinearCase, setting: Setting) -> _Found:
     _without_entropy(case)
     if setting.device.type != "cuda":
         raise Absent("its kernels need a GPU")
@@ -207,7 +207,7 @@ PATHS: dict[str, _Path] = {
 
 
 def benchmark(
-    cases: Sequence[Case],
+    cases: Sequence[LinearCase],
     setting: Setting,
     *,
     repeats: int,
@@ -228,7 +228,7 @@ def benchmark(
     return results
 
 
-def _measure(case: Case, setting: Setting, paths: Sequence[str], repeats: int, seed: int) -> dict[str, Any]:
+def _measure(case: LinearCase, setting: Setting, paths: Sequence[str], repeats: int, seed: int) -> dict[str, Any]:
     """Time, memory beyond inputs and gradients, error against float64, and the rate of the matrix products.
 
     The rate of the products is that of three of the shapes that a step needs, without anything between them; ``of
@@ -280,7 +280,7 @@ def _gradients(found: _Found, sample: _Sample) -> list[Tensor]:
     return list(torch.autograd.grad([logprobs, entropy], leaves, given))
 
 
-def _candidate(name: str, sample: _Sample, case: Case, setting: Setting, clock: Clock) -> Callable[[int], Lap]:
+def _candidate(name: str, sample: _Sample, case: LinearCase, setting: Setting, clock: Clock) -> Callable[[int], Lap]:
     path = PATHS[name]
     return lambda turn: clock.lap(lambda: path(sample, case, setting), lambda found: _gradients(found, sample))
 
@@ -299,7 +299,7 @@ def _products(sample: _Sample, clock: Clock) -> Callable[[int], Lap]:
     return lambda turn: clock.lap(four, lambda _: None)
 
 
-def _kernels(sample: _Sample, case: Case, setting: Setting, clock: Clock) -> Callable[[int], Lap]:
+def _kernels(sample: _Sample, case: LinearCase, setting: Setting, clock: Clock) -> Callable[[int], Lap]:
     """The pass over logits that exist, in both directions."""
     hidden, targets = sample.hidden.detach()[sample.kept], sample.targets[sample.kept]
     given = [sample.g[sample.kept], sample.h[sample.kept]][: 1 + case.entropy]
@@ -319,7 +319,7 @@ def _kernels(sample: _Sample, case: Case, setting: Setting, clock: Clock) -> Cal
     return lap
 
 
-def _truth(sample: _Sample, case: Case) -> tuple[Tensor, Tensor, Tensor]:
+def _truth(sample: _Sample, case: LinearCase) -> tuple[Tensor, Tensor, Tensor]:
     """Rows, their log-probs and their hidden states' gradients in float64."""
     rows = sample.kept.nonzero().squeeze(1)[:_ROWS]
     weight = sample.weight.detach()
@@ -341,7 +341,7 @@ def _parts(values: Tensor) -> Sequence[Tensor]:
 
 
 def _meter(
-    name: str, sample: _Sample, case: Case, setting: Setting, truth: tuple[Tensor, Tensor, Tensor]
+    name: str, sample: _Sample, case: LinearCase, setting: Setting, truth: tuple[Tensor, Tensor, Tensor]
 ) -> dict[str, Any]:
     def step() -> Tensor:
         # Both gradients are alive at the end; the hidden states' is small beside the weight's.

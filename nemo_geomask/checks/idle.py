@@ -134,14 +134,13 @@ def _kl_in_no_reward(facts: RecipeFacts) -> Iterator[Hit]:
     config = facts.config
     if not config.use_kl_in_reward or not config.reference_policy_kl_penalty:
         return
-    key = "lab" if "lab" in facts.recipe.data else f"{facts.algorithm}.adv_estimator.name"
-    estimator = "the lab's" if key == "lab" else facts.get(key, "gae" if facts.algorithm == "ppo" else "grpo")
+    key = f"{facts.algorithm}.adv_estimator.name"
+    estimator = facts.get(key, "gae" if facts.algorithm == "ppo" else "grpo")
     if estimator not in _REWARD_KL:
-        others = "set it to false" if key == "lab" else f"set {key} to {_REWARD_KL[0]}, or use_kl_in_reward to false"
         yield Hit(
             "loss_fn.use_kl_in_reward",
             f"takes the KL out of the loss, and the advantage estimator ({estimator}) does not put it into the reward: "
-            f"nothing holds the policy to the reference; {others}",
+            f"nothing holds the policy to the reference; set {key} to {_REWARD_KL[0]}, or use_kl_in_reward to false",
         )
 
 

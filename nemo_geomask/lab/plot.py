@@ -35,7 +35,7 @@ def write_plot(result: LabResult, path: Path) -> None:
         _curve(mismatch, variant, "geomask/mismatch_abs", look, label=variant.label)
         _curve(removed, variant, "removed", look, label=variant.label)
         hint = "" if variant.corrected else " (not applied)"
-        _curve(weight, variant, "ess", look, label=f"{variant.label}{hint}")
+        _curve(weight, variant, "geomask/weight_ess", look, label=f"{variant.label}{hint}")
     reward.axhline(result.chance, color="0.35", linewidth=1, linestyle=":", label=f"chance ({result.chance:.3f})")
     reward.set_ylim(0, 1)
     removed.set_ylim(0, max(0.02, removed.get_ylim()[1]))

@@ -27,6 +27,17 @@ _PRESET_BOUNDS: dict[str, dict[str, Any]] = {
 }
 
 
+class EstimatorConfig(StrictModel):
+    """``grpo.adv_estimator:`` of NeMo-RL, the keys that the lab honours."""
+
+    name: Literal["grpo", "reinforce_plus_plus"] = Field(
+        "grpo",
+        description="grpo: the reward against the group's baseline; reinforce_plus_plus: the same, less the KL of each "
+        "token under loss_fn.use_kl_in_reward, normalised over the batch's tokens.",
+    )
+    minus_baseline: bool = Field(True, description="Of reinforce_plus_plus: subtract the group's mean reward.")
+
+
 class GrpoConfig(StrictModel):
     """``grpo:`` of NeMo-RL, the keys that the lab honours."""
 
@@ -35,6 +46,7 @@ class GrpoConfig(StrictModel):
     max_num_steps: int = Field(60, gt=0, description="Rollout batches to train on.")
     normalize_rewards: bool = Field(True, description="Divide the advantage by the group's standard deviation.")
     use_leave_one_out_baseline: bool = Field(True, description="Baseline: mean of the other responses (RLOO).")
+    adv_estimator: EstimatorConfig = EstimatorConfig()
     advantage_clip_low: float | None = Field(None, description="Lower bound of the advantage; null: none.")
     advantage_clip_high: float | None = Field(None, description="Upper bound of the advantage; null: none.")
     seed: int = Field(42, ge=0, description="Seeds the weights, the prompts and the sampling.")

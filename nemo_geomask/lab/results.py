@@ -10,20 +10,12 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-__all__ = ["LabResult", "Row", "VariantResult", "ess_fraction"]
+__all__ = ["LabResult", "Row", "VariantResult"]
 
 Row = dict[str, Any]
 
 # Steps that "last" averages over; one batch of rewards alone is noisy.
 _LAST = 10
-
-
-def ess_fraction(step: Mapping[str, float]) -> float | None:
-    """Effective sample size over sample size, ``mean(w)² / mean(w²)``; 1 when all weights are equal."""
-    mean, square = step.get("geomask/weight_mean"), step.get("geomask/weight_sq")
-    if mean is None or not square:
-        return None
-    return mean * mean / square
 
 
 @dataclass
@@ -47,7 +39,7 @@ class VariantResult:
     complete: bool = False
 
     def series(self, key: str) -> list[float]:
-        """One metric over the steps, NaN where it is missing; ``ess`` and ``removed`` are derived."""
+        """One metric over the steps, NaN where it is missing; ``removed`` is derived."""
         return [math.nan if value is None else value for value in (_value(step, key) for step in self.history)]
 
     @property
@@ -75,7 +67,7 @@ class VariantResult:
                 "mismatch_abs": "geomask/mismatch_abs",
                 "mismatch_k3": "geomask/mismatch_k3",
                 "weight": "geomask/weight_mean",
-                "ess_fraction": "ess",
+                "ess_fraction": "geomask/weight_ess",
                 "removed": "removed",
                 "clip_fraction_low": "geomask/clip_fraction_low",
                 "clip_fraction_high": "geomask/clip_fraction_high",
@@ -146,8 +138,6 @@ class LabResult:
 
 
 def _value(step: Mapping[str, float], key: str) -> float | None:
-    if key == "ess":
-        return ess_fraction(step)
     if key == "removed":
         # Rounded, since a sum of counts over a global count is 1 up to float32.
         return None if "geomask/kept_tokens" not in step else max(0.0, round(1.0 - step["geomask/kept_tokens"], 6))

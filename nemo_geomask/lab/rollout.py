@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from nemo_geomask.lab.advantages import group_advantages
+from nemo_geomask import LossConfig
+from nemo_geomask.lab.advantages import token_advantages
 from nemo_geomask.lab.engine import TrainEngine
 from nemo_geomask.lab.recipe import LabRecipe
 from nemo_geomask.lab.samplers import Sampler, build_sampler
@@ -53,6 +54,7 @@ def collect(
     sampler: Sampler | None = None,
     *,
     entropy: bool = False,
+    loss: LossConfig | None = None,
 ) -> Rollout:
     """Draw prompts, sample a group of responses for each, and score them; the same batch on all ranks.
 
@@ -67,6 +69,7 @@ def collect(
         generators: of the prompts and of the sampling, apart, so that variants meet the same prompts.
         engine: computes the log-probs of ``policy`` and ``reference``.
         sampler: the generation engine, with the weights of ``policy``; None: the recipe's, for this batch alone.
+        loss: settings in force, which may put the KL into the reward; None: the defaults.
         entropy: whether the batch is to have the ``entropy`` of ``policy`` at each token, [B, T].
     """
     data = engine.ranks.from_first(lambda: _sample(policy, recipe, task, generators, sampler or build_sampler(recipe)))
@@ -76,6 +79,7 @@ def collect(
         data["entropy"] = engine.sequence_logprobs(policy, ids, lengths, micro_batch, entropy=True)
     if reference is not None:
         data["reference_policy_logprobs"] = engine.sequence_logprobs(reference, ids, lengths, micro_batch)
+    data["advantages"] = token_advantages(data, recipe.grpo, loss or LossConfig())
     return Rollout(data)
 
 
@@ -86,7 +90,7 @@ def _sample(
     generators: tuple[torch.Generator, torch.Generator],
     sampler: Sampler,
 ) -> dict[str, Tensor]:
-    """A rollout batch but for the log-probs of the training engine."""
+    """A rollout batch but for the log-probs of the training engine and what is made of them."""
     of_prompts, of_sampling = generators
     drawn = task.sample(recipe.grpo.num_prompts_per_step, of_prompts)
     repeats = recipe.grpo.num_generations_per_prompt
@@ -108,7 +112,6 @@ def _sample(
         "input_ids": sampled.input_ids,
         "input_lengths": lengths + width,
         "generation_logprobs": sampled.logprobs,
-        "advantages": group_advantages(rewards, recipe.grpo)[:, None].expand_as(sampled.token_mask).clone(),
         "token_mask": sampled.token_mask,
         "sample_mask": torch.ones(len(rewards), dtype=torch.float32),
         "rewards": rewards,

@@ -15,6 +15,7 @@ from typing import IO, Any
 
 from nemo_geomask import build_loss
 from nemo_geomask.errors import ConfigError
+from nemo_geomask.lab.advantages import kl_of_reward
 from nemo_geomask.lab.compare import ComparedLoss
 from nemo_geomask.lab.dump import write_rollout
 from nemo_geomask.lab.optional import require
@@ -53,7 +54,7 @@ def run_lab(recipe: LabRecipe, variants: Sequence[ComparedLoss], out: Path, prog
         RankError: another process of the run died.
     """
     variants = [_recorded(variant, out) for variant in variants]
-    losses = [_loss(variant) for variant in variants]
+    losses = [_loss(variant, recipe) for variant in variants]
     for module in ("transformers", "yaml"):
         require(module)
     _prepare(out)
@@ -148,9 +149,11 @@ def _recorded(variant: ComparedLoss, out: Path) -> ComparedLoss:
     return replace(variant, loss_fn={**variant.loss_fn, "record": {**record, "dir": str(place)}})
 
 
-def _loss(variant: ComparedLoss) -> PolicyLoss:
+def _loss(variant: ComparedLoss, recipe: LabRecipe) -> PolicyLoss:
     try:
-        return build_loss(variant.loss_fn)
+        loss = build_loss(variant.loss_fn)
+        kl_of_reward(loss.config, recipe.grpo)
+        return loss
     except ConfigError as error:
         where = f"variant '{variant.label}'"
         raise type(error)(*(replace(problem, where=where) for problem in error.problems)) from None

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from nemo_geomask.lab.advantages import kl_of_reward
 from nemo_geomask.lab.engine import PaddedEngine, TrainEngine
 from nemo_geomask.lab.model import build_policy
 from nemo_geomask.lab.packed import PackedEngine
@@ -20,6 +21,7 @@ from nemo_geomask.lab.samplers import Sampler, build_sampler
 from nemo_geomask.lab.task import Progressions
 from nemo_geomask.losses import BeforeStep, PolicyLoss
 from nemo_geomask.losses.prestep import untrained_metrics
+from nemo_geomask.metrics import summarized
 from nemo_geomask.parallel import DocumentStep, collect_documents
 from nemo_geomask.records.flight import FlightRecorder
 
@@ -51,7 +53,7 @@ class Trainer:
         sampler: how it is run for sampling.
         task: the task.
         policy: the trained model, float32.
-        reference: frozen initial policy, where the loss has a KL term.
+        reference: frozen initial policy, where the loss or the reward has a KL term.
     """
 
     def __init__(
@@ -68,7 +70,7 @@ class Trainer:
         self.engine: TrainEngine = PackedEngine(ranks) if shared else PaddedEngine(ranks)
         self.policy = build_policy(recipe.policy.model, self.task, seed)
         self.engine.prepare(self.policy)
-        needs_reference = bool(loss.reference_policy_kl_penalty)
+        needs_reference = bool(loss.reference_policy_kl_penalty or kl_of_reward(loss.config, recipe.grpo))
         self.reference = copy.deepcopy(self.policy).requires_grad_(False) if needs_reference else None
         self.optimizer = torch.optim.AdamW(
             self.policy.parameters(), lr=recipe.policy.lr, weight_decay=recipe.policy.weight_decay
@@ -100,6 +102,7 @@ class Trainer:
         rollout = collect(
             *(self.policy, self.reference, self.recipe, self.task, generators, self.engine, self.sampler),
             entropy=entropy,
+            loss=self.loss.config,
         )
         sampled = time.perf_counter()
         decision = self._before_step(rollout.data)
@@ -117,7 +120,7 @@ class Trainer:
         metrics = {
             "reward": rollout.reward,
             "mean_response_length": rollout.response_length,
-            **merge_metrics(reports, 1.0 / len(reports)),
+            **summarized(merge_metrics(reports, 1.0 / len(reports))),
             "generation_seconds": sampled - began,
             "step_seconds": ended - began,
         }

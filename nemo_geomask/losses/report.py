@@ -11,12 +11,9 @@ from nemo_geomask import functional as F
 from nemo_geomask.kernels.select import selector, where_finite
 from nemo_geomask.losses.batch import TokenBatch
 from nemo_geomask.losses.observe import Observed
-from nemo_geomask.metrics import Metric
+from nemo_geomask.metrics import Metric, histogram
 
-__all__ = ["TAIL", "report_audit", "report_batch", "report_surrogate"]
-
-TAIL = {"0.01": 0.01, "0.1": 0.1, "1": 1.0}
-"""Sizes of a token's mismatch, nats. The share beyond each adds up over microbatches and ranks; a quantile does not."""
+__all__ = ["report_audit", "report_batch", "report_surrogate"]
 
 
 def report_surrogate(
@@ -132,7 +129,8 @@ def report_batch(
         Metric(("approx_entropy",), "tokens", lambda: F.saturating_exp(total) * curr, unit=-1.0),
         Metric((f"{own}_abs",), "tokens", lambda: size),
         Metric((f"{own}_k1",), "tokens", lambda: mismatch, unit=-1.0),
-        *(Metric((f"{own}_above_{text}",), "tokens", (size > bound).float) for text, bound in TAIL.items()),
+        Metric((f"{own}_max",), "highest", lambda: (size * seen.trains).amax() if size.numel() else size.sum()),
+        histogram(own.removeprefix("geomask/"), size),
         *(of_policy if knows_prev else ()),
         *of_reference,
         *_impossible(batch, seen),

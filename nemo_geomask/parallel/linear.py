@@ -90,9 +90,9 @@ def linear_logprobs(
 
     What :func:`vocab_parallel_logprobs` computes of the logits, with the same kernels, from one tile of them at a time
     in a buffer that all tiles share. Rows that don't train never enter a matrix product. The backward pass makes each
-    tile again: four matrix products instead of three. A tile takes all rows and some columns, so that a part of the
-    weight's gradient is finished at once and rounded once, and the hidden states' gradient is summed in float32; with
-    more rows than columns it is the other way round.
+    tile but the last again: up to four matrix products instead of three. A tile takes all rows and some columns, so
+    that a part of the weight's gradient is finished at once and rounded once, and the hidden states' gradient is summed
+    in float32; with more rows than columns it is the other way round.
 
     One collective forward, of four numbers a token; one backward, of the hidden states' gradient, if ``group`` has
     several ranks. Under ``sequence_parallel`` the hidden states are gathered before.
@@ -186,6 +186,15 @@ class _Tile(NamedTuple):
     logits: Tensor  # in the buffer that all tiles share
 
 
+class _Buffer:
+    """Memory of a tile, and the start of the tile whose logits are in it: the last of the forward pass needs no other
+    product in the backward pass."""
+
+    def __init__(self) -> None:
+        self.memory: Tensor | None = None
+        self.holds: int | None = None
+
+
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -200,7 +209,8 @@ class _Linear(torch.autograd.Function):
         rows, own = (rows, goals) if whole else (rows[kept], goals[kept])
         found: Tensor | None = None
         parts = []
-        for tile in _tiles(_for_products(rows), weight, bias, head):
+        buffer = _Buffer()
+        for tile in _tiles(_for_products(rows), weight, bias, head, buffer):
             part = options.kernels.row_statistics(
                 tile.logits,
                 own[tile.rows],
@@ -223,7 +233,7 @@ class _Linear(torch.autograd.Function):
         ctx.save_for_backward(
             rows, weight, bias, own, None if whole else kept, *(mine if whole else (value[kept] for value in mine))
         )
-        ctx.head, ctx.count = head, len(goals)
+        ctx.head, ctx.count, ctx.buffer = head, len(goals), buffer
         ctx.set_materialize_grads(False)
         results = [over_all.logprobs, over_all.entropy][: 1 + options.entropy]
         return tuple(result.reshape(targets.shape) for result in results)
@@ -245,7 +255,7 @@ class _Linear(torch.autograd.Function):
         into_weight = _Sum(weight.shape, weight.dtype, weight.device, head.main_grad) if wanted[1] else None
         into_bias = _Sum(bias.shape, bias.dtype, bias.device) if bias is not None and wanted[2] else None
         factors = _for_products(rows)
-        for tile in _tiles(factors, weight, bias, head):
+        for tile in _tiles(factors, weight, bias, head, ctx.buffer, backward=True):
             slope = None if head.softcap is None else 1 - (tile.logits / head.softcap).square()
             options.kernels.row_gradients(
                 tile.logits,
@@ -268,6 +278,7 @@ class _Linear(torch.autograd.Function):
                 into_weight.add(tile.columns, gradient.T, factors[tile.rows], once=len(gradient) == len(rows))
             if into_bias is not None:
                 into_bias.add_sum(tile.columns, gradient)
+        ctx.buffer.memory = None
         of_rows = None if into_rows is None else _over_ranks(into_rows.result(), kept, ctx.count, head)
         of_weight = None if into_weight is None or head.main_grad is not None else into_weight.result()
         return of_rows, of_weight, None if into_bias is None else into_bias.result(), None, None
@@ -290,30 +301,37 @@ def _for_products(rows: Tensor) -> Tensor:
     return rows.float() if rows.device.type == "cpu" and rows.dtype in _HALF else rows
 
 
-def _tiles(rows: Tensor, weight: Tensor, bias: Tensor | None, head: _Head) -> Iterator[_Tile]:
-    """The logits of the valid columns, one tile after the other in the same memory."""
+def _tiles(
+    rows: Tensor, weight: Tensor, bias: Tensor | None, head: _Head, buffer: _Buffer, *, backward: bool = False
+) -> Iterator[_Tile]:
+    """The logits of the valid columns, one tile after the other in the same memory.
+
+    ``backward``: the caller overwrites them, and begins with the last, which may be there.
+    """
     count, valid = len(rows), min(max(head.shards.valid - head.shards.start, 0), len(weight))
     if not count or not valid:
         return
-    dtype = rows.dtype
     by_columns = count <= valid
     fixed, split = (count, valid) if by_columns else (valid, count)
     # By powers of two, so that a batch of other length seldom makes tiles of other shape.
-    fits = head.budget // (dtype.itemsize << (fixed - 1).bit_length())
+    fits = head.budget // (rows.dtype.itemsize << (fixed - 1).bit_length())
     step = min(split, max(fits // _MULTIPLE * _MULTIPLE, min(fits, _MULTIPLE), 1))
-    buffer = torch.empty(fixed * step, dtype=dtype, device=rows.device)
-    for start in range(0, split, step):
+    if buffer.memory is None:
+        buffer.memory, buffer.holds = torch.empty(fixed * step, dtype=rows.dtype, device=rows.device), None
+    starts = range(0, split, step)
+    for start in reversed(starts) if backward else starts:
         part, all_ = slice(start, min(start + step, split)), slice(0, fixed)
-        tile = (all_, part) if by_columns else (part, all_)
-        width = tile[1].stop - tile[1].start
-        logits = buffer[: fixed * (part.stop - start)].view(-1, width)
-        of_columns = weight[tile[1]].to(dtype)
-        torch.mm(rows[tile[0]], of_columns.T, out=logits)
-        if bias is not None:
-            logits += bias[tile[1]]
-        if head.softcap is not None:
-            logits.div_(head.softcap).tanh_().mul_(head.softcap)
-        yield _Tile(*tile, of_columns, logits)
+        of_rows, of_columns = (all_, part) if by_columns else (part, all_)
+        factor = weight[of_columns].to(rows.dtype)
+        logits = buffer.memory[: fixed * (part.stop - start)].view(-1, len(factor))
+        if buffer.holds != start:
+            torch.mm(rows[of_rows], factor.T, out=logits)
+            if bias is not None:
+                logits += bias[of_columns]
+            if head.softcap is not None:
+                logits.div_(head.softcap).tanh_().mul_(head.softcap)
+        buffer.holds = None if backward else start
+        yield _Tile(of_rows, of_columns, factor, logits)
 
 
 class _Sum:

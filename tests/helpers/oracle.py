@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+# Of the bins of |Δ|: half octaves from 2^-13 to 8.
+EDGES = [2.0 ** (power / 2) for power in range(-26, 7)]
 LIMIT = 40.0  # exponents above saturate: float32 overflows at 88.7, and the product of two ratios must fit
 
 
@@ -259,7 +261,10 @@ class _Evaluation:
             own += ["weight_raw_mean", "weight_raw_sq", "weight_mean", "weight_sq", "saturated_weight"]
             own += ["mismatch_abs", "mismatch_k1", "mismatch_k3", "policy_abs", "policy_k3"]
         own += ["total_abs", "total_k1", "total_k3", "positive_logprobs", "zero_gen_logprobs"]
-        own += [f"{'mismatch' if self.knows_prev else 'total'}_above_{bound}" for bound in ("0.01", "0.1", "1")]
+        own += [
+            f"{'mismatch' if self.knows_prev else 'total'}_{name}"
+            for name in ("max", *(f"bin_{at:02}" for at in range(34)))
+        ]
         if self.sees_ref:
             own += ["reference_k1", "reference_k3", "reference_k1_sequence"]
         if self.by_sequence:
@@ -716,9 +721,10 @@ class _Evaluation:
             "geomask/kept_tokens": float(keep),
         }.items():
             self.add_token(name, token, value)
-        for bound in (0.01, 0.1, 1.0):
-            beyond = self.side(abs(mismatch), -math.inf, bound) > 0
-            self.add_token(f"geomask/{own}_above_{bound:g}", token, float(beyond))
+        self.metrics[f"geomask/{own}_max"] = max(self.metrics[f"geomask/{own}_max"], abs(mismatch))
+        # The difference as float32 has it: an edge is not a decision whose margin counts.
+        size = abs(float(torch.tensor(p, dtype=torch.float32) - torch.tensor(q, dtype=torch.float32)))
+        self.add_token(f"geomask/{own}_bin_{sum(size >= edge for edge in EDGES):02}", token, 1.0)
         total = token["c"] - token["gen"]
         if self.knows_prev:
             for name, value in {"abs": abs(total), "k1": -total, "k3": exp(total) - 1 - total}.items():

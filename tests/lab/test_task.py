@@ -1,9 +1,13 @@
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
-from nemo_geomask.lab.advantages import group_advantages
+from nemo_geomask import LossConfig
+from nemo_geomask.errors import ConfigError
+from nemo_geomask.lab.advantages import group_advantages, kl_of_reward, token_advantages
 from nemo_geomask.lab.recipe import GrpoConfig
 from nemo_geomask.lab.task import Progressions
 
@@ -92,3 +96,87 @@ def _grpo(*, normalize: bool, leave_one_out: bool) -> GrpoConfig:
     return GrpoConfig(
         num_generations_per_prompt=4, normalize_rewards=normalize, use_leave_one_out_baseline=leave_one_out
     )
+
+
+PLUS_PLUS = {"name": "reinforce_plus_plus"}
+
+
+def _batch(seed=0):
+    draw = torch.Generator().manual_seed(seed)
+    prev = -3 * torch.rand(6, 5, generator=draw)
+    mask = torch.tensor([[0, 1, 1, 1, 1], [0, 1, 1, 0, 0], [0, 1, 0, 0, 0]] * 2, dtype=torch.float32)
+    reference = prev + torch.randn(6, 5, generator=draw)
+    reference[0, 1], reference[1, 2] = prev[0, 1] + 50.0, prev[1, 2] - 50.0  # beyond the clamps
+    reference[mask == 0] = math.nan
+    rewards = torch.rand(6, generator=draw)
+    return {"token_mask": mask, "rewards": rewards, "prev_logprobs": prev, "reference_policy_logprobs": reference}
+
+
+def _by_loops(data, *, beta, kind, baseline):
+    rewards, mask = data["rewards"].tolist(), data["token_mask"].tolist()
+    prev, reference = data["prev_logprobs"].tolist(), data["reference_policy_logprobs"].tolist()
+    found = {}
+    for i, row in enumerate(mask):
+        group = rewards[i // 3 * 3 : i // 3 * 3 + 3]
+        for t, trained in enumerate(row):
+            if trained:
+                x = min(max(prev[i][t] - reference[i][t], -20.0), 20.0)
+                kl = {"k1": x, "k2": x * x / 2, "k3": math.exp(-x) - 1 + x}[kind]
+                mean = sum(group) / 3 if baseline else 0.0
+                found[i, t] = rewards[i] - mean - beta * min(max(kl, -10.0), 10.0)
+    mean = sum(found.values()) / len(found)
+    var = sum((value - mean) ** 2 for value in found.values()) / len(found)
+    return {place: (value - mean) / math.sqrt(max(var, 1e-8)) for place, value in found.items()}
+
+
+@pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
+@pytest.mark.parametrize("baseline", [True, False])
+def test_kl_in_the_reward_is_each_tokens_own(kind, baseline):
+    config = GrpoConfig(num_generations_per_prompt=3, adv_estimator={**PLUS_PLUS, "minus_baseline": baseline})
+    loss = LossConfig(use_kl_in_reward=True, reference_policy_kl_penalty=0.3, reference_policy_kl_type=kind)
+    found = token_advantages(data := _batch(), config, loss)
+    assert found.dtype == torch.float32
+    for (i, t), value in _by_loops(data, beta=0.3, kind=kind, baseline=baseline).items():
+        assert found[i, t].item() == pytest.approx(value, rel=1e-5, abs=1e-6)
+    assert not found[data["token_mask"] == 0].any()
+    # Without the KL the reference is not read; clipped at the end.
+    none = token_advantages(_batch(), config, LossConfig(reference_policy_kl_penalty=0.3))
+    for (i, t), value in _by_loops(_batch(), beta=0.0, kind=kind, baseline=baseline).items():
+        assert none[i, t].item() == pytest.approx(value, rel=1e-5, abs=1e-6)
+    clipped = token_advantages(data, config.model_copy(update={"advantage_clip_high": 0.5}), loss)
+    torch.testing.assert_close(clipped, found.clamp(max=0.5))
+
+
+def test_nemo_rls_own_estimator_agrees():
+    pytest.importorskip("nemo_rl.algorithms.advantage_estimator", reason="NeMo-RL is not importable")
+    from types import SimpleNamespace
+
+    from nemo_rl.algorithms.advantage_estimator import ReinforcePlusPlusAdvantageEstimator
+
+    data = _batch(3)
+    data["reference_policy_logprobs"].nan_to_num_(-1.0)
+    settings = {"use_kl_in_reward": True, "reference_policy_kl_penalty": 0.2, "reference_policy_kl_type": "k1"}
+    try:
+        theirs = ReinforcePlusPlusAdvantageEstimator(SimpleNamespace(minus_baseline=True), SimpleNamespace(**settings))
+    except TypeError:  # v0.6.0's configurations are mappings
+        theirs = ReinforcePlusPlusAdvantageEstimator({"minus_baseline": True}, settings)
+    ours = token_advantages(
+        data, GrpoConfig(num_generations_per_prompt=3, adv_estimator=PLUS_PLUS), LossConfig(**settings)
+    )
+    found = theirs.compute_advantage(
+        torch.arange(6).div(3, rounding_mode="floor")[:, None],
+        data["rewards"],
+        data["token_mask"],
+        logprobs_policy=data["prev_logprobs"],
+        logprobs_reference=data["reference_policy_logprobs"],
+    )
+    trained = data["token_mask"] != 0
+    torch.testing.assert_close(ours[trained], found[trained], rtol=1e-5, atol=1e-6)
+
+
+def test_a_kl_that_no_reward_has_is_an_error():
+    loss = LossConfig(use_kl_in_reward=True, reference_policy_kl_penalty=0.1)
+    with pytest.raises(ConfigError, match=r"loss_fn\.use_kl_in_reward.*set grpo\.adv_estimator\.name: reinforce_plus"):
+        kl_of_reward(loss, GrpoConfig())
+    assert kl_of_reward(loss, GrpoConfig(adv_estimator=PLUS_PLUS)) == 0.1
+    assert kl_of_reward(LossConfig(reference_policy_kl_penalty=0.1), GrpoConfig()) == 0.0

@@ -6,7 +6,7 @@ import torch
 pytest.importorskip("transformers", reason="the policy is a transformers model (demo extra)")
 
 from nemo_geomask import build_loss
-from nemo_geomask.errors import BatchVetoError
+from nemo_geomask.errors import BatchVetoError, ConfigError
 from nemo_geomask.lab import trainer as training
 from nemo_geomask.lab.trainer import Trainer, accumulate_gradients, merge_metrics
 
@@ -184,3 +184,19 @@ def test_kept_counts_what_the_masks_keep(tiny):
     assert bool(rollout.data["sample_mask"].all())
     other, _ = Trainer(tiny(), build_loss({**tiny().loss_fn, **geometric})).step()
     assert other["geomask/kept_tokens"] < 1
+
+
+def test_the_reward_can_have_the_kl(tiny):
+    loss = {"use_kl_in_reward": True, "reference_policy_kl_penalty": 0.5, "reference_policy_kl_type": "k1"}
+    recipe = tiny(grpo={"adv_estimator": {"name": "reinforce_plus_plus"}, "max_num_steps": 2})
+    with pytest.raises(ConfigError, match="use_kl_in_reward"):
+        Trainer(tiny(), build_loss(loss))
+    trainer = Trainer(recipe, build_loss(loss))
+    assert trainer.reference is not None
+    (_, first), (metrics, second) = trainer.steps()
+    for rollout in (first, second):
+        assert {"reference_policy_logprobs", "prev_logprobs"} <= set(rollout.data)
+    assert metrics["geomask/reference_k3"] > 0
+    of_token = second.data["advantages"] * second.data["token_mask"]
+    # After a step the policy has left the reference, at some tokens more than at others.
+    assert len(of_token[0][second.data["token_mask"][0] != 0].unique()) > 1

@@ -305,3 +305,20 @@ def _counted(rank, world):
 def test_one_collective_each_way():
     # Sequence parallelism's own gathering of the hidden states is one more.
     assert run(2, _counted) == [[(1, 1), (2, 1)]] * 2
+
+
+def test_a_second_backward_pass_finds_the_same(monkeypatch):
+    """The last tile of the forward pass is taken over by the first backward pass alone."""
+    problem = case(20)
+    hidden, weight = problem.hidden.clone().requires_grad_(), problem.weight.clone().requires_grad_()
+    products = []
+    mm = torch.mm
+    monkeypatch.setattr(torch, "mm", lambda a, b, **more: (products.append(b.shape), mm(a, b, **more))[1])
+    logp = linear_logprobs(hidden, weight, problem.targets, tile_bytes=777)
+    forward = sum(shape[0] == hidden.shape[1] for shape in products)
+    products.clear()
+    first = torch.autograd.grad(logp, [hidden, weight], problem.g, retain_graph=True)
+    assert forward > 2
+    assert sum(shape[0] == hidden.shape[1] for shape in products) == forward - 1
+    for mine, other in zip(torch.autograd.grad(logp, [hidden, weight], problem.g), first, strict=True):
+        assert torch.equal(mine, other)

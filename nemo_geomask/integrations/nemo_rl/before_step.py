@@ -3,7 +3,8 @@
 NeMo-RL's trainers hand the batch of a step to ``Policy.train`` (GRPO, async GRPO, PPO), or the keys of one that lies in
 its data plane to ``TQPolicy.train_from_meta`` (synchronous GRPO), or those of its parts, as they are generated, to
 ``TQPolicy.train_microbatches_from_meta`` between the beginning of a step and its end (the single controller). All are
-wrapped once a loss asks for it, in the driver; calls with other losses pass through.
+wrapped once a loss asks for it, in the driver; calls with other losses pass through. They return the metrics of all
+microbatches and ranks: there those of the step are made of them.
 
 The single controller is a process of its own, to which the driver sends its policy. There nothing is changed: a policy
 that is sent arrives as one of a subclass whose methods are the wrapped ones. What is counted belongs to the policy.
@@ -29,6 +30,7 @@ from nemo_geomask.integrations.nemo_rl import patch, record, seams
 from nemo_geomask.losses import BeforeStep, Decision, PolicyLoss
 from nemo_geomask.losses.loss import BOUND, PREPARED
 from nemo_geomask.losses.prestep import untrained_metrics, valid_counts
+from nemo_geomask.metrics import OWN, summarized
 
 __all__ = ["watch"]
 
@@ -47,6 +49,11 @@ def watch(loss: Any) -> None:
     """
     if _asks(loss.config):
         patch.apply_all(_patches())
+    elif loss.config.metrics == "full":
+        try:
+            patch.apply_all(_patches())
+        except (seams.SeamError, ImportError, AttributeError) as error:
+            _log.warning("this package's metrics stay sums over microbatches, without quantiles, since %s", error)
 
 
 def _asks(config: LossConfig) -> bool:
@@ -315,8 +322,27 @@ _MAKE: dict[str, Callable[[Any], Any]] = {
 }
 
 
+def _summarizing(method: Callable[..., Any]) -> Callable[..., Any]:
+    """With this package's metrics as those of the whole step: NeMo-RL's loops add up whatever they do not know."""
+
+    def whole(*args: Any, **kwargs: Any) -> Any:
+        results = method(*args, **kwargs)
+        if isinstance(results, dict) and "all_mb_metrics" in results:
+            found = results["all_mb_metrics"]
+            own = {
+                name: max(values) if name.endswith("_max") else sum(values)
+                for name, values in found.items()
+                if name.startswith(OWN) and values
+            }
+            others = {name: values for name, values in found.items() if name not in own}
+            results["all_mb_metrics"] = others | {name: [value] for name, value in summarized(own).items()}
+        return results
+
+    return whole
+
+
 def _watching(name: str, original: Any) -> Any:
-    wrapped = functools.wraps(original)(_MAKE[name](original))
+    wrapped = functools.wraps(original)(_summarizing(_MAKE[name](original)))
     setattr(wrapped, _WATCHES, True)
     return wrapped
 

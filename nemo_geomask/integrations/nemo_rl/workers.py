@@ -20,8 +20,11 @@ import inspect
 import logging
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 import nemo_geomask
 from nemo_geomask.errors import GeomaskError
@@ -157,13 +160,17 @@ class Workers:
 def _prepare(group: Any, losses: list[PolicyLoss | LogitLoss]) -> None:
     """Prepare the processes of a group's workers, and wait for it."""
     takes_logits = any(not isinstance(loss, PolicyLoss) for loss in losses)
-    importlib.import_module("ray").get(
+    devices = importlib.import_module("ray").get(
         [actor.__ray_call__.remote(_prepare_actor, takes_logits) for actor in group.workers]
     )
+    _log.info("policy workers: %s", ", ".join(f"{count} on {name}" for name, count in Counter(devices).items()))
 
 
-def _prepare_actor(actor: Any, takes_logits: bool) -> None:
+def _prepare_actor(actor: Any, takes_logits: bool) -> str:
     worker.prepare(takes_logits=takes_logits)
+    # One whose model is not loaded yet has chosen no device.
+    started = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return torch.cuda.get_device_name() if started else "CPU"
 
 
 def receives_loss(actor: str) -> bool:

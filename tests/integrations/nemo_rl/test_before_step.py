@@ -243,7 +243,7 @@ def test_a_vetoed_stream_is_aborted(nemo_rl):
     assert metrics["geomask/batch_vetoed"] == [1.0]
     # k3 over the whole batch, from the decision and from the loss's own metrics of each part.
     assert sum(metrics["geomask/mismatch_k3"]) == pytest.approx(metrics["geomask/batch_kl"][0], rel=1e-5)
-    assert len(metrics["geomask/mismatch_k3"]) == 2
+    assert len(metrics["gen_kl_error"]) == 2
     assert metrics["global_valid_seqs"] == [7.0]  # of the streamed step; Policy.train takes two on such a batch
     with pytest.raises(BatchVetoError, match="2 batches in a row"):
         stream(policy, loss, ["a", "b"])
@@ -352,9 +352,33 @@ def test_unknown_signatures_are_an_error(nemo_rl):
 
 
 def test_nothing_is_wrapped_without_need(nemo_rl):
-    watched(masks=GEOMETRIC)
+    watched(masks=GEOMETRIC, metrics="nemo_rl")
     assert nemo_rl.lm.Policy.train is Policy.train
     watched(**VETO)
     assert nemo_rl.lm.Policy.train is not Policy.train
     uninstall()
     assert nemo_rl.lm.Policy.train is Policy.train
+
+
+def test_metrics_that_do_not_add_up_are_those_of_the_step(nemo_rl, caplog):
+    """NeMo-RL's loops take the sum of a list that they do not know: ours hold one number."""
+    loss = watched()
+    policy = nemo_rl.lm.Policy()
+    lists = {"loss": [0.25, 0.5], "geomask/mismatch_max": [0.016, 0.02], "geomask/mismatch_bin_05": [0.25, 0.0]}
+    lists |= {f"geomask/mismatch_bin_{index:02}": [0.0, 0.0] for index in range(34) if index != 5}
+    lists |= {"geomask/mismatch_bin_15": [0.25, 0.5], "geomask/weight_mean": [0.5, 0.5], "geomask/weight_sq": [1, 1.0]}
+    policy.trained = lambda *_: {"all_mb_metrics": dict(lists)}
+    found = policy.train(rollouts(seed=1).data, loss)["all_mb_metrics"]
+    assert found["loss"] == [0.25, 0.5]
+    assert found["geomask/mismatch_max"] == [0.02]
+    assert found["geomask/weight_ess"] == [0.5]
+    assert 2**-6 < found["geomask/mismatch_q50"][0] < found["geomask/mismatch_q99"][0] <= 2**-5.5
+    assert {len(values) for name, values in found.items() if name != "loss"} == {1}
+    assert not any("_bin_" in name for name in found)
+    uninstall()
+    del nemo_rl.lm.Policy.train
+    watched()
+    assert "metrics stay sums over microbatches, without quantiles, since" in caplog.text
+    before = nemo_rl.tq.TQPolicy.train_from_meta
+    watched(metrics="nemo_rl")
+    assert nemo_rl.tq.TQPolicy.train_from_meta is before

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import logging
 import pickle
 import sys
 import types
@@ -140,7 +141,7 @@ class Actor:
 
     def _run(self, function, *arguments):
         self.told.append(arguments)
-        pickle.loads(pickle.dumps(function))(self, *arguments)
+        return pickle.loads(pickle.dumps(function))(self, *arguments)
 
 
 @pytest.fixture
@@ -154,7 +155,8 @@ def groups(asked):
     return start
 
 
-def test_workers_are_prepared_once_there_are_both_they_and_a_loss(nemo_rl, groups):
+def test_workers_are_prepared_once_there_are_both_they_and_a_loss(nemo_rl, groups, caplog):
+    caplog.set_level(logging.INFO, "nemo_geomask")
     first, early = groups(MEGATRON)
     _, value = groups("nemo_rl.models.value.workers.megatron_value_worker.MegatronValueWorker")
     assert [actor.told for actor in early] == [[], []]
@@ -166,6 +168,7 @@ def test_workers_are_prepared_once_there_are_both_they_and_a_loss(nemo_rl, group
     assert [actor.told for actor in early + late] == [[(False,), (True,)]] * 4
     assert [actor.told for actor in value] == [[], []]
     assert (first.workers, second.workers) == (early, late)
+    assert "policy workers: 2 on CPU" in caplog.messages
 
 
 def test_without_a_name_no_worker_is_prepared(nemo_rl, groups):

@@ -1,0 +1,162 @@
+"""``nemo-geomask diagnose``: what is wrong with a run, since when, and why."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nemo_geomask.cli.arguments import above_zero
+from nemo_geomask.errors import ConfigError
+
+if TYPE_CHECKING:
+    from nemo_geomask.diagnosis.sources import RunFiles
+    from nemo_geomask.diagnosis.statistics import Statistics
+    from nemo_geomask.diagnosis.verdict import RunDiagnosis
+
+__all__ = ["add", "run"]
+
+_EXIT = {"healthy": 0, "drifting": 1, "broken": 3, "unknown": 2}
+_EPILOG = """\
+exit status (of several runs, the worst)
+  0  healthy
+  1  drifting
+  2  no verdict: nothing to read, or records that say nothing of the mismatch
+  3  broken
+
+examples
+  nemo-geomask diagnose logs/exp_001
+  nemo-geomask diagnose logs/a logs/b --brief
+  nemo-geomask diagnose records/ --json > diagnosis.json
+  nemo-geomask diagnose logs/exp_001 --watch 60 --brief
+"""
+
+
+def add(subparsers: Any) -> None:
+    """Register the command."""
+    parser = subparsers.add_parser(
+        "diagnose",
+        help="say what is wrong with a run's mismatch, since when, and why",
+        description="Read what a run has recorded (the flight recorder's Parquet files, or NeMo-RL's "
+        "train_data_step{N}.jsonl, which become such files once) and say whether its mismatch between generation and "
+        "training engine is healthy, since which step it isn't, the likely cause, and what was ruled out.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "directories", nargs="+", type=Path, metavar="DIR", help="folders of records or logs; folders in them are runs"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object for each run, in a list")
+    parser.add_argument("--brief", action="store_true", help="print the verdict alone")
+    parser.add_argument(
+        "--watch", type=above_zero, metavar="SECONDS", help="look again so often, until Ctrl-C, and say what is new"
+    )
+    parser.add_argument(
+        "--tokenizer",
+        metavar="NAME",
+        help="show tokens as text, by this tokenizer of Hugging Face (a name or a folder)",
+    )
+    parser.add_argument(
+        "--cache", type=Path, metavar="DIR", help="where converted logs are kept (default: geomask-records beside them)"
+    )
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the command."""
+    # Imported here, so that --help and other commands need no optional package.
+    from nemo_geomask.diagnosis.run import survey_run
+    from nemo_geomask.diagnosis.sources import find_runs
+    from nemo_geomask.diagnosis.verdict import diagnose
+
+    decode = None if arguments.tokenizer is None else _decoder(arguments.tokenizer)
+    if arguments.watch is not None:
+        return _watch(arguments, decode)
+    found = [(run, diagnose(survey_run(run, cache=arguments.cache))) for run in find_runs(arguments.directories)]
+    _print(arguments, found, decode)
+    return _status([diagnosis for _, diagnosis in found])
+
+
+def _print(
+    arguments: argparse.Namespace,
+    found: Sequence[tuple[RunFiles, RunDiagnosis]],
+    decode: Callable[[Sequence[int]], str] | None,
+) -> None:
+    from nemo_geomask.diagnosis.text import as_json, show, tables
+
+    if arguments.json:
+        objects = [as_json(diagnosis, str(run.directory), decode) for run, diagnosis in found]
+        print(json.dumps(objects, ensure_ascii=False, indent=2))
+        return
+    for run, diagnosis in found:
+        print(f"{run.directory}: {diagnosis.sentence}")
+        if diagnosis.cause is not None:
+            print(f"  to do: {diagnosis.cause.action}")
+    if not arguments.brief:
+        for run, diagnosis in found:
+            if len(found) > 1:
+                print(f"\n{run.directory}")
+            show(tables(diagnosis, decode))
+
+
+def _status(found: Sequence[RunDiagnosis]) -> int:
+    return max(_EXIT["unknown" if diagnosis.unknown else diagnosis.health] for diagnosis in found)
+
+
+def _watch(arguments: argparse.Namespace, decode: Callable[[Sequence[int]], str] | None) -> int:
+    """Take in each step once its files rest, and say what has become of the verdict."""
+    from nemo_geomask.diagnosis.run import survey_run
+    from nemo_geomask.diagnosis.sources import find_runs
+    from nemo_geomask.diagnosis.statistics import Statistics
+    from nemo_geomask.diagnosis.verdict import diagnose
+
+    taken: dict[Path, Statistics] = {}
+    seen: dict[Path, tuple[int, int]] = {}
+    said: dict[Path, str] = {}
+    status = 0
+    try:
+        while True:
+            found = []
+            for run in find_runs(arguments.directories):
+                statistics = taken.setdefault(run.directory, Statistics())
+                steps = [step for step in run.steps if step not in statistics.steps and _rest(run, step, seen)]
+                if steps:
+                    statistics.add(survey_run(run, steps, arguments.cache))
+                if statistics.steps:
+                    found.append((run, diagnose(statistics)))
+            news = [(run, one) for run, one in found if said.get(run.directory) != f"{one.health} {one.since}"]
+            said |= {run.directory: f"{one.health} {one.since}" for run, one in news}
+            if news:
+                _print(arguments, news, decode)
+                status = _status([one for _, one in found])
+            time.sleep(arguments.watch)
+    except KeyboardInterrupt:
+        return status
+
+
+def _rest(run: RunFiles, step: int, seen: dict[Path, tuple[int, int]]) -> bool:
+    """Whether the step's files are as they were at the last look."""
+    before = [seen.get(path) for path in run.paths([step])]
+    now = []
+    for path in run.paths([step]):
+        status = path.stat()
+        now.append((status.st_size, status.st_mtime_ns))
+        seen[path] = now[-1]
+    return before == now
+
+
+def _decoder(name: str) -> Callable[[Sequence[int]], str]:
+    try:
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(name)
+    except Exception as error:
+        raise ConfigError(f"--tokenizer: {name} can't be had ({type(error).__name__}: {error})") from None
+
+    def decode(ids: Sequence[int]) -> str:
+        return str(tokenizer.decode(list(ids)))
+
+    return decode

@@ -1,0 +1,472 @@
+"""What may be behind a mismatch: a table of causes, each with a function that says how far the records show it.
+
+Those that are bugs come first: they explain everything else that is found. Of those that say *where* the mismatch is,
+the one that accounts for most of it is taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from nemo_geomask.diagnosis.read import Array
+from nemo_geomask.diagnosis.statistics import CELLS, DIMENSIONS, Dimension, Statistics, StepSums, Window
+
+__all__ = ["CAUSES", "LOCAL", "WITHIN_SEQUENCES", "Cause", "Evidence", "Found"]
+
+_BY_NAME = {one.name: one for one in DIMENSIONS}
+_CELL = {name: index for index, name in enumerate(CELLS)}
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """A run before and after its mismatch changed; without such a moment, all of it is ``after``.
+
+    Attributes:
+        statistics: of the whole run.
+        onset: first step of the change; None: there is none.
+        gradual: whether the change is a slope.
+        worse: whether the mismatch is beyond what is healthy, or has changed for the worse.
+    """
+
+    statistics: Statistics
+    onset: int | None
+    gradual: bool
+    worse: bool
+    before: Window | None
+    after: Window
+    steps_after: tuple[int, ...]
+
+    @property
+    def sums_after(self) -> StepSums:
+        """Of the steps that have changed, or of all."""
+        return self.statistics.total(self.steps_after)
+
+
+@dataclass(frozen=True)
+class Found:
+    """What the records say of one cause.
+
+    Attributes:
+        share: what is measured, in the units of the cause's threshold; NaN: the records can't tell.
+        says: the measurement in words.
+        shown: whether it is there.
+        steps: those that show it, where it is a matter of single steps.
+    """
+
+    share: float
+    says: str
+    shown: bool = False
+    steps: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Cause:
+    """One cause.
+
+    Attributes:
+        id: for programs.
+        name: for the sentence of the verdict.
+        bug: whether something is broken, however small the mismatch.
+        threshold: of what ``measure`` returns.
+        why: what the threshold means and where it is from.
+        action: what to do.
+        measure: looks for it.
+    """
+
+    id: str
+    name: str
+    bug: bool
+    threshold: float
+    why: str
+    action: str
+    measure: Callable[[Evidence, float], Found]
+
+
+def _each_step(evidence: Evidence, share: Callable[[StepSums], float], least: float, says: str) -> Found:
+    shares = {step: share(sums) for step, sums in sorted(evidence.statistics.steps.items())}
+    known = {step: value for step, value in shares.items() if np.isfinite(value)}
+    if not known:
+        return Found(float("nan"), "no sequence to judge by")
+    steps = tuple(step for step, value in known.items() if value > least)
+    highest = max(known.values())
+    return Found(highest, says.format(highest), bool(steps), steps)
+
+
+def _per(part: float, whole: float) -> float:
+    return part / whole if whole else float("nan")
+
+
+def _zeros(evidence: Evidence, least: float) -> Found:
+    def share(sums: StepSums) -> float:
+        # Not no_prev: the trainer may skip π_old, for all sequences or for those that are not audited.
+        zeros = _per(max(sums["zero_gen"], sums["zero_prev"]), sums["unsure"])
+        return max(_per(sums["no_gen"], sums["all_sequences"]), zeros if np.isfinite(zeros) else 0.0)
+
+    return _each_step(evidence, share, least, "{:.2%} of the unsure tokens have a log-prob of exactly 0")
+
+
+def _nonfinite(evidence: Evidence, least: float) -> Found:
+    def share(sums: StepSums) -> float:
+        return _per(sums["nonfinite"], sums["all_tokens"])
+
+    return _each_step(evidence, share, least, "{:.2%} of the log-probs are NaN or infinite")
+
+
+def _positive(evidence: Evidence, least: float) -> Found:
+    def share(sums: StepSums) -> float:
+        return _per(sums["positive_logprobs"], sums["all_tokens"])
+
+    return _each_step(evidence, share, least, "{:.2%} of the log-probs are above 0")
+
+
+def _shifted(evidence: Evidence, least: float) -> Found:
+    def share(sums: StepSums) -> float:
+        return _per(sums["shifted_later"] + sums["shifted_earlier"], sums["lagged"])
+
+    return _each_step(evidence, share, least, "{:.2%} of the sequences fit a neighbouring token better")
+
+
+def _temperature(evidence: Evidence, least: float) -> Found:
+    """Another temperature makes likely tokens likelier and unlikely ones less likely, or the other way round."""
+    cells = evidence.after.cells["probability"]
+    count, score, square = (cells[:, _CELL[name]] for name in ("tokens", "score", "score_square"))
+    some = count > 20
+    if not some.any():
+        return Found(float("nan"), "too few tokens")
+    mean = score[some] / count[some]
+    error = np.sqrt(np.maximum(square[some] / count[some] - mean**2, 1e-12) / count[some])
+    explained = count[some] * np.square(mean) * (np.abs(mean) > 4 * error)
+    up, down = float(explained[mean > 0].sum()), float(explained[mean < 0].sum())
+    share = 2 * min(up, down) / float(square.sum())
+    likely = np.average(np.arange(len(mean)), weights=np.where(mean > 0, explained, 0) + 1e-300)
+    unlikely = np.average(np.arange(len(mean)), weights=np.where(mean < 0, explained, 0) + 1e-300)
+    sharper = "sharper" if likely < unlikely else "flatter"
+    says = f"{share:.1%} of the variance is a tilt: likely against unlikely tokens"
+    if share > least:
+        says += f" (the training engine's distribution is the {sharper} one)"
+    return Found(share, says, share > least)
+
+
+def _stale_engine(evidence: Evidence, least: float) -> Found:
+    """The engine's weights stand still: π_old moves on, towards what was rewarded, and the more the longer it lasts."""
+    steps = [evidence.statistics.steps[step] for step in evidence.steps_after]
+    frozen = [sums.versions for sums in steps if np.isfinite(sums.versions[0])]
+    if len(frozen) >= 5 and frozen[0][1] == frozen[-1][1]:
+        number = frozen[0][1]
+        return Found(float("inf"), f"all of the last {len(frozen)} steps sampled from weights {number:.0f}", True)
+    if evidence.onset is None:
+        return Found(0.0, "the mismatch has not grown")
+    z = _with_advantage(evidence.sums_after)
+    third = max(1, len(steps) // 3)
+    early, late = (float(np.mean([sums.mean("k3") for sums in part])) for part in (steps[:third], steps[-third:]))
+    growth = late / early if early else float("nan")
+    says = f"Δ goes with the advantage by {z:.1f} standard errors, and grew {growth:.1f} times since"
+    return Found(z, says, z > least and len(steps) >= 3 and growth > 1.5)
+
+
+def _with_advantage(sums: StepSums) -> float:
+    """z of Σ a·(d − n·mean) over sequences."""
+    mean = sums.mean("score")
+    value = sums["ad"] - mean * sums["an"]
+    variance = sums["a2d2"] - 2 * mean * sums["a2dn"] + mean * mean * sums["a2n2"]
+    return value / float(np.sqrt(variance)) if variance > 0 else 0.0
+
+
+@dataclass(frozen=True)
+class Concentration:
+    """The part of the data where the mismatch is highest, against the rest; all 0: there is none.
+
+    Attributes:
+        first, last: its bins.
+        lift: its mismatch, in proportion to the expected one, against that of the rest.
+        share: of all of the mismatch, what it has beyond the rest's.
+        excess: its share of the mismatch less its share of the expected.
+        score: standard errors by which the lift's logarithm is above 0.
+    """
+
+    first: int
+    last: int
+    lift: float
+    share: float
+    excess: float
+    score: float
+
+
+def concentration(one: Dimension, evidence: Evidence, *, suffix: bool) -> Concentration | None:
+    """The bins whose excess accounts for most of the mismatch; None where there is one kind of data only.
+
+    With a moment of change, a bin is expected to have the mismatch that it had before; without one, that of noise on
+    the logits, which is in proportion to 1 − p.
+    """
+    cells = evidence.after.cells[one.name]
+    size, model = cells[:, _CELL["size"]].copy(), cells[:, _CELL["model"]]
+    expected, clustered = model.copy(), evidence.after.clustered[one.name].copy()
+    if evidence.before is not None:
+        earlier = evidence.before.cells[one.name]
+        total = earlier.sum(axis=0)
+        rate = total[_CELL["size"]] / max(total[_CELL["model"]], 1e-12)
+        # What a bin with little data before is expected to have is pulled towards the mean.
+        pulled = 0.02 * total[_CELL["model"]]
+        rates = (earlier[:, _CELL["size"]] + pulled * rate) / (earlier[:, _CELL["model"]] + pulled + 1e-12)
+        expected = model * rates
+        clustered[:, 1] *= rates
+        clustered[:, 2] *= np.square(rates)
+    if np.count_nonzero(model) < 2:
+        return None
+    whole, all_expected = float(size.sum()), float(expected.sum())
+    best = Concentration(0, 0, 0.0, 0.0, 0.0, 0.0)
+    for first in range(1 if suffix else 0, one.bins):
+        for last in (one.bins - 1,) if suffix else range(first, one.bins):
+            here = slice(first, last + 1)
+            inside, within = float(size[here].sum()), float(expected[here].sum())
+            if not 0.002 * all_expected < within < 0.9 * all_expected:
+                continue
+            outside = (whole - inside) / (all_expected - within)
+            rate = inside / within
+            share = (inside - within * outside) / whole
+            # Its share of the mismatch less that of what is expected: greatest for the part that holds all of the
+            # excess and nothing else.
+            excess = inside / whole - within / all_expected
+            if rate <= outside or excess <= best.excess:
+                continue
+            relative = _relative(clustered[here].sum(axis=0), rate, inside)
+            rest = _relative(clustered.sum(axis=0) - clustered[here].sum(axis=0), outside, whole - inside)
+            lift = rate / max(outside, 1e-12)
+            best = Concentration(
+                first, last, lift, share, excess, float(np.log(lift) / np.sqrt(relative + rest + 1e-12))
+            )
+    return best
+
+
+def _relative(clustered: Array, rate: float, total: float) -> float:
+    """Squared relative standard error of a rate, over sequences."""
+    square = clustered[0] - 2 * rate * clustered[1] + rate * rate * clustered[2]
+    return max(float(square), 0.0) / max(total, 1e-12) ** 2
+
+
+LIFT, SCORE = 1.8, 6.0
+
+
+def _where(name: str, *, suffix: bool) -> Callable[[Evidence, float], Found]:
+    one = _BY_NAME[name]
+
+    def measure(evidence: Evidence, least: float) -> Found:
+        part = concentration(one, evidence, suffix=suffix)
+        if part is None:
+            return Found(float("nan"), f"nothing to compare: one {name} only, or none recorded")
+        if not part.excess:
+            return Found(0.0, "no part of it stands out")
+        where = f"{name} {one.label(part.first, part.last)} ({one.unit})"
+        says = f"{where}: {part.lift:.1f} times the rest's mismatch, {part.share:.0%} of all of it"
+        return Found(part.excess, says, part.excess > least and part.lift > LIFT and part.score > SCORE)
+
+    return measure
+
+
+GROUP_LIFT, LEAST_TOKENS = 3.0, 20
+"""At how many times the mismatch of the others, and of how many tokens at least that is the sum."""
+
+
+def _one_group(evidence: Evidence, least: float) -> Found:
+    shares, lifts, number = [], [], []
+    for step in evidence.steps_after:
+        groups = evidence.statistics.steps[step].groups
+        if len(groups) < 3:
+            continue
+        size, model = (sum(found[place] for found in groups.values()) for place in (0, 1))
+        best = (0.0, 0.0, 0)
+        for group, (own, expected, squares) in groups.items():
+            if own * own < LEAST_TOKENS * squares:
+                continue  # a few tokens
+            outside = (size - own) / max(model - expected, 1e-12)
+            best = max(best, (own / size - expected / model, own / max(expected * outside, 1e-12), group))
+        shares.append(best[0])
+        lifts.append(best[1])
+        number.append(best[2])
+    if not shares:
+        return Found(float("nan"), "nothing to compare: fewer than three prompts a step")
+    share, lift = float(np.median(shares)), float(np.median(lifts))
+    name = f"group {number[0]}" if len(set(number)) == 1 else "one group a step"
+    says = f"{name}: {lift:.1f} times the rest's mismatch"
+    return Found(share, says, share > least and lift > GROUP_LIFT)
+
+
+def _tail(window: Window, beyond: float | None = None) -> tuple[float, float]:
+    """Median of |z|, z = Δ/(1 − p), and the share of tokens with more than ``beyond``, or 8 times that."""
+    count = window.tail
+    whole = float(count.sum())
+    if not whole:
+        return float("nan"), float("nan")
+    below = np.cumsum(count)
+    place = int(np.searchsorted(below, whole / 2))
+    inside = (whole / 2 - (below[place] - count[place])) / max(count[place], 1.0)
+    median = 2.0 ** ((place + inside - 32) / 2)
+    edge = 2 * np.log2(beyond or 8 * median) + 32
+    whole_bins = np.arange(len(count)) - edge
+    return median, float((count * np.clip(whole_bins + 1, 0, 1)).sum() / whole)
+
+
+def _tails(evidence: Evidence) -> tuple[float, float]:
+    """By how many times the usual size of the noise has grown, and its share of large values."""
+    before = _tail(evidence.before) if evidence.before is not None else (TYPICAL, TYPICAL_TAIL)
+    after = _tail(evidence.after, 8 * before[0])
+    return after[0] / before[0], after[1] / max(before[1], 1e-4)
+
+
+TYPICAL, TYPICAL_TAIL = 0.016, 0.015
+"""Of bfloat16 decoding against float32 training, in the lab: median of |z| and share of tokens beyond 8 times that."""
+
+
+def _routing(evidence: Evidence, least: float) -> Found:
+    noise, tail = _tails(evidence)
+    says = (
+        f"{tail:.1f} times as many tokens are far off, while the usual token's noise is {noise:.1f} times what it was"
+    )
+    return Found(tail, says, bool(evidence.worse and tail > least and noise < least))
+
+
+def _precision(evidence: Evidence, least: float) -> Found:
+    noise, _ = _tails(evidence)
+    return Found(
+        noise, f"the usual token's noise is {noise:.1f} times what it was", bool(evidence.worse and noise > least)
+    )
+
+
+_OURS = "this package; measured on planted causes, see docs/diagnose.md"
+_OF_PART = f"share of the mismatch less the share expected, of the part where it is highest. {_OURS}"
+CAUSES: tuple[Cause, ...] = (
+    Cause(
+        "zero_logprobs",
+        "log-probs of exactly 0 where the other engine's are not",
+        True,
+        1e-3,
+        f"share of tokens, or of sequences; in float32 only a sure token's log-prob is 0. {_OURS}",
+        "have the generation engine return log-probs for every sampled token (logprobs, tool turns, aborted requests)",
+        _zeros,
+    ),
+    Cause(
+        "nonfinite",
+        "log-probs that are NaN or infinite",
+        True,
+        0.0,
+        "share of tokens; none is expected",
+        "find the overflow; loss_fn.nonfinite says what becomes of such sequences",
+        _nonfinite,
+    ),
+    Cause(
+        "positive_logprobs",
+        "log-probs above 0, which no distribution has",
+        True,
+        0.01,
+        "share of tokens above 1e-3; as geomask/positive_logprobs",
+        "check logprobs_mode of the generation engine: processed or raw log-probs, not logits",
+        _positive,
+    ),
+    Cause(
+        "shifted",
+        "log-probs shifted by a token against the other engine's",
+        True,
+        0.0,
+        f"share of sequences whose log-probs fit the next or the last token twice as well as their own. {_OURS}",
+        "align prev_logprobs and generation_logprobs: both speak of token t in column t (padding, BOS, packing)",
+        _shifted,
+    ),
+    Cause(
+        "temperature",
+        "different temperatures in the two engines",
+        True,
+        0.03,
+        f"share of the variance of the winsorised Δ/(1 − p) between bins of probability, of both signs. {_OURS}",
+        "the training engine must divide logits by policy.generation.temperature, and the log-probs that vLLM returns "
+        "must be those after temperature (logprobs_mode: processed_logprobs)",
+        _temperature,
+    ),
+    Cause(
+        "stale_engine",
+        "a generation engine that no longer gets the new weights",
+        True,
+        3.0,
+        f"standard errors of the correlation of Δ with the advantage, in a mismatch that grows. {_OURS}",
+        "check the refit: that every rank of the generation engine takes every update, for all layers and experts",
+        _stale_engine,
+    ),
+    Cause(
+        "staleness",
+        "stale samples",
+        False,
+        0.1,
+        _OF_PART,
+        "lower grpo.async_grpo.max_trajectory_age_steps, or correct for it (ratio_anchor: gen, is_correction_level)",
+        _where("staleness", suffix=True),
+    ),
+    Cause(
+        "low_probability",
+        "numerics at low-probability tokens",
+        False,
+        0.1,
+        _OF_PART,
+        "compute logits and their softmax in float32 (lm_head), or mask what is left: dppo_tv, icepop",
+        _where("probability", suffix=True),
+    ),
+    Cause(
+        "tool_calls",
+        "what comes after tool calls",
+        False,
+        0.1,
+        _OF_PART,
+        "the training engine must see the very tokens that the generation engine saw: check re-tokenised turns and the "
+        "chat template",
+        _where("turn", suffix=True),
+    ),
+    Cause(
+        "position",
+        "tokens late in the response",
+        False,
+        0.1,
+        _OF_PART,
+        "check what depends on the position: RoPE scaling, sliding windows, context parallelism, chunked prefill",
+        _where("position", suffix=True),
+    ),
+    Cause(
+        "length",
+        "responses of one range of lengths",
+        False,
+        0.1,
+        _OF_PART,
+        "check what depends on the length: sequence packing, dynamic batching, cascade attention",
+        _where("length", suffix=False),
+    ),
+    Cause(
+        "group",
+        "one prompt group",
+        False,
+        0.1,
+        f"{_OF_PART}; median over steps, at {GROUP_LIFT:g} times the mismatch of the other prompts",
+        "read the prompt: tokens that the two engines treat differently (special tokens, images, an odd script)",
+        _one_group,
+    ),
+    Cause(
+        "routing",
+        "expert routing",
+        False,
+        1.5,
+        f"by how many times the tokens beyond 8 times the usual noise have become more. {_OURS}",
+        "replay the routing of the generation engine in training (policy.router_replay), or keep the router in float32",
+        _routing,
+    ),
+    Cause(
+        "precision",
+        "numerics of the engines everywhere",
+        False,
+        1.5,
+        f"by how many times the median of |Δ|/(1 − p) has grown; {TYPICAL:g} is bfloat16 against float32. {_OURS}",
+        "use the same precision in both engines (FP8 or bfloat16 against float32), and batch-invariant kernels",
+        _precision,
+    ),
+)
+"""In the order in which they are taken, but for those that say where the mismatch is: see ``LOCAL``."""
+LOCAL = ("staleness", "low_probability", "tool_calls", "position", "length", "group")
+WITHIN_SEQUENCES = ("low_probability", "tool_calls", "position")

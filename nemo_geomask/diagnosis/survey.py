@@ -1,0 +1,302 @@
+"""From a step's records to its sums."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from nemo_geomask.diagnosis.read import Array, RecordBlock
+from nemo_geomask.diagnosis.statistics import (
+    BOOT,
+    CELLS,
+    CONTEXT,
+    DIMENSIONS,
+    REPLICATES,
+    TAIL_BINS,
+    WORST,
+    Statistics,
+    StepSums,
+    Window,
+)
+
+__all__ = ["survey"]
+
+LIMIT = 40.0
+SIZE_CAP = 1.0
+SCORE_CAP = 0.1
+SURE = -0.05
+"""A log-prob above it may round to 0."""
+
+
+@dataclass(frozen=True)
+class KnownTokens:
+    """The trained tokens of one step whose log-probs both engines computed.
+
+    Attributes:
+        block: where they are from.
+        place: [M], their places in it.
+        owner: [M], the sequence of each.
+        values: [M] each, see :mod:`nemo_geomask.diagnosis.statistics`.
+        gen, prev: [M].
+        advantages: [M], where there are some.
+    """
+
+    block: RecordBlock
+    place: Array
+    owner: Array
+    values: dict[str, Array]
+    gen: Array
+    prev: Array
+    advantages: Array | None
+
+    def of_sequences(self, name: str) -> Array:
+        """[S], the sum of a value."""
+        return np.bincount(self.owner, weights=self.values[name], minlength=len(self.block))
+
+    def of_sequence(self, name: str) -> Array:
+        """[S], a column, NaN where it is not there."""
+        found = self.block.sequences.get(name)
+        return np.full(len(self.block), np.nan) if found is None else found.astype(float)
+
+
+def survey(block: RecordBlock) -> Statistics:
+    """The sums of one block, all of one step."""
+    found = Statistics()
+    if not len(block):
+        return found
+    step = int(block.sequences["step"][0])
+    sequence = np.repeat(np.arange(len(block)), np.diff(block.offsets))
+    mask = block.tokens["mask"].astype(bool)
+    gen, prev = _logprobs(block, mask)
+    sums = found.steps[step] = StepSums()
+    shown = _bugs(sums, mask, gen, prev, sequence, len(block))
+    shown &= np.isfinite(gen) & np.isfinite(prev)
+    in_loss = (block.sequences["sample_mask"] != 0)[sequence]
+    judged = _judge(block, np.flatnonzero(shown & in_loss), sequence, gen, prev)
+    left_out = np.flatnonzero(shown & ~in_loss)
+    sums.put("masked_out", float((block.sequences["sample_mask"] == 0).sum()))
+    sums.put("masked_out_size", float(np.minimum(np.abs(prev[left_out] - gen[left_out]), SIZE_CAP).sum()))
+    sums.put("masked_out_tokens", float(len(left_out)))
+    _sum_up(sums, judged)
+    _of_masks_and_groups(sums, judged)
+    found.windows[step] = _split(judged, mask, sequence)
+    _worst(found, judged, step)
+    return found
+
+
+def _logprobs(block: RecordBlock, mask: Array) -> tuple[Array, Array]:
+    """Both engines', float64; the current policy's where π_old was not computed."""
+    nobody = np.full(len(mask), np.nan, np.float32)
+    gen, prev = block.tokens.get("gen", nobody), block.tokens.get("prev")
+    if prev is None or not (np.isfinite(prev[mask]) & (prev[mask] != 0)).any():
+        prev = block.tokens.get("curr", nobody if prev is None else prev)
+    return gen.astype(float), prev.astype(float)
+
+
+def _bugs(sums: StepSums, mask: Array, gen: Array, prev: Array, sequence: Array, count: int) -> Array:
+    """Put what no mismatch explains; returns the tokens of sequences for which both engines computed log-probs."""
+
+    def of_sequences(where: Array) -> Array:
+        return np.bincount(sequence[where], minlength=count).astype(float)
+
+    def absent(mine: Array, other: Array) -> Array:
+        """All NaN, or all 0 where the other engine is unsure."""
+        unsure = of_sequences(mask & (other < SURE)) > 0
+        none = of_sequences(mask & np.isnan(mine)) == tokens
+        missing: Array = (tokens > 0) & (none | (unsure & (of_sequences(mask & (mine == 0)) == tokens)))
+        return missing
+
+    tokens = of_sequences(mask)
+    no_gen, no_prev = absent(gen, prev), absent(prev, gen)
+    both = ~(no_gen | no_prev)
+    shown: Array = mask & both[sequence]
+    # Beside itself: with the token after and before it, where both train.
+    pair = shown[1:] & shown[:-1] & (sequence[1:] == sequence[:-1])
+    owner = sequence[:-1][pair]
+    pairs = np.bincount(owner, minlength=count)
+    here, later, earlier = (
+        np.bincount(owner, weights=_gap(one[pair], other[pair]), minlength=count)
+        for one, other in ((prev[:-1], gen[:-1]), (prev[:-1], gen[1:]), (prev[1:], gen[:-1]))
+    )
+    enough = pairs >= 16
+    apart = enough & (here > 0.02 * pairs)
+    counts = {
+        "all_sequences": tokens > 0,
+        "no_gen": no_gen,
+        "no_prev": no_prev,
+        "nonfinite": shown & ~(np.isfinite(gen) & np.isfinite(prev)),
+        "unsure": mask & ((gen < SURE) | (prev < SURE)),
+        "zero_gen": mask & (gen == 0) & (prev < SURE),
+        "zero_prev": shown & (prev == 0) & (gen < SURE),
+        "positive_logprobs": mask & ((gen > 1e-3) | (prev > 1e-3)),
+        "all_tokens": mask,
+        "lagged": enough,
+        "shifted_later": apart & (later < here / 3) & (later <= earlier),
+        "shifted_earlier": apart & (earlier < here / 3) & (earlier < later),
+    }
+    for name, where in counts.items():
+        sums.put(name, float(where.sum()))
+    return shown
+
+
+def _gap(one: Array, other: Array) -> Array:
+    with np.errstate(invalid="ignore"):  # inf - inf
+        gap: Array = np.minimum(np.nan_to_num(np.abs(one - other), nan=SIZE_CAP), SIZE_CAP)
+    return gap
+
+
+def _judge(block: RecordBlock, place: Array, sequence: Array, gen: Array, prev: Array) -> KnownTokens:
+    gen, prev = gen[place], prev[place]
+    delta = prev - gen
+    near = np.clip(delta, -LIMIT, LIMIT)
+    up, down = np.exp(near), np.exp(-near)
+    size = np.minimum(np.abs(delta), SIZE_CAP)
+    model = -np.expm1(np.minimum(gen, 0)) + 1e-3
+    score = np.clip(delta / model, -SCORE_CAP, SCORE_CAP)
+    values = {
+        "tokens": np.ones_like(delta),
+        "abs": np.abs(delta),
+        "size": size,
+        "delta": delta,
+        "square": np.square(delta),
+        "k3": np.expm1(near) - near,
+        "k3_reverse": np.expm1(-near) + near,
+        "prob_error": np.maximum(up, down),
+        "weight": up,
+        "weight_square": up * up,
+        "positive": (delta > 0).astype(float),
+        "above_0.1": (size > 0.1).astype(float),
+        "above_1": (np.abs(delta) > 1).astype(float),
+        "model": model,
+        "size_square": np.square(size),
+        "score": score,
+        "score_square": np.square(score),
+    }
+    advantages = block.tokens.get("advantages")
+    advantages = None if advantages is None else advantages[place].astype(float)
+    return KnownTokens(block, place, sequence[place], values, gen, prev, advantages)
+
+
+def _sum_up(sums: StepSums, judged: KnownTokens) -> None:
+    block, tokens = judged.block, judged.of_sequences("tokens")
+    some = tokens > 0
+    for name, value in judged.values.items():
+        sums.put(name, float(value.sum()))
+    delta = judged.of_sequences("delta")[some]
+    for name, exponent in (("sequence_weight", delta), ("mean_weight", delta / tokens[some])):
+        weight = np.exp(np.clip(exponent, -LIMIT, LIMIT))
+        sums.put(name, float(weight.sum()))
+        sums.put(f"{name}_square", float(np.square(weight).sum()))
+    sums.put("sequences", float(some.sum()))
+    length, prompt = (judged.of_sequence(name)[some] for name in ("length", "prompt_length"))
+    sums.put("length", float(length.sum()))
+    sums.put("response", float((length - prompt).sum()))
+    for name, known in (("reward", "rewarded"), ("staleness", "stale_known")):
+        value = judged.of_sequence(name)
+        sums.put(name, float(np.nansum(value)))
+        sums.put(known, float(np.isfinite(value).sum()))
+    if judged.advantages is not None:
+        mean = np.bincount(judged.owner, weights=judged.advantages, minlength=len(block)) / np.maximum(tokens, 1)
+        a, n = np.clip(np.nan_to_num(mean), -3, 3), np.sqrt(np.maximum(tokens, 1))
+        d = judged.of_sequences("score") / n
+        learned = {"ad": a * d, "an": a * n, "a2d2": (a * d) ** 2, "a2dn": a * a * d * n, "a2n2": (a * n) ** 2}
+        for name, value in learned.items():
+            sums.put(name, float(value.sum()))
+    draws = _poisson(int(block.sequences["step"][0]), block.sequences["row"])
+    sums.boot = draws @ np.stack([judged.of_sequences(name) for name in BOOT], axis=1)
+
+
+def _of_masks_and_groups(sums: StepSums, judged: KnownTokens) -> None:
+    block = judged.block
+    versions = judged.of_sequence("weight_version")
+    if np.isfinite(versions).any():
+        sums.versions = float(np.nanmin(versions)), float(np.nanmax(versions))
+    if block.removed:
+        sums.removed[""] = float(len(judged.place))
+    for label, removed in block.removed.items():
+        sums.removed[label] = float(removed[judged.place].sum())
+    groups, member = np.unique(block.sequences["group"], return_inverse=True)
+    columns = [
+        np.bincount(member, weights=judged.of_sequences(name), minlength=len(groups))
+        for name in ("size", "model", "size_square")
+    ]
+    for group, size, model, square in zip(groups.tolist(), *(column.tolist() for column in columns), strict=True):
+        sums.groups[group] = size, model, square
+
+
+def _split(judged: KnownTokens, mask: Array, sequence: Array) -> Window:
+    window, block, owner = Window(), judged.block, judged.owner
+    begins = mask & ~np.concatenate([[False], mask[:-1] & (sequence[1:] == sequence[:-1])])
+    runs = np.concatenate([[0], np.cumsum(begins)])
+    first = block.offsets[owner]
+    length, prompt = judged.of_sequence("length"), judged.of_sequence("prompt_length")
+    entropy = block.tokens.get("entropy")
+    found: dict[str, Array | None] = {
+        "probability": -judged.gen,
+        "position": judged.place - first - prompt[owner],
+        "turn": runs[judged.place + 1] - runs[first] - 1,
+        "length": (length - prompt)[owner],
+        "staleness": judged.of_sequence("staleness")[owner],
+        "reward": judged.of_sequence("reward")[owner],
+        "advantage": judged.advantages,
+        "entropy": None if entropy is None else entropy[judged.place],
+    }
+    for one in DIMENSIONS:
+        values = found[one.name]
+        there = None if values is None else np.isfinite(values)
+        if values is None or there is None or not there.any():
+            continue
+        chosen = slice(None) if there.all() else there
+        bins, rows = np.digitize(values[chosen], one.edges), owner[chosen]
+        for place, name in enumerate(CELLS):
+            window.cells[one.name][:, place] = np.bincount(bins, judged.values[name][chosen], minlength=one.bins)
+        shape = len(block), one.bins
+        size, model = (
+            np.bincount(rows * one.bins + bins, judged.values[name][chosen], minlength=shape[0] * shape[1])
+            for name in ("size", "model")
+        )
+        products = [(x * y).reshape(shape).sum(axis=0) for x, y in ((size, size), (size, model), (model, model))]
+        window.clustered[one.name] = np.stack(products, axis=1)
+    z2 = judged.values["square"] / np.square(judged.values["model"])
+    tail = np.clip(np.log2(np.maximum(z2, 1e-30)) + 32, 0, TAIL_BINS - 1).astype(np.int64)
+    window.tail = np.bincount(tail, minlength=TAIL_BINS).astype(float)
+    return window
+
+
+def _worst(found: Statistics, judged: KnownTokens, step: int) -> None:
+    block, tokens = judged.block, judged.of_sequences("tokens")
+    mean = judged.of_sequences("abs") / np.maximum(tokens, 1)
+    delta = judged.of_sequences("delta")
+    for index in np.argsort(-mean)[:WORST].tolist():
+        if tokens[index]:
+            facts = (step, *(int(block.sequences[name][index]) for name in ("row", "group")), int(tokens[index]))
+            found.worst_sequences.append((float(mean[index]), (*facts, -float(delta[index] / tokens[index]))))
+    far = judged.values["abs"]
+    chosen = np.argpartition(-far, WORST)[:WORST] if len(far) > WORST else np.arange(len(far))
+    for index in chosen.tolist():
+        place, owner = int(judged.place[index]), int(judged.owner[index])
+        begin = int(block.offsets[owner])
+        ids = tuple(block.tokens["tokens"][max(begin, place - CONTEXT) : place + 1].tolist())
+        where = step, int(block.sequences["row"][owner]), place - begin
+        found.worst_tokens.append(
+            (float(far[index]), (*where, float(judged.gen[index]), float(judged.prev[index]), ids))
+        )
+    found.worst_tokens.sort(reverse=True)
+    found.worst_sequences.sort(reverse=True)
+
+
+def _poisson(step: int, rows: Array) -> Array:
+    """[replicates, S] draws of mean 1 that depend on the step and the row alone, so that sums in any order agree."""
+    with np.errstate(over="ignore"):
+        seeds = rows.astype(np.uint64) + np.uint64(step) * np.uint64(0x9E3779B97F4A7C15)
+        mixed = seeds[None, :] * np.uint64(REPLICATES) + np.arange(REPLICATES, dtype=np.uint64)[:, None]
+        mixed += np.uint64(0x9E3779B97F4A7C15)  # splitmix64
+        mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        mixed ^= mixed >> np.uint64(31)
+    uniform = (mixed >> np.uint64(11)).astype(float) * 2.0**-53
+    return np.searchsorted(_CUMULATIVE, uniform, side="right").astype(float)
+
+
+_CUMULATIVE = np.cumsum(np.exp(-1.0) / np.concatenate([[1.0], np.cumprod(np.arange(1.0, 12.0))]))

@@ -1,0 +1,294 @@
+"""A diagnosis on the terminal: the verdict first, then tables."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import math
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from nemo_geomask.diagnosis.causes import CAUSES
+from nemo_geomask.diagnosis.read import Array
+from nemo_geomask.diagnosis.statistics import CELLS, DIMENSIONS, StepSums, Window
+from nemo_geomask.diagnosis.verdict import LEVELS, RunDiagnosis
+
+__all__ = ["Table", "as_json", "show", "tables"]
+
+Decode = Callable[[Sequence[int]], str]
+_STEPS = 12
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of text under a title; ``key`` names it for programs."""
+
+    key: str
+    title: str
+    columns: tuple[str, ...]
+    rows: list[tuple[Any, ...]]
+
+
+def show(found: Sequence[Table]) -> None:
+    """Print tables, by rich where it is installed and someone is looking."""
+    rich = None
+    if sys.stdout.isatty():
+        with contextlib.suppress(ImportError):
+            rich = [importlib.import_module(f"rich.{name}") for name in ("table", "console", "text")]
+    for table in found:
+        cells = [tuple(_cell(value) for value in row) for row in table.rows]
+        if rich is None:
+            print(f"\n{table.title}")
+            print("\n".join(_plain(table.columns, cells)))
+            continue
+        shown = rich[0].Table(title=table.title, title_justify="left")
+        for place, name in enumerate(table.columns):
+            shown.add_column(name, justify="left" if _is_text(table, place) else "right", overflow="fold")
+        for row in cells:
+            shown.add_row(*(rich[2].Text(value) for value in row))  # no markup: what was generated may look like it
+        rich[1].Console().print(shown)
+
+
+def _plain(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    widths = [max(len(text) for text in column) for column in zip(columns, *rows, strict=True)]
+    for row in (columns, *rows):
+        yield "  " + "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip()
+
+
+def _is_text(table: Table, place: int) -> bool:
+    return any(isinstance(row[place], str) for row in table.rows)
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, float):
+        return "–" if math.isnan(value) else f"{value:.4g}"
+    return str(value)
+
+
+def tables(diagnosis: RunDiagnosis, decode: Decode | None = None) -> list[Table]:
+    """All that a diagnosis rests on.
+
+    Args:
+        diagnosis: of one run.
+        decode: makes text of token ids; without it, ids are shown.
+    """
+    found = [_numbers(diagnosis), _causes(diagnosis), _changes(diagnosis), _steps(diagnosis)]
+    found += [table for one in DIMENSIONS if (table := _dimension(diagnosis.evidence.after, one.name)) is not None]
+    return [table for table in [*found, *_worst(diagnosis, decode)] if table.rows]
+
+
+Number = tuple[str, str, Callable[[StepSums], float]]
+
+
+def _effective(mean: str, square: str, count: str) -> Callable[[StepSums], float]:
+    def share(sums: StepSums) -> float:
+        return sums[mean] ** 2 / (sums[square] * sums[count]) if sums[square] * sums[count] else math.nan
+
+    return share
+
+
+_NUMBERS: tuple[Number, ...] = (
+    ("k1", "mean of −Δ, nats a token; also the gap of log-perplexities", lambda sums: -sums.mean("delta")),
+    ("k3 reversed", "mean of exp(−Δ) − 1 + Δ; policy_kl_error", lambda sums: sums.mean("k3_reverse")),
+    ("|Δ|", "mean, nats", lambda sums: sums.mean("abs")),
+    ("|Δ| > 0.1", "share of tokens; geomask/mismatch_above_0.1", lambda sums: sums.mean("above_0.1")),
+    ("|Δ| > 1", "share of tokens; geomask/mismatch_above_1", lambda sums: sums.mean("above_1")),
+    ("Δ > 0", "share of tokens that the training engine finds likelier", lambda sums: sums.mean("positive")),
+    ("noise", "mean |Δ| (at most 1) in units of 1 − p", lambda sums: sums.mean("size", "model")),
+    ("mean weight", "of exp(Δ); 1 where gen are those of the sampler", lambda sums: sums.mean("weight")),
+    (
+        "ESS, sequences",
+        "of exp(Σ Δ)",
+        _effective("sequence_weight", "sequence_weight_square", "sequences"),
+    ),
+    ("ESS, sequence_mean", "of exp(mean Δ)", _effective("mean_weight", "mean_weight_square", "sequences")),
+    ("masked out", "share of sequences with a sample mask of 0", lambda sums: _masked_out(sums)),
+    ("their |Δ|", "mean |Δ| (at most 1) of those", lambda sums: sums.mean("masked_out_size", "masked_out_tokens")),
+    ("reward", "mean", lambda sums: sums.mean("reward", "rewarded")),
+    ("response length", "mean, tokens, tool output included", lambda sums: sums.mean("response", "sequences")),
+    ("staleness", "mean, steps", lambda sums: sums.mean("staleness", "stale_known")),
+)
+
+
+_INTERVALS = {"k1": "delta", "|Δ|": "abs", "mean weight": "weight"}
+
+
+def _masked_out(sums: StepSums) -> float:
+    return sums.mean("masked_out", "all_sequences")
+
+
+def _split(diagnosis: RunDiagnosis) -> tuple[StepSums | None, StepSums]:
+    evidence = diagnosis.evidence
+    after = evidence.sums_after
+    if evidence.onset is None:
+        return None, after
+    steps = evidence.statistics.steps
+    return evidence.statistics.total(step for step in steps if step < evidence.onset), after
+
+
+def _numbers(diagnosis: RunDiagnosis) -> Table:
+    before, after = _split(diagnosis)
+    rows: list[tuple[Any, ...]] = []
+    for level in LEVELS:
+        one = level.of(after)
+        limit = f"{'<' if level.below else '>'} {level.drifting:g} | {level.broken:g}"
+        earlier = () if before is None else (level.of(before).value,)
+        rows.append((level.name, *earlier, one.value, f"{one.low:.3g} to {one.high:.3g}", limit, level.definition))
+    for name, definition, value in _NUMBERS:
+        number = float(value(after))
+        if math.isnan(number):
+            continue
+        said = ""
+        if name in _INTERVALS:
+            low, high = after.interval(_INTERVALS[name])
+            low, high = (-high, -low) if name == "k1" else (low, high)
+            said = f"{low:.3g} to {high:.3g}"
+        rows.append((name, *(() if before is None else (float(value(before)),)), number, said, "", definition))
+    for label in sorted(label for label in after.removed if label):
+        shares = [
+            sums.removed.get(label, 0.0) / max(sums.removed.get("", 0.0), 1.0) for sums in (before, after) if sums
+        ]
+        rows.append((f"mask {label}", *shares, "", "", "share of trained tokens that it removes"))
+    onset = diagnosis.evidence.onset
+    columns = ("all steps",) if before is None else (f"before {onset}", f"from {onset}")
+    return Table(
+        "numbers",
+        "Numbers, Δ = prev − gen of a trained token",
+        ("", *columns, "95 %", "drifting | broken", "definition"),
+        rows,
+    )
+
+
+def _causes(diagnosis: RunDiagnosis) -> Table:
+    rows: list[tuple[Any, ...]] = []
+    for cause in CAUSES:
+        found = diagnosis.found[cause.id]
+        state = "shown" if found.shown else "not in these records" if math.isnan(found.share) else "ruled out"
+        rows.append((cause.id, state, float(found.share), f"> {cause.threshold:g}", found.says))
+    return Table("causes", "Causes", ("", "", "measured", "threshold", "which is"), rows)
+
+
+def _changes(diagnosis: RunDiagnosis) -> Table:
+    rows = [
+        (one.what, one.since, one.before, one.after, "slope" if one.gradual else "jump", round(one.score, 1))
+        for one in diagnosis.alarms
+    ]
+    return Table("changes", "What has changed", ("", "since step", "before", "after", "as a", "standard errors"), rows)
+
+
+def _steps(diagnosis: RunDiagnosis) -> Table:
+    steps = sorted(diagnosis.evidence.statistics.steps)
+    chosen = steps
+    if len(steps) > _STEPS:
+        places = {round(place) for place in np.linspace(0, len(steps) - 1, _STEPS)}
+        if diagnosis.since in steps:
+            places.add(steps.index(diagnosis.since))
+        chosen = [steps[place] for place in sorted(places)]
+    rows = []
+    for step in chosen:
+        sums = diagnosis.evidence.statistics.steps[step]
+        ess = sums["weight"] ** 2 / (sums["weight_square"] * sums["tokens"]) if sums["tokens"] else math.nan
+        low, high = sums.interval("k3")
+        rows.append(
+            (
+                step,
+                int(sums["all_sequences"]),
+                sums.mean("prob_error"),
+                sums.mean("k3"),
+                "–" if math.isnan(low) else f"{low:.2g} to {high:.2g}",
+                sums.mean("size", "model"),
+                ess,
+                sums.mean("response", "sequences"),
+                sums.mean("reward", "rewarded"),
+            )
+        )
+    columns = ("step", "sequences", "token_mult_prob_error", "k3", "95 %", "noise", "ESS", "length", "reward")
+    return Table("steps", "Steps", columns, rows)
+
+
+def _dimension(window: Window, name: str) -> Table | None:
+    one = next(one for one in DIMENSIONS if one.name == name)
+    cells: Array = window.cells[name]
+    column = {key: cells[:, place] for place, key in enumerate(CELLS)}
+    some = np.flatnonzero(column["tokens"])
+    if len(some) < 2:
+        return None
+    whole, overall = column["tokens"].sum(), column["size"].sum() / column["model"].sum()
+    rows = [
+        (
+            one.label(place, place),
+            f"{column['tokens'][place] / whole:.1%}",
+            float(column["size"][place] / column["tokens"][place]),
+            float(column["size"][place] / column["model"][place] / overall),
+            float(column["k3"][place] / column["tokens"][place]),
+            float(-column["delta"][place] / column["tokens"][place]),
+        )
+        for place in some.tolist()
+    ]
+    return Table(name, f"By {name} ({one.unit})", ("", "tokens", "|Δ|", "against expected", "k3", "k1"), rows)
+
+
+def _worst(diagnosis: RunDiagnosis, decode: Decode | None) -> Iterable[Table]:
+    statistics = diagnosis.evidence.statistics
+    rows = [(*facts[:3], facts[3], size, facts[4]) for size, facts in statistics.worst_sequences]
+    columns = ("step", "row", "group", "tokens", "|Δ|", "k1")
+    yield Table("worst_sequences", "Sequences with the largest mean |Δ|", columns, rows)
+    tokens = []
+    for _, (step, row, place, gen, prev, ids) in statistics.worst_tokens:
+        # repr: a generated text may hold control characters.
+        text = " ".join(map(str, ids)) if decode is None else repr(decode(ids))
+        tokens.append((step, row, place, gen, prev, text))
+    columns = ("step", "row", "token", "gen", "prev", "ids up to it" if decode is None else "text up to it")
+    yield Table("worst_tokens", "Tokens with the largest |Δ|", columns, tokens)
+
+
+def as_json(diagnosis: RunDiagnosis, directory: str, decode: Decode | None = None) -> dict[str, Any]:
+    """The same for programs; numbers that are none are null."""
+    cause = diagnosis.cause
+    return {
+        "run": directory,
+        "health": "unknown" if diagnosis.unknown else diagnosis.health,
+        "verdict": diagnosis.sentence,
+        "since": diagnosis.since,
+        "cause": None if cause is None else {"id": cause.id, "name": cause.name, "action": cause.action},
+        "steps": sorted(diagnosis.evidence.statistics.steps),
+        "causes": [
+            {
+                "id": one.id,
+                "measured": _number(found.share),
+                "threshold": one.threshold,
+                "why": one.why,
+                "shown": found.shown,
+                "says": found.says,
+                "steps": list(found.steps),
+            }
+            for one in CAUSES
+            for found in [diagnosis.found[one.id]]
+        ],
+        "levels": {
+            level.name: {
+                "value": _number(reading.value),
+                "interval": [_number(reading.low), _number(reading.high)],
+                "health": reading.health,
+                "drifting": level.drifting,
+                "broken": level.broken,
+                "definition": level.definition,
+                "source": level.source,
+            }
+            for level in LEVELS
+            for reading in [diagnosis.levels[level.name]]
+        },
+        "tables": {
+            table.key: [dict(zip(table.columns, map(_number, row), strict=True)) for row in table.rows]
+            for table in tables(diagnosis, decode)
+            if table.key != "causes"
+        },
+    }
+
+
+def _number(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value

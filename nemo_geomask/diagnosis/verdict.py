@@ -1,0 +1,285 @@
+"""The verdict on a run: healthy, drifting or broken, since when, and why."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+from nemo_geomask.diagnosis.causes import CAUSES, LOCAL, WITHIN_SEQUENCES, Cause, Evidence, Found
+from nemo_geomask.diagnosis.changes import ChangePoint, find_change
+from nemo_geomask.diagnosis.statistics import BOOT, Statistics, StepSums
+from nemo_geomask.errors import DataError
+
+__all__ = ["LEVELS", "Alarm", "Health", "Level", "Reading", "RunDiagnosis", "diagnose"]
+
+Health = Literal["healthy", "drifting", "broken"]
+
+
+class Reading(NamedTuple):
+    """A number over steps, its 95 % interval over sequences, and what it says of the run."""
+
+    value: float
+    low: float
+    high: float
+    health: Health
+
+
+@dataclass(frozen=True)
+class Level:
+    """A number that has a limit.
+
+    Attributes:
+        name: as NeMo-RL or this package reports it, where one does.
+        definition: what it is.
+        value: of sums by name, single ones or those of all replicates of the bootstrap.
+        drifting, broken: from where on.
+        below: whether low values are the bad ones.
+        source: of the limits.
+    """
+
+    name: str
+    definition: str
+    value: Callable[[Mapping[str, Any]], Any]
+    drifting: float
+    broken: float
+    source: str
+    below: bool = False
+
+    def of(self, sums: StepSums) -> Reading:
+        """The value over steps, its interval, and what the end of it that is on the better side says."""
+        counted = sums.boot[sums.boot[:, 0] > 0]
+        if not len(counted):
+            return Reading(math.nan, math.nan, math.nan, "healthy")
+        values = self.value({name: counted[:, place] for place, name in enumerate(BOOT)})
+        low, high = (float(end) for end in np.quantile(values, [0.025, 0.975]))
+        sign, sure = (-1, high) if self.below else (1, low)
+        health: Health = "healthy"
+        if sign * sure > sign * self.drifting:
+            health = "broken" if sign * sure > sign * self.broken else "drifting"
+        return Reading(float(self.value({name: sums[name] for name in BOOT})), low, high, health)
+
+
+LEVELS: tuple[Level, ...] = (
+    Level(
+        "token_mult_prob_error",
+        "mean of exp|Δ| over trained tokens",
+        lambda sums: sums["prob_error"] / sums["tokens"],
+        1.05,
+        1.5,
+        "NeMo-RL docs/guides/dtensor-tp-accuracy.md and grpo.md: above 1.05 suspect the framework; broken: ours",
+    ),
+    Level(
+        "geomask/mismatch_k3",
+        "mean of exp(Δ) − 1 − Δ, nats a token",
+        lambda sums: sums["k3"] / sums["tokens"],
+        0.01,
+        0.1,
+        "NeMo-RL grpo.md: 1e-3 is acceptable, 0.0014 to 0.0031 usual with FP8 rollouts; verl: beyond 0.1 is a warning",
+    ),
+    Level(
+        "effective sample size, tokens",
+        "(Σ w)² / (n Σ w²) with w = exp(Δ)",
+        lambda sums: sums["weight"] ** 2 / (sums["weight_square"] * sums["tokens"]),
+        0.7,
+        0.3,
+        "verl docs/algo/rollout_corr.md: below 0.3 is a warning; drifting: ours",
+        below=True,
+    ),
+    Level(
+        "chi2_token",
+        "mean of w² less 1",
+        lambda sums: sums["weight_square"] / sums["tokens"] - 1,
+        0.3,
+        1.0,
+        "verl docs/algo/rollout_corr.md: above 1 is a warning; drifting: ours",
+    ),
+)
+_ORDER: tuple[Health, ...] = ("healthy", "drifting", "broken")
+
+
+@dataclass(frozen=True)
+class Alarm:
+    """A number that has changed.
+
+    Attributes:
+        what: which.
+        since: first step.
+        before, after: its means, of the steps before and from then on.
+        score: the change in standard errors.
+        gradual: whether it is a slope that began then.
+    """
+
+    what: str
+    since: int
+    before: float
+    after: float
+    score: float
+    gradual: bool
+
+
+@dataclass(frozen=True)
+class RunDiagnosis:
+    """What the records of a run say.
+
+    Attributes:
+        health: of the run.
+        since: first step; None: from the first on, or never.
+        cause: the likely one; None: nothing is wrong, or none that is known.
+        found: of every cause.
+        levels: with their values over the steps that count.
+        alarms: what has changed.
+        evidence: what was compared.
+        unknown: why nothing of the mismatch can be said; empty where it can.
+    """
+
+    health: Health
+    since: int | None
+    cause: Cause | None
+    found: dict[str, Found]
+    levels: dict[str, Reading]
+    alarms: tuple[Alarm, ...]
+    evidence: Evidence
+    unknown: str = ""
+
+    @property
+    def sentence(self) -> str:
+        """The verdict."""
+        steps = self.evidence.statistics.steps
+        if self.unknown:
+            return f"not judged: {self.unknown}"
+        if self.health == "healthy":
+            error, kl = (self.levels[name].value for name in ("token_mult_prob_error", "geomask/mismatch_k3"))
+            found = f"token_mult_prob_error {error:.4g}, KL {kl:.2g} nats a token over {len(steps)} steps"
+            return f"healthy: {found}; {self._ruled_out()}"
+        since = f" since step {self.since}" if self.since is not None else ""
+        if self.cause is None:
+            why = "no cause that is known"
+        else:
+            found_cause = self.found[self.cause.id]
+            why = f"{self.cause.name} ({found_cause.says}"
+            if found_cause.steps and len(found_cause.steps) < len(
+                [step for step in steps if step >= (self.since or 0)]
+            ):
+                why += f", in {len(found_cause.steps)} of {len(steps)} steps"
+            why += ")"
+        return f"{self.health}{since}: {why}; {self._ruled_out()}"
+
+    def _ruled_out(self) -> str:
+        names = [
+            cause.id.replace("_", " ")
+            for cause in CAUSES
+            if not self.found[cause.id].shown and not math.isnan(self.found[cause.id].share)
+        ]
+        unknown = [cause.id.replace("_", " ") for cause in CAUSES if math.isnan(self.found[cause.id].share)]
+        said = f"ruled out: {', '.join(names)}" if names else "nothing is ruled out"
+        return said + (f"; not in these records: {', '.join(unknown)}" if unknown else "")
+
+
+def diagnose(statistics: Statistics) -> RunDiagnosis:
+    """The verdict on a run's statistics.
+
+    Raises: DataError: there is no step.
+    """
+    steps = sorted(statistics.steps)
+    if not steps:
+        raise DataError("the records hold no sequence")
+    known = [step for step in steps if statistics.steps[step]["tokens"] > 0]
+    change = _mismatch_change(statistics, known)
+    onset = known[change.first] if change is not None else None
+    after = tuple(step for step in known if onset is None or step >= onset)
+    # What counts is how it is now: of a run that never changed, its last third.
+    recent = after if onset is not None else tuple(known[-max(3, len(known) // 3) :])
+    total = statistics.total(recent)
+    levels = {level.name: level.of(total) for level in LEVELS}
+    level = max((reading.health for reading in levels.values()), key=_ORDER.index)
+    begin = math.inf if onset is None else onset
+    evidence = Evidence(
+        statistics,
+        onset,
+        change is not None and change.gradual,
+        onset is not None or level != "healthy",
+        None if onset is None else statistics.between(-math.inf, begin // statistics.width * statistics.width),
+        statistics.between(-math.inf if onset is None else begin // statistics.width * statistics.width, math.inf),
+        after,
+    )
+    found = {cause.id: cause.measure(evidence, cause.threshold) for cause in CAUSES}
+    cause = _likely(found)
+    unknown = "" if known else _unknown(statistics.total())
+    health: Health = level if onset is None or level == "broken" else "drifting"
+    since = onset
+    if cause is not None:
+        health = "broken" if cause.bug or health == "broken" else "drifting"
+        if found[cause.id].steps:
+            first = found[cause.id].steps[0]
+            since = first if first != steps[0] else None
+            unknown = ""
+    return RunDiagnosis(health, since, cause, found, levels, _alarms(statistics, known), evidence, unknown)
+
+
+WITHIN = 1.25
+
+
+def _likely(found: dict[str, Found]) -> Cause | None:
+    shown = [cause for cause in CAUSES if found[cause.id].shown]
+    if not shown:
+        return None
+    if shown[0].id in LOCAL:
+        local = [cause for cause in shown if cause.id in LOCAL]
+        # Late tokens are in long responses: what differs within a sequence says more.
+        return max(local, key=lambda cause: found[cause.id].share * (WITHIN if cause.id in WITHIN_SEQUENCES else 1.0))
+    return shown[0]
+
+
+def _unknown(total: StepSums) -> str:
+    if total["no_prev"]:
+        return (
+            "prev_logprobs are 0 throughout, as NeMo-RL leaves them where it skips π_old (force_on_policy_ratio, "
+            "ratio_anchor: gen); set loss_fn.audit_fraction, or seq_logprob_error_threshold to have them computed"
+        )
+    return "no sequence has a trained token with log-probs of both engines"
+
+
+RISE, CERTAIN, LEAST_NOISE = math.log(1.5), 6.0, 0.05
+
+
+def _mismatch_change(statistics: Statistics, steps: list[int]) -> ChangePoint | None:
+    """Where the mismatch rose: per token, and in proportion to what the tokens' probabilities let one expect."""
+    sums = [statistics.steps[step] for step in steps]
+    if any(one["size"] <= 0 for one in sums):
+        return None
+    scale = [math.log(one.mean("size", "model")) for one in sums]
+    change = find_change(scale, LEAST_NOISE)
+    if change is None or change.rise < RISE or change.score < CERTAIN:
+        return None
+    raw = [math.log(one.mean("size")) for one in sums]
+    rise = float(np.mean(raw[change.first :]) - np.mean(raw[: change.first]))
+    return change if rise > RISE else None
+
+
+def _alarms(statistics: Statistics, steps: list[int]) -> tuple[Alarm, ...]:
+    """Changes of the mismatch's KL, of what is removed, and of the responses' length."""
+    sums = [statistics.steps[step] for step in steps]
+    series: dict[str, list[float]] = {
+        "geomask/mismatch_k3": [one.mean("k3") for one in sums],
+        "mean response length": [one.mean("response", "sequences") for one in sums],
+        "share of sequences masked out": [one["masked_out"] / max(one["all_sequences"], 1.0) for one in sums],
+    }
+    labels = {label for one in sums for label in one.removed if label}
+    for label in sorted(labels):
+        name = f"geomask/mask/{label}/removed"
+        series[name] = [one.removed.get(label, 0.0) / max(one.removed.get("", 0.0), 1.0) for one in sums]
+    found = []
+    for name, values in series.items():
+        # Shares may be 0; a thousandth more or less is nothing.
+        change = find_change([math.log(max(value, 0.0) + 1e-6) for value in values], LEAST_NOISE)
+        if change is None or abs(change.rise) < RISE or abs(change.score) < CERTAIN:
+            continue
+        if max(values) < 1e-3 and "share" in name:
+            continue
+        before, after = (float(np.mean(part)) for part in (values[: change.first], values[change.first :]))
+        found.append(Alarm(name, steps[change.first], before, after, change.score, change.gradual))
+    return tuple(found)

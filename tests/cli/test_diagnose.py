@@ -1,0 +1,78 @@
+"""The command: verdict, tables, JSON, exit status, and a run that is still going on."""
+
+import json
+
+import pytest
+
+pytest.importorskip("pyarrow")
+
+from nemo_geomask.cli import main
+from nemo_geomask.diagnosis.planted import RunShape, planted_step
+from tests.helpers.logs import log_rows, write_log
+
+SHAPE = RunShape(prompts=4, samples=3, length=40)
+
+
+def write_steps(directory, steps, cause=None, strength=0.5, onset=1):
+    directory.mkdir(exist_ok=True)
+    for step in steps:
+        planted = planted_step(0, step, cause if step >= onset else None, strength, shape=SHAPE)
+        write_log(directory, step, list(log_rows(planted)))
+    return directory
+
+
+def test_a_healthy_run(tmp_path, capsys):
+    assert main(["diagnose", str(write_steps(tmp_path / "run", range(1, 4)))]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith(f"{tmp_path / 'run'}: healthy: ")
+    assert "Numbers, Δ = prev − gen" in out
+    assert "By position" in out
+
+
+def test_the_worst_of_several_runs_decides(tmp_path, capsys):
+    write_steps(tmp_path / "good", range(1, 4))
+    write_steps(tmp_path / "bad", range(1, 5), "shifted", onset=3)
+    assert main(["diagnose", str(tmp_path), "--brief"]) == 3
+    bad, to_do, good = capsys.readouterr().out.splitlines()
+    assert "broken since step 3: log-probs shifted" in bad
+    assert to_do.startswith("  to do: align prev_logprobs")
+    assert "healthy" in good
+
+
+def test_json_and_a_cache_elsewhere(tmp_path, capsys):
+    write_steps(tmp_path / "run", (1, 2), "zero_logprobs")
+    arguments = ["diagnose", str(tmp_path / "run"), "--json", "--cache", str(tmp_path / "cache")]
+    assert main(arguments) == 3
+    (told,) = json.loads(capsys.readouterr().out)
+    assert (told["health"], told["cause"]["id"]) == ("broken", "zero_logprobs")
+    assert len(list((tmp_path / "cache").rglob("*.parquet"))) == 2
+    assert not (tmp_path / "run" / "geomask-records").exists()
+
+
+def test_nothing_to_read_is_an_error(tmp_path, capsys):
+    assert main(["diagnose", str(tmp_path)]) == 2
+    assert "holds neither records" in capsys.readouterr().err
+
+
+def test_watch_says_what_is_new(tmp_path, capsys, monkeypatch):
+    """A step counts once its file rests; the verdict is said again when it has changed."""
+    run = write_steps(tmp_path / "run", (1, 2))
+    looks = []
+
+    def sleep(_):
+        looks.append(capsys.readouterr().out)
+        if len(looks) == 3:
+            write_steps(run, (3,), "shifted")
+        if len(looks) == 6:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("time.sleep", sleep)
+    assert main(["diagnose", str(run), "--brief", "--watch", "1"]) == 3
+    assert [("healthy" in said, "broken since step 3" in said) for said in looks] == [
+        (False, False),
+        (True, False),
+        (False, False),
+        (False, False),
+        (False, True),
+        (False, False),
+    ]

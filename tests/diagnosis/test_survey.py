@@ -1,0 +1,154 @@
+"""The sums against plain loops, whole and in parts."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+
+from nemo_geomask.diagnosis.planted import RunShape, planted_step
+from nemo_geomask.diagnosis.read import RecordBlock
+from nemo_geomask.diagnosis.statistics import CELLS, DIMENSIONS, Statistics
+from nemo_geomask.diagnosis.survey import survey
+
+SHAPE = RunShape(steps=1, prompts=4, samples=3, length=40)
+
+
+def part(block, first, last):
+    """Some of its sequences."""
+    here = slice(block.offsets[first], block.offsets[last])
+    return RecordBlock(
+        {name: values[first:last] for name, values in block.sequences.items()},
+        {name: values[here] for name, values in block.tokens.items()},
+        block.offsets[first : last + 1] - block.offsets[first],
+        {name: values[here] for name, values in block.removed.items()},
+    )
+
+
+@pytest.fixture
+def block():
+    made = planted_step(3, 5, None, 0.0, shape=SHAPE)
+    made.sequences["sample_mask"][[2, 7]] = 0
+    removed = np.random.default_rng(0).random(len(made.tokens["mask"])) < 0.1
+    return RecordBlock(made.sequences, made.tokens, made.offsets, {"veto": removed & made.tokens["mask"]})
+
+
+def test_sums_are_those_of_plain_loops(block):
+    expected = dict.fromkeys(("tokens", "k3", "k3_reverse", "prob_error", "weight", "weight_square", "delta"), 0.0)
+    weights, lengths = [], 0
+    for row in range(len(block)):
+        total = count = 0
+        if block.sequences["sample_mask"][row] == 0:
+            continue
+        for place in range(block.offsets[row], block.offsets[row + 1]):
+            if not block.tokens["mask"][place]:
+                continue
+            delta = float(block.tokens["prev"][place]) - float(block.tokens["gen"][place])
+            for name, value in {
+                "tokens": 1,
+                "k3": math.exp(delta) - 1 - delta,
+                "k3_reverse": math.exp(-delta) - 1 + delta,
+                "prob_error": math.exp(abs(delta)),
+                "weight": math.exp(delta),
+                "weight_square": math.exp(2 * delta),
+                "delta": delta,
+            }.items():
+                expected[name] += value
+            total, count = total + delta, count + 1
+        weights.append((math.exp(total), math.exp(total / count)))
+        lengths += int(block.sequences["length"][row] - block.sequences["prompt_length"][row])
+    sums = survey(block).steps[5]
+    for name, value in expected.items():
+        assert sums[name] == pytest.approx(value, rel=1e-12), name
+    assert sums["sequence_weight"] == pytest.approx(sum(one for one, _ in weights), rel=1e-12)
+    assert sums["mean_weight_square"] == pytest.approx(sum(one**2 for _, one in weights), rel=1e-12)
+    assert (sums["sequences"], sums["masked_out"], sums["response"]) == (10, 2, lengths)
+
+
+def test_every_dimension_holds_every_token_once(block):
+    found = survey(block)
+    (window,) = found.windows.values()
+    for one in DIMENSIONS:
+        tokens = window.cells[one.name][:, CELLS.index("tokens")].sum()
+        assert tokens == (0 if one.name == "entropy" else found.steps[5]["tokens"]), one.name
+    assert window.tail.sum() == found.steps[5]["tokens"]
+
+
+def test_turns_and_positions_are_counted_within_the_response():
+    mask = np.array([0, 1, 1, 0, 1, 0, 0, 1], bool)
+    tokens = {
+        "tokens": np.arange(8, dtype=np.int32),
+        "mask": mask,
+        **{name: np.where(mask, -1.0, 0).astype(np.float32) for name in ("gen", "prev")},
+    }
+    rows = {"step": [1, 1], "row": [0, 1], "group": [0, 0], "length": [5, 3], "prompt_length": [1, 2]}
+    sequences = {name: np.array(values) for name, values in rows.items()} | {"sample_mask": np.ones(2, np.float32)}
+    window = survey(RecordBlock(sequences, tokens, np.array([0, 5, 8]))).windows[1]
+    assert window.cells["turn"][:, 0].tolist()[:2] == [3, 1]
+    assert window.cells["length"][0, 0] == 4
+
+
+def test_parts_add_up_to_the_whole_in_any_order(block):
+    whole = survey(block)
+    for cuts in ((0, 5, 12), (0, 1, 8, 12)):
+        parts = [survey(part(block, first, last)) for first, last in itertools.pairwise(cuts)]
+        merged = Statistics()
+        for one in reversed(parts):
+            merged.add(one)
+        np.testing.assert_allclose(merged.steps[5].sums, whole.steps[5].sums, rtol=1e-12)
+        np.testing.assert_allclose(merged.steps[5].boot, whole.steps[5].boot, rtol=1e-12)
+        assert merged.steps[5].removed == whole.steps[5].removed
+        for name, cells in whole.windows[5].cells.items():
+            np.testing.assert_allclose(merged.windows[5].cells[name], cells, rtol=1e-9, atol=1e-12)
+            np.testing.assert_allclose(merged.windows[5].clustered[name], whole.windows[5].clustered[name], rtol=1e-9)
+        assert merged.worst_tokens == whole.worst_tokens
+        assert merged.worst_sequences == whole.worst_sequences
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, 1e6])
+def test_what_tokens_hold_that_do_not_train_does_not_matter(block, value):
+    before = survey(block)
+    for name in ("gen", "prev", "advantages"):
+        block.tokens[name][~block.tokens["mask"]] = value
+    after = survey(block)
+    assert after.steps[5].sums.tobytes() == before.steps[5].sums.tobytes()
+    assert after.steps[5].boot.tobytes() == before.steps[5].boot.tobytes()
+    for name, cells in before.windows[5].cells.items():
+        assert after.windows[5].cells[name].tobytes() == cells.tobytes()
+
+
+def test_log_ratios_of_a_hundred_saturate(block):
+    trained = np.flatnonzero(block.tokens["mask"])
+    block.tokens["prev"][trained[::2]] += 100
+    block.tokens["prev"][trained[1::2]] -= 100
+    assert np.isfinite(survey(block).steps[5].sums).all()
+
+
+def test_current_log_probs_stand_in_where_those_of_the_old_policy_were_skipped(block):
+    expected = survey(block).steps[5]["k3"]
+    for skipped in (0.0, math.nan):
+        tokens = {**block.tokens, "curr": block.tokens["prev"], "prev": np.full_like(block.tokens["prev"], skipped)}
+        assert survey(RecordBlock(block.sequences, tokens, block.offsets)).steps[5]["k3"] == expected
+    tokens.pop("curr")
+    sums = survey(RecordBlock(block.sequences, tokens, block.offsets)).steps[5]
+    assert (sums["tokens"], sums["no_prev"], sums["zero_prev"], sums["nonfinite"]) == (0, 12, 0, 0)
+
+
+def test_intervals_hold_the_truth_as_often_as_they_say():
+    """Of 60 steps, the interval of one misses the mean of all in 5 %, give or take."""
+    shape = RunShape(prompts=20, samples=4, length=40)
+    steps = [survey(planted_step(1, step, None, 0.0, shape=shape)).steps[step] for step in range(60)]
+    truth = sum(one["abs"] for one in steps) / sum(one["tokens"] for one in steps)
+    missed = sum(not low <= truth <= high for low, high in (one.interval("abs") for one in steps))
+    assert 0 < missed <= 10
+
+
+def test_windows_widen_as_a_run_grows():
+    found = Statistics()
+    for step in range(1, 301):
+        found.add(survey(planted_step(0, step, None, 0.0, shape=RunShape(prompts=1, samples=1, length=24))))
+    assert len(found.steps) == 300
+    assert (len(found.windows), found.width) == (76, 4)
+    tokens = sum(window.tail.sum() for window in found.windows.values())
+    assert tokens == found.total()["tokens"]
+    assert found.between(100, 200).tail.sum() == found.total(range(100, 200))["tokens"]

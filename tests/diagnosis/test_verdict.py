@@ -1,0 +1,127 @@
+"""A planted cause is named, and nothing is named where nothing is wrong."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from nemo_geomask.diagnosis.causes import CAUSES
+from nemo_geomask.diagnosis.changes import find_change
+from nemo_geomask.diagnosis.planted import PLANTS, RunShape, planted_run, planted_step
+from nemo_geomask.diagnosis.statistics import Statistics
+from nemo_geomask.diagnosis.survey import survey
+from nemo_geomask.diagnosis.text import as_json, tables
+from nemo_geomask.diagnosis.verdict import diagnose
+from nemo_geomask.errors import DataError
+
+BUGS = {cause.id for cause in CAUSES if cause.bug}
+
+
+@pytest.mark.parametrize("cause", PLANTS)
+def test_a_planted_cause_is_named_with_the_step_it_began_at(cause):
+    found = diagnose(planted_run(11, cause, PLANTS[cause].strengths[1], onset=7))
+    assert found.cause is not None
+    assert found.cause.id == cause
+    assert found.health == ("broken" if cause in BUGS else "drifting")
+    assert found.since == 7
+    assert f"since step 7: {found.cause.name}" in found.sentence
+
+
+@pytest.mark.parametrize("cause", [cause for cause, plant in PLANTS.items() if plant.from_start])
+def test_a_strong_one_is_named_that_was_there_from_the_start(cause):
+    shape = RunShape(steps=4, prompts=8)
+    found = diagnose(planted_run(12, cause, PLANTS[cause].strengths[2], shape=shape))
+    assert found.cause is not None
+    assert (found.cause.id, found.since) == (cause, None)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_nothing_is_named_where_nothing_is_wrong(seed):
+    found = diagnose(planted_run(seed))
+    assert (found.health, found.cause, found.since) == ("healthy", None, None)
+    assert found.sentence.startswith("healthy: token_mult_prob_error 1.0")
+    assert "ruled out: zero logprobs" in found.sentence
+
+
+def run_of(*blocks):
+    found = Statistics()
+    for block in blocks:
+        found.add(survey(block))
+    return found
+
+
+def test_one_bad_step_is_named():
+    shape = RunShape(prompts=6, samples=4)
+    blocks = [planted_step(0, step, "shifted" if step == 4 else None, 0.2, shape=shape) for step in range(1, 9)]
+    found = diagnose(run_of(*blocks))
+    assert (found.health, found.since, found.found["shifted"].steps) == ("broken", 4, (4,))
+    assert "in 1 of 8 steps" in found.sentence
+
+
+def test_a_run_without_old_log_probs_is_not_judged():
+    block = planted_step(0, 1, None, 0.0, shape=RunShape(prompts=2))
+    block.tokens["prev"][:] = 0
+    found = diagnose(run_of(block))
+    assert found.unknown
+    assert found.sentence.startswith("not judged: prev_logprobs are 0 throughout")
+
+
+def test_weights_that_stand_still_are_seen_in_their_number():
+    shape = RunShape(prompts=4, samples=4)
+    blocks = [planted_step(0, step, None, 0.0, shape=shape) for step in range(1, 7)]
+    stuck = [
+        dataclasses.replace(block, sequences={**block.sequences, "weight_version": np.full(len(block), 3.0)})
+        for block in blocks
+    ]
+    found = diagnose(run_of(*stuck))
+    assert found.cause is not None
+    assert (found.cause.id, found.health) == ("stale_engine", "broken")
+    moving = [
+        dataclasses.replace(block, sequences={**block.sequences, "weight_version": np.full(len(block), float(number))})
+        for number, block in enumerate(blocks)
+    ]
+    assert diagnose(run_of(*moving)).health == "healthy"
+
+
+def test_levels_need_more_than_a_few_sequences():
+    """One sequence with a bad mean says little; the bootstrap's interval is what counts."""
+    shape = RunShape(prompts=1, samples=3, length=24)
+    found = diagnose(run_of(*(planted_step(4, step, "precision", 3.0, shape=shape) for step in (1, 2))))
+    error = found.levels["token_mult_prob_error"]
+    assert error.low < error.value < error.high
+    assert error.health == ("drifting" if error.low > 1.05 else "healthy")
+
+
+def test_no_step_is_an_error():
+    with pytest.raises(DataError, match="no sequence"):
+        diagnose(Statistics())
+
+
+@pytest.mark.parametrize("scale", [0.05, 0.2])
+def test_a_change_is_found_where_it_is(scale):
+    noise = scale * np.random.default_rng(1).standard_normal(40)
+    jump = find_change(noise + 2 * (np.arange(40) >= 25), 0.01)
+    assert (jump.first, jump.gradual) == (25, False)
+    assert jump.score > 20
+    slope = find_change(noise + 0.5 * np.maximum(np.arange(40) - 24, 0), 0.01)
+    assert slope.gradual
+    assert abs(slope.first - 25) <= 2
+
+
+def test_no_change_is_found_in_noise():
+    for seed in range(20):
+        found = find_change(np.random.default_rng(seed).standard_normal(30), 0.01)
+        assert abs(found.score) < 6
+    assert find_change([1.0] * 4, 0.01) is None
+    assert find_change([1.0, 2.0, np.nan, 1.0, 2.0, 3.0], 0.01) is None
+
+
+def test_what_is_printed_and_what_programs_get_are_the_same():
+    found = diagnose(planted_run(0, "tool_calls", 20.0, onset=5, shape=RunShape(steps=8, prompts=6, samples=4)))
+    shown = {table.key: table for table in tables(found, decode=lambda ids: "[bold]\x1b" * len(ids))}
+    assert {"numbers", "causes", "steps", "turn", "worst_tokens"} <= set(shown)
+    assert shown["worst_tokens"].rows[0][-1].startswith("'[bold]\\x1b")
+    told = as_json(found, "run")
+    assert (told["health"], told["cause"]["id"], told["since"]) == ("drifting", "tool_calls", 5)
+    assert len(told["tables"]["turn"]) == len(shown["turn"].rows)
+    assert {one["id"] for one in told["causes"]} == {cause.id for cause in CAUSES}
