@@ -11,7 +11,9 @@ from nemo_geomask.checks.rule import Hit, Rule
 from nemo_geomask.config.strict import as_yaml
 from nemo_geomask.errors import Problem
 
-__all__ = ["RULES", "readers_of_prev"]
+__all__ = ["NO_ENTROPY", "RULES", "readers_of_prev"]
+
+NO_ENTROPY = "true, but NeMo-RL's trainers compute no entropies that the driver sees"
 
 _CORRECTION = "loss_fn.use_importance_sampling_correction"
 _GENERATION = "policy.generation"
@@ -165,6 +167,12 @@ def _no_prev(facts: RecipeFacts) -> Iterator[Hit]:
             yield Hit(problem.keys[0], problem.message)
 
 
+def _no_entropy(facts: RecipeFacts) -> Iterator[Hit]:
+    record = facts.config.record
+    if record is not None and record.entropy and "lab" not in facts.recipe.data:
+        yield Hit("loss_fn.record.entropy", f"{NO_ENTROPY}; set false")
+
+
 def _no_reference(facts: RecipeFacts) -> Iterator[Hit]:
     key = f"{facts.algorithm}.skip_reference_policy_logprobs_calculation"
     if facts.on(key) and facts.config.reference_policy_kl_penalty:
@@ -259,4 +267,5 @@ RULES = (
         _padding,
     ),
     Rule("GM315", "error", "what reads `prev_logprobs` where they are not computed", "docs/nemo_rl.md", _no_prev),
+    Rule("GM319", "error", "records of entropies that nobody computes", "docs/records.md", _no_entropy),
 )
