@@ -193,12 +193,13 @@ def _logits(facts: RecipeFacts) -> Iterator[Hit]:
             "loss_fn.logprob_backend",
             f"{backend} takes whole logits, so it needs {', '.join(wanted)}; set so, or logprob_backend: nemo_rl",
         )
-    if backend == "mcore" and not facts.megatron:
-        yield Hit(
-            "loss_fn.logprob_backend",
-            "mcore works over Megatron's own process groups; set policy.megatron_cfg.enabled: true, or "
-            "logprob_backend: geomask",
-        )
+    needs = {
+        "mcore": "mcore works over Megatron's own process groups",
+        "geomask_linear": "geomask_linear takes the hidden states of Megatron's workers",
+    }
+    if backend in needs and not facts.megatron:
+        message = f"{needs[backend]}; set policy.megatron_cfg.enabled: true, or logprob_backend: geomask"
+        yield Hit("loss_fn.logprob_backend", message)
 
 
 def _padding(facts: RecipeFacts) -> Iterator[Hit]:
