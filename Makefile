@@ -50,7 +50,7 @@ test: $(VENV)/.test
 
 # The rooms whose tests import neither transformers nor an integration's host.
 QUICK := $(addprefix tests/,test_docs.py test_errors.py test_house.py test_import.py \
-	config checks cli functional segments parallel losses translate peers)
+	config checks cli functional segments parallel losses translate peers diagnosis)
 
 quick: $(VENV)/.test
 	$(PYTEST) -m "not slow" $(QUICK) $(ARGS)
@@ -112,6 +112,7 @@ lint: $(VENV)/.test
 docs: $(VENV)/.test
 	$(BIN)/python -m nemo_geomask.bench.pages docs/performance.md
 	$(BIN)/python -m nemo_geomask.checks.pages docs
+	$(BIN)/python -m nemo_geomask.diagnosis.power --page docs/diagnose.md
 	$(BIN)/python -m tests.peers.pages docs/peers.md
 	$(BIN)/python -m nemo_geomask.rehearsal.matrix --table
 	$(BIN)/nemo-geomask schema --out docs/recipe.schema.json
