@@ -68,7 +68,7 @@ class LinearCase(NamedTuple):
         return ", ".join(parts + (["with entropy"] if self.entropy else []))
 
 
-class _Sample(NamedTuple):
+class LinearSample(NamedTuple):
     hidden: Tensor
     weight: Tensor
     targets: Tensor
@@ -83,10 +83,10 @@ class _Sample(NamedTuple):
 
 
 _Found = tuple[Tensor, Tensor | None]
-_Path = Callable[[_Sample, LinearCase, Setting], _Found]
+_Path = Callable[[LinearSample, LinearCase, Setting], _Found]
 
 
-def _sample(case: LinearCase, device: torch.device, seed: int) -> _Sample:
+def _sample(case: LinearCase, device: torch.device, seed: int) -> LinearSample:
     draw = torch.Generator(device).manual_seed(seed)
     hidden = torch.randn(case.tokens, case.hidden, generator=draw, device=device, dtype=torch.float32)
     weight = torch.randn(case.width, case.hidden, generator=draw, device=device, dtype=torch.float32)
@@ -97,16 +97,16 @@ def _sample(case: LinearCase, device: torch.device, seed: int) -> _Sample:
     labels = torch.randint(0, case.width, (case.tokens,), generator=draw, device=device)
     g, h = torch.randn(2, case.tokens, generator=draw, device=device, dtype=torch.float32) * kept
     leaves = (hidden.to(case.dtype).requires_grad_(), weight.to(case.dtype).requires_grad_())
-    return _Sample(*leaves, labels.where(kept, IGNORE), kept, g, h)
+    return LinearSample(*leaves, labels.where(kept, IGNORE), kept, g, h)
 
 
-def _ours(sample: _Sample, case: LinearCase, setting: Setting) -> _Found:
+def _ours(sample: LinearSample, case: LinearCase, setting: Setting) -> _Found:
     function: Any = linear_logprobs
     found = function(sample.hidden, sample.weight, sample.targets, entropy=case.entropy, kernel=setting.kernel)
     return found if case.entropy else (found, None)
 
 
-def _with_logits(sample: _Sample, case: LinearCase, setting: Setting) -> _Found:
+def _with_logits(sample: LinearSample, case: LinearCase, setting: Setting) -> _Found:
     logits = torch.nn.functional.linear(sample.hidden, sample.weight)
     function: Any = vocab_parallel_logprobs
     options = {"entropy": case.entropy, "kernel": setting.kernel, "inplace_gradient": True}
@@ -119,13 +119,13 @@ def _without_entropy(case: LinearCase) -> None:
         raise Unfit("has no entropy beside it")
 
 
-def _torch(sample: _Sample, case: LinearCase, setting: Setting) -> _Found:
+def _torch(sample: LinearSample, case: LinearCase, setting: Setting) -> _Found:
     _without_entropy(case)
     logits = torch.nn.functional.linear(sample.hidden, sample.weight)
     return -torch.nn.functional.cross_entropy(logits, sample.targets, reduction="none", ignore_index=IGNORE), None
 
 
-def _torch_chunked(sample: _Sample, case: LinearCase, setting: Setting) -> _Found:
+def _torch_chunked(sample: LinearSample, case: LinearCase, setting: Setting) -> _Found:
     def chunk(hidden: Tensor, weight: Tensor, targets: Tensor) -> _Found:
         logp = torch.nn.functional.linear(hidden, weight).float().log_softmax(-1)
         entropy = -(logp.exp() * logp).sum(-1) if case.entropy else None
@@ -139,7 +139,7 @@ def _torch_chunked(sample: _Sample, case: LinearCase, setting: Setting) -> _Foun
     return torch.cat(logprobs), torch.cat(entropies) if case.entropy else None
 
 
-def _nemo_rl(sample: _Sample, case: LinearCase, setting: Setting) -> _Found:
+def _nemo_rl(sample: LinearSample, case: LinearCase, setting: Setting) -> _Found:
     _without_entropy(case)
     function = module("nemo_rl.distributed.model_utils").ChunkedDistributedHiddenStatesToLogprobs
     hidden, labels = sample.hidden.unsqueeze(1), sample.labels.unsqueeze(0)
@@ -147,7 +147,7 @@ def _nemo_rl(sample: _Sample, case: LinearCase, setting: Setting) -> _Found:
     return found.squeeze(0), None
 
 
-def _skyrl(sample: _Sample, case: LinearCase, setting: Setting) -> _Found:
+def _skyrl(sample: LinearSample, case: LinearCase, setting: Setting) -> _Found:
     _without_entropy(case)
     function = module(
         "skyrl.backends.skyrl_train.distributed.megatron.model_utils"
@@ -157,13 +157,13 @@ def _skyrl(sample: _Sample, case: LinearCase, setting: Setting) -> _Found:
     return found.squeeze(0), None
 
 
-def _verl(sample: _Sample, case: LinearCase, setting: Setting) -> _Found:
+def _verl(sample: LinearSample, case: LinearCase, setting: Setting) -> _Found:
     function = module("verl.utils.experimental.torch_functional").FusedLinearForPPO(chunk_size=_CHUNK)
     logprobs, entropy = function(sample.hidden, sample.weight, sample.labels)
     return logprobs, entropy if case.entropy else None
 
 
-def _verl_kernels(sample: _Sample, case: LinearCase, setting: Setting) -> _Found:
+def _verl_kernels(sample: LinearSample, case: LinearCase, setting: Setting) -> _Found:
     if setting.device.type != "cuda":
         raise Absent("its kernels need a GPU")
     function = module("verl.utils.kernel.linear_cross_entropy").linear_cross_entropy
@@ -171,7 +171,7 @@ def _verl_kernels(sample: _Sample, case: LinearCase, setting: Setting) -> _Found
     return logprobs, entropy if case.entropy else None
 
 
-def _liger(sample: _Sample, case: LinearCase, setting: Setting) -> _Found:
+def _liger(sample: LinearSample, case: LinearCase, setting: Setting) -> _Found:
     _without_entropy(case)
     if setting.device.type != "cuda":
         raise Absent("its kernels need a GPU")
@@ -182,7 +182,7 @@ def _liger(sample: _Sample, case: LinearCase, setting: Setting) -> _Found:
     return -(found[0] if isinstance(found, tuple) else found), None
 
 
-def _cut(sample: _Sample, case: LinearCase, setting: Setting) -> _Found:
+def _cut(sample: LinearSample, case: LinearCase, setting: Setting) -> _Found:
     _without_entropy(case)
     if setting.device.type != "cuda":
         raise Absent("its kernels need a GPU")
@@ -272,7 +272,7 @@ def _kind(reason: str) -> str:
     return {"Absent": "absent", "Unfit": "not applicable"}.get(reason.partition(":")[0], "failed")
 
 
-def _gradients(found: _Found, sample: _Sample) -> list[Tensor]:
+def _gradients(found: _Found, sample: LinearSample) -> list[Tensor]:
     leaves, (logprobs, entropy) = [sample.hidden, sample.weight], found
     if entropy is None:
         return list(torch.autograd.grad(logprobs, leaves, sample.g.to(logprobs.dtype)))
@@ -280,12 +280,14 @@ def _gradients(found: _Found, sample: _Sample) -> list[Tensor]:
     return list(torch.autograd.grad([logprobs, entropy], leaves, given))
 
 
-def _candidate(name: str, sample: _Sample, case: LinearCase, setting: Setting, clock: Clock) -> Callable[[int], Lap]:
+def _candidate(
+    name: str, sample: LinearSample, case: LinearCase, setting: Setting, clock: Clock
+) -> Callable[[int], Lap]:
     path = PATHS[name]
     return lambda turn: clock.lap(lambda: path(sample, case, setting), lambda found: _gradients(found, sample))
 
 
-def _products(sample: _Sample, clock: Clock) -> Callable[[int], Lap]:
+def _products(sample: LinearSample, clock: Clock) -> Callable[[int], Lap]:
     """Logits twice, both gradients once, of the rows that train, in the type that the products run in."""
     dtype = torch.float32 if clock.device.type == "cpu" else sample.hidden.dtype
     hidden = sample.hidden.detach()[sample.kept].to(dtype)
@@ -299,7 +301,7 @@ def _products(sample: _Sample, clock: Clock) -> Callable[[int], Lap]:
     return lambda turn: clock.lap(four, lambda _: None)
 
 
-def _kernels(sample: _Sample, case: LinearCase, setting: Setting, clock: Clock) -> Callable[[int], Lap]:
+def _kernels(sample: LinearSample, case: LinearCase, setting: Setting, clock: Clock) -> Callable[[int], Lap]:
     """The pass over logits that exist, in both directions."""
     hidden, targets = sample.hidden.detach()[sample.kept], sample.targets[sample.kept]
     given = [sample.g[sample.kept], sample.h[sample.kept]][: 1 + case.entropy]
@@ -319,7 +321,7 @@ def _kernels(sample: _Sample, case: LinearCase, setting: Setting, clock: Clock) 
     return lap
 
 
-def _truth(sample: _Sample, case: LinearCase) -> tuple[Tensor, Tensor, Tensor]:
+def _truth(sample: LinearSample, case: LinearCase) -> tuple[Tensor, Tensor, Tensor]:
     """Rows, their log-probs and their hidden states' gradients in float64."""
     rows = sample.kept.nonzero().squeeze(1)[:_ROWS]
     weight = sample.weight.detach()
@@ -341,7 +343,7 @@ def _parts(values: Tensor) -> Sequence[Tensor]:
 
 
 def _meter(
-    name: str, sample: _Sample, case: LinearCase, setting: Setting, truth: tuple[Tensor, Tensor, Tensor]
+    name: str, sample: LinearSample, case: LinearCase, setting: Setting, truth: tuple[Tensor, Tensor, Tensor]
 ) -> dict[str, Any]:
     def step() -> Tensor:
         # Both gradients are alive at the end; the hidden states' is small beside the weight's.

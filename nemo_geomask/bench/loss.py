@@ -84,7 +84,7 @@ def benchmark(
     clock = Clock(setting.device, settle=4 * case.elements * case.dtype.itemsize)
     on_logprobs = _on_logprobs(setting, clock, rows, length, _COMPILED if compiled else (), repeats, seed)
     found = {"rows": rows, "length": length, "on_logprobs": on_logprobs}
-    found["skewed"] = _skewed(setting, clock, repeats, seed)
+    found["skewed"] = _skewed(setting, clock, compiled, repeats, seed)
     found["from_logits"] = _from_logits(setting, clock, case, repeats, seed)
     found["case"] = case.describe()
     found["bars"] = check_loss(found, setting.device.type)
@@ -205,7 +205,7 @@ def _ours_packed(
     return lambda: _step(flat, on_packed)
 
 
-def _skewed(setting: Setting, clock: Clock, repeats: int, seed: int) -> dict[str, Any]:
+def _skewed(setting: Setting, clock: Clock, compiled: bool, repeats: int, seed: int) -> dict[str, Any]:
     """A packed row of sequences of very different lengths, log-probs given, as NeMo-RL's two wrappers go about it."""
     from nemo_geomask.integrations.nemo_rl.packed import at_once, by_sequence
     from nemo_geomask.losses import build_loss
@@ -243,6 +243,10 @@ def _skewed(setting: Setting, clock: Clock, repeats: int, seed: int) -> dict[str
         "NeMo-RL, at once": (curr, lambda x: fused[0](x, batch(data), *counts)),
         "ours, at once": (curr, lambda x: at_once(fused[1], x, batch(data), *counts)),
     }
+    if compiled:
+        loss_fn = build_loss({"compile": True}, use_fused_linear_logprobs=True)
+        graph = ways[1](loss_fn=loss_fn, prepare_fn=given, cu_seqlens_q=cu, cu_seqlens_q_padded=cu)
+        calls["ours, at once, compiled"] = (curr, lambda x: at_once(graph, x, batch(data), *counts))
     steps = {way: _timed(clock, partial(_step, x, partial(_called, call))) for way, (x, call) in calls.items()}
     laps, failures = interleave(steps, repeats, warmup=2)
     result["ways"] = [

@@ -11,7 +11,9 @@ from nemo_geomask.checks.rule import Hit, Rule
 from nemo_geomask.config.strict import as_yaml
 from nemo_geomask.errors import Problem
 
-__all__ = ["RULES", "readers_of_prev"]
+__all__ = ["NO_ENTROPY", "RULES", "readers_of_prev"]
+
+NO_ENTROPY = "true, but NeMo-RL's trainers compute no entropies that the driver sees"
 
 _CORRECTION = "loss_fn.use_importance_sampling_correction"
 _GENERATION = "policy.generation"
@@ -165,6 +167,12 @@ def _no_prev(facts: RecipeFacts) -> Iterator[Hit]:
             yield Hit(problem.keys[0], problem.message)
 
 
+def _no_entropy(facts: RecipeFacts) -> Iterator[Hit]:
+    record = facts.config.record
+    if record is not None and record.entropy and "lab" not in facts.recipe.data:
+        yield Hit("loss_fn.record.entropy", f"{NO_ENTROPY}; set false")
+
+
 def _no_reference(facts: RecipeFacts) -> Iterator[Hit]:
     key = f"{facts.algorithm}.skip_reference_policy_logprobs_calculation"
     if facts.on(key) and facts.config.reference_policy_kl_penalty:
@@ -185,12 +193,13 @@ def _logits(facts: RecipeFacts) -> Iterator[Hit]:
             "loss_fn.logprob_backend",
             f"{backend} takes whole logits, so it needs {', '.join(wanted)}; set so, or logprob_backend: nemo_rl",
         )
-    if backend == "mcore" and not facts.megatron:
-        yield Hit(
-            "loss_fn.logprob_backend",
-            "mcore works over Megatron's own process groups; set policy.megatron_cfg.enabled: true, or "
-            "logprob_backend: geomask",
-        )
+    needs = {
+        "mcore": "mcore works over Megatron's own process groups",
+        "geomask_linear": "geomask_linear takes the hidden states of Megatron's workers",
+    }
+    if backend in needs and not facts.megatron:
+        message = f"{needs[backend]}; set policy.megatron_cfg.enabled: true, or logprob_backend: geomask"
+        yield Hit("loss_fn.logprob_backend", message)
 
 
 def _padding(facts: RecipeFacts) -> Iterator[Hit]:
@@ -259,4 +268,5 @@ RULES = (
         _padding,
     ),
     Rule("GM315", "error", "what reads `prev_logprobs` where they are not computed", "docs/nemo_rl.md", _no_prev),
+    Rule("GM319", "error", "records of entropies that nobody computes", "docs/records.md", _no_entropy),
 )

@@ -15,12 +15,13 @@ from pydantic.fields import FieldInfo
 from nemo_geomask.checks.objective import surrogate_parts
 from nemo_geomask.checks.report import RULES
 from nemo_geomask.config.corrections import Named
-from nemo_geomask.config.loss import LossConfig
+from nemo_geomask.config.loss import LossConfig, Recording
 from nemo_geomask.config.strict import as_yaml
 from nemo_geomask.errors import ArgumentError
 from nemo_geomask.losses import PolicyLoss, available, build_loss
+from nemo_geomask.records import COLUMNS
 
-__all__ = ["TABLES", "between_marks", "fields", "objectives", "rewrite", "rules"]
+__all__ = ["TABLES", "between_marks", "columns", "fields", "objectives", "recording", "rewrite", "rules"]
 
 
 def rules() -> str:
@@ -81,7 +82,30 @@ def _written(settings: Mapping[str, Any]) -> Iterator[str]:
         yield f"{key}: {f'{value:.4g}' if isinstance(value, float) else as_yaml(value)}"
 
 
-TABLES = {"check.md": {"rules": rules}, "loss_reference.md": {"fields": fields, "objectives": objectives}}
+def columns() -> str:
+    """Markdown table of a record's columns."""
+    rows = ["| column | Arrow type | what it holds |", "|---|---|---|"]
+    rows += [
+        f"| `{column.name}` | {column.kind}{'' if column.always else ' or null'} | {column.definition} |"
+        for column in COLUMNS
+    ]
+    return "\n".join(rows)
+
+
+def recording() -> str:
+    """Markdown table of the settings under ``record``."""
+    rows = ["| key | default | meaning |", "|---|---|---|"]
+    for name, field in Recording.model_fields.items():
+        default = "needed" if field.is_required() else _default(field.default)
+        rows.append(f"| `{name}` | {default} | {field.description} |")
+    return "\n".join(rows)
+
+
+TABLES = {
+    "check.md": {"rules": rules},
+    "loss_reference.md": {"fields": fields, "objectives": objectives},
+    "records.md": {"columns": columns, "settings": recording},
+}
 """Tables by page and marker."""
 
 

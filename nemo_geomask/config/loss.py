@@ -266,11 +266,12 @@ class LossSettings(StrictModel):
         "Sequences, or with `by: group` prompts, are chosen by a hash of step and number.",
         source="this package",
     )
-    logprob_backend: Literal["nemo_rl", "geomask", "mcore", "te"] = _field(
+    logprob_backend: Literal["nemo_rl", "geomask", "geomask_linear", "mcore", "te"] = _field(
         "nemo_rl",
         "What computes the log-probs in NeMo-RL's workers. `nemo_rl`: NeMo-RL, which hands them to the loss. Else the "
         "loss takes the logits, and a packed microbatch is one call: `geomask` by this package's kernels, `mcore` and "
-        "`te` by megatron-core's and transformer-engine's, to compare.",
+        "`te` by megatron-core's and transformer-engine's, to compare. `geomask_linear`: as `geomask`, from Megatron's "
+        "hidden states, without the matrix of logits.",
         source="this package",
     )
 

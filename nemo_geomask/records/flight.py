@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from nemo_geomask.config import LossConfig
+from nemo_geomask.config.loss import Recording
 from nemo_geomask.losses.verdicts import verdicts
 from nemo_geomask.records.schema import REMOVED
 from nemo_geomask.records.writer import Recorder, StepRows
@@ -115,7 +116,9 @@ def step_rows(config: LossConfig, step: int, parts: Sequence[Mapping[str, Tensor
     for name in _UNKNOWN & values.keys():
         if not values[name].nan_to_num().any() and (name == "ref" or not config.needs_prev):
             del values[name]
-    rows = _chosen(config, step, groups)
+    if config.record.fraction == 1:
+        return StepRows(lengths, values)
+    rows = _chosen(config.record, step, groups)
     return StepRows(lengths[rows], {name: value[rows] for name, value in values.items()})
 
 
@@ -146,10 +149,8 @@ def _groups(tokens: Tensor, prompts: Tensor) -> tuple[Tensor, Tensor]:
     return groups, samples
 
 
-def _chosen(config: LossConfig, step: int, groups: Tensor) -> Tensor:
+def _chosen(settings: Recording, step: int, groups: Tensor) -> Tensor:
     """Rows to record."""
-    settings = config.record
-    assert settings is not None
     if settings.by == "sequence":
         rows = by_hash(step, len(groups), math.ceil(settings.fraction * len(groups)))
         return torch.tensor(rows, dtype=torch.int64)

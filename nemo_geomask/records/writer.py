@@ -67,7 +67,6 @@ def write_step(
     path = directory / file_name(step, writer)
     part = path.with_suffix(".part")
     tokens = max(1, int(rows.lengths.sum()))
-    split = {f"{name}.list.element": "BYTE_STREAM_SPLIT" for name in table.schema.names if name in _LOGPROBS}
     try:
         parquet.write_table(
             table,
@@ -75,8 +74,8 @@ def write_step(
             compression="zstd",
             compression_level=1,
             row_group_size=max(1, ROW_GROUP * table.num_rows // tokens),
-            use_dictionary=[f"{name}.list.element" for name in ("tokens", "advantages")],
-            column_encoding=split,
+            use_dictionary=["advantages.list.element"],
+            column_encoding={f"{name}.list.element": encoding for name, encoding in _ENCODINGS.items()},
             write_statistics=["step", "row", "group", "reward", "length"],
         )
         os.replace(part, path)
@@ -87,7 +86,11 @@ def write_step(
     return path
 
 
-_LOGPROBS = {"gen", "prev", "curr", "ref", "entropy"}
+# An advantage is mostly one a sequence, and a float's exponents resemble each other.
+_ENCODINGS = {
+    "tokens": "DELTA_BINARY_PACKED",
+    **dict.fromkeys(("gen", "prev", "curr", "ref", "entropy"), "BYTE_STREAM_SPLIT"),
+}
 
 
 def _table(step: int, rows: StepRows, masks: Sequence[str], facts: Mapping[str, Any] | None) -> Any:
@@ -102,8 +105,7 @@ def _table(step: int, rows: StepRows, masks: Sequence[str], facts: Mapping[str, 
         "step": torch.full((count,), step),
         "length": lengths,
     }
-    width = max((value.shape[1] for value in values.values() if value.dim() == 2), default=0)
-    inside = torch.arange(width) < lengths.unsqueeze(1)
+    ends = lengths.tolist()
 
     def array(column: Column) -> Any:
         value = values.get(column.name)
@@ -112,9 +114,11 @@ def _table(step: int, rows: StepRows, masks: Sequence[str], facts: Mapping[str, 
             return arrow.nulls(count, kind)
         if not column.by_token:
             return _flat(arrow, value, column.element)
-        # Whatever a narrower tensor lacks is not there for any sequence, so lengths fit all of them.
-        flat = _flat(arrow, value.to("cpu")[inside[:, : value.shape[1]]], column.element)
-        return arrow.ListArray.from_arrays(_flat(arrow, offsets, "int32"), flat, type=kind)
+        # The rows without their padding, by whole blocks of memory.
+        flat = torch.cat([value.flatten()[:0], *(row[:end] for row, end in zip(value, ends, strict=True))])
+        return arrow.ListArray.from_arrays(
+            _flat(arrow, offsets, "int32"), _flat(arrow, flat, column.element), type=kind
+        )
 
     columns = [*COLUMNS, *(Column(f"{REMOVED}{label}", "list<bool>", "") for label in masks)]
     return arrow.Table.from_arrays([array(column) for column in columns], schema=schema)
@@ -192,6 +196,10 @@ class Recorder:
             return False
         return True
 
+    def flush(self) -> None:
+        """Wait until nothing is waiting any more."""
+        self._waiting.join()
+
     def close(self, timeout: float = 30.0) -> None:
         """Wait until what is waiting is written, at most ``timeout`` seconds; then records are taken no more."""
         thread, self._thread = self._thread, None
@@ -213,6 +221,8 @@ class Recorder:
                 self._lose(step, f"{type(error).__name__}: {error}")
             else:
                 self.written += 1
+            self._waiting.task_done()
+        self._waiting.task_done()
 
     def _lose(self, step: int, why: str) -> None:
         with self._counts:

@@ -487,6 +487,12 @@ CASES = {
         ({MASKS: [{"preset": "m2po"}], **SINGLE}, {MASKS: [GEOMETRIC], **SINGLE}),
         ({CORRECT: True, NORMALIZE: True, **SINGLE}, {CORRECT: True, NORMALIZE: True}),
     ],
+    "GM319": [
+        (
+            {"loss_fn.record": {"dir": "records", "entropy": True}},
+            {"loss_fn.record": {"dir": "records"}},
+        ),
+    ],
     "GM401": [
         ({CORRECT: True, LEVEL: "sequence"}, {CORRECT: True, LEVEL: "sequence_mean"}),
         (

@@ -1,6 +1,7 @@
 """A batch as records: which rows, and what is said of them."""
 
 import math
+import threading
 
 import pytest
 import torch
@@ -115,11 +116,13 @@ def test_parts_of_a_step_are_one_batch():
 
 
 def test_what_is_recorded_is_what_was_there_then(tmp_path):
-    data = batch()
+    data, changed = batch(), threading.Event()
     before = data["advantages"].clone()
     recorder = FlightRecorder(config(tmp_path))
+    recorder.recorder.record(9, lambda: changed.wait(30))
     recorder.record(1, data)
     data["advantages"].fill_(7.0)
+    changed.set()
     recorder.recorder.close()
     (path,) = step_files(tmp_path)[1]
     assert torch.tensor(parquet.read_table(path)["advantages"].to_pylist()).equal(before)

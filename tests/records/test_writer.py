@@ -140,8 +140,10 @@ def test_a_recorder_writes_beside_the_training(tmp_path):
 
     assert recorder.record(1, make)
     assert recorder.record(2, make)
-    recorder.close()
+    recorder.flush()
     assert list(step_files(tmp_path / "run")) == [1, 2]
+    recorder.close()
+    recorder.flush()
     assert (recorder.written, recorder.lost) == (2, 0)
     assert threading.current_thread() not in at
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from nemo_geomask.errors import ConfigError, Problem, ShapeError
 from nemo_geomask.integrations.logprobs import logprob_backend
+from nemo_geomask.integrations.nemo_rl import hidden
 from nemo_geomask.integrations.nemo_rl.workers import WorkerError
 from nemo_geomask.integrations.packing import IGNORE, check_rows, pack_rows
 from nemo_geomask.losses import PolicyLoss, protocol
@@ -28,6 +29,7 @@ from nemo_geomask.segments import PackedSegments
 __all__ = ["LogitLoss"]
 
 Group = dist.ProcessGroup | None
+Logits = Tensor | hidden.Hidden  # or what stands for them
 
 
 class _Unknown(enum.Enum):
@@ -46,6 +48,10 @@ class LogitLoss:
     Args:
         loss: from :func:`nemo_geomask.build_loss`; its ``logprob_backend`` names what computes the log-probs.
 
+    Attributes:
+        takes_hidden: the workers hand over hidden states in the logits' place, see
+            :mod:`nemo_geomask.integrations.nemo_rl.hidden`.
+
     Raises:
         ConfigError: ``use_fused_linear_logprobs`` is set, under which there are no logits.
         MissingDependencyError: the backend's library can't be imported.
@@ -60,7 +66,10 @@ class LogitLoss:
             raise ConfigError(Problem(("loss_fn.logprob_backend",), message))
         self.loss = loss
         self.config = loss.config
-        self._logprobs = logprob_backend(loss.config.logprob_backend)
+        self.takes_hidden = loss.config.logprob_backend == "geomask_linear"
+        self._logprobs: Callable[..., Tensor] = (
+            hidden.logprobs if self.takes_hidden else logprob_backend(loss.config.logprob_backend)
+        )
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Built anew where it arrives, with the backend's functions there.
@@ -131,16 +140,17 @@ class LogitLoss:
                 "nemo_geomask.integrations.nemo_rl.prepare_worker(), or pass vocab_parallel_group and "
                 "context_parallel_group (None: the logits are whole)"
             )
+        opened = self._opened(logits)
         size = _size(context_parallel_group)
         if size > 1:
-            rows, share = logits.shape[:2]
+            rows, share = opened.shape[:2]
             offsets = torch.arange(rows + 1) * share * size
             result = self._packed(
-                logits, data, offsets, None, vocab_parallel_group, context_parallel_group,
+                opened, data, offsets, None, vocab_parallel_group, context_parallel_group,
                 global_valid_seqs, global_valid_toks,
             )  # fmt: skip
             return _for_division(*result, size)
-        return self._padded(logits, data, vocab_parallel_group, global_valid_seqs, global_valid_toks)
+        return self._padded(opened, data, vocab_parallel_group, global_valid_seqs, global_valid_toks)
 
     def packed(
         self,
@@ -169,17 +179,22 @@ class LogitLoss:
         if isinstance(logits, DTensor):
             logits, vocab_parallel_group = _tensor_parallel(logits)
         offsets = (cu_seqlens_q if cu_seqlens_q_padded is None else cu_seqlens_q_padded).cpu()
+        opened = self._opened(logits)
         # NeMo-RL's DTensor workers fill a short row up to a minimal length.
-        logits = logits[:, : int(offsets[-1]) // _size(context_parallel_group)]
+        share = int(offsets[-1]) // _size(context_parallel_group)
+        opened = opened.first(share) if isinstance(opened, hidden.Hidden) else opened[:, :share]
         result = self._packed(
-            logits, data, offsets, cu_seqlens_q.diff(), vocab_parallel_group, context_parallel_group,
+            opened, data, offsets, cu_seqlens_q.diff(), vocab_parallel_group, context_parallel_group,
             global_valid_seqs, global_valid_toks,
         )  # fmt: skip
         return _for_division(*result, _size(context_parallel_group))
 
+    def _opened(self, logits: Tensor) -> Logits:
+        return hidden.Hidden.required_of(logits) if self.takes_hidden else logits
+
     def _padded(
         self,
-        logits: Tensor,
+        logits: Logits,
         data: Mapping[str, Any],
         group: Group,
         global_valid_seqs: Tensor | float,
@@ -195,7 +210,7 @@ class LogitLoss:
 
     def _packed(
         self,
-        logits: Tensor,
+        logits: Logits,
         data: Mapping[str, Any],
         offsets: Tensor,
         lengths: Tensor | None,
@@ -266,9 +281,9 @@ def _for_division(value: Tensor, metrics: Metrics, size: int) -> tuple[Tensor, M
     return value.detach() + size * (value - value.detach()), metrics
 
 
-def _check_shape(logits: Tensor, data: Mapping[str, Any]) -> None:
+def _check_shape(logits: Logits, data: Mapping[str, Any]) -> None:
     rows, columns = data["input_ids"].shape
-    if logits.dim() != 3 or logits.shape[0] != rows or logits.shape[1] < columns:
+    if len(logits.shape) != 3 or logits.shape[0] != rows or logits.shape[1] < columns:
         raise ShapeError(
             f"logits must be [{rows}, {columns} or more, V/TP] to fit data['input_ids'], but they are "
             f"{list(logits.shape)}"

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nemo_geomask.checks.gates import NO_ENTROPY
 from nemo_geomask.config import LossConfig
 from nemo_geomask.errors import ConfigError, Problem
 from nemo_geomask.integrations.nemo_rl import patch, seams, stamp
@@ -44,8 +45,7 @@ def follow(loss: Any) -> None:
     if loss.config.record is None:
         return
     if loss.config.record.entropy:
-        message = "entropy: true, but NeMo-RL's trainers compute no entropies on the driver; set false"
-        raise ConfigError(Problem(("loss_fn.record.entropy",), message))
+        raise ConfigError(Problem(("loss_fn.record.entropy",), f"{NO_ENTROPY}; set false"))
     require_arrow()
     patch.apply_all(_patches())
 

@@ -20,6 +20,7 @@ from nemo_geomask.integrations.nemo_rl.commit import commit_of
 
 __all__ = [
     "BEFORE_STEP",
+    "HIDDEN_STATES",
     "LOSS_CLASS",
     "LOSS_MODULE",
     "PREV_LOGPROBS",
@@ -308,6 +309,25 @@ WORKER_CODE = (
 """Where a worker turns logits into what a loss takes, and unpacks packed rows."""
 
 
+_MEGATRON = "nemo_rl.models.megatron.train"
+_HIDDEN = "loss_fn.logprob_backend: geomask_linear"
+HIDDEN_STATES = (
+    Uses(
+        _MEGATRON,
+        "",
+        {"forward_with_post_processing_fn": ("model", "post_processing_fn"), "model_forward": ("model",)},
+        _HIDDEN,
+    ),
+    Uses(
+        _MEGATRON,
+        "LogprobsPostProcessor",
+        {"__call__": ("data_dict", "input_ids", "cu_seqlens_padded")},
+        _HIDDEN,
+    ),
+)
+"""Where a Megatron worker runs its model, and makes log-probs of what that puts out."""
+
+
 def inspect() -> list[SeamState]:
     """Compare every seam with the source of the installed NeMo-RL, those of single settings included.
 
@@ -315,7 +335,9 @@ def inspect() -> list[SeamState]:
         MissingDependencyError: there is no NeMo-RL.
     """
     root = _root()
-    return [_compare(seam, root) for seam in (*SEAMS, *BEFORE_STEP, *PREV_LOGPROBS, *RECORD, *WORKER_CODE)]
+    return [
+        _compare(seam, root) for seam in (*SEAMS, *BEFORE_STEP, *PREV_LOGPROBS, *RECORD, *WORKER_CODE, *HIDDEN_STATES)
+    ]
 
 
 def require() -> None:

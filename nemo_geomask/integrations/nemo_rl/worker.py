@@ -31,17 +31,19 @@ __all__ = ["prepare"]
 _log = logging.getLogger("nemo_geomask")
 _UTILS = "nemo_rl.algorithms.loss.utils"
 _WRAPPERS = "nemo_rl.algorithms.loss.wrapper"
+_MEGATRON = "nemo_rl.models.megatron.train"
 _UNPACK = {
     "SequencePackingLossWrapper": packed.by_sequence,
     "SequencePackingFusionLossWrapper": packed.at_once,
 }
 
 
-def prepare(*, takes_logits: bool = True) -> bool:
+def prepare(*, takes_logits: bool = True, takes_hidden: bool = False) -> bool:
     """Prepare this process's NeMo-RL for losses of ours; again does nothing, other losses are not affected.
 
     Args:
         takes_logits: whether a loss here takes logits, which it can't without this.
+        takes_hidden: whether one takes Megatron's hidden states in their place.
 
     Returns:
         Whether it is prepared: there is a NeMo-RL here, as known.
@@ -54,6 +56,8 @@ def prepare(*, takes_logits: bool = True) -> bool:
     except ImportError:
         # Without NeMo-RL, or one whose requirements are missing, no worker of its runs here.
         return False
+    if takes_hidden:
+        _prepare_megatron()
     if patch.in_force(utils, "prepare_loss_input"):
         return True
     try:
@@ -73,6 +77,21 @@ def prepare(*, takes_logits: bool = True) -> bool:
         ]
     )
     return True
+
+
+def _prepare_megatron() -> None:
+    try:
+        train = importlib.import_module(_MEGATRON)
+    except ImportError:
+        return  # the driver, or a worker without Megatron: the loss will say that it was given logits
+    if patch.in_force(train, "model_forward"):
+        return
+    for uses in seams.HIDDEN_STATES:
+        found = getattr(train, uses.owner) if uses.owner else train
+        uses.require(uses.in_memory(found), otherwise="Set loss_fn.logprob_backend: geomask")
+    from nemo_geomask.integrations.nemo_rl import hidden
+
+    patch.apply_all(hidden.patches(train, lambda loss: getattr(loss, "takes_hidden", False)))
 
 
 def _rebound(home: types.ModuleType, name: str, ours: Any) -> patch.Patch:

@@ -325,7 +325,7 @@ def test_all_of_it_is_undone(nemo_rl, tmp_path):
 
 
 def test_without_the_setting_nothing_is_changed(nemo_rl):
-    loss = build_loss({})
+    loss = build_loss({"metrics": "nemo_rl"})
     before_step.watch(loss)
     record.follow(loss)
     assert not in_force(nemo_rl.lm.Policy, "train")

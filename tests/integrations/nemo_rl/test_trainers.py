@@ -144,7 +144,30 @@ def check(done, tmp_path, *, steps=2):
 
 @pytest.mark.parametrize("trainer", TRAINERS)
 def test_grpo(recipe, tmp_path, trainer):
-    check(train(trainer, recipe, tmp_path, *GSPO), tmp_path)
+    check(train(trainer, recipe, tmp_path, *GSPO, recorded(tmp_path)), tmp_path)
+    ages = records(tmp_path)
+    assert ages[1] == {0}
+    assert ages[2] == {0} if trainer in ("sync", "data plane") else ages[2] <= {0, 1}
+
+
+def recorded(tmp_path):
+    return f"++loss_fn.record={{dir:{tmp_path / 'records'}}}"
+
+
+def records(tmp_path):
+    """Ages of the sequences of each step on record, which is whole."""
+    parquet = pytest.importorskip("pyarrow.parquet")
+    ages = {}
+    for step in (1, 2):
+        table = parquet.read_table(tmp_path / "records" / f"step-{step:07d}-driver.parquet")
+        assert table.num_rows == 16
+        assert sorted(table["group"].to_pylist()) == [group for group in range(4) for _ in range(4)]
+        for name in ("reward", "gen", "prev", "advantages", "weight_version"):
+            assert table[name].null_count == 0, name
+        for gen, mask in zip(table["gen"].to_pylist(), table["mask"].to_pylist(), strict=True):
+            assert all((logprob < 0) == trains for logprob, trains in zip(gen, mask, strict=True))
+        ages[step] = set(table["staleness"].to_pylist())
+    return ages
 
 
 def logged(tmp_path, name):
@@ -281,7 +304,8 @@ def ppo(recipe, tmp_path, *overrides):
 
 
 def test_ppo(recipe, tmp_path):
-    check(ppo(recipe, tmp_path), tmp_path, steps=4)
+    check(ppo(recipe, tmp_path, recorded(tmp_path)), tmp_path, steps=4)
+    assert records(tmp_path) == {1: {0}, 2: {0}}  # two epochs on each
 
 
 def test_ppo_without_a_forward_pass_for_prev(recipe, tmp_path):
