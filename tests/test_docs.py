@@ -9,7 +9,7 @@ import torch
 
 from nemo_geomask import build_loss
 from nemo_geomask.checks import pages
-from nemo_geomask.config.masks import PRESETS
+from nemo_geomask.config.presets import PRESETS
 from nemo_geomask.errors import ArgumentError
 from nemo_geomask.losses import Part, available, variants
 

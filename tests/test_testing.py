@@ -1,13 +1,34 @@
 """What holds a loss to the package's promises: our own keep them all, and each promise catches who breaks it."""
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
+import yaml
 
+from nemo_geomask import build_loss
 from nemo_geomask import functional as F
 from nemo_geomask.cli import main
+from nemo_geomask.config import MaskStatistic
+from nemo_geomask.errors import ConfigError
 from nemo_geomask.losses import Variant
 from nemo_geomask.losses.registry import BUILT_IN
 from nemo_geomask.testing import PROMISES, SETTINGS, assert_promises, broken_promises
+
+
+def block(module):
+    """The code of a page's block that begins with the module's name."""
+    page = (Path(__file__).parents[1] / "docs" / "plugins.md").read_text(encoding="utf-8")
+    return re.search(rf"```python\n# {module}\.py\n(.*?)```", page, re.S)[1]
+
+
+@pytest.fixture
+def documented(tmp_path, monkeypatch):
+    """Puts the modules of docs/plugins.md where they can be imported."""
+    for module in ("my_corrections", "my_tasks"):
+        (tmp_path / f"{module}.py").write_text(block(module), encoding="utf-8")
+    monkeypatch.syspath_prepend(str(tmp_path))
 
 
 def surrogate(loss, inputs):
@@ -121,3 +142,45 @@ def test_command_says_what_is_broken(capsys):
     assert "ok      packed is padded" in text
     assert main(["test-variant", "gsop"]) == 2
     assert "did you mean 'gspo'" in capsys.readouterr().err
+
+
+def crowded(log_p, log_q):
+    return (log_p - log_q).abs() / (log_p - log_q).abs().mean()
+
+
+CROWDED = MaskStatistic(crowded)
+
+
+def test_a_correction_that_reduces_over_tokens_is_caught():
+    mask = {"log_ratio": "mismatch", "level": "token", "statistic": name("CROWDED"), "max": 1.5}
+    promise, text = next(broken_promises({"masks": [mask]}))
+    assert promise.name == "microbatches add up to the whole"
+    assert text
+
+
+@pytest.mark.slow
+def test_the_documented_corrections_keep_every_promise(documented):
+    page = (Path(__file__).parents[1] / "docs" / "plugins.md").read_text(encoding="utf-8")
+    (settings,) = re.findall(r"```yaml\n(loss_fn:\n.*?my_corrections.*?)```", page, re.S)
+    loss = yaml.safe_load(settings)["loss_fn"]
+    assert build_loss(loss).config.mask_rules[0].label == "gap"
+    assert_promises(loss)
+
+
+@pytest.mark.slow
+def test_the_documented_task_is_trained_on_in_the_lab(documented):
+    pytest.importorskip("transformers", reason="the policy is a transformers model (demo extra)")
+    from nemo_geomask.lab.recipe import LabRecipe
+    from nemo_geomask.lab.trainer import Trainer
+    from tests.helpers.tiny_recipe import TINY, merged
+
+    env = {"env": {"name": "my_tasks:Echo", "options": {"numbers": 7}, "min_terms": 2, "max_terms": 4}}
+    trainer = Trainer(LabRecipe.read(merged(TINY, env), source="test"), build_loss({}))
+    metrics, rollout = trainer.step()
+    assert trainer.task.vocab_size == 9
+    assert 0 <= metrics["reward"] <= 1
+    assert int(rollout.data["input_ids"][:, 1:].max()) <= 8
+    with pytest.raises(ConfigError, match=r"env\.name: Input should be|env\.name: .*no task named 'ehco'"):
+        LabRecipe.read({"env": {"name": "ehco"}}, source="test")
+    with pytest.raises(ConfigError, match="options .* are those of a plugin"):
+        LabRecipe.read({"env": {"options": {"numbers": 7}}}, source="test")

@@ -17,10 +17,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, cast
 
 from nemo_geomask.config.loss import LossConfig
-from nemo_geomask.config.masks import MaskRule
+from nemo_geomask.config.masks import Level, MaskRule
 from nemo_geomask.functional.ratios import log_bound
 
 __all__ = [
@@ -45,10 +45,10 @@ class Judged:
 def judged(config: LossConfig) -> list[Judged]:
     """The masks of a loss that :func:`kept_fraction` can judge, those that a truncation makes included."""
     rules = list(config.mask_rules)
-    kind, level = config.truncation, config.correction_level
-    if kind == "seq-mask-tis" or (kind == "icepop" and config.applies_weight):
+    kind, level = config.truncation, cast(Level, config.correction_level)
+    if kind == "seq-mask-tis" or (kind == "icepop" and config.applies_weight and config.own_level is None):
         bounds = truncation_bounds(config)
-        pooled = "sequence_mean" if kind == "seq-mask-tis" else level
+        pooled: Level = "sequence_mean" if kind == "seq-mask-tis" else level
         key = "loss_fn.truncated_importance_sampling_type"
         rules.append(MaskRule(kind, "mismatch", pooled, "ratio", *bounds, "always", key=key))
     return [

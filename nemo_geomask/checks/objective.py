@@ -40,6 +40,11 @@ def describe(loss: PolicyLoss) -> tuple[Part, ...]:
     )
 
 
+def _name(plugin: str) -> str:
+    """What follows the module."""
+    return plugin.rpartition(":")[2]
+
+
 def _interval(low: float | None, high: float | None) -> str:
     ends = [number(low) if low else "0", number(high) if high is not None else "∞"]
     return f"[{', '.join(ends)}]"
@@ -156,10 +161,18 @@ def _weight(config: LossConfig) -> Iterator[Part]:
         yield Part("w_t = 1", "Nothing corrects for the mismatch between training and generation engine.")
         return
     level = config.correction_level
-    formula = f"w_t = exp({_POOLED[level].format('x_t')}), x = prev − gen"
-    words = f"The weight against the mismatch is the {_WHOSE[level]}"
+    own = config.own_level
+    if own is None:
+        formula = f"w_t = exp({_POOLED[level].format('x_t')}), x = prev − gen"
+        words = f"The weight against the mismatch is the {_WHOSE[level]}"
+    else:
+        formula = f"w_t = exp({_name(level)}(x_t, Σ_t x_t, n)), x = prev − gen"
+        words = f"The weight against the mismatch is {own.words or f'that of {_name(level)}'}"
     bounds = _interval(config.truncated_importance_sampling_ratio_min, config.truncated_importance_sampling_ratio)
-    if config.truncation == "tis":
+    if config.truncation is not None and config.own_truncation is not None:
+        formula = f"{formula}, then {_name(config.truncation)} by {bounds}"
+        words = f"{words}, {config.own_truncation.words or f'truncated by {_name(config.truncation)}'}, {bounds}"
+    elif config.truncation == "tis":
         formula, words = f"{formula}, clamped to {bounds}", f"{words}, clamped to {bounds}"
     elif config.truncation == "icepop":
         formula, words = f"{formula}, 0 outside {bounds}", f"{words}, and 0 outside {bounds}"
@@ -182,7 +195,7 @@ def _limits(rule: MaskRule) -> tuple[str | None, str | None]:
 
 def _kept(rule: MaskRule) -> str:
     low, high = _limits(rule)
-    statistic = _STATISTIC[rule.statistic]
+    statistic = _STATISTIC.get(rule.statistic, f"{_name(rule.statistic)}(p_t, q_t)")
     value = _POOLED[rule.level].format(statistic.replace("_t", "_s") if rule.prefix else statistic)
     if rule.budgeted:
         value, high = f"|{value}|", "b"
@@ -190,7 +203,7 @@ def _kept(rule: MaskRule) -> str:
         value = f"exp({value})"
     text = " ≤ ".join(part for part in (low, value, high) if part)
     text += " at every t" if rule.level == "sequence_max" else ""
-    signed = rule.statistic in SIGNED
+    signed = rule.statistic in SIGNED or rule.measure is not None
     text += f", {_PROBABILITIES[rule.log_ratio]}" if signed else f", x = {_LOG_RATIO[rule.log_ratio]}"
     return text + _OR[rule.when]
 
@@ -198,7 +211,7 @@ def _kept(rule: MaskRule) -> str:
 def _dropped(rule: MaskRule) -> str:
     low, high = _limits(rule)
     ratio = rule.statistic == "ratio"
-    kind = _KIND[rule.statistic]
+    kind = _KIND.get(rule.statistic) or (rule.measure and rule.measure.words) or _name(rule.statistic)
     whose = rule.log_ratio
     what = {
         "token": f"tokens whose {whose} {kind}",

@@ -14,6 +14,7 @@ from pydantic.fields import FieldInfo
 
 from nemo_geomask.checks.objective import surrogate_parts
 from nemo_geomask.checks.report import RULES
+from nemo_geomask.config.corrections import Named
 from nemo_geomask.config.loss import LossConfig, Recording
 from nemo_geomask.config.strict import as_yaml
 from nemo_geomask.errors import ArgumentError
@@ -142,7 +143,9 @@ def between_marks(text: str, mark: str, table: str, *, page: str) -> str:
 def _values(name: str, field: FieldInfo) -> str:
     if name == "masks":
         return "list of masks"
-    literals = [value for value in _literals(field.annotation) if isinstance(value, str)]
+    found = _literals(field.annotation)
+    literals = [value for value in found if isinstance(value, str)]
+    literals += [name for value in found if isinstance(value, Named) for name in value.group.built_in]
     optional = type(None) in get_args(field.annotation)
     if literals:
         return ", ".join([*(f"`{value}`" for value in literals), *(["`null`"] if optional else [])])

@@ -10,13 +10,13 @@ from collections.abc import Sequence
 from typing import TextIO
 
 import nemo_geomask
-from nemo_geomask.cli import bench, check, diagnose, doctor, lab, rehearse, run, schema, test_variant, translate
+from nemo_geomask.cli import bench, check, diagnose, doctor, lab, rehearse, run, schema, sweep, test_variant, translate
 from nemo_geomask.errors import GeomaskError
 
 __all__ = ["COMMANDS", "main"]
 
 # Every command module has add(subparsers), which registers a parser whose `run` default does the work.
-COMMANDS = (lab, run, doctor, check, diagnose, translate, test_variant, rehearse, bench, schema)
+COMMANDS = (lab, run, doctor, check, diagnose, sweep, translate, test_variant, rehearse, bench, schema)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from nemo_geomask.config.mask_list import PLUGINS
 from nemo_geomask.config.schema import recipe_schema
 from nemo_geomask.errors import ConfigError
 from nemo_geomask.losses.registry import available, load
@@ -29,24 +30,31 @@ def add(subparsers: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--out", type=Path, metavar="FILE", help="default: standard output")
+    parser.add_argument("--installed", action="store_true", help="with the objectives and mask presets of plugins here")
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command."""
+    text = render(installed=arguments.installed)
     if arguments.out is None:
-        print(render(), end="")
+        print(text, end="")
         return 0
     try:
-        arguments.out.write_text(render(), encoding="utf-8")
+        arguments.out.write_text(text, encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"{arguments.out}: the schema can't be written: {error.strerror or error}") from None
     return 0
 
 
-def render() -> str:
-    """The schema as JSON text, with the objectives that come with the package."""
-    # Those alone, so that the text is the same wherever it is written. Plugins' names are allowed, their options open.
-    own = [name for name, entries in available().items() if entries[0].distribution == "nemo-geomask"]
-    schema = recipe_schema({name: load(name).options for name in own})
+def render(*, installed: bool = False) -> str:
+    """The schema as JSON text, with the objectives that come with the package.
+
+    Args:
+        installed: with those and the mask presets of other distributions here, too. Without, the text is the same
+            wherever it is written; plugins' objectives are allowed by any name, and presets as ``module:attribute``.
+    """
+    names = [name for name, entries in available().items() if installed or entries[0].distribution == "nemo-geomask"]
+    presets = {name: PLUGINS.load(name) for name in PLUGINS.available() if installed and not PLUGINS.is_own(name)}
+    schema = recipe_schema({name: load(name).options for name in names}, presets)
     return json.dumps(schema, ensure_ascii=False, indent=2) + "\n"

@@ -1,4 +1,4 @@
-"""``nemo-geomask translate``: another system's settings as a ``loss_fn:`` block."""
+"""``nemo-geomask translate``: another system's settings as a ``loss_fn:`` block, and that as verl's settings."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ exit status
 examples
   nemo-geomask translate ppo_trainer.yaml
   nemo-geomask translate --from slime run.sh mis.yaml --out loss_fn.yaml
+  nemo-geomask translate --to verl recipe.yaml
 """
 
 
@@ -37,15 +38,28 @@ def add(subparsers: Any) -> None:
     parser.add_argument(
         "--from", dest="peer", metavar="SYSTEM", help="whose settings (default: found out by the names)"
     )
+    parser.add_argument(
+        "--to", choices=["verl"], help="the other way: FILE is a recipe, whose loss_fn is written as theirs"
+    )
     parser.add_argument("--out", type=Path, metavar="FILE", help="default: standard output")
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command."""
-    from nemo_geomask.translate import translate_files
+    from nemo_geomask.config.recipe import read_recipe
+    from nemo_geomask.translate import to_verl, translate_files
 
-    translation = translate_files(arguments.files, arguments.peer)
+    translation: Any
+    if arguments.to is None:
+        translation = translate_files(arguments.files, arguments.peer)
+    else:
+        if len(arguments.files) > 1 or arguments.peer is not None:
+            raise ConfigError("--to takes one recipe, and no --from")
+        block = read_recipe(arguments.files[0]).data.get("loss_fn")
+        if not isinstance(block, dict):
+            raise ConfigError(f"{arguments.files[0]}: has no loss_fn block to translate")
+        translation = to_verl(block)
     if arguments.out is None:
         print(translation.yaml(), end="")
     else:

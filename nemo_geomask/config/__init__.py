@@ -2,8 +2,19 @@
 
 from __future__ import annotations
 
+from nemo_geomask.config.corrections import MaskStatistic, Truncation, WeightLevel
 from nemo_geomask.config.loss import LossConfig
 from nemo_geomask.config.masks import MaskPreset, MaskRule
 from nemo_geomask.config.strict import StrictModel, nearest, parse
 
-__all__ = ["LossConfig", "MaskPreset", "MaskRule", "StrictModel", "nearest", "parse"]
+__all__ = [
+    "LossConfig",
+    "MaskPreset",
+    "MaskRule",
+    "MaskStatistic",
+    "StrictModel",
+    "Truncation",
+    "WeightLevel",
+    "nearest",
+    "parse",
+]

@@ -165,13 +165,13 @@ def _truncation(settings: LossSettings) -> Iterator[Conflict]:
     kind_key, high_key = "truncated_importance_sampling_type", "truncated_importance_sampling_ratio"
     low_key = f"{high_key}_min"
     kind, high, low = (getattr(settings, key) for key in (kind_key, high_key, low_key))
-    if kind in ("icepop", "seq-mask-tis"):
+    if kind not in (None, "tis"):
         if high is None:
             yield Conflict(
                 (kind_key, high_key),
                 f"{kind_key}: {kind} needs {high_key}; give the upper bound, or set the type to null",
             )
-        if low is None:
+        if low is None and settings.own_truncation is None:
             yield Conflict(
                 (kind_key, low_key), f"{kind_key}: {kind} needs {low_key}; give the lower bound (0 for none)"
             )
@@ -257,14 +257,8 @@ def _rest(settings: LossSettings) -> Iterator[Conflict]:
             "denominator: kept counts what the masks on the mismatch keep, but masks has none such; add one "
             "(geometric, icepop, veto, …), or set denominator: original",
         )
-    looks = {
-        "batch_veto": ("batch_veto", settings.batch_veto is not None),
-        "denominator": ("denominator: kept", settings.denominator == "kept"),
-        "masks": ("a mask with a budget", bool(settings.budgets)),
-        "is_correction_batch_normalize": ("the weight's mean", settings.is_correction_batch_normalize),
-    }
-    for key, (what, on) in looks.items():
-        if on and settings.force_on_policy_ratio:
+    for key, what in settings.looks.items():
+        if settings.force_on_policy_ratio:
             yield Conflict(
                 (key, "force_on_policy_ratio"),
                 f"{what} looks at prev_logprobs before the step, which force_on_policy_ratio: true does without; unset "

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Set
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import (
     Field,
@@ -21,17 +21,21 @@ from pydantic import (
 )
 
 from nemo_geomask.config.conflicts import conflicts
+from nemo_geomask.config.corrections import LEVELS, TRUNCATIONS, Named, Truncation, WeightLevel
 from nemo_geomask.config.foreign import foreign
-from nemo_geomask.config.masks import MaskRule, MaskSpec, mask_rules, validate_masks
+from nemo_geomask.config.mask_list import validate_masks
+from nemo_geomask.config.masks import MaskRule, mask_rules
+from nemo_geomask.config.presets import MaskSpec
 from nemo_geomask.config.strict import StrictModel, as_yaml, conflicting, problems
 from nemo_geomask.errors import ConfigError
 
 __all__ = ["BatchVeto", "CorrectionLevel", "KLType", "LossConfig", "LossSettings", "Normalization", "Recording"]
 
-CorrectionLevel = Literal["token", "sequence", "sequence_mean"]
+_LEVEL, _TRUNCATION = Named(LEVELS), Named(TRUNCATIONS)
+CorrectionLevel = Annotated[str, _LEVEL]
 KLType = Literal["k1", "k2", "k3", "k4"]
 Normalization = Literal["tokens", "sequences", "documents", "constant"]
-Truncation = Literal["tis", "icepop", "seq-mask-tis"]
+TruncationType = Annotated[str, _TRUNCATION]
 
 _NEMO_RL = "NeMo-RL"
 WEIGHT_MEAN = "_weight_mean"
@@ -186,7 +190,7 @@ class LossSettings(StrictModel):
         formula="w ← w / mean(w)",
         source="verl `rollout_is_batch_normalize`; slime `tis_batch_normalize`",
     )
-    truncated_importance_sampling_type: Truncation | None = _field(
+    truncated_importance_sampling_type: TruncationType | None = _field(
         None,
         "`tis` clamps the weight to [min, ratio]; `icepop` zeroes it outside; `seq-mask-tis` zeroes sequences whose "
         "geometric-mean ratio is outside and leaves token weights as they are.",
@@ -302,6 +306,23 @@ class LossSettings(StrictModel):
             return self.is_correction_level
         return "sequence" if self.sequence_level_importance_ratios else "token"
 
+    @cached_property
+    def own_level(self) -> WeightLevel | None:
+        """The weight's level, where another distribution brings it."""
+        found: WeightLevel | None = _LEVEL.find(self.is_correction_level)
+        return found
+
+    @cached_property
+    def own_truncation(self) -> Truncation | None:
+        """The truncation, where another distribution brings it."""
+        found: Truncation | None = _TRUNCATION.find(self.truncated_importance_sampling_type)
+        return found
+
+    @property
+    def weighs_tokens(self) -> bool:
+        """Whether each token has a weight of its own."""
+        return self.correction_level == "token" or self.own_level is not None
+
     @property
     def applies_weight(self) -> bool:
         """Whether the surrogate is multiplied by the weight against the mismatch."""
@@ -331,7 +352,7 @@ class LossSettings(StrictModel):
         return not self.knows_prev and self.audit_fraction < 1
 
     @property
-    def truncation(self) -> Truncation | None:
+    def truncation(self) -> str | None:
         """The truncation in force: None also where a ratio is missing."""
         return self.truncated_importance_sampling_type if self.truncated_importance_sampling_ratio is not None else None
 
@@ -353,10 +374,20 @@ class LossSettings(StrictModel):
         return tuple(rule for rule in self.mask_rules if rule.log_ratio == "mismatch")
 
     @property
+    def looks(self) -> dict[str, str]:
+        """Settings for which each batch is to be looked at before its step, each with what asks for it, in words."""
+        asked = {
+            "masks": ("a mask with a budget", bool(self.budgets)),
+            "is_correction_batch_normalize": ("the weight's mean", self.is_correction_batch_normalize),
+            "batch_veto": ("batch_veto", self.batch_veto is not None),
+            "denominator": ("denominator: kept", self.denominator == "kept"),
+        }
+        return {key: words for key, (words, on) in asked.items() if on}
+
+    @property
     def looks_before_step(self) -> bool:
-        """Whether each batch is to be looked at before its step: for a veto, a count, a budget or the weight's mean."""
-        asked = self.batch_veto is not None or self.is_correction_batch_normalize
-        return asked or bool(self.rules_before_step or self.budgets)
+        """Whether each batch is to be looked at before its step."""
+        return bool(self.looks)
 
     @property
     def budgets(self) -> tuple[MaskRule, ...]:

@@ -6,11 +6,12 @@ wrong type are errors that say whose they are.
 
 from __future__ import annotations
 
+import functools
 import importlib
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import reduce
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 from nemo_geomask.config.strict import nearest
@@ -28,6 +29,12 @@ class Entry:
     name: str
     value: str
     distribution: str
+
+
+@functools.lru_cache
+def _points(group: str, find: Callable[..., Iterable[EntryPoint]], path: tuple[str, ...]) -> tuple[EntryPoint, ...]:
+    """Those on the path; reading every distribution's metadata takes milliseconds."""
+    return tuple(find(group=group))
 
 
 @dataclass(frozen=True)
@@ -61,11 +68,15 @@ class PluginGroup:
         entries: dict[str, dict[tuple[str, str], Entry]] = {
             name: {(value, _SELF): Entry(name, value, _SELF)} for name, value in self.built_in.items()
         }
-        for point in entry_points(group=self.group):
+        for point in _points(self.group, entry_points, tuple(sys.path)):
             owner = point.dist.name if point.dist is not None else "unknown distribution"
             # A distribution found twice on sys.path (an editable install beside its checkout) is one claim.
             entries.setdefault(point.name, {})[point.value, owner] = Entry(point.name, point.value, owner)
         return {name: tuple(entries[name].values()) for name in sorted(entries)}
+
+    def is_own(self, name: str) -> bool:
+        """Whether the name is this package's and nobody else claims it."""
+        return name in self.built_in and len(self.available()[name]) == 1
 
     def load(self, name: str) -> Any:
         """The object registered under ``name``, or found at ``module:attribute``.
@@ -96,7 +107,7 @@ class PluginGroup:
         whose = f"'{entry.name}' ({entry.distribution}, {entry.value})"
         module, _, attribute = entry.value.partition(":")
         try:
-            found: Any = reduce(getattr, attribute.split("."), importlib.import_module(module))
+            found: Any = functools.reduce(getattr, attribute.split("."), importlib.import_module(module))
         except Exception as error:
             # A foreign message may have lines; ours are one.
             text = " ".join(str(error).split())

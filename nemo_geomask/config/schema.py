@@ -23,11 +23,12 @@ Schema = dict[str, Any]
 _REFERENCE: Schema = {"type": "string", "pattern": r"\$\{|^\?\?\?$"}
 
 
-def recipe_schema(options: Mapping[str, type[BaseModel]]) -> Schema:
+def recipe_schema(options: Mapping[str, type[BaseModel]], presets: Mapping[str, type[BaseModel]]) -> Schema:
     """JSON Schema (draft 7) of a recipe.
 
     Args:
         options: objectives to offer, each with the model of its own settings; other names are allowed, too.
+        presets: mask presets of other distributions.
 
     Returns: the schema, that of the ``loss_fn`` block under ``$defs/LossConfig``.
     """
@@ -36,6 +37,10 @@ def recipe_schema(options: Mapping[str, type[BaseModel]]) -> Schema:
     models = {name: model.model_json_schema() for name, model in options.items()}
     block = {**_model(raw), "allOf": [_options_of(name, model) for name, model in models.items()]}
     block["properties"]["name"]["anyOf"] = [{"enum": list(options)}, {"type": "string"}]
+    for name, preset in presets.items():
+        schema = preset.model_json_schema()
+        definitions |= schema.pop("$defs", {}) | {preset.__name__: schema}
+        schema["properties"]["preset"] = {"const": name}
     block["properties"]["masks"]["else"] = {"type": "array", "items": _mask(definitions)}
     # omegaconf's, see read_recipe.
     block["properties"]["_override_"] = {"type": "boolean", "description": "true: replace the inherited block."}
@@ -84,6 +89,8 @@ def _plain(limits: Schema) -> Schema:
     match limits:
         case {"anyOf": [{"$ref": model}, {"type": "null"}]}:
             return {"if": {"type": "null"}, "else": {"$ref": model}}
+        case {"anyOf": [{"if": plugin, "else": {"enum": values}}, {"type": "null"}]}:
+            return {"if": plugin, "else": {"enum": [*values, None]}}
         case {"anyOf": [{"enum": values}, {"type": "null"}]}:
             return {"enum": [*values, None]}
         case {"anyOf": [{"type": kind} as inner, {"type": "null"}]}:
@@ -103,7 +110,11 @@ def _mask(definitions: Mapping[str, Schema]) -> Schema:
     return {
         "type": "object",
         "properties": {
-            "preset": {"enum": list(presets), "description": "A rule by its paper's name; without it, the raw form."}
+            "preset": {
+                "description": "A rule by its paper's name, or module:attribute; without it, the raw form.",
+                "if": {"type": "string", "pattern": ":"},
+                "else": {"enum": list(presets)},
+            }
         },
         "allOf": [
             *(

@@ -370,7 +370,8 @@ CAUSES: tuple[Cause, ...] = (
         "log-probs shifted by a token against the other engine's",
         True,
         0.0,
-        f"share of sequences whose log-probs fit the next or the last token twice as well as their own. {_OURS}",
+        "share of sequences whose log-probs fit those of the token after, or before, three times better, four in five. "
+        f"{_OURS}",
         "align prev_logprobs and generation_logprobs: both speak of token t in column t (padding, BOS, packing)",
         _shifted,
     ),

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from nemo_geomask.diagnosis.read import read_blocks
+from nemo_geomask.diagnosis.read import RecordBlock, read_blocks
 from nemo_geomask.diagnosis.sources import RunFiles, over_files
 from nemo_geomask.diagnosis.statistics import Statistics
 from nemo_geomask.diagnosis.survey import survey
 
-__all__ = ["survey_file", "survey_run"]
+__all__ = ["blocks_of", "survey_file", "survey_run"]
 
 
 def survey_file(path: Path) -> Statistics:
@@ -27,3 +27,13 @@ def survey_run(run: RunFiles, steps: Sequence[int] | None = None, cache: Path | 
     for part in over_files(survey_file, run.paths(steps), cache):
         found.add(part)
     return found
+
+
+def blocks_of(run: RunFiles, step: int, cache: Path | None = None) -> Iterator[RecordBlock]:
+    """One step's records."""
+    for path in over_files(_same, run.paths([step]), cache, processes=1):
+        yield from read_blocks(path)
+
+
+def _same(path: Path) -> Path:
+    return path

@@ -27,6 +27,8 @@ SIZE_CAP = 1.0
 SCORE_CAP = 0.1
 SURE = -0.05
 """A log-prob above it may round to 0."""
+LEAST_PAIRS = 6
+"""Of successive tokens that a neighbour has to fit."""
 
 
 @dataclass(frozen=True)
@@ -114,13 +116,18 @@ def _bugs(sums: StepSums, mask: Array, gen: Array, prev: Array, sequence: Array,
     # Beside itself: with the token after and before it, where both train.
     pair = shown[1:] & shown[:-1] & (sequence[1:] == sequence[:-1])
     owner = sequence[:-1][pair]
-    pairs = np.bincount(owner, minlength=count)
     here, later, earlier = (
-        np.bincount(owner, weights=_gap(one[pair], other[pair]), minlength=count)
+        _gap(one[pair], other[pair])
         for one, other in ((prev[:-1], gen[:-1]), (prev[:-1], gen[1:]), (prev[1:], gen[:-1]))
     )
-    enough = pairs >= 16
-    apart = enough & (here > 0.02 * pairs)
+    apart = here > 0.05
+    enough = np.bincount(owner, minlength=count) >= LEAST_PAIRS
+    shifted = {}
+    for name, beside in (("shifted_later", later), ("shifted_earlier", earlier)):
+        total, better = (np.bincount(owner, weights=gap, minlength=count) for gap in (here, beside))
+        fits = np.bincount(owner[apart & (beside < here / 3)], minlength=count)
+        least = np.maximum(LEAST_PAIRS, 0.8 * np.bincount(owner[apart], minlength=count))
+        shifted[name] = (fits >= least) & (better < total / 3)
     counts = {
         "all_sequences": tokens > 0,
         "no_gen": no_gen,
@@ -132,8 +139,7 @@ def _bugs(sums: StepSums, mask: Array, gen: Array, prev: Array, sequence: Array,
         "positive_logprobs": mask & ((gen > 1e-3) | (prev > 1e-3)),
         "all_tokens": mask,
         "lagged": enough,
-        "shifted_later": apart & (later < here / 3) & (later <= earlier),
-        "shifted_earlier": apart & (earlier < here / 3) & (earlier < later),
+        **shifted,
     }
     for name, where in counts.items():
         sums.put(name, float(where.sum()))

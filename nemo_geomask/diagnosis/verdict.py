@@ -19,6 +19,10 @@ __all__ = ["LEVELS", "Alarm", "Health", "Level", "Reading", "RunDiagnosis", "dia
 Health = Literal["healthy", "drifting", "broken"]
 
 
+LEAST_SEQUENCES = 32
+"""A bootstrap over fewer says nothing of the rest."""
+
+
 class Reading(NamedTuple):
     """A number over steps, its 95 % interval over sequences, and what it says of the run."""
 
@@ -58,7 +62,7 @@ class Level:
         low, high = (float(end) for end in np.quantile(values, [0.025, 0.975]))
         sign, sure = (-1, high) if self.below else (1, low)
         health: Health = "healthy"
-        if sign * sure > sign * self.drifting:
+        if sums["sequences"] >= LEAST_SEQUENCES and sign * sure > sign * self.drifting:
             health = "broken" if sign * sure > sign * self.broken else "drifting"
         return Reading(float(self.value({name: sums[name] for name in BOOT})), low, high, health)
 

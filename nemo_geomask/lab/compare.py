@@ -12,17 +12,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any
 
 from nemo_geomask.config import nearest
-from nemo_geomask.config.loss import CorrectionLevel
+from nemo_geomask.config.corrections import LEVELS
 from nemo_geomask.errors import ConfigError
 from nemo_geomask.lab.recipe import LabConfig
 from nemo_geomask.losses import available
 
 __all__ = ["ComparedLoss", "parse_compare", "parse_spec"]
 
-_LEVELS = get_args(CorrectionLevel)
+_LEVELS = tuple(LEVELS.built_in)
 _NONE = "none"
 _CORRECTION_KEYS = (
     "is_correction_level",

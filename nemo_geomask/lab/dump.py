@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from nemo_geomask.lab.rollout import Rollout
-from nemo_geomask.lab.task import Progressions
+from nemo_geomask.lab.task import Task
 
 __all__ = ["write_rollout"]
 
@@ -23,7 +23,7 @@ _KEYS = {
 }
 
 
-def write_rollout(rollout: Rollout, task: Progressions, path: Path) -> None:
+def write_rollout(rollout: Rollout, task: Task, path: Path) -> None:
     """Write one JSON object a sequence.
 
     As NeMo-RL's logger, which slices the batch to size one, it wraps every value but ``idx`` in a list of one:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from nemo_geomask.lab.recipe import GenerationConfig
-from nemo_geomask.lab.task import Progressions, Prompts
+from nemo_geomask.lab.task import Prompts, Task
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -41,7 +41,7 @@ class Generated:
 def generate(
     engine: PreTrainedModel,
     prompts: Prompts,
-    task: Progressions,
+    task: Task,
     config: GenerationConfig,
     generator: torch.Generator,
 ) -> Generated:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from nemo_geomask.lab.optional import require
 from nemo_geomask.lab.recipe import GenerationConfig, ModelConfig
-from nemo_geomask.lab.task import Progressions
+from nemo_geomask.lab.task import Task
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["build_policy", "checkpoint", "generation_copy", "policy_config", "token_logprobs"]
 
 
-def policy_config(config: ModelConfig, task: Progressions) -> PretrainedConfig:
+def policy_config(config: ModelConfig, task: Task) -> PretrainedConfig:
     """The policy's sizes, as ``transformers`` and vLLM read them."""
     transformers: Any = require("transformers")
     hf_config: PretrainedConfig = transformers.Qwen3MoeConfig(
@@ -45,7 +45,7 @@ def policy_config(config: ModelConfig, task: Progressions) -> PretrainedConfig:
     return hf_config
 
 
-def build_policy(config: ModelConfig, task: Progressions, seed: int) -> PreTrainedModel:
+def build_policy(config: ModelConfig, task: Task, seed: int) -> PreTrainedModel:
     """A ``Qwen3MoeForCausalLM`` in float32; the same seed gives the same weights."""
     transformers: Any = require("transformers")
     with torch.random.fork_rng(devices=[]):

@@ -7,15 +7,34 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
 from nemo_geomask.config import StrictModel, nearest, parse
+from nemo_geomask.config.corrections import Named
+from nemo_geomask.config.plugins import PluginGroup
 from nemo_geomask.errors import ConfigError
 
-__all__ = ["EnvConfig", "GenerationConfig", "GrpoConfig", "LabConfig", "LabRecipe", "ModelConfig", "PolicyConfig"]
+__all__ = [
+    "TASKS",
+    "EnvConfig",
+    "GenerationConfig",
+    "GrpoConfig",
+    "LabConfig",
+    "LabRecipe",
+    "ModelConfig",
+    "PolicyConfig",
+]
 
+TASKS = PluginGroup(
+    group="nemo_geomask.lab_tasks",
+    what="task",
+    key="env.name",
+    must_be="a class whose of(env) makes a nemo_geomask.lab.task.Task (see docs/plugins.md)",
+    fits=lambda found: isinstance(found, type) and callable(getattr(found, "of", None)),
+    built_in={"progressions": "nemo_geomask.lab.task:Progressions"},
+)
 _PRESET_BOUNDS: dict[str, dict[str, Any]] = {
     # Wide enough to leave a healthy run alone, narrow enough to act once the engines part.
     "geometric": {"min": 0.98, "max": 1.02},
@@ -176,10 +195,23 @@ class PolicyConfig(StrictModel):
 class EnvConfig(StrictModel):
     """``env:``, the task; see :mod:`nemo_geomask.lab.task`."""
 
-    name: Literal["progressions"] = Field("progressions", description="Continue a progression modulo a number.")
+    name: Annotated[str, Named(TASKS)] = Field(
+        "progressions",
+        description="progressions: continue one modulo a number; else a name in group nemo_geomask.lab_tasks, or "
+        "module:attribute.",
+    )
+    options: dict[str, Any] = Field(
+        default_factory=dict, description="Settings of another distribution's task, validated by it."
+    )
     modulus: int = Field(10, gt=2, description="Numbers there are; random ones earn 1/modulus.")
     min_terms: int = Field(8, gt=0, description="Fewest terms a prompt asks for.")
     max_terms: int = Field(48, gt=0, description="Most terms a prompt asks for.")
+
+    @model_validator(mode="after")
+    def _check_options(self) -> EnvConfig:
+        if self.options and TASKS.is_own(self.name):
+            raise ValueError(f"options ({', '.join(self.options)}) are those of a plugin, which {self.name} is not")
+        return self
 
     @model_validator(mode="after")
     def _check_terms(self) -> EnvConfig:

@@ -13,7 +13,7 @@ from nemo_geomask.lab.advantages import token_advantages
 from nemo_geomask.lab.engine import TrainEngine
 from nemo_geomask.lab.recipe import LabRecipe
 from nemo_geomask.lab.samplers import Sampler, build_sampler
-from nemo_geomask.lab.task import Progressions, Prompts
+from nemo_geomask.lab.task import Prompts, Task
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -48,7 +48,7 @@ def collect(
     policy: PreTrainedModel,
     reference: PreTrainedModel | None,
     recipe: LabRecipe,
-    task: Progressions,
+    task: Task,
     generators: tuple[torch.Generator, torch.Generator],
     engine: TrainEngine,
     sampler: Sampler | None = None,
@@ -86,7 +86,7 @@ def collect(
 def _sample(
     policy: PreTrainedModel,
     recipe: LabRecipe,
-    task: Progressions,
+    task: Task,
     generators: tuple[torch.Generator, torch.Generator],
     sampler: Sampler,
 ) -> dict[str, Tensor]:

@@ -25,6 +25,7 @@ from nemo_geomask.lab.recipe import LabRecipe
 from nemo_geomask.lab.results import LabResult, VariantResult
 from nemo_geomask.lab.rollout import Rollout
 from nemo_geomask.lab.samplers import build_sampler
+from nemo_geomask.lab.task import task_of
 from nemo_geomask.lab.trainer import Trainer
 from nemo_geomask.losses import PolicyLoss
 
@@ -64,7 +65,7 @@ def run_lab(recipe: LabRecipe, variants: Sequence[ComparedLoss], out: Path, prog
     in_force = [_settings(loss) for loss in losses]
     _write_config(recipe, variants, in_force, out / "config.yaml")
     results: list[VariantResult] = []
-    chance = 1.0 / recipe.env.modulus
+    chance = task_of(recipe.env).chance
     beside = functools.partial(_train_beside, recipe, [variant.loss_fn for variant in variants])
     lab = recipe.lab
     with (out / "metrics.jsonl").open("w", encoding="utf-8", buffering=1) as log, progress:

@@ -10,7 +10,7 @@ import torch
 from nemo_geomask.lab.generation import Generated, generate
 from nemo_geomask.lab.model import generation_copy
 from nemo_geomask.lab.recipe import GenerationConfig, LabRecipe
-from nemo_geomask.lab.task import Progressions, Prompts
+from nemo_geomask.lab.task import Prompts, Task, task_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -39,7 +39,7 @@ class CopySampler:
     """
 
     config: GenerationConfig
-    task: Progressions
+    task: Task
 
     @property
     def name(self) -> str:
@@ -58,7 +58,7 @@ def build_sampler(recipe: LabRecipe) -> Sampler:
     Raises:
         MissingDependencyError: vLLM is asked for and not installed.
     """
-    task = Progressions.of(recipe.env)
+    task = task_of(recipe.env)
     if recipe.policy.generation.backend == "vllm":
         # Imported here, since it starts by importing vLLM.
         from nemo_geomask.lab.vllm import VllmSampler

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from nemo_geomask.lab.recipe import EnvConfig
+from nemo_geomask.lab.recipe import TASKS, EnvConfig
 
-__all__ = ["Progressions", "Prompts"]
+__all__ = ["Progressions", "Prompts", "Task", "task_of"]
 
 
 @dataclass(frozen=True)
@@ -25,11 +26,54 @@ class Prompts:
 
     Attributes:
         token_ids: [B, P] long.
-        terms: [B] long, how many terms each response should have.
+        terms: [B] long, how many tokens each response may have.
     """
 
     token_ids: Tensor
     terms: Tensor
+
+
+class Task(Protocol):
+    """What the policy is to learn; token ids count from 0 to ``vocab_size - 1``."""
+
+    @property
+    def prompt_width(self) -> int:
+        """Tokens of every prompt."""
+
+    @property
+    def max_terms(self) -> int:
+        """Tokens of the longest response."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens there are, EOS and PAD among them."""
+
+    @property
+    def eos_id(self) -> int:
+        """End of response."""
+
+    @property
+    def pad_id(self) -> int:
+        """Padding."""
+
+    @property
+    def chance(self) -> float:
+        """Expected reward of random answers."""
+
+    def sample(self, count: int, generator: torch.Generator) -> Prompts:
+        """Draw prompts; each says how many tokens its response may have."""
+
+    def reward(self, prompt: Sequence[int], response: Sequence[int], terms: int) -> float:
+        """Of the tokens sampled after the prompt, with or without EOS."""
+
+    def text(self, token_ids: Sequence[int]) -> str:
+        """Tokens as a user reads them."""
+
+
+def task_of(env: EnvConfig) -> Task:
+    """The task that a recipe names."""
+    task: Task = TASKS.load(env.name).of(env)
+    return task
 
 
 @dataclass(frozen=True)

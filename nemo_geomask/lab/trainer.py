@@ -18,7 +18,7 @@ from nemo_geomask.lab.ranks import Ranks
 from nemo_geomask.lab.recipe import LabRecipe
 from nemo_geomask.lab.rollout import Rollout, collect
 from nemo_geomask.lab.samplers import Sampler, build_sampler
-from nemo_geomask.lab.task import Progressions
+from nemo_geomask.lab.task import task_of
 from nemo_geomask.losses import BeforeStep, PolicyLoss
 from nemo_geomask.losses.prestep import untrained_metrics
 from nemo_geomask.metrics import summarized
@@ -64,7 +64,7 @@ class Trainer:
         seed = recipe.grpo.seed
         self.recipe = recipe
         self.loss = loss
-        self.task = Progressions.of(recipe.env)
+        self.task = task_of(recipe.env)
         self.sampler = sampler or build_sampler(recipe)
         shared = ranks.tp.size * ranks.cp.size > 1
         self.engine: TrainEngine = PackedEngine(ranks) if shared else PaddedEngine(ranks)

@@ -14,7 +14,7 @@ from nemo_geomask.integrations.vllm import load_weights, rollout_batch
 from nemo_geomask.lab.generation import Generated
 from nemo_geomask.lab.model import checkpoint, generation_copy, policy_config, token_logprobs
 from nemo_geomask.lab.recipe import LabRecipe
-from nemo_geomask.lab.task import Progressions, Prompts
+from nemo_geomask.lab.task import Prompts, Task
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -52,7 +52,7 @@ class VllmSampler:
         MissingDependencyError: vLLM is not installed.
     """
 
-    def __init__(self, recipe: LabRecipe, task: Progressions) -> None:
+    def __init__(self, recipe: LabRecipe, task: Task) -> None:
         self.recipe, self._task = recipe, task
         os.environ.update(_FORCED)
         for name, value in _ENVIRONMENT.items():

@@ -23,6 +23,7 @@ def correct(batch: TokenBatch, seen: Observed, config: LossConfig) -> tuple[Tens
     ``token``         prev_t − gen_t
     ``sequence``      Σ_t m_t (prev_t − gen_t)
     ``sequence_mean`` the same divided by Σ_t m_t
+    a plugin's        its function of token, sum and count
     ================= ============================================
 
     Returns: the weight, broadcastable to the token layout, without gradient; None where none is applied. Nothing is
@@ -32,7 +33,11 @@ def correct(batch: TokenBatch, seen: Observed, config: LossConfig) -> tuple[Tens
     if not config.knows_prev:
         return None, []
     level, spread = config.correction_level, batch.segments.spread
-    if level == "token":
+    if config.own_level is not None:
+        of_sequence = (spread(seen.sums["mismatch.ratio"]), spread(seen.tokens))
+        log_ratio = config.own_level.log_weight(batch.mismatch, *of_sequence)
+        level, log_ratio = "token", torch.where(seen.trains != 0, log_ratio, 0.0).detach()
+    elif level == "token":
         log_ratio = batch.mismatch
     elif level == "sequence":
         # NeMo-RL's exponent carries the sample mask, which may be fractional.
@@ -49,6 +54,8 @@ def correct(batch: TokenBatch, seen: Observed, config: LossConfig) -> tuple[Tens
         reports.append(Metric(("is_oob_ratio",), "sequences", lambda: removed.float()))
     elif config.truncation is not None:
         truncate = F.clamp_weight if config.truncation == "tis" else F.filter_weight
+        if config.own_truncation is not None:
+            truncate = config.own_truncation.of
         weight, outside = truncate(log_ratio, **bounds)
         by_token = outside if level == "token" else spread(outside)
         reports.append(Metric(("is_oob_ratio",), "tokens", lambda: by_token.float()))

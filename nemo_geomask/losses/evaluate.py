@@ -85,7 +85,7 @@ def evaluate(
     metrics.add(reports)
     found = seen.sums.__getitem__ if variant.pooled_by == "sum" else seen.mean
     surrogate = variant.surrogate(inputs, {name: segments.spread(found(f"variant.{name}")) for name in pooled})
-    metrics.add(report_surrogate(surrogate, batch, seen, full=full, by_sequence=bool(pooled)))
+    metrics.add(report_surrogate(surrogate, batch, seen, full=full, by_sequence=len(pooled) > 0))
 
     coefficient = F.token_coefficients(
         config.normalization,

@@ -151,13 +151,11 @@ class PolicyLoss:
             # The same in every row; where there is none, there is nothing to bound.
             bounds = [(found[key][:1].float().sum() if len(found[key]) else torch.ones(())) for key in self._budgets]
             return torch.stack(bounds).to(device, non_blocking=True) if bounds else None
-        settings = "denominator: kept" if self.config.batch_veto is None else "batch_veto"
-        settings = "is_correction_batch_normalize" if self.config.is_correction_batch_normalize else settings
-        settings = "masks with a budget" if self.config.budgets else settings
+        key, words = next(iter(self.config.looks.items()))
         raise DataError(
-            f"loss_fn.{settings} needs a look at the whole batch before the step, but this batch has had none: there "
-            f"is no data['{PREPARED}']. Run NeMo-RL by nemo-geomask run, call nemo_geomask.losses.BeforeStep on the "
-            f"batch and take over its changes in a loop of your own, or remove loss_fn.{settings}"
+            f"loss_fn.{key}: {words} needs a look at the whole batch before the step, but this batch has had none: "
+            f"there is no data['{PREPARED}']. Run NeMo-RL by nemo-geomask run, call nemo_geomask.losses.BeforeStep on "
+            f"the batch and take over its changes in a loop of your own, or remove it"
         )
 
     def _call(

@@ -256,7 +256,7 @@ def _weight_mean(config: LossConfig, data: Mapping[str, Any]) -> float:
     weight, _ = correct(batch, seen, config)
     assert weight is not None
     weight, trained = weight.double().expand_as(seen.weight), seen.weight.double()
-    if config.correction_level != "token":
+    if not config.weighs_tokens:
         trained = trained / trained.sum(dim=1, keepdim=True).clamp(min=1e-300) * seen.sample_mask.unsqueeze(-1)
     mean = float((weight * trained).sum() / trained.sum().clamp(min=1e-300))
     # Weights that have vanished are left so, as in verl: no division makes them say more.

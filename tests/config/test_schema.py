@@ -9,7 +9,7 @@ import yaml
 from nemo_geomask import LossConfig, build_loss
 from nemo_geomask.cli import main
 from nemo_geomask.cli.schema import render
-from nemo_geomask.config.masks import PRESETS
+from nemo_geomask.config.presets import PRESETS
 from nemo_geomask.errors import GeomaskError
 
 ROOT = Path(__file__).parents[2]
@@ -31,6 +31,9 @@ VALID = [
     {"masks": [{"log_ratio": "total", "level": "token", "statistic": "prob_diff", "min": -0.1, "when": "pushing"}]},
     {"masks": [{"preset": "dppo_kl", "delta": 0.05, "log_ratio": "policy"}, {"preset": "kpop", "max": 0.1}]},
     {"is_correction_level": "sequence_mean", "use_importance_sampling_correction": True},
+    {"is_correction_level": "tests.losses.test_registry:ROOT_LEVEL", "use_importance_sampling_correction": True},
+    {"masks": [{"preset": "tests.losses.test_registry:Half", "factor": 1.1}]},
+    {"masks": [{"log_ratio": "total", "level": "token", "statistic": "tests.losses.test_registry:GAP", "max": 0.2}]},
 ]
 # What is wrong, and the key at which an editor should say so.
 INVALID = [
@@ -80,7 +83,7 @@ def test_every_setting_is_there_with_its_default_and_words():
 
 def test_every_preset_has_a_branch_of_its_own():
     items = BLOCK["properties"]["masks"]["else"]["items"]
-    assert set(items["properties"]["preset"]["enum"]) == set(PRESETS)
+    assert set(items["properties"]["preset"]["else"]["enum"]) == set(PRESETS)
     branches = {
         branch["if"]["properties"]["preset"]["const"]: branch["then"]["$ref"].rpartition("/")[2]
         for branch in items["allOf"]

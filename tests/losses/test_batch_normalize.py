@@ -114,7 +114,7 @@ def test_a_loss_that_is_told_carries_it():
     decision = BeforeStep(loss_fn.config)(batch.data)
     sent = pickle.loads(pickle.dumps(loss_fn.for_prepared_batches(decision.changes)))
     assert torch.equal(batches.evaluate(sent, batch).loss, batches.evaluate(loss_fn, prepared(loss_fn, batch)[0]).loss)
-    with pytest.raises(DataError, match="is_correction_batch_normalize needs a look at the whole batch"):
+    with pytest.raises(DataError, match="_normalize: the weight's mean needs a look at the whole batch"):
         batches.evaluate(loss_fn, batch)
 
 

@@ -213,14 +213,14 @@ def test_a_budget_that_keeps_nothing_takes_no_step():
 
 def test_the_loss_asks_for_the_bound():
     loss_fn, batch = build_loss({"masks": [BUDGETS["m2po"]]}), rollouts(seed=11)
-    with pytest.raises(DataError, match=r"masks with a budget needs a look at the whole batch before the step"):
+    with pytest.raises(DataError, match=r"masks: a mask with a budget needs a look at the whole batch"):
         answer(loss_fn, batch)
     changes = BeforeStep(loss_fn.config)(batch.data).changes
     # A trainer that can add no key hands it to the loss.
     by_loss = answer(loss_fn.for_prepared_batches(changes), batch)
     by_batch = answer(loss_fn, batch.with_data(**changes))
     assert torch.equal(by_loss[1], by_batch[1])
-    with pytest.raises(DataError, match="masks with a budget"):
+    with pytest.raises(DataError, match="a mask with a budget"):
         answer(loss_fn.for_prepared_batches(), batch)
 
 

@@ -225,7 +225,7 @@ def test_rejected_sequences_leave_advantages_and_counts_as_documented():
 )
 def test_the_loss_asks_whether_it_was_done(config, named):
     batch = rollouts(seed=6)
-    with pytest.raises(DataError, match=rf"loss_fn\.{named} needs a look at the whole batch before the step"):
+    with pytest.raises(DataError, match=rf"loss_fn\.\w+: {named} needs a look at the whole batch before the step"):
         evaluate(config, batch)
     loss = build_loss(config)
     changed = {**batch.data, **BeforeStep(loss.config)(batch.data).changes}

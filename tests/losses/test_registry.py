@@ -18,9 +18,11 @@ from pydantic import Field
 
 from nemo_geomask import build_loss
 from nemo_geomask import functional as F
-from nemo_geomask.config import MaskPreset, MaskRule, plugins
+from nemo_geomask.checks import describe
+from nemo_geomask.config import MaskPreset, MaskRule, MaskStatistic, Truncation, WeightLevel, plugins
 from nemo_geomask.errors import ConfigError, PluginError
-from nemo_geomask.losses import Variant, available, registry
+from nemo_geomask.losses import BeforeStep, Variant, available, registry
+from tests.helpers.batches import evaluate, rollouts
 
 ROOT = Path(__file__).parents[2]
 
@@ -49,6 +51,25 @@ class Named(MaskPreset):
 
     def rule(self):
         return MaskRule("half_max", "mismatch", "token", "ratio", -1.0, 1.0, "always")
+
+
+def gap(log_p, log_q):
+    return (log_p.exp() - log_q.exp()).square()
+
+
+def by_root(token, total, count):
+    return total / count.clamp(min=1).sqrt()
+
+
+def soft(log_weight, *, min, max):
+    weight = F.saturating_exp(log_weight)
+    return F.Weight(weight / (1 + weight / max), log_weight > math.log(max))
+
+
+GAP = MaskStatistic(gap, words="squared difference")
+ROOT_LEVEL = WeightLevel(by_root, words="the sequence's product to the power of 1/√n")
+SOFT = Truncation(soft, words="bent")
+CORRECTION = {"use_importance_sampling_correction": True, "reference_policy_kl_penalty": 0.0}
 
 
 class Distribution:
@@ -275,3 +296,98 @@ def test_third_party_loss_trains_in_the_lab(third_party, tmp_path):
     }
     # Two optimiser steps a batch: from the second on, the capped ratio acts.
     assert all(line["geomask/clip_fraction_high"] > 0 for line in lines if line["step"] == 2)
+
+
+HERE = __name__
+GAPS = {"log_ratio": "total", "level": "token", "statistic": f"{HERE}:GAP", "max": 0.02}
+SOFTLY = {
+    **CORRECTION,
+    "is_correction_level": f"{HERE}:ROOT_LEVEL",
+    "truncated_importance_sampling_type": f"{HERE}:SOFT",
+    "truncated_importance_sampling_ratio": 1.5,
+}
+
+
+@pytest.mark.parametrize("by", ["attribute", "name"])
+def test_corrections_of_another_distribution_are_computed_as_ours_are(by, register):
+    settings, mask = dict(SOFTLY), dict(GAPS)
+    if by == "name":
+        groups = {"GAP": "mask_statistics", "ROOT_LEVEL": "weight_levels", "SOFT": "truncations"}
+        found = [
+            ("somebody", name.lower(), f"{HERE}:{name}", f"nemo_geomask.{group}") for name, group in groups.items()
+        ]
+        points = [EntryPoint(name, value, group)._for(Distribution(owner)) for owner, name, value, group in found]
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(plugins, "entry_points", lambda group: [point for point in points if point.group == group])
+            settings |= {"is_correction_level": "root_level", "truncated_importance_sampling_type": "soft"}
+            loss = build_loss({**settings, "masks": [mask | {"statistic": "gap"}]})
+    else:
+        loss = build_loss({**settings, "masks": [mask]})
+    # No entry point is looked up where it arrives.
+    loss = pickle.loads(pickle.dumps(loss))
+    batch = rollouts(seed=3)
+    data = {key: value.double().tolist() for key, value in batch.data.items()}
+    curr, total, gradient, removed = batch.curr.double().tolist(), 0.0, [], 0.0
+    for i, row in enumerate(curr):
+        steps = [t for t in range(len(row)) if data["token_mask"][i][t + 1] and data["sample_mask"][i]]
+        prev, gen, advantage = (
+            [data[key][i][t + 1] for t in range(len(row))]
+            for key in ("prev_logprobs", "generation_logprobs", "advantages")
+        )
+        log_weight = sum(prev[t] - gen[t] for t in steps) / math.sqrt(max(len(steps), 1))
+        weight = math.exp(log_weight) / (1 + math.exp(log_weight) / 1.5)
+        gradient.append([0.0] * len(row))
+        for t in steps:
+            ratio = math.exp(row[t] - prev[t])
+            inside = (ratio < 1.2) if advantage[t] > 0 else (ratio > 0.8)
+            loss_t = max(-ratio * advantage[t], -min(max(ratio, 0.8), 1.2) * advantage[t])
+            kept = (math.exp(row[t]) - math.exp(gen[t])) ** 2 <= 0.02
+            removed += (not kept) / batch.toks
+            total += kept * weight * loss_t / batch.toks
+            gradient[i][t] = kept * inside * -weight * ratio * advantage[t] / batch.toks
+    found = evaluate(loss, batch)
+    assert 0.05 < removed < 0.9
+    assert found.loss.item() == pytest.approx(total, rel=1e-4)
+    torch.testing.assert_close(found.grad.double(), torch.tensor(gradient).double(), rtol=1e-4, atol=1e-6)
+    assert found.metrics["geomask/mask/mask/removed"] == pytest.approx(removed, rel=1e-5)
+
+
+def test_the_weights_mean_is_over_tokens_where_each_has_its_own():
+    loss = build_loss({**SOFTLY, "is_correction_batch_normalize": True})
+    batch = rollouts(seed=3, more_seqs=0, more_toks=0)
+    plain = evaluate(build_loss(SOFTLY), batch).metrics["geomask/weight_mean"]
+    change = BeforeStep(loss.config)(batch.data)
+    assert change.metrics["geomask/batch_weight_mean"] == pytest.approx(plain, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("settings", "key", "message"),
+    [
+        ({"masks": [{**GAPS, "statistic": "k4"}]}, r"masks\[0\].statistic", "Input should be 'ratio', .*'k2'"),
+        ({"masks": [{**GAPS, "statistic": f"{HERE}:SOFT"}]}, r"masks\[0\].statistic", "must be .*MaskStatistic"),
+        ({**SOFTLY, "is_correction_level": f"{HERE}:GAP"}, "is_correction_level", "must be .*WeightLevel"),
+        ({**SOFTLY, "is_correction_level": "no_module:X"}, "is_correction_level", "ModuleNotFoundError"),
+        ({**SOFTLY, "truncated_importance_sampling_type": "ticepop"}, "sampling_type", "did you mean 'icepop'"),
+        ({**SOFTLY, "truncated_importance_sampling_ratio": None}, "sampling_type", "needs .*_ratio"),
+        ({"masks": [{**GAPS, "min": -0.1}]}, r"masks\[0\]", "must be at least 0"),
+        ({"masks": [{**GAPS, "when": "pushing"}]}, r"masks\[0\]", "needs a direction"),
+    ],
+)
+def test_wrong_corrections_are_errors_at_their_key(settings, key, message):
+    with pytest.raises(ConfigError, match=rf"loss_fn\.[^\n]*{key}[^\n]*{message}"):
+        build_loss(settings)
+
+
+def test_a_name_of_ours_that_another_claims_is_an_error(register):
+    register(("somebody", "token", f"{HERE}:ROOT_LEVEL"), group="nemo_geomask.weight_levels")
+    with pytest.raises(
+        ConfigError, match=r"is_correction_level: 'token' is registered .* nemo-geomask .* and somebody"
+    ):
+        build_loss({**CORRECTION, "is_correction_level": "token"})
+
+
+def test_corrections_are_described_and_scheduled():
+    shown = "\n".join(f"{part.formula} {part.words}" for part in describe(build_loss({**SOFTLY, "masks": [GAPS]})))
+    assert "ROOT_LEVEL(x_t, Σ_t x_t, n)" in shown
+    assert "the sequence's product to the power of 1/√n, bent, [0, 1.5]" in shown
+    assert "squared difference is above 0.02" in shown

@@ -1,0 +1,392 @@
+"""What each correction and mask would have done to a run's own batches, by the loss itself.
+
+Each candidate is a ``loss_fn``; its loss gets the recorded batch, and what the gradient at each token is, against that
+of the same loss without correction, is the token's coefficient c: the weight times what the masks keep. From c follows
+all that is compared:
+
+================ =====================================================================================
+``removed``      share of tokens with c = 0, of all and by the sign of Δ and A and by length
+``bias``         Σ |c − ρ| |g| / Σ ρ |g|, ρ = exp(Δ): how far the gradient is from that of samples of
+                 the policy that trains, token by token
+``variance``     Σ (c g)² / Σ g²: the gradient's square against that without correction
+``ess``          (Σ c)² / (n Σ c²)
+``advantage``    Σ c A / Σ c less the mean A: what is kept of the good and of the bad
+================ =====================================================================================
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nemo_geomask.config.strict import as_yaml
+from nemo_geomask.diagnosis.read import Array, RecordBlock
+from nemo_geomask.errors import DataError
+from nemo_geomask.losses import BeforeStep, PolicyLoss, build_loss
+from nemo_geomask.losses.prestep import valid_counts
+
+__all__ = ["CANDIDATES", "GRID", "Candidate", "Outcome", "as_batch", "front", "of_recipe", "recommend", "replay"]
+
+REPLICATES = 100
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way to correct.
+
+    Attributes:
+        name: short.
+        settings: of ``loss_fn``, on top of the base's.
+        source: of its numbers.
+    """
+
+    name: str
+    settings: Mapping[str, Any]
+    source: str
+
+
+def _weight(level: str, kind: str | None, low: float | None, high: float | None, source: str) -> Candidate:
+    bounds = {
+        "truncated_importance_sampling_type": kind,
+        "truncated_importance_sampling_ratio": high,
+        "truncated_importance_sampling_ratio_min": low,
+    }
+    settings = {"use_importance_sampling_correction": True, "is_correction_level": level, **bounds}
+    settings = {key: value for key, value in settings.items() if value is not None}
+    between = "" if kind is None else f" {kind} [{low or 0:g}, {high:g}]"
+    return Candidate(f"weight {level}{between}", settings, source)
+
+
+def _mask(preset: str, source: str, **bounds: Any) -> Candidate:
+    said = " ".join(f"{value:g}" if isinstance(value, float) else str(value) for value in bounds.values())
+    return Candidate(f"mask {preset} {said}", {"masks": [{"preset": preset, **bounds}]}, source)
+
+
+def _veto(limit: float, source: str) -> Candidate:
+    # As many in a row as there are: here a veto ends nothing.
+    veto = {"estimator": "k3", "max": limit, "max_in_a_row": 10**9}
+    return Candidate(f"batch_veto k3 {limit:g}", {"batch_veto": veto}, source)
+
+
+NOTHING = Candidate("nothing", {}, "NeMo-RL's default")
+CANDIDATES: tuple[Candidate, ...] = (
+    NOTHING,
+    _weight("token", None, None, None, "NeMo-RL use_importance_sampling_correction"),
+    _weight("token", "tis", None, 2.0, "verl, slime, TRL: cap 2"),
+    _weight("token", "icepop", 0.5, 5.0, "IcePop, arXiv:2510.18855"),
+    _weight("sequence", "tis", None, 2.0, "verl decoupled_seq_is"),
+    _weight("sequence_mean", None, None, None, "NeMo-RL PR 2269"),
+    _weight("token", "seq-mask-tis", 0.999, 1.002, "NeMo-RL"),
+    _mask("geometric", "verl decoupled_geo_rs", min=0.999, max=1.001),
+    _mask("geometric", "SkyRL", min=0.99, max=1.01),
+    _mask("product", "verl decoupled_seq_is_rs", min=0.5, max=2.0),
+    _mask("icepop", "IcePop, arXiv:2510.18855", min=0.5, max=5.0),
+    _mask("veto", "SkyRL outlier tokens", min=1e-4, max=100.0),
+    _mask("trust_region", "verl decoupled_k3_rs", statistic="k3", level="sequence_mean", max=0.01),
+    _mask("opsm", "TRL off_policy_mask_threshold", delta=0.5),
+    _mask("dppo_tv", "verl's example for DPPO, arXiv:2602.04879", delta=0.15),
+    _mask("dppo_kl", "verl's example for DPPO, arXiv:2602.04879", delta=0.05),
+    _mask("cppo", "CPPO, arXiv:2606.10968", delta=0.15),
+    _mask("kpop", "prime-rl PR 3283", max=0.1),
+    _mask("m2po", "M2PO, arXiv:2510.01161", tau=0.04),
+    _veto(0.1, "When Speed Kills Stability (2025)"),
+)
+"""At their peers' defaults."""
+_OF_GRID = "grid"
+GRID: tuple[Candidate, ...] = (
+    *(_weight("token", "tis", None, high, _OF_GRID) for high in (1.5, 5.0, 10.0)),
+    *(_weight("token", "icepop", 1 / high, high, _OF_GRID) for high in (1.5, 2.0, 10.0)),
+    *(_weight("sequence", "tis", None, high, _OF_GRID) for high in (5.0, 10.0)),
+    *(_mask("geometric", _OF_GRID, min=1 - by, max=1 + by) for by in (3e-4, 3e-3, 0.03, 0.1)),
+    *(_mask("product", _OF_GRID, min=1 / by, max=by) for by in (1.5, 5.0, 10.0)),
+    *(_mask("icepop", _OF_GRID, min=1 / by, max=by) for by in (1.5, 2.0, 5.0, 10.0)),
+    *(_mask("veto", _OF_GRID, min=1 / by, max=by) for by in (5.0, 20.0, 1000.0)),
+    *(
+        _mask("trust_region", _OF_GRID, statistic="k3", level="sequence_mean", max=high)
+        for high in (3e-4, 1e-3, 3e-3, 0.03, 0.1)
+    ),
+    *(_mask("opsm", _OF_GRID, delta=delta) for delta in (1e-3, 0.01, 0.05)),
+    *(_mask("dppo_tv", _OF_GRID, delta=delta) for delta in (0.05, 0.1, 0.2, 0.3)),
+    *(_mask("dppo_kl", _OF_GRID, delta=delta) for delta in (0.01, 0.1)),
+    *(_mask("kpop", _OF_GRID, max=high) for high in (0.02, 0.5, 2.0)),
+    *(_mask("m2po", _OF_GRID, tau=tau) for tau in (0.01, 0.1)),
+    *(_veto(limit, _OF_GRID) for limit in (0.01, 0.03)),
+)
+
+PARTS = ("all", "training engine likelier", "generation engine likelier", "good", "bad", "short", "long")
+"""Tokens with Δ above and below 0, A above and below 0, of responses up to the step's median and beyond."""
+
+
+_SUMS = ("n", "removed", "off", "mass", "square", "plain", "c", "c2", "ca", "a")
+
+
+@dataclass
+class Outcome:
+    """What one candidate would have done, summed over steps.
+
+    Attributes:
+        candidate: it.
+        tokens, removed: by the order of ``PARTS``.
+        sums: [1 + replicates, len(_SUMS)], the first of all sequences, the others of the bootstrap's.
+        skipped: steps that it would not have trained on.
+        metrics: by step, what the loss reported.
+    """
+
+    candidate: Candidate
+    tokens: Array = field(default_factory=lambda: np.zeros(len(PARTS)))
+    removed: Array = field(default_factory=lambda: np.zeros(len(PARTS)))
+    sums: Array = field(default_factory=lambda: np.zeros((1 + REPLICATES, len(_SUMS))))
+    skipped: list[int] = field(default_factory=list)
+    metrics: dict[int, dict[str, float]] = field(default_factory=dict)
+
+    def value(self, name: str) -> float:
+        """One of ``removed``, ``bias``, ``variance``, ``ess`` and ``advantage``; NaN where no step was trained on."""
+        with np.errstate(invalid="ignore", divide="ignore"):
+            return float(_VALUES[name](self.sums[0]))
+
+    def interval(self, name: str) -> tuple[float, float]:
+        """95 %, over sequences."""
+        with np.errstate(invalid="ignore", divide="ignore"):
+            values = np.array([_VALUES[name](sums) for sums in self.sums[1:]], dtype=float)
+        finite = values[np.isfinite(values)]
+        if not len(finite):
+            return math.nan, math.nan
+        low, high = np.quantile(finite, [0.025, 0.975])
+        return float(low), float(high)
+
+
+def _of(name: str, sums: Array) -> Any:
+    return sums[_SUMS.index(name)]
+
+
+_VALUES: dict[str, Any] = {
+    "removed": lambda sums: _of("removed", sums) / _of("n", sums),
+    "bias": lambda sums: _of("off", sums) / _of("mass", sums),
+    "variance": lambda sums: _of("square", sums) / _of("plain", sums),
+    "ess": lambda sums: _of("c", sums) ** 2 / (_of("n", sums) * _of("c2", sums)) if _of("c2", sums) else 0.0,
+    "advantage": lambda sums: (
+        (_of("ca", sums) / _of("c", sums) if _of("c", sums) else math.nan) - _of("a", sums) / _of("n", sums)
+    ),
+}
+
+
+def as_batch(blocks: Iterable[RecordBlock], positions: int = 2**22) -> tuple[dict[str, Tensor], int]:
+    """The padded batch of a step, in NeMo-RL's keys, and the number of sequences that did not fit.
+
+    Args:
+        blocks: of the step.
+        positions: rows times width, at most; what is over is left out.
+
+    Raises: DataError: the log-probs of an engine are missing.
+    """
+    rows: list[dict[str, Array]] = []
+    width = left = 0
+    for block in blocks:
+        if missing := [name for name in ("gen", "prev", "advantages") if name not in block.tokens]:
+            raise DataError(f"the records have no {', '.join(missing)}, which a replay through the loss needs")
+        for index in range(len(block)):
+            here = slice(block.offsets[index], block.offsets[index + 1])
+            longest = max(width, int(block.offsets[index + 1] - block.offsets[index]))
+            if rows and longest * (len(rows) + 1) > positions:
+                left += 1
+                continue
+            width = longest
+            row = {name: block.tokens[name][here] for name in _TOKENS if name in block.tokens}
+            row["sample_mask"] = block.sequences["sample_mask"][index]
+            row["rewards"] = np.nan_to_num(block.sequences.get("reward", np.zeros(len(block)))[index])
+            rows.append(row)
+    if not rows:
+        raise DataError("the records hold no sequence")
+    batch: dict[str, Tensor] = {}
+    for name, key in _TOKENS.items():
+        if name in rows[0]:
+            padded = np.zeros((len(rows), width), np.float32)
+            for place, row in enumerate(rows):
+                padded[place, : len(row[name])] = row[name]
+            batch[key] = torch.from_numpy(padded)
+    for key in ("sample_mask", "rewards"):
+        batch[key] = torch.tensor([float(row[key]) for row in rows])
+    return batch, left
+
+
+_TOKENS = {
+    "mask": "token_mask",
+    "gen": "generation_logprobs",
+    "prev": "prev_logprobs",
+    "curr": "curr_logprobs",
+    "ref": "reference_policy_logprobs",
+    "advantages": "advantages",
+}
+
+
+def replay(
+    steps: Iterable[tuple[int, Mapping[str, Tensor]]],
+    candidates: Sequence[Candidate] = CANDIDATES,
+    base: Mapping[str, Any] | None = None,
+    *,
+    at: str = "prev",
+) -> list[Outcome]:
+    """What each candidate would have done, in their order.
+
+    Args:
+        steps: number and batch of each, from :func:`as_batch`.
+        candidates: the first of them is what the others are compared with.
+        base: ``loss_fn`` under all of them, without corrections.
+        at: whose log-probs stand for the current policy: ``prev``, or ``curr`` where they were recorded.
+
+    Raises: ConfigError: a candidate that doesn't fit the base. DataError: ``curr`` was not recorded.
+    """
+    # The KL term is no part of what is corrected.
+    fixed = {"reference_policy_kl_penalty": 0, "compile": False}
+    losses = [build_loss({**(base or {}), **candidate.settings, **fixed}) for candidate in candidates]
+    before = [BeforeStep(loss.config) for loss in losses]
+    outcomes = [Outcome(candidate) for candidate in candidates]
+    for step, data in steps:
+        key = f"{at}_logprobs"
+        if key not in data:
+            raise DataError(f"the records have no {at}, the log-probs of the current policy; replay them at prev")
+        plain: Tensor | None = None
+        for loss, look, outcome in zip(losses, before, outcomes, strict=True):
+            gradient, metrics, trained = _gradient(loss, look, data, data[key][:, 1:])
+            plain = gradient if plain is None else plain
+            outcome.metrics[step] = metrics
+            if trained:
+                _add(outcome, step, data, plain, gradient)
+            else:
+                outcome.skipped.append(step)
+    return outcomes
+
+
+def _gradient(
+    loss: PolicyLoss, look: BeforeStep, data: Mapping[str, Tensor], curr: Tensor
+) -> tuple[Tensor, dict[str, float], bool]:
+    """Of the loss by the current log-probs [B, T-1], what it reports, and whether it would take the step."""
+    decision = look(data)
+    if not decision.train:
+        return torch.zeros_like(curr), decision.metrics, False
+    batch = {**data, **decision.changes}
+    leaf = curr.clone().requires_grad_()
+    value, metrics = loss(leaf, batch, *valid_counts([batch]))
+    (gradient,) = torch.autograd.grad(value, leaf)
+    return gradient, {**metrics.copy(), **decision.metrics}, True
+
+
+def _add(outcome: Outcome, step: int, data: Mapping[str, Tensor], plain: Tensor, gradient: Tensor) -> None:
+    judged = (plain != 0) & torch.isfinite(plain)
+    g = plain[judged].double().numpy()
+    c = gradient[judged].double().numpy() / g
+    delta, advantage = (
+        value[:, 1:][judged].double().numpy()
+        for value in (data["prev_logprobs"] - data["generation_logprobs"], data["advantages"])
+    )
+    owner = torch.nonzero(judged)[:, 0].numpy()
+    count = len(data["sample_mask"])
+    lengths = (data["token_mask"] != 0).sum(dim=1).numpy()
+    long = (lengths > np.median(lengths))[owner]
+    gone = c == 0
+    parts = (np.ones_like(gone), delta > 0, delta < 0, advantage > 0, advantage < 0, ~long, long)
+    outcome.tokens += [part.sum() for part in parts]
+    outcome.removed += [(part & gone).sum() for part in parts]
+    size, rho = np.abs(g), np.exp(np.clip(delta, -40, 40))
+    values = {
+        "n": np.ones_like(c),
+        "removed": gone.astype(float),
+        "off": np.abs(c - rho) * size,
+        "mass": rho * size,
+        "square": np.square(c * g),
+        "plain": np.square(g),
+        "c": c,
+        "c2": c * c,
+        "ca": c * advantage,
+        "a": advantage,
+    }
+    each = np.stack([np.bincount(owner, weights=values[name], minlength=count) for name in _SUMS], axis=1)
+    draws = np.random.default_rng(step).poisson(1.0, (REPLICATES, count))
+    outcome.sums += np.concatenate([each.sum(axis=0, keepdims=True), draws @ each])
+
+
+VARIANCE = 1.1
+"""By how much the gradient's square may grow for the sake of less bias."""
+
+
+CORRECTIONS = (
+    "use_importance_sampling_correction",
+    "is_correction_level",
+    "is_correction_batch_normalize",
+    "truncated_importance_sampling_type",
+    "truncated_importance_sampling_ratio",
+    "truncated_importance_sampling_ratio_min",
+    "masks",
+    "denominator",
+    "batch_veto",
+)
+"""Fields of ``loss_fn`` that say how to correct."""
+
+
+def of_recipe(settings: Mapping[str, Any]) -> tuple[dict[str, Any], Candidate | None]:
+    """A recipe's ``loss_fn`` as a base without corrections, and as a candidate, where it corrects."""
+    base = {key: value for key, value in settings.items() if key not in (*CORRECTIONS, "record", "audit_fraction")}
+    own = {key: value for key, value in settings.items() if key in CORRECTIONS}
+    return base, Candidate("the recipe's own", own, "the recipe") if own else None
+
+
+def front(outcomes: Sequence[Outcome]) -> list[Outcome]:
+    """Those than which no other has both less bias and less variance."""
+    known = [outcome for outcome in outcomes if not math.isnan(outcome.value("bias"))]
+    points = [(outcome.value("bias"), outcome.value("variance")) for outcome in known]
+    return [
+        outcome
+        for outcome, (bias, variance) in zip(known, points, strict=True)
+        if not any(b <= bias and v <= variance and (b, v) != (bias, variance) for b, v in points)
+    ]
+
+
+def recommend(outcomes: Sequence[Outcome], base: Mapping[str, Any] | None = None) -> tuple[Outcome, str]:
+    """The candidate with the least bias whose variance is at most ``VARIANCE`` times that without correction, and the
+    ``loss_fn`` block that sets it, with reasons.
+
+    A candidate whose bias is within the interval of "nothing" is no better than nothing.
+    """
+    nothing = outcomes[0]
+    allowed = [
+        outcome
+        for outcome in outcomes
+        if outcome.interval("variance")[1] <= VARIANCE and not outcome.skipped and outcome.candidate.settings
+    ]
+    best = min(allowed, key=lambda outcome: (outcome.value("bias"), outcome.value("variance")), default=nothing)
+    if best.value("bias") >= nothing.interval("bias")[0]:
+        best = nothing
+    return best, _block(best, nothing, outcomes, base or {})
+
+
+def _block(best: Outcome, nothing: Outcome, outcomes: Sequence[Outcome], base: Mapping[str, Any]) -> str:
+    def said(outcome: Outcome, name: str, percent: bool = True) -> str:
+        scale, unit = (100.0, " %") if percent else (1.0, "")
+        low, high = (scale * end for end in outcome.interval(name))
+        return f"{scale * outcome.value(name):.3g}{unit} ({low:.3g} to {high:.3g})"
+
+    lines = [
+        f"# {best.candidate.name} ({best.candidate.source}), of {len(outcomes)} candidates:",
+        f"# bias {said(best, 'bias')} of the gradient; without correction {said(nothing, 'bias')}",
+        f"# variance {said(best, 'variance', percent=False)} times that without correction, {VARIANCE:g} being allowed",
+        f"# removed {said(best, 'removed')} of the tokens; mean advantage moves by {best.value('advantage'):.2g}",
+        "loss_fn:",
+    ]
+    settings = {**base, **best.candidate.settings}
+    for key, value in settings.items():
+        lines.append(f"  {key}: {_yaml(value)}")
+    return "\n".join(lines if settings else [*lines[:-1], "loss_fn: {}"])
+
+
+def _yaml(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key}: {_yaml(inner)}" for key, inner in value.items()) + "}"
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join(map(_yaml, value)) + "]"
+    return as_yaml(value)
