@@ -11,7 +11,9 @@ def _convert(given: Given) -> Lines:
     yield from chosen(given, "type", {"grpo": [Line("name", "clipped_pg")], "gspo": [Line("name", "gspo")]})
     yield Line("ratio_clip_min", given.number("epsilon_low"))
     yield Line("ratio_clip_max", given.number("epsilon_high"))
-    yield Line("loss_normalization", "documents" if given["normalize_by_documents"] else "tokens")
+    by_documents = bool(given["normalize_by_documents"]) or given["type"] == "gspo"
+    note = "Fast-LLM's gspo sums over tokens and divides by the documents" if given["type"] == "gspo" else ""
+    yield Line("loss_normalization", "documents" if by_documents else "tokens", note)
     yield Line("reference_policy_kl_penalty", 0.0)
     yield from inert(given, {"weight": ((1, 1.0, None), "scale the learning rate by it")})
     yield Remark(

@@ -17,7 +17,7 @@ import numpy as np
 from tests.peers.problems import problem
 
 DATA = Path(__file__).parent / "data"
-PEERS = ("verl", "trl", "slime", "areal", "skyrl", "prime_rl", "openrlhf", "open_instruct")
+PEERS = ("verl", "trl", "slime", "areal", "skyrl", "prime_rl", "openrlhf", "open_instruct", "fast_llm")
 MANY, FEW = 100, 12
 
 
