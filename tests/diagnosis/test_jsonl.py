@@ -141,6 +141,15 @@ def test_runs_are_found_below_the_folders_given(tmp_path):
         find_runs([tmp_path / "missing"])
 
 
+def test_a_record_takes_the_place_of_the_log_of_its_step(tmp_path):
+    for step in (1, 2):
+        write_log(tmp_path, step, [log_row([1, 2, 3], prompt=1)])
+    record = convert(tmp_path / "train_data_step2.jsonl", tmp_path)
+    (run,) = find_runs([tmp_path])
+    assert run.paths() == [tmp_path / "train_data_step1.jsonl", record]
+    assert run.logs.keys() == {1}
+
+
 def test_a_file_that_is_no_record_is_an_error(tmp_path):
     path = tmp_path / "step-0000001-x.parquet"
     path.write_text(json.dumps({}))

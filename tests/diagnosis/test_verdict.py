@@ -99,6 +99,12 @@ def test_limits_need_more_than_a_few_sequences():
     assert many.cause.id == "precision"
 
 
+def test_a_few_tokens_tilt_by_chance():
+    for seed in range(20):
+        block = planted_step(seed, 1, None, 0.0, shape=RunShape(prompts=2, samples=2, length=40))
+        assert not diagnose(run_of(block)).found["temperature"].shown
+
+
 def test_two_odd_tokens_are_no_odd_prompt():
     blocks = [planted_step(0, step, None, 0.0, shape=RunShape(prompts=6, samples=2, length=30)) for step in range(1, 6)]
     for block in blocks:
