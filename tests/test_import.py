@@ -96,6 +96,11 @@ def test_the_package_and_its_errors_import_nothing():
 
 
 @pytest.mark.slow
+def test_what_a_record_holds_is_known_without_torch():
+    assert added("nemo_geomask.records") == set()
+
+
+@pytest.mark.slow
 def test_losses_import_pydantic_beside_torch_and_no_more():
     # All of pydantic, parts of which it imports when they are used.
     pydantic = added("pydantic.fields", "pydantic.main", "pydantic.types")
