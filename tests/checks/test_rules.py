@@ -470,6 +470,12 @@ CASES = {
             },
         ),
     ],
+    "GM319": [
+        (
+            {"loss_fn.record": {"dir": "records", "entropy": True}},
+            {"loss_fn.record": {"dir": "records"}},
+        ),
+    ],
     "GM316": [
         ({**CARDS, TP: 3}, {**CARDS, TP: 4}),
         ({**CARDS, TP: 4, CP: 3}, {**CARDS, TP: 4, CP: 4}),
@@ -486,12 +492,6 @@ CASES = {
         ({MASKS: [{"preset": "m2po"}], **SINGLE}, {MASKS: [{"preset": "m2po"}]}),
         ({MASKS: [{"preset": "m2po"}], **SINGLE}, {MASKS: [GEOMETRIC], **SINGLE}),
         ({CORRECT: True, NORMALIZE: True, **SINGLE}, {CORRECT: True, NORMALIZE: True}),
-    ],
-    "GM319": [
-        (
-            {"loss_fn.record": {"dir": "records", "entropy": True}},
-            {"loss_fn.record": {"dir": "records"}},
-        ),
     ],
     "GM401": [
         ({CORRECT: True, LEVEL: "sequence"}, {CORRECT: True, LEVEL: "sequence_mean"}),
