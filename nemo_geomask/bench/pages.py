@@ -127,6 +127,39 @@ def _loss(result: Result) -> str:
     return "\n\n".join([*blocks, _bars(result["bars"])])
 
 
+def _linear(result: Result) -> str:
+    head = ["path", "ms (quartiles)", "forward", "backward", "of the products", "extra MB", "of the logits"]
+    head += ["error logp", "gradient"]
+    blocks = []
+    for case in result["cases"]:
+        if "error" in case:
+            blocks.append(f"{case['title']}: {case['error']}.")
+            continue
+        products = case["products"]["ms"]["median"]
+        blocks += [
+            f"{case['title']}: logits of {case['logits_bytes'] / 1e6:.0f} MB; four matrix products alone take "
+            f"{_short(products)} ms, {_short(case['products_tflop_s'])} TFLOP/s.",
+            _table(head, [_without_logits(row) for row in case["paths"] if row["status"] == "measured"]),
+            _missing(case),
+        ]
+    return "\n\n".join([*blocks, _bars(result["bars"])])
+
+
+def _without_logits(row: Result) -> list[str]:
+    ms, errors, extra = row["ms"], row.get("errors", {}), row.get("extra_bytes")
+    return [
+        row["path"],
+        f"{_short(ms['median'])} ({_short(ms['q1'])}–{_short(ms['q3'])})",
+        _short(row["forward_ms"]["median"]),
+        _short(row["backward_ms"]["median"]),
+        f"{row['of_products']:.0%}",
+        _short(None if extra is None else extra / 1e6),
+        "–" if extra is None else f"{row['of_logits']:.1%}",
+        _tiny(errors.get("logprob")),
+        _tiny(errors.get("gradient")),
+    ]
+
+
 def _segments(result: Result) -> str:
     rows = [
         [row["way"], _short(row["ms"]["median"]), str(row["collectives"]), _short(row["sent_bytes"])]
@@ -166,7 +199,12 @@ def _tiny(value: float | None) -> str:
     return "–" if value is None else f"{value:.0e}"
 
 
-_TABLES: dict[str, Callable[[Result], str]] = {"logprobs": _logprobs, "loss": _loss, "segments": _segments}
+_TABLES: dict[str, Callable[[Result], str]] = {
+    "logprobs": _logprobs,
+    "linear": _linear,
+    "loss": _loss,
+    "segments": _segments,
+}
 
 
 def _main() -> None:

@@ -11,121 +11,11 @@ import torch
 from nemo_geomask import build_loss
 from nemo_geomask.errors import DataError, GeomaskError, ShapeError
 from nemo_geomask.processes import run
-from tests.helpers import batches
+from tests.helpers import megatron_models as models
 
 pytest.importorskip("megatron.core", reason="needs megatron-core, the extra 'megatron'")
 
 pytestmark = pytest.mark.slow
-
-VOCAB, PADDED_VOCAB, WIDTH = 45, 48, 23
-CONFIG = {
-    "name": "gspo",
-    "ratio_clip_min": 0.1,
-    "ratio_clip_max": 0.1,
-    "use_importance_sampling_correction": True,
-    "is_correction_level": "sequence_mean",
-    "masks": [batches.MASKS["geometric"], batches.MASKS["opsm"]],
-}
-
-
-def _rows():
-    """A batch whose prev log-probs are near an untrained model's, so that ratios are near 1."""
-    batch = batches.rollouts(seed=5, width=WIDTH, mismatch=0.05, staleness=0.0)
-    shift = -np.log(VOCAB) - batch.data["prev_logprobs"]
-    data = {**batch.data, "input_ids": batch.data["input_ids"] % VOCAB}
-    for key in ("prev_logprobs", "generation_logprobs", "reference_policy_logprobs"):
-        data[key] = data[key] + shift
-    return data, batch.seqs, batch.toks
-
-
-def _packing(data, multiple=8):
-    from megatron.core.packed_seq_params import PackedSeqParams
-
-    lengths = [int(row.nonzero().max()) + 1 if row.any() else 1 for row in data["token_mask"]]
-    padded = [-(-length // multiple) * multiple for length in lengths]
-    offsets, padded_offsets = (torch.tensor([0, *np.cumsum(values)], dtype=torch.int32) for values in (lengths, padded))
-    return PackedSeqParams(
-        qkv_format="thd",
-        cu_seqlens_q=offsets,
-        cu_seqlens_kv=offsets,
-        cu_seqlens_q_padded=padded_offsets,
-        cu_seqlens_kv_padded=padded_offsets,
-        max_seqlen_q=max(padded),
-        max_seqlen_kv=max(padded),
-    )
-
-
-def _model(experts, tp=1, cp=1, sequence_parallel=False, packed=True):
-    from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.transformer.transformer_config import TransformerConfig
-
-    from tests.helpers import megatron_on_cpu
-
-    torch.manual_seed(7)
-    config = TransformerConfig(
-        num_layers=2,
-        hidden_size=32,
-        num_attention_heads=4,
-        ffn_hidden_size=64,
-        use_cpu_initialization=True,  # the whole weight is drawn, then split: the same model at any size
-        tensor_model_parallel_size=tp,
-        context_parallel_size=cp,
-        sequence_parallel=sequence_parallel,
-        num_moe_experts=experts,
-        moe_router_topk=2,
-        moe_router_load_balancing_type="none",
-        moe_token_dispatcher_type="alltoall",
-        add_bias_linear=False,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        bias_dropout_fusion=False,
-        gradient_accumulation_fusion=False,
-    )
-    layers = get_gpt_layer_local_spec(num_experts=experts, moe_grouped_gemm=False)
-    if packed:
-        layers.submodules.self_attention.submodules.core_attention = megatron_on_cpu.PackedAttention
-    return GPTModel(
-        config,
-        layers,
-        vocab_size=PADDED_VOCAB,
-        max_sequence_length=256,
-        position_embedding_type="rope",
-        parallel_output=True,
-        share_embeddings_and_output_weights=False,
-    )
-
-
-def _packed_ids(data, params):
-    """Token ids of the packed row."""
-    starts, lengths = params.cu_seqlens_q_padded.tolist(), params.cu_seqlens_q.diff().tolist()
-    ids = torch.zeros(1, starts[-1], dtype=torch.int64)
-    for i, (start, length) in enumerate(zip(starts, lengths, strict=False)):
-        ids[0, start : start + length] = data["input_ids"][i, :length]
-    return ids
-
-
-def _gradients(model):
-    """Gradients of the whole parameters, put together from the ranks."""
-    import torch.distributed as dist
-    from megatron.core import parallel_state
-
-    tensor_group = parallel_state.get_tensor_model_parallel_group()
-    context_group = parallel_state.get_context_parallel_group()
-    whole = {}
-    for name, parameter in model.named_parameters():
-        grad = parameter.grad
-        # Each rank saw its share of the tokens; Megatron's finalize step adds them up.
-        dist.all_reduce(grad, group=context_group)
-        if getattr(parameter, "sequence_parallel", False):
-            dist.all_reduce(grad, group=tensor_group)
-        if getattr(parameter, "tensor_model_parallel", False) and tensor_group.size() > 1:
-            parts = [torch.empty_like(grad) for _ in range(tensor_group.size())]
-            dist.all_gather(parts, grad.contiguous(), group=tensor_group)
-            grad = torch.cat(parts, dim=parameter.partition_dim)
-        whole[name] = grad.numpy()
-    return whole
-
 
 # (experts, tensor-parallel, context-parallel, sequence-parallel). Megatron itself refuses experts under tensor
 # parallelism without sequence parallelism.
@@ -138,7 +28,7 @@ LAYOUTS = {
 
 def _logits(count):
     """Of a packed row, each of whose log-probs is near an untrained model's."""
-    return 0.1 * torch.randn(1, count, PADDED_VOCAB, generator=torch.Generator().manual_seed(3))
+    return 0.1 * torch.randn(1, count, models.PADDED_VOCAB, generator=torch.Generator().manual_seed(3))
 
 
 def _sequence_parallel(world):
@@ -148,18 +38,18 @@ def _sequence_parallel(world):
     from nemo_geomask.integrations.megatron import packed_segments, policy_loss
 
     parallel_state.initialize_model_parallel(2, context_parallel_size=world // 2)
-    data, seqs, toks = _rows()
-    params = _packing(data)
+    data, seqs, toks = models.rows()
+    params = models.packing(data)
     segments = packed_segments(params, sequence_parallel=True)
     shard = _logits(params.max_seqlen_q * 99)[:, segments.token_index].requires_grad_()
     loss, metrics = policy_loss(
-        build_loss(CONFIG),
+        build_loss(models.CONFIG),
         shard,
         data,
         params,
         global_valid_seqs=seqs,
         global_valid_toks=toks,
-        vocab_size=VOCAB,
+        vocab_size=models.VOCAB,
         temperature=0.9,
         sequence_parallel=True,
         host_offsets=params.cu_seqlens_q_padded.tolist(),
@@ -178,26 +68,26 @@ def _train(rank, world):
 
     from nemo_geomask.integrations.megatron import packed_segments, policy_loss
 
-    data, seqs, toks = _rows()
-    params = _packing(data)
+    data, seqs, toks = models.rows()
+    params = models.packing(data)
     found = []
     for experts, tp, cp, sequence_parallel in LAYOUTS[world]:
         parallel_state.initialize_model_parallel(tp, context_parallel_size=cp)
-        model = _model(experts, tp, cp, sequence_parallel)
-        ids = _packed_ids(data, params)[:, packed_segments(params).token_index]
+        model = models.model(experts, tp, cp, sequence_parallel)
+        ids = models.packed_ids(data, params)[:, packed_segments(params).token_index]
         logits = model(ids, None, None, packed_seq_params=params)
         loss, metrics = policy_loss(
-            build_loss(CONFIG),
+            build_loss(models.CONFIG),
             logits,
             data,
             params,
             global_valid_seqs=seqs,
             global_valid_toks=toks,
-            vocab_size=VOCAB,
+            vocab_size=models.VOCAB,
             temperature=0.9,
         )
         loss.backward()
-        found.append((loss.item(), metrics, _gradients(model)))
+        found.append((loss.item(), metrics, models.gradients(model)))
         parallel_state.destroy_model_parallel()
     return found, _sequence_parallel(world) if world > 1 else None
 
@@ -211,16 +101,16 @@ def _reference(rank, world):
     from megatron.core import parallel_state
 
     parallel_state.initialize_model_parallel(1)
-    data, seqs, toks = _rows()
+    data, seqs, toks = models.rows()
     found = {}
     for experts in (None, 4):
-        model = _model(experts, packed=False)
-        causal = torch.ones(WIDTH, WIDTH, dtype=torch.bool).triu(1)[None, None]
-        logits = model(data["input_ids"], None, causal)[:, :-1, :VOCAB].float() / 0.9
+        model = models.model(experts, packed=False)
+        causal = torch.ones(models.WIDTH, models.WIDTH, dtype=torch.bool).triu(1)[None, None]
+        logits = model(data["input_ids"], None, causal)[:, :-1, : models.VOCAB].float() / 0.9
         curr = torch.log_softmax(logits, dim=-1).gather(-1, data["input_ids"][:, 1:, None]).squeeze(-1)
-        loss, metrics = build_loss(CONFIG)(curr, data, seqs, toks)
+        loss, metrics = build_loss(models.CONFIG)(curr, data, seqs, toks)
         loss.backward()
-        found[experts] = (loss.item(), metrics, _gradients(model))
+        found[experts] = (loss.item(), metrics, models.gradients(model))
     return found
 
 
@@ -256,13 +146,13 @@ def test_sequence_parallel_shares_equal_the_whole_row(world):
     from nemo_geomask.parallel import vocab_parallel_logprobs
     from nemo_geomask.segments import PackedSegments
 
-    data, seqs, toks = _rows()
-    params = _packing(data)
+    data, seqs, toks = models.rows()
+    params = models.packing(data)
     segments = PackedSegments(params.cu_seqlens_q_padded)
     logits = _logits(params.max_seqlen_q * 99)[:, : len(segments.token_index)].requires_grad_()
     packed = pack_batch(data, params, segments)
-    logprobs = vocab_parallel_logprobs(logits[0], packed["targets"], temperature=0.9, vocab_size=VOCAB)
-    loss, metrics = build_loss(CONFIG).packed(logprobs, packed, segments, seqs, toks)
+    logprobs = vocab_parallel_logprobs(logits[0], packed["targets"], temperature=0.9, vocab_size=models.VOCAB)
+    loss, metrics = build_loss(models.CONFIG).packed(logprobs, packed, segments, seqs, toks)
     loss.backward()
     seen = []
     for _, (value, found, index, grad) in _trained(world):
@@ -312,8 +202,8 @@ def test_batch_that_lacks_or_misshapes_a_tensor_is_refused():
     from nemo_geomask.integrations.megatron import pack_batch
     from nemo_geomask.segments import PackedSegments
 
-    data, *_ = _rows()
-    params = _packing(data)
+    data, *_ = models.rows()
+    params = models.packing(data)
     segments = PackedSegments(params.cu_seqlens_q_padded)
     assert "images" not in pack_batch({**data, "images": ["not a tensor"]}, params, segments)
     with pytest.raises(DataError, match=r"data\['sample_mask'\] is missing"):
@@ -331,23 +221,23 @@ def _refused(rank, world):
     from nemo_geomask.integrations.megatron import policy_loss
 
     parallel_state.initialize_model_parallel(1)
-    data, seqs, toks = _rows()
-    params = _packing(data)
+    data, seqs, toks = models.rows()
+    params = models.packing(data)
     longer = data["token_mask"].clone()
     longer[1, -1] = 1
     offsets = params.cu_seqlens_q_padded
     found = []
     for change, vocab_size, host_offsets in (
-        ({}, VOCAB, offsets),
+        ({}, models.VOCAB, offsets),
         ({}, 20, offsets),
-        ({}, VOCAB, 2 * offsets),
-        ({"token_mask": longer}, VOCAB, offsets),
+        ({}, models.VOCAB, 2 * offsets),
+        ({"token_mask": longer}, models.VOCAB, offsets),
     ):
         logits = _logits(int(host_offsets[-1]))
         counts = {"global_valid_seqs": seqs, "global_valid_toks": toks}
         options = {"vocab_size": vocab_size, "host_offsets": host_offsets.tolist()}
         try:
-            policy_loss(build_loss(CONFIG), logits, {**data, **change}, params, **counts, **options)
+            policy_loss(build_loss(models.CONFIG), logits, {**data, **change}, params, **counts, **options)
             found.append(None)
         except GeomaskError as error:
             found.append(f"{type(error).__name__}: {error}")
@@ -369,8 +259,8 @@ def test_packing_reads_nothing_back():
     from nemo_geomask.segments import PackedSegments
 
     # A tensor without data raises where its value is asked for.
-    data, *_ = _rows()
-    params = _packing(data)
+    data, *_ = models.rows()
+    params = models.packing(data)
     segments = PackedSegments(params.cu_seqlens_q_padded.tolist(), device="meta")
     params.cu_seqlens_q, params.cu_seqlens_q_padded = params.cu_seqlens_q.to("meta"), None
     packed = pack_batch({key: value.to("meta") for key, value in data.items()}, params, segments)

@@ -1,0 +1,199 @@
+"""Hidden states in the place of logits: real megatron-core models over gloo, run as NeMo-RL's workers run them."""
+
+import types
+import warnings
+
+import numpy as np
+import pytest
+import torch
+
+from nemo_geomask import build_loss
+from nemo_geomask.errors import ConfigError
+from nemo_geomask.processes import run
+from tests.helpers import megatron_models as models
+
+pytest.importorskip("megatron.core", reason="needs megatron-core, the extra 'megatron'")
+
+pytestmark = pytest.mark.slow
+
+TEMPERATURE = 0.9
+# (experts, tensor-parallel, context-parallel, sequence-parallel)
+LAYOUTS = {
+    1: [(4, 1, 1, False)],
+    2: [(None, 2, 1, False), (None, 2, 1, True), (4, 1, 2, False)],
+    4: [(None, 2, 2, True)],
+}
+
+
+class _Loss:
+    def __init__(self, loss_fn):
+        self.loss_fn = loss_fn
+
+
+class _Logprobs:
+    def __init__(self, packed, top_k=None):
+        self.cfg = {"sequence_packing": {"enabled": packed}}
+        self.sampling_params = types.SimpleNamespace(top_k=top_k, top_p=1.0)
+
+    def __call__(self, data_dict, input_ids, cu_seqlens_padded):
+        raise AssertionError("logits were asked for")
+
+
+def _train():
+    """NeMo-RL's module, as far as it matters: what runs the model and divides by the temperature."""
+    train = types.SimpleNamespace(LogprobsPostProcessor=type("LogprobsPostProcessor", (_Logprobs,), {}))
+
+    def model_forward(model, ids, packed_seq_params=None, attention_mask=None):
+        return model(ids, None, attention_mask, packed_seq_params=packed_seq_params)
+
+    def call(self, data_dict, input_ids, cu_seqlens_padded):
+        return lambda output: "of logits"
+
+    def forward_with_post_processing_fn(ids, model, post_processing_fn, params=None, mask=None):
+        return train.model_forward(model, ids, params, mask).div_(TEMPERATURE), post_processing_fn
+
+    train.LogprobsPostProcessor.__call__ = call
+    train.model_forward, train.forward_with_post_processing_fn = model_forward, forward_with_post_processing_fn
+    return train
+
+
+def _prepared():
+    from nemo_geomask.integrations.nemo_rl import hidden, patch
+
+    train = _train()
+    patch.apply_all(hidden.patches(train, lambda loss: getattr(loss, "takes_hidden", False)))
+    return train
+
+
+def _trained(train, backend, layout):
+    """Loss, metrics and gradients of a packed row under a back end."""
+    from megatron.core import parallel_state
+
+    from nemo_geomask.integrations.megatron import packed_segments
+    from nemo_geomask.integrations.nemo_rl.logits import LogitLoss
+
+    data, seqs, toks = models.rows()
+    params = models.packing(data)
+    model = models.model(*layout)
+    ids = models.packed_ids(data, params)[:, packed_segments(params).token_index]
+    loss_fn = LogitLoss(build_loss({**models.CONFIG, "logprob_backend": backend}))
+    output, post = train.forward_with_post_processing_fn(ids, model, _Loss(loss_fn), params)
+    size = output.shape[-1]
+    loss, metrics = post.loss_fn.packed(
+        output,
+        data,
+        seqs,
+        toks,
+        cu_seqlens_q=params.cu_seqlens_q,
+        cu_seqlens_q_padded=params.cu_seqlens_q_padded,
+        vocab_parallel_group=parallel_state.get_tensor_model_parallel_group(),
+        context_parallel_group=parallel_state.get_context_parallel_group(),
+    )
+    loss.backward()
+    return size, loss.item(), dict(metrics), models.gradients(model)
+
+
+def _scored(train, layout):
+    """Log-probs of a packed row as a forward pass for ``prev_logprobs`` has them, and by torch from whole logits."""
+    from nemo_geomask.integrations.megatron import packed_segments
+
+    data, *_ = models.rows()
+    params = models.packing(data)
+    model = models.model(*layout)
+    whole = models.packed_ids(data, params)
+    ids = whole[:, packed_segments(params).token_index]
+    with torch.no_grad():
+        output, post = train.forward_with_post_processing_fn(ids, model, train.LogprobsPostProcessor(True), params)
+        found = post(data, whole, params.cu_seqlens_q_padded)(output)[1]["logprobs"]
+    return found.numpy()
+
+
+def _both(rank, world):
+    warnings.simplefilter("ignore")
+    from tests.helpers import megatron_on_cpu
+
+    megatron_on_cpu.install()
+    from megatron.core import parallel_state
+
+    train = _prepared()
+    found = []
+    for layout in LAYOUTS[world]:
+        parallel_state.initialize_model_parallel(layout[1], context_parallel_size=layout[2])
+        results = [_trained(train, backend, layout) for backend in ("geomask", "geomask_linear")]
+        found.append((*results, _scored(train, layout)))
+        parallel_state.destroy_model_parallel()
+    return found
+
+
+def _padded(rank, world):
+    """Padded rows on one rank: the same comparison, the rows' log-probs by torch, and what is refused."""
+    warnings.simplefilter("ignore")
+    from tests.helpers import megatron_on_cpu
+
+    megatron_on_cpu.install()
+    from megatron.core import parallel_state
+
+    from nemo_geomask.integrations.nemo_rl.logits import LogitLoss
+    from nemo_geomask.integrations.nemo_rl.workers import WorkerError
+
+    parallel_state.initialize_model_parallel(1)
+    train = _prepared()
+    data, seqs, toks = models.rows()
+    causal = torch.ones(models.WIDTH, models.WIDTH, dtype=torch.bool).triu(1)[None, None]
+    found, groups = [], {"vocab_parallel_group": None, "context_parallel_group": None}
+    for backend in ("geomask", "geomask_linear"):
+        model = models.model(None, packed=False)
+        loss_fn = LogitLoss(build_loss({**models.CONFIG, "logprob_backend": backend}))
+        output, post = train.forward_with_post_processing_fn(data["input_ids"], model, _Loss(loss_fn), mask=causal)
+        loss, metrics = post.loss_fn(output, data, seqs, toks, **groups)
+        loss.backward()
+        found.append((output.shape[-1], loss.item(), dict(metrics), models.gradients(model)))
+    with torch.no_grad():
+        logits = model(data["input_ids"], None, causal)
+        given = (data["input_ids"], model)
+        output, post = train.forward_with_post_processing_fn(*given, train.LogprobsPostProcessor(False), mask=causal)
+        scored = post(data, None, None)(output)[1]["logprobs"]
+        assert train.LogprobsPostProcessor(False)(data, None, None)(logits) == "of logits"
+        with pytest.raises(ConfigError, match="sampling with top_k: 5, top_p: 1.0; set logprob_backend: geomask"):
+            train.LogprobsPostProcessor(False, top_k=5)(data, None, None)(output)
+        with pytest.raises(WorkerError, match="hidden states of a Megatron worker that is prepared"):
+            loss_fn(logits, data, seqs, toks, **groups)
+        model.output_layer = torch.nn.Linear(32, 48)
+        with pytest.raises(ConfigError, match="output layer of type Linear"):
+            train.forward_with_post_processing_fn(*given, _Loss(loss_fn), mask=causal)
+    expected = (logits[:, :-1] / TEMPERATURE).log_softmax(-1).gather(-1, data["input_ids"][:, 1:, None]).squeeze(-1)
+    np.testing.assert_allclose(scored[:, 1:], expected, rtol=1e-5, atol=1e-5)
+    assert not scored[:, 0].any()
+    return found, scored.numpy()
+
+
+def _check(logits, linear):
+    (columns, loss, metrics, gradients), (size, mine, found, own) = logits, linear
+    assert (columns, size) == (columns, 32)  # the second had hidden states
+    assert columns != size
+    assert mine == pytest.approx(loss, rel=1e-5, abs=1e-7)
+    assert found == pytest.approx(metrics, rel=1e-4, abs=1e-6)
+    assert any(np.abs(grad).max() > 1e-4 for grad in gradients.values())
+    for name, grad in gradients.items():
+        np.testing.assert_allclose(own[name], grad, rtol=1e-3, atol=2e-6, err_msg=name)
+
+
+@pytest.fixture(scope="module")
+def padded():
+    return run(1, _padded)[0]
+
+
+def test_padded_rows_equal_those_of_logits(padded):
+    _check(*padded[0])
+
+
+@pytest.mark.parametrize("world", LAYOUTS)
+def test_packed_rows_equal_those_of_logits(world, padded):
+    data, *_ = models.rows()
+    lengths = models.packing(data).cu_seqlens_q.diff().tolist()
+    for results in run(world, _both):
+        for (experts, *_), (logits, linear, scored) in zip(LAYOUTS[world], results, strict=True):
+            _check(logits, linear)
+            if experts is None:
+                for row, length in enumerate(lengths):
+                    np.testing.assert_allclose(scored[row, :length], padded[1][row, :length], rtol=1e-4, atol=1e-5)
