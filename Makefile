@@ -112,6 +112,7 @@ lint: $(VENV)/.test
 docs: $(VENV)/.test
 	$(BIN)/python -m nemo_geomask.bench.pages docs/performance.md
 	$(BIN)/python -m nemo_geomask.checks.pages docs
+	$(BIN)/python -m nemo_geomask.diagnosis.power --page docs/diagnose.md
 	$(BIN)/python -m tests.peers.pages docs/peers.md
 	$(BIN)/python -m nemo_geomask.rehearsal.matrix --table
 	$(BIN)/nemo-geomask schema --out docs/recipe.schema.json

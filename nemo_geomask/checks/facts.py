@@ -39,6 +39,7 @@ class RecipeFacts:
         doubts: what the loss accepts and warns of.
         mismatch_kl: mean mismatch KL to reckon with, nats per token.
         gpu: name of the GPU that samples, such as A100.
+        measured_tokens: mean length of the responses of a run like it; None: nobody measured.
     """
 
     recipe: Recipe
@@ -47,6 +48,7 @@ class RecipeFacts:
     doubts: tuple[Problem, ...] = ()
     mismatch_kl: float = MISMATCH_KL
     gpu: str | None = None
+    measured_tokens: int | None = None
 
     @classmethod
     def of(cls, recipe: Recipe, *, mismatch_kl: float = MISMATCH_KL, gpu: str | None = None) -> RecipeFacts:
@@ -121,7 +123,9 @@ class RecipeFacts:
 
     @property
     def response_tokens(self) -> int | None:
-        """Longest response allowed."""
+        """Length to reckon with: that of a run like it, else the longest response allowed."""
+        if self.measured_tokens is not None:
+            return self.measured_tokens
         limits = [self.number("policy.generation.max_new_tokens"), self.number("policy.max_total_sequence_length")]
         known = [limit for limit in limits if limit]
         return int(min(known)) if known else None

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nemo_geomask.checks import MISMATCH_KL, RULES, Finding, RecipeFacts, Report, check, describe
 from nemo_geomask.checks.expectation import judged, kept_fraction
@@ -14,6 +16,9 @@ from nemo_geomask.cli.arguments import above_zero
 from nemo_geomask.config.recipe import read_recipe
 from nemo_geomask.errors import ConfigError, GeomaskError, Problem
 from nemo_geomask.losses import Part
+
+if TYPE_CHECKING:
+    from nemo_geomask.diagnosis.measured import Measured
 
 __all__ = ["add", "run"]
 
@@ -58,10 +63,17 @@ def add(subparsers: Any) -> None:
     parser.add_argument(
         "--mismatch-kl",
         type=above_zero,
-        default=MISMATCH_KL,
         metavar="NATS",
         help="mean KL between the engines to reckon with, per token (metric geomask/mismatch_k3; default: "
-        f"{MISMATCH_KL:g})",
+        f"{MISMATCH_KL:g}, or what is measured by --from)",
+    )
+    parser.add_argument(
+        "--from",
+        dest="run_of",
+        type=Path,
+        metavar="DIR",
+        help="records or logs of a run like it: reckon with its mismatch and its responses' length, and try the masks "
+        "on its last batches",
     )
     parser.add_argument("--list-rules", action="store_true", help="print the rules and exit")
     parser.set_defaults(run=run)
@@ -74,32 +86,40 @@ def run(arguments: argparse.Namespace) -> int:
             print(f"{rule.id}  {rule.severity:7}  {rule.title}\n{'':16}{rule.source}")
         return 0
     try:
-        facts, objective, report = _checked(arguments)
+        facts, objective, report, measured = _checked(arguments)
     except GeomaskError as error:
         if arguments.format == "json":
             # Who reads the output gets an object whatever happens; the same message goes to standard error.
             _print_json(_unread(arguments.recipe, error.problems))
         raise
     if arguments.format == "json":
-        _print_json(_as_json(facts, objective, report))
+        _print_json(_as_json(facts, objective, report, measured))
     else:
-        print("\n".join(_as_text(facts, objective, report)))
+        print("\n".join(_as_text(facts, objective, report, measured)))
     if report.count("error"):
         return 2
     return 1 if arguments.strict and report.count("warning") else 0
 
 
-def _checked(arguments: argparse.Namespace) -> tuple[RecipeFacts, tuple[Part, ...], Report]:
+def _checked(arguments: argparse.Namespace) -> tuple[RecipeFacts, tuple[Part, ...], Report, Measured | None]:
     if arguments.recipe is None:
         raise ConfigError("check needs a recipe; see nemo-geomask check --help")
     # What only data, environments and loggers need is no obstacle here.
     recipe = read_recipe(arguments.recipe, arguments.overrides, leave=("data", "env", "logger"))
-    facts = RecipeFacts.of(recipe, mismatch_kl=arguments.mismatch_kl, gpu=arguments.gpu)
+    facts = RecipeFacts.of(recipe, mismatch_kl=arguments.mismatch_kl or MISMATCH_KL, gpu=arguments.gpu)
+    measured = None
+    if arguments.run_of is not None:
+        from nemo_geomask.diagnosis.measured import measure_run  # which needs packages of its own
+
+        settings = recipe.data.get("loss_fn") if facts.loss and not facts.nameless else None
+        measured = measure_run(arguments.run_of, settings)
+        kl = arguments.mismatch_kl or max(measured.mismatch_kl, 1e-12)
+        facts = replace(facts, mismatch_kl=kl, measured_tokens=measured.response_tokens)
     ignore = [rule for group in arguments.ignore for rule in group.split(",") if rule.strip()]
-    return facts, describe(facts.loss) if facts.loss else (), check(facts, ignore=ignore)
+    return facts, describe(facts.loss) if facts.loss else (), check(facts, ignore=ignore), measured
 
 
-def _as_text(facts: RecipeFacts, objective: tuple[Part, ...], report: Report) -> list[str]:
+def _as_text(facts: RecipeFacts, objective: tuple[Part, ...], report: Report, measured: Measured | None) -> list[str]:
     lines = [f"{facts.recipe.path}" + (f", on the NeMo-RL in {facts.nemo_rl}" if facts.nemo_rl else "")]
     if objective and facts.nameless:
         lines += [
@@ -112,6 +132,7 @@ def _as_text(facts: RecipeFacts, objective: tuple[Part, ...], report: Report) ->
     if facts.other_algorithm:
         lines += ["", f"{facts.other_algorithm}: no policy loss trains, so there is none to check"]
     lines += _expected_lines(facts)
+    lines += _measured_lines(measured) if measured else []
     for finding in report.findings:
         rule = finding.rule
         lines += ["", f"{_place(finding)}{rule.severity} {rule.id} {finding.key}", f"  {finding.message}"]
@@ -152,13 +173,25 @@ def _expected_lines(facts: RecipeFacts) -> list[str]:
     expected = _expected(facts)
     if not expected:
         return []
-    kls = " | ".join(f"{kept['mismatch_kl']:g}" for kept in expected[0]["kept"])
+    kls = " | ".join(f"{kept['mismatch_kl']:.4g}" for kept in expected[0]["kept"])
     lines = ["", f"  kept of responses of {expected[0]['tokens']} tokens at a mismatch KL of {kls} nats per token:"]
     for mask in expected:
         shares = " | ".join(f"{100 * kept['share']:.3g} %" for kept in mask["kept"])
         which = "" if mask["when"] == "always" else f" with {mask['when'].replace('_', ' ')}"
         lines.append(f"    {mask['mask']}: {shares} of {mask['of']}{which}")
     return lines
+
+
+def _measured_lines(measured: Measured) -> list[str]:
+    low, high = measured.interval
+    first, last = measured.steps
+    stale = "" if math.isnan(measured.staleness) else f", staleness {measured.staleness:.3g} steps"
+    lines = [
+        "",
+        f"  measured in {measured.directory}, steps {first} to {last}: mismatch KL {measured.mismatch_kl:.3g} nats per "
+        f"token ({low:.3g} to {high:.3g}), responses of {measured.response_tokens} tokens{stale}",
+    ]
+    return lines + [f"    {label} keeps {share:.3%} of its last batches" for label, share in measured.kept.items()]
 
 
 _NEEDS = {"gpu": "--gpu", "nemo_rl": "NeMo-RL (set NEMO_RL_ROOT)"}
@@ -172,7 +205,9 @@ def _place(finding: Finding) -> str:
     return f"{finding.origin}: " if finding.origin else ""
 
 
-def _as_json(facts: RecipeFacts, objective: tuple[Part, ...], report: Report) -> dict[str, Any]:
+def _as_json(
+    facts: RecipeFacts, objective: tuple[Part, ...], report: Report, measured: Measured | None
+) -> dict[str, Any]:
     tree: Path | None = facts.nemo_rl
     return {
         "recipe": os.fspath(facts.recipe.path),
@@ -180,6 +215,7 @@ def _as_json(facts: RecipeFacts, objective: tuple[Part, ...], report: Report) ->
         "loss_of": None if facts.loss is None else "nemo_rl" if facts.nameless else "nemo_geomask",
         "objective": [{"formula": part.formula, "words": part.words} for part in objective],
         "expected": _expected(facts),
+        "measured": None if measured is None else _measured_as_json(measured),
         "settings": facts.config.model_dump(mode="json") if facts.loss else None,
         "findings": [_finding(finding) for finding in report.findings],
         "ignored": [_finding(finding) for finding in report.ignored],
@@ -201,12 +237,18 @@ def _unread(recipe: str | None, problems: tuple[Problem, ...]) -> dict[str, Any]
         "loss_of": None,
         "objective": [],
         "expected": [],
+        "measured": None,
         "settings": None,
         "findings": findings,
         "ignored": [],
         "unjudged": [],
         "summary": {"error": len(findings), "warning": 0, "note": 0},
     }
+
+
+def _measured_as_json(measured: Measured) -> dict[str, Any]:
+    staleness = None if math.isnan(measured.staleness) else measured.staleness
+    return {**asdict(measured), "directory": str(measured.directory), "staleness": staleness}
 
 
 def _print_json(result: dict[str, Any]) -> None:

@@ -10,6 +10,7 @@ import argparse
 import json
 import time
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from nemo_geomask.diagnosis.run import survey_run
 from nemo_geomask.diagnosis.sources import find_runs
 from nemo_geomask.diagnosis.verdict import LEVELS, RunDiagnosis, diagnose
 
-__all__ = ["measure", "rewrite"]
+__all__ = ["measure", "measure_plants", "rewrite"]
 
 ONSET = 7
 CLEAN = 100
@@ -30,12 +31,11 @@ def _name(found: RunDiagnosis) -> str:
     return found.cause.id if found.cause is not None else found.health
 
 
-def measure(seeds: int, clean: int, logs: list[Path]) -> dict[str, Any]:
+def measure_plants(seeds: int, causes: Sequence[str]) -> dict[str, list[dict[str, Any]]]:
     """What is named, by plant and strength; in half of the runs the cause is there from the first step on."""
-    began = time.monotonic()
     planted: dict[str, list[dict[str, Any]]] = {}
-    for cause, plant in PLANTS.items():
-        planted[cause] = []
+    for cause in causes:
+        plant, planted[cause] = PLANTS[cause], []
         for strength in plant.strengths:
             named: Counter[str] = Counter()
             onset_right = onset_asked = 0
@@ -47,6 +47,13 @@ def measure(seeds: int, clean: int, logs: list[Path]) -> dict[str, Any]:
                     onset_asked += 1
                     onset_right += found.since is not None and abs(found.since - ONSET) <= 1
             planted[cause].append({"strength": strength, "named": dict(named), "onset": [onset_right, onset_asked]})
+    return planted
+
+
+def measure(seeds: int, clean: int, logs: list[Path]) -> dict[str, Any]:
+    """All of it, as JSON."""
+    began = time.monotonic()
+    planted = measure_plants(seeds, list(PLANTS))
     false = {seed: found for seed in range(clean) if (found := diagnose(planted_run(seed))).health != "healthy"}
     runs = find_runs(logs) if logs else []
     of_logs = [diagnose(survey_run(run)) for run in runs]
@@ -136,10 +143,15 @@ def _main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("logs", nargs="*", type=Path, metavar="DIR")
     parser.add_argument("--seeds", type=int)
+    parser.add_argument("--only", nargs="+", choices=list(PLANTS), help="measure these again, of what is in --out")
     parser.add_argument("--out", type=Path, default=Path("docs/diagnose/power.json"))
     parser.add_argument("--page", type=Path)
     arguments = parser.parse_args()
-    if arguments.seeds:
+    if arguments.only:
+        measured = json.loads(arguments.out.read_text(encoding="utf-8"))
+        measured["planted"] |= measure_plants(measured["seeds"], arguments.only)
+        arguments.out.write_text(json.dumps(measured, indent=1) + "\n", encoding="utf-8")
+    elif arguments.seeds:
         arguments.out.parent.mkdir(parents=True, exist_ok=True)
         measured = measure(arguments.seeds, CLEAN, arguments.logs)
         arguments.out.write_text(json.dumps(measured, indent=1) + "\n", encoding="utf-8")

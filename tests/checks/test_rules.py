@@ -438,6 +438,10 @@ CASES = {
     ],
     "GM313": [
         ({"loss_fn.logprob_backend": "geomask", TOP_P: 0.9}, {"loss_fn.logprob_backend": "geomask"}),
+        (
+            {"loss_fn.logprob_backend": "geomask_linear", **DTENSOR},
+            {"loss_fn.logprob_backend": "geomask", **DTENSOR},
+        ),
         ({"loss_fn.logprob_backend": "mcore", **FUSED_FITS}, {"loss_fn.logprob_backend": "nemo_rl", **FUSED_FITS}),
         (
             {"loss_fn.logprob_backend": "mcore", **DTENSOR},

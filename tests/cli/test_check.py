@@ -13,7 +13,9 @@ from nemo_geomask.checks.expectation import kept_fraction, median_weight
 from nemo_geomask.cli import main
 from nemo_geomask.config import recipe as recipes
 from nemo_geomask.config.recipe import load_recipe, nemo_rl_root, read_recipe
+from nemo_geomask.diagnosis.planted import RunShape, planted_step
 from nemo_geomask.errors import ConfigError
+from tests.helpers.logs import log_rows, write_log
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -376,3 +378,31 @@ loss_fn:
         for row, (preset, low, high, at) in masks.items():
             (rule,) = LossConfig(masks=[{"preset": preset, "min": low, "max": high}]).mask_rules
             assert rows[row] == [f"{100 * kept_fraction(rule, at, tokens):.0f} %" for tokens in lengths]
+
+
+class TestFromARun:
+    """``--from``: what a run like it measured takes the place of what is assumed."""
+
+    @pytest.fixture
+    def logs(self, tmp_path):
+        pytest.importorskip("pyarrow")
+        directory = tmp_path / "run"
+        directory.mkdir()
+        for step in (1, 2, 3):
+            planted = planted_step(0, step, "precision", 15.0, shape=RunShape(prompts=3, samples=4, length=40))
+            write_log(directory, step, list(log_rows(planted)))
+        return directory
+
+    def test_its_mismatch_and_length_are_reckoned_with(self, write, check, logs):
+        recipe = write(recipe="loss_fn: {name: clipped_pg, masks: [{preset: icepop, min: 0.9, max: 1.1}]}\n")
+        _, out, _ = check(recipe, "--from", str(logs), "--format", "json")
+        told = json.loads(out)
+        measured, (expected,) = told["measured"], told["expected"]
+        assert measured["steps"] == [1, 3]
+        assert measured["interval"][0] < measured["mismatch_kl"] < measured["interval"][1]
+        assert expected["tokens"] == measured["response_tokens"] < 100
+        assert expected["kept"][0]["mismatch_kl"] == measured["mismatch_kl"]
+        assert 0.3 < measured["kept"]["icepop"] < 0.99
+        _, out, _ = check(recipe, "--from", str(logs), "--mismatch-kl", "0.5")
+        assert f"measured in {logs}, steps 1 to 3: mismatch KL " in out
+        assert "at a mismatch KL of 0.5 | 2.5" in out

@@ -1,10 +1,13 @@
 """A planted cause is named, and nothing is named where nothing is wrong."""
 
 import dataclasses
+import json
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from nemo_geomask.diagnosis import power
 from nemo_geomask.diagnosis.causes import CAUSES
 from nemo_geomask.diagnosis.changes import find_change
 from nemo_geomask.diagnosis.planted import PLANTS, RunShape, planted_run, planted_step
@@ -83,13 +86,39 @@ def test_weights_that_stand_still_are_seen_in_their_number():
     assert diagnose(run_of(*moving)).health == "healthy"
 
 
-def test_levels_need_more_than_a_few_sequences():
-    """One sequence with a bad mean says little; the bootstrap's interval is what counts."""
-    shape = RunShape(prompts=1, samples=3, length=24)
-    found = diagnose(run_of(*(planted_step(4, step, "precision", 3.0, shape=shape) for step in (1, 2))))
-    error = found.levels["token_mult_prob_error"]
-    assert error.low < error.value < error.high
-    assert error.health == ("drifting" if error.low > 1.05 else "healthy")
+def test_limits_need_more_than_a_few_sequences():
+    def run(prompts):
+        shape = RunShape(prompts=prompts, samples=3, length=60)
+        return diagnose(run_of(*(planted_step(4, step, "precision", 30.0, shape=shape) for step in (1, 2))))
+
+    few, many = run(3), run(12)
+    for found in (few, many):
+        error = found.levels["token_mult_prob_error"]
+        assert 1.05 < error.low < error.value < error.high
+    assert (few.health, many.health) == ("healthy", "drifting")
+    assert many.cause.id == "precision"
+
+
+def test_two_odd_tokens_are_no_odd_prompt():
+    blocks = [planted_step(0, step, None, 0.0, shape=RunShape(prompts=6, samples=2, length=30)) for step in range(1, 6)]
+    for block in blocks:
+        block.tokens["prev"][np.flatnonzero(block.tokens["mask"])[:2]] -= 1
+    found = diagnose(run_of(*blocks))
+    assert not found.found["group"].shown
+    assert found.health == "healthy"
+
+
+def test_a_policy_that_becomes_sure_is_no_engine_that_comes_apart():
+    """What rounding leaves to sure tokens weighs more and more in proportion, while there is less and less of it."""
+    blocks = [planted_step(0, step, None, 0.0, shape=RunShape(prompts=6, samples=4)) for step in range(1, 13)]
+    for block in blocks[6:]:
+        delta = block.tokens["prev"] - block.tokens["gen"]
+        block.tokens["gen"] *= 0.02
+        block.tokens["prev"] = block.tokens["gen"] + 0.1 * delta
+    found = diagnose(run_of(*blocks))
+    steps = found.evidence.statistics.steps
+    assert steps[12].mean("size", "model") > 1.7 * steps[1].mean("size", "model")
+    assert (found.health, found.since) == ("healthy", None)
 
 
 def test_no_step_is_an_error():
@@ -125,3 +154,14 @@ def test_what_is_printed_and_what_programs_get_are_the_same():
     assert (told["health"], told["cause"]["id"], told["since"]) == ("drifting", "tool_calls", 5)
     assert len(told["tables"]["turn"]) == len(shown["turn"].rows)
     assert {one["id"] for one in told["causes"]} == {cause.id for cause in CAUSES}
+
+
+def test_the_page_says_what_was_measured_and_what_the_code_looks_for():
+    docs = Path(power.__file__).parents[2] / "docs"
+    text = (docs / "diagnose.md").read_text(encoding="utf-8")
+    measured = json.loads((docs / "diagnose" / "power.json").read_text(encoding="utf-8"))
+    assert power.rewrite(text, measured) == text, "run: make docs"
+    assert measured["seeds"] >= 20
+    assert len(measured["false_alarms"]) <= 1
+    for cause, rows in measured["planted"].items():
+        assert rows[1]["named"].get(cause, 0) >= 0.95 * measured["seeds"], cause
