@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from nemo_geomask.integrations.nemo_rl.seams import SeamError
     from nemo_geomask.integrations.nemo_rl.workers import WorkerError
     from nemo_geomask.losses import BeforeStep, PolicyLoss, Variant, build_loss
-    from nemo_geomask.parallel import vocab_parallel_logprobs
+    from nemo_geomask.parallel import linear_logprobs, vocab_parallel_logprobs
     from nemo_geomask.processes import RankError
     from nemo_geomask.segments import PackedSegments
 
@@ -34,6 +34,7 @@ __all__ = [
     "__version__",
     "build_loss",
     "install",
+    "linear_logprobs",
     "uninstall",
     "vocab_parallel_logprobs",
 ]
@@ -52,6 +53,7 @@ _HOMES = {
     "WorkerError": "integrations.nemo_rl.workers",
     "build_loss": "losses",
     "install": "integrations.nemo_rl",
+    "linear_logprobs": "parallel",
     "uninstall": "integrations.nemo_rl",
     "vocab_parallel_logprobs": "parallel",
 }

@@ -11,7 +11,19 @@ GROUP = "nemo_geomask.losses"
 # A test keeps this equal to pyproject.toml.
 BUILT_IN = {
     name: f"nemo_geomask.losses.variants:{name.upper()}"
-    for name in ("clipped_pg", "gspo", "gspo_token", "gmpo", "cispo", "sapo", "dppo", "ipo", "vespo", "dro")
+    for name in (
+        "clipped_pg",
+        "gspo",
+        "gspo_token",
+        "gmpo",
+        "cispo",
+        "reinforce",
+        "sapo",
+        "dppo",
+        "ipo",
+        "vespo",
+        "dro",
+    )
 }
 _VARIANTS = PluginGroup(
     group=GROUP,
@@ -21,7 +33,7 @@ _VARIANTS = PluginGroup(
     fits=lambda found: isinstance(found, Variant),
     built_in=BUILT_IN,
     # What papers call losses that NeMo-RL's flags select; "grpo" is spelt much like "gspo", and is not it.
-    known_as=dict.fromkeys(("grpo", "dapo", "ppo", "reinforce", "rloo"), "clipped_pg"),
+    known_as=dict.fromkeys(("grpo", "dapo", "ppo", "rloo"), "clipped_pg"),
 )
 
 

@@ -16,7 +16,20 @@ from nemo_geomask import functional as F
 from nemo_geomask.config import LossConfig, StrictModel
 from nemo_geomask.losses.variant import Part, Parts, SurrogateInputs, Variant
 
-__all__ = ["CISPO", "CLIPPED_PG", "DPPO", "DRO", "GMPO", "GSPO", "GSPO_TOKEN", "IPO", "SAPO", "VESPO", "SapoOptions"]
+__all__ = [
+    "CISPO",
+    "CLIPPED_PG",
+    "DPPO",
+    "DRO",
+    "GMPO",
+    "GSPO",
+    "GSPO_TOKEN",
+    "IPO",
+    "REINFORCE",
+    "SAPO",
+    "VESPO",
+    "SapoOptions",
+]
 
 _NEEDS_RATIO = "the objective is defined on the ratio that this setting removes"
 # What objectives on a ratio refuse, and those of them that clip or gate token by token.
@@ -70,7 +83,7 @@ def _clipped_pg_parts(config: LossConfig) -> Parts:
         words = "The policy ratio is taken to be 1: plain policy gradient, on-policy."
         return (Part("ℓ_t = −r_t·A_t, r_t = 1", words),)
     if config.disable_ppo_ratio:
-        return (Part("ℓ_t = −A_t·curr", "REINFORCE: the advantage times the log-prob, no ratio and no clip."),)
+        return (_SCORE,)
     if config.use_cispo:
         return _CISPO_PARTS
     r, ratio = ("s", _SEQUENCE_RATIO) if config.sequence_level_importance_ratios else ("r_t", _TOKEN_RATIO)
@@ -191,6 +204,20 @@ CISPO = Variant(
     parts=_CISPO_PARTS,
 )
 """Clipped IS-weight Policy Optimization; by default no lower bound and an upper bound of 5."""
+
+
+def _reinforce(inputs: SurrogateInputs, means: Mapping[str, Tensor]) -> F.Surrogate:
+    return F.score_function(inputs.curr, inputs.advantages)
+
+
+_SCORE = Part("ℓ_t = −A_t·curr", "REINFORCE: the advantage times the log-prob, no ratio and no clip.")
+REINFORCE = Variant(
+    surrogate=_reinforce,
+    refuses={"use_cispo": _OF_RATIOS["use_cispo"], "ratio_clip_c": "the objective has no ratio to clip"},
+    source="Williams (1992); verl `loss_type: reinforce`",
+    parts=(_SCORE,),
+)
+"""What ``disable_ppo_ratio`` makes of clipped_pg; its weight is against curr under ``force_on_policy_ratio``."""
 
 
 class SapoOptions(StrictModel):

@@ -84,6 +84,12 @@ def _in_verls_terms(loss: PolicyLoss) -> tuple[PolicyLoss, tuple[str, ...]]:
     if name == "gspo":
         text = "verl's gspo takes each token's own advantage, here the sequence's mean; the same where it has one."
         return examined({**given, "name": "gspo_token"})[0], (text,)
+    if name == "clipped_pg" and (loss.config.force_on_policy_ratio or loss.config.disable_ppo_ratio):
+        flags = {"name": "reinforce", "disable_ppo_ratio": False}
+        if loss.config.force_on_policy_ratio:
+            return examined({**given, **flags})[0], ("verl's value is -w·A·log π where here it is -w·A.",)
+        if any(rule.log_ratio == "total" for rule in loss.config.mask_rules):
+            return examined({**given, **flags})[0], ()
     if name == "dppo":
         clip = {"ratio_clip_min": 1.0, "ratio_clip_max": dict(loss.options)["cap"] - 1, "options": {}}
         own = {"ratio_anchor": loss.config.ratio_anchor, "masks": loss.config.masks}
@@ -105,7 +111,7 @@ def _settings(loss: PolicyLoss) -> Iterator[tuple[str, Any]]:
         low, high = -math.log(1 - low), math.log(1 + high)
     if config.disable_ppo_ratio:
         mode = "gpg"
-    reinforce = forced or (anchored and mode == "cispo" and low == 1) or (mode == "gpg" and _on_total(rules))
+    reinforce = forced or config.name == "reinforce" or (anchored and mode == "cispo" and low == 1)
     if reinforce:
         mode = "vanilla"
         yield _RC + "loss_type", "reinforce"
@@ -148,10 +154,6 @@ def _settings(loss: PolicyLoss) -> Iterator[tuple[str, Any]]:
         yield _ACTOR + "use_kl_loss", True
         yield _ACTOR + "kl_loss_coef", config.reference_policy_kl_penalty
         yield _ACTOR + "kl_loss_type", _KL.get((kind, config.reference_policy_kl_gradient or kind), "low_var_kl")
-
-
-def _on_total(rules: list[MaskRule]) -> bool:
-    return any(rule.log_ratio == "total" for rule in rules)
 
 
 def _rejection(rule: MaskRule) -> Iterator[tuple[str, str]]:

@@ -260,20 +260,17 @@ def _bypass(given: Given) -> Lines:
     elif kind == "reinforce":
         normalize = given[_RC + "rollout_is_batch_normalize"]
         truncated = level == "token" and not normalize and "_" not in str(given[_RC + "rollout_is_threshold"])
-        yield Line("name", "cispo" if truncated else "clipped_pg")
-        if level is None:
-            yield Line("disable_ppo_ratio", True)
-        elif truncated:
+        yield Line("name", "cispo" if truncated else "reinforce")
+        if truncated:
             bound = given.number(_RC + "rollout_is_threshold")
             yield Line("ratio_anchor", "gen", "-sg(min(w, c))·A·curr with w = e^(curr - gen) is CISPO on gen")
             yield Line("ratio_clip_min", 1.0)
             yield Line("ratio_clip_max", bound - 1, "rollout_is_threshold bounds the weight itself")
-        else:
+        elif level is not None:
             normalized = "weights that move with the policy aren't divided by their mean here"
             yield from inert(given, {_RC + "rollout_is_batch_normalize": ((False, None), normalized)})
             yield Line("force_on_policy_ratio", True, "the weight is then against curr: sg(e^(curr - gen))")
             yield from _weight(given)
-            yield Remark("The loss's value is -w·A where verl's is -w·A·log π; the gradient is the same.")
             yield Remark("NeMo-RL allows force_on_policy_ratio with one optimiser step a batch only.")
     else:
         yield Remark(

@@ -438,6 +438,10 @@ CASES = {
     ],
     "GM313": [
         ({"loss_fn.logprob_backend": "geomask", TOP_P: 0.9}, {"loss_fn.logprob_backend": "geomask"}),
+        (
+            {"loss_fn.logprob_backend": "geomask_linear", **DTENSOR},
+            {"loss_fn.logprob_backend": "geomask", **DTENSOR},
+        ),
         ({"loss_fn.logprob_backend": "mcore", **FUSED_FITS}, {"loss_fn.logprob_backend": "nemo_rl", **FUSED_FITS}),
         (
             {"loss_fn.logprob_backend": "mcore", **DTENSOR},
@@ -470,6 +474,12 @@ CASES = {
             },
         ),
     ],
+    "GM319": [
+        (
+            {"loss_fn.record": {"dir": "records", "entropy": True}},
+            {"loss_fn.record": {"dir": "records"}},
+        ),
+    ],
     "GM316": [
         ({**CARDS, TP: 3}, {**CARDS, TP: 4}),
         ({**CARDS, TP: 4, CP: 3}, {**CARDS, TP: 4, CP: 4}),
@@ -486,12 +496,6 @@ CASES = {
         ({MASKS: [{"preset": "m2po"}], **SINGLE}, {MASKS: [{"preset": "m2po"}]}),
         ({MASKS: [{"preset": "m2po"}], **SINGLE}, {MASKS: [GEOMETRIC], **SINGLE}),
         ({CORRECT: True, NORMALIZE: True, **SINGLE}, {CORRECT: True, NORMALIZE: True}),
-    ],
-    "GM319": [
-        (
-            {"loss_fn.record": {"dir": "records", "entropy": True}},
-            {"loss_fn.record": {"dir": "records"}},
-        ),
     ],
     "GM401": [
         ({CORRECT: True, LEVEL: "sequence"}, {CORRECT: True, LEVEL: "sequence_mean"}),

@@ -496,6 +496,7 @@ class _Evaluation:
             name = "cispo" if self.c.use_cispo else "ppo"
         return {
             "ppo": self.ppo,
+            "reinforce": self.reinforce,
             "gspo": self.gspo,
             "gspo_token": self.gspo_token,
             "gmpo": self.gmpo,
@@ -542,18 +543,20 @@ class _Evaluation:
         return -objective
 
     def ppo(self, row) -> list[torch.Tensor]:
-        config, out = self.c, []
+        config = self.c
         if config.force_on_policy_ratio:
             return [self.pessimistic(k, self.exp(k["curr"] - k["c"]), k["adv"]) for k in row]
         if config.disable_ppo_ratio:
-            for token in row:
-                self.report(token, token["c"], token["c"])
-                out.append(-token["adv"] * token["curr"])
-            return out
+            return self.reinforce(row)
         if config.sequence_level_importance_ratios:
             ratio = self.exp(self.mean(row))
             return [self.pessimistic(token, ratio, token["adv"]) for token in row]
         return [self.pessimistic(token, self.exp(self.log_ratio(token)), token["adv"]) for token in row]
+
+    def reinforce(self, row) -> list[torch.Tensor]:
+        for token in row:
+            self.report(token, token["c"], token["c"])
+        return [-token["adv"] * token["curr"] for token in row]
 
     def mean(self, row) -> torch.Tensor:
         return sum(self.log_ratio(token) for token in row) / len(row)

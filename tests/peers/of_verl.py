@@ -98,13 +98,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-_REINFORCE = (
-    "preset bypass_pg_is",
-    "preset bypass_pg_token_icepop",
-    "preset bypass_pg_geo_rs_seq_tis",
-)
 DIFFERS = {
-    **dict.fromkeys(_REINFORCE, "loss"),  # -w·A·log π there, -w·A here
     "token rule, sequence mean": "both",  # N of a sequence whose every token is rejected
     "normalised weights, rejection": "both",  # over which tokens the mean is taken
     "token rule, sequence weight": "both",  # over which tokens the weight is taken
