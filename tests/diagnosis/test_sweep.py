@@ -149,6 +149,16 @@ def test_what_is_recommended(batch):
     assert best in front(outcomes)
 
 
+def test_what_skips_steps_is_not_recommended(batch):
+    """Its numbers are those of the other steps, and what it costs stands nowhere in them."""
+    made = block()
+    made.tokens["prev"][:] = made.tokens["gen"]
+    veto = Candidate("veto", {**BY_NAME["weight token"].settings, "batch_veto": {"estimator": "k3", "max": 1e-3}}, "x")
+    outcomes = replay([(1, as_batch([made])[0]), (2, batch)], [NOTHING, veto])
+    assert outcomes[1].skipped == [2]
+    assert recommend(outcomes)[0].candidate is NOTHING
+
+
 def test_nothing_is_recommended_where_nothing_is_the_matter():
     made = block()
     made.tokens["prev"][:] = made.tokens["gen"]

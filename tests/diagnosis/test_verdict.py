@@ -99,6 +99,15 @@ def test_limits_need_more_than_a_few_sequences():
     assert many.cause.id == "precision"
 
 
+def test_engines_that_have_nothing_in_common_are_not_shifted():
+    """Where every log-prob is off, a neighbour's fits better now and then."""
+    blocks = [planted_step(1, step, None, 0.0, shape=RunShape(prompts=8, samples=8, length=40)) for step in (1, 2, 3)]
+    for block in blocks:
+        trained = np.flatnonzero(block.tokens["mask"])
+        block.tokens["prev"][trained] = np.random.default_rng(0).permutation(block.tokens["prev"][trained])
+    assert not diagnose(run_of(*blocks)).found["shifted"].shown
+
+
 def test_a_few_tokens_tilt_by_chance():
     for seed in range(20):
         block = planted_step(seed, 1, None, 0.0, shape=RunShape(prompts=2, samples=2, length=40))
