@@ -72,7 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--paths",
         metavar="P,P,...",
-        help="logprobs: the path of this name, commas in it included, or those whose names contain it",
+        help="logprobs, linear: the path of this name, commas in it included, or those whose names contain it",
     )
     parser.add_argument("--kernel", choices=KERNELS, default="auto", help="of ours")
     parser.add_argument("--hidden", type=_list(_positive), metavar="H,H,...", help="linear: size of the hidden states")
@@ -99,7 +99,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("--device cuda: torch sees no GPU here; use --device cpu")
     _refuse_unread(arguments)
-    paths = chosen(arguments.paths)
+    names = tuple(linear.PATHS) if arguments.benchmark == "linear" else tuple(path.name for path in PATHS)
+    wanted = chosen(arguments.paths, names)
     name = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if arguments.threads is not None:
         torch.set_num_threads(arguments.threads)
@@ -117,8 +118,8 @@ def run(arguments: argparse.Namespace) -> int:
         f"load {description['load']}, {description['date']}\n"
     )
     runs: dict[str, Callable[[], dict[str, Any]]] = {
-        "logprobs": lambda: _logprobs(arguments, setting, paths),
-        "linear": lambda: _linear(arguments, setting),
+        "logprobs": lambda: _logprobs(arguments, setting, [path for path in PATHS if path.name in wanted]),
+        "linear": lambda: _linear(arguments, setting, wanted if arguments.benchmark else tuple(linear.PATHS)),
         "loss": lambda: _loss(arguments, setting),
         "segments": lambda: _segments(arguments, device),
     }
@@ -138,7 +139,8 @@ def run(arguments: argparse.Namespace) -> int:
 # Options that not all benchmarks read.
 _READ_BY: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("tp", "fractions", "entropy", "dtypes"), ("logprobs", "linear")),
-    **dict.fromkeys(("grid", "paths", "plot"), ("logprobs",)),
+    **dict.fromkeys(("grid", "plot"), ("logprobs",)),
+    "paths": ("logprobs", "linear"),
     **dict.fromkeys(("batch", "compile"), ("loss",)),
     "hidden": ("linear",),
 }
@@ -151,7 +153,7 @@ def _refuse_unread(arguments: argparse.Namespace) -> None:
             raise ConfigError(f"--{option} is for bench {known}; bench {arguments.benchmark} does not read it")
 
 
-def _linear(arguments: argparse.Namespace, setting: Setting) -> dict[str, Any]:
+def _linear(arguments: argparse.Namespace, setting: Setting, paths: Sequence[str]) -> dict[str, Any]:
     base = (arguments.tokens[0], arguments.hidden[0], arguments.vocab[0])
     cases = [linear.LinearCase(*base, dtype=dtype) for dtype in arguments.dtypes or [torch.bfloat16]]
     first = cases[0]
@@ -164,6 +166,7 @@ def _linear(arguments: argparse.Namespace, setting: Setting) -> dict[str, Any]:
         list(dict.fromkeys(cases)),
         setting,
         repeats=arguments.repeats,
+        paths=paths,
         seed=arguments.seed,
         report=lambda case: print(report.linear(case), flush=True),
     )
@@ -232,28 +235,27 @@ def _segments(arguments: argparse.Namespace, device: torch.device) -> dict[str, 
     return found
 
 
-def chosen(text: str | None) -> tuple[Way, ...]:
-    """The paths that ``--paths`` names, in the order of :data:`PATHS`; all of them for None.
+def chosen(text: str | None, names: Sequence[str]) -> tuple[str, ...]:
+    """Those of ``names`` that ``--paths`` names, in their order; all of them for None.
 
     Raises:
         ConfigError: no path of that name, or with it as part of its name.
     """
     if text is None:
-        return PATHS
-    names = [path.name.lower() for path in PATHS]
+        return tuple(names)
+    lower = [name.lower() for name in names]
     words = [word.strip().lower() for word in text.split(",")]
     wanted: set[str] = set()
     while words:
         # Names may hold commas themselves: the longest run of words that is a name comes first.
-        runs = (count for count in range(len(words), 0, -1) if ", ".join(words[:count]) in names)
+        runs = (count for count in range(len(words), 0, -1) if ", ".join(words[:count]) in lower)
         count = next(runs, 0)
-        found = [", ".join(words[:count])] if count else [name for name in names if words[0] in name]
+        found = [", ".join(words[:count])] if count else [name for name in lower if words[0] in name]
         if not words[0] or not found:
-            listed = "; ".join(path.name for path in PATHS)
-            raise ConfigError(f"--paths {text}: '{words[0]}': no such path; there are: {listed}")
+            raise ConfigError(f"--paths {text}: '{words[0]}': no such path; there are: {'; '.join(names)}")
         wanted.update(found)
         del words[: count or 1]
-    return tuple(path for path, name in zip(PATHS, names, strict=True) if name in wanted)
+    return tuple(name for name, same in zip(names, lower, strict=True) if same in wanted)
 
 
 def _list(convert: Callable[[str], _T]) -> Callable[[str], list[_T]]:

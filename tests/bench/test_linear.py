@@ -1,0 +1,61 @@
+"""``bench linear``: every path without logits that runs here is held to float64, and the bars to what was measured."""
+
+import json
+
+import pytest
+import torch
+
+from nemo_geomask.bench import bars, command, linear, report
+from nemo_geomask.bench.paths import Setting
+from nemo_geomask.errors import ConfigError
+
+CASES = [
+    linear.LinearCase(64, 16, 500, dtype=torch.float32, entropy=True),
+    linear.LinearCase(64, 16, 500, tp=2, fraction=0.2, dtype=torch.float32),
+]
+
+
+def test_paths_agree_with_float64():
+    found = linear.benchmark(CASES, Setting(torch.device("cpu")), repeats=1)
+    json.dumps(found)
+    for result in found:
+        rows = {row["path"]: row for row in result["paths"]}
+        assert rows["cut-cross-entropy"]["status"] in ("absent", "not applicable")
+        measured = [row for row in rows.values() if row["status"] == "measured"]
+        assert {"nemo_geomask linear_logprobs", "nemo_geomask with logits"} <= {row["path"] for row in measured}
+        for row in measured:
+            assert row["errors"]["logprob"] < 1e-5, row["path"]
+            assert row["errors"]["gradient"] < 1e-5, row["path"]
+        assert "with entropy" in report.linear(result) or "0.2 of the tokens" in report.linear(result)
+    names = [bar["name"] for bar in bars.check_linear(found, "cpu")]
+    assert sum("extra memory" in name for name in names) == 2
+    assert sum("times as fast as with logits" in name for name in names) == 1
+
+
+def test_options_of_the_command(capsys, tmp_path):
+    arguments = [
+        "bench",
+        "linear",
+        "--device",
+        "cpu",
+        "--tokens",
+        "16",
+        "--hidden",
+        "4",
+        "--vocab",
+        "50",
+        "--repeats",
+        "1",
+        "--paths",
+        "with",
+        "--out",
+    ]
+    from nemo_geomask.cli import main
+
+    assert main([*arguments, str(tmp_path)]) == 0
+    (path,) = tmp_path.glob("linear-*.json")
+    result = json.loads(path.read_text())
+    assert [row["path"] for row in result["cases"][0]["paths"]] == ["nemo_geomask with logits"]
+    assert "T=16, H=4, V=50" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match="'none': no such path; there are: nemo_geomask linear_logprobs"):
+        command.chosen("none", tuple(linear.PATHS))
