@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nemo_geomask.cli.arguments import above_zero
-from nemo_geomask.errors import ConfigError
+from nemo_geomask.errors import ConfigError, DataError, GeomaskError, MissingDependencyError
 
 if TYPE_CHECKING:
     from nemo_geomask.diagnosis.sources import RunFiles
@@ -69,32 +69,62 @@ def run(arguments: argparse.Namespace) -> int:
     """Run the command."""
     # Imported here, so that --help and other commands need no optional package.
     from nemo_geomask.diagnosis.run import survey_run
-    from nemo_geomask.diagnosis.sources import find_runs
     from nemo_geomask.diagnosis.verdict import diagnose
 
     decode = None if arguments.tokenizer is None else _decoder(arguments.tokenizer)
     if arguments.watch is not None:
         return _watch(arguments, decode)
-    found = [(run, diagnose(survey_run(run, cache=arguments.cache))) for run in find_runs(arguments.directories)]
-    _print(arguments, found, decode)
-    return _status([diagnosis for _, diagnosis in found])
+    runs, unread = _runs(arguments.directories)
+    found = []
+    for run in runs:
+        try:
+            found.append((run, diagnose(survey_run(run, cache=arguments.cache))))
+        except MissingDependencyError:
+            raise
+        except GeomaskError as error:
+            unread[run.directory] = str(error)
+    if not found:
+        raise DataError(*unread.values())
+    _print(arguments, found, unread, decode)
+    return _status([diagnosis for _, diagnosis in found], unread)
+
+
+def _runs(directories: Sequence[Path]) -> tuple[list[RunFiles], dict[Path, str]]:
+    """Those of each folder, and what is wrong with the folders that have none."""
+    from nemo_geomask.diagnosis.sources import find_runs
+
+    found, unread = [], {}
+    for directory in directories:
+        try:
+            found += find_runs([directory])
+        except DataError as error:
+            unread[directory] = str(error)
+    return found, unread
 
 
 def _print(
     arguments: argparse.Namespace,
     found: Sequence[tuple[RunFiles, RunDiagnosis]],
+    unread: Mapping[Path, str],
     decode: Callable[[Sequence[int]], str] | None,
 ) -> None:
     from nemo_geomask.diagnosis.text import as_json, show, tables
 
+    not_judged = {
+        str(path): f"not judged: {' '.join(error.removeprefix(f'{path}: ').splitlines())}"
+        for path, error in unread.items()
+    }
     if arguments.json:
         objects = [as_json(diagnosis, str(run.directory), decode) for run, diagnosis in found]
+        objects += [{"run": path, "health": "unknown", "verdict": verdict} for path, verdict in not_judged.items()]
         print(json.dumps(objects, ensure_ascii=False, indent=2))
         return
     for run, diagnosis in found:
         print(f"{run.directory}: {diagnosis.sentence}")
         if diagnosis.cause is not None:
             print(f"  to do: {diagnosis.cause.action}")
+    for path, verdict in not_judged.items():
+        print(f"{path}: {verdict}")
     if not arguments.brief:
         for run, diagnosis in found:
             if len(found) > 1:
@@ -102,39 +132,59 @@ def _print(
             show(tables(diagnosis, decode))
 
 
-def _status(found: Sequence[RunDiagnosis]) -> int:
-    return max(_EXIT["unknown" if diagnosis.unknown else diagnosis.health] for diagnosis in found)
+def _status(found: Sequence[RunDiagnosis], unread: Mapping[Path, str]) -> int:
+    healths = ["unknown" if diagnosis.unknown else diagnosis.health for diagnosis in found]
+    return max(_EXIT[health] for health in [*healths, *(["unknown"] if unread else [])])
 
 
 def _watch(arguments: argparse.Namespace, decode: Callable[[Sequence[int]], str] | None) -> int:
     """Take in each step once its files rest, and say what has become of the verdict."""
-    from nemo_geomask.diagnosis.run import survey_run
-    from nemo_geomask.diagnosis.sources import find_runs
     from nemo_geomask.diagnosis.statistics import Statistics
     from nemo_geomask.diagnosis.verdict import diagnose
 
     taken: dict[Path, Statistics] = {}
     seen: dict[Path, tuple[int, int]] = {}
     said: dict[Path, str] = {}
+    wrong: dict[Path, str] = {}
     status = 0
     try:
         while True:
             found = []
-            for run in find_runs(arguments.directories):
+            runs, unread = _runs(arguments.directories)
+            for run in runs:
                 statistics = taken.setdefault(run.directory, Statistics())
                 steps = [step for step in run.steps if step not in statistics.steps and _rest(run, step, seen)]
-                if steps:
-                    statistics.add(survey_run(run, steps, arguments.cache))
+                if steps and (error := _take(statistics, run, steps, arguments.cache)):
+                    unread[run.directory] = error
                 if statistics.steps:
                     found.append((run, diagnose(statistics)))
-            news = [(run, one) for run, one in found if said.get(run.directory) != f"{one.health} {one.since}"]
-            said |= {run.directory: f"{one.health} {one.since}" for run, one in news}
-            if news:
-                _print(arguments, news, decode)
-                status = _status([one for _, one in found])
+            now = {run.directory: f"{one.health} {one.since} {bool(one.unknown)}" for run, one in found}
+            news = [(run, one) for run, one in found if said.get(run.directory) != now[run.directory]]
+            bad = {path: error for path, error in unread.items() if wrong.get(path) != error}
+            said, wrong = said | now, unread
+            if news or bad:
+                _print(arguments, news, bad, decode)
+            if found or unread:
+                status = _status([one for _, one in found], unread)
             time.sleep(arguments.watch)
     except KeyboardInterrupt:
         return status
+
+
+def _take(statistics: Statistics, run: RunFiles, steps: Sequence[int], cache: Path | None) -> str:
+    """Take in the steps that can be read; what is wrong with the others."""
+    from nemo_geomask.diagnosis.run import survey_run
+
+    try:
+        statistics.add(survey_run(run, steps, cache))
+    except MissingDependencyError:
+        raise
+    except GeomaskError as error:
+        if len(steps) == 1:
+            return str(error)
+    else:
+        return ""
+    return "\n".join(filter(None, (_take(statistics, run, [step], cache) for step in steps)))
 
 
 def _rest(run: RunFiles, step: int, seen: dict[Path, tuple[int, int]]) -> bool:
@@ -142,7 +192,10 @@ def _rest(run: RunFiles, step: int, seen: dict[Path, tuple[int, int]]) -> bool:
     before = [seen.get(path) for path in run.paths([step])]
     now = []
     for path in run.paths([step]):
-        status = path.stat()
+        try:
+            status = path.stat()
+        except OSError:  # gone
+            return False
         now.append((status.st_size, status.st_mtime_ns))
         seen[path] = now[-1]
     return before == now

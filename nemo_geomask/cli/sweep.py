@@ -82,6 +82,7 @@ def run(arguments: argparse.Namespace) -> int:
         recipe = read_recipe(arguments.recipe, leave=("data", "env", "logger"))
         base, own = sweep.of_recipe(recipe.data.get("loss_fn") or {})
         candidates[1:1] = [own] if own else []
+    candidates, unfit = sweep.fitting(candidates, base)
     steps = _chosen(runs[0].steps, arguments.steps, last=arguments.last)
     left: dict[int, int] = {}
     outcomes = sweep.replay(_batches(runs[0], steps, arguments.cache, left), candidates, base, at=arguments.at)
@@ -92,6 +93,7 @@ def run(arguments: argparse.Namespace) -> int:
             "steps": steps,
             "left_out": left,
             "at": arguments.at,
+            "does_not_fit": unfit,
             "recommended": best.candidate.name,
             "loss_fn": block,
             "candidates": [_as_json(outcome) for outcome in outcomes],
@@ -101,6 +103,8 @@ def run(arguments: argparse.Namespace) -> int:
         print(block)
     else:
         _show(outcomes, best, steps, sum(left.values()))
+        if unfit:
+            print(f"\ndoes not go with this loss_fn: {', '.join(unfit)}")
         print(f"\n{block}")
     return 0
 
@@ -173,5 +177,7 @@ def _as_json(outcome: Outcome) -> dict[str, Any]:
         },
         "removed_of": {part: known(_share(outcome, place)) for place, part in enumerate(PARTS)},
         "skipped": outcome.skipped,
-        "metrics": outcome.metrics,
+        "metrics": {
+            step: {name: known(value) for name, value in found.items()} for step, found in outcome.metrics.items()
+        },
     }

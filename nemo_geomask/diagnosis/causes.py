@@ -129,6 +129,9 @@ def _shifted(evidence: Evidence, least: float) -> Found:
     return _each_step(evidence, share, least, "{:.2%} of the sequences fit a neighbouring token better")
 
 
+_NO_MISMATCH = "the two engines agree on every token"
+
+
 def _temperature(evidence: Evidence, least: float) -> Found:
     """Another temperature makes likely tokens likelier and unlikely ones less likely, or the other way round."""
     cells = evidence.after.cells["probability"]
@@ -140,6 +143,8 @@ def _temperature(evidence: Evidence, least: float) -> Found:
     error = np.sqrt(np.maximum(square[some] / count[some] - mean**2, 1e-12) / count[some])
     explained = count[some] * np.square(mean) * (np.abs(mean) > 4 * error)
     up, down = float(explained[mean > 0].sum()), float(explained[mean < 0].sum())
+    if not square.sum():
+        return Found(0.0, _NO_MISMATCH)
     share = 2 * min(up, down) / float(square.sum())
     likely = np.average(np.arange(len(mean)), weights=np.where(mean > 0, explained, 0) + 1e-300)
     unlikely = np.average(np.arange(len(mean)), weights=np.where(mean < 0, explained, 0) + 1e-300)
@@ -206,9 +211,9 @@ def concentration(one: Dimension, evidence: Evidence, *, suffix: bool) -> Concen
     cells = evidence.after.cells[one.name]
     size, model = cells[:, _CELL["size"]].copy(), cells[:, _CELL["model"]]
     expected, clustered = model.copy(), evidence.after.clustered[one.name].copy()
-    if evidence.before is not None:
-        earlier = evidence.before.cells[one.name]
-        total = earlier.sum(axis=0)
+    earlier = None if evidence.before is None else evidence.before.cells[one.name]
+    # Where there was no mismatch before, there is nothing to be in proportion to.
+    if earlier is not None and (total := earlier.sum(axis=0))[_CELL["size"]] > 0:
         rate = total[_CELL["size"]] / max(total[_CELL["model"]], 1e-12)
         # What a bin with little data before is expected to have is pulled towards the mean.
         pulled = 0.02 * total[_CELL["model"]]
@@ -220,6 +225,8 @@ def concentration(one: Dimension, evidence: Evidence, *, suffix: bool) -> Concen
         return None
     whole, all_expected = float(size.sum()), float(expected.sum())
     best = Concentration(0, 0, 0.0, 0.0, 0.0, 0.0)
+    if not whole:
+        return best
     for first in range(1 if suffix else 0, one.bins):
         for last in (one.bins - 1,) if suffix else range(first, one.bins):
             here = slice(first, last + 1)
@@ -276,9 +283,9 @@ def _one_group(evidence: Evidence, least: float) -> Found:
     shares, lifts, number = [], [], []
     for step in evidence.steps_after:
         groups = evidence.statistics.steps[step].groups
-        if len(groups) < 3:
-            continue
         size, model = (sum(found[place] for found in groups.values()) for place in (0, 1))
+        if len(groups) < 3 or size <= 0 or model <= 0:
+            continue
         best = (0.0, 0.0, 0)
         for group, (own, expected, squares) in groups.items():
             if own * own < LEAST_TOKENS * squares:
@@ -289,7 +296,7 @@ def _one_group(evidence: Evidence, least: float) -> Found:
         lifts.append(best[1])
         number.append(best[2])
     if not shares:
-        return Found(float("nan"), "nothing to compare: fewer than three prompts a step")
+        return Found(float("nan"), "nothing to compare: no step with a mismatch and three prompts")
     share, lift = float(np.median(shares)), float(np.median(lifts))
     name = f"group {number[0]}" if len(set(number)) == 1 else "one group a step"
     says = f"{name}: {lift:.1f} times the rest's mismatch"

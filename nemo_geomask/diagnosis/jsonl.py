@@ -152,7 +152,7 @@ def _row(found: Any, where: str, number: int) -> dict[str, Any]:
             "reward": np.nan if reward is None else float(reward),
             "sample_mask": float(single("sample_loss_mask") if "sample_loss_mask" in found else 1),
         }
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise DataError(f"{where}: a value that NeMo-RL doesn't write: {error}") from None
     for column, (name, _) in _TOKENS.items():
         if column in row and row[column].shape != (length,):

@@ -75,7 +75,9 @@ def measure_run(directory: Path, settings: Mapping[str, Any] | None = None, cach
 def _kept(settings: Mapping[str, Any], steps: list[Any]) -> dict[str, float]:
     from nemo_geomask.diagnosis.sweep import Candidate, as_batch, replay  # which needs torch
 
-    own = {key: value for key, value in settings.items() if key not in ("record", "audit_fraction", "batch_veto")}
+    # metrics: what is read here are the loss's own, whatever the run reports.
+    apart = ("record", "audit_fraction", "batch_veto", "metrics")
+    own = {key: value for key, value in settings.items() if key not in apart}
     batches = [(step, as_batch(blocks)[0]) for step, blocks in steps]
     (found,) = replay(batches, [Candidate("own", own, "")])
     removed: dict[str, list[float]] = {}

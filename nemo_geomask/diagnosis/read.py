@@ -59,7 +59,11 @@ def read_blocks(path: Path) -> Iterator[RecordBlock]:
                 "flight recorder, and this package as new as the one that wrote it?"
             )
         for group in range(file.num_row_groups):
-            yield _block(file.read_row_group(group))
+            try:
+                table = file.read_row_group(group)
+            except (arrow.ArrowException, OSError) as error:
+                raise DataError(f"{path}: can't be read as a record: {error}") from None
+            yield _block(table)
 
 
 def _block(table: Any) -> RecordBlock:

@@ -11,7 +11,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from nemo_geomask.diagnosis.jsonl import convert, step_of
+from nemo_geomask.diagnosis.jsonl import JSONL_WRITER, convert, step_of
 from nemo_geomask.errors import DataError
 from nemo_geomask.records.schema import step_files
 
@@ -40,6 +40,12 @@ class RunFiles:
         """In order."""
         return sorted({*self.records, *self.logs})
 
+    @property
+    def converted(self) -> bool:
+        """Whether all of them are what logs have become."""
+        files = (path for found in self.records.values() for path in found)
+        return not self.logs and all(path.stem.endswith(f"-{JSONL_WRITER}") for path in files)
+
     def paths(self, steps: Sequence[int] | None = None) -> list[Path]:
         """Files of those steps, or of all."""
         wanted = self.steps if steps is None else steps
@@ -49,14 +55,16 @@ class RunFiles:
 def find_runs(directories: Sequence[Path]) -> list[RunFiles]:
     """Every folder that holds records or ``train_data_step{N}.jsonl``, at or below those given.
 
+    Logs that were converted are no run beside the logs; where there is nothing else, they are one.
+
     Raises: DataError: there is no such folder, or none in it.
     """
     found = []
     for top in directories:
         if not top.is_dir():
             raise DataError(f"{top}: no folder; give that of the records (loss_fn.record.dir) or of NeMo-RL's log")
-        runs = [_run(Path(folder)) for folder, _, _ in sorted(os.walk(top)) if Path(folder).name != CONVERTED]
-        runs = [run for run in runs if run.steps]
+        runs = [run for folder, _, _ in sorted(os.walk(top)) if (run := _run(Path(folder))).steps]
+        runs = [run for run in runs if not run.converted] or runs
         if not runs:
             raise DataError(
                 f"{top}: holds neither records (step-0000001-….parquet, from loss_fn.record) nor "

@@ -73,6 +73,8 @@ def survey(block: RecordBlock) -> Statistics:
     gen, prev = _logprobs(block, mask)
     sums = found.steps[step] = StepSums()
     shown = _bugs(sums, mask, gen, prev, sequence, len(block))
+    if "gen" not in block.tokens:  # nobody recorded them
+        sums.put("nonfinite", 0.0)
     shown &= np.isfinite(gen) & np.isfinite(prev)
     in_loss = (block.sequences["sample_mask"] != 0)[sequence]
     judged = _judge(block, np.flatnonzero(shown & in_loss), sequence, gen, prev)
@@ -111,6 +113,8 @@ def _bugs(sums: StepSums, mask: Array, gen: Array, prev: Array, sequence: Array,
 
     tokens = of_sequences(mask)
     no_gen, no_prev = absent(gen, prev), absent(prev, gen)
+    # All NaN: of the trainer's, those that it did not compute; the other engine has no reason for it.
+    nan_gen = (tokens > 0) & (of_sequences(mask & np.isnan(gen)) == tokens)
     both = ~(no_gen | no_prev)
     shown: Array = mask & both[sequence]
     # Beside itself: with the token after and before it, where both train.
@@ -130,9 +134,9 @@ def _bugs(sums: StepSums, mask: Array, gen: Array, prev: Array, sequence: Array,
         shifted[name] = (fits >= least) & (better < total / 3)
     counts = {
         "all_sequences": tokens > 0,
-        "no_gen": no_gen,
+        "no_gen": no_gen & ~nan_gen,
         "no_prev": no_prev,
-        "nonfinite": shown & ~(np.isfinite(gen) & np.isfinite(prev)),
+        "nonfinite": (shown & ~(np.isfinite(gen) & np.isfinite(prev))) | (mask & nan_gen[sequence]),
         "unsure": mask & ((gen < SURE) | (prev < SURE)),
         "zero_gen": mask & (gen == 0) & (prev < SURE),
         "zero_prev": shown & (prev == 0) & (gen < SURE),

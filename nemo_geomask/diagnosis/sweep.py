@@ -1,8 +1,8 @@
 """What each correction and mask would have done to a run's own batches, by the loss itself.
 
 Each candidate is a ``loss_fn``; its loss gets the recorded batch, and what the gradient at each token is, against that
-of the same loss without correction, is the token's coefficient c: the weight times what the masks keep. From c follows
-all that is compared:
+of the same loss without correction on samples of π_old itself (gen = prev), is the token's coefficient c: the weight
+times what the masks keep. From c follows all that is compared:
 
 ================ =====================================================================================
 ``removed``      share of tokens with c = 0, of all and by the sign of Δ and A and by length
@@ -27,11 +27,22 @@ from torch import Tensor
 
 from nemo_geomask.config.strict import as_yaml
 from nemo_geomask.diagnosis.read import Array, RecordBlock
-from nemo_geomask.errors import DataError
+from nemo_geomask.errors import ConfigError, DataError
 from nemo_geomask.losses import BeforeStep, PolicyLoss, build_loss
 from nemo_geomask.losses.prestep import valid_counts
 
-__all__ = ["CANDIDATES", "GRID", "Candidate", "Outcome", "as_batch", "front", "of_recipe", "recommend", "replay"]
+__all__ = [
+    "CANDIDATES",
+    "GRID",
+    "Candidate",
+    "Outcome",
+    "as_batch",
+    "fitting",
+    "front",
+    "of_recipe",
+    "recommend",
+    "replay",
+]
 
 REPLICATES = 100
 
@@ -99,6 +110,7 @@ CANDIDATES: tuple[Candidate, ...] = (
 )
 """At their peers' defaults."""
 _OF_GRID = "grid"
+_OF_RECIPE = "the recipe"
 GRID: tuple[Candidate, ...] = (
     *(_weight("token", "tis", None, high, _OF_GRID) for high in (1.5, 5.0, 10.0)),
     *(_weight("token", "icepop", 1 / high, high, _OF_GRID) for high in (1.5, 2.0, 10.0)),
@@ -237,30 +249,56 @@ def replay(
     Args:
         steps: number and batch of each, from :func:`as_batch`.
         candidates: the first of them is what the others are compared with.
-        base: ``loss_fn`` under all of them, without corrections.
+        base: ``loss_fn`` under all of them, without corrections; what it records and audits is left out.
         at: whose log-probs stand for the current policy: ``prev``, or ``curr`` where they were recorded.
 
     Raises: ConfigError: a candidate that doesn't fit the base. DataError: ``curr`` was not recorded.
     """
-    # The KL term is no part of what is corrected.
-    fixed = {"reference_policy_kl_penalty": 0, "compile": False}
-    losses = [build_loss({**(base or {}), **candidate.settings, **fixed}) for candidate in candidates]
+    losses = [_loss(candidate, base or {}) for candidate in candidates]
     before = [BeforeStep(loss.config) for loss in losses]
     outcomes = [Outcome(candidate) for candidate in candidates]
     for step, data in steps:
         key = f"{at}_logprobs"
         if key not in data:
             raise DataError(f"the records have no {at}, the log-probs of the current policy; replay them at prev")
-        plain: Tensor | None = None
+        # Without a mismatch no candidate corrects, and a ratio against gen is one against π_old.
+        matched = {**data, "generation_logprobs": data["prev_logprobs"]}
+        plain = _gradient(losses[0], before[0], matched, data[key][:, 1:])[0]
         for loss, look, outcome in zip(losses, before, outcomes, strict=True):
             gradient, metrics, trained = _gradient(loss, look, data, data[key][:, 1:])
-            plain = gradient if plain is None else plain
             outcome.metrics[step] = metrics
             if trained:
                 _add(outcome, step, data, plain, gradient)
             else:
                 outcome.skipped.append(step)
     return outcomes
+
+
+def _loss(candidate: Candidate, base: Mapping[str, Any]) -> PolicyLoss:
+    settings = {key: value for key, value in base.items() if key not in _BESIDE}
+    # The KL term is no part of what is corrected.
+    return build_loss({**settings, **candidate.settings, "reference_policy_kl_penalty": 0, "compile": False})
+
+
+_BESIDE = ("record", "audit_fraction")
+"""Fields of ``loss_fn`` that change nothing of the loss."""
+
+
+def fitting(candidates: Sequence[Candidate], base: Mapping[str, Any]) -> tuple[list[Candidate], dict[str, str]]:
+    """Those that go with a base, and why each of the others doesn't, by its name.
+
+    Raises: ConfigError: ``NOTHING``, or the recipe's own, is among the others: the base is at fault.
+    """
+    fit, unfit = [], {}
+    for candidate in candidates:
+        try:
+            _loss(candidate, base)
+            fit.append(candidate)
+        except ConfigError as error:
+            if candidate is NOTHING or candidate.source == _OF_RECIPE:
+                raise
+            unfit[candidate.name] = str(error)
+    return fit, unfit
 
 
 def _gradient(
@@ -278,13 +316,11 @@ def _gradient(
 
 
 def _add(outcome: Outcome, step: int, data: Mapping[str, Tensor], plain: Tensor, gradient: Tensor) -> None:
-    judged = (plain != 0) & torch.isfinite(plain)
+    difference = (data["prev_logprobs"] - data["generation_logprobs"])[:, 1:]
+    judged = (plain != 0) & torch.isfinite(plain) & torch.isfinite(difference)
     g = plain[judged].double().numpy()
     c = gradient[judged].double().numpy() / g
-    delta, advantage = (
-        value[:, 1:][judged].double().numpy()
-        for value in (data["prev_logprobs"] - data["generation_logprobs"], data["advantages"])
-    )
+    delta, advantage = (value[judged].double().numpy() for value in (difference, data["advantages"][:, 1:]))
     owner = torch.nonzero(judged)[:, 0].numpy()
     count = len(data["sample_mask"])
     lengths = (data["token_mask"] != 0).sum(dim=1).numpy()
@@ -331,9 +367,9 @@ CORRECTIONS = (
 
 def of_recipe(settings: Mapping[str, Any]) -> tuple[dict[str, Any], Candidate | None]:
     """A recipe's ``loss_fn`` as a base without corrections, and as a candidate, where it corrects."""
-    base = {key: value for key, value in settings.items() if key not in (*CORRECTIONS, "record", "audit_fraction")}
+    base = {key: value for key, value in settings.items() if key not in CORRECTIONS}
     own = {key: value for key, value in settings.items() if key in CORRECTIONS}
-    return base, Candidate("the recipe's own", own, "the recipe") if own else None
+    return base, Candidate("the recipe's own", own, _OF_RECIPE) if own else None
 
 
 def front(outcomes: Sequence[Outcome]) -> list[Outcome]:
@@ -352,8 +388,12 @@ def recommend(outcomes: Sequence[Outcome], base: Mapping[str, Any] | None = None
     ``loss_fn`` block that sets it, with reasons.
 
     A candidate whose bias is within the interval of "nothing" is no better than nothing.
+
+    Raises: DataError: no token has a gradient.
     """
     nothing = outcomes[0]
+    if not nothing.tokens[0] and not nothing.skipped:
+        raise DataError("the records hold no trained token with log-probs of both engines and an advantage")
     allowed = [
         outcome
         for outcome in outcomes
@@ -379,6 +419,12 @@ def _block(best: Outcome, nothing: Outcome, outcomes: Sequence[Outcome], base: M
         "loss_fn:",
     ]
     settings = {**base, **best.candidate.settings}
+    if settings:
+        settings = {"name": "clipped_pg", **settings}
+        try:
+            build_loss(settings)
+        except ConfigError:  # what reads all of π_old needs no sample of it
+            settings.pop("audit_fraction", None)
     for key, value in settings.items():
         lines.append(f"  {key}: {_yaml(value)}")
     return "\n".join(lines if settings else [*lines[:-1], "loss_fn: {}"])

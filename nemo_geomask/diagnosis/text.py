@@ -223,7 +223,7 @@ def _dimension(window: Window, name: str) -> Table | None:
             one.label(place, place),
             f"{column['tokens'][place] / whole:.1%}",
             float(column["size"][place] / column["tokens"][place]),
-            float(column["size"][place] / column["model"][place] / overall),
+            float(column["size"][place] / column["model"][place] / overall) if overall else math.nan,
             float(column["k3"][place] / column["tokens"][place]),
             float(-column["delta"][place] / column["tokens"][place]),
         )

@@ -53,6 +53,10 @@ class Level:
     source: str
     below: bool = False
 
+    def beyond(self, value: float) -> bool:
+        """Whether it is on the bad side of ``drifting``; NaN isn't."""
+        return value < self.drifting if self.below else value > self.drifting
+
     def of(self, sums: StepSums) -> Reading:
         """The value over steps, its interval, and what the end of it that is on the better side says."""
         counted = sums.boot[sums.boot[:, 0] > 0]
@@ -62,7 +66,7 @@ class Level:
         low, high = (float(end) for end in np.quantile(values, [0.025, 0.975]))
         sign, sure = (-1, high) if self.below else (1, low)
         health: Health = "healthy"
-        if sums["sequences"] >= LEAST_SEQUENCES and sign * sure > sign * self.drifting:
+        if sums["sequences"] >= LEAST_SEQUENCES and self.beyond(sure):
             health = "broken" if sign * sure > sign * self.broken else "drifting"
         return Reading(float(self.value({name: sums[name] for name in BOOT})), low, high, health)
 
@@ -221,6 +225,8 @@ def diagnose(statistics: Statistics) -> RunDiagnosis:
             first = found[cause.id].steps[0]
             since = first if first != steps[0] else None
             unknown = ""
+    if known and health == "healthy":
+        unknown = _too_few(total, levels)
     return RunDiagnosis(health, since, cause, found, levels, _alarms(statistics, known), evidence, unknown)
 
 
@@ -247,21 +253,39 @@ def _unknown(total: StepSums) -> str:
     return "no sequence has a trained token with log-probs of both engines"
 
 
+def _too_few(total: StepSums, levels: Mapping[str, Reading]) -> str:
+    """Where a number is beyond its limit, but of too few sequences to say that the run is."""
+    beyond = [
+        f"{level.name} {levels[level.name].value:.4g}" for level in LEVELS if level.beyond(levels[level.name].value)
+    ]
+    if not beyond or total["sequences"] >= LEAST_SEQUENCES:
+        return ""
+    return (
+        f"only {total['sequences']:.0f} sequences in the steps that count, at least {LEAST_SEQUENCES} are needed; "
+        f"beyond the limits: {', '.join(beyond)}"
+    )
+
+
 RISE, CERTAIN, LEAST_NOISE = math.log(1.5), 6.0, 0.05
 
 
 def _mismatch_change(statistics: Statistics, steps: list[int]) -> ChangePoint | None:
     """Where the mismatch rose: per token, and in proportion to what the tokens' probabilities let one expect."""
     sums = [statistics.steps[step] for step in steps]
-    if any(one["size"] <= 0 for one in sums):
-        return None
-    scale = [math.log(one.mean("size", "model")) for one in sums]
+    scale = _logarithms([one.mean("size", "model") for one in sums])
     change = find_change(scale, LEAST_NOISE)
     if change is None or change.rise < RISE or change.score < CERTAIN:
         return None
-    raw = [math.log(one.mean("size")) for one in sums]
+    raw = _logarithms([one.mean("size") for one in sums])
     rise = float(np.mean(raw[change.first :]) - np.mean(raw[: change.first]))
     return change if rise > RISE else None
+
+
+def _logarithms(values: list[float]) -> list[float]:
+    """Those of a mismatch by step; steps without any are near the least, so that a few of them are no change."""
+    some = [value for value in values if value > 0]
+    floor = min(*some, float(np.median(some)) / 2) if some else 1.0
+    return [math.log(max(value, floor)) for value in values]
 
 
 def _alarms(statistics: Statistics, steps: list[int]) -> tuple[Alarm, ...]:

@@ -403,6 +403,10 @@ class TestFromARun:
         assert expected["tokens"] == measured["response_tokens"] < 100
         assert expected["kept"][0]["mismatch_kl"] == measured["mismatch_kl"]
         assert 0.3 < measured["kept"]["icepop"] < 0.99
+        # What masks keep is measured whatever the run is to report.
+        quiet = write(recipe="loss_fn: {name: clipped_pg, metrics: nemo_rl, masks: [{preset: icepop, min: 0.9}]}\n")
+        assert json.loads(check(quiet, "--from", str(logs), "--format", "json")[1])["measured"]["kept"]
+        recipe = write(recipe="loss_fn: {name: clipped_pg, masks: [{preset: icepop, min: 0.9, max: 1.1}]}\n")
         _, out, _ = check(recipe, "--from", str(logs), "--mismatch-kl", "0.5")
         assert f"measured in {logs}, steps 1 to 3: mismatch KL " in out
         assert "at a mismatch KL of 0.5 | 2.5" in out

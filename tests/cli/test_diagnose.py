@@ -54,6 +54,61 @@ def test_nothing_to_read_is_an_error(tmp_path, capsys):
     assert "holds neither records" in capsys.readouterr().err
 
 
+def test_one_bad_run_does_not_keep_the_others_back(tmp_path, capsys):
+    good, bad, empty = write_steps(tmp_path / "good", range(1, 4)), tmp_path / "bad", tmp_path / "empty"
+    for folder in (bad, empty):
+        folder.mkdir()
+    (bad / "train_data_step1.jsonl").write_text("{}\n")
+    arguments = ["diagnose", *map(str, (bad, empty, good)), "--brief"]
+    assert main(arguments) == 2
+    first, *others = sorted(capsys.readouterr().out.splitlines())
+    assert first.startswith(f"{bad}: not judged: {bad}/train_data_step1.jsonl:1: has no input_lengths")
+    assert others[0].startswith(f"{empty}: not judged: holds neither records")
+    assert others[1].startswith(f"{good}: healthy")
+    assert main([*arguments, "--json"]) == 2
+    told = json.loads(capsys.readouterr().out)
+    assert [(one["run"], one["health"]) for one in told] == [
+        (str(good), "healthy"),
+        (str(empty), "unknown"),
+        (str(bad), "unknown"),
+    ]
+    assert main(["diagnose", str(bad)]) == 2
+    assert "has no input_lengths" in capsys.readouterr().err
+
+
+def test_watch_outlives_what_can_not_be_read(tmp_path, capsys, monkeypatch):
+    """Steps after a bad one count; a folder may still be empty."""
+    run, looks = tmp_path / "run", []
+    run.mkdir()
+
+    def sleep(_):
+        looks.append(capsys.readouterr().out)
+        if len(looks) == 1:
+            write_steps(run, (1, 3))
+            (run / "train_data_step2.jsonl").write_text("{}\n")
+        if len(looks) == 4:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("time.sleep", sleep)
+    assert main(["diagnose", str(run), "--brief", "--watch", "1"]) == 2
+    assert "not judged: holds neither" in looks[0]
+    assert looks[1] == looks[3] == ""
+    assert "healthy" in looks[2]
+    assert "not judged: " in looks[2]
+    assert "train_data_step2.jsonl:1: has no" in looks[2]
+
+
+def test_a_cache_in_the_log_folder_is_no_run(tmp_path, capsys):
+    run = write_steps(tmp_path / "run", (1, 2))
+    arguments = ["diagnose", str(run), "--brief", "--cache", str(run / "cache")]
+    for _ in range(2):
+        assert main(arguments) == 0
+        assert len(capsys.readouterr().out.splitlines()) == 1
+    assert main(["diagnose", str(run), "--brief"]) == 0
+    assert main(["diagnose", str(run / "geomask-records"), "--brief"]) == 0
+    assert f"{run / 'geomask-records'}: healthy" in capsys.readouterr().out
+
+
 def test_watch_says_what_is_new(tmp_path, capsys, monkeypatch):
     """A step counts once its file rests; the verdict is said again when it has changed."""
     run = write_steps(tmp_path / "run", (1, 2))

@@ -1,6 +1,7 @@
 """The command: tables, a recommendation, JSON."""
 
 import json
+import math
 
 import pytest
 import yaml
@@ -9,7 +10,9 @@ pytest.importorskip("pyarrow")
 
 from nemo_geomask import build_loss
 from nemo_geomask.cli import main
+from nemo_geomask.diagnosis import sweep
 from nemo_geomask.diagnosis.planted import RunShape, planted_step
+from nemo_geomask.diagnosis.sweep import replay
 from tests.helpers.logs import log_rows, write_log
 
 
@@ -42,6 +45,36 @@ def test_the_recipe_is_one_of_the_candidates(logs, tmp_path, capsys):
     own = told["candidates"][1]
     assert own["removed"]["value"] == own["removed_of"]["all"] > 0
     assert yaml.safe_load(told["loss_fn"])["loss_fn"]["name"] == "clipped_pg"
+
+
+def test_a_recipe_that_some_candidates_do_not_go_with(logs, tmp_path, capsys):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("loss_fn: {name: clipped_pg, ratio_anchor: gen, audit_fraction: 0.1, record: {dir: x}}\n")
+    arguments = ["sweep", str(logs), "--steps", "1", "--recipe", str(recipe)]
+    assert main(arguments) == 0
+    out = capsys.readouterr().out
+    assert "does not go with this loss_fn: weight token, " in out
+    assert yaml.safe_load(out[out.index("loss_fn:\n") :])["loss_fn"]["record"] == {"dir": "x"}
+    assert main([*arguments, "--json"]) == 0
+    assert "is_correction_level" in json.loads(capsys.readouterr().out)["does_not_fit"]["weight token"]
+
+
+def test_json_is_json(logs, capsys, monkeypatch):
+    """A metric of no token, or of an overflow."""
+
+    def outcomes(*arguments, **options):
+        found = replay(*arguments, **options)
+        found[0].metrics[1]["x"] = math.inf
+        return found
+
+    monkeypatch.setattr(sweep, "replay", outcomes)
+    assert main(["sweep", str(logs), "--steps", "1", "--json"]) == 0
+
+    def refuse(name):
+        raise AssertionError(name)
+
+    told = json.loads(capsys.readouterr().out, parse_constant=refuse)
+    assert told["candidates"][0]["metrics"]["1"]["x"] is None
 
 
 def test_one_run_at_a_time(logs, tmp_path, capsys):

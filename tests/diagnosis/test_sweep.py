@@ -5,11 +5,23 @@ import math
 import numpy as np
 import pytest
 import torch
+import yaml
 
 from nemo_geomask import BeforeStep, build_loss
 from nemo_geomask.config import LossConfig
 from nemo_geomask.diagnosis.planted import RunShape, planted_step
-from nemo_geomask.diagnosis.sweep import CANDIDATES, GRID, Candidate, as_batch, front, of_recipe, recommend, replay
+from nemo_geomask.diagnosis.sweep import (
+    CANDIDATES,
+    GRID,
+    Candidate,
+    _block,
+    as_batch,
+    fitting,
+    front,
+    of_recipe,
+    recommend,
+    replay,
+)
 from nemo_geomask.errors import ConfigError, DataError
 from nemo_geomask.losses.prestep import valid_counts
 
@@ -176,9 +188,78 @@ def test_a_recipe_is_a_base_and_a_candidate():
         "record": {"dir": "x"},
     }
     base, own = of_recipe(settings)
-    assert base == {"name": "gspo", "ratio_clip_min": 0.1}
+    assert base == {"name": "gspo", "ratio_clip_min": 0.1, "record": {"dir": "x"}}
     assert set(own.settings) == {"masks", "denominator"}
     assert of_recipe({"name": "gspo"}) == ({"name": "gspo"}, None)
     LossConfig(**{**base, **own.settings})
     with pytest.raises(ConfigError):
         replay([], [NOTHING], {"no_such": 1})
+
+
+@pytest.mark.parametrize(
+    ("base", "name", "expected"),
+    [
+        ({}, "mask icepop 0.5 5", {"name": "clipped_pg"}),
+        ({"name": "gspo", "record": {"dir": "x"}}, "weight token", {"name": "gspo", "record": {"dir": "x"}}),
+        (
+            {"name": "clipped_pg", "ratio_anchor": "gen", "audit_fraction": 0.1},
+            "nothing",
+            {"name": "clipped_pg", "ratio_anchor": "gen", "audit_fraction": 0.1},
+        ),
+        # It reads π_old of all sequences: a sample would be refused.
+        (
+            {"name": "clipped_pg", "ratio_anchor": "gen", "audit_fraction": 0.1},
+            "mask veto 0.0001 100",
+            {"name": "clipped_pg", "ratio_anchor": "gen"},
+        ),
+    ],
+)
+def test_what_is_recommended_is_a_whole_loss_fn(batch, base, name, expected):
+    outcomes = replay([(1, batch)], [NOTHING, BY_NAME[name]], base)
+    block = yaml.safe_load(_block(outcomes[1], outcomes[0], outcomes, base))["loss_fn"]
+    build_loss(block)
+    assert {key: value for key, value in block.items() if key not in BY_NAME[name].settings} == expected
+
+
+@pytest.mark.parametrize(
+    "base",
+    [
+        {"name": "clipped_pg", "ratio_anchor": "gen"},
+        {"name": "clipped_pg", "force_on_policy_ratio": True},
+        {"name": "dppo"},
+        {"name": "ipo"},
+        {"name": "vespo"},
+    ],
+    ids=str,
+)
+def test_candidates_that_do_not_go_with_a_base_are_left_out(base):
+    fit, unfit = fitting(CANDIDATES, base)
+    assert fit[0] is NOTHING
+    assert unfit
+    assert len(fit) + len(unfit) == len(CANDIDATES)
+    for candidate in fit:
+        build_loss({**base, **candidate.settings})
+
+
+def test_a_base_at_fault_is_an_error():
+    with pytest.raises(ConfigError, match="no_such"):
+        fitting(CANDIDATES, {"no_such": 1})
+    _, own = of_recipe({"masks": [{"preset": "no_such"}]})
+    with pytest.raises(ConfigError, match="no_such"):
+        fitting([NOTHING, own], {})
+
+
+def test_a_ratio_against_the_generation_engine_corrects(batch):
+    """Its gradient is A exp(Δ): that of an importance weight."""
+    wide = {"ratio_clip_min": 0.999, "ratio_clip_max": 1e6}
+    (anchored,) = replay([(1, batch)], [NOTHING], {"name": "clipped_pg", "ratio_anchor": "gen", **wide})
+    _, weighted = replay([(1, batch)], [NOTHING, BY_NAME["weight token"]], {"name": "clipped_pg", **wide})
+    for key in ("bias", "variance", "ess"):
+        assert anchored.value(key) == pytest.approx(weighted.value(key), rel=1e-4, abs=1e-6), key
+
+
+def test_records_without_a_trained_token_say_so():
+    made = block()
+    made.tokens["mask"][:] = False
+    with pytest.raises(DataError, match="no trained token"):
+        recommend(replay([(1, as_batch([made])[0])]))

@@ -61,6 +61,47 @@ def test_one_bad_step_is_named():
     assert "in 1 of 8 steps" in found.sentence
 
 
+def steps_of(count, noise=lambda step: 1.0):
+    """Healthy blocks whose Δ is ``noise(step)`` times the usual."""
+    shape = RunShape(prompts=6, samples=4)
+    blocks = [planted_step(0, step, None, 0.0, shape=shape) for step in range(1, count + 1)]
+    for step, block in enumerate(blocks, 1):
+        gen = block.tokens["gen"]
+        block.tokens["prev"] = np.where(noise(step) == 0, gen, gen + noise(step) * (block.tokens["prev"] - gen))
+    return blocks
+
+
+def test_engines_that_agree_on_every_token_are_healthy():
+    found = diagnose(run_of(*steps_of(6, lambda step: 0.0)))
+    assert (found.health, found.cause, found.since) == ("healthy", None, None)
+    assert found.found["temperature"].share == 0
+    assert tables(found)
+    assert diagnose(run_of(*steps_of(6, lambda step: float(step > 1)))).health == "healthy"
+
+
+@pytest.mark.parametrize("without", [(), (1,), (1, 4), (14,)])
+def test_a_change_is_found_beside_steps_without_mismatch(without):
+    found = diagnose(run_of(*steps_of(14, lambda step: 0.0 if step in without else 4.0 if step >= 8 else 1.0)))
+    assert (found.health, found.since) == ("drifting", 8)
+
+
+def test_a_mismatch_that_begins_from_none_is_a_change():
+    found = diagnose(run_of(*steps_of(12, lambda step: float(step > 6))))
+    assert (found.health, found.since) == ("drifting", 7)
+
+
+def test_no_log_probs_of_the_engine_are_not_log_probs_of_0():
+    blocks = steps_of(2)
+    for block in blocks:
+        block.tokens["gen"][block.tokens["mask"]] = np.nan
+    found = diagnose(run_of(*blocks))
+    assert (found.cause.id, found.found["zero_logprobs"].shown) == ("nonfinite", False)
+    for block in blocks:
+        block.tokens.pop("gen")
+    found = diagnose(run_of(*blocks))
+    assert (found.cause, found.unknown) == (None, "no sequence has a trained token with log-probs of both engines")
+
+
 def test_a_run_without_old_log_probs_is_not_judged():
     block = planted_step(0, 1, None, 0.0, shape=RunShape(prompts=2))
     block.tokens["prev"][:] = 0
@@ -92,10 +133,12 @@ def test_limits_need_more_than_a_few_sequences():
         return diagnose(run_of(*(planted_step(4, step, "precision", 30.0, shape=shape) for step in (1, 2))))
 
     few, many = run(3), run(12)
+    assert few.sentence.startswith("not judged: only 18 sequences in the steps that count, at least 32 are needed; ")
+    assert "token_mult_prob_error 1." in few.unknown
     for found in (few, many):
         error = found.levels["token_mult_prob_error"]
         assert 1.05 < error.low < error.value < error.high
-    assert (few.health, many.health) == ("healthy", "drifting")
+    assert (few.levels["token_mult_prob_error"].health, many.health, many.unknown) == ("healthy", "drifting", "")
     assert many.cause.id == "precision"
 
 
