@@ -8,6 +8,7 @@ does not add up is made of those that do, by :func:`summarized`.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -23,6 +24,7 @@ Over = Literal["tokens", "sequences", "part", "count", "lowest", "highest", "his
 OWN = "geomask/"
 """Prefix of the metrics that NeMo-RL's class has not."""
 _BIN = "_bin_"
+_BINNED = re.compile(rf"(.+){_BIN}\d\d")
 _LOWEST, _BINS = -13, 34
 QUANTILES = {"q50": 0.5, "q99": 0.99, "q999": 0.999}
 
@@ -156,8 +158,12 @@ def summarized(metrics: Mapping[str, float]) -> dict[str, float]:
     Args:
         metrics: added up over the step's microbatches and ranks, extrema aside.
     """
-    found = {name: value for name, value in metrics.items() if _BIN not in name}
-    for name in {name.partition(_BIN)[0] for name in metrics if _BIN in name}:
+    names = {match[1] for match in map(_BINNED.fullmatch, metrics) if match}
+    bins = {name: [f"{name}{_BIN}{index:02}" for index in range(_BINS)] for name in sorted(names)}
+    bins = {name: keys for name, keys in bins.items() if all(key in metrics for key in keys)}
+    gone = {key for keys in bins.values() for key in keys}
+    found = {name: value for name, value in metrics.items() if name not in gone}
+    for name in bins:
         shares = [metrics[f"{name}{_BIN}{index:02}"] for index in range(_BINS)]
         # A sum of maxima, where something added them up, exceeds the last bin with anything in it.
         last = max((index for index, share in enumerate(shares) if share > 0), default=0)
@@ -165,8 +171,10 @@ def summarized(metrics: Mapping[str, float]) -> dict[str, float]:
         found[f"{name}_max"] = highest = min(metrics.get(f"{name}_max", edge), edge)
         found |= {f"{name}_{key}": min(highest, _quantile(shares, share)) for key, share in QUANTILES.items()}
     mean, square = metrics.get(f"{OWN}weight_mean"), metrics.get(f"{OWN}weight_sq")
-    if mean is not None and square:
-        found[f"{OWN}weight_ess"] = mean * mean / square
+    # Of the step's tokens or sequences: some have no weight, since they hold NaN.
+    live = metrics.get(f"{OWN}weight_live", 1.0)
+    if mean is not None and square and live:
+        found[f"{OWN}weight_ess"] = mean * mean / (square * live)
     return found
 
 

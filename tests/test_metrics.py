@@ -178,3 +178,23 @@ def test_the_effective_sample_size_is_that_of_the_whole_step():
         0.9**2 / 1.3
     )
     assert "geomask/weight_ess" not in summarized({"geomask/weight_mean": 0.0, "geomask/weight_sq": 0.0})
+
+
+def test_the_effective_sample_size_counts_what_has_a_weight():
+    """Means are over all tokens of the step; those that were dropped have none."""
+    weights, dropped = [0.5, 1.0, 2.0], 2
+    whole = len(weights) + dropped
+    found = summarized(
+        {
+            "geomask/weight_mean": sum(weights) / whole,
+            "geomask/weight_sq": sum(w * w for w in weights) / whole,
+            "geomask/weight_live": len(weights) / whole,
+        }
+    )
+    expected = sum(weights) ** 2 / (len(weights) * sum(w * w for w in weights))
+    assert found["geomask/weight_ess"] == pytest.approx(expected)
+
+
+def test_a_name_that_looks_like_a_bin_is_no_histogram():
+    names = {"geomask/mask/long_bin_guard/removed": 0.25, "geomask/x_bin_07": 1.0}
+    assert summarized(names) == names

@@ -242,6 +242,9 @@ def _measure(case: LinearCase, setting: Setting, paths: Sequence[str], repeats: 
         candidates[name] = _candidate(name, sample, case, setting, clock)
     candidates |= {_PRODUCTS: _products(sample, clock), _KERNELS: _kernels(sample, case, setting, clock)}
     laps, failures = interleave(candidates, repeats, warmup=1)
+    for name in (_PRODUCTS, _KERNELS):
+        if name in failures:  # whole logits, which may not fit
+            raise torch.OutOfMemoryError(f"{name}: {failures[name]}")
     base = {name: summary(laps.pop(name), ("both", "nothing"), setting.device) for name in (_PRODUCTS, _KERNELS)}
     products = base[_PRODUCTS]["ms"]["median"] / 1e3
     for name, reason in failures.items():

@@ -19,6 +19,7 @@ _CORRECTION = "loss_fn.use_importance_sampling_correction"
 _GENERATION = "policy.generation"
 _VLLM = f"{_GENERATION}.vllm_cfg"
 _FUSED = "policy.megatron_cfg.use_fused_linear_logprobs"
+_FUSED_BEFORE = "policy.megatron_cfg.use_linear_ce_fusion_loss"  # its name until v0.7.0
 _REPLAY = "policy.router_replay.enabled"
 _BATCH = "policy.train_global_batch_size"
 
@@ -186,6 +187,7 @@ def _logits(facts: RecipeFacts) -> Iterator[Hit]:
     broken = {
         f"{_GENERATION}.top_p: 1.0 and top_k: null": facts.filtered is not None,
         f"{_FUSED}: false": facts.megatron and facts.on(_FUSED),
+        f"{_FUSED_BEFORE}: false": facts.megatron and facts.on(_FUSED_BEFORE),
     }
     wanted = [setting for setting, applies in broken.items() if applies]
     if backend != "nemo_rl" and wanted:

@@ -56,7 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         if len(arguments.files) > 1 or arguments.peer is not None:
             raise ConfigError("--to takes one recipe, and no --from")
-        block = read_recipe(arguments.files[0]).data.get("loss_fn")
+        block = read_recipe(arguments.files[0], leave=("data", "env", "logger")).data.get("loss_fn")
         if not isinstance(block, dict):
             raise ConfigError(f"{arguments.files[0]}: has no loss_fn block to translate")
         translation = to_verl(block)

@@ -70,6 +70,7 @@ def correct(batch: TokenBatch, seen: Observed, config: LossConfig) -> tuple[Tens
         reports += moments(weight, mean + raw_mean, square + raw_square)
     else:
         reports += [*moments(weight, mean, square), *moments(raw, raw_mean, raw_square)]
+    reports.append(Metric(("geomask/weight_live",), over, lambda: torch.ones_like(weight)))
     saturated = Metric(
         ("geomask/saturated_weight",),
         "part" if level == "token" else "count",

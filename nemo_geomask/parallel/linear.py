@@ -8,12 +8,11 @@ from typing import Any, Literal, NamedTuple, overload
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from nemo_geomask.errors import ArgumentError, ShapeError
 from nemo_geomask.kernels import choose
 from nemo_geomask.parallel.agreement import Shards
-from nemo_geomask.parallel.softmax import Options, check_temperature, shards_of, softmax
+from nemo_geomask.parallel.softmax import Options, check_temperature, differentiable_once, shards_of, softmax
 from nemo_geomask.segments.across import gathered
 
 __all__ = ["TILE_BYTES", "linear_logprobs"]
@@ -98,8 +97,8 @@ def linear_logprobs(
     several ranks. Under ``sequence_parallel`` the hidden states are gathered before.
 
     Logits have the type of ``weight``, as those of a model do; on a CPU, which is slow at half precision, float32.
-    Beyond inputs and gradients it holds one tile, the trained rows of the hidden states, their gradient in float32,
-    and a few numbers a token.
+    Beyond inputs and gradients it holds one tile, from the forward pass to the end of the backward pass, the trained
+    rows of the hidden states, the smaller of the two gradients in float32, and a few numbers a token.
 
     Args:
         hidden: [..., H], floating point: input of the output layer, whole on each rank of ``group``; under
@@ -239,7 +238,7 @@ class _Linear(torch.autograd.Function):
         return tuple(result.reshape(targets.shape) for result in results)
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         rows, weight, bias, own, kept, peak, mass, entropy = ctx.saved_tensors
         head: _Head = ctx.head

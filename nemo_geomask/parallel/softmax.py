@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from nemo_geomask.errors import ArgumentError, ShapeError
 from nemo_geomask.kernels import Kernels
 from nemo_geomask.parallel.agreement import Shards, check_vocab_size, exchanged, refuse
 
-__all__ = ["Options", "Softmax", "check_temperature", "shards_of", "softmax"]
+__all__ = ["Options", "Softmax", "check_temperature", "differentiable_once", "shards_of", "softmax"]
 
 
 class Options(NamedTuple):
@@ -75,6 +77,20 @@ def check_temperature(temperature: float) -> None:
     """Raise ArgumentError unless 0 < T < ∞."""
     if not 0 < temperature < math.inf:
         raise ArgumentError(f"temperature must be above 0 and finite, but it is {temperature}")
+
+
+def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """torch's ``once_differentiable``, which alone says nothing where the incoming gradient is constant: a second
+    derivative would be taken for 0."""
+    once = once_differentiable(backward)
+
+    @functools.wraps(backward)
+    def checked(ctx: Any, *grads: Tensor | None) -> Any:
+        if torch.is_grad_enabled():
+            raise ArgumentError("the log-probs can be differentiated once; call autograd.grad without create_graph")
+        return once(ctx, *grads)
+
+    return checked
 
 
 def softmax(statistics: Tensor, goals: Tensor, width: int, shards: Shards, options: Options) -> Softmax:

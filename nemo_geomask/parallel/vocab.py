@@ -9,12 +9,11 @@ from typing import Any, Literal, overload
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from nemo_geomask.errors import ArgumentError, ShapeError
 from nemo_geomask.kernels import choose
 from nemo_geomask.parallel.agreement import Shards
-from nemo_geomask.parallel.softmax import Options, check_temperature, shards_of, softmax
+from nemo_geomask.parallel.softmax import Options, check_temperature, differentiable_once, shards_of, softmax
 
 __all__ = ["vocab_parallel_logprobs"]
 
@@ -146,7 +145,7 @@ class _VocabParallel(torch.autograd.Function):
         return tuple(result.reshape(targets.shape) for result in results)
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, None, None, None, None]:
         logits, goals, peak, mass, entropy = ctx.saved_tensors
         options: Options = ctx.options

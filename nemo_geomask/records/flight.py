@@ -60,7 +60,7 @@ class FlightRecorder:
 
     def __init__(self, config: LossConfig, *, facts: Mapping[str, Any] | None = None) -> None:
         assert config.record is not None
-        self.recorder = Recorder(Path(config.record.dir))
+        self.recorder = Recorder(Path(config.record.dir).expanduser())
         self._config = config
         self._settings = config.record
         self._masks = tuple(rule.label for rule in config.mask_rules)

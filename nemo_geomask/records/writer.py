@@ -8,6 +8,7 @@ import logging
 import os
 import queue
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -156,11 +157,12 @@ class Recorder:
     def __init__(self, directory: Path | str, *, writer: str = "driver", waiting: int = 2) -> None:
         require_arrow()
         self.directory = Path(directory)
-        self.written = self.lost = 0
+        self.written = self.lost = self._asked = 0
         self._writer = writer
         self._waiting: queue.Queue[tuple[int, Callable[[], None]] | None] = queue.Queue(maxsize=waiting)
         self._counts = threading.Lock()
         self._thread: threading.Thread | None = None
+        self._first = 0
 
     def record(
         self,
@@ -181,7 +183,9 @@ class Recorder:
 
         Returns: whether it is to be written; False: too many are waiting, and it is lost.
         """
+        self._asked += 1
         if self._thread is None:
+            self._first = step
             self._thread = threading.Thread(target=self._work, name="nemo_geomask records", daemon=True)
             self._thread.start()
             atexit.register(self.close)
@@ -206,13 +210,18 @@ class Recorder:
         if thread is None:
             return
         atexit.unregister(self.close)
+        deadline = time.monotonic() + timeout
         with contextlib.suppress(queue.Full):
             self._waiting.put(None, timeout=timeout)
-        thread.join(timeout)
+        thread.join(max(0.0, deadline - time.monotonic()))
+        if thread.is_alive():
+            with self._counts:
+                self.lost = self._asked - self.written
         if self.lost:
             _log.warning("records: %d steps written to %s, %d lost", self.written, self.directory, self.lost)
 
     def _work(self) -> None:
+        self._look_around()
         while (waiting := self._waiting.get()) is not None:
             step, write = waiting
             try:
@@ -223,6 +232,19 @@ class Recorder:
                 self.written += 1
             self._waiting.task_done()
         self._waiting.task_done()
+
+    def _look_around(self) -> None:
+        """Say so where later steps are there already: what reads the folder would take them for this run's."""
+        later = [path.name for path in self.directory.glob("step-*.parquet") if path.name > file_name(self._first, "~")]
+        if later:
+            _log.warning(
+                "records: %s holds %d files of steps after %d, the last %s, from an earlier run; unless this run "
+                "continues that one, give it a folder of its own or delete them",
+                self.directory,
+                len(later),
+                self._first,
+                max(later),
+            )
 
     def _lose(self, step: int, why: str) -> None:
         with self._counts:

@@ -85,7 +85,7 @@ def _in_verls_terms(loss: PolicyLoss) -> tuple[PolicyLoss, tuple[str, ...]]:
         text = "verl's gspo takes each token's own advantage, here the sequence's mean; the same where it has one."
         return examined({**given, "name": "gspo_token"})[0], (text,)
     if name == "clipped_pg" and (loss.config.force_on_policy_ratio or loss.config.disable_ppo_ratio):
-        flags = {"name": "reinforce", "disable_ppo_ratio": False}
+        flags = {"name": "reinforce", "disable_ppo_ratio": False, "ratio_clip_c": None}
         if loss.config.force_on_policy_ratio:
             return examined({**given, **flags})[0], ("verl's value is -w·A·log π where here it is -w·A.",)
         if any(rule.log_ratio == "total" for rule in loss.config.mask_rules):
@@ -108,7 +108,7 @@ def _settings(loss: PolicyLoss) -> Iterator[tuple[str, Any]]:
         mode, low, high, dual = dppo[0].label, -dppo[0].low, dppo[0].high, high + 1
         rules.remove(dppo[0])
     if mode == "geo_mean":
-        low, high = -math.log(1 - low), math.log(1 + high)
+        low, high = -math.log(1 - low) if low < 1 else math.inf, math.log(1 + high)
     if config.disable_ppo_ratio:
         mode = "gpg"
     reinforce = forced or config.name == "reinforce" or (anchored and mode == "cispo" and low == 1)
@@ -116,7 +116,8 @@ def _settings(loss: PolicyLoss) -> Iterator[tuple[str, Any]]:
         mode = "vanilla"
         yield _RC + "loss_type", "reinforce"
     else:
-        yield _ACTOR + "clip_ratio_low", low
+        if math.isfinite(low):
+            yield _ACTOR + "clip_ratio_low", low
         yield _ACTOR + "clip_ratio_high", high
     if not reinforce and mode in ("vanilla", "dppo_tv", "dppo_kl"):
         yield _ACTOR + "clip_ratio_c", _UNBOUNDED if dual is None else dual
@@ -160,9 +161,14 @@ def _rejection(rule: MaskRule) -> Iterator[tuple[str, str]]:
     """verl's option and its bounds, for k1 on 1/ρ."""
     if rule.level not in _LEVELS or rule.statistic not in ("ratio", "k2", "k3") or rule.budgeted:
         return
-    if rule.statistic != "ratio":
+    if rule.statistic != "ratio" and math.isfinite(rule.high):
         yield f"{_LEVELS[rule.level]}_{rule.statistic}", _text(rule.high)
-    elif math.isfinite(rule.low) and math.isfinite(rule.high) and rule.level != "sequence_max":
+    elif (
+        rule.statistic == "ratio"
+        and math.isfinite(rule.low)
+        and math.isfinite(rule.high)
+        and rule.level != "sequence_max"
+    ):
         yield f"{_LEVELS[rule.level]}_k1", f"{_text(math.exp(-rule.high))}_{_text(math.exp(-rule.low))}"
 
 

@@ -439,6 +439,19 @@ CASES = {
     "GM313": [
         ({"loss_fn.logprob_backend": "geomask", TOP_P: 0.9}, {"loss_fn.logprob_backend": "geomask"}),
         (
+            {
+                "loss_fn.logprob_backend": "geomask",
+                **FUSED_FITS,
+                "policy.megatron_cfg.use_linear_ce_fusion_loss": True,
+                "policy.megatron_cfg.use_fused_linear_logprobs": False,
+            },
+            {
+                "loss_fn.logprob_backend": "geomask",
+                **FUSED_FITS,
+                "policy.megatron_cfg.use_fused_linear_logprobs": False,
+            },
+        ),
+        (
             {"loss_fn.logprob_backend": "geomask_linear", **DTENSOR},
             {"loss_fn.logprob_backend": "geomask", **DTENSOR},
         ),

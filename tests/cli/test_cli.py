@@ -37,13 +37,16 @@ def test_recipes_that_a_help_names_exist(command, capsys):
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_examples_of_a_help_are_accepted(command, capsys, monkeypatch):
-    lines = [line.split() for line in helped(capsys, command).splitlines() if line.startswith("  nemo-geomask ")]
+    examples = [line for line in helped(capsys, command).splitlines() if line.startswith("  nemo-geomask ")]
+    lines = [line.partition(" > ")[0].split() for line in examples]
     seen = []
     monkeypatch.setattr(getattr(cli, command), "run", lambda arguments: seen.append(arguments) or 0, raising=False)
     for _, *words in lines:
         assert main(words) == 0
     assert len(seen) == len(lines)
-    assert bool(lines) == (command in ("lab", "run", "check", "translate", "test_variant", "rehearse"))
+    assert bool(lines) == (
+        command in ("lab", "run", "check", "translate", "test_variant", "rehearse", "diagnose", "sweep")
+    )
 
 
 @pytest.mark.slow

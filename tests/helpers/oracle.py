@@ -258,7 +258,7 @@ class _Evaluation:
         own = ["saturated_ratio", "clip_fraction_low", "clip_fraction_high", "kept_tokens"]
         if self.knows_prev:
             names.append("sampling_importance_ratio")
-            own += ["weight_raw_mean", "weight_raw_sq", "weight_mean", "weight_sq", "saturated_weight"]
+            own += ["weight_raw_mean", "weight_raw_sq", "weight_mean", "weight_sq", "weight_live", "saturated_weight"]
             own += ["mismatch_abs", "mismatch_k1", "mismatch_k3", "policy_abs", "policy_k3"]
         own += ["total_abs", "total_k1", "total_k3", "positive_logprobs", "zero_gen_logprobs"]
         own += [
@@ -377,6 +377,7 @@ class _Evaluation:
                 ("geomask/weight_raw_sq", before**2),
                 ("geomask/weight_mean", after),
                 ("geomask/weight_sq", after**2),
+                ("geomask/weight_live", 1.0),
             ):
                 if by_token:
                     self.add_token(name, row[k], value)

@@ -49,7 +49,7 @@ def _train():
     def call(self, data_dict, input_ids, cu_seqlens_padded):
         return lambda output: "of logits"
 
-    def forward_with_post_processing_fn(ids, model, post_processing_fn, params=None, mask=None):
+    def forward_with_post_processing_fn(ids, model, post_processing_fn, params=None, mask=None, draft_model=None):
         return train.model_forward(model, ids, params, mask).div_(TEMPERATURE), post_processing_fn
 
     train.LogprobsPostProcessor.__call__ = call
@@ -158,9 +158,32 @@ def _padded(rank, world):
             train.LogprobsPostProcessor(False, top_k=5)(data, None, None)(output)
         with pytest.raises(WorkerError, match="hidden states of a Megatron worker that is prepared"):
             loss_fn(logits, data, seqs, toks, **groups)
-        model.output_layer = torch.nn.Linear(32, 48)
-        with pytest.raises(ConfigError, match="output layer of type Linear"):
-            train.forward_with_post_processing_fn(*given, _Loss(loss_fn), mask=causal)
+        stray = {**data, "input_ids": data["input_ids"].clone()}
+        stray["input_ids"][0, 5] = 77
+        odd = post(stray, None, None)(output)[1]["logprobs"]
+        assert odd[0, 5].isnan()
+        assert int(odd.isnan().sum()) == 1
+        layer, config = model.output_layer, model.config
+        for where, name, value, message in (
+            (layer, "bias", torch.nn.Parameter(torch.zeros(48)), "an output layer with a bias"),
+            (layer, "gather_output", True, "gathers its output"),
+            (layer, "output_dtype", torch.float32, "logits in torch.float32"),
+            (layer, "forward", layer.forward, "somebody else has replaced"),
+            (config, "defer_embedding_wgrad_compute", True, "defer_embedding_wgrad_compute"),
+            (config, "mtp_num_layers", 1, "multi-token prediction"),
+            (model, "output_layer", torch.nn.Linear(32, 48), "output layer of type Linear"),
+        ):
+            before = vars(where).get(name, getattr(where, name, None))
+            setattr(where, name, value)
+            with pytest.raises(ConfigError, match=message):
+                train.forward_with_post_processing_fn(*given, _Loss(loss_fn), mask=causal)
+            if name == "forward":
+                del layer.forward
+            else:
+                setattr(where, name, before)
+        with pytest.raises(ConfigError, match="a draft model"):
+            train.forward_with_post_processing_fn(*given, _Loss(loss_fn), mask=causal, draft_model=model)
+        train.forward_with_post_processing_fn(*given, _Loss(loss_fn), mask=causal)
     expected = (logits[:, :-1] / TEMPERATURE).log_softmax(-1).gather(-1, data["input_ids"][:, 1:, None]).squeeze(-1)
     np.testing.assert_allclose(scored[:, 1:], expected, rtol=1e-5, atol=1e-5)
     assert not scored[:, 0].any()

@@ -322,3 +322,16 @@ def test_a_second_backward_pass_finds_the_same(monkeypatch):
     assert sum(shape[0] == hidden.shape[1] for shape in products) == forward - 1
     for mine, other in zip(torch.autograd.grad(logp, [hidden, weight], problem.g), first, strict=True):
         assert torch.equal(mine, other)
+
+
+@pytest.mark.parametrize("logits", [False, True])
+def test_a_second_derivative_is_refused(logits):
+    """autograd takes the incoming gradient of a plain sum for constant, and the second derivative for 0."""
+    problem = case(21)
+    hidden = problem.hidden.clone().requires_grad_()
+    if logits:
+        logp = vocab_parallel_logprobs(hidden @ problem.weight.T, problem.targets)
+    else:
+        logp = linear_logprobs(hidden, problem.weight, problem.targets)
+    with pytest.raises(ArgumentError, match="differentiated once"):
+        torch.autograd.grad(logp.sum(), hidden, create_graph=True)

@@ -205,3 +205,30 @@ def test_a_folder_that_can_not_be_made_costs_steps(tmp_path):
     recorder.record(1, rows)
     recorder.close()
     assert recorder.lost == 1
+
+
+def test_what_waits_behind_a_stuck_disk_is_counted_at_the_end(tmp_path, caplog):
+    stuck = threading.Event()
+    recorder = Recorder(tmp_path)
+
+    def late():
+        stuck.wait(60)
+        return rows()
+
+    for step in (1, 2):
+        assert recorder.record(step, late)
+    with caplog.at_level(logging.WARNING, "nemo_geomask"):
+        recorder.close(timeout=0.2)
+    assert (recorder.written, recorder.lost) == (0, 2)
+    assert "0 steps written" in caplog.text
+    stuck.set()
+
+
+def test_later_steps_of_another_run_are_pointed_out(tmp_path, caplog):
+    for step in (2, 3, 9):
+        write_step(tmp_path, step, rows())
+    recorder = Recorder(tmp_path)
+    with caplog.at_level(logging.WARNING, "nemo_geomask"):
+        recorder.record(3, rows)
+        recorder.close()
+    assert "holds 1 files of steps after 3, the last step-0000009" in caplog.text

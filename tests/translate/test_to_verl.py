@@ -83,3 +83,17 @@ def test_command(tmp_path, capsys):
     assert "has no loss_fn block" in capsys.readouterr().err
     with pytest.raises(ConfigError):
         to_verl({"ratio_clip_mim": 1})
+
+
+@pytest.mark.parametrize(
+    "block",
+    [
+        {"name": "gmpo", "ratio_clip_min": 1.0, "ratio_clip_max": 5.0},
+        {"name": "clipped_pg", "masks": [{"log_ratio": "mismatch", "level": "token", "statistic": "k3", "min": 0.1}]},
+        {"name": "clipped_pg", "ratio_clip_c": 3.0, "force_on_policy_ratio": True},
+    ],
+)
+def test_bounds_that_verl_has_no_word_for_are_said_and_not_guessed(block):
+    translation = to_verl(block)
+    assert translation.lost
+    assert "NOT EXPRESSED" in translation.yaml()

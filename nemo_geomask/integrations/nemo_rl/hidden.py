@@ -88,7 +88,9 @@ class Hidden:
         """Those of the first ``length`` positions."""
         return Hidden(self._states, self._layer, length)
 
-    def logprobs(self, targets: Tensor, group: dist.ProcessGroup | None, ignore_index: int) -> Tensor:
+    def logprobs(
+        self, targets: Tensor, group: dist.ProcessGroup | None, ignore_index: int, *, validate: bool = True
+    ) -> Tensor:
         """[B, S] float32 of ``targets`` [B, S] int64, see :func:`nemo_geomask.parallel.linear_logprobs`."""
         width = targets.shape[1]
         goals = torch.nn.functional.pad(targets, (0, self._whole - width), value=ignore_index)
@@ -101,6 +103,7 @@ class Hidden:
             group=group,
             sequence_parallel=self._layer.sequence_parallel and self._layer.ranks > 1,
             ignore_index=ignore_index,
+            validate=validate,
         )
         return found.T[:, :width]
 
@@ -131,9 +134,11 @@ def _choosing(train: Any, takes_hidden: Callable[[Any], bool], original: Callabl
 
     @functools.wraps(original)
     def forward_with_post_processing_fn(*args: Any, **kwargs: Any) -> Any:
-        post = signature.bind(*args, **kwargs).arguments["post_processing_fn"]
-        scores = isinstance(post, train.LogprobsPostProcessor)
-        token = _wanted.set(scores or takes_hidden(getattr(post, "loss_fn", None)))
+        given = signature.bind(*args, **kwargs).arguments
+        post = given["post_processing_fn"]
+        trains = takes_hidden(getattr(post, "loss_fn", None))
+        _refuse_if(trains and given.get("draft_model") is not None and "a draft model, which learns from the logits")
+        token = _wanted.set(trains or isinstance(post, train.LogprobsPostProcessor))
         try:
             return original(*args, **kwargs)
         finally:
@@ -164,6 +169,7 @@ def _passing_on(original: Callable[..., Any]) -> Callable[..., Any]:
             _refuse_if(mtp and "multi-token prediction in a Megatron without output_processor")
             with _handing_on(layer, seen):
                 output = original(*args, **kwargs)
+        _refuse_if(not seen and "a model that does not call its output layer, as with NeMo-RL's fused linear log-probs")
         setattr(output, _ATTRIBUTE, seen[-1])
         return output
 
@@ -206,9 +212,19 @@ def _handing_on(layer: Any, seen: list[_OutputLayer]) -> Iterator[None]:
 
 def _checked_layer(core: Any) -> Any:
     layer: Any = getattr(core, "output_layer", None)
+    config = core.config
     known = importlib.import_module("megatron.core.tensor_parallel.layers").ColumnParallelLinear
     _refuse_if(type(layer) is not known and f"an output layer of type {type(layer).__name__}")
+    _refuse_if("forward" in vars(layer) and "an output layer whose forward somebody else has replaced")
+    # A bias would not be divided by the temperature as the hidden states are.
+    _refuse_if(layer.bias is not None and "an output layer with a bias")
     _refuse_if(layer.gather_output and "an output layer that gathers its output")
+    _refuse_if(getattr(layer, "output_dtype", None) and f"logits in {getattr(layer, 'output_dtype', None)}")
+    _refuse_if(getattr(config, "defer_embedding_wgrad_compute", False) and "defer_embedding_wgrad_compute")
+    _refuse_if((getattr(layer, "gtp_remat_size", None) or 1) > 1 and "generalized tensor parallelism")
+    # The layer's other use marks the weight as summed up already, and its gradient from here would be left out.
+    mtp = getattr(config, "mtp_num_layers", None) and getattr(config, "gradient_accumulation_fusion", False)
+    _refuse_if(mtp and "multi-token prediction with gradient_accumulation_fusion; turn that off")
     return layer
 
 
@@ -246,7 +262,7 @@ def _scoring(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _rows(hidden: Hidden, ids: Tensor, row: Tensor, offsets: Tensor | None) -> Tensor:
-    """Log-probs [B, T-1] of all tokens of ``ids`` [B, T] but the first, on every rank.
+    """Log-probs [B, T-1] of all tokens of ``ids`` [B, T] but the first, on every rank; NaN outside the vocabulary.
 
     Args:
         hidden: of the rows, or of this rank's context-parallel share of the packed row.
@@ -260,7 +276,7 @@ def _rows(hidden: Hidden, ids: Tensor, row: Tensor, offsets: Tensor | None) -> T
     if offsets is None:
         targets = torch.full(hidden.shape[:2], IGNORE, dtype=torch.int64, device=hidden.device)
         targets[:, : width - 1] = ids[:, 1:]
-        return logprobs(hidden, targets, group=group)[:, : width - 1]
+        return hidden.logprobs(targets, group, IGNORE, validate=False)[:, : width - 1]
     context = state.get_context_parallel_group()
     size = dist.get_world_size(context)
     offsets = offsets.cpu()
@@ -271,7 +287,8 @@ def _rows(hidden: Hidden, ids: Tensor, row: Tensor, offsets: Tensor | None) -> T
     predicts = place + 1 < ends[segments.spread(torch.arange(segments.count, device=hidden.device))]
     following = row.reshape(-1)[torch.where(predicts, place + 1, 0)].to(torch.int64)
     targets = torch.where(predicts, following, IGNORE).view(1, -1)
-    found = logprobs(hidden.first(targets.shape[1]), targets, group=group).reshape(-1)
+    # Not validated: an error on the ranks of one share would leave those of the others waiting below.
+    found = hidden.first(targets.shape[1]).logprobs(targets, group, IGNORE, validate=False).reshape(-1)
     whole = found.new_zeros(int(offsets[-1])).index_copy_(0, place, found)
     if size > 1:
         dist.all_reduce(whole, group=context)

@@ -250,7 +250,8 @@ class LogitLoss:
         global_valid_toks: Tensor | float,
     ) -> tuple[Tensor, Metrics]:
         names = logits.device_mesh.mesh_dim_names or ()
-        local, group = _tensor_parallel(logits)
+        whole_vocabulary, group = _tensor_parallel(logits)
+        local = self._opened(whole_vocabulary)
         context = logits.device_mesh.get_group("cp") if "cp" in names else None
         if _size(context) == 1:
             return self._padded(local, data, group, global_valid_seqs, global_valid_toks)

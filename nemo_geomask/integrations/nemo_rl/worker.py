@@ -56,9 +56,9 @@ def prepare(*, takes_logits: bool = True, takes_hidden: bool = False) -> bool:
     except ImportError:
         # Without NeMo-RL, or one whose requirements are missing, no worker of its runs here.
         return False
-    if takes_hidden:
-        _prepare_megatron()
+    of_megatron = _of_megatron() if takes_hidden else []
     if patch.in_force(utils, "prepare_loss_input"):
+        patch.apply_all(of_megatron)
         return True
     try:
         for uses in seams.WORKER_CODE:
@@ -72,6 +72,7 @@ def prepare(*, takes_logits: bool = True, takes_hidden: bool = False) -> bool:
         return False
     patch.apply_all(
         [
+            *of_megatron,
             _rebound(utils, "prepare_loss_input", _preparing(utils.prepare_loss_input)),
             *(patch.attribute(getattr(wrappers, name), "__call__", _unpacking(how)) for name, how in _UNPACK.items()),
         ]
@@ -79,19 +80,20 @@ def prepare(*, takes_logits: bool = True, takes_hidden: bool = False) -> bool:
     return True
 
 
-def _prepare_megatron() -> None:
+def _of_megatron() -> list[patch.Patch]:
+    """What a loss that takes hidden states needs; nothing where there is no Megatron, or it is in force."""
     try:
         train = importlib.import_module(_MEGATRON)
     except ImportError:
-        return  # the driver, or a worker without Megatron: the loss will say that it was given logits
+        return []  # the driver, or a worker without Megatron: the loss will say that it was given logits
     if patch.in_force(train, "model_forward"):
-        return
+        return []
     for uses in seams.HIDDEN_STATES:
         found = getattr(train, uses.owner) if uses.owner else train
         uses.require(uses.in_memory(found), otherwise="Set loss_fn.logprob_backend: geomask")
     from nemo_geomask.integrations.nemo_rl import hidden
 
-    patch.apply_all(hidden.patches(train, lambda loss: getattr(loss, "takes_hidden", False)))
+    return hidden.patches(train, lambda loss: getattr(loss, "takes_hidden", False))
 
 
 def _rebound(home: types.ModuleType, name: str, ours: Any) -> patch.Patch:

@@ -121,6 +121,20 @@ class Policy:
         raise NotImplementedError
 """
 
+MEGATRON = """
+def model_forward(model, data_dict, input_ids_cp_sharded):
+    return model(input_ids_cp_sharded)
+
+
+def forward_with_post_processing_fn(data_iterator, model, post_processing_fn):
+    return model_forward(model, {}, next(data_iterator)), post_processing_fn
+
+
+class LogprobsPostProcessor:
+    def __call__(self, data_dict, input_ids, cu_seqlens_padded):
+        return lambda output: output
+"""
+
 UTILS = """
 def prepare_loss_input(
     logits, data, loss_fn, vocab_parallel_group=None, context_parallel_group=None, sampling_params=None
@@ -188,6 +202,8 @@ def write(
         "algorithms/loss/wrapper.py": WRAPPER,
         "algorithms/grpo.py": BUILDER.format(call=call) + MASKING,
         "models/__init__.py": "",
+        "models/megatron/__init__.py": "",
+        "models/megatron/train.py": MEGATRON,
         "models/policy/__init__.py": "",
         "models/policy/lm_policy.py": POLICY.format(parameters=train),
         "distributed/__init__.py": "",
