@@ -39,6 +39,7 @@ __all__ = [
     "as_batch",
     "fitting",
     "front",
+    "loss_block",
     "of_recipe",
     "recommend",
     "replay",
@@ -402,10 +403,13 @@ def recommend(outcomes: Sequence[Outcome], base: Mapping[str, Any] | None = None
     best = min(allowed, key=lambda outcome: (outcome.value("bias"), outcome.value("variance")), default=nothing)
     if best.value("bias") >= nothing.interval("bias")[0]:
         best = nothing
-    return best, _block(best, nothing, outcomes, base or {})
+    return best, loss_block(best, outcomes, base or {})
 
 
-def _block(best: Outcome, nothing: Outcome, outcomes: Sequence[Outcome], base: Mapping[str, Any]) -> str:
+def loss_block(best: Outcome, outcomes: Sequence[Outcome], base: Mapping[str, Any]) -> str:
+    """The ``loss_fn`` that sets one of the candidates, on top of the base, with its numbers; the first is "nothing"."""
+    nothing = outcomes[0]
+
     def said(outcome: Outcome, name: str, percent: bool = True) -> str:
         scale, unit = (100.0, " %") if percent else (1.0, "")
         low, high = (scale * end for end in outcome.interval(name))

@@ -14,10 +14,10 @@ from nemo_geomask.diagnosis.sweep import (
     CANDIDATES,
     GRID,
     Candidate,
-    _block,
     as_batch,
     fitting,
     front,
+    loss_block,
     of_recipe,
     recommend,
     replay,
@@ -216,7 +216,7 @@ def test_a_recipe_is_a_base_and_a_candidate():
 )
 def test_what_is_recommended_is_a_whole_loss_fn(batch, base, name, expected):
     outcomes = replay([(1, batch)], [NOTHING, BY_NAME[name]], base)
-    block = yaml.safe_load(_block(outcomes[1], outcomes[0], outcomes, base))["loss_fn"]
+    block = yaml.safe_load(loss_block(outcomes[1], outcomes, base))["loss_fn"]
     build_loss(block)
     assert {key: value for key, value in block.items() if key not in BY_NAME[name].settings} == expected
 
