@@ -345,7 +345,7 @@ def _emptied(kind: str) -> Batch:
 
 
 WEIGHTS = {f"geomask/{name}_{moment}" for name in ("weight", "weight_raw") for moment in ("mean", "sq")}
-WEIGHTS.add("sampling_importance_ratio")
+WEIGHTS |= {"sampling_importance_ratio", "geomask/weight_live"}
 EMPTY_KINDS = ["no_tokens", "no_samples", "prompt_only", "one_column", "no_rows"]
 
 
