@@ -8,7 +8,6 @@ does not add up is made of those that do, by :func:`summarized`.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -24,7 +23,6 @@ Over = Literal["tokens", "sequences", "part", "count", "lowest", "highest", "his
 OWN = "geomask/"
 """Prefix of the metrics that NeMo-RL's class has not."""
 _BIN = "_bin_"
-_BINNED = re.compile(rf"(.+){_BIN}\d\d")
 _LOWEST, _BINS = -13, 34
 QUANTILES = {"q50": 0.5, "q99": 0.99, "q999": 0.999}
 
@@ -145,7 +143,11 @@ def histogram(name: str, size: Tensor) -> Metric:
     def place() -> Tensor:
         return (2 * torch.log2(size)).floor().add(1 - 2 * _LOWEST).clamp(0, _BINS - 1).long()
 
-    return Metric(tuple(f"{OWN}{name}{_BIN}{index:02}" for index in range(_BINS)), "histogram", place)
+    return Metric(_bins(f"{OWN}{name}"), "histogram", place)
+
+
+def _bins(name: str) -> tuple[str, ...]:
+    return tuple(f"{name}{_BIN}{index:02}" for index in range(_BINS))
 
 
 def summarized(metrics: Mapping[str, float]) -> dict[str, float]:
@@ -158,13 +160,13 @@ def summarized(metrics: Mapping[str, float]) -> dict[str, float]:
     Args:
         metrics: added up over the step's microbatches and ranks, extrema aside.
     """
-    names = {match[1] for match in map(_BINNED.fullmatch, metrics) if match}
-    bins = {name: [f"{name}{_BIN}{index:02}" for index in range(_BINS)] for name in sorted(names)}
-    bins = {name: keys for name, keys in bins.items() if all(key in metrics for key in keys)}
-    gone = {key for keys in bins.values() for key in keys}
-    found = {name: value for name, value in metrics.items() if name not in gone}
-    for name in bins:
-        shares = [metrics[f"{name}{_BIN}{index:02}"] for index in range(_BINS)]
+    found = dict(metrics)
+    for first in [name for name in metrics if name.endswith(f"{_BIN}00")]:
+        name = first.removesuffix(f"{_BIN}00")
+        keys = _bins(name)
+        if not all(key in metrics for key in keys):
+            continue  # no histogram, whatever it is called
+        shares = [found.pop(key) for key in keys]
         # A sum of maxima, where something added them up, exceeds the last bin with anything in it.
         last = max((index for index, share in enumerate(shares) if share > 0), default=0)
         edge = 2 ** (_LOWEST + last / 2) if last < _BINS - 1 else math.inf

@@ -22,20 +22,9 @@ from torch import Tensor
 
 from nemo_geomask.bench.clock import spread
 from nemo_geomask.config import LossConfig
-from nemo_geomask.records.flight import FlightRecorder
+from nemo_geomask.records.flight import LOGGED, FlightRecorder
 
 __all__ = ["batch", "measure"]
-
-_LOGGED = {
-    "rewards": "rewards",
-    "input_lengths": "input_lengths",
-    "token_ids": "input_ids",
-    "token_loss_mask": "token_mask",
-    "sample_loss_mask": "sample_mask",
-    "advantages": "advantages",
-    "generation_logprobs": "generation_logprobs",
-    "prev_logprobs": "prev_logprobs",
-}
 
 
 def batch(rows: int, width: int, *, group: int = 8, seed: int = 0) -> dict[str, Tensor]:
@@ -116,7 +105,7 @@ def _logger(folder: Path) -> Any:
 def _log(logger: Any, data: Mapping[str, Tensor], folder: Path, step: int) -> Cost:
     start, processor = time.perf_counter(), time.process_time()
     with contextlib.redirect_stdout(None):
-        logger.log_batched_dict_as_jsonl({name: data[key] for name, key in _LOGGED.items()}, f"step{step}.jsonl")
+        logger.log_batched_dict_as_jsonl({name: data[key] for name, key in LOGGED.items()}, f"step{step}.jsonl")
     whole = time.perf_counter() - start
     return Cost(whole, whole, time.process_time() - processor, (folder / f"step{step}.jsonl").stat().st_size)
 

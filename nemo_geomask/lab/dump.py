@@ -7,20 +7,9 @@ from pathlib import Path
 
 from nemo_geomask.lab.rollout import Rollout
 from nemo_geomask.lab.task import Task
+from nemo_geomask.records.flight import LOGGED
 
 __all__ = ["write_rollout"]
-
-# NeMo-RL's key in the file, and the key of the batch that it holds.
-_KEYS = {
-    "rewards": "rewards",
-    "input_lengths": "input_lengths",
-    "token_ids": "input_ids",
-    "token_loss_mask": "token_mask",
-    "sample_loss_mask": "sample_mask",
-    "advantages": "advantages",
-    "generation_logprobs": "generation_logprobs",
-    "prev_logprobs": "prev_logprobs",
-}
 
 
 def write_rollout(rollout: Rollout, task: Task, path: Path) -> None:
@@ -29,7 +18,7 @@ def write_rollout(rollout: Rollout, task: Task, path: Path) -> None:
     As NeMo-RL's logger, which slices the batch to size one, it wraps every value but ``idx`` in a list of one:
     ``rewards: [r]``, ``token_ids: [[…T ids…]]``.
     """
-    columns = {name: rollout.data[key].tolist() for name, key in _KEYS.items()}
+    columns = {name: rollout.data[key].tolist() for name, key in LOGGED.items()}
     width = task.prompt_width
     with path.open("w", encoding="utf-8") as file:
         for index, (ids, length) in enumerate(zip(columns["token_ids"], columns["input_lengths"], strict=True)):

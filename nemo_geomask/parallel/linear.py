@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from nemo_geomask.errors import ArgumentError, ShapeError
-from nemo_geomask.kernels import choose
+from nemo_geomask.kernels import choose, cpu
 from nemo_geomask.parallel.agreement import Shards
 from nemo_geomask.parallel.softmax import Options, check_temperature, differentiable_once, shards_of, softmax
 from nemo_geomask.segments.across import gathered
@@ -201,7 +201,9 @@ class _Linear(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         shards, options = head.shards, head.options
         goals = targets.reshape(-1)
-        rows = gathered(hidden, _group(shards)).view(-1, hidden.shape[-1]) if head.sequence_parallel else hidden
+        rows = hidden
+        if head.sequence_parallel and shards.group is not None:
+            rows = gathered(hidden, shards.group).view(-1, hidden.shape[-1])
         # Their number decides the tiles' shape: the host has to know it.
         kept = (goals != options.ignore_index).nonzero().squeeze(1)
         whole = len(kept) == len(goals)
@@ -209,15 +211,14 @@ class _Linear(torch.autograd.Function):
         found: Tensor | None = None
         parts = []
         buffer = _Buffer()
+        asked: Any = {
+            "ignore_index": options.ignore_index,
+            "inverse_temperature": options.inverse_temperature,
+            "entropy": options.entropy,
+        }
         for tile in _tiles(_for_products(rows), weight, bias, head, buffer):
-            part = options.kernels.row_statistics(
-                tile.logits,
-                own[tile.rows],
-                start=shards.start + tile.columns.start,
-                ignore_index=options.ignore_index,
-                inverse_temperature=options.inverse_temperature,
-                entropy=options.entropy,
-            )
+            start = shards.start + tile.columns.start
+            part = options.kernels.row_statistics(tile.logits, own[tile.rows], start=start, **asked)
             if tile.rows != slice(0, len(rows)):
                 parts.append(part)
             elif found is None:
@@ -225,7 +226,7 @@ class _Linear(torch.autograd.Function):
             else:
                 found = options.kernels.fold(torch.stack([found, part]), options.inverse_temperature)
         if found is None:
-            found = torch.cat(parts, dim=1) if parts else _nothing(len(own), hidden.device)
+            found = torch.cat(parts, dim=1) if parts else cpu.row_statistics(rows[:, :0], own, start=0, **asked)
         statistics = found if whole else found.new_zeros(len(found), len(goals)).index_copy_(1, kept, found)
         over_all = softmax(statistics, goals, len(weight), shards, options)
         mine = [over_all.peak, over_all.mass, over_all.entropy]
@@ -281,18 +282,6 @@ class _Linear(torch.autograd.Function):
         of_rows = None if into_rows is None else _over_ranks(into_rows.result(), kept, ctx.count, head)
         of_weight = None if into_weight is None or head.main_grad is not None else into_weight.result()
         return of_rows, of_weight, None if into_bias is None else into_bias.result(), None, None
-
-
-def _group(shards: Shards) -> dist.ProcessGroup:
-    assert shards.group is not None
-    return shards.group
-
-
-def _nothing(count: int, device: torch.device) -> Tensor:
-    """Statistics of ``count`` rows over no columns."""
-    statistics = torch.zeros(4, count, dtype=torch.float32, device=device)
-    statistics[0] = -torch.inf
-    return statistics
 
 
 def _for_products(rows: Tensor) -> Tensor:

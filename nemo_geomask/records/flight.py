@@ -17,7 +17,7 @@ from nemo_geomask.losses.verdicts import verdicts
 from nemo_geomask.records.schema import REMOVED
 from nemo_geomask.records.writer import Recorder, StepRows
 
-__all__ = ["KEYS", "FlightRecorder", "by_hash", "step_rows"]
+__all__ = ["KEYS", "LOGGED", "FlightRecorder", "by_hash", "step_rows"]
 
 KEYS = {
     "tokens": "input_ids",
@@ -34,6 +34,17 @@ KEYS = {
     "staleness": "staleness",
 }
 """By column, the key of a batch that holds it; NeMo-RL's, where NeMo-RL has one."""
+LOGGED = {
+    "rewards": "rewards",
+    "input_lengths": "input_lengths",
+    "token_ids": "input_ids",
+    "token_loss_mask": "token_mask",
+    "sample_loss_mask": "sample_mask",
+    "advantages": "advantages",
+    "generation_logprobs": "generation_logprobs",
+    "prev_logprobs": "prev_logprobs",
+}
+"""By name in NeMo-RL's own JSONL, the key of a batch that stands there."""
 _LENGTHS = "input_lengths"
 _UNKNOWN = {"prev", "ref"}  # trainers put zeros or NaN where they skip these
 

@@ -23,12 +23,13 @@ from torch import Tensor
 
 from nemo_geomask.errors import ConfigError, Problem
 from nemo_geomask.integrations.nemo_rl import patch
+from nemo_geomask.integrations.nemo_rl.worker import filtering
 from nemo_geomask.integrations.nemo_rl.workers import WorkerError
 from nemo_geomask.integrations.packing import IGNORE
 from nemo_geomask.parallel import linear_logprobs
 from nemo_geomask.segments import PackedSegments
 
-__all__ = ["Hidden", "logprobs", "patches"]
+__all__ = ["Hidden", "patches"]
 
 _KEY = "loss_fn.logprob_backend"
 _NAME = "logprob_backend: geomask_linear"
@@ -38,7 +39,6 @@ _wanted: contextvars.ContextVar[bool] = contextvars.ContextVar("nemo_geomask_hid
 
 class _OutputLayer(NamedTuple):
     weight: Tensor
-    bias: Tensor | None
     sequence_parallel: bool
     ranks: int  # that hold a part of the vocabulary
 
@@ -89,7 +89,7 @@ class Hidden:
         return Hidden(self._states, self._layer, length)
 
     def logprobs(
-        self, targets: Tensor, group: dist.ProcessGroup | None, ignore_index: int, *, validate: bool = True
+        self, targets: Tensor, *, group: dist.ProcessGroup | None, ignore_index: int, validate: bool = True
     ) -> Tensor:
         """[B, S] float32 of ``targets`` [B, S] int64, see :func:`nemo_geomask.parallel.linear_logprobs`."""
         width = targets.shape[1]
@@ -99,20 +99,12 @@ class Hidden:
             self._states.transpose(0, 1),
             self._layer.weight,
             goals.T.contiguous(),
-            bias=self._layer.bias,
             group=group,
             sequence_parallel=self._layer.sequence_parallel and self._layer.ranks > 1,
             ignore_index=ignore_index,
             validate=validate,
         )
         return found.T[:, :width]
-
-
-def logprobs(
-    hidden: Hidden, targets: Tensor, *, group: dist.ProcessGroup | None = None, ignore_index: int = IGNORE
-) -> Tensor:
-    """Log-probs under the arguments of the back ends that take logits."""
-    return hidden.logprobs(targets, group, ignore_index)
 
 
 def patches(train: Any, takes_hidden: Callable[[Any], bool]) -> list[patch.Patch]:
@@ -199,7 +191,7 @@ def _handing_on(layer: Any, seen: list[_OutputLayer]) -> Iterator[None]:
         group = getattr(layer, "tp_group", None)
         ranks = dist.get_world_size(group) if group is not None else int(layer.world_size)
         weight = layer.weight if weight is None else weight
-        seen.append(_OutputLayer(weight, layer.bias, bool(layer.sequence_parallel), ranks))
+        seen.append(_OutputLayer(weight, bool(layer.sequence_parallel), ranks))
         # NeMo-RL divides by the temperature in place, and the norm before the layer may keep its output.
         return input_.clone(), None
 
@@ -246,10 +238,8 @@ def _scoring(original: Callable[..., Any]) -> Callable[..., Any]:
             hidden = Hidden.of(output)
             if hidden is None:
                 return process(output)
-            sampling = self.sampling_params
-            top_k, top_p = getattr(sampling, "top_k", None), getattr(sampling, "top_p", 1.0)
-            filters = (top_k is not None and top_k != -1) or top_p != 1.0
-            _refuse_if(filters and f"sampling with top_k: {top_k}, top_p: {top_p}")
+            filters = filtering(self.sampling_params)
+            _refuse_if(filters and f"sampling with {filters}")
             packed = self.cfg["sequence_packing"]["enabled"]
             offsets = given["cu_seqlens_padded"] if packed else None
             rows = _rows(hidden, given["data_dict"]["input_ids"], given["input_ids"], offsets)
@@ -271,12 +261,13 @@ def _rows(hidden: Hidden, ids: Tensor, row: Tensor, offsets: Tensor | None) -> T
         offsets: [B+1], of the sequences in it; None: nothing is packed.
     """
     state = importlib.import_module("megatron.core.parallel_state")
-    group = state.get_tensor_model_parallel_group()
+    # Not validated: an error on the ranks of one share would leave those of the others waiting below.
+    options: Any = {"group": state.get_tensor_model_parallel_group(), "ignore_index": IGNORE, "validate": False}
     width = ids.shape[1]
     if offsets is None:
         targets = torch.full(hidden.shape[:2], IGNORE, dtype=torch.int64, device=hidden.device)
         targets[:, : width - 1] = ids[:, 1:]
-        return hidden.logprobs(targets, group, IGNORE, validate=False)[:, : width - 1]
+        return hidden.logprobs(targets, **options)[:, : width - 1]
     context = state.get_context_parallel_group()
     size = dist.get_world_size(context)
     offsets = offsets.cpu()
@@ -287,8 +278,7 @@ def _rows(hidden: Hidden, ids: Tensor, row: Tensor, offsets: Tensor | None) -> T
     predicts = place + 1 < ends[segments.spread(torch.arange(segments.count, device=hidden.device))]
     following = row.reshape(-1)[torch.where(predicts, place + 1, 0)].to(torch.int64)
     targets = torch.where(predicts, following, IGNORE).view(1, -1)
-    # Not validated: an error on the ranks of one share would leave those of the others waiting below.
-    found = hidden.first(targets.shape[1]).logprobs(targets, group, IGNORE, validate=False).reshape(-1)
+    found = hidden.first(targets.shape[1]).logprobs(targets, **options).reshape(-1)
     whole = found.new_zeros(int(offsets[-1])).index_copy_(0, place, found)
     if size > 1:
         dist.all_reduce(whole, group=context)

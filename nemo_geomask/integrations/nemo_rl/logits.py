@@ -68,7 +68,7 @@ class LogitLoss:
         self.config = loss.config
         self.takes_hidden = loss.config.logprob_backend == "geomask_linear"
         self._logprobs: Callable[..., Tensor] = (
-            hidden.logprobs if self.takes_hidden else logprob_backend(loss.config.logprob_backend)
+            hidden.Hidden.logprobs if self.takes_hidden else logprob_backend(loss.config.logprob_backend)
         )
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -26,7 +26,7 @@ from nemo_geomask.losses import PolicyLoss
 if TYPE_CHECKING:
     from nemo_geomask.integrations.nemo_rl.logits import LogitLoss
 
-__all__ = ["prepare"]
+__all__ = ["filtering", "prepare"]
 
 _log = logging.getLogger("nemo_geomask")
 _UTILS = "nemo_rl.algorithms.loss.utils"
@@ -162,12 +162,17 @@ def _takes_logits(loss: Any) -> bool:
     return isinstance(loss, LogitLoss)
 
 
-def _refuse_filtering(loss: LogitLoss, sampling: Any) -> None:
+def filtering(sampling: Any) -> str:
+    """What NeMo-RL's sampling parameters leave of the vocabulary, in words; empty where that is all of it."""
     top_k, top_p = getattr(sampling, "top_k", None), getattr(sampling, "top_p", 1.0)
-    if (top_k is not None and top_k != -1) or top_p != 1.0:
+    return f"top_k: {top_k}, top_p: {top_p}" if (top_k is not None and top_k != -1) or top_p != 1.0 else ""
+
+
+def _refuse_filtering(loss: LogitLoss, sampling: Any) -> None:
+    if filters := filtering(sampling):
         message = (
             f"logprob_backend: {loss.config.logprob_backend} computes log-probs over the whole vocabulary, but the "
-            f"policy samples with top_k: {top_k}, top_p: {top_p}; set logprob_backend: nemo_rl, which filters as the "
+            f"policy samples with {filters}; set logprob_backend: nemo_rl, which filters as the "
             "sampler does, or sample without top-k and top-p"
         )
         raise ConfigError(Problem(("loss_fn.logprob_backend",), message))
