@@ -13,9 +13,10 @@ import torch
 
 from nemo_geomask.kernels.cpu import empty_gradient
 
-__all__ = ["Clock", "Lap", "interleave", "release", "spread", "summary", "why"]
+__all__ = ["Clock", "Lap", "in_turn", "interleave", "release", "spread", "summary", "why"]
 
 _T = TypeVar("_T")
+_C = TypeVar("_C", bound=Any)
 _BUSY_CYCLES = 30_000_000  # 15 ms at 2 GHz: the launches of 1,000 kernels
 
 
@@ -119,6 +120,28 @@ def interleave(
             if round_ >= warmup:
                 laps[name].append(lap)
     return {name: found for name, found in laps.items() if name not in errors}, errors
+
+
+def in_turn(
+    cases: Sequence[_C], measure: Callable[[_C], dict[str, Any]], report: Callable[[dict[str, Any]], object]
+) -> list[dict[str, Any]]:
+    """What ``measure`` finds in each case, as it is reported; of one that does not fit into memory, that.
+
+    Args:
+        cases: each with ``describe()``, and a title as text.
+        measure: of one case.
+        report: called with each case's result as it comes.
+    """
+    results = []
+    for case in cases:
+        try:
+            result = measure(case)
+        except torch.OutOfMemoryError as error:
+            result = {"case": case.describe(), "title": str(case), "error": why(error), "paths": []}
+        release()
+        results.append(result)
+        report(result)
+    return results
 
 
 def release() -> None:

@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from nemo_geomask.bench.clock import Clock, Lap, interleave, release, summary, why
+from nemo_geomask.bench.clock import Clock, Lap, in_turn, interleave, release, summary, why
 from nemo_geomask.bench.inputs import IGNORE
 from nemo_geomask.bench.meters import extra_memory, host_syncs
-from nemo_geomask.bench.paths.base import Absent, Setting, Unfit, module
+from nemo_geomask.bench.paths.base import Setting, module, on_gpu, without_entropy
 from nemo_geomask.parallel import linear_logprobs, vocab_parallel_logprobs
 
 __all__ = ["PATHS", "LinearCase", "benchmark"]
@@ -114,13 +114,8 @@ def _with_logits(sample: LinearSample, case: LinearCase, setting: Setting) -> _F
     return found if case.entropy else (found, None)
 
 
-def _without_entropy(case: LinearCase) -> None:
-    if case.entropy:
-        raise Unfit("has no entropy beside it")
-
-
 def _torch(sample: LinearSample, case: LinearCase, setting: Setting) -> _Found:
-    _without_entropy(case)
+    without_entropy(case.entropy)
     logits = torch.nn.functional.linear(sample.hidden, sample.weight)
     return -torch.nn.functional.cross_entropy(logits, sample.targets, reduction="none", ignore_index=IGNORE), None
 
@@ -140,7 +135,7 @@ def _torch_chunked(sample: LinearSample, case: LinearCase, setting: Setting) -> 
 
 
 def _nemo_rl(sample: LinearSample, case: LinearCase, setting: Setting) -> _Found:
-    _without_entropy(case)
+    without_entropy(case.entropy)
     function = module("nemo_rl.distributed.model_utils").ChunkedDistributedHiddenStatesToLogprobs
     hidden, labels = sample.hidden.unsqueeze(1), sample.labels.unsqueeze(0)
     found = function.apply(hidden, labels, sample.weight, 0, case.width, _CHUNK, setting.required_group(), False)
@@ -148,7 +143,7 @@ def _nemo_rl(sample: LinearSample, case: LinearCase, setting: Setting) -> _Found
 
 
 def _skyrl(sample: LinearSample, case: LinearCase, setting: Setting) -> _Found:
-    _without_entropy(case)
+    without_entropy(case.entropy)
     function = module(
         "skyrl.backends.skyrl_train.distributed.megatron.model_utils"
     ).FusedLinearChunkedDistributedLogprob
@@ -164,17 +159,15 @@ def _verl(sample: LinearSample, case: LinearCase, setting: Setting) -> _Found:
 
 
 def _verl_kernels(sample: LinearSample, case: LinearCase, setting: Setting) -> _Found:
-    if setting.device.type != "cuda":
-        raise Absent("its kernels need a GPU")
+    on_gpu(setting.device)
     function = module("verl.utils.kernel.linear_cross_entropy").linear_cross_entropy
     logprobs, entropy = function(sample.hidden, sample.weight, sample.labels, 1.0, "none", None)
     return logprobs, entropy if case.entropy else None
 
 
 def _liger(sample: LinearSample, case: LinearCase, setting: Setting) -> _Found:
-    _without_entropy(case)
-    if setting.device.type != "cuda":
-        raise Absent("its kernels need a GPU")
+    without_entropy(case.entropy)
+    on_gpu(setting.device)
     function = module("liger_kernel.ops.fused_linear_cross_entropy").LigerFusedLinearCrossEntropyFunction
     found = function.apply(
         sample.hidden, sample.weight, sample.targets, None, None, IGNORE, 0.0, 0.0, "none", None, False, torch.float32
@@ -183,9 +176,8 @@ def _liger(sample: LinearSample, case: LinearCase, setting: Setting) -> _Found:
 
 
 def _cut(sample: LinearSample, case: LinearCase, setting: Setting) -> _Found:
-    _without_entropy(case)
-    if setting.device.type != "cuda":
-        raise Absent("its kernels need a GPU")
+    without_entropy(case.entropy)
+    on_gpu(setting.device)
     function = module("cut_cross_entropy").linear_cross_entropy
     found: Tensor = function(sample.hidden, sample.weight, sample.targets, reduction="none", filter_eps=None)
     return -found, None
@@ -216,16 +208,7 @@ def benchmark(
     report: Callable[[dict[str, Any]], object] = lambda case: None,
 ) -> list[dict[str, Any]]:
     """Measure paths of :data:`PATHS` in every case; see :func:`_measure`."""
-    results = []
-    for case in cases:
-        try:
-            result = _measure(case, setting, paths, repeats, seed)
-        except torch.OutOfMemoryError as error:
-            result = {"case": case.describe(), "title": str(case), "error": why(error), "paths": []}
-        release()
-        results.append(result)
-        report(result)
-    return results
+    return in_turn(cases, lambda case: _measure(case, setting, paths, repeats, seed), report)
 
 
 def _measure(case: LinearCase, setting: Setting, paths: Sequence[str], repeats: int, seed: int) -> dict[str, Any]:

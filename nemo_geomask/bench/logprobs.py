@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nemo_geomask.bench.clock import Clock, Lap, interleave, release, summary, why
+from nemo_geomask.bench.clock import Clock, Lap, in_turn, interleave, release, summary, why
 from nemo_geomask.bench.inputs import Answer, Case, Inputs, Sample, errors
 from nemo_geomask.bench.meters import Tally, extra_memory, host_syncs, kernel_launches
 from nemo_geomask.bench.paths import PATHS, Absent, Path, Setting, Unfit
@@ -81,16 +81,7 @@ def benchmark(
         seed: of the inputs.
         report: called with each case's result as it comes.
     """
-    results = []
-    for case in cases:
-        try:
-            result = measure(case, setting, paths=paths, repeats=repeats, seed=seed)
-        except torch.OutOfMemoryError as error:
-            result = {"case": case.describe(), "title": str(case), "error": why(error), "paths": []}
-        release()
-        results.append(result)
-        report(result)
-    return results
+    return in_turn(cases, lambda case: measure(case, setting, paths=paths, repeats=repeats, seed=seed), report)
 
 
 def measure(case: Case, setting: Setting, *, paths: Sequence[Path], repeats: int, seed: int) -> dict[str, Any]:

@@ -27,13 +27,9 @@ def logprobs(result: Mapping[str, Any]) -> str:
         return f"{result['title']}: {result['error']}\n"
     head = ["path", "ms", "IQR", "forward", "backward", "CPU ms", "B/el", "GB/s", "of copy", "extra MB", "launches"]
     head += ["syncs", "collectives", "err logp", "err grad"]
-    rows, reasons = [], []
-    for row in result["paths"]:
-        if row["status"] != "measured":
-            reasons.append(f"  {row['path']}: {row['status']}: {row['reason']}")
-            continue
-        if "meters" in row:
-            reasons.append(f"  {row['path']}: not metered: {row['meters']}")
+    rows = []
+    measured, reasons = _measured(result)
+    for row in measured:
         errors = row.get("errors", {})
         extra = row.get("extra_bytes")
         rows.append(
@@ -66,13 +62,9 @@ def linear(result: Mapping[str, Any]) -> str:
         return f"{result['title']}: {result['error']}\n"
     head = ["path", "ms", "IQR", "forward", "backward", "of products", "extra MB", "of logits", "syncs", "err logp"]
     head += ["err grad"]
-    rows, reasons = [], []
-    for row in result["paths"]:
-        if row["status"] != "measured":
-            reasons.append(f"  {row['path']}: {row['status']}: {row['reason']}")
-            continue
-        if "meters" in row:
-            reasons.append(f"  {row['path']}: not metered: {row['meters']}")
+    rows = []
+    measured, reasons = _measured(result)
+    for row in measured:
         errors, extra = row.get("errors", {}), row.get("extra_bytes")
         rows.append(
             [
@@ -195,6 +187,15 @@ def bars(found: Sequence[Mapping[str, Any]]) -> str:
         for bar in found
     ]
     return table(["bar", "bound", "found", "by CPU time", "verdict"], rows) + "\n"
+
+
+def _measured(result: Mapping[str, Any]) -> tuple[list[Mapping[str, Any]], list[str]]:
+    """The paths that were measured, and of what was not a line each."""
+    rows = [row for row in result["paths"] if row["status"] == "measured"]
+    reasons = [
+        f"  {row['path']}: {row['status']}: {row['reason']}" for row in result["paths"] if row["status"] != "measured"
+    ]
+    return rows, reasons + [f"  {row['path']}: not metered: {row['meters']}" for row in rows if "meters" in row]
 
 
 def _ms(row: Mapping[str, Any]) -> list[str]:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from nemo_geomask.bench.inputs import Answer, Case, Sample
 
-__all__ = ["Absent", "Path", "Setting", "Start", "Unfit", "by_autograd", "module"]
+__all__ = ["Absent", "Path", "Setting", "Start", "Unfit", "by_autograd", "module", "on_gpu", "without_entropy"]
 
 Start = Callable[[Sample], Answer]
 
@@ -109,6 +109,18 @@ def module(name: str) -> Any:
 
 # An import that fails at its end may take long, and would each time.
 _failed: dict[str, str] = {}
+
+
+def without_entropy(entropy: bool) -> None:
+    """Raise Unfit where the entropy is wanted, of a path that has none."""
+    if entropy:
+        raise Unfit("has no entropy")
+
+
+def on_gpu(device: torch.device) -> None:
+    """Raise Absent off a GPU, of a path that needs one."""
+    if device.type != "cuda":
+        raise Absent("needs a GPU")
 
 
 def by_autograd(logits: Tensor, logprobs: Tensor, entropy: Tensor | None = None) -> Answer:

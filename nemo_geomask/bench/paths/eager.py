@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from nemo_geomask.bench.inputs import IGNORE, Answer, Case, Sample
-from nemo_geomask.bench.paths.base import Absent, Path, Setting, Start, Unfit, by_autograd, module
+from nemo_geomask.bench.paths.base import Absent, Path, Setting, Start, Unfit, by_autograd, module, without_entropy
 
 __all__ = ["CHUNK", "PATHS"]
 
@@ -20,13 +20,8 @@ def _scaled(sample: Sample, case: Case) -> torch.Tensor:
     return sample.logits if case.temperature == 1 else sample.logits / case.temperature
 
 
-def _refuse_entropy(case: Case) -> None:
-    if case.entropy:
-        raise Unfit("has no entropy")
-
-
 def _cross_entropy(case: Case, setting: Setting, *, upcast: bool) -> Start:
-    _refuse_entropy(case)
+    without_entropy(case.entropy)
     _refuse_shards(setting)
 
     def start(sample: Sample) -> Answer:
@@ -82,7 +77,7 @@ def _nemo_rl(case: Case, setting: Setting, *, chunked: bool) -> Start:
 
 
 def _megatron(case: Case, setting: Setting, *, fused: bool) -> Start:
-    _refuse_entropy(case)
+    without_entropy(case.entropy)
     name = "fused_vocab_parallel_cross_entropy" if fused else "vocab_parallel_cross_entropy"
     where = "megatron.core.fusions.fused_cross_entropy" if fused else "megatron.core.tensor_parallel.cross_entropy"
     function = getattr(module(where), name)
@@ -105,7 +100,7 @@ def _initialise(state: Any, size: int) -> None:
 
 
 def _verl(case: Case, setting: Setting) -> Start:
-    _refuse_entropy(case)
+    without_entropy(case.entropy)
     _refuse_shards(setting)
     functions = module("verl.utils.torch_functional")
     fast = functions.FLAH_ATTN_CROSS_ENTROPY_LOSS_AVAILABLE

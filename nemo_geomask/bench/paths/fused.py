@@ -8,16 +8,24 @@ import torch
 from torch import Tensor
 
 from nemo_geomask.bench.inputs import IGNORE, Answer, Case, Sample
-from nemo_geomask.bench.paths.base import Absent, Path, Setting, Start, Unfit, by_autograd, module
+from nemo_geomask.bench.paths.base import (
+    Absent,
+    Path,
+    Setting,
+    Start,
+    Unfit,
+    by_autograd,
+    module,
+    on_gpu,
+    without_entropy,
+)
 
 __all__ = ["PATHS"]
 
 
 def _gpu(case: Case, setting: Setting) -> None:
-    if setting.device.type != "cuda":
-        raise Absent("needs a GPU")
-    if case.entropy:
-        raise Unfit("has no entropy")
+    on_gpu(setting.device)
+    without_entropy(case.entropy)
 
 
 def _scaled(sample: Sample, case: Case) -> Tensor:
