@@ -67,7 +67,8 @@ class Trainer:
         self.task = task_of(recipe.env)
         self.sampler = sampler or build_sampler(recipe)
         shared = ranks.tp.size * ranks.cp.size > 1
-        self.engine: TrainEngine = PackedEngine(ranks) if shared else PaddedEngine(ranks)
+        kind = PackedEngine if shared else PaddedEngine
+        self.engine: TrainEngine = kind(ranks, recipe.policy.precision)
         self.policy = build_policy(recipe.policy.model, self.task, seed)
         self.engine.prepare(self.policy)
         needs_reference = bool(loss.reference_policy_kl_penalty or kl_of_reward(loss.config, recipe.grpo))
