@@ -217,8 +217,8 @@ class StepSums:
         self.sums = self.sums + other.sums
         self.boot = self.boot + other.boot
         for label, (count, size) in other.removed.items():
-            mine = self.removed.get(label, (0.0, 0.0))
-            self.removed[label] = mine[0] + count, mine[1] + size
+            removed = self.removed.get(label, (0.0, 0.0))
+            self.removed[label] = removed[0] + count, removed[1] + size
         self.versions = min(self.versions[0], other.versions[0]), max(self.versions[1], other.versions[1])
         for group, found in other.groups.items():
             mine = self.groups.get(group, (0.0, 0.0, 0.0))

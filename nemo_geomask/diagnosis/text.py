@@ -251,7 +251,8 @@ def _steps(diagnosis: RunDiagnosis) -> Table:
         )
     columns = ("step", "sequences", "token_mult_prob_error", "k3", "95 %", "noise", "ESS", "length", "reward")
     same = {"k3": "geomask/mismatch_k3", "ESS": "effective sample size, tokens", "length": "response length"}
-    known = {one.name: one.definition for one in (*LEVELS, *NUMBERS)}
+    known = {level.name: level.definition for level in LEVELS}
+    known |= {number.name: number.definition for number in NUMBERS}
     definitions = {name: known[same.get(name, name)] for name in columns if same.get(name, name) in known}
     definitions |= {"sequences": "with a trained token", "95 %": "of k3: a bootstrap over sequences"}
     return Table("steps", "Steps", columns, rows, definitions)
