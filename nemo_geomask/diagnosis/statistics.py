@@ -144,11 +144,19 @@ class Dimension:
         """Of the bins from ``first`` to ``last``."""
         # The edges next to 0 keep it apart.
         low, high = (
-            None if not 0 <= place < len(self.edges) else round(float(self.edges[place]), 5)
+            None if not 0 <= place < len(self.edges) else round(float(self.edges[place]), 5) + 0.0
             for place in (first - 1, last)
         )
         if low is None or high is None:
-            return f"all {self.unit}" if low == high else f"below {high:g}" if low is None else f"{low:g} and more"
+            return (
+                f"all {self.unit}"
+                if low == high
+                else f"below {high:g}"
+                if low is None
+                else f"{low:g} and more"
+                if low
+                else "above 0"
+            )
         if high - low == (1 if self.whole else 0):
             return f"{low:g}"
         return f"{low:g} to {high - self.whole:g}"

@@ -155,14 +155,18 @@ class RunDiagnosis:
 
     @property
     def sentence(self) -> str:
+        """The verdict, and what was ruled out."""
+        return self.headline if self.unknown else f"{self.headline}; {self._ruled_out()}"
+
+    @property
+    def headline(self) -> str:
         """The verdict."""
         steps = self.evidence.statistics.steps
         if self.unknown:
             return f"not judged: {self.unknown}"
         if self.health == "healthy":
             error, kl = (self.levels[name].value for name in ("token_mult_prob_error", "geomask/mismatch_k3"))
-            found = f"token_mult_prob_error {error:.4g}, KL {kl:.2g} nats a token over {len(steps)} steps"
-            return f"healthy: {found}; {self._ruled_out()}"
+            return f"healthy: token_mult_prob_error {error:.4g}, KL {kl:.2g} nats a token over {len(steps)} steps"
         since = f" since step {self.since}" if self.since is not None else ""
         if self.cause is None:
             why = "no cause that is known"
@@ -174,7 +178,7 @@ class RunDiagnosis:
             ):
                 why += f", in {len(found_cause.steps)} of {len(steps)} steps"
             why += ")"
-        return f"{self.health}{since}: {why}; {self._ruled_out()}"
+        return f"{self.health}{since}: {why}"
 
     def _ruled_out(self) -> str:
         names = [
