@@ -27,6 +27,7 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#C2679B")
 """Of the runs, after Okabe and Ito: told apart by colour-blind readers, at contrast 3:1 on a light and a dark page."""
 SYMBOLS = ("circle", "diamond", "square", "x")
 """Of every fourth run, which have the same colour."""
+POINT_SYMBOLS = ("star", "circle", "circle-open")
 DASHES = ("solid", "dot", "dash", "dashdot")
 POINTS = 240
 """Of a curve; a longer run's steps are taken together."""
@@ -306,8 +307,9 @@ def _traces(figure: Figure, curve: Curve, names: Sequence[str], log: bool) -> It
                 {"fill": fill} if fill else {}
             )
     drawn: dict[str, Any] = {"x": x, "y": list(map(_short, curve.y)), "name": name, "legendgroup": name}
-    marker = {"symbol": SYMBOLS[curve.run // len(COLOURS) % len(SYMBOLS)], "size": 9 if figure.points else 5}
+    marker = {"symbol": SYMBOLS[curve.run // len(COLOURS) % len(SYMBOLS)], "size": 5}
     if figure.points:
+        marker = {"symbol": POINT_SYMBOLS[curve.style], "size": 9}
         drawn |= {"mode": "markers", "text": [escape(text, quote=False) for text in curve.labels]}
         drawn |= {"hovertemplate": "%{text}<br>%{x:.4g}, %{y:.4g}<extra></extra>"}
     else:

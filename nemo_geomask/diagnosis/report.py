@@ -285,8 +285,10 @@ def _of_sweep(sweep: Mapping[str, Any], runs: Sequence[ReportedRun]) -> dict[str
         return math.nan if value is None else float(value)
 
     curves = []
-    for style, (name, chosen) in enumerate((("on the front", True), ("others", False))):
-        these = [one for one in sweep["candidates"] if one["on_front"] is chosen]
+    kinds = {one["name"]: "on the front" if one["on_front"] else "others" for one in sweep["candidates"]}
+    kinds[sweep["recommended"]] = "recommended"
+    for style, name in enumerate(("recommended", "on the front", "others")):
+        these = [one for one in sweep["candidates"] if kinds[one["name"]] == name]
         x, y = (tuple(point(one, measure) for one in these) for measure in ("bias", "variance"))
         curves.append(Curve(place, name, x, y, style=style, labels=tuple(one["name"] for one in these)))
     said = "Bias against variance of the gradient under each candidate; on the front, none has less of both"
@@ -295,7 +297,7 @@ def _of_sweep(sweep: Mapping[str, Any], runs: Sequence[ReportedRun]) -> dict[str
     )
     rows: list[tuple[Any, ...]] = []
     for one in sweep["candidates"]:
-        mark = "recommended" if one["name"] == sweep["recommended"] else "front" if one["on_front"] else ""
+        mark = "" if kinds[one["name"]] == "others" else kinds[one["name"]]
         skipped = ", ".join(map(str, one["skipped"]))
         rows.append((one["name"], mark, *(point(one, name) for name in measures), skipped, one["source"]))
     columns = ("candidate", "", *measures, "steps skipped", "source")
@@ -327,9 +329,13 @@ def report(
     sweeps: Sequence[Mapping[str, Any]] = (),
     decode: Decode | None = None,
     cache: Path | None = None,
+    names: Sequence[str] | None = None,
 ) -> None:
-    """Write the report on runs, with excerpts of their worst sequences; see :func:`write_report`."""
-    names = short_names([run.directory for run, _ in found])
+    """Write the report on runs, with excerpts of their worst sequences; see :func:`write_report`.
+
+    Without ``names``, what differs in the runs' paths is taken.
+    """
+    names = names or short_names([run.directory for run, _ in found])
     runs = [
         ReportedRun(name, str(run.directory), diagnosis, excerpts(run, diagnosis, decode, cache))
         for name, (run, diagnosis) in zip(names, found, strict=True)
