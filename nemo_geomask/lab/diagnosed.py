@@ -16,7 +16,9 @@ def print_diagnosis(result: LabResult, console: Any) -> None:
 
     What stands in the way is printed, too: the training is done, and its results are there.
     """
-    recorded = {variant.label: variant.loss_fn["record"] for variant in result.variants if variant.loss_fn.get("record")}
+    recorded = {
+        variant.label: variant.loss_fn["record"] for variant in result.variants if variant.loss_fn.get("record")
+    }
     if not recorded:
         return
     # Without records, the lab needs none of it.
