@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from nemo_geomask.lab.arithmetic import set_up
 from nemo_geomask.lab.optional import require
 from nemo_geomask.lab.recipe import GenerationConfig, ModelConfig
 from nemo_geomask.lab.task import Task
@@ -50,18 +51,16 @@ def build_policy(config: ModelConfig, task: Task, seed: int) -> PreTrainedModel:
     transformers: Any = require("transformers")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        # The eager experts are the plain loop: at this size the fused ones gain nothing.
         policy: PreTrainedModel = transformers.AutoModelForCausalLM.from_config(
             policy_config(config, task), dtype=torch.float32, attn_implementation="sdpa", experts_implementation="eager"
         )
+    set_up(policy)
     return policy
 
 
 def generation_copy(policy: PreTrainedModel, config: GenerationConfig, generator: torch.Generator) -> PreTrainedModel:
     """The policy's weights as the generation engine holds them: cast, and perturbed if the recipe says so."""
     engine: PreTrainedModel = copy.deepcopy(policy).requires_grad_(False).train(False)
-    # It decodes whole rows, whatever layout the policy trains in.
-    engine.set_attn_implementation("sdpa")
     if config.mismatch and config.mismatch_on == "weights":
         for weight in engine.parameters():
             noise = torch.randn(weight.shape, dtype=weight.dtype, generator=generator)

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from nemo_geomask.lab.advantages import kl_of_reward
-from nemo_geomask.lab.engine import PaddedEngine, TrainEngine
+from nemo_geomask.lab.engine import TrainEngine
 from nemo_geomask.lab.model import build_policy
-from nemo_geomask.lab.packed import PackedEngine
 from nemo_geomask.lab.ranks import Ranks
 from nemo_geomask.lab.recipe import LabRecipe
 from nemo_geomask.lab.rollout import Rollout, collect
@@ -66,10 +65,8 @@ class Trainer:
         self.loss = loss
         self.task = task_of(recipe.env)
         self.sampler = sampler or build_sampler(recipe)
-        shared = ranks.tp.size * ranks.cp.size > 1
-        self.engine: TrainEngine = PackedEngine(ranks) if shared else PaddedEngine(ranks)
+        self.engine = TrainEngine(ranks)
         self.policy = build_policy(recipe.policy.model, self.task, seed)
-        self.engine.prepare(self.policy)
         needs_reference = bool(loss.reference_policy_kl_penalty or kl_of_reward(loss.config, recipe.grpo))
         self.reference = copy.deepcopy(self.policy).requires_grad_(False) if needs_reference else None
         self.optimizer = torch.optim.AdamW(
