@@ -6,9 +6,9 @@ import contextlib
 import importlib
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -17,7 +17,19 @@ from nemo_geomask.diagnosis.read import Array
 from nemo_geomask.diagnosis.statistics import CELLS, DIMENSIONS, StepSums, Window
 from nemo_geomask.diagnosis.verdict import LEVELS, RunDiagnosis
 
-__all__ = ["Table", "as_json", "show", "tables"]
+__all__ = [
+    "MEASURES",
+    "NUMBERS",
+    "REMOVED_SHARES",
+    "Measure",
+    "Number",
+    "Table",
+    "as_json",
+    "as_text",
+    "measured",
+    "show",
+    "tables",
+]
 
 Decode = Callable[[Sequence[int]], str]
 _STEPS = 12
@@ -25,12 +37,13 @@ _STEPS = 12
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of text under a title; ``key`` names it for programs."""
+    """Rows of text under a title; ``key`` names it for programs, ``definitions`` says what columns hold."""
 
     key: str
     title: str
     columns: tuple[str, ...]
     rows: list[tuple[Any, ...]]
+    definitions: Mapping[str, str] = field(default_factory=dict)
 
 
 def show(found: Sequence[Table]) -> None:
@@ -40,7 +53,7 @@ def show(found: Sequence[Table]) -> None:
         with contextlib.suppress(ImportError):
             rich = [importlib.import_module(f"rich.{name}") for name in ("table", "console", "text")]
     for table in found:
-        cells = [tuple(_cell(value) for value in row) for row in table.rows]
+        cells = [tuple(as_text(value) for value in row) for row in table.rows]
         if rich is None:
             print(f"\n{table.title}")
             print("\n".join(_plain(table.columns, cells)))
@@ -63,7 +76,8 @@ def _is_text(table: Table, place: int) -> bool:
     return any(isinstance(row[place], str) for row in table.rows)
 
 
-def _cell(value: Any) -> str:
+def as_text(value: Any) -> str:
+    """A value as it stands in a table."""
     if isinstance(value, float):
         return "–" if math.isnan(value) else f"{value:.4g}"
     return str(value)
@@ -81,7 +95,29 @@ def tables(diagnosis: RunDiagnosis, decode: Decode | None = None) -> list[Table]
     return [table for table in [*found, *_worst(diagnosis, decode)] if table.rows]
 
 
-Number = tuple[str, str, Callable[[StepSums], float]]
+class Number(NamedTuple):
+    """A number of one step, or of several.
+
+    Attributes:
+        name: in tables.
+        definition: what it is.
+        value: of the sums; NaN where they hold none.
+        boot: the sum of its bootstrap, where there is one.
+        sign: of the number against that sum.
+    """
+
+    name: str
+    definition: str
+    value: Callable[[StepSums], float]
+    boot: str = ""
+    sign: int = 1
+
+    def interval(self, sums: StepSums) -> tuple[float, float]:
+        """95 % over sequences; NaN where there is no bootstrap."""
+        if not self.boot:
+            return math.nan, math.nan
+        low, high = sorted(self.sign * end for end in sums.interval(self.boot))
+        return low, high
 
 
 def _effective(mean: str, square: str, count: str) -> Callable[[StepSums], float]:
@@ -91,30 +127,41 @@ def _effective(mean: str, square: str, count: str) -> Callable[[StepSums], float
     return share
 
 
-_NUMBERS: tuple[Number, ...] = (
-    ("k1", "mean of −Δ, nats a token; also the gap of log-perplexities", lambda sums: -sums.mean("delta")),
-    ("k3 reversed", "mean of exp(−Δ) − 1 + Δ; policy_kl_error", lambda sums: sums.mean("k3_reverse")),
-    ("|Δ|", "mean, nats", lambda sums: sums.mean("abs")),
-    ("|Δ| > 0.1", "share of tokens; geomask/mismatch_above_0.1", lambda sums: sums.mean("above_0.1")),
-    ("|Δ| > 1", "share of tokens; geomask/mismatch_above_1", lambda sums: sums.mean("above_1")),
-    ("Δ > 0", "share of tokens that the training engine finds likelier", lambda sums: sums.mean("positive")),
-    ("noise", "mean |Δ| (at most 1) in units of 1 − p", lambda sums: sums.mean("size", "model")),
-    ("mean weight", "of exp(Δ); 1 where gen are those of the sampler", lambda sums: sums.mean("weight")),
-    (
+NUMBERS: tuple[Number, ...] = (
+    Number(
+        "k1",
+        "mean of −Δ, nats a token; also the gap of log-perplexities",
+        lambda sums: -sums.mean("delta"),
+        "delta",
+        -1,
+    ),
+    Number("k3 reversed", "mean of exp(−Δ) − 1 + Δ; policy_kl_error", lambda sums: sums.mean("k3_reverse")),
+    Number("|Δ|", "mean, nats", lambda sums: sums.mean("abs"), "abs"),
+    Number("|Δ| > 0.1", "share of tokens; geomask/mismatch_above_0.1", lambda sums: sums.mean("above_0.1")),
+    Number("|Δ| > 1", "share of tokens; geomask/mismatch_above_1", lambda sums: sums.mean("above_1")),
+    Number("Δ > 0", "share of tokens that the training engine finds likelier", lambda sums: sums.mean("positive")),
+    Number("noise", "mean |Δ| (at most 1) in units of 1 − p", lambda sums: sums.mean("size", "model")),
+    Number(
+        "mean weight", "of exp(Δ); 1 where gen are those of the sampler", lambda sums: sums.mean("weight"), "weight"
+    ),
+    Number(
         "ESS, sequences",
         "of exp(Σ Δ)",
         _effective("sequence_weight", "sequence_weight_square", "sequences"),
     ),
-    ("ESS, sequence_mean", "of exp(mean Δ)", _effective("mean_weight", "mean_weight_square", "sequences")),
-    ("masked out", "share of sequences with a sample mask of 0", lambda sums: _masked_out(sums)),
-    ("their |Δ|", "mean |Δ| (at most 1) of those", lambda sums: sums.mean("masked_out_size", "masked_out_tokens")),
-    ("reward", "mean", lambda sums: sums.mean("reward", "rewarded")),
-    ("response length", "mean, tokens, tool output included", lambda sums: sums.mean("response", "sequences")),
-    ("staleness", "mean, steps", lambda sums: sums.mean("staleness", "stale_known")),
+    Number("ESS, sequence_mean", "of exp(mean Δ)", _effective("mean_weight", "mean_weight_square", "sequences")),
+    Number("masked out", "share of sequences with a sample mask of 0", lambda sums: _masked_out(sums)),
+    Number(
+        "their |Δ|", "mean |Δ| (at most 1) of those", lambda sums: sums.mean("masked_out_size", "masked_out_tokens")
+    ),
+    Number("reward", "mean", lambda sums: sums.mean("reward", "rewarded")),
+    Number("response length", "mean, tokens, tool output included", lambda sums: sums.mean("response", "sequences")),
+    Number("staleness", "mean, steps", lambda sums: sums.mean("staleness", "stale_known")),
 )
 
 
-_INTERVALS = {"k1": "delta", "|Δ|": "abs", "mean weight": "weight"}
+REMOVED_SHARES = ("share of trained tokens that it removes", "share of the sum of |Δ| (each at most 1) that it removes")
+"""What there is of each mask."""
 
 
 def _masked_out(sums: StepSums) -> float:
@@ -138,21 +185,17 @@ def _numbers(diagnosis: RunDiagnosis) -> Table:
         limit = f"{'<' if level.below else '>'} {level.drifting:g} | {level.broken:g}"
         earlier = () if before is None else (level.of(before).value,)
         rows.append((level.name, *earlier, one.value, f"{one.low:.3g} to {one.high:.3g}", limit, level.definition))
-    for name, definition, value in _NUMBERS:
-        number = float(value(after))
-        if math.isnan(number):
+    for number in NUMBERS:
+        now = float(number.value(after))
+        if math.isnan(now):
             continue
-        said = ""
-        if name in _INTERVALS:
-            low, high = after.interval(_INTERVALS[name])
-            low, high = (-high, -low) if name == "k1" else (low, high)
-            said = f"{low:.3g} to {high:.3g}"
-        rows.append((name, *(() if before is None else (float(value(before)),)), number, said, "", definition))
+        said = "{:.3g} to {:.3g}".format(*number.interval(after)) if number.boot else ""
+        earlier = () if before is None else (float(number.value(before)),)
+        rows.append((number.name, *earlier, now, said, "", number.definition))
     for label in sorted(label for label in after.removed if label):
-        shares = [
-            sums.removed.get(label, 0.0) / max(sums.removed.get("", 0.0), 1.0) for sums in (before, after) if sums
-        ]
-        rows.append((f"mask {label}", *shares, "", "", "share of trained tokens that it removes"))
+        for of, what in enumerate(REMOVED_SHARES):
+            shares = [sums.removed_share(label, of) for sums in (before, after) if sums]
+            rows.append((f"mask {label}{', of |Δ|' if of else ''}", *shares, "", "", what))
     onset = diagnosis.evidence.onset
     columns = ("all steps",) if before is None else (f"before {onset}", f"from {onset}")
     return Table(
@@ -207,29 +250,68 @@ def _steps(diagnosis: RunDiagnosis) -> Table:
             )
         )
     columns = ("step", "sequences", "token_mult_prob_error", "k3", "95 %", "noise", "ESS", "length", "reward")
-    return Table("steps", "Steps", columns, rows)
+    same = {"k3": "geomask/mismatch_k3", "ESS": "effective sample size, tokens", "length": "response length"}
+    known = {level.name: level.definition for level in LEVELS}
+    known |= {number.name: number.definition for number in NUMBERS}
+    definitions = {name: known[same.get(name, name)] for name in columns if same.get(name, name) in known}
+    definitions |= {"sequences": "with a trained token", "95 %": "of k3: a bootstrap over sequences"}
+    return Table("steps", "Steps", columns, rows, definitions)
+
+
+class Measure(NamedTuple):
+    """What a token's mismatch is in one part of the data.
+
+    Attributes:
+        name: in tables.
+        definition: what it is.
+        value: of the part's sums by the names of ``CELLS``, and of those of all parts.
+    """
+
+    name: str
+    definition: str
+    value: Callable[[Mapping[str, float], Mapping[str, float]], float]
+
+
+def _ratio(one: float, other: float) -> float:
+    return one / other if other else math.nan
+
+
+MEASURES: tuple[Measure, ...] = (
+    Measure("tokens", "share of the trained tokens", lambda part, whole: _ratio(part["tokens"], whole["tokens"])),
+    Measure("|Δ|", "mean, each at most 1, nats", lambda part, whole: _ratio(part["size"], part["tokens"])),
+    Measure(
+        "against expected",
+        "mean |Δ| over mean 1 − p, in units of that of all tokens: 1 where it is noise on the logits",
+        lambda part, whole: _ratio(_ratio(part["size"], part["model"]), _ratio(whole["size"], whole["model"])),
+    ),
+    Measure("k3", "mean of exp(Δ) − 1 − Δ, nats a token", lambda part, whole: _ratio(part["k3"], part["tokens"])),
+    Measure("k1", "mean of −Δ, nats a token", lambda part, whole: -_ratio(part["delta"], part["tokens"])),
+)
+"""Columns of the tables by position, length and so on."""
+
+
+def measured(cells: Array) -> dict[int, dict[str, float]]:
+    """By bin that holds tokens and by the name of each of ``MEASURES``."""
+    whole = dict(zip(CELLS, cells.sum(axis=0).tolist(), strict=True))
+    found = {}
+    for place in np.flatnonzero(cells[:, CELLS.index("tokens")]).tolist():
+        part = dict(zip(CELLS, cells[place].tolist(), strict=True))
+        found[place] = {one.name: one.value(part, whole) for one in MEASURES}
+    return found
 
 
 def _dimension(window: Window, name: str) -> Table | None:
     one = next(one for one in DIMENSIONS if one.name == name)
-    cells: Array = window.cells[name]
-    column = {key: cells[:, place] for place, key in enumerate(CELLS)}
-    some = np.flatnonzero(column["tokens"])
-    if len(some) < 2:
+    found = measured(window.cells[name])
+    if len(found) < 2:
         return None
-    whole, overall = column["tokens"].sum(), column["size"].sum() / column["model"].sum()
     rows = [
-        (
-            one.label(place, place),
-            f"{column['tokens'][place] / whole:.1%}",
-            float(column["size"][place] / column["tokens"][place]),
-            float(column["size"][place] / column["model"][place] / overall) if overall else math.nan,
-            float(column["k3"][place] / column["tokens"][place]),
-            float(-column["delta"][place] / column["tokens"][place]),
-        )
-        for place in some.tolist()
+        (one.label(place, place), f"{values['tokens']:.1%}", *(values[measure.name] for measure in MEASURES[1:]))
+        for place, values in found.items()
     ]
-    return Table(name, f"By {name} ({one.unit})", ("", "tokens", "|Δ|", "against expected", "k3", "k1"), rows)
+    columns = ("", *(measure.name for measure in MEASURES))
+    definitions = {measure.name: measure.definition for measure in MEASURES}
+    return Table(name, f"By {name} ({one.unit})", columns, rows, definitions)
 
 
 def _worst(diagnosis: RunDiagnosis, decode: Decode | None) -> Iterable[Table]:

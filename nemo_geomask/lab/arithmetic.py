@@ -6,6 +6,7 @@ what torch's own kernels do too, but those take up to twenty times as long where
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,16 +20,16 @@ if TYPE_CHECKING:
 
     from nemo_geomask.lab.packed import Packing
 
-__all__ = ["ATTENTION", "set_up"]
+__all__ = ["Cache", "linear", "set_up"]
 
-ATTENTION = "nemo_geomask_attention"
+_ATTENTION = "nemo_geomask_attention"
 _EXPERTS = "nemo_geomask_experts"
 
 
 def set_up(model: PreTrainedModel) -> None:
     """Have a model compute its attention, experts and linear layers here; copies of it do too."""
-    require("transformers").AttentionInterface.register(ATTENTION, _attention)
-    model.set_attn_implementation(ATTENTION)
+    require("transformers").AttentionInterface.register(_ATTENTION, _attention)
+    model.set_attn_implementation(_ATTENTION)
     if hasattr(F, "grouped_mm"):  # Since torch 2.10; before it the plain loop over experts.
         require("transformers.integrations.moe").ALL_EXPERTS_FUNCTIONS.register(_EXPERTS, _experts)
         model.set_experts_implementation(_EXPERTS)
@@ -42,17 +43,61 @@ def _format(tensor: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else tensor.dtype
 
 
+def _exactly() -> contextlib.AbstractContextManager[object]:
+    """No autocast; entering its context takes as long as a small product."""
+    autocast = torch.is_autocast_enabled("cpu")
+    return torch.autocast("cpu", enabled=False) if autocast else contextlib.nullcontext()
+
+
 def _operand(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor.to(dtype).float()
 
 
+def linear(inputs: Tensor, weight: Tensor) -> Tensor:
+    """``F.linear``, rounded once to the inputs' format, or to autocast's."""
+    dtype = _format(inputs)
+    if dtype == torch.float32:
+        return F.linear(inputs, weight)
+    with _exactly():
+        return F.linear(_operand(inputs, dtype), _operand(weight, dtype)).to(dtype)
+
+
 class _Linear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
-        dtype = _format(input)
-        if dtype == torch.float32:
-            return F.linear(input, self.weight)
-        with torch.autocast("cpu", enabled=False):
-            return F.linear(_operand(input, dtype), _operand(self.weight, dtype)).to(dtype)
+        return linear(input, self.weight)
+
+
+class Cache:
+    """Keys and values of what was decoded, as ``transformers`` asks for them, in one piece of memory for all tokens.
+
+    Args:
+        longest: tokens of the longest sequence.
+    """
+
+    def __init__(self, longest: int) -> None:
+        self._longest = longest
+        # By layer: keys and values, [2, B, G, longest, D] float32, which need no conversion to be multiplied.
+        self._held: dict[int, Tensor] = {}
+        self._filled: dict[int, int] = {}
+
+    def get_seq_length(self, layer: int = 0) -> int:
+        """Tokens that are held."""
+        return self._filled.get(layer, 0)
+
+    def update(self, key: Tensor, value: Tensor, layer: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """Add [B, G, Q, D] to a layer; returns all that it holds."""
+        rows, heads, more, width = key.shape
+        if layer not in self._held:
+            self._held[layer] = torch.empty(2, rows, heads, self._longest, width)
+        held, start = self._held[layer], self.get_seq_length(layer)
+        end = self._filled[layer] = start + more
+        held[0, :, :, start:end], held[1, :, :, start:end] = key, value
+        return held[0, :, :, :end], held[1, :, :, :end]
+
+    def keep(self, rows: Tensor) -> None:
+        """Forget the other sequences."""
+        for layer, held in self._held.items():
+            self._held[layer] = held.index_select(1, rows)
 
 
 def _experts(module: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
@@ -102,8 +147,9 @@ def _attention(
         [B, Q, H, D] and no weights.
     """
     dtype = _format(query)
-    with torch.autocast("cpu", enabled=False):
-        query, key, value = (_operand(tensor, dtype) for tensor in (query, key, value))
+    with _exactly():
+        # What comes out of a cache is rounded, but for the format that it is kept in.
+        query, key, value = (_operand(x, dtype if x.dtype == query.dtype else x.dtype) for x in (query, key, value))
         if packing is not None:
             mixed = packing.attend(query, key, value, scaling)[None]
         elif query.shape[2] > 1:

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
+from nemo_geomask.lab.arithmetic import linear
 from nemo_geomask.lab.packed import Packing, lay_out, to_shards, vocabulary_shards
 from nemo_geomask.lab.ranks import Ranks
 from nemo_geomask.losses import PolicyLoss
@@ -33,15 +33,18 @@ class TrainEngine:
 
     Args:
         ranks: the processes that share the work.
+        precision: of matrix products, by autocast; what ``policy.precision`` says.
 
     Attributes:
         ranks: likewise.
+        autocast: the context of every pass through the model.
         curr: [B, T] of a rollout batch; where it is set, :meth:`evaluate` puts the log-probs of this rank's tokens into
             the rows that ``batch["row"]`` names.
     """
 
-    def __init__(self, ranks: Ranks | None = None) -> None:
+    def __init__(self, ranks: Ranks | None = None, precision: str = "float32") -> None:
         self.ranks = Ranks() if ranks is None else ranks
+        self.autocast = torch.autocast("cpu", dtype=torch.bfloat16, enabled=precision == "bfloat16")
         self.curr: Tensor | None = None
 
     @torch.no_grad()
@@ -93,10 +96,12 @@ class TrainEngine:
         tp = self.ranks.tp
         # Padding repeats a row's last column; nothing that counts looks at it.
         ids = input_ids[packing.row, packing.position.clamp(max=input_ids.shape[1] - 1)]
-        body = model.model(input_ids=ids[None], position_ids=packing.position[None], use_cache=False, packing=packing)
         sizes = vocabulary_shards(model.lm_head.out_features, tp.size)
         columns = model.lm_head.weight.split(sizes)[tp.rank]
-        logits = F.linear(to_shards(body.last_hidden_state[0], tp.group), columns)
+        with self.autocast:
+            place = packing.position[None]
+            body = model.model(input_ids=ids[None], position_ids=place, use_cache=False, packing=packing)
+            logits = linear(to_shards(body.last_hidden_state[0], tp.group), columns)
         if entropy:
             return vocab_parallel_logprobs(logits, targets, entropy=True, group=tp.group, shard_sizes=sizes)[1]
         return vocab_parallel_logprobs(logits, targets, group=tp.group, shard_sizes=sizes)

@@ -1,8 +1,7 @@
-"""The generation engine: the policy's weights in bfloat16, decoding one token at a time with a KV cache.
+"""The generation engine: a copy of the policy in another precision, decoding one token at a time with a KV cache.
 
 What it samples from, and what it reports as ``generation_logprobs``, is its own distribution: the softmax in float32
-of its own logits. Nothing else parts it from the training forward in float32 over whole sequences, unless noise is
-asked for.
+of its own logits. What parts it from the training forward over whole sequences is real arithmetic; nothing is injected.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from nemo_geomask.lab.recipe import GenerationConfig
+from nemo_geomask.lab.arithmetic import Cache
 from nemo_geomask.lab.task import Prompts, Task
 
 if TYPE_CHECKING:
@@ -42,7 +41,6 @@ def generate(
     engine: PreTrainedModel,
     prompts: Prompts,
     task: Task,
-    config: GenerationConfig,
     generator: torch.Generator,
 ) -> Generated:
     """Sample one response a prompt at temperature 1, until EOS or the number of terms that the prompt asks for.
@@ -51,7 +49,6 @@ def generate(
         engine: see :func:`nemo_geomask.lab.model.generation_copy`.
         prompts: B prompts.
         task: supplies EOS and PAD.
-        config: supplies the noise on the logits, if any.
         generator: source of all randomness.
     """
     count, width = prompts.token_ids.shape
@@ -61,13 +58,11 @@ def generate(
     logprobs, token_mask = torch.zeros(2, count, longest, dtype=torch.float32)
 
     rows = torch.arange(count)  # Sequences still running: row numbers of the full batch.
-    output = engine(input_ids=prompts.token_ids, use_cache=True)
+    cache = Cache(longest)
+    logits = _decode(engine, prompts.token_ids, cache)
     for position in range(width, longest):
-        logits = output.logits[:, -1].float()
-        if config.mismatch and config.mismatch_on == "logits":
-            logits = logits + config.mismatch * torch.randn(logits.shape, dtype=logits.dtype, generator=generator)
         distribution = logits.log_softmax(dim=-1)
-        # Drawn for the whole batch: unless there is noise on the logits, a response does not depend on when others end.
+        # Drawn for the whole batch, so that a response does not depend on when others end.
         uniform = torch.rand(count, dtype=torch.float32, generator=generator)[rows, None]
         token = (distribution.exp().cumsum(dim=-1) < uniform).sum(dim=-1).clamp(max=task.vocab_size - 1)
         input_ids[rows, position] = token
@@ -77,9 +72,14 @@ def generate(
         running = (token != task.eos_id) & (position + 1 < width + prompts.terms[rows])
         if not running.any():
             break
-        cache = output.past_key_values
         if not running.all():
             rows = rows[running]
-            cache.batch_select_indices(running.nonzero().squeeze(-1))
-        output = engine(input_ids=token[running, None], past_key_values=cache, use_cache=True)
+            cache.keep(running.nonzero().squeeze(-1))
+        logits = _decode(engine, token[running, None], cache)
     return Generated(input_ids, logprobs, token_mask)
+
+
+@torch.inference_mode()
+def _decode(engine: PreTrainedModel, token_ids: Tensor, cache: Cache) -> Tensor:
+    """Logits [B, V] of what comes after tokens [B, Q], which are added to the cache."""
+    return engine(input_ids=token_ids, past_key_values=cache).logits[:, -1].float()

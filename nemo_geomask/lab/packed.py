@@ -67,15 +67,15 @@ class Packing:
         Returns:
             [N, H, D].
         """
-        queries = _take(query[0].transpose(0, 1), self.queries).transpose(1, 2)  # [S, H, Q, D]
-        both = torch.stack([key[0], value[0]]).permute(2, 0, 1, 3)  # [N, 2, G, D]
-        alone = self.cp.group is None
-        if not alone:
-            both = _FromShares.apply(both, self.cp)  # type: ignore[no-untyped-call]
-        keys, values = (tokens.transpose(1, 2) for tokens in _take(both, self.keys).unbind(2))  # [S, G, K, D]
-        # One rank's share is the whole sequence, in order.
-        seen = {"is_causal": True} if alone else {"attn_mask": self.visible}
-        mixed = F.scaled_dot_product_attention(queries, keys, values, scale=scaling, enable_gqa=True, **seen)
+        query, key, value = (tokens[0].transpose(0, 1) for tokens in (query, key, value))  # [N, H or G, D]
+        seen: dict[str, Any] = {"is_causal": True}  # One rank's share is the whole sequence, in order.
+        if self.cp.group is not None:
+            both = _FromShares.apply(torch.stack([key, value], dim=1), self.cp)  # type: ignore[no-untyped-call]
+            key, value = both.unbind(1)
+            seen = {"attn_mask": self.visible}
+        places = (self.queries, self.keys, self.keys)
+        rows = (_take(x, where).transpose(1, 2) for x, where in zip((query, key, value), places, strict=True))
+        mixed = F.scaled_dot_product_attention(*rows, scale=scaling, enable_gqa=True, **seen)
         return mixed.transpose(1, 2).flatten(0, 1).index_select(0, self.slots)
 
     def unpack(self, values: Tensor, targets: Tensor, like: Tensor) -> Tensor:

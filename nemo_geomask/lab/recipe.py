@@ -25,6 +25,7 @@ __all__ = [
     "LabRecipe",
     "ModelConfig",
     "PolicyConfig",
+    "QuantizationConfig",
 ]
 
 TASKS = PluginGroup(
@@ -107,6 +108,20 @@ class ModelConfig(StrictModel):
         return self
 
 
+class QuantizationConfig(StrictModel):
+    """``policy.generation.quantization:``, weights of the generation engine in fewer bits, anew at each refit."""
+
+    weights: Literal["int8", "int4", "float8_e4m3"] = Field(description="What the weights are rounded to.")
+    block_size: int | None = Field(
+        None, gt=0, description="Weights along the input that share a scale; null: a scale for each output channel."
+    )
+    layers: Literal["experts", "linears"] = Field(
+        "experts",
+        description="experts: their projections; linears: the attention's too. Router, embedding and output layer stay "
+        "as they are.",
+    )
+
+
 class GenerationConfig(StrictModel):
     """``policy.generation:``, the engine that samples."""
 
@@ -115,21 +130,25 @@ class GenerationConfig(StrictModel):
         description="copy: the policy itself, decoding with a KV cache; vllm: the vLLM that is installed, with the "
         "policy's weights loaded into it for each rollout batch.",
     )
-    precision: Literal["bfloat16", "float32"] = Field("bfloat16", description="Of weights, activations and KV cache.")
-    mismatch: float = Field(0.0, ge=0, description="Scale of Gaussian noise added for study; 0: only real mismatch.")
-    mismatch_on: Literal["logits", "weights"] = Field(
-        "logits",
-        description="logits: fresh noise of this standard deviation at every token; weights: noise of this size "
-        "relative to each weight tensor's own standard deviation, drawn anew for each rollout batch.",
+    precision: Literal["bfloat16", "float16", "float32"] = Field(
+        "bfloat16", description="Of weights, activations and KV cache."
+    )
+    quantization: QuantizationConfig | None = Field(
+        None, description="Weights in fewer bits, computed with in `precision`; null: none."
+    )
+    vllm_kwargs: dict[str, Any] = Field(
+        default_factory=dict, description="Of NeMo-RL: further arguments of vLLM's engine, with backend: vllm."
     )
 
     @model_validator(mode="after")
-    def _check_noise(self) -> GenerationConfig:
-        if self.backend == "vllm" and self.mismatch and self.mismatch_on == "logits":
+    def _check_backend(self) -> GenerationConfig:
+        if self.vllm_kwargs and self.backend != "vllm":
             raise ValueError(
-                f"mismatch ({self.mismatch:g}) on logits can't be added inside vLLM; set mismatch_on: weights, or "
-                "backend: copy"
+                f"vllm_kwargs ({', '.join(self.vllm_kwargs)}) are vLLM's, and backend is {self.backend}; set backend: "
+                "vllm, or remove them"
             )
+        if own := sorted({"model", "load_format", "skip_tokenizer_init"} & set(self.vllm_kwargs)):
+            raise ValueError(f"vllm_kwargs ({', '.join(own)}): the lab sets it itself; remove it")
         return self
 
 
@@ -137,6 +156,11 @@ class PolicyConfig(StrictModel):
     """``policy:`` of NeMo-RL, the keys that the lab honours."""
 
     model: ModelConfig = ModelConfig()
+    precision: Literal["float32", "bfloat16"] = Field(
+        "float32",
+        description="Of the training forward and backward pass; bfloat16 by autocast, as in NeMo-RL's DTensor worker. "
+        "The weights that the optimiser updates are float32 in both.",
+    )
     generation: GenerationConfig = GenerationConfig()
     train_global_batch_size: int | None = Field(
         64, gt=0, description="Responses in one optimiser step; null where docs_per_step says it."
@@ -177,6 +201,18 @@ class PolicyConfig(StrictModel):
                 f"model.num_attention_heads is {hidden} / {heads} = {hidden // heads}. Change one of them, or start "
                 "from recipes/lab/vllm.yaml"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _check_blocks(self) -> PolicyConfig:
+        block = self.generation.quantization and self.generation.quantization.block_size
+        widths = {"hidden_size": self.model.hidden_size, "moe_intermediate_size": self.model.moe_intermediate_size}
+        for name, width in widths.items():
+            if block and width % block:
+                raise ValueError(
+                    f"model.{name} ({width}) must be a multiple of generation.quantization.block_size ({block}); "
+                    "block_size: null has one scale for a channel"
+                )
         return self
 
     @model_validator(mode="after")

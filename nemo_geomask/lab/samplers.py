@@ -9,6 +9,7 @@ import torch
 
 from nemo_geomask.lab.generation import Generated, generate
 from nemo_geomask.lab.model import generation_copy
+from nemo_geomask.lab.quantization import numerics
 from nemo_geomask.lab.recipe import GenerationConfig, LabRecipe
 from nemo_geomask.lab.task import Prompts, Task, task_of
 
@@ -34,7 +35,7 @@ class CopySampler:
     """A copy of the policy in the generation engine's precision; see :mod:`nemo_geomask.lab.generation`.
 
     Attributes:
-        config: precision and noise.
+        config: precision and quantisation.
         task: supplies EOS and PAD.
     """
 
@@ -44,12 +45,12 @@ class CopySampler:
     @property
     def name(self) -> str:
         """See :class:`Sampler`."""
-        return f"{self.config.precision} decoding"
+        return f"decoding in {numerics(self.config)}"
 
     def sample(self, policy: PreTrainedModel, prompts: Prompts, generator: torch.Generator) -> Generated:
         """See :class:`Sampler`."""
-        engine = generation_copy(policy, self.config, generator)
-        return generate(engine, prompts, self.task, self.config, generator)
+        engine = generation_copy(policy, self.config)
+        return generate(engine, prompts, self.task, generator)
 
 
 def build_sampler(recipe: LabRecipe) -> Sampler:

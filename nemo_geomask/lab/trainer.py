@@ -65,12 +65,12 @@ class Trainer:
         self.loss = loss
         self.task = task_of(recipe.env)
         self.sampler = sampler or build_sampler(recipe)
-        self.engine = TrainEngine(ranks)
+        self.engine = TrainEngine(ranks, recipe.policy.precision)
         self.policy = build_policy(recipe.policy.model, self.task, seed)
         needs_reference = bool(loss.reference_policy_kl_penalty or kl_of_reward(loss.config, recipe.grpo))
         self.reference = copy.deepcopy(self.policy).requires_grad_(False) if needs_reference else None
         self.optimizer = torch.optim.AdamW(
-            self.policy.parameters(), lr=recipe.policy.lr, weight_decay=recipe.policy.weight_decay
+            self.policy.parameters(), lr=recipe.policy.lr, weight_decay=recipe.policy.weight_decay, fused=True
         )
         self._of_prompts, self._of_sampling, self._of_order = (
             torch.Generator().manual_seed(seed * 3 + offset) for offset in range(3)
