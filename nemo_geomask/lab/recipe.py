@@ -18,6 +18,7 @@ from nemo_geomask.errors import ConfigError
 
 __all__ = [
     "TASKS",
+    "AsyncGrpoConfig",
     "EnvConfig",
     "GenerationConfig",
     "GrpoConfig",
@@ -58,6 +59,37 @@ class EstimatorConfig(StrictModel):
     minus_baseline: bool = Field(True, description="Of reinforce_plus_plus: subtract the group's mean reward.")
 
 
+class AsyncGrpoConfig(StrictModel):
+    """``grpo.async_grpo:`` of NeMo-RL, the keys that the lab honours."""
+
+    enabled: bool = Field(False, description="Whether a rollout batch is sampled while earlier ones are trained on.")
+    max_trajectory_age_steps: int = Field(
+        1,
+        gt=0,
+        description="Weight updates between the weights that begin a rollout batch and those that train on it, fewer "
+        "in the first steps only: the engine is always as far ahead as it may be.",
+    )
+    in_flight_weight_updates: bool = Field(
+        False,
+        description="Whether responses go on with each update's weights as it lands: spread evenly over the longest "
+        "response, the last of them on the weights that train on it.",
+    )
+    recompute_kv_cache_after_weight_updates: bool = Field(
+        False, description="Whether the keys and values of what is already written are then those of the new weights."
+    )
+
+    @model_validator(mode="after")
+    def _check_switches(self) -> AsyncGrpoConfig:
+        needs = {
+            "in_flight_weight_updates": "enabled",
+            "recompute_kv_cache_after_weight_updates": "in_flight_weight_updates",
+        }
+        for name, other in needs.items():
+            if getattr(self, name) and not getattr(self, other):
+                raise ValueError(f"{name} does nothing without {other}; set {other}: true, or {name}: false")
+        return self
+
+
 class GrpoConfig(StrictModel):
     """``grpo:`` of NeMo-RL, the keys that the lab honours."""
 
@@ -67,6 +99,7 @@ class GrpoConfig(StrictModel):
     normalize_rewards: bool = Field(True, description="Divide the advantage by the group's standard deviation.")
     use_leave_one_out_baseline: bool = Field(True, description="Baseline: mean of the other responses (RLOO).")
     adv_estimator: EstimatorConfig = EstimatorConfig()
+    async_grpo: AsyncGrpoConfig = AsyncGrpoConfig()
     advantage_clip_low: float | None = Field(None, description="Lower bound of the advantage; null: none.")
     advantage_clip_high: float | None = Field(None, description="Upper bound of the advantage; null: none.")
     seed: int = Field(42, ge=0, description="Seeds the weights, the prompts and the sampling.")
@@ -306,6 +339,15 @@ class LabRecipe(StrictModel):
     env: EnvConfig = EnvConfig()
     loss_fn: dict[str, Any] = Field(default_factory=dict, description="The block that NeMo-RL reads.")
     lab: LabConfig = LabConfig()
+
+    @model_validator(mode="after")
+    def _check_in_flight(self) -> LabRecipe:
+        if self.policy.generation.backend == "vllm" and self.grpo.async_grpo.in_flight_weight_updates:
+            raise ValueError(
+                "grpo.async_grpo.in_flight_weight_updates needs policy.generation.backend: copy: the lab calls "
+                "vLLM for a whole rollout batch, and no weights reach it in between"
+            )
+        return self
 
     @model_validator(mode="after")
     def _check_processes(self) -> LabRecipe:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -86,17 +87,18 @@ class VllmSampler:
             # vLLM's CPU worker disables it for its whole process, which is also the trainer's.
             torch.set_num_threads = set_num_threads
 
-    def sample(self, policy: PreTrainedModel, prompts: Prompts, generator: torch.Generator) -> Generated:
+    def sample(self, versions: Sequence[PreTrainedModel], prompts: Prompts, generator: torch.Generator) -> Generated:
         """Load the policy's weights and sample one response a prompt, as :func:`~nemo_geomask.lab.generation.generate`.
 
         Args:
-            policy: float32.
+            versions: the policy, float32, alone.
             prompts: B prompts.
             generator: source of a seed for each response.
 
         Raises:
             EngineError: vLLM's log-probs are not those of the weights that it was given.
         """
+        (policy,) = versions
         weights = generation_copy(policy, self.recipe.policy.generation)
         load_weights(self.llm, checkpoint(weights))
         seeds = torch.randint(2**31, (len(prompts.terms),), generator=generator)
@@ -119,7 +121,8 @@ class VllmSampler:
             logprobs_mode=self.llm.model_config.logprobs_mode,
         )
         _check_weights(weights, batch)
-        return Generated(batch["input_ids"], batch["generation_logprobs"], batch["token_mask"])
+        ids = batch["input_ids"]
+        return Generated(ids, batch["generation_logprobs"], batch["token_mask"], torch.zeros_like(ids))
 
 
 @torch.no_grad()

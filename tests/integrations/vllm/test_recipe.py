@@ -36,6 +36,11 @@ def test_the_recipe_asks_for_vllm_and_the_demo_does_not():
         ("demo.yaml", ["policy.generation.backend=vllm"], "64 / 4 = 16. Change one of them, or start from"),
         ("vllm.yaml", ["lab.tp=2"], r"lab.tp, lab.cp and lab.dp \(2, 1, 1\) need too"),
         ("vllm.yaml", ["policy.generation.vllm_kwargs.model=x"], r"vllm_kwargs \(model\): the lab sets it itself"),
+        (
+            "vllm.yaml",
+            ["grpo.async_grpo.enabled=true", "grpo.async_grpo.in_flight_weight_updates=true"],
+            "in_flight_weight_updates needs policy.generation.backend: copy",
+        ),
         ("vllm.yaml", ["policy.generation.backend=vlm"], "backend.*'copy' or 'vllm'"),
     ],
 )
