@@ -12,12 +12,17 @@ from typing import Any
 
 import numpy as np
 
-from nemo_geomask.diagnosis.causes import CAUSES
+from nemo_geomask.diagnosis.causes import CAUSES, Evidence
+from nemo_geomask.diagnosis.circle import CERTAIN, circle, verdict
 from nemo_geomask.diagnosis.read import Array
-from nemo_geomask.diagnosis.statistics import CELLS, DIMENSIONS, StepSums, Window
+from nemo_geomask.diagnosis.statistics import BY_NAME, CELLS, DIMENSIONS, StepSums, Window
 from nemo_geomask.diagnosis.verdict import LEVELS, RunDiagnosis
+from nemo_geomask.errors import DataError
 
-__all__ = ["Table", "as_json", "show", "tables"]
+__all__ = ["STEP", "Table", "as_json", "show", "tables"]
+
+STEP = "step"
+"""What may be asked for beside the dimensions."""
 
 Decode = Callable[[Sequence[int]], str]
 _STEPS = 12
@@ -69,16 +74,34 @@ def _cell(value: Any) -> str:
     return str(value)
 
 
-def tables(diagnosis: RunDiagnosis, decode: Decode | None = None) -> list[Table]:
-    """All that a diagnosis rests on.
+def tables(
+    diagnosis: RunDiagnosis, decode: Decode | None = None, only: Sequence[tuple[str, ...]] | None = None
+) -> list[Table]:
+    """All that a diagnosis rests on, or its mismatch by what was asked for.
 
     Args:
         diagnosis: of one run.
         decode: makes text of token ids; without it, ids are shown.
+        only: dimensions, pairs of them that were surveyed, and ``("step",)``.
+
+    Raises: DataError: the records have one kind of data only, or not what is asked for.
     """
-    found = [_numbers(diagnosis), _causes(diagnosis), _changes(diagnosis), _steps(diagnosis)]
-    found += [table for one in DIMENSIONS if (table := _dimension(diagnosis.evidence.after, one.name)) is not None]
+    if only is not None:
+        return [table for names in only for table in _asked(diagnosis, names)]
+    found = [_numbers(diagnosis), _causes(diagnosis), _changes(diagnosis), _steps(diagnosis, _STEPS)]
+    found += [table for one in DIMENSIONS if (table := _dimension(diagnosis.evidence, (one.name,))) is not None]
     return [table for table in [*found, *_worst(diagnosis, decode)] if table.rows]
+
+
+def _asked(diagnosis: RunDiagnosis, names: tuple[str, ...]) -> list[Table]:
+    if names == (STEP,):
+        return [_steps(diagnosis, len(diagnosis.evidence.statistics.steps)), _circle(diagnosis)]
+    table = _dimension(diagnosis.evidence, names)
+    if table is None:
+        needs = " and ".join(BY_NAME[name].needs for name in names if BY_NAME[name].needs)
+        missing = f"not recorded ({needs}), or the same everywhere" if needs else "the same everywhere"
+        raise DataError(f"--by {','.join(names)}: {missing}")
+    return [table]
 
 
 Number = tuple[str, str, Callable[[StepSums], float]]
@@ -121,17 +144,8 @@ def _masked_out(sums: StepSums) -> float:
     return sums.mean("masked_out", "all_sequences")
 
 
-def _split(diagnosis: RunDiagnosis) -> tuple[StepSums | None, StepSums]:
-    evidence = diagnosis.evidence
-    after = evidence.sums_after
-    if evidence.onset is None:
-        return None, after
-    steps = evidence.statistics.steps
-    return evidence.statistics.total(step for step in steps if step < evidence.onset), after
-
-
 def _numbers(diagnosis: RunDiagnosis) -> Table:
-    before, after = _split(diagnosis)
+    before, after = diagnosis.evidence.sums_before, diagnosis.evidence.sums_after
     rows: list[tuple[Any, ...]] = []
     for level in LEVELS:
         one = level.of(after)
@@ -153,8 +167,7 @@ def _numbers(diagnosis: RunDiagnosis) -> Table:
             sums.removed.get(label, 0.0) / max(sums.removed.get("", 0.0), 1.0) for sums in (before, after) if sums
         ]
         rows.append((f"mask {label}", *shares, "", "", "share of trained tokens that it removes"))
-    onset = diagnosis.evidence.onset
-    columns = ("all steps",) if before is None else (f"before {onset}", f"from {onset}")
+    columns = ("all steps",) if before is None else diagnosis.evidence.names
     return Table(
         "numbers",
         "Numbers, Δ = prev − gen of a trained token",
@@ -180,11 +193,11 @@ def _changes(diagnosis: RunDiagnosis) -> Table:
     return Table("changes", "What has changed", ("", "since step", "before", "after", "as a", "standard errors"), rows)
 
 
-def _steps(diagnosis: RunDiagnosis) -> Table:
+def _steps(diagnosis: RunDiagnosis, most: int) -> Table:
     steps = sorted(diagnosis.evidence.statistics.steps)
     chosen = steps
-    if len(steps) > _STEPS:
-        places = {round(place) for place in np.linspace(0, len(steps) - 1, _STEPS)}
+    if len(steps) > most:
+        places = {round(place) for place in np.linspace(0, len(steps) - 1, most)}
         if diagnosis.since in steps:
             places.add(steps.index(diagnosis.since))
         chosen = [steps[place] for place in sorted(places)]
@@ -202,34 +215,94 @@ def _steps(diagnosis: RunDiagnosis) -> Table:
                 "–" if math.isnan(low) else f"{low:.2g} to {high:.2g}",
                 sums.mean("size", "model"),
                 ess,
+                sums.mean("surprise"),
                 sums.mean("response", "sequences"),
                 sums.mean("reward", "rewarded"),
             )
         )
-    columns = ("step", "sequences", "token_mult_prob_error", "k3", "95 %", "noise", "ESS", "length", "reward")
+    columns = (
+        "step",
+        "sequences",
+        "token_mult_prob_error",
+        "k3",
+        "95 %",
+        "noise",
+        "ESS",
+        "surprise",
+        "length",
+        "reward",
+    )
     return Table("steps", "Steps", columns, rows)
 
 
-def _dimension(window: Window, name: str) -> Table | None:
-    one = next(one for one in DIMENSIONS if one.name == name)
-    cells: Array = window.cells[name]
-    column = {key: cells[:, place] for place, key in enumerate(CELLS)}
-    some = np.flatnonzero(column["tokens"])
-    if len(some) < 2:
-        return None
-    whole, overall = column["tokens"].sum(), column["size"].sum() / column["model"].sum()
+def _circle(diagnosis: RunDiagnosis) -> Table:
+    found = circle(diagnosis.evidence.statistics)
     rows = [
-        (
-            one.label(place, place),
-            f"{column['tokens'][place] / whole:.1%}",
-            float(column["size"][place] / column["tokens"][place]),
-            float(column["size"][place] / column["model"][place] / overall) if overall else math.nan,
-            float(column["k3"][place] / column["tokens"][place]),
-            float(-column["delta"][place] / column["tokens"][place]),
-        )
-        for place in some.tolist()
+        (f"{one.first} → {one.then}", one.correlation, one.score, "shown" if one.shown else "not shown")
+        for one in found
     ]
-    return Table(name, f"By {name} ({one.unit})", ("", "tokens", "|Δ|", "against expected", "k3", "k1"), rows)
+    title = f"What the next step follows. {verdict(found)}"
+    columns = ("", "partial rank correlation", "standard errors", f"beyond ±{CERTAIN:g}")
+    return Table("circle", title, columns, rows)
+
+
+def _dimension(evidence: Evidence, names: tuple[str, ...]) -> Table | None:
+    """None where there is one kind of data only."""
+    key = ",".join(names)
+    cells = evidence.after.cells.get(key)
+    if cells is None or np.count_nonzero(cells[:, 0]) < 2:
+        return None
+    kinds = [BY_NAME[name] for name in names]
+    shape = [one.bins for one in kinds]
+    here = _Rates(evidence.after, key)
+    there = None if evidence.before is None or key not in evidence.before.cells else _Rates(evidence.before, key)
+    rows = []
+    for place in np.flatnonzero(here.cell("tokens")).tolist():
+        labels = (one.label(int(at), int(at)) for one, at in zip(kinds, np.unravel_index(place, shape), strict=True))
+        tokens = float(here.cell("tokens")[place])
+        row = [
+            " · ".join(labels),
+            f"{tokens / here.cell('tokens').sum():.1%}",
+            float(here.cell("size")[place] / tokens),
+            *_times(here.rate[place] / here.overall if here.overall else math.nan, here.error[place]),
+            float(here.cell("k3")[place] / tokens),
+            float(-here.cell("delta")[place] / tokens),
+            f"{here.cell('positive')[place] / tokens:.1%}",
+        ]
+        if there is not None:
+            error = math.hypot(here.error[place], there.error[place])
+            row += _times(here.rate[place] / there.rate[place] if there.rate[place] else math.nan, error)
+        rows.append(tuple(row))
+    title = f"By {' and '.join(f'{one.name} ({one.unit})' for one in kinds)}"
+    beside = () if there is None else (f"against {evidence.names[0]}", "95 % of that")
+    columns = ("", "tokens", "|Δ|", "against expected", "95 %", "k3", "k1", "Δ > 0", *beside)
+    return Table(key, title, columns, rows)
+
+
+class _Rates:
+    """The mismatch in units of 1 − p, bin by bin, and its relative standard error over sequences."""
+
+    def __init__(self, window: Window, key: str) -> None:
+        self._cells: Array = window.cells[key]
+        size, model = self.cell("size"), self.cell("model")
+        with np.errstate(invalid="ignore", divide="ignore"):
+            self.rate: Array = size / model
+            self.overall = float(size.sum() / model.sum())
+            size2, both, model2 = window.clustered[key].T
+            square = size2 - 2 * self.rate * both + np.square(self.rate) * model2
+            self.error: Array = np.sqrt(np.maximum(square, 0.0)) / size
+
+    def cell(self, name: str) -> Array:
+        """Of each bin."""
+        return self._cells[:, CELLS.index(name)]
+
+
+def _times(value: float, error: float) -> tuple[float, str]:
+    """A ratio and its 95 % interval, which is that of its logarithm."""
+    if not math.isfinite(value) or not math.isfinite(error):
+        return value, "–"
+    low, high = (value * math.exp(sign * 1.96 * min(error, 9.0)) for sign in (-1, 1))
+    return value, f"{low:.3g} to {high:.3g}"
 
 
 def _worst(diagnosis: RunDiagnosis, decode: Decode | None) -> Iterable[Table]:
@@ -246,7 +319,12 @@ def _worst(diagnosis: RunDiagnosis, decode: Decode | None) -> Iterable[Table]:
     yield Table("worst_tokens", "Tokens with the largest |Δ|", columns, tokens)
 
 
-def as_json(diagnosis: RunDiagnosis, directory: str, decode: Decode | None = None) -> dict[str, Any]:
+def as_json(
+    diagnosis: RunDiagnosis,
+    directory: str,
+    decode: Decode | None = None,
+    only: Sequence[tuple[str, ...]] | None = None,
+) -> dict[str, Any]:
     """The same for programs; numbers that are none are null."""
     cause = diagnosis.cause
     return {
@@ -254,6 +332,7 @@ def as_json(diagnosis: RunDiagnosis, directory: str, decode: Decode | None = Non
         "health": "unknown" if diagnosis.unknown else diagnosis.health,
         "verdict": diagnosis.sentence,
         "since": diagnosis.since,
+        "against": None if diagnosis.versus is None else diagnosis.versus._asdict(),
         "cause": None if cause is None else {"id": cause.id, "name": cause.name, "action": cause.action},
         "steps": sorted(diagnosis.evidence.statistics.steps),
         "causes": [
@@ -284,7 +363,7 @@ def as_json(diagnosis: RunDiagnosis, directory: str, decode: Decode | None = Non
         },
         "tables": {
             table.key: [dict(zip(table.columns, map(_number, row), strict=True)) for row in table.rows]
-            for table in tables(diagnosis, decode)
+            for table in tables(diagnosis, decode, only)
             if table.key != "causes"
         },
     }
