@@ -44,9 +44,6 @@ def add(subparsers: Any) -> None:
     parser.add_argument("--compare", metavar="SPEC,SPEC,...", help="variants to train side by side, see below")
     parser.add_argument("--seed", type=int, help="grpo.seed: weights, prompts, sampling")
     parser.add_argument("--steps", type=int, help="grpo.max_num_steps: rollout batches per variant")
-    parser.add_argument(
-        "--mismatch", type=float, metavar="X", help="policy.generation.mismatch: scale of added noise (default: none)"
-    )
     parser.add_argument("--engine", choices=("copy", "vllm"), help="policy.generation.backend: the engine that samples")
     parser.add_argument(
         "--docs-per-step",
@@ -71,7 +68,6 @@ def run(arguments: argparse.Namespace) -> int:
     flags = {
         "grpo.seed": arguments.seed,
         "grpo.max_num_steps": arguments.steps,
-        "policy.generation.mismatch": arguments.mismatch,
         "policy.generation.backend": arguments.engine,
         "policy.docs_per_step": arguments.docs_per_step,
         "lab.tp": arguments.tp,

@@ -200,14 +200,15 @@ class StepSums:
     Attributes:
         sums: by the order of ``SUMS``.
         boot: [replicates, len(BOOT)].
-        removed: by a mask's label, removed tokens; and under "" the trained tokens where masks are recorded.
+        removed: by a mask's label, removed tokens and the sum of their sizes; under "" those of all trained tokens,
+            where masks are recorded.
         versions: smallest and largest weight version, infinite where there is none.
         groups: of each prompt, its size, expected size and squares of the tokens' sizes.
     """
 
     sums: Array = field(default_factory=lambda: np.zeros(len(SUMS)))
     boot: Array = field(default_factory=lambda: np.zeros((REPLICATES, len(BOOT))))
-    removed: dict[str, float] = field(default_factory=dict)
+    removed: dict[str, tuple[float, float]] = field(default_factory=dict)
     versions: tuple[float, float] = (np.inf, -np.inf)
     groups: dict[int, tuple[float, float, float]] = field(default_factory=dict)
 
@@ -223,6 +224,11 @@ class StepSums:
         count = self[over]
         return self[name] / count if count else float("nan")
 
+    def removed_share(self, label: str, of: int = 0) -> float:
+        """What a mask removes of the trained tokens, or with ``of`` 1 of their sizes; NaN where nothing is recorded."""
+        whole = self.removed.get("", (0.0, 0.0))[of]
+        return self.removed.get(label, (0.0, 0.0))[of] / whole if whole else float("nan")
+
     def interval(self, name: str) -> tuple[float, float]:
         """95 % of the bootstrap's means per token."""
         counts = self.boot[:, 0]
@@ -236,8 +242,9 @@ class StepSums:
         """Take in another part of the same step, or of another."""
         self.sums = self.sums + other.sums
         self.boot = self.boot + other.boot
-        for label, count in other.removed.items():
-            self.removed[label] = self.removed.get(label, 0.0) + count
+        for label, (count, size) in other.removed.items():
+            removed = self.removed.get(label, (0.0, 0.0))
+            self.removed[label] = removed[0] + count, removed[1] + size
         self.versions = min(self.versions[0], other.versions[0]), max(self.versions[1], other.versions[1])
         for group, found in other.groups.items():
             mine = self.groups.get(group, (0.0, 0.0, 0.0))

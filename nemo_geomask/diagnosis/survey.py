@@ -236,10 +236,12 @@ def _of_masks_and_groups(sums: StepSums, judged: KnownTokens) -> None:
     versions = judged.of_sequence("weight_version")
     if np.isfinite(versions).any():
         sums.versions = float(np.nanmin(versions)), float(np.nanmax(versions))
+    size = judged.values["size"]
     if block.removed:
-        sums.removed[""] = float(len(judged.place))
+        sums.removed[""] = float(len(size)), float(size.sum())
     for label, removed in block.removed.items():
-        sums.removed[label] = float(removed[judged.place].sum())
+        gone = removed[judged.place]
+        sums.removed[label] = float(gone.sum()), float(size[gone].sum())
     groups, member = np.unique(block.sequences["group"], return_inverse=True)
     columns = [
         np.bincount(member, weights=judged.of_sequences(name), minlength=len(groups))

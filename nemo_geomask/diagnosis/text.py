@@ -6,9 +6,9 @@ import contextlib
 import importlib
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -19,7 +19,20 @@ from nemo_geomask.diagnosis.statistics import BY_NAME, CELLS, DIMENSIONS, StepSu
 from nemo_geomask.diagnosis.verdict import LEVELS, RunDiagnosis
 from nemo_geomask.errors import DataError
 
-__all__ = ["STEP", "Table", "as_json", "show", "tables"]
+__all__ = [
+    "MEASURES",
+    "NUMBERS",
+    "REMOVED_SHARES",
+    "STEP",
+    "Measure",
+    "Number",
+    "Table",
+    "as_json",
+    "as_text",
+    "measured",
+    "show",
+    "tables",
+]
 
 STEP = "step"
 """What may be asked for beside the dimensions."""
@@ -30,12 +43,13 @@ _STEPS = 12
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of text under a title; ``key`` names it for programs."""
+    """Rows of text under a title; ``key`` names it for programs, ``definitions`` says what columns hold."""
 
     key: str
     title: str
     columns: tuple[str, ...]
     rows: list[tuple[Any, ...]]
+    definitions: Mapping[str, str] = field(default_factory=dict)
 
 
 def show(found: Sequence[Table]) -> None:
@@ -45,7 +59,7 @@ def show(found: Sequence[Table]) -> None:
         with contextlib.suppress(ImportError):
             rich = [importlib.import_module(f"rich.{name}") for name in ("table", "console", "text")]
     for table in found:
-        cells = [tuple(_cell(value) for value in row) for row in table.rows]
+        cells = [tuple(as_text(value) for value in row) for row in table.rows]
         if rich is None:
             print(f"\n{table.title}")
             print("\n".join(_plain(table.columns, cells)))
@@ -68,7 +82,8 @@ def _is_text(table: Table, place: int) -> bool:
     return any(isinstance(row[place], str) for row in table.rows)
 
 
-def _cell(value: Any) -> str:
+def as_text(value: Any) -> str:
+    """A value as it stands in a table."""
     if isinstance(value, float):
         return "–" if math.isnan(value) else f"{value:.4g}"
     return str(value)
@@ -104,7 +119,29 @@ def _asked(diagnosis: RunDiagnosis, names: tuple[str, ...]) -> list[Table]:
     return [table]
 
 
-Number = tuple[str, str, Callable[[StepSums], float]]
+class Number(NamedTuple):
+    """A number of one step, or of several.
+
+    Attributes:
+        name: in tables.
+        definition: what it is.
+        value: of the sums; NaN where they hold none.
+        boot: the sum of its bootstrap, where there is one.
+        sign: of the number against that sum.
+    """
+
+    name: str
+    definition: str
+    value: Callable[[StepSums], float]
+    boot: str = ""
+    sign: int = 1
+
+    def interval(self, sums: StepSums) -> tuple[float, float]:
+        """95 % over sequences; NaN where there is no bootstrap."""
+        if not self.boot:
+            return math.nan, math.nan
+        low, high = sorted(self.sign * end for end in sums.interval(self.boot))
+        return low, high
 
 
 def _effective(mean: str, square: str, count: str) -> Callable[[StepSums], float]:
@@ -114,30 +151,42 @@ def _effective(mean: str, square: str, count: str) -> Callable[[StepSums], float
     return share
 
 
-_NUMBERS: tuple[Number, ...] = (
-    ("k1", "mean of −Δ, nats a token; also the gap of log-perplexities", lambda sums: -sums.mean("delta")),
-    ("k3 reversed", "mean of exp(−Δ) − 1 + Δ; policy_kl_error", lambda sums: sums.mean("k3_reverse")),
-    ("|Δ|", "mean, nats", lambda sums: sums.mean("abs")),
-    ("|Δ| > 0.1", "share of tokens; geomask/mismatch_above_0.1", lambda sums: sums.mean("above_0.1")),
-    ("|Δ| > 1", "share of tokens; geomask/mismatch_above_1", lambda sums: sums.mean("above_1")),
-    ("Δ > 0", "share of tokens that the training engine finds likelier", lambda sums: sums.mean("positive")),
-    ("noise", "mean |Δ| (at most 1) in units of 1 − p", lambda sums: sums.mean("size", "model")),
-    ("mean weight", "of exp(Δ); 1 where gen are those of the sampler", lambda sums: sums.mean("weight")),
-    (
+NUMBERS: tuple[Number, ...] = (
+    Number(
+        "k1",
+        "mean of −Δ, nats a token; also the gap of log-perplexities",
+        lambda sums: -sums.mean("delta"),
+        "delta",
+        -1,
+    ),
+    Number("k3 reversed", "mean of exp(−Δ) − 1 + Δ; policy_kl_error", lambda sums: sums.mean("k3_reverse")),
+    Number("|Δ|", "mean, nats", lambda sums: sums.mean("abs"), "abs"),
+    Number("|Δ| > 0.1", "share of tokens; geomask/mismatch_above_0.1", lambda sums: sums.mean("above_0.1")),
+    Number("|Δ| > 1", "share of tokens; geomask/mismatch_above_1", lambda sums: sums.mean("above_1")),
+    Number("Δ > 0", "share of tokens that the training engine finds likelier", lambda sums: sums.mean("positive")),
+    Number("noise", "mean |Δ| (at most 1) in units of 1 − p", lambda sums: sums.mean("size", "model")),
+    Number("surprise", "mean of −gen (at most 20), nats a token", lambda sums: sums.mean("surprise")),
+    Number(
+        "mean weight", "of exp(Δ); 1 where gen are those of the sampler", lambda sums: sums.mean("weight"), "weight"
+    ),
+    Number(
         "ESS, sequences",
         "of exp(Σ Δ)",
         _effective("sequence_weight", "sequence_weight_square", "sequences"),
     ),
-    ("ESS, sequence_mean", "of exp(mean Δ)", _effective("mean_weight", "mean_weight_square", "sequences")),
-    ("masked out", "share of sequences with a sample mask of 0", lambda sums: _masked_out(sums)),
-    ("their |Δ|", "mean |Δ| (at most 1) of those", lambda sums: sums.mean("masked_out_size", "masked_out_tokens")),
-    ("reward", "mean", lambda sums: sums.mean("reward", "rewarded")),
-    ("response length", "mean, tokens, tool output included", lambda sums: sums.mean("response", "sequences")),
-    ("staleness", "mean, steps", lambda sums: sums.mean("staleness", "stale_known")),
+    Number("ESS, sequence_mean", "of exp(mean Δ)", _effective("mean_weight", "mean_weight_square", "sequences")),
+    Number("masked out", "share of sequences with a sample mask of 0", lambda sums: _masked_out(sums)),
+    Number(
+        "their |Δ|", "mean |Δ| (at most 1) of those", lambda sums: sums.mean("masked_out_size", "masked_out_tokens")
+    ),
+    Number("reward", "mean", lambda sums: sums.mean("reward", "rewarded")),
+    Number("response length", "mean, tokens, tool output included", lambda sums: sums.mean("response", "sequences")),
+    Number("staleness", "mean, steps", lambda sums: sums.mean("staleness", "stale_known")),
 )
 
 
-_INTERVALS = {"k1": "delta", "|Δ|": "abs", "mean weight": "weight"}
+REMOVED_SHARES = ("share of trained tokens that it removes", "share of the sum of |Δ| (each at most 1) that it removes")
+"""What there is of each mask."""
 
 
 def _masked_out(sums: StepSums) -> float:
@@ -152,21 +201,17 @@ def _numbers(diagnosis: RunDiagnosis) -> Table:
         limit = f"{'<' if level.below else '>'} {level.drifting:g} | {level.broken:g}"
         earlier = () if before is None else (level.of(before).value,)
         rows.append((level.name, *earlier, one.value, f"{one.low:.3g} to {one.high:.3g}", limit, level.definition))
-    for name, definition, value in _NUMBERS:
-        number = float(value(after))
-        if math.isnan(number):
+    for number in NUMBERS:
+        now = float(number.value(after))
+        if math.isnan(now):
             continue
-        said = ""
-        if name in _INTERVALS:
-            low, high = after.interval(_INTERVALS[name])
-            low, high = (-high, -low) if name == "k1" else (low, high)
-            said = f"{low:.3g} to {high:.3g}"
-        rows.append((name, *(() if before is None else (float(value(before)),)), number, said, "", definition))
+        said = "{:.3g} to {:.3g}".format(*number.interval(after)) if number.boot else ""
+        earlier = () if before is None else (float(number.value(before)),)
+        rows.append((number.name, *earlier, now, said, "", number.definition))
     for label in sorted(label for label in after.removed if label):
-        shares = [
-            sums.removed.get(label, 0.0) / max(sums.removed.get("", 0.0), 1.0) for sums in (before, after) if sums
-        ]
-        rows.append((f"mask {label}", *shares, "", "", "share of trained tokens that it removes"))
+        for of, what in enumerate(REMOVED_SHARES):
+            shares = [sums.removed_share(label, of) for sums in (before, after) if sums]
+            rows.append((f"mask {label}{', of |Δ|' if of else ''}", *shares, "", "", what))
     columns = ("all steps",) if before is None else diagnosis.evidence.names
     return Table(
         "numbers",
@@ -232,7 +277,59 @@ def _steps(diagnosis: RunDiagnosis, most: int) -> Table:
         "length",
         "reward",
     )
-    return Table("steps", "Steps", columns, rows)
+    same = {"k3": "geomask/mismatch_k3", "ESS": "effective sample size, tokens", "length": "response length"}
+    known = {level.name: level.definition for level in LEVELS}
+    known |= {number.name: number.definition for number in NUMBERS}
+    definitions = {name: known[same.get(name, name)] for name in columns if same.get(name, name) in known}
+    definitions |= {"sequences": "with a trained token", "95 %": "of k3: a bootstrap over sequences"}
+    return Table("steps", "Steps", columns, rows, definitions)
+
+
+EXPECTED = "against expected"
+_SHARES = ("tokens", "Δ > 0")
+
+
+class Measure(NamedTuple):
+    """What a token's mismatch is in one part of the data.
+
+    Attributes:
+        name: in tables.
+        definition: what it is.
+        value: of the part's sums by the names of ``CELLS``, and of those of all parts.
+    """
+
+    name: str
+    definition: str
+    value: Callable[[Mapping[str, float], Mapping[str, float]], float]
+
+
+def _ratio(one: float, other: float) -> float:
+    return one / other if other else math.nan
+
+
+MEASURES: tuple[Measure, ...] = (
+    Measure("tokens", "share of the trained tokens", lambda part, whole: _ratio(part["tokens"], whole["tokens"])),
+    Measure("|Δ|", "mean, each at most 1, nats", lambda part, whole: _ratio(part["size"], part["tokens"])),
+    Measure(
+        EXPECTED,
+        "mean |Δ| over mean 1 − p, in units of that of all tokens: 1 where it is noise on the logits",
+        lambda part, whole: _ratio(_ratio(part["size"], part["model"]), _ratio(whole["size"], whole["model"])),
+    ),
+    Measure("k3", "mean of exp(Δ) − 1 − Δ, nats a token", lambda part, whole: _ratio(part["k3"], part["tokens"])),
+    Measure("k1", "mean of −Δ, nats a token", lambda part, whole: -_ratio(part["delta"], part["tokens"])),
+    Measure("Δ > 0", "share of the part's tokens", lambda part, whole: _ratio(part["positive"], part["tokens"])),
+)
+"""Columns of the tables by position, length and so on."""
+
+
+def measured(cells: Array) -> dict[int, dict[str, float]]:
+    """By bin that holds tokens and by the name of each of ``MEASURES``."""
+    whole = dict(zip(CELLS, cells.sum(axis=0).tolist(), strict=True))
+    found = {}
+    for place in np.flatnonzero(cells[:, CELLS.index("tokens")]).tolist():
+        part = dict(zip(CELLS, cells[place].tolist(), strict=True))
+        found[place] = {one.name: one.value(part, whole) for one in MEASURES}
+    return found
 
 
 def _circle(diagnosis: RunDiagnosis) -> Table:
@@ -257,26 +354,28 @@ def _dimension(evidence: Evidence, names: tuple[str, ...]) -> Table | None:
     here = _Rates(evidence.after, key)
     there = None if evidence.before is None or key not in evidence.before.cells else _Rates(evidence.before, key)
     rows = []
-    for place in np.flatnonzero(here.cell("tokens")).tolist():
+    for place, values in measured(cells).items():
         labels = (one.label(int(at), int(at)) for one, at in zip(kinds, np.unravel_index(place, shape), strict=True))
-        tokens = float(here.cell("tokens")[place])
-        row = [
-            " · ".join(labels),
-            f"{tokens / here.cell('tokens').sum():.1%}",
-            float(here.cell("size")[place] / tokens),
-            *_times(here.rate[place] / here.overall if here.overall else math.nan, here.error[place]),
-            float(here.cell("k3")[place] / tokens),
-            float(-here.cell("delta")[place] / tokens),
-            f"{here.cell('positive')[place] / tokens:.1%}",
-        ]
+        row: list[Any] = [" · ".join(labels)]
+        for name, value in values.items():
+            row.append(f"{value:.1%}" if name in _SHARES else value)
+            if name == EXPECTED:
+                row.append(_interval(value, here.error[place]))
         if there is not None:
-            error = math.hypot(here.error[place], there.error[place])
-            row += _times(here.rate[place] / there.rate[place] if there.rate[place] else math.nan, error)
+            times = _ratio(float(here.rate[place]), float(there.rate[place]))
+            row += (times, _interval(times, math.hypot(here.error[place], there.error[place])))
         rows.append(tuple(row))
     title = f"By {' and '.join(f'{one.name} ({one.unit})' for one in kinds)}"
-    beside = () if there is None else (f"against {evidence.names[0]}", "95 % of that")
-    columns = ("", "tokens", "|Δ|", "against expected", "95 %", "k3", "k1", "Δ > 0", *beside)
-    return Table(key, title, columns, rows)
+    columns = [""]
+    for measure in MEASURES:
+        columns += [measure.name, "95 %"] if measure.name == EXPECTED else [measure.name]
+    definitions = {measure.name: measure.definition for measure in MEASURES} | {
+        "95 %": f"of {EXPECTED}, over sequences"
+    }
+    if there is not None:
+        columns += [f"against {evidence.names[0]}", "95 % of that"]
+        definitions[columns[-2]] = "mean |Δ| over mean 1 − p, in units of what it is there in the same part"
+    return Table(key, title, tuple(columns), rows, definitions)
 
 
 class _Rates:
@@ -287,7 +386,6 @@ class _Rates:
         size, model = self.cell("size"), self.cell("model")
         with np.errstate(invalid="ignore", divide="ignore"):
             self.rate: Array = size / model
-            self.overall = float(size.sum() / model.sum())
             size2, both, model2 = window.clustered[key].T
             square = size2 - 2 * self.rate * both + np.square(self.rate) * model2
             self.error: Array = np.sqrt(np.maximum(square, 0.0)) / size
@@ -297,12 +395,12 @@ class _Rates:
         return self._cells[:, CELLS.index(name)]
 
 
-def _times(value: float, error: float) -> tuple[float, str]:
-    """A ratio and its 95 % interval, which is that of its logarithm."""
+def _interval(value: float, error: float) -> str:
+    """95 % of a ratio, given the standard error of its logarithm."""
     if not math.isfinite(value) or not math.isfinite(error):
-        return value, "–"
+        return "–"
     low, high = (value * math.exp(sign * 1.96 * min(error, 9.0)) for sign in (-1, 1))
-    return value, f"{low:.3g} to {high:.3g}"
+    return f"{low:.3g} to {high:.3g}"
 
 
 def _worst(diagnosis: RunDiagnosis, decode: Decode | None) -> Iterable[Table]:

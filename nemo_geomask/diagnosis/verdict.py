@@ -340,7 +340,8 @@ def _alarms(statistics: Statistics, steps: list[int]) -> tuple[Alarm, ...]:
     labels = {label for one in sums for label in one.removed if label}
     for label in sorted(labels):
         name = f"geomask/mask/{label}/removed"
-        series[name] = [one.removed.get(label, 0.0) / max(one.removed.get("", 0.0), 1.0) for one in sums]
+        shares = [one.removed_share(label) for one in sums]
+        series[name] = [0.0 if math.isnan(share) else share for share in shares]
     found = []
     for name, values in series.items():
         # Shares may be 0; a thousandth more or less is nothing.

@@ -25,15 +25,18 @@ class TrainEngine(ABC):
 
     Args:
         ranks: the processes that share the work.
+        precision: of matrix products, by autocast; what ``policy.precision`` says.
 
     Attributes:
         ranks: likewise.
+        autocast: the context of every pass through the model.
         curr: [B, T] of a rollout batch; where it is set, :meth:`evaluate` puts the log-probs of this rank's tokens into
             the rows that ``batch["row"]`` names.
     """
 
-    def __init__(self, ranks: Ranks | None = None) -> None:
+    def __init__(self, ranks: Ranks | None = None, precision: str = "float32") -> None:
         self.ranks = Ranks() if ranks is None else ranks
+        self.autocast = torch.autocast("cpu", dtype=torch.bfloat16, enabled=precision == "bfloat16")
         self.curr: Tensor | None = None
 
     @abstractmethod
@@ -78,13 +81,15 @@ class PaddedEngine(TrainEngine):
 
     def logprobs(self, model: PreTrainedModel, input_ids: Tensor, lengths: Tensor, *, entropy: bool = False) -> Tensor:
         """See :meth:`TrainEngine.logprobs`."""
-        return torch.nn.functional.pad(token_logprobs(model, input_ids, entropy=entropy), (1, 0))
+        with self.autocast:
+            return torch.nn.functional.pad(token_logprobs(model, input_ids, entropy=entropy), (1, 0))
 
     def evaluate(
         self, model: PreTrainedModel, loss: PolicyLoss, batch: Mapping[str, Tensor], documents: int, tokens: int
     ) -> tuple[Tensor, Metrics]:
         """See :meth:`TrainEngine.evaluate`."""
-        logprobs = token_logprobs(model, batch["input_ids"])
+        with self.autocast:
+            logprobs = token_logprobs(model, batch["input_ids"])
         if self.curr is not None:
             self.curr[batch["row"], 1:] = logprobs.detach()
         return loss(next_token_logprobs=logprobs, data=batch, global_valid_seqs=documents, global_valid_toks=tokens)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from nemo_geomask.lab.optional import require
+from nemo_geomask.lab.quantization import quantize
 from nemo_geomask.lab.recipe import GenerationConfig, ModelConfig
 from nemo_geomask.lab.task import Task
 
@@ -57,17 +58,13 @@ def build_policy(config: ModelConfig, task: Task, seed: int) -> PreTrainedModel:
     return policy
 
 
-def generation_copy(policy: PreTrainedModel, config: GenerationConfig, generator: torch.Generator) -> PreTrainedModel:
-    """The policy's weights as the generation engine holds them: cast, and perturbed if the recipe says so."""
+def generation_copy(policy: PreTrainedModel, config: GenerationConfig) -> PreTrainedModel:
+    """The policy's weights as the generation engine holds them: quantised if the recipe says so, and cast."""
     engine: PreTrainedModel = copy.deepcopy(policy).requires_grad_(False).train(False)
     # It decodes whole rows, whatever layout the policy trains in.
     engine.set_attn_implementation("sdpa")
-    if config.mismatch and config.mismatch_on == "weights":
-        for weight in engine.parameters():
-            noise = torch.randn(weight.shape, dtype=weight.dtype, generator=generator)
-            # A tensor of equal values (a norm's gain) has no spread of its own; its size stands in.
-            spread = weight.std() if weight.numel() > 1 and weight.std() > 0 else weight.abs().mean()
-            weight.add_(noise * spread, alpha=config.mismatch)
+    if config.quantization is not None:
+        quantize(engine, config.quantization)
     cast: PreTrainedModel = engine.to(getattr(torch, config.precision))
     return cast
 

@@ -134,13 +134,15 @@ class PackedEngine(TrainEngine):
         tp = self.ranks.tp
         # Padding repeats a row's last column; nothing that counts looks at it.
         ids = input_ids[packing.row, packing.position.clamp(max=input_ids.shape[1] - 1)]
-        body = model.model(input_ids=ids[None], position_ids=packing.position[None], use_cache=False, packing=packing)
-        hidden: Tensor = body.last_hidden_state[0]
-        if tp.group is not None:
-            hidden = _ToShards.apply(hidden, tp.group)  # type: ignore[no-untyped-call]
         sizes = vocabulary_shards(model.lm_head.out_features, tp.size)
         columns = model.lm_head.weight.split(sizes)[tp.rank]
-        logits = F.linear(hidden, columns)
+        with self.autocast:
+            place = packing.position[None]
+            body = model.model(input_ids=ids[None], position_ids=place, use_cache=False, packing=packing)
+            hidden: Tensor = body.last_hidden_state[0]
+            if tp.group is not None:
+                hidden = _ToShards.apply(hidden, tp.group)  # type: ignore[no-untyped-call]
+            logits = F.linear(hidden, columns)
         if entropy:
             return vocab_parallel_logprobs(logits, targets, entropy=True, group=tp.group, shard_sizes=sizes)[1]
         return vocab_parallel_logprobs(logits, targets, group=tp.group, shard_sizes=sizes)

@@ -46,10 +46,9 @@ def write_plot(result: LabResult, path: Path) -> None:
     for axes in (reward, weight, removed):
         axes.legend(fontsize="small", loc="best")
 
-    noise = f"noise {result.mismatch:g} added to the generation engine" if result.mismatch else "nothing injected"
     figure.suptitle(
         "nemo-geomask lab: float32 training against a bfloat16 generation engine"
-        f" ({noise}; seed {result.seed})\nthin: each step; thick: mean of {_WINDOW} steps",
+        f" (nothing injected; seed {result.seed})\nthin: each step; thick: mean of {_WINDOW} steps",
         fontsize="medium",
     )
     figure.tight_layout()

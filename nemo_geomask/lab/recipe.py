@@ -18,6 +18,7 @@ from nemo_geomask.errors import ConfigError
 
 __all__ = [
     "TASKS",
+    "AsyncGrpoConfig",
     "EnvConfig",
     "GenerationConfig",
     "GrpoConfig",
@@ -25,6 +26,7 @@ __all__ = [
     "LabRecipe",
     "ModelConfig",
     "PolicyConfig",
+    "QuantizationConfig",
 ]
 
 TASKS = PluginGroup(
@@ -57,6 +59,37 @@ class EstimatorConfig(StrictModel):
     minus_baseline: bool = Field(True, description="Of reinforce_plus_plus: subtract the group's mean reward.")
 
 
+class AsyncGrpoConfig(StrictModel):
+    """``grpo.async_grpo:`` of NeMo-RL, the keys that the lab honours."""
+
+    enabled: bool = Field(False, description="Whether a rollout batch is sampled while earlier ones are trained on.")
+    max_trajectory_age_steps: int = Field(
+        1,
+        gt=0,
+        description="Weight updates between the weights that begin a rollout batch and those that train on it, fewer "
+        "in the first steps only: the engine is always as far ahead as it may be.",
+    )
+    in_flight_weight_updates: bool = Field(
+        False,
+        description="Whether responses go on with each update's weights as it lands: spread evenly over the longest "
+        "response, the last of them on the weights that train on it.",
+    )
+    recompute_kv_cache_after_weight_updates: bool = Field(
+        False, description="Whether the keys and values of what is already written are then those of the new weights."
+    )
+
+    @model_validator(mode="after")
+    def _check_switches(self) -> AsyncGrpoConfig:
+        needs = {
+            "in_flight_weight_updates": "enabled",
+            "recompute_kv_cache_after_weight_updates": "in_flight_weight_updates",
+        }
+        for name, other in needs.items():
+            if getattr(self, name) and not getattr(self, other):
+                raise ValueError(f"{name} does nothing without {other}; set {other}: true, or {name}: false")
+        return self
+
+
 class GrpoConfig(StrictModel):
     """``grpo:`` of NeMo-RL, the keys that the lab honours."""
 
@@ -66,6 +99,7 @@ class GrpoConfig(StrictModel):
     normalize_rewards: bool = Field(True, description="Divide the advantage by the group's standard deviation.")
     use_leave_one_out_baseline: bool = Field(True, description="Baseline: mean of the other responses (RLOO).")
     adv_estimator: EstimatorConfig = EstimatorConfig()
+    async_grpo: AsyncGrpoConfig = AsyncGrpoConfig()
     advantage_clip_low: float | None = Field(None, description="Lower bound of the advantage; null: none.")
     advantage_clip_high: float | None = Field(None, description="Upper bound of the advantage; null: none.")
     seed: int = Field(42, ge=0, description="Seeds the weights, the prompts and the sampling.")
@@ -107,6 +141,20 @@ class ModelConfig(StrictModel):
         return self
 
 
+class QuantizationConfig(StrictModel):
+    """``policy.generation.quantization:``, weights of the generation engine in fewer bits, anew at each refit."""
+
+    weights: Literal["int8", "int4", "float8_e4m3"] = Field(description="What the weights are rounded to.")
+    block_size: int | None = Field(
+        None, gt=0, description="Weights along the input that share a scale; null: a scale for each output channel."
+    )
+    layers: Literal["experts", "linears"] = Field(
+        "experts",
+        description="experts: their projections; linears: the attention's too. Router, embedding and output layer stay "
+        "as they are.",
+    )
+
+
 class GenerationConfig(StrictModel):
     """``policy.generation:``, the engine that samples."""
 
@@ -115,21 +163,25 @@ class GenerationConfig(StrictModel):
         description="copy: the policy itself, decoding with a KV cache; vllm: the vLLM that is installed, with the "
         "policy's weights loaded into it for each rollout batch.",
     )
-    precision: Literal["bfloat16", "float32"] = Field("bfloat16", description="Of weights, activations and KV cache.")
-    mismatch: float = Field(0.0, ge=0, description="Scale of Gaussian noise added for study; 0: only real mismatch.")
-    mismatch_on: Literal["logits", "weights"] = Field(
-        "logits",
-        description="logits: fresh noise of this standard deviation at every token; weights: noise of this size "
-        "relative to each weight tensor's own standard deviation, drawn anew for each rollout batch.",
+    precision: Literal["bfloat16", "float16", "float32"] = Field(
+        "bfloat16", description="Of weights, activations and KV cache."
+    )
+    quantization: QuantizationConfig | None = Field(
+        None, description="Weights in fewer bits, computed with in `precision`; null: none."
+    )
+    vllm_kwargs: dict[str, Any] = Field(
+        default_factory=dict, description="Of NeMo-RL: further arguments of vLLM's engine, with backend: vllm."
     )
 
     @model_validator(mode="after")
-    def _check_noise(self) -> GenerationConfig:
-        if self.backend == "vllm" and self.mismatch and self.mismatch_on == "logits":
+    def _check_backend(self) -> GenerationConfig:
+        if self.vllm_kwargs and self.backend != "vllm":
             raise ValueError(
-                f"mismatch ({self.mismatch:g}) on logits can't be added inside vLLM; set mismatch_on: weights, or "
-                "backend: copy"
+                f"vllm_kwargs ({', '.join(self.vllm_kwargs)}) are vLLM's, and backend is {self.backend}; set backend: "
+                "vllm, or remove them"
             )
+        if own := sorted({"model", "load_format", "skip_tokenizer_init"} & set(self.vllm_kwargs)):
+            raise ValueError(f"vllm_kwargs ({', '.join(own)}): the lab sets it itself; remove it")
         return self
 
 
@@ -137,6 +189,11 @@ class PolicyConfig(StrictModel):
     """``policy:`` of NeMo-RL, the keys that the lab honours."""
 
     model: ModelConfig = ModelConfig()
+    precision: Literal["float32", "bfloat16"] = Field(
+        "float32",
+        description="Of the training forward and backward pass; bfloat16 by autocast, as in NeMo-RL's DTensor worker. "
+        "The weights that the optimiser updates are float32 in both.",
+    )
     generation: GenerationConfig = GenerationConfig()
     train_global_batch_size: int | None = Field(
         64, gt=0, description="Responses in one optimiser step; null where docs_per_step says it."
@@ -177,6 +234,18 @@ class PolicyConfig(StrictModel):
                 f"model.num_attention_heads is {hidden} / {heads} = {hidden // heads}. Change one of them, or start "
                 "from recipes/lab/vllm.yaml"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _check_blocks(self) -> PolicyConfig:
+        block = self.generation.quantization and self.generation.quantization.block_size
+        widths = {"hidden_size": self.model.hidden_size, "moe_intermediate_size": self.model.moe_intermediate_size}
+        for name, width in widths.items():
+            if block and width % block:
+                raise ValueError(
+                    f"model.{name} ({width}) must be a multiple of generation.quantization.block_size ({block}); "
+                    "block_size: null has one scale for a channel"
+                )
         return self
 
     @model_validator(mode="after")
@@ -270,6 +339,15 @@ class LabRecipe(StrictModel):
     env: EnvConfig = EnvConfig()
     loss_fn: dict[str, Any] = Field(default_factory=dict, description="The block that NeMo-RL reads.")
     lab: LabConfig = LabConfig()
+
+    @model_validator(mode="after")
+    def _check_in_flight(self) -> LabRecipe:
+        if self.policy.generation.backend == "vllm" and self.grpo.async_grpo.in_flight_weight_updates:
+            raise ValueError(
+                "grpo.async_grpo.in_flight_weight_updates needs policy.generation.backend: copy: the lab calls "
+                "vLLM for a whole rollout batch, and no weights reach it in between"
+            )
+        return self
 
     @model_validator(mode="after")
     def _check_processes(self) -> LabRecipe:

@@ -52,13 +52,9 @@ def print_report(result: LabResult, console: Any) -> None:
     for name, cell in _LINES:
         table.add_row(name, *(cell(row) for row in rows))
     console.print(table)
-    noise = (
-        f"Gaussian noise of scale {result.mismatch:g} was added to the generation engine."
-        if result.mismatch
-        else f"Nothing was injected: the mismatch is {result.sampler} against float32 training."
-    )
     for line in (
-        f"{noise} Random answers earn {result.chance:.3f}.",
+        f"Nothing was injected: the mismatch is {result.sampler} against {result.precision} training. Random answers "
+        f"earn {result.chance:.3f}.",
         "Δ = log π_train − log μ_generation of each sampled token; k3 estimates KL(μ ‖ π_train). ESS: effective sample "
         "size of the weights over their number. In brackets: weights that were not applied.",
         result.finding,

@@ -95,16 +95,16 @@ class LabResult:
         variants: those that trained at least one step.
         chance: reward of random answers.
         seed: of all variants.
-        mismatch: scale of the injected noise; 0 when none.
         sampler: what the generation engine was.
+        precision: of training.
         out: folder of the outputs.
     """
 
     variants: Sequence[VariantResult]
     chance: float
     seed: int
-    mismatch: float
     sampler: str
+    precision: str
     out: Path
 
     @property
@@ -129,8 +129,8 @@ class LabResult:
         report = {
             "seed": self.seed,
             "chance": self.chance,
-            "mismatch": self.mismatch,
             "sampler": self.sampler,
+            "precision": self.precision,
             "finding": self.finding,
             "variants": [variant.summary() for variant in self.variants],
         }

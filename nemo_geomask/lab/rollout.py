@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -28,7 +29,8 @@ class Rollout:
     Attributes:
         data: NeMo-RL's keys; [B, T] unless said: ``input_ids``, ``input_lengths`` [B], ``generation_logprobs``,
             ``prev_logprobs``, ``reference_policy_logprobs`` (with a reference), ``advantages``, ``token_mask``,
-            ``sample_mask`` [B], ``rewards`` [B]. Column t speaks of token t.
+            ``sample_mask`` [B], ``rewards`` [B]. Column t speaks of token t. Beside them ``weight_age``, weight updates
+            between the weights that sampled a token and ``policy``.
     """
 
     data: dict[str, Tensor]
@@ -39,13 +41,22 @@ class Rollout:
         return float(self.data["rewards"].mean())
 
     @property
+    def ages(self) -> dict[str, float]:
+        """Mean weight updates since a response was begun, by NeMo-RL's name, and since a token of it was sampled."""
+        mask, age = self.data["token_mask"], self.data["weight_age"].float()
+        return {
+            "avg_trajectory_age": float(age.amax(dim=1).mean()),
+            "avg_token_age": float((age * mask).sum() / mask.sum()),
+        }
+
+    @property
     def response_length(self) -> float:
         """Mean response length in tokens."""
         return float(self.data["token_mask"].sum(dim=1).mean())
 
 
 def collect(
-    policy: PreTrainedModel,
+    versions: Sequence[PreTrainedModel],
     reference: PreTrainedModel | None,
     recipe: LabRecipe,
     task: Task,
@@ -62,17 +73,21 @@ def collect(
     a machine that they share, and a rounding error on one of them could part their batches.
 
     Args:
-        policy: float32; its log-probs are ``prev_logprobs``.
+        versions: the policy as it was at the last weight updates, oldest first, float32. The first begins the
+            responses, and the last, which is to be trained, gives ``prev_logprobs``.
         reference: frozen policy of the KL term, or None.
         recipe: sizes.
         task: prompts and rewards.
         generators: of the prompts and of the sampling, apart, so that variants meet the same prompts.
         engine: computes the log-probs of ``policy`` and ``reference``.
-        sampler: the generation engine, with the weights of ``policy``; None: the recipe's, for this batch alone.
+        sampler: the generation engine; None: the recipe's, for this batch alone.
         loss: settings in force, which may put the KL into the reward; None: the defaults.
-        entropy: whether the batch is to have the ``entropy`` of ``policy`` at each token, [B, T].
+        entropy: whether the batch is to have the ``entropy`` of the policy at each token, [B, T].
     """
-    data = engine.ranks.from_first(lambda: _sample(policy, recipe, task, generators, sampler or build_sampler(recipe)))
+    policy = versions[-1]
+    data = engine.ranks.from_first(
+        lambda: _sample(versions, recipe, task, generators, sampler or build_sampler(recipe))
+    )
     ids, lengths, micro_batch = data["input_ids"], data["input_lengths"], recipe.policy.train_micro_batch_size
     data["prev_logprobs"] = engine.sequence_logprobs(policy, ids, lengths, micro_batch)
     if entropy:
@@ -84,7 +99,7 @@ def collect(
 
 
 def _sample(
-    policy: PreTrainedModel,
+    versions: Sequence[PreTrainedModel],
     recipe: LabRecipe,
     task: Task,
     generators: tuple[torch.Generator, torch.Generator],
@@ -95,7 +110,8 @@ def _sample(
     drawn = task.sample(recipe.grpo.num_prompts_per_step, of_prompts)
     repeats = recipe.grpo.num_generations_per_prompt
     prompts = Prompts(drawn.token_ids.repeat_interleave(repeats, 0), drawn.terms.repeat_interleave(repeats, 0))
-    sampled = sampler.sample(policy, prompts, of_sampling)
+    in_flight = recipe.grpo.async_grpo.in_flight_weight_updates
+    sampled = sampler.sample(versions if in_flight else versions[:1], prompts, of_sampling)
 
     lengths = sampled.token_mask.sum(dim=1).long()
     width = task.prompt_width
@@ -115,4 +131,5 @@ def _sample(
         "token_mask": sampled.token_mask,
         "sample_mask": torch.ones(len(rewards), dtype=torch.float32),
         "rewards": rewards,
+        "weight_age": torch.where(sampled.token_mask != 0, len(versions) - 1 - sampled.engine, 0),
     }

@@ -85,8 +85,8 @@ def run_lab(recipe: LabRecipe, variants: Sequence[ComparedLoss], out: Path, prog
         variants=[result for result in results if result.history],
         chance=chance,
         seed=recipe.grpo.seed,
-        mismatch=recipe.policy.generation.mismatch,
         sampler=sampler.name,
+        precision=recipe.policy.precision,
         out=out,
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -9,6 +10,7 @@ import torch
 
 from nemo_geomask.lab.generation import Generated, generate
 from nemo_geomask.lab.model import generation_copy
+from nemo_geomask.lab.quantization import numerics
 from nemo_geomask.lab.recipe import GenerationConfig, LabRecipe
 from nemo_geomask.lab.task import Prompts, Task, task_of
 
@@ -19,14 +21,20 @@ __all__ = ["CopySampler", "Sampler", "build_sampler"]
 
 
 class Sampler(Protocol):
-    """Samples from the weights that the policy has at that moment."""
+    """Samples from the weights that it is given."""
 
     @property
     def name(self) -> str:
         """What it is, for the report."""
 
-    def sample(self, policy: PreTrainedModel, prompts: Prompts, generator: torch.Generator) -> Generated:
-        """One response a prompt, at temperature 1; ``generator`` is the source of all randomness."""
+    def sample(self, versions: Sequence[PreTrainedModel], prompts: Prompts, generator: torch.Generator) -> Generated:
+        """One response a prompt, at temperature 1.
+
+        Args:
+            versions: the policy, float32; of several, the oldest begins and the others land while it writes.
+            prompts: B prompts.
+            generator: the source of all randomness.
+        """
 
 
 @dataclass(frozen=True)
@@ -34,22 +42,24 @@ class CopySampler:
     """A copy of the policy in the generation engine's precision; see :mod:`nemo_geomask.lab.generation`.
 
     Attributes:
-        config: precision and noise.
+        config: precision and quantisation.
         task: supplies EOS and PAD.
+        recompute_cache: see :func:`~nemo_geomask.lab.generation.generate`.
     """
 
     config: GenerationConfig
     task: Task
+    recompute_cache: bool = False
 
     @property
     def name(self) -> str:
         """See :class:`Sampler`."""
-        return f"{self.config.precision} decoding"
+        return f"decoding in {numerics(self.config)}"
 
-    def sample(self, policy: PreTrainedModel, prompts: Prompts, generator: torch.Generator) -> Generated:
+    def sample(self, versions: Sequence[PreTrainedModel], prompts: Prompts, generator: torch.Generator) -> Generated:
         """See :class:`Sampler`."""
-        engine = generation_copy(policy, self.config, generator)
-        return generate(engine, prompts, self.task, self.config, generator)
+        engines = [generation_copy(policy, self.config) for policy in versions]
+        return generate(engines, prompts, self.task, generator, recompute_cache=self.recompute_cache)
 
 
 def build_sampler(recipe: LabRecipe) -> Sampler:
@@ -64,4 +74,4 @@ def build_sampler(recipe: LabRecipe) -> Sampler:
         from nemo_geomask.lab.vllm import VllmSampler
 
         return VllmSampler(recipe, task)
-    return CopySampler(recipe.policy.generation, task)
+    return CopySampler(recipe.policy.generation, task, recipe.grpo.async_grpo.recompute_kv_cache_after_weight_updates)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
@@ -54,6 +55,8 @@ class Trainer:
         task: the task.
         policy: the trained model, float32.
         reference: frozen initial policy, where the loss or the reward has a KL term.
+        versions: frozen policies of the last weight updates that may still sample, oldest first; empty unless
+            ``grpo.async_grpo`` is enabled, and on ranks that don't sample.
     """
 
     def __init__(
@@ -67,7 +70,8 @@ class Trainer:
         self.task = task_of(recipe.env)
         self.sampler = sampler or build_sampler(recipe)
         shared = ranks.tp.size * ranks.cp.size > 1
-        self.engine: TrainEngine = PackedEngine(ranks) if shared else PaddedEngine(ranks)
+        kind = PackedEngine if shared else PaddedEngine
+        self.engine: TrainEngine = kind(ranks, recipe.policy.precision)
         self.policy = build_policy(recipe.policy.model, self.task, seed)
         self.engine.prepare(self.policy)
         needs_reference = bool(loss.reference_policy_kl_penalty or kl_of_reward(loss.config, recipe.grpo))
@@ -75,6 +79,8 @@ class Trainer:
         self.optimizer = torch.optim.AdamW(
             self.policy.parameters(), lr=recipe.policy.lr, weight_decay=recipe.policy.weight_decay
         )
+        ages = recipe.grpo.async_grpo
+        self.versions: deque[PreTrainedModel] = deque(maxlen=ages.max_trajectory_age_steps if ages.enabled else 0)
         self._of_prompts, self._of_sampling, self._of_order = (
             torch.Generator().manual_seed(seed * 3 + offset) for offset in range(3)
         )
@@ -99,12 +105,15 @@ class Trainer:
         began = time.perf_counter()
         generators = (self._of_prompts, self._of_sampling)
         entropy = self._recording is not None and self._recording.entropy
+        versions = (*self.versions, self.policy)
         rollout = collect(
-            *(self.policy, self.reference, self.recipe, self.task, generators, self.engine, self.sampler),
+            *(versions, self.reference, self.recipe, self.task, generators, self.engine, self.sampler),
             entropy=entropy,
             loss=self.loss.config,
         )
         sampled = time.perf_counter()
+        if self.versions.maxlen and self.engine.ranks.first:
+            self.versions.append(copy.deepcopy(self.policy).requires_grad_(False))
         decision = self._before_step(rollout.data)
         if self._recording is not None:
             self.engine.curr = torch.zeros_like(rollout.data["prev_logprobs"])
@@ -120,6 +129,7 @@ class Trainer:
         metrics = {
             "reward": rollout.reward,
             "mean_response_length": rollout.response_length,
+            **(rollout.ages if self.recipe.grpo.async_grpo.enabled else {}),
             **summarized(merge_metrics(reports, 1.0 / len(reports))),
             "generation_seconds": sampled - began,
             "step_seconds": ended - began,
@@ -132,8 +142,8 @@ class Trainer:
         if self._recording is None or self.engine.curr is None:
             return
         curr, self.engine.curr = self.engine.ranks.assemble(self.engine.curr), None
-        beside = {"weight_version": torch.full_like(data["input_lengths"], trained)}
-        beside["staleness"] = beside["weight_version"] - trained
+        staleness = data["weight_age"].amax(dim=1)
+        beside = {"weight_version": trained - staleness, "staleness": staleness}
         if updated:
             beside["curr_logprobs"] = curr
         if self._records is not None:

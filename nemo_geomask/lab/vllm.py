@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,6 +14,7 @@ from nemo_geomask.errors import EngineError, MissingDependencyError
 from nemo_geomask.integrations.vllm import load_weights, rollout_batch
 from nemo_geomask.lab.generation import Generated
 from nemo_geomask.lab.model import checkpoint, generation_copy, policy_config, token_logprobs
+from nemo_geomask.lab.quantization import numerics
 from nemo_geomask.lab.recipe import LabRecipe
 from nemo_geomask.lab.task import Prompts, Task
 
@@ -59,7 +61,17 @@ class VllmSampler:
             os.environ.setdefault(name, value)
         vllm = _vllm()
         self._params = vllm.SamplingParams
-        self.name = f"vLLM {vllm.__version__} in {recipe.policy.generation.precision}"
+        generation = recipe.policy.generation
+        self.name = f"vLLM {vllm.__version__} in {numerics(generation)}"
+        settings = {
+            "dtype": generation.precision,
+            "logprobs_mode": "processed_logprobs",
+            "enforce_eager": True,
+            "max_num_seqs": recipe.grpo.num_prompts_per_step * recipe.grpo.num_generations_per_prompt,
+            "kv_cache_memory_bytes": _CACHE_BYTES,
+            "seed": recipe.grpo.seed,
+            **generation.vllm_kwargs,
+        }
         config = policy_config(recipe.policy.model, task)
         set_num_threads = torch.set_num_threads
         try:
@@ -69,29 +81,25 @@ class VllmSampler:
                     model=folder,
                     load_format="dummy",
                     skip_tokenizer_init=True,
-                    dtype=recipe.policy.generation.precision,
-                    logprobs_mode="processed_logprobs",
-                    enforce_eager=True,
-                    max_num_seqs=recipe.grpo.num_prompts_per_step * recipe.grpo.num_generations_per_prompt,
-                    kv_cache_memory_bytes=_CACHE_BYTES,
-                    seed=recipe.grpo.seed,
+                    **settings,
                 )
         finally:
             # vLLM's CPU worker disables it for its whole process, which is also the trainer's.
             torch.set_num_threads = set_num_threads
 
-    def sample(self, policy: PreTrainedModel, prompts: Prompts, generator: torch.Generator) -> Generated:
+    def sample(self, versions: Sequence[PreTrainedModel], prompts: Prompts, generator: torch.Generator) -> Generated:
         """Load the policy's weights and sample one response a prompt, as :func:`~nemo_geomask.lab.generation.generate`.
 
         Args:
-            policy: float32.
+            versions: the policy, float32, alone.
             prompts: B prompts.
-            generator: source of the noise on the weights, if the recipe asks for any, and of a seed for each response.
+            generator: source of a seed for each response.
 
         Raises:
             EngineError: vLLM's log-probs are not those of the weights that it was given.
         """
-        weights = generation_copy(policy, self.recipe.policy.generation, generator)
+        (policy,) = versions
+        weights = generation_copy(policy, self.recipe.policy.generation)
         load_weights(self.llm, checkpoint(weights))
         seeds = torch.randint(2**31, (len(prompts.terms),), generator=generator)
         params = [
@@ -113,7 +121,8 @@ class VllmSampler:
             logprobs_mode=self.llm.model_config.logprobs_mode,
         )
         _check_weights(weights, batch)
-        return Generated(batch["input_ids"], batch["generation_logprobs"], batch["token_mask"])
+        ids = batch["input_ids"]
+        return Generated(ids, batch["generation_logprobs"], batch["token_mask"], torch.zeros_like(ids))
 
 
 @torch.no_grad()

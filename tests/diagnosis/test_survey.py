@@ -35,7 +35,7 @@ def block():
 
 def test_sums_are_those_of_plain_loops(block):
     expected = dict.fromkeys(("tokens", "k3", "k3_reverse", "prob_error", "weight", "weight_square", "delta"), 0.0)
-    weights, lengths = [], 0
+    weights, lengths, removed = [], 0, [0, 0.0]
     for row in range(len(block)):
         total = count = 0
         if block.sequences["sample_mask"][row] == 0:
@@ -55,6 +55,8 @@ def test_sums_are_those_of_plain_loops(block):
             }.items():
                 expected[name] += value
             total, count = total + delta, count + 1
+            if block.removed["veto"][place]:
+                removed = [removed[0] + 1, removed[1] + min(abs(delta), 1)]
         weights.append((math.exp(total), math.exp(total / count)))
         lengths += int(block.sequences["length"][row] - block.sequences["prompt_length"][row])
     sums = survey(block).steps[5]
@@ -63,6 +65,8 @@ def test_sums_are_those_of_plain_loops(block):
     assert sums["sequence_weight"] == pytest.approx(sum(one for one, _ in weights), rel=1e-12)
     assert sums["mean_weight_square"] == pytest.approx(sum(one**2 for _, one in weights), rel=1e-12)
     assert (sums["sequences"], sums["masked_out"], sums["response"]) == (10, 2, lengths)
+    assert sums.removed["veto"] == pytest.approx(removed, rel=1e-12)
+    assert sums.removed_share("veto", 1) == pytest.approx(removed[1] / sums["size"], rel=1e-12)
 
 
 def test_every_dimension_holds_every_token_once(block):
@@ -135,7 +139,8 @@ def test_parts_add_up_to_the_whole_in_any_order(block):
             merged.add(one)
         np.testing.assert_allclose(merged.steps[5].sums, whole.steps[5].sums, rtol=1e-12)
         np.testing.assert_allclose(merged.steps[5].boot, whole.steps[5].boot, rtol=1e-12)
-        assert merged.steps[5].removed == whole.steps[5].removed
+        for label, sums in whole.steps[5].removed.items():
+            assert merged.steps[5].removed[label] == pytest.approx(sums, rel=1e-12), label
         for name, cells in whole.windows[5].cells.items():
             np.testing.assert_allclose(merged.windows[5].cells[name], cells, rtol=1e-9, atol=1e-12)
             np.testing.assert_allclose(merged.windows[5].clustered[name], whole.windows[5].clustered[name], rtol=1e-9)

@@ -156,7 +156,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "ppo": {},
     "dual_clip": {"ratio_clip_c": 1.4},
     "sequence_ratio": {"sequence_level_importance_ratios": True, "token_level_loss": False},
-    "reinforce": {"disable_ppo_ratio": True},
+    "no_ratio": {"disable_ppo_ratio": True},
     "on_policy": {"force_on_policy_ratio": True},
     "cispo_flag": {"use_cispo": True, "ratio_clip_min": 0.3, "ratio_clip_max": 0.4},
     "gspo": {"name": "gspo"},
@@ -169,6 +169,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "ipo": {"name": "ipo", "ratio_anchor": "prev", "options": {"eps": 0.12, "kl_tau": 0.3}},
     "vespo": {"name": "vespo", "ratio_anchor": "prev"},
     "dro": {"name": "dro", "options": {"beta": 0.4}},
+    "reinforce": {"name": "reinforce"},
 }
 
 BUDGETS: dict[str, dict[str, Any]] = {

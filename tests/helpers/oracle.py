@@ -290,8 +290,10 @@ class _Evaluation:
             setattr(answer, name, [list(row) for row in shape])
         answer.kept = [[False] * self.width for _ in range(self.rows)]
         total = torch.zeros((), dtype=torch.float64)
+        corrections = [self.correction(i, row) for i, row in enumerate(self.tokens)]
+        divisor = self.weight_mean(corrections) if self.c.is_correction_batch_normalize else 1.0
         for i, row in enumerate(self.tokens):
-            weights = self.correction(i, row)
+            weights = [weight / divisor for weight in corrections[i]]
             kept = self.verdict(i, row)
             losses = self.surrogate(row)
             for token, weight, keep, loss in zip(row, weights, kept, losses, strict=True):
@@ -391,6 +393,15 @@ class _Evaluation:
         if not config.use_importance_sampling_correction or self.anchor == "gen":
             return [1.0] * len(row)
         return used if by_token else used * len(row)
+
+    def weight_mean(self, corrections: list[list[float]]) -> float:
+        """Over tokens or, where a sequence has one weight, over sequences."""
+        total = count = 0.0
+        for i, weights in enumerate(corrections):
+            for weight in weights if self.level == "token" else weights[:1]:
+                total += self.sample[i] * weight
+                count += self.sample[i]
+        return total / count
 
     def judged(self, rule: Rule, row: list[dict[str, Any]]) -> list[float]:
         """What a rule compares: one value a token, of which each counts, or one of the sequence."""

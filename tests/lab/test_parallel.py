@@ -22,8 +22,8 @@ pytestmark = pytest.mark.slow
 TIMINGS = {"generation_seconds", "step_seconds"}
 # (tp, cp, dp), and the courses of training to compare there.
 LAYOUTS = {
-    2: {(2, 1, 1): ["noisy"], (1, 2, 1): ["first"], (1, 1, 2): ["documents"]},
-    4: {(2, 2, 1): ["noisy", "first"], (4, 1, 1): [], (1, 4, 1): [], (2, 1, 2): [], (1, 2, 2): ["documents"]},
+    2: {(2, 1, 1): ["quantized"], (1, 2, 1): ["first"], (1, 1, 2): ["documents"]},
+    4: {(2, 2, 1): ["quantized", "first"], (4, 1, 1): [], (1, 4, 1): [], (2, 1, 2): [], (1, 2, 2): ["documents"]},
 }
 LOSSES = {
     "clipped_pg": {"name": "clipped_pg", "reference_policy_kl_penalty": 0.1, "positive_example_nll_weight": 0.1},
@@ -35,10 +35,11 @@ LOSSES = {
         "masks": [{"preset": "geometric", "min": 0.9, "max": 1.1}, {"preset": "veto", "min": 0.2, "max": 5.0}],
     },
 }
-# Sampled in float32, a token hangs on a last bit so rarely that the courses stay together; noise makes the mismatch.
-NOISY = {"precision": "float32", "mismatch": 0.1}
+# Sampled in float32, a token hangs on a last bit so rarely that the courses stay together; int4 weights make the
+# mismatch.
+QUANTIZED = {"precision": "float32", "quantization": {"weights": "int4"}}
 COURSES = {
-    "noisy": {"grpo": {"max_num_steps": 3}, "policy": {"generation": NOISY}, "loss_fn": LOSSES["gspo"]},
+    "quantized": {"grpo": {"max_num_steps": 3}, "policy": {"generation": QUANTIZED}, "loss_fn": LOSSES["gspo"]},
     # bfloat16 sampling, from weights that are still the same bits.
     "first": {"grpo": {"max_num_steps": 1}, "loss_fn": LOSSES["clipped_pg"]},
     # Two steps of 12 and 4 responses; with two data-parallel ranks, one of them runs dry in the second.
@@ -48,7 +49,7 @@ COURSES = {
             "train_global_batch_size": None,
             "docs_per_step": 12,
             "train_micro_batch_size": 6,
-            "generation": NOISY,
+            "generation": QUANTIZED,
         },
     },
 }
@@ -149,8 +150,8 @@ def test_gradients_and_courses_equal_those_of_one_process(truth, world):
     torch.set_num_threads(threads)
 
 
-def test_the_noisy_course_is_no_comparison_of_trifles(truth):
-    steps = truth[1]["course noisy"]
+def test_the_quantized_course_is_no_comparison_of_trifles(truth):
+    steps = truth[1]["course quantized"]
     assert len({step["reward"] for step in steps}) == 3
     assert all(step["geomask/mismatch_abs"] > 0.02 and step["grad_norm"] > 0.01 for step in steps)
 

@@ -14,7 +14,7 @@ from tests.helpers.agreement import NORMALIZATIONS, agree, merged
 from tests.helpers.batches import MASKS, VARIANTS, packed_rows
 
 GEN = {"ratio_anchor": "gen"}
-ON_RATIOS = [name for name in VARIANTS if name not in ("reinforce", "on_policy")]
+ON_RATIOS = [name for name in VARIANTS if name not in ("no_ratio", "reinforce", "on_policy")]
 every_variant = pytest.mark.parametrize("variant", ON_RATIOS)
 OF_TOTAL = {
     "opsm": MASKS["opsm"],

@@ -26,13 +26,18 @@ from tests.helpers.from_logits import PADDED, TEMPERATURE, VOCAB, WIDTH, problem
 EVERYTHING = "GEOMASK_MATRIX" in os.environ
 WORLDS = list(itertools.product((1, 2, 4), repeat=2)) if EVERYTHING else [(4, 1), (2, 2), (1, 4)]
 
-NAMED = ("gspo", "gspo_token", "gmpo", "cispo", "sapo", "dppo", "ipo", "vespo", "dro")
+NAMED = ("gspo", "gspo_token", "gmpo", "cispo", "sapo", "dppo", "ipo", "vespo", "dro", "reinforce")
 OBJECTIVES = {"clipped_pg": {}, **{name: VARIANTS[name] for name in NAMED}}
 LEVELS = {
     "uncorrected": {},
     **{
         level: {"use_importance_sampling_correction": True, "is_correction_level": level}
         for level in ("token", "sequence", "sequence_mean")
+    },
+    "normalized": {
+        "use_importance_sampling_correction": True,
+        "is_correction_level": "sequence",
+        "is_correction_batch_normalize": True,
     },
     "anchored": {"ratio_anchor": "gen"},
 }

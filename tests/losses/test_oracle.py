@@ -95,11 +95,10 @@ def test_level_by_truncation(variant, level, kind):
 @pytest.mark.parametrize("forced", [True, False])
 def test_reinforce_by_name_may_be_weighted_by_the_policy_as_it_is(level, forced):
     config = merged("reinforce", LEVELS[level])
-    del config["disable_ppo_ratio"]
-    agree({**config, "name": "reinforce", "force_on_policy_ratio": forced}, batches.rollouts(1))
+    agree({**config, "force_on_policy_ratio": forced}, batches.rollouts(1))
 
 
-UNCLIPPED = ("reinforce", "on_policy", "sapo", "ipo", "vespo", "dro")
+UNCLIPPED = ("no_ratio", "reinforce", "on_policy", "sapo", "ipo", "vespo", "dro")
 
 
 @pytest.mark.parametrize("variant", [name for name in VARIANTS if name not in UNCLIPPED])

@@ -128,7 +128,7 @@ def test_processed_logprobs_are_those_of_the_tempered_and_cut_distribution(sampl
 def test_the_sampler_repeats_itself_by_seed_and_stops_where_asked(sampler, policy, task):
     def sample(seed):
         prompts = task.sample(16, torch.Generator().manual_seed(4))
-        return prompts, sampler.sample(policy, prompts, torch.Generator().manual_seed(seed))
+        return prompts, sampler.sample([policy], prompts, torch.Generator().manual_seed(seed))
 
     (prompts, one), (_, same), (_, other) = sample(5), sample(5), sample(6)
     assert torch.equal(one.input_ids, same.input_ids)
@@ -147,7 +147,7 @@ def test_an_engine_that_drops_the_weights_is_noticed(sampler, policy, task, monk
     monkeypatch.setattr(lab_vllm, "load_weights", lambda llm, weights: None)
     prompts = task.sample(16, torch.Generator().manual_seed(4))
     with pytest.raises(EngineError, match="did not take the weights over"):
-        sampler.sample(policy, prompts, torch.Generator().manual_seed(0))
+        sampler.sample([policy], prompts, torch.Generator().manual_seed(0))
 
 
 def test_weights_are_not_loaded_under_a_running_request(sampler, policy):

@@ -35,18 +35,18 @@ def test_the_recipe_asks_for_vllm_and_the_demo_does_not():
     [
         ("demo.yaml", ["policy.generation.backend=vllm"], "64 / 4 = 16. Change one of them, or start from"),
         ("vllm.yaml", ["lab.tp=2"], r"lab.tp, lab.cp and lab.dp \(2, 1, 1\) need too"),
-        ("vllm.yaml", ["policy.generation.mismatch=0.1"], r"mismatch \(0.1\) on logits can't be added inside vLLM"),
+        ("vllm.yaml", ["policy.generation.vllm_kwargs.model=x"], r"vllm_kwargs \(model\): the lab sets it itself"),
+        (
+            "vllm.yaml",
+            ["grpo.async_grpo.enabled=true", "grpo.async_grpo.in_flight_weight_updates=true"],
+            "in_flight_weight_updates needs policy.generation.backend: copy",
+        ),
         ("vllm.yaml", ["policy.generation.backend=vlm"], "backend.*'copy' or 'vllm'"),
     ],
 )
 def test_what_vllm_cant_do_is_refused_by_the_recipe(name, overrides, message):
     with pytest.raises(ConfigError, match=message):
         read(name, *overrides)
-
-
-def test_noise_on_the_weights_needs_no_say_of_vllms():
-    recipe = read("vllm.yaml", "policy.generation.mismatch=0.1", "policy.generation.mismatch_on=weights")
-    assert recipe.policy.generation.mismatch == 0.1
 
 
 def test_a_missing_vllm_is_named_with_the_extra_that_installs_it(monkeypatch):

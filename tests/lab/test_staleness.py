@@ -1,0 +1,101 @@
+"""Which weights sampled which token, by what they say of it."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="the policy is a transformers model (demo extra)")
+
+from nemo_geomask import build_loss
+from nemo_geomask.errors import ConfigError
+from nemo_geomask.lab.generation import generate
+from nemo_geomask.lab.model import build_policy, token_logprobs
+from nemo_geomask.lab.task import task_of
+from nemo_geomask.lab.trainer import Trainer
+
+FLOAT32 = {"generation": {"precision": "float32"}, "lr": 1e-2}
+
+
+def asynchronous(age, **more):
+    return {"async_grpo": {"enabled": True, "max_trajectory_age_steps": age, **more}, "max_num_steps": 4}
+
+
+@pytest.mark.parametrize("recompute", [True, False])
+def test_updates_land_at_equal_parts_of_the_longest_response(tiny, recompute):
+    recipe = tiny()
+    task = task_of(recipe.env)
+    policies = [build_policy(recipe.policy.model, task, seed) for seed in range(3)]
+    prompts = task.sample(64, torch.Generator().manual_seed(0))
+    sampled = generate(policies, prompts, task, torch.Generator().manual_seed(1), recompute_cache=recompute)
+    alone = generate(policies[:1], prompts, task, torch.Generator().manual_seed(1))
+    response = sampled.token_mask[:, task.prompt_width :].bool()
+    places = torch.arange(response.shape[1]).expand_as(response)
+    expected = places * 3 // int(prompts.terms.max())
+    by = sampled.engine[:, task.prompt_width :]
+    assert torch.equal(by[response], expected[response])
+    assert set(by[response].tolist()) == {0, 1, 2}
+    # Until the first update lands, it is the oldest weights' response.
+    until = task.prompt_width + int((expected[0] == 0).sum())
+    assert torch.equal(sampled.input_ids[:, :until], alone.input_ids[:, :until])
+    with torch.no_grad():
+        whole = torch.stack([token_logprobs(policy, sampled.input_ids) for policy in policies])
+    found = sampled.logprobs[:, task.prompt_width :]
+    says = whole[:, :, task.prompt_width - 1 :].gather(0, by[None])[0]
+    gap = (found - says)[response].abs()
+    later = by[response] > 0
+    assert gap[~later].max() < 1e-5
+    # With a cache of its own the engine says what its weights say; else the older keys and values are part of it.
+    assert (gap[later].max() < 1e-5) == recompute
+
+
+@pytest.mark.parametrize("age", [1, 2])
+def test_the_engine_is_as_many_updates_behind_as_it_may_be(tiny, age):
+    recipe = tiny(grpo=asynchronous(age), policy=FLOAT32)
+    trainer = Trainer(recipe, build_loss(recipe.loss_fn))
+    history = []
+    for step in range(4):
+        history.append(copy.deepcopy(trainer.policy))
+        metrics, rollout = trainer.step()
+        behind = min(step, age)
+        assert metrics["avg_trajectory_age"] == metrics["avg_token_age"] == behind
+        data, mask = rollout.data, rollout.data["token_mask"][:, 1:].bool()
+        with torch.no_grad():
+            of_version = [token_logprobs(policy, data["input_ids"]) for policy in history]
+        gaps = [float((data["generation_logprobs"][:, 1:] - found)[mask].abs().max()) for found in of_version]
+        assert [gap < 1e-5 for gap in gaps] == [version == step - behind for version in range(step + 1)]
+        torch.testing.assert_close(data["prev_logprobs"][:, 1:][mask], of_version[-1][mask], rtol=0, atol=1e-5)
+
+
+def test_in_flight_tokens_are_younger_than_their_response(tiny):
+    recipe = tiny(grpo=asynchronous(2, in_flight_weight_updates=True), policy=FLOAT32)
+    trainer = Trainer(recipe, build_loss(recipe.loss_fn))
+    *_, (metrics, rollout) = trainer.steps()
+    assert metrics["avg_trajectory_age"] == 2 > metrics["avg_token_age"] > 0
+    assert set(rollout.data["weight_age"][rollout.data["token_mask"].bool()].tolist()) == {0, 1, 2}
+
+
+def test_synchronous_training_keeps_no_old_weights(tiny):
+    trainer = Trainer(tiny(), build_loss(tiny().loss_fn))
+    metrics, rollout = trainer.step()
+    assert not trainer.versions
+    assert "avg_trajectory_age" not in metrics
+    assert not rollout.data["weight_age"].any()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"in_flight_weight_updates": True}, "in_flight_weight_updates does nothing without enabled"),
+        (
+            {"enabled": True, "recompute_kv_cache_after_weight_updates": True},
+            "recompute_kv_cache_after_weight_updates does nothing without in_flight_weight_updates",
+        ),
+        ({"max_trajectory_age_steps": 0}, "grpo.async_grpo.max_trajectory_age_steps: Input should be greater than 0"),
+    ],
+)
+def test_settings_that_do_nothing(tiny, settings, message):
+    with pytest.raises(ConfigError, match=message):
+        tiny(grpo={"async_grpo": settings})
