@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -33,6 +34,7 @@ examples
   nemo-geomask diagnose logs/a logs/b --brief
   nemo-geomask diagnose records/ --json > diagnosis.json
   nemo-geomask diagnose logs/exp_001 --watch 60 --brief
+  nemo-geomask diagnose logs/a logs/b --html report.html --tokenizer Qwen/Qwen3-30B-A3B
   nemo-geomask diagnose logs/exp_001 --by probability
   nemo-geomask diagnose logs/exp_001 --by entropy,advantage --by turn
   nemo-geomask diagnose logs/l20 --against logs/h20
@@ -65,6 +67,18 @@ def add(subparsers: Any) -> None:
         help="show tokens as text, by this tokenizer of Hugging Face (a name or a folder)",
     )
     parser.add_argument(
+        "--html", type=Path, metavar="FILE", help="write a report that works offline, of all runs side by side"
+    )
+    parser.add_argument("--png", type=Path, metavar="DIR", help="draw the report's plots as PNGs into a folder")
+    parser.add_argument(
+        "--sweep",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="take what `nemo-geomask sweep DIR --json > FILE` has found into the report",
+    )
+    parser.add_argument(
         "--cache", type=Path, metavar="DIR", help="where converted logs are kept (default: geomask-records beside them)"
     )
     parser.add_argument(
@@ -93,9 +107,14 @@ def add(subparsers: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Run the command."""
     # Imported here, so that --help and other commands need no optional package.
+    from nemo_geomask.diagnosis.report import read_sweep
     from nemo_geomask.diagnosis.run import survey_run
     from nemo_geomask.diagnosis.verdict import diagnose
 
+    if arguments.sweep and arguments.html is None:
+        raise ConfigError("--sweep is what the report shows; name its file by --html")
+    for path in arguments.sweep:
+        read_sweep(path)  # before anything that takes long
     only = None if arguments.by is None else [_dimensions(text) for text in arguments.by]
     crosses = [(names[0], names[1]) for names in only or () if len(names) == 2]
     decode = None if arguments.tokenizer is None else _decoder(arguments.tokenizer)
@@ -121,6 +140,7 @@ def run(arguments: argparse.Namespace) -> int:
     if not found:
         raise DataError(*unread.values())
     _print(arguments, found, unread, decode, only)
+    _write(arguments, found, unread, decode)
     return _status([diagnosis for _, diagnosis in found], unread)
 
 
@@ -180,6 +200,13 @@ def _runs(directories: Sequence[Path]) -> tuple[list[RunFiles], dict[Path, str]]
     return found, unread
 
 
+def _not_judged(unread: Mapping[Path, str]) -> dict[str, str]:
+    return {
+        str(path): f"not judged: {' '.join(error.removeprefix(f'{path}: ').splitlines())}"
+        for path, error in unread.items()
+    }
+
+
 def _print(
     arguments: argparse.Namespace,
     found: Sequence[tuple[RunFiles, RunDiagnosis]],
@@ -189,10 +216,7 @@ def _print(
 ) -> None:
     from nemo_geomask.diagnosis.text import as_json, show, tables
 
-    not_judged = {
-        str(path): f"not judged: {' '.join(error.removeprefix(f'{path}: ').splitlines())}"
-        for path, error in unread.items()
-    }
+    not_judged = _not_judged(unread)
     if arguments.json:
         objects = [as_json(diagnosis, str(run.directory), decode, only) for run, diagnosis in found]
         objects += [{"run": path, "health": "unknown", "verdict": verdict} for path, verdict in not_judged.items()]
@@ -209,6 +233,26 @@ def _print(
             if len(found) > 1:
                 print(f"\n{run.directory}")
             show(tables(diagnosis, decode, only))
+
+
+def _write(
+    arguments: argparse.Namespace,
+    found: Sequence[tuple[RunFiles, RunDiagnosis]],
+    unread: Mapping[Path, str],
+    decode: Callable[[Sequence[int]], str] | None,
+) -> None:
+    """The report and the PNGs, where they are asked for."""
+    from nemo_geomask.diagnosis.figures import figures_of, write_pngs
+    from nemo_geomask.diagnosis.report import read_sweep, report, short_names
+
+    if arguments.html is not None:
+        sweeps = [read_sweep(path) for path in arguments.sweep]
+        report(arguments.html, found, unread=_not_judged(unread), sweeps=sweeps, decode=decode, cache=arguments.cache)
+        print(f"report: {arguments.html}", file=sys.stderr)
+    if arguments.png is not None:
+        names = short_names([run.directory for run, _ in found])
+        written = write_pngs(figures_of([diagnosis for _, diagnosis in found]), names, arguments.png)
+        print(f"{len(written)} plots: {arguments.png}", file=sys.stderr)
 
 
 def _status(found: Sequence[RunDiagnosis], unread: Mapping[Path, str]) -> int:

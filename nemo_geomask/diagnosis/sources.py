@@ -55,7 +55,8 @@ class RunFiles:
 def find_runs(directories: Sequence[Path]) -> list[RunFiles]:
     """Every folder that holds records or ``train_data_step{N}.jsonl``, at or below those given.
 
-    Logs that were converted are no run beside the logs; where there is nothing else, they are one.
+    Logs that were converted are no run beside the logs; where there is nothing else, they are one. Records in a folder
+    of the logs' are the same run.
 
     Raises: DataError: there is no such folder, or none in it.
     """
@@ -64,7 +65,7 @@ def find_runs(directories: Sequence[Path]) -> list[RunFiles]:
         if not top.is_dir():
             raise DataError(f"{top}: no folder; give that of the records (loss_fn.record.dir) or of NeMo-RL's log")
         runs = [run for folder, _, _ in sorted(os.walk(top)) if (run := _run(Path(folder))).steps]
-        runs = [run for run in runs if not run.converted] or runs
+        runs = _joined([run for run in runs if not run.converted] or runs)
         if not runs:
             raise DataError(
                 f"{top}: holds neither records (step-0000001-….parquet, from loss_fn.record) nor "
@@ -73,6 +74,19 @@ def find_runs(directories: Sequence[Path]) -> list[RunFiles]:
             )
         found += runs
     return found
+
+
+def _joined(runs: list[RunFiles]) -> list[RunFiles]:
+    of_logs = {run.directory: run for run in runs if not run.records}
+    found = {run.directory: run for run in runs}
+    for run in runs:
+        logged = of_logs.get(run.directory.parent)
+        if logged is not None and run.records:
+            del found[run.directory]
+            records = found[logged.directory].records | run.records
+            logs = {step: path for step, path in logged.logs.items() if step not in records}
+            found[logged.directory] = RunFiles(logged.directory, dict(sorted(records.items())), logs)
+    return list(found.values())
 
 
 def _run(folder: Path) -> RunFiles:

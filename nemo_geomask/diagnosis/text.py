@@ -179,8 +179,12 @@ NUMBERS: tuple[Number, ...] = (
     Number(
         "their |Δ|", "mean |Δ| (at most 1) of those", lambda sums: sums.mean("masked_out_size", "masked_out_tokens")
     ),
-    Number("reward", "mean", lambda sums: sums.mean("reward", "rewarded")),
-    Number("response length", "mean, tokens, tool output included", lambda sums: sums.mean("response", "sequences")),
+    Number("reward", "mean over sequences", lambda sums: sums.mean("reward", "rewarded")),
+    Number(
+        "response length",
+        "mean over sequences, tokens, tool output included",
+        lambda sums: sums.mean("response", "sequences"),
+    ),
     Number("staleness", "mean, steps", lambda sums: sums.mean("staleness", "stale_known")),
 )
 
@@ -227,7 +231,8 @@ def _causes(diagnosis: RunDiagnosis) -> Table:
         found = diagnosis.found[cause.id]
         state = "shown" if found.shown else "not in these records" if math.isnan(found.share) else "ruled out"
         rows.append((cause.id, state, float(found.share), f"> {cause.threshold:g}", found.says))
-    return Table("causes", "Causes", ("", "", "measured", "threshold", "which is"), rows)
+    definitions = {cause.id: f"{cause.name}; shown where it is beyond the threshold, {cause.why}" for cause in CAUSES}
+    return Table("causes", "Causes", ("", "", "measured", "threshold", "which is"), rows, definitions)
 
 
 def _changes(diagnosis: RunDiagnosis) -> Table:
@@ -375,6 +380,7 @@ def _dimension(evidence: Evidence, names: tuple[str, ...]) -> Table | None:
     if there is not None:
         columns += [f"against {evidence.names[0]}", "95 % of that"]
         definitions[columns[-2]] = "mean |Δ| over mean 1 − p, in units of what it is there in the same part"
+        definitions[columns[-1]] = "over sequences"
     return Table(key, title, tuple(columns), rows, definitions)
 
 

@@ -157,6 +157,11 @@ class RunDiagnosis:
 
     @property
     def sentence(self) -> str:
+        """The verdict, and what was ruled out."""
+        return self.headline if self.unknown else f"{self.headline}; {self._ruled_out()}"
+
+    @property
+    def headline(self) -> str:
         """The verdict."""
         steps = self.evidence.statistics.steps
         if self.unknown:
@@ -164,7 +169,7 @@ class RunDiagnosis:
         if self.health == "healthy":
             error, kl = (self.levels[name].value for name in ("token_mult_prob_error", "geomask/mismatch_k3"))
             found = f"token_mult_prob_error {error:.4g}, KL {kl:.2g} nats a token over {len(steps)} steps"
-            return f"healthy{self._against()}: {found}; {self._ruled_out()}"
+            return f"healthy{self._against()}: {found}"
         since = f" since step {self.since}" if self.since is not None else ""
         if self.cause is None:
             why = "no cause that is known"
@@ -176,7 +181,7 @@ class RunDiagnosis:
             ):
                 why += f", in {len(found_cause.steps)} of {len(steps)} steps"
             why += ")"
-        return f"{self.health}{since}{self._against()}: {why}; {self._ruled_out()}"
+        return f"{self.health}{since}{self._against()}: {why}"
 
     def _against(self) -> str:
         if self.versus is None:
