@@ -10,7 +10,7 @@ import importlib
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,7 +20,7 @@ from nemo_geomask.diagnosis.changes import find_change
 from nemo_geomask.diagnosis.verdict import CERTAIN, LEAST_NOISE, LEVELS, RISE, Health
 from nemo_geomask.errors import DataError, MissingDependencyError
 
-__all__ = ["LoggedVerdict", "Series", "judge_logged", "read_logged"]
+__all__ = ["LoggedVerdict", "Series", "as_series", "judge_logged", "read_logged"]
 
 Series = dict[str, dict[int, float]]
 """By the metric's name, then the step."""
@@ -63,6 +63,15 @@ def read_logged(folder: Path) -> Series:
     for path in sorted(folder.rglob(EVENTS), key=lambda path: (path.stat().st_mtime, path)):
         for step, name, value in _events(path):
             found.setdefault(name.removeprefix("train/"), {})[step] = value
+    return found
+
+
+def as_series(history: Iterable[Mapping[str, float]]) -> Series:
+    """Of metrics in the order of the steps, from 1."""
+    found: Series = {}
+    for step, metrics in enumerate(history, 1):
+        for name, value in metrics.items():
+            found.setdefault(name, {})[step] = float(value)
     return found
 
 

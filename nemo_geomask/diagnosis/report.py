@@ -342,21 +342,22 @@ def report(
     decode: Decode | None = None,
     cache: Path | None = None,
     names: Sequence[str] | None = None,
+    logged: Sequence[Series] | None = None,
 ) -> None:
     """Write the report on runs, with excerpts of their worst sequences; see :func:`write_report`.
 
-    Without ``names``, what differs in the runs' paths is taken.
+    Without ``names``, what differs in the runs' paths is taken, and without ``logged`` what is in their folders.
     """
     names = names or short_names([run.directory for run, _ in found])
     runs, others = [], dict(others or {})
-    for name, (run, diagnosis) in zip(names, found, strict=True):
-        logged: Series = {}
+    for place, (name, (run, diagnosis)) in enumerate(zip(names, found, strict=True)):
+        series: Series = {}
         try:
-            logged = read_logged(run.directory)
+            series = read_logged(run.directory) if logged is None else logged[place]
         except GeomaskError as error:
             others[str(run.directory)] = ("unknown", f"its own metrics are not shown: {error}")
         parts = excerpts(run, diagnosis, decode, cache)
-        runs.append(ReportedRun(name, str(run.directory), diagnosis, parts, logged))
+        runs.append(ReportedRun(name, str(run.directory), diagnosis, parts, series))
     write_report(path, runs, others=others, sweeps=sweeps, decode=decode)
 
 

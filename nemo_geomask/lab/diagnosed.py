@@ -16,12 +16,11 @@ def print_diagnosis(result: LabResult, console: Any) -> None:
 
     What stands in the way is printed, too: the training is done, and its results are there.
     """
-    recorded = {
-        variant.label: variant.loss_fn["record"] for variant in result.variants if variant.loss_fn.get("record")
-    }
+    recorded = [variant for variant in result.variants if variant.loss_fn.get("record")]
     if not recorded:
         return
     # Without records, the lab needs none of it.
+    from nemo_geomask.diagnosis.logged import as_series
     from nemo_geomask.diagnosis.report import report
     from nemo_geomask.diagnosis.run import survey_run
     from nemo_geomask.diagnosis.sources import find_runs
@@ -30,15 +29,15 @@ def print_diagnosis(result: LabResult, console: Any) -> None:
     def say(line: str) -> None:
         console.print(line, highlight=False, markup=False)
 
-    found, names = [], []
+    found = []
     try:
-        for label, settings in recorded.items():
-            (run,) = find_runs([Path(settings["dir"])])
+        for variant in recorded:
+            (run,) = find_runs([Path(variant.loss_fn["record"]["dir"])])
             found.append((run, diagnose(survey_run(run))))
-            names.append(label)
-            say(f"{label}: {found[-1][1].headline}")
+            say(f"{variant.label}: {found[-1][1].headline}")
         path = result.out / "report.html"
-        report(path, found, names=names)
+        logged = [as_series(variant.history) for variant in recorded]
+        report(path, found, names=[variant.label for variant in recorded], logged=logged)
         say(f"Diagnosis of what was recorded: {path}")
     except GeomaskError as error:
         say(f"No diagnosis: {error}")
