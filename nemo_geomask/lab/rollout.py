@@ -113,20 +113,19 @@ def _sample(
     in_flight = recipe.grpo.async_grpo.in_flight_weight_updates
     sampled = sampler.sample(versions if in_flight else versions[:1], prompts, of_sampling)
 
-    lengths = sampled.token_mask.sum(dim=1).long()
     width = task.prompt_width
     rewards = torch.tensor(
         [
-            task.reward(ids[:width], ids[width : width + length], terms)
+            task.reward(ids[:width], ids[width:length], terms)
             for ids, length, terms in zip(
-                sampled.input_ids.tolist(), lengths.tolist(), prompts.terms.tolist(), strict=True
+                sampled.input_ids.tolist(), sampled.input_lengths.tolist(), prompts.terms.tolist(), strict=True
             )
         ],
         dtype=torch.float32,
     )
     return {
         "input_ids": sampled.input_ids,
-        "input_lengths": lengths + width,
+        "input_lengths": sampled.input_lengths,
         "generation_logprobs": sampled.logprobs,
         "token_mask": sampled.token_mask,
         "sample_mask": torch.ones(len(rewards), dtype=torch.float32),

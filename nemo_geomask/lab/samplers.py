@@ -28,7 +28,7 @@ class Sampler(Protocol):
         """What it is, for the report."""
 
     def sample(self, versions: Sequence[PreTrainedModel], prompts: Prompts, generator: torch.Generator) -> Generated:
-        """One response a prompt, at temperature 1.
+        """One response a prompt.
 
         Args:
             versions: the policy, float32; of several, the oldest begins and the others land while it writes.
@@ -42,7 +42,7 @@ class CopySampler:
     """A copy of the policy in the generation engine's precision; see :mod:`nemo_geomask.lab.generation`.
 
     Attributes:
-        config: precision and quantisation.
+        config: numerics, and what is drawn from.
         task: supplies EOS and PAD.
         recompute_cache: see :func:`~nemo_geomask.lab.generation.generate`.
     """
@@ -59,7 +59,7 @@ class CopySampler:
     def sample(self, versions: Sequence[PreTrainedModel], prompts: Prompts, generator: torch.Generator) -> Generated:
         """See :class:`Sampler`."""
         engines = [generation_copy(policy, self.config) for policy in versions]
-        return generate(engines, prompts, self.task, generator, recompute_cache=self.recompute_cache)
+        return generate(engines, prompts, self.task, self.config, generator, recompute_cache=self.recompute_cache)
 
 
 def build_sampler(recipe: LabRecipe) -> Sampler:
