@@ -17,7 +17,7 @@ from nemo_geomask.lab.task import Task
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
-__all__ = ["build_policy", "checkpoint", "generation_copy", "policy_config", "token_logprobs"]
+__all__ = ["build_policy", "checkpoint", "generation_copy", "policy_config", "token_logprobs", "token_statistics"]
 
 
 def policy_config(config: ModelConfig, task: Task) -> PretrainedConfig:
@@ -86,13 +86,18 @@ def checkpoint(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
                 yield f"{layer}.experts.{expert}.{part}.weight", projection
 
 
-def token_logprobs(model: PreTrainedModel, input_ids: Tensor, *, entropy: bool = False) -> Tensor:
-    """Log-prob of each next token, or the entropy of what it is drawn from, in float32: [B, T] ids to [B, T-1].
+def token_statistics(logits: Tensor, input_ids: Tensor, *, entropy: bool = False) -> tuple[Tensor, Tensor]:
+    """Log-prob of each next token, and the entropy of what it is drawn from or 0: [B, T-1, V] and [B, T] to [B, T-1]."""
+    logprobs = logits.float().log_softmax(dim=-1)
+    of_token = logprobs.gather(-1, input_ids[:, 1:, None]).squeeze(-1)
+    if not entropy:
+        return of_token, torch.zeros_like(of_token)
+    return of_token, -torch.where(logprobs.isinf(), 0.0, logprobs.exp() * logprobs).sum(dim=-1)
+
+
+def token_logprobs(model: PreTrainedModel, input_ids: Tensor) -> Tensor:
+    """Log-prob of each next token in float32: [B, T] ids to [B, T-1].
 
     Padding stands on the right, where causal attention keeps it from the tokens before it, so no mask is needed.
     """
-    logits = model(input_ids=input_ids, use_cache=False).logits[:, :-1].float()
-    logprobs: Tensor = logits.log_softmax(dim=-1)
-    if entropy:
-        return -(logprobs.exp() * logprobs).sum(dim=-1)
-    return torch.gather(logprobs, -1, input_ids[:, 1:, None]).squeeze(-1)
+    return token_statistics(model(input_ids=input_ids, use_cache=False).logits[:, :-1], input_ids)[0]

@@ -108,13 +108,14 @@ class PackedEngine(TrainEngine):
         require("transformers").AttentionInterface.register(_ATTENTION, _attention)
         model.set_attn_implementation(_ATTENTION)
 
-    def logprobs(self, model: PreTrainedModel, input_ids: Tensor, lengths: Tensor, *, entropy: bool = False) -> Tensor:
-        """See :meth:`TrainEngine.logprobs`."""
-        packing = lay_out(lengths, self.ranks.cp)
-        ones = torch.ones(input_ids.shape, dtype=torch.float32)
+    def _scores(self, model: PreTrainedModel, batch: Mapping[str, Tensor], *, entropy: bool, whole: bool) -> Tensor:
+        packing = lay_out(batch["input_lengths"], self.ranks.cp)
+        ones = torch.ones(batch["input_ids"].shape, dtype=torch.float32)
         everything = {"token_mask": ones, "sample_mask": ones[:, 0]}
-        targets = packing.pack({"input_ids": input_ids, **everything})["targets"]
-        return packing.unpack(self._forward(model, packing, input_ids, targets, entropy=entropy), targets, ones)
+        targets = packing.pack({"input_ids": batch["input_ids"], **everything})["targets"]
+        logits, differ = self._forward(model, packing, batch)
+        found = self._statistics(self._scaled(logits, whole=whole), targets, entropy=entropy)
+        return torch.stack([packing.unpack(values, targets, ones) for values in (*found, differ)])
 
     def evaluate(
         self, model: PreTrainedModel, loss: PolicyLoss, batch: Mapping[str, Tensor], documents: int, tokens: int
@@ -122,30 +123,41 @@ class PackedEngine(TrainEngine):
         """See :meth:`TrainEngine.evaluate`."""
         packing = lay_out(batch["input_lengths"], self.ranks.cp)
         packed = packing.pack(batch)
-        logprobs = self._forward(model, packing, batch["input_ids"], packed["targets"])
+        logits, _ = self._forward(model, packing, batch)
+        logprobs = drawable(self._statistics(self._scaled(logits), packed["targets"])[0])
         if self.curr is not None:
             self.curr[batch["row"]] = packing.unpack(logprobs.detach(), packed["targets"], batch["token_mask"])
         return loss.packed(logprobs, packed, packing.segments, documents, tokens)
 
     def _forward(
-        self, model: PreTrainedModel, packing: Packing, input_ids: Tensor, targets: Tensor, *, entropy: bool = False
-    ) -> Tensor:
-        """Log-probs [N] of the targets of this rank's tokens, or entropies there."""
+        self, model: PreTrainedModel, packing: Packing, batch: Mapping[str, Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """Logits [N, V/TP] of this rank's tokens and columns; where their routes differ from the engine's, [N]."""
         tp = self.ranks.tp
         # Padding repeats a row's last column; nothing that counts looks at it.
-        ids = input_ids[packing.row, packing.position.clamp(max=input_ids.shape[1] - 1)]
+        where = packing.row, packing.position.clamp(max=batch["input_ids"].shape[1] - 1)
         sizes = vocabulary_shards(model.lm_head.out_features, tp.size)
         columns = model.lm_head.weight.split(sizes)[tp.rank]
-        with self.autocast:
-            place = packing.position[None]
-            body = model.model(input_ids=ids[None], position_ids=place, use_cache=False, packing=packing)
+        routes = self._routes(batch)
+        with self.autocast, routing(model, None if routes is None else routes[where]) as chosen:
+            ids, place = batch["input_ids"][where][None], packing.position[None]
+            body = model.model(input_ids=ids, position_ids=place, use_cache=False, packing=packing)
             hidden: Tensor = body.last_hidden_state[0]
             if tp.group is not None:
                 hidden = _ToShards.apply(hidden, tp.group)  # type: ignore[no-untyped-call]
             logits = F.linear(hidden, columns)
+        known = batch.get("routed_experts")
+        differ = torch.zeros(len(logits)) if known is None else differs(torch.stack(chosen, 1), known[where]).float()
+        return logits, differ
+
+    def _statistics(self, logits: Tensor, targets: Tensor, *, entropy: bool = False) -> tuple[Tensor, Tensor]:
+        """Log-probs [N] of the targets, and entropies or 0."""
+        tp = self.ranks.tp
+        sizes = vocabulary_shards(sum(...), tp.size)
         if entropy:
-            return vocab_parallel_logprobs(logits, targets, entropy=True, group=tp.group, shard_sizes=sizes)[1]
-        return vocab_parallel_logprobs(logits, targets, group=tp.group, shard_sizes=sizes)
+            return vocab_parallel_logprobs(logits, targets, entropy=True, group=tp.group, shard_sizes=sizes)
+        logprobs = vocab_parallel_logprobs(logits, targets, group=tp.group, shard_sizes=sizes)
+        return logprobs, torch.zeros_like(logprobs)
 
 
 def _offsets(lengths: Tensor) -> Tensor:

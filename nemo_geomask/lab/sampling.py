@@ -7,7 +7,7 @@ from torch import Tensor
 
 from nemo_geomask.lab.recipe import GenerationConfig
 
-__all__ = ["draw", "filtered"]
+__all__ = ["draw", "drawable", "filtered"]
 
 
 def filtered(logits: Tensor, config: GenerationConfig) -> Tensor:
@@ -31,6 +31,11 @@ def filtered(logits: Tensor, config: GenerationConfig) -> Tensor:
         dropped[..., 0] = False
         logits = logits.masked_fill(torch.zeros_like(dropped).scatter(-1, order, dropped), -torch.inf)
     return logits
+
+
+def drawable(logprobs: Tensor) -> Tensor:
+    """Log-probs with 0 for tokens that the trainer's own filter leaves out, as NeMo-RL has it: no gradient there."""
+    return torch.where(torch.isinf(logprobs), 0.0, logprobs)
 
 
 def draw(distribution: Tensor, uniform: Tensor) -> Tensor:
