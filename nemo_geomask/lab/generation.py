@@ -9,11 +9,12 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from nemo_geomask.lab.arithmetic import Cache
 from nemo_geomask.lab.recipe import GenerationConfig
 from nemo_geomask.lab.routing import routing
 from nemo_geomask.lab.sampling import draw, filtered
@@ -105,11 +106,11 @@ def generate(
                 break
             if not running.all():
                 rows = rows[running]
-                decoder.cache.batch_select_indices(running.nonzero().squeeze(-1))
+                decoder.cache.keep(running.nonzero().squeeze(-1))
             before, current = current, (position + 1 - width) * len(engines) // terms
             if recompute_cache and current != before:
-                decoder.cache = None
-            new = slice(0 if decoder.cache is None else position, position + 1)
+                decoder.cache = Cache(longest)
+            new = slice(decoder.cache.get_seq_length(), position + 1)
             logits = decoder.run(current, rows, input_ids[rows, new], slice(position, position + 1))
     return Generated(input_ids, ends, logprobs, token_mask, engine, decoder.routes)
 
@@ -121,17 +122,17 @@ class _Decoder:
         self, engines: Sequence[PreTrainedModel], count: int, longest: int, stack: contextlib.ExitStack
     ) -> None:
         sizes: Any = engines[0].config
-        self.engines, self.cache = engines, cast(Any, None)
+        self.engines, self.cache = engines, Cache(longest)
         self.routes = torch.full(
             (count, longest, sizes.num_hidden_layers, sizes.num_experts_per_tok), -1, dtype=torch.int16
         )
         self._chosen = [stack.enter_context(routing(engine)) for engine in engines]
 
+    @torch.inference_mode()
     def run(self, current: int, rows: Tensor, tokens: Tensor, places: slice) -> Tensor:
         """Logits [rows, V] after tokens [rows, new]; the routes of the last of them go to ``places``."""
-        output = self.engines[current](input_ids=tokens, past_key_values=self.cache, use_cache=True)
-        self.cache = output.past_key_values
-        chosen = torch.stack(self._chosen[current], dim=1).unflatten(0, tokens.shape)
+        output = self.engines[current](input_ids=tokens, past_key_values=self.cache)
+        chosen = torch.stack(self._chosen[current], dim=1).view(*tokens.shape, *self.routes.shape[2:])
         self._chosen[current].clear()
         self.routes[rows, places] = chosen[:, places.start - places.stop :].to(torch.int16)
         logits: Tensor = output.logits[:, -1].float()

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from nemo_geomask.lab.arithmetic import set_up
 from nemo_geomask.lab.optional import require
 from nemo_geomask.lab.quantization import quantize
 from nemo_geomask.lab.recipe import GenerationConfig, ModelConfig
@@ -17,7 +18,7 @@ from nemo_geomask.lab.task import Task
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
-__all__ = ["build_policy", "checkpoint", "generation_copy", "policy_config", "token_logprobs", "token_statistics"]
+__all__ = ["build_policy", "checkpoint", "generation_copy", "policy_config", "token_logprobs"]
 
 
 def policy_config(config: ModelConfig, task: Task) -> PretrainedConfig:
@@ -51,18 +52,16 @@ def build_policy(config: ModelConfig, task: Task, seed: int) -> PreTrainedModel:
     transformers: Any = require("transformers")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        # The eager experts are the plain loop: at this size the fused ones gain nothing.
         policy: PreTrainedModel = transformers.AutoModelForCausalLM.from_config(
             policy_config(config, task), dtype=torch.float32, attn_implementation="sdpa", experts_implementation="eager"
         )
+    set_up(policy)
     return policy
 
 
 def generation_copy(policy: PreTrainedModel, config: GenerationConfig) -> PreTrainedModel:
     """The policy's weights as the generation engine holds them: quantised if the recipe says so, and cast."""
     engine: PreTrainedModel = copy.deepcopy(policy).requires_grad_(False).train(False)
-    # It decodes whole rows, whatever layout the policy trains in.
-    engine.set_attn_implementation("sdpa")
     if config.quantization is not None:
         quantize(engine, config.quantization)
     cast: PreTrainedModel = engine.to(getattr(torch, config.precision))
@@ -86,18 +85,10 @@ def checkpoint(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
                 yield f"{layer}.experts.{expert}.{part}.weight", projection
 
 
-def token_statistics(logits: Tensor, input_ids: Tensor, *, entropy: bool = False) -> tuple[Tensor, Tensor]:
-    """Log-prob of each next token, and the entropy of what it is drawn from or 0: [B, T-1, V] and [B, T] to [B, T-1]."""
-    logprobs = logits.float().log_softmax(dim=-1)
-    of_token = logprobs.gather(-1, input_ids[:, 1:, None]).squeeze(-1)
-    if not entropy:
-        return of_token, torch.zeros_like(of_token)
-    return of_token, -torch.where(logprobs.isinf(), 0.0, logprobs.exp() * logprobs).sum(dim=-1)
-
-
 def token_logprobs(model: PreTrainedModel, input_ids: Tensor) -> Tensor:
     """Log-prob of each next token in float32: [B, T] ids to [B, T-1].
 
     Padding stands on the right, where causal attention keeps it from the tokens before it, so no mask is needed.
     """
-    return token_statistics(model(input_ids=input_ids, use_cache=False).logits[:, :-1], input_ids)[0]
+    logits = model(input_ids=input_ids, use_cache=False).logits[:, :-1].float()
+    return torch.gather(logits.log_softmax(dim=-1), -1, input_ids[:, 1:, None]).squeeze(-1)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from nemo_geomask.errors import ConfigError, Problem
 from nemo_geomask.lab.generation import Generated, generate
 from nemo_geomask.lab.model import generation_copy
 from nemo_geomask.lab.quantization import numerics
@@ -73,5 +74,10 @@ def build_sampler(recipe: LabRecipe) -> Sampler:
         # Imported here, since it starts by importing vLLM.
         from nemo_geomask.lab.vllm import VllmSampler
 
+        if hasattr(task, "call_id"):
+            text = (
+                "the lab calls vLLM for whole responses, so nothing can reply to a call within one; set backend: copy"
+            )
+            raise ConfigError(Problem(("policy.generation.backend", "env.name"), text))
         return VllmSampler(recipe, task)
     return CopySampler(recipe.policy.generation, task, recipe.grpo.async_grpo.recompute_kv_cache_after_weight_updates)

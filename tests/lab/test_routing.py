@@ -95,7 +95,12 @@ def test_training_takes_the_engines_routes(tiny, enabled):
     # One optimiser step at a rate of next to nothing: the policy afterwards is the one that scored.
     recipe = tiny(
         grpo={"num_prompts_per_step": 16},
-        policy={"generation": COARSE, "router_replay": {"enabled": enabled}, "lr": 1e-12, "train_global_batch_size": 64},
+        policy={
+            "generation": COARSE,
+            "router_replay": {"enabled": enabled},
+            "lr": 1e-12,
+            "train_global_batch_size": 64,
+        },
     )
     trainer = Trainer(recipe, build_loss(recipe.loss_fn))
     metrics, rollout = trainer.step()

@@ -76,8 +76,7 @@ SAMPLED = {"precision": "float32", "temperature": 0.8, "top_p": 0.7, "top_k": 6}
 
 @pytest.mark.parametrize("mode", ["processed_logprobs", "raw_logprobs"])
 @pytest.mark.parametrize("filters", [True, False])
-@pytest.mark.parametrize("cp", [1])
-def test_both_engines_report_what_they_are_asked_for(tiny, mode, filters, cp):
+def test_both_engines_report_what_they_are_asked_for(tiny, mode, filters):
     recipe = tiny(policy={"generation": {**SAMPLED, "logprobs_mode": mode}}, lab={"filter_logprobs": filters})
     metrics, logits, tokens, prev, gen = batch_of(recipe)
 
@@ -92,13 +91,11 @@ def test_both_engines_report_what_they_are_asked_for(tiny, mode, filters, cp):
     assert ("outside_filter" in metrics) == filters
     if filters:
         assert metrics["outside_filter"] == 0
-    if filters == (mode == "processed_logprobs"):
-        assert metrics["geomask/mismatch_abs"] < 1e-4 or not filters
 
 
 def test_tokens_that_the_trainer_would_not_have_drawn(tiny):
     coarse = {"top_p": 0.5, "quantization": {"weights": "int4", "layers": "linears"}}
-    metrics, logits, tokens, prev, gen = batch_of(tiny(policy={"generation": coarse}))
+    metrics, logits, tokens, prev, _ = batch_of(tiny(policy={"generation": coarse}))
     filtered_out = torch.tensor([kept(row, 1.0, None, 0.5) for row in logits.tolist()]).gather(-1, tokens[:, None])
     outside = torch.isinf(filtered_out).squeeze(-1)
     assert metrics["outside_filter"] == pytest.approx(float(outside.double().mean()), abs=2 / len(tokens))
