@@ -88,6 +88,7 @@ def run(arguments: argparse.Namespace) -> int:
     outcomes = sweep.replay(_batches(runs[0], steps, arguments.cache, left), candidates, base, at=arguments.at)
     best, block = sweep.recommend(outcomes, base)
     if arguments.json:
+        on_front = {id(outcome) for outcome in sweep.front(outcomes)}
         told = {
             "run": str(runs[0].directory),
             "steps": steps,
@@ -96,7 +97,8 @@ def run(arguments: argparse.Namespace) -> int:
             "does_not_fit": unfit,
             "recommended": best.candidate.name,
             "loss_fn": block,
-            "candidates": [_as_json(outcome) for outcome in outcomes],
+            "definitions": sweep.DEFINITIONS,
+            "candidates": [{**_as_json(outcome), "on_front": id(outcome) in on_front} for outcome in outcomes],
         }
         print(json.dumps(told, ensure_ascii=False, indent=2))
     elif arguments.recommend:
@@ -128,21 +130,18 @@ def _batches(
         yield step, batch
 
 
-_NUMBERS = ("removed", "bias", "variance", "ess", "advantage")
-
-
 def _show(outcomes: Sequence[Outcome], best: Outcome, steps: Sequence[int], left: int) -> None:
-    from nemo_geomask.diagnosis.sweep import PARTS, front
+    from nemo_geomask.diagnosis.sweep import DEFINITIONS, PARTS, front
     from nemo_geomask.diagnosis.text import Table, show
 
     on_front = {id(outcome) for outcome in front(outcomes)}
     rows = []
     for outcome in outcomes:
         mark = "→" if outcome is best else "*" if id(outcome) in on_front else ""
-        numbers = tuple(outcome.value(name) for name in _NUMBERS)
+        numbers = tuple(outcome.value(name) for name in DEFINITIONS)
         skipped = ", ".join(map(str, outcome.skipped)) or ""
         rows.append((mark, outcome.candidate.name, *numbers, skipped, outcome.candidate.source))
-    head = ("", "", *_NUMBERS, "steps skipped", "source")
+    head = ("", "", *DEFINITIONS, "steps skipped", "source")
     title = f"Steps {', '.join(map(str, steps))}" + (f"; {left} sequences left out" if left else "")
     removing = [outcome for outcome in outcomes if outcome.value("removed") > 0]
     parts = [
@@ -162,7 +161,7 @@ def _share(outcome: Outcome, place: int) -> float:
 
 
 def _as_json(outcome: Outcome) -> dict[str, Any]:
-    from nemo_geomask.diagnosis.sweep import PARTS
+    from nemo_geomask.diagnosis.sweep import DEFINITIONS, PARTS
 
     def known(value: float) -> float | None:
         return value if math.isfinite(value) else None
@@ -173,7 +172,7 @@ def _as_json(outcome: Outcome) -> dict[str, Any]:
         "source": outcome.candidate.source,
         **{
             name: {"value": known(outcome.value(name)), "interval": [known(end) for end in outcome.interval(name)]}
-            for name in _NUMBERS
+            for name in DEFINITIONS
         },
         "removed_of": {part: known(_share(outcome, place)) for place, part in enumerate(PARTS)},
         "skipped": outcome.skipped,

@@ -15,7 +15,7 @@ from nemo_geomask.diagnosis.jsonl import JSONL_WRITER, convert, step_of
 from nemo_geomask.errors import DataError
 from nemo_geomask.records.schema import step_files
 
-__all__ = ["RunFiles", "find_runs", "over_files"]
+__all__ = ["RunFiles", "find_runs", "of_file", "over_files"]
 
 CONVERTED = "geomask-records"
 """Folder beside NeMo-RL's files that holds them as records."""
@@ -55,7 +55,8 @@ class RunFiles:
 def find_runs(directories: Sequence[Path]) -> list[RunFiles]:
     """Every folder that holds records or ``train_data_step{N}.jsonl``, at or below those given.
 
-    Logs that were converted are no run beside the logs; where there is nothing else, they are one.
+    Logs that were converted are no run beside the logs; where there is nothing else, they are one. Records in a folder
+    of the logs' are the same run.
 
     Raises: DataError: there is no such folder, or none in it.
     """
@@ -64,7 +65,7 @@ def find_runs(directories: Sequence[Path]) -> list[RunFiles]:
         if not top.is_dir():
             raise DataError(f"{top}: no folder; give that of the records (loss_fn.record.dir) or of NeMo-RL's log")
         runs = [run for folder, _, _ in sorted(os.walk(top)) if (run := _run(Path(folder))).steps]
-        runs = [run for run in runs if not run.converted] or runs
+        runs = _joined([run for run in runs if not run.converted] or runs)
         if not runs:
             raise DataError(
                 f"{top}: holds neither records (step-0000001-….parquet, from loss_fn.record) nor "
@@ -73,6 +74,19 @@ def find_runs(directories: Sequence[Path]) -> list[RunFiles]:
             )
         found += runs
     return found
+
+
+def _joined(runs: list[RunFiles]) -> list[RunFiles]:
+    of_logs = {run.directory: run for run in runs if not run.records}
+    found = {run.directory: run for run in runs}
+    for run in runs:
+        logged = of_logs.get(run.directory.parent)
+        if logged is not None and run.records:
+            del found[run.directory]
+            records = found[logged.directory].records | run.records
+            logs = {step: path for step, path in logged.logs.items() if step not in records}
+            found[logged.directory] = RunFiles(logged.directory, dict(sorted(records.items())), logs)
+    return list(found.values())
 
 
 def _run(folder: Path) -> RunFiles:
@@ -96,13 +110,14 @@ def over_files(
     size = sum(path.stat().st_size for path in paths)
     # A process costs as much as reading a few million tokens.
     if count < 2 or (processes is None and size < 2**25):
-        yield from (_work(work, path, cache) for path in paths)
+        yield from (of_file(work, path, cache) for path in paths)
         return
     with ProcessPoolExecutor(count, mp_context=get_context("spawn")) as pool:
-        yield from pool.map(_work, [work] * len(paths), paths, [cache] * len(paths))
+        yield from pool.map(of_file, [work] * len(paths), paths, [cache] * len(paths))
 
 
-def _work(work: Callable[[Path], Any], path: Path, cache: Path | None) -> Any:
+def of_file(work: Callable[[Path], Any], path: Path, cache: Path | None) -> Any:
+    """``work`` of one file's record, which is made of it where it is a log."""
     if step_of(path) is not None:
         path = _converted(path, cache)
     return work(path)

@@ -2,16 +2,7 @@
 
 Each candidate is a ``loss_fn``; its loss gets the recorded batch, and what the gradient at each token is, against that
 of the same loss without correction on samples of π_old itself (gen = prev), is the token's coefficient c: the weight
-times what the masks keep. From c follows all that is compared:
-
-================ =====================================================================================
-``removed``      share of tokens with c = 0, of all and by the sign of Δ and A and by length
-``bias``         Σ |c − ρ| |g| / Σ ρ |g|, ρ = exp(Δ): how far the gradient is from that of samples of
-                 the policy that trains, token by token
-``variance``     Σ (c g)² / Σ g²: the gradient's square against that without correction
-``ess``          (Σ c)² / (n Σ c²)
-``advantage``    Σ c A / Σ c less the mean A: what is kept of the good and of the bad
-================ =====================================================================================
+times what the masks keep. From c follows all that is compared: see :data:`DEFINITIONS`.
 """
 
 from __future__ import annotations
@@ -33,6 +24,7 @@ from nemo_geomask.losses.prestep import valid_counts
 
 __all__ = [
     "CANDIDATES",
+    "DEFINITIONS",
     "GRID",
     "Candidate",
     "Outcome",
@@ -135,6 +127,16 @@ GRID: tuple[Candidate, ...] = (
 PARTS = ("all", "training engine likelier", "generation engine likelier", "good", "bad", "short", "long")
 """Tokens with Δ above and below 0, A above and below 0, of responses up to the step's median and beyond."""
 
+
+DEFINITIONS = {
+    "removed": "share of tokens with c = 0",
+    "bias": "Σ |c − ρ| |g| / Σ ρ |g|, ρ = exp(Δ): how far the gradient is from that of samples of the policy "
+    "that trains, token by token",
+    "variance": "Σ (c g)² / Σ g²: the gradient's square against that without correction",
+    "ess": "(Σ c)² / (n Σ c²)",
+    "advantage": "Σ c A / Σ c less the mean A: what is kept of the good and of the bad",
+}
+"""Of what is compared; c is a token's coefficient, g the gradient there without correction and without mismatch."""
 
 _SUMS = ("n", "removed", "off", "mass", "square", "plain", "c", "c2", "ca", "a")
 

@@ -35,7 +35,7 @@ def set_up(model: PreTrainedModel) -> None:
         model.set_experts_implementation(_EXPERTS)
     for module in model.modules():
         if type(module) is nn.Linear:
-            module.__class__ = _Linear
+            module.__class__ = _RoundedLinear
 
 
 def _format(tensor: Tensor) -> torch.dtype:
@@ -62,7 +62,7 @@ def linear(inputs: Tensor, weight: Tensor) -> Tensor:
         return F.linear(_operand(inputs, dtype), _operand(weight, dtype)).to(dtype)
 
 
-class _Linear(nn.Linear):
+class _RoundedLinear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         return linear(input, self.weight)
 

@@ -73,9 +73,9 @@ class Packing:
             both = _FromShares.apply(torch.stack([key, value], dim=1), self.cp)  # type: ignore[no-untyped-call]
             key, value = both.unbind(1)
             seen = {"attn_mask": self.visible}
-        places = (self.queries, self.keys, self.keys)
-        rows = (_take(x, where).transpose(1, 2) for x, where in zip((query, key, value), places, strict=True))
-        mixed = F.scaled_dot_product_attention(*rows, scale=scaling, enable_gqa=True, **seen)
+        queries = _take(query, self.queries).transpose(1, 2)  # [S, H, Q, D]
+        keys, values = (_take(tokens, self.keys).transpose(1, 2) for tokens in (key, value))  # [S, G, K, D]
+        mixed = F.scaled_dot_product_attention(queries, keys, values, scale=scaling, enable_gqa=True, **seen)
         return mixed.transpose(1, 2).flatten(0, 1).index_select(0, self.slots)
 
     def unpack(self, values: Tensor, targets: Tensor, like: Tensor) -> Tensor:

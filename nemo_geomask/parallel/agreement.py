@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import itertools
 import struct
-from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, NoReturn, Protocol
 
 import torch
 import torch.distributed as dist
@@ -15,7 +15,7 @@ from torch import Tensor
 from nemo_geomask.errors import ArgumentError, DataError, RanksDisagreeError, ShapeError
 from nemo_geomask.segments.across import gathered
 
-__all__ = ["Shards", "check_vocab_size", "exchanged", "refuse"]
+__all__ = ["Shards", "asked", "check_vocab_size", "exchanged", "refuse", "wrong"]
 
 
 class Shards(NamedTuple):
@@ -125,8 +125,35 @@ def _constants(values: tuple[int, ...], device: str) -> Tensor:
     return torch.tensor(values, dtype=torch.int64, device=device)
 
 
-def refuse(targets: Tensor, stray: Tensor, notes: Tensor | None, shards: Shards, ignore_index: int) -> None:
-    """Raise if ranks disagree or targets are in no shard: on all ranks, which hold the same notes. Reads one flag back.
+def asked(flag: Tensor) -> Callable[[], bool]:
+    """Have a flag [] copied to the host, and return what reads it: that waits for what was launched before the copy,
+    not for what has been since."""
+    if flag.device.type != "cuda":
+        return functools.partial(bool, flag)
+    host = torch.empty((), dtype=torch.bool, pin_memory=True)
+    host.copy_(flag, non_blocking=True)
+    copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    copied.record(torch.cuda.current_stream(flag.device))
+
+    def read() -> bool:
+        copied.synchronize()
+        return bool(host)
+
+    return read
+
+
+def wrong(stray: Tensor, notes: Tensor | None) -> Tensor:
+    """Whether :func:`refuse` has something to refuse, bool []; the same on all ranks, if there are notes of several."""
+    found = stray.any()
+    if notes is None:
+        return found
+    widths, starts, totals, sizes = notes[:, :4].unbind(1)
+    misfit = (starts != widths.cumsum(0) - widths) | (totals != widths.sum()) | (sizes < 1) | (sizes > totals)
+    return found | misfit.any() | (notes[:, 2:] != notes[0, 2:]).any()
+
+
+def refuse(targets: Tensor, stray: Tensor, notes: Tensor | None, shards: Shards, ignore_index: int) -> NoReturn:
+    """Say what :func:`wrong` has found: on all ranks, which hold the same notes.
 
     Args:
         targets: [N] int64.
@@ -138,13 +165,6 @@ def refuse(targets: Tensor, stray: Tensor, notes: Tensor | None, shards: Shards,
     Raises: ShapeError: the ranks' columns aren't those that they assume. ArgumentError: ``vocab_size`` is out of range.
     RanksDisagreeError: other settings, or other targets. DataError: a target is in no shard.
     """
-    wrong = stray.any()
-    if notes is not None:
-        widths, starts, totals, sizes = notes[:, :4].unbind(1)
-        misfit = (starts != widths.cumsum(0) - widths) | (totals != widths.sum()) | (sizes < 1) | (sizes > totals)
-        wrong = wrong | misfit.any() | (notes[:, 2:] != notes[0, 2:]).any()
-    if not bool(wrong):
-        return
     if notes is not None:
         _refuse_disagreement([_Note(*note) for note in notes.tolist()], shards)
     numbers = targets[stray]

@@ -12,7 +12,7 @@ from torch import Tensor
 from nemo_geomask.errors import ArgumentError, ShapeError
 from nemo_geomask.kernels import choose, cpu
 from nemo_geomask.parallel.agreement import Shards
-from nemo_geomask.parallel.softmax import Options, check_temperature, differentiable_once, shards_of, softmax
+from nemo_geomask.parallel.softmax import Options, check_temperature, differentiable_once, goals_of, shards_of, softmax
 from nemo_geomask.segments.across import gathered
 
 __all__ = ["TILE_BYTES", "linear_logprobs"]
@@ -200,14 +200,15 @@ class _Linear(torch.autograd.Function):
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, head: _Head
     ) -> tuple[Tensor, ...]:
         shards, options = head.shards, head.options
-        goals = targets.reshape(-1)
+        goals = goals_of(targets, shards, options)
         rows = hidden
         if head.sequence_parallel and shards.group is not None:
             rows = gathered(hidden, shards.group).view(-1, hidden.shape[-1])
         # Their number decides the tiles' shape: the host has to know it.
-        kept = (goals != options.ignore_index).nonzero().squeeze(1)
-        whole = len(kept) == len(goals)
-        rows, own = (rows, goals) if whole else (rows[kept], goals[kept])
+        kept = goals.counted.nonzero().squeeze(1)
+        count = len(goals.ids)
+        whole = len(kept) == count
+        rows, own = (rows, goals.ids) if whole else (rows[kept], goals.ids[kept])
         found: Tensor | None = None
         parts = []
         buffer = _Buffer()
@@ -227,13 +228,13 @@ class _Linear(torch.autograd.Function):
                 found = options.kernels.fold(torch.stack([found, part]), options.inverse_temperature)
         if found is None:
             found = torch.cat(parts, dim=1) if parts else cpu.row_statistics(rows[:, :0], own, start=0, **asked)
-        statistics = found if whole else found.new_zeros(len(found), len(goals)).index_copy_(1, kept, found)
+        statistics = found if whole else found.new_zeros(len(found), count).index_copy_(1, kept, found)
         over_all = softmax(statistics, goals, len(weight), shards, options)
         mine = [over_all.peak, over_all.mass, over_all.entropy]
         ctx.save_for_backward(
             rows, weight, bias, own, None if whole else kept, *(mine if whole else (value[kept] for value in mine))
         )
-        ctx.head, ctx.count, ctx.buffer = head, len(goals), buffer
+        ctx.head, ctx.count, ctx.buffer = head, count, buffer
         ctx.set_materialize_grads(False)
         results = [over_all.logprobs, over_all.entropy][: 1 + options.entropy]
         return tuple(result.reshape(targets.shape) for result in results)

@@ -14,9 +14,18 @@ from torch.autograd.function import once_differentiable
 
 from nemo_geomask.errors import ArgumentError, ShapeError
 from nemo_geomask.kernels import Kernels
-from nemo_geomask.parallel.agreement import Shards, check_vocab_size, exchanged, refuse
+from nemo_geomask.parallel.agreement import Shards, asked, check_vocab_size, exchanged, refuse, wrong
 
-__all__ = ["Options", "Softmax", "check_temperature", "differentiable_once", "shards_of", "softmax"]
+__all__ = [
+    "Goals",
+    "Options",
+    "Softmax",
+    "check_temperature",
+    "differentiable_once",
+    "goals_of",
+    "shards_of",
+    "softmax",
+]
 
 
 class Options(NamedTuple):
@@ -32,6 +41,22 @@ class Options(NamedTuple):
     def inverse_temperature(self) -> float:
         """1/T."""
         return 1.0 / self.temperature
+
+
+class Goals(NamedTuple):
+    """The targets, [N].
+
+    Attributes:
+        ids: int64.
+        counted: which are not ``ignore_index``.
+        stray: which of these are in no shard.
+        refused: reads whether one is; None where nothing is to be validated, or the ranks are to be heard first.
+    """
+
+    ids: Tensor
+    counted: Tensor
+    stray: Tensor
+    refused: Callable[[], bool] | None
 
 
 class Softmax(NamedTuple):
@@ -93,23 +118,31 @@ def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:
     return checked
 
 
-def softmax(statistics: Tensor, goals: Tensor, width: int, shards: Shards, options: Options) -> Softmax:
+def goals_of(targets: Tensor, shards: Shards, options: Options) -> Goals:
+    """Look at the targets, before the kernels are launched: so the host doesn't wait for those to refuse some."""
+    ids = targets.reshape(-1)
+    counted = ids != options.ignore_index
+    stray = counted & ((ids < 0) | (ids >= shards.valid))
+    alone = options.validate and len(shards.sizes) == 1
+    return Goals(ids, counted, stray, asked(wrong(stray, None)) if alone else None)
+
+
+def softmax(statistics: Tensor, goals: Goals, width: int, shards: Shards, options: Options) -> Softmax:
     """Merge the ranks' statistics, one all-gather of four numbers a token, and read the targets' log-probs off them.
 
     Args:
         statistics: [4, N] float32 of this rank's columns, see :func:`nemo_geomask.kernels.cpu.row_statistics`.
-        goals: [N] int64, the targets.
+        goals: the targets.
         width: as the rank holds them, padding included.
         shards: of the vocabulary.
         options: see there.
 
     Raises: as :func:`nemo_geomask.parallel.agreement.refuse`, on all ranks.
     """
-    counted = goals != options.ignore_index
-    stray = counted & ((goals < 0) | (goals >= shards.valid))
-    parts, notes = exchanged(statistics, goals, width, shards, options)
-    if options.validate:
-        refuse(goals, stray, notes, shards, options.ignore_index)
+    ids, counted, stray, refused = goals
+    parts, notes = exchanged(statistics, ids, width, shards, options)
+    if options.validate and notes is not None:
+        refused = asked(wrong(stray, notes))
     peak, mass, own, entropy = options.kernels.fold(parts, options.inverse_temperature)
     peak = torch.where(torch.isinf(peak), 0.0, peak)
     logprobs = torch.where(counted, (own - peak) * options.inverse_temperature - mass.log(), 0.0)
@@ -117,4 +150,7 @@ def softmax(statistics: Tensor, goals: Tensor, width: int, shards: Shards, optio
         logprobs = torch.where(stray, torch.nan, logprobs)
     if options.entropy:
         entropy = torch.where(counted, torch.where(mass == 0, torch.nan, entropy), 0.0)
+    # Last: everything is launched by now.
+    if refused is not None and refused():
+        refuse(ids, stray, notes, shards, options.ignore_index)
     return Softmax(logprobs, entropy, peak, mass)

@@ -13,7 +13,7 @@ from torch import Tensor
 from nemo_geomask.errors import ArgumentError, ShapeError
 from nemo_geomask.kernels import choose
 from nemo_geomask.parallel.agreement import Shards
-from nemo_geomask.parallel.softmax import Options, check_temperature, differentiable_once, shards_of, softmax
+from nemo_geomask.parallel.softmax import Options, check_temperature, differentiable_once, goals_of, shards_of, softmax
 
 __all__ = ["vocab_parallel_logprobs"]
 
@@ -124,11 +124,11 @@ class _VocabParallel(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         width, start = logits.shape[-1], shards.start
         valid = min(max(shards.valid - start, 0), width)
-        goals = targets.reshape(-1)
+        goals = goals_of(targets, shards, options)
         parts = [
             options.kernels.row_statistics(
                 rows[:, :valid],
-                goals[begin : begin + len(rows)],
+                goals.ids[begin : begin + len(rows)],
                 start=start,
                 ignore_index=options.ignore_index,
                 inverse_temperature=options.inverse_temperature,
@@ -139,7 +139,7 @@ class _VocabParallel(torch.autograd.Function):
         statistics = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
         found = softmax(statistics, goals, width, shards, options)
         results = [found.logprobs, found.entropy][: 1 + options.entropy]
-        ctx.save_for_backward(logits, goals, found.peak, found.mass, found.entropy if options.entropy else None)
+        ctx.save_for_backward(logits, goals.ids, found.peak, found.mass, found.entropy if options.entropy else None)
         ctx.start, ctx.valid, ctx.options, ctx.inplace = start, valid, options, inplace
         ctx.set_materialize_grads(False)
         return tuple(result.reshape(targets.shape) for result in results)

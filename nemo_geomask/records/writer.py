@@ -72,8 +72,7 @@ def write_step(
         parquet.write_table(
             table,
             part,
-            compression="zstd",
-            compression_level=1,
+            compression="lz4",
             row_group_size=max(1, ROW_GROUP * table.num_rows // tokens),
             use_dictionary=["advantages.list.element"],
             column_encoding={f"{name}.list.element": encoding for name, encoding in _ENCODINGS.items()},
@@ -106,7 +105,13 @@ def _table(step: int, rows: StepRows, masks: Sequence[str], facts: Mapping[str, 
         "step": torch.full((count,), step),
         "length": lengths,
     }
-    ends = lengths.tolist()
+    places: dict[int, Tensor] = {}
+
+    def unpadded(value: Tensor) -> Tensor:
+        width = value.shape[1]
+        if width not in places:
+            places[width] = (torch.arange(width) < lengths.unsqueeze(1)).flatten().nonzero().squeeze(1)
+        return value.to("cpu").flatten().index_select(0, places[width])
 
     def array(column: Column) -> Any:
         value = values.get(column.name)
@@ -115,11 +120,8 @@ def _table(step: int, rows: StepRows, masks: Sequence[str], facts: Mapping[str, 
             return arrow.nulls(count, kind)
         if not column.by_token:
             return _flat(arrow, value, column.element)
-        # The rows without their padding, by whole blocks of memory.
-        flat = torch.cat([value.flatten()[:0], *(row[:end] for row, end in zip(value, ends, strict=True))])
-        return arrow.ListArray.from_arrays(
-            _flat(arrow, offsets, "int32"), _flat(arrow, flat, column.element), type=kind
-        )
+        flat = _flat(arrow, unpadded(value), column.element)
+        return arrow.ListArray.from_arrays(_flat(arrow, offsets, "int32"), flat, type=kind)
 
     columns = [*COLUMNS, *(Column(f"{REMOVED}{label}", "list<bool>", "") for label in masks)]
     return arrow.Table.from_arrays([array(column) for column in columns], schema=schema)

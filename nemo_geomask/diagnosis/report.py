@@ -1,0 +1,439 @@
+"""A diagnosis as one HTML file that needs nothing beside it: no network, no other file.
+
+What came out of a run (labels of masks, text of tokens, names of folders) reaches the page through a template that
+escapes everything, and as JSON that can't end its script; the page's own policy forbids every script but its two.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import importlib
+import json
+import math
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import nemo_geomask
+from nemo_geomask.diagnosis.causes import CAUSES
+from nemo_geomask.diagnosis.figures import COLOURS, Curve, Figure, figures_of, group_lifts, plotly_figure
+from nemo_geomask.diagnosis.read import RecordBlock
+from nemo_geomask.diagnosis.run import blocks_of
+from nemo_geomask.diagnosis.sources import RunFiles
+from nemo_geomask.diagnosis.text import MEASURES, Decode, Table, as_text, tables
+from nemo_geomask.diagnosis.verdict import RunDiagnosis
+from nemo_geomask.errors import DataError, MissingDependencyError
+
+__all__ = ["Excerpt", "ReportedRun", "excerpts", "read_sweep", "report", "short_names", "write_report"]
+
+AROUND = 60
+"""Tokens that are shown before and after the worst one."""
+GRADES = (0.01, 0.1, 0.5, 1.0)
+"""Of |Δ|: from where on a token is marked, and more strongly."""
+
+
+@dataclass(frozen=True)
+class Excerpt:
+    """A part of a sequence.
+
+    Attributes:
+        title: which.
+        tokens: of each the text, the class of its |Δ| ("" where it does not train) and what is known of it.
+        cut: tokens that are left out before and after.
+    """
+
+    title: str
+    tokens: list[tuple[str, str, str]]
+    cut: tuple[int, int]
+
+
+@dataclass(frozen=True)
+class ReportedRun:
+    """What a report says of one run.
+
+    Attributes:
+        name: short.
+        directory: where its files are.
+        diagnosis: of it.
+        excerpts: of its worst sequences.
+    """
+
+    name: str
+    directory: str
+    diagnosis: RunDiagnosis
+    excerpts: Sequence[Excerpt] = ()
+
+
+def short_names(directories: Sequence[Path]) -> list[str]:
+    """Of runs: what differs in their paths."""
+    whole = [path.resolve() for path in directories]
+    if len(set(whole)) < 2:
+        return [path.name for path in whole]
+    common = os.path.commonpath(whole)
+    found = [path.relative_to(common).parts for path in whole]
+    while all(len(parts) > 1 for parts in found) and len({parts[-1] for parts in found}) == 1:
+        found = [parts[:-1] for parts in found]
+    return ["/".join(parts) or Path(common).name for parts in found]
+
+
+def excerpts(
+    run: RunFiles, diagnosis: RunDiagnosis, decode: Decode | None = None, cache: Path | None = None
+) -> list[Excerpt]:
+    """The sequences with the largest mean \\|Δ\\|, around the worst token of each, worst first.
+
+    Args:
+        run: whose files hold them.
+        diagnosis: of it.
+        decode: makes text of token ids; without it, ids are shown.
+        cache: as for :func:`~nemo_geomask.diagnosis.run.survey_run`.
+    """
+    wanted = [facts[:2] for _, facts in diagnosis.evidence.statistics.worst_sequences]
+    found = {}
+    for step in {step for step, _ in wanted}:
+        for block in blocks_of(run, step, cache):
+            for place, row in enumerate(block.sequences["row"].tolist()):
+                if (step, row) in wanted:
+                    found[step, row] = _excerpt(block, place, f"step {step}, row {row}", decode)
+    return [found[one] for one in wanted if one in found]
+
+
+def _excerpt(block: RecordBlock, place: int, title: str, decode: Decode | None) -> Excerpt:
+    begin, end = int(block.offsets[place]), int(block.offsets[place + 1])
+    here = slice(begin, end)
+    ids, mask = block.tokens["tokens"][here].tolist(), block.tokens["mask"][here].tolist()
+    nobody = [math.nan] * len(ids)
+    gen, prev = (block.tokens[name][here].tolist() if name in block.tokens else nobody for name in ("gen", "prev"))
+    size = [
+        abs(one - other) if trains and math.isfinite(one - other) else -1.0
+        for one, other, trains in zip(prev, gen, mask, strict=True)
+    ]
+    worst = size.index(max(size))
+    first, last = max(0, worst - AROUND), min(len(ids), worst + AROUND + 1)
+    shown = []
+    for index in range(first, last):
+        text = f"{ids[index]} " if decode is None else visible(decode(ids[index : index + 1]))
+        grade = f"d{sum(size[index] >= limit for limit in GRADES)}" if mask[index] else ""
+        known = f"token {index}, id {ids[index]}"
+        if mask[index]:
+            known += f": gen {gen[index]:.4g}, prev {prev[index]:.4g}, Δ {prev[index] - gen[index]:.4g}"
+        shown.append((text, grade, known))
+    return Excerpt(title, shown, (first, len(ids) - last))
+
+
+def visible(text: str) -> str:
+    """With the characters that change what is around them written out."""
+    return "".join(ch if ch.isprintable() or ch == "\n" else repr(ch)[1:-1] for ch in text)
+
+
+def read_sweep(path: Path) -> dict[str, Any]:
+    """What ``nemo-geomask sweep --json`` has printed.
+
+    Raises: DataError: it is something else.
+    """
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise DataError(f"--sweep: {path} can't be read: {error}") from None
+    if not isinstance(found, dict) or not {"run", "definitions", "candidates", "loss_fn", "recommended"} <= set(found):
+        raise DataError(f"--sweep: {path} is not what `nemo-geomask sweep DIR --json` of this version prints")
+    return found
+
+
+@dataclass(frozen=True)
+class _PageSection:
+    """Of the page."""
+
+    id: str
+    title: str
+    intro: str = ""
+    figures: list[Figure] = field(default_factory=list)
+    tables: list[_SideBySide] = field(default_factory=list)
+    definitions: Mapping[str, str] = field(default_factory=dict)
+    folded: bool = False
+
+    @property
+    def views(self) -> list[str]:
+        """What may be measured in its figures."""
+        return list(dict.fromkeys(view for figure in self.figures for view in figure.curves if view))
+
+
+@dataclass(frozen=True)
+class _PageColumn:
+    """Of a table in the page: the cells of one row are those of all runs that have it, or one for all."""
+
+    title: str
+    runs: list[int]
+    cells: list[list[Any]]
+
+    @property
+    def kind(self) -> str:
+        """Numbers stand at the right."""
+        return "short" if any(isinstance(one, str) and one for row in self.cells for one in row) else "number"
+
+
+@dataclass(frozen=True)
+class _SideBySide:
+    """A table in the page, of all runs or of ``run``."""
+
+    title: str
+    columns: list[_PageColumn]
+    definitions: Mapping[str, str]
+    run: int | None = None
+
+    @property
+    def rows(self) -> list[list[tuple[str, str]]]:
+        """The text and kind of each cell."""
+        count = len(self.columns[0].cells)
+        return [
+            [(as_text(one), column.kind) for column in self.columns for one in column.cells[line]]
+            for line in range(count)
+        ]
+
+
+_APART = ("changes", "steps", "groups", "worst_sequences", "worst_tokens")
+"""Tables whose rows have no name that runs share."""
+
+
+def side_by_side(found: Sequence[tuple[int, Table]]) -> list[_SideBySide]:
+    """The tables of several runs, one of each, as one; a column that is the same in all of them stands once."""
+    first = found[0][1]
+    if len(found) == 1 or first.key in _APART:
+        last = len(found) - 1
+        return [
+            _SideBySide(
+                table.title,
+                [
+                    _PageColumn(title, [], [[row[place]] for row in table.rows])
+                    for place, title in enumerate(table.columns)
+                ],
+                table.definitions if number == last else {},
+                run if len(found) > 1 else None,
+            )
+            for number, (run, table) in enumerate(found)
+        ]
+    names = list(dict.fromkeys(row[0] for _, table in found for row in table.rows))
+    values: dict[tuple[str, int], dict[int, dict[Any, Any]]] = {}  # by title and how many were of that title before
+    for run, table in found:
+        for place, title in enumerate(table.columns):
+            again = table.columns[:place].count(title)
+            values.setdefault((title, again), {})[run] = {row[0]: row[place] for row in table.rows}
+    columns = []
+    for (title, _), of_runs in values.items():
+        cells = [[of_run.get(name, "") for of_run in of_runs.values()] for name in names]
+        known = [list(dict.fromkeys(of_run[name] for of_run in of_runs.values() if name in of_run)) for name in names]
+        if len(of_runs) == len(found) and all(len(one) < 2 for one in known):
+            columns.append(_PageColumn(title, [], [one or [""] for one in known]))
+        else:
+            columns.append(_PageColumn(title, list(of_runs), cells))
+    definitions = {name: text for _, table in found for name, text in table.definitions.items()}
+    return [_SideBySide(first.title, columns, definitions)]
+
+
+def _groups(run: RunDiagnosis) -> Table:
+    found = [
+        (step, group, share, lift) for step in run.evidence.steps_after for group, share, lift in group_lifts(run, step)
+    ]
+    definitions = {
+        "share": "of the sum of |Δ| (each at most 1) in its step",
+        "times the others": "mean |Δ| over mean 1 − p, in units of that of the step's other groups",
+    }
+    rows: list[tuple[Any, ...]] = sorted(found, key=lambda row: -row[-1])[:8]
+    title = "Prompt groups with the largest mismatch"
+    return Table("groups", title, ("step", "group", "share", "times the others"), rows, definitions)
+
+
+_SECTIONS = {
+    "numbers": ("Numbers", ""),
+    "causes": ("What was looked for", "Each cause, what was measured and from where on it counts."),
+    "steps": (
+        "By step",
+        "Shaded: 95 % over sequences. Vertical: where the mismatch changed. Drag to zoom, double-click to go back.",
+    ),
+    "more": ("More numbers by step", ""),
+    "parts": ("By position, length, probability, …", "Where the mismatch is."),
+    "masks": ("What the masks removed", "As each judged the batch when it was recorded."),
+    "worst": ("Worst sequences and tokens", ""),
+}
+_HOME = {"changes": "steps", "steps": "steps", "numbers": "numbers", "causes": "causes"}
+
+
+def _sections(runs: Sequence[ReportedRun], decode: Decode | None) -> list[_PageSection]:
+    found = {key: _PageSection(key, title, intro, folded=key == "more") for key, (title, intro) in _SECTIONS.items()}
+    of_parts = {measure.name: measure.definition for measure in MEASURES}
+    found["parts"] = replace(found["parts"], definitions=of_parts)
+    for figure in figures_of([run.diagnosis for run in runs]):
+        found[figure.section].figures.append(figure)
+    of_runs = [[*tables(run.diagnosis, decode), _groups(run.diagnosis)] for run in runs]
+    for key in dict.fromkeys(table.key for one in of_runs for table in one):
+        same = [(place, table) for place, one in enumerate(of_runs) for table in one if table.key == key and table.rows]
+        home = _HOME.get(key, "worst" if key.startswith("worst") else "parts")
+        if same:
+            found[home].tables.extend(side_by_side(same))
+    return [section for section in found.values() if section.figures or section.tables]
+
+
+def _of_sweep(sweep: Mapping[str, Any], runs: Sequence[ReportedRun]) -> dict[str, Any]:
+    place = next((place for place, run in enumerate(runs) if run.directory == sweep["run"]), 0)
+    measures = list(sweep["definitions"])
+
+    def point(one: Mapping[str, Any], name: str) -> float:
+        value = one[name]["value"]
+        return math.nan if value is None else float(value)
+
+    curves = []
+    for style, (name, chosen) in enumerate((("on the front", True), ("others", False))):
+        these = [one for one in sweep["candidates"] if one["on_front"] is chosen]
+        x, y = (tuple(point(one, measure) for one in these) for measure in ("bias", "variance"))
+        curves.append(Curve(place, name, x, y, style=style, labels=tuple(one["name"] for one in these)))
+    said = "Bias against variance of the gradient under each candidate; on the front, none has less of both"
+    figure = Figure(
+        f"sweep {sweep['run']}", "Bias against variance", said, "sweep", "variance", "bias", {"": curves}, points=True
+    )
+    rows: list[tuple[Any, ...]] = []
+    for one in sweep["candidates"]:
+        mark = "recommended" if one["name"] == sweep["recommended"] else "front" if one["on_front"] else ""
+        skipped = ", ".join(map(str, one["skipped"]))
+        rows.append((one["name"], mark, *(point(one, name) for name in measures), skipped, one["source"]))
+    columns = ("candidate", "", *measures, "steps skipped", "source")
+    table = Table("candidates", f"Candidates on {sweep['run']}", columns, rows, sweep["definitions"])
+    parts = list(next(iter(sweep["candidates"]))["removed_of"])
+    rows = [
+        (
+            one["name"],
+            *(math.nan if one["removed_of"][part] is None else float(one["removed_of"][part]) for part in parts),
+        )
+        for one in sweep["candidates"]
+        if one["removed_of"][parts[0]]
+    ]
+    removed = Table("removed", "Share removed, of tokens that are", ("candidate", *parts), rows)
+    return {
+        "run": sweep["run"],
+        "figure": figure,
+        "tables": [shown for one in (table, removed) if one.rows for shown in side_by_side([(0, one)])],
+        "recommended": sweep["recommended"],
+        "block": sweep["loss_fn"],
+    }
+
+
+def report(
+    path: Path,
+    found: Sequence[tuple[RunFiles, RunDiagnosis]],
+    *,
+    unread: Mapping[str, str] | None = None,
+    sweeps: Sequence[Mapping[str, Any]] = (),
+    decode: Decode | None = None,
+    cache: Path | None = None,
+) -> None:
+    """Write the report on runs, with excerpts of their worst sequences; see :func:`write_report`."""
+    names = short_names([run.directory for run, _ in found])
+    runs = [
+        ReportedRun(name, str(run.directory), diagnosis, excerpts(run, diagnosis, decode, cache))
+        for name, (run, diagnosis) in zip(names, found, strict=True)
+    ]
+    write_report(path, runs, unread=unread, sweeps=sweeps, decode=decode)
+
+
+def write_report(
+    path: Path,
+    runs: Sequence[ReportedRun],
+    *,
+    unread: Mapping[str, str] | None = None,
+    sweeps: Sequence[Mapping[str, Any]] = (),
+    decode: Decode | None = None,
+) -> None:
+    """Write the page.
+
+    Args:
+        path: of the file; it appears whole or not at all.
+        runs: at least one; more are shown side by side.
+        unread: by folder, why it was not judged.
+        sweeps: from :func:`read_sweep`.
+        decode: makes text of token ids.
+
+    Raises: MissingDependencyError: plotly or Jinja is missing. DataError: the file can't be written.
+    """
+    names = [run.name for run in runs]
+    sections = _sections(runs, decode)
+    swept = [_of_sweep(sweep, runs) for sweep in sweeps]
+    figures = [figure for section in sections for figure in section.figures] + [one["figure"] for one in swept]
+    plotly = _require("plotly.offline").get_plotlyjs().replace("\r", "")
+    script = _part("js")
+    page = _template().render(
+        version=nemo_geomask.__version__,
+        made=time.strftime("%Y-%m-%d %H:%M"),
+        policy=" ".join(f"'sha256-{_hash(text)}'" for text in (plotly, script)),
+        style=_part("css"),
+        plotly=plotly,
+        script=script,
+        runs=[_run(place, run) for place, run in enumerate(runs)],
+        unread=dict(unread or {}),
+        sections=sections,
+        sweeps=swept,
+        grades=GRADES,
+        causes=CAUSES,
+        figures={figure.key: plotly_figure(figure, names) for figure in figures},
+    )
+    part = path.with_name(f"{path.name}.{os.getpid()}.part")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            part.write_text(page, encoding="utf-8", newline="\n")
+            os.replace(part, path)
+        finally:
+            part.unlink(missing_ok=True)
+    except OSError as error:
+        raise DataError(f"--html: {path} can't be written ({error.strerror or error})") from None
+
+
+def _run(place: int, run: ReportedRun) -> dict[str, Any]:
+    diagnosis = run.diagnosis
+    total = diagnosis.evidence.statistics.total()
+    steps = sorted(diagnosis.evidence.statistics.steps)
+    when, _, why = diagnosis.headline.partition(": ")
+    absent = {cause.id for cause in CAUSES if math.isnan(diagnosis.found[cause.id].share)}
+    return {
+        "name": run.name,
+        "letter": chr(ord("A") + place % 26),
+        "directory": run.directory,
+        "colour": COLOURS[place % len(COLOURS)],
+        "health": "unknown" if diagnosis.unknown else diagnosis.health,
+        "when": when,
+        "why": why,
+        "cause": diagnosis.cause,
+        "shown": [cause for cause in CAUSES if diagnosis.found[cause.id].shown and cause is not diagnosis.cause],
+        "ruled_out": [cause for cause in CAUSES if not diagnosis.found[cause.id].shown and cause.id not in absent],
+        "absent": [cause for cause in CAUSES if cause.id in absent],
+        "extent": f"{len(steps)} steps, {steps[0]} to {steps[-1]}; {total['sequences']:,.0f} sequences and "
+        f"{total['tokens']:,.0f} trained tokens with log-probs of both engines",
+        "excerpts": run.excerpts,
+    }
+
+
+def _template() -> Any:
+    jinja = _require("jinja2")
+    loader = jinja.PackageLoader("nemo_geomask.diagnosis", "page")
+    environment = jinja.Environment(loader=loader, autoescape=True, undefined=jinja.StrictUndefined)
+    environment.policies["json.dumps_kwargs"] = {"sort_keys": False, "allow_nan": False}
+    return environment.get_template("page.html")
+
+
+def _part(ending: str) -> str:
+    return (Path(__file__).parent / "page" / f"page.{ending}").read_text(encoding="utf-8")
+
+
+def _hash(text: str) -> str:
+    return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+
+
+def _require(module: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        package = module.partition(".")[0]
+        raise MissingDependencyError(
+            f'a report needs {package}, which could not be imported ({error}); pip install "nemo-geomask[diagnose]"'
+        ) from error
