@@ -6,7 +6,8 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +35,10 @@ examples
   nemo-geomask diagnose records/ --json > diagnosis.json
   nemo-geomask diagnose logs/exp_001 --watch 60 --brief
   nemo-geomask diagnose logs/a logs/b --html report.html --tokenizer Qwen/Qwen3-30B-A3B
+  nemo-geomask diagnose logs/exp_001 --by probability
+  nemo-geomask diagnose logs/exp_001 --by entropy,advantage --by turn
+  nemo-geomask diagnose logs/l20 --against logs/h20
+  nemo-geomask diagnose logs/exp_001 --ray auto
 """
 
 
@@ -76,6 +81,26 @@ def add(subparsers: Any) -> None:
     parser.add_argument(
         "--cache", type=Path, metavar="DIR", help="where converted logs are kept (default: geomask-records beside them)"
     )
+    parser.add_argument(
+        "--by",
+        action="append",
+        metavar="NAME[,NAME]",
+        help="show the mismatch by this alone: probability, position, turn, length, staleness, reward, advantage, "
+        "entropy, two of them at once, or step; may be given several times",
+    )
+    parser.add_argument(
+        "--against",
+        type=Path,
+        metavar="DIR",
+        help="hold the runs against this one, over the steps that both have (hardware, top-p, cascade attention)",
+    )
+    parser.add_argument(
+        "--ray",
+        nargs="?",
+        const="local",
+        metavar="ADDRESS",
+        help="read on a Ray cluster (auto, host:port, …; without an address, one on this machine is started)",
+    )
     parser.set_defaults(run=run)
 
 
@@ -90,23 +115,76 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError("--sweep is what the report shows; name its file by --html")
     for path in arguments.sweep:
         read_sweep(path)  # before anything that takes long
+    only = None if arguments.by is None else [_dimensions(text) for text in arguments.by]
+    crosses = [(names[0], names[1]) for names in only or () if len(names) == 2]
     decode = None if arguments.tokenizer is None else _decoder(arguments.tokenizer)
     if arguments.watch is not None:
+        if alone := [f"--{name}" for name in ("by", "against", "ray") if getattr(arguments, name) is not None]:
+            raise ConfigError(f"--watch looks at a run as a whole, on this machine; leave out {', '.join(alone)}")
         return _watch(arguments, decode)
+    sums = partial(survey_run, cache=arguments.cache, crosses=crosses, over=_over(arguments.ray))
+    other = None if arguments.against is None else _only(arguments.against)
     runs, unread = _runs(arguments.directories)
     found = []
     for run in runs:
         try:
-            found.append((run, diagnose(survey_run(run, cache=arguments.cache))))
+            if other is None:
+                found.append((run, diagnose(sums(run))))
+            else:
+                steps = _shared(run, other)
+                found.append((run, diagnose(sums(run, steps), sums(other, steps), str(other.directory))))
         except MissingDependencyError:
             raise
         except GeomaskError as error:
             unread[run.directory] = str(error)
     if not found:
         raise DataError(*unread.values())
-    _print(arguments, found, unread, decode)
+    _print(arguments, found, unread, decode, only)
     _write(arguments, found, unread, decode)
     return _status([diagnosis for _, diagnosis in found], unread)
+
+
+def _dimensions(text: str) -> tuple[str, ...]:
+    """One dimension or two, or ``step``."""
+    from nemo_geomask.diagnosis.statistics import BY_NAME
+    from nemo_geomask.diagnosis.text import STEP
+
+    names = tuple(text.split(","))
+    if names != (STEP,) and (len(names) > 2 or len(set(names)) < len(names) or not set(names) <= set(BY_NAME)):
+        raise ConfigError(f"--by {text}: give one or two of {', '.join(BY_NAME)}, joined by a comma, or {STEP} alone")
+    return names
+
+
+def _over(address: str | None) -> Callable[..., Iterator[Any]]:
+    if address is not None:
+        from nemo_geomask.diagnosis.cluster import over_ray
+
+        return over_ray(address)
+    from nemo_geomask.diagnosis.sources import over_files
+
+    return over_files
+
+
+def _only(directory: Path) -> RunFiles:
+    from nemo_geomask.diagnosis.sources import find_runs
+
+    runs = find_runs([directory])
+    if len(runs) > 1:
+        raise ConfigError(f"--against {directory} holds several runs: {', '.join(str(run.directory) for run in runs)}")
+    return runs[0]
+
+
+def _shared(run: RunFiles, other: RunFiles) -> list[int]:
+    """A policy is compared with one that has been trained as long."""
+    if run.directory.resolve() == other.directory.resolve():
+        raise ConfigError(f"{run.directory} is the run that it is held against")
+    steps = sorted({*run.steps} & {*other.steps})
+    if not steps:
+        raise DataError(
+            f"{run.directory}: has no step in common with {other.directory} (steps {run.steps[0]} to "
+            f"{run.steps[-1]}, and {other.steps[0]} to {other.steps[-1]})"
+        )
+    return steps
 
 
 def _runs(directories: Sequence[Path]) -> tuple[list[RunFiles], dict[Path, str]]:
@@ -134,12 +212,13 @@ def _print(
     found: Sequence[tuple[RunFiles, RunDiagnosis]],
     unread: Mapping[Path, str],
     decode: Callable[[Sequence[int]], str] | None,
+    only: Sequence[tuple[str, ...]] | None = None,
 ) -> None:
     from nemo_geomask.diagnosis.text import as_json, show, tables
 
     not_judged = _not_judged(unread)
     if arguments.json:
-        objects = [as_json(diagnosis, str(run.directory), decode) for run, diagnosis in found]
+        objects = [as_json(diagnosis, str(run.directory), decode, only) for run, diagnosis in found]
         objects += [{"run": path, "health": "unknown", "verdict": verdict} for path, verdict in not_judged.items()]
         print(json.dumps(objects, ensure_ascii=False, indent=2))
         return
@@ -153,7 +232,7 @@ def _print(
         for run, diagnosis in found:
             if len(found) > 1:
                 print(f"\n{run.directory}")
-            show(tables(diagnosis, decode))
+            show(tables(diagnosis, decode, only))
 
 
 def _write(

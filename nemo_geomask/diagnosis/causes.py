@@ -12,23 +12,26 @@ from dataclasses import dataclass
 import numpy as np
 
 from nemo_geomask.diagnosis.read import Array
-from nemo_geomask.diagnosis.statistics import CELLS, DIMENSIONS, Dimension, Statistics, StepSums, Window
+from nemo_geomask.diagnosis.statistics import BY_NAME, CELLS, Dimension, Statistics, StepSums, Window
 
 __all__ = ["CAUSES", "LOCAL", "WITHIN_SEQUENCES", "Cause", "Evidence", "Found"]
 
-_BY_NAME = {one.name: one for one in DIMENSIONS}
 _CELL = {name: index for index, name in enumerate(CELLS)}
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """A run before and after its mismatch changed; without such a moment, all of it is ``after``.
+    """A run before and after its mismatch changed, or another run and this one; else all of it is ``after``.
 
     Attributes:
         statistics: of the whole run.
-        onset: first step of the change; None: there is none.
+        onset: first step of the change; None: there is none, or the run is held against another.
         gradual: whether the change is a slope.
         worse: whether the mismatch is beyond what is healthy, or has changed for the worse.
+        before, after: what is compared, split up.
+        sums_before: of the same; None: there is nothing to compare with.
+        steps_after: those of this run that count.
+        names: of the two sides, for tables.
     """
 
     statistics: Statistics
@@ -37,7 +40,9 @@ class Evidence:
     worse: bool
     before: Window | None
     after: Window
+    sums_before: StepSums | None
     steps_after: tuple[int, ...]
+    names: tuple[str, str]
 
     @property
     def sums_after(self) -> StepSums:
@@ -163,6 +168,8 @@ def _stale_engine(evidence: Evidence, least: float) -> Found:
         number = frozen[0][1]
         return Found(float("inf"), f"all of the last {len(frozen)} steps sampled from weights {number:.0f}", True)
     if evidence.onset is None:
+        if evidence.sums_before is not None:
+            return Found(float("nan"), "two runs are compared, and no steps")
         return Found(0.0, "the mismatch has not grown")
     z = _with_advantage(evidence.sums_after)
     third = max(1, len(steps) // 3)
@@ -260,7 +267,7 @@ LIFT, SCORE = 1.8, 6.0
 
 
 def _where(name: str, *, suffix: bool) -> Callable[[Evidence, float], Found]:
-    one = _BY_NAME[name]
+    one = BY_NAME[name]
 
     def measure(evidence: Evidence, least: float) -> Found:
         part = concentration(one, evidence, suffix=suffix)

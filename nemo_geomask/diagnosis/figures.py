@@ -169,8 +169,8 @@ def _windows(run: RunDiagnosis) -> Iterator[tuple[str, Window]]:
     if evidence.before is None:
         yield "", evidence.after
         return
-    yield f"before {evidence.onset}", evidence.before
-    yield f"from {evidence.onset}", evidence.after
+    yield evidence.names[0], evidence.before
+    yield evidence.names[1], evidence.after
 
 
 def _by_part(runs: Sequence[RunDiagnosis], name: str) -> Figure | None:

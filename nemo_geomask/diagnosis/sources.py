@@ -15,7 +15,7 @@ from nemo_geomask.diagnosis.jsonl import JSONL_WRITER, convert, step_of
 from nemo_geomask.errors import DataError
 from nemo_geomask.records.schema import step_files
 
-__all__ = ["RunFiles", "find_runs", "over_files"]
+__all__ = ["RunFiles", "find_runs", "of_file", "over_files"]
 
 CONVERTED = "geomask-records"
 """Folder beside NeMo-RL's files that holds them as records."""
@@ -110,13 +110,14 @@ def over_files(
     size = sum(path.stat().st_size for path in paths)
     # A process costs as much as reading a few million tokens.
     if count < 2 or (processes is None and size < 2**25):
-        yield from (_work(work, path, cache) for path in paths)
+        yield from (of_file(work, path, cache) for path in paths)
         return
     with ProcessPoolExecutor(count, mp_context=get_context("spawn")) as pool:
-        yield from pool.map(_work, [work] * len(paths), paths, [cache] * len(paths))
+        yield from pool.map(of_file, [work] * len(paths), paths, [cache] * len(paths))
 
 
-def _work(work: Callable[[Path], Any], path: Path, cache: Path | None) -> Any:
+def of_file(work: Callable[[Path], Any], path: Path, cache: Path | None) -> Any:
+    """``work`` of one file's record, which is made of it where it is a log."""
     if step_of(path) is not None:
         path = _converted(path, cache)
     return work(path)

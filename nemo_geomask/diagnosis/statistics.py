@@ -15,6 +15,8 @@ With :math:`\Delta` = prev − gen of a trained token, the training engine's log
 ``model``       :math:`1 - p`, p the generation engine's probability: noise on the logits
                 moves a token's log-prob by so many times its own size
 ``score``       :math:`\Delta/(1 - p)`, within ±0.1: its sign, where noise is large
+``surprise``    −gen, at most 20; its mean is the sampled tokens' cross-entropy
+``entropy``     of the training engine's distribution, where it was recorded
 =============== =====================================================================
 
 Ratios saturate at :math:`e^{40}`, as in the losses.
@@ -33,6 +35,7 @@ from nemo_geomask.diagnosis.read import Array
 
 __all__ = [
     "BOOT",
+    "BY_NAME",
     "CELLS",
     "CLUSTERED",
     "CONTEXT",
@@ -68,6 +71,7 @@ TOKEN_SUMS = (
     "score",
     "score_square",
     "size_square",
+    "surprise",
 )
 SEQUENCE_SUMS = (
     "sequences",
@@ -81,6 +85,8 @@ SEQUENCE_SUMS = (
     "sequence_weight_square",
     "mean_weight",
     "mean_weight_square",
+    "entropy",
+    "entropy_known",
 )
 BUG_SUMS = (
     "all_sequences",
@@ -103,7 +109,7 @@ LEARNED_SUMS = ("ad", "an", "a2d2", "a2dn", "a2n2")
 """Of a sequence's advantage a, n = √tokens and d = Σ score / n: how Δ goes with what was rewarded."""
 SUMS = (*TOKEN_SUMS, *SEQUENCE_SUMS, *BUG_SUMS, *LEARNED_SUMS)
 BOOT = ("tokens", "abs", "size", "delta", "k3", "prob_error", "weight", "weight_square", "model")
-CELLS = ("tokens", "size", "model", "delta", "k3", "score", "score_square")
+CELLS = ("tokens", "size", "model", "delta", "k3", "positive", "score", "score_square")
 CLUSTERED = ("size2", "size_model", "model2")
 """Of sums over one sequence's tokens in a bin: what the standard error over sequences is made of."""
 
@@ -127,6 +133,7 @@ class Dimension:
         unit: of the values.
         by_token: whether it differs within a sequence.
         whole: whether it counts something.
+        needs: what has to be recorded for it, beside log-probs.
     """
 
     name: str
@@ -134,6 +141,7 @@ class Dimension:
     unit: str
     by_token: bool
     whole: bool = True
+    needs: str = ""
 
     @property
     def bins(self) -> int:
@@ -147,16 +155,12 @@ class Dimension:
             None if not 0 <= place < len(self.edges) else round(float(self.edges[place]), 5) + 0.0
             for place in (first - 1, last)
         )
+        if self.whole and low is None and high == 1:
+            return "0"
+        if low == 0 and not self.whole:
+            return "0" if high == 0 else "above 0" if high is None else f"above 0 to {high:g}"
         if low is None or high is None:
-            return (
-                f"all {self.unit}"
-                if low == high
-                else f"below {high:g}"
-                if low is None
-                else f"{low:g} and more"
-                if low
-                else "above 0"
-            )
+            return f"all {self.unit}" if low == high else f"below {high:g}" if low is None else f"{low:g} and more"
         if high - low == (1 if self.whole else 0):
             return f"{low:g}"
         return f"{low:g} to {high - self.whole:g}"
@@ -166,13 +170,27 @@ _HALF_OCTAVES = np.sort(np.concatenate([2.0 ** np.arange(4, 18), 3.0 * 2.0 ** np
 DIMENSIONS = (
     Dimension("probability", PROB_EDGES, "nats of surprise", True, False),
     Dimension("position", _HALF_OCTAVES, "tokens into it", True),
-    Dimension("turn", np.array([1.0, 2, 3, 4, 6, 8]), "earlier turns", True),
+    Dimension("turn", np.array([1.0, 2, 3, 4, 6, 8]), "earlier turns", True, needs="runs of several turns"),
     Dimension("length", _HALF_OCTAVES, "tokens", False),
-    Dimension("staleness", np.array([1.0, 2, 3, 4, 6, 8, 12, 16]), "steps", False),
+    Dimension(
+        "staleness",
+        np.array([1.0, 2, 3, 4, 6, 8, 12, 16]),
+        "steps",
+        False,
+        needs="the flight recorder's weight versions, of asynchronous runs",
+    ),
     Dimension("reward", np.array([-1e-6, 1e-6, 0.25, 0.5, 0.75, 1.0]), "reward", False, False),
-    Dimension("advantage", np.array([-1e-6, 1e-6]), "advantage", True, False),
-    Dimension("entropy", np.array([0.01, 0.1, 0.3, 0.7, 1.2, 2.0, 3.0]), "nats of entropy", True, False),
+    Dimension("advantage", np.array([-1e-6, 1e-6]), "sign", True, False),
+    Dimension(
+        "entropy",
+        np.array([0.01, 0.1, 0.3, 0.7, 1.2, 2.0, 3.0]),
+        "nats of entropy",
+        True,
+        False,
+        needs="loss_fn.record.entropy: true",
+    ),
 )
+BY_NAME = {one.name: one for one in DIMENSIONS}
 
 
 @dataclass
@@ -241,8 +259,8 @@ class Window:
     """Sums over a few steps, split up.
 
     Attributes:
-        cells: by dimension, [bins, len(CELLS)].
-        clustered: by dimension, [bins, len(CLUSTERED)].
+        cells: by dimension, [bins, len(CELLS)]; by ``one,other``, [bins of one * bins of other, len(CELLS)].
+        clustered: the same, [bins, len(CLUSTERED)].
         tail: [TAIL_BINS] tokens by the size of z.
     """
 
@@ -256,9 +274,9 @@ class Window:
 
     def add(self, other: Window) -> None:
         """Take in another."""
-        for name, cells in other.cells.items():
-            self.cells[name] = self.cells[name] + cells
-            self.clustered[name] = self.clustered[name] + other.clustered[name]
+        for mine, others in ((self.cells, other.cells), (self.clustered, other.clustered)):
+            for name, sums in others.items():
+                mine[name] = mine[name] + sums if name in mine else sums
         self.tail = self.tail + other.tail
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -9,12 +10,14 @@ import numpy as np
 from nemo_geomask.diagnosis.read import Array, RecordBlock
 from nemo_geomask.diagnosis.statistics import (
     BOOT,
+    BY_NAME,
     CELLS,
     CONTEXT,
     DIMENSIONS,
     REPLICATES,
     TAIL_BINS,
     WORST,
+    Dimension,
     Statistics,
     StepSums,
     Window,
@@ -25,6 +28,7 @@ __all__ = ["survey"]
 LIMIT = 40.0
 SIZE_CAP = 1.0
 SCORE_CAP = 0.1
+SURPRISE_CAP = 20.0
 SURE = -0.05
 """A log-prob above it may round to 0."""
 LEAST_PAIRS = 6
@@ -62,8 +66,13 @@ class KnownTokens:
         return np.full(len(self.block), np.nan) if found is None else found.astype(float)
 
 
-def survey(block: RecordBlock) -> Statistics:
-    """The sums of one block, all of one step."""
+def survey(block: RecordBlock, crosses: Sequence[tuple[str, str]] = ()) -> Statistics:
+    """The sums of one block, all of one step.
+
+    Args:
+        block: the records.
+        crosses: pairs of dimensions to split tokens by at once, beside every single one.
+    """
     found = Statistics()
     if not len(block):
         return found
@@ -84,7 +93,7 @@ def survey(block: RecordBlock) -> Statistics:
     sums.put("masked_out_tokens", float(len(left_out)))
     _sum_up(sums, judged)
     _of_masks_and_groups(sums, judged)
-    found.windows[step] = _split(judged, mask, sequence)
+    found.windows[step] = _split(judged, mask, sequence, crosses)
     _worst(found, judged, step)
     return found
 
@@ -184,6 +193,7 @@ def _judge(block: RecordBlock, place: Array, sequence: Array, gen: Array, prev: 
         "above_1": (np.abs(delta) > 1).astype(float),
         "model": model,
         "size_square": np.square(size),
+        "surprise": np.clip(-gen, 0, SURPRISE_CAP),
         "score": score,
         "score_square": np.square(score),
     }
@@ -210,6 +220,10 @@ def _sum_up(sums: StepSums, judged: KnownTokens) -> None:
         value = judged.of_sequence(name)
         sums.put(name, float(np.nansum(value)))
         sums.put(known, float(np.isfinite(value).sum()))
+    if "entropy" in block.tokens:
+        entropy = block.tokens["entropy"][judged.place]
+        sums.put("entropy", float(np.nansum(entropy, dtype=float)))
+        sums.put("entropy_known", float(np.isfinite(entropy).sum()))
     if judged.advantages is not None:
         mean = np.bincount(judged.owner, weights=judged.advantages, minlength=len(block)) / np.maximum(tokens, 1)
         a, n = np.clip(np.nan_to_num(mean), -3, 3), np.sqrt(np.maximum(tokens, 1))
@@ -241,7 +255,7 @@ def _of_masks_and_groups(sums: StepSums, judged: KnownTokens) -> None:
         sums.groups[group] = size, model, square
 
 
-def _split(judged: KnownTokens, mask: Array, sequence: Array) -> Window:
+def _split(judged: KnownTokens, mask: Array, sequence: Array, crosses: Sequence[tuple[str, str]]) -> Window:
     window, block, owner = Window(), judged.block, judged.owner
     begins = mask & ~np.concatenate([[False], mask[:-1] & (sequence[1:] == sequence[:-1])])
     runs = np.concatenate([[0], np.cumsum(begins)])
@@ -258,22 +272,38 @@ def _split(judged: KnownTokens, mask: Array, sequence: Array) -> Window:
         "advantage": judged.advantages,
         "entropy": None if entropy is None else entropy[judged.place],
     }
-    for one in DIMENSIONS:
+
+    def place(one: Dimension) -> Array | None:
+        """[M], the bin of each token, −1 where its value is unknown."""
         values = found[one.name]
-        there = None if values is None else np.isfinite(values)
-        if values is None or there is None or not there.any():
-            continue
+        return None if values is None else np.where(np.isfinite(values), np.digitize(values, one.edges), -1)
+
+    def put(name: str, bins: Array, count: int) -> None:
+        there = bins >= 0
+        if not there.any():
+            return
         chosen = slice(None) if there.all() else there
-        bins, rows = np.digitize(values[chosen], one.edges), owner[chosen]
-        for place, name in enumerate(CELLS):
-            window.cells[one.name][:, place] = np.bincount(bins, judged.values[name][chosen], minlength=one.bins)
-        shape = len(block), one.bins
-        size, model = (
-            np.bincount(rows * one.bins + bins, judged.values[name][chosen], minlength=shape[0] * shape[1])
-            for name in ("size", "model")
+        bins, rows = bins[chosen], owner[chosen]
+        window.cells[name] = np.stack(
+            [np.bincount(bins, judged.values[cell][chosen], minlength=count) for cell in CELLS], axis=1
         )
-        products = [(x * y).reshape(shape).sum(axis=0) for x, y in ((size, size), (size, model), (model, model))]
-        window.clustered[one.name] = np.stack(products, axis=1)
+        shape = len(block), count
+        size, model = (
+            np.bincount(rows * count + bins, judged.values[cell][chosen], minlength=shape[0] * count).reshape(shape)
+            for cell in ("size", "model")
+        )
+        products = [(x * y).sum(axis=0) for x, y in ((size, size), (size, model), (model, model))]
+        window.clustered[name] = np.stack(products, axis=1)
+
+    for one in DIMENSIONS:
+        if (bins := place(one)) is not None:
+            put(one.name, bins, one.bins)
+    for pair in crosses:
+        one, other = (BY_NAME[name] for name in pair)
+        bins, beside = place(one), place(other)
+        if bins is not None and beside is not None:
+            both = np.where((bins >= 0) & (beside >= 0), bins * other.bins + beside, -1)
+            put(",".join(pair), both, one.bins * other.bins)
     z2 = judged.values["square"] / np.square(judged.values["model"])
     tail = np.clip(np.log2(np.maximum(z2, 1e-30)) + 32, 0, TAIL_BINS - 1).astype(np.int64)
     window.tail = np.bincount(tail, minlength=TAIL_BINS).astype(float)

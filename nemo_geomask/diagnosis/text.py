@@ -12,15 +12,18 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from nemo_geomask.diagnosis.causes import CAUSES
+from nemo_geomask.diagnosis.causes import CAUSES, Evidence
+from nemo_geomask.diagnosis.circle import CERTAIN, circle, verdict
 from nemo_geomask.diagnosis.read import Array
-from nemo_geomask.diagnosis.statistics import CELLS, DIMENSIONS, StepSums, Window
+from nemo_geomask.diagnosis.statistics import BY_NAME, CELLS, DIMENSIONS, StepSums, Window
 from nemo_geomask.diagnosis.verdict import LEVELS, RunDiagnosis
+from nemo_geomask.errors import DataError
 
 __all__ = [
     "MEASURES",
     "NUMBERS",
     "REMOVED_SHARES",
+    "STEP",
     "Measure",
     "Number",
     "Table",
@@ -30,6 +33,9 @@ __all__ = [
     "show",
     "tables",
 ]
+
+STEP = "step"
+"""What may be asked for beside the dimensions."""
 
 Decode = Callable[[Sequence[int]], str]
 _STEPS = 12
@@ -83,16 +89,34 @@ def as_text(value: Any) -> str:
     return str(value)
 
 
-def tables(diagnosis: RunDiagnosis, decode: Decode | None = None) -> list[Table]:
-    """All that a diagnosis rests on.
+def tables(
+    diagnosis: RunDiagnosis, decode: Decode | None = None, only: Sequence[tuple[str, ...]] | None = None
+) -> list[Table]:
+    """All that a diagnosis rests on, or its mismatch by what was asked for.
 
     Args:
         diagnosis: of one run.
         decode: makes text of token ids; without it, ids are shown.
+        only: dimensions, pairs of them that were surveyed, and ``("step",)``.
+
+    Raises: DataError: the records have one kind of data only, or not what is asked for.
     """
-    found = [_numbers(diagnosis), _causes(diagnosis), _changes(diagnosis), _steps(diagnosis)]
-    found += [table for one in DIMENSIONS if (table := _dimension(diagnosis.evidence.after, one.name)) is not None]
+    if only is not None:
+        return [table for names in only for table in _asked(diagnosis, names)]
+    found = [_numbers(diagnosis), _causes(diagnosis), _changes(diagnosis), _steps(diagnosis, _STEPS)]
+    found += [table for one in DIMENSIONS if (table := _dimension(diagnosis.evidence, (one.name,))) is not None]
     return [table for table in [*found, *_worst(diagnosis, decode)] if table.rows]
+
+
+def _asked(diagnosis: RunDiagnosis, names: tuple[str, ...]) -> list[Table]:
+    if names == (STEP,):
+        return [_steps(diagnosis, len(diagnosis.evidence.statistics.steps)), _circle(diagnosis)]
+    table = _dimension(diagnosis.evidence, names)
+    if table is None:
+        needs = " and ".join(BY_NAME[name].needs for name in names if BY_NAME[name].needs)
+        missing = f"not recorded ({needs}), or the same everywhere" if needs else "the same everywhere"
+        raise DataError(f"--by {','.join(names)}: {missing}")
+    return [table]
 
 
 class Number(NamedTuple):
@@ -141,6 +165,7 @@ NUMBERS: tuple[Number, ...] = (
     Number("|Δ| > 1", "share of tokens; geomask/mismatch_above_1", lambda sums: sums.mean("above_1")),
     Number("Δ > 0", "share of tokens that the training engine finds likelier", lambda sums: sums.mean("positive")),
     Number("noise", "mean |Δ| (at most 1) in units of 1 − p", lambda sums: sums.mean("size", "model")),
+    Number("surprise", "mean of −gen (at most 20), nats a token", lambda sums: sums.mean("surprise")),
     Number(
         "mean weight", "of exp(Δ); 1 where gen are those of the sampler", lambda sums: sums.mean("weight"), "weight"
     ),
@@ -172,17 +197,8 @@ def _masked_out(sums: StepSums) -> float:
     return sums.mean("masked_out", "all_sequences")
 
 
-def _split(diagnosis: RunDiagnosis) -> tuple[StepSums | None, StepSums]:
-    evidence = diagnosis.evidence
-    after = evidence.sums_after
-    if evidence.onset is None:
-        return None, after
-    steps = evidence.statistics.steps
-    return evidence.statistics.total(step for step in steps if step < evidence.onset), after
-
-
 def _numbers(diagnosis: RunDiagnosis) -> Table:
-    before, after = _split(diagnosis)
+    before, after = diagnosis.evidence.sums_before, diagnosis.evidence.sums_after
     rows: list[tuple[Any, ...]] = []
     for level in LEVELS:
         one = level.of(after)
@@ -200,8 +216,7 @@ def _numbers(diagnosis: RunDiagnosis) -> Table:
         for of, what in enumerate(REMOVED_SHARES):
             shares = [sums.removed_share(label, of) for sums in (before, after) if sums]
             rows.append((f"mask {label}{', of |Δ|' if of else ''}", *shares, "", "", what))
-    onset = diagnosis.evidence.onset
-    columns = ("all steps",) if before is None else (f"before {onset}", f"from {onset}")
+    columns = ("all steps",) if before is None else diagnosis.evidence.names
     return Table(
         "numbers",
         "Numbers, Δ = prev − gen of a trained token",
@@ -228,11 +243,11 @@ def _changes(diagnosis: RunDiagnosis) -> Table:
     return Table("changes", "What has changed", ("", "since step", "before", "after", "as a", "standard errors"), rows)
 
 
-def _steps(diagnosis: RunDiagnosis) -> Table:
+def _steps(diagnosis: RunDiagnosis, most: int) -> Table:
     steps = sorted(diagnosis.evidence.statistics.steps)
     chosen = steps
-    if len(steps) > _STEPS:
-        places = {round(place) for place in np.linspace(0, len(steps) - 1, _STEPS)}
+    if len(steps) > most:
+        places = {round(place) for place in np.linspace(0, len(steps) - 1, most)}
         if diagnosis.since in steps:
             places.add(steps.index(diagnosis.since))
         chosen = [steps[place] for place in sorted(places)]
@@ -250,17 +265,33 @@ def _steps(diagnosis: RunDiagnosis) -> Table:
                 "–" if math.isnan(low) else f"{low:.2g} to {high:.2g}",
                 sums.mean("size", "model"),
                 ess,
+                sums.mean("surprise"),
                 sums.mean("response", "sequences"),
                 sums.mean("reward", "rewarded"),
             )
         )
-    columns = ("step", "sequences", "token_mult_prob_error", "k3", "95 %", "noise", "ESS", "length", "reward")
+    columns = (
+        "step",
+        "sequences",
+        "token_mult_prob_error",
+        "k3",
+        "95 %",
+        "noise",
+        "ESS",
+        "surprise",
+        "length",
+        "reward",
+    )
     same = {"k3": "geomask/mismatch_k3", "ESS": "effective sample size, tokens", "length": "response length"}
     known = {level.name: level.definition for level in LEVELS}
     known |= {number.name: number.definition for number in NUMBERS}
     definitions = {name: known[same.get(name, name)] for name in columns if same.get(name, name) in known}
     definitions |= {"sequences": "with a trained token", "95 %": "of k3: a bootstrap over sequences"}
     return Table("steps", "Steps", columns, rows, definitions)
+
+
+EXPECTED = "against expected"
+_SHARES = ("tokens", "Δ > 0")
 
 
 class Measure(NamedTuple):
@@ -285,12 +316,13 @@ MEASURES: tuple[Measure, ...] = (
     Measure("tokens", "share of the trained tokens", lambda part, whole: _ratio(part["tokens"], whole["tokens"])),
     Measure("|Δ|", "mean, each at most 1, nats", lambda part, whole: _ratio(part["size"], part["tokens"])),
     Measure(
-        "against expected",
+        EXPECTED,
         "mean |Δ| over mean 1 − p, in units of that of all tokens: 1 where it is noise on the logits",
         lambda part, whole: _ratio(_ratio(part["size"], part["model"]), _ratio(whole["size"], whole["model"])),
     ),
     Measure("k3", "mean of exp(Δ) − 1 − Δ, nats a token", lambda part, whole: _ratio(part["k3"], part["tokens"])),
     Measure("k1", "mean of −Δ, nats a token", lambda part, whole: -_ratio(part["delta"], part["tokens"])),
+    Measure("Δ > 0", "share of the part's tokens", lambda part, whole: _ratio(part["positive"], part["tokens"])),
 )
 """Columns of the tables by position, length and so on."""
 
@@ -305,18 +337,76 @@ def measured(cells: Array) -> dict[int, dict[str, float]]:
     return found
 
 
-def _dimension(window: Window, name: str) -> Table | None:
-    one = next(one for one in DIMENSIONS if one.name == name)
-    found = measured(window.cells[name])
-    if len(found) < 2:
-        return None
+def _circle(diagnosis: RunDiagnosis) -> Table:
+    found = circle(diagnosis.evidence.statistics)
     rows = [
-        (one.label(place, place), f"{values['tokens']:.1%}", *(values[measure.name] for measure in MEASURES[1:]))
-        for place, values in found.items()
+        (f"{one.first} → {one.then}", one.correlation, one.score, "shown" if one.shown else "not shown")
+        for one in found
     ]
-    columns = ("", *(measure.name for measure in MEASURES))
-    definitions = {measure.name: measure.definition for measure in MEASURES}
-    return Table(name, f"By {name} ({one.unit})", columns, rows, definitions)
+    title = f"What the next step follows. {verdict(found)}"
+    columns = ("", "partial rank correlation", "standard errors", f"beyond ±{CERTAIN:g}")
+    return Table("circle", title, columns, rows)
+
+
+def _dimension(evidence: Evidence, names: tuple[str, ...]) -> Table | None:
+    """None where there is one kind of data only."""
+    key = ",".join(names)
+    cells = evidence.after.cells.get(key)
+    if cells is None or np.count_nonzero(cells[:, 0]) < 2:
+        return None
+    kinds = [BY_NAME[name] for name in names]
+    shape = [one.bins for one in kinds]
+    here = _Rates(evidence.after, key)
+    there = None if evidence.before is None or key not in evidence.before.cells else _Rates(evidence.before, key)
+    rows = []
+    for place, values in measured(cells).items():
+        labels = (one.label(int(at), int(at)) for one, at in zip(kinds, np.unravel_index(place, shape), strict=True))
+        row: list[Any] = [" · ".join(labels)]
+        for name, value in values.items():
+            row.append(f"{value:.1%}" if name in _SHARES else value)
+            if name == EXPECTED:
+                row.append(_interval(value, here.error[place]))
+        if there is not None:
+            times = _ratio(float(here.rate[place]), float(there.rate[place]))
+            row += (times, _interval(times, math.hypot(here.error[place], there.error[place])))
+        rows.append(tuple(row))
+    title = f"By {' and '.join(f'{one.name} ({one.unit})' for one in kinds)}"
+    columns = [""]
+    for measure in MEASURES:
+        columns += [measure.name, "95 %"] if measure.name == EXPECTED else [measure.name]
+    definitions = {measure.name: measure.definition for measure in MEASURES} | {
+        "95 %": f"of {EXPECTED}, over sequences"
+    }
+    if there is not None:
+        columns += [f"against {evidence.names[0]}", "95 % of that"]
+        definitions[columns[-2]] = "mean |Δ| over mean 1 − p, in units of what it is there in the same part"
+        definitions[columns[-1]] = "over sequences"
+    return Table(key, title, tuple(columns), rows, definitions)
+
+
+class _Rates:
+    """The mismatch in units of 1 − p, bin by bin, and its relative standard error over sequences."""
+
+    def __init__(self, window: Window, key: str) -> None:
+        self._cells: Array = window.cells[key]
+        size, model = self.cell("size"), self.cell("model")
+        with np.errstate(invalid="ignore", divide="ignore"):
+            self.rate: Array = size / model
+            size2, both, model2 = window.clustered[key].T
+            square = size2 - 2 * self.rate * both + np.square(self.rate) * model2
+            self.error: Array = np.sqrt(np.maximum(square, 0.0)) / size
+
+    def cell(self, name: str) -> Array:
+        """Of each bin."""
+        return self._cells[:, CELLS.index(name)]
+
+
+def _interval(value: float, error: float) -> str:
+    """95 % of a ratio, given the standard error of its logarithm."""
+    if not math.isfinite(value) or not math.isfinite(error):
+        return "–"
+    low, high = (value * math.exp(sign * 1.96 * min(error, 9.0)) for sign in (-1, 1))
+    return f"{low:.3g} to {high:.3g}"
 
 
 def _worst(diagnosis: RunDiagnosis, decode: Decode | None) -> Iterable[Table]:
@@ -333,7 +423,12 @@ def _worst(diagnosis: RunDiagnosis, decode: Decode | None) -> Iterable[Table]:
     yield Table("worst_tokens", "Tokens with the largest |Δ|", columns, tokens)
 
 
-def as_json(diagnosis: RunDiagnosis, directory: str, decode: Decode | None = None) -> dict[str, Any]:
+def as_json(
+    diagnosis: RunDiagnosis,
+    directory: str,
+    decode: Decode | None = None,
+    only: Sequence[tuple[str, ...]] | None = None,
+) -> dict[str, Any]:
     """The same for programs; numbers that are none are null."""
     cause = diagnosis.cause
     return {
@@ -341,6 +436,7 @@ def as_json(diagnosis: RunDiagnosis, directory: str, decode: Decode | None = Non
         "health": "unknown" if diagnosis.unknown else diagnosis.health,
         "verdict": diagnosis.sentence,
         "since": diagnosis.since,
+        "against": None if diagnosis.versus is None else diagnosis.versus._asdict(),
         "cause": None if cause is None else {"id": cause.id, "name": cause.name, "action": cause.action},
         "steps": sorted(diagnosis.evidence.statistics.steps),
         "causes": [
@@ -371,7 +467,7 @@ def as_json(diagnosis: RunDiagnosis, directory: str, decode: Decode | None = Non
         },
         "tables": {
             table.key: [dict(zip(table.columns, map(_number, row), strict=True)) for row in table.rows]
-            for table in tables(diagnosis, decode)
+            for table in tables(diagnosis, decode, only)
             if table.key != "causes"
         },
     }

@@ -142,6 +142,7 @@ class RunDiagnosis:
         alarms: what has changed.
         evidence: what was compared.
         unknown: why nothing of the mismatch can be said; empty where it can.
+        versus: what it is to another run, where it was held against one.
     """
 
     health: Health
@@ -152,6 +153,7 @@ class RunDiagnosis:
     alarms: tuple[Alarm, ...]
     evidence: Evidence
     unknown: str = ""
+    versus: Versus | None = None
 
     @property
     def sentence(self) -> str:
@@ -166,7 +168,8 @@ class RunDiagnosis:
             return f"not judged: {self.unknown}"
         if self.health == "healthy":
             error, kl = (self.levels[name].value for name in ("token_mult_prob_error", "geomask/mismatch_k3"))
-            return f"healthy: token_mult_prob_error {error:.4g}, KL {kl:.2g} nats a token over {len(steps)} steps"
+            found = f"token_mult_prob_error {error:.4g}, KL {kl:.2g} nats a token over {len(steps)} steps"
+            return f"healthy{self._against()}: {found}"
         since = f" since step {self.since}" if self.since is not None else ""
         if self.cause is None:
             why = "no cause that is known"
@@ -178,7 +181,13 @@ class RunDiagnosis:
             ):
                 why += f", in {len(found_cause.steps)} of {len(steps)} steps"
             why += ")"
-        return f"{self.health}{since}: {why}"
+        return f"{self.health}{since}{self._against()}: {why}"
+
+    def _against(self) -> str:
+        if self.versus is None:
+            return ""
+        name, times, low, high = self.versus
+        return f", {times:.3g} times ({low:.3g} to {high:.3g}) the mismatch of {name}"
 
     def _ruled_out(self) -> str:
         names = [
@@ -191,37 +200,51 @@ class RunDiagnosis:
         return said + (f"; not in these records: {', '.join(unknown)}" if unknown else "")
 
 
-def diagnose(statistics: Statistics) -> RunDiagnosis:
+def diagnose(statistics: Statistics, against: Statistics | None = None, name: str = "the other run") -> RunDiagnosis:
     """The verdict on a run's statistics.
 
-    Raises: DataError: there is no step.
+    Args:
+        statistics: of the run.
+        against: of one that is taken for what it should be: what has become worse is asked between the two, and not
+            between the run's own steps.
+        name: of the other.
+
+    Raises: DataError: there is no step, or no trained token to hold the run against.
     """
     steps = sorted(statistics.steps)
     if not steps:
         raise DataError("the records hold no sequence")
     known = [step for step in steps if statistics.steps[step]["tokens"] > 0]
-    change = _mismatch_change(statistics, known)
+    other = None if against is None else against.total()
+    if other is not None and not other["model"]:
+        raise DataError(f"{name}: no sequence has a trained token with log-probs of both engines")
+    change = _mismatch_change(statistics, known) if other is None else None
     onset = known[change.first] if change is not None else None
     after = tuple(step for step in known if onset is None or step >= onset)
     # What counts is how it is now: of a run that never changed, its last third.
-    recent = after if onset is not None else tuple(known[-max(3, len(known) // 3) :])
+    recent = after if onset is not None or other is not None else tuple(known[-max(3, len(known) // 3) :])
     total = statistics.total(recent)
     levels = {level.name: level.of(total) for level in LEVELS}
     level = max((reading.health for reading in levels.values()), key=_ORDER.index)
-    begin = math.inf if onset is None else onset
+    versus = None if other is None or not known else _versus(total, other, name)
+    worse = onset is not None or (versus is not None and versus.low > math.exp(RISE))
+    begin = -math.inf if onset is None else onset // statistics.width * statistics.width
+    before = None if onset is None else statistics.between(-math.inf, begin)
     evidence = Evidence(
         statistics,
         onset,
         change is not None and change.gradual,
-        onset is not None or level != "healthy",
-        None if onset is None else statistics.between(-math.inf, begin // statistics.width * statistics.width),
-        statistics.between(-math.inf if onset is None else begin // statistics.width * statistics.width, math.inf),
+        worse or level != "healthy",
+        before if against is None else against.between(-math.inf, math.inf),
+        statistics.between(begin, math.inf),
+        other if onset is None else statistics.total(step for step in steps if step < onset),
         after,
+        (name, "this run") if onset is None else (f"before {onset}", f"from {onset}"),
     )
     found = {cause.id: cause.measure(evidence, cause.threshold) for cause in CAUSES}
     cause = _likely(found)
     unknown = "" if known else _unknown(statistics.total())
-    health: Health = level if onset is None or level == "broken" else "drifting"
+    health: Health = level if not worse or level == "broken" else "drifting"
     since = onset
     if cause is not None:
         health = "broken" if cause.bug or health == "broken" else "drifting"
@@ -231,7 +254,26 @@ def diagnose(statistics: Statistics) -> RunDiagnosis:
             unknown = ""
     if known and health == "healthy":
         unknown = _too_few(total, levels)
-    return RunDiagnosis(health, since, cause, found, levels, _alarms(statistics, known), evidence, unknown)
+    return RunDiagnosis(health, since, cause, found, levels, _alarms(statistics, known), evidence, unknown, versus)
+
+
+class Versus(NamedTuple):
+    """How many times the mismatch of another run this one has, in units of 1 − p, and the 95 % interval of that."""
+
+    name: str
+    times: float
+    low: float
+    high: float
+
+
+def _versus(mine: StepSums, other: StepSums, name: str) -> Versus:
+    def rates(sums: StepSums) -> Any:
+        size, model = (sums.boot[:, BOOT.index(each)] for each in ("size", "model"))
+        return size / np.maximum(model, 1e-12)
+
+    low, high = np.quantile(rates(mine) / np.maximum(rates(other), 1e-12), [0.025, 0.975])
+    times = mine.mean("size", "model") / max(other.mean("size", "model"), 1e-12)
+    return Versus(name, times, float(low), float(high))
 
 
 WITHIN = 1.25

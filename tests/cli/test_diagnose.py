@@ -49,6 +49,36 @@ def test_json_and_a_cache_elsewhere(tmp_path, capsys):
     assert not (tmp_path / "run" / "geomask-records").exists()
 
 
+def test_one_split_at_a_time_and_two_at_once(tmp_path, capsys):
+    run = str(write_steps(tmp_path / "run", range(1, 4)))
+    assert main(["diagnose", run, "--by", "probability", "--by", "turn,advantage"]) == 0
+    _, first, *_, second = (text.splitlines()[0] for text in capsys.readouterr().out.split("\nBy"))
+    assert (first, second) == (" probability (nats of surprise)", " turn (earlier turns) and advantage (sign)")
+    assert main(["diagnose", run, "--by", "step", "--json"]) == 0
+    (told,) = json.loads(capsys.readouterr().out)
+    assert list(told["tables"]) == ["steps", "circle"]
+    for wrong in ("tool", "turn,turn", "step,turn", "turn,length,reward"):
+        assert main(["diagnose", run, "--by", wrong]) == 2
+        assert f"--by {wrong}: give one or two of probability, position" in capsys.readouterr().err
+
+
+def test_a_run_against_another_over_the_steps_of_both(tmp_path, capsys):
+    that = write_steps(tmp_path / "that", range(1, 4))
+    this = write_steps(tmp_path / "this", range(2, 6), "precision", 8.0)
+    arguments = ["diagnose", str(this), "--against", str(that)]
+    assert main([*arguments, "--json"]) == 1
+    (told,) = json.loads(capsys.readouterr().out)
+    assert (told["steps"], told["cause"]["id"], told["against"]["name"]) == ([2, 3], "precision", str(that))
+    assert main(["diagnose", str(that), "--against", str(that)]) == 2
+    assert "is the run that it is held against" in capsys.readouterr().err
+    assert main(["diagnose", str(this), "--against", str(tmp_path)]) == 2
+    assert "holds several runs" in capsys.readouterr().err
+    assert main(["diagnose", str(write_steps(tmp_path / "late", (9,))), "--against", str(that)]) == 2
+    assert "no step in common with" in capsys.readouterr().err
+    assert main([*arguments, "--watch", "1"]) == 2
+    assert "leave out --against" in capsys.readouterr().err
+
+
 def test_nothing_to_read_is_an_error(tmp_path, capsys):
     assert main(["diagnose", str(tmp_path)]) == 2
     assert "holds neither records" in capsys.readouterr().err

@@ -8,7 +8,7 @@ import pytest
 
 from nemo_geomask.diagnosis.planted import RunShape, planted_step
 from nemo_geomask.diagnosis.read import RecordBlock
-from nemo_geomask.diagnosis.statistics import CELLS, DIMENSIONS, Statistics
+from nemo_geomask.diagnosis.statistics import BY_NAME, CELLS, DIMENSIONS, Statistics
 from nemo_geomask.diagnosis.survey import survey
 
 SHAPE = RunShape(steps=1, prompts=4, samples=3, length=40)
@@ -90,6 +90,44 @@ def test_turns_and_positions_are_counted_within_the_response():
     window = survey(RecordBlock(sequences, tokens, np.array([0, 5, 8]))).windows[1]
     assert window.cells["turn"][:, 0].tolist()[:2] == [3, 1]
     assert window.cells["length"][0, 0] == 4
+
+
+def test_two_dimensions_at_once_are_those_of_plain_loops(block):
+    block.tokens["entropy"] = np.where(np.arange(len(block.tokens["mask"])) % 7, block.tokens["gen"] ** 2, np.nan)
+    crosses = [("entropy", "advantage"), ("turn", "probability")]
+    found = survey(block, crosses)
+    cells = found.windows[5].cells["entropy,advantage"]
+    edges, signs = BY_NAME["entropy"].edges, BY_NAME["advantage"].edges
+    expected = np.zeros((len(edges) + 1, len(signs) + 1, 2))
+    for row in range(len(block)):
+        for place in range(block.offsets[row], block.offsets[row + 1]):
+            entropy = block.tokens["entropy"][place]
+            if block.tokens["mask"][place] and block.sequences["sample_mask"][row] and not math.isnan(entropy):
+                delta = float(block.tokens["prev"][place]) - float(block.tokens["gen"][place])
+                sign = sum(float(block.tokens["advantages"][place]) >= edge for edge in signs)
+                expected[sum(entropy >= edge for edge in edges), sign] += 1, delta > 0
+    np.testing.assert_array_equal(cells[:, [0, CELLS.index("positive")]], expected.reshape(-1, 2))
+    known, turns = found.windows[5].cells["entropy"], found.windows[5].cells["turn"]
+    np.testing.assert_allclose(cells.reshape(len(edges) + 1, -1, len(CELLS)).sum(axis=1), known, rtol=1e-9, atol=1e-12)
+    by_turn = found.windows[5].cells["turn,probability"].reshape(len(turns), -1, len(CELLS)).sum(axis=1)
+    np.testing.assert_allclose(by_turn, turns, rtol=1e-9, atol=1e-12)
+    assert found.steps[5]["entropy_known"] == known[:, 0].sum()
+    parts = Statistics()
+    for first, last in ((7, 12), (0, 7)):
+        parts.add(survey(part(block, first, last), crosses))
+    np.testing.assert_allclose(parts.windows[5].cells["entropy,advantage"], cells, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("name", "place", "label"),
+    [
+        *(("advantage", place, label) for place, label in enumerate(["below 0", "0", "above 0"])),
+        *(("turn", place, label) for place, label in enumerate(["0", "1", "2", "3", "4 to 5", "6 to 7", "8 and more"])),
+        *(("reward", 2, "above 0 to 0.25"), ("entropy", 0, "below 0.01"), ("position", 0, "below 16")),
+    ],
+)
+def test_labels_of_bins(name, place, label):
+    assert BY_NAME[name].label(place, place) == label
 
 
 def test_parts_add_up_to_the_whole_in_any_order(block):

@@ -46,6 +46,53 @@ def test_nothing_is_named_where_nothing_is_wrong(seed):
     assert "ruled out: zero logprobs" in found.sentence
 
 
+SMALL = RunShape(steps=4, prompts=8)
+
+
+@pytest.mark.parametrize("cause", ["precision", "routing", "position", "low_probability"])
+def test_what_one_run_has_and_another_has_not_is_named(cause):
+    """Two machines, top-p or cascade attention on and off: nothing changes within either run."""
+    clean = planted_run(1, shape=SMALL)
+    found = diagnose(planted_run(2, cause, PLANTS[cause].strengths[1], shape=SMALL), clean, "that")
+    assert (found.health, found.since) == ("drifting", None)
+    assert found.cause is not None
+    assert found.cause.id == cause
+    assert found.versus.times > 1.2
+    assert f"drifting, {found.versus.times:.3g} times" in found.sentence
+    assert "the mismatch of that: " in found.sentence
+    assert "stale engine" in found.sentence.split("not in these records: ")[1]
+    numbers, *others = tables(found)
+    assert numbers.columns[1:3] == ("that", "this run")
+    (by_position,) = (table for table in others if table.key == "position")
+    assert by_position.columns[-2:] == ("against that", "95 % of that")
+    assert as_json(found, "here")["against"]["times"] == pytest.approx(found.versus.times)
+
+
+def test_a_run_like_another_or_better_is_healthy():
+    clean, worse = planted_run(1, shape=SMALL), planted_run(2, "precision", 4.0, shape=SMALL)
+    same, better = diagnose(planted_run(3, shape=SMALL), clean), diagnose(clean, worse)
+    assert (same.health, better.health) == ("healthy", "healthy")
+    assert same.versus.low < 1.1
+    assert same.versus.high > 0.9
+    assert better.versus.high < 0.5
+    with pytest.raises(DataError, match="that one: no sequence has a trained token"):
+        diagnose(clean, Statistics(), "that one")
+
+
+def test_a_part_that_stands_out_has_an_interval_that_says_so():
+    found = diagnose(planted_run(5, "tool_calls", 5.0, shape=SMALL))
+    (by_turn,) = tables(found, only=[("turn",)])
+    row = dict(zip(by_turn.columns, by_turn.rows[1], strict=True))
+    low, high = map(float, row["95 %"].split(" to "))
+    assert row[""] == "1"
+    assert 1.5 < low < row["against expected"] < high < 3.5
+    with pytest.raises(DataError, match="--by entropy: not recorded .loss_fn.record.entropy: true"):
+        tables(found, only=[("entropy",)])
+    steps, follows = tables(found, only=[("step",)])
+    assert len(steps.rows) == 4
+    assert "Fewer than 20 steps" in follows.title
+
+
 def run_of(*blocks):
     found = Statistics()
     for block in blocks:

@@ -1,0 +1,80 @@
+"""Whether mismatch and likelihood feed each other, in series where it is known."""
+
+import numpy as np
+import pytest
+
+from nemo_geomask.diagnosis.circle import LEAST_STEPS, SERIES, circle, leads, verdict
+from nemo_geomask.diagnosis.statistics import Statistics, StepSums
+
+STEPS = 80
+
+
+def series(seed, there=0.0, back=0.0, trend=0.0):
+    """Two autoregressions, the second of which follows the first by ``there``, and the first it by ``back``."""
+    random = np.random.default_rng(seed)
+    one, other = np.zeros(STEPS), np.zeros(STEPS)
+    for step in range(1, STEPS):
+        one[step] = 0.5 * one[step - 1] + back * other[step - 1] + random.standard_normal()
+        other[step] = 0.5 * other[step - 1] + there * one[step - 1] + random.standard_normal()
+    return one + trend * np.arange(STEPS), other + trend * np.arange(STEPS)
+
+
+def statistics(mismatch, surprise):
+    found = Statistics()
+    for step, (size, unlikely) in enumerate(zip(mismatch, surprise, strict=True), 1):
+        sums = found.steps[step] = StepSums()
+        for name, value in {"tokens": 1.0, "size": size, "surprise": unlikely, "sequences": 1.0, "response": 7}.items():
+            sums.put(name, value)
+    return found
+
+
+@pytest.mark.parametrize("trend", [0.0, 0.3])
+def test_a_circle_is_seen(trend):
+    shown = [verdict(circle(statistics(*series(seed, 0.48, 0.48, trend)))) for seed in range(20)]
+    named = sum(text.startswith("A circle: the mismatch is followed by another surprise") for text in shown)
+    assert named >= (16 if not trend else 8)
+
+
+def test_one_way_is_no_circle():
+    said = [verdict(circle(statistics(*series(seed, there=0.6)))) for seed in range(20)]
+    assert sum(text == "No circle; one way only is followed: mismatch by surprise." for text in said) >= 17
+    assert not any("A circle" in text for text in said)
+
+
+def test_what_damps_itself_is_no_circle():
+    assert not any("A circle" in verdict(circle(statistics(*series(seed, 0.45, -0.45)))) for seed in range(20))
+
+
+def test_trends_alone_lead_nowhere():
+    """Two series that rise go together; neither says what the other will be."""
+    found = [lead for seed in range(200) for lead in circle(statistics(*series(seed, trend=0.3)))]
+    assert len(found) == 400
+    assert sum(lead.shown for lead in found) <= 0.03 * len(found)
+
+
+@pytest.mark.parametrize("kind", [np.exp, np.log1p, lambda time: 10.0 * (time > 3)])
+def test_a_collapse_that_both_see_is_no_circle(kind):
+    together = kind(np.arange(STEPS) / 10)
+    said = [verdict(circle(statistics(*(one + together for one in series(seed))))) for seed in range(100)]
+    assert sum("A circle" in text for text in said) <= 2
+
+
+def test_one_wild_step_is_not_taken_for_a_lead():
+    one, other = series(3)
+    one[40], other[41] = 1e6, 1e6
+    assert not leads("one", "other", one, other).shown
+
+
+@pytest.mark.parametrize("steps", [0, 1, LEAST_STEPS - 1])
+def test_too_few_steps_say_nothing(steps):
+    one, other = series(0)
+    found = circle(statistics(one[:steps], other[:steps]))
+    assert found == []
+    assert "Fewer than 20 steps" in verdict(found)
+
+
+def test_what_is_not_recorded_or_does_not_change_is_left_out():
+    found = circle(statistics(*series(1)))
+    assert {(one.first, one.then) for one in found} == {("mismatch", "surprise"), ("surprise", "mismatch")}
+    assert circle(statistics(np.ones(STEPS), series(1)[1])) == []
+    assert {"entropy", "length", "reward"} < set(SERIES)
