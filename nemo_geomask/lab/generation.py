@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from nemo_geomask.lab.arithmetic import Cache
 from nemo_geomask.lab.task import Prompts, Task
 
 if TYPE_CHECKING:
@@ -66,10 +67,9 @@ def generate(
     sampled_by = torch.zeros(count, longest, dtype=torch.long)
 
     rows = torch.arange(count)  # Sequences still running: row numbers of the full batch.
-    current = 0
-    output = engines[current](input_ids=prompts.token_ids, use_cache=True)
+    current, cache = 0, Cache(longest)
+    logits = _decode(engines[current], prompts.token_ids, cache)
     for position in range(width, longest):
-        logits = output.logits[:, -1].float()
         distribution = logits.log_softmax(dim=-1)
         # Drawn for the whole batch, so that a response does not depend on when others end.
         uniform = torch.rand(count, dtype=torch.float32, generator=generator)[rows, None]
@@ -82,13 +82,19 @@ def generate(
         running = (token != task.eos_id) & (position + 1 < width + prompts.terms[rows])
         if not running.any():
             break
-        cache = output.past_key_values
         if not running.all():
             rows = rows[running]
-            cache.batch_select_indices(running.nonzero().squeeze(-1))
+            cache.keep(running.nonzero().squeeze(-1))
         before, current = current, (position + 1 - width) * len(engines) // terms
+        added = token[running, None]
         if recompute_cache and current != before:
-            output = engines[current](input_ids=input_ids[rows, : position + 1], use_cache=True)
-        else:
-            output = engines[current](input_ids=token[running, None], past_key_values=cache, use_cache=True)
+            added, cache = input_ids[rows, : position + 1], Cache(longest)
+        logits = _decode(engines[current], added, cache)
     return Generated(input_ids, logprobs, token_mask, sampled_by)
+
+
+@torch.inference_mode()
+def _decode(engine: PreTrainedModel, token_ids: Tensor, cache: Cache) -> Tensor:
+    """Logits [B, V] of what comes after tokens [B, Q], which are added to the cache."""
+    logits: Tensor = engine(input_ids=token_ids, past_key_values=cache).logits
+    return logits[:, -1].float()

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from nemo_geomask.lab.arithmetic import set_up
 from nemo_geomask.lab.optional import require
 from nemo_geomask.lab.quantization import quantize
 from nemo_geomask.lab.recipe import GenerationConfig, ModelConfig
@@ -51,18 +52,16 @@ def build_policy(config: ModelConfig, task: Task, seed: int) -> PreTrainedModel:
     transformers: Any = require("transformers")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        # The eager experts are the plain loop: at this size the fused ones gain nothing.
         policy: PreTrainedModel = transformers.AutoModelForCausalLM.from_config(
             policy_config(config, task), dtype=torch.float32, attn_implementation="sdpa", experts_implementation="eager"
         )
+    set_up(policy)
     return policy
 
 
 def generation_copy(policy: PreTrainedModel, config: GenerationConfig) -> PreTrainedModel:
     """The policy's weights as the generation engine holds them: quantised if the recipe says so, and cast."""
     engine: PreTrainedModel = copy.deepcopy(policy).requires_grad_(False).train(False)
-    # It decodes whole rows, whatever layout the policy trains in.
-    engine.set_attn_implementation("sdpa")
     if config.quantization is not None:
         quantize(engine, config.quantization)
     cast: PreTrainedModel = engine.to(getattr(torch, config.precision))

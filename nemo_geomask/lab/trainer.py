@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from nemo_geomask.lab.advantages import kl_of_reward
-from nemo_geomask.lab.engine import PaddedEngine, TrainEngine
+from nemo_geomask.lab.engine import TrainEngine
 from nemo_geomask.lab.model import build_policy
-from nemo_geomask.lab.packed import PackedEngine
 from nemo_geomask.lab.ranks import Ranks
 from nemo_geomask.lab.recipe import LabRecipe
 from nemo_geomask.lab.rollout import Rollout, collect
@@ -69,15 +68,12 @@ class Trainer:
         self.loss = loss
         self.task = task_of(recipe.env)
         self.sampler = sampler or build_sampler(recipe)
-        shared = ranks.tp.size * ranks.cp.size > 1
-        kind = PackedEngine if shared else PaddedEngine
-        self.engine: TrainEngine = kind(ranks, recipe.policy.precision)
+        self.engine = TrainEngine(ranks, recipe.policy.precision)
         self.policy = build_policy(recipe.policy.model, self.task, seed)
-        self.engine.prepare(self.policy)
         needs_reference = bool(loss.reference_policy_kl_penalty or kl_of_reward(loss.config, recipe.grpo))
         self.reference = copy.deepcopy(self.policy).requires_grad_(False) if needs_reference else None
         self.optimizer = torch.optim.AdamW(
-            self.policy.parameters(), lr=recipe.policy.lr, weight_decay=recipe.policy.weight_decay
+            self.policy.parameters(), lr=recipe.policy.lr, weight_decay=recipe.policy.weight_decay, fused=True
         )
         ages = recipe.grpo.async_grpo
         self.versions: deque[PreTrainedModel] = deque(maxlen=ages.max_trajectory_age_steps if ages.enabled else 0)

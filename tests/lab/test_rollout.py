@@ -9,7 +9,7 @@ import torch
 pytest.importorskip("transformers", reason="the policy is a transformers model (demo extra)")
 
 from nemo_geomask.lab.dump import write_rollout
-from nemo_geomask.lab.engine import PaddedEngine
+from nemo_geomask.lab.engine import TrainEngine
 from nemo_geomask.lab.generation import generate
 from nemo_geomask.lab.model import build_policy, generation_copy, token_logprobs
 from nemo_geomask.lab.rollout import collect
@@ -78,7 +78,7 @@ def replayed(engine, input_ids, width):
 
 def test_float32_generation_has_no_mismatch(parts):
     recipe, task, policy = parts(policy={"generation": {"precision": "float32"}})
-    data = collect((policy,), None, recipe, task, seeded(), PaddedEngine()).data
+    data = collect((policy,), None, recipe, task, seeded(), TrainEngine()).data
     difference = (data["prev_logprobs"] - data["generation_logprobs"])[data["token_mask"].bool()]
     assert difference.abs().max() < 1e-5
 
@@ -93,7 +93,7 @@ def test_the_coarser_the_numerics_the_larger_the_mismatch(parts):
         {"quantization": {"weights": "int4"}},
     ):
         recipe, task, policy = parts(policy={"generation": generation})
-        data = collect((policy,), None, recipe, task, seeded(), PaddedEngine()).data
+        data = collect((policy,), None, recipe, task, seeded(), TrainEngine()).data
         difference = (data["prev_logprobs"] - data["generation_logprobs"])[data["token_mask"].bool()]
         sizes.append(float(difference.abs().mean()))
         assert torch.isfinite(data["generation_logprobs"]).all()
@@ -102,8 +102,8 @@ def test_the_coarser_the_numerics_the_larger_the_mismatch(parts):
 
 def test_training_in_bfloat16_is_another_arithmetic_on_float32_weights(parts):
     recipe, task, policy = parts()
-    whole = collect((policy,), None, recipe, task, seeded(), PaddedEngine()).data
-    half = collect((policy,), None, recipe, task, seeded(), PaddedEngine(precision="bfloat16")).data
+    whole = collect((policy,), None, recipe, task, seeded(), TrainEngine()).data
+    half = collect((policy,), None, recipe, task, seeded(), TrainEngine(precision="bfloat16")).data
     assert torch.equal(whole["input_ids"], half["input_ids"])
     gap = (whole["prev_logprobs"] - half["prev_logprobs"])[whole["token_mask"].bool()].abs().mean()
     assert 1e-3 < gap < 0.1
@@ -127,7 +127,7 @@ def test_engine_samples_its_own_distribution(parts):
 
 def test_columns_speak_of_their_own_token(parts):
     recipe, task, policy = parts(grpo={"num_prompts_per_step": 8})
-    data = collect((policy,), policy, recipe, task, seeded(), PaddedEngine()).data
+    data = collect((policy,), policy, recipe, task, seeded(), TrainEngine()).data
     ids, lengths, mask = data["input_ids"], data["input_lengths"], data["token_mask"]
     batch, width = ids.shape
     # Independent of the lab: one row at a time, unpadded, gathered in float64.
@@ -150,7 +150,7 @@ def test_columns_speak_of_their_own_token(parts):
 
 def test_rewards_and_advantages_belong_to_their_group(parts):
     recipe, task, policy = parts(grpo={"normalize_rewards": False, "use_leave_one_out_baseline": False})
-    data = collect((policy,), None, recipe, task, seeded(), PaddedEngine()).data
+    data = collect((policy,), None, recipe, task, seeded(), TrainEngine()).data
     group = recipe.grpo.num_generations_per_prompt
     prompts = data["input_ids"][:, : task.prompt_width].reshape(-1, group, task.prompt_width)
     assert (prompts == prompts[:, :1]).all()
@@ -161,7 +161,7 @@ def test_rewards_and_advantages_belong_to_their_group(parts):
 
 def test_dump_has_nemo_rls_format(parts, tmp_path):
     recipe, task, policy = parts()
-    rollout = collect((policy,), None, recipe, task, seeded(), PaddedEngine())
+    rollout = collect((policy,), None, recipe, task, seeded(), TrainEngine())
     write_rollout(rollout, task, tmp_path / "train_data_step1.jsonl")
     lines = [json.loads(line) for line in (tmp_path / "train_data_step1.jsonl").read_text().splitlines()]
     batch, width = rollout.data["input_ids"].shape
