@@ -9,8 +9,11 @@ import pytest
 
 import nemo_geomask
 from nemo_geomask import build_loss
+from nemo_geomask.checks.report import RULES
 from nemo_geomask.diagnosis import guide
+from nemo_geomask.diagnosis.causes import CAUSES
 from nemo_geomask.diagnosis.guide import alerts, families
+from nemo_geomask.diagnosis.statistics import BY_NAME
 from nemo_geomask.diagnosis.verdict import LEVELS
 from nemo_geomask.errors import ConfigError
 from nemo_geomask.losses import available
@@ -99,3 +102,34 @@ def test_page_is_current():
     anchors = re.findall(r'<a id="([^"]+)">', text)
     assert len(set(anchors)) == len(anchors) == len(ENTRIES)
     assert set(re.findall(r"\]\(#([^)]+)\)", text)) <= set(anchors)
+
+
+SYMPTOMS = (PAGE.parent / "symptoms.md").read_text(encoding="utf-8")
+
+
+def test_symptoms_name_every_cause_and_nothing_that_is_not_there():
+    words = set(re.findall(r"`([^`\s]+)`", SYMPTOMS))
+    assert {cause.id for cause in CAUSES} <= words
+    ours = {word for word in words if word.startswith("geomask/") and not word.endswith("…")}
+    assert ours <= set(NAMES)
+    assert set(re.findall(r"GM\d+", SYMPTOMS)) <= {rule.id for rule in RULES}
+    assert set(re.findall(r"--by ([\w,]+)", SYMPTOMS)) <= {*BY_NAME, "step", "turn,probability"}
+
+
+def test_symptoms_link_to_sections_that_are_there():
+    sections = {
+        re.sub(r"[^\w -]", "", name).lower().replace(" ", "-") for name in re.findall(r"^## (.+)$", SYMPTOMS, re.M)
+    }
+    assert set(re.findall(r"\]\(#([^)]+)\)", SYMPTOMS)) == sections
+
+
+def test_symptoms_have_the_limits_of_the_code():
+    limits = {name: entry for entry in ENTRIES for name in entry.alerts}
+    found = re.findall(r"`([\w/<>]+)` ([<>]) ([\d.]+)", SYMPTOMS)
+    assert len(found) >= 4
+    for name, sign, number in found:
+        entry = limits.get(name)
+        if entry is None:
+            assert (name, sign, number) == ("geomask/mismatch_k1", "<", "0")
+            continue
+        assert float(number) in {entry.above, entry.below, entry.broken}, name
