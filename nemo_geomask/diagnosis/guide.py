@@ -85,7 +85,7 @@ def families() -> tuple[Family, ...]:
 
 
 def _entry(given: Mapping[str, Any]) -> MetricEntry:
-    found = {key: tuple(value) if isinstance(value, list) else value for key, value in given.items()}
+    found: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in given.items()}
     if (name := found.pop("limit", None)) is not None:
         level = next(level for level in LEVELS if level.name == name)
         plus = found.pop("plus", 0)
