@@ -24,7 +24,13 @@ TIMINGS = {"generation_seconds", "step_seconds"}
 # (tp, cp, dp), and the courses of training to compare there.
 LAYOUTS = {
     2: {(2, 1, 1): ["quantized"], (1, 2, 1): ["first", "replayed"], (1, 1, 2): ["documents"]},
-    4: {(2, 2, 1): ["quantized", "first", "replayed"], (4, 1, 1): [], (1, 4, 1): [], (2, 1, 2): [], (1, 2, 2): ["documents"]},
+    4: {
+        (2, 2, 1): ["quantized", "first", "replayed"],
+        (4, 1, 1): [],
+        (1, 4, 1): [],
+        (2, 1, 2): [],
+        (1, 2, 2): ["documents"],
+    },
 }
 LOSSES = {
     "clipped_pg": {"name": "clipped_pg", "reference_policy_kl_penalty": 0.1, "positive_example_nll_weight": 0.1},
