@@ -287,6 +287,10 @@ def _likely(found: dict[str, Found]) -> Cause | None:
     shown = [cause for cause in CAUSES if found[cause.id].shown]
     if not shown:
         return None
+    by_step = [cause for cause in shown if cause.bug and found[cause.id].steps]
+    if by_step:
+        # One that a single step shows may come of another that all of them show: a shift leaves holes, say.
+        return max(by_step, key=lambda cause: len(found[cause.id].steps))
     if shown[0].id in LOCAL:
         local = [cause for cause in shown if cause.id in LOCAL]
         # Late tokens are in long responses: what differs within a sequence says more.

@@ -14,6 +14,7 @@ from nemo_geomask.lab.advantages import token_advantages
 from nemo_geomask.lab.engine import TrainEngine
 from nemo_geomask.lab.recipe import LabRecipe
 from nemo_geomask.lab.samplers import Sampler, build_sampler
+from nemo_geomask.lab.sampling import drawable
 from nemo_geomask.lab.task import Prompts, Task
 
 if TYPE_CHECKING:
@@ -30,7 +31,9 @@ class Rollout:
         data: NeMo-RL's keys; [B, T] unless said: ``input_ids``, ``input_lengths`` [B], ``generation_logprobs``,
             ``prev_logprobs``, ``reference_policy_logprobs`` (with a reference), ``advantages``, ``token_mask``,
             ``sample_mask`` [B], ``rewards`` [B]. Column t speaks of token t. Beside them ``weight_age``, weight updates
-            between the weights that sampled a token and ``policy``.
+            between the weights that sampled a token and those that are trained; where routes are known,
+            ``routed_experts`` [B, T, L, K] of token t and ``routes_differ``, 1 where training would have predicted it
+            with others; with a filter in the trainer, ``outside_filter``, 1 where that would not have drawn it.
     """
 
     data: dict[str, Tensor]
@@ -41,13 +44,18 @@ class Rollout:
         return float(self.data["rewards"].mean())
 
     @property
-    def ages(self) -> dict[str, float]:
-        """Mean weight updates since a response was begun, by NeMo-RL's name, and since a token of it was sampled."""
-        mask, age = self.data["token_mask"], self.data["weight_age"].float()
-        return {
-            "avg_trajectory_age": float(age.amax(dim=1).mean()),
-            "avg_token_age": float((age * mask).sum() / mask.sum()),
+    def causes(self) -> dict[str, float]:
+        """What is known of the mismatch's causes.
+
+        Mean weight updates since a response was begun (by NeMo-RL's name) and since a token of it was sampled; of the
+        sampled tokens, the shares that training would have predicted with other experts, or not drawn.
+        """
+        mask, names = self.data["token_mask"], ("weight_age", "routes_differ", "outside_filter")
+        means = {
+            name: float((self.data[name] * mask).sum() / mask.sum().clamp(min=1)) for name in names if name in self.data
         }
+        oldest = float(self.data["weight_age"].amax(dim=1).float().mean())
+        return {"avg_trajectory_age": oldest, "avg_token_age": means.pop("weight_age"), **means}
 
     @property
     def response_length(self) -> float:
@@ -88,12 +96,17 @@ def collect(
     data = engine.ranks.from_first(
         lambda: _sample(versions, recipe, task, generators, sampler or build_sampler(recipe))
     )
-    ids, lengths, micro_batch = data["input_ids"], data["input_lengths"], recipe.policy.train_micro_batch_size
-    data["prev_logprobs"] = engine.sequence_logprobs(policy, ids, lengths, micro_batch)
+    micro_batch = recipe.policy.train_micro_batch_size
+    prev, entropies, differ = engine.scores(policy, data, micro_batch, entropy=entropy)
+    data["prev_logprobs"] = drawable(prev)
+    if engine.filters:
+        data["outside_filter"] = prev.isinf().float()
+    if "routed_experts" in data:
+        data["routes_differ"] = differ
     if entropy:
-        data["entropy"] = engine.sequence_logprobs(policy, ids, lengths, micro_batch, entropy=True)
+        data["entropy"] = entropies
     if reference is not None:
-        data["reference_policy_logprobs"] = engine.sequence_logprobs(reference, ids, lengths, micro_batch)
+        data["reference_policy_logprobs"] = engine.scores(reference, data, micro_batch, whole=True)[0]
     data["advantages"] = token_advantages(data, recipe.grpo, loss or LossConfig())
     return Rollout(data)
 
@@ -113,20 +126,21 @@ def _sample(
     in_flight = recipe.grpo.async_grpo.in_flight_weight_updates
     sampled = sampler.sample(versions if in_flight else versions[:1], prompts, of_sampling)
 
-    lengths = sampled.token_mask.sum(dim=1).long()
     width = task.prompt_width
     rewards = torch.tensor(
         [
-            task.reward(ids[:width], ids[width : width + length], terms)
+            task.reward(ids[:width], ids[width:length], terms)
             for ids, length, terms in zip(
-                sampled.input_ids.tolist(), lengths.tolist(), prompts.terms.tolist(), strict=True
+                sampled.input_ids.tolist(), sampled.input_lengths.tolist(), prompts.terms.tolist(), strict=True
             )
         ],
         dtype=torch.float32,
     )
+    known = {} if sampled.routes is None else {"routed_experts": sampled.routes}
     return {
+        **known,
         "input_ids": sampled.input_ids,
-        "input_lengths": lengths + width,
+        "input_lengths": sampled.input_lengths,
         "generation_logprobs": sampled.logprobs,
         "token_mask": sampled.token_mask,
         "sample_mask": torch.ones(len(rewards), dtype=torch.float32),

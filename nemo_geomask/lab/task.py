@@ -17,7 +17,7 @@ from torch import Tensor
 
 from nemo_geomask.lab.recipe import TASKS, EnvConfig
 
-__all__ = ["Progressions", "Prompts", "Task", "task_of"]
+__all__ = ["CallingTask", "Progressions", "Prompts", "Task", "task_of"]
 
 
 @dataclass(frozen=True)
@@ -68,6 +68,17 @@ class Task(Protocol):
 
     def text(self, token_ids: Sequence[int]) -> str:
         """Tokens as a user reads them."""
+
+
+class CallingTask(Task, Protocol):
+    """A task whose environment replies within a response, as a tool does."""
+
+    @property
+    def call_id(self) -> int:
+        """The token that calls it."""
+
+    def reply(self, prompt: Sequence[int], response: Sequence[int]) -> Sequence[int]:
+        """Tokens that it writes after a call, the last of ``response``; not the policy's, and not trained on."""
 
 
 def task_of(env: EnvConfig) -> Task:

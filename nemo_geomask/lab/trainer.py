@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from nemo_geomask.errors import ConfigError, Problem
 from nemo_geomask.lab.advantages import kl_of_reward
 from nemo_geomask.lab.engine import TrainEngine
 from nemo_geomask.lab.model import build_policy
@@ -68,9 +69,16 @@ class Trainer:
         self.loss = loss
         self.task = task_of(recipe.env)
         self.sampler = sampler or build_sampler(recipe)
-        self.engine = TrainEngine(ranks, recipe.policy.precision)
+        self.engine = TrainEngine(ranks, recipe)
         self.policy = build_policy(recipe.policy.model, self.task, seed)
         needs_reference = bool(loss.reference_policy_kl_penalty or kl_of_reward(loss.config, recipe.grpo))
+        if needs_reference and self.engine.filters:
+            keys = ("loss_fn.reference_policy_kl_penalty", "policy.generation.top_p", "lab.filter_logprobs")
+            text = (
+                f"reference_policy_kl_penalty ({loss.reference_policy_kl_penalty:g}) needs log-probs of all tokens, "
+                "and top_p or top_k leave some out; set it to 0, or lab.filter_logprobs: false"
+            )
+            raise ConfigError(Problem(keys, text))
         self.reference = copy.deepcopy(self.policy).requires_grad_(False) if needs_reference else None
         self.optimizer = torch.optim.AdamW(
             self.policy.parameters(), lr=recipe.policy.lr, weight_decay=recipe.policy.weight_decay, fused=True
@@ -125,7 +133,7 @@ class Trainer:
         metrics = {
             "reward": rollout.reward,
             "mean_response_length": rollout.response_length,
-            **(rollout.ages if self.recipe.grpo.async_grpo.enabled else {}),
+            **rollout.causes,
             **summarized(merge_metrics(reports, 1.0 / len(reports))),
             "generation_seconds": sampled - began,
             "step_seconds": ended - began,
