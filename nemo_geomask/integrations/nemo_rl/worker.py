@@ -11,6 +11,7 @@ losses as it always does.
 from __future__ import annotations
 
 import functools
+import gc
 import importlib
 import inspect
 import logging
@@ -97,13 +98,17 @@ def _of_megatron() -> list[patch.Patch]:
 
 
 def _rebound(home: types.ModuleType, name: str, ours: Any) -> patch.Patch:
-    """A function of NeMo-RL's, replaced in every module of its that holds it under its name, then and later."""
+    """A function of NeMo-RL's, replaced wherever it is held under its name, then and later.
+
+    Not only in modules: Ray sends the methods of a worker class by value where a decorator hides their name, and these
+    then have globals of their own.
+    """
     original = vars(home)[name]
 
     def rebind(old: Any, new: Any) -> None:
-        for module in [module for module in sys.modules.values() if isinstance(module, types.ModuleType)]:
-            if module.__name__.startswith("nemo_rl") and vars(module).get(name) is old:
-                vars(module)[name] = new
+        for holder in gc.get_referrers(old):
+            if isinstance(holder, dict) and holder.get(name) is old:
+                holder[name] = new
 
     return patch.Patch(home, name, functools.partial(rebind, original, ours), functools.partial(rebind, ours, original))
 

@@ -58,6 +58,20 @@ def test_logits_come_with_their_groups(host):
         utils.prepare_loss_input("logits", "data", loss, sampling_params=sampling)
 
 
+def test_methods_that_came_by_value_are_prepared_too(host):
+    host()
+    utils, _ = loss_code()
+    # As Ray sends a worker's decorated method: code, and globals that are no module's.
+    own = {"prepare_loss_input": utils.prepare_loss_input, "__builtins__": __builtins__}
+    train = types.FunctionType((lambda *args: prepare_loss_input(*args)).__code__, own)  # noqa: F821
+    prepare_worker()
+    loss = LogitLoss(build_loss({"logprob_backend": "geomask"}))
+    assert set(train("logits", "data", loss)[0]) == {"logits", "vocab_parallel_group", "context_parallel_group"}
+    uninstall()
+    assert set(train("logits", "data", types.SimpleNamespace())[0]) == {"logits"}
+    assert own["prepare_loss_input"] is utils.prepare_loss_input
+
+
 def test_without_nemo_rl_there_is_nothing_to_prepare(host, monkeypatch):
     monkeypatch.setitem(sys.modules, "nemo_rl", None)
     assert not prepare_worker()
