@@ -288,7 +288,7 @@ def _sections(runs: Sequence[ReportedRun], decode: Decode | None) -> list[_PageS
     return [section for section in found.values() if section.figures or section.tables]
 
 
-def _of_sweep(sweep: Mapping[str, Any], runs: Sequence[ReportedRun]) -> dict[str, Any]:
+def _of_sweep(number: int, sweep: Mapping[str, Any], runs: Sequence[ReportedRun]) -> dict[str, Any]:
     place = next((place for place, run in enumerate(runs) if run.directory == sweep["run"]), 0)
     measures = list(sweep["definitions"])
 
@@ -305,7 +305,7 @@ def _of_sweep(sweep: Mapping[str, Any], runs: Sequence[ReportedRun]) -> dict[str
         curves.append(Curve(place, name, x, y, style=style, labels=tuple(one["name"] for one in these)))
     said = "Bias against variance of the gradient under each candidate; on the front, none has less of both"
     figure = Figure(
-        f"sweep {sweep['run']}", "Bias against variance", said, "sweep", "variance", "bias", {"": curves}, points=True
+        f"sweep {number}", "Bias against variance", said, "sweep", "variance", "bias", {"": curves}, points=True
     )
     rows: list[tuple[Any, ...]] = []
     for one in sweep["candidates"]:
@@ -382,7 +382,7 @@ def write_report(
     """
     names = [run.name for run in runs]
     sections = _sections(runs, decode)
-    swept = [_of_sweep(sweep, runs) for sweep in sweeps]
+    swept = [_of_sweep(number, sweep, runs) for number, sweep in enumerate(sweeps)]
     figures = [figure for section in sections for figure in section.figures] + [one["figure"] for one in swept]
     plotly = _require("plotly.offline").get_plotlyjs().replace("\r", "")
     script = _part("js")
