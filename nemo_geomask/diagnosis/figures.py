@@ -21,12 +21,13 @@ from nemo_geomask.diagnosis.text import MEASURES, NUMBERS, REMOVED_SHARES, measu
 from nemo_geomask.diagnosis.verdict import LEVELS, RunDiagnosis
 from nemo_geomask.errors import DataError, MissingDependencyError
 
-__all__ = ["COLOURS", "Curve", "Figure", "figures_of", "group_lifts", "plotly_figure", "write_pngs"]
+__all__ = ["COLOURS", "Curve", "Figure", "figures_of", "group_lifts", "logged_figures", "plotly_figure", "write_pngs"]
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#C2679B")
 """Of the runs, after Okabe and Ito: told apart by colour-blind readers, at contrast 3:1 on a light and a dark page."""
 SYMBOLS = ("circle", "diamond", "square", "x")
 """Of every fourth run, which have the same colour."""
+POINT_SYMBOLS = ("star", "circle", "circle-open")
 DASHES = ("solid", "dot", "dash", "dashdot")
 POINTS = 240
 """Of a curve; a longer run's steps are taken together."""
@@ -212,6 +213,24 @@ def _by_part(runs: Sequence[RunDiagnosis], name: str) -> Figure | None:
     )
 
 
+def logged_figures(runs: Sequence[Mapping[str, Mapping[int, float]]]) -> Iterator[Figure]:
+    """Of the runs' own metrics, one of which is seen at a time: by name, then step."""
+    curves: dict[str, list[Curve]] = {}
+    for name in sorted({name for run in runs for name in run}, key=lambda name: (name not in _LOGGED_FIRST, name)):
+        for place, run in enumerate(runs):
+            steps = sorted(run.get(name, ()))
+            size = max(1, -(-len(steps) // POINTS))
+            some = [steps[first : first + size] for first in range(0, len(steps), size)]
+            y = tuple(float(np.mean([run[name][step] for step in part])) for part in some)
+            if any(map(math.isfinite, y)):
+                curves.setdefault(name, []).append(Curve(place, "", tuple(float(np.mean(part)) for part in some), y))
+    if curves:
+        yield Figure("logged", "Metrics", "", "logged", "", "step", curves)
+
+
+_LOGGED_FIRST = ("reward", "token_mult_prob_error", "gen_kl_error", "loss", "grad_norm")
+
+
 def _by_group(runs: Sequence[RunDiagnosis]) -> Figure | None:
     """How many prompt groups of a step have how many times the mismatch of the others."""
     curves = []
@@ -306,8 +325,9 @@ def _traces(figure: Figure, curve: Curve, names: Sequence[str], log: bool) -> It
                 {"fill": fill} if fill else {}
             )
     drawn: dict[str, Any] = {"x": x, "y": list(map(_short, curve.y)), "name": name, "legendgroup": name}
-    marker = {"symbol": SYMBOLS[curve.run // len(COLOURS) % len(SYMBOLS)], "size": 9 if figure.points else 5}
+    marker = {"symbol": SYMBOLS[curve.run // len(COLOURS) % len(SYMBOLS)], "size": 5}
     if figure.points:
+        marker = {"symbol": POINT_SYMBOLS[curve.style], "size": 9}
         drawn |= {"mode": "markers", "text": [escape(text, quote=False) for text in curve.labels]}
         drawn |= {"hovertemplate": "%{text}<br>%{x:.4g}, %{y:.4g}<extra></extra>"}
     else:

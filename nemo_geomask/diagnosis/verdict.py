@@ -42,6 +42,7 @@ class Level:
         value: of sums by name, single ones or those of all replicates of the bootstrap.
         drifting, broken: from where on.
         below: whether low values are the bad ones.
+        logged: names under which a run logs it.
         source: of the limits.
     """
 
@@ -52,6 +53,7 @@ class Level:
     broken: float
     source: str
     below: bool = False
+    logged: tuple[str, ...] = ()
 
     def beyond(self, value: float) -> bool:
         """Whether it is on the bad side of ``drifting``; NaN isn't."""
@@ -79,6 +81,7 @@ LEVELS: tuple[Level, ...] = (
         1.05,
         1.5,
         "NeMo-RL docs/guides/dtensor-tp-accuracy.md and grpo.md: above 1.05 suspect the framework; broken: ours",
+        logged=("token_mult_prob_error",),
     ),
     Level(
         "geomask/mismatch_k3",
@@ -87,6 +90,7 @@ LEVELS: tuple[Level, ...] = (
         0.01,
         0.1,
         "NeMo-RL grpo.md: 1e-3 is acceptable, 0.0014 to 0.0031 usual with FP8 rollouts; verl: beyond 0.1 is a warning",
+        logged=("geomask/mismatch_k3", "gen_kl_error"),
     ),
     Level(
         "effective sample size, tokens",

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from nemo_geomask.config.recipe import load_recipe
 from nemo_geomask.lab.compare import ComparedLoss, parse_compare
+from nemo_geomask.lab.diagnosed import print_diagnosis
 from nemo_geomask.lab.optional import require
 from nemo_geomask.lab.plot import write_plot
 from nemo_geomask.lab.progress import RichProgress
@@ -54,6 +55,7 @@ def main(
     result.write_summary(folder / "summary.json")
     write_plot(result, folder / "lab.png")
     print_report(result, console)
+    print_diagnosis(result, console)
     console.print(f"Plot: {folder / 'lab.png'}", highlight=False, markup=False)
     console.print(f"Metrics, rollouts, summary and settings: {folder}", highlight=False, markup=False)
     interrupted = len(result.variants) < len(variants) or not all(variant.complete for variant in result.variants)

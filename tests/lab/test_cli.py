@@ -62,6 +62,36 @@ def test_compare_writes_all_outputs(recipe, tmp_path, capsys):
     assert "is not empty (it holds config.yaml)" in capsys.readouterr().err
 
 
+def test_what_was_recorded_is_diagnosed(recipe, tmp_path, capsys, monkeypatch):
+    for module in ("pyarrow", "plotly", "jinja2"):
+        pytest.importorskip(module, reason="records and their report (diagnose extra)")
+    specs = "gspo:none,gspo:sequence_mean+geometric"
+    out, arguments = tmp_path / "out", ["lab", str(recipe), "--steps", "3", "--compare", specs, "loss_fn.record.dir=r"]
+    assert main([*arguments, "--out", str(out)]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    for spec in specs.split(","):
+        assert f"{spec}: healthy: " in printed or f"{spec}: not judged: " in printed
+    assert "report.html" in printed
+    page = (out / "report.html").read_text(encoding="utf-8")
+    assert "gspo:sequence_mean+geometric" in page
+    assert "mask geometric" in page
+    assert "grad_norm" in page  # the lab's own metrics
+    assert main(["diagnose", str(out), "--brief"]) in (0, 2)  # 24 sequences may be too few
+    assert len(capsys.readouterr().out.splitlines()) == 2
+    from rich.console import Console
+
+    from nemo_geomask.lab.diagnosed import print_diagnosis
+    from nemo_geomask.lab.results import LabResult, VariantResult
+
+    variant = VariantResult("a [bold]", {"record": {"dir": str(out / "gspo-none" / "r")}}, False)
+    result = LabResult([variant], 0.1, 1, "bfloat16", "float32", out)
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+    print_diagnosis(result, Console())
+    printed = " ".join(capsys.readouterr().out.split())
+    assert printed.startswith("a [bold]: ")
+    assert "No diagnosis: a report needs jinja2" in printed
+
+
 def test_two_processes_write_what_one_writes(recipe, tmp_path, capsys):
     common = [str(recipe), "--steps", "2", "--docs-per-step", "12", "policy.generation.precision=float32"]
     lines, files = [], []
