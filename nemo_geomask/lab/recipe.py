@@ -175,6 +175,10 @@ class GenerationConfig(StrictModel):
         description="What the engine reports, by vLLM's names: log-probs of the distribution that it drew from, or of "
         "the one before temperature, top_p and top_k.",
     )
+    ignore_eos: bool = Field(
+        False,
+        description="Of vLLM: EOS is a token like any other, and all responses have the length that is asked for.",
+    )
     quantization: QuantizationConfig | None = Field(
         None, description="Weights in fewer bits, computed with in `precision`; null: none."
     )
