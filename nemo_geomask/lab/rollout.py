@@ -12,14 +12,15 @@ from torch import Tensor
 from nemo_geomask import LossConfig
 from nemo_geomask.lab.advantages import token_advantages
 from nemo_geomask.lab.engine import TrainEngine
+from nemo_geomask.lab.generation import Generated
 from nemo_geomask.lab.recipe import LabRecipe
 from nemo_geomask.lab.samplers import Sampler, build_sampler
-from nemo_geomask.lab.task import Prompts, Task
+from nemo_geomask.lab.task import Prompts, Task, draw
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["Rollout", "collect"]
+__all__ = ["Rollout", "collect", "score"]
 
 
 @dataclass(frozen=True)
@@ -94,8 +95,23 @@ def collect(
         data["entropy"] = engine.sequence_logprobs(policy, ids, lengths, micro_batch, entropy=True)
     if reference is not None:
         data["reference_policy_logprobs"] = engine.sequence_logprobs(reference, ids, lengths, micro_batch)
+    if recipe.policy.generation.logprobs == "trainer":
+        _control(data, versions, engine, micro_batch)
     data["advantages"] = token_advantages(data, recipe.grpo, loss or LossConfig())
     return Rollout(data)
+
+
+def _control(
+    data: dict[str, Tensor], versions: Sequence[PreTrainedModel], engine: TrainEngine, micro_batch: int
+) -> None:
+    """Put what the training engine says of each token, by the weights that sampled it, where the generation's was."""
+    ids, lengths, ages = data["input_ids"], data["input_lengths"], data["weight_age"]
+    for age, policy in enumerate(reversed(versions)):
+        here = (data["token_mask"] != 0) & (ages == age)
+        # On all ranks, or on none.
+        if here.any():
+            by_trainer = engine.sequence_logprobs(policy, ids, lengths, micro_batch)
+            data["generation_logprobs"] = torch.where(here, by_trainer, data["generation_logprobs"])
 
 
 def _sample(
@@ -107,29 +123,31 @@ def _sample(
 ) -> dict[str, Tensor]:
     """A rollout batch but for the log-probs of the training engine and what is made of them."""
     of_prompts, of_sampling = generators
-    drawn = task.sample(recipe.grpo.num_prompts_per_step, of_prompts)
+    drawn = draw(task, recipe.grpo.num_prompts_per_step, of_prompts, held_out=False if recipe.grpo.val_period else None)
     repeats = recipe.grpo.num_generations_per_prompt
     prompts = Prompts(drawn.token_ids.repeat_interleave(repeats, 0), drawn.terms.repeat_interleave(repeats, 0))
     in_flight = recipe.grpo.async_grpo.in_flight_weight_updates
     sampled = sampler.sample(versions if in_flight else versions[:1], prompts, of_sampling)
 
     lengths = sampled.token_mask.sum(dim=1).long()
-    width = task.prompt_width
-    rewards = torch.tensor(
-        [
-            task.reward(ids[:width], ids[width : width + length], terms)
-            for ids, length, terms in zip(
-                sampled.input_ids.tolist(), lengths.tolist(), prompts.terms.tolist(), strict=True
-            )
-        ],
-        dtype=torch.float32,
-    )
+    rewards = score(task, prompts, sampled)
     return {
         "input_ids": sampled.input_ids,
-        "input_lengths": lengths + width,
+        "input_lengths": lengths + task.prompt_width,
         "generation_logprobs": sampled.logprobs,
         "token_mask": sampled.token_mask,
         "sample_mask": torch.ones(len(rewards), dtype=torch.float32),
         "rewards": rewards,
         "weight_age": torch.where(sampled.token_mask != 0, len(versions) - 1 - sampled.engine, 0),
     }
+
+
+def score(task: Task, prompts: Prompts, sampled: Generated) -> Tensor:
+    """Rewards [B] of responses."""
+    width = task.prompt_width
+    lengths = sampled.token_mask.sum(dim=1).long()
+    found = [
+        task.reward(ids[:width], ids[width : width + length], terms)
+        for ids, length, terms in zip(sampled.input_ids.tolist(), lengths.tolist(), prompts.terms.tolist(), strict=True)
+    ]
+    return torch.tensor(found, dtype=torch.float32)
