@@ -9,7 +9,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 .PHONY: help demo test quick matrix vllm nemo-rl nemo-rl-losses gpu lint docs clean
 
 help:
-	@echo "make demo   train a small MoE policy under three corrections and plot what they did (about 3 minutes)"
+	@echo "make demo   train a small MoE policy under three corrections, plot what they did and diagnose it (about 3 minutes)"
 	@echo "make test   the whole test suite, on all cores"
 	@echo "make quick  formulas, losses, settings and rules, what needs no second process (about 100 seconds on two cores)"
 	@echo "make matrix every objective, weight and mask on up to 16 ranks against the float64 oracle (about 5 minutes)"
@@ -113,6 +113,7 @@ docs: $(VENV)/.test
 	$(BIN)/python -m nemo_geomask.bench.pages docs/performance.md
 	$(BIN)/python -m nemo_geomask.checks.pages docs
 	$(BIN)/python -m nemo_geomask.diagnosis.power --page docs/diagnose.md
+	$(BIN)/python -m nemo_geomask.diagnosis.guide docs/metrics.md
 	$(BIN)/python -m tests.peers.pages docs/peers.md
 	$(BIN)/python -m nemo_geomask.rehearsal.matrix --table
 	$(BIN)/nemo-geomask schema --out docs/recipe.schema.json

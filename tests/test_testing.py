@@ -11,10 +11,10 @@ from nemo_geomask import build_loss
 from nemo_geomask import functional as F
 from nemo_geomask.cli import main
 from nemo_geomask.config import MaskStatistic
-from nemo_geomask.errors import ConfigError
+from nemo_geomask.errors import ConfigError, PluginError
 from nemo_geomask.losses import Variant
 from nemo_geomask.losses.registry import BUILT_IN
-from nemo_geomask.testing import PROMISES, SETTINGS, assert_promises, broken_promises
+from nemo_geomask.testing import PROMISES, SETTINGS, assert_promises, broken_promises, trials
 
 
 def block(module):
@@ -156,6 +156,33 @@ def test_a_correction_that_reduces_over_tokens_is_caught():
     promise, text = next(broken_promises({"masks": [mask]}))
     assert promise.name == "microbatches add up to the whole"
     assert text
+
+
+@pytest.mark.parametrize(
+    ("subject", "words"),
+    [
+        ("my_corrections:GAP", ["at level token", "at level sequence_mean", "at level prefix_max"]),
+        ("my_corrections:ROOT", ["as the weight"]),
+        ("my_corrections:BENT", ["at level token", "at level sequence_mean"]),
+        ("gspo", ["alone", "with a weight and masks"]),
+    ],
+)
+def test_a_correction_is_tried_by_its_name(subject, words, documented):
+    found = trials(subject)
+    assert list(found) == words
+    for settings in found.values():
+        build_loss(settings)
+
+
+def test_a_name_that_is_no_plugins_is_an_error():
+    with pytest.raises(PluginError, match="did you mean 'gspo'"):
+        trials("gsop")
+
+
+@pytest.mark.slow
+def test_a_statistic_by_its_name_is_caught_too():
+    with pytest.raises(AssertionError, match="microbatches add up to the whole"):
+        assert_promises(name("CROWDED"))
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nemo_geomask.cli.arguments import above_zero
 from nemo_geomask.errors import ConfigError, DataError, GeomaskError, MissingDependencyError
@@ -67,7 +67,10 @@ def add(subparsers: Any) -> None:
         help="show tokens as text, by this tokenizer of Hugging Face (a name or a folder)",
     )
     parser.add_argument(
-        "--html", type=Path, metavar="FILE", help="write a report that works offline, of all runs side by side"
+        "--html",
+        type=Path,
+        metavar="FILE",
+        help="write a report that works offline, of all runs side by side; with --watch, at each new step",
     )
     parser.add_argument("--png", type=Path, metavar="DIR", help="draw the report's plots as PNGs into a folder")
     parser.add_argument(
@@ -124,7 +127,7 @@ def run(arguments: argparse.Namespace) -> int:
         return _watch(arguments, decode)
     sums = partial(survey_run, cache=arguments.cache, crosses=crosses, over=_over(arguments.ray))
     other = None if arguments.against is None else _only(arguments.against)
-    runs, unread = _runs(arguments.directories)
+    runs, others = _runs(arguments.directories)
     found = []
     for run in runs:
         try:
@@ -136,12 +139,12 @@ def run(arguments: argparse.Namespace) -> int:
         except MissingDependencyError:
             raise
         except GeomaskError as error:
-            unread[run.directory] = str(error)
-    if not found:
-        raise DataError(*unread.values())
-    _print(arguments, found, unread, decode, only)
-    _write(arguments, found, unread, decode)
-    return _status([diagnosis for _, diagnosis in found], unread)
+            others[run.directory] = _Unrecorded("unknown", str(error))
+    if not found and all(one.health == "unknown" for one in others.values()):
+        raise DataError(*(one.says for one in others.values()))
+    _print(arguments, found, others, decode, only)
+    _write(arguments, found, others, decode, crosses)
+    return _status([diagnosis for _, diagnosis in found], others)
 
 
 def _dimensions(text: str) -> tuple[str, ...]:
@@ -187,47 +190,68 @@ def _shared(run: RunFiles, other: RunFiles) -> list[int]:
     return steps
 
 
-def _runs(directories: Sequence[Path]) -> tuple[list[RunFiles], dict[Path, str]]:
-    """Those of each folder, and what is wrong with the folders that have none."""
+class _Unrecorded(NamedTuple):
+    """A folder without records that can be read: the verdict by its metrics, or what is wrong with it."""
+
+    health: str
+    says: str
+
+    @property
+    def news(self) -> str:
+        """What makes it another."""
+        return self.says if self.health == "unknown" else self.health
+
+    def verdict(self, path: Path) -> str:
+        """In one line."""
+        said = " ".join(self.says.removeprefix(f"{path}: ").splitlines())
+        return f"not judged: {said}" if self.health == "unknown" else said
+
+
+def _runs(directories: Sequence[Path]) -> tuple[list[RunFiles], dict[Path, _Unrecorded]]:
+    """The recorded runs of each folder, and the folders that have none."""
     from nemo_geomask.diagnosis.sources import find_runs
 
-    found, unread = [], {}
+    found, others = [], {}
     for directory in directories:
         try:
             found += find_runs([directory])
         except DataError as error:
-            unread[directory] = str(error)
-    return found, unread
+            others[directory] = _by_metrics(directory, str(error))
+    return found, others
 
 
-def _not_judged(unread: Mapping[Path, str]) -> dict[str, str]:
-    return {
-        str(path): f"not judged: {' '.join(error.removeprefix(f'{path}: ').splitlines())}"
-        for path, error in unread.items()
-    }
+def _by_metrics(directory: Path, error: str) -> _Unrecorded:
+    from nemo_geomask.diagnosis.logged import judge_logged, read_logged
+
+    try:
+        judged = judge_logged(read_logged(directory))
+    except GeomaskError as unread:
+        return _Unrecorded("unknown", f"{error}; {unread}")
+    return _Unrecorded("unknown", error) if judged is None else _Unrecorded(judged.health, judged.sentence)
 
 
 def _print(
     arguments: argparse.Namespace,
     found: Sequence[tuple[RunFiles, RunDiagnosis]],
-    unread: Mapping[Path, str],
+    others: Mapping[Path, _Unrecorded],
     decode: Callable[[Sequence[int]], str] | None,
     only: Sequence[tuple[str, ...]] | None = None,
 ) -> None:
     from nemo_geomask.diagnosis.text import as_json, show, tables
 
-    not_judged = _not_judged(unread)
     if arguments.json:
         objects = [as_json(diagnosis, str(run.directory), decode, only) for run, diagnosis in found]
-        objects += [{"run": path, "health": "unknown", "verdict": verdict} for path, verdict in not_judged.items()]
+        objects += [
+            {"run": str(path), "health": other.health, "verdict": other.verdict(path)} for path, other in others.items()
+        ]
         print(json.dumps(objects, ensure_ascii=False, indent=2))
         return
     for run, diagnosis in found:
         print(f"{run.directory}: {diagnosis.sentence}")
         if diagnosis.cause is not None:
             print(f"  to do: {diagnosis.cause.action}")
-    for path, verdict in not_judged.items():
-        print(f"{path}: {verdict}")
+    for path, other in others.items():
+        print(f"{path}: {other.verdict(path)}")
     if not arguments.brief:
         for run, diagnosis in found:
             if len(found) > 1:
@@ -238,16 +262,20 @@ def _print(
 def _write(
     arguments: argparse.Namespace,
     found: Sequence[tuple[RunFiles, RunDiagnosis]],
-    unread: Mapping[Path, str],
+    others: Mapping[Path, _Unrecorded],
     decode: Callable[[Sequence[int]], str] | None,
+    pairs: Sequence[tuple[str, str]] = (),
 ) -> None:
     """The report and the PNGs, where they are asked for."""
+    if not found and (arguments.html is not None or arguments.png is not None):
+        raise DataError("--html and --png show records, and none of these folders has any")
     from nemo_geomask.diagnosis.figures import figures_of, write_pngs
     from nemo_geomask.diagnosis.report import read_sweep, report, short_names
 
     if arguments.html is not None:
         sweeps = [read_sweep(path) for path in arguments.sweep]
-        report(arguments.html, found, unread=_not_judged(unread), sweeps=sweeps, decode=decode, cache=arguments.cache)
+        said = {str(path): (other.health, other.verdict(path)) for path, other in others.items()}
+        report(arguments.html, found, others=said, sweeps=sweeps, decode=decode, pairs=pairs, cache=arguments.cache)
         print(f"report: {arguments.html}", file=sys.stderr)
     if arguments.png is not None:
         names = short_names([run.directory for run, _ in found])
@@ -255,9 +283,9 @@ def _write(
         print(f"{len(written)} plots: {arguments.png}", file=sys.stderr)
 
 
-def _status(found: Sequence[RunDiagnosis], unread: Mapping[Path, str]) -> int:
+def _status(found: Sequence[RunDiagnosis], others: Mapping[Path, _Unrecorded]) -> int:
     healths = ["unknown" if diagnosis.unknown else diagnosis.health for diagnosis in found]
-    return max(_EXIT[health] for health in [*healths, *(["unknown"] if unread else [])])
+    return max(_EXIT[health] for health in [*healths, *(other.health for other in others.values())])
 
 
 def _watch(arguments: argparse.Namespace, decode: Callable[[Sequence[int]], str] | None) -> int:
@@ -272,23 +300,27 @@ def _watch(arguments: argparse.Namespace, decode: Callable[[Sequence[int]], str]
     status = 0
     try:
         while True:
-            found = []
-            runs, unread = _runs(arguments.directories)
+            found, grown = [], False
+            runs, others = _runs(arguments.directories)
             for run in runs:
                 statistics = taken.setdefault(run.directory, Statistics())
                 steps = [step for step in run.steps if step not in statistics.steps and _rest(run, step, seen)]
+                grown |= bool(steps)
                 if steps and (error := _take(statistics, run, steps, arguments.cache)):
-                    unread[run.directory] = error
+                    others[run.directory] = _Unrecorded("unknown", error)
                 if statistics.steps:
                     found.append((run, diagnose(statistics)))
             now = {run.directory: f"{one.health} {one.since} {bool(one.unknown)}" for run, one in found}
             news = [(run, one) for run, one in found if said.get(run.directory) != now[run.directory]]
-            bad = {path: error for path, error in unread.items() if wrong.get(path) != error}
-            said, wrong = said | now, unread
+            # Of a verdict by metrics, only the health: its numbers are new ones every time.
+            bad = {path: other for path, other in others.items() if wrong.get(path) != other.news}
+            said, wrong = said | now, {path: other.news for path, other in others.items()}
             if news or bad:
                 _print(arguments, news, bad, decode)
-            if found or unread:
-                status = _status([one for _, one in found], unread)
+            if grown and found:
+                _write(arguments, found, others, decode)
+            if found or others:
+                status = _status([one for _, one in found], others)
             time.sleep(arguments.watch)
     except KeyboardInterrupt:
         return status

@@ -82,11 +82,11 @@ def _zeros(draft: Draft, strength: float) -> None:
 
 
 def _shifted(draft: Draft, strength: float) -> None:
-    """Some sequences' log-probs are those of the token before."""
+    """Some sequences' log-probs are those of the token before; the first's is that of the prompt's end: none, a 0."""
     chosen = draft.random.permutation(len(draft.rows["length"]))[: max(1, round(strength * len(draft.rows["length"])))]
     for row in chosen:
         mine = draft.sequence == row
-        draft.gen[mine] = np.roll(draft.gen[mine], 1)
+        draft.gen[mine] = np.concatenate([[0.0], draft.gen[mine][:-1]])
 
 
 def _temperature(draft: Draft, strength: float) -> None:

@@ -20,13 +20,22 @@ from typing import Any
 
 import nemo_geomask
 from nemo_geomask.diagnosis.causes import CAUSES
-from nemo_geomask.diagnosis.figures import COLOURS, Curve, Figure, figures_of, group_lifts, plotly_figure
+from nemo_geomask.diagnosis.figures import (
+    COLOURS,
+    Curve,
+    Figure,
+    figures_of,
+    group_lifts,
+    logged_figures,
+    plotly_figure,
+)
+from nemo_geomask.diagnosis.logged import Series, read_logged
 from nemo_geomask.diagnosis.read import RecordBlock
 from nemo_geomask.diagnosis.run import blocks_of
 from nemo_geomask.diagnosis.sources import RunFiles
-from nemo_geomask.diagnosis.text import MEASURES, Decode, Table, as_text, tables
+from nemo_geomask.diagnosis.text import MEASURES, STEP, Decode, Table, as_text, tables
 from nemo_geomask.diagnosis.verdict import RunDiagnosis
-from nemo_geomask.errors import DataError, MissingDependencyError
+from nemo_geomask.errors import DataError, GeomaskError, MissingDependencyError
 
 __all__ = ["Excerpt", "ReportedRun", "excerpts", "read_sweep", "report", "short_names", "write_report"]
 
@@ -60,12 +69,14 @@ class ReportedRun:
         directory: where its files are.
         diagnosis: of it.
         excerpts: of its worst sequences.
+        logged: its own metrics.
     """
 
     name: str
     directory: str
     diagnosis: RunDiagnosis
     excerpts: Sequence[Excerpt] = ()
+    logged: Series = field(default_factory=dict)
 
 
 def short_names(directories: Sequence[Path]) -> list[str]:
@@ -194,7 +205,7 @@ class _SideBySide:
         ]
 
 
-_APART = ("changes", "steps", "groups", "worst_sequences", "worst_tokens")
+_APART = ("changes", "steps", "circle", "groups", "worst_sequences", "worst_tokens")
 """Tables whose rows have no name that runs share."""
 
 
@@ -256,18 +267,25 @@ _SECTIONS = {
     "more": ("More numbers by step", ""),
     "parts": ("By position, length, probability, …", "Where the mismatch is."),
     "masks": ("What the masks removed", "As each judged the batch when it was recorded."),
+    "logged": ("As the run logged it", "Its own metrics: from metrics.jsonl or TensorBoard's files."),
     "worst": ("Worst sequences and tokens", ""),
 }
-_HOME = {"changes": "steps", "steps": "steps", "numbers": "numbers", "causes": "causes"}
+_HOME = {"changes": "steps", "steps": "steps", "circle": "steps", "numbers": "numbers", "causes": "causes"}
 
 
-def _sections(runs: Sequence[ReportedRun], decode: Decode | None) -> list[_PageSection]:
+def _sections(
+    runs: Sequence[ReportedRun], decode: Decode | None, pairs: Sequence[tuple[str, ...]]
+) -> list[_PageSection]:
     found = {key: _PageSection(key, title, intro, folded=key == "more") for key, (title, intro) in _SECTIONS.items()}
     of_parts = {measure.name: measure.definition for measure in MEASURES}
     found["parts"] = replace(found["parts"], definitions=of_parts)
-    for figure in figures_of([run.diagnosis for run in runs]):
+    for figure in [*figures_of([run.diagnosis for run in runs]), *logged_figures([run.logged for run in runs])]:
         found[figure.section].figures.append(figure)
-    of_runs = [[*tables(run.diagnosis, decode), _groups(run.diagnosis)] for run in runs]
+    of_runs = []
+    for run in runs:
+        shown = [*tables(run.diagnosis, decode), _groups(run.diagnosis)]
+        more = tables(run.diagnosis, None, [(STEP,), *pairs])
+        of_runs.append([*shown, *(table for table in more if table.key not in {one.key for one in shown})])
     for key in dict.fromkeys(table.key for one in of_runs for table in one):
         same = [(place, table) for place, one in enumerate(of_runs) for table in one if table.key == key and table.rows]
         home = _HOME.get(key, "worst" if key.startswith("worst") else "parts")
@@ -276,7 +294,7 @@ def _sections(runs: Sequence[ReportedRun], decode: Decode | None) -> list[_PageS
     return [section for section in found.values() if section.figures or section.tables]
 
 
-def _of_sweep(sweep: Mapping[str, Any], runs: Sequence[ReportedRun]) -> dict[str, Any]:
+def _of_sweep(number: int, sweep: Mapping[str, Any], runs: Sequence[ReportedRun]) -> dict[str, Any]:
     place = next((place for place, run in enumerate(runs) if run.directory == sweep["run"]), 0)
     measures = list(sweep["definitions"])
 
@@ -285,17 +303,19 @@ def _of_sweep(sweep: Mapping[str, Any], runs: Sequence[ReportedRun]) -> dict[str
         return math.nan if value is None else float(value)
 
     curves = []
-    for style, (name, chosen) in enumerate((("on the front", True), ("others", False))):
-        these = [one for one in sweep["candidates"] if one["on_front"] is chosen]
+    kinds = {one["name"]: "on the front" if one["on_front"] else "others" for one in sweep["candidates"]}
+    kinds[sweep["recommended"]] = "recommended"
+    for style, name in enumerate(("recommended", "on the front", "others")):
+        these = [one for one in sweep["candidates"] if kinds[one["name"]] == name]
         x, y = (tuple(point(one, measure) for one in these) for measure in ("bias", "variance"))
         curves.append(Curve(place, name, x, y, style=style, labels=tuple(one["name"] for one in these)))
     said = "Bias against variance of the gradient under each candidate; on the front, none has less of both"
     figure = Figure(
-        f"sweep {sweep['run']}", "Bias against variance", said, "sweep", "variance", "bias", {"": curves}, points=True
+        f"sweep {number}", "Bias against variance", said, "sweep", "variance", "bias", {"": curves}, points=True
     )
     rows: list[tuple[Any, ...]] = []
     for one in sweep["candidates"]:
-        mark = "recommended" if one["name"] == sweep["recommended"] else "front" if one["on_front"] else ""
+        mark = "" if kinds[one["name"]] == "others" else kinds[one["name"]]
         skipped = ", ".join(map(str, one["skipped"]))
         rows.append((one["name"], mark, *(point(one, name) for name in measures), skipped, one["source"]))
     columns = ("candidate", "", *measures, "steps skipped", "source")
@@ -323,42 +343,55 @@ def report(
     path: Path,
     found: Sequence[tuple[RunFiles, RunDiagnosis]],
     *,
-    unread: Mapping[str, str] | None = None,
+    others: Mapping[str, tuple[str, str]] | None = None,
     sweeps: Sequence[Mapping[str, Any]] = (),
     decode: Decode | None = None,
+    pairs: Sequence[tuple[str, ...]] = (),
     cache: Path | None = None,
+    names: Sequence[str] | None = None,
+    logged: Sequence[Series] | None = None,
 ) -> None:
-    """Write the report on runs, with excerpts of their worst sequences; see :func:`write_report`."""
-    names = short_names([run.directory for run, _ in found])
-    runs = [
-        ReportedRun(name, str(run.directory), diagnosis, excerpts(run, diagnosis, decode, cache))
-        for name, (run, diagnosis) in zip(names, found, strict=True)
-    ]
-    write_report(path, runs, unread=unread, sweeps=sweeps, decode=decode)
+    """Write the report on runs, with excerpts of their worst sequences; see :func:`write_report`.
+
+    Without ``names``, what differs in the runs' paths is taken, and without ``logged`` what is in their folders.
+    """
+    names = names or short_names([run.directory for run, _ in found])
+    runs, others = [], dict(others or {})
+    for place, (name, (run, diagnosis)) in enumerate(zip(names, found, strict=True)):
+        series: Series = {}
+        try:
+            series = read_logged(run.directory) if logged is None else logged[place]
+        except GeomaskError as error:
+            others[str(run.directory)] = ("unknown", f"its own metrics are not shown: {error}")
+        parts = excerpts(run, diagnosis, decode, cache)
+        runs.append(ReportedRun(name, str(run.directory), diagnosis, parts, series))
+    write_report(path, runs, others=others, sweeps=sweeps, decode=decode, pairs=pairs)
 
 
 def write_report(
     path: Path,
     runs: Sequence[ReportedRun],
     *,
-    unread: Mapping[str, str] | None = None,
+    others: Mapping[str, tuple[str, str]] | None = None,
     sweeps: Sequence[Mapping[str, Any]] = (),
     decode: Decode | None = None,
+    pairs: Sequence[tuple[str, ...]] = (),
 ) -> None:
     """Write the page.
 
     Args:
         path: of the file; it appears whole or not at all.
         runs: at least one; more are shown side by side.
-        unread: by folder, why it was not judged.
+        others: by folder without records, its health and what is known of it.
         sweeps: from :func:`read_sweep`.
         decode: makes text of token ids.
+        pairs: of dimensions that were surveyed together.
 
     Raises: MissingDependencyError: plotly or Jinja is missing. DataError: the file can't be written.
     """
     names = [run.name for run in runs]
-    sections = _sections(runs, decode)
-    swept = [_of_sweep(sweep, runs) for sweep in sweeps]
+    sections = _sections(runs, decode, pairs)
+    swept = [_of_sweep(number, sweep, runs) for number, sweep in enumerate(sweeps)]
     figures = [figure for section in sections for figure in section.figures] + [one["figure"] for one in swept]
     plotly = _require("plotly.offline").get_plotlyjs().replace("\r", "")
     script = _part("js")
@@ -370,7 +403,7 @@ def write_report(
         plotly=plotly,
         script=script,
         runs=[_run(place, run) for place, run in enumerate(runs)],
-        unread=dict(unread or {}),
+        others=dict(others or {}),
         sections=sections,
         sweeps=swept,
         grades=GRADES,

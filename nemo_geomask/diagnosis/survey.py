@@ -147,8 +147,6 @@ def _bugs(sums: StepSums, mask: Array, gen: Array, prev: Array, sequence: Array,
         "no_prev": no_prev,
         "nonfinite": (shown & ~(np.isfinite(gen) & np.isfinite(prev))) | (mask & nan_gen[sequence]),
         "unsure": mask & ((gen < SURE) | (prev < SURE)),
-        "zero_gen": mask & (gen == 0) & (prev < SURE),
-        "zero_prev": shown & (prev == 0) & (gen < SURE),
         "positive_logprobs": mask & ((gen > 1e-3) | (prev > 1e-3)),
         "all_tokens": mask,
         "lagged": enough,
@@ -156,6 +154,12 @@ def _bugs(sums: StepSums, mask: Array, gen: Array, prev: Array, sequence: Array,
     }
     for name, where in counts.items():
         sums.put(name, float(where.sum()))
+    # A shift leaves a hole at one end of a sequence; that is none of its own.
+    holes = (shifted["shifted_later"] | shifted["shifted_earlier"]).astype(int)
+    zeros = {"zero_gen": mask & (gen == 0) & (prev < SURE), "zero_prev": shown & (prev == 0) & (gen < SURE)}
+    for name, where in zeros.items():
+        found = np.bincount(sequence[where], minlength=count)
+        sums.put(name, float(np.where(found > 1, found, found - np.minimum(found, holes)).sum()))
     return shown
 
 

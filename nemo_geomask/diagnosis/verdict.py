@@ -42,6 +42,7 @@ class Level:
         value: of sums by name, single ones or those of all replicates of the bootstrap.
         drifting, broken: from where on.
         below: whether low values are the bad ones.
+        logged: names under which a run logs it.
         source: of the limits.
     """
 
@@ -52,6 +53,7 @@ class Level:
     broken: float
     source: str
     below: bool = False
+    logged: tuple[str, ...] = ()
 
     def beyond(self, value: float) -> bool:
         """Whether it is on the bad side of ``drifting``; NaN isn't."""
@@ -79,6 +81,7 @@ LEVELS: tuple[Level, ...] = (
         1.05,
         1.5,
         "NeMo-RL docs/guides/dtensor-tp-accuracy.md and grpo.md: above 1.05 suspect the framework; broken: ours",
+        logged=("token_mult_prob_error",),
     ),
     Level(
         "geomask/mismatch_k3",
@@ -87,6 +90,7 @@ LEVELS: tuple[Level, ...] = (
         0.01,
         0.1,
         "NeMo-RL grpo.md: 1e-3 is acceptable, 0.0014 to 0.0031 usual with FP8 rollouts; verl: beyond 0.1 is a warning",
+        logged=("geomask/mismatch_k3", "gen_kl_error"),
     ),
     Level(
         "effective sample size, tokens",
@@ -283,6 +287,10 @@ def _likely(found: dict[str, Found]) -> Cause | None:
     shown = [cause for cause in CAUSES if found[cause.id].shown]
     if not shown:
         return None
+    by_step = [cause for cause in shown if cause.bug and found[cause.id].steps]
+    if by_step:
+        # One that a single step shows may come of another that all of them show: a shift leaves holes, say.
+        return max(by_step, key=lambda cause: len(found[cause.id].steps))
     if shown[0].id in LOCAL:
         local = [cause for cause in shown if cause.id in LOCAL]
         # Late tokens are in long responses: what differs within a sequence says more.

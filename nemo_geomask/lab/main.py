@@ -16,13 +16,14 @@ from typing import Any
 from nemo_geomask.config.recipe import load_recipe
 from nemo_geomask.errors import ConfigError
 from nemo_geomask.lab.compare import ComparedLoss, parse_compare
+from nemo_geomask.lab.diagnosed import print_diagnosis
 from nemo_geomask.lab.optional import require
 from nemo_geomask.lab.outcome import TARGET
 from nemo_geomask.lab.progress import Progress
 from nemo_geomask.lab.recipe import LabRecipe
 from nemo_geomask.lab.report import report
 from nemo_geomask.lab.run import train
-from nemo_geomask.lab.runs import Run
+from nemo_geomask.lab.runs import SHARED, Course, Run
 
 __all__ = ["main", "parse_seeds", "parse_vary", "plan", "report_main"]
 
@@ -67,6 +68,7 @@ def main(
         console.print("No step was completed; nothing to report.")
         return 130
     report([folder], folder, console, first=runs[0].label)
+    print_diagnosis([Course.read(run.file) for run in runs if run.file.exists()], folder, console)
     console.print(f"Steps, rollouts and summary: {folder}", highlight=False, markup=False)
     return 0 if complete else 130
 
@@ -155,7 +157,8 @@ def parse_vary(text: str) -> list[str]:
             "loss_fn.reference_policy_kl_type=k1,k2,k3"
         ) from None
     key = parsed.get_key_element()
-    if key == "grpo.seed" or key.partition(".")[0] == "lab":
+    section, _, name = key.partition(".")
+    if key == "grpo.seed" or (section == "lab" and name.partition(".")[0] in SHARED):
         fix = "--seeds" if key == "grpo.seed" else "an override, since it does not change what is trained"
         raise ConfigError(f"--vary: {key} can't be varied; use {fix}")
     return [f"{key}={value}" for value in values]

@@ -85,13 +85,10 @@ def checkpoint(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
                 yield f"{layer}.experts.{expert}.{part}.weight", projection
 
 
-def token_logprobs(model: PreTrainedModel, input_ids: Tensor, *, entropy: bool = False) -> Tensor:
-    """Log-prob of each next token, or the entropy of what it is drawn from, in float32: [B, T] ids to [B, T-1].
+def token_logprobs(model: PreTrainedModel, input_ids: Tensor) -> Tensor:
+    """Log-prob of each next token in float32: [B, T] ids to [B, T-1].
 
     Padding stands on the right, where causal attention keeps it from the tokens before it, so no mask is needed.
     """
     logits = model(input_ids=input_ids, use_cache=False).logits[:, :-1].float()
-    logprobs: Tensor = logits.log_softmax(dim=-1)
-    if entropy:
-        return -(logprobs.exp() * logprobs).sum(dim=-1)
-    return torch.gather(logprobs, -1, input_ids[:, 1:, None]).squeeze(-1)
+    return torch.gather(logits.log_softmax(dim=-1), -1, input_ids[:, 1:, None]).squeeze(-1)

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from statistics import fmean, median, stdev
 from typing import Any
 
-from nemo_geomask.lab.runs import Curve
+from nemo_geomask.lab.runs import Course
 
-__all__ = ["TARGET", "Outcome", "by_variant", "collapsed", "final", "outcomes", "paired_interval", "steps_to"]
+__all__ = ["TARGET", "VariantSummary", "by_variant", "collapsed", "final", "outcomes", "paired_interval", "steps_to"]
 
 #: Steps that a reward is averaged over; one batch of rewards alone is noisy.
 WINDOW = 10
@@ -64,7 +64,7 @@ def paired_interval(differences: Sequence[float]) -> tuple[float, float] | None:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class VariantSummary:
     """One variant over its seeds.
 
     Attributes:
@@ -74,11 +74,11 @@ class Outcome:
     """
 
     label: str
-    curves: Sequence[Curve]
+    curves: Sequence[Course]
     row: Row
 
 
-def outcomes(curves: Sequence[Curve], *, target: float = TARGET) -> list[Outcome]:
+def outcomes(curves: Sequence[Course], *, target: float = TARGET) -> list[VariantSummary]:
     """A row a variant; differences are to the first variant, on the seeds that both have.
 
     Args:
@@ -87,7 +87,7 @@ def outcomes(curves: Sequence[Curve], *, target: float = TARGET) -> list[Outcome
     """
     variants = by_variant(curves)
     base = {curve.seed: final(curve.series("reward")) for curve in next(iter(variants.values())) if curve.finished}
-    found = []
+    found: list[VariantSummary] = []
     for label, runs in variants.items():
         done = [run for run in runs if run.finished]
         rewards = {run.seed: run.series("reward") for run in done}
@@ -113,7 +113,7 @@ def outcomes(curves: Sequence[Curve], *, target: float = TARGET) -> list[Outcome
         }
         for name, key in _MEANS.items():
             row[name] = _mean([_mean(run.series(key)) for run in runs])
-        found.append(Outcome(label, runs, row))
+        found.append(VariantSummary(label, runs, row))
     return found
 
 
@@ -130,9 +130,9 @@ _MEANS = {
 }
 
 
-def by_variant(curves: Sequence[Curve]) -> Mapping[str, list[Curve]]:
+def by_variant(curves: Sequence[Course]) -> Mapping[str, list[Course]]:
     """Runs by label, in order of appearance."""
-    variants: dict[str, list[Curve]] = {}
+    variants: dict[str, list[Course]] = {}
     for curve in curves:
         variants.setdefault(curve.label, []).append(curve)
     return variants

@@ -9,7 +9,7 @@ from typing import Any
 
 from nemo_geomask.lab.optional import require
 from nemo_geomask.lab.outcome import by_variant
-from nemo_geomask.lab.runs import Curve
+from nemo_geomask.lab.runs import Course
 
 __all__ = ["write_plot"]
 
@@ -19,7 +19,7 @@ _STYLES = ("-", "--", "-.", ":")
 _WINDOW = 5
 
 
-def write_plot(curves: Sequence[Curve], path: Path) -> None:
+def write_plot(curves: Sequence[Course], path: Path) -> None:
     """Draw the four panels into a PNG."""
     matplotlib = require("matplotlib")
     matplotlib.use("Agg")
@@ -68,7 +68,7 @@ def _panel(axes: Any, title: str, unit: str) -> None:
     axes.grid(alpha=0.25)
 
 
-def _lines(axes: Any, runs: Sequence[Curve], key: str, look: dict[str, Any], *, label: str) -> None:
+def _lines(axes: Any, runs: Sequence[Course], key: str, look: dict[str, Any], *, label: str) -> None:
     series = [run.series(key) for run in runs]
     if all(math.isnan(value) for values in series for value in values):
         return

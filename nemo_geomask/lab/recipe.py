@@ -27,6 +27,7 @@ __all__ = [
     "ModelConfig",
     "PolicyConfig",
     "QuantizationConfig",
+    "RouterReplayConfig",
 ]
 
 TASKS = PluginGroup(
@@ -172,6 +173,18 @@ class GenerationConfig(StrictModel):
     precision: Literal["bfloat16", "float16", "float32"] = Field(
         "bfloat16", description="Of weights, activations and KV cache."
     )
+    temperature: float = Field(1.0, gt=0, description="Divides the logits, of both engines.")
+    top_p: float = Field(1.0, gt=0, le=1, description="Probability that the tokens to draw from hold; 1: all.")
+    top_k: int | None = Field(None, gt=0, description="How many tokens to draw from; null: all.")
+    logprobs_mode: Literal["processed_logprobs", "raw_logprobs"] = Field(
+        "processed_logprobs",
+        description="What the engine reports, by vLLM's names: log-probs of the distribution that it drew from, or of "
+        "the one before temperature, top_p and top_k.",
+    )
+    ignore_eos: bool = Field(
+        False,
+        description="Of vLLM: EOS is a token like any other, and all responses have the length that is asked for.",
+    )
     quantization: QuantizationConfig | None = Field(
         None, description="Weights in fewer bits, computed with in `precision`; null: none."
     )
@@ -184,8 +197,15 @@ class GenerationConfig(StrictModel):
         default_factory=dict, description="Of NeMo-RL: further arguments of vLLM's engine, with backend: vllm."
     )
 
+    @property
+    def filters(self) -> bool:
+        """Whether some tokens can't be drawn."""
+        return self.top_p < 1 or self.top_k is not None
+
     @model_validator(mode="after")
     def _check_backend(self) -> GenerationConfig:
+        if self.backend == "vllm" and self.logprobs_mode == "raw_logprobs":
+            raise ValueError("logprobs_mode: raw_logprobs needs backend: copy; set it, or processed_logprobs")
         if self.vllm_kwargs and self.backend != "vllm":
             raise ValueError(
                 f"vllm_kwargs ({', '.join(self.vllm_kwargs)}) are vLLM's, and backend is {self.backend}; set backend: "
@@ -194,6 +214,14 @@ class GenerationConfig(StrictModel):
         if own := sorted({"model", "load_format", "skip_tokenizer_init"} & set(self.vllm_kwargs)):
             raise ValueError(f"vllm_kwargs ({', '.join(own)}): the lab sets it itself; remove it")
         return self
+
+
+class RouterReplayConfig(StrictModel):
+    """``policy.router_replay:`` of NeMo-RL."""
+
+    enabled: bool = Field(
+        False, description="Whether training sends each token through the experts that the generation engine chose."
+    )
 
 
 class PolicyConfig(StrictModel):
@@ -206,6 +234,7 @@ class PolicyConfig(StrictModel):
         "The weights that the optimiser updates are float32 in both.",
     )
     generation: GenerationConfig = GenerationConfig()
+    router_replay: RouterReplayConfig = RouterReplayConfig()
     train_global_batch_size: int | None = Field(
         64, gt=0, description="Responses in one optimiser step; null where docs_per_step says it."
     )
@@ -312,6 +341,11 @@ class LabConfig(StrictModel):
         description="CPU threads, shared out among the processes, at least one each; part of what makes a run "
         "repeatable.",
     )
+    filter_logprobs: bool = Field(
+        True,
+        description="Whether the trainer's log-probs are those of the tokens that top_p and top_k leave, as NeMo-RL's "
+        "are; false: of all tokens.",
+    )
     rollouts_every: int = Field(10, gt=0, description="Write train_data_step{N}.jsonl every so many steps.")
     compare: tuple[str, ...] = Field((), description="Variants to train when --compare is not given.")
     presets: dict[str, dict[str, Any]] = Field(
@@ -357,6 +391,23 @@ class LabRecipe(StrictModel):
             raise ValueError(
                 "grpo.async_grpo.in_flight_weight_updates needs policy.generation.backend: copy: the lab calls "
                 "vLLM for a whole rollout batch, and no weights reach it in between"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_routes(self) -> LabRecipe:
+        if self.policy.generation.backend == "vllm" and self.policy.router_replay.enabled:
+            raise ValueError(
+                "policy.router_replay.enabled needs policy.generation.backend: copy: the lab does not get vLLM's routes"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_filter(self) -> LabRecipe:
+        if self.policy.generation.filters and self.lab.filter_logprobs and self.lab.tp > 1:
+            raise ValueError(
+                f"policy.generation.top_p and top_k need all logits of a token, and lab.tp ({self.lab.tp}) shares them "
+                "out; set lab.tp: 1, or lab.filter_logprobs: false"
             )
         return self
 

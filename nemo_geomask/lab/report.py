@@ -9,9 +9,9 @@ from typing import Any
 
 from nemo_geomask.errors import ConfigError
 from nemo_geomask.lab.optional import require
-from nemo_geomask.lab.outcome import TARGET, Outcome, by_variant, outcomes
+from nemo_geomask.lab.outcome import TARGET, VariantSummary, by_variant, outcomes
 from nemo_geomask.lab.plot import write_plot
-from nemo_geomask.lab.runs import Curve, read_curves
+from nemo_geomask.lab.runs import Course, read_curves
 
 __all__ = ["report"]
 
@@ -26,7 +26,7 @@ def report(
     baseline: str | None = None,
     first: str | None = None,
     target: float = TARGET,
-) -> list[Outcome]:
+) -> list[VariantSummary]:
     """Print the table of all runs in some folders; write ``summary.json`` and ``lab.png``.
 
     Args:
@@ -101,7 +101,7 @@ _LINES: tuple[tuple[str, Callable[[Row], str]], ...] = (
 )
 
 
-def _print(found: Sequence[Outcome], baseline: str, console: Any) -> None:
+def _print(found: Sequence[VariantSummary], baseline: str, console: Any) -> None:
     table = require("rich.table").Table(title=f"baseline {baseline}; same weights and prompts on a seed")
     table.add_column("means over seeds", no_wrap=True)
     for outcome in found:
@@ -123,7 +123,7 @@ def _print(found: Sequence[Outcome], baseline: str, console: Any) -> None:
             console.print(line, highlight=False, markup=False)
 
 
-def _trouble(outcome: Outcome) -> str:
+def _trouble(outcome: VariantSummary) -> str:
     """What went wrong numerically or is not there yet, or nothing."""
     row, parts = outcome.row, []
     if row["skipped_updates"]:
@@ -137,5 +137,5 @@ def _trouble(outcome: Outcome) -> str:
     return f"{outcome.label}: {'; '.join(filter(None, (trouble, left)))}." if trouble or left else ""
 
 
-def _dropped(curve: Curve) -> int:
+def _dropped(curve: Course) -> int:
     return sum(value > 0 for value in curve.series("geomask/dropped_sequences"))

@@ -15,7 +15,8 @@ from nemo_geomask.lab.engine import TrainEngine
 from nemo_geomask.lab.generation import Generated
 from nemo_geomask.lab.recipe import LabRecipe
 from nemo_geomask.lab.samplers import Sampler, build_sampler
-from nemo_geomask.lab.task import Prompts, Task, draw
+from nemo_geomask.lab.sampling import drawable
+from nemo_geomask.lab.task import Prompts, Task, draw_prompts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -31,7 +32,9 @@ class Rollout:
         data: NeMo-RL's keys; [B, T] unless said: ``input_ids``, ``input_lengths`` [B], ``generation_logprobs``,
             ``prev_logprobs``, ``reference_policy_logprobs`` (with a reference), ``advantages``, ``token_mask``,
             ``sample_mask`` [B], ``rewards`` [B]. Column t speaks of token t. Beside them ``weight_age``, weight updates
-            between the weights that sampled a token and ``policy``.
+            between the weights that sampled a token and those that are trained; where routes are known,
+            ``routed_experts`` [B, T, L, K] of token t and ``routes_differ``, 1 where training would have predicted it
+            with others; with a filter in the trainer, ``outside_filter``, 1 where that would not have drawn it.
     """
 
     data: dict[str, Tensor]
@@ -42,13 +45,18 @@ class Rollout:
         return float(self.data["rewards"].mean())
 
     @property
-    def ages(self) -> dict[str, float]:
-        """Mean weight updates since a response was begun, by NeMo-RL's name, and since a token of it was sampled."""
-        mask, age = self.data["token_mask"], self.data["weight_age"].float()
-        return {
-            "avg_trajectory_age": float(age.amax(dim=1).mean()),
-            "avg_token_age": float((age * mask).sum() / mask.sum()),
+    def causes(self) -> dict[str, float]:
+        """What is known of the mismatch's causes.
+
+        Mean weight updates since a response was begun (by NeMo-RL's name) and since a token of it was sampled; of the
+        sampled tokens, the shares that training would have predicted with other experts, or not drawn.
+        """
+        mask, names = self.data["token_mask"], ("weight_age", "routes_differ", "outside_filter")
+        means = {
+            name: float((self.data[name] * mask).sum() / mask.sum().clamp(min=1)) for name in names if name in self.data
         }
+        oldest = float(self.data["weight_age"].amax(dim=1).float().mean())
+        return {"avg_trajectory_age": oldest, "avg_token_age": means.pop("weight_age"), **means}
 
     @property
     def response_length(self) -> float:
@@ -89,12 +97,17 @@ def collect(
     data = engine.ranks.from_first(
         lambda: _sample(versions, recipe, task, generators, sampler or build_sampler(recipe))
     )
-    ids, lengths, micro_batch = data["input_ids"], data["input_lengths"], recipe.policy.train_micro_batch_size
-    data["prev_logprobs"] = engine.sequence_logprobs(policy, ids, lengths, micro_batch)
+    micro_batch = recipe.policy.train_micro_batch_size
+    prev, entropies, differ = engine.scores(policy, data, micro_batch, entropy=entropy)
+    data["prev_logprobs"] = drawable(prev)
+    if engine.filters:
+        data["outside_filter"] = prev.isinf().float()
+    if "routed_experts" in data:
+        data["routes_differ"] = differ
     if entropy:
-        data["entropy"] = engine.sequence_logprobs(policy, ids, lengths, micro_batch, entropy=True)
+        data["entropy"] = entropies
     if reference is not None:
-        data["reference_policy_logprobs"] = engine.sequence_logprobs(reference, ids, lengths, micro_batch)
+        data["reference_policy_logprobs"] = engine.scores(reference, data, micro_batch, whole=True)[0]
     if recipe.policy.generation.logprobs == "trainer":
         _control(data, versions, engine, micro_batch)
     data["advantages"] = token_advantages(data, recipe.grpo, loss or LossConfig())
@@ -105,13 +118,12 @@ def _control(
     data: dict[str, Tensor], versions: Sequence[PreTrainedModel], engine: TrainEngine, micro_batch: int
 ) -> None:
     """Put what the training engine says of each token, by the weights that sampled it, where the generation's was."""
-    ids, lengths, ages = data["input_ids"], data["input_lengths"], data["weight_age"]
     for age, policy in enumerate(reversed(versions)):
-        here = (data["token_mask"] != 0) & (ages == age)
+        here = (data["token_mask"] != 0) & (data["weight_age"] == age)
         # On all ranks, or on none.
         if here.any():
-            by_trainer = engine.sequence_logprobs(policy, ids, lengths, micro_batch)
-            data["generation_logprobs"] = torch.where(here, by_trainer, data["generation_logprobs"])
+            found = drawable(engine.scores(policy, data, micro_batch)[0]) if age else data["prev_logprobs"]
+            data["generation_logprobs"] = torch.where(here, found, data["generation_logprobs"])
 
 
 def _sample(
@@ -123,21 +135,23 @@ def _sample(
 ) -> dict[str, Tensor]:
     """A rollout batch but for the log-probs of the training engine and what is made of them."""
     of_prompts, of_sampling = generators
-    drawn = draw(task, recipe.grpo.num_prompts_per_step, of_prompts, held_out=False if recipe.grpo.val_period else None)
+    drawn = draw_prompts(
+        task, recipe.grpo.num_prompts_per_step, of_prompts, held_out=False if recipe.grpo.val_period else None
+    )
     repeats = recipe.grpo.num_generations_per_prompt
     prompts = Prompts(drawn.token_ids.repeat_interleave(repeats, 0), drawn.terms.repeat_interleave(repeats, 0))
     in_flight = recipe.grpo.async_grpo.in_flight_weight_updates
     sampled = sampler.sample(versions if in_flight else versions[:1], prompts, of_sampling)
 
-    lengths = sampled.token_mask.sum(dim=1).long()
-    rewards = score(task, prompts, sampled)
+    known = {} if sampled.routes is None else {"routed_experts": sampled.routes}
     return {
+        **known,
         "input_ids": sampled.input_ids,
-        "input_lengths": lengths + task.prompt_width,
+        "input_lengths": sampled.input_lengths,
         "generation_logprobs": sampled.logprobs,
         "token_mask": sampled.token_mask,
-        "sample_mask": torch.ones(len(rewards), dtype=torch.float32),
-        "rewards": rewards,
+        "sample_mask": torch.ones(len(prompts.terms), dtype=torch.float32),
+        "rewards": score(task, prompts, sampled),
         "weight_age": torch.where(sampled.token_mask != 0, len(versions) - 1 - sampled.engine, 0),
     }
 
@@ -145,9 +159,6 @@ def _sample(
 def score(task: Task, prompts: Prompts, sampled: Generated) -> Tensor:
     """Rewards [B] of responses."""
     width = task.prompt_width
-    lengths = sampled.token_mask.sum(dim=1).long()
-    found = [
-        task.reward(ids[:width], ids[width : width + length], terms)
-        for ids, length, terms in zip(sampled.input_ids.tolist(), lengths.tolist(), prompts.terms.tolist(), strict=True)
-    ]
+    rows = zip(sampled.input_ids.tolist(), sampled.input_lengths.tolist(), prompts.terms.tolist(), strict=True)
+    found = [task.reward(ids[:width], ids[width:length], terms) for ids, length, terms in rows]
     return torch.tensor(found, dtype=torch.float32)

@@ -25,7 +25,7 @@ from nemo_geomask.lab.optional import require
 from nemo_geomask.lab.progress import Progress
 from nemo_geomask.lab.ranks import Ranks, company
 from nemo_geomask.lab.rollout import Rollout
-from nemo_geomask.lab.runs import Curve, Run, write_steps
+from nemo_geomask.lab.runs import Course, Run, write_steps
 from nemo_geomask.lab.samplers import Sampler, build_sampler
 from nemo_geomask.lab.task import task_of
 from nemo_geomask.lab.trainer import Trainer
@@ -109,7 +109,7 @@ def _steps(run: Run, ranks: Ranks, sampler: Sampler | None = None) -> Iterator[t
     """Train a run; yields each step that is kept, and its reward."""
     run.folder.mkdir(parents=True, exist_ok=True)
     trainer, done = _resumed(run, ranks, sampler)
-    history = Curve.read(run.file).history[:done] if done else []
+    history = Course.read(run.file).history[:done] if done else []
     facts = _facts(run, trainer)
     with closing(trainer):
         for step in range(done + 1, run.recipe.grpo.max_num_steps + 1):

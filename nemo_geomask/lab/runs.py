@@ -22,11 +22,12 @@ from nemo_geomask.errors import ConfigError
 from nemo_geomask.lab.optional import require
 from nemo_geomask.lab.recipe import LabRecipe
 
-__all__ = ["Curve", "Run", "read_curves", "write_steps"]
+__all__ = ["SHARED", "Course", "Run", "read_curves", "write_steps"]
 
 _KEY = b"nemo_geomask.lab"
 _STEPS = "steps"
-STATE = "state.pt"
+#: Keys of ``lab:`` that say how runs are computed and shown, not what is trained.
+SHARED = {"tp", "cp", "dp", "num_threads", "rollouts_every", "compare", "presets"}
 
 
 @dataclass(frozen=True)
@@ -45,8 +46,8 @@ class Run:
 
     @cached_property
     def settings(self) -> dict[str, Any]:
-        """What the course follows from, the seed apart: all but ``lab:``, which says how it is computed and shown."""
-        return self.recipe.model_dump(mode="json", exclude={"lab": True, "grpo": {"seed"}})
+        """What the course follows from, the seed apart."""
+        return self.recipe.model_dump(mode="json", exclude={"lab": SHARED, "grpo": {"seed"}})
 
     @cached_property
     def variant(self) -> str:
@@ -72,16 +73,16 @@ class Run:
     @property
     def state(self) -> Path:
         """From which it goes on."""
-        return self.folder / STATE
+        return self.folder / "state.pt"
 
     @property
     def finished(self) -> bool:
         """Whether all its steps are there."""
-        return self.file.exists() and Curve.read(self.file).finished
+        return self.file.exists() and Course.read(self.file).finished
 
 
 @dataclass(frozen=True)
-class Curve:
+class Course:
     """A run as it was written.
 
     Attributes:
@@ -95,7 +96,7 @@ class Curve:
     columns: Mapping[str, Sequence[float]] = field(repr=False)
 
     @classmethod
-    def read(cls, path: Path) -> Curve:
+    def read(cls, path: Path) -> Course:
         """One file of ``steps/``.
 
         Raises:
@@ -154,7 +155,7 @@ def write_steps(run: Run, history: Sequence[Mapping[str, float]], facts: Mapping
     Args:
         run: what they are of.
         history: metrics of each step, from the first.
-        facts: for :class:`Curve`.
+        facts: for :class:`Course`.
     """
     arrow, parquet = require("pyarrow"), require("pyarrow.parquet")
     names = list(dict.fromkeys(name for step in history for name in step if name != "step"))
@@ -179,7 +180,7 @@ def write_steps(run: Run, history: Sequence[Mapping[str, float]], facts: Mapping
     os.replace(part, run.file)
 
 
-def read_curves(places: Iterable[Path]) -> list[Curve]:
+def read_curves(places: Iterable[Path]) -> list[Course]:
     """All runs in and below some folders, by label and seed.
 
     Two variants of one label, whose settings differ, get their differences into the label.
@@ -194,8 +195,8 @@ def read_curves(places: Iterable[Path]) -> list[Curve]:
         raise ConfigError(
             f"no run of the lab in {', '.join(map(str, places))}; nemo-geomask lab RECIPE.yaml --out DIR trains some"
         )
-    found: dict[tuple[str, int], Curve] = {}
-    for curve in map(Curve.read, files):
+    found: dict[tuple[str, int], Course] = {}
+    for curve in map(Course.read, files):
         key = (str(curve.facts["variant"]), curve.seed)
         # Of copies of a run, the longest.
         if key not in found or found[key].steps < curve.steps:
@@ -203,7 +204,7 @@ def read_curves(places: Iterable[Path]) -> list[Curve]:
     return _told_apart(sorted(found.values(), key=lambda curve: curve.seed))
 
 
-def _told_apart(curves: Sequence[Curve]) -> list[Curve]:
+def _told_apart(curves: Sequence[Course]) -> list[Course]:
     variants: dict[str, dict[str, dict[str, Any]]] = {}
     for curve in curves:
         variants.setdefault(curve.label, {})[curve.facts["variant"]] = _flat(curve.facts["settings"])
@@ -213,7 +214,7 @@ def _told_apart(curves: Sequence[Curve]) -> list[Curve]:
         own = others[curve.facts["variant"]]
         differ = sorted(key for key in own if any(other.get(key) != own[key] for other in others.values()))
         told = "".join(f" {key}={own[key]}" for key in differ)
-        named.append(Curve({**curve.facts, "label": curve.label + told}, curve.columns))
+        named.append(Course({**curve.facts, "label": curve.label + told}, curve.columns))
     order = list(dict.fromkeys(curve.label for curve in named))
     return sorted(named, key=lambda curve: (order.index(curve.label), curve.seed))
 

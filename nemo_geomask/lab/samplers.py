@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from nemo_geomask.errors import ConfigError, Problem
 from nemo_geomask.lab.generation import Generated, generate
 from nemo_geomask.lab.model import generation_copy
 from nemo_geomask.lab.quantization import numerics
@@ -28,7 +29,7 @@ class Sampler(Protocol):
         """What it is, for the report."""
 
     def sample(self, versions: Sequence[PreTrainedModel], prompts: Prompts, generator: torch.Generator) -> Generated:
-        """One response a prompt, at temperature 1.
+        """One response a prompt.
 
         Args:
             versions: the policy, float32; of several, the oldest begins and the others land while it writes.
@@ -42,7 +43,7 @@ class CopySampler:
     """A copy of the policy in the generation engine's precision; see :mod:`nemo_geomask.lab.generation`.
 
     Attributes:
-        config: precision and quantisation.
+        config: numerics, and what is drawn from.
         task: supplies EOS and PAD.
         recompute_cache: see :func:`~nemo_geomask.lab.generation.generate`.
     """
@@ -59,7 +60,7 @@ class CopySampler:
     def sample(self, versions: Sequence[PreTrainedModel], prompts: Prompts, generator: torch.Generator) -> Generated:
         """See :class:`Sampler`."""
         engines = [generation_copy(policy, self.config) for policy in versions]
-        return generate(engines, prompts, self.task, generator, recompute_cache=self.recompute_cache)
+        return generate(engines, prompts, self.task, self.config, generator, recompute_cache=self.recompute_cache)
 
 
 def build_sampler(recipe: LabRecipe) -> Sampler:
@@ -73,5 +74,10 @@ def build_sampler(recipe: LabRecipe) -> Sampler:
         # Imported here, since it starts by importing vLLM.
         from nemo_geomask.lab.vllm import VllmSampler
 
+        if hasattr(task, "call_id"):
+            text = (
+                "the lab calls vLLM for whole responses, so nothing can reply to a call within one; set backend: copy"
+            )
+            raise ConfigError(Problem(("policy.generation.backend", "env.name"), text))
         return VllmSampler(recipe, task)
     return CopySampler(recipe.policy.generation, task, recipe.grpo.async_grpo.recompute_kv_cache_after_weight_updates)

@@ -19,7 +19,7 @@ from torch import Tensor
 from nemo_geomask.errors import ConfigError
 from nemo_geomask.lab.recipe import TASKS, EnvConfig
 
-__all__ = ["Progressions", "Prompts", "Task", "draw", "task_of"]
+__all__ = ["CallingTask", "Progressions", "Prompts", "Task", "draw_prompts", "task_of"]
 
 # One prompt in so many is for validation, and how often as many as are needed may be drawn to find them.
 _SPLIT = 8
@@ -76,13 +76,24 @@ class Task(Protocol):
         """Tokens as a user reads them."""
 
 
+class CallingTask(Task, Protocol):
+    """A task whose environment replies within a response, as a tool does."""
+
+    @property
+    def call_id(self) -> int:
+        """The token that calls it."""
+
+    def reply(self, prompt: Sequence[int], response: Sequence[int]) -> Sequence[int]:
+        """Tokens that it writes after a call, the last of ``response``; not the policy's, and not trained on."""
+
+
 def task_of(env: EnvConfig) -> Task:
     """The task that a recipe names."""
     task: Task = TASKS.load(env.name).of(env)
     return task
 
 
-def draw(task: Task, count: int, generator: torch.Generator, *, held_out: bool | None) -> Prompts:
+def draw_prompts(task: Task, count: int, generator: torch.Generator, *, held_out: bool | None) -> Prompts:
     """Draw prompts of a task's training or validation split; None: of all.
 
     A prompt belongs to the validation split by a checksum of its tokens, one in eight does, whoever asks: what one run

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from nemo_geomask.errors import ConfigError, Problem
 from nemo_geomask.lab.advantages import kl_of_reward
 from nemo_geomask.lab.engine import TrainEngine
 from nemo_geomask.lab.model import build_policy
@@ -18,7 +19,7 @@ from nemo_geomask.lab.ranks import Ranks
 from nemo_geomask.lab.recipe import LabRecipe
 from nemo_geomask.lab.rollout import Rollout, collect, score
 from nemo_geomask.lab.samplers import Sampler, build_sampler
-from nemo_geomask.lab.task import draw, task_of
+from nemo_geomask.lab.task import draw_prompts, task_of
 from nemo_geomask.losses import BeforeStep, PolicyLoss
 from nemo_geomask.losses.prestep import untrained_metrics
 from nemo_geomask.metrics import summarized
@@ -70,9 +71,16 @@ class Trainer:
         self.loss = loss
         self.task = task_of(recipe.env)
         self.sampler = sampler or build_sampler(recipe)
-        self.engine = TrainEngine(ranks, recipe.policy.precision)
+        self.engine = TrainEngine(ranks, recipe)
         self.policy = build_policy(recipe.policy.model, self.task, seed)
         needs_reference = bool(loss.reference_policy_kl_penalty or kl_of_reward(loss.config, recipe.grpo))
+        if needs_reference and self.engine.filters:
+            keys = ("loss_fn.reference_policy_kl_penalty", "policy.generation.top_p", "lab.filter_logprobs")
+            text = (
+                f"reference_policy_kl_penalty ({loss.reference_policy_kl_penalty:g}) needs log-probs of all tokens, "
+                "and top_p or top_k leave some out; set it to 0, or lab.filter_logprobs: false"
+            )
+            raise ConfigError(Problem(keys, text))
         self.reference = copy.deepcopy(self.policy).requires_grad_(False) if needs_reference else None
         self.optimizer = torch.optim.AdamW(
             self.policy.parameters(), lr=recipe.policy.lr, weight_decay=recipe.policy.weight_decay, fused=True
@@ -127,7 +135,7 @@ class Trainer:
         metrics = {
             "reward": rollout.reward,
             "mean_response_length": rollout.response_length,
-            **(rollout.ages if self.recipe.grpo.async_grpo.enabled else {}),
+            **rollout.causes,
             **summarized(merge_metrics(reports, 1.0 / len(reports))),
             **self._validate(),
             "generation_seconds": sampled - began,
@@ -142,7 +150,7 @@ class Trainer:
         if not due or not self.engine.ranks.first:
             return {}
         generator = torch.Generator().manual_seed(_VALIDATION_SEED)
-        prompts = draw(self.task, grpo.max_val_samples, generator, held_out=True)
+        prompts = draw_prompts(self.task, grpo.max_val_samples, generator, held_out=True)
         rewards = score(self.task, prompts, self.sampler.sample((self.policy,), prompts, generator))
         return {"validation/reward": float(rewards.mean())}
 

@@ -101,14 +101,17 @@ class VllmSampler:
         (policy,) = versions
         weights = generation_copy(policy, self.recipe.policy.generation)
         load_weights(self.llm, checkpoint(weights))
+        generation = self.recipe.policy.generation
         seeds = torch.randint(2**31, (len(prompts.terms),), generator=generator)
         params = [
             self._params(
-                temperature=1.0,
+                temperature=generation.temperature,
+                top_p=generation.top_p,
+                top_k=generation.top_k or 0,
                 logprobs=0,
                 max_tokens=terms,
                 seed=seed,
-                stop_token_ids=[self._task.eos_id],
+                stop_token_ids=[] if generation.ignore_eos else [self._task.eos_id],
                 detokenize=False,
             )
             for terms, seed in zip(prompts.terms.tolist(), seeds.tolist(), strict=True)
@@ -122,7 +125,9 @@ class VllmSampler:
         )
         _check_weights(weights, batch)
         ids = batch["input_ids"]
-        return Generated(ids, batch["generation_logprobs"], batch["token_mask"], torch.zeros_like(ids))
+        return Generated(
+            *(ids, batch["input_lengths"], batch["generation_logprobs"], batch["token_mask"], torch.zeros_like(ids))
+        )
 
 
 @torch.no_grad()

@@ -88,7 +88,7 @@ def page(diagnoses, logged, tmp_path_factory):
     parts = excerpts(run, diagnose(survey_run(run)), lambda ids: HOSTILE)
     runs = [ReportedRun(HOSTILE, HOSTILE, diagnoses[0], parts), ReportedRun("other", "/other", diagnoses[1])]
     path = tmp_path_factory.mktemp("page") / "new" / "report.html"
-    write_report(path, runs, unread={HOSTILE: HOSTILE}, decode=lambda ids: HOSTILE)
+    write_report(path, runs, others={HOSTILE: ("unknown", HOSTILE)}, decode=lambda ids: HOSTILE)
     return Page(path.read_text(encoding="utf-8"))
 
 

@@ -108,6 +108,21 @@ def test_one_bad_step_is_named():
     assert "in 1 of 8 steps" in found.sentence
 
 
+def test_the_hole_that_a_shift_leaves_is_no_cause_of_its_own():
+    shape = RunShape(prompts=6, samples=4)
+    blocks = [planted_step(0, step, "shifted" if step > 3 else None, 1.0, shape=shape) for step in range(1, 9)]
+    assert any((block.tokens["gen"][block.tokens["mask"]] == 0).any() for block in blocks)
+    found = diagnose(run_of(*blocks))
+    assert (found.cause.id, found.since) == ("shifted", 4)
+    assert not found.found["zero_logprobs"].shown
+    # Zeros of one step are shown, but say less than what all steps show.
+    gen, trained = blocks[-1].tokens["gen"], np.flatnonzero(blocks[-1].tokens["mask"])
+    gen[trained[:10]] = 0
+    found = diagnose(run_of(*blocks))
+    assert found.found["zero_logprobs"].steps == (8,)
+    assert (found.cause.id, found.since) == ("shifted", 4)
+
+
 def steps_of(count, noise=lambda step: 1.0):
     """Healthy blocks whose Δ is ``noise(step)`` times the usual."""
     shape = RunShape(prompts=6, samples=4)

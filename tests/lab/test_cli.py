@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
@@ -113,6 +114,34 @@ def test_the_loss_of_a_nemo_rl_recipe(recipe, tmp_path):
     other.write_text("grpo: {}\n")
     with pytest.raises(ConfigError, match="has no loss_fn: block"):
         plan(recipe, [], loss_from=other, **flags)
+
+
+def test_what_was_recorded_is_diagnosed(recipe, tmp_path, capsys, monkeypatch):
+    for module in ("pyarrow", "plotly", "jinja2"):
+        pytest.importorskip(module, reason="records and their report (diagnose extra)")
+    specs = "gspo:none,gspo:sequence_mean+geometric"
+    out, arguments = tmp_path / "out", ["lab", str(recipe), "--steps", "3", "--compare", specs, "loss_fn.record.dir=r"]
+    assert main([*arguments, "--out", str(out)]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    for spec in specs.split(","):
+        assert f"{spec}: healthy: " in printed or f"{spec}: not judged: " in printed
+    assert "report.html" in printed
+    page = (out / "report.html").read_text(encoding="utf-8")
+    assert "gspo:sequence_mean+geometric" in page
+    assert "mask geometric" in page
+    assert "grad_norm" in page  # the lab's own metrics
+    assert main(["diagnose", str(out), "--brief"]) in (0, 2)  # 24 sequences may be too few
+    assert len(capsys.readouterr().out.splitlines()) == 2
+    from rich.console import Console
+
+    from nemo_geomask.lab.diagnosed import print_diagnosis
+
+    first, _ = read_curves([out])
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+    print_diagnosis([replace(first, facts={**first.facts, "label": "a [bold]"})], out, Console())
+    printed = " ".join(capsys.readouterr().out.split())
+    assert printed.startswith("a [bold]: ")
+    assert "No diagnosis: a report needs jinja2" in printed
 
 
 def test_two_processes_write_what_one_writes(recipe, tmp_path, capsys):

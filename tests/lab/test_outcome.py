@@ -8,7 +8,7 @@ from statistics import fmean, stdev
 import pytest
 
 from nemo_geomask.lab.outcome import _QUANTILES, _t, collapsed, final, outcomes, paired_interval, steps_to
-from nemo_geomask.lab.runs import Curve
+from nemo_geomask.lab.runs import Course
 
 RISES = [0.1] * 10 + [0.1 + 0.01 * step for step in range(40)]
 
@@ -60,7 +60,7 @@ def curve(label, seed, reward, *, finished=True, **columns):
     facts = {"label": label, "seed": seed, "variant": label, "finished": finished, "corrected": True}
     steps = len(reward)
     columns = {"step": list(range(1, steps + 1)), "reward": reward, "step_seconds": [2.0] * steps, **columns}
-    return Curve(facts, columns)
+    return Course(facts, columns)
 
 
 def test_seeds_pair_and_what_is_not_finished_is_left_out():

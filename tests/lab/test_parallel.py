@@ -23,8 +23,14 @@ pytestmark = pytest.mark.slow
 TIMINGS = {"generation_seconds", "step_seconds"}
 # (tp, cp, dp), and the courses of training to compare there.
 LAYOUTS = {
-    2: {(2, 1, 1): ["quantized"], (1, 2, 1): ["first"], (1, 1, 2): ["documents"]},
-    4: {(2, 2, 1): ["quantized", "first"], (4, 1, 1): [], (1, 4, 1): [], (2, 1, 2): [], (1, 2, 2): ["documents"]},
+    2: {(2, 1, 1): ["quantized"], (1, 2, 1): ["first", "replayed"], (1, 1, 2): ["documents"]},
+    4: {
+        (2, 2, 1): ["quantized", "first", "replayed"],
+        (4, 1, 1): [],
+        (1, 4, 1): [],
+        (2, 1, 2): [],
+        (1, 2, 2): ["documents"],
+    },
 }
 LOSSES = {
     "clipped_pg": {"name": "clipped_pg", "reference_policy_kl_penalty": 0.1, "positive_example_nll_weight": 0.1},
@@ -41,6 +47,10 @@ LOSSES = {
 QUANTIZED = {"precision": "float32", "quantization": {"weights": "int4"}}
 COURSES = {
     "quantized": {"grpo": {"max_num_steps": 3}, "policy": {"generation": QUANTIZED}, "loss_fn": LOSSES["gspo"]},
+    "replayed": {
+        "grpo": {"max_num_steps": 2},
+        "policy": {"generation": {**QUANTIZED, "temperature": 0.9}, "router_replay": {"enabled": True}},
+    },
     # bfloat16 sampling, from weights that are still the same bits.
     "first": {"grpo": {"max_num_steps": 1}, "loss_fn": LOSSES["clipped_pg"]},
     # Two steps of 12 and 4 responses; with two data-parallel ranks, one of them runs dry in the second.

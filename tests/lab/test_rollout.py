@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from nemo_geomask.lab.engine import TrainEngine
 from nemo_geomask.lab.generation import generate
 from nemo_geomask.lab.model import build_policy, generation_copy, token_logprobs
 from nemo_geomask.lab.rollout import collect
+from nemo_geomask.lab.samplers import CopySampler
 from nemo_geomask.lab.task import Progressions
 
 
@@ -46,7 +48,7 @@ def test_generation_logprobs_are_those_of_the_engine_that_sampled(parts):
     prompts = task.sample(64, torch.Generator().manual_seed(5))
     engine = generation_copy(policy, recipe.policy.generation)
     assert {weight.dtype for weight in engine.parameters()} == {torch.bfloat16}
-    sampled = generate([engine], prompts, task, torch.Generator().manual_seed(6))
+    sampled = generate([engine], prompts, task, recipe.policy.generation, torch.Generator().manual_seed(6))
     valid = sampled.token_mask[:, 1:].bool()
     with torch.no_grad():
         references = {
@@ -103,7 +105,8 @@ def test_the_coarser_the_numerics_the_larger_the_mismatch(parts):
 def test_training_in_bfloat16_is_another_arithmetic_on_float32_weights(parts):
     recipe, task, policy = parts()
     whole = collect((policy,), None, recipe, task, seeded(), TrainEngine()).data
-    half = collect((policy,), None, recipe, task, seeded(), TrainEngine(precision="bfloat16")).data
+    half, _, _ = parts(policy={"precision": "bfloat16"})
+    half = collect((policy,), None, recipe, task, seeded(), TrainEngine(recipe=half)).data
     assert torch.equal(whole["input_ids"], half["input_ids"])
     gap = (whole["prev_logprobs"] - half["prev_logprobs"])[whole["token_mask"].bool()].abs().mean()
     assert 1e-3 < gap < 0.1
@@ -115,7 +118,7 @@ def test_engine_samples_its_own_distribution(parts):
     prompts = task.sample(1, torch.Generator().manual_seed(0))
     many = type(prompts)(prompts.token_ids.expand(4000, -1), prompts.terms.expand(4000))
     engine = generation_copy(policy, recipe.policy.generation)
-    sampled = generate([engine], many, task, torch.Generator().manual_seed(1))
+    sampled = generate([engine], many, task, recipe.policy.generation, torch.Generator().manual_seed(1))
     first = sampled.input_ids[:, task.prompt_width]
     counts = torch.bincount(first, minlength=task.vocab_size) / 4000
     for token in range(task.vocab_size):
@@ -123,6 +126,63 @@ def test_engine_samples_its_own_distribution(parts):
         if len(drawn):
             probability = float(drawn[0].exp())
             assert float(counts[token]) == pytest.approx(probability, abs=5 * (probability / 4000) ** 0.5)
+
+
+@dataclass(frozen=True)
+class Calls(Progressions):
+    """After each ``+`` the environment writes three tokens, the number of its call and EOS among them."""
+
+    @property
+    def call_id(self):
+        return self.plus_id
+
+    def reply(self, prompt, response):
+        assert response[-1] == self.call_id
+        return [response.count(self.call_id) % self.modulus, self.eos_id, self.colon_id]
+
+
+def test_what_the_environment_writes_is_read_and_not_trained_on(parts):
+    recipe, _, policy = parts(policy={"generation": {"precision": "float32"}}, grpo={"num_prompts_per_step": 16})
+    task = Calls(recipe.env.modulus, recipe.env.min_terms, recipe.env.max_terms)
+    prompts = task.sample(64, torch.Generator().manual_seed(3))
+    settings = recipe.policy.generation
+    sampled = generate([policy], prompts, task, settings, torch.Generator().manual_seed(4))
+    said = token_logprobs(policy, sampled.input_ids).detach()
+    calls = 0
+    for row, terms in enumerate(prompts.terms.tolist()):
+        length = int(sampled.input_lengths[row])
+        response = sampled.input_ids[row, task.prompt_width : length].tolist()
+        own = sampled.token_mask[row, task.prompt_width : length].bool().tolist()
+        assert len(response) <= terms
+        assert not sampled.token_mask[row, length:].any()
+        written, count = [], 0
+        for place, token in enumerate(response):
+            assert own[place] == (not written)
+            if written:
+                assert token == written.pop(0)
+                assert sampled.logprobs[row, task.prompt_width + place] == 0
+                continue
+            column = task.prompt_width + place
+            assert float(sampled.logprobs[row, column]) == pytest.approx(float(said[row, column - 1]), abs=1e-4)
+            if token == task.call_id:
+                count += 1
+                written = [count % task.modulus, task.eos_id, task.colon_id]
+        calls += count
+        assert length == task.prompt_width + terms or (response[-1] == task.eos_id and own[-1])
+    assert calls > 20
+    sampler = CopySampler(settings, task)
+    data = collect((policy,), None, recipe, task, seeded(), TrainEngine(), sampler).data
+    assert (data["token_mask"].sum(dim=1) < data["input_lengths"] - task.prompt_width).any()
+
+
+def test_without_an_end_responses_are_as_long_as_asked_for(parts):
+    recipe, task, policy = parts(policy={"generation": {"ignore_eos": True}})
+    data = collect((policy,), None, recipe, task, seeded(), TrainEngine()).data
+    lengths = data["token_mask"].sum(dim=1)
+    assert torch.equal(lengths + task.prompt_width, data["input_lengths"].float())
+    prompts = task.sample(recipe.grpo.num_prompts_per_step, seeded()[0])
+    assert torch.equal(lengths, prompts.terms.repeat_interleave(4).float())
+    assert (data["input_ids"][:, task.prompt_width :] == task.eos_id).any()
 
 
 def test_columns_speak_of_their_own_token(parts):

@@ -21,7 +21,7 @@ import yaml
 from nemo_geomask import build_loss
 from nemo_geomask.errors import ConfigError
 from nemo_geomask.lab.main import plan
-from nemo_geomask.lab.runs import Curve, Run, read_curves, write_steps
+from nemo_geomask.lab.runs import Course, Run, read_curves, write_steps
 from nemo_geomask.lab.trainer import Trainer
 from tests.helpers.tiny_recipe import TINY
 
@@ -36,7 +36,7 @@ def test_steps_come_back_as_they_were(tiny, tmp_path):
     assert not run.finished
     write_steps(run, history, FACTS)
     assert run.finished
-    curve = Curve.read(run.file)
+    curve = Course.read(run.file)
     assert (curve.label, curve.seed, curve.steps, curve.facts["chance"]) == ("gspo:none", 3, 2, 0.2)
     assert curve.series("reward") == [0.1, 1 / 3]
     assert curve.series("loss")[0] == math.inf
@@ -44,7 +44,7 @@ def test_steps_come_back_as_they_were(tiny, tmp_path):
     assert math.isnan(curve.series("loss")[1])
     # Written again after a step more, nothing is lost.
     write_steps(run, [*curve.history, {"reward": 0.0}], FACTS)
-    assert Curve.read(run.file).series("reward") == [0.1, 1 / 3, 0.0]
+    assert Course.read(run.file).series("reward") == [0.1, 1 / 3, 0.0]
 
 
 def test_folders_add_up_and_equal_labels_are_told_apart(tiny, tmp_path):
@@ -119,7 +119,7 @@ def test_a_killed_run_goes_on_with_the_same_curve_and_loses_a_step_at_most(tmp_p
     finally:
         os.kill(process.pid, signal.SIGKILL)
         process.wait()
-    before = Curve.read(run.file)
+    before = Course.read(run.file)
     assert not before.finished
     assert torch.load(run.state, weights_only=True)["step"] >= before.steps - 1
     for out in (killed, whole):

@@ -29,8 +29,11 @@ def test_updates_land_at_equal_parts_of_the_longest_response(tiny, recompute):
     task = task_of(recipe.env)
     policies = [build_policy(recipe.policy.model, task, seed) for seed in range(3)]
     prompts = task.sample(64, torch.Generator().manual_seed(0))
-    sampled = generate(policies, prompts, task, torch.Generator().manual_seed(1), recompute_cache=recompute)
-    alone = generate(policies[:1], prompts, task, torch.Generator().manual_seed(1))
+    settings = recipe.policy.generation
+    sampled, alone = (
+        generate(engines, prompts, task, settings, torch.Generator().manual_seed(1), recompute_cache=recompute)
+        for engines in (policies, policies[:1])
+    )
     response = sampled.token_mask[:, task.prompt_width :].bool()
     places = torch.arange(response.shape[1]).expand_as(response)
     expected = places * 3 // int(prompts.terms.max())
@@ -81,7 +84,7 @@ def test_synchronous_training_keeps_no_old_weights(tiny):
     trainer = Trainer(tiny(), build_loss(tiny().loss_fn))
     metrics, rollout = trainer.step()
     assert not trainer.versions
-    assert "avg_trajectory_age" not in metrics
+    assert metrics["avg_trajectory_age"] == metrics["avg_token_age"] == 0
     assert not rollout.data["weight_age"].any()
 
 

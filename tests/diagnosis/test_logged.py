@@ -1,0 +1,112 @@
+"""A run's own metrics: one name and one number, wherever they were logged."""
+
+import json
+import math
+import sys
+
+import pytest
+
+from nemo_geomask.cli import main
+from nemo_geomask.diagnosis.logged import judge_logged, read_logged
+from nemo_geomask.errors import DataError, MissingDependencyError
+
+
+def metrics(step, error=1.01):
+    values = {"reward": 0.1 * step, "token_mult_prob_error": error, "geomask/mismatch_k3": 1e-3 / 3, "loss": -1e-7}
+    return {**values, "skipped_update": 0}
+
+
+def write_metrics(folder, entries):
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+    return folder
+
+
+def test_lines_of_metrics(tmp_path):
+    folder = write_metrics(tmp_path / "run", ({"step": step, **metrics(step), "note": None} for step in (1, 2)))
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 3, "rew')  # being written
+    found = read_logged(folder)
+    assert set(found) == set(metrics(1))
+    assert found["reward"] == {1: 0.1, 2: 0.2}
+    assert read_logged(tmp_path) == {}
+    (folder / "metrics.jsonl").write_text('{"reward": 1}\n')
+    with pytest.raises(DataError, match=r"metrics.jsonl:1: not an object with a step"):
+        read_logged(folder)
+
+
+def test_the_lab_has_a_table_of_each_run_beside_its_folder(tmp_path):
+    arrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    (tmp_path / "steps").mkdir()
+    for place, run in enumerate(("gspo-none-abc-seed1", "gspo-sequence_mean+geometric-def-seed1")):
+        columns = {"step": [1, 2], "seed": [1, 1], "variant": [run, run], "reward": [float(place), None]}
+        parquet.write_table(arrow.table(columns), tmp_path / "steps" / f"{run}.parquet")
+        assert read_logged(tmp_path / run) == {"reward": {1: float(place)}}
+
+
+def test_event_files_hold_the_same_numbers(tmp_path):
+    pytest.importorskip("tensorboard", reason="event files are tensorboard's")
+    numpy = pytest.importorskip("numpy")
+    from torch.utils.tensorboard import SummaryWriter
+
+    steps = range(1, 30)
+    lines = read_logged(write_metrics(tmp_path / "lines", ({"step": step, **metrics(step)} for step in steps)))
+    logs = tmp_path / "events"
+    for part in (range(1, 20), range(15, 30)):  # the second resumes the first
+        writer = SummaryWriter(log_dir=str(logs / "tensorboard"))
+        for step in part:
+            for name, value in metrics(step).items():
+                writer.add_scalar(f"train/{name}", value if step in range(1, 15) or part[0] == 15 else 7.0, step)
+        writer.close()
+    events = read_logged(logs)
+    assert {name: list(values) for name, values in events.items()} == {name: [*steps] for name in metrics(1)}
+    for name, values in lines.items():
+        assert events[name] == {step: float(numpy.float32(value)) for step, value in values.items()}, name
+
+
+def test_event_files_without_tensorboard_say_so(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    monkeypatch.setitem(sys.modules, "tensorboard.backend.event_processing.event_accumulator", None)
+    (tmp_path / "tensorboard").mkdir()
+    (tmp_path / "tensorboard" / "events.out.tfevents.1.host").touch()
+    with pytest.raises(MissingDependencyError, match="pip install tensorboard"):
+        read_logged(tmp_path)
+    assert main(["diagnose", str(tmp_path)]) == 2
+    error = capsys.readouterr().err
+    assert "holds neither records" in error
+    assert "pip install tensorboard" in error
+
+
+def series(errors):
+    return {"token_mult_prob_error": dict(enumerate(errors, 1))}
+
+
+def test_a_verdict_by_metrics_alone():
+    healthy = judge_logged(series([1.01 + 0.001 * (step % 3) for step in range(30)]))
+    assert (healthy.health, healthy.since) == ("healthy", None)
+    risen = judge_logged(
+        series([1.01 + 0.001 * (step % 3) + (0.3 + 0.01 * (step % 2)) * (step >= 20) for step in range(30)])
+    )
+    assert (risen.health, risen.since) == ("drifting", 21)
+    assert risen.sentence.startswith("drifting since step 21, by its metrics alone: token_mult_prob_error 1.3")
+    broken = judge_logged(series([2.0 + 0.001 * (step % 3) for step in range(30)]))
+    assert (broken.health, broken.since) == ("broken", None)
+    assert judge_logged(series([1.2])).health == "drifting"
+    assert judge_logged(series([math.nan, math.inf])) is None
+    assert "token_mult_prob_error NaN or infinite in 1 steps" in judge_logged(series([1.0, math.nan])).sentence
+    assert judge_logged({"reward": {1: 0.0}}) is None
+    kl = judge_logged({"gen_kl_error": dict.fromkeys(range(1, 9), 0.25)})
+    assert (kl.health, kl.values) == ("broken", {"gen_kl_error": 0.25})
+
+
+def test_a_run_without_records_is_judged_by_its_metrics(tmp_path, capsys):
+    pytest.importorskip("pyarrow")
+    folder = write_metrics(tmp_path / "run", ({"step": step, **metrics(step, 1.2)} for step in range(1, 9)))
+    assert main(["diagnose", str(folder), "--brief"]) == 1
+    assert capsys.readouterr().out.startswith(f"{folder}: drifting, by its metrics alone: token_mult_prob_error 1.2")
+    assert main(["diagnose", str(folder), "--json"]) == 1
+    (told,) = json.loads(capsys.readouterr().out)
+    assert (told["run"], told["health"]) == (str(folder), "drifting")
+    assert main(["diagnose", str(folder), "--html", str(tmp_path / "x.html")]) == 2
+    assert "none of these folders has any" in capsys.readouterr().err
