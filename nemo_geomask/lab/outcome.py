@@ -10,7 +10,17 @@ from typing import Any
 
 from nemo_geomask.lab.runs import Course
 
-__all__ = ["TARGET", "VariantSummary", "by_variant", "collapsed", "final", "outcomes", "paired_interval", "steps_to"]
+__all__ = [
+    "TARGET",
+    "VariantSummary",
+    "by_variant",
+    "collapsed",
+    "final",
+    "outcomes",
+    "paired_interval",
+    "steps_to",
+    "student_t",
+]
 
 #: Steps that a reward is averaged over; one batch of rewards alone is noisy.
 WINDOW = 10
@@ -58,7 +68,7 @@ def paired_interval(differences: Sequence[float]) -> tuple[float, float] | None:
     count = len(differences)
     if count < 2:
         return None
-    half = _t(count - 1) * stdev(differences) / math.sqrt(count)
+    half = student_t(count - 1) * stdev(differences) / math.sqrt(count)
     mean = fmean(differences)
     return mean - half, mean + half
 
@@ -151,14 +161,15 @@ def _last(values: Sequence[float]) -> float | None:
     return next((value for value in reversed(values) if math.isfinite(value)), None)
 
 
-# Two-sided 95 % quantiles of Student's t for 1, 2, … degrees of freedom.
+# For 1, 2, … degrees of freedom.
 _QUANTILES = (
     *(12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131),
     *(2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042),
 )
 
 
-def _t(freedom: int) -> float:
+def student_t(freedom: int) -> float:
+    """Two-sided 95 % quantile of Student's t."""
     if freedom <= len(_QUANTILES):
         return _QUANTILES[freedom - 1]
     # The expansion about the normal quantile (Abramowitz and Stegun, 26.7.5).
