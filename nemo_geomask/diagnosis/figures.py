@@ -218,7 +218,8 @@ def _by_part(runs: Sequence[RunDiagnosis], name: str) -> Figure | None:
 def logged_figures(runs: Sequence[Mapping[str, Mapping[int, float]]]) -> Iterator[Figure]:
     """Of the runs' own metrics, one of which is seen at a time: by name, then step."""
     curves: dict[str, list[Curve]] = {}
-    for name in sorted({name for run in runs for name in run}, key=lambda name: (name not in _LOGGED_FIRST, name)):
+    names = {name for run in runs for name in run}
+    for name in [*filter(names.__contains__, _LOGGED_FIRST), *sorted(names.difference(_LOGGED_FIRST))]:
         for place, run in enumerate(runs):
             steps = sorted(run.get(name, ()))
             size = max(1, -(-len(steps) // POINTS))
