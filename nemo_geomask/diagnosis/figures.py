@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import itertools
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape as escape_html
@@ -373,7 +374,8 @@ def write_pngs(figures: Sequence[Figure], names: Sequence[str], directory: Path)
             drawn, axes = pyplot.subplots(figsize=(7, 4))
             _draw(axes, figure, names)
             drawn.tight_layout()
-            written.append(directory / f"{''.join(ch if ch.isalnum() else '-' for ch in figure.key)}.png")
+            ascii_key = figure.key.replace("|Δ|", "abs delta").replace("Δ", "delta").replace(">", "above")
+            written.append(directory / f"{'-'.join(re.findall('[A-Za-z0-9_.]+', ascii_key))}.png")
             drawn.savefig(written[-1], dpi=120)
             pyplot.close(drawn)
     except OSError as error:

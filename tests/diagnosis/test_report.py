@@ -213,9 +213,9 @@ def test_what_differs_names_a_run(tmp_path):
 
 def test_pngs_hold_any_name(diagnoses, tmp_path):
     pytest.importorskip("matplotlib", reason="PNGs are drawn by matplotlib (demo extra)")
-    figures = [figure for figure in figures_of(diagnoses) if figure.key in ("step reward", "by turn")]
+    figures = [figure for figure in figures_of(diagnoses) if figure.key in ("step |Δ| > 0.1", "by turn")]
     written = write_pngs(figures, ["_a $x^{", HOSTILE], tmp_path / "png")
-    assert sorted(path.name for path in written) == ["by-turn.png", "step-reward.png"]
+    assert sorted(path.name for path in written) == ["by-turn.png", "step-abs-delta-above-0.1.png"]
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in written)
     (tmp_path / "file").touch()
     with pytest.raises(DataError, match=r"--png: .* can't be written to"):
