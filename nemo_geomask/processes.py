@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from nemo_geomask.errors import GeomaskError
 
-__all__ = ["PATIENCE", "RankError", "beside", "run"]
+__all__ = ["PATIENCE", "RankError", "beside", "end_with_parent", "run"]
 
 #: Seconds until a collective gives up. A process that dies is noticed at once; this is for one that hangs.
 PATIENCE = 600.0
@@ -202,7 +202,7 @@ def beside(world: int, function: Callable[..., Any], *arguments: Any) -> Iterato
 
 def _main(pipe: Any, rank: int) -> None:
     """A started process: take orders, say that they arrived, meet the others, work, answer, wait for the end."""
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    threading.Thread(target=end_with_parent, daemon=True).start()
     try:
         function, arguments = pipe.recv()
         pipe.send(None)
@@ -220,8 +220,8 @@ def _main(pipe: Any, rank: int) -> None:
             pipe.send(_Failure(time.monotonic(), known))
 
 
-def _end_with_parent() -> None:
-    """A process that was killed ends nobody; its daemons have to see for themselves."""
+def end_with_parent() -> None:
+    """End this process when its parent does, in a thread: one that was killed ends nobody."""
     parent = parent_process()
     if parent is not None:
         parent.join()

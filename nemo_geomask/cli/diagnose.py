@@ -143,7 +143,7 @@ def run(arguments: argparse.Namespace) -> int:
     if not found and all(one.health == "unknown" for one in others.values()):
         raise DataError(*(one.says for one in others.values()))
     _print(arguments, found, others, decode, only)
-    _write(arguments, found, others, decode)
+    _write(arguments, found, others, decode, crosses)
     return _status([diagnosis for _, diagnosis in found], others)
 
 
@@ -264,6 +264,7 @@ def _write(
     found: Sequence[tuple[RunFiles, RunDiagnosis]],
     others: Mapping[Path, _Unrecorded],
     decode: Callable[[Sequence[int]], str] | None,
+    pairs: Sequence[tuple[str, str]] = (),
 ) -> None:
     """The report and the PNGs, where they are asked for."""
     if not found and (arguments.html is not None or arguments.png is not None):
@@ -274,7 +275,7 @@ def _write(
     if arguments.html is not None:
         sweeps = [read_sweep(path) for path in arguments.sweep]
         said = {str(path): (other.health, other.verdict(path)) for path, other in others.items()}
-        report(arguments.html, found, others=said, sweeps=sweeps, decode=decode, cache=arguments.cache)
+        report(arguments.html, found, others=said, sweeps=sweeps, decode=decode, pairs=pairs, cache=arguments.cache)
         print(f"report: {arguments.html}", file=sys.stderr)
     if arguments.png is not None:
         names = short_names([run.directory for run, _ in found])

@@ -1,10 +1,12 @@
-"""``nemo-geomask lab``: train a small policy on the CPU and compare losses."""
+"""``nemo-geomask lab``: train a small policy on the CPU and compare losses; ``lab report`` tells what came of it."""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
 from typing import Any
+
+from nemo_geomask.errors import ConfigError
 
 __all__ = ["add", "run"]
 
@@ -21,6 +23,10 @@ examples
   nemo-geomask lab recipes/lab/demo.yaml --compare gspo:none,gspo:sequence_mean+geometric --seed 1
   nemo-geomask lab recipes/lab/demo.yaml --compare my_losses:UNCLIPPED,my_losses:UNCLIPPED:sequence_mean+geometric
   nemo-geomask lab recipes/lab/demo.yaml grpo.max_num_steps=20 policy.lr=1e-3 loss_fn.ratio_clip_max=0.1
+  nemo-geomask lab recipes/lab/demo.yaml --seeds 1..10 --jobs 8 --out results/demo
+  nemo-geomask lab recipes/lab/demo.yaml --vary loss_fn.reference_policy_kl_type=k1,k2,k3 --vary policy.lr=1e-3,2e-3
+  nemo-geomask lab recipes/lab/demo.yaml --loss-from my_nemo_rl_recipe.yaml
+  nemo-geomask lab report results/demo --baseline gspo:none --target 0.5
   nemo-geomask lab recipes/lab/vllm.yaml
   nemo-geomask lab recipes/lab/demo.yaml --tp 2 --cp 2 --docs-per-step 100 policy.train_micro_batch_size=10
 """
@@ -36,13 +42,34 @@ def add(subparsers: Any) -> None:
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("recipe", metavar="RECIPE.yaml", help="lab recipe, such as recipes/lab/demo.yaml")
+    parser.add_argument(
+        "recipe", metavar="RECIPE.yaml", help="lab recipe, such as recipes/lab/demo.yaml; or the word report"
+    )
     # Without a default, argparse says that they are required.
     parser.add_argument(
-        "overrides", nargs="*", default=[], metavar="key.path=value", help="settings that replace the recipe's"
+        "overrides",
+        nargs="*",
+        default=[],
+        metavar="key.path=value",
+        help="settings that replace the recipe's; after report, folders of runs",
     )
     parser.add_argument("--compare", metavar="SPEC,SPEC,...", help="variants to train side by side, see below")
-    parser.add_argument("--seed", type=int, help="grpo.seed: weights, prompts, sampling")
+    parser.add_argument(
+        "--vary",
+        action="append",
+        default=[],
+        metavar="KEY=V,V,...",
+        help="train a variant for each value of a setting; of several --vary, for each combination",
+    )
+    parser.add_argument("--loss-from", type=Path, metavar="RECIPE.yaml", help="take loss_fn: from a NeMo-RL recipe")
+    seeds = parser.add_mutually_exclusive_group()
+    seeds.add_argument("--seed", type=int, help="grpo.seed: weights, prompts, sampling")
+    seeds.add_argument("--seeds", metavar="1..10", help="several of them: 1..10, 1,2,5 or 1..3,7")
+    parser.add_argument(
+        "--jobs", type=int, metavar="N", help="runs that train at the same time, a process each (default: one a core)"
+    )
+    parser.add_argument("--baseline", metavar="LABEL", help="of report: the variant that others are compared with")
+    parser.add_argument("--target", type=float, metavar="R", help="of report: reward to which the time is taken")
     parser.add_argument("--steps", type=int, help="grpo.max_num_steps: rollout batches per variant")
     parser.add_argument("--engine", choices=("copy", "vllm"), help="policy.generation.backend: the engine that samples")
     parser.add_argument(
@@ -56,15 +83,22 @@ def add(subparsers: Any) -> None:
             f"--{axis}", type=int, metavar="N", help=f"lab.{axis}: 1, 2 or 4 ranks that share out {shares}"
         )
     parser.add_argument("--threads", type=int, help="lab.num_threads: CPU threads, shared out among the processes")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="default: results/lab/<recipe>-<time>")
+    parser.add_argument(
+        "--out", type=Path, metavar="DIR", help="default: results/lab/<recipe>-<time>; runs there go on"
+    )
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command."""
     # Imported here, so that --help and other commands need no optional package.
-    from nemo_geomask.lab.main import main
+    from nemo_geomask.lab.main import main, report_main
 
+    if arguments.recipe == "report":
+        return report_main(arguments.overrides, baseline=arguments.baseline, target=arguments.target, out=arguments.out)
+    for flag in ("baseline", "target"):
+        if getattr(arguments, flag) is not None:
+            raise ConfigError(f"--{flag} belongs to nemo-geomask lab report DIR")
     flags = {
         "grpo.seed": arguments.seed,
         "grpo.max_num_steps": arguments.steps,
@@ -79,4 +113,13 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.docs_per_step is not None:
         # The flag replaces what the recipe says; an override beside it that says otherwise is still a conflict.
         overrides.insert(0, "policy.train_global_batch_size=null")
-    return main(arguments.recipe, overrides, compare=arguments.compare, out=arguments.out)
+    return main(
+        arguments.recipe,
+        overrides,
+        compare=arguments.compare,
+        vary=arguments.vary,
+        seeds=arguments.seeds,
+        loss_from=arguments.loss_from,
+        jobs=arguments.jobs,
+        out=arguments.out,
+    )

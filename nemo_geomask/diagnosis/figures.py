@@ -10,7 +10,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from html import escape
+from html import escape as escape_html
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,8 @@ POINT_SYMBOLS = ("star", "circle", "circle-open")
 DASHES = ("solid", "dot", "dash", "dashdot")
 POINTS = 240
 """Of a curve; a longer run's steps are taken together."""
+LONGEST = 48
+"""Of a name in a legend, in characters."""
 GROUP_BINS = np.arange(-4.0, 4.5, 0.5)
 
 
@@ -216,7 +218,8 @@ def _by_part(runs: Sequence[RunDiagnosis], name: str) -> Figure | None:
 def logged_figures(runs: Sequence[Mapping[str, Mapping[int, float]]]) -> Iterator[Figure]:
     """Of the runs' own metrics, one of which is seen at a time: by name, then step."""
     curves: dict[str, list[Curve]] = {}
-    for name in sorted({name for run in runs for name in run}, key=lambda name: (name not in _LOGGED_FIRST, name)):
+    names = {name for run in runs for name in run}
+    for name in [*filter(names.__contains__, _LOGGED_FIRST), *sorted(names.difference(_LOGGED_FIRST))]:
         for place, run in enumerate(runs):
             steps = sorted(run.get(name, ()))
             size = max(1, -(-len(steps) // POINTS))
@@ -288,7 +291,7 @@ def plotly_figure(figure: Figure, names: Sequence[str]) -> dict[str, Any]:
         log = _is_log(curves, figure.limits)
         traces = [trace for curve in curves for trace in _traces(figure, curve, names, log)]
         axis: dict[str, Any] = {"type": "log" if log else "linear", "exponentformat": "power"}
-        axis["title"] = {"text": escape(view or figure.across, quote=False)}
+        axis["title"] = {"text": _escape(view or figure.across)}
         if log and _spread(curves, figure.limits) > 100:
             axis["dtick"] = 1
         marks = [
@@ -303,9 +306,9 @@ def plotly_figure(figure: Figure, names: Sequence[str]) -> dict[str, Any]:
         ]
         shapes = [{"type": "line", "layer": "below", **mark} for mark in marks]
         views[view] = {"data": traces, "layout": {"yaxis": axis, "shapes": shapes}}
-    across: dict[str, Any] = {"title": {"text": escape(figure.along, quote=False)}}
+    across: dict[str, Any] = {"title": {"text": _escape(figure.along)}}
     if figure.parts:
-        across |= {"tickvals": list(range(len(figure.parts))), "ticktext": [escape(part) for part in figure.parts]}
+        across |= {"tickvals": list(range(len(figure.parts))), "ticktext": [_escape(part) for part in figure.parts]}
     named = len(figure.shown) > 1 or any(curve.name for curve in figure.shown)
     hover = "closest" if figure.points else "x unified"
     return {"views": views, "xaxis": across, "hovermode": hover, "showlegend": named}
@@ -313,8 +316,7 @@ def plotly_figure(figure: Figure, names: Sequence[str]) -> dict[str, Any]:
 
 def _traces(figure: Figure, curve: Curve, names: Sequence[str], log: bool) -> Iterator[dict[str, Any]]:
     colour = COLOURS[curve.run % len(COLOURS)]
-    said = [names[curve.run]] if len(names) > 1 or not curve.name else []
-    name = escape(", ".join([*said, *filter(None, [curve.name])]), quote=False)
+    name = _escape(_name(figure, curve, names))
     x = list(map(_short, curve.x))
     if curve.low and not figure.points:
         for ends, fill in ((curve.low, None), (curve.high, "tonexty")):
@@ -328,11 +330,22 @@ def _traces(figure: Figure, curve: Curve, names: Sequence[str], log: bool) -> It
     marker = {"symbol": SYMBOLS[curve.run // len(COLOURS) % len(SYMBOLS)], "size": 5}
     if figure.points:
         marker = {"symbol": POINT_SYMBOLS[curve.style], "size": 9}
-        drawn |= {"mode": "markers", "text": [escape(text, quote=False) for text in curve.labels]}
+        drawn |= {"mode": "markers", "text": [_escape(text) for text in curve.labels]}
         drawn |= {"hovertemplate": "%{text}<br>%{x:.4g}, %{y:.4g}<extra></extra>"}
     else:
         drawn |= {"mode": "lines+markers" if len(x) < 60 else "lines"}
     yield {**drawn, "marker": {"color": colour, **marker}, "line": {"color": colour, "dash": DASHES[curve.style]}}
+
+
+def _name(figure: Figure, curve: Curve, names: Sequence[str]) -> str:
+    """In the legend: the run's, where there are several, and the curve's."""
+    run = names[curve.run] if not curve.name or (len(names) > 1 and not figure.points) else ""
+    return ", ".join(one if len(one) <= LONGEST else f"{one[: LONGEST - 1]}…" for one in (run, curve.name) if one)
+
+
+def _escape(text: str) -> str:
+    """Plotly takes some tags for markup, and dollars for mathematics."""
+    return escape_html(text, quote=False).replace("$", "&#36;")
 
 
 def _short(value: float) -> float | None:
@@ -373,11 +386,10 @@ def _draw(axes: Any, figure: Figure, names: Sequence[str]) -> None:
     log = _is_log(curves, figure.limits)
     for curve in curves:
         colour = COLOURS[curve.run % len(COLOURS)]
-        said = ", ".join(filter(None, [names[curve.run] if len(names) > 1 or not curve.name else "", curve.name]))
         look = (
             {"linestyle": "", "marker": "o"} if figure.points else {"linestyle": dashes[curve.style], "linewidth": 1.5}
         )
-        axes.plot(curve.x, curve.y, color=colour, label=_plain_text(said), **look)
+        axes.plot(curve.x, curve.y, color=colour, label=_plain_text(_name(figure, curve, names)), **look)
         if curve.low and not figure.points:
             axes.fill_between(curve.x, curve.low, curve.high, color=colour, alpha=0.15, linewidth=0)
     for value, name in _near(curves, figure.limits, log):

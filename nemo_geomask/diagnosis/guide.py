@@ -1,13 +1,14 @@
 """What each metric is, where it is healthy, when to be called and what to do: the data behind ``docs/metrics.md``.
 
 ``python -m nemo_geomask.diagnosis.guide docs/metrics.md`` rewrites the page's tables; ``--alerts`` prints the limits as
-JSON; ``--measured FILE`` takes the page's measured ranges from the lab's ``metrics.jsonl``.
+JSON; ``--measured DIR`` takes the page's measured ranges from a run of the lab.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from nemo_geomask.checks.pages import between_marks
+from nemo_geomask.diagnosis.logged import read_logged
 from nemo_geomask.diagnosis.verdict import LEVELS
 from nemo_geomask.errors import ArgumentError
 
@@ -175,14 +177,14 @@ def _in_lab(entry: MetricEntry, measured: Mapping[str, Sequence[float]]) -> str:
     return f". In the lab: {', '.join(said)}" if said else ""
 
 
-def _measure(path: Path) -> dict[str, list[float]]:
-    """Smallest, median and largest of each metric in the lab's metrics.jsonl."""
-    steps = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+def _measure(folder: Path) -> dict[str, list[float]]:
+    """Smallest, median and largest of each metric in a run of the lab."""
+    steps = read_logged(folder)
     if not steps:
-        raise ArgumentError(f"{path} holds no step")
+        raise ArgumentError(f"{folder} is no folder of a run of the lab")
     found = {}
     for name in sorted({name for family in families() for entry in family.entries for name in entry.names}):
-        if values := sorted(float(step[name]) for step in steps if step.get(name) is not None):
+        if values := sorted(value for value in steps.get(name, {}).values() if math.isfinite(value)):
             found[name] = [float(f"{each:.3g}") for each in (values[0], values[len(values) // 2], values[-1])]
     return found
 
@@ -191,7 +193,7 @@ def _main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("page", nargs="?", type=Path)
     parser.add_argument("--alerts", nargs="*", metavar="LABEL", help="print the limits; labels of the recipe's masks")
-    parser.add_argument("--measured", type=Path, metavar="FILE")
+    parser.add_argument("--measured", type=Path, metavar="DIR")
     arguments = parser.parse_args()
     if arguments.measured:
         MEASURED.write_text(json.dumps(_measure(arguments.measured), indent=1) + "\n", encoding="utf-8")

@@ -1,7 +1,7 @@
 """What a run has logged of itself: a number a step and metric, for the report, and where nothing else was recorded.
 
-From TensorBoard's event files (NeMo-RL's ``logger.tensorboard_enabled``) or ``metrics.jsonl`` (the lab's: an object a
-step). NeMo-RL's prefix ``train/`` is left out, so that a metric has one name wherever it is from.
+From TensorBoard's event files (NeMo-RL's ``logger.tensorboard_enabled``), ``metrics.jsonl`` (an object a step) or the
+lab's table. NeMo-RL's prefix ``train/`` is left out, so that a metric has one name wherever it is from.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib
 import json
 import math
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ import numpy as np
 from nemo_geomask.diagnosis.changes import find_change
 from nemo_geomask.diagnosis.verdict import CERTAIN, LEAST_NOISE, LEVELS, RISE, Health
 from nemo_geomask.errors import DataError, MissingDependencyError
+from nemo_geomask.records.schema import require_arrow
 
 __all__ = ["LoggedVerdict", "Series", "as_series", "judge_logged", "read_logged"]
 
@@ -49,16 +49,15 @@ class LoggedVerdict:
 def read_logged(folder: Path) -> Series:
     """All metrics of the run in a folder; empty where it has logged none there.
 
-    The lab logs its variants in one file above their folders.
+    The lab has a table of each run beside the runs' folders.
 
     Raises: DataError: a file that is none. MissingDependencyError: event files without ``tensorboard``.
     """
     found: Series = {}
-    for path, of in ((folder / "metrics.jsonl", None), (folder.parent / "metrics.jsonl", folder.name)):
-        if path.is_file():
-            for step, name, value in _lines(path, of):
-                found.setdefault(name, {})[step] = value
-            break
+    lines, table = folder / "metrics.jsonl", folder.parent / "steps" / f"{folder.name}.parquet"
+    entries = _lines(lines) if lines.is_file() else _table(table) if table.is_file() else []
+    for step, name, value in entries:
+        found.setdefault(name, {})[step] = value
     # Of a run that was resumed, the later file holds what counts.
     for path in sorted(folder.rglob(EVENTS), key=lambda path: (path.stat().st_mtime, path)):
         for step, name, value in _events(path):
@@ -75,9 +74,8 @@ def as_series(history: Iterable[Mapping[str, float]]) -> Series:
     return found
 
 
-def _lines(path: Path, variant: str | None) -> list[tuple[int, str, float]]:
+def _lines(path: Path) -> list[tuple[int, str, float]]:
     found = []
-    variants = set()
     for number, line in enumerate(path.read_bytes().splitlines(keepends=True), 1):
         try:
             entry = json.loads(line)
@@ -86,15 +84,20 @@ def _lines(path: Path, variant: str | None) -> list[tuple[int, str, float]]:
             if not line.endswith(b"\n"):
                 break  # being written
             raise DataError(f"{path}:{number}: not an object with a step: {error!r}") from None
-        label = re.sub(r"[^A-Za-z0-9_.+-]+", "-", str(entry.get("variant", variant or "")))
-        if variant not in (None, label):
-            continue
-        variants.add(label)
         numbers = {name: value for name, value in entry.items() if isinstance(value, (int, float)) and name != "step"}
         found += [(step, name, float(value)) for name, value in numbers.items()]
-    if len(variants) > 1:
-        raise DataError(f"{path}: of several variants ({', '.join(sorted(variants))}); name the folder of one")
     return found
+
+
+def _table(path: Path) -> list[tuple[int, str, float]]:
+    table = require_arrow("pyarrow.parquet").read_table(path, partitioning=None).to_pydict()
+    steps = table.pop("step")
+    return [
+        (step, name, value)
+        for name, column in table.items()
+        for step, value in zip(steps, column, strict=True)
+        if isinstance(value, float)
+    ]
 
 
 def _events(path: Path) -> list[tuple[int, str, float]]:

@@ -33,7 +33,7 @@ from nemo_geomask.diagnosis.logged import Series, read_logged
 from nemo_geomask.diagnosis.read import RecordBlock
 from nemo_geomask.diagnosis.run import blocks_of
 from nemo_geomask.diagnosis.sources import RunFiles
-from nemo_geomask.diagnosis.text import MEASURES, Decode, Table, as_text, tables
+from nemo_geomask.diagnosis.text import MEASURES, STEP, Decode, Table, as_text, tables
 from nemo_geomask.diagnosis.verdict import RunDiagnosis
 from nemo_geomask.errors import DataError, GeomaskError, MissingDependencyError
 
@@ -205,7 +205,7 @@ class _SideBySide:
         ]
 
 
-_APART = ("changes", "steps", "groups", "worst_sequences", "worst_tokens")
+_APART = ("changes", "steps", "circle", "groups", "worst_sequences", "worst_tokens")
 """Tables whose rows have no name that runs share."""
 
 
@@ -270,16 +270,22 @@ _SECTIONS = {
     "logged": ("As the run logged it", "Its own metrics: from metrics.jsonl or TensorBoard's files."),
     "worst": ("Worst sequences and tokens", ""),
 }
-_HOME = {"changes": "steps", "steps": "steps", "numbers": "numbers", "causes": "causes"}
+_HOME = {"changes": "steps", "steps": "steps", "circle": "steps", "numbers": "numbers", "causes": "causes"}
 
 
-def _sections(runs: Sequence[ReportedRun], decode: Decode | None) -> list[_PageSection]:
+def _sections(
+    runs: Sequence[ReportedRun], decode: Decode | None, pairs: Sequence[tuple[str, ...]]
+) -> list[_PageSection]:
     found = {key: _PageSection(key, title, intro, folded=key == "more") for key, (title, intro) in _SECTIONS.items()}
     of_parts = {measure.name: measure.definition for measure in MEASURES}
     found["parts"] = replace(found["parts"], definitions=of_parts)
     for figure in [*figures_of([run.diagnosis for run in runs]), *logged_figures([run.logged for run in runs])]:
         found[figure.section].figures.append(figure)
-    of_runs = [[*tables(run.diagnosis, decode), _groups(run.diagnosis)] for run in runs]
+    of_runs = []
+    for run in runs:
+        shown = [*tables(run.diagnosis, decode), _groups(run.diagnosis)]
+        more = tables(run.diagnosis, None, [(STEP,), *pairs])
+        of_runs.append([*shown, *(table for table in more if table.key not in {one.key for one in shown})])
     for key in dict.fromkeys(table.key for one in of_runs for table in one):
         same = [(place, table) for place, one in enumerate(of_runs) for table in one if table.key == key and table.rows]
         home = _HOME.get(key, "worst" if key.startswith("worst") else "parts")
@@ -288,7 +294,7 @@ def _sections(runs: Sequence[ReportedRun], decode: Decode | None) -> list[_PageS
     return [section for section in found.values() if section.figures or section.tables]
 
 
-def _of_sweep(sweep: Mapping[str, Any], runs: Sequence[ReportedRun]) -> dict[str, Any]:
+def _of_sweep(number: int, sweep: Mapping[str, Any], runs: Sequence[ReportedRun]) -> dict[str, Any]:
     place = next((place for place, run in enumerate(runs) if run.directory == sweep["run"]), 0)
     measures = list(sweep["definitions"])
 
@@ -305,7 +311,7 @@ def _of_sweep(sweep: Mapping[str, Any], runs: Sequence[ReportedRun]) -> dict[str
         curves.append(Curve(place, name, x, y, style=style, labels=tuple(one["name"] for one in these)))
     said = "Bias against variance of the gradient under each candidate; on the front, none has less of both"
     figure = Figure(
-        f"sweep {sweep['run']}", "Bias against variance", said, "sweep", "variance", "bias", {"": curves}, points=True
+        f"sweep {number}", "Bias against variance", said, "sweep", "variance", "bias", {"": curves}, points=True
     )
     rows: list[tuple[Any, ...]] = []
     for one in sweep["candidates"]:
@@ -340,6 +346,7 @@ def report(
     others: Mapping[str, tuple[str, str]] | None = None,
     sweeps: Sequence[Mapping[str, Any]] = (),
     decode: Decode | None = None,
+    pairs: Sequence[tuple[str, ...]] = (),
     cache: Path | None = None,
     names: Sequence[str] | None = None,
     logged: Sequence[Series] | None = None,
@@ -358,7 +365,7 @@ def report(
             others[str(run.directory)] = ("unknown", f"its own metrics are not shown: {error}")
         parts = excerpts(run, diagnosis, decode, cache)
         runs.append(ReportedRun(name, str(run.directory), diagnosis, parts, series))
-    write_report(path, runs, others=others, sweeps=sweeps, decode=decode)
+    write_report(path, runs, others=others, sweeps=sweeps, decode=decode, pairs=pairs)
 
 
 def write_report(
@@ -368,6 +375,7 @@ def write_report(
     others: Mapping[str, tuple[str, str]] | None = None,
     sweeps: Sequence[Mapping[str, Any]] = (),
     decode: Decode | None = None,
+    pairs: Sequence[tuple[str, ...]] = (),
 ) -> None:
     """Write the page.
 
@@ -377,12 +385,13 @@ def write_report(
         others: by folder without records, its health and what is known of it.
         sweeps: from :func:`read_sweep`.
         decode: makes text of token ids.
+        pairs: of dimensions that were surveyed together.
 
     Raises: MissingDependencyError: plotly or Jinja is missing. DataError: the file can't be written.
     """
     names = [run.name for run in runs]
-    sections = _sections(runs, decode)
-    swept = [_of_sweep(sweep, runs) for sweep in sweeps]
+    sections = _sections(runs, decode, pairs)
+    swept = [_of_sweep(number, sweep, runs) for number, sweep in enumerate(sweeps)]
     figures = [figure for section in sections for figure in section.figures] + [one["figure"] for one in swept]
     plotly = _require("plotly.offline").get_plotlyjs().replace("\r", "")
     script = _part("js")

@@ -7,8 +7,19 @@ machine and versions of torch and transformers, every number but the timings com
 from __future__ import annotations
 
 from nemo_geomask.lab.compare import ComparedLoss, parse_compare
+from nemo_geomask.lab.outcome import VariantSummary, outcomes
 from nemo_geomask.lab.recipe import LabRecipe
-from nemo_geomask.lab.results import LabResult, VariantResult
-from nemo_geomask.lab.run import run_lab
+from nemo_geomask.lab.run import train
+from nemo_geomask.lab.runs import Course, Run, read_curves
 
-__all__ = ["ComparedLoss", "LabRecipe", "LabResult", "VariantResult", "parse_compare", "run_lab"]
+__all__ = [
+    "ComparedLoss",
+    "Course",
+    "LabRecipe",
+    "Run",
+    "VariantSummary",
+    "outcomes",
+    "parse_compare",
+    "read_curves",
+    "train",
+]

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from nemo_geomask.errors import GeomaskError
-from nemo_geomask.lab.results import LabResult
+from nemo_geomask.lab.runs import Course
 
 __all__ = ["print_diagnosis"]
 
 
-def print_diagnosis(result: LabResult, console: Any) -> None:
-    """Print a verdict for each variant that was recorded, and write the report on all of them.
+def print_diagnosis(curves: Sequence[Course], out: Path, console: Any) -> None:
+    """Print a verdict for each variant that was recorded, on its first seed, and write the report on all of them.
 
     What stands in the way is printed, too: the training is done, and its results are there.
     """
-    recorded = [variant for variant in result.variants if variant.loss_fn.get("record")]
+    recorded = {curve.label: curve for curve in reversed(curves) if curve.facts["loss_fn"].get("record")}
     if not recorded:
         return
     # Without records, the lab needs none of it.
@@ -29,15 +30,16 @@ def print_diagnosis(result: LabResult, console: Any) -> None:
     def say(line: str) -> None:
         console.print(line, highlight=False, markup=False)
 
-    found = []
+    found, names, logged = [], [], []
     try:
-        for variant in recorded:
-            (run,) = find_runs([Path(variant.loss_fn["record"]["dir"])])
+        for label, curve in reversed(recorded.items()):
+            (run,) = find_runs([Path(curve.facts["loss_fn"]["record"]["dir"])])
             found.append((run, diagnose(survey_run(run))))
-            say(f"{variant.label}: {found[-1][1].headline}")
-        path = result.out / "report.html"
-        logged = [as_series(variant.history) for variant in recorded]
-        report(path, found, names=[variant.label for variant in recorded], logged=logged)
+            names.append(label)
+            logged.append(as_series(curve.history))
+            say(f"{label}: {found[-1][1].headline}")
+        path = out / "report.html"
+        report(path, found, names=names, logged=logged)
         say(f"Diagnosis of what was recorded: {path}")
     except GeomaskError as error:
         say(f"No diagnosis: {error}")

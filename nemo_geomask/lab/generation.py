@@ -100,7 +100,7 @@ def generate(
             if call is not None:
                 _reply(task, input_ids, width, position + 1, rows[own & (token == call)], replies)
 
-            running = (~own | (token != task.eos_id)) & (position + 1 < width + prompts.terms[rows])
+            running = (~own | (token != task.eos_id) | config.ignore_eos) & (position + 1 < width + prompts.terms[rows])
             ends[rows[~running]] = position + 1
             if not running.any():
                 break

@@ -1,68 +1,30 @@
-"""The live line: which variant, how far, which reward."""
+"""How far runs are, while they train."""
 
 from __future__ import annotations
 
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 from nemo_geomask.lab.optional import require
+from nemo_geomask.lab.runs import Run
+from nemo_geomask.lab.task import task_of
 
-__all__ = ["Progress", "RichProgress", "Silent"]
+__all__ = ["Progress"]
 
-
-class Progress(Protocol):
-    """What :func:`nemo_geomask.lab.run.run_lab` tells about."""
-
-    def __enter__(self) -> Progress: ...
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
-
-    def start(self, label: str, steps: int, chance: float) -> None:
-        """A variant begins."""
-
-    def advance(self, reward: float) -> None:
-        """A step is done."""
-
-    def note(self, text: str) -> None:
-        """A message to the user."""
+_LINES = 8
 
 
-class Silent:
-    """Shows nothing."""
-
-    def __enter__(self) -> Silent:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        return None
-
-    def start(self, label: str, steps: int, chance: float) -> None:
-        """Ignore it."""
-
-    def advance(self, reward: float) -> None:
-        """Ignore it."""
-
-    def note(self, text: str) -> None:
-        """Ignore it."""
-
-
-class RichProgress:
-    """A bar for each variant with the latest reward; plain lines now and then where there is no terminal.
+class Progress:
+    """A bar for each run that trains, with its latest reward; plain lines now and then where there is no terminal.
 
     Args:
         console: a ``rich.console.Console``.
+        seeds: how many seeds there are; one is not worth naming.
     """
 
-    _LINES = 8
-
-    def __init__(self, console: Any) -> None:
+    def __init__(self, console: Any, seeds: int = 1) -> None:
         rich = require("rich.progress")
-        self._console = console
-        self._live = console.is_terminal
+        self._console, self._seeds = console, seeds
         self._bar = rich.Progress(
             rich.TextColumn("{task.description}"),
             rich.BarColumn(),
@@ -71,12 +33,11 @@ class RichProgress:
             rich.TimeElapsedColumn(),
             rich.TimeRemainingColumn(),
             console=console,
-            disable=not self._live,
+            disable=not console.is_terminal,
         )
-        self._task: Any = None
-        self._label, self._steps, self._chance, self._done = "", 0, 0.0, 0
+        self._tasks: dict[str, Any] = {}
 
-    def __enter__(self) -> RichProgress:
+    def __enter__(self) -> Progress:
         self._bar.start()
         return self
 
@@ -85,22 +46,25 @@ class RichProgress:
     ) -> None:
         self._bar.stop()
 
-    def start(self, label: str, steps: int, chance: float) -> None:
-        """Open a bar."""
-        self._label, self._steps, self._chance, self._done = label, steps, chance, 0
-        self._task = self._bar.add_task(label, total=steps, status="")
-
-    def advance(self, reward: float) -> None:
-        """Move the bar."""
-        self._done += 1
-        status = f"reward {reward:.3f} (chance {self._chance:.3f})"
-        self._bar.update(self._task, advance=1, status=status)
-        every = max(1, self._steps // self._LINES)
-        if not self._live and (self._done % every == 0 or self._done == self._steps):
-            self._console.print(
-                f"{self._label}  step {self._done}/{self._steps}  {status}", highlight=False, markup=False
-            )
+    def advance(self, run: Run, step: int, reward: float) -> None:
+        """A run has done a step."""
+        steps = run.recipe.grpo.max_num_steps
+        named = run.label if self._seeds == 1 else f"{run.label}, seed {run.recipe.grpo.seed}"
+        status = f"reward {reward:.3f} (chance {task_of(run.recipe.env).chance:.3f})"
+        if run.name not in self._tasks:
+            self._tasks[run.name] = self._bar.add_task(named, total=steps, status="")
+        self._bar.update(self._tasks[run.name], completed=step, status=status)
+        many = self._seeds > 1
+        if many and step == steps:
+            # Of many runs only those that train have a bar.
+            self._bar.remove_task(self._tasks.pop(run.name))
+        if (
+            step == steps
+            if many
+            else not self._console.is_terminal and (step % max(1, steps // _LINES) == 0 or step == steps)
+        ):
+            self.note(f"{named}  step {step}/{steps}  {status}")
 
     def note(self, text: str) -> None:
-        """Print above the bar."""
+        """Print above the bars."""
         self._console.print(text, highlight=False, markup=False)

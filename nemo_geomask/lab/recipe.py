@@ -103,6 +103,12 @@ class GrpoConfig(StrictModel):
     async_grpo: AsyncGrpoConfig = AsyncGrpoConfig()
     advantage_clip_low: float | None = Field(None, description="Lower bound of the advantage; null: none.")
     advantage_clip_high: float | None = Field(None, description="Upper bound of the advantage; null: none.")
+    val_period: int = Field(
+        0,
+        ge=0,
+        description="Steps between validations, on prompts that are never trained on; one follows the last. 0: none.",
+    )
+    max_val_samples: int = Field(256, gt=0, description="Responses of a validation, one a prompt.")
     seed: int = Field(42, ge=0, description="Seeds the weights, the prompts and the sampling.")
 
     @model_validator(mode="after")
@@ -175,8 +181,17 @@ class GenerationConfig(StrictModel):
         description="What the engine reports, by vLLM's names: log-probs of the distribution that it drew from, or of "
         "the one before temperature, top_p and top_k.",
     )
+    ignore_eos: bool = Field(
+        False,
+        description="Of vLLM: EOS is a token like any other, and all responses have the length that is asked for.",
+    )
     quantization: QuantizationConfig | None = Field(
         None, description="Weights in fewer bits, computed with in `precision`; null: none."
+    )
+    logprobs: Literal["engine", "trainer"] = Field(
+        "engine",
+        description="Whose log-probs of the sampled tokens the loss gets as the generation's. trainer: the training "
+        "engine's, by the weights that sampled: a control without mismatch, in which all else stays as it is.",
     )
     vllm_kwargs: dict[str, Any] = Field(
         default_factory=dict, description="Of NeMo-RL: further arguments of vLLM's engine, with backend: vllm."
@@ -321,7 +336,7 @@ class LabConfig(StrictModel):
     cp: Literal[1, 2, 4] = Field(1, description="Context-parallel ranks: shares of every sequence.")
     dp: Literal[1, 2, 4] = Field(1, description="Data-parallel ranks: different microbatches of an optimiser step.")
     num_threads: int = Field(
-        2,
+        1,
         gt=0,
         description="CPU threads, shared out among the processes, at least one each; part of what makes a run "
         "repeatable.",

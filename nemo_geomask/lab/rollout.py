@@ -12,15 +12,16 @@ from torch import Tensor
 from nemo_geomask import LossConfig
 from nemo_geomask.lab.advantages import token_advantages
 from nemo_geomask.lab.engine import TrainEngine
+from nemo_geomask.lab.generation import Generated
 from nemo_geomask.lab.recipe import LabRecipe
 from nemo_geomask.lab.samplers import Sampler, build_sampler
 from nemo_geomask.lab.sampling import drawable
-from nemo_geomask.lab.task import Prompts, Task
+from nemo_geomask.lab.task import Prompts, Task, draw_prompts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["Rollout", "collect"]
+__all__ = ["Rollout", "collect", "score"]
 
 
 @dataclass(frozen=True)
@@ -107,8 +108,22 @@ def collect(
         data["entropy"] = entropies
     if reference is not None:
         data["reference_policy_logprobs"] = engine.scores(reference, data, micro_batch, whole=True)[0]
+    if recipe.policy.generation.logprobs == "trainer":
+        _control(data, versions, engine, micro_batch)
     data["advantages"] = token_advantages(data, recipe.grpo, loss or LossConfig())
     return Rollout(data)
+
+
+def _control(
+    data: dict[str, Tensor], versions: Sequence[PreTrainedModel], engine: TrainEngine, micro_batch: int
+) -> None:
+    """Put what the training engine says of each token, by the weights that sampled it, where the generation's was."""
+    for age, policy in enumerate(reversed(versions)):
+        here = (data["token_mask"] != 0) & (data["weight_age"] == age)
+        # On all ranks, or on none.
+        if here.any():
+            found = drawable(engine.scores(policy, data, micro_batch)[0]) if age else data["prev_logprobs"]
+            data["generation_logprobs"] = torch.where(here, found, data["generation_logprobs"])
 
 
 def _sample(
@@ -120,22 +135,14 @@ def _sample(
 ) -> dict[str, Tensor]:
     """A rollout batch but for the log-probs of the training engine and what is made of them."""
     of_prompts, of_sampling = generators
-    drawn = task.sample(recipe.grpo.num_prompts_per_step, of_prompts)
+    drawn = draw_prompts(
+        task, recipe.grpo.num_prompts_per_step, of_prompts, held_out=False if recipe.grpo.val_period else None
+    )
     repeats = recipe.grpo.num_generations_per_prompt
     prompts = Prompts(drawn.token_ids.repeat_interleave(repeats, 0), drawn.terms.repeat_interleave(repeats, 0))
     in_flight = recipe.grpo.async_grpo.in_flight_weight_updates
     sampled = sampler.sample(versions if in_flight else versions[:1], prompts, of_sampling)
 
-    width = task.prompt_width
-    rewards = torch.tensor(
-        [
-            task.reward(ids[:width], ids[width:length], terms)
-            for ids, length, terms in zip(
-                sampled.input_ids.tolist(), sampled.input_lengths.tolist(), prompts.terms.tolist(), strict=True
-            )
-        ],
-        dtype=torch.float32,
-    )
     known = {} if sampled.routes is None else {"routed_experts": sampled.routes}
     return {
         **known,
@@ -143,7 +150,15 @@ def _sample(
         "input_lengths": sampled.input_lengths,
         "generation_logprobs": sampled.logprobs,
         "token_mask": sampled.token_mask,
-        "sample_mask": torch.ones(len(rewards), dtype=torch.float32),
-        "rewards": rewards,
+        "sample_mask": torch.ones(len(prompts.terms), dtype=torch.float32),
+        "rewards": score(task, prompts, sampled),
         "weight_age": torch.where(sampled.token_mask != 0, len(versions) - 1 - sampled.engine, 0),
     }
+
+
+def score(task: Task, prompts: Prompts, sampled: Generated) -> Tensor:
+    """Rewards [B] of responses."""
+    width = task.prompt_width
+    rows = zip(sampled.input_ids.tolist(), sampled.input_lengths.tolist(), prompts.terms.tolist(), strict=True)
+    found = [task.reward(ids[:width], ids[width:length], terms) for ids, length, terms in rows]
+    return torch.tensor(found, dtype=torch.float32)

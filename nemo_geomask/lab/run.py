@@ -1,94 +1,199 @@
-"""Train the variants of a comparison one after another and write what came of it."""
+"""Train runs, one after another or several at a time, each from where it was left."""
 
 from __future__ import annotations
 
 import functools
-import json
-import math
+import multiprocessing
 import os
-import re
-import time
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import closing
 from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
+
+import torch
 
 from nemo_geomask import build_loss
 from nemo_geomask.errors import ConfigError
 from nemo_geomask.lab.advantages import kl_of_reward
-from nemo_geomask.lab.compare import ComparedLoss
 from nemo_geomask.lab.dump import write_rollout
 from nemo_geomask.lab.optional import require
 from nemo_geomask.lab.progress import Progress
 from nemo_geomask.lab.ranks import Ranks, company
-from nemo_geomask.lab.recipe import LabRecipe
-from nemo_geomask.lab.results import LabResult, VariantResult
 from nemo_geomask.lab.rollout import Rollout
-from nemo_geomask.lab.samplers import build_sampler
+from nemo_geomask.lab.runs import Course, Run, write_steps
+from nemo_geomask.lab.samplers import Sampler, build_sampler
 from nemo_geomask.lab.task import task_of
 from nemo_geomask.lab.trainer import Trainer
 from nemo_geomask.losses import PolicyLoss
+from nemo_geomask.processes import RankError, end_with_parent
 
-__all__ = ["run_lab"]
+__all__ = ["train"]
+
+Tell = Callable[[str, int, float], None]
+_POLL = 0.2
 
 
-def run_lab(recipe: LabRecipe, variants: Sequence[ComparedLoss], out: Path, progress: Progress) -> LabResult:
-    """Train each variant from the same weights on the same prompts.
+def train(runs: Sequence[Run], progress: Progress, *, jobs: int = 1) -> bool:
+    """Train what is not finished.
 
-    Losses are built, the optional packages imported and the generation engine started before anything trains, so that
-    a mistake in the last variant shows at once. Ctrl-C ends the training and keeps what there is. With ``lab.tp``,
-    ``cp`` or ``dp`` above 1 this process is the first of their product, and the only one that samples, writes and
-    reports.
+    Losses are built and optional packages imported before anything trains, so that a mistake in the last variant shows
+    at once. Every step is kept when it is done: a run that was ended, by whatever, goes on with the step after it, and
+    takes the course that it would have taken.
 
     Args:
-        recipe: the settings.
-        variants: what to compare; at least one.
-        out: folder to create; gets ``metrics.jsonl``, ``config.yaml`` and a folder of rollouts for each variant.
+        runs: what to train, all with the same ``lab:`` section.
         progress: shows how far things are.
+        jobs: processes, each of which trains one run at a time in ``lab.num_threads`` threads; 1: this process, which
+            is then the first of the ranks that ``lab.tp``, ``cp`` and ``dp`` ask for.
 
     Returns:
-        The histories of all variants that took at least one step.
+        False when it was interrupted (Ctrl-C).
 
     Raises:
-        ConfigError: a variant's loss can't be built, or ``out`` holds an earlier run.
+        ConfigError: a variant's loss can't be built, or the folder holds something else.
         MissingDependencyError: transformers, or the vLLM that the recipe asks for, is not installed.
-        RankError: another process of the run died.
+        RankError: another process died.
     """
-    variants = [_recorded(variant, out) for variant in variants]
-    losses = [_loss(variant, recipe) for variant in variants]
-    for module in ("transformers", "yaml"):
+    for run in runs:
+        _loss(run)
+    for module in ("transformers", "pyarrow"):
         require(module)
-    _prepare(out)
-    if recipe.policy.generation.backend == "vllm":
-        progress.note("Starting vLLM.")
-    sampler = build_sampler(recipe)
-    in_force = [_settings(loss) for loss in losses]
-    _write_config(recipe, variants, in_force, out / "config.yaml")
-    results: list[VariantResult] = []
-    chance = task_of(recipe.env).chance
-    beside = functools.partial(_train_beside, recipe, [variant.loss_fn for variant in variants])
-    lab = recipe.lab
-    with (out / "metrics.jsonl").open("w", encoding="utf-8", buffering=1) as log, progress:
-        if lab.processes > 1:
-            progress.note(f"Starting {lab.processes} processes: tp {lab.tp}, cp {lab.cp}, dp {lab.dp}.")
+    _prepare(runs[0].out)
+    waiting = [run for run in runs if not run.finished]
+    if len(waiting) < len(runs):
+        progress.note(f"{len(runs) - len(waiting)} of {len(runs)} runs are finished already.")
+    with progress:
         try:
-            with company(beside, tp=lab.tp, cp=lab.cp, dp=lab.dp) as ranks:
-                for variant, loss, settings in zip(variants, losses, in_force, strict=True):
-                    corrected = bool(settings.get("use_importance_sampling_correction"))
-                    result = VariantResult(variant.label, settings, corrected)
-                    results.append(result)
-                    progress.start(variant.label, recipe.grpo.max_num_steps, chance)
-                    _train(Trainer(recipe, loss, ranks, sampler), result, log, out, progress)
+            if jobs > 1 and len(waiting) > 1:
+                _train_beside_each_other(waiting, progress, jobs)
+            elif waiting:
+                _train_in_turn(waiting, progress)
         except KeyboardInterrupt:
-            progress.note("Interrupted: writing what was trained so far.")
-    return LabResult(
-        variants=[result for result in results if result.history],
-        chance=chance,
-        seed=recipe.grpo.seed,
-        sampler=sampler.name,
-        precision=recipe.policy.precision,
-        out=out,
-    )
+            progress.note("Interrupted; the same command with the same --out goes on from here.")
+            return False
+    return True
+
+
+def _train_in_turn(runs: Sequence[Run], progress: Progress) -> None:
+    lab = runs[0].recipe.lab
+    if lab.processes > 1:
+        progress.note(f"Starting {lab.processes} processes: tp {lab.tp}, cp {lab.cp}, dp {lab.dp}.")
+    with company(functools.partial(_follow, runs), tp=lab.tp, cp=lab.cp, dp=lab.dp) as ranks:
+        sampler, made_for = None, None
+        for run in runs:
+            recipe = run.recipe
+            # An engine of vLLM takes longer to start than several training steps take.
+            needs = (recipe.policy.generation, recipe.policy.model, recipe.env, recipe.grpo.async_grpo)
+            if sampler is None or needs != made_for:
+                if recipe.policy.generation.backend == "vllm":
+                    progress.note("Starting vLLM.")
+                sampler, made_for = build_sampler(recipe), needs
+            for step, reward in _steps(run, ranks, sampler):
+                progress.advance(run, step, reward)
+
+
+def _follow(runs: Sequence[Run], ranks: Ranks) -> None:
+    """What the other ranks do while the first trains and writes."""
+    for run in runs:
+        trainer, done = _resumed(run, ranks, None)
+        for _ in range(done, run.recipe.grpo.max_num_steps):
+            trainer.step()
+
+
+def _steps(run: Run, ranks: Ranks, sampler: Sampler | None = None) -> Iterator[tuple[int, float]]:
+    """Train a run; yields each step that is kept, and its reward."""
+    run.folder.mkdir(parents=True, exist_ok=True)
+    trainer, done = _resumed(run, ranks, sampler)
+    history = Course.read(run.file).history[:done] if done else []
+    facts = _facts(run, trainer)
+    with closing(trainer):
+        for step in range(done + 1, run.recipe.grpo.max_num_steps + 1):
+            metrics, rollout = trainer.step()
+            history.append(metrics)
+            last = step == run.recipe.grpo.max_num_steps
+            if last or step % run.recipe.lab.rollouts_every == 0:
+                _dump(run, trainer, step, rollout)
+            # The state last: a step that is in the file alone is taken again.
+            write_steps(run, history, facts)
+            if not last:
+                part = run.state.with_suffix(".part")
+                torch.save({"step": step, **trainer.state()}, part)
+                os.replace(part, run.state)
+            yield step, metrics["reward"]
+    run.state.unlink(missing_ok=True)
+
+
+def _resumed(run: Run, ranks: Ranks, sampler: Sampler | None) -> tuple[Trainer, int]:
+    """A trainer, and how many steps it has done."""
+    trainer = Trainer(run.recipe, _loss(run), ranks, sampler)
+    # All ranks are on this machine. The first may write its first step before another has looked.
+    state = ranks.from_first(lambda: torch.load(run.state, weights_only=True) if run.state.exists() else None)
+    if state is None:
+        return trainer, 0
+    trainer.restore(state)
+    return trainer, int(state["step"])
+
+
+def _dump(run: Run, trainer: Trainer, step: int, rollout: Rollout) -> None:
+    write_rollout(rollout, trainer.task, run.folder / f"train_data_step{step}.jsonl")
+
+
+def _train_beside_each_other(runs: Sequence[Run], progress: Progress, jobs: int) -> None:
+    context = multiprocessing.get_context("spawn")
+    stop, steps = context.Event(), context.Queue()
+    count = min(jobs, len(runs))
+    pool = ProcessPoolExecutor(count, mp_context=context, initializer=_begin, initargs=(stop, steps))
+    by_name = {run.name: run for run in runs}
+
+    def show() -> None:
+        while not steps.empty():
+            name, step, reward = steps.get()
+            progress.advance(by_name[name], step, reward)
+
+    try:
+        left: set[Future[None]] = {pool.submit(_train_alone, run) for run in runs}
+        while left:
+            done, left = wait(left, timeout=_POLL, return_when=FIRST_COMPLETED)
+            show()
+            for future in done:
+                future.result()
+        show()
+    except BrokenProcessPool:
+        raise RankError(
+            "a process that trained was ended from outside, most often for lack of memory; the same command with the "
+            "same --out goes on from where each run was, and a smaller --jobs needs less"
+        ) from None
+    finally:
+        # After its step, each process sees it.
+        stop.set()
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+# Of a process that trains beside others.
+_stop: Any = None
+_queue: Any = None
+
+
+def _begin(stop: Any, steps: Any) -> None:
+    import signal
+
+    global _stop, _queue
+    _stop, _queue = stop, steps
+    # Ctrl-C is for the parent to handle.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=end_with_parent, daemon=True).start()
+
+
+def _train_alone(run: Run) -> None:
+    for step, reward in _steps(run, Ranks()):
+        _queue.put((run.name, step, reward))
+        if _stop.is_set():
+            return
 
 
 def _prepare(out: Path) -> None:
@@ -97,82 +202,35 @@ def _prepare(out: Path) -> None:
         held = sorted(path.name for path in out.iterdir())
     except OSError as error:
         raise ConfigError(f"--out: {out} can't be used: {error.strerror or error}") from None
-    if held:
-        raise ConfigError(f"--out: {out} is not empty (it holds {held[0]}); choose another folder")
+    if held and not (out / "steps").is_dir():
+        raise ConfigError(f"--out: {out} is not empty (it holds {held[0]}) and has no runs; choose another folder")
     if not os.access(out, os.W_OK):
         raise ConfigError(f"--out: {out} can't be written to; choose another folder")
 
 
-def _train(trainer: Trainer, result: VariantResult, log: IO[str], out: Path, progress: Progress) -> None:
-    recipe = trainer.recipe
-    folder = out / _slug(result.label)
-    folder.mkdir(exist_ok=True)
-    began = time.perf_counter()
-    step, rollout = 0, None
-    written = 0
-
-    def dump(number: int, batch: Rollout) -> None:
-        write_rollout(batch, trainer.task, folder / f"train_data_step{number}.jsonl")
-
+def _loss(run: Run) -> PolicyLoss:
+    block = dict(run.recipe.loss_fn)
+    record = block.get("record")
+    if isinstance(record, Mapping) and isinstance(record.get("dir"), str):
+        # A folder of its own: in that of its rollouts, or in an absolute one.
+        given = Path(record["dir"])
+        block["record"] = {**record, "dir": str(given / run.name if given.is_absolute() else run.folder / given)}
     try:
-        for step, (metrics, rollout) in enumerate(trainer.steps(), start=1):
-            result.history.append(metrics)
-            result.seconds = time.perf_counter() - began
-            # JSON has no inf or NaN: null stands for them.
-            finite = {key: value if math.isfinite(value) else None for key, value in metrics.items()}
-            entry = {"step": step, "seed": recipe.grpo.seed, "variant": result.label, **finite}
-            log.write(json.dumps(entry) + "\n")
-            if step % recipe.lab.rollouts_every == 0:
-                dump(step, rollout)
-                written = step
-            progress.advance(metrics["reward"])
-        result.complete = True
-    finally:
-        trainer.close()
-        if rollout is not None and written != step:
-            dump(step, rollout)
-
-
-def _train_beside(recipe: LabRecipe, blocks: Sequence[Mapping[str, Any]], ranks: Ranks) -> None:
-    """What the other ranks do while the first trains and writes."""
-    for block in blocks:
-        for _ in Trainer(recipe, build_loss(block), ranks).steps():
-            pass
-
-
-def _recorded(variant: ComparedLoss, out: Path) -> ComparedLoss:
-    """The variant with a folder of its own for its records: in that of its rollouts, or in an absolute one."""
-    record = variant.loss_fn.get("record")
-    if not isinstance(record, Mapping) or not isinstance(record.get("dir"), str):
-        return variant
-    given, slug = Path(record["dir"]), _slug(variant.label)
-    place = given / slug if given.is_absolute() else out / slug / given
-    return replace(variant, loss_fn={**variant.loss_fn, "record": {**record, "dir": str(place)}})
-
-
-def _loss(variant: ComparedLoss, recipe: LabRecipe) -> PolicyLoss:
-    try:
-        loss = build_loss(variant.loss_fn)
-        kl_of_reward(loss.config, recipe.grpo)
+        loss = build_loss(block)
+        kl_of_reward(loss.config, run.recipe.grpo)
         return loss
     except ConfigError as error:
-        where = f"variant '{variant.label}'"
+        where = f"variant '{run.label}'"
         raise type(error)(*(replace(problem, where=where) for problem in error.problems)) from None
 
 
-def _settings(loss: PolicyLoss) -> Mapping[str, Any]:
-    settings: dict[str, Any] = loss.config.model_dump(mode="json")
-    return settings
-
-
-def _write_config(
-    recipe: LabRecipe, variants: Sequence[ComparedLoss], in_force: Sequence[Mapping[str, Any]], path: Path
-) -> None:
-    yaml = require("yaml")
-    resolved = recipe.model_dump(mode="json")
-    resolved["variants"] = {variant.label: dict(settings) for variant, settings in zip(variants, in_force, strict=True)}
-    path.write_text(yaml.safe_dump(resolved, sort_keys=False), encoding="utf-8")
-
-
-def _slug(label: str) -> str:
-    return re.sub(r"[^A-Za-z0-9_.+-]+", "-", label)
+def _facts(run: Run, trainer: Trainer) -> dict[str, Any]:
+    in_force = trainer.loss.config.model_dump(mode="json")
+    return {
+        "loss_fn": in_force,
+        "corrected": bool(in_force.get("use_importance_sampling_correction")),
+        "chance": task_of(run.recipe.env).chance,
+        "sampler": trainer.sampler.name,
+        "precision": run.recipe.policy.precision,
+        "versions": {name: version(name) for name in ("nemo-geomask", "torch", "transformers")},
+    }

@@ -8,6 +8,7 @@ also end it early with EOS, and forfeits the terms it left out. Responses are th
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -15,9 +16,14 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from nemo_geomask.errors import ConfigError
 from nemo_geomask.lab.recipe import TASKS, EnvConfig
 
-__all__ = ["CallingTask", "Progressions", "Prompts", "Task", "task_of"]
+__all__ = ["CallingTask", "Progressions", "Prompts", "Task", "draw_prompts", "task_of"]
+
+# One prompt in so many is for validation, and how often as many as are needed may be drawn to find them.
+_SPLIT = 8
+_DRAWS = 200
 
 
 @dataclass(frozen=True)
@@ -85,6 +91,39 @@ def task_of(env: EnvConfig) -> Task:
     """The task that a recipe names."""
     task: Task = TASKS.load(env.name).of(env)
     return task
+
+
+def draw_prompts(task: Task, count: int, generator: torch.Generator, *, held_out: bool | None) -> Prompts:
+    """Draw prompts of a task's training or validation split; None: of all.
+
+    A prompt belongs to the validation split by a checksum of its tokens, one in eight does, whoever asks: what one run
+    is validated on is trained on by none.
+
+    Raises:
+        ConfigError: the task has next to no prompts in that split.
+    """
+    parts: list[Prompts] = []
+    found = 0
+    for _ in range(_DRAWS):
+        drawn = task.sample(count, generator)
+        if held_out is not None:
+            chosen = torch.tensor([_held_out(ids) == held_out for ids in drawn.token_ids.tolist()])
+            drawn = Prompts(drawn.token_ids[chosen], drawn.terms[chosen])
+        parts.append(drawn)
+        found += len(drawn.terms)
+        if found >= count:
+            token_ids, terms = (
+                torch.cat([getattr(part, key) for part in parts])[:count] for key in ("token_ids", "terms")
+            )
+            return Prompts(token_ids, terms)
+    raise ConfigError(
+        f"grpo.val_period: of {count * _DRAWS} prompts that the task drew, {found} belong to the "
+        f"{'validation' if held_out else 'training'} split: too few; give env more prompts, or set val_period: 0"
+    )
+
+
+def _held_out(token_ids: Sequence[int]) -> bool:
+    return zlib.crc32(",".join(map(str, token_ids)).encode()) % _SPLIT == 0
 
 
 @dataclass(frozen=True)

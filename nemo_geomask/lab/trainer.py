@@ -6,7 +6,7 @@ import copy
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -17,9 +17,9 @@ from nemo_geomask.lab.engine import TrainEngine
 from nemo_geomask.lab.model import build_policy
 from nemo_geomask.lab.ranks import Ranks
 from nemo_geomask.lab.recipe import LabRecipe
-from nemo_geomask.lab.rollout import Rollout, collect
+from nemo_geomask.lab.rollout import Rollout, collect, score
 from nemo_geomask.lab.samplers import Sampler, build_sampler
-from nemo_geomask.lab.task import task_of
+from nemo_geomask.lab.task import draw_prompts, task_of
 from nemo_geomask.losses import BeforeStep, PolicyLoss
 from nemo_geomask.losses.prestep import untrained_metrics
 from nemo_geomask.metrics import summarized
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 __all__ = ["Trainer", "accumulate_gradients", "merge_metrics"]
+
+_VALIDATION_SEED = 20260
 
 
 class Trainer:
@@ -116,7 +118,7 @@ class Trainer:
             loss=self.loss.config,
         )
         sampled = time.perf_counter()
-        if self.versions.maxlen and self.engine.ranks.first:
+        if self.versions.maxlen and (self.engine.ranks.first or self.recipe.policy.generation.logprobs == "trainer"):
             self.versions.append(copy.deepcopy(self.policy).requires_grad_(False))
         decision = self._before_step(rollout.data)
         if self._recording is not None:
@@ -135,10 +137,49 @@ class Trainer:
             "mean_response_length": rollout.response_length,
             **rollout.causes,
             **summarized(merge_metrics(reports, 1.0 / len(reports))),
+            **self._validate(),
             "generation_seconds": sampled - began,
             "step_seconds": ended - began,
         }
         return metrics, rollout
+
+    def _validate(self) -> dict[str, float]:
+        """Mean reward on prompts that are never trained on, sampled as the rollouts are; always the same draws."""
+        grpo = self.recipe.grpo
+        due = grpo.val_period and (self._steps % grpo.val_period == 0 or self._steps == grpo.max_num_steps)
+        if not due or not self.engine.ranks.first:
+            return {}
+        generator = torch.Generator().manual_seed(_VALIDATION_SEED)
+        prompts = draw_prompts(self.task, grpo.max_val_samples, generator, held_out=True)
+        rewards = score(self.task, prompts, self.sampler.sample((self.policy,), prompts, generator))
+        return {"validation/reward": float(rewards.mean())}
+
+    def state(self) -> dict[str, Any]:
+        """All that the steps to come depend on and that the recipe does not say."""
+        return {
+            "policy": self.policy.state_dict(),
+            "versions": [policy.state_dict() for policy in self.versions],
+            "optimizer": self.optimizer.state_dict(),
+            "generators": [generator.get_state() for generator in self._generators],
+            "counts": (self._updates, self._steps),
+            "vetoed": (self._before_step.vetoed, self._before_step.in_a_row),
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from what :meth:`state` gave, as if nothing had happened."""
+        for weights in state["versions"]:
+            self.versions.append(copy.deepcopy(self.policy).requires_grad_(False))
+            self.versions[-1].load_state_dict(weights)
+        self.policy.load_state_dict(state["policy"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        for generator, where in zip(self._generators, state["generators"], strict=True):
+            generator.set_state(where)
+        self._updates, self._steps = state["counts"]
+        self._before_step.vetoed, self._before_step.in_a_row = state["vetoed"]
+
+    @property
+    def _generators(self) -> tuple[torch.Generator, ...]:
+        return self._of_prompts, self._of_sampling, self._of_order
 
     def _record(self, data: Mapping[str, Tensor], *, updated: bool) -> None:
         """Record the step, where that is asked for; ``updated``: the batch was trained on."""

@@ -111,7 +111,7 @@ class VllmSampler:
                 logprobs=0,
                 max_tokens=terms,
                 seed=seed,
-                stop_token_ids=[self._task.eos_id],
+                stop_token_ids=[] if generation.ignore_eos else [self._task.eos_id],
                 detokenize=False,
             )
             for terms, seed in zip(prompts.terms.tolist(), seeds.tolist(), strict=True)

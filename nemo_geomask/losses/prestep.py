@@ -73,12 +73,13 @@ class BeforeStep:
 
     Attributes:
         vetoed: batches vetoed so far.
+        in_a_row: those since the last that was not.
     """
 
     def __init__(self, config: LossConfig) -> None:
         self._config = config
         self.vetoed = 0
-        self._in_a_row = 0
+        self.in_a_row = 0
 
     @property
     def needed(self) -> bool:
@@ -129,11 +130,11 @@ class BeforeStep:
 
     def _judge(self, kl: float, veto: BatchVeto) -> bool:
         train = abs(kl) <= veto.max
-        self._in_a_row = 0 if train else self._in_a_row + 1
+        self.in_a_row = 0 if train else self.in_a_row + 1
         self.vetoed += not train
-        if self._in_a_row > veto.max_in_a_row:
+        if self.in_a_row > veto.max_in_a_row:
             raise BatchVetoError(
-                f"loss_fn.batch_veto: {self._in_a_row} batches in a row have a mismatch KL ({veto.estimator}) beyond "
+                f"loss_fn.batch_veto: {self.in_a_row} batches in a row have a mismatch KL ({veto.estimator}) beyond "
                 f"max: {veto.max}, the last {kl:.4g}, and max_in_a_row is {veto.max_in_a_row}. The generation engine "
                 "no longer samples from the policy that trains: check that its weights are synchronised and its "
                 "numerics (precision, quantisation, expert routing); or raise max"

@@ -35,14 +35,14 @@ def test_lines_of_metrics(tmp_path):
         read_logged(folder)
 
 
-def test_variants_of_the_lab_are_told_apart(tmp_path):
-    labels = ("gspo:none", "gspo:sequence_mean+geometric")
-    entries = [{"step": 1, "variant": label, "reward": float(place)} for place, label in enumerate(labels)]
-    write_metrics(tmp_path, entries)
-    assert read_logged(tmp_path / "gspo-none") == {"reward": {1: 0.0}}
-    assert read_logged(tmp_path / "gspo-sequence_mean+geometric") == {"reward": {1: 1.0}}
-    with pytest.raises(DataError, match="of several variants"):
-        read_logged(tmp_path)
+def test_the_lab_has_a_table_of_each_run_beside_its_folder(tmp_path):
+    arrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    (tmp_path / "steps").mkdir()
+    for place, run in enumerate(("gspo-none-abc-seed1", "gspo-sequence_mean+geometric-def-seed1")):
+        columns = {"step": [1, 2], "seed": [1, 1], "variant": [run, run], "reward": [float(place), None]}
+        parquet.write_table(arrow.table(columns), tmp_path / "steps" / f"{run}.parquet")
+        assert read_logged(tmp_path / run) == {"reward": {1: float(place)}}
 
 
 def test_event_files_hold_the_same_numbers(tmp_path):

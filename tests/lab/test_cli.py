@@ -3,15 +3,24 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
 from nemo_geomask.cli import main
+from nemo_geomask.errors import ConfigError
 
 pytest.importorskip("transformers", reason="the policy is a transformers model (demo extra)")
 pytest.importorskip("matplotlib", reason="the lab draws a plot (demo extra)")
 pytest.importorskip("rich", reason="the lab prints a table (demo extra)")
-yaml = pytest.importorskip("yaml", reason="recipes are YAML (demo extra)")
+pytest.importorskip("yaml", reason="recipes are YAML (demo extra)")
+pytest.importorskip("pyarrow", reason="the lab writes Parquet (demo extra)")
+
+import pyarrow.parquet as parquet
+import yaml
+
+from nemo_geomask.lab.main import plan
+from nemo_geomask.lab.runs import read_curves
 
 pytestmark = pytest.mark.slow
 
@@ -28,29 +37,28 @@ def recipe(tmp_path):
 def test_compare_writes_all_outputs(recipe, tmp_path, capsys):
     out = tmp_path / "out"
     specs = "gspo:none,gspo:sequence_mean+geometric"
-    arguments = ["lab", str(recipe), "grpo.max_num_steps=3", "--seed", "5", "--compare", specs, "--out", str(out)]
-    assert main([*arguments, "lab.rollouts_every=2"]) == 0
+    arguments = ["lab", str(recipe), "grpo.max_num_steps=3", "--seed", "5", "--jobs", "1", "--out", str(out)]
+    assert main([*arguments, "lab.rollouts_every=2", "--compare", specs]) == 0
 
-    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    assert [(line["variant"], line["step"]) for line in lines] == [
-        (spec, step) for spec in specs.split(",") for step in (1, 2, 3)
+    curves = read_curves([out])
+    assert [(curve.label, curve.seed, curve.steps, curve.finished) for curve in curves] == [
+        (spec, 5, 3, True) for spec in specs.split(",")
     ]
     nemo_rl = {"loss", "probs_ratio", "token_mult_prob_error", "gen_kl_error", "sampling_importance_ratio"}
-    assert all(nemo_rl | {"reward", "geomask/mismatch_abs", "grad_norm"} <= line.keys() for line in lines)
-    assert {line["seed"] for line in lines} == {5}
-    assert lines[0]["reward"] == lines[3]["reward"]  # Same weights, same prompts.
-
-    for folder in ("gspo-none", "gspo-sequence_mean+geometric"):
-        dumps = {path.name for path in (out / folder).iterdir()}
+    assert all(nemo_rl | {"reward", "geomask/mismatch_abs", "grad_norm"} <= curve.columns.keys() for curve in curves)
+    assert curves[0].series("reward")[0] == curves[1].series("reward")[0]  # Same weights, same prompts.
+    assert curves[0].facts["settings"]["grpo"]["max_num_steps"] == 3
+    assert [curve.facts["corrected"] for curve in curves] == [False, True]
+    assert curves[1].facts["loss_fn"]["is_correction_level"] == "sequence_mean"
+    table = parquet.read_table(out / "steps")
+    assert {"step", "seed", "variant", "reward"} <= set(table.column_names)
+    assert table.num_rows == 6
+    for curve in curves:
+        dumps = {path.name for path in (out / f"{curve.facts['variant']}-seed5").iterdir()}
         assert dumps == {"train_data_step2.jsonl", "train_data_step3.jsonl"}
-
-    config = yaml.safe_load((out / "config.yaml").read_text())
-    assert config["grpo"]["max_num_steps"] == 3
-    assert config["variants"]["gspo:sequence_mean+geometric"]["is_correction_level"] == "sequence_mean"
 
     summary = json.loads((out / "summary.json").read_text())
     assert [row["variant"] for row in summary["variants"]] == specs.split(",")
-    assert [row["corrected"] for row in summary["variants"]] == [False, True]
     assert summary["variants"][1]["removed"] >= 0
     assert (out / "lab.png").read_bytes().startswith(b"\x89PNG")
 
@@ -58,8 +66,54 @@ def test_compare_writes_all_outputs(recipe, tmp_path, capsys):
     for words in ("reward, last 10 steps", "Nothing was injected", "One seed does not rank variants", "lab.png"):
         assert words in printed
 
-    assert main(arguments) == 2
-    assert "is not empty (it holds config.yaml)" in capsys.readouterr().err
+    # What is finished is not trained again; what comes to it is.
+    written = {path: path.stat().st_mtime_ns for path in (out / "steps").iterdir()}
+    assert main([*arguments, "lab.rollouts_every=2", "--compare", f"{specs},cispo"]) == 0
+    assert "2 of 3 runs are finished already." in capsys.readouterr().out
+    assert all(path.stat().st_mtime_ns == before for path, before in written.items())
+    assert len(read_curves([out])) == 3
+
+
+def test_settings_vary_in_every_combination_on_every_seed(recipe, tmp_path, capsys):
+    arguments = ["lab", str(recipe), "--steps", "2", "--seeds", "1..2", "--vary", "policy.lr=1e-3,2e-3"]
+    arguments += [
+        "--vary",
+        "loss_fn.masks=[],[{preset: veto, max: 9.0}]",
+        "grpo.val_period=1",
+        "grpo.max_val_samples=4",
+    ]
+    columns = []
+    for jobs in ("1", "2"):
+        out = tmp_path / jobs
+        assert main([*arguments, "--jobs", jobs, "--out", str(out)]) == 0
+        columns.append({(curve.label, curve.seed): curve.columns for curve in read_curves([out])})
+    assert len(columns[0]) == 8
+    assert ("gspo policy.lr=0.001 loss_fn.masks=[{preset:veto,max:9.0}]", 2) in columns[0]
+    # Each process takes the course that one alone takes.
+    for name, curve in columns[0].items():
+        other = columns[1][name]
+        for key in curve.keys() - {"generation_seconds", "step_seconds"}:
+            assert curve[key] == other[key], (name, key)
+        assert len(curve["validation/reward"]) == 2
+    assert "seeds finished" in capsys.readouterr().out
+    assert main(["lab", "report", str(tmp_path / "1"), "--target", "0.01", "--out", str(tmp_path / "told")]) == 0
+    rows = json.loads((tmp_path / "told" / "summary.json").read_text())["variants"]
+    assert [row["seeds"] for row in rows] == [[1, 2]] * 4
+    assert rows[0]["interval"] is None
+    low, high = rows[1]["interval"]
+    assert low <= rows[1]["difference"] <= high
+
+
+def test_the_loss_of_a_nemo_rl_recipe(recipe, tmp_path):
+    other = tmp_path / "nemo_rl.yaml"
+    other.write_text("grpo: {num_prompts_per_step: 999}\nloss_fn: {name: cispo, ratio_clip_max: 4.0}\n")
+    flags = {"compare": None, "vary": (), "seeds": None, "out": tmp_path}
+    (run,) = plan(recipe, ["loss_fn.ratio_clip_min=0.5"], loss_from=other, **flags)
+    assert run.recipe.loss_fn == {"name": "cispo", "ratio_clip_max": 4.0, "ratio_clip_min": 0.5}
+    assert run.recipe.grpo.num_prompts_per_step == 4
+    other.write_text("grpo: {}\n")
+    with pytest.raises(ConfigError, match="has no loss_fn: block"):
+        plan(recipe, [], loss_from=other, **flags)
 
 
 def test_what_was_recorded_is_diagnosed(recipe, tmp_path, capsys, monkeypatch):
@@ -81,12 +135,10 @@ def test_what_was_recorded_is_diagnosed(recipe, tmp_path, capsys, monkeypatch):
     from rich.console import Console
 
     from nemo_geomask.lab.diagnosed import print_diagnosis
-    from nemo_geomask.lab.results import LabResult, VariantResult
 
-    variant = VariantResult("a [bold]", {"record": {"dir": str(out / "gspo-none" / "r")}}, False)
-    result = LabResult([variant], 0.1, 1, "bfloat16", "float32", out)
+    first, _ = read_curves([out])
     monkeypatch.setitem(sys.modules, "jinja2", None)
-    print_diagnosis(result, Console())
+    print_diagnosis([replace(first, facts={**first.facts, "label": "a [bold]"})], out, Console())
     printed = " ".join(capsys.readouterr().out.split())
     assert printed.startswith("a [bold]: ")
     assert "No diagnosis: a report needs jinja2" in printed
@@ -94,20 +146,18 @@ def test_what_was_recorded_is_diagnosed(recipe, tmp_path, capsys, monkeypatch):
 
 def test_two_processes_write_what_one_writes(recipe, tmp_path, capsys):
     common = [str(recipe), "--steps", "2", "--docs-per-step", "12", "policy.generation.precision=float32"]
-    lines, files = [], []
+    found, files = [], []
     for out, layout in ((tmp_path / "one", []), (tmp_path / "two", ["--cp", "2"])):
         assert main(["lab", *common, *layout, "--compare", "gspo:none,cispo", "--out", str(out)]) == 0
-        lines.append([json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()])
+        found.append(read_curves([out]))
         files.append(sorted(str(path.relative_to(out)) for path in out.rglob("*")))
     assert files[0] == files[1]
-    assert [list(line) for line in lines[0]] == [list(line) for line in lines[1]]
-    for ours, theirs in zip(*lines, strict=True):
-        assert (ours["variant"], ours["step"]) == (theirs["variant"], theirs["step"])
+    for ours, theirs in zip(*found, strict=True):
+        assert (ours.label, ours.columns.keys()) == (theirs.label, theirs.columns.keys())
         for key in ("reward", "loss", "grad_norm", "probs_ratio_max", "approx_entropy"):
-            assert ours[key] == pytest.approx(theirs[key], rel=1e-4, abs=1e-6), key
-    settings = yaml.safe_load((tmp_path / "two" / "config.yaml").read_text())
-    assert settings["lab"]["cp"] == 2
-    assert (settings["policy"]["docs_per_step"], settings["policy"]["train_global_batch_size"]) == (12, None)
+            assert ours.series(key) == pytest.approx(theirs.series(key), rel=1e-4, abs=1e-6), key
+    policy = found[1][0].facts["settings"]["policy"]
+    assert (policy["docs_per_step"], policy["train_global_batch_size"]) == (12, None)
     assert "Starting 2 processes: tp 1, cp 2, dp 1." in capsys.readouterr().out
 
 
@@ -125,15 +175,17 @@ def test_an_interrupt_keeps_what_was_trained(recipe, tmp_path, monkeypatch, caps
 
     monkeypatch.setattr(trainer.Trainer, "step", interrupted)
     out = tmp_path / "out"
-    assert main(["lab", str(recipe), "--compare", "gspo:none,gspo:token,cispo", "--out", str(out)]) == 130
-    summary = json.loads((out / "summary.json").read_text())
-    assert [(row["variant"], row["steps"], row["complete"]) for row in summary["variants"]] == [
+    assert (
+        main(["lab", str(recipe), "--compare", "gspo:none,gspo:token,cispo", "--jobs", "1", "--out", str(out)]) == 130
+    )
+    assert [(curve.label, curve.steps, curve.finished) for curve in read_curves([out])] == [
         ("gspo:none", 2, True),
         ("gspo:token", 1, False),
     ]
-    assert (out / "gspo-token" / "train_data_step1.jsonl").exists()
     assert (out / "lab.png").exists()
-    assert "interrupted" in capsys.readouterr().out.lower()
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "the same command with the same --out goes on from here" in printed
+    assert "gspo:token: not finished on seeds 3." in printed
 
 
 @pytest.mark.parametrize(
@@ -155,6 +207,16 @@ def test_an_interrupt_keeps_what_was_trained(recipe, tmp_path, monkeypatch, caps
         (["policy.train_global_batch_size=4", "--docs-per-step", "12"], "(4) and docs_per_step (12) both say"),
         (["--dp", "4"], "must be a multiple of policy.train_micro_batch_size x lab.dp (4 x 4)"),
         (["--out", "/proc"], "--out: /proc is not empty"),
+        (["--seeds", "3..1"], "--seeds: '3..1' is no list of seeds; write 1..10, 1,2,5 or 1..3,7"),
+        (["--seeds", "1..3,2"], "names a seed twice"),
+        (["--vary", "policy.lr=1"], "--vary: 'policy.lr=1': it has one value; write key=value,value,…"),
+        (["--vary", "lab.tp=1,2"], "--vary: lab.tp can't be varied; use an override"),
+        (["--vary", "grpo.seed=1,2"], "--vary: grpo.seed can't be varied; use --seeds"),
+        (["--vary", "policy.lr=1e-3,0.001"], "are the same settings; their curves would be equal"),
+        (["--vary", "policy.lrr=1,2"], "policy.lrr: unknown key"),
+        (["--jobs", "0"], "--jobs: 0 processes can't train"),
+        (["--jobs", "2", "--tp", "2"], "--jobs: 2 runs at a time don't go together with lab.tp"),
+        (["--baseline", "x"], "--baseline belongs to nemo-geomask lab report DIR"),
     ],
 )
 def test_mistakes_are_one_message_and_no_folder(recipe, tmp_path, monkeypatch, capsys, arguments, message):
@@ -224,7 +286,7 @@ def own_losses(tmp_path, monkeypatch):
 def test_module_attribute_is_found_in_the_current_folder(recipe, tmp_path, own_losses):
     specs = "my_own_losses:MINE,my_own_losses:MINE:sequence_mean+geometric"
     assert main(["lab", str(recipe), "--steps", "1", "--compare", specs, "--out", str(tmp_path / "out")]) == 0
-    variants = yaml.safe_load((tmp_path / "out" / "config.yaml").read_text())["variants"]
+    variants = {curve.label: curve.facts["loss_fn"] for curve in read_curves([tmp_path / "out"])}
     assert list(variants) == specs.split(",")
     assert {variant["name"] for variant in variants.values()} == {"my_own_losses:MINE"}
     assert variants[specs.split(",")[1]]["is_correction_level"] == "sequence_mean"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -14,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from nemo_geomask.lab.ranks import company
+from nemo_geomask.lab.runs import read_curves
 from tests.helpers.tiny_recipe import TINY
 
 pytestmark = pytest.mark.slow
@@ -44,7 +44,7 @@ def test_this_process_is_the_first_of_several():
 
 def wait_for(path, process, seconds):
     deadline = time.monotonic() + seconds
-    while not (path.exists() and path.read_text()):
+    while not (path.exists() and list(path.glob("*.parquet"))):
         assert process.poll() is None, process.stderr.read()
         assert time.monotonic() < deadline
         time.sleep(0.05)
@@ -67,7 +67,7 @@ def test_an_interrupt_keeps_what_was_trained(tmp_path):
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     try:
-        wait_for(out / "metrics.jsonl", process, 300)
+        wait_for(out / "steps", process, 300)
         # As a terminal does it: to every process of the group.
         os.killpg(process.pid, signal.SIGINT)
         # Returns once nobody holds the pipes any more, so no process was left behind.
@@ -76,7 +76,6 @@ def test_an_interrupt_keeps_what_was_trained(tmp_path):
         process.kill()
     assert (process.returncode, complaints) == (130, "")
     assert "Interrupted" in printed
-    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines] == list(range(1, len(lines) + 1))
-    (row,) = json.loads((out / "summary.json").read_text())["variants"]
-    assert (row["steps"], row["complete"]) == (len(lines), False)
+    (curve,) = read_curves([out])
+    assert curve.series("step") == list(range(1, curve.steps + 1))
+    assert not curve.finished

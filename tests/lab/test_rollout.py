@@ -175,6 +175,16 @@ def test_what_the_environment_writes_is_read_and_not_trained_on(parts):
     assert (data["token_mask"].sum(dim=1) < data["input_lengths"] - task.prompt_width).any()
 
 
+def test_without_an_end_responses_are_as_long_as_asked_for(parts):
+    recipe, task, policy = parts(policy={"generation": {"ignore_eos": True}})
+    data = collect((policy,), None, recipe, task, seeded(), TrainEngine()).data
+    lengths = data["token_mask"].sum(dim=1)
+    assert torch.equal(lengths + task.prompt_width, data["input_lengths"].float())
+    prompts = task.sample(recipe.grpo.num_prompts_per_step, seeded()[0])
+    assert torch.equal(lengths, prompts.terms.repeat_interleave(4).float())
+    assert (data["input_ids"][:, task.prompt_width :] == task.eos_id).any()
+
+
 def test_columns_speak_of_their_own_token(parts):
     recipe, task, policy = parts(grpo={"num_prompts_per_step": 8})
     data = collect((policy,), policy, recipe, task, seeded(), TrainEngine()).data

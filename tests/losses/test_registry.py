@@ -1,6 +1,5 @@
 """Variants through the entry-point group: found, refused, and a distribution of somebody else's."""
 
-import json
 import math
 import os
 import pickle
@@ -275,6 +274,8 @@ def test_third_party_options_are_strict(third_party):
 @pytest.mark.slow
 def test_third_party_loss_trains_in_the_lab(third_party, tmp_path):
     pytest.importorskip("transformers", reason="the lab needs the extra 'demo'")
+    from nemo_geomask.lab.runs import read_curves
+
     small = [
         "grpo.num_prompts_per_step=4",
         "grpo.num_generations_per_prompt=4",
@@ -290,12 +291,10 @@ def test_third_party_loss_trains_in_the_lab(third_party, tmp_path):
         *("--compare", "topr:none,topr:sequence_mean", "--steps", "2", "--out", str(tmp_path)),
     )
     assert done.returncode == 0, done.stderr
-    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert {(line["variant"], line["step"]) for line in lines} == {
-        (variant, step) for variant in ("topr:none", "topr:sequence_mean") for step in (1, 2)
-    }
+    curves = read_curves([tmp_path])
+    assert [(curve.label, curve.steps) for curve in curves] == [("topr:none", 2), ("topr:sequence_mean", 2)]
     # Two optimiser steps a batch: from the second on, the capped ratio acts.
-    assert all(line["geomask/clip_fraction_high"] > 0 for line in lines if line["step"] == 2)
+    assert all(curve.series("geomask/clip_fraction_high")[1] > 0 for curve in curves)
 
 
 HERE = __name__

@@ -13,6 +13,8 @@ pytest.importorskip("vllm", reason="vLLM has an environment of its own: make vll
 
 import vllm
 
+from nemo_geomask.lab.runs import read_curves
+
 LAB = Path(__file__).parents[3] / "recipes" / "lab"
 SMALL = ["grpo.num_prompts_per_step=8", "policy.train_global_batch_size=32", "policy.train_micro_batch_size=32"]
 
@@ -30,22 +32,19 @@ def lab(*arguments):
 def test_variants_train_on_what_vllm_sampled(tmp_path):
     done = lab(LAB / "vllm.yaml", *SMALL, "--steps", 3, "--out", tmp_path / "out")
     assert done.returncode == 0, done.stderr
-    lines = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
-    variants = ["gspo:none", "gspo:sequence_mean+geometric"]
-    assert [(line["variant"], line["step"]) for line in lines] == [
-        (name, step) for name in variants for step in (1, 2, 3)
-    ]
-    for line in lines:
+    curves = read_curves([tmp_path / "out"])
+    assert [(curve.label, curve.steps) for curve in curves] == [("gspo:none", 3), ("gspo:sequence_mean+geometric", 3)]
+    for curve in curves:
         # Two engines, one in bfloat16; stale or garbled weights are from 0.5 upwards.
-        assert 1e-3 < line["geomask/mismatch_abs"] < 0.1
-        assert 1e-6 < line["geomask/mismatch_k3"] < 0.02
-        assert line["skipped_update"] == 0
-        assert line["grad_norm"] > 0
+        assert all(1e-3 < value < 0.1 for value in curve.series("geomask/mismatch_abs"))
+        assert all(1e-6 < value < 0.02 for value in curve.series("geomask/mismatch_k3"))
+        assert not any(curve.series("skipped_update"))
+        assert all(value > 0 for value in curve.series("grad_norm"))
     # Same weights, prompts and seeds, so the same responses; then their ways part.
-    first, second = lines[0], lines[3]
+    first, second = curves
     for key in ("reward", "mean_response_length", "geomask/mismatch_abs"):
-        assert first[key] == second[key], key
-    assert lines[1]["geomask/mismatch_abs"] != lines[4]["geomask/mismatch_abs"]
+        assert first.series(key)[0] == second.series(key)[0], key
+    assert first.series("geomask/mismatch_abs")[1] != second.series("geomask/mismatch_abs")[1]
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())
     assert summary["sampler"] == f"vLLM {vllm.__version__} in bfloat16"
     printed = " ".join(done.stdout.split())
