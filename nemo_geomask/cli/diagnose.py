@@ -269,7 +269,8 @@ def _write(
     """The report and the PNGs, where they are asked for."""
     if not found and (arguments.html is not None or arguments.png is not None):
         raise DataError("--html and --png show records, and none of these folders has any")
-    from nemo_geomask.diagnosis.figures import figures_of, write_pngs
+    from nemo_geomask.diagnosis.draw import write_pngs
+    from nemo_geomask.diagnosis.figures import figures_of
     from nemo_geomask.diagnosis.report import read_sweep, report, short_names
 
     if arguments.html is not None:

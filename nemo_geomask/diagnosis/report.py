@@ -19,45 +19,18 @@ from pathlib import Path
 from typing import Any
 
 import nemo_geomask
+from nemo_geomask.diagnosis.beside import SideBySide, side_by_side
 from nemo_geomask.diagnosis.causes import CAUSES
-from nemo_geomask.diagnosis.figures import (
-    COLOURS,
-    Curve,
-    Figure,
-    figures_of,
-    group_lifts,
-    logged_figures,
-    plotly_figure,
-)
+from nemo_geomask.diagnosis.draw import COLOURS, plotly_figure
+from nemo_geomask.diagnosis.excerpts import GRADES, Excerpt, excerpts
+from nemo_geomask.diagnosis.figures import Curve, Figure, figures_of, group_lifts, logged_figures
 from nemo_geomask.diagnosis.logged import Series, read_logged
-from nemo_geomask.diagnosis.read import RecordBlock
-from nemo_geomask.diagnosis.run import blocks_of
 from nemo_geomask.diagnosis.sources import RunFiles
-from nemo_geomask.diagnosis.text import MEASURES, STEP, Decode, Table, as_text, tables
+from nemo_geomask.diagnosis.text import MEASURES, STEP, Decode, Table, tables
 from nemo_geomask.diagnosis.verdict import RunDiagnosis
 from nemo_geomask.errors import DataError, GeomaskError, MissingDependencyError
 
-__all__ = ["Excerpt", "ReportedRun", "excerpts", "read_sweep", "report", "short_names", "write_report"]
-
-AROUND = 60
-"""Tokens that are shown before and after the worst one."""
-GRADES = (0.01, 0.1, 0.5, 1.0)
-"""Of |Δ|: from where on a token is marked, and more strongly."""
-
-
-@dataclass(frozen=True)
-class Excerpt:
-    """A part of a sequence.
-
-    Attributes:
-        title: which.
-        tokens: of each the text, the class of its |Δ| ("" where it does not train) and what is known of it.
-        cut: tokens that are left out before and after.
-    """
-
-    title: str
-    tokens: list[tuple[str, str, str]]
-    cut: tuple[int, int]
+__all__ = ["ReportedRun", "read_sweep", "report", "short_names", "write_report"]
 
 
 @dataclass(frozen=True)
@@ -91,55 +64,6 @@ def short_names(directories: Sequence[Path]) -> list[str]:
     return ["/".join(parts) or Path(common).name for parts in found]
 
 
-def excerpts(
-    run: RunFiles, diagnosis: RunDiagnosis, decode: Decode | None = None, cache: Path | None = None
-) -> list[Excerpt]:
-    """The sequences with the largest mean \\|Δ\\|, around the worst token of each, worst first.
-
-    Args:
-        run: whose files hold them.
-        diagnosis: of it.
-        decode: makes text of token ids; without it, ids are shown.
-        cache: as for :func:`~nemo_geomask.diagnosis.run.survey_run`.
-    """
-    wanted = [facts[:2] for _, facts in diagnosis.evidence.statistics.worst_sequences]
-    found = {}
-    for step in {step for step, _ in wanted}:
-        for block in blocks_of(run, step, cache):
-            for place, row in enumerate(block.sequences["row"].tolist()):
-                if (step, row) in wanted:
-                    found[step, row] = _excerpt(block, place, f"step {step}, row {row}", decode)
-    return [found[one] for one in wanted if one in found]
-
-
-def _excerpt(block: RecordBlock, place: int, title: str, decode: Decode | None) -> Excerpt:
-    begin, end = int(block.offsets[place]), int(block.offsets[place + 1])
-    here = slice(begin, end)
-    ids, mask = block.tokens["tokens"][here].tolist(), block.tokens["mask"][here].tolist()
-    nobody = [math.nan] * len(ids)
-    gen, prev = (block.tokens[name][here].tolist() if name in block.tokens else nobody for name in ("gen", "prev"))
-    size = [
-        abs(one - other) if trains and math.isfinite(one - other) else -1.0
-        for one, other, trains in zip(prev, gen, mask, strict=True)
-    ]
-    worst = size.index(max(size))
-    first, last = max(0, worst - AROUND), min(len(ids), worst + AROUND + 1)
-    shown = []
-    for index in range(first, last):
-        text = f"{ids[index]} " if decode is None else visible(decode(ids[index : index + 1]))
-        grade = f"d{sum(size[index] >= limit for limit in GRADES)}" if mask[index] else ""
-        known = f"token {index}, id {ids[index]}"
-        if mask[index]:
-            known += f": gen {gen[index]:.4g}, prev {prev[index]:.4g}, Δ {prev[index] - gen[index]:.4g}"
-        shown.append((text, grade, known))
-    return Excerpt(title, shown, (first, len(ids) - last))
-
-
-def visible(text: str) -> str:
-    """With the characters that change what is around them written out."""
-    return "".join(ch if ch.isprintable() or ch == "\n" else repr(ch)[1:-1] for ch in text)
-
-
 def read_sweep(path: Path) -> dict[str, Any]:
     """What ``nemo-geomask sweep --json`` has printed.
 
@@ -162,7 +86,7 @@ class _PageSection:
     title: str
     intro: str = ""
     figures: list[Figure] = field(default_factory=list)
-    tables: list[_SideBySide] = field(default_factory=list)
+    tables: list[SideBySide] = field(default_factory=list)
     definitions: Mapping[str, str] = field(default_factory=dict)
     folded: bool = False
 
@@ -170,78 +94,6 @@ class _PageSection:
     def views(self) -> list[str]:
         """What may be measured in its figures."""
         return list(dict.fromkeys(view for figure in self.figures for view in figure.curves if view))
-
-
-@dataclass(frozen=True)
-class _PageColumn:
-    """Of a table in the page: the cells of one row are those of all runs that have it, or one for all."""
-
-    title: str
-    runs: list[int]
-    cells: list[list[Any]]
-
-    @property
-    def kind(self) -> str:
-        """Numbers stand at the right."""
-        return "short" if any(isinstance(one, str) and one for row in self.cells for one in row) else "number"
-
-
-@dataclass(frozen=True)
-class _SideBySide:
-    """A table in the page, of all runs or of ``run``."""
-
-    title: str
-    columns: list[_PageColumn]
-    definitions: Mapping[str, str]
-    run: int | None = None
-
-    @property
-    def rows(self) -> list[list[tuple[str, str]]]:
-        """The text and kind of each cell."""
-        count = len(self.columns[0].cells)
-        return [
-            [(as_text(one), column.kind) for column in self.columns for one in column.cells[line]]
-            for line in range(count)
-        ]
-
-
-_APART = ("changes", "steps", "circle", "groups", "worst_sequences", "worst_tokens")
-"""Tables whose rows have no name that runs share."""
-
-
-def side_by_side(found: Sequence[tuple[int, Table]]) -> list[_SideBySide]:
-    """The tables of several runs, one of each, as one; a column that is the same in all of them stands once."""
-    first = found[0][1]
-    if len(found) == 1 or first.key in _APART:
-        last = len(found) - 1
-        return [
-            _SideBySide(
-                table.title,
-                [
-                    _PageColumn(title, [], [[row[place]] for row in table.rows])
-                    for place, title in enumerate(table.columns)
-                ],
-                table.definitions if number == last else {},
-                run if len(found) > 1 else None,
-            )
-            for number, (run, table) in enumerate(found)
-        ]
-    names = list(dict.fromkeys(row[0] for _, table in found for row in table.rows))
-    values: dict[tuple[str, int], dict[int, dict[Any, Any]]] = {}  # by title and how many were of that title before
-    for run, table in found:
-        for place, title in enumerate(table.columns):
-            again = table.columns[:place].count(title)
-            values.setdefault((title, again), {})[run] = {row[0]: row[place] for row in table.rows}
-    columns = []
-    for (title, _), of_runs in values.items():
-        cells = [[of_run.get(name, "") for of_run in of_runs.values()] for name in names]
-        known = [list(dict.fromkeys(of_run[name] for of_run in of_runs.values() if name in of_run)) for name in names]
-        if len(of_runs) == len(found) and all(len(one) < 2 for one in known):
-            columns.append(_PageColumn(title, [], [one or [""] for one in known]))
-        else:
-            columns.append(_PageColumn(title, list(of_runs), cells))
-    definitions = {name: text for _, table in found for name, text in table.definitions.items()}
-    return [_SideBySide(first.title, columns, definitions)]
 
 
 def _groups(run: RunDiagnosis) -> Table:

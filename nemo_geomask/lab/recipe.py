@@ -36,7 +36,10 @@ TASKS = PluginGroup(
     key="env.name",
     must_be="a class whose of(env) makes a nemo_geomask.lab.task.Task (see docs/plugins.md)",
     fits=lambda found: isinstance(found, type) and callable(getattr(found, "of", None)),
-    built_in={"progressions": "nemo_geomask.lab.task:Progressions"},
+    built_in={
+        "progressions": "nemo_geomask.lab.task:Progressions",
+        "lookups": "nemo_geomask.lab.lookups:Lookups",
+    },
 )
 _PRESET_BOUNDS: dict[str, dict[str, Any]] = {
     # Wide enough to leave a healthy run alone, narrow enough to act once the engines part.
@@ -306,8 +309,8 @@ class EnvConfig(StrictModel):
 
     name: Annotated[str, Named(TASKS)] = Field(
         "progressions",
-        description="progressions: continue one modulo a number; else a name in group nemo_geomask.lab_tasks, or "
-        "module:attribute.",
+        description="progressions: continue one modulo a number; lookups: ask a tool, repeat its answer; else a name "
+        "in group nemo_geomask.lab_tasks, or module:attribute.",
     )
     options: dict[str, Any] = Field(
         default_factory=dict, description="Settings of another distribution's task, validated by it."

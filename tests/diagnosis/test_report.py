@@ -16,10 +16,13 @@ pytest.importorskip("plotly", reason="the page embeds plotly (diagnose extra)")
 pytest.importorskip("jinja2", reason="the page is a template (diagnose extra)")
 
 from nemo_geomask.cli import main
-from nemo_geomask.diagnosis.figures import POINTS, figures_of, plotly_figure, write_pngs
+from nemo_geomask.diagnosis.beside import side_by_side
+from nemo_geomask.diagnosis.draw import COLOURS, plotly_figure, write_pngs
+from nemo_geomask.diagnosis.excerpts import excerpts
+from nemo_geomask.diagnosis.figures import POINTS, figures_of
 from nemo_geomask.diagnosis.planted import RunShape, planted_run, planted_step
 from nemo_geomask.diagnosis.read import RecordBlock
-from nemo_geomask.diagnosis.report import ReportedRun, excerpts, short_names, side_by_side, write_report
+from nemo_geomask.diagnosis.report import ReportedRun, short_names, write_report
 from nemo_geomask.diagnosis.run import survey_run
 from nemo_geomask.diagnosis.sources import find_runs
 from nemo_geomask.diagnosis.statistics import Statistics
@@ -213,9 +216,9 @@ def test_what_differs_names_a_run(tmp_path):
 
 def test_pngs_hold_any_name(diagnoses, tmp_path):
     pytest.importorskip("matplotlib", reason="PNGs are drawn by matplotlib (demo extra)")
-    figures = [figure for figure in figures_of(diagnoses) if figure.key in ("step reward", "by turn")]
+    figures = [figure for figure in figures_of(diagnoses) if figure.key in ("step |Δ| > 0.1", "by turn")]
     written = write_pngs(figures, ["_a $x^{", HOSTILE], tmp_path / "png")
-    assert sorted(path.name for path in written) == ["by-turn.png", "step-reward.png"]
+    assert sorted(path.name for path in written) == ["by-turn.png", "step-abs-delta-above-0.1.png"]
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in written)
     (tmp_path / "file").touch()
     with pytest.raises(DataError, match=r"--png: .* can't be written to"):
@@ -247,6 +250,21 @@ def test_the_command_writes_report_and_sweep(logged, tmp_path, capsys):
     assert "can't be written" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("log_probs", ["the same", "none"])
+def test_a_run_without_a_mismatch_has_a_page(log_probs, tmp_path):
+    pytest.importorskip("matplotlib", reason="PNGs are drawn by matplotlib (demo extra)")
+    found = Statistics()
+    for step in (1, 2, 3, 4):
+        block = planted_step(0, step, None, 0.0, shape=RunShape(prompts=4, samples=4, length=40))
+        block.tokens["prev"][:] = block.tokens["gen"] if log_probs == "the same" else 0.0
+        found.add(survey(block))
+    diagnosis = diagnose(found)
+    write_report(tmp_path / "x.html", [ReportedRun("a", "a", diagnosis)])
+    text = Page((tmp_path / "x.html").read_text(encoding="utf-8")).text
+    assert ("not judged" in text) == (log_probs == "none")
+    write_pngs(figures_of([diagnosis])[:3], ["a"], tmp_path)
+
+
 def test_a_missing_package_names_the_extra(diagnoses, tmp_path, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "jinja2", None)
     with pytest.raises(MissingDependencyError, match=r"nemo-geomask\[diagnose\]"):
@@ -271,8 +289,6 @@ def test_the_page_is_in_the_wheel():
 
 
 def test_colours_are_far_from_both_pages():
-    from nemo_geomask.diagnosis.figures import COLOURS
-
     def luminance(colour):
         parts = [int(colour[place : place + 2], 16) / 255 for place in (1, 3, 5)]
         linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
