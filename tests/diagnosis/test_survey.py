@@ -94,7 +94,7 @@ def test_turns_and_positions_are_counted_within_the_response():
 
 def test_two_dimensions_at_once_are_those_of_plain_loops(block):
     block.tokens["entropy"] = np.where(np.arange(len(block.tokens["mask"])) % 7, block.tokens["gen"] ** 2, np.nan)
-    crosses = [("entropy", "advantage"), ("turn", "probability")]
+    crosses = [("entropy", "advantage"), ("turn", "probability"), ("turn", "entropy")]
     found = survey(block, crosses)
     cells = found.windows[5].cells["entropy,advantage"]
     edges, signs = BY_NAME["entropy"].edges, BY_NAME["advantage"].edges
@@ -111,6 +111,8 @@ def test_two_dimensions_at_once_are_those_of_plain_loops(block):
     np.testing.assert_allclose(cells.reshape(len(edges) + 1, -1, len(CELLS)).sum(axis=1), known, rtol=1e-9, atol=1e-12)
     by_turn = found.windows[5].cells["turn,probability"].reshape(len(turns), -1, len(CELLS)).sum(axis=1)
     np.testing.assert_allclose(by_turn, turns, rtol=1e-9, atol=1e-12)
+    beside = found.windows[5].cells["turn,entropy"].reshape(len(turns), -1, len(CELLS)).sum(axis=0)
+    np.testing.assert_allclose(beside, known, rtol=1e-9, atol=1e-12)
     assert found.steps[5]["entropy_known"] == known[:, 0].sum()
     parts = Statistics()
     for first, last in ((7, 12), (0, 7)):
