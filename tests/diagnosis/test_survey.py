@@ -6,8 +6,8 @@ import math
 import numpy as np
 import pytest
 
-from nemo_geomask.diagnosis.planted import RunShape, planted_step
-from nemo_geomask.diagnosis.read import RecordBlock
+from nemo_geomask.diagnosis.planted import RunShape, planted_step, write_step
+from nemo_geomask.diagnosis.read import RecordBlock, read_blocks
 from nemo_geomask.diagnosis.statistics import BY_NAME, CELLS, DIMENSIONS, Statistics
 from nemo_geomask.diagnosis.survey import survey
 
@@ -195,3 +195,13 @@ def test_windows_widen_as_a_run_grows():
     tokens = sum(window.tail.sum() for window in found.windows.values())
     assert tokens == found.total()["tokens"]
     assert found.between(100, 200).tail.sum() == found.total(range(100, 200))["tokens"]
+
+
+def test_a_made_up_step_that_was_written_is_read_as_it_was(tmp_path):
+    pytest.importorskip("pyarrow")
+    made = planted_step(3, 5, "tool_calls", 5.0, shape=SHAPE)
+    (read,) = read_blocks(write_step(tmp_path, made))
+    np.testing.assert_array_equal(read.offsets, made.offsets)
+    for name, values in made.tokens.items():
+        np.testing.assert_array_equal(read.tokens[name], values)
+    assert survey(read).steps[5].sums.tobytes() == survey(made).steps[5].sums.tobytes()
