@@ -50,6 +50,12 @@ _PRESET_BOUNDS: dict[str, dict[str, Any]] = {
     "opsm": {"delta": 0.05},
     "veto": {"min": 0.5, "max": 2.0},
     "trust_region": {"statistic": "k3", "level": "sequence_mean", "max": 0.001},
+    # As in use.
+    "dppo_tv": {"delta": 0.15},
+    "dppo_kl": {"delta": 0.05},
+    "kpop": {"max": 0.1},
+    "cppo": {"delta": 0.15},
+    "m2po": {"tau": 0.04},
 }
 
 
