@@ -39,6 +39,7 @@ TASKS = PluginGroup(
     built_in={
         "progressions": "nemo_geomask.lab.task:Progressions",
         "lookups": "nemo_geomask.lab.lookups:Lookups",
+        "answers": "nemo_geomask.lab.answers:Answers",
     },
 )
 _PRESET_BOUNDS: dict[str, dict[str, Any]] = {
@@ -315,8 +316,8 @@ class EnvConfig(StrictModel):
 
     name: Annotated[str, Named(TASKS)] = Field(
         "progressions",
-        description="progressions: continue one modulo a number; lookups: ask a tool, repeat its answer; else a name "
-        "in group nemo_geomask.lab_tasks, or module:attribute.",
+        description="progressions: continue one modulo a number; lookups: ask a tool, repeat its answer; answers: 0 "
+        "or 1 for the last token of a long response; else a name in group nemo_geomask.lab_tasks, or module:attribute.",
     )
     options: dict[str, Any] = Field(
         default_factory=dict, description="Settings of another distribution's task, validated by it."
