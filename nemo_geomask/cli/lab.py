@@ -16,7 +16,8 @@ SPEC = name[:level][+preset]...
           the first colon is a module where no loss of that name is registered
   level   token, sequence, sequence_mean: importance-sampling correction at this level; none: no correction. The word
           is always a level where it stands last: an attribute of that name needs a level after it
-  preset  geometric, product, icepop, opsm, veto, trust_region: a mask, with the bounds under lab.presets
+  preset  geometric, product, icepop, opsm, veto, trust_region, dppo_tv, dppo_kl, kpop, cppo, m2po: a mask, with the
+          bounds under lab.presets
 
 examples
   nemo-geomask lab recipes/lab/demo.yaml

@@ -137,6 +137,19 @@ def _shifted(evidence: Evidence, least: float) -> Found:
 _NO_MISMATCH = "the two engines agree on every token"
 
 
+def _filtered(evidence: Evidence, least: float) -> Found:
+    """Of a token that top-p or top-k kept, the generation engine's probability is the larger, whatever it is."""
+    cells = evidence.after.cells["probability"]
+    count, negative = (cells[:, _CELL[name]] for name in ("tokens", "negative"))
+    some = count >= LEAST_OF_BIN
+    if np.count_nonzero(some) < 3:
+        return Found(float("nan"), "too few tokens")
+    share = float((negative[some] / count[some]).min())
+    says = f"the training engine finds {share:.0%} of the tokens or more less likely, whatever their probability"
+    # Every step has its part in it, so that the zeros that come of it explain no more.
+    return Found(share, says, share > least, evidence.steps_after if share > least else ())
+
+
 def _temperature(evidence: Evidence, least: float) -> Found:
     """Another temperature makes likely tokens likelier and unlikely ones less likely, or the other way round."""
     cells = evidence.after.cells["probability"]
@@ -282,6 +295,8 @@ def _where(name: str, *, suffix: bool) -> Callable[[Evidence, float], Found]:
     return measure
 
 
+LEAST_OF_BIN = 100
+"""Tokens of one probability, for a share of them."""
 GROUP_LIFT, LEAST_TOKENS = 3.0, 20
 """At how many times the mismatch of the others, and of how many tokens at least that is the sum."""
 
@@ -354,6 +369,17 @@ def _precision(evidence: Evidence, least: float) -> Found:
 _OURS = "this package; measured on planted causes, see docs/diagnose.md"
 _OF_PART = f"share of the mismatch less the share expected, of the part where it is highest. {_OURS}"
 CAUSES: tuple[Cause, ...] = (
+    Cause(
+        "filtered",
+        "log-probs of what top-p or top-k left, against those of all tokens",
+        True,
+        0.9,
+        "share of tokens with Δ < 0, in the bin of probability where it is lowest; half is expected. Before the next, "
+        f"since a token that is left alone has a log-prob of 0. {_OURS}",
+        "sample with top_p: 1.0 and top_k: null, or have the training engine filter its logits as the sampler does, "
+        "which NeMo-RL does for policy.generation.top_p and top_k",
+        _filtered,
+    ),
     Cause(
         "zero_logprobs",
         "log-probs of exactly 0 where the other engine's are not",

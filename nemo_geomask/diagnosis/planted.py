@@ -3,12 +3,16 @@
 Each token is drawn from a distribution over a small vocabulary whose sharpness differs from token to token. The
 training engine's logits are the generation engine's with noise of the size that bfloat16 makes in the lab, and with
 more of it at the few tokens where an expert's routing flips. A cause changes logits or log-probs, as in a real run.
+
+``python -m nemo_geomask.diagnosis.planted DIR --cause tool_calls --strength 5`` writes one, to try the commands on.
 """
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,8 +20,9 @@ import numpy as np
 from nemo_geomask.diagnosis.read import Array, RecordBlock
 from nemo_geomask.diagnosis.statistics import Statistics
 from nemo_geomask.diagnosis.survey import survey
+from nemo_geomask.records.schema import COLUMNS, arrow_schema, file_name, require_arrow
 
-__all__ = ["PLANTS", "STRENGTHS", "RunShape", "planted_run", "planted_step"]
+__all__ = ["PLANTS", "STRENGTHS", "RunShape", "planted_run", "planted_step", "write_step"]
 
 VOCABULARY = 12
 NOISE, FLIPPED, FLIPS = 0.02, 0.3, 0.015
@@ -89,6 +94,18 @@ def _shifted(draft: Draft, strength: float) -> None:
         draft.gen[mine] = np.concatenate([[0.0], draft.gen[mine][:-1]])
 
 
+def _filtered(draft: Draft, strength: float) -> None:
+    """The engine samples from the likeliest tokens that hold a share of the probability, and says how likely they are
+    among these."""
+    log_gen = _log_softmax(draft.logits)
+    order = np.argsort(-log_gen, axis=1)
+    ranked = np.take_along_axis(np.exp(log_gen), order, axis=1)
+    cut = np.cumsum(ranked, axis=1) - ranked >= 1 - strength
+    left = np.where(np.take_along_axis(cut, np.argsort(order, axis=1), axis=1), -np.inf, log_gen)
+    draft.target = (left + draft.random.gumbel(size=left.shape)).argmax(axis=1)
+    draft.gen = _log_softmax(left)[np.arange(len(left)), draft.target]
+
+
 def _temperature(draft: Draft, strength: float) -> None:
     """The training engine divides by another temperature."""
     draft.trained *= 1 + strength
@@ -142,6 +159,7 @@ class Plant:
 
 _NOISE_UNIT = "times the usual noise on the logits there"
 PLANTS: dict[str, Plant] = {
+    "filtered": Plant(_filtered, (0.02, 0.1, 0.3), "of the probability is cut off"),
     "zero_logprobs": Plant(_zeros, (0.02, 0.1, 1.0), "share of the sequences without log-probs"),
     "shifted": Plant(_shifted, (0.02, 0.1, 1.0), "share of the sequences shifted"),
     "temperature": Plant(_temperature, (0.01, 0.05, 0.3), "relative difference of the temperatures"),
@@ -215,6 +233,29 @@ def planted_step(
     )
 
 
+def write_step(directory: Path, block: RecordBlock) -> Path:
+    """Write one step's block as a record.
+
+    Raises: MissingDependencyError: there is no pyarrow.
+    """
+    arrow, parquet = require_arrow(), require_arrow("pyarrow.parquet")
+    schema, offsets, count = arrow_schema(), arrow.array(block.offsets, arrow.int32()), len(block)
+    table = {}
+    for column in COLUMNS:
+        kind = schema.field(column.name).type
+        if column.by_token and column.name in block.tokens:
+            values = arrow.array(block.tokens[column.name], kind.value_type)
+            table[column.name] = arrow.ListArray.from_arrays(offsets, values)
+        elif column.name in block.sequences:
+            table[column.name] = arrow.array(block.sequences[column.name]).cast(kind)
+        else:
+            table[column.name] = arrow.nulls(count, kind)
+    directory.mkdir(parents=True, exist_ok=True)
+    path = directory / file_name(int(block.sequences["step"][0]), "planted")
+    parquet.write_table(arrow.table(table, schema), path)
+    return path
+
+
 def _draft(random: np.random.Generator, shape: RunShape, since: int) -> tuple[Draft, dict[str, Any]]:
     count = shape.prompts * shape.samples
     group = np.repeat(np.arange(shape.prompts), shape.samples)
@@ -266,3 +307,23 @@ def _log_softmax(logits: Array) -> Array:
     shifted = logits - logits.max(axis=1, keepdims=True)
     result: Array = shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
     return result
+
+
+def _main() -> None:
+    parser = argparse.ArgumentParser(description="Write the records of a made-up run with a planted cause.")
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("--cause", choices=list(PLANTS))
+    parser.add_argument("--strength", type=float, default=1.0, help="in the plant's unit, see docs/diagnose.md")
+    parser.add_argument("--onset", type=int, default=1, help="first step of it")
+    parser.add_argument("--steps", type=int, default=RunShape.steps)
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    for step in range(1, arguments.steps + 1):
+        since = step - arguments.onset + 1
+        cause = arguments.cause if since > 0 else None
+        block = planted_step(arguments.seed, step, cause, arguments.strength, since=since)
+        write_step(arguments.directory, block)
+
+
+if __name__ == "__main__":
+    _main()

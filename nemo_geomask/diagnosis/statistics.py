@@ -43,6 +43,7 @@ __all__ = [
     "REPLICATES",
     "SUMS",
     "TAIL_BINS",
+    "TOKEN_SUMS",
     "WORST",
     "Dimension",
     "Statistics",
@@ -109,7 +110,7 @@ LEARNED_SUMS = ("ad", "an", "a2d2", "a2dn", "a2n2")
 """Of a sequence's advantage a, n = √tokens and d = Σ score / n: how Δ goes with what was rewarded."""
 SUMS = (*TOKEN_SUMS, *SEQUENCE_SUMS, *BUG_SUMS, *LEARNED_SUMS)
 BOOT = ("tokens", "abs", "size", "delta", "k3", "prob_error", "weight", "weight_square", "model")
-CELLS = ("tokens", "size", "model", "delta", "k3", "positive", "score", "score_square")
+CELLS = ("tokens", "size", "model", "delta", "k3", "positive", "negative", "score", "score_square")
 CLUSTERED = ("size2", "size_model", "model2")
 """Of sums over one sequence's tokens in a bin: what the standard error over sequences is made of."""
 

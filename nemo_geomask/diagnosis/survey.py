@@ -16,6 +16,7 @@ from nemo_geomask.diagnosis.statistics import (
     DIMENSIONS,
     REPLICATES,
     TAIL_BINS,
+    TOKEN_SUMS,
     WORST,
     Dimension,
     Statistics,
@@ -189,6 +190,7 @@ def _judge(block: RecordBlock, place: Array, sequence: Array, gen: Array, prev: 
         "weight": up,
         "weight_square": up * up,
         "positive": (delta > 0).astype(float),
+        "negative": (delta < 0).astype(float),
         "above_0.1": (size > 0.1).astype(float),
         "above_1": (np.abs(delta) > 1).astype(float),
         "model": model,
@@ -205,8 +207,8 @@ def _judge(block: RecordBlock, place: Array, sequence: Array, gen: Array, prev: 
 def _sum_up(sums: StepSums, judged: KnownTokens) -> None:
     block, tokens = judged.block, judged.of_sequences("tokens")
     some = tokens > 0
-    for name, value in judged.values.items():
-        sums.put(name, float(value.sum()))
+    for name in TOKEN_SUMS:
+        sums.put(name, float(judged.values[name].sum()))
     delta = judged.of_sequences("delta")[some]
     for name, exponent in (("sequence_weight", delta), ("mean_weight", delta / tokens[some])):
         weight = np.exp(np.clip(exponent, -LIMIT, LIMIT))

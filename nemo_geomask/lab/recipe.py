@@ -39,6 +39,7 @@ TASKS = PluginGroup(
     built_in={
         "progressions": "nemo_geomask.lab.task:Progressions",
         "lookups": "nemo_geomask.lab.lookups:Lookups",
+        "answers": "nemo_geomask.lab.answers:Answers",
     },
 )
 _PRESET_BOUNDS: dict[str, dict[str, Any]] = {
@@ -49,6 +50,12 @@ _PRESET_BOUNDS: dict[str, dict[str, Any]] = {
     "opsm": {"delta": 0.05},
     "veto": {"min": 0.5, "max": 2.0},
     "trust_region": {"statistic": "k3", "level": "sequence_mean", "max": 0.001},
+    # As in use.
+    "dppo_tv": {"delta": 0.15},
+    "dppo_kl": {"delta": 0.05},
+    "kpop": {"max": 0.1},
+    "cppo": {"delta": 0.15},
+    "m2po": {"tau": 0.04},
 }
 
 
@@ -309,8 +316,8 @@ class EnvConfig(StrictModel):
 
     name: Annotated[str, Named(TASKS)] = Field(
         "progressions",
-        description="progressions: continue one modulo a number; lookups: ask a tool, repeat its answer; else a name "
-        "in group nemo_geomask.lab_tasks, or module:attribute.",
+        description="progressions: continue one modulo a number; lookups: ask a tool, repeat its answer; answers: 0 "
+        "or 1 for the last token of a long response; else a name in group nemo_geomask.lab_tasks, or module:attribute.",
     )
     options: dict[str, Any] = Field(
         default_factory=dict, description="Settings of another distribution's task, validated by it."

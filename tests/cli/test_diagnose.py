@@ -161,3 +161,23 @@ def test_watch_says_what_is_new(tmp_path, capsys, monkeypatch):
         (False, True),
         (False, False),
     ]
+
+
+def test_watch_keeps_the_report_current(tmp_path, monkeypatch):
+    for module in ("plotly", "jinja2"):
+        pytest.importorskip(module, reason="the report (diagnose extra)")
+    run, page, looks = write_steps(tmp_path / "run", (1, 2)), tmp_path / "report.html", []
+
+    def sleep(_):
+        looks.append(page.stat().st_mtime_ns if page.exists() else 0)
+        if len(looks) == 3:
+            write_steps(run, (3,), "shifted")
+        if len(looks) == 6:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("time.sleep", sleep)
+    main(["diagnose", str(run), "--brief", "--watch", "1", "--html", str(page)])
+    first, second, third, _, fifth, last = looks
+    assert first == 0
+    assert 0 < second == third < fifth == last
+    assert "broken since step 3" in page.read_text(encoding="utf-8")

@@ -6,8 +6,8 @@ import math
 import numpy as np
 import pytest
 
-from nemo_geomask.diagnosis.planted import RunShape, planted_step
-from nemo_geomask.diagnosis.read import RecordBlock
+from nemo_geomask.diagnosis.planted import RunShape, planted_step, write_step
+from nemo_geomask.diagnosis.read import RecordBlock, read_blocks
 from nemo_geomask.diagnosis.statistics import BY_NAME, CELLS, DIMENSIONS, Statistics
 from nemo_geomask.diagnosis.survey import survey
 
@@ -94,7 +94,7 @@ def test_turns_and_positions_are_counted_within_the_response():
 
 def test_two_dimensions_at_once_are_those_of_plain_loops(block):
     block.tokens["entropy"] = np.where(np.arange(len(block.tokens["mask"])) % 7, block.tokens["gen"] ** 2, np.nan)
-    crosses = [("entropy", "advantage"), ("turn", "probability")]
+    crosses = [("entropy", "advantage"), ("turn", "probability"), ("turn", "entropy")]
     found = survey(block, crosses)
     cells = found.windows[5].cells["entropy,advantage"]
     edges, signs = BY_NAME["entropy"].edges, BY_NAME["advantage"].edges
@@ -111,6 +111,8 @@ def test_two_dimensions_at_once_are_those_of_plain_loops(block):
     np.testing.assert_allclose(cells.reshape(len(edges) + 1, -1, len(CELLS)).sum(axis=1), known, rtol=1e-9, atol=1e-12)
     by_turn = found.windows[5].cells["turn,probability"].reshape(len(turns), -1, len(CELLS)).sum(axis=1)
     np.testing.assert_allclose(by_turn, turns, rtol=1e-9, atol=1e-12)
+    beside = found.windows[5].cells["turn,entropy"].reshape(len(turns), -1, len(CELLS)).sum(axis=0)
+    np.testing.assert_allclose(beside, known, rtol=1e-9, atol=1e-12)
     assert found.steps[5]["entropy_known"] == known[:, 0].sum()
     parts = Statistics()
     for first, last in ((7, 12), (0, 7)):
@@ -195,3 +197,13 @@ def test_windows_widen_as_a_run_grows():
     tokens = sum(window.tail.sum() for window in found.windows.values())
     assert tokens == found.total()["tokens"]
     assert found.between(100, 200).tail.sum() == found.total(range(100, 200))["tokens"]
+
+
+def test_a_made_up_step_that_was_written_is_read_as_it_was(tmp_path):
+    pytest.importorskip("pyarrow")
+    made = planted_step(3, 5, "tool_calls", 5.0, shape=SHAPE)
+    (read,) = read_blocks(write_step(tmp_path, made))
+    np.testing.assert_array_equal(read.offsets, made.offsets)
+    for name, values in made.tokens.items():
+        np.testing.assert_array_equal(read.tokens[name], values)
+    assert survey(read).steps[5].sums.tobytes() == survey(made).steps[5].sums.tobytes()

@@ -43,7 +43,7 @@ def test_nothing_is_named_where_nothing_is_wrong(seed):
     found = diagnose(planted_run(seed))
     assert (found.health, found.cause, found.since) == ("healthy", None, None)
     assert found.sentence.startswith("healthy: token_mult_prob_error 1.0")
-    assert "ruled out: zero logprobs" in found.sentence
+    assert "ruled out: filtered, zero logprobs" in found.sentence
 
 
 SMALL = RunShape(steps=4, prompts=8)

@@ -102,3 +102,32 @@ def test_synchronous_training_keeps_no_old_weights(tiny):
 def test_settings_that_do_nothing(tiny, settings, message):
     with pytest.raises(ConfigError, match=message):
         tiny(grpo={"async_grpo": settings})
+
+
+@pytest.mark.parametrize("in_flight", [False, True])
+def test_the_control_has_the_trainers_log_probs_by_the_weights_that_sampled(tiny, in_flight):
+    ages = {"enabled": True, "max_trajectory_age_steps": 2, "in_flight_weight_updates": in_flight}
+    change = {
+        "grpo": {"async_grpo": ages, "max_num_steps": 3},
+        "policy": {"lr": 1e-2, "generation": {"precision": "float32"}},
+    }
+    control = {**change, "policy": {**change["policy"], "generation": {"precision": "float32", "logprobs": "trainer"}}}
+    (*_, (_, engine)), (*_, (_, trainer)) = (
+        list(Trainer(recipe, build_loss(recipe.loss_fn)).steps()) for recipe in (tiny(**change), tiny(**control))
+    )
+    # In float32 both engines say the same of the weights that sampled, unless the cache is of earlier ones.
+    sampled = engine.data["token_mask"] != 0
+    assert torch.equal(engine.data["input_ids"], trainer.data["input_ids"])
+    assert engine.data["weight_age"].max() == 2
+    gap = (engine.data["generation_logprobs"] - trainer.data["generation_logprobs"])[sampled].abs()
+    stale = (trainer.data["prev_logprobs"] - trainer.data["generation_logprobs"])[sampled].abs().max()
+    assert stale > 1e-2
+    assert gap[engine.data["weight_age"][sampled] == 2].max() < 1e-4
+    # Synchronous, the control is exactly without mismatch, also where the engine rounds.
+    recipe = tiny(policy={"generation": {"logprobs": "trainer"}})
+    for metrics, rollout in Trainer(recipe, build_loss(recipe.loss_fn)).steps():
+        assert torch.equal(
+            rollout.data["generation_logprobs"] * (rollout.data["token_mask"] != 0),
+            rollout.data["prev_logprobs"] * (rollout.data["token_mask"] != 0),
+        )
+        assert metrics["geomask/mismatch_abs"] == 0

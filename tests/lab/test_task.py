@@ -8,8 +8,9 @@ import torch
 from nemo_geomask import LossConfig
 from nemo_geomask.errors import ConfigError
 from nemo_geomask.lab.advantages import group_advantages, kl_of_reward, token_advantages
-from nemo_geomask.lab.recipe import GrpoConfig
-from nemo_geomask.lab.task import Progressions
+from nemo_geomask.lab.answers import Answers
+from nemo_geomask.lab.recipe import EnvConfig, GrpoConfig
+from nemo_geomask.lab.task import Progressions, Prompts, draw_prompts, task_of
 
 TASK = Progressions(modulus=7, min_terms=3, max_terms=9)
 PROMPT = [3, TASK.plus_id, 4, TASK.colon_id]
@@ -180,3 +181,48 @@ def test_a_kl_that_no_reward_has_is_an_error():
         kl_of_reward(loss, GrpoConfig())
     assert kl_of_reward(loss, GrpoConfig(adv_estimator=PLUS_PLUS)) == 0.1
     assert kl_of_reward(LossConfig(reference_policy_kl_penalty=0.1), GrpoConfig()) == 0.0
+
+
+def test_answers_earn_1_or_0_for_the_last_token_of_a_long_response():
+    task = Answers.of(EnvConfig(name="answers", modulus=7, min_terms=3, max_terms=9))
+    cases = {
+        (5, 5, 0): 1.0,  # 3 + 4 modulo 7
+        (0, 0, 5): 0.0,
+        (5, 5, 0, EOS): 1.0,
+        (0, 0, 0, 5): 1.0,  # one token more than was asked for
+        (0, EOS): 0.0,  # too short
+        (5, 0, EOS, 0): 0.0,
+        (): 0.0,
+    }
+    assert {response: task.reward(PROMPT, response, 3) for response in cases} == cases
+    assert task_of(EnvConfig(name="answers")).chance == 0.1
+
+
+@pytest.mark.parametrize("held_out", [True, False])
+def test_prompts_belong_to_one_split_whoever_asks(held_out):
+    def drawn(seed, of):
+        return draw_prompts(TASK, 64, torch.Generator().manual_seed(seed), held_out=of)
+
+    prompts = drawn(0, held_out)
+    assert prompts.token_ids.shape == (64, 4)
+    assert len(prompts.terms) == 64
+    mine = {tuple(ids) for ids in prompts.token_ids.tolist()}
+    others = {tuple(ids) for seed in range(5) for ids in drawn(seed, not held_out).token_ids.tolist()}
+    assert not mine & others
+    assert min(len(mine), len(others)) > 4
+    plain = TASK.sample(64, torch.Generator().manual_seed(0))
+    assert torch.equal(drawn(0, None).token_ids, plain.token_ids)
+
+
+@pytest.mark.parametrize("held_out", [True, False])
+def test_a_task_of_one_prompt_has_no_two_splits(held_out):
+    (one,) = draw_prompts(TASK, 1, torch.Generator().manual_seed(0), held_out=held_out).token_ids
+
+    class Single(Progressions):
+        def sample(self, count, generator):
+            return Prompts(one.expand(count, -1), super().sample(count, generator).terms)
+
+    task, generator = Single(7, 3, 9), torch.Generator()
+    assert (draw_prompts(task, 4, generator, held_out=held_out).token_ids == one).all()
+    with pytest.raises(ConfigError, match=r"grpo\.val_period: of 800 prompts that the task drew, 0 belong to the"):
+        draw_prompts(task, 4, generator, held_out=not held_out)
