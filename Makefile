@@ -114,6 +114,7 @@ docs: $(VENV)/.test
 	$(BIN)/python -m nemo_geomask.checks.pages docs
 	$(BIN)/python -m nemo_geomask.diagnosis.power --page docs/diagnose.md
 	$(BIN)/python -m nemo_geomask.diagnosis.guide docs/metrics.md
+	$(BIN)/python -m nemo_geomask.lab.evidence
 	$(BIN)/python -m tests.peers.pages docs/peers.md
 	$(BIN)/python -m nemo_geomask.rehearsal.matrix --table
 	$(BIN)/nemo-geomask schema --out docs/recipe.schema.json

@@ -11,12 +11,12 @@ from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wai
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing
 from dataclasses import replace
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 
+import nemo_geomask
 from nemo_geomask import build_loss
 from nemo_geomask.errors import ConfigError
 from nemo_geomask.lab.advantages import kl_of_reward
@@ -232,5 +232,9 @@ def _facts(run: Run, trainer: Trainer) -> dict[str, Any]:
         "chance": task_of(run.recipe.env).chance,
         "sampler": trainer.sampler.name,
         "precision": run.recipe.policy.precision,
-        "versions": {name: version(name) for name in ("nemo-geomask", "torch", "transformers")},
+        "versions": {
+            "nemo-geomask": nemo_geomask.__version__,
+            "torch": torch.__version__,
+            "transformers": require("transformers").__version__,
+        },
     }

@@ -22,7 +22,7 @@ from nemo_geomask.errors import ConfigError
 from nemo_geomask.lab.optional import require
 from nemo_geomask.lab.recipe import LabRecipe
 
-__all__ = ["SHARED", "Course", "Run", "read_curves", "write_steps"]
+__all__ = ["SHARED", "Course", "Run", "flat", "read_curves", "write_steps"]
 
 _KEY = b"nemo_geomask.lab"
 _STEPS = "steps"
@@ -207,7 +207,7 @@ def read_curves(places: Iterable[Path]) -> list[Course]:
 def _told_apart(curves: Sequence[Course]) -> list[Course]:
     variants: dict[str, dict[str, dict[str, Any]]] = {}
     for curve in curves:
-        variants.setdefault(curve.label, {})[curve.facts["variant"]] = _flat(curve.facts["settings"])
+        variants.setdefault(curve.label, {})[curve.facts["variant"]] = flat(curve.facts["settings"])
     named = []
     for curve in curves:
         others = variants[curve.label]
@@ -219,11 +219,12 @@ def _told_apart(curves: Sequence[Course]) -> list[Course]:
     return sorted(named, key=lambda curve: (order.index(curve.label), curve.seed))
 
 
-def _flat(settings: Mapping[str, Any], above: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
+def flat(settings: Mapping[str, Any], above: str = "") -> dict[str, Any]:
+    """Nested settings by their dotted keys."""
+    found: dict[str, Any] = {}
     for key, value in settings.items():
         if isinstance(value, Mapping):
-            flat |= _flat(value, f"{above}{key}.")
+            found |= flat(value, f"{above}{key}.")
         else:
-            flat[f"{above}{key}"] = value
-    return flat
+            found[f"{above}{key}"] = value
+    return found
