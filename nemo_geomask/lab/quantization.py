@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from nemo_geomask.lab.recipe import GenerationConfig, QuantizationConfig
+from nemo_geomask.lab.recipe import LabRecipe, QuantizationConfig
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -49,10 +49,13 @@ def quantize(model: PreTrainedModel, config: QuantizationConfig) -> None:
             weight.copy_(rounded(weight, config.weights, config.block_size))
 
 
-def numerics(config: GenerationConfig) -> str:
-    """Of an engine, for the report: ``bfloat16``, ``bfloat16 with int4 experts in blocks of 32``."""
-    found = config.quantization
-    if found is None:
-        return config.precision
-    blocks = f" in blocks of {found.block_size}" if found.block_size else ""
-    return f"{config.precision} with {found.weights} {found.layers}{blocks}"
+def numerics(recipe: LabRecipe) -> str:
+    """Of an engine, for the report: ``bfloat16 with int4 experts in blocks of 32 (2 weight updates behind)``."""
+    config, lag = recipe.policy.generation, recipe.grpo.async_grpo.lag
+    parts: list[str] = [config.precision]
+    if found := config.quantization:
+        blocks = f" in blocks of {found.block_size}" if found.block_size else ""
+        parts.append(f" with {found.weights} {found.layers}{blocks}")
+    if lag:
+        parts.append(f" ({lag} weight update{'s' * (lag > 1)} behind)")
+    return "".join(parts)

@@ -89,6 +89,11 @@ class AsyncGrpoConfig(StrictModel):
         False, description="Whether the keys and values of what is already written are then those of the new weights."
     )
 
+    @property
+    def lag(self) -> int:
+        """Weight updates that the engine is behind, at most."""
+        return self.max_trajectory_age_steps if self.enabled else 0
+
     @model_validator(mode="after")
     def _check_switches(self) -> AsyncGrpoConfig:
         needs = {

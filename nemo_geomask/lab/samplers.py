@@ -12,7 +12,7 @@ from nemo_geomask.errors import ConfigError, Problem
 from nemo_geomask.lab.generation import Generated, generate
 from nemo_geomask.lab.model import generation_copy
 from nemo_geomask.lab.quantization import numerics
-from nemo_geomask.lab.recipe import GenerationConfig, LabRecipe
+from nemo_geomask.lab.recipe import LabRecipe
 from nemo_geomask.lab.task import Prompts, Task, task_of
 
 if TYPE_CHECKING:
@@ -43,24 +43,24 @@ class CopySampler:
     """A copy of the policy in the generation engine's precision; see :mod:`nemo_geomask.lab.generation`.
 
     Attributes:
-        config: numerics, and what is drawn from.
+        recipe: numerics, what is drawn from, and what becomes of the cache at a weight update.
         task: supplies EOS and PAD.
-        recompute_cache: see :func:`~nemo_geomask.lab.generation.generate`.
     """
 
-    config: GenerationConfig
+    recipe: LabRecipe
     task: Task
-    recompute_cache: bool = False
 
     @property
     def name(self) -> str:
         """See :class:`Sampler`."""
-        return f"decoding in {numerics(self.config)}"
+        return f"decoding in {numerics(self.recipe)}"
 
     def sample(self, versions: Sequence[PreTrainedModel], prompts: Prompts, generator: torch.Generator) -> Generated:
         """See :class:`Sampler`."""
-        engines = [generation_copy(policy, self.config) for policy in versions]
-        return generate(engines, prompts, self.task, self.config, generator, recompute_cache=self.recompute_cache)
+        config = self.recipe.policy.generation
+        recompute = self.recipe.grpo.async_grpo.recompute_kv_cache_after_weight_updates
+        engines = [generation_copy(policy, config) for policy in versions]
+        return generate(engines, prompts, self.task, config, generator, recompute_cache=recompute)
 
 
 def build_sampler(recipe: LabRecipe) -> Sampler:
@@ -80,4 +80,4 @@ def build_sampler(recipe: LabRecipe) -> Sampler:
             )
             raise ConfigError(Problem(("policy.generation.backend", "env.name"), text))
         return VllmSampler(recipe, task)
-    return CopySampler(recipe.policy.generation, task, recipe.grpo.async_grpo.recompute_kv_cache_after_weight_updates)
+    return CopySampler(recipe, task)

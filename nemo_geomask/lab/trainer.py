@@ -85,8 +85,7 @@ class Trainer:
         self.optimizer = torch.optim.AdamW(
             self.policy.parameters(), lr=recipe.policy.lr, weight_decay=recipe.policy.weight_decay, fused=True
         )
-        ages = recipe.grpo.async_grpo
-        self.versions: deque[PreTrainedModel] = deque(maxlen=ages.max_trajectory_age_steps if ages.enabled else 0)
+        self.versions: deque[PreTrainedModel] = deque(maxlen=recipe.grpo.async_grpo.lag)
         self._of_prompts, self._of_sampling, self._of_order = (
             torch.Generator().manual_seed(seed * 3 + offset) for offset in range(3)
         )

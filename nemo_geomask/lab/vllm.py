@@ -62,7 +62,7 @@ class VllmSampler:
         vllm = _vllm()
         self._params = vllm.SamplingParams
         generation = recipe.policy.generation
-        self.name = f"vLLM {vllm.__version__} in {numerics(generation)}"
+        self.name = f"vLLM {vllm.__version__} in {numerics(recipe)}"
         settings = {
             "dtype": generation.precision,
             "logprobs_mode": "processed_logprobs",

@@ -170,7 +170,7 @@ def test_what_the_environment_writes_is_read_and_not_trained_on(parts):
         calls += count
         assert length == task.prompt_width + terms or (response[-1] == task.eos_id and own[-1])
     assert calls > 20
-    sampler = CopySampler(settings, task)
+    sampler = CopySampler(recipe, task)
     data = collect((policy,), None, recipe, task, seeded(), TrainEngine(), sampler).data
     assert (data["token_mask"].sum(dim=1) < data["input_lengths"] - task.prompt_width).any()
 

@@ -13,6 +13,7 @@ from nemo_geomask import build_loss
 from nemo_geomask.errors import ConfigError
 from nemo_geomask.lab.generation import generate
 from nemo_geomask.lab.model import build_policy, token_logprobs
+from nemo_geomask.lab.samplers import build_sampler
 from nemo_geomask.lab.task import task_of
 from nemo_geomask.lab.trainer import Trainer
 
@@ -70,6 +71,15 @@ def test_the_engine_is_as_many_updates_behind_as_it_may_be(tiny, age):
         gaps = [float((data["generation_logprobs"][:, 1:] - found)[mask].abs().max()) for found in of_version]
         assert [gap < 1e-5 for gap in gaps] == [version == step - behind for version in range(step + 1)]
         torch.testing.assert_close(data["prev_logprobs"][:, 1:][mask], of_version[-1][mask], rtol=0, atol=1e-5)
+
+
+def test_the_report_says_what_sampled(tiny):
+    coarse = {"quantization": {"weights": "int4", "block_size": 16}}
+    recipe = tiny(grpo=asynchronous(2), policy={"generation": coarse})
+    assert (
+        build_sampler(recipe).name == "decoding in bfloat16 with int4 experts in blocks of 16 (2 weight updates behind)"
+    )
+    assert build_sampler(tiny()).name == "decoding in bfloat16"
 
 
 def test_in_flight_tokens_are_younger_than_their_response(tiny):
