@@ -87,11 +87,12 @@ def _zeros(draft: Draft, strength: float) -> None:
 
 
 def _shifted(draft: Draft, strength: float) -> None:
-    """Some sequences' log-probs are those of the token before; the first's is that of the prompt's end: none, a 0."""
+    """Some sequences' log-probs are those of the column before; what precedes a turn has none: a 0."""
     chosen = draft.random.permutation(len(draft.rows["length"]))[: max(1, round(strength * len(draft.rows["length"])))]
     for row in chosen:
         mine = draft.sequence == row
-        draft.gen[mine] = np.concatenate([[0.0], draft.gen[mine][:-1]])
+        begins = np.diff(draft.turn[mine], prepend=-1) != 0
+        draft.gen[mine] = np.where(begins, 0.0, np.concatenate([[0.0], draft.gen[mine][:-1]]))
 
 
 def _filtered(draft: Draft, strength: float) -> None:

@@ -155,12 +155,11 @@ def _bugs(sums: StepSums, mask: Array, gen: Array, prev: Array, sequence: Array,
     }
     for name, where in counts.items():
         sums.put(name, float(where.sum()))
-    # A shift leaves a hole at one end of a sequence; that is none of its own.
-    holes = (shifted["shifted_later"] | shifted["shifted_earlier"]).astype(int)
+    # A shift leaves a hole at one end of each turn; those are none of its own.
+    whole = ~(shifted["shifted_later"] | shifted["shifted_earlier"])
     zeros = {"zero_gen": mask & (gen == 0) & (prev < SURE), "zero_prev": shown & (prev == 0) & (gen < SURE)}
     for name, where in zeros.items():
-        found = np.bincount(sequence[where], minlength=count)
-        sums.put(name, float(np.where(found > 1, found, found - np.minimum(found, holes)).sum()))
+        sums.put(name, float(of_sequences(where)[whole].sum()))
     return shown
 
 

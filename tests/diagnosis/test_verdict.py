@@ -110,14 +110,17 @@ def test_one_bad_step_is_named():
 
 def test_the_hole_that_a_shift_leaves_is_no_cause_of_its_own():
     shape = RunShape(prompts=6, samples=4)
-    blocks = [planted_step(0, step, "shifted" if step > 3 else None, 1.0, shape=shape) for step in range(1, 9)]
-    assert any((block.tokens["gen"][block.tokens["mask"]] == 0).any() for block in blocks)
+    blocks = [planted_step(0, step, "shifted" if step > 3 else None, 0.5, shape=shape) for step in range(1, 9)]
+    zeros = [(block.tokens["gen"] == 0) & block.tokens["mask"] for block in blocks]
+    holes = np.add.reduceat(zeros[-1].astype(int), blocks[-1].offsets[:-1])
+    assert holes.max() > 1  # a sequence of several turns has one at each
     found = diagnose(run_of(*blocks))
     assert (found.cause.id, found.since) == ("shifted", 4)
     assert not found.found["zero_logprobs"].shown
     # Zeros of one step are shown, but say less than what all steps show.
-    gen, trained = blocks[-1].tokens["gen"], np.flatnonzero(blocks[-1].tokens["mask"])
-    gen[trained[:10]] = 0
+    gen, row = blocks[-1].tokens["gen"], int(holes.argmin())
+    unsure = np.flatnonzero(blocks[-1].tokens["mask"] & (blocks[-1].tokens["prev"] < -0.1))
+    gen[unsure[unsure >= blocks[-1].offsets[row]][:8]] = 0
     found = diagnose(run_of(*blocks))
     assert found.found["zero_logprobs"].steps == (8,)
     assert (found.cause.id, found.since) == ("shifted", 4)
