@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from nemo_geomask.diagnosis.read import Array
-from nemo_geomask.diagnosis.statistics import BY_NAME, CELLS, Dimension, Statistics, StepSums, Window
+from nemo_geomask.diagnosis.statistics import BY_NAME, CELLS, PROB_EDGES, Dimension, Statistics, StepSums, Window
 
 __all__ = ["CAUSES", "LOCAL", "WITHIN_SEQUENCES", "Cause", "Evidence", "Found"]
 
@@ -142,8 +142,9 @@ def _filtered(evidence: Evidence, least: float) -> Found:
     cells = evidence.after.cells["probability"]
     count, negative = (cells[:, _CELL[name]] for name in ("tokens", "negative"))
     some = count >= LEAST_OF_BIN
-    if np.count_nonzero(some) < 3:
-        return Found(float("nan"), "too few tokens")
+    # Of tokens that are nearly sure, another temperature looks the same.
+    if np.count_nonzero(some) < 3 or not some[UNSURE:].any():
+        return Found(float("nan"), f"too few tokens, or none of {PROB_EDGES[UNSURE - 1]:g} nats of surprise and more")
     share = float((negative[some] / count[some]).min())
     says = f"the training engine finds {share:.0%} of the tokens or more less likely, whatever their probability"
     # Every step has its part in it, so that the zeros that come of it explain no more.
@@ -297,6 +298,8 @@ def _where(name: str, *, suffix: bool) -> Callable[[Evidence, float], Found]:
 
 LEAST_OF_BIN = 100
 """Tokens of one probability, for a share of them."""
+UNSURE = int(np.digitize(2.0, PROB_EDGES))
+"""First bin of tokens with a probability of 0.14 and less: a filter makes them less likely, too."""
 GROUP_LIFT, LEAST_TOKENS = 3.0, 20
 """At how many times the mismatch of the others, and of how many tokens at least that is the sum."""
 

@@ -40,6 +40,7 @@ __all__ = [
     "CLUSTERED",
     "CONTEXT",
     "DIMENSIONS",
+    "PROB_EDGES",
     "REPLICATES",
     "SUMS",
     "TAIL_BINS",

@@ -216,6 +216,16 @@ def test_engines_that_have_nothing_in_common_are_not_shifted():
     assert not diagnose(run_of(*blocks)).found["shifted"].shown
 
 
+def test_a_tilt_of_sure_tokens_is_no_filter():
+    """Of another temperature, too, every likely token is less likely in the training engine."""
+    blocks = [planted_step(0, step, "temperature", -0.3, shape=RunShape(prompts=8)) for step in range(1, 5)]
+    for block in blocks:
+        block.tokens["mask"] &= block.tokens["gen"] > -1.0
+    found = diagnose(run_of(*blocks)).found["filtered"]
+    assert np.isnan(found.share)
+    assert "none of 2 nats" in found.says
+
+
 def test_a_few_tokens_tilt_by_chance():
     for seed in range(20):
         block = planted_step(seed, 1, None, 0.0, shape=RunShape(prompts=2, samples=2, length=40))
