@@ -6,8 +6,9 @@ the one that accounts for most of it is taken.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -32,6 +33,7 @@ class Evidence:
         sums_before: of the same; None: there is nothing to compare with.
         steps_after: those of this run that count.
         names: of the two sides, for tables.
+        each_before: sums of each step of what is compared with.
     """
 
     statistics: Statistics
@@ -43,11 +45,22 @@ class Evidence:
     sums_before: StepSums | None
     steps_after: tuple[int, ...]
     names: tuple[str, str]
+    each_before: tuple[StepSums, ...] = ()
 
     @property
     def sums_after(self) -> StepSums:
         """Of the steps that have changed, or of all."""
         return self.statistics.total(self.steps_after)
+
+    def without(self, steps: Collection[int]) -> Evidence:
+        """The same but for some steps, and the windows that hold them."""
+        width, after = self.statistics.width, Window()
+        gone = {step // width * width for step in steps}
+        for begin, window in self.statistics.windows.items():
+            if begin not in gone and (self.onset is None or begin >= self.onset // width * width):
+                after.add(window)
+        kept = tuple(step for step in self.steps_after if step // width * width not in gone)
+        return replace(self, after=after, steps_after=kept)
 
 
 @dataclass(frozen=True)
@@ -234,7 +247,9 @@ def concentration(one: Dimension, evidence: Evidence, *, suffix: bool) -> Concen
     expected, clustered = model.copy(), evidence.after.clustered[one.name].copy()
     earlier = None if evidence.before is None else evidence.before.cells[one.name]
     # Where there was no mismatch before, there is nothing to be in proportion to.
-    if earlier is not None and (total := earlier.sum(axis=0))[_CELL["size"]] > 0:
+    compared = earlier is not None and earlier[:, _CELL["size"]].sum() > 0
+    if earlier is not None and compared:
+        total = earlier.sum(axis=0)
         rate = total[_CELL["size"]] / max(total[_CELL["model"]], 1e-12)
         # What a bin with little data before is expected to have is pulled towards the mean.
         pulled = 0.02 * total[_CELL["model"]]
@@ -256,6 +271,8 @@ def concentration(one: Dimension, evidence: Evidence, *, suffix: bool) -> Concen
                 continue
             outside = (whole - inside) / (all_expected - within)
             rate = inside / within
+            if compared and rate < WORSE:
+                continue  # it stands out, and is no worse than it was
             share = (inside - within * outside) / whole
             # Its share of the mismatch less that of what is expected: greatest for the part that holds all of the
             # excess and nothing else.
@@ -278,6 +295,8 @@ def _relative(clustered: Array, rate: float, total: float) -> float:
 
 
 LIFT, SCORE = 1.8, 6.0
+WORSE = 1.5
+"""Times what it was before, or is in the other run, from where on a part of the data may be a cause."""
 
 
 def _where(name: str, *, suffix: bool) -> Callable[[Evidence, float], Found]:
@@ -304,28 +323,43 @@ GROUP_LIFT, LEAST_TOKENS = 3.0, 20
 """At how many times the mismatch of the others, and of how many tokens at least that is the sum."""
 
 
-def _one_group(evidence: Evidence, least: float) -> Found:
-    shares, lifts, number = [], [], []
-    for step in evidence.steps_after:
-        groups = evidence.statistics.steps[step].groups
+class _HighestGroup(NamedTuple):
+    """Of a step: share of the mismatch less the share expected, mismatch against that of the others, and per 1 − p."""
+
+    share: float
+    lift: float
+    rate: float
+    group: int
+
+
+def _highest_groups(steps: Iterable[StepSums]) -> list[_HighestGroup]:
+    found = []
+    for sums in steps:
+        groups = sums.groups
         size, model = (sum(found[place] for found in groups.values()) for place in (0, 1))
         if len(groups) < 3 or size <= 0 or model <= 0:
             continue
-        best = (0.0, 0.0, 0)
+        best = _HighestGroup(0.0, 0.0, 0.0, 0)
         for group, (own, expected, squares) in groups.items():
             if own * own < LEAST_TOKENS * squares:
                 continue  # a few tokens
             outside = (size - own) / max(model - expected, 1e-12)
-            best = max(best, (own / size - expected / model, own / max(expected * outside, 1e-12), group))
-        shares.append(best[0])
-        lifts.append(best[1])
-        number.append(best[2])
-    if not shares:
+            share, lift = own / size - expected / model, own / max(expected * outside, 1e-12)
+            best = max(best, _HighestGroup(share, lift, own / max(expected, 1e-12), group))
+        found.append(best)
+    return found
+
+
+def _one_group(evidence: Evidence, least: float) -> Found:
+    found = _highest_groups(evidence.statistics.steps[step] for step in evidence.steps_after)
+    if not found:
         return Found(float("nan"), "nothing to compare: no step with a mismatch and three prompts")
-    share, lift = float(np.median(shares)), float(np.median(lifts))
-    name = f"group {number[0]}" if len(set(number)) == 1 else "one group a step"
+    share, lift, rate = (float(np.median([one[place] for one in found])) for place in range(3))
+    earlier = [one.rate for one in _highest_groups(evidence.each_before)]
+    name = f"group {found[0].group}" if len({one.group for one in found}) == 1 else "one group a step"
     says = f"{name}: {lift:.1f} times the rest's mismatch"
-    return Found(share, says, share > least and lift > GROUP_LIFT)
+    worse = not earlier or rate > WORSE * float(np.median(earlier))
+    return Found(share, says, share > least and lift > GROUP_LIFT and worse)
 
 
 def _tail(window: Window, beyond: float | None = None) -> tuple[float, float]:

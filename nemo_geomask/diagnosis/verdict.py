@@ -244,9 +244,12 @@ def diagnose(statistics: Statistics, against: Statistics | None = None, name: st
         other if onset is None else statistics.total(step for step in steps if step < onset),
         after,
         (name, "this run") if onset is None else (f"before {onset}", f"from {onset}"),
+        tuple(statistics.steps[step] for step in steps if onset is not None and step < onset)
+        if against is None
+        else tuple(against.steps.values()),
     )
     found = {cause.id: cause.measure(evidence, cause.threshold) for cause in CAUSES}
-    cause = _likely(found)
+    cause = _likely(found, evidence)
     unknown = "" if known else _unknown(statistics.total())
     health: Health = level if not worse or level == "broken" else "drifting"
     since = onset
@@ -283,14 +286,24 @@ def _versus(mine: StepSums, other: StepSums, name: str) -> Versus:
 WITHIN = 1.25
 
 
-def _likely(found: dict[str, Found]) -> Cause | None:
+def _likely(found: dict[str, Found], evidence: Evidence) -> Cause | None:
     shown = [cause for cause in CAUSES if found[cause.id].shown]
     if not shown:
         return None
     by_step = [cause for cause in shown if cause.bug and found[cause.id].steps]
     if by_step:
-        # One that a single step shows may come of another that all of them show: a shift leaves holes, say.
-        return max(by_step, key=lambda cause: len(found[cause.id].steps))
+        # One that a single step shows may come of another that all of them show: a shift leaves holes, say. What counts
+        # is how it is now; of those that are seen as often, the first of the table.
+        counted = [step for step in evidence.statistics.steps if step >= (evidence.onset or 0)]
+        most = max(by_step, key=lambda cause: len({*found[cause.id].steps} & {*counted}))
+        steps = {*found[most.id].steps} & {*counted}
+        if 2 * len(steps) < len(counted):
+            others = evidence.without(steps)
+            for cause in shown:
+                # A few bad steps can look like it.
+                if cause.bug and not found[cause.id].steps and cause.measure(others, cause.threshold).shown:
+                    return cause
+        return most
     if shown[0].id in LOCAL:
         local = [cause for cause in shown if cause.id in LOCAL]
         # Late tokens are in long responses: what differs within a sequence says more.

@@ -79,6 +79,21 @@ def test_a_run_like_another_or_better_is_healthy():
         diagnose(clean, Statistics(), "that one")
 
 
+@pytest.mark.parametrize("cause", ["tool_calls", "group", "position"])
+def test_what_stands_out_in_both_is_no_cause_of_a_run_that_is_better(cause):
+    """Less of it than there is no fault, and as much neither; alone it is named."""
+    strengths = PLANTS[cause].strengths
+    here, worse, same = (
+        planted_run(seed, cause, strengths[strength], shape=SMALL) for seed, strength in ((1, 1), (2, 2), (3, 1))
+    )
+    assert diagnose(here).cause.id == cause
+    for other in (worse, same):
+        found = diagnose(here, other)
+        assert (found.health, found.cause) == ("healthy", None)
+    found = diagnose(worse, here)
+    assert (found.health, found.cause.id) == ("drifting", cause)
+
+
 def test_a_part_that_stands_out_has_an_interval_that_says_so():
     found = diagnose(planted_run(5, "tool_calls", 5.0, shape=SMALL))
     (by_turn,) = tables(found, only=[("turn",)])
@@ -124,6 +139,31 @@ def test_the_hole_that_a_shift_leaves_is_no_cause_of_its_own():
     found = diagnose(run_of(*blocks))
     assert found.found["zero_logprobs"].steps == (8,)
     assert (found.cause.id, found.since) == ("shifted", 4)
+
+
+def test_what_one_step_shows_is_less_than_what_all_show():
+    """Both are bugs, and only one of them is told step by step."""
+    shape = RunShape(prompts=6, samples=4)
+    blocks = [planted_step(0, step, "temperature", 0.3, shape=shape) for step in range(1, 9)]
+    blocks[2].tokens["gen"][np.flatnonzero(blocks[2].tokens["mask"])[0]] = np.inf
+    found = diagnose(run_of(*blocks))
+    assert found.found["nonfinite"].steps == (3,)
+    assert (found.cause.id, found.since) == ("temperature", None)
+    # A shift looks like another temperature where it is, and it is in no other step.
+    blocks = [planted_step(0, step, "shifted" if step == 4 else None, 1.0, shape=shape) for step in range(1, 9)]
+    found = diagnose(run_of(*blocks))
+    assert found.found["temperature"].shown
+    assert (found.cause.id, found.since) == ("shifted", 4)
+
+
+def test_steps_before_the_change_do_not_outvote_those_from_then_on():
+    shape = RunShape(prompts=6, samples=4)
+    blocks = [planted_step(0, step, "filtered" if step > 8 else None, 0.1, shape=shape) for step in range(1, 13)]
+    for block in blocks[:6]:
+        block.tokens["gen"][np.flatnonzero(block.tokens["mask"])[0]] = np.nan
+    found = diagnose(run_of(*blocks))
+    assert (len(found.found["nonfinite"].steps), len(found.found["filtered"].steps)) == (6, 4)
+    assert (found.cause.id, found.since) == ("filtered", 9)
 
 
 def steps_of(count, noise=lambda step: 1.0):
