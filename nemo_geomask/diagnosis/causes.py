@@ -190,6 +190,8 @@ def _temperature(evidence: Evidence, least: float) -> Found:
 def _stale_engine(evidence: Evidence, least: float) -> Found:
     """The engine's weights stand still: π_old moves on, towards what was rewarded, and the more the longer it lasts."""
     steps = [evidence.statistics.steps[step] for step in evidence.steps_after]
+    if not steps:
+        return Found(float("nan"), "no step with log-probs of both engines")
     frozen = [sums.versions for sums in steps if np.isfinite(sums.versions[0])]
     if len(frozen) >= 5 and frozen[0][1] == frozen[-1][1]:
         number = frozen[0][1]

@@ -279,6 +279,7 @@ def _run(place: int, run: ReportedRun) -> dict[str, Any]:
     total = diagnosis.evidence.statistics.total()
     steps = sorted(diagnosis.evidence.statistics.steps)
     when, _, why = diagnosis.headline.partition(": ")
+    judged = [] if diagnosis.unknown else CAUSES
     absent = {cause.id for cause in CAUSES if math.isnan(diagnosis.found[cause.id].share)}
     return {
         "name": run.name,
@@ -289,9 +290,9 @@ def _run(place: int, run: ReportedRun) -> dict[str, Any]:
         "when": when,
         "why": why,
         "cause": diagnosis.cause,
-        "shown": [cause for cause in CAUSES if diagnosis.found[cause.id].shown and cause is not diagnosis.cause],
-        "ruled_out": [cause for cause in CAUSES if not diagnosis.found[cause.id].shown and cause.id not in absent],
-        "absent": [cause for cause in CAUSES if cause.id in absent],
+        "shown": [cause for cause in judged if diagnosis.found[cause.id].shown and cause is not diagnosis.cause],
+        "ruled_out": [cause for cause in judged if not diagnosis.found[cause.id].shown and cause.id not in absent],
+        "absent": [cause for cause in judged if cause.id in absent],
         "extent": f"{len(steps)} steps, {steps[0]} to {steps[-1]}; {total['sequences']:,.0f} sequences and "
         f"{total['tokens']:,.0f} trained tokens with log-probs of both engines",
         "excerpts": run.excerpts,

@@ -229,7 +229,8 @@ def _causes(diagnosis: RunDiagnosis) -> Table:
     rows: list[tuple[Any, ...]] = []
     for cause in CAUSES:
         found = diagnosis.found[cause.id]
-        state = "shown" if found.shown else "not in these records" if math.isnan(found.share) else "ruled out"
+        absent = "not in these records" if math.isnan(found.share) else "ruled out"
+        state = "not judged" if diagnosis.unknown else "shown" if found.shown else absent
         rows.append((cause.id, state, float(found.share), f"> {cause.threshold:g}", found.says))
     definitions = {cause.id: f"{cause.name}; shown where it is beyond the threshold, {cause.why}" for cause in CAUSES}
     return Table("causes", "Causes", ("", "", "measured", "threshold", "which is"), rows, definitions)

@@ -145,6 +145,7 @@ class RunDiagnosis:
         levels: with their values over the steps that count.
         alarms: what has changed.
         evidence: what was compared.
+        counted: how many steps that are.
         unknown: why nothing of the mismatch can be said; empty where it can.
         versus: what it is to another run, where it was held against one.
     """
@@ -156,6 +157,7 @@ class RunDiagnosis:
     levels: dict[str, Reading]
     alarms: tuple[Alarm, ...]
     evidence: Evidence
+    counted: int
     unknown: str = ""
     versus: Versus | None = None
 
@@ -172,7 +174,8 @@ class RunDiagnosis:
             return f"not judged: {self.unknown}"
         if self.health == "healthy":
             error, kl = (self.levels[name].value for name in ("token_mult_prob_error", "geomask/mismatch_k3"))
-            found = f"token_mult_prob_error {error:.4g}, KL {kl:.2g} nats a token over {len(steps)} steps"
+            over = f"the last {self.counted} of {len(steps)}" if self.counted < len(steps) else len(steps)
+            found = f"token_mult_prob_error {error:.4g}, KL {kl:.2g} nats a token over {over} steps"
             return f"healthy{self._against()}: {found}"
         since = f" since step {self.since}" if self.since is not None else ""
         if self.cause is None:
@@ -231,7 +234,8 @@ def diagnose(statistics: Statistics, against: Statistics | None = None, name: st
     levels = {level.name: level.of(total) for level in LEVELS}
     level = max((reading.health for reading in levels.values()), key=_ORDER.index)
     versus = None if other is None or not known else _versus(total, other, name)
-    worse = onset is not None or (versus is not None and versus.low > math.exp(RISE))
+    fewest = total["sequences"] if other is None else min(total["sequences"], other["sequences"])
+    worse = onset is not None or (fewest >= LEAST_SEQUENCES and versus is not None and versus.low > math.exp(RISE))
     begin = -math.inf if onset is None else onset // statistics.width * statistics.width
     before = None if onset is None else statistics.between(-math.inf, begin)
     evidence = Evidence(
@@ -249,7 +253,8 @@ def diagnose(statistics: Statistics, against: Statistics | None = None, name: st
         else tuple(against.steps.values()),
     )
     found = {cause.id: cause.measure(evidence, cause.threshold) for cause in CAUSES}
-    cause = _likely(found, evidence)
+    many = (evidence.sums_after["sequences"] if other is None else fewest) >= LEAST_SEQUENCES
+    cause = _likely({name: one for name, one in found.items() if many or BUGS[name]}, evidence)
     unknown = "" if known else _unknown(statistics.total())
     health: Health = level if not worse or level == "broken" else "drifting"
     since = onset
@@ -260,8 +265,10 @@ def diagnose(statistics: Statistics, against: Statistics | None = None, name: st
             since = first if first != steps[0] else None
             unknown = ""
     if known and health == "healthy":
-        unknown = _too_few(total, levels)
-    return RunDiagnosis(health, since, cause, found, levels, _alarms(statistics, known), evidence, unknown, versus)
+        unknown = _too_few(fewest, levels, found, versus)
+    return RunDiagnosis(
+        health, since, cause, found, levels, _alarms(statistics, known), evidence, len(recent), unknown, versus
+    )
 
 
 class Versus(NamedTuple):
@@ -284,10 +291,11 @@ def _versus(mine: StepSums, other: StepSums, name: str) -> Versus:
 
 
 WITHIN = 1.25
+BUGS = {cause.id: cause.bug for cause in CAUSES}
 
 
 def _likely(found: dict[str, Found], evidence: Evidence) -> Cause | None:
-    shown = [cause for cause in CAUSES if found[cause.id].shown]
+    shown = [cause for cause in CAUSES if cause.id in found and found[cause.id].shown]
     if not shown:
         return None
     by_step = [cause for cause in shown if cause.bug and found[cause.id].steps]
@@ -320,15 +328,18 @@ def _unknown(total: StepSums) -> str:
     return "no sequence has a trained token with log-probs of both engines"
 
 
-def _too_few(total: StepSums, levels: Mapping[str, Reading]) -> str:
+def _too_few(sequences: float, levels: Mapping[str, Reading], found: Mapping[str, Found], versus: Versus | None) -> str:
     """Where a number is beyond its limit, but of too few sequences to say that the run is."""
     beyond = [
         f"{level.name} {levels[level.name].value:.4g}" for level in LEVELS if level.beyond(levels[level.name].value)
     ]
-    if not beyond or total["sequences"] >= LEAST_SEQUENCES:
+    beyond += [f"{name} {one.share:.3g}" for name, one in found.items() if one.shown]
+    if versus is not None and versus.low > math.exp(RISE):
+        beyond.append(f"{versus.times:.3g} times the mismatch of {versus.name}")
+    if not beyond or sequences >= LEAST_SEQUENCES:
         return ""
     return (
-        f"only {total['sequences']:.0f} sequences in the steps that count, at least {LEAST_SEQUENCES} are needed; "
+        f"only {sequences:.0f} sequences in the steps that count, at least {LEAST_SEQUENCES} are needed; "
         f"beyond the limits: {', '.join(beyond)}"
     )
 

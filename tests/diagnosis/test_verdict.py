@@ -43,6 +43,8 @@ def test_nothing_is_named_where_nothing_is_wrong(seed):
     found = diagnose(planted_run(seed))
     assert (found.health, found.cause, found.since) == ("healthy", None, None)
     assert found.sentence.startswith("healthy: token_mult_prob_error 1.0")
+    assert "nats a token over the last 4 of 12 steps; " in found.sentence
+    assert found.counted == 4
     assert "ruled out: filtered, zero logprobs" in found.sentence
 
 
@@ -213,6 +215,9 @@ def test_a_run_without_old_log_probs_is_not_judged():
     found = diagnose(run_of(block))
     assert found.unknown
     assert found.sentence.startswith("not judged: prev_logprobs are 0 throughout")
+    assert np.isnan(found.found["stale_engine"].share)
+    (causes,) = (table for table in tables(found) if table.key == "causes")
+    assert {row[1] for row in causes.rows} == {"not judged"}
 
 
 def test_weights_that_stand_still_are_seen_in_their_number():
@@ -245,6 +250,25 @@ def test_limits_need_more_than_a_few_sequences():
         assert 1.05 < error.low < error.value < error.high
     assert (few.levels["token_mult_prob_error"].health, many.health, many.unknown) == ("healthy", "drifting", "")
     assert many.cause.id == "precision"
+
+
+def test_causes_and_comparisons_need_more_than_a_few_sequences():
+    few, many = RunShape(steps=2, prompts=3, samples=4), RunShape(steps=2, prompts=3, samples=16)
+    for shape, cause, health in ((few, None, "unknown"), (many, "tool_calls", "drifting")):
+        found = diagnose(planted_run(12, "tool_calls", 20.0, shape=shape))
+        assert found.found["tool_calls"].shown
+        assert (found.cause and found.cause.id, "unknown" if found.unknown else found.health) == (cause, health)
+    clean, worse = (
+        (lambda shape: planted_run(1, shape=shape)),
+        (lambda shape: planted_run(2, "precision", 4.0, shape=shape)),
+    )
+    assert diagnose(worse(many), clean(many)).health == "drifting"
+    for mine, other in ((few, many), (many, few)):
+        found = diagnose(worse(mine), clean(other), "that")
+        assert found.versus.low > 1.5
+        assert found.unknown.startswith("only 24 sequences in the steps that count, at least 32 are needed; ")
+        assert "times the mismatch of that" in found.unknown
+    assert diagnose(planted_run(1, "shifted", 1.0, shape=few)).cause.id == "shifted"  # a bug needs none
 
 
 def test_engines_that_have_nothing_in_common_are_not_shifted():
