@@ -51,17 +51,21 @@ def read_logged(folder: Path) -> Series:
 
     The lab has a table of each run beside the runs' folders.
 
-    Raises: DataError: a file that is none. MissingDependencyError: event files without ``tensorboard``.
+    Raises: DataError: a file that is none, or event files of several runs. MissingDependencyError: event files without
+        ``tensorboard``.
     """
     found: Series = {}
     lines, table = folder / "metrics.jsonl", folder.parent / "steps" / f"{folder.name}.parquet"
     entries = _lines(lines) if lines.is_file() else _table(table) if table.is_file() else []
-    for step, name, value in entries:
-        found.setdefault(name, {})[step] = value
+    events = sorted(folder.rglob(EVENTS), key=lambda path: (path.stat().st_mtime, path))
+    # Folders below one that has such files are its own: TensorBoard's hyperparameters have one each.
+    holders = {path.parent for path in events}
+    runs = sorted(str(holder.relative_to(folder)) for holder in holders if not holders & {*holder.parents})
+    if len(runs) > 1:
+        raise DataError(f"{folder} holds the metrics of several runs: {', '.join(runs)}; name one of these folders")
     # Of a run that was resumed, the later file holds what counts.
-    for path in sorted(folder.rglob(EVENTS), key=lambda path: (path.stat().st_mtime, path)):
-        for step, name, value in _events(path):
-            found.setdefault(name.removeprefix("train/"), {})[step] = value
+    for step, name, value in [*entries, *(entry for path in events for entry in _events(path))]:
+        found.setdefault(name.removeprefix("train/"), {})[step] = value
     return found
 
 

@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from nemo_geomask.cli import main
+from nemo_geomask.diagnosis import logged
 from nemo_geomask.diagnosis.logged import judge_logged, read_logged
 from nemo_geomask.errors import DataError, MissingDependencyError
 
@@ -33,6 +34,23 @@ def test_lines_of_metrics(tmp_path):
     (folder / "metrics.jsonl").write_text('{"reward": 1}\n')
     with pytest.raises(DataError, match=r"metrics.jsonl:1: not an object with a step"):
         read_logged(folder)
+
+
+def test_a_metric_has_one_name_wherever_it_is_from(tmp_path):
+    folder = write_metrics(
+        tmp_path / "run", ({"step": 1, **{f"train/{name}": value for name, value in metrics(1).items()}} for _ in "1")
+    )
+    assert set(read_logged(folder)) == set(metrics(1))
+
+
+def test_metrics_of_several_runs_are_no_one_runs(tmp_path, monkeypatch):
+    monkeypatch.setattr(logged, "_events", lambda path: [(1, "train/reward", 0.5)])
+    for part in ("a/tensorboard", "a/tensorboard/hyperparameters", "b/tensorboard"):
+        (tmp_path / part).mkdir(parents=True)
+        (tmp_path / part / "events.out.tfevents.1.host").touch()
+    assert read_logged(tmp_path / "a") == {"reward": {1: 0.5}}
+    with pytest.raises(DataError, match="several runs: a/tensorboard, b/tensorboard; name one"):
+        read_logged(tmp_path)
 
 
 def test_the_lab_has_a_table_of_each_run_beside_its_folder(tmp_path):
