@@ -26,13 +26,13 @@ CERTAIN = 2.5
 LEAST_STEPS = 20
 
 SERIES: dict[str, Callable[[StepSums], float]] = {
-    "mismatch": lambda sums: sums.mean("size"),
+    "mismatch": lambda sums: sums.mean("size", "model"),
     "surprise": lambda sums: sums.mean("surprise"),
     "length": lambda sums: sums.mean("response", "sequences"),
     "entropy": lambda sums: sums.mean("entropy", "entropy_known"),
     "reward": lambda sums: sums.mean("reward", "rewarded"),
 }
-"""By step: mean |Δ|, at most 1; −gen; tokens of a response; entropy; reward."""
+"""By step: mean |Δ|, at most 1, in units of 1 − p; −gen; tokens of a response; entropy; reward."""
 
 
 class Lead(NamedTuple):
@@ -103,7 +103,7 @@ def verdict(found: Sequence[Lead]) -> str:
         and shown[first, name].score * back.score > 0
     ]
     if circles:
-        return f"A circle: the mismatch is followed by another {' and '.join(circles)}, and that by another mismatch."
+        return f"A circle: the mismatch and {' and '.join(circles)} each say something of the other's next step."
     if shown:
         said = ", ".join(f"{one.first} by {one.then}" for one in shown.values())
         return f"No circle; one way only is followed: {said}."

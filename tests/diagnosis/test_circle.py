@@ -19,19 +19,27 @@ def series(seed, there=0.0, back=0.0, trend=0.0):
     return one + trend * np.arange(STEPS), other + trend * np.arange(STEPS)
 
 
-def statistics(mismatch, surprise):
+def statistics(mismatch, surprise, model=(1.0,) * STEPS):
     found = Statistics()
-    for step, (size, unlikely) in enumerate(zip(mismatch, surprise, strict=True), 1):
+    for step, (size, unlikely, expected) in enumerate(zip(mismatch, surprise, model, strict=False), 1):
         sums = found.steps[step] = StepSums()
         for name, value in {"tokens": 1.0, "size": size, "surprise": unlikely, "sequences": 1.0, "response": 7}.items():
             sums.put(name, value)
+        sums.put("model", expected)
     return found
+
+
+def test_the_mismatch_is_that_beyond_what_the_probabilities_let_one_expect():
+    """Noise on the logits is larger in log-probs where tokens are less likely: that alone would be a circle."""
+    one, other = series(0, 0.48, 0.48)
+    scale = np.exp(other / 4)
+    assert circle(statistics(one * scale, other, scale)) == circle(statistics(one, other))
 
 
 @pytest.mark.parametrize("trend", [0.0, 0.3])
 def test_a_circle_is_seen(trend):
     shown = [verdict(circle(statistics(*series(seed, 0.48, 0.48, trend)))) for seed in range(20)]
-    named = sum(text.startswith("A circle: the mismatch is followed by another surprise") for text in shown)
+    named = sum(text.startswith("A circle: the mismatch and surprise each say") for text in shown)
     assert named >= (16 if not trend else 8)
 
 
