@@ -413,8 +413,8 @@ CAUSES: tuple[Cause, ...] = (
         "log-probs of what top-p or top-k left, against those of all tokens",
         True,
         0.9,
-        "share of tokens with Δ < 0, in the bin of probability where it is lowest; half is expected. Before the next, "
-        f"since a token that is left alone has a log-prob of 0. {_OURS}",
+        "share of tokens with Δ < 0, in the bin of probability where it is lowest; half is expected. NaN without "
+        f"tokens of 2 nats and more. Before the next, since a token that is left alone has a log-prob of 0. {_OURS}",
         "sample with top_p: 1.0 and top_k: null, or have the training engine filter its logits as the sampler does, "
         "which NeMo-RL does for policy.generation.top_p and top_k",
         _filtered,
