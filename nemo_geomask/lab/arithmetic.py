@@ -30,7 +30,9 @@ def set_up(model: PreTrainedModel) -> None:
     """Have a model compute its attention, experts and linear layers here; copies of it do too."""
     require("transformers").AttentionInterface.register(_ATTENTION, _attention)
     model.set_attn_implementation(_ATTENTION)
-    if hasattr(F, "grouped_mm"):  # Since torch 2.10; before it the plain loop over experts.
+    widths = [parameter.shape[-1] for name, parameter in model.named_parameters() if "experts" in name]
+    # Since torch 2.10, and of rows of whole 16 bytes; otherwise the plain loop over experts.
+    if hasattr(F, "grouped_mm") and not any(width % 4 for width in widths):
         require("transformers.integrations.moe").ALL_EXPERTS_FUNCTIONS.register(_EXPERTS, _experts)
         model.set_experts_implementation(_EXPERTS)
     for module in model.modules():

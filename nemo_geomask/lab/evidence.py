@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_geomask.checks.pages import between_marks
+from nemo_geomask.errors import ConfigError
 from nemo_geomask.lab.optional import require
 from nemo_geomask.lab.outcome import VariantSummary, by_variant, outcomes
 from nemo_geomask.lab.runs import Course, flat
@@ -20,8 +21,11 @@ from nemo_geomask.lab.runs import Course, flat
 __all__ = ["collect", "draw", "load", "rewrite"]
 
 _KEY = b"nemo_geomask.evidence"
-_METRICS = ("reward", "geomask/mismatch_abs", "geomask/mismatch_k3", "geomask/weight_ess", "geomask/kept_tokens")
-_FACTS = ("corrected", "chance", "sampler", "precision", "finished")
+_METRICS = (
+    *("reward", "geomask/mismatch_abs", "geomask/mismatch_k3", "geomask/weight_mean", "geomask/weight_ess"),
+    *("geomask/kept_tokens", "skipped_update"),
+)
+_FACTS = ("corrected", "chance", "sampler", "precision", "finished", "versions", "settings")
 
 
 def collect(places: Iterable[Path], path: Path) -> None:
@@ -29,6 +33,8 @@ def collect(places: Iterable[Path], path: Path) -> None:
 
     Of variants of one label, those whose settings differ from the first folder's are named after the difference. The
     first folder's variant without a correction (``NAME:none``) comes first: others are compared with it.
+
+    Raises: ConfigError: a run is not finished, or is there twice.
     """
     arrow, parquet = require("pyarrow"), require("pyarrow.parquet")
     curves = [Course.read(file) for place in places for file in sorted(place.rglob("steps/*.parquet"))]
@@ -36,11 +42,16 @@ def collect(places: Iterable[Path], path: Path) -> None:
     first: dict[str, dict[str, Any]] = {}
     facts: dict[str, dict[str, Any]] = {}
     rows: dict[str, list[Any]] = {name: [] for name in ("variant", "seed", "step", *_METRICS)}
+    seen: set[tuple[str, int]] = set()
     for curve in curves:
         own = flat(curve.facts["settings"])
         usual = first.setdefault(curve.label, own)
-        differ = [f"{key}={value}" for key, value in sorted(own.items()) if usual.get(key) != value]
-        name = ", ".join([curve.label, *differ])
+        differ = sorted(key for key in own.keys() | usual.keys() if own.get(key) != usual.get(key))
+        name = ", ".join([curve.label, *(f"{key}={own.get(key)}" for key in differ)])
+        if not curve.finished or (name, curve.seed) in seen:
+            what = "is there twice" if curve.finished else f"has {curve.steps} steps and is not finished"
+            raise ConfigError(f"the run of '{name}' on seed {curve.seed} {what}; give folders of whole runs, each once")
+        seen.add((name, curve.seed))
         facts.setdefault(name, {key: curve.facts[key] for key in _FACTS})
         rows["variant"] += [name] * curve.steps
         rows["seed"] += [curve.seed] * curve.steps
@@ -77,8 +88,8 @@ def _ranked(curves: Sequence[Course]) -> list[VariantSummary]:
 def _table(curves: Sequence[Course]) -> str:
     lines = [
         "| variant | seeds | reward, last 10 steps | lowest, highest | less uncorrected, same seeds | better on "
-        "| collapsed | removed by masks | k3 |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| collapsed | removed by masks | steps skipped | k3 |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     base = outcomes(curves)[0].row["reward_last_by_seed"]
     for found in _ranked(curves):
@@ -91,7 +102,8 @@ def _table(curves: Sequence[Course]) -> str:
         lines.append(
             f"| `{found.label}` | {len(by_seed)} | {row['reward_last']:.3f} "
             f"| {min(by_seed.values()):.3f}, {max(by_seed.values()):.3f} | {less} | {better} | {row['collapses']} "
-            f"| {_cell(row['removed'], '.1%')} | {_cell(row['mismatch_k3'], '.2g')} |"
+            f"| {_cell(row['removed'], '.1%')} | {_cell(row['skipped_updates'], '.0%')} "
+            f"| {_cell(row['mismatch_k3'], '.2g')} |"
         )
     return "\n".join(lines)
 

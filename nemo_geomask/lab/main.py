@@ -174,17 +174,11 @@ def _variants(recipe: LabRecipe, compare: str | None) -> tuple[ComparedLoss, ...
 def _jobs(asked: int | None, runs: Sequence[Run]) -> int:
     """Processes that train; runs of several ranks, and vLLM, take the cores by themselves."""
     recipe = runs[0].recipe
-    alone = next(
-        (
-            what
-            for what, holds in {
-                "lab.tp, lab.cp and lab.dp": recipe.lab.processes > 1,
-                "policy.generation.backend: vllm": recipe.policy.generation.backend == "vllm",
-            }.items()
-            if holds
-        ),
-        None,
-    )
+    alone = None
+    if any(run.recipe.lab.processes > 1 for run in runs):
+        alone = "lab.tp, lab.cp and lab.dp"
+    elif any(run.recipe.policy.generation.backend == "vllm" for run in runs):
+        alone = "policy.generation.backend: vllm"
     if asked is not None and asked < 1:
         raise ConfigError(f"--jobs: {asked} processes can't train; write 1 or more")
     if alone is not None:

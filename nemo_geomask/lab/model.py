@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -85,10 +85,12 @@ def checkpoint(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
                 yield f"{layer}.experts.{expert}.{part}.weight", projection
 
 
-def token_logprobs(model: PreTrainedModel, input_ids: Tensor) -> Tensor:
-    """Log-prob of each next token in float32: [B, T] ids to [B, T-1].
+def token_logprobs(
+    model: PreTrainedModel, input_ids: Tensor, of: Callable[[Tensor], Tensor] = lambda logits: logits
+) -> Tensor:
+    """Log-prob of each next token in float32, of what ``of`` makes of the logits: [B, T] ids to [B, T-1].
 
     Padding stands on the right, where causal attention keeps it from the tokens before it, so no mask is needed.
     """
     logits = model(input_ids=input_ids, use_cache=False).logits[:, :-1].float()
-    return torch.gather(logits.log_softmax(dim=-1), -1, input_ids[:, 1:, None]).squeeze(-1)
+    return torch.gather(of(logits).log_softmax(dim=-1), -1, input_ids[:, 1:, None]).squeeze(-1)

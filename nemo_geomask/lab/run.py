@@ -19,7 +19,6 @@ import torch
 import nemo_geomask
 from nemo_geomask import build_loss
 from nemo_geomask.errors import ConfigError
-from nemo_geomask.lab.advantages import kl_of_reward
 from nemo_geomask.lab.dump import write_rollout
 from nemo_geomask.lab.optional import require
 from nemo_geomask.lab.progress import Progress
@@ -28,7 +27,7 @@ from nemo_geomask.lab.rollout import Rollout
 from nemo_geomask.lab.runs import Course, Run, write_steps
 from nemo_geomask.lab.samplers import Sampler, build_sampler
 from nemo_geomask.lab.task import task_of
-from nemo_geomask.lab.trainer import Trainer
+from nemo_geomask.lab.trainer import Trainer, check_reference
 from nemo_geomask.losses import PolicyLoss
 from nemo_geomask.processes import RankError, end_with_parent
 
@@ -109,7 +108,7 @@ def _steps(run: Run, ranks: Ranks, sampler: Sampler | None = None) -> Iterator[t
     """Train a run; yields each step that is kept, and its reward."""
     run.folder.mkdir(parents=True, exist_ok=True)
     trainer, done = _resumed(run, ranks, sampler)
-    history = Course.read(run.file).history[:done] if done else []
+    history: list[Mapping[str, float]] = list(Course.read(run.file).history[:done]) if done else []
     facts = _facts(run, trainer)
     with closing(trainer):
         for step in range(done + 1, run.recipe.grpo.max_num_steps + 1):
@@ -206,6 +205,8 @@ def _prepare(out: Path) -> None:
         raise ConfigError(f"--out: {out} is not empty (it holds {held[0]}) and has no runs; choose another folder")
     if not os.access(out, os.W_OK):
         raise ConfigError(f"--out: {out} can't be written to; choose another folder")
+    # It is one of runs from now on, whether a step gets done or not.
+    (out / "steps").mkdir(exist_ok=True)
 
 
 def _loss(run: Run) -> PolicyLoss:
@@ -217,7 +218,7 @@ def _loss(run: Run) -> PolicyLoss:
         block["record"] = {**record, "dir": str(given / run.name if given.is_absolute() else run.folder / given)}
     try:
         loss = build_loss(block)
-        kl_of_reward(loss.config, run.recipe.grpo)
+        check_reference(loss, run.recipe)
         return loss
     except ConfigError as error:
         where = f"variant '{run.label}'"

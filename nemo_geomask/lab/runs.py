@@ -136,8 +136,11 @@ class Course:
 
     @property
     def history(self) -> list[dict[str, float]]:
-        """The metrics of each step."""
-        return [{name: values[step] for name, values in self.columns.items()} for step in range(self.steps)]
+        """The metrics of each step, without what is missing there."""
+        return [
+            {name: values[step] for name, values in self.columns.items() if not math.isnan(values[step])}
+            for step in range(self.steps)
+        ]
 
     def series(self, key: str) -> list[float]:
         """One metric over the steps, NaN where it is missing; ``removed`` is derived."""

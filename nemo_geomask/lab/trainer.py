@@ -29,9 +29,27 @@ from nemo_geomask.records.flight import FlightRecorder
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["Trainer", "accumulate_gradients", "merge_metrics"]
+__all__ = ["Trainer", "accumulate_gradients", "check_reference", "merge_metrics"]
 
 _VALIDATION_SEED = 20260
+
+
+def check_reference(loss: PolicyLoss, recipe: LabRecipe) -> bool:
+    """Whether a KL to the reference is asked for.
+
+    Raises:
+        ConfigError: it is, in a way that the lab can't compute.
+    """
+    coefficient = loss.config.reference_policy_kl_penalty
+    asked = bool(loss.reference_policy_kl_penalty or kl_of_reward(loss.config, recipe.grpo))
+    if asked and recipe.policy.generation.filters and recipe.lab.filter_logprobs:
+        keys = ("loss_fn.reference_policy_kl_penalty", "policy.generation.top_p", "lab.filter_logprobs")
+        text = (
+            f"reference_policy_kl_penalty ({coefficient:g}) needs log-probs of all tokens, and top_p or top_k leave "
+            "some out; set it to 0, or lab.filter_logprobs: false"
+        )
+        raise ConfigError(Problem(keys, text))
+    return asked
 
 
 class Trainer:
@@ -73,14 +91,7 @@ class Trainer:
         self.sampler = sampler or build_sampler(recipe)
         self.engine = TrainEngine(ranks, recipe)
         self.policy = build_policy(recipe.policy.model, self.task, seed)
-        needs_reference = bool(loss.reference_policy_kl_penalty or kl_of_reward(loss.config, recipe.grpo))
-        if needs_reference and self.engine.filters:
-            keys = ("loss_fn.reference_policy_kl_penalty", "policy.generation.top_p", "lab.filter_logprobs")
-            text = (
-                f"reference_policy_kl_penalty ({loss.reference_policy_kl_penalty:g}) needs log-probs of all tokens, "
-                "and top_p or top_k leave some out; set it to 0, or lab.filter_logprobs: false"
-            )
-            raise ConfigError(Problem(keys, text))
+        needs_reference = check_reference(loss, recipe)
         self.reference = copy.deepcopy(self.policy).requires_grad_(False) if needs_reference else None
         self.optimizer = torch.optim.AdamW(
             self.policy.parameters(), lr=recipe.policy.lr, weight_decay=recipe.policy.weight_decay, fused=True

@@ -77,3 +77,10 @@ def test_decoding_with_the_cache_is_the_pass_over_the_whole_row(policy):
     for position, logits in enumerate(steps, start=3):
         expected = whole[:, position]
         torch.testing.assert_close(logits[kept] if len(logits) == 6 else logits, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("settings", [{"moe_intermediate_size": 10}, {"moe_intermediate_size": 7}])
+def test_widths_that_no_grouped_product_takes_are_computed_too(settings, tiny):
+    policy = build_policy(tiny(policy={"model": settings}).policy.model, TASK, seed=0)
+    ids = torch.randint(0, 9, (2, 8), generator=torch.Generator().manual_seed(1))
+    torch.testing.assert_close(token_logprobs(policy, ids), token_logprobs(plain(policy), ids), rtol=1e-5, atol=1e-5)

@@ -319,3 +319,32 @@ def test_without_arguments_only_the_recipe_is_missing(capsys):
     with pytest.raises(SystemExit):
         main(["lab"])
     assert capsys.readouterr().err.endswith("the following arguments are required: RECIPE.yaml\n")
+
+
+def test_an_interrupt_in_the_first_step_can_be_gone_on_from(recipe, tmp_path, monkeypatch):
+    from nemo_geomask.lab import trainer
+
+    command = [
+        "lab",
+        str(recipe),
+        "--compare",
+        "gspo:none",
+        "--steps",
+        "1",
+        "--jobs",
+        "1",
+        "--out",
+        str(tmp_path / "o"),
+    ]
+    with monkeypatch.context() as patched:
+        patched.setattr(trainer.Trainer, "step", lambda self: (_ for _ in ()).throw(KeyboardInterrupt))
+        main(command)
+    assert main(command) == 0
+    assert [curve.finished for curve in read_curves([tmp_path / "o"])] == [True]
+
+
+def test_a_mistake_in_the_last_variant_shows_before_the_first_trains(recipe, tmp_path, capsys):
+    filters = ["policy.generation.top_p=0.9", "--vary", "loss_fn.reference_policy_kl_penalty=0,0.1"]
+    assert main(["lab", str(recipe), *filters, "--steps", "1", "--jobs", "1", "--out", str(tmp_path / "o")]) == 2
+    assert "reference_policy_kl_penalty (0.1) needs log-probs of all tokens" in capsys.readouterr().err
+    assert not list((tmp_path / "o").rglob("*.parquet"))

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from nemo_geomask.errors import ConfigError
 from nemo_geomask.lab.evidence import collect, load, rewrite
 from nemo_geomask.lab.outcome import final
 from nemo_geomask.lab.recipe import LabRecipe
@@ -12,7 +13,7 @@ from tests.helpers.tiny_recipe import TINY, merged
 
 pytest.importorskip("pyarrow", reason="runs are Parquet (demo extra)")
 PAGE = Path(__file__).parents[2] / "docs" / "evidence.md"
-FACTS = {"corrected": False, "chance": 0.1, "sampler": "copy", "precision": "float32"}
+FACTS = {"corrected": False, "chance": 0.1, "sampler": "copy", "precision": "float32", "versions": {}}
 
 
 def test_the_published_tables_are_the_datas():
@@ -50,3 +51,22 @@ def test_collected_runs_keep_their_numbers_and_are_told_apart(tmp_path):
     assert list(found) == ["gspo:none", "gspo:none, policy.lr=0.5", "gspo:token"]
     assert found["gspo:none, policy.lr=0.5"].series("reward") == [0.0, 0.5, 0.25]
     assert all(curve.seed == 1 and curve.finished and curve.series("step") == [1, 2, 3] for curve in found.values())
+
+
+def test_a_setting_that_one_of_two_has_not_tells_them_apart(tmp_path):
+    written(tmp_path / "a", "gspo:none", 1, [0.1] * 3, loss_fn={"ratio_clip_c": 3.0})
+    written(tmp_path / "b", "gspo:none", 1, [0.2] * 3)
+    collect([tmp_path / "a", tmp_path / "b"], tmp_path / "kept.parquet")
+    assert [curve.label for curve in load(tmp_path / "kept.parquet")] == [
+        "gspo:none",
+        "gspo:none, loss_fn.ratio_clip_c=None",
+    ]
+
+
+def test_runs_that_are_not_whole_or_not_unique_are_refused(tmp_path):
+    written(tmp_path / "a", "gspo:none", 1, [0.1] * 3)
+    with pytest.raises(ConfigError, match="'gspo:none' on seed 1 is there twice"):
+        collect([tmp_path / "a", tmp_path / "a"], tmp_path / "kept.parquet")
+    written(tmp_path / "b", "gspo:none", 2, [0.1] * 2)
+    with pytest.raises(ConfigError, match="on seed 2 has 2 steps and is not finished"):
+        collect([tmp_path / "a", tmp_path / "b"], tmp_path / "kept.parquet")

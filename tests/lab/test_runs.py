@@ -42,9 +42,10 @@ def test_steps_come_back_as_they_were(tiny, tmp_path):
     assert curve.series("loss")[0] == math.inf
     assert [math.isnan(value) for value in (*curve.series("extra"), *curve.series("none"))] == [True, False, True, True]
     assert math.isnan(curve.series("loss")[1])
-    # Written again after a step more, nothing is lost.
+    # Written again after a step more, nothing is lost, and what was missing is missing.
     write_steps(run, [*curve.history, {"reward": 0.0}], FACTS)
     assert Course.read(run.file).series("reward") == [0.1, 1 / 3, 0.0]
+    assert pytest.importorskip("pyarrow.parquet").read_table(run.file)["extra"].to_pylist() == [None, -1.0, None]
 
 
 def test_folders_add_up_and_equal_labels_are_told_apart(tiny, tmp_path):

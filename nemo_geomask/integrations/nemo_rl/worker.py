@@ -100,14 +100,15 @@ def _of_megatron() -> list[patch.Patch]:
 def _rebound(home: types.ModuleType, name: str, ours: Any) -> patch.Patch:
     """A function of NeMo-RL's, replaced wherever it is held under its name, then and later.
 
-    Not only in modules: Ray sends the methods of a worker class by value where a decorator hides their name, and these
-    then have globals of their own.
+    Not only in its modules: Ray sends the methods of a worker class by value where a decorator hides their name, and
+    these then have globals of their own, with the module's name.
     """
     original = vars(home)[name]
 
     def rebind(old: Any, new: Any) -> None:
         for holder in gc.get_referrers(old):
-            if isinstance(holder, dict) and holder.get(name) is old:
+            ours_to_change = isinstance(holder, dict) and str(holder.get("__name__", "")).startswith("nemo_rl")
+            if ours_to_change and holder.get(name) is old:
                 holder[name] = new
 
     return patch.Patch(home, name, functools.partial(rebind, original, ours), functools.partial(rebind, ours, original))

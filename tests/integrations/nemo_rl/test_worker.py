@@ -61,15 +61,17 @@ def test_logits_come_with_their_groups(host):
 def test_methods_that_came_by_value_are_prepared_too(host):
     host()
     utils, _ = loss_code()
-    # As Ray sends a worker's decorated method: code, and globals that are no module's.
-    own = {"prepare_loss_input": utils.prepare_loss_input, "__builtins__": __builtins__}
+    # As Ray sends a worker's decorated method: code, and globals that are no module's but have its name.
+    own = {"prepare_loss_input": utils.prepare_loss_input, "__builtins__": __builtins__, "__name__": "nemo_rl.worker"}
+    users = {"prepare_loss_input": utils.prepare_loss_input}
     train = types.FunctionType((lambda *args: prepare_loss_input(*args)).__code__, own)  # noqa: F821
     prepare_worker()
     loss = LogitLoss(build_loss({"logprob_backend": "geomask"}))
     assert set(train("logits", "data", loss)[0]) == {"logits", "vocab_parallel_group", "context_parallel_group"}
+    assert users["prepare_loss_input"] is not utils.prepare_loss_input
     uninstall()
     assert set(train("logits", "data", types.SimpleNamespace())[0]) == {"logits"}
-    assert own["prepare_loss_input"] is utils.prepare_loss_input
+    assert own["prepare_loss_input"] is users["prepare_loss_input"] is utils.prepare_loss_input
 
 
 def test_without_nemo_rl_there_is_nothing_to_prepare(host, monkeypatch):
