@@ -63,12 +63,12 @@ def test_one_split_at_a_time_and_two_at_once(tmp_path, capsys):
 
 
 def test_a_run_against_another_over_the_steps_of_both(tmp_path, capsys):
-    that = write_steps(tmp_path / "that", range(1, 4))
-    this = write_steps(tmp_path / "this", range(2, 6), "precision", 8.0)
+    that = write_steps(tmp_path / "that", range(1, 5))
+    this = write_steps(tmp_path / "this", range(2, 7), "precision", 8.0)
     arguments = ["diagnose", str(this), "--against", str(that)]
     assert main([*arguments, "--json"]) == 1
     (told,) = json.loads(capsys.readouterr().out)
-    assert (told["steps"], told["cause"]["id"], told["against"]["name"]) == ([2, 3], "precision", str(that))
+    assert (told["steps"], told["cause"]["id"], told["against"]["name"]) == ([2, 3, 4], "precision", str(that))
     assert main(["diagnose", str(that), "--against", str(that)]) == 2
     assert "is the run that it is held against" in capsys.readouterr().err
     assert main(["diagnose", str(this), "--against", str(tmp_path)]) == 2

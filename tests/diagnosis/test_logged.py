@@ -3,11 +3,11 @@
 import json
 import math
 import sys
+from types import SimpleNamespace
 
 import pytest
 
 from nemo_geomask.cli import main
-from nemo_geomask.diagnosis import logged
 from nemo_geomask.diagnosis.logged import judge_logged, read_logged
 from nemo_geomask.errors import DataError, MissingDependencyError
 
@@ -44,7 +44,13 @@ def test_a_metric_has_one_name_wherever_it_is_from(tmp_path):
 
 
 def test_metrics_of_several_runs_are_no_one_runs(tmp_path, monkeypatch):
-    monkeypatch.setattr(logged, "_events", lambda path: [(1, "train/reward", 0.5)])
+    events = SimpleNamespace(
+        Reload=lambda: None,
+        Tags=lambda: {"scalars": ["train/reward"]},
+        Scalars=lambda name: [SimpleNamespace(step=1, value=0.5)],
+    )
+    module = SimpleNamespace(EventAccumulator=lambda path, size_guidance: events)
+    monkeypatch.setitem(sys.modules, "tensorboard.backend.event_processing.event_accumulator", module)
     for part in ("a/tensorboard", "a/tensorboard/hyperparameters", "b/tensorboard"):
         (tmp_path / part).mkdir(parents=True)
         (tmp_path / part / "events.out.tfevents.1.host").touch()
