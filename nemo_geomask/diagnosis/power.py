@@ -115,15 +115,18 @@ def _levels() -> str:
 
 def _power(measured: dict[str, Any]) -> str:
     seeds = measured["seeds"]
-    lines = [_row("planted", *STRENGTHS, "strengths", "named instead (middle)"), "|---|---|---|---|---|---|"]
+    lines = [_row("planted", *STRENGTHS, "strengths", "named instead (weak; middle)"), "|---|---|---|---|---|---|"]
     for cause, rows in measured["planted"].items():
-        middle = {name: count for name, count in rows[1]["named"].items() if name != cause}
+        instead = [
+            ", ".join(f"{name} {count}" for name, count in row["named"].items() if name not in (cause, "healthy"))
+            for row in rows[:2]
+        ]
         lines.append(
             _row(
                 f"`{cause}`",
                 *(f"{row['named'].get(cause, 0)} of {seeds}" for row in rows),
                 f"{', '.join(format(row['strength'], 'g') for row in rows)} {PLANTS[cause].unit}",
-                ", ".join(f"{name} {count}" for name, count in middle.items()) or "–",
+                "; ".join(said or "–" for said in instead),
             )
         )
     onsets = [row["onset"] for rows in measured["planted"].values() for row in rows[1:]]
@@ -132,7 +135,8 @@ def _power(measured: dict[str, Any]) -> str:
         "",
         f"{measured['steps']} steps of {measured['sequences']} sequences; from step {measured['onset']} on, and every "
         "second run from the first step on, but for stale engine, routing and precision, which are nothing but "
-        f"a change. At the two higher strengths the first step was told to within one in {right} of {asked} runs. "
+        f"a change. All others were called healthy. "
+        f"At the two higher strengths the first step was told to within one in {right} of {asked} runs. "
         f"False alarms: {len(measured['false_alarms'])} in {measured['clean']} clean runs, "
         f"{len(measured['lab_false_alarms'])} in {measured['lab_runs']} of the lab.",
     ]
