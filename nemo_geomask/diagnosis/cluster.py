@@ -48,11 +48,11 @@ def over_ray(address: str) -> Callable[[Callable[[Path], Any], Sequence[Path], P
     context.enable_progress_bars = False
 
     def over(work: Callable[[Path], Any], paths: Sequence[Path], cache: Path | None) -> Iterator[Any]:
-        rows = [{"path": str(path.resolve())} for path in paths]
+        rows = [{"path": str(path.absolute())} for path in paths]
         if not rows:
             return
         mapped = ray.data.from_items(rows, override_num_blocks=len(rows)).map(
-            _OnNode(work, None if cache is None else cache.resolve())
+            _OnNode(work, None if cache is None else cache.absolute())
         )
         for row in mapped.iter_rows():
             found = pickle.loads(row["found"])
