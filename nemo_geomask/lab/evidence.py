@@ -113,14 +113,14 @@ def _cell(value: float | None, style: str) -> str:
 
 
 def draw(curves: Sequence[Course], path: Path) -> None:
-    """Rewards over the steps of the uncorrected, the best and the worst variant, and all differences to the first."""
+    """Rewards of the two best, the uncorrected and the worst variant by step, and all differences to the uncorrected."""
     require("matplotlib").use("Agg")
     pyplot = require("matplotlib.pyplot")
     ranked, first = _ranked(curves), outcomes(curves)[0].label
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(12, 4.6), gridspec_kw={"width_ratios": [1, 1.1]})
     runs = by_variant(curves)
-    shown = dict.fromkeys([ranked[0].label, first, ranked[-1].label])
-    for label, colour in zip(shown, ("#009E73", "#0072B2", "#D55E00"), strict=False):
+    shown = dict.fromkeys([*(found.label for found in ranked[:2]), first, ranked[-1].label])
+    for label, colour in zip(shown, ("#CC79A7", "#009E73", "#0072B2", "#D55E00"), strict=False):
         rewards = [run.series("reward") for run in runs[label]]
         means = [sum(step) / len(step) for step in zip(*rewards, strict=True)]
         for reward in rewards:
@@ -130,6 +130,7 @@ def draw(curves: Sequence[Course], path: Path) -> None:
     left.set(
         xlabel="step (rollout batch)", ylabel="mean reward", title=f"{len(runs[first])} seeds, thin; their mean, thick"
     )
+    left.set_ylim(0, 1.35 * left.get_ylim()[1])
     left.legend(fontsize="small", loc="upper left")
     others = [found for found in reversed(ranked) if found.row["interval"] is not None]
     for place, found in enumerate(others):
