@@ -113,7 +113,7 @@ def _cell(value: float | None, style: str) -> str:
 
 
 def draw(curves: Sequence[Course], path: Path) -> None:
-    """Rewards of the two best, the uncorrected and the worst variant by step, and all differences to the uncorrected."""
+    """Rewards of the two best, the uncorrected and the worst variant, and all differences to the uncorrected."""
     require("matplotlib").use("Agg")
     pyplot = require("matplotlib.pyplot")
     ranked, first = _ranked(curves), outcomes(curves)[0].label
