@@ -11,12 +11,13 @@ from __future__ import annotations
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 
 from nemo_geomask.errors import ConfigError
 from nemo_geomask.lab.recipe import EnvConfig
-from nemo_geomask.lab.task import Prompts
+from nemo_geomask.lab.task import NumberTask, Prompts
 
 __all__ = ["Lookups"]
 
@@ -25,62 +26,29 @@ _ROUND = 1 + 2 * _WIDTH
 
 
 @dataclass(frozen=True)
-class Lookups:
+class Lookups(NumberTask):
     """Call, read three numbers, repeat them, and call again; see :class:`nemo_geomask.lab.task.CallingTask`.
 
-    Tokens 0 to modulus-1 are the numbers themselves; ``?``, ``:``, EOS and PAD follow.
-
-    Attributes:
-        modulus: how many numbers there are.
-        min_terms: fewest tokens of a response, the environment's among them.
-        max_terms: most.
+    The environment's tokens are among a response's ``min_terms`` to ``max_terms``.
     """
 
-    modulus: int
-    min_terms: int
-    max_terms: int
-
     prompt_width = 2
+    sign = "?"
 
     @classmethod
-    def of(cls, env: EnvConfig) -> Lookups:
+    def of(cls, env: EnvConfig) -> Self:
         """The task that a recipe describes."""
         if env.min_terms < _ROUND:
             raise ConfigError(
                 f"env.min_terms: {env.min_terms}; a call, its reply and their repetition are {_ROUND} tokens, so ask "
                 f"for {_ROUND} at least"
             )
-        return cls(env.modulus, env.min_terms, env.max_terms)
+        return super().of(env)
 
     @property
     def call_id(self) -> int:
         """Token ``?``."""
-        return self.modulus
-
-    @property
-    def colon_id(self) -> int:
-        """Token ``:``."""
-        return self.modulus + 1
-
-    @property
-    def eos_id(self) -> int:
-        """End of response."""
-        return self.modulus + 2
-
-    @property
-    def pad_id(self) -> int:
-        """Padding."""
-        return self.modulus + 3
-
-    @property
-    def vocab_size(self) -> int:
-        """Numbers and the four signs."""
-        return self.modulus + 4
-
-    @property
-    def chance(self) -> float:
-        """Expected reward of calling wherever it is of use and repeating random numbers."""
-        return 1.0 / self.modulus
+        return self.sign_id
 
     def sample(self, count: int, generator: torch.Generator) -> Prompts:
         """Draw ``count`` prompts: key and number of terms, each uniform."""
@@ -109,8 +77,3 @@ class Lookups:
             place += 1 + _WIDTH
         # What fits of a round that is cut off makes up for slips.
         return min(1.0, correct / (terms // _ROUND * _WIDTH))
-
-    def text(self, token_ids: Sequence[int]) -> str:
-        """Tokens as a user reads them: ``3 : ? 5 0 2 5 0 2 <eos>``."""
-        signs = {self.call_id: "?", self.colon_id: ":", self.eos_id: "<eos>", self.pad_id: "<pad>"}
-        return " ".join(signs.get(token, str(token)) for token in token_ids)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from torch import Tensor
 from nemo_geomask.errors import ConfigError
 from nemo_geomask.lab.recipe import TASKS, EnvConfig
 
-__all__ = ["CallingTask", "Progressions", "Prompts", "Task", "draw_prompts", "task_of"]
+__all__ = ["CallingTask", "NumberTask", "Progressions", "Prompts", "Task", "draw_prompts", "task_of"]
 
 # One prompt in so many is for validation, and how often as many as are needed may be drawn to find them.
 _SPLIT = 8
@@ -127,31 +127,30 @@ def _held_out(token_ids: Sequence[int]) -> bool:
 
 
 @dataclass(frozen=True)
-class Progressions:
-    """Continue ``start, start + step, …`` modulo ``modulus``.
-
-    Tokens 0 to modulus-1 are the numbers themselves; ``+``, ``:``, EOS and PAD follow.
+class NumberTask:
+    """What tasks on the numbers 0 to modulus-1 share: these are tokens themselves; a sign, ``:``, EOS and PAD follow.
 
     Attributes:
         modulus: how many numbers there are.
-        min_terms: fewest terms a prompt asks for.
+        min_terms: fewest terms a prompt asks for; tokens of a response.
         max_terms: most.
+        sign: what token ``modulus`` is written as.
     """
 
     modulus: int
     min_terms: int
     max_terms: int
 
-    prompt_width = 4
+    sign: ClassVar[str]
 
     @classmethod
-    def of(cls, env: EnvConfig) -> Progressions:
+    def of(cls, env: EnvConfig) -> Self:
         """The task that a recipe describes."""
         return cls(env.modulus, env.min_terms, env.max_terms)
 
     @property
-    def plus_id(self) -> int:
-        """Token ``+``."""
+    def sign_id(self) -> int:
+        """The sign of the task's own."""
         return self.modulus
 
     @property
@@ -176,8 +175,26 @@ class Progressions:
 
     @property
     def chance(self) -> float:
-        """Expected reward of numbers drawn uniformly at random, never ending early: each follows with 1/modulus."""
+        """Expected reward of numbers drawn uniformly at random, never ending early: each is right with 1/modulus."""
         return 1.0 / self.modulus
+
+    def text(self, token_ids: Sequence[int]) -> str:
+        """Tokens as a user reads them, such as ``3 + 4 : 7 1 5 <eos>``."""
+        signs = {self.sign_id: self.sign, self.colon_id: ":", self.eos_id: "<eos>", self.pad_id: "<pad>"}
+        return " ".join(signs.get(token, str(token)) for token in token_ids)
+
+
+@dataclass(frozen=True)
+class Progressions(NumberTask):
+    """Continue ``start, start + step, …`` modulo ``modulus``."""
+
+    prompt_width = 4
+    sign = "+"
+
+    @property
+    def plus_id(self) -> int:
+        """Token ``+``."""
+        return self.sign_id
 
     def sample(self, count: int, generator: torch.Generator) -> Prompts:
         """Draw ``count`` prompts: start, step (never 0) and number of terms, each uniform."""
@@ -207,8 +224,3 @@ class Progressions:
             correct += before < self.modulus and token == (before + step) % self.modulus
             before = token
         return correct / terms
-
-    def text(self, token_ids: Sequence[int]) -> str:
-        """Tokens as a user reads them: ``3 + 4 : 7 1 5 <eos>``."""
-        signs = {self.plus_id: "+", self.colon_id: ":", self.eos_id: "<eos>", self.pad_id: "<pad>"}
-        return " ".join(signs.get(token, str(token)) for token in token_ids)
