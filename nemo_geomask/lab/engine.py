@@ -61,7 +61,6 @@ class TrainEngine:
         micro_batch: int,
         *,
         entropy: bool = False,
-        whole: bool = False,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """What a model says of a batch, [B, T] on all ranks; column 0, which nothing predicts, is 0.
 
@@ -70,7 +69,6 @@ class TrainEngine:
             data: ``input_ids``, ``input_lengths`` and, where they are known, ``routed_experts``.
             micro_batch: rows of a pass.
             entropy: whether to compute it.
-            whole: leave the generation engine's filter out, as NeMo-RL does for the reference policy.
 
         Returns:
             Log-probs, -inf where the filter leaves the token out; entropies, or 0; 1 where the model by itself would
@@ -83,7 +81,7 @@ class TrainEngine:
             packing = lay_out(part["input_lengths"], self.ranks.cp)
             ones = torch.ones_like(found[0, rows])
             targets = packing.pack({**part, "token_mask": ones, "sample_mask": ones[:, 0]})["targets"]
-            values = self._forward(model, packing, part, targets, entropy=entropy, whole=whole)
+            values = self._forward(model, packing, part, targets, entropy=entropy)
             found[:, rows] = torch.stack([packing.unpack(value, targets, ones) for value in values])
         logprobs, entropies, differ = self.ranks.assemble(found)
         return logprobs, entropies, differ
@@ -123,7 +121,6 @@ class TrainEngine:
         targets: Tensor,
         *,
         entropy: bool = False,
-        whole: bool = False,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """What :meth:`scores` returns, [N] each, of the targets of this rank's tokens."""
         tp, generation = self.ranks.tp, self._policy.generation
@@ -136,7 +133,7 @@ class TrainEngine:
             ids, place = batch["input_ids"][where][None], packing.position[None]
             body = model.model(input_ids=ids, position_ids=place, use_cache=False, packing=packing)
             logits = linear(to_shards(body.last_hidden_state[0], tp.group), columns).float()
-        if self.filters and not whole:
+        if self.filters:
             logits = filtered(logits, generation)
         elif generation.temperature != 1:
             logits = logits / generation.temperature

@@ -107,7 +107,7 @@ def collect(
     if entropy:
         data["entropy"] = entropies
     if reference is not None:
-        data["reference_policy_logprobs"] = engine.scores(reference, data, micro_batch, whole=True)[0]
+        data["reference_policy_logprobs"] = engine.scores(reference, data, micro_batch)[0]
     if recipe.policy.generation.logprobs == "trainer":
         _control(data, versions, engine, micro_batch)
     data["advantages"] = token_advantages(data, recipe.grpo, loss or LossConfig())
