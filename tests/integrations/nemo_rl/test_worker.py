@@ -64,7 +64,8 @@ def test_methods_that_came_by_value_are_prepared_too(host):
     # As Ray sends a worker's decorated method: code, and globals that are no module's but have its name.
     own = {"prepare_loss_input": utils.prepare_loss_input, "__builtins__": __builtins__, "__name__": "nemo_rl.worker"}
     users = {"prepare_loss_input": utils.prepare_loss_input}
-    train = types.FunctionType((lambda *args: prepare_loss_input(*args)).__code__, own)  # noqa: F821
+    exec("def train(*args): return prepare_loss_input(*args)", own)
+    train = own["train"]
     prepare_worker()
     loss = LogitLoss(build_loss({"logprob_backend": "geomask"}))
     assert set(train("logits", "data", loss)[0]) == {"logits", "vocab_parallel_group", "context_parallel_group"}
