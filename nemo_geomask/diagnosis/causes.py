@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from nemo_geomask.diagnosis.read import Array
-from nemo_geomask.diagnosis.statistics import BY_NAME, CELLS, PROB_EDGES, Dimension, Statistics, StepSums, Window
+from nemo_geomask.diagnosis.statistics import BY_NAME, CELLS, PROB_EDGES, Dimension, Statistics, StepSums, Window, per
 
 __all__ = ["CAUSES", "LOCAL", "WITHIN_SEQUENCES", "Cause", "Evidence", "Found"]
 
@@ -113,36 +113,32 @@ def _each_step(evidence: Evidence, share: Callable[[StepSums], float], least: fl
     return Found(highest, says.format(highest), bool(steps), steps)
 
 
-def _per(part: float, whole: float) -> float:
-    return part / whole if whole else float("nan")
-
-
 def _zeros(evidence: Evidence, least: float) -> Found:
     def share(sums: StepSums) -> float:
         # Not no_prev: the trainer may skip π_old, for all sequences or for those that are not audited.
-        zeros = _per(max(sums["zero_gen"], sums["zero_prev"]), sums["unsure"])
-        return max(_per(sums["no_gen"], sums["all_sequences"]), zeros if np.isfinite(zeros) else 0.0)
+        zeros = per(max(sums["zero_gen"], sums["zero_prev"]), sums["unsure"])
+        return max(per(sums["no_gen"], sums["all_sequences"]), zeros if np.isfinite(zeros) else 0.0)
 
     return _each_step(evidence, share, least, "{:.2%} of the unsure tokens have a log-prob of exactly 0")
 
 
 def _nonfinite(evidence: Evidence, least: float) -> Found:
     def share(sums: StepSums) -> float:
-        return _per(sums["nonfinite"], sums["all_tokens"])
+        return per(sums["nonfinite"], sums["all_tokens"])
 
     return _each_step(evidence, share, least, "{:.2%} of the log-probs are NaN or infinite")
 
 
 def _positive(evidence: Evidence, least: float) -> Found:
     def share(sums: StepSums) -> float:
-        return _per(sums["positive_logprobs"], sums["all_tokens"])
+        return per(sums["positive_logprobs"], sums["all_tokens"])
 
     return _each_step(evidence, share, least, "{:.2%} of the log-probs are above 0")
 
 
 def _shifted(evidence: Evidence, least: float) -> Found:
     def share(sums: StepSums) -> float:
-        return _per(sums["shifted_later"] + sums["shifted_earlier"], sums["lagged"])
+        return per(sums["shifted_later"] + sums["shifted_earlier"], sums["lagged"])
 
     return _each_step(evidence, share, least, "{:.2%} of the sequences fit a neighbouring token better")
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from nemo_geomask.diagnosis.statistics import DIMENSIONS, Statistics, StepSums, Window
+from nemo_geomask.diagnosis.statistics import BY_NAME, DIMENSIONS, Statistics, StepSums, Window
 from nemo_geomask.diagnosis.text import MEASURES, NUMBERS, REMOVED_SHARES, measured
 from nemo_geomask.diagnosis.verdict import LEVELS, RunDiagnosis
 
@@ -164,7 +164,7 @@ def _windows(run: RunDiagnosis) -> Iterator[tuple[str, Window]]:
 
 
 def _by_part(runs: Sequence[RunDiagnosis], name: str) -> Figure | None:
-    one = next(one for one in DIMENSIONS if one.name == name)
+    one = BY_NAME[name]
     found = [
         (place, part, len(parts) - 1 - style, measured(window.cells[name]))
         for place, run in enumerate(runs)

@@ -25,6 +25,7 @@ Ratios saturate at :math:`e^{40}`, as in the losses.
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -50,6 +51,7 @@ __all__ = [
     "Statistics",
     "StepSums",
     "Window",
+    "per",
 ]
 
 REPLICATES = 100
@@ -193,6 +195,11 @@ DIMENSIONS = (
     ),
 )
 BY_NAME = {one.name: one for one in DIMENSIONS}
+
+
+def per(part: float, whole: float) -> float:
+    """A part of a whole; NaN of nothing."""
+    return part / whole if whole else math.nan
 
 
 @dataclass

@@ -15,7 +15,7 @@ import numpy as np
 from nemo_geomask.diagnosis.causes import CAUSES, Evidence
 from nemo_geomask.diagnosis.circle import CERTAIN, circle, verdict
 from nemo_geomask.diagnosis.read import Array
-from nemo_geomask.diagnosis.statistics import BY_NAME, CELLS, DIMENSIONS, StepSums, Window
+from nemo_geomask.diagnosis.statistics import BY_NAME, CELLS, DIMENSIONS, StepSums, Window, per
 from nemo_geomask.diagnosis.verdict import LEVELS, RunDiagnosis
 from nemo_geomask.errors import DataError
 
@@ -309,21 +309,17 @@ class Measure(NamedTuple):
     value: Callable[[Mapping[str, float], Mapping[str, float]], float]
 
 
-def _ratio(one: float, other: float) -> float:
-    return one / other if other else math.nan
-
-
 MEASURES: tuple[Measure, ...] = (
-    Measure("tokens", "share of the trained tokens", lambda part, whole: _ratio(part["tokens"], whole["tokens"])),
-    Measure("|Δ|", "mean, each at most 1, nats", lambda part, whole: _ratio(part["size"], part["tokens"])),
+    Measure("tokens", "share of the trained tokens", lambda part, whole: per(part["tokens"], whole["tokens"])),
+    Measure("|Δ|", "mean, each at most 1, nats", lambda part, whole: per(part["size"], part["tokens"])),
     Measure(
         EXPECTED,
         "mean |Δ| over mean 1 − p, in units of that of all tokens: 1 where it is noise on the logits",
-        lambda part, whole: _ratio(_ratio(part["size"], part["model"]), _ratio(whole["size"], whole["model"])),
+        lambda part, whole: per(per(part["size"], part["model"]), per(whole["size"], whole["model"])),
     ),
-    Measure("k3", "mean of exp(Δ) − 1 − Δ, nats a token", lambda part, whole: _ratio(part["k3"], part["tokens"])),
-    Measure("k1", "mean of −Δ, nats a token", lambda part, whole: -_ratio(part["delta"], part["tokens"])),
-    Measure("Δ > 0", "share of the part's tokens", lambda part, whole: _ratio(part["positive"], part["tokens"])),
+    Measure("k3", "mean of exp(Δ) − 1 − Δ, nats a token", lambda part, whole: per(part["k3"], part["tokens"])),
+    Measure("k1", "mean of −Δ, nats a token", lambda part, whole: -per(part["delta"], part["tokens"])),
+    Measure("Δ > 0", "share of the part's tokens", lambda part, whole: per(part["positive"], part["tokens"])),
 )
 """Columns of the tables by position, length and so on."""
 
@@ -368,7 +364,7 @@ def _dimension(evidence: Evidence, names: tuple[str, ...]) -> Table | None:
             if name == EXPECTED:
                 row.append(_interval(value, here.error[place]))
         if there is not None:
-            times = _ratio(float(here.rate[place]), float(there.rate[place]))
+            times = per(float(here.rate[place]), float(there.rate[place]))
             row += (times, _interval(times, math.hypot(here.error[place], there.error[place])))
         rows.append(tuple(row))
     title = f"By {' and '.join(f'{one.name} ({one.unit})' for one in kinds)}"
