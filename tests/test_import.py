@@ -14,6 +14,7 @@ PACKAGE = Path(nemo_geomask.__file__).parent
 # A room imports only from itself and from those before it. metrics stands before losses, which report through it.
 ORDER = [
     "errors",
+    "optional",
     "config",
     "functional",
     "segments",

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from nemo_geomask.errors import MissingDependencyError
+from nemo_geomask.optional import require
 
 __all__ = ["write_plot"]
 
@@ -21,14 +20,8 @@ def write_plot(results: Sequence[Mapping[str, Any]], path: Path) -> None:
     Raises:
         MissingDependencyError: matplotlib can't be imported.
     """
-    try:
-        matplotlib = importlib.import_module("matplotlib")
-        matplotlib.use("Agg")
-        pyplot = importlib.import_module("matplotlib.pyplot")
-    except ImportError as error:
-        raise MissingDependencyError(
-            f'--plot needs matplotlib, which can\'t be imported ({error}); pip install "nemo-geomask[demo]"'
-        ) from error
+    require("matplotlib", "--plot needs", "demo").use("Agg")
+    pyplot = require("matplotlib.pyplot", "--plot needs", "demo")
     done = [result for result in results if "error" not in result]
     base = done[0]["case"] if done else {}
     panels = {field: _along(done, base, field) for field in _FIELDS}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import math
 import re
 from collections.abc import Iterator, Sequence
@@ -11,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from nemo_geomask.diagnosis.figures import Curve, Figure
-from nemo_geomask.errors import DataError, MissingDependencyError
+from nemo_geomask.errors import DataError
+from nemo_geomask.optional import require
 
 __all__ = ["COLOURS", "plotly_figure", "write_pngs"]
 
@@ -128,14 +128,8 @@ def write_pngs(figures: Sequence[Figure], names: Sequence[str], directory: Path)
 
     Raises: MissingDependencyError: there is no matplotlib. DataError: the folder can't be written to.
     """
-    try:
-        matplotlib = importlib.import_module("matplotlib")
-        matplotlib.use("Agg")
-        pyplot = importlib.import_module("matplotlib.pyplot")
-    except ImportError as error:
-        raise MissingDependencyError(
-            f'PNGs need matplotlib, which could not be imported ({error}); pip install "nemo-geomask[demo]"'
-        ) from error
+    require("matplotlib", "PNGs need", "demo").use("Agg")
+    pyplot = require("matplotlib.pyplot", "PNGs need", "demo")
     written = []
     try:
         directory.mkdir(parents=True, exist_ok=True)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import importlib
 import json
 import math
 import os
@@ -28,7 +27,8 @@ from nemo_geomask.diagnosis.logged import Series, read_logged
 from nemo_geomask.diagnosis.sources import RunFiles
 from nemo_geomask.diagnosis.text import MEASURES, STEP, Decode, Table, tables
 from nemo_geomask.diagnosis.verdict import RunDiagnosis
-from nemo_geomask.errors import DataError, GeomaskError, MissingDependencyError
+from nemo_geomask.errors import DataError, GeomaskError
+from nemo_geomask.optional import require
 
 __all__ = ["ReportedRun", "read_sweep", "report", "short_names", "write_report"]
 
@@ -109,6 +109,7 @@ def _groups(run: RunDiagnosis) -> Table:
     return Table("groups", title, ("step", "group", "share", "times the others"), rows, definitions)
 
 
+_NEED = ("a report needs", "diagnose")
 _SECTIONS = {
     "numbers": ("Numbers", ""),
     "causes": ("What was looked for", "Each cause, what was measured and from where on it counts."),
@@ -245,7 +246,7 @@ def write_report(
     sections = _sections(runs, decode, pairs)
     swept = [_of_sweep(number, sweep, runs) for number, sweep in enumerate(sweeps)]
     figures = [figure for section in sections for figure in section.figures] + [one["figure"] for one in swept]
-    plotly = _require("plotly.offline").get_plotlyjs().replace("\r", "")
+    plotly = require("plotly.offline", *_NEED).get_plotlyjs().replace("\r", "")
     script = _part("js")
     page = _template().render(
         version=nemo_geomask.__version__,
@@ -300,7 +301,7 @@ def _run(place: int, run: ReportedRun) -> dict[str, Any]:
 
 
 def _template() -> Any:
-    jinja = _require("jinja2")
+    jinja = require("jinja2", *_NEED)
     loader = jinja.PackageLoader("nemo_geomask.diagnosis", "page")
     environment = jinja.Environment(loader=loader, autoescape=True, undefined=jinja.StrictUndefined)
     environment.policies["json.dumps_kwargs"] = {"sort_keys": False, "allow_nan": False}
@@ -313,13 +314,3 @@ def _part(ending: str) -> str:
 
 def _hash(text: str) -> str:
     return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
-
-
-def _require(module: str) -> Any:
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        package = module.partition(".")[0]
-        raise MissingDependencyError(
-            f'a report needs {package}, which could not be imported ({error}); pip install "nemo-geomask[diagnose]"'
-        ) from error

@@ -5,7 +5,6 @@ Data alone: pyarrow is imported where it is used.
 
 from __future__ import annotations
 
-import importlib
 import json
 import re
 from collections.abc import Iterable, Mapping
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import nemo_geomask
-from nemo_geomask.errors import MissingDependencyError
+from nemo_geomask.optional import require
 
 __all__ = ["COLUMNS", "REMOVED", "VERSION", "Column", "arrow_schema", "file_name", "require_arrow", "step_files"]
 
@@ -140,9 +139,4 @@ def require_arrow(module: str = "pyarrow") -> Any:
     Raises:
         MissingDependencyError: it can't be imported.
     """
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise MissingDependencyError(
-            f'records need pyarrow, which could not be imported ({error}); pip install "nemo-geomask[diagnose]"'
-        ) from error
+    return require(module, "records need", "diagnose")
