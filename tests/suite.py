@@ -1,7 +1,7 @@
 """The suite's results, recorded by environment, and the table of them.
 
-``pytest -p tests.suite …`` records what a run came to in ``docs/hosts/suite.yaml``; ``python -m tests.suite`` makes the table
-in ``docs/nemo_rl.md`` of it.
+``pytest -p tests.suite …`` records what a run came to in ``docs/hosts/suite.yaml``; ``python -m tests.suite``
+writes the table in ``docs/nemo_rl.md``.
 """
 
 from __future__ import annotations
