@@ -61,7 +61,7 @@ class Trial:
 
     def as_expected(self, found: Mapping[str, Any]) -> bool:
         """Whether a result is what is to come of it."""
-        return found["setting"] == self.mistake if self.mistake else found["outcome"] == "trained"
+        return bool(found["setting"] == self.mistake if self.mistake else found["outcome"] == "trained")
 
 
 def read_cases(path: Path) -> tuple[Trial, ...]:
@@ -90,6 +90,9 @@ def _recorded(case: Trial, done: Rehearsal | None, error: str) -> dict[str, Any]
     seconds = done.outcome.seconds if done is not None and done.outcome is not None else None
     apart = [each for each in done.comparisons if each.sampled_alike] if done is not None else []
     again = [each for each in done.resumptions if each.sampled_alike] if done is not None else []
+    other = next((each for each in (*apart, *again) if not each.equal), None)
+    if other is not None:
+        error = f"{other.name} of step {other.step} is {other.ours:.9g} and {other.theirs:.9g}"
     return {
         "outcome": "trained" if done is not None and done.ok else "failed",
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
