@@ -182,7 +182,7 @@ def _refuse_unread(arguments: argparse.Namespace) -> None:
 
 def _scale(arguments: argparse.Namespace) -> int:
     from nemo_geomask.bench import scale  # with the settings' schema, which the others do without
-    from nemo_geomask.config.recipe import read_recipe
+    from nemo_geomask.recipe import read_recipe
 
     if arguments.recipe is None:
         raise ConfigError("bench scale needs a recipe: nemo-geomask bench scale RECIPE.yaml [key.path=value ...]")

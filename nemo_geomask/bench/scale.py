@@ -18,8 +18,8 @@ from nemo_geomask.checks.facts import RecipeFacts
 from nemo_geomask.checks.layout import layout_of
 from nemo_geomask.checks.memory import GPU_BYTES, METHODS, OutputWork, head_of, method_of, refused
 from nemo_geomask.checks.shapes import Shape, shape_of
-from nemo_geomask.config.recipe import Recipe
 from nemo_geomask.errors import ConfigError, Problem
+from nemo_geomask.recipe import Recipe
 
 __all__ = [
     "ASSUMPTIONS",

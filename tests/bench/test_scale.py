@@ -10,8 +10,8 @@ from nemo_geomask.bench import scale
 from nemo_geomask.checks.memory import METHODS, OutputWork
 from nemo_geomask.checks.shapes import Shape
 from nemo_geomask.cli import main
-from nemo_geomask.config.recipe import read_recipe
 from nemo_geomask.errors import ConfigError
+from nemo_geomask.recipe import read_recipe
 
 MEASURED = Path(__file__).parents[2] / "docs" / "performance"
 LINEAR, LOGPROBS = (

@@ -13,11 +13,11 @@ from nemo_geomask.checks import RULES, RecipeFacts, check, sections
 from nemo_geomask.checks.expectation import clipped_fractions, kept_fraction, median_weight
 from nemo_geomask.checks.loss import NEMO_RL_FIELDS
 from nemo_geomask.checks.tree import READ_BY
-from nemo_geomask.config import recipe as recipes
 from nemo_geomask.config.loss import LossConfig
 from nemo_geomask.config.masks import MaskRule
-from nemo_geomask.config.recipe import ROOT_VARIABLE, nemo_rl_root, read_recipe
 from nemo_geomask.errors import ConfigError
+from nemo_geomask.recipe import ROOT_VARIABLE, nemo_rl_root, read_recipe
+from nemo_geomask.recipe import read as recipes
 
 CLEAN = {
     "grpo": {"num_prompts_per_step": 32, "num_generations_per_prompt": 16},

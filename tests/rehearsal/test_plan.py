@@ -6,7 +6,7 @@ import pytest
 
 from nemo_geomask.checks import RecipeFacts
 from nemo_geomask.checks.layout import Layout, layout_of
-from nemo_geomask.config.recipe import read_recipe
+from nemo_geomask.recipe import read_recipe
 from nemo_geomask.rehearsal.change import Change
 from nemo_geomask.rehearsal.plan import plan
 
