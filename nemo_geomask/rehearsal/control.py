@@ -60,7 +60,7 @@ class Comparison:
 def has_score_function(checkout: Path) -> bool:
     """Whether a NeMo-RL's own KL term is differentiated through the samples as well; v0.6.0's is not (docs/kl.md)."""
     utils = checkout / "nemo_rl" / "algorithms" / "utils.py"
-    return "importance_sampling_weights" in utils.read_text(encoding="utf-8")
+    return not utils.is_file() or "importance_sampling_weights" in utils.read_text(encoding="utf-8")
 
 
 def inexpressible(facts: RecipeFacts, *, score_function: bool = True) -> tuple[str, ...]:
