@@ -137,6 +137,7 @@ def test_the_proof_adds_up_over_workers():
         ("ValueError: World size (1) is insufficient for the parallelism", "cluster.gpus_per_node"),
         ("ModuleNotFoundError: No module named 'megatron.core'", "policy.megatron_cfg.enabled"),
         ("the prompt is longer than the maximum model length of 48", "policy.generation.vllm_cfg.max_model_len"),
+        ("  File \"setup.py\", line 9\nKeyError: 'max_grad_norm'", "max_grad_norm"),
     ],
 )
 def test_the_likely_setting(text, setting):
