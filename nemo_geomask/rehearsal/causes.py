@@ -85,7 +85,8 @@ def likely_cause(
     named = (key for key in settings if _is_word(key.rpartition(".")[2], error))
     quoted = (key for key, value in settings.items() if isinstance(value, str) and _is_word(value, error))
     for keys, what in ((named, None), (quoted, "the error has its value")):
-        key = next(keys, None)
+        # One of its keys in full, rather than the section that this is in.
+        key = max(keys, key=lambda key: len(key) if key in error else 0, default=None)
         if key is not None:
             return key, what
     found = ((re.search(pattern, text), setting, fix) for pattern, setting, fix in CAUSES)

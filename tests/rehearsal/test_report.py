@@ -156,6 +156,12 @@ def test_a_key_of_the_recipe_that_the_error_names_comes_first():
     assert found[0] != "checkpointing.model_save_format"
 
 
+def test_a_key_in_full_comes_before_its_section():
+    error = "BatchVetoError: loss_fn.batch_veto: 2 batches in a row are beyond max, and max_in_a_row is 1"
+    settings = dict.fromkeys(("loss_fn", "loss_fn.batch_veto", "loss_fn.batch_veto.max_in_a_row"))
+    assert likely_cause(error, error, settings) == ("loss_fn.batch_veto", None)
+
+
 def test_a_value_that_the_error_quotes_leads_to_its_key():
     settings = {"policy.optimizer.name": "torch.optim.NoSuch", "policy.precision": "bfloat16", "x": "Error"}
     found = likely_cause("", "ImportError: Error loading 'torch.optim.NoSuch' in bfloat16", settings)
