@@ -50,7 +50,7 @@ test: $(VENV)/.test
 
 # The rooms whose tests import neither transformers nor an integration's host.
 QUICK := $(addprefix tests/,test_docs.py test_errors.py test_house.py test_import.py \
-	config checks cli functional segments parallel losses translate peers)
+	config recipe checks cli functional segments parallel losses translate peers)
 
 quick: $(VENV)/.test
 	$(PYTEST) -m "not slow" $(QUICK) $(ARGS)

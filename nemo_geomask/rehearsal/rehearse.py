@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from nemo_geomask.checks import Finding, RecipeFacts, check
-from nemo_geomask.config.recipe import ROOT_VARIABLE, nemo_rl_root, read_recipe
 from nemo_geomask.errors import ConfigError, Problem
+from nemo_geomask.recipe import ROOT_VARIABLE, nemo_rl_root, read_recipe
 from nemo_geomask.rehearsal import driver
 from nemo_geomask.rehearsal.control import Comparison, compare, control_overrides, inexpressible
 from nemo_geomask.rehearsal.events import STAGES, read_events

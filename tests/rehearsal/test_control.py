@@ -5,7 +5,7 @@ import math
 import pytest
 
 from nemo_geomask.checks import RecipeFacts
-from nemo_geomask.config.recipe import read_recipe
+from nemo_geomask.recipe import read_recipe
 from nemo_geomask.rehearsal.control import compare, control_overrides, inexpressible
 
 pytest.importorskip("hydra", reason="overrides are Hydra's")
