@@ -14,7 +14,6 @@ PACKAGE = Path(nemo_geomask.__file__).parent
 # A room imports only from itself and from those before it. metrics stands before losses, which report through it.
 ORDER = [
     "errors",
-    "optional",
     "config",
     "functional",
     "segments",
@@ -22,6 +21,8 @@ ORDER = [
     "parallel",
     "metrics",
     "losses",
+    "optional",
+    "recipe",
     "records",
     "checks",
     "translate",

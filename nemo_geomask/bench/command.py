@@ -21,6 +21,7 @@ from nemo_geomask.kernels import KERNELS
 __all__ = ["add_arguments", "chosen", "run"]
 
 _BENCHMARKS = ("logprobs", "linear", "loss", "segments")
+_SCALE = "scale"
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 # What is worth measuring: on a GPU where it is full, on a CPU what ends within a minute.
 _DEFAULTS: dict[str, dict[str, Any]] = {
@@ -55,7 +56,27 @@ _T = TypeVar("_T")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Register the arguments; ``run`` becomes the parser's default."""
-    parser.add_argument("benchmark", nargs="?", choices=_BENCHMARKS, help="default: all of them")
+    parser.add_argument(
+        "benchmark",
+        nargs="?",
+        choices=(*_BENCHMARKS, _SCALE),
+        help="default: all but scale, which runs nothing and takes what was measured to a recipe's size",
+    )
+    parser.add_argument("recipe", nargs="?", metavar="RECIPE.yaml", help="scale: the recipe")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key.path=value", help="scale: settings that replace the recipe's"
+    )
+    parser.add_argument("--gpus", type=_list(_positive), metavar="N,N,...", help="scale: numbers of GPUs that train")
+    parser.add_argument(
+        "--mfu", type=_share, metavar="F", help="scale: share of the GPU's peak at which the model runs (default: 0.3)"
+    )
+    parser.add_argument(
+        "--measured",
+        type=Path,
+        metavar="DIR",
+        help="scale: linear-*.json and logprobs-*.json of one GPU, as --out wrote them; default: an H100's",
+    )
+    parser.add_argument("--peak", type=_above_zero, metavar="TFLOP/S", help="scale: that GPU's (default: 989)")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
     parser.add_argument("--tokens", type=_list(_positive), metavar="T,T,...", help="rows of logits")
     parser.add_argument("--vocab", type=_list(_positive), metavar="V,V,...", help="columns of the whole vocabulary")
@@ -99,6 +120,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("--device cuda: torch sees no GPU here; use --device cpu")
     _refuse_unread(arguments)
+    if arguments.benchmark == _SCALE:
+        return _scale(arguments)
     names = tuple(linear.PATHS) if arguments.benchmark == "linear" else tuple(path.name for path in PATHS)
     wanted = chosen(arguments.paths, names)
     name = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -138,7 +161,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 # Options that not all benchmarks read.
 _READ_BY: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(("tp", "fractions", "entropy", "dtypes"), ("logprobs", "linear")),
+    **dict.fromkeys(("tp", "entropy", "dtypes"), ("logprobs", "linear")),
+    "fractions": ("logprobs", "linear", _SCALE),
+    **dict.fromkeys(("recipe", "gpus", "mfu", "measured", "peak"), (_SCALE,)),
     **dict.fromkeys(("grid", "plot"), ("logprobs",)),
     "paths": ("logprobs", "linear"),
     **dict.fromkeys(("batch", "compile"), ("loss",)),
@@ -148,9 +173,49 @@ _READ_BY: dict[str, tuple[str, ...]] = {
 
 def _refuse_unread(arguments: argparse.Namespace) -> None:
     for option, benchmarks in _READ_BY.items():
-        if arguments.benchmark not in (None, *benchmarks) and getattr(arguments, option) not in (None, False):
+        # Without a name all are run but scale.
+        asked = arguments.benchmark or ("" if benchmarks == (_SCALE,) else benchmarks[0])
+        if asked not in benchmarks and getattr(arguments, option) not in (None, False):
             known = " and ".join(benchmarks)
-            raise ConfigError(f"--{option} is for bench {known}; bench {arguments.benchmark} does not read it")
+            raise ConfigError(f"--{option} is for bench {known}; bench {asked} does not read it".replace("  ", " "))
+
+
+def _scale(arguments: argparse.Namespace) -> int:
+    from nemo_geomask.bench import scale  # with the settings' schema, which the others do without
+    from nemo_geomask.recipe import read_recipe
+
+    if arguments.recipe is None:
+        raise ConfigError("bench scale needs a recipe: nemo-geomask bench scale RECIPE.yaml [key.path=value ...]")
+    peak = (arguments.peak or scale.H100.peak / 1e12) * 1e12
+    costs = scale.H100 if arguments.measured is None else scale.costs_of(*_measured(arguments.measured), peak=peak)
+    recipe = read_recipe(arguments.recipe, arguments.overrides, leave=("data", "env", "logger"))
+    found = scale.scale(
+        recipe,
+        gpus=arguments.gpus or scale.GPUS,
+        costs=costs._replace(peak=peak),
+        mfu=arguments.mfu or 0.3,
+        trained=(arguments.fractions or [1.0])[0],
+    )
+    print(scale.text(found))
+    if arguments.out is not None:
+        arguments.out.mkdir(parents=True, exist_ok=True)
+        path = arguments.out / f"scale-{recipe.path.stem}.json"
+        path.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        print(path)
+    return 0
+
+
+def _measured(folder: Path) -> list[dict[str, Any]]:
+    found = []
+    for name in ("linear", "logprobs"):
+        paths = sorted(folder.glob(f"{name}-*.json"))
+        if len(paths) != 1:
+            raise ConfigError(
+                f"--measured {folder}: {len(paths)} files {name}-*.json, but one is needed; write it with "
+                f"nemo-geomask bench {name} --out {folder} on the GPU"
+            )
+        found.append(json.loads(paths[0].read_text(encoding="utf-8")))
+    return found
 
 
 def _linear(arguments: argparse.Namespace, setting: Setting, paths: Sequence[str]) -> dict[str, Any]:

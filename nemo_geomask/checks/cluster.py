@@ -9,7 +9,7 @@ from nemo_geomask.checks.facts import RecipeFacts
 from nemo_geomask.checks.rule import Hit, Rule
 from nemo_geomask.losses.prestep import needs_whole_batch
 
-__all__ = ["RULES"]
+__all__ = ["RULES", "training_cards"]
 
 _SIZES = {
     "megatron_cfg": ("tensor_model_parallel_size", "context_parallel_size", "pipeline_model_parallel_size"),
@@ -20,7 +20,7 @@ _SIZES = {
 def _layout(facts: RecipeFacts) -> Iterator[Hit]:
     section = "megatron_cfg" if facts.megatron else "dtensor_cfg"
     sizes = {f"policy.{section}.{name}": facts.number(f"policy.{section}.{name}") or 1 for name in _SIZES[section]}
-    cards, product = _training_cards(facts), int(math.prod(sizes.values()))
+    cards, product = training_cards(facts), int(math.prod(sizes.values()))
     if cards is None or cards % product == 0:
         return
     keys = [key for key, size in sizes.items() if size > 1]
@@ -32,7 +32,7 @@ def _layout(facts: RecipeFacts) -> Iterator[Hit]:
     )
 
 
-def _training_cards(facts: RecipeFacts) -> int | None:
+def training_cards(facts: RecipeFacts) -> int | None:
     """GPUs that train: those of the cluster, less those on which vLLM samples alone; None where teachers take some."""
     each, nodes = facts.number("cluster.gpus_per_node"), facts.number("cluster.num_nodes")
     if facts.get("on_policy_distillation") is not None or not each or not nodes or not float(each * nodes).is_integer():

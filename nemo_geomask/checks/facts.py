@@ -11,9 +11,9 @@ from typing import Any
 
 from nemo_geomask.checks.loss import loss_of, nameless, other_algorithm
 from nemo_geomask.config.loss import LossConfig
-from nemo_geomask.config.recipe import Recipe
 from nemo_geomask.errors import Problem
 from nemo_geomask.losses import PolicyLoss
+from nemo_geomask.recipe import Recipe
 
 __all__ = ["MISMATCH_KL", "RecipeFacts"]
 

@@ -8,24 +8,34 @@ from typing import Any
 
 from nemo_geomask.checks.facts import RecipeFacts
 from nemo_geomask.checks.rule import Hit, Rule
+from nemo_geomask.config import LossConfig
 from nemo_geomask.config.strict import as_yaml
 from nemo_geomask.errors import Problem
 
-__all__ = ["NO_ENTROPY", "RULES", "readers_of_prev"]
+__all__ = ["NO_ENTROPY", "RULES", "fused_needs", "lacks_entropy", "logit_needs", "readers_of_prev"]
 
-NO_ENTROPY = "true, but NeMo-RL's trainers compute no entropies that the driver sees"
+NO_ENTROPY = (
+    "true, but NeMo-RL computes no entropies as it trains; set loss_fn.logprob_backend: geomask or geomask_linear, "
+    "whose pass over the logits has them, or set false"
+)
 
 _CORRECTION = "loss_fn.use_importance_sampling_correction"
 _GENERATION = "policy.generation"
 _VLLM = f"{_GENERATION}.vllm_cfg"
 _FUSED = "policy.megatron_cfg.use_fused_linear_logprobs"
 _FUSED_BEFORE = "policy.megatron_cfg.use_linear_ce_fusion_loss"  # its name until v0.7.0
+_MEGATRON = "policy.megatron_cfg.enabled"
+_UNFILTERED = f"{_GENERATION}.top_p: 1.0 and top_k: null"
+_OF_MEGATRON = {
+    "mcore": "works over Megatron's own process groups",
+    "geomask_linear": "takes the hidden states of Megatron's workers",
+}
 _REPLAY = "policy.router_replay.enabled"
 _BATCH = "policy.train_global_batch_size"
 
 
 def _backends(facts: RecipeFacts) -> Iterator[Hit]:
-    key = "policy.megatron_cfg.enabled"
+    key = _MEGATRON
     if "policy" in facts.recipe.data and "lab" not in facts.recipe.data:
         both = facts.megatron and facts.on("policy.dtensor_cfg.enabled")
         if both or not (facts.megatron or facts.on("policy.dtensor_cfg.enabled")):
@@ -107,17 +117,20 @@ def _batch_variant(facts: RecipeFacts) -> Iterator[Hit]:
     )
 
 
-def _fused(facts: RecipeFacts) -> Iterator[Hit]:
-    if not facts.megatron or not facts.on(_FUSED):
-        return
+def fused_needs(facts: RecipeFacts) -> list[str]:
+    """Settings that NeMo-RL's fused linear log-probs need and a recipe has not."""
     broken = {
+        "policy.megatron_cfg.enabled: true": not facts.megatron,
         "policy.sequence_packing.enabled: false": facts.on("policy.sequence_packing.enabled"),
         "policy.megatron_cfg.context_parallel_size: 1": (facts.number("policy.megatron_cfg.context_parallel_size") or 1)
         > 1,
-        f"{_GENERATION}.top_p: 1.0 and top_k: null": facts.filtered is not None,
+        _UNFILTERED: facts.filtered is not None,
     }
-    wanted = [setting for setting, applies in broken.items() if applies]
-    if wanted:
+    return [setting for setting, applies in broken.items() if applies]
+
+
+def _fused(facts: RecipeFacts) -> Iterator[Hit]:
+    if facts.megatron and facts.on(_FUSED) and (wanted := fused_needs(facts)):
         yield Hit(_FUSED, f"the fused path needs {', '.join(wanted)}")
 
 
@@ -169,9 +182,13 @@ def _no_prev(facts: RecipeFacts) -> Iterator[Hit]:
 
 
 def _no_entropy(facts: RecipeFacts) -> Iterator[Hit]:
-    record = facts.config.record
-    if record is not None and record.entropy and "lab" not in facts.recipe.data:
-        yield Hit("loss_fn.record.entropy", f"{NO_ENTROPY}; set false")
+    if lacks_entropy(facts.config) and "lab" not in facts.recipe.data:
+        yield Hit("loss_fn.record.entropy", NO_ENTROPY)
+
+
+def lacks_entropy(config: LossConfig) -> bool:
+    """Whether entropies are to be recorded that no worker of NeMo-RL's would compute."""
+    return config.record is not None and config.record.entropy and not config.logprob_backend.startswith("geomask")
 
 
 def _no_reference(facts: RecipeFacts) -> Iterator[Hit]:
@@ -182,26 +199,27 @@ def _no_reference(facts: RecipeFacts) -> Iterator[Hit]:
         )
 
 
-def _logits(facts: RecipeFacts) -> Iterator[Hit]:
-    backend = facts.config.logprob_backend
+def logit_needs(facts: RecipeFacts, backend: str) -> list[str]:
+    """Settings that a ``logprob_backend`` which takes logits, or hidden states, needs and a recipe has not."""
     broken = {
-        f"{_GENERATION}.top_p: 1.0 and top_k: null": facts.filtered is not None,
+        _UNFILTERED: facts.filtered is not None,
         f"{_FUSED}: false": facts.megatron and facts.on(_FUSED),
         f"{_FUSED_BEFORE}: false": facts.megatron and facts.on(_FUSED_BEFORE),
+        f"{_MEGATRON}: true": backend in _OF_MEGATRON and not facts.megatron,
     }
-    wanted = [setting for setting, applies in broken.items() if applies]
+    return [setting for setting, applies in broken.items() if applies]
+
+
+def _logits(facts: RecipeFacts) -> Iterator[Hit]:
+    backend = facts.config.logprob_backend
+    wanted = logit_needs(facts, backend)
     if backend != "nemo_rl" and wanted:
+        takes = _OF_MEGATRON.get(backend, "takes whole logits")
         yield Hit(
             "loss_fn.logprob_backend",
-            f"{backend} takes whole logits, so it needs {', '.join(wanted)}; set so, or logprob_backend: nemo_rl",
+            f"{backend} {takes}, so it needs {', '.join(wanted)}; set so, or logprob_backend: "
+            + ("geomask" if wanted == [f"{_MEGATRON}: true"] else "nemo_rl"),
         )
-    needs = {
-        "mcore": "mcore works over Megatron's own process groups",
-        "geomask_linear": "geomask_linear takes the hidden states of Megatron's workers",
-    }
-    if backend in needs and not facts.megatron:
-        message = f"{needs[backend]}; set policy.megatron_cfg.enabled: true, or logprob_backend: geomask"
-        yield Hit("loss_fn.logprob_backend", message)
 
 
 def _padding(facts: RecipeFacts) -> Iterator[Hit]:

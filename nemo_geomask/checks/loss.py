@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from nemo_geomask.config.recipe import Recipe
 from nemo_geomask.errors import GeomaskError, Problem
 from nemo_geomask.losses import PolicyLoss
 from nemo_geomask.losses.build import examined
+from nemo_geomask.recipe import Recipe
 
 __all__ = ["NEMO_RL_FIELDS", "loss_of", "nameless", "other_algorithm"]
 

@@ -7,7 +7,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
-from nemo_geomask.checks import cluster, engines, gates, general, idle, lengths, sampling, sections
+from nemo_geomask.checks import cluster, engines, gates, general, idle, lengths, memory, sampling, sections
 from nemo_geomask.checks.facts import RecipeFacts
 from nemo_geomask.checks.rule import Finding, Rule
 from nemo_geomask.errors import ConfigError
@@ -23,6 +23,7 @@ RULES: tuple[Rule, ...] = (
     *gates.RULES,
     *cluster.RULES,
     *lengths.RULES,
+    *memory.RULES,
 )
 _BY_ID = {rule.id: rule for rule in RULES}
 

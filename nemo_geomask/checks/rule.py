@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from nemo_geomask.checks.facts import RecipeFacts
-from nemo_geomask.config.origins import Origin
+from nemo_geomask.recipe import Origin
 
 __all__ = ["Finding", "Hit", "Rule", "Severity"]
 

@@ -12,9 +12,9 @@ from typing import Any
 from nemo_geomask.checks.facts import RecipeFacts
 from nemo_geomask.checks.rule import Hit, Rule
 from nemo_geomask.checks.written import own_keys, theirs
-from nemo_geomask.config.origins import Origin
 from nemo_geomask.config.strict import nearest
 from nemo_geomask.errors import ConfigError
+from nemo_geomask.recipe import Origin
 
 __all__ = ["RULES", "known_keys"]
 

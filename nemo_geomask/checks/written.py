@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from nemo_geomask.checks.facts import RecipeFacts
-from nemo_geomask.config.origins import Origin
+from nemo_geomask.recipe import Origin
 
 __all__ = ["nearest_given", "own_keys", "theirs"]
 

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 from nemo_geomask.checks import MISMATCH_KL, RULES, Finding, RecipeFacts, Report, check, describe
 from nemo_geomask.checks.expectation import judged, kept_fraction
 from nemo_geomask.cli.arguments import above_zero
-from nemo_geomask.config.recipe import read_recipe
 from nemo_geomask.errors import ConfigError, GeomaskError, Problem
 from nemo_geomask.losses import Part
+from nemo_geomask.recipe import read_recipe
 
 if TYPE_CHECKING:
     from nemo_geomask.diagnosis.measured import Measured

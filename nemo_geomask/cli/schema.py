@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from nemo_geomask.config.mask_list import PLUGINS
-from nemo_geomask.config.schema import recipe_schema
 from nemo_geomask.errors import ConfigError
 from nemo_geomask.losses.registry import available, load
+from nemo_geomask.recipe.schema import recipe_schema
 
 __all__ = ["add", "render", "run"]
 

@@ -66,9 +66,9 @@ def add(subparsers: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command."""
-    from nemo_geomask.config.recipe import read_recipe
     from nemo_geomask.diagnosis import sweep
     from nemo_geomask.diagnosis.sources import find_runs
+    from nemo_geomask.recipe import read_recipe
 
     if arguments.steps < 1:
         raise ConfigError(f"--steps {arguments.steps} must be at least 1")

@@ -47,7 +47,7 @@ def add(subparsers: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command."""
-    from nemo_geomask.config.recipe import read_recipe
+    from nemo_geomask.recipe import read_recipe
     from nemo_geomask.translate import to_verl, translate_files
 
     translation: Any

@@ -13,7 +13,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from nemo_geomask.config.recipe import load_recipe
 from nemo_geomask.errors import ConfigError
 from nemo_geomask.lab.compare import ComparedLoss, parse_compare
 from nemo_geomask.lab.diagnosed import print_diagnosis
@@ -24,6 +23,7 @@ from nemo_geomask.lab.recipe import LabRecipe
 from nemo_geomask.lab.report import report
 from nemo_geomask.lab.run import train
 from nemo_geomask.lab.runs import SHARED, Course, Run
+from nemo_geomask.recipe import load_recipe
 
 __all__ = ["main", "parse_seeds", "parse_vary", "plan", "report_main"]
 

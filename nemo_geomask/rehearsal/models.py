@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from nemo_geomask.checks.layout import Layout
 from nemo_geomask.errors import ConfigError, Problem
-from nemo_geomask.rehearsal.layout import Layout
 
 __all__ = ["MODEL_TYPES", "VOCABULARY", "TinyModel", "tiny_model", "write_model", "write_prompts"]
 

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from nemo_geomask.checks import RecipeFacts
+from nemo_geomask.checks.layout import trained
 from nemo_geomask.rehearsal.change import Change
-from nemo_geomask.rehearsal.layout import trained
 
 __all__ = ["on_cpu"]
 

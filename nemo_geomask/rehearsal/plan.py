@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nemo_geomask.checks import RecipeFacts
+from nemo_geomask.checks.layout import Layout, layout_keys, layout_of, trained
 from nemo_geomask.rehearsal.change import Change, written
-from nemo_geomask.rehearsal.layout import Layout, layout_keys, layout_of, trained
 from nemo_geomask.rehearsal.models import TinyModel, tiny_model
 from nemo_geomask.rehearsal.on_cpu import on_cpu
 

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import nemo_geomask
-from nemo_geomask.config.recipe import ROOT_VARIABLE
+from nemo_geomask.recipe import ROOT_VARIABLE
 from nemo_geomask.rehearsal import driver
 from nemo_geomask.rehearsal.plan import Plan
 from nemo_geomask.rehearsal.standins.host import IDENTITY

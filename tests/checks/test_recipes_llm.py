@@ -13,7 +13,7 @@ import yaml
 from nemo_geomask import build_loss
 from nemo_geomask.checks import RecipeFacts, check
 from nemo_geomask.checks.tree import reads
-from nemo_geomask.config.recipe import load_recipe, nemo_rl_root, read_recipe
+from nemo_geomask.recipe import load_recipe, nemo_rl_root, read_recipe
 
 FOLDER = Path(__file__).parents[2] / "recipes" / "llm"
 RECIPES = sorted(FOLDER.glob("*.yaml"))

@@ -13,11 +13,11 @@ from nemo_geomask.checks import RULES, RecipeFacts, check, sections
 from nemo_geomask.checks.expectation import clipped_fractions, kept_fraction, median_weight
 from nemo_geomask.checks.loss import NEMO_RL_FIELDS
 from nemo_geomask.checks.tree import READ_BY
-from nemo_geomask.config import recipe as recipes
 from nemo_geomask.config.loss import LossConfig
 from nemo_geomask.config.masks import MaskRule
-from nemo_geomask.config.recipe import ROOT_VARIABLE, nemo_rl_root, read_recipe
 from nemo_geomask.errors import ConfigError
+from nemo_geomask.recipe import ROOT_VARIABLE, nemo_rl_root, read_recipe
+from nemo_geomask.recipe import read as recipes
 
 CLEAN = {
     "grpo": {"num_prompts_per_step": 32, "num_generations_per_prompt": 16},
@@ -57,6 +57,7 @@ KWARGS = "policy.generation.vllm_kwargs"
 REPLAY = "policy.router_replay.enabled"
 FUSED = "policy.megatron_cfg.use_fused_linear_logprobs"
 PACKING = "policy.sequence_packing.enabled"
+TRAINED = "policy.sequence_packing.train_mb_tokens"
 TP = "policy.megatron_cfg.tensor_model_parallel_size"
 SCORING = "policy.logprob_batch_size"
 BATCH = "policy.train_global_batch_size"
@@ -562,6 +563,17 @@ CASES = {
             {"loss_fn.sequence_level_importance_ratios": True, **BY_SEQUENCE, ANCHOR: "gen"},
             {**BY_SEQUENCE, ANCHOR: "gen"},
         ),
+    ],
+    "GM408": [
+        # 14 bytes of 128,256 columns a row: 16 GB are 8,911 rows.
+        ({TRAINED: 9000}, {TRAINED: 8800}),
+        ({TRAINED: 18_000, TP: 1}, {TRAINED: 17_000, TP: 2}),
+        ({TRAINED: 9000}, {TRAINED: 9000, CP: 2}),
+        ({TRAINED: 9000}, {TRAINED: 9000, "loss_fn.logprob_backend": "geomask"}),
+        ({TRAINED: 9000}, {TRAINED: 9000, "policy.logprob_chunk_size": 1024}),
+        ({TRAINED: 9000}, {TRAINED: 9000, "policy.model_name": "a/b"}),
+        # Four sequences of 4,096 tokens side by side.
+        ({PACKING: False}, {PACKING: False, "policy.train_micro_batch_size": 2}),
     ],
 }
 PAIRS = [(rule, *pair) for rule, pairs in CASES.items() for pair in pairs]

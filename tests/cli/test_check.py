@@ -11,10 +11,10 @@ from nemo_geomask import LossConfig
 from nemo_geomask.checks import RULES
 from nemo_geomask.checks.expectation import kept_fraction, median_weight
 from nemo_geomask.cli import main
-from nemo_geomask.config import recipe as recipes
-from nemo_geomask.config.recipe import load_recipe, nemo_rl_root, read_recipe
 from nemo_geomask.diagnosis.planted import RunShape, planted_step
 from nemo_geomask.errors import ConfigError
+from nemo_geomask.recipe import load_recipe, nemo_rl_root, read_recipe
+from nemo_geomask.recipe import read as recipes
 from tests.helpers.logs import log_rows, write_log
 
 DOCS = Path(__file__).parents[2] / "docs"

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from nemo_geomask.checks import RecipeFacts
-from nemo_geomask.config.recipe import read_recipe
+from nemo_geomask.recipe import read_recipe
 from nemo_geomask.rehearsal.control import compare, control_overrides, inexpressible
 
 pytest.importorskip("hydra", reason="overrides are Hydra's")
@@ -46,6 +46,19 @@ def facts(tmp_path):
 )
 def test_what_their_loss_has_not(facts, block, found):
     assert inexpressible(facts(block)) == found
+
+
+@pytest.mark.parametrize(
+    ("settings", "found"),
+    [
+        ("", ("loss_fn.reference_policy_kl_gradient: null (this NeMo-RL's is k3)",)),
+        (", reference_policy_kl_gradient: k3", ()),
+        (", reference_policy_kl_gradient: k2", ("loss_fn.reference_policy_kl_gradient: k2 (this NeMo-RL's is k3)",)),
+        (", reference_policy_kl_penalty: 0.0", ()),
+    ],
+)
+def test_a_kl_gradient_without_score_function(facts, settings, found):
+    assert inexpressible(facts(f"{{name: clipped_pg{settings}}}"), score_function=False) == found
 
 
 def test_masks_are_named(facts):

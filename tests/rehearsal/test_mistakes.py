@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from nemo_geomask.cli import main
-from nemo_geomask.config import recipe as recipes
+from nemo_geomask.recipe import read as recipes
 
 pytest.importorskip("hydra", reason="overrides are Hydra's")
 

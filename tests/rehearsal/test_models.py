@@ -4,8 +4,8 @@ import json
 
 import pytest
 
+from nemo_geomask.checks.layout import Layout
 from nemo_geomask.errors import ConfigError
-from nemo_geomask.rehearsal.layout import Layout
 from nemo_geomask.rehearsal.models import VOCABULARY, tiny_model, write_model, write_prompts
 
 

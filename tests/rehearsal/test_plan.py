@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from nemo_geomask.checks import RecipeFacts
-from nemo_geomask.config.recipe import read_recipe
+from nemo_geomask.checks.layout import Layout, layout_of
+from nemo_geomask.recipe import read_recipe
 from nemo_geomask.rehearsal.change import Change
-from nemo_geomask.rehearsal.layout import Layout, layout_of
 from nemo_geomask.rehearsal.plan import plan
 
 pytest.importorskip("hydra", reason="overrides are Hydra's")

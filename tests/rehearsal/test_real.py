@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from nemo_geomask.config.recipe import nemo_rl_root
+from nemo_geomask.recipe import nemo_rl_root
 from nemo_geomask.rehearsal.supervise import descendants
 
 MISSING = [name for name in ("ray", "vllm", "transformers", "hydra") if importlib.util.find_spec(name) is None]

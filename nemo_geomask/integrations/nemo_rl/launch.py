@@ -11,10 +11,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from nemo_geomask.checks.gates import readers_of_prev
-from nemo_geomask.config.recipe import ROOT_VARIABLE, load_recipe, nemo_rl_root
 from nemo_geomask.errors import ConfigError, GeomaskError
 from nemo_geomask.integrations.nemo_rl.dispatch import install
 from nemo_geomask.losses import build_loss
+from nemo_geomask.recipe import ROOT_VARIABLE, load_recipe, nemo_rl_root
 
 __all__ = ["launch"]
 

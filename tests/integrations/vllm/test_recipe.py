@@ -11,11 +11,11 @@ import torch
 pytest.importorskip("transformers", reason="the policy is a transformers model (demo extra)")
 pytest.importorskip("omegaconf", reason="recipes are read through omegaconf (demo extra)")
 
-from nemo_geomask.config.recipe import load_recipe
 from nemo_geomask.errors import ConfigError, MissingDependencyError
 from nemo_geomask.lab.model import checkpoint
 from nemo_geomask.lab.recipe import LabRecipe
 from nemo_geomask.lab.samplers import CopySampler, build_sampler
+from nemo_geomask.recipe import load_recipe
 
 LAB = Path(__file__).parents[3] / "recipes" / "lab"
 

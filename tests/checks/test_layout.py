@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemo_geomask.rehearsal.layout import Layout
+from nemo_geomask.checks.layout import Layout
 
 sizes = st.sampled_from([1, 2, 3, 4, 8])
 

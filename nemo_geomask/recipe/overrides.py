@@ -8,9 +8,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from nemo_geomask.config.loss import LossConfig
-from nemo_geomask.config.origins import Origin, Origins
 from nemo_geomask.config.strict import nearest
-from nemo_geomask.errors import ConfigError, MissingDependencyError
+from nemo_geomask.errors import ConfigError
+from nemo_geomask.optional import require
+from nemo_geomask.recipe.origins import Origin, Origins
 
 __all__ = ["apply_override", "first_line"]
 
@@ -69,14 +70,9 @@ def first_line(error: BaseException) -> str:
 
 
 def _hydra() -> tuple[Any, Any]:
-    try:
-        from hydra._internal.config_loader_impl import ConfigLoaderImpl
-        from hydra.core.override_parser.overrides_parser import OverridesParser
-    except ImportError as error:
-        raise MissingDependencyError(
-            f'overriding a setting needs hydra-core ({error}); pip install "nemo-geomask[recipes]"'
-        ) from error
-    return OverridesParser, ConfigLoaderImpl
+    who = "overriding a setting needs", "recipes"
+    parser = require("hydra.core.override_parser.overrides_parser", *who).OverridesParser
+    return parser, require("hydra._internal.config_loader_impl", *who).ConfigLoaderImpl
 
 
 # --- where a key leads, in plain mappings and lists, references not followed

@@ -11,9 +11,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from nemo_geomask.config.origins import Origins
-from nemo_geomask.config.overrides import apply_override, first_line
-from nemo_geomask.errors import ConfigError, MissingDependencyError, Problem
+from nemo_geomask.errors import ConfigError, Problem
+from nemo_geomask.optional import require
+from nemo_geomask.recipe.origins import Origins
+from nemo_geomask.recipe.overrides import apply_override, first_line
 
 __all__ = ["ROOT_VARIABLE", "Recipe", "load_recipe", "nemo_rl_root", "read_recipe"]
 
@@ -149,12 +150,7 @@ def _root_in_environment() -> Iterator[None]:
 
 
 def _omegaconf() -> Any:
-    try:
-        import omegaconf
-    except ImportError as error:
-        raise MissingDependencyError(
-            f'reading a recipe needs omegaconf ({error}); pip install "nemo-geomask[recipes]"'
-        ) from error
+    omegaconf = require("omegaconf", "reading a recipe needs", "recipes")
     conf = omegaconf.OmegaConf
     # omegaconf 2.4 renamed the function and warns about the old name; before, the new name was another function's.
     renamed = tuple(map(int, omegaconf.__version__.split(".")[:2])) >= (2, 4)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 
-from nemo_geomask.checks import RecipeFacts
+from nemo_geomask.checks.facts import RecipeFacts
 
 __all__ = ["Layout", "layout_keys", "layout_of", "trained"]
 
