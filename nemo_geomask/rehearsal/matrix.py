@@ -13,7 +13,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +40,8 @@ class Trial:
         control: whether NeMo-RL's own loss is compared.
         resume: whether the last step is compared with the same after a checkpoint.
         timeout: seconds of a run.
-        not_run: why it is not run; empty: it is.
+        mistake: setting of a planted mistake, which is to end the rehearsal with its name; empty: it is to train.
+        not_run: why it is not run, by the label of a NeMo-RL; ``all`` is for those that have none of their own.
     """
 
     name: str
@@ -51,7 +52,16 @@ class Trial:
     control: bool = False
     resume: bool = False
     timeout: float = 900.0
-    not_run: str = ""
+    mistake: str = ""
+    not_run: Mapping[str, str] = field(default_factory=dict)
+
+    def why_not(self, label: str) -> str:
+        """Why it is not run with a NeMo-RL; empty: it is."""
+        return self.not_run.get(label, self.not_run.get("all", ""))
+
+    def as_expected(self, found: Mapping[str, Any]) -> bool:
+        """Whether a result is what is to come of it."""
+        return bool(found["setting"] == self.mistake if self.mistake else found["outcome"] == "trained")
 
 
 def read_cases(path: Path) -> tuple[Trial, ...]:
@@ -80,12 +90,16 @@ def _recorded(case: Trial, done: Rehearsal | None, error: str) -> dict[str, Any]
     seconds = done.outcome.seconds if done is not None and done.outcome is not None else None
     apart = [each for each in done.comparisons if each.sampled_alike] if done is not None else []
     again = [each for each in done.resumptions if each.sampled_alike] if done is not None else []
+    other = next((each for each in (*apart, *again) if not each.equal), None)
+    if other is not None:
+        error = f"{other.name} of step {other.step} is {other.ours:.9g} and {other.theirs:.9g}"
     return {
         "outcome": "trained" if done is not None and done.ok else "failed",
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "where": "GPUs" if done is not None and done.gpus else "CPUs",
         "seconds": None if seconds is None else round(seconds),
         "error": error or (f"{failure.stage}: {failure.error}" if failure else None),
+        "setting": failure.setting if failure else None,
         "control": max((each.difference for each in apart), default=None),
         "resumed": max((each.difference for each in again), default=None),
         "loss": dict(done.outcome.loss) if done is not None and done.outcome is not None else {},
@@ -106,7 +120,10 @@ def table(cases: Sequence[Trial], hosts: Sequence[Mapping[str, Any]]) -> str:
 def _cell(case: Trial, host: Mapping[str, Any]) -> str:
     found = host["cases"].get(case.name)
     if found is None:
-        return f"not run: {case.not_run}" if case.not_run else "not run"
+        why = case.why_not(host["version"])
+        return f"not run: {why}" if why else "not run"
+    if case.mistake and case.as_expected(found):
+        return f"names `{case.mistake}` after {found['seconds']} s"
     if found["outcome"] != "trained":
         return f"fails: {found['error']}".replace("|", "\\|")
     control = "" if found["control"] is None else f", control within {found['control']:.1g}"
@@ -135,7 +152,7 @@ def _version(checkout: Path) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the cases and record them; 0 where each that was run has trained."""
+    """Run the cases and record them; 0 where each that was run came out as it should."""
     parser = argparse.ArgumentParser(prog="python -m nemo_geomask.rehearsal.matrix", description=__doc__)
     parser.add_argument("--hosts", type=Path, default=Path("docs/hosts"), help="folder of cases and results")
     parser.add_argument("--page", type=Path, default=Path("docs/nemo_rl.md"), help="page that has the table")
@@ -147,17 +164,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     good = True
     if not given.table:
         checkout = nemo_rl_checkout()
-        label = given.label or _version(checkout)
+        label = given.label or f"v{_version(checkout)}"
         path = given.hosts / f"{label}.json"
         host = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {"cases": {}}
-        host |= {"version": label, "commit": commit_of(checkout) or given.commit}
+        commit = given.commit or commit_of(checkout)
+        if (host.get("commit") or commit) != commit:
+            parser.error(f"{path} has results of commit {host['commit']}, this is {commit}: say --label, or remove it")
+        host |= {"version": label, "commit": commit}
         for case in read_cases(given.hosts / "cases.yaml"):
-            if case.not_run or (given.only and not case.name.startswith(tuple(given.only))):
+            if case.why_not(label) or (given.only and not case.name.startswith(tuple(given.only))):
                 continue
             print(f"{label}: {case.name}", file=sys.stderr, flush=True)
             host["cases"][case.name] = found = _run(case)
             print(f"  {_cell(case, host)}", file=sys.stderr, flush=True)
-            good = good and found["outcome"] == "trained"
+            good = good and case.as_expected(found)
             path.write_text(json.dumps(host, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     given.page.write_text(rewrite(given.page.read_text(encoding="utf-8"), given.hosts), encoding="utf-8")
     return 0 if good else 1

@@ -14,7 +14,7 @@ from nemo_geomask.checks import Finding, RecipeFacts, check
 from nemo_geomask.errors import ConfigError, Problem
 from nemo_geomask.recipe import ROOT_VARIABLE, nemo_rl_root, read_recipe
 from nemo_geomask.rehearsal import driver
-from nemo_geomask.rehearsal.control import Comparison, compare, control_overrides, inexpressible
+from nemo_geomask.rehearsal.control import Comparison, compare, control_overrides, has_score_function, inexpressible
 from nemo_geomask.rehearsal.events import STAGES, read_events
 from nemo_geomask.rehearsal.models import write_prompts
 from nemo_geomask.rehearsal.plan import Plan, plan
@@ -138,7 +138,7 @@ def rehearse(
     how = _How(checkout, steps, ranks, own_environment, gpus, timeout, resume, progress)
     shutil.rmtree(folder, ignore_errors=True)
     planned, outcome = _run(facts, tuple(overrides), folder, how)
-    ours_only = inexpressible(facts) if control else ()
+    ours_only = inexpressible(facts, score_function=has_score_function(checkout)) if control else ()
     other = None
     if control and not ours_only and outcome.failure is None:
         theirs = (*overrides, *control_overrides(facts))

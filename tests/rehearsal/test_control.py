@@ -48,6 +48,19 @@ def test_what_their_loss_has_not(facts, block, found):
     assert inexpressible(facts(block)) == found
 
 
+@pytest.mark.parametrize(
+    ("settings", "found"),
+    [
+        ("", ("loss_fn.reference_policy_kl_gradient: null (this NeMo-RL's is k3)",)),
+        (", reference_policy_kl_gradient: k3", ()),
+        (", reference_policy_kl_gradient: k2", ("loss_fn.reference_policy_kl_gradient: k2 (this NeMo-RL's is k3)",)),
+        (", reference_policy_kl_penalty: 0.0", ()),
+    ],
+)
+def test_a_kl_gradient_without_score_function(facts, settings, found):
+    assert inexpressible(facts(f"{{name: clipped_pg{settings}}}"), score_function=False) == found
+
+
 def test_masks_are_named(facts):
     (found,) = inexpressible(facts("{name: clipped_pg, masks: [{preset: opsm, delta: 0.5}]}"))
     assert found.startswith("loss_fn.masks: ")

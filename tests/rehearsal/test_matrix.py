@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from nemo_geomask.errors import ArgumentError, ConfigError
+from nemo_geomask.rehearsal import matrix
 from nemo_geomask.rehearsal.matrix import read_cases, rewrite
 
 ROOT = Path(__file__).parents[2]
@@ -26,17 +27,22 @@ def test_every_case_names_a_recipe_and_every_result_a_case():
     for path in HOSTS.glob("*.json"):
         results = json.loads(path.read_text(encoding="utf-8"))["cases"]
         assert set(results) <= set(cases), path.name
-        assert not any(cases[name].not_run for name in results), path.name
+        assert not any(cases[name].why_not(path.stem) for name in results), path.name
 
 
 @pytest.fixture
 def hosts(tmp_path):
     (tmp_path / "cases.yaml").write_text(
-        "- {name: a, recipe: x}\n- {name: b, recipe: x}\n- {name: c, recipe: x, not_run: no card}\n", encoding="utf-8"
+        "- {name: a, recipe: x}\n- {name: b, recipe: x}\n"
+        "- {name: c, recipe: x, not_run: {0.7.0: too old, all: no card}}\n"
+        "- {name: d, recipe: x, not_run: {all: no card}}\n- {name: e, recipe: x, mistake: k.ey}\n"
+        "- {name: f, recipe: x, mistake: k.ey}\n",
+        encoding="utf-8",
     )
     trained = {"outcome": "trained", "seconds": 90, "where": "CPUs", "control": 2e-7, "metrics": {"1": {}, "2": {}}}
-    failed = {"outcome": "failed", "error": "step: ValueError: a|b", "metrics": {}, "control": None}
-    host = {"version": "0.7.0", "commit": "0123456789abcdef", "cases": {"a": trained, "b": failed}}
+    failed = {"outcome": "failed", "seconds": 9, "error": "step: ValueError: a|b", "setting": "k", "metrics": {}}
+    results = {"a": trained, "b": failed, "e": {**failed, "setting": "k.ey"}, "f": failed}
+    host = {"version": "0.7.0", "commit": "0123456789abcdef", "cases": results}
     (tmp_path / "0.7.0.json").write_text(json.dumps(host), encoding="utf-8")
     return tmp_path
 
@@ -50,10 +56,20 @@ def test_a_row_a_case_whatever_came_of_it(hosts):
         "|---|---|",
         "| a | 2 steps, 90 s on CPUs, control within 2e-07 |",
         "| b | fails: step: ValueError: a\\|b |",
-        "| c | not run: no card |",
+        "| c | not run: too old |",
+        "| d | not run: no card |",
+        "| e | names `k.ey` after 9 s |",
+        "| f | fails: step: ValueError: a\\|b |",
         "<!-- hosts: end -->",
         "after",
     ]
+
+
+def test_results_of_two_commits_are_not_mixed(hosts, monkeypatch, capsys):
+    monkeypatch.setattr(matrix, "nemo_rl_checkout", lambda: hosts)
+    with pytest.raises(SystemExit):
+        matrix.main(["--hosts", str(hosts), "--label", "0.7.0", "--commit", "fedcba98"])
+    assert "0123456789abcdef, this is fedcba98: say --label" in capsys.readouterr().err
 
 
 def test_a_page_without_marks(hosts):

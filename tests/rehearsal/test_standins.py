@@ -99,6 +99,17 @@ def test_a_module_that_is_there_is_not_replaced(tmp_path):
     assert in_a_process("import nccl; print(nccl.real)", path=tmp_path) == ["True"]
 
 
+@pytest.mark.parametrize(("source", "found"), [("import transformer_engine.pytorch as te", "empty"), ("LoRA = 1", "1")])
+def test_an_old_version_of_a_module_is_absent_and_a_later_one_is_not(tmp_path, source, found):
+    folder = tmp_path / "megatron" / "bridge" / "peft"
+    folder.mkdir(parents=True)
+    for place in (folder, folder.parent, folder.parent.parent):
+        (place / "__init__.py").touch()
+    (folder / "lora.py").write_text(f"import math\n{source}\n", encoding="utf-8")
+    code = "from megatron.bridge.peft.lora import LoRA; print('empty' if isinstance(LoRA, type) else LoRA)"
+    assert in_a_process(code, path=tmp_path) == [found]
+
+
 def test_a_stand_in_comes_after_its_module_and_leaves_its_loader(tmp_path):
     (tmp_path / "host.py").write_text("value = 1", encoding="utf-8")
     (tmp_path / "our").mkdir()

@@ -22,7 +22,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from nemo_geomask.errors import ConfigError, Problem
-from nemo_geomask.integrations.nemo_rl import packed, patch, seams
+from nemo_geomask.integrations.nemo_rl import current, packed, patch, seams
 from nemo_geomask.losses import PolicyLoss
 
 if TYPE_CHECKING:
@@ -173,6 +173,7 @@ def _unpacking(how: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callab
             given = signature.bind(self, *args, **kwargs).arguments
             counts = (given["global_valid_seqs"], given["global_valid_toks"])
             if isinstance(loss, PolicyLoss):
+                current.mark(loss, given["data"])
                 return how(self, given["next_token_logits"], given["data"], *counts)
             if not _takes_logits(loss):
                 return original(self, *args, **kwargs)

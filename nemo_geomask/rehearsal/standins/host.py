@@ -12,7 +12,7 @@ from typing import Any
 
 from nemo_geomask.integrations.nemo_rl.patch import Patch, attribute
 
-__all__ = ["IDENTITY", "data_plane", "numa", "nvml", "packed_tensor", "policy_utils", "weights_group"]
+__all__ = ["IDENTITY", "data_plane", "numa", "nvml", "packed_tensor", "policy_utils", "ranges", "weights_group"]
 
 IDENTITY = "NEMO_GEOMASK_REHEARSAL"
 """Environment variable with a name of this rehearsal's own."""
@@ -37,6 +37,12 @@ def nvml(module: Any) -> Iterator[Patch]:
     yield attribute(module, "get_free_memory_bytes", lambda original: lambda index=None: _MEMORY)
     if hasattr(module, "log_gpu_memory_diagnostics"):
         yield attribute(module, "log_gpu_memory_diagnostics", lambda original: lambda *args, **kwargs: None)
+
+
+def ranges(module: Any) -> Iterator[Patch]:
+    """nsys.py:88 (v0.6.0): ranges for a card's profiler. A method inside one is pickled by value, with every module of
+    torch that its names could mean; torch 2.13's torch.distributed.config can't be."""
+    yield attribute(module, "wrap_with_nvtx_name", lambda original: lambda name: lambda function: function)
 
 
 def policy_utils(module: Any) -> Iterator[Patch]:

@@ -9,6 +9,7 @@ import importlib.util
 import sys
 import types
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 __all__ = ["STAND_INS", "AfterImport", "MissingModules", "register"]
 
@@ -17,6 +18,7 @@ _HERE = "nemo_geomask.rehearsal.standins"
 STAND_INS: Mapping[str, str] = {
     "torch": "cuda:torch",
     "nemo_rl.utils.nvml": "host:nvml",
+    "nemo_rl.utils.nsys": "host:ranges",
     "nemo_rl.models.policy.utils": "host:policy_utils",
     "nemo_rl.distributed.numa_utils": "host:numa",
     "nemo_rl.distributed.stateless_process_group": "host:weights_group",
@@ -39,6 +41,9 @@ STAND_INS: Mapping[str, str] = {
 }
 """Module of a host: module and function here whose patches are applied to it."""
 
+_NEEDING = {"megatron.bridge.peft.lora": "\nimport transformer_engine"}
+"""Absent only where its source has this: later versions do without."""
+
 ABSENT: Mapping[str, str] = {
     # Module: who imports it at its top, and needs nothing of it to train a plain model on a CPU.
     "nccl": "nemo_rl/distributed/stateless_process_group.py:23 (nccl4py; the group itself is host.weights_group)",
@@ -46,6 +51,7 @@ ABSENT: Mapping[str, str] = {
     "megatron.bridge.training.inprocess_restart": ":22 nvidia_resiliency_ext: restarts of CUDA processes",
     "megatron.bridge.training.pretrain": ":19 nvidia_resiliency_ext; not what NeMo-RL trains with",
     "megatron.bridge.peft.lora_layers": ":20 transformer_engine.pytorch",
+    "megatron.bridge.peft.lora": ":22 transformer_engine.pytorch, v0.6.0's alone",
     "megatron.bridge.models.gpt_full_te_layer_autocast_spec": ":28 transformer_engine.pytorch",
     "nemo_automodel.components._peft.lora_kernel": "triton kernels, compiled at import",
 }
@@ -119,6 +125,10 @@ class MissingModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
         """A spec for one of the absent modules or for anything in it."""
+        if needed := _NEEDING.get(fullname):
+            source = Path(next(iter(path or ()), ""), f"{fullname.rpartition('.')[2]}.py")
+            if not source.is_file() or needed not in source.read_text(encoding="utf-8"):
+                return None
         if any(fullname == name or fullname.startswith(f"{name}.") for name in self._absent):
             return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
         return None

@@ -17,6 +17,7 @@ import typing_extensions
 from nemo_geomask import build_loss
 from nemo_geomask.errors import ConfigError
 from nemo_geomask.integrations.nemo_rl import prepare_worker, uninstall
+from nemo_geomask.integrations.nemo_rl.current import handed_over, joined, keeping
 from nemo_geomask.integrations.nemo_rl.logits import scored
 from nemo_geomask.losses import PolicyLoss
 from nemo_geomask.processes import run
@@ -196,7 +197,8 @@ def _on_rank(rank, world, tp, cp):
                     value, metrics = process(BatchedDataDict(data), packing, seqs, toks)(leaf)
                     value.backward()
                     numbers = {key: float(metric) for key, metric in metrics.items()}
-                    found[layout, fused, name, kind] = float(value), numbers, leaf.grad.numpy(), CALLS.pop(kind, None)
+                    calls = CALLS.pop(kind, None), handed_over(None, STEP)
+                    found[layout, fused, name, kind] = float(value), numbers, leaf.grad.numpy(), *calls
     if tp * cp == 1:
         from nemo_geomask.integrations.nemo_rl.logits import LogitLoss
 
@@ -272,6 +274,7 @@ def _sampling(name):
 
 
 CALLS = {}
+STEP = 7
 
 
 class _Counted(PolicyLoss):
@@ -304,16 +307,21 @@ def _losses(name, config, *backends):
     yield "once", _Counted(build_loss(config), "once")
     for backend in backends if name != "filtered" else ():
         yield backend, pickle.loads(pickle.dumps(LogitLoss(build_loss({**config, "logprob_backend": backend}))))
+    for backend in ("nemo_rl", "geomask") if name == "gspo" else ():
+        record = {"dir": "/nowhere", "entropy": backend == "geomask"}
+        loss = build_loss({**config, "logprob_backend": backend, "record": record})
+        yield f"{backend}, kept", keeping(loss if backend == "nemo_rl" else LogitLoss(loss), STEP)
     if name in OF_NEMO_RL and issubclass(ClippedPGLossConfig, BaseModel):
         yield "own", ClippedPGLossFn(ClippedPGLossConfig(**{key: config[key] for key in config if key != "name"}))
 
 
 def _compare(results):
+    _compare_kept(results)
     for found in results:
-        for (*where, name, kind), (value, metrics, grad, calls) in found.items():
-            other, others, expected, _ = found[*where, name, "nemo_rl"]
+        for (*where, name, kind), (value, metrics, grad, calls, _) in found.items():
+            other, others, expected, *_ = found[*where, name, "nemo_rl"]
             one_a_sequence = kind == "nemo_rl" and "packed" in where and True not in where
-            assert kind in ("geomask", "mcore", "own") or calls == (len(LENGTHS) if one_a_sequence else 1)
+            assert kind not in ("nemo_rl", "once") or calls == (len(LENGTHS) if one_a_sequence else 1)
             where = f"{where}, {name}, {kind}"
             assert np.abs(expected).max() > 1e-4
             assert value == pytest.approx(other, rel=2e-5, abs=1e-7), where
@@ -321,8 +329,28 @@ def _compare(results):
             for key in metrics.keys() & others.keys():
                 if (name, kind, key) == ("sequence_ratio", "own", "sampling_importance_ratio"):
                     continue  # NeMo-RL multiplies [B, 1] by [B] there, see docs/loss_reference.md
+                if "packed" in where and key.startswith("geomask/") and key.endswith("_max"):
+                    continue  # of one call a sequence, NeMo-RL's wrapper has the sum
                 assert metrics[key] == pytest.approx(others[key], rel=1e-4, abs=1e-6), (where, key)
             assert kind == "own" or metrics.keys() == others.keys()
+
+
+def _compare_kept(results):
+    """What all ranks keep of a step for its records is what the whole logits say, where a token trains."""
+    logits, data, *_ = whole()
+    logits = logits[:, :-1].log_softmax(-1)
+    trains = data["token_mask"][:, 1:] != 0
+    truth = {
+        "curr_logprobs": logits.gather(-1, data["input_ids"][:, 1:, None]).squeeze(-1),
+        "entropy": -(logits.exp() * logits).sum(-1),
+    }
+    for where in results[0]:
+        kept = joined([found[where][-1] for found in results], data["input_ids"], data["input_lengths"])
+        assert len(kept) == {"nemo_rl, kept": 1, "geomask, kept": 2}.get(where[-1], 0), where
+        for key, values in kept.items():
+            assert values[:, 0].isnan().all()
+            assert values[:, 1:].isnan().equal(~trains), (where, key)
+            torch.testing.assert_close(values[:, 1:][trains], truth[key][trains], rtol=1e-5, atol=2e-6)
 
 
 @pytest.mark.parametrize(("tp", "cp"), [(1, 1), (2, 1), (1, 2), (2, 2)])
@@ -375,7 +403,8 @@ def _automodel_on_rank(rank, world, tp, cp):
                 value, metrics = process(sharded, batch, inputs, seqs, toks)
                 value.backward()
                 numbers = {key: float(metric) for key, metric in metrics.items()}
-                found[layout, name, kind] = float(value), numbers, leaf.grad.numpy(), CALLS.pop(kind, None)
+                calls = CALLS.pop(kind, None), handed_over(None, STEP)
+                found[layout, name, kind] = float(value), numbers, leaf.grad.numpy(), *calls
     return found
 
 
