@@ -8,12 +8,16 @@ from typing import Any
 
 from nemo_geomask.checks.facts import RecipeFacts
 from nemo_geomask.checks.rule import Hit, Rule
+from nemo_geomask.config import LossConfig
 from nemo_geomask.config.strict import as_yaml
 from nemo_geomask.errors import Problem
 
-__all__ = ["NO_ENTROPY", "RULES", "fused_needs", "logit_needs", "readers_of_prev"]
+__all__ = ["NO_ENTROPY", "RULES", "fused_needs", "lacks_entropy", "logit_needs", "readers_of_prev"]
 
-NO_ENTROPY = "true, but NeMo-RL's trainers compute no entropies that the driver sees"
+NO_ENTROPY = (
+    "true, but NeMo-RL computes no entropies as it trains; set loss_fn.logprob_backend: geomask or geomask_linear, "
+    "whose pass over the logits has them, or set false"
+)
 
 _CORRECTION = "loss_fn.use_importance_sampling_correction"
 _GENERATION = "policy.generation"
@@ -178,9 +182,13 @@ def _no_prev(facts: RecipeFacts) -> Iterator[Hit]:
 
 
 def _no_entropy(facts: RecipeFacts) -> Iterator[Hit]:
-    record = facts.config.record
-    if record is not None and record.entropy and "lab" not in facts.recipe.data:
-        yield Hit("loss_fn.record.entropy", f"{NO_ENTROPY}; set false")
+    if lacks_entropy(facts.config) and "lab" not in facts.recipe.data:
+        yield Hit("loss_fn.record.entropy", NO_ENTROPY)
+
+
+def lacks_entropy(config: LossConfig) -> bool:
+    """Whether entropies are to be recorded that no worker of NeMo-RL's would compute."""
+    return config.record is not None and config.record.entropy and not config.logprob_backend.startswith("geomask")
 
 
 def _no_reference(facts: RecipeFacts) -> Iterator[Hit]:

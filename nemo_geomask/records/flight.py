@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from nemo_geomask.losses.verdicts import verdicts
 from nemo_geomask.records.schema import REMOVED
 from nemo_geomask.records.writer import Recorder, StepRows
 
-__all__ = ["KEYS", "LOGGED", "FlightRecorder", "by_hash", "step_rows"]
+__all__ = ["KEYS", "LOGGED", "FlightRecorder", "by_hash", "chosen_rows", "joined", "step_rows"]
 
 KEYS = {
     "tokens": "input_ids",
@@ -77,42 +77,49 @@ class FlightRecorder:
         self._masks = tuple(rule.label for rule in config.mask_rules)
         self._facts = {**(facts or {}), "settings": config.model_dump(mode="json")}
 
-    def record(self, step: int, *parts: Mapping[str, Any]) -> None:
+    def takes(self, step: int) -> bool:
+        """Whether a step, by its number from 1, is one that is recorded."""
+        return (step - 1) % self._settings.every == 0
+
+    def record(
+        self,
+        step: int,
+        *parts: Mapping[str, Any],
+        later: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]] | None = None,
+    ) -> None:
         """Have a step written, if it is one that is recorded; copies the tensors and returns.
 
         Args:
             step: its number, from 1.
             parts: its batch, whole or in parts; each has NeMo-RL's keys, [B, T] and [B] tensors, whatever it has of
                 :data:`KEYS`; ``curr_logprobs`` are [B, T], too.
+            later: called in the recorder's thread with the whole batch, for what else is known of it.
         """
-        if (step - 1) % self._settings.every:
+        if not self.takes(step):
             return
         keys = (*KEYS.values(), _LENGTHS)
         # The trainer goes on with its tensors while these are written.
         kept = [
             {key: part[key].detach().clone() for key in keys if isinstance(part.get(key), Tensor)} for part in parts
         ]
-        config = self._config
-        policy = "curr" if all(KEYS["curr"] in part for part in kept) else "prev"
-        self.recorder.record(
-            step, lambda: step_rows(config, step, kept), masks=self._masks, facts={**self._facts, "policy": policy}
-        )
+
+        def rows() -> StepRows:
+            data = joined(kept)
+            return step_rows(self._config, step, data if later is None else {**data, **later(data)})
+
+        self.recorder.record(step, rows, masks=self._masks, facts=self._facts)
 
 
-def step_rows(config: LossConfig, step: int, parts: Sequence[Mapping[str, Tensor]]) -> StepRows:
+def step_rows(config: LossConfig, step: int, data: Mapping[str, Tensor]) -> StepRows:
     """The sequences of a step that ``config.record`` asks for.
 
     Args:
         config: the settings in force.
         step: the step's number.
-        parts: its batch, see :meth:`FlightRecorder.record`.
+        data: its batch, see :meth:`FlightRecorder.record`.
     """
     assert config.record is not None
-    data = _joined(parts)
-    mask = data["token_mask"] != 0
-    lengths = data[_LENGTHS].to(torch.int64)
-    mask &= torch.arange(mask.shape[1]) < lengths.unsqueeze(1)
-    prompts = torch.where(mask.any(dim=1), mask.int().argmax(dim=1), lengths)
+    mask, prompts, lengths = _trained(data)
     groups, samples = _groups(data["input_ids"], prompts)
     values = {name: data[key] for name, key in KEYS.items() if key in data}
     values |= {f"{REMOVED}{label}": removed for label, removed in _verdicts(config, data).items()}
@@ -127,13 +134,29 @@ def step_rows(config: LossConfig, step: int, parts: Sequence[Mapping[str, Tensor
     for name in _UNKNOWN & values.keys():
         if not values[name].nan_to_num().any() and (name == "ref" or not config.needs_prev):
             del values[name]
+    facts = {"policy": "curr" if "curr" in values else "prev"}
     if config.record.fraction == 1:
-        return StepRows(lengths, values)
+        return StepRows(lengths, values, facts)
     rows = _chosen(config.record, step, groups)
-    return StepRows(lengths[rows], {name: value[rows] for name, value in values.items()})
+    return StepRows(lengths[rows], {name: value[rows] for name, value in values.items()}, facts)
 
 
-def _joined(parts: Sequence[Mapping[str, Tensor]]) -> Mapping[str, Tensor]:
+def chosen_rows(settings: Recording, step: int, data: Mapping[str, Tensor]) -> Tensor | None:
+    """The rows of a batch that are recorded; None: all of them."""
+    if settings.fraction == 1:
+        return None
+    return _chosen(settings, step, _groups(data["input_ids"], _trained(data)[1])[0])
+
+
+def _trained(data: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """Which tokens train, and of each row the tokens before the first of them and all tokens."""
+    mask = data["token_mask"] != 0
+    lengths = data[_LENGTHS].to(torch.int64)
+    mask &= torch.arange(mask.shape[1]) < lengths.unsqueeze(1)
+    return mask, torch.where(mask.any(dim=1), mask.int().argmax(dim=1), lengths), lengths
+
+
+def joined(parts: Sequence[Mapping[str, Tensor]]) -> Mapping[str, Tensor]:
     """The parts as one batch, as wide as the widest; what one of them lacks is left out."""
     if len(parts) == 1:
         return parts[0]
@@ -172,5 +195,7 @@ def _chosen(settings: Recording, step: int, groups: Tensor) -> Tensor:
 
 def _verdicts(config: LossConfig, data: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """With the current policy's log-probs where they are known, else with those before the step."""
-    curr = data.get(KEYS["curr"])
+    curr, prev = data.get(KEYS["curr"]), data.get(KEYS["prev"])
+    if curr is not None and prev is not None:
+        curr = torch.where(curr.isnan(), prev, curr)
     return verdicts(config, data, None if curr is None else curr[:, 1:])

@@ -34,10 +34,12 @@ class StepRows:
         lengths: [S] tokens of each.
         values: by the name of a column: [S], or for a column of lists [S, T], padded at the right. A column that is not
             here is null.
+        facts: of these alone.
     """
 
     lengths: Tensor
     values: Mapping[str, Tensor] = field(default_factory=dict)
+    facts: Mapping[str, Any] = field(default_factory=dict)
 
 
 def write_step(
@@ -63,7 +65,7 @@ def write_step(
     Raises: OSError: the disk. MissingDependencyError: there is no pyarrow.
     """
     parquet = require_arrow("pyarrow.parquet")
-    table = _table(step, rows, masks, facts)
+    table = _table(step, rows, masks, {**(facts or {}), **rows.facts})
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / file_name(step, writer)
     part = path.with_suffix(".part")
@@ -93,7 +95,7 @@ _ENCODINGS = {
 }
 
 
-def _table(step: int, rows: StepRows, masks: Sequence[str], facts: Mapping[str, Any] | None) -> Any:
+def _table(step: int, rows: StepRows, masks: Sequence[str], facts: Mapping[str, Any]) -> Any:
     arrow = require_arrow()
     schema = arrow_schema(masks, facts)
     count = rows.lengths.numel()

@@ -14,7 +14,7 @@ from nemo_geomask import BeforeStep, build_loss
 from nemo_geomask.config import LossConfig
 from nemo_geomask.losses.verdicts import verdicts
 from nemo_geomask.records import step_files
-from nemo_geomask.records.flight import FlightRecorder, by_hash, step_rows
+from nemo_geomask.records.flight import FlightRecorder, by_hash, joined, step_rows
 from tests.helpers.batches import rollouts
 
 MASKS = [
@@ -50,7 +50,7 @@ def test_rows_of_a_prompt_are_one_group():
         "input_lengths": torch.tensor([4, 4, 3, 2, 3]),
         "sample_mask": torch.ones(5),
     }
-    values = step_rows(config(), 1, [data]).values
+    values = step_rows(config(), 1, data).values
     assert values["group"].tolist() == [0, 1, 0, 0, 2]
     assert values["sample"].tolist() == [0, 0, 1, 2, 0]
     assert values["prompt_length"].tolist() == [2, 2, 2, 2, 1]
@@ -65,7 +65,7 @@ def test_turns_are_runs_of_trained_tokens():
         "input_lengths": torch.tensor([6, 6, 6, 3]),
         "sample_mask": torch.ones(4),
     }
-    rows = step_rows(config(), 1, [data])
+    rows = step_rows(config(), 1, data)
     assert rows.values["turns"].tolist() == [2, 3, 0, 1]
     # What lies beyond the length is no token, whatever the mask says of it.
     assert rows.values["mask"][3].tolist() == [False, True, True, False, False, False]
@@ -83,14 +83,14 @@ def test_hashes_choose_the_same_rows_again_and_others_at_another_step():
 
 @pytest.mark.parametrize("fraction", [0.01, 0.3, 0.5, 1.0])
 def test_a_fraction_is_of_whole_sequences(fraction):
-    rows = step_rows(config(record={"fraction": fraction}), 5, [batch()])
+    rows = step_rows(config(record={"fraction": fraction}), 5, batch())
     found = rows.values["row"].tolist()
     assert len(found) == math.ceil(fraction * 8)
     assert rows.values["gen"].equal(batch()["generation_logprobs"][found])
 
 
 def test_a_fraction_by_groups_has_all_of_each():
-    rows = step_rows(config(record={"fraction": 0.5, "by": "group"}), 5, [batch()])
+    rows = step_rows(config(record={"fraction": 0.5, "by": "group"}), 5, batch())
     assert rows.values["row"].numel() == 4
     assert rows.values["group"].unique().numel() == 2
     assert rows.values["sample"].tolist() == [0, 1, 0, 1]
@@ -109,7 +109,7 @@ def test_parts_of_a_step_are_one_batch():
     parts = [{key: value[rows] for key, value in whole.items()} for rows in (slice(0, 3), slice(3, 8))]
     parts[1] = {key: value[:, :12] if value.dim() == 2 else value for key, value in parts[1].items()}
     parts[1]["input_lengths"] = torch.full((5,), 12)
-    rows = step_rows(config(), 1, parts)
+    rows = step_rows(config(), 1, joined(parts))
     assert rows.values["row"].tolist() == list(range(8))
     assert rows.values["gen"][:3].equal(whole["generation_logprobs"][:3])
     assert rows.values["gen"][3:, :12].equal(whole["generation_logprobs"][3:, :12])
@@ -133,13 +133,13 @@ def test_placeholders_are_no_log_probs():
     zeros, nan = torch.zeros_like(data["prev_logprobs"]), torch.full_like(data["prev_logprobs"], torch.nan)
     for skipped in (zeros, nan):
         changed = {**data, "prev_logprobs": skipped, "reference_policy_logprobs": zeros}
-        rows = step_rows(config(**GEN), 1, [changed])
+        rows = step_rows(config(**GEN), 1, changed)
         assert not {"prev", "ref"} & rows.values.keys()
     # Where a loss reads them, zeros are a fault that the record has to show.
-    assert "prev" in step_rows(config(), 1, [{**data, "prev_logprobs": zeros}]).values
+    assert "prev" in step_rows(config(), 1, {**data, "prev_logprobs": zeros}).values
     partly = nan.clone()
     partly[0] = -0.5
-    assert "prev" in step_rows(config(**GEN), 1, [{**data, "prev_logprobs": partly}]).values
+    assert "prev" in step_rows(config(**GEN), 1, {**data, "prev_logprobs": partly}).values
 
 
 @pytest.mark.parametrize("given", ["curr", "prev"])

@@ -79,26 +79,31 @@ class _Watcher:
         self.open: _OpenStep | None = None
         self._last: tuple[dict[str, weakref.ref[Tensor]], Decision] | None = None
 
-    def only_records(self, given: Mapping[str, Any], data: Mapping[str, Any]) -> bool:
-        """Whether that is all there is to do before a step with these arguments; it is done then."""
-        if not self.before_step.needed and not given.get("eval_mode", False):
-            self.once(data, given.get("meta"))
-        return not self.before_step.needed
+    def seen(self, data: Mapping[str, Any]) -> bool:
+        """Whether it is the batch of the step before, on which PPO trains for several epochs."""
+        return self._last is not None and all(
+            name not in data or data[name] is self._last[0].get(name, _gone)() for name in _COMPARED
+        )
 
-    def once(self, data: Mapping[str, Any], meta: Any = None) -> Decision:
-        """The decision on a batch; PPO trains on one for several epochs, and it is judged and counted once."""
-        names = [name for name in ("prev_logprobs", "generation_logprobs") if name in data]
-        last = self._last
-        if last is None or any(data[name] is not last[0].get(name, _gone)() for name in names):
-            self.record([data], [meta])
+    def once(self, data: Mapping[str, Any]) -> Decision:
+        """The decision on a batch, which is judged and counted once."""
+        if self._last is None or not self.seen(data):
             decision = self.before_step(data) if self.before_step.needed else Decision(True)
-            last = self._last = {name: weakref.ref(data[name]) for name in names}, decision
-        return last[1]
+            self._last = {name: weakref.ref(data[name]) for name in _COMPARED if name in data}, decision
+        return self._last[1]
 
-    def record(self, parts: Sequence[Mapping[str, Any]], metas: Sequence[Any]) -> None:
-        """Record the batch of a step, where that is asked for."""
-        if self.steps is not None:
-            self.steps.record(parts, metas)
+    def keeping(self, loss: Any) -> Any:
+        """``loss`` as the workers need it for the records of the step."""
+        return loss if self.steps is None else self.steps.keeping(loss)
+
+    def recorded(
+        self, parts: Sequence[Mapping[str, Any]], metas: Sequence[Any]
+    ) -> contextlib.AbstractContextManager[None]:
+        """The step on a batch, recorded at its end where that is asked for."""
+        return contextlib.nullcontext() if self.steps is None else self.steps.step(parts, metas)
+
+
+_COMPARED = ("prev_logprobs", "generation_logprobs")
 
 
 def _gone() -> None:
@@ -141,14 +146,15 @@ def _train(original: Any) -> Any:
         given = signature.bind(self, *args, **kwargs)
         loss, data = given.arguments["loss_fn"], given.arguments["data"]
         watcher = _watcher(self, loss)
-        if watcher is None or watcher.only_records(given.arguments, data):
+        if watcher is None:
             return original(self, *args, **kwargs)
 
-        def step(changes: Mapping[str, Tensor]) -> Any:
-            # A copy: the trainer goes on with the batch as it came.
-            changed = copy.copy(data)
-            changed.update(_columns(changes))
-            given.arguments["data"], given.arguments["loss_fn"] = changed, loss.for_prepared_batches(changes)
+        def step(loss: Any, changes: Mapping[str, Tensor]) -> Any:
+            given.arguments["loss_fn"] = loss
+            if changes:
+                # A copy: the trainer goes on with the batch as it came.
+                changed = given.arguments["data"] = copy.copy(data)
+                changed.update(_columns(changes))
             return original(*given.args, **given.kwargs)
 
         return _step(self, watcher, given.arguments, data, step)
@@ -166,12 +172,12 @@ def _train_from_meta(original: Any) -> Any:
         if watcher is None:
             return original(self, *args, **kwargs)
         data = _read(self, meta, loss)
-        if watcher.only_records(given.arguments, data):
-            return original(self, *args, **kwargs)
 
-        def step(changes: Mapping[str, Tensor]) -> Any:
-            given.arguments["loss_fn"] = loss.for_prepared_batches(changes)
+        def step(loss: Any, changes: Mapping[str, Tensor]) -> Any:
+            given.arguments["loss_fn"] = loss
             columns = _columns(changes)
+            if not columns:
+                return original(*given.args, **given.kwargs)
             self.write_to_dataplane(meta, fields=columns)
             with _afterwards(self.write_to_dataplane, meta, fields={name: data[name] for name in columns}):
                 return original(*given.args, **given.kwargs)
@@ -182,16 +188,25 @@ def _train_from_meta(original: Any) -> Any:
 
 
 def _step(
-    policy: Any, watcher: _Watcher, given: Mapping[str, Any], data: Any, step: Callable[[Mapping[str, Tensor]], Any]
+    policy: Any,
+    watcher: _Watcher,
+    given: Mapping[str, Any],
+    data: Any,
+    step: Callable[[Any, Mapping[str, Tensor]], Any],
 ) -> Any:
+    loss, looks = given["loss_fn"], watcher.before_step
     if given.get("eval_mode", False):
-        return step(watcher.before_step.changes(data))
-    decision = watcher.once(data, given.get("meta"))
-    if decision.train:
-        return _reported(step(decision.changes), decision)
+        changes = looks.changes(data) if looks.needed else {}
+        return step(loss.for_prepared_batches(changes) if looks.needed else loss, changes)
+    first = not watcher.seen(data)
+    with watcher.recorded([data], [given.get("meta")]) if first else contextlib.nullcontext():
+        decision = watcher.once(data)
+        if decision.train:
+            sent = loss.for_prepared_batches(decision.changes) if looks.needed else loss
+            return _reported(step(watcher.keeping(sent) if first else sent, decision.changes), decision)
     size = given.get("gbs") or policy.cfg["train_global_batch_size"]
     updates = max(1, data["sample_mask"].shape[0] // size)
-    return _untrained(given["loss_fn"], [{**data, **decision.changes}], decision, updates=updates)
+    return _untrained(loss, [{**data, **decision.changes}], decision, updates=updates)
 
 
 @contextlib.contextmanager
@@ -218,8 +233,8 @@ def _begin_train_step(original: Any) -> Any:
         watcher = _watcher(self, loss)
         if watcher is not None:
             watcher.open = _OpenStep(loss, watcher)
-            if watcher.before_step.needed:
-                given.arguments["loss_fn"] = loss.for_prepared_batches()
+            sent = loss.for_prepared_batches() if watcher.before_step.needed else loss
+            given.arguments["loss_fn"] = watcher.keeping(sent)
         return original(*given.args, **given.kwargs)
 
     return begin_train_step
@@ -250,17 +265,17 @@ def _finish_train_step(original: Any) -> Any:
         step = _left(self)
         if step is None:
             return original(self)
-        step.watcher.record([data for data, _ in step.taken], [meta for _, meta in step.taken])
-        if step.review is None:
-            return original(self)
-        try:
-            decision = step.review.decide()
-        except BatchVetoError:
-            with _afterwards(self.abort_train_step):
-                raise
-        if decision.train:
-            return _reported(original(self), decision)
-        self.abort_train_step()
+        with step.watcher.recorded([data for data, _ in step.taken], [meta for _, meta in step.taken]):
+            if step.review is None:
+                return original(self)
+            try:
+                decision = step.review.decide()
+            except BatchVetoError:
+                with _afterwards(self.abort_train_step):
+                    raise
+            if decision.train:
+                return _reported(original(self), decision)
+            self.abort_train_step()
         return _untrained(step.loss, step.parts, decision, updates=1)
 
     return finish_train_step
@@ -309,7 +324,8 @@ def _untrained(loss: Any, parts: list[dict[str, Any]], decision: Decision, *, up
 
 
 def _reported(results: Any, decision: Decision) -> Any:
-    results["all_mb_metrics"].update({name: [value] for name, value in decision.metrics.items()})
+    if decision.metrics:
+        results["all_mb_metrics"].update({name: [value] for name, value in decision.metrics.items()})
     return results
 
 

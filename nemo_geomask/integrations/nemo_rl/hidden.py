@@ -89,13 +89,20 @@ class Hidden:
         return Hidden(self._states, self._layer, length)
 
     def logprobs(
-        self, targets: Tensor, *, group: dist.ProcessGroup | None, ignore_index: int, validate: bool = True
-    ) -> Tensor:
-        """[B, S] float32 of ``targets`` [B, S] int64, see :func:`nemo_geomask.parallel.linear_logprobs`."""
+        self,
+        targets: Tensor,
+        *,
+        group: dist.ProcessGroup | None,
+        ignore_index: int,
+        validate: bool = True,
+        entropy: bool = False,
+    ) -> Any:
+        """[B, S] float32 of ``targets`` [B, S] int64, or with ``entropy`` the pair, see
+        :func:`nemo_geomask.parallel.linear_logprobs`."""
         width = targets.shape[1]
         goals = torch.nn.functional.pad(targets, (0, self._whole - width), value=ignore_index)
         # Megatron's order, positions first: sequence parallelism shares them out.
-        found = linear_logprobs(
+        found: Any = linear_logprobs(
             self._states.transpose(0, 1),
             self._layer.weight,
             goals.T.contiguous(),
@@ -103,8 +110,9 @@ class Hidden:
             sequence_parallel=self._layer.sequence_parallel and self._layer.ranks > 1,
             ignore_index=ignore_index,
             validate=validate,
+            entropy=entropy,  # type: ignore[call-overload]
         )
-        return found.T[:, :width]
+        return tuple(one.T[:, :width] for one in found) if entropy else found.T[:, :width]
 
 
 def patches(train: Any, takes_hidden: Callable[[Any], bool]) -> list[patch.Patch]:
@@ -264,10 +272,12 @@ def _rows(hidden: Hidden, ids: Tensor, row: Tensor, offsets: Tensor | None) -> T
     # Not validated: an error on the ranks of one share would leave those of the others waiting below.
     options: Any = {"group": state.get_tensor_model_parallel_group(), "ignore_index": IGNORE, "validate": False}
     width = ids.shape[1]
+    found: Tensor
     if offsets is None:
         targets = torch.full(hidden.shape[:2], IGNORE, dtype=torch.int64, device=hidden.device)
         targets[:, : width - 1] = ids[:, 1:]
-        return hidden.logprobs(targets, **options)[:, : width - 1]
+        found = hidden.logprobs(targets, **options)[:, : width - 1]
+        return found
     context = state.get_context_parallel_group()
     size = dist.get_world_size(context)
     offsets = offsets.cpu()

@@ -19,17 +19,28 @@ from torch.distributed.tensor import DTensor
 
 from nemo_geomask.errors import ConfigError, Problem, ShapeError
 from nemo_geomask.integrations.logprobs import logprob_backend
-from nemo_geomask.integrations.nemo_rl import hidden
+from nemo_geomask.integrations.nemo_rl import current, hidden
 from nemo_geomask.integrations.nemo_rl.workers import WorkerError
 from nemo_geomask.integrations.packing import IGNORE, check_rows, pack_rows
 from nemo_geomask.losses import PolicyLoss, protocol
 from nemo_geomask.metrics import Metrics
+from nemo_geomask.parallel import vocab_parallel_logprobs
 from nemo_geomask.segments import PackedSegments
 
-__all__ = ["LogitLoss"]
+__all__ = ["LogitLoss", "scored"]
 
 Group = dist.ProcessGroup | None
 Logits = Tensor | hidden.Hidden  # or what stands for them
+
+
+def scored(logits: Tensor, targets: Tensor, group: Group) -> Tensor:
+    """Log-probs [B, S] of a forward pass, from this rank's columns [B, S, V/TP]; 0 for targets outside the vocabulary,
+    as NeMo-RL has them."""
+    inside = (targets >= 0) & (targets < logits.shape[-1] * _size(group))
+    # Not validated: an error on the ranks of one context-parallel share would leave the others waiting.
+    return vocab_parallel_logprobs(
+        logits, targets.where(inside, IGNORE), group=group, ignore_index=IGNORE, validate=False
+    )
 
 
 class _Unknown(enum.Enum):
@@ -67,9 +78,12 @@ class LogitLoss:
         self.loss = loss
         self.config = loss.config
         self.takes_hidden = loss.config.logprob_backend == "geomask_linear"
-        self._logprobs: Callable[..., Tensor] = (
+        self._logprobs: Callable[..., Any] = (
             hidden.Hidden.logprobs if self.takes_hidden else logprob_backend(loss.config.logprob_backend)
         )
+
+        record = loss.config.record
+        self._entropy = isinstance(loss, current.KeepingLoss) and record is not None and record.entropy
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Built anew where it arrives, with the backend's functions there.
@@ -205,8 +219,17 @@ class LogitLoss:
         mask = data["token_mask"][:, 1:].bool() & data["sample_mask"].bool().unsqueeze(-1)
         targets = torch.full(logits.shape[:2], IGNORE, dtype=torch.int64, device=logits.device)
         targets[:, : width - 1] = torch.where(mask, data["input_ids"][:, 1:], IGNORE).to(logits.device)
-        logprobs = self._logprobs(logits, targets, group=group, ignore_index=IGNORE)
+        logprobs, entropy = self._scored(logits, targets, group)
+        if entropy is not None:
+            data = {**data, current.ENTROPY: entropy[:, : width - 1]}
         return self.loss(logprobs[:, : width - 1], data, global_valid_seqs, global_valid_toks)
+
+    def _scored(self, logits: Logits, targets: Tensor, group: Group) -> tuple[Tensor, Tensor | None]:
+        """Log-probs, and entropies where those are recorded."""
+        if not self._entropy:
+            return self._logprobs(logits, targets, group=group, ignore_index=IGNORE), None
+        logprobs, entropy = self._logprobs(logits, targets, group=group, ignore_index=IGNORE, entropy=True)
+        return logprobs, entropy.detach()
 
     def _packed(
         self,
@@ -236,11 +259,14 @@ class LogitLoss:
         if lengths is None:
             lengths = torch.full((segments.count,), data["input_ids"].shape[1])
         lengths = lengths.to(logits.device, torch.int64)
+        current.mark(self.loss, data)
         packed = pack_rows(data, segments, starts=segments.cu_seqlens[:-1], lengths=lengths)
         check_rows(data, lengths=lengths, vocab_size=logits.shape[-1] * _size(vocab_group))
         targets = packed["targets"].view(logits.shape[:-1])
-        logprobs = self._logprobs(logits, targets, group=vocab_group, ignore_index=IGNORE).reshape(-1)
-        return self.loss.packed(logprobs, packed, segments, global_valid_seqs, global_valid_toks)
+        logprobs, entropy = self._scored(logits, targets, vocab_group)
+        if entropy is not None:
+            packed[current.ENTROPY] = entropy.reshape(-1)
+        return self.loss.packed(logprobs.reshape(-1), packed, segments, global_valid_seqs, global_valid_toks)
 
     def _dtensor(
         self,

@@ -8,22 +8,24 @@ it to each group. Nothing of this can fail a step; what is not found is null.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import inspect
 import logging
 import re
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from nemo_geomask.checks.gates import NO_ENTROPY
+from nemo_geomask.checks.gates import NO_ENTROPY, lacks_entropy
 from nemo_geomask.config import LossConfig
 from nemo_geomask.errors import ConfigError, Problem
-from nemo_geomask.integrations.nemo_rl import patch, seams, stamp
-from nemo_geomask.records.flight import FlightRecorder
+from nemo_geomask.integrations.nemo_rl import current, patch, seams, stamp
+from nemo_geomask.records.flight import FlightRecorder, chosen_rows, joined
 from nemo_geomask.records.schema import require_arrow
 
 __all__ = ["PolicySteps", "fields", "follow", "last_step", "remember_last_step"]
@@ -31,6 +33,7 @@ __all__ = ["PolicySteps", "fields", "follow", "last_step", "remember_last_step"]
 _log = logging.getLogger("nemo_geomask")
 _BUFFERS = "nemo_rl.algorithms.async_utils"
 _VERSION = "geomask_weight_version"
+_PATIENCE = 600.0  # seconds
 _LAST_STEP = "_nemo_geomask_last_step"
 
 
@@ -38,14 +41,14 @@ def follow(loss: Any) -> None:
     """Listen to what a batch lacks, if ``loss`` is to be recorded.
 
     Raises:
-        ConfigError: ``entropy``, which NeMo-RL's trainers don't compute.
+        ConfigError: ``entropy`` under a log-prob backend that doesn't compute it.
         MissingDependencyError: there is no pyarrow.
         SeamError: NeMo-RL's advantage estimators are not as known; nothing is changed.
     """
     if loss.config.record is None:
         return
-    if loss.config.record.entropy:
-        raise ConfigError(Problem(("loss_fn.record.entropy",), f"{NO_ENTROPY}; set false"))
+    if lacks_entropy(loss.config):
+        raise ConfigError(Problem(("loss_fn.record.entropy",), NO_ENTROPY))
     require_arrow()
     patch.apply_all(_patches())
 
@@ -125,21 +128,57 @@ class PolicySteps:
     def __init__(self, policy: Any, config: LossConfig) -> None:
         facts = {"nemo_rl": seams.version(), "policy_class": type(policy).__name__}
         self._taken = last_step(policy)
+        assert config.record is not None
+        self._settings = config.record
+        self._policy = weakref.proxy(policy)  # which is what this is kept for
         self._make = functools.partial(FlightRecorder, config, facts=facts)
 
     @functools.cached_property
     def _recorder(self) -> FlightRecorder:
         return self._make()
 
-    def record(self, parts: Sequence[Mapping[str, Any]], metas: Sequence[Any]) -> None:
-        """Record a step's batch, whole or in parts; ``metas``: their keys in the data plane, or None."""
+    def keeping(self, loss: Any) -> Any:
+        """``loss`` for the next step: if that is recorded, the workers keep the log-probs that they call it with."""
+        try:
+            return current.keeping(loss, self._taken + 1) if self._recorder.takes(self._taken + 1) else loss
+        except Exception:
+            _log.exception("records: step %d will be without curr", self._taken + 1)
+            return loss
+
+    @contextlib.contextmanager
+    def step(self, parts: Sequence[Mapping[str, Any]], metas: Sequence[Any]) -> Iterator[None]:
+        """A step on a batch, whole or in parts, which is recorded at its end, however it ends.
+
+        Args:
+            parts: of the batch.
+            metas: their keys in the data plane, or None.
+        """
+        step = self._taken + 1
         try:
             known = [{**part, **self._beside(part, meta)} for part, meta in zip(parts, metas, strict=True)]
-            self._recorder.record(self._taken + 1, *known)
         except Exception:
-            _log.exception("records: step %d lost", self._taken + 1)
-        self._taken += 1
+            known = []
+            _log.exception("records: step %d lost", step)
         _Heard.rewards = _Heard.versions = None
+        trained = False
+        try:
+            yield
+            trained = True
+        finally:
+            self._taken = step
+            try:
+                if known and self._recorder.takes(step):
+                    # What comes next waits behind this in the workers, so they still have it.
+                    asked = self._ask(step, known) if trained else []
+                    self._recorder.record(step, *known, later=functools.partial(_later, step, asked))
+            except Exception:
+                _log.exception("records: step %d lost", step)
+
+    def _ask(self, step: int, parts: Sequence[Mapping[str, Any]]) -> list[Any]:
+        whole = joined(parts)
+        rows = chosen_rows(self._settings, step, whole)
+        wanted = None if rows is None else current.marks(whole["input_ids"][rows], whole["input_lengths"][rows])
+        return current.ask(self._policy, step, wanted)
 
     def _beside(self, part: Mapping[str, Any], meta: Any) -> dict[str, Tensor]:
         """What is known of a batch that it doesn't hold itself."""
@@ -157,6 +196,15 @@ class PolicySteps:
         if versions is not None and len(versions) == rows:
             found |= {"weight_version": versions, "staleness": trained - versions}
         return found
+
+
+def _later(step: int, asked: list[Any], data: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    try:
+        answers = importlib.import_module("ray").get(asked, timeout=_PATIENCE) if asked else []
+        return current.joined(answers, data["input_ids"], data["input_lengths"])
+    except Exception as error:
+        _log.warning("records: step %d is without curr: %s: %s", step, type(error).__name__, error)
+        return {}
 
 
 def fields(loss: Any, meta: Any) -> list[str]:

@@ -17,6 +17,8 @@ import typing_extensions
 from nemo_geomask import build_loss
 from nemo_geomask.errors import ConfigError
 from nemo_geomask.integrations.nemo_rl import prepare_worker, uninstall
+from nemo_geomask.integrations.nemo_rl.current import handed_over, joined, keeping
+from nemo_geomask.integrations.nemo_rl.logits import scored
 from nemo_geomask.losses import PolicyLoss
 from nemo_geomask.processes import run
 
@@ -195,7 +197,8 @@ def _on_rank(rank, world, tp, cp):
                     value, metrics = process(BatchedDataDict(data), packing, seqs, toks)(leaf)
                     value.backward()
                     numbers = {key: float(metric) for key, metric in metrics.items()}
-                    found[layout, fused, name, kind] = float(value), numbers, leaf.grad.numpy(), CALLS.pop(kind, None)
+                    calls = CALLS.pop(kind, None), handed_over(None, STEP)
+                    found[layout, fused, name, kind] = float(value), numbers, leaf.grad.numpy(), *calls
     if tp * cp == 1:
         from nemo_geomask.integrations.nemo_rl.logits import LogitLoss
 
@@ -210,12 +213,68 @@ def _on_rank(rank, world, tp, cp):
     return found
 
 
+def _scored_on_rank(rank, world, tp, cp):
+    """Log-probs of the forward passes of Megatron's and Automodel's workers, by NeMo-RL and in a prepared worker."""
+    train = megatron_worker()
+    from megatron.core import parallel_state
+    from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+    from nemo_rl.distributed.model_utils import dtensor_from_parallel_logits_to_logprobs
+
+    parallel_state.initialize_model_parallel(tp, context_parallel_size=cp)
+    tp_rank, cp_rank = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_context_parallel_rank()
+    group = parallel_state.get_tensor_model_parallel_group()
+    logits, data, *_ = whole()
+    columns = slice(tp_rank * VOCAB // tp, (tp_rank + 1) * VOCAB // tp)
+
+    def score(chunk):
+        found = {}
+        for layout, starts, row, column in _layouts(cp_rank, cp):
+            share = logits[row, column, columns]
+            if layout == "packed":
+                ids = torch.zeros(1, starts[-1], dtype=torch.int64)
+                for own, start, length in zip(data["input_ids"], starts, LENGTHS, strict=False):
+                    ids[0, start : start + length] = own[:length]
+                share = share.unsqueeze(0)
+            elif cp > 1:
+                continue  # NeMo-RL can't
+            else:
+                ids, share = data["input_ids"], share.reshape(len(LENGTHS), -1, columns.stop - columns.start)
+            given = {"sequence_packing": {"enabled": layout == "packed"}, "logprob_chunk_size": chunk}
+            process = train.LogprobsPostProcessor(given, None)
+            found[layout] = process(BatchedDataDict(data), ids, torch.tensor(starts))(share)[1]["logprobs"].numpy()
+        if cp == 1:
+            given = (data["input_ids"], columns.start, columns.stop, group)
+            found["dtensor"] = dtensor_from_parallel_logits_to_logprobs(
+                logits[..., columns], *given, inference_only=True, chunk_size=chunk
+            ).numpy()
+        return found
+
+    with torch.no_grad():
+        for chunk in (None, 7):
+            uninstall()
+            theirs = score(chunk)
+            assert prepare_worker()
+            with mock.patch("nemo_geomask.integrations.nemo_rl.logits.scored", wraps=scored) as ours:
+                mine = score(chunk)
+            assert ours.call_count == len(mine) == len(theirs)
+            for layout, expected in theirs.items():
+                assert np.abs(expected).max() > 1
+                np.testing.assert_allclose(mine[layout], expected, rtol=1e-5, atol=2e-6, err_msg=layout)
+
+
+@pytest.mark.parametrize(("tp", "cp"), [(1, 1), (2, 2)])
+def test_forward_passes_take_our_kernels(tp, cp):
+    _skip_unless(megatron_worker)
+    run(tp * cp, _scored_on_rank, tp, cp)
+
+
 def _sampling(name):
     """As NeMo-RL's; log-probs are then those of what is left after filtering, and the KL term's those before."""
     return types.SimpleNamespace(top_k=None, top_p=0.9, temperature=1.0) if name == "filtered" else None
 
 
 CALLS = {}
+STEP = 7
 
 
 class _Counted(PolicyLoss):
@@ -248,16 +307,21 @@ def _losses(name, config, *backends):
     yield "once", _Counted(build_loss(config), "once")
     for backend in backends if name != "filtered" else ():
         yield backend, pickle.loads(pickle.dumps(LogitLoss(build_loss({**config, "logprob_backend": backend}))))
+    for backend in ("nemo_rl", "geomask") if name == "gspo" else ():
+        record = {"dir": "/nowhere", "entropy": backend == "geomask"}
+        loss = build_loss({**config, "logprob_backend": backend, "record": record})
+        yield f"{backend}, kept", keeping(loss if backend == "nemo_rl" else LogitLoss(loss), STEP)
     if name in OF_NEMO_RL and issubclass(ClippedPGLossConfig, BaseModel):
         yield "own", ClippedPGLossFn(ClippedPGLossConfig(**{key: config[key] for key in config if key != "name"}))
 
 
 def _compare(results):
+    _compare_kept(results)
     for found in results:
-        for (*where, name, kind), (value, metrics, grad, calls) in found.items():
-            other, others, expected, _ = found[*where, name, "nemo_rl"]
+        for (*where, name, kind), (value, metrics, grad, calls, _) in found.items():
+            other, others, expected, *_ = found[*where, name, "nemo_rl"]
             one_a_sequence = kind == "nemo_rl" and "packed" in where and True not in where
-            assert kind in ("geomask", "mcore", "own") or calls == (len(LENGTHS) if one_a_sequence else 1)
+            assert kind not in ("nemo_rl", "once") or calls == (len(LENGTHS) if one_a_sequence else 1)
             where = f"{where}, {name}, {kind}"
             assert np.abs(expected).max() > 1e-4
             assert value == pytest.approx(other, rel=2e-5, abs=1e-7), where
@@ -265,8 +329,28 @@ def _compare(results):
             for key in metrics.keys() & others.keys():
                 if (name, kind, key) == ("sequence_ratio", "own", "sampling_importance_ratio"):
                     continue  # NeMo-RL multiplies [B, 1] by [B] there, see docs/loss_reference.md
+                if "packed" in where and key.startswith("geomask/") and key.endswith("_max"):
+                    continue  # of one call a sequence, NeMo-RL's wrapper has the sum
                 assert metrics[key] == pytest.approx(others[key], rel=1e-4, abs=1e-6), (where, key)
             assert kind == "own" or metrics.keys() == others.keys()
+
+
+def _compare_kept(results):
+    """What all ranks keep of a step for its records is what the whole logits say, where a token trains."""
+    logits, data, *_ = whole()
+    logits = logits[:, :-1].log_softmax(-1)
+    trains = data["token_mask"][:, 1:] != 0
+    truth = {
+        "curr_logprobs": logits.gather(-1, data["input_ids"][:, 1:, None]).squeeze(-1),
+        "entropy": -(logits.exp() * logits).sum(-1),
+    }
+    for where in results[0]:
+        kept = joined([found[where][-1] for found in results], data["input_ids"], data["input_lengths"])
+        assert len(kept) == {"nemo_rl, kept": 1, "geomask, kept": 2}.get(where[-1], 0), where
+        for key, values in kept.items():
+            assert values[:, 0].isnan().all()
+            assert values[:, 1:].isnan().equal(~trains), (where, key)
+            torch.testing.assert_close(values[:, 1:][trains], truth[key][trains], rtol=1e-5, atol=2e-6)
 
 
 @pytest.mark.parametrize(("tp", "cp"), [(1, 1), (2, 1), (1, 2), (2, 2)])
@@ -319,7 +403,8 @@ def _automodel_on_rank(rank, world, tp, cp):
                 value, metrics = process(sharded, batch, inputs, seqs, toks)
                 value.backward()
                 numbers = {key: float(metric) for key, metric in metrics.items()}
-                found[layout, name, kind] = float(value), numbers, leaf.grad.numpy(), CALLS.pop(kind, None)
+                calls = CALLS.pop(kind, None), handed_over(None, STEP)
+                found[layout, name, kind] = float(value), numbers, leaf.grad.numpy(), *calls
     return found
 
 

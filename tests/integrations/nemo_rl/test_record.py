@@ -1,5 +1,6 @@
 """``loss_fn.record`` around NeMo-RL's policies, here stand-ins with NeMo-RL's signatures."""
 
+import json
 import pickle
 import sys
 import time
@@ -14,8 +15,9 @@ import pyarrow.parquet as parquet
 
 from nemo_geomask import build_loss
 from nemo_geomask.errors import ConfigError
-from nemo_geomask.integrations.nemo_rl import before_step, record, stamp, uninstall
+from nemo_geomask.integrations.nemo_rl import before_step, current, record, stamp, uninstall
 from nemo_geomask.integrations.nemo_rl.patch import in_force
+from nemo_geomask.losses.verdicts import verdicts
 from nemo_geomask.records import step_files
 from tests.helpers.batches import rollouts
 
@@ -143,8 +145,8 @@ def test_each_batch_is_recorded_with_its_rewards(nemo_rl, tmp_path):
     assert tables[1]["weight_version"].to_pylist() == [0] * 8
     assert tables[2]["weight_version"].to_pylist() == [1] * 8
     assert tables[2]["staleness"].to_pylist() == [0] * 8
-    # The loss goes its way untouched.
-    assert policy.trained == [loss, loss]
+    # The loss goes its way, and keeps what it sees in the workers.
+    assert [repr(sent).replace("Keeping", "Policy") for sent in policy.trained] == [repr(loss)] * 2
 
 
 def test_an_evaluation_is_no_step(nemo_rl, tmp_path):
@@ -199,7 +201,6 @@ def test_a_batch_in_the_data_plane(nemo_rl, tmp_path):
     assert tables[1]["reward"].to_pylist() == (data["total_reward"] + 1).tolist()
     assert tables[2]["reward"].to_pylist() == data["total_reward"].tolist()
     assert torch.tensor(tables[1]["tokens"].to_pylist()).equal(data["input_ids"])
-    assert policy.trained == [loss, loss]
 
 
 def test_a_step_that_comes_in_parts_and_a_policy_that_is_sent(nemo_rl, tmp_path):
@@ -223,7 +224,6 @@ def test_a_step_that_comes_in_parts_and_a_policy_that_is_sent(nemo_rl, tmp_path)
     assert table["reward"].to_pylist() == whole["total_reward"].tolist()
     assert table["weight_version"].to_pylist() == [4, 4, 5, 5, 5, 5, 5, 5]
     assert table["staleness"].to_pylist() == [1, 1, 0, 0, 0, 0, 0, 0]
-    assert policy.trained == [loss, loss]
 
 
 class Actor:
@@ -263,6 +263,7 @@ def ray(monkeypatch):
         register_pickle_by_value=lambda module: None, unregister_pickle_by_value=lambda module: None
     )
     monkeypatch.setitem(sys.modules, "ray", module)
+    return module
 
 
 def test_an_asynchronous_loop_is_told_which_weights_sampled(nemo_rl, ray, tmp_path):
@@ -297,10 +298,136 @@ def test_a_buffer_that_is_not_as_known_is_asked_as_always():
     assert answer == {"trajectories": [{"no batch": 1}], "age": 3}
 
 
-def test_entropies_are_refused(nemo_rl, tmp_path):
-    loss = build_loss({"record": {"dir": str(tmp_path), "entropy": True}})
-    with pytest.raises(ConfigError, match=r"loss_fn\.record\.entropy.*compute no entropies"):
-        record.follow(loss)
+def test_entropies_are_refused_where_nobody_computes_them(nemo_rl, tmp_path):
+    settings = {"record": {"dir": str(tmp_path), "entropy": True}}
+    with pytest.raises(ConfigError, match=r"loss_fn\.record\.entropy.*computes no entropies"):
+        record.follow(build_loss(settings))
+    record.follow(build_loss({**settings, "logprob_backend": "geomask"}))
+
+
+class Worker:
+    """A policy worker, in this process, as Ray's handle of it: calls come in order."""
+
+    @property
+    def __ray_call__(self):
+        return types.SimpleNamespace(remote=lambda function, *args: function(self, *args))
+
+
+def in_workers(nemo_rl, ray, steps=2, order=(5, 0, 3, 7, 1, 6, 2, 4), fails=False):
+    """A policy whose workers, two ranks of one tensor-parallel group, train on a batch's rows in another order, in
+    several optimiser steps; returns it and the log-probs [B, T-1] of the rows by step."""
+    seen = []
+
+    def train(self, data, loss_fn, eval_mode=False, *, gbs=None, mbs=None, timer=None):
+        self.trained.append(loss_fn)
+        draw = torch.Generator().manual_seed(len(seen))
+        curr = data["prev_logprobs"][:, 1:] + 0.1 * torch.randn(data["prev_logprobs"][:, 1:].shape, generator=draw)
+        seen.append(curr)
+        sent = pickle.loads(pickle.dumps(loss_fn))
+        for rows in torch.tensor(order).chunk(steps):
+            part = {key: value[rows] for key, value in data.items()}
+            # As in a worker that fills its microbatches up to a width of their own.
+            part |= {key: torch.nn.functional.pad(value, (0, 3)) for key, value in part.items() if value.dim() == 2}
+            sent(torch.nn.functional.pad(curr[rows], (0, 3)), data=part, global_valid_seqs=8.0, global_valid_toks=100.0)
+        if fails:
+            raise RuntimeError("the collective was aborted")
+        return {"all_mb_metrics": {}}
+
+    nemo_rl.lm.Policy.train = train
+    ray.get = lambda references, timeout: references
+    sharding = types.SimpleNamespace(get_worker_coords=lambda index: {"tensor_parallel": index})
+    return nemo_rl.lm.Policy(types.SimpleNamespace(workers=[Worker(), None], sharding_annotations=sharding)), seen
+
+
+def trained(data):
+    return (data["token_mask"][:, 1:] != 0) & (data["sample_mask"] != 0)[:, None]
+
+
+POLICY_MASK = {"masks": [{"preset": "opsm", "delta": 0.001}]}
+
+
+def test_the_current_policys_log_probs_come_from_the_workers(nemo_rl, ray, tmp_path):
+    policy, seen = in_workers(nemo_rl, ray)
+    loss = recorded(tmp_path, **POLICY_MASK)
+    for seed in (1, 2):
+        policy.train(batch(seed), loss)
+    tables = written(tmp_path, 2)
+    for seed in (1, 2):
+        data, table = batch(seed), tables[seed]
+        found = torch.tensor(table["curr"].to_pylist())
+        assert found[:, 0].isnan().all()
+        assert found[:, 1:].nan_to_num(9.0).equal(torch.where(trained(data), seen[seed - 1], 9.0))
+        removed = verdicts(loss.config, data, torch.where(trained(data), seen[seed - 1], data["prev_logprobs"][:, 1:]))
+        assert torch.tensor(table["removed.opsm"].to_pylist()).equal(removed["opsm"])
+        assert removed["opsm"].any()
+        assert json.loads(table.schema.metadata[b"nemo_geomask.facts"])["policy"] == "curr"
+
+
+def test_of_a_batch_that_is_trained_on_again_the_first_epoch_counts(nemo_rl, ray, tmp_path):
+    policy, seen = in_workers(nemo_rl, ray)
+    loss, first, second = recorded(tmp_path), batch(1), batch(2)
+    for data in (first, first, second):
+        policy.train(data, loss)
+    tables = written(tmp_path, 2)
+    for step, data, curr in ((1, first, seen[0]), (2, second, seen[2])):
+        found = torch.tensor(tables[step]["curr"].to_pylist())[:, 1:]
+        assert found[trained(data)].equal(curr[trained(data)])
+    assert type(policy.trained[1]).__name__ == "PolicyLoss"
+
+
+@pytest.mark.parametrize("by", ["sequence", "group"])
+def test_workers_hand_over_what_is_recorded_alone(nemo_rl, ray, tmp_path, by):
+    policy, seen = in_workers(nemo_rl, ray)
+    answers = []
+    ray.get = lambda references, timeout: answers.extend(references) or references
+    loss = recorded(tmp_path, record={"dir": str(tmp_path), "fraction": 0.3, "by": by, "every": 2})
+    data = batch()
+    for _ in range(3):
+        policy.train({**data}, loss)
+        policy.train(batch(5), loss)
+    tables = written(tmp_path, 3)
+    assert list(tables) == [1, 3, 5]
+    rows = tables[3]["row"].to_pylist()
+    assert 0 < len(rows) < 8
+    some = trained(data).any(dim=1)
+    assert [len(kept) for kept in answers] == [int(some[table["row"].to_pylist()].sum()) for table in tables.values()]
+    found = torch.tensor(tables[3]["curr"].to_pylist())[:, 1:]
+    assert found[trained(data)[rows]].equal(seen[2][rows][trained(data)[rows]])
+
+
+def test_a_step_that_fails_is_recorded_and_not_asked_for(nemo_rl, ray, tmp_path):
+    policy, _ = in_workers(nemo_rl, ray, fails=True)
+    loss = recorded(tmp_path)
+    with pytest.raises(RuntimeError, match="collective was aborted"):
+        policy.train(batch(), loss)
+    table = written(tmp_path, 1)[1]
+    assert table["curr"].null_count == 8
+    assert json.loads(table.schema.metadata[b"nemo_geomask.facts"])["policy"] == "prev"
+
+
+def test_workers_that_do_not_answer_cost_curr_and_no_record(nemo_rl, ray, tmp_path, caplog):
+    policy, _ = in_workers(nemo_rl, ray)
+
+    def get(references, timeout):
+        raise TimeoutError("worker 3 is gone")
+
+    ray.get, loss = get, recorded(tmp_path)
+    policy.train(batch(), loss)
+    table = written(tmp_path, 1)[1]
+    assert table["curr"].null_count == 8
+    assert table["gen"].null_count == 0
+    assert "step 1 is without curr: TimeoutError: worker 3 is gone" in caplog.text
+
+
+def test_rows_are_told_apart_whatever_their_padding():
+    draw = torch.Generator().manual_seed(0)
+    ids, lengths = torch.randint(0, 3, (200, 12), generator=draw), torch.randint(1, 13, (200,), generator=draw)
+    found = current.marks(ids, lengths)
+    rows = [tuple(row[:length].tolist()) for row, length in zip(ids, lengths, strict=True)]
+    assert len(set(found.tolist())) == len(set(rows))
+    wider = torch.nn.functional.pad(ids, (0, 5), value=7).to(torch.int32)
+    assert current.marks(wider, lengths).equal(found)
+    assert current.marks(ids.flip(1), torch.full((200,), 12)).ne(current.marks(ids, torch.full((200,), 12))).any()
 
 
 def test_a_fault_costs_records_and_no_step(nemo_rl, tmp_path, caplog):
