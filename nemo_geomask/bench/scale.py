@@ -15,8 +15,9 @@ from typing import Any, NamedTuple
 from nemo_geomask.bench.report import table
 from nemo_geomask.checks.cluster import training_cards
 from nemo_geomask.checks.facts import RecipeFacts
+from nemo_geomask.checks.gates import scoring_passes
 from nemo_geomask.checks.layout import layout_of
-from nemo_geomask.checks.memory import GPU_BYTES, METHODS, OutputWork, head_of, method_of, refused
+from nemo_geomask.checks.memory import GPU_BYTES, METHODS, OutputWork, deferring, head_of, method_of, refused
 from nemo_geomask.checks.shapes import Shape, shape_of
 from nemo_geomask.errors import ConfigError, Problem
 from nemo_geomask.recipe import Recipe
@@ -132,6 +133,8 @@ def seconds(method: str, head: OutputWork, costs: Costs) -> tuple[float, float]:
     forward, backward = (cost * 1e-15 * head.columns for cost in costs.elements[method])
     product = 2 * head.columns * head.hidden / costs.products
     scoring = head.scored * (product + forward)
+    if method == "geomask" and head.plain:
+        scoring = seconds("NeMo-RL", head, costs)[1]
     if method == "geomask_linear":
         return head.trained * head.rows * (4 * product + forward + backward), scoring
     if method == "geomask":
@@ -187,9 +190,7 @@ def scale(
     layout = layout_of(facts)
     shared = layout.tp * layout.cp * layout.pp
     recompute = facts.on(f"policy.{'megatron' if facts.megatron else 'dtensor'}_cfg.activation_checkpointing")
-    passes = (not facts.config.skips_prev and not facts.config.force_on_policy_ratio) + (
-        not facts.on(f"{facts.algorithm}.skip_reference_policy_logprobs_calculation")
-    )
+    passes = scoring_passes(facts)
     tokens = batch * length
     stage = [model_flops(shape, rows * layout.cp, length) / shared / (mfu * costs.peak) for rows in head[:2]]
     times = {method: seconds(method, head, costs) for method in METHODS}
@@ -199,7 +200,7 @@ def scale(
         copies = count // shared
         if count % shared or (copies * layout.tp * layout.cp) % layout.ep:
             continue
-        own = [math.ceil(tokens / copies / (rows * layout.cp)) for rows in head[:2]]
+        own = [math.ceil(tokens / copies / (rows * layout.cp)) if rows else 0 for rows in head[:2]]
 
         def whole(training: float, scoring: float, own: Sequence[int] = own) -> float:
             both = step_seconds((4 if recompute else 3) * stage[0], training, stages=layout.pp, microbatches=own[0])
@@ -209,7 +210,8 @@ def scale(
         found = {method: whole(*times[method]) - alone for method in METHODS}
         steps.append({"gpus": count, "dp": copies, "microbatches": own[0], "model_s": alone, "loss_s": found})
     refusals = {method: why for method in METHODS if (why := refused(method, facts))}
-    memory = {method: peak(head) for method, (_, peak) in METHODS.items()}
+    memory = {method: way.peak(head) for method, way in METHODS.items()}
+    deferred = {method: size for method in METHODS if (size := deferring(method, facts, head))}
     own_step = next((step for step in steps if step["gpus"] == cards), None)
     return {
         "recipe": str(recipe.path),
@@ -220,6 +222,7 @@ def scale(
         "now": method_of(facts),
         "refused": refusals,
         "memory_bytes": memory,
+        "deferred_bytes": deferred,
         "steps": steps,
         "advised": _advised(memory, (own_step or steps[0])["loss_s"], refusals) if steps else None,
         "assumptions": [
@@ -232,7 +235,7 @@ def _advised(memory: Mapping[str, float], loss: Mapping[str, float], refusals: M
     """The fastest of those that take little memory; where none does, the one that takes least."""
     possible = [method for method in memory if method not in refusals]
     cheap = [method for method in possible if memory[method] <= _CHEAP * GPU_BYTES]
-    return min(cheap, key=lambda method: loss[method]) if cheap else min(possible, key=lambda method: memory[method])
+    return min(cheap or possible, key=lambda method: (0 if cheap else memory[method], loss[method]))
 
 
 def text(found: Mapping[str, Any]) -> str:
@@ -242,8 +245,8 @@ def text(found: Mapping[str, Any]) -> str:
         f"{found['recipe']}",
         f"{model['name']}: H {model['hidden']}, V {model['vocab']}, {model['active'] / 1e9:.3g} B active parameters "
         f"without embeddings; {found['layout']}",
-        f"a microbatch has {head['rows']} rows by {head['columns']} columns on a GPU of the last stage: logits of "
-        f"{2 * head['rows'] * head['columns'] / 1e9:.3g} GB",
+        f"a microbatch has {head['rows']} rows, in scoring {head['scored']}, by {head['columns']} columns on a GPU of "
+        f"the last stage: {head['logit_bytes'] * head['columns'] / 1e6:.3g} MB of logits a row",
         "",
         "Peak memory of the way from hidden states to log-probs and back, on one GPU:",
         "",
@@ -259,6 +262,10 @@ def text(found: Mapping[str, Any]) -> str:
             ],
         ),
         *(f"{method} needs {why}" for method, why in found["refused"].items()),
+        *(
+            f"{method} with policy.megatron_cfg.defer_fp32_logits: true: {size / 1e9:.3g} GB"
+            for method, size in found["deferred_bytes"].items()
+        ),
         "",
         f"Seconds of it in an optimiser step, scoring passes ({found['passes']}) included, and its share of the step:",
         "",
@@ -278,7 +285,7 @@ def text(found: Mapping[str, Any]) -> str:
         "",
     ]
     if found["advised"]:
-        lines += [f"Advised: {METHODS[found['advised']][0]}", ""]
+        lines += [f"Advised: {METHODS[found['advised']].setting}", ""]
     else:
         lines += ["The layout fits on none of these numbers of GPUs.", ""]
     return "\n".join([*lines, "Assumed:", *(f"- {line}" for line in found["assumptions"]), ""])

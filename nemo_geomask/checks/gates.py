@@ -8,11 +8,22 @@ from typing import Any
 
 from nemo_geomask.checks.facts import RecipeFacts
 from nemo_geomask.checks.rule import Hit, Rule
+from nemo_geomask.checks.tree import holds, reads
 from nemo_geomask.config import LossConfig
 from nemo_geomask.config.strict import as_yaml
 from nemo_geomask.errors import Problem
 
-__all__ = ["NO_ENTROPY", "RULES", "fused_needs", "lacks_entropy", "logit_needs", "readers_of_prev"]
+__all__ = [
+    "NO_ENTROPY",
+    "RULES",
+    "chunk_needs",
+    "fused_key",
+    "fused_needs",
+    "lacks_entropy",
+    "logit_needs",
+    "readers_of_prev",
+    "scoring_passes",
+]
 
 NO_ENTROPY = (
     "true, but NeMo-RL computes no entropies as it trains; set loss_fn.logprob_backend: geomask or geomask_linear, "
@@ -25,6 +36,8 @@ _VLLM = f"{_GENERATION}.vllm_cfg"
 _FUSED = "policy.megatron_cfg.use_fused_linear_logprobs"
 _FUSED_BEFORE = "policy.megatron_cfg.use_linear_ce_fusion_loss"  # its name until v0.7.0
 _MEGATRON = "policy.megatron_cfg.enabled"
+_DEFERRED = "policy.megatron_cfg.defer_fp32_logits"
+_CHUNKS = "policy.logprob_chunk_size"
 _UNFILTERED = f"{_GENERATION}.top_p: 1.0 and top_k: null"
 _OF_MEGATRON = {
     "mcore": "works over Megatron's own process groups",
@@ -117,9 +130,52 @@ def _batch_variant(facts: RecipeFacts) -> Iterator[Hit]:
     )
 
 
+def chunk_needs(facts: RecipeFacts) -> list[str]:
+    """Settings that NeMo-RL needs to train on its log-probs in chunks and a recipe has not."""
+    broken = {
+        f"{_MEGATRON}: true": not facts.megatron,
+        f"{_DEFERRED}: true": facts.megatron and not facts.on(_DEFERRED),
+        _UNFILTERED: facts.filtered is not None,
+        "NeMo-RL v0.7.0 or later": (
+            facts.nemo_rl is not None and not holds(facts.nemo_rl, "algorithms/loss/utils.py", "chunk_size")
+        ),
+    }
+    return [setting for setting, applies in broken.items() if applies]
+
+
+def _chunks(facts: RecipeFacts) -> Iterator[Hit]:
+    if facts.megatron and (facts.number(_CHUNKS) or 0) > 0 and not facts.on(_DEFERRED):
+        yield Hit(
+            _CHUNKS, f"in chunks, log-probs need Megatron's half-precision logits; set {_DEFERRED}: true, or null"
+        )
+
+
+def scoring_passes(facts: RecipeFacts) -> int:
+    """Forward passes without gradient over a batch: for ``prev_logprobs``, and for the reference's."""
+    tree, config = facts.nemo_rl, facts.config
+    # v0.6.0 skips neither on its own.
+    skips = tree is None or holds(tree, "algorithms/grpo.py", "_skip_prev_logprobs")
+    masked = facts.get(f"{facts.algorithm}.seq_logprob_error_threshold") is not None
+    prev = not config.skips_prev and (masked or not (skips and config.force_on_policy_ratio))
+    left_out = facts.on(f"{facts.algorithm}.skip_reference_policy_logprobs_calculation")
+    return prev + (not left_out and not (skips and not config.reference_policy_kl_penalty))
+
+
+def fused_key(facts: RecipeFacts) -> str | None:
+    """The setting that turns NeMo-RL's fused linear log-probs on in a recipe; None where they are off."""
+    tree = facts.nemo_rl
+    keys = (_FUSED, _FUSED_BEFORE) if tree is None else (_FUSED if reads(tree, _FUSED) else _FUSED_BEFORE,)
+    return next((key for key in keys if facts.megatron and facts.on(key)), None)
+
+
 def fused_needs(facts: RecipeFacts) -> list[str]:
     """Settings that NeMo-RL's fused linear log-probs need and a recipe has not."""
+    tree = facts.nemo_rl
     broken = {
+        # Until v0.7.0 the losses of supervised fine-tuning and DPO alone take them.
+        "NeMo-RL's main and use_fused_linear_logprobs": (
+            fused_key(facts) == _FUSED_BEFORE or (tree is not None and not reads(tree, _FUSED))
+        ),
         "policy.megatron_cfg.enabled: true": not facts.megatron,
         "policy.sequence_packing.enabled: false": facts.on("policy.sequence_packing.enabled"),
         "policy.megatron_cfg.context_parallel_size: 1": (facts.number("policy.megatron_cfg.context_parallel_size") or 1)
@@ -130,8 +186,9 @@ def fused_needs(facts: RecipeFacts) -> list[str]:
 
 
 def _fused(facts: RecipeFacts) -> Iterator[Hit]:
-    if facts.megatron and facts.on(_FUSED) and (wanted := fused_needs(facts)):
-        yield Hit(_FUSED, f"the fused path needs {', '.join(wanted)}")
+    key = fused_key(facts)
+    if key and (wanted := fused_needs(facts)):
+        yield Hit(key, f"the fused path needs {', '.join(wanted)}")
 
 
 def _router_replay(facts: RecipeFacts) -> Iterator[Hit]:
@@ -289,4 +346,11 @@ RULES = (
     ),
     Rule("GM315", "error", "what reads `prev_logprobs` where they are not computed", "docs/nemo_rl.md", _no_prev),
     Rule("GM319", "error", "records of entropies that nobody computes", "docs/records.md", _no_entropy),
+    Rule(
+        "GM320",
+        "error",
+        "log-probs in chunks of float32 logits, under Megatron",
+        "NeMo-RL `_validate_chunking_config` (megatron/setup.py)",
+        _chunks,
+    ),
 )

@@ -1,17 +1,24 @@
 r"""GM4, second part: what the way from hidden states to log-probs takes of a GPU's memory.
 
-Peak bytes of forward and backward together, beyond the model, its activations and its gradients: logits, their
-gradient and working memory. Of a rank of the last pipeline stage, whose microbatch is R rows of H numbers and which
-has W = V/TP columns of the vocabulary; logits in two bytes, c rows in a chunk, f of the rows train:
+Peak bytes beyond the model, its activations and its gradients, of a rank of the last pipeline stage: the larger of
+training, forward and backward, and of scoring, forward without gradient. A microbatch is R rows of H numbers (S rows in
+scoring) and W = V/TP columns of the vocabulary; a logit has b bytes: 4, or under ``defer_fp32_logits`` 2; where it has
+4, u = 0, else u = 4 for its float32 copy. c rows in a chunk, f of the rows train. With logits, a backward pass is
+either at them or, later, at the output weight, whose gradient exists in two bytes before it is added up: unless
+Megatron's ``gradient_accumulation_fusion`` is on, no less than 2 R W + 2 W H.
 
 =========================================== ===========================================================
-NeMo-RL                                     14 R W: logits 2, in float32 4, log-probs 4, their exp 4
+NeMo-RL                                     (b + u + 8) R W: logits, float32 copy, log-probs 4, their exp 4; scoring so,
+                                            of S rows; with ``logprob_chunk_size`` b S W + (u + 8) c W
 NeMo-RL, ``logprob_chunk_size``             4 R W + 24 c W: logits and gradient; of a chunk float32 4, log-probs 4,
-                                            exp 4, int64 one-hot 8, gradient 4
-NeMo-RL, ``use_fused_linear_logprobs``      10 W H + 20 c W + 8 R H: the weight's gradient three times, twice in float32
-``geomask``                                 4 R W: logits and gradient
-``geomask_linear``                          min(tile, 2 f R W) + (2 + 6 f) R H + 2 W H: a tile; the hidden states' copy
-                                            and their gradient in float32; the weight's gradient, before it is added up
+                                            exp 4, int64 one-hot 8, gradient 4; scoring as above
+NeMo-RL, ``use_fused_linear_logprobs``      10 W H + 20 c W + 8 R H: the weight's gradient three times, twice in
+                                            float32; scoring 14 c W + 4 S H
+``geomask``                                 2 b R W: logits and gradient; scoring b S W, and 2 S W that they are cast
+                                            from where b = 4; in DTensor workers without TP and CP that is NeMo-RL's
+``geomask_linear``                          min(tile, 2 f R W) + (b + 2 f) R H + 2 W H + 4 min(f R, W) H: a tile; the
+                                            hidden states' copy and those that train; the weight's gradient; the smaller
+                                            of the two gradients in float32; scoring min(tile, 2 S W) + that copy
 =========================================== ===========================================================
 """
 
@@ -22,18 +29,19 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
 from nemo_geomask.checks.facts import RecipeFacts
-from nemo_geomask.checks.gates import fused_needs, logit_needs
+from nemo_geomask.checks.gates import chunk_needs, fused_key, fused_needs, logit_needs, scoring_passes
 from nemo_geomask.checks.layout import layout_of
 from nemo_geomask.checks.rule import Hit, Rule
 from nemo_geomask.checks.shapes import Shape, shape_of
 from nemo_geomask.parallel.linear import TILE_BYTES
 
-__all__ = ["GPU_BYTES", "METHODS", "RULES", "OutputWork", "head_of", "method_of", "refused"]
+__all__ = ["GPU_BYTES", "METHODS", "RULES", "Method", "OutputWork", "deferring", "head_of", "method_of", "refused"]
 
 GPU_BYTES = 80 * 10**9
 """Memory of the GPU to reckon with: an H100's."""
-_SHARE = 0.2  # of it, from which on the logits are worth a note
+_SHARE = 0.15  # of it, from which on the logits are worth a note
 _CHUNK = 1024  # rows, where a method needs a number that the recipe does not give
+_DEFERRED = "policy.megatron_cfg.defer_fp32_logits"
 
 
 class OutputWork(NamedTuple):
@@ -41,47 +49,103 @@ class OutputWork(NamedTuple):
 
     Attributes:
         rows: R, of training.
-        scored: of the forward passes for ``prev_logprobs`` and the reference.
+        scored: S, of the forward passes for ``prev_logprobs`` and the reference; 0 where there are none.
         hidden: H.
         columns: W = V/TP.
-        chunk: c, ``logprob_chunk_size`` times the sequences side by side.
+        chunk: c, ``logprob_chunk_size`` times the sequences side by side; None where the recipe has none.
         trained: f, share of the rows that train.
+        logit_bytes: b, 2 or 4.
+        fused_gradient: the weight's gradient is added up as it is made.
+        plain: the logits are whole and no DTensor, so that scoring is NeMo-RL's under ``geomask`` too.
     """
 
     rows: int
     scored: int
     hidden: int
     columns: int
-    chunk: int = _CHUNK
+    chunk: int | None = None
     trained: float = 1.0
+    logit_bytes: int = 2
+    fused_gradient: bool = False
+    plain: bool = False
 
     @property
     def logits(self) -> int:
         """R W."""
         return self.rows * self.columns
 
+    @property
+    def at_weight(self) -> int:
+        """Bytes of the logits' gradient, and of the weight's that is made of it."""
+        return 2 * self.logits + (0 if self.fused_gradient else 2 * self.columns * self.hidden)
 
-METHODS: Mapping[str, tuple[str, Callable[[OutputWork], float]]] = {
-    "NeMo-RL": ("logprob_backend: nemo_rl", lambda head: 14 * head.logits),
-    "NeMo-RL, in chunks": (
+
+class Method(NamedTuple):
+    """A way from hidden states to log-probs.
+
+    Attributes:
+        setting: what chooses it.
+        training: peak bytes of forward and backward; see the module.
+        scoring: of a forward pass without gradient.
+    """
+
+    setting: str
+    training: Callable[[OutputWork], float]
+    scoring: Callable[[OutputWork], float]
+
+    def peak(self, head: OutputWork) -> float:
+        """Of both."""
+        return max(self.training(head), self.scoring(head))
+
+
+def _copied(head: OutputWork, rows: int, at_once: int | None) -> float:
+    """NeMo-RL's forward pass, ``at_once`` of the rows."""
+    each = 8 if head.logit_bytes == 4 else 12
+    return (head.logit_bytes * rows + each * min(at_once or rows, rows)) * head.columns
+
+
+def _cast(head: OutputWork) -> int:
+    """Bytes of a number of the model's output, and of the one in half precision that it is cast from or to."""
+    return 6 if head.logit_bytes == 4 else 2
+
+
+def _linear(head: OutputWork) -> float:
+    trained = head.trained * head.rows
+    return (
+        min(TILE_BYTES["cuda"], 2 * trained * head.columns)
+        + (head.logit_bytes * head.rows + 2 * trained) * head.hidden
+        + (2 * head.columns + 4 * min(trained, head.columns)) * head.hidden
+    )
+
+
+METHODS: Mapping[str, Method] = {
+    "NeMo-RL": Method(
+        "logprob_backend: nemo_rl",
+        lambda head: max(_copied(head, head.rows, None), head.at_weight),
+        lambda head: _copied(head, head.scored, head.chunk),
+    ),
+    "NeMo-RL, in chunks": Method(
         "policy.logprob_chunk_size",
-        lambda head: 4 * head.logits + 24 * min(head.chunk, head.rows) * head.columns,
+        lambda head: max(4 * head.logits + 24 * min(head.chunk or _CHUNK, head.rows) * head.columns, head.at_weight),
+        lambda head: _copied(head._replace(logit_bytes=2), head.scored, head.chunk or _CHUNK),
     ),
-    "NeMo-RL, fused": (
+    "NeMo-RL, fused": Method(
         "policy.megatron_cfg.use_fused_linear_logprobs: true",
-        lambda head: (10 * head.hidden + 20 * min(head.chunk, head.rows)) * head.columns + 8 * head.rows * head.hidden,
+        lambda head: (10 * head.hidden + 20 * min(_CHUNK, head.rows)) * head.columns + 8 * head.rows * head.hidden,
+        lambda head: 14 * min(_CHUNK, head.scored) * head.columns + 4 * head.scored * head.hidden,
     ),
-    "geomask": ("logprob_backend: geomask", lambda head: 4 * head.logits),
-    "geomask_linear": (
+    "geomask": Method(
+        "logprob_backend: geomask",
+        lambda head: max(2 * head.logit_bytes * head.logits, head.at_weight),
+        lambda head: _copied(head, head.scored, head.chunk) if head.plain else _cast(head) * head.scored * head.columns,
+    ),
+    "geomask_linear": Method(
         "logprob_backend: geomask_linear",
-        lambda head: (
-            min(TILE_BYTES["cuda"], 2 * head.trained * head.logits)
-            + (2 + 6 * head.trained) * head.rows * head.hidden
-            + 2 * head.columns * head.hidden
-        ),
+        _linear,
+        lambda head: min(TILE_BYTES["cuda"], 2 * head.scored * head.columns) + _cast(head) * head.scored * head.hidden,
     ),
 }
-"""Names, the setting that chooses each, and its peak bytes on a GPU; see the module."""
+"""By name."""
 
 
 def head_of(facts: RecipeFacts, shape: Shape, *, trained: float = 1.0) -> OutputWork | None:
@@ -99,13 +163,20 @@ def head_of(facts: RecipeFacts, shape: Shape, *, trained: float = 1.0) -> Output
     if not rows:
         return None
     beside = 1 if by_tokens else facts.number("policy.train_micro_batch_size") or 1
+    scored = (tokens("logprob_mb_tokens", "logprob_batch_size") or rows) if scoring_passes(facts) else 0
+    chunk = facts.number("policy.logprob_chunk_size")
+    # Of DTensor workers, FSDP casts what the model puts out to float32.
+    deferred = facts.megatron and facts.on(_DEFERRED)
     return OutputWork(
         rows=math.ceil(rows / layout.cp),
-        scored=math.ceil((tokens("logprob_mb_tokens", "logprob_batch_size") or rows) / layout.cp),
+        scored=math.ceil(scored / layout.cp),
         hidden=shape.hidden,
         columns=math.ceil(shape.vocab / layout.tp),
-        chunk=int((facts.number("policy.logprob_chunk_size") or _CHUNK) * beside),
+        chunk=int(chunk * beside) if chunk else None,
         trained=trained,
+        logit_bytes=2 if deferred else 4,
+        fused_gradient=facts.megatron and facts.on("policy.megatron_cfg.gradient_accumulation_fusion"),
+        plain=not facts.megatron and layout.tp * layout.cp == 1,
     )
 
 
@@ -114,16 +185,28 @@ def method_of(facts: RecipeFacts) -> str:
     backend = facts.config.logprob_backend
     if backend != "nemo_rl":
         return backend if backend in METHODS else "NeMo-RL"
-    if facts.megatron and facts.on("policy.megatron_cfg.use_fused_linear_logprobs"):
+    if fused_key(facts):
         return "NeMo-RL, fused"
-    return "NeMo-RL, in chunks" if facts.number("policy.logprob_chunk_size") else "NeMo-RL"
+    return "NeMo-RL, in chunks" if facts.number("policy.logprob_chunk_size") and not chunk_needs(facts) else "NeMo-RL"
 
 
 def refused(method: str, facts: RecipeFacts) -> str:
     """What a recipe would have to change for a method, in words; empty where it goes as it is."""
     if method.startswith("geomask"):
         return ", ".join(logit_needs(facts, method))
-    return ", ".join(fused_needs(facts)) if method == "NeMo-RL, fused" else ""
+    needs = {"NeMo-RL, in chunks": chunk_needs, "NeMo-RL, fused": fused_needs}
+    return ", ".join(needs[method](facts)) if method in needs else ""
+
+
+def deferring(method: str, facts: RecipeFacts, head: OutputWork) -> float | None:
+    """Peak bytes of a method with logits in half precision; None where that is no way to less memory.
+
+    At a temperature other than 1 such logits are rounded twice, see GM101.
+    """
+    if not facts.megatron or head.logit_bytes == 2 or facts.temperature != 1.0:
+        return None
+    found = METHODS[method].peak(head._replace(logit_bytes=2))
+    return found if found < 0.75 * METHODS[method].peak(head) else None
 
 
 def _logits(facts: RecipeFacts) -> Iterator[Hit]:
@@ -131,19 +214,26 @@ def _logits(facts: RecipeFacts) -> Iterator[Hit]:
     head = None if shape is None else head_of(facts, shape)
     if head is None or "lab" in facts.recipe.data:
         return
-    now = METHODS[method_of(facts)][1](head)
+    method = method_of(facts)
+    now = METHODS[method].peak(head)
     if now < _SHARE * GPU_BYTES:
         return
-    others = {name: peak(head) for name, (_, peak) in METHODS.items() if not refused(name, facts)}
+    others = {name: other.peak(head) for name, other in METHODS.items() if not refused(name, facts)}
     best = min(others, key=lambda name: others[name])
-    way_out = "lower the tokens of a microbatch, or raise the context- or tensor-parallel size"
+    ways = []
     if others[best] < 0.5 * now:
-        way_out = f"with {METHODS[best][0]} it is {others[best] / 1e9:.3g} GB"
+        ways.append(f"with {METHODS[best].setting} it is {others[best] / 1e9:.3g} GB")
+    if deferred := deferring(method, facts, head):
+        ways.append(f"with {_DEFERRED}: true {deferred / 1e9:.3g} GB")
+    way_out = ", ".join(ways) or "lower the tokens of a microbatch, or raise the context- or tensor-parallel size"
+    scoring = METHODS[method].scoring(head) == now
+    rows = head.scored if scoring else head.rows
     yield Hit(
         "loss_fn.logprob_backend",
-        f"{facts.config.logprob_backend}: a microbatch of {head.rows} rows by {head.columns} columns a GPU has logits "
-        f"of {2 * head.logits / 1e9:.3g} GB, and with their gradient and working memory takes {now / 1e9:.3g} GB of "
-        f"the {GPU_BYTES / 1e9:g} GB of an H100; {way_out}",
+        f"{facts.config.logprob_backend}: a {'scoring ' if scoring else ''}microbatch of {rows} rows by {head.columns} "
+        f"columns a GPU has logits of {head.logit_bytes * rows * head.columns / 1e9:.3g} GB, and with "
+        f"{'working memory' if scoring else 'their gradient and working memory'} takes {now / 1e9:.3g} GB of the "
+        f"{GPU_BYTES / 1e9:g} GB of an H100; {way_out}",
     )
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-__all__ = ["READ_BY", "reads"]
+__all__ = ["READ_BY", "holds", "reads"]
 
 READ_BY: dict[str, tuple[str, str]] = {
     # Setting: the module that reads it, and the word to look for there. v0.6.0 has none of them, v0.7.0 the first two.
@@ -22,7 +22,11 @@ READ_BY: dict[str, tuple[str, str]] = {
 
 def reads(checkout: Path, key: str) -> bool:
     """Whether the NeMo-RL in ``checkout`` reads ``key``, which is one of :data:`READ_BY`."""
-    module, word = READ_BY[key]
+    return holds(checkout, *READ_BY[key])
+
+
+def holds(checkout: Path, module: str, word: str) -> bool:
+    """Whether ``word`` stands in a module of the NeMo-RL in ``checkout``."""
     try:
         return word in (checkout / "nemo_rl" / module).read_text(encoding="utf-8")
     except OSError:

@@ -11,7 +11,7 @@ from nemo_geomask.checks.memory import METHODS, OutputWork
 from nemo_geomask.checks.shapes import Shape
 from nemo_geomask.cli import main
 from nemo_geomask.errors import ConfigError
-from nemo_geomask.recipe import read_recipe
+from nemo_geomask.recipe import Recipe, read_recipe
 
 MEASURED = Path(__file__).parents[2] / "docs" / "performance"
 LINEAR, LOGPROBS = (
@@ -58,6 +58,10 @@ def test_seconds_by_hand():
     assert scale.seconds("geomask", head, COSTS) == (10 * (45 + 2.5 + 7.5), 20 * 20)
     assert scale.seconds("geomask_linear", head, COSTS) == (5 * (60 + 15), 20 * 20)
     assert scale.seconds("NeMo-RL, fused", head, COSTS) == (10 * 15 * 5, 20 * 15)
+    # Whole logits that are no DTensor are scored by NeMo-RL.
+    plain = scale.seconds("geomask", head._replace(plain=True), scale.H100)
+    theirs, ours = (scale.seconds(method, head, scale.H100) for method in ("NeMo-RL", "geomask"))
+    assert plain == (ours[0], theirs[1])
 
 
 def test_step_by_hand():
@@ -97,7 +101,8 @@ def test_a_recipe(path, capsys, tmp_path):
     out = capsys.readouterr().out
     found = json.loads((tmp_path / "out" / "scale-recipe.json").read_text())
     assert found["head"] == {
-        "rows": 8192, "scored": 16_384, "hidden": 2048, "columns": 75_968, "chunk": 1024, "trained": 1.0,
+        "rows": 8192, "scored": 16_384, "hidden": 2048, "columns": 75_968, "chunk": None, "trained": 1.0,
+        "logit_bytes": 4, "fused_gradient": False, "plain": False,
     }  # fmt: skip
     assert found["layout"] == "TP 2, CP 2, EP 4, PP 2, DP 2"
     # 128 sequences of 8192 tokens in microbatches of 16384: 64 over the replicas. 100 GPUs are no multiple of 8.
@@ -108,14 +113,49 @@ def test_a_recipe(path, capsys, tmp_path):
     ]
     first = found["steps"][0]
     training, scoring = scale.seconds("geomask", OutputWork(**found["head"]), scale.H100)
-    # Two scoring passes: prev and reference.
-    assert first["loss_s"]["geomask"] == pytest.approx(64 * training + 2 * 32 * scoring)
+    # One scoring pass: without a KL penalty NeMo-RL leaves the reference's out.
+    assert first["loss_s"]["geomask"] == pytest.approx(64 * training + 32 * scoring)
     stage = (2 * found["model"]["active"] + 2 * 48 * 4096 * 8192) * 16_384 / 8 / (0.3 * 989e12)
-    assert first["model_s"] == pytest.approx((64 + 1) * 3 * stage + 2 * (32 + 1) * 2 * stage)
+    assert first["model_s"] == pytest.approx((64 + 1) * 3 * stage + (32 + 1) * 2 * stage)
     assert found["advised"] == "geomask"
     assert "NeMo-RL, fused needs policy.sequence_packing.enabled: false" in out
     assert "Advised: logprob_backend: geomask\n" in out
     assert "as now" in out
+    assert "NeMo-RL, in chunks needs policy.megatron_cfg.defer_fp32_logits: true" in out
+    assert "geomask with policy.megatron_cfg.defer_fp32_logits: true: 2.49 GB" in out
+
+
+@pytest.mark.parametrize(
+    ("overrides", "passes"),
+    [
+        ([], 1),
+        (["++loss_fn.reference_policy_kl_penalty=0.1"], 2),
+        (["loss_fn.name=clipped_pg", "++loss_fn.force_on_policy_ratio=true"], 0),
+        (
+            [
+                "loss_fn.name=clipped_pg",
+                "++loss_fn.force_on_policy_ratio=true",
+                "++grpo.seq_logprob_error_threshold=2.0",
+            ],
+            1,
+        ),
+    ],
+)
+def test_forward_passes_are_those_that_are_run(path, overrides, passes):
+    found = scale.scale(read_recipe(path, overrides))
+    assert found["passes"] == passes
+    assert found["head"]["scored"] == (16_384 if passes else 0)
+
+
+def test_v060_skips_no_forward_pass_and_has_no_chunks_in_training(path, tmp_path, monkeypatch):
+    deferred = ["++policy.megatron_cfg.defer_fp32_logits=true", "++policy.logprob_chunk_size=256"]
+    recipe = read_recipe(path, [*deferred, "loss_fn.name=clipped_pg", "++loss_fn.force_on_policy_ratio=true"])
+    assert scale.scale(recipe)["now"] == "NeMo-RL, in chunks"
+    monkeypatch.setattr(Recipe, "nemo_rl", tmp_path)
+    found = scale.scale(recipe)
+    assert (found["passes"], found["now"]) == (2, "NeMo-RL")
+    assert found["refused"]["NeMo-RL, in chunks"] == "NeMo-RL v0.7.0 or later"
+    assert "main" in found["refused"]["NeMo-RL, fused"]
 
 
 def test_where_few_tokens_train_the_products_are_what_counts(path):

@@ -55,15 +55,48 @@ def test_shape_of_a_configuration(tmp_path):
 
 
 def test_bytes_by_hand():
-    head = OutputWork(rows=1000, scored=1000, hidden=8, columns=50, chunk=100, trained=0.5)
-    found = {name: peak(head) for name, (_, peak) in METHODS.items()}
+    head = OutputWork(rows=1000, scored=0, hidden=8, columns=50, chunk=100, trained=0.5)
+    found = {name: method.peak(head) for name, method in METHODS.items()}
     assert found == {
         "NeMo-RL": 700_000,
         "NeMo-RL, in chunks": 200_000 + 120_000,
-        "NeMo-RL, fused": 4000 + 100_000 + 64_000,
+        "NeMo-RL, fused": 4000 + 1_000_000 + 64_000,
         "geomask": 200_000,
-        "geomask_linear": 50_000 + 40_000 + 800,
+        # 500 rows train, more than there are columns: the weight's gradient is the one in float32.
+        "geomask_linear": 50_000 + 16_000 + 8000 + 800 + 1600,
     }
+    wide = head._replace(rows=40)
+    assert METHODS["geomask_linear"].peak(wide) == 2000 + 640 + 320 + 800 + 640
+    # Few rows of many numbers: at the output weight there are the logits' gradient and the weight's.
+    deep = head._replace(rows=40, hidden=1000)
+    for method in ("geomask", "NeMo-RL"):
+        assert METHODS[method].peak(deep) == max(METHODS[method].peak(wide), 4000 + 100_000)
+        assert METHODS[method].peak(deep._replace(fused_gradient=True)) == METHODS[method].peak(wide)
+
+
+def test_bytes_of_float32_logits_by_hand():
+    head = OutputWork(rows=1000, scored=0, hidden=8, columns=50, logit_bytes=4)
+    found = {name: METHODS[name].peak(head) for name in ("NeMo-RL", "geomask")}
+    # There is no copy to make, but the gradient is as wide.
+    assert found == {"NeMo-RL": 12 * 50_000, "geomask": 8 * 50_000}
+
+
+def test_bytes_of_scoring_by_hand():
+    head = OutputWork(rows=1, scored=1000, hidden=8, columns=50)
+    assert {name: method.peak(head) for name, method in METHODS.items()} == {
+        "NeMo-RL": 700_000,
+        "NeMo-RL, in chunks": 700_000,
+        "NeMo-RL, fused": 700_000 + 32_000,
+        "geomask": 100_000,
+        "geomask_linear": 100_000 + 16_000,
+    }
+    whole = head._replace(logit_bytes=4)
+    assert METHODS["NeMo-RL"].peak(whole) == 600_000
+    # The two bytes that they are cast from.
+    assert METHODS["geomask"].peak(whole) == 300_000
+    assert METHODS["geomask"].peak(whole._replace(plain=True)) == 600_000
+    for name in ("NeMo-RL", "NeMo-RL, in chunks"):
+        assert METHODS[name].peak(head._replace(chunk=100)) == 100_000 + 60_000
 
 
 @pytest.mark.parametrize(
@@ -73,6 +106,7 @@ def test_bytes_by_hand():
         ("NeMo-RL", "logprobs", "NeMo-RL DistributedLogprob of logits.float()", lambda head: 4 * head.logits),
         ("NeMo-RL, in chunks", "logprobs", "NeMo-RL ChunkedDistributedLogprob(256)", lambda head: 4 * head.logits),
         ("NeMo-RL, fused", "linear", "NeMo-RL fused linear (1024)", lambda head: 2 * head.columns * head.hidden),
+        ("geomask", "logprobs", "nemo_geomask", lambda head: 4 * head.logits),
         ("geomask_linear", "linear", "nemo_geomask linear_logprobs", lambda head: 2 * head.columns * head.hidden),
     ],
 )
@@ -92,8 +126,18 @@ def test_bytes_as_a_gpu_held_them(method, benchmark, path, beyond):
         )
         found = next(row for row in result["paths"] if row["path"] == path)["extra_bytes"] + beyond(head)
         # The hidden states' copy is the worker's, which the benchmark has not.
-        expected = METHODS[method][1](head) - (2 * head.rows * head.hidden if method == "geomask_linear" else 0)
+        expected = METHODS[method].training(head) - (2 * head.rows * head.hidden if method == "geomask_linear" else 0)
         assert found == pytest.approx(expected, rel=0.06), result["title"]
+
+
+def test_bytes_at_the_output_weight_as_a_gpu_held_them():
+    for result in json.loads((MEASURED / f"linear-{H100}").read_text())["cases"]:
+        case = result["case"]
+        head = OutputWork(case["tokens"], 0, case["hidden"], case["vocab"] // case["tp"])
+        # There the logits' gradient takes the place of the logits, so that this is the peak.
+        found = next(row for row in result["paths"] if row["path"] == "nemo_geomask with logits")["extra_bytes"]
+        hidden = 2 * head.rows * head.hidden
+        assert found + 2 * head.columns * head.hidden == pytest.approx(head.at_weight + hidden, rel=0.01)
 
 
 def test_bytes_as_a_cpu_holds_them():
@@ -119,5 +163,5 @@ def test_bytes_as_a_cpu_holds_them():
     if None in extra:
         pytest.skip("this system does not let a process reset its peak memory")
     head = OutputWork(rows, rows, size, columns)
-    assert extra[0] == pytest.approx(METHODS["geomask"][1](head), rel=0.25)
+    assert extra[0] == pytest.approx(METHODS["geomask"].training(head), rel=0.25)
     assert extra[1] < 0.5 * extra[0]

@@ -56,8 +56,13 @@ MODE = "policy.generation.vllm_cfg.logprobs_mode"
 KWARGS = "policy.generation.vllm_kwargs"
 REPLAY = "policy.router_replay.enabled"
 FUSED = "policy.megatron_cfg.use_fused_linear_logprobs"
+FUSED_BEFORE = "policy.megatron_cfg.use_linear_ce_fusion_loss"
+CHUNKS = {"policy.logprob_chunk_size": 1024}
+DEFERRED = {"policy.megatron_cfg.defer_fp32_logits": True}
 PACKING = "policy.sequence_packing.enabled"
 TRAINED = "policy.sequence_packing.train_mb_tokens"
+SCORED = "policy.sequence_packing.logprob_mb_tokens"
+GEOMASK = "loss_fn.logprob_backend"
 TP = "policy.megatron_cfg.tensor_model_parallel_size"
 SCORING = "policy.logprob_batch_size"
 BATCH = "policy.train_global_batch_size"
@@ -402,6 +407,12 @@ CASES = {
         ({FUSED: True}, FUSED_FITS),
         ({**FUSED_FITS, "policy.megatron_cfg.context_parallel_size": 2}, FUSED_FITS),
         ({**FUSED_FITS, TOP_P: 0.9}, {TOP_P: 0.9}),
+        # v0.7.0 has it under another name, for other losses; main does not read that name.
+        (
+            {FUSED_BEFORE: True, PACKING: False, "reads": OLDER},
+            {FUSED_BEFORE: True, PACKING: False, "reads": NEWEST},
+        ),
+        ({FUSED_BEFORE: True, PACKING: False}, FUSED_FITS),
     ],
     "GM309": [
         ({REPLAY: True, "policy.generation.backend": "megatron"}, {REPLAY: True}),
@@ -494,6 +505,7 @@ CASES = {
             {"loss_fn.record": {"dir": "records"}},
         ),
     ],
+    "GM320": [(CHUNKS, {**CHUNKS, **DEFERRED}), (CHUNKS, {**CHUNKS, **DTENSOR})],
     "GM316": [
         ({**CARDS, TP: 3}, {**CARDS, TP: 4}),
         ({**CARDS, TP: 4, CP: 3}, {**CARDS, TP: 4, CP: 4}),
@@ -565,15 +577,26 @@ CASES = {
         ),
     ],
     "GM408": [
-        # 14 bytes of 128,256 columns a row: 16 GB are 8,911 rows.
-        ({TRAINED: 9000}, {TRAINED: 8800}),
-        ({TRAINED: 18_000, TP: 1}, {TRAINED: 17_000, TP: 2}),
-        ({TRAINED: 9000}, {TRAINED: 9000, CP: 2}),
-        ({TRAINED: 9000}, {TRAINED: 9000, "loss_fn.logprob_backend": "geomask"}),
-        ({TRAINED: 9000}, {TRAINED: 9000, "policy.logprob_chunk_size": 1024}),
-        ({TRAINED: 9000}, {TRAINED: 9000, "policy.model_name": "a/b"}),
+        # 12 bytes of 128,256 columns a row: 12 GB are 7,797 rows.
+        ({TRAINED: 7900}, {TRAINED: 7700}),
+        ({TRAINED: 16_000, TP: 1}, {TRAINED: 15_400, TP: 2}),
+        ({TRAINED: 8000}, {TRAINED: 8000, CP: 2}),
+        ({TRAINED: 8000}, {TRAINED: 8000, "loss_fn.logprob_backend": "geomask"}),
+        # 14 of two bytes each, of which the gradient has two too.
+        ({TRAINED: 7000, **DEFERRED}, {TRAINED: 7000}),
+        ({TRAINED: 13_000, GEOMASK: "geomask"}, {TRAINED: 13_000, GEOMASK: "geomask", **DEFERRED}),
+        ({TRAINED: 8000, **CHUNKS}, {TRAINED: 8000, **CHUNKS, **DEFERRED}),
+        ({TRAINED: 8000, **CHUNKS, **DEFERRED, TOP_P: 0.9}, {TRAINED: 8000, **CHUNKS, **DEFERRED}),
+        ({TRAINED: 8000, **CHUNKS, **DTENSOR}, {TRAINED: 8000, **CHUNKS, **DTENSOR, GEOMASK: "geomask"}),
+        ({TRAINED: 8000}, {TRAINED: 8000, "policy.model_name": "a/b"}),
         # Four sequences of 4,096 tokens side by side.
-        ({PACKING: False}, {PACKING: False, "policy.train_micro_batch_size": 2}),
+        ({PACKING: False}, {PACKING: False, "policy.train_micro_batch_size": 1, SCORING: 1}),
+        # Scoring alone has as many, if there is any.
+        ({TRAINED: 4000, SCORED: 8000}, {TRAINED: 4000, SCORED: 8000, FORCED: True, BATCH: 512}),
+        (
+            {TRAINED: 4000, SCORED: 8000, FORCED: True, BATCH: 512, "grpo.seq_logprob_error_threshold": 2.0},
+            {TRAINED: 4000, SCORED: 8000, GEOMASK: "geomask"},
+        ),
     ],
 }
 PAIRS = [(rule, *pair) for rule, pairs in CASES.items() for pair in pairs]
@@ -639,6 +662,21 @@ def test_rule_fires_there_and_not_here(rule, fires, silent, findings):
         assert hit.origin is None or hit.origin.line is not None
         assert len(hit.message) > 30
     assert rule not in [finding.rule.id for finding in findings(silent)]
+
+
+def test_half_precision_logits_are_named_where_they_halve_the_memory(findings):
+    def message(changes):
+        return next(finding.message for finding in findings(changes) if finding.rule.id == "GM408")
+
+    wide = {TRAINED: 16_000, GEOMASK: "geomask"}
+    halved = "with policy.megatron_cfg.defer_fp32_logits: true 8.21 GB"
+    assert halved in message(wide)
+    assert "takes 16.4 GB" in message(wide)
+    # GM101 says why not.
+    assert "defer_fp32_logits" not in message({**wide, TEMPERATURE: 0.7})
+    scoring = message({TRAINED: 4000, SCORED: 16_000})
+    assert "a scoring microbatch of 16000 rows by 128256 columns a GPU has logits of 8.21 GB" in scoring
+    assert "logprob_chunk_size" not in scoring
 
 
 def test_errors_come_first(findings):

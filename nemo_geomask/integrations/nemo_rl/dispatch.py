@@ -99,8 +99,7 @@ def _build(
     built = build_loss(given, use_fused_linear_logprobs=use_fused_linear_logprobs)
     recipe.check_agreement(cfg, built.config)
     loss: PolicyLoss | LogitLoss = built
-    takes_logits = loss.config.logprob_backend != "nemo_rl"
-    if takes_logits:
+    if loss.config.logprob_backend != "nemo_rl":
         from nemo_geomask.integrations.nemo_rl import logits
 
         # Its import brings DTensor.
@@ -117,7 +116,7 @@ def _build(
     before_step.watch(loss)
     record.follow(loss)
     prev_logprobs.follow(loss)
-    worker.prepare(takes_logits=takes_logits)
+    worker.prepare(backends=(loss.config.logprob_backend,))
     groups.loss_built(loss)
     return loss
 

@@ -130,6 +130,7 @@ class Uses:
         settings: what needs it.
         calls: what else is called.
         optional: not every tested version has ``methods``; it has all of them or none.
+        last: parameters that the methods end with, which are told by their place.
     """
 
     module: str
@@ -138,6 +139,7 @@ class Uses:
     settings: str
     calls: tuple[str, ...] = ()
     optional: bool = False
+    last: tuple[str, ...] = ()
 
     @property
     def place(self) -> str:
@@ -166,6 +168,8 @@ class Uses:
             missing = [parameter for parameter in self.methods.get(name, ()) if parameter not in found[name]]
             if missing:
                 return f"{self.place}.{name} takes ({', '.join(found[name])}), without {', '.join(missing)}"
+            if name in self.methods and self.last != found[name][len(found[name]) - len(self.last) :]:
+                return f"{self.place}.{name} takes ({', '.join(found[name])}), not {', '.join(self.last)} at the end"
         return None
 
     def in_source(self, tree: ast.Module) -> dict[str, tuple[str, ...]]:
@@ -310,13 +314,15 @@ WORKER_CODE = (
 """Where a worker turns logits into what a loss takes, and unpacks packed rows."""
 
 _SHARDS = ("vocab_parallel_logits", "target", "vocab_start_index", "vocab_end_index")
+_MODEL_UTILS, _SCORED = "nemo_rl.distributed.model_utils", f"{_LOGIT}: geomask"
 SCORING = (
-    Uses("nemo_rl.distributed.model_utils", "DistributedLogprob", {"forward": (*_SHARDS, "inference_only")}, _LOGIT),
+    Uses(_MODEL_UTILS, "DistributedLogprob", {"forward": _SHARDS}, _SCORED, last=("group", "inference_only")),
     Uses(
-        "nemo_rl.distributed.model_utils",
+        _MODEL_UTILS,
         "ChunkedDistributedLogprob",
-        {"forward": (*_SHARDS, "chunk_size", "inference_only")},
-        _LOGIT,
+        {"forward": (*_SHARDS, "chunk_size")},
+        _SCORED,
+        last=("tp_group", "inference_only"),
     ),
 )
 """What makes log-probs of a vocabulary shard's logits, forward only where it is told so by its last argument."""

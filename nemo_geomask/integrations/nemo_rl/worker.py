@@ -2,8 +2,8 @@
 
 NeMo-RL gives a loss of input type LOGIT the logits alone, and calls any loss once for each packed sequence. Two places
 are changed, for losses of ours only: the function that prepares a loss's input, and the call of the classes that unpack
-a packed row. Where such a loss takes logits, the forward passes for ``prev_logprobs`` and the reference policy take our
-kernels too.
+a packed row. Where our kernels make such a loss's log-probs, they make those of the forward passes for
+``prev_logprobs`` and the reference policy too.
 
 Each worker process is told to, see :mod:`nemo_geomask.integrations.nemo_rl.workers`; in one that was not, NeMo-RL calls
 losses as it always does.
@@ -18,7 +18,7 @@ import inspect
 import logging
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any
 
 from nemo_geomask.errors import ConfigError, Problem
@@ -40,25 +40,30 @@ _UNPACK = {
 }
 
 
-def prepare(*, takes_logits: bool = True, takes_hidden: bool = False) -> bool:
+def prepare(*, backends: Collection[str] = ("geomask",)) -> bool:
     """Prepare this process's NeMo-RL for losses of ours; again does nothing, other losses are not affected.
 
     Args:
-        takes_logits: whether a loss here takes logits, which it can't without this.
-        takes_hidden: whether one takes Megatron's hidden states in their place.
+        backends: their ``logprob_backend``. Any but ``nemo_rl`` takes logits, which it can't without this;
+            ``geomask_linear`` takes Megatron's hidden states in their place. Under ``geomask`` the forward passes
+            are computed as curr is; ``mcore`` and ``te`` leave them to NeMo-RL.
 
     Returns:
         Whether it is prepared: there is a NeMo-RL here, as known.
 
     Raises:
-        SeamError: ``takes_logits``, and NeMo-RL is not as known; nothing is changed.
+        SeamError: a loss takes logits, and NeMo-RL is not as known; nothing is changed.
     """
+    takes_logits = any(backend != "nemo_rl" for backend in backends)
     try:
         utils, wrappers = importlib.import_module(_UTILS), importlib.import_module(_WRAPPERS)
     except ImportError:
         # Without NeMo-RL, or one whose requirements are missing, no worker of its runs here.
         return False
-    own = [*(_of_megatron() if takes_hidden else []), *(_of_scoring() if takes_logits else [])]
+    own = [
+        *(_of_megatron() if "geomask_linear" in backends else []),
+        *(_of_scoring() if "geomask" in backends else []),
+    ]
     if patch.in_force(utils, "prepare_loss_input"):
         patch.apply_all(own)
         return True

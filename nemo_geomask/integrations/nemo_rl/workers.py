@@ -21,7 +21,7 @@ import logging
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -159,16 +159,15 @@ class Workers:
 
 def _prepare(group: Any, losses: list[PolicyLoss | LogitLoss]) -> None:
     """Prepare the processes of a group's workers, and wait for it."""
-    takes_logits = any(not isinstance(loss, PolicyLoss) for loss in losses)
-    takes_hidden = any(getattr(loss, "takes_hidden", False) for loss in losses)
+    backends = {loss.config.logprob_backend for loss in losses}
     devices = importlib.import_module("ray").get(
-        [actor.__ray_call__.remote(_prepare_actor, takes_logits, takes_hidden) for actor in group.workers]
+        [actor.__ray_call__.remote(_prepare_actor, backends) for actor in group.workers]
     )
     _log.info("policy workers: %s", ", ".join(f"{count} on {name}" for name, count in Counter(devices).items()))
 
 
-def _prepare_actor(actor: Any, takes_logits: bool, takes_hidden: bool) -> str:
-    worker.prepare(takes_logits=takes_logits, takes_hidden=takes_hidden)
+def _prepare_actor(actor: Any, backends: Collection[str]) -> str:
+    worker.prepare(backends=backends)
     # One whose model is not loaded yet has chosen no device.
     started = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     return torch.cuda.get_device_name() if started else "CPU"

@@ -192,7 +192,14 @@ class DistributedLogprob:
 class ChunkedDistributedLogprob(DistributedLogprob):
     @staticmethod
     def forward(
-        ctx, vocab_parallel_logits, target, vocab_start_index, vocab_end_index, chunk_size, group, inference_only=False
+        ctx,
+        vocab_parallel_logits,
+        target,
+        vocab_start_index,
+        vocab_end_index,
+        chunk_size,
+        tp_group,
+        inference_only=False,
     ):
         return "NeMo-RL's own, in chunks"
 """

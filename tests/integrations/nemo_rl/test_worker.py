@@ -76,13 +76,15 @@ def test_methods_that_came_by_value_are_prepared_too(host):
     assert own["prepare_loss_input"] is users["prepare_loss_input"] is utils.prepare_loss_input
 
 
-def test_forward_passes_take_our_kernels_where_a_loss_takes_logits(host):
+def test_forward_passes_take_our_kernels_where_a_loss_does(host):
     host()
     module = importlib.import_module("nemo_rl.distributed.model_utils")
     names = {"DistributedLogprob": (), "ChunkedDistributedLogprob": (4,)}
     before = {name: getattr(module, name) for name in names}
-    prepare_worker(takes_logits=False)
-    assert {name: getattr(module, name) for name in names} == before
+    # Where curr is Megatron's or transformer-engine's, prev is not ours.
+    for backend in ("nemo_rl", "mcore", "te", "geomask_linear"):
+        prepare_worker(backends=(backend,))
+        assert {name: getattr(module, name) for name in names} == before
     for _ in range(2):
         prepare_worker()
     logits = torch.randn(2, 3, 7, generator=torch.Generator().manual_seed(0)).bfloat16()
@@ -98,10 +100,14 @@ def test_forward_passes_take_our_kernels_where_a_loss_takes_logits(host):
         assert kind.apply(logits, targets, 0, 7, *chunk, None).startswith("NeMo-RL's own")
     uninstall()
     assert {name: getattr(module, name) for name in names} == before
-    del module.ChunkedDistributedLogprob.forward
-    module.ChunkedDistributedLogprob.forward = lambda ctx, logits: None
-    with pytest.raises(SeamError, match=r"ChunkedDistributedLogprob\.forward.*Set loss_fn.logprob_backend: nemo_rl"):
-        prepare_worker()
+    # Told by their place: a parameter that comes after them would be taken for one of them.
+    shards = "vocab_parallel_logits, target, vocab_start_index, vocab_end_index"
+    for parameters in ("logits", f"{shards}, chunk_size, tp_group, inference_only, temperature"):
+        module.ChunkedDistributedLogprob.forward = eval(f"lambda ctx, {parameters}: None")
+        with pytest.raises(
+            SeamError, match=r"ChunkedDistributedLogprob\.forward.*Set loss_fn.logprob_backend: nemo_rl"
+        ):
+            prepare_worker()
 
 
 def test_without_nemo_rl_there_is_nothing_to_prepare(host, monkeypatch):
@@ -117,6 +123,6 @@ def test_unknown_code_is_an_error_where_a_loss_takes_logits(host, caplog):
     with pytest.raises(SeamError, match=r"9\.9 .*FusionLossWrapper\.__call__ is not defined\. Set .*: nemo_rl"):
         prepare_worker()
     assert utils.prepare_loss_input is before
-    assert not prepare_worker(takes_logits=False)
+    assert not prepare_worker(backends=("nemo_rl",))
     assert utils.prepare_loss_input is before
     assert "each packed sequence will be a call of the loss" in caplog.text
