@@ -105,7 +105,7 @@ def _table(step: int, rows: StepRows, masks: Sequence[str], facts: Mapping[str, 
 
     def unpadded(value: Tensor) -> Tensor:
         width = value.shape[1]
-        parts = value.to("cpu").flatten().split([size for row in sizes for size in (row, width - row)])
+        parts = torch.split(value.to("cpu").flatten(), [size for row in sizes for size in (row, width - row)])
         return torch.cat(parts[::2]) if parts else value.flatten()
 
     def array(column: Column) -> Any:
