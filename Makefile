@@ -10,7 +10,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 .PHONY: help demo test quick matrix vllm nemo-rl nemo-rl-losses gpu lint docs clean
 
 help:
-	@echo "make demo   train a small MoE policy under three corrections, plot what they did and diagnose it (about 3 minutes)"
+	@echo "make demo   train a small MoE policy on stale samples, uncorrected and corrected, plot and diagnose it (about 3 minutes)"
 	@echo "make test   the whole test suite, on all cores; a release also runs it with PYTHON=python3.13, on NeMo-RL's torch"
 	@echo "make quick  formulas, losses, settings and rules, what needs no second process (about 100 seconds on two cores)"
 	@echo "make matrix every objective, weight and mask on up to 16 ranks against the float64 oracle (about 5 minutes)"

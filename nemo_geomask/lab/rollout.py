@@ -46,15 +46,17 @@ class Rollout:
 
     @property
     def causes(self) -> dict[str, float]:
-        """What is known of the mismatch's causes.
+        """What is known of the mismatch's causes, and how far the policy is from the reference.
 
         Mean weight updates since a response was begun (by NeMo-RL's name) and since a token of it was sampled; of the
-        sampled tokens, the shares that training would have predicted with other experts, or not drawn.
+        sampled tokens, the shares that training would have predicted with other experts, or not drawn;
+        ``reference_kl``: with a reference, the mean of log π_old - log π_ref over the sampled tokens, in nats.
         """
-        mask, names = self.data["token_mask"], ("weight_age", "routes_differ", "outside_filter")
-        means = {
-            name: float((self.data[name] * mask).sum() / mask.sum().clamp(min=1)) for name in names if name in self.data
-        }
+        data, mask = dict(self.data), self.data["token_mask"]
+        if "reference_policy_logprobs" in data:
+            data["reference_kl"] = data["prev_logprobs"] - data["reference_policy_logprobs"]
+        names = ("weight_age", "routes_differ", "outside_filter", "reference_kl")
+        means = {name: float((data[name] * mask).sum() / mask.sum().clamp(min=1)) for name in names if name in data}
         oldest = float(self.data["weight_age"].amax(dim=1).float().mean())
         return {"avg_trajectory_age": oldest, "avg_token_age": means.pop("weight_age"), **means}
 

@@ -233,6 +233,7 @@ def _facts(run: Run, trainer: Trainer) -> dict[str, Any]:
         "chance": task_of(run.recipe.env).chance,
         "sampler": trainer.sampler.name,
         "precision": run.recipe.policy.precision,
+        "ranks": run.recipe.lab.model_dump(include={"tp", "cp", "dp"}, exclude_defaults=True),
         "versions": {
             "nemo-geomask": nemo_geomask.__version__,
             "torch": torch.__version__,

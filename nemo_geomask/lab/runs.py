@@ -88,7 +88,7 @@ class Course:
     Attributes:
         facts: ``label``, ``variant``, ``seed``, ``finished``, ``settings``, ``loss_fn`` in force, ``corrected`` (the
             weight was applied; if not, ``geomask/weight…`` is what it would have been), ``chance``, ``sampler``,
-            ``precision``, ``versions``.
+            ``precision``, ``ranks`` (``lab.tp``, ``cp`` and ``dp`` where there are several), ``versions``.
         columns: by metric, a value a step; NaN where it is missing.
     """
 
@@ -186,21 +186,21 @@ def write_steps(run: Run, history: Sequence[Mapping[str, float]], facts: Mapping
 def read_curves(places: Iterable[Path]) -> list[Course]:
     """All runs in and below some folders, by label and seed.
 
-    Two variants of one label, whose settings differ, get their differences into the label.
+    Of variants of one label, the first folder's keeps it, and the others' has the settings too in which they differ.
 
     Raises:
         ConfigError: there is none, or a file is none.
     """
     places = list(places)
-    files = sorted({path for place in places for path in place.rglob(f"{_STEPS}/*.parquet")})
-    files += [place / name.name for place in places if place.name == _STEPS for name in place.glob("*.parquet")]
+    files = [path for place in places for path in sorted(place.rglob(f"{_STEPS}/*.parquet"))]
+    files += [path for place in places if place.name == _STEPS for path in sorted(place.glob("*.parquet"))]
     if not files:
         raise ConfigError(
             f"no run of the lab in {', '.join(map(str, places))}; nemo-geomask lab RECIPE.yaml --out DIR trains some"
         )
-    found: dict[tuple[str, int], Course] = {}
-    for curve in map(Course.read, files):
-        key = (str(curve.facts["variant"]), curve.seed)
+    found: dict[tuple[Any, ...], Course] = {}
+    for curve in map(Course.read, dict.fromkeys(files)):
+        key = (curve.facts["variant"], str(curve.facts.get("ranks", {})), curve.seed)
         # Of copies of a run, the longest.
         if key not in found or found[key].steps < curve.steps:
             found[key] = curve
@@ -208,16 +208,14 @@ def read_curves(places: Iterable[Path]) -> list[Course]:
 
 
 def _told_apart(curves: Sequence[Course]) -> list[Course]:
-    variants: dict[str, dict[str, dict[str, Any]]] = {}
-    for curve in curves:
-        variants.setdefault(curve.label, {})[curve.facts["variant"]] = flat(curve.facts["settings"])
+    first: dict[str, dict[str, Any]] = {}
     named = []
     for curve in curves:
-        others = variants[curve.label]
-        own = others[curve.facts["variant"]]
-        differ = sorted(key for key in own if any(other.get(key) != own[key] for other in others.values()))
-        told = "".join(f" {key}={own[key]}" for key in differ)
-        named.append(Course({**curve.facts, "label": curve.label + told}, curve.columns))
+        own = flat(curve.facts["settings"]) | flat(curve.facts.get("ranks", {}), "lab.")
+        usual = first.setdefault(curve.label, own)
+        differ = sorted(key for key in own.keys() | usual.keys() if own.get(key) != usual.get(key))
+        told = " ".join([curve.label, *(f"{key}={own.get(key)}" for key in differ)])
+        named.append(Course({**curve.facts, "label": told}, curve.columns))
     order = list(dict.fromkeys(curve.label for curve in named))
     return sorted(named, key=lambda curve: (order.index(curve.label), curve.seed))
 

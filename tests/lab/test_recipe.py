@@ -73,7 +73,7 @@ def test_shipped_recipes_are_valid(path):
 
     recipe = LabRecipe.read(load_recipe(path), source=path.name)
     variants = parse_compare(recipe.lab.compare, recipe.loss_fn, recipe.lab)
-    assert len(variants) > 1
+    assert variants
     for variant in variants:
         build_loss(variant.loss_fn)
 

@@ -55,9 +55,9 @@ def test_folders_add_up_and_equal_labels_are_told_apart(tiny, tmp_path):
             write_steps(run, [{"reward": 0.5}] * (1 + (place == "two")), FACTS)
     curves = read_curves([tmp_path])
     assert [(curve.label, curve.seed, curve.steps) for curve in curves] == [
-        ("gspo policy.lr=0.001", 1, 1),
-        ("gspo policy.lr=0.001", 2, 2),
-        ("gspo policy.lr=0.001", 3, 2),
+        ("gspo", 1, 1),
+        ("gspo", 2, 2),
+        ("gspo", 3, 2),
         ("gspo policy.lr=0.002", 1, 2),
     ]
     assert len(read_curves([tmp_path / "one", tmp_path / "two" / "steps"])) == 4

@@ -284,7 +284,7 @@ def test_third_party_loss_trains_in_the_lab(third_party, tmp_path):
         "env.min_terms=4",
         "env.max_terms=8",
     ]
-    recipe = ROOT / "recipes" / "lab" / "demo.yaml"
+    recipe = ROOT / "recipes" / "lab" / "bfloat16.yaml"
     done = run(
         third_party,
         *("-m", "nemo_geomask.cli", "lab", str(recipe), *small),

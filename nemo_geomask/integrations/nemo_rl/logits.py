@@ -24,12 +24,23 @@ from nemo_geomask.integrations.nemo_rl.workers import WorkerError
 from nemo_geomask.integrations.packing import IGNORE, check_rows, pack_rows
 from nemo_geomask.losses import PolicyLoss, protocol
 from nemo_geomask.metrics import Metrics
+from nemo_geomask.parallel import vocab_parallel_logprobs
 from nemo_geomask.segments import PackedSegments
 
-__all__ = ["LogitLoss"]
+__all__ = ["LogitLoss", "scored"]
 
 Group = dist.ProcessGroup | None
 Logits = Tensor | hidden.Hidden  # or what stands for them
+
+
+def scored(logits: Tensor, targets: Tensor, group: Group) -> Tensor:
+    """Log-probs [B, S] of a forward pass, from this rank's columns [B, S, V/TP]; 0 for targets outside the vocabulary,
+    as NeMo-RL has them."""
+    inside = (targets >= 0) & (targets < logits.shape[-1] * _size(group))
+    # Not validated: an error on the ranks of one context-parallel share would leave the others waiting.
+    return vocab_parallel_logprobs(
+        logits, targets.where(inside, IGNORE), group=group, ignore_index=IGNORE, validate=False
+    )
 
 
 class _Unknown(enum.Enum):

@@ -25,6 +25,7 @@ __all__ = [
     "LOSS_MODULE",
     "PREV_LOGPROBS",
     "RECORD",
+    "SCORING",
     "SEAMS",
     "TESTED",
     "WORKER_CODE",
@@ -308,6 +309,17 @@ WORKER_CODE = (
 )
 """Where a worker turns logits into what a loss takes, and unpacks packed rows."""
 
+_SHARDS = ("vocab_parallel_logits", "target", "vocab_start_index", "vocab_end_index")
+SCORING = (
+    Uses("nemo_rl.distributed.model_utils", "DistributedLogprob", {"forward": (*_SHARDS, "inference_only")}, _LOGIT),
+    Uses(
+        "nemo_rl.distributed.model_utils",
+        "ChunkedDistributedLogprob",
+        {"forward": (*_SHARDS, "chunk_size", "inference_only")},
+        _LOGIT,
+    ),
+)
+"""What makes log-probs of a vocabulary shard's logits, forward only where it is told so by its last argument."""
 
 _MEGATRON = "nemo_rl.models.megatron.train"
 _HIDDEN = "loss_fn.logprob_backend: geomask_linear"
@@ -336,7 +348,8 @@ def inspect() -> list[SeamState]:
     """
     root = _root()
     return [
-        _compare(seam, root) for seam in (*SEAMS, *BEFORE_STEP, *PREV_LOGPROBS, *RECORD, *WORKER_CODE, *HIDDEN_STATES)
+        _compare(seam, root)
+        for seam in (*SEAMS, *BEFORE_STEP, *PREV_LOGPROBS, *RECORD, *WORKER_CODE, *SCORING, *HIDDEN_STATES)
     ]
 
 

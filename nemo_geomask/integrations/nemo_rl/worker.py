@@ -2,7 +2,8 @@
 
 NeMo-RL gives a loss of input type LOGIT the logits alone, and calls any loss once for each packed sequence. Two places
 are changed, for losses of ours only: the function that prepares a loss's input, and the call of the classes that unpack
-a packed row.
+a packed row. Where such a loss takes logits, the forward passes for ``prev_logprobs`` and the reference policy take our
+kernels too.
 
 Each worker process is told to, see :mod:`nemo_geomask.integrations.nemo_rl.workers`; in one that was not, NeMo-RL calls
 losses as it always does.
@@ -57,9 +58,9 @@ def prepare(*, takes_logits: bool = True, takes_hidden: bool = False) -> bool:
     except ImportError:
         # Without NeMo-RL, or one whose requirements are missing, no worker of its runs here.
         return False
-    of_megatron = _of_megatron() if takes_hidden else []
+    own = [*(_of_megatron() if takes_hidden else []), *(_of_scoring() if takes_logits else [])]
     if patch.in_force(utils, "prepare_loss_input"):
-        patch.apply_all(of_megatron)
+        patch.apply_all(own)
         return True
     try:
         for uses in seams.WORKER_CODE:
@@ -73,7 +74,7 @@ def prepare(*, takes_logits: bool = True, takes_hidden: bool = False) -> bool:
         return False
     patch.apply_all(
         [
-            *of_megatron,
+            *own,
             _rebound(utils, "prepare_loss_input", _preparing(utils.prepare_loss_input)),
             *(patch.attribute(getattr(wrappers, name), "__call__", _unpacking(how)) for name, how in _UNPACK.items()),
         ]
@@ -95,6 +96,36 @@ def _of_megatron() -> list[patch.Patch]:
     from nemo_geomask.integrations.nemo_rl import hidden
 
     return hidden.patches(train, lambda loss: getattr(loss, "takes_hidden", False))
+
+
+def _of_scoring() -> list[patch.Patch]:
+    """What takes our kernels to the forward passes; nothing where NeMo-RL's parallel code can't be imported,
+    or it is in force."""
+    try:
+        module = importlib.import_module(seams.SCORING[0].module)
+    except ImportError:
+        return []
+    if patch.in_force(module, seams.SCORING[0].owner):
+        return []
+    for uses in seams.SCORING:
+        uses.require(
+            uses.in_memory(getattr(module, uses.owner, None)), otherwise="Set loss_fn.logprob_backend: nemo_rl"
+        )
+    return [patch.attribute(module, uses.owner, _scoring) for uses in seams.SCORING]
+
+
+def _scoring(original: Any) -> Any:
+    """One of NeMo-RL's two functions of a vocabulary shard's logits, forward only by our kernels."""
+
+    def apply(logits: Any, target: Any, *rest: Any) -> Any:
+        *_, group, forward_only = rest
+        if forward_only is not True:
+            return original.apply(logits, target, *rest)
+        from nemo_geomask.integrations.nemo_rl.logits import scored
+
+        return scored(logits, target, group)
+
+    return type(original.__name__, (original,), {"apply": staticmethod(apply), "__module__": original.__module__})
 
 
 def _rebound(home: types.ModuleType, name: str, ours: Any) -> patch.Patch:

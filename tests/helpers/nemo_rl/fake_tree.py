@@ -178,6 +178,26 @@ class SequencePackingFusionLossWrapper:
 """
 
 
+MODEL_UTILS = """
+class DistributedLogprob:
+    @staticmethod
+    def forward(ctx, vocab_parallel_logits, target, vocab_start_index, vocab_end_index, group, inference_only=False):
+        return "NeMo-RL's own"
+
+    @classmethod
+    def apply(cls, *given):
+        return cls.forward(None, *given)
+
+
+class ChunkedDistributedLogprob(DistributedLogprob):
+    @staticmethod
+    def forward(
+        ctx, vocab_parallel_logits, target, vocab_start_index, vocab_end_index, chunk_size, group, inference_only=False
+    ):
+        return "NeMo-RL's own, in chunks"
+"""
+
+
 def write(
     folder: Path,
     *,
@@ -207,6 +227,7 @@ def write(
         "models/policy/__init__.py": "",
         "models/policy/lm_policy.py": POLICY.format(parameters=train),
         "distributed/__init__.py": "",
+        "distributed/model_utils.py": MODEL_UTILS,
         "distributed/worker_groups.py": WORKERS,
     }
     if single_controller:

@@ -90,7 +90,13 @@ def everything():
 def test_idempotent_and_undone(host):
     loss = host()
     loss_code = ("algorithms.loss.utils", "algorithms.loss.wrapper")
-    for name in (*loss_code, "algorithms.grpo", "models.policy.lm_policy", "distributed.worker_groups"):
+    for name in (
+        *loss_code,
+        "distributed.model_utils",
+        "algorithms.grpo",
+        "models.policy.lm_policy",
+        "distributed.worker_groups",
+    ):
         importlib.import_module(f"nemo_rl.{name}")
     before = everything()
     for _ in range(2):
@@ -102,7 +108,8 @@ def test_idempotent_and_undone(host):
             build(config(loss, **GSPO, logprob_backend=backend, batch_veto={"max": 1.0}))
         changed = {name for (owner, name), value in everything().items() if before.get((owner, name)) is not value}
         assert changed == {
-            *("__class__", "IsolatedWorkerInitializer", "__init__", "train", "prepare_loss_input", "__call__")
+            *("__class__", "IsolatedWorkerInitializer", "__init__", "train", "prepare_loss_input", "__call__"),
+            *("DistributedLogprob", "ChunkedDistributedLogprob", "apply", "__module__"),
         }
         nemo_geomask.uninstall()
         nemo_geomask.uninstall()

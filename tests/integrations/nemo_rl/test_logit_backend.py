@@ -18,6 +18,7 @@ from nemo_geomask import build_loss
 from nemo_geomask.errors import ConfigError
 from nemo_geomask.integrations.nemo_rl import prepare_worker, uninstall
 from nemo_geomask.integrations.nemo_rl.current import handed_over, joined, keeping
+from nemo_geomask.integrations.nemo_rl.logits import scored
 from nemo_geomask.losses import PolicyLoss
 from nemo_geomask.processes import run
 
@@ -210,6 +211,61 @@ def _on_rank(rank, world, tp, cp):
         with pytest.raises(ConfigError, match="top_p: 0.9; set logprob_backend: nemo_rl"):
             filtered(leaf)
     return found
+
+
+def _scored_on_rank(rank, world, tp, cp):
+    """Log-probs of the forward passes of Megatron's and Automodel's workers, by NeMo-RL and in a prepared worker."""
+    train = megatron_worker()
+    from megatron.core import parallel_state
+    from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+    from nemo_rl.distributed.model_utils import dtensor_from_parallel_logits_to_logprobs
+
+    parallel_state.initialize_model_parallel(tp, context_parallel_size=cp)
+    tp_rank, cp_rank = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_context_parallel_rank()
+    group = parallel_state.get_tensor_model_parallel_group()
+    logits, data, *_ = whole()
+    columns = slice(tp_rank * VOCAB // tp, (tp_rank + 1) * VOCAB // tp)
+
+    def score(chunk):
+        found = {}
+        for layout, starts, row, column in _layouts(cp_rank, cp):
+            share = logits[row, column, columns]
+            if layout == "packed":
+                ids = torch.zeros(1, starts[-1], dtype=torch.int64)
+                for own, start, length in zip(data["input_ids"], starts, LENGTHS, strict=False):
+                    ids[0, start : start + length] = own[:length]
+                share = share.unsqueeze(0)
+            elif cp > 1:
+                continue  # NeMo-RL can't
+            else:
+                ids, share = data["input_ids"], share.reshape(len(LENGTHS), -1, columns.stop - columns.start)
+            given = {"sequence_packing": {"enabled": layout == "packed"}, "logprob_chunk_size": chunk}
+            process = train.LogprobsPostProcessor(given, None)
+            found[layout] = process(BatchedDataDict(data), ids, torch.tensor(starts))(share)[1]["logprobs"].numpy()
+        if cp == 1:
+            given = (data["input_ids"], columns.start, columns.stop, group)
+            found["dtensor"] = dtensor_from_parallel_logits_to_logprobs(
+                logits[..., columns], *given, inference_only=True, chunk_size=chunk
+            ).numpy()
+        return found
+
+    with torch.no_grad():
+        for chunk in (None, 7):
+            uninstall()
+            theirs = score(chunk)
+            assert prepare_worker()
+            with mock.patch("nemo_geomask.integrations.nemo_rl.logits.scored", wraps=scored) as ours:
+                mine = score(chunk)
+            assert ours.call_count == len(mine) == len(theirs)
+            for layout, expected in theirs.items():
+                assert np.abs(expected).max() > 1
+                np.testing.assert_allclose(mine[layout], expected, rtol=1e-5, atol=2e-6, err_msg=layout)
+
+
+@pytest.mark.parametrize(("tp", "cp"), [(1, 1), (2, 2)])
+def test_forward_passes_take_our_kernels(tp, cp):
+    _skip_unless(megatron_worker)
+    run(tp * cp, _scored_on_rank, tp, cp)
 
 
 def _sampling(name):

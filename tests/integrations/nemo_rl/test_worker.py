@@ -8,6 +8,7 @@ import sys
 import types
 
 import pytest
+import torch
 
 from nemo_geomask import build_loss
 from nemo_geomask.errors import ConfigError
@@ -73,6 +74,34 @@ def test_methods_that_came_by_value_are_prepared_too(host):
     uninstall()
     assert set(train("logits", "data", types.SimpleNamespace())[0]) == {"logits"}
     assert own["prepare_loss_input"] is users["prepare_loss_input"] is utils.prepare_loss_input
+
+
+def test_forward_passes_take_our_kernels_where_a_loss_takes_logits(host):
+    host()
+    module = importlib.import_module("nemo_rl.distributed.model_utils")
+    names = {"DistributedLogprob": (), "ChunkedDistributedLogprob": (4,)}
+    before = {name: getattr(module, name) for name in names}
+    prepare_worker(takes_logits=False)
+    assert {name: getattr(module, name) for name in names} == before
+    for _ in range(2):
+        prepare_worker()
+    logits = torch.randn(2, 3, 7, generator=torch.Generator().manual_seed(0)).bfloat16()
+    # The second row's second target is in no vocabulary: 0, as NeMo-RL has it.
+    targets = torch.tensor([[0, 6, 3], [2, 9, -1]])
+    expected = logits.float().log_softmax(-1).gather(-1, targets.clamp(0, 6).unsqueeze(-1)).squeeze(-1)
+    expected[1, 1:] = 0.0
+    for name, chunk in names.items():
+        kind = getattr(module, name)
+        assert issubclass(kind, before[name])
+        torch.testing.assert_close(kind.apply(logits, targets, 0, 7, *chunk, None, True), expected)
+        assert kind.apply(logits, targets, 0, 7, *chunk, None, False).startswith("NeMo-RL's own")
+        assert kind.apply(logits, targets, 0, 7, *chunk, None).startswith("NeMo-RL's own")
+    uninstall()
+    assert {name: getattr(module, name) for name in names} == before
+    del module.ChunkedDistributedLogprob.forward
+    module.ChunkedDistributedLogprob.forward = lambda ctx, logits: None
+    with pytest.raises(SeamError, match=r"ChunkedDistributedLogprob\.forward.*Set loss_fn.logprob_backend: nemo_rl"):
+        prepare_worker()
 
 
 def test_without_nemo_rl_there_is_nothing_to_prepare(host, monkeypatch):

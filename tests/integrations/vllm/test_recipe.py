@@ -24,16 +24,16 @@ def read(name, *overrides):
     return LabRecipe.read(load_recipe(LAB / name, overrides), source=name)
 
 
-def test_the_recipe_asks_for_vllm_and_the_demo_does_not():
+def test_the_recipe_asks_for_vllm_and_the_usual_one_does_not():
     assert read("vllm.yaml").policy.generation.backend == "vllm"
-    demo = read("demo.yaml")
-    assert isinstance(build_sampler(demo), CopySampler)
+    usual = read("bfloat16.yaml")
+    assert isinstance(build_sampler(usual), CopySampler)
 
 
 @pytest.mark.parametrize(
     ("name", "overrides", "message"),
     [
-        ("demo.yaml", ["policy.generation.backend=vllm"], "64 / 4 = 16. Change one of them, or start from"),
+        ("bfloat16.yaml", ["policy.generation.backend=vllm"], "64 / 4 = 16. Change one of them, or start from"),
         ("vllm.yaml", ["lab.tp=2"], r"lab.tp, lab.cp and lab.dp \(2, 1, 1\) need too"),
         ("vllm.yaml", ["policy.generation.vllm_kwargs.model=x"], r"vllm_kwargs \(model\): the lab sets it itself"),
         (
