@@ -134,7 +134,7 @@ def step_rows(config: LossConfig, step: int, data: Mapping[str, Tensor]) -> Step
         "turns": (mask[:, 1:] & ~mask[:, :-1]).sum(dim=1) + mask[:, 0],
     }
     for name in _UNKNOWN & values.keys():
-        if not values[name].nan_to_num().any() and (name == "ref" or not config.needs_prev):
+        if (name == "ref" or not config.needs_prev) and not values[name].nan_to_num().any():
             del values[name]
     facts = {"policy": "curr" if "curr" in values else "prev"}
     if config.record.fraction == 1:
@@ -176,8 +176,8 @@ def _groups(tokens: Tensor, prompts: Tensor) -> tuple[Tensor, Tensor]:
     numbers: dict[bytes, int] = {}
     counts: list[int] = []
     found = []
-    for ids, length in zip(tokens.to("cpu", torch.int64), prompts.tolist(), strict=True):
-        group = numbers.setdefault(ids[:length].numpy().tobytes(), len(numbers))
+    for ids, length in zip(tokens.to("cpu", torch.int64).numpy(), prompts.tolist(), strict=True):
+        group = numbers.setdefault(ids[:length].tobytes(), len(numbers))
         counts.extend([0] * (len(numbers) - len(counts)))
         found.append((group, counts[group]))
         counts[group] += 1
