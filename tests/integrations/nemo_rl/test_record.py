@@ -430,7 +430,7 @@ def test_one_rank_of_a_tensor_parallel_group_answers_and_none_keeps_on(nemo_rl, 
     (one,), (other,) = (worker.asked for worker in policy.worker_group.workers)
     assert one == (1, None)
     assert other[1].numel() == 0
-    assert not current._kept
+    assert not current.handed_over(None, 1)
 
 
 def test_log_probs_that_are_nan_are_recorded_as_the_loss_saw_them(nemo_rl, ray, tmp_path):
@@ -451,7 +451,6 @@ def test_log_probs_that_are_nan_are_recorded_as_the_loss_saw_them(nemo_rl, ray, 
 
 @pytest.mark.parametrize("missing", ["input_lengths", "worker_group"])
 def test_what_workers_cannot_keep_costs_curr_and_neither_step_nor_record(nemo_rl, ray, tmp_path, caplog, missing):
-    current._faults.clear()
     policy, seen = in_workers(nemo_rl, ray, lacks=missing)
     if missing == "worker_group":
         del policy.worker_group
