@@ -1,5 +1,6 @@
 """docs/evidence.md says what its data say, and the data are what runs were."""
 
+import math
 import re
 from pathlib import Path
 
@@ -178,7 +179,10 @@ def test_recorded_tokens_are_split_into_shares_of_a_whole(tmp_path):
     batch = {"input_ids": torch.ones(20, 4, dtype=torch.long), "input_lengths": torch.full((20,), 4)}
     batch |= {"token_mask": mask, "sample_mask": rows[:, 0], "generation_logprobs": gen, "rewards": rows[:, 0]}
     batch["prev_logprobs"] = gen + torch.tensor([0.0, 0.1, 0.1, -0.2])
-    recorder.record(1, {**batch, "advantages": mask})
+    batch["advantages"] = mask
+    recorder.record(1, batch)
+    # Too few to speak of a mean.
+    recorder.record(2, {key: value[:19] for key, value in batch.items()})
     recorder.recorder.close()
     parts = {curve.label: curve for curve in split([tmp_path], "probability", [0.1, 4.6])}
     assert {label: curve.series("geomask/mismatch_abs")[0] for label, curve in parts.items()} == pytest.approx(
@@ -190,3 +194,4 @@ def test_recorded_tokens_are_split_into_shares_of_a_whole(tmp_path):
     )
     assert [curve.series("mismatch")[0] for curve in parts.values()] == pytest.approx([0.25, 0.25, 0.5])
     assert [curve.series("tokens")[0] for curve in parts.values()] == pytest.approx([1 / 3] * 3)
+    assert all(math.isnan(curve.series("geomask/mismatch_abs")[1]) for curve in parts.values())
