@@ -68,8 +68,8 @@ _SIZES: Mapping[str, Any] = {
     "num_nextn_predict_layers": 0,
 }
 _PUBLISHED: Mapping[str, Mapping[str, Any]] = {
-    # What a type's published models have, and transformers' defaults have not; v0.6.0's Megatron-Bridge knows nothing else
-    # (qwen3_moe_bridge.py:66).
+    # What a type's published models have, and transformers' defaults have not. v0.6.0's Megatron-Bridge knows nothing
+    # else (qwen3_moe_bridge.py:66).
     "qwen3_moe": {"norm_topk_prob": True},
 }
 _NOT_KEPT = (
