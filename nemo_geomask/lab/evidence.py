@@ -1,4 +1,4 @@
-"""What many runs of the lab showed, as small data beside ``docs/evidence.md``: its tables and plots are made from it.
+"""What many runs of the lab showed, as small data beside ``docs/evidence.md``: tables and plots are made from it.
 
 ``python -m nemo_geomask.lab.evidence`` rewrites them; with ``--collect NAME DIR…`` the runs in some folders become
 ``docs/evidence/NAME.parquet`` first. What is shown of each is in ``nemo_geomask/lab/evidence.toml``.
@@ -21,7 +21,8 @@ from typing import Any
 from nemo_geomask.checks.pages import between_marks
 from nemo_geomask.errors import ConfigError
 from nemo_geomask.lab.optional import require
-from nemo_geomask.lab.outcome import WINDOW, by_variant, collapsed, final, paired_interval
+from nemo_geomask.lab.outcome import by_variant, collapsed, final, paired_interval
+from nemo_geomask.lab.plot import write_plot
 from nemo_geomask.lab.runs import Course, read_curves
 
 __all__ = ["CLAIMS", "Claim", "SeedMean", "collect", "draw", "load", "rewrite", "split"]
@@ -29,6 +30,7 @@ __all__ = ["CLAIMS", "Claim", "SeedMean", "collect", "draw", "load", "rewrite", 
 _KEY = b"nemo_geomask.evidence"
 _FACTS = ("corrected", "chance", "sampler", "precision", "finished", "versions", "settings")
 _COLOURS = ("#CC79A7", "#009E73", "#0072B2", "#D55E00", "#E69F00", "#56B4E9")
+_FEW = 20
 Runs = Sequence[Course]
 
 
@@ -40,7 +42,7 @@ class SeedMean:
         title: above it.
         metric: its name.
         style: of a number, as :func:`format` has it.
-        last: over the last ten steps alone.
+        last: over so many last steps alone; 0: all.
         paired: less the first variant's on the same seeds.
         interval: show it.
     """
@@ -48,13 +50,13 @@ class SeedMean:
     title: str
     metric: str
     style: str = ".3f"
-    last: bool = False
+    last: int = 0
     paired: bool = False
     interval: bool = True
 
     def by_seed(self, runs: Runs) -> dict[int, float]:
         """The mean of each run; without the seeds on which the metric was never finite."""
-        found = {run.seed: run.series(self.metric)[-WINDOW if self.last else 0 :] for run in runs}
+        found = {run.seed: run.series(self.metric)[-self.last :] for run in runs}
         finite = {seed: [value for value in series if math.isfinite(value)] for seed, series in found.items()}
         return {seed: fmean(series) for seed, series in sorted(finite.items()) if series}
 
@@ -72,7 +74,8 @@ class SeedMean:
         if found is None:
             return "–"
         mean, interval = found
-        style = f"+{self.style}" if self.paired else self.style
+        # z: a zero has no sign.
+        style = f"{'+' * self.paired}z{self.style}"
         shown = (
             "" if interval is None or not self.interval else " ({} to {})".format(*(format(x, style) for x in interval))
         )
@@ -114,6 +117,7 @@ class Claim:
         shown: labels of the rows in it; empty: the two best, the first and the worst.
         dots: title of the measure in its right half.
         axis: what ``curves`` is, in words.
+        panels: name of a picture beside the pages, with what ``nemo-geomask lab report`` draws; empty: none.
     """
 
     columns: Sequence[SeedMean | str]
@@ -122,6 +126,7 @@ class Claim:
     shown: Sequence[str] = ()
     dots: str = ""
     axis: str = "mean reward"
+    panels: str = ""
 
     @property
     def metrics(self) -> list[str]:
@@ -192,7 +197,7 @@ def split(places: Iterable[Path], dimension: str, edges: Sequence[float]) -> lis
 
     Returns:
         With ``tokens`` and ``mismatch``, the part's shares of the step's trained tokens and of their |Δ|, and
-        ``mismatch_abs``, its mean |Δ|. |Δ| counts up to 1 nat, as in the diagnosis.
+        ``geomask/mismatch_abs``, its mean |Δ| where it has 20 tokens. |Δ| counts up to 1 nat, as in the diagnosis.
     """
     from nemo_geomask.diagnosis.run import survey_run
     from nemo_geomask.diagnosis.sources import find_runs
@@ -213,7 +218,7 @@ def split(places: Iterable[Path], dimension: str, edges: Sequence[float]) -> lis
                 "step": list(range(1, len(steps) + 1)),
                 "tokens": [part[0] / whole[0] for part, whole in parts],
                 "mismatch": [part[1] / whole[1] for part, whole in parts],
-                "mismatch_abs": [part[1] / part[0] if part[0] else math.nan for part, _ in parts],
+                "geomask/mismatch_abs": [part[1] / part[0] if part[0] >= _FEW else math.nan for part, _ in parts],
             }
             label = f"{run.label} {dimension}={kind.label(first, last - 1)}"
             found.append(Course({**run.facts, "label": label, "variant": label}, columns))
@@ -281,42 +286,47 @@ def draw(curves: Runs, path: Path, claim: Claim) -> None:
         colour = sure if measure.paired else "#0072B2"
         right.plot([low, high], [place, place], color=colour, linewidth=2)
         right.plot(mean, place, "o", color=colour)
-    labels = [name.replace("`", "").replace(" ", "\n", 1) if name.startswith("`") else name for name, *_ in dots]
+    labels = [name.strip("`").split(" ", 1)[-1].replace(" ", "\n") if name[0] == "`" else name for name, *_ in dots]
     right.set_yticks(range(len(dots)), labels, fontsize="small")
     right.axvline(0, color="0.35", linewidth=1)
-    right.set(xlabel=claim.dots, title="mean over seeds, 95 %")
+    right.set(xlabel=f"{claim.axis}: {claim.dots}" if measure.paired else claim.dots, title="mean over seeds, 95 %")
     figure.tight_layout()
     figure.savefig(path, dpi=100, metadata={"Software": None})
     pyplot.close(figure)
 
 
 def rewrite(page: Path) -> str:
-    """The page with its tables as the data beside it has them."""
+    """The page with its tables as the data beside it have them."""
     text = page.read_text(encoding="utf-8")
-    for path in sorted((page.parent / page.stem).glob("*.parquet")):
-        text = between_marks(text, path.stem, _table(load(path), CLAIMS[path.stem]), page=page.name)
+    for path in sorted((page.parent / "evidence").glob("*.parquet")):
+        if f"<!-- {path.stem}: begin -->" in text:
+            text = between_marks(text, path.stem, _table(load(path), CLAIMS[path.stem]), page=page.name)
     return text
 
 
 def _main() -> None:
     parser = argparse.ArgumentParser(prog="python -m nemo_geomask.lab.evidence", description=__doc__)
-    parser.add_argument("page", nargs="?", type=Path, default=Path("docs/evidence.md"))
+    parser.add_argument("docs", nargs="?", type=Path, default=Path("docs"), help="folder of the pages")
     parser.add_argument("--collect", nargs="+", metavar=("NAME", "DIR"), help="of the data, and folders of runs")
     parser.add_argument(
         "--split", nargs="+", metavar=("DIMENSION", "EDGE"), help="of recorded runs: parts of their tokens"
     )
     given = parser.parse_args()
-    folder = given.page.parent / given.page.stem
+    folder = given.docs / "evidence"
     if given.collect:
         name, *places = given.collect[0], *map(Path, given.collect[1:])
-        curves = (
-            split(places, given.split[0], [float(x) for x in given.split[1:]]) if given.split else read_curves(places)
+        of_tokens = given.split and (given.split[0], [float(edge) for edge in given.split[1:]])
+        collect(
+            split(places, *of_tokens) if of_tokens else read_curves(places), folder / f"{name}.parquet", CLAIMS[name]
         )
-        collect(curves, folder / f"{name}.parquet", CLAIMS[name])
     for path in sorted(folder.glob("*.parquet")):
-        if CLAIMS[path.stem].curves:
-            draw(load(path), path.with_suffix(".png"), CLAIMS[path.stem])
-    given.page.write_text(rewrite(given.page), encoding="utf-8")
+        curves, claim = load(path), CLAIMS[path.stem]
+        if claim.curves:
+            draw(curves, path.with_suffix(".png"), claim)
+        if claim.panels:
+            write_plot(curves, given.docs / claim.panels)
+    for page in (given.docs / "evidence.md", given.docs / "lab.md"):
+        page.write_text(rewrite(page), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -58,7 +58,7 @@ def write_plot(curves: Sequence[Course], path: Path) -> None:
         fontsize="medium",
     )
     figure.tight_layout()
-    figure.savefig(path, dpi=130)
+    figure.savefig(path, dpi=100)
     pyplot.close(figure)
 
 

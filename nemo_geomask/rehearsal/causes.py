@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 __all__ = ["CAUSES", "likely_cause"]
 
 CAUSES: Sequence[tuple[str, str, str]] = (
-    # Pattern, searched in the error and its tracebacks, the first that is found; setting; what to do.
+    # Pattern, searched in the error and its tracebacks, the first that is found; setting, or its group; what to do.
     (
         r"WorkerError|can't receive the loss|No module named 'nemo_geomask'",
         "PYTHONPATH, or the workers' environments",
@@ -63,7 +63,7 @@ CAUSES: Sequence[tuple[str, str, str]] = (
     ),
     (r"chat_template", "policy.tokenizer.chat_template", "the tokenizer has no such template"),
     (r"is not registered in ENV_REGISTRY", "data.default.env_name", "the environment is not known to NeMo-RL"),
-    (r"KeyError: '\w+'", "the recipe", "NeMo-RL reads a key that the recipe does not have; the error names it"),
+    (r"KeyError: '(\w+)'", r"\1", "NeMo-RL reads this key, which the recipe does not have"),
 )
 
 
@@ -85,10 +85,12 @@ def likely_cause(
     named = (key for key in settings if _is_word(key.rpartition(".")[2], error))
     quoted = (key for key, value in settings.items() if isinstance(value, str) and _is_word(value, error))
     for keys, what in ((named, None), (quoted, "the error has its value")):
-        key = next(keys, None)
+        # One of its keys in full, rather than the section that this is in.
+        key = max(keys, key=lambda key: len(key) if key in error else 0, default=None)
         if key is not None:
             return key, what
-    return next(((setting, fix) for pattern, setting, fix in CAUSES if re.search(pattern, text)), None)
+    found = ((re.search(pattern, text), setting, fix) for pattern, setting, fix in CAUSES)
+    return next(((match.expand(setting), fix) for match, setting, fix in found if match), None)
 
 
 def _is_word(word: str, text: str) -> bool:

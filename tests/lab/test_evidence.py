@@ -1,5 +1,6 @@
 """docs/evidence.md says what its data say, and the data are what runs were."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -16,25 +17,101 @@ PAGE = Path(__file__).parents[2] / "docs" / "evidence.md"
 FACTS = {"corrected": False, "chance": 0.1, "sampler": "copy", "precision": "float32", "versions": {}}
 
 
+DATA = {path.stem: load(path) for path in sorted((PAGE.parent / "evidence").glob("*.parquet"))}
+
+
+def by_label(name):
+    """Runs by seed, by what the table calls them."""
+    rows = CLAIMS[name].variants(DATA[name])
+    return {label.strip("`"): {run.seed: run for run in runs} for label, runs in rows.items()}
+
+
+def mean(series):
+    return sum(series) / len(series)
+
+
 def test_the_published_tables_are_the_datas():
-    assert rewrite(PAGE) == PAGE.read_text(encoding="utf-8")
+    pages = [PAGE, PAGE.with_name("lab.md")]
+    for page in pages:
+        assert rewrite(page) == page.read_text(encoding="utf-8")
+    for name in DATA.keys() | CLAIMS.keys():
+        assert sum(f"<!-- {name}: begin -->" in page.read_text(encoding="utf-8") for page in pages) == 1, name
+    drawn = {f"evidence/{name}.png" for name, claim in CLAIMS.items() if claim.curves}
+    assert drawn == set(re.findall(r"\((evidence/\w+\.png)\)", PAGE.read_text(encoding="utf-8")))
 
 
-def test_the_published_runs_are_those_that_the_page_speaks_of():
-    curves = load(PAGE.parent / "evidence" / "stale.parquet")
-    assert curves[0].label == "clipped_pg:none"
-    assert {curve.seed for curve in curves} == set(range(101, 111))
-    assert len(curves) == 130
-    assert all(curve.finished and curve.steps == 60 for curve in curves)
-    icepop, none, fresh = (
-        {curve.seed: final(curve.series("reward")) for curve in curves if curve.label == label}
-        for label in ("clipped_pg:none+icepop", "clipped_pg:none", "clipped_pg:none grpo.async_grpo.enabled=False")
-    )
-    assert all(min(icepop[seed], fresh[seed]) > none[seed] for seed in none)
-    # The page's first sentence: up to step 40, and down.
-    means = [sum(curve.series("reward")[step] for curve in curves[:10]) / 10 for step in range(60)]
+def test_all_published_runs_are_whole_and_on_the_seeds_that_the_page_says():
+    for name, curves in DATA.items():
+        labels = {curve.label for curve in curves}
+        seeds = (
+            range(101, 111) if name in ("stale", "quantized") else range(1, 6) if name == "demo" else range(101, 106)
+        )
+        assert sorted((curve.label, curve.seed) for curve in curves) == sorted(
+            (label, seed) for label in labels for seed in seeds
+        )
+        assert all(curve.finished for curve in curves)
+        assert not CLAIMS[name].rows or labels == set(CLAIMS[name].rows)
+
+
+def test_what_the_page_says_of_stale_samples():
+    runs = by_label("stale")
+    none = runs["clipped_pg:none"]
+    rewards = {
+        label: {seed: final(run.series("reward")) for seed, run in found.items()} for label, found in runs.items()
+    }
+    for label in ("clipped_pg:none+icepop", "clipped_pg:none grpo.async_grpo.enabled=False"):
+        assert all(rewards[label][seed] > rewards["clipped_pg:none"][seed] for seed in none)
+    # Up to step 40, and down.
+    means = [mean([run.series("reward")[step] for run in none.values()]) for step in range(60)]
     assert max(range(60), key=means.__getitem__) == pytest.approx(39, abs=2)
-    assert sum(means[-5:]) < 0.85 * sum(means[37:42])
+    assert mean(means[-5:]) < 0.85 * mean(means[37:42])
+    highest = []
+    for run in none.values():
+        k3, reward = run.series("geomask/mismatch_k3"), run.series("reward")
+        assert mean(k3[30:40]) > mean(k3[20:30])
+        highest.append(max(range(10, 61), key=lambda end: mean(reward[end - 10 : end])))
+    assert (min(highest), max(highest)) == (43, 59)
+
+
+def test_what_the_page_says_of_ranks_and_of_documents():
+    one, four = by_label("ranks").values()
+    equal = [seed for seed in one if one[seed].series("reward") == four[seed].series("reward")]
+    assert len(equal) == 4
+    for seed in equal:
+        assert one[seed].series("grad_norm") == pytest.approx(four[seed].series("grad_norm"), rel=5e-6)
+    (other,) = one.keys() - set(equal)
+    assert one[other].series("reward")[:6] == four[other].series("reward")[:6]
+    runs = by_label("documents")
+    norms = SeedMean("", "grad_norm")
+    documents = list(runs["documents"].values())
+    assert norms.estimate(documents, documents)[0] / norms.estimate(list(runs["sequences"].values()), documents)[0] == (
+        pytest.approx(23, abs=0.5)
+    )
+    drawn = runs["documents`, `docs_per_step: 64"]
+    assert all(drawn[run.seed].series("reward") == run.series("reward") for run in documents)
+
+
+def test_what_the_page_says_of_masked_weights_and_of_the_demo():
+    runs = by_label("late")
+    less = SeedMean("", "reward", last=10, paired=True)
+    for kind, said in (
+        ("tokens", "0.039 more than truncated ones (−0.057 to +0.136)"),
+        ("sequences", "0.028 more (−0.059 to +0.116)"),
+    ):
+        masked, truncated = (list(runs[f"{kind}' weights, {how}"].values()) for how in ("masked", "truncated"))
+        found, (low, high) = less.estimate(masked, truncated)
+        assert re.search(rf"{found:.3f} more[^(]*\(−{-low:.3f} to \+{high:.3f}\)", said)
+        assert said in PAGE.read_text(encoding="utf-8").replace("\n  ", " ")
+    demo = by_label("demo")
+    gains = {
+        label: sorted(
+            final(demo[label][seed].series("reward")) - final(run.series("reward"))
+            for seed, run in demo["clipped_pg:none"].items()
+        )
+        for label in ("clipped_pg:token", "clipped_pg:none+icepop")
+    }
+    assert [round(gains["clipped_pg:token"][place], 2) for place in (0, -1)] == [0.09, 0.24]
+    assert round(gains["clipped_pg:none+icepop"][1], 2) == 0.09
 
 
 def written(folder, label, seed, rewards, **settings):
@@ -69,10 +146,10 @@ def course(label, seed, **columns):
 def test_a_measure_is_of_seeds():
     base = [course("a", seed, reward=[0.0] * 5 + [0.1 * seed] * 10) for seed in (1, 2, 3)]
     other = [course("b", seed, reward=[float("nan"), 0.1 * seed + 0.2 + 0.01 * (seed - 2)]) for seed in (1, 2, 3, 4)]
-    mean, (low, high) = SeedMean("", "reward", last=True, paired=True).estimate(other, base)
+    mean, (low, high) = SeedMean("", "reward", last=10, paired=True).estimate(other, base)
     half = 4.303 * 0.01 / 3**0.5
     assert (mean, low, high) == pytest.approx((0.2, 0.2 - half, 0.2 + half))
-    assert SeedMean("", "reward", last=True).cell(base, base) == "0.200 (-0.048 to 0.448)"
+    assert SeedMean("", "reward", last=10).cell(base, base) == "0.200 (-0.048 to 0.448)"
     assert SeedMean("", "reward", paired=True).cell(base, base) == "–"
     assert SeedMean("", "else").cell(base, base) == "–"
 
@@ -86,15 +163,15 @@ def test_recorded_tokens_are_split_into_shares_of_a_whole(tmp_path):
     written(tmp_path, "gspo:none", 1, [0.1] * 3)
     folder = tmp_path / next((tmp_path / "steps").iterdir()).stem / "records"
     recorder = FlightRecorder(LossConfig(record={"dir": str(folder)}), facts={"loop": "lab"})
-    mask = torch.tensor([[0.0, 1.0, 1.0, 1.0]])
-    gen = torch.tensor([[0.0, -0.05, -1.0, -5.0]])
-    batch = {"input_ids": torch.ones(1, 4, dtype=torch.long), "input_lengths": torch.tensor([4]), "token_mask": mask}
-    batch |= {"sample_mask": torch.ones(1), "generation_logprobs": gen, "rewards": torch.ones(1)}
-    batch["prev_logprobs"] = gen + mask * torch.tensor([0.0, 0.1, 0.1, -0.2])
+    rows = torch.ones(20, 1)
+    mask, gen = rows * torch.tensor([0.0, 1.0, 1.0, 1.0]), rows * torch.tensor([0.0, -0.05, -1.0, -5.0])
+    batch = {"input_ids": torch.ones(20, 4, dtype=torch.long), "input_lengths": torch.full((20,), 4)}
+    batch |= {"token_mask": mask, "sample_mask": rows[:, 0], "generation_logprobs": gen, "rewards": rows[:, 0]}
+    batch["prev_logprobs"] = gen + torch.tensor([0.0, 0.1, 0.1, -0.2])
     recorder.record(1, {**batch, "advantages": mask})
     recorder.recorder.close()
     parts = {curve.label: curve for curve in split([tmp_path], "probability", [0.1, 4.6])}
-    assert {label: curve.series("mismatch_abs")[0] for label, curve in parts.items()} == pytest.approx(
+    assert {label: curve.series("geomask/mismatch_abs")[0] for label, curve in parts.items()} == pytest.approx(
         {
             "gspo:none probability=below 0.1": 0.1,
             "gspo:none probability=0.1 to 4.6": 0.1,

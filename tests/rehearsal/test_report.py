@@ -137,6 +137,7 @@ def test_the_proof_adds_up_over_workers():
         ("ValueError: World size (1) is insufficient for the parallelism", "cluster.gpus_per_node"),
         ("ModuleNotFoundError: No module named 'megatron.core'", "policy.megatron_cfg.enabled"),
         ("the prompt is longer than the maximum model length of 48", "policy.generation.vllm_cfg.max_model_len"),
+        ("  File \"setup.py\", line 9\nKeyError: 'max_grad_norm'", "max_grad_norm"),
     ],
 )
 def test_the_likely_setting(text, setting):
@@ -153,6 +154,12 @@ def test_a_key_of_the_recipe_that_the_error_names_comes_first():
     found = likely_cause(error, "ValueError: wrong", settings)
     assert found is not None
     assert found[0] != "checkpointing.model_save_format"
+
+
+def test_a_key_in_full_comes_before_its_section():
+    error = "BatchVetoError: loss_fn.batch_veto: 2 batches in a row are beyond max, and max_in_a_row is 1"
+    settings = dict.fromkeys(("loss_fn", "loss_fn.batch_veto", "loss_fn.batch_veto.max_in_a_row"))
+    assert likely_cause(error, error, settings) == ("loss_fn.batch_veto", None)
 
 
 def test_a_value_that_the_error_quotes_leads_to_its_key():
