@@ -1,5 +1,6 @@
 """docs/evidence.md says what its data say, and the data are what runs were."""
 
+import csv
 import math
 import re
 from pathlib import Path
@@ -7,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from nemo_geomask.errors import ConfigError
-from nemo_geomask.lab.evidence import CLAIMS, Claim, SeedMean, collect, load, rewrite, split
+from nemo_geomask.lab.evidence import CLAIMS, Claim, SeedMean, collect, load, rewrite, searched, split
 from nemo_geomask.lab.outcome import final
 from nemo_geomask.lab.recipe import LabRecipe
 from nemo_geomask.lab.runs import Course, Run, read_curves, write_steps
@@ -46,6 +47,29 @@ def test_the_published_tables_are_the_datas():
         assert sum(f"<!-- {name}: begin -->" in page.read_text(encoding="utf-8") for page in pages) == 1, name
     drawn = {f"evidence/{name}.png" for name, claim in CLAIMS.items() if claim.curves}
     assert drawn == set(re.findall(r"\((evidence/\w+\.png)\)", PAGE.read_text(encoding="utf-8")))
+
+
+def test_what_was_searched_is_data_too():
+    rows = list(csv.DictReader((PAGE.parent / "evidence" / "search.csv").open(encoding="utf-8")))
+    text = PAGE.read_text(encoding="utf-8")
+    assert all(f"<!-- {name}: begin -->" in text for name in {row["table"] for row in rows})
+    assert {int(row["seed"]) for row in rows} == {1, 2, 3, 4, 5}
+
+
+def test_a_table_of_what_was_searched():
+    rewards = {"none": (0.1, 0.2, 0.6), "token": (0.2, 0.4, 0.6)}
+    rows = [
+        {"setting": "int4", "lr": "1e-3", "variant": variant, "seed": str(seed), "reward": str(reward)}
+        for variant, values in rewards.items()
+        for seed, reward in enumerate(values)
+    ]
+    half = 4.302653 * 0.1 / math.sqrt(3)
+    assert searched([*rows, {**rows[0], "setting": "float8", "reward": "0.5"}]).splitlines() == [
+        "|  | lr | none | `token` |",
+        "|---|---|---|---|",
+        f"| int4 | 1e-3 | 0.300 | 0.400 ({0.1 - half:+.3f} to {0.1 + half:+.3f}) |",
+        "| float8 | 1e-3 | 0.500 | – |",
+    ]
 
 
 def test_all_published_runs_are_whole_and_on_the_seeds_that_the_page_says():
