@@ -112,6 +112,7 @@ def run(arguments: argparse.Namespace) -> int:
     # Imported here, so that --help and other commands need no optional package.
     from nemo_geomask.diagnosis.report import read_sweep
     from nemo_geomask.diagnosis.run import survey_run
+    from nemo_geomask.diagnosis.text import tables
     from nemo_geomask.diagnosis.verdict import diagnose
 
     if arguments.sweep and arguments.html is None:
@@ -128,6 +129,8 @@ def run(arguments: argparse.Namespace) -> int:
     sums = partial(survey_run, cache=arguments.cache, crosses=crosses, over=_over(arguments.ray))
     other = None if arguments.against is None else _only(arguments.against)
     runs, others = _runs(arguments.directories)
+    if other is not None:  # which may lie below one of the folders
+        runs = [run for run in runs if run.directory.resolve() != other.directory.resolve()] or runs
     found = []
     for run in runs:
         try:
@@ -142,6 +145,10 @@ def run(arguments: argparse.Namespace) -> int:
             others[run.directory] = _Unrecorded("unknown", str(error))
     if not found and all(one.health == "unknown" for one in others.values()):
         raise DataError(*(one.says for one in others.values()))
+    for names in only or ():
+        asked = [tables(diagnosis, only=[names]) for _, diagnosis in found]
+        if asked and not any(table.rows for one in asked for table in one):
+            raise DataError(asked[0][0].title)
     _print(arguments, found, others, decode, only)
     _write(arguments, found, others, decode, crosses)
     return _status([diagnosis for _, diagnosis in found], others)

@@ -74,7 +74,7 @@ class Recording(StrictModel):
     every: int = Field(default=1, ge=1, description="Steps from one that is recorded to the next; the first is.")
     entropy: bool = Field(
         default=False,
-        description="Record the entropy at each token too; NeMo-RL: needs `logprob_backend` `geomask` or `geomask_linear`.",
+        description="Record the entropy at each token; in NeMo-RL under `logprob_backend` `geomask`, `geomask_linear`.",
     )
 
 

@@ -46,10 +46,12 @@ class SideBySide:
 
 _APART = ("changes", "steps", "circle", "groups", "worst_sequences", "worst_tokens")
 """Tables whose rows have no name that runs share."""
+_OF_ROWS = ("definition", "threshold", "drifting | broken")
 
 
 def side_by_side(found: Sequence[tuple[int, Table]]) -> list[SideBySide]:
-    """The tables of several runs, one of each, as one; a column that is the same in all of them stands once."""
+    """The tables of several runs, one of each, as one; a column that is the same in all of them stands once: where all
+    have the same rows, or it says something of the row itself."""
     first = found[0][1]
     if len(found) == 1 or first.key in _APART:
         last = len(found) - 1
@@ -72,10 +74,12 @@ def side_by_side(found: Sequence[tuple[int, Table]]) -> list[SideBySide]:
             again = table.columns[:place].count(title)
             values.setdefault((title, again), {})[run] = {row[0]: row[place] for row in table.rows}
     columns = []
-    for (title, _), of_runs in values.items():
+    for (title, again), of_runs in values.items():
         cells = [[of_run.get(name, "") for of_run in of_runs.values()] for name in names]
         known = [list(dict.fromkeys(of_run[name] for of_run in of_runs.values() if name in of_run)) for name in names]
-        if len(of_runs) == len(found) and all(len(one) < 2 for one in known):
+        of_rows = (title, again) == (first.columns[0], 0) or title in _OF_ROWS
+        same_rows = of_rows or all(len(of_run) == len(names) for of_run in of_runs.values())
+        if same_rows and len(of_runs) == len(found) and all(len(one) < 2 for one in known):
             columns.append(PageColumn(title, [], [one or [""] for one in known]))
         else:
             columns.append(PageColumn(title, list(of_runs), cells))

@@ -9,6 +9,7 @@ from pathlib import Path
 from nemo_geomask.diagnosis.read import RecordBlock
 from nemo_geomask.diagnosis.run import blocks_of
 from nemo_geomask.diagnosis.sources import RunFiles
+from nemo_geomask.diagnosis.survey import trainer_column
 from nemo_geomask.diagnosis.text import Decode
 from nemo_geomask.diagnosis.verdict import RunDiagnosis
 
@@ -61,7 +62,8 @@ def _excerpt(block: RecordBlock, place: int, title: str, decode: Decode | None) 
     here = slice(begin, end)
     ids, mask = block.tokens["tokens"][here].tolist(), block.tokens["mask"][here].tolist()
     nobody = [math.nan] * len(ids)
-    gen, prev = (block.tokens[name][here].tolist() if name in block.tokens else nobody for name in ("gen", "prev"))
+    trainer = trainer_column(block)
+    gen, prev = (block.tokens[name][here].tolist() if name in block.tokens else nobody for name in ("gen", trainer))
     size = [
         abs(one - other) if trains and math.isfinite(one - other) else -1.0
         for one, other, trains in zip(prev, gen, mask, strict=True)
@@ -74,7 +76,7 @@ def _excerpt(block: RecordBlock, place: int, title: str, decode: Decode | None) 
         grade = f"d{sum(size[index] >= limit for limit in GRADES)}" if mask[index] else ""
         known = f"token {index}, id {ids[index]}"
         if mask[index]:
-            known += f": gen {gen[index]:.4g}, prev {prev[index]:.4g}, Δ {prev[index] - gen[index]:.4g}"
+            known += f": gen {gen[index]:.4g}, {trainer} {prev[index]:.4g}, Δ {prev[index] - gen[index]:.4g}"
         shown.append((text, grade, known))
     return Excerpt(title, shown, (first, len(ids) - last))
 

@@ -148,7 +148,11 @@ def _sections(
 
 
 def _of_sweep(number: int, sweep: Mapping[str, Any], runs: Sequence[ReportedRun]) -> dict[str, Any]:
-    place = next((place for place, run in enumerate(runs) if run.directory == sweep["run"]), 0)
+    directories = [Path(run.directory).resolve() for run in runs]
+    if Path(sweep["run"]).resolve() not in directories:
+        listed = ", ".join(run.directory for run in runs)
+        raise DataError(f"--sweep: what was swept is {sweep['run']}, which is none of the report's runs: {listed}")
+    place = directories.index(Path(sweep["run"]).resolve())
     measures = list(sweep["definitions"])
 
     def point(one: Mapping[str, Any], name: str) -> float:
@@ -240,7 +244,8 @@ def write_report(
         decode: makes text of token ids.
         pairs: of dimensions that were surveyed together.
 
-    Raises: MissingDependencyError: plotly or Jinja is missing. DataError: the file can't be written.
+    Raises: MissingDependencyError: plotly or Jinja is missing. DataError: the file can't be written, or a sweep is of
+    another run.
     """
     names = [run.name for run in runs]
     sections = _sections(runs, decode, pairs)

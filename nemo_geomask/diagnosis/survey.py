@@ -24,7 +24,7 @@ from nemo_geomask.diagnosis.statistics import (
     Window,
 )
 
-__all__ = ["survey"]
+__all__ = ["survey", "trainer_column"]
 
 LIMIT = 40.0
 SIZE_CAP = 1.0
@@ -99,13 +99,18 @@ def survey(block: RecordBlock, crosses: Sequence[tuple[str, str]] = ()) -> Stati
     return found
 
 
+def trainer_column(block: RecordBlock) -> str:
+    """``prev``, or ``curr`` where π_old was not computed and the current policy's log-probs are there."""
+    mask, prev = block.tokens["mask"].astype(bool), block.tokens.get("prev")
+    known = prev is not None and (np.isfinite(prev[mask]) & (prev[mask] != 0)).any()
+    return "prev" if known or "curr" not in block.tokens else "curr"
+
+
 def _logprobs(block: RecordBlock, mask: Array) -> tuple[Array, Array]:
-    """Both engines', float64; the current policy's where π_old was not computed."""
-    nobody = np.full(len(mask), np.nan, np.float32)
-    gen, prev = block.tokens.get("gen", nobody), block.tokens.get("prev")
-    if prev is None or not (np.isfinite(prev[mask]) & (prev[mask] != 0)).any():
-        prev = block.tokens.get("curr", nobody if prev is None else prev)
-    return gen.astype(float), prev.astype(float)
+    """Both engines', float64."""
+    nobody = np.full(len(mask), np.nan)
+    gen, prev = (block.tokens.get(name, nobody).astype(float) for name in ("gen", trainer_column(block)))
+    return gen, prev
 
 
 def _bugs(sums: StepSums, mask: Array, gen: Array, prev: Array, sequence: Array, count: int) -> Array:

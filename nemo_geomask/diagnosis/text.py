@@ -17,7 +17,6 @@ from nemo_geomask.diagnosis.circle import CERTAIN, circle, verdict
 from nemo_geomask.diagnosis.read import Array
 from nemo_geomask.diagnosis.statistics import BY_NAME, CELLS, DIMENSIONS, StepSums, Window, per
 from nemo_geomask.diagnosis.verdict import LEVELS, RunDiagnosis
-from nemo_geomask.errors import DataError
 
 __all__ = [
     "MEASURES",
@@ -60,7 +59,7 @@ def show(found: Sequence[Table]) -> None:
             rich = [importlib.import_module(f"rich.{name}") for name in ("table", "console", "text")]
     for table in found:
         cells = [tuple(as_text(value) for value in row) for row in table.rows]
-        if rich is None:
+        if rich is None or not table.rows:
             print(f"\n{table.title}")
             print("\n".join(_plain(table.columns, cells)))
             continue
@@ -97,9 +96,8 @@ def tables(
     Args:
         diagnosis: of one run.
         decode: makes text of token ids; without it, ids are shown.
-        only: dimensions, pairs of them that were surveyed, and ``("step",)``.
-
-    Raises: DataError: the records have one kind of data only, or not what is asked for.
+        only: dimensions, pairs of them that were surveyed, and ``("step",)``; where the records have one kind of data
+            only, or none, the table has no rows and says so.
     """
     if only is not None:
         return [table for names in only for table in _asked(diagnosis, names)]
@@ -115,7 +113,7 @@ def _asked(diagnosis: RunDiagnosis, names: tuple[str, ...]) -> list[Table]:
     if table is None:
         needs = " and ".join(BY_NAME[name].needs for name in names if BY_NAME[name].needs)
         missing = f"not recorded ({needs}), or the same everywhere" if needs else "the same everywhere"
-        raise DataError(f"--by {','.join(names)}: {missing}")
+        table = Table(",".join(names), f"--by {','.join(names)}: {missing}", (), [])
     return [table]
 
 

@@ -17,7 +17,7 @@ from nemo_geomask.losses.verdicts import verdicts
 from nemo_geomask.records.schema import REMOVED
 from nemo_geomask.records.writer import Recorder, StepRows
 
-__all__ = ["KEYS", "LOGGED", "FlightRecorder", "by_hash", "chosen_rows", "joined", "step_rows"]
+__all__ = ["KEYS", "LOGGED", "TRAINED", "FlightRecorder", "by_hash", "chosen_rows", "joined", "step_rows"]
 
 KEYS = {
     "tokens": "input_ids",
@@ -45,6 +45,8 @@ LOGGED = {
     "prev_logprobs": "prev_logprobs",
 }
 """By name in NeMo-RL's own JSONL, the key of a batch that stands there."""
+TRAINED = "curr_trained"
+"""Key of a batch [B, T] bool: where ``curr`` is known, even if it is NaN; without it, everywhere."""
 _LENGTHS = "input_lengths"
 _UNKNOWN = {"prev", "ref"}  # trainers put zeros or NaN where they skip these
 
@@ -132,7 +134,7 @@ def step_rows(config: LossConfig, step: int, data: Mapping[str, Tensor]) -> Step
         "turns": (mask[:, 1:] & ~mask[:, :-1]).sum(dim=1) + mask[:, 0],
     }
     for name in _UNKNOWN & values.keys():
-        if not values[name].nan_to_num().any() and (name == "ref" or not config.needs_prev):
+        if (name == "ref" or not config.needs_prev) and not values[name].nan_to_num().any():
             del values[name]
     facts = {"policy": "curr" if "curr" in values else "prev"}
     if config.record.fraction == 1:
@@ -141,10 +143,10 @@ def step_rows(config: LossConfig, step: int, data: Mapping[str, Tensor]) -> Step
     return StepRows(lengths[rows], {name: value[rows] for name, value in values.items()}, facts)
 
 
-def chosen_rows(settings: Recording, step: int, data: Mapping[str, Tensor]) -> Tensor | None:
-    """The rows of a batch that are recorded; None: all of them."""
-    if settings.fraction == 1:
-        return None
+def chosen_rows(settings: Recording, step: int, data: Mapping[str, Tensor]) -> Tensor:
+    """The rows of a batch that are recorded."""
+    if settings.by == "sequence":
+        return _chosen(settings, step, data["input_ids"][:, 0])  # their number is all that counts
     return _chosen(settings, step, _groups(data["input_ids"], _trained(data)[1])[0])
 
 
@@ -174,8 +176,8 @@ def _groups(tokens: Tensor, prompts: Tensor) -> tuple[Tensor, Tensor]:
     numbers: dict[bytes, int] = {}
     counts: list[int] = []
     found = []
-    for ids, length in zip(tokens.to("cpu", torch.int64), prompts.tolist(), strict=True):
-        group = numbers.setdefault(ids[:length].numpy().tobytes(), len(numbers))
+    for ids, length in zip(tokens.to("cpu", torch.int64).numpy(), prompts.tolist(), strict=True):
+        group = numbers.setdefault(ids[:length].tobytes(), len(numbers))
         counts.extend([0] * (len(numbers) - len(counts)))
         found.append((group, counts[group]))
         counts[group] += 1
@@ -196,6 +198,6 @@ def _chosen(settings: Recording, step: int, groups: Tensor) -> Tensor:
 def _verdicts(config: LossConfig, data: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """With the current policy's log-probs where they are known, else with those before the step."""
     curr, prev = data.get(KEYS["curr"]), data.get(KEYS["prev"])
-    if curr is not None and prev is not None:
-        curr = torch.where(curr.isnan(), prev, curr)
+    if curr is not None and prev is not None and TRAINED in data:
+        curr = torch.where(data[TRAINED], curr, prev)
     return verdicts(config, data, None if curr is None else curr[:, 1:])

@@ -7,7 +7,7 @@ import pytest
 pytest.importorskip("pyarrow")
 
 from nemo_geomask.cli import main
-from nemo_geomask.diagnosis.planted import RunShape, planted_step
+from nemo_geomask.diagnosis.planted import RunShape, planted_step, write_step
 from tests.helpers.logs import log_rows, write_log
 
 SHAPE = RunShape(prompts=4, samples=3, length=40)
@@ -62,6 +62,24 @@ def test_one_split_at_a_time_and_two_at_once(tmp_path, capsys):
         assert f"--by {wrong}: give one or two of probability, position" in capsys.readouterr().err
 
 
+def test_a_split_that_one_run_has_not_is_said_and_the_others_shown(tmp_path, capsys):
+    write_steps(tmp_path / "logs", range(1, 4))  # without staleness
+    recorded = tmp_path / "recorded"
+    recorded.mkdir()
+    for step in range(1, 4):
+        write_step(recorded, planted_step(0, step, None, 0.0, shape=SHAPE))
+    assert main(["diagnose", str(tmp_path), "--by", "staleness"]) == 0
+    out = capsys.readouterr().out
+    assert "--by staleness: not recorded (" in out
+    assert "By staleness (steps)" in out
+    assert main(["diagnose", str(tmp_path), "--by", "staleness", "--json"]) == 0
+    first, second = json.loads(capsys.readouterr().out)
+    assert not first["tables"]["staleness"]
+    assert second["tables"]["staleness"]
+    assert main(["diagnose", str(tmp_path / "logs"), "--by", "staleness"]) == 2
+    assert "--by staleness: not recorded (" in capsys.readouterr().err
+
+
 def test_a_run_against_another_over_the_steps_of_both(tmp_path, capsys):
     that = write_steps(tmp_path / "that", range(1, 5))
     this = write_steps(tmp_path / "this", range(2, 7), "precision", 8.0)
@@ -69,6 +87,10 @@ def test_a_run_against_another_over_the_steps_of_both(tmp_path, capsys):
     assert main([*arguments, "--json"]) == 1
     (told,) = json.loads(capsys.readouterr().out)
     assert (told["steps"], told["cause"]["id"], told["against"]["name"]) == ([2, 3, 4], "precision", str(that))
+    # The other may lie below the folder that is given.
+    assert main(["diagnose", str(tmp_path), "--against", str(that), "--brief"]) == 1
+    told = capsys.readouterr().out.splitlines()
+    assert [line.split(":")[0] for line in told if line.startswith(str(tmp_path))] == [str(this)]
     assert main(["diagnose", str(that), "--against", str(that)]) == 2
     assert "is the run that it is held against" in capsys.readouterr().err
     assert main(["diagnose", str(this), "--against", str(tmp_path)]) == 2

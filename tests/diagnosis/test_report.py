@@ -5,6 +5,7 @@ import hashlib
 import itertools
 import json
 import math
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from nemo_geomask.diagnosis.beside import side_by_side
 from nemo_geomask.diagnosis.draw import COLOURS, plotly_figure, write_pngs
 from nemo_geomask.diagnosis.excerpts import excerpts
 from nemo_geomask.diagnosis.figures import POINTS, figures_of
-from nemo_geomask.diagnosis.planted import RunShape, planted_run, planted_step
+from nemo_geomask.diagnosis.planted import RunShape, planted_run, planted_step, write_step
 from nemo_geomask.diagnosis.read import RecordBlock
 from nemo_geomask.diagnosis.report import ReportedRun, short_names, write_report
 from nemo_geomask.diagnosis.run import survey_run
@@ -186,6 +187,10 @@ def test_runs_stand_side_by_side():
         ["k1", "1", "mean", "", ""],
         ["k3", "2", "mean", "3", "4"],
     ]
+    # Rows that only one of them has are not the same in both.
+    ages = [Table("staleness", "By staleness", ("", "|Δ|"), [(name, 0.5)]) for name in ("0", "1")]
+    (both,) = side_by_side(list(enumerate(ages)))
+    assert [[text for text, _ in row] for row in both.rows] == [["0", "0.5", ""], ["1", "", "0.5"]]
     steps = Table("steps", "Steps", ("step",), [(1,)])
     assert [table.run for table in side_by_side([(0, steps), (1, steps)])] == [0, 1]
 
@@ -204,6 +209,16 @@ def test_an_excerpt_shows_the_worst_token_and_what_is_around_it(logged):
     assert "d4" in grades
     assert grades <= {"", "d0", "d1", "d2", "d3", "d4"}
     assert "id " in found[0].tokens[0][2]
+
+
+def test_an_excerpt_has_the_current_policys_log_probs_where_there_are_no_others(tmp_path):
+    block = planted_step(0, 1, "shifted", 0.5, shape=SHAPE)
+    others = {name: value for name, value in block.tokens.items() if name != "prev"}
+    write_step(tmp_path, replace(block, tokens={**others, "curr": block.tokens["prev"]}))
+    (run,) = find_runs([tmp_path])
+    found = excerpts(run, diagnose(survey_run(run)))
+    assert {grade for _, grade, _ in found[0].tokens} >= {"d0", "d4"}
+    assert any(", curr -" in known for _, _, known in found[0].tokens)
 
 
 def test_what_differs_names_a_run(tmp_path):
@@ -241,6 +256,9 @@ def test_the_command_writes_report_and_sweep(logged, tmp_path, capsys):
     assert "loss_fn:" in page.text
     assert "img" not in page.tags
     assert not list(tmp_path.glob("*.part"))
+    swept.write_text(json.dumps({**json.loads(swept.read_text()), "run": "/another"}))
+    assert main([*arguments, "--sweep", str(swept)]) == 2
+    assert "what was swept is /another, which is none of the report's runs" in capsys.readouterr().err
     swept.write_text("{}")
     assert main([*arguments, "--sweep", str(swept)]) == 2
     assert "--sweep" in capsys.readouterr().err

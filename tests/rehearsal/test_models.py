@@ -54,6 +54,11 @@ def test_a_folder_keeps_what_is_no_size(tmp_path):
     assert model.settings["num_key_value_heads"] % 4 == 0
 
 
+def test_published_models_normalise_the_shares_of_their_experts():
+    assert tiny_model("Qwen/Qwen3-30B-A3B", Layout()).settings["norm_topk_prob"] is True
+    assert "norm_topk_prob" not in tiny_model("Qwen/Qwen3-0.6B", Layout()).settings
+
+
 def test_a_folder_without_a_model_type(tmp_path):
     (tmp_path / "config.json").write_text("[]", encoding="utf-8")
     with pytest.raises(ConfigError, match="has no model_type"):

@@ -6,9 +6,10 @@ of ours. Rows of the very same tokens are one to this.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from nemo_geomask.losses import PolicyLoss
-from nemo_geomask.records.flight import KEYS
+from nemo_geomask.records.flight import KEYS, TRAINED
 
 __all__ = ["ENTROPY", "KeepingLoss", "Kept", "ask", "handed_over", "joined", "keeping", "mark", "marks"]
 
@@ -25,19 +26,21 @@ MARK = "geomask_mark"
 ENTROPY = "geomask_entropy"
 _NAMES = {"curr": KEYS["curr"], "entropy": KEYS["entropy"]}
 _kept: dict[int, list[_Microbatch]] = {}  # of one step
+_faults: set[str] = set()
 
 
 class _Microbatch(NamedTuple):
     marks: Tensor  # [S]
-    values: dict[str, Tensor]  # [S, T-1] or [N], NaN where a token does not train
+    trains: Tensor  # [S, T-1] or [N] bool
+    values: dict[str, Tensor]  # likewise
     place: tuple[Tensor, Tensor] | None = None  # of packed ones: [S+1] where sequences start, [N] column of each token
 
 
 class Kept(NamedTuple):
-    """Of one sequence: its mark, its column where the values begin, the values by column of a record."""
+    """Of one sequence: its mark, the columns of its tokens that trained, their values by column of a record."""
 
     mark: int
-    first: int
+    columns: np.ndarray[Any, Any]
     values: dict[str, np.ndarray[Any, Any]]
 
 
@@ -50,30 +53,40 @@ class KeepingLoss(PolicyLoss):
         """See :meth:`~nemo_geomask.losses.PolicyLoss.__call__`."""
         found = super().__call__(next_token_logprobs, data, *counts, **named)
         mark(self, data)
-        trains = data["token_mask"][:, 1:].bool() & data["sample_mask"].bool().unsqueeze(1)
-        self._keep(next_token_logprobs, trains, data)
+        self._keep(next_token_logprobs, data, lambda: data["token_mask"][:, 1:] * data["sample_mask"].unsqueeze(1))
         return found
 
     def packed(self, logprobs: Tensor, data: Any, segments: Any, *counts: Any, **named: Any) -> Any:
         """See :meth:`~nemo_geomask.losses.PolicyLoss.packed`; ``data`` is of rows that were marked."""
         found = super().packed(logprobs, data, segments, *counts, **named)
-        trains = data["token_mask"].bool() & segments.spread(data["sample_mask"]).bool()
-        column = segments.token_index - segments.spread(segments.cu_seqlens[:-1]) + 1
-        self._keep(logprobs, trains, data, (segments.tensors[0], column))
+        self._keep(logprobs, data, lambda: data["token_mask"] * segments.spread(data["sample_mask"]), segments)
         return found
 
-    def _keep(
-        self, curr: Tensor, trains: Tensor, data: Mapping[str, Any], place: tuple[Tensor, Tensor] | None = None
-    ) -> None:
-        if self.step not in _kept:
-            _kept.clear()
-        found = {"curr": curr.detach(), **({"entropy": data[ENTROPY]} if ENTROPY in data else {})}
-        values = {
-            name: _to_host(torch.where(trains.to(value.device), value.float(), torch.nan))
-            for name, value in found.items()
-        }
-        place = None if place is None else (_to_host(place[0]), _to_host(place[1]))
-        _kept.setdefault(self.step, []).append(_Microbatch(_to_host(data[MARK]), values, place))
+    def _keep(self, curr: Tensor, data: Mapping[str, Any], weight: Callable[[], Tensor], segments: Any = None) -> None:
+        if MARK not in data:
+            return
+        with _harmless():
+            if self.step not in _kept:
+                _kept.clear()
+            values = {"curr": curr.detach(), **({"entropy": data[ENTROPY]} if ENTROPY in data else {})}
+            place = None
+            if segments is not None:
+                column = segments.token_index - segments.spread(segments.cu_seqlens[:-1]) + 1
+                place = _to_host(segments.tensors[0]), _to_host(column)
+            on_host = {name: _to_host(value.float()) for name, value in values.items()}
+            part = _Microbatch(_to_host(data[MARK]), _to_host(weight() != 0), on_host, place)
+            _kept.setdefault(self.step, []).append(part)
+
+
+@contextlib.contextmanager
+def _harmless() -> Iterator[None]:
+    """Log what goes wrong inside, once: it costs the records' ``curr``, and no step."""
+    try:
+        yield
+    except Exception as error:
+        if not _faults:
+            _log.exception("records: without curr: %s: %s", type(error).__name__, error)
+        _faults.add(type(error).__name__)
 
 
 def _to_host(value: Tensor) -> Tensor:
@@ -94,11 +107,13 @@ def keeping(loss: Any, step: int) -> Any:
 
 def mark(loss: Any, data: Any) -> None:
     """Mark the rows of a microbatch, if ``loss`` keeps what it is called with."""
-    if isinstance(loss, KeepingLoss) and MARK not in data:
-        ids = data["input_ids"]
+    if not isinstance(loss, KeepingLoss) or MARK in data:
+        return
+    with _harmless():
+        ids, lengths = data["input_ids"], data["input_lengths"]
         if hasattr(ids, "full_tensor"):  # in NeMo-RL's DTensor workers, over context-parallel ranks
             ids = ids.full_tensor()[:, torch.argsort(data["seq_index"])]
-        data[MARK] = marks(ids, data["input_lengths"])
+        data[MARK] = marks(ids, lengths)
 
 
 def marks(ids: Tensor, lengths: Tensor) -> Tensor:
@@ -128,17 +143,11 @@ def handed_over(_: Any, step: int, wanted: Tensor | None = None) -> list[Kept]:
         chosen = torch.ones_like(part.marks, dtype=torch.bool) if wanted is None else torch.isin(part.marks, wanted)
         for index in chosen.nonzero().squeeze(1).tolist():
             here = index if part.place is None else slice(*part.place[0][index : index + 2].tolist())
-            values = {name: value[here].numpy() for name, value in part.values.items()}
-            known = np.flatnonzero(~np.isnan(values["curr"]))
-            if not len(known):
-                continue
-            columns = known + 1 if part.place is None else part.place[1][here].numpy()[known]
-            first, last = int(columns.min()), int(columns.max())
-            dense = {}
-            for name, value in values.items():
-                dense[name] = np.full(last - first + 1, np.nan, np.float32)
-                dense[name][columns - first] = value[known]
-            found.append(Kept(int(part.marks[index]), first, dense))
+            known = part.trains[here].numpy().nonzero()[0]
+            if len(known):
+                columns = known + 1 if part.place is None else part.place[1][here].numpy()[known]
+                values = {name: value[here].numpy()[known] for name, value in part.values.items()}
+                found.append(Kept(int(part.marks[index]), columns, values))
     return found
 
 
@@ -146,27 +155,34 @@ def ask(policy: Any, step: int, wanted: Tensor | None) -> list[Any]:
     """Ask a policy's workers for what they have kept, behind whatever they were told before; Ray's references."""
     group = policy.worker_group
     sharding, workers = getattr(group, "sharding_annotations", None), getattr(group, "workers", ())
-    # The ranks of a tensor-parallel group have the same.
-    asked = [
-        worker
-        for index, worker in enumerate(workers)
-        if sharding is None or not sharding.get_worker_coords(index).get("tensor_parallel", 0)
-    ]
-    return [worker.__ray_call__.remote(handed_over, step, wanted) for worker in asked]
+    answers = []
+    for index, worker in enumerate(workers):
+        # The ranks of a tensor-parallel group have the same: one says it, and the others keep it no longer.
+        says = sharding is None or not sharding.get_worker_coords(index).get("tensor_parallel", 0)
+        answer = worker.__ray_call__.remote(handed_over, step, wanted if says else torch.empty(0, dtype=torch.int64))
+        if says:
+            answers.append(answer)
+    return answers
 
 
 def joined(answers: Iterable[list[Kept]], ids: Tensor, lengths: Tensor) -> dict[str, Tensor]:
-    """By key of a batch [B, T], what workers have handed over; NaN where none has it, no key where none has any."""
+    """By key of a batch [B, T], what workers have handed over; no key where none has any.
+
+    NaN at tokens that did not train; :data:`~nemo_geomask.records.flight.TRAINED` says which did.
+    """
     rows: dict[int, list[int]] = {}
     for row, number in enumerate(marks(ids, lengths).tolist()):
         rows.setdefault(number, []).append(row)
     found: dict[str, Tensor] = {}
     for kept in (one for answer in answers for one in answer):
-        for name, values in kept.values.items():
-            into = found.setdefault(_NAMES[name], torch.full(ids.shape, torch.nan))
-            end = min(kept.first + len(values), ids.shape[1])
-            for row in rows.get(kept.mark, ()):
-                there = into[row, kept.first : end]
-                # Ranks that share a sequence have each their part of it; of one that comes again, the first counts.
-                there.copy_(torch.where(there.isnan(), torch.from_numpy(values[: end - kept.first].copy()), there))
+        trained = found.setdefault(TRAINED, torch.zeros(ids.shape, dtype=torch.bool))
+        inside = kept.columns < ids.shape[1]
+        columns = torch.from_numpy(kept.columns[inside])
+        for row in rows.get(kept.mark, ()):
+            # Ranks that share a sequence have each their part of it; of one that comes again, the first counts.
+            new = ~trained[row, columns]
+            for name, values in kept.values.items():
+                into = found.setdefault(_NAMES[name], torch.full(ids.shape, torch.nan))
+                into[row, columns[new]] = torch.from_numpy(values[inside])[new]
+            trained[row, columns] = True
     return found

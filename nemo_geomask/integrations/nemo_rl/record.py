@@ -16,7 +16,7 @@ import logging
 import re
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -35,6 +35,7 @@ _BUFFERS = "nemo_rl.algorithms.async_utils"
 _VERSION = "geomask_weight_version"
 _PATIENCE = 600.0  # seconds
 _LAST_STEP = "_nemo_geomask_last_step"
+_T = TypeVar("_T")
 
 
 def follow(loss: Any) -> None:
@@ -175,10 +176,15 @@ class PolicySteps:
                 _log.exception("records: step %d lost", step)
 
     def _ask(self, step: int, parts: Sequence[Mapping[str, Any]]) -> list[Any]:
-        whole = joined(parts)
-        rows = chosen_rows(self._settings, step, whole)
-        wanted = None if rows is None else current.marks(whole["input_ids"][rows], whole["input_lengths"][rows])
-        return current.ask(self._policy, step, wanted)
+        try:
+            wanted = None
+            if self._settings.fraction < 1:
+                whole = joined(parts)
+                rows = chosen_rows(self._settings, step, whole)
+                wanted = current.marks(whole["input_ids"][rows], whole["input_lengths"][rows])
+            return current.ask(self._policy, step, wanted)
+        except Exception as error:
+            return _without_curr(step, error, [])
 
     def _beside(self, part: Mapping[str, Any], meta: Any) -> dict[str, Tensor]:
         """What is known of a batch that it doesn't hold itself."""
@@ -203,8 +209,12 @@ def _later(step: int, asked: list[Any], data: Mapping[str, Tensor]) -> dict[str,
         answers = importlib.import_module("ray").get(asked, timeout=_PATIENCE) if asked else []
         return current.joined(answers, data["input_ids"], data["input_lengths"])
     except Exception as error:
-        _log.warning("records: step %d is without curr: %s: %s", step, type(error).__name__, error)
-        return {}
+        return _without_curr(step, error, {})
+
+
+def _without_curr(step: int, error: Exception, instead: _T) -> _T:
+    _log.warning("records: step %d is without curr: %s: %s", step, type(error).__name__, error)
+    return instead
 
 
 def fields(loss: Any, meta: Any) -> list[str]:

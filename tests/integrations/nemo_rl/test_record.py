@@ -1,6 +1,7 @@
 """``loss_fn.record`` around NeMo-RL's policies, here stand-ins with NeMo-RL's signatures."""
 
 import json
+import math
 import pickle
 import sys
 import time
@@ -310,10 +311,13 @@ class Worker:
 
     @property
     def __ray_call__(self):
-        return types.SimpleNamespace(remote=lambda function, *args: function(self, *args))
+        return types.SimpleNamespace(remote=lambda function, *args: self.asked.append(args) or function(self, *args))
+
+    def __init__(self):
+        self.asked = []
 
 
-def in_workers(nemo_rl, ray, steps=2, order=(5, 0, 3, 7, 1, 6, 2, 4), fails=False):
+def in_workers(nemo_rl, ray, steps=2, order=(5, 0, 3, 7, 1, 6, 2, 4), fails=False, lacks=""):
     """A policy whose workers, two ranks of one tensor-parallel group, train on a batch's rows in another order, in
     several optimiser steps; returns it and the log-probs [B, T-1] of the rows by step."""
     seen = []
@@ -325,7 +329,7 @@ def in_workers(nemo_rl, ray, steps=2, order=(5, 0, 3, 7, 1, 6, 2, 4), fails=Fals
         seen.append(curr)
         sent = pickle.loads(pickle.dumps(loss_fn))
         for rows in torch.tensor(order).chunk(steps):
-            part = {key: value[rows] for key, value in data.items()}
+            part = {key: value[rows] for key, value in data.items() if key != lacks}
             # As in a worker that fills its microbatches up to a width of their own.
             part |= {key: torch.nn.functional.pad(value, (0, 3)) for key, value in part.items() if value.dim() == 2}
             sent(torch.nn.functional.pad(curr[rows], (0, 3)), data=part, global_valid_seqs=8.0, global_valid_toks=100.0)
@@ -336,7 +340,7 @@ def in_workers(nemo_rl, ray, steps=2, order=(5, 0, 3, 7, 1, 6, 2, 4), fails=Fals
     nemo_rl.lm.Policy.train = train
     ray.get = lambda references, timeout: references
     sharding = types.SimpleNamespace(get_worker_coords=lambda index: {"tensor_parallel": index})
-    return nemo_rl.lm.Policy(types.SimpleNamespace(workers=[Worker(), None], sharding_annotations=sharding)), seen
+    return nemo_rl.lm.Policy(types.SimpleNamespace(workers=[Worker(), Worker()], sharding_annotations=sharding)), seen
 
 
 def trained(data):
@@ -417,6 +421,44 @@ def test_workers_that_do_not_answer_cost_curr_and_no_record(nemo_rl, ray, tmp_pa
     assert table["curr"].null_count == 8
     assert table["gen"].null_count == 0
     assert "step 1 is without curr: TimeoutError: worker 3 is gone" in caplog.text
+
+
+def test_one_rank_of_a_tensor_parallel_group_answers_and_none_keeps_on(nemo_rl, ray, tmp_path):
+    policy, _ = in_workers(nemo_rl, ray)
+    loss = recorded(tmp_path)
+    policy.train(batch(), loss)
+    (one,), (other,) = (worker.asked for worker in policy.worker_group.workers)
+    assert one == (1, None)
+    assert other[1].numel() == 0
+    assert not current.handed_over(None, 1)
+
+
+def test_log_probs_that_are_nan_are_recorded_as_the_loss_saw_them(nemo_rl, ray, tmp_path):
+    policy, seen = in_workers(nemo_rl, ray)
+    loss, data = recorded(tmp_path, **POLICY_MASK), batch()
+    row, column = trained(data).nonzero()[0].tolist()
+    data["prev_logprobs"] = data["prev_logprobs"].clone()
+    broken, before = data["prev_logprobs"].clone(), data["prev_logprobs"]
+    broken[row, column + 1] = math.nan
+    policy.train({**data, "prev_logprobs": broken}, loss)
+    assert seen[0][row, column].isnan()
+    table = written(tmp_path, 1)[1]
+    assert torch.tensor(table["curr"].to_pylist())[row, column + 1].isnan()
+    curr = torch.where(trained(data), seen[0], before[:, 1:])
+    removed = verdicts(loss.config, {**data, "prev_logprobs": broken}, curr)["opsm"]
+    assert torch.tensor(table["removed.opsm"].to_pylist()).equal(removed)
+
+
+@pytest.mark.parametrize("missing", ["input_lengths", "worker_group"])
+def test_what_workers_cannot_keep_costs_curr_and_neither_step_nor_record(nemo_rl, ray, tmp_path, caplog, missing):
+    policy, seen = in_workers(nemo_rl, ray, lacks=missing)
+    if missing == "worker_group":
+        del policy.worker_group
+    loss = recorded(tmp_path)
+    policy.train(batch(), loss)
+    assert len(seen) == 1
+    assert written(tmp_path, 1)[1]["curr"].null_count == 8
+    assert missing in caplog.text
 
 
 def test_rows_are_told_apart_whatever_their_padding():
