@@ -17,9 +17,9 @@ from nemo_geomask.segments.across import gathered
 
 __all__ = ["TILE_BYTES", "linear_logprobs"]
 
-TILE_BYTES = {"cpu": 24 << 20, "cuda": 512 << 20}
+TILE_BYTES = {"cpu": 48 << 20, "cuda": 512 << 20}
 """Default size of the tile of logits: on a GPU what keeps the matrix products at their speed, on a CPU what leaves
-the step's memory a small part of the logits'."""
+the step's memory a small part of the logits', copies in float32 included."""
 _HALF = (torch.bfloat16, torch.float16)
 _MULTIPLE = 256  # of a tile's sides, which matrix units like
 
@@ -113,7 +113,8 @@ def linear_logprobs(
         softcap: c, where the model's logits are :math:`c\tanh(x/c)`.
         main_grad: [V/TP, H] float32 to add the weight's gradient to, as Megatron's optimizer keeps one; the weight
             gets none through autograd then.
-        tile_bytes: of the logits that exist at a time; None: :data:`TILE_BYTES` of the device.
+        tile_bytes: of the logits that exist at a time, and of what is converted for them; None: :data:`TILE_BYTES` of
+            the device.
 
     Returns: log-probs [...] float32, or the pair (log-probs, entropy), in nats.
     Raises:
@@ -303,7 +304,8 @@ def _tiles(
     by_columns = count <= valid
     fixed, split = (count, valid) if by_columns else (valid, count)
     # By powers of two, so that a batch of other length seldom makes tiles of other shape.
-    fits = head.budget // (rows.dtype.itemsize << (fixed - 1).bit_length())
+    copies = 2 * rows.shape[1] if by_columns and weight.dtype != rows.dtype else 0
+    fits = head.budget // (rows.dtype.itemsize * ((1 << (fixed - 1).bit_length()) + copies))
     step = min(split, max(fits // _MULTIPLE * _MULTIPLE, min(fits, _MULTIPLE), 1))
     if buffer.memory is None:
         buffer.memory, buffer.holds = torch.empty(fixed * step, dtype=rows.dtype, device=rows.device), None

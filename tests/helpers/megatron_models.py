@@ -43,7 +43,7 @@ def packing(data, multiple=8):
     )
 
 
-def model(experts, tp=1, cp=1, sequence_parallel=False, packed=True):
+def model(experts, tp=1, cp=1, sequence_parallel=False, packed=True, tied=False, **stage):
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -80,7 +80,8 @@ def model(experts, tp=1, cp=1, sequence_parallel=False, packed=True):
         max_sequence_length=256,
         position_embedding_type="rope",
         parallel_output=True,
-        share_embeddings_and_output_weights=False,
+        share_embeddings_and_output_weights=tied,
+        **stage,
     )
 
 

@@ -140,14 +140,14 @@ def _padded(rank, world):
     train = _prepared()
     data, seqs, toks = models.rows()
     causal = torch.ones(models.WIDTH, models.WIDTH, dtype=torch.bool).triu(1)[None, None]
-    found, groups = [], {"vocab_parallel_group": None, "context_parallel_group": None}
-    for backend in ("geomask", "geomask_linear"):
+    groups = {"vocab_parallel_group": None, "context_parallel_group": None}
+
+    def plain():
         model = models.model(None, packed=False)
-        loss_fn = LogitLoss(build_loss({**models.CONFIG, "logprob_backend": backend}))
-        output, post = train.forward_with_post_processing_fn(data["input_ids"], model, _Loss(loss_fn), mask=causal)
-        loss, metrics = post.loss_fn(output, data, seqs, toks, **groups)
-        loss.backward()
-        found.append((output.shape[-1], loss.item(), dict(metrics), models.gradients(model)))
+        return model, list(model.named_parameters())
+
+    found = _compared(train, plain)
+    model, loss_fn = plain()[0], LogitLoss(build_loss({**models.CONFIG, "logprob_backend": "geomask_linear"}))
     with torch.no_grad():
         logits = model(data["input_ids"], None, causal)
         given = (data["input_ids"], model)
@@ -190,6 +190,87 @@ def _padded(rank, world):
     return found, scored.numpy()
 
 
+def _compared(train, prepared, finish=lambda model: None):
+    """Loss, metrics and gradients of padded rows under both back ends, each with the model and the tensors, by name,
+    that ``prepared()`` gives."""
+    from nemo_geomask.integrations.nemo_rl.logits import LogitLoss
+
+    data, seqs, toks = models.rows()
+    causal = torch.ones(models.WIDTH, models.WIDTH, dtype=torch.bool).triu(1)[None, None]
+    found = []
+    for backend in ("geomask", "geomask_linear"):
+        model, named = prepared()
+        loss_fn = LogitLoss(build_loss({**models.CONFIG, "logprob_backend": backend}))
+        output, made = train.forward_with_post_processing_fn(data["input_ids"], model, _Loss(loss_fn), mask=causal)
+        loss, metrics = made.loss_fn(output, data, seqs, toks, vocab_parallel_group=None, context_parallel_group=None)
+        loss.backward()
+        finish(model)
+        grads = {name: getattr(value, "main_grad", value.grad).numpy().copy() for name, value in named}
+        found.append((output.shape[-1], loss.item(), dict(metrics), grads))
+    return found
+
+
+def _tied_and_staged(rank, world):
+    """A tied embedding; the last of two pipeline stages, and the first, which has no output layer."""
+    warnings.simplefilter("ignore")
+    from tests.helpers import megatron_on_cpu
+
+    megatron_on_cpu.install()
+    from megatron.core import parallel_state
+
+    parallel_state.initialize_model_parallel(1)
+    train = _prepared()
+
+    def tied():
+        model = models.model(None, packed=False, tied=True)
+        assert model.output_layer.weight is None
+        return model, list(model.named_parameters())
+
+    data, *_ = models.rows()
+    causal = torch.ones(models.WIDTH, models.WIDTH, dtype=torch.bool).triu(1)[None, None]
+    first = models.model(None, packed=False, post_process=False)
+    given = (data["input_ids"], first, train.LogprobsPostProcessor(False))
+    states = train.forward_with_post_processing_fn(*given, mask=causal)[0].detach() * TEMPERATURE
+    torch.testing.assert_close(states, first(data["input_ids"], None, causal))
+
+    def last():
+        model = models.model(None, packed=False, pre_process=False)
+        sent = states.clone().requires_grad_()
+        model.set_input_tensor(sent)
+        return model, [("sent", sent), *model.named_parameters()]
+
+    return [_compared(train, stage) for stage in (tied, last)]
+
+
+def _gathering(rank, world):
+    """Megatron's own data parallelism with ``overlap_param_gather``: a rank has the others' parameters by a hook of the
+    layers' calls, and garbage before."""
+    warnings.simplefilter("ignore")
+    from tests.helpers import megatron_on_cpu
+
+    megatron_on_cpu.install()
+    from megatron.core import parallel_state
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+
+    parallel_state.initialize_model_parallel(1)
+    train = _prepared()
+    # Buckets so small that the output layer has one of its own.
+    how = DistributedDataParallelConfig(
+        use_distributed_optimizer=True, overlap_param_gather=True, overlap_grad_reduce=True, bucket_size=1000
+    )
+
+    def sharded():
+        core = models.model(None, packed=False)
+        model = DistributedDataParallel(core.config, how, core)
+        for bucket in (bucket for group in model.bucket_groups for bucket in group.buckets):
+            shares = bucket.param_data.chunk(world)
+            for share in shares[:rank] + shares[rank + 1 :]:
+                share.fill_(float("nan"))
+        return model, list(core.named_parameters())
+
+    return [_compared(train, sharded, lambda model: model.finish_grad_sync())]
+
+
 def _check(logits, linear):
     (columns, loss, metrics, gradients), (size, mine, found, own) = logits, linear
     assert (columns, size) == (columns, 32)  # the second had hidden states
@@ -220,3 +301,10 @@ def test_packed_rows_equal_those_of_logits(world, padded):
             if experts is None:
                 for row, length in enumerate(lengths):
                     np.testing.assert_allclose(scored[row, :length], padded[1][row, :length], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("world", "work"), [(1, _tied_and_staged), (2, _gathering)])
+def test_tied_weights_stages_and_gathered_parameters(world, work):
+    for results in run(world, work):
+        for found in results:
+            _check(*found)

@@ -186,6 +186,25 @@ def test_memory_is_a_tile_and_not_the_logits():
     assert extra <= 0.5 * rows * width * 4  # three tensors of the logits' size where they exist
 
 
+def test_float32_copies_count_as_part_of_the_tile():
+    rows, width, size = 64, 20_000, 512
+    draw = torch.Generator().manual_seed(15)
+    hidden = torch.randn(rows, size, generator=draw).bfloat16().requires_grad_()
+    weight = (torch.randn(width, size, generator=draw) / 8).bfloat16().requires_grad_()
+    targets = torch.randint(0, width, (rows,), generator=draw)
+
+    def step():
+        logprobs = linear_logprobs(hidden, weight, targets, tile_bytes=4 << 20)
+        return torch.autograd.grad(logprobs.sum(), [hidden, weight])[1]
+
+    step()
+    extra = extra_memory(step, weight)
+    if extra is None:
+        pytest.skip("the system doesn't tell the peak of the memory")
+    # Its part of the weight and that part's gradient alone would be 64 MB where the tile of logits is 4.
+    assert extra <= 16 << 20
+
+
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
