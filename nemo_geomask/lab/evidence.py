@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import argparse
+import csv
 import itertools
 import json
 import math
@@ -25,7 +26,7 @@ from nemo_geomask.lab.outcome import by_variant, collapsed, final, paired_interv
 from nemo_geomask.lab.plot import write_plot
 from nemo_geomask.lab.runs import Course, read_curves
 
-__all__ = ["CLAIMS", "Claim", "SeedMean", "collect", "draw", "load", "rewrite", "split"]
+__all__ = ["CLAIMS", "Claim", "SeedMean", "collect", "draw", "load", "rewrite", "searched", "split"]
 
 _KEY = b"nemo_geomask.evidence"
 _FACTS = ("corrected", "chance", "sampler", "precision", "finished", "versions", "settings")
@@ -295,9 +296,36 @@ def draw(curves: Runs, path: Path, claim: Claim) -> None:
     pyplot.close(figure)
 
 
+def searched(rows: Iterable[Mapping[str, str]]) -> str:
+    """Table of rewards of ``search.csv``: a variant's mean, and the interval of what it is less the first variant's."""
+    found: dict[tuple[str, str], dict[str, dict[str, float]]] = {}
+    for row in rows:
+        cells = found.setdefault((row["setting"], row["lr"]), {})
+        cells.setdefault(row["variant"], {})[row["seed"]] = float(row["reward"])
+    variants = list(dict.fromkeys(variant for cells in found.values() for variant in cells))
+
+    def cell(cells: Mapping[str, Mapping[str, float]], variant: str) -> str:
+        mine, base = cells.get(variant), cells.get(variants[0], {})
+        if mine is None:
+            return "–"
+        differences = [value - base[seed] for seed, value in mine.items() if seed in base]
+        interval = paired_interval(differences) if variant != variants[0] else None
+        return f"{fmean(mine.values()):.3f}" + ("" if interval is None else " ({:+.3f} to {:+.3f})".format(*interval))
+
+    head = ["", "lr", *(variant if " " in variant or variant == "none" else f"`{variant}`" for variant in variants)]
+    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    for (setting, lr), cells in found.items():
+        lines.append(" | ".join((f"| {setting}", lr, *(cell(cells, variant) for variant in variants))) + " |")
+    return "\n".join(lines)
+
+
 def rewrite(page: Path) -> str:
     """The page with its tables as the data beside it have them."""
     text = page.read_text(encoding="utf-8")
+    with (page.parent / "evidence" / "search.csv").open(encoding="utf-8", newline="") as file:
+        for name, rows in itertools.groupby(csv.DictReader(file), key=lambda row: row["table"]):
+            if f"<!-- {name}: begin -->" in text:
+                text = between_marks(text, name, searched(rows), page=page.name)
     for path in sorted((page.parent / "evidence").glob("*.parquet")):
         if f"<!-- {path.stem}: begin -->" in text:
             text = between_marks(text, path.stem, _table(load(path), CLAIMS[path.stem]), page=page.name)

@@ -1,12 +1,14 @@
 """docs/evidence.md says what its data say, and the data are what runs were."""
 
+import csv
+import math
 import re
 from pathlib import Path
 
 import pytest
 
 from nemo_geomask.errors import ConfigError
-from nemo_geomask.lab.evidence import CLAIMS, Claim, SeedMean, collect, load, rewrite, split
+from nemo_geomask.lab.evidence import CLAIMS, Claim, SeedMean, collect, load, rewrite, searched, split
 from nemo_geomask.lab.outcome import final
 from nemo_geomask.lab.recipe import LabRecipe
 from nemo_geomask.lab.runs import Course, Run, read_curves, write_steps
@@ -45,6 +47,29 @@ def test_the_published_tables_are_the_datas():
         assert sum(f"<!-- {name}: begin -->" in page.read_text(encoding="utf-8") for page in pages) == 1, name
     drawn = {f"evidence/{name}.png" for name, claim in CLAIMS.items() if claim.curves}
     assert drawn == set(re.findall(r"\((evidence/\w+\.png)\)", PAGE.read_text(encoding="utf-8")))
+
+
+def test_what_was_searched_is_data_too():
+    rows = list(csv.DictReader((PAGE.parent / "evidence" / "search.csv").open(encoding="utf-8")))
+    text = PAGE.read_text(encoding="utf-8")
+    assert all(f"<!-- {name}: begin -->" in text for name in {row["table"] for row in rows})
+    assert {int(row["seed"]) for row in rows} == {1, 2, 3, 4, 5}
+
+
+def test_a_table_of_what_was_searched():
+    rewards = {"none": (0.1, 0.2, 0.6), "token": (0.2, 0.4, 0.6)}
+    rows = [
+        {"setting": "int4", "lr": "1e-3", "variant": variant, "seed": str(seed), "reward": str(reward)}
+        for variant, values in rewards.items()
+        for seed, reward in enumerate(values)
+    ]
+    half = 4.302653 * 0.1 / math.sqrt(3)
+    assert searched([*rows, {**rows[0], "setting": "float8", "reward": "0.5"}]).splitlines() == [
+        "|  | lr | none | `token` |",
+        "|---|---|---|---|",
+        f"| int4 | 1e-3 | 0.300 | 0.400 ({0.1 - half:+.3f} to {0.1 + half:+.3f}) |",
+        "| float8 | 1e-3 | 0.500 | – |",
+    ]
 
 
 def test_all_published_runs_are_whole_and_on_the_seeds_that_the_page_says():
@@ -178,7 +203,10 @@ def test_recorded_tokens_are_split_into_shares_of_a_whole(tmp_path):
     batch = {"input_ids": torch.ones(20, 4, dtype=torch.long), "input_lengths": torch.full((20,), 4)}
     batch |= {"token_mask": mask, "sample_mask": rows[:, 0], "generation_logprobs": gen, "rewards": rows[:, 0]}
     batch["prev_logprobs"] = gen + torch.tensor([0.0, 0.1, 0.1, -0.2])
-    recorder.record(1, {**batch, "advantages": mask})
+    batch["advantages"] = mask
+    recorder.record(1, batch)
+    # Too few to speak of a mean.
+    recorder.record(2, {key: value[:19] for key, value in batch.items()})
     recorder.recorder.close()
     parts = {curve.label: curve for curve in split([tmp_path], "probability", [0.1, 4.6])}
     assert {label: curve.series("geomask/mismatch_abs")[0] for label, curve in parts.items()} == pytest.approx(
@@ -190,3 +218,4 @@ def test_recorded_tokens_are_split_into_shares_of_a_whole(tmp_path):
     )
     assert [curve.series("mismatch")[0] for curve in parts.values()] == pytest.approx([0.25, 0.25, 0.5])
     assert [curve.series("tokens")[0] for curve in parts.values()] == pytest.approx([1 / 3] * 3)
+    assert all(math.isnan(curve.series("geomask/mismatch_abs")[1]) for curve in parts.values())

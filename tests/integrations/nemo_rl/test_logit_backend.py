@@ -21,6 +21,7 @@ from nemo_geomask.integrations.nemo_rl.current import handed_over, joined, keepi
 from nemo_geomask.integrations.nemo_rl.logits import scored
 from nemo_geomask.losses import PolicyLoss
 from nemo_geomask.processes import run
+from nemo_geomask.records.flight import TRAINED
 
 pytest.importorskip("nemo_rl.algorithms.loss.loss_functions", reason="NeMo-RL is not importable here")
 
@@ -346,6 +347,8 @@ def _compare_kept(results):
     }
     for where in results[0]:
         kept = joined([found[where][-1] for found in results], data["input_ids"], data["input_lengths"])
+        trained = kept.pop(TRAINED, None)
+        assert trained is None or trained[:, 1:].equal(trains)
         assert len(kept) == {"nemo_rl, kept": 1, "geomask, kept": 2}.get(where[-1], 0), where
         for key, values in kept.items():
             assert values[:, 0].isnan().all()
