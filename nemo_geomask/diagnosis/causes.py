@@ -140,9 +140,13 @@ def _shifted(evidence: Evidence, least: float) -> Found:
     def share(sums: StepSums) -> float:
         return per(sums["shifted_later"] + sums["shifted_earlier"], sums["lagged"])
 
-    return _each_step(evidence, share, least, "{:.2%} of the sequences fit a neighbouring token better")
+    found = _each_step(evidence, share, least, "{:.2%} of the sequences fit a neighbouring token better")
+    # Where the engines are far apart, a few sequences of one step fit a neighbour by chance.
+    chance = len(found.steps) == 1 < len(evidence.statistics.steps) and found.share < OF_ONE_STEP
+    return replace(found, shown=False, steps=()) if chance else found
 
 
+OF_ONE_STEP = 0.05
 _NO_MISMATCH = "the two engines agree on every token"
 
 
@@ -313,6 +317,31 @@ def _where(name: str, *, suffix: bool) -> Callable[[Evidence, float], Found]:
     return measure
 
 
+def _staleness(evidence: Evidence, least: float) -> Found:
+    """The older samples, or all that are not fresh: in asynchronous loops the first steps' alone are."""
+    name = "staleness"
+    found = _where(name, suffix=True)(evidence, least)
+    if found.shown or (evidence.onset is None and evidence.before is not None):
+        return found
+    window = evidence.statistics.between(-np.inf, np.inf)
+    cells, clustered = window.cells[name], window.clustered[name]
+    tokens, size, model = (cells[:, _CELL[of]] for of in ("tokens", "size", "model"))
+    if min(tokens[0], tokens[1:].sum()) < LEAST_OF_BIN or not size[0]:
+        return found
+    fresh, stale = float(size[0] / model[0]), float(size[1:].sum() / model[1:].sum())
+    if evidence.before is not None:
+        before = evidence.before.cells[name][1:].sum(axis=0)
+        if before[_CELL["size"]] < LIFT * fresh * before[_CELL["model"]]:
+            return found  # they were as stale, and it was not there
+    error = _relative(clustered[0], fresh, float(size[0]))
+    error += _relative(clustered[1:].sum(axis=0), stale, float(size[1:].sum()))
+    lift = stale / fresh
+    share = float(size[1:].sum() - model[1:].sum() * fresh) / float(size.sum())
+    if lift <= LIFT or np.log(lift) <= SCORE * np.sqrt(error + 1e-12) or share <= least:
+        return found
+    return Found(share, f"samples that are not fresh: {lift:.1f} times the mismatch of those that are", True)
+
+
 LEAST_OF_BIN = 100
 """Tokens of one probability, for a share of them."""
 UNSURE = int(np.digitize(2.0, PROB_EDGES))
@@ -447,8 +476,8 @@ CAUSES: tuple[Cause, ...] = (
         "log-probs shifted by a token against the other engine's",
         True,
         0.0,
-        "share of sequences whose log-probs fit those of the token after, or before, three times better, four in five. "
-        f"{_OURS}",
+        "share of sequences whose log-probs fit those of the token after, or before, three times better, four in five; "
+        f"of one step alone, {OF_ONE_STEP:.0%}. {_OURS}",
         "align prev_logprobs and generation_logprobs: both speak of token t in column t (padding, BOS, packing)",
         _shifted,
     ),
@@ -479,7 +508,7 @@ CAUSES: tuple[Cause, ...] = (
         0.1,
         _OF_PART,
         "lower grpo.async_grpo.max_trajectory_age_steps, or correct for it (ratio_anchor: gen, is_correction_level)",
-        _where("staleness", suffix=True),
+        _staleness,
     ),
     Cause(
         "low_probability",

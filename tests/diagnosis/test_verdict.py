@@ -238,6 +238,28 @@ def test_weights_that_stand_still_are_seen_in_their_number():
     assert diagnose(run_of(*moving)).health == "healthy"
 
 
+@pytest.mark.parametrize(
+    ("fresh", "onset", "named"),
+    [(1, 2, "staleness"), (4, 5, "staleness"), (1, 7, "precision"), (0, 1, "precision")],
+    ids=["from step 2 on", "later", "numerics while all are stale", "nothing fresh to compare with"],
+)
+def test_samples_that_are_nearly_all_stale_are_held_against_the_fresh_ones(fresh, onset, named):
+    run = Statistics()
+    for step in range(1, 13):
+        block = planted_step(5, step, "precision" if step >= onset else None, 15.0)
+        block.sequences["staleness"] = np.full(len(block), 2.0 if step > fresh else 0.0)
+        run.add(survey(block))
+    assert diagnose(run).cause.id == named
+
+
+def test_a_few_sequences_of_one_step_fit_a_neighbour_by_chance():
+    run = planted_run(3)
+    run.steps[5].put("shifted_later", 0.02 * run.steps[5]["lagged"])
+    assert diagnose(run).health == "healthy"
+    run.steps[6].put("shifted_later", 0.02 * run.steps[6]["lagged"])
+    assert diagnose(run).cause.id == "shifted"
+
+
 def test_limits_need_more_than_a_few_sequences():
     def run(prompts):
         shape = RunShape(prompts=prompts, samples=3, length=60)
