@@ -12,7 +12,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 help:
 	@echo "make demo   train a small MoE policy on stale samples, uncorrected and corrected, plot and diagnose it (about 3 minutes)"
 	@echo "make test   the whole test suite, on all cores; a release also runs it with PYTHON=python3.13, on NeMo-RL's torch"
-	@echo "make quick  formulas, losses, settings and rules, what needs no second process (about 100 seconds on two cores)"
+	@echo "make quick  formulas, losses, settings and rules, what needs no second process (about a minute on two cores)"
 	@echo "make matrix every objective, weight and mask on up to 16 ranks against the float64 oracle (about 5 minutes)"
 	@echo "make vllm   vLLM as generation engine, on the CPU, in an environment of its own (about 4 minutes)"
 	@echo "make nemo-rl NEMO_RL_ROOT=…  rehearsals through that NeMo-RL on the CPU, in an environment of its own"
@@ -54,7 +54,7 @@ QUICK := $(addprefix tests/,test_docs.py test_errors.py test_house.py test_impor
 	config recipe checks cli functional segments parallel losses translate peers)
 
 quick: $(VENV)/.test
-	$(PYTEST) -m "not slow" $(QUICK) $(ARGS)
+	$(PYTEST) -m "not slow" --hypothesis-profile quick $(QUICK) $(ARGS)
 
 matrix: $(VENV)/.test
 	GEOMASK_MATRIX=1 $(BIN)/python -m pytest -rP tests/losses/test_matrix.py

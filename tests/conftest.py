@@ -4,6 +4,7 @@ import os
 
 import pytest
 import torch
+from hypothesis import settings
 
 # Their asserts say what they compared, as those of test modules do.
 pytest.register_assert_rewrite("tests.helpers")
@@ -11,6 +12,11 @@ pytest.register_assert_rewrite("tests.helpers")
 # Triton asks when it is imported; the processes that tests start inherit it.
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+
+# As many examples as a look at each setting is worth; `make quick` asks for its own.
+for name, examples in (("whole", 12), ("quick", 4)):
+    settings.register_profile(name, max_examples=examples, deadline=None, derandomize=True)
+settings.load_profile("whole")
 
 
 @pytest.fixture

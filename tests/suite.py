@@ -13,7 +13,7 @@ from pathlib import Path
 
 import yaml
 
-from nemo_geomask.checks.pages import between_marks
+from nemo_geomask.checks.pages import between_marks, markdown
 
 ROOT = Path(__file__).parents[1]
 RECORD = ROOT / "docs" / "hosts" / "suite.yaml"
@@ -56,12 +56,12 @@ def pytest_terminal_summary(terminalreporter, config) -> None:
 def table(everything: list[dict]) -> str:
     """Markdown: a row a part of the suite in an environment."""
     columns = ("Python", *_PACKAGES, "tests", "passed", "failed", "skipped", "warnings", "date")
-    rows = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+    rows = []
     for entry in everything:
         for part, found in entry["parts"].items():
             counts = (found["passed"], found["failed"] + found["error"], found["skipped"], found["warnings"])
-            rows.append(f"| {' | '.join(map(str, (*entry['environment'].values(), part, *counts, found['date'])))} |")
-    return "\n".join(rows)
+            rows.append([*entry["environment"].values(), part, *map(str, counts), found["date"]])
+    return markdown(columns, rows)
 
 
 def rewrite(text: str) -> str:

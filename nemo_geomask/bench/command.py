@@ -173,11 +173,10 @@ _READ_BY: dict[str, tuple[str, ...]] = {
 
 def _refuse_unread(arguments: argparse.Namespace) -> None:
     for option, benchmarks in _READ_BY.items():
-        # Without a name all are run but scale.
-        asked = arguments.benchmark or ("" if benchmarks == (_SCALE,) else benchmarks[0])
-        if asked not in benchmarks and getattr(arguments, option) not in (None, False):
-            known = " and ".join(benchmarks)
-            raise ConfigError(f"--{option} is for bench {known}; bench {asked} does not read it".replace("  ", " "))
+        asked = set(_BENCHMARKS) if arguments.benchmark is None else {arguments.benchmark}
+        if asked.isdisjoint(benchmarks) and getattr(arguments, option) not in (None, False):
+            known, told = " and ".join(benchmarks), " ".join(["bench", *filter(None, [arguments.benchmark])])
+            raise ConfigError(f"--{option} is for bench {known}; {told} does not read it")
 
 
 def _scale(arguments: argparse.Namespace) -> int:
@@ -186,13 +185,13 @@ def _scale(arguments: argparse.Namespace) -> int:
 
     if arguments.recipe is None:
         raise ConfigError("bench scale needs a recipe: nemo-geomask bench scale RECIPE.yaml [key.path=value ...]")
-    peak = (arguments.peak or scale.H100.peak / 1e12) * 1e12
-    costs = scale.H100 if arguments.measured is None else scale.costs_of(*_measured(arguments.measured), peak=peak)
+    peak = scale.H100.peak if arguments.peak is None else arguments.peak * 1e12
+    own = arguments.measured and scale.costs_of(*_measured(arguments.measured), peak=peak)
     recipe = read_recipe(arguments.recipe, arguments.overrides, leave=("data", "env", "logger"))
     found = scale.scale(
         recipe,
         gpus=arguments.gpus or scale.GPUS,
-        costs=costs._replace(peak=peak),
+        costs=own or scale.H100._replace(peak=peak),
         mfu=arguments.mfu or 0.3,
         trained=(arguments.fractions or [1.0])[0],
     )
@@ -235,7 +234,9 @@ def _linear(arguments: argparse.Namespace, setting: Setting, paths: Sequence[str
         seed=arguments.seed,
         report=lambda case: print(report.linear(case), flush=True),
     )
-    return {"cases": results, "bars": bars.check_linear(results, setting.device.type)}
+    counted = volume.without_logits(paths)
+    print(report.collectives(counted))
+    return {"cases": results, "bars": bars.check_linear(results, setting.device.type), "collectives": counted}
 
 
 def _logprobs(arguments: argparse.Namespace, setting: Setting, paths: Sequence[Way]) -> dict[str, Any]:

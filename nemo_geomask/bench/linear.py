@@ -14,7 +14,7 @@ from nemo_geomask.bench.meters import extra_memory, host_syncs
 from nemo_geomask.bench.paths.base import Setting, module, on_gpu, without_entropy
 from nemo_geomask.parallel import linear_logprobs, vocab_parallel_logprobs
 
-__all__ = ["PATHS", "LinearCase", "benchmark"]
+__all__ = ["PATHS", "LinearCase", "benchmark", "draw", "gradients"]
 
 _CHUNK = 1024  # rows at a time, in paths that ask for a number
 _ROWS = 8  # compared with float64
@@ -86,30 +86,32 @@ _Found = tuple[Tensor, Tensor | None]
 _Path = Callable[[LinearSample, LinearCase, Setting], _Found]
 
 
-def _sample(case: LinearCase, device: torch.device, seed: int) -> LinearSample:
-    draw = torch.Generator(device).manual_seed(seed)
-    hidden = torch.randn(case.tokens, case.hidden, generator=draw, device=device, dtype=torch.float32)
-    weight = torch.randn(case.width, case.hidden, generator=draw, device=device, dtype=torch.float32)
+def draw(case: LinearCase, device: torch.device, seed: int) -> LinearSample:
+    """What the paths take, the same for the same seed."""
+    source = torch.Generator(device).manual_seed(seed)
+    hidden = torch.randn(case.tokens, case.hidden, generator=source, device=device, dtype=torch.float32)
+    weight = torch.randn(case.width, case.hidden, generator=source, device=device, dtype=torch.float32)
     weight *= 3.0 * case.hidden**-0.5  # logits neither flat nor decided
-    order = torch.randperm(case.tokens, generator=draw, device=device)
+    order = torch.randperm(case.tokens, generator=source, device=device)
     kept = torch.zeros(case.tokens, dtype=torch.bool, device=device)
     kept[order[: round(case.fraction * case.tokens)]] = True
-    labels = torch.randint(0, case.width, (case.tokens,), generator=draw, device=device)
-    g, h = torch.randn(2, case.tokens, generator=draw, device=device, dtype=torch.float32) * kept
+    labels = torch.randint(0, case.width, (case.tokens,), generator=source, device=device)
+    g, h = torch.randn(2, case.tokens, generator=source, device=device, dtype=torch.float32) * kept
     leaves = (hidden.to(case.dtype).requires_grad_(), weight.to(case.dtype).requires_grad_())
     return LinearSample(*leaves, labels.where(kept, IGNORE), kept, g, h)
 
 
 def _ours(sample: LinearSample, case: LinearCase, setting: Setting) -> _Found:
     function: Any = linear_logprobs
-    found = function(sample.hidden, sample.weight, sample.targets, entropy=case.entropy, kernel=setting.kernel)
+    options = {"group": setting.group, "entropy": case.entropy, "kernel": setting.kernel}
+    found = function(sample.hidden, sample.weight, sample.targets, **options)
     return found if case.entropy else (found, None)
 
 
 def _with_logits(sample: LinearSample, case: LinearCase, setting: Setting) -> _Found:
     logits = torch.nn.functional.linear(sample.hidden, sample.weight)
     function: Any = vocab_parallel_logprobs
-    options = {"entropy": case.entropy, "kernel": setting.kernel, "inplace_gradient": True}
+    options = {"group": setting.group, "entropy": case.entropy, "kernel": setting.kernel, "inplace_gradient": True}
     found = function(logits, sample.targets, **options)
     return found if case.entropy else (found, None)
 
@@ -175,6 +177,16 @@ def _liger(sample: LinearSample, case: LinearCase, setting: Setting) -> _Found:
     return -(found[0] if isinstance(found, tuple) else found), None
 
 
+def _quack(sample: LinearSample, case: LinearCase, setting: Setting) -> _Found:
+    # Its chunks make the gradients with the loss's own sum or mean: of single tokens there are log-probs from logits.
+    without_entropy(case.entropy)
+    on_gpu(setting.device)
+    function = module("quack.linear_cross_entropy").linear_cross_entropy_func
+    arguments = (sample.hidden, sample.weight, None, sample.targets, IGNORE, "none", True)
+    found: Tensor = function(*arguments)
+    return -found, None
+
+
 def _cut(sample: LinearSample, case: LinearCase, setting: Setting) -> _Found:
     without_entropy(case.entropy)
     on_gpu(setting.device)
@@ -194,6 +206,7 @@ PATHS: dict[str, _Path] = {
     "verl linear_cross_entropy kernels": _verl_kernels,
     "Liger fused linear CE": _liger,
     "cut-cross-entropy": _cut,
+    "QuACK linear_cross_entropy_func": _quack,
 }
 """Names and what each computes: log-probs [T], entropy [T] where asked for."""
 
@@ -217,7 +230,7 @@ def _measure(case: LinearCase, setting: Setting, paths: Sequence[str], repeats: 
     The rate of the products is that of three of the shapes that a step needs, without anything between them; ``of
     products`` counts the four that a path without logits cannot avoid, whatever it does beside.
     """
-    sample = _sample(case, setting.device, seed)
+    sample = draw(case, setting.device, seed)
     clock = Clock(setting.device)
     rows = {name: {"path": name} for name in paths}
     candidates: dict[str, Callable[[int], Lap]] = {}
@@ -258,7 +271,8 @@ def _kind(reason: str) -> str:
     return {"Absent": "absent", "Unfit": "not applicable"}.get(reason.partition(":")[0], "failed")
 
 
-def _gradients(found: _Found, sample: LinearSample) -> list[Tensor]:
+def gradients(found: _Found, sample: LinearSample) -> list[Tensor]:
+    """Of the hidden states and of the weight."""
     leaves, (logprobs, entropy) = [sample.hidden, sample.weight], found
     if entropy is None:
         return list(torch.autograd.grad(logprobs, leaves, sample.g.to(logprobs.dtype)))
@@ -270,7 +284,7 @@ def _candidate(
     name: str, sample: LinearSample, case: LinearCase, setting: Setting, clock: Clock
 ) -> Callable[[int], Lap]:
     path = PATHS[name]
-    return lambda turn: clock.lap(lambda: path(sample, case, setting), lambda found: _gradients(found, sample))
+    return lambda turn: clock.lap(lambda: path(sample, case, setting), lambda found: gradients(found, sample))
 
 
 def _products(sample: LinearSample, clock: Clock) -> Callable[[int], Lap]:
@@ -332,12 +346,11 @@ def _meter(
     name: str, sample: LinearSample, case: LinearCase, setting: Setting, truth: tuple[Tensor, Tensor, Tensor]
 ) -> dict[str, Any]:
     def step() -> Tensor:
-        # Both gradients are alive at the end; the hidden states' is small beside the weight's.
-        return _gradients(PATHS[name](sample, case, setting), sample)[1]
+        return gradients(PATHS[name](sample, case, setting), sample)[1]
 
     rows, logprobs, gradient = truth
     found = PATHS[name](sample, case, setting)
-    of_hidden = _gradients(found, sample)[0][rows].double()
+    of_hidden = gradients(found, sample)[0][rows].double()
     error = (of_hidden - gradient).abs().amax(1) / gradient.abs().amax(1).clamp(min=1e-30)
     result: dict[str, Any] = {
         "errors": {
@@ -347,7 +360,9 @@ def _meter(
     }
     del found, of_hidden
     release()
-    result["extra_bytes"] = extra = extra_memory(step, sample.weight)
+    extra = extra_memory(step, sample.weight)
+    # Both gradients are alive at the end.
+    result["extra_bytes"] = extra = None if extra is None else extra - sample.hidden.nbytes
     result["of_logits"] = None if extra is None else extra / case.logits_bytes
     if setting.device.type == "cuda":
         result["host_syncs"] = host_syncs(step)

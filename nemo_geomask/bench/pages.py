@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_geomask.bench.paths import OURS
+from nemo_geomask.checks.pages import markdown
 from nemo_geomask.errors import ConfigError
 
 __all__ = ["rewrite"]
@@ -49,7 +50,7 @@ def _logprobs(result: Result) -> str:
     head += ["error logp", "gradient"]
     blocks = [
         f"{first['title']}; a copy moves {first['copy_gb_s']:.1f} GB/s.",
-        _table(head, [_path(row) for row in first["paths"] if row["status"] == "measured"]),
+        markdown(head, [_path(row) for row in first["paths"] if row["status"] == "measured"]),
         _missing(first),
     ]
     if rest:
@@ -57,7 +58,7 @@ def _logprobs(result: Result) -> str:
         head = ["case", "ours, ms", "of a copy", *(f"× {name}" for name in peers)]
         blocks += [
             "Our time, and how many times longer each peer takes:",
-            _table(head, [_case(case, peers) for case in (first, *rest)]),
+            markdown(head, [_case(case, peers) for case in (first, *rest)]),
         ]
     return "\n\n".join([*blocks, _bars(result["bars"])])
 
@@ -101,7 +102,7 @@ def _bars(bars: Iterable[Result]) -> str:
         [bar["name"], bar["bound"], _short(bar["found"]), _short(bar.get("by_processor_time")), words[bar["passed"]]]
         for bar in bars
     ]
-    return _table(["bar", "bound", "found", "by CPU time", ""], rows)
+    return markdown(["bar", "bound", "found", "by CPU time", ""], rows)
 
 
 def _loss(result: Result) -> str:
@@ -116,14 +117,14 @@ def _loss(result: Result) -> str:
     rows = [[name, *(cells.get((name, w), "–") + operations.get((name, w), "") for w in ways)] for name in names]
     what = "CPU time" if clock == "processor_ms" else "time"
     title = f"{result['rows']} sequences of up to {result['length']} tokens, forward and backward: {what}, operations."
-    blocks = [title, _table(["loss", *ways], rows)]
+    blocks = [title, markdown(["loss", *ways], rows)]
     if "skewed" in result:
         found = result["skewed"]
         timed = [[row["way"], f"{_short(row[clock]['median'])} ms"] for row in found["ways"] if clock in row]
         title = "{sequences} packed sequences of {tokens} tokens, the longest {longest}: {what}.".format(
             **found, what=what
         )
-        blocks += [title, _table(["way", what], timed)] if timed else []
+        blocks += [title, markdown(["way", what], timed)] if timed else []
     return "\n\n".join([*blocks, _bars(result["bars"])])
 
 
@@ -139,9 +140,18 @@ def _linear(result: Result) -> str:
         blocks += [
             f"{case['title']}: logits of {case['logits_bytes'] / 1e6:.0f} MB; four matrix products alone take "
             f"{_short(products)} ms, {_short(case['products_tflop_s'])} TFLOP/s.",
-            _table(head, [_without_logits(row) for row in case["paths"] if row["status"] == "measured"]),
+            markdown(head, [_without_logits(row) for row in case["paths"] if row["status"] == "measured"]),
             _missing(case),
         ]
+    if "collectives" in result:
+        found = result["collectives"]
+        title = "What crosses {tp} tensor-parallel ranks, forward and backward, of {tokens} tokens of {hidden} numbers."
+        rows = [
+            [name, str(row["calls"]), _short(row["payload_bytes_per_token"])]
+            for name, row in found["paths"].items()
+            if "error" not in row
+        ]
+        blocks += [title.format(**found), markdown(["path", "collectives", "bytes a token"], rows)]
     return "\n\n".join([*blocks, _bars(result["bars"])])
 
 
@@ -170,19 +180,15 @@ def _segments(result: Result) -> str:
         f"3 statistics of {result['sequences']} sequences, {result['tokens']} tokens over {result['world']} ranks "
         f"({result['backend']})."
     )
-    blocks = [title, _table(["way", "ms", "collectives", "bytes sent a rank"], rows)]
+    blocks = [title, markdown(["way", "ms", "collectives", "bytes sent a rank"], rows)]
     micro = result["microbatch"]
     if "groups" in micro:
         each = [
             [group, kind, str(payload)] for group, found in micro["groups"].items() for kind, payload in found["each"]
         ]
         title = "A microbatch of {tokens} tokens, {sequences} sequences, TP {tp} × CP {cp}, bytes that a rank gives."
-        blocks += [title.format(**micro), _table(["group", "collective", "bytes"], each)]
+        blocks += [title.format(**micro), markdown(["group", "collective", "bytes"], each)]
     return "\n\n".join(blocks)
-
-
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *rows))
 
 
 def _is_ours(name: str) -> bool:

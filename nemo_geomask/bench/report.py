@@ -89,7 +89,7 @@ def linear(result: Mapping[str, Any]) -> str:
 
 
 def collectives(result: Mapping[str, Any]) -> str:
-    """Collectives of the log-prob paths."""
+    """Collectives of the log-prob paths, or of those without logits."""
     rows = [
         [name, str(found["calls"]), _number(found["payload_bytes_per_token"])]
         if "error" not in found
@@ -97,6 +97,7 @@ def collectives(result: Mapping[str, Any]) -> str:
         for name, found in result["paths"].items()
     ]
     title = f"collectives over {result['tp']} tensor-parallel ranks, forward and backward, {result['tokens']} tokens"
+    title += f" of {result['hidden']} numbers" if "hidden" in result else ""
     return "\n".join([title, table(["path", "collectives", "payload B/token"], rows), ""])
 
 

@@ -133,8 +133,8 @@ def seconds(method: str, head: OutputWork, costs: Costs) -> tuple[float, float]:
     forward, backward = (cost * 1e-15 * head.columns for cost in costs.elements[method])
     product = 2 * head.columns * head.hidden / costs.products
     scoring = head.scored * (product + forward)
-    if method == "geomask" and head.plain:
-        scoring = seconds("NeMo-RL", head, costs)[1]
+    if head.v1 and method == "geomask_linear":
+        scoring = seconds("geomask", head, costs)[1]
     if method == "geomask_linear":
         return head.trained * head.rows * (4 * product + forward + backward), scoring
     if method == "geomask":
@@ -188,17 +188,16 @@ def scale(
         keys = ("policy.train_global_batch_size", "policy.max_total_sequence_length")
         raise ConfigError(Problem(keys, "the size of a step is not known without them; set both"))
     layout = layout_of(facts)
-    shared = layout.tp * layout.cp * layout.pp
     recompute = facts.on(f"policy.{'megatron' if facts.megatron else 'dtensor'}_cfg.activation_checkpointing")
     passes = scoring_passes(facts)
     tokens = batch * length
-    stage = [model_flops(shape, rows * layout.cp, length) / shared / (mfu * costs.peak) for rows in head[:2]]
+    stage = [model_flops(shape, rows * layout.cp, length) / layout.shared / (mfu * costs.peak) for rows in head[:2]]
     times = {method: seconds(method, head, costs) for method in METHODS}
     steps: list[dict[str, Any]] = []
     cards = training_cards(facts) or layout.ranks
     for count in sorted({*gpus, cards}):
-        copies = count // shared
-        if count % shared or (copies * layout.tp * layout.cp) % layout.ep:
+        copies = count // layout.shared
+        if count % layout.shared or (copies * layout.tp * layout.cp) % layout.ep:
             continue
         own = [math.ceil(tokens / copies / (rows * layout.cp)) if rows else 0 for rows in head[:2]]
 
@@ -216,7 +215,7 @@ def scale(
     return {
         "recipe": str(recipe.path),
         "model": {"name": name, **shape._asdict()},
-        "layout": str(replace(layout, dp=max(1, cards // shared))),
+        "layout": str(replace(layout, dp=max(1, cards // layout.shared))),
         "head": head._asdict(),
         "passes": passes,
         "now": method_of(facts),

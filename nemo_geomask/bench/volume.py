@@ -1,25 +1,28 @@
-"""What crosses ranks, counted from a run: collectives and bytes a token or a microbatch, through each process group."""
+"""What crosses ranks, counted from a run: collectives and bytes a token or a microbatch, through each group."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from nemo_geomask.bench import linear
 from nemo_geomask.bench.clock import why
 from nemo_geomask.bench.inputs import Case, Inputs
 from nemo_geomask.bench.meters import Collective, Tally
-from nemo_geomask.bench.paths import PATHS, Absent, Setting, Unfit
+from nemo_geomask.bench.paths import PATHS, Absent, Path, Setting, Unfit
 from nemo_geomask.parallel import vocab_parallel_logprobs
 from nemo_geomask.processes import run
 from nemo_geomask.segments import PackedSegments
 
-__all__ = ["LAYOUT", "logprobs", "microbatch", "total", "uneven"]
+__all__ = ["LAYOUT", "logprobs", "microbatch", "total", "uneven", "without_logits"]
 
 _TP = 2
 _CASE = Case(tokens=600, vocab=2048, tp=_TP)  # three chunks of NeMo-RL's
+_LINEAR = linear.LinearCase(tokens=2048, hidden=64, vocab=2048, tp=_TP)
 LAYOUT = {"tokens": 512, "sequences": 8, "vocab": 1000, "tp": 2, "cp": 2}
 _LOSS = {
     "name": "gspo",
@@ -61,21 +64,49 @@ def logprobs(names: Sequence[str]) -> dict[str, Any]:
 def _logprobs(rank: int, world: int, names: Sequence[str]) -> dict[str, Any]:
     setting = Setting(torch.device("cpu"), group=dist.group.WORLD)
     sample = Inputs(_CASE, setting.device).take(0)
+
+    def once(path: Path) -> None:
+        start = path.open(_CASE, setting)
+        start(sample._replace(logits=sample.logits.detach().clone().requires_grad_())).gradient(sample.g, None)
+
+    return _counted({path.name: functools.partial(once, path) for path in PATHS if path.name in names}, _CASE.tokens)
+
+
+def without_logits(names: Sequence[str]) -> dict[str, Any]:
+    """The same of paths from hidden states, of :data:`nemo_geomask.bench.linear.PATHS`.
+
+    Their hidden states are whole on each rank, so that the gradient of these crosses ranks; a path that leaves that to
+    its caller has fewer bytes here, and the model's own layers move the rest.
+    """
+    found: Mapping[str, Any] = run(_TP, _without_logits, list(names))[0]
+    return {"tokens": _LINEAR.tokens, "hidden": _LINEAR.hidden, "tp": _TP, "paths": found}
+
+
+def _without_logits(rank: int, world: int, names: Sequence[str]) -> dict[str, Any]:
+    setting = Setting(torch.device("cpu"), group=dist.group.WORLD)
+    sample = linear.draw(_LINEAR, setting.device, 0)
+
+    def once(path: Callable[..., Any]) -> None:
+        linear.gradients(path(sample, _LINEAR, setting), sample)
+
+    alone = ("torch", "verl FusedLinear")  # know of no other rank
+    paths = {name: path for name, path in linear.PATHS.items() if name in names and not name.startswith(alone)}
+    return _counted({name: functools.partial(once, path) for name, path in paths.items()}, _LINEAR.tokens)
+
+
+def _counted(paths: Mapping[str, Callable[[], None]], tokens: int) -> dict[str, Any]:
     result: dict[str, Any] = {}
-    for path in PATHS:
-        if path.name not in names:
-            continue
+    for name, once in paths.items():
         try:
-            start = path.open(_CASE, setting)
             with Tally() as tally:
-                start(sample._replace(logits=sample.logits.detach().clone().requires_grad_())).gradient(sample.g, None)
+                once()
         except (Absent, Unfit):
             continue
         except Exception as error:  # a peer's error is a result
-            result[path.name] = {"error": why(error)}
+            result[name] = {"error": why(error)}
             continue
         counted = total(tally.collectives)
-        result[path.name] = {**counted, "payload_bytes_per_token": counted["payload_bytes"] / _CASE.tokens}
+        result[name] = {**counted, "payload_bytes_per_token": counted["payload_bytes"] / tokens}
     return result
 
 

@@ -6,20 +6,15 @@ import math
 from collections.abc import Iterator
 
 from nemo_geomask.checks.facts import RecipeFacts
+from nemo_geomask.checks.layout import SHARING, layout_keys
 from nemo_geomask.checks.rule import Hit, Rule
 from nemo_geomask.losses.prestep import needs_whole_batch
 
 __all__ = ["RULES", "training_cards"]
 
-_SIZES = {
-    "megatron_cfg": ("tensor_model_parallel_size", "context_parallel_size", "pipeline_model_parallel_size"),
-    "dtensor_cfg": ("tensor_parallel_size", "context_parallel_size"),
-}
-
 
 def _layout(facts: RecipeFacts) -> Iterator[Hit]:
-    section = "megatron_cfg" if facts.megatron else "dtensor_cfg"
-    sizes = {f"policy.{section}.{name}": facts.number(f"policy.{section}.{name}") or 1 for name in _SIZES[section]}
+    sizes = {key: facts.number(key) or 1 for name, key in layout_keys(facts).items() if name in SHARING}
     cards, product = training_cards(facts), int(math.prod(sizes.values()))
     if cards is None or cards % product == 0:
         return

@@ -39,10 +39,8 @@ _MEGATRON = "policy.megatron_cfg.enabled"
 _DEFERRED = "policy.megatron_cfg.defer_fp32_logits"
 _CHUNKS = "policy.logprob_chunk_size"
 _UNFILTERED = f"{_GENERATION}.top_p: 1.0 and top_k: null"
-_OF_MEGATRON = {
-    "mcore": "works over Megatron's own process groups",
-    "geomask_linear": "takes the hidden states of Megatron's workers",
-}
+_CONTEXT = "policy.dtensor_cfg.context_parallel_size"
+_TAKES = {"mcore": "works over Megatron's own process groups", "geomask_linear": "takes hidden states"}
 _REPLAY = "policy.router_replay.enabled"
 _BATCH = "policy.train_global_batch_size"
 
@@ -262,7 +260,8 @@ def logit_needs(facts: RecipeFacts, backend: str) -> list[str]:
         _UNFILTERED: facts.filtered is not None,
         f"{_FUSED}: false": facts.megatron and facts.on(_FUSED),
         f"{_FUSED_BEFORE}: false": facts.megatron and facts.on(_FUSED_BEFORE),
-        f"{_MEGATRON}: true": backend in _OF_MEGATRON and not facts.megatron,
+        f"{_MEGATRON}: true": backend == "mcore" and not facts.megatron,
+        f"{_CONTEXT}: 1": backend == "geomask_linear" and not facts.megatron and (facts.number(_CONTEXT) or 1) > 1,
     }
     return [setting for setting, applies in broken.items() if applies]
 
@@ -271,11 +270,11 @@ def _logits(facts: RecipeFacts) -> Iterator[Hit]:
     backend = facts.config.logprob_backend
     wanted = logit_needs(facts, backend)
     if backend != "nemo_rl" and wanted:
-        takes = _OF_MEGATRON.get(backend, "takes whole logits")
+        takes = _TAKES.get(backend, "takes whole logits")
         yield Hit(
             "loss_fn.logprob_backend",
             f"{backend} {takes}, so it needs {', '.join(wanted)}; set so, or logprob_backend: "
-            + ("geomask" if wanted == [f"{_MEGATRON}: true"] else "nemo_rl"),
+            + ("geomask" if wanted in ([f"{_MEGATRON}: true"], [f"{_CONTEXT}: 1"]) else "nemo_rl"),
         )
 
 

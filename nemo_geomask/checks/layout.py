@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from nemo_geomask.checks.facts import RecipeFacts
 
-__all__ = ["Layout", "layout_keys", "layout_of", "trained"]
+__all__ = ["SHARING", "Layout", "layout_keys", "layout_of", "trained"]
 
 _KEYS: Mapping[str, Mapping[str, str]] = {
     "megatron": {
@@ -24,6 +24,8 @@ _KEYS: Mapping[str, Mapping[str, str]] = {
     },
 }
 """Where each size stands in a section, by the back end that trains."""
+SHARING = ("tp", "cp", "pp")
+"""Sizes of the groups that share out a model and its sequences; their product is the ranks of one copy."""
 
 
 @dataclass(frozen=True)
@@ -45,9 +47,14 @@ class Layout:
     dp: int = 1
 
     @property
+    def shared(self) -> int:
+        """Processes that one copy of the model and its sequences are shared out to."""
+        return math.prod(getattr(self, name) for name in SHARING)
+
+    @property
     def ranks(self) -> int:
         """Processes that train."""
-        return self.tp * self.cp * self.pp * self.dp
+        return self.shared * self.dp
 
     def within(self, ranks: int, *, cp: bool = True) -> Layout:
         """What of this layout fits: TP first, then CP, EP and PP get what the ones before leave; DP gets the rest.
@@ -97,8 +104,8 @@ def layout_of(facts: RecipeFacts, section: str = "policy") -> Layout:
 
     sizes = {name: size(key) for name, key in layout_keys(facts, section).items()}
     world = size("cluster.gpus_per_node") * size("cluster.num_nodes")
-    own = math.prod(sizes.get(name, 1) for name in ("tp", "cp", "pp"))
-    return Layout(**sizes, dp=max(1, world // own))
+    alone = Layout(**sizes)
+    return replace(alone, dp=max(1, world // alone.shared))
 
 
 def _divisors(size: int) -> Iterator[int]:

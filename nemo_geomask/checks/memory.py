@@ -15,10 +15,11 @@ NeMo-RL, ``logprob_chunk_size``             4 R W + 24 c W: logits and gradient;
 NeMo-RL, ``use_fused_linear_logprobs``      10 W H + 20 c W + 8 R H: the weight's gradient three times, twice in
                                             float32; scoring 14 c W + 4 S H
 ``geomask``                                 2 b R W: logits and gradient; scoring b S W, and 2 S W that they are cast
-                                            from where b = 4; in DTensor workers without TP and CP that is NeMo-RL's
+                                            from where b = 4
 ``geomask_linear``                          min(tile, 2 f R W) + (b + 2 f) R H + 2 W H + 4 min(f R, W) H: a tile; the
                                             hidden states' copy and those that train; the weight's gradient; the smaller
-                                            of the two gradients in float32; scoring min(tile, 2 S W) + that copy
+                                            of the two gradients in float32; scoring min(tile, 2 S W) + that copy,
+                                            in DTensor v1 as ``geomask``
 =========================================== ===========================================================
 """
 
@@ -56,7 +57,7 @@ class OutputWork(NamedTuple):
         trained: f, share of the rows that train.
         logit_bytes: b, 2 or 4.
         fused_gradient: the weight's gradient is added up as it is made.
-        plain: the logits are whole and no DTensor, so that scoring is NeMo-RL's under ``geomask`` too.
+        v1: of a DTensor v1 worker, whose forward passes have logits under ``geomask_linear`` too.
     """
 
     rows: int
@@ -67,7 +68,7 @@ class OutputWork(NamedTuple):
     trained: float = 1.0
     logit_bytes: int = 2
     fused_gradient: bool = False
-    plain: bool = False
+    v1: bool = False
 
     @property
     def logits(self) -> int:
@@ -109,6 +110,11 @@ def _cast(head: OutputWork) -> int:
     return 6 if head.logit_bytes == 4 else 2
 
 
+def _scored(head: OutputWork) -> float:
+    """A forward pass by our kernels on logits."""
+    return _cast(head) * head.scored * head.columns
+
+
 def _linear(head: OutputWork) -> float:
     trained = head.trained * head.rows
     return (
@@ -137,12 +143,16 @@ METHODS: Mapping[str, Method] = {
     "geomask": Method(
         "logprob_backend: geomask",
         lambda head: max(2 * head.logit_bytes * head.logits, head.at_weight),
-        lambda head: _copied(head, head.scored, head.chunk) if head.plain else _cast(head) * head.scored * head.columns,
+        _scored,
     ),
     "geomask_linear": Method(
         "logprob_backend: geomask_linear",
         _linear,
-        lambda head: min(TILE_BYTES["cuda"], 2 * head.scored * head.columns) + _cast(head) * head.scored * head.hidden,
+        lambda head: (
+            _scored(head)
+            if head.v1
+            else min(TILE_BYTES["cuda"], 2 * head.scored * head.columns) + _cast(head) * head.scored * head.hidden
+        ),
     ),
 }
 """By name."""
@@ -176,7 +186,7 @@ def head_of(facts: RecipeFacts, shape: Shape, *, trained: float = 1.0) -> Output
         trained=trained,
         logit_bytes=2 if deferred else 4,
         fused_gradient=facts.megatron and facts.on("policy.megatron_cfg.gradient_accumulation_fusion"),
-        plain=not facts.megatron and layout.tp * layout.cp == 1,
+        v1=not facts.megatron and not facts.on("policy.dtensor_cfg._v2"),
     )
 
 

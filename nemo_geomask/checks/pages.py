@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
@@ -21,27 +21,32 @@ from nemo_geomask.errors import ArgumentError
 from nemo_geomask.losses import PolicyLoss, available, build_loss
 from nemo_geomask.records import COLUMNS
 
-__all__ = ["TABLES", "between_marks", "columns", "fields", "objectives", "recording", "rewrite", "rules"]
+__all__ = ["TABLES", "between_marks", "columns", "fields", "markdown", "objectives", "recording", "rewrite", "rules"]
+
+
+def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table in Markdown; a bar within a cell is one of the cell's."""
+    lines = [" | ".join(cell.replace("|", "\\|") for cell in row) for row in (head, *rows)]
+    return "\n".join([f"| {lines[0]} |", "|---" * len(head) + "|", *(f"| {line} |" for line in lines[1:])])
 
 
 def rules() -> str:
     """Markdown table of every rule."""
-    rows = ["| rule | severity | finds | source |", "|---|---|---|---|"]
-    rows += [f"| {rule.id} | {rule.severity} | {rule.title} | {rule.source} |" for rule in RULES]
-    return "\n".join(rows)
+    return markdown(
+        ("rule", "severity", "finds", "source"), ((rule.id, rule.severity, rule.title, rule.source) for rule in RULES)
+    )
 
 
 def fields() -> str:
     """Markdown table of every field: name, allowed values, default, meaning with formula, source."""
-    rows = ["| field | values | default | meaning | source |", "|---|---|---|---|---|"]
+    rows = []
     for name, field in LossConfig.model_fields.items():
         extra = field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
         meaning = str(field.description)
         if "formula" in extra:
             meaning += f"<br>`{extra['formula']}`"
-        cells = (f"`{name}`", _values(name, field), _default(field.default), meaning, str(extra.get("source", "")))
-        rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
-    return "\n".join(rows)
+        rows.append((f"`{name}`", _values(name, field), _default(field.default), meaning, str(extra.get("source", ""))))
+    return markdown(("field", "values", "default", "meaning", "source"), rows)
 
 
 # What NeMo-RL's flags make of clipped_pg.
@@ -61,20 +66,16 @@ def objectives() -> str:
     for name in own:
         losses += [(build_loss({"name": name}), {})]
         losses += [(build_loss({"name": name, **flags}), flags) for flags in _FLAGS if name == "clipped_pg"]
-    rows = ["| name | ℓ | own defaults | source |", "|---|---|---|---|"]
+    rows = []
     for loss, flags in losses:
         variant = loss.variant
         name = f"`{loss.config.name}`" + "".join(f"<br>`{setting}`" for setting in _written(flags))
         options = {f"options.{key}": field.default for key, field in variant.options.model_fields.items()}
         defaults = _written({**variant.defaults, **variant.forces, **options})
-        cells = (
-            name,
-            "<br>".join(f"`{part.formula}`" for part in surrogate_parts(loss)),
-            "<br>".join(f"`{setting}`" for setting in defaults) or "–",
-            "" if flags else variant.source,
-        )
-        rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
-    return "\n".join(rows)
+        formulas = "<br>".join(f"`{part.formula}`" for part in surrogate_parts(loss))
+        own_defaults = "<br>".join(f"`{setting}`" for setting in defaults) or "–"
+        rows.append((name, formulas, own_defaults, "" if flags else variant.source))
+    return markdown(("name", "ℓ", "own defaults", "source"), rows)
 
 
 def _written(settings: Mapping[str, Any]) -> Iterator[str]:
@@ -84,21 +85,20 @@ def _written(settings: Mapping[str, Any]) -> Iterator[str]:
 
 def columns() -> str:
     """Markdown table of a record's columns."""
-    rows = ["| column | Arrow type | what it holds |", "|---|---|---|"]
-    rows += [
-        f"| `{column.name}` | {column.kind}{'' if column.always else ' or null'} | {column.definition} |"
+    rows = [
+        (f"`{column.name}`", f"{column.kind}{'' if column.always else ' or null'}", column.definition)
         for column in COLUMNS
     ]
-    return "\n".join(rows)
+    return markdown(("column", "Arrow type", "what it holds"), rows)
 
 
 def recording() -> str:
     """Markdown table of the settings under ``record``."""
-    rows = ["| key | default | meaning |", "|---|---|---|"]
+    rows = []
     for name, field in Recording.model_fields.items():
         default = "needed" if field.is_required() else _default(field.default)
-        rows.append(f"| `{name}` | {default} | {field.description} |")
-    return "\n".join(rows)
+        rows.append((f"`{name}`", default, str(field.description)))
+    return markdown(("key", "default", "meaning"), rows)
 
 
 TABLES = {

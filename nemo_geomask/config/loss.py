@@ -271,8 +271,8 @@ class LossSettings(StrictModel):
         "nemo_rl",
         "What computes the log-probs in NeMo-RL's workers. `nemo_rl`: NeMo-RL, which hands them to the loss. Else the "
         "loss takes the logits, and a packed microbatch is one call: `geomask` by this package's kernels, `mcore` and "
-        "`te` by megatron-core's and transformer-engine's, to compare. `geomask_linear`: as `geomask`, from Megatron's "
-        "hidden states, without the matrix of logits.",
+        "`te` by megatron-core's and transformer-engine's, to compare. `geomask_linear`: as `geomask`, from hidden "
+        "states, without the matrix of logits.",
         source="this package",
     )
 

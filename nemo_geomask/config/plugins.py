@@ -32,9 +32,12 @@ class Entry:
 
 
 @functools.lru_cache
-def _points(group: str, find: Callable[..., Iterable[EntryPoint]], path: tuple[str, ...]) -> tuple[EntryPoint, ...]:
-    """Those on the path; reading every distribution's metadata takes milliseconds."""
-    return tuple(find(group=group))
+def _registered(group: str, find: Callable[..., Iterable[EntryPoint]], path: tuple[str, ...]) -> tuple[Entry, ...]:
+    """Those on the path; reading distributions' metadata takes milliseconds."""
+    return tuple(
+        Entry(point.name, point.value, "unknown distribution" if point.dist is None else point.dist.name)
+        for point in find(group=group)
+    )
 
 
 @dataclass(frozen=True)
@@ -68,10 +71,9 @@ class PluginGroup:
         entries: dict[str, dict[tuple[str, str], Entry]] = {
             name: {(value, _SELF): Entry(name, value, _SELF)} for name, value in self.built_in.items()
         }
-        for point in _points(self.group, entry_points, tuple(sys.path)):
-            owner = point.dist.name if point.dist is not None else "unknown distribution"
+        for entry in _registered(self.group, entry_points, tuple(sys.path)):
             # A distribution found twice on sys.path (an editable install beside its checkout) is one claim.
-            entries.setdefault(point.name, {})[point.value, owner] = Entry(point.name, point.value, owner)
+            entries.setdefault(entry.name, {})[entry.value, entry.distribution] = entry
         return {name: tuple(entries[name].values()) for name in sorted(entries)}
 
     def is_own(self, name: str) -> bool:

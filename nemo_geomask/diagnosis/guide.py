@@ -17,7 +17,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from nemo_geomask.checks.pages import between_marks
+from nemo_geomask.checks.pages import between_marks, markdown
 from nemo_geomask.diagnosis.logged import read_logged
 from nemo_geomask.diagnosis.verdict import LEVELS
 from nemo_geomask.errors import ArgumentError
@@ -122,16 +122,10 @@ def rewrite(text: str, measured: Mapping[str, Sequence[float]]) -> str:
         text: of the page.
         measured: by metric, smallest, median and largest of the lab's steps.
     """
-    limits = [_row("metric", "alert", "broken", "source"), "|---|---|---|---|"]
-    limits += [_row(*cells) for family in families() for entry in family.entries for cells in _limits(entry)]
-    entries = [line for family in families() for line in _family(family, measured)]
-    for mark, lines in (("limits", limits), ("metrics", entries)):
-        text = between_marks(text, mark, "\n".join(lines), page="metrics.md")
-    return text
-
-
-def _row(*cells: str) -> str:
-    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+    limits = (cells for family in families() for entry in family.entries for cells in _limits(entry))
+    text = between_marks(text, "limits", markdown(("metric", "alert", "broken", "source"), limits), page="metrics.md")
+    entries = (line for family in families() for line in _family(family, measured))
+    return between_marks(text, "metrics", "\n".join(entries), page="metrics.md")
 
 
 def _limits(entry: MetricEntry) -> Iterator[tuple[str, str, str, str]]:

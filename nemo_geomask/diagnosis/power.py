@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from nemo_geomask.checks.pages import between_marks
+from nemo_geomask.checks.pages import between_marks, markdown
 from nemo_geomask.diagnosis.causes import CAUSES
 from nemo_geomask.diagnosis.planted import PLANTS, STRENGTHS, RunShape, planted_run
 from nemo_geomask.diagnosis.run import survey_run
@@ -79,50 +79,29 @@ def rewrite(text: str, measured: dict[str, Any]) -> str:
     return text
 
 
-def _row(*cells: str) -> str:
-    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
-
-
 def _causes() -> str:
-    head = [_row("cause", "what it is", "shown when", "what to do"), "|---|---|---|---|"]
-    return "\n".join(
-        [
-            *head,
-            *(_row(f"`{one.id}`", one.name, f"> {one.threshold:g}: {one.why}", f"{one.action}") for one in CAUSES),
-        ]
-    )
+    rows = ((f"`{one.id}`", one.name, f"> {one.threshold:g}: {one.why}", one.action) for one in CAUSES)
+    return markdown(("cause", "what it is", "shown when", "what to do"), rows)
 
 
 def _levels() -> str:
-    head = [_row("number", "definition", "drifting", "broken", "source"), "|---|---|---|---|---|"]
-    sign = {True: "<", False: ">"}
-    return "\n".join(
-        [
-            *head,
-            *(
-                _row(
-                    one.name,
-                    one.definition,
-                    f"{sign[one.below]} {one.drifting:g}",
-                    f"{sign[one.below]} {one.broken:g}",
-                    one.source,
-                )
-                for one in LEVELS
-            ),
-        ]
-    )
+    rows = []
+    for one in LEVELS:
+        sign = "<" if one.below else ">"
+        rows.append((one.name, one.definition, f"{sign} {one.drifting:g}", f"{sign} {one.broken:g}", one.source))
+    return markdown(("number", "definition", "drifting", "broken", "source"), rows)
 
 
 def _power(measured: dict[str, Any]) -> str:
     seeds = measured["seeds"]
-    lines = [_row("planted", *STRENGTHS, "strengths", "named instead (weak; middle)"), "|---|---|---|---|---|---|"]
+    table = []
     for cause, rows in measured["planted"].items():
         instead = [
             ", ".join(f"{name} {count}" for name, count in row["named"].items() if name not in (cause, "healthy"))
             for row in rows[:2]
         ]
-        lines.append(
-            _row(
+        table.append(
+            (
                 f"`{cause}`",
                 *(f"{row['named'].get(cause, 0)} of {seeds}" for row in rows),
                 f"{', '.join(format(row['strength'], 'g') for row in rows)} {PLANTS[cause].unit}",
@@ -131,7 +110,8 @@ def _power(measured: dict[str, Any]) -> str:
         )
     onsets = [row["onset"] for rows in measured["planted"].values() for row in rows[1:]]
     right, asked = (sum(pair[place] for pair in onsets) for place in (0, 1))
-    lines += [
+    lines = [
+        markdown(("planted", *STRENGTHS, "strengths", "named instead (weak; middle)"), table),
         "",
         f"{measured['steps']} steps of {measured['sequences']} sequences; from step {measured['onset']} on, and every "
         "second run from the first step on, but for stale engine, routing and precision, which are nothing but "

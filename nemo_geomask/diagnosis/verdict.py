@@ -9,8 +9,9 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from nemo_geomask.diagnosis.causes import CAUSES, LOCAL, WITHIN_SEQUENCES, Cause, Evidence, Found
+from nemo_geomask.diagnosis.causes import CAUSES, LOCAL, WITHIN_SEQUENCES, Cause
 from nemo_geomask.diagnosis.changes import ChangePoint, find_change
+from nemo_geomask.diagnosis.signs import Evidence, Found
 from nemo_geomask.diagnosis.statistics import BOOT, Statistics, StepSums
 from nemo_geomask.errors import DataError
 

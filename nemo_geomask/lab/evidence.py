@@ -19,7 +19,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from nemo_geomask.checks.pages import between_marks
+from nemo_geomask.checks.pages import between_marks, markdown
 from nemo_geomask.errors import ConfigError
 from nemo_geomask.lab.optional import require
 from nemo_geomask.lab.outcome import by_variant, collapsed, final, paired_interval
@@ -247,14 +247,14 @@ def load(path: Path) -> list[Course]:
 def _table(curves: Runs, claim: Claim) -> str:
     base = claim.base(curves)
     titles = [column.title if isinstance(column, SeedMean) else column for column in claim.columns]
-    lines = [" | ".join(("| variant", *titles)) + " |", "|---" * (1 + len(titles)) + "|"]
+    rows = []
     for name, runs in claim.variants(curves).items():
         cells = (
             column.cell(runs, base) if isinstance(column, SeedMean) else _COUNTS[column](runs, base)
             for column in claim.columns
         )
-        lines.append(" | ".join((f"| {name}", *cells)) + " |")
-    return "\n".join(lines)
+        rows.append((name, *cells))
+    return markdown(("variant", *titles), rows)
 
 
 def draw(curves: Runs, path: Path, claim: Claim) -> None:
@@ -313,10 +313,7 @@ def searched(rows: Iterable[Mapping[str, str]]) -> str:
         return f"{fmean(mine.values()):.3f}" + ("" if interval is None else " ({:+.3f} to {:+.3f})".format(*interval))
 
     head = ["", "lr", *(variant if " " in variant or variant == "none" else f"`{variant}`" for variant in variants)]
-    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
-    for (setting, lr), cells in found.items():
-        lines.append(" | ".join((f"| {setting}", lr, *(cell(cells, variant) for variant in variants))) + " |")
-    return "\n".join(lines)
+    return markdown(head, ((*key, *(cell(cells, variant) for variant in variants)) for key, cells in found.items()))
 
 
 def rewrite(page: Path) -> str:

@@ -17,7 +17,7 @@ from nemo_geomask.segments.across import gathered
 
 __all__ = ["TILE_BYTES", "linear_logprobs"]
 
-TILE_BYTES = {"cpu": 24 << 20, "cuda": 512 << 20}
+TILE_BYTES = {"cpu": 20 << 20, "cuda": 512 << 20}
 """Default size of the tile of logits: on a GPU what keeps the matrix products at their speed, on a CPU what leaves
 the step's memory a small part of the logits', copies in float32 included."""
 _HALF = (torch.bfloat16, torch.float16)

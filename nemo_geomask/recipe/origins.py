@@ -55,7 +55,7 @@ class Origins:
         """Those of one YAML file, whose text is known to be valid."""
         import yaml  # Comes with omegaconf.
 
-        root = yaml.compose(text, Loader=yaml.SafeLoader)
+        root = yaml.compose(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
         return cls(dict(_walk(root, "", str(path))) if root is not None else {})
 
     def over(self, parent: Origins) -> Origins:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import io
 import os
@@ -44,7 +45,7 @@ class Recipe:
     files: tuple[tuple[Path, str], ...]
     unresolved: Mapping[str, str] = field(default_factory=dict)
 
-    @property
+    @functools.cached_property
     def nemo_rl(self) -> Path | None:
         """The NeMo-RL checkout that the recipe inherits from; without one, :func:`nemo_rl_root`."""
         roots = (parent for path, _ in self.files for parent in path.parents)

@@ -52,6 +52,12 @@ CAUSES: Sequence[tuple[str, str, str]] = (
     (r"No module named 'megatron", "policy.megatron_cfg.enabled", "put Megatron-Bridge and Megatron-LM on PYTHONPATH"),
     (r"No module named 'nemo_automodel", "policy.dtensor_cfg._v2", "put Automodel on PYTHONPATH, or set _v2: false"),
     (
+        # shared/import_utils.py:511 of v0.6.0's Automodel, under transformers 5.5 and later.
+        r"check_model_inputs\(\) missing",
+        "policy.dtensor_cfg._v2",
+        "this Automodel wants an earlier transformers: use a later Automodel, or none and _v2: false",
+    ),
+    (
         r"is not in struct|ConfigAttributeError|ConfigKeyError|ValidationError",
         "the recipe",
         "NeMo-RL refuses a key or a value of it; the error names it",

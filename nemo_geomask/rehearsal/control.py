@@ -9,6 +9,7 @@ from pathlib import Path
 
 from nemo_geomask.checks import RecipeFacts
 from nemo_geomask.checks.loss import NEMO_RL_FIELDS
+from nemo_geomask.checks.tree import holds
 from nemo_geomask.config.loss import LossConfig
 from nemo_geomask.config.strict import as_yaml
 
@@ -59,8 +60,8 @@ class Comparison:
 
 def has_score_function(checkout: Path) -> bool:
     """Whether a NeMo-RL's own KL term is differentiated through the samples as well; v0.6.0's is not (docs/kl.md)."""
-    utils = checkout / "nemo_rl" / "algorithms" / "utils.py"
-    return not utils.is_file() or "importance_sampling_weights" in utils.read_text(encoding="utf-8")
+    utils = "algorithms/utils.py"
+    return holds(checkout, utils, "importance_sampling_weights") or not (checkout / "nemo_rl" / utils).is_file()
 
 
 def inexpressible(facts: RecipeFacts, *, score_function: bool = True) -> tuple[str, ...]:

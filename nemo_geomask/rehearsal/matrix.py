@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from nemo_geomask.checks.pages import between_marks
+from nemo_geomask.checks.pages import between_marks, markdown
 from nemo_geomask.errors import ConfigError, GeomaskError
 from nemo_geomask.integrations.nemo_rl.commit import commit_of
 from nemo_geomask.rehearsal.rehearse import Rehearsal, nemo_rl_checkout, rehearse
@@ -112,9 +112,7 @@ def _recorded(case: Trial, done: Rehearsal | None, error: str) -> dict[str, Any]
 def table(cases: Sequence[Trial], hosts: Sequence[Mapping[str, Any]]) -> str:
     """Markdown: a row a case, a column a NeMo-RL."""
     columns = [f"{host['version']}" + (f" ({host['commit'][:9]})" if host["commit"] else "") for host in hosts]
-    rows = [f"| case | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
-    rows += [f"| {case.name} | {' | '.join(_cell(case, host) for host in hosts)} |" for case in cases]
-    return "\n".join(rows)
+    return markdown(("case", *columns), ((case.name, *(_cell(case, host) for host in hosts)) for case in cases))
 
 
 def _cell(case: Trial, host: Mapping[str, Any]) -> str:
@@ -125,7 +123,7 @@ def _cell(case: Trial, host: Mapping[str, Any]) -> str:
     if case.mistake and case.as_expected(found):
         return f"names `{case.mistake}` after {found['seconds']} s"
     if found["outcome"] != "trained":
-        return f"fails: {found['error']}".replace("|", "\\|")
+        return f"fails: {found['error']}"
     control = "" if found["control"] is None else f", control within {found['control']:.1g}"
     resumed = "" if found.get("resumed") is None else f", resumed within {found['resumed']:.1g}"
     return f"{len(found['metrics'])} steps, {found['seconds']} s on {found['where']}{control}{resumed}"

@@ -67,10 +67,11 @@ _SIZES: Mapping[str, Any] = {
     "v_head_dim": 32,
     "num_nextn_predict_layers": 0,
 }
-_PUBLISHED: Mapping[str, Mapping[str, Any]] = {
-    # What a type's published models have, and transformers' defaults have not. v0.6.0's Megatron-Bridge knows nothing
-    # else (qwen3_moe_bridge.py:66).
-    "qwen3_moe": {"norm_topk_prob": True},
+_OF_TYPE: Mapping[str, Mapping[str, Any]] = {
+    # As its published models have it, and transformers' defaults have not; v0.6.0's Megatron-Bridge knows nothing else
+    # (qwen3_moe_bridge.py:66). Such experts put out more: with narrower weights, bfloat16 tells the engines apart by
+    # about as much as it does with other types.
+    "qwen3_moe": {"norm_topk_prob": True, "initializer_range": 0.2},
 }
 _NOT_KEPT = (
     "rope_scaling",
@@ -124,7 +125,7 @@ def tiny_model(name: str, layout: Layout) -> TinyModel:
             "folder with the model's config.json (nothing else of it is read), as an override: policy.model_name=FOLDER"
         )
         raise ConfigError(Problem(("policy.model_name",), message))
-    return TinyModel(kind, f"the name {name}", {**_sizes(layout), **_PUBLISHED.get(kind, {})})
+    return TinyModel(kind, f"the name {name}", {**_sizes(layout), **_OF_TYPE.get(kind, {})})
 
 
 def _sizes(layout: Layout, given: Mapping[str, Any] | None = None) -> dict[str, Any]:

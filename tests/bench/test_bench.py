@@ -307,6 +307,21 @@ def test_collectives_of_the_paths():
 
 
 @pytest.mark.slow
+def test_collectives_without_logits():
+    ours, logits = "nemo_geomask linear_logprobs", "nemo_geomask with logits"
+    counted = volume.without_logits([ours, logits, "torch F.linear, F.cross_entropy"])
+    tokens, hidden = counted["tokens"], counted["hidden"]
+    assert set(counted["paths"]) == {ours, logits}  # torch's knows of no other rank
+    assert (counted["paths"][logits]["calls"], counted["paths"][ours]["calls"]) == (1, 2)
+    # The same four numbers a token, and the hidden states' gradient in bfloat16.
+    statistics = counted["paths"][logits]["payload_bytes"]
+    assert statistics == 16 * (tokens + 9)
+    assert counted["paths"][ours]["payload_bytes"] == statistics + 2 * hidden * tokens
+    assert "collectives over 2 tensor-parallel ranks" in report.collectives(counted)
+    assert f"of {hidden} numbers" in report.collectives(counted)
+
+
+@pytest.mark.slow
 def test_command_writes_json(tmp_path, capsys):
     options = [
         "--device",

@@ -32,6 +32,7 @@ def test_paths_agree_with_float64():
     assert sum("times as fast as with logits" in name for name in names) == 1
 
 
+@pytest.mark.slow
 def test_options_of_the_command(capsys, tmp_path):
     arguments = [
         "bench",

@@ -17,6 +17,7 @@ pytest.importorskip("megatron.core", reason="needs megatron-core, the extra 'meg
 pytestmark = pytest.mark.slow
 
 TEMPERATURE = 0.9
+CAUSAL = torch.ones(models.WIDTH, models.WIDTH, dtype=torch.bool).triu(1)[None, None]
 # (experts, tensor-parallel, context-parallel, sequence-parallel)
 LAYOUTS = {
     1: [(4, 1, 1, False)],
@@ -58,10 +59,10 @@ def _train():
 
 
 def _prepared():
-    from nemo_geomask.integrations.nemo_rl import hidden, patch
+    from nemo_geomask.integrations.nemo_rl import hidden_megatron, patch
 
     train = _train()
-    patch.apply_all(hidden.patches(train, lambda loss: getattr(loss, "takes_hidden", False)))
+    patch.apply_all(hidden_megatron.patches(train, lambda loss: getattr(loss, "takes_hidden", False)))
     return train
 
 
@@ -108,13 +109,19 @@ def _scored(train, layout):
     return found.numpy()
 
 
-def _both(rank, world):
+def _megatron():
+    """What shares its ranks out, in this process, on a CPU."""
     warnings.simplefilter("ignore")
     from tests.helpers import megatron_on_cpu
 
     megatron_on_cpu.install()
     from megatron.core import parallel_state
 
+    return parallel_state
+
+
+def _both(rank, world):
+    parallel_state = _megatron()
     train = _prepared()
     found = []
     for layout in LAYOUTS[world]:
@@ -127,19 +134,13 @@ def _both(rank, world):
 
 def _padded(rank, world):
     """Padded rows on one rank: the same comparison, the rows' log-probs by torch, and what is refused."""
-    warnings.simplefilter("ignore")
-    from tests.helpers import megatron_on_cpu
-
-    megatron_on_cpu.install()
-    from megatron.core import parallel_state
+    _megatron().initialize_model_parallel(1)
 
     from nemo_geomask.integrations.nemo_rl.logits import LogitLoss
     from nemo_geomask.integrations.nemo_rl.workers import WorkerError
 
-    parallel_state.initialize_model_parallel(1)
     train = _prepared()
     data, seqs, toks = models.rows()
-    causal = torch.ones(models.WIDTH, models.WIDTH, dtype=torch.bool).triu(1)[None, None]
     groups = {"vocab_parallel_group": None, "context_parallel_group": None}
 
     def plain():
@@ -149,14 +150,14 @@ def _padded(rank, world):
     found = _compared(train, plain)
     model, loss_fn = plain()[0], LogitLoss(build_loss({**models.CONFIG, "logprob_backend": "geomask_linear"}))
     with torch.no_grad():
-        logits = model(data["input_ids"], None, causal)
+        logits = model(data["input_ids"], None, CAUSAL)
         given = (data["input_ids"], model)
-        output, post = train.forward_with_post_processing_fn(*given, train.LogprobsPostProcessor(False), mask=causal)
+        output, post = train.forward_with_post_processing_fn(*given, train.LogprobsPostProcessor(False), mask=CAUSAL)
         scored = post(data, None, None)(output)[1]["logprobs"]
         assert train.LogprobsPostProcessor(False)(data, None, None)(logits) == "of logits"
         with pytest.raises(ConfigError, match="sampling with top_k: 5, top_p: 1.0; set logprob_backend: geomask"):
             train.LogprobsPostProcessor(False, top_k=5)(data, None, None)(output)
-        with pytest.raises(WorkerError, match="hidden states of a Megatron worker that is prepared"):
+        with pytest.raises(WorkerError, match="hidden states of a worker that is prepared"):
             loss_fn(logits, data, seqs, toks, **groups)
         stray = {**data, "input_ids": data["input_ids"].clone()}
         stray["input_ids"][0, 5] = 77
@@ -176,14 +177,14 @@ def _padded(rank, world):
             before = vars(where).get(name, getattr(where, name, None))
             setattr(where, name, value)
             with pytest.raises(ConfigError, match=message):
-                train.forward_with_post_processing_fn(*given, _Loss(loss_fn), mask=causal)
+                train.forward_with_post_processing_fn(*given, _Loss(loss_fn), mask=CAUSAL)
             if name == "forward":
                 del layer.forward
             else:
                 setattr(where, name, before)
         with pytest.raises(ConfigError, match="a draft model"):
-            train.forward_with_post_processing_fn(*given, _Loss(loss_fn), mask=causal, draft_model=model)
-        train.forward_with_post_processing_fn(*given, _Loss(loss_fn), mask=causal)
+            train.forward_with_post_processing_fn(*given, _Loss(loss_fn), mask=CAUSAL, draft_model=model)
+        train.forward_with_post_processing_fn(*given, _Loss(loss_fn), mask=CAUSAL)
     expected = (logits[:, :-1] / TEMPERATURE).log_softmax(-1).gather(-1, data["input_ids"][:, 1:, None]).squeeze(-1)
     np.testing.assert_allclose(scored[:, 1:], expected, rtol=1e-5, atol=1e-5)
     assert not scored[:, 0].any()
@@ -196,12 +197,11 @@ def _compared(train, prepared, finish=lambda model: None):
     from nemo_geomask.integrations.nemo_rl.logits import LogitLoss
 
     data, seqs, toks = models.rows()
-    causal = torch.ones(models.WIDTH, models.WIDTH, dtype=torch.bool).triu(1)[None, None]
     found = []
     for backend in ("geomask", "geomask_linear"):
         model, named = prepared()
         loss_fn = LogitLoss(build_loss({**models.CONFIG, "logprob_backend": backend}))
-        output, made = train.forward_with_post_processing_fn(data["input_ids"], model, _Loss(loss_fn), mask=causal)
+        output, made = train.forward_with_post_processing_fn(data["input_ids"], model, _Loss(loss_fn), mask=CAUSAL)
         loss, metrics = made.loss_fn(output, data, seqs, toks, vocab_parallel_group=None, context_parallel_group=None)
         loss.backward()
         finish(model)
@@ -212,13 +212,8 @@ def _compared(train, prepared, finish=lambda model: None):
 
 def _tied_and_staged(rank, world):
     """A tied embedding; the last of two pipeline stages, and the first, which has no output layer."""
-    warnings.simplefilter("ignore")
-    from tests.helpers import megatron_on_cpu
+    _megatron().initialize_model_parallel(1)
 
-    megatron_on_cpu.install()
-    from megatron.core import parallel_state
-
-    parallel_state.initialize_model_parallel(1)
     train = _prepared()
 
     def tied():
@@ -227,11 +222,10 @@ def _tied_and_staged(rank, world):
         return model, list(model.named_parameters())
 
     data, *_ = models.rows()
-    causal = torch.ones(models.WIDTH, models.WIDTH, dtype=torch.bool).triu(1)[None, None]
     first = models.model(None, packed=False, post_process=False)
     given = (data["input_ids"], first, train.LogprobsPostProcessor(False))
-    states = train.forward_with_post_processing_fn(*given, mask=causal)[0].detach() * TEMPERATURE
-    torch.testing.assert_close(states, first(data["input_ids"], None, causal))
+    states = train.forward_with_post_processing_fn(*given, mask=CAUSAL)[0].detach() * TEMPERATURE
+    torch.testing.assert_close(states, first(data["input_ids"], None, CAUSAL))
 
     def last():
         model = models.model(None, packed=False, pre_process=False)
@@ -245,14 +239,9 @@ def _tied_and_staged(rank, world):
 def _gathering(rank, world):
     """Megatron's own data parallelism with ``overlap_param_gather``: a rank has the others' parameters by a hook of the
     layers' calls, and garbage before."""
-    warnings.simplefilter("ignore")
-    from tests.helpers import megatron_on_cpu
-
-    megatron_on_cpu.install()
-    from megatron.core import parallel_state
+    _megatron().initialize_model_parallel(1)
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
-    parallel_state.initialize_model_parallel(1)
     train = _prepared()
     # Buckets so small that the output layer has one of its own.
     how = DistributedDataParallelConfig(

@@ -62,7 +62,7 @@ EXTREMA = {f"{name}_{side}" for name in ("probs_ratio", "probs_ratio_clamped") f
 OF_SIZES = {"geomask/mismatch_max", "geomask/total_max"}
 
 every_config = pytest.mark.parametrize("name", CONFIGS)
-few = settings(max_examples=12, deadline=None, derandomize=True)
+few = settings()  # of the profile, see conftest.py
 
 
 @st.composite

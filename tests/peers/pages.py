@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from nemo_geomask.checks.pages import between_marks
+from nemo_geomask.checks.pages import between_marks, markdown
 from nemo_geomask.config.strict import as_yaml
 from nemo_geomask.translate import Translation, translate
 from tests.peers.compare import RECORDED, differs, index
@@ -21,16 +21,15 @@ def cases(peer: str) -> Iterator[str]:
     usual = _block(translate({}, peer))
     yield f"At commit `{commit[:9]}`: {len(entries)} cases on {count} batches. Defaults: {_code(usual)}."
     yield ""
-    yield "| case | theirs | `loss_fn`, where not as under defaults | answer |"
-    yield "|---|---|---|---|"
+    rows = []
     for name, entry in entries.items():
         translation = translate(entry["settings"], peer)
         verdict = _VERDICTS["both" if translation.lost else differs(peer).get(name, "same")]
         why = "; ".join(translation.lost) or ("" if verdict == "same" else " ".join(translation.remains))
         theirs = _code([f"{key.rpartition('.')[2]}: {as_yaml(value)}" for key, value in entry["settings"].items()])
         ours = [line for line in _block(translation) if line not in usual]
-        cells = (name, theirs or "defaults", _code(ours), verdict + (f": {why}" if why else ""))
-        yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+        rows.append((name, theirs or "defaults", _code(ours), verdict + (f": {why}" if why else "")))
+    yield markdown(("case", "theirs", "`loss_fn`, where not as under defaults", "answer"), rows)
 
 
 def _code(lines: list[str]) -> str:

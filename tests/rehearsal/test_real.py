@@ -89,7 +89,10 @@ def rehearsal(tmp_path):
 
 
 def test_three_steps_of_a_tiny_mixture_of_experts(rehearsal, tmp_path):
-    run = rehearsal("--steps", "3", "--timeout", "900")
+    # The recipe's bounds, of 1% and less, may leave nothing of an optimiser step of a random model.
+    wide = ["loss_fn.masks=[{preset: geometric, min: 0.5, max: 2.0}]"]
+    wide += ["loss_fn.ratio_clip_min=0.2", "loss_fn.ratio_clip_max=0.28"]
+    run = rehearsal(*wide, "--steps", "3", "--timeout", "900")
     assert run.wait() == 0, run.text()
     found = json.loads((tmp_path / "found.json").read_text(encoding="utf-8"))
     assert found["ok"] is True
@@ -99,9 +102,8 @@ def test_three_steps_of_a_tiny_mixture_of_experts(rehearsal, tmp_path):
     assert sorted(found["metrics"]) == ["1", "2", "3"]
     for metrics in found["metrics"].values():
         assert math.isfinite(metrics["loss"])
-        assert 0 < metrics["geomask/mismatch_k3"] < 0.2  # bfloat16 against float32, of the same weights
-    # Of a batch's last optimiser step, which the recipe's mask of 1% may leave nothing.
-    assert max(metrics["grad_norm"] for metrics in found["metrics"].values()) > 0
+        assert metrics["grad_norm"] > 0
+        assert 0 < metrics["geomask/mismatch_k3"] < 0.1  # bfloat16 against float32, of the same weights
     # The proof: two microbatches in each of two optimiser steps at least, in a process that is not the driver's.
     ((loss, calls),) = found["loss"].items()
     assert loss.startswith("PolicyLoss(name='gspo'")

@@ -136,6 +136,7 @@ def test_the_proof_adds_up_over_workers():
         ("WorkerError: x can't receive the loss 'gspo'", "PYTHONPATH"),
         ("ValueError: World size (1) is insufficient for the parallelism", "cluster.gpus_per_node"),
         ("ModuleNotFoundError: No module named 'megatron.core'", "policy.megatron_cfg.enabled"),
+        ("TypeError: check_model_inputs() missing 1 required positional argument: 'func'", "policy.dtensor_cfg._v2"),
         ("the prompt is longer than the maximum model length of 48", "policy.generation.vllm_cfg.max_model_len"),
         ("  File \"setup.py\", line 9\nKeyError: 'max_grad_norm'", "max_grad_norm"),
     ],

@@ -92,6 +92,10 @@ class _Watcher:
             self._last = {name: weakref.ref(data[name]) for name in _COMPARED if name in data}, decision
         return self._last[1]
 
+    def prepared(self, loss: Any, *changes: Mapping[str, Tensor]) -> Any:
+        """``loss`` for batches that are looked at, where they are."""
+        return loss.for_prepared_batches(*changes) if self.before_step.needed else loss
+
     def keeping(self, loss: Any) -> Any:
         """``loss`` as the workers need it for the records of the step."""
         return loss if self.steps is None else self.steps.keeping(loss)
@@ -197,12 +201,12 @@ def _step(
     loss, looks = given["loss_fn"], watcher.before_step
     if given.get("eval_mode", False):
         changes = looks.changes(data) if looks.needed else {}
-        return step(loss.for_prepared_batches(changes) if looks.needed else loss, changes)
+        return step(watcher.prepared(loss, changes), changes)
     first = not watcher.seen(data)
     with watcher.recorded([data], [given.get("meta")]) if first else contextlib.nullcontext():
         decision = watcher.once(data)
         if decision.train:
-            sent = loss.for_prepared_batches(decision.changes) if looks.needed else loss
+            sent = watcher.prepared(loss, decision.changes)
             return _reported(step(watcher.keeping(sent) if first else sent, decision.changes), decision)
     size = given.get("gbs") or policy.cfg["train_global_batch_size"]
     updates = max(1, data["sample_mask"].shape[0] // size)
@@ -233,8 +237,7 @@ def _begin_train_step(original: Any) -> Any:
         watcher = _watcher(self, loss)
         if watcher is not None:
             watcher.open = _OpenStep(loss, watcher)
-            sent = loss.for_prepared_batches() if watcher.before_step.needed else loss
-            given.arguments["loss_fn"] = watcher.keeping(sent)
+            given.arguments["loss_fn"] = watcher.keeping(watcher.prepared(loss))
         return original(*given.args, **given.kwargs)
 
     return begin_train_step

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -26,7 +27,6 @@ MARK = "geomask_mark"
 ENTROPY = "geomask_entropy"
 _NAMES = {"curr": KEYS["curr"], "entropy": KEYS["entropy"]}
 _kept: dict[int, list[_Microbatch]] = {}  # of one step
-_faults: set[str] = set()
 
 
 class _Microbatch(NamedTuple):
@@ -80,18 +80,21 @@ class KeepingLoss(PolicyLoss):
 
 @contextlib.contextmanager
 def _harmless() -> Iterator[None]:
-    """Log what goes wrong inside, once: it costs the records' ``curr``, and no step."""
+    """Log what goes wrong inside, once a kind: it costs the records' ``curr``, and no step."""
     try:
         yield
     except Exception as error:
-        if not _faults:
-            _log.exception("records: without curr: %s: %s", type(error).__name__, error)
-        _faults.add(type(error).__name__)
+        _complain(type(error).__name__)
+
+
+@functools.cache
+def _complain(kind: str) -> None:
+    _log.exception("records: without curr: %s", kind)
 
 
 def _to_host(value: Tensor) -> Tensor:
-    # Into pinned memory; nobody waits for it here.
-    return value.to("cpu", non_blocking=True)
+    # Into pinned memory; nobody waits for it here. What is there already goes on being the trainer's.
+    return value.to("cpu", non_blocking=True, copy=True)
 
 
 def keeping(loss: Any, step: int) -> Any:

@@ -1,10 +1,7 @@
-"""``logprob_backend: geomask_linear``: NeMo-RL's Megatron workers hand over what the output layer is given, no logits.
+"""``logprob_backend: geomask_linear``: what takes the place of the logits on their way through NeMo-RL.
 
-Megatron's model is run with an output layer that passes its input on, so that whatever belongs to the layer's call (the
-gathering of its parameters, under ``overlap_param_gather``) still happens. What takes the place of the logits on their
-way through NeMo-RL is the hidden states [B, S, H], which know their head. NeMo-RL divides them by the temperature as it
-would the logits, which is the same. In a process that was prepared for it, the forward passes for ``prev_logprobs`` and
-the reference policy's go the same way.
+A worker's model is run with an output layer that passes its input on: hidden states [B, S, H], which know their head.
+NeMo-RL divides them by the temperature as it would the logits, which is the same.
 """
 
 from __future__ import annotations
@@ -12,35 +9,45 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import functools
-import importlib
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from nemo_geomask.errors import ConfigError, Problem
-from nemo_geomask.integrations.nemo_rl import patch
-from nemo_geomask.integrations.nemo_rl.worker import filtering
 from nemo_geomask.integrations.nemo_rl.workers import WorkerError
 from nemo_geomask.integrations.packing import IGNORE
 from nemo_geomask.parallel import linear_logprobs
-from nemo_geomask.segments import PackedSegments
 
-__all__ = ["Hidden", "patches"]
+__all__ = ["Hidden", "OutputLayer", "handing_on", "refuse_if", "telling", "wanted"]
 
 _KEY = "loss_fn.logprob_backend"
 _NAME = "logprob_backend: geomask_linear"
 _ATTRIBUTE = "_nemo_geomask_head"
-_wanted: contextvars.ContextVar[bool] = contextvars.ContextVar("nemo_geomask_hidden_states_wanted", default=False)
+wanted: contextvars.ContextVar[bool | None] = contextvars.ContextVar("nemo_geomask_hidden_states_wanted", default=None)
+"""Whether the forward pass under way is to put out hidden states; None where nobody has said."""
 
 
-class _OutputLayer(NamedTuple):
+class OutputLayer(NamedTuple):
+    """What would make logits of hidden states.
+
+    Attributes:
+        weight: [V/TP, H], of the forward pass under way.
+        sequence_parallel: each rank holds its share of the positions.
+        ranks: that hold a part of the vocabulary.
+    """
+
     weight: Tensor
     sequence_parallel: bool
-    ranks: int  # that hold a part of the vocabulary
+    ranks: int
+
+    def mark(self, output: Tensor) -> None:
+        """Say of a model's output that it is hidden states, and this its head."""
+        setattr(output, _ATTRIBUTE, self)
 
 
 class Hidden:
@@ -56,7 +63,7 @@ class Hidden:
         device: where they are.
     """
 
-    def __init__(self, states: Tensor, layer: _OutputLayer, length: int | None = None) -> None:
+    def __init__(self, states: Tensor, layer: OutputLayer, length: int | None = None) -> None:
         self._states = states
         self._layer = layer
         self._whole = states.shape[1] * (layer.ranks if layer.sequence_parallel else 1)
@@ -67,7 +74,9 @@ class Hidden:
     def of(cls, output: Any) -> Hidden | None:
         """The hidden states that a prepared worker's model put out; None for logits."""
         layer = getattr(output, _ATTRIBUTE, None)
-        return None if layer is None else cls(output, layer)
+        if layer is None:
+            return None
+        return cls(output.to_local() if isinstance(output, DTensor) else output, layer)
 
     @classmethod
     def required_of(cls, output: Any) -> Hidden:
@@ -79,10 +88,23 @@ class Hidden:
         found = cls.of(output)
         if found is None:
             raise WorkerError(
-                f"loss_fn.{_NAME} needs the hidden states of a Megatron worker that is prepared for it, but the loss "
-                "was given logits; start with nemo-geomask run, or set logprob_backend: geomask"
+                f"loss_fn.{_NAME} needs the hidden states of a worker that is prepared for it, in a forward pass with "
+                "gradient, but the loss was given logits; start with nemo-geomask run, or set logprob_backend: geomask"
             )
         return found
+
+    @classmethod
+    def refused_of(cls, output: Any, loss: str) -> None:
+        """Let nothing but logits through to a loss of that name.
+
+        Raises:
+            WorkerError: they are hidden states.
+        """
+        if cls.of(output) is not None:
+            raise WorkerError(
+                f"the loss {loss} takes logits, but this worker's model puts out hidden states for another, of "
+                f"loss_fn.{_NAME}; set logprob_backend: geomask there"
+            )
 
     def first(self, length: int) -> Hidden:
         """Those of the first ``length`` positions."""
@@ -101,108 +123,31 @@ class Hidden:
         :func:`nemo_geomask.parallel.linear_logprobs`."""
         width = targets.shape[1]
         goals = torch.nn.functional.pad(targets, (0, self._whole - width), value=ignore_index)
-        # Megatron's order, positions first: sequence parallelism shares them out.
+        shared = self._layer.sequence_parallel and self._layer.ranks > 1
+        # Sequence parallelism shares out Megatron's order, positions first.
         found: Any = linear_logprobs(
-            self._states.transpose(0, 1),
+            self._states.transpose(0, 1) if shared else self._states,
             self._layer.weight,
-            goals.T.contiguous(),
+            goals.T.contiguous() if shared else goals,
             group=group,
-            sequence_parallel=self._layer.sequence_parallel and self._layer.ranks > 1,
+            sequence_parallel=shared,
             ignore_index=ignore_index,
             validate=validate,
             entropy=entropy,  # type: ignore[call-overload]
         )
-        return tuple(one.T[:, :width] for one in found) if entropy else found.T[:, :width]
+        results = [one.T[:, :width] if shared else one[:, :width] for one in (found if entropy else (found,))]
+        return tuple(results) if entropy else results[0]
 
-
-def patches(train: Any, takes_hidden: Callable[[Any], bool]) -> list[patch.Patch]:
-    """What lets Megatron's forward passes put out hidden states.
-
-    Args:
-        train: NeMo-RL's module ``models.megatron.train``.
-        takes_hidden: whether a loss is one that takes them.
-    """
-    return [
-        patch.attribute(train, "forward_with_post_processing_fn", functools.partial(_choosing, train, takes_hidden)),
-        patch.attribute(train, "model_forward", _passing_on),
-        patch.attribute(train.LogprobsPostProcessor, "__call__", _scoring),
-    ]
-
-
-def _choosing(train: Any, takes_hidden: Callable[[Any], bool], original: Callable[..., Any]) -> Callable[..., Any]:
-    signature = inspect.signature(original)
-
-    @functools.wraps(original)
-    def forward_with_post_processing_fn(*args: Any, **kwargs: Any) -> Any:
-        given = signature.bind(*args, **kwargs).arguments
-        post = given["post_processing_fn"]
-        trains = takes_hidden(getattr(post, "loss_fn", None))
-        _refuse_if(trains and given.get("draft_model") is not None and "a draft model, which learns from the logits")
-        token = _wanted.set(trains or isinstance(post, train.LogprobsPostProcessor))
-        try:
-            return original(*args, **kwargs)
-        finally:
-            _wanted.reset(token)
-
-    return forward_with_post_processing_fn
-
-
-def _passing_on(original: Callable[..., Any]) -> Callable[..., Any]:
-    signature = inspect.signature(original)
-
-    @functools.wraps(original)
-    def model_forward(*args: Any, **kwargs: Any) -> Any:
-        given = signature.bind(*args, **kwargs)
-        core = given.arguments["model"]
-        while hasattr(core, "module"):
-            core = core.module
-        if not _wanted.get() or not getattr(core, "post_process", True):
-            return original(*args, **kwargs)
-        layer = _checked_layer(core)
-        seen: list[_OutputLayer] = []
-        if "output_processor" in inspect.signature(core.forward).parameters:
-            processor = functools.partial(_processed, seen)
-            given.arguments["model"] = functools.partial(given.arguments["model"], output_processor=processor)
-            output = original(*given.args, **given.kwargs)
-        else:
-            mtp = getattr(core.config, "mtp_num_layers", None)
-            _refuse_if(mtp and "multi-token prediction in a Megatron without output_processor")
-            with _handing_on(layer, seen):
-                output = original(*args, **kwargs)
-        _refuse_if(not seen and "a model that does not call its output layer, as with NeMo-RL's fused linear log-probs")
-        setattr(output, _ATTRIBUTE, seen[-1])
-        return output
-
-    return model_forward
-
-
-def _processed(
-    seen: list[_OutputLayer],
-    *,
-    hidden_states: Tensor,
-    output_layer: Any,
-    output_weight: Tensor | None,
-    scale_logits: Callable[[Tensor], Tensor],
-    **_: Any,
-) -> Tensor:
-    """Megatron's ``output_processor``: [B, S, H] from [S, B, H]."""
-    with _handing_on(output_layer, seen):
-        states, _bias = output_layer(hidden_states, weight=output_weight)
-    return scale_logits(states).transpose(0, 1).contiguous()
+    def following(self, ids: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+        """[B, T-1] float32, of all tokens of ``ids`` [B, T] but the first; NaN outside the vocabulary."""
+        # Not validated: an error on the ranks of one share would leave those of the others waiting.
+        found: Tensor = self.logprobs(ids[:, 1:].long(), group=group, ignore_index=IGNORE, validate=False)
+        return found
 
 
 @contextlib.contextmanager
-def _handing_on(layer: Any, seen: list[_OutputLayer]) -> Iterator[None]:
-    """The layer's call runs its hooks and returns its input; what it would have multiplied with goes into ``seen``."""
-
-    def forward(input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None) -> Any:
-        group = getattr(layer, "tp_group", None)
-        ranks = dist.get_world_size(group) if group is not None else int(layer.world_size)
-        weight = layer.weight if weight is None else weight
-        seen.append(_OutputLayer(weight, bool(layer.sequence_parallel), ranks))
-        # NeMo-RL divides by the temperature in place, and the norm before the layer may keep its output.
-        return input_.clone(), None
-
+def handing_on(layer: torch.nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """The layer's call runs its hooks, and ``forward`` in the place of its own."""
     layer.forward = forward
     try:
         yield
@@ -210,88 +155,32 @@ def _handing_on(layer: Any, seen: list[_OutputLayer]) -> Iterator[None]:
         del layer.forward
 
 
-def _checked_layer(core: Any) -> Any:
-    layer: Any = getattr(core, "output_layer", None)
-    config = core.config
-    known = importlib.import_module("megatron.core.tensor_parallel.layers").ColumnParallelLinear
-    _refuse_if(type(layer) is not known and f"an output layer of type {type(layer).__name__}")
-    _refuse_if("forward" in vars(layer) and "an output layer whose forward somebody else has replaced")
-    # A bias would not be divided by the temperature as the hidden states are.
-    _refuse_if(layer.bias is not None and "an output layer with a bias")
-    _refuse_if(layer.gather_output and "an output layer that gathers its output")
-    _refuse_if(getattr(layer, "output_dtype", None) and f"logits in {getattr(layer, 'output_dtype', None)}")
-    _refuse_if(getattr(config, "defer_embedding_wgrad_compute", False) and "defer_embedding_wgrad_compute")
-    _refuse_if((getattr(layer, "gtp_remat_size", None) or 1) > 1 and "generalized tensor parallelism")
-    # The layer's other use marks the weight as summed up already, and its gradient from here would be left out.
-    mtp = getattr(config, "mtp_num_layers", None) and getattr(config, "gradient_accumulation_fusion", False)
-    _refuse_if(mtp and "multi-token prediction with gradient_accumulation_fusion; turn that off")
-    return layer
+def telling(wants: Callable[[Mapping[str, Any]], bool], original: Callable[..., Any]) -> Callable[..., Any]:
+    """NeMo-RL's ``forward_with_post_processing_fn``, of Megatron's workers or DTensor v2's, that says what is wanted.
 
-
-def _refuse_if(found: Any) -> None:
-    if found:
-        message = f"{_NAME} does not go with {found}; set logprob_backend: geomask"
-        raise ConfigError(Problem((_KEY,), message))
-
-
-def _scoring(original: Callable[..., Any]) -> Callable[..., Any]:
+    Args:
+        wants: from its arguments, by name.
+        original: NeMo-RL's own.
+    """
     signature = inspect.signature(original)
 
     @functools.wraps(original)
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        process = original(self, *args, **kwargs)
-        given = signature.bind(self, *args, **kwargs).arguments
+    def forward_with_post_processing_fn(*args: Any, **kwargs: Any) -> Any:
+        token = wanted.set(wants(signature.bind(*args, **kwargs).arguments))
+        try:
+            return original(*args, **kwargs)
+        finally:
+            wanted.reset(token)
 
-        def processor(output: Any) -> Any:
-            hidden = Hidden.of(output)
-            if hidden is None:
-                return process(output)
-            filters = filtering(self.sampling_params)
-            _refuse_if(filters and f"sampling with {filters}")
-            packed = self.cfg["sequence_packing"]["enabled"]
-            offsets = given["cu_seqlens_padded"] if packed else None
-            rows = _rows(hidden, given["data_dict"]["input_ids"], given["input_ids"], offsets)
-            found = torch.nn.functional.pad(rows, (1, 0))  # the first token has no log-prob
-            return torch.zeros((), dtype=torch.float32, device=found.device), {"logprobs": found}
-
-        return processor
-
-    return call
+    return forward_with_post_processing_fn
 
 
-def _rows(hidden: Hidden, ids: Tensor, row: Tensor, offsets: Tensor | None) -> Tensor:
-    """Log-probs [B, T-1] of all tokens of ``ids`` [B, T] but the first, on every rank; NaN outside the vocabulary.
+def refuse_if(found: Any) -> None:
+    """Stop where there is something, in words, that the back end does not go with.
 
-    Args:
-        hidden: of the rows, or of this rank's context-parallel share of the packed row.
-        ids: the rows.
-        row: [1, N], packed.
-        offsets: [B+1], of the sequences in it; None: nothing is packed.
+    Raises:
+        ConfigError: there is.
     """
-    state = importlib.import_module("megatron.core.parallel_state")
-    # Not validated: an error on the ranks of one share would leave those of the others waiting below.
-    options: Any = {"group": state.get_tensor_model_parallel_group(), "ignore_index": IGNORE, "validate": False}
-    width = ids.shape[1]
-    found: Tensor
-    if offsets is None:
-        targets = torch.full(hidden.shape[:2], IGNORE, dtype=torch.int64, device=hidden.device)
-        targets[:, : width - 1] = ids[:, 1:]
-        found = hidden.logprobs(targets, **options)[:, : width - 1]
-        return found
-    context = state.get_context_parallel_group()
-    size = dist.get_world_size(context)
-    offsets = offsets.cpu()
-    segments = PackedSegments(offsets, device=hidden.device, cp_rank=dist.get_rank(context), cp_size=size)
-    # Of each position, the end of its sequence: the last predicts nothing.
-    starts, ends = segments.cu_seqlens[:-1], segments.cu_seqlens[1:]
-    place = segments.token_index
-    predicts = place + 1 < ends[segments.spread(torch.arange(segments.count, device=hidden.device))]
-    following = row.reshape(-1)[torch.where(predicts, place + 1, 0)].to(torch.int64)
-    targets = torch.where(predicts, following, IGNORE).view(1, -1)
-    found = hidden.first(targets.shape[1]).logprobs(targets, **options).reshape(-1)
-    whole = found.new_zeros(int(offsets[-1])).index_copy_(0, place, found)
-    if size > 1:
-        dist.all_reduce(whole, group=context)
-    columns = starts.unsqueeze(1) + torch.arange(width - 1, device=hidden.device)
-    inside = columns < ends.unsqueeze(1) - 1
-    return torch.where(inside, whole[torch.where(inside, columns, 0)], 0.0)
+    if found:
+        message = f"{_NAME} does not go with {found}; set logprob_backend: geomask"
+        raise ConfigError(Problem((_KEY,), message))

@@ -190,10 +190,10 @@ class LogitLoss:
             vocab_parallel_group: as for calling the loss.
             context_parallel_group: as for calling the loss.
         """
-        if isinstance(logits, DTensor):
-            logits, vocab_parallel_group = _tensor_parallel(logits)
-        offsets = (cu_seqlens_q if cu_seqlens_q_padded is None else cu_seqlens_q_padded).cpu()
         opened = self._opened(logits)
+        if isinstance(logits, DTensor):
+            vocab_parallel_group = _group(logits, "tp")
+        offsets = (cu_seqlens_q if cu_seqlens_q_padded is None else cu_seqlens_q_padded).cpu()
         # NeMo-RL's DTensor workers fill a short row up to a minimal length.
         share = int(offsets[-1]) // _size(context_parallel_group)
         opened = opened.first(share) if isinstance(opened, hidden.Hidden) else opened[:, :share]
@@ -204,7 +204,10 @@ class LogitLoss:
         return _for_division(*result, _size(context_parallel_group))
 
     def _opened(self, logits: Tensor) -> Logits:
-        return hidden.Hidden.required_of(logits) if self.takes_hidden else logits
+        if self.takes_hidden:
+            return hidden.Hidden.required_of(logits)
+        hidden.Hidden.refused_of(logits, self.config.name)
+        return logits.to_local() if isinstance(logits, DTensor) else logits
 
     def _padded(
         self,
@@ -275,10 +278,9 @@ class LogitLoss:
         global_valid_seqs: Tensor | float,
         global_valid_toks: Tensor | float,
     ) -> tuple[Tensor, Metrics]:
-        names = logits.device_mesh.mesh_dim_names or ()
-        whole_vocabulary, group = _tensor_parallel(logits)
-        local = self._opened(whole_vocabulary)
-        context = logits.device_mesh.get_group("cp") if "cp" in names else None
+        group, context = (_group(logits, name) for name in ("tp", "cp"))
+        hidden.refuse_if(self.takes_hidden and _size(context) > 1 and "context parallelism of DTensor workers")
+        local = self._opened(logits)
         if _size(context) == 1:
             return self._padded(local, data, group, global_valid_seqs, global_valid_toks)
         # NeMo-RL has put what it sharded over the ranks into DTensors; only input_ids is among what is needed here.
@@ -297,10 +299,9 @@ def _size(group: Group) -> int:
     return 1 if group is None else dist.get_world_size(group)
 
 
-def _tensor_parallel(logits: DTensor) -> tuple[Tensor, Group]:
+def _group(logits: DTensor, name: str) -> Group:
     mesh = logits.device_mesh
-    group = mesh.get_group("tp") if "tp" in (mesh.mesh_dim_names or ()) else None
-    return logits.to_local(), group
+    return mesh.get_group(name) if name in (mesh.mesh_dim_names or ()) else None
 
 
 def _for_division(value: Tensor, metrics: Metrics, size: int) -> tuple[Tensor, Metrics]:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import logging
+import types
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-__all__ = ["Patch", "apply_all", "attribute", "carried", "in_force", "undo_all"]
+__all__ = ["Patch", "apply_all", "attribute", "carried", "in_force", "rebound", "undo_all"]
 
 _log = logging.getLogger("nemo_geomask")
 _MISSING = object()
@@ -75,6 +77,24 @@ def attribute(owner: Any, name: str, make: Callable[[Any], Any]) -> Patch:
             setattr(owner, name, own)
 
     return Patch(owner, name, apply, undo)
+
+
+def rebound(home: types.ModuleType, name: str, make: Callable[[Any], Any]) -> Patch:
+    """``home.name``, a function, becomes ``make`` of what it is, wherever NeMo-RL holds it under its name.
+
+    Not only in its modules: Ray sends the methods of a worker class by value where a decorator hides their name, and
+    these then have globals of their own, with the module's name.
+    """
+    original = vars(home)[name]
+    ours = make(original)
+
+    def rebind(old: Any, new: Any) -> None:
+        for holder in gc.get_referrers(old):
+            ours_to_change = isinstance(holder, dict) and str(holder.get("__name__", "")).startswith("nemo_rl")
+            if ours_to_change and holder.get(name) is old:
+                holder[name] = new
+
+    return Patch(home, name, functools.partial(rebind, original, ours), functools.partial(rebind, ours, original))
 
 
 def carried(methods: Callable[[type], Mapping[str, Any]], original: Any) -> Any:

@@ -195,6 +195,11 @@ class Uses:
                 "or use a tested NeMo-RL"
             )
 
+    def require_of(self, home: Any, *, otherwise: str) -> None:
+        """As :meth:`require`, of :attr:`module`, imported."""
+        target = getattr(home, self.owner, None) if self.owner else home
+        self.require(self.in_memory(target), otherwise=otherwise)
+
     def in_memory(self, target: Any) -> dict[str, tuple[str, ...]]:
         """Parameters of those of ``names`` that the class or module defines."""
         members = {} if target is None else vars(target)
@@ -314,6 +319,7 @@ WORKER_CODE = (
 """Where a worker turns logits into what a loss takes, and unpacks packed rows."""
 
 _SHARDS = ("vocab_parallel_logits", "target", "vocab_start_index", "vocab_end_index")
+_AUTOMODEL = "nemo_rl.models.automodel.train"
 _MODEL_UTILS, _SCORED = "nemo_rl.distributed.model_utils", f"{_LOGIT}: geomask"
 SCORING = (
     Uses(_MODEL_UTILS, "DistributedLogprob", {"forward": _SHARDS}, _SCORED, last=("group", "inference_only")),
@@ -324,8 +330,10 @@ SCORING = (
         _SCORED,
         last=("tp_group", "inference_only"),
     ),
+    Uses(_AUTOMODEL, "LogprobsPostProcessor", {"_compute_local_logprobs": ("self", "logits", "input_ids")}, _SCORED),
 )
-"""What makes log-probs of a vocabulary shard's logits, forward only where it is told so by its last argument."""
+"""What makes log-probs of a vocabulary shard's logits, forward only where it is told so by its last argument; and of a
+whole vocabulary's in a DTensor v2 worker."""
 
 _MEGATRON = "nemo_rl.models.megatron.train"
 _HIDDEN = "loss_fn.logprob_backend: geomask_linear"
@@ -342,8 +350,16 @@ HIDDEN_STATES = (
         {"__call__": ("data_dict", "input_ids", "cu_seqlens_padded")},
         _HIDDEN,
     ),
+    Uses(_AUTOMODEL, "", {"forward_with_post_processing_fn": ("model", "post_processing_fn")}, _HIDDEN),
+    Uses(_AUTOMODEL, "LossPostProcessor", {"__init__": ("cp_size",)}, _HIDDEN),
+    Uses(_AUTOMODEL, "LogprobsPostProcessor", {"__init__": ("cp_size", "sampling_params")}, _HIDDEN),
+    Uses(_MODEL_UTILS, "", {"get_logprobs_from_vocab_parallel_logits": ("input_ids",)}, _HIDDEN),
 )
-"""Where a Megatron worker runs its model, and makes log-probs of what that puts out."""
+"""Where a worker runs its model, and a Megatron one makes log-probs of what that puts out."""
+
+_WORKERS = "nemo_rl.models.policy.workers.dtensor_policy_worker"
+DTENSOR_WORKERS = {_WORKERS: False, f"{_WORKERS}_v2": True}
+"""Modules of the workers whose models are of transformers; whether functions around the call say what it is for."""
 
 
 def inspect() -> list[SeamState]:

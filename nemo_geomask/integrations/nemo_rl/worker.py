@@ -12,14 +12,15 @@ losses as it always does.
 from __future__ import annotations
 
 import functools
-import gc
 import importlib
 import inspect
 import logging
 import sys
 import types
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from nemo_geomask.errors import ConfigError, Problem
 from nemo_geomask.integrations.nemo_rl import current, packed, patch, seams
@@ -28,12 +29,13 @@ from nemo_geomask.losses import PolicyLoss
 if TYPE_CHECKING:
     from nemo_geomask.integrations.nemo_rl.logits import LogitLoss
 
-__all__ = ["filtering", "prepare"]
+__all__ = ["filtering", "prepare", "prepare_model", "preparing", "scoring_whole"]
 
 _log = logging.getLogger("nemo_geomask")
 _UTILS = "nemo_rl.algorithms.loss.utils"
 _WRAPPERS = "nemo_rl.algorithms.loss.wrapper"
-_MEGATRON = "nemo_rl.models.megatron.train"
+_MEGATRON, _AUTOMODEL = "nemo_rl.models.megatron.train", "nemo_rl.models.automodel.train"
+_OURS = {"geomask", "geomask_linear"}  # back ends of our kernels
 _UNPACK = {
     "SequencePackingLossWrapper": packed.by_sequence,
     "SequencePackingFusionLossWrapper": packed.at_once,
@@ -45,8 +47,8 @@ def prepare(*, backends: Collection[str] = ("geomask",)) -> bool:
 
     Args:
         backends: their ``logprob_backend``. Any but ``nemo_rl`` takes logits, which it can't without this;
-            ``geomask_linear`` takes Megatron's hidden states in their place. Under ``geomask`` the forward passes
-            are computed as curr is; ``mcore`` and ``te`` leave them to NeMo-RL.
+            ``geomask_linear`` takes hidden states in their place. Under both of ours the forward passes are computed
+            as curr is; ``mcore`` and ``te`` leave them to NeMo-RL.
 
     Returns:
         Whether it is prepared: there is a NeMo-RL here, as known.
@@ -61,17 +63,15 @@ def prepare(*, backends: Collection[str] = ("geomask",)) -> bool:
         # Without NeMo-RL, or one whose requirements are missing, no worker of its runs here.
         return False
     own = [
-        *(_of_megatron() if "geomask_linear" in backends else []),
-        *(_of_scoring() if "geomask" in backends else []),
+        *(_of_hidden_states() if "geomask_linear" in backends else []),
+        *(_of_scoring() if not _OURS.isdisjoint(backends) else []),
     ]
     if patch.in_force(utils, "prepare_loss_input"):
         patch.apply_all(own)
         return True
     try:
         for uses in seams.WORKER_CODE:
-            module = sys.modules[uses.module]
-            found = getattr(module, uses.owner, None) if uses.owner else module
-            uses.require(uses.in_memory(found), otherwise="Set loss_fn.logprob_backend: nemo_rl")
+            uses.require_of(sys.modules[uses.module], otherwise="Set loss_fn.logprob_backend: nemo_rl")
     except seams.SeamError as error:
         if takes_logits:
             raise
@@ -80,43 +80,81 @@ def prepare(*, backends: Collection[str] = ("geomask",)) -> bool:
     patch.apply_all(
         [
             *own,
-            _rebound(utils, "prepare_loss_input", _preparing(utils.prepare_loss_input)),
+            patch.rebound(utils, "prepare_loss_input", preparing),
             *(patch.attribute(getattr(wrappers, name), "__call__", _unpacking(how)) for name, how in _UNPACK.items()),
         ]
     )
     return True
 
 
-def _of_megatron() -> list[patch.Patch]:
-    """What a loss that takes hidden states needs; nothing where there is no Megatron, or it is in force."""
-    try:
-        train = importlib.import_module(_MEGATRON)
-    except ImportError:
-        return []  # the driver, or a worker without Megatron: the loss will say that it was given logits
-    if patch.in_force(train, "model_forward"):
-        return []
-    for uses in seams.HIDDEN_STATES:
-        found = getattr(train, uses.owner) if uses.owner else train
-        uses.require(uses.in_memory(found), otherwise="Set loss_fn.logprob_backend: geomask")
-    from nemo_geomask.integrations.nemo_rl import hidden
+def prepare_model(actor: Any, *, backends: Collection[str]) -> None:
+    """Prepare a worker's model for losses of ours; again does nothing.
 
-    return hidden.patches(train, lambda loss: getattr(loss, "takes_hidden", False))
+    Args:
+        actor: the worker; of NeMo-RL's the DTensor ones have a model of transformers', to the others' models nothing is
+            done.
+        backends: as for :func:`prepare`.
+    """
+    homes = {kind.__module__ for kind in type(actor).__mro__} & set(seams.DTENSOR_WORKERS)
+    model, mesh = getattr(actor, "model", None), getattr(actor, "tp_mesh", None)
+    if not homes or not isinstance(model, torch.nn.Module):
+        return
+    from nemo_geomask.integrations.nemo_rl import hidden_dtensor
+
+    told = any(seams.DTENSOR_WORKERS[home] for home in homes)
+    patches = []
+    if "geomask_linear" in backends and not patch.in_force(model, "forward"):
+        patches += hidden_dtensor.of_model(model, told=told)
+    # A policy's that trains: a reward model's output is no logits.
+    trains = getattr(actor, "optimizer", None) is not None and not getattr(actor, "_is_reward_model", False)
+    if trains and not told and mesh is not None and mesh.size() == 1 and not _OURS.isdisjoint(backends):
+        patches.append(hidden_dtensor.as_shards(model, mesh))
+    patch.apply_all(patches)
+
+
+def _of_hidden_states() -> list[patch.Patch]:
+    """What a loss that takes hidden states needs of NeMo-RL's modules; nothing of those that are not here, as in the
+    driver, or of which it is in force."""
+    from nemo_geomask.integrations.nemo_rl import hidden_dtensor, hidden_megatron
+
+    found: list[patch.Patch] = []
+    for name, patches in ((_MEGATRON, hidden_megatron.patches), (_AUTOMODEL, hidden_dtensor.of_workers)):
+        train = _here(name, seams.HIDDEN_STATES, "forward_with_post_processing_fn", otherwise="geomask")
+        if train is not None:
+            found += patches(train, lambda loss: getattr(loss, "takes_hidden", False))
+    return found
 
 
 def _of_scoring() -> list[patch.Patch]:
-    """What takes our kernels to the forward passes; nothing where NeMo-RL's parallel code can't be imported,
-    or it is in force."""
+    """What takes our kernels to the forward passes; nothing where NeMo-RL's code for them can't be imported, or it is
+    in force."""
+    found: list[patch.Patch] = []
+    shards = [uses for uses in seams.SCORING if uses.module != _AUTOMODEL]
+    module = _here(shards[0].module, seams.SCORING, shards[0].owner, otherwise="nemo_rl")
+    if module is not None:
+        found += [patch.attribute(module, uses.owner, _scoring) for uses in shards]
+    train = _here(_AUTOMODEL, seams.SCORING, "LogprobsPostProcessor._compute_local_logprobs", otherwise="nemo_rl")
+    if train is not None:
+        found.append(patch.attribute(train.LogprobsPostProcessor, "_compute_local_logprobs", scoring_whole))
+    return found
+
+
+def _here(name: str, needed: Iterable[seams.Uses], changed: str, *, otherwise: str) -> types.ModuleType | None:
+    """NeMo-RL's module, if it can be imported, is as known and ``changed`` is not yet; ``otherwise``: the back end that
+    needs none of it."""
     try:
-        module = importlib.import_module(seams.SCORING[0].module)
-    except ImportError:
-        return []
-    if patch.in_force(module, seams.SCORING[0].owner):
-        return []
-    for uses in seams.SCORING:
-        uses.require(
-            uses.in_memory(getattr(module, uses.owner, None)), otherwise="Set loss_fn.logprob_backend: nemo_rl"
-        )
-    return [patch.attribute(module, uses.owner, _scoring) for uses in seams.SCORING]
+        module = importlib.import_module(name)
+    except Exception as error:  # another kind of worker's, with requirements of its own
+        if not isinstance(error, ImportError):
+            _log.warning("%s can't be imported and is left as it is: %s: %s", name, type(error).__name__, error)
+        return None
+    owner, _, attribute = changed.rpartition(".")
+    if patch.in_force(getattr(module, owner, None) if owner else module, attribute):
+        return None
+    for uses in needed:
+        if uses.module == name:
+            uses.require_of(module, otherwise=f"Set loss_fn.logprob_backend: {otherwise}")
+    return module
 
 
 def _scoring(original: Any) -> Any:
@@ -133,24 +171,27 @@ def _scoring(original: Any) -> Any:
     return type(original.__name__, (original,), {"apply": staticmethod(apply), "__module__": original.__module__})
 
 
-def _rebound(home: types.ModuleType, name: str, ours: Any) -> patch.Patch:
-    """A function of NeMo-RL's, replaced wherever it is held under its name, then and later.
+def scoring_whole(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The log-probs of a whole vocabulary's logits, or of hidden states, in a forward pass of a DTensor v2 worker."""
 
-    Not only in its modules: Ray sends the methods of a worker class by value where a decorator hides their name, and
-    these then have globals of their own, with the module's name.
-    """
-    original = vars(home)[name]
+    @functools.wraps(original)
+    def call(self: Any, logits: Any, input_ids: Any) -> Any:
+        from nemo_geomask.integrations.nemo_rl.hidden import Hidden
+        from nemo_geomask.integrations.nemo_rl.logits import scored
 
-    def rebind(old: Any, new: Any) -> None:
-        for holder in gc.get_referrers(old):
-            ours_to_change = isinstance(holder, dict) and str(holder.get("__name__", "")).startswith("nemo_rl")
-            if ours_to_change and holder.get(name) is old:
-                holder[name] = new
+        hidden = Hidden.of(logits)
+        if hidden is not None:
+            return hidden.following(input_ids, None)
+        if filtering(self.sampling_params) or torch.is_grad_enabled():
+            return original(self, logits, input_ids)
+        targets = input_ids[:, 1:]
+        return scored(logits[:, : targets.shape[1]], targets, None)
 
-    return patch.Patch(home, name, functools.partial(rebind, original, ours), functools.partial(rebind, ours, original))
+    return call
 
 
-def _preparing(original: Callable[..., Any]) -> Callable[..., Any]:
+def preparing(original: Callable[..., Any]) -> Callable[..., Any]:
+    """NeMo-RL's ``prepare_loss_input``, handing a loss that takes logits their process groups."""
     signature = inspect.signature(original)
 
     @functools.wraps(original)
@@ -158,6 +199,7 @@ def _preparing(original: Callable[..., Any]) -> Callable[..., Any]:
         given = signature.bind(*args, **kwargs).arguments
         loss = given["loss_fn"]
         if not _takes_logits(loss):
+            _only_logits(given["logits"], loss)
             return original(*args, **kwargs)
         _refuse_filtering(loss, given.get("sampling_params"))
         groups = {key: given.get(key) for key in ("vocab_parallel_group", "context_parallel_group")}
@@ -177,11 +219,12 @@ def _unpacking(how: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callab
             loss = self.loss_fn
             given = signature.bind(self, *args, **kwargs).arguments
             counts = (given["global_valid_seqs"], given["global_valid_toks"])
-            if isinstance(loss, PolicyLoss):
+            if not _takes_logits(loss):
+                _only_logits(given["next_token_logits"], loss)
+                if not isinstance(loss, PolicyLoss):
+                    return original(self, *args, **kwargs)
                 current.mark(loss, given["data"])
                 return how(self, given["next_token_logits"], given["data"], *counts)
-            if not _takes_logits(loss):
-                return original(self, *args, **kwargs)
             _refuse_filtering(loss, getattr(self.prepare_fn, "keywords", {}).get("sampling_params"))
             return loss.packed(
                 given["next_token_logits"],
@@ -203,6 +246,12 @@ def _takes_logits(loss: Any) -> bool:
 
     # Its import brings DTensor.
     return isinstance(loss, LogitLoss)
+
+
+def _only_logits(logits: Any, loss: Any) -> None:
+    from nemo_geomask.integrations.nemo_rl.hidden import Hidden
+
+    Hidden.refused_of(logits, type(loss).__name__)
 
 
 def filtering(sampling: Any) -> str:

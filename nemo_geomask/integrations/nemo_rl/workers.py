@@ -168,6 +168,7 @@ def _prepare(group: Any, losses: list[PolicyLoss | LogitLoss]) -> None:
 
 def _prepare_actor(actor: Any, backends: Collection[str]) -> str:
     worker.prepare(backends=backends)
+    worker.prepare_model(actor, backends=backends)
     # One whose model is not loaded yet has chosen no device.
     started = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     return torch.cuda.get_device_name() if started else "CPU"

@@ -178,7 +178,33 @@ class SequencePackingFusionLossWrapper:
 """
 
 
+# To be looked at: as elsewhere, what it needs is only where its workers run.
+AUTOMODEL = """
+import nemo_automodel_is_not_here
+
+
+def forward_with_post_processing_fn(model, post_processing_fn, processed_mb):
+    pass
+
+
+class LossPostProcessor:
+    def __init__(self, loss_fn, cp_size):
+        pass
+
+
+class LogprobsPostProcessor:
+    def __init__(self, cp_size, sampling_params=None):
+        pass
+
+    def _compute_local_logprobs(self, logits, input_ids):
+        pass
+"""
+
 MODEL_UTILS = """
+def get_logprobs_from_vocab_parallel_logits(vocab_parallel_logits, input_ids, seq_index=None):
+    pass
+
+
 class DistributedLogprob:
     @staticmethod
     def forward(ctx, vocab_parallel_logits, target, vocab_start_index, vocab_end_index, group, inference_only=False):
@@ -229,6 +255,8 @@ def write(
         "algorithms/loss/wrapper.py": WRAPPER,
         "algorithms/grpo.py": BUILDER.format(call=call) + MASKING,
         "models/__init__.py": "",
+        "models/automodel/__init__.py": "",
+        "models/automodel/train.py": AUTOMODEL,
         "models/megatron/__init__.py": "",
         "models/megatron/train.py": MEGATRON,
         "models/policy/__init__.py": "",

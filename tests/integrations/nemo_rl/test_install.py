@@ -94,6 +94,7 @@ def test_idempotent_and_undone(host):
         *loss_code,
         "distributed.model_utils",
         "algorithms.grpo",
+        "models.automodel",
         "models.policy.lm_policy",
         "distributed.worker_groups",
     ):

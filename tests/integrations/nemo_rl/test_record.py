@@ -461,6 +461,17 @@ def test_what_workers_cannot_keep_costs_curr_and_neither_step_nor_record(nemo_rl
     assert missing in caplog.text
 
 
+def test_what_is_kept_is_a_copy():
+    data = batch()
+    curr = data["prev_logprobs"][:, 1:].clone()
+    keeping = current.keeping(build_loss({"name": "gspo"}), 1)
+    keeping(curr, data=data, global_valid_seqs=8.0, global_valid_toks=100.0)
+    curr.zero_()
+    kept = current.handed_over(None, 1)
+    assert kept
+    assert all(one.values["curr"].all() for one in kept)
+
+
 def test_rows_are_told_apart_whatever_their_padding():
     draw = torch.Generator().manual_seed(0)
     ids, lengths = torch.randint(0, 3, (200, 12), generator=draw), torch.randint(1, 13, (200,), generator=draw)

@@ -82,7 +82,7 @@ def test_forward_passes_take_our_kernels_where_a_loss_does(host):
     names = {"DistributedLogprob": (), "ChunkedDistributedLogprob": (4,)}
     before = {name: getattr(module, name) for name in names}
     # Where curr is Megatron's or transformer-engine's, prev is not ours.
-    for backend in ("nemo_rl", "mcore", "te", "geomask_linear"):
+    for backend in ("nemo_rl", "mcore", "te"):
         prepare_worker(backends=(backend,))
         assert {name: getattr(module, name) for name in names} == before
     for _ in range(2):
