@@ -1,13 +1,15 @@
-"""vLLM, in its build for CPUs: weights that can be replaced."""
+"""vLLM, in its build for CPUs: weights that can be replaced, and routes that are told."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import importlib
+import inspect
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from nemo_geomask.integrations.nemo_rl.patch import Patch, attribute
 
-__all__ = ["arguments", "experts", "fused_experts", "layers"]
+__all__ = ["arguments", "experts", "fused_experts", "layers", "routes"]
 
 
 def arguments(module: Any) -> Iterator[Patch]:
@@ -53,3 +55,35 @@ def fused_experts(module: Any) -> Iterator[Patch]:
             module.FusedMoE = type("FusedMoE", (), {})
 
         yield Patch(module, "FusedMoE", apply, lambda: delattr(module, "FusedMoE"))
+
+
+def routes(module: Any) -> Iterator[Patch]:
+    """gpu_model_runner.py, _bind_routed_experts_capturer: experts for CPUs choose the routes themselves and tell nobody,
+    so that router replay is refused. Here they are chosen once more, by the same function, and told."""
+
+    def bind(original: Any) -> Any:
+        def bound(self: Any, capturer: Any) -> None:
+            runner = importlib.import_module("vllm.model_executor.layers.fused_moe.layer").MoERunner
+            for layer in self.model.modules():
+                if isinstance(layer, runner):
+                    method = layer._quant_method
+                    # Not what it calls: that is made anew for new weights.
+                    method.apply_monolithic = _telling(method.apply_monolithic, layer.layer_id, capturer)
+
+        return bound
+
+    if hasattr(module.GPUModelRunner, "_bind_routed_experts_capturer"):
+        yield attribute(module.GPUModelRunner, "_bind_routed_experts_capturer", bind)
+
+
+def _telling(experts: Callable[..., Any], number: int, capturer: Any) -> Callable[..., Any]:
+    choose = importlib.import_module("vllm.model_executor.layers.fused_moe.cpu_fused_moe").select_experts
+    asked = inspect.signature(choose).parameters
+
+    def run(layer: Any, x: Any, router_logits: Any, *rest: Any, **others: Any) -> Any:
+        settings = {name: getattr(layer, name) for name in asked if hasattr(layer, name)}
+        _, chosen = choose(**settings, hidden_states=x, router_logits=router_logits)
+        capturer.capture(number, chosen)
+        return experts(layer, x, router_logits, *rest, **others)
+
+    return run
