@@ -58,8 +58,8 @@ def fused_experts(module: Any) -> Iterator[Patch]:
 
 
 def routes(module: Any) -> Iterator[Patch]:
-    """gpu_model_runner.py, _bind_routed_experts_capturer: experts for CPUs choose the routes themselves and tell nobody,
-    so that router replay is refused. Here they are chosen once more, by the same function, and told."""
+    """gpu_model_runner.py, _bind_routed_experts_capturer: experts for CPUs choose the routes themselves and tell
+    nobody, so that router replay is refused. Here they are chosen once more, by the same function, and told."""
 
     def bind(original: Any) -> Any:
         def bound(self: Any, capturer: Any) -> None:
