@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from nemo_geomask.config.corrections import LEVELS, STATISTICS, TRUNCATIONS, MaskStatistic
-from nemo_geomask.config.mask_list import PLUGINS as PRESETS
+from nemo_geomask.config.presets import PLUGINS as PRESETS
 from nemo_geomask.errors import PluginError
 from nemo_geomask.losses import BeforeStep, PolicyLoss, registry
 from nemo_geomask.losses.batch import KEYS, Raw, keys_read

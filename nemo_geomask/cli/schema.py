@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from nemo_geomask.config.mask_list import PLUGINS
+from nemo_geomask.config.presets import PLUGINS
 from nemo_geomask.errors import ConfigError
 from nemo_geomask.losses.registry import available, load
 from nemo_geomask.recipe.schema import recipe_schema

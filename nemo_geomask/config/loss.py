@@ -15,7 +15,6 @@ from pydantic import (
     JsonValue,
     SerializeAsAny,
     ValidationError,
-    ValidatorFunctionWrapHandler,
     field_validator,
     model_validator,
 )
@@ -23,9 +22,8 @@ from pydantic import (
 from nemo_geomask.config.conflicts import conflicts
 from nemo_geomask.config.corrections import LEVELS, TRUNCATIONS, Named, Truncation, WeightLevel
 from nemo_geomask.config.foreign import foreign
-from nemo_geomask.config.mask_list import validate_masks
 from nemo_geomask.config.masks import MaskRule, mask_rules
-from nemo_geomask.config.presets import MaskSpec
+from nemo_geomask.config.presets import MaskSpec, validate_masks
 from nemo_geomask.config.strict import StrictModel, as_yaml, conflicting, problems
 from nemo_geomask.errors import ConfigError
 
@@ -290,8 +288,8 @@ class LossSettings(StrictModel):
 
     @field_validator("masks", mode="wrap")
     @classmethod
-    def _list_of_masks(cls, masks: Any, validate: ValidatorFunctionWrapHandler) -> Any:
-        return validate_masks(masks, validate)
+    def _list_of_masks(cls, masks: Any, _: Any) -> Any:
+        return validate_masks(masks)
 
     @property
     def normalization(self) -> Normalization:

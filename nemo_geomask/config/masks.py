@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -113,6 +113,10 @@ class MaskBase(StrictModel):
         if self.label and (wrong := wrong_label(self.label)):
             raise ValueError(wrong)
         return self
+
+    def rule(self) -> MaskRule:
+        """The raw rule, with bounds in the units of its statistic (logarithms for ``ratio``)."""
+        raise NotImplementedError
 
     def as_rule(
         self,
@@ -248,17 +252,13 @@ class MaskPreset(MaskBase):
 
     preset: str
 
-    def rule(self) -> MaskRule:
-        """The raw rule, with bounds in the units of its statistic (logarithms for ``ratio``)."""
-        raise NotImplementedError
 
-
-def mask_rules(masks: tuple[Any, ...], *, of_objective: int = 0) -> tuple[MaskRule, ...]:
+def mask_rules(masks: tuple[MaskBase, ...], *, of_objective: int = 0) -> tuple[MaskRule, ...]:
     """Rules of a validated list of masks, of which so many come first that the objective brings; repeated labels are
     numbered: ``geometric``, ``geometric_2``."""
     rules: dict[str, MaskRule] = {}
     for index, mask in enumerate(masks, start=-of_objective):
-        rule: MaskRule = mask.rule()
+        rule = mask.rule()
         label, count = rule.label, 1
         while label in rules:
             count += 1

@@ -1,16 +1,30 @@
-"""Mask presets: rules under the papers' names."""
+"""The list ``loss_fn.masks``: presets, which are rules under the papers' names, and raw rules."""
 
 from __future__ import annotations
 
+import typing
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import Field, ValidationError
+from pydantic_core import InitErrorDetails, PydanticCustomError
 
-from nemo_geomask.config.masks import Allowance, Interval, MaskBase, MaskRule, RawMask, Statistic
+from nemo_geomask.config.masks import (
+    Allowance,
+    Interval,
+    MaskBase,
+    MaskPreset,
+    MaskRule,
+    RawMask,
+    Statistic,
+    wrong_label,
+)
+from nemo_geomask.config.plugins import PluginGroup
+from nemo_geomask.config.strict import nearest, repeated
+from nemo_geomask.errors import PluginError
 
-__all__ = ["PRESETS", "MaskSpec"]
+__all__ = ["PLUGINS", "PRESETS", "MaskSpec", "validate_masks"]
 
 
 class Geometric(Interval):
@@ -157,38 +171,69 @@ class M2po(MaskBase):
         return replace(self.as_rule("mismatch", "token", "k2", None, None), until_mean=self.tau / 2)
 
 
-PRESETS = {
-    "geometric": Geometric,
-    "product": Product,
-    "icepop": IcePop,
-    "veto": Veto,
-    "opsm": Opsm,
-    "trust_region": TrustRegion,
-    "dppo_tv": DppoTv,
-    "dppo_kl": DppoKl,
-    "cppo": Cppo,
-    "kpop": KPop,
-    "m2po": M2po,
+MaskSpec = Geometric | Product | IcePop | Veto | Opsm | TrustRegion | DppoTv | DppoKl | Cppo | KPop | M2po | RawMask
+PRESETS: Mapping[str, type[MaskBase]] = {
+    typing.get_args(model.model_fields["preset"].annotation)[0]: model
+    for model in typing.get_args(MaskSpec)
+    if model is not RawMask
 }
+PLUGINS = PluginGroup(
+    group="nemo_geomask.mask_presets",
+    what="preset",
+    key="loss_fn.masks",
+    must_be="a class derived from nemo_geomask.config.MaskPreset (see docs/plugins.md)",
+    fits=lambda found: isinstance(found, type) and issubclass(found, MaskPreset),
+    built_in={name: f"{model.__module__}:{model.__qualname__}" for name, model in PRESETS.items()},
+)
 
 
-def _tag(value: Any) -> str:
-    preset = value.get("preset") if isinstance(value, Mapping) else getattr(value, "preset", None)
-    return f"preset:{'raw' if preset is None else preset}"
+def validate_masks(masks: Any) -> tuple[MaskBase, ...]:
+    """The masks, each by the model that its preset names, another distribution's too, or in the raw form.
+
+    Raises: PydanticCustomError: it is no list. pydantic.ValidationError: what is wrong with any of them, each at its
+    own key.
+    """
+    if not isinstance(masks, (list, tuple)):
+        raise PydanticCustomError("masks", "must be a list of masks, such as [{preset: geometric, max: 1.02}]")
+    made: list[MaskBase] = []
+    errors: list[InitErrorDetails] = []
+    for index, mask in enumerate(masks):
+        try:
+            found = mask if isinstance(mask, MaskBase) else _model(mask).model_validate(mask)
+            # A plugin's rule may have a label that no field has seen.
+            label = found.rule().label
+            if wrong := wrong_label(label):
+                raise _wrong("label", "{text}", {"text": wrong}, label, "label")
+            made.append(found)
+        except ValidationError as error:
+            errors += [repeated(dict(item), (index, *item["loc"])) for item in error.errors()]
+    if errors:
+        raise ValidationError.from_exception_data("masks", errors)
+    return tuple(made)
 
 
-MaskSpec = Annotated[
-    Annotated[Geometric, Tag("preset:geometric")]
-    | Annotated[Product, Tag("preset:product")]
-    | Annotated[IcePop, Tag("preset:icepop")]
-    | Annotated[Veto, Tag("preset:veto")]
-    | Annotated[Opsm, Tag("preset:opsm")]
-    | Annotated[TrustRegion, Tag("preset:trust_region")]
-    | Annotated[DppoTv, Tag("preset:dppo_tv")]
-    | Annotated[DppoKl, Tag("preset:dppo_kl")]
-    | Annotated[Cppo, Tag("preset:cppo")]
-    | Annotated[KPop, Tag("preset:kpop")]
-    | Annotated[M2po, Tag("preset:m2po")]
-    | Annotated[RawMask, Tag("preset:raw")],
-    Discriminator(_tag),
-]
+def _model(mask: Any) -> type[MaskBase]:
+    if not isinstance(mask, Mapping):
+        guess = nearest(mask, PRESETS) if isinstance(mask, str) else None
+        example = f"{{preset: {guess}, …}}" if guess else "{preset: geometric, max: 1.02}"
+        raise _wrong("mask", "must be a mapping, such as {example}", {"example": example}, mask)
+    if "preset" not in mask:
+        return RawMask
+    name = mask["preset"]
+    if isinstance(name, str) and PLUGINS.is_own(name):
+        return PRESETS[name]
+    if isinstance(name, str) and (":" in name or name in PLUGINS.available()):
+        try:
+            found: type[MaskPreset] = PLUGINS.load(name)
+        except PluginError as error:
+            text = "; ".join(problem.message for problem in error.problems)
+            raise _wrong("preset", "{text}", {"text": text}, name, "preset") from None
+        return found
+    guess = nearest(str(name), PRESETS)
+    hint = f"did you mean '{guess}'?" if guess else "known: " + ", ".join(PRESETS)
+    raise _wrong("preset", "unknown preset", {"hint": hint}, name, "preset")
+
+
+def _wrong(kind: Any, message: Any, context: dict[str, Any], found: Any, *key: str) -> ValidationError:
+    error = PydanticCustomError(kind, message, context)
+    return ValidationError.from_exception_data("masks", [InitErrorDetails(type=error, loc=key, input=found)])

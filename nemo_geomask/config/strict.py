@@ -214,14 +214,8 @@ def _problem(item: Mapping[str, Any], prefix: str) -> Problem:
 def dotted(location: tuple[int | str, ...], prefix: str = "") -> str:
     """A pydantic error location as a user would write it: ``loss_fn.masks[0].min``."""
     text = prefix
-    previous: int | str = ""
     for part in location:
-        if isinstance(part, int):
-            text += f"[{part}]"
-        elif not isinstance(previous, int) or not part.startswith("preset:"):
-            # After a list index pydantic inserts the tag of the union's chosen member, which no user wrote.
-            text += f".{part}" if text else part
-        previous = part
+        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
     return text
 
 
