@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nemo_geomask.config import LossConfig, MaskRule
-from nemo_geomask.config.masks import SIGNED
+from nemo_geomask.config.corrections import SIGNED
 from nemo_geomask.config.strict import as_yaml
 from nemo_geomask.errors import PluginError, Problem
 from nemo_geomask.losses import Part, PolicyLoss

@@ -14,8 +14,8 @@ from pydantic.fields import FieldInfo
 
 from nemo_geomask.checks.objective import surrogate_parts
 from nemo_geomask.checks.report import RULES
-from nemo_geomask.config.corrections import Named
 from nemo_geomask.config.loss import LossConfig, Recording
+from nemo_geomask.config.plugins import PluginGroup
 from nemo_geomask.config.strict import as_yaml
 from nemo_geomask.errors import ArgumentError
 from nemo_geomask.losses import PolicyLoss, available, build_loss
@@ -145,7 +145,7 @@ def _values(name: str, field: FieldInfo) -> str:
         return "list of masks"
     found = _literals(field.annotation)
     literals = [value for value in found if isinstance(value, str)]
-    literals += [name for value in found if isinstance(value, Named) for name in value.group.built_in]
+    literals += [name for value in found if isinstance(value, PluginGroup) for name in value.built_in]
     optional = type(None) in get_args(field.annotation)
     if literals:
         return ", ".join([*(f"`{value}`" for value in literals), *(["`null`"] if optional else [])])

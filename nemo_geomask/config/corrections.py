@@ -9,14 +9,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler
-from pydantic_core import CoreSchema, PydanticCustomError, core_schema
-
 from nemo_geomask.config.plugins import PluginGroup
-from nemo_geomask.config.strict import nearest
-from nemo_geomask.errors import PluginError
 
-__all__ = ["LEVELS", "STATISTICS", "TRUNCATIONS", "MaskStatistic", "Named", "Truncation", "WeightLevel"]
+__all__ = ["LEVELS", "SIGNED", "STATISTICS", "TRUNCATIONS", "MaskStatistic", "Truncation", "WeightLevel"]
 
 
 @dataclass(frozen=True)
@@ -74,8 +69,9 @@ def _group(kind: type, group: str, what: str, key: str, *own: str) -> PluginGrou
     )
 
 
-_SIGNED = ("prob_diff", "binary_kl", "binary_kl_reverse", "binary_kl_max")
-STATISTICS = _group(MaskStatistic, "mask_statistics", "statistic", "loss_fn.masks", "ratio", "k2", "k3", *_SIGNED)
+SIGNED = ("prob_diff", "binary_kl", "binary_kl_reverse", "binary_kl_max")
+"""Statistics that are negative where the token has become less likely, as lower bounds on them are."""
+STATISTICS = _group(MaskStatistic, "mask_statistics", "statistic", "loss_fn.masks", "ratio", "k2", "k3", *SIGNED)
 LEVELS = _group(
     WeightLevel, "weight_levels", "level", "loss_fn.is_correction_level", "token", "sequence", "sequence_mean"
 )
@@ -83,36 +79,3 @@ TRUNCATIONS = _group(
     *(Truncation, "truncations", "truncation", "loss_fn.truncated_importance_sampling_type"),
     *("tis", "icepop", "seq-mask-tis"),
 )
-
-
-@dataclass(frozen=True, eq=False)  # hashed as an object, as an annotation is
-class Named:
-    """Annotates a text that names one of a group: this package's own, or another distribution's."""
-
-    group: PluginGroup
-
-    def find(self, name: str | None) -> Any:
-        """The other distribution's object; None for one of this package's own."""
-        return None if name is None or self.group.is_own(name) else self.group.load(name)
-
-    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        """A text that is one of the names."""
-        return core_schema.no_info_after_validator_function(self._known, handler(source))
-
-    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
-        """This package's names, and whatever may be a module's attribute."""
-        return {"if": {"type": "string", "pattern": ":"}, "else": {"enum": list(self.group.built_in)}}
-
-    def _known(self, name: str) -> str:
-        try:
-            self.find(name)
-        except PluginError as error:
-            own = list(self.group.built_in)
-            text = "; ".join(problem.message for problem in error.problems)
-            if ":" not in name and name not in self.group.available():
-                text = f"Input should be {', '.join(map(repr, own[:-1]))} or {own[-1]!r}"
-            guess = nearest(name, own)
-            raise PydanticCustomError(
-                "named", "{text}", {"text": text, "hint": f"did you mean '{guess}'?" if guess else ""}
-            ) from error
-        return name

@@ -20,7 +20,7 @@ from pydantic import (
 )
 
 from nemo_geomask.config.conflicts import conflicts
-from nemo_geomask.config.corrections import LEVELS, TRUNCATIONS, Named, Truncation, WeightLevel
+from nemo_geomask.config.corrections import LEVELS, TRUNCATIONS, Truncation, WeightLevel
 from nemo_geomask.config.foreign import foreign
 from nemo_geomask.config.masks import MaskRule, mask_rules
 from nemo_geomask.config.presets import MaskSpec, validate_masks
@@ -29,11 +29,10 @@ from nemo_geomask.errors import ConfigError
 
 __all__ = ["BatchVeto", "CorrectionLevel", "KLType", "LossConfig", "LossSettings", "Normalization", "Recording"]
 
-_LEVEL, _TRUNCATION = Named(LEVELS), Named(TRUNCATIONS)
-CorrectionLevel = Annotated[str, _LEVEL]
+CorrectionLevel = Annotated[str, LEVELS]
 KLType = Literal["k1", "k2", "k3", "k4"]
 Normalization = Literal["tokens", "sequences", "documents", "constant"]
-TruncationType = Annotated[str, _TRUNCATION]
+TruncationType = Annotated[str, TRUNCATIONS]
 
 _NEMO_RL = "NeMo-RL"
 WEIGHT_MEAN = "_weight_mean"
@@ -308,13 +307,13 @@ class LossSettings(StrictModel):
     @cached_property
     def own_level(self) -> WeightLevel | None:
         """The weight's level, where another distribution brings it."""
-        found: WeightLevel | None = _LEVEL.find(self.is_correction_level)
+        found: WeightLevel | None = LEVELS.find(self.is_correction_level)
         return found
 
     @cached_property
     def own_truncation(self) -> Truncation | None:
         """The truncation, where another distribution brings it."""
-        found: Truncation | None = _TRUNCATION.find(self.truncated_importance_sampling_type)
+        found: Truncation | None = TRUNCATIONS.find(self.truncated_importance_sampling_type)
         return found
 
     @property

@@ -13,11 +13,10 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from nemo_geomask.config.corrections import STATISTICS, MaskStatistic, Named
+from nemo_geomask.config.corrections import SIGNED, STATISTICS, MaskStatistic
 from nemo_geomask.config.strict import StrictModel
 
 __all__ = [
-    "SIGNED",
     "Allowance",
     "Interval",
     "Level",
@@ -33,14 +32,11 @@ __all__ = [
 ]
 
 LogRatio = Literal["mismatch", "policy", "total"]
-_OF_GROUP = Named(STATISTICS)
-Statistic = Annotated[str, _OF_GROUP]
+Statistic = Annotated[str, STATISTICS]
 Level = Literal[
     "token", "sequence", "sequence_mean", "sequence_max", "prefix_sum", "prefix_mean", "prefix_min", "prefix_max"
 ]
 When = Literal["always", "negative_advantage", "positive_advantage", "pushing"]
-SIGNED = ("prob_diff", "binary_kl", "binary_kl_reverse", "binary_kl_max")
-"""Statistics that are negative where the token has become less likely, as lower bounds on them are."""
 
 
 @dataclass(frozen=True)
@@ -216,7 +212,7 @@ class RawMask(MaskBase):
 
     @property
     def _signed(self) -> bool:
-        own = _OF_GROUP.find(self.statistic)
+        own = STATISTICS.find(self.statistic)
         return self.statistic in SIGNED if own is None else bool(own.signed)
 
     def _check_budget(self, budget: set[str]) -> None:
@@ -243,7 +239,7 @@ class RawMask(MaskBase):
     def rule(self) -> MaskRule:
         """The rule with bounds in the units of the statistic."""
         rule = self.as_rule(self.log_ratio, self.level, self.statistic, self.min, self.max, self.when)
-        measure = _OF_GROUP.find(self.statistic)
+        measure = STATISTICS.find(self.statistic)
         return replace(rule, drop_at_most=self.drop_at_most, until_mean=self.until_mean, measure=measure)
 
 

@@ -14,6 +14,9 @@ from dataclasses import dataclass, field
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
+from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
+
 from nemo_geomask.config.strict import nearest
 from nemo_geomask.errors import PluginError, Problem
 
@@ -40,9 +43,9 @@ def _registered(group: str, find: Callable[..., Iterable[EntryPoint]], path: tup
     )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # hashed as an object, as an annotation is
 class PluginGroup:
-    """One entry-point group.
+    """One entry-point group. As an annotation, of a text that names one of its entries or a ``module:attribute``.
 
     Attributes:
         group: its name.
@@ -79,6 +82,10 @@ class PluginGroup:
     def is_own(self, name: str) -> bool:
         """Whether the name is this package's and nobody else claims it."""
         return name in self.built_in and len(self.available()[name]) == 1
+
+    def find(self, name: str | None) -> Any:
+        """The other distribution's object; None for one of this package's own."""
+        return None if name is None or self.is_own(name) else self.load(name)
 
     def load(self, name: str) -> Any:
         """The object registered under ``name``, or found at ``module:attribute``.
@@ -121,3 +128,25 @@ class PluginGroup:
 
     def _error(self, message: str) -> PluginError:
         return PluginError(Problem((self.key,), message))
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        """A text that is one of the names."""
+        return core_schema.no_info_after_validator_function(self._known, handler(source))
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        """This package's names, and whatever may be a module's attribute."""
+        return {"if": {"type": "string", "pattern": ":"}, "else": {"enum": list(self.built_in)}}
+
+    def _known(self, name: str) -> str:
+        try:
+            self.find(name)
+        except PluginError as error:
+            own = list(self.built_in)
+            text = "; ".join(problem.message for problem in error.problems)
+            if ":" not in name and name not in self.available():
+                text = f"Input should be {', '.join(map(repr, own[:-1]))} or {own[-1]!r}"
+            guess = nearest(name, own)
+            raise PydanticCustomError(
+                "named", "{text}", {"text": text, "hint": f"did you mean '{guess}'?" if guess else ""}
+            ) from error
+        return name

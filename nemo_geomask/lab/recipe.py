@@ -12,7 +12,6 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from nemo_geomask.config import StrictModel, nearest, parse
-from nemo_geomask.config.corrections import Named
 from nemo_geomask.config.plugins import PluginGroup
 from nemo_geomask.errors import ConfigError
 
@@ -319,7 +318,7 @@ class PolicyConfig(StrictModel):
 class EnvConfig(StrictModel):
     """``env:``, the task; see :mod:`nemo_geomask.lab.task`."""
 
-    name: Annotated[str, Named(TASKS)] = Field(
+    name: Annotated[str, TASKS] = Field(
         "progressions",
         description="progressions: continue one modulo a number; lookups: ask a tool, repeat its answer; answers: 0 "
         "or 1 for the last token of a long response; else a name in group nemo_geomask.lab_tasks, or module:attribute.",
