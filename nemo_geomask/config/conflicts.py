@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from nemo_geomask.config.strict import as_yaml
 
@@ -114,19 +114,12 @@ def _anchor(settings: LossSettings) -> Iterator[Conflict]:
                 "(without ratio or clip, force_on_policy_ratio: true with use_importance_sampling_correction: true is "
                 "anchored on the generation engine)",
             )
-    kind = settings.truncated_importance_sampling_type
-    shapes = {
-        "is_correction_level": settings.is_correction_level,
-        "is_correction_batch_normalize": settings.is_correction_batch_normalize or None,
-        "truncated_importance_sampling_type": kind if _truncates(settings) else None,
-    }
-    for key, value in shapes.items():
-        if value is not None:
-            yield Conflict(
-                (key, "ratio_anchor"),
-                f"{key}: {as_yaml(value)} shapes the weight against the mismatch, which ratio_anchor: gen has in its "
-                f"ratio (the weight is 1); remove {key}, or set ratio_anchor: prev",
-            )
+    for key, value in _shaping(settings).items():
+        yield Conflict(
+            (key, "ratio_anchor"),
+            f"{key}: {as_yaml(value)} shapes the weight against the mismatch, which ratio_anchor: gen has in its "
+            f"ratio (the weight is 1); remove {key}, or set ratio_anchor: prev",
+        )
 
 
 def _cispo(settings: LossSettings) -> Iterator[Conflict]:
@@ -188,46 +181,43 @@ def _truncation(settings: LossSettings) -> Iterator[Conflict]:
         yield Conflict((low_key, high_key), f"{low_key}: {low:g} exceeds {high_key}: {high:g}; swap them")
 
 
-def _truncates(settings: LossSettings) -> bool:
-    # A tis without a ratio truncates nothing; v0.6.0's base recipes have it.
+def _shaping(settings: LossSettings) -> dict[str, Any]:
+    """Settings that shape the weight against the mismatch, as they stand."""
     kind = settings.truncated_importance_sampling_type
-    return kind is not None and (kind != "tis" or settings.truncated_importance_sampling_ratio is not None)
+    # A tis without a ratio truncates nothing; v0.6.0's base recipes have it.
+    truncates = kind != "tis" or settings.truncated_importance_sampling_ratio is not None
+    shapes = {
+        "is_correction_level": settings.is_correction_level,
+        "is_correction_batch_normalize": settings.is_correction_batch_normalize or None,
+        "truncated_importance_sampling_type": kind if truncates else None,
+    }
+    return {key: value for key, value in shapes.items() if value is not None}
 
 
 def _correction(settings: LossSettings) -> Iterator[Conflict]:
     switch, level = "use_importance_sampling_correction", settings.is_correction_level
     kind = settings.truncated_importance_sampling_type
-    if _truncates(settings) and not settings.use_importance_sampling_correction:
-        yield Conflict(
-            ("truncated_importance_sampling_type", switch),
-            f"truncated_importance_sampling_type: {kind} truncates a weight that is not applied while {switch} is "
-            "false; set it to true, or the type to null",
-            rests_on=("ratio_anchor",),
-        )
-    if settings.is_correction_batch_normalize and not settings.use_importance_sampling_correction:
-        yield Conflict(
-            ("is_correction_batch_normalize", switch),
-            f"is_correction_batch_normalize: true has no effect while {switch} is false; set that to true, or this to "
-            "false",
-            rests_on=("ratio_anchor",),
-        )
-    if level is not None and not settings.use_importance_sampling_correction:
-        yield Conflict(
-            ("is_correction_level", switch),
-            f"is_correction_level: {level} has no effect while {switch} is false; set it to true, or remove the level",
-            rests_on=("ratio_anchor",),
-        )
+    off = f"while {switch} is false; set"
+    why = {
+        "truncated_importance_sampling_type": f"truncates a weight that is not applied {off} it to true, or the type "
+        "to null",
+        "is_correction_batch_normalize": f"has no effect {off} that to true, or this to false",
+        "is_correction_level": f"has no effect {off} it to true, or remove the level",
+    }
+    if not settings.use_importance_sampling_correction:
+        given = _shaping(settings)
+        for key in (key for key in why if key in given):
+            yield Conflict((key, switch), f"{key}: {as_yaml(given[key])} {why[key]}", rests_on=("ratio_anchor",))
     if kind == "seq-mask-tis" and settings.correction_level != "token":
-        keeps = "truncated_importance_sampling_type: seq-mask-tis keeps token weights"
-        source = "sequence_level_importance_ratios"
-        if level is not None:
-            key, found = "is_correction_level", f"is_correction_level is {level}"
-        else:
-            key, found = source, f"{source}: true makes them one a sequence"
+        key, found = "is_correction_level", f"is_correction_level is {level}"
+        if level is None:
+            key = "sequence_level_importance_ratios"
+            found = f"{key}: true makes them one a sequence"
         yield Conflict(
             ("truncated_importance_sampling_type", key),
-            f"{keeps}, but {found}; set is_correction_level: token",
-            rests_on=() if level is not None else ("is_correction_level", source),
+            f"truncated_importance_sampling_type: seq-mask-tis keeps token weights, but {found}; set "
+            "is_correction_level: token",
+            rests_on=("is_correction_level", key) if level is None else (),
         )
 
 
