@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from nemo_geomask.kernels.cpu import Incoming
 from nemo_geomask.kernels.dispatch import KERNELS, Kernels, choose
 
-__all__ = ["KERNELS", "Kernels", "choose"]
+__all__ = ["KERNELS", "Incoming", "Kernels", "choose"]

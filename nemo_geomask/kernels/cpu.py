@@ -12,11 +12,12 @@ import math
 import mmap
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-__all__ = ["FIELDS", "empty_gradient", "fold", "row_gradients", "row_statistics"]
+__all__ = ["FIELDS", "Incoming", "empty_gradient", "fold", "row_gradients", "row_statistics"]
 
 FIELDS = 4
 """Statistics of a row: peak, mass, the target's logit, entropy."""
@@ -122,19 +123,38 @@ def empty_gradient(logits: Tensor) -> Tensor:
     return torch.frombuffer(memory, dtype=logits.dtype).view(logits.shape)
 
 
+class Incoming(NamedTuple):
+    """What a backward pass knows of each row, [N]; the statistics are over the whole vocabulary.
+
+    Attributes:
+        targets: int64, as for :func:`row_statistics`.
+        peak: float32 m, finite.
+        mass: float32 s.
+        entropy: float32 H, where ``grad_entropy`` is given.
+        grad_logprobs: g, incoming gradient of the log-prob.
+        grad_entropy: h, incoming gradient of the entropy, or None.
+    """
+
+    targets: Tensor
+    peak: Tensor
+    mass: Tensor
+    entropy: Tensor
+    grad_logprobs: Tensor
+    grad_entropy: Tensor | None
+
+    def part(self, rows: slice) -> Incoming:
+        """Those of some rows."""
+        return Incoming._make(None if value is None else value[rows] for value in self)
+
+
 def row_gradients(
     logits: Tensor,
-    targets: Tensor,
+    rows: Incoming,
     *,
     start: int,
     valid: int,
     ignore_index: int,
     inverse_temperature: float,
-    peak: Tensor,
-    mass: Tensor,
-    grad_logprobs: Tensor,
-    entropy: Tensor | None,
-    grad_entropy: Tensor | None,
     out: Tensor,
 ) -> None:
     r"""Gradient of a shard's logits, rounded once to the type of ``out``.
@@ -145,16 +165,13 @@ def row_gradients(
 
     Args:
         logits: [N, V], all columns of the shard.
-        targets, start, ignore_index, inverse_temperature: as for :func:`row_statistics`.
+        rows: m, s, H, g, h and y of each.
+        start, ignore_index, inverse_temperature: as for :func:`row_statistics`.
         valid: columns that take part; the gradient of those beyond is 0.
-        peak: [N] float32 m over the whole vocabulary, finite.
-        mass: [N] float32 s over the whole vocabulary.
-        grad_logprobs: [N] g, incoming gradient of the log-prob.
-        entropy: [N] H over the whole vocabulary, where ``grad_entropy`` is given.
-        grad_entropy: [N] h, incoming gradient of the entropy, or None.
         out: [N, V], written everywhere; may be ``logits`` itself. Rows whose g and h are 0 (because a mask removed
             them) are not read.
     """
+    targets, peak, mass, entropy, grad_logprobs, grad_entropy = rows
     active = (targets != ignore_index) & (grad_logprobs != 0)
     if grad_entropy is not None:
         active = active | ((targets != ignore_index) & (grad_entropy != 0))
@@ -175,7 +192,7 @@ def row_gradients(
 
     def take(rows: Tensor | slice, z: Tensor) -> None:
         exponent = _exponent(z, peak[rows], inverse_temperature)
-        if grad_entropy is None or entropy is None:
+        if grad_entropy is None:
             slope = exponent.exp2_().mul_((grad_logprobs[rows] * share[rows]).unsqueeze(1))
         else:
             # -(g + h·(log p + H))·p/T, with what is constant in log p drawn together.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -47,14 +47,14 @@ def choose(logits: Tensor, name: str = "auto") -> Kernels:
         raise ArgumentError(f"kernel must be one of {', '.join(KERNELS)}, but it is {name!r}")
     on_gpu = logits.device.type == "cuda"
     if name == "torch":
-        return _torch("asked for")
+        return _of("torch", cpu, "asked for")
     if name == "auto" and not on_gpu:
-        return _torch(f"the logits are on {logits.device.type}")
+        return _of("torch", cpu, f"the logits are on {logits.device.type}")
     try:
         gpu = importlib.import_module("nemo_geomask.kernels.gpu")
     except ImportError as error:
         if name == "auto":
-            return _torch(f"triton can't be imported ({error})")
+            return _of("torch", cpu, f"triton can't be imported ({error})")
         raise MissingDependencyError(f"kernel 'triton' needs triton, which can't be imported: {error}") from error
     if not on_gpu and not gpu.INTERPRETED:
         raise ArgumentError(
@@ -62,8 +62,8 @@ def choose(logits: Tensor, name: str = "auto") -> Kernels:
             "TRITON_INTERPRET=1 to run it in the interpreter"
         )
     why = f"the logits are on {logits.device.type}" if name == "auto" else "asked for"
-    return Kernels("triton", why, gpu.row_statistics, gpu.fold, gpu.row_gradients, gpu.empty_gradient)
+    return _of("triton", gpu, why)
 
 
-def _torch(reason: str) -> Kernels:
-    return Kernels("torch", reason, cpu.row_statistics, cpu.fold, cpu.row_gradients, cpu.empty_gradient)
+def _of(name: str, module: Any, reason: str) -> Kernels:
+    return Kernels(name, reason, module.row_statistics, module.fold, module.row_gradients, module.empty_gradient)

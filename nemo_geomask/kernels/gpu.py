@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nemo_geomask.kernels.cpu import FIELDS
+from nemo_geomask.kernels.cpu import FIELDS, Incoming
 
 __all__ = ["INTERPRETED", "empty_gradient", "fold", "row_gradients", "row_statistics", "splits"]
 
@@ -96,35 +96,28 @@ def empty_gradient(logits: Tensor) -> Tensor:
 
 def row_gradients(
     logits: Tensor,
-    targets: Tensor,
+    rows: Incoming,
     *,
     start: int,
     valid: int,
     ignore_index: int,
     inverse_temperature: float,
-    peak: Tensor,
-    mass: Tensor,
-    grad_logprobs: Tensor,
-    entropy: Tensor | None,
-    grad_entropy: Tensor | None,
     out: Tensor,
 ) -> None:
     """See :func:`nemo_geomask.kernels.cpu.row_gradients`. One launch; ``out`` may be ``logits`` itself."""
     count, width = logits.shape
     if not count or not width:
         return
-    with_entropy = entropy is not None and grad_entropy is not None
-    grad_logprobs = grad_logprobs.contiguous()
-    grad_entropy = grad_entropy.contiguous() if grad_entropy is not None and with_entropy else grad_logprobs
+    grad_logprobs = rows.grad_logprobs.contiguous()
     _gradients[(count, triton.cdiv(width, _STRIPE))](
         logits,
-        targets,
+        rows.targets,
         out,
-        peak,
-        mass,
+        rows.peak,
+        rows.mass,
         grad_logprobs,
-        entropy if entropy is not None else mass,
-        grad_entropy,
+        rows.entropy,
+        grad_logprobs if rows.grad_entropy is None else rows.grad_entropy.contiguous(),
         width,
         valid,
         start,
@@ -135,7 +128,7 @@ def row_gradients(
         logits.stride(1),
         out.stride(0),
         out.stride(1),
-        ENTROPY=with_entropy,
+        ENTROPY=rows.grad_entropy is not None,
         STRIPE=_STRIPE,
         TILE=_TILE,
         num_warps=_WARPS,

@@ -6,16 +6,17 @@ import functools
 import itertools
 import struct
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, NoReturn, Protocol
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from nemo_geomask.errors import ArgumentError, DataError, RanksDisagreeError, ShapeError
+from nemo_geomask.kernels import Kernels
 from nemo_geomask.segments.across import gathered
 
-__all__ = ["Shards", "asked", "check_vocab_size", "exchanged", "refuse", "wrong"]
+__all__ = ["Options", "Shards", "asked", "check_vocab_size", "exchanged", "refuse", "wrong"]
 
 
 class Shards(NamedTuple):
@@ -44,17 +45,24 @@ class Shards(NamedTuple):
         return sum(self.sizes[: self.rank])
 
 
-class Settings(Protocol):
-    """What all ranks have to be called with alike."""
+class Options(NamedTuple):
+    """How log-probs are to be computed; the first four have to be the same on all ranks."""
+
+    temperature: float
+    ignore_index: int
+    entropy: bool
+    validate: bool
+    kernels: Kernels
 
     @property
-    def temperature(self) -> float: ...
+    def inverse_temperature(self) -> float:
+        """1/T."""
+        return 1.0 / self.temperature
+
     @property
-    def ignore_index(self) -> int: ...
-    @property
-    def entropy(self) -> bool: ...
-    @property
-    def validate(self) -> bool: ...
+    def of_rows(self) -> dict[str, Any]:
+        """What the kernels are told of every row."""
+        return {"ignore_index": self.ignore_index, "inverse_temperature": self.inverse_temperature}
 
 
 class _Note(NamedTuple):
@@ -83,39 +91,38 @@ _ODD = -7046029254386353131  # 2^64 / golden ratio, as int64
 
 
 def exchanged(
-    statistics: Tensor, targets: Tensor, width: int, shards: Shards, settings: Settings
+    statistics: Tensor, targets: Tensor, width: int, shards: Shards, options: Options
 ) -> tuple[Tensor, Tensor | None]:
     """The statistics of all ranks, and what each was given: one all-gather, whose size depends on N alone.
 
     Args:
         statistics: [k, N] float32, this rank's.
-        targets: [N] int64; a checksum of them travels if ``settings.validate``.
+        targets: [N] int64; a checksum of them travels if ``options.validate``.
         width: this rank's columns.
         shards: how it takes the vocabulary to be sharded.
-        settings: what it was called with.
+        options: what it was called with.
 
     Returns: [TP, k, N] in rank order, and for :func:`refuse` int64 notes [TP, 9]; None with one rank.
     """
     if shards.group is None or len(shards.sizes) == 1:
         return statistics.unsqueeze(0), None
-    mine = torch.cat([statistics.reshape(-1), _note(targets, width, shards, settings)])
+    mine = torch.cat([statistics.reshape(-1), _note(targets, width, shards, options)])
     everyone = gathered(mine, shards.group)
     count = statistics.numel()
     notes = everyone[:, count:].to(torch.int16).view(torch.int64)
     return everyone[:, :count].view(-1, *statistics.shape), notes
 
 
-def _note(targets: Tensor, width: int, shards: Shards, settings: Settings) -> Tensor:
+def _note(targets: Tensor, width: int, shards: Shards, options: Options) -> Tensor:
     """A :class:`_Note` in pieces of 16 bits, which float32 holds exactly."""
-    (temperature,) = struct.unpack("q", struct.pack("d", settings.temperature))
+    (temperature,) = struct.unpack("q", struct.pack("d", options.temperature))
     place = (width, shards.start, sum(shards.sizes), shards.vocab_size)
-    given = (temperature, settings.ignore_index, int(settings.entropy), int(settings.validate))
+    given = (temperature, options.ignore_index, int(options.entropy), int(options.validate))
     known = _constants((*place, *given), str(targets.device))
     # An odd factor a position: another target, or two in another order, is another sum modulo 2^64.
-    factors = (
-        torch.arange(len(targets) if settings.validate else 0, dtype=torch.int64, device=targets.device) * _ODD | 1
-    )
-    checksum = (factors * targets[: len(factors)]).sum(dim=0, keepdim=True)
+    summed = targets if options.validate else targets[:0]
+    factors = torch.arange(len(summed), dtype=torch.int64, device=targets.device) * _ODD | 1
+    checksum = (factors * summed).sum(dim=0, keepdim=True)
     return torch.cat([known, checksum]).view(torch.int16).to(torch.float32)
 
 

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from nemo_geomask.errors import ArgumentError, ShapeError
 from nemo_geomask.kernels import choose, cpu
-from nemo_geomask.parallel.agreement import Shards
-from nemo_geomask.parallel.softmax import Options, check_temperature, differentiable_once, goals_of, shards_of, softmax
+from nemo_geomask.parallel.agreement import Options, Shards
+from nemo_geomask.parallel.softmax import check_temperature, differentiable_once, goals_of, incoming, shards_of, softmax
 from nemo_geomask.segments.across import gathered
 
 __all__ = ["TILE_BYTES", "linear_logprobs"]
@@ -213,11 +213,7 @@ class _Linear(torch.autograd.Function):
         found: Tensor | None = None
         parts = []
         buffer = _Buffer()
-        asked: Any = {
-            "ignore_index": options.ignore_index,
-            "inverse_temperature": options.inverse_temperature,
-            "entropy": options.entropy,
-        }
+        asked: Any = {"entropy": options.entropy, **options.of_rows}
         for tile in _tiles(_for_products(rows), weight, bias, head, buffer):
             start = shards.start + tile.columns.start
             part = options.kernels.row_statistics(tile.logits, own[tile.rows], start=start, **asked)
@@ -231,10 +227,9 @@ class _Linear(torch.autograd.Function):
             found = torch.cat(parts, dim=1) if parts else cpu.row_statistics(rows[:, :0], own, start=0, **asked)
         statistics = found if whole else found.new_zeros(len(found), count).index_copy_(1, kept, found)
         over_all = softmax(statistics, goals, len(weight), shards, options)
-        mine = [over_all.peak, over_all.mass, over_all.entropy]
-        ctx.save_for_backward(
-            rows, weight, bias, own, None if whole else kept, *(mine if whole else (value[kept] for value in mine))
-        )
+        mine = (over_all.peak, over_all.mass, over_all.entropy)
+        known = (own, *mine, None) if whole else (own, *(value[kept] for value in mine), kept)
+        ctx.save_for_backward(rows, weight, bias, *known)
         ctx.head, ctx.count, ctx.buffer = head, count, buffer
         ctx.set_materialize_grads(False)
         results = [over_all.logprobs, over_all.entropy][: 1 + options.entropy]
@@ -243,15 +238,12 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        rows, weight, bias, own, kept, peak, mass, entropy = ctx.saved_tensors
+        rows, weight, bias, *known = ctx.saved_tensors
         head: _Head = ctx.head
         options = head.options
-        given = [grad if grad is None else grad.reshape(-1) for grad in (*grads, None)[:2]]
-        of_logprobs, of_entropy = (grad if grad is None or kept is None else grad[kept] for grad in given)
-        if of_logprobs is None and of_entropy is None:
+        given = incoming(grads, *known)
+        if given is None:
             return None, None, None, None, None
-        if of_logprobs is None:
-            of_logprobs = torch.zeros_like(mass)
         wanted = ctx.needs_input_grad
         into_rows = _Sum(rows.shape, rows.dtype, rows.device) if wanted[0] else None
         into_weight = _Sum(weight.shape, weight.dtype, weight.device, head.main_grad) if wanted[1] else None
@@ -261,17 +253,11 @@ class _Linear(torch.autograd.Function):
             slope = None if head.softcap is None else 1 - (tile.logits / head.softcap).square()
             options.kernels.row_gradients(
                 tile.logits,
-                own[tile.rows],
+                given.part(tile.rows),
                 start=head.shards.start + tile.columns.start,
                 valid=tile.logits.shape[1],
-                ignore_index=options.ignore_index,
-                inverse_temperature=options.inverse_temperature,
-                peak=peak[tile.rows],
-                mass=mass[tile.rows],
-                grad_logprobs=of_logprobs[tile.rows],
-                entropy=None if of_entropy is None else entropy[tile.rows],
-                grad_entropy=None if of_entropy is None else of_entropy[tile.rows],
                 out=tile.logits,
+                **options.of_rows,
             )
             gradient = tile.logits if slope is None else tile.logits.mul_(slope)
             if into_rows is not None:
@@ -281,7 +267,7 @@ class _Linear(torch.autograd.Function):
             if into_bias is not None:
                 into_bias.add_sum(tile.columns, gradient)
         ctx.buffer.memory = None
-        of_rows = None if into_rows is None else _over_ranks(into_rows.result(), kept, ctx.count, head)
+        of_rows = None if into_rows is None else _over_ranks(into_rows.result(), known[-1], ctx.count, head)
         of_weight = None if into_weight is None or head.main_grad is not None else into_weight.result()
         return of_rows, of_weight, None if into_bias is None else into_bias.result(), None, None
 

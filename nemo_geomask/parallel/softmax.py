@@ -13,34 +13,19 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from nemo_geomask.errors import ArgumentError, ShapeError
-from nemo_geomask.kernels import Kernels
-from nemo_geomask.parallel.agreement import Shards, asked, check_vocab_size, exchanged, refuse, wrong
+from nemo_geomask.kernels import Incoming
+from nemo_geomask.parallel.agreement import Options, Shards, asked, check_vocab_size, exchanged, refuse, wrong
 
 __all__ = [
     "Goals",
-    "Options",
     "Softmax",
     "check_temperature",
     "differentiable_once",
     "goals_of",
+    "incoming",
     "shards_of",
     "softmax",
 ]
-
-
-class Options(NamedTuple):
-    """How log-probs are to be computed; the first four have to be the same on all ranks."""
-
-    temperature: float
-    ignore_index: int
-    entropy: bool
-    validate: bool
-    kernels: Kernels
-
-    @property
-    def inverse_temperature(self) -> float:
-        """1/T."""
-        return 1.0 / self.temperature
 
 
 class Goals(NamedTuple):
@@ -154,3 +139,27 @@ def softmax(statistics: Tensor, goals: Goals, width: int, shards: Shards, option
     if refused is not None and refused():
         refuse(ids, stray, notes, shards, options.ignore_index)
     return Softmax(logprobs, entropy, peak, mass)
+
+
+def incoming(
+    grads: Sequence[Tensor | None],
+    targets: Tensor,
+    peak: Tensor,
+    mass: Tensor,
+    entropy: Tensor,
+    kept: Tensor | None = None,
+) -> Incoming | None:
+    """The rows of a backward pass, ``kept`` alone if given; None where no gradient comes in.
+
+    Args:
+        grads: of the log-probs, and where it was asked for of the entropy; over all rows.
+        targets, peak, mass, entropy: of the rows kept.
+        kept: their numbers.
+    """
+    flat = [None if grad is None else grad.reshape(-1) for grad in (*grads, None)[:2]]
+    of_logprobs, of_entropy = (grad if grad is None or kept is None else grad[kept] for grad in flat)
+    if of_logprobs is None and of_entropy is None:
+        return None
+    return Incoming(
+        targets, peak, mass, entropy, torch.zeros_like(mass) if of_logprobs is None else of_logprobs, of_entropy
+    )

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from nemo_geomask.errors import ArgumentError, ShapeError
 from nemo_geomask.kernels import choose
-from nemo_geomask.parallel.agreement import Shards
-from nemo_geomask.parallel.softmax import Options, check_temperature, differentiable_once, goals_of, shards_of, softmax
+from nemo_geomask.parallel.agreement import Options, Shards
+from nemo_geomask.parallel.softmax import check_temperature, differentiable_once, goals_of, incoming, shards_of, softmax
 
 __all__ = ["vocab_parallel_logprobs"]
 
@@ -127,19 +127,14 @@ class _VocabParallel(torch.autograd.Function):
         goals = goals_of(targets, shards, options)
         parts = [
             options.kernels.row_statistics(
-                rows[:, :valid],
-                goals.ids[begin : begin + len(rows)],
-                start=start,
-                ignore_index=options.ignore_index,
-                inverse_temperature=options.inverse_temperature,
-                entropy=options.entropy,
+                rows[:, :valid], goals.ids[span], start=start, entropy=options.entropy, **options.of_rows
             )
-            for begin, rows in _matrices(logits)
+            for span, rows in _matrices(logits.detach())
         ]
         statistics = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
         found = softmax(statistics, goals, width, shards, options)
         results = [found.logprobs, found.entropy][: 1 + options.entropy]
-        ctx.save_for_backward(logits, goals.ids, found.peak, found.mass, found.entropy if options.entropy else None)
+        ctx.save_for_backward(logits, goals.ids, found.peak, found.mass, found.entropy)
         ctx.start, ctx.valid, ctx.options, ctx.inplace = start, valid, options, inplace
         ctx.set_materialize_grads(False)
         return tuple(result.reshape(targets.shape) for result in results)
@@ -147,60 +142,41 @@ class _VocabParallel(torch.autograd.Function):
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, None, None, None, None]:
-        logits, goals, peak, mass, entropy = ctx.saved_tensors
+        logits, *saved = ctx.saved_tensors
         options: Options = ctx.options
-        of_logprobs, of_entropy = (grad if grad is None else grad.reshape(-1) for grad in (*grads, None)[:2])
-        if of_logprobs is None and of_entropy is None:
+        given = incoming(grads, *saved)
+        if given is None:
             return None, None, None, None, None
-        if of_logprobs is None:
-            of_logprobs = torch.zeros_like(mass)
+        logits = logits.detach()
         out = logits if ctx.inplace else options.kernels.empty_gradient(logits)
-        for (begin, rows), (_, into) in zip(_matrices(logits), _matrices(out, like=logits), strict=True):
-            span = slice(begin, begin + len(rows))
+        for span, rows in _matrices(logits):
             options.kernels.row_gradients(
                 rows,
-                goals[span],
+                given.part(span),
                 start=ctx.start,
                 valid=ctx.valid,
-                ignore_index=options.ignore_index,
-                inverse_temperature=options.inverse_temperature,
-                peak=peak[span],
-                mass=mass[span],
-                grad_logprobs=of_logprobs[span],
-                entropy=None if of_entropy is None else entropy[span],
-                grad_entropy=None if of_entropy is None else of_entropy[span],
-                out=into,
+                out=rows if ctx.inplace else out.view(len(given.targets), rows.shape[1])[span],
+                **options.of_rows,
             )
         if ctx.inplace:
             # So that autograd refuses to use the logits for anything else.
             torch.autograd.graph.increment_version(logits)
-            out = logits.detach()
         return out, None, None, None, None
 
 
-def _matrices(logits: Tensor, like: Tensor | None = None) -> Iterator[tuple[int, Tensor]]:
-    """The logits as matrices [rows, V] without a copy, each with the number of its first row.
+def _matrices(logits: Tensor, begin: int = 0) -> Iterator[tuple[slice, Tensor]]:
+    """The logits as matrices [rows, V] without a copy: one, unless the leading dimensions can't be merged.
 
-    One, unless the leading dimensions can't be merged; then the same ones as for ``like``.
+    Each with its rows' place among all, of which ``begin`` come before.
     """
-    yield from _merge(logits.detach(), logits if like is None else like, 0)
-
-
-def _merge(logits: Tensor, like: Tensor, begin: int) -> Iterator[tuple[int, Tensor]]:
-    count = math.prod(like.shape[:-1])
-    if like.dim() <= 2 or _mergeable(like):
-        yield begin, logits.view(count, logits.shape[-1])
-        return
-    for index in range(like.shape[0]):
-        yield from _merge(logits[index], like[index], begin + index * (count // like.shape[0]))
-
-
-def _mergeable(logits: Tensor) -> bool:
+    count = math.prod(logits.shape[:-1])
     try:
-        logits.view(-1, logits.shape[-1]) if logits.numel() else None
+        rows = logits.view(count, logits.shape[-1])
     except RuntimeError:
-        return False
-    return True
+        for index, part in enumerate(logits):
+            yield from _matrices(part, begin + index * (count // len(logits)))
+    else:
+        yield slice(begin, begin + count), rows
 
 
 def _check_inplace(logits: Tensor) -> None:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from nemo_geomask.kernels import choose
+from nemo_geomask.kernels import Incoming, choose
 from nemo_geomask.parallel import vocab_parallel_logprobs
 from tests.helpers.logprobs import IGNORE, check_digits, loops, shifted
 
@@ -40,14 +40,9 @@ def test_merge_of_eight_shards(kernel, offset, temperature):
     for index, shard in enumerate(shards):
         kernels.row_gradients(
             shard,
-            targets,
+            Incoming(targets, peak, mass, entropy, g, h),
             start=5 * index,
             valid=5,
-            peak=peak,
-            mass=mass,
-            grad_logprobs=g,
-            entropy=entropy,
-            grad_entropy=h,
             out=gradient[:, 5 * index : 5 * index + 5],
             **options,
         )
