@@ -6,7 +6,7 @@ import functools
 import itertools
 import struct
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, TypedDict
 
 import torch
 import torch.distributed as dist
@@ -16,7 +16,7 @@ from nemo_geomask.errors import ArgumentError, DataError, RanksDisagreeError, Sh
 from nemo_geomask.kernels import Kernels
 from nemo_geomask.segments.across import gathered
 
-__all__ = ["Options", "Shards", "asked", "check_vocab_size", "exchanged", "refuse", "wrong"]
+__all__ = ["Keywords", "Options", "Shards", "asked", "check_vocab_size", "exchanged", "refuse", "wrong"]
 
 
 class Shards(NamedTuple):
@@ -43,6 +43,19 @@ class Shards(NamedTuple):
     def start(self) -> int:
         """Number of this rank's first column."""
         return sum(self.sizes[: self.rank])
+
+
+class Keywords(TypedDict, total=False):
+    """What log-probs are asked with, of logits or of hidden states, see
+    :func:`nemo_geomask.parallel.vocab.vocab_parallel_logprobs`; for its type alone."""
+
+    group: dist.ProcessGroup | None
+    temperature: float
+    vocab_size: int | None
+    shard_sizes: Sequence[int] | None
+    ignore_index: int
+    validate: bool
+    kernel: str
 
 
 class Options(NamedTuple):

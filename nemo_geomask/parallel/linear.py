@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal, NamedTuple, overload
+from typing import Any, Literal, NamedTuple, Unpack, overload
 
 import torch
 import torch.distributed as dist
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from nemo_geomask.errors import ArgumentError, ShapeError
 from nemo_geomask.kernels import choose, cpu
-from nemo_geomask.parallel.agreement import Options, Shards
+from nemo_geomask.parallel.agreement import Keywords, Options, Shards
 from nemo_geomask.parallel.softmax import check_temperature, differentiable_once, goals_of, incoming, shards_of, softmax
 from nemo_geomask.segments.across import gathered
 
@@ -24,45 +24,28 @@ _HALF = (torch.bfloat16, torch.float16)
 _MULTIPLE = 256  # of a tile's sides, which matrix units like
 
 
+class LinearKeywords(Keywords, total=False):
+    """Those of :func:`linear_logprobs`."""
+
+    bias: Tensor | None
+    sequence_parallel: bool
+    softcap: float | None
+    main_grad: Tensor | None
+    tile_bytes: int | None
+
+
 @overload
 def linear_logprobs(
     hidden: Tensor,
     weight: Tensor,
     targets: Tensor,
     *,
-    bias: Tensor | None = ...,
-    group: dist.ProcessGroup | None = ...,
-    sequence_parallel: bool = ...,
-    temperature: float = ...,
     entropy: Literal[False] = ...,
-    softcap: float | None = ...,
-    vocab_size: int | None = ...,
-    shard_sizes: Sequence[int] | None = ...,
-    ignore_index: int = ...,
-    main_grad: Tensor | None = ...,
-    tile_bytes: int | None = ...,
-    validate: bool = ...,
-    kernel: str = ...,
+    **keywords: Unpack[LinearKeywords],
 ) -> Tensor: ...
 @overload
 def linear_logprobs(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    *,
-    bias: Tensor | None = ...,
-    group: dist.ProcessGroup | None = ...,
-    sequence_parallel: bool = ...,
-    temperature: float = ...,
-    entropy: Literal[True],
-    softcap: float | None = ...,
-    vocab_size: int | None = ...,
-    shard_sizes: Sequence[int] | None = ...,
-    ignore_index: int = ...,
-    main_grad: Tensor | None = ...,
-    tile_bytes: int | None = ...,
-    validate: bool = ...,
-    kernel: str = ...,
+    hidden: Tensor, weight: Tensor, targets: Tensor, *, entropy: Literal[True], **keywords: Unpack[LinearKeywords]
 ) -> tuple[Tensor, Tensor]: ...
 def linear_logprobs(
     hidden: Tensor,
@@ -245,9 +228,9 @@ class _Linear(torch.autograd.Function):
         if given is None:
             return None, None, None, None, None
         wanted = ctx.needs_input_grad
-        into_rows = _Sum(rows.shape, rows.dtype, rows.device) if wanted[0] else None
-        into_weight = _Sum(weight.shape, weight.dtype, weight.device, head.main_grad) if wanted[1] else None
-        into_bias = _Sum(bias.shape, bias.dtype, bias.device) if bias is not None and wanted[2] else None
+        into_rows = _Sum(rows) if wanted[0] else None
+        into_weight = _Sum(weight, head.main_grad) if wanted[1] else None
+        of_bias = bias.new_zeros(bias.shape, dtype=torch.float32) if wanted[2] else None
         factors = _for_products(rows)
         for tile in _tiles(factors, weight, bias, head, ctx.buffer, backward=True):
             slope = None if head.softcap is None else 1 - (tile.logits / head.softcap).square()
@@ -263,13 +246,14 @@ class _Linear(torch.autograd.Function):
             if into_rows is not None:
                 into_rows.add(tile.rows, gradient, tile.weight, once=len(gradient) < len(rows))
             if into_weight is not None:
-                into_weight.add(tile.columns, gradient.T, factors[tile.rows], once=len(gradient) == len(rows))
-            if into_bias is not None:
-                into_bias.add_sum(tile.columns, gradient)
+                once = head.main_grad is None and len(gradient) == len(rows)
+                into_weight.add(tile.columns, gradient.T, factors[tile.rows], once=once)
+            if of_bias is not None:
+                of_bias[tile.columns] += gradient.sum(dim=0, dtype=torch.float32)
         ctx.buffer.memory = None
         of_rows = None if into_rows is None else _over_ranks(into_rows.result(), known[-1], ctx.count, head)
         of_weight = None if into_weight is None or head.main_grad is not None else into_weight.result()
-        return of_rows, of_weight, None if into_bias is None else into_bias.result(), None, None
+        return of_rows, of_weight, None if of_bias is None else of_bias.to(bias.dtype), None, None
 
 
 def _for_products(rows: Tensor) -> Tensor:
@@ -314,44 +298,28 @@ def _tiles(
 class _Sum:
     """A gradient that tiles add up to: in float32, or where one tile alone makes a part of it, at once in its type."""
 
-    def __init__(
-        self, shape: torch.Size, dtype: torch.dtype, device: torch.device, main_grad: Tensor | None = None
-    ) -> None:
-        self._shape, self._dtype, self._device = shape, dtype, device
-        self._total = main_grad
-        self._whole: Tensor | None = None
+    def __init__(self, of: Tensor, total: Tensor | None = None) -> None:
+        self._of, self._total = of, total
 
     def add(self, part: slice, left: Tensor, right: Tensor, *, once: bool) -> None:
-        """``left @ right`` into the rows ``part``; ``once``: nothing else comes to them."""
-        if self._total is None and once:
-            self._whole = self._zeros(self._dtype) if self._whole is None else self._whole
-            if self._whole.dtype == left.dtype:
-                torch.mm(left, right, out=self._whole[part])
-            else:
-                self._whole[part] = left @ right
-            return
-        self._total = self._zeros(torch.float32) if self._total is None else self._total
+        """``left @ right`` into the rows ``part``; ``once``: nothing else is there or comes to them."""
+        if self._total is None:
+            self._total = self._of.new_zeros(self._of.shape, dtype=self._of.dtype if once else torch.float32)
         into = self._total[part]
-        if left.dtype == torch.float32:
+        if once and left.dtype == into.dtype:
+            torch.mm(left, right, out=into)
+        elif once:
+            into.copy_(left @ right)
+        elif left.dtype == torch.float32:
             into.addmm_(left, right)
         elif left.device.type == "cuda":
             torch.ops.aten.addmm.dtype_out(into, left, right, torch.float32, out=into)
         else:
             into += left @ right
 
-    def add_sum(self, part: slice, values: Tensor) -> None:
-        """The sum over the rows of ``values`` into ``part``."""
-        self._total = self._zeros(torch.float32) if self._total is None else self._total
-        self._total[part] += values.sum(dim=0, dtype=torch.float32)
-
     def result(self) -> Tensor:
         """The gradient in its type."""
-        if self._whole is not None:
-            return self._whole
-        return self._zeros(self._dtype) if self._total is None else self._total.to(self._dtype)
-
-    def _zeros(self, dtype: torch.dtype) -> Tensor:
-        return torch.zeros(self._shape, dtype=dtype, device=self._device)
+        return torch.zeros_like(self._of) if self._total is None else self._total.to(self._of.dtype)
 
 
 def _over_ranks(gradient: Tensor, kept: Tensor | None, count: int, head: _Head) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal, overload
+from typing import Any, Literal, Unpack, overload
 
 import torch
 import torch.distributed as dist
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from nemo_geomask.errors import ArgumentError, ShapeError
 from nemo_geomask.kernels import choose
-from nemo_geomask.parallel.agreement import Options, Shards
+from nemo_geomask.parallel.agreement import Keywords, Options, Shards
 from nemo_geomask.parallel.softmax import check_temperature, differentiable_once, goals_of, incoming, shards_of, softmax
 
 __all__ = ["vocab_parallel_logprobs"]
@@ -23,30 +23,18 @@ def vocab_parallel_logprobs(
     logits: Tensor,
     targets: Tensor,
     *,
-    group: dist.ProcessGroup | None = ...,
-    temperature: float = ...,
     entropy: Literal[False] = ...,
-    vocab_size: int | None = ...,
-    shard_sizes: Sequence[int] | None = ...,
-    ignore_index: int = ...,
     inplace_gradient: bool = ...,
-    validate: bool = ...,
-    kernel: str = ...,
+    **keywords: Unpack[Keywords],
 ) -> Tensor: ...
 @overload
 def vocab_parallel_logprobs(
     logits: Tensor,
     targets: Tensor,
     *,
-    group: dist.ProcessGroup | None = ...,
-    temperature: float = ...,
     entropy: Literal[True],
-    vocab_size: int | None = ...,
-    shard_sizes: Sequence[int] | None = ...,
-    ignore_index: int = ...,
     inplace_gradient: bool = ...,
-    validate: bool = ...,
-    kernel: str = ...,
+    **keywords: Unpack[Keywords],
 ) -> tuple[Tensor, Tensor]: ...
 def vocab_parallel_logprobs(
     logits: Tensor,
