@@ -62,20 +62,19 @@ class PackedTokens(Segments):
 
         One all-gather of [k, S] a group, and one backward for the sums through which a gradient flows.
         """
-        moving = {name: value for name, value in sums.items() if value.requires_grad}
-        fixed = {name: value for name, value in sums.items() if not value.requires_grad}
-        # Minima travel as maxima of the negative.
-        extremes = [*(-value for value in lowest.values()), *highest.values()]
+        self.check()
+        moving = [name for name, value in sums.items() if value.requires_grad]
+        fixed = [name for name, value in sums.items() if not value.requires_grad]
         names = [*moving, *fixed]
-        summed, constant = across.pool(
-            list(moving.values()), [*fixed.values(), *extremes], len(fixed), offsets=self._offsets, ids=self._ids
+        # Minima travel as maxima of the negative.
+        values = [*(sums[name] for name in names), *(-value for value in lowest.values()), *highest.values()]
+        summed, rest = across.pool(
+            values[: len(moving)], values[len(moving) :], len(fixed), offsets=self._offsets, ids=self._ids
         )
-        whole, rest = across.across_ranks(summed, constant, len(fixed), self.groups, own_gradient=False)
-        values = [*moving.values(), *fixed.values(), *extremes]
-        found = zip([*whole.unbind(0), *rest.unbind(0)], values, strict=True)
+        summed, rest = across.across_ranks(summed, rest, len(fixed), self.groups, own_gradient=False)
+        found = zip([*summed.unbind(0), *rest.unbind(0)], values, strict=True)
         rows = [row.to(value.dtype) for row, value in found]
-        peaks = rows[len(names) :]
-        pooled = dict(zip(names, rows, strict=False))
+        pooled, peaks = dict(zip(names, rows, strict=False)), rows[len(names) :]
         return Pooled(
             {name: pooled[name] for name in sums},
             {name: -peak for name, peak in zip(lowest, peaks, strict=False)},
@@ -121,6 +120,9 @@ class PackedTokens(Segments):
                 whole[-1][name] = combine(value, torch.where(second, later, first))
         return Pooled(*whole)
 
+    def check(self) -> None:
+        """Raise where the groups are not those that the tokens are spread over; tensors alone don't tell."""
+
     def _second(self) -> Tensor:
         """[N] bool, whether a token is in the second of its sequence's runs."""
         return torch.arange(self._ids.numel(), device=self._ids.device) >= self._splits[self._ids]
@@ -131,6 +133,7 @@ class PackedTokens(Segments):
 
     def whole(self, value: Tensor, rest: Tensor, *, sums: int, lowest: int) -> tuple[Tensor, Tensor]:
         """See :meth:`Segments.whole`. One all-gather of [1 + m] a group."""
+        self.check()
         if not self.groups:
             return value, rest
         low = sums + lowest
@@ -274,18 +277,6 @@ class PackedSegments(PackedTokens):
                     f"the ranks hold different {name} for the same sequences, the first is sequence {differs[0]} with "
                     f"{held[:, differs[0]].tolist()} by rank; give all ranks that share sequences the same {name}"
                 )
-
-    def pool(
-        self, sums: Mapping[str, Tensor], lowest: Mapping[str, Tensor] = NONE, highest: Mapping[str, Tensor] = NONE
-    ) -> Pooled:
-        """See :meth:`Segments.pool`; one collective a group."""
-        self.check()
-        return super().pool(sums, lowest, highest)
-
-    def whole(self, value: Tensor, rest: Tensor, *, sums: int, lowest: int) -> tuple[Tensor, Tensor]:
-        """See :meth:`Segments.whole`; one collective a group."""
-        self.check()
-        return super().whole(value, rest, sums=sums, lowest=lowest)
 
     def check(self) -> None:
         """Raise unless this share's groups are those that it is a share in; reads their sizes, no collective.
