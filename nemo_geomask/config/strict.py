@@ -184,12 +184,7 @@ def _message(item: Mapping[str, Any]) -> str:
 
 
 def conflicting(keys: Collection[str], message: str) -> InitErrorDetails:
-    """The error of settings that contradict each other, for a validator of their model to raise.
-
-    Args:
-        keys: the settings, as the model's fields are called.
-        message: their values, and the way out.
-    """
+    """The error of a model's fields that contradict each other, for its validator to raise."""
     error = PydanticCustomError("conflict", "{message}", {"message": message, "keys": tuple(keys)})
     return InitErrorDetails(type=error, loc=(), input=None)
 

@@ -91,15 +91,13 @@ class _Note(NamedTuple):
     validate: int
     targets: int
 
-    def setting(self, name: str) -> int | float | bool:
-        """The setting as it was given."""
-        value: int = getattr(self, name)
-        if name == "temperature":
-            return float(struct.unpack("d", struct.pack("q", value))[0])
-        return value if name == "ignore_index" else bool(value)
+    @property
+    def settings(self) -> tuple[float, int, bool, bool]:
+        """Of :class:`Options`, as they were given."""
+        (temperature,) = struct.unpack("d", struct.pack("q", self.temperature))
+        return temperature, self.ignore_index, bool(self.entropy), bool(self.validate)
 
 
-_NAMES = ("temperature", "ignore_index", "entropy", "validate")
 _ODD = -7046029254386353131  # 2^64 / golden ratio, as int64
 
 
@@ -204,8 +202,9 @@ def _refuse_disagreement(notes: Sequence[_Note], shards: Shards) -> None:
             f"{shards.vocab_size} valid; give the same vocab_size and shard_sizes={widths} on all ranks"
         )
     check_vocab_size(shards)
-    settings = {name: [note.setting(name) for note in notes] for name in _NAMES}
-    found = [f"{name} is {values}" for name, values in settings.items() if len(set(values)) > 1]
+    settings = zip(*(note.settings for note in notes), strict=True)
+    by_name = zip(Options._fields, settings, strict=False)
+    found = [f"{name} is {list(values)}" for name, values in by_name if len(set(values)) > 1]
     if found:
         raise RanksDisagreeError(
             f"the ranks of the tensor-parallel group have different settings: by rank, {', '.join(found)}; give the "

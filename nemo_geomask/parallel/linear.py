@@ -12,7 +12,7 @@ from torch import Tensor
 from nemo_geomask.errors import ArgumentError, ShapeError
 from nemo_geomask.kernels import choose, cpu
 from nemo_geomask.parallel.agreement import Keywords, Options, Shards
-from nemo_geomask.parallel.softmax import check_temperature, differentiable_once, goals_of, incoming, shards_of, softmax
+from nemo_geomask.parallel.softmax import check_temperature, goals_of, incoming, shards_of, softmax
 from nemo_geomask.segments.across import gathered
 
 __all__ = ["TILE_BYTES", "linear_logprobs"]
@@ -219,7 +219,6 @@ class _Linear(torch.autograd.Function):
         return tuple(result.reshape(targets.shape) for result in results)
 
     @staticmethod
-    @differentiable_once
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         rows, weight, bias, *known = ctx.saved_tensors
         head: _Head = ctx.head

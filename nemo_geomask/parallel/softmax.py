@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from nemo_geomask.errors import ArgumentError, ShapeError
 from nemo_geomask.kernels import Incoming
@@ -20,7 +18,6 @@ __all__ = [
     "Goals",
     "Softmax",
     "check_temperature",
-    "differentiable_once",
     "goals_of",
     "incoming",
     "shards_of",
@@ -89,20 +86,6 @@ def check_temperature(temperature: float) -> None:
         raise ArgumentError(f"temperature must be above 0 and finite, but it is {temperature}")
 
 
-def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """torch's ``once_differentiable``, which alone says nothing where the incoming gradient is constant: a second
-    derivative would be taken for 0."""
-    once = once_differentiable(backward)
-
-    @functools.wraps(backward)
-    def checked(ctx: Any, *grads: Tensor | None) -> Any:
-        if torch.is_grad_enabled():
-            raise ArgumentError("the log-probs can be differentiated once; call autograd.grad without create_graph")
-        return once(ctx, *grads)
-
-    return checked
-
-
 def goals_of(targets: Tensor, shards: Shards, options: Options) -> Goals:
     """Look at the targets, before the kernels are launched: so the host doesn't wait for those to refuse some."""
     ids = targets.reshape(-1)
@@ -155,7 +138,12 @@ def incoming(
         grads: of the log-probs, and where it was asked for of the entropy; over all rows.
         targets, peak, mass, entropy: of the rows kept.
         kept: their numbers.
+
+    Raises: ArgumentError: the pass is to be differentiated itself; nothing else would say so where the incoming
+    gradient is constant, and a second derivative be taken for 0.
     """
+    if torch.is_grad_enabled():
+        raise ArgumentError("the log-probs can be differentiated once; call autograd.grad without create_graph")
     flat = [None if grad is None else grad.reshape(-1) for grad in (*grads, None)[:2]]
     of_logprobs, of_entropy = (grad if grad is None or kept is None else grad[kept] for grad in flat)
     if of_logprobs is None and of_entropy is None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from nemo_geomask.errors import ArgumentError, ShapeError
 from nemo_geomask.kernels import choose
 from nemo_geomask.parallel.agreement import Keywords, Options, Shards
-from nemo_geomask.parallel.softmax import check_temperature, differentiable_once, goals_of, incoming, shards_of, softmax
+from nemo_geomask.parallel.softmax import check_temperature, goals_of, incoming, shards_of, softmax
 
 __all__ = ["vocab_parallel_logprobs"]
 
@@ -128,7 +128,6 @@ class _VocabParallel(torch.autograd.Function):
         return tuple(result.reshape(targets.shape) for result in results)
 
     @staticmethod
-    @differentiable_once
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, None, None, None, None]:
         logits, *saved = ctx.saved_tensors
         options: Options = ctx.options
