@@ -23,7 +23,7 @@ from nemo_geomask.errors import PluginError
 from nemo_geomask.losses import BeforeStep, PolicyLoss, registry
 from nemo_geomask.losses.batch import KEYS, Raw, keys_read
 from nemo_geomask.losses.build import examined
-from nemo_geomask.losses.evaluate import Objective, evaluate
+from nemo_geomask.losses.evaluate import evaluate
 from nemo_geomask.losses.prestep import valid_counts
 from nemo_geomask.losses.variant import SurrogateInputs
 from nemo_geomask.processes import run
@@ -286,13 +286,12 @@ def _travels(loss: PolicyLoss, batch: Batch) -> str:
 
 
 def _compiles(loss: PolicyLoss, batch: Batch) -> str:
-    objective = Objective(loss.config, loss.variant, loss.options)
     others = {name: batch[KEYS[name]] for name in keys_read(loss.config) if KEYS[name] in batch}
     tokens = {name: value[:, 1:] if value.dim() == 2 else value for name, value in others.items()}
     raw = Raw(batch["curr"][:, 1:], batch["token_mask"][:, 1:], batch["sample_mask"], tokens)
     raw = raw._replace(bounds=loss.bounds(batch, batch["curr"].device))
     counts = [count.float() for count in valid_counts([batch])]
-    function = functools.partial(evaluate, objective)
+    function = functools.partial(evaluate, loss.config, loss.variant, loss.options)
     torch.compiler.reset()  # graphs of other losses would count against this one's limit
     graph = torch.compile(function, fullgraph=True, dynamic=True, backend="eager")
     zero = torch.zeros(())

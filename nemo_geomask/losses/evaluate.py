@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,20 +19,13 @@ from nemo_geomask.losses.variant import SurrogateInputs, Variant
 from nemo_geomask.metrics import Label, Metric, Normalizer, Sums
 from nemo_geomask.segments import Segments
 
-__all__ = ["Objective", "evaluate"]
-
-
-@dataclass(frozen=True)
-class Objective:
-    """What is computed: settings in force, the variant and its own settings."""
-
-    config: LossConfig
-    variant: Variant
-    options: Any
+__all__ = ["evaluate"]
 
 
 def evaluate(
-    objective: Objective,
+    config: LossConfig,
+    variant: Variant,
+    options: Any,
     raw: Raw,
     layout: Segments,
     tensors: tuple[Tensor, ...],
@@ -43,7 +35,9 @@ def evaluate(
     """Loss and metrics of one microbatch.
 
     Args:
-        objective: what is computed.
+        config: settings in force.
+        variant: the objective.
+        options: the variant's own settings.
         raw: the microbatch.
         layout: the kind of its layout, and over which ranks; ``tensors`` are its own.
         global_seqs, global_toks: 0-d float32, valid sequences and valid tokens in the optimiser step.
@@ -51,9 +45,9 @@ def evaluate(
     Returns: the loss, float32 0-d, its value over all ranks and its gradient that of this rank's part; values and
     labels of the metrics, over all ranks.
     """
-    config, variant, segments = objective.config, objective.variant, layout.of(*tensors)
+    segments = layout.of(*tensors)
     batch, of_batch = read(raw, segments, config.ratio_anchor)
-    inputs = SurrogateInputs(batch.curr, batch.log_ratio, batch.advantages, config, objective.options)
+    inputs = SurrogateInputs(batch.curr, batch.log_ratio, batch.advantages, config, options)
     pooled = variant.pool(inputs) if variant.pool is not None else {}
     sums, extremes, prefix = rule_statistics(batch, config.rules_in_loss)
     if config.knows_prev and (config.correction_level != "token" or config.truncation == "seq-mask-tis"):

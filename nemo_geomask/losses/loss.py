@@ -17,7 +17,7 @@ from nemo_geomask.errors import DataError, GeomaskError, NonFiniteError, PluginE
 from nemo_geomask.losses import protocol
 from nemo_geomask.losses.batch import KEYS, Raw, keys_read, take_packed, take_padded
 from nemo_geomask.losses.compiled import Compiled
-from nemo_geomask.losses.evaluate import Objective, evaluate
+from nemo_geomask.losses.evaluate import evaluate
 from nemo_geomask.losses.variant import Variant
 from nemo_geomask.metrics import Metrics
 from nemo_geomask.segments import PackedSegments, PaddedSegments, Segments
@@ -54,8 +54,8 @@ class PolicyLoss:
         self._keys = keys_read(config)
         self._prepared: Mapping[str, Tensor] | None = None
         self._budgets = [f"{BOUND}{label}" for label in config.told]
-        self._objective = Objective(config, variant, options)
-        self._evaluate = Compiled(functools.partial(evaluate, self._objective), config.compile, config.name)
+        self._pass = functools.partial(evaluate, config, variant, options)
+        self._evaluate = Compiled(self._pass, config.compile, config.name)
         self._normalizers = self._declare()
 
     def __repr__(self) -> str:
@@ -176,7 +176,7 @@ class PolicyLoss:
         others = {name: one[0] if name == "rewards" else one for name in self._keys}
         raw, count = Raw(one, one, one[0], others, one[0].expand(len(self._budgets))), one[0, 0]
         try:
-            labels = evaluate(self._objective, raw, PaddedSegments(), (), count, count)[2]
+            labels = self._pass(raw, PaddedSegments(), (), count, count)[2]
         except GeomaskError:
             raise
         except Exception as error:

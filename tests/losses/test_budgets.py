@@ -10,7 +10,7 @@ import torch
 from nemo_geomask import BeforeStep, build_loss
 from nemo_geomask.errors import ConfigError, DataError
 from nemo_geomask.functional import bound_by_mean, bound_by_share
-from nemo_geomask.losses.evaluate import Objective, evaluate
+from nemo_geomask.losses.evaluate import evaluate
 from nemo_geomask.losses.prestep import untrained_metrics
 from tests.helpers import oracle
 from tests.helpers.batches import BUDGETS, TOKEN_KEYS, one_row, packed_rows, rollouts, stack
@@ -265,8 +265,8 @@ def test_settings_that_make_no_sense(config, message):
 def test_bounds_are_inputs_of_the_graph():
     loss_fn, batch = build_loss({"masks": [BUDGETS["m2po"], BUDGETS["worst_sequences"]]}), rollouts(seed=11)
     torch._dynamo.reset()
-    objective = Objective(loss_fn.config, loss_fn.variant, loss_fn.options)
-    graph = torch.compile(functools.partial(evaluate, objective), backend="aot_eager", fullgraph=True, dynamic=True)
+    function = functools.partial(evaluate, loss_fn.config, loss_fn.variant, loss_fn.options)
+    graph = torch.compile(function, backend="aot_eager", fullgraph=True, dynamic=True)
     for seed in (11, 12):
         batch = told(loss_fn, rollouts(seed=seed))
         eager = answer(loss_fn, batch)

@@ -16,7 +16,7 @@ from nemo_geomask import build_loss
 from nemo_geomask.losses import compiled
 from nemo_geomask.losses.batch import Raw, keys_read, take_packed, take_padded
 from nemo_geomask.losses.compiled import Compiled, differentiable, with_gradient
-from nemo_geomask.losses.evaluate import Objective, evaluate
+from nemo_geomask.losses.evaluate import evaluate
 from nemo_geomask.metrics import Metrics
 from nemo_geomask.processes import run
 from nemo_geomask.segments import PaddedSegments
@@ -63,7 +63,7 @@ def call(function: Any, config: dict[str, Any], batch: batches.Batch, packed: bo
 
 def objective(config: dict[str, Any]) -> Any:
     loss_fn = build_loss(config)
-    return functools.partial(evaluate, Objective(loss_fn.config, loss_fn.variant, loss_fn.options))
+    return functools.partial(evaluate, loss_fn.config, loss_fn.variant, loss_fn.options)
 
 
 def traced(function: Any) -> Any:
