@@ -12,7 +12,7 @@ from nemo_geomask.config import LossConfig
 from nemo_geomask.config.loss import WEIGHT_MEAN
 from nemo_geomask.losses.batch import Raw, TokenBatch, read
 from nemo_geomask.losses.correction import correct
-from nemo_geomask.losses.observe import Observed, observe, rule_statistics
+from nemo_geomask.losses.observe import Observed, observe
 from nemo_geomask.losses.rejection import reject
 from nemo_geomask.losses.report import report_audit, report_batch, report_surrogate
 from nemo_geomask.losses.variant import SurrogateInputs, Variant
@@ -49,21 +49,14 @@ def evaluate(
     batch, of_batch = read(raw, segments, config.ratio_anchor)
     inputs = SurrogateInputs(batch.curr, batch.log_ratio, batch.advantages, config, options)
     pooled = variant.pool(inputs) if variant.pool is not None else {}
-    sums, extremes, prefix = rule_statistics(batch, config.rules_in_loss)
+    sums = {f"variant.{name}": value for name, value in pooled.items()}
     if config.knows_prev and (config.correction_level != "token" or config.truncation == "seq-mask-tis"):
         sums["mismatch.ratio"] = batch.mismatch
-    sums |= {f"variant.{name}": value for name, value in pooled.items()}
     by_length = config.normalization == "sequences"
     local = config.positive_example_nll_normalization == "microbatch"
     count = local and batch.rewards is not None
     seen, reports = observe(
-        batch,
-        sums=sums,
-        extremes=extremes,
-        prefix=prefix,
-        nonfinite=config.nonfinite,
-        declared=by_length,
-        count=count,
+        batch, config.rules_in_loss, sums, nonfinite=config.nonfinite, declared=by_length, count=count
     )
     full = config.metrics == "full"
     metrics = Sums(seen.weight, seen.sample_mask, segments, full=full)

@@ -18,7 +18,7 @@ from nemo_geomask.losses.batch import TokenBatch
 from nemo_geomask.metrics import Metric
 from nemo_geomask.segments import Pooled, Prefix
 
-__all__ = ["Observed", "observe", "rule_key", "rule_statistics", "token_values"]
+__all__ = ["Observed", "observe", "rule_key", "token_values"]
 
 
 class Observed(NamedTuple):
@@ -58,9 +58,7 @@ def token_values(batch: TokenBatch, rule: MaskRule) -> Tensor:
     return F.binary_statistic(*batch.pair(rule.log_ratio), rule.statistic)
 
 
-def rule_statistics(
-    batch: TokenBatch, rules: Iterable[MaskRule]
-) -> tuple[dict[str, Tensor], dict[str, Tensor], Pooled]:
+def _of_rules(batch: TokenBatch, rules: Iterable[MaskRule]) -> tuple[dict[str, Tensor], dict[str, Tensor], Pooled]:
     """Token tensors whose sums, and those whose extremes, the rules need of each sequence; and of each prefix."""
     sums: dict[str, Tensor] = {}
     extremes: dict[str, Tensor] = {}
@@ -84,10 +82,9 @@ def rule_statistics(
 
 def observe(
     batch: TokenBatch,
-    *,
+    rules: Iterable[MaskRule],
     sums: Mapping[str, Tensor],
-    extremes: Mapping[str, Tensor],
-    prefix: Pooled,
+    *,
     nonfinite: Literal["drop_sequence", "drop_token", "raise"],
     declared: bool = False,
     count: bool = False,
@@ -96,9 +93,8 @@ def observe(
 
     Args:
         batch: the microbatch.
-        sums: token tensors to sum over trained tokens, differentiable.
-        extremes: those to take the minimum and maximum of.
-        prefix: those of which the same is wanted over each token's prefix.
+        rules: masks, each of which says what it needs of sequences or prefixes.
+        sums: further token tensors to sum over trained tokens, differentiable.
         nonfinite: whether a token with a non-finite value drops its sequence; under ``raise`` the caller stops.
         declared: whether :attr:`Observed.declared` is wanted.
         count: whether :attr:`Observed.tokens` is wanted where nothing else is pooled.
@@ -106,6 +102,8 @@ def observe(
     Returns: the statistics, and ``num_valid_samples`` and ``geomask/dropped_sequences``.
     """
     segments, token_mask = batch.segments, batch.token_mask
+    of_rules, extremes, prefix = _of_rules(batch, rules)
+    sums = {**of_rules, **sums}
     wanted = {"declared": token_mask} if declared else {}
     if nonfinite == "drop_sequence":
         wanted["bad"] = batch.bad

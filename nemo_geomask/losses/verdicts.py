@@ -12,7 +12,7 @@ from nemo_geomask import functional as F
 from nemo_geomask.config import LossConfig, MaskRule
 from nemo_geomask.errors import MissingDataError
 from nemo_geomask.losses.batch import TokenBatch, read, take_padded
-from nemo_geomask.losses.observe import Observed, observe, rule_statistics
+from nemo_geomask.losses.observe import Observed, observe
 from nemo_geomask.losses.rejection import removed_by, rule_values
 from nemo_geomask.metrics import Metric
 from nemo_geomask.segments import PaddedSegments
@@ -47,10 +47,8 @@ def seen_by(
     curr = data["prev_logprobs"][:, 1:] if curr is None else curr
     names = ("advantages", "prev", "gen") if config.needs_prev else ("advantages", "gen")
     batch, reports = read(take_padded(curr, data, names), PaddedSegments())
-    sums, extremes, prefix = rule_statistics(batch, rules)
-    if weights:
-        sums["mismatch.ratio"] = batch.mismatch
-    seen, _ = observe(batch, sums=sums, extremes=extremes, prefix=prefix, nonfinite=config.nonfinite)
+    sums = {"mismatch.ratio": batch.mismatch} if weights else {}
+    seen, _ = observe(batch, rules, sums, nonfinite=config.nonfinite)
     return batch, seen, reports
 
 
