@@ -4,7 +4,7 @@ the bounds of masks with a budget."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -24,9 +24,6 @@ from nemo_geomask.losses.verdicts import budget_bounds, seen_by
 from nemo_geomask.metrics import Metrics, Normalizer, Sums
 
 __all__ = ["BeforeStep", "Decision", "OpenBatch", "needs_whole_batch", "untrained_metrics", "valid_counts"]
-
-
-_NO_BOUNDS: Mapping[str, float] = {}
 
 
 @dataclass(frozen=True)
@@ -99,21 +96,12 @@ class BeforeStep:
         if not self.needed:
             return Decision(True)
         batch = self._opened(data)
-        changes, metrics = self._changes(batch, data)
-        decision = batch.decide()
-        return replace(decision, changes=changes, metrics={**decision.metrics, **metrics})
+        changes = batch.add(data)
+        return replace(batch.decide(), changes=changes)
 
     def changes(self, data: Mapping[str, Any]) -> dict[str, Tensor]:
         """What a whole batch is to be changed by, without a decision that counts: for one that is not trained on."""
-        return self._changes(self._opened(data), data)[0]
-
-    def _changes(self, batch: OpenBatch, data: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, float]]:
-        changes = batch.add(data)
-        if not self._config.is_correction_batch_normalize:
-            return changes, {}
-        mean = _weight_mean(self._config, {**data, **changes})
-        changes[f"{BOUND}{WEIGHT_MEAN}"] = torch.full_like(data["sample_mask"], mean, dtype=torch.float32)
-        return changes, {"geomask/batch_weight_mean": mean}
+        return self._opened(data).add(data)
 
     def open(self) -> OpenBatch:
         """Begin with a batch that arrives in parts; nothing is decided until :meth:`OpenBatch.decide`.
@@ -123,10 +111,10 @@ class BeforeStep:
         """
         if problems := needs_whole_batch(self._config):
             raise ConfigError(*problems)
-        return OpenBatch(self._config, self._judge)
+        return OpenBatch(self, self._config, {})
 
     def _opened(self, data: Mapping[str, Any]) -> OpenBatch:
-        return OpenBatch(self._config, self._judge, budget_bounds(self._config, data))
+        return OpenBatch(self, self._config, budget_bounds(self._config, data))
 
     def _judge(self, kl: float, veto: BatchVeto) -> bool:
         train = abs(kl) <= veto.max
@@ -148,19 +136,13 @@ class OpenBatch:
     Masks judge a token or a sequence by itself, so each part can be masked when it comes; the KL is the whole batch's.
     """
 
-    def __init__(
-        self,
-        config: LossConfig,
-        judge: Callable[[float, BatchVeto], bool],
-        bounds: Mapping[str, float] = _NO_BOUNDS,
-    ) -> None:
-        self._config = config
-        self._judge = judge
-        self._bounds = bounds
+    def __init__(self, before_step: BeforeStep, config: LossConfig, bounds: Mapping[str, float]) -> None:
+        self._before_step, self._config, self._bounds = before_step, config, bounds
         self._kl = self._finite = self._kept = 0.0
         # As the batch declares them, which is what the loss divides by.
         self._seqs, self._toks = valid_counts([])
         self._removed: dict[tuple[str, Normalizer], float] = {}
+        self._metrics: dict[str, float] = {}
 
     @torch.no_grad()
     def add(self, data: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -201,10 +183,11 @@ class OpenBatch:
             kept = trained if kept is None else trained & kept
             self._kept += float((seen.weight * kept).double().sum())
             changes = _without(data, trained & ~kept, kept)
-        for rule in config.rules_in_loss:
-            if rule.budgeted:
-                bound = self._bounds[rule.label]
-                changes[f"{BOUND}{rule.label}"] = torch.full_like(data["sample_mask"], bound, dtype=torch.float32)
+        told = {rule.label: self._bounds[rule.label] for rule in config.rules_in_loss if rule.budgeted}
+        if config.is_correction_batch_normalize:  # then this part is the whole
+            told[WEIGHT_MEAN] = self._metrics["geomask/batch_weight_mean"] = _weight_mean(config, {**data, **changes})
+        for label, value in told.items():
+            changes[f"{BOUND}{label}"] = torch.full_like(data["sample_mask"], value, dtype=torch.float32)
         return {**changes, PREPARED: torch.ones_like(data["sample_mask"])}
 
     def decide(self) -> Decision:
@@ -214,6 +197,7 @@ class OpenBatch:
         """
         counts = {"tokens": float(self._toks), "sequences": float(self._seqs)}
         metrics = {name: value / (counts[by] or 1.0) for (name, by), value in self._removed.items()}
+        metrics |= self._metrics
         why = ""
         # A batch without a token to train says nothing of the engines.
         if self._toks > 0:
@@ -225,7 +209,7 @@ class OpenBatch:
             veto = self._config.batch_veto
             if veto is not None:
                 kl = self._kl / self._finite if self._finite >= float(self._toks) / 2 else math.inf
-                vetoed = not self._judge(kl, veto)
+                vetoed = not self._before_step._judge(kl, veto)
                 metrics |= {"geomask/batch_kl": kl, "geomask/batch_vetoed": float(vetoed)}
                 why = f"mismatch KL {kl:.4g} is beyond loss_fn.batch_veto.max: {veto.max:g}" if vetoed else why
         return Decision(not why, why, metrics=metrics)
@@ -250,7 +234,6 @@ def needs_whole_batch(config: LossConfig) -> tuple[Problem, ...]:
     )
 
 
-@torch.no_grad()
 def _weight_mean(config: LossConfig, data: Mapping[str, Any]) -> float:
     """Mean of the weights over trained tokens or, at sequence levels, sequences; 1 where that is 1e-8 or less."""
     batch, seen, _ = seen_by((), config, data, weights=True)

@@ -17,11 +17,9 @@ from nemo_geomask.segments import Pooled
 
 __all__ = ["reject", "removed_by", "rule_values"]
 
-_NO_BOUNDS: Mapping[str, Tensor | float] = {}
-
 
 def reject(
-    batch: TokenBatch, seen: Observed, rules: Iterable[MaskRule], bounds: Mapping[str, Tensor | float] = _NO_BOUNDS
+    batch: TokenBatch, seen: Observed, rules: Iterable[MaskRule], bounds: Mapping[str, Tensor | float]
 ) -> tuple[Tensor | None, list[Metric]]:
     """Tokens that no mask removes, and what each removed.
 
