@@ -112,17 +112,7 @@ def report_batch(
             Metric(("policy_kl_error",), "tokens", lambda: F.kl_estimate(mismatch, kl_type, ratio=ratio)),
             Metric((f"{own}_k3",), "tokens", lambda: F.kl_estimate(-mismatch, "k3")),
         ]
-    of_policy = [
-        Metric(("geomask/policy_abs",), "tokens", policy.abs),
-        Metric(("geomask/policy_k3",), "tokens", lambda: F.token_statistic(policy, "k3")),
-        Metric(("geomask/total_abs",), "tokens", total.abs),
-        Metric(("geomask/total_k1",), "tokens", lambda: total, unit=-1.0),
-        Metric(("geomask/total_k3",), "tokens", lambda: F.token_statistic(total, "k3")),
-    ]
-    reference = batch.seen_ref
-    of_reference = [] if reference is None else _reference(seen, batch.curr_kl.detach() - reference, global_seqs)
-    return [
-        *reports,
+    reports += [
         Metric(("token_mult_prob_error",), "tokens", lambda: 1 + up),
         # sinh²(Δ/2) = -up·down/4 and log cosh = log1p(sinh²)/2.
         Metric(("js_divergence_error",), "tokens", lambda: (up * down).mul_(-0.25).log1p_(), unit=0.5),
@@ -131,26 +121,30 @@ def report_batch(
         Metric((f"{own}_k1",), "tokens", lambda: mismatch, unit=-1.0),
         Metric((f"{own}_max",), "highest", lambda: (size * seen.trains).amax() if size.numel() else size.sum()),
         histogram(own.removeprefix("geomask/"), size),
-        *(of_policy if knows_prev else ()),
-        *of_reference,
-        *_impossible(batch, seen),
     ]
+    if knows_prev:
+        reports += [
+            Metric(("geomask/policy_abs",), "tokens", policy.abs),
+            Metric(("geomask/policy_k3",), "tokens", lambda: F.token_statistic(policy, "k3")),
+            Metric(("geomask/total_abs",), "tokens", total.abs),
+            Metric(("geomask/total_k1",), "tokens", lambda: total, unit=-1.0),
+            Metric(("geomask/total_k3",), "tokens", lambda: F.token_statistic(total, "k3")),
+        ]
+    if batch.seen_ref is not None:
+        # KL(π ‖ π_ref) of x = curr − ref, for tokens sampled from near π: k1 x, k3 e^−x − 1 + x.
+        x, each = batch.curr_kl.detach() - batch.seen_ref, F.inverse_count(global_seqs)
+        reports += [
+            Metric(("geomask/reference_k1",), "tokens", lambda: x),
+            Metric(("geomask/reference_k3",), "tokens", lambda: F.token_statistic(-x, "k3")),
+            Metric(("geomask/reference_k1_sequence",), "part", lambda: each * (x * seen.weight).sum(), "sequences"),
+        ]
 
+    def highest() -> Tensor:
+        return torch.maximum(torch.maximum(batch.gen, batch.prev), curr)
 
-def _reference(seen: Observed, log_ratio: Tensor, global_seqs: Tensor) -> list[Metric]:
-    """KL(π ‖ π_ref) of x = curr − ref, for tokens sampled from near π: k1 x, k3 e^−x − 1 + x."""
-    each = F.inverse_count(global_seqs)
     return [
-        Metric(("geomask/reference_k1",), "tokens", lambda: log_ratio),
-        Metric(("geomask/reference_k3",), "tokens", lambda: F.token_statistic(-log_ratio, "k3")),
-        Metric(("geomask/reference_k1_sequence",), "part", lambda: each * (log_ratio * seen.weight).sum(), "sequences"),
-    ]
-
-
-def _impossible(batch: TokenBatch, seen: Observed) -> list[Metric]:
-    """Log-probs that a bug must have made where there are many: above 0, or exactly 0."""
-    highest = torch.maximum(torch.maximum(batch.gen, batch.prev), batch.curr.detach())
-    return [
-        Metric(("geomask/positive_logprobs",), "part", lambda: ((highest > 1e-3) * seen.trains).sum()),
-        Metric(("geomask/zero_gen_logprobs",), "tokens", (batch.gen == 0).float),
+        *reports,
+        # Log-probs that a bug must have made where there are many: above 0, or exactly 0.
+        Metric(("geomask/positive_logprobs",), "part", lambda: ((highest() > 1e-3) * seen.trains).sum()),
+        Metric(("geomask/zero_gen_logprobs",), "tokens", lambda: (batch.gen == 0).float()),
     ]
