@@ -35,11 +35,7 @@ _VARIANTS = PluginGroup(
     # What papers call losses that NeMo-RL's flags select; "grpo" is spelt much like "gspo", and is not it.
     known_as=dict.fromkeys(("grpo", "dapo", "ppo", "rloo"), "clipped_pg"),
 )
-
-
-def available() -> dict[str, tuple[Entry, ...]]:
-    """Every registered name, see :meth:`~nemo_geomask.config.plugins.PluginGroup.available`."""
-    return _VARIANTS.available()
+available = _VARIANTS.available
 
 
 def load(name: str) -> Variant:
