@@ -174,15 +174,14 @@ class OpenBatch:
             estimate = F.kl_estimate(-batch.mismatch.double(), veto.estimator)
             self._kl += float((estimate * seen.weight).sum())
         changes: dict[str, Tensor] = {}
-        if config.rules_before_step:
+        if kept is not None:
             _require_binary(data)
             named = ((name, label.divided_by) for label in labels for name in label.names)
             for key in (key for key in named if key[0].startswith("geomask/mask/")):
                 self._removed[key] = self._removed.get(key, 0.0) + metrics[key[0]]
             trained = seen.trains != 0
-            kept = trained if kept is None else trained & kept
             self._kept += float((seen.weight * kept).double().sum())
-            changes = _without(data, trained & ~kept, kept)
+            changes = _without(data, trained & ~kept, trained & kept)
         told = {rule.label: self._bounds[rule.label] for rule in config.rules_in_loss if rule.budgeted}
         if config.is_correction_batch_normalize:  # then this part is the whole
             told[WEIGHT_MEAN] = self._metrics["geomask/batch_weight_mean"] = _weight_mean(config, {**data, **changes})
@@ -202,10 +201,10 @@ class OpenBatch:
         # A batch without a token to train says nothing of the engines.
         if self._toks > 0:
             if self._config.rules_before_step or self._bounds:
-                none = self._kept == 0 and bool(self._config.rules_before_step)
-                none = none or any(bound < 0 for bound in self._bounds.values())
-                metrics["geomask/batch_emptied"] = float(none)
-                why = "loss_fn.masks keep nothing of it" if none else ""
+                rejected = bool(self._config.rules_before_step) and self._kept == 0
+                emptied = rejected or any(bound < 0 for bound in self._bounds.values())
+                metrics["geomask/batch_emptied"] = float(emptied)
+                why = "loss_fn.masks keep nothing of it" if emptied else ""
             veto = self._config.batch_veto
             if veto is not None:
                 kl = self._kl / self._finite if self._finite >= float(self._toks) / 2 else math.inf

@@ -13,7 +13,6 @@ from nemo_geomask.config.masks import Allowance
 from nemo_geomask.losses.batch import TokenBatch
 from nemo_geomask.losses.observe import Observed, rule_key, token_values
 from nemo_geomask.metrics import Metric, Over
-from nemo_geomask.segments import Pooled
 
 __all__ = ["reject", "removed_by", "rule_values"]
 
@@ -52,17 +51,22 @@ def reject(
 def rule_values(rule: MaskRule, batch: TokenBatch, seen: Observed) -> tuple[Tensor, Tensor, Tensor]:
     """What the rule compares with its lower and with its upper bound, float32, and where it judges, bool; token layout
     or [S]."""
-    key = rule_key(rule)
-    if rule.by_token:
-        if rule.allowance is not None:
-            values = _excess(rule, rule.allowance, batch, seen)
-        else:
-            values = _prefix(seen.prefix, key, rule.level) if rule.prefix else token_values(batch, rule)
-        return values, values, seen.trains != 0
+    key, prefix = rule_key(rule), seen.prefix
     if rule.level == "sequence_max":
         return seen.lowest[key], seen.highest[key], ~seen.empty
-    values = seen.sums[key] if rule.level == "sequence" else seen.mean(key)
-    return values, values, ~seen.empty
+    if not rule.by_token:
+        values = seen.sums[key] if rule.level == "sequence" else seen.mean(key)
+        return values, values, ~seen.empty
+    if rule.allowance is not None:
+        values = _excess(rule, rule.allowance, batch, seen)
+    elif rule.level == "token":
+        values = token_values(batch, rule)
+    elif rule.level in ("prefix_min", "prefix_max"):
+        values = (prefix.lowest if rule.level == "prefix_min" else prefix.highest)[key]
+    else:
+        values = prefix.sums[key] / (prefix.sums["count"].clamp(min=1.0) if rule.level == "prefix_mean" else 1.0)
+    values = values.float()
+    return values, values, seen.trains != 0
 
 
 def removed_by(
@@ -82,18 +86,8 @@ def removed_by(
     return below, above & eligible & ~below
 
 
-def _prefix(prefix: Pooled, key: str, level: str) -> Tensor:
-    """What the rule compares at each token, float32."""
-    if level == "prefix_min":
-        return prefix.lowest[key].float()
-    if level == "prefix_max":
-        return prefix.highest[key].float()
-    total = prefix.sums[key]
-    return (total / prefix.sums["count"].clamp(min=1.0) if level == "prefix_mean" else total).float()
-
-
 def _excess(rule: MaskRule, allowance: Allowance, batch: TokenBatch, seen: Observed) -> Tensor:
-    r"""How far a token's weighted distance or that of its prefix, less the budget of the tokens before, goes; float32.
+    r"""How far a token's weighted distance or that of its prefix, less the budget of the tokens before, goes; float64.
 
     .. math:: v_t = \mathrm{sgn}(p_t - q_t)\,\max\Bigl(Z_t,\ \sum_{s \le t} Z_s - b\,W_{t-1}\Bigr), \qquad
         Z_t = w_t\,|p_t - q_t|, \qquad b = \mathrm{clamp}(\kappa\,Q_\beta(|p - q|),\ b_{min},\ 5\,b_{min})
@@ -109,4 +103,4 @@ def _excess(rule: MaskRule, allowance: Allowance, batch: TokenBatch, seen: Obser
     weight, before = F.position_weights(seen.prefix.sums["count"], length, allowance.weight_min)
     weighted = weight * size
     drift = segments.prefixes({"": weighted})[""] - segments.spread(budget) * before
-    return (torch.sign(distance) * torch.maximum(weighted, drift)).float()
+    return torch.sign(distance) * torch.maximum(weighted, drift)

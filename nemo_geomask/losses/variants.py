@@ -228,8 +228,7 @@ class SapoOptions(StrictModel):
 
 
 def _sapo(inputs: SurrogateInputs, means: Mapping[str, Tensor]) -> F.Surrogate:
-    options: SapoOptions = inputs.options
-    return F.soft_gate(inputs.log_ratio, inputs.advantages, tau_pos=options.tau_pos, tau_neg=options.tau_neg)
+    return F.soft_gate(inputs.log_ratio, inputs.advantages, **dict(inputs.options))
 
 
 _TAUS = "τ = {tau_pos} where A_t > 0, {tau_neg} elsewhere"
