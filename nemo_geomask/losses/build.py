@@ -6,12 +6,12 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 
 from nemo_geomask.config import LossConfig, parse
 from nemo_geomask.config.conflicts import conflicts
 from nemo_geomask.config.loss import LossSettings
-from nemo_geomask.config.strict import as_yaml, problems
+from nemo_geomask.config.strict import as_yaml
 from nemo_geomask.errors import ConfigError, PluginError, Problem
 from nemo_geomask.losses.loss import PolicyLoss
 from nemo_geomask.losses.registry import load
@@ -102,9 +102,9 @@ def _given(config: LossConfig | Mapping[str, Any] | BaseModel) -> dict[str, Any]
 
 def _wrong(model: type[BaseModel], data: Mapping[str, Any], *, prefix: str) -> list[Problem]:
     try:
-        model.model_validate(data)
-    except ValidationError as error:
-        return list(problems(error, prefix=prefix))
+        parse(model, data, prefix=prefix)
+    except ConfigError as error:
+        return list(error.problems)
     return []
 
 

@@ -35,11 +35,7 @@ def with_gradient(function: Pass, raw: Raw, *rest: Any) -> tuple[Any, ...]:
     """Loss, values and labels of the metrics, and the loss's gradient by each of :attr:`Raw.moving`.
 
     In one graph, forward and backward need keep nothing for each other; the gradient is all that remains of a call.
-
-    Args:
-        function: the pass.
-        raw: what it takes first; nothing in it needs require grad.
-        rest: what it takes after.
+    Nothing in ``raw`` needs require grad.
     """
     labels = []
 

@@ -301,10 +301,7 @@ def untrained_metrics(
 ) -> dict[str, list[float]]:
     """What the loss would have reported of a batch that is not trained on, of the policy as it is: curr = prev.
 
-    Args:
-        loss: the policy loss.
-        parts: the batch, whole or in parts, after the changes.
-        decision: about it.
+    The batch comes whole or in parts, after the changes.
 
     Returns: every metric of the loss, a value for each part, which add up (extrema aside) as those of microbatches do:
     they are divided by the whole batch's counts. ``loss`` is 0. And those of the decision, one value each.

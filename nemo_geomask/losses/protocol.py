@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import enum
 import importlib
-import sys
 from typing import Any
 
 __all__ = ["LossInputType", "LossType", "MetricNormalizer", "resolve"]
@@ -30,13 +29,11 @@ def resolve(member: enum.Enum) -> Any:
 
     NeMo-RL v0.6.0 and v0.7.0 have no ``MetricNormalizer``.
     """
-    interfaces = sys.modules.get(_INTERFACES)
-    if interfaces is None:
-        try:
-            interfaces = importlib.import_module(_INTERFACES)
-        except ImportError:
-            # Absent, the empty placeholder package, or without its own requirements: no trainer of NeMo-RL's can be
-            # running in this process.
-            return member
+    try:
+        interfaces = importlib.import_module(_INTERFACES)
+    except ImportError:
+        # Absent, the empty placeholder package, or without its own requirements: no trainer of NeMo-RL's can be
+        # running in this process.
+        return member
     own = getattr(interfaces, type(member).__name__, None)
     return member if own is None else own(member.value)

@@ -24,13 +24,8 @@ def reject(
 
     Each mask judges the same tokens, those that train; none sees what another removed. For each, the fractions
     removed in all, below the lower and above the upper bound are ``geomask/mask/<label>/…``, of tokens for a
-    token-level mask and of sequences otherwise.
-
-    Args:
-        batch: the microbatch.
-        seen: what is known of its sequences.
-        rules: the masks.
-        bounds: by label, of those with a budget: the largest size that each keeps.
+    token-level mask and of sequences otherwise. ``bounds`` are, by label, the largest size that a mask with a budget
+    keeps.
 
     Returns: bool, token layout, None without rules; and the metrics.
     """

@@ -28,14 +28,10 @@ def seen_by(
     curr: Tensor | None = None,
     weights: bool = False,
 ) -> tuple[TokenBatch, Observed, list[Metric]]:
-    """The batch as the rules judge it, with what ``weights`` pool too, and how much of it is not finite.
+    """A batch as the rules judge it, with what ``weights`` pool too, and how much of it is not finite.
 
-    Args:
-        rules: the masks.
-        config: the settings in force.
-        data: NeMo-RL's training batch [B, T], see :func:`nemo_geomask.losses.batch.take_padded`.
-        curr: [B, T-1] log-probs of the current policy; None: those before the step stand for them.
-        weights: whether the mismatch is pooled for the weight.
+    ``data`` is NeMo-RL's training batch [B, T], see :func:`nemo_geomask.losses.batch.take_padded`; ``curr`` [B, T-1] is
+    log π of the current policy, None: those before the step stand for it.
 
     Raises: MissingDataError: ``prev_logprobs`` are missing.
     """
