@@ -186,17 +186,14 @@ class PolicyLoss:
 
 
 def _count(name: str, value: Count, device: torch.device) -> Tensor:
-    if isinstance(value, Tensor):
-        # Its value is not looked at: it may be on a device that the host does not wait for.
-        if value.numel() == 1:
-            # Mostly one already, and a tensor's method costs more than a look at it.
-            fits = value.dim() == 0 and value.dtype == torch.float32 and value.device == device
-            return value if fits else value.detach().to(device, torch.float32).reshape(())
-        found = f"a tensor {list(value.shape)}"
-    else:
-        found = str(value)
-        if isinstance(value, (int, float)) and 0 <= value < math.inf:
-            return torch.tensor(value, dtype=torch.float32, device=device)
+    if isinstance(value, Tensor) and value.numel() == 1:
+        # Its value is not looked at: it may be on a device that the host does not wait for. Mostly it is one already,
+        # and a tensor's method costs more than a look at it.
+        fits = value.dim() == 0 and value.dtype == torch.float32 and value.device == device
+        return value if fits else value.detach().to(device, torch.float32).reshape(())
+    if isinstance(value, (int, float)) and 0 <= value < math.inf:
+        return torch.tensor(value, dtype=torch.float32, device=device)
+    found = f"a tensor {list(value.shape)}" if isinstance(value, Tensor) else str(value)
     raise DataError(
         f"{name} must be one number of at least 0, the count over the whole optimiser step, all its microbatches and "
         f"ranks, but it is {found}"
