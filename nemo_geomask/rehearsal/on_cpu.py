@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,8 +12,8 @@ from nemo_geomask.rehearsal.change import Change
 __all__ = ["on_cpu"]
 
 
-def on_cpu(facts: RecipeFacts) -> Iterator[Change]:
-    """What is set otherwise, each with what is missing."""
+def on_cpu(facts: RecipeFacts, *, automodel: bool) -> Iterator[Change]:
+    """What is set otherwise, each with what is missing; ``automodel``: whether that is there."""
     settings: dict[str, tuple[Any, str]] = {
         "logger.monitor_gpus": (False, "there are none"),
         "policy.generation.vllm_cfg.enforce_eager": (True, "CUDA graphs"),
@@ -31,25 +30,22 @@ def on_cpu(facts: RecipeFacts) -> Iterator[Change]:
     if facts.get("policy.generation.vllm_cfg.kv_cache_dtype", "auto") != "auto":
         settings["policy.generation.vllm_cfg.kv_cache_dtype"] = ("auto", "vLLM's kernels for CPUs have no other")
     for section in trained(facts):
-        settings |= {f"{section}.{key}": change for key, change in _trainer(facts, section)}
+        settings |= {f"{section}.{key}": change for key, change in _trainer(facts, section, automodel)}
     if "policy.dtensor_cfg._v2" in settings and facts.get("checkpointing.model_save_format") is not None:
         settings["checkpointing.model_save_format"] = (None, "DTensor v1's workers have one format")
     for key, (value, why) in settings.items():
         yield Change(key, value, facts.get(key), why, pinned=key.endswith("vllm_cfg.precision"))
 
 
-def _trainer(facts: RecipeFacts, section: str) -> Iterator[tuple[str, tuple[Any, str]]]:
+def _trainer(facts: RecipeFacts, section: str, automodel: bool) -> Iterator[tuple[str, tuple[Any, str]]]:
     if facts.on(f"{section}.megatron_cfg.enabled"):
         yield from _MEGATRON_ON_CPU.items()
         return
     if facts.on(f"{section}.sequence_packing.enabled"):
         yield "sequence_packing.enabled", (False, "packed rows need an attention kernel of CUDA's")
-    if (
-        section == "policy"
-        and facts.on("policy.dtensor_cfg._v2")
-        and importlib.util.find_spec("nemo_automodel") is None
-    ):
-        yield "dtensor_cfg._v2", (False, "nemo_automodel is not importable here: DTensor v1's workers")
+    if section == "policy" and facts.on("policy.dtensor_cfg._v2") and not automodel:
+        why = "nemo_automodel is not importable here, nor in the checkout's 3rdparty: DTensor v1's workers"
+        yield "dtensor_cfg._v2", (False, why)
         if facts.on("policy.dtensor_cfg.lora_cfg.enabled"):
             yield "dtensor_cfg.lora_cfg.enabled", (False, "DTensor v1's workers have none")
 

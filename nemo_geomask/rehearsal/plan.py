@@ -35,6 +35,7 @@ class Plan:
         steps: to be trained.
         script: NeMo-RL's, relative to its checkout.
         cards: GPUs that Ray is to have or to claim.
+        automodel: whether DTensor v2's workers train, which are Automodel's.
         unrehearsed: what of the recipe this says nothing about.
     """
 
@@ -45,6 +46,7 @@ class Plan:
     steps: int
     script: str
     cards: int
+    automodel: bool
     unrehearsed: tuple[str, ...]
 
     @property
@@ -61,6 +63,7 @@ def plan(
     ranks: int = 1,
     own_environment: bool = False,
     gpus: bool = False,
+    automodel: bool = True,
     resume: bool = False,
 ) -> Plan:
     """The rehearsal of a recipe.
@@ -72,6 +75,7 @@ def plan(
         ranks: processes that train, at most.
         own_environment: whether data and environment are the recipe's.
         gpus: whether this machine has GPUs; without, what CPUs have not is left out and said.
+        automodel: whether there is one for DTensor v2's workers.
         resume: whether the step before the last is saved as well.
 
     Raises:
@@ -89,13 +93,16 @@ def plan(
         *batch,
         *_laid_out(facts, layout, full, gpus),
         *_quiet(facts, folder),
-        *([] if gpus else on_cpu(facts)),
+        *([] if gpus else on_cpu(facts, automodel=automodel)),
     ]
     script = "grpo_single_controller" if _controlled(facts) else facts.algorithm
     cards = layout.ranks + (0 if facts.get("policy.generation.colocated.enabled", True) else 1)
     kept = [change for change in changes if change.was != change.value or change.delete or change.pinned]
     unrehearsed = tuple(_unrehearsed(facts, layout, full, kept, gpus))
-    return Plan(tuple(kept), layout, full, model, steps, f"examples/run_{script}.py", cards, unrehearsed)
+    v2 = "policy.dtensor_cfg._v2"
+    takes_automodel = not facts.megatron and facts.on(v2) and all(change.key != v2 for change in kept)
+    script = f"examples/run_{script}.py"
+    return Plan(tuple(kept), layout, full, model, steps, script, cards, takes_automodel, unrehearsed)
 
 
 def _controlled(facts: RecipeFacts) -> bool:

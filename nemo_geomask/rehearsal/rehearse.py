@@ -20,11 +20,9 @@ from nemo_geomask.rehearsal.models import write_prompts
 from nemo_geomask.rehearsal.plan import Plan, plan
 from nemo_geomask.rehearsal.report import RunResult, outcome_of
 from nemo_geomask.rehearsal.supervise import supervised
-from nemo_geomask.rehearsal.surroundings import surroundings
+from nemo_geomask.rehearsal.surroundings import has_automodel, surroundings
 
 __all__ = ["Rehearsal", "has_gpus", "nemo_rl_checkout", "rehearse"]
-
-_V2 = "policy.dtensor_cfg._v2"
 
 
 @dataclass(frozen=True)
@@ -178,6 +176,7 @@ def _run(
         ranks=how.ranks,
         own_environment=how.own_environment,
         gpus=how.gpus,
+        automodel=has_automodel(how.checkout),
         resume=how.resume,
     )
     script = how.checkout / planned.script
@@ -198,7 +197,6 @@ def _run(
         *(folder, how.checkout, planned),
         gpus=how.gpus,
         own_environment=how.own_environment,
-        automodel=facts.on(_V2) and all(change.key != _V2 for change in planned.changes),
         first_seed=done if how.resume else None,
     )
     with around as environment:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import json
 import os
 import shutil
@@ -19,7 +20,7 @@ from nemo_geomask.rehearsal import driver
 from nemo_geomask.rehearsal.plan import Plan
 from nemo_geomask.rehearsal.standins.host import IDENTITY
 
-__all__ = ["surroundings"]
+__all__ = ["has_automodel", "surroundings"]
 
 _SITE = """import nemo_geomask.rehearsal.standins
 
@@ -42,7 +43,6 @@ def surroundings(
     *,
     gpus: bool,
     own_environment: bool,
-    automodel: bool,
     first_seed: int | None = None,
 ) -> Iterator[dict[str, str]]:
     """The driver's environment variables and files; what lies outside ``folder`` is removed again."""
@@ -60,7 +60,7 @@ def surroundings(
         "first_seed": first_seed,
     }
     (folder / "settings.json").write_text(json.dumps(settings), encoding="utf-8")
-    path = [str(checkout), *_submodules(checkout, automodel)]
+    path = [str(checkout), *_submodules(checkout, planned.automodel)]
     variables = {driver.SETTINGS: str(folder / "settings.json"), ROOT_VARIABLE: str(checkout), IDENTITY: identity}
     if not gpus:
         site = folder / "site"
@@ -93,6 +93,20 @@ def _environment_name(planned: Plan) -> str:
     return next(change.key.removeprefix("env.") for change in planned.changes if change.key.startswith("env."))
 
 
+def has_automodel(checkout: Path) -> bool:
+    """Whether Automodel is importable, or would be from NeMo-RL's checkout."""
+    return importlib.util.find_spec("nemo_automodel") is not None or _filled(_automodel(checkout))
+
+
+def _automodel(checkout: Path) -> Path:
+    return checkout / "3rdparty" / "Automodel-workspace" / "Automodel"
+
+
+def _filled(place: Path) -> bool:
+    # An empty folder is a submodule that was not fetched.
+    return place.is_dir() and any(place.iterdir())
+
+
 def _submodules(checkout: Path, automodel: bool) -> list[str]:
     """What NeMo-RL's checkout holds of Megatron and Automodel, where its submodules are there."""
     # DTensor v1's workers take Automodel wherever it is importable, and fail with it on mixtures of experts.
@@ -101,9 +115,9 @@ def _submodules(checkout: Path, automodel: bool) -> list[str]:
         workspaces / "Megatron-Bridge-workspace" / "Megatron-Bridge" / "src",
         workspaces / "Megatron-Bridge-workspace" / "Megatron-Bridge" / "3rdparty" / "Megatron-LM",
         workspaces / "Megatron-LM-workspace" / "Megatron-LM",
-        *([workspaces / "Automodel-workspace" / "Automodel"] if automodel else ()),
+        *([_automodel(checkout)] if automodel else ()),
     )
-    return [str(place) for place in places if place.is_dir() and any(place.iterdir())]
+    return [str(place) for place in filter(_filled, places)]
 
 
 _CPU = {

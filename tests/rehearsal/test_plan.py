@@ -149,3 +149,24 @@ def test_a_folder_with_a_quote_in_its_name(tmp_path):
     path = tmp_path / "recipe.yaml"
     path.write_text("logger: {log_dir: x}", encoding="utf-8")
     assert read_recipe(path, change.overrides).data["logger"]["log_dir"] == change.value
+
+
+@pytest.mark.parametrize(
+    ("overrides", "automodel", "takes"),
+    [
+        (["policy.dtensor_cfg._v2=true"], True, True),
+        (["policy.dtensor_cfg._v2=true"], False, False),
+        ([], True, False),
+        (
+            ["policy.dtensor_cfg._v2=true", "policy.dtensor_cfg.enabled=false", "policy.megatron_cfg.enabled=true"],
+            True,
+            False,
+        ),
+    ],
+)
+def test_dtensor_v2_where_its_workers_have_automodel(planned, overrides, automodel, takes):
+    made, shrunk = planned(*overrides, automodel=automodel)
+    assert made.automodel == takes
+    if overrides and not automodel:
+        assert not shrunk.on("policy.dtensor_cfg._v2")
+        assert any("3rdparty" in words for words in made.unrehearsed)
