@@ -187,8 +187,9 @@ class RawMask(MaskBase):
     def _check_bounds(self) -> RawMask:
         if budget := {"drop_at_most", "until_mean"} & {key for key, value in self if value is not None}:
             self._check_budget(budget)
-            return self._check_pooling()
-        if not self._signed:
+        elif self._signed:
+            self._check_signed_bounds()
+        else:
             if self.min is not None and self.min < 0:
                 raise ValueError(f"'min' ({self.min:g}) must be at least 0, as {self.statistic} is")
             Interval(min=self.min, max=self.max)
@@ -197,7 +198,14 @@ class RawMask(MaskBase):
                     f"when: pushing needs a direction, which {self.statistic} has not; choose ratio, prob_diff or "
                     "binary_kl"
                 )
-            return self
+        if self._signed and self.level in ("sequence", "sequence_mean", "prefix_sum", "prefix_mean"):
+            raise ValueError(
+                f"level '{self.level}' pools {self.statistic}, whose signs cancel; choose token, sequence_max, "
+                "prefix_min or prefix_max"
+            )
+        return self
+
+    def _check_signed_bounds(self) -> None:
         if self.min is None and self.max is None:
             raise ValueError("a mask without 'min' and 'max' removes nothing; give a bound")
         if self.min is not None and self.min >= 0:
@@ -208,7 +216,6 @@ class RawMask(MaskBase):
         beyond = [bound for bound in (self.min, self.max) if bound is not None and abs(bound) >= 1]
         if self.statistic == "prob_diff" and beyond:
             raise ValueError(f"a bound of {beyond[0]:g} on prob_diff, which lies in [-1, 1], removes nothing")
-        return self._check_pooling()
 
     @property
     def _signed(self) -> bool:
@@ -227,14 +234,6 @@ class RawMask(MaskBase):
             )
         if self.when != "always":
             raise ValueError(f"'{first}' ranks all of the batch, which when: {self.when} does not; remove one of them")
-
-    def _check_pooling(self) -> RawMask:
-        if self._signed and self.level in ("sequence", "sequence_mean", "prefix_sum", "prefix_mean"):
-            raise ValueError(
-                f"level '{self.level}' pools {self.statistic}, whose signs cancel; choose token, sequence_max, "
-                "prefix_min or prefix_max"
-            )
-        return self
 
     def rule(self) -> MaskRule:
         """The rule with bounds in the units of the statistic."""

@@ -27,12 +27,14 @@ class Shards(NamedTuple):
         rank: this one.
         group: of the ranks; None for one.
         vocab_size: valid columns among all, as given.
+        width: this rank's columns, padding included.
     """
 
     sizes: list[int]
     rank: int
     group: dist.ProcessGroup | None
     vocab_size: int
+    width: int
 
     @property
     def valid(self) -> int:
@@ -43,6 +45,11 @@ class Shards(NamedTuple):
     def start(self) -> int:
         """Number of this rank's first column."""
         return sum(self.sizes[: self.rank])
+
+    @property
+    def own_valid(self) -> int:
+        """Valid columns among this rank's."""
+        return min(max(self.valid - self.start, 0), self.width)
 
 
 class Keywords(TypedDict, total=False):
@@ -101,33 +108,30 @@ class _Note(NamedTuple):
 _ODD = -7046029254386353131  # 2^64 / golden ratio, as int64
 
 
-def exchanged(
-    statistics: Tensor, targets: Tensor, width: int, shards: Shards, options: Options
-) -> tuple[Tensor, Tensor | None]:
+def exchanged(statistics: Tensor, targets: Tensor, shards: Shards, options: Options) -> tuple[Tensor, Tensor | None]:
     """The statistics of all ranks, and what each was given: one all-gather, whose size depends on N alone.
 
     Args:
         statistics: [k, N] float32, this rank's.
         targets: [N] int64; a checksum of them travels if ``options.validate``.
-        width: this rank's columns.
-        shards: how it takes the vocabulary to be sharded.
+        shards: how this rank takes the vocabulary to be sharded.
         options: what it was called with.
 
     Returns: [TP, k, N] in rank order, and for :func:`refuse` int64 notes [TP, 9]; None with one rank.
     """
     if shards.group is None or len(shards.sizes) == 1:
         return statistics.unsqueeze(0), None
-    mine = torch.cat([statistics.reshape(-1), _note(targets, width, shards, options)])
+    mine = torch.cat([statistics.reshape(-1), _note(targets, shards, options)])
     everyone = gathered(mine, shards.group)
     count = statistics.numel()
     notes = everyone[:, count:].to(torch.int16).view(torch.int64)
     return everyone[:, :count].view(-1, *statistics.shape), notes
 
 
-def _note(targets: Tensor, width: int, shards: Shards, options: Options) -> Tensor:
+def _note(targets: Tensor, shards: Shards, options: Options) -> Tensor:
     """A :class:`_Note` in pieces of 16 bits, which float32 holds exactly."""
     (temperature,) = struct.unpack("q", struct.pack("d", options.temperature))
-    place = (width, shards.start, sum(shards.sizes), shards.vocab_size)
+    place = (shards.width, shards.start, sum(shards.sizes), shards.vocab_size)
     given = (temperature, options.ignore_index, int(options.entropy), int(options.validate))
     known = _constants((*place, *given), str(targets.device))
     # An odd factor a position: another target, or two in another order, is another sum modulo 2^64.

@@ -209,7 +209,7 @@ class _Linear(torch.autograd.Function):
         if found is None:
             found = torch.cat(parts, dim=1) if parts else cpu.row_statistics(rows[:, :0], own, start=0, **asked)
         statistics = found if whole else found.new_zeros(len(found), count).index_copy_(1, kept, found)
-        over_all = softmax(statistics, goals, len(weight), shards, options)
+        over_all = softmax(statistics, goals, shards, options)
         mine = (over_all.peak, over_all.mass, over_all.entropy)
         known = (own, *mine, None) if whole else (own, *(value[kept] for value in mine), kept)
         ctx.save_for_backward(rows, weight, bias, *known)
@@ -267,7 +267,7 @@ def _tiles(
 
     ``backward``: the caller overwrites them, and begins with the last, which may be there.
     """
-    count, valid = len(rows), min(max(head.shards.valid - head.shards.start, 0), len(weight))
+    count, valid = len(rows), head.shards.own_valid
     if not count or not valid:
         return
     by_columns = count <= valid

@@ -74,7 +74,7 @@ def shards_of(
             f"shard_sizes {sizes} must have one entry for each of the {world} ranks of the group, and rank {rank}'s "
             f"must be its {width} columns"
         )
-    shards = Shards(sizes, rank, group, sum(sizes) if vocab_size is None else vocab_size)
+    shards = Shards(sizes, rank, group, sum(sizes) if vocab_size is None else vocab_size, width)
     if world == 1:
         check_vocab_size(shards)
     return shards
@@ -95,20 +95,19 @@ def goals_of(targets: Tensor, shards: Shards, options: Options) -> Goals:
     return Goals(ids, counted, stray, asked(wrong(stray, None)) if alone else None)
 
 
-def softmax(statistics: Tensor, goals: Goals, width: int, shards: Shards, options: Options) -> Softmax:
+def softmax(statistics: Tensor, goals: Goals, shards: Shards, options: Options) -> Softmax:
     """Merge the ranks' statistics, one all-gather of four numbers a token, and read the targets' log-probs off them.
 
     Args:
         statistics: [4, N] float32 of this rank's columns, see :func:`nemo_geomask.kernels.cpu.row_statistics`.
         goals: the targets.
-        width: as the rank holds them, padding included.
         shards: of the vocabulary.
         options: see there.
 
     Raises: as :func:`nemo_geomask.parallel.agreement.refuse`, on all ranks.
     """
     ids, counted, stray, refused = goals
-    parts, notes = exchanged(statistics, ids, width, shards, options)
+    parts, notes = exchanged(statistics, ids, shards, options)
     if options.validate and notes is not None:
         refused = asked(wrong(stray, notes))
     peak, mass, own, entropy = options.kernels.fold(parts, options.inverse_temperature)

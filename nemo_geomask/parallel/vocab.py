@@ -110,20 +110,22 @@ class _VocabParallel(torch.autograd.Function):
     def forward(
         ctx: Any, logits: Tensor, targets: Tensor, shards: Shards, options: Options, inplace: bool
     ) -> tuple[Tensor, ...]:
-        width, start = logits.shape[-1], shards.start
-        valid = min(max(shards.valid - start, 0), width)
         goals = goals_of(targets, shards, options)
         parts = [
             options.kernels.row_statistics(
-                rows[:, :valid], goals.ids[span], start=start, entropy=options.entropy, **options.of_rows
+                rows[:, : shards.own_valid],
+                goals.ids[span],
+                start=shards.start,
+                entropy=options.entropy,
+                **options.of_rows,
             )
             for span, rows in _matrices(logits.detach())
         ]
         statistics = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
-        found = softmax(statistics, goals, width, shards, options)
+        found = softmax(statistics, goals, shards, options)
         results = [found.logprobs, found.entropy][: 1 + options.entropy]
         ctx.save_for_backward(logits, goals.ids, found.peak, found.mass, found.entropy)
-        ctx.start, ctx.valid, ctx.options, ctx.inplace = start, valid, options, inplace
+        ctx.shards, ctx.options, ctx.inplace = shards, options, inplace
         ctx.set_materialize_grads(False)
         return tuple(result.reshape(targets.shape) for result in results)
 
@@ -140,8 +142,8 @@ class _VocabParallel(torch.autograd.Function):
             options.kernels.row_gradients(
                 rows,
                 given.part(span),
-                start=ctx.start,
-                valid=ctx.valid,
+                start=ctx.shards.start,
+                valid=ctx.shards.own_valid,
                 out=rows if ctx.inplace else out.view(len(given.targets), rows.shape[1])[span],
                 **options.of_rows,
             )
