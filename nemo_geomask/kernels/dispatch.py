@@ -46,10 +46,9 @@ def choose(logits: Tensor, name: str = "auto") -> Kernels:
     if name not in KERNELS:
         raise ArgumentError(f"kernel must be one of {', '.join(KERNELS)}, but it is {name!r}")
     on_gpu = logits.device.type == "cuda"
-    if name == "torch":
-        return _of("torch", cpu, "asked for")
-    if name == "auto" and not on_gpu:
-        return _of("torch", cpu, f"the logits are on {logits.device.type}")
+    why = f"the logits are on {logits.device.type}" if name == "auto" else "asked for"
+    if name == "torch" or (name == "auto" and not on_gpu):
+        return _of("torch", cpu, why)
     try:
         gpu = importlib.import_module("nemo_geomask.kernels.gpu")
     except ImportError as error:
@@ -61,7 +60,6 @@ def choose(logits: Tensor, name: str = "auto") -> Kernels:
             f"kernel 'triton' needs logits on a GPU, but they are on {logits.device.type}; use 'auto', or set "
             "TRITON_INTERPRET=1 to run it in the interpreter"
         )
-    why = f"the logits are on {logits.device.type}" if name == "auto" else "asked for"
     return _of("triton", gpu, why)
 
 
