@@ -87,7 +87,7 @@ def outside(value: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
     return value < low, value > high
 
 
-def token_statistic(log_ratio: Tensor, statistic: Statistic) -> Tensor:
+def token_statistic(log_ratio: Tensor, statistic: str) -> Tensor:
     r"""Per-token value that a mask pools, for a log-ratio x = log ρ.
 
     ============ ======================== ==========================================================

@@ -7,7 +7,7 @@ one reduction, and under context parallelism one stage of collectives, whatever 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, Literal, NamedTuple, cast
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -54,7 +54,7 @@ def token_values(batch: TokenBatch, rule: MaskRule) -> Tensor:
         found = rule.measure.of(*batch.pair(rule.log_ratio))
         return torch.where(batch.trains != 0, found, 0.0)
     if rule.statistic in ("ratio", "k2", "k3"):
-        return F.token_statistic(batch.log_ratios(rule.log_ratio), cast(Any, rule.statistic))
+        return F.token_statistic(batch.log_ratios(rule.log_ratio), rule.statistic)
     return F.binary_statistic(*batch.pair(rule.log_ratio), rule.statistic)
 
 
