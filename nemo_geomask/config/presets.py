@@ -181,8 +181,8 @@ PLUGINS = PluginGroup(
     group="nemo_geomask.mask_presets",
     what="preset",
     key="loss_fn.masks",
-    must_be="a class derived from nemo_geomask.config.MaskPreset (see docs/plugins.md)",
-    fits=lambda found: isinstance(found, type) and issubclass(found, MaskPreset),
+    must_be="a class derived from nemo_geomask.config.MaskPreset, with a rule of its own (see docs/plugins.md)",
+    fits=lambda found: isinstance(found, type) and issubclass(found, MaskPreset) and found.rule is not MaskBase.rule,
     built_in={name: f"{model.__module__}:{model.__qualname__}" for name, model in PRESETS.items()},
 )
 

@@ -52,6 +52,12 @@ class Named(MaskPreset):
         return MaskRule("half_max", "mismatch", "token", "ratio", -1.0, 1.0, "always")
 
 
+class Ruleless(MaskPreset):
+    """Says what it takes, and not what it does."""
+
+    factor: float = Field(gt=1)
+
+
 def gap(log_p, log_q):
     return (log_p.exp() - log_q.exp()).square()
 
@@ -208,6 +214,7 @@ def test_preset_of_another_distribution_is_a_rule_like_any(name, register):
         ),
         ([("somebody", "half", "no_such_module:A")], {"preset": "half"}, "somebody.*ModuleNotFoundError"),
         ([("somebody", "half", f"{__name__}:MINE")], {"preset": "half"}, "somebody.*must be a class derived from"),
+        ([("somebody", "half", f"{__name__}:Ruleless")], {"preset": "half"}, "somebody.*with a rule of its own"),
         ([], {"preset": f"{__name__}:Half", "factor": 0.5}, r"masks\[0\].factor: .*greater than 1"),
         ([], {"preset": f"{__name__}:Half", "factr": 2.0}, r"masks\[0\].factr: unknown key; did you mean 'factor'"),
         ([], {"preset": "half"}, r"masks\[0\].preset: unknown preset"),
