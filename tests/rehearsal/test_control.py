@@ -3,6 +3,7 @@ from __future__ import annotations
 import math
 
 import pytest
+import torch
 
 from nemo_geomask.checks import RecipeFacts
 from nemo_geomask.recipe import read_recipe
@@ -107,3 +108,17 @@ def test_a_nan_equals_only_another():
     (other, *_) = compare({1: step(math.nan)}, {1: step(1.0)})
     assert one.equal
     assert not other.equal
+
+
+def test_a_difference_of_numbers_near_1_is_known_to_their_rounding():
+    """float32 keeps e^x - 1 - x to half a unit in the last place of 1, whatever is left of it."""
+    x = torch.full((64,), 1e-3).exp() - 1 - 1e-3
+    exact = math.expm1(1e-3) - 1e-3
+    there = float(x.mean())
+    assert abs(there - exact) / exact > 1e-5
+    (one,) = compare({1: {"gen_kl_error": exact}}, {1: {"gen_kl_error": there}})
+    assert one.equal
+    (far,) = compare({1: {"gen_kl_error": exact}}, {1: {"gen_kl_error": exact + 1e-7}})
+    (loss,) = compare({1: {"loss": exact}}, {1: {"loss": there}})
+    assert not far.equal
+    assert not loss.equal
