@@ -228,7 +228,8 @@ class SapoOptions(StrictModel):
 
 
 def _sapo(inputs: SurrogateInputs, means: Mapping[str, Tensor]) -> F.Surrogate:
-    return F.soft_gate(inputs.log_ratio, inputs.advantages, **dict(inputs.options))
+    own = inputs.options
+    return F.soft_gate(inputs.log_ratio, inputs.advantages, tau_pos=own.tau_pos, tau_neg=own.tau_neg)
 
 
 _TAUS = "τ = {tau_pos} where A_t > 0, {tau_neg} elsewhere"
@@ -333,7 +334,10 @@ class VespoOptions(StrictModel):
 
 
 def _vespo(inputs: SurrogateInputs, sums: Mapping[str, Tensor]) -> F.Surrogate:
-    return F.gamma_weight(sums["log_ratio"], inputs.curr, inputs.advantages, **dict(inputs.options))
+    # One by one: torch 2.11's compiler can't iterate over a model's fields.
+    own = inputs.options
+    k, rate = {"k_pos": own.k_pos, "k_neg": own.k_neg}, {"lambda_pos": own.lambda_pos, "lambda_neg": own.lambda_neg}
+    return F.gamma_weight(sums["log_ratio"], inputs.curr, inputs.advantages, **k, **rate)
 
 
 VESPO = Variant(
