@@ -336,8 +336,13 @@ class VespoOptions(StrictModel):
 def _vespo(inputs: SurrogateInputs, sums: Mapping[str, Tensor]) -> F.Surrogate:
     # One by one: torch 2.11's compiler can't iterate over a model's fields.
     own = inputs.options
-    k, rate = {"k_pos": own.k_pos, "k_neg": own.k_neg}, {"lambda_pos": own.lambda_pos, "lambda_neg": own.lambda_neg}
-    return F.gamma_weight(sums["log_ratio"], inputs.curr, inputs.advantages, **k, **rate)
+    return F.gamma_weight(
+        *(sums["log_ratio"], inputs.curr, inputs.advantages),
+        k_pos=own.k_pos,
+        lambda_pos=own.lambda_pos,
+        k_neg=own.k_neg,
+        lambda_neg=own.lambda_neg,
+    )
 
 
 VESPO = Variant(

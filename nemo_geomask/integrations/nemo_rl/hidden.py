@@ -23,7 +23,7 @@ from nemo_geomask.integrations.nemo_rl.workers import WorkerError
 from nemo_geomask.integrations.packing import IGNORE
 from nemo_geomask.parallel import linear_logprobs
 
-__all__ = ["Hidden", "OutputLayer", "handing_on", "refuse_if", "telling", "wanted"]
+__all__ = ["Hidden", "OutputLayer", "handing_on", "refuse_altered", "refuse_if", "telling", "wanted"]
 
 _KEY = "loss_fn.logprob_backend"
 _NAME = "logprob_backend: geomask_linear"
@@ -184,3 +184,14 @@ def refuse_if(found: Any) -> None:
     if found:
         message = f"{_NAME} does not go with {found}; set logprob_backend: geomask"
         raise ConfigError(Problem((_KEY,), message))
+
+
+def refuse_altered(layer: Any, words: str) -> None:
+    """Stop where an output layer is more than the product with its weight.
+
+    Raises:
+        ConfigError: it has a bias, or a forward that is not its class's.
+    """
+    refuse_if("forward" in vars(layer) and f"{words} whose forward somebody else has replaced")
+    # A bias would not be divided by the temperature as the hidden states are.
+    refuse_if(layer.bias is not None and f"{words} with a bias")

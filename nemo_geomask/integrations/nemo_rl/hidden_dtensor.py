@@ -23,7 +23,15 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from nemo_geomask.integrations.nemo_rl import patch
-from nemo_geomask.integrations.nemo_rl.hidden import Hidden, OutputLayer, handing_on, refuse_if, telling, wanted
+from nemo_geomask.integrations.nemo_rl.hidden import (
+    Hidden,
+    OutputLayer,
+    handing_on,
+    refuse_altered,
+    refuse_if,
+    telling,
+    wanted,
+)
 from nemo_geomask.integrations.nemo_rl.worker import filtering
 
 __all__ = ["as_shards", "of_model", "of_workers"]
@@ -133,9 +141,7 @@ class _LastLayer:
         refuse_if(layer is None and f"a {type(self._model).__name__}, whose head is not known")
         known = getattr(type(layer), "forward", None) is torch.nn.Linear.forward
         refuse_if(not known and f"a head of type {type(layer).__name__}")
-        refuse_if("forward" in vars(layer) and "a head whose forward somebody else has replaced")
-        # A bias would not be divided by the temperature as the hidden states are.
-        refuse_if(layer.bias is not None and "a head with a bias")
+        refuse_altered(layer, "a head")
 
     def _passing_on(self, states: Tensor) -> Tensor:
         weight = self.layer.weight

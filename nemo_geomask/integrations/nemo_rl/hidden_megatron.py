@@ -20,7 +20,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from nemo_geomask.integrations.nemo_rl import patch
-from nemo_geomask.integrations.nemo_rl.hidden import Hidden, OutputLayer, handing_on, refuse_if, telling, wanted
+from nemo_geomask.integrations.nemo_rl.hidden import (
+    Hidden,
+    OutputLayer,
+    handing_on,
+    refuse_altered,
+    refuse_if,
+    telling,
+    wanted,
+)
 from nemo_geomask.integrations.nemo_rl.worker import filtering
 from nemo_geomask.integrations.packing import IGNORE
 from nemo_geomask.segments import PackedSegments
@@ -113,9 +121,7 @@ def _checked_layer(core: Any) -> Any:
     config = core.config
     known = importlib.import_module("megatron.core.tensor_parallel.layers").ColumnParallelLinear
     refuse_if(type(layer) is not known and f"an output layer of type {type(layer).__name__}")
-    refuse_if("forward" in vars(layer) and "an output layer whose forward somebody else has replaced")
-    # A bias would not be divided by the temperature as the hidden states are.
-    refuse_if(layer.bias is not None and "an output layer with a bias")
+    refuse_altered(layer, "an output layer")
     refuse_if(layer.gather_output and "an output layer that gathers its output")
     refuse_if(getattr(layer, "output_dtype", None) and f"logits in {getattr(layer, 'output_dtype', None)}")
     refuse_if(getattr(config, "defer_embedding_wgrad_compute", False) and "defer_embedding_wgrad_compute")
