@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from nemo_geomask import build_loss
+from nemo_geomask.integrations.nemo_rl.packed import by_sequence
 from tests.helpers import batches, golden
 
 pytest.importorskip("nemo_rl.algorithms.loss.interfaces", reason="NeMo-RL is not importable here")
@@ -220,11 +221,13 @@ class TestPackingWrapper:
         starts = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
         flat = torch.cat([logits[row, : lengths[row]] for row in range(8)]).unsqueeze(0)
 
-        def run(loss_fn: Any) -> tuple[torch.Tensor, torch.Tensor, dict[str, float]]:
+        def run(
+            loss_fn: Any, call: Any = wrapper.SequencePackingLossWrapper.__call__
+        ) -> tuple[torch.Tensor, torch.Tensor, dict[str, float]]:
             leaf = flat.clone().requires_grad_()
             wrapped = wrapper.SequencePackingLossWrapper(loss_fn, utils.prepare_loss_input, cu_seqlens_q=starts)
             counts = torch.tensor(batch.seqs), torch.tensor(toks)
-            loss, metrics = wrapped(leaf, BatchedDataDict(data), *counts)
+            loss, metrics = call(wrapped, leaf, BatchedDataDict(data), *counts)
             loss.backward()
             return loss.detach(), leaf.grad, metrics
 
@@ -249,7 +252,8 @@ class TestPackingWrapper:
             "is_correction_level": "sequence_mean",
             "masks": [batches.MASKS["geometric"], batches.MASKS["opsm"]],
         }
-        loss, _, metrics = run(build_loss(config))
+        # As in a prepared worker: by itself the wrapper adds up whatever it does not know, largest values too.
+        loss, _, metrics = run(build_loss(config), by_sequence)
         padded = batches.evaluate(config, batch)
         torch.testing.assert_close(loss, padded.loss, rtol=1e-5, atol=1e-6)
         for key, value in padded.metrics.items():
