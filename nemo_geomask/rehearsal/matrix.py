@@ -9,10 +9,13 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import multiprocessing
 import os
+import signal
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,6 +24,7 @@ from nemo_geomask.checks.pages import between_marks, markdown
 from nemo_geomask.errors import ConfigError, GeomaskError
 from nemo_geomask.integrations.nemo_rl.commit import commit_of
 from nemo_geomask.rehearsal.rehearse import Rehearsal, nemo_rl_checkout, rehearse
+from nemo_geomask.rehearsal.supervise import ended_by_signals
 
 __all__ = ["Trial", "main", "read_cases", "rewrite", "table"]
 
@@ -87,17 +91,19 @@ def read_cases(path: Path) -> tuple[Trial, ...]:
 def _recorded(case: Trial, done: Rehearsal | None, error: str) -> dict[str, Any]:
     failure = done.outcome.failure if done is not None and done.outcome is not None else None
     metrics = done.outcome.metrics if done is not None and done.outcome is not None else {}
-    seconds = done.outcome.seconds if done is not None and done.outcome is not None else None
     apart = [each for each in done.comparisons if each.sampled_alike] if done is not None else []
     again = [each for each in done.resumptions if each.sampled_alike] if done is not None else []
     other = next((each for each in (*apart, *again) if not each.equal), None)
     if other is not None:
         error = f"{other.name} of step {other.step} is {other.ours:.9g} and {other.theirs:.9g}"
+    if done is not None and done.outcome is None:
+        wrong = [each for each in done.findings if each.rule.severity == "error"]
+        error = "validation: " + "; ".join(f"{each.rule.id} {each.key}: {each.message}" for each in wrong)
     return {
         "outcome": "trained" if done is not None and done.ok else "failed",
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "where": "GPUs" if done is not None and done.gpus else "CPUs",
-        "seconds": None if seconds is None else round(seconds),
+        "seconds": None if done is None else round(done.seconds),
         "error": error or (f"{failure.stage}: {failure.error}" if failure else None),
         "setting": failure.setting if failure else None,
         "control": max((each.difference for each in apart), default=None),
@@ -112,7 +118,13 @@ def _recorded(case: Trial, done: Rehearsal | None, error: str) -> dict[str, Any]
 def table(cases: Sequence[Trial], hosts: Sequence[Mapping[str, Any]]) -> str:
     """Markdown: a row a case, a column a NeMo-RL."""
     columns = [f"{host['version']}" + (f" ({host['commit'][:9]})" if host["commit"] else "") for host in hosts]
-    return markdown(("case", *columns), ((case.name, *(_cell(case, host) for host in hosts)) for case in cases))
+    rows = [(case.name, *(_cell(case, host) for host in hosts)) for case in cases]
+    return markdown(("case", *columns), [*rows, ("all of these in one go", *map(_whole, hosts))])
+
+
+def _whole(host: Mapping[str, Any]) -> str:
+    whole = host.get("whole")
+    return f"{whole['minutes']} min, {whole['jobs']} at a time on {whole['cores']} cores" if whole else "not run"
 
 
 def _cell(case: Trial, host: Mapping[str, Any]) -> str:
@@ -157,8 +169,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--label", help="name of this NeMo-RL (default: the version that it calls itself by)")
     parser.add_argument("--commit", help="of this NeMo-RL, where it is no git checkout")
     parser.add_argument("--only", action="append", help="run only the cases whose names begin so (repeatable)")
+    jobs = min(4, os.cpu_count() or 1)
+    parser.add_argument("--jobs", type=int, default=jobs, help=f"cases at a time, 6 GB each (default here: {jobs})")
     parser.add_argument("--table", action="store_true", help="run nothing, rewrite the table")
     given = parser.parse_args(arguments)
+    if given.jobs < 1:
+        parser.error(f"--jobs is {given.jobs}; at least 1 case runs at a time")
     good = True
     if not given.table:
         checkout = nemo_rl_checkout()
@@ -168,17 +184,41 @@ def main(arguments: Sequence[str] | None = None) -> int:
         commit = given.commit or commit_of(checkout)
         if (host.get("commit") or commit) != commit:
             parser.error(f"{path} has results of commit {host['commit']}, this is {commit}: say --label, or remove it")
-        host |= {"version": label, "commit": commit}
-        for case in read_cases(given.hosts / "cases.yaml"):
-            if case.why_not(label) or (given.only and not case.name.startswith(tuple(given.only))):
-                continue
-            print(f"{label}: {case.name}", file=sys.stderr, flush=True)
-            host["cases"][case.name] = found = _run(case)
-            print(f"  {_cell(case, host)}", file=sys.stderr, flush=True)
+        cases = read_cases(given.hosts / "cases.yaml")
+        only = tuple(given.only or ("",))
+        chosen = [case for case in cases if not case.why_not(label) and case.name.startswith(only)]
+        if not chosen:
+            parser.error(f"no case of {given.hosts / 'cases.yaml'} begins with {' or '.join(map(repr, only))}")
+        began = time.monotonic()
+        for case, found in _each(chosen, given.jobs):
+            print(f"{label}: {case.name}: {_cell(case, {'cases': {case.name: found}})}", file=sys.stderr, flush=True)
             good = good and case.as_expected(found)
+            results = {**host["cases"], case.name: found}
+            ordered = {each.name: results[each.name] for each in cases if each.name in results}
+            host |= {"version": label, "commit": commit, "cases": ordered}
+            path.write_text(json.dumps(host, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        minutes = round((time.monotonic() - began) / 60)
+        print(f"{label}: {len(chosen)} cases in {minutes} min, {given.jobs} at a time", file=sys.stderr, flush=True)
+        if not given.only:
+            host["whole"] = {"minutes": minutes, "jobs": given.jobs, "cores": os.cpu_count()}
             path.write_text(json.dumps(host, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     given.page.write_text(rewrite(given.page.read_text(encoding="utf-8"), given.hosts), encoding="utf-8")
     return 0 if good else 1
+
+
+def _each(cases: Sequence[Trial], jobs: int) -> Iterator[tuple[Trial, dict[str, Any]]]:
+    """Each with its result, in the order in which they end. Each in a process that adopts what its rehearsal leaves."""
+    with ended_by_signals(), multiprocessing.get_context("spawn").Pool(jobs, initializer=_worker) as pool:
+        yield from pool.imap_unordered(_case, cases)
+
+
+def _worker() -> None:
+    # Ctrl-C comes to this one as well; the pool's own signal follows, and twice would end the ending.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def _case(case: Trial) -> tuple[Trial, dict[str, Any]]:
+    return case, _run(case)
 
 
 def _run(case: Trial) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from types import FrameType
 
 from nemo_geomask.errors import EngineError
 
-__all__ = ["descendants", "supervised"]
+__all__ = ["descendants", "ended_by_signals", "supervised"]
 
 _PR_SET_CHILD_SUBREAPER = 36
 _PR_GET_CHILD_SUBREAPER = 37
@@ -54,7 +54,7 @@ def supervised(
     before = descendants(os.getpid())
     started: set[int] = set()
     deadline = time.monotonic() + timeout
-    with _adopting(), _ended_by_signals():
+    with _adopting(), ended_by_signals():
         try:
             with log.open("ab") as output:
                 child = subprocess.Popen(
@@ -147,7 +147,7 @@ def _adopting() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _ended_by_signals() -> Iterator[None]:
+def ended_by_signals() -> Iterator[None]:
     """What would end this process at once, such as a CI's time limit, ends it after all others."""
 
     def leave(number: int, frame: FrameType | None) -> None:

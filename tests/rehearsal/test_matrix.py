@@ -1,6 +1,11 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -8,6 +13,7 @@ import pytest
 from nemo_geomask.errors import ArgumentError, ConfigError
 from nemo_geomask.rehearsal import matrix
 from nemo_geomask.rehearsal.matrix import read_cases, rewrite
+from nemo_geomask.rehearsal.supervise import descendants
 
 ROOT = Path(__file__).parents[2]
 HOSTS = ROOT / "docs" / "hosts"
@@ -60,6 +66,7 @@ def test_a_row_a_case_whatever_came_of_it(hosts):
         "| d | not run: no card |",
         "| e | names `k.ey` after 9 s |",
         "| f | fails: step: ValueError: a\\|b |",
+        "| all of these in one go | not run |",
         "<!-- hosts: end -->",
         "after",
     ]
@@ -70,6 +77,113 @@ def test_results_of_two_commits_are_not_mixed(hosts, monkeypatch, capsys):
     with pytest.raises(SystemExit):
         matrix.main(["--hosts", str(hosts), "--label", "0.7.0", "--commit", "fedcba98"])
     assert "0123456789abcdef, this is fedcba98: say --label" in capsys.readouterr().err
+
+
+@pytest.fixture
+def checkout(tmp_path, monkeypatch):
+    """A NeMo-RL whose script waits for ever, a recipe for it and a matrix of two such cases."""
+    root = tmp_path / "RL"
+    (root / "examples").mkdir(parents=True)
+    (root / "examples" / "run_grpo.py").write_text("import time\ntime.sleep(600)\n", encoding="utf-8")
+    monkeypatch.setenv("NEMO_RL_ROOT", str(root))
+    hosts = tmp_path / "hosts"
+    hosts.mkdir()
+    (hosts / "cases.yaml").write_text(
+        "- {name: b, recipe: none.yaml}\n- {name: a, recipe: none.yaml}\n", encoding="utf-8"
+    )
+    (tmp_path / "page.md").write_text("<!-- hosts: begin -->\n<!-- hosts: end -->\n", encoding="utf-8")
+    return tmp_path
+
+
+@pytest.mark.slow
+def test_several_at_a_time_are_recorded_in_the_order_of_the_cases(checkout, capsys):
+    where = ["--hosts", str(checkout / "hosts"), "--page", str(checkout / "page.md")]
+    assert matrix.main([*where, "--label", "v1", "--commit", "0123456789", "--jobs", "2"]) == 1
+    found = json.loads((checkout / "hosts" / "v1.json").read_text(encoding="utf-8"))
+    assert list(found["cases"]) == ["b", "a"]
+    assert all("none.yaml" in result["error"] for result in found["cases"].values())
+    assert found["whole"] == {"minutes": 0, "jobs": 2, "cores": os.cpu_count()}
+    assert "2 cases in 0 min, 2 at a time" in capsys.readouterr().err
+    assert "| all of these in one go | 0 min, 2 at a time on" in (checkout / "page.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.slow
+def test_a_part_is_not_the_whole(checkout):
+    where = ["--hosts", str(checkout / "hosts"), "--page", str(checkout / "page.md")]
+    matrix.main([*where, "--label", "v1", "--commit", "0123456789", "--only", "a", "--jobs", "1"])
+    assert "| all of these in one go | not run |" in (checkout / "page.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.slow
+def test_a_case_that_check_refuses_says_why(checkout):
+    (checkout / "none.yaml").write_text("{policy: {model_name: x}, loss_fn: {name: clipped_pg}}", encoding="utf-8")
+    cases = f"- {{name: a, recipe: {checkout / 'none.yaml'}}}"
+    (checkout / "hosts" / "cases.yaml").write_text(cases, encoding="utf-8")
+    where = ["--hosts", str(checkout / "hosts"), "--page", str(checkout / "page.md")]
+    assert matrix.main([*where, "--label", "v1", "--commit", "0123456789", "--jobs", "1"]) == 1
+    (found,) = json.loads((checkout / "hosts" / "v1.json").read_text(encoding="utf-8"))["cases"].values()
+    assert found["error"].startswith("validation: GM312 policy.megatron_cfg.enabled: neither of")
+
+
+def test_a_beginning_that_no_case_has(checkout, capsys):
+    with pytest.raises(SystemExit):
+        matrix.main(["--hosts", str(checkout / "hosts"), "--label", "v1", "--commit", "0", "--only", "PPO"])
+    assert "begins with 'PPO'" in capsys.readouterr().err
+
+
+def test_no_case_at_a_time(capsys):
+    with pytest.raises(SystemExit):
+        matrix.main(["--jobs", "0"])
+    assert "--jobs is 0" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.skipif(sys.platform != "linux", reason="processes adopt others' children on Linux only")
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, {130, -2}), (signal.SIGTERM, {143})])
+def test_nothing_is_left_of_several_at_a_time(checkout, number, status):
+    recipe = "{policy: {model_name: Qwen/Qwen3-0.6B, dtensor_cfg: {enabled: true}}, loss_fn: {name: clipped_pg}}"
+    (checkout / "r.yaml").write_text(recipe, encoding="utf-8")
+    cases = "".join(f"- {{name: {name}, recipe: {checkout / 'r.yaml'}}}\n" for name in "ab")
+    (checkout / "hosts" / "cases.yaml").write_text(cases, encoding="utf-8")
+    command = [sys.executable, "-m", "nemo_geomask.rehearsal.matrix", "--jobs", "2", "--label", "v1", "--commit", "0"]
+    command += ["--hosts", str(checkout / "hosts"), "--page", str(checkout / "page.md")]
+    with (checkout / "log").open("w", encoding="utf-8") as log:
+        process = subprocess.Popen(
+            command,
+            stderr=log,
+            # A terminal's Ctrl-C comes to all that run in it, so the signal goes to the whole group.
+            start_new_session=True,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        )
+        try:
+            deadline = time.monotonic() + 200
+            below = set()
+            while sum(_waits(pid) for pid in below) < 2:
+                assert process.poll() is None, (checkout / "log").read_text(encoding="utf-8")
+                assert time.monotonic() < deadline, (checkout / "log").read_text(encoding="utf-8")
+                time.sleep(0.2)
+                below = descendants(process.pid)
+            if number == signal.SIGINT:
+                os.killpg(process.pid, number)
+            else:
+                process.send_signal(number)
+            assert process.wait(60) in status
+        finally:
+            process.kill()
+    # Python's tracker of shared resources ends by itself a moment later.
+    deadline = time.monotonic() + 20
+    while left := [pid for pid in below if os.path.exists(f"/proc/{pid}")]:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.1)
+
+
+def _waits(pid):
+    """Whether a process is NeMo-RL's script under the driver."""
+    try:
+        return b"run_grpo.py" in Path("/proc", str(pid), "cmdline").read_bytes()
+    except OSError:
+        return False
 
 
 def test_a_page_without_marks(hosts):
