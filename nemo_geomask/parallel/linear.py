@@ -74,14 +74,14 @@ def linear_logprobs(
     in a buffer that all tiles share. Rows that don't train never enter a matrix product. The backward pass makes each
     tile but the last again: up to four matrix products instead of three. A tile takes all rows and some columns, so
     that a part of the weight's gradient is finished at once and rounded once, and the hidden states' gradient is summed
-    in float32; with more rows than columns it is the other way round.
+    in float32; with more rows than columns it is the other way round. One tile that is enough for all needs no sum.
 
     One collective forward, of four numbers a token; one backward, of the hidden states' gradient, if ``group`` has
     several ranks. Under ``sequence_parallel`` the hidden states are gathered before.
 
     Logits have the type of ``weight``, as those of a model do; on a CPU, which is slow at half precision, float32.
     Beyond inputs and gradients it holds one tile, from the forward pass to the end of the backward pass, the trained
-    rows of the hidden states, the smaller of the two gradients in float32, and a few numbers a token.
+    rows of the hidden states, with several tiles the smaller of the two gradients in float32, and a few numbers a token.
 
     Args:
         hidden: [..., H], floating point: input of the output layer, whole on each rank of ``group``; under
@@ -243,7 +243,7 @@ class _Linear(torch.autograd.Function):
             )
             gradient = tile.logits if slope is None else tile.logits.mul_(slope)
             if into_rows is not None:
-                into_rows.add(tile.rows, gradient, tile.weight, once=len(gradient) < len(rows))
+                into_rows.add(tile.rows, gradient, tile.weight, once=gradient.shape[1] == head.shards.own_valid)
             if into_weight is not None:
                 once = head.main_grad is None and len(gradient) == len(rows)
                 into_weight.add(tile.columns, gradient.T, factors[tile.rows], once=once)

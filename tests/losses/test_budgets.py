@@ -10,8 +10,10 @@ import torch
 from nemo_geomask import BeforeStep, build_loss
 from nemo_geomask.errors import ConfigError, DataError
 from nemo_geomask.functional import bound_by_mean, bound_by_share
+from nemo_geomask.losses.batch import keys_read, take_padded
 from nemo_geomask.losses.evaluate import evaluate
 from nemo_geomask.losses.prestep import untrained_metrics
+from nemo_geomask.segments import PaddedSegments
 from tests.helpers import oracle
 from tests.helpers.batches import BUDGETS, TOKEN_KEYS, one_row, packed_rows, rollouts, stack
 
@@ -263,15 +265,21 @@ def test_settings_that_make_no_sense(config, message):
 
 @pytest.mark.slow
 def test_bounds_are_inputs_of_the_graph():
-    loss_fn, batch = build_loss({"masks": [BUDGETS["m2po"], BUDGETS["worst_sequences"]]}), rollouts(seed=11)
+    loss_fn = build_loss({"masks": [BUDGETS["m2po"], BUDGETS["worst_sequences"]]})
     torch._dynamo.reset()
     function = functools.partial(evaluate, loss_fn.config, loss_fn.variant, loss_fn.options)
     graph = torch.compile(function, backend="aot_eager", fullgraph=True, dynamic=True)
     for seed in (11, 12):
         batch = told(loss_fn, rollouts(seed=seed))
-        eager = answer(loss_fn, batch)
-        loss_fn._evaluate = graph
-        with torch._dynamo.config.patch(error_on_recompile=seed > 11):
-            traced = answer(loss_fn, batch)
-        loss_fn = build_loss({"masks": [BUDGETS["m2po"], BUDGETS["worst_sequences"]]})
-        torch.testing.assert_close(traced[:2], eager[:2])
+        bounds = loss_fn.bounds(batch.data, batch.curr.device)
+        counts = torch.tensor(batch.seqs), torch.tensor(batch.toks)
+        found = []
+        for one in (function, graph):
+            curr = batch.curr.clone().requires_grad_()
+            raw = take_padded(curr, batch.data, keys_read(loss_fn.config))._replace(bounds=bounds)
+            with torch._dynamo.config.patch(error_on_recompile=seed > 11):
+                loss, values, _ = one(raw, PaddedSegments(), (), *counts)
+            loss.backward()
+            found.append((loss.detach(), curr.grad, values))
+        torch.testing.assert_close(found[1][:2], found[0][:2])
+        torch.testing.assert_close(found[1][2], found[0][2], equal_nan=True)
