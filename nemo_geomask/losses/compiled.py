@@ -23,11 +23,10 @@ cost. On others it never does: on a CPU a graph takes a minute to compile and sa
 
 
 def _guarded(guards: Sequence[Any]) -> list[bool]:
-    # Of a call only its arguments differ: not what the loss is, nor the package's own functions.
-    return [not guard.is_global and not guard.name.startswith("function") for guard in guards]
+    # Of a call only its arguments differ, and torch's own state, which has no name: not what the loss is, nor any code.
+    return [not guard.name or guard.name.startswith("args") for guard in guards]
 
 
-_OPTIONS: Any = {"guard_filter_fn": _guarded} if hasattr(torch.compiler, "skip_guard_on_globals_unsafe") else None
 Pass = Callable[..., tuple[Tensor, Tensor, tuple[Label, ...]]]
 
 
@@ -64,7 +63,10 @@ def _graph(function: Callable[..., Any]) -> Callable[..., Any]:
 
     # torch counts graphs, and looks for the one that fits, by code object: here each loss has its own.
     traced.__code__ = traced.__code__.replace()
-    return torch.compile(traced, fullgraph=True, dynamic=True, options=_OPTIONS)
+    # A dictionary of its own: torch takes the filter out of the one that it is given.
+    known = hasattr(torch.compiler, "skip_guard_on_globals_unsafe")
+    options: Any = {"guard_filter_fn": _guarded} if known else None
+    return torch.compile(traced, fullgraph=True, dynamic=True, options=options)
 
 
 class _Known(torch.autograd.Function):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import pickle
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -290,6 +291,24 @@ class TestChoice:
 
         monkeypatch.setattr(torch, "compile", compiler)
         assert Compiled(_one_more, True, "gspo")(self.RAW).item() == 2
+
+    @pytest.mark.skipif(
+        not hasattr(torch.compiler, "skip_guard_on_globals_unsafe"), reason="this torch checks all or nothing"
+    )
+    def test_a_call_checks_its_arguments_and_no_code(self, monkeypatch):
+        filters = []
+
+        def compiler(function, *, options, **settings):
+            filters.append(options.pop("guard_filter_fn"))  # as torch does
+            return function
+
+        monkeypatch.setattr(torch, "compile", compiler)
+        Compiled(_one_more, True, "gspo")(self.RAW)
+        guards = [
+            SimpleNamespace(name=name) for name in ("args[0].curr", "", "function.args[1]", "__import__('torch')")
+        ]
+        # The graph with the gradient and the one without.
+        assert [each(guards) for each in filters] == [[True, True, False, False]] * 2
 
     def test_true_does_not_hide_a_failure(self):
         def breaks(raw):

@@ -6,9 +6,11 @@ import importlib
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
+from nemo_geomask.rehearsal.standins.host import IDENTITY, ports
 from nemo_geomask.rehearsal.standins.imports import STAND_INS
 
 pytestmark = pytest.mark.slow
@@ -133,3 +135,19 @@ def test_every_stand_in_names_the_file_that_needs_it(place):
     home, _, name = place.partition(":")
     module = importlib.import_module(f"nemo_geomask.rehearsal.standins.{home}")
     assert ".py" in (getattr(module, name).__doc__ or "")
+
+
+def test_engines_of_two_rehearsals_look_for_ports_in_two_places(monkeypatch):
+    found = set()
+    for identity in ("0123456789ab", "0123456789ac"):
+        monkeypatch.setenv(IDENTITY, identity)
+        module = SimpleNamespace(DEFAULT_VLLM_PORT_RANGE_LOW=7000)
+        (patch,) = ports(module)
+        patch.apply()
+        # Four engines, a hundred ports each, below what NeMo-RL keeps for others.
+        assert 7000 <= module.DEFAULT_VLLM_PORT_RANGE_LOW < 8600 - 4 * 100
+        found.add(module.DEFAULT_VLLM_PORT_RANGE_LOW)
+        patch.undo()
+        assert module.DEFAULT_VLLM_PORT_RANGE_LOW == 7000
+    assert len(found) == 2
+    assert list(ports(SimpleNamespace())) == []

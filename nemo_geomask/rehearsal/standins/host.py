@@ -12,12 +12,24 @@ from typing import Any
 
 from nemo_geomask.integrations.nemo_rl.patch import Patch, attribute
 
-__all__ = ["IDENTITY", "data_plane", "numa", "nvml", "packed_tensor", "policy_utils", "ranges", "weights_group"]
+__all__ = [
+    "IDENTITY",
+    "data_plane",
+    "numa",
+    "nvml",
+    "packed_tensor",
+    "policy_utils",
+    "ports",
+    "ranges",
+    "weights_group",
+]
 
 IDENTITY = "NEMO_GEOMASK_REHEARSAL"
 """Environment variable with a name of this rehearsal's own."""
 
 _MEMORY = 1 << 28
+# Of the ports that NeMo-RL keeps for engines, without those of the last four of a machine.
+_PORTS = 1200
 _PATIENCE = datetime.timedelta(minutes=3)
 
 
@@ -67,6 +79,15 @@ def numa(module: Any) -> Iterator[Patch]:
 
 def _answering(answer: Any, original: Any) -> Any:
     return lambda *args, **kwargs: answer
+
+
+def ports(module: Any) -> Iterator[Patch]:
+    """virtual_cluster.py:117, vllm_worker.py:219: engines look for free ports from one number on, each run's the same,
+    and bind them later. On cards one run has the machine; of two rehearsals on one, begun together, one would fail."""
+    name = "DEFAULT_VLLM_PORT_RANGE_LOW"
+    if hasattr(module, name):  # v0.6.0 takes any that is free
+        own = int(os.environ.get(IDENTITY, "0"), 16) % _PORTS
+        yield attribute(module, name, lambda original: original + own)
 
 
 def data_plane(module: Any) -> Iterator[Patch]:

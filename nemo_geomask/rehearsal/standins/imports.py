@@ -21,6 +21,7 @@ STAND_INS: Mapping[str, str] = {
     "nemo_rl.utils.nsys": "host:ranges",
     "nemo_rl.models.policy.utils": "host:policy_utils",
     "nemo_rl.distributed.numa_utils": "host:numa",
+    "nemo_rl.distributed.virtual_cluster": "host:ports",
     "nemo_rl.distributed.stateless_process_group": "host:weights_group",
     "nemo_rl.data_plane.adapters.transfer_queue": "host:data_plane",
     "nemo_rl.utils.packed_tensor": "host:packed_tensor",
