@@ -81,7 +81,7 @@ def linear_logprobs(
 
     Logits have the type of ``weight``, as those of a model do; on a CPU, which is slow at half precision, float32.
     Beyond inputs and gradients it holds one tile, from the forward pass to the end of the backward pass, the trained
-    rows of the hidden states, with several tiles the smaller of the two gradients in float32, and a few numbers a token.
+    rows of the hidden states, the smaller of the two gradients of several tiles in float32, a few numbers a token.
 
     Args:
         hidden: [..., H], floating point: input of the output layer, whole on each rank of ``group``; under
