@@ -24,7 +24,7 @@ _ROUNDING = {"gen_kl_error": 2.0**-24}
 _OWN: Mapping[str, Mapping[str, bool]] = {"clipped_pg": {}, "gspo": {}, "cispo": {"use_cispo": True}}
 # What changes how the loss is computed, not what it is; and what it is called.
 _NO_MATTER = frozenset({"name", "compile", "logprob_backend", "metrics", "nonfinite"})
-# Equal as long as both runs sampled the same tokens.
+# Equal as long as both runs sampled the same tokens, to the rounding of a mean over rows in another order.
 _SAMPLED = ("reward", "mean_gen_tokens_per_sample", "total_num_tokens")
 _COMPARED = ("loss", "grad_norm", "gen_kl_error", "token_mult_prob_error", "probs_ratio", "probs_ratio_clamped")
 
@@ -116,7 +116,11 @@ def compare(ours: Mapping[int, Mapping[str, float]], theirs: Mapping[int, Mappin
     alike = True
     for step in sorted(set(ours) & set(theirs)):
         mine, other = ours[step], theirs[step]
-        alike = alike and all(mine.get(name) == other.get(name) for name in _SAMPLED)
+        alike = alike and all(_same(mine.get(name), other.get(name)) for name in _SAMPLED)
         for name in _COMPARED:
             if name in mine and name in other:
                 yield Comparison(step, name, mine[name], other[name], alike)
+
+
+def _same(one: float | None, other: float | None) -> bool:
+    return one == other if one is None or other is None else math.isclose(one, other, rel_tol=1e-6)

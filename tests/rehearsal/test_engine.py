@@ -86,3 +86,37 @@ def test_each_layer_tells_its_routes_and_goes_on_as_it_did(runner_class):
 def test_an_engine_that_has_no_routes_to_tell_is_left_alone():
     module = types.SimpleNamespace(GPUModelRunner=type("GPUModelRunner", (), {}))
     assert not list(engine.routes(module))
+
+
+def test_a_request_draws_by_its_prompt_and_not_by_its_turn():
+    class AsyncLLM:
+        vllm_config = types.SimpleNamespace(model_config=types.SimpleNamespace(seed=7))
+
+        def generate(self, prompt, sampling_params, request_id):
+            return sampling_params.seed
+
+    def ask(llm, *words):
+        asked = [(word, types.SimpleNamespace(seed=None)) for word in words]
+        return [llm.generate({"prompt_token_ids": [word]}, params, request_id="x") for word, params in asked]
+
+    original = AsyncLLM.generate
+    found = []
+    for words in ((1, 1, 2), (2, 1, 1)):
+        (stand_in,) = engine.requests(types.SimpleNamespace(AsyncLLM=AsyncLLM))
+        stand_in.apply()
+        found.append(ask(AsyncLLM(), *words))
+        stand_in.undo()
+    assert AsyncLLM.generate is original
+    assert sorted(found[0]) == sorted(found[1])
+    assert found[0][2] == found[1][0]
+    assert len(set(found[0])) == 3
+
+
+def test_a_request_with_a_seed_keeps_it():
+    class AsyncLLM:
+        def generate(self, prompt, sampling_params, request_id):
+            return sampling_params.seed
+
+    (stand_in,) = engine.requests(types.SimpleNamespace(AsyncLLM=AsyncLLM))
+    stand_in.apply()
+    assert AsyncLLM().generate(prompt="a", sampling_params=types.SimpleNamespace(seed=3), request_id="x") == 3

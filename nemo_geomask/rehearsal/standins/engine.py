@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import zlib
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from nemo_geomask.integrations.nemo_rl.patch import Patch, attribute
 
-__all__ = ["arguments", "experts", "fused_experts", "layers", "routes"]
+__all__ = ["arguments", "experts", "fused_experts", "layers", "requests", "routes"]
 
 
 def arguments(module: Any) -> Iterator[Patch]:
@@ -55,6 +57,28 @@ def fused_experts(module: Any) -> Iterator[Patch]:
             module.FusedMoE = type("FusedMoE", (), {})
 
         yield Patch(module, "FusedMoE", apply, lambda: delattr(module, "FusedMoE"))
+
+
+def requests(module: Any) -> Iterator[Patch]:
+    """vllm_worker_async.py:1121: concurrent requests draw from one generator in the order in which they happen to come,
+    so that no two runs sample the same. Here each has its own, seeded by the engine's seed, the prompt and how often it
+    was asked before."""
+    asked: Counter[str] = Counter()
+
+    def seeding(original: Any) -> Any:
+        def generate(self: Any, prompt: Any, sampling_params: Any, *rest: Any, **others: Any) -> Any:
+            if sampling_params.seed is None:
+                words = prompt
+                if isinstance(prompt, dict):
+                    words = prompt.get("prompt_token_ids") or prompt.get("prompt")
+                text = f"{self.vllm_config.model_config.seed} {words}"
+                sampling_params.seed = zlib.crc32(f"{text} {asked[text]}".encode())
+                asked[text] += 1
+            return original(self, prompt, sampling_params, *rest, **others)
+
+        return generate
+
+    yield attribute(module.AsyncLLM, "generate", seeding)
 
 
 def routes(module: Any) -> Iterator[Patch]:

@@ -29,6 +29,7 @@ STAND_INS: Mapping[str, str] = {
     "vllm.model_executor.layers.utils": "engine:layers",
     "vllm.model_executor.layers.fused_moe.cpu_fused_moe": "engine:experts",
     "vllm.model_executor.layers.fused_moe.layer": "engine:fused_experts",
+    "vllm.v1.engine.async_llm": "engine:requests",
     "vllm.v1.worker.gpu_model_runner": "engine:routes",
     "megatron.core.jit": "megatron:jit",
     "megatron.core.optimizer.clip_grads": "megatron:clip_grads",
