@@ -89,7 +89,8 @@ def read_cases(path: Path) -> tuple[Trial, ...]:
 
 
 def _recorded(case: Trial, done: Rehearsal | None, error: str) -> dict[str, Any]:
-    failure = done.outcome.failure if done is not None and done.outcome is not None else None
+    runs = () if done is None else (done.outcome, done.control, done.resumed)
+    failure = next((run.failure for run in runs if run is not None and run.failure is not None), None)
     metrics = done.outcome.metrics if done is not None and done.outcome is not None else {}
     apart = [each for each in done.comparisons if each.sampled_alike] if done is not None else []
     again = [each for each in done.resumptions if each.sampled_alike] if done is not None else []
