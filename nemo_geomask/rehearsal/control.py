@@ -17,8 +17,9 @@ __all__ = ["TOLERANCE", "Comparison", "compare", "control_overrides", "has_score
 
 TOLERANCE = 1e-5
 """Relative difference up to which two runs are the same."""
-_ROUNDING = {"gen_kl_error": 2.0**-24}
-"""Absolute ones: NeMo-RL takes e^x − 1 − x in float32 as it is written, which leaves of a small x the rounding of 1."""
+_ROUNDING = {"gen_kl_error": 2.0**-24, "loss": 2.0**-24}
+"""Absolute ones, float32's rounding of 1: NeMo-RL takes e^x − 1 − x as it is written, which leaves that of a small x;
+and a loss is a mean of terms of either sign and, where advantages are normalised, of size 1."""
 
 # Objectives that are ClippedPGLossFn's own, with the switch that chooses them there.
 _OWN: Mapping[str, Mapping[str, bool]] = {"clipped_pg": {}, "gspo": {}, "cispo": {"use_cispo": True}}

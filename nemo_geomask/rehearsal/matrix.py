@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import json
 import multiprocessing
@@ -15,8 +16,9 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -189,15 +191,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         only = tuple(given.only or ("",))
         chosen = [case for case in cases if not case.why_not(label) and case.name.startswith(only)]
         if not chosen:
-            parser.error(f"no case of {given.hosts / 'cases.yaml'} begins with {' or '.join(map(repr, only))}")
+            parser.error(f"no case that {label} is to run begins with {' or '.join(map(repr, only))}")
         began = time.monotonic()
-        for case, found in _each(chosen, given.jobs):
-            print(f"{label}: {case.name}: {_cell(case, {'cases': {case.name: found}})}", file=sys.stderr, flush=True)
-            good = good and case.as_expected(found)
-            results = {**host["cases"], case.name: found}
-            ordered = {each.name: results[each.name] for each in cases if each.name in results}
-            host |= {"version": label, "commit": commit, "cases": ordered}
-            path.write_text(json.dumps(host, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        with ended_by_signals(), contextlib.closing(_each(chosen, given.jobs)) as ended:
+            for case, found in ended:
+                print(
+                    f"{label}: {case.name}: {_cell(case, {'cases': {case.name: found}})}", file=sys.stderr, flush=True
+                )
+                good = good and case.as_expected(found)
+                results = {**host["cases"], case.name: found}
+                if case.name not in host["cases"]:
+                    host.pop("whole", None)  # it was another whole
+                ordered = {each.name: results[each.name] for each in cases if each.name in results}
+                host |= {"version": label, "commit": commit, "cases": ordered}
+                path.write_text(json.dumps(host, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
         minutes = round((time.monotonic() - began) / 60)
         print(f"{label}: {len(chosen)} cases in {minutes} min, {given.jobs} at a time", file=sys.stderr, flush=True)
         if not given.only:
@@ -207,19 +214,42 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0 if good else 1
 
 
-def _each(cases: Sequence[Trial], jobs: int) -> Iterator[tuple[Trial, dict[str, Any]]]:
+def _each(cases: Sequence[Trial], jobs: int) -> Generator[tuple[Trial, dict[str, Any]], None, None]:
     """Each with its result, in the order in which they end. Each in a process that adopts what its rehearsal leaves."""
-    with ended_by_signals(), multiprocessing.get_context("spawn").Pool(jobs, initializer=_worker) as pool:
-        yield from pool.imap_unordered(_case, cases)
+    context = multiprocessing.get_context("spawn")
+    left = list(reversed(cases))
+    running: dict[Any, tuple[Trial, Any]] = {}
+    try:
+        while left or running:
+            while left and len(running) < jobs:
+                case = left.pop()
+                answer, sender = context.Pipe(duplex=False)
+                process = context.Process(target=_send, args=(case, sender))
+                process.start()
+                sender.close()
+                running[answer] = case, process
+            ready: list[Any] = wait(list(running))
+            for ended in ready:
+                case, process = running[ended]
+                try:
+                    found = ended.recv()
+                except EOFError:
+                    process.join()
+                    found = _recorded(case, None, f"its process ended with exit code {process.exitcode}")
+                del running[ended]
+                yield case, found
+    finally:
+        for _, process in running.values():
+            process.terminate()
+        for _, process in running.values():
+            process.join()
 
 
-def _worker() -> None:
-    # Ctrl-C comes to this one as well; the pool's own signal follows, and twice would end the ending.
+def _send(case: Trial, sender: Any) -> None:
+    # Ctrl-C comes to this process as well; the matrix ends it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-
-
-def _case(case: Trial) -> tuple[Trial, dict[str, Any]]:
-    return case, _run(case)
+    with ended_by_signals():
+        sender.send(_run(case))
 
 
 def _run(case: Trial) -> dict[str, Any]:

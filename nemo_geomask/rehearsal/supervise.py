@@ -149,17 +149,22 @@ def _adopting() -> Iterator[None]:
 @contextlib.contextmanager
 def ended_by_signals() -> Iterator[None]:
     """What would end this process at once, such as a CI's time limit, ends it after all others."""
+    signals = [signal.SIGTERM, signal.SIGHUP, signal.SIGINT]
 
     def leave(number: int, frame: FrameType | None) -> None:
-        raise SystemExit(128 + number)
+        for each in kept:
+            signal.signal(each, signal.SIG_IGN)  # a second one would end the ending
+        raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
 
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    signals = (signal.SIGTERM, signal.SIGHUP)
-    kept = [signal.signal(number, leave) for number in signals]
+    # What is ignored, as under nohup, stays so.
+    kept = {each: signal.getsignal(each) for each in signals if signal.getsignal(each) is not signal.SIG_IGN}
+    for each in kept:
+        signal.signal(each, leave)
     try:
         yield
     finally:
-        for number, handler in zip(signals, kept, strict=True):
-            signal.signal(number, handler)
+        for each, handler in kept.items():
+            signal.signal(each, handler)

@@ -120,6 +120,13 @@ def test_a_difference_of_numbers_near_1_is_known_to_their_rounding():
     (one,) = compare({1: {"gen_kl_error": exact}}, {1: {"gen_kl_error": there}})
     assert one.equal
     (far,) = compare({1: {"gen_kl_error": exact}}, {1: {"gen_kl_error": exact + 1e-7}})
-    (loss,) = compare({1: {"loss": exact}}, {1: {"loss": there}})
+    (norm,) = compare({1: {"grad_norm": exact}}, {1: {"grad_norm": there}})
     assert not far.equal
-    assert not loss.equal
+    assert not norm.equal
+
+
+@pytest.mark.parametrize(("theirs", "equal"), [(-3.06937844e-4, True), (-3.07e-4, False)])
+def test_a_loss_near_zero_is_known_to_the_rounding_of_its_terms(theirs, equal):
+    (one,) = compare({2: {"loss": -3.06922942e-4}}, {2: {"loss": theirs}})
+    assert one.difference > 1e-5
+    assert one.equal is equal

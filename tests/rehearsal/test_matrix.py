@@ -79,18 +79,29 @@ def test_results_of_two_commits_are_not_mixed(hosts, monkeypatch, capsys):
     assert "0123456789abcdef, this is fedcba98: say --label" in capsys.readouterr().err
 
 
+# Whoever imports it begins a daemon and waits for ever; the numbers of both are written down.
+WAITING = """
+import os, subprocess, sys, time
+daemon = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+with open(__file__ + ".noted", "a") as file:
+    file.write(f"{os.getpid()}\\n{daemon.pid}\\n")
+time.sleep(600)
+"""
+
+
 @pytest.fixture
 def checkout(tmp_path, monkeypatch):
-    """A NeMo-RL whose script waits for ever, a recipe for it and a matrix of two such cases."""
+    """A NeMo-RL that waits for ever, a folder of results, and two cases whose recipe is not there."""
     root = tmp_path / "RL"
-    (root / "examples").mkdir(parents=True)
-    (root / "examples" / "run_grpo.py").write_text("import time\ntime.sleep(600)\n", encoding="utf-8")
+    for name, text in (("examples/run_grpo.py", ""), ("nemo_rl/__init__.py", WAITING)):
+        (root / name).parent.mkdir(parents=True)
+        (root / name).write_text(text, encoding="utf-8")
+    (root / "nemo_rl" / "algorithms").mkdir()
     monkeypatch.setenv("NEMO_RL_ROOT", str(root))
     hosts = tmp_path / "hosts"
     hosts.mkdir()
-    (hosts / "cases.yaml").write_text(
-        "- {name: b, recipe: none.yaml}\n- {name: a, recipe: none.yaml}\n", encoding="utf-8"
-    )
+    cases = "- {name: b, recipe: none.yaml}\n- {name: a, recipe: none.yaml}\n"
+    (hosts / "cases.yaml").write_text(cases, encoding="utf-8")
     (tmp_path / "page.md").write_text("<!-- hosts: begin -->\n<!-- hosts: end -->\n", encoding="utf-8")
     return tmp_path
 
@@ -137,40 +148,54 @@ def test_no_case_at_a_time(capsys):
     assert "--jobs is 0" in capsys.readouterr().err
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-@pytest.mark.skipif(sys.platform != "linux", reason="processes adopt others' children on Linux only")
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, {130, -2}), (signal.SIGTERM, {143})])
-def test_nothing_is_left_of_several_at_a_time(checkout, number, status):
+@pytest.fixture
+def waiting(checkout):
+    """A matrix of two cases at a time, both of which wait; and the processes' numbers."""
     recipe = "{policy: {model_name: Qwen/Qwen3-0.6B, dtensor_cfg: {enabled: true}}, loss_fn: {name: clipped_pg}}"
     (checkout / "r.yaml").write_text(recipe, encoding="utf-8")
-    cases = "".join(f"- {{name: {name}, recipe: {checkout / 'r.yaml'}}}\n" for name in "ab")
+    cases = "".join(f"- {{name: {name}, recipe: {checkout / 'r.yaml'}, timeout: 300}}\n" for name in "ab")
     (checkout / "hosts" / "cases.yaml").write_text(cases, encoding="utf-8")
     command = [sys.executable, "-m", "nemo_geomask.rehearsal.matrix", "--jobs", "2", "--label", "v1", "--commit", "0"]
     command += ["--hosts", str(checkout / "hosts"), "--page", str(checkout / "page.md")]
-    with (checkout / "log").open("w", encoding="utf-8") as log:
+    noted, log = checkout / "RL" / "nemo_rl" / "__init__.py.noted", checkout / "log"
+    with log.open("w", encoding="utf-8") as file:
         process = subprocess.Popen(
             command,
-            stderr=log,
+            stderr=file,
             # A terminal's Ctrl-C comes to all that run in it, so the signal goes to the whole group.
             start_new_session=True,
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
-        try:
-            deadline = time.monotonic() + 200
-            below = set()
-            while sum(_waits(pid) for pid in below) < 2:
-                assert process.poll() is None, (checkout / "log").read_text(encoding="utf-8")
-                assert time.monotonic() < deadline, (checkout / "log").read_text(encoding="utf-8")
-                time.sleep(0.2)
-                below = descendants(process.pid)
-            if number == signal.SIGINT:
-                os.killpg(process.pid, number)
-            else:
-                process.send_signal(number)
-            assert process.wait(60) in status
-        finally:
-            process.kill()
+    try:
+        deadline = time.monotonic() + 200
+        while not noted.exists() or len(noted.read_text(encoding="utf-8").split()) < 4:
+            assert process.poll() is None, log.read_text(encoding="utf-8")
+            assert time.monotonic() < deadline, log.read_text(encoding="utf-8")
+            time.sleep(0.1)
+        yield process, {*descendants(process.pid), *map(int, noted.read_text(encoding="utf-8").split())}
+    finally:
+        process.kill()
+        process.wait()
+
+
+LINUX = pytest.mark.skipif(sys.platform != "linux", reason="processes adopt others' children on Linux only")
+
+
+@LINUX
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("number", "group", "status"),
+    [(signal.SIGINT, True, -2), (signal.SIGTERM, False, 143), (signal.SIGTERM, True, 143)],
+)
+def test_nothing_is_left_of_several_at_a_time(waiting, number, group, status):
+    process, below = waiting
+    assert len(below) >= 6
+    if group:
+        os.killpg(process.pid, number)
+    else:
+        process.send_signal(number)
+    assert process.wait(60) == status
     # Python's tracker of shared resources ends by itself a moment later.
     deadline = time.monotonic() + 20
     while left := [pid for pid in below if os.path.exists(f"/proc/{pid}")]:
@@ -178,12 +203,24 @@ def test_nothing_is_left_of_several_at_a_time(checkout, number, status):
         time.sleep(0.1)
 
 
-def _waits(pid):
-    """Whether a process is NeMo-RL's script under the driver."""
+@LINUX
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_case_whose_process_is_killed_is_a_failure_and_no_end(waiting, checkout):
+    process, below = waiting
+    noted = (checkout / "RL" / "nemo_rl" / "__init__.py.noted").read_text(encoding="utf-8").split()
+    drivers = {int(pid) for pid in noted[::2]}
+    # Of each case the process between the matrix and the driver.
+    for pid in below:
+        if drivers & descendants(pid):
+            os.kill(pid, signal.SIGKILL)
     try:
-        return b"run_grpo.py" in Path("/proc", str(pid), "cmdline").read_bytes()
-    except OSError:
-        return False
+        assert process.wait(60) == 1
+        found = json.loads((checkout / "hosts" / "v1.json").read_text(encoding="utf-8"))["cases"]
+        assert [case["error"] for case in found.values()] == ["its process ended with exit code -9"] * 2
+    finally:
+        for pid in noted:
+            os.kill(int(pid), signal.SIGKILL)
 
 
 def test_a_page_without_marks(hosts):
