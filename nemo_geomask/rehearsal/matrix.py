@@ -127,7 +127,7 @@ def table(cases: Sequence[Trial], hosts: Sequence[Mapping[str, Any]]) -> str:
 
 def _whole(host: Mapping[str, Any]) -> str:
     whole = host.get("whole")
-    return f"{whole['minutes']} min, {whole['jobs']} at a time on {whole['cores']} cores" if whole else "not run"
+    return f"{whole['minutes']} min, {whole['jobs']} at a time on {whole['cores']} cores" if whole else "in parts"
 
 
 def _cell(case: Trial, host: Mapping[str, Any]) -> str:
