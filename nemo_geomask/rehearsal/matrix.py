@@ -204,14 +204,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     host.pop("whole", None)  # it was another whole
                 ordered = {each.name: results[each.name] for each in cases if each.name in results}
                 host |= {"version": label, "commit": commit, "cases": ordered}
-                path.write_text(json.dumps(host, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+                _write(path, host)
         minutes = round((time.monotonic() - began) / 60)
         print(f"{label}: {len(chosen)} cases in {minutes} min, {given.jobs} at a time", file=sys.stderr, flush=True)
         if not given.only:
             host["whole"] = {"minutes": minutes, "jobs": given.jobs, "cores": os.cpu_count()}
-            path.write_text(json.dumps(host, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+            _write(path, host)
     given.page.write_text(rewrite(given.page.read_text(encoding="utf-8"), given.hosts), encoding="utf-8")
     return 0 if good else 1
+
+
+def _write(path: Path, host: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(host, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def _each(cases: Sequence[Trial], jobs: int) -> Generator[tuple[Trial, dict[str, Any]], None, None]:

@@ -113,9 +113,11 @@ def test_several_at_a_time_are_recorded_in_the_order_of_the_cases(checkout, caps
     found = json.loads((checkout / "hosts" / "v1.json").read_text(encoding="utf-8"))
     assert list(found["cases"]) == ["b", "a"]
     assert all("none.yaml" in result["error"] for result in found["cases"].values())
-    assert found["whole"] == {"minutes": 0, "jobs": 2, "cores": os.cpu_count()}
-    assert "2 cases in 0 min, 2 at a time" in capsys.readouterr().err
-    assert "| all of these in one go | 0 min, 2 at a time on" in (checkout / "page.md").read_text(encoding="utf-8")
+    minutes = found["whole"]["minutes"]
+    assert found["whole"] == {"minutes": minutes, "jobs": 2, "cores": os.cpu_count()}
+    assert f"2 cases in {minutes} min, 2 at a time" in capsys.readouterr().err
+    page = (checkout / "page.md").read_text(encoding="utf-8")
+    assert f"| all of these in one go | {minutes} min, 2 at a time on" in page
 
 
 @pytest.mark.slow
