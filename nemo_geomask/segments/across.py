@@ -123,10 +123,17 @@ def _stack(values: Sequence[Tensor], ids: Tensor) -> Tensor:
 
 def _segment_reduce(values: Tensor, offsets: Tensor, reduce: str, empty: float) -> Tensor:
     """[k, N] to [k, S]; no atomics, so deterministic on any device."""
+    rows, tokens = values.shape
+    if not rows:
+        return values.new_zeros((0, offsets.numel() - 1))
+    # The rows one after another: of several dimensions torch gives a GPU one thread a segment, of one a block.
+    bounds = offsets
+    if rows > 1:
+        starts = offsets[:-1] + torch.arange(rows, device=offsets.device).unsqueeze(1) * tokens
+        bounds = torch.cat([starts.flatten(), offsets[-1:] + (rows - 1) * tokens])
     # "unsafe" skips a check of the offsets that would synchronise with the device; they were checked on the host.
-    bounds = offsets.unsqueeze(0) if len(values) == 1 else offsets.expand(len(values), -1).contiguous()
-    result: Tensor = torch.segment_reduce(values, reduce, offsets=bounds, axis=1, initial=empty, unsafe=True)
-    return result
+    result: Tensor = torch.segment_reduce(values.flatten(), reduce, offsets=bounds, initial=empty, unsafe=True)
+    return result.view(rows, offsets.numel() - 1)
 
 
 # Each with a setup_context of its own, as torch.func asks, by which a compiled loss takes its gradient.
