@@ -19,7 +19,7 @@ from nemo_geomask.segments import Segments
 __all__ = ["OWN", "Label", "Metric", "Metrics", "Normalizer", "Over", "Sums", "histogram", "summarized"]
 
 Normalizer = Literal["tokens", "sequences", "none"]
-Over = Literal["tokens", "sequences", "part", "count", "lowest", "highest", "histogram"]
+Over = Literal["tokens", "summed", "sequences", "part", "count", "lowest", "highest", "histogram"]
 OWN = "geomask/"
 """Prefix of the metrics that NeMo-RL's class has not."""
 _BIN = "_bin_"
@@ -42,10 +42,11 @@ class Metric(NamedTuple):
     Attributes:
         names: that it is reported under.
         over: what ``value`` is over. ``tokens``: token layout, float32, finite; its mean over the step's valid tokens
-            is reported. ``sequences``: [S], the mean over its valid sequences. ``part``: 0-d, over this rank's tokens,
-            divided already by the count that ``normalizer`` names. ``count``: 0-d, which all ranks that share the
-            sequences hold alike. ``lowest``, ``highest``: 0-d, over this rank's tokens. ``histogram``: token layout,
-            integer, which of ``names`` the token is counted under; the share of the step's valid tokens is reported.
+            is reported. ``summed``: 0-d, the sum of such values, each times its token's weight. ``sequences``: [S], the
+            mean over its valid sequences. ``part``: 0-d, over this rank's tokens, divided already by the count that
+            ``normalizer`` names. ``count``: 0-d, which all ranks that share the sequences hold alike. ``lowest``,
+            ``highest``: 0-d, over this rank's tokens. ``histogram``: token layout, integer, the token's bin; the share
+            of the step's valid tokens in each is reported.
         value: computes it; not called where the metric is not wanted.
         normalizer: of a ``part``.
         unit: the metric is so many times the sum of ``value``: float32 may not hold a sum in ones.
@@ -73,7 +74,7 @@ class Sums:
         self._segments = segments
         self._full = full
         self._found: dict[Over, list[tuple[Label, Tensor]]] = {over: [] for over in _ORDER}
-        self._histograms: list[tuple[list[Label], Tensor]] = []
+        self._histograms: list[tuple[str, Tensor]] = []
 
     def add(self, reports: Iterable[Metric], *, always: bool = False) -> None:
         """Compute and reduce those that are wanted, or all of them."""
@@ -87,14 +88,16 @@ class Sums:
                 value = value.detach()
             if over == "histogram":
                 weight = self._weights["tokens"].flatten()
-                counts = weight.new_zeros(len(names)).index_add(0, value.flatten(), weight)
-                self._histograms.append(([Label((name,), "tokens", "tokens") for name in names], counts))
+                counts = weight.new_zeros(_BINS).index_add(0, value.flatten(), weight)
+                self._histograms.append((names[0], counts))
                 continue
             if over == "tokens" or over == "sequences":
                 # Not torch.dot: over thousands of ratios near 1 it may lose three digits, which bounds such as
                 # 1 + 3e-4 need.
                 value = (value * self._weights[over]).sum()
                 normalizer = over
+            elif over == "summed":
+                over = normalizer = "tokens"
             self._found[over].append((Label(names, over, normalizer, unit), value))
 
     def whole(self, loss: Tensor, *counts: Tensor) -> tuple[Tensor, Tensor, tuple[Label, ...]]:
@@ -107,7 +110,7 @@ class Sums:
         Returns: the loss's value over all ranks with the gradient of this rank's part; the sums' labels and values, as
         :class:`Metrics` takes them.
         """
-        bins = [label for labels, _ in self._histograms for label in labels]
+        bins = [Label((bin_,), "tokens", "tokens") for name, _ in self._histograms for bin_ in _bins(name)]
         labels = (*bins, *(label for over in _ORDER for label, _ in self._found[over]))
         values = _vector([*(value for over in _ORDER for _, value in self._found[over]), *counts])
         values = torch.cat([*(shares for _, shares in self._histograms), values])
@@ -141,9 +144,10 @@ def histogram(name: str, size: Tensor) -> Metric:
     """Of sizes, token layout: shares in bins of half an octave from 2^-13 to 8, which merge as no quantile does."""
 
     def place() -> Tensor:
-        return (2 * torch.log2(size)).floor().add(1 - 2 * _LOWEST).clamp(0, _BINS - 1).long()
+        # The exponent of the square is the size's logarithm in half octaves, rounded down; its bits hold it plus 127.
+        return (size.square().view(torch.int32) >> 23).sub_(126 + 2 * _LOWEST).clamp_(0, _BINS - 1)
 
-    return Metric(_bins(f"{OWN}{name}"), "histogram", place)
+    return Metric((name,), "histogram", place)
 
 
 def _bins(name: str) -> tuple[str, ...]:

@@ -70,7 +70,11 @@ def correct(batch: TokenBatch, seen: Observed, config: LossConfig) -> tuple[Tens
         reports += moments(weight, mean + raw_mean, square + raw_square)
     else:
         reports += [*moments(weight, mean, square), *moments(raw, raw_mean, raw_square)]
-    reports.append(Metric(("geomask/weight_live",), over, lambda: torch.ones_like(weight)))
+    live = ("geomask/weight_live",)
+    if level == "token":
+        reports.append(Metric(live, "summed", lambda: seen.trained))
+    else:
+        reports.append(Metric(live, over, lambda: torch.ones_like(weight)))
     saturated = Metric(
         ("geomask/saturated_weight",),
         "part" if level == "token" else "count",

@@ -96,7 +96,7 @@ def evaluate(
         loss = loss + config.positive_example_nll_weight * nll
     # Trained tokens under a count that says there are none: no number is right.
     divisor = global_toks if own == "tokens" else global_seqs
-    loss = torch.where((divisor > 0) | (seen.weight.sum() == 0), loss, torch.nan)
+    loss = torch.where((divisor > 0) | (seen.trained == 0), loss, torch.nan)
 
     zero = torch.zeros_like(loss)
     metrics.add(

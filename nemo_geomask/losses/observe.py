@@ -29,6 +29,7 @@ class Observed(NamedTuple):
 
     trains: Tensor  # token layout: 1 at tokens with finite values, of sequences that aren't dropped, else 0
     weight: Tensor  # token layout: token mask times sample mask where trains, else 0
+    trained: Tensor  # 0-d, sum of the weight
     sample_mask: Tensor  # [S], 0 also for a dropped sequence
     declared: Tensor  # [S], trained tokens of each sequence as the batch declares them; 0 where not asked for
     tokens: Tensor  # [S], summed token mask of those that train after all; 0 where nothing was to be pooled
@@ -132,9 +133,11 @@ def observe(
     on_tokens = segments.spread(alive)
     counted = found.get("count", zero) * alive
     gone = dropped != 0
+    weight = batch.weight * on_tokens
     observed = Observed(
         trains=batch.trains * on_tokens,
-        weight=batch.weight * on_tokens,
+        weight=weight,
+        trained=weight.sum(),
         sample_mask=sample_mask * alive,
         declared=found.get("declared", zero),
         tokens=counted,

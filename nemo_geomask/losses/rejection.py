@@ -39,8 +39,10 @@ def reject(
         over: Over = "tokens" if rule.by_token else "sequences"
         for name, which in (("removed", removed), ("removed_low", below), ("removed_high", above)):
             reports.append(Metric((f"geomask/mask/{rule.label}/{name}",), over, which.float))
-    remains = seen.trains if kept is None else kept
-    return kept, [*reports, Metric(("geomask/kept_tokens",), "tokens", remains.float)]
+    remain = ("geomask/kept_tokens",)
+    if kept is None:
+        return None, [Metric(remain, "summed", lambda: seen.trained)]
+    return kept, [*reports, Metric(remain, "tokens", kept.float)]
 
 
 def rule_values(rule: MaskRule, batch: TokenBatch, seen: Observed) -> tuple[Tensor, Tensor, Tensor]:

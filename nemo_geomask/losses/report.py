@@ -97,6 +97,8 @@ def report_batch(
     up = torch.expm1(clamped)
     down = -up / (1 + up)
     curr, total = batch.curr.detach(), batch.log_ratios("total")
+    clamped_total = total.clamp(max=F.LOG_RATIO_LIMIT)
+    beyond = torch.expm1(clamped_total)
     if kl_type == "k3":
         # lerp is exact at both ends.
         above, below, positive = up - clamped, down + size, torch.relu(torch.sign(mismatch))
@@ -116,11 +118,11 @@ def report_batch(
         Metric(("token_mult_prob_error",), "tokens", lambda: 1 + up),
         # sinh²(Δ/2) = -up·down/4 and log cosh = log1p(sinh²)/2.
         Metric(("js_divergence_error",), "tokens", lambda: (up * down).mul_(-0.25).log1p_(), unit=0.5),
-        Metric(("approx_entropy",), "tokens", lambda: F.saturating_exp(total) * curr, unit=-1.0),
+        Metric(("approx_entropy",), "tokens", lambda: (1 + beyond) * curr, unit=-1.0),
         Metric((f"{own}_abs",), "tokens", lambda: size),
         Metric((f"{own}_k1",), "tokens", lambda: mismatch, unit=-1.0),
         Metric((f"{own}_max",), "highest", lambda: (size * seen.trains).amax() if size.numel() else size.sum()),
-        histogram(own.removeprefix("geomask/"), size),
+        histogram(own, size),
     ]
     if knows_prev:
         reports += [
@@ -128,7 +130,7 @@ def report_batch(
             Metric(("geomask/policy_k3",), "tokens", lambda: F.token_statistic(policy, "k3")),
             Metric(("geomask/total_abs",), "tokens", total.abs),
             Metric(("geomask/total_k1",), "tokens", lambda: total, unit=-1.0),
-            Metric(("geomask/total_k3",), "tokens", lambda: F.token_statistic(total, "k3")),
+            Metric(("geomask/total_k3",), "tokens", lambda: beyond - clamped_total),
         ]
     if batch.seen_ref is not None:
         # KL(π ‖ π_ref) of x = curr − ref, for tokens sampled from near π: k1 x, k3 e^−x − 1 + x.
@@ -145,6 +147,8 @@ def report_batch(
     return [
         *reports,
         # Log-probs that a bug must have made where there are many: above 0, or exactly 0.
-        Metric(("geomask/positive_logprobs",), "part", lambda: ((highest() > 1e-3) * seen.trains).sum()),
+        Metric(
+            ("geomask/positive_logprobs",), "part", lambda: (highest() - 1e-3).relu_().sign_().mul_(seen.trains).sum()
+        ),
         Metric(("geomask/zero_gen_logprobs",), "tokens", lambda: (batch.gen == 0).float()),
     ]
