@@ -21,6 +21,8 @@ from nemo_geomask.integrations.packing import predicted_tokens
 __all__ = ["at_once", "by_sequence"]
 
 _UNFILTERED = "curr_logprobs_unfiltered"
+_WITH_PADDING = 1 << 21
+"""Positions up to which a GPU computes the loss on padded rows in less time than the host waits for their lengths."""
 
 
 def by_sequence(wrapper: Any, logits: Tensor, data: Any, seqs: Tensor | float, toks: Tensor | float) -> Any:
@@ -57,9 +59,12 @@ def by_sequence(wrapper: Any, logits: Tensor, data: Any, seqs: Tensor | float, t
 
 
 def at_once(wrapper: Any, logits: Tensor, data: Any, seqs: Tensor | float, toks: Tensor | float) -> Any:
-    """Loss and metrics of a packed row, as NeMo-RL's ``SequencePackingFusionLossWrapper`` but without the padding.
+    """Loss and metrics of a packed row, as NeMo-RL's ``SequencePackingFusionLossWrapper``, which computes log-probs
+    [B, T-1] at once.
 
-    Args: as for :func:`by_sequence`; log-probs [B, T-1] are computed at once.
+    Without their padding, but where it costs less than to wait for the sequences' lengths, which are on the device.
+
+    Args: as for :func:`by_sequence`.
     """
     given, rows = wrapper.prepare_fn(
         logits=logits,
@@ -69,6 +74,8 @@ def at_once(wrapper: Any, logits: Tensor, data: Any, seqs: Tensor | float, toks:
         **_arguments(wrapper),
     )
     logprobs = given["next_token_logprobs"]
+    if logprobs.is_cuda and logprobs.numel() <= _WITH_PADDING:
+        return wrapper.loss_fn(logprobs, rows, seqs, toks)
     tokens, segments, place = predicted_tokens(rows, wrapper.cu_seqlens_q.diff().tolist(), logprobs.device)
     if _UNFILTERED in rows:
         tokens[_UNFILTERED] = rows[_UNFILTERED].flatten().index_select(0, place)
