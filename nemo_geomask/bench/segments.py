@@ -53,7 +53,7 @@ def _statistics(rank: int, world: int, tokens: int, sequences: int, repeats: int
     group = dist.group.WORLD
     assert group is not None
     segments = PackedSegments(offsets, device=device, cp_rank=rank, cp_size=world, groups=(group,))
-    count = len(segments.token_index)
+    count = segments.tokens
     values = {
         name: torch.randn(count, dtype=torch.float32, device=device) for name in ("log_ratio", "advantage", "tokens")
     }

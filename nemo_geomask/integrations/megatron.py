@@ -99,7 +99,7 @@ def pack_batch(data: Mapping[str, Tensor], params: PackedSeqParams, segments: Pa
         MissingDataError: a tensor is missing.
         ShapeError: the batch has another number of rows than the packing has sequences, or its tensors differ in shape.
     """
-    lengths = torch.as_tensor(params.cu_seqlens_q, dtype=torch.int64, device=segments.token_index.device).diff()
+    lengths = torch.as_tensor(params.cu_seqlens_q, dtype=torch.int64, device=segments.cu_seqlens.device).diff()
     return pack_rows(data, segments, starts=segments.cu_seqlens[:-1], lengths=lengths)
 
 
@@ -147,7 +147,7 @@ def policy_loss(
     state = _parallel_state()
     segments = packed_segments(params, logits.device, sequence_parallel=sequence_parallel, host_offsets=host_offsets)
     packed = pack_batch(data, params, segments)
-    count = segments.token_index.numel()
+    count = segments.tokens
     if logits.shape[:-1] != (1, count):
         raise ShapeError(
             f"logits must be [1, {count}, {'V' if sequence_parallel else 'V/TP'}], this rank's share of the packed "

@@ -44,7 +44,7 @@ def pack_rows(
         ShapeError: the batch has another number of rows than the packing has sequences, or its tensors differ in shape.
     """
     rows, width = _check(data, segments.count)
-    device = segments.token_index.device
+    device = segments.cu_seqlens.device
     row = segments.spread(torch.arange(rows, device=device))
     column = segments.token_index - starts[row] + 1
     # The last token of a sequence and the padding behind it predict nothing.

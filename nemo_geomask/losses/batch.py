@@ -146,7 +146,7 @@ def take_packed(logprobs: Tensor, data: Mapping[str, Any], segments: PackedSegme
     Raises: as :func:`take_padded`, and ShapeError: the segments' groups are others.
     """
     segments.check()
-    count = segments.token_index.numel()
+    count = segments.tokens
     if logprobs.shape != (count,) or not logprobs.is_floating_point():
         raise ShapeError(
             f"logprobs must be a floating-point tensor [{count}], one log-prob for each token of the segments on this "

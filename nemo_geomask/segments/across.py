@@ -92,7 +92,7 @@ def pool(moving: Sequence[Tensor], fixed: Sequence[Tensor], sums: int, *, offset
 def spread(values: Tensor, *, offsets: Tensor, ids: Tensor) -> Tensor:
     """[S] to [N]; ``offsets`` and ``ids`` as for :func:`pool`."""
     if not values.requires_grad:
-        return values[ids]
+        return values.index_select(0, ids)  # half the time of indexing on a CPU
     result: Tensor = _Spread.apply(values, offsets, ids)  # type: ignore[no-untyped-call]
     return result
 
@@ -166,13 +166,13 @@ class _SegmentSum(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         (ids,) = ctx.saved_tensors
-        return grads[0][:, ids], None, None
+        return grads[0].index_select(1, ids), None, None
 
 
 class _Spread(torch.autograd.Function):
     @staticmethod
     def forward(values: Tensor, offsets: Tensor, ids: Tensor) -> Tensor:
-        return values[ids]
+        return values.index_select(0, ids)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:

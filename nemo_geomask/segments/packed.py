@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 
@@ -168,9 +169,8 @@ class PackedSegments(PackedTokens):
 
     Attributes:
         count: S.
+        tokens: N, those of this rank.
         cu_seqlens: [S+1] int64, as given, on the tokens' device.
-        position: [N] int64, place of each of this rank's tokens in its padded sequence.
-        token_index: [N] int64, its place in the whole packed row.
 
     Raises:
         ArgumentError: a rank is outside its size.
@@ -213,7 +213,7 @@ class PackedSegments(PackedTokens):
                 f"the {tokens * sp_size + rest} tokens of a context-parallel rank don't divide into {sp_size} equal "
                 "shares, sp_size; pad the packed row"
             )
-        self.count = lengths.numel()
+        self.count, self.tokens = lengths.numel(), tokens
         self.groups = groups
         self._shares = ((cp_rank, cp_size), (sp_rank, sp_size))
         self._identity = (self.count, int(offsets[-1]), int((offsets * torch.arange(1, self.count + 2)).sum()))
@@ -224,20 +224,34 @@ class PackedSegments(PackedTokens):
         self._offsets = (self.cu_seqlens // cp_size).clamp(first, first + tokens) - first
         sequences = torch.arange(self.count, device=device)
         self._ids = torch.repeat_interleave(sequences, self._offsets.diff(), output_size=tokens)
-        start = self.cu_seqlens[:-1][self._ids]
-        chunks = self.cu_seqlens.diff() // (2 * cp_size)
-        splits = self.cu_seqlens[:-1] // cp_size + chunks
+        self._chunks = self.cu_seqlens.diff() // (2 * cp_size)
+        splits = self.cu_seqlens[:-1] // cp_size + self._chunks
         self._splits = splits.clamp(first, first + tokens) - first if cp_size > 1 else self._offsets[1:]
         self._runs = (
             cp_rank * sp_size + sp_rank,
             (2 * cp_size - 1 - cp_rank) * sp_size + sp_rank,
             2 * cp_size * sp_size,
         )
-        chunk = chunks[self._ids]
-        local = torch.arange(first, first + tokens, device=device) - start // cp_size
+
+    @functools.cached_property
+    def position(self) -> Tensor:
+        """[N] int64, place of each of this rank's tokens in its padded sequence."""
+        (cp_rank, cp_size), _ = self._shares
+        start, chunk = self.cu_seqlens[self._ids], self._chunks[self._ids]
+        local = self._place - start // cp_size
         # In the second of its chunks a rank has passed those of all ranks after it, twice.
-        self.position = local + torch.where(local < chunk, cp_rank, 2 * (cp_size - 1) - cp_rank) * chunk
-        self.token_index = start + self.position
+        return local + torch.where(local < chunk, cp_rank, 2 * (cp_size - 1) - cp_rank) * chunk
+
+    @functools.cached_property
+    def token_index(self) -> Tensor:
+        """[N] int64, place of each of this rank's tokens in the whole packed row."""
+        return self._place if self._shares[0][1] == 1 else self.cu_seqlens[self._ids] + self.position
+
+    @property
+    def _place(self) -> Tensor:
+        """[N] int64, place of each among the tokens of this context-parallel rank."""
+        first = self._shares[1][0] * self.tokens
+        return torch.arange(first, first + self.tokens, device=self._ids.device)
 
     def verify(self, **sequences: Tensor) -> None:
         """Compare the packing over the groups, by one small all-gather a group that is read back.

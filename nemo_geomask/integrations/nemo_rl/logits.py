@@ -253,7 +253,7 @@ class LogitLoss:
             cp_size=size,
             groups=(context_group,) if context_group is not None and size > 1 else (),
         )
-        count = segments.token_index.numel()
+        count = segments.tokens
         if math.prod(logits.shape[:-1]) != count:
             raise ShapeError(
                 f"logits must hold {count} rows, this rank's share of the packed tokens, but they are "
