@@ -115,11 +115,13 @@ class Compiled:
                 return self._function(raw, *rest)
             self._graphs = _graph(self._function), _graph(functools.partial(with_gradient, self._function))
         plain, trains = self._graphs
+        moves = torch.is_grad_enabled() and any(value.requires_grad for value in raw.moving)
+        # Bounds of a loss don't change; as a graph's inputs each would be a tensor to be made at every call. Not by
+        # config.patch, which makes a class at every call.
+        config: Any = torch._dynamo.config
+        before, config.specialize_float = config.specialize_float, True
         try:
-            # Bounds of a loss don't change; as a graph's inputs each would be a tensor to be made at every call.
-            with torch._dynamo.config.patch(specialize_float=True):
-                moves = torch.is_grad_enabled() and any(value.requires_grad for value in raw.moving)
-                result = differentiable(trains, raw, *rest) if moves else plain(raw, *rest)
+            result = differentiable(trains, raw, *rest) if moves else plain(raw, *rest)
         except Exception as error:
             # The function's own error is raised again by calling it.
             if not type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
@@ -131,6 +133,8 @@ class Compiled:
             self._gave_up, self._graphs, self.choice = True, None, ""
             self._say(f"not compiled, {type(error).__name__}: {str(error).strip()}")
             return self._function(raw, *rest)
+        finally:
+            config.specialize_float = before
         self._say("compiled as one graph")
         return result
 
