@@ -76,6 +76,13 @@ def test_clips_are_counted_where_they_decide():
     assert metrics["geomask/dual_clip_fraction"] == approx(0.2)
 
 
+def test_clips_of_advantages_that_broadcast():
+    log_ratio, advantages = torch.tensor([[-1.0, 0.0, 1.0], [-1.0, 0.0, 1.0]]), torch.tensor([[1.0], [-1.0]])
+    low, high = F.clipped(log_ratio, advantages, clip_min=0.2, clip_max=0.2).clips()
+    assert low.tolist() == [[0, 0, 0], [1, 0, 0]]
+    assert high.tolist() == [[0, 0, 1], [0, 0, 0]]
+
+
 def test_reinforce():
     # −A log π with slope −A, whatever π_old.
     batch = sequence([3.0, 0.1], [2.0, -1.0], curr=[-0.5, -1.5])
