@@ -24,6 +24,7 @@ OWN = "geomask/"
 """Prefix of the metrics that NeMo-RL's class has not."""
 _BIN = "_bin_"
 _LOWEST, _BINS = -13, 34
+_LANES = 64
 QUANTILES = {"q50": 0.5, "q99": 0.99, "q999": 0.999}
 
 
@@ -139,7 +140,8 @@ def _vector(values: list[Tensor]) -> Tensor:
 
 
 def histogram(name: str, size: Tensor) -> Metric:
-    """Of sizes, token layout: shares in bins of half an octave from 2^-13 to 8, which merge as no quantile does."""
+    """Of sizes, token layout, float32: shares in bins of half an octave from 2^-13 to 8, which merge as no quantile
+    does."""
 
     def place() -> Tensor:
         # The exponent of the square is the size's logarithm in half octaves, rounded down; its bits hold it plus 127.
@@ -149,12 +151,12 @@ def histogram(name: str, size: Tensor) -> Metric:
 
 
 def _counted(bins: Tensor, weight: Tensor) -> Tensor:
-    """[number of bins] summed weights."""
-    lanes = 64 if bins.is_cuda else 1
-    if lanes > 1:
-        # A GPU adds to one address one after the other, and most tokens are of few bins.
-        bins = bins + _BINS * torch.arange(bins.numel(), dtype=bins.dtype, device=bins.device).remainder_(lanes)
-    return weight.new_zeros(lanes * _BINS).index_add(0, bins, weight).view(lanes, _BINS).sum(dim=0)
+    """Summed weights of each bin, of tokens in a row."""
+    if not bins.is_cuda:
+        return weight.new_zeros(_BINS).index_add(0, bins, weight)
+    # A GPU adds to one address one after the other, and most tokens are of few bins.
+    lanes = torch.arange(bins.numel(), dtype=bins.dtype, device=bins.device).remainder_(_LANES)
+    return weight.new_zeros(_LANES * _BINS).index_add(0, bins + _BINS * lanes, weight).view(_LANES, _BINS).sum(dim=0)
 
 
 def _bins(name: str) -> tuple[str, ...]:

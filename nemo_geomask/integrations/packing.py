@@ -46,12 +46,12 @@ def pack_rows(
     rows, width = _check(data, segments.count)
     device = segments.cu_seqlens.device
     row = segments.spread(torch.arange(rows, device=device))
-    column = segments.token_index - starts[row] + 1
+    column = segments.token_index - segments.spread(starts) + 1
     # The last token of a sequence and the padding behind it predict nothing.
-    inside = column < lengths[row].clamp(max=width)
+    inside = column < segments.spread(lengths).clamp(max=width)
     place = row * width + torch.where(inside, column, 0)
     packed = {key: torch.where(inside, value, 0) for key, value in _taken(data, place).items()}
-    train = packed["token_mask"].bool() & data["sample_mask"].bool()[row]
+    train = packed["token_mask"].bool() & segments.spread(data["sample_mask"].bool())
     targets = torch.where(train, data["input_ids"].reshape(-1)[place].to(torch.int64), IGNORE)
     return {**_of_sequences(data), **packed, "targets": targets}
 

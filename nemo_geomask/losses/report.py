@@ -98,7 +98,7 @@ def report_batch(
     down = -up / (1 + up)
     curr, total = batch.curr.detach(), batch.log_ratios("total")
     clamped_total = total.clamp(max=F.LOG_RATIO_LIMIT)
-    beyond = torch.expm1(clamped_total)
+    excess = torch.expm1(clamped_total)
     if kl_type == "k3":
         # lerp is exact at both ends.
         above, below, positive = up - clamped, down + size, torch.relu(torch.sign(mismatch))
@@ -118,7 +118,7 @@ def report_batch(
         Metric(("token_mult_prob_error",), "tokens", lambda: 1 + up),
         # sinh²(Δ/2) = -up·down/4 and log cosh = log1p(sinh²)/2.
         Metric(("js_divergence_error",), "tokens", lambda: (up * down).mul_(-0.25).log1p_(), unit=0.5),
-        Metric(("approx_entropy",), "tokens", lambda: (1 + beyond) * curr, unit=-1.0),
+        Metric(("approx_entropy",), "tokens", lambda: (1 + excess) * curr, unit=-1.0),
         Metric((f"{own}_abs",), "tokens", lambda: size),
         Metric((f"{own}_k1",), "tokens", lambda: mismatch, unit=-1.0),
         Metric((f"{own}_max",), "highest", lambda: (size * seen.trains).amax() if size.numel() else size.sum()),
@@ -130,7 +130,7 @@ def report_batch(
             Metric(("geomask/policy_k3",), "tokens", lambda: F.token_statistic(policy, "k3")),
             Metric(("geomask/total_abs",), "tokens", total.abs),
             Metric(("geomask/total_k1",), "tokens", lambda: total, unit=-1.0),
-            Metric(("geomask/total_k3",), "tokens", lambda: beyond - clamped_total),
+            Metric(("geomask/total_k3",), "tokens", lambda: excess - clamped_total),
         ]
     if batch.seen_ref is not None:
         # KL(π ‖ π_ref) of x = curr − ref, for tokens sampled from near π: k1 x, k3 e^−x − 1 + x.

@@ -88,7 +88,7 @@ class PackedTokens(Segments):
         """See :meth:`Segments.prefix`. Under context parallelism its parts are the totals of each rank's runs, of which
         it has two in a sequence: [2·ranks, S] for a tensor."""
         second, place = self._second(), torch.arange(self._ids.numel(), device=self._ids.device)
-        place = place - torch.where(second, self._splits[self._ids], self._offsets[self._ids])
+        place = place - torch.where(second, self.spread(self._splits), self.spread(self._offsets[:-1]))
         given = [{name: value.detach().double() for name, value in of.items()} for of in (sums, lowest, highest)]
         here, parts = [], []
         for values, (combine, nothing) in zip(given, _KINDS, strict=True):
@@ -126,7 +126,7 @@ class PackedTokens(Segments):
 
     def _second(self) -> Tensor:
         """[N] bool, whether a token is in the second of its sequence's runs."""
-        return torch.arange(self._ids.numel(), device=self._ids.device) >= self._splits[self._ids]
+        return torch.arange(self._ids.numel(), device=self._ids.device) >= self.spread(self._splits)
 
     def spread(self, values: Tensor) -> Tensor:
         """[S] to [N]."""
@@ -237,15 +237,15 @@ class PackedSegments(PackedTokens):
     def position(self) -> Tensor:
         """[N] int64, place of each of this rank's tokens in its padded sequence."""
         (cp_rank, cp_size), _ = self._shares
-        start, chunk = self.cu_seqlens[self._ids], self._chunks[self._ids]
-        local = self._place - start // cp_size
+        chunk = self.spread(self._chunks)
+        local = self._place - self.spread(self.cu_seqlens[:-1]) // cp_size
         # In the second of its chunks a rank has passed those of all ranks after it, twice.
         return local + torch.where(local < chunk, cp_rank, 2 * (cp_size - 1) - cp_rank) * chunk
 
     @functools.cached_property
     def token_index(self) -> Tensor:
         """[N] int64, place of each of this rank's tokens in the whole packed row."""
-        return self._place if self._shares[0][1] == 1 else self.cu_seqlens[self._ids] + self.position
+        return self._place if self._shares[0][1] == 1 else self.spread(self.cu_seqlens[:-1]) + self.position
 
     @property
     def _place(self) -> Tensor:

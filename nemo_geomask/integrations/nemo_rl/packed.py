@@ -3,7 +3,7 @@
 NeMo-RL's wrappers compute log-probs in one of two ways, for one sequence after the other or for all at once, and both
 are kept as they are: filtering, chunks, fused linear log-probs, and the gathering over context-parallel ranks, after
 which every rank holds all of them. What differs is the loss: it gets the predicted tokens of all sequences in one call,
-where NeMo-RL makes one a sequence, or one on the rows with all their padding.
+where NeMo-RL makes one a sequence, or one on the rows with all their padding, as we do where that costs less.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def at_once(wrapper: Any, logits: Tensor, data: Any, seqs: Tensor | float, toks:
     """Loss and metrics of a packed row, as NeMo-RL's ``SequencePackingFusionLossWrapper``, which computes log-probs
     [B, T-1] at once.
 
-    Without their padding, but where it costs less than to wait for the sequences' lengths, which are on the device.
+    On the rows without their padding, unless a GPU computes it in less time than it takes to wait for the lengths.
 
     Args: as for :func:`by_sequence`.
     """
