@@ -88,7 +88,7 @@ class Sums:
             if value.requires_grad:
                 value = value.detach()
             if over == "histogram":
-                self._histograms.append((names[0], _counted(value.flatten(), self._weights["tokens"].flatten())))
+                self._histograms.append((names[0], _counted(value, self._weights["tokens"])))
                 continue
             if over == "tokens" or over == "sequences":
                 # Not torch.dot: over thousands of ratios near 1 it may lose three digits, which bounds such as
@@ -151,12 +151,15 @@ def histogram(name: str, size: Tensor) -> Metric:
 
 
 def _counted(bins: Tensor, weight: Tensor) -> Tensor:
-    """Summed weights of each bin, of tokens in a row."""
+    """Summed weights of each bin."""
     if not bins.is_cuda:
-        return weight.new_zeros(_BINS).index_add(0, bins, weight)
+        # Row by row: a graph would divide to find a flat token's row and column.
+        rows = weight.new_zeros(*weight.shape[:-1], _BINS).scatter_add(-1, bins.long(), weight)
+        return rows.view(-1, _BINS).sum(dim=0)
     # A GPU adds to one address one after the other, and most tokens are of few bins.
     lanes = torch.arange(bins.numel(), dtype=bins.dtype, device=bins.device).remainder_(_LANES)
-    return weight.new_zeros(_LANES * _BINS).index_add(0, bins + _BINS * lanes, weight).view(_LANES, _BINS).sum(dim=0)
+    found = weight.new_zeros(_LANES * _BINS).index_add(0, bins.flatten() + _BINS * lanes, weight.flatten())
+    return found.view(_LANES, _BINS).sum(dim=0)
 
 
 def _bins(name: str) -> tuple[str, ...]:

@@ -58,8 +58,8 @@ def saturating_exp(log_ratio: Tensor) -> Tensor:
 
 def saturated(log_ratio: Tensor, where: Tensor) -> Tensor:
     """How often :func:`saturating_exp` saturates where ``where`` is 1 and not 0, 0-d."""
-    beyond = log_ratio.detach() - LOG_RATIO_LIMIT
-    return beyond.relu_().sign_().mul_(where).sum()
+    beyond = torch.threshold(log_ratio.detach(), LOG_RATIO_LIMIT, 0.0)
+    return beyond.sign_().mul_(where).sum()
 
 
 def log_bound(bound: float | None, *, default: float) -> float:

@@ -43,9 +43,9 @@ def pack_rows(
         MissingDataError: a tensor is missing.
         ShapeError: the batch has another number of rows than the packing has sequences, or its tensors differ in shape.
     """
-    rows, width = _check(data, segments.count)
+    width = _check(data, segments.count)
     device = segments.cu_seqlens.device
-    row = segments.spread(torch.arange(rows, device=device))
+    row = segments.spread(torch.arange(segments.count, device=device))
     column = segments.token_index - segments.spread(starts) + 1
     # The last token of a sequence and the padding behind it predict nothing.
     inside = column < segments.spread(lengths).clamp(max=width)
@@ -68,26 +68,22 @@ def predicted_tokens(
 
     Returns:
         The token tensors as [N] and [B] tensors as they are; the sequences among the N tokens; where each of these lies
-        in a tensor [B, T-1] of what is predicted, flattened: [N] int64.
+        in a tensor [B, T], flattened: [N] int64.
 
     Raises:
         MissingDataError, ShapeError: as for :func:`pack_rows`.
     """
-    rows, width = _check(data, len(lengths))
+    width = _check(data, len(lengths))
     counts = [max(0, min(length, width) - 1) for length in lengths]
     offsets = [0, *itertools.accumulate(counts)]
-    # Of each row, how far its tokens are from their place among the N; in rows of one column more, one further.
-    further = torch.tensor([[index * (width - 1) - offsets[index], index + 1] for index in range(rows)], device=device)
-    shift, columns = further.repeat_interleave(
-        torch.tensor(counts, device=device), dim=0, output_size=offsets[-1]
-    ).unbind(dim=1)
-    place = shift + torch.arange(offsets[-1], device=device)
-    packed = _taken(data, place + columns)
-    return {**_of_sequences(data), **packed}, PackedSegments(offsets, device=device), place
+    segments = PackedSegments(offsets, device=device)
+    further = torch.tensor([row * width + 1 - offset for row, offset in enumerate(offsets[:-1])], device=device)
+    place = segments.spread(further) + segments.token_index
+    return {**_of_sequences(data), **_taken(data, place)}, segments, place
 
 
-def _check(data: Mapping[str, Tensor], count: int) -> tuple[int, int]:
-    """Rows and columns of a batch that holds ``count`` sequences."""
+def _check(data: Mapping[str, Tensor], count: int) -> int:
+    """Columns of a batch that holds ``count`` sequences."""
     missing = [key for key in ("token_mask", "sample_mask", "input_ids") if key not in data]
     if missing:
         raise MissingDataError(f"data['{missing[0]}'] is missing; packing needs token_mask, sample_mask and input_ids")
@@ -99,7 +95,7 @@ def _check(data: Mapping[str, Tensor], count: int) -> tuple[int, int]:
             raise ShapeError(
                 f"data['{key}'] must be [{rows}, {width}] as data['token_mask'] is, but it is {list(data[key].shape)}"
             )
-    return rows, width
+    return width
 
 
 def _taken(data: Mapping[str, Tensor], place: Tensor) -> dict[str, Tensor]:

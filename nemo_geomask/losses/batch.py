@@ -14,7 +14,7 @@ from torch import Tensor
 
 from nemo_geomask.config import LossConfig
 from nemo_geomask.errors import MissingDataError, ShapeError
-from nemo_geomask.kernels.select import selector, where_finite
+from nemo_geomask.kernels.select import count_finite, selector, where_finite
 from nemo_geomask.metrics import Metric
 from nemo_geomask.segments import PackedSegments, Segments
 
@@ -66,7 +66,7 @@ class TokenBatch(NamedTuple):
     gen: Tensor  # log μ
     mismatch: Tensor  # prev − gen: train engine against generation engine
     ref: Tensor | None  # log π_ref; None without a KL term
-    seen_ref: Tensor | None  # the same for metrics alone, also without one: curr_kl where it is not finite
+    reference: Tensor | None  # curr_kl − log π_ref for metrics alone, also without one; 0 where that is not known
     advantages: Tensor  # A
     rewards: Tensor | None  # [S]
     audited: Tensor | None  # log π_old of the tokens of a sample, NaN elsewhere; None where there is none
@@ -85,6 +85,8 @@ class TokenBatch(NamedTuple):
 
     def log_ratios(self, which: str) -> Tensor:
         """``mismatch`` prev − gen, ``policy`` curr − prev or ``total`` curr − gen, without gradient."""
+        if which == "mismatch":
+            return self.mismatch
         one, other = self.pair(which)
         return one - other
 
@@ -204,12 +206,12 @@ def read(raw: Raw, segments: Segments, anchor: Literal["prev", "gen"] = "prev") 
     curr = select(curr)
     prev = clean.get("prev", curr.detach())
     curr_kl = curr if unfiltered is None else select(unfiltered.float())
-    seen_ref = clean.get("ref")
+    reference = curr_kl.detach() - clean["ref"] if "ref" in clean else None
     if seen is not None:
         seen = seen.float()
+        known = selector(where_finite(trains, seen))
         # All zeros are what NeMo-RL puts there where it skips the reference.
-        told = (where_finite(trains, seen) != 0) & (select(seen) != 0).any()
-        seen_ref = torch.where(told, seen, curr_kl.detach())
+        reference = known(curr_kl.detach() - seen) * torch.sign(known(seen).abs().sum())
     batch = TokenBatch(
         curr=curr,
         curr_kl=curr_kl,
@@ -218,7 +220,7 @@ def read(raw: Raw, segments: Segments, anchor: Literal["prev", "gen"] = "prev") 
         gen=clean["gen"],
         mismatch=prev - clean["gen"],
         ref=clean.get("ref"),
-        seen_ref=seen_ref,
+        reference=reference,
         advantages=clean["advantages"],
         rewards=None if rewards is None else rewards.float(),
         audited=None if audited is None else audited.float(),
@@ -232,6 +234,6 @@ def read(raw: Raw, segments: Segments, anchor: Literal["prev", "gen"] = "prev") 
     asked = declared.sum()
 
     def count(name: str, value: Tensor) -> Metric:
-        return Metric((f"geomask/nonfinite_{name}",), "part", lambda: asked - where_finite(declared, value).sum())
+        return Metric((f"geomask/nonfinite_{name}",), "part", lambda: asked - count_finite(declared, value))
 
     return batch, [count(name, value) for name, value in {"curr": raw.curr.detach(), **given}.items()]

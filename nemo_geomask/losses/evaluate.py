@@ -106,7 +106,12 @@ def evaluate(
             Metric(("positive_nll_loss",), "part", lambda: zero if nll is None else nll, "none" if local else own),
             *report_audit(batch, seen),
             *report_batch(
-                batch, seen, config.reference_policy_kl_type, knows_prev=config.knows_prev, global_seqs=global_seqs
+                batch,
+                seen,
+                config.reference_policy_kl_type,
+                full=full,
+                knows_prev=config.knows_prev,
+                global_seqs=global_seqs,
             ),
         ]
     )

@@ -76,9 +76,15 @@ def report_audit(batch: TokenBatch, seen: Observed) -> list[Metric]:
 
 
 def report_batch(
-    batch: TokenBatch, seen: Observed, kl_type: F.KLEstimator, *, knows_prev: bool, global_seqs: Tensor
+    batch: TokenBatch,
+    seen: Observed,
+    kl_type: F.KLEstimator,
+    *,
+    full: bool,
+    knows_prev: bool,
+    global_seqs: Tensor,
 ) -> list[Metric]:
-    r"""Train/generation mismatch, staleness and entropy.
+    r"""Train/generation mismatch, and if ``full``, staleness, distance from the reference and what a bug would show.
 
     With Δ = prev − gen and tokens sampled from μ: ``gen_kl_error`` estimates KL(μ ‖ π_old) by NeMo-RL's
     ``kl_type``, and ``policy_kl_error`` is the same with the two exchanged, as NeMo-RL has it (for tokens from μ only
@@ -89,7 +95,7 @@ def report_batch(
     Where π_old is not known, Δ is curr − gen, as in NeMo-RL where it takes π_old to be the current policy, and what is
     reported under this package's names is called so.
     """
-    mismatch, policy = batch.mismatch, batch.log_ratios("policy")
+    mismatch = batch.mismatch
     own = f"geomask/{'mismatch' if knows_prev else 'total'}"
     # All of it is made of e^|Δ| - 1 and e^-|Δ| - 1, which keep the digits of a small Δ.
     size = mismatch.abs()
@@ -119,12 +125,17 @@ def report_batch(
         # sinh²(Δ/2) = -up·down/4 and log cosh = log1p(sinh²)/2.
         Metric(("js_divergence_error",), "tokens", lambda: (up * down).mul_(-0.25).log1p_(), unit=0.5),
         Metric(("approx_entropy",), "tokens", lambda: (1 + excess) * curr, unit=-1.0),
+    ]
+    if not full:
+        return reports
+    reports += [
         Metric((f"{own}_abs",), "tokens", lambda: size),
         Metric((f"{own}_k1",), "tokens", lambda: mismatch, unit=-1.0),
         Metric((f"{own}_max",), "highest", lambda: (size * seen.trains).amax() if size.numel() else size.sum()),
         histogram(own, size),
     ]
     if knows_prev:
+        policy = batch.log_ratios("policy")
         reports += [
             Metric(("geomask/policy_abs",), "tokens", policy.abs),
             Metric(("geomask/policy_k3",), "tokens", lambda: F.token_statistic(policy, "k3")),
@@ -132,23 +143,26 @@ def report_batch(
             Metric(("geomask/total_k1",), "tokens", lambda: total, unit=-1.0),
             Metric(("geomask/total_k3",), "tokens", lambda: excess - clamped_total),
         ]
-    if batch.seen_ref is not None:
+    if batch.reference is not None:
         # KL(π ‖ π_ref) of x = curr − ref, for tokens sampled from near π: k1 x, k3 e^−x − 1 + x.
-        x, each = batch.curr_kl.detach() - batch.seen_ref, F.inverse_count(global_seqs)
+        x = batch.reference
+        sum_, each = (x * seen.weight).sum(), F.inverse_count(global_seqs)
         reports += [
-            Metric(("geomask/reference_k1",), "tokens", lambda: x),
+            Metric(("geomask/reference_k1",), "summed", lambda: sum_),
             Metric(("geomask/reference_k3",), "tokens", lambda: F.token_statistic(-x, "k3")),
-            Metric(("geomask/reference_k1_sequence",), "part", lambda: each * (x * seen.weight).sum(), "sequences"),
+            Metric(("geomask/reference_k1_sequence",), "part", lambda: each * sum_, "sequences"),
         ]
 
-    def highest() -> Tensor:
-        return torch.maximum(torch.maximum(batch.gen, batch.prev), curr)
+    def above_zero() -> Tensor:
+        highest = torch.maximum(torch.maximum(batch.gen, batch.prev), curr)
+        return torch.threshold(highest, 1e-3, 0.0).sign_().mul_(seen.trains).sum()
+
+    def exactly_zero() -> Tensor:
+        return seen.trained - torch.sign(batch.gen).abs_().mul_(seen.weight).sum()
 
     return [
         *reports,
         # Log-probs that a bug must have made where there are many: above 0, or exactly 0.
-        Metric(
-            ("geomask/positive_logprobs",), "part", lambda: (highest() - 1e-3).relu_().sign_().mul_(seen.trains).sum()
-        ),
-        Metric(("geomask/zero_gen_logprobs",), "tokens", lambda: (batch.gen == 0).float()),
+        Metric(("geomask/positive_logprobs",), "part", above_zero),
+        Metric(("geomask/zero_gen_logprobs",), "summed", exactly_zero),
     ]

@@ -24,7 +24,7 @@ def test_predicted_tokens_are_those_after_the_first_of_each_sequence():
     expected = [(0, 1), (0, 2), (0, 3), *((2, column) for column in range(1, 6))]
     assert packed["advantages"].tolist() == [float(DATA["advantages"][at]) for at in expected]
     assert segments.cu_seqlens.tolist() == [0, 3, 3, 8]
-    assert place.tolist() == [row * (WIDTH - 1) + column - 1 for row, column in expected]
+    assert place.tolist() == [row * WIDTH + column for row, column in expected]
     assert packed["sample_mask"] is DATA["sample_mask"]
     assert set(packed) == {"advantages", "token_mask", "sample_mask", "input_lengths"}
 

@@ -77,6 +77,8 @@ def at_once(wrapper: Any, logits: Tensor, data: Any, seqs: Tensor | float, toks:
     if logprobs.is_cuda and logprobs.numel() <= _WITH_PADDING:
         return wrapper.loss_fn(logprobs, rows, seqs, toks)
     tokens, segments, place = predicted_tokens(rows, wrapper.cu_seqlens_q.diff().tolist(), logprobs.device)
+    # Each row of what is predicted is one shorter.
+    place = place - segments.spread(torch.arange(1, segments.count + 1, device=place.device))
     if _UNFILTERED in rows:
         tokens[_UNFILTERED] = rows[_UNFILTERED].flatten().index_select(0, place)
     return wrapper.loss_fn.packed(logprobs.flatten().index_select(0, place), tokens, segments, seqs, toks)
