@@ -62,6 +62,9 @@ def evaluate(
     metrics = Sums(seen.weight, seen.sample_mask, segments, full=full)
     metrics.add(reports)
     metrics.add(of_batch, always=config.nonfinite == "raise")  # then the caller looks at them
+    kl_type = config.reference_policy_kl_type
+    metrics.add(report_batch(batch, seen, kl_type, full=full, knows_prev=config.knows_prev, global_seqs=global_seqs))
+    metrics.add(report_audit(batch, seen))
 
     weight, reports = correct(batch, seen, config)
     metrics.add(reports)
@@ -104,15 +107,6 @@ def evaluate(
             Metric(("loss",), "part", lambda: loss, own),
             Metric(("kl_penalty",), "part", lambda: zero if kl is None else kl, own),
             Metric(("positive_nll_loss",), "part", lambda: zero if nll is None else nll, "none" if local else own),
-            *report_audit(batch, seen),
-            *report_batch(
-                batch,
-                seen,
-                config.reference_policy_kl_type,
-                full=full,
-                knows_prev=config.knows_prev,
-                global_seqs=global_seqs,
-            ),
         ]
     )
     return metrics.whole(loss, global_seqs, global_toks)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -76,15 +76,10 @@ def report_audit(batch: TokenBatch, seen: Observed) -> list[Metric]:
 
 
 def report_batch(
-    batch: TokenBatch,
-    seen: Observed,
-    kl_type: F.KLEstimator,
-    *,
-    full: bool,
-    knows_prev: bool,
-    global_seqs: Tensor,
-) -> list[Metric]:
-    r"""Train/generation mismatch, and if ``full``, staleness, distance from the reference and what a bug would show.
+    batch: TokenBatch, seen: Observed, kl_type: F.KLEstimator, *, full: bool, knows_prev: bool, global_seqs: Tensor
+) -> Iterator[Metric]:
+    r"""Train/generation mismatch and entropy; if ``full``, staleness, the distance from the reference, and what a bug
+    would show.
 
     With Δ = prev − gen and tokens sampled from μ: ``gen_kl_error`` estimates KL(μ ‖ π_old) by NeMo-RL's
     ``kl_type``, and ``policy_kl_error`` is the same with the two exchanged, as NeMo-RL has it (for tokens from μ only
@@ -95,23 +90,29 @@ def report_batch(
     Where π_old is not known, Δ is curr − gen, as in NeMo-RL where it takes π_old to be the current policy, and what is
     reported under this package's names is called so.
     """
-    mismatch = batch.mismatch
-    own = f"geomask/{'mismatch' if knows_prev else 'total'}"
+    # One after the other, so that the tensors of each are gone before the next needs some.
+    yield from _mismatch(batch.mismatch, seen, kl_type, own=f"geomask/{'mismatch' if knows_prev else 'total'}")
+    yield from _total(batch, full=full and knows_prev)
+    if full and knows_prev:
+        yield from _policy(batch.log_ratios("policy"))
+    if full and batch.reference is not None:
+        yield from _reference(batch.reference, seen, global_seqs)
+    if full:
+        yield from _impossible(batch, seen)
+
+
+def _mismatch(mismatch: Tensor, seen: Observed, kl_type: F.KLEstimator, *, own: str) -> list[Metric]:
     # All of it is made of e^|Δ| - 1 and e^-|Δ| - 1, which keep the digits of a small Δ.
     size = mismatch.abs()
     clamped = size.clamp(max=F.LOG_RATIO_LIMIT)
     up = torch.expm1(clamped)
     down = -up / (1 + up)
-    curr, total = batch.curr.detach(), batch.log_ratios("total")
-    clamped_total = total.clamp(max=F.LOG_RATIO_LIMIT)
-    excess = torch.expm1(clamped_total)
     if kl_type == "k3":
         # lerp is exact at both ends.
         above, below, positive = up - clamped, down + size, torch.relu(torch.sign(mismatch))
-        k3, exchanged = torch.lerp(below, above, positive), torch.lerp(above, below, positive)
         reports = [
-            Metric(("gen_kl_error", f"{own}_k3"), "tokens", lambda: k3),
-            Metric(("policy_kl_error",), "tokens", lambda: exchanged),
+            Metric(("gen_kl_error", f"{own}_k3"), "tokens", lambda: torch.lerp(below, above, positive)),
+            Metric(("policy_kl_error",), "tokens", lambda: torch.lerp(above, below, positive)),
         ]
     else:
         ratio = F.saturating_exp(mismatch) if kl_type == "k4" else None
@@ -120,49 +121,61 @@ def report_batch(
             Metric(("policy_kl_error",), "tokens", lambda: F.kl_estimate(mismatch, kl_type, ratio=ratio)),
             Metric((f"{own}_k3",), "tokens", lambda: F.kl_estimate(-mismatch, "k3")),
         ]
-    reports += [
+    return [
+        *reports,
         Metric(("token_mult_prob_error",), "tokens", lambda: 1 + up),
         # sinh²(Δ/2) = -up·down/4 and log cosh = log1p(sinh²)/2.
         Metric(("js_divergence_error",), "tokens", lambda: (up * down).mul_(-0.25).log1p_(), unit=0.5),
-        Metric(("approx_entropy",), "tokens", lambda: (1 + excess) * curr, unit=-1.0),
-    ]
-    if not full:
-        return reports
-    reports += [
         Metric((f"{own}_abs",), "tokens", lambda: size),
         Metric((f"{own}_k1",), "tokens", lambda: mismatch, unit=-1.0),
         Metric((f"{own}_max",), "highest", lambda: (size * seen.trains).amax() if size.numel() else size.sum()),
         histogram(own, size),
     ]
-    if knows_prev:
-        policy = batch.log_ratios("policy")
-        reports += [
-            Metric(("geomask/policy_abs",), "tokens", policy.abs),
-            Metric(("geomask/policy_k3",), "tokens", lambda: F.token_statistic(policy, "k3")),
-            Metric(("geomask/total_abs",), "tokens", total.abs),
-            Metric(("geomask/total_k1",), "tokens", lambda: total, unit=-1.0),
-            Metric(("geomask/total_k3",), "tokens", lambda: excess - clamped_total),
-        ]
-    if batch.reference is not None:
-        # KL(π ‖ π_ref) of x = curr − ref, for tokens sampled from near π: k1 x, k3 e^−x − 1 + x.
-        x = batch.reference
-        sum_, each = (x * seen.weight).sum(), F.inverse_count(global_seqs)
-        reports += [
-            Metric(("geomask/reference_k1",), "summed", lambda: sum_),
-            Metric(("geomask/reference_k3",), "tokens", lambda: F.token_statistic(-x, "k3")),
-            Metric(("geomask/reference_k1_sequence",), "part", lambda: each * sum_, "sequences"),
-        ]
 
-    def above_zero() -> Tensor:
-        highest = torch.maximum(torch.maximum(batch.gen, batch.prev), curr)
+
+def _total(batch: TokenBatch, *, full: bool) -> list[Metric]:
+    curr, total = batch.curr.detach(), batch.log_ratios("total")
+    clamped = total.clamp(max=F.LOG_RATIO_LIMIT)
+    excess = torch.expm1(clamped)
+    entropy = Metric(("approx_entropy",), "tokens", lambda: (1 + excess) * curr, unit=-1.0)
+    if not full:
+        return [entropy]
+    return [
+        entropy,
+        Metric(("geomask/total_abs",), "tokens", total.abs),
+        Metric(("geomask/total_k1",), "tokens", lambda: total, unit=-1.0),
+        Metric(("geomask/total_k3",), "tokens", lambda: excess - clamped),
+    ]
+
+
+def _policy(policy: Tensor) -> list[Metric]:
+    return [
+        Metric(("geomask/policy_abs",), "tokens", policy.abs),
+        Metric(("geomask/policy_k3",), "tokens", lambda: F.token_statistic(policy, "k3")),
+    ]
+
+
+def _reference(x: Tensor, seen: Observed, global_seqs: Tensor) -> list[Metric]:
+    """KL(π ‖ π_ref) of x = curr − ref, for tokens sampled from near π: k1 x, k3 e^−x − 1 + x."""
+    k1 = (x * seen.weight).sum()
+    return [
+        Metric(("geomask/reference_k1",), "summed", lambda: k1),
+        Metric(("geomask/reference_k3",), "tokens", lambda: F.token_statistic(-x, "k3")),
+        Metric(("geomask/reference_k1_sequence",), "part", lambda: F.inverse_count(global_seqs) * k1, "sequences"),
+    ]
+
+
+def _impossible(batch: TokenBatch, seen: Observed) -> list[Metric]:
+    """Log-probs that a bug must have made where there are many: above 0, or exactly 0."""
+
+    def positive() -> Tensor:
+        highest = torch.maximum(torch.maximum(batch.gen, batch.prev), batch.curr.detach())
         return torch.threshold(highest, 1e-3, 0.0).sign_().mul_(seen.trains).sum()
 
-    def exactly_zero() -> Tensor:
+    def zero() -> Tensor:
         return seen.trained - torch.sign(batch.gen).abs_().mul_(seen.weight).sum()
 
     return [
-        *reports,
-        # Log-probs that a bug must have made where there are many: above 0, or exactly 0.
-        Metric(("geomask/positive_logprobs",), "part", above_zero),
-        Metric(("geomask/zero_gen_logprobs",), "summed", exactly_zero),
+        Metric(("geomask/positive_logprobs",), "part", positive),
+        Metric(("geomask/zero_gen_logprobs",), "summed", zero),
     ]
