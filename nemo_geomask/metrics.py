@@ -99,29 +99,33 @@ class Sums:
                 over = normalizer = "tokens"
             self._found[over].append((Label(names, over, normalizer, unit), value))
 
-    def whole(self, loss: Tensor, *counts: Tensor) -> tuple[Tensor, Tensor, tuple[Label, ...]]:
+    @property
+    def labels(self) -> tuple[Label, ...]:
+        """Of the sums, in their order; known without them, by the settings and by what a batch holds."""
+        bins = [Label((bin_,), "tokens", "tokens") for name, _ in self._histograms for bin_ in _bins(name)]
+        return (*bins, *(label for over in _ORDER for label, _ in self._found[over]))
+
+    def whole(self, loss: Tensor, *counts: Tensor) -> tuple[Tensor, Tensor]:
         """The sums over all ranks, and the loss, which travels along on a path of its own.
 
         Args:
             loss: 0-d, this rank's part, with gradient.
             counts: 0-d float32, valid sequences and tokens in the step.
 
-        Returns: the loss's value over all ranks with the gradient of this rank's part; the sums' labels and values, as
-        :class:`Metrics` takes them.
+        Returns: the loss's value over all ranks with the gradient of this rank's part; the sums, and the counts behind
+        them, as :class:`Metrics` takes them with :attr:`labels`.
         """
-        bins = [Label((bin_,), "tokens", "tokens") for name, _ in self._histograms for bin_ in _bins(name)]
-        labels = (*bins, *(label for over in _ORDER for label, _ in self._found[over]))
         values = _vector([*(value for over in _ORDER for _, value in self._found[over]), *counts])
         values = torch.cat([*(shares for _, shares in self._histograms), values])
         if not self._segments.groups:
-            return loss, values, labels
+            return loss, values
         sums, lowest, highest = (
             sum(len(self._found[over]) for over in kinds) for kinds in (("tokens", "part"), ("lowest",), ("highest",))
         )
-        sums += len(bins)
+        sums += _BINS * len(self._histograms)
         shared, values = sums + lowest + highest, values.double()
         whole_loss, across = self._segments.whole(loss, values[:shared], sums=sums, lowest=lowest)
-        return whole_loss, torch.cat([across, values[shared:]]), labels
+        return whole_loss, torch.cat([across, values[shared:]])
 
 
 _ORDER: tuple[Over, ...] = ("tokens", "part", "lowest", "highest", "sequences", "count")

@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from nemo_geomask.losses.batch import Raw
-from nemo_geomask.metrics import Label
 
 __all__ = ["EAGER_CALLS", "Compiled", "differentiable", "with_gradient"]
 
@@ -27,34 +26,31 @@ def _guarded(guards: Sequence[Any]) -> list[bool]:
     return [not guard.name or guard.name.startswith("args") for guard in guards]
 
 
-Pass = Callable[..., tuple[Tensor, Tensor, tuple[Label, ...]]]
+Pass = Callable[..., tuple[Tensor, Tensor]]
 
 
-def with_gradient(function: Pass, raw: Raw, *rest: Any) -> tuple[Any, ...]:
-    """Loss, values and labels of the metrics, and the loss's gradient by each of :attr:`Raw.moving`.
+def with_gradient(function: Pass, raw: Raw, *rest: Any) -> tuple[Tensor, ...]:
+    """Loss, values of the metrics, and the loss's gradient by each of :attr:`Raw.moving`.
 
     In one graph, forward and backward need keep nothing for each other; the gradient is all that remains of a call.
     Nothing in ``raw`` needs require grad.
     """
-    labels = []
 
     def loss_of(*moving: Tensor) -> tuple[Tensor, Tensor]:
-        loss, values, named = function(raw.moved(moving), *rest)
-        labels.append(named)
-        return loss, values
+        return function(raw.moved(moving), *rest)
 
     # In float32 until the trainer has scaled it: in half precision a small gradient would be 0 before.
     found: Any = torch.func.vjp(loss_of, *(value.float() for value in raw.moving), has_aux=True)
     loss, pull, values = found
-    return loss, values, labels[0], *pull(torch.ones_like(loss))
+    return loss, values, *pull(torch.ones_like(loss))
 
 
-def differentiable(graph: Callable[..., Any], raw: Raw, *rest: Any) -> tuple[Tensor, Tensor, tuple[Label, ...]]:
+def differentiable(graph: Callable[..., tuple[Tensor, ...]], raw: Raw, *rest: Any) -> tuple[Tensor, Tensor]:
     """What the pass returns, from a graph of :func:`with_gradient`."""
+    moving = raw.moving
     with torch.no_grad():
-        known = graph(raw.moved([value.detach() for value in raw.moving]), *rest)
-    loss, values, labels, *gradient = known
-    return _Known.apply(loss, *gradient, *raw.moving), values, labels  # type: ignore[no-untyped-call]
+        loss, values, *gradient = graph(raw.moved([value.detach() for value in moving]), *rest)
+    return _Known.apply(loss, *gradient, *moving), values  # type: ignore[no-untyped-call]
 
 
 def _graph(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -110,7 +106,7 @@ class Compiled:
         self._calls = 0
         self._graphs: tuple[Callable[..., Any], Callable[..., Any]] | None = None
 
-    def __call__(self, raw: Raw, *rest: Any) -> tuple[Tensor, Tensor, tuple[Label, ...]]:
+    def __call__(self, raw: Raw, *rest: Any) -> tuple[Tensor, Tensor]:
         """What the function returns of these arguments."""
         if self._graphs is None:
             if not self._chooses(raw.curr.device):

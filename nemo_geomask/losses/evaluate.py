@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -17,9 +18,9 @@ from nemo_geomask.losses.rejection import reject
 from nemo_geomask.losses.report import report_audit, report_batch, report_surrogate
 from nemo_geomask.losses.variant import SurrogateInputs, Variant
 from nemo_geomask.metrics import Label, Metric, Normalizer, Sums
-from nemo_geomask.segments import Segments
+from nemo_geomask.segments import PaddedSegments, Segments
 
-__all__ = ["evaluate"]
+__all__ = ["evaluate", "labels"]
 
 
 def evaluate(
@@ -31,7 +32,7 @@ def evaluate(
     tensors: tuple[Tensor, ...],
     global_seqs: Tensor,
     global_toks: Tensor,
-) -> tuple[Tensor, Tensor, tuple[Label, ...]]:
+) -> tuple[Tensor, Tensor]:
     """Loss and metrics of one microbatch.
 
     Args:
@@ -42,10 +43,34 @@ def evaluate(
         layout: the kind of its layout, and over which ranks; ``tensors`` are its own.
         global_seqs, global_toks: 0-d float32, valid sequences and valid tokens in the optimiser step.
 
-    Returns: the loss, float32 0-d, its value over all ranks and its gradient that of this rank's part; values and
-    labels of the metrics, over all ranks.
+    Returns: the loss, float32 0-d, its value over all ranks and its gradient that of this rank's part; values of the
+    metrics over all ranks, whose names :func:`labels` gives.
     """
-    segments = layout.of(*tensors)
+    loss, metrics = _reduced(config, variant, options, raw, layout.of(*tensors), global_seqs, global_toks)
+    return metrics.whole(loss, global_seqs, global_toks)
+
+
+def labels(config: LossConfig, variant: Variant, options: Any, names: Iterable[str]) -> tuple[Label, ...]:
+    """Of the metrics of a microbatch that holds what ``names`` say, of :data:`~nemo_geomask.losses.batch.KEYS`.
+
+    Found by a pass over a batch of one token, so that no table has to agree with the code.
+    """
+    one = torch.ones(1, 1, dtype=torch.float32)
+    others = {name: one[0] if name == "rewards" else one for name in names}
+    raw = Raw(one, one, one[0], others, one[0].expand(len(config.told)))
+    return _reduced(config, variant, options, raw, PaddedSegments(), one[0, 0], one[0, 0])[1].labels
+
+
+def _reduced(
+    config: LossConfig,
+    variant: Variant,
+    options: Any,
+    raw: Raw,
+    segments: Segments,
+    global_seqs: Tensor,
+    global_toks: Tensor,
+) -> tuple[Tensor, Sums]:
+    """Loss and metrics over this rank's tokens."""
     batch, of_batch = read(raw, segments, config.ratio_anchor)
     inputs = SurrogateInputs(batch.curr, batch.log_ratio, batch.advantages, config, options)
     pooled = variant.pool(inputs) if variant.pool is not None else {}
@@ -109,7 +134,7 @@ def evaluate(
             Metric(("positive_nll_loss",), "part", lambda: zero if nll is None else nll, "none" if local else own),
         ]
     )
-    return metrics.whole(loss, global_seqs, global_toks)
+    return loss, metrics
 
 
 def _kl(batch: TokenBatch, coefficient: Tensor, config: LossConfig) -> Tensor | None:

@@ -17,9 +17,9 @@ from nemo_geomask.errors import DataError, GeomaskError, NonFiniteError, PluginE
 from nemo_geomask.losses import protocol
 from nemo_geomask.losses.batch import KEYS, Raw, keys_read, take_packed, take_padded
 from nemo_geomask.losses.compiled import Compiled
-from nemo_geomask.losses.evaluate import evaluate
+from nemo_geomask.losses.evaluate import evaluate, labels
 from nemo_geomask.losses.variant import Variant
-from nemo_geomask.metrics import Metrics
+from nemo_geomask.metrics import Label, Metrics
 from nemo_geomask.segments import PackedSegments, PaddedSegments, Segments
 
 __all__ = ["BOUND", "PREPARED", "PolicyLoss", "refuse_nonfinite"]
@@ -54,8 +54,8 @@ class PolicyLoss:
         self._keys = keys_read(config)
         self._prepared: Mapping[str, Tensor] | None = None
         self._budgets = [f"{BOUND}{label}" for label in config.told]
-        self._pass = functools.partial(evaluate, config, variant, options)
-        self._evaluate = Compiled(self._pass, config.compile, config.name)
+        self._evaluate = Compiled(functools.partial(evaluate, config, variant, options), config.compile, config.name)
+        self._labels: dict[tuple[str, ...], tuple[Label, ...]] = {}
         self._normalizers = self._declare()
 
     def __repr__(self) -> str:
@@ -163,26 +163,29 @@ class PolicyLoss:
     ) -> tuple[Tensor, Metrics]:
         seqs = _count("global_valid_seqs", global_valid_seqs, raw.curr.device)
         toks = _count("global_valid_toks", global_valid_toks, raw.curr.device)
-        loss, values, labels = self._evaluate(raw, segments, segments.tensors, seqs, toks)
-        metrics = Metrics(labels, values)
+        loss, values = self._evaluate(raw, segments, segments.tensors, seqs, toks)
+        metrics = Metrics(self._labels_of(tuple(raw.others)), values)
         if self.config.nonfinite == "raise":
             refuse_nonfinite(metrics)
         return loss, metrics
 
+    def _labels_of(self, names: tuple[str, ...]) -> tuple[Label, ...]:
+        found = self._labels.get(names)
+        if found is None:
+            found = self._labels[names] = labels(self.config, self.variant, self.options, names)
+        return found
+
     def _declare(self) -> dict[str, Any]:
-        # The metrics of a call depend on the settings alone; one call on a token finds them, so that no second table
-        # has to agree with the code, and a variant that cannot run fails here and not in a worker.
-        one = torch.ones(1, 1, dtype=torch.float32)
-        others = {name: one[0] if name == "rewards" else one for name in self._keys}
-        raw, count = Raw(one, one, one[0], others, one[0].expand(len(self._budgets))), one[0, 0]
+        # A variant that cannot run fails here and not in a worker.
         try:
-            labels = self._pass(raw, PaddedSegments(), (), count, count)[2]
+            found = self._labels_of(self._keys)
         except GeomaskError:
             raise
         except Exception as error:
-            message = f"the variant '{self.config.name}' fails on a batch of one token: {type(error).__name__}: {error}"
+            name = self.config.name
+            message = f"the variant '{name}' fails on a batch of one token: {type(error).__name__}: {error}"
             raise PluginError(Problem(("loss_fn.name",), message)) from error
-        return {name: label.divided_by for label in labels for name in label.names}
+        return {name: label.divided_by for label in found for name in label.names}
 
 
 def _count(name: str, value: Count, device: torch.device) -> Tensor:

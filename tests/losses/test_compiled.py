@@ -17,7 +17,7 @@ from nemo_geomask import build_loss
 from nemo_geomask.losses import compiled
 from nemo_geomask.losses.batch import Raw, keys_read, take_packed, take_padded
 from nemo_geomask.losses.compiled import Compiled, differentiable, with_gradient
-from nemo_geomask.losses.evaluate import evaluate
+from nemo_geomask.losses.evaluate import evaluate, labels
 from nemo_geomask.metrics import Metrics
 from nemo_geomask.processes import run
 from nemo_geomask.segments import PaddedSegments
@@ -56,9 +56,9 @@ def call(function: Any, config: dict[str, Any], batch: batches.Batch, packed: bo
     else:
         curr, segments = batch.curr.clone().requires_grad_(), PaddedSegments()
         raw = take_padded(curr, batch.data, names)
-    loss, values, labels = function(raw, segments, segments.tensors, *counts)
+    loss, values = function(raw, segments, segments.tensors, *counts)
     loss.backward()
-    metrics = Metrics(labels, values)
+    metrics = Metrics(labels(loss_fn.config, loss_fn.variant, loss_fn.options, raw.others), values)
     return loss.item(), curr.grad, dict(metrics)
 
 
