@@ -14,7 +14,7 @@ from torch import Tensor
 
 from nemo_geomask.config import LossConfig
 from nemo_geomask.errors import MissingDataError, ShapeError
-from nemo_geomask.kernels.select import count_finite, selector, where_finite
+from nemo_geomask.kernels.select import count_finite, select, where_finite
 from nemo_geomask.metrics import Metric
 from nemo_geomask.segments import PackedSegments, Segments
 
@@ -201,17 +201,16 @@ def read(raw: Raw, segments: Segments, anchor: Literal["prev", "gen"] = "prev") 
     for value in (*given.values(), *(() if unfiltered is None else (unfiltered.detach(),))):
         together = together + value
     trains = where_finite(declared, together)  # NaN and infinity survive every sum
-    select = selector(trains)
-    clean = {name: select(value) for name, value in given.items()}
-    curr = select(curr)
+    clean = {name: select(trains, value) for name, value in given.items()}
+    curr = select(trains, curr)
     prev = clean.get("prev", curr.detach())
-    curr_kl = curr if unfiltered is None else select(unfiltered.float())
+    curr_kl = curr if unfiltered is None else select(trains, unfiltered.float())
     reference = curr_kl.detach() - clean["ref"] if "ref" in clean else None
     if seen is not None:
         seen = seen.float()
-        known = selector(where_finite(trains, seen))
+        known = where_finite(trains, seen)
         # All zeros are what NeMo-RL puts there where it skips the reference.
-        reference = known(curr_kl.detach() - seen) * torch.sign(known(seen).abs().sum())
+        reference = select(known, curr_kl.detach() - seen) * torch.sign(select(known, seen).abs().sum())
     batch = TokenBatch(
         curr=curr,
         curr_kl=curr_kl,
@@ -228,7 +227,7 @@ def read(raw: Raw, segments: Segments, anchor: Literal["prev", "gen"] = "prev") 
         sample_mask=sample_mask,
         trains=trains,
         bad=declared - trains,
-        weight=select(weight),
+        weight=select(trains, weight),
         segments=segments,
     )
     asked = declared.sum()

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from nemo_geomask import functional as F
-from nemo_geomask.kernels.select import selector, where_finite
+from nemo_geomask.kernels.select import select, where_finite
 from nemo_geomask.losses.batch import TokenBatch
 from nemo_geomask.losses.observe import Observed
 from nemo_geomask.metrics import Metric, histogram
@@ -58,9 +58,8 @@ def report_audit(batch: TokenBatch, seen: Observed) -> list[Metric]:
     if batch.audited is None:
         return []
     known = where_finite(seen.trains, batch.audited)
-    select = selector(known)
-    weight = select(seen.weight)
-    mismatch, policy = select(batch.audited - batch.gen), select(batch.curr.detach() - batch.audited)
+    weight = select(known, seen.weight)
+    mismatch, policy = select(known, batch.audited - batch.gen), select(known, batch.curr.detach() - batch.audited)
 
     def total(name: str, value: Callable[[], Tensor]) -> Metric:
         return Metric((f"geomask/audit/{name}",), "part", lambda: (value() * weight).sum())
