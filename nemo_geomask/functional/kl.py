@@ -22,9 +22,8 @@ from typing import Literal, get_args
 
 import torch
 from torch import Tensor
-from torch.nn.functional import hardtanh
 
-from nemo_geomask.functional.entry import check_choice, check_layout
+from nemo_geomask.functional.entry import check_choice, check_layout, within
 from nemo_geomask.functional.ratios import LOG_RATIO_LIMIT, saturating_exp
 
 __all__ = ["KLEstimator", "kl_estimate", "kl_penalty"]
@@ -50,7 +49,7 @@ def kl_estimate(x: Tensor, kind: KLEstimator, *, ratio: Tensor | None = None) ->
     if kind == "k2":
         return x.square() / 2
     if kind == "k3":
-        clamped = hardtanh(x, -LOG_RATIO_LIMIT, torch.inf)
+        clamped = within(x, -LOG_RATIO_LIMIT, None)
         return torch.expm1(-clamped) + clamped
     return x if ratio is None else ratio * x
 
@@ -121,6 +120,5 @@ def _clamp(x: Tensor, bound: float | None) -> Tensor:
     """x within ± ``bound``, with gradient at the bound and none beyond."""
     if bound is None:
         return x
-    # hardtanh's backward pass is one vectorised step on a CPU, a clamp's four; but it stops at the bound itself.
     wide = bound * (1 + torch.finfo(x.dtype).eps)
-    return hardtanh(x, -wide, wide)
+    return within(x, -wide, wide)

@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from nemo_geomask.functional.entry import check_choice, check_layout
+from nemo_geomask.functional.entry import check_choice, check_layout, within
 
 __all__ = [
     "LOG_RATIO_LIMIT",
@@ -52,8 +52,7 @@ def saturating_exp(log_ratio: Tensor) -> Tensor:
     Raises: ShapeError: half precision or integers.
     """
     check_layout(log_ratio=log_ratio)
-    # hardtanh is a clamp whose backward pass is one vectorised step on a CPU.
-    return torch.exp(torch.nn.functional.hardtanh(log_ratio, -torch.inf, LOG_RATIO_LIMIT))
+    return torch.exp(within(log_ratio, None, LOG_RATIO_LIMIT))
 
 
 def saturated(log_ratio: Tensor, where: Tensor) -> Tensor:
