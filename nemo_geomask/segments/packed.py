@@ -216,14 +216,12 @@ class PackedSegments(PackedTokens):
         self.count, self.tokens = lengths.numel(), tokens
         self.groups = groups
         self._shares = ((cp_rank, cp_size), (sp_rank, sp_size))
-        self._identity = (self.count, int(offsets[-1]), int((offsets * torch.arange(1, self.count + 2)).sum()))
 
         # From here on the device's own arithmetic: nothing of [N] crosses from the host.
         self.cu_seqlens = offsets.to(device, non_blocking=True)
         first = sp_rank * tokens
         self._offsets = (self.cu_seqlens // cp_size).clamp(first, first + tokens) - first
-        sequences = torch.arange(self.count, device=device)
-        self._ids = torch.repeat_interleave(sequences, self._offsets.diff(), output_size=tokens)
+        self._ids = torch.repeat_interleave(self._offsets.diff(), output_size=tokens)
         self._chunks = self.cu_seqlens.diff() // (2 * cp_size)
         splits = self.cu_seqlens[:-1] // cp_size + self._chunks
         self._splits = splits.clamp(first, first + tokens) - first if cp_size > 1 else self._offsets[1:]
@@ -267,7 +265,9 @@ class PackedSegments(PackedTokens):
         """
         self.check()
         (cp_rank, cp_size), (sp_rank, sp_size) = self._shares
-        ranks = torch.tensor([[*self._identity, sp_rank * cp_size + cp_rank]], device=self._ids.device)
+        offsets = self.cu_seqlens.cpu()
+        identity = (self.count, int(offsets[-1]), int((offsets * torch.arange(1, self.count + 2)).sum()))
+        ranks = torch.tensor([[*identity, sp_rank * cp_size + cp_rank]], device=self._ids.device)
         for group in self.groups:
             ranks = across.gathered(ranks, group).flatten(0, 1)
         *packings, shares = zip(*ranks.tolist(), strict=True)
