@@ -7,6 +7,7 @@ import torch
 
 from nemo_geomask import functional as F
 from nemo_geomask.errors import ArgumentError, ShapeError
+from nemo_geomask.functional.entry import within
 
 CLIP = {"clip_min": 0.2, "clip_max": 0.2}
 KL = {"value": "k3", "gradient": None, "importance_weighted": False, "input_clamp": None, "output_clamp": None}
@@ -98,3 +99,16 @@ def test_a_saturated_ratio_has_no_gradient(advantage):
     F.clipped(x, torch.full((3,), advantage), **CLIP).loss.sum().backward()
     assert x.grad[1:].tolist() == [0.0, 0.0]
     assert (x.grad[0] != 0) == (advantage < 0)
+
+
+@pytest.mark.parametrize("compiling", [False, True])
+@pytest.mark.parametrize(("low", "high"), [(-1.0, 2.0), (None, 2.0), (-1.0, None)])
+def test_a_clamp_has_no_gradient_beyond_its_bounds(monkeypatch, compiling, low, high):
+    # What a graph holds is the same but at the bounds themselves.
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: compiling)
+    x = torch.tensor([-100.0, -1.5, -0.5, 0.0, 1.5, 2.5, 100.0], dtype=torch.float64, requires_grad=True)
+    y = within(x, low, high)
+    expected = [min(max(value, -1e9 if low is None else low), 1e9 if high is None else high) for value in x.tolist()]
+    assert y.tolist() == expected
+    (grad,) = torch.autograd.grad(y.sum(), x)
+    assert grad.tolist() == [float(before == after) for before, after in zip(x.tolist(), expected, strict=True)]

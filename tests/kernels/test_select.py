@@ -41,8 +41,10 @@ def test_without_gradient_nothing_is_recorded():
     assert not select(KEEP, torch.tensor(BAD)).requires_grad
 
 
+@pytest.mark.parametrize("compiling", [False, True])
 @pytest.mark.parametrize("flag", [1.0, 0.5])
-def test_finite_is_told_from_what_is_not(flag):
+def test_finite_is_told_from_what_is_not(monkeypatch, flag, compiling):
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: compiling)
     flags = torch.full((6,), flag)
     assert where_finite(flags, torch.tensor(BAD)).tolist() == [0.0] * 3 + [flag] * 3
     assert count_finite(flags, torch.tensor(BAD)).item() == 3 * flag
