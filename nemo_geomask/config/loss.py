@@ -371,7 +371,7 @@ class LossSettings(StrictModel):
             return ()
         return tuple(rule for rule in self.mask_rules if rule.log_ratio == "mismatch")
 
-    @cached_property
+    @property
     def looks(self) -> dict[str, str]:
         """Settings for which each batch is to be looked at before its step, each with what asks for it, in words."""
         asked = {

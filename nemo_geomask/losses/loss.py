@@ -54,6 +54,7 @@ class PolicyLoss:
         self._keys = keys_read(config)
         self._prepared: Mapping[str, Tensor] | None = None
         self._budgets = [f"{BOUND}{label}" for label in config.told]
+        self._looks = next(iter(config.looks.items()), None)
         self._evaluate = Compiled(functools.partial(evaluate, config, variant, options), config.compile, config.name)
         self._labels: dict[tuple[str, ...], tuple[Label, ...]] = {}
         self._normalizers = self._declare()
@@ -62,6 +63,10 @@ class PolicyLoss:
         changed = self.config.model_dump(mode="json", exclude_defaults=True, exclude={"name"})
         settings = "".join(f", {key}={value!r}" for key, value in changed.items())
         return f"{type(self).__name__}(name={self.config.name!r}{settings})"
+
+    def __getstate__(self) -> dict[str, Any]:
+        # The labels are found again where it arrives: a loss is the same whether it has been called or not.
+        return {**vars(self), "_labels": {}}
 
     # NeMo-RL compares these by identity with its own enums, see the protocol module.
     @property
@@ -144,14 +149,14 @@ class PolicyLoss:
 
     def bounds(self, data: Mapping[str, Any], device: torch.device) -> Tensor | None:
         """Those that the batch set before the step; raises where it has not been looked at."""
-        if not self.config.looks_before_step:
+        if self._looks is None:
             return None
         found = data if PREPARED in data else self._prepared
         if found is not None and all(key in found for key in self._budgets):
             # The same in every row; where there is none, there is nothing to bound.
             bounds = [(found[key][:1].float().sum() if len(found[key]) else torch.ones(())) for key in self._budgets]
             return torch.stack(bounds).to(device, non_blocking=True) if bounds else None
-        key, words = next(iter(self.config.looks.items()))
+        key, words = self._looks
         raise DataError(
             f"loss_fn.{key}: {words} needs a look at the whole batch before the step, but this batch has had none: "
             f"there is no data['{PREPARED}']. Run NeMo-RL by nemo-geomask run, call nemo_geomask.losses.BeforeStep on "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import pickle
 from dataclasses import replace
 
 import pytest
@@ -129,3 +130,20 @@ def test_a_trainer_may_divide_the_loss_in_place():
     loss /= 2
     loss.backward()
     torch.testing.assert_close(curr.grad, batches.evaluate({}, batch).grad / 2)
+
+
+@pytest.mark.parametrize("config", [{"name": "gspo"}, {"reference_policy_kl_penalty": 0.0}], ids=str)
+def test_a_call_leaves_the_loss_as_it_was(config):
+    loss_fn, batch = build_loss(config), batches.rollouts(1)
+    sent = pickle.dumps(loss_fn)
+    found = batches.evaluate(loss_fn, batch)
+    assert pickle.dumps(loss_fn) == sent
+    assert dict(batches.evaluate(pickle.loads(sent), batch).metrics) == dict(found.metrics)
+
+
+def test_what_a_batch_may_hold_is_named_only_where_it_does():
+    loss_fn, batch = build_loss({"reference_policy_kl_penalty": 0.0}), batches.rollouts(1)
+    without = {key: value for key, value in batch.data.items() if key != "reference_policy_logprobs"}
+    names = [set(batches.evaluate(loss_fn, replace(batch, data=data)).metrics) for data in (batch.data, without)]
+    assert names[0] - names[1] == {f"geomask/reference_{name}" for name in ("k1", "k3", "k1_sequence")}
+    assert names[0] == set(loss_fn.metric_normalizations)
