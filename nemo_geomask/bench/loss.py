@@ -225,7 +225,6 @@ def _skewed(setting: Setting, clock: Clock, compiled: bool, repeats: int, seed: 
         return {**result, "ways": [{"way": "all", "status": "absent", "reason": why(error)}]}
     curr, data = _batch(lengths, width, setting.device, seed)
     counts = _counts(data)
-    ours = build_loss({"compile": False}, use_fused_linear_logprobs=True)
     cu = torch.tensor([0, *(lengths + 1).cumsum(0).tolist()], dtype=torch.int32, device=setting.device)
     # Each sequence's last position predicts nothing.
     row = torch.cat([torch.nn.functional.pad(x[:n], (0, 1)) for x, n in zip(curr, lengths.tolist(), strict=True)])
@@ -233,19 +232,25 @@ def _skewed(setting: Setting, clock: Clock, compiled: bool, repeats: int, seed: 
     def given(logits: Tensor, data: Data, **_: Any) -> tuple[dict[str, Tensor], Data]:
         return {"next_token_logprobs": logits}, data
 
-    one, fused = (
-        [wrapper(loss_fn=loss, prepare_fn=fn, cu_seqlens_q=cu, cu_seqlens_q_padded=cu) for loss in (theirs, ours)]
-        for wrapper, fn in zip(ways, (prepare, given), strict=True)
-    )
+    def wrapped(index: int, loss_fn: Any) -> Any:
+        prepare_fn = given if index else prepare
+        return ways[index](loss_fn=loss_fn, prepare_fn=prepare_fn, cu_seqlens_q=cu, cu_seqlens_q_padded=cu)
+
+    ours = build_loss({"compile": False}, use_fused_linear_logprobs=True)
+    lean = build_loss({"compile": False, "metrics": "nemo_rl"}, use_fused_linear_logprobs=True)
+    one, fused = ({loss: wrapped(index, loss) for loss in (theirs, ours, lean)} for index in (0, 1))
     calls: dict[str, tuple[Tensor, Callable[[Tensor], Any]]] = {
-        "NeMo-RL, one by one": (row, lambda x: one[0](x.unsqueeze(0), batch(data), *counts)),
-        "ours, one by one": (row, lambda x: by_sequence(one[1], x.unsqueeze(0), batch(data), *counts)),
-        "NeMo-RL, at once": (curr, lambda x: fused[0](x, batch(data), *counts)),
-        "ours, at once": (curr, lambda x: at_once(fused[1], x, batch(data), *counts)),
+        "NeMo-RL, one by one": (row, lambda x: one[theirs](x.unsqueeze(0), batch(data), *counts)),
+        "ours, one by one": (row, lambda x: by_sequence(one[ours], x.unsqueeze(0), batch(data), *counts)),
+        "ours, one by one, metrics: nemo_rl": (
+            row,
+            lambda x: by_sequence(one[lean], x.unsqueeze(0), batch(data), *counts),
+        ),
+        "NeMo-RL, at once": (curr, lambda x: fused[theirs](x, batch(data), *counts)),
+        "ours, at once": (curr, lambda x: at_once(fused[ours], x, batch(data), *counts)),
     }
     if compiled:
-        loss_fn = build_loss({"compile": True}, use_fused_linear_logprobs=True)
-        graph = ways[1](loss_fn=loss_fn, prepare_fn=given, cu_seqlens_q=cu, cu_seqlens_q_padded=cu)
+        graph = wrapped(1, build_loss({"compile": True}, use_fused_linear_logprobs=True))
         calls["ours, at once, compiled"] = (curr, lambda x: at_once(graph, x, batch(data), *counts))
     steps = {way: _timed(clock, partial(_step, x, partial(_called, call))) for way, (x, call) in calls.items()}
     laps, failures = interleave(steps, repeats, warmup=2)
