@@ -79,25 +79,30 @@ class Sums:
 
     def add(self, reports: Iterable[Metric], *, always: bool = False) -> None:
         """Compute and reduce those that are wanted, or all of them."""
-        for names, over, compute, normalizer, unit in reports:
-            if not (self._full or always):
-                names = tuple(name for name in names if not name.startswith(OWN))
-                if not names:
-                    continue
-            value = compute()
-            if value.requires_grad:
-                value = value.detach()
-            if over == "histogram":
-                self._histograms.append((names[0], _counted(value, self._weights["tokens"])))
-                continue
-            if over == "tokens" or over == "sequences":
-                # Not torch.dot: over thousands of ratios near 1 it may lose three digits, which bounds such as
-                # 1 + 3e-4 need.
-                value = (value * self._weights[over]).sum()
-                normalizer = over
-            elif over == "summed":
-                over = normalizer = "tokens"
-            self._found[over].append((Label(names, over, normalizer, unit), value))
+        for report in reports:
+            self._add(report, always)
+            del report  # and its tensors, before the next are made
+
+    def _add(self, report: Metric, always: bool) -> None:
+        names, over, compute, normalizer, unit = report
+        if not (self._full or always):
+            names = tuple(name for name in names if not name.startswith(OWN))
+            if not names:
+                return
+        value = compute()
+        if value.requires_grad:
+            value = value.detach()
+        if over == "histogram":
+            self._histograms.append((names[0], _counted(value, self._weights["tokens"])))
+            return
+        if over == "tokens" or over == "sequences":
+            # Not torch.dot: over thousands of ratios near 1 it may lose three digits, which bounds such as 1 + 3e-4
+            # need.
+            value = (value * self._weights[over]).sum()
+            normalizer = over
+        elif over == "summed":
+            over = normalizer = "tokens"
+        self._found[over].append((Label(names, over, normalizer, unit), value))
 
     @property
     def labels(self) -> tuple[Label, ...]:
@@ -229,7 +234,6 @@ class Metrics(MutableMapping[str, float]):
     def _read(self) -> dict[str, float]:
         if self._pending is not None:
             labels, values = self._pending
-            self._pending = None
             *numbers, seqs, toks = values.tolist()
             # A count of 0 meets only sums that are 0. The keys stand there already: a trainer may be iterating.
             counts = {"tokens": toks or 1.0, "sequences": seqs or 1.0}
@@ -237,6 +241,7 @@ class Metrics(MutableMapping[str, float]):
                 number *= unit / counts.get(over, 1.0)
                 for name in names:
                     self._floats[name] = number
+            self._pending = None
         return self._floats
 
     def __getitem__(self, name: str) -> float:

@@ -48,7 +48,7 @@ def saturating_exp(log_ratio: Tensor) -> Tensor:
     Args:
         log_ratio: any shape, float32, natural logarithm. NaN stays NaN.
 
-    Returns: the ratio, same shape and dtype; the gradient is 0 where saturated.
+    Returns: the ratio, same shape and dtype; the gradient is 0 above 40 (at 40 itself a graph has one).
     Raises: ShapeError: half precision or integers.
     """
     check_layout(log_ratio=log_ratio)

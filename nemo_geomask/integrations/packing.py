@@ -77,7 +77,8 @@ def predicted_tokens(
     counts = [max(0, min(length, width) - 1) for length in lengths]
     offsets = [0, *itertools.accumulate(counts)]
     segments = PackedSegments(offsets, device=device)
-    further = torch.tensor([row * width + 1 - offset for row, offset in enumerate(offsets[:-1])], device=device)
+    starts = [row * width + 1 - offset for row, offset in enumerate(offsets[:-1])]
+    further = torch.tensor(starts, dtype=torch.int64, device=device)
     place = segments.spread(further) + segments.token_index
     return {**_of_sequences(data), **_taken(data, place)}, segments, place
 

@@ -13,7 +13,7 @@ __all__ = ["count_finite", "select", "where_finite"]
 
 
 def select(flags: Tensor, x: Tensor) -> Tensor:
-    """``torch.where(flags != 0, x, 0)``: +0 where ``flags`` is 0, and so is the gradient, whatever x or the incoming
+    """``torch.where(flags > 0, x, 0)``: +0 where ``flags`` is 0, and so is the gradient, whatever x or the incoming
     gradient hold there.
 
     Args:

@@ -18,7 +18,7 @@ from nemo_geomask.kernels.select import count_finite, select, where_finite
 from nemo_geomask.metrics import Metric
 from nemo_geomask.segments import PackedSegments, Segments
 
-__all__ = ["KEYS", "Raw", "TokenBatch", "keys_read", "read", "take_packed", "take_padded"]
+__all__ = ["KEYS", "Raw", "TokenBatch", "held", "keys_read", "read", "take_packed", "take_padded"]
 
 KEYS = {
     "advantages": "advantages",
@@ -105,6 +105,14 @@ def keys_read(config: LossConfig) -> tuple[str, ...]:
     if config.audit_fraction:
         names.append("audited")
     return tuple(names)
+
+
+def held(names: Sequence[str]) -> list[tuple[str, ...]]:
+    """Which of the names a batch may hold: some need not be there."""
+    found: list[tuple[str, ...]] = [()]
+    for name in names:
+        found = [(*some, name) for some in found] + (found if name in _OPTIONAL else [])
+    return found
 
 
 def take_padded(next_token_logprobs: Tensor, data: Mapping[str, Any], names: Sequence[str]) -> Raw:

@@ -59,11 +59,9 @@ def _graph(function: Callable[..., Any]) -> Callable[..., Any]:
 
     # torch counts graphs, and looks for the one that fits, by code object: here each loss has its own.
     traced.__code__ = traced.__code__.replace()
-    # A dictionary of its own: torch takes the filter out of the one that it is given. What the guards have checked need
-    # not be checked again.
-    options: Any = {"size_asserts": False}
-    if hasattr(torch.compiler, "skip_guard_on_globals_unsafe"):
-        options["guard_filter_fn"] = _guarded
+    # A dictionary of its own: torch takes the filter out of the one that it is given.
+    known = hasattr(torch.compiler, "skip_guard_on_globals_unsafe")
+    options: Any = {"guard_filter_fn": _guarded} if known else None
     return torch.compile(traced, fullgraph=True, dynamic=True, options=options)
 
 

@@ -20,7 +20,7 @@ from nemo_geomask.losses.variant import SurrogateInputs, Variant
 from nemo_geomask.metrics import Label, Metric, Normalizer, Sums
 from nemo_geomask.segments import PaddedSegments, Segments
 
-__all__ = ["evaluate", "labels"]
+__all__ = ["evaluate", "labels_of"]
 
 
 def evaluate(
@@ -44,13 +44,13 @@ def evaluate(
         global_seqs, global_toks: 0-d float32, valid sequences and valid tokens in the optimiser step.
 
     Returns: the loss, float32 0-d, its value over all ranks and its gradient that of this rank's part; values of the
-    metrics over all ranks, whose names :func:`labels` gives.
+    metrics over all ranks, whose names :func:`labels_of` gives.
     """
     loss, metrics = _reduced(config, variant, options, raw, layout.of(*tensors), global_seqs, global_toks)
     return metrics.whole(loss, global_seqs, global_toks)
 
 
-def labels(config: LossConfig, variant: Variant, options: Any, names: Iterable[str]) -> tuple[Label, ...]:
+def labels_of(config: LossConfig, variant: Variant, options: Any, names: Iterable[str]) -> tuple[Label, ...]:
     """Of the metrics of a microbatch that holds what ``names`` say, of :data:`~nemo_geomask.losses.batch.KEYS`.
 
     Found by a pass over a batch of one token, so that no table has to agree with the code.

@@ -15,9 +15,9 @@ from torch import Tensor
 from nemo_geomask.config import LossConfig
 from nemo_geomask.errors import DataError, GeomaskError, NonFiniteError, PluginError, Problem
 from nemo_geomask.losses import protocol
-from nemo_geomask.losses.batch import KEYS, Raw, keys_read, take_packed, take_padded
+from nemo_geomask.losses.batch import KEYS, Raw, held, keys_read, take_packed, take_padded
 from nemo_geomask.losses.compiled import Compiled
-from nemo_geomask.losses.evaluate import evaluate, labels
+from nemo_geomask.losses.evaluate import evaluate, labels_of
 from nemo_geomask.losses.variant import Variant
 from nemo_geomask.metrics import Label, Metrics
 from nemo_geomask.segments import PackedSegments, PaddedSegments, Segments
@@ -56,17 +56,12 @@ class PolicyLoss:
         self._budgets = [f"{BOUND}{label}" for label in config.told]
         self._looks = next(iter(config.looks.items()), None)
         self._evaluate = Compiled(functools.partial(evaluate, config, variant, options), config.compile, config.name)
-        self._labels: dict[tuple[str, ...], tuple[Label, ...]] = {}
-        self._normalizers = self._declare()
+        self._labels = self._declare()
 
     def __repr__(self) -> str:
         changed = self.config.model_dump(mode="json", exclude_defaults=True, exclude={"name"})
         settings = "".join(f", {key}={value!r}" for key, value in changed.items())
         return f"{type(self).__name__}(name={self.config.name!r}{settings})"
-
-    def __getstate__(self) -> dict[str, Any]:
-        # The labels are found again where it arrives: a loss is the same whether it has been called or not.
-        return {**vars(self), "_labels": {}}
 
     # NeMo-RL compares these by identity with its own enums, see the protocol module.
     @property
@@ -83,7 +78,9 @@ class PolicyLoss:
     @property
     def metric_normalizations(self) -> dict[str, Any]:
         """``MetricNormalizer`` of every metric that a call returns."""
-        return {name: protocol.resolve(protocol.MetricNormalizer(kind)) for name, kind in self._normalizers.items()}
+        labels = self._labels[self._keys]
+        kinds = {name: protocol.MetricNormalizer(label.divided_by) for label in labels for name in label.names}
+        return {name: protocol.resolve(kind) for name, kind in kinds.items()}
 
     @property
     def reference_policy_kl_penalty(self) -> float:
@@ -169,28 +166,26 @@ class PolicyLoss:
         seqs = _count("global_valid_seqs", global_valid_seqs, raw.curr.device)
         toks = _count("global_valid_toks", global_valid_toks, raw.curr.device)
         loss, values = self._evaluate(raw, segments, segments.tensors, seqs, toks)
-        metrics = Metrics(self._labels_of(tuple(raw.others)), values)
+        labels = self._labels[tuple(raw.others)]
+        if values.numel() != len(labels) + 2:  # and the counts
+            reported = f"reports {values.numel() - 2} numbers on this batch, but {len(labels)} on one of one token"
+            message = f"the variant '{self.config.name}' {reported}; what it reports may depend on settings alone"
+            raise PluginError(Problem(("loss_fn.name",), message))
+        metrics = Metrics(labels, values)
         if self.config.nonfinite == "raise":
             refuse_nonfinite(metrics)
         return loss, metrics
 
-    def _labels_of(self, names: tuple[str, ...]) -> tuple[Label, ...]:
-        found = self._labels.get(names)
-        if found is None:
-            found = self._labels[names] = labels(self.config, self.variant, self.options, names)
-        return found
-
-    def _declare(self) -> dict[str, Any]:
+    def _declare(self) -> dict[tuple[str, ...], tuple[Label, ...]]:
         # A variant that cannot run fails here and not in a worker.
         try:
-            found = self._labels_of(self._keys)
+            return {some: labels_of(self.config, self.variant, self.options, some) for some in held(self._keys)}
         except GeomaskError:
             raise
         except Exception as error:
             name = self.config.name
             message = f"the variant '{name}' fails on a batch of one token: {type(error).__name__}: {error}"
             raise PluginError(Problem(("loss_fn.name",), message)) from error
-        return {name: label.divided_by for label in found for name in label.names}
 
 
 def _count(name: str, value: Count, device: torch.device) -> Tensor:

@@ -29,6 +29,13 @@ def test_predicted_tokens_are_those_after_the_first_of_each_sequence():
     assert set(packed) == {"advantages", "token_mask", "sample_mask", "input_lengths"}
 
 
+def test_no_rows_are_no_tokens():
+    none = {key: value[:0] for key, value in DATA.items() if isinstance(value, torch.Tensor)}
+    packed, segments, place = predicted_tokens(none, [], torch.device("cpu"))
+    assert packed["advantages"].shape == place.shape == (0,)
+    assert segments.count == 0
+
+
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32], ids=str)
 def test_a_packed_row_holds_for_each_position_the_token_that_it_predicts(dtype):
     starts = torch.tensor([0, 6, 10])

@@ -17,7 +17,7 @@ from nemo_geomask import build_loss
 from nemo_geomask.losses import compiled
 from nemo_geomask.losses.batch import Raw, keys_read, take_packed, take_padded
 from nemo_geomask.losses.compiled import Compiled, differentiable, with_gradient
-from nemo_geomask.losses.evaluate import evaluate, labels
+from nemo_geomask.losses.evaluate import evaluate, labels_of
 from nemo_geomask.metrics import Metrics
 from nemo_geomask.processes import run
 from nemo_geomask.segments import PaddedSegments
@@ -58,7 +58,7 @@ def call(function: Any, config: dict[str, Any], batch: batches.Batch, packed: bo
         raw = take_padded(curr, batch.data, names)
     loss, values = function(raw, segments, segments.tensors, *counts)
     loss.backward()
-    metrics = Metrics(labels(loss_fn.config, loss_fn.variant, loss_fn.options, raw.others), values)
+    metrics = Metrics(labels_of(loss_fn.config, loss_fn.variant, loss_fn.options, raw.others), values)
     return loss.item(), curr.grad, dict(metrics)
 
 

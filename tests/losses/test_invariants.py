@@ -444,10 +444,10 @@ def test_a_reference_that_is_only_looked_at_changes_nothing(config, value):
         assert 0 < result.metrics["geomask/reference_k3"] < 1
     assert "geomask/reference_k3" not in without.metrics
     # What NeMo-RL puts there where it skips the reference.
-    none = batches.evaluate(
-        loss_fn, batch.with_data(reference_policy_logprobs=torch.zeros_like(batch.data["prev_logprobs"]))
-    )
-    assert none.metrics["geomask/reference_k3"] == 0.0
+    skipped = batch.with_data(reference_policy_logprobs=torch.zeros_like(batch.data["prev_logprobs"]))
+    for none in (skipped, broken(skipped, "reference_policy_logprobs", value)):
+        metrics = batches.evaluate(loss_fn, none).metrics
+        assert [metrics[f"geomask/reference_{name}"] for name in ("k1", "k3", "k1_sequence")] == [0.0] * 3
 
 
 @pytest.mark.slow

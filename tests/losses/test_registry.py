@@ -171,6 +171,22 @@ def test_variant_that_can_not_run_fails_when_built():
         build_loss({"name": f"{__name__}:BROKEN"})
 
 
+def fickle_loss(inputs, means):
+    found = mean_loss(inputs, means)
+    return found._replace(dual_clipped=found.loss > 0) if found.loss.numel() > 1 else found
+
+
+@pytest.mark.parametrize("metrics", ["full", "nemo_rl"])
+def test_what_a_variant_reports_depends_on_settings_alone(monkeypatch, metrics):
+    monkeypatch.setitem(globals(), "ODD", Variant(surrogate=fickle_loss))
+    loss_fn = build_loss({"name": f"{__name__}:ODD", "metrics": metrics, "compile": False})
+    if metrics == "full":
+        with pytest.raises(PluginError, match="ODD' reports .* numbers on this batch, but .* on one of one token"):
+            evaluate(loss_fn, rollouts(1))
+    else:
+        assert math.isfinite(evaluate(loss_fn, rollouts(1)).loss)
+
+
 def test_variant_that_speaks_of_unknown_settings_is_refused(monkeypatch):
     monkeypatch.setitem(globals(), "ODD", Variant(surrogate=mean_loss, defaults={"no_such": 1}))
     with pytest.raises(PluginError, match="no_such"):
