@@ -232,26 +232,32 @@ def _skewed(setting: Setting, clock: Clock, compiled: bool, repeats: int, seed: 
     def given(logits: Tensor, data: Data, **_: Any) -> tuple[dict[str, Tensor], Data]:
         return {"next_token_logprobs": logits}, data
 
-    def wrapped(index: int, loss_fn: Any) -> Any:
-        prepare_fn = given if index else prepare
-        return ways[index](loss_fn=loss_fn, prepare_fn=prepare_fn, cu_seqlens_q=cu, cu_seqlens_q_padded=cu)
-
     ours = build_loss({"compile": False}, use_fused_linear_logprobs=True)
     lean = build_loss({"compile": False, "metrics": "nemo_rl"}, use_fused_linear_logprobs=True)
-    one, fused = ({loss: wrapped(index, loss) for loss in (theirs, ours, lean)} for index in (0, 1))
-    calls: dict[str, tuple[Tensor, Callable[[Tensor], Any]]] = {
-        "NeMo-RL, one by one": (row, lambda x: one[theirs](x.unsqueeze(0), batch(data), *counts)),
-        "ours, one by one": (row, lambda x: by_sequence(one[ours], x.unsqueeze(0), batch(data), *counts)),
-        "ours, one by one, metrics: nemo_rl": (
-            row,
-            lambda x: by_sequence(one[lean], x.unsqueeze(0), batch(data), *counts),
-        ),
-        "NeMo-RL, at once": (curr, lambda x: fused[theirs](x, batch(data), *counts)),
-        "ours, at once": (curr, lambda x: at_once(fused[ours], x, batch(data), *counts)),
+    one, fused = (
+        partial(wrapper, prepare_fn=fn, cu_seqlens_q=cu, cu_seqlens_q_padded=cu)
+        for wrapper, fn in zip(ways, (prepare, given), strict=True)
+    )
+
+    def itself(wrapper: Any, *rest: Any) -> Any:
+        return wrapper(*rest)
+
+    def on_row(call: Callable[..., Any], wrapper: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
+        return row, lambda x: call(wrapper, x.unsqueeze(0), batch(data), *counts)
+
+    def on_rows(call: Callable[..., Any], wrapper: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
+        return curr, lambda x: call(wrapper, x, batch(data), *counts)
+
+    calls = {
+        "NeMo-RL, one by one": on_row(itself, one(loss_fn=theirs)),
+        "ours, one by one": on_row(by_sequence, one(loss_fn=ours)),
+        "ours, one by one, metrics: nemo_rl": on_row(by_sequence, one(loss_fn=lean)),
+        "NeMo-RL, at once": on_rows(itself, fused(loss_fn=theirs)),
+        "ours, at once": on_rows(at_once, fused(loss_fn=ours)),
     }
     if compiled:
-        graph = wrapped(1, build_loss({"compile": True}, use_fused_linear_logprobs=True))
-        calls["ours, at once, compiled"] = (curr, lambda x: at_once(graph, x, batch(data), *counts))
+        graph = build_loss({"compile": True}, use_fused_linear_logprobs=True)
+        calls["ours, at once, compiled"] = on_rows(at_once, fused(loss_fn=graph))
     steps = {way: _timed(clock, partial(_step, x, partial(_called, call))) for way, (x, call) in calls.items()}
     laps, failures = interleave(steps, repeats, warmup=2)
     result["ways"] = [

@@ -1,8 +1,7 @@
-"""What every public function here asks of its arguments, and a clamp."""
+"""What every public function here asks of its arguments."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection
 
 import torch
@@ -10,7 +9,7 @@ from torch import Tensor
 
 from nemo_geomask.errors import ArgumentError, ShapeError
 
-__all__ = ["check_choice", "check_layout", "within"]
+__all__ = ["check_choice", "check_layout"]
 
 
 def check_layout(**tensors: Tensor | None) -> None:
@@ -44,11 +43,3 @@ def check_choice(name: str, value: str, choices: Collection[str]) -> None:
     """Raise ArgumentError unless ``value`` is one of ``choices``."""
     if value not in choices:
         raise ArgumentError(f"{name} must be one of {', '.join(choices)}, but it is {value!r}")
-
-
-def within(x: Tensor, low: float | None, high: float | None) -> Tensor:
-    """x clamped, without gradient beyond the bounds."""
-    if torch.compiler.is_compiling():
-        return x.clamp(low, high)
-    # A clamp's backward pass is four steps on a CPU, hardtanh's is one; but it stops at the bounds themselves.
-    return torch.nn.functional.hardtanh(x, -math.inf if low is None else low, math.inf if high is None else high)

@@ -23,8 +23,8 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from nemo_geomask.functional.entry import check_choice, check_layout, within
-from nemo_geomask.functional.ratios import LOG_RATIO_LIMIT, saturating_exp
+from nemo_geomask.functional.entry import check_choice, check_layout
+from nemo_geomask.functional.ratios import LOG_RATIO_LIMIT, saturating_exp, within
 
 __all__ = ["KLEstimator", "kl_estimate", "kl_penalty"]
 

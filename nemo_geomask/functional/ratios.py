@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from nemo_geomask.functional.entry import check_choice, check_layout, within
+from nemo_geomask.functional.entry import check_choice, check_layout
 
 __all__ = [
     "LOG_RATIO_LIMIT",
@@ -28,6 +28,7 @@ __all__ = [
     "saturated",
     "saturating_exp",
     "token_statistic",
+    "within",
 ]
 
 LOG_RATIO_LIMIT = 40.0
@@ -37,6 +38,14 @@ float32 overflows at 88.7, and what a loss multiplies must fit too: a weight, a 
 thousands of tokens. At 40 a finite input gives a finite loss."""
 Statistic = Literal["ratio", "k2", "k3"]
 BinaryStatistic = Literal["prob_diff", "binary_kl", "binary_kl_reverse", "binary_kl_max"]
+
+
+def within(x: Tensor, low: float | None, high: float | None) -> Tensor:
+    """x clamped, without gradient beyond the bounds."""
+    if torch.compiler.is_compiling():
+        return x.clamp(low, high)
+    # A clamp's backward pass is four steps on a CPU, hardtanh's is one; but it stops at the bounds themselves.
+    return torch.nn.functional.hardtanh(x, -math.inf if low is None else low, math.inf if high is None else high)
 
 
 def saturating_exp(log_ratio: Tensor) -> Tensor:

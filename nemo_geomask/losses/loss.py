@@ -79,8 +79,8 @@ class PolicyLoss:
     def metric_normalizations(self) -> dict[str, Any]:
         """``MetricNormalizer`` of every metric that a call returns."""
         labels = self._labels[self._keys]
-        kinds = {name: protocol.MetricNormalizer(label.divided_by) for label in labels for name in label.names}
-        return {name: protocol.resolve(kind) for name, kind in kinds.items()}
+        found = {name: label.divided_by for label in labels for name in label.names}
+        return {name: protocol.resolve(protocol.MetricNormalizer(kind)) for name, kind in found.items()}
 
     @property
     def reference_policy_kl_penalty(self) -> float:

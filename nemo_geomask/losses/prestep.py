@@ -162,7 +162,8 @@ class OpenBatch:
         sums = Sums(seen.weight, seen.sample_mask, batch.segments, full=True)
         sums.add([*(reports if config.nonfinite == "raise" else ()), *of_masks])
         # Divided by 1, since the counts of the whole batch are known at its end.
-        metrics = Metrics(sums.labels, sums.whole(one, one, one)[1])
+        labels = sums.labels
+        metrics = Metrics(labels, sums.whole(one, one, one)[1])
         refuse_nonfinite(metrics)
         _refuse_impossible(batch, seen)
         seqs, toks = valid_counts([data])
@@ -175,7 +176,7 @@ class OpenBatch:
         changes: dict[str, Tensor] = {}
         if kept is not None:
             _require_binary(data)
-            named = ((name, label.divided_by) for label in sums.labels for name in label.names)
+            named = ((name, label.divided_by) for label in labels for name in label.names)
             for key in (key for key in named if key[0].startswith("geomask/mask/")):
                 self._removed[key] = self._removed.get(key, 0.0) + metrics[key[0]]
             trained = seen.trains != 0

@@ -7,7 +7,7 @@ import torch
 
 from nemo_geomask import functional as F
 from nemo_geomask.errors import ArgumentError, ShapeError
-from nemo_geomask.functional.entry import within
+from nemo_geomask.functional.ratios import within
 
 CLIP = {"clip_min": 0.2, "clip_max": 0.2}
 KL = {"value": "k3", "gradient": None, "importance_weighted": False, "input_clamp": None, "output_clamp": None}
