@@ -126,8 +126,8 @@ def _key_not_read(facts: RecipeFacts) -> Iterator[Hit]:
             yield Hit(key, f"the NeMo-RL in {facts.nemo_rl} does not read this key; it takes a newer one")
 
 
-# Advantage estimators that put the KL into the reward, by the algorithm's section.
-_REWARD_KL = ("reinforce_plus_plus", "gae")
+# The advantage estimator that puts the KL into the reward, by the algorithm's section.
+_REWARD_KL = {"grpo": "reinforce_plus_plus", "ppo": "gae"}
 
 
 def _kl_in_no_reward(facts: RecipeFacts) -> Iterator[Hit]:
@@ -136,11 +136,12 @@ def _kl_in_no_reward(facts: RecipeFacts) -> Iterator[Hit]:
         return
     key = f"{facts.algorithm}.adv_estimator.name"
     estimator = facts.get(key, "gae" if facts.algorithm == "ppo" else "grpo")
-    if estimator not in _REWARD_KL:
+    wanted = _REWARD_KL[facts.algorithm]
+    if estimator != wanted:
         yield Hit(
             "loss_fn.use_kl_in_reward",
             f"takes the KL out of the loss, and the advantage estimator ({estimator}) does not put it into the reward: "
-            f"nothing holds the policy to the reference; set {key} to {_REWARD_KL[0]}, or use_kl_in_reward to false",
+            f"nothing holds the policy to the reference; set {key} to {wanted}, or use_kl_in_reward to false",
         )
 
 

@@ -147,6 +147,8 @@ def _values(name: str, field: FieldInfo) -> str:
     literals = [value for value in found if isinstance(value, str)]
     literals += [name for value in found if isinstance(value, PluginGroup) for name in value.built_in]
     optional = type(None) in get_args(field.annotation)
+    if literals and bool in get_args(field.annotation):
+        literals += ["true", "false"]
     if literals:
         return ", ".join([*(f"`{value}`" for value in literals), *(["`null`"] if optional else [])])
     if get_origin(field.annotation) is dict:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from nemo_geomask.config import LossConfig
+from nemo_geomask.config import LossConfig, parse
+from nemo_geomask.config.loss import LossSettings
 from nemo_geomask.translate.peer import Given, Line, Lines, Peer, Remark, chosen
 
 __all__ = ["PEER"]
@@ -33,8 +34,9 @@ def _convert(given: Given) -> Lines:
         yield Remark(f"actor_loss_type: {given[_TYPE]} is unknown", (_TYPE,))
     for name, value in own.items():
         if name == "masks":
+            parse(LossSettings, {name: value}, prefix="loss_fn")  # a list of masks, or an error that says so
             for mask in value:
-                yield Line("masks", mask)
+                yield Line(name, mask)
         else:
             yield Line(name, value)
     if given[_MODE] is not None:
@@ -63,4 +65,5 @@ PEER = Peer(
     },
     convert=_convert,
     sections=("loss_fn",),
+    mappings=("loss_fn.options", "loss_fn.batch_veto", "loss_fn.record", "loss_fn.masks"),
 )

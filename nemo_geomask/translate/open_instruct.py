@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from nemo_geomask.translate.peer import Given, Line, Lines, Peer, Remark, corrected
+from nemo_geomask.translate.peer import NO_BOUND, Given, Line, Lines, Peer, Remark, corrected
 
 __all__ = ["PEER"]
 
@@ -25,7 +25,6 @@ _DEFAULTS: dict[str, Any] = {
     "rho_mask_sequence_level": False,
     "rho_mask_tv_divergence": False,
 }
-_NO_BOUND = 1e30
 
 
 def _convert(given: Given) -> Lines:
@@ -56,7 +55,7 @@ def _convert(given: Given) -> Lines:
 def _rho(given: Given) -> Lines:
     low, high = given.number("rho_clamp_lower_bound"), given.number("rho_clamp_upper_bound")
     level = "sequence_mean" if given["rho_mask_sequence_level"] else "token"
-    yield from corrected(level, "tis" if low or high else None, low, high or _NO_BOUND)
+    yield from corrected(level, "tis" if low or high else None, low, high or NO_BOUND)
     below, above = given.number("rho_mask_lower_bound"), given.number("rho_mask_upper_bound")
     if given["rho_mask_tv_divergence"] and (below or above):
         text = "rho_mask_tv_divergence: the sequence's mean of |ρ - 1| as a bound on single tokens has no counterpart"

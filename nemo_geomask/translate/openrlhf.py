@@ -35,7 +35,7 @@ def _convert(given: Given) -> Lines:
     if not gspo:
         yield Line("token_level_loss", bool(given["actor.token_level_loss"]))
     both = given["actor.eps_clip_low_high"]
-    low, high = (given.number("actor.eps_clip"),) * 2 if both is None else map(float, both)
+    low, high = (given.number("actor.eps_clip"),) * 2 if both is None else given.numbers("actor.eps_clip_low_high")
     yield Line("ratio_clip_min", low)
     yield Line("ratio_clip_max", high)
     if given["actor.dual_clip"] is not None:
@@ -43,11 +43,12 @@ def _convert(given: Given) -> Lines:
     if given[_IS + "enable"] and gspo:
         yield Line("ratio_anchor", "gen", "under gspo OpenRLHF's correction is the ratio against the sampler")
     elif given[_IS + "enable"]:
-        low, high = map(float, given[_IS + "threshold"])
+        low, high = given.numbers(_IS + "threshold")
         kind = str(given[_IS + "type"])
         yield from corrected("token", kind, low, high)
         if kind == "seq-mask-tis" and not low:
             yield Line("truncated_importance_sampling_ratio_min", 0.0)
+    yield from inert(given, {"actor.entropy_coef": ((None, 0, 0.0), "NeMo-RL's losses have no entropy bonus")})
     estimator = str(given[_KL + "estimator"])
     yield Line("reference_policy_kl_penalty", given.number(_KL + "init_coef"))
     if not given.number(_KL + "init_coef"):
@@ -62,7 +63,6 @@ def _convert(given: Given) -> Lines:
     else:
         yield Line("use_kl_in_reward", True)
         yield Remark("NeMo-RL's GRPO estimator reads no KL in the reward; Reinforce++ and GAE do.")
-    yield from inert(given, {"actor.entropy_coef": ((None, 0, 0.0), "NeMo-RL's losses have no entropy bonus")})
 
 
 PEER = Peer(

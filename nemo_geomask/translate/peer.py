@@ -8,8 +8,12 @@ from typing import Any, NamedTuple
 
 from nemo_geomask.config.strict import as_yaml
 from nemo_geomask.errors import ConfigError
+from nemo_geomask.translate.read import UNKNOWN, nested
 
-__all__ = ["Given", "Line", "Peer", "Remark", "chosen", "corrected", "inert", "renamed"]
+__all__ = ["NO_BOUND", "Given", "Line", "Peer", "Remark", "chosen", "corrected", "inert"]
+
+NO_BOUND = 1e30
+"""In place of none, where a bound is asked for."""
 
 
 class Line(NamedTuple):
@@ -39,7 +43,10 @@ class Given:
 
     def __getitem__(self, key: str) -> Any:
         self.asked.add(key)
-        return self._settings.get(key, self._defaults[key])
+        value = self._settings.get(key, self._defaults[key])
+        if UNKNOWN in str(value):
+            raise ConfigError(f"{key}: '{value}' is not known here; write its value out")
+        return value
 
     def __contains__(self, key: str) -> bool:
         return key in self._settings
@@ -51,6 +58,15 @@ class Given:
             return float(value)
         except (TypeError, ValueError):
             raise ConfigError(f"{key} must be a number, but it is {value!r}") from None
+
+    def numbers(self, key: str) -> tuple[float, float]:
+        """A setting that must be two numbers."""
+        value = self[key]
+        try:
+            low, high = map(float, value)
+        except (TypeError, ValueError):
+            raise ConfigError(f"{key} must be two numbers, but it is {value!r}") from None
+        return low, high
 
 
 @dataclass(frozen=True)
@@ -65,6 +81,7 @@ class Peer:
         convert: from settings to ours.
         elsewhere: settings that NeMo-RL has outside ``loss_fn``, and where.
         sections: parents all of whose settings concern the loss, so that an unknown one is not expressed.
+        mappings: of its settings those that are mappings.
         constructors: Python classes whose keyword arguments are settings.
         presets: by name, parameters with defaults and the settings that they fill in (``{parameter}``).
     """
@@ -76,6 +93,7 @@ class Peer:
     convert: Callable[[Given], Lines]
     elsewhere: Mapping[str, str] = field(default_factory=dict)
     sections: tuple[str, ...] = ()
+    mappings: tuple[str, ...] = ()
     constructors: tuple[str, ...] = ()
     presets: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = field(default_factory=dict)
 
@@ -87,12 +105,18 @@ class Peer:
                 return known
         return None
 
-
-def renamed(given: Given, names: Mapping[str, str]) -> Lines:
-    """Settings that differ in name alone; ``null`` is left out."""
-    for theirs, ours in names.items():
-        if given[theirs] is not None:
-            yield Line(ours, given[theirs])
+    def whole(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+        """Settings by dotted name, with those that are mappings in one piece."""
+        found: dict[str, Any] = {}
+        for key, value in settings.items():
+            parts = key.split(".")
+            above = (".".join(parts[:count]) for count in range(1, len(parts)))
+            head = next((head for head in above if self.named(head) in self.mappings), None)
+            if head is None:
+                found[key] = value
+            else:
+                found.setdefault(head, {})[key.removeprefix(f"{head}.")] = value
+        return {key: nested(value) if isinstance(value, dict) else value for key, value in found.items()}
 
 
 def chosen(given: Given, key: str, table: Mapping[Any, Sequence[Line | Remark]]) -> Lines:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import itertools
+import re
 import shlex
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,18 +13,25 @@ from typing import Any
 
 from nemo_geomask.errors import ConfigError, MissingDependencyError
 
-__all__ = ["flat", "nested", "read_settings", "words"]
+__all__ = ["UNKNOWN", "flat", "nested", "read_settings", "words"]
+
+UNKNOWN = "$"
+"""In a value that is not known here: a variable of a shell or a configuration, an expression of Python."""
+_VARIABLE = re.compile(r"\$\{(\w+)(?::?([-=])([^${}]*))?\}|\$(\w+)")
+_NESTED = 3
+"""How deep a variable's default may hold another, ``${A:-${B:-1}}``."""
+_NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
 
 
 def read_settings(path: Path, constructors: tuple[str, ...]) -> dict[str, Any]:
     """The settings in a file, by dotted name.
 
     Args:
-        path: ``.yaml``, ``.yml``, ``.json`` and ``.toml`` by their formats; ``.py``: the keyword arguments of a call of
-            one of ``constructors`` or the items of a dict, as far as they are literals; any other: words of a command
-            line, ``--a-name value`` and ``a.name=value``.
+        path: ``.yaml``, ``.yml``, ``.json`` and ``.toml`` by their formats; ``.py``: the keyword arguments of calls of
+            one of ``constructors`` or, where there is none, the items of dicts; any other: see :func:`words`.
         constructors: names of classes.
 
+    Returns: the settings; a value that the file does not tell has :data:`UNKNOWN` in it.
     Raises: ConfigError: it can't be read.
     """
     try:
@@ -75,38 +84,113 @@ def _yaml(text: str) -> Any:
     except ImportError:
         raise MissingDependencyError("reading YAML needs pyyaml; pip install 'nemo-geomask[recipes]'") from None
     try:
-        return yaml.safe_load(text)
+        return _numbers(yaml.safe_load(text))
     except yaml.YAMLError as error:
         raise ValueError(str(error)) from None
 
 
+def _numbers(value: Any) -> Any:
+    """With 3e-4, which is text to YAML 1.1, as the number that OmegaConf and command lines take it for."""
+    if isinstance(value, dict):
+        return {key: _numbers(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_numbers(item) for item in value]
+    return float(value) if isinstance(value, str) and _NUMBER.fullmatch(value) else value
+
+
 def _calls(tree: ast.AST, constructors: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
-    for node in ast.walk(tree):
-        items: list[tuple[str, ast.expr]] = []
-        if isinstance(node, ast.Call):
-            names = ast.unparse(node.func).split(".")
-            if not set(names) & {*constructors, "dict"}:
-                continue
-            if names[-1] not in (*constructors, "dict"):  # a factory method, Config.preset(…)
-                yield "preset", names[-1]
-            items = [(word.arg, word.value) for word in node.keywords if word.arg is not None]
-        elif isinstance(node, ast.Dict):
-            pairs = zip(node.keys, node.values, strict=True)
-            items = [(str(key.value), value) for key, value in pairs if isinstance(key, ast.Constant)]
-        for name, value in items:
-            try:
-                yield name, ast.literal_eval(value)
-            except ValueError:
-                if not isinstance(value, ast.Dict | ast.Call):
-                    raise ValueError(f"{name}={ast.unparse(value)} is no literal; write its value out") from None
+    nodes = list(ast.walk(tree))
+    calls = [(node, ast.unparse(node.func).split(".")) for node in nodes if isinstance(node, ast.Call)]
+    made = [(node, names) for node, names in calls if set(names) & {*constructors}]
+    if not made:
+        for inner in nodes:
+            for name, value in _items(inner) or ():
+                if _items(value) is None:  # else it comes by itself
+                    yield name, _literal(value)
+        return
+    # Other dicts of the file are somebody else's.
+    assigned = {ast.unparse(node.targets[0]): node.value for node in nodes if isinstance(node, ast.Assign)}
+    for node, names in made:
+        if names[-1] not in constructors:  # a factory method, Config.preset(…)
+            yield "preset", names[-1]
+        for word in node.keywords:
+            given = (
+                [(word.arg, word.value)]
+                if word.arg is not None
+                else _items(assigned.get(ast.unparse(word.value), word.value))
+            )
+            if given is None:
+                raise ValueError(f"**{ast.unparse(word.value)} is no literal; write its settings out")
+            for name, value in given:
+                yield name, _literal(value)
+
+
+def _items(node: ast.AST) -> list[tuple[str, ast.expr]] | None:
+    """Those of a dict, in either notation; of anything else None."""
+    if isinstance(node, ast.Dict):
+        pairs = zip(node.keys, node.values, strict=True)
+        return [(str(key.value), value) for key, value in pairs if isinstance(key, ast.Constant)]
+    if isinstance(node, ast.Call) and ast.unparse(node.func) == "dict":
+        return [(word.arg, word.value) for word in node.keywords if word.arg is not None]
+    return None
+
+
+def _literal(value: ast.expr) -> Any:
+    items = _items(value)
+    if items is not None:
+        return {name: _literal(inner) for name, inner in items}
+    try:
+        return ast.literal_eval(value)
+    except ValueError:
+        return UNKNOWN + ast.unparse(value)
 
 
 def words(line: Sequence[str]) -> Iterator[tuple[str, Any]]:
-    """Settings among the words of a command line: ``--a-name value``, ``--a-switch`` and ``a.name=value``."""
-    for word, following in zip(line, [*line[1:], "--"], strict=False):
+    """Settings among the words of a command line or a shell script.
+
+    ``--a-name value``, ``--a-name 0.2 0.3`` (a list), ``--a-switch``, ``--no-a-switch`` and ``a.name=value``, with the
+    variables that were assigned before, ``$name`` and ``${name:-default}``, in place.
+    """
+    line, variables = list(line), dict[str, str]()
+    for index, word in enumerate(line):
+        for _ in range(_NESTED):
+            word = _VARIABLE.sub(lambda found: _of_variable(found, variables), word)
+        line[index] = word
+        if assigned := re.fullmatch(r"(\w+)=(.*)", word, re.DOTALL):
+            variables[assigned[1]] = assigned[2]
+    for index, word in enumerate(line):
         name, equals, value = word.lstrip("+-").partition("=")
+        name = name.replace("-", "_")
         if word.startswith("--") and not equals:
-            flag = following.startswith("-") and not following[1:2].isdigit()
-            yield name.replace("-", "_"), True if flag else _yaml(following)
-        elif equals and name.replace(".", "").replace("_", "").replace("-", "").replace("/", "").isalnum():
-            yield name.replace("-", "_"), _yaml(value)
+            values = list(itertools.takewhile(_is_value, line[index + 1 :]))
+            numbers = list(itertools.takewhile(_NUMBER.fullmatch, values))
+            if len(numbers) > 1:
+                yield name, [float(number) for number in numbers]
+            elif values:
+                yield name, _of_word(values[0])
+            else:
+                yield name.removeprefix("no_"), not name.startswith("no_")
+        elif equals and name.replace(".", "").replace("_", "").replace("/", "").isalnum():
+            yield name, _of_word(value)
+
+
+def _of_variable(found: re.Match[str], variables: dict[str, str]) -> str:
+    braced, kind, default, plain = found.groups()
+    if kind == "=":
+        variables.setdefault(braced, default)
+    return variables.get(braced or plain, found[0] if default is None else default)
+
+
+def _is_value(word: str) -> bool:
+    """Whether it may be an option's: no option, nor the end of a shell's array or another that stands there."""
+    if word == ")" or word.endswith(("[@]}", "[*]}")):
+        return False
+    return not word.startswith("-") or _NUMBER.fullmatch(word) is not None
+
+
+def _of_word(text: str) -> Any:
+    """As YAML, or the text where it is none: something else's, then."""
+    try:
+        return _yaml(text)
+    except ValueError:
+        return text

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from nemo_geomask.translate.peer import Given, Line, Lines, Peer, Remark, chosen, corrected, inert
+from nemo_geomask.translate.peer import NO_BOUND, Given, Line, Lines, Peer, Remark, chosen, corrected, inert
 
 __all__ = ["PEER"]
 
@@ -43,7 +43,6 @@ _DEFAULTS: dict[str, Any] = {
     _O + "token_mask_is_threshold_low": None,
     _O + "token_mask_is_threshold_high": None,
 }
-_NO_BOUND = 1e30
 
 
 def _convert(given: Given) -> Lines:
@@ -53,12 +52,14 @@ def _convert(given: Given) -> Lines:
     else:
         yield Line("name", "clipped_pg")
         yield Remark(f"policy_loss_type: {kind} has no counterpart; those that have: {', '.join(_LOSSES)}", (kind,))
-    length = given[_A + "max_seq_len"]
     constant: list[Line | Remark] = [
         Remark("loss_reduction: seq_mean_token_sum_norm needs max_seq_len", ("max_seq_len",))
     ]
-    if length is not None:
-        constant = [Line("loss_normalization", "constant"), Line("loss_normalization_constant", float(length))]
+    if given[_A + "max_seq_len"] is not None:
+        constant = [
+            Line("loss_normalization", "constant"),
+            Line("loss_normalization_constant", given.number(_A + "max_seq_len")),
+        ]
     by_token = Line("loss_normalization", "tokens") if kind == "gspo" else Line("token_level_loss", True)
     yield from chosen(
         given,
@@ -104,7 +105,7 @@ def _rollout_is(given: Given) -> Lines:
     yield Line("name", "cispo", "rollout_is is -sg(r)·A·curr where r is within the clip, and 0 outside")
     yield Line("ratio_anchor", "gen")
     yield Line("ratio_clip_min", 1.0)
-    yield Line("ratio_clip_max", _NO_BOUND)
+    yield Line("ratio_clip_max", NO_BOUND)
     yield Line("masks", {"log_ratio": "total", "level": "token", "min": max(1 - low, 0.0), "max": 1 + high})
     yield Remark("SkyRL drops a ratio that is just at the bound, here it stays.")
 

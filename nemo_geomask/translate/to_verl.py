@@ -17,6 +17,7 @@ from nemo_geomask.config import LossConfig, MaskRule
 from nemo_geomask.config.strict import as_yaml
 from nemo_geomask.losses import PolicyLoss
 from nemo_geomask.losses.build import examined
+from nemo_geomask.translate.read import nested
 from nemo_geomask.translate.translation import translate
 from nemo_geomask.translate.verl import PEER
 
@@ -51,14 +52,8 @@ class BackTranslation:
 
     def yaml(self) -> str:
         """The settings with comments."""
-        nested: dict[str, Any] = {}
-        for key, value in self.settings.items():
-            *sections, last = key.split(".")
-            place = nested
-            for name in sections:
-                place = place.setdefault(name, {})
-            place[last] = value
-        lines = [f"# For {PEER.title} ({PEER.source}).", yaml.safe_dump(nested, sort_keys=False).rstrip()]
+        settings = yaml.safe_dump(nested(self.settings), sort_keys=False).rstrip()
+        lines = [f"# For {PEER.title} ({PEER.source}).", settings]
         lines += [f"# NOT EXPRESSED: {text}" for text in self.lost]
         return "\n".join([*lines, *(f"# Remains different: {text}" for text in self.remains)]) + "\n"
 

@@ -14,6 +14,7 @@ from nemo_geomask.config import LossConfig, nearest
 from nemo_geomask.config.strict import as_yaml
 from nemo_geomask.errors import ConfigError
 from nemo_geomask.losses.build import examined
+from nemo_geomask.recipe import read_recipe
 from nemo_geomask.translate import (
     areal,
     fast_llm,
@@ -87,7 +88,11 @@ def translate_files(paths: Sequence[Path], peer: str | None = None) -> Translati
     constructors = tuple(name for other in known for name in other.constructors)
     settings: dict[str, Any] = {}
     for path in paths:
-        settings |= read_settings(path, constructors)
+        found = read_settings(path, constructors)
+        if "defaults" in found and any(key.startswith("loss_fn.") for key in found):
+            # NeMo-RL's recipes: what is not written is inherited.
+            found = flat({"loss_fn": read_recipe(path, leave=("data", "env", "logger")).data["loss_fn"]})
+        settings |= found
     return translate(settings, peer)
 
 
@@ -102,7 +107,7 @@ def translate(settings: Mapping[str, Any], peer: str | None = None) -> Translati
     """
     written = flat(settings)
     system = _system(written, peer)
-    written = _filled(system, written)
+    written = system.whole(_filled(system, written))
     named = {key: system.named(key) for key in written}
     theirs = {full: written[key] for key, full in named.items() if full is not None and full in system.defaults}
     given = Given(system.defaults, theirs)
@@ -123,9 +128,12 @@ def translate(settings: Mapping[str, Any], peer: str | None = None) -> Translati
             loss_fn[key] = item.value
         notes |= {key: item.note} if item.note else {}
     unread = [key for key, full in named.items() if full is None]
-    for key in [key for key in unread if key.rpartition(".")[0].endswith(system.sections or ("\n",))]:
+    for key in tuple(unread):
+        section, _, own = key.rpartition(".")
+        if own == "_target_" or not section.endswith(system.sections or ("\n",)):  # the first is Hydra's
+            continue
         unread.remove(key)
-        guess = nearest(key.rpartition(".")[2], [name.rpartition(".")[2] for name in system.defaults])
+        guess = nearest(own, [name.rpartition(".")[2] for name in system.defaults])
         lost.append(f"{key}: unknown" + (f"; did you mean '{guess}'?" if guess else f" at {system.source}"))
     loss_fn.setdefault("name", "clipped_pg")  # where theirs is unknown, and said to be lost
     order = list(LossConfig.model_fields)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from nemo_geomask.translate.peer import Given, Line, Lines, Peer, Remark, corrected, inert
+from nemo_geomask.translate.peer import NO_BOUND, Given, Line, Lines, Peer, Remark, corrected, inert
 
 __all__ = ["PEER"]
 
@@ -75,7 +75,6 @@ _MODES = {
     "sequence_truncate": ("sequence", "tis"),
     "sequence_mask": ("sequence", "icepop"),
 }
-_NO_BOUND = 1e30
 
 
 def _convert(given: Given) -> Lines:
@@ -181,7 +180,7 @@ def _correction(given: Given, loss_type: str) -> Lines:
         return
     level, kind = _MODES[mode]
     if high is None and low is not None:
-        high = _NO_BOUND
+        high = NO_BOUND
     yield from corrected(level, kind, float(low or 0.0), None if high is None else float(high))
 
 

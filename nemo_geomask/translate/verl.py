@@ -76,6 +76,12 @@ _DEFAULTS: dict[str, Any] = {
     "data.max_response_length": None,
     _ACTOR + "policy_loss.loss_mode": "vanilla",
     _ACTOR + "policy_loss.dro_beta": None,
+    # Of modes that have no counterpart.
+    _ACTOR + "policy_loss.clip_cov_ratio": 0.0002,
+    _ACTOR + "policy_loss.clip_cov_lb": 1.0,
+    _ACTOR + "policy_loss.clip_cov_ub": 5.0,
+    _ACTOR + "policy_loss.kl_cov_ratio": 0.0002,
+    _ACTOR + "policy_loss.ppo_kl_coef": 0.1,
     _ACTOR + "clip_ratio": 0.2,
     _ACTOR + "clip_ratio_low": 0.2,
     _ACTOR + "clip_ratio_high": 0.2,
@@ -171,7 +177,7 @@ def _gmpo(given: Given) -> Lines:
 
 def _sapo(given: Given) -> Lines:
     yield Line("name", "sapo")
-    yield Line("options", {"tau_pos": float(given[_ACTOR + "tau_pos"]), "tau_neg": float(given[_ACTOR + "tau_neg"])})
+    yield Line("options", {tau: given.number(_ACTOR + tau) for tau in ("tau_pos", "tau_neg")})
 
 
 def _gpg(given: Given) -> Lines:
@@ -359,15 +365,15 @@ def _normalization(given: Given, mode: str) -> Lines:
             },
         )
         return
-    scale = given[_ACTOR + "loss_scale_factor"]
-    constant = given["data.max_response_length"] if scale is None else scale
-    if constant is None:
+    keys = (_ACTOR + "loss_scale_factor", "data.max_response_length")
+    key = next((key for key in keys if given[key] is not None), None)
+    if key is None:
         text = "loss_agg_mode: seq-mean-token-sum-norm divides by the padded width; give loss_scale_factor"
         yield Remark(text, ("loss_agg_mode",))
         return
-    note = "" if scale is not None else "verl divides by the padded width, which is data.max_response_length"
+    note = "" if key == keys[0] else "verl divides by the padded width, which is data.max_response_length"
     yield Line("loss_normalization", "constant")
-    yield Line("loss_normalization_constant", float(constant), note)
+    yield Line("loss_normalization_constant", given.number(key), note)
 
 
 def _kl(given: Given) -> Lines:

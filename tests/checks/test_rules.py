@@ -351,6 +351,10 @@ CASES = {
             {"loss_fn.use_kl_in_reward": True, PENALTY: 0.01, "grpo.adv_estimator.name": "gdpo"},
             {"loss_fn.use_kl_in_reward": True, PENALTY: 0.0},
         ),
+        (
+            {"loss_fn.use_kl_in_reward": True, PENALTY: 0.01, "grpo.adv_estimator.name": "gae"},  # PPO's
+            {"loss_fn.use_kl_in_reward": True, PENALTY: 0.01, "grpo.adv_estimator.name": "reinforce_plus_plus"},
+        ),
     ],
     "GM207": [
         ({**KL, "loss_fn.reference_policy_kl_gradient": "k1"}, {**KL, "loss_fn.reference_policy_kl_gradient": "k2"}),

@@ -229,7 +229,7 @@ def test_settings_that_can_not_be_read_are_errors(settings, peer, message):
         ("none.yaml", None),
         ("list.yaml", "- 1"),
         ("bad.yaml", "a: ["),
-        ("bad.py", "GRPOConfig(beta=BETA)"),
+        ("bad.py", "GRPOConfig(**settings())"),
         ("b.py", "("),
     ],
 )
