@@ -28,7 +28,6 @@ __all__ = [
     "saturated",
     "saturating_exp",
     "token_statistic",
-    "within",
 ]
 
 LOG_RATIO_LIMIT = 40.0
