@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from nemo_geomask.config.plugins import PluginGroup
 
@@ -58,7 +58,10 @@ class Truncation:
     words: str = ""
 
 
-def _group(kind: type, group: str, what: str, key: str, *own: str) -> PluginGroup:
+T = TypeVar("T")
+
+
+def _group(kind: type[T], group: str, what: str, key: str, *own: str) -> PluginGroup[T]:
     return PluginGroup(
         group=f"nemo_geomask.{group}",
         what=what,

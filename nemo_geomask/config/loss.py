@@ -307,14 +307,12 @@ class LossSettings(StrictModel):
     @cached_property
     def own_level(self) -> WeightLevel | None:
         """The weight's level, where another distribution brings it."""
-        found: WeightLevel | None = LEVELS.find(self.is_correction_level)
-        return found
+        return LEVELS.find(self.is_correction_level)
 
     @cached_property
     def own_truncation(self) -> Truncation | None:
         """The truncation, where another distribution brings it."""
-        found: Truncation | None = TRUNCATIONS.find(self.truncated_importance_sampling_type)
-        return found
+        return TRUNCATIONS.find(self.truncated_importance_sampling_type)
 
     @property
     def weighs_tokens(self) -> bool:

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import functools
 import importlib
+import operator
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import EntryPoint, entry_points
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
@@ -23,6 +24,7 @@ from nemo_geomask.errors import PluginError, Problem
 __all__ = ["Entry", "PluginGroup"]
 
 _SELF = "nemo-geomask"
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -44,8 +46,9 @@ def _registered(group: str, find: Callable[..., Iterable[EntryPoint]], path: tup
 
 
 @dataclass(frozen=True, eq=False)  # hashed as an object, as an annotation is
-class PluginGroup:
-    """One entry-point group. As an annotation, of a text that names one of its entries or a ``module:attribute``.
+class PluginGroup(Generic[T]):
+    """One entry-point group, of objects T. As an annotation, of a text that names one of them or a
+    ``module:attribute``.
 
     Attributes:
         group: its name.
@@ -83,11 +86,11 @@ class PluginGroup:
         """Whether the name is this package's and nobody else claims it."""
         return name in self.built_in and len(self.available()[name]) == 1
 
-    def find(self, name: str | None) -> Any:
+    def find(self, name: str | None) -> T | None:
         """The other distribution's object; None for one of this package's own."""
         return None if name is None or self.is_own(name) else self.load(name)
 
-    def load(self, name: str) -> Any:
+    def load(self, name: str) -> T:
         """The object registered under ``name``, or found at ``module:attribute``.
 
         Raises: PluginError: for an unknown name (with the nearest known one), a name claimed twice, a failing import, a
@@ -112,11 +115,11 @@ class PluginGroup:
             )
         return self._import(claims[0])
 
-    def _import(self, entry: Entry) -> Any:
+    def _import(self, entry: Entry) -> T:
         whose = f"'{entry.name}' ({entry.distribution}, {entry.value})"
         module, _, attribute = entry.value.partition(":")
         try:
-            found: Any = functools.reduce(getattr, attribute.split("."), importlib.import_module(module))
+            found: T = operator.attrgetter(attribute)(importlib.import_module(module))
         except Exception as error:
             # A foreign message may have lines; ours are one.
             text = " ".join(str(error).split())

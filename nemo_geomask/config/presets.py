@@ -177,7 +177,7 @@ PRESETS: Mapping[str, type[MaskBase]] = {
     for model in typing.get_args(MaskSpec)
     if model is not RawMask
 }
-PLUGINS = PluginGroup(
+PLUGINS: PluginGroup[type[MaskPreset]] = PluginGroup(
     group="nemo_geomask.mask_presets",
     what="preset",
     key="loss_fn.masks",
@@ -224,11 +224,10 @@ def _model(mask: Any) -> type[MaskBase]:
         return PRESETS[name]
     if isinstance(name, str) and (":" in name or name in PLUGINS.available()):
         try:
-            found: type[MaskPreset] = PLUGINS.load(name)
+            return PLUGINS.load(name)
         except PluginError as error:
             text = "; ".join(problem.message for problem in error.problems)
             raise _wrong("preset", "{text}", {"text": text}, name, "preset") from None
-        return found
     guess = nearest(str(name), PRESETS)
     hint = f"did you mean '{guess}'?" if guess else "known: " + ", ".join(PRESETS)
     raise _wrong("preset", "unknown preset", {"hint": hint}, name, "preset")

@@ -29,7 +29,7 @@ __all__ = [
     "RouterReplayConfig",
 ]
 
-TASKS = PluginGroup(
+TASKS: PluginGroup[Any] = PluginGroup(
     group="nemo_geomask.lab_tasks",
     what="task",
     key="env.name",

@@ -28,7 +28,6 @@ __all__ = [
     "REINFORCE",
     "SAPO",
     "VESPO",
-    "SapoOptions",
 ]
 
 _NEEDS_RATIO = "the objective is defined on the ratio that this setting removes"
