@@ -21,7 +21,7 @@ from nemo_geomask.losses.loss import BOUND, PREPARED, PolicyLoss, refuse_nonfini
 from nemo_geomask.losses.observe import Observed
 from nemo_geomask.losses.rejection import reject
 from nemo_geomask.losses.verdicts import budget_bounds, seen_by
-from nemo_geomask.metrics import Metrics, Normalizer, Sums
+from nemo_geomask.metrics import Over
 
 __all__ = ["BeforeStep", "Decision", "OpenBatch", "needs_whole_batch", "untrained_metrics", "valid_counts"]
 
@@ -141,7 +141,7 @@ class OpenBatch:
         self._kl = self._finite = self._kept = 0.0
         # As the batch declares them, which is what the loss divides by.
         self._seqs, self._toks = valid_counts([])
-        self._removed: dict[tuple[str, Normalizer], float] = {}
+        self._removed: dict[tuple[str, Over], float] = {}
         self._metrics: dict[str, float] = {}
 
     @torch.no_grad()
@@ -156,15 +156,10 @@ class OpenBatch:
         aren't 0 and 1, under ``denominator: kept``; generation log-probs that no engine computed. NonFiniteError: under
         ``nonfinite: raise``.
         """
-        config, one = self._config, torch.ones((), dtype=torch.float32)
+        config = self._config
         batch, seen, reports = seen_by(config.rules_before_step, config, data)
-        kept, of_masks = reject(batch, seen, config.rules_before_step, self._bounds)
-        sums = Sums(seen.weight, seen.sample_mask, batch.segments, full=True)
-        sums.add([*(reports if config.nonfinite == "raise" else ()), *of_masks])
-        # Divided by 1, since the counts of the whole batch are known at its end.
-        labels = sums.labels
-        metrics = Metrics(labels, sums.whole(one, one, one)[1])
-        refuse_nonfinite(metrics)
+        if config.nonfinite == "raise":
+            refuse_nonfinite({report.names[0]: float(report.value()) for report in reports})
         _refuse_impossible(batch, seen)
         seqs, toks = valid_counts([data])
         self._seqs, self._toks = self._seqs + seqs, self._toks + toks
@@ -174,11 +169,13 @@ class OpenBatch:
             estimate = F.kl_estimate(-batch.mismatch.double(), veto.estimator)
             self._kl += float((estimate * seen.weight).sum())
         changes: dict[str, Tensor] = {}
+        kept, (*of_masks, _) = reject(batch, seen, config.rules_before_step, self._bounds)
         if kept is not None:
             _require_binary(data)
-            named = ((name, label.divided_by) for label in labels for name in label.names)
-            for key in (key for key in named if key[0].startswith("geomask/mask/")):
-                self._removed[key] = self._removed.get(key, 0.0) + metrics[key[0]]
+            weights = {"tokens": seen.weight, "sequences": seen.sample_mask}
+            for (name,), over, compute, *_ in of_masks:
+                removed = float((compute() * weights[over]).sum())
+                self._removed[name, over] = self._removed.get((name, over), 0.0) + removed
             trained = seen.trains != 0
             self._kept += float((seen.weight * kept).double().sum())
             changes = _without(data, trained & ~kept, trained & kept)
@@ -194,6 +191,7 @@ class OpenBatch:
 
         Raises: BatchVetoError: one veto more in a row than ``max_in_a_row``.
         """
+        # By the counts of the whole batch, which are known at its end.
         counts = {"tokens": float(self._toks), "sequences": float(self._seqs)}
         metrics = {name: value / (counts[by] or 1.0) for (name, by), value in self._removed.items()}
         metrics |= self._metrics
@@ -218,19 +216,12 @@ def needs_whole_batch(config: LossConfig) -> tuple[Problem, ...]:
     """What stands against a batch that arrives in parts: a budget over the whole of it, or the weight's mean there."""
     budgets = tuple(rule.key for rule in config.budgets)
     normalize = ("loss_fn.is_correction_batch_normalize",) if config.is_correction_batch_normalize else ()
+    why = "is over the whole batch, but here its parts are trained on as they come (as by NeMo-RL's single controller)"
     found = (
-        (budgets, "a budget", "give the mask bounds (min, max)"),
-        (normalize, "the weight's mean", "set false"),
+        Problem(budgets, f"a budget {why}; give the mask bounds (min, max), or use a trainer that holds the batch"),
+        Problem(normalize, f"the weight's mean {why}; set false, or use a trainer that holds the batch"),
     )
-    return tuple(
-        Problem(
-            keys,
-            f"{what} is over the whole batch, but here its parts are trained on as they come (as by NeMo-RL's single "
-            f"controller); {instead}, or use a trainer that holds the batch",
-        )
-        for keys, what, instead in found
-        if keys
-    )
+    return tuple(problem for problem in found if problem.keys)
 
 
 def _weight_mean(config: LossConfig, data: Mapping[str, Any]) -> float:
