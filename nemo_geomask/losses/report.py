@@ -18,45 +18,42 @@ __all__ = ["report_audit", "report_batch", "report_surrogate"]
 
 def report_surrogate(
     surrogate: F.Surrogate, batch: TokenBatch, seen: Observed, *, full: bool, by_sequence: bool
-) -> list[Metric]:
+) -> Iterator[Metric]:
     """Ratios before and after clipping and, if ``full``, where the clip decided, and the tokens' own ratios where the
     surrogate takes them ``by_sequence``."""
     beyond = seen.trains.reciprocal() - 1  # 0 where a token trains, else infinite
     ratios = {"probs_ratio": surrogate.ratio, "probs_ratio_clamped": surrogate.ratio_clamped}
     if surrogate.ratio is surrogate.ratio_clamped:
-        reports = _ratio(tuple(ratios), surrogate.ratio.detach(), beyond)
+        yield from _ratio(tuple(ratios), surrogate.ratio.detach(), beyond)
     else:
-        reports = [metric for name, ratio in ratios.items() for metric in _ratio((name,), ratio.detach(), beyond)]
-    if full and by_sequence:
+        for name, ratio in ratios.items():
+            yield from _ratio((name,), ratio.detach(), beyond)
+    if not full:
+        return
+    if by_sequence:
         # No extrema: NeMo-RL's loops know those of its own names, and add up all others.
-        reports.append(Metric(("geomask/token_ratio",), "tokens", lambda: F.saturating_exp(batch.log_ratio.detach())))
-    if full:
-        low, high = surrogate.clips()
-        reports += [
-            Metric(("geomask/clip_fraction_low",), "tokens", lambda: low),
-            Metric(("geomask/clip_fraction_high",), "tokens", lambda: high),
-            Metric(("geomask/saturated_ratio",), "part", lambda: F.saturated(batch.log_ratio, seen.trains)),
-        ]
-        if surrogate.dual_clipped is not None:
-            reports.append(Metric(("geomask/dual_clip_fraction",), "tokens", surrogate.dual_clipped.float))
-    return reports
+        yield Metric(("geomask/token_ratio",), "tokens", lambda: F.saturating_exp(batch.log_ratio.detach()))
+    low, high = surrogate.clips()
+    yield Metric(("geomask/clip_fraction_low",), "tokens", lambda: low)
+    yield Metric(("geomask/clip_fraction_high",), "tokens", lambda: high)
+    yield Metric(("geomask/saturated_ratio",), "part", lambda: F.saturated(batch.log_ratio, seen.trains))
+    if surrogate.dual_clipped is not None:
+        yield Metric(("geomask/dual_clip_fraction",), "tokens", surrogate.dual_clipped.float)
 
 
-def _ratio(names: tuple[str, ...], ratio: Tensor, beyond: Tensor) -> list[Metric]:
+def _ratio(names: tuple[str, ...], ratio: Tensor, beyond: Tensor) -> Iterator[Metric]:
     """Mean and extrema; ``beyond`` is infinite at tokens that don't train."""
     none = beyond.numel() == 0  # a reduction over no element is an error in torch
     lowest, highest = (tuple(f"{name}_{end}" for name in names) for end in ("min", "max"))
-    return [
-        Metric(names, "tokens", lambda: ratio),
-        Metric(lowest, "lowest", lambda: beyond.new_tensor(torch.inf) if none else (ratio + beyond).amin()),
-        Metric(highest, "highest", lambda: beyond.new_tensor(-torch.inf) if none else (ratio - beyond).amax()),
-    ]
+    yield Metric(names, "tokens", lambda: ratio)
+    yield Metric(lowest, "lowest", lambda: beyond.new_tensor(torch.inf) if none else (ratio + beyond).amin())
+    yield Metric(highest, "highest", lambda: beyond.new_tensor(-torch.inf) if none else (ratio - beyond).amax())
 
 
-def report_audit(batch: TokenBatch, seen: Observed) -> list[Metric]:
+def report_audit(batch: TokenBatch, seen: Observed) -> Iterator[Metric]:
     """Mismatch and staleness of the tokens whose π_old was computed: sums, and how many they are of."""
     if batch.audited is None:
-        return []
+        return
     known = where_finite(seen.trains, batch.audited)
     weight = select(known, seen.weight)
     mismatch, policy = select(known, batch.audited - batch.gen), select(known, batch.curr.detach() - batch.audited)
@@ -64,14 +61,12 @@ def report_audit(batch: TokenBatch, seen: Observed) -> list[Metric]:
     def total(name: str, value: Callable[[], Tensor]) -> Metric:
         return Metric((f"geomask/audit/{name}",), "part", lambda: (value() * weight).sum())
 
-    return [
-        total("tokens", lambda: known),
-        total("mismatch_abs_sum", mismatch.abs),
-        total("mismatch_k1_sum", mismatch.neg),
-        total("mismatch_k3_sum", lambda: F.token_statistic(mismatch, "k3")),
-        total("policy_abs_sum", policy.abs),
-        total("policy_k3_sum", lambda: F.token_statistic(policy, "k3")),
-    ]
+    yield total("tokens", lambda: known)
+    yield total("mismatch_abs_sum", mismatch.abs)
+    yield total("mismatch_k1_sum", mismatch.neg)
+    yield total("mismatch_k3_sum", lambda: F.token_statistic(mismatch, "k3"))
+    yield total("policy_abs_sum", policy.abs)
+    yield total("policy_k3_sum", lambda: F.token_statistic(policy, "k3"))
 
 
 def report_batch(
@@ -100,7 +95,7 @@ def report_batch(
         yield from _impossible(batch, seen)
 
 
-def _mismatch(mismatch: Tensor, seen: Observed, kl_type: F.KLEstimator, *, own: str) -> list[Metric]:
+def _mismatch(mismatch: Tensor, seen: Observed, kl_type: F.KLEstimator, *, own: str) -> Iterator[Metric]:
     # All of it is made of e^|Δ| - 1 and e^-|Δ| - 1, which keep the digits of a small Δ.
     size = mismatch.abs()
     clamped = size.clamp(max=F.LOG_RATIO_LIMIT)
@@ -109,62 +104,47 @@ def _mismatch(mismatch: Tensor, seen: Observed, kl_type: F.KLEstimator, *, own: 
     if kl_type == "k3":
         # lerp is exact at both ends.
         above, below, positive = up - clamped, down + size, torch.relu(torch.sign(mismatch))
-        reports = [
-            Metric(("gen_kl_error", f"{own}_k3"), "tokens", lambda: torch.lerp(below, above, positive)),
-            Metric(("policy_kl_error",), "tokens", lambda: torch.lerp(above, below, positive)),
-        ]
+        yield Metric(("gen_kl_error", f"{own}_k3"), "tokens", lambda: torch.lerp(below, above, positive))
+        yield Metric(("policy_kl_error",), "tokens", lambda: torch.lerp(above, below, positive))
     else:
         ratio = F.saturating_exp(mismatch) if kl_type == "k4" else None
-        reports = [
-            Metric(("gen_kl_error",), "tokens", lambda: F.kl_estimate(-mismatch, kl_type)),
-            Metric(("policy_kl_error",), "tokens", lambda: F.kl_estimate(mismatch, kl_type, ratio=ratio)),
-            Metric((f"{own}_k3",), "tokens", lambda: F.kl_estimate(-mismatch, "k3")),
-        ]
-    return [
-        *reports,
-        Metric(("token_mult_prob_error",), "tokens", lambda: 1 + up),
-        # sinh²(Δ/2) = -up·down/4 and log cosh = log1p(sinh²)/2.
-        Metric(("js_divergence_error",), "tokens", lambda: (up * down).mul_(-0.25).log1p_(), unit=0.5),
-        Metric((f"{own}_abs",), "tokens", lambda: size),
-        Metric((f"{own}_k1",), "tokens", lambda: mismatch, unit=-1.0),
-        Metric((f"{own}_max",), "highest", lambda: (size * seen.trains).amax() if size.numel() else size.sum()),
-        histogram(own, size),
-    ]
+        yield Metric(("gen_kl_error",), "tokens", lambda: F.kl_estimate(-mismatch, kl_type))
+        yield Metric(("policy_kl_error",), "tokens", lambda: F.kl_estimate(mismatch, kl_type, ratio=ratio))
+        yield Metric((f"{own}_k3",), "tokens", lambda: F.kl_estimate(-mismatch, "k3"))
+    yield Metric(("token_mult_prob_error",), "tokens", lambda: 1 + up)
+    # sinh²(Δ/2) = -up·down/4 and log cosh = log1p(sinh²)/2.
+    yield Metric(("js_divergence_error",), "tokens", lambda: (up * down).mul_(-0.25).log1p_(), unit=0.5)
+    yield Metric((f"{own}_abs",), "tokens", lambda: size)
+    yield Metric((f"{own}_k1",), "tokens", lambda: mismatch, unit=-1.0)
+    yield Metric((f"{own}_max",), "highest", lambda: (size * seen.trains).amax() if size.numel() else size.sum())
+    yield histogram(own, size)
 
 
-def _total(batch: TokenBatch, *, full: bool) -> list[Metric]:
+def _total(batch: TokenBatch, *, full: bool) -> Iterator[Metric]:
     curr, total = batch.curr.detach(), batch.log_ratios("total")
     clamped = total.clamp(max=F.LOG_RATIO_LIMIT)
     excess = torch.expm1(clamped)
-    entropy = Metric(("approx_entropy",), "tokens", lambda: (1 + excess) * curr, unit=-1.0)
-    if not full:
-        return [entropy]
-    return [
-        entropy,
-        Metric(("geomask/total_abs",), "tokens", total.abs),
-        Metric(("geomask/total_k1",), "tokens", lambda: total, unit=-1.0),
-        Metric(("geomask/total_k3",), "tokens", lambda: excess - clamped),
-    ]
+    yield Metric(("approx_entropy",), "tokens", lambda: (1 + excess) * curr, unit=-1.0)
+    if full:
+        yield Metric(("geomask/total_abs",), "tokens", total.abs)
+        yield Metric(("geomask/total_k1",), "tokens", lambda: total, unit=-1.0)
+        yield Metric(("geomask/total_k3",), "tokens", lambda: excess - clamped)
 
 
-def _policy(policy: Tensor) -> list[Metric]:
-    return [
-        Metric(("geomask/policy_abs",), "tokens", policy.abs),
-        Metric(("geomask/policy_k3",), "tokens", lambda: F.token_statistic(policy, "k3")),
-    ]
+def _policy(policy: Tensor) -> Iterator[Metric]:
+    yield Metric(("geomask/policy_abs",), "tokens", policy.abs)
+    yield Metric(("geomask/policy_k3",), "tokens", lambda: F.token_statistic(policy, "k3"))
 
 
-def _reference(x: Tensor, seen: Observed, global_seqs: Tensor) -> list[Metric]:
+def _reference(x: Tensor, seen: Observed, global_seqs: Tensor) -> Iterator[Metric]:
     """KL(π ‖ π_ref) of x = curr − ref, for tokens sampled from near π: k1 x, k3 e^−x − 1 + x."""
     k1 = (x * seen.weight).sum()
-    return [
-        Metric(("geomask/reference_k1",), "summed", lambda: k1),
-        Metric(("geomask/reference_k3",), "tokens", lambda: F.token_statistic(-x, "k3")),
-        Metric(("geomask/reference_k1_sequence",), "part", lambda: F.inverse_count(global_seqs) * k1, "sequences"),
-    ]
+    yield Metric(("geomask/reference_k1",), "summed", lambda: k1)
+    yield Metric(("geomask/reference_k3",), "tokens", lambda: F.token_statistic(-x, "k3"))
+    yield Metric(("geomask/reference_k1_sequence",), "part", lambda: F.inverse_count(global_seqs) * k1, "sequences")
 
 
-def _impossible(batch: TokenBatch, seen: Observed) -> list[Metric]:
+def _impossible(batch: TokenBatch, seen: Observed) -> Iterator[Metric]:
     """Log-probs that a bug must have made where there are many: above 0, or exactly 0."""
 
     def positive() -> Tensor:
@@ -174,7 +154,5 @@ def _impossible(batch: TokenBatch, seen: Observed) -> list[Metric]:
     def zero() -> Tensor:
         return seen.trained - torch.sign(batch.gen).abs_().mul_(seen.weight).sum()
 
-    return [
-        Metric(("geomask/positive_logprobs",), "part", positive),
-        Metric(("geomask/zero_gen_logprobs",), "summed", zero),
-    ]
+    yield Metric(("geomask/positive_logprobs",), "part", positive)
+    yield Metric(("geomask/zero_gen_logprobs",), "summed", zero)
