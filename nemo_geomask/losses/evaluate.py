@@ -62,27 +62,15 @@ def labels_of(config: LossConfig, variant: Variant, options: Any, names: Iterabl
 
 
 def _reduced(
-    config: LossConfig,
-    variant: Variant,
-    options: Any,
-    raw: Raw,
-    segments: Segments,
-    global_seqs: Tensor,
-    global_toks: Tensor,
+    config: LossConfig, variant: Variant, options: Any, raw: Raw, segments: Segments, *counts: Tensor
 ) -> tuple[Tensor, Sums]:
-    """Loss and metrics over this rank's tokens."""
+    """Loss and metrics over this rank's tokens; ``counts`` are the global ones, of sequences and tokens."""
+    global_seqs, global_toks = counts
     batch, of_batch = read(raw, segments, config.ratio_anchor)
     inputs = SurrogateInputs(batch.curr, batch.log_ratio, batch.advantages, config, options)
     pooled = variant.pool(inputs) if variant.pool is not None else {}
-    sums = {f"variant.{name}": value for name, value in pooled.items()}
-    if config.knows_prev and (config.correction_level != "token" or config.truncation == "seq-mask-tis"):
-        sums["mismatch.ratio"] = batch.mismatch
-    by_length = config.normalization == "sequences"
-    local = config.positive_example_nll_normalization == "microbatch"
-    count = local and batch.rewards is not None
-    seen, reports = observe(
-        batch, config.rules_in_loss, sums, nonfinite=config.nonfinite, declared=by_length, count=count
-    )
+    of_variant = {f"variant.{name}": value for name, value in pooled.items()}
+    seen, reports = observe(batch, config.rules_in_loss, config, of_variant)
     full = config.metrics == "full"
     metrics = Sums(seen.weight, seen.sample_mask, segments, full=full)
     metrics.add(reports)
@@ -105,7 +93,7 @@ def _reduced(
     coefficient = F.token_coefficients(
         config.normalization,
         mask=seen.weight,
-        tokens_of_sequence=segments.spread(seen.declared) if by_length else None,
+        tokens_of_sequence=segments.spread(seen.declared) if config.normalization == "sequences" else None,
         global_seqs=global_seqs,
         global_toks=global_toks,
         constant=config.loss_normalization_constant,
@@ -127,13 +115,13 @@ def _reduced(
     loss = torch.where((divisor > 0) | (seen.trained == 0), loss, torch.nan)
 
     zero = torch.zeros_like(loss)
-    metrics.add(
-        [
-            Metric(("loss",), "part", lambda: loss, own),
-            Metric(("kl_penalty",), "part", lambda: zero if kl is None else kl, own),
-            Metric(("positive_nll_loss",), "part", lambda: zero if nll is None else nll, "none" if local else own),
-        ]
-    )
+    of_nll: Normalizer = "none" if config.positive_example_nll_normalization == "microbatch" else own
+    reports = [
+        Metric(("loss",), "part", lambda: loss, own),
+        Metric(("kl_penalty",), "part", lambda: zero if kl is None else kl, own),
+        Metric(("positive_nll_loss",), "part", lambda: zero if nll is None else nll, of_nll),
+    ]
+    metrics.add(reports)
     return loss, metrics
 
 

@@ -7,16 +7,17 @@ one reduction, and under context parallelism one stage of collectives, whatever 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from nemo_geomask import functional as F
-from nemo_geomask.config import MaskRule
+from nemo_geomask.config import LossConfig, MaskRule
 from nemo_geomask.losses.batch import TokenBatch
 from nemo_geomask.metrics import Metric
 from nemo_geomask.segments import Pooled, Prefix
+from nemo_geomask.segments.base import NONE
 
 __all__ = ["Observed", "observe", "rule_key", "token_values"]
 
@@ -82,31 +83,27 @@ def _of_rules(batch: TokenBatch, rules: Iterable[MaskRule]) -> tuple[dict[str, T
 
 
 def observe(
-    batch: TokenBatch,
-    rules: Iterable[MaskRule],
-    sums: Mapping[str, Tensor],
-    *,
-    nonfinite: Literal["drop_sequence", "drop_token", "raise"],
-    declared: bool = False,
-    count: bool = False,
+    batch: TokenBatch, rules: Iterable[MaskRule], config: LossConfig, further: Mapping[str, Tensor] = NONE
 ) -> tuple[Observed, list[Metric]]:
     """Pool token tensors over their sequences.
 
     Args:
         batch: the microbatch.
         rules: masks, each of which says what it needs of sequences or prefixes.
-        sums: further token tensors to sum over trained tokens, differentiable.
-        nonfinite: whether a token with a non-finite value drops its sequence; under ``raise`` the caller stops.
-        declared: whether :attr:`Observed.declared` is wanted.
-        count: whether :attr:`Observed.tokens` is wanted where nothing else is pooled.
+        config: the settings in force: whether the weight, the normalisation and the NLL term need something of
+            sequences, and whether a token with a non-finite value drops its own; under ``raise`` the caller stops.
+        further: token tensors to sum over trained tokens, differentiable.
 
     Returns: the statistics, and ``num_valid_samples`` and ``geomask/dropped_sequences``.
     """
     segments, token_mask = batch.segments, batch.token_mask
     of_rules, extremes, prefix = _of_rules(batch, rules)
-    sums = {**of_rules, **sums}
-    wanted = {"declared": token_mask} if declared else {}
-    if nonfinite == "drop_sequence":
+    sums = {**of_rules, **further}
+    if config.knows_prev and (config.correction_level != "token" or config.truncation == "seq-mask-tis"):
+        sums["mismatch.ratio"] = batch.mismatch
+    count = batch.rewards is not None and config.positive_example_nll_normalization == "microbatch"
+    wanted = {"declared": token_mask} if config.normalization == "sequences" else {}
+    if config.nonfinite == "drop_sequence":
         wanted["bad"] = batch.bad
     if sums or extremes or count or "count" in prefix.sums:
         mask = token_mask * batch.trains

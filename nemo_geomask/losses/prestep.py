@@ -226,7 +226,7 @@ def needs_whole_batch(config: LossConfig) -> tuple[Problem, ...]:
 
 def _weight_mean(config: LossConfig, data: Mapping[str, Any]) -> float:
     """Mean of the weights over trained tokens or, at sequence levels, sequences; 1 where that is 1e-8 or less."""
-    batch, seen, _ = seen_by((), config, data, weights=True)
+    batch, seen, _ = seen_by((), config, data)
     weight, _ = correct(batch, seen, config)
     assert weight is not None
     weight, trained = weight.double().expand_as(seen.weight), seen.weight.double()

@@ -21,14 +21,9 @@ __all__ = ["budget_bounds", "seen_by", "verdicts"]
 
 
 def seen_by(
-    rules: Sequence[MaskRule],
-    config: LossConfig,
-    data: Mapping[str, Any],
-    *,
-    curr: Tensor | None = None,
-    weights: bool = False,
+    rules: Sequence[MaskRule], config: LossConfig, data: Mapping[str, Any], *, curr: Tensor | None = None
 ) -> tuple[TokenBatch, Observed, list[Metric]]:
-    """A batch as the rules judge it, with what ``weights`` pool too, and how much of it is not finite.
+    """A batch as the rules judge it, with what the weight pools too, and how much of it is not finite.
 
     ``data`` is NeMo-RL's training batch [B, T], see :func:`nemo_geomask.losses.batch.take_padded`; ``curr`` [B, T-1] is
     log π of the current policy, None: those before the step stand for it.
@@ -43,8 +38,7 @@ def seen_by(
     curr = data["prev_logprobs"][:, 1:] if curr is None else curr
     names = ("advantages", "prev", "gen") if config.needs_prev else ("advantages", "gen")
     batch, reports = read(take_padded(curr, data, names), PaddedSegments())
-    sums = {"mismatch.ratio": batch.mismatch} if weights else {}
-    seen, _ = observe(batch, rules, sums, nonfinite=config.nonfinite)
+    seen, _ = observe(batch, rules, config)
     return batch, seen, reports
 
 
