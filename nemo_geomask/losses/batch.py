@@ -32,7 +32,6 @@ KEYS = {
 }
 """NeMo-RL's keys of what a loss may read beside its masks."""
 _OPTIONAL = ("unfiltered", "rewards", "seen_ref", "audited")
-_UNFILTERED = KEYS["unfiltered"]
 
 
 class Raw(NamedTuple):
@@ -180,7 +179,7 @@ def _take(
         if value.is_complex() or (logprobs and not value.is_floating_point()):
             raise ShapeError(f"data['{key}'] must be {'floating point' if logprobs else 'real'}, not {value.dtype}")
         value = value if value.device == device else value.to(device)
-        return value.detach() if value.requires_grad and key != _UNFILTERED else value
+        return value.detach() if value.requires_grad and key != KEYS["unfiltered"] else value
 
     shapes = {"unfiltered": curr.shape, "rewards": sequences}
     others = {}
@@ -243,4 +242,4 @@ def read(raw: Raw, segments: Segments, anchor: Literal["prev", "gen"] = "prev") 
     def count(name: str, value: Tensor) -> Metric:
         return Metric((f"geomask/nonfinite_{name}",), "part", lambda: asked - count_finite(declared, value))
 
-    return batch, [count(name, value) for name, value in {"curr": raw.curr.detach(), **given}.items()]
+    return batch, [count("curr", raw.curr.detach()), *map(count, given, given.values())]

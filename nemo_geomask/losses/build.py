@@ -24,9 +24,7 @@ _OPTIONS = f"{_PREFIX}.options"
 _UNSET = object()
 
 
-def build_loss(
-    config: LossConfig | Mapping[str, Any] | BaseModel, *, use_fused_linear_logprobs: bool = False
-) -> PolicyLoss:
+def build_loss(config: Mapping[str, Any] | BaseModel, *, use_fused_linear_logprobs: bool = False) -> PolicyLoss:
     """The loss that ``config`` describes.
 
     Args:
@@ -52,7 +50,7 @@ def build_loss(
 
 
 def examined(
-    config: LossConfig | Mapping[str, Any] | BaseModel, *, use_fused_linear_logprobs: bool = False
+    config: Mapping[str, Any] | BaseModel, *, use_fused_linear_logprobs: bool = False
 ) -> tuple[PolicyLoss, tuple[Problem, ...]]:
     """:func:`build_loss`, with what it warns of: settings that are allowed and probably not meant."""
     given = _given(config)
@@ -90,7 +88,7 @@ def examined(
     return loss, tuple(_doubts(settings, defaults, checked))
 
 
-def _given(config: LossConfig | Mapping[str, Any] | BaseModel) -> dict[str, Any]:
+def _given(config: Mapping[str, Any] | BaseModel) -> dict[str, Any]:
     if isinstance(config, LossConfig):
         return config.given
     if isinstance(config, BaseModel):
@@ -169,11 +167,8 @@ def _doubts(config: LossSettings, defaults: Mapping[str, Any], in_force: LossCon
     for key, own in defaults.items():
         value = getattr(config, key)
         # NeMo-RL's base recipes spell out every default they know, so such a value was probably inherited.
-        if (
-            key != "ratio_anchor"
-            and key in config.model_fields_set
-            and value == LossConfig.model_fields[key].default != own
-        ):
+        inherited = key in config.model_fields_set and value == LossConfig.model_fields[key].default != own
+        if inherited and key != "ratio_anchor":
             yield _problem(
                 (key, "name"),
                 f"{key}: {as_yaml(value)} is NeMo-RL's default, but name: {config.name} prescribes {as_yaml(own)}; if "

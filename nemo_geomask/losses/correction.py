@@ -44,7 +44,8 @@ def correct(batch: TokenBatch, seen: Observed, config: LossConfig) -> tuple[Tens
         log_ratio = seen.sums["mismatch.ratio"] * seen.sample_mask
     else:
         log_ratio = seen.mean("mismatch.ratio")
-    over: Over = "tokens" if level == "token" else "sequences"
+    by_token = level == "token"
+    over: Over = "tokens" if by_token else "sequences"
     bounds = {"min": config.truncated_importance_sampling_ratio_min, "max": config.truncated_importance_sampling_ratio}
     raw = F.saturating_exp(log_ratio)
     weight, reports = raw, []
@@ -57,8 +58,8 @@ def correct(batch: TokenBatch, seen: Observed, config: LossConfig) -> tuple[Tens
         if config.own_truncation is not None:
             truncate = config.own_truncation.of
         weight, outside = truncate(log_ratio, **bounds)
-        by_token = outside if level == "token" else spread(outside)
-        reports.append(Metric(("is_oob_ratio",), "tokens", lambda: by_token.float()))
+        of_tokens = outside if by_token else spread(outside)
+        reports.append(Metric(("is_oob_ratio",), "tokens", lambda: of_tokens.float()))
 
     def moments(of: Tensor, mean: tuple[str, ...], square: tuple[str, ...]) -> list[Metric]:
         # The square of a saturated weight fits float32, the sum of many doesn't.
@@ -70,15 +71,13 @@ def correct(batch: TokenBatch, seen: Observed, config: LossConfig) -> tuple[Tens
         reports += moments(weight, mean + raw_mean, square + raw_square)
     else:
         reports += [*moments(weight, mean, square), *moments(raw, raw_mean, raw_square)]
-    live = ("geomask/weight_live",)
-    if level == "token":
+    live, saturated = ("geomask/weight_live",), ("geomask/saturated_weight",)
+    if by_token:
         reports.append(Metric(live, "summed", lambda: seen.trained))
+        reports.append(Metric(saturated, "part", lambda: F.saturated(log_ratio, seen.trains)))
     else:
         reports.append(Metric(live, over, lambda: torch.ones_like(weight)))
-    saturated = Metric(
-        ("geomask/saturated_weight",),
-        "part" if level == "token" else "count",
-        lambda: F.saturated(log_ratio, seen.trains if level == "token" else ~seen.empty),
-    )
-    applied = weight if level == "token" or config.truncation == "seq-mask-tis" else spread(weight)
-    return (applied if config.applies_weight else None), [*reports, saturated]
+        reports.append(Metric(saturated, "count", lambda: F.saturated(log_ratio, ~seen.empty)))
+    if not config.applies_weight:
+        return None, reports
+    return weight if by_token else spread(weight), reports
