@@ -84,10 +84,7 @@ class TokenBatch(NamedTuple):
 
     def log_ratios(self, which: str) -> Tensor:
         """``mismatch`` prev − gen, ``policy`` curr − prev or ``total`` curr − gen, without gradient."""
-        if which == "mismatch":
-            return self.mismatch
-        one, other = self.pair(which)
-        return one - other
+        return self.mismatch if which == "mismatch" else torch.sub(*self.pair(which))
 
 
 def keys_read(config: LossConfig) -> tuple[str, ...]:

@@ -140,8 +140,7 @@ def _check_settings(name: str, variant: Variant) -> None:
     """The variant's own settings are no fault of the recipe's."""
     unknown = [key for key in variant.refuses if key not in LossConfig.model_fields]
     found = [f"refuses unknown settings: {', '.join(unknown)}"] if unknown else []
-    wrong = _wrong(LossSettings, {**variant.defaults, **variant.forces}, prefix="")
-    found += [f"gives {problem}" for problem in wrong]
+    found += [f"gives {problem}" for problem in _wrong(LossSettings, {**variant.defaults, **variant.forces}, prefix="")]
     if found:
         raise PluginError(_problem(("name",), f"the variant '{name}' {', and '.join(found)}"))
 

@@ -75,8 +75,7 @@ def _reduced(
     metrics = Sums(seen.weight, seen.sample_mask, segments, full=full)
     metrics.add(reports)
     metrics.add(of_batch, always=config.nonfinite == "raise")  # then the caller looks at them
-    kl_type = config.reference_policy_kl_type
-    metrics.add(report_batch(batch, seen, kl_type, full=full, knows_prev=config.knows_prev, global_seqs=global_seqs))
+    metrics.add(report_batch(batch, seen, config, global_seqs))
     metrics.add(report_audit(batch, seen))
 
     weight, reports = correct(batch, seen, config)

@@ -13,9 +13,6 @@ from typing import Any
 
 __all__ = ["LossInputType", "LossType", "MetricNormalizer", "resolve"]
 
-_INTERFACES = "nemo_rl.algorithms.loss.interfaces"
-
-
 LossType = enum.Enum("LossType", {"TOKEN_LEVEL": "token_level", "SEQUENCE_LEVEL": "sequence_level"})
 """Global count that the loss is divided by."""
 LossInputType = enum.Enum("LossInputType", {"LOGIT": "logit", "LOGPROB": "logprob"})
@@ -30,7 +27,7 @@ def resolve(member: enum.Enum) -> Any:
     NeMo-RL v0.6.0 and v0.7.0 have no ``MetricNormalizer``.
     """
     try:
-        interfaces = importlib.import_module(_INTERFACES)
+        interfaces = importlib.import_module("nemo_rl.algorithms.loss.interfaces")
     except ImportError:
         # Absent, the empty placeholder package, or without its own requirements: no trainer of NeMo-RL's can be
         # running in this process.

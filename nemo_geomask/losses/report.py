@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from nemo_geomask import functional as F
+from nemo_geomask.config import LossConfig
 from nemo_geomask.kernels.select import select, where_finite
 from nemo_geomask.losses.batch import TokenBatch
 from nemo_geomask.losses.observe import Observed
@@ -69,15 +70,13 @@ def report_audit(batch: TokenBatch, seen: Observed) -> Iterator[Metric]:
     yield total("policy_k3_sum", lambda: F.token_statistic(policy, "k3"))
 
 
-def report_batch(
-    batch: TokenBatch, seen: Observed, kl_type: F.KLEstimator, *, full: bool, knows_prev: bool, global_seqs: Tensor
-) -> Iterator[Metric]:
-    r"""Train/generation mismatch and entropy; if ``full``, staleness, the distance from the reference, and what a bug
-    would show.
+def report_batch(batch: TokenBatch, seen: Observed, config: LossConfig, global_seqs: Tensor) -> Iterator[Metric]:
+    r"""Train/generation mismatch and entropy; under ``metrics: full`` also staleness, the distance from the reference,
+    and what a bug would show.
 
     With Δ = prev − gen and tokens sampled from μ: ``gen_kl_error`` estimates KL(μ ‖ π_old) by NeMo-RL's
-    ``kl_type``, and ``policy_kl_error`` is the same with the two exchanged, as NeMo-RL has it (for tokens from μ only
-    k4 is unbiased there); ``js_divergence_error`` is :math:`\log\cosh(\Delta/2)`, which equals
+    ``reference_policy_kl_type``, and ``policy_kl_error`` is the same with the two exchanged, as NeMo-RL has it (for
+    tokens from μ only k4 is unbiased there); ``js_divergence_error`` is :math:`\log\cosh(\Delta/2)`, which equals
     NeMo-RL's mixture form; ``token_mult_prob_error`` is :math:`e^{|\Delta|}`; ``approx_entropy`` is
     :math:`-(\pi_\theta/\mu)\log\pi_\theta`.
 
@@ -85,14 +84,14 @@ def report_batch(
     reported under this package's names is called so.
     """
     # One after the other, so that the tensors of each are gone before the next needs some.
-    yield from _mismatch(batch.mismatch, seen, kl_type, own=f"geomask/{'mismatch' if knows_prev else 'total'}")
-    yield from _total(batch, full=full and knows_prev)
-    if full and knows_prev:
+    full, own = config.metrics == "full", "geomask/mismatch" if config.knows_prev else "geomask/total"
+    yield from _mismatch(batch.mismatch, seen, config.reference_policy_kl_type, own=own)
+    yield from _total(batch, full=full and config.knows_prev)
+    if full and config.knows_prev:
         yield from _policy(batch.log_ratios("policy"))
     if full and batch.reference is not None:
         yield from _reference(batch.reference, seen, global_seqs)
-    if full:
-        yield from _impossible(batch, seen)
+    yield from _impossible(batch, seen)
 
 
 def _mismatch(mismatch: Tensor, seen: Observed, kl_type: F.KLEstimator, *, own: str) -> Iterator[Metric]:

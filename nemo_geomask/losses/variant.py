@@ -46,8 +46,6 @@ class SurrogateInputs:
     options: Any
 
 
-SurrogateFn = Callable[[SurrogateInputs, Mapping[str, Tensor]], Surrogate]
-PoolFn = Callable[[SurrogateInputs], Mapping[str, Tensor]]
 Parts = tuple[Part, ...]
 
 
@@ -75,8 +73,8 @@ class Variant:
             stands for a setting or an option; ``docs/plugins.md`` says what else can be filled in.
     """
 
-    surrogate: SurrogateFn
-    pool: PoolFn | None = None
+    surrogate: Callable[[SurrogateInputs, Mapping[str, Tensor]], Surrogate]
+    pool: Callable[[SurrogateInputs], Mapping[str, Tensor]] | None = None
     pooled_by: Literal["mean", "sum"] = "mean"
     masks: Callable[[Any], Sequence[Mapping[str, Any]]] | None = None
     defaults: Mapping[str, Any] = field(default_factory=dict)

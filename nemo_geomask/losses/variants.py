@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 from pydantic import Field
@@ -129,12 +130,10 @@ def _gspo_token(inputs: SurrogateInputs, means: Mapping[str, Tensor]) -> F.Surro
     return _clipped(log_ratio, inputs.advantages, inputs.config)
 
 
-GSPO_TOKEN = Variant(
+GSPO_TOKEN = replace(
+    GSPO,
     surrogate=_gspo_token,
     pool=_pool_log_ratio,
-    defaults=GSPO.defaults,
-    forces=GSPO.forces,
-    refuses=GSPO.refuses,
     source="GSPO-token, arXiv:2507.18071 eq. 13 and 14",
     parts=(
         Part(
