@@ -21,13 +21,13 @@ from nemo_geomask.losses.evaluate import evaluate, labels_of
 from nemo_geomask.losses.variant import Variant
 from nemo_geomask.metrics import Label, Metrics
 from nemo_geomask.segments import PackedSegments, PaddedSegments, Segments
+from nemo_geomask.segments.base import NONE
 
 __all__ = ["BOUND", "PREPARED", "PolicyLoss", "refuse_nonfinite"]
 
 # Keys of a batch that BeforeStep has looked at, [B]: that it has, and the bound of each mask with a budget, by label.
 PREPARED, BOUND = "geomask_prepared", "geomask_bound_"
 Count = Tensor | float
-_NOTHING: Mapping[str, Tensor] = {}
 
 
 class PolicyLoss:
@@ -87,7 +87,7 @@ class PolicyLoss:
         """β; 0 where no reference log-probs are needed."""
         return self.config.kl_coefficient
 
-    def for_prepared_batches(self, changes: Mapping[str, Tensor] = _NOTHING) -> PolicyLoss:
+    def for_prepared_batches(self, changes: Mapping[str, Tensor] = NONE) -> PolicyLoss:
         """This loss for a trainer that has each batch looked at by itself, but can add no key to it.
 
         Args:
