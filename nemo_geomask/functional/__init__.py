@@ -13,4 +13,4 @@ from nemo_geomask.functional.ratios import *  # noqa: F403
 from nemo_geomask.functional.reductions import *  # noqa: F403
 from nemo_geomask.functional.surrogates import *  # noqa: F403
 
-__all__ = [name for room in (budgets, entry, kl, ratios, reductions, surrogates) for name in room.__all__]
+__all__ = [*budgets.__all__, *entry.__all__, *kl.__all__, *ratios.__all__, *reductions.__all__, *surrogates.__all__]
