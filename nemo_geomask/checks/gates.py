@@ -23,6 +23,7 @@ __all__ = [
     "logit_needs",
     "readers_of_prev",
     "scoring_passes",
+    "unread",
 ]
 
 NO_ENTROPY = (
@@ -223,11 +224,16 @@ def readers_of_prev(recipe: Mapping[str, Any]) -> Iterator[Problem]:
         section, _, name = key.partition(".")
         value = (recipe.get(section) or {}).get(name)
         if value is not None and value is not False:
-            yield Problem(
-                (key, "loss_fn.ratio_anchor"),
-                f"{key}: {as_yaml(value)} {what} by prev_logprobs, which are not computed under loss_fn.ratio_anchor: "
-                "gen; remove it, or set loss_fn.audit_fraction: 1, which has all of them computed",
-            )
+            yield unread(key, value, what)
+
+
+def unread(key: str, value: Any, what: str) -> Problem:
+    """That a setting does something with ``prev_logprobs``, which then are not there."""
+    return Problem(
+        (key, "loss_fn.ratio_anchor"),
+        f"{key}: {as_yaml(value)} {what} by prev_logprobs, which are not computed under loss_fn.ratio_anchor: "
+        "gen; remove it, or set loss_fn.audit_fraction: 1, which has all of them computed",
+    )
 
 
 def _no_prev(facts: RecipeFacts) -> Iterator[Hit]:

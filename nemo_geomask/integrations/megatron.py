@@ -119,7 +119,7 @@ def policy_loss(
 ) -> tuple[Tensor, Metrics]:
     """Loss of a packed microbatch from Megatron's logits, in one call whatever the number of sequences.
 
-    Only two numbers a token cross the tensor-parallel group and [k, S] statistics the context-parallel one.
+    Only four numbers a token cross the tensor-parallel group and [k, S] statistics the context-parallel one.
 
     Args:
         loss: from :func:`nemo_geomask.build_loss`.

@@ -30,6 +30,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "logit_bias": (None, {}),
     "allowed_token_ids": (None, []),
     "bad_words": (None, []),
+    "thinking_token_budget": (None,),
 }
 _GREEDY = 1e-5  # vLLM takes the most likely token below this temperature.
 

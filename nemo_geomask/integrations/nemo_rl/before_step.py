@@ -1,4 +1,5 @@
-"""``batch_veto``, ``denominator: kept`` and ``record`` in NeMo-RL: a look at the whole batch before it is trained on.
+"""``batch_veto``, ``denominator: kept``, budgets and ``record`` in NeMo-RL, and a whole step's metrics: a look at the
+batch before it is trained on, and at what it gave.
 
 NeMo-RL's trainers hand the batch of a step to ``Policy.train`` (GRPO, async GRPO, PPO), or the keys of one that lies in
 its data plane to ``TQPolicy.train_from_meta`` (synchronous GRPO), or those of its parts, as they are generated, to
@@ -66,7 +67,7 @@ def _patches() -> Iterator[patch.Patch]:
         for name in uses.methods:
             yield patch.attribute(target, name, functools.partial(_watching, name))
         if "begin_train_step" in uses.methods:
-            yield patch.attribute(target, "__reduce_ex__", functools.partial(patch.carried, _watched))
+            yield patch.carried(target, "before_step", _watched)
 
 
 class _Watcher:

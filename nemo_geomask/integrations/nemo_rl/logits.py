@@ -1,7 +1,7 @@
 """``logprob_backend`` other than ``nemo_rl``: the loss takes the logits and computes its log-probs itself.
 
 NeMo-RL's own path gathers one log-prob a token over the context-parallel ranks, and calls the loss once for each
-packed sequence. Here the tokens stay where they are: two numbers a token cross the tensor-parallel group, [k, S]
+packed sequence. Here the tokens stay where they are: four numbers a token cross the tensor-parallel group, [k, S]
 statistics the context-parallel one, and a packed microbatch is one call.
 """
 

@@ -97,27 +97,49 @@ def rebound(home: types.ModuleType, name: str, make: Callable[[Any], Any]) -> Pa
     return Patch(home, name, functools.partial(rebind, original, ours), functools.partial(rebind, ours, original))
 
 
-def carried(methods: Callable[[type], Mapping[str, Any]], original: Any) -> Any:
-    """``__reduce_ex__`` of an object that is sent to a process in which nothing is changed: it arrives as one of a
-    subclass.
+Methods = Callable[[type], Mapping[str, Any]]
+
+
+def carried(owner: type, key: str, methods: Methods) -> Patch:
+    """An object of ``owner`` that is sent to a process in which nothing is changed arrives as one of a subclass.
+
+    Several changes may each give it methods, and come and go in any order.
 
     Args:
+        owner: the class.
+        key: of these methods among those that others give.
         methods: picklable; those of the subclass, from the object's class; none leave it as it is.
-        original: the class's own.
     """
+    sends = attribute(owner, "__reduce_ex__", functools.partial(_sending, owner))
 
+    def apply() -> None:
+        _carried.setdefault(owner, {})[key] = methods
+        sends.apply()
+
+    def undo() -> None:
+        del _carried[owner][key]
+        if not _carried[owner]:
+            _in_force[id(owner), "__reduce_ex__"].undo()
+
+    return Patch(owner, f"__reduce_ex__, {key}", apply, undo)
+
+
+_carried: dict[type, dict[str, Methods]] = {}
+
+
+def _sending(owner: type, original: Any) -> Any:
     @functools.wraps(original)
     def reduce_ex(self: Any, protocol: Any) -> Any:
         make, arguments, *state = original(self, protocol)
-        return _arrived, (make, arguments, methods), *state
+        return _arrived, (make, arguments, tuple(_carried[owner].values())), *state
 
     return reduce_ex
 
 
-def _arrived(make: Callable[..., Any], arguments: tuple[Any, ...], methods: Callable[[type], Mapping[str, Any]]) -> Any:
+def _arrived(make: Callable[..., Any], arguments: tuple[Any, ...], methods: tuple[Methods, ...]) -> Any:
     found = make(*arguments)
     kind: Any = type(found)
-    if others := methods(kind):
+    if others := {name: method for some in methods for name, method in some(kind).items()}:
         # Under its own name; the class itself stays as it is.
         found.__class__ = type(kind)(kind.__name__, (kind,), {**others, "__module__": kind.__module__})
     return found

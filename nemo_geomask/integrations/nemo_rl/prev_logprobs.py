@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from nemo_geomask.checks.gates import readers_of_prev
+from nemo_geomask.checks.gates import unread
 from nemo_geomask.errors import ConfigError
 from nemo_geomask.integrations.nemo_rl import patch, seams
 from nemo_geomask.integrations.nemo_rl.record import last_step
@@ -47,12 +47,12 @@ _patches: list[patch.Patch] = []
 
 def _make(fraction: float) -> Iterator[patch.Patch]:
     for uses, target in seams.targets(seams.PREV_LOGPROBS, otherwise="Set loss_fn.ratio_anchor: prev"):
+        # NeMo-RL's modules import a function by its name.
+        change = patch.attribute if uses.owner else patch.rebound
         for name in uses.methods:
-            yield patch.attribute(target, name, functools.partial(_WRAP[name], fraction))
+            yield change(target, name, functools.partial(_WRAP[name], fraction))
         if "get_logprobs_from_meta" in uses.methods:
-            yield patch.attribute(
-                target, "__reduce_ex__", functools.partial(patch.carried, functools.partial(_skipping, fraction))
-            )
+            yield patch.carried(target, "prev_logprobs", functools.partial(_skipping, fraction))
 
 
 _calls: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
@@ -108,7 +108,7 @@ def _mask_by_error(fraction: float, original: Any) -> Any:
         given = signature.bind(*args, **kwargs).arguments
         threshold = given["seq_logprob_error_threshold"]
         if threshold is not None:  # NaN is within none
-            raise ConfigError(*readers_of_prev({"grpo": {"seq_logprob_error_threshold": threshold}}))
+            raise ConfigError(unread("seq_logprob_error_threshold", threshold, "masks sequences"))
         return original(*args, **kwargs)
 
     return mask_by_error

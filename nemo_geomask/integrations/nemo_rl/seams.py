@@ -259,7 +259,7 @@ class SeamState:
 
 _TQ = ("nemo_rl.models.policy.tq_policy", "TQPolicy")
 _DATA_PLANE = ("read_from_dataplane", "write_to_dataplane")
-_VETO = "loss_fn.batch_veto, denominator: kept and record"
+_VETO = "a step's metrics, loss_fn.batch_veto, denominator: kept, budgets and record"
 BEFORE_STEP = (
     Uses("nemo_rl.models.policy.lm_policy", "Policy", {"train": ("data", "loss_fn")}, _VETO),
     Uses(*_TQ, {"train_from_meta": ("meta", "loss_fn")}, _VETO, _DATA_PLANE, optional=True),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import types
 
 import pytest
@@ -103,3 +104,41 @@ def test_what_somebody_else_changed_since_is_left(caplog):
     patch.undo_all()
     assert vars(host)["own"] is theirs
     assert "own was changed by somebody else since, and is left as it is" in caplog.text
+
+
+class Sent:
+    """Something that NeMo-RL sends to another process."""
+
+    def one(self):
+        return "plain"
+
+    def other(self):
+        return "plain"
+
+
+def _ones(kind):
+    return {"one": lambda self: "changed"}
+
+
+def _others(kind):
+    return {"other": lambda self: "changed"}
+
+
+@pytest.mark.parametrize("first", ["one", "other"])
+@pytest.mark.parametrize("undone", ["one", "other"])
+def test_what_is_sent_takes_the_methods_of_all_changes_along(first, undone):
+    pickle.dumps(Sent())  # which notes something in the class
+    before = dict(vars(Sent))
+    patches = {"one": patch.carried(Sent, "one", _ones), "other": patch.carried(Sent, "other", _others)}
+    for name in (first, *(patches.keys() - {first})):
+        assert patches[name].apply()
+    arrived = pickle.loads(pickle.dumps(Sent()))
+    assert isinstance(arrived, Sent)
+    assert (arrived.one(), arrived.other()) == ("changed", "changed")
+    patches[undone].undo()
+    arrived = pickle.loads(pickle.dumps(Sent()))
+    assert getattr(arrived, undone)() == "plain"
+    assert {arrived.one(), arrived.other()} == {"plain", "changed"}
+    patch.undo_all()
+    assert type(pickle.loads(pickle.dumps(Sent()))) is Sent
+    assert dict(vars(Sent)) == before

@@ -61,16 +61,19 @@ def mask(train_data, rewards, seq_logprob_error_threshold):
 def nemo_rl(monkeypatch):
     """Modules of NeMo-RL's with fresh classes, since wrappers go into the classes."""
     names = ("nemo_rl", "nemo_rl.algorithms", "nemo_rl.algorithms.grpo", "nemo_rl.models", "nemo_rl.models.policy")
+    names += ("nemo_rl.algorithms.ppo",)
     policies = ("nemo_rl.models.policy.lm_policy", "nemo_rl.models.policy.tq_policy")
     modules = {name: types.ModuleType(name) for name in (*names, *policies)}
     modules["nemo_rl"].__version__ = "9.9"
     grpo, lm, tq = (modules[name] for name in ("nemo_rl.algorithms.grpo", *policies))
-    grpo.compute_and_apply_seq_logprob_error_masking = mask
+    ppo = modules["nemo_rl.algorithms.ppo"]
+    # PPO imports it from GRPO.
+    grpo.compute_and_apply_seq_logprob_error_masking = ppo.compute_and_apply_seq_logprob_error_masking = mask
     lm.Policy = type("Policy", (), {**methods(Policy), **SHARED, "__module__": lm.__name__})
     tq.TQPolicy = type("TQPolicy", (lm.Policy,), {**methods(TQPolicy), "__module__": tq.__name__})
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)
-    yield types.SimpleNamespace(grpo=grpo, lm=lm, tq=tq)
+    yield types.SimpleNamespace(grpo=grpo, ppo=ppo, lm=lm, tq=tq)
     uninstall()
 
 
@@ -121,9 +124,10 @@ def test_a_policy_that_is_sent_computes_none_either(nemo_rl):
     assert dict(vars(nemo_rl.tq.TQPolicy)) == before
 
 
-def test_a_threshold_on_what_is_not_there_is_an_error(nemo_rl):
+@pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
+def test_a_threshold_on_what_is_not_there_is_an_error(nemo_rl, algorithm):
     def call(threshold):
-        return nemo_rl.grpo.compute_and_apply_seq_logprob_error_masking(
+        return getattr(nemo_rl, algorithm).compute_and_apply_seq_logprob_error_masking(
             train_data=None, rewards=None, seq_logprob_error_threshold=threshold
         )
 
@@ -194,7 +198,7 @@ def test_all_of_them_are_scored_by_nemo_rl_itself(nemo_rl):
 
 
 def test_all_of_it_is_undone(nemo_rl):
-    owners = (nemo_rl.grpo, nemo_rl.lm.Policy, nemo_rl.tq.TQPolicy)
+    owners = (nemo_rl.grpo, nemo_rl.ppo, nemo_rl.lm.Policy, nemo_rl.tq.TQPolicy)
     before = [dict(vars(owner)) for owner in owners]
     for _ in range(2):
         prev_logprobs.follow(build_loss(GEN))

@@ -148,6 +148,7 @@ RESHAPED = [
     {"frequency_penalty": 0.5},
     {"repetition_penalty": 1.2},
     {"min_tokens": 2},
+    {"thinking_token_budget": 8},
     {"logit_bias": {4: 1.0}},
     {"allowed_token_ids": [4, 5]},
     {"bad_words": ["no"]},
