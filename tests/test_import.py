@@ -39,6 +39,13 @@ ORDER = [
 APART = {("functional", "config"), ("segments", "config"), ("segments", "functional")}
 
 
+def test_the_architectures_page_has_the_rooms_in_their_order():
+    page = (PACKAGE.parent / "docs" / "architecture.md").read_text(encoding="utf-8")
+    rows = [line.split("`")[1] for line in page.splitlines() if line.startswith("| `")]
+    rooms = [row.rstrip("/").removesuffix(".py") for row in rows if row.endswith(("/", ".py"))]
+    assert [room for room in rooms if room in ORDER] == ORDER
+
+
 def _room(path: Path) -> str:
     return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
@@ -107,6 +114,11 @@ def test_losses_import_pydantic_beside_torch_and_no_more():
     # All of pydantic, parts of which it imports when they are used.
     pydantic = added("pydantic.fields", "pydantic.main", "pydantic.types")
     assert added("nemo_geomask.losses", after="torch") <= pydantic
+
+
+@pytest.mark.slow
+def test_what_an_extra_installs_is_imported_when_it_is_used():
+    assert not {"yaml", "omegaconf", "hydra"} & added("nemo_geomask.translate", "nemo_geomask.cli", after="torch")
 
 
 @pytest.mark.slow

@@ -82,6 +82,10 @@ class PluginGroup(Generic[T]):
             entries.setdefault(entry.name, {})[entry.value, entry.distribution] = entry
         return {name: tuple(entries[name].values()) for name in sorted(entries)}
 
+    def names(self) -> list[str]:
+        """All of them, this package's first."""
+        return list(dict.fromkeys((*self.built_in, *self.available())))
+
     def is_own(self, name: str) -> bool:
         """Whether the name is this package's and nobody else claims it."""
         return name in self.built_in and len(self.available()[name]) == 1
@@ -144,11 +148,11 @@ class PluginGroup(Generic[T]):
         try:
             self.find(name)
         except PluginError as error:
-            own = list(self.built_in)
+            known = self.names()
             text = "; ".join(problem.message for problem in error.problems)
-            if ":" not in name and name not in self.available():
-                text = f"Input should be {', '.join(map(repr, own[:-1]))} or {own[-1]!r}"
-            guess = nearest(name, own)
+            if ":" not in name and name not in known:
+                text = f"Input should be {', '.join(map(repr, known[:-1]))} or {known[-1]!r}"
+            guess = nearest(name, known)
             raise PydanticCustomError(
                 "named", "{text}", {"text": text, "hint": f"did you mean '{guess}'?" if guess else ""}
             ) from error

@@ -214,7 +214,7 @@ def validate_masks(masks: Any) -> tuple[MaskBase, ...]:
 
 def _model(mask: Any) -> type[MaskBase]:
     if not isinstance(mask, Mapping):
-        guess = nearest(mask, PRESETS) if isinstance(mask, str) else None
+        guess = nearest(mask, PLUGINS.names()) if isinstance(mask, str) else None
         example = f"{{preset: {guess}, …}}" if guess else "{preset: geometric, max: 1.02}"
         raise _wrong("mask", "must be a mapping, such as {example}", {"example": example}, mask)
     if "preset" not in mask:
@@ -228,8 +228,8 @@ def _model(mask: Any) -> type[MaskBase]:
         except PluginError as error:
             text = "; ".join(problem.message for problem in error.problems)
             raise _wrong("preset", "{text}", {"text": text}, name, "preset") from None
-    guess = nearest(str(name), PRESETS)
-    hint = f"did you mean '{guess}'?" if guess else "known: " + ", ".join(PRESETS)
+    guess = nearest(str(name), PLUGINS.names())
+    hint = f"did you mean '{guess}'?" if guess else "known: " + ", ".join(PLUGINS.names())
     raise _wrong("preset", "unknown preset", {"hint": hint}, name, "preset")
 
 

@@ -160,7 +160,7 @@ def _detail(model: type[BaseModel], item: Mapping[str, Any]) -> InitErrorDetails
     name = item["loc"][0] if len(item["loc"]) == 1 else None
     if name in model.model_fields:
         kinds = set(_members(model.model_fields[name].annotation))
-        if type(None) in kinds:
+        if type(None) in kinds and message.startswith(("Input should", "must be")):
             message += ", or null"
         if isinstance(value, str) and type(None) in kinds and value.strip().lower() in _NULLS:
             hint = f"in YAML {value!r} is a word, write null"

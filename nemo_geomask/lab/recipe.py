@@ -339,7 +339,7 @@ class EnvConfig(StrictModel):
     @model_validator(mode="after")
     def _check_terms(self) -> EnvConfig:
         if self.min_terms > self.max_terms:
-            raise ValueError(f"min_terms ({self.min_terms}) exceeds max_terms ({self.max_terms}); swap them")
+            raise ValueError(f"min_terms ({self.min_terms}) exceeds max_terms ({self.max_terms}); set both")
         return self
 
 

@@ -69,11 +69,9 @@ def examined(
         # The newer key says it all; a default for the older one would contradict it.
         defaults.pop("token_level_loss", None)
     values = {**defaults, **settings.given, **variant.forces}
-    own: tuple[Any, ...] = ()
     of_options = _wrong(variant.options, settings.options, prefix=_OPTIONS)
-    if variant.masks is not None and not of_options:
-        brought = variant.masks(variant.options.model_validate(settings.options))
-        own = parse(LossSettings, {"masks": brought}, prefix=_OPTIONS).masks
+    own = () if of_options else _own_masks(settings, variant)
+    if own:
         # A loss may be built from the dumped settings of one that has them already.
         values["masks"] = (*own, *(mask for mask in settings.masks if mask not in own))
     in_force = parse(LossSettings, values, prefix=_PREFIX)
@@ -140,9 +138,31 @@ def _check_settings(name: str, variant: Variant) -> None:
     """The variant's own settings are no fault of the recipe's."""
     unknown = [key for key in variant.refuses if key not in LossConfig.model_fields]
     found = [f"refuses unknown settings: {', '.join(unknown)}"] if unknown else []
+    if variant.pooled_by not in ("mean", "sum"):
+        found.append(f"has pooled_by {variant.pooled_by!r}, which must be 'mean' or 'sum'")
+    if not (isinstance(variant.options, type) and issubclass(variant.options, BaseModel)):
+        found.append(f"has options {variant.options!r}, which must be a pydantic model class")
     found += [f"gives {problem}" for problem in _wrong(LossSettings, {**variant.defaults, **variant.forces}, prefix="")]
     if found:
         raise PluginError(_problem(("name",), f"the variant '{name}' {', and '.join(found)}"))
+
+
+def _own_masks(settings: LossSettings, variant: Variant) -> tuple[Any, ...]:
+    """Those that belong to the objective; where they are wrong though no option was given, the variant is."""
+    if variant.masks is None:
+        return ()
+    whose = f"the variant '{settings.name}'"
+    try:
+        brought = variant.masks(variant.options.model_validate(settings.options))
+    except Exception as error:
+        text = " ".join(str(error).split())
+        raise PluginError(
+            _problem(("name",), f"{whose} fails to make its masks: {type(error).__name__}: {text}")
+        ) from error
+    wrong = [] if settings.options else _wrong(LossSettings, {"masks": brought}, prefix="")
+    if wrong:
+        raise PluginError(_problem(("name",), f"{whose} brings {' and '.join(map(str, wrong))}"))
+    return parse(LossSettings, {"masks": brought}, prefix=_OPTIONS).masks
 
 
 def _doubts(config: LossSettings, defaults: Mapping[str, Any], in_force: LossConfig) -> Iterator[Problem]:

@@ -11,7 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from nemo_geomask.errors import ConfigError, MissingDependencyError
+from nemo_geomask.errors import ConfigError
+from nemo_geomask.optional import require
 
 __all__ = ["UNKNOWN", "flat", "nested", "read_settings", "words"]
 
@@ -79,10 +80,7 @@ def nested(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _yaml(text: str) -> Any:
-    try:
-        import yaml  # Comes with omegaconf.
-    except ImportError:
-        raise MissingDependencyError("reading YAML needs pyyaml; pip install 'nemo-geomask[recipes]'") from None
+    yaml = require("yaml", "reading YAML needs", "recipes")
     try:
         return _numbers(yaml.safe_load(text))
     except yaml.YAMLError as error:

@@ -11,12 +11,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import yaml
-
 from nemo_geomask.config import LossConfig, MaskRule
 from nemo_geomask.config.strict import as_yaml
 from nemo_geomask.losses import PolicyLoss
 from nemo_geomask.losses.build import examined
+from nemo_geomask.optional import require
 from nemo_geomask.translate.read import nested
 from nemo_geomask.translate.translation import translate
 from nemo_geomask.translate.verl import PEER
@@ -52,6 +51,7 @@ class BackTranslation:
 
     def yaml(self) -> str:
         """The settings with comments."""
+        yaml = require("yaml", "writing YAML needs", "recipes")
         settings = yaml.safe_dump(nested(self.settings), sort_keys=False).rstrip()
         lines = [f"# For {PEER.title} ({PEER.source}).", settings]
         lines += [f"# NOT EXPRESSED: {text}" for text in self.lost]

@@ -18,7 +18,7 @@ from pydantic import Field
 from nemo_geomask import build_loss
 from nemo_geomask import functional as F
 from nemo_geomask.checks import describe
-from nemo_geomask.config import MaskPreset, MaskRule, MaskStatistic, Truncation, WeightLevel, plugins
+from nemo_geomask.config import MaskPreset, MaskRule, MaskStatistic, StrictModel, Truncation, WeightLevel, plugins
 from nemo_geomask.errors import ConfigError, PluginError
 from nemo_geomask.losses import BeforeStep, Variant, available, registry
 from tests.helpers.batches import evaluate, rollouts
@@ -200,6 +200,39 @@ def test_variant_with_a_wrong_setting_of_its_own_is_not_the_recipes_fault(where,
         build_loss({"name": f"{__name__}:ODD"})
 
 
+class Bounded(StrictModel):
+    """Options of a variant."""
+
+    bound: float = 2.0
+
+
+def no_masks(options):
+    return [{"preset": "geometric", "max": options.no_such}]
+
+
+@pytest.mark.parametrize(
+    ("own", "message"),
+    [
+        ({"pooled_by": "summ"}, "has pooled_by 'summ', which must be 'mean' or 'sum'"),
+        ({"options": dict}, "has options <class 'dict'>, which must be a pydantic model class"),
+        ({"options": Bounded, "masks": no_masks}, "fails to make its masks: AttributeError: .*no_such"),
+        ({"masks": lambda options: [{"preset": "geometrc"}]}, r"brings masks\[0\].preset: unknown preset.*'geometric'"),
+    ],
+)
+def test_a_variant_that_is_wrong_by_itself_is_not_the_recipes_fault(own, message, monkeypatch):
+    monkeypatch.setitem(globals(), "ODD", Variant(surrogate=mean_loss, **own))
+    with pytest.raises(PluginError, match=rf"^loss_fn.name: the variant .*ODD' {message}"):
+        build_loss({"name": f"{__name__}:ODD"})
+
+
+def test_an_option_that_makes_a_wrong_mask_is_the_recipes(monkeypatch):
+    odd = Variant(surrogate=mean_loss, options=Bounded, masks=lambda own: [{"preset": "geometric", "max": own.bound}])
+    monkeypatch.setitem(globals(), "ODD", odd)
+    build_loss({"name": f"{__name__}:ODD"})
+    with pytest.raises(ConfigError, match=r"loss_fn\.options\.masks\[0\]\.max"):
+        build_loss({"name": f"{__name__}:ODD", "options": {"bound": -1.0}})
+
+
 PRESET_GROUP = "nemo_geomask.mask_presets"
 
 
@@ -234,6 +267,8 @@ def test_preset_of_another_distribution_is_a_rule_like_any(name, register):
         ([], {"preset": f"{__name__}:Half", "factor": 0.5}, r"masks\[0\].factor: .*greater than 1"),
         ([], {"preset": f"{__name__}:Half", "factr": 2.0}, r"masks\[0\].factr: unknown key; did you mean 'factor'"),
         ([], {"preset": "half"}, r"masks\[0\].preset: unknown preset"),
+        ([("somebody", "half", f"{__name__}:Half")], {"preset": "hal"}, "did you mean 'half'"),
+        ([("somebody", "half", f"{__name__}:Half")], {"preset": "zzz"}, "known: .*half"),
         # A name of ours is not for another to take, silently or otherwise.
         ([("a-dist", "veto", f"{__name__}:Half")], {"preset": "veto", "max": 9.0}, "nemo-geomask .* and a-dist"),
         ([("a-dist", "half_max", f"{__name__}:Named")], {"preset": "half_max"}, r"masks\[0\].label: .*'half_max'"),
@@ -406,6 +441,15 @@ def test_a_name_of_ours_that_another_claims_is_an_error(register):
         ConfigError, match=r"is_correction_level: 'token' is registered .* nemo-geomask .* and somebody"
     ):
         build_loss({**CORRECTION, "is_correction_level": "token"})
+
+
+def test_a_name_of_another_distributions_is_suggested_and_listed(register):
+    register(("somebody", "by_root", f"{HERE}:ROOT_LEVEL"), group="nemo_geomask.weight_levels")
+    for wrong, message in (("by_rot", "did you mean 'by_root'"), ("zzz", "or 'by_root', or null")):
+        with pytest.raises(ConfigError, match=message):
+            build_loss({**CORRECTION, "is_correction_level": wrong})
+    with pytest.raises(ConfigError, match=r"No module named 'nope'(?!.*or null)"):
+        build_loss({**CORRECTION, "is_correction_level": "nope:X"})
 
 
 def test_corrections_are_described_and_scheduled():
