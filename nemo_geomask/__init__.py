@@ -15,7 +15,7 @@ from nemo_geomask.errors import *  # noqa: F403 -- every error, each of which an
 if TYPE_CHECKING:
     from nemo_geomask.config import LossConfig
     from nemo_geomask.integrations.nemo_rl import install, uninstall
-    from nemo_geomask.integrations.nemo_rl.seams import SeamError
+    from nemo_geomask.integrations.nemo_rl.source import SeamError
     from nemo_geomask.integrations.nemo_rl.workers import WorkerError
     from nemo_geomask.losses import BeforeStep, PolicyLoss, Variant, build_loss
     from nemo_geomask.parallel import linear_logprobs, vocab_parallel_logprobs
@@ -48,7 +48,7 @@ _HOMES = {
     "PackedSegments": "segments",
     "PolicyLoss": "losses",
     "RankError": "processes",
-    "SeamError": "integrations.nemo_rl.seams",
+    "SeamError": "integrations.nemo_rl.source",
     "Variant": "losses",
     "WorkerError": "integrations.nemo_rl.workers",
     "build_loss": "losses",

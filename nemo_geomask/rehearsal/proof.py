@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from nemo_geomask.integrations.nemo_rl import patch, seams
+from nemo_geomask.integrations.nemo_rl import patch, seams, source
 from nemo_geomask.losses import PolicyLoss
 
 __all__ = ["count_calls", "counted", "seed"]
@@ -59,7 +59,7 @@ def seed(actor: Any, number: int) -> None:
 def _patches() -> Iterator[patch.Patch]:
     yield patch.attribute(PolicyLoss, "__call__", _counting)
     yield patch.attribute(PolicyLoss, "packed", _counting)
-    theirs = getattr(importlib.import_module(seams.LOSS_MODULE), seams.LOSS_CLASS, None)
+    theirs = getattr(importlib.import_module(seams.LOSS_MODULE), source.LOSS_CLASS, None)
     if theirs is not None:
         yield patch.attribute(theirs, "__call__", _counting)
 

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from nemo_geomask.integrations.nemo_rl.dispatch import install, installed, uninstall
-    from nemo_geomask.integrations.nemo_rl.seams import SeamError
+    from nemo_geomask.integrations.nemo_rl.source import SeamError
     from nemo_geomask.integrations.nemo_rl.worker import prepare as prepare_worker
     from nemo_geomask.integrations.nemo_rl.workers import WorkerError
 
 __all__ = ["SeamError", "WorkerError", "install", "installed", "prepare_worker", "uninstall"]
 
 _HOMES = {
-    "SeamError": ("seams", "SeamError"),
+    "SeamError": ("source", "SeamError"),
     "WorkerError": ("workers", "WorkerError"),
     "install": ("dispatch", "install"),
     "installed": ("dispatch", "installed"),

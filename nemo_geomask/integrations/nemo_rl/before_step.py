@@ -27,7 +27,7 @@ from torch import Tensor
 
 from nemo_geomask.config import LossConfig
 from nemo_geomask.errors import BatchVetoError
-from nemo_geomask.integrations.nemo_rl import patch, record, seams
+from nemo_geomask.integrations.nemo_rl import patch, record, seams, source
 from nemo_geomask.losses import BeforeStep, Decision, PolicyLoss
 from nemo_geomask.losses.loss import BOUND, PREPARED
 from nemo_geomask.losses.prestep import untrained_metrics, valid_counts
@@ -53,7 +53,7 @@ def watch(loss: Any) -> None:
     elif loss.config.metrics == "full":
         try:
             patch.apply_all(_patches())
-        except (seams.SeamError, ImportError, AttributeError) as error:
+        except (source.SeamError, ImportError, AttributeError) as error:
             _log.warning("this package's metrics stay sums over microbatches, without quantiles, since %s", error)
 
 
@@ -63,7 +63,7 @@ def _asks(config: LossConfig) -> bool:
 
 def _patches() -> Iterator[patch.Patch]:
     otherwise = "Remove loss_fn.batch_veto, record and masks with a budget, set loss_fn.denominator: original"
-    for uses, target in seams.targets(seams.BEFORE_STEP, otherwise=otherwise):
+    for uses, target in source.targets(seams.BEFORE_STEP, otherwise=otherwise):
         for name in uses.methods:
             yield patch.attribute(target, name, functools.partial(_watching, name))
         if "begin_train_step" in uses.methods:

@@ -16,7 +16,7 @@ from typing import Any
 
 import nemo_geomask
 from nemo_geomask.errors import GeomaskError, MissingDependencyError, Problem
-from nemo_geomask.integrations.nemo_rl import probe, seams, workers
+from nemo_geomask.integrations.nemo_rl import probe, seams, source, workers
 from nemo_geomask.losses import available
 
 __all__ = ["RAY_PATIENCE", "Diagnosis", "diagnose", "hold_python"]
@@ -148,7 +148,7 @@ def _losses(found: Diagnosis) -> None:
 def _seams(found: Diagnosis) -> None:
     try:
         findings = seams.inspect()
-        found.section(f"NeMo-RL {seams.version()} (tested: {seams.TESTED})")
+        found.section(f"NeMo-RL {source.version()} (tested: {source.TESTED})")
     except (MissingDependencyError, ImportError) as error:
         found.section("NeMo-RL")
         found.lines.append(f"  {error}")
@@ -158,7 +158,7 @@ def _seams(found: Diagnosis) -> None:
         state = "absent" if finding.absent else "wrong" if finding.problem else "ok"
         found.lines.append(f"  {state:<7} {finding.seam}" + (f": {finding.problem}" if finding.problem else ""))
         if finding.problem:
-            found.problem(f"NeMo-RL {seams.version()}", f"{finding.seam}: {finding.problem}")
+            found.problem(f"NeMo-RL {source.version()}", f"{finding.seam}: {finding.problem}")
 
 
 def _nemo_rl_workers(found: Diagnosis) -> Iterator[tuple[str, str | None]]:

@@ -11,7 +11,7 @@ from pydantic import BaseModel
 
 import nemo_geomask
 from nemo_geomask.errors import MissingDependencyError
-from nemo_geomask.integrations.nemo_rl import before_step, patch, prev_logprobs, recipe, record, seams, worker
+from nemo_geomask.integrations.nemo_rl import before_step, patch, prev_logprobs, recipe, record, seams, source, worker
 from nemo_geomask.integrations.nemo_rl.workers import Workers
 from nemo_geomask.losses import PolicyLoss, available, build_loss
 
@@ -41,17 +41,19 @@ def install() -> None:
     """
     seams.require()
     try:
-        target = getattr(importlib.import_module(seams.LOSS_MODULE), seams.LOSS_CLASS)
+        target = getattr(importlib.import_module(seams.LOSS_MODULE), source.LOSS_CLASS)
         groups = Workers()
         patches = [_answering(target, groups), *groups.patches()]
     except ImportError as error:
-        raise MissingDependencyError(f"NeMo-RL {seams.version()} can't be imported here: {error}") from error
+        raise MissingDependencyError(f"NeMo-RL {source.version()} can't be imported here: {error}") from error
     if installed():
         return
     patch.apply_all(patches)
     if _log.level == logging.NOTSET:
         _log.setLevel(logging.INFO)
-    _log.info("nemo_geomask %s on NeMo-RL %s: loss_fn.name selects the loss", nemo_geomask.__version__, seams.version())
+    _log.info(
+        "nemo_geomask %s on NeMo-RL %s: loss_fn.name selects the loss", nemo_geomask.__version__, source.version()
+    )
 
 
 def uninstall() -> None:
@@ -65,7 +67,7 @@ def uninstall() -> None:
 
 def installed() -> bool:
     """Whether :func:`install` is in force."""
-    target = getattr(sys.modules.get(seams.LOSS_MODULE), seams.LOSS_CLASS, None)
+    target = getattr(sys.modules.get(seams.LOSS_MODULE), source.LOSS_CLASS, None)
     return target is not None and patch.in_force(target, "__class__")
 
 
@@ -94,7 +96,7 @@ def _build(
 ) -> PolicyLoss | LogitLoss | None:
     given = recipe.settings(cfg)
     if not recipe.selects(given, _fields_of(target)):
-        say("loss_fn.name is not set: NeMo-RL's own %s", seams.LOSS_CLASS)
+        say("loss_fn.name is not set: NeMo-RL's own %s", source.LOSS_CLASS)
         return None
     built = build_loss(given, use_fused_linear_logprobs=use_fused_linear_logprobs)
     recipe.check_agreement(cfg, built.config)
@@ -110,7 +112,7 @@ def _build(
         loss.config.name,
         entries[0].distribution if entries else "module:attribute",
         nemo_geomask.__version__,
-        seams.version(),
+        source.version(),
         loss.config.model_dump(mode="json", exclude_defaults=True, exclude={"name"}),
     )
     before_step.watch(loss)

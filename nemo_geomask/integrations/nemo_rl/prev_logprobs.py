@@ -20,7 +20,7 @@ import torch
 
 from nemo_geomask.checks.gates import unread
 from nemo_geomask.errors import ConfigError
-from nemo_geomask.integrations.nemo_rl import patch, seams
+from nemo_geomask.integrations.nemo_rl import patch, seams, source
 from nemo_geomask.integrations.nemo_rl.record import last_step
 from nemo_geomask.records.flight import by_hash
 
@@ -46,7 +46,7 @@ _patches: list[patch.Patch] = []
 
 
 def _make(fraction: float) -> Iterator[patch.Patch]:
-    for uses, target in seams.targets(seams.PREV_LOGPROBS, otherwise="Set loss_fn.ratio_anchor: prev"):
+    for uses, target in source.targets(seams.PREV_LOGPROBS, otherwise="Set loss_fn.ratio_anchor: prev"):
         # NeMo-RL's modules import a function by its name.
         change = patch.attribute if uses.owner else patch.rebound
         for name in uses.methods:

@@ -24,7 +24,7 @@ from torch import Tensor
 from nemo_geomask.checks.gates import NO_ENTROPY, lacks_entropy
 from nemo_geomask.config import LossConfig
 from nemo_geomask.errors import ConfigError, Problem
-from nemo_geomask.integrations.nemo_rl import current, patch, seams, stamp
+from nemo_geomask.integrations.nemo_rl import current, patch, seams, source, stamp
 from nemo_geomask.records.flight import FlightRecorder, chosen_rows, joined
 from nemo_geomask.records.schema import require_arrow
 
@@ -55,7 +55,7 @@ def follow(loss: Any) -> None:
 
 
 def _patches() -> Iterator[patch.Patch]:
-    for _, kind in seams.targets(seams.RECORD, otherwise="Remove loss_fn.record"):
+    for _, kind in source.targets(seams.RECORD, otherwise="Remove loss_fn.record"):
         yield patch.attribute(kind, "compute_advantage", _listening)
     buffers = importlib.import_module(_BUFFERS)
     if hasattr(buffers, "ReplayBuffer"):
@@ -127,7 +127,7 @@ class PolicySteps:
     """
 
     def __init__(self, policy: Any, config: LossConfig) -> None:
-        facts = {"nemo_rl": seams.version(), "policy_class": type(policy).__name__}
+        facts = {"nemo_rl": source.version(), "policy_class": type(policy).__name__}
         self._taken = last_step(policy)
         assert config.record is not None
         self._settings = config.record

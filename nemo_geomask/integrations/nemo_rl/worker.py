@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from nemo_geomask.errors import ConfigError, Problem
-from nemo_geomask.integrations.nemo_rl import current, packed, patch, seams
+from nemo_geomask.integrations.nemo_rl import current, packed, patch, seams, source
 from nemo_geomask.losses import PolicyLoss
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def prepare(*, backends: Collection[str] = ("geomask",)) -> bool:
     try:
         for uses in seams.WORKER_CODE:
             uses.require_of(sys.modules[uses.module], otherwise="Set loss_fn.logprob_backend: nemo_rl")
-    except seams.SeamError as error:
+    except source.SeamError as error:
         if takes_logits:
             raise
         _log.warning("each packed sequence will be a call of the loss, since %s", error)
@@ -139,7 +139,7 @@ def _of_scoring() -> list[patch.Patch]:
     return found
 
 
-def _here(name: str, needed: Iterable[seams.Uses], changed: str, *, otherwise: str) -> types.ModuleType | None:
+def _here(name: str, needed: Iterable[source.Uses], changed: str, *, otherwise: str) -> types.ModuleType | None:
     """NeMo-RL's module, if it can be imported, is as known and ``changed`` is not yet; ``otherwise``: the back end that
     needs none of it."""
     try:

@@ -55,17 +55,15 @@ class WorkerError(GeomaskError, RuntimeError):
 class _Initializer:
     """Stands in for Ray's actor class; the method that starts a worker looks at the worker's environment first."""
 
-    def __init__(self, actor_class: Any, workers: Workers, options: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, actor_class: Any, workers: Workers) -> None:
         self._actor_class = actor_class
         self._workers = workers
-        self._options = dict(options or {})
 
     def options(self, **options: Any) -> _Initializer:
-        return _Initializer(self._actor_class, self._workers, options)
+        return _Initializer(self._actor_class.options(**options), self._workers)
 
     def remote(self, ray_actor_class_fqn: str, *args: Any, **kwargs: Any) -> Any:
-        actor = self._actor_class.options(**self._options) if self._options else self._actor_class
-        handle = actor.remote(ray_actor_class_fqn, *args, **kwargs)
+        handle = self._actor_class.remote(ray_actor_class_fqn, *args, **kwargs)
         # On this handle alone; one that is pickled is Ray's own again.
         handle.create_worker = _CreateWorker(ray_actor_class_fqn, handle.create_worker, self._workers)
         return handle

@@ -108,7 +108,7 @@ def test_a_wrong_seam(host, capsys):
 
 
 def test_without_nemo_rl(host, monkeypatch, capsys):
-    monkeypatch.setattr(diagnosis.seams.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(diagnosis.source.importlib.util, "find_spec", lambda name: None)
     assert main(["doctor"]) == 1
     assert "problem 1: NeMo-RL is not importable here" in capsys.readouterr().out
 

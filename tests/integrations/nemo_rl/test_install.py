@@ -13,7 +13,7 @@ import pytest
 
 import nemo_geomask
 from nemo_geomask.errors import ConfigError, MissingDependencyError
-from nemo_geomask.integrations.nemo_rl import SeamError, dispatch, installed, seams
+from nemo_geomask.integrations.nemo_rl import SeamError, dispatch, installed, source
 from nemo_geomask.losses import PolicyLoss, Variant
 from nemo_geomask.losses.variants import CLIPPED_PG
 
@@ -274,7 +274,7 @@ def test_another_seam_stops_the_installation(host, how, problem):
         nemo_geomask.install()
     message = str(caught.value)
     assert "NeMo-RL 9.8.7" in message
-    assert seams.TESTED in message
+    assert source.TESTED in message
     assert not installed()
     assert type(loss.ClippedPGLossFn) is metaclass
 
@@ -309,7 +309,7 @@ def test_without_nemo_rl(host, tmp_path, monkeypatch, placeholder):
         (tmp_path / "nemo_rl" / "__init__.py").touch()
         monkeypatch.syspath_prepend(str(tmp_path))
     else:
-        monkeypatch.setattr(seams.importlib.util, "find_spec", lambda name: None)
+        monkeypatch.setattr(source.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(MissingDependencyError, match="NeMo-RL is not importable here; run this in NeMo-RL's own"):
         nemo_geomask.install()
 
