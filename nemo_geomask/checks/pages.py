@@ -14,7 +14,8 @@ from pydantic.fields import FieldInfo
 
 from nemo_geomask.checks.objective import surrogate_parts
 from nemo_geomask.checks.report import RULES
-from nemo_geomask.config.loss import LossConfig, Recording
+from nemo_geomask.config.fields import Recording
+from nemo_geomask.config.loss import LossConfig
 from nemo_geomask.config.plugins import PluginGroup
 from nemo_geomask.config.strict import as_yaml
 from nemo_geomask.errors import ArgumentError

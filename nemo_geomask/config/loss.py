@@ -1,277 +1,28 @@
-"""The ``loss_fn:`` block of a recipe.
-
-Every field of NeMo-RL's ``ClippedPGLossConfig`` (v0.6.0, v0.7.0, main of August 2026) keeps its name, default and
-meaning; what NeMo-RL lacks comes on top. Each field's description, formula and source feed ``docs/loss_reference.md``.
-"""
+"""The settings of one loss: what follows from the fields of a ``loss_fn:`` block, and whether they go together."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Set
 from functools import cached_property
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any
 
-from pydantic import (
-    Field,
-    JsonValue,
-    SerializeAsAny,
-    ValidationError,
-    field_validator,
-    model_validator,
-)
+from pydantic import ValidationError, model_validator
 
 from nemo_geomask.config.conflicts import conflicts
 from nemo_geomask.config.corrections import LEVELS, TRUNCATIONS, Truncation, WeightLevel
-from nemo_geomask.config.foreign import foreign
+from nemo_geomask.config.fields import CorrectionLevel, LossFields, Normalization
 from nemo_geomask.config.masks import MaskRule, mask_rules
-from nemo_geomask.config.presets import MaskSpec, validate_masks
-from nemo_geomask.config.strict import StrictModel, as_yaml, conflicting, problems
+from nemo_geomask.config.strict import conflicting, problems
 from nemo_geomask.errors import ConfigError
 
-__all__ = ["BatchVeto", "CorrectionLevel", "KLType", "LossConfig", "LossSettings", "Normalization", "Recording"]
+__all__ = ["WEIGHT_MEAN", "LossConfig", "LossSettings"]
 
-CorrectionLevel = Annotated[str, LEVELS]
-KLType = Literal["k1", "k2", "k3", "k4"]
-Normalization = Literal["tokens", "sequences", "documents", "constant"]
-TruncationType = Annotated[str, TRUNCATIONS]
-
-_NEMO_RL = "NeMo-RL"
 WEIGHT_MEAN = "_weight_mean"
 """No mask has this label: theirs begin with a letter."""
 
 
-def _field(default: Any, description: str, *, formula: str = "", source: str = _NEMO_RL, **limits: Any) -> Any:
-    extra: dict[str, JsonValue] = {"source": source, **({"formula": formula} if formula else {})}
-    return Field(default=default, description=description, json_schema_extra=extra, **limits)
-
-
-class BatchVeto(StrictModel):
-    """``loss_fn.batch_veto``: no update on a batch whose engines disagree too much."""
-
-    estimator: Literal["k1", "k3"] = Field(
-        default="k3",
-        description="Of KL(μ ‖ π_old) from the sampled tokens: k1 the mean of gen − prev, k3 of e^(prev − gen) − 1 − "
-        "(prev − gen).",
-    )
-    max: float = Field(gt=0, description="Largest absolute mean over the batch's trained tokens that is trained on.")
-    max_in_a_row: int = Field(
-        default=10, ge=1, description="So many batches may be vetoed one after another; the next one ends the run."
-    )
-
-
-class Recording(StrictModel):
-    """``loss_fn.record``: what each step was trained on, as Parquet files."""
-
-    dir: str = Field(min_length=1, description="Directory of the run's records, seen by the process that trains.")
-    fraction: float = Field(
-        default=1.0, gt=0, le=1, description="Share of each step's sequences, or groups, that is recorded; rounded up."
-    )
-    by: Literal["sequence", "group"] = Field(
-        default="sequence", description="Whether single sequences are chosen, or all of a prompt."
-    )
-    every: int = Field(default=1, ge=1, description="Steps from one that is recorded to the next; the first is.")
-    entropy: bool = Field(
-        default=False,
-        description="Record the entropy at each token; in NeMo-RL under `logprob_backend` `geomask`, `geomask_linear`.",
-    )
-
-
-class LossSettings(StrictModel):
-    """The settings of one loss, each valid by itself; whether they go together, only :class:`LossConfig` asks."""
-
-    name: str = _field(
-        "clipped_pg",
-        "Objective: an entry point in group `nemo_geomask.losses`, or `module:attribute`.",
-        source="this package",
-    )
-    options: dict[str, Any] = _field(
-        {},
-        "Settings of the chosen objective alone, validated by it: those of the table of objectives.",
-        source="this package",
-    )
-
-    # --- loss type
-    disable_ppo_ratio: bool = _field(
-        False, "REINFORCE/RLOO: drop the ratio and the clip.", source="NeMo-RL; arXiv:2402.14740"
-    )
-    token_level_loss: bool = _field(
-        True,
-        "true: mean over the step's tokens; false: mean over sequences of each sequence's mean.",
-        formula="Σ m·ℓ / N_tok, or Σ_i (Σ_t m·ℓ / n_i) / N_seq",
-    )
-    loss_normalization: Normalization | None = _field(
-        None,
-        "Denominator of the loss. null: `tokens` or `sequences`, by `token_level_loss`. `documents`: sum over tokens "
-        "divided by the sequences in the step. `constant`: the same divided by `loss_normalization_constant`.",
-        formula="tokens 1/N_tok; sequences 1/(n_i·N_seq); documents 1/N_seq; constant 1/(C·N_seq)",
-        source="Fast-LLM PR 502 (`normalize_by_documents`); Dr. GRPO arXiv:2503.20783",
-    )
-    loss_normalization_constant: float | None = _field(
-        None,
-        "C of `loss_normalization: constant`, in tokens; usually the longest response allowed.",
-        source="Dr. GRPO arXiv:2503.20783",
-        gt=0,
-    )
-    sequence_level_importance_ratios: bool = _field(
-        False, "GSPO's ratio: one a sequence. Needs a sequence-level loss.", source="NeMo-RL; arXiv:2507.18071 eq. 7"
-    )
-
-    ratio_anchor: Literal["prev", "gen"] = _field(
-        "prev",
-        "Whose log-probs the policy ratio is taken against. `gen`: the generation engine's. The ratio then holds the "
-        "mismatch itself, the weight is 1, and `prev_logprobs` are not needed unless `batch_veto`, `denominator: "
-        "kept`, `use_kl_in_reward` or a mask on `mismatch` or `policy` reads them.",
-        formula="prev: r = π_θ/π_old; gen: r = π_θ/μ",
-        source="verl `bypass_mode`; DPPO arXiv:2602.04879",
-    )
-
-    audit_fraction: float = _field(
-        0.0,
-        "Share of each batch's sequences whose `prev_logprobs` are computed although nothing else reads them, so that "
-        "mismatch and staleness stay visible (`geomask/audit/…`). Chosen by a hash of step and row; rounded up to what "
-        "the workers divide evenly.",
-        source="this package",
-        ge=0,
-        le=1,
-    )
-
-    # --- clipping
-    ratio_clip_min: float = _field(0.2, "Distance of the lower clip bound from 1.", ge=0)
-    ratio_clip_max: float = _field(0.2, "Distance of the upper clip bound from 1.", ge=0)
-    ratio_clip_c: float | None = _field(
-        None,
-        "Dual clip: bound on the ratio where the advantage is negative. null: off.",
-        source="NeMo-RL; arXiv:1912.09729",
-        gt=1,
-    )
-
-    # --- KL to the reference
-    reference_policy_kl_penalty: float = _field(0.01, "β, weight of the KL term. 0: no reference needed.", ge=0)
-    reference_policy_kl_type: KLType = _field(
-        "k3",
-        "Estimator of the KL's value, also used for `gen_kl_error` and `policy_kl_error`.",
-        formula="x = curr − ref: k1 x; k2 x²/2; k3 e^(−x) − 1 + x; k4 r·x with the token's policy ratio r",
-        source="NeMo-RL; http://joschu.net/blog/kl-approx.html; k4: open-instruct",
-    )
-    reference_policy_kl_gradient: KLType | None = _field(
-        None,
-        "Estimator whose plain derivative trains. null: NeMo-RL's, the derivative of the value with the "
-        "score-function term. See docs/kl.md for which are unbiased.",
-        source="this package; arXiv:2506.09477",
-    )
-    kl_input_clamp_value: float | None = _field(20.0, "Bound on |curr − ref| inside the estimator. null: none.", gt=0)
-    kl_output_clamp_value: float | None = _field(10.0, "Bound on the weighted estimate's size. null: none.", gt=0)
-    use_kl_in_reward: bool = _field(
-        False, "The KL penalty is taken from the reward, upstream; the loss then has no KL term."
-    )
-    use_on_policy_kl_approximation: bool = _field(
-        False, "Weight the KL estimate by the ratio to the generation engine.", formula="w = exp(curr − gen)"
-    )
-
-    # --- importance-sampling correction
-    use_importance_sampling_correction: bool = _field(
-        False,
-        "Multiply the surrogate by the weight against the train/generation mismatch. Under `ratio_anchor: gen` the "
-        "ratio holds it, whatever this says: NeMo-RL asks for `true` in asynchronous training and with FP8 generation.",
-    )
-    is_correction_level: CorrectionLevel | None = _field(
-        None,
-        "Level of that weight, whatever the level of the ratio. null: `sequence` under "
-        "`sequence_level_importance_ratios`, else `token`.",
-        formula="token exp(Δ_t); sequence exp(Σ_t Δ_t); sequence_mean exp(mean_t Δ_t); Δ = prev − gen",
-        source="NeMo-RL PR 2269",
-    )
-    is_correction_batch_normalize: bool = _field(
-        False,
-        "Divide the weight, after truncation, by its mean over what is trained of the rollout batch: the tokens, or at "
-        "sequence levels the sequences. Taken before the step, so it is one number for all ranks, microbatches and "
-        "optimiser steps on the batch.",
-        formula="w ← w / mean(w)",
-        source="verl `rollout_is_batch_normalize`; slime `tis_batch_normalize`",
-    )
-    truncated_importance_sampling_type: TruncationType | None = _field(
-        None,
-        "`tis` clamps the weight to [min, ratio]; `icepop` zeroes it outside; `seq-mask-tis` zeroes sequences whose "
-        "geometric-mean ratio is outside and leaves token weights as they are.",
-        formula="tis clamp(w, min, max); icepop w·1[min ≤ w ≤ max]; seq-mask-tis w_t·1[min ≤ exp(mean Δ) ≤ max]",
-    )
-    truncated_importance_sampling_ratio: float | None = _field(
-        None, "Upper bound of the truncation, on the weight itself.", gt=0
-    )
-    truncated_importance_sampling_ratio_min: float | None = _field(
-        None, "Lower bound of the truncation. null: 0 for `tis`; the other types need it.", ge=0
-    )
-
-    # --- rejection
-    masks: tuple[SerializeAsAny[MaskSpec], ...] = _field(
-        (),
-        "Rejection masks, combined by AND; they remove tokens from the surrogate only. See docs/masks.md.",
-        source="this package",
-    )
-    denominator: Literal["original", "kept"] = _field(
-        "original",
-        "Which tokens and sequences the loss is a mean over. `kept`: those that the masks on the mismatch keep. Such "
-        "masks are then applied before the step, to the token and sample masks, so that what they remove takes no part "
-        "in anything: counts, pooled ratios, KL, metrics.",
-        formula="original: N counts all trained tokens; kept: N counts those kept",
-        source="mlcommons/training issue 905",
-    )
-    batch_veto: BatchVeto | None = _field(
-        None,
-        "`{estimator, max, max_in_a_row}`: skip the update of a batch whose mismatch KL exceeds `max`: no gradient, no "
-        "optimiser step. More than `max_in_a_row` (10) vetoes one after another end the run.",
-        formula="|mean_t k(prev − gen)| ≤ max; k1: gen − prev; k3: e^(prev − gen) − 1 − (prev − gen)",
-        source="When Speed Kills Stability (2025): skip above 0.1",
-    )
-    nonfinite: Literal["drop_sequence", "drop_token", "raise"] = _field(
-        "drop_sequence",
-        "What to do with a NaN or infinite log-prob (`curr`, `gen`, `prev`, `ref`) or advantage at a trained token. "
-        "Always counted. `raise` reads the counts back from the device at every call.",
-        source="this package",
-    )
-
-    # --- on-policy and further objectives
-    force_on_policy_ratio: bool = _field(
-        False, "Take `prev` to be `curr`: ratio 1. Only with exactly one update a rollout.", formula="r = 1"
-    )
-    use_cispo: bool = _field(False, "CISPO within `clipped_pg`.", source="NeMo-RL; arXiv:2506.13585")
-    positive_example_nll_weight: float = _field(
-        0.0,
-        "VAPO: weight of the NLL of sequences with positive reward.",
-        formula="μ · mean over their tokens of −log π",
-        source="NeMo-RL; arXiv:2504.05118 eq. 10",
-        ge=0,
-    )
-    positive_example_nll_normalization: Literal["microbatch", "loss"] = _field(
-        "microbatch",
-        "`microbatch`: NeMo-RL's, by the microbatch's own count, so that the loss depends on the split. `loss`: by "
-        "the loss's own denominator.",
-        source="this package",
-    )
-
-    # --- how it runs
-    compile: Literal["auto"] | bool = _field(
-        "auto",
-        "Whether `torch.compile` makes one graph of the loss and its metrics. `auto`: where a compiler works and the "
-        "call repeats, which is on a GPU; one log line says what was chosen.",
-        source="this package",
-    )
-    metrics: Literal["full", "nemo_rl"] = _field(
-        "full", "What a call reports. `nemo_rl`: what NeMo-RL's class does.", source="this package"
-    )
-    record: Recording | None = _field(
-        None,
-        "`{dir, fraction, by, every, entropy}`: write what steps are trained on to Parquet files, see docs/records.md. "
-        "Sequences, or with `by: group` prompts, are chosen by a hash of step and number.",
-        source="this package",
-    )
-    logprob_backend: Literal["nemo_rl", "geomask", "geomask_linear", "mcore", "te"] = _field(
-        "nemo_rl",
-        "What computes the log-probs in NeMo-RL's workers. `nemo_rl`: NeMo-RL, which hands them to the loss. Else the "
-        "loss takes the logits, and a packed microbatch is one call: `geomask` by this package's kernels, `mcore` and "
-        "`te` by megatron-core's and transformer-engine's, to compare. `geomask_linear`: as `geomask`, from hidden "
-        "states, without the matrix of logits.",
-        source="this package",
-    )
+class LossSettings(LossFields):
+    """The settings of one loss; whether they go together, only :class:`LossConfig` asks."""
 
     _of_objective: int = 0
 
@@ -280,15 +31,6 @@ class LossSettings(StrictModel):
         """What a recipe or a caller says, without what the objective adds to it."""
         values = {key: getattr(self, key) for key in self.model_fields_set}
         return values | {"masks": self.masks[self._of_objective :]} if self._of_objective else values
-
-    @classmethod
-    def _answer(cls, key: str, value: Any) -> str:
-        return foreign(key, as_yaml(value))
-
-    @field_validator("masks", mode="wrap")
-    @classmethod
-    def _list_of_masks(cls, masks: Any, _: Any) -> Any:
-        return validate_masks(masks)
 
     @property
     def normalization(self) -> Normalization:

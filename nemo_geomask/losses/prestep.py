@@ -13,7 +13,8 @@ from torch import Tensor
 
 from nemo_geomask import functional as F
 from nemo_geomask.config import LossConfig
-from nemo_geomask.config.loss import WEIGHT_MEAN, BatchVeto
+from nemo_geomask.config.fields import BatchVeto
+from nemo_geomask.config.loss import WEIGHT_MEAN
 from nemo_geomask.errors import BatchVetoError, ConfigError, DataError, Problem
 from nemo_geomask.losses.batch import TokenBatch
 from nemo_geomask.losses.correction import correct

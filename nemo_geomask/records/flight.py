@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from nemo_geomask.config import LossConfig
-from nemo_geomask.config.loss import Recording
+from nemo_geomask.config.fields import Recording
 from nemo_geomask.losses.verdicts import verdicts
 from nemo_geomask.records.schema import REMOVED
 from nemo_geomask.records.writer import Recorder, StepRows
