@@ -65,8 +65,10 @@ def saturating_exp(log_ratio: Tensor) -> Tensor:
 
 def saturated(log_ratio: Tensor, where: Tensor) -> Tensor:
     """How often :func:`saturating_exp` saturates where ``where`` is 1 and not 0, 0-d."""
-    beyond = torch.threshold(log_ratio.detach(), LOG_RATIO_LIMIT, 0.0)
-    return beyond.sign_().mul_(where).sum()
+    # ``where`` at larger log-ratios, in one step, else 0: what relu's backward pass does with a gradient.
+    step, where = torch.ops.aten.threshold_backward.default, where.to(log_ratio.dtype)
+    counted: Tensor = step(where, log_ratio.detach(), LOG_RATIO_LIMIT)
+    return counted.sum()
 
 
 def log_bound(bound: float | None, *, default: float) -> float:

@@ -12,16 +12,17 @@ from torch import Tensor
 __all__ = ["count_finite", "select", "where_finite"]
 
 
-def select(flags: Tensor, x: Tensor) -> Tensor:
-    """``torch.where(flags > 0, x, 0)``: +0 where ``flags`` is 0, and so is the gradient, whatever x or the incoming
-    gradient hold there.
+def select(flags: Tensor, x: Tensor, above: float = 0.0) -> Tensor:
+    """``torch.where(flags > above, x, 0)``: +0 elsewhere, and so is the gradient, whatever x or the incoming gradient
+    hold there.
 
     Args:
-        flags: float32, 1 or 0.
-        x: floating point, of ``flags``' shape.
+        flags: float32, without NaN.
+        x: floating point; the two broadcast.
+        above: what a flag exceeds.
     """
     # What relu's backward pass does with a gradient: one vectorised step, whose own backward pass is the same.
-    selected: Tensor = torch.ops.aten.threshold_backward.default(x, flags, 0)
+    selected: Tensor = torch.ops.aten.threshold_backward.default(x, flags, above)
     return selected
 
 

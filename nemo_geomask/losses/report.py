@@ -35,8 +35,8 @@ def report_surrogate(
         # No extrema: NeMo-RL's loops know those of its own names, and add up all others.
         yield Metric(("geomask/token_ratio",), "tokens", lambda: F.saturating_exp(batch.log_ratio.detach()))
     low, high = surrogate.clips()
-    yield Metric(("geomask/clip_fraction_low",), "tokens", lambda: low)
-    yield Metric(("geomask/clip_fraction_high",), "tokens", lambda: high)
+    yield Metric(("geomask/clip_fraction_low",), "summed", lambda: select(low, seen.weight).sum())
+    yield Metric(("geomask/clip_fraction_high",), "summed", lambda: select(high, seen.weight).sum())
     yield Metric(("geomask/saturated_ratio",), "part", lambda: F.saturated(batch.log_ratio, seen.trains))
     if surrogate.dual_clipped is not None:
         yield Metric(("geomask/dual_clip_fraction",), "tokens", surrogate.dual_clipped.float)
@@ -99,7 +99,8 @@ def _mismatch(mismatch: Tensor, seen: Observed, kl_type: F.KLEstimator, *, own: 
     size = mismatch.abs()
     clamped = size.clamp(max=F.LOG_RATIO_LIMIT)
     up = torch.expm1(clamped)
-    down = -up / (1 + up)
+    mult = 1 + up
+    down = -up / mult
     if kl_type == "k3":
         # lerp is exact at both ends.
         above, below, positive = up - clamped, down + size, torch.relu(torch.sign(mismatch))
@@ -110,7 +111,7 @@ def _mismatch(mismatch: Tensor, seen: Observed, kl_type: F.KLEstimator, *, own: 
         yield Metric(("gen_kl_error",), "tokens", lambda: F.kl_estimate(-mismatch, kl_type))
         yield Metric(("policy_kl_error",), "tokens", lambda: F.kl_estimate(mismatch, kl_type, ratio=ratio))
         yield Metric((f"{own}_k3",), "tokens", lambda: F.kl_estimate(-mismatch, "k3"))
-    yield Metric(("token_mult_prob_error",), "tokens", lambda: 1 + up)
+    yield Metric(("token_mult_prob_error",), "tokens", lambda: mult)
     # sinh²(Δ/2) = -up·down/4 and log cosh = log1p(sinh²)/2.
     yield Metric(("js_divergence_error",), "tokens", lambda: (up * down).mul_(-0.25).log1p_(), unit=0.5)
     yield Metric((f"{own}_abs",), "tokens", lambda: size)
@@ -123,7 +124,7 @@ def _total(batch: TokenBatch, *, full: bool) -> Iterator[Metric]:
     curr, total = batch.curr.detach(), batch.log_ratios("total")
     clamped = total.clamp(max=F.LOG_RATIO_LIMIT)
     excess = torch.expm1(clamped)
-    yield Metric(("approx_entropy",), "tokens", lambda: (1 + excess) * curr, unit=-1.0)
+    yield Metric(("approx_entropy",), "tokens", lambda: torch.addcmul(curr, excess, curr), unit=-1.0)
     if full:
         yield Metric(("geomask/total_abs",), "tokens", total.abs)
         yield Metric(("geomask/total_k1",), "tokens", lambda: total, unit=-1.0)
@@ -148,10 +149,10 @@ def _impossible(batch: TokenBatch, seen: Observed) -> Iterator[Metric]:
 
     def positive() -> Tensor:
         highest = torch.maximum(torch.maximum(batch.gen, batch.prev), batch.curr.detach())
-        return torch.threshold(highest, 1e-3, 0.0).sign_().mul_(seen.trains).sum()
+        return select(highest, seen.trains, above=1e-3).sum()
 
     def zero() -> Tensor:
-        return seen.trained - torch.sign(batch.gen).abs_().mul_(seen.weight).sum()
+        return seen.trained - select(batch.gen.abs(), seen.weight).sum()
 
     yield Metric(("geomask/positive_logprobs",), "part", positive)
     yield Metric(("geomask/zero_gen_logprobs",), "summed", zero)
