@@ -36,12 +36,12 @@ _CELL = {name: index for index, name in enumerate(CELLS)}
 
 @dataclass(frozen=True)
 class Evidence:
-    """A run before and after its mismatch changed, or another run and this one; else all of it is ``after``.
+    """A run before and after its mismatch rose, or another run and this one; else ``after`` is all of it since it fell.
 
     Attributes:
         statistics: of the whole run.
         onset: first step of the change; None: there is none, or the run is held against another.
-        gradual: whether the change is a slope.
+        first: first step of what is ``after``: the onset, or the first since the mismatch fell, or of the run.
         worse: whether the mismatch is beyond what is healthy, or has changed for the worse.
         before, after: what is compared, split up.
         sums_before: of the same; None: there is nothing to compare with.
@@ -52,7 +52,7 @@ class Evidence:
 
     statistics: Statistics
     onset: int | None
-    gradual: bool
+    first: int
     worse: bool
     before: Window | None
     after: Window
@@ -71,7 +71,7 @@ class Evidence:
         width, after = self.statistics.width, Window()
         gone = {step // width * width for step in steps}
         for begin, window in self.statistics.windows.items():
-            if begin not in gone and (self.onset is None or begin >= self.onset // width * width):
+            if begin not in gone and begin >= self.first // width * width:
                 after.add(window)
         kept = tuple(step for step in self.steps_after if step // width * width not in gone)
         return replace(self, after=after, steps_after=kept)
@@ -323,8 +323,9 @@ def staleness(evidence: Evidence, least: float) -> Found:
     found = where(name, suffix=True)(evidence, least)
     if found.shown or (evidence.onset is None and evidence.before is not None):
         return found
-    window = evidence.statistics.between(-np.inf, np.inf)
-    cells, clustered = window.cells[name], window.clustered[name]
+    whole, after = evidence.statistics.between(-np.inf, np.inf), evidence.after
+    cells = np.concatenate([whole.cells[name][:1], after.cells[name][1:]])
+    clustered = np.concatenate([whole.clustered[name][:1], after.clustered[name][1:]])
     tokens, size, model = (cells[:, _CELL[of]] for of in ("tokens", "size", "model"))
     if min(tokens[0], tokens[1:].sum()) < LEAST_OF_BIN or not size[0]:
         return found

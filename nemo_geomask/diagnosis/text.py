@@ -215,7 +215,7 @@ def _numbers(diagnosis: RunDiagnosis) -> Table:
         for of, what in enumerate(REMOVED_SHARES):
             shares = [sums.removed_share(label, of) for sums in (before, after) if sums]
             rows.append((f"mask {label}{', of |Δ|' if of else ''}", *shares, "", "", what))
-    columns = ("all steps",) if before is None else diagnosis.evidence.names
+    columns = diagnosis.evidence.names[before is None :]
     return Table(
         "numbers",
         "Numbers, Δ = prev − gen of a trained token",

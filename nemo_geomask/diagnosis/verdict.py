@@ -12,7 +12,7 @@ import numpy as np
 from nemo_geomask.diagnosis.causes import CAUSES, LOCAL, WITHIN_SEQUENCES, Cause
 from nemo_geomask.diagnosis.changes import ChangePoint, find_change
 from nemo_geomask.diagnosis.signs import Evidence, Found
-from nemo_geomask.diagnosis.statistics import BOOT, Statistics, StepSums
+from nemo_geomask.diagnosis.statistics import BOOT, Statistics, StepSums, Window
 from nemo_geomask.errors import DataError
 
 __all__ = ["LEVELS", "Alarm", "Health", "Level", "Reading", "RunDiagnosis", "diagnose"]
@@ -22,6 +22,8 @@ Health = Literal["healthy", "drifting", "broken"]
 
 LEAST_SEQUENCES = 32
 """A bootstrap over fewer says nothing of the rest."""
+FEWEST_STEPS = 3
+"""That are taken for how a run is now."""
 
 
 class Reading(NamedTuple):
@@ -226,32 +228,35 @@ def diagnose(statistics: Statistics, against: Statistics | None = None, name: st
     other = None if against is None else against.total()
     if other is not None and not other["model"]:
         raise DataError(f"{name}: no sequence has a trained token with log-probs of both engines")
-    change = _mismatch_change(statistics, known) if other is None else None
-    onset = known[change.first] if change is not None else None
-    after = tuple(step for step in known if onset is None or step >= onset)
-    # What counts is how it is now: of a run that never changed, its last third.
-    recent = after if onset is not None or other is not None else tuple(known[-max(3, len(known) // 3) :])
+    onset, first = _course(statistics, known) if other is None else (None, None)
+    first = steps[0] if first is None else first
+    after = tuple(step for step in known if step >= first)
+    # What counts is how it is now: of a run that has not become worse, its last third.
+    recent = after if onset is not None or other is not None else after[-max(FEWEST_STEPS, len(known) // 3) :]
     total = statistics.total(recent)
     levels = {level.name: level.of(total) for level in LEVELS}
     level = max((reading.health for reading in levels.values()), key=_ORDER.index)
     versus = None if other is None or not known else _versus(total, other, name)
     fewest = total["sequences"] if other is None else min(total["sequences"], other["sequences"])
     worse = onset is not None or (fewest >= LEAST_SEQUENCES and versus is not None and versus.low > math.exp(RISE))
-    begin = -math.inf if onset is None else onset // statistics.width * statistics.width
-    before = None if onset is None else statistics.between(-math.inf, begin)
+    begin = first // statistics.width * statistics.width
+    earlier = [step for step in steps if onset is not None and step < onset]
+    before, names = Window(), ("", "all steps" if first == steps[0] else f"from {first}")
+    if against is not None:
+        before, names = against.between(-math.inf, math.inf), (name, "this run")
+    elif onset is not None:
+        before, names = statistics.between(-math.inf, begin), (f"before {onset}", f"from {onset}")
     evidence = Evidence(
         statistics,
         onset,
-        change is not None and change.gradual,
+        first,
         worse or level != "healthy",
-        before if against is None else against.between(-math.inf, math.inf),
+        before if before.tail.any() else None,  # the change may be in the first window
         statistics.between(begin, math.inf),
-        other if onset is None else statistics.total(step for step in steps if step < onset),
+        other if onset is None else statistics.total(earlier),
         after,
-        (name, "this run") if onset is None else (f"before {onset}", f"from {onset}"),
-        tuple(statistics.steps[step] for step in steps if onset is not None and step < onset)
-        if against is None
-        else tuple(against.steps.values()),
+        names,
+        tuple(statistics.steps[step] for step in earlier) if against is None else tuple(against.steps.values()),
     )
     found = {cause.id: cause.measure(evidence, cause.threshold) for cause in CAUSES}
     many = (evidence.sums_after["sequences"] if other is None else fewest) >= LEAST_SEQUENCES
@@ -262,8 +267,8 @@ def diagnose(statistics: Statistics, against: Statistics | None = None, name: st
     if cause is not None:
         health = "broken" if cause.bug or health == "broken" else "drifting"
         if found[cause.id].steps:
-            first = found[cause.id].steps[0]
-            since = first if first != steps[0] else None
+            begun = found[cause.id].steps[0]
+            since = begun if begun > (first if onset is None else steps[0]) else None
             unknown = ""
     if known and health == "healthy":
         unknown = _too_few(fewest, levels, found, versus)
@@ -296,16 +301,22 @@ BUGS = {cause.id: cause.bug for cause in CAUSES}
 
 
 def _likely(found: dict[str, Found], evidence: Evidence) -> Cause | None:
-    shown = [cause for cause in CAUSES if cause.id in found and found[cause.id].shown]
+    counted = {step for step in evidence.statistics.steps if step >= evidence.first}
+    steps_of = {name: counted.intersection(one.steps) for name, one in found.items()}
+    # What was seen only before the change, step by step, is none of it.
+    shown = [
+        cause
+        for cause in CAUSES
+        if cause.id in found and found[cause.id].shown and (steps_of[cause.id] or not found[cause.id].steps)
+    ]
     if not shown:
         return None
-    by_step = [cause for cause in shown if cause.bug and found[cause.id].steps]
+    by_step = [cause for cause in shown if cause.bug and steps_of[cause.id]]
     if by_step:
         # One that a single step shows may come of another that all of them show: a shift leaves holes, say. What counts
         # is how it is now; of those that are seen as often, the first of the table.
-        counted = [step for step in evidence.statistics.steps if step >= (evidence.onset or 0)]
-        most = max(by_step, key=lambda cause: len({*found[cause.id].steps} & {*counted}))
-        steps = {*found[most.id].steps} & {*counted}
+        most = max(by_step, key=lambda cause: len(steps_of[cause.id]))
+        steps = steps_of[most.id]
         if 2 * len(steps) < len(counted):
             others = evidence.without(steps)
             for cause in shown:
@@ -348,16 +359,35 @@ def _too_few(sequences: float, levels: Mapping[str, Reading], found: Mapping[str
 RISE, CERTAIN, LEAST_NOISE = math.log(1.5), 6.0, 0.05
 
 
-def _mismatch_change(statistics: Statistics, steps: list[int]) -> ChangePoint | None:
-    """Where the mismatch rose: per token, and in proportion to what the tokens' probabilities let one expect."""
+def _course(statistics: Statistics, steps: list[int]) -> tuple[int | None, int | None]:
+    """The first step of a rise of the mismatch that has stayed, and the first since that or a fall; None: no such."""
+    rise = _mismatch_change(statistics, steps)
+    before, after = ([], steps) if rise is None else (steps[: rise.first], steps[rise.first :])
+    fall = _mismatch_change(statistics, after, -1)
+    # It has ended where what is left is no more than there was before.
+    if fall is not None and (rise is None or _mismatch_change(statistics, before + after[fall.first :]) is None):
+        begin = math.ceil(after[fall.first] / statistics.width) * statistics.width  # of windows without the fault
+        left = [step for step in after if step >= begin]
+        if len(left) >= FEWEST_STEPS:
+            return None, left[0]
+    return (None, None) if rise is None else (after[0], after[0])
+
+
+def _mismatch_change(statistics: Statistics, steps: list[int], sign: int = 1) -> ChangePoint | None:
+    """Where the mismatch rose: per token, and in proportion to what the tokens' probabilities let one expect.
+
+    With ``sign`` -1, where it fell.
+    """
     sums = [statistics.steps[step] for step in steps]
     scale = _logarithms([one.mean("size", "model") for one in sums])
     change = find_change(scale, LEAST_NOISE)
-    if change is None or change.rise < RISE or change.score < CERTAIN:
+    if change is None or sign * change.rise < RISE or sign * change.score < CERTAIN:
         return None
     raw = _logarithms([one.mean("size") for one in sums])
-    rise = float(np.mean(raw[change.first :]) - np.mean(raw[: change.first]))
-    return change if rise > RISE else None
+    # What follows one bad step is no fall: most of the steps before one were worse.
+    middle = np.mean if sign > 0 else np.median
+    rise = float(middle(raw[change.first :]) - middle(raw[: change.first]))
+    return change if sign * rise > RISE else None
 
 
 def _logarithms(values: list[float]) -> list[float]:

@@ -169,6 +169,69 @@ def test_steps_before_the_change_do_not_outvote_those_from_then_on():
     assert (found.cause.id, found.since) == ("filtered", 9)
 
 
+def test_a_bug_that_was_seen_only_before_the_change_is_not_its_cause():
+    shape = RunShape(prompts=6, samples=4)
+    blocks = [planted_step(0, step, "precision" if step > 8 else None, 15.0, shape=shape) for step in range(1, 13)]
+    blocks[0].tokens["gen"][np.flatnonzero(blocks[0].tokens["mask"])[0]] = np.nan
+    found = diagnose(run_of(*blocks))
+    assert found.found["nonfinite"].steps == (1,)
+    assert (found.cause.id, found.health, found.since) == ("precision", "drifting", 9)
+
+
+@pytest.mark.parametrize("first", [1, 6])
+@pytest.mark.parametrize("cause", ["tool_calls", "temperature", "shifted", "filtered"])
+def test_a_fault_that_has_ended_is_over(cause, first):
+    """Whether it was there from the start, and whether it is told step by step."""
+    shape, strength = RunShape(prompts=6, samples=4), PLANTS[cause].strengths[-1]
+    blocks = [
+        planted_step(0, step, cause if first <= step < 14 else None, strength, shape=shape) for step in range(1, 21)
+    ]
+    found = diagnose(run_of(*blocks))
+    assert (found.health, found.cause, found.since, found.counted) == ("healthy", None, None, 6)
+    assert tables(found)[0].columns[1] == "from 14"
+    assert diagnose(run_of(*blocks[:15])).health != "healthy"  # two steps are too few to say so
+
+
+def test_samples_that_are_stale_as_before_are_no_cause_once_the_fault_has_ended():
+    blocks = [
+        planted_step(0, step, "precision" if 3 < step < 14 else None, 15.0, shape=RunShape(prompts=6, samples=4))
+        for step in range(1, 21)
+    ]
+    for step, block in enumerate(blocks, 1):
+        block.sequences["staleness"] = np.full(len(block), 2.0 if step > 3 else 0.0)
+    assert diagnose(run_of(*blocks[:13])).cause.id == "staleness"
+    assert diagnose(run_of(*blocks)).health == "healthy"
+
+
+def test_a_fault_that_is_less_than_it_was_has_not_ended():
+    """It fell, and not to what it was before."""
+    blocks = steps_of(20, lambda step: 1.0 if step < 6 else 6.0 if step < 14 else 3.0)
+    found = diagnose(run_of(*blocks))
+    assert (found.health, found.since) == ("drifting", 6)
+
+
+def run_in_windows(*blocks, width):
+    """As of a long run: several steps a window."""
+    found = Statistics(width=width)
+    found.add(run_of(*blocks))
+    return found
+
+
+def test_a_change_within_the_first_window_has_nothing_to_be_held_against():
+    found = diagnose(run_in_windows(*steps_of(24, lambda step: 15.0 if step > 4 else 1.0), width=8))
+    assert (found.since, found.cause.id) == (5, "precision")
+    assert "nan" not in found.found["precision"].says
+    assert tables(found)
+
+
+@pytest.mark.parametrize(("last", "first"), [(11, 16), (21, 1)], ids=["in the middle", "in the last window"])
+def test_a_window_that_holds_the_end_of_a_fault_does_not_count(last, first):
+    blocks = steps_of(23, lambda step: 15.0 if step <= last else 1.0)
+    found = diagnose(run_in_windows(*blocks, width=8))
+    assert found.evidence.first == first
+    assert (found.health == "healthy") is (first == 16)
+
+
 def steps_of(count, noise=lambda step: 1.0):
     """Healthy blocks whose Δ is ``noise(step)`` times the usual."""
     shape = RunShape(prompts=6, samples=4)
