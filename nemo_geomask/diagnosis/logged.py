@@ -36,7 +36,7 @@ class LoggedVerdict:
     Attributes:
         health: of the run.
         since: first changed step.
-        values: by metric, its mean over the steps that count.
+        values: by metric, its mean over the steps that count; NaN where most of them are.
         sentence: the verdict.
     """
 
@@ -122,15 +122,23 @@ def _events(path: Path) -> list[tuple[int, str, float]]:
 
 
 def judge_logged(series: Series) -> LoggedVerdict | None:
-    """The verdict by the metrics that have a limit; None where none of them was logged as a finite number."""
+    """The verdict by the metrics that have a limit; None where none of them was ever logged as a number.
+
+    Raises: DataError: a metric has become NaN, and no other one is beyond its limit.
+    """
     limited = {name: series[name] for name in _NAMES if name in series}
-    verdicts = [_judge(name, found) for name, found in limited.items() if any(map(math.isfinite, found.values()))]
+    verdicts = [_judge(name, found) for name, found in limited.items() if any(map(_is_number, found.values()))]
     if not verdicts:
         return None
     order: Sequence[Health] = ("healthy", "drifting", "broken")
     worst = max(verdicts, key=lambda one: order.index(one[0]))
     since = min((one[1] for one in verdicts if one[0] == worst[0] and one[1] is not None), default=None)
     values = {name: one[2] for one in verdicts for name in [one[3]]}
+    if worst[0] == "healthy" and (gone := [name for name, value in values.items() if math.isnan(value)]):
+        raise DataError(
+            f"its metrics say nothing of how it is now: NaN in most of the last third of the steps: {', '.join(gone)}; "
+            "for the cause, record it (loss_fn.record)"
+        )
     said = ", ".join(f"{name} {value:.4g}" for name, value in values.items())
     lost = {name: sum(not math.isfinite(value) for value in limited[name].values()) for name in values}
     said += "".join(f", {name} NaN or infinite in {count} steps" for name, count in lost.items() if count)
@@ -139,16 +147,30 @@ def judge_logged(series: Series) -> LoggedVerdict | None:
     return LoggedVerdict(worst[0], since, values, sentence)
 
 
+def _is_number(value: float) -> bool:
+    """Or an overflow, which is more than any limit."""
+    return math.isfinite(value) or value == math.inf
+
+
 def _judge(name: str, by_step: Mapping[int, float]) -> tuple[Health, int | None, float, str]:
-    level = _NAMES[name]
-    steps = [step for step, value in sorted(by_step.items()) if math.isfinite(value)]
-    values = [by_step[step] for step in steps]
+    """Its health, since when, its mean over the steps that count (NaN where most of them are) and its name."""
+    level, steps = _NAMES[name], sorted(by_step)
+    known = [step for step in steps if _is_number(by_step[step])]
+    # A change is that of logarithms, in which an overflow is no more than the worst of the other values.
+    worst = max([level.broken, *(by_step[step] for step in known if by_step[step] < math.inf)])
     excess = 1.0 if name == "token_mult_prob_error" else 0.0  # its least value
-    change = find_change([math.log(max(value - excess, 1e-9)) for value in values], LEAST_NOISE)
-    changed = change is not None and change.rise >= RISE and change.score >= CERTAIN
-    first = change.first if changed and change is not None else len(values) - max(3, len(values) // 3)
-    counted = np.array(values[max(first, 0) :])
+    change = find_change([math.log(max(min(by_step[step], worst) - excess, 1e-9)) for step in known], LEAST_NOISE)
+    since = None
+    if change is not None and change.rise >= RISE and change.score >= CERTAIN:
+        since = known[change.first]
+    last = steps[-max(3, len(steps) // 3) :] if since is None else [step for step in steps if step >= since]
+    counted = np.array([by_step[step] for step in last if step in known])
+    if since is None and 2 * len(counted) < len(last):
+        return "healthy", None, math.nan, name
     mean = float(counted.mean())
+    if mean == math.inf:
+        return "broken", since, mean, name
     sure = mean - 2 * float(counted.std()) / math.sqrt(len(counted))
-    health: Health = "broken" if sure > level.broken else "drifting" if sure > level.drifting or changed else "healthy"
-    return health, steps[first] if changed else None, mean, name
+    drifting = sure > level.drifting or since is not None
+    health: Health = "broken" if sure > level.broken else "drifting" if drifting else "healthy"
+    return health, since, mean, name

@@ -117,11 +117,38 @@ def test_a_verdict_by_metrics_alone():
     broken = judge_logged(series([2.0 + 0.001 * (step % 3) for step in range(30)]))
     assert (broken.health, broken.since) == ("broken", None)
     assert judge_logged(series([1.2])).health == "drifting"
-    assert judge_logged(series([math.nan, math.inf])) is None
+    assert judge_logged(series([math.nan, -math.inf])) is None
     assert "token_mult_prob_error NaN or infinite in 1 steps" in judge_logged(series([1.0, math.nan])).sentence
     assert judge_logged({"reward": {1: 0.0}}) is None
     kl = judge_logged({"gen_kl_error": dict.fromkeys(range(1, 9), 0.25)})
     assert (kl.health, kl.values) == ("broken", {"gen_kl_error": 0.25})
+
+
+@pytest.mark.parametrize(
+    ("overflows", "since"), [([8], 8), ([9, 10], 9), (range(7, 11), 7), (range(1, 11), None)], ids=str
+)
+def test_an_overflow_is_beyond_any_limit(overflows, since):
+    found = judge_logged(series([math.inf if step in overflows else 1.01 for step in range(1, 11)]))
+    assert (found.health, found.since, found.values) == ("broken", since, {"token_mult_prob_error": math.inf})
+    assert f"token_mult_prob_error inf, token_mult_prob_error NaN or infinite in {len(overflows)} " in found.sentence
+
+
+def test_one_overflow_long_ago_is_no_change():
+    errors = [math.inf if step == 20 else 1.01 + 0.001 * (step % 3) for step in range(60)]
+    assert (judge_logged(series(errors)).health, judge_logged(series(errors)).since) == ("healthy", None)
+
+
+def test_what_has_become_nan_is_not_healthy(tmp_path, capsys):
+    errors = [1.01] * 20 + [math.nan] * 10
+    with pytest.raises(DataError, match="NaN in most of the last third of the steps: token_mult_prob_error; "):
+        judge_logged(series(errors))
+    assert judge_logged({**series(errors), "gen_kl_error": dict.fromkeys(range(1, 31), 0.2)}).health == "broken"
+    assert judge_logged(series([1.01] * 20 + [1.6, 1.6] + [math.nan] * 8)).since == 21
+    folder = write_metrics(
+        tmp_path / "run", ({"step": step, "token_mult_prob_error": error} for step, error in enumerate(errors, 1))
+    )
+    assert main(["diagnose", str(folder), "--brief"]) == 2
+    assert "NaN in most of the last third of the steps: token_mult_prob_error" in capsys.readouterr().err
 
 
 def test_a_run_without_records_is_judged_by_its_metrics(tmp_path, capsys):
