@@ -19,7 +19,8 @@ With :math:`\Delta` = prev − gen of a trained token, the training engine's log
 ``entropy``     of the training engine's distribution, where it was recorded
 =============== =====================================================================
 
-Ratios saturate at :math:`e^{40}`, as in the losses.
+Ratios of tokens saturate at :math:`e^{40}`, as in the losses, those of sequences at :math:`e^{300}`: the sum of a long
+one's log-ratios is far from 0, and an effective sample size asks only how far apart they are.
 """
 
 from __future__ import annotations

@@ -27,6 +27,8 @@ from nemo_geomask.diagnosis.statistics import (
 __all__ = ["survey", "trainer_column"]
 
 LIMIT = 40.0
+SEQUENCE_LIMIT = 300.0
+"""Of the log of a sequence's weight: the sums of its square stay finite in float64."""
 SIZE_CAP = 1.0
 SCORE_CAP = 0.1
 SURPRISE_CAP = 20.0
@@ -215,7 +217,7 @@ def _sum_up(sums: StepSums, judged: KnownTokens) -> None:
         sums.put(name, float(judged.values[name].sum()))
     delta = judged.of_sequences("delta")[some]
     for name, exponent in (("sequence_weight", delta), ("mean_weight", delta / tokens[some])):
-        weight = np.exp(np.clip(exponent, -LIMIT, LIMIT))
+        weight = np.exp(np.minimum(exponent, SEQUENCE_LIMIT))
         sums.put(name, float(weight.sum()))
         sums.put(f"{name}_square", float(np.square(weight).sum()))
     sums.put("sequences", float(some.sum()))

@@ -10,6 +10,7 @@ from nemo_geomask.diagnosis.planted import RunShape, planted_step, write_step
 from nemo_geomask.diagnosis.read import RecordBlock, read_blocks
 from nemo_geomask.diagnosis.statistics import BY_NAME, CELLS, DIMENSIONS, Statistics
 from nemo_geomask.diagnosis.survey import survey
+from nemo_geomask.diagnosis.text import NUMBERS
 
 SHAPE = RunShape(steps=1, prompts=4, samples=3, length=40)
 
@@ -167,6 +168,24 @@ def test_log_ratios_of_a_hundred_saturate(block):
     block.tokens["prev"][trained[::2]] += 100
     block.tokens["prev"][trained[1::2]] -= 100
     assert np.isfinite(survey(block).steps[5].sums).all()
+
+
+@pytest.mark.parametrize("total", [-360.0, -150.0, -60.0, 0.0, 250.0])
+def test_weights_of_long_sequences_are_held_against_each_other(block, total):
+    """Each sequence's log-ratios add up to another number, by up to 11, all of them far from 0."""
+    rows, trained = np.repeat(np.arange(12), np.diff(block.offsets)), block.tokens["mask"]
+    sums = total + np.arange(12.0)
+    block.tokens["prev"] = block.tokens["gen"] + (sums / np.bincount(rows, weights=trained))[rows]
+    block.sequences["sample_mask"][:] = 1
+    weights = np.exp(sums - total)
+    (share,) = (number.value for number in NUMBERS if number.name == "ESS, sequences")
+    assert share(survey(block).steps[5]) == pytest.approx(weights.sum() ** 2 / (12 * (weights**2).sum()), rel=1e-3)
+
+
+def test_weights_too_small_for_a_number_say_nothing(block):
+    block.tokens["prev"] = block.tokens["gen"] - 100.0
+    (share,) = (number.value for number in NUMBERS if number.name == "ESS, sequences")
+    assert math.isnan(share(survey(block).steps[5]))
 
 
 def test_current_log_probs_stand_in_where_those_of_the_old_policy_were_skipped(block):
