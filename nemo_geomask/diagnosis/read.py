@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ __all__ = ["Array", "RecordBlock", "read_blocks"]
 
 Array = NDArray[Any]
 _KIND = {column.name: column for column in COLUMNS}
+_OF_PREV = ("length", "mask", "prev")
 
 
 @dataclass(frozen=True)
@@ -28,15 +29,25 @@ class RecordBlock:
         tokens: by column, [N], one sequence after another; a column that the file has not is not here.
         offsets: [S+1], where each sequence begins in them.
         removed: by a mask's label, bool [N].
+        trainer: the column of the training engine's log-probs, ``prev`` or ``curr``, by all of the file; empty: by
+            these sequences alone.
     """
 
     sequences: Mapping[str, Array]
     tokens: Mapping[str, Array]
     offsets: Array
     removed: Mapping[str, Array] = field(default_factory=dict)
+    trainer: str = ""
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
+
+    @property
+    def has_prev(self) -> bool:
+        """Whether π_old was computed for a trained token."""
+        prev = self.tokens.get("prev")
+        known = prev is not None and (np.isfinite(prev) & (prev != 0) & self.tokens["mask"].astype(bool)).any()
+        return bool(known)
 
 
 def read_blocks(path: Path) -> Iterator[RecordBlock]:
@@ -58,12 +69,20 @@ def read_blocks(path: Path) -> Iterator[RecordBlock]:
                 f"{path}: a record {found}, but this package reads version {VERSION}; is it a file of nemo_geomask's "
                 "flight recorder, and this package as new as the one that wrote it?"
             )
-        for group in range(file.num_row_groups):
-            try:
-                table = file.read_row_group(group)
-            except (arrow.ArrowException, OSError) as error:
-                raise DataError(f"{path}: can't be read as a record: {error}") from None
-            yield _block(table)
+        try:
+            trainer = _trainer(file)
+            for group in range(file.num_row_groups):
+                yield replace(_block(file.read_row_group(group)), trainer=trainer)
+        except (arrow.ArrowException, OSError) as error:
+            raise DataError(f"{path}: can't be read as a record: {error}") from None
+
+
+def _trainer(file: Any) -> str:
+    """Where π_old is audited, a few of a step's sequences have it, and not in every row group."""
+    if file.num_row_groups == 1:
+        return ""
+    parts = (_block(file.read_row_group(group, list(_OF_PREV))) for group in range(file.num_row_groups))
+    return "prev" if any(part.has_prev for part in parts) else "curr"
 
 
 def _block(table: Any) -> RecordBlock:

@@ -103,9 +103,9 @@ def survey(block: RecordBlock, crosses: Sequence[tuple[str, str]] = ()) -> Stati
 
 def trainer_column(block: RecordBlock) -> str:
     """``prev``, or ``curr`` where π_old was not computed and the current policy's log-probs are there."""
-    mask, prev = block.tokens["mask"].astype(bool), block.tokens.get("prev")
-    known = prev is not None and (np.isfinite(prev[mask]) & (prev[mask] != 0)).any()
-    return "prev" if known or "curr" not in block.tokens else "curr"
+    if "curr" not in block.tokens:
+        return "prev"
+    return block.trainer or ("prev" if block.has_prev else "curr")
 
 
 def _logprobs(block: RecordBlock, mask: Array) -> tuple[Array, Array]:

@@ -9,7 +9,7 @@ import pytest
 from nemo_geomask.diagnosis.planted import RunShape, planted_step, write_step
 from nemo_geomask.diagnosis.read import RecordBlock, read_blocks
 from nemo_geomask.diagnosis.statistics import BY_NAME, CELLS, DIMENSIONS, Statistics
-from nemo_geomask.diagnosis.survey import survey
+from nemo_geomask.diagnosis.survey import survey, trainer_column
 from nemo_geomask.diagnosis.text import NUMBERS
 
 SHAPE = RunShape(steps=1, prompts=4, samples=3, length=40)
@@ -196,6 +196,22 @@ def test_current_log_probs_stand_in_where_those_of_the_old_policy_were_skipped(b
     tokens.pop("curr")
     sums = survey(RecordBlock(block.sequences, tokens, block.offsets)).steps[5]
     assert (sums["tokens"], sums["no_prev"], sums["zero_prev"], sums["nonfinite"]) == (0, 12, 0, 0)
+
+
+@pytest.mark.parametrize("audited", [11, 0, None])
+def test_one_step_is_of_one_column_whichever_row_group_was_audited(tmp_path, block, audited):
+    """π_old is computed for a few sequences, which are in one of the row groups, or for none."""
+    parquet = pytest.importorskip("pyarrow.parquet")
+    rows = np.repeat(np.arange(12), np.diff(block.offsets))
+    block.tokens["curr"] = block.tokens["prev"] + np.float32(0.01)
+    block.tokens["prev"] = np.where(rows == audited, block.tokens["prev"], np.float32(math.nan))
+    path = write_step(tmp_path, block)
+    parquet.write_table(parquet.read_table(path), path, row_group_size=4)
+    found = Statistics()
+    for part in read_blocks(path):
+        assert trainer_column(part) == ("curr" if audited is None else "prev")
+        found.add(survey(part))
+    assert found.steps[5]["sequences"] == (10 if audited is None else 1)
 
 
 def test_intervals_hold_the_truth_as_often_as_they_say():
