@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import json
 import math
+import re
 import types
 import typing
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -22,7 +24,18 @@ from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from nemo_geomask.errors import ConfigError, Problem
 
-__all__ = ["StrictModel", "as_yaml", "conflicting", "dotted", "nearest", "parse", "plain", "problems", "repeated"]
+__all__ = [
+    "StrictModel",
+    "as_yaml",
+    "conflicting",
+    "dotted",
+    "inline_yaml",
+    "nearest",
+    "parse",
+    "plain",
+    "problems",
+    "repeated",
+]
 
 M = TypeVar("M", bound=BaseModel)
 S = TypeVar("S", bound="StrictModel")
@@ -36,6 +49,25 @@ _SMALLEST, _LARGEST = 2.0**-126, (2.0 - 2.0**-23) * 2.0**127
 def as_yaml(value: Any) -> str:
     """A scalar as a recipe writes it."""
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+# What YAML 1.1 takes for something else than text.
+_WORDS = ("null", "true", "false", "yes", "no", "on", "off", "y", "n", "inf", "nan")
+
+
+def inline_yaml(value: Any) -> str:
+    """A value of any kind on one line of a recipe; texts that could be anything else are quoted."""
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{inline_yaml(key)}: {inline_yaml(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join(map(inline_yaml, value)) + "]"
+    if isinstance(value, float):
+        digits, power, exponent = repr(value).partition("e")
+        # YAML 1.1 takes a number with an exponent for text unless it has a dot.
+        return digits + (".0" if power and "." not in digits else "") + power + exponent
+    if isinstance(value, str) and (value.lower() in _WORDS or not re.fullmatch(r"[A-Za-z_][\w-]*", value)):
+        return json.dumps(value, ensure_ascii=False)
+    return as_yaml(value)
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nemo_geomask.config.strict import as_yaml
+from nemo_geomask.config.strict import inline_yaml
 from nemo_geomask.diagnosis.read import Array, RecordBlock
 from nemo_geomask.errors import ConfigError, DataError
 from nemo_geomask.losses import BeforeStep, PolicyLoss, build_loss
@@ -432,13 +432,5 @@ def loss_block(best: Outcome, outcomes: Sequence[Outcome], base: Mapping[str, An
         except ConfigError:  # what reads all of π_old needs no sample of it
             settings.pop("audit_fraction", None)
     for key, value in settings.items():
-        lines.append(f"  {key}: {_yaml(value)}")
+        lines.append(f"  {key}: {inline_yaml(value)}")
     return "\n".join(lines if settings else [*lines[:-1], "loss_fn: {}"])
-
-
-def _yaml(value: Any) -> str:
-    if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{key}: {_yaml(inner)}" for key, inner in value.items()) + "}"
-    if isinstance(value, (list, tuple)):
-        return "[" + ", ".join(map(_yaml, value)) + "]"
-    return as_yaml(value)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import textwrap
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_geomask.config import LossConfig, nearest
-from nemo_geomask.config.strict import as_yaml
+from nemo_geomask.config.strict import inline_yaml
 from nemo_geomask.errors import ConfigError
 from nemo_geomask.losses.build import examined
 from nemo_geomask.recipe import read_recipe
@@ -70,10 +69,10 @@ class Translation:
                 lines.append("  masks:")
                 for index, mask in enumerate(value):
                     lines += _comment(self.notes.get(f"masks[{index}]", ""), "    ")
-                    lines.append(f"    - {_inline(mask)}")
+                    lines.append(f"    - {inline_yaml(mask)}")
                 continue
             lines += _comment(self.notes.get(key, ""), "  ")
-            lines.append(f"  {key}: {_inline(value)}")
+            lines.append(f"  {key}: {inline_yaml(value)}")
         idle = f"Without effect there, with the settings given: {', '.join(self.idle)}." if self.idle else ""
         unread = f"No settings of the loss, not read: {', '.join(_grouped(self.unread))}." if self.unread else ""
         lines += [line for text in self.lost for line in _comment(f"NOT EXPRESSED: {text}")]
@@ -194,18 +193,6 @@ def _filled(peer: Peer, settings: Mapping[str, Any]) -> dict[str, Any]:
     }
     rest = {key: value for key, value in settings.items() if key not in parameters and key != "preset"}
     return {**filled, **rest}
-
-
-def _inline(value: Any) -> str:
-    if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{key}: {_inline(item)}" for key, item in value.items()) + "}"
-    if isinstance(value, float):
-        digits, power, exponent = repr(value).partition("e")
-        # YAML 1.1 takes a number with an exponent for text unless it has a dot.
-        return digits + (".0" if power and "." not in digits else "") + power + exponent
-    if isinstance(value, str) and not value.replace("_", "").replace("-", "").isalnum():
-        return json.dumps(value, ensure_ascii=False)
-    return as_yaml(value)
 
 
 def _comment(text: str, indent: str = "") -> list[str]:

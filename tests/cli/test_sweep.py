@@ -59,6 +59,14 @@ def test_a_recipe_that_some_candidates_do_not_go_with(logs, tmp_path, capsys):
     assert "is_correction_level" in json.loads(capsys.readouterr().out)["does_not_fit"]["weight token"]
 
 
+@pytest.mark.parametrize("folder", ["/runs/lr=1e-6,kl=0.001/records", "null", "007"])
+def test_the_block_has_the_recipes_own_texts(logs, tmp_path, capsys, folder):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(f"loss_fn: {{name: clipped_pg, record: {{dir: '{folder}'}}}}\n")
+    assert main(["sweep", str(logs), "--steps", "1", "--recipe", str(recipe), "--recommend"]) == 0
+    assert yaml.safe_load(capsys.readouterr().out)["loss_fn"]["record"] == {"dir": folder}
+
+
 def test_json_is_json(logs, capsys, monkeypatch):
     """A metric of no token, or of an overflow."""
 
