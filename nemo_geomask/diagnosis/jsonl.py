@@ -10,6 +10,7 @@ Source: NeMo-RL ``Logger.log_batched_dict_as_jsonl`` and its callers.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import os
@@ -65,8 +66,9 @@ def convert(path: Path, directory: Path, *, row_group: int = 2**20) -> Path:
     step, source = step_of(path), source_of(path)
     assert step is not None
     target = directory / file_name(step, JSONL_WRITER)
-    if target.exists() and (parquet.read_schema(target).metadata or {}).get(b"nemo_geomask.source") == source.encode():
-        return target
+    with contextlib.suppress(OSError, arrow.ArrowException):  # none, or one that is damaged: made anew
+        if (parquet.read_schema(target).metadata or {}).get(b"nemo_geomask.source") == source.encode():
+            return target
     directory.mkdir(parents=True, exist_ok=True)
     schema = arrow_schema(facts={"source": str(path), "loop": "train_data_step{N}.jsonl"})
     schema = schema.with_metadata({**schema.metadata, b"nemo_geomask.source": source.encode()})

@@ -121,6 +121,19 @@ def test_a_file_is_converted_once_and_again_when_it_has_changed(tmp_path):
     assert len(whole(convert(path, tmp_path))) == 2
 
 
+@pytest.mark.parametrize(
+    "damage",
+    [lambda data: data[:-20], lambda data: b"", lambda data: data[:-108] + bytes(100) + data[-8:]],
+    ids=["cut off", "empty", "its last part overwritten"],
+)
+def test_a_damaged_record_is_made_anew(tmp_path, damage):
+    path = write_log(tmp_path, 1, [log_row([1, 2, 3], prompt=1)] * 3)
+    record = convert(path, tmp_path / "records")
+    record.write_bytes(damage(record.read_bytes()))
+    assert convert(path, tmp_path / "records") == record
+    assert len(whole(record)) == 3
+
+
 def test_large_files_are_read_in_parts(tmp_path):
     rows = [log_row([3] * 30, prompt=1)] * 5
     path = convert(write_log(tmp_path, 1, rows), tmp_path / "records", row_group=100)
