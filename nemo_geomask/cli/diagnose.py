@@ -313,9 +313,10 @@ def _watch(arguments: argparse.Namespace, decode: Callable[[Sequence[int]], str]
             for run in runs:
                 statistics = taken.setdefault(run.directory, Statistics())
                 steps = [step for step in run.steps if step not in statistics.steps and _rest(run, step, seen)]
-                grown |= bool(steps)
+                before = len(statistics.steps)
                 if steps and (error := _take(statistics, run, steps, arguments.cache)):
                     others[run.directory] = _Unrecorded("unknown", error)
+                grown |= len(statistics.steps) > before  # a file may hold no sequence
                 if statistics.steps:
                     found.append((run, diagnose(statistics)))
             now = {run.directory: f"{one.health} {one.since} {bool(one.unknown)}" for run, one in found}

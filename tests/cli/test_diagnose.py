@@ -190,6 +190,8 @@ def test_watch_keeps_the_report_current(tmp_path, monkeypatch):
         pytest.importorskip(module, reason="the report (diagnose extra)")
     run, page, looks = write_steps(tmp_path / "run", (1, 2)), tmp_path / "report.html", []
 
+    (run / "train_data_step9.jsonl").touch()  # without a sequence: no step
+
     def sleep(_):
         looks.append(page.stat().st_mtime_ns if page.exists() else 0)
         if len(looks) == 3:
