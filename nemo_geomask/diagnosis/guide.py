@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from nemo_geomask.checks.pages import between_marks, markdown
+from nemo_geomask.diagnosis.levels import LEVELS
 from nemo_geomask.diagnosis.logged import read_logged
-from nemo_geomask.diagnosis.verdict import LEVELS
 from nemo_geomask.errors import ArgumentError
 
 __all__ = ["Alert", "Family", "MetricEntry", "alerts", "families", "rewrite"]

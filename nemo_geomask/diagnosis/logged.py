@@ -16,7 +16,8 @@ from pathlib import Path
 import numpy as np
 
 from nemo_geomask.diagnosis.changes import find_change
-from nemo_geomask.diagnosis.verdict import CERTAIN, LEAST_NOISE, LEVELS, RISE, Health
+from nemo_geomask.diagnosis.levels import LEVELS, Health
+from nemo_geomask.diagnosis.verdict import CERTAIN, LEAST_NOISE, RISE
 from nemo_geomask.errors import DataError, MissingDependencyError
 from nemo_geomask.records.schema import require_arrow
 

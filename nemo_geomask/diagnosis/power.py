@@ -16,10 +16,11 @@ from typing import Any
 
 from nemo_geomask.checks.pages import between_marks, markdown
 from nemo_geomask.diagnosis.causes import CAUSES
+from nemo_geomask.diagnosis.levels import LEVELS
 from nemo_geomask.diagnosis.planted import PLANTS, STRENGTHS, RunShape, planted_run
 from nemo_geomask.diagnosis.run import survey_run
 from nemo_geomask.diagnosis.sources import find_runs
-from nemo_geomask.diagnosis.verdict import LEVELS, RunDiagnosis, diagnose
+from nemo_geomask.diagnosis.verdict import RunDiagnosis, diagnose
 
 __all__ = ["measure", "measure_plants", "rewrite"]
 

@@ -14,10 +14,11 @@ import numpy as np
 
 from nemo_geomask.diagnosis.causes import CAUSES
 from nemo_geomask.diagnosis.circle import CERTAIN, circle, verdict
+from nemo_geomask.diagnosis.levels import LEVELS
 from nemo_geomask.diagnosis.read import Array
 from nemo_geomask.diagnosis.signs import Evidence
 from nemo_geomask.diagnosis.statistics import BY_NAME, CELLS, DIMENSIONS, StepSums, Window, per
-from nemo_geomask.diagnosis.verdict import LEVELS, RunDiagnosis
+from nemo_geomask.diagnosis.verdict import RunDiagnosis
 
 __all__ = [
     "MEASURES",

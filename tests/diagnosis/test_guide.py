@@ -13,8 +13,8 @@ from nemo_geomask.checks.report import RULES
 from nemo_geomask.diagnosis import guide
 from nemo_geomask.diagnosis.causes import CAUSES
 from nemo_geomask.diagnosis.guide import alerts, families
+from nemo_geomask.diagnosis.levels import LEVELS
 from nemo_geomask.diagnosis.statistics import BY_NAME
-from nemo_geomask.diagnosis.verdict import LEVELS
 from nemo_geomask.errors import ConfigError
 from nemo_geomask.losses import available
 from nemo_geomask.metrics import summarized
