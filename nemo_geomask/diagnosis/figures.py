@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from nemo_geomask.diagnosis.levels import LEVELS
+from nemo_geomask.diagnosis.quantities import MEASURES, NUMBERS, REMOVED_SHARES, measured
 from nemo_geomask.diagnosis.statistics import BY_NAME, DIMENSIONS, Statistics, StepSums, Window
-from nemo_geomask.diagnosis.text import MEASURES, NUMBERS, REMOVED_SHARES, measured
 from nemo_geomask.diagnosis.verdict import RunDiagnosis
 
 __all__ = ["POINTS", "Curve", "Figure", "figures_of", "group_lifts", "logged_figures"]

@@ -24,8 +24,9 @@ from nemo_geomask.diagnosis.draw import COLOURS, plotly_figure
 from nemo_geomask.diagnosis.excerpts import GRADES, Excerpt, excerpts
 from nemo_geomask.diagnosis.figures import Curve, Figure, figures_of, group_lifts, logged_figures
 from nemo_geomask.diagnosis.logged import Series, read_logged
+from nemo_geomask.diagnosis.quantities import MEASURES
 from nemo_geomask.diagnosis.sources import RunFiles
-from nemo_geomask.diagnosis.text import MEASURES, STEP, Decode, Table, tables
+from nemo_geomask.diagnosis.text import STEP, Decode, Table, tables
 from nemo_geomask.diagnosis.verdict import RunDiagnosis
 from nemo_geomask.errors import DataError, GeomaskError
 from nemo_geomask.optional import require

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from nemo_geomask.diagnosis.planted import RunShape, planted_step, write_step
+from nemo_geomask.diagnosis.quantities import NUMBERS
 from nemo_geomask.diagnosis.read import RecordBlock, read_blocks
 from nemo_geomask.diagnosis.statistics import BY_NAME, CELLS, DIMENSIONS, Statistics
 from nemo_geomask.diagnosis.survey import survey, trainer_column
-from nemo_geomask.diagnosis.text import NUMBERS
 
 SHAPE = RunShape(steps=1, prompts=4, samples=3, length=40)
 
