@@ -78,7 +78,12 @@ def add(subparsers: Any) -> None:
     parser.add_argument(
         "--timeout", type=above_zero, default=600.0, metavar="S", help="seconds until all is ended (default: 600)"
     )
-    parser.add_argument("--out", type=Path, metavar="DIR", help="default: results/rehearsal/<recipe>; made anew")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="DIR",
+        help="a new or empty folder, or an earlier rehearsal's, which is replaced (default: results/rehearsal/<recipe>)",
+    )
     parser.set_defaults(run=run)
 
 

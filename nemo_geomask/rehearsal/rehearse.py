@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
 import time
@@ -23,6 +24,9 @@ from nemo_geomask.rehearsal.supervise import supervised
 from nemo_geomask.rehearsal.surroundings import has_automodel, surroundings
 
 __all__ = ["Rehearsal", "has_gpus", "nemo_rl_checkout", "rehearse"]
+
+# By which a folder is one of a rehearsal.
+_PROMPTS, _COMMAND = "prompts.jsonl", "command.txt"
 
 
 @dataclass(frozen=True)
@@ -109,15 +113,15 @@ def rehearse(
         timeout: seconds for a run, after which it is ended.
         control: whether to run it again with NeMo-RL's own loss, where that has the recipe's settings.
         resume: whether to train the last step again, from the checkpoint of the one before.
-        folder: for model, prompts, log and checkpoints; made anew.
+        folder: for model, prompts, log and checkpoints; an earlier rehearsal in it is deleted once this one is planned.
         progress: called with the events so far, several times a second.
 
     Returns:
         How it went, a failure of the run included.
 
     Raises:
-        ConfigError: the recipe can't be read, NeMo-RL is not there, no small model can be made of the recipe's, or it
-            saves nothing to resume from.
+        ConfigError: the recipe can't be read, NeMo-RL is not there, no small model can be made of the recipe's, it
+            saves nothing to resume from, or the folder holds something else.
         EngineError: a process could not be ended.
     """
     began = time.monotonic()
@@ -130,22 +134,27 @@ def rehearse(
     report = check(facts)
     gpus = has_gpus()
     folder = folder.resolve()
+    _refuse_foreign(folder)
     if report.count("error"):
         seconds = time.monotonic() - began
         return Rehearsal(Path(recipe), checkout, report.findings, gpus, None, None, folder, seconds)
     how = _How(checkout, steps, ranks, own_environment, gpus, timeout, resume, progress)
-    shutil.rmtree(folder, ignore_errors=True)
-    planned, outcome = _run(facts, tuple(overrides), folder, how)
+    planned = _planned(facts, folder, how)
+    if folder.exists():
+        shutil.rmtree(folder)
+    outcome = _run(facts, planned, tuple(overrides), folder, how)
     ours_only = inexpressible(facts, score_function=has_score_function(checkout)) if control else ()
     other = None
     if control and not ours_only and outcome.failure is None:
         theirs = (*overrides, *control_overrides(facts))
         of_theirs = RecipeFacts.of(read_recipe(recipe, theirs))
-        _, other = _run(of_theirs, theirs, folder / "control", how)
+        of_control = folder / "control"
+        other = _run(of_theirs, _planned(of_theirs, of_control, how), theirs, of_control, how)
     again = None
     if resume and outcome.failure is None:
         saved = folder / "checkpoints" / f"step_{steps - 1}"
-        _, again = _run(facts, tuple(overrides), folder / "resumed", how, saved)
+        of_resumed = folder / "resumed"
+        again = _run(facts, _planned(facts, of_resumed, how), tuple(overrides), of_resumed, how, saved)
     seconds = time.monotonic() - began
     return Rehearsal(
         *(Path(recipe), checkout, report.findings, gpus, planned, outcome, folder, seconds, other, ours_only, again)
@@ -166,9 +175,22 @@ class _How:
     progress: Callable[[Sequence[dict[str, object]]], None]
 
 
-def _run(
-    facts: RecipeFacts, overrides: tuple[str, ...], folder: Path, how: _How, saved: Path | None = None
-) -> tuple[Plan, RunResult]:
+def _refuse_foreign(folder: Path) -> None:
+    try:
+        held = sorted(path.name for path in folder.iterdir()) if folder.exists() else []
+    except OSError as error:
+        raise ConfigError(f"--out: {folder} can't be used: {error.strerror or error}") from None
+    if held and not all((folder / name).is_file() for name in (_PROMPTS, _COMMAND)):
+        raise ConfigError(
+            f"--out: {folder} is not empty (it holds {held[0]}) and has no rehearsal that could be replaced; choose "
+            "another folder"
+        )
+    above = next(path for path in (folder, *folder.parents) if path.exists())
+    if not (above.is_dir() and os.access(above, os.W_OK)):
+        raise ConfigError(f"--out: {above} can't be written to; choose another folder")
+
+
+def _planned(facts: RecipeFacts, folder: Path, how: _How) -> Plan:
     planned = plan(
         facts,
         folder=folder,
@@ -179,18 +201,28 @@ def _run(
         automodel=has_automodel(how.checkout),
         resume=how.resume,
     )
-    script = how.checkout / planned.script
-    if not script.is_file():
+    if not (how.checkout / planned.script).is_file():
         raise ConfigError(f"the NeMo-RL in {how.checkout} has no {planned.script}, which this recipe's algorithm needs")
+    return planned
+
+
+def _run(
+    facts: RecipeFacts,
+    planned: Plan,
+    overrides: tuple[str, ...],
+    folder: Path,
+    how: _How,
+    saved: Path | None = None,
+) -> RunResult:
     folder.mkdir(parents=True)
-    write_prompts(folder / "prompts.jsonl")
+    write_prompts(folder / _PROMPTS)
     done = 0
     if saved is not None:
         shutil.copytree(saved, folder / "checkpoints" / saved.name)
         done = how.steps - 1
-    arguments = [str(script), "--config", str(facts.recipe.path.resolve()), *overrides, *planned.overrides]
+    arguments = [str(how.checkout / planned.script), "--config", str(facts.recipe.path.resolve()), *overrides, *planned.overrides]
     command = [sys.executable, "-m", "nemo_geomask.cli", "run", str(Path(driver.__file__)), *arguments]
-    (folder / "command.txt").write_text("\n".join(command), encoding="utf-8")
+    (folder / _COMMAND).write_text("\n".join(command), encoding="utf-8")
     events = folder / "events.jsonl"
     started = time.time()
     around = surroundings(
@@ -208,7 +240,7 @@ def _run(
             folder=how.checkout,
             every_tick=lambda: how.progress(list(read_events(events))),
         )
-    outcome = outcome_of(
+    return outcome_of(
         read_events(events),
         status=status,
         steps=how.steps - done,
@@ -218,7 +250,6 @@ def _run(
         log=(folder / "log.txt").read_text(encoding="utf-8", errors="replace")[-20_000:],
         settings=dict(_settings(facts.recipe.data)),
     )
-    return planned, outcome
 
 
 def nemo_rl_checkout() -> Path:

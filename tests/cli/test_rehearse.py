@@ -138,6 +138,28 @@ def test_a_recipe_with_errors_is_not_run(runs, tmp_path, capsys):
     assert (stage["name"], stage["state"]) == ("validation", "failed")
 
 
+def test_a_folder_of_something_else_is_left_alone(runs, tmp_path, capsys):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.txt").write_text("years of work", encoding="utf-8")
+    for out in ("mine", "recipe.yaml", "recipe.yaml/below"):
+        assert main(["rehearse", "recipe.yaml", "--steps", "2", "--out", out]) == 2
+        assert f"--out: {tmp_path / out.removesuffix('/below')} " in capsys.readouterr().err
+    assert (tmp_path / "mine" / "thesis.txt").read_text(encoding="utf-8") == "years of work"
+    assert runs == []
+
+
+def test_an_earlier_rehearsal_is_replaced_once_this_one_is_planned(runs, tmp_path):
+    command = ["rehearse", "recipe.yaml", "--steps", "2", "--out", "out"]
+    (tmp_path / "out").mkdir()
+    assert main(command) == 0
+    (tmp_path / "out" / "mark").touch()
+    assert main([*command, "policy.model_name=acme/one"]) == 2
+    assert (tmp_path / "out" / "mark").exists()
+    assert main(command) == 0
+    assert not (tmp_path / "out" / "mark").exists()
+    assert len(runs) == 2
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
