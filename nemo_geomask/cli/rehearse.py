@@ -26,7 +26,7 @@ layout
 
 exit status
   0  every step was trained
-  1  a stage failed, validation included; the time was over; --control or --resume found another loss or metric
+  1  a stage failed, validation included; a loss or gradient norm is NaN; the time was over; --control or --resume found another loss or metric
   2  a mistake in the arguments, a recipe that can't be read, no NeMo-RL
   130  Ctrl-C
 
@@ -112,7 +112,7 @@ def run(arguments: argparse.Namespace) -> int:
         folder=arguments.out or Path("results", "rehearsal", Path(arguments.recipe).stem),
         progress=_Said(),
     )
-    found = json.dumps(as_json(done), ensure_ascii=False, indent=2)
+    found = json.dumps(as_json(done), ensure_ascii=False, indent=2, allow_nan=False)
     if to_stdout:
         print(found)
     else:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from nemo_geomask.rehearsal.control import Comparison
@@ -131,7 +132,20 @@ def _resumed(done: Rehearsal) -> Iterator[str]:
 
 
 def as_json(done: Rehearsal) -> dict[str, Any]:
-    """All of it, as what JSON can hold."""
+    """All of it, as what JSON can hold: numbers that are not finite are None."""
+    found: dict[str, Any] = _finite(_fields(done))
+    return found
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _finite(inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _fields(done: Rehearsal) -> dict[str, Any]:
     validation = {
         "name": "validation",
         "state": "ran" if done.plan else "failed",

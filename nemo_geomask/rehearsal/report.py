@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -166,7 +167,7 @@ def _breakdown(
     stages: list[Stage],
     status: int | None,
     steps: int,
-    metrics: Mapping[int, Any],
+    metrics: Mapping[int, Mapping[str, Any]],
     log: str,
     seconds: float,
     settings: Mapping[str, object],
@@ -189,6 +190,12 @@ def _breakdown(
     if len(metrics) < steps:
         message = f"{len(metrics)} of {steps} steps were logged: the prompts or epochs were at their end before"
         return Breakdown("step", message, message, None, None)
+    for step, values in sorted(metrics.items()):
+        # inf is no failure: the squares of finite gradients can overflow.
+        for name in ("loss", "grad_norm"):
+            if isinstance(value := values.get(name), float) and math.isnan(value):
+                message = f"{name} of step {step} is nan"
+                return Breakdown("step", message, message, None, None)
     return None
 
 

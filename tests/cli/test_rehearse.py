@@ -44,7 +44,13 @@ def checkout(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def runs(checkout, monkeypatch):
+def norms():
+    """Of the gradient, by step, where it is not 1."""
+    return {}
+
+
+@pytest.fixture
+def runs(checkout, norms, monkeypatch):
     """Stands in for the processes: what they are started with, and a run as a driver would have written it down."""
     seen = []
 
@@ -57,7 +63,7 @@ def runs(checkout, monkeypatch):
             (checkpoints / f"step_{step}").mkdir(parents=True, exist_ok=True)
             events("begin", stage="step", label="policy_training")
             events("end", stage="step", label="policy_training")
-            values = {"loss": 0.25 * step, "grad_norm": 1.0, "reward": 0.5}
+            values = {"loss": 0.25 * step, "grad_norm": norms.get(step, 1.0), "reward": 0.5}
             events("metrics", step=step, prefix="train", values=values)
             worker = {"calls": {"PolicyLoss(name='clipped_pg')": 4}, "pid": 7, "host": "h", "python": "p", "file": "f"}
             events("proof", step=step, workers=[worker])
@@ -136,6 +142,14 @@ def test_a_recipe_with_errors_is_not_run(runs, tmp_path, capsys):
     assert "loss_fn.ratio_clip_max" in capsys.readouterr().out
     (stage,) = json.loads((tmp_path / "found.json").read_text(encoding="utf-8"))["stages"]
     assert (stage["name"], stage["state"]) == ("validation", "failed")
+
+
+def test_a_gradient_of_nan_has_failed_and_json_has_null_for_it(runs, norms, tmp_path, capsys):
+    norms[2] = float("nan")
+    assert main(["rehearse", "recipe.yaml", "--steps", "2", "--json", "found.json"]) == 1
+    assert "failed in step: grad_norm of step 2 is nan" in capsys.readouterr().out
+    found = json.loads((tmp_path / "found.json").read_text(encoding="utf-8"), parse_constant=pytest.fail)
+    assert [values["grad_norm"] for values in found["metrics"].values()] == [1.0, None]
 
 
 def test_a_folder_of_something_else_is_left_alone(runs, tmp_path, capsys):
