@@ -125,7 +125,8 @@ def _resumed(done: Rehearsal) -> Iterator[str]:
     yield ""
     if failure is not None:
         yield f"resuming from the checkpoint failed in {failure.stage}: {failure.error}"
-        yield f"  the whole output is in {done.folder / 'resumed' / 'log.txt'}"
+        if done.resumed.stages:
+            yield f"  the whole output is in {done.folder / 'resumed' / 'log.txt'}"
     else:
         yield "the last step, and the same resumed from the checkpoint before it:"
     yield from _compared(done.resumptions)

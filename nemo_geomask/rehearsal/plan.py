@@ -76,7 +76,7 @@ def plan(
         own_environment: whether data and environment are the recipe's.
         gpus: whether this machine has GPUs; without, what CPUs have not is left out and said.
         automodel: whether there is one for DTensor v2's workers.
-        resume: whether the step before the last is saved as well.
+        resume: whether the step before the last is saved as well, and kept.
 
     Raises:
         ConfigError: the model's architecture is not known.
@@ -89,7 +89,7 @@ def plan(
     batch = _batch(facts, layout, size)
     changes = [
         *_made(facts, folder, own_environment),
-        *_shorter(facts, steps, steps - 1 if resume else steps),
+        *_shorter(facts, steps, resume),
         *batch,
         *_laid_out(facts, layout, full, gpus),
         *_quiet(facts, folder),
@@ -142,7 +142,7 @@ def _made(facts: RecipeFacts, folder: Path, own_environment: bool) -> Iterator[C
     yield Change(f"env.{_ENVIRONMENT}", {}, facts.get(f"env.{_ENVIRONMENT}"))
 
 
-def _shorter(facts: RecipeFacts, steps: int, saved: int) -> Iterator[Change]:
+def _shorter(facts: RecipeFacts, steps: int, resume: bool) -> Iterator[Change]:
     section = facts.algorithm
     yield Change(f"{section}.max_num_steps", steps, facts.get(f"{section}.max_num_steps"))
     if (facts.number("ppo.ppo_epochs") or 1) > 2:
@@ -154,7 +154,11 @@ def _shorter(facts: RecipeFacts, steps: int, saved: int) -> Iterator[Change]:
             yield Change(f"{section}.{key}", value, facts.get(f"{section}.{key}"))
     if facts.on("checkpointing.enabled"):
         # The last step is saved, whatever the period.
+        saved = steps - 1 if resume else steps
         yield Change("checkpointing.save_period", saved, facts.get("checkpointing.save_period"))
+        for key in ("checkpointing.keep_top_k", "checkpointing.ft_keep_latest_k"):
+            if resume and facts.get(key) is not None:
+                yield Change(key, None, facts.get(key), "the checkpoint before the last is resumed from")
         if facts.get("checkpointing.metric_name") is not None:
             yield Change(
                 "checkpointing.metric_name", None, facts.get("checkpointing.metric_name"), "there is no validation"

@@ -19,7 +19,7 @@ from nemo_geomask.rehearsal.control import Comparison, compare, control_override
 from nemo_geomask.rehearsal.events import STAGES, read_events
 from nemo_geomask.rehearsal.models import write_prompts
 from nemo_geomask.rehearsal.plan import Plan, plan
-from nemo_geomask.rehearsal.report import RunResult, outcome_of
+from nemo_geomask.rehearsal.report import Breakdown, RunResult, outcome_of
 from nemo_geomask.rehearsal.supervise import supervised
 from nemo_geomask.rehearsal.surroundings import has_automodel, surroundings
 
@@ -154,7 +154,11 @@ def rehearse(
     if resume and outcome.failure is None:
         saved = folder / "checkpoints" / f"step_{steps - 1}"
         of_resumed = folder / "resumed"
-        again = _run(facts, _planned(facts, of_resumed, how), tuple(overrides), of_resumed, how, saved)
+        if saved.is_dir():
+            again = _run(facts, _planned(facts, of_resumed, how), tuple(overrides), of_resumed, how, saved)
+        else:
+            missing = f"{saved} is not there: checkpointing: saved or kept no checkpoint of step {steps - 1}"
+            again = RunResult((), Breakdown("checkpoint", missing, missing), {})
     seconds = time.monotonic() - began
     return Rehearsal(
         *(Path(recipe), checkout, report.findings, gpus, planned, outcome, folder, seconds, other, ours_only, again)

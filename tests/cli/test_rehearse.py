@@ -50,7 +50,13 @@ def norms():
 
 
 @pytest.fixture
-def runs(checkout, norms, monkeypatch):
+def kept():
+    """Steps whose checkpoints are."""
+    return {1, 2}
+
+
+@pytest.fixture
+def runs(checkout, norms, kept, monkeypatch):
     """Stands in for the processes: what they are started with, and a run as a driver would have written it down."""
     seen = []
 
@@ -60,7 +66,8 @@ def runs(checkout, norms, monkeypatch):
         checkpoints = log.parent / "checkpoints"
         first = 2 if (checkpoints / "step_1").is_dir() else 1
         for step in range(first, 3):
-            (checkpoints / f"step_{step}").mkdir(parents=True, exist_ok=True)
+            if step in kept:
+                (checkpoints / f"step_{step}").mkdir(parents=True, exist_ok=True)
             events("begin", stage="step", label="policy_training")
             events("end", stage="step", label="policy_training")
             values = {"loss": 0.25 * step, "grad_norm": norms.get(step, 1.0), "reward": 0.5}
@@ -224,6 +231,16 @@ def test_the_last_step_is_resumed_from_the_one_before_with_its_samples(runs, tmp
         (2, "grad_norm", True),
     }
     assert "resumed from the checkpoint before it" in capsys.readouterr().out
+
+
+def test_a_checkpoint_that_was_not_kept_leaves_the_report(runs, kept, capsys):
+    kept.remove(1)
+    assert main(["rehearse", "recipe.yaml", "++checkpointing.enabled=true", "--steps", "2", "--resume"]) == 1
+    assert len(runs) == 1
+    out = capsys.readouterr().out
+    assert "the loss that trained" in out
+    assert "resuming from the checkpoint failed in checkpoint" in out
+    assert "checkpoints/step_1 is not there" in out
 
 
 def test_nothing_to_resume_from_is_a_mistake(runs, capsys):

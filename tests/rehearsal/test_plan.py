@@ -144,6 +144,17 @@ def test_nothing_leaves_the_folder(planned, tmp_path):
     assert shrunk.get("checkpointing.save_period") == shrunk.get("grpo.max_num_steps") == 2
 
 
+def test_what_is_resumed_from_is_kept(planned):
+    one = ("++checkpointing.keep_top_k=1", "++checkpointing.ft_keep_latest_k=1")
+    made, shrunk = planned(*one, steps=3, resume=True)
+    assert shrunk.get("checkpointing.save_period") == 2
+    for key in ("checkpointing.keep_top_k", "checkpointing.ft_keep_latest_k"):
+        assert shrunk.get(key) is None
+        assert any(line.startswith(f"{key}: 1, here null") for line in made.unrehearsed)
+    assert planned(*one)[1].get("checkpointing.keep_top_k") == 1
+    assert all("keep" not in change.key for change in planned(resume=True)[0].changes)
+
+
 def test_a_folder_with_a_quote_in_its_name(tmp_path):
     change = Change("logger.log_dir", str(tmp_path / "it's {new}, a=b"))
     path = tmp_path / "recipe.yaml"
