@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -95,13 +95,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="P,P,...",
         help="logprobs, linear: the path of this name, commas in it included, or those whose names contain it",
     )
-    parser.add_argument("--kernel", choices=KERNELS, default="auto", help="of ours")
+    parser.add_argument("--kernel", choices=KERNELS, help="of ours (default: auto)")
     parser.add_argument("--hidden", type=_list(_positive), metavar="H,H,...", help="linear: size of the hidden states")
     parser.add_argument("--batch", type=_list(_positive), metavar="B,T", help="loss: padded sequences and their length")
     parser.add_argument("--compile", action="store_true", help="loss: compiled too, a minute's work on a CPU")
     parser.add_argument("--repeats", type=_positive, metavar="N", help="measured rounds")
     parser.add_argument("--threads", type=_positive, metavar="N", help="CPU threads")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, metavar="N", help="of the inputs (default: 0)")
     parser.add_argument("--out", type=Path, metavar="DIR", help="write <benchmark>-<machine>-<date>.json there")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="logprobs: plot the sweep")
     parser.set_defaults(run=run)
@@ -114,8 +114,8 @@ def run(arguments: argparse.Namespace) -> int:
         0; whether bars were passed is in the report, since figures of one machine are no error of another's.
 
     Raises:
-        ConfigError: no GPU where one is asked for, no path of a given name, or an option that the benchmark does not
-            read.
+        ConfigError: no GPU where one is asked for, no path of a given name, a vocabulary that is not N equal shards, or
+            an option, or more values of one, than the benchmark reads.
     """
     if arguments.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("--device cuda: torch sees no GPU here; use --device cpu")
@@ -128,7 +128,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.threads is not None:
         torch.set_num_threads(arguments.threads)
     device = torch.device(name)
-    defaults = _DEFAULTS[name]
+    defaults = _DEFAULTS[name] | {"kernel": "auto", "seed": 0, "dtypes": [torch.bfloat16]}
+    vocab, statistics_repeats = arguments.vocab or defaults["vocab"][:1], arguments.repeats or _STATISTICS_REPEATS
     for key, value in defaults.items():
         if getattr(arguments, key) is None:
             setattr(arguments, key, value)
@@ -142,9 +143,9 @@ def run(arguments: argparse.Namespace) -> int:
     )
     runs: dict[str, Callable[[], dict[str, Any]]] = {
         "logprobs": lambda: _logprobs(arguments, setting, [path for path in PATHS if path.name in wanted]),
-        "linear": lambda: _linear(arguments, setting, wanted if arguments.benchmark else tuple(linear.PATHS)),
+        "linear": lambda: _linear(arguments, setting, wanted if arguments.benchmark else tuple(linear.PATHS), vocab),
         "loss": lambda: _loss(arguments, setting),
-        "segments": lambda: _segments(arguments, device),
+        "segments": lambda: _segments(device, statistics_repeats),
     }
     for benchmark in [arguments.benchmark] if arguments.benchmark else _BENCHMARKS:
         found = runs[benchmark]()
@@ -161,6 +162,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 # Options that not all benchmarks read.
 _READ_BY: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("device", "repeats", "threads"), _BENCHMARKS),
+    **dict.fromkeys(("tokens", "vocab", "kernel", "seed"), ("logprobs", "linear", "loss")),
+    "temperatures": ("logprobs", "loss"),
     **dict.fromkeys(("tp", "entropy", "dtypes"), ("logprobs", "linear")),
     "fractions": ("logprobs", "linear", _SCALE),
     **dict.fromkeys(("recipe", "gpus", "mfu", "measured", "peak"), (_SCALE,)),
@@ -169,14 +173,26 @@ _READ_BY: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("batch", "compile"), ("loss",)),
     "hidden": ("linear",),
 }
+# Options of which a benchmark reads one value.
+_ONE: dict[str | None, tuple[str, ...]] = {"loss": ("tokens", "vocab", "temperatures"), _SCALE: ("fractions",)}
 
 
 def _refuse_unread(arguments: argparse.Namespace) -> None:
     for option, benchmarks in _READ_BY.items():
         asked = set(_BENCHMARKS) if arguments.benchmark is None else {arguments.benchmark}
-        if asked.isdisjoint(benchmarks) and getattr(arguments, option) not in (None, False):
+        given = getattr(arguments, option)
+        if asked.isdisjoint(benchmarks) and given is not None and given is not False:
             known, told = " and ".join(benchmarks), " ".join(["bench", *filter(None, [arguments.benchmark])])
             raise ConfigError(f"--{option} is for bench {known}; {told} does not read it")
+    for option in _ONE.get(arguments.benchmark, ()):
+        if len(values := getattr(arguments, option) or ()) > 1:
+            raise ConfigError(f"--{option}: bench {arguments.benchmark} takes one value, not {len(values)}")
+
+
+def _refuse_parts(cases: Iterable[Case | linear.LinearCase]) -> None:
+    for case in cases:
+        if case.vocab % case.tp:
+            raise ConfigError(f"--vocab {case.vocab} is not --tp {case.tp} equal shards; take a multiple of {case.tp}")
 
 
 def _scale(arguments: argparse.Namespace) -> int:
@@ -217,15 +233,21 @@ def _measured(folder: Path) -> list[dict[str, Any]]:
     return found
 
 
-def _linear(arguments: argparse.Namespace, setting: Setting, paths: Sequence[str]) -> dict[str, Any]:
-    base = (arguments.tokens[0], arguments.hidden[0], arguments.vocab[0])
-    cases = [linear.LinearCase(*base, dtype=dtype) for dtype in arguments.dtypes or [torch.bfloat16]]
-    first = cases[0]
-    cases += [first._replace(fraction=fraction) for fraction in arguments.fractions[1:]]
-    cases += [first._replace(entropy=entropy) for entropy in arguments.entropy[1:]]
-    cases += [first._replace(tp=tp) for tp in arguments.tp[1:]]
-    cases += [first._replace(hidden=hidden) for hidden in arguments.hidden[1:]]
-    cases += [first._replace(tokens=tokens) for tokens in arguments.tokens[1:]]
+def _linear(
+    arguments: argparse.Namespace, setting: Setting, paths: Sequence[str], vocab: Sequence[int]
+) -> dict[str, Any]:
+    fields: dict[str, Sequence[Any]] = {
+        "dtype": arguments.dtypes,
+        "fraction": arguments.fractions,
+        "entropy": arguments.entropy,
+        "tp": arguments.tp,
+        "hidden": arguments.hidden,
+        "tokens": arguments.tokens,
+        "vocab": vocab,
+    }
+    first = linear.LinearCase(**{name: values[0] for name, values in fields.items()})
+    cases = [first, *(first._replace(**{name: value}) for name, values in fields.items() for value in values[1:])]
+    _refuse_parts(cases)
     results = linear.benchmark(
         list(dict.fromkeys(cases)),
         setting,
@@ -247,9 +269,10 @@ def _logprobs(arguments: argparse.Namespace, setting: Setting, paths: Sequence[W
         fractions=arguments.fractions,
         entropy=arguments.entropy,
         temperatures=arguments.temperatures,
-        dtypes=arguments.dtypes or [torch.bfloat16],
+        dtypes=arguments.dtypes,
         grid=arguments.grid,
     )
+    _refuse_parts(cases)
     results = logprobs.benchmark(
         cases,
         setting,
@@ -294,8 +317,7 @@ def _loss(arguments: argparse.Namespace, setting: Setting) -> dict[str, Any]:
     return found
 
 
-def _segments(arguments: argparse.Namespace, device: torch.device) -> dict[str, Any]:
-    repeats = max(arguments.repeats, _STATISTICS_REPEATS)
+def _segments(device: torch.device, repeats: int) -> dict[str, Any]:
     found = segments.benchmark(device, repeats=repeats, **_STATISTICS)
     print(report.segments(found), flush=True)
     return found

@@ -414,6 +414,12 @@ def test_bad_arguments_are_named(words, message, capsys):
         (["loss", "--plot", "f.png"], "--plot is for bench logprobs; bench loss does not read it"),
         (["segments", "--grid"], "--grid is for bench logprobs; bench segments does not"),
         (["logprobs", "--batch", "2,32"], "--batch is for bench loss; bench logprobs does not"),
+        (["linear", "--temperatures", "0.7"], "--temperatures is for bench logprobs and loss; bench linear does not"),
+        (["segments", "--tokens", "5"], "--tokens is for bench logprobs and linear and loss; bench segments does not"),
+        (["segments", "--seed", "0"], "--seed is for bench logprobs and linear and loss; bench segments does not"),
+        (["scale", "r.yaml", "--vocab", "5"], "--vocab is for bench logprobs and linear and loss; bench scale does"),
+        (["scale", "r.yaml", "--fractions", "1,0.5"], "--fractions: bench scale takes one value, not 2"),
+        (["loss", "--tokens", "5,6"], "--tokens: bench loss takes one value, not 2"),
     ],
 )
 def test_options_of_another_benchmark_are_refused(words, message, tmp_path, monkeypatch, capsys):
@@ -422,6 +428,12 @@ def test_options_of_another_benchmark_are_refused(words, message, tmp_path, monk
     printed = capsys.readouterr()
     assert message in printed.err
     assert not printed.out
+
+
+@pytest.mark.parametrize(("benchmark", "vocab"), [("logprobs", "7"), ("linear", "16,9")])
+def test_a_vocabulary_that_is_not_whole_shards_is_named(benchmark, vocab, capsys):
+    assert main(["bench", benchmark, "--device", "cpu", "--tokens", "4", "--vocab", vocab, "--tp", "8"]) == 2
+    assert f"--vocab {vocab[-1]} is not --tp 8 equal shards; take a multiple of 8" in capsys.readouterr().err
 
 
 @pytest.mark.slow

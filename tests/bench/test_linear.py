@@ -32,6 +32,35 @@ def test_paths_agree_with_float64():
     assert sum("times as fast as with logits" in name for name in names) == 1
 
 
+@pytest.mark.parametrize(
+    ("words", "cases"),
+    [
+        ("", ["T=8, H=4, V=151936, bfloat16"]),
+        (
+            "--vocab 50,60 --tp 2 --entropy on --fractions 0.5,1",
+            [
+                "T=8, H=4, V=50/2, bfloat16, 0.5 of the tokens train, with entropy",
+                "T=8, H=4, V=50/2, bfloat16, with entropy",
+                "T=8, H=4, V=60/2, bfloat16, 0.5 of the tokens train, with entropy",
+            ],
+        ),
+    ],
+)
+def test_what_is_asked_is_measured(words, cases, monkeypatch):
+    from nemo_geomask.cli import main
+
+    seen = []
+
+    def benchmark(cases, setting, **how):
+        seen.extend(map(str, cases))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(linear, "benchmark", benchmark)
+    options = ["--device", "cpu", "--tokens", "8", "--hidden", "4", *words.split()]
+    assert main(["bench", "linear", *options]) == 130
+    assert seen == cases
+
+
 @pytest.mark.slow
 def test_options_of_the_command(capsys, tmp_path):
     arguments = [

@@ -199,5 +199,5 @@ def test_options_of_the_others_are_refused(path, capsys):
         ["linear", "--gpus", "8"],
         ["--mfu", "1"],
     ):
-        assert main(["bench", *arguments, "--device", "cpu"]) == 2
+        assert main(["bench", *arguments]) == 2
     assert "bench scale needs a recipe" in capsys.readouterr().err
