@@ -26,7 +26,8 @@ layout
 
 exit status
   0  every step was trained
-  1  a stage failed, validation included; a loss or gradient norm is NaN; the time was over; --control or --resume found another loss or metric
+  1  a stage failed, validation included; a loss or gradient norm is NaN; the time was over; --control or --resume found
+     another loss or metric
   2  a mistake in the arguments, a recipe that can't be read, no NeMo-RL
   130  Ctrl-C
 
@@ -82,7 +83,7 @@ def add(subparsers: Any) -> None:
         "--out",
         type=Path,
         metavar="DIR",
-        help="a new or empty folder, or an earlier rehearsal's, which is replaced (default: results/rehearsal/<recipe>)",
+        help="a new or an empty folder, or a rehearsal's, which is replaced (default: results/rehearsal/<recipe>)",
     )
     parser.set_defaults(run=run)
 
