@@ -224,13 +224,8 @@ def _run(
     if saved is not None:
         shutil.copytree(saved, folder / "checkpoints" / saved.name)
         done = how.steps - 1
-    arguments = [
-        str(how.checkout / planned.script),
-        "--config",
-        str(facts.recipe.path.resolve()),
-        *overrides,
-        *planned.overrides,
-    ]
+    script = str(how.checkout / planned.script)
+    arguments = [script, "--config", str(facts.recipe.path.resolve()), *overrides, *planned.overrides]
     command = [sys.executable, "-m", "nemo_geomask.cli", "run", str(Path(driver.__file__)), *arguments]
     (folder / _COMMAND).write_text("\n".join(command), encoding="utf-8")
     events = folder / "events.jsonl"
