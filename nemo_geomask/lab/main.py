@@ -52,7 +52,7 @@ def main(
         out: folder of the outputs; None makes one under ``results/lab``. Runs that are there are not trained again.
 
     Returns:
-        0, or 130 when interrupted.
+        0, 1 if a run failed, or 130 when interrupted.
 
     Raises:
         GeomaskError: a mistake in the recipe, a flag or the installation.
@@ -70,7 +70,7 @@ def main(
     report([folder], folder, console, first=runs[0].label)
     print_diagnosis([Course.read(run.file) for run in runs if run.file.exists()], folder, console)
     console.print(f"Steps, rollouts and summary: {folder}", highlight=False, markup=False)
-    return 0 if complete else 130
+    return 130 if not complete else 0 if all(run.finished for run in runs) else 1
 
 
 def report_main(places: Sequence[str], *, baseline: str | None, target: float | None, out: Path | None) -> int:

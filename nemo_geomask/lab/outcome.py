@@ -108,6 +108,7 @@ def outcomes(curves: Sequence[Course], *, target: float = TARGET) -> list[Varian
             "variant": label,
             "seeds": sorted(rewards),
             "unfinished": sorted(run.seed for run in runs if not run.finished),
+            "errors": {run.seed: run.facts["error"] for run in runs if "error" in run.facts},
             "corrected": bool(runs[0].facts["corrected"]),
             "reward_first": _mean([series[0] for series in rewards.values()]),
             "reward_last": _mean([final(series) for series in rewards.values()]),

@@ -134,7 +134,8 @@ def _trouble(outcome: VariantSummary) -> str:
         parts.append(f"sequences with non-finite log-probs were dropped in {dropped} of {steps} steps")
     trouble = f"{' and '.join(parts)}; means are over finite values alone" if parts else ""
     left = f"not finished on seeds {', '.join(map(str, row['unfinished']))}" if row["unfinished"] else ""
-    return f"{outcome.label}: {'; '.join(filter(None, (trouble, left)))}." if trouble or left else ""
+    left += "".join(f"; on seed {seed}, {error}" for seed, error in sorted(row["errors"].items()))
+    return f"{outcome.label}: {'; '.join(filter(None, (trouble, left))).rstrip('.')}." if trouble or left else ""
 
 
 def _dropped(curve: Course) -> int:

@@ -6,6 +6,7 @@ import functools
 import multiprocessing
 import os
 import threading
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
@@ -27,7 +28,7 @@ from nemo_geomask.lab.rollout import Rollout
 from nemo_geomask.lab.runs import Course, Run, write_steps
 from nemo_geomask.lab.samplers import Sampler, build_sampler
 from nemo_geomask.lab.task import task_of
-from nemo_geomask.lab.trainer import Trainer, check_reference
+from nemo_geomask.lab.trainer import Trainer, check_reference, check_validation
 from nemo_geomask.losses import PolicyLoss
 from nemo_geomask.processes import RankError, end_with_parent
 
@@ -35,6 +36,7 @@ __all__ = ["train"]
 
 Tell = Callable[[str, int, float], None]
 _POLL = 0.2
+_ERROR = "error.txt"
 
 
 def train(runs: Sequence[Run], progress: Progress, *, jobs: int = 1) -> bool:
@@ -50,16 +52,20 @@ def train(runs: Sequence[Run], progress: Progress, *, jobs: int = 1) -> bool:
         jobs: processes, each of which trains one run at a time in ``lab.num_threads`` threads; 1: this process, which
             is then the first of the ranks that ``lab.tp``, ``cp`` and ``dp`` ask for.
 
+    A run whose step raises is noted, its error kept among its facts, and the others train.
+
     Returns:
         False when it was interrupted (Ctrl-C).
 
     Raises:
-        ConfigError: a variant's loss can't be built, or the folder holds something else.
+        ConfigError: a variant's loss can't be built, there are too few prompts to validate on, or the folder holds
+            something else.
         MissingDependencyError: transformers, or the vLLM that the recipe asks for, is not installed.
         RankError: another process died.
     """
     for run in runs:
         _loss(run)
+        check_validation(run.recipe)
     for module in ("transformers", "pyarrow"):
         require(module)
     _prepare(runs[0].out)
@@ -80,20 +86,49 @@ def train(runs: Sequence[Run], progress: Progress, *, jobs: int = 1) -> bool:
 
 def _train_in_turn(runs: Sequence[Run], progress: Progress) -> None:
     lab = runs[0].recipe.lab
-    if lab.processes > 1:
-        progress.note(f"Starting {lab.processes} processes: tp {lab.tp}, cp {lab.cp}, dp {lab.dp}.")
-    with company(functools.partial(_follow, runs), tp=lab.tp, cp=lab.cp, dp=lab.dp) as ranks:
-        sampler, made_for = None, None
-        for run in runs:
-            recipe = run.recipe
-            # An engine of vLLM takes longer to start than several training steps take.
-            needs = (recipe.policy.generation, recipe.policy.model, recipe.env, recipe.grpo.async_grpo)
-            if sampler is None or needs != made_for:
-                if recipe.policy.generation.backend == "vllm":
-                    progress.note("Starting vLLM.")
-                sampler, made_for = build_sampler(recipe), needs
-            for step, reward in _steps(run, ranks, sampler):
-                progress.advance(run, step, reward)
+    sampler, made_for = None, None
+    left, failed = list(runs), None
+    while left:
+        if lab.processes > 1:
+            progress.note(f"Starting {lab.processes} processes: tp {lab.tp}, cp {lab.cp}, dp {lab.dp}.")
+        try:
+            with company(functools.partial(_follow, tuple(left)), tp=lab.tp, cp=lab.cp, dp=lab.dp) as ranks:
+                while left:
+                    run, failed = left.pop(0), None
+                    recipe = run.recipe
+                    # An engine of vLLM takes longer to start than several training steps take.
+                    needs = (recipe.policy.generation, recipe.policy.model, recipe.env, recipe.grpo.async_grpo)
+                    if sampler is None or needs != made_for:
+                        if recipe.policy.generation.backend == "vllm":
+                            progress.note("Starting vLLM.")
+                        sampler, made_for = build_sampler(recipe), needs
+                    try:
+                        for step, reward in _steps(run, ranks, sampler):
+                            progress.advance(run, step, reward)
+                    except _StepError:
+                        failed = run
+                        raise
+        except Exception as error:  # where there are several ranks, of the one that failed first
+            if failed is None or isinstance(error, RankError):
+                raise
+            _set_down(failed, _described(error), progress)
+
+
+class _StepError(Exception):
+    """A step raised; its cause is what."""
+
+
+def _described(error: Exception) -> str:
+    cause = error.__cause__ or error
+    return f"{type(cause).__name__}: {cause}"
+
+
+def _set_down(run: Run, error: str, progress: Progress) -> None:
+    """Keep with a run why it ended."""
+    course = Course.read(run.file)
+    error = f"step {course.steps + 1}: {error}"
+    write_steps(run, course.history, {**course.facts, "error": error})
+    progress.note(f"{run.label}, seed {run.recipe.grpo.seed}, failed in {error} (traceback: {run.folder / _ERROR})")
 
 
 def _follow(runs: Sequence[Run], ranks: Ranks) -> None:
@@ -112,7 +147,12 @@ def _steps(run: Run, ranks: Ranks, sampler: Sampler | None = None) -> Iterator[t
     facts = _facts(run, trainer)
     with closing(trainer):
         for step in range(done + 1, run.recipe.grpo.max_num_steps + 1):
-            metrics, rollout = trainer.step()
+            try:
+                metrics, rollout = trainer.step()
+            except Exception as error:
+                write_steps(run, history, facts)
+                (run.folder / _ERROR).write_text(traceback.format_exc(), encoding="utf-8")
+                raise _StepError from error
             history.append(metrics)
             last = step == run.recipe.grpo.max_num_steps
             if last or step % run.recipe.lab.rollouts_every == 0:
@@ -124,7 +164,8 @@ def _steps(run: Run, ranks: Ranks, sampler: Sampler | None = None) -> Iterator[t
                 torch.save({"step": step, **trainer.state()}, part)
                 os.replace(part, run.state)
             yield step, metrics["reward"]
-    run.state.unlink(missing_ok=True)
+    for left in (run.state, run.folder / _ERROR):
+        left.unlink(missing_ok=True)
 
 
 def _resumed(run: Run, ranks: Ranks, sampler: Sampler | None) -> tuple[Trainer, int]:
@@ -155,12 +196,14 @@ def _train_beside_each_other(runs: Sequence[Run], progress: Progress, jobs: int)
             progress.advance(by_name[name], step, reward)
 
     try:
-        left: set[Future[None]] = {pool.submit(_train_alone, run) for run in runs}
+        running: dict[Future[str | None], Run] = {pool.submit(_train_alone, run): run for run in runs}
+        left = set(running)
         while left:
             done, left = wait(left, timeout=_POLL, return_when=FIRST_COMPLETED)
             show()
             for future in done:
-                future.result()
+                if (error := future.result()) is not None:
+                    _set_down(running[future], error, progress)
         show()
     except BrokenProcessPool:
         raise RankError(
@@ -188,11 +231,16 @@ def _begin(stop: Any, steps: Any) -> None:
     threading.Thread(target=end_with_parent, daemon=True).start()
 
 
-def _train_alone(run: Run) -> None:
-    for step, reward in _steps(run, Ranks()):
-        _queue.put((run.name, step, reward))
-        if _stop.is_set():
-            return
+def _train_alone(run: Run) -> str | None:
+    """Train a run; gives its error, if a step raises."""
+    try:
+        for step, reward in _steps(run, Ranks()):
+            _queue.put((run.name, step, reward))
+            if _stop.is_set():
+                break
+    except _StepError as error:
+        return _described(error)
+    return None
 
 
 def _prepare(out: Path) -> None:

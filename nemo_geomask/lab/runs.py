@@ -88,7 +88,8 @@ class Course:
     Attributes:
         facts: ``label``, ``variant``, ``seed``, ``finished``, ``settings``, ``loss_fn`` in force, ``corrected`` (the
             weight was applied; if not, ``geomask/weight…`` is what it would have been), ``chance``, ``sampler``,
-            ``precision``, ``ranks`` (``lab.tp``, ``cp`` and ``dp`` where there are several), ``versions``.
+            ``precision``, ``ranks`` (``lab.tp``, ``cp`` and ``dp`` where there are several), ``versions``, and ``error``
+            if a step raised.
         columns: by metric, a value a step; NaN where it is missing.
     """
 

@@ -34,6 +34,20 @@ __all__ = ["Trainer", "accumulate_gradients", "check_reference", "merge_metrics"
 _VALIDATION_SEED = 20260
 
 
+def check_validation(recipe: LabRecipe) -> None:
+    """Draw the prompts of a recipe's validations, if it has any, as they will be drawn.
+
+    Raises:
+        ConfigError: the task has too few.
+    """
+    if recipe.grpo.val_period:
+        _validation_prompts(task_of(recipe.env), recipe, torch.Generator().manual_seed(_VALIDATION_SEED))
+
+
+def _validation_prompts(task: Task, recipe: LabRecipe, generator: torch.Generator) -> Prompts:
+    return draw_prompts(task, recipe.grpo.max_val_samples, generator, held_out=True)
+
+
 def check_reference(loss: PolicyLoss, recipe: LabRecipe) -> bool:
     """Whether a KL to the reference is asked for.
 
@@ -160,7 +174,7 @@ class Trainer:
         if not due or not self.engine.ranks.first:
             return {}
         generator = torch.Generator().manual_seed(_VALIDATION_SEED)
-        prompts = draw_prompts(self.task, grpo.max_val_samples, generator, held_out=True)
+        prompts = _validation_prompts(self.task, self.recipe, generator)
         rewards = score(self.task, prompts, self.sampler.sample((self.policy,), prompts, generator))
         return {"validation/reward": float(rewards.mean())}
 

@@ -161,6 +161,34 @@ def test_two_processes_write_what_one_writes(recipe, tmp_path, capsys):
     assert "Starting 2 processes: tp 1, cp 2, dp 1." in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("how", [["--jobs", "1"], ["--jobs", "2"], ["--cp", "2"]], ids=" ".join)
+def test_a_run_that_raises_leaves_the_others(how, recipe, tmp_path, capsys):
+    out = tmp_path / "out"
+    veto = "++loss_fn.batch_veto={max: 1.0e-12, max_in_a_row: 1},null"
+    command = ["lab", str(recipe), "--compare", "gspo:none", "--vary", veto, "--steps", "3", "--seeds", "1,2", *how]
+    for _ in range(2):
+        assert main([*command, "--out", str(out)]) == 1
+        found = {(curve.facts["loss_fn"]["batch_veto"] is None, curve.seed): curve for curve in read_curves([out])}
+        assert {key: curve.finished for key, curve in found.items()} == {
+            (False, 1): False, (False, 2): False, (True, 1): True, (True, 2): True
+        }  # fmt: skip
+        vetoed = found[False, 1]
+        assert (vetoed.steps, vetoed.facts["error"][:31]) == (1, "step 2: BatchVetoError: loss_fn")
+        printed = " ".join(capsys.readouterr().out.split())
+        assert f"{vetoed.label}, seed 1, failed in step 2: BatchVetoError: loss_fn.batch_veto: 2 batches" in printed
+        assert "not finished on seeds 1, 2; on seed 1, step 2: BatchVetoError" in printed
+    assert "2 of 4 runs are finished already." in printed
+    (row, _) = json.loads((out / "summary.json").read_text())["variants"]
+    assert list(row["errors"]) == ["1", "2"]
+
+
+def test_too_few_prompts_to_validate_on_are_said_before_the_first_step(recipe, tmp_path, capsys):
+    few = ["env.name=lookups", "env.modulus=5", "env.min_terms=14", "env.max_terms=15", "grpo.val_period=2"]
+    assert main(["lab", str(recipe), *few, "--steps", "3", "--jobs", "1", "--out", str(tmp_path / "out")]) == 2
+    assert "0 belong to the validation split" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
 def test_an_interrupt_keeps_what_was_trained(recipe, tmp_path, monkeypatch, capsys):
     from nemo_geomask.lab import trainer
 
