@@ -7,6 +7,7 @@ import pytest
 import torch
 import yaml
 
+import nemo_geomask.testing
 from nemo_geomask import build_loss
 from nemo_geomask import functional as F
 from nemo_geomask.cli import main
@@ -26,7 +27,7 @@ def block(module):
 @pytest.fixture
 def documented(tmp_path, monkeypatch):
     """Puts the modules of docs/plugins.md where they can be imported."""
-    for module in ("my_corrections", "my_tasks"):
+    for module in ("my_corrections", "my_tasks", "my_masks"):
         (tmp_path / f"{module}.py").write_text(block(module), encoding="utf-8")
     monkeypatch.syspath_prepend(str(tmp_path))
 
@@ -142,6 +143,42 @@ def test_command_says_what_is_broken(capsys):
     assert "ok      packed is padded" in text
     assert main(["test-variant", "gsop"]) == 2
     assert "did you mean 'gspo'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["ratio_anchor:gen"], "'ratio_anchor:gen' is no setting; write key=value"),
+        (["--ratio-anchor=gen"], "unrecognized arguments"),
+        (["=3"], "'=3' is no setting; write key=value"),
+        (["masks=[{preset"], "override 'masks=[{preset': it is no key.path=value in Hydra's grammar"),
+        (["a=1", "a.x=2"], "'a=1' and 'a.x=2' set the same; leave one of them out"),
+        (["a.x=2", "a=1"], "'a=1' and 'a.x=2' set the same; leave one of them out"),
+        (["a=1", "a=2"], "'a=1' and 'a=2' set the same; leave one of them out"),
+        (["ratio_anchr=gen"], "did you mean 'ratio_anchor'"),
+    ],
+)
+def test_command_reads_every_word(words, message, capsys):
+    pytest.importorskip("hydra", reason="overrides are Hydra's")
+    try:
+        assert main(["test-variant", "gspo", *words]) == 2
+    except SystemExit as caught:  # argparse's own
+        assert caught.code == 2
+    printed = capsys.readouterr()
+    assert message in printed.err
+    assert "ok " not in printed.out
+
+
+def test_command_says_how_a_presets_fields_are_given(documented, capsys, monkeypatch):
+    pytest.importorskip("hydra", reason="overrides are Hydra's")
+    assert main(["test-variant", "my_masks:Within"]) == 2
+    fix = "nemo-geomask test-variant my_masks:Within 'masks=[{preset: my_masks:Within, factor: …}]'"
+    assert fix in capsys.readouterr().err
+    monkeypatch.setattr(nemo_geomask.testing, "broken_promises", lambda settings: asked.append(settings) or [])
+    asked = []
+    assert main(["test-variant", "my_masks:Within", "masks=[{preset: my_masks:Within, factor: 1.02}]"]) == 0
+    assert asked == [{"masks": [{"preset": "my_masks:Within", "factor": 1.02}]}]
+    build_loss(asked[0])
 
 
 def crowded(log_p, log_q):
