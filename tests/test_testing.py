@@ -149,7 +149,6 @@ def test_command_says_what_is_broken(capsys):
     ("words", "message"),
     [
         (["ratio_anchor:gen"], "'ratio_anchor:gen' is no setting; write key=value"),
-        (["--ratio-anchor=gen"], "unrecognized arguments"),
         (["=3"], "'=3' is no setting; write key=value"),
         (["masks=[{preset"], "override 'masks=[{preset': it is no key.path=value in Hydra's grammar"),
         (["a=1", "a.x=2"], "'a=1' and 'a.x=2' set the same; leave one of them out"),
@@ -160,10 +159,7 @@ def test_command_says_what_is_broken(capsys):
 )
 def test_command_reads_every_word(words, message, capsys):
     pytest.importorskip("hydra", reason="overrides are Hydra's")
-    try:
-        assert main(["test-variant", "gspo", *words]) == 2
-    except SystemExit as caught:  # argparse's own
-        assert caught.code == 2
+    assert main(["test-variant", "gspo", *words]) == 2
     printed = capsys.readouterr()
     assert message in printed.err
     assert "ok " not in printed.out

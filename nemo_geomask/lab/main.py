@@ -79,7 +79,10 @@ def report_main(places: Sequence[str], *, baseline: str | None, target: float | 
         raise ConfigError("lab report: which runs? nemo-geomask lab report DIR [DIR …]")
     folders = [Path(place) for place in places]
     if out is not None:
-        out.mkdir(parents=True, exist_ok=True)
+        try:
+            out.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"--out: {out} can't be made a folder: {error.strerror or error}") from None
     target = TARGET if target is None else target
     report(folders, out or folders[0], _console(), baseline=baseline, target=target)
     return 0

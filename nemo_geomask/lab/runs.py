@@ -88,8 +88,8 @@ class Course:
     Attributes:
         facts: ``label``, ``variant``, ``seed``, ``finished``, ``settings``, ``loss_fn`` in force, ``corrected`` (the
             weight was applied; if not, ``geomask/weight…`` is what it would have been), ``chance``, ``sampler``,
-            ``precision``, ``ranks`` (``lab.tp``, ``cp`` and ``dp`` where there are several), ``versions``, and ``error``
-            if a step raised.
+            ``precision``, ``ranks`` (``lab.tp``, ``cp`` and ``dp`` where there are several), ``versions``, ``error`` (of a
+            step that raised).
         columns: by metric, a value a step; NaN where it is missing.
     """
 
@@ -187,25 +187,28 @@ def write_steps(run: Run, history: Sequence[Mapping[str, float]], facts: Mapping
 def read_curves(places: Iterable[Path]) -> list[Course]:
     """All runs in and below some folders, by label and seed.
 
-    Of variants of one label, the first folder's keeps it, and the others' has the settings too in which they differ.
+    Of variants of one label, the first folder's keeps it, and the others' has the settings too in which they differ;
+    in one folder it is the first seed's.
 
     Raises:
-        ConfigError: there is none, or a file is none.
+        ConfigError: a folder has none, or a file is none.
     """
-    places = list(places)
-    files = [path for place in places for path in sorted(place.rglob(f"{_STEPS}/*.parquet"))]
-    files += [path for place in places if place.name == _STEPS for path in sorted(place.glob("*.parquet"))]
-    if not files:
-        raise ConfigError(
-            f"no run of the lab in {', '.join(map(str, places))}; nemo-geomask lab RECIPE.yaml --out DIR trains some"
-        )
+    files: dict[Path, int] = {}
+    for number, place in enumerate(places):
+        own = [*place.rglob(f"{_STEPS}/*.parquet"), *(place.glob("*.parquet") if place.name == _STEPS else ())]
+        if not own:
+            raise ConfigError(f"no run of the lab in {place}; nemo-geomask lab RECIPE.yaml --out DIR trains some")
+        files |= {path: number for path in sorted(own) if path not in files}
     found: dict[tuple[Any, ...], Course] = {}
-    for curve in map(Course.read, dict.fromkeys(files)):
+    places_of: dict[tuple[Any, ...], int] = {}
+    for path, number in files.items():
+        curve = Course.read(path)
         key = (curve.facts["variant"], str(curve.facts.get("ranks", {})), curve.seed)
+        places_of.setdefault(key, number)
         # Of copies of a run, the longest.
         if key not in found or found[key].steps < curve.steps:
             found[key] = curve
-    return _told_apart(sorted(found.values(), key=lambda curve: curve.seed))
+    return _told_apart([found[key] for key in sorted(found, key=lambda key: (places_of[key], found[key].seed))])
 
 
 def _told_apart(curves: Sequence[Course]) -> list[Course]:

@@ -41,11 +41,8 @@ def check_validation(recipe: LabRecipe) -> None:
         ConfigError: the task has too few.
     """
     if recipe.grpo.val_period:
-        _validation_prompts(task_of(recipe.env), recipe, torch.Generator().manual_seed(_VALIDATION_SEED))
-
-
-def _validation_prompts(task: Task, recipe: LabRecipe, generator: torch.Generator) -> Prompts:
-    return draw_prompts(task, recipe.grpo.max_val_samples, generator, held_out=True)
+        generator = torch.Generator().manual_seed(_VALIDATION_SEED)
+        draw_prompts(task_of(recipe.env), recipe.grpo.max_val_samples, generator, held_out=True)
 
 
 def check_reference(loss: PolicyLoss, recipe: LabRecipe) -> bool:
@@ -174,7 +171,7 @@ class Trainer:
         if not due or not self.engine.ranks.first:
             return {}
         generator = torch.Generator().manual_seed(_VALIDATION_SEED)
-        prompts = _validation_prompts(self.task, self.recipe, generator)
+        prompts = draw_prompts(self.task, grpo.max_val_samples, generator, held_out=True)
         rewards = score(self.task, prompts, self.sampler.sample((self.policy,), prompts, generator))
         return {"validation/reward": float(rewards.mean())}
 

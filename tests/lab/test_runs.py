@@ -20,7 +20,7 @@ import yaml
 
 from nemo_geomask import build_loss
 from nemo_geomask.errors import ConfigError
-from nemo_geomask.lab.main import plan
+from nemo_geomask.lab.main import plan, report_main
 from nemo_geomask.lab.runs import Course, Run, read_curves, write_steps
 from nemo_geomask.lab.trainer import Trainer
 from tests.helpers.tiny_recipe import TINY
@@ -62,6 +62,27 @@ def test_folders_add_up_and_equal_labels_are_told_apart(tiny, tmp_path):
     ]
     assert len(read_curves([tmp_path / "one", tmp_path / "two" / "steps"])) == 4
     assert [curve.label for curve in read_curves([tmp_path / "one"])] == ["gspo"] * 2
+
+
+def test_the_first_folders_variant_keeps_its_name(tiny, tmp_path):
+    for place, lr, seed in (("one", 2e-3, 2), ("two", 1e-3, 1)):
+        write_steps(Run("gspo", tiny(grpo={"seed": seed}, policy={"lr": lr}), tmp_path / place), [{"reward": 0.5}], FACTS)
+    for first, other, named in (("one", "two", "policy.lr=0.001"), ("two", "one", "policy.lr=0.002")):
+        curves = read_curves([tmp_path / first, tmp_path / other])
+        assert [curve.label for curve in curves] == ["gspo", f"gspo {named}"]
+
+
+def test_a_folder_without_runs_beside_one_with_is_said(tiny, tmp_path):
+    write_steps(Run("gspo", tiny(), tmp_path / "one"), [{"reward": 0.5}], FACTS)
+    with pytest.raises(ConfigError, match=r"no run of the lab in .*/tow;"):
+        read_curves([tmp_path / "one", tmp_path / "tow"])
+
+
+def test_a_report_into_a_file_is_a_mistake(tmp_path):
+    (tmp_path / "afile").touch()
+    for out in (tmp_path / "afile", tmp_path / "afile" / "below"):
+        with pytest.raises(ConfigError, match="--out: .*afile.* can't be made a folder"):
+            report_main([str(tmp_path)], baseline=None, target=None, out=out)
 
 
 def test_what_is_no_run_is_said(tmp_path):
