@@ -229,7 +229,13 @@ def _measured(folder: Path) -> list[dict[str, Any]]:
                 f"--measured {folder}: {len(paths)} files {name}-*.json, but one is needed; write it with "
                 f"nemo-geomask bench {name} --out {folder} on the GPU"
             )
-        found.append(json.loads(paths[0].read_text(encoding="utf-8")))
+        try:
+            result = json.loads(paths[0].read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"--measured: {paths[0]} can't be read: {error}") from None
+        if not isinstance(result, dict) or result.get("benchmark") != name:
+            raise ConfigError(f"--measured: {paths[0]} is not what nemo-geomask bench {name} --out {folder} writes")
+        found.append(result)
     return found
 
 

@@ -95,22 +95,42 @@ ASSUMPTIONS = (
 
 
 def costs_of(linear: Mapping[str, Any], logprobs: Mapping[str, Any], *, peak: float) -> Costs:
-    """Costs in what ``bench linear`` and ``bench logprobs`` wrote on a GPU: of their first cases.
+    """Costs in what ``bench linear`` and ``bench logprobs`` wrote on a GPU: of their first cases in which all tokens
+    train, at temperature 1 and without entropy.
 
     Args:
         linear: the one's JSON.
         logprobs: the other's.
         peak: see :class:`Costs`.
+
+    Raises:
+        ConfigError: they have no such case, or not all paths were measured in it.
     """
+
+    def first_of(result: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+        for case in result.get("cases", ()):
+            how = case["case"]
+            if "error" not in case and how["fraction"] == how.get("temperature", 1) == 1 and not how["entropy"]:
+                found: Mapping[str, Any] = case
+                return found
+        raise ConfigError(
+            f"--measured: {name}-*.json has no case in which all tokens train, without entropy; run nemo-geomask bench "
+            f"{name} with --fractions 1 and --entropy off on the GPU"
+        )
 
     def per(result: Mapping[str, Any], names: Mapping[str, str], unit: float) -> dict[str, tuple[float, float]]:
         rows = {row["path"]: row for row in result["paths"] if row["status"] == "measured"}
+        if missing := [path for path in names.values() if path not in rows]:
+            raise ConfigError(
+                f"--measured: '{missing[0]}' was not measured in {result['title']}; run nemo-geomask bench, without "
+                "--paths, on the GPU where NeMo-RL is importable"
+            )
         return {
             name: (rows[path]["forward_ms"]["median"] * 1e6 / unit, rows[path]["backward_ms"]["median"] * 1e6 / unit)
             for name, path in names.items()
         }
 
-    first, others = linear["cases"][0], logprobs["cases"][0]
+    first, others = first_of(linear, "linear"), first_of(logprobs, "logprobs")
     case, shape = first["case"], others["case"]
     machine = linear["machine"]
     return Costs(

@@ -180,6 +180,39 @@ def test_own_measurements(path, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{}", "linear-gpu.json is not what nemo-geomask bench linear --out"),
+        ("[]", "linear-gpu.json is not what nemo-geomask bench linear --out"),
+        ("{", "linear-gpu.json can't be read"),
+        ('{"benchmark": "linear"}', "linear-*.json has no case in which all tokens train"),
+    ],
+)
+def test_files_of_something_else_are_said(text, message, path, tmp_path, capsys):
+    (tmp_path / "logprobs-gpu.json").write_text(json.dumps(LOGPROBS))
+    (tmp_path / "linear-gpu.json").write_text(text)
+    assert main(["bench", "scale", str(path), "--measured", str(tmp_path)]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_costs_are_of_whole_rows_without_entropy():
+    others = [case for case in LINEAR["cases"] if case["case"]["entropy"] or case["case"]["fraction"] < 1]
+    broken = {"case": LINEAR["cases"][0]["case"], "error": "out of memory"}
+    first = scale.costs_of(LINEAR, LOGPROBS, peak=1e15)
+    assert scale.costs_of({**LINEAR, "cases": [*others, broken, *LINEAR["cases"]]}, LOGPROBS, peak=1e15) == first
+    with pytest.raises(ConfigError, match="bench linear with --fractions 1 and --entropy off"):
+        scale.costs_of({**LINEAR, "cases": others}, LOGPROBS, peak=1e15)
+
+
+def test_a_path_that_was_not_measured_is_said():
+    absent = "NeMo-RL DistributedLogprob of logits.float()"
+    case = LOGPROBS["cases"][0]
+    rows = [row if row["path"] != absent else {"path": absent, "status": "absent"} for row in case["paths"]]
+    with pytest.raises(ConfigError, match="was not measured in .*where NeMo-RL is importable"):
+        scale.costs_of(LINEAR, {**LOGPROBS, "cases": [{**case, "paths": rows}]}, peak=1e15)
+
+
+@pytest.mark.parametrize(
     ("overrides", "message"),
     [
         (["policy.model_name=a/b"], "a/b is no folder with a config.json and no name known here"),
