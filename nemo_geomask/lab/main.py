@@ -19,7 +19,7 @@ from nemo_geomask.lab.diagnosed import print_diagnosis
 from nemo_geomask.lab.optional import require
 from nemo_geomask.lab.outcome import TARGET
 from nemo_geomask.lab.progress import Progress
-from nemo_geomask.lab.recipe import LabRecipe
+from nemo_geomask.lab.recipe import SEEDS, LabRecipe
 from nemo_geomask.lab.report import report
 from nemo_geomask.lab.run import train
 from nemo_geomask.lab.runs import SHARED, Course, Run
@@ -134,6 +134,8 @@ def parse_seeds(text: str) -> tuple[int, ...]:
     for part in text.split(","):
         match = re.fullmatch(r"\s*(\d+)(?:\.\.(\d+))?\s*", part)
         first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
+        if last >= SEEDS:
+            raise ConfigError(f"--seeds: '{text}' names {last}; a seed is below {SEEDS}")
         if first > last:
             raise ConfigError(f"--seeds: '{text}' is no list of seeds; write 1..10, 1,2,5 or 1..3,7")
         seeds += range(first, last + 1)

@@ -16,6 +16,7 @@ from nemo_geomask.config.plugins import PluginGroup
 from nemo_geomask.errors import ConfigError
 
 __all__ = [
+    "SEEDS",
     "TASKS",
     "AsyncGrpoConfig",
     "EnvConfig",
@@ -28,6 +29,9 @@ __all__ = [
     "QuantizationConfig",
     "RouterReplayConfig",
 ]
+
+SEEDS = 2**32
+"""How many seeds there are, from 0: as many as NumPy, and with it NeMo-RL, takes."""
 
 TASKS: PluginGroup[Any] = PluginGroup(
     group="nemo_geomask.lab_tasks",
@@ -123,7 +127,7 @@ class GrpoConfig(StrictModel):
         description="Steps between validations, on prompts that are never trained on; one follows the last. 0: none.",
     )
     max_val_samples: int = Field(256, gt=0, description="Responses of a validation, one a prompt.")
-    seed: int = Field(42, ge=0, description="Seeds the weights, the prompts and the sampling.")
+    seed: int = Field(42, ge=0, lt=SEEDS, description="Seeds the weights, the prompts and the sampling.")
 
     @model_validator(mode="after")
     def _check_clip(self) -> GrpoConfig:

@@ -88,8 +88,8 @@ class Course:
     Attributes:
         facts: ``label``, ``variant``, ``seed``, ``finished``, ``settings``, ``loss_fn`` in force, ``corrected`` (the
             weight was applied; if not, ``geomask/weight…`` is what it would have been), ``chance``, ``sampler``,
-            ``precision``, ``ranks`` (``lab.tp``, ``cp`` and ``dp`` where there are several), ``versions``, ``error`` (of a
-            step that raised).
+            ``precision``, ``ranks`` (``lab.tp``, ``cp`` and ``dp`` where there are several), ``versions``, ``error`` (a
+            step's that raised).
         columns: by metric, a value a step; NaN where it is missing.
     """
 

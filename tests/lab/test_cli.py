@@ -235,6 +235,7 @@ def test_an_interrupt_keeps_what_was_trained(recipe, tmp_path, monkeypatch, caps
         (["policy.train_global_batch_size=4", "--docs-per-step", "12"], "(4) and docs_per_step (12) both say"),
         (["--dp", "4"], "must be a multiple of policy.train_micro_batch_size x lab.dp (4 x 4)"),
         (["--out", "/proc"], "--out: /proc is not empty"),
+        (["--seeds", "1,4294967296"], "--seeds: '1,4294967296' names 4294967296; a seed is below 4294967296"),
         (["--seeds", "3..1"], "--seeds: '3..1' is no list of seeds; write 1..10, 1,2,5 or 1..3,7"),
         (["--seeds", "1..3,2"], "names a seed twice"),
         (["--vary", "policy.lr=1"], "--vary: 'policy.lr=1': it has one value; write key=value,value,…"),

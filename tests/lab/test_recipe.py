@@ -47,6 +47,10 @@ RECIPES = sorted((Path(__file__).parents[2] / "recipes" / "lab").glob("*.yaml"))
         ({"lab": {"cp": 0}}, "r.yaml: lab.cp: Input should be 1, 2 or 4 (found 0)"),
         ({"policy": {"model": {"num_attention_heads": 3}}}, "num_attention_heads"),
         ({"env": {"min_terms": 9, "max_terms": 3}}, "min_terms"),
+        (
+            {"grpo": {"seed": 12345678901234567890}},
+            "r.yaml: grpo.seed: Input should be less than 4294967296 (found 12345678901234567890)",
+        ),
     ],
 )
 def test_lab_recipe_errors(data, message):

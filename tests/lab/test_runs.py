@@ -66,7 +66,9 @@ def test_folders_add_up_and_equal_labels_are_told_apart(tiny, tmp_path):
 
 def test_the_first_folders_variant_keeps_its_name(tiny, tmp_path):
     for place, lr, seed in (("one", 2e-3, 2), ("two", 1e-3, 1)):
-        write_steps(Run("gspo", tiny(grpo={"seed": seed}, policy={"lr": lr}), tmp_path / place), [{"reward": 0.5}], FACTS)
+        write_steps(
+            Run("gspo", tiny(grpo={"seed": seed}, policy={"lr": lr}), tmp_path / place), [{"reward": 0.5}], FACTS
+        )
     for first, other, named in (("one", "two", "policy.lr=0.001"), ("two", "one", "policy.lr=0.002")):
         curves = read_curves([tmp_path / first, tmp_path / other])
         assert [curve.label for curve in curves] == ["gspo", f"gspo {named}"]
