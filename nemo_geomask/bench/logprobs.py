@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -42,21 +43,12 @@ def sweep(
         Without repetition.
     """
     fields: list[Sequence[Any]] = [tokens, vocab, tp, fractions, entropy, temperatures, dtypes]
-    return list(dict.fromkeys(Case(*values) for values in (_grid(fields) if grid else _star(fields))))
-
-
-def _grid(fields: Sequence[Sequence[Any]]) -> Iterator[tuple[Any, ...]]:
-    if not fields:
-        yield ()
-        return
-    for value in fields[0]:
-        for rest in _grid(fields[1:]):
-            yield (value, *rest)
+    return list(dict.fromkeys(Case(*values) for values in (itertools.product(*fields) if grid else _star(fields))))
 
 
 def _star(fields: Sequence[Sequence[Any]]) -> Iterator[tuple[Any, ...]]:
     base = [values[0] for values in fields]
-    yield from _grid([fields[i] if i in (2, 4) else base[i : i + 1] for i in range(len(fields))])
+    yield from itertools.product(*(fields[i] if i in (2, 4) else base[i : i + 1] for i in range(len(fields))))
     for index, values in enumerate(fields):
         for value in values[1:]:
             yield (*base[:index], value, *base[index + 1 :])

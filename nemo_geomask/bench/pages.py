@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from nemo_geomask.bench.paths import OURS
-from nemo_geomask.checks.pages import markdown
-from nemo_geomask.errors import ConfigError
+from nemo_geomask.checks.pages import between_marks, markdown
 
 __all__ = ["rewrite"]
 
@@ -24,16 +22,12 @@ def rewrite(text: str, folder: Path) -> str:
     Each stands between ``<!-- NAME: begin -->`` and ``<!-- NAME: end -->``, with the name of a benchmark.
 
     Raises:
-        ConfigError: the markers of a benchmark are missing.
+        ArgumentError: the markers of a benchmark are missing.
     """
     for name, write in _TABLES.items():
         found = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob(f"{name}-*.json"))]
         blocks = [f"**{_machine(result['machine'])}**\n\n{write(result)}" for result in found]
-        new = "\n\n".join([f"<!-- {name}: begin -->", *blocks, f"<!-- {name}: end -->"])
-        place = re.search(rf"<!-- {name}: begin -->.*?<!-- {name}: end -->", text, flags=re.S)
-        if place is None:
-            raise ConfigError(f"the page has no place for '{name}': add the lines <!-- {name}: begin --> and … end -->")
-        text = text[: place.start()] + new + text[place.end() :]
+        text = between_marks(text, name, "\n" + "\n\n".join(blocks) + "\n", page=f"{folder.name}.md")
     return text
 
 

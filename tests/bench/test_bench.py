@@ -19,7 +19,7 @@ from nemo_geomask.bench.meters import Tally, extra_memory
 from nemo_geomask.bench.paths import OURS, PATHS, Absent, Path, Setting
 from nemo_geomask.bench.paths.base import by_autograd
 from nemo_geomask.cli import main
-from nemo_geomask.errors import ConfigError
+from nemo_geomask.errors import ArgumentError, ConfigError
 
 NAMES = tuple(path.name for path in PATHS)
 CPU = torch.device("cpu")
@@ -389,7 +389,7 @@ def test_page_shows_what_was_measured():
     page = File(__file__).parents[2] / "docs" / "performance.md"
     text = page.read_text(encoding="utf-8")
     assert pages.rewrite(text, page.with_suffix("")) == text, "run: make docs"
-    with pytest.raises(ConfigError, match="logprobs: begin"):
+    with pytest.raises(ArgumentError, match="logprobs: begin"):
         pages.rewrite("nothing", page.with_suffix(""))
 
 

@@ -16,7 +16,18 @@ from torch import Tensor
 
 from nemo_geomask.bench.inputs import Answer, Case, Sample
 
-__all__ = ["Absent", "Path", "Setting", "Start", "Unfit", "by_autograd", "module", "on_gpu", "without_entropy"]
+__all__ = [
+    "Absent",
+    "Path",
+    "Setting",
+    "Start",
+    "Unfit",
+    "by_autograd",
+    "module",
+    "on_gpu",
+    "scaled",
+    "without_entropy",
+]
 
 Start = Callable[[Sample], Answer]
 
@@ -121,6 +132,11 @@ def on_gpu(device: torch.device) -> None:
     """Raise Absent off a GPU, of a path that needs one."""
     if device.type != "cuda":
         raise Absent("needs a GPU")
+
+
+def scaled(sample: Sample, case: Case) -> Tensor:
+    """Logits over the temperature, for paths that take none: in the logits' own type, as their callers do it."""
+    return sample.logits if case.temperature == 1 else sample.logits / case.temperature
 
 
 def by_autograd(logits: Tensor, logprobs: Tensor, entropy: Tensor | None = None) -> Answer:

@@ -8,16 +8,21 @@ from typing import Any
 import torch
 
 from nemo_geomask.bench.inputs import IGNORE, Answer, Case, Sample
-from nemo_geomask.bench.paths.base import Absent, Path, Setting, Start, Unfit, by_autograd, module, without_entropy
+from nemo_geomask.bench.paths.base import (
+    Absent,
+    Path,
+    Setting,
+    Start,
+    Unfit,
+    by_autograd,
+    module,
+    scaled,
+    without_entropy,
+)
 
 __all__ = ["CHUNK", "PATHS"]
 
 CHUNK = 256  # tokens at a time in NeMo-RL's chunked paths
-
-
-def _scaled(sample: Sample, case: Case) -> torch.Tensor:
-    """Logits over the temperature, for paths that take none: in the logits' own type, as their callers do it."""
-    return sample.logits if case.temperature == 1 else sample.logits / case.temperature
 
 
 def _cross_entropy(case: Case, setting: Setting, *, upcast: bool) -> Start:
@@ -25,7 +30,7 @@ def _cross_entropy(case: Case, setting: Setting, *, upcast: bool) -> Start:
     _refuse_shards(setting)
 
     def start(sample: Sample) -> Answer:
-        logits = _scaled(sample, case)
+        logits = scaled(sample, case)
         loss = torch.nn.functional.cross_entropy(
             logits.float() if upcast else logits, sample.targets, reduction="none", ignore_index=IGNORE
         )
@@ -59,7 +64,7 @@ def _nemo_rl(case: Case, setting: Setting, *, chunked: bool) -> Start:
     first = setting.rank * case.width
 
     def start(sample: Sample) -> Answer:
-        logits = _scaled(sample, case).unsqueeze(0)
+        logits = scaled(sample, case).unsqueeze(0)
         labels = sample.labels.unsqueeze(0)
         if chunked:
             logp = functions.ChunkedDistributedLogprob.apply(
@@ -88,7 +93,7 @@ def _megatron(case: Case, setting: Setting, *, fused: bool) -> Start:
         options = {}
 
     def start(sample: Sample) -> Answer:
-        loss = function(_scaled(sample, case).unsqueeze(1), sample.labels.unsqueeze(1), **options)
+        loss = function(scaled(sample, case).unsqueeze(1), sample.labels.unsqueeze(1), **options)
         return by_autograd(sample.logits, -loss.squeeze(1))
 
     return start
@@ -108,7 +113,7 @@ def _verl(case: Case, setting: Setting) -> Start:
         raise Absent("it would call flash-attn, which needs a GPU")
 
     def start(sample: Sample) -> Answer:
-        logits = _scaled(sample, case)
+        logits = scaled(sample, case)
         return by_autograd(sample.logits, functions.logprobs_from_logits(logits, sample.labels))
 
     return start

@@ -17,6 +17,7 @@ from nemo_geomask.bench.paths.base import (
     by_autograd,
     module,
     on_gpu,
+    scaled,
     without_entropy,
 )
 
@@ -28,16 +29,12 @@ def _gpu(case: Case, setting: Setting) -> None:
     without_entropy(case.entropy)
 
 
-def _scaled(sample: Sample, case: Case) -> Tensor:
-    return sample.logits if case.temperature == 1 else sample.logits / case.temperature
-
-
 def _transformer_engine(case: Case, setting: Setting) -> Start:
     _gpu(case, setting)
     function = module("transformer_engine.pytorch.cross_entropy").parallel_cross_entropy
 
     def start(sample: Sample) -> Answer:
-        logits, targets = _scaled(sample, case).unsqueeze(0), sample.targets.unsqueeze(0)
+        logits, targets = scaled(sample, case).unsqueeze(0), sample.targets.unsqueeze(0)
         loss = function(logits, targets, 0.0, False, setting.group, IGNORE)
         return by_autograd(sample.logits, -loss.squeeze(0))
 
@@ -49,7 +46,7 @@ def _liger_vocab_parallel(case: Case, setting: Setting) -> Start:
     function = module("liger_kernel.ops.vocab_parallel_cross_entropy").LigerVocabParallelCEFunction
 
     def start(sample: Sample) -> Answer:
-        logits, targets = _scaled(sample, case).unsqueeze(1), sample.targets.unsqueeze(1)
+        logits, targets = scaled(sample, case).unsqueeze(1), sample.targets.unsqueeze(1)
         loss = function.apply(logits, targets, setting.group, IGNORE, 0.0, "pytorch", "global")
         return by_autograd(sample.logits, -loss.squeeze(1))
 
@@ -110,7 +107,7 @@ def _quack(case: Case, setting: Setting) -> Start:
     function = module("quack.cross_entropy").cross_entropy
 
     def start(sample: Sample) -> Answer:
-        loss = function(_scaled(sample, case), sample.targets, ignore_index=IGNORE, reduction="none")
+        loss = function(scaled(sample, case), sample.targets, ignore_index=IGNORE, reduction="none")
         return by_autograd(sample.logits, -loss)
 
     return start
