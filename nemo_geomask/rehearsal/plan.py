@@ -157,8 +157,9 @@ def _shorter(facts: RecipeFacts, steps: int, resume: bool) -> Iterator[Change]:
         saved = steps - 1 if resume else steps
         yield Change("checkpointing.save_period", saved, facts.get("checkpointing.save_period"))
         for key in ("checkpointing.keep_top_k", "checkpointing.ft_keep_latest_k"):
-            if resume and facts.get(key) is not None:
-                yield Change(key, None, facts.get(key), "the checkpoint before the last is resumed from")
+            # More than there will be, not null: main's own schema takes none for keep_top_k.
+            if resume and (kept := facts.number(key)) is not None and kept < steps:
+                yield Change(key, steps, facts.get(key), "the checkpoint before the last is resumed from")
         if facts.get("checkpointing.metric_name") is not None:
             yield Change(
                 "checkpointing.metric_name", None, facts.get("checkpointing.metric_name"), "there is no validation"

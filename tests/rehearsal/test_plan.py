@@ -149,8 +149,8 @@ def test_what_is_resumed_from_is_kept(planned):
     made, shrunk = planned(*one, steps=3, resume=True)
     assert shrunk.get("checkpointing.save_period") == 2
     for key in ("checkpointing.keep_top_k", "checkpointing.ft_keep_latest_k"):
-        assert shrunk.get(key) is None
-        assert any(line.startswith(f"{key}: 1, here null") for line in made.unrehearsed)
+        assert shrunk.get(key) == 3
+        assert any(line.startswith(f"{key}: 1, here 3") for line in made.unrehearsed)
     assert planned(*one)[1].get("checkpointing.keep_top_k") == 1
     assert all("keep" not in change.key for change in planned(resume=True)[0].changes)
 
