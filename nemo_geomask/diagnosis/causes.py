@@ -160,7 +160,8 @@ CAUSES: tuple[Cause, ...] = (
         "one prompt group",
         False,
         0.1,
-        f"{_OF_PART}; median over steps, at {signs.GROUP_LIFT:g} times the mismatch of the other prompts",
+        f"{_OF_PART}; median over steps, at {signs.GROUP_LIFT:g} times the mismatch of the other prompts, "
+        f"{signs.GROUP_LIFT * signs.OF_FEW:g} times over fewer than {signs.FEW_STEPS} steps",
         "read the prompt: tokens that the two engines treat differently (special tokens, images, an odd script)",
         signs.one_group,
     ),

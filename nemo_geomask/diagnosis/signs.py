@@ -12,7 +12,9 @@ from nemo_geomask.diagnosis.read import Array
 from nemo_geomask.diagnosis.statistics import BY_NAME, CELLS, PROB_EDGES, Dimension, Statistics, StepSums, Window, per
 
 __all__ = [
+    "FEW_STEPS",
     "GROUP_LIFT",
+    "OF_FEW",
     "OF_ONE_STEP",
     "TYPICAL",
     "Evidence",
@@ -349,6 +351,8 @@ UNSURE = int(np.digitize(2.0, PROB_EDGES))
 """First bin of tokens with a probability of 0.14 and less: a filter makes them less likely, too."""
 GROUP_LIFT, LEAST_TOKENS = 3.0, 20
 """At how many times the mismatch of the others, and of how many tokens at least that is the sum."""
+FEW_STEPS, OF_FEW = 5, 2.5
+"""Over fewer steps, so many times that: the highest of a step's many prompts is high by chance."""
 
 
 class _HighestGroup(NamedTuple):
@@ -388,7 +392,8 @@ def one_group(evidence: Evidence, least: float) -> Found:
     name = f"group {found[0].group}" if len({one.group for one in found}) == 1 else "one group a step"
     says = f"{name}: {lift:.1f} times the rest's mismatch"
     worse = not earlier or rate > WORSE * float(np.median(earlier))
-    return Found(share, says, share > least and lift > GROUP_LIFT and worse)
+    needed = GROUP_LIFT * (OF_FEW if len(found) < FEW_STEPS else 1.0)
+    return Found(share, says, share > least and lift > needed and worse)
 
 
 def _tail(window: Window, beyond: float | None = None) -> tuple[float, float]:

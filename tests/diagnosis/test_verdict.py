@@ -382,6 +382,12 @@ def test_a_few_tokens_tilt_by_chance():
         assert not diagnose(run_of(block)).found["temperature"].shown
 
 
+def test_the_highest_of_many_prompts_is_high_by_chance_in_a_few_steps():
+    for steps, shown in ((2, False), (4, False), (15, True)):
+        found = diagnose(planted_run(3, "group", 6.0, shape=RunShape(steps=steps, prompts=8)))
+        assert found.found["group"].shown is shown, steps
+
+
 def test_two_odd_tokens_are_no_odd_prompt():
     blocks = [planted_step(0, step, None, 0.0, shape=RunShape(prompts=6, samples=2, length=30)) for step in range(1, 6)]
     for block in blocks:
