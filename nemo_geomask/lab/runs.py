@@ -184,7 +184,7 @@ def write_steps(run: Run, history: Sequence[Mapping[str, float]], facts: Mapping
     os.replace(part, run.file)
 
 
-def read_curves(places: Iterable[Path]) -> list[Course]:
+def read_curves(places: Iterable[Path | str]) -> list[Course]:
     """All runs in and below some folders, by label and seed.
 
     Of variants of one label, the first folder's keeps it, and the others' has the settings too in which they differ;
@@ -194,7 +194,7 @@ def read_curves(places: Iterable[Path]) -> list[Course]:
         ConfigError: a folder has none, or a file is none.
     """
     files: dict[Path, int] = {}
-    for number, place in enumerate(places):
+    for number, place in enumerate(map(Path, places)):
         own = [*place.rglob(f"{_STEPS}/*.parquet"), *(place.glob("*.parquet") if place.name == _STEPS else ())]
         if not own:
             raise ConfigError(f"no run of the lab in {place}; nemo-geomask lab RECIPE.yaml --out DIR trains some")
