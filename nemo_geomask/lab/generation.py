@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from nemo_geomask.lab.arithmetic import Cache
-from nemo_geomask.lab.recipe import GenerationConfig
+from nemo_geomask.lab.policy import GenerationConfig
 from nemo_geomask.lab.routing import routing
 from nemo_geomask.lab.sampling import draw, filtered
 from nemo_geomask.lab.task import Prompts, Task

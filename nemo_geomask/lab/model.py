@@ -11,8 +11,8 @@ from torch import Tensor
 
 from nemo_geomask.lab.arithmetic import set_up
 from nemo_geomask.lab.optional import require
+from nemo_geomask.lab.policy import GenerationConfig, ModelConfig
 from nemo_geomask.lab.quantization import quantize
-from nemo_geomask.lab.recipe import GenerationConfig, ModelConfig
 from nemo_geomask.lab.task import Task
 
 if TYPE_CHECKING:

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from nemo_geomask.lab.recipe import LabRecipe, QuantizationConfig
+from nemo_geomask.lab.policy import QuantizationConfig
+from nemo_geomask.lab.recipe import LabRecipe
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

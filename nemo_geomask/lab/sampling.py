@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from nemo_geomask.lab.recipe import GenerationConfig
+from nemo_geomask.lab.policy import GenerationConfig
 
 __all__ = ["draw", "drawable", "filtered"]
 

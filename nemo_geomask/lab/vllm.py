@@ -14,8 +14,9 @@ from nemo_geomask.errors import EngineError, MissingDependencyError
 from nemo_geomask.integrations.vllm import load_weights, rollout_batch
 from nemo_geomask.lab.generation import Generated
 from nemo_geomask.lab.model import checkpoint, generation_copy, policy_config, token_logprobs
+from nemo_geomask.lab.policy import GenerationConfig
 from nemo_geomask.lab.quantization import numerics
-from nemo_geomask.lab.recipe import GenerationConfig, LabRecipe
+from nemo_geomask.lab.recipe import LabRecipe
 from nemo_geomask.lab.sampling import filtered
 from nemo_geomask.lab.task import Prompts, Task
 

@@ -12,7 +12,7 @@ pytest.importorskip("transformers", reason="the policy is a transformers model (
 from nemo_geomask import build_loss
 from nemo_geomask.errors import ConfigError
 from nemo_geomask.lab.model import build_policy
-from nemo_geomask.lab.recipe import GenerationConfig
+from nemo_geomask.lab.policy import GenerationConfig
 from nemo_geomask.lab.sampling import draw, filtered
 from nemo_geomask.lab.task import task_of
 from nemo_geomask.lab.trainer import Trainer
