@@ -67,6 +67,7 @@ def add(subparsers: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Run the command."""
     from nemo_geomask.diagnosis import sweep
+    from nemo_geomask.diagnosis.candidates import CANDIDATES, GRID, of_recipe
     from nemo_geomask.diagnosis.sources import find_runs
     from nemo_geomask.recipe import read_recipe
 
@@ -77,10 +78,10 @@ def run(arguments: argparse.Namespace) -> int:
         found = ", ".join(str(run.directory) for run in runs)
         raise ConfigError(f"{arguments.directory} holds several runs: {found}; name one")
     base: dict[str, Any] = {}
-    candidates = [*sweep.CANDIDATES, *(sweep.GRID if arguments.grid else ())]
+    candidates = [*CANDIDATES, *(GRID if arguments.grid else ())]
     if arguments.recipe is not None:
         recipe = read_recipe(arguments.recipe, leave=("data", "env", "logger"))
-        base, own = sweep.of_recipe(recipe.data.get("loss_fn") or {})
+        base, own = of_recipe(recipe.data.get("loss_fn") or {})
         candidates[1:1] = [own] if own else []
     candidates, unfit = sweep.fitting(candidates, base)
     steps = _chosen(runs[0].steps, arguments.steps, last=arguments.last)

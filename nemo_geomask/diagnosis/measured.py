@@ -73,7 +73,8 @@ def measure_run(directory: Path, settings: Mapping[str, Any] | None = None, cach
 
 
 def _kept(settings: Mapping[str, Any], steps: list[Any]) -> dict[str, float]:
-    from nemo_geomask.diagnosis.sweep import Candidate, as_batch, replay  # which needs torch
+    from nemo_geomask.diagnosis.candidates import Candidate
+    from nemo_geomask.diagnosis.sweep import as_batch, replay  # which needs torch
 
     # metrics: what is read here are the loss's own, whatever the run reports.
     apart = ("record", "audit_fraction", "batch_veto", "metrics")

@@ -17,26 +17,13 @@ import torch
 from torch import Tensor
 
 from nemo_geomask.config.strict import inline_yaml
-from nemo_geomask.diagnosis.candidates import CANDIDATES, GRID, NOTHING, OF_RECIPE, Candidate, of_recipe
+from nemo_geomask.diagnosis.candidates import CANDIDATES, NOTHING, OF_RECIPE, Candidate
 from nemo_geomask.diagnosis.read import Array, RecordBlock
 from nemo_geomask.errors import ConfigError, DataError
 from nemo_geomask.losses import BeforeStep, PolicyLoss, build_loss
 from nemo_geomask.losses.prestep import valid_counts
 
-__all__ = [
-    "CANDIDATES",
-    "DEFINITIONS",
-    "GRID",
-    "Candidate",
-    "Outcome",
-    "as_batch",
-    "fitting",
-    "front",
-    "loss_block",
-    "of_recipe",
-    "recommend",
-    "replay",
-]
+__all__ = ["DEFINITIONS", "PARTS", "Outcome", "as_batch", "fitting", "front", "loss_block", "recommend", "replay"]
 
 REPLICATES = 100
 

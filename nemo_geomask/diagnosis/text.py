@@ -15,26 +15,13 @@ import numpy as np
 from nemo_geomask.diagnosis.causes import CAUSES
 from nemo_geomask.diagnosis.circle import CERTAIN, circle, verdict
 from nemo_geomask.diagnosis.levels import LEVELS
-from nemo_geomask.diagnosis.quantities import EXPECTED, MEASURES, NUMBERS, REMOVED_SHARES, Measure, Number, measured
+from nemo_geomask.diagnosis.quantities import EXPECTED, MEASURES, NUMBERS, REMOVED_SHARES, measured
 from nemo_geomask.diagnosis.read import Array
 from nemo_geomask.diagnosis.signs import Evidence
 from nemo_geomask.diagnosis.statistics import BY_NAME, CELLS, DIMENSIONS, Window, per
 from nemo_geomask.diagnosis.verdict import RunDiagnosis
 
-__all__ = [
-    "MEASURES",
-    "NUMBERS",
-    "REMOVED_SHARES",
-    "STEP",
-    "Measure",
-    "Number",
-    "Table",
-    "as_json",
-    "as_text",
-    "measured",
-    "show",
-    "tables",
-]
+__all__ = ["STEP", "Decode", "Table", "as_json", "as_text", "show", "tables"]
 
 STEP = "step"
 """What may be asked for beside the dimensions."""

@@ -11,12 +11,12 @@ import numpy as np
 
 from nemo_geomask.diagnosis.causes import CAUSES, LOCAL, WITHIN_SEQUENCES, Cause
 from nemo_geomask.diagnosis.changes import ChangePoint, find_change
-from nemo_geomask.diagnosis.levels import LEAST_SEQUENCES, LEVELS, Health, Level, Reading
+from nemo_geomask.diagnosis.levels import LEAST_SEQUENCES, LEVELS, Health, Reading
 from nemo_geomask.diagnosis.signs import Evidence, Found
 from nemo_geomask.diagnosis.statistics import BOOT, Statistics, StepSums, Window
 from nemo_geomask.errors import DataError
 
-__all__ = ["LEVELS", "Alarm", "Health", "Level", "Reading", "RunDiagnosis", "diagnose"]
+__all__ = ["CERTAIN", "LEAST_NOISE", "RISE", "Alarm", "RunDiagnosis", "diagnose"]
 
 FEWEST_STEPS = 3
 """That are taken for how a run is now."""

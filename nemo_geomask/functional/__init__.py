@@ -5,12 +5,69 @@ Tensors are float32 or float64 and of one layout, [B, T], [N] or any other: :fun
 
 from __future__ import annotations
 
-from nemo_geomask.functional import budgets, entry, kl, ratios, reductions, surrogates
-from nemo_geomask.functional.budgets import *  # noqa: F403 -- all formulas, whatever the file
-from nemo_geomask.functional.entry import *  # noqa: F403
-from nemo_geomask.functional.kl import *  # noqa: F403
-from nemo_geomask.functional.ratios import *  # noqa: F403
-from nemo_geomask.functional.reductions import *  # noqa: F403
-from nemo_geomask.functional.surrogates import *  # noqa: F403
+from nemo_geomask.functional.budgets import bound_by_mean, bound_by_share, position_weights
+from nemo_geomask.functional.entry import check_choice, check_layout
+from nemo_geomask.functional.kl import KLEstimator, kl_estimate, kl_penalty
+from nemo_geomask.functional.ratios import (
+    LOG_RATIO_LIMIT,
+    BinaryStatistic,
+    Statistic,
+    Weight,
+    binary_statistic,
+    clamp_weight,
+    filter_weight,
+    log_bound,
+    outside,
+    saturating_exp,
+    token_statistic,
+)
+from nemo_geomask.functional.reductions import Normalization, inverse_count, token_coefficients
+from nemo_geomask.functional.surrogates import (
+    Surrogate,
+    clip_log_ratio,
+    clipped,
+    clipped_weight,
+    gamma_weight,
+    geometric_mean,
+    quadratic,
+    score_function,
+    soft_gate,
+    straight_through_ratio,
+    unclipped,
+)
 
-__all__ = [*budgets.__all__, *entry.__all__, *kl.__all__, *ratios.__all__, *reductions.__all__, *surrogates.__all__]
+__all__ = [
+    "LOG_RATIO_LIMIT",
+    "BinaryStatistic",
+    "KLEstimator",
+    "Normalization",
+    "Statistic",
+    "Surrogate",
+    "Weight",
+    "binary_statistic",
+    "bound_by_mean",
+    "bound_by_share",
+    "check_choice",
+    "check_layout",
+    "clamp_weight",
+    "clip_log_ratio",
+    "clipped",
+    "clipped_weight",
+    "filter_weight",
+    "gamma_weight",
+    "geometric_mean",
+    "inverse_count",
+    "kl_estimate",
+    "kl_penalty",
+    "log_bound",
+    "outside",
+    "position_weights",
+    "quadratic",
+    "saturating_exp",
+    "score_function",
+    "soft_gate",
+    "straight_through_ratio",
+    "token_coefficients",
+    "token_statistic",
+    "unclipped",
+]

@@ -25,7 +25,6 @@ __all__ = [
     "filter_weight",
     "log_bound",
     "outside",
-    "saturated",
     "saturating_exp",
     "token_statistic",
 ]
@@ -61,14 +60,6 @@ def saturating_exp(log_ratio: Tensor) -> Tensor:
     """
     check_layout(log_ratio=log_ratio)
     return torch.exp(within(log_ratio, None, LOG_RATIO_LIMIT))
-
-
-def saturated(log_ratio: Tensor, where: Tensor) -> Tensor:
-    """How often :func:`saturating_exp` saturates where ``where`` is 1 and not 0, 0-d."""
-    # ``where`` at larger log-ratios, in one step, else 0: what relu's backward pass does with a gradient.
-    step, where = torch.ops.aten.threshold_backward.default, where.to(log_ratio.dtype)
-    counted: Tensor = step(where, log_ratio.detach(), LOG_RATIO_LIMIT)
-    return counted.sum()
 
 
 def log_bound(bound: float | None, *, default: float) -> float:

@@ -7,11 +7,17 @@ from torch import Tensor
 
 from nemo_geomask import functional as F
 from nemo_geomask.config import LossConfig
+from nemo_geomask.kernels.select import select
 from nemo_geomask.losses.batch import TokenBatch
 from nemo_geomask.losses.observe import Observed
 from nemo_geomask.metrics import Metric, Over
 
-__all__ = ["correct"]
+__all__ = ["correct", "saturated"]
+
+
+def saturated(log_ratio: Tensor, where: Tensor) -> Tensor:
+    """How often :func:`~nemo_geomask.functional.saturating_exp` saturates where ``where`` is 1 and not 0, 0-d."""
+    return select(log_ratio, where, above=F.LOG_RATIO_LIMIT).sum()
 
 
 def correct(batch: TokenBatch, seen: Observed, config: LossConfig) -> tuple[Tensor | None, list[Metric]]:
@@ -71,13 +77,13 @@ def correct(batch: TokenBatch, seen: Observed, config: LossConfig) -> tuple[Tens
         reports += moments(weight, mean + raw_mean, square + raw_square)
     else:
         reports += [*moments(weight, mean, square), *moments(raw, raw_mean, raw_square)]
-    live, saturated = ("geomask/weight_live",), ("geomask/saturated_weight",)
+    live, name = ("geomask/weight_live",), ("geomask/saturated_weight",)
     if by_token:
         reports.append(Metric(live, "summed", lambda: seen.trained))
-        reports.append(Metric(saturated, "part", lambda: F.saturated(log_ratio, seen.trains)))
+        reports.append(Metric(name, "part", lambda: saturated(log_ratio, seen.trains)))
     else:
         reports.append(Metric(live, over, lambda: torch.ones_like(weight)))
-        reports.append(Metric(saturated, "count", lambda: F.saturated(log_ratio, ~seen.empty)))
+        reports.append(Metric(name, "count", lambda: saturated(log_ratio, (~seen.empty).float())))
     if not config.applies_weight:
         return None, reports
     return weight if by_token else spread(weight), reports

@@ -11,6 +11,7 @@ from nemo_geomask import functional as F
 from nemo_geomask.config import LossConfig
 from nemo_geomask.kernels.select import select, where_finite
 from nemo_geomask.losses.batch import TokenBatch
+from nemo_geomask.losses.correction import saturated
 from nemo_geomask.losses.observe import Observed
 from nemo_geomask.metrics import Metric, histogram
 
@@ -37,7 +38,7 @@ def report_surrogate(
     low, high = surrogate.clips()
     yield Metric(("geomask/clip_fraction_low",), "summed", lambda: select(low, seen.weight).sum())
     yield Metric(("geomask/clip_fraction_high",), "summed", lambda: select(high, seen.weight).sum())
-    yield Metric(("geomask/saturated_ratio",), "part", lambda: F.saturated(batch.log_ratio, seen.trains))
+    yield Metric(("geomask/saturated_ratio",), "part", lambda: saturated(batch.log_ratio.detach(), seen.trains))
     if surrogate.dual_clipped is not None:
         yield Metric(("geomask/dual_clip_fraction",), "tokens", surrogate.dual_clipped.float)
 

@@ -100,27 +100,22 @@ def _calls(tree: ast.AST, constructors: tuple[str, ...]) -> Iterator[tuple[str, 
     nodes = list(ast.walk(tree))
     calls = [(node, ast.unparse(node.func).split(".")) for node in nodes if isinstance(node, ast.Call)]
     made = [(node, names) for node, names in calls if set(names) & {*constructors}]
-    if not made:
-        for inner in nodes:
-            for name, value in _items(inner) or ():
-                if _items(value) is None:  # else it comes by itself
-                    yield name, _literal(value)
-        return
-    # Other dicts of the file are somebody else's.
+    if not made:  # else other dicts of the file are somebody else's
+        inner = (item for node in nodes for item in _items(node) or ())
+        yield from ((name, _literal(value)) for name, value in inner if _items(value) is None)  # a dict comes by itself
     assigned = {ast.unparse(node.targets[0]): node.value for node in nodes if isinstance(node, ast.Assign)}
     for node, names in made:
         if names[-1] not in constructors:  # a factory method, Config.preset(…)
             yield "preset", names[-1]
         for word in node.keywords:
-            given = (
-                [(word.arg, word.value)]
-                if word.arg is not None
-                else _items(assigned.get(ast.unparse(word.value), word.value))
-            )
-            if given is None:
-                raise ValueError(f"**{ast.unparse(word.value)} is no literal; write its settings out")
-            for name, value in given:
-                yield name, _literal(value)
+            if word.arg is not None:
+                yield word.arg, _literal(word.value)
+                continue
+            spread = ast.unparse(word.value)
+            found = _literal(assigned.get(spread, word.value))
+            if not isinstance(found, dict):
+                raise ValueError(f"**{spread} is no literal; write its settings out")
+            yield from found.items()
 
 
 def _items(node: ast.AST) -> list[tuple[str, ast.expr]] | None:

@@ -9,19 +9,9 @@ import yaml
 
 from nemo_geomask import BeforeStep, build_loss
 from nemo_geomask.config import LossConfig
+from nemo_geomask.diagnosis.candidates import CANDIDATES, GRID, Candidate, of_recipe
 from nemo_geomask.diagnosis.planted import RunShape, planted_step
-from nemo_geomask.diagnosis.sweep import (
-    CANDIDATES,
-    GRID,
-    Candidate,
-    as_batch,
-    fitting,
-    front,
-    loss_block,
-    of_recipe,
-    recommend,
-    replay,
-)
+from nemo_geomask.diagnosis.sweep import as_batch, fitting, front, loss_block, recommend, replay
 from nemo_geomask.errors import ConfigError, DataError
 from nemo_geomask.losses.prestep import valid_counts
 

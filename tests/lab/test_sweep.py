@@ -6,9 +6,10 @@ pytest.importorskip("transformers", reason="the policy is a transformers model (
 pytest.importorskip("pyarrow")
 
 from nemo_geomask import build_loss
+from nemo_geomask.diagnosis.candidates import Candidate
 from nemo_geomask.diagnosis.run import blocks_of, survey_run
 from nemo_geomask.diagnosis.sources import find_runs
-from nemo_geomask.diagnosis.sweep import Candidate, as_batch, replay
+from nemo_geomask.diagnosis.sweep import as_batch, replay
 from nemo_geomask.lab.trainer import Trainer
 
 pytestmark = pytest.mark.slow
