@@ -51,7 +51,7 @@ test: $(VENV)/.test
 
 # The rooms whose tests import neither transformers nor an integration's host.
 QUICK := $(addprefix tests/,test_docs.py test_errors.py test_house.py test_import.py \
-	config recipe checks cli functional segments parallel losses translate peers)
+	config recipe cli functional segments parallel losses tools/check tools/translate)
 
 quick: $(VENV)/.test
 	$(PYTEST) -m "not slow" --hypothesis-profile quick $(QUICK) $(ARGS)
@@ -72,7 +72,7 @@ $(VLLM)/.ready: .ci/vllm-constraints.txt pyproject.toml
 	@touch $@
 
 vllm: $(VLLM)/.ready
-	$(VLLM)/bin/python -m pytest tests/integrations/vllm
+	$(VLLM)/bin/python -m pytest tests/hosts/vllm tests/tools/lab/vllm
 
 NEMO := .venv-nemo-rl
 NPIP := $(NEMO)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile
@@ -91,21 +91,21 @@ $(NEMO)/.ready: .ci/nemo-rl-constraints.txt pyproject.toml
 # ARGS: --label NAME, --only BEGINNING of a case's name, --jobs N; what came of it is in docs/hosts and in the table of docs/nemo_rl.md.
 nemo-rl: $(NEMO)/.ready nemo-rl-losses
 	@test -n "$(NEMO_RL_ROOT)" || { echo "say which NeMo-RL: make nemo-rl NEMO_RL_ROOT=/path/to/RL"; exit 1; }
-	NEMO_RL_ROOT=$(NEMO_RL_ROOT) $(NEMO)/bin/python -m nemo_geomask.rehearsal.matrix $(ARGS)
+	NEMO_RL_ROOT=$(NEMO_RL_ROOT) $(NEMO)/bin/python -m nemo_geomask.tools.rehearse.case_matrix $(ARGS)
 
 # NeMo-RL's own tests of its loss, under ours, on the CPU. Left out: another loss's constants, drawn from a card's generator,
 # and three refusals that are the same in other words.
 nemo-rl-losses: $(NEMO)/.ready
 	@test -n "$(NEMO_RL_ROOT)" || { echo "say which NeMo-RL: make nemo-rl-losses NEMO_RL_ROOT=/path/to/RL"; exit 1; }
-	PYTHONPATH=tests/hosts:.:$(NEMO_RL_ROOT):$$PYTHONPATH $(NEMO)/bin/python -m pytest -p under_our_loss -o addopts= --noconftest \
+	PYTHONPATH=tests/tools/rehearse/own_tests:.:$(NEMO_RL_ROOT):$$PYTHONPATH $(NEMO)/bin/python -m pytest -p under_our_loss -o addopts= --noconftest \
 		--rootdir $(NEMO_RL_ROOT) $(NEMO_RL_ROOT)/tests/unit/algorithms/test_loss_functions.py \
 		-k "not distillation_loss_different_settings and not rejects_tis_min_above_max"
 
 # Needs torch, triton, numpy and pytest; what else is missing skips with its reason. addopts is strict about plugins.
 gpu:
 	PYTHONPATH=. $(GPU_PYTHON) -m pytest -ra -o addopts= tests/gpu
-	PYTHONPATH=. $(GPU_PYTHON) -m nemo_geomask.bench --device cuda --out docs/performance $(ARGS)
-	PYTHONPATH=. $(GPU_PYTHON) -m nemo_geomask.bench.pages docs/performance.md
+	PYTHONPATH=. $(GPU_PYTHON) -m nemo_geomask.tools.bench --device cuda --out docs/performance $(ARGS)
+	PYTHONPATH=. $(GPU_PYTHON) -m nemo_geomask.tools.bench.performance_page docs/performance.md
 
 lint: $(VENV)/.test
 	$(BIN)/ruff format --check .
@@ -113,14 +113,14 @@ lint: $(VENV)/.test
 	$(BIN)/mypy
 
 docs: $(VENV)/.test
-	$(BIN)/python -m nemo_geomask.bench.pages docs/performance.md
-	$(BIN)/python -m nemo_geomask.checks.pages docs
-	$(BIN)/python -m nemo_geomask.diagnosis.power --page docs/diagnose.md
-	$(BIN)/python -m nemo_geomask.diagnosis.guide docs/metrics.md
-	$(BIN)/python -m nemo_geomask.lab.evidence
-	$(BIN)/python -m tests.peers.pages docs/peers.md
+	$(BIN)/python -m nemo_geomask.tools.bench.performance_page docs/performance.md
+	$(BIN)/python -m nemo_geomask.tools.check.docs_tables docs
+	$(BIN)/python -m nemo_geomask.tools.diagnose.detection_power --page docs/diagnose.md
+	$(BIN)/python -m nemo_geomask.tools.diagnose.metric_guide docs/metrics.md
+	$(BIN)/python -m nemo_geomask.tools.lab.evidence
+	$(BIN)/python -m tests.tools.translate.peers.pages docs/peers.md
 	$(BIN)/python -m tests.suite
-	$(BIN)/python -m nemo_geomask.rehearsal.matrix --table
+	$(BIN)/python -m nemo_geomask.tools.rehearse.case_matrix --table
 	$(BIN)/nemo-geomask schema --out docs/recipe.schema.json
 
 clean:

@@ -1,7 +1,8 @@
-"""Errors that speak to the user.
+"""Exceptions of the package, and the problems that they report.
 
-One base class; each subclass is also the built-in that fits, so ``except ValueError`` keeps working. All of them carry
-their problems as objects and can be pickled, since they cross process boundaries in Ray.
+All exceptions derive from :class:`GeomaskError`. Each subclass also derives from the matching built-in, so that
+``except ValueError`` keeps working. An exception carries its problems as objects and can be pickled, since exceptions
+cross process boundaries in Ray.
 """
 
 from __future__ import annotations
@@ -27,15 +28,15 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing that is wrong.
+    """One problem that an error reports.
 
     Attributes:
-        keys: the dotted settings that it is about, such as ``loss_fn.masks[0].min``: several where they contradict each
-            other, none where it is about no setting.
-        message: what is wrong, the value found, the way out; may quote another error, lines and all.
-        fields: fields of the model under which the keys stand whose values can't be relied on because of it, also the
-            one that a misspelt key means.
-        where: the file or the argument that the settings were given in, where that is to be said.
+        keys: dotted settings that the problem is about, such as ``loss_fn.masks[0].min``; several if they contradict
+            each other, none if it is not about a setting.
+        message: what is wrong, the offending value and how to fix it; may quote another error of several lines.
+        fields: fields of the settings' model whose values can't be relied on because of the problem, including the
+            one that a misspelt key probably means.
+        where: file or argument that the settings come from, if the message should name it.
     """
 
     keys: tuple[str, ...]
@@ -51,7 +52,7 @@ class GeomaskError(Exception):
     """Base class of every error raised by nemo_geomask.
 
     Args:
-        problems: what is wrong, each a :class:`Problem` or its message.
+        problems: each a :class:`Problem`, or the message of a problem without keys.
     """
 
     def __init__(self, *problems: Problem | str) -> None:
@@ -59,31 +60,31 @@ class GeomaskError(Exception):
 
     @property
     def problems(self) -> tuple[Problem, ...]:
-        """What is wrong, one by one."""
+        """The problems, in the order in which they were passed."""
         return tuple(problem if isinstance(problem, Problem) else Problem((), problem) for problem in self.args)
 
     def __str__(self) -> str:
-        """A line a problem, each beginning with its keys."""
+        """Return one line for each problem, beginning with its keys."""
         return "\n".join(map(str, self.problems))
 
 
 class ConfigError(GeomaskError, ValueError, AssertionError):
-    """Settings of a recipe, an engine or the command line are unknown, out of range, or at odds with each other.
+    """Settings of a recipe, an engine or the command line are unknown, out of range or contradict each other.
 
-    An ``AssertionError`` as well: what NeMo-RL raises for such settings.
+    Also an ``AssertionError``, which is what NeMo-RL raises for such settings.
     """
 
 
 class PluginError(ConfigError, LookupError):
-    """``loss_fn.name`` leads to no variant: none of that name, one defined twice, one that fails or is no variant."""
+    """A plugin can't be loaded: its name is unknown or claimed twice, its import fails, or its type is wrong."""
 
 
 class ArgumentError(GeomaskError, ValueError):
-    """An argument of a call, no setting and no tensor, has a value that the function is not defined on."""
+    """A function is not defined for an argument that it got; the argument is neither a setting nor a tensor."""
 
 
 class DataError(GeomaskError, ValueError):
-    """A batch holds values that the loss is not defined on."""
+    """A batch holds values that the loss is not defined for."""
 
 
 class MissingDataError(DataError, KeyError):
@@ -91,24 +92,24 @@ class MissingDataError(DataError, KeyError):
 
 
 class ShapeError(GeomaskError, ValueError):
-    """A tensor's shape or dtype is not the one that the function is defined on."""
+    """A tensor has a shape or dtype that the function is not defined for."""
 
 
 class NonFiniteError(GeomaskError, ArithmeticError):
-    """A log-prob at a trained token is NaN or infinite, and ``nonfinite: raise`` was chosen."""
+    """A log-prob or advantage at a trained token is NaN or infinite, under ``nonfinite: raise``."""
 
 
 class RanksDisagreeError(GeomaskError, RuntimeError):
-    """Ranks of one group were given different things where they have to be given the same; raised on all of them."""
+    """Ranks of one group got different inputs where they must get the same; raised on all of them."""
 
 
 class BatchVetoError(GeomaskError, RuntimeError):
-    """More batches in a row than allowed were vetoed: the engines have come apart."""
+    """More batches in a row were vetoed than ``loss_fn.batch_veto`` allows: the engines' numerics have diverged."""
 
 
 class EngineError(GeomaskError, RuntimeError):
-    """An engine can't do what is asked of it, as it is set up or at this moment."""
+    """An engine can't do what was requested, because of its configuration or its current state."""
 
 
 class MissingDependencyError(GeomaskError, ImportError):
-    """An optional package is needed for what was asked; the message says which extra installs it."""
+    """An optional package is not installed; the message names the extra that installs it."""

@@ -1,13 +1,14 @@
-"""What a step reports: sums computed on the device, which reach the host in one copy, when something reads them.
+"""Metrics of a step: sums computed on the device, which reach the host in one copy when the first of them is read.
 
-The loss's parts say what they report, as :class:`Metric`; nothing here flows back into the loss. Every metric but the
-extrema is a sum over tokens or sequences divided by a global count, so it adds up over microbatches and ranks; what
-does not add up is made of those that do, by :func:`summarized`.
+The modules of the loss report :class:`Metric` objects; the loss never reads them. Every metric except minima and maxima
+is a sum over tokens or sequences divided by a global count, so that metrics of microbatches and ranks can be added up.
+:func:`summarize_step` derives the quantities that can't be added up, such as quantiles, from such sums.
 """
 
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -16,214 +17,258 @@ from torch import Tensor
 
 from nemo_geomask.segments import Segments
 
-__all__ = ["OWN", "Label", "Metric", "Metrics", "Normalizer", "Over", "Sums", "histogram", "summarized"]
+__all__ = [
+    "GEOMASK_PREFIX",
+    "Label",
+    "Metric",
+    "MetricSums",
+    "Metrics",
+    "Normalizer",
+    "Reduction",
+    "histogram",
+    "summarize_step",
+]
 
 Normalizer = Literal["tokens", "sequences", "none"]
-Over = Literal["tokens", "summed", "sequences", "part", "count", "lowest", "highest", "histogram"]
-OWN = "geomask/"
-"""Prefix of the metrics that NeMo-RL's class has not."""
+Reduction = Literal["tokens", "token_sum", "sequences", "local_sum", "shared_count", "min", "max", "histogram"]
+GEOMASK_PREFIX = "geomask/"
+"""Prefix of the metrics that NeMo-RL's own loss doesn't report."""
+# A histogram is reported as metrics <name>_bin_00 to <name>_bin_33. Bin 0 ends at 2**_MIN_EXPONENT.
 _BIN = "_bin_"
-_LOWEST, _BINS = -13, 34
-_LANES = 64
+_MIN_EXPONENT, _BINS = -13, 34
+# Number of separate copies of a histogram that a GPU fills before it adds them up.
+_GPU_LANES = 64
 QUANTILES = {"q50": 0.5, "q99": 0.99, "q999": 0.999}
 
 
 class Label(NamedTuple):
-    """What a number is: its names, what it is a sum over, the global count that the metric is divided by, its unit."""
+    """Description of a reduced number; the fields are those of :class:`Metric`.
+
+    ``normalizer`` is the global count that divides the metric, also where the reduction implies it.
+    """
 
     names: tuple[str, ...]
-    over: Over
-    divided_by: Normalizer
+    reduction: Reduction
+    normalizer: Normalizer
     unit: float = 1.0
 
 
 class Metric(NamedTuple):
-    """One reported number.
+    """One number to report.
 
     Attributes:
-        names: that it is reported under.
-        over: what ``value`` is over. ``tokens``: token layout, float32, finite; its mean over the step's valid tokens
-            is reported. ``summed``: 0-d, the sum of such values, each times its token's weight. ``sequences``: [S], the
-            mean over its valid sequences. ``part``: 0-d, over this rank's tokens, divided already by the count that
-            ``normalizer`` names. ``count``: 0-d, which all ranks that share the sequences hold alike. ``lowest``,
-            ``highest``: 0-d, over this rank's tokens. ``histogram``: token layout, integer, the token's bin; the share
-            of the step's valid tokens in each is reported.
-        value: computes it; not called where the metric is not wanted.
-        normalizer: of a ``part``.
-        unit: the metric is so many times the sum of ``value``: float32 may not hold a sum in ones.
+        names: names that it is reported under.
+        reduction: what ``value`` returns and how it is reduced, see the list below.
+        value: function that computes the value; not called if the settings leave out the metric.
+        normalizer: global count by which a ``local_sum`` has been divided.
+        unit: factor by which the reduced value is multiplied: -1 for the opposite sign, or a power of 2 for sums that
+            would not fit into float32.
+
+    Reductions:
+
+    - ``tokens``: token layout, float32, finite; the mean over the step's valid tokens is reported.
+    - ``token_sum``: 0-d, the sum over this rank's tokens of a token's value times its weight; reported as ``tokens``.
+    - ``sequences``: [S], the mean over the step's valid sequences is reported.
+    - ``local_sum``: 0-d, a sum over this rank's tokens, already divided by the count that ``normalizer`` names.
+    - ``shared_count``: 0-d, the same on all ranks that share the sequences, reported as it is.
+    - ``min``, ``max``: 0-d, over this rank's tokens.
+    - ``histogram``: token layout, integer, the bin of each token; the fraction of the step's valid tokens in each bin
+      is reported.
     """
 
     names: tuple[str, ...]
-    over: Over
+    reduction: Reduction
     value: Callable[[], Tensor]
     normalizer: Normalizer = "none"
     unit: float = 1.0
 
 
-class Sums:
-    """Reduces what is reported of one microbatch, each metric when it comes: its tensors need not be kept.
+class MetricSums:
+    """Reduced metrics of one microbatch.
+
+    Each metric is reduced to a 0-d tensor (a histogram to its bins) as it is added, so that its token tensors need not
+    be kept.
 
     Args:
-        weight: token layout, float32; 0 at tokens that don't train.
+        weight: token layout, float32; 0 at tokens that aren't trained.
         sample_mask: [S], float32.
-        segments: who belongs to which sequence, and over which ranks.
-        full: whether more than NeMo-RL's class reports is wanted.
+        segments: layout of the tokens, and the ranks that share the sequences.
+        is_full: whether to compute the metrics that NeMo-RL's own loss doesn't report.
     """
 
-    def __init__(self, weight: Tensor, sample_mask: Tensor, segments: Segments, *, full: bool) -> None:
+    def __init__(self, weight: Tensor, sample_mask: Tensor, segments: Segments, *, is_full: bool) -> None:
         self._weights = {"tokens": weight, "sequences": sample_mask}
         self._segments = segments
-        self._full = full
-        self._found: dict[Over, list[tuple[Label, Tensor]]] = {over: [] for over in _ORDER}
+        self._is_full = is_full
+        self._reduced: dict[Reduction, list[tuple[Label, Tensor]]] = {reduction: [] for reduction in _ORDER}
         self._histograms: list[tuple[str, Tensor]] = []
 
     def add(self, reports: Iterable[Metric], *, always: bool = False) -> None:
-        """Compute and reduce those that are wanted, or all of them."""
+        """Compute and reduce the metrics that the settings request, or all of them if ``always``."""
         for report in reports:
             self._add(report, always)
-            del report  # and its tensors, before the next are made
+            del report  # frees its tensors before a generator makes the next ones
 
     def _add(self, report: Metric, always: bool) -> None:
-        names, over, compute, normalizer, unit = report
-        if not (self._full or always):
-            names = tuple(name for name in names if not name.startswith(OWN))
+        names, reduction, compute, normalizer, unit = report
+        if not (self._is_full or always):
+            names = tuple(name for name in names if not name.startswith(GEOMASK_PREFIX))
             if not names:
                 return
         value = compute()
         if value.requires_grad:
             value = value.detach()
-        if over == "histogram":
-            self._histograms.append((names[0], _counted(value, self._weights["tokens"])))
+        if reduction == "histogram":
+            self._histograms.append((names[0], _bin_sums(value, self._weights["tokens"])))
             return
-        if over == "tokens" or over == "sequences":
-            # Not torch.dot: over thousands of ratios near 1 it may lose three digits, which bounds such as 1 + 3e-4
-            # need.
-            value = (value * self._weights[over]).sum()
-            normalizer = over
-        elif over == "summed":
-            over = normalizer = "tokens"
-        self._found[over].append((Label(names, over, normalizer, unit), value))
+        if reduction == "tokens" or reduction == "sequences":
+            # torch.dot may lose three digits over thousands of ratios near 1, too many for bounds such as 1 + 3e-4.
+            value = (value * self._weights[reduction]).sum()
+            normalizer = reduction
+        elif reduction == "token_sum":
+            reduction = normalizer = "tokens"
+        self._reduced[reduction].append((Label(names, reduction, normalizer, unit), value))
 
     @property
     def labels(self) -> tuple[Label, ...]:
-        """Of the sums, in their order; known without them, by the settings and by what a batch holds."""
-        bins = [Label((bin_,), "tokens", "tokens") for name, _ in self._histograms for bin_ in _bins(name)]
-        return (*bins, *(label for over in _ORDER for label, _ in self._found[over]))
+        """Labels of the numbers that :meth:`reduce_over_ranks` returns, in their order."""
+        bins = [Label((bin_,), "tokens", "tokens") for name, _ in self._histograms for bin_ in _bin_names(name)]
+        return (*bins, *(label for reduction in _ORDER for label, _ in self._reduced[reduction]))
 
-    def whole(self, loss: Tensor, *counts: Tensor) -> tuple[Tensor, Tensor]:
-        """The sums over all ranks, and the loss, which travels along on a path of its own.
+    def reduce_over_ranks(self, loss: Tensor, *counts: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the loss and the metrics over all ranks that share the sequences, by one collective.
 
         Args:
             loss: 0-d, this rank's part, with gradient.
-            counts: 0-d float32, valid sequences and tokens in the step.
+            counts: 0-d float32, the numbers of valid sequences and of valid tokens in the step, in this order.
 
-        Returns: the loss's value over all ranks with the gradient of this rank's part; the sums, and the counts behind
-        them, as :class:`Metrics` takes them with :attr:`labels`.
+        Returns: the loss, with its value over all ranks and the gradient of this rank's part; the reduced metrics
+        followed by the counts, as :class:`Metrics` takes them together with :attr:`labels`.
         """
-        values = _vector([*(value for over in _ORDER for _, value in self._found[over]), *counts])
-        values = torch.cat([*(shares for _, shares in self._histograms), values])
+        values = _vector([*(value for reduction in _ORDER for _, value in self._reduced[reduction]), *counts])
+        values = torch.cat([*(bin_sums for _, bin_sums in self._histograms), values])
         if not self._segments.groups:
             return loss, values
-        sums, lowest, highest = (
-            sum(len(self._found[over]) for over in kinds) for kinds in (("tokens", "part"), ("lowest",), ("highest",))
+        # The values that differ between ranks come first; those by sequence and the counts are the same on all ranks.
+        reduced = self._reduced
+        sums = _BINS * len(self._histograms) + len(reduced["tokens"]) + len(reduced["local_sum"])
+        minima, maxima = len(reduced["min"]), len(reduced["max"])
+        local, values = sums + minima + maxima, values.double()
+        global_loss, global_values = self._segments.reduce_over_ranks(
+            loss, values[:local], num_sums=sums, num_minima=minima
         )
-        sums += _BINS * len(self._histograms)
-        shared, values = sums + lowest + highest, values.double()
-        whole_loss, across = self._segments.whole(loss, values[:shared], sums=sums, lowest=lowest)
-        return whole_loss, torch.cat([across, values[shared:]])
+        return global_loss, torch.cat([global_values, values[local:]])
 
 
-_ORDER: tuple[Over, ...] = ("tokens", "part", "lowest", "highest", "sequences", "count")
+_ORDER: tuple[Reduction, ...] = ("tokens", "local_sum", "min", "max", "sequences", "shared_count")
+"""Order of the reduced numbers, after the bins of the histograms, in the vector of :class:`Metrics`."""
 
 
 def _vector(values: list[Tensor]) -> Tensor:
-    """[k] from 0-d numbers, float32."""
+    """Return [k] float32 from k 0-d tensors."""
     if not torch.compiler.is_compiling():
         return torch.stack(values)
-    # One kernel, where a stack of k reductions is k.
-    place = torch.arange(len(values), device=values[0].device)
-    found = torch.zeros(len(values), dtype=torch.float32, device=values[0].device)
+    # Inductor fuses the loop below into one kernel, whereas torch.stack would take one kernel for each of its inputs.
+    position = torch.arange(len(values), device=values[0].device)
+    vector = torch.zeros(len(values), dtype=torch.float32, device=values[0].device)
     for index, value in enumerate(values):
-        found = torch.where(place == index, value, found)
-    return found
+        vector = torch.where(position == index, value, vector)
+    return vector
 
 
 def histogram(name: str, size: Tensor) -> Metric:
-    """Of sizes, token layout, float32: shares in bins of half an octave from 2^-13 to 8, which merge as no quantile
-    does."""
+    """Return the histogram of token values.
 
-    def place() -> Tensor:
-        # The exponent of the square is the size's logarithm in half octaves, rounded down; its bits hold it plus 127.
-        return (size.square().view(torch.int32) >> 23).sub_(126 + 2 * _LOWEST).clamp_(0, _BINS - 1)
+    Unlike quantiles, histograms of microbatches and ranks can be added up. From 2^-13 to 8 each bin is a factor of √2
+    wide. The first bin holds all smaller values, the last all others.
 
-    return Metric((name,), "histogram", place)
+    Args:
+        name: prefix of the names of the bins.
+        size: token layout, float32, at least 0.
+    """
+
+    def bin_index() -> Tensor:
+        # The bin depends on floor(2·log2(size)), which is the binary exponent of size². Bits 23 to 30 of a float32 are
+        # its exponent plus 127. To read them takes a tenth of the time of frexp or log2 on a CPU.
+        exponent = (size.square().view(torch.int32) >> 23) - 127
+        return (exponent - (2 * _MIN_EXPONENT - 1)).clamp(0, _BINS - 1)
+
+    return Metric((name,), "histogram", bin_index)
 
 
-def _counted(bins: Tensor, weight: Tensor) -> Tensor:
-    """Summed weights of each bin."""
+def _bin_sums(bins: Tensor, weight: Tensor) -> Tensor:
+    """Return the summed weights of each bin, [_BINS]."""
     if not bins.is_cuda:
-        # Row by row: a graph would divide to find a flat token's row and column.
-        rows = weight.new_zeros(*weight.shape[:-1], _BINS).scatter_add(-1, bins.long(), weight)
-        return rows.view(-1, _BINS).sum(dim=0)
-    # A GPU adds to one address one after the other, and most tokens are of few bins.
-    lanes = torch.arange(bins.numel(), dtype=bins.dtype, device=bins.device).remainder_(_LANES)
-    found = weight.new_zeros(_LANES * _BINS).index_add(0, bins.flatten() + _BINS * lanes, weight.flatten())
-    return found.view(_LANES, _BINS).sum(dim=0)
+        # The bins are summed row by row. With a flattened index, compiled code would compute each token's row and
+        # column by a division.
+        row_sums = weight.new_zeros(*weight.shape[:-1], _BINS).scatter_add(-1, bins.long(), weight)
+        return row_sums.view(-1, _BINS).sum(dim=0)
+    # A GPU serialises additions to one address, and most tokens fall into a few bins. So neighbouring tokens are added
+    # to separate copies of the histogram, the lanes.
+    lanes = torch.arange(bins.numel(), dtype=bins.dtype, device=bins.device).remainder_(_GPU_LANES)
+    lane_sums = weight.new_zeros(_GPU_LANES * _BINS).index_add(0, bins.flatten() + _BINS * lanes, weight.flatten())
+    return lane_sums.view(_GPU_LANES, _BINS).sum(dim=0)
 
 
-def _bins(name: str) -> tuple[str, ...]:
+def _bin_names(name: str) -> tuple[str, ...]:
+    """Return the metric names of the bins of the histogram ``name``."""
     return tuple(f"{name}{_BIN}{index:02}" for index in range(_BINS))
 
 
-def summarized(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Metrics of a whole step, with those in place of sums that only a whole step has.
+def summarize_step(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Return a step's metrics with quantiles in place of histograms, and with the effective sample size.
 
-    A histogram's bins become its quantiles, exact within a bin, a factor of √2 (``geomask/mismatch_q50``, ``…_q99``,
-    ``…_q999``), and the moments of the weight its effective sample size as a share, (Σw)² / (n·Σw²)
-    (``geomask/weight_ess``).
+    The bins of a histogram are replaced by its quantiles (``geomask/mismatch_q50``, ``…_q99``, ``…_q999``), which are
+    exact up to the width of a bin, a factor of √2. The mean and the mean square of the weight w give its effective
+    sample size as a fraction of the n tokens or sequences, ``geomask/weight_ess`` = (Σw)² / (n·Σw²).
 
     Args:
-        metrics: added up over the step's microbatches and ranks, extrema aside.
+        metrics: a complete step's metrics, added up over its microbatches and ranks, except minima and maxima.
     """
-    found = dict(metrics)
-    for first in [name for name in metrics if name.endswith(f"{_BIN}00")]:
-        name = first.removesuffix(f"{_BIN}00")
-        keys = _bins(name)
-        if not all(key in metrics for key in keys):
-            continue  # no histogram, whatever it is called
-        shares = [found.pop(key) for key in keys]
-        # A sum of maxima, where something added them up, exceeds the last bin with anything in it.
-        last = max((index for index, share in enumerate(shares) if share > 0), default=0)
-        edge = 2 ** (_LOWEST + last / 2) if last < _BINS - 1 else math.inf
-        found[f"{name}_max"] = highest = min(metrics.get(f"{name}_max", edge), edge)
-        found |= {f"{name}_{key}": min(highest, _quantile(shares, share)) for key, share in QUANTILES.items()}
-    mean, square = metrics.get(f"{OWN}weight_mean"), metrics.get(f"{OWN}weight_sq")
-    # Of the step's tokens or sequences: some have no weight, since they hold NaN.
-    live = metrics.get(f"{OWN}weight_live", 1.0)
+    summary = dict(metrics)
+    for first_bin in [name for name in metrics if name.endswith(f"{_BIN}00")]:
+        name = first_bin.removesuffix(f"{_BIN}00")
+        bin_names = _bin_names(name)
+        if not all(bin_name in metrics for bin_name in bin_names):
+            continue  # another metric whose name happens to end like a bin
+        fractions = [summary.pop(bin_name) for bin_name in bin_names]
+        # A training loop that adds up the maxima of microbatches reports too large a maximum. The upper edge of the
+        # last bin that is not empty bounds it.
+        last = max((index for index, fraction in enumerate(fractions) if fraction > 0), default=0)
+        edge = 2 ** (_MIN_EXPONENT + last / 2) if last < _BINS - 1 else math.inf
+        maximum = min(metrics.get(f"{name}_max", edge), edge)
+        summary[f"{name}_max"] = maximum
+        for suffix, probability in QUANTILES.items():
+            summary[f"{name}_{suffix}"] = min(maximum, _quantile(fractions, probability))
+    mean, square = metrics.get(f"{GEOMASK_PREFIX}weight_mean"), metrics.get(f"{GEOMASK_PREFIX}weight_sq")
+    # Fraction of the step's valid tokens or sequences that have a weight. Those with non-finite values have none.
+    live = metrics.get(f"{GEOMASK_PREFIX}weight_live", 1.0)
     if mean is not None and square and live:
-        found[f"{OWN}weight_ess"] = mean * mean / (square * live)
-    return found
+        summary[f"{GEOMASK_PREFIX}weight_ess"] = mean * mean / (square * live)
+    return summary
 
 
-def _quantile(shares: Sequence[float], share: float) -> float:
-    """By the logarithm within a bin; in the first, which begins at 0, in proportion."""
-    target, below = share * sum(shares), 0.0
-    for index, here in enumerate(shares):
-        if here and below + here >= target:
-            part, edge = (target - below) / here, 2 ** (_LOWEST + (index - 1) / 2)
-            return edge * 2 ** (part / 2) if index else part * 2.0**_LOWEST
-        below += here
+def _quantile(fractions: Sequence[float], probability: float) -> float:
+    """Return a quantile of binned values, interpolated in the logarithm, or linearly in the first bin."""
+    target, below = probability * sum(fractions), 0.0
+    for index, fraction in enumerate(fractions):
+        if fraction and below + fraction >= target:
+            position = (target - below) / fraction
+            if index == 0:
+                return position * 2.0**_MIN_EXPONENT
+            return 2 ** (_MIN_EXPONENT + (index - 1) / 2) * 2 ** (position / 2)
+        below += fraction
     return 0.0
 
 
 class Metrics(MutableMapping[str, float]):
     """A step's metrics by name: plain floats, copied from the device when the first of them is read.
 
-    What a trainer does with a dict of floats it may do with this: read, assign, add, delete, copy, pickle (as the plain
-    dict). Names and their number are known without reading.
+    A trainer can use this like a dict of floats: read, assign, add, delete, copy, pickle (as a plain dict). Iterating
+    over the names and ``len`` copy nothing.
 
     Args:
-        labels: of the numbers in ``values``.
+        labels: descriptions of the numbers in ``values``.
         values: [k+2], one for each label, then the step's valid sequences and tokens.
     """
 
@@ -232,13 +277,15 @@ class Metrics(MutableMapping[str, float]):
         self._pending: tuple[Sequence[Label], Tensor] | None = (labels, values)
 
     def _read(self) -> dict[str, float]:
+        """Return all metrics as floats; the first call copies them from the device."""
         if self._pending is not None:
             labels, values = self._pending
             *numbers, seqs, toks = values.tolist()
-            # A count of 0 meets only sums that are 0. The keys stand there already: a trainer may be iterating.
+            # If a count is 0, the sums that it divides are 0 too.
             counts = {"tokens": toks or 1.0, "sequences": seqs or 1.0}
-            for (names, over, _, unit), number in zip(labels, numbers, strict=True):
-                number *= unit / counts.get(over, 1.0)
+            # Only values of existing keys change, since the caller may be iterating over the keys.
+            for (names, reduction, _, unit), number in zip(labels, numbers, strict=True):
+                number *= unit / counts.get(reduction, 1.0)
                 for name in names:
                     self._floats[name] = number
             self._pending = None
@@ -272,5 +319,12 @@ class Metrics(MutableMapping[str, float]):
         return dict, (self._read(),)
 
     def copy(self) -> dict[str, float]:
-        """A plain dict."""
+        """Return a plain dict."""
         return dict(self._read())
+
+
+def __getattr__(name: str) -> Any:
+    if name == "summarized":
+        warnings.warn("summarized is now called nemo_geomask.metrics.summarize_step", DeprecationWarning, stacklevel=2)
+        return summarize_step
+    raise AttributeError(f"module '{__name__}' has no attribute '{name}'")

@@ -1,4 +1,4 @@
-"""Packages of an extra, imported when they are needed."""
+"""Import of packages that an extra installs, when they are needed."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ __all__ = ["require"]
 
 
 def require(module: str, who_needs: str, extra: str) -> Any:
-    """Import a module, or say what needs its package and which extra installs it.
+    """Import and return a module, or raise an error that names the extra which installs it.
 
     Args:
-        module: its dotted name.
-        who_needs: such as ``records need``, for the error.
-        extra: of this package.
+        module: dotted name.
+        who_needs: subject and verb of the error's message, such as ``records need``.
+        extra: name of the extra of this package.
 
     Raises:
-        MissingDependencyError: the package, or something that it needs, is not installed.
+        MissingDependencyError: the module's package, or a package that it needs, is not installed.
     """
     try:
         return importlib.import_module(module)

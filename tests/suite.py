@@ -13,7 +13,7 @@ from pathlib import Path
 
 import yaml
 
-from nemo_geomask.checks.pages import between_marks, markdown
+from nemo_geomask.tools.shared.markdown import markdown_table, replace_marked_text
 
 ROOT = Path(__file__).parents[1]
 RECORD = ROOT / "docs" / "hosts" / "suite.yaml"
@@ -61,12 +61,12 @@ def table(everything: list[dict]) -> str:
         for part, found in entry["parts"].items():
             counts = (found["passed"], found["failed"] + found["error"], found["skipped"], found["warnings"])
             rows.append([*entry["environment"].values(), part, *map(str, counts), found["date"]])
-    return markdown(columns, rows)
+    return markdown_table(columns, rows)
 
 
 def rewrite(text: str) -> str:
     """The page with the current table."""
-    return between_marks(text, "suite", table(recorded()), page="nemo_rl.md")
+    return replace_marked_text(text, "suite", table(recorded()), page="nemo_rl.md")
 
 
 if __name__ == "__main__":

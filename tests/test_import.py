@@ -1,19 +1,23 @@
 """What importing costs, and the one-way rule between the rooms."""
 
 import ast
+import importlib
+import importlib.util
 import subprocess
 import sys
 import textwrap
 from pathlib import Path
 
+import networkx
 import pytest
 
 import nemo_geomask
 
 PACKAGE = Path(nemo_geomask.__file__).parent
-# A room imports only from itself and from those before it. metrics stands before losses, which report through it.
+# Rooms from the bottom up: a room imports only from itself and from those before it.
 ORDER = [
     "errors",
+    "data_keys",
     "config",
     "functional",
     "segments",
@@ -24,15 +28,15 @@ ORDER = [
     "optional",
     "recipe",
     "records",
-    "checks",
-    "translate",
-    "diagnosis",
-    "integrations",
-    "processes",
     "testing",
-    "rehearsal",
-    "bench",
-    "lab",
+    "hosts",
+    "tools/shared",
+    "tools/translate",
+    "tools/diagnose",
+    "tools/check",
+    "tools/rehearse",
+    "tools/bench",
+    "tools/lab",
     "cli",
 ]
 # Rooms that share no words: tensors know no settings and settings know no tensors.
@@ -46,8 +50,9 @@ def test_the_architectures_page_has_the_rooms_in_their_order():
     assert [room for room in rooms if room in ORDER] == ORDER
 
 
-def _room(path: Path) -> str:
-    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+def _room(parts: tuple[str, ...]) -> str:
+    """Room of a module, given its dotted parts below the package."""
+    return "/".join(parts[:2]) if parts[0] == "tools" and len(parts) > 1 else parts[0]
 
 
 def _imports(path: Path):
@@ -58,31 +63,135 @@ def _imports(path: Path):
             assert node.level == 0, f"{path}: relative import"
             yield node.module
             # `from nemo_geomask import functional` names a room too.
-            if node.module == "nemo_geomask":
-                yield from (f"nemo_geomask.{alias.name}" for alias in node.names)
+            if node.module in ("nemo_geomask", "nemo_geomask.tools"):
+                yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-MODULES = sorted(path for path in PACKAGE.rglob("*.py") if path.parent != PACKAGE or path.stem != "__init__")
+MODULES = sorted(path for path in PACKAGE.rglob("*.py") if path.stem != "__init__" or path.parent.parent != PACKAGE)
+MODULES = [path for path in MODULES if path != PACKAGE / "__init__.py"]
+
+
+def _own_room(path: Path) -> str:
+    return _room(path.relative_to(PACKAGE).with_suffix("").parts)
 
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_room_imports_only_from_rooms_before_it(path):
-    room = _room(path)
+    room = _own_room(path)
     assert room in ORDER, f"{path}: room '{room}' has no place in the order"
     for name in _imports(path):
-        if not name.startswith("nemo_geomask."):
+        parts = tuple(name.split(".")[1:])
+        if not name.startswith("nemo_geomask.") or parts == ("tools",):
             continue
-        other = name.split(".")[1]
+        other = _room(parts)
         if other not in ORDER:  # a name of the package itself, such as build_loss
-            assert room in ("lab", "cli"), f"{path} imports {name}"
+            assert room in ("tools/lab", "cli"), f"{path} imports {name}"
             continue
         assert ORDER.index(other) <= ORDER.index(room), f"{path} ({room}) imports {name}"
         assert (room, other) not in APART, f"{path} ({room}) imports {name}"
 
 
-@pytest.mark.parametrize("path", [path for path in MODULES if _room(path) == "config"], ids=lambda path: path.name)
+# Tools whose public functions other tools may use; tools/shared is for all of them.
+SHARED_TOOLS = ("check", "diagnose")
+
+
+def _imports_of_other_tools(path: Path):
+    """Yield module and imported names of each import from another tool than the module's own."""
+    own = path.relative_to(PACKAGE / "tools").parts[0].removesuffix(".py")
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom):
+            imports = [(node.module, [alias.name for alias in node.names])]
+        else:
+            imports = [(alias.name, []) for alias in node.names] if isinstance(node, ast.Import) else []
+        for module, names in imports:
+            parts = module.split(".")
+            if parts[:2] == ["nemo_geomask", "tools"] and parts[2:3] not in ([own], ["shared"]):
+                yield module, names
+
+
+TOOL_MODULES = [path for path in MODULES if path.is_relative_to(PACKAGE / "tools")]
+
+
+@pytest.mark.parametrize("path", TOOL_MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_tool_uses_only_the_public_functions_of_another(path):
+    for module, names in _imports_of_other_tools(path):
+        assert module in [f"nemo_geomask.tools.{name}" for name in SHARED_TOOLS], f"{path} imports {module}"
+        if importlib.util.find_spec(module) is None:  # that tool was deleted, and with it what uses this import
+            continue
+        public = importlib.import_module(module).__all__
+        assert set(names) <= set(public), f"{path} imports {set(names) - set(public)}, which {module} does not export"
+
+
+@pytest.mark.parametrize("path", [path for path in MODULES if _own_room(path) == "config"], ids=lambda path: path.name)
 def test_config_needs_no_torch(path):
     assert not any(name.split(".")[0] == "torch" for name in _imports(path))
+
+
+def _dotted(path: Path) -> str:
+    parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def _imports_at_run_time(tree: ast.AST):
+    """Pairs of module and name that a module imports, at its top or in a function; name is None for a plain import."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            for branch in node.orelse:
+                yield from _imports_at_run_time(branch)
+            continue
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, None) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from ((node.module, alias.name) for alias in node.names)
+        yield from _imports_at_run_time(node)
+
+
+def import_circles(trees: dict[str, ast.AST]) -> set[frozenset[str]]:
+    """Sets of modules each of which imports all the others, directly or not.
+
+    ``from package import name`` counts as an import of the module that ``package/__init__.py`` has the name from: a
+    room's ``__init__`` re-exports what its modules define, and these may import each other through it.
+    """
+    imports = {module: list(_imports_at_run_time(tree)) for module, tree in trees.items()}
+
+    def defining_module(module, name):
+        if f"{module}.{name}" in trees:
+            return f"{module}.{name}"
+        has_submodules = any(other.startswith(f"{module}.") for other in trees)
+        source = next((source for source, other in imports.get(module, ()) if other == name), None)
+        return defining_module(source, name) if has_submodules and source in trees else module
+
+    graph = networkx.DiGraph()
+    for module, pairs in imports.items():
+        for source, name in pairs:
+            target = source if name is None else defining_module(source, name)
+            if target in trees and target != module:
+                graph.add_edge(module, target)
+    return {frozenset(modules) for modules in networkx.strongly_connected_components(graph) if len(modules) > 1}
+
+
+def test_no_circle_of_imports():
+    trees = {_dotted(path): ast.parse(path.read_text(encoding="utf-8")) for path in PACKAGE.rglob("*.py")}
+    assert import_circles(trees) == set()
+
+
+@pytest.mark.parametrize(
+    ("sources", "circles"),
+    [
+        ({"p.a": "import p.b", "p.b": "from p.a import x"}, [{"p.a", "p.b"}]),
+        ({"p.a": "import p.b", "p.b": "def f():\n    from p import a"}, [{"p.a", "p.b"}]),
+        ({"p.a": "import p.b", "p.b": "if TYPE_CHECKING:\n    from p.a import x"}, []),
+        # Through the package, which has x from p.a and y from p.b.
+        (
+            {"p": "from p.a import x\nfrom p.b import y", "p.a": "import p.b", "p.b": "from p import x"},
+            [{"p.a", "p.b"}],
+        ),
+        ({"p": "from p.a import x\nfrom p.b import y", "p.a": "import p.b", "p.c": "from p import x"}, []),
+    ],
+)
+def test_circles_are_found(sources, circles):
+    trees = {"p": ast.parse(""), **{module: ast.parse(text) for module, text in sources.items()}}
+    assert import_circles(trees) == set(map(frozenset, circles))
 
 
 def added(*modules, after="sys"):
@@ -116,9 +225,15 @@ def test_losses_import_pydantic_beside_torch_and_no_more():
     assert added("nemo_geomask.losses", after="torch") <= pydantic
 
 
+def present(*names):
+    """Return the full names of those modules of the package that are there; a tool may have been deleted."""
+    modules = [f"nemo_geomask.{name}" for name in names]
+    return [module for module in modules if importlib.util.find_spec(module) is not None]
+
+
 @pytest.mark.slow
 def test_what_an_extra_installs_is_imported_when_it_is_used():
-    assert not {"yaml", "omegaconf", "hydra"} & added("nemo_geomask.translate", "nemo_geomask.cli", after="torch")
+    assert not {"yaml", "omegaconf", "hydra"} & added(*present("tools.translate", "cli"), after="torch")
 
 
 @pytest.mark.slow
@@ -131,11 +246,11 @@ def test_lazy_parts_of_torch_stay_lazy():
 
 @pytest.mark.slow
 def test_tensor_code_needs_no_pydantic():
-    code = """
+    code = f"""
         import importlib, sys
         sys.modules["pydantic"] = None
-        for name in ("parallel", "kernels", "segments", "functional", "bench"):
-            importlib.import_module(f"nemo_geomask.{name}")
+        for name in {present("parallel", "kernels", "segments", "functional", "tools.bench")}:
+            importlib.import_module(name)
         try:
             import nemo_geomask
             nemo_geomask.build_loss

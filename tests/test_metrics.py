@@ -10,15 +10,15 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nemo_geomask import build_loss
-from nemo_geomask.metrics import Label, Metrics, summarized
+from nemo_geomask import build_loss, metrics
+from nemo_geomask.metrics import Label, Metrics, summarize_step
 from tests.helpers import batches
 
 LABELS = (
     Label(("a",), "tokens", "tokens"),
     Label(("b", "c"), "sequences", "sequences"),
-    Label(("d",), "part", "tokens", 2.0),
-    Label(("e_min",), "lowest", "none"),
+    Label(("d",), "local_sum", "tokens", 2.0),
+    Label(("e_min",), "min", "none"),
 )
 EXPECTED = {"a": 0.5, "b": 0.25, "c": 0.25, "d": 3.0, "e_min": -1.0}
 
@@ -136,7 +136,7 @@ def test_quantiles_and_the_maximum_of_a_step_are_those_of_its_tokens(anchor):
     data |= {"token_mask": mask, "sample_mask": torch.ones(rows)}
     data["prev_logprobs"][mask == 0] = gen[mask == 0] + 30.0
     parts = [slice(0, 1), slice(1, 5), slice(5, None)]
-    found = summarized(
+    found = summarize_step(
         added_up(
             [
                 dict(
@@ -159,7 +159,7 @@ def test_quantiles_and_the_maximum_of_a_step_are_those_of_its_tokens(anchor):
     assert not any("_bin_" in name for name in found)
     # Something that adds up maxima, too, is noticed.
     doubled = {name: 5.0 if name == "geomask/x_max" else float(name.endswith("20")) for name in bins("x")}
-    assert summarized(doubled)["geomask/x_max"] == pytest.approx(2 ** (-13 + 10))
+    assert summarize_step(doubled)["geomask/x_max"] == pytest.approx(2 ** (-13 + 10))
 
 
 def bins(name):
@@ -167,24 +167,24 @@ def bins(name):
 
 
 def test_a_step_without_tokens_has_quantiles_too():
-    found = summarized(dict.fromkeys(bins("mismatch"), 0.0))
+    found = summarize_step(dict.fromkeys(bins("mismatch"), 0.0))
     assert found == dict.fromkeys(("geomask/mismatch_max", *(f"geomask/mismatch_q{q}" for q in (50, 99, 999))), 0.0)
 
 
 def test_the_effective_sample_size_is_that_of_the_whole_step():
     parts = [{"geomask/weight_mean": 0.5, "geomask/weight_sq": 0.6}, {"geomask/weight_mean": 0.4, "loss": 1.0}]
     parts[1]["geomask/weight_sq"] = 0.7
-    assert summarized(added_up([{**part, "loss": 0.5} for part in parts]))["geomask/weight_ess"] == pytest.approx(
+    assert summarize_step(added_up([{**part, "loss": 0.5} for part in parts]))["geomask/weight_ess"] == pytest.approx(
         0.9**2 / 1.3
     )
-    assert "geomask/weight_ess" not in summarized({"geomask/weight_mean": 0.0, "geomask/weight_sq": 0.0})
+    assert "geomask/weight_ess" not in summarize_step({"geomask/weight_mean": 0.0, "geomask/weight_sq": 0.0})
 
 
 def test_the_effective_sample_size_counts_what_has_a_weight():
     """Means are over all tokens of the step; those that were dropped have none."""
     weights, dropped = [0.5, 1.0, 2.0], 2
     whole = len(weights) + dropped
-    found = summarized(
+    found = summarize_step(
         {
             "geomask/weight_mean": sum(weights) / whole,
             "geomask/weight_sq": sum(w * w for w in weights) / whole,
@@ -197,4 +197,9 @@ def test_the_effective_sample_size_counts_what_has_a_weight():
 
 def test_a_name_that_looks_like_a_bin_is_no_histogram():
     names = {"geomask/mask/long_bin_guard/removed": 0.25, "geomask/x_bin_07": 1.0}
-    assert summarized(names) == names
+    assert summarize_step(names) == names
+
+
+def test_the_former_name_of_summarize_step_still_works_with_a_warning():
+    with pytest.deprecated_call(match="summarize_step"):
+        assert metrics.summarized is summarize_step

@@ -1,4 +1,4 @@
-"""What holds a loss to the package's promises: our own keep them all, and each promise catches who breaks it."""
+"""Promises of nemo_geomask.testing: our losses keep them all, and each promise catches a loss that breaks it."""
 
 import re
 from pathlib import Path
@@ -12,23 +12,18 @@ from nemo_geomask import build_loss
 from nemo_geomask import functional as F
 from nemo_geomask.cli import main
 from nemo_geomask.config import MaskStatistic
-from nemo_geomask.errors import ConfigError, PluginError
+from nemo_geomask.errors import PluginError
 from nemo_geomask.losses import Variant
 from nemo_geomask.losses.registry import BUILT_IN
 from nemo_geomask.testing import PROMISES, SETTINGS, assert_promises, broken_promises, trials
-
-
-def block(module):
-    """The code of a page's block that begins with the module's name."""
-    page = (Path(__file__).parents[1] / "docs" / "plugins.md").read_text(encoding="utf-8")
-    return re.search(rf"```python\n# {module}\.py\n(.*?)```", page, re.S)[1]
+from tests.helpers.plugins_page import code_block
 
 
 @pytest.fixture
 def documented(tmp_path, monkeypatch):
     """Puts the modules of docs/plugins.md where they can be imported."""
     for module in ("my_corrections", "my_tasks", "my_masks"):
-        (tmp_path / f"{module}.py").write_text(block(module), encoding="utf-8")
+        (tmp_path / f"{module}.py").write_text(code_block(module), encoding="utf-8")
     monkeypatch.syspath_prepend(str(tmp_path))
 
 
@@ -88,10 +83,10 @@ def name(variant):
 @pytest.mark.parametrize(
     ("variant", "promise", "message"),
     [
-        ("AVERAGED", "microbatches add up to the whole", "reduce over no tokens"),
+        ("AVERAGED", "microbatches add up to the whole batch", "reduce over no tokens"),
         ("OVERFLOWING", "finite at log-ratios of ±100", "saturating_exp"),
-        ("DOUBLED", "the gradient is that of finite differences", "off finite differences"),
-        ("UNPICKLABLE", "travels by pickle", "pickle"),
+        ("DOUBLED", "the gradient equals finite differences", "off finite differences"),
+        ("UNPICKLABLE", "survives pickling", "pickle"),
         ("BRANCHING", "one graph under torch.compile", "data-dependent"),
     ],
 )
@@ -110,7 +105,7 @@ def test_gradient_is_compared_with_what_is_detached_held_fixed():
 
 @pytest.mark.slow
 def test_assertion_names_every_broken_promise():
-    with pytest.raises(AssertionError, match="microbatches add up to the whole: the sum over three microbatches"):
+    with pytest.raises(AssertionError, match="microbatches add up to the whole batch: the sum over 3 microbatches"):
         assert_promises({"name": name("AVERAGED")})
 
 
@@ -139,8 +134,8 @@ def test_other_settings_keep_every_promise(settings):
 def test_command_says_what_is_broken(capsys):
     assert main(["test-variant", name("UNPICKLABLE"), "ratio_clip_max=0.3"]) == 1
     text = capsys.readouterr().out
-    assert "BROKEN  travels by pickle: " in text
-    assert "ok      packed is padded" in text
+    assert "BROKEN  survives pickling: " in text
+    assert "ok      packed rows equal padded rows" in text
     assert main(["test-variant", "gsop"]) == 2
     assert "did you mean 'gspo'" in capsys.readouterr().err
 
@@ -148,12 +143,12 @@ def test_command_says_what_is_broken(capsys):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["ratio_anchor:gen"], "'ratio_anchor:gen' is no setting; write key=value"),
-        (["=3"], "'=3' is no setting; write key=value"),
-        (["masks=[{preset"], "override 'masks=[{preset': it is no key.path=value in Hydra's grammar"),
-        (["a=1", "a.x=2"], "'a=1' and 'a.x=2' set the same; leave one of them out"),
-        (["a.x=2", "a=1"], "'a=1' and 'a.x=2' set the same; leave one of them out"),
-        (["a=1", "a=2"], "'a=1' and 'a=2' set the same; leave one of them out"),
+        (["ratio_anchor:gen"], "'ratio_anchor:gen' is not a setting; write key=value"),
+        (["=3"], "'=3' is not a setting; write key=value"),
+        (["masks=[{preset"], "override 'masks=[{preset': it is not key.path=value in Hydra's grammar"),
+        (["a=1", "a.x=2"], "'a=1' and 'a.x=2' set the same key; remove one of them"),
+        (["a.x=2", "a=1"], "'a=1' and 'a.x=2' set the same key; remove one of them"),
+        (["a=1", "a=2"], "'a=1' and 'a=2' set the same key; remove one of them"),
         (["ratio_anchr=gen"], "did you mean 'ratio_anchor'"),
     ],
 )
@@ -187,7 +182,7 @@ CROWDED = MaskStatistic(crowded)
 def test_a_correction_that_reduces_over_tokens_is_caught():
     mask = {"log_ratio": "mismatch", "level": "token", "statistic": name("CROWDED"), "max": 1.5}
     promise, text = next(broken_promises({"masks": [mask]}))
-    assert promise.name == "microbatches add up to the whole"
+    assert promise.name == "microbatches add up to the whole batch"
     assert text
 
 
@@ -214,7 +209,7 @@ def test_a_name_that_is_no_plugins_is_an_error():
 
 @pytest.mark.slow
 def test_a_statistic_by_its_name_is_caught_too():
-    with pytest.raises(AssertionError, match="microbatches add up to the whole"):
+    with pytest.raises(AssertionError, match="microbatches add up to the whole batch"):
         assert_promises(name("CROWDED"))
 
 
@@ -225,22 +220,3 @@ def test_the_documented_corrections_keep_every_promise(documented):
     loss = yaml.safe_load(settings)["loss_fn"]
     assert build_loss(loss).config.mask_rules[0].label == "gap"
     assert_promises(loss)
-
-
-@pytest.mark.slow
-def test_the_documented_task_is_trained_on_in_the_lab(documented):
-    pytest.importorskip("transformers", reason="the policy is a transformers model (demo extra)")
-    from nemo_geomask.lab.recipe import LabRecipe
-    from nemo_geomask.lab.trainer import Trainer
-    from tests.helpers.tiny_recipe import TINY, merged
-
-    env = {"env": {"name": "my_tasks:Echo", "options": {"numbers": 7}, "min_terms": 2, "max_terms": 4}}
-    trainer = Trainer(LabRecipe.read(merged(TINY, env), source="test"), build_loss({}))
-    metrics, rollout = trainer.step()
-    assert trainer.task.vocab_size == 9
-    assert 0 <= metrics["reward"] <= 1
-    assert int(rollout.data["input_ids"][:, 1:].max()) <= 8
-    with pytest.raises(ConfigError, match=r"env\.name: Input should be|env\.name: .*no task named 'ehco'"):
-        LabRecipe.read({"env": {"name": "ehco"}}, source="test")
-    with pytest.raises(ConfigError, match="options .* are those of a plugin"):
-        LabRecipe.read({"env": {"options": {"numbers": 7}}}, source="test")

@@ -1,22 +1,68 @@
-"""The command line: ``nemo-geomask COMMAND …``; one module a command."""
+"""Command line ``nemo-geomask COMMAND …``: the table of commands, and what happens around each of them.
+
+A command is a module of this package with ``add_arguments(parser)``, which declares its arguments and its help, and
+``run(arguments)``, which does the work and returns the exit status. It is imported when it is chosen, so that
+``--help``, ``--version`` and every other command need none of its packages.
+"""
 
 from __future__ import annotations
 
 import argparse
+import difflib
+import importlib
+import importlib.util
 import os
 import select
 import sys
 from collections.abc import Sequence
-from typing import TextIO
+from typing import NamedTuple, TextIO
 
 import nemo_geomask
-from nemo_geomask.cli import bench, check, diagnose, doctor, lab, rehearse, run, schema, sweep, test_variant, translate
 from nemo_geomask.errors import GeomaskError
 
-__all__ = ["COMMANDS", "main"]
+__all__ = ["COMMANDS", "Command", "main"]
 
-# Every command module has add(subparsers), which registers a parser whose `run` default does the work.
-COMMANDS = (lab, run, doctor, check, diagnose, sweep, translate, test_variant, rehearse, bench, schema)
+
+class Command(NamedTuple):
+    """Entry of the table of commands.
+
+    Attributes:
+        name: the word on the command line; with ``_`` for ``-``, the module in this package.
+        room: the package below ``nemo_geomask`` that does the work. A command whose room was deleted is not offered.
+        help: one line for ``nemo-geomask --help``.
+    """
+
+    name: str
+    room: str
+    help: str
+
+    @property
+    def module(self) -> str:
+        """Full name of the command's module."""
+        return f"{__name__}.{self.name.replace('-', '_')}"
+
+    def is_installed(self) -> bool:
+        """Return True if both the command's module and the room that does its work are there."""
+        # Without its __init__.py, what is left of a deleted folder is a namespace package, which has no origin.
+        specs = [importlib.util.find_spec(name) for name in (self.module, f"nemo_geomask.{self.room}")]
+        return all(spec is not None and spec.origin is not None for spec in specs)
+
+
+COMMANDS = (
+    Command("lab", "tools.lab", "train a small MoE policy on the CPU and compare losses"),
+    Command("run", "hosts.nemo_rl", "run a NeMo-RL script with the loss that its recipe names"),
+    Command("doctor", "hosts.nemo_rl", "check NeMo-RL, its workers' environments and the registered losses"),
+    Command("check", "tools.check", "explain what a recipe trains, and warn of known mistakes in it"),
+    Command("diagnose", "tools.diagnose", "find out what is wrong with a run's mismatch, since when, and why"),
+    Command("sweep", "tools.diagnose", "replay a run's batches under each correction and mask, and compare them"),
+    Command("translate", "tools.translate", "write another system's loss settings as a loss_fn block"),
+    Command("test-variant", "testing", "test a loss or correction of your own against the package's promises"),
+    Command("rehearse", "tools.rehearse", "run a recipe, shrunk, through NeMo-RL's own workers on this machine"),
+    Command(
+        "bench", "tools.bench", "measure log-probs, losses and sequence statistics beside the peers installed here"
+    ),
+    Command("schema", "recipe", "write the JSON Schema of a recipe, for editors"),
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -26,41 +72,31 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: arguments; those of the process if None.
 
     Returns:
-        0, 1 for what a command says of itself, 2 for a mistake in the arguments, the recipe or the installation, 130
-        after Ctrl-C, 141 where the reader of the output went away (``… | head -1``): what a shell says of SIGPIPE.
+        The command's own exit status: 0, or 1 where the command documents one; 2 for a mistake in the arguments, the
+        recipe or the installation; 130 after Ctrl-C; 141 if the reader of the output went away (``… | head -1``), as a
+        shell reports SIGPIPE.
     """
     try:
         try:
-            return _run(argv)
+            return _run_command(sys.argv[1:] if argv is None else argv)
         finally:
-            # Here, since Python's own flush at exit is too late to be caught. A process may be without output, and a
-            # script of the user's may close it.
+            # Python's own flush at exit comes too late to be caught. A process may have no standard output, and user
+            # code may close it.
             if sys.stdout is not None and not sys.stdout.closed:
                 sys.stdout.flush()
     except BrokenPipeError:
-        left = [stream for stream in (sys.stdout, sys.stderr) if _reader_left(stream)]
-        if not left:
-            raise  # a pipe or socket of the command's own, such as one to a worker
-        for stream in left:
-            # What is still buffered must go somewhere at exit.
+        broken_streams = [stream for stream in (sys.stdout, sys.stderr) if _is_reader_gone(stream)]
+        if not broken_streams:
+            raise  # the command's own pipe or socket broke, such as one to a worker
+        for stream in broken_streams:
+            # Python writes what is still buffered at exit; send it to where that succeeds.
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
         return 141
 
 
-def _run(argv: Sequence[str] | None) -> int:
-    parser = argparse.ArgumentParser(prog="nemo-geomask", description=nemo_geomask.__doc__)
-    parser.add_argument("--version", action="version", version=f"nemo-geomask {nemo_geomask.__version__}")
-    subparsers = parser.add_subparsers(metavar="COMMAND", required=True)
-    for command in COMMANDS:
-        command.add(subparsers)
-    # argparse fills `key.path=value ...` from the first run of positional arguments only; those after an option come
-    # back as unknown.
-    arguments, rest = parser.parse_known_args(argv)
-    if rest:
-        if not hasattr(arguments, "overrides") or any(word.startswith("-") for word in rest):
-            parser.error(f"unrecognized arguments: {' '.join(rest)}")
-        arguments.overrides = [*arguments.overrides, *rest]
-    # As with `python -m`, so that module:attribute finds a module in the current folder.
+def _run_command(argv: Sequence[str]) -> int:
+    arguments = _parse(argv)
+    # `python -m` does the same, so that module:attribute finds a module in the current folder.
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
@@ -73,14 +109,58 @@ def _run(argv: Sequence[str] | None) -> int:
     return status
 
 
-def _reader_left(stream: TextIO | None) -> bool:
-    """Whether the other end of a standard stream is closed."""
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
+    """Parse the arguments; ``run`` of the namespace is the function of the chosen command."""
+    parser = argparse.ArgumentParser(
+        prog="nemo-geomask",
+        description="Losses for NeMo-RL that measure, correct and mask the gap between the engine that samples and the "
+        "engine that trains, and tools around a run.",
+    )
+    parser.add_argument("--version", action="version", version=f"nemo-geomask {nemo_geomask.__version__}")
+    subparsers = parser.add_subparsers(metavar="COMMAND", required=True)
+    # No option before the command takes a value, so the first word without a dash is the command.
+    chosen = next((word for word in argv if not word.startswith("-")), None)
+    names = []
+    for command in COMMANDS:
+        if not command.is_installed():
+            continue
+        names.append(command.name)
+        subparser = subparsers.add_parser(command.name, help=command.help, formatter_class=_HelpFormatter)
+        if command.name == chosen:
+            module = importlib.import_module(command.module)
+            module.add_arguments(subparser)
+            subparser.set_defaults(run=module.run)
+    if chosen is not None and chosen not in names:
+        nearest = difflib.get_close_matches(chosen, names, n=1)
+        hint = f"did you mean '{nearest[0]}'?" if nearest else f"choose from {', '.join(names)}"
+        parser.error(f"there is no command '{chosen}'; {hint}")
+    # argparse takes `key.path=value ...` from the first run of positional arguments only, and returns those that follow
+    # an option as unknown.
+    arguments, unknown = parser.parse_known_args(argv)
+    if unknown:
+        if not hasattr(arguments, "overrides") or any(word.startswith("-") for word in unknown):
+            parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+        arguments.overrides = [*arguments.overrides, *unknown]
+    return arguments
+
+
+class _HelpFormatter(argparse.HelpFormatter):
+    """Formatter that wraps a description of one paragraph and keeps the lines of an epilog as they are."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        if "\n" in text:
+            return "".join(indent + line for line in text.splitlines(keepends=True))
+        return super()._fill_text(text, width, indent)
+
+
+def _is_reader_gone(stream: TextIO | None) -> bool:
+    """Return True if the other end of a standard stream is closed."""
     try:
-        number = stream.fileno() if stream is not None else None
-    except ValueError:  # closed, or no file at all
-        number = None
-    if number is None:
+        descriptor = stream.fileno() if stream is not None else None
+    except ValueError:  # the stream is closed, or is no file
+        descriptor = None
+    if descriptor is None:
         return False
     poll = select.poll()
-    poll.register(number, 0)
+    poll.register(descriptor, 0)
     return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))

@@ -1,15 +1,15 @@
-"""Types of arguments that several commands take."""
+"""Argument types that several commands use."""
 
 from __future__ import annotations
 
 import argparse
 import math
 
-__all__ = ["above_zero"]
+__all__ = ["positive_number"]
 
 
-def above_zero(text: str) -> float:
-    """A finite number above 0, for argparse."""
+def positive_number(text: str) -> float:
+    """Parse a finite number above 0, for argparse."""
     try:
         value = float(text)
     except ValueError:

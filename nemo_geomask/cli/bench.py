@@ -1,21 +1,24 @@
-"""``nemo-geomask bench``: our paths beside every peer that is importable."""
+"""``nemo-geomask bench``: benchmarks of our paths beside every peer that can be imported."""
 
 from __future__ import annotations
 
-from typing import Any
+import argparse
 
-__all__ = ["add"]
+from nemo_geomask.tools import bench
+
+__all__ = ["add_arguments", "run"]
 
 
-def add(subparsers: Any) -> None:
-    """Register the command."""
-    from nemo_geomask.bench import add_arguments
-
-    add_arguments(
-        subparsers.add_parser(
-            "bench",
-            help="measure log-probs, losses and sequence statistics beside the peers that are importable",
-            description="Measure log-probs, losses and sequence statistics: ours and every importable peer's in turn, "
-            "with medians and quartiles, bytes, memory, launches, collectives and errors against float64.",
-        )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments and its help."""
+    parser.description = (
+        "Measure log-probs, losses and sequence statistics of nemo_geomask and of every peer that can be imported, in "
+        "mixed order: median times with quartiles, memory traffic, peak memory, kernel launches, collectives and "
+        "errors against float64."
     )
+    bench.add_arguments(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the command."""
+    return bench.run(arguments)

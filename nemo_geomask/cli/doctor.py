@@ -1,43 +1,39 @@
-"""``nemo-geomask doctor``: can NeMo-RL, here and in its workers, use the losses?"""
+"""``nemo-geomask doctor``: check that NeMo-RL can use the losses, here and in its workers."""
 
 from __future__ import annotations
 
 import argparse
-from typing import Any
 
-__all__ = ["add", "run"]
+__all__ = ["add_arguments", "run"]
 
 
-def add(subparsers: Any) -> None:
-    """Register the command."""
-    parser = subparsers.add_parser(
-        "doctor",
-        help="check NeMo-RL, its workers' environments and the registered losses",
-        description="Report versions, importability, registered losses and NeMo-RL's seams, here and in every "
-        "environment in which a worker receives a loss. Exit status: 0 if all is well, 1 if not.",
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments and its help."""
+    parser.description = (
+        "Report versions, importability, registered losses and the NeMo-RL APIs that we rely on, "
+        "here and in every environment in which a worker receives a loss. Exit status: 0 if all is well, 1 if not."
     )
     parser.add_argument(
-        "--worker", action="append", default=[], metavar="PYTHON", help="look at this interpreter too (repeatable)"
+        "--worker", action="append", default=[], metavar="PYTHON", help="check this interpreter too (repeatable)"
     )
     parser.add_argument(
         "--ray",
         nargs="?",
         const="auto",
         metavar="ADDRESS",
-        help="look at the workers' environments on every node of a running Ray cluster, not on this machine alone",
+        help="check the workers' environments on every node of a running Ray cluster instead of this machine",
     )
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command."""
-    from nemo_geomask.integrations.nemo_rl.diagnosis import diagnose
+    from nemo_geomask.hosts.nemo_rl.installation_report import examine_installation
 
-    found = diagnose(arguments.worker, ray_address=arguments.ray)
-    print("\n".join(found.lines))
+    report = examine_installation(arguments.worker, ray_address=arguments.ray)
+    print("\n".join(report.lines))
     print()
-    for number, problem in enumerate(found.problems, start=1):
+    for number, problem in enumerate(report.problems, start=1):
         print(f"problem {number}: {problem}")
-    if not found.problems:
+    if not report.problems:
         print("all is well")
-    return 1 if found.problems else 0
+    return 1 if report.problems else 0

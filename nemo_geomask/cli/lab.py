@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
 
 from nemo_geomask.errors import ConfigError
 
-__all__ = ["add", "run"]
+__all__ = ["add_arguments", "run"]
 
 _EPILOG = """\
 SPEC = name[:level][+preset]...
@@ -33,16 +32,13 @@ examples
 """
 
 
-def add(subparsers: Any) -> None:
-    """Register the command."""
-    parser = subparsers.add_parser(
-        "lab",
-        help="train a small MoE policy on the CPU and compare losses",
-        description="Train a small, randomly initialised Qwen3-MoE by reinforcement learning on the CPU, sampling from "
-        "a bfloat16 copy of it or by vLLM, and compare losses on the real mismatch between the two.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments and its help."""
+    parser.description = (
+        "Train a small, randomly initialised Qwen3-MoE by reinforcement learning on the CPU, sampling from "
+        "a bfloat16 copy of it or by vLLM, and compare losses on the real mismatch between the two."
     )
+    parser.epilog = _EPILOG
     parser.add_argument(
         "recipe", metavar="RECIPE.yaml", help="lab recipe, such as recipes/lab/demo.yaml; or the word report"
     )
@@ -87,16 +83,15 @@ def add(subparsers: Any) -> None:
     parser.add_argument(
         "--out", type=Path, metavar="DIR", help="default: results/lab/<recipe>-<time>; runs there go on"
     )
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command."""
     # Imported here, so that --help and other commands need no optional package.
-    from nemo_geomask.lab.main import main, report_main
+    from nemo_geomask.tools.lab.train_recipe import report_runs, train_recipe
 
     if arguments.recipe == "report":
-        return report_main(arguments.overrides, baseline=arguments.baseline, target=arguments.target, out=arguments.out)
+        return report_runs(arguments.overrides, baseline=arguments.baseline, target=arguments.target, out=arguments.out)
     for flag in ("baseline", "target"):
         if getattr(arguments, flag) is not None:
             raise ConfigError(f"--{flag} belongs to nemo-geomask lab report DIR")
@@ -114,7 +109,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.docs_per_step is not None:
         # The flag replaces what the recipe says; an override beside it that says otherwise is still a conflict.
         overrides.insert(0, "policy.train_global_batch_size=null")
-    return main(
+    return train_recipe(
         arguments.recipe,
         overrides,
         compare=arguments.compare,

@@ -1,33 +1,32 @@
-"""``nemo-geomask rehearse``: a recipe, shrunk, through NeMo-RL's own workers, before it goes to a cluster."""
+"""``nemo-geomask rehearse``: run a small version of a recipe through NeMo-RL's own workers."""
 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from nemo_geomask.cli.arguments import above_zero
+from nemo_geomask.cli.arguments import positive_number
 
-__all__ = ["add", "run"]
+__all__ = ["add_arguments", "run"]
 
 _EPILOG = """\
-What is rehearsed: NeMo-RL's own script, workers, vLLM, refit, loop, logger and checkpoints, with the recipe's loss,
-masks, algorithm and settings. What is made up: a tiny random model of the recipe's architecture, a tokenizer, prompts
-of three words and the reward (the share of even words). Without GPUs it runs on CPUs, with stand-ins for CUDA.
+Rehearsed are NeMo-RL's own script, workers, vLLM, refit, training loop, logger and checkpoints, with the recipe's
+loss, masks, algorithm and settings. Made up are a tiny random model of the recipe's architecture, a tokenizer,
+prompts of three words and the reward (the share of even words). Without GPUs it runs on CPUs, with shims for CUDA.
 
 NeMo-RL is the checkout at NEMO_RL_ROOT; the interpreter is this one, and must have NeMo-RL's requirements and vLLM.
 
 layout
-  --ranks processes train, at most: TP is kept as far as it fits, then CP, EP and PP, and data parallelism gets what is
-  left. What was left out is said.
+  At most --ranks processes train. TP is kept as far as it fits, then CP, EP and PP; data parallelism gets the rest.
+  The report names what was reduced.
 
 exit status
   0  every step was trained
-  1  a stage failed, validation included; a loss or gradient norm is NaN; the time was over; --control or --resume found
-     another loss or metric
+  1  a stage failed, validation included; a loss or gradient norm is NaN; the time limit was reached; --control or
+     --resume gave another loss or metric
   2  a mistake in the arguments, a recipe that can't be read, no NeMo-RL
   130  Ctrl-C
 
@@ -37,16 +36,13 @@ examples
 """
 
 
-def add(subparsers: Any) -> None:
-    """Register the command."""
-    parser = subparsers.add_parser(
-        "rehearse",
-        help="run a recipe, shrunk, through NeMo-RL's own workers on this machine",
-        description="Check a NeMo-RL recipe, shrink it to a tiny model of its architecture, and train a few steps "
-        "through NeMo-RL's own script and workers, on this machine's GPUs or CPUs.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments and its help."""
+    parser.description = (
+        "Check a NeMo-RL recipe, shrink it to a tiny model of its architecture, and train a few steps "
+        "through NeMo-RL's own script and workers, on this machine's GPUs or CPUs."
     )
+    parser.epilog = _EPILOG
     parser.add_argument("recipe", metavar="RECIPE.yaml", help="the recipe")
     parser.add_argument(
         "overrides",
@@ -77,7 +73,7 @@ def add(subparsers: Any) -> None:
         "--json", type=Path, metavar="FILE", help="write what was found to this file; -: standard output"
     )
     parser.add_argument(
-        "--timeout", type=above_zero, default=600.0, metavar="S", help="seconds until all is ended (default: 600)"
+        "--timeout", type=positive_number, default=600.0, metavar="S", help="seconds until all is ended (default: 600)"
     )
     parser.add_argument(
         "--out",
@@ -85,7 +81,6 @@ def add(subparsers: Any) -> None:
         metavar="DIR",
         help="a new or an empty folder, or a rehearsal's, which is replaced (default: results/rehearsal/<recipe>)",
     )
-    parser.set_defaults(run=run)
 
 
 def _count(text: str) -> int:
@@ -96,12 +91,12 @@ def _count(text: str) -> int:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command."""
-    # Imported here, so that --help and other commands need none of this.
-    from nemo_geomask.rehearsal.pages import as_json, as_text
-    from nemo_geomask.rehearsal.rehearse import rehearse
+    from nemo_geomask.tools.rehearse.rehearsal import rehearse
+    from nemo_geomask.tools.rehearse.rehearsal_report import as_json, as_text
+    from nemo_geomask.tools.shared.json_output import to_json
 
     to_stdout = arguments.json is not None and str(arguments.json) == "-"
-    done = rehearse(
+    rehearsal = rehearse(
         arguments.recipe,
         arguments.overrides,
         steps=arguments.steps,
@@ -111,33 +106,33 @@ def run(arguments: argparse.Namespace) -> int:
         control=arguments.control,
         resume=arguments.resume,
         folder=arguments.out or Path("results", "rehearsal", Path(arguments.recipe).stem),
-        progress=_Said(),
+        progress=_ProgressPrinter(),
     )
-    found = json.dumps(as_json(done), ensure_ascii=False, indent=2, allow_nan=False)
+    report = to_json(as_json(rehearsal))
     if to_stdout:
-        print(found)
+        print(report)
     else:
-        print("\n".join(as_text(done)))
+        print("\n".join(as_text(rehearsal)))
         if arguments.json is not None:
-            arguments.json.write_text(found + "\n", encoding="utf-8")
-    return 0 if done.ok else 1
+            arguments.json.write_text(report + "\n", encoding="utf-8")
+    return 0 if rehearsal.ok else 1
 
 
-class _Said:
-    """Says on standard error which stage has begun, each once a step at most."""
+class _ProgressPrinter:
+    """Prints each stage to standard error when it begins, at most once in a row."""
 
     def __init__(self) -> None:
-        self._seen = 0
-        self._last = ""
+        self._printed_events = 0
+        self._last_line = ""
 
     def __call__(self, events: Sequence[dict[str, Any]]) -> None:
-        for event in events[self._seen :]:
+        for event in events[self._printed_events :]:
             line = ""
             if event["kind"] == "begin" and event["stage"] != "metrics":
                 line = f"{event['stage']} ({event['label']})"
             elif event["kind"] == "metrics" and event["prefix"] == "train" and "loss" in event["values"]:
                 line = f"step {event['step']}: loss {event['values']['loss']:.6g}"
-            if line and line != self._last:
+            if line and line != self._last_line:
                 print(f"rehearse: {line}", file=sys.stderr, flush=True)
-                self._last = line
-        self._seen = len(events)
+                self._last_line = line
+        self._printed_events = len(events)

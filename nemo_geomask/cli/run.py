@@ -1,11 +1,10 @@
-"""``nemo-geomask run``: a NeMo-RL script, with the loss that its recipe names."""
+"""``nemo-geomask run``: run a NeMo-RL script with the loss that its recipe names."""
 
 from __future__ import annotations
 
 import argparse
-from typing import Any
 
-__all__ = ["add", "run"]
+__all__ = ["add_arguments", "run"]
 
 _EPILOG = """\
 examples, in NeMo-RL's checkout and environment
@@ -16,23 +15,17 @@ A recipe without loss_fn.name trains with NeMo-RL's own loss. In a script of you
 """
 
 
-def add(subparsers: Any) -> None:
-    """Register the command."""
-    parser = subparsers.add_parser(
-        "run",
-        help="run a NeMo-RL script with the loss that its recipe names",
-        description="Run a NeMo-RL script as python would, with every policy loss it builds chosen by loss_fn.name.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments and its help."""
+    parser.description = "Run a NeMo-RL script as python would; loss_fn.name chooses every policy loss that it builds."
+    parser.epilog = _EPILOG
     parser.add_argument("script", metavar="SCRIPT.py", help="NeMo-RL's script, such as examples/run_grpo.py")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="the script's own arguments")
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command."""
-    from nemo_geomask.integrations.nemo_rl.launch import launch
+    from nemo_geomask.hosts.nemo_rl.launch import launch
 
     launch(arguments.script, arguments.arguments)
     return 0

@@ -5,14 +5,13 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
-from typing import Any
 
-from nemo_geomask.config.presets import PLUGINS
+from nemo_geomask.config.presets import PRESET_GROUP
 from nemo_geomask.errors import ConfigError
 from nemo_geomask.losses.registry import available, load
-from nemo_geomask.recipe.schema import recipe_schema
+from nemo_geomask.recipe.json_schema import recipe_schema
 
-__all__ = ["add", "render", "run"]
+__all__ = ["add_arguments", "render", "run"]
 
 _EPILOG = """\
 In an editor with the YAML language server (VS Code, Neovim, …), write at the top of a recipe
@@ -20,18 +19,16 @@ In an editor with the YAML language server (VS Code, Neovim, …), write at the 
 """
 
 
-def add(subparsers: Any) -> None:
-    """Register the command."""
-    parser = subparsers.add_parser(
-        "schema",
-        help="write the JSON Schema of a recipe, for editors",
-        description="Write the JSON Schema of a NeMo-RL recipe: loss_fn is checked strictly, everything else is open.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments and its help."""
+    parser.description = (
+        "Write the JSON Schema of a NeMo-RL recipe: loss_fn is checked strictly, everything else is open."
     )
+    parser.epilog = _EPILOG
     parser.add_argument("--out", type=Path, metavar="FILE", help="default: standard output")
-    parser.add_argument("--installed", action="store_true", help="with the objectives and mask presets of plugins here")
-    parser.set_defaults(run=run)
+    parser.add_argument(
+        "--installed", action="store_true", help="include the objectives and mask presets of installed plugins"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -48,13 +45,17 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def render(*, installed: bool = False) -> str:
-    """The schema as JSON text, with the objectives that come with the package.
+    """Return the schema as JSON text.
 
     Args:
-        installed: with those and the mask presets of other distributions here, too. Without, the text is the same
-            wherever it is written; plugins' objectives are allowed by any name, and presets as ``module:attribute``.
+        installed: include the objectives and mask presets of installed plugins. Without them the text is the same on
+            every machine; it allows any name for an objective, and ``module:attribute`` for a preset.
     """
     names = [name for name, entries in available().items() if installed or entries[0].distribution == "nemo-geomask"]
-    presets = {name: PLUGINS.load(name) for name in PLUGINS.available() if installed and not PLUGINS.is_own(name)}
+    presets = {
+        name: PRESET_GROUP.load(name)
+        for name in PRESET_GROUP.available()
+        if installed and not PRESET_GROUP.is_built_in(name)
+    }
     schema = recipe_schema({name: load(name).options for name in names}, presets)
     return json.dumps(schema, ensure_ascii=False, indent=2) + "\n"

@@ -8,7 +8,7 @@ from typing import Any
 
 from nemo_geomask.errors import ConfigError
 
-__all__ = ["add", "run"]
+__all__ = ["add_arguments", "run"]
 
 _EPILOG = """\
 exit status
@@ -23,17 +23,14 @@ examples
 """
 
 
-def add(subparsers: Any) -> None:
-    """Register the command."""
-    parser = subparsers.add_parser(
-        "translate",
-        help="write another system's loss settings as a loss_fn block",
-        description="Read settings of another RL system (a YAML, JSON or TOML file, a Python call, a command line) and "
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments and its help."""
+    parser.description = (
+        "Read settings of another RL system (a YAML, JSON or TOML file, a Python call, a command line) and "
         "write the loss_fn block that does the same, with a comment for each bound that had to be converted and for "
-        "whatever remains different.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        "whatever remains different."
     )
+    parser.epilog = _EPILOG
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="settings; a later file's win")
     parser.add_argument(
         "--from", dest="peer", metavar="SYSTEM", help="whose settings (default: found out by the names)"
@@ -42,13 +39,12 @@ def add(subparsers: Any) -> None:
         "--to", choices=["verl"], help="the other way: FILE is a recipe, whose loss_fn is written as theirs"
     )
     parser.add_argument("--out", type=Path, metavar="FILE", help="default: standard output")
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command."""
     from nemo_geomask.recipe import read_recipe
-    from nemo_geomask.translate import to_verl, translate_files
+    from nemo_geomask.tools.translate import to_verl, translate_files
 
     translation: Any
     if arguments.to is None:
@@ -67,4 +63,4 @@ def run(arguments: argparse.Namespace) -> int:
             arguments.out.write_text(translation.yaml(), encoding="utf-8")
         except OSError as error:
             raise ConfigError(f"{arguments.out}: can't be written: {error.strerror or error}") from None
-    return 1 if translation.lost else 0
+    return 1 if translation.not_expressed else 0

@@ -1,9 +1,9 @@
-"""Configuration: one strict schema for the ``loss_fn:`` block; needs pydantic only."""
+"""Configuration: the strict schema of the ``loss_fn:`` block. Its only dependency is pydantic."""
 
 from __future__ import annotations
 
 from nemo_geomask.config.corrections import MaskStatistic, Truncation, WeightLevel
-from nemo_geomask.config.loss import LossConfig
+from nemo_geomask.config.loss_config import LossConfig
 from nemo_geomask.config.masks import MaskPreset, MaskRule
 from nemo_geomask.config.strict import StrictModel, nearest, parse
 

@@ -1,256 +1,422 @@
-"""Settings of a loss that contradict each other, or that do nothing."""
+"""Table of conflicts in a ``loss_fn:`` block: settings that contradict each other or have no effect.
+
+This table holds the rules that need nothing but the block. ``tools/check`` has the rules on a whole recipe, and the
+``Variant`` of each objective names the settings that the objective refuses.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Literal
 
+from nemo_geomask.config.loss_settings import PRESTEP_REASONS, LossSettings
 from nemo_geomask.config.strict import as_yaml
 
-if TYPE_CHECKING:
-    from nemo_geomask.config.loss import LossSettings
+__all__ = ["CONFLICTS", "Conflict", "ConflictRule", "Severity", "find_conflicts"]
 
-__all__ = ["Conflict", "conflicts"]
+Severity = Literal["error", "warning"]
+Condition = Callable[[LossSettings], bool]
 
 
 @dataclass(frozen=True)
 class Conflict:
-    """A contradiction.
+    """Settings of one block that contradict each other.
 
     Attributes:
-        keys: the settings that are at odds, the one to change first.
-        message: their values, and the way out.
-        rests_on: settings whose value counts only through what is derived from it. Where one of them is at odds with
-            yet another, this contradiction is but a consequence.
+        keys: the settings in conflict; the first is the one to change first.
+        message: the values of these settings, and how to resolve the conflict.
+        depends_on: settings whose values make this a conflict. If one of them is in an earlier conflict, or has
+            an invalid value, this conflict may disappear once that is fixed, and it is not reported.
     """
 
     keys: tuple[str, ...]
     message: str
-    rests_on: tuple[str, ...] = ()
+    depends_on: tuple[str, ...] = ()
 
 
-def conflicts(settings: LossSettings) -> tuple[Conflict, ...]:
-    """The contradictions between settings, without those that are the consequence of another."""
-    found: list[Conflict] = []
-    # Causes come before consequences.
-    for rules in (_normalization, _ratio, _anchor, _truncation, _correction, _rest):
-        for conflict in rules(settings):
-            disputed = {key for other in found for key in other.keys}
-            if disputed.isdisjoint(conflict.rests_on):
-                found.append(conflict)
-    return tuple(found)
+@dataclass(frozen=True)
+class ConflictRule:
+    """One row of :data:`CONFLICTS`.
+
+    Attributes:
+        keys: see :class:`Conflict`.
+        applies: returns True for settings with this conflict.
+        message: template; ``{key}`` stands for the value of that setting, or of that property of the settings.
+        severity: ``error``: :class:`~nemo_geomask.config.LossConfig` refuses the settings; ``warning``:
+            :func:`nemo_geomask.build_loss` warns.
+        depends_on: see :class:`Conflict`.
+    """
+
+    keys: tuple[str, ...]
+    applies: Condition
+    message: str
+    severity: Severity = "error"
+    depends_on: tuple[str, ...] = ()
 
 
-def _normalization(settings: LossSettings) -> Iterator[Conflict]:
-    chosen, by_token = settings.loss_normalization, settings.token_level_loss
-    if "token_level_loss" in settings.model_fields_set and chosen is not None and by_token != (chosen == "tokens"):
-        yield Conflict(
-            ("token_level_loss", "loss_normalization"),
-            f"token_level_loss: {as_yaml(by_token)} contradicts loss_normalization: {chosen}; set token_level_loss: "
-            f"{as_yaml(not by_token)}, or remove loss_normalization",
+def find_conflicts(settings: LossSettings, severity: Severity = "error") -> tuple[Conflict, ...]:
+    """Return the conflicts of one severity, without those that may only follow from an earlier conflict."""
+    conflicts: list[Conflict] = []
+    disputed: set[str] = set()
+    for rule in CONFLICTS:
+        if rule.severity == severity and disputed.isdisjoint(rule.depends_on) and rule.applies(settings):
+            conflicts.append(Conflict(rule.keys, rule.message.format_map(_Values(settings)), rule.depends_on))
+            disputed.update(rule.keys)
+    return tuple(conflicts)
+
+
+class _Values(dict[str, str]):
+    """Mapping from a setting's key to its value as text, for ``str.format_map`` on a message template."""
+
+    def __init__(self, settings: LossSettings) -> None:
+        self._settings = settings
+
+    def __missing__(self, key: str) -> str:
+        value: Any = getattr(self._settings, key)
+        if isinstance(value, tuple):
+            return ", ".join(value)
+        return f"{value:g}" if isinstance(value, float) else as_yaml(value)
+
+
+def _both_on(first: str, second: str) -> Condition:
+    """Return a condition: both switches are on."""
+    return lambda s: bool(getattr(s, first)) and bool(getattr(s, second))
+
+
+def _shapes_weight(key: str) -> Condition:
+    """Return a condition: the setting ``key`` changes the weight against the mismatch."""
+    if key == "truncated_importance_sampling_type":
+        # The base recipes of NeMo-RL v0.6.0 set `tis` without a bound, which truncates nothing.
+        return lambda s: s.truncated_importance_sampling_type not in (None, "tis") or s.truncation is not None
+    return lambda s: getattr(s, key) not in (None, False)  # None: no level is set; False: no batch normalization
+
+
+def _on_under_gen(key: str) -> Condition:
+    """Return a condition: the switch ``key`` is on under ``ratio_anchor: gen``."""
+    return lambda s: s.ratio_anchor == "gen" and bool(getattr(s, key))
+
+
+def _shapes_weight_under_gen(key: str) -> Condition:
+    """Return a condition: ``key`` changes the weight, which ``ratio_anchor: gen`` sets to 1."""
+    shapes_weight = _shapes_weight(key)
+    return lambda s: s.ratio_anchor == "gen" and shapes_weight(s)
+
+
+def _shapes_unused_weight(key: str) -> Condition:
+    """Return a condition: ``key`` changes the weight, but the weight is not applied."""
+    shapes_weight = _shapes_weight(key)
+    return lambda s: not s.use_importance_sampling_correction and shapes_weight(s)
+
+
+def _bounds_without_type(*, low: bool, high: bool) -> Condition:
+    """Return a condition: no truncation type is set, and of its bounds exactly those that are passed as True."""
+    return lambda s: (
+        s.truncated_importance_sampling_type is None
+        and (s.truncated_importance_sampling_ratio_min is not None) == low
+        and (s.truncated_importance_sampling_ratio is not None) == high
+    )
+
+
+def _needs_prestep_without_prev(key: str) -> Condition:
+    """Return a condition: ``key`` needs the pre-step pass, which reads ``prev_logprobs``, but they are not computed."""
+    return lambda s: s.force_on_policy_ratio and key in s.prestep_reasons
+
+
+_NORMALIZATION = (
+    ConflictRule(
+        ("token_level_loss", "loss_normalization"),
+        lambda s: (
+            "token_level_loss" in s.model_fields_set
+            and s.token_level_loss
+            and s.loss_normalization not in (None, "tokens")
+        ),
+        "token_level_loss: true contradicts loss_normalization: {loss_normalization}; set token_level_loss: false, or "
+        "remove loss_normalization",
+    ),
+    ConflictRule(
+        ("token_level_loss", "loss_normalization"),
+        lambda s: (
+            "token_level_loss" in s.model_fields_set and not s.token_level_loss and s.loss_normalization == "tokens"
+        ),
+        "token_level_loss: false contradicts loss_normalization: tokens; set token_level_loss: true, or remove "
+        "loss_normalization",
+    ),
+    ConflictRule(
+        ("loss_normalization", "loss_normalization_constant"),
+        lambda s: s.loss_normalization == "constant" and s.loss_normalization_constant is None,
+        "loss_normalization: constant needs loss_normalization_constant; give it (in tokens, usually the longest "
+        "response allowed)",
+    ),
+    ConflictRule(
+        ("loss_normalization_constant", "loss_normalization"),
+        lambda s: s.loss_normalization != "constant" and s.loss_normalization_constant is not None,
+        "loss_normalization_constant: {loss_normalization_constant} needs loss_normalization: constant; set that, or "
+        "remove the constant",
+    ),
+)
+
+_RATIO = (
+    ConflictRule(
+        ("token_level_loss", "sequence_level_importance_ratios"),
+        lambda s: s.sequence_level_importance_ratios and s.token_level_loss and s.loss_normalization is None,
+        "sequence_level_importance_ratios: true needs a sequence-level loss, but token_level_loss is true; set "
+        "token_level_loss: false, or state loss_normalization: tokens to weight sequences by their length",
+        depends_on=("loss_normalization",),
+    ),
+    ConflictRule(
+        ("ratio_clip_c", "disable_ppo_ratio"),
+        lambda s: s.disable_ppo_ratio and s.ratio_clip_c is not None and not s.force_on_policy_ratio,
+        "ratio_clip_c: {ratio_clip_c} bounds the ratio that disable_ppo_ratio: true removes; set ratio_clip_c: null",
+        depends_on=("force_on_policy_ratio",),
+    ),
+)
+
+_CISPO_OTHERWISE = "or use_cispo: false with name: cispo, which takes any normalization"
+_CISPO = (
+    ConflictRule(
+        ("use_cispo", "disable_ppo_ratio"),
+        _both_on("use_cispo", "disable_ppo_ratio"),
+        "use_cispo: true needs the ratio that disable_ppo_ratio: true removes; unset one of them",
+    ),
+    ConflictRule(
+        ("use_cispo", "force_on_policy_ratio"),
+        _both_on("use_cispo", "force_on_policy_ratio"),
+        "use_cispo: true clips the ratio that force_on_policy_ratio: true sets to 1; unset one of them",
+    ),
+    ConflictRule(
+        ("use_cispo", "sequence_level_importance_ratios"),
+        _both_on("use_cispo", "sequence_level_importance_ratios"),
+        "use_cispo: true is defined on token ratios, not with sequence_level_importance_ratios: true; unset one of "
+        "them",
+    ),
+    ConflictRule(
+        ("ratio_clip_c", "use_cispo"),
+        lambda s: s.use_cispo and s.ratio_clip_c is not None,
+        "use_cispo: true has no dual clip, but ratio_clip_c is {ratio_clip_c}; set ratio_clip_c: null",
+    ),
+    ConflictRule(
+        ("use_cispo", "loss_normalization"),
+        lambda s: s.use_cispo and s.loss_normalization not in (None, "tokens"),
+        "use_cispo: true needs a token-level loss, but loss_normalization is {loss_normalization}; set "
+        f"loss_normalization: tokens, {_CISPO_OTHERWISE}",
+    ),
+    ConflictRule(
+        ("use_cispo", "token_level_loss"),
+        lambda s: s.use_cispo and s.loss_normalization is None and not s.token_level_loss,
+        "use_cispo: true needs a token-level loss, but token_level_loss is false; set token_level_loss: true, "
+        f"{_CISPO_OTHERWISE}",
+        depends_on=("loss_normalization",),
+    ),
+)
+
+_ANCHOR = (
+    ConflictRule(
+        ("audit_fraction", "ratio_anchor"),
+        lambda s: s.audit_fraction > 0 and s.knows_prev and not s.force_on_policy_ratio,
+        "audit_fraction: {audit_fraction} scores a sample where prev_logprobs are not computed, but this configuration "
+        "has all of them computed; set audit_fraction: 0",
+    ),
+    ConflictRule(
+        ("audit_fraction", "ratio_anchor"),
+        lambda s: s.audit_fraction > 0 and s.force_on_policy_ratio,
+        "audit_fraction: {audit_fraction} scores a sample where prev_logprobs are not computed, but this configuration "
+        "leaves them out; set audit_fraction: 0",
+    ),
+    ConflictRule(
+        ("audit_fraction", "metrics"),
+        lambda s: s.audit_fraction > 0 and s.metrics != "full",
+        "audit_fraction: {audit_fraction} computes prev_logprobs for metrics that metrics: {metrics} leaves out; set "
+        "metrics: full, or audit_fraction: 0",
+    ),
+    *(
+        ConflictRule(
+            ("ratio_anchor", key),
+            _on_under_gen(key),
+            f"ratio_anchor: gen says what the ratio is taken against, but {key}: true {effect}; unset one of them "
+            "(without ratio or clip, force_on_policy_ratio: true with use_importance_sampling_correction: true is "
+            "anchored on the generation engine)",
         )
-    constant = settings.loss_normalization_constant
-    if chosen == "constant" and constant is None:
-        yield Conflict(
-            ("loss_normalization", "loss_normalization_constant"),
-            "loss_normalization: constant needs loss_normalization_constant; give it (in tokens, usually the longest "
-            "response allowed)",
-        )
-    elif chosen != "constant" and constant is not None:
-        yield Conflict(
-            ("loss_normalization_constant", "loss_normalization"),
-            f"loss_normalization_constant: {constant:g} needs loss_normalization: constant; set that, or remove the "
-            "constant",
-        )
-
-
-def _ratio(settings: LossSettings) -> Iterator[Conflict]:
-    chosen = settings.loss_normalization
-    if settings.sequence_level_importance_ratios and settings.token_level_loss and chosen is None:
-        yield Conflict(
-            ("token_level_loss", "sequence_level_importance_ratios"),
-            "sequence_level_importance_ratios: true needs a sequence-level loss, but token_level_loss is true; set "
-            "token_level_loss: false, or state loss_normalization: tokens to weight sequences by their length",
-            rests_on=("loss_normalization",),
-        )
-    dual_clip = settings.ratio_clip_c
-    if settings.disable_ppo_ratio and dual_clip is not None and not settings.force_on_policy_ratio:
-        yield Conflict(
-            ("ratio_clip_c", "disable_ppo_ratio"),
-            f"ratio_clip_c: {dual_clip:g} bounds the ratio that disable_ppo_ratio: true removes; set ratio_clip_c: "
-            "null",
-            rests_on=("force_on_policy_ratio",),
-        )
-    if settings.use_cispo:
-        yield from _cispo(settings)
-
-
-def _anchor(settings: LossSettings) -> Iterator[Conflict]:
-    fraction = settings.audit_fraction
-    if fraction and settings.knows_prev:
-        all_of_them = "leaves them out" if settings.force_on_policy_ratio else "has all of them computed"
-        yield Conflict(
-            ("audit_fraction", "ratio_anchor"),
-            f"audit_fraction: {fraction:g} scores a sample where prev_logprobs are not computed, but this "
-            f"configuration {all_of_them}; set audit_fraction: 0",
-        )
-    if fraction and settings.metrics != "full":
-        yield Conflict(
-            ("audit_fraction", "metrics"),
-            f"audit_fraction: {fraction:g} computes prev_logprobs for metrics that metrics: {settings.metrics} leaves "
-            "out; set metrics: full, or audit_fraction: 0",
-        )
-    if settings.ratio_anchor != "gen":
-        return
-    for key, why in {
-        "disable_ppo_ratio": "removes the ratio",
-        "force_on_policy_ratio": "sets the ratio to 1",
-    }.items():
-        if getattr(settings, key):
-            yield Conflict(
-                ("ratio_anchor", key),
-                f"ratio_anchor: gen says what the ratio is taken against, but {key}: true {why}; unset one of them "
-                "(without ratio or clip, force_on_policy_ratio: true with use_importance_sampling_correction: true is "
-                "anchored on the generation engine)",
-            )
-    for key, value in _shaping(settings).items():
-        yield Conflict(
+        for key, effect in {
+            "disable_ppo_ratio": "removes the ratio",
+            "force_on_policy_ratio": "sets the ratio to 1",
+        }.items()
+    ),
+    *(
+        ConflictRule(
             (key, "ratio_anchor"),
-            f"{key}: {as_yaml(value)} shapes the weight against the mismatch, which ratio_anchor: gen has in its "
-            f"ratio (the weight is 1); remove {key}, or set ratio_anchor: prev",
+            _shapes_weight_under_gen(key),
+            f"{key}: {{{key}}} shapes the weight against the mismatch, but under ratio_anchor: gen the ratio itself "
+            f"holds the mismatch and the weight is 1; remove {key}, or set ratio_anchor: prev",
         )
+        for key in ("is_correction_level", "is_correction_batch_normalize", "truncated_importance_sampling_type")
+    ),
+    ConflictRule(
+        ("ratio_anchor", "name"),
+        lambda s: bool(s.objective_masks_on_total) and s.ratio_anchor == "prev" and not s.applies_weight,
+        "prev takes the ratio against π_old, while mask {objective_masks_on_total} of name: {name} compares with the "
+        "generation engine, and no weight makes up for the mismatch between the two; its authors take both against "
+        "one policy. Remove ratio_anchor, or set use_importance_sampling_correction: true; for both against π_old, as "
+        "in verl, choose name: cispo and give the mask log_ratio: policy",
+        severity="warning",
+    ),
+)
+
+_TYPE = "truncated_importance_sampling_type"
+_HIGH = "truncated_importance_sampling_ratio"
+_LOW = "truncated_importance_sampling_ratio_min"
 
 
-def _cispo(settings: LossSettings) -> Iterator[Conflict]:
-    at_odds = {
-        "disable_ppo_ratio": "needs the ratio that disable_ppo_ratio: true removes",
-        "force_on_policy_ratio": "clips the ratio that force_on_policy_ratio: true sets to 1",
-        "sequence_level_importance_ratios": "is defined on token ratios, not with sequence_level_importance_ratios: "
-        "true",
-    }
-    for key, why in at_odds.items():
-        if getattr(settings, key):
-            yield Conflict(("use_cispo", key), f"use_cispo: true {why}; unset one of them")
-    if settings.ratio_clip_c is not None:
-        yield Conflict(
-            ("ratio_clip_c", "use_cispo"),
-            f"use_cispo: true has no dual clip, but ratio_clip_c is {settings.ratio_clip_c:g}; set ratio_clip_c: null",
-        )
-    chosen = settings.loss_normalization
-    otherwise = "or use_cispo: false with name: cispo, which takes any normalization"
-    if chosen not in (None, "tokens"):
-        yield Conflict(
-            ("use_cispo", "loss_normalization"),
-            f"use_cispo: true needs a token-level loss, but loss_normalization is {chosen}; set loss_normalization: "
-            f"tokens, {otherwise}",
-        )
-    elif chosen is None and not settings.token_level_loss:
-        yield Conflict(
-            ("use_cispo", "token_level_loss"),
-            "use_cispo: true needs a token-level loss, but token_level_loss is false; set token_level_loss: true, "
-            f"{otherwise}",
-            rests_on=("loss_normalization",),
-        )
+_TRUNCATION = (
+    ConflictRule(
+        (_TYPE, _HIGH),
+        lambda s: (
+            s.truncated_importance_sampling_type not in (None, "tis") and s.truncated_importance_sampling_ratio is None
+        ),
+        f"{_TYPE}: {{{_TYPE}}} needs {_HIGH}; give the upper bound, or set the type to null",
+    ),
+    ConflictRule(
+        (_TYPE, _LOW),
+        lambda s: (
+            s.truncated_importance_sampling_type not in (None, "tis")
+            and s.truncated_importance_sampling_ratio_min is None
+            and s.plugin_truncation is None
+        ),
+        f"{_TYPE}: {{{_TYPE}}} needs {_LOW}; give the lower bound (0 for none)",
+    ),
+    ConflictRule(
+        (_LOW, _TYPE),
+        _bounds_without_type(low=True, high=False),
+        f"{_LOW}: {{{_LOW}}} needs {_TYPE}; set it to tis, icepop or seq-mask-tis",
+    ),
+    ConflictRule(
+        (_HIGH, _TYPE),
+        _bounds_without_type(low=False, high=True),
+        f"{_HIGH}: {{{_HIGH}}} needs {_TYPE}; set it to tis, icepop or seq-mask-tis",
+    ),
+    ConflictRule(
+        (_LOW, _HIGH, _TYPE),
+        _bounds_without_type(low=True, high=True),
+        f"{_LOW}: {{{_LOW}}} and {_HIGH}: {{{_HIGH}}} need {_TYPE}; set it to tis, icepop or seq-mask-tis",
+    ),
+    ConflictRule(
+        (_LOW, _HIGH),
+        lambda s: (
+            s.truncated_importance_sampling_type == "tis"
+            and s.truncated_importance_sampling_ratio is None
+            and s.truncated_importance_sampling_ratio_min is not None
+        ),
+        f"{_LOW}: {{{_LOW}}} needs {_HIGH}; give the upper bound, or set {_LOW}: null",
+    ),
+    ConflictRule(
+        (_LOW, _HIGH),
+        lambda s: (
+            s.truncated_importance_sampling_ratio_min is not None
+            and s.truncated_importance_sampling_ratio is not None
+            and s.truncated_importance_sampling_ratio_min > s.truncated_importance_sampling_ratio
+        ),
+        f"{_LOW}: {{{_LOW}}} exceeds {_HIGH}: {{{_HIGH}}}; swap them",
+    ),
+    ConflictRule(
+        (_TYPE,),
+        lambda s: s.truncated_importance_sampling_type == "tis" and s.truncated_importance_sampling_ratio is None,
+        f"tis does nothing while loss_fn.{_HIGH} is null; give a ratio, or set the type to null",
+        severity="warning",
+    ),
+)
 
+_SWITCH = "use_importance_sampling_correction"
+_CORRECTION = (
+    ConflictRule(
+        (_TYPE, _SWITCH),
+        _shapes_unused_weight(_TYPE),
+        f"{_TYPE}: {{{_TYPE}}} truncates a weight that is not applied while {_SWITCH} is false; set it to true, or the "
+        "type to null",
+        depends_on=("ratio_anchor",),
+    ),
+    ConflictRule(
+        ("is_correction_batch_normalize", _SWITCH),
+        _shapes_unused_weight("is_correction_batch_normalize"),
+        f"is_correction_batch_normalize: true has no effect while {_SWITCH} is false; set that to true, or this to "
+        "false",
+        depends_on=("ratio_anchor",),
+    ),
+    ConflictRule(
+        ("is_correction_level", _SWITCH),
+        _shapes_unused_weight("is_correction_level"),
+        f"is_correction_level: {{is_correction_level}} has no effect while {_SWITCH} is false; set it to true, or "
+        "remove the level",
+        depends_on=("ratio_anchor",),
+    ),
+    ConflictRule(
+        (_TYPE, "is_correction_level"),
+        lambda s: (
+            s.truncated_importance_sampling_type == "seq-mask-tis" and s.is_correction_level not in (None, "token")
+        ),
+        f"{_TYPE}: seq-mask-tis keeps token weights, but is_correction_level is {{is_correction_level}}; set "
+        "is_correction_level: token",
+    ),
+    ConflictRule(
+        (_TYPE, "sequence_level_importance_ratios"),
+        lambda s: (
+            s.truncated_importance_sampling_type == "seq-mask-tis"
+            and s.is_correction_level is None
+            and s.sequence_level_importance_ratios
+        ),
+        f"{_TYPE}: seq-mask-tis keeps token weights, but sequence_level_importance_ratios: true gives each sequence "
+        "one weight; set is_correction_level: token",
+        depends_on=("is_correction_level", "sequence_level_importance_ratios"),
+    ),
+)
 
-def _truncation(settings: LossSettings) -> Iterator[Conflict]:
-    kind_key, high_key = "truncated_importance_sampling_type", "truncated_importance_sampling_ratio"
-    low_key = f"{high_key}_min"
-    kind, high, low = (getattr(settings, key) for key in (kind_key, high_key, low_key))
-    if kind not in (None, "tis"):
-        if high is None:
-            yield Conflict(
-                (kind_key, high_key),
-                f"{kind_key}: {kind} needs {high_key}; give the upper bound, or set the type to null",
-            )
-        if low is None and settings.own_truncation is None:
-            yield Conflict(
-                (kind_key, low_key), f"{kind_key}: {kind} needs {low_key}; give the lower bound (0 for none)"
-            )
-    given = {key: value for key, value in {low_key: low, high_key: high}.items() if value is not None}
-    if kind is None and given:
-        found = " and ".join(f"{key}: {value:g}" for key, value in given.items())
-        needs = "needs" if len(given) == 1 else "need"
-        yield Conflict((*given, kind_key), f"{found} {needs} {kind_key}; set it to tis, icepop or seq-mask-tis")
-    if kind == "tis" and high is None and low is not None:
-        yield Conflict(
-            (low_key, high_key), f"{low_key}: {low:g} needs {high_key}; give the upper bound, or set {low_key}: null"
+_KL_AND_NLL = (
+    ConflictRule(
+        ("reference_policy_kl_gradient", "use_kl_in_reward"),
+        lambda s: s.reference_policy_kl_gradient is not None and s.use_kl_in_reward,
+        "reference_policy_kl_gradient: {reference_policy_kl_gradient} has no effect without a KL term "
+        "(use_kl_in_reward: true); set that to false, or remove reference_policy_kl_gradient",
+    ),
+    ConflictRule(
+        ("reference_policy_kl_type", "use_kl_in_reward"),
+        lambda s: s.reference_policy_kl_type == "k4" and s.use_kl_in_reward,
+        "reference_policy_kl_type: k4 is not known to NeMo-RL, which computes the penalty under use_kl_in_reward: "
+        "true; choose k1, k2 or k3",
+    ),
+    ConflictRule(
+        ("positive_example_nll_normalization", "positive_example_nll_weight"),
+        lambda s: s.positive_example_nll_normalization != "microbatch" and s.positive_example_nll_weight == 0,
+        "positive_example_nll_normalization: {positive_example_nll_normalization} has no effect while "
+        "positive_example_nll_weight is 0; give a weight, or remove it",
+    ),
+)
+
+_PRESTEP = (
+    ConflictRule(
+        ("denominator", "masks"),
+        lambda s: s.denominator == "kept" and not s.rules_before_step,
+        "denominator: kept counts what the masks on the mismatch keep, but masks has none such; add one (geometric, "
+        "icepop, veto, …), or set denominator: original",
+    ),
+    *(
+        ConflictRule(
+            (key, "force_on_policy_ratio"),
+            _needs_prestep_without_prev(key),
+            f"{reason} reads prev_logprobs before the step, which force_on_policy_ratio: true leaves out; unset one of "
+            "them",
         )
-    if low is not None and high is not None and low > high:
-        yield Conflict((low_key, high_key), f"{low_key}: {low:g} exceeds {high_key}: {high:g}; swap them")
+        for key, reason in PRESTEP_REASONS.items()
+    ),
+)
 
-
-def _shaping(settings: LossSettings) -> dict[str, Any]:
-    """Settings that shape the weight against the mismatch, as they stand."""
-    kind = settings.truncated_importance_sampling_type
-    # A tis without a ratio truncates nothing; v0.6.0's base recipes have it.
-    truncates = kind != "tis" or settings.truncated_importance_sampling_ratio is not None
-    shapes = {
-        "is_correction_level": settings.is_correction_level,
-        "is_correction_batch_normalize": settings.is_correction_batch_normalize or None,
-        "truncated_importance_sampling_type": kind if truncates else None,
-    }
-    return {key: value for key, value in shapes.items() if value is not None}
-
-
-def _correction(settings: LossSettings) -> Iterator[Conflict]:
-    switch, level = "use_importance_sampling_correction", settings.is_correction_level
-    kind = settings.truncated_importance_sampling_type
-    off = f"while {switch} is false; set"
-    why = {
-        "truncated_importance_sampling_type": f"truncates a weight that is not applied {off} it to true, or the type "
-        "to null",
-        "is_correction_batch_normalize": f"has no effect {off} that to true, or this to false",
-        "is_correction_level": f"has no effect {off} it to true, or remove the level",
-    }
-    if not settings.use_importance_sampling_correction:
-        given = _shaping(settings)
-        for key in (key for key in why if key in given):
-            yield Conflict((key, switch), f"{key}: {as_yaml(given[key])} {why[key]}", rests_on=("ratio_anchor",))
-    if kind == "seq-mask-tis" and settings.correction_level != "token":
-        key, found = "is_correction_level", f"is_correction_level is {level}"
-        if level is None:
-            key = "sequence_level_importance_ratios"
-            found = f"{key}: true makes them one a sequence"
-        yield Conflict(
-            ("truncated_importance_sampling_type", key),
-            f"truncated_importance_sampling_type: seq-mask-tis keeps token weights, but {found}; set "
-            "is_correction_level: token",
-            rests_on=("is_correction_level", key) if level is None else (),
-        )
-
-
-def _rest(settings: LossSettings) -> Iterator[Conflict]:
-    gradient = settings.reference_policy_kl_gradient
-    if gradient is not None and settings.use_kl_in_reward:
-        yield Conflict(
-            ("reference_policy_kl_gradient", "use_kl_in_reward"),
-            f"reference_policy_kl_gradient: {gradient} has no effect without a KL term (use_kl_in_reward: true); set "
-            "that to false, or remove reference_policy_kl_gradient",
-        )
-    if settings.reference_policy_kl_type == "k4" and settings.use_kl_in_reward:
-        yield Conflict(
-            ("reference_policy_kl_type", "use_kl_in_reward"),
-            "reference_policy_kl_type: k4 is not known to NeMo-RL, which computes the penalty under use_kl_in_reward: "
-            "true; choose k1, k2 or k3",
-        )
-    if settings.positive_example_nll_normalization != "microbatch" and settings.positive_example_nll_weight == 0:
-        yield Conflict(
-            ("positive_example_nll_normalization", "positive_example_nll_weight"),
-            f"positive_example_nll_normalization: {settings.positive_example_nll_normalization} has no effect while "
-            "positive_example_nll_weight is 0; give a weight, or remove it",
-        )
-    if settings.denominator == "kept" and not settings.rules_before_step:
-        yield Conflict(
-            ("denominator", "masks"),
-            "denominator: kept counts what the masks on the mismatch keep, but masks has none such; add one "
-            "(geometric, icepop, veto, …), or set denominator: original",
-        )
-    for key, what in settings.looks.items():
-        if settings.force_on_policy_ratio:
-            yield Conflict(
-                (key, "force_on_policy_ratio"),
-                f"{what} looks at prev_logprobs before the step, which force_on_policy_ratio: true does without; unset "
-                "one of them",
-            )
+# Order matters: find_conflicts checks `depends_on` against the conflicts above only.
+CONFLICTS: tuple[ConflictRule, ...] = (
+    *_NORMALIZATION,
+    *_RATIO,
+    *_CISPO,
+    *_ANCHOR,
+    *_TRUNCATION,
+    *_CORRECTION,
+    *_KL_AND_NLL,
+    *_PRESTEP,
+)
+"""Every conflict, in the order in which they are reported."""

@@ -1,6 +1,8 @@
-"""Corrections that other distributions bring: statistics of masks, levels and truncations of the weight.
+"""Types of the corrections that plugins can provide: mask statistics, and levels and truncations of the weight.
 
-Each is data plus one function of tensors, named where this package's own are; nothing of it is imported before.
+The weight is the importance weight π_old/μ, which corrects the mismatch between training and generation engine. An
+object of each type holds one function of tensors and its description. A plugin group lists the names of one type: those
+of plugins, and those of the built-in corrections, whose functions are in ``losses/``.
 """
 
 from __future__ import annotations
@@ -16,13 +18,15 @@ __all__ = ["LEVELS", "SIGNED", "STATISTICS", "TRUNCATIONS", "MaskStatistic", "Tr
 
 @dataclass(frozen=True)
 class MaskStatistic:
-    """What a mask compares with its bounds at each token.
+    """Statistic of each token that a mask compares with its bounds.
 
     Attributes:
-        of: from the two log-probs whose difference the mask's ``log_ratio`` is, float32 in one layout: the same shape.
-            It may not reduce over tokens; where both are 0 it is not looked at.
-        signed: whether it is negative where the token has become less likely, as lower bounds on it then are.
-        words: what it is called in ``check``.
+        of: function of two float32 tensors of one shape, the log-probs whose difference is the mask's ``log_ratio``:
+            prev and gen, curr and prev, or curr and gen. It returns a tensor of the same shape and must not reduce over
+            tokens. Where both log-probs are 0, its value is not used.
+        signed: True if the statistic is negative where the token has become less likely; lower bounds on it are then
+            negative, too.
+        words: the statistic as ``nemo-geomask check`` calls it.
     """
 
     of: Callable[[Any, Any], Any]
@@ -32,12 +36,13 @@ class MaskStatistic:
 
 @dataclass(frozen=True)
 class WeightLevel:
-    """How the mismatch makes the weight of each token.
+    """Level of the weight: how the mismatch of a sequence's tokens becomes the weight of each of them.
 
     Attributes:
-        log_weight: from three float32 tensors of one layout: Δ = prev − gen of the token, the sum of its sequence's and
-            the number of the sequence's trained tokens; gives the logarithm of the weight, the same shape.
-        words: the weight, as in "the weight against the mismatch is the …".
+        log_weight: function of three float32 tensors of one shape: Δ = prev − gen of each token, the sum of Δ over its
+            sequence and the number of trained tokens of its sequence; returns the logarithm of the weight, in the same
+            shape.
+        words: the weight, to complete "the weight against the mismatch is the …".
     """
 
     log_weight: Callable[[Any, Any, Any], Any]
@@ -46,12 +51,12 @@ class WeightLevel:
 
 @dataclass(frozen=True)
 class Truncation:
-    """What becomes of a weight.
+    """Truncation of the weight.
 
     Attributes:
-        of: called with the logarithm of the weight, float32, and ``min=`` and ``max=``, the bounds on the weight itself
-            or None; gives a :class:`nemo_geomask.functional.Weight`.
-        words: what it does, as in "the weight is …".
+        of: function of the logarithm of the weight (float32), called with ``min=`` and ``max=``, the bounds on the
+            weight itself or None; returns a :class:`nemo_geomask.functional.Weight`.
+        words: what the truncation does, to complete "the weight is …".
     """
 
     of: Callable[..., Any]
@@ -61,24 +66,25 @@ class Truncation:
 T = TypeVar("T")
 
 
-def _group(kind: type[T], group: str, what: str, key: str, *own: str) -> PluginGroup[T]:
+def _plugin_group(cls: type[T], group: str, noun: str, key: str, *built_in: str) -> PluginGroup[T]:
     return PluginGroup(
         group=f"nemo_geomask.{group}",
-        what=what,
+        noun=noun,
         key=key,
-        must_be=f"a nemo_geomask.config.{kind.__name__} (see docs/plugins.md)",
-        fits=lambda found: isinstance(found, kind),
-        built_in={name: f"{__name__}:{name}" for name in own},
+        requirement=f"a nemo_geomask.config.{cls.__name__} (see docs/plugins.md)",
+        accepts=lambda plugin: isinstance(plugin, cls),
+        # These paths don't exist and are never imported: the loss has its own functions for the built-in names.
+        built_in={name: f"{__name__}:{name}" for name in built_in},
     )
 
 
 SIGNED = ("prob_diff", "binary_kl", "binary_kl_reverse", "binary_kl_max")
-"""Statistics that are negative where the token has become less likely, as lower bounds on them are."""
-STATISTICS = _group(MaskStatistic, "mask_statistics", "statistic", "loss_fn.masks", "ratio", "k2", "k3", *SIGNED)
-LEVELS = _group(
+"""Built-in statistics that are negative where the token has become less likely; lower bounds on them are negative."""
+STATISTICS = _plugin_group(MaskStatistic, "mask_statistics", "statistic", "loss_fn.masks", "ratio", "k2", "k3", *SIGNED)
+LEVELS = _plugin_group(
     WeightLevel, "weight_levels", "level", "loss_fn.is_correction_level", "token", "sequence", "sequence_mean"
 )
-TRUNCATIONS = _group(
+TRUNCATIONS = _plugin_group(
     *(Truncation, "truncations", "truncation", "loss_fn.truncated_importance_sampling_type"),
     *("tis", "icepop", "seq-mask-tis"),
 )

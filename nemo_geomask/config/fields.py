@@ -1,7 +1,8 @@
-"""The fields of a ``loss_fn:`` block, each valid by itself.
+"""Fields of the ``loss_fn:`` block, each validated on its own; ``conflicts`` checks them against each other.
 
 Every field of NeMo-RL's ``ClippedPGLossConfig`` (v0.6.0, v0.7.0, main of August 2026) keeps its name, default and
-meaning; what NeMo-RL lacks comes on top. Each field's description, formula and source feed ``docs/loss_reference.md``.
+meaning; this package adds fields of its own. ``docs/loss_reference.md`` and the JSON Schema are generated from each
+field's description, formula and source.
 """
 
 from __future__ import annotations
@@ -11,11 +12,10 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, JsonValue, SerializeAsAny, field_validator
 
 from nemo_geomask.config.corrections import LEVELS, TRUNCATIONS
-from nemo_geomask.config.foreign import foreign
 from nemo_geomask.config.presets import MaskSpec, validate_masks
-from nemo_geomask.config.strict import StrictModel, as_yaml
+from nemo_geomask.config.strict import StrictModel
 
-__all__ = ["BatchVeto", "CorrectionLevel", "KLType", "LossFields", "Normalization", "Recording"]
+__all__ = ["PULL_REQUEST_KEYS", "BatchVeto", "CorrectionLevel", "KLType", "LossFields", "Normalization", "Recording"]
 
 CorrectionLevel = Annotated[str, LEVELS]
 KLType = Literal["k1", "k2", "k3", "k4"]
@@ -23,6 +23,17 @@ Normalization = Literal["tokens", "sequences", "documents", "constant"]
 TruncationType = Annotated[str, TRUNCATIONS]
 
 _NEMO_RL = "NeMo-RL"
+
+PULL_REQUEST_KEYS = {
+    "loss_mode": ("4069", "name, or for dppo_binary_tv masks: [{preset: dppo_tv, delta: …}]"),
+    "sapo_enabled": ("2464", "name: sapo"),
+    "actor_loss_type": ("2455", "name: sapo, or for ppo_clip name: clipped_pg"),
+    "sapo_tau_pos": ("2464", "options: {tau_pos: …}"),
+    "sapo_tau_neg": ("2464", "options: {tau_neg: …}"),
+    "metrics_level": ("3751", "metrics: full, or for minimal metrics: nemo_rl"),
+    "enable_torch_compile": ("3751", "compile"),
+}
+"""Settings that open NeMo-RL pull requests add: by key, the number of the request and what to write here instead."""
 
 
 def _field(default: Any, description: str, *, formula: str = "", source: str = _NEMO_RL, **limits: Any) -> Any:
@@ -35,34 +46,35 @@ class BatchVeto(StrictModel):
 
     estimator: Literal["k1", "k3"] = Field(
         default="k3",
-        description="Of KL(μ ‖ π_old) from the sampled tokens: k1 the mean of gen − prev, k3 of e^(prev − gen) − 1 − "
-        "(prev − gen).",
+        description="Estimator of KL(μ ‖ π_old) from the sampled tokens: k1 is the mean of gen − prev, k3 the mean of "
+        "e^(prev − gen) − 1 − (prev − gen).",
     )
-    max: float = Field(gt=0, description="Largest absolute mean over the batch's trained tokens that is trained on.")
+    max: float = Field(gt=0, description="Largest estimate, in absolute value, of a batch that is trained on.")
     max_in_a_row: int = Field(
-        default=10, ge=1, description="So many batches may be vetoed one after another; the next one ends the run."
+        default=10, ge=1, description="Number of batches in a row that may be vetoed; one more ends the run."
     )
 
 
 class Recording(StrictModel):
-    """``loss_fn.record``: what each step was trained on, as Parquet files."""
+    """``loss_fn.record``: write what each step was trained on to Parquet files."""
 
-    dir: str = Field(min_length=1, description="Directory of the run's records, seen by the process that trains.")
+    dir: str = Field(min_length=1, description="Directory of the run's records; the training process writes to it.")
     fraction: float = Field(
-        default=1.0, gt=0, le=1, description="Share of each step's sequences, or groups, that is recorded; rounded up."
+        default=1.0, gt=0, le=1, description="Share of each step's sequences, or prompts, to record; rounded up."
     )
     by: Literal["sequence", "group"] = Field(
-        default="sequence", description="Whether single sequences are chosen, or all of a prompt."
+        default="sequence",
+        description="`sequence`: choose single sequences; `group`: choose prompts, with all their sequences.",
     )
-    every: int = Field(default=1, ge=1, description="Steps from one that is recorded to the next; the first is.")
+    every: int = Field(default=1, ge=1, description="Record every so many steps, beginning with the first.")
     entropy: bool = Field(
         default=False,
-        description="Record the entropy at each token; in NeMo-RL under `logprob_backend` `geomask`, `geomask_linear`.",
+        description="Record the entropy at each token; NeMo-RL needs `logprob_backend: geomask` or `geomask_linear`.",
     )
 
 
 class LossFields(StrictModel):
-    """The fields, and nothing that follows from them."""
+    """The fields of a ``loss_fn:`` block; :class:`~.loss_settings.LossSettings` adds what is derived from them."""
 
     name: str = _field(
         "clipped_pg",
@@ -71,7 +83,7 @@ class LossFields(StrictModel):
     )
     options: dict[str, Any] = _field(
         {},
-        "Settings of the chosen objective alone, validated by it: those of the table of objectives.",
+        "Settings that only the chosen objective has; see the table of objectives.",
         source="this package",
     )
 
@@ -98,13 +110,15 @@ class LossFields(StrictModel):
         gt=0,
     )
     sequence_level_importance_ratios: bool = _field(
-        False, "GSPO's ratio: one a sequence. Needs a sequence-level loss.", source="NeMo-RL; arXiv:2507.18071 eq. 7"
+        False,
+        "GSPO's ratio: one for each sequence. Needs a sequence-level loss.",
+        source="NeMo-RL; arXiv:2507.18071 eq. 7",
     )
 
     ratio_anchor: Literal["prev", "gen"] = _field(
         "prev",
-        "Whose log-probs the policy ratio is taken against. `gen`: the generation engine's. The ratio then holds the "
-        "mismatch itself, the weight is 1, and `prev_logprobs` are not needed unless `batch_veto`, `denominator: "
+        "Log-probs that the policy ratio is taken against. `gen`: those of the generation engine; the ratio then holds "
+        "the mismatch itself, the weight is 1, and `prev_logprobs` are not needed unless `batch_veto`, `denominator: "
         "kept`, `use_kl_in_reward` or a mask on `mismatch` or `policy` reads them.",
         formula="prev: r = π_θ/π_old; gen: r = π_θ/μ",
         source="verl `bypass_mode`; DPPO arXiv:2602.04879",
@@ -112,9 +126,9 @@ class LossFields(StrictModel):
 
     audit_fraction: float = _field(
         0.0,
-        "Share of each batch's sequences whose `prev_logprobs` are computed although nothing else reads them, so that "
-        "mismatch and staleness stay visible (`geomask/audit/…`). Chosen by a hash of step and row; rounded up to what "
-        "the workers divide evenly.",
+        "Share of each batch's sequences whose `prev_logprobs` are computed although the loss does not need them, so "
+        "that metrics show mismatch and staleness (`geomask/audit/…`). The sequences are chosen by a hash of step and "
+        "row; their number is rounded up to one that divides evenly among the workers.",
         source="this package",
         ge=0,
         le=1,
@@ -140,14 +154,16 @@ class LossFields(StrictModel):
     )
     reference_policy_kl_gradient: KLType | None = _field(
         None,
-        "Estimator whose plain derivative trains. null: NeMo-RL's, the derivative of the value with the "
-        "score-function term. See docs/kl.md for which are unbiased.",
+        "Estimator whose derivative is the KL term's gradient. null: as in NeMo-RL, the derivative of the value "
+        "estimator with the score-function term. See docs/kl.md for which are unbiased.",
         source="this package; arXiv:2506.09477",
     )
     kl_input_clamp_value: float | None = _field(20.0, "Bound on |curr − ref| inside the estimator. null: none.", gt=0)
-    kl_output_clamp_value: float | None = _field(10.0, "Bound on the weighted estimate's size. null: none.", gt=0)
+    kl_output_clamp_value: float | None = _field(
+        10.0, "Bound on the weighted estimate, in absolute value. null: none.", gt=0
+    )
     use_kl_in_reward: bool = _field(
-        False, "The KL penalty is taken from the reward, upstream; the loss then has no KL term."
+        False, "NeMo-RL subtracts the KL penalty from the reward; the loss then has no KL term."
     )
     use_on_policy_kl_approximation: bool = _field(
         False, "Weight the KL estimate by the ratio to the generation engine.", formula="w = exp(curr − gen)"
@@ -157,20 +173,21 @@ class LossFields(StrictModel):
     use_importance_sampling_correction: bool = _field(
         False,
         "Multiply the surrogate by the weight against the train/generation mismatch. Under `ratio_anchor: gen` the "
-        "ratio holds it, whatever this says: NeMo-RL asks for `true` in asynchronous training and with FP8 generation.",
+        "ratio corrects the mismatch whatever the value; NeMo-RL requires `true` in asynchronous training and with FP8 "
+        "generation.",
     )
     is_correction_level: CorrectionLevel | None = _field(
         None,
-        "Level of that weight, whatever the level of the ratio. null: `sequence` under "
+        "Level of that weight, independent of the ratio's level. null: `sequence` under "
         "`sequence_level_importance_ratios`, else `token`.",
         formula="token exp(Δ_t); sequence exp(Σ_t Δ_t); sequence_mean exp(mean_t Δ_t); Δ = prev − gen",
         source="NeMo-RL PR 2269",
     )
     is_correction_batch_normalize: bool = _field(
         False,
-        "Divide the weight, after truncation, by its mean over what is trained of the rollout batch: the tokens, or at "
-        "sequence levels the sequences. Taken before the step, so it is one number for all ranks, microbatches and "
-        "optimiser steps on the batch.",
+        "Divide the weight, after truncation, by its mean over the rollout batch: over the trained tokens, or at "
+        "sequence levels over the trained sequences. The mean is taken before the step, so it is one number for all "
+        "ranks, microbatches and optimiser steps on the batch.",
         formula="w ← w / mean(w)",
         source="verl `rollout_is_batch_normalize`; slime `tis_batch_normalize`",
     )
@@ -190,34 +207,34 @@ class LossFields(StrictModel):
     # --- rejection
     masks: tuple[SerializeAsAny[MaskSpec], ...] = _field(
         (),
-        "Rejection masks, combined by AND; they remove tokens from the surrogate only. See docs/masks.md.",
+        "Rejection masks: a token trains if every mask keeps it. They act on the surrogate only. See docs/masks.md.",
         source="this package",
     )
     denominator: Literal["original", "kept"] = _field(
         "original",
-        "Which tokens and sequences the loss is a mean over. `kept`: those that the masks on the mismatch keep. Such "
-        "masks are then applied before the step, to the token and sample masks, so that what they remove takes no part "
-        "in anything: counts, pooled ratios, KL, metrics.",
+        "Tokens and sequences that the loss is a mean over. `original`: all trained ones. `kept`: those that the masks "
+        "on the mismatch keep; these masks are then applied before the step, to the token and sample masks, so that "
+        "what they remove is also left out of counts, pooled ratios, KL and metrics.",
         formula="original: N counts all trained tokens; kept: N counts those kept",
         source="mlcommons/training issue 905",
     )
     batch_veto: BatchVeto | None = _field(
         None,
         "`{estimator, max, max_in_a_row}`: skip the update of a batch whose mismatch KL exceeds `max`: no gradient, no "
-        "optimiser step. More than `max_in_a_row` (10) vetoes one after another end the run.",
+        "optimiser step. More than `max_in_a_row` (10) vetoes in a row end the run.",
         formula="|mean_t k(prev − gen)| ≤ max; k1: gen − prev; k3: e^(prev − gen) − 1 − (prev − gen)",
         source="When Speed Kills Stability (2025): skip above 0.1",
     )
     nonfinite: Literal["drop_sequence", "drop_token", "raise"] = _field(
         "drop_sequence",
-        "What to do with a NaN or infinite log-prob (`curr`, `gen`, `prev`, `ref`) or advantage at a trained token. "
-        "Always counted. `raise` reads the counts back from the device at every call.",
+        "What to do about a NaN or infinite log-prob (`curr`, `gen`, `prev`, `ref`) or advantage at a trained token. "
+        "Metrics count them in any case. `raise` reads the counts back from the device at every call.",
         source="this package",
     )
 
     # --- on-policy and further objectives
     force_on_policy_ratio: bool = _field(
-        False, "Take `prev` to be `curr`: ratio 1. Only with exactly one update a rollout.", formula="r = 1"
+        False, "Use `curr` in place of `prev`: ratio 1. Needs exactly one update for each rollout.", formula="r = 1"
     )
     use_cispo: bool = _field(False, "CISPO within `clipped_pg`.", source="NeMo-RL; arXiv:2506.13585")
     positive_example_nll_weight: float = _field(
@@ -229,41 +246,45 @@ class LossFields(StrictModel):
     )
     positive_example_nll_normalization: Literal["microbatch", "loss"] = _field(
         "microbatch",
-        "`microbatch`: NeMo-RL's, by the microbatch's own count, so that the loss depends on the split. `loss`: by "
-        "the loss's own denominator.",
+        "`microbatch`: divide by the microbatch's count as NeMo-RL does, so that the loss depends on how the batch is "
+        "split. `loss`: divide by the denominator of the loss.",
         source="this package",
     )
 
     # --- how it runs
     compile: Literal["auto"] | bool = _field(
         "auto",
-        "Whether `torch.compile` makes one graph of the loss and its metrics. `auto`: where a compiler works and the "
-        "call repeats, which is on a GPU; one log line says what was chosen.",
+        "Compile the loss and its metrics into one graph with `torch.compile`. `auto`: on a GPU, if a compiler works; "
+        "one log line says what was chosen.",
         source="this package",
     )
     metrics: Literal["full", "nemo_rl"] = _field(
-        "full", "What a call reports. `nemo_rl`: what NeMo-RL's class does.", source="this package"
+        "full", "Metrics that a call reports. `nemo_rl`: only those of NeMo-RL's class.", source="this package"
     )
     record: Recording | None = _field(
         None,
         "`{dir, fraction, by, every, entropy}`: write what steps are trained on to Parquet files, see docs/records.md. "
-        "Sequences, or with `by: group` prompts, are chosen by a hash of step and number.",
+        "Sequences, or prompts with `by: group`, are chosen by a hash of step and number.",
         source="this package",
     )
     logprob_backend: Literal["nemo_rl", "geomask", "geomask_linear", "mcore", "te"] = _field(
         "nemo_rl",
-        "What computes the log-probs in NeMo-RL's workers. `nemo_rl`: NeMo-RL, which hands them to the loss. Else the "
-        "loss takes the logits, and a packed microbatch is one call: `geomask` by this package's kernels, `mcore` and "
-        "`te` by megatron-core's and transformer-engine's, to compare. `geomask_linear`: as `geomask`, from hidden "
-        "states, without the matrix of logits.",
+        "What computes the log-probs in NeMo-RL's workers. `nemo_rl`: NeMo-RL, which passes them to the loss. With the "
+        "others the loss takes the logits, and a packed microbatch is one call: `geomask` uses this package's kernels, "
+        "`mcore` and `te` those of megatron-core and transformer-engine, for comparison; `geomask_linear` takes hidden "
+        "states and never forms the matrix of logits.",
         source="this package",
     )
 
     @classmethod
-    def _answer(cls, key: str, value: Any) -> str:
-        return foreign(key, as_yaml(value))
+    def _explain_unknown_key(cls, key: str, guess: str | None) -> str:
+        if key in PULL_REQUEST_KEYS:
+            number, replacement = PULL_REQUEST_KEYS[key]
+            return f"NeMo-RL PR {number} has it; here write {replacement}"
+        hint = super()._explain_unknown_key(key, guess)
+        return f"{hint} (nemo-geomask translate knows the names of other systems)"
 
     @field_validator("masks", mode="wrap")
     @classmethod
-    def _list_of_masks(cls, masks: Any, _: Any) -> Any:
+    def _validate_masks(cls, masks: Any, _: Any) -> Any:
         return validate_masks(masks)

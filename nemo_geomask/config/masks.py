@@ -1,7 +1,8 @@
-"""Mask rules: one raw form, which the presets fill in.
+"""Rejection masks in their raw form, which the presets of ``config.presets`` fill in.
 
-Every rejection rule is ``(log_ratio, level, statistic, min, max, when)``; a preset fills in most of it. Bounds on a
-ratio are always on ρ itself, in the direction that the log-ratio's definition says, both ends inclusive.
+Every rejection rule is ``(log_ratio, level, statistic, min, max, when)``; a preset fills in most of it. Recipes write
+bounds on a ratio, not on its logarithm: for ``mismatch``, whose log-ratio is prev − gen, on π_old/μ. Values equal to a
+bound are kept.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass, replace
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, get_args
 
 from pydantic import Field, model_validator
 
@@ -27,8 +28,8 @@ __all__ = [
     "RawMask",
     "Statistic",
     "When",
+    "label_problem",
     "mask_rules",
-    "wrong_label",
 ]
 
 LogRatio = Literal["mismatch", "policy", "total"]
@@ -41,7 +42,7 @@ When = Literal["always", "negative_advantage", "positive_advantage", "pushing"]
 
 @dataclass(frozen=True)
 class Allowance:
-    """How far a prefix may drift, of level ``prefix_excess``: see :class:`Cppo`."""
+    """Limit on the sum of a prefix's statistic, for level ``prefix_excess``; :class:`~.presets.Cppo` has the fields."""
 
     weight_min: float
     budget_min: float
@@ -51,8 +52,22 @@ class Allowance:
 
 @dataclass(frozen=True)
 class MaskRule:
-    """A rule in the form that the loss evaluates; ``low`` and ``high`` are in the units of the pooled statistic
-    (logarithms for ``ratio``)."""
+    """One rejection mask in the form that the loss evaluates.
+
+    Attributes:
+        label: the mask's name in metrics, unique among the masks of a loss.
+        log_ratio: log-ratio that the statistic is computed from.
+        level: what the statistic is pooled over; ``prefix_excess`` needs ``allowance``, and recipes can't write it.
+        statistic: what is compared with the bounds.
+        low: smallest value kept, in the units of the pooled statistic (a logarithm for ``ratio``); -inf: no bound.
+        high: largest value kept, in the same units; inf: no bound.
+        when: the signs of the advantage under which the rule removes anything.
+        allowance: limit on the sum of a prefix's statistic, for level ``prefix_excess``.
+        plugin_statistic: the statistic itself if a plugin provides it.
+        drop_at_most: in place of bounds, the share of the batch to remove.
+        until_mean: in place of bounds, the mean that the rest of the batch must not exceed.
+        key: the setting that the rule comes from, such as ``loss_fn.masks[0]``.
+    """
 
     label: str
     log_ratio: LogRatio
@@ -62,59 +77,77 @@ class MaskRule:
     high: float
     when: When
     allowance: Allowance | None = None
-    measure: MaskStatistic | None = None
-    """The statistic itself, where another distribution brings it."""
+    plugin_statistic: MaskStatistic | None = None
     drop_at_most: float | None = None
     until_mean: float | None = None
     key: str = ""
-    """The setting that it comes from."""
 
     @property
-    def budgeted(self) -> bool:
-        """Whether its bound is set by the batch: the largest size of the pooled statistic within the budget."""
+    def has_budget(self) -> bool:
+        """True if the bound is computed from the batch, to meet ``drop_at_most`` or ``until_mean``."""
         return self.drop_at_most is not None or self.until_mean is not None
 
     @property
-    def prefix(self) -> bool:
-        """Whether it pools over each token's prefix."""
+    def is_prefix(self) -> bool:
+        """True if the rule pools over each token's prefix."""
         return self.level.startswith("prefix")
 
     @property
-    def by_token(self) -> bool:
-        """Whether it judges tokens, and not sequences."""
-        return self.level == "token" or self.prefix
+    def is_per_token(self) -> bool:
+        """True if the rule judges tokens, False if it judges sequences."""
+        return self.level == "token" or self.is_prefix
+
+    def implies(self, other: MaskRule) -> bool:
+        """Return True if ``other`` keeps everything that this rule keeps, whatever the batch."""
+        if (
+            (self.log_ratio, self.statistic) != (other.log_ratio, other.statistic)
+            or self.has_budget
+            or other.has_budget
+        ):
+            return False
+        same_tokens = self.when == other.when and self.is_per_token == other.is_per_token
+        if self.when != "always" and not same_tokens:
+            return False
+        implied_levels = {
+            ("sequence_max", "token"),
+            ("sequence_max", "sequence_mean"),  # a mean of values inside an interval is inside
+            *((level, level) for level in get_args(Level)),
+        }
+        if self.low <= 0 <= self.high:
+            implied_levels.add(("sequence", "sequence_mean"))  # a mean is its sum shrunk towards 0
+        return (self.level, other.level) in implied_levels and other.low <= self.low and self.high <= other.high
 
 
 _LABEL = r"^[a-z][a-z0-9_]*$"
 
 
-def wrong_label(label: str) -> str:
-    """Why it can't stand in the name of a metric; empty where it can."""
+def label_problem(label: str) -> str:
+    """Return why a mask's label can't be part of a metric's name; empty if it can."""
     if "_min" in label or "_max" in label:
         return f"label '{label}' holds '_min' or '_max', which NeMo-RL reads as an extremum; choose another"
     return "" if re.fullmatch(_LABEL, label) else f"label '{label}' does not match {_LABEL}; give the mask another"
 
 
 class MaskBase(StrictModel):
-    """What every mask has."""
+    """Settings that every mask has."""
 
     label: str | None = Field(
         default=None,
         pattern=_LABEL,
-        description="Name of the mask in metrics; the preset's name if not given.",
+        description="Name of the mask in metrics; null: the preset's name.",
     )
 
     @model_validator(mode="after")
     def _check_label(self) -> MaskBase:
-        if self.label and (wrong := wrong_label(self.label)):
-            raise ValueError(wrong)
+        if self.label and (problem := label_problem(self.label)):
+            raise ValueError(problem)
         return self
 
     def rule(self) -> MaskRule:
-        """The raw rule, with bounds in the units of its statistic (logarithms for ``ratio``)."""
+        """Return the mask in its raw form."""
         raise NotImplementedError
 
-    def as_rule(
+    def build_rule(
         self,
         log_ratio: LogRatio,
         level: Level,
@@ -123,16 +156,19 @@ class MaskBase(StrictModel):
         high: float | None,
         when: When = "always",
     ) -> MaskRule:
-        """Of bounds as they are written: None is none, and on a ratio neither is 0."""
-        units = math.log if statistic == "ratio" else float
+        """Return the rule for bounds as a recipe writes them; those on a ratio become bounds on its logarithm.
+
+        None means no bound, and so does 0, except on a statistic that can be negative.
+        """
+        to_units = math.log if statistic == "ratio" else float
         low, high = (None if bound == 0 and statistic not in SIGNED else bound for bound in (low, high))
-        bounds = -math.inf if low is None else units(low), math.inf if high is None else units(high)
+        bounds = -math.inf if low is None else to_units(low), math.inf if high is None else to_units(high)
         label = str(self.label or getattr(self, "preset", "mask"))
         return MaskRule(label, log_ratio, level, statistic, *bounds, when)
 
 
 class Interval(MaskBase):
-    """A mask on the mismatch ratio between two bounds."""
+    """A mask that keeps what has its mismatch ratio between two bounds."""
 
     min: float | None = Field(default=None, ge=0, description="Smallest ratio kept; null: no lower bound.")
     max: float | None = Field(default=None, gt=0, description="Largest ratio kept; null: no upper bound.")
@@ -147,47 +183,47 @@ class Interval(MaskBase):
         return self
 
     def rule(self) -> MaskRule:
-        """The raw rule."""
-        return self.as_rule("mismatch", self.pooled, "ratio", self.min, self.max)
+        """Return the mask in its raw form."""
+        return self.build_rule("mismatch", self.pooled, "ratio", self.min, self.max)
 
 
 class RawMask(MaskBase):
-    """The form behind every preset."""
+    """A mask without a preset: every part of the rule is a setting."""
 
     log_ratio: LogRatio = Field(description="mismatch: prev - gen; policy: curr - prev; total: curr - gen.")
     level: Level = Field(
-        description="Over what the statistic is pooled; sequence_max: every token must be inside; prefix_…: over the "
-        "sequence's tokens up to this one, which alone is judged."
+        description="What the statistic is pooled over. sequence_max: every token must be within the bounds; prefix_…: "
+        "the sequence's tokens up to this one, which alone is kept or removed."
     )
     statistic: Statistic = Field(default="ratio", description="What is compared with the bounds.")
     min: float | None = Field(
-        default=None, description="Smallest value kept, at most 0 on prob_diff and binary_kl…; null: no lower bound."
+        default=None, description="Smallest value kept, below 0 on prob_diff and binary_kl…; null: no lower bound."
     )
     max: float | None = Field(default=None, gt=0, description="Largest value kept; null: no upper bound.")
     drop_at_most: float | None = Field(
         default=None,
         gt=0,
         lt=1,
-        description="In place of bounds: remove this share of the batch's tokens or sequences, those whose statistic "
-        "is largest in size; of equal ones all or none, so that no more go.",
+        description="In place of bounds: remove at most this share of the batch's tokens or sequences, the ones with "
+        "the largest absolute statistic; ties are removed together or not at all.",
     )
     until_mean: float | None = Field(
         default=None,
         gt=0,
-        description="In place of bounds: remove from the largest on, until the mean size over the batch's rest is at "
-        "most this.",
+        description="In place of bounds: remove tokens or sequences, the one with the largest absolute statistic "
+        "first, until its mean over the rest of the batch is at most this.",
     )
     when: When = Field(
         default="always",
         description="Restrict the rule by the sign of the advantage (the sequence's mean, at sequence levels). "
-        "pushing: above max where it is positive, below min where it is negative.",
+        "pushing: max applies where the advantage is positive, min where it is negative.",
     )
 
     @model_validator(mode="after")
     def _check_bounds(self) -> RawMask:
-        if budget := {"drop_at_most", "until_mean"} & {key for key, value in self if value is not None}:
-            self._check_budget(budget)
-        elif self._signed:
+        if self.drop_at_most is not None or self.until_mean is not None:
+            self._check_budget()
+        elif self._is_signed:
             self._check_signed_bounds()
         else:
             if self.min is not None and self.min < 0:
@@ -195,10 +231,10 @@ class RawMask(MaskBase):
             Interval(min=self.min, max=self.max)
             if self.when == "pushing" and self.statistic != "ratio":
                 raise ValueError(
-                    f"when: pushing needs a direction, which {self.statistic} has not; choose ratio, prob_diff or "
-                    "binary_kl"
+                    f"when: pushing needs a direction, which {self.statistic} does not have; choose ratio, prob_diff "
+                    "or binary_kl"
                 )
-        if self._signed and self.level in ("sequence", "sequence_mean", "prefix_sum", "prefix_mean"):
+        if self._is_signed and self.level in ("sequence", "sequence_mean", "prefix_sum", "prefix_mean"):
             raise ValueError(
                 f"level '{self.level}' pools {self.statistic}, whose signs cancel; choose token, sequence_max, "
                 "prefix_min or prefix_max"
@@ -218,41 +254,50 @@ class RawMask(MaskBase):
             raise ValueError(f"a bound of {beyond[0]:g} on prob_diff, which lies in [-1, 1], removes nothing")
 
     @property
-    def _signed(self) -> bool:
-        own = STATISTICS.find(self.statistic)
-        return self.statistic in SIGNED if own is None else bool(own.signed)
+    def _is_signed(self) -> bool:
+        plugin = STATISTICS.load_plugin(self.statistic)
+        return self.statistic in SIGNED if plugin is None else bool(plugin.signed)
 
-    def _check_budget(self, budget: set[str]) -> None:
-        first = min(budget)
-        given = sorted(budget - {first}) + [key for key in ("min", "max") if getattr(self, key) is not None]
-        if given:
-            raise ValueError(f"'{first}' takes the place of bounds, but '{given[0]}' is given too; remove one of them")
+    def _check_budget(self) -> None:
+        budget, *rest = (key for key in ("drop_at_most", "until_mean", "min", "max") if getattr(self, key) is not None)
+        if rest:
+            raise ValueError(f"'{budget}' takes the place of bounds, but '{rest[0]}' is given too; remove one of them")
         if self.log_ratio != "mismatch":
             raise ValueError(
-                f"'{first}' is decided over the batch before its step, when the current policy that log_ratio: "
+                f"'{budget}' is decided over the batch before its step, when the current policy that log_ratio: "
                 f"{self.log_ratio} compares is not known; set log_ratio: mismatch, or give min and max"
             )
         if self.when != "always":
-            raise ValueError(f"'{first}' ranks all of the batch, which when: {self.when} does not; remove one of them")
+            raise ValueError(
+                f"'{budget}' ranks the whole batch, but when: {self.when} restricts the mask to a part of it; remove "
+                "one of them"
+            )
 
     def rule(self) -> MaskRule:
-        """The rule with bounds in the units of the statistic."""
-        rule = self.as_rule(self.log_ratio, self.level, self.statistic, self.min, self.max, self.when)
-        measure = STATISTICS.find(self.statistic)
-        return replace(rule, drop_at_most=self.drop_at_most, until_mean=self.until_mean, measure=measure)
+        """Return the mask in its raw form."""
+        return replace(
+            self.build_rule(self.log_ratio, self.level, self.statistic, self.min, self.max, self.when),
+            drop_at_most=self.drop_at_most,
+            until_mean=self.until_mean,
+            plugin_statistic=STATISTICS.load_plugin(self.statistic),
+        )
 
 
 class MaskPreset(MaskBase):
-    """What a preset of another distribution derives from: a model of its settings, and the rule that they make."""
+    """Base class of a plugin's preset: a model of its settings, with :meth:`rule` to turn them into a raw rule."""
 
     preset: str
 
 
-def mask_rules(masks: tuple[MaskBase, ...], *, of_objective: int = 0) -> tuple[MaskRule, ...]:
-    """Rules of a validated list of masks, of which so many come first that the objective brings; repeated labels are
-    numbered: ``geometric``, ``geometric_2``."""
+def mask_rules(masks: tuple[MaskBase, ...], *, objective_masks: int = 0) -> tuple[MaskRule, ...]:
+    """Return the raw rules of validated masks; repeated labels are numbered: ``geometric``, ``geometric_2``.
+
+    Args:
+        masks: the objective's masks, then the recipe's.
+        objective_masks: how many of them are the objective's.
+    """
     rules: dict[str, MaskRule] = {}
-    for index, mask in enumerate(masks, start=-of_objective):
+    for index, mask in enumerate(masks, start=-objective_masks):
         rule = mask.rule()
         label, count = rule.label, 1
         while label in rules:

@@ -1,7 +1,7 @@
-"""What other distributions bring, by name, over entry-point groups.
+"""Entry-point groups: objects that other distributions provide, selected by name in a recipe.
 
 Only the selected entry is imported. A name that two distributions claim, an import that fails and an object of the
-wrong type are errors that say whose they are.
+wrong type are errors that name the distribution.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from nemo_geomask.errors import PluginError, Problem
 
 __all__ = ["Entry", "PluginGroup"]
 
-_SELF = "nemo-geomask"
+_DISTRIBUTION = "nemo-geomask"
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A name, where it points and the distribution that registered it."""
+    """One registered name: the ``module:attribute`` it points to, and the distribution that registered it."""
 
     name: str
     value: str
@@ -38,77 +38,89 @@ class Entry:
 
 @functools.lru_cache
 def _registered(group: str, find: Callable[..., Iterable[EntryPoint]], path: tuple[str, ...]) -> tuple[Entry, ...]:
-    """Those on the path; reading distributions' metadata takes milliseconds."""
+    """Return the entries of the distributions on ``path``; cached, as reading their metadata takes milliseconds.
+
+    Args:
+        group: the entry-point group.
+        find: ``importlib.metadata.entry_points``. It is an argument, and so part of the cache's key, because tests
+            replace it.
+        path: ``sys.path``, used only as part of the cache's key.
+    """
     return tuple(
         Entry(point.name, point.value, "unknown distribution" if point.dist is None else point.dist.name)
         for point in find(group=group)
     )
 
 
-@dataclass(frozen=True, eq=False)  # hashed as an object, as an annotation is
+@dataclass(frozen=True, eq=False)  # hashable by identity, as pydantic needs of an annotation
 class PluginGroup(Generic[T]):
-    """One entry-point group, of objects T. As an annotation, of a text that names one of them or a
-    ``module:attribute``.
+    """One entry-point group, whose objects are of type T.
+
+    ``Annotated[str, group]`` is the type of a setting that names one of them, or any ``module:attribute``.
 
     Attributes:
-        group: its name.
-        what: what a name stands for, such as ``loss``.
-        key: the setting that names it.
-        must_be: what its objects must be, in words.
-        fits: whether an object is.
-        built_in: the package's own entries, so that they are found when it is on PYTHONPATH without being installed, as
-            in a Ray worker.
-        known_as: names that people use for an entry.
+        group: the entry-point group's name.
+        noun: what messages call one of the group's objects, such as ``loss``.
+        key: the setting that selects an object.
+        requirement: what an object must be, for messages.
+        accepts: returns True for an object that meets the requirement.
+        built_in: the package's own entries as ``module:attribute`` by name. They are listed here as well as in the
+            distribution's metadata, so that they are found when the package is on PYTHONPATH without being installed,
+            as in a Ray worker.
+        aliases: other names that people use, in lower case, each with the entry to suggest for it.
     """
 
     group: str
-    what: str
+    noun: str
     key: str
-    must_be: str
-    fits: Callable[[Any], bool]
+    requirement: str
+    accepts: Callable[[Any], bool]
     built_in: Mapping[str, str] = field(default_factory=dict)
-    known_as: Mapping[str, str] = field(default_factory=dict)
+    aliases: Mapping[str, str] = field(default_factory=dict)
 
     def available(self) -> dict[str, tuple[Entry, ...]]:
-        """Every registered name with all distributions that claim it; nothing is imported.
+        """Return every registered name with all distributions that claim it; nothing is imported.
 
         Returns: names in alphabetical order; more than one entry under a name is a conflict, raised by :meth:`load`.
         """
         entries: dict[str, dict[tuple[str, str], Entry]] = {
-            name: {(value, _SELF): Entry(name, value, _SELF)} for name, value in self.built_in.items()
+            name: {(value, _DISTRIBUTION): Entry(name, value, _DISTRIBUTION)} for name, value in self.built_in.items()
         }
         for entry in _registered(self.group, entry_points, tuple(sys.path)):
-            # A distribution found twice on sys.path (an editable install beside its checkout) is one claim.
+            # A distribution that is found twice on sys.path (an editable install beside its checkout) is one claim.
             entries.setdefault(entry.name, {})[entry.value, entry.distribution] = entry
         return {name: tuple(entries[name].values()) for name in sorted(entries)}
 
     def names(self) -> list[str]:
-        """All of them, this package's first."""
+        """Return all registered names, this package's first."""
         return list(dict.fromkeys((*self.built_in, *self.available())))
 
-    def is_own(self, name: str) -> bool:
-        """Whether the name is this package's and nobody else claims it."""
+    def is_built_in(self, name: str) -> bool:
+        """Return True if the name is this package's own and no other distribution claims it."""
         return name in self.built_in and len(self.available()[name]) == 1
 
-    def find(self, name: str | None) -> T | None:
-        """The other distribution's object; None for one of this package's own."""
-        return None if name is None or self.is_own(name) else self.load(name)
+    def load_plugin(self, name: str | None) -> T | None:
+        """Return another distribution's object; None if ``name`` is None or one of this package's own.
+
+        Raises: PluginError: see :meth:`load`.
+        """
+        return None if name is None or self.is_built_in(name) else self.load(name)
 
     def load(self, name: str) -> T:
-        """The object registered under ``name``, or found at ``module:attribute``.
+        """Return the object registered under ``name``, or found at ``module:attribute``.
 
-        Raises: PluginError: for an unknown name (with the nearest known one), a name claimed twice, a failing import, a
-        missing attribute or an object that doesn't fit.
+        Raises: PluginError: for an unknown name (with the nearest registered one), a name claimed twice, a failing
+        import, a missing attribute or an object that doesn't meet the requirement.
         """
         if ":" in name:
             return self._import(Entry(name, name, "given as module:attribute"))
         entries = self.available()
         if name not in entries:
-            guess = self.known_as.get(name.casefold()) or nearest(name, entries)
+            guess = self.aliases.get(name.casefold()) or nearest(name, entries)
             hint = f"did you mean '{guess}'?" if guess else f"registered: {', '.join(entries)}"
             raise self._error(
-                f"no {self.what} named '{name}' in entry-point group '{self.group}'; {hint} (or name a "
-                f"{self.what} of your own as module:attribute)"
+                f"no {self.noun} named '{name}' in entry-point group '{self.group}'; {hint} (or name a "
+                f"{self.noun} of your own as module:attribute)"
             )
         claims = entries[name]
         if len(claims) > 1:
@@ -120,39 +132,38 @@ class PluginGroup(Generic[T]):
         return self._import(claims[0])
 
     def _import(self, entry: Entry) -> T:
-        whose = f"'{entry.name}' ({entry.distribution}, {entry.value})"
+        entry_label = f"'{entry.name}' ({entry.distribution}, {entry.value})"
         module, _, attribute = entry.value.partition(":")
         try:
-            found: T = operator.attrgetter(attribute)(importlib.import_module(module))
+            plugin: T = operator.attrgetter(attribute)(importlib.import_module(module))
         except Exception as error:
-            # A foreign message may have lines; ours are one.
-            text = " ".join(str(error).split())
-            raise self._error(f"{whose} could not be imported: {type(error).__name__}: {text}") from error
-        if not self.fits(found):
-            kind = found if isinstance(found, type) else type(found)
-            raise self._error(f"{whose} is a {kind.__module__}.{kind.__qualname__}; it must be {self.must_be}")
-        return found
+            text = " ".join(str(error).split())  # a plugin's message may have several lines, a problem has one
+            raise self._error(f"{entry_label} could not be imported: {type(error).__name__}: {text}") from error
+        if not self.accepts(plugin):
+            cls = plugin if isinstance(plugin, type) else type(plugin)
+            raise self._error(f"{entry_label} is a {cls.__module__}.{cls.__qualname__}; it must be {self.requirement}")
+        return plugin
 
     def _error(self, message: str) -> PluginError:
         return PluginError(Problem((self.key,), message))
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        """A text that is one of the names."""
-        return core_schema.no_info_after_validator_function(self._known, handler(source))
+        """Validate a text as the name of one of the objects."""
+        return core_schema.no_info_after_validator_function(self._validate_name, handler(source))
 
     def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
-        """This package's names, and whatever may be a module's attribute."""
+        """Allow this package's names, and any text with a colon."""
         return {"if": {"type": "string", "pattern": ":"}, "else": {"enum": list(self.built_in)}}
 
-    def _known(self, name: str) -> str:
+    def _validate_name(self, name: str) -> str:
         try:
-            self.find(name)
+            self.load_plugin(name)
         except PluginError as error:
-            known = self.names()
+            names = self.names()
             text = "; ".join(problem.message for problem in error.problems)
-            if ":" not in name and name not in known:
-                text = f"Input should be {', '.join(map(repr, known[:-1]))} or {known[-1]!r}"
-            guess = nearest(name, known)
+            if ":" not in name and name not in names:
+                text = f"Input should be {', '.join(map(repr, names[:-1]))} or {names[-1]!r}"
+            guess = nearest(name, names)
             raise PydanticCustomError(
                 "named", "{text}", {"text": text, "hint": f"did you mean '{guess}'?" if guess else ""}
             ) from error

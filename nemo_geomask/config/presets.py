@@ -1,10 +1,10 @@
-"""The list ``loss_fn.masks``: presets, which are rules under the papers' names, and raw rules."""
+"""Mask presets: rejection rules under their papers' names, published bounds, and validation of ``loss_fn.masks``."""
 
 from __future__ import annotations
 
 import typing
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, ValidationError
@@ -18,13 +18,13 @@ from nemo_geomask.config.masks import (
     MaskRule,
     RawMask,
     Statistic,
-    wrong_label,
+    label_problem,
 )
 from nemo_geomask.config.plugins import PluginGroup
-from nemo_geomask.config.strict import nearest, repeated
+from nemo_geomask.config.strict import nearest, relocated
 from nemo_geomask.errors import PluginError
 
-__all__ = ["PLUGINS", "PRESETS", "MaskSpec", "validate_masks"]
+__all__ = ["DEFAULTS", "PRESETS", "PRESET_GROUP", "MaskSpec", "PresetDefaults", "validate_masks"]
 
 
 class Geometric(Interval):
@@ -42,7 +42,7 @@ class Product(Interval):
 
 
 class IcePop(Interval):
-    """Keep tokens whose mismatch ratio lies in [min, max]. arXiv:2510.18855, bounds 0.5 and 5."""
+    """Keep tokens whose mismatch ratio lies in [min, max]. arXiv:2510.18855."""
 
     preset: Literal["icepop"]
 
@@ -54,25 +54,27 @@ class Veto(Interval):
     pooled = "sequence_max"
 
 
-_OfCurrent = Annotated[
+_CurrentLogRatio = Annotated[
     Literal["total", "policy"],
-    Field(description="'total' compares with the generation engine, 'policy' with the training engine at rollout."),
+    Field(
+        description="'total' compares with the generation engine, 'policy' with the training engine at rollout time."
+    ),
 ]
 
 
 class Opsm(MaskBase):
-    """Off-policy sequence masking: drop a sequence with negative mean advantage whose mean log(μ/π) exceeds delta.
+    """Drop sequences with a negative mean advantage whose mean log(μ/π) exceeds delta: off-policy sequence masking.
 
     DeepSeek-V3.2, eq. 9. As a ratio: keep when exp(mean(curr - gen)) ≥ exp(-delta).
     """
 
     preset: Literal["opsm"]
     delta: float = Field(ge=0, description="Largest mean log-ratio kept, in nats per token.")
-    log_ratio: _OfCurrent = "total"
+    log_ratio: _CurrentLogRatio = "total"
 
     def rule(self) -> MaskRule:
-        """The raw rule."""
-        rule = self.as_rule(self.log_ratio, "sequence_mean", "ratio", None, None, "negative_advantage")
+        """Return the mask in its raw form."""
+        rule = self.build_rule(self.log_ratio, "sequence_mean", "ratio", None, None, "negative_advantage")
         return replace(rule, low=-self.delta)
 
 
@@ -85,28 +87,39 @@ class TrustRegion(MaskBase):
     max: float = Field(gt=0, description="Largest value kept, in nats.")
 
     def rule(self) -> MaskRule:
-        """The raw rule."""
-        return self.as_rule("mismatch", self.level, self.statistic, None, self.max)
+        """Return the mask in its raw form."""
+        return self.build_rule("mismatch", self.level, self.statistic, None, self.max)
 
 
+# Base of the presets that bound how far a token's probability is off, where the update pushes it further off.
 class _Dppo(MaskBase):
-    delta: float = Field(gt=0, description="Largest distance kept where the update would make the token likelier.")
+    delta: float = Field(gt=0, description="Largest distance kept where the update would make the token more likely.")
     delta_low: float | None = Field(
-        default=None, gt=0, description="The same where it would make it less likely; null: as delta."
+        default=None,
+        gt=0,
+        description="Largest distance kept where the update would make the token less likely; null: as delta.",
     )
-    log_ratio: _OfCurrent = "total"
+    log_ratio: _CurrentLogRatio = "total"
     distance: ClassVar[Statistic]
 
     def rule(self) -> MaskRule:
-        """The raw rule."""
+        """Return the mask in its raw form."""
         low = -(self.delta if self.delta_low is None else self.delta_low)
-        return self.as_rule(self.log_ratio, "token", self.distance, low, self.delta, "pushing")
+        return self.build_rule(self.log_ratio, "token", self.distance, low, self.delta, "pushing")
 
 
 class _DppoOfDifferences(_Dppo):
-    delta: float = Field(gt=0, lt=1, description="Largest difference of probabilities kept; 0.15 to 0.2 are in use.")
+    delta: float = Field(
+        gt=0,
+        lt=1,
+        description="Largest difference of probabilities kept where the update would make the token more likely; 0.15 "
+        "to 0.2 are in use.",
+    )
     delta_low: float | None = Field(
-        default=None, gt=0, lt=1, description="The same where the update makes it less likely; null: as delta."
+        default=None,
+        gt=0,
+        lt=1,
+        description="Largest difference kept where the update would make the token less likely; null: as delta.",
     )
     distance = "prob_diff"
 
@@ -118,43 +131,54 @@ class DppoTv(_DppoOfDifferences):
 
 
 class DppoKl(_Dppo):
-    """The same by the binary KL(μ ‖ π), in nats; 0.05 is in use. arXiv:2602.04879."""
+    """Drop tokens whose binary KL(μ ‖ π) exceeds delta where the update pushes them further. arXiv:2602.04879.
+
+    delta is in nats.
+    """
 
     preset: Literal["dppo_kl"]
     distance = "binary_kl"
 
 
 class Cppo(_DppoOfDifferences):
-    """Drop tokens where the update pushes the probability further off by more than what is left to the prefix.
+    """Drop tokens where the update pushes their prefix's probabilities further off than its budget. arXiv:2606.10968.
 
-    As dppo_tv, with differences that weigh less the later the token, and with a budget of the prefix: a token goes
-    where its weighted difference exceeds delta, or where the prefix's sum of them exceeds delta and what each earlier
-    token brings along. arXiv:2606.10968.
+    Compares differences of probabilities as dppo_tv does, weighted less the later the token. A token is dropped if its
+    weighted difference exceeds delta, or if the sum over its prefix exceeds delta plus a budget for each earlier token.
     """
 
     preset: Literal["cppo"]
     weight_min: float = Field(default=0.8, gt=0, le=1, description="Weight of the last token; that of the first is 1.")
-    budget_min: float = Field(default=0.02, gt=0, description="Least that a token brings; five times it is the most.")
-    budget_quantile: float = Field(
-        default=0.9, ge=0, le=1, description="What it brings is this quantile of the response's own differences…"
+    budget_min: float = Field(
+        default=0.02, gt=0, description="Smallest budget that each token adds; the largest is five times this."
     )
-    budget_scale: float = Field(default=1.0, gt=0, description="…times this.")
+    budget_quantile: float = Field(
+        default=0.9,
+        ge=0,
+        le=1,
+        description="Within these limits, the budget is this quantile of the response's own differences times "
+        "budget_scale.",
+    )
+    budget_scale: float = Field(default=1.0, gt=0, description="Factor of the quantile in the budget.")
 
     def rule(self) -> MaskRule:
-        """The raw rule, of a level that has no raw form."""
+        """Return the mask as a rule of level ``prefix_excess``, which recipes can't write in the raw form."""
         allowance = Allowance(self.weight_min, self.budget_min, self.budget_quantile, self.budget_scale)
         return replace(super().rule(), level="prefix_excess", allowance=allowance)
 
 
 class KPop(MaskBase):
-    """Keep tokens whose binary KLs between training and generation engine, both ways, are at most max. prime-rl."""
+    """Keep tokens whose binary KLs between training and generation engine, in both directions, are at most max.
+
+    Source: prime-rl.
+    """
 
     preset: Literal["kpop"]
     max: float = Field(gt=0, description="Largest binary KL kept, in nats; 0.1 is in use.")
 
     def rule(self) -> MaskRule:
-        """The raw rule."""
-        return self.as_rule("mismatch", "token", "binary_kl_max", -self.max, self.max)
+        """Return the mask in its raw form."""
+        return self.build_rule("mismatch", "token", "binary_kl_max", -self.max, self.max)
 
 
 class M2po(MaskBase):
@@ -167,8 +191,8 @@ class M2po(MaskBase):
     tau: float = Field(default=0.04, gt=0, description="Largest mean of (prev - gen)² over the tokens kept, in nats².")
 
     def rule(self) -> MaskRule:
-        """The raw rule; k2 is half the square."""
-        return replace(self.as_rule("mismatch", "token", "k2", None, None), until_mean=self.tau / 2)
+        """Return the mask in its raw form, on k2, which is half the square."""
+        return replace(self.build_rule("mismatch", "token", "k2", None, None), until_mean=self.tau / 2)
 
 
 MaskSpec = Geometric | Product | IcePop | Veto | Opsm | TrustRegion | DppoTv | DppoKl | Cppo | KPop | M2po | RawMask
@@ -177,62 +201,98 @@ PRESETS: Mapping[str, type[MaskBase]] = {
     for model in typing.get_args(MaskSpec)
     if model is not RawMask
 }
-PLUGINS: PluginGroup[type[MaskPreset]] = PluginGroup(
+"""Model of each built-in preset's settings, by the preset's name."""
+
+
+@dataclass(frozen=True)
+class PresetDefaults:
+    """Settings that a paper or another framework uses for a mask preset.
+
+    Attributes:
+        settings: the preset's settings without ``preset`` itself.
+        source: who uses these bounds.
+    """
+
+    settings: Mapping[str, Any]
+    source: str
+
+    def mask(self, preset: str) -> dict[str, Any]:
+        """Return an entry of ``loss_fn.masks``."""
+        return {"preset": preset, **self.settings}
+
+
+DEFAULTS: Mapping[str, PresetDefaults] = {
+    "geometric": PresetDefaults({"min": 0.99, "max": 1.01}, "SkyRL"),
+    "product": PresetDefaults({"min": 0.5, "max": 2.0}, "verl decoupled_seq_is_rs"),
+    "icepop": PresetDefaults({"min": 0.5, "max": 5.0}, "IcePop, arXiv:2510.18855"),
+    "veto": PresetDefaults({"min": 1e-4, "max": 100.0}, "SkyRL outlier tokens"),
+    "opsm": PresetDefaults({"delta": 0.5}, "TRL off_policy_mask_threshold"),
+    "trust_region": PresetDefaults({"statistic": "k3", "level": "sequence_mean", "max": 0.01}, "verl decoupled_k3_rs"),
+    "dppo_tv": PresetDefaults({"delta": 0.15}, "verl's example for DPPO, arXiv:2602.04879"),
+    "dppo_kl": PresetDefaults({"delta": 0.05}, "verl's example for DPPO, arXiv:2602.04879"),
+    "cppo": PresetDefaults({"delta": 0.15}, "CPPO, arXiv:2606.10968"),
+    "kpop": PresetDefaults({"max": 0.1}, "prime-rl PR 3283"),
+    "m2po": PresetDefaults({"tau": 0.04}, "M2PO, arXiv:2510.01161"),
+}
+"""Published bounds and their source, by preset. A recipe has to state its bounds; tools that need some use these."""
+
+PRESET_GROUP: PluginGroup[type[MaskPreset]] = PluginGroup(
     group="nemo_geomask.mask_presets",
-    what="preset",
+    noun="preset",
     key="loss_fn.masks",
-    must_be="a class derived from nemo_geomask.config.MaskPreset, with a rule of its own (see docs/plugins.md)",
-    fits=lambda found: isinstance(found, type) and issubclass(found, MaskPreset) and found.rule is not MaskBase.rule,
+    requirement="a class derived from nemo_geomask.config.MaskPreset, with a rule of its own (see docs/plugins.md)",
+    accepts=lambda cls: isinstance(cls, type) and issubclass(cls, MaskPreset) and cls.rule is not MaskBase.rule,
     built_in={name: f"{model.__module__}:{model.__qualname__}" for name, model in PRESETS.items()},
 )
 
 
 def validate_masks(masks: Any) -> tuple[MaskBase, ...]:
-    """The masks, each by the model that its preset names, another distribution's too, or in the raw form.
+    """Return the validated masks; each is an instance of its preset's model, a plugin's included, or a raw mask.
 
-    Raises: PydanticCustomError: it is no list. pydantic.ValidationError: what is wrong with any of them, each at its
-    own key.
+    Raises: PydanticCustomError: ``masks`` is not a list. pydantic.ValidationError: the problems of all masks, each
+    located at its own key.
     """
     if not isinstance(masks, (list, tuple)):
         raise PydanticCustomError("masks", "must be a list of masks, such as [{preset: geometric, max: 1.02}]")
-    made: list[MaskBase] = []
+    validated: list[MaskBase] = []
     errors: list[InitErrorDetails] = []
     for index, mask in enumerate(masks):
         try:
-            found = mask if isinstance(mask, MaskBase) else _model(mask).model_validate(mask)
-            # A plugin's rule may have a label that no field has seen.
-            label = found.rule().label
-            if wrong := wrong_label(label):
-                raise _wrong("label", "{text}", {"text": wrong}, label, "label")
-            made.append(found)
+            model = mask if isinstance(mask, MaskBase) else _mask_model(mask).model_validate(mask)
+            # A plugin's rule() may return a label that no field has validated.
+            label = model.rule().label
+            if problem := label_problem(label):
+                raise _mask_error("label", "{text}", {"text": problem}, label, "label")
+            validated.append(model)
         except ValidationError as error:
-            errors += [repeated(dict(item), (index, *item["loc"])) for item in error.errors()]
+            errors += [relocated(dict(item), (index, *item["loc"])) for item in error.errors()]
     if errors:
         raise ValidationError.from_exception_data("masks", errors)
-    return tuple(made)
+    return tuple(validated)
 
 
-def _model(mask: Any) -> type[MaskBase]:
+def _mask_model(mask: Any) -> type[MaskBase]:
+    """Return the model of the mask's preset, or of a raw mask if it has no preset."""
     if not isinstance(mask, Mapping):
-        guess = nearest(mask, PLUGINS.names()) if isinstance(mask, str) else None
+        guess = nearest(mask, PRESET_GROUP.names()) if isinstance(mask, str) else None
         example = f"{{preset: {guess}, …}}" if guess else "{preset: geometric, max: 1.02}"
-        raise _wrong("mask", "must be a mapping, such as {example}", {"example": example}, mask)
+        raise _mask_error("mask", "must be a mapping, such as {example}", {"example": example}, mask)
     if "preset" not in mask:
         return RawMask
     name = mask["preset"]
-    if isinstance(name, str) and PLUGINS.is_own(name):
+    if isinstance(name, str) and PRESET_GROUP.is_built_in(name):
         return PRESETS[name]
-    if isinstance(name, str) and (":" in name or name in PLUGINS.available()):
+    if isinstance(name, str) and (":" in name or name in PRESET_GROUP.available()):
         try:
-            return PLUGINS.load(name)
+            return PRESET_GROUP.load(name)
         except PluginError as error:
             text = "; ".join(problem.message for problem in error.problems)
-            raise _wrong("preset", "{text}", {"text": text}, name, "preset") from None
-    guess = nearest(str(name), PLUGINS.names())
-    hint = f"did you mean '{guess}'?" if guess else "known: " + ", ".join(PLUGINS.names())
-    raise _wrong("preset", "unknown preset", {"hint": hint}, name, "preset")
+            raise _mask_error("preset", "{text}", {"text": text}, name, "preset") from None
+    guess = nearest(str(name), PRESET_GROUP.names())
+    hint = f"did you mean '{guess}'?" if guess else "known: " + ", ".join(PRESET_GROUP.names())
+    raise _mask_error("preset", "unknown preset", {"hint": hint}, name, "preset")
 
 
-def _wrong(kind: Any, message: Any, context: dict[str, Any], found: Any, *key: str) -> ValidationError:
-    error = PydanticCustomError(kind, message, context)
-    return ValidationError.from_exception_data("masks", [InitErrorDetails(type=error, loc=key, input=found)])
+def _mask_error(error_type: Any, message: Any, context: dict[str, Any], value: Any, *key: str) -> ValidationError:
+    error = PydanticCustomError(error_type, message, context)
+    return ValidationError.from_exception_data("masks", [InitErrorDetails(type=error, loc=key, input=value)])

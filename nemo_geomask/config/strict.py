@@ -1,4 +1,4 @@
-"""Strict pydantic models whose errors name the key, what was found and what is allowed."""
+"""Strict pydantic models, whose errors name the key, its value and what is allowed."""
 
 from __future__ import annotations
 
@@ -27,68 +27,65 @@ from nemo_geomask.errors import ConfigError, Problem
 __all__ = [
     "StrictModel",
     "as_yaml",
-    "conflicting",
-    "dotted",
+    "conflict_error",
     "inline_yaml",
     "nearest",
     "parse",
-    "plain",
     "problems",
-    "repeated",
+    "relocated",
 ]
 
 M = TypeVar("M", bound=BaseModel)
 S = TypeVar("S", bound="StrictModel")
 
-# What YAML reads as a word, and people mean as null.
-_NULLS = ("none", "nil", "null", "")
+# Texts (in YAML, the words or quoted) that people write where they mean null.
+_NULL_WORDS = ("none", "nil", "null", "")
+# Texts that YAML 1.1 reads as something else unless they are quoted.
+_WORDS_TO_QUOTE = ("null", "true", "false", "yes", "no", "on", "off", "y", "n", "inf", "nan")
 # float32's smallest normal number and its largest one.
-_SMALLEST, _LARGEST = 2.0**-126, (2.0 - 2.0**-23) * 2.0**127
+_FLOAT32_TINY, _FLOAT32_MAX = 2.0**-126, (2.0 - 2.0**-23) * 2.0**127
 
 
 def as_yaml(value: Any) -> str:
-    """A scalar as a recipe writes it."""
+    """Return a scalar as a recipe writes it."""
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
-# What YAML 1.1 takes for something else than text.
-_WORDS = ("null", "true", "false", "yes", "no", "on", "off", "y", "n", "inf", "nan")
-
-
 def inline_yaml(value: Any) -> str:
-    """A value of any kind on one line of a recipe; texts that could be anything else are quoted."""
+    """Return any value as one line of a recipe; texts that YAML would read as anything else are quoted."""
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{inline_yaml(key)}: {inline_yaml(item)}" for key, item in value.items()) + "}"
     if isinstance(value, (list, tuple)):
         return "[" + ", ".join(map(inline_yaml, value)) + "]"
     if isinstance(value, float):
-        digits, power, exponent = repr(value).partition("e")
-        # YAML 1.1 takes a number with an exponent for text unless it has a dot.
-        return digits + (".0" if power and "." not in digits else "") + power + exponent
-    if isinstance(value, str) and (value.lower() in _WORDS or not re.fullmatch(r"[A-Za-z_][\w-]*", value)):
+        digits, e, exponent = repr(value).partition("e")
+        # YAML 1.1 reads a number with an exponent as text unless it has a dot.
+        return digits + (".0" if e and "." not in digits else "") + e + exponent
+    if isinstance(value, str) and (value.lower() in _WORDS_TO_QUOTE or not re.fullmatch(r"[A-Za-z_][\w-]*", value)):
         return json.dumps(value, ensure_ascii=False)
     return as_yaml(value)
 
 
-def nearest(name: str, known: Iterable[str]) -> str | None:
-    """The known name most like ``name``, whatever its capitals and dashes, or None when nothing is close."""
-    spelt = {_bare(other): other for other in known}
-    matches = difflib.get_close_matches(_bare(name), spelt, n=3, cutoff=0.6)
-    # What it is the beginning of, before what only looks like it: dppo is dppo_tv and not cppo.
-    matches.sort(key=lambda other: not other.startswith(_bare(name)))
-    return spelt[matches[0]] if matches else None
+def nearest(name: str, candidates: Iterable[str]) -> str | None:
+    """Return the candidate most similar to ``name``, ignoring case and dashes; None if none is similar."""
+    by_normalized = {_normalize_name(candidate): candidate for candidate in candidates}
+    normalized = _normalize_name(name)
+    matches = difflib.get_close_matches(normalized, by_normalized, n=3, cutoff=0.6)
+    # A candidate that begins with the name comes first: dppo suggests dppo_tv, not cppo.
+    matches.sort(key=lambda match: not match.startswith(normalized))
+    return by_normalized[matches[0]] if matches else None
 
 
-def _bare(name: str) -> str:
+def _normalize_name(name: str) -> str:
     return name.casefold().replace("-", "_")
 
 
 class StrictModel(BaseModel):
-    """Frozen, refuses unknown keys (with the nearest known one) and what only looks like the right type.
+    """Frozen model that refuses unknown keys (naming the nearest known one) and values of a look-alike type.
 
-    A number is no truth value, a truth value or a text no number, and a float must be one of float32, in which losses
-    are computed: finite, and 0 or at least its smallest normal number. Mappings and sequences may be of any kind,
-    OmegaConf's among them. Unknown keys and bad values of known ones are reported together.
+    A number is not accepted as a boolean, nor a boolean or a text as a number. A float must fit float32, the precision
+    of the losses: finite, and 0 or at least the smallest normal number. Mappings and sequences may be of any type,
+    OmegaConf's included. Unknown keys and bad values of known keys are reported together.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, validate_default=True)
@@ -99,151 +96,164 @@ class StrictModel(BaseModel):
         if isinstance(data, cls):
             return validate(data)
         if not isinstance(data, Mapping):
-            needed = [name for name, field in cls.model_fields.items() if field.is_required()]
-            number = isinstance(data, int | float) and not isinstance(data, bool)
-            hint = f"write {{{needed[0]}: {data}}}" if len(needed) == 1 and number else ""
+            required = [name for name, field in cls.model_fields.items() if field.is_required()]
+            is_number = isinstance(data, int | float) and not isinstance(data, bool)
+            hint = f"write {{{required[0]}: {data}}}" if len(required) == 1 and is_number else ""
             raise PydanticCustomError("mapping", "must be a mapping", {"hint": hint})
-        given = plain(data)
-        known = {key: value for key, value in given.items() if key in cls.model_fields}
-        errors = [cls._unknown_key(str(key), given[key]) for key in given if key not in known]
-        meant = {nearest(str(key), cls.model_fields) for key in given if key not in known}
+        settings = _to_builtins(data)
+        known_keys = {key: value for key, value in settings.items() if key in cls.model_fields}
+        unknown_keys = {str(key): value for key, value in settings.items() if key not in known_keys}
+        errors = [cls._unknown_key_error(key, value) for key, value in unknown_keys.items()]
+        misspelt_fields = {nearest(key, cls.model_fields) for key in unknown_keys}
         try:
-            made = validate(known)
+            model = validate(known_keys)
         except ValidationError as error:
-            # What is missing only since it is misspelt is no second problem.
-            items = (item for item in error.errors() if item["type"] != "missing" or item["loc"][0] not in meant)
-            errors += [_detail(cls, dict(item)) for item in items]
+            # A required field that is probably misspelt is not reported as missing, too.
+            errors += [
+                _explained(cls, dict(item))
+                for item in error.errors()
+                if item["type"] != "missing" or item["loc"][0] not in misspelt_fields
+            ]
         if errors:
             raise ValidationError.from_exception_data(cls.__name__, errors)
-        return made
+        return model
 
     @classmethod
-    def _answer(cls, key: str, value: Any) -> str:
-        """What is known of a key that is none of the model's."""
-        return ""
-
-    @classmethod
-    def _unknown_key(cls, key: str, value: Any) -> InitErrorDetails:
-        answer, known = cls._answer(key, value), cls.model_fields
-        guess = None if answer else nearest(key, known)
+    def _explain_unknown_key(cls, key: str, guess: str | None) -> str:
+        """Return what the error of an unknown key says; ``guess`` is the nearest field, if any is similar."""
         if guess:
-            answer = f"did you mean '{guess}'?"
-        elif not answer:
-            answer = "known keys: " + ", ".join(sorted(known)) if known else "there are none here"
-        context = {"message": f"unknown key; {answer}", "meant": guess or ""}
+            return f"did you mean '{guess}'?"
+        fields = cls.model_fields
+        return "known keys: " + ", ".join(sorted(fields)) if fields else "no keys are allowed here"
+
+    @classmethod
+    def _unknown_key_error(cls, key: str, value: Any) -> InitErrorDetails:
+        guess = nearest(key, cls.model_fields)
+        context = {"message": f"unknown key; {cls._explain_unknown_key(key, guess)}", "misspelt_field": guess or ""}
         error = PydanticCustomError("unknown_key", "{message}", context)
         return InitErrorDetails(type=error, loc=(key,), input=value)
 
     @field_validator("*", mode="before")
     @classmethod
     def _refuse_look_alikes(cls, value: Any, info: ValidationInfo) -> Any:
-        kinds = set(_members(cls.model_fields[str(info.field_name)].annotation)) - {type(None)}
-        if kinds == {bool} and isinstance(value, int | float | str) and not isinstance(value, bool):
+        allowed = set(_union_members(cls.model_fields[str(info.field_name)].annotation)) - {type(None)}
+        if allowed == {bool} and isinstance(value, int | float | str) and not isinstance(value, bool):
             raise PydanticCustomError("truth", "must be true or false")
-        if kinds and kinds <= {int, float} and isinstance(value, bool | str):
-            raise PydanticCustomError("number", "must be a number", {"hint": _as_number(value)})
-        # Infinity is named by pydantic.
-        if kinds == {float} and isinstance(value, int | float) and _LARGEST < abs(value) < math.inf:
-            raise PydanticCustomError("float32", "must fit float32, which ends at 3.4e+38")
-        if kinds == {float} and isinstance(value, float) and 0 < abs(value) < _SMALLEST:
-            raise PydanticCustomError("float32", "must fit float32, where next to 0 stands 1.2e-38")
+        if allowed and allowed <= {int, float} and isinstance(value, bool | str):
+            raise PydanticCustomError("number", "must be a number", {"hint": _number_hint(value)})
+        # pydantic itself reports an infinity.
+        if allowed == {float} and isinstance(value, int | float) and _FLOAT32_MAX < abs(value) < math.inf:
+            raise PydanticCustomError("float32", "must fit float32, whose largest number is 3.4e+38")
+        if allowed == {float} and isinstance(value, float) and 0 < abs(value) < _FLOAT32_TINY:
+            raise PydanticCustomError("float32", "must fit float32, whose smallest normal number is 1.2e-38")
         return value
 
 
-def _members(annotation: Any) -> Iterator[Any]:
-    """The types of a union; the one type of what is none."""
-    union = typing.get_origin(annotation) in (typing.Union, types.UnionType)
-    yield from typing.get_args(annotation) if union else (annotation,)
+def _union_members(annotation: Any) -> Iterator[Any]:
+    """Yield the types of a union, or the annotation itself if it is not a union."""
+    is_union = typing.get_origin(annotation) in (typing.Union, types.UnionType)
+    yield from typing.get_args(annotation) if is_union else (annotation,)
 
 
-def _as_number(value: bool | str) -> str:
-    """How to write a text that is meant as a number, if it is."""
+def _number_hint(value: bool | str) -> str:
+    """Return how to write the number that a text spells; empty if it spells none."""
     if isinstance(value, bool):
         return ""
     try:
         float(value)
     except ValueError:
         return ""
-    digits, _, power = value.strip().lower().partition("e")
-    if not power:
+    digits, _, exponent = value.strip().lower().partition("e")
+    if not exponent:
         return f"{value!r} is text, write it without quotes"
-    # YAML 1.1 wants a dot and a sign.
-    written = f"{digits if '.' in digits else f'{digits}.0'}e{int(power):+d}"
-    return f"to YAML 1.1 {value} is text, write {written}"
+    # YAML 1.1 requires a dot before the exponent and a sign in it.
+    number = f"{digits if '.' in digits else f'{digits}.0'}e{int(exponent):+d}"
+    return f"YAML 1.1 reads {value} as text, write {number}"
 
 
-def plain(value: Any) -> Any:
-    """OmegaConf's containers, and whatever else is a mapping or a sequence, as dicts and lists."""
+def _to_builtins(value: Any) -> Any:
+    """Return OmegaConf's containers, and any other mapping or sequence, as dicts, lists and tuples."""
     if isinstance(value, Mapping):
-        return {key: plain(item) for key, item in value.items()}
+        return {key: _to_builtins(item) for key, item in value.items()}
     if isinstance(value, tuple):
-        return tuple(map(plain, value))
+        return tuple(map(_to_builtins, value))
     if isinstance(value, Sequence) and not isinstance(value, str | bytes):
-        return [plain(item) for item in value]
+        return [_to_builtins(item) for item in value]
     return value
 
 
-def _detail(model: type[BaseModel], item: Mapping[str, Any]) -> InitErrorDetails:
-    """A pydantic error to be raised again, with what pydantic's own leaves out: where null is allowed, the nearest of
-    several values, and how to write what was meant."""
+def _explained(model: type[BaseModel], item: Mapping[str, Any]) -> InitErrorDetails:
+    """Return a pydantic error, to be raised again, with hints that pydantic's own message leaves out.
+
+    The hints: that null is allowed, which of several allowed values is nearest, and how to write what was meant.
+
+    Args:
+        model: the model that refused the value.
+        item: an entry of ``ValidationError.errors()``.
+    """
     context = dict(item.get("ctx", {}))
     message, value, hint = _message(item), item["input"], context.pop("hint", "")
     context.pop("error", None)
     name = item["loc"][0] if len(item["loc"]) == 1 else None
     if name in model.model_fields:
-        kinds = set(_members(model.model_fields[name].annotation))
-        if type(None) in kinds and message.startswith(("Input should", "must be")):
+        allowed = set(_union_members(model.model_fields[name].annotation))
+        if type(None) in allowed and message.startswith(("Input should", "must be")):
             message += ", or null"
-        if isinstance(value, str) and type(None) in kinds and value.strip().lower() in _NULLS:
+        if isinstance(value, str) and type(None) in allowed and value.strip().lower() in _NULL_WORDS:
             hint = f"in YAML {value!r} is a word, write null"
         elif isinstance(value, str) and item["type"] == "literal_error":
-            choices = [choice for kind in kinds for choice in typing.get_args(kind)]
-            guess = nearest(value, choices)
+            guess = nearest(value, [choice for literal in allowed for choice in typing.get_args(literal)])
             hint = f"did you mean '{guess}'?" if guess else ""
-    return repeated({**item, "msg": message + (f"; {hint}" if hint else ""), "ctx": context}, item["loc"])
+    return relocated({**item, "msg": message + (f"; {hint}" if hint else ""), "ctx": context}, item["loc"])
 
 
-def repeated(item: Mapping[str, Any], location: tuple[int | str, ...]) -> InitErrorDetails:
-    """One of ``ValidationError.errors()`` to be raised again, at ``location``."""
+def relocated(item: Mapping[str, Any], location: tuple[int | str, ...]) -> InitErrorDetails:
+    """Return an entry of ``ValidationError.errors()`` as an error to be raised again, at another location."""
     context = {**item.get("ctx", {}), "message": _message(item)}
     error = PydanticCustomError(item["type"], "{message}", context)
     return InitErrorDetails(type=error, loc=location, input=item["input"])
 
 
 def _message(item: Mapping[str, Any]) -> str:
-    # Of an error that a validator raised, pydantic's own message says so first.
+    # Pydantic prefixes the message of an exception that a validator raised; the context has the exception itself.
     return str(item.get("ctx", {}).get("error", item["msg"]))
 
 
-def conflicting(keys: Collection[str], message: str) -> InitErrorDetails:
-    """The error of a model's fields that contradict each other, for its validator to raise."""
+def conflict_error(keys: Collection[str], message: str) -> InitErrorDetails:
+    """Return the error of fields that contradict each other, for a model's validator to raise."""
     error = PydanticCustomError("conflict", "{message}", {"message": message, "keys": tuple(keys)})
     return InitErrorDetails(type=error, loc=(), input=None)
 
 
 def problems(error: ValidationError, *, prefix: str) -> tuple[Problem, ...]:
-    """What a pydantic error says, in the words of the user's file, in which the model stands under ``prefix``."""
-    return tuple(_problem(dict(item), prefix) for item in error.errors())
+    """Return the problems that a pydantic error reports, with keys as the user's file has them.
+
+    Args:
+        error: pydantic's error.
+        prefix: section of the file that the model describes, such as ``loss_fn``.
+    """
+    return tuple(_to_problem(dict(item), prefix) for item in error.errors())
 
 
-def _problem(item: Mapping[str, Any], prefix: str) -> Problem:
-    location, context, message, found = item["loc"], item.get("ctx", {}), _message(item), item["input"]
+def _to_problem(item: Mapping[str, Any], prefix: str) -> Problem:
+    """Return an entry of ``ValidationError.errors()`` as a problem; see :func:`problems`."""
+    location, context, message, value = item["loc"], item.get("ctx", {}), _message(item), item["input"]
     if item["type"] == "conflict":
-        keys = tuple(dotted((*location, key), prefix) for key in context["keys"])
+        keys = tuple(_dotted_key((*location, key), prefix) for key in context["keys"])
         return Problem(keys, message, frozenset(map(str, location[:1])))
-    if location and not isinstance(found, Mapping):
-        message += f" (found {found!r})" if isinstance(found, str) else f" (found {as_yaml(found)})"
-    fields = {str(location[0]), str(context.get("meant", location[0]))} if location else set()
-    key = dotted(location, prefix)
+    if location and not isinstance(value, Mapping):
+        message += f" (found {value!r})" if isinstance(value, str) else f" (found {as_yaml(value)})"
+    fields = {str(location[0]), str(context.get("misspelt_field", location[0]))} if location else set()
+    key = _dotted_key(location, prefix)
     return Problem((key,) if key else (), message, frozenset(fields))
 
 
-def dotted(location: tuple[int | str, ...], prefix: str = "") -> str:
-    """A pydantic error location as a user would write it: ``loss_fn.masks[0].min``."""
-    text = prefix
+def _dotted_key(location: tuple[int | str, ...], prefix: str) -> str:
+    """Return a pydantic error location as a user would write it: ``loss_fn.masks[0].min``."""
+    key = prefix
     for part in location:
-        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
-    return text
+        key += f"[{part}]" if isinstance(part, int) else f".{part}" if key else part
+    return key
 
 
 def parse(model: type[M], data: Mapping[str, Any], *, prefix: str) -> M:
@@ -252,7 +262,7 @@ def parse(model: type[M], data: Mapping[str, Any], *, prefix: str) -> M:
     Args:
         model: the pydantic class.
         data: a mapping, as read from YAML.
-        prefix: what the keys stand under in the user's file, such as ``loss_fn``.
+        prefix: section of the user's file that the data come from, such as ``loss_fn``.
 
     Raises: ConfigError: with a problem for each key, or for the keys that contradict each other.
     """

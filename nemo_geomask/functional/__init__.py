@@ -1,6 +1,6 @@
-"""Pure functions on tensors: no state, no collectives, no configuration objects.
+"""Formulas of the papers as pure functions on tensors: no state, no collectives, no configuration objects.
 
-Tensors are float32 or float64 and of one layout, [B, T], [N] or any other: :func:`check_layout` asks it of all of them.
+The tensors of a call are float32 or float64 and share one layout, such as [B, T] or [N]: see :func:`check_layout`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ from nemo_geomask.functional.ratios import (
     binary_statistic,
     clamp_weight,
     filter_weight,
+    k3,
     log_bound,
+    out_of_bounds,
     outside,
     saturating_exp,
     token_statistic,
@@ -57,9 +59,11 @@ __all__ = [
     "gamma_weight",
     "geometric_mean",
     "inverse_count",
+    "k3",
     "kl_estimate",
     "kl_penalty",
     "log_bound",
+    "out_of_bounds",
     "outside",
     "position_weights",
     "quadratic",

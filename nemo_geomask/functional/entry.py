@@ -1,4 +1,4 @@
-"""What every public function here asks of its arguments."""
+"""Argument checks shared by the public functions of :mod:`nemo_geomask.functional`."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ __all__ = ["check_choice", "check_layout"]
 
 
 def check_layout(**tensors: Tensor | None) -> None:
-    """Raise unless the tensors share one layout: one rank, and sizes that are equal or 1.
+    """Raise unless the tensors share one layout: the same number of dimensions, with sizes that are equal or 1.
 
-    Broadcasting over a missing dimension is how [B] times [B, 1] becomes [B, B] without a word.
+    Without this check, [B] times [B, 1] would silently broadcast to [B, B].
 
     Args:
-        tensors: by the name to use in the error, float32 or float64; None is left out.
+        tensors: float32 or float64, each passed under the name that the error message uses; None is skipped.
 
-    Raises: ShapeError: another dtype (half precision is for the caller to raise first), or shapes that don't fit.
+    Raises: ShapeError: a tensor has another dtype (the caller converts half precision first), or the shapes don't fit.
     """
     first, shape = "", torch.Size()
     for name, value in tensors.items():
@@ -31,7 +31,8 @@ def check_layout(**tensors: Tensor | None) -> None:
         if not first:
             first, shape = name, value.shape
         elif len(value.shape) != len(shape) or any(
-            mine != other and mine != 1 and other != 1 for mine, other in zip(value.shape, shape, strict=True)
+            size != first_size and 1 not in (size, first_size)
+            for size, first_size in zip(value.shape, shape, strict=True)
         ):
             raise ShapeError(
                 f"{name} must have the rank of {first}, {list(shape)}, and sizes equal to its or 1, but it is "
@@ -40,6 +41,6 @@ def check_layout(**tensors: Tensor | None) -> None:
 
 
 def check_choice(name: str, value: str, choices: Collection[str]) -> None:
-    """Raise ArgumentError unless ``value`` is one of ``choices``."""
+    """Raise ArgumentError unless ``value`` is one of ``choices``; ``name`` is the argument's name in the message."""
     if value not in choices:
         raise ArgumentError(f"{name} must be one of {', '.join(choices)}, but it is {value!r}")

@@ -11,8 +11,8 @@ estimator value                  name elsewhere
 ``k4``    r · x                  open-instruct kl4
 ========= ====================== ==============================================
 
-The value that is reported and the gradient that trains are separate choices; which of them is unbiased for
-KL(π_θ ‖ π_ref) is tabulated in ``docs/kl.md`` and pinned by ``tests/functional/test_kl.py``.
+The estimator whose value is reported and the one whose gradient trains are separate choices. ``docs/kl.md`` tabulates
+which values and which gradients are unbiased for KL(π_θ ‖ π_ref); ``tests/functional/test_kl.py`` tests it.
 Source: Schulman (2020), http://joschu.net/blog/kl-approx.html; arXiv:2506.09477 on the gradients.
 """
 
@@ -24,33 +24,32 @@ import torch
 from torch import Tensor
 
 from nemo_geomask.functional.entry import check_choice, check_layout
-from nemo_geomask.functional.ratios import LOG_RATIO_LIMIT, saturating_exp, within
+from nemo_geomask.functional.ratios import k3, saturating_exp
 
 __all__ = ["KLEstimator", "kl_estimate", "kl_penalty"]
 
 KLEstimator = Literal["k1", "k2", "k3", "k4"]
 
 
-def kl_estimate(x: Tensor, kind: KLEstimator, *, ratio: Tensor | None = None) -> Tensor:
-    r"""The estimator's value for x = log π − log π_ref, differentiable in x.
+def kl_estimate(x: Tensor, estimator: KLEstimator, *, ratio: Tensor | None = None) -> Tensor:
+    r"""Return the estimator's value for x = log π_θ − log π_ref, differentiable in x.
 
     Args:
-        x: log-ratio at the sampled token, any shape, float32.
-        kind: ``k1`` :math:`x`, ``k2`` :math:`x^2/2`, ``k3`` :math:`e^{-x} - 1 + x`, ``k4`` :math:`r x`.
-        ratio: r, same shape, for ``k4`` only; None is 1 (tokens sampled from π itself).
+        x: log-ratio at the sampled token, any shape, float32 or float64.
+        estimator: ``k1`` :math:`x`, ``k2`` :math:`x^2/2`, ``k3`` :math:`e^{-x} - 1 + x`, ``k4`` :math:`r x`.
+        ratio: r, same shape, for ``k4`` only; None is 1 (tokens sampled from π_θ itself).
 
-    Returns: same shape, float32, nats.
+    Returns: same shape and dtype, nats (k2: nats²).
     Raises: ArgumentError: an unknown estimator. ShapeError: half precision, integers, or shapes that don't fit.
     """
-    check_choice("kind", kind, get_args(KLEstimator))
+    check_choice("estimator", estimator, get_args(KLEstimator))
     check_layout(x=x, ratio=ratio)
-    if kind == "k1":
+    if estimator == "k1":
         return x
-    if kind == "k2":
+    if estimator == "k2":
         return x.square() / 2
-    if kind == "k3":
-        clamped = within(x, -LOG_RATIO_LIMIT, None)
-        return torch.expm1(-clamped) + clamped
+    if estimator == "k3":
+        return k3(-x)
     return x if ratio is None else ratio * x
 
 
@@ -66,59 +65,56 @@ def kl_penalty(
     input_clamp: float | None,
     output_clamp: float | None,
 ) -> Tensor:
-    r"""KL term of the loss, one value a token.
+    r"""Return the KL term of the loss, one value a token.
 
-    With :math:`x = \mathrm{clamp}(\log\pi_\theta - \log\pi_{ref}, \pm c_{in})`:
+    :math:`\mu` is the policy of the generation engine, :math:`\pi_{old}` that of the training engine at rollout time,
+    and sg stops the gradient. With :math:`x = \mathrm{clamp}(\log\pi_\theta - \log\pi_{ref}, \pm c_{in})`:
 
     - ``gradient=None`` (NeMo-RL): :math:`\mathrm{clamp}(w\,k(x), \pm c_{out})`, differentiated as it stands,
       with the score-function factor :math:`w = e^{\log\pi_\theta - \mathrm{sg}\log\pi_\theta}` (value 1), or
       :math:`w = \pi_\theta/\mu` when ``importance_weighted``. Where the input clamp acts, w is detached.
-    - ``gradient=kY``: the value above, and the plain derivative of kY (times sg w when ``importance_weighted``),
-      without score-function factor.
+    - ``gradient="k2"``, or another estimator: the value above, with the plain derivative of that estimator in place of
+      its own. There is no score-function factor; when ``importance_weighted`` the derivative is multiplied by sg w.
 
-    ``k4`` brings its own ratio, :math:`r = \pi_\theta/\pi_{old}` (:math:`\pi_\theta/\mu` when
-    ``importance_weighted``), in place of w.
+    ``k4`` has its own ratio in place of w, :math:`r = \pi_\theta/\pi_{old}` (:math:`\pi_\theta/\mu` when
+    ``importance_weighted``).
 
     Args:
-        curr: log-probs under the policy being optimised, any shape, float32, with gradient.
-        ref: under the reference policy, same shape.
-        prev: under the training engine at rollout time, same shape.
-        gen: under the generation engine, same shape.
-        value: estimator reported.
-        gradient: estimator differentiated, or None for the value's own.
-        importance_weighted: ``use_on_policy_kl_approximation`` of NeMo-RL.
-        input_clamp: bound on |x|, or None.
-        output_clamp: bound on the weighted estimate's magnitude, or None.
+        curr: log-probs under the policy being optimised, any shape, float32 or float64, with gradient.
+        ref: log-probs under the reference policy, same shape.
+        prev: log-probs under the training engine at rollout time, :math:`\log\pi_{old}`, same shape.
+        gen: log-probs under the generation engine, :math:`\log\mu`, same shape.
+        value: estimator whose value is returned.
+        gradient: estimator that is differentiated; None differentiates the returned value itself.
+        importance_weighted: weight by :math:`\pi_\theta/\mu`, as NeMo-RL's ``use_on_policy_kl_approximation`` does.
+        input_clamp: :math:`c_{in}`, bound on |x|, nats, or None.
+        output_clamp: :math:`c_{out}`, bound on the weighted estimate's magnitude, nats, or None.
 
-    Returns: same shape, float32, nats.
+    Returns: same shape and dtype, nats.
     Raises: ArgumentError: an unknown estimator. ShapeError: half precision, integers, or shapes that don't fit.
     Source: NeMo-RL ``calculate_kl`` and ``ClippedPGLossFn``; arXiv:2506.09477; open-instruct.
     """
     check_layout(curr=curr, ref=ref, prev=prev, gen=gen)
-    exact = curr - ref
-    x = _clamp(exact, input_clamp)
+    x = _clamp(curr - ref, input_clamp)
 
-    def weighted(kind: KLEstimator, *, score: bool) -> Tensor:
-        if importance_weighted or kind == "k4":
-            moving = curr.detach() + (x - x.detach())  # curr, but for the gradient where the input clamp acts
-            weight = saturating_exp(moving - (gen if importance_weighted else prev))
-            estimate = (weight if score or kind == "k4" else weight.detach()) * kl_estimate(x, kind)
-        else:
-            estimate = kl_estimate(x, kind)
-            if score:
-                # w = exp(x − sg x), without its exponential: its value is 1, its derivative that of x.
-                estimate = estimate + estimate.detach() * (x - x.detach())
-        return _clamp(estimate, output_clamp)
+    def weight(estimator: KLEstimator) -> Tensor:
+        """Return w or, for k4, r. The gradient of its logarithm is that of x: 0 where the input clamp acts."""
+        step = x - x.detach()  # value 0, gradient of x
+        if importance_weighted:
+            return saturating_exp(curr.detach() - gen + step)
+        if estimator == "k4":
+            return saturating_exp(curr.detach() - prev + step)
+        return torch.exp(step)
 
+    reported = _clamp(weight(value) * kl_estimate(x, value), output_clamp)
     if gradient is None:
-        return weighted(value, score=True)
-    trains = weighted(gradient, score=False)
-    return weighted(value, score=True).detach() + (trains - trains.detach())
+        return reported
+    # The ratio of k4 belongs to the estimator, so it is differentiated; any other weight is not.
+    trained_weight = weight(gradient) if gradient == "k4" else weight(gradient).detach()
+    trained = _clamp(trained_weight * kl_estimate(x, gradient), output_clamp)
+    return reported.detach() + (trained - trained.detach())
 
 
 def _clamp(x: Tensor, bound: float | None) -> Tensor:
-    """x within ± ``bound``, with gradient at the bound and none beyond."""
-    if bound is None:
-        return x
-    wide = bound * (1 + torch.finfo(x.dtype).eps)
-    return within(x, -wide, wide)
+    """Return x clamped to ± ``bound``; None is no bound."""
+    return x if bound is None else x.clamp(-bound, bound)

@@ -1,13 +1,15 @@
 r"""Log-ratios: their exponentials, bounds on them, statistics that masks pool, and importance-sampling weights.
 
 Pooling and comparing happen on log-ratios; ``exp`` comes last and saturates instead of overflowing. Pooling over a
-sequence belongs to :mod:`nemo_geomask.segments`. A weight :math:`w = e^x`, of the mismatch log-ratio x = prev − gen
-pooled at the chosen level, multiplies the surrogate and carries no gradient.
+sequence belongs to :mod:`nemo_geomask.segments`. The mismatch log-ratio x = log π_prev − log π_gen compares the
+training engine with the generation engine. Pooled over a token, sequence or other level, it gives the importance weight
+:math:`w = e^x`, which multiplies the surrogate and carries no gradient.
 """
 
 from __future__ import annotations
 
 import math
+import warnings
 from typing import Literal, NamedTuple, get_args
 
 import torch
@@ -23,7 +25,9 @@ __all__ = [
     "binary_statistic",
     "clamp_weight",
     "filter_weight",
+    "k3",
     "log_bound",
+    "out_of_bounds",
     "outside",
     "saturating_exp",
     "token_statistic",
@@ -32,51 +36,43 @@ __all__ = [
 LOG_RATIO_LIMIT = 40.0
 """Natural logarithm of the largest ratio represented, ``exp(40) = 2.4e17``.
 
-float32 overflows at 88.7, and what a loss multiplies must fit too: a weight, a ratio and an advantage, summed over
-thousands of tokens. At 40 a finite input gives a finite loss."""
+float32 overflows at 88.7, and the loss multiplies a ratio by a weight and an advantage and sums the products over
+thousands of tokens. With ratios of at most ``exp(40)``, finite inputs give a finite loss."""
 Statistic = Literal["ratio", "k2", "k3"]
 BinaryStatistic = Literal["prob_diff", "binary_kl", "binary_kl_reverse", "binary_kl_max"]
 
 
-def within(x: Tensor, low: float | None, high: float | None) -> Tensor:
-    """x clamped, without gradient beyond the bounds."""
-    if torch.compiler.is_compiling():
-        return x.clamp(low, high)
-    # A clamp's backward pass is four steps on a CPU, hardtanh's is one; but it stops at the bounds themselves.
-    return torch.nn.functional.hardtanh(x, -math.inf if low is None else low, math.inf if high is None else high)
-
-
 def saturating_exp(log_ratio: Tensor) -> Tensor:
-    """``exp(min(x, 40))``: a ratio too large to compute with becomes the largest one allowed.
+    r"""Return :math:`e^{\min(x, 40)}`: the ratio, but at most the largest one represented.
 
     An overflow to infinity would turn into NaN as soon as it meets a zero, and replacing it by 0 (as NeMo-RL's
     ``nan_to_num(posinf=0)`` does) would silently drop the most over-weighted sample instead of truncating it.
 
     Args:
-        log_ratio: any shape, float32, natural logarithm. NaN stays NaN.
+        log_ratio: x, any shape, float32 or float64, natural logarithm. NaN stays NaN.
 
-    Returns: the ratio, same shape and dtype; the gradient is 0 above 40 (at 40 itself a graph has one).
+    Returns: the ratio, same shape and dtype, differentiable; the gradient is 0 where x > 40.
     Raises: ShapeError: half precision or integers.
     """
     check_layout(log_ratio=log_ratio)
-    return torch.exp(within(log_ratio, None, LOG_RATIO_LIMIT))
+    return torch.exp(log_ratio.clamp(max=LOG_RATIO_LIMIT))
 
 
 def log_bound(bound: float | None, *, default: float) -> float:
-    """Natural logarithm of a bound on a ratio; 0 gives -inf and ``None`` gives ``default``."""
+    """Return the natural logarithm of a bound on a ratio: -inf for 0, and ``default`` for None."""
     if bound is None:
         return default
     return math.log(bound) if bound > 0 else -math.inf
 
 
-def outside(value: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
-    """Where a statistic lies below and above ``[low, high]``; both ends belong to the interval.
+def out_of_bounds(value: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
+    """Return where a statistic lies below and where it lies above ``[low, high]``; both ends belong to the interval.
 
-    Bounds on a ratio are to be given as logarithms and compared with the log-ratio: a comparison of
-    exponentials loses the resolution that bounds such as ``1 + 3e-4`` need and overflows for long sequences.
+    Give bounds on a ratio as logarithms and compare them with the log-ratio: a comparison of exponentials loses the
+    resolution that bounds such as ``1 + 3e-4`` need, and overflows for long sequences.
 
     Args:
-        value: any shape, float32.
+        value: any shape, float32 or float64.
         low: lower bound in the units of ``value``, rounded to its dtype; may be -inf.
         high: upper bound, likewise; may be +inf.
 
@@ -87,8 +83,32 @@ def outside(value: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
     return value < low, value > high
 
 
+def outside(value: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
+    """Return :func:`out_of_bounds` under its former name; deprecated."""
+    message = "nemo_geomask.functional.outside is now nemo_geomask.functional.out_of_bounds; use that name"
+    warnings.warn(message, DeprecationWarning, stacklevel=2)
+    return out_of_bounds(value, low, high)
+
+
+def k3(log_ratio: Tensor) -> Tensor:
+    r"""Return :math:`e^x - 1 - x` for x = log(p/q): the estimate k3 of KL(q ‖ p) from a token sampled from q.
+
+    For KL(π_θ ‖ π_ref) with tokens from π_θ, x is log π_ref − log π_θ.
+
+    Args:
+        log_ratio: x, any shape, float32 or float64, natural logarithm.
+
+    Returns: same shape and dtype, at least 0, nats, differentiable; the value is constant where x > 40.
+    Raises: ShapeError: half precision or integers.
+    Source: Schulman, "Approximating KL divergence" (2020), http://joschu.net/blog/kl-approx.html.
+    """
+    check_layout(log_ratio=log_ratio)
+    x = log_ratio.clamp(max=LOG_RATIO_LIMIT)
+    return torch.expm1(x) - x
+
+
 def token_statistic(log_ratio: Tensor, statistic: str) -> Tensor:
-    r"""Per-token value that a mask pools, for a log-ratio x = log ρ.
+    r"""Return the per-token value that a mask pools, for a log-ratio x = log ρ with the sampler in the denominator.
 
     ============ ======================== ==========================================================
     statistic    value                    pooled mean estimates
@@ -98,13 +118,14 @@ def token_statistic(log_ratio: Tensor, statistic: str) -> Tensor:
     ``k3``       :math:`e^x - 1 - x`      KL(sampler ‖ other) with tokens from the sampler
     ============ ======================== ==========================================================
 
-    Means of signed x cancel (ρ = ¼, 1, 4 has geometric mean 1); k2 and k3 are non-negative and don't.
+    In a mean, positive and negative x cancel (the geometric mean of ρ = ¼, 1, 4 is 1); k2 and k3, which are
+    non-negative, don't.
 
     Args:
-        log_ratio: any shape, float32.
-        statistic: one of the table.
+        log_ratio: x, any shape, float32 or float64.
+        statistic: name from the table.
 
-    Returns: same shape, float32.
+    Returns: same shape and dtype, nats (k2: nats²).
     Raises: ArgumentError: an unknown statistic. ShapeError: half precision or integers.
     Source: Schulman, "Approximating KL divergence" (2020); trust-region masking, arXiv:2512.23075.
     """
@@ -114,36 +135,37 @@ def token_statistic(log_ratio: Tensor, statistic: str) -> Tensor:
         return log_ratio
     if statistic == "k2":
         return log_ratio.square() / 2
-    clamped = log_ratio.clamp(max=LOG_RATIO_LIMIT)
-    return torch.expm1(clamped) - clamped
+    return k3(log_ratio)
 
 
-_SURE = math.log1p(-1e-6)
+_LOG_MAX_PROBABILITY = math.log1p(-1e-6)  # limit of the binary KLs' log-probs, see binary_statistic
 
 
 def binary_statistic(log_p: Tensor, log_q: Tensor, statistic: str) -> Tensor:
-    r"""Per-token distance of two policies, each seen as {the sampled token, any other}, in the direction of ρ = p/q.
+    r"""Return the per-token distance of two policies, each reduced to {the sampled token, any other}.
+
+    The distance has the sign of log(p/q): positive where p > q.
 
     ===================== ====================================================================
     statistic             value
     ===================== ====================================================================
-    ``prob_diff``         :math:`p - q`; its size is the binary total variation
+    ``prob_diff``         :math:`p - q`, in absolute value the binary total variation
     ``binary_kl``         :math:`\mathrm{sgn}(p-q)\,[q\log\tfrac qp + (1-q)\log\tfrac{1-q}{1-p}]`
     ``binary_kl_reverse`` the same with p and q exchanged within the brackets
-    ``binary_kl_max``     the one of the two that is larger in size
+    ``binary_kl_max``     the one of the two KLs that is larger in absolute value
     ===================== ====================================================================
 
     A large ratio of two tiny probabilities is a small distance; a ratio near 1 of two large ones need not be.
 
+    In the KLs, a probability above :math:`1 - 10^{-6}` counts as :math:`1 - 10^{-6}`. For a token that is certain, one
+    engine may return a float32 log-prob of exactly 0 and another -1e-7; without this limit their KL would be infinite.
+
     Args:
-        log_p: any shape, float32, at most 0 up to rounding.
-        log_q: same shape; the policy that sampled.
-        statistic: one of the table.
+        log_p: log-prob of the sampled token under p, any shape, float32 or float64, at most 0 up to rounding.
+        log_q: its log-prob under q, the policy that sampled; same shape.
+        statistic: name from the table.
 
-    A KL takes a probability above :math:`1 - 10^{-6}` as that: float32 has a sure token's log-prob at exactly 0 in one
-    engine and at -1e-7 in the other, between which the KL would be infinite.
-
-    Returns: same shape, float32, in [-1, 1] or nats, finite.
+    Returns: same shape and dtype, finite; a probability difference in [-1, 1], or nats.
     Raises: ArgumentError: an unknown statistic. ShapeError: half precision, integers, or shapes that don't fit.
     Source: DPPO, arXiv:2602.04879 (binary TV and binary KL); prime-rl's KPop for the larger of both;
     the bound near 1: prime-rl PR 3283, verl PR 6800.
@@ -153,9 +175,9 @@ def binary_statistic(log_p: Tensor, log_q: Tensor, statistic: str) -> Tensor:
     log_p, log_q = log_p.clamp(max=0.0), log_q.clamp(max=0.0)
     direction = torch.sign(log_p - log_q)
     if statistic == "prob_diff":
-        # The larger probability times what is missing to it keeps the digits of a small difference.
+        # |p − q| = max(p, q)·(1 − e^−|log p − log q|): expm1 keeps the digits of a small difference.
         return -direction * torch.maximum(log_p, log_q).exp() * torch.expm1(-(log_p - log_q).abs())
-    log_p, log_q = log_p.clamp(max=_SURE), log_q.clamp(max=_SURE)
+    log_p, log_q = log_p.clamp(max=_LOG_MAX_PROBABILITY), log_q.clamp(max=_LOG_MAX_PROBABILITY)
     if statistic == "binary_kl":
         return direction * _binary_kl(log_q, log_p)
     if statistic == "binary_kl_reverse":
@@ -163,50 +185,60 @@ def binary_statistic(log_p: Tensor, log_q: Tensor, statistic: str) -> Tensor:
     return direction * torch.maximum(_binary_kl(log_q, log_p), _binary_kl(log_p, log_q))
 
 
-def _binary_kl(of: Tensor, against: Tensor) -> Tensor:
-    others = -torch.expm1(of) * (_log_rest(of) - _log_rest(against))
-    return torch.relu(of.exp() * (of - against) + others)
+def _binary_kl(log_p: Tensor, log_q: Tensor) -> Tensor:
+    """Return KL(p ‖ q) = p log(p/q) + (1 − p) log((1 − p)/(1 − q)), at least 0 despite rounding."""
+    complement = -torch.expm1(log_p)
+    divergence = log_p.exp() * (log_p - log_q) + complement * (_log_complement(log_p) - _log_complement(log_q))
+    return divergence.clamp(min=0.0)
 
 
-def _log_rest(log_p: Tensor) -> Tensor:
-    """log(1 - p) with the digits of small and of large p (Mächler, "Accurately computing log(1 - exp(-|a|))", 2012)."""
+def _log_complement(log_p: Tensor) -> Tensor:
+    """Return log(1 − p), accurate for small and for large p.
+
+    Source: Mächler, "Accurately computing log(1 - exp(-|a|))" (2012).
+    """
     return torch.where(log_p > -math.log(2.0), torch.log(-torch.expm1(log_p)), torch.log1p(-log_p.exp()))
 
 
 class Weight(NamedTuple):
-    """A weight after truncation, and where the bounds took effect."""
+    """Importance-sampling weight after truncation, and where its bounds took effect."""
 
     value: Tensor
+    """The weight, at least 0; no unit."""
     outside: Tensor
-    """bool, True where the log-ratio lies outside the bounds."""
+    """bool, same shape, True where the log-ratio is out of bounds."""
 
 
 def clamp_weight(log_ratio: Tensor, *, min: float | None, max: float | None) -> Weight:
-    r"""Truncated importance sampling (TIS): :math:`\min(\max(e^{x}, w_{min}), w_{max})`.
+    r"""Return the weight of truncated importance sampling (TIS), :math:`\min(\max(e^{x}, w_{min}), w_{max})`.
 
     Args:
-        log_ratio: pooled mismatch log-ratio x, any shape, float32.
+        log_ratio: pooled mismatch log-ratio x, any shape, float32 or float64.
         min: lower bound on the weight itself; None is 0.
         max: upper bound on the weight itself; None is unbounded.
 
-    Returns: the weight, and where it was outside, decided on x; an x whose exponential overflows gives ``max``.
+    Returns: the weight, and where x was out of bounds. For x above 40 the weight is ``exp(40)``, or ``max`` if that is
+    smaller.
     Raises: ShapeError: half precision or integers.
     Source: Yao et al., "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training" (2025); NeMo-RL
     ``truncated_importance_sampling_type: tis``.
     """
-    return Weight(saturating_exp(log_ratio).clamp(min or 0.0, max), _outside(log_ratio, min, max))
+    return Weight(saturating_exp(log_ratio).clamp(min or 0.0, max), _weight_out_of_bounds(log_ratio, min, max))
 
 
 def filter_weight(log_ratio: Tensor, *, min: float | None, max: float | None) -> Weight:
-    r"""IcePop: :math:`e^{x}` inside ``[min, max]``, 0 outside; arguments and errors are those of :func:`clamp_weight`.
+    r"""Return IcePop's weight: :math:`e^{x}` if it is within ``[min, max]``, else 0.
+
+    Arguments and errors are those of :func:`clamp_weight`.
+
 
     Source: Ring-1T report, arXiv:2510.18855 (double-sided masking, bounds 0.5 and 5); NeMo-RL
     ``truncated_importance_sampling_type: icepop``.
     """
-    removed = _outside(log_ratio, min, max)
+    removed = _weight_out_of_bounds(log_ratio, min, max)
     return Weight(torch.where(removed, 0.0, saturating_exp(log_ratio)), removed)
 
 
-def _outside(log_ratio: Tensor, low: float | None, high: float | None) -> Tensor:
-    below, above = outside(log_ratio, log_bound(low, default=-math.inf), log_bound(high, default=math.inf))
+def _weight_out_of_bounds(log_ratio: Tensor, min: float | None, max: float | None) -> Tensor:
+    below, above = out_of_bounds(log_ratio, log_bound(min, default=-math.inf), log_bound(max, default=math.inf))
     return below | above

@@ -1,7 +1,7 @@
-"""How per-token losses become one number.
+"""Coefficients that reduce per-token losses to one number.
 
-Every normalisation is one coefficient a token: the loss is ``Σ_t c_t ℓ_t``. The denominators are global counts of
-the optimiser step, so the losses of microbatches and data-parallel ranks simply add up.
+Every normalisation is expressed as one coefficient c_t for each token: the loss is ``Σ_t c_t ℓ_t``. The denominators
+are global counts of the optimiser step, so the losses of microbatches and data-parallel ranks simply add up.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ __all__ = ["Normalization", "inverse_count", "token_coefficients"]
 
 Normalization = Literal["tokens", "sequences", "documents", "constant"]
 
-_TINY = 1e-8  # NeMo-RL's: keeps a count of zero from dividing zero by zero
+_EPSILON = 1e-8  # as in NeMo-RL; makes the mean over no tokens 0 instead of 0/0
 
 
 def inverse_count(count: Tensor) -> Tensor:
-    """``1 / (count + 1e-8)``, any shape; a count of 0 meets only sums that are 0."""
-    return (count + _TINY).reciprocal()
+    """Return ``1 / (count + 1e-8)``, in the shape of ``count``; a sum over no tokens, 0, times it is 0."""
+    return (count + _EPSILON).reciprocal()
 
 
 def token_coefficients(
@@ -34,7 +34,7 @@ def token_coefficients(
     global_toks: Tensor,
     constant: float | None = None,
 ) -> Tensor:
-    r"""Coefficient c_t of each token's loss.
+    r"""Return the coefficient c_t of each token's loss.
 
     ============== ================================= ============================================
     normalization  c_t                               used by
@@ -46,15 +46,15 @@ def token_coefficients(
     ============== ================================= ============================================
 
     Args:
-        normalization: one of the table.
-        mask: m_t, token mask times sample mask, token layout, float32.
-        tokens_of_sequence: n_i, number of trained tokens of the token's own sequence before any rejection,
-            broadcastable to ``mask``; None unless ``sequences``.
+        normalization: name from the table.
+        mask: m_t, token mask times sample mask, any token layout, float32 or float64.
+        tokens_of_sequence: n_i, number of trained tokens of the token's own sequence before any mask rejects some,
+            broadcastable to ``mask``; needed for ``sequences`` only.
         global_seqs: N_seq, 0-d: valid sequences in the optimiser step, over all microbatches and ranks.
         global_toks: N_tok, 0-d: valid tokens, likewise.
-        constant: C, tokens, for ``constant`` only.
+        constant: C, a number of tokens; needed for ``constant`` only.
 
-    Returns: shape of ``mask``, float32.
+    Returns: shape and dtype of ``mask``.
     Raises: ArgumentError: an unknown normalisation, ``constant`` without a constant above 0, or ``sequences`` without
     ``tokens_of_sequence``. ShapeError: ``tokens_of_sequence`` does not fit ``mask``.
     """

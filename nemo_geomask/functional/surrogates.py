@@ -1,9 +1,10 @@
 """Policy-gradient surrogates: the per-token loss of each objective, to be minimised.
 
 Pure functions of log-ratios and advantages in any token layout ([B, T], [N], …), float32 or float64. Sequence
-statistics come in already pooled and spread over the tokens, so nothing here knows how sequences are laid out.
-r = π_θ/π_old, or π_θ/μ where it is taken against the policy that sampled. ShapeError is raised for half precision,
-integers, and shapes that don't fit.
+statistics arrive already pooled and repeated for each of the sequence's tokens, so nothing here depends on how
+sequences are laid out. The ratio is r = π_θ/π_old, or r = π_θ/μ if it is taken against the policy μ of the generation
+engine; ``sg`` stops the gradient. Losses have the advantage's unit; log-ratios are natural logarithms. Every function
+raises ShapeError for half precision, integers, and shapes that don't fit.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ __all__ = [
 
 
 class Surrogate(NamedTuple):
-    """What a surrogate gives for each token; tensors broadcast against the token layout."""
+    """Per-token loss and ratios of a surrogate; tensors broadcast against the token layout."""
 
     loss: Tensor
     """Per-token loss ℓ_t, differentiable."""
@@ -42,34 +43,35 @@ class Surrogate(NamedTuple):
     ratio_clamped: Tensor
     """Ratio after clipping, for the metrics ``probs_ratio_clamped*``."""
     advantages: Tensor | None = None
-    """Where a clip acts only if it makes the update smaller: the advantages by whose sign it does. None: it acts
-    wherever it changes the ratio."""
+    """A, if the clip acts only where it makes the update smaller (PPO): the upper bound where A > 0, the lower where
+    A < 0. None if the clip acts wherever it changes the ratio (CISPO)."""
     dual_clipped: Tensor | None = None
-    """bool, True where the dual clip's bound decides. None: the objective has none."""
+    """bool, True where the dual clip's bound decides the loss. None if the objective has no dual clip."""
     penalty: Tensor | None = None
-    """Per-token term that the same coefficients sum, but that no weight and no mask touches. None: there is none."""
+    """Per-token term that is added to the loss with the same coefficients, but that importance-sampling weights and
+    rejection masks leave as it is. None if there is none."""
 
     def clips(self) -> tuple[Tensor, Tensor]:
-        """Above 0 where the lower, and above 0 where the upper clip bound decides the token's loss."""
-        # No comparisons, each of which costs four times as much on a CPU.
-        low = self.ratio_clamped.detach() - self.ratio.detach()  # above 0 where the bound is above the ratio
+        """Return two bool tensors: where the lower, and where the upper clip bound decides the token's loss."""
+        ratio, clipped_ratio = self.ratio.detach(), self.ratio_clamped.detach()
+        low, high = clipped_ratio > ratio, clipped_ratio < ratio
         if self.advantages is None:
-            return low, -low
-        return torch.minimum(low, -self.advantages), torch.minimum(-low, self.advantages)
+            return low, high
+        return low & (self.advantages < 0), high & (self.advantages > 0)
 
 
 def clipped(
     log_ratio: Tensor, advantages: Tensor, *, clip_min: float, clip_max: float, dual_clip: float | None = None
 ) -> Surrogate:
-    r"""PPO's pessimistic clip, optionally with dual clip.
+    r"""Return PPO's pessimistic clipped surrogate, optionally with the dual clip.
 
     .. math::
         \ell_t = \max\bigl(-r_t A_t,\; -\mathrm{clip}(r_t, 1-\epsilon_{min}, 1+\epsilon_{max})\,A_t\bigr),
         \qquad \ell_t \leftarrow \min(\ell_t, -c\,A_t) \text{ where } A_t < 0
 
     Args:
-        log_ratio: log r, any shape, float32. Spread from the sequence mean it gives GSPO.
-        advantages: A, broadcastable.
+        log_ratio: log r, any shape, float32 or float64. For GSPO, the sequence's mean, repeated for each of its tokens.
+        advantages: A, same layout.
         clip_min: ε_min ≥ 0, distance of the lower bound from 1.
         clip_max: ε_max ≥ 0, distance of the upper bound from 1.
         dual_clip: c > 1, or None.
@@ -81,20 +83,22 @@ def clipped(
     """
     check_layout(log_ratio=log_ratio, advantages=advantages)
     ratio = saturating_exp(log_ratio)
-    ratio_clamped = ratio.detach().clamp(1.0 - clip_min, 1.0 + clip_max)
-    # min(r·A, clip(r)·A), with the gradient of r·A on ties, which inside the bounds all are; torch.minimum splits it.
-    loss = -(ratio * advantages).clamp(max=ratio_clamped * advantages)
+    clipped_ratio = ratio.clamp(1.0 - clip_min, 1.0 + clip_max)
+    # Inside the bounds the two products are equal. torch.minimum then gives half of the gradient to each of them, and
+    # the halves add up.
+    loss = -torch.minimum(ratio * advantages, clipped_ratio * advantages)
     if dual_clip is None:
-        return Surrogate(loss, ratio, ratio_clamped, advantages)
-    bound = dual_clip * torch.relu(-advantages)  # 0 where A ≥ 0, and there the loss is at most 0
-    return Surrogate(loss.clamp(max=bound), ratio, ratio_clamped, advantages, loss.detach() > bound)
+        return Surrogate(loss, ratio, clipped_ratio, advantages)
+    dual_bound = -dual_clip * advantages
+    dual_clipped = (advantages < 0) & (loss > dual_bound)
+    return Surrogate(torch.where(dual_clipped, dual_bound, loss), ratio, clipped_ratio, advantages, dual_clipped)
 
 
 def score_function(curr: Tensor, advantages: Tensor) -> Surrogate:
-    r"""REINFORCE: :math:`\ell_t = -A_t \log\pi_\theta(y_t)`.
+    r"""Return the surrogate of REINFORCE, :math:`\ell_t = -A_t \log\pi_\theta(y_t)`.
 
     Args:
-        curr: log-probs of the sampled tokens, any shape, float32.
+        curr: log π_θ of the sampled tokens, any shape, float32 or float64.
         advantages: A, same shape.
 
     Returns: the surrogate; ``ratio`` holds the log-prob itself, as NeMo-RL reports it under ``disable_ppo_ratio``.
@@ -108,37 +112,39 @@ def score_function(curr: Tensor, advantages: Tensor) -> Surrogate:
 def clipped_weight(
     log_ratio: Tensor, curr: Tensor, advantages: Tensor, *, clip_min: float, clip_max: float
 ) -> Surrogate:
-    r"""CISPO: clip the weight, keep every token's gradient.
+    r"""Return CISPO's surrogate, which clips the ratio as a weight and so keeps every token's gradient.
 
     .. math:: \ell_t = -\mathrm{sg}\bigl(\mathrm{clip}(r_t, 1-\epsilon_{min}, 1+\epsilon_{max})\bigr)\,A_t
         \log\pi_\theta(y_t)
 
     Args:
-        log_ratio: log r, any shape, float32.
+        log_ratio: log r, any shape, float32 or float64.
         curr: log π_θ of the sampled tokens, same shape.
         advantages: A, same shape.
-        clip_min: ε_min; 1 and above is no lower bound, as in the paper.
-        clip_max: ε_max.
+        clip_min: ε_min, distance of the lower bound from 1; with 1 or more, as in the paper, there is no lower bound.
+        clip_max: ε_max, distance of the upper bound from 1.
 
-    Returns: the surrogate; a clip counts as deciding wherever it changes the weight, whatever the advantage.
+    Returns: the surrogate; the clip acts wherever it changes the weight, whatever the sign of the advantage.
     Raises: ShapeError.
     Source: MiniMax-M1, arXiv:2506.13585 eq. 4 and 5; NeMo-RL ``use_cispo``.
     """
     check_layout(curr=curr, log_ratio=log_ratio, advantages=advantages)
     ratio = saturating_exp(log_ratio.detach())
-    clamped = ratio.clamp(1.0 - clip_min, 1.0 + clip_max)
-    return Surrogate(-clamped * advantages * curr, ratio, clamped)
+    clipped_ratio = ratio.clamp(1.0 - clip_min, 1.0 + clip_max)
+    return Surrogate(-clipped_ratio * advantages * curr, ratio, clipped_ratio)
 
 
 def unclipped(log_ratio: Tensor, advantages: Tensor, *, penalty: float = 0.0) -> Surrogate:
-    r"""The importance-weighted policy gradient, :math:`\ell_t = -r_t A_t`, with the penalty :math:`\tau (\log r_t)^2`.
+    r"""Return the importance-weighted policy gradient, :math:`\ell_t = -r_t A_t`, and a penalty on the log-ratio.
+
+    The penalty is :math:`\tau (\log r_t)^2`.
 
     Args:
-        log_ratio: log r, any shape, float32.
+        log_ratio: log r, any shape, float32 or float64.
         advantages: A, same shape.
-        penalty: τ ≥ 0; 0 is none.
+        penalty: τ ≥ 0; 0 for no penalty.
 
-    Returns: the surrogate; what bounds the ratio is a mask's business.
+    Returns: the surrogate. Nothing is clipped, so the caller should bound the ratio with a mask.
     Raises: ShapeError.
     Source: prime-rl's IPO (`loss.py`, 559b44772), whose mask is |π_θ - μ| ≤ ε.
     """
@@ -157,40 +163,42 @@ def gamma_weight(
     k_neg: float,
     lambda_neg: float,
 ) -> Surrogate:
-    r"""VESPO: REINFORCE under a smooth weight of the sequence's whole ratio W.
+    r"""Return VESPO's surrogate: REINFORCE under a smooth weight of the sequence's ratio W.
 
     .. math:: \ell_t = -\mathrm{sg}\bigl(\varphi(W)\bigr)\,A_t \log\pi_\theta(y_t),\qquad
         \varphi(W) = e^{\lambda}\,W^{k}\,e^{-\lambda W}
 
-    φ(1) = 1, its peak is at W = k/λ, and it vanishes at both ends: no clip is needed, nor a clamp of the exponent.
+    φ(1) = 1, φ peaks at W = k/λ, and it vanishes as W → 0 and as W → ∞. So neither W nor the exponent needs a clip.
 
     Args:
-        sequence_log_ratio: log W, the sum over the sequence's tokens, spread over them, float32.
+        sequence_log_ratio: log W, the sum over the sequence, repeated for each of its tokens; float32 or float64.
         curr: log π_θ of the sampled tokens, same shape.
         advantages: A, same shape.
-        k_pos, lambda_pos: k and λ where A ≥ 0, > 0.
-        k_neg, lambda_neg: those where A < 0.
+        k_pos, lambda_pos: k > 0 and λ > 0 where A ≥ 0.
+        k_neg, lambda_neg: k > 0 and λ > 0 where A < 0.
 
     Returns: the surrogate; its ratio is W.
     Raises: ShapeError.
     Source: VESPO, arXiv:2602.10693; its authors' code and TRL ``loss_type: vespo``, which clamp log W.
     """
     check_layout(curr=curr, sequence_log_ratio=sequence_log_ratio, advantages=advantages)
-    log_w = sequence_log_ratio.detach()
-    ratio = saturating_exp(log_w)
-    negative = torch.relu(-torch.sign(advantages))  # 1 where A < 0
-    k, rate = (pos + (neg - pos) * negative for pos, neg in ((k_pos, k_neg), (lambda_pos, lambda_neg)))
-    weight = torch.exp(rate * (1 - ratio) + k * log_w)
+    log_ratio = sequence_log_ratio.detach()
+    ratio = saturating_exp(log_ratio)
+    k = _where(advantages < 0, k_neg, k_pos, like=log_ratio)
+    lambda_ = _where(advantages < 0, lambda_neg, lambda_pos, like=log_ratio)
+    weight = torch.exp(lambda_ * (1 - ratio) + k * log_ratio)
     return Surrogate(-weight * advantages * curr, ratio, ratio)
 
 
 def quadratic(log_ratio: Tensor, curr: Tensor, advantages: Tensor, *, beta: float) -> Surrogate:
-    r"""DRO as in verl: :math:`\ell_t = -\bigl(A_t \log\pi_\theta(y_t) - \tfrac{\beta}{2} (\log r_t)^2\bigr)`.
+    r"""Return DRO's surrogate as in verl, REINFORCE with a quadratic penalty on the log-ratio.
 
-    A regression: it holds the policy where the log-ratio is A/β, and pulls to ratio 1 where A = 0.
+    .. math:: \ell_t = -\bigl(A_t \log\pi_\theta(y_t) - \tfrac{\beta}{2} (\log r_t)^2\bigr)
+
+    This is a regression of the log-ratio on A/β: the gradient is 0 where log r = A/β.
 
     Args:
-        log_ratio: log r, any shape, float32.
+        log_ratio: log r, any shape, float32 or float64.
         curr: log π_θ of the sampled tokens, same shape.
         advantages: A, same shape.
         beta: β > 0.
@@ -205,7 +213,7 @@ def quadratic(log_ratio: Tensor, curr: Tensor, advantages: Tensor, *, beta: floa
 
 
 def soft_gate(log_ratio: Tensor, advantages: Tensor, *, tau_pos: float, tau_neg: float) -> Surrogate:
-    r"""SAPO: a smooth gate in place of the clip.
+    r"""Return SAPO's surrogate, with a smooth gate in place of the clip.
 
     .. math:: \ell_t = -\tfrac{4}{\tau_t}\,\sigma\bigl(\tau_t (r_t - 1)\bigr)\,A_t,\qquad
         \tau_t = \tau_{pos} \text{ if } A_t > 0 \text{ else } \tau_{neg}
@@ -213,10 +221,10 @@ def soft_gate(log_ratio: Tensor, advantages: Tensor, *, tau_pos: float, tau_neg:
     The gate's slope at r = 1 is 1, so the first update equals the unclipped policy gradient.
 
     Args:
-        log_ratio: log r, any shape, float32.
+        log_ratio: log r, any shape, float32 or float64.
         advantages: A, same shape.
-        tau_pos: gate temperature for A > 0, > 0.
-        tau_neg: gate temperature for A ≤ 0, > 0.
+        tau_pos: τ_pos > 0, the gate's temperature where A > 0.
+        tau_neg: τ_neg > 0, the gate's temperature elsewhere.
 
     Returns: the surrogate; nothing is ever clipped.
     Raises: ShapeError.
@@ -224,19 +232,18 @@ def soft_gate(log_ratio: Tensor, advantages: Tensor, *, tau_pos: float, tau_neg:
     """
     check_layout(log_ratio=log_ratio, advantages=advantages)
     ratio = saturating_exp(log_ratio)
-    # Both as tensors of the input's dtype: torch.where on two Python floats would round them to float32.
-    tau = torch.where(advantages > 0, torch.full_like(ratio, tau_pos), torch.full_like(ratio, tau_neg))
+    tau = _where(advantages > 0, tau_pos, tau_neg, like=ratio)
     loss = -(4.0 / tau) * torch.sigmoid(tau * (ratio - 1.0)) * advantages
     return Surrogate(loss, ratio, ratio)
 
 
 def straight_through_ratio(sequence_log_ratio: Tensor, curr: Tensor) -> Tensor:
-    r"""GSPO-token's log-ratio: the value of the sequence, the gradient of the token.
+    r"""Return GSPO-token's log-ratio, which has the sequence's value and the token's gradient.
 
     :math:`\log s_{i,t} = \mathrm{sg}[\log s_i] + \log\pi_\theta(y_t) - \mathrm{sg}[\log\pi_\theta(y_t)]`
 
     Args:
-        sequence_log_ratio: log s_i spread over the tokens.
+        sequence_log_ratio: log s_i, repeated for each token of the sequence; any shape, float32 or float64.
         curr: log π_θ of the sampled tokens, same shape.
 
     Returns: same shape, differentiable in ``curr`` only.
@@ -248,37 +255,43 @@ def straight_through_ratio(sequence_log_ratio: Tensor, curr: Tensor) -> Tensor:
 
 
 def clip_log_ratio(log_ratio: Tensor, advantages: Tensor, *, clip_min: float, clip_max: float) -> Tensor:
-    r"""GMPO's token clip in log space, pessimistic in the advantage's direction.
+    r"""Return GMPO's clipped token log-ratios: pessimistic, by the sign of the advantage.
 
-    :math:`x_t = \min(x, \log(1+\epsilon_{max}))` where A > 0, :math:`\max(x, \log(1-\epsilon_{min}))` where
-    A < 0, and x itself where A = 0 (where it does not matter).
+    :math:`\min(x_t, \log(1+\epsilon_{max}))` where A > 0, :math:`\max(x_t, \log(1-\epsilon_{min}))` where
+    A < 0, and :math:`x_t` where A = 0, whose loss is 0 in any case.
 
     Args:
-        log_ratio: x = log r, any shape, float32.
+        log_ratio: x = log r, any shape, float32 or float64.
         advantages: A, same shape.
-        clip_min: ε_min; 1 and above is no lower bound.
-        clip_max: ε_max.
+        clip_min: ε_min, distance of the ratio's lower bound from 1; with 1 or more there is no lower bound.
+        clip_max: ε_max, distance of the ratio's upper bound from 1.
 
-    Returns: the clipped log-ratio.
+    Returns: the clipped log-ratio, same shape, differentiable.
     Raises: ShapeError.
     Source: GMPO, arXiv:2507.20673 eq. 4; its bounds are (e^{-0.4}, e^{0.4}).
     """
     check_layout(log_ratio=log_ratio, advantages=advantages)
     low, high = log_bound(1.0 - clip_min, default=-math.inf), math.log1p(clip_max)
-    raised = torch.where(advantages < 0, log_ratio.clamp(min=low), log_ratio)
-    return torch.where(advantages > 0, log_ratio.clamp(max=high), raised)
+    clipped_below = torch.where(advantages < 0, log_ratio.clamp(min=low), log_ratio)
+    return torch.where(advantages > 0, log_ratio.clamp(max=high), clipped_below)
 
 
 def geometric_mean(mean_clipped_log_ratio: Tensor, advantages: Tensor) -> Tensor:
-    r"""GMPO: :math:`\ell_i = -A_i\,\exp\bigl(\tfrac1{n_i}\sum_t x_{i,t}\bigr)` with token-clipped :math:`x`.
+    r"""Return GMPO's loss, :math:`\ell_i = -A_i\,\exp\bigl(\tfrac1{n_i}\sum_t x_{i,t}\bigr)`.
 
     Args:
-        mean_clipped_log_ratio: mean over the sequence of :func:`clip_log_ratio`, spread over its tokens.
+        mean_clipped_log_ratio: mean over the sequence of the clipped log-ratios x from :func:`clip_log_ratio`, repeated
+            for each of its tokens; any shape, float32 or float64.
         advantages: the sequence's advantage A_i, same shape.
 
-    Returns: the per-token loss.
+    Returns: the loss of each token, same shape, differentiable.
     Raises: ShapeError.
     Source: GMPO, arXiv:2507.20673 eq. 4.
     """
     check_layout(mean_clipped_log_ratio=mean_clipped_log_ratio, advantages=advantages)
     return -advantages * saturating_exp(mean_clipped_log_ratio)
+
+
+def _where(condition: Tensor, if_true: float, if_false: float, *, like: Tensor) -> Tensor:
+    """Return ``torch.where`` of two numbers in the dtype of ``like``; from two floats torch would make float32."""
+    return torch.where(condition, if_true, like.new_full((), if_false))

@@ -1,4 +1,4 @@
-"""Which kernels run on given logits, and why."""
+"""Choice of the kernels that run on a tensor of logits."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ KERNELS = ("auto", "triton", "torch")
 
 
 class Kernels(NamedTuple):
-    """A set of kernels with the same meaning, see :mod:`nemo_geomask.kernels.cpu` for what each computes.
+    """A set of kernels; :mod:`nemo_geomask.kernels.cpu` documents what each computes.
 
     Attributes:
         name: ``triton`` or ``torch``.
-        reason: why this one, in words.
+        reason: why this set was chosen, in words for a message.
     """
 
     name: str
@@ -33,35 +33,36 @@ class Kernels(NamedTuple):
 
 
 def choose(logits: Tensor, name: str = "auto") -> Kernels:
-    """The kernels for ``logits``.
+    """Choose the kernels for ``logits`` by the device that holds them.
 
     Args:
-        logits: where they are decides.
-        name: ``auto``: Triton on a GPU where it is importable, else plain torch in blocks of rows. ``triton`` or
-            ``torch``: that one. Triton on a CPU needs its interpreter (``TRITON_INTERPRET=1``).
+        logits: any tensor on that device.
+        name: ``auto`` chooses Triton on a GPU if Triton can be imported, else plain torch. ``triton`` and ``torch``
+            choose that set. Triton on a CPU needs its interpreter (``TRITON_INTERPRET=1``).
 
-    Raises: ArgumentError: an unknown name, or Triton on a CPU without its interpreter. MissingDependencyError: Triton
-    was asked for and can't be imported.
+    Raises:
+        ArgumentError: the name is unknown, or Triton is to run on a CPU without its interpreter.
+        MissingDependencyError: ``name`` is ``triton``, which can't be imported.
     """
     if name not in KERNELS:
         raise ArgumentError(f"kernel must be one of {', '.join(KERNELS)}, but it is {name!r}")
     on_gpu = logits.device.type == "cuda"
-    why = f"the logits are on {logits.device.type}" if name == "auto" else "asked for"
+    reason = f"the logits are on {logits.device.type}" if name == "auto" else f"kernel={name!r} was passed"
     if name == "torch" or (name == "auto" and not on_gpu):
-        return _of("torch", cpu, why)
+        return _kernels_of("torch", cpu, reason)
     try:
         gpu = importlib.import_module("nemo_geomask.kernels.gpu")
     except ImportError as error:
         if name == "auto":
-            return _of("torch", cpu, f"triton can't be imported ({error})")
+            return _kernels_of("torch", cpu, f"triton can't be imported ({error})")
         raise MissingDependencyError(f"kernel 'triton' needs triton, which can't be imported: {error}") from error
     if not on_gpu and not gpu.INTERPRETED:
         raise ArgumentError(
             f"kernel 'triton' needs logits on a GPU, but they are on {logits.device.type}; use 'auto', or set "
             "TRITON_INTERPRET=1 to run it in the interpreter"
         )
-    return _of("triton", gpu, why)
+    return _kernels_of("triton", gpu, reason)
 
 
-def _of(name: str, module: Any, reason: str) -> Kernels:
+def _kernels_of(name: str, module: Any, reason: str) -> Kernels:
     return Kernels(name, reason, module.row_statistics, module.fold, module.row_gradients, module.empty_gradient)

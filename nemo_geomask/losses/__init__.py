@@ -1,25 +1,36 @@
-"""Losses: the object a trainer calls, the variants and the registry over their entry points."""
+"""Losses: the loss object, the pre-step pass, the variants and the registry of their entry points."""
 
 from __future__ import annotations
 
+import warnings
+from typing import Any
+
 from nemo_geomask.losses.build import build_loss
-from nemo_geomask.losses.loss import PolicyLoss
-from nemo_geomask.losses.prestep import BeforeStep, Decision, OpenBatch
+from nemo_geomask.losses.policy_loss import PolicyLoss
+from nemo_geomask.losses.prestep import Decision, OpenBatch, PrestepPass
 from nemo_geomask.losses.registry import GROUP, Entry, available, load
 from nemo_geomask.losses.variant import NoOptions, Part, SurrogateInputs, Variant
 
 __all__ = [
     "GROUP",
-    "BeforeStep",
     "Decision",
     "Entry",
     "NoOptions",
     "OpenBatch",
     "Part",
     "PolicyLoss",
+    "PrestepPass",
     "SurrogateInputs",
     "Variant",
     "available",
     "build_loss",
     "load",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "BeforeStep":
+        message = "nemo_geomask.losses.BeforeStep is now called nemo_geomask.losses.PrestepPass"
+        warnings.warn(message, DeprecationWarning, stacklevel=2)
+        return PrestepPass
+    raise AttributeError(f"module '{__name__}' has no attribute '{name}'")

@@ -1,7 +1,11 @@
-"""From NeMo-RL's batch to clean token tensors.
+"""A NeMo-RL microbatch as checked, clean token tensors.
 
-This is where bad values stop: whatever a position that does not train holds (NaN, ±inf, 1e6) is replaced by
-selection and never enters the arithmetic.
+Positions that are not trained on may hold any value (NaN, ±inf, 1e6). :func:`read` replaces it by 0 with
+``torch.where``, so that it never enters the arithmetic.
+
+Names: ``curr`` is log π_θ of the current policy, ``prev`` log π_old of the policy before the step, ``gen`` log μ of the
+generation engine, ``ref`` log π_ref of the reference policy. Tensors in "token layout" are [B, T-1] for padded rows and
+[N] for packed tokens. S is the number of sequences.
 """
 
 from __future__ import annotations
@@ -13,112 +17,137 @@ import torch
 from torch import Tensor
 
 from nemo_geomask.config import LossConfig
+from nemo_geomask.data_keys import (
+    CURR_LOGPROBS_UNFILTERED,
+    GENERATION_LOGPROBS,
+    PREV_LOGPROBS,
+    REFERENCE_POLICY_LOGPROBS,
+    TOKEN_MASK,
+)
 from nemo_geomask.errors import MissingDataError, ShapeError
-from nemo_geomask.kernels.select import count_finite, select, where_finite
 from nemo_geomask.metrics import Metric
 from nemo_geomask.segments import PackedSegments, Segments
 
-__all__ = ["KEYS", "Raw", "TokenBatch", "held", "keys_read", "read", "take_packed", "take_padded"]
+__all__ = [
+    "BATCH_KEYS",
+    "RawBatch",
+    "TokenBatch",
+    "is_finite",
+    "possible_batch_keys",
+    "read",
+    "requested_tensors",
+    "take_packed",
+    "take_padded",
+]
 
-KEYS = {
+BATCH_KEYS = {
     "advantages": "advantages",
-    "prev": "prev_logprobs",
-    "gen": "generation_logprobs",
-    "ref": "reference_policy_logprobs",
-    "unfiltered": "curr_logprobs_unfiltered",
+    "prev": PREV_LOGPROBS,
+    "gen": GENERATION_LOGPROBS,
+    "ref": REFERENCE_POLICY_LOGPROBS,
+    "unfiltered": CURR_LOGPROBS_UNFILTERED,
     "rewards": "rewards",
-    "seen_ref": "reference_policy_logprobs",
-    "audited": "prev_logprobs",
+    "metrics_ref": REFERENCE_POLICY_LOGPROBS,
+    "audited_prev": PREV_LOGPROBS,
 }
-"""NeMo-RL's keys of what a loss may read beside its masks."""
-_OPTIONAL = ("unfiltered", "rewards", "seen_ref", "audited")
+"""NeMo-RL's batch key of each tensor that a loss may read in addition to the masks.
+
+``metrics_ref`` and ``audited_prev`` are optional reads of the same keys as ``ref`` and ``prev``, for metrics only.
+"""
+_OPTIONAL = ("unfiltered", "rewards", "metrics_ref", "audited_prev")
 
 
-class Raw(NamedTuple):
-    """A microbatch as it came, its shapes and dtypes checked."""
+class RawBatch(NamedTuple):
+    """Tensors of a microbatch as the trainer passed them, with shapes and dtypes checked."""
 
     curr: Tensor  # token layout, floating point, with gradient
     token_mask: Tensor  # token layout
     sample_mask: Tensor  # [S]
-    others: dict[str, Tensor]  # by the names of KEYS; token layout, rewards [S]
-    bounds: Tensor | None = None  # of the masks in the loss that have a budget, in their order
+    tensors: dict[str, Tensor]  # by the names of BATCH_KEYS; token layout, rewards [S]
+    batch_scalars: Tensor | None = None  # [k], numbers computed over the whole batch, see LossConfig.batch_scalars
 
     @property
-    def moving(self) -> list[Tensor]:
-        """Those that the loss is differentiated by."""
-        return [self.curr, self.others["unfiltered"]] if "unfiltered" in self.others else [self.curr]
+    def differentiable_inputs(self) -> list[Tensor]:
+        """Tensors that the loss is differentiated by: ``curr``, and the unfiltered log-probs if the batch has them."""
+        return [self.curr, self.tensors["unfiltered"]] if "unfiltered" in self.tensors else [self.curr]
 
-    def moved(self, moving: Sequence[Tensor]) -> Raw:
-        """The same with other tensors as :attr:`moving`."""
-        curr, *unfiltered = moving
-        others = {**self.others, "unfiltered": unfiltered[0]} if unfiltered else self.others
-        return self._replace(curr=curr, others=others)
+    def with_differentiable_inputs(self, inputs: Sequence[Tensor]) -> RawBatch:
+        """Return a copy with ``inputs`` in place of :attr:`differentiable_inputs`."""
+        curr, *unfiltered = inputs
+        tensors = {**self.tensors, "unfiltered": unfiltered[0]} if unfiltered else self.tensors
+        return self._replace(curr=curr, tensors=tensors)
 
 
 class TokenBatch(NamedTuple):
-    """Clean float32 tensors of one microbatch; every token tensor but the masks holds 0 where ``trains`` does."""
+    """Clean float32 tensors of one microbatch; log-probs and advantages are 0 at tokens that aren't trained."""
 
     curr: Tensor  # log π_θ of the sampled tokens, with gradient
-    curr_kl: Tensor  # the same without top-k/top-p filtering, for the KL term; curr where there is none
-    log_ratio: Tensor  # of the policy ratio: curr − prev, or curr − gen by ratio_anchor; with gradient
-    prev: Tensor  # log π_old; curr where nothing tells
+    curr_kl: Tensor  # log π_θ before top-k/top-p filtering, for the KL term; curr if the batch has none
+    log_ratio: Tensor  # log of the policy ratio: curr − prev, or curr − gen under ratio_anchor: gen; with gradient
+    prev: Tensor  # log π_old; falls back to curr when the batch has none
     gen: Tensor  # log μ
-    mismatch: Tensor  # prev − gen: train engine against generation engine
+    mismatch: Tensor  # prev − gen: training engine against generation engine
     ref: Tensor | None  # log π_ref; None without a KL term
-    reference: Tensor | None  # curr_kl − log π_ref for metrics alone, also without one; 0 where that is not known
+    reference_log_ratio: Tensor | None  # curr_kl − log π_ref, for metrics only; 0 where π_ref is not known
     advantages: Tensor  # A
     rewards: Tensor | None  # [S]
-    audited: Tensor | None  # log π_old of the tokens of a sample, NaN elsewhere; None where there is none
-    token_mask: Tensor  # as it came
-    sample_mask: Tensor  # [S], as it came
-    trains: Tensor  # 1 at tokens that are to be trained and have finite values, else 0
-    bad: Tensor  # 1 at those that are to be trained and have not
-    weight: Tensor  # token mask times sample mask where trains, else 0
-    segments: Segments  # who belongs to which sequence
+    audited_prev: Tensor | None  # log π_old of the sequences in audit_fraction, NaN at others; None without an audit
+    token_mask: Tensor  # as the trainer passed it
+    sample_mask: Tensor  # [S], as the trainer passed it
+    is_trained: Tensor  # bool: both masks are above 0 and all values of the token are finite
+    nonfinite_mask: Tensor  # 1 where both masks are above 0, but a value of the token is NaN or infinite; else 0
+    segments: Segments  # assigns tokens to sequences
 
-    def pair(self, which: str) -> tuple[Tensor, Tensor]:
-        """The two log-probs whose difference :meth:`log_ratios` is, without gradient."""
-        if which == "mismatch":
+    def log_ratio_terms(self, log_ratio: str) -> tuple[Tensor, Tensor]:
+        """Return the two log-probs that :meth:`log_ratios` subtracts, first minus second, without gradient."""
+        if log_ratio == "mismatch":
             return self.prev, self.gen
-        return self.curr.detach(), self.prev if which == "policy" else self.gen
+        return self.curr.detach(), self.prev if log_ratio == "policy" else self.gen
 
-    def log_ratios(self, which: str) -> Tensor:
-        """``mismatch`` prev − gen, ``policy`` curr − prev or ``total`` curr − gen, without gradient."""
-        return self.mismatch if which == "mismatch" else torch.sub(*self.pair(which))
+    def log_ratios(self, log_ratio: str) -> Tensor:
+        """Return ``mismatch`` prev − gen, ``policy`` curr − prev or ``total`` curr − gen, without gradient."""
+        if log_ratio == "mismatch":
+            return self.mismatch
+        minuend, subtrahend = self.log_ratio_terms(log_ratio)
+        return minuend - subtrahend
 
 
-def keys_read(config: LossConfig) -> tuple[str, ...]:
-    """Names of :data:`KEYS` that a configuration needs or, of the last four, uses where they are given."""
+def requested_tensors(config: LossConfig) -> tuple[str, ...]:
+    """Return the names, among :data:`BATCH_KEYS`, of the tensors that a configuration reads.
+
+    A batch may lack ``unfiltered``, ``rewards``, ``metrics_ref`` and ``audited_prev``; the others are required.
+    """
     names = ["advantages", "gen"]
     if config.needs_prev:
         names.append("prev")
     if config.kl_coefficient:
         names += ["ref", "unfiltered"]
     elif config.metrics == "full":
-        names.append("seen_ref")
+        names.append("metrics_ref")
     if config.positive_example_nll_weight:
         names.append("rewards")
     if config.audit_fraction:
-        names.append("audited")
+        names.append("audited_prev")
     return tuple(names)
 
 
-def held(names: Sequence[str]) -> list[tuple[str, ...]]:
-    """Which of the names a batch may hold: some need not be there."""
-    found: list[tuple[str, ...]] = [()]
-    for name in names:
-        found = [(*some, name) for some in found] + (found if name in _OPTIONAL else [])
-    return found
+def possible_batch_keys(requested: Sequence[str]) -> list[tuple[str, ...]]:
+    """Return every combination of the requested tensors that a batch may hold, given that some are optional."""
+    combinations: list[tuple[str, ...]] = [()]
+    for name in requested:
+        without = combinations if name in _OPTIONAL else []
+        combinations = [*((*names, name) for names in combinations), *without]
+    return combinations
 
 
-def take_padded(next_token_logprobs: Tensor, data: Mapping[str, Any], names: Sequence[str]) -> Raw:
-    """A padded NeMo-RL microbatch.
+def take_padded(next_token_logprobs: Tensor, data: Mapping[str, Any], requested: Sequence[str]) -> RawBatch:
+    """Check the tensors of a padded NeMo-RL microbatch and align them with the log-probs.
 
     Args:
         next_token_logprobs: [B, T-1], any floating dtype: log-prob of token t+1 at position t.
-        data: mapping with ``token_mask`` and the token tensors among :data:`KEYS`, all [B, T] with column t speaking of
-            token t, and ``sample_mask`` and ``rewards`` [B]; ``curr_logprobs_unfiltered`` is [B, T-1].
-        names: of :data:`KEYS`, those to read.
+        data: mapping with ``token_mask`` and the token tensors among :data:`BATCH_KEYS`, all [B, T], where column t is
+            about token t, and ``sample_mask`` and ``rewards`` [B]; ``curr_logprobs_unfiltered`` is [B, T-1].
+        requested: names, among :data:`BATCH_KEYS`, of the tensors to read.
 
     Raises: MissingDataError: a tensor is missing. ShapeError: one has another shape, or a dtype that it can't have.
     """
@@ -127,29 +156,31 @@ def take_padded(next_token_logprobs: Tensor, data: Mapping[str, Any], names: Seq
             "next_token_logprobs must be a floating-point tensor [B, T-1], one log-prob for each token after the "
             f"first, but it is {next_token_logprobs.dtype} {list(next_token_logprobs.shape)}"
         )
-    mask = data.get("token_mask")
+    mask = data.get(TOKEN_MASK)
     if isinstance(mask, Tensor) and mask.shape == next_token_logprobs.shape:
         raise ShapeError(
             f"next_token_logprobs must be [B, T-1], one log-prob for each token after the first, but it is "
             f"{list(mask.shape)} as data['token_mask'] [B, T] is; leave out the last position, which predicts nothing"
         )
     rows, width = next_token_logprobs.shape
-    raw = _take(next_token_logprobs, data, names, (rows, width + 1), (rows,))
-    shifted = {name: value[:, 1:] if value.shape == (rows, width + 1) else value for name, value in raw.others.items()}
-    return raw._replace(token_mask=raw.token_mask[:, 1:], others=shifted)
+    raw = _take(next_token_logprobs, data, requested, (rows, width + 1), (rows,))
+    aligned = {name: value[:, 1:] if value.shape == (rows, width + 1) else value for name, value in raw.tensors.items()}
+    return raw._replace(token_mask=raw.token_mask[:, 1:], tensors=aligned)
 
 
-def take_packed(logprobs: Tensor, data: Mapping[str, Any], segments: PackedSegments, names: Sequence[str]) -> Raw:
-    """Packed tokens, whole or a rank's share.
+def take_packed(
+    logprobs: Tensor, data: Mapping[str, Any], segments: PackedSegments, requested: Sequence[str]
+) -> RawBatch:
+    """Check the tensors of packed sequences, all of their tokens or this rank's shard.
 
     Args:
         logprobs: [N], any floating dtype: log-prob of the token that each position is about.
-        data: the tensors of :func:`take_padded` with [N] in place of [B, T] (position for position those of
-            ``logprobs``, no shift) and [S] in place of [B].
-        segments: of this rank's N tokens and all S sequences.
-        names: of :data:`KEYS`, those to read.
+        data: the tensors of :func:`take_padded` with [N] in place of [B, T] (aligned with ``logprobs``, no shift) and
+            [S] in place of [B].
+        segments: layout of this rank's N tokens and of all S sequences.
+        requested: names, among :data:`BATCH_KEYS`, of the tensors to read.
 
-    Raises: as :func:`take_padded`, and ShapeError: the segments' groups are others.
+    Raises: as :func:`take_padded`, and ShapeError: the segments' groups don't match their shard.
     """
     segments.check()
     count = segments.tokens
@@ -158,63 +189,83 @@ def take_packed(logprobs: Tensor, data: Mapping[str, Any], segments: PackedSegme
             f"logprobs must be a floating-point tensor [{count}], one log-prob for each token of the segments on this "
             f"rank, but it is {logprobs.dtype} {list(logprobs.shape)}"
         )
-    return _take(logprobs, data, names, (count,), (segments.count,))
+    return _take(logprobs, data, requested, (count,), (segments.count,))
 
 
 def _take(
-    curr: Tensor, data: Mapping[str, Any], names: Sequence[str], tokens: tuple[int, ...], sequences: tuple[int, ...]
-) -> Raw:
+    curr: Tensor,
+    data: Mapping[str, Any],
+    requested: Sequence[str],
+    token_shape: tuple[int, ...],
+    sequence_shape: tuple[int, ...],
+) -> RawBatch:
+    """Check shapes and dtypes of the masks and requested tensors; move them to the device of ``curr``."""
     device = curr.device
 
-    def tensor(key: str, shape: tuple[int, ...], *, logprobs: bool = False) -> Tensor:
+    def checked(key: str, shape: tuple[int, ...], *, logprobs: bool = False) -> Tensor:
         if key not in data:
             raise MissingDataError(f"data['{key}'] is missing; the configured loss needs it as a tensor {list(shape)}")
         value = data[key]
         if not isinstance(value, Tensor) or value.shape != shape:
-            found = f"{list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
-            raise ShapeError(f"data['{key}'] must be a tensor {list(shape)} to fit the log-probs, but it is {found}")
+            actual = f"{list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+            raise ShapeError(f"data['{key}'] must be a tensor {list(shape)} to fit the log-probs, but it is {actual}")
         if value.is_complex() or (logprobs and not value.is_floating_point()):
             raise ShapeError(f"data['{key}'] must be {'floating point' if logprobs else 'real'}, not {value.dtype}")
         value = value if value.device == device else value.to(device)
-        return value.detach() if value.requires_grad and key != KEYS["unfiltered"] else value
+        return value.detach() if value.requires_grad and key != BATCH_KEYS["unfiltered"] else value
 
-    shapes = {"unfiltered": curr.shape, "rewards": sequences}
-    others = {}
-    for name in names:
-        if name in _OPTIONAL and data.get(KEYS[name]) is None:
+    special_shapes = {"unfiltered": curr.shape, "rewards": sequence_shape}
+    tensors = {}
+    for name in requested:
+        key = BATCH_KEYS[name]
+        if name in _OPTIONAL and data.get(key) is None:
             continue
-        others[name] = tensor(KEYS[name], shapes.get(name, tokens), logprobs=name not in ("advantages", "rewards"))
-    return Raw(curr, tensor("token_mask", tokens), tensor("sample_mask", sequences), others)
+        is_logprob = name not in ("advantages", "rewards")
+        tensors[name] = checked(key, special_shapes.get(name, token_shape), logprobs=is_logprob)
+    return RawBatch(curr, checked(TOKEN_MASK, token_shape), checked("sample_mask", sequence_shape), tensors)
 
 
-def read(raw: Raw, segments: Segments, anchor: Literal["prev", "gen"] = "prev") -> tuple[TokenBatch, list[Metric]]:
-    """Select what trains; everything after this is arithmetic on finite numbers.
+def is_finite(values: Tensor) -> Tensor:
+    """Return the same as ``torch.isfinite(values)``, in a quarter of its time on a CPU."""
+    # NaN - NaN and inf - inf are NaN, which equals nothing.
+    return values - values == 0
 
-    A token with a non-finite value anywhere does not train; what becomes of the rest of its sequence is for
-    :func:`~nemo_geomask.losses.observe.observe` to say, which sees the tokens of all ranks.
 
-    Returns: the batch, and ``geomask/nonfinite_…``: values at tokens that were to be trained, by tensor.
+def read(raw: RawBatch, segments: Segments, anchor: Literal["prev", "gen"] = "prev") -> tuple[TokenBatch, list[Metric]]:
+    """Convert a batch to float32, with 0 in place of the values at tokens that are not trained.
+
+    A token with a non-finite value in any required tensor or in the unfiltered log-probs is not trained. Whether the
+    rest of its sequence is dropped too is decided by
+    :meth:`~nemo_geomask.losses.sequence_stats.SequencePool.reduce`, which takes the tokens of all ranks into account.
+
+    Args:
+        raw: the microbatch as the trainer passed it.
+        segments: assigns tokens to sequences.
+        anchor: denominator of the policy ratio, ``ratio_anchor`` of the settings.
+
+    Returns: the batch; and the metrics ``geomask/nonfinite_<tensor>``, the number of non-finite values of each required
+    tensor at tokens whose masks are both above 0.
     """
     curr = raw.curr.float()
     token_mask, sample_mask = raw.token_mask.float(), raw.sample_mask.float()
-    given = {name: value.float() for name, value in raw.others.items() if name not in _OPTIONAL}
-    unfiltered, rewards, seen, audited = (raw.others.get(name) for name in _OPTIONAL)
-    weight = token_mask * segments.spread(sample_mask)
-    declared = torch.sign(weight)
-    together = curr.detach()
-    for value in (*given.values(), *(() if unfiltered is None else (unfiltered.detach(),))):
-        together = together + value
-    trains = where_finite(declared, together)  # NaN and infinity survive every sum
-    clean = {name: select(trains, value) for name, value in given.items()}
-    curr = select(trains, curr)
+    required = {name: value.float() for name, value in raw.tensors.items() if name not in _OPTIONAL}
+    unfiltered, rewards, metrics_ref, audited_prev = (raw.tensors.get(name) for name in _OPTIONAL)
+
+    # NaN and infinity survive every sum, so one test covers all tensors.
+    sum_of_values = curr.detach()
+    for value in (*required.values(), *(() if unfiltered is None else (unfiltered.detach(),))):
+        sum_of_values = sum_of_values + value
+    is_unmasked = token_mask * segments.spread(sample_mask) > 0
+    is_trained = is_unmasked & is_finite(sum_of_values)
+    nonfinite_mask = (is_unmasked & ~is_trained).float()
+
+    clean = {name: torch.where(is_trained, value, 0.0) for name, value in required.items()}
+    curr = torch.where(is_trained, curr, 0.0)
+    curr_kl = curr if unfiltered is None else torch.where(is_trained, unfiltered.float(), 0.0)
     prev = clean.get("prev", curr.detach())
-    curr_kl = curr if unfiltered is None else select(trains, unfiltered.float())
-    reference = curr_kl.detach() - clean["ref"] if "ref" in clean else None
-    if seen is not None:
-        seen = seen.float()
-        known = where_finite(trains, seen)
-        # All zeros are what NeMo-RL puts there where it skips the reference.
-        reference = select(known, curr_kl.detach() - seen) * torch.sign(select(known, seen).abs().sum())
+    reference_log_ratio = curr_kl.detach() - clean["ref"] if "ref" in clean else None
+    if metrics_ref is not None:
+        reference_log_ratio = _reference_log_ratio(curr_kl.detach(), metrics_ref.float(), is_trained)
     batch = TokenBatch(
         curr=curr,
         curr_kl=curr_kl,
@@ -223,20 +274,33 @@ def read(raw: Raw, segments: Segments, anchor: Literal["prev", "gen"] = "prev") 
         gen=clean["gen"],
         mismatch=prev - clean["gen"],
         ref=clean.get("ref"),
-        reference=reference,
+        reference_log_ratio=reference_log_ratio,
         advantages=clean["advantages"],
         rewards=None if rewards is None else rewards.float(),
-        audited=None if audited is None else audited.float(),
+        audited_prev=None if audited_prev is None else audited_prev.float(),
         token_mask=token_mask,
         sample_mask=sample_mask,
-        trains=trains,
-        bad=declared - trains,
-        weight=select(trains, weight),
+        is_trained=is_trained,
+        nonfinite_mask=nonfinite_mask,
         segments=segments,
     )
-    asked = declared.sum()
 
-    def count(name: str, value: Tensor) -> Metric:
-        return Metric((f"geomask/nonfinite_{name}",), "part", lambda: asked - count_finite(declared, value))
+    nonfinite_tokens = nonfinite_mask.sum()
 
-    return batch, [count("curr", raw.curr.detach()), *map(count, given, given.values())]
+    def nonfinite_count(name: str, value: Tensor) -> Metric:
+        def count() -> Tensor:
+            # value - value is 0 for a finite value, and otherwise NaN, which nansum skips. So nansum counts the tokens
+            # that are not trained because of another tensor.
+            return nonfinite_tokens - (nonfinite_mask + (value - value)).nansum()
+
+        return Metric((f"geomask/nonfinite_{name}",), "local_sum", count)
+
+    return batch, [nonfinite_count("curr", raw.curr.detach()), *map(nonfinite_count, required, required.values())]
+
+
+def _reference_log_ratio(curr: Tensor, ref: Tensor, is_trained: Tensor) -> Tensor:
+    """Return curr − log π_ref at trained tokens where log π_ref is known, else 0; token layout."""
+    is_known = is_trained & is_finite(ref)
+    # NeMo-RL fills the tensor with zeros when it skips the reference policy.
+    has_reference = (is_known & (ref != 0)).any()
+    return torch.where(is_known & has_reference, curr - ref, 0.0)

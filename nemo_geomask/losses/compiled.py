@@ -1,78 +1,68 @@
-"""``loss_fn.compile``: the pass as one graph, where a compiler works and the call repeats."""
+"""``loss_fn.compile``: compile the pass over a microbatch if that saves time and a compiler works."""
 
 from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from nemo_geomask.losses.batch import Raw
+from nemo_geomask.losses.batch import RawBatch
 
-__all__ = ["EAGER_CALLS", "Compiled", "differentiable", "with_gradient"]
+__all__ = ["EAGER_CALLS", "CompiledPass", "attach_gradient", "loss_and_gradient"]
 
 _log = logging.getLogger("nemo_geomask")
 EAGER_CALLS = {"cuda": 2}
-"""Calls under ``auto`` before the first compilation, by device: a loss that is called once or twice does not earn its
-cost. On others it never does: on a CPU a graph takes a minute to compile and saves milliseconds a call."""
+"""Number of eager calls before ``auto`` compiles, by device type; on other devices ``auto`` never compiles.
 
-
-def _guarded(guards: Sequence[Any]) -> list[bool]:
-    # Of a call only its arguments differ, and torch's own state, which has no name: not what the loss is, nor any code.
-    return [not guard.name or guard.name.startswith("args") for guard in guards]
-
+Compiling a loss that is called once or twice takes longer than it saves. On a CPU this holds for every loss: compiling
+takes a minute and saves milliseconds a call."""
 
 Pass = Callable[..., tuple[Tensor, Tensor]]
+"""Function of a :class:`RawBatch` and further arguments that returns the loss and the values of the metrics."""
 
 
-def with_gradient(function: Pass, raw: Raw, *rest: Any) -> tuple[Tensor, ...]:
-    """Loss, values of the metrics, and the loss's gradient by each of :attr:`Raw.moving`.
+def loss_and_gradient(function: Pass, raw: RawBatch, *args: Any) -> tuple[Tensor, ...]:
+    """Return the loss, the metrics, and the gradient of the loss by each of :attr:`RawBatch.differentiable_inputs`.
 
-    In one graph, forward and backward need keep nothing for each other; the gradient is all that remains of a call.
-    Nothing in ``raw`` needs require grad.
+    The forward and the backward pass are one graph, so that no activations are stored: only the gradient outlives the
+    call. No tensor in ``raw`` may require grad.
     """
 
-    def loss_of(*moving: Tensor) -> tuple[Tensor, Tensor]:
-        return function(raw.moved(moving), *rest)
+    def loss_of(*inputs: Tensor) -> tuple[Tensor, Tensor]:
+        return function(raw.with_differentiable_inputs(inputs), *args)
 
-    # In float32 until the trainer has scaled it: in half precision a small gradient would be 0 before.
-    found: Any = torch.func.vjp(loss_of, *(value.float() for value in raw.moving), has_aux=True)
-    loss, pull, values = found
-    return loss, values, *pull(torch.ones_like(loss))
+    # The gradient stays in float32 until the incoming gradient has scaled it, since half precision would turn small
+    # values into 0.
+    inputs = [value.float() for value in raw.differentiable_inputs]
+    loss, vjp, metrics = torch.func.vjp(loss_of, *inputs, has_aux=True)  # type: ignore[misc]
+    return loss, metrics, *vjp(torch.ones_like(loss))
 
 
-def differentiable(graph: Callable[..., tuple[Tensor, ...]], raw: Raw, *rest: Any) -> tuple[Tensor, Tensor]:
-    """What the pass returns, from a graph of :func:`with_gradient`."""
-    moving = raw.moving
+def attach_gradient(graph: Callable[..., tuple[Tensor, ...]], raw: RawBatch, *args: Any) -> tuple[Tensor, Tensor]:
+    """Call ``graph``, a compiled :func:`loss_and_gradient`; return a differentiable loss and the metrics."""
+    inputs = raw.differentiable_inputs
     with torch.no_grad():
-        loss, values, *gradient = graph(raw.moved([value.detach() for value in moving]), *rest)
-    return _Known.apply(loss, *gradient, *moving), values  # type: ignore[no-untyped-call]
+        detached = raw.with_differentiable_inputs([value.detach() for value in inputs])
+        loss, metrics, *gradient = graph(detached, *args)
+    return _PrecomputedGradient.apply(loss, *gradient, *inputs), metrics  # type: ignore[no-untyped-call]
 
 
-def _graph(function: Callable[..., Any]) -> Callable[..., Any]:
-    def traced(*args: Any) -> Any:
-        return function(*args)
+class _PrecomputedGradient(torch.autograd.Function):
+    """Scalar with a precomputed gradient.
 
-    # torch counts graphs, and looks for the one that fits, by code object: here each loss has its own.
-    traced.__code__ = traced.__code__.replace()
-    # A dictionary of its own: torch takes the filter out of the one that it is given.
-    known = hasattr(torch.compiler, "skip_guard_on_globals_unsafe")
-    options: Any = {"guard_filter_fn": _guarded} if known else None
-    return torch.compile(traced, fullgraph=True, dynamic=True, options=options)
-
-
-class _Known(torch.autograd.Function):
-    """A number whose gradient is known."""
+    Arguments of ``apply``: the value, 0-d; its gradient by each input; the inputs, in the same order.
+    """
 
     @staticmethod
-    def forward(ctx: Any, value: Tensor, *gradient_and_moving: Tensor) -> Tensor:
-        count = len(gradient_and_moving) // 2
-        ctx.save_for_backward(*gradient_and_moving[:count])
-        ctx.dtypes = [value.dtype for value in gradient_and_moving[count:]]
+    def forward(ctx: Any, value: Tensor, *gradient_and_inputs: Tensor) -> Tensor:
+        count = len(gradient_and_inputs) // 2
+        ctx.save_for_backward(*gradient_and_inputs[:count])
+        ctx.dtypes = [value.dtype for value in gradient_and_inputs[count:]]
         return value.clone()
 
     @staticmethod
@@ -83,16 +73,16 @@ class _Known(torch.autograd.Function):
         return None, *(None for _ in gradient), *scaled
 
 
-class Compiled:
-    """The pass, compiled once it has been called a few times; itself where no compiler works.
+class CompiledPass:
+    """A pass that is compiled once it has been called a few times, and runs eagerly if it cannot be compiled.
 
     Args:
-        function: traceable as a whole.
-        mode: ``auto``, True (compile at the first call, and let a failure be one) or False.
-        name: of the loss, for the log.
+        function: the pass, traceable as one graph.
+        mode: ``auto``, True (compile at the first call, and raise the compiler's errors) or False.
+        name: name of the loss, for the log.
 
     Attributes:
-        choice: what runs and why, in words, as it is logged once; empty until it is chosen.
+        choice: what runs, compiled or eager, and why, as logged once; empty until that is decided.
     """
 
     def __init__(self, function: Pass, mode: bool | str, name: str) -> None:
@@ -100,56 +90,57 @@ class Compiled:
         self._function = function
         self._mode = mode
         self._name = name
-        self._gave_up = False
+        self._has_failed = False
         self._calls = 0
         self._graphs: tuple[Callable[..., Any], Callable[..., Any]] | None = None
 
-    def __call__(self, raw: Raw, *rest: Any) -> tuple[Tensor, Tensor]:
-        """What the function returns of these arguments."""
+    def __call__(self, raw: RawBatch, *args: Any) -> tuple[Tensor, Tensor]:
+        """Return what the function returns for these arguments."""
         if self._graphs is None:
-            if not self._chooses(raw.curr.device):
-                return self._function(raw, *rest)
-            self._graphs = _graph(self._function), _graph(functools.partial(with_gradient, self._function))
-        plain, trains = self._graphs
-        moves = torch.is_grad_enabled() and any(value.requires_grad for value in raw.moving)
-        # Bounds of a loss don't change; as a graph's inputs each would be a tensor to be made at every call. Not by
-        # config.patch, which makes a class at every call.
-        config: Any = torch._dynamo.config
-        before, config.specialize_float = config.specialize_float, True
+            if not self._compiles_on(raw.curr.device):
+                return self._function(raw, *args)
+            self._graphs = (
+                torch.compile(self._function, fullgraph=True, dynamic=True),
+                torch.compile(functools.partial(loss_and_gradient, self._function), fullgraph=True, dynamic=True),
+            )
+        without_gradient, with_gradient = self._graphs
+        requires_grad = any(value.requires_grad for value in raw.differentiable_inputs)
         try:
-            result = differentiable(trains, raw, *rest) if moves else plain(raw, *rest)
+            if requires_grad and torch.is_grad_enabled():
+                loss_and_metrics = attach_gradient(with_gradient, raw, *args)
+            else:
+                loss_and_metrics = without_gradient(raw, *args)
         except Exception as error:
-            # The function's own error is raised again by calling it.
             if not type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
                 raise
             if isinstance(error, torch._dynamo.exc.FailOnRecompileLimitHit):
-                return self._function(raw, *rest)  # one more kind of batch than torch keeps graphs of
+                # torch keeps a limited number of graphs, and this batch would need another one.
+                return self._function(raw, *args)
             if self._mode is True:
                 raise
-            self._gave_up, self._graphs, self.choice = True, None, ""
-            self._say(f"not compiled, {type(error).__name__}: {str(error).strip()}")
-            return self._function(raw, *rest)
-        finally:
-            config.specialize_float = before
-        self._say("compiled as one graph")
-        return result
+            self._has_failed, self._graphs, self.choice = True, None, ""
+            self._log_once(f"not compiled, {type(error).__name__}: {str(error).strip()}")
+            # An error of the function itself is raised again here.
+            return self._function(raw, *args)
+        self._log_once("compiled as one graph")
+        return loss_and_metrics
 
-    def _chooses(self, device: torch.device) -> bool:
-        """Whether this call is to be compiled."""
-        if self._gave_up or self._mode != "auto":
+    def _compiles_on(self, device: torch.device) -> bool:
+        """Return True if the current call is to be compiled."""
+        if self._has_failed or self._mode != "auto":
             return self._mode is True
-        eager = EAGER_CALLS.get(device.type)
-        if eager is None:
-            self._say(f"not compiled, which on a {device.type} takes longer than it saves; true compiles it")
+        eager_calls = EAGER_CALLS.get(device.type)
+        if eager_calls is None:
+            self._log_once(f"not compiled, since it takes longer than it saves on a {device.type}; true compiles it")
             return False
         self._calls += 1
-        return self._calls > eager
+        return self._calls > eager_calls
 
-    def _say(self, choice: str) -> None:
+    def _log_once(self, choice: str) -> None:
         if not self.choice:
             _log.info("loss_fn.compile, loss '%s': %s", self._name, choice)
-        self.choice = self.choice or choice
+            self.choice = choice
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Where it arrives, another machine may have no compiler.
-        return Compiled, (self._function, self._mode, self._name)
+        # An unpickled copy decides anew, since its machine may have no compiler.
+        return CompiledPass, (self._function, self._mode, self._name)

@@ -1,27 +1,46 @@
-"""The weight against the mismatch: level, truncation and what is reported of both."""
+"""Importance-sampling weight π_old/μ against the mismatch: its level, truncation and metrics."""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from nemo_geomask import functional as F
 from nemo_geomask.config import LossConfig
-from nemo_geomask.kernels.select import select
 from nemo_geomask.losses.batch import TokenBatch
-from nemo_geomask.losses.observe import Observed
-from nemo_geomask.metrics import Metric, Over
+from nemo_geomask.losses.sequence_stats import PooledStatistic, SequencePool, SequenceStats
+from nemo_geomask.metrics import Metric, Reduction
 
-__all__ = ["correct", "saturated"]
-
-
-def saturated(log_ratio: Tensor, where: Tensor) -> Tensor:
-    """How often :func:`~nemo_geomask.functional.saturating_exp` saturates where ``where`` is 1 and not 0, 0-d."""
-    return select(log_ratio, where, above=F.LOG_RATIO_LIMIT).sum()
+__all__ = ["MismatchStatistics", "correct", "count_saturated", "request_mismatch"]
 
 
-def correct(batch: TokenBatch, seen: Observed, config: LossConfig) -> tuple[Tensor | None, list[Metric]]:
-    r"""Weights :math:`w = \mathrm{truncate}(e^{\Delta})` at the configured level, and their metrics.
+class MismatchStatistics(NamedTuple):
+    """Statistics of the mismatch log-ratio that the weight needs; None where its settings need none."""
+
+    at_level: PooledStatistic | None  # mean for the level sequence_mean, sum for sequence and for a plugin's level
+    mean: PooledStatistic | None  # for truncation seq-mask-tis, whatever the level
+
+
+def request_mismatch(pool: SequencePool, batch: TokenBatch, config: LossConfig) -> MismatchStatistics:
+    """Request the statistics that :func:`correct` needs."""
+    if not config.knows_prev:
+        return MismatchStatistics(None, None)
+    level = config.correction_level
+    needs_mean = level == "sequence_mean" or config.truncation == "seq-mask-tis"
+    mean = pool.request(batch.mismatch, "mean") if needs_mean else None
+    if level in ("token", "sequence_mean"):
+        return MismatchStatistics(None if level == "token" else mean, mean)
+    return MismatchStatistics(pool.request(batch.mismatch, "sum"), mean)
+
+
+def correct(
+    batch: TokenBatch, stats: SequenceStats, mismatch: MismatchStatistics, config: LossConfig
+) -> tuple[Tensor | None, list[Metric]]:
+    r"""Return the weights :math:`w = \mathrm{truncate}(e^{\Delta})` at the configured level, and their metrics.
+
+    With the token mask m:
 
     ================= ============================================
     level             Δ
@@ -32,58 +51,73 @@ def correct(batch: TokenBatch, seen: Observed, config: LossConfig) -> tuple[Tens
     a plugin's        its function of token, sum and count
     ================= ============================================
 
-    Returns: the weight, broadcastable to the token layout, without gradient; None where none is applied. Nothing is
-    reported of it where π_old is not known.
+    Returns: the weight, broadcastable to the token layout, without gradient, or None if the settings apply none; and
+    the metrics, none if π_old is not known.
     Source: NeMo-RL ``ClippedPGLossFn`` and PR 2269.
     """
     if not config.knows_prev:
         return None, []
-    level, spread = config.correction_level, batch.segments.spread
-    if config.own_level is not None:
-        of_sequence = (spread(seen.sums["mismatch.ratio"]), spread(seen.tokens))
-        log_ratio = config.own_level.log_weight(batch.mismatch, *of_sequence)
-        level, log_ratio = "token", torch.where(seen.trains != 0, log_ratio, 0.0).detach()
-    elif level == "token":
-        log_ratio = batch.mismatch
-    elif level == "sequence":
-        # NeMo-RL's exponent carries the sample mask, which may be fractional.
-        log_ratio = seen.sums["mismatch.ratio"] * seen.sample_mask
-    else:
-        log_ratio = seen.mean("mismatch.ratio")
-    by_token = level == "token"
-    over: Over = "tokens" if by_token else "sequences"
+    spread = batch.segments.spread
+    log_ratio = _weight_log_ratio(batch, stats, mismatch, config)
+    by_token = config.has_token_weights
+    reduction: Reduction = "tokens" if by_token else "sequences"
     bounds = {"min": config.truncated_importance_sampling_ratio_min, "max": config.truncated_importance_sampling_ratio}
-    raw = F.saturating_exp(log_ratio)
-    weight, reports = raw, []
+    raw_weight = F.saturating_exp(log_ratio)
+    weight, reports = raw_weight, []
     if config.truncation == "seq-mask-tis":
-        removed = F.filter_weight(seen.mean("mismatch.ratio"), **bounds).outside & ~seen.empty
-        weight = torch.where(spread(removed), 0.0, raw)
-        reports.append(Metric(("is_oob_ratio",), "sequences", lambda: removed.float()))
+        assert mismatch.mean is not None
+        is_removed = F.filter_weight(mismatch.mean.value, **bounds).outside & ~stats.is_empty
+        weight = torch.where(spread(is_removed), 0.0, raw_weight)
+        reports.append(Metric(("is_oob_ratio",), "sequences", is_removed.float))
     elif config.truncation is not None:
         truncate = F.clamp_weight if config.truncation == "tis" else F.filter_weight
-        if config.own_truncation is not None:
-            truncate = config.own_truncation.of
-        weight, outside = truncate(log_ratio, **bounds)
-        of_tokens = outside if by_token else spread(outside)
-        reports.append(Metric(("is_oob_ratio",), "tokens", lambda: of_tokens.float()))
+        if config.plugin_truncation is not None:
+            truncate = config.plugin_truncation.of
+        weight, out_of_bounds = truncate(log_ratio, **bounds)
+        # NeMo-RL averages this metric over tokens at every level.
+        token_out_of_bounds = out_of_bounds if by_token else spread(out_of_bounds)
+        reports.append(Metric(("is_oob_ratio",), "tokens", token_out_of_bounds.float))
 
-    def moments(of: Tensor, mean: tuple[str, ...], square: tuple[str, ...]) -> list[Metric]:
-        # The square of a saturated weight fits float32, the sum of many doesn't.
-        return [Metric(mean, over, lambda: of), Metric(square, over, lambda: (of * 2**-8).square(), unit=2.0**16)]
+    def moments(values: Tensor, mean: tuple[str, ...], square: tuple[str, ...]) -> list[Metric]:
+        # The square of the largest weight fits into float32, but the sum of many such squares doesn't. So the squares
+        # are summed in units of 2^16.
+        return [
+            Metric(mean, reduction, lambda: values),
+            Metric(square, reduction, lambda: (values * 2**-8).square(), unit=2.0**16),
+        ]
 
     mean, square = ("sampling_importance_ratio", "geomask/weight_mean"), ("geomask/weight_sq",)
     raw_mean, raw_square = ("geomask/weight_raw_mean",), ("geomask/weight_raw_sq",)
-    if weight is raw:
+    if weight is raw_weight:
         reports += moments(weight, mean + raw_mean, square + raw_square)
     else:
-        reports += [*moments(weight, mean, square), *moments(raw, raw_mean, raw_square)]
-    live, name = ("geomask/weight_live",), ("geomask/saturated_weight",)
+        reports += [*moments(weight, mean, square), *moments(raw_weight, raw_mean, raw_square)]
+    live, saturated = ("geomask/weight_live",), ("geomask/saturated_weight",)
     if by_token:
-        reports.append(Metric(live, "summed", lambda: seen.trained))
-        reports.append(Metric(name, "part", lambda: saturated(log_ratio, seen.trains)))
+        reports.append(Metric(live, "token_sum", lambda: stats.total_weight))
+        reports.append(Metric(saturated, "local_sum", lambda: count_saturated(log_ratio, stats.is_trained)))
     else:
-        reports.append(Metric(live, over, lambda: torch.ones_like(weight)))
-        reports.append(Metric(name, "count", lambda: saturated(log_ratio, (~seen.empty).float())))
+        reports.append(Metric(live, "sequences", lambda: torch.ones_like(weight)))
+        reports.append(Metric(saturated, "shared_count", lambda: count_saturated(log_ratio, ~stats.is_empty)))
     if not config.applies_weight:
         return None, reports
     return weight if by_token else spread(weight), reports
+
+
+def _weight_log_ratio(
+    batch: TokenBatch, stats: SequenceStats, mismatch: MismatchStatistics, config: LossConfig
+) -> Tensor:
+    """Return Δ of :func:`correct`: token layout at the level ``token`` and a plugin's level, else [S]."""
+    if mismatch.at_level is None:
+        return batch.mismatch
+    pooled, spread = mismatch.at_level.value, batch.segments.spread
+    if config.plugin_level is not None:
+        log_ratio: Tensor = config.plugin_level.log_weight(batch.mismatch, spread(pooled), spread(stats.trained_tokens))
+        return torch.where(stats.is_trained, log_ratio, 0.0).detach()
+    # At the level sequence, NeMo-RL multiplies the exponent by the sample mask, which may be fractional.
+    return pooled * stats.sample_mask if config.correction_level == "sequence" else pooled
+
+
+def count_saturated(log_ratio: Tensor, is_counted: Tensor) -> Tensor:
+    """Return the number of counted log-ratios above the limit of ``saturating_exp``, 0-d float32."""
+    return ((log_ratio > F.LOG_RATIO_LIMIT) & is_counted).sum().float()

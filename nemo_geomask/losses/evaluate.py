@@ -1,4 +1,7 @@
-"""The one pass: read, observe, correct, reject, surrogate, reduce. Tensors in, a scalar and a vector out."""
+"""The loss as one pass over a microbatch: read, pool, correct, reject, surrogate, reduce.
+
+Everything here takes tensors and returns tensors, so that ``torch.compile`` can trace the pass as one graph.
+"""
 
 from __future__ import annotations
 
@@ -10,121 +13,142 @@ from torch import Tensor
 
 from nemo_geomask import functional as F
 from nemo_geomask.config import LossConfig
-from nemo_geomask.config.loss import WEIGHT_MEAN
-from nemo_geomask.losses.batch import Raw, TokenBatch, read
-from nemo_geomask.losses.correction import correct
-from nemo_geomask.losses.observe import Observed, observe
-from nemo_geomask.losses.rejection import reject
-from nemo_geomask.losses.report import report_audit, report_batch, report_surrogate
+from nemo_geomask.config.loss_settings import WEIGHT_MEAN
+from nemo_geomask.losses.batch import RawBatch, TokenBatch, read
+from nemo_geomask.losses.batch_metrics import report_audit, report_batch, report_surrogate
+from nemo_geomask.losses.correction import correct, request_mismatch
+from nemo_geomask.losses.rejection import reject, request_rules
+from nemo_geomask.losses.sequence_stats import SequencePool, SequenceStats
 from nemo_geomask.losses.variant import SurrogateInputs, Variant
-from nemo_geomask.metrics import Label, Metric, Normalizer, Sums
+from nemo_geomask.metrics import Label, Metric, MetricSums, Normalizer
 from nemo_geomask.segments import PaddedSegments, Segments
 
-__all__ = ["evaluate", "labels_of"]
+__all__ = ["evaluate", "metric_labels"]
 
 
 def evaluate(
     config: LossConfig,
     variant: Variant,
     options: Any,
-    raw: Raw,
+    raw: RawBatch,
     layout: Segments,
-    tensors: tuple[Tensor, ...],
+    layout_tensors: tuple[Tensor, ...],
     global_seqs: Tensor,
     global_toks: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Loss and metrics of one microbatch.
+    """Return the loss and the metrics of one microbatch.
 
     Args:
         config: settings in force.
         variant: the objective.
         options: the variant's own settings.
         raw: the microbatch.
-        layout: the kind of its layout, and over which ranks; ``tensors`` are its own.
+        layout: the token layout and the ranks that share its sequences.
+        layout_tensors: the tensors of ``layout``, passed separately so that a graph takes them as inputs.
         global_seqs, global_toks: 0-d float32, valid sequences and valid tokens in the optimiser step.
 
-    Returns: the loss, float32 0-d, its value over all ranks and its gradient that of this rank's part; values of the
-    metrics over all ranks, whose names :func:`labels_of` gives.
+    Returns: the loss, 0-d float32, with its value over all ranks and the gradient of this rank's part; the values of
+    the metrics over all ranks, in the order of :func:`metric_labels`.
     """
-    loss, metrics = _reduced(config, variant, options, raw, layout.of(*tensors), global_seqs, global_toks)
-    return metrics.whole(loss, global_seqs, global_toks)
+    segments = layout.with_tensors(*layout_tensors)
+    loss, metrics = _local_loss_and_metrics(config, variant, options, raw, segments, global_seqs, global_toks)
+    return metrics.reduce_over_ranks(loss, global_seqs, global_toks)
 
 
-def labels_of(config: LossConfig, variant: Variant, options: Any, names: Iterable[str]) -> tuple[Label, ...]:
-    """Of the metrics of a microbatch that holds what ``names`` say, of :data:`~nemo_geomask.losses.batch.KEYS`.
+def metric_labels(config: LossConfig, variant: Variant, options: Any, tensor_names: Iterable[str]) -> tuple[Label, ...]:
+    """Return the labels of the metrics of a microbatch that holds the named tensors.
 
-    Found by a pass over a batch of one token, so that no table has to agree with the code.
+    A pass over a batch of one token collects the labels, so that there is no second list to keep up to date.
+
+    Args:
+        config, variant, options: as for :func:`evaluate`.
+        tensor_names: names, among :data:`~nemo_geomask.losses.batch.BATCH_KEYS`, of the tensors in the batch.
     """
-    one = torch.ones(1, 1, dtype=torch.float32)
-    others = {name: one[0] if name == "rewards" else one for name in names}
-    raw = Raw(one, one, one[0], others, one[0].expand(len(config.told)))
-    return _reduced(config, variant, options, raw, PaddedSegments(), one[0, 0], one[0, 0])[1].labels
+    token = torch.ones(1, 1, dtype=torch.float32)
+    sequence, scalar = token[0], token[0, 0]
+    tensors = {name: sequence if name == "rewards" else token for name in tensor_names}
+    raw = RawBatch(token, token, sequence, tensors, sequence.expand(len(config.batch_scalars)))
+    _, metrics = _local_loss_and_metrics(config, variant, options, raw, PaddedSegments(), scalar, scalar)
+    return metrics.labels
 
 
-def _reduced(
-    config: LossConfig, variant: Variant, options: Any, raw: Raw, segments: Segments, *counts: Tensor
-) -> tuple[Tensor, Sums]:
-    """Loss and metrics over this rank's tokens; ``counts`` are the global ones, of sequences and tokens."""
-    global_seqs, global_toks = counts
-    batch, of_batch = read(raw, segments, config.ratio_anchor)
+def _local_loss_and_metrics(
+    config: LossConfig,
+    variant: Variant,
+    options: Any,
+    raw: RawBatch,
+    segments: Segments,
+    global_seqs: Tensor,
+    global_toks: Tensor,
+) -> tuple[Tensor, MetricSums]:
+    """Return the loss and the metrics over this rank's tokens; arguments are those of :func:`evaluate`."""
+    batch, nonfinite_counts = read(raw, segments, config.ratio_anchor)
     inputs = SurrogateInputs(batch.curr, batch.log_ratio, batch.advantages, config, options)
-    pooled = variant.pool(inputs) if variant.pool is not None else {}
-    of_variant = {f"variant.{name}": value for name, value in pooled.items()}
-    seen, reports = observe(batch, config.rules_in_loss, config, of_variant)
-    full = config.metrics == "full"
-    metrics = Sums(seen.weight, seen.sample_mask, segments, full=full)
-    metrics.add(reports)
-    metrics.add(of_batch, always=config.nonfinite == "raise")  # then the caller looks at them
-    metrics.add(report_batch(batch, seen, config, global_seqs))
-    metrics.add(report_audit(batch, seen))
+    pool = SequencePool(batch)
+    variant_tensors = variant.pool(inputs) if variant.pool is not None else {}
+    variant_statistics = {name: pool.request(value, variant.pooled_by) for name, value in variant_tensors.items()}
+    mismatch = request_mismatch(pool, batch, config)
+    rules = request_rules(pool, batch, config.rules_in_loss)
+    stats, reports = pool.reduce(config)
 
-    weight, reports = correct(batch, seen, config)
+    is_full = config.metrics == "full"
+    metrics = MetricSums(stats.weight, stats.sample_mask, segments, is_full=is_full)
     metrics.add(reports)
-    bounds = {} if raw.bounds is None else dict(zip(config.told, raw.bounds, strict=True))
-    if weight is not None and WEIGHT_MEAN in bounds:
-        weight = weight / bounds[WEIGHT_MEAN]
-    kept, reports = reject(batch, seen, config.rules_in_loss, bounds)
-    metrics.add(reports)
-    found = seen.sums.__getitem__ if variant.pooled_by == "sum" else seen.mean
-    surrogate = variant.surrogate(inputs, {name: segments.spread(found(f"variant.{name}")) for name in pooled})
-    metrics.add(report_surrogate(surrogate, batch, seen, full=full, by_sequence=len(pooled) > 0))
+    metrics.add(nonfinite_counts, always=config.nonfinite == "raise")  # PolicyLoss raises if one is above 0
+    metrics.add(report_batch(batch, stats, config, global_seqs))
+    metrics.add(report_audit(batch, stats))
 
+    weight, reports = correct(batch, stats, mismatch, config)
+    metrics.add(reports)
+    batch_scalars = {}
+    if raw.batch_scalars is not None:
+        batch_scalars = dict(zip(config.batch_scalars, raw.batch_scalars, strict=True))
+    if weight is not None and WEIGHT_MEAN in batch_scalars:
+        weight = weight / batch_scalars[WEIGHT_MEAN]
+    kept, reports = reject(batch, stats, rules, batch_scalars)
+    metrics.add(reports)
+    pooled = {name: segments.spread(statistic.value) for name, statistic in variant_statistics.items()}
+    surrogate = variant.surrogate(inputs, pooled)
+    metrics.add(report_surrogate(surrogate, batch, stats, is_full=is_full, is_pooled=len(pooled) > 0))
+
+    token_loss = surrogate.loss if weight is None else weight * surrogate.loss
+    if kept is not None:
+        token_loss = torch.where(kept, token_loss, 0.0)
+    if surrogate.penalty is not None:
+        token_loss = token_loss + surrogate.penalty
     coefficient = F.token_coefficients(
         config.normalization,
-        mask=seen.weight,
-        tokens_of_sequence=segments.spread(seen.declared) if config.normalization == "sequences" else None,
+        mask=stats.weight,
+        tokens_of_sequence=None if stats.declared_tokens is None else segments.spread(stats.declared_tokens),
         global_seqs=global_seqs,
         global_toks=global_toks,
         constant=config.loss_normalization_constant,
     )
-    per_token = surrogate.loss if weight is None else weight * surrogate.loss
-    if kept is not None:
-        per_token = torch.where(kept, per_token, 0.0)
-    if surrogate.penalty is not None:
-        per_token = per_token + surrogate.penalty
-    loss = (coefficient * per_token).sum()
-    own: Normalizer = "tokens" if config.normalization == "tokens" else "sequences"
-    kl, nll = _kl(batch, coefficient, config), _positive_nll(batch, seen, coefficient, config)
+    loss = (coefficient * token_loss).sum()
+    kl = _reference_kl(batch, coefficient, config)
     if kl is not None:
         loss = loss + config.kl_coefficient * kl
+    nll = _positive_nll(batch, stats, coefficient, config)
     if nll is not None:
         loss = loss + config.positive_example_nll_weight * nll
-    # Trained tokens under a count that says there are none: no number is right.
-    divisor = global_toks if own == "tokens" else global_seqs
-    loss = torch.where((divisor > 0) | (seen.trained == 0), loss, torch.nan)
+    # If the batch has trained tokens, a global count of 0 is wrong, and so would be any finite loss.
+    normalizer: Normalizer = "tokens" if config.normalization == "tokens" else "sequences"
+    divisor = global_toks if normalizer == "tokens" else global_seqs
+    loss = torch.where((divisor > 0) | (stats.total_weight == 0), loss, torch.nan)
 
     zero = torch.zeros_like(loss)
-    of_nll: Normalizer = "none" if config.positive_example_nll_normalization == "microbatch" else own
+    nll_normalizer: Normalizer = "none" if config.positive_example_nll_normalization == "microbatch" else normalizer
     reports = [
-        Metric(("loss",), "part", lambda: loss, own),
-        Metric(("kl_penalty",), "part", lambda: zero if kl is None else kl, own),
-        Metric(("positive_nll_loss",), "part", lambda: zero if nll is None else nll, of_nll),
+        Metric(("loss",), "local_sum", lambda: loss, normalizer),
+        Metric(("kl_penalty",), "local_sum", lambda: zero if kl is None else kl, normalizer),
+        Metric(("positive_nll_loss",), "local_sum", lambda: zero if nll is None else nll, nll_normalizer),
     ]
     metrics.add(reports)
     return loss, metrics
 
 
-def _kl(batch: TokenBatch, coefficient: Tensor, config: LossConfig) -> Tensor | None:
+def _reference_kl(batch: TokenBatch, coefficient: Tensor, config: LossConfig) -> Tensor | None:
+    """Return the KL to the reference policy, summed over this rank's tokens; None without reference log-probs."""
     if batch.ref is None:
         return None
     kl = F.kl_penalty(
@@ -141,10 +165,12 @@ def _kl(batch: TokenBatch, coefficient: Tensor, config: LossConfig) -> Tensor | 
     return (coefficient * kl).sum()
 
 
-def _positive_nll(batch: TokenBatch, seen: Observed, coefficient: Tensor, config: LossConfig) -> Tensor | None:
+def _positive_nll(batch: TokenBatch, stats: SequenceStats, coefficient: Tensor, config: LossConfig) -> Tensor | None:
+    """Return the NLL of sequences with a positive reward over this rank's tokens; None without rewards."""
     if batch.rewards is None:
         return None
     positive = (batch.rewards > 0).float()
     if config.positive_example_nll_normalization == "microbatch":
-        coefficient = seen.weight * F.inverse_count((seen.tokens * seen.sample_mask * positive).sum())
+        positive_weight = (stats.trained_tokens * stats.sample_mask * positive).sum()
+        coefficient = stats.weight * F.inverse_count(positive_weight)
     return -(batch.curr * coefficient * batch.segments.spread(positive)).sum()

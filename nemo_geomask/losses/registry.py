@@ -1,4 +1,4 @@
-"""Variants by name, over the entry-point group ``nemo_geomask.losses``."""
+"""Registry of the variants by name, from the entry-point group ``nemo_geomask.losses``."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from nemo_geomask.losses.variant import Variant
 __all__ = ["BUILT_IN", "GROUP", "Entry", "available", "load"]
 
 GROUP = "nemo_geomask.losses"
-# A test keeps this equal to pyproject.toml.
 BUILT_IN = {name.lower(): f"{variants.__name__}:{name}" for name in variants.__all__}
+"""This package's entry points, the same as in pyproject.toml."""
 _VARIANTS: PluginGroup[Variant] = PluginGroup(
     group=GROUP,
-    what="loss",
+    noun="loss",
     key="loss_fn.name",
-    must_be="a nemo_geomask.losses.Variant instance (data plus one function, see docs/plugins.md)",
-    fits=lambda found: isinstance(found, Variant),
+    requirement="a nemo_geomask.losses.Variant instance (data plus one function, see docs/plugins.md)",
+    accepts=lambda variant: isinstance(variant, Variant),
     built_in=BUILT_IN,
-    # What papers call losses that NeMo-RL's flags select; "grpo" is spelt much like "gspo", and is not it.
-    known_as=dict.fromkeys(("grpo", "dapo", "ppo", "rloo"), "clipped_pg"),
+    # Papers' names for losses that NeMo-RL's flags select. Without them, "grpo" would suggest the similar name "gspo".
+    aliases=dict.fromkeys(("grpo", "dapo", "ppo", "rloo"), "clipped_pg"),
 )
 available, load = _VARIANTS.available, _VARIANTS.load

@@ -1,8 +1,9 @@
-"""Masks: which tokens stay in the surrogate, and what each mask removed."""
+"""Masks: which tokens stay in the surrogate, and the fractions that each mask removed."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,93 +12,166 @@ from nemo_geomask import functional as F
 from nemo_geomask.config import MaskRule
 from nemo_geomask.config.masks import Allowance
 from nemo_geomask.losses.batch import TokenBatch
-from nemo_geomask.losses.observe import Observed, rule_key, token_values
-from nemo_geomask.metrics import Metric, Over
+from nemo_geomask.losses.sequence_stats import PooledBy, PooledStatistic, SequencePool, SequenceStats
+from nemo_geomask.metrics import Metric, Reduction
 
-__all__ = ["reject", "removed_by", "rule_values"]
+__all__ = ["PooledRule", "find_removed", "reject", "request_rules", "rule_values"]
+
+_POOLED_BY: dict[str, PooledBy] = {
+    "sequence": "sum",
+    "sequence_mean": "mean",
+    "prefix_sum": "prefix_sum",
+    "prefix_mean": "prefix_mean",
+    "prefix_min": "prefix_min",
+    "prefix_max": "prefix_max",
+}
+"""How token values are pooled, for each level whose rules compare one statistic with both bounds.
+
+Level ``sequence_max`` is not here: it compares the minimum with the lower bound and the maximum with the upper bound.
+"""
+
+
+class PooledRule(NamedTuple):
+    """A mask rule with the statistics that it needs; None where it needs none."""
+
+    rule: MaskRule
+    lowest: PooledStatistic | None = None  # compared with the lower bound
+    highest: PooledStatistic | None = None  # compared with the upper bound
+    advantage: PooledStatistic | None = None  # mean over the sequence, for a rule that depends on its sign
+    position: PooledStatistic | None = None  # number of trained tokens up to and including each, for rule.allowance
+
+
+def request_rules(pool: SequencePool, batch: TokenBatch, rules: Iterable[MaskRule]) -> list[PooledRule]:
+    """Request the sequence and prefix statistics that the rules need."""
+    return [_request_rule(pool, batch, rule) for rule in rules]
+
+
+def _request_rule(pool: SequencePool, batch: TokenBatch, rule: MaskRule) -> PooledRule:
+    if rule.level == "token":
+        return PooledRule(rule)
+    if rule.allowance is not None:
+        return PooledRule(rule, position=pool.request(torch.ones_like(batch.gen), "prefix_sum"))
+    values = _token_values(batch, rule)
+    if rule.level == "sequence_max":
+        lowest, highest = pool.request(values, "min"), pool.request(values, "max")
+    else:
+        lowest = highest = pool.request(values, _POOLED_BY[rule.level])
+    is_conditional = not rule.is_per_token and rule.when != "always"
+    advantage = pool.request(batch.advantages, "mean") if is_conditional else None
+    return PooledRule(rule, lowest, highest, advantage)
 
 
 def reject(
-    batch: TokenBatch, seen: Observed, rules: Iterable[MaskRule], bounds: Mapping[str, Tensor | float]
+    batch: TokenBatch, stats: SequenceStats, rules: Iterable[PooledRule], budget_bounds: Mapping[str, Tensor | float]
 ) -> tuple[Tensor | None, list[Metric]]:
-    """Tokens that no mask removes, and what each removed.
+    """Return the tokens that no mask removes, and the metrics of what each mask removed.
 
-    Each mask judges the same tokens, those that train; none sees what another removed. For each, the fractions
-    removed in all, below the lower and above the upper bound are ``geomask/mask/<label>/…``, of tokens for a
-    token-level mask and of sequences otherwise. ``bounds`` are, by label, the largest size that a mask with a budget
-    keeps.
+    The masks are independent: each judges all trained tokens, whatever the other masks remove. The metrics
+    ``geomask/mask/<label>/removed``, ``…/removed_low`` and ``…/removed_high`` are the fractions that a mask removes in
+    all, below its lower bound, and above its upper bound. They are fractions of the tokens for a mask that judges
+    tokens, and of the sequences otherwise.
 
-    Returns: bool, token layout, None without rules; and the metrics.
+    Args:
+        batch: the microbatch.
+        stats: statistics of its sequences.
+        rules: the masks, with their statistics.
+        budget_bounds: by label, the largest absolute value that a mask with a budget keeps.
+
+    Returns: bool, token layout, True where a token is kept, or None without rules; and the metrics.
     """
     kept: Tensor | None = None
     reports: list[Metric] = []
-    for rule in rules:
-        below, above = removed_by(rule, batch, seen, bounds)
+    for pooled_rule in rules:
+        rule = pooled_rule.rule
+        below, above = find_removed(pooled_rule, batch, stats, budget_bounds)
         removed = below | above
-        survives = ~(removed if rule.by_token else batch.segments.spread(removed))
+        survives = ~(removed if rule.is_per_token else batch.segments.spread(removed))
         kept = survives if kept is None else kept & survives
-        over: Over = "tokens" if rule.by_token else "sequences"
-        for name, which in (("removed", removed), ("removed_low", below), ("removed_high", above)):
-            reports.append(Metric((f"geomask/mask/{rule.label}/{name}",), over, which.float))
-    remain = ("geomask/kept_tokens",)
+        reduction: Reduction = "tokens" if rule.is_per_token else "sequences"
+        for name, flags in (("removed", removed), ("removed_low", below), ("removed_high", above)):
+            reports.append(Metric((f"geomask/mask/{rule.label}/{name}",), reduction, flags.float))
+    kept_tokens = ("geomask/kept_tokens",)
     if kept is None:
-        return None, [Metric(remain, "summed", lambda: seen.trained)]
-    return kept, [*reports, Metric(remain, "tokens", kept.float)]
+        return None, [Metric(kept_tokens, "token_sum", lambda: stats.total_weight)]
+    return kept, [*reports, Metric(kept_tokens, "tokens", kept.float)]
 
 
-def rule_values(rule: MaskRule, batch: TokenBatch, seen: Observed) -> tuple[Tensor, Tensor, Tensor]:
-    """What the rule compares with its lower and with its upper bound, float32, and where it judges, bool; token layout
-    or [S]."""
-    key, prefix = rule_key(rule), seen.prefix
-    if rule.level == "sequence_max":
-        return seen.lowest[key], seen.highest[key], ~seen.empty
-    if not rule.by_token:
-        values = seen.sums[key] if rule.level == "sequence" else seen.mean(key)
-        return values, values, ~seen.empty
-    if rule.allowance is not None:
-        values = _excess(rule, rule.allowance, batch, seen)
-    elif rule.level == "token":
-        values = token_values(batch, rule)
-    elif rule.level in ("prefix_min", "prefix_max"):
-        values = (prefix.lowest if rule.level == "prefix_min" else prefix.highest)[key]
-    else:
-        values = prefix.sums[key] / (prefix.sums["count"].clamp(min=1.0) if rule.level == "prefix_mean" else 1.0)
-    values = values.float()
-    return values, values, seen.trains != 0
-
-
-def removed_by(
-    rule: MaskRule, batch: TokenBatch, seen: Observed, bounds: Mapping[str, Tensor | float]
+def find_removed(
+    pooled_rule: PooledRule, batch: TokenBatch, stats: SequenceStats, budget_bounds: Mapping[str, Tensor | float]
 ) -> tuple[Tensor, Tensor]:
-    """Where the rule removes for the lower and for the upper bound: bool, token layout or [S]."""
-    low, high, eligible = rule_values(rule, batch, seen)
-    lowest, highest = (-bounds[rule.label], bounds[rule.label]) if rule.budgeted else (rule.low, rule.high)
-    below, above = low < lowest, high > highest  # both ends are kept
+    """Return what the rule removes as below its lower and as above its upper bound.
+
+    Returns: two bool tensors, in token layout for a rule that judges tokens, else [S]; never both True.
+    """
+    rule = pooled_rule.rule
+    lowest, highest, is_judged = rule_values(pooled_rule, batch, stats)
+    low: Tensor | float = rule.low
+    high: Tensor | float = rule.high
+    if rule.has_budget:
+        high = budget_bounds[rule.label]
+        low = -high
+    below, above = lowest < low, highest > high  # values equal to a bound are kept
     if rule.when != "always":
-        advantages = batch.advantages if rule.by_token else seen.mean("advantages")
-        down = advantages > 0 if rule.when == "positive_advantage" else advantages < 0
-        up = advantages < 0 if rule.when == "negative_advantage" else advantages > 0
-        below, above = below & down, above & up
-    below = below & eligible
+        advantages = batch.advantages if pooled_rule.advantage is None else pooled_rule.advantage.value
+        # Under "pushing" a rule removes what the advantage moves further beyond a bound: below the lower one where
+        # A < 0, above the upper one where A > 0.
+        below = below & (advantages > 0 if rule.when == "positive_advantage" else advantages < 0)
+        above = above & (advantages < 0 if rule.when == "negative_advantage" else advantages > 0)
+    below = below & is_judged
     # A sequence with tokens beyond both bounds is reported once, under the lower one.
-    return below, above & eligible & ~below
+    return below, above & is_judged & ~below
 
 
-def _excess(rule: MaskRule, allowance: Allowance, batch: TokenBatch, seen: Observed) -> Tensor:
-    r"""How far a token's weighted distance or that of its prefix, less the budget of the tokens before, goes; float64.
+def rule_values(pooled_rule: PooledRule, batch: TokenBatch, stats: SequenceStats) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the values to compare with the lower and the upper bound, and which of them are judged.
+
+    Returns: two float32 tensors and a bool tensor, in token layout for a rule that judges tokens, else [S].
+    """
+    rule, lowest, highest, _, position = pooled_rule
+    if lowest is not None and highest is not None:
+        if rule.is_per_token:
+            return lowest.value.float(), highest.value.float(), stats.is_trained
+        return lowest.value, highest.value, ~stats.is_empty
+    values = _token_values(batch, rule)
+    if rule.allowance is not None and position is not None:
+        values = _excess(values, rule.allowance, position.value, batch, stats).float()
+    return values, values, stats.is_trained
+
+
+def _token_values(batch: TokenBatch, rule: MaskRule) -> Tensor:
+    """Return the statistic of each token that the rule judges or pools, token layout."""
+    if rule.plugin_statistic is not None:
+        values: Tensor = rule.plugin_statistic.of(*batch.log_ratio_terms(rule.log_ratio))
+        return torch.where(batch.is_trained, values, 0.0)
+    if rule.statistic in ("ratio", "k2", "k3"):
+        return F.token_statistic(batch.log_ratios(rule.log_ratio), rule.statistic)
+    return F.binary_statistic(*batch.log_ratio_terms(rule.log_ratio), rule.statistic)
+
+
+def _excess(
+    distance: Tensor, allowance: Allowance, position: Tensor, batch: TokenBatch, stats: SequenceStats
+) -> Tensor:
+    r"""Return CPPO's signed excess: the larger of a token's weighted distance and its prefix's drift; float64.
 
     .. math:: v_t = \mathrm{sgn}(p_t - q_t)\,\max\Bigl(Z_t,\ \sum_{s \le t} Z_s - b\,W_{t-1}\Bigr), \qquad
         Z_t = w_t\,|p_t - q_t|, \qquad b = \mathrm{clamp}(\kappa\,Q_\beta(|p - q|),\ b_{min},\ 5\,b_{min})
 
-    Staying within δ is CPPO's :math:`Z_t \le \min(\delta,\ \delta + b\,W_{t-1} - S_{t-1})`. Stages of its own: the
-    response's length and quantile come first.
+    p and q are the two probabilities of a token that the rule compares. :math:`Q_\beta` is the β-quantile over the
+    response's trained tokens. :math:`w_t` and :math:`W_{t-1}` are those of
+    :func:`~nemo_geomask.functional.position_weights`. With :math:`S_{t-1} = \sum_{s<t} Z_s` and the rule's bound δ,
+    :math:`|v_t| \le \delta` is CPPO's condition :math:`Z_t \le \min(\delta,\ \delta + b\,W_{t-1} - S_{t-1})`. This
+    takes collectives of its own under context parallelism, since it needs the length and the quantile first.
+
+    Args:
+        distance: :math:`p_t - q_t`, token layout, 0 at tokens that aren't trained.
+        allowance: :math:`w_{min}`, :math:`b_{min}`, :math:`\beta` and :math:`\kappa`.
+        position: number of trained tokens up to and including each, token layout, float64.
     """
-    segments, distance = batch.segments, token_values(batch, rule)
-    size = distance.abs()  # 0 where nothing trains
-    usual = segments.quantile(size, seen.trains, allowance.quantile)
-    budget = (allowance.scale * usual).clamp(allowance.budget_min, 5 * allowance.budget_min)
-    length = segments.spread(seen.tokens).double()
-    weight, before = F.position_weights(seen.prefix.sums["count"], length, allowance.weight_min)
-    weighted = weight * size
-    drift = segments.prefixes({"": weighted})[""] - segments.spread(budget) * before
-    return torch.sign(distance) * torch.maximum(weighted, drift)
+    segments, size = batch.segments, distance.abs()
+    quantile = segments.quantile(size, stats.is_trained.float(), allowance.quantile)
+    budget = (allowance.scale * quantile).clamp(allowance.budget_min, 5 * allowance.budget_min)
+    length = segments.spread(stats.trained_tokens).double()
+    weight, weight_before = F.position_weights(position, length, allowance.weight_min)
+    weighted_size = weight * size
+    drift = segments.prefix_sums({"": weighted_size})[""] - segments.spread(budget) * weight_before
+    return torch.sign(distance) * torch.maximum(weighted_size, drift)

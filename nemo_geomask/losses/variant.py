@@ -1,4 +1,4 @@
-"""What a loss variant is: data plus one function."""
+"""The interface of a loss variant: data plus one function."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ __all__ = ["NoOptions", "Part", "SurrogateInputs", "Variant"]
 
 
 class Part(NamedTuple):
-    """One part of an objective: a line of its formula, and the same in words, a sentence."""
+    """One line of an objective's formula, and a sentence that explains it."""
 
     formula: str
     words: str
 
 
 class NoOptions(StrictModel):
-    """The options of a variant that has none."""
+    """Options of a variant that has none."""
 
 
 @dataclass(frozen=True)
 class SurrogateInputs:
-    """What a variant's functions may use. Token tensors share one layout; those that don't train hold 0.
+    """Inputs of a variant's functions; token tensors share one layout and are 0 at tokens that aren't trained.
 
     Attributes:
         curr: log π_θ of the sampled tokens, float32, with gradient.
-        log_ratio: of the policy ratio: log π_θ − log π_old, or log π_θ − log μ under ``ratio_anchor: gen``; float32,
-            with gradient.
+        log_ratio: log of the policy ratio: log π_θ − log π_old, or log π_θ − log μ under ``ratio_anchor: gen``;
+            float32, with gradient.
         advantages: A, float32.
-        config: the settings in force.
+        config: settings in force.
         options: the variant's own settings, an instance of :attr:`Variant.options`.
     """
 
@@ -47,30 +47,34 @@ class SurrogateInputs:
 
 
 Parts = tuple[Part, ...]
+"""The lines of an objective's formula, in order."""
 
 
 @dataclass(frozen=True)
 class Variant:
-    """An objective, as an entry point of group ``nemo_geomask.losses`` provides it.
+    """An objective, provided by an entry point of the group ``nemo_geomask.losses``.
 
-    The loss object does all the rest: reading the batch, weights, masks, KL, normalisation, metrics, parallelism.
+    :class:`~nemo_geomask.losses.PolicyLoss` does the rest: reading the batch, weights, masks, KL, normalisation,
+    metrics, parallelism.
 
     Attributes:
-        surrogate: per-token loss from the inputs and the sequence statistics asked for by ``pool``.
-        pool: token tensors whose mean over each sequence's trained tokens ``surrogate`` needs; they arrive spread
-            over the tokens, differentiable, under the same keys. All statistics of a loss cross ranks together, so
-            a variant must not reduce over tokens itself.
-        pooled_by: ``sum``: it needs the sums instead.
-        masks: those that are part of the objective, from its options: as in ``loss_fn.masks``, whose own come on top.
+        surrogate: returns the per-token loss and its ratios. Its arguments are the inputs and the sequence statistics
+            that ``pool`` requests.
+        pool: returns token tensors whose mean over each sequence's trained tokens ``surrogate`` needs. It receives the
+            means under the same keys, spread over the tokens and differentiable. All statistics of a loss cross ranks
+            together, so a variant must not reduce over tokens itself.
+        pooled_by: ``mean``, or ``sum`` if ``surrogate`` needs the sums instead.
+        masks: returns the masks that are part of the objective from its options, in the form of ``loss_fn.masks``;
+            the recipe's masks are added to them.
         defaults: settings of :class:`~nemo_geomask.LossConfig` that the objective's paper prescribes, used where a
-            recipe gives none.
-        forces: settings that the objective itself decides, whatever the recipe says: NeMo-RL's base recipes spell
-            out every default, so a ``false`` there is no statement.
-        refuses: settings that must stay falsy, each with the reason.
+            recipe sets none.
+        forces: settings that the objective itself determines, whatever the recipe sets. They override the recipe
+            silently, because NeMo-RL's base recipes spell out every default, so a ``false`` there need not be intended.
+        refuses: settings that a recipe must leave unset or falsy (``false``, 0, null), each with the reason.
         options: pydantic model of the variant's own settings (``loss_fn.options``).
         source: paper and equation.
-        parts: the surrogate in formula and words, or a function of the settings that chooses among some. ``{name}``
-            stands for a setting or an option; ``docs/plugins.md`` says what else can be filled in.
+        parts: the surrogate as formulas and sentences, or a function of the settings that returns them. ``{name}``
+            stands for a setting or an option; ``docs/plugins.md`` lists the other placeholders.
     """
 
     surrogate: Callable[[SurrogateInputs, Mapping[str, Tensor]], Surrogate]

@@ -1,6 +1,6 @@
-"""The objectives that come with the package; each is an entry point of group ``nemo_geomask.losses``.
+"""The package's own objectives, each an entry point of group ``nemo_geomask.losses``.
 
-Each carries its formula; ``nemo-geomask check`` and ``docs/loss_reference.md`` take it from here.
+``nemo-geomask check`` and ``docs/loss_reference.md`` take an objective's formula from its ``parts``.
 """
 
 from __future__ import annotations
@@ -32,14 +32,15 @@ __all__ = [
 ]
 
 _NEEDS_RATIO = "the objective is defined on the ratio that this setting removes"
-# What objectives on a ratio refuse, and those of them that clip or gate token by token.
-_OF_RATIOS = {
+# Settings that an objective with a policy ratio refuses, each with the reason.
+_REFUSED_BY_RATIO = {
     "use_cispo": "the objective is not CISPO; use name: cispo",
     "disable_ppo_ratio": _NEEDS_RATIO,
     "force_on_policy_ratio": _NEEDS_RATIO,
 }
-_OF_TOKEN_RATIOS = {
-    **_OF_RATIOS,
+# Settings that an objective refuses if it also fixes the ratio's level and has no dual clip.
+_REFUSED_BY_TOKEN_RATIO = {
+    **_REFUSED_BY_RATIO,
     "sequence_level_importance_ratios": "the objective defines the level of its ratio itself",
     "ratio_clip_c": "the objective has no dual clip",
 }
@@ -61,15 +62,15 @@ def _clipped(log_ratio: Tensor, advantages: Tensor, config: LossConfig) -> F.Sur
 
 def _clipped_pg_pool(inputs: SurrogateInputs) -> Mapping[str, Tensor]:
     config = inputs.config
-    pooled = config.sequence_level_importance_ratios and not config.disable_ppo_ratio
-    return _pool_log_ratio(inputs) if pooled else {}
+    has_sequence_ratio = config.sequence_level_importance_ratios and not config.disable_ppo_ratio
+    return _pool_log_ratio(inputs) if has_sequence_ratio else {}
 
 
 def _clipped_pg(inputs: SurrogateInputs, means: Mapping[str, Tensor]) -> F.Surrogate:
     config = inputs.config
     if config.force_on_policy_ratio:
-        # prev is curr here, so the ratio is 1 and only its gradient counts; NeMo-RL lets this flag win over
-        # disable_ppo_ratio and over the sequence-level ratio.
+        # prev is the detached curr here, so the ratio is 1, but has a gradient. In NeMo-RL this flag takes precedence
+        # over disable_ppo_ratio and over the sequence-level ratio.
         means = {}
     elif config.disable_ppo_ratio:
         return F.score_function(inputs.curr, inputs.advantages)
@@ -97,7 +98,9 @@ CLIPPED_PG = Variant(
     source="NeMo-RL ClippedPGLossFn: PPO, GRPO, DAPO, dual clip, RLOO, CISPO, GSPO by its flags",
     parts=_clipped_pg_parts,
 )
-"""All that NeMo-RL's flags select; with no new setting, NeMo-RL's own loss."""
+"""The objectives that NeMo-RL's flags select.
+
+If no setting of this package is used, this is NeMo-RL's own loss."""
 
 
 def _gspo_pool(inputs: SurrogateInputs) -> Mapping[str, Tensor]:
@@ -113,7 +116,7 @@ GSPO = Variant(
     pool=_gspo_pool,
     defaults={"token_level_loss": False, "ratio_clip_min": 3e-4, "ratio_clip_max": 4e-4},
     forces={"sequence_level_importance_ratios": True},
-    refuses=_OF_RATIOS,
+    refuses=_REFUSED_BY_RATIO,
     source="GSPO, arXiv:2507.18071 eq. 5 and 7; clip bounds from its section 5.1",
     parts=(
         Part(
@@ -146,7 +149,7 @@ GSPO_TOKEN = replace(
         ),
     ),
 )
-"""GSPO with per-token advantages; equal to GSPO, value and gradient, when the advantage is the same at every token."""
+"""GSPO with per-token advantages; value and gradient equal GSPO's if all tokens have the same advantage."""
 
 
 def _gmpo_clip(inputs: SurrogateInputs) -> Tensor:
@@ -160,15 +163,15 @@ def _gmpo_pool(inputs: SurrogateInputs) -> Mapping[str, Tensor]:
 
 def _gmpo(inputs: SurrogateInputs, means: Mapping[str, Tensor]) -> F.Surrogate:
     loss = F.geometric_mean(means["clipped_log_ratio"], means["advantage"])
-    ratio, clipped = inputs.log_ratio.detach(), _gmpo_clip(inputs).detach()
-    return F.Surrogate(loss, F.saturating_exp(ratio), F.saturating_exp(clipped))
+    log_ratio, clipped_log_ratio = inputs.log_ratio.detach(), _gmpo_clip(inputs).detach()
+    return F.Surrogate(loss, F.saturating_exp(log_ratio), F.saturating_exp(clipped_log_ratio))
 
 
 GMPO = Variant(
     surrogate=_gmpo,
     pool=_gmpo_pool,
     defaults={"token_level_loss": False, "ratio_clip_min": 1.0 - math.exp(-0.4), "ratio_clip_max": math.exp(0.4) - 1.0},
-    refuses=_OF_TOKEN_RATIOS,
+    refuses=_REFUSED_BY_TOKEN_RATIO,
     source="GMPO, arXiv:2507.20673 eq. 4; bounds (e^-0.4, e^0.4)",
     parts=(
         Part("ℓ = −Ā·exp(mean_t x_t)", "GMPO: the geometric mean of token ratios, each clipped {outside}."),
@@ -197,7 +200,7 @@ _CISPO_PARTS = (
 CISPO = Variant(
     surrogate=_cispo,
     defaults={"ratio_clip_min": 1.0, "ratio_clip_max": 4.0},
-    refuses={key: reason for key, reason in _OF_TOKEN_RATIOS.items() if key != "use_cispo"},
+    refuses={key: reason for key, reason in _REFUSED_BY_TOKEN_RATIO.items() if key != "use_cispo"},
     source="MiniMax-M1, arXiv:2506.13585 eq. 4 and 5; upper bound 5 on the weight from ScaleRL, arXiv:2510.13786",
     parts=_CISPO_PARTS,
 )
@@ -211,11 +214,14 @@ def _reinforce(inputs: SurrogateInputs, means: Mapping[str, Tensor]) -> F.Surrog
 _SCORE = Part("ℓ_t = −A_t·curr", "REINFORCE: the advantage times the log-prob, no ratio and no clip.")
 REINFORCE = Variant(
     surrogate=_reinforce,
-    refuses={"use_cispo": _OF_RATIOS["use_cispo"], "ratio_clip_c": "the objective has no ratio to clip"},
+    refuses={"use_cispo": _REFUSED_BY_RATIO["use_cispo"], "ratio_clip_c": "the objective has no ratio to clip"},
     source="Williams (1992); verl `loss_type: reinforce`",
     parts=(_SCORE,),
 )
-"""What ``disable_ppo_ratio`` makes of clipped_pg; its weight is against curr under ``force_on_policy_ratio``."""
+"""REINFORCE: clipped_pg under ``disable_ppo_ratio``.
+
+With ``force_on_policy_ratio`` the weight against the mismatch is π_θ/μ instead of π_old/μ.
+"""
 
 
 class SapoOptions(StrictModel):
@@ -226,15 +232,15 @@ class SapoOptions(StrictModel):
 
 
 def _sapo(inputs: SurrogateInputs, means: Mapping[str, Tensor]) -> F.Surrogate:
-    own = inputs.options
-    return F.soft_gate(inputs.log_ratio, inputs.advantages, tau_pos=own.tau_pos, tau_neg=own.tau_neg)
+    options = inputs.options
+    return F.soft_gate(inputs.log_ratio, inputs.advantages, tau_pos=options.tau_pos, tau_neg=options.tau_neg)
 
 
 _TAUS = "τ = {tau_pos} where A_t > 0, {tau_neg} elsewhere"
 SAPO = Variant(
     surrogate=_sapo,
     defaults={"token_level_loss": False},
-    refuses=_OF_TOKEN_RATIOS,
+    refuses=_REFUSED_BY_TOKEN_RATIO,
     options=SapoOptions,
     source="SAPO, arXiv:2511.20347 eq. 5 and 6",
     parts=(Part(f"ℓ_t = −(4/τ)·σ(τ·(r_t − 1))·A_t, {_TAUS}", "SAPO: a soft gate in place of the clip."), _TOKEN_RATIO),
@@ -242,7 +248,7 @@ SAPO = Variant(
 """Soft Adaptive Policy Optimization."""
 
 
-# Objectives on the ratio to the policy that sampled.
+# Default settings of objectives whose ratio is π_θ/μ, that to the policy that sampled the tokens.
 _ON_GEN: Mapping[str, Any] = {"ratio_anchor": "gen"}
 
 
@@ -265,7 +271,7 @@ def _dppo_masks(options: DppoOptions) -> Sequence[Mapping[str, Any]]:
 
 
 def _dppo(inputs: SurrogateInputs, means: Mapping[str, Tensor]) -> F.Surrogate:
-    # CISPO without a lower bound.
+    # CISPO's surrogate with the bounds 1 - clip_min = 0, which is none, and 1 + clip_max = cap.
     cap: float = inputs.options.cap
     return F.clipped_weight(inputs.log_ratio, inputs.curr, inputs.advantages, clip_min=1.0, clip_max=cap - 1)
 
@@ -274,7 +280,7 @@ DPPO = Variant(
     surrogate=_dppo,
     masks=_dppo_masks,
     defaults=_ON_GEN,
-    refuses=_OF_TOKEN_RATIOS,
+    refuses=_REFUSED_BY_TOKEN_RATIO,
     options=DppoOptions,
     source="DPPO, arXiv:2602.04879; its authors' code (sail-sg/Stable-RL), cap 10; δ of verl's examples",
     parts=(
@@ -285,7 +291,7 @@ DPPO = Variant(
         _TOKEN_RATIO,
     ),
 )
-"""Divergence PPO: in place of the clip a mask where the update leads a token's probability further away."""
+"""Divergence PPO: in place of the clip, a mask on tokens whose probability the update would move further away."""
 
 
 class IpoOptions(StrictModel):
@@ -308,7 +314,7 @@ IPO = Variant(
     surrogate=_ipo,
     masks=_ipo_masks,
     defaults=_ON_GEN,
-    refuses=_OF_TOKEN_RATIOS,
+    refuses=_REFUSED_BY_TOKEN_RATIO,
     options=IpoOptions,
     source="prime-rl's IPO (559b44772, with the defaults of its documentation)",
     parts=(
@@ -332,14 +338,15 @@ class VespoOptions(StrictModel):
 
 
 def _vespo(inputs: SurrogateInputs, sums: Mapping[str, Tensor]) -> F.Surrogate:
-    # One by one: torch 2.11's compiler can't iterate over a model's fields.
-    own = inputs.options
+    options = inputs.options
     return F.gamma_weight(
-        *(sums["log_ratio"], inputs.curr, inputs.advantages),
-        k_pos=own.k_pos,
-        lambda_pos=own.lambda_pos,
-        k_neg=own.k_neg,
-        lambda_neg=own.lambda_neg,
+        sums["log_ratio"],
+        inputs.curr,
+        inputs.advantages,
+        k_pos=options.k_pos,
+        lambda_pos=options.lambda_pos,
+        k_neg=options.k_neg,
+        lambda_neg=options.lambda_neg,
     )
 
 
@@ -348,7 +355,7 @@ VESPO = Variant(
     pool=_pool_log_ratio,
     pooled_by="sum",
     defaults=_ON_GEN,
-    refuses=_OF_TOKEN_RATIOS,
+    refuses=_REFUSED_BY_TOKEN_RATIO,
     options=VespoOptions,
     source="VESPO, arXiv:2602.10693; k and λ of its authors' scripts and TRL",
     parts=(
@@ -375,7 +382,7 @@ def _dro(inputs: SurrogateInputs, means: Mapping[str, Tensor]) -> F.Surrogate:
 
 DRO = Variant(
     surrogate=_dro,
-    refuses=_OF_TOKEN_RATIOS,
+    refuses=_REFUSED_BY_TOKEN_RATIO,
     options=DroOptions,
     source="verl `loss_mode: dro` (1dda039b9)",
     parts=(
@@ -385,4 +392,4 @@ DRO = Variant(
         ),
     ),
 )
-"""Direct Reward Optimization as verl has it: a squared log-ratio in place of the clip."""
+"""Direct Reward Optimization as in verl: a squared log-ratio in place of the clip."""

@@ -1,4 +1,4 @@
-"""Exactness across ranks: vocabulary-parallel log-probs, with and without logits; steps of so many documents."""
+"""Computations across ranks: vocabulary-parallel log-probs, and optimiser steps with a target number of documents."""
 
 from __future__ import annotations
 

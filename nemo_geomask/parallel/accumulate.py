@@ -1,4 +1,4 @@
-"""Steps of a given number of documents, whatever microbatches they come in."""
+"""Optimiser steps with a target number of documents, for microbatches that hold varying numbers of documents."""
 
 from __future__ import annotations
 
@@ -21,11 +21,13 @@ class DocumentStep(Generic[M]):
     """Microbatches of one optimiser step on this rank.
 
     Attributes:
-        microbatches: this rank's, in order; equally many on all ranks. None where this rank had run dry: run a fully
-            masked microbatch there if the model's own collectives need every rank.
-        documents: in the step, over all ranks: the loss's ``global_valid_seqs``, the same for every microbatch.
-        tokens: likewise, its ``global_valid_toks``.
-        complete: whether the target was reached; False when all ranks ran dry first.
+        microbatches: this rank's microbatches, in order; the list is equally long on all ranks. An entry is None if
+            this rank's source was exhausted: run a fully masked microbatch there if the model's collectives need every
+            rank.
+        documents: number of documents in the step over all ranks; pass it to the loss as ``global_valid_seqs`` for
+            every microbatch.
+        tokens: number of trained tokens in the step over all ranks; pass it as ``global_valid_toks``.
+        complete: False if the sources of all ranks were exhausted before the step had enough documents.
     """
 
     microbatches: list[M | None]
@@ -44,21 +46,23 @@ def collect_documents(
 ) -> DocumentStep[M] | None:
     """Draw microbatches until the ranks together hold ``docs_per_step`` documents.
 
-    Each round every rank draws one microbatch and one all-reduce of three integers adds up the documents, the tokens
-    and the ranks that still had one; so all ranks stop after the same round, with the same denominators. Documents
-    beyond the target in the last round belong to the step: nothing is drawn and thrown away.
+    In each round every rank draws one microbatch, and one all-reduce of three integers adds up the documents, the
+    tokens and the ranks that had a microbatch. All ranks therefore stop after the same round, with the same
+    denominators. Documents of the last round beyond the target belong to the step: nothing drawn is thrown away.
 
     Args:
-        source: an iterator over this rank's microbatches (``iter(loader)``); called again with the same one, it
-            continues where the last step ended.
-        docs_per_step: target, over all ranks of ``group``.
-        count: (documents, trained tokens) of a microbatch.
-        group: data-parallel group; None is one rank. Ranks that hold shares of the same documents (tensor- and
+        source: iterator over this rank's microbatches (``iter(loader)``). The next call with the same iterator
+            continues where this step ended.
+        docs_per_step: target number of documents, over all ranks of ``group``.
+        count: returns (documents, trained tokens) of a microbatch.
+        group: data-parallel group; None for a single rank. Ranks that hold shards of the same documents (tensor- and
             context-parallel ones) must not be in it.
-        device: where the counts are reduced; the group's own device.
+        device: device on which the counts are reduced; the one that the group's backend needs.
 
-    Returns: the step, or None once every rank has run dry with nothing drawn; on all ranks alike.
+    Returns: the step; None, on all ranks, if no rank drew a microbatch.
+
     Raises: ArgumentError: ``docs_per_step`` is not a positive integer.
+
     Source: Fast-LLM PR 502, ``docs_per_step``.
     """
     if docs_per_step < 1:
@@ -68,15 +72,15 @@ def collect_documents(
     while documents < docs_per_step:
         microbatch = next(source, None)
         counts = (0, 0) if microbatch is None else count(microbatch)
-        round_ = torch.tensor([*counts, microbatch is not None], dtype=torch.int64, device=device)
+        totals = torch.tensor([*counts, microbatch is not None], dtype=torch.int64, device=device)
         if group is not None:
-            dist.all_reduce(round_, group=group)
-        more_documents, more_tokens, alive = round_.tolist()
-        if not alive:
+            dist.all_reduce(totals, group=group)
+        round_documents, round_tokens, drawing_ranks = totals.tolist()
+        if not drawing_ranks:
             break
         drawn.append(microbatch)
-        documents += more_documents
-        tokens += more_tokens
+        documents += round_documents
+        tokens += round_tokens
     if not drawn:
         return None
     return DocumentStep(drawn, documents, tokens, documents >= docs_per_step)

@@ -1,4 +1,4 @@
-"""What the ranks of a tensor-parallel group tell each other: their statistics, and beside them what each was given."""
+"""Check that all ranks of a tensor-parallel group received the same arguments; if not, raise on all of them."""
 
 from __future__ import annotations
 
@@ -6,226 +6,168 @@ import functools
 import itertools
 import struct
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, NoReturn, TypedDict
+from typing import NamedTuple, NoReturn
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from nemo_geomask.errors import ArgumentError, DataError, RanksDisagreeError, ShapeError
-from nemo_geomask.kernels import Kernels
-from nemo_geomask.segments.across import gathered
+from nemo_geomask.errors import DataError, RanksDisagreeError, ShapeError
+from nemo_geomask.parallel.logprob_options import LogprobOptions, VocabShards, check_vocab_size
+from nemo_geomask.segments.packed_reductions import gather_ranks
 
-__all__ = ["Keywords", "Options", "Shards", "asked", "check_vocab_size", "exchanged", "refuse", "wrong"]
+__all__ = ["copy_flag_to_host", "gather_rank_arguments", "has_problem", "raise_problem"]
 
 
-class Shards(NamedTuple):
-    """How a rank takes the vocabulary to be sharded.
+class _RankArguments(NamedTuple):
+    """Arguments of a rank's call, as the int64 numbers that it sends to the other ranks.
 
     Attributes:
-        sizes: columns of each rank.
-        rank: this one.
-        group: of the ranks; None for one.
-        vocab_size: valid columns among all, as given.
-        width: this rank's columns, padding included.
+        columns: number of columns that the rank has.
+        start: token id of its first column, as the rank assumes.
+        total_columns: number of columns of all ranks, as the rank assumes.
+        vocab_size: number of valid columns of all ranks.
+        temperature_bits: the temperature, a float64, read as int64.
+        ignore_index: as the caller passed it.
+        entropy: 0 or 1.
+        validate: 0 or 1.
+        targets_checksum: sum of the targets weighted by position, modulo 2^64.
     """
 
-    sizes: list[int]
-    rank: int
-    group: dist.ProcessGroup | None
-    vocab_size: int
-    width: int
-
-    @property
-    def valid(self) -> int:
-        """Valid columns among all that there are."""
-        return min(self.vocab_size, sum(self.sizes))
-
-    @property
-    def start(self) -> int:
-        """Number of this rank's first column."""
-        return sum(self.sizes[: self.rank])
-
-    @property
-    def own_valid(self) -> int:
-        """Valid columns among this rank's."""
-        return min(max(self.valid - self.start, 0), self.width)
-
-
-class Keywords(TypedDict, total=False):
-    """What log-probs are asked with, of logits or of hidden states, see
-    :func:`nemo_geomask.parallel.vocab.vocab_parallel_logprobs`; for its type alone."""
-
-    group: dist.ProcessGroup | None
-    temperature: float
-    vocab_size: int | None
-    shard_sizes: Sequence[int] | None
-    ignore_index: int
-    validate: bool
-    kernel: str
-
-
-class Options(NamedTuple):
-    """How log-probs are to be computed; the first four have to be the same on all ranks."""
-
-    temperature: float
-    ignore_index: int
-    entropy: bool
-    validate: bool
-    kernels: Kernels
-
-    @property
-    def inverse_temperature(self) -> float:
-        """1/T."""
-        return 1.0 / self.temperature
-
-    @property
-    def of_rows(self) -> dict[str, Any]:
-        """What the kernels are told of every row."""
-        return {"ignore_index": self.ignore_index, "inverse_temperature": self.inverse_temperature}
-
-
-class _Note(NamedTuple):
-    """What a rank says of itself, in integers, beside its statistics."""
-
-    width: int
+    columns: int
     start: int
-    total: int
+    total_columns: int
     vocab_size: int
-    temperature: int
+    temperature_bits: int
     ignore_index: int
     entropy: int
     validate: int
-    targets: int
+    targets_checksum: int
 
     @property
-    def settings(self) -> tuple[float, int, bool, bool]:
-        """Of :class:`Options`, as they were given."""
-        (temperature,) = struct.unpack("d", struct.pack("q", self.temperature))
-        return temperature, self.ignore_index, bool(self.entropy), bool(self.validate)
+    def options(self) -> dict[str, float | int | bool]:
+        """Fields of :class:`LogprobOptions` that must be the same on all ranks, by name."""
+        (temperature,) = struct.unpack("d", struct.pack("q", self.temperature_bits))
+        return {
+            "temperature": temperature,
+            "ignore_index": self.ignore_index,
+            "entropy": bool(self.entropy),
+            "validate": bool(self.validate),
+        }
 
 
-_ODD = -7046029254386353131  # 2^64 / golden ratio, as int64
+_ODD_FACTOR = -7046029254386353131  # 2^64 divided by the golden ratio, as int64; spreads positions over all bits
 
 
-def exchanged(statistics: Tensor, targets: Tensor, shards: Shards, options: Options) -> tuple[Tensor, Tensor | None]:
-    """The statistics of all ranks, and what each was given: one all-gather, whose size depends on N alone.
+def gather_rank_arguments(targets: Tensor, shards: VocabShards, options: LogprobOptions) -> Tensor | None:
+    """Gather the :class:`_RankArguments` of all ranks: int64 [TP, 9] in rank order; None for a single rank.
 
-    Args:
-        statistics: [k, N] float32, this rank's.
-        targets: [N] int64; a checksum of them travels if ``options.validate``.
-        shards: how this rank takes the vocabulary to be sharded.
-        options: what it was called with.
-
-    Returns: [TP, k, N] in rank order, and for :func:`refuse` int64 notes [TP, 9]; None with one rank.
+    Every call makes one all-gather of 72 bytes a rank. It is unconditional: if an argument or a cached result decided
+    whether to make it, ranks could decide differently, and one would wait for another forever.
     """
     if shards.group is None or len(shards.sizes) == 1:
-        return statistics.unsqueeze(0), None
-    mine = torch.cat([statistics.reshape(-1), _note(targets, shards, options)])
-    everyone = gathered(mine, shards.group)
-    count = statistics.numel()
-    notes = everyone[:, count:].to(torch.int16).view(torch.int64)
-    return everyone[:, :count].view(-1, *statistics.shape), notes
-
-
-def _note(targets: Tensor, shards: Shards, options: Options) -> Tensor:
-    """A :class:`_Note` in pieces of 16 bits, which float32 holds exactly."""
-    (temperature,) = struct.unpack("q", struct.pack("d", options.temperature))
-    place = (shards.width, shards.start, sum(shards.sizes), shards.vocab_size)
-    given = (temperature, options.ignore_index, int(options.entropy), int(options.validate))
-    known = _constants((*place, *given), str(targets.device))
-    # An odd factor a position: another target, or two in another order, is another sum modulo 2^64.
-    summed = targets if options.validate else targets[:0]
-    factors = torch.arange(len(summed), dtype=torch.int64, device=targets.device) * _ODD | 1
-    checksum = (factors * summed).sum(dim=0, keepdim=True)
-    return torch.cat([known, checksum]).view(torch.int16).to(torch.float32)
+        return None
+    (temperature_bits,) = struct.unpack("q", struct.pack("d", options.temperature))
+    columns = (shards.local_columns, shards.start, sum(shards.sizes), shards.vocab_size)
+    settings = (temperature_bits, options.ignore_index, int(options.entropy), int(options.validate))
+    constants = _device_constants((*columns, *settings), str(targets.device))
+    # Each position has its own odd factor. Changing a target or the order of targets thus changes the sum modulo 2^64.
+    factors = (torch.arange(len(targets), dtype=torch.int64, device=targets.device) * _ODD_FACTOR) | 1
+    checksum = (factors * targets).sum(dim=0, keepdim=True)
+    return gather_ranks(torch.cat([constants, checksum]), shards.group)
 
 
 @functools.lru_cache(maxsize=64)
-def _constants(values: tuple[int, ...], device: str) -> Tensor:
-    # Cached, since a copy from the host would wait for the device.
+def _device_constants(values: tuple[int, ...], device: str) -> Tensor:
+    """Return the values as an int64 tensor on the device, from a cache if they were asked for before."""
+    # The cache matters because a copy from the host to a GPU makes the host wait for the device.
     return torch.tensor(values, dtype=torch.int64, device=device)
 
 
-def asked(flag: Tensor) -> Callable[[], bool]:
-    """Have a flag [] copied to the host, and return what reads it: that waits for what was launched before the copy,
-    not for what has been since."""
+def has_problem(is_stray: Tensor, rank_arguments: Tensor | None) -> Tensor:
+    """Return a bool [] on the device: True if :func:`raise_problem` has an error to raise; the same on all ranks.
+
+    Args:
+        is_stray: [N] bool, True for targets that are in no shard.
+        rank_arguments: from :func:`gather_rank_arguments`.
+    """
+    if rank_arguments is None:
+        return is_stray.any()
+    columns, starts, totals, vocab_sizes = rank_arguments[:, :4].unbind(1)
+    misfits = (starts != columns.cumsum(0) - columns) | (totals != columns.sum())
+    out_of_range = (vocab_sizes < 1) | (vocab_sizes > totals)
+    differs = (rank_arguments[:, 3:] != rank_arguments[0, 3:]).any()
+    return is_stray.any() | misfits.any() | out_of_range.any() | differs
+
+
+def copy_flag_to_host(flag: Tensor) -> Callable[[], bool]:
+    """Start to copy a bool [] to the host; return a function that reads it.
+
+    Reading waits for the kernels that were launched before the copy, not for those launched after it. On a GPU the
+    log-prob functions wait for nothing else, except that :func:`~nemo_geomask.parallel.linear.linear_logprobs` also
+    waits for its number of rows. ``tests/gpu/test_gpu_kernels.py`` and ``tests/gpu/test_gpu_linear.py`` check this.
+    """
     if flag.device.type != "cuda":
         return functools.partial(bool, flag)
-    host = torch.empty((), dtype=torch.bool, pin_memory=True)
-    host.copy_(flag, non_blocking=True)
+    on_host = torch.empty((), dtype=torch.bool, pin_memory=True)
+    on_host.copy_(flag, non_blocking=True)
     copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
     copied.record(torch.cuda.current_stream(flag.device))
 
     def read() -> bool:
         copied.synchronize()
-        return bool(host)
+        return bool(on_host)
 
     return read
 
 
-def wrong(stray: Tensor, notes: Tensor | None) -> Tensor:
-    """Whether :func:`refuse` has something to refuse, bool []; the same on all ranks, if there are notes of several."""
-    found = stray.any()
-    if notes is None:
-        return found
-    widths, starts, totals, sizes = notes[:, :4].unbind(1)
-    misfit = (starts != widths.cumsum(0) - widths) | (totals != widths.sum()) | (sizes < 1) | (sizes > totals)
-    return found | misfit.any() | (notes[:, 2:] != notes[0, 2:]).any()
-
-
-def refuse(targets: Tensor, stray: Tensor, notes: Tensor | None, shards: Shards, ignore_index: int) -> NoReturn:
-    """Say what :func:`wrong` has found: on all ranks, which hold the same notes.
+def raise_problem(
+    targets: Tensor, is_stray: Tensor, rank_arguments: Tensor | None, shards: VocabShards, ignore_index: int
+) -> NoReturn:
+    """Raise the error that :func:`has_problem` has detected; all ranks raise the same error.
 
     Args:
         targets: [N] int64.
-        stray: [N], those in no shard.
-        notes: from :func:`exchanged`.
-        shards: how this rank takes the vocabulary to be sharded.
+        is_stray: [N] bool, True for targets that are in no shard.
+        rank_arguments: from :func:`gather_rank_arguments`.
+        shards: the vocabulary's shards, as this rank assumes them.
         ignore_index: for the message.
 
-    Raises: ShapeError: the ranks' columns aren't those that they assume. ArgumentError: ``vocab_size`` is out of range.
-    RanksDisagreeError: other settings, or other targets. DataError: a target is in no shard.
+    Raises:
+        ShapeError: a rank assumes other numbers of columns than the ranks have.
+        ArgumentError: ``vocab_size`` is out of range.
+        RanksDisagreeError: the ranks have different options or different targets.
+        DataError: a target is in no shard.
     """
-    if notes is not None:
-        _refuse_disagreement([_Note(*note) for note in notes.tolist()], shards)
-    numbers = targets[stray]
+    if rank_arguments is not None:
+        _raise_disagreement([_RankArguments(*row) for row in rank_arguments.tolist()], shards)
+    stray_targets = targets[is_stray]
     raise DataError(
-        f"{numbers.numel()} targets are in no vocabulary shard, the first is {int(numbers[0])}; targets must be "
-        f"below the vocabulary size ({shards.valid}), or ignore_index ({ignore_index})"
+        f"{stray_targets.numel()} targets are in no vocabulary shard, the first is {int(stray_targets[0])}; targets "
+        f"must be below the vocabulary size ({shards.valid_columns}), or ignore_index ({ignore_index})"
     )
 
 
-def _refuse_disagreement(notes: Sequence[_Note], shards: Shards) -> None:
-    widths = [note.width for note in notes]
-    starts = list(itertools.accumulate(widths, initial=0))
-    claims = {(note.start - start, note.total, note.vocab_size) for note, start in zip(notes, starts, strict=False)}
-    if claims != {(0, sum(widths), notes[0].vocab_size)}:
+def _raise_disagreement(ranks: Sequence[_RankArguments], shards: VocabShards) -> None:
+    """Raise the first error in the ranks' arguments; return if they agree."""
+    columns = [rank.columns for rank in ranks]
+    starts = itertools.accumulate(columns[:-1], initial=0)
+    expected = [(start, sum(columns), ranks[0].vocab_size) for start in starts]
+    if [(rank.start, rank.total_columns, rank.vocab_size) for rank in ranks] != expected:
         raise ShapeError(
-            f"the ranks hold {widths} columns, but rank {shards.rank} assumes {shards.sizes}, of which "
-            f"{shards.vocab_size} valid; give the same vocab_size and shard_sizes={widths} on all ranks"
+            f"the ranks hold {columns} columns, but rank {shards.rank} assumes {shards.sizes}, of which "
+            f"{shards.vocab_size} valid; give the same vocab_size and shard_sizes={columns} on all ranks"
         )
     check_vocab_size(shards)
-    settings = zip(*(note.settings for note in notes), strict=True)
-    by_name = zip(Options._fields, settings, strict=False)
-    found = [f"{name} is {list(values)}" for name, values in by_name if len(set(values)) > 1]
-    if found:
+    by_name = {name: [rank.options[name] for rank in ranks] for name in ranks[0].options}
+    differences = [f"{name} is {values}" for name, values in by_name.items() if len(set(values)) > 1]
+    if differences:
         raise RanksDisagreeError(
-            f"the ranks of the tensor-parallel group have different settings: by rank, {', '.join(found)}; give the "
-            "same on all ranks"
+            f"the ranks of the tensor-parallel group have different settings: by rank, {', '.join(differences)}; give "
+            "the same on all ranks"
         )
-    others = [rank for rank, note in enumerate(notes) if note.targets != notes[0].targets]
-    if others:
+    differing = [number for number, rank in enumerate(ranks) if rank.targets_checksum != ranks[0].targets_checksum]
+    if differing:
         raise RanksDisagreeError(
-            f"targets must be the same on all ranks of the tensor-parallel group, but those of ranks {others} are not "
-            "rank 0's; broadcast the batch, or check how each rank draws it"
-        )
-
-
-def check_vocab_size(shards: Shards) -> None:
-    """Raise ArgumentError unless 1 ≤ ``vocab_size`` ≤ the columns of all shards."""
-    columns = sum(shards.sizes)
-    if not 0 < shards.vocab_size <= columns:
-        raise ArgumentError(
-            f"vocab_size must be from 1 to the {columns} columns that the ranks hold, but it is {shards.vocab_size}"
+            f"targets must be the same on all ranks of the tensor-parallel group, but those of ranks {differing} are "
+            "not rank 0's; broadcast the batch, or check how each rank draws it"
         )

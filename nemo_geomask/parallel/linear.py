@@ -1,8 +1,8 @@
-"""Log-probs of target tokens from hidden states and the output weight: the logits exist one tile at a time."""
+"""Log-probs of target tokens from hidden states and the output weight; only one tile of the logits exists at a time."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, Unpack, overload
 
 import torch
@@ -10,22 +10,30 @@ import torch.distributed as dist
 from torch import Tensor
 
 from nemo_geomask.errors import ArgumentError, ShapeError
-from nemo_geomask.kernels import choose, cpu
-from nemo_geomask.parallel.agreement import Keywords, Options, Shards
-from nemo_geomask.parallel.softmax import check_temperature, goals_of, incoming, shards_of, softmax
-from nemo_geomask.segments.across import gathered
+from nemo_geomask.kernels import RowGradientInputs, choose, cpu
+from nemo_geomask.parallel.logit_tiles import GradientSum, Tile, TileBuffer, iterate_tiles, to_product_dtype
+from nemo_geomask.parallel.logprob_options import (
+    LogprobKeywords,
+    LogprobOptions,
+    VocabShards,
+    check_temperature,
+    vocab_shards,
+)
+from nemo_geomask.parallel.softmax import check_targets, gradient_inputs, merge_shards
+from nemo_geomask.segments.packed_reductions import gather_ranks
 
 __all__ = ["TILE_BYTES", "linear_logprobs"]
 
 TILE_BYTES = {"cpu": 20 << 20, "cuda": 512 << 20}
-"""Default size of the tile of logits: on a GPU what keeps the matrix products at their speed, on a CPU what leaves
-the step's memory a small part of the logits', copies in float32 included."""
-_HALF = (torch.bfloat16, torch.float16)
-_MULTIPLE = 256  # of a tile's sides, which matrix units like
+"""Default size of a tile of logits in bytes, by device type.
+
+On a GPU, smaller tiles would slow the matrix products down. On a CPU, larger ones would cost memory: with this size a
+step, float32 copies included, needs far less than the whole matrix of logits would.
+"""
 
 
-class LinearKeywords(Keywords, total=False):
-    """Those of :func:`linear_logprobs`."""
+class LinearKeywords(LogprobKeywords, total=False):
+    """Keyword arguments of :func:`linear_logprobs`, for type checkers."""
 
     bias: Tensor | None
     sequence_parallel: bool
@@ -66,78 +74,87 @@ def linear_logprobs(
     validate: bool = True,
     kernel: str = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
-    r"""Log-softmax of the targets, and on request the entropy, without the matrix of logits.
+    r"""Compute the log-softmax of the targets and, on request, the entropy, without the matrix of logits.
 
     .. math:: x = h W^\top + b, \qquad \log p_y = x_y/T - \log\sum_j e^{x_j/T}, \qquad H = -\sum_j p_j \log p_j
 
-    What :func:`vocab_parallel_logprobs` computes of the logits, with the same kernels, from one tile of them at a time
-    in a buffer that all tiles share. Rows that don't train never enter a matrix product. The backward pass makes each
-    tile but the last again: up to four matrix products instead of three. A tile takes all rows and some columns, so
-    that a part of the weight's gradient is finished at once and rounded once, and the hidden states' gradient is summed
-    in float32; with more rows than columns it is the other way round. One tile that is enough for all needs no sum.
+    The results and the kernels are those of :func:`vocab_parallel_logprobs`, but the logits are computed one tile at a
+    time, in a buffer that all tiles share. Rows whose target is ``ignore_index`` enter no matrix product. The backward
+    pass recomputes all tiles but the last, and therefore takes up to four matrix products where three would do with all
+    logits in memory.
 
-    One collective forward, of four numbers a token; one backward, of the hidden states' gradient, if ``group`` has
-    several ranks. Under ``sequence_parallel`` the hidden states are gathered before.
+    A tile has all rows and some of the columns. The weight's gradient for these columns is then complete after one tile
+    and is rounded once, while the hidden states' gradient is summed over the tiles in float32. With more rows than
+    columns, a tile has all columns and some of the rows, and the two gradients change roles. If one tile holds all
+    logits, nothing is summed.
 
-    Logits have the type of ``weight``, as those of a model do; on a CPU, which is slow at half precision, float32.
-    Beyond inputs and gradients it holds one tile, from the forward pass to the end of the backward pass, the trained
-    rows of the hidden states, the smaller of the two gradients of several tiles in float32, a few numbers a token.
+    The forward pass has the two collectives of :func:`vocab_parallel_logprobs`: four numbers a token, and nine
+    integers. The backward pass has one, the sum of the hidden states' gradient, if ``group`` has several ranks. Under
+    ``sequence_parallel`` the hidden states are gathered before the forward pass.
+
+    The logits have the type of ``weight``, as in a model, except that half precision becomes float32 on a CPU, which is
+    slow at half precision. Besides inputs and gradients, these occupy memory: one tile, until the end of the backward
+    pass; a copy of the rows that are not ignored; with several tiles, the gradient that is summed, in float32;
+    and a few numbers a token.
 
     Args:
-        hidden: [..., H], floating point: input of the output layer, whole on each rank of ``group``; under
-            ``sequence_parallel`` [N/TP, ...], this rank's share of the first dimension.
+        hidden: [..., H], floating point: input of the output layer, with all rows on each rank of ``group``; under
+            ``sequence_parallel`` [N/TP, ...], this rank's shard of the first dimension.
         weight: [V/TP, H], this rank's rows of the output weight, tied or not.
         targets: [...] int64, leading shape of the (gathered) hidden states; the same on all ranks of ``group``.
         bias: [V/TP], or None.
-        group, temperature, vocab_size, shard_sizes, ignore_index, validate, kernel: see
-            :func:`vocab_parallel_logprobs`.
-        sequence_parallel: the ranks of ``group`` hold shares of the rows, in rank order; so is the gradient.
+        group: tensor-parallel group. :func:`vocab_parallel_logprobs` documents it and the arguments not listed here.
+        sequence_parallel: the ranks of ``group`` hold shards of the rows of ``hidden``, in rank order; each rank gets
+            the gradient of its own shard.
         entropy: also return H; differentiable.
         softcap: c, where the model's logits are :math:`c\tanh(x/c)`.
-        main_grad: [V/TP, H] float32 to add the weight's gradient to, as Megatron's optimizer keeps one; the weight
-            gets none through autograd then.
-        tile_bytes: of the logits that exist at a time, and of what is converted for them; None: :data:`TILE_BYTES` of
-            the device.
+        main_grad: [V/TP, H] float32, such as the gradient buffer of Megatron's optimizer. The weight's gradient is
+            added to it, and autograd then returns no gradient of ``weight``. None: autograd returns it.
+        tile_bytes: largest size in bytes of a tile's logits plus the copies of the weight that are converted to their
+            type; None: :data:`TILE_BYTES` of the device.
 
     Returns: log-probs [...] float32, or the pair (log-probs, entropy), in nats.
+
     Raises:
         ShapeError: shapes or dtypes don't fit.
-        ArgumentError: a temperature, softcap, ``tile_bytes`` or ``vocab_size`` out of range; ``sequence_parallel``
+        ArgumentError: a temperature, softcap, ``tile_bytes`` or ``vocab_size`` is out of range; ``sequence_parallel``
             without a group.
-        DataError, RanksDisagreeError: see :func:`vocab_parallel_logprobs`.
+        DataError: see :func:`vocab_parallel_logprobs`.
+        RanksDisagreeError: see :func:`vocab_parallel_logprobs`.
 
     Source: the recomputation in tiles is that of cut cross-entropy, Wijmans et al., arXiv:2411.09009.
     """
     world = 1 if group is None else dist.get_world_size(group)
-    _check(hidden, weight, targets, bias, main_grad, world if sequence_parallel else 1)
+    _check_arguments(hidden, weight, targets, bias, main_grad, world if sequence_parallel else 1)
     check_temperature(temperature)
     if sequence_parallel and group is None:
-        raise ArgumentError("sequence_parallel says that the ranks of a group share the rows, but group is None")
+        raise ArgumentError("sequence_parallel means that the ranks of a group share the rows, but group is None")
     if softcap is not None and not 0 < softcap < float("inf"):
         raise ArgumentError(f"softcap must be above 0 and finite, or None, but it is {softcap}")
-    budget = TILE_BYTES.get(hidden.device.type, TILE_BYTES["cuda"]) if tile_bytes is None else tile_bytes
-    if budget < 1:
+    if tile_bytes is None:
+        tile_bytes = TILE_BYTES.get(hidden.device.type, TILE_BYTES["cuda"])
+    if tile_bytes < 1:
         raise ArgumentError(f"tile_bytes must be above 0, but it is {tile_bytes}")
-    shards = shards_of(weight.shape[0], group, shard_sizes, vocab_size)
-    options = Options(temperature, ignore_index, entropy, validate, choose(hidden, kernel))
-    head = _Head(shards, options, softcap, main_grad, budget, sequence_parallel and world > 1)
-    # In the weight's type, as the output layer would take them.
+    shards = vocab_shards(weight.shape[0], group, shard_sizes, vocab_size)
+    options = LogprobOptions(temperature, ignore_index, entropy, validate, choose(hidden, kernel))
+    head = _Head(shards, options, softcap, main_grad, tile_bytes, sequence_parallel and world > 1)
+    # Converted to the weight's type, as the model's output layer would do.
     rows = hidden.reshape(-1, hidden.shape[-1]).to(weight.dtype)
     apply: Any = _Linear.apply
-    result: tuple[Tensor, ...] = apply(rows, weight, bias, targets, head)
-    return (result[0], result[1]) if entropy else result[0]
+    outputs: tuple[Tensor, ...] = apply(rows, weight, bias, targets, head)
+    return (outputs[0], outputs[1]) if entropy else outputs[0]
 
 
-def _check(
-    hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None, main_grad: Tensor | None, shares: int
+def _check_arguments(
+    hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None, main_grad: Tensor | None, row_shards: int
 ) -> None:
     leading = hidden.shape[:-1]
-    whole = (leading[0] * shares, *leading[1:]) if leading else leading
-    if not leading or weight.dim() != 2 or hidden.shape[-1] != weight.shape[1] or tuple(targets.shape) != tuple(whole):
-        given = f"; under sequence_parallel targets are {shares} times as long" if shares > 1 else ""
+    expected = (leading[0] * row_shards, *leading[1:]) if leading else leading
+    if not leading or weight.dim() != 2 or hidden.shape[-1] != weight.shape[1] or targets.shape != expected:
+        hint = f"; under sequence_parallel targets are {row_shards} times as long" if row_shards > 1 else ""
         raise ShapeError(
             "hidden must be [..., H], weight [V/TP, H] and targets [...] of the same leading shape, but they are "
-            f"{list(hidden.shape)}, {list(weight.shape)} and {list(targets.shape)}{given}"
+            f"{list(hidden.shape)}, {list(weight.shape)} and {list(targets.shape)}{hint}"
         )
     if not hidden.is_floating_point() or not weight.is_floating_point() or targets.dtype != torch.int64:
         raise ShapeError(
@@ -154,183 +171,138 @@ def _check(
 
 
 class _Head(NamedTuple):
-    shards: Shards
-    options: Options
+    """Arguments of a call that are the same in the forward and the backward pass."""
+
+    shards: VocabShards
+    options: LogprobOptions
     softcap: float | None
     main_grad: Tensor | None
-    budget: int
+    tile_bytes: int
     sequence_parallel: bool
 
-
-class _Tile(NamedTuple):
-    rows: slice
-    columns: slice
-    weight: Tensor  # of these columns, in the products' type
-    logits: Tensor  # in the buffer that all tiles share
-
-
-class _Buffer:
-    """Memory of a tile, and the start of the tile whose logits are in it: the last of the forward pass needs no other
-    product in the backward pass."""
-
-    def __init__(self) -> None:
-        self.memory: Tensor | None = None
-        self.holds: int | None = None
+    @property
+    def tile_arguments(self) -> dict[str, Any]:
+        """Keyword arguments of :func:`iterate_tiles`."""
+        valid_columns = self.shards.local_valid_columns
+        return {"valid_columns": valid_columns, "tile_bytes": self.tile_bytes, "softcap": self.softcap}
 
 
 class _Linear(torch.autograd.Function):
+    """Autograd function of :func:`linear_logprobs`, on hidden states flattened to [rows, H]."""
+
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, head: _Head
     ) -> tuple[Tensor, ...]:
         shards, options = head.shards, head.options
-        goals = goals_of(targets, shards, options)
+        checked = check_targets(targets, shards, options)
         rows = hidden
         if head.sequence_parallel and shards.group is not None:
-            rows = gathered(hidden, shards.group).view(-1, hidden.shape[-1])
-        # Their number decides the tiles' shape: the host has to know it.
-        kept = goals.counted.nonzero().squeeze(1)
-        count = len(goals.ids)
-        whole = len(kept) == count
-        rows, own = (rows, goals.ids) if whole else (rows[kept], goals.ids[kept])
-        found: Tensor | None = None
-        parts = []
-        buffer = _Buffer()
-        asked: Any = {"entropy": options.entropy, **options.of_rows}
-        for tile in _tiles(_for_products(rows), weight, bias, head, buffer):
-            start = shards.start + tile.columns.start
-            part = options.kernels.row_statistics(tile.logits, own[tile.rows], start=start, **asked)
-            if tile.rows != slice(0, len(rows)):
-                parts.append(part)
-            elif found is None:
-                found = part
-            else:
-                found = options.kernels.fold(torch.stack([found, part]), options.inverse_temperature)
-        if found is None:
-            found = torch.cat(parts, dim=1) if parts else cpu.row_statistics(rows[:, :0], own, start=0, **asked)
-        statistics = found if whole else found.new_zeros(len(found), count).index_copy_(1, kept, found)
-        over_all = softmax(statistics, goals, shards, options)
-        mine = (over_all.peak, over_all.mass, over_all.entropy)
-        known = (own, *mine, None) if whole else (own, *(value[kept] for value in mine), kept)
-        ctx.save_for_backward(rows, weight, bias, *known)
+            rows = gather_ranks(hidden, shards.group).view(-1, hidden.shape[-1])
+        # The host has to know how many rows are counted, since that decides the shape of the tiles.
+        counted, count, ids = checked.is_counted.nonzero().squeeze(1), len(checked.ids), checked.ids
+        indices = None if len(counted) == count else counted
+        if indices is not None:
+            rows, ids = rows[indices], ids[indices]
+        buffer = TileBuffer()
+        statistics = _row_statistics(rows, ids, weight, bias, head, buffer)
+        if indices is not None:
+            statistics = statistics.new_zeros(len(statistics), count).index_copy_(1, indices, statistics)
+        softmax = merge_shards(statistics, checked, shards, options)
+        saved = [softmax.max_logit, softmax.sum_exp, softmax.entropy]
+        if indices is not None:
+            saved = [value[indices] for value in saved]
+        ctx.save_for_backward(rows, weight, bias, ids, *saved, indices)
         ctx.head, ctx.count, ctx.buffer = head, count, buffer
         ctx.set_materialize_grads(False)
-        results = [over_all.logprobs, over_all.entropy][: 1 + options.entropy]
-        return tuple(result.reshape(targets.shape) for result in results)
+        outputs = (softmax.logprobs, softmax.entropy) if options.entropy else (softmax.logprobs,)
+        return tuple(output.reshape(targets.shape) for output in outputs)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        rows, weight, bias, *known = ctx.saved_tensors
+        rows, weight, bias, *saved = ctx.saved_tensors
+        indices: Tensor | None = saved[-1]
         head: _Head = ctx.head
-        options = head.options
-        given = incoming(grads, *known)
-        if given is None:
+        inputs = gradient_inputs(grads, *saved)
+        if inputs is None:
             return None, None, None, None, None
-        wanted = ctx.needs_input_grad
-        into_rows = _Sum(rows) if wanted[0] else None
-        into_weight = _Sum(weight, head.main_grad) if wanted[1] else None
-        of_bias = bias.new_zeros(bias.shape, dtype=torch.float32) if wanted[2] else None
-        factors = _for_products(rows)
-        for tile in _tiles(factors, weight, bias, head, ctx.buffer, backward=True):
-            slope = None if head.softcap is None else 1 - (tile.logits / head.softcap).square()
-            options.kernels.row_gradients(
-                tile.logits,
-                given.part(tile.rows),
-                start=head.shards.start + tile.columns.start,
-                valid=tile.logits.shape[1],
-                out=tile.logits,
-                **options.of_rows,
-            )
-            gradient = tile.logits if slope is None else tile.logits.mul_(slope)
-            if into_rows is not None:
-                into_rows.add(tile.rows, gradient, tile.weight, once=gradient.shape[1] == head.shards.own_valid)
-            if into_weight is not None:
-                once = head.main_grad is None and len(gradient) == len(rows)
-                into_weight.add(tile.columns, gradient.T, factors[tile.rows], once=once)
-            if of_bias is not None:
-                of_bias[tile.columns] += gradient.sum(dim=0, dtype=torch.float32)
+        needs_hidden, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+        hidden_sum = GradientSum(rows) if needs_hidden else None
+        weight_sum = GradientSum(weight, head.main_grad) if needs_weight else None
+        grad_bias = bias.new_zeros(bias.shape, dtype=torch.float32) if needs_bias else None
+        product_rows = to_product_dtype(rows)
+        for tile in iterate_tiles(product_rows, weight, bias, ctx.buffer, backward=True, **head.tile_arguments):
+            gradient = _tile_gradient(tile, inputs.slice_rows(tile.rows), head)
+            if hidden_sum is not None:
+                has_all_columns = gradient.shape[1] == head.shards.local_valid_columns
+                hidden_sum.add(tile.rows, gradient, tile.weight, only_tile=has_all_columns)
+            if weight_sum is not None:
+                only_tile = head.main_grad is None and len(gradient) == len(rows)
+                weight_sum.add(tile.columns, gradient.T, product_rows[tile.rows], only_tile=only_tile)
+            if grad_bias is not None:
+                grad_bias[tile.columns] += gradient.sum(dim=0, dtype=torch.float32)
         ctx.buffer.memory = None
-        of_rows = None if into_rows is None else _over_ranks(into_rows.result(), known[-1], ctx.count, head)
-        of_weight = None if into_weight is None or head.main_grad is not None else into_weight.result()
-        return of_rows, of_weight, None if of_bias is None else of_bias.to(bias.dtype), None, None
+        grad_hidden = None if hidden_sum is None else _sum_over_ranks(hidden_sum.gradient(), indices, ctx.count, head)
+        grad_weight = None if weight_sum is None or head.main_grad is not None else weight_sum.gradient()
+        return grad_hidden, grad_weight, None if grad_bias is None else grad_bias.to(bias.dtype), None, None
 
 
-def _for_products(rows: Tensor) -> Tensor:
-    # A CPU without matrix units for half precision takes ten to a hundred times as long for it.
-    return rows.float() if rows.device.type == "cpu" and rows.dtype in _HALF else rows
-
-
-def _tiles(
-    rows: Tensor, weight: Tensor, bias: Tensor | None, head: _Head, buffer: _Buffer, *, backward: bool = False
-) -> Iterator[_Tile]:
-    """The logits of the valid columns, one tile after the other in the same memory.
-
-    ``backward``: the caller overwrites them, and begins with the last, which may be there.
-    """
-    count, valid = len(rows), head.shards.own_valid
-    if not count or not valid:
-        return
-    by_columns = count <= valid
-    fixed, split = (count, valid) if by_columns else (valid, count)
-    # By powers of two, so that a batch of other length seldom makes tiles of other shape.
-    copies = 2 * rows.shape[1] if by_columns and weight.dtype != rows.dtype else 0
-    fits = head.budget // (rows.dtype.itemsize * ((1 << (fixed - 1).bit_length()) + copies))
-    step = min(split, max(fits // _MULTIPLE * _MULTIPLE, min(fits, _MULTIPLE), 1))
-    if buffer.memory is None:
-        buffer.memory, buffer.holds = torch.empty(fixed * step, dtype=rows.dtype, device=rows.device), None
-    starts = range(0, split, step)
-    for start in reversed(starts) if backward else starts:
-        part, all_ = slice(start, min(start + step, split)), slice(0, fixed)
-        of_rows, of_columns = (all_, part) if by_columns else (part, all_)
-        factor = weight[of_columns].to(rows.dtype)
-        logits = buffer.memory[: fixed * (part.stop - start)].view(-1, len(factor))
-        if buffer.holds != start:
-            torch.mm(rows[of_rows], factor.T, out=logits)
-            if bias is not None:
-                logits += bias[of_columns]
-            if head.softcap is not None:
-                logits.div_(head.softcap).tanh_().mul_(head.softcap)
-        buffer.holds = None if backward else start
-        yield _Tile(of_rows, of_columns, factor, logits)
-
-
-class _Sum:
-    """A gradient that tiles add up to: in float32, or where one tile alone makes a part of it, at once in its type."""
-
-    def __init__(self, of: Tensor, total: Tensor | None = None) -> None:
-        self._of, self._total = of, total
-
-    def add(self, part: slice, left: Tensor, right: Tensor, *, once: bool) -> None:
-        """``left @ right`` into the rows ``part``; ``once``: nothing else is there or comes to them."""
-        if self._total is None:
-            self._total = self._of.new_zeros(self._of.shape, dtype=self._of.dtype if once else torch.float32)
-        into = self._total[part]
-        if once and left.dtype == into.dtype:
-            torch.mm(left, right, out=into)
-        elif once:
-            into.copy_(left @ right)
-        elif left.dtype == torch.float32:
-            into.addmm_(left, right)
-        elif left.device.type == "cuda":
-            torch.ops.aten.addmm.dtype_out(into, left, right, torch.float32, out=into)
+def _row_statistics(
+    rows: Tensor, ids: Tensor, weight: Tensor, bias: Tensor | None, head: _Head, buffer: TileBuffer
+) -> Tensor:
+    """Compute the softmax statistics [4, N] of the rows [N, H] over this rank's columns, tile by tile."""
+    shards, options = head.shards, head.options
+    arguments: Any = {"entropy": options.entropy, **options.kernel_arguments}
+    of_row_blocks: list[Tensor] = []  # where each tile has some rows and all columns
+    of_all_rows: Tensor | None = None  # where each tile has all rows and some columns
+    for tile in iterate_tiles(to_product_dtype(rows), weight, bias, buffer, **head.tile_arguments):
+        start = shards.start + tile.columns.start
+        of_tile = options.kernels.row_statistics(tile.logits, ids[tile.rows], start=start, **arguments)
+        if tile.rows != slice(0, len(rows)):
+            of_row_blocks.append(of_tile)
+        elif of_all_rows is None:
+            of_all_rows = of_tile
         else:
-            into += left @ right
+            of_all_rows = options.kernels.fold(torch.stack([of_all_rows, of_tile]), options.inverse_temperature)
+    if of_all_rows is not None:
+        return of_all_rows
+    if of_row_blocks:
+        return torch.cat(of_row_blocks, dim=1)
+    return cpu.row_statistics(rows[:, :0], ids, start=0, **arguments)
 
-    def result(self) -> Tensor:
-        """The gradient in its type."""
-        return torch.zeros_like(self._of) if self._total is None else self._total.to(self._of.dtype)
+
+def _tile_gradient(tile: Tile, inputs: RowGradientInputs, head: _Head) -> Tensor:
+    """Overwrite the tile's logits with the gradient of the loss by the matrix product, before the softcap."""
+    derivative = None if head.softcap is None else 1 - (tile.logits / head.softcap).square()
+    head.options.kernels.row_gradients(
+        tile.logits,
+        inputs,
+        start=head.shards.start + tile.columns.start,
+        valid=tile.logits.shape[1],
+        out=tile.logits,
+        **head.options.kernel_arguments,
+    )
+    return tile.logits if derivative is None else tile.logits.mul_(derivative)
 
 
-def _over_ranks(gradient: Tensor, kept: Tensor | None, count: int, head: _Head) -> Tensor:
-    """The hidden states' gradient, summed over the ranks' columns; of this rank's rows under sequence parallelism."""
+def _sum_over_ranks(gradient: Tensor, indices: Tensor | None, count: int, head: _Head) -> Tensor:
+    """Sum the hidden states' gradient over the ranks' columns; under sequence parallelism return this rank's rows.
+
+    Args:
+        gradient: [kept rows, H], from this rank's columns; rows whose target is ``ignore_index`` are not kept.
+        indices: indices of the kept rows among all rows; None if all were kept.
+        count: number of all rows.
+        head: arguments of the call.
+    """
     shards = head.shards
     if shards.group is not None and len(shards.sizes) > 1 and not head.sequence_parallel:
         dist.all_reduce(gradient, group=shards.group)
-    if kept is not None:
-        gradient = gradient.new_zeros(count, gradient.shape[1]).index_copy_(0, kept, gradient)
+    if indices is not None:
+        gradient = gradient.new_zeros(count, gradient.shape[1]).index_copy_(0, indices, gradient)
     if not head.sequence_parallel:
         return gradient
-    share = gradient.new_empty(count // len(shards.sizes), gradient.shape[1])
+    local_gradient = gradient.new_empty(count // len(shards.sizes), gradient.shape[1])
+    # torch 2.13 renamed the function.
     scatter = dist.reduce_scatter_single if hasattr(dist, "reduce_scatter_single") else dist.reduce_scatter_tensor
-    scatter(share, gradient, group=shards.group)
-    return share
+    scatter(local_gradient, gradient, group=shards.group)
+    return local_gradient

@@ -1,152 +1,125 @@
-"""What follows a shard's softmax statistics, however its logits came about: the ranks' merge, log-probs, entropy."""
+"""Log-probs and entropy over the global vocabulary from each shard's softmax statistics, and checks of the targets."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from nemo_geomask.errors import ArgumentError, ShapeError
-from nemo_geomask.kernels import Incoming
-from nemo_geomask.parallel.agreement import Options, Shards, asked, check_vocab_size, exchanged, refuse, wrong
+from nemo_geomask.errors import ArgumentError
+from nemo_geomask.kernels import RowGradientInputs
+from nemo_geomask.parallel.agreement import copy_flag_to_host, gather_rank_arguments, has_problem, raise_problem
+from nemo_geomask.parallel.logprob_options import LogprobOptions, VocabShards
+from nemo_geomask.segments.packed_reductions import gather_ranks
 
-__all__ = [
-    "Goals",
-    "Softmax",
-    "check_temperature",
-    "goals_of",
-    "incoming",
-    "shards_of",
-    "softmax",
-]
+__all__ = ["Softmax", "Targets", "check_targets", "gradient_inputs", "merge_shards"]
 
 
-class Goals(NamedTuple):
-    """The targets, [N].
+class Targets(NamedTuple):
+    """Token ids whose log-probs are wanted, and the outcome of their checks.
 
     Attributes:
-        ids: int64.
-        counted: which are not ``ignore_index``.
-        stray: which of these are in no shard.
-        refused: reads whether one is; None where nothing is to be validated, or the ranks are to be heard first.
+        ids: [N] int64.
+        is_counted: [N] bool, True where the id is not ``ignore_index``.
+        is_stray: [N] bool, True where the id is counted, but in no shard.
+        rank_arguments: from :func:`nemo_geomask.parallel.agreement.gather_rank_arguments`.
+        read_problem: function that returns True if there is an error to raise; None without ``validate``.
     """
 
     ids: Tensor
-    counted: Tensor
-    stray: Tensor
-    refused: Callable[[], bool] | None
+    is_counted: Tensor
+    is_stray: Tensor
+    rank_arguments: Tensor | None
+    read_problem: Callable[[], bool] | None
 
 
 class Softmax(NamedTuple):
-    """Over the whole vocabulary, the same bits on all ranks.
+    """Softmax of each row over the global vocabulary, with the same bits on all ranks.
 
     Attributes:
         logprobs: [N] float32 of the targets, 0 at ``ignore_index``.
-        entropy: [N] float32 in nats; of no meaning unless wanted.
-        peak: [N] float32, the largest logit, finite.
-        mass: [N] float32, Σ e^{(x - peak)/T}.
+        entropy: [N] float32 in nats; undefined unless it was asked for.
+        max_logit: [N] float32, the largest logit m, finite.
+        sum_exp: [N] float32, Σ e^{(x - m)/T}.
     """
 
     logprobs: Tensor
     entropy: Tensor
-    peak: Tensor
-    mass: Tensor
+    max_logit: Tensor
+    sum_exp: Tensor
 
 
-def shards_of(
-    width: int, group: dist.ProcessGroup | None, shard_sizes: Sequence[int] | None, vocab_size: int | None
-) -> Shards:
-    """The shards that a rank with ``width`` columns takes the vocabulary to have.
+def check_targets(targets: Tensor, shards: VocabShards, options: LogprobOptions) -> Targets:
+    """Start the checks of the targets and of the ranks' arguments; :func:`merge_shards` raises the errors.
 
-    Raises:
-        ShapeError: ``shard_sizes`` don't fit.
-        ArgumentError: ``vocab_size`` out of range.
+    Call this before launching the kernels: the host can then read the outcome without waiting for the kernels.
     """
-    rank, world = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
-    sizes = [width] * world if shard_sizes is None else list(shard_sizes)
-    # With several ranks their widths are compared after the collective, where all of them can raise.
-    if len(sizes) != world or (world == 1 and sizes != [width]):
-        raise ShapeError(
-            f"shard_sizes {sizes} must have one entry for each of the {world} ranks of the group, and rank {rank}'s "
-            f"must be its {width} columns"
-        )
-    shards = Shards(sizes, rank, group, sum(sizes) if vocab_size is None else vocab_size, width)
-    if world == 1:
-        check_vocab_size(shards)
-    return shards
-
-
-def check_temperature(temperature: float) -> None:
-    """Raise ArgumentError unless 0 < T < ∞."""
-    if not 0 < temperature < math.inf:
-        raise ArgumentError(f"temperature must be above 0 and finite, but it is {temperature}")
-
-
-def goals_of(targets: Tensor, shards: Shards, options: Options) -> Goals:
-    """Look at the targets, before the kernels are launched: so the host doesn't wait for those to refuse some."""
     ids = targets.reshape(-1)
-    counted = ids != options.ignore_index
-    stray = counted & ((ids < 0) | (ids >= shards.valid))
-    alone = options.validate and len(shards.sizes) == 1
-    return Goals(ids, counted, stray, asked(wrong(stray, None)) if alone else None)
+    is_counted = ids != options.ignore_index
+    is_stray = is_counted & ((ids < 0) | (ids >= shards.valid_columns))
+    rank_arguments = gather_rank_arguments(ids, shards, options)
+    read_problem = copy_flag_to_host(has_problem(is_stray, rank_arguments)) if options.validate else None
+    return Targets(ids, is_counted, is_stray, rank_arguments, read_problem)
 
 
-def softmax(statistics: Tensor, goals: Goals, shards: Shards, options: Options) -> Softmax:
-    """Merge the ranks' statistics, one all-gather of four numbers a token, and read the targets' log-probs off them.
+def merge_shards(statistics: Tensor, targets: Targets, shards: VocabShards, options: LogprobOptions) -> Softmax:
+    """Merge the statistics of all ranks by one all-gather of four numbers a token, and compute the log-probs.
 
     Args:
         statistics: [4, N] float32 of this rank's columns, see :func:`nemo_geomask.kernels.cpu.row_statistics`.
-        goals: the targets.
-        shards: of the vocabulary.
-        options: see there.
+        targets: from :func:`check_targets`.
+        shards: shards of the vocabulary.
+        options: settings of the call.
 
-    Raises: as :func:`nemo_geomask.parallel.agreement.refuse`, on all ranks.
+    Raises: the errors of :func:`nemo_geomask.parallel.agreement.raise_problem`, on all ranks that validate.
     """
-    ids, counted, stray, refused = goals
-    parts, notes = exchanged(statistics, ids, shards, options)
-    if options.validate and notes is not None:
-        refused = asked(wrong(stray, notes))
-    peak, mass, own, entropy = options.kernels.fold(parts, options.inverse_temperature)
-    peak = torch.where(torch.isinf(peak), 0.0, peak)
-    logprobs = torch.where(counted, (own - peak) * options.inverse_temperature - mass.log(), 0.0)
+    ids, is_counted, is_stray, rank_arguments, read_problem = targets
+    parts = statistics.unsqueeze(0)
+    if shards.group is not None and len(shards.sizes) > 1:
+        parts = gather_ranks(statistics, shards.group)
+    max_logit, sum_exp, target_logit, entropy = options.kernels.fold(parts, options.inverse_temperature)
+    max_logit = torch.where(torch.isinf(max_logit), 0.0, max_logit)
+    logprobs = (target_logit - max_logit) * options.inverse_temperature - sum_exp.log()
+    logprobs = torch.where(is_counted, logprobs, 0.0)
     if not options.validate:
-        logprobs = torch.where(stray, torch.nan, logprobs)
+        logprobs = torch.where(is_stray, torch.nan, logprobs)
     if options.entropy:
-        entropy = torch.where(counted, torch.where(mass == 0, torch.nan, entropy), 0.0)
-    # Last: everything is launched by now.
-    if refused is not None and refused():
-        refuse(ids, stray, notes, shards, options.ignore_index)
-    return Softmax(logprobs, entropy, peak, mass)
+        entropy = torch.where(is_counted, torch.where(sum_exp == 0, torch.nan, entropy), 0.0)
+    # Read last: no rank raises before it has taken part in all collectives of the others.
+    if read_problem is not None and read_problem():
+        raise_problem(ids, is_stray, rank_arguments, shards, options.ignore_index)
+    return Softmax(logprobs, entropy, max_logit, sum_exp)
 
 
-def incoming(
+def gradient_inputs(
     grads: Sequence[Tensor | None],
     targets: Tensor,
-    peak: Tensor,
-    mass: Tensor,
+    max_logit: Tensor,
+    sum_exp: Tensor,
     entropy: Tensor,
-    kept: Tensor | None = None,
-) -> Incoming | None:
-    """The rows of a backward pass, ``kept`` alone if given; None where no gradient comes in.
+    row_indices: Tensor | None = None,
+) -> RowGradientInputs | None:
+    """Collect the inputs of the backward kernels; return None if neither output has an incoming gradient.
 
     Args:
-        grads: of the log-probs, and where it was asked for of the entropy; over all rows.
-        targets, peak, mass, entropy: of the rows kept.
-        kept: their numbers.
+        grads: incoming gradients of the log-probs, and of the entropy if it was returned, over all rows.
+        targets: [R] int64, for the R rows that take part.
+        max_logit: [R] float32.
+        sum_exp: [R] float32.
+        entropy: [R] float32.
+        row_indices: [R] int64, indices of these rows among all; None if all rows take part.
 
-    Raises: ArgumentError: the pass is to be differentiated itself; nothing else would say so where the incoming
-    gradient is constant, and a second derivative be taken for 0.
+    Raises: ArgumentError: the caller asked for a second derivative (``create_graph=True``). Autograd itself would not
+        raise: where the incoming gradient is constant, it would silently return a second derivative of 0.
     """
     if torch.is_grad_enabled():
         raise ArgumentError("the log-probs can be differentiated once; call autograd.grad without create_graph")
     flat = [None if grad is None else grad.reshape(-1) for grad in (*grads, None)[:2]]
-    of_logprobs, of_entropy = (grad if grad is None or kept is None else grad[kept] for grad in flat)
-    if of_logprobs is None and of_entropy is None:
+    grad_logprobs, grad_entropy = (grad if grad is None or row_indices is None else grad[row_indices] for grad in flat)
+    if grad_logprobs is None and grad_entropy is None:
         return None
-    return Incoming(
-        targets, peak, mass, entropy, torch.zeros_like(mass) if of_logprobs is None else of_logprobs, of_entropy
-    )
+    if grad_logprobs is None:
+        grad_logprobs = torch.zeros_like(sum_exp)
+    return RowGradientInputs(targets, max_logit, sum_exp, entropy, grad_logprobs, grad_entropy)

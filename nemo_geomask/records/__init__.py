@@ -1,10 +1,11 @@
-"""The flight recorder: what a step was trained on, as Parquet files; needs pyarrow, from the ``diagnose`` extra.
+"""The flight recorder, which writes what each step was trained on to Parquet files.
 
-:mod:`.schema` says what they hold, without torch; :mod:`.writer` writes them; :mod:`.flight` makes them of a batch.
+:mod:`.record_schema` defines the files and needs no torch, :mod:`.flight` turns a batch into records and :mod:`.writer`
+writes them. Reading and writing need pyarrow, from the ``diagnose`` extra.
 """
 
 from __future__ import annotations
 
-from nemo_geomask.records.schema import COLUMNS, REMOVED, VERSION, Column, arrow_schema, file_name, step_files
+from nemo_geomask.records.record_schema import COLUMNS, REMOVED, VERSION, Column, arrow_schema, file_name, step_files
 
 __all__ = ["COLUMNS", "REMOVED", "VERSION", "Column", "arrow_schema", "file_name", "step_files"]

@@ -1,4 +1,4 @@
-"""A training batch as records: which of its sequences, and what is known of them."""
+"""Flight recorder: chooses sequences of a training batch and turns them into records."""
 
 from __future__ import annotations
 
@@ -13,62 +13,75 @@ from torch import Tensor
 
 from nemo_geomask.config import LossConfig
 from nemo_geomask.config.fields import Recording
-from nemo_geomask.losses.verdicts import verdicts
-from nemo_geomask.records.schema import REMOVED
+from nemo_geomask.data_keys import GENERATION_LOGPROBS, PREV_LOGPROBS, REFERENCE_POLICY_LOGPROBS, TOKEN_MASK
+from nemo_geomask.losses.batch_masks import removed_tokens
+from nemo_geomask.records.record_schema import REMOVED
 from nemo_geomask.records.writer import Recorder, StepRows
 
-__all__ = ["KEYS", "LOGGED", "TRAINED", "FlightRecorder", "by_hash", "chosen_rows", "joined", "step_rows"]
+__all__ = [
+    "COLUMN_BATCH_KEYS",
+    "CURR_KNOWN_KEY",
+    "JSONL_KEYS",
+    "FlightRecorder",
+    "choose_by_hash",
+    "join_parts",
+    "recorded_rows",
+    "step_rows",
+]
 
-KEYS = {
+COLUMN_BATCH_KEYS = {
     "tokens": "input_ids",
-    "mask": "token_mask",
+    "mask": TOKEN_MASK,
     "sample_mask": "sample_mask",
-    "gen": "generation_logprobs",
-    "prev": "prev_logprobs",
+    "gen": GENERATION_LOGPROBS,
+    "prev": PREV_LOGPROBS,
     "curr": "curr_logprobs",
-    "ref": "reference_policy_logprobs",
+    "ref": REFERENCE_POLICY_LOGPROBS,
     "entropy": "entropy",
     "advantages": "advantages",
     "reward": "rewards",
     "weight_version": "weight_version",
     "staleness": "staleness",
 }
-"""By column, the key of a batch that holds it; NeMo-RL's, where NeMo-RL has one."""
-LOGGED = {
+"""Key of the batch that holds each column; NeMo-RL's own key where it has one."""
+JSONL_KEYS = {
     "rewards": "rewards",
     "input_lengths": "input_lengths",
     "token_ids": "input_ids",
-    "token_loss_mask": "token_mask",
+    "token_loss_mask": TOKEN_MASK,
     "sample_loss_mask": "sample_mask",
     "advantages": "advantages",
-    "generation_logprobs": "generation_logprobs",
-    "prev_logprobs": "prev_logprobs",
+    GENERATION_LOGPROBS: GENERATION_LOGPROBS,
+    PREV_LOGPROBS: PREV_LOGPROBS,
 }
-"""By name in NeMo-RL's own JSONL, the key of a batch that stands there."""
-TRAINED = "curr_trained"
-"""Key of a batch [B, T] bool: where ``curr`` is known, even if it is NaN; without it, everywhere."""
-_LENGTHS = "input_lengths"
-_UNKNOWN = {"prev", "ref"}  # trainers put zeros or NaN where they skip these
+"""Key of the batch that holds each field of NeMo-RL's own JSONL logs."""
+CURR_KNOWN_KEY = "curr_trained"
+"""Key of a [B, T] bool tensor, True where ``curr`` was computed, even as NaN; if absent, that is everywhere."""
+_LENGTHS_KEY = "input_lengths"
+# Trainers may skip computing these columns and fill them with zeros or NaN; such columns are not recorded.
+_SKIPPABLE_COLUMNS = {"prev", "ref"}
 
 
-def by_hash(step: int, total: int, count: int) -> list[int]:
-    """``count`` of the numbers below ``total``, in order: those whose hash with the step's number is smallest.
+def choose_by_hash(step: int, total: int, count: int) -> list[int]:
+    """Return ``count`` of the numbers below ``total``, in order: those whose hash with the step is smallest.
 
-    Fewer of the same step are among more of it, so what one asks for agrees with what another does.
+    For the same step, a smaller choice is a subset of a larger one. So features that choose sequences independently
+    (records, audit) share as many as possible.
     """
     order = sorted(range(total), key=lambda number: hashlib.blake2b(f"{step} {number}".encode()).digest())
     return sorted(order[:count])
 
 
 class FlightRecorder:
-    """Records what a trainer's steps are trained on, as ``loss_fn.record`` says.
+    """Recorder of what a trainer's steps are trained on, configured by ``loss_fn.record``.
 
     Args:
         config: the settings in force, with ``record``.
-        facts: what is true of the run, beside its settings; see :func:`~nemo_geomask.records.schema.arrow_schema`.
+        facts: properties of the run besides its settings; see
+            :func:`~nemo_geomask.records.record_schema.arrow_schema`.
 
     Attributes:
-        recorder: what writes.
+        recorder: the thread that writes.
     """
 
     def __init__(self, config: LossConfig, *, facts: Mapping[str, Any] | None = None) -> None:
@@ -80,7 +93,7 @@ class FlightRecorder:
         self._facts = {**(facts or {}), "settings": config.model_dump(mode="json")}
 
     def takes(self, step: int) -> bool:
-        """Whether a step, by its number from 1, is one that is recorded."""
+        """Return True if the step is recorded; steps are numbered from 1."""
         return (step - 1) % self._settings.every == 0
 
     def record(
@@ -89,115 +102,125 @@ class FlightRecorder:
         *parts: Mapping[str, Any],
         later: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]] | None = None,
     ) -> None:
-        """Have a step written, if it is one that is recorded; copies the tensors and returns.
+        """Copy the tensors of a step and queue the step to be written, if ``loss_fn.record.every`` selects it.
 
         Args:
-            step: its number, from 1.
-            parts: its batch, whole or in parts; each has NeMo-RL's keys, [B, T] and [B] tensors, whatever it has of
-                :data:`KEYS`; ``curr_logprobs`` are [B, T], too.
-            later: called in the recorder's thread with the whole batch, for what else is known of it.
+            step: the step's number, from 1.
+            parts: the batch, in one part or several; mappings of [B, T] and [B] tensors, with any of
+                :data:`COLUMN_BATCH_KEYS`.
+            later: called in the recorder's thread with the whole batch; returns further tensors to record, by key.
         """
         if not self.takes(step):
             return
-        keys = (*KEYS.values(), _LENGTHS)
-        # The trainer goes on with its tensors while these are written.
-        kept = [
+        keys = (*COLUMN_BATCH_KEYS.values(), _LENGTHS_KEY)
+        # Copies, because the trainer may change its tensors while the recorder writes them.
+        copies = [
             {key: part[key].detach().clone() for key in keys if isinstance(part.get(key), Tensor)} for part in parts
         ]
 
         def rows() -> StepRows:
-            data = joined(kept)
+            data = join_parts(copies)
             return step_rows(self._config, step, data if later is None else {**data, **later(data)})
 
         self.recorder.record(step, rows, masks=self._masks, facts=self._facts)
 
 
 def step_rows(config: LossConfig, step: int, data: Mapping[str, Tensor]) -> StepRows:
-    """The sequences of a step that ``config.record`` asks for.
+    """Return the sequences of a step that ``config.record`` selects.
 
     Args:
         config: the settings in force.
         step: the step's number.
-        data: its batch, see :meth:`FlightRecorder.record`.
+        data: the whole batch, see :meth:`FlightRecorder.record`.
     """
     assert config.record is not None
-    mask, prompts, lengths = _trained(data)
-    groups, samples = _groups(data["input_ids"], prompts)
-    values = {name: data[key] for name, key in KEYS.items() if key in data}
+    mask, prompt_lengths, lengths = _trained_tokens(data)
+    groups, samples = _prompt_groups(data["input_ids"], prompt_lengths)
+    values = {name: data[key] for name, key in COLUMN_BATCH_KEYS.items() if key in data}
     values |= {f"{REMOVED}{label}": removed for label, removed in _verdicts(config, data).items()}
     values |= {
         "mask": mask,
         "row": torch.arange(len(lengths)),
         "group": groups,
         "sample": samples,
-        "prompt_length": prompts,
+        "prompt_length": prompt_lengths,
         "turns": (mask[:, 1:] & ~mask[:, :-1]).sum(dim=1) + mask[:, 0],
     }
-    for name in _UNKNOWN & values.keys():
+    for name in _SKIPPABLE_COLUMNS & values.keys():
         if (name == "ref" or not config.needs_prev) and not values[name].nan_to_num().any():
             del values[name]
     facts = {"policy": "curr" if "curr" in values else "prev"}
     if config.record.fraction == 1:
         return StepRows(lengths, values, facts)
-    rows = _chosen(config.record, step, groups)
+    rows = _choose_rows(config.record, step, groups)
     return StepRows(lengths[rows], {name: value[rows] for name, value in values.items()}, facts)
 
 
-def chosen_rows(settings: Recording, step: int, data: Mapping[str, Tensor]) -> Tensor:
-    """The rows of a batch that are recorded."""
+def recorded_rows(settings: Recording, step: int, data: Mapping[str, Tensor]) -> Tensor:
+    """Return the indices of a batch's rows that are recorded."""
     if settings.by == "sequence":
-        return _chosen(settings, step, data["input_ids"][:, 0])  # their number is all that counts
-    return _chosen(settings, step, _groups(data["input_ids"], _trained(data)[1])[0])
+        return _choose_rows(settings, step, data["input_ids"][:, 0])  # `by: sequence` uses no groups, only their number
+    _, prompt_lengths, _ = _trained_tokens(data)
+    groups, _ = _prompt_groups(data["input_ids"], prompt_lengths)
+    return _choose_rows(settings, step, groups)
 
 
-def _trained(data: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """Which tokens train, and of each row the tokens before the first of them and all tokens."""
-    mask = data["token_mask"] != 0
-    lengths = data[_LENGTHS].to(torch.int64)
+def _trained_tokens(data: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the [B, T] mask of trained tokens, and for each row the number of prompt tokens and of all tokens."""
+    mask = data[TOKEN_MASK] != 0
+    lengths = data[_LENGTHS_KEY].to(torch.int64)
     mask &= torch.arange(mask.shape[1]) < lengths.unsqueeze(1)
     return mask, torch.where(mask.any(dim=1), mask.int().argmax(dim=1), lengths), lengths
 
 
-def joined(parts: Sequence[Mapping[str, Tensor]]) -> Mapping[str, Tensor]:
-    """The parts as one batch, as wide as the widest; what one of them lacks is left out."""
+def join_parts(parts: Sequence[Mapping[str, Tensor]]) -> Mapping[str, Tensor]:
+    """Return the parts as one batch, padded to the widest; a key that one of them lacks is left out."""
     if len(parts) == 1:
         return parts[0]
     width = max(part["input_ids"].shape[1] for part in parts)
 
-    def wide(value: Tensor) -> Tensor:
+    def pad(value: Tensor) -> Tensor:
         return torch.nn.functional.pad(value, (0, width - value.shape[1])) if value.dim() == 2 else value
 
     common = [key for key in parts[0] if all(key in part for part in parts)]
-    return {key: torch.cat([wide(part[key]) for part in parts]) for key in common}
+    return {key: torch.cat([pad(part[key]) for part in parts]) for key in common}
 
 
-def _groups(tokens: Tensor, prompts: Tensor) -> tuple[Tensor, Tensor]:
-    """Number of each row's prompt, in order of appearance, and of the row among those with the same."""
-    numbers: dict[bytes, int] = {}
-    counts: list[int] = []
-    found = []
-    for ids, length in zip(tokens.to("cpu", torch.int64).numpy(), prompts.tolist(), strict=True):
-        group = numbers.setdefault(ids[:length].tobytes(), len(numbers))
-        counts.extend([0] * (len(numbers) - len(counts)))
-        found.append((group, counts[group]))
-        counts[group] += 1
-    groups, samples = torch.tensor(found, dtype=torch.int64).reshape(-1, 2).unbind(dim=1)
-    return groups, samples
+def _prompt_groups(tokens: Tensor, prompt_lengths: Tensor) -> tuple[Tensor, Tensor]:
+    """Number the prompts in order of appearance, and the rows of each prompt.
+
+    Returns: for each row the number of its prompt, and the row's own number among the rows of that prompt; both [B],
+        from 0.
+    """
+    group_numbers: dict[bytes, int] = {}
+    group_sizes: list[int] = []
+    groups, samples = [], []
+    for ids, length in zip(tokens.to("cpu", torch.int64).numpy(), prompt_lengths.tolist(), strict=True):
+        group = group_numbers.setdefault(ids[:length].tobytes(), len(group_numbers))
+        if group == len(group_sizes):
+            group_sizes.append(0)
+        groups.append(group)
+        samples.append(group_sizes[group])
+        group_sizes[group] += 1
+    return torch.tensor(groups, dtype=torch.int64), torch.tensor(samples, dtype=torch.int64)
 
 
-def _chosen(settings: Recording, step: int, groups: Tensor) -> Tensor:
-    """Rows to record."""
+def _choose_rows(settings: Recording, step: int, groups: Tensor) -> Tensor:
+    """Return the indices of the rows to record; ``groups`` has the number of each row's prompt."""
     if settings.by == "sequence":
-        rows = by_hash(step, len(groups), math.ceil(settings.fraction * len(groups)))
+        rows = choose_by_hash(step, len(groups), math.ceil(settings.fraction * len(groups)))
         return torch.tensor(rows, dtype=torch.int64)
     total = int(groups.max()) + 1 if len(groups) else 0
-    chosen = torch.tensor(by_hash(step, total, math.ceil(settings.fraction * total)), dtype=torch.int64)
-    return torch.isin(groups, chosen).nonzero().squeeze(1)
+    chosen_groups = choose_by_hash(step, total, math.ceil(settings.fraction * total))
+    return torch.isin(groups, torch.tensor(chosen_groups, dtype=torch.int64)).nonzero().squeeze(1)
 
 
 def _verdicts(config: LossConfig, data: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """With the current policy's log-probs where they are known, else with those before the step."""
-    curr, prev = data.get(KEYS["curr"]), data.get(KEYS["prev"])
-    if curr is not None and prev is not None and TRAINED in data:
-        curr = torch.where(data[TRAINED], curr, prev)
-    return verdicts(config, data, None if curr is None else curr[:, 1:])
+    """Return the tokens that each mask removes, by label.
+
+    ``prev`` takes the place of the current policy's log-probs where those are not known.
+    """
+    curr, prev = data.get(COLUMN_BATCH_KEYS["curr"]), data.get(COLUMN_BATCH_KEYS["prev"])
+    if curr is not None and prev is not None and CURR_KNOWN_KEY in data:
+        curr = torch.where(data[CURR_KNOWN_KEY], curr, prev)
+    return removed_tokens(config, data, None if curr is None else curr[:, 1:])

@@ -1,49 +1,57 @@
-"""Packed sequences, whole or a rank's share of them."""
+"""Packed sequences, whole or one rank's shard of them."""
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from nemo_geomask.errors import ArgumentError, RanksDisagreeError, ShapeError
-from nemo_geomask.segments import across
-from nemo_geomask.segments.base import NONE, Pooled, Prefix, Segments
+from nemo_geomask.segments import packed_reductions as reductions
+from nemo_geomask.segments.padded import NO_TENSORS, Pooled, Prefix, Segments, TensorMap
 
-__all__ = ["PackedSegments"]
+__all__ = ["PackedSegments", "PackedTokens"]
 
 
-_KINDS: tuple[tuple[Callable[[Tensor, Tensor], Tensor], float], ...] = (
+_COMBINE: tuple[tuple[Callable[[Tensor, Tensor], Tensor], float], ...] = (
     (torch.add, 0.0),
     (torch.minimum, math.inf),
     (torch.maximum, -math.inf),
 )
-"""How sums, minima and maxima combine, and those of nothing."""
+"""Function that combines two values, and its neutral element, for the sums, minima and maxima of :class:`Pooled`."""
 
 
-def _part(name: str, run: int) -> str:
-    return f"{name} of run {run}"
+class Runs(NamedTuple):
+    """Indices of this rank's two runs of a sequence among the runs of all ranks, in the sequence's order.
+
+    A run is a contiguous piece of a sequence. The context-parallel split gives each rank two runs of every sequence.
+    The indices are the same for every sequence.
+    """
+
+    first: int
+    second: int
+    total: int
+    """Number of runs of a sequence over all ranks."""
 
 
 class PackedTokens(Segments):
-    """Packed tokens as tensors alone: what a traced graph can take and :class:`PackedSegments` is made of.
+    """Layout of packed tokens that a traced graph can rebuild from its tensors; base of :class:`PackedSegments`.
 
     Args:
         offsets: [S+1] int64, where the sequences start among this rank's N tokens.
-        ids: [N] int64, whose sequence each is.
-        splits: [S] int64, where among them the second of a sequence's two runs starts: what lies between the two is on
-            other ranks.
-        runs: the places of the two among the runs of all ranks, and how many those are.
-        groups: over which the sequences are spread.
+        ids: [N] int64, the sequence of each token.
+        splits: [S] int64, where among the N tokens the second run of each sequence starts. Other ranks hold the tokens
+            between a sequence's two runs.
+        runs: indices of the two runs among those of all ranks.
+        groups: process groups that the sequences are spread over.
     """
 
-    def __init__(
-        self, offsets: Tensor, ids: Tensor, splits: Tensor, runs: tuple[int, int, int], groups: across.Groups
-    ) -> None:
+    def __init__(self, offsets: Tensor, ids: Tensor, splits: Tensor, runs: Runs, groups: reductions.Groups) -> None:
         self._offsets, self._ids, self._splits, self._runs, self.groups = offsets, ids, splits, runs, groups
 
     @property
@@ -51,132 +59,155 @@ class PackedTokens(Segments):
         """See :attr:`Segments.tensors`."""
         return self._offsets, self._ids, self._splits
 
-    def of(self, *tensors: Tensor) -> PackedTokens:
-        """See :meth:`Segments.of`."""
+    def with_tensors(self, *tensors: Tensor) -> PackedTokens:
+        """See :meth:`Segments.with_tensors`."""
         offsets, ids, splits = tensors
         return PackedTokens(offsets, ids, splits, self._runs, self.groups)
 
-    def pool(
-        self, sums: Mapping[str, Tensor], lowest: Mapping[str, Tensor] = NONE, highest: Mapping[str, Tensor] = NONE
-    ) -> Pooled:
+    def pool(self, sums: TensorMap, lowest: TensorMap = NO_TENSORS, highest: TensorMap = NO_TENSORS) -> Pooled:
         """See :meth:`Segments.pool`.
 
-        One all-gather of [k, S] a group, and one backward for the sums through which a gradient flows.
+        For k tensors this takes one all-gather of [k, S] a group. The backward pass takes another for the sums with a
+        gradient.
         """
         self.check()
-        moving = [name for name, value in sums.items() if value.requires_grad]
-        fixed = [name for name, value in sums.items() if not value.requires_grad]
-        names = [*moving, *fixed]
-        # Minima travel as maxima of the negative.
-        values = [*(sums[name] for name in names), *(-value for value in lowest.values()), *highest.values()]
-        summed, rest = across.pool(
-            values[: len(moving)], values[len(moving) :], len(fixed), offsets=self._offsets, ids=self._ids
+        differentiable = {name: value for name, value in sums.items() if value.requires_grad}
+        constant_sums = {name: value for name, value in sums.items() if not value.requires_grad}
+        # Minima are reduced as maxima of the negative values.
+        negated = [-value for value in lowest.values()]
+        summed, rest = reductions.reduce_segments(
+            [*differentiable.values()],
+            [*constant_sums.values(), *negated, *highest.values()],
+            len(constant_sums),
+            offsets=self._offsets,
+            ids=self._ids,
         )
-        summed, rest = across.across_ranks(summed, rest, len(fixed), self.groups, own_gradient=False)
-        found = zip([*summed.unbind(0), *rest.unbind(0)], values, strict=True)
-        rows = [row.to(value.dtype) for row, value in found]
-        pooled, peaks = dict(zip(names, rows, strict=False)), rows[len(names) :]
+        summed, rest = reductions.reduce_over_ranks(summed, rest, len(constant_sums), self.groups, local_gradient=False)
+        rows = iter([*summed.unbind(0), *rest.unbind(0)])
+
+        def take_rows(tensors: TensorMap) -> dict[str, Tensor]:
+            return {name: next(rows).to(value.dtype) for name, value in tensors.items()}
+
+        pooled_sums = take_rows(differentiable) | take_rows(constant_sums)
+        negated_minima, maxima = take_rows(lowest), take_rows(highest)
         return Pooled(
-            {name: pooled[name] for name in sums},
-            {name: -peak for name, peak in zip(lowest, peaks, strict=False)},
-            dict(zip(highest, peaks[len(lowest) :], strict=True)),
+            {name: pooled_sums[name] for name in sums},
+            {name: -value for name, value in negated_minima.items()},
+            maxima,
         )
 
-    def prefix(
-        self, sums: Mapping[str, Tensor], lowest: Mapping[str, Tensor] = NONE, highest: Mapping[str, Tensor] = NONE
-    ) -> Prefix:
-        """See :meth:`Segments.prefix`. Under context parallelism its parts are the totals of each rank's runs, of which
-        it has two in a sequence: [2·ranks, S] for a tensor."""
-        second, place = self._second(), torch.arange(self._ids.numel(), device=self._ids.device)
-        place = place - torch.where(second, self.spread(self._splits), self.spread(self._offsets[:-1]))
-        given = [{name: value.detach().double() for name, value in of.items()} for of in (sums, lowest, highest)]
-        here, parts = [], []
-        for values, (combine, nothing) in zip(given, _KINDS, strict=True):
-            here.append({name: across.scan(value, place, combine) for name, value in values.items()})
-            # Other ranks' runs have nothing here; all are merged as any other statistic is.
-            idle = torch.full((), nothing, dtype=torch.float64, device=place.device)
-            mine = {self._runs[0]: ~second, self._runs[1]: second}
-            parts.append(
-                {
-                    _part(name, run): torch.where(mine[run], value, idle) if run in mine else idle
-                    for name, value in values.items()
-                    for run in (range(self._runs[2]) if self.groups else ())
-                }
-            )
-        return Prefix(Pooled(*here), Pooled(*parts))
+    def prefix(self, sums: TensorMap, lowest: TensorMap = NO_TENSORS, highest: TensorMap = NO_TENSORS) -> Prefix:
+        """See :meth:`Segments.prefix`.
 
-    def whole_prefix(self, prefix: Prefix, pooled: Pooled) -> Pooled:
-        """See :meth:`Segments.whole_prefix`."""
+        The local prefix of a token starts at its run's first token. For each run of all ranks, the run totals contain a
+        token tensor whose pool is that run's total: it holds the values at the run's tokens, if this rank has them, and
+        the neutral element elsewhere. Each tensor thus adds [2·ranks, S] to a collective of :meth:`pool`.
+        """
+        is_second = self._is_in_second_run()
+        position = torch.arange(self._ids.numel(), device=self._ids.device)
+        position = position - torch.where(is_second, self.spread(self._splits), self.spread(self._offsets[:-1]))
+        held_runs = {self._runs.first: ~is_second, self._runs.second: is_second}
+        local, run_totals = Pooled({}, {}, {}), Pooled({}, {}, {})
+        for tensors, (combine, neutral_value), scanned, totals in zip(
+            (sums, lowest, highest), _COMBINE, local, run_totals, strict=True
+        ):
+            neutral = torch.full((), neutral_value, dtype=torch.float64, device=position.device)
+            for name, tensor in tensors.items():
+                values = tensor.detach().double()
+                scanned[name] = reductions.scan_runs(values, position, combine)
+                for run in range(self._runs.total) if self.groups else ():
+                    is_held = run in held_runs
+                    totals[_run_key(name, run)] = torch.where(held_runs[run], values, neutral) if is_held else neutral
+        return Prefix(local, run_totals)
+
+    def global_prefix(self, prefix: Prefix, pooled: Pooled) -> Pooled:
+        """See :meth:`Segments.global_prefix`: combine each token's local prefix with the totals of earlier runs."""
         if not self.groups:
-            return prefix.here
-        second = self._second()
-        whole: list[dict[str, Tensor]] = []
-        for values, found, (combine, nothing) in zip(prefix.here, pooled, _KINDS, strict=True):
-            whole.append({})
-            for name, value in values.items():
-                before = [torch.full_like(self._splits, nothing, dtype=torch.float64)]
-                for run in range(self._runs[1]):
-                    before.append(combine(before[-1], found[_part(name, run)]))
-                first, later = (self.spread(before[run]) for run in self._runs[:2])
-                whole[-1][name] = combine(value, torch.where(second, later, first))
-        return Pooled(*whole)
+            return prefix.local
+        is_second = self._is_in_second_run()
+        over_ranks = Pooled({}, {}, {})
+        for local, totals, (combine, neutral_value), combined in zip(
+            prefix.local, pooled, _COMBINE, over_ranks, strict=True
+        ):
+            for name, value in local.items():
+                total = torch.full_like(self._splits, neutral_value, dtype=torch.float64)
+                before_run = [total]
+                for run in range(self._runs.second):
+                    total = combine(total, totals[_run_key(name, run)])
+                    before_run.append(total)
+                before_first, before_second = (self.spread(before_run[run]) for run in self._runs[:2])
+                combined[name] = combine(value, torch.where(is_second, before_second, before_first))
+        return over_ranks
 
     def check(self) -> None:
-        """Raise where the groups are not those that the tokens are spread over; tensors alone don't tell."""
+        """Do nothing: :class:`PackedSegments`, which overrides this, knows the ranks to compare with the groups."""
 
-    def _second(self) -> Tensor:
-        """[N] bool, whether a token is in the second of its sequence's runs."""
+    def _is_in_second_run(self) -> Tensor:
+        """Return [N] bool, True for a token in the second of its sequence's runs."""
         return torch.arange(self._ids.numel(), device=self._ids.device) >= self.spread(self._splits)
 
     def spread(self, values: Tensor) -> Tensor:
-        """[S] to [N]."""
-        return across.spread(values, offsets=self._offsets, ids=self._ids)
+        """Return [N], the value in [S] of each token's sequence; differentiable."""
+        return reductions.spread(values, offsets=self._offsets, ids=self._ids)
 
-    def whole(self, value: Tensor, rest: Tensor, *, sums: int, lowest: int) -> tuple[Tensor, Tensor]:
-        """See :meth:`Segments.whole`. One all-gather of [1 + m] a group."""
+    def reduce_over_ranks(
+        self, loss: Tensor, statistics: Tensor, *, num_sums: int, num_minima: int
+    ) -> tuple[Tensor, Tensor]:
+        """See :meth:`Segments.reduce_over_ranks`; one all-gather of [1 + m] a group."""
         self.check()
         if not self.groups:
-            return value, rest
-        low = sums + lowest
-        signed = torch.cat([rest[:sums], -rest[sums:low], rest[low:]])
-        total, found = across.across_ranks(value.double().unsqueeze(0), signed, sums, self.groups, own_gradient=True)
-        return total[0].to(value.dtype), torch.cat([found[:sums], -found[sums:low], found[low:]])
+            return loss, statistics
+
+        def negate_minima(values: Tensor) -> Tensor:
+            sums, minima, maxima = values.tensor_split((num_sums, num_sums + num_minima))
+            return torch.cat([sums, -minima, maxima])
+
+        # Minima are reduced as maxima of the negative values.
+        total, reduced = reductions.reduce_over_ranks(
+            loss.double().unsqueeze(0), negate_minima(statistics), num_sums, self.groups, local_gradient=True
+        )
+        return total[0].to(loss.dtype), negate_minima(reduced)
+
+
+def _run_key(name: str, run: int) -> str:
+    """Return the key, among the run totals, of the tensor ``name`` over one run."""
+    return f"{name} of run {run}"
 
 
 class PackedSegments(PackedTokens):
-    """Sequences packed one after another: token layout [N], whole or one rank's share.
+    """Sequences packed one after another: token layout [N], all of the packed row or one rank's shard of it.
 
-    Under context parallelism a rank holds, of every sequence, chunks r and 2·CP−1−r of 2·CP equal ones, in that order
-    (Megatron's load-balanced split). Where the loss runs on sequence-parallel shares, as Fast-LLM's does, those tokens
-    are cut once more, into SP contiguous equal slices in rank order, wherever that cuts a sequence. Either way a rank's
-    share of a sequence is contiguous, so that its statistics need no index arithmetic.
+    Under context parallelism a sequence is cut into 2·CP equal chunks, of which rank r holds chunks r and 2·CP−1−r, in
+    that order (Megatron's load-balanced split). With sequence parallelism, as in Fast-LLM, the tokens of a
+    context-parallel rank are cut again into SP equal contiguous slices in rank order, even in the middle of a sequence.
+    In both cases a rank's tokens of a sequence are contiguous in its shard, so offsets suffice to pool them.
 
-    Padded rows [B, T] whose columns are split over context-parallel ranks are packed rows of equal lengths:
-    ``cu_seqlens=range(0, B * T + 1, T)``, with each rank's [B, T/CP] tensors flattened. Positions there are those of
-    the model's input: put beside each the data of the token that it predicts, the next one.
+    Padded rows [B, T] whose columns are split over context-parallel ranks are packed rows of equal lengths: give
+    ``cu_seqlens=range(0, B * T + 1, T)`` and flatten each rank's [B, T/CP] tensors. Positions there are those of the
+    model's input, so align each position with the data of the token that it predicts, the next one.
 
     Args:
-        cu_seqlens: [S+1] token offsets of the sequences in the whole packed row, padding included, starting at 0:
+        cu_seqlens: [S+1] token offsets of the sequences in the global packed row, padding included, starting at 0:
             Megatron's ``cu_seqlens_q_padded``. On the host (a list or CPU tensor) it costs no synchronisation.
-        device: where the tokens are.
+        device: device of the tokens.
         cp_rank: this rank in the context-parallel group.
-        cp_size: its size; each padded length must be a multiple of 2·``cp_size``.
-        sp_rank: this rank among those that share the context-parallel rank's tokens.
-        sp_size: their number; it must divide those tokens.
-        groups: over which the tokens of a sequence are spread: the context-parallel group, the sequence-parallel one,
-            one group of both together (the fewest collectives), or the two groups in that order. Without any, a share
-            has its :attr:`token_index` but no statistics.
+        cp_size: size of that group; each padded length must be a multiple of 2·``cp_size``, unless it is 1.
+        sp_rank: this rank among the sequence-parallel ranks, which split the tokens of a context-parallel rank.
+        sp_size: number of sequence-parallel ranks; it must divide the number of tokens of a context-parallel rank.
+        groups: process groups that the tokens of a sequence are spread over: the context-parallel group, the
+            sequence-parallel group, one group of both (the fewest collectives), or the two groups in that order.
+            Without groups, a shard knows its :attr:`token_index` but cannot compute statistics.
 
     Attributes:
-        count: S.
-        tokens: N, those of this rank.
-        cu_seqlens: [S+1] int64, as given, on the tokens' device.
+        count: S, number of sequences.
+        tokens: N, number of tokens on this rank.
+        cu_seqlens: [S+1] int64, the argument of the same name, on the tokens' device.
 
     Raises:
-        ArgumentError: a rank is outside its size.
-        ShapeError: offsets aren't integers, don't start at 0, decrease, or don't divide into the shares; from the
-            statistics, without a collective: a share was given no groups, or groups in which its rank and size are
-            others.
+        ArgumentError: ``cp_rank`` or ``sp_rank`` is not in its group.
+        ShapeError: offsets aren't integers, don't start at 0, decrease, or don't divide into the shards. The
+            statistics raise it too, before any collective, if a shard has no groups, or groups in which this process
+            has another rank or size.
 
     Source: Megatron-LM ``get_thd_partitioned_indices``; Fast-LLM PR 502 for the sequence-parallel slices.
     """
@@ -190,7 +221,7 @@ class PackedSegments(PackedTokens):
         cp_size: int = 1,
         sp_rank: int = 0,
         sp_size: int = 1,
-        groups: across.Groups = (),
+        groups: reductions.Groups = (),
     ) -> None:
         offsets = torch.as_tensor(cu_seqlens, device="cpu")
         if offsets.numel() and (offsets.is_floating_point() or offsets.is_complex() or offsets.dtype == torch.bool):
@@ -199,25 +230,25 @@ class PackedSegments(PackedTokens):
         lengths = offsets.diff()
         if offsets.dim() != 1 or offsets.numel() == 0 or int(offsets[0]) != 0 or bool((lengths < 0).any()):
             raise ShapeError(f"cu_seqlens must be non-decreasing offsets that start at 0, but it is {offsets.tolist()}")
-        for kind, rank, size in (("cp", cp_rank, cp_size), ("sp", sp_rank, sp_size)):
+        for axis, rank, size in (("cp", cp_rank, cp_size), ("sp", sp_rank, sp_size)):
             if not 0 <= rank < size:
-                raise ArgumentError(f"{kind}_rank must be from 0 to {kind}_size - 1 = {size - 1}, but it is {rank}")
+                raise ArgumentError(f"{axis}_rank must be from 0 to {axis}_size - 1 = {size - 1}, but it is {rank}")
         if cp_size > 1 and bool((lengths % (2 * cp_size) != 0).any()):
             raise ShapeError(
                 f"each padded sequence length must be a multiple of 2·{cp_size} for context-parallel size {cp_size}, "
                 f"but the lengths are {lengths.tolist()}; pad the sequences to that multiple"
             )
-        tokens, rest = divmod(int(offsets[-1]) // cp_size, sp_size)
-        if rest:
+        tokens, remainder = divmod(int(offsets[-1]) // cp_size, sp_size)
+        if remainder:
             raise ShapeError(
-                f"the {tokens * sp_size + rest} tokens of a context-parallel rank don't divide into {sp_size} equal "
-                "shares, sp_size; pad the packed row"
+                f"the {tokens * sp_size + remainder} tokens of a context-parallel rank don't divide into {sp_size} "
+                "equal slices, sp_size; pad the packed row"
             )
         self.count, self.tokens = lengths.numel(), tokens
         self.groups = groups
-        self._shares = ((cp_rank, cp_size), (sp_rank, sp_size))
+        self._cp, self._sp = (cp_rank, cp_size), (sp_rank, sp_size)
 
-        # From here on the device's own arithmetic: nothing of [N] crosses from the host.
+        # Tensors of [N] are computed on the device; only the offsets are copied from the host.
         self.cu_seqlens = offsets.to(device, non_blocking=True)
         first = sp_rank * tokens
         self._offsets = (self.cu_seqlens // cp_size).clamp(first, first + tokens) - first
@@ -225,7 +256,7 @@ class PackedSegments(PackedTokens):
         self._chunks = self.cu_seqlens.diff() // (2 * cp_size)
         splits = self.cu_seqlens[:-1] // cp_size + self._chunks
         self._splits = splits.clamp(first, first + tokens) - first if cp_size > 1 else self._offsets[1:]
-        self._runs = (
+        self._runs = Runs(
             cp_rank * sp_size + sp_rank,
             (2 * cp_size - 1 - cp_rank) * sp_size + sp_rank,
             2 * cp_size * sp_size,
@@ -234,86 +265,97 @@ class PackedSegments(PackedTokens):
     @functools.cached_property
     def position(self) -> Tensor:
         """[N] int64, place of each of this rank's tokens in its padded sequence."""
-        (cp_rank, cp_size), _ = self._shares
+        cp_rank, cp_size = self._cp
         chunk = self.spread(self._chunks)
-        local = self._place - self.spread(self.cu_seqlens[:-1]) // cp_size
-        # In the second of its chunks a rank has passed those of all ranks after it, twice.
+        local = self._index_in_cp_rank - self.spread(self.cu_seqlens[:-1]) // cp_size
+        # The rank holds chunks cp_rank and 2·cp_size − 1 − cp_rank of a sequence. Other ranks hold the cp_rank chunks
+        # before its first one, and 2·(cp_size − 1) − cp_rank chunks before its second one.
         return local + torch.where(local < chunk, cp_rank, 2 * (cp_size - 1) - cp_rank) * chunk
 
     @functools.cached_property
     def token_index(self) -> Tensor:
-        """[N] int64, place of each of this rank's tokens in the whole packed row."""
-        return self._place if self._shares[0][1] == 1 else self.spread(self.cu_seqlens[:-1]) + self.position
+        """[N] int64, place of each of this rank's tokens in the global packed row."""
+        _, cp_size = self._cp
+        return self._index_in_cp_rank if cp_size == 1 else self.spread(self.cu_seqlens[:-1]) + self.position
 
     @property
-    def _place(self) -> Tensor:
-        """[N] int64, place of each among the tokens of this context-parallel rank."""
-        first = self._shares[1][0] * self.tokens
+    def _index_in_cp_rank(self) -> Tensor:
+        """[N] int64, place of each token among all tokens of this context-parallel rank."""
+        sp_rank, _ = self._sp
+        first = sp_rank * self.tokens
         return torch.arange(first, first + self.tokens, device=self._ids.device)
 
     def verify(self, **sequences: Tensor) -> None:
-        """Compare the packing over the groups, by one small all-gather a group that is read back.
+        """Raise unless the ranks of the groups hold the shards of one packed row.
 
-        Ranks that hold other sequences, or two that hold the same share, give wrong numbers or bring the process group
-        down; this names them. For a trainer's first step.
+        If ranks hold different sequences, or the same shard twice, the loss is wrong or the process group crashes. Call
+        this in a trainer's first step to get an error that says what differs. It takes one small all-gather a group,
+        and one more for each of ``sequences``; the host waits for each.
 
         Args:
             sequences: [S] tensors that the ranks must hold alike, such as ``sample_mask`` and ``rewards``, by name.
 
-        Raises: RanksDisagreeError: the ranks don't hold the shares of one packed row, or hold other values of
-        ``sequences``; on all of them.
+        Raises: RanksDisagreeError, on all ranks: they don't hold the shards of one packed row, or they hold different
+        values of ``sequences``.
         """
         self.check()
-        (cp_rank, cp_size), (sp_rank, sp_size) = self._shares
+        (cp_rank, cp_size), (sp_rank, sp_size) = self._cp, self._sp
         offsets = self.cu_seqlens.cpu()
-        identity = (self.count, int(offsets[-1]), int((offsets * torch.arange(1, self.count + 2)).sum()))
-        ranks = torch.tensor([[*identity, sp_rank * cp_size + cp_rank]], device=self._ids.device)
-        for group in self.groups:
-            ranks = across.gathered(ranks, group).flatten(0, 1)
-        *packings, shares = zip(*ranks.tolist(), strict=True)
-        if any(len(set(found)) > 1 for found in packings):
+        checksum = int((offsets * torch.arange(1, self.count + 2)).sum())
+        packing = (self.count, int(offsets[-1]), checksum, sp_rank * cp_size + cp_rank)
+        packings = self._gather_rows(torch.tensor([packing], device=self._ids.device))
+        counts, tokens, checksums, shards = zip(*packings.tolist(), strict=True)
+        if any(len(set(by_rank)) > 1 for by_rank in (counts, tokens, checksums)):
             raise RanksDisagreeError(
-                f"the ranks hold different packings: {list(packings[0])} sequences and {list(packings[1])} tokens in "
+                f"the ranks hold different packings: {list(counts)} sequences and {list(tokens)} tokens in "
                 "cu_seqlens, by rank, or sequences of other lengths; give all ranks of the groups the same cu_seqlens"
             )
-        if sorted(shares) != list(range(cp_size * sp_size)):
+        if sorted(shards) != list(range(cp_size * sp_size)):
             raise RanksDisagreeError(
-                f"the ranks hold the shares {list(shares)} (sp_rank·cp_size + cp_rank), but together they must be 0 to "
+                f"the ranks hold the shards {list(shards)} (sp_rank·cp_size + cp_rank), but together they must be 0 to "
                 f"{cp_size * sp_size - 1}, each once; give every rank its own cp_rank and sp_rank"
             )
         for name, value in sequences.items():
-            held = value.detach().double().reshape(1, -1)
-            for group in self.groups:
-                held = across.gathered(held, group).flatten(0, 1)
-            differs = ((held != held[0]) & ~(held.isnan() & held[0].isnan())).any(dim=0).nonzero().flatten().tolist()
-            if differs:
+            by_rank = self._gather_rows(value.detach().double().reshape(1, -1))
+            differs = (by_rank != by_rank[0]) & ~(by_rank.isnan() & by_rank[0].isnan())
+            differing = differs.any(dim=0).nonzero().flatten().tolist()
+            if differing:
                 raise RanksDisagreeError(
-                    f"the ranks hold different {name} for the same sequences, the first is sequence {differs[0]} with "
-                    f"{held[:, differs[0]].tolist()} by rank; give all ranks that share sequences the same {name}"
+                    f"the ranks hold different {name} for the same sequences, the first is sequence {differing[0]} "
+                    f"with {by_rank[:, differing[0]].tolist()} by rank; give all ranks that share sequences the same "
+                    f"{name}"
                 )
+
+    def _gather_rows(self, row: Tensor) -> Tensor:
+        """Return [W, n] from the row [1, n] of each of the W ranks in the groups."""
+        for group in self.groups:
+            row = reductions.gather_ranks(row, group).flatten(0, 1)
+        return row
 
     def check(self) -> None:
-        """Raise unless this share's groups are those that it is a share in; reads their sizes, no collective.
+        """Raise unless this process's ranks in the groups and their sizes fit the shard; no collective.
 
-        Raises: ShapeError: they are not.
+        Raises: ShapeError: a rank or a size differs from the arguments, or a shard has no groups.
         """
-        split = [share for share in self._shares if share[1] > 1]
+        split_axes = [(rank, size) for rank, size in (self._cp, self._sp) if size > 1]
         if not self.groups:
-            if split:
+            if split_axes:
                 raise ShapeError(
-                    "these segments are a share of the packed row, and no groups were given over which their "
-                    "statistics could be whole; give groups=(context-parallel group,)"
+                    "these segments are a shard of the packed row, and no groups were given to reduce their "
+                    "statistics over; give groups=(context-parallel group,)"
                 )
             return
-        found = [(dist.get_rank(group), dist.get_world_size(group)) for group in self.groups]
-        (cp_rank, cp_size), (sp_rank, sp_size) = self._shares
-        if len(found) == 1 and len(split) == 2:
-            fits = found[0][1] == cp_size * sp_size  # in whatever order its ranks are
+        in_groups = [(dist.get_rank(group), dist.get_world_size(group)) for group in self.groups]
+        (cp_rank, cp_size), (sp_rank, sp_size) = self._cp, self._sp
+        if len(in_groups) == 1 and len(split_axes) == 2:
+            fits = in_groups[0][1] == cp_size * sp_size  # in any order of the ranks
+        elif len(in_groups) == 1:
+            fits = in_groups == (split_axes or [(0, 1)])
         else:
-            fits = found == (list(self._shares) if len(found) > 1 else split or [(0, 1)])
+            fits = in_groups == [self._cp, self._sp]
         if not fits:
             raise ShapeError(
-                f"(rank, size) in the groups is {found}, but (cp_rank, cp_size) is {cp_rank, cp_size} and (sp_rank, "
-                f"sp_size) is {sp_rank, sp_size}; give the context-parallel group, the sequence-parallel group, one "
-                "group of both, or the two in that order"
+                f"(rank, size) in the groups is {in_groups}, but (cp_rank, cp_size) is {cp_rank, cp_size} and "
+                f"(sp_rank, sp_size) is {sp_rank, sp_size}; give the context-parallel group, the sequence-parallel "
+                "group, one group of both, or the two in that order"
             )

@@ -1,6 +1,9 @@
-"""Holds a loss to what the package promises, whoever wrote its variant, mask, statistic, level or truncation.
+"""Checks that a loss keeps the package's promises, for authors of variants, masks, statistics, levels and truncations.
 
-``assert_promises("my_losses:UNCLIPPED")`` in a test, or ``nemo-geomask test-variant my_losses:UNCLIPPED``.
+A promise is a property that every loss must have, such as that microbatches add up to the whole batch; see
+:data:`PROMISES`. A trial is a block of ``loss_fn`` settings under which a plugin is tested.
+
+Use ``assert_promises("my_losses:UNCLIPPED")`` in a test, or ``nemo-geomask test-variant my_losses:UNCLIPPED``.
 """
 
 from __future__ import annotations
@@ -9,10 +12,11 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from nemo_geomask.config.corrections import LEVELS, STATISTICS, TRUNCATIONS, MaskStatistic
-from nemo_geomask.config.presets import PLUGINS as PRESETS
+from nemo_geomask.config.presets import PRESET_GROUP
+from nemo_geomask.data_keys import GENERATION_LOGPROBS, PREV_LOGPROBS, TOKEN_MASK
 from nemo_geomask.errors import PluginError
-from nemo_geomask.losses import BeforeStep, registry
-from nemo_geomask.losses.build import examined
+from nemo_geomask.losses import PrestepPass, registry
+from nemo_geomask.losses.build import build_with_warnings
 from nemo_geomask.testing.promises import PROMISES, Promise, uneven_batch
 
 __all__ = ["PROMISES", "SETTINGS", "Promise", "assert_promises", "broken_promises", "trials"]
@@ -26,83 +30,87 @@ SETTINGS: tuple[Mapping[str, Any], ...] = (
         "masks": [{"preset": "geometric", "min": 0.9, "max": 1.1}, {"preset": "opsm", "delta": 0.2}],
     },
 )
-"""What a variant given by its name is tried under: alone, and with a weight and masks."""
+"""Settings under which a variant is tried: none besides its name, and an importance-sampling weight with masks."""
 
 
 def assert_promises(subject: str | Mapping[str, Any]) -> None:
-    """Raise unless a loss keeps every promise.
+    """Raise AssertionError unless a loss keeps every promise.
 
     Args:
-        subject: a name or ``module:attribute``, tried under each of its :func:`trials`; or whole settings of
-            ``loss_fn``.
+        subject: a plugin's name or ``module:attribute``, tested under each of its :func:`trials`; or complete settings
+            of ``loss_fn``.
 
-    Raises: AssertionError: with a line for each. ConfigError: as :func:`nemo_geomask.build_loss`.
+    Raises: AssertionError: a promise is broken; the message has a line for each. ConfigError: the settings are invalid,
+        as for :func:`nemo_geomask.build_loss`. PluginError: the name is not known, as for :func:`trials`.
     """
-    found = [
-        f"{promise.name}: {text}"
-        for case in ([subject] if isinstance(subject, Mapping) else trials(subject).values())
-        for promise, text in broken_promises(case)
-        if text
+    violations = [
+        f"{promise.name}: {violation}"
+        for settings in ([subject] if isinstance(subject, Mapping) else trials(subject).values())
+        for promise, violation in broken_promises(settings)
+        if violation
     ]
-    if found:
-        raise AssertionError("\n".join(found))
+    if violations:
+        raise AssertionError("\n".join(violations))
 
 
 def broken_promises(settings: Mapping[str, Any]) -> Iterator[tuple[Promise, str]]:
-    """Each promise with what the loss does instead, empty where it keeps it.
+    """Yield every promise with a message that says how the loss breaks it; the message is "" if the loss keeps it.
 
     Args:
-        settings: as :func:`nemo_geomask.build_loss` takes them.
+        settings: settings of ``loss_fn``, as for :func:`nemo_geomask.build_loss`.
     """
-    loss, _ = examined({"reference_policy_kl_penalty": 0.0, "compile": False, **settings})
-    before, tried = BeforeStep(loss.config), uneven_batch()
-    if before.needed:
-        tried |= before(tried).changes
+    loss, _ = build_with_warnings({"reference_policy_kl_penalty": 0.0, "compile": False, **settings})
+    prestep, batch = PrestepPass(loss.config), uneven_batch()
+    if prestep.needed:
+        batch |= prestep(batch).changes
     for promise in PROMISES:
         try:
-            yield promise, promise.broken(loss, tried)
+            yield promise, promise.find_violation(loss, batch)
         except Exception as error:
             yield promise, f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
 def trials(name: str) -> dict[str, Mapping[str, Any]]:
-    """The settings of ``loss_fn`` that a name is tried under, by a few words.
+    """Return the settings of ``loss_fn`` under which a plugin is tested, each with a short description as its key.
 
     Args:
-        name: registered in one of the plugins' groups, or ``module:attribute``: a variant; a mask's preset or
-            statistic; a level or truncation of the weight.
+        name: name of a registered plugin, or ``module:attribute``. The plugin is a variant, a mask preset, a mask
+            statistic, or a level or truncation of the importance-sampling weight.
 
-    Raises: PluginError: it is none of these.
+    Raises: PluginError: no such plugin can be loaded.
     """
-    unknown: PluginError | None = None
-    for load, settings in _TRIALS:
+    first_error: PluginError | None = None
+    for load, make_trials in _TRIALS:
         try:
-            found = load(name)
+            plugin = load(name)
         except PluginError as error:
-            unknown = unknown or error
+            first_error = first_error or error
         else:
-            return settings(name, found)
-    assert unknown is not None
-    raise unknown
+            return make_trials(name, plugin)
+    assert first_error is not None
+    raise first_error
 
 
-def _of_variant(name: str, found: Any) -> dict[str, Mapping[str, Any]]:
-    words = ("alone", "with a weight and masks")
-    return {said: {**case, "name": name} for said, case in zip(words, SETTINGS, strict=True)}
+def _variant_trials(name: str, plugin: Any) -> dict[str, Mapping[str, Any]]:
+    descriptions = ("alone", "with a weight and masks")
+    return {
+        description: {**settings, "name": name} for description, settings in zip(descriptions, SETTINGS, strict=True)
+    }
 
 
-def _of_statistic(name: str, found: MaskStatistic) -> dict[str, Mapping[str, Any]]:
-    # A bound that half of the tokens are beyond.
-    data = uneven_batch()
-    trained = data["token_mask"] != 0
-    bound = float(found.of(data["prev_logprobs"][trained], data["generation_logprobs"][trained]).abs().median())
-    bounds = {"max": bound, **({"min": -bound} if found.signed else {})}
+def _statistic_trials(name: str, plugin: MaskStatistic) -> dict[str, Mapping[str, Any]]:
+    # The median is the bound, so that half of the tokens are out of bounds.
+    batch = uneven_batch()
+    is_trained = batch[TOKEN_MASK] != 0
+    values = plugin.of(batch[PREV_LOGPROBS][is_trained], batch[GENERATION_LOGPROBS][is_trained])
+    bound = float(values.abs().median())
+    bounds = {"max": bound, **({"min": -bound} if plugin.signed else {})}
     limits = {"token": bounds, "sequence_mean": {"drop_at_most": 0.3}, "prefix_max": bounds}
     rule = {"log_ratio": "mismatch", "statistic": name}
     return {f"at level {level}": {"masks": [{**rule, "level": level, **limit}]} for level, limit in limits.items()}
 
 
-def _of_truncation(name: str, found: Any) -> dict[str, Mapping[str, Any]]:
+def _truncation_trials(name: str, plugin: Any) -> dict[str, Mapping[str, Any]]:
     bounds = {"truncated_importance_sampling_ratio": 1.2, "truncated_importance_sampling_ratio_min": 0.8}
     return {
         f"at level {level}": {
@@ -118,9 +126,9 @@ def _of_truncation(name: str, found: Any) -> dict[str, Mapping[str, Any]]:
 _WEIGHTED = {"use_importance_sampling_correction": True}
 _Trials = Callable[[str, Any], dict[str, Mapping[str, Any]]]
 _TRIALS: tuple[tuple[Callable[[str], Any], _Trials], ...] = (
-    (registry.load, _of_variant),
-    (PRESETS.load, lambda name, found: {"as a mask": {"masks": [{"preset": name}]}}),
-    (STATISTICS.load, _of_statistic),
-    (LEVELS.load, lambda name, found: {"as the weight": {**_WEIGHTED, "is_correction_level": name}}),
-    (TRUNCATIONS.load, _of_truncation),
+    (registry.load, _variant_trials),
+    (PRESET_GROUP.load, lambda name, plugin: {"as a mask": {"masks": [{"preset": name}]}}),
+    (STATISTICS.load, _statistic_trials),
+    (LEVELS.load, lambda name, plugin: {"as the weight": {**_WEIGHTED, "is_correction_level": name}}),
+    (TRUNCATIONS.load, _truncation_trials),
 )

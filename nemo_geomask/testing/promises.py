@@ -1,260 +1,398 @@
-"""What holds for every loss, each as a test of one on a batch."""
+"""Properties that the package promises of every loss, each as a check of a loss on a batch."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import math
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from nemo_geomask.data_keys import GENERATION_LOGPROBS, PREV_LOGPROBS, REFERENCE_POLICY_LOGPROBS, TOKEN_MASK
 from nemo_geomask.losses import PolicyLoss
-from nemo_geomask.losses.batch import KEYS, Raw, keys_read
+from nemo_geomask.losses.batch import requested_tensors, take_padded
 from nemo_geomask.losses.evaluate import evaluate
 from nemo_geomask.losses.prestep import valid_counts
 from nemo_geomask.losses.variant import SurrogateInputs
-from nemo_geomask.processes import run
+from nemo_geomask.parallel.local_processes import run_ranks
 from nemo_geomask.segments import PackedSegments, PaddedSegments
 
-__all__ = ["PROMISES", "Promise", "uneven_batch"]
+__all__ = [
+    "PROMISES",
+    "Batch",
+    "LossOutcome",
+    "Promise",
+    "describe_difference",
+    "evaluate_padded",
+    "find_influence_of_untrained",
+    "find_nonfinite",
+    "find_pickle_difference",
+    "find_split_difference",
+    "has_same_bits",
+    "uneven_batch",
+]
 
-_CLOSE = 2e-5
-_STEP = 1e-6
-_COLUMNS = 16  # divides into the chunks of any number of ranks up to 8
-_RANKS = 2
+# In another order, a float32 sum differs by a relative 2**-24 for each term; some hundred terms are summed, and they
+# may cancel.
+_RELATIVE_TOLERANCE = 2e-5
+_ABSOLUTE_TOLERANCE = 2e-6
+_STEP = 1e-6  # step of the finite differences, in float64
+_COLUMNS = 16  # T - 1; can be divided into the 2·CP chunks of 1, 2, 4 or 8 context-parallel ranks
+_RANKS = 2  # number of context-parallel ranks
+_JUNK = (math.nan, math.inf, -math.inf, 1e6)  # values written to tokens that don't train
+
 Batch = dict[str, Tensor]
+"""NeMo-RL's batch: tensors [B, T] and [B]. The log-probs of the current policy have the key ``curr``; their first
+column is unused."""
+Counts = tuple[Tensor, Tensor]
+"""Number of valid sequences and number of valid tokens of the optimiser step, both 0-d."""
 
 
 @dataclass(frozen=True)
 class Promise:
-    """One thing that holds for every loss.
+    """A property that every loss must have.
 
     Attributes:
-        name: in a few words.
-        broken: what a loss does instead on a batch; empty where it keeps the promise.
+        name: the property in a few words.
+        find_violation: function of a loss and a batch; returns a message that says how the loss breaks the promise, or
+            "" if it keeps it.
     """
 
     name: str
-    broken: Callable[[PolicyLoss, Batch], str]
+    find_violation: Callable[[PolicyLoss, Batch], str]
+
+
+class LossOutcome(NamedTuple):
+    """Value, gradient and metrics of a loss on a batch."""
+
+    value: float
+    gradient: Tensor
+    """Gradient by the current policy's log-probs, in their layout."""
+    metrics: Mapping[str, float]
 
 
 def uneven_batch() -> Batch:
-    """Rows in NeMo-RL's layout [B, T+1]: uneven, one with a tool's tokens, one empty, one whose sample is masked."""
-    draw = torch.Generator().manual_seed(7)
+    """Return a batch of rows of different lengths; one has tool tokens, one is empty, one has a sample mask of 0."""
+    generator = torch.Generator().manual_seed(7)
     lengths = (16, 9, 13, 5, 0, 7)
     shape = (len(lengths), _COLUMNS + 1)
 
     def normal(scale: float) -> Tensor:
-        return scale * torch.randn(shape, generator=draw)
+        return scale * torch.randn(shape, generator=generator)
 
     tilt = torch.linspace(-0.15, 0.15, len(lengths)).unsqueeze(1)
-    gen = -0.2 - 2.0 * torch.rand(shape, generator=draw)
+    gen = -0.2 - 2.0 * torch.rand(shape, generator=generator)
     prev = gen + tilt + normal(0.2)
     mask = (torch.arange(shape[1]) >= 1) & (torch.arange(shape[1]) <= torch.tensor(lengths).unsqueeze(1))
     mask[2, 5:8] = False
     sign = torch.tensor([1.0, -1.0]).repeat(len(lengths) // 2).unsqueeze(1)
     return {
         "curr": prev + tilt + normal(0.3),
-        "prev_logprobs": prev,
-        "generation_logprobs": gen,
-        "reference_policy_logprobs": prev + normal(0.3),
-        "advantages": sign * (0.3 + torch.rand(shape, generator=draw)),
-        "token_mask": mask.float(),
+        PREV_LOGPROBS: prev,
+        GENERATION_LOGPROBS: gen,
+        REFERENCE_POLICY_LOGPROBS: prev + normal(0.3),
+        "advantages": sign * (0.3 + torch.rand(shape, generator=generator)),
+        TOKEN_MASK: mask.float(),
         "sample_mask": torch.tensor([1.0] * (len(lengths) - 1) + [0.0]),
         "rewards": sign[:, 0],
     }
 
 
-def _padded(loss: PolicyLoss, batch: Batch, counts: tuple[Tensor, Tensor] | None = None) -> tuple[float, Tensor]:
-    """Value, and gradient by each of the log-probs [B, T]."""
+def evaluate_padded(loss: PolicyLoss, batch: Batch, counts: Counts | None = None) -> LossOutcome:
+    """Call the loss on padded rows; the gradient is [B, T-1]. By default ``counts`` are those of the batch."""
     curr = batch["curr"][:, 1:].clone().requires_grad_()
-    value, _ = loss.for_prepared_batches()(curr, batch, *(counts or valid_counts([batch])))
-    return value.item(), _gradient(value, curr)
+    value, metrics = loss.for_prepared_batches()(curr, batch, *(counts or valid_counts([batch])))
+    return LossOutcome(value.item(), _gradient(value, curr), dict(metrics))
 
 
-def _packed(
+def _evaluate_packed(
     loss: PolicyLoss, batch: Batch, *, rank: int = 0, world: int = 1, groups: Sequence[Any] = ()
-) -> tuple[float, Tensor, Tensor]:
-    """Value, gradient by this rank's log-probs, and where they stand among the [B * T]."""
+) -> tuple[LossOutcome, Tensor]:
+    """Call the loss on this rank's shard of the packed rows; also return the indices of its tokens among B·(T-1)."""
     rows = batch["curr"].shape[0]
     segments = PackedSegments(
         list(range(0, (rows + 1) * _COLUMNS, _COLUMNS)), cp_rank=rank, cp_size=world, groups=tuple(groups)
     )
-    where = segments.token_index
-    data = {key: value[:, 1:].reshape(-1)[where] if value.dim() == 2 else value for key, value in batch.items()}
+    places = segments.token_index
+    data = {key: value[:, 1:].reshape(-1)[places] if value.dim() == 2 else value for key, value in batch.items()}
     curr = data["curr"].clone().requires_grad_()
-    value, _ = loss.for_prepared_batches().packed(curr, data, segments, *valid_counts([batch]))
-    return value.item(), _gradient(value, curr), where
+    value, metrics = loss.for_prepared_batches().packed(curr, data, segments, *valid_counts([batch]))
+    return LossOutcome(value.item(), _gradient(value, curr), dict(metrics)), places
 
 
 def _gradient(value: Tensor, curr: Tensor) -> Tensor:
-    (found,) = torch.autograd.grad(value, curr, allow_unused=True)
-    return torch.zeros_like(curr) if found is None else found
+    (gradient,) = torch.autograd.grad(value, curr, allow_unused=True)
+    return torch.zeros_like(curr) if gradient is None else gradient
 
 
-def _apart(what: str, found: tuple[float, Tensor], true: tuple[float, Tensor]) -> str:
-    """How far a loss and its gradient are from those that they should be."""
-    off = abs(found[0] - true[0])
-    if not off <= _CLOSE * max(abs(true[0]), 1e-3):
-        return f"{what} gives a loss of {found[0]:.6g}, not {true[0]:.6g}; reduce over no tokens, ask for means by pool"
-    worst, size = (found[1] - true[1]).abs().max().item(), true[1].abs().max().item()
+def _is_close(value: float, expected: float) -> bool:
+    return value == expected or math.isclose(value, expected, rel_tol=_RELATIVE_TOLERANCE, abs_tol=_ABSOLUTE_TOLERANCE)
+
+
+def describe_difference(subject: str, outcome: LossOutcome, expected: LossOutcome) -> str:
+    """Return a sentence that says how ``outcome`` differs from ``expected`` by more than rounding; "" if it doesn't.
+
+    Args:
+        subject: what produced the outcome; the subject of the sentence.
+        outcome: the outcome to check.
+        expected: the outcome to compare with; its gradient has the same shape.
+    """
+    if not _is_close(outcome.value, expected.value):
+        return (
+            f"{subject} gives a loss of {outcome.value:.6g} instead of {expected.value:.6g}; reduce over no tokens, "
+            "and get a sequence's means from pool"
+        )
+    error = (outcome.gradient - expected.gradient).abs()
+    if not (error <= _ABSOLUTE_TOLERANCE + _RELATIVE_TOLERANCE * expected.gradient.abs()).all():
+        size = expected.gradient.abs().max().item()
+        return f"{subject} gives a gradient that is off by {error.max().item():.2g}, where the largest is {size:.2g}"
+    if set(outcome.metrics) != set(expected.metrics):
+        names = sorted(set(outcome.metrics) ^ set(expected.metrics))
+        return f"{subject} reports other metrics; only one of the two has {', '.join(names)}"
+    for name, value in outcome.metrics.items():
+        if not _is_close(value, expected.metrics[name]):
+            return f"{subject} reports {name} = {value:.6g} instead of {expected.metrics[name]:.6g}"
+    return ""
+
+
+def has_same_bits(outcome: LossOutcome, expected: LossOutcome) -> bool:
+    """Return True if values, gradients (the sign of 0 included) and metrics are the same to the bit."""
     return (
-        "" if worst <= _CLOSE * max(size, 1e-6) else f"{what} gives a gradient that is {worst:.2g} off, of {size:.2g}"
+        outcome.value == expected.value
+        and math.copysign(1.0, outcome.value) == math.copysign(1.0, expected.value)
+        and torch.equal(outcome.gradient.view(torch.int32), expected.gradient.view(torch.int32))
+        and outcome.metrics == expected.metrics
     )
 
 
-def _splits(loss: PolicyLoss, batch: Batch) -> str:
-    counts, value, gradients = valid_counts([batch]), 0.0, []
-    for rows in (slice(0, 1), slice(1, 4), slice(4, None)):
-        part, gradient = _padded(loss, {key: tensor[rows] for key, tensor in batch.items()}, counts)
-        value += part
-        gradients.append(gradient)
-    return _apart("the sum over three microbatches", (value, torch.cat(gradients)), _padded(loss, batch))
+def _sum_microbatches(outcomes: Sequence[LossOutcome]) -> LossOutcome:
+    """Add up microbatches as NeMo-RL does: extrema by minimum and maximum, everything else by sum."""
+    metrics = {}
+    for name in outcomes[0].metrics:
+        combine: Callable[[list[float]], float] = (
+            min if name.endswith("_min") else max if name.endswith("_max") else sum
+        )
+        metrics[name] = combine([outcome.metrics[name] for outcome in outcomes])
+    gradient = torch.cat([outcome.gradient for outcome in outcomes])
+    return LossOutcome(sum(outcome.value for outcome in outcomes), gradient, metrics)
 
 
-def _packs(loss: PolicyLoss, batch: Batch) -> str:
-    value, gradient, _ = _packed(loss, batch)
-    whole, true = _padded(loss, batch)
-    return _apart("the packed row", (value, gradient), (whole, true.reshape(-1)))
+def find_split_difference(
+    loss: PolicyLoss, batch: Batch, counts: Counts | None = None, cuts: Sequence[int] = (1, 4)
+) -> str:
+    """Return a message if the sum over microbatches differs from the whole batch, else "".
+
+    Args:
+        loss: the loss to check.
+        batch: the whole batch.
+        counts: as for :func:`evaluate_padded`.
+        cuts: index of the first row of each microbatch but the first.
+    """
+    counts = counts or valid_counts([batch])
+    bounds = [0, *cuts, len(batch["curr"])]
+    parts = [
+        evaluate_padded(loss, {key: tensor[start:end] for key, tensor in batch.items()}, counts)
+        for start, end in itertools.pairwise(bounds)
+        if len(batch["curr"][start:end])
+    ]
+    expected = evaluate_padded(loss, batch, counts)
+    return describe_difference(f"the sum over {len(parts)} microbatches", _sum_microbatches(parts), expected)
 
 
-def _share(rank: int, world: int, settings: bytes, batch: Batch) -> tuple[float, list[float], list[int]]:
+def _find_packing_difference(loss: PolicyLoss, batch: Batch) -> str:
+    packed, _ = _evaluate_packed(loss, batch)
+    padded = evaluate_padded(loss, batch)
+    return describe_difference("the packed row", packed, padded._replace(gradient=padded.gradient.reshape(-1)))
+
+
+def _evaluate_shard(
+    rank: int, world: int, pickled_loss: bytes, batch: Batch
+) -> tuple[float, list[float], dict[str, float], list[int]]:
     import torch.distributed as dist
 
-    value, gradient, where = _packed(pickle.loads(settings), batch, rank=rank, world=world, groups=(dist.group.WORLD,))
-    return value, gradient.tolist(), where.tolist()
+    loss = pickle.loads(pickled_loss)
+    (value, gradient, metrics), places = _evaluate_packed(
+        loss, batch, rank=rank, world=world, groups=(dist.group.WORLD,)
+    )
+    return value, gradient.tolist(), dict(metrics), places.tolist()
 
 
-def _shares(loss: PolicyLoss, batch: Batch) -> str:
-    whole, true = _padded(loss, batch)
-    gradient, texts = torch.zeros_like(true).reshape(-1), []
-    for value, part, where in run(_RANKS, _share, pickle.dumps(loss), batch, timeout=300):
-        gradient[torch.tensor(where)] = torch.tensor(part)
-        texts.append(_apart("a context-parallel rank", (value, true), (whole, true)))
-    return next(filter(None, texts), _apart("context parallelism", (whole, gradient), (whole, true.reshape(-1))))
+def _find_context_parallel_difference(loss: PolicyLoss, batch: Batch) -> str:
+    expected = evaluate_padded(loss, batch)
+    expected = expected._replace(gradient=expected.gradient.reshape(-1))
+    shards = run_ranks(_RANKS, _evaluate_shard, pickle.dumps(loss), batch, timeout=300)
+    gradient = torch.zeros_like(expected.gradient)
+    for _, shard_gradient, _, places in shards:
+        gradient[torch.tensor(places)] = torch.tensor(shard_gradient)
+    for value, _, metrics, _ in shards:
+        difference = describe_difference("a context-parallel rank", LossOutcome(value, gradient, metrics), expected)
+        if difference:
+            return difference
+    return ""
 
 
-def _ignores(loss: PolicyLoss, batch: Batch) -> str:
-    value, gradient = _padded(loss, batch)
-    out = (batch["token_mask"] * batch["sample_mask"].unsqueeze(1)) == 0
-    for junk in (math.nan, math.inf, -math.inf, 1e6):
-        tokens = {key: tensor for key, tensor in batch.items() if tensor.dim() == 2 and key != "token_mask"}
-        soiled = batch | {key: tensor.masked_fill(out, junk) for key, tensor in tokens.items()}
-        other, others = _padded(loss, soiled)
-        if other != value or not torch.equal(others, gradient):
-            return f"{junk} at tokens that don't train changes the loss or its gradient"
-    return "" if not gradient[out[:, 1:]].any() else "tokens that don't train have a gradient"
+def find_influence_of_untrained(
+    loss: PolicyLoss, batch: Batch, counts: Counts | None = None, junk: Sequence[float] = _JUNK
+) -> str:
+    """Return a message if values at tokens that don't train change the loss, its gradient or its metrics, else "".
+
+    Even a change of the last bit counts. ``junk`` are the values to write to these tokens, one after another.
+    """
+    counts = counts or valid_counts([batch])
+    is_untrained = (batch[TOKEN_MASK] * batch["sample_mask"].unsqueeze(1)) == 0
+    is_untrained[:, 0] = True
+    clean = evaluate_padded(loss, batch, counts)
+    for junk_value in junk:
+        dirty = {
+            key: tensor.masked_fill(is_untrained, junk_value)
+            for key, tensor in batch.items()
+            if tensor.dim() == 2 and tensor.is_floating_point() and key != TOKEN_MASK
+        }
+        dirty["rewards"] = batch["rewards"].masked_fill(batch["sample_mask"] == 0, junk_value)
+        if not has_same_bits(evaluate_padded(loss, batch | dirty, counts), clean):
+            return f"{junk_value} at tokens that don't train changes the loss, its gradient or its metrics"
+    if clean.gradient[is_untrained[:, 1:]].view(torch.int32).any():
+        return "tokens that don't train have a gradient"
+    return ""
 
 
-def _finite(loss: PolicyLoss, batch: Batch) -> str:
-    # The direction alternates, so that products and means are extreme on both sides.
-    by = torch.where(torch.arange(len(batch["curr"])) % 2 == 0, 100.0, -100.0).unsqueeze(1)
-    far, here = batch["curr"] - by, batch["curr"]
-    prev, gen = (far, here) if loss.config.ratio_anchor == "prev" else (here, far)
-    value, gradient = _padded(loss, batch | {"prev_logprobs": prev, "generation_logprobs": gen})
-    done = math.isfinite(value) and bool(gradient.isfinite().all())
-    return "" if done else "log-ratios of ±100 give a loss or a gradient that is not finite; use F.saturating_exp"
+def find_nonfinite(loss: PolicyLoss, batch: Batch, counts: Counts | None = None) -> str:
+    """Return a message if the loss or its gradient is not finite on the batch, else ""."""
+    outcome = evaluate_padded(loss, batch, counts)
+    if math.isfinite(outcome.value) and outcome.gradient.isfinite().all():
+        return ""
+    return "extreme log-ratios give a loss or a gradient that is not finite; use F.saturating_exp"
 
 
-def _travels(loss: PolicyLoss, batch: Batch) -> str:
-    return _apart("the loss that was unpickled", _padded(pickle.loads(pickle.dumps(loss)), batch), _padded(loss, batch))
+def _find_overflow(loss: PolicyLoss, batch: Batch) -> str:
+    # The log-ratios of even and odd rows have opposite signs, so that products and means are extreme on both sides.
+    offset = torch.where(torch.arange(len(batch["curr"])) % 2 == 0, 100.0, -100.0).unsqueeze(1)
+    anchor, other = batch["curr"] - offset, batch["curr"]
+    prev, gen = (anchor, other) if loss.config.ratio_anchor == "prev" else (other, anchor)
+    return find_nonfinite(loss, batch | {PREV_LOGPROBS: prev, GENERATION_LOGPROBS: gen})
 
 
-def _compiles(loss: PolicyLoss, batch: Batch) -> str:
-    others = {name: batch[KEYS[name]] for name in keys_read(loss.config) if KEYS[name] in batch}
-    tokens = {name: value[:, 1:] if value.dim() == 2 else value for name, value in others.items()}
-    raw = Raw(batch["curr"][:, 1:], batch["token_mask"][:, 1:], batch["sample_mask"], tokens)
-    raw = raw._replace(bounds=loss.bounds(batch, batch["curr"].device))
+def find_pickle_difference(loss: PolicyLoss, batch: Batch, counts: Counts | None = None) -> str:
+    """Return a message if the unpickled loss differs from the original, even in the last bit, else ""."""
+    copy = pickle.loads(pickle.dumps(loss))
+    if not has_same_bits(evaluate_padded(copy, batch, counts), evaluate_padded(loss, batch, counts)):
+        return "the unpickled loss gives another loss, gradient or metric"
+    if copy.metric_normalizations != loss.metric_normalizations:
+        return "the unpickled loss has other metric_normalizations"
+    return ""
+
+
+def _find_graph_difference(loss: PolicyLoss, batch: Batch) -> str:
+    raw = take_padded(batch["curr"][:, 1:], batch, requested_tensors(loss.config))
+    raw = raw._replace(batch_scalars=loss.batch_scalars(batch, batch["curr"].device))
     counts = [count.float() for count in valid_counts([batch])]
     function = functools.partial(evaluate, loss.config, loss.variant, loss.options)
-    torch.compiler.reset()  # graphs of other losses would count against this one's limit
+    torch.compiler.reset()  # otherwise the graphs of other losses would count towards torch's limit of recompilations
     graph = torch.compile(function, fullgraph=True, dynamic=True, backend="eager")
-    zero = torch.zeros(())
-    # As PolicyLoss compiles it: settings are constants.
-    with torch._dynamo.config.patch(specialize_float=True):
-        found, true = (call(raw, PaddedSegments(), (), *counts)[0].item() for call in (graph, function))
-    return _apart("the compiled graph", (found, zero), (true, zero))
+    compiled, expected = (call(raw, PaddedSegments(), (), *counts)[0].item() for call in (graph, function))
+    no_gradient = torch.zeros(())
+    return describe_difference(
+        "the compiled graph", LossOutcome(compiled, no_gradient, {}), LossOutcome(expected, no_gradient, {})
+    )
 
 
-class _Frozen(TorchFunctionMode):
-    """Replays what was detached, so that differences see what a gradient does: constants."""
+class _DetachReplay(TorchFunctionMode):
+    """Record the detached tensors of one call, and return the same tensors in later calls.
+
+    Autograd treats detached tensors as constants. Finite differences do so only if the tensors keep their values when
+    an input is shifted. Detached tensors are the results of ``detach`` and ``.data``, and everything that is computed
+    under ``torch.no_grad``.
+
+    Attributes:
+        recorded: copies of the detached tensors, in the order of their computation.
+        position: index in ``recorded`` of the next tensor to return; set it to 0 before each replay. None: record.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.kept: list[Any] = []
-        self.place: int | None = None
+        self.recorded: list[Any] = []
+        self.position: int | None = None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        cuts = func in (torch.Tensor.detach, torch.detach, torch.Tensor.data.__get__)  # type: ignore[attr-defined]
-        if not (cuts or not torch.is_grad_enabled()) or not isinstance(result, Tensor):
+        detaches = func in (torch.Tensor.detach, torch.detach, torch.Tensor.data.__get__)  # type: ignore[attr-defined]
+        if not (detaches or not torch.is_grad_enabled()) or not isinstance(result, Tensor):
             return result
-        if self.place is None:
-            self.kept.append(result.clone())
+        if self.position is None:
+            self.recorded.append(result.clone())
             return result
-        self.place += 1
-        return self.kept[self.place - 1]
+        self.position += 1
+        return self.recorded[self.position - 1]
 
 
-def _differentiates(loss: PolicyLoss, batch: Batch) -> str:
-    """The variant's own functions in float64, each token moved by itself."""
+def _find_gradient_error(loss: PolicyLoss, batch: Batch) -> str:
+    """Return a message if a token's gradient from autograd differs from its central difference in float64, else "".
+
+    The gradient is that of the variant's own functions, without importance-sampling weights and rejection masks.
+    """
     variant, double = loss.variant, {key: value.double() for key, value in batch.items()}
-    mask = (double["token_mask"] * double["sample_mask"].unsqueeze(1))[:, 1:]
-    anchor = double["generation_logprobs" if loss.config.ratio_anchor == "gen" else "prev_logprobs"][:, 1:]
-    spread = torch.rand(mask.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64) + 0.5
-    frozen = _Frozen()
+    mask = (double[TOKEN_MASK] * double["sample_mask"].unsqueeze(1))[:, 1:]
+    is_trained = mask != 0
+    anchor = double[GENERATION_LOGPROBS if loss.config.ratio_anchor == "gen" else PREV_LOGPROBS][:, 1:]
+    coefficient = torch.rand(mask.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64) + 0.5
+    replay = _DetachReplay()
 
     def total(curr: Tensor) -> Tensor:
-        curr = torch.where(mask != 0, curr, 0.0)
-        ratio = torch.where(mask != 0, curr - anchor, 0.0)
-        advantages = torch.where(mask != 0, double["advantages"][:, 1:], 0.0)
-        inputs = SurrogateInputs(curr, ratio, advantages, loss.config, loss.options)
+        """Return the sum of the tokens' losses, each times its own random coefficient."""
+        curr = torch.where(is_trained, curr, 0.0)
+        log_ratio = torch.where(is_trained, curr - anchor, 0.0)
+        advantages = torch.where(is_trained, double["advantages"][:, 1:], 0.0)
+        inputs = SurrogateInputs(curr, log_ratio, advantages, loss.config, loss.options)
         pooled = variant.pool(inputs) if variant.pool is not None else {}
         count = mask.sum(1, keepdim=True).clamp(min=1) if variant.pooled_by == "mean" else 1.0
         means = {name: ((value * mask).sum(1, keepdim=True) / count).expand_as(mask) for name, value in pooled.items()}
-        found = variant.surrogate(inputs, means)
-        per_token = found.loss if found.penalty is None else found.loss + found.penalty
-        return (mask * spread * per_token).sum()
+        surrogate = variant.surrogate(inputs, means)
+        per_token = surrogate.loss if surrogate.penalty is None else surrogate.loss + surrogate.penalty
+        return (mask * coefficient * per_token).sum()
 
-    def slope(place: list[int], mode: Any) -> float:
+    def central_difference(token: list[int], mode: Any) -> float:
+        """Return the derivative of ``total`` by the log-prob of ``token`` (row, column), computed within ``mode``."""
         values = []
         for step in (_STEP, -_STEP):
-            moved = curr.detach().clone()
-            moved[tuple(place)] += step
-            frozen.place = 0
+            shifted = curr.detach().clone()
+            shifted[tuple(token)] += step
+            replay.position = 0
             with mode:
-                values.append(total(moved.requires_grad_()).item())
+                values.append(total(shifted.requires_grad_()).item())
         return (values[0] - values[1]) / (2 * _STEP)
 
     curr = double["curr"][:, 1:].clone().requires_grad_()
-    with frozen:
+    with replay:
         value = total(curr)
     (gradient,) = torch.autograd.grad(value, curr)
-    wrong = 0.0
-    for place in (mask != 0).nonzero().tolist():
-        true = gradient[tuple(place)].item()
-        # What is detached is a constant to the gradient, or only chooses between branches that meet there.
-        wrong = max(wrong, min(abs(slope(place, mode) - true) for mode in (frozen, contextlib.nullcontext())))
+    largest_error = 0.0
+    for token in is_trained.nonzero().tolist():
+        derivative = gradient[tuple(token)].item()
+        # A detached tensor may be a factor; then only the replay agrees with autograd, which takes it as constant. Or
+        # it may choose between branches that meet continuously; then plain differences agree. Either one suffices.
+        errors = [abs(central_difference(token, mode) - derivative) for mode in (replay, contextlib.nullcontext())]
+        largest_error = max(largest_error, min(errors))
     size = gradient.abs().max().item()
-    return (
-        "" if wrong <= 1e-4 * max(size, 1e-3) else f"the gradient is {wrong:.2g} off finite differences, of {size:.2g}"
-    )
+    if largest_error <= 1e-4 * max(size, 1e-3):
+        return ""
+    return f"the gradient is {largest_error:.2g} off finite differences, where the largest is {size:.2g}"
 
 
 PROMISES = (
-    Promise("microbatches add up to the whole", _splits),
-    Promise("packed is padded", _packs),
-    Promise("nothing comes from what doesn't train", _ignores),
-    Promise("finite at log-ratios of ±100", _finite),
-    Promise("the gradient is that of finite differences", _differentiates),
-    Promise("travels by pickle", _travels),
-    Promise("one graph under torch.compile", _compiles),
-    Promise("context parallelism is one rank", _shares),
+    Promise("microbatches add up to the whole batch", find_split_difference),
+    Promise("packed rows equal padded rows", _find_packing_difference),
+    Promise("untrained tokens have no influence", find_influence_of_untrained),
+    Promise("finite at log-ratios of ±100", _find_overflow),
+    Promise("the gradient equals finite differences", _find_gradient_error),
+    Promise("survives pickling", find_pickle_difference),
+    Promise("one graph under torch.compile", _find_graph_difference),
+    Promise("context parallelism equals one rank", _find_context_parallel_difference),
 )
-"""In the order in which they are tried: the last two take seconds."""
+"""All promises, in the order in which they are tried; the last two take seconds."""

@@ -1,11 +1,10 @@
-"""What all commands have in common, and what ``check`` says outside its rules."""
+"""What all commands have in common: help, the table of commands, closed pipes, types of options."""
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import io
-import json
-import os
 import re
 import subprocess
 import sys
@@ -15,15 +14,17 @@ from pathlib import Path
 import pytest
 
 from nemo_geomask import cli
-from nemo_geomask.cli import main
+from nemo_geomask.cli import main, schema
+from tests.helpers.closed_pipe import run_unread
 
 ROOT = Path(__file__).parents[2]
-COMMANDS = [module.__name__.rpartition(".")[2] for module in cli.COMMANDS]
+MODULES = {command.name: command.module for command in cli.COMMANDS if command.is_installed()}
+COMMANDS = list(MODULES)
 
 
 def helped(capsys, *words):
     with pytest.raises(SystemExit) as caught:
-        main([*(word.replace("_", "-") for word in words), "--help"])
+        main([*words, "--help"])
     assert caught.value.code == 0
     return capsys.readouterr().out
 
@@ -40,55 +41,78 @@ def test_examples_of_a_help_are_accepted(command, capsys, monkeypatch):
     examples = [line for line in helped(capsys, command).splitlines() if line.startswith("  nemo-geomask ")]
     lines = [line.partition(" > ")[0].split() for line in examples]
     seen = []
-    monkeypatch.setattr(getattr(cli, command), "run", lambda arguments: seen.append(arguments) or 0, raising=False)
+    module = importlib.import_module(MODULES[command])
+    monkeypatch.setattr(module, "run", lambda arguments: seen.append(arguments) or 0)
     for _, *words in lines:
         assert main(words) == 0
     assert len(seen) == len(lines)
     assert bool(lines) == (
-        command in ("lab", "run", "check", "translate", "test_variant", "rehearse", "diagnose", "sweep")
+        command in ("lab", "run", "check", "translate", "test-variant", "rehearse", "diagnose", "sweep")
     )
+
+
+@pytest.mark.parametrize("option", ["--help", "--version"])
+def test_an_option_before_the_command_imports_no_tool_and_no_package(option):
+    code = f"""
+        import sys
+        from nemo_geomask.cli import main
+        try:
+            main([{option!r}])
+        except SystemExit as error:
+            assert error.code == 0
+        ours = {{name for name in sys.modules if name.startswith("nemo_geomask.")}}
+        print(*sorted(name for name in ours if name.count(".") > 1 or name == "nemo_geomask.losses"), file=sys.stderr)
+        print(*{{"torch", "pydantic", "omegaconf", "yaml"}} & set(sys.modules), file=sys.stderr)
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=500, check=True
+    )
+    assert done.stderr.split() == []
+
+
+def test_every_command_and_its_line_are_listed(capsys):
+    printed = " ".join(helped(capsys).split())
+    for command in cli.COMMANDS:
+        assert (f"{command.name} {command.help}" in printed) == (command.name in COMMANDS)
+
+
+@pytest.mark.parametrize(
+    ("word", "hint"), [("scema", "did you mean 'schema'?"), ("test_variant", "did you mean 'test-variant'?")]
+)
+def test_a_mistyped_command_names_the_nearest(word, hint, capsys):
+    with pytest.raises(SystemExit) as caught:
+        main([word])
+    assert caught.value.code == 2
+    assert f"there is no command '{word}'; {hint}" in capsys.readouterr().err
+
+
+def test_a_command_without_its_tool_is_not_offered(monkeypatch, capsys):
+    monkeypatch.setattr(cli, "COMMANDS", [command._replace(room=f"{command.room}_deleted") for command in cli.COMMANDS])
+    assert "check" not in helped(capsys)
+    with pytest.raises(SystemExit):
+        main(["check", "recipe.yaml"])
+    assert "there is no command 'check'" in capsys.readouterr().err
 
 
 @pytest.mark.slow
 class TestBrokenPipe:
     """The reader of the output goes away: no traceback, and the status that a shell gives it."""
 
-    def run(self, code, *, stderr_too=False):
-        read, write = os.pipe()
-        os.close(read)
-        try:
-            return subprocess.run(
-                [sys.executable, "-c", code],
-                stdout=write,
-                stderr=write if stderr_too else subprocess.PIPE,
-                text=True,
-                timeout=500,
-                check=False,
-                # Unbuffered, argparse would swallow the error itself.
-                env={key: value for key, value in os.environ.items() if key != "PYTHONUNBUFFERED"},
-            )
-        finally:
-            os.close(write)
-
-    @pytest.mark.parametrize("words", ["check --list-rules", "check --help", "--version", "schema"])
+    @pytest.mark.parametrize("words", ["schema --help", "--version", "schema"])
     def test_is_no_error(self, words):
-        done = self.run(f"import sys; from nemo_geomask.cli import main; sys.exit(main({words.split()!r}))")
+        done = run_unread(words.split())
         assert (done.returncode, done.stderr) == (141, "")
-
-    def test_of_both_streams(self):
-        words = ["check", "nowhere.yaml", "--format", "json"]
-        done = self.run(f"import sys; from nemo_geomask.cli import main; sys.exit(main({words!r}))", stderr_too=True)
-        assert done.returncode == 141
 
     def test_of_a_commands_own_is_one(self):
         code = """
             import sys
             from nemo_geomask import cli
+            from nemo_geomask.cli import schema
 
             def fails(arguments):
                 raise BrokenPipeError("a worker died")
 
-            cli.schema.run = fails
+            schema.run = fails
             cli.main(["schema"])
         """
         done = subprocess.run(
@@ -101,124 +125,16 @@ class TestBrokenPipe:
     def test_of_a_process_without_output(self, stdout, monkeypatch):
         if stdout is not None:
             stdout = io.StringIO()
-            monkeypatch.setattr(cli.schema, "run", lambda arguments: stdout.close() or 0)
+            monkeypatch.setattr(schema, "run", lambda arguments: stdout.close() or 0)
         monkeypatch.setattr(sys, "stdout", stdout)
         assert main(["schema"]) == 0
-
-
-NAMELESS = """\
-loss_fn:
-  ratio_clip_max: 0.3
-  use_importance_sampling_correction: true
-  is_correction_level: sequence_mean
-  masks: [{preset: veto, max: 9.0, min: 0.1}]
-  loss_normalization: documents
-policy: {megatron_cfg: {enabled: true}}
-"""
-
-
-@pytest.fixture
-def write(tmp_path, monkeypatch):
-    pytest.importorskip("omegaconf", reason="recipes need it")
-    monkeypatch.chdir(tmp_path)
-
-    def write(text):
-        (tmp_path / "recipe.yaml").write_text(text, encoding="utf-8")
-        return "recipe.yaml"
-
-    return write
-
-
-class TestWhoseLoss:
-    def checked(self, capsys, *words):
-        status = main(["check", *words, "--format", "json"])
-        return status, json.loads(capsys.readouterr().out)
-
-    def test_without_a_name_it_is_nemo_rls_without_what_that_ignores(self, write, capsys):
-        assert main(["check", write(NAMELESS)]) == 2
-        printed = capsys.readouterr().out
-        head, formula = (
-            printed.index("loss_fn has no name: NeMo-RL's own ClippedPGLossFn trains."),
-            printed.index("L = "),
-        )
-        assert head < formula
-        assert "not masked" in printed
-        assert "k_veto" not in printed
-        assert "c_t = 1 / N_tok" in printed
-        assert "w_t = exp(x_t)" in printed  # token level, NeMo-RL's
-        for key in ("is_correction_level", "masks", "loss_normalization"):
-            assert f"error GM003 loss_fn.{key}" in printed
-
-    def test_json_has_a_field_for_it(self, write, capsys):
-        status, found = self.checked(capsys, write(NAMELESS))
-        assert (status, found["loss_of"], found["settings"]["masks"]) == (2, "nemo_rl", [])
-        assert found["objective"][0]["formula"] == "L = Σ_t c_t · (w_t · ℓ_t + 0.01 · KL_t)"
-        assert "GM003" in {finding["rule"] for finding in found["findings"]}
-        _, found = self.checked(capsys, "recipe.yaml", "++loss_fn.name=clipped_pg")
-        assert (found["loss_of"], len(found["settings"]["masks"])) == ("nemo_geomask", 1)
-        _, found = self.checked(capsys, "recipe.yaml", "++lab.tp=1")  # the lab's are this package's
-        assert (found["loss_of"], len(found["settings"]["masks"])) == ("nemo_geomask", 1)
-        _, found = self.checked(capsys, "recipe.yaml", "++loss_fn.name=null", "++loss_fn.ratio_clip_mx=1")
-        assert (found["loss_of"], found["settings"]) == (None, None)
-
-    def test_with_a_name_nothing_is_said(self, write, capsys):
-        main(["check", write(NAMELESS), "++loss_fn.name=clipped_pg"])
-        printed = capsys.readouterr().out
-        assert "ClippedPGLossFn" not in printed
-        assert "k_veto" in printed
-
-    def test_what_is_valid_only_by_ignored_keys_is_an_error(self, write, capsys):
-        # GSPO's ratio needs a loss over sequences, which NeMo-RL reads from token_level_loss alone.
-        recipe = write("loss_fn: {sequence_level_importance_ratios: true, loss_normalization: sequences}\n")
-        status, found = self.checked(capsys, recipe)
-        assert (status, found["findings"][0]["rule"]) == (2, "GM001")
-        assert "token_level_loss" in found["findings"][0]["message"]
-
-
-@pytest.mark.parametrize(
-    ("text", "words", "message"),
-    [
-        (None, ["nosuch.yaml"], "nosuch.yaml: the recipe can't be read"),
-        ("loss_fn: {name: [", ["recipe.yaml"], "recipe.yaml: no valid YAML"),
-        ("loss_fn: {}\n", ["recipe.yaml", "--ignore", "GM9999"], "--ignore: there is no rule GM9999"),
-        ("loss_fn: {}\n", ["recipe.yaml", "nonsense"], "override 'nonsense'"),
-        ("loss_fn: {}\n", ["recipe.yaml", "--gpu", "abacus"], "--gpu: 'abacus' is not known"),
-        (None, [], "check needs a recipe"),
-    ],
-)
-def test_json_of_what_can_not_be_judged(text, words, message, write, capsys):
-    # A recipe with an error that a rule finds, for the shape of the object.
-    write("loss_fn: {ratio_clip_mn: 1}\n")
-    main(["check", "recipe.yaml", "--format", "json"])
-    shape = json.loads(capsys.readouterr().out)
-    if text is not None:
-        write(text)
-    assert main(["check", *words, "--format", "json"]) == 2
-    printed = capsys.readouterr()
-    found = json.loads(printed.out)
-    assert found.keys() == shape.keys()
-    (finding,) = found["findings"]
-    assert finding.keys() == shape["findings"][0].keys()
-    assert (finding["rule"], finding["severity"]) == (None, "error")
-    assert message in finding["message"]
-    assert message in printed.err
-    assert found["summary"] == {"error": 1, "warning": 0, "note": 0}
-
-
-@pytest.mark.parametrize("value", ["abc", "0", "-1", "inf", "nan", ""])
-def test_a_mismatch_that_is_no_number_is_named(value, capsys):
-    with pytest.raises(SystemExit) as caught:
-        main(["check", "recipe.yaml", f"--mismatch-kl={value}"])
-    assert caught.value.code == 2
-    assert f"argument --mismatch-kl: '{value}' is not a number above 0" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_no_option_is_read_by_a_function_that_shows_its_own_name(command):
     """argparse names the function where it raises ValueError; what users read must be a type they know."""
-    subparsers = argparse.ArgumentParser().add_subparsers()
-    getattr(cli, command).add(subparsers)
-    (parser,) = subparsers.choices.values()
+    parser = argparse.ArgumentParser()
+    importlib.import_module(MODULES[command]).add_arguments(parser)
     for action in parser._actions:
         if action.type not in (None, str, int, float, Path):
             for text in ("abc", "", "1e"):

@@ -6,8 +6,8 @@ import pytest
 
 from nemo_geomask import LossConfig, build_loss
 from nemo_geomask.config import parse
-from nemo_geomask.config.conflicts import conflicts
-from nemo_geomask.config.loss import LossSettings
+from nemo_geomask.config.conflicts import find_conflicts
+from nemo_geomask.config.loss_settings import LossSettings
 from nemo_geomask.errors import ConfigError, PluginError
 
 TYPE = "truncated_importance_sampling_type"
@@ -20,7 +20,7 @@ TRUNCATED = {SWITCH: True, TYPE: "seq-mask-tis", HIGH: 1.01, LOW: 0.99}
 
 
 def keys(**settings):
-    return [conflict.keys for conflict in conflicts(LossSettings(**settings))]
+    return [conflict.keys for conflict in find_conflicts(LossSettings(**settings))]
 
 
 def lines(settings):

@@ -141,7 +141,7 @@ def test_pydantic_config_counts_only_what_was_given():
         ({"masks": [{"preset": "dppo_tv", "delta": 2.0}]}, ["loss_fn.masks[0].delta", "less than 1"]),
         (
             {"masks": [{**TOKEN, "statistic": "k3", "max": 0.1, "when": "pushing"}]},
-            ["loss_fn.masks[0]", "when: pushing needs a direction, which k3 has not"],
+            ["loss_fn.masks[0]", "when: pushing needs a direction, which k3 does not have"],
         ),
         ({"masks": [{"preset": "dppo", "delta": 0.2}]}, ["loss_fn.masks[0].preset", "did you mean 'dppo_"]),
     ],
@@ -246,6 +246,21 @@ def test_every_problem_is_listed_at_once():
         ("loss_fn.ratio_clip_maxx",),
     ]
     assert str(error.value) == "\n".join(map(str, error.value.problems))
+
+
+@pytest.mark.parametrize(
+    ("key", "answer"),
+    [
+        ("loss_mode", "PR 4069 has it; here write name, or for dppo_binary_tv masks: [{preset: dppo_tv"),
+        ("sapo_enabled", "PR 2464 has it; here write name: sapo"),
+        ("actor_loss_type", "PR 2455 has it; here write name: sapo, or for ppo_clip name: clipped_pg"),
+        ("sapo_tau_neg", "here write options: {tau_neg: …}"),
+        ("metrics_level", "here write metrics: full, or for minimal metrics: nemo_rl"),
+        ("enable_torch_compile", "here write compile"),
+    ],
+)
+def test_a_setting_of_an_open_pull_request_is_answered_with_ours(key, answer):
+    assert answer in message(**{key: 1})
 
 
 def test_direct_construction_is_as_strict():
@@ -422,8 +437,8 @@ class TestLookAlikes:
     @pytest.mark.parametrize(
         ("text", "hint"),
         [
-            ("3e-4", "to YAML 1.1 3e-4 is text, write 3.0e-4"),
-            ("1.5e5", "to YAML 1.1 1.5e5 is text, write 1.5e+5"),
+            ("3e-4", "YAML 1.1 reads 3e-4 as text, write 3.0e-4"),
+            ("1.5e5", "YAML 1.1 reads 1.5e5 as text, write 1.5e+5"),
             ("0.2", "'0.2' is text, write it without quotes"),
         ],
     )
@@ -447,11 +462,11 @@ class TestLookAlikes:
 class TestFloat32:
     @pytest.mark.parametrize("wrong", [1e39, 10**39, 10**400, 3.4028236e38])
     def test_nothing_beyond_its_largest(self, wrong):
-        assert message(ratio_clip_max=wrong).startswith("must fit float32, which ends at 3.4e+38")
+        assert message(ratio_clip_max=wrong).startswith("must fit float32, whose largest number is 3.4e+38")
 
     @pytest.mark.parametrize("wrong", [1e-40, 1.1e-38])
     def test_nothing_below_its_smallest_normal(self, wrong):
-        assert message(ratio_clip_min=wrong).startswith("must fit float32, where next to 0 stands 1.2e-38")
+        assert message(ratio_clip_min=wrong).startswith("must fit float32, whose smallest normal number is 1.2e-38")
         assert message(masks=[{"preset": "icepop", "min": wrong}]).startswith("must fit float32")
 
     def test_its_ends_fit(self):

@@ -10,7 +10,7 @@ import torch
 
 from nemo_geomask import build_loss
 from nemo_geomask import functional as F
-from nemo_geomask.losses.correction import saturated
+from nemo_geomask.losses.correction import count_saturated
 from tests.helpers import batches
 
 NO_KL = {"reference_policy_kl_penalty": 0.0}
@@ -436,7 +436,7 @@ def test_saturating_exp():
     assert y[7].isnan()
     y[:5].sum().backward()
     assert x.grad[3:5].tolist() == [0.0, 0.0]
-    assert saturated(x[:6].detach(), torch.ones(6)).item() == 3
+    assert count_saturated(x[:6].detach(), torch.ones(6, dtype=torch.bool)).item() == 3
 
 
 @pytest.mark.parametrize("clamp", [F.clamp_weight, F.filter_weight])

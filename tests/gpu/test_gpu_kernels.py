@@ -7,9 +7,9 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from nemo_geomask.bench.meters import extra_memory, host_syncs
 from nemo_geomask.kernels import cpu, gpu
 from nemo_geomask.parallel import vocab_parallel_logprobs
+from tests.helpers.memory import count_host_syncs, peak_memory
 
 DEVICE = "cuda"
 IGNORE = -100
@@ -203,11 +203,11 @@ def test_fold_of_shards():
         gpu.row_statistics(shard, targets, start=1024 * index, **options)
         for index, shard in enumerate(logits.split(1024, dim=1))
     ]
-    peak, mass, own, mean = merged = gpu.fold(torch.stack(parts), 1 / 0.8)
+    max_logit, sum_exp, target_logit, mean = merged = gpu.fold(torch.stack(parts), 1 / 0.8)
     torch.testing.assert_close(merged, cpu.fold(torch.stack(parts), 1 / 0.8), rtol=1e-5, atol=1e-5)
     logp, entropy, *_ = truth(logits, targets, g, h, temperature=0.8)
     kept = targets != IGNORE
-    logprobs = (own - peak) / 0.8 - mass.log()
+    logprobs = (target_logit - max_logit) / 0.8 - sum_exp.log()
     torch.testing.assert_close(logprobs[kept].double(), logp[kept], rtol=1e-5, atol=2e-6)
     torch.testing.assert_close(mean[kept].double(), entropy[kept], rtol=1e-5, atol=2e-6)
 
@@ -254,9 +254,7 @@ def test_extra_memory_is_a_few_bytes_a_token(width):
             vocab_parallel_logprobs(leaf, targets, ignore_index=IGNORE, kernel="triton"), leaf, g
         )[0]
 
-    step()
-    extra = extra_memory(step, leaf)
-    assert extra is not None
+    extra = peak_memory(step, leaf)
     assert extra <= 64 * rows
 
 
@@ -271,4 +269,4 @@ def test_the_host_never_waits_for_all_that_was_launched(validate):
         return torch.autograd.grad(found, leaf, g)[0]
 
     step()
-    assert host_syncs(step) == 0
+    assert count_host_syncs(step) == 0

@@ -7,8 +7,8 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from nemo_geomask.bench.meters import extra_memory, host_syncs
 from nemo_geomask.parallel import linear_logprobs
+from tests.helpers.memory import count_host_syncs, peak_memory
 
 DEVICE = "cuda"
 IGNORE = -100
@@ -99,9 +99,7 @@ def test_memory_is_a_tile_and_not_the_logits():
     def step():
         return torch.autograd.grad(linear_logprobs(*leaves, targets, tile_bytes=1 << 27), leaves, g)[1]
 
-    step()
-    extra = extra_memory(step, weight)
-    assert extra is not None
+    extra = peak_memory(step, weight)
     # The tile, the hidden states' gradient in float32 and in its type, the trained rows.
     assert extra <= (1 << 27) + 10 * rows * size + 64 * rows + (1 << 20)
 
@@ -117,4 +115,4 @@ def test_the_host_waits_for_the_number_of_rows_alone(validate):
         return torch.autograd.grad(found, leaves, g)[0]
 
     step()
-    assert host_syncs(step) == 1
+    assert count_host_syncs(step) == 1

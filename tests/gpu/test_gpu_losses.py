@@ -10,7 +10,7 @@ import torch
 pytest.importorskip("pydantic", reason="the losses' settings need pydantic, which is not installed")
 
 from nemo_geomask import build_loss
-from nemo_geomask.integrations.nemo_rl.packed import at_once
+from nemo_geomask.hosts.nemo_rl.packed_microbatch import loss_at_once
 from tests.helpers import batches
 from tests.helpers.from_logits import CONFIGS, answer_to, check_from_logits, check_loss
 
@@ -53,10 +53,10 @@ def test_a_packed_row_of_given_rows_waits_for_nothing(name):
         vocab_parallel_group=None,
         context_parallel_group=None,
     )
-    at_once(given, curr, data, seqs, toks)  # the first call may wait for memory
+    loss_at_once(given, curr, data, seqs, toks)  # the first call may wait for memory
     torch.cuda.set_sync_debug_mode("error")
     try:
-        loss, metrics = at_once(given, curr, data, seqs, toks)
+        loss, metrics = loss_at_once(given, curr, data, seqs, toks)
         loss.backward()
     finally:
         torch.cuda.set_sync_debug_mode("default")

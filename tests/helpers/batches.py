@@ -36,6 +36,15 @@ class Batch:
         return replace(self, curr=self.curr[index], data={key: value[index] for key, value in self.data.items()})
 
 
+def for_promises(batch: Batch) -> tuple[dict[str, Tensor], tuple[Tensor, Tensor]]:
+    """The batch and its counts as the checks of nemo_geomask.testing take them."""
+    unused = torch.zeros(len(batch.curr), 1)
+    return {"curr": torch.cat([unused, batch.curr], dim=1), **batch.data}, (
+        torch.tensor(batch.seqs),
+        torch.tensor(batch.toks),
+    )
+
+
 def packed_rows(batch: Batch, *, cp_rank: int = 0, cp_size: int = 1, groups: Any = ()) -> tuple[Any, Any, Any]:
     """The padded rows as packed ones: log-probs, data and segments of this rank."""
     rows, width = batch.curr.shape

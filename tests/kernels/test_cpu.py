@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from nemo_geomask.kernels import Incoming, choose
+from nemo_geomask.kernels import RowGradientInputs, choose
 from nemo_geomask.parallel import vocab_parallel_logprobs
 from tests.helpers.logprobs import IGNORE, check_digits, loops, shifted
 
@@ -32,21 +32,21 @@ def test_merge_of_eight_shards(kernel, offset, temperature):
     kept = targets != IGNORE
     assert parts[2][0, kept].isneginf().all()
     assert not parts[2][1:].any()
-    peak, mass, own, entropy = whole = kernels.fold(torch.stack(parts), 1 / temperature)
+    max_logit, sum_exp, target_logit, entropy = merged = kernels.fold(torch.stack(parts), 1 / temperature)
     # In any grouping, one without mass included.
     groups = [kernels.fold(torch.stack(group), 1 / temperature) for group in (parts[:2], parts[2:4], parts[4:])]
-    torch.testing.assert_close(kernels.fold(torch.stack(groups), 1 / temperature), whole, rtol=1e-5, atol=2e-6)
+    torch.testing.assert_close(kernels.fold(torch.stack(groups), 1 / temperature), merged, rtol=1e-5, atol=2e-6)
     gradient = torch.empty_like(logits)
     for index, shard in enumerate(shards):
         kernels.row_gradients(
             shard,
-            Incoming(targets, peak, mass, entropy, g, h),
+            RowGradientInputs(targets, max_logit, sum_exp, entropy, g, h),
             start=5 * index,
             valid=5,
             out=gradient[:, 5 * index : 5 * index + 5],
             **options,
         )
-    logprobs = torch.where(kept, (own - peak) / temperature - mass.log(), 0.0)
+    logprobs = torch.where(kept, (target_logit - max_logit) / temperature - sum_exp.log(), 0.0)
     found = [value.numpy() for value in (logprobs, torch.where(kept, entropy, 0.0), gradient)]
     check_digits(found, loops(logits, targets, g, h, temperature=temperature), temperature)
 

@@ -16,7 +16,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 from nemo_geomask.errors import ArgumentError
 from nemo_geomask.kernels import choose, gpu
 from nemo_geomask.parallel import vocab_parallel_logprobs
-from nemo_geomask.processes import run
+from nemo_geomask.parallel.local_processes import run_ranks
 from tests.helpers.from_logits import CONFIGS, check_from_logits
 from tests.helpers.logprobs import IGNORE, case, check, check_digits, loops, ours, shifted
 
@@ -96,7 +96,7 @@ def test_row_alone_equals_row_in_a_batch_bit_for_bit():
 
 
 def test_splits_depend_on_the_vocabulary_alone():
-    assert [gpu.splits(width) for width in (1, 65_536, 65_537, 151_936, 1 << 20)] == [1, 1, 2, 2, 2]
+    assert [gpu.count_splits(width) for width in (1, 65_536, 65_537, 151_936, 1 << 20)] == [1, 1, 2, 2, 2]
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -118,7 +118,7 @@ def _sharded(rank, world):
 def test_sharded_equals_loops():
     logits, targets, g, h = case(11)
     logp, entropy, grad = loops(logits, targets, g, h, temperature=0.5)
-    parts = run(2, _sharded)
+    parts = run_ranks(2, _sharded)
     for mine in parts:
         check(mine[:2], (logp, entropy))
     check([np.concatenate([mine[2] for mine in parts], axis=1)], [grad])
@@ -127,7 +127,7 @@ def test_sharded_equals_loops():
 def test_dispatch_says_what_it_chose_and_why():
     logits = torch.zeros(1, 2)
     assert choose(logits)[:2] == ("torch", "the logits are on cpu")
-    assert choose(logits, "triton")[:2] == ("triton", "asked for")
+    assert choose(logits, "triton")[:2] == ("triton", "kernel='triton' was passed")
     with pytest.raises(ArgumentError, match="kernel must be one of auto, triton, torch, but it is 'cuda'"):
         choose(logits, "cuda")
 
@@ -142,12 +142,12 @@ def test_triton_on_a_cpu_needs_its_interpreter(monkeypatch):
 _COMPILE = """
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
-from nemo_geomask.kernels import gpu
-from nemo_geomask.kernels.cpu import FIELDS
+from nemo_geomask.kernels import gpu, triton_kernels
+from nemo_geomask.kernels.cpu import NUM_STATISTICS
 
 def ptx(kernel, constants):
     pointers = {"logits": "*bf16", "out": "*bf16", "targets": "*i64"}
-    floats = ("scale", "scale2")
+    floats = ("scale", "base2_scale")
     names = kernel.arg_names
     signature = {
         name: "constexpr" if name in constants
@@ -160,16 +160,20 @@ def ptx(kernel, constants):
     attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in aligned}
     values = {(names.index(name),): value for name, value in constants.items()}
     source = ASTSource(kernel, signature, values, attributes)
-    return compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": gpu._WARPS}).asm["ptx"]
+    return compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": gpu.WARPS}).asm["ptx"]
 
-POINTERS = ("logits", "targets", "out", "result", "peaks", "masses", "grads_logprob", "entropies", "grads_entropy")
-shape = {"DEPTH": gpu._DEPTH, "LANES": gpu._LANES, "VECTOR": gpu._VECTOR}
+POINTERS = (
+    "logits", "targets", "out", "statistics", "max_logits", "sums_exp", "grads_logprob", "entropies", "grads_entropy"
+)
+shape = {"DEPTH": gpu.DEPTH, "LANES": gpu.LANES, "VECTOR": gpu.VECTOR}
 for entropy in (False, True):
     print("=====", "forward", entropy)
-    print(ptx(gpu._statistics, {"stride_column": 1, "ENTROPY": entropy, "FIELDS": FIELDS, **shape}))
+    constants = {"stride_column": 1, "ENTROPY": entropy, "NUM_STATISTICS": NUM_STATISTICS, **shape}
+    print(ptx(triton_kernels.row_statistics_kernel, constants))
     print("=====", "backward", entropy)
-    tile = {"STRIPE": gpu._STRIPE, "TILE": gpu._TILE}
-    print(ptx(gpu._gradients, {"stride_column": 1, "out_column": 1, "ENTROPY": entropy, **tile}))
+    tile = {"STRIPE": gpu.STRIPE, "TILE": gpu.TILE}
+    constants = {"stride_column": 1, "out_column": 1, "ENTROPY": entropy, **tile}
+    print(ptx(triton_kernels.row_gradients_kernel, constants))
 """
 
 
@@ -191,7 +195,7 @@ def test_compiled_kernels_move_six_bytes_an_element():
         assert len(reading) == 1, name
         read, written = _bytes(reading[0], "ld.global"), _bytes(reading[0], "st.global")
         # Of one thread in one turn, for its share of the tile's columns.
-        columns = gpu._TILE / (32 * gpu._WARPS)
+        columns = gpu.TILE / (32 * gpu.WARPS)
         assert read / columns == 2, name
         assert written / columns == (2 if name.startswith("backward") else 0), name
         # Nothing in a turn waits for another thread, and a row that does not train is only written.

@@ -5,7 +5,7 @@ import pickle
 import pytest
 import torch
 
-from nemo_geomask import BeforeStep, build_loss
+from nemo_geomask import PrestepPass, build_loss
 from nemo_geomask.errors import ConfigError, DataError
 from tests.helpers import batches, oracle
 from tests.helpers.batches import packed_rows, rollouts
@@ -18,7 +18,7 @@ LEVELS = ["token", "sequence", "sequence_mean"]
 
 
 def prepared(loss_fn, batch):
-    decision = BeforeStep(loss_fn.config)(batch.data)
+    decision = PrestepPass(loss_fn.config)(batch.data)
     return batch.with_data(**decision.changes), decision.metrics["geomask/batch_weight_mean"]
 
 
@@ -111,16 +111,16 @@ def test_a_loss_that_is_told_carries_it():
     # NeMo-RL's data plane takes no further column.
     batch = rollouts(6)
     loss_fn = build_loss(NORMALIZED)
-    decision = BeforeStep(loss_fn.config)(batch.data)
+    decision = PrestepPass(loss_fn.config)(batch.data)
     sent = pickle.loads(pickle.dumps(loss_fn.for_prepared_batches(decision.changes)))
     assert torch.equal(batches.evaluate(sent, batch).loss, batches.evaluate(loss_fn, prepared(loss_fn, batch)[0]).loss)
-    with pytest.raises(DataError, match="_normalize: the weight's mean needs a look at the whole batch"):
+    with pytest.raises(DataError, match="_normalize: the weight's mean needs a pass over the whole batch"):
         batches.evaluate(loss_fn, batch)
 
 
 def test_a_batch_in_parts_has_no_mean():
     with pytest.raises(ConfigError, match="the weight's mean is over the whole batch"):
-        BeforeStep(build_loss(NORMALIZED).config).open()
+        PrestepPass(build_loss(NORMALIZED).config).open()
 
 
 @pytest.mark.parametrize(
@@ -128,7 +128,7 @@ def test_a_batch_in_parts_has_no_mean():
     [
         ({"is_correction_batch_normalize": True}, "has no effect while use_importance_sampling_correction is false"),
         ({**NORMALIZED, "ratio_anchor": "gen"}, "remove is_correction_batch_normalize, or set ratio_anchor: prev"),
-        ({**NORMALIZED, "force_on_policy_ratio": True}, "the weight's mean looks at prev_logprobs before the step"),
+        ({**NORMALIZED, "force_on_policy_ratio": True}, "the weight's mean reads prev_logprobs before the step"),
     ],
 )
 def test_settings_that_do_not_go_together(settings, found):

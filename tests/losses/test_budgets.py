@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from nemo_geomask import BeforeStep, build_loss
+from nemo_geomask import PrestepPass, build_loss
 from nemo_geomask.errors import ConfigError, DataError
 from nemo_geomask.functional import bound_by_mean, bound_by_share
-from nemo_geomask.losses.batch import keys_read, take_padded
+from nemo_geomask.losses.batch import requested_tensors, take_padded
 from nemo_geomask.losses.evaluate import evaluate
 from nemo_geomask.losses.prestep import untrained_metrics
 from nemo_geomask.segments import PaddedSegments
@@ -22,7 +22,7 @@ REINFORCE = {"disable_ppo_ratio": True, "reference_policy_kl_penalty": 0.0}
 
 def told(loss_fn, batch):
     """The batch with what its look at the whole says."""
-    decision = BeforeStep(loss_fn.config)(batch.data)
+    decision = PrestepPass(loss_fn.config)(batch.data)
     assert decision.train
     return batch.with_data(**decision.changes)
 
@@ -206,7 +206,7 @@ def test_original_leaves_the_denominator_and_kept_takes_it_along():
 
 def test_a_budget_that_keeps_nothing_takes_no_step():
     loss_fn, batch = build_loss({"masks": [{"preset": "m2po", "tau": 1e-12}]}), rollouts(seed=11)
-    decision = BeforeStep(loss_fn.config)(batch.data)
+    decision = PrestepPass(loss_fn.config)(batch.data)
     assert (decision.train, decision.why) == (False, "loss_fn.masks keep nothing of it")
     assert decision.metrics["geomask/batch_emptied"] == 1
     found = untrained_metrics(loss_fn, [{**batch.data, **decision.changes}], decision)
@@ -215,9 +215,9 @@ def test_a_budget_that_keeps_nothing_takes_no_step():
 
 def test_the_loss_asks_for_the_bound():
     loss_fn, batch = build_loss({"masks": [BUDGETS["m2po"]]}), rollouts(seed=11)
-    with pytest.raises(DataError, match=r"masks: a mask with a budget needs a look at the whole batch"):
+    with pytest.raises(DataError, match=r"masks: a mask with a budget needs a pass over the whole batch"):
         answer(loss_fn, batch)
-    changes = BeforeStep(loss_fn.config)(batch.data).changes
+    changes = PrestepPass(loss_fn.config)(batch.data).changes
     # A trainer that can add no key hands it to the loss.
     by_loss = answer(loss_fn.for_prepared_batches(changes), batch)
     by_batch = answer(loss_fn, batch.with_data(**changes))
@@ -238,7 +238,7 @@ def test_a_microbatch_without_a_row_is_0():
 def test_parts_that_train_as_they_come_are_refused():
     config = build_loss({"masks": [{"preset": "icepop", "max": 2.0}, BUDGETS["m2po"]]}).config
     with pytest.raises(ConfigError, match=r"loss_fn\.masks\[1\]: a budget is over the whole batch"):
-        BeforeStep(config).open()
+        PrestepPass(config).open()
 
 
 TOKEN = {"log_ratio": "mismatch", "level": "token"}
@@ -251,10 +251,10 @@ TOKEN = {"log_ratio": "mismatch", "level": "token"}
         ({"masks": [{**TOKEN, "log_ratio": "policy", "until_mean": 0.1}]}, "current policy that log_ratio: policy"),
         ({"masks": [{**TOKEN, "drop_at_most": 0.1, "max": 2.0}]}, "but 'max' is given too"),
         ({"masks": [{**TOKEN, "drop_at_most": 0.1, "until_mean": 2.0}]}, "but 'until_mean' is given too"),
-        ({"masks": [{**TOKEN, "drop_at_most": 0.1, "when": "pushing"}]}, "which when: pushing does not"),
+        ({"masks": [{**TOKEN, "drop_at_most": 0.1, "when": "pushing"}]}, "but when: pushing restricts the mask"),
         ({"masks": [{**TOKEN, "drop_at_most": 1.0}]}, r"masks\[0\]\.drop_at_most"),
         ({"masks": [{**TOKEN, "drop_at_most": 0.1, "level": "prefix_sum", "statistic": "prob_diff"}]}, "signs cancel"),
-        ({"masks": [{"preset": "m2po"}], "force_on_policy_ratio": True}, "a mask with a budget looks at prev_logprobs"),
+        ({"masks": [{"preset": "m2po"}], "force_on_policy_ratio": True}, "a mask with a budget reads prev_logprobs"),
         ({"masks": [{"preset": "m2po", "tau": 0}]}, r"masks\[0\]\.tau"),
     ],
 )
@@ -271,12 +271,12 @@ def test_bounds_are_inputs_of_the_graph():
     graph = torch.compile(function, backend="aot_eager", fullgraph=True, dynamic=True)
     for seed in (11, 12):
         batch = told(loss_fn, rollouts(seed=seed))
-        bounds = loss_fn.bounds(batch.data, batch.curr.device)
+        batch_scalars = loss_fn.batch_scalars(batch.data, batch.curr.device)
         counts = torch.tensor(batch.seqs), torch.tensor(batch.toks)
         found = []
         for one in (function, graph):
             curr = batch.curr.clone().requires_grad_()
-            raw = take_padded(curr, batch.data, keys_read(loss_fn.config))._replace(bounds=bounds)
+            raw = take_padded(curr, batch.data, requested_tensors(loss_fn.config))._replace(batch_scalars=batch_scalars)
             with torch._dynamo.config.patch(error_on_recompile=seed > 11):
                 loss, values = one(raw, PaddedSegments(), (), *counts)
             loss.backward()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import logging
 import pickle
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,11 +14,11 @@ from torch._inductor.utils import run_and_get_code
 
 from nemo_geomask import build_loss
 from nemo_geomask.losses import compiled
-from nemo_geomask.losses.batch import Raw, keys_read, take_packed, take_padded
-from nemo_geomask.losses.compiled import Compiled, differentiable, with_gradient
-from nemo_geomask.losses.evaluate import evaluate, labels_of
+from nemo_geomask.losses.batch import RawBatch, requested_tensors, take_packed, take_padded
+from nemo_geomask.losses.compiled import CompiledPass, attach_gradient, loss_and_gradient
+from nemo_geomask.losses.evaluate import evaluate, metric_labels
 from nemo_geomask.metrics import Metrics
-from nemo_geomask.processes import run
+from nemo_geomask.parallel.local_processes import run_ranks
 from nemo_geomask.segments import PaddedSegments
 from tests.helpers import batches
 from tests.helpers.batches import MASKS, VARIANTS, packed_rows
@@ -47,7 +46,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 def call(function: Any, config: dict[str, Any], batch: batches.Batch, packed: bool, **place: Any) -> Any:
     """Loss, gradient and metrics by a pass over one batch."""
     loss_fn = build_loss(config)
-    names = keys_read(loss_fn.config)
+    names = requested_tensors(loss_fn.config)
     counts = torch.tensor(batch.seqs), torch.tensor(batch.toks)
     if packed:
         curr, data, segments = packed_rows(batch, **place)
@@ -58,7 +57,7 @@ def call(function: Any, config: dict[str, Any], batch: batches.Batch, packed: bo
         raw = take_padded(curr, batch.data, names)
     loss, values = function(raw, segments, segments.tensors, *counts)
     loss.backward()
-    metrics = Metrics(labels_of(loss_fn.config, loss_fn.variant, loss_fn.options, raw.others), values)
+    metrics = Metrics(metric_labels(loss_fn.config, loss_fn.variant, loss_fn.options, raw.tensors), values)
     return loss.item(), curr.grad, dict(metrics)
 
 
@@ -69,8 +68,10 @@ def objective(config: dict[str, Any]) -> Any:
 
 def traced(function: Any) -> Any:
     # Without Inductor, whose C++ takes a minute; what is traced is the same.
-    graph = torch.compile(functools.partial(with_gradient, function), backend="aot_eager", fullgraph=True, dynamic=True)
-    return functools.partial(differentiable, graph)
+    graph = torch.compile(
+        functools.partial(loss_and_gradient, function), backend="aot_eager", fullgraph=True, dynamic=True
+    )
+    return functools.partial(attach_gradient, graph)
 
 
 def same(one: Any, other: Any) -> None:
@@ -141,7 +142,7 @@ def _over_ranks(rank: int, world: int) -> list[Any]:
 
 @pytest.mark.slow
 def test_collectives_are_in_the_graph():
-    for results in run(2, _over_ranks, timeout=400):
+    for results in run_ranks(2, _over_ranks, timeout=400):
         for eager, graph in results:
             same((graph[0], torch.from_numpy(graph[1]), graph[2]), (eager[0], torch.from_numpy(eager[1]), eager[2]))
 
@@ -214,17 +215,17 @@ def _one_more(raw):
 
 
 class TestChoice:
-    RAW = Raw(torch.ones(()), torch.ones(()), torch.ones(()), {})
+    RAW = RawBatch(torch.ones(()), torch.ones(()), torch.ones(()), {})
 
     def test_auto_leaves_a_cpu_alone_and_says_so_once(self, caplog):
         caplog.set_level(logging.INFO, "nemo_geomask")
-        function = Compiled(lambda raw: raw.curr + 1, "auto", "gspo")
+        function = CompiledPass(lambda raw: raw.curr + 1, "auto", "gspo")
         for _ in range(5):
             assert function(self.RAW).item() == 2
         assert [record.getMessage() for record in caplog.records] == [
             f"loss_fn.compile, loss 'gspo': {function.choice}"
         ]
-        assert function.choice.startswith("not compiled, which on a cpu")
+        assert function.choice.startswith("not compiled, since it takes longer than it saves on a cpu")
 
     def test_auto_compiles_what_repeats(self, monkeypatch):
         made = []
@@ -235,7 +236,7 @@ class TestChoice:
 
         monkeypatch.setitem(compiled.EAGER_CALLS, "cpu", 2)
         monkeypatch.setattr(torch, "compile", compiler)
-        function = Compiled(lambda raw: raw.curr + 1, "auto", "gspo")
+        function = CompiledPass(lambda raw: raw.curr + 1, "auto", "gspo")
         counts = []
         for _ in range(4):
             function(self.RAW)
@@ -252,7 +253,7 @@ class TestChoice:
             torch._dynamo.graph_break()
             return raw.curr + 1
 
-        function = Compiled(breaks, "auto", "gspo")
+        function = CompiledPass(breaks, "auto", "gspo")
         for _ in range(3):
             assert function(self.RAW).item() == 2
         assert len(caplog.records) == 1
@@ -271,7 +272,7 @@ class TestChoice:
             return graph
 
         monkeypatch.setattr(torch, "compile", compiler)
-        function = Compiled(_one_more, "auto", "gspo")
+        function = CompiledPass(_one_more, "auto", "gspo")
         assert function(self.RAW).item() == 2
         assert function.choice == "compiled as one graph"
         fails.append(True)
@@ -290,25 +291,7 @@ class TestChoice:
             return graph
 
         monkeypatch.setattr(torch, "compile", compiler)
-        assert Compiled(_one_more, True, "gspo")(self.RAW).item() == 2
-
-    @pytest.mark.skipif(
-        not hasattr(torch.compiler, "skip_guard_on_globals_unsafe"), reason="this torch checks all or nothing"
-    )
-    def test_a_call_checks_its_arguments_and_no_code(self, monkeypatch):
-        filters = []
-
-        def compiler(function, *, options, **settings):
-            filters.append(options.pop("guard_filter_fn"))  # as torch does
-            return function
-
-        monkeypatch.setattr(torch, "compile", compiler)
-        Compiled(_one_more, True, "gspo")(self.RAW)
-        guards = [
-            SimpleNamespace(name=name) for name in ("args[0].curr", "", "function.args[1]", "__import__('torch')")
-        ]
-        # The graph with the gradient and the one without.
-        assert [each(guards) for each in filters] == [[True, True, False, False]] * 2
+        assert CompiledPass(_one_more, True, "gspo")(self.RAW).item() == 2
 
     def test_true_does_not_hide_a_failure(self):
         def breaks(raw):
@@ -316,17 +299,17 @@ class TestChoice:
             return raw.curr + 1
 
         with pytest.raises(torch._dynamo.exc.Unsupported):
-            Compiled(breaks, True, "gspo")(self.RAW)
+            CompiledPass(breaks, True, "gspo")(self.RAW)
 
     def test_the_functions_own_errors_are_its_own(self, monkeypatch):
         monkeypatch.setitem(compiled.EAGER_CALLS, "cpu", 0)
-        function = Compiled(lambda raw: raw.no_such_attribute, "auto", "gspo")
+        function = CompiledPass(lambda raw: raw.no_such_attribute, "auto", "gspo")
         with pytest.raises(AttributeError, match="no_such_attribute"):
             function(self.RAW)
 
     def test_false_never_compiles(self, monkeypatch):
         monkeypatch.setattr(torch, "compile", None)
-        assert Compiled(lambda raw: raw.curr + 1, False, "gspo")(self.RAW).item() == 2
+        assert CompiledPass(lambda raw: raw.curr + 1, False, "gspo")(self.RAW).item() == 2
 
     def test_a_pickled_loss_chooses_anew(self):
         loss_fn = build_loss({"compile": "auto"})

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from nemo_geomask import build_loss
 from nemo_geomask.errors import NonFiniteError, ShapeError
-from nemo_geomask.processes import RankError, beside, run
+from nemo_geomask.parallel.local_processes import RankError, lead_ranks, run_ranks
 from nemo_geomask.segments import PackedSegments
 from tests.helpers import batches, oracle
 from tests.helpers.batches import MASKS, VARIANTS
@@ -161,7 +161,7 @@ def _all_configs(rank, world):
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [2, 4])
 def test_context_parallel_equals_oracle(world):
-    results = run(world, _all_configs)
+    results = run_ranks(world, _all_configs)
     batch = batches.rollouts(seed=4, width=23)
     for name, config in CONFIGS.items():
         check([found[name] for found, _ in results], config, batch)
@@ -173,7 +173,7 @@ def test_context_parallel_equals_oracle(world):
                 check(mine, {**config, "nonfinite": nonfinite}, bad)
 
 
-# Rows of the statistics beyond lengths, bad tokens and weight, and of their gradient.
+# Rows of the statistics beyond the trained tokens, lengths and non-finite tokens, and rows of their gradient.
 ROWS = {
     "ppo": ({}, 0, 0),
     "gspo": (VARIANTS["gspo"], 3, 1),  # its weight is a sequence's, reported even where it isn't applied
@@ -234,12 +234,12 @@ def _counted(rank, world):
 @pytest.mark.slow
 def test_collectives_are_few_and_small():
     sequences = len(packed(batches.rollouts(seed=4, width=23))[2]) - 1
-    for found in run(2, _counted):
+    for found in run_ranks(2, _counted):
         for (name, groups), (forward, backward, metrics, own) in found.items():
             _, rows, gradients = ROWS[name]
             statistics, report = forward[:groups], forward[groups:]
-            # The length, where the loss is divided by it; what is dropped; and what means are divided by.
-            rows += own + (rows > 0)
+            # The trained tokens; the length, where the loss is divided by it; and the non-finite tokens.
+            rows += 1 + own
             assert statistics == [("allgather_base", 8 * rows * sequences)] * groups
             assert [kind for kind, _ in report] == ["allgather_base"] * groups
             assert all(size <= 8 * metrics for _, size in report)
@@ -268,7 +268,7 @@ def _sent(rank, world):
 
 @pytest.mark.slow
 def test_prefixes_of_any_length_cost_the_same():
-    for short, short_excess, long, long_excess in run(4, _sent):
+    for short, short_excess, long, long_excess in run_ranks(4, _sent):
         assert short == long
         assert len(short) == 2  # the statistics' stage and the report
         assert short_excess == long_excess
@@ -318,7 +318,7 @@ def test_killed_rank_ends_in_an_error_on_the_other():
         except Exception as error:
             errors.append(error)
 
-    with pytest.raises(RankError, match="rank 1 was ended"), beside(2, _die):
+    with pytest.raises(RankError, match="rank 1 was ended"), lead_ranks(2, _die):
         attempt()
     # Far sooner than a collective gives up.
     assert len(errors) == 1

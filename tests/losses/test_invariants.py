@@ -15,9 +15,15 @@ from hypothesis import strategies as st
 from nemo_geomask import build_loss
 from nemo_geomask.errors import DataError, NonFiniteError, ShapeError
 from nemo_geomask.functional import LOG_RATIO_LIMIT
-from nemo_geomask.losses.batch import keys_read
+from nemo_geomask.losses.batch import is_finite, requested_tensors
+from nemo_geomask.testing.promises import (
+    find_influence_of_untrained,
+    find_nonfinite,
+    find_pickle_difference,
+    find_split_difference,
+)
 from tests.helpers import batches
-from tests.helpers.batches import MASKS, VARIANTS, Batch
+from tests.helpers.batches import MASKS, VARIANTS, Batch, for_promises
 
 CORRECTED = {"use_importance_sampling_correction": True}
 TIS = {
@@ -116,16 +122,6 @@ def same(a: batches.Result, b: batches.Result, *, skip: set[str] = frozenset()) 
     assert [k for k in a.metrics if k not in skip and not close(a.metrics[k], b.metrics[k])] == []
 
 
-def add_up(parts: list[batches.Result], grad: torch.Tensor) -> batches.Result:
-    """Microbatches as NeMo-RL adds them up: extrema by min and max, all else by sum."""
-    metrics = {}
-    for name in parts[0].metrics:
-        values = [part.metrics[name] for part in parts]
-        combine = min if name.endswith("_min") else max if name.endswith("_max") else sum
-        metrics[name] = combine(values)
-    return batches.Result(sum(part.loss for part in parts), grad, metrics)
-
-
 def trained(batch: Batch) -> torch.Tensor:
     return (batch.data["token_mask"][:, 1:] * batch.data["sample_mask"].unsqueeze(-1)).bool()
 
@@ -139,13 +135,7 @@ def trained(batch: Batch) -> torch.Tensor:
 @given(batch=any_batch())
 @settings(max_examples=5, deadline=None, derandomize=True)
 def test_masked_positions_change_no_bit(name, garbage, batch):
-    unused = torch.cat([torch.ones(len(batch.curr), 1).bool(), ~trained(batch)], dim=1)
-    changes = {key: torch.where(unused, garbage, batch.data[key]) for key in batches.TOKEN_KEYS if key != "token_mask"}
-    changes["rewards"] = torch.where(batch.data["sample_mask"] == 0, garbage, batch.data["rewards"])
-    dirty = replace(batch, curr=torch.where(unused[:, 1:], garbage, batch.curr)).with_data(**changes)
-    clean, result = (batches.evaluate(LOSSES[name], each) for each in (batch, dirty))
-    same_bits(clean, result)
-    assert bits(result.grad)[unused[:, 1:]].eq(0).all()
+    assert not find_influence_of_untrained(LOSSES[name], *for_promises(batch), junk=[garbage])
 
 
 @pytest.mark.parametrize("garbage", [math.nan, math.inf, -math.inf, 1e6])
@@ -158,6 +148,11 @@ def test_masked_unfiltered_log_probs_change_no_bit(garbage):
         assert other.grad is not None
         assert bits(other.grad)[~trained(batch)].eq(0).all()
     same_bits(*answers)
+
+
+def test_is_finite_is_that_of_torch():
+    values = torch.tensor([math.nan, math.inf, -math.inf, 1e30, 3.4e38, -0.0, 2.5, 1e-45])
+    assert torch.equal(is_finite(values), torch.isfinite(values))
 
 
 @every_config
@@ -192,11 +187,7 @@ def test_order_of_rows_does_not_matter(name, batch, seed):
 @given(batch=any_batch(), cut=st.integers(0, 5))
 @few
 def test_microbatches_add_up(name, batch, cut):
-    loss_fn = LOSSES[name]
-    parts = [batch.rows(slice(None, cut)), batch.rows(slice(cut, None))]
-    results = [batches.evaluate(loss_fn, part) for part in parts if len(part.curr)]
-    grad = torch.cat([result.grad for result in results])
-    same(batches.evaluate(loss_fn, batch), add_up(results, grad))
+    assert not find_split_difference(LOSSES[name], *for_promises(batch), cuts=[cut])
 
 
 def test_positive_nll_by_microbatch_depends_on_the_split_and_by_the_loss_does_not():
@@ -414,7 +405,7 @@ def test_nonfinite_drops_its_sequence(name, tensor, value):
     sample_mask = batch.data["sample_mask"].clone()
     sample_mask[1] = 0
     expected = batches.evaluate(loss_fn, batch.with_data(sample_mask=sample_mask))
-    if tensor not in keys_read(loss_fn.config):
+    if tensor not in requested_tensors(loss_fn.config):
         # Not read at all there.
         same_bits(result, batches.evaluate(loss_fn, batch))
         return
@@ -458,7 +449,7 @@ def test_nonfinite_drops_its_token(name, tensor, value):
     loss_fn = build_loss({**CONFIGS[name], "nonfinite": "drop_token"})
     batch = batches.rollouts(1)
     bad = broken(batch, KEYS[tensor], value)
-    if tensor not in keys_read(loss_fn.config):
+    if tensor not in requested_tensors(loss_fn.config):
         return
     result = batches.evaluate(loss_fn, bad)
     without = batch.data["token_mask"].clone()
@@ -601,9 +592,7 @@ def _extreme() -> Batch:
 def test_finite_input_gives_a_finite_loss(name, part):
     # Saturation has to leave room for what comes next: an advantage, a weight, a sum over tokens. A saturated ratio
     # under a weight of 0 must not become NaN.
-    result = batches.evaluate({**VARIANTS[name], **part}, _extreme())
-    assert math.isfinite(result.loss.item())
-    assert result.grad.isfinite().all()
+    assert not find_nonfinite(build_loss({**VARIANTS[name], **part}), *for_promises(_extreme()))
 
 
 def test_finite_input_gives_finite_metrics():
@@ -617,10 +606,7 @@ def test_finite_input_gives_finite_metrics():
 
 @every_config
 def test_pickled_loss_gives_the_same_bits(name):
-    batch = batches.rollouts(1)
-    copy = pickle.loads(pickle.dumps(LOSSES[name]))
-    same_bits(batches.evaluate(LOSSES[name], batch), batches.evaluate(copy, batch))
-    assert copy.metric_normalizations == LOSSES[name].metric_normalizations
+    assert not find_pickle_difference(LOSSES[name], *for_promises(batches.rollouts(1)))
 
 
 @every_config

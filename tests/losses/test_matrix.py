@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 import torch
 
-from nemo_geomask import BeforeStep, build_loss
+from nemo_geomask import PrestepPass, build_loss
 from nemo_geomask.parallel import vocab_parallel_logprobs
-from nemo_geomask.processes import run
+from nemo_geomask.parallel.local_processes import run_ranks
 from nemo_geomask.segments import PackedSegments
 from tests.helpers import oracle
 from tests.helpers.batches import BUDGETS, MASKS, VARIANTS
@@ -145,7 +145,7 @@ def _on_rank(rank, world, tp, cp, path):
         covered[layout] = (where.numpy(), columns)
     for name, config in CONFIGS.items():
         loss_fn = build_loss(config)
-        told = BeforeStep(loss_fn.config)(batch.data).changes
+        told = PrestepPass(loss_fn.config)(batch.data).changes
         true_loss, true_metrics, outer = answers[name]
         for layout, (where, segments, sharded) in layouts.items():
             begin, end = covered[layout][1]
@@ -187,7 +187,7 @@ def _errors(loss, metrics, grad, true_loss, true_metrics, true_grad):
 @pytest.mark.parametrize(("tp", "cp"), WORLDS, ids=[f"tp{tp}-cp{cp}" for tp, cp in WORLDS])
 def test_shards_equal_the_oracle(tp, cp, truth):
     begun = time.monotonic()
-    results = run(tp * cp, _on_rank, tp, cp, truth, timeout=1700 if EVERYTHING else 600)
+    results = run_ranks(tp * cp, _on_rank, tp, cp, truth, timeout=1700 if EVERYTHING else 600)
     layouts = ["packed", "padded", *(["sequence-parallel"] if tp > 1 else [])]
     for layout in layouts:
         # Each position's each column of logits is on one rank.

@@ -5,10 +5,11 @@ import math
 import pytest
 import torch
 
+import nemo_geomask.losses
 from nemo_geomask import build_loss
 from nemo_geomask.errors import BatchVetoError, ConfigError, DataError
-from nemo_geomask.losses import BeforeStep
-from nemo_geomask.losses.loss import PREPARED
+from nemo_geomask.losses import PrestepPass
+from nemo_geomask.losses.policy_loss import PREPARED_KEY
 from nemo_geomask.losses.prestep import untrained_metrics
 from tests.helpers import oracle
 from tests.helpers.batches import evaluate, one_row, rollouts, stack
@@ -42,9 +43,9 @@ def test_veto_compares_the_mean_over_tokens(estimator):
     kl = mismatch_kl(batch.data, estimator)
     assert kl > 0.01
     for bound, train in ((kl * 1.001, True), (kl * 0.999, False)):
-        decision = BeforeStep(settings(batch_veto={"estimator": estimator, "max": bound}))(batch.data)
+        decision = PrestepPass(settings(batch_veto={"estimator": estimator, "max": bound}))(batch.data)
         assert decision.train is train
-        assert set(decision.changes) == {PREPARED}
+        assert set(decision.changes) == {PREPARED_KEY}
         assert decision.metrics["geomask/batch_kl"] == pytest.approx(kl, rel=1e-5)
         assert decision.metrics["geomask/batch_vetoed"] == float(not train)
 
@@ -52,7 +53,7 @@ def test_veto_compares_the_mean_over_tokens(estimator):
 def test_a_k1_far_below_zero_is_a_mismatch_too():
     batch = rollouts(seed=1)
     data = {**batch.data, "generation_logprobs": batch.data["prev_logprobs"] - 3.0}
-    decision = BeforeStep(settings(batch_veto={"estimator": "k1", "max": 0.1}))(data)
+    decision = PrestepPass(settings(batch_veto={"estimator": "k1", "max": 0.1}))(data)
     assert not decision.train
     assert decision.metrics["geomask/batch_kl"] == pytest.approx(-3.0, rel=1e-6)
     assert decision.why == "mismatch KL -3 is beyond loss_fn.batch_veto.max: 0.1"
@@ -62,7 +63,7 @@ def test_a_k1_far_below_zero_is_a_mismatch_too():
 def test_a_batch_of_mostly_nonfinite_log_probs_is_vetoed(value):
     batch = rollouts(seed=2)
     calm = {**batch.data, "generation_logprobs": batch.data["prev_logprobs"].clone()}
-    look = BeforeStep(settings(batch_veto={"max": 0.1}))
+    look = PrestepPass(settings(batch_veto={"max": 0.1}))
     few, most = (
         {**calm, "generation_logprobs": calm["generation_logprobs"].index_fill(0, torch.tensor(rows), value)}
         for rows in ([1], [0, 1, 2, 4, 5])
@@ -77,7 +78,7 @@ def test_half_of_the_tokens_must_have_finite_log_probs(bad, kl):
     batch = stack(*[one_row(curr=[-1.0, -2.0], prev=[-1.0, -2.0]) for _ in range(4)])
     gen = batch.data["generation_logprobs"].clone()
     gen[:bad] = math.nan
-    decision = BeforeStep(settings(batch_veto={"max": 0.1}))({**batch.data, "generation_logprobs": gen})
+    decision = PrestepPass(settings(batch_veto={"max": 0.1}))({**batch.data, "generation_logprobs": gen})
     assert decision.metrics["geomask/batch_kl"] == kl
     assert decision.train == (kl == 0)
 
@@ -86,13 +87,13 @@ def test_half_of_the_tokens_must_have_finite_log_probs(bad, kl):
 def test_what_is_counted_is_whole(key):
     batch = rollouts(seed=1)
     data = {**batch.data, key: batch.data[key] * 0.5}
-    look = BeforeStep(settings(denominator="kept", masks=[{"preset": "icepop", "min": 0.5, "max": 2.0}]))
+    look = PrestepPass(settings(denominator="kept", masks=[{"preset": "icepop", "min": 0.5, "max": 2.0}]))
     with pytest.raises(DataError, match=rf"data\['{key}'\] must hold 0 and 1 only, but it holds 0.5"):
         look(data)
 
 
 def test_a_batch_without_a_token_to_train_says_nothing():
-    look = BeforeStep(settings(batch_veto={"max": 1e-9, "max_in_a_row": 1}))
+    look = PrestepPass(settings(batch_veto={"max": 1e-9, "max_in_a_row": 1}))
     wild = rollouts(seed=3)
     assert not look(wild.data).train
     assert look({**wild.data, "sample_mask": torch.zeros(8)}).train
@@ -110,7 +111,7 @@ def test_masks_keep_their_labels_and_their_denominator():
     ]
     data = {**batch.data, "generation_logprobs": batch.data["generation_logprobs"].clone()}
     data["generation_logprobs"][0] = math.nan
-    before = BeforeStep(settings(masks=masks, denominator="kept"))(data).metrics
+    before = PrestepPass(settings(masks=masks, denominator="kept"))(data).metrics
     assert {name.split("/")[2] for name in before if "/mask/" in name} == {"mask_2", "geometric", "geometric_2"}
     # Shares of the same counts as those that the loss reports when it applies the masks itself.
     seqs = float(data["sample_mask"].sum())
@@ -125,9 +126,9 @@ def test_masks_keep_their_labels_and_their_denominator():
 def test_masks_of_any_dtype(dtype):
     batch = rollouts(seed=5)
     config = settings(masks=[ICEPOP, GEOMETRIC], denominator="kept")
-    expected = BeforeStep(config)(batch.data).changes
+    expected = PrestepPass(config)(batch.data).changes
     typed = {name: batch.data[name].to(dtype) for name in ("token_mask", "sample_mask")}
-    found = BeforeStep(config)({**batch.data, **typed}).changes
+    found = PrestepPass(config)({**batch.data, **typed}).changes
     for name in typed:
         assert found[name].dtype == dtype
         assert torch.equal(found[name].float(), expected[name])
@@ -135,7 +136,7 @@ def test_masks_of_any_dtype(dtype):
 
 def test_masked_positions_may_hold_anything():
     batch = rollouts(seed=2)
-    look = BeforeStep(settings(batch_veto={"max": 0.1}, masks=[ICEPOP, GEOMETRIC], denominator="kept"))
+    look = PrestepPass(settings(batch_veto={"max": 0.1}, masks=[ICEPOP, GEOMETRIC], denominator="kept"))
     clean = look(batch.data)
     idle = (batch.data["token_mask"] * batch.data["sample_mask"][:, None]) == 0
     poisoned = {key: batch.data[key].masked_fill(idle, math.nan) for key in ("prev_logprobs", "generation_logprobs")}
@@ -146,7 +147,7 @@ def test_masked_positions_may_hold_anything():
 
 
 def test_vetoes_in_a_row_end_the_run():
-    look = BeforeStep(settings(batch_veto={"max": 1e-9, "max_in_a_row": 2}))
+    look = PrestepPass(settings(batch_veto={"max": 1e-9, "max_in_a_row": 2}))
     calm = rollouts(seed=3)
     calm = calm.with_data(generation_logprobs=calm.data["prev_logprobs"])
     wild = rollouts(seed=3)
@@ -162,7 +163,7 @@ def test_vetoes_in_a_row_end_the_run():
 def test_kept_is_a_mean_over_what_the_masks_keep(masks, name):
     batch = rollouts(seed=4)
     config = {"name": name, "masks": masks, "denominator": "kept"}
-    decision = BeforeStep(settings(**config))(batch.data)
+    decision = PrestepPass(settings(**config))(batch.data)
     assert decision.train
     changes = decision.changes
     # One token at a time: the masks on the mismatch judge the batch as it came.
@@ -202,8 +203,8 @@ def _verdicts(data, masks):
 
 def test_rejected_sequences_leave_advantages_and_counts_as_documented():
     batch = rollouts(seed=5)
-    decision = BeforeStep(settings(masks=[GEOMETRIC], denominator="kept"))(batch.data)
-    assert set(decision.changes) == {"token_mask", "sample_mask", PREPARED}
+    decision = PrestepPass(settings(masks=[GEOMETRIC], denominator="kept"))(batch.data)
+    assert set(decision.changes) == {"token_mask", "sample_mask", PREPARED_KEY}
     rejected = decision.changes["sample_mask"] < batch.data["sample_mask"]
     assert rejected.any()
     assert not rejected.all()
@@ -225,12 +226,12 @@ def test_rejected_sequences_leave_advantages_and_counts_as_documented():
 )
 def test_the_loss_asks_whether_it_was_done(config, named):
     batch = rollouts(seed=6)
-    with pytest.raises(DataError, match=rf"loss_fn\.\w+: {named} needs a look at the whole batch before the step"):
+    with pytest.raises(DataError, match=rf"loss_fn\.\w+: {named} needs a pass over the whole batch before the step"):
         evaluate(config, batch)
     loss = build_loss(config)
-    changed = {**batch.data, **BeforeStep(loss.config)(batch.data).changes}
+    changed = {**batch.data, **PrestepPass(loss.config)(batch.data).changes}
     told, _ = loss(batch.curr, changed, batch.seqs, batch.toks)
-    del changed[PREPARED]
+    del changed[PREPARED_KEY]
     trusting, _ = loss.for_prepared_batches()(batch.curr, changed, batch.seqs, batch.toks)
     assert torch.equal(told, trusting)
     with pytest.raises(DataError):
@@ -258,9 +259,9 @@ def test_a_batch_in_parts_is_decided_as_a_whole(sizes, train):
     batch = rollouts(seed=7)
     bound = mismatch_kl(batch.data, "k3") * (1.001 if train else 0.999)
     config = settings(**{**EVERYTHING, "batch_veto": {"max": bound}})
-    whole = BeforeStep(config)(batch.data)
+    whole = PrestepPass(config)(batch.data)
     assert whole.train is train
-    gate = BeforeStep(config)
+    gate = PrestepPass(config)
     review = gate.open()
     found = [review.add(part) for part in parts(batch.data, sizes)]
     decision = review.decide()
@@ -277,7 +278,7 @@ def test_a_batch_in_parts_is_decided_as_a_whole(sizes, train):
 def test_metrics_of_an_untrained_batch_add_up_to_those_of_the_loss(sizes):
     batch = rollouts(seed=8)
     config = {"name": "gspo", **EVERYTHING, "use_importance_sampling_correction": True}
-    loss, gate = build_loss(config), BeforeStep(settings(**config))
+    loss, gate = build_loss(config), PrestepPass(settings(**config))
     review = gate.open()
     changed = [{**part, **review.add(part)} for part in parts(batch.data, sizes)]
     decision = review.decide()
@@ -304,7 +305,7 @@ def test_metrics_of_an_untrained_batch_add_up_to_those_of_the_loss(sizes):
     [
         ({"denominator": "kept"}, "masks has none such"),
         ({"denominator": "kept", "masks": [OPSM]}, "masks has none such"),
-        ({"batch_veto": {"max": 0.1}, "force_on_policy_ratio": True}, "batch_veto looks at prev_logprobs"),
+        ({"batch_veto": {"max": 0.1}, "force_on_policy_ratio": True}, "batch_veto reads prev_logprobs"),
         ({"batch_veto": {"max": 0.0}}, r"loss_fn\.batch_veto\.max"),
         ({"batch_veto": {"max": 0.1, "estimator": "k2"}}, r"loss_fn\.batch_veto\.estimator"),
         ({"batch_veto": {"maximum": 0.1}}, r"loss_fn\.batch_veto\.maximum: unknown key; did you mean 'max'"),
@@ -320,12 +321,12 @@ def test_a_batch_without_what_is_looked_at_is_an_error(missing):
     data = rollouts(seed=1).data
     del data[missing]
     with pytest.raises(DataError, match=missing):
-        BeforeStep(settings(batch_veto={"max": 0.1}))(data)
+        PrestepPass(settings(batch_veto={"max": 0.1}))(data)
 
 
 def test_nothing_to_do_without_settings():
-    assert not BeforeStep(settings(masks=[GEOMETRIC])).needed
-    assert BeforeStep(settings(batch_veto={"max": 0.1})).needed
+    assert not PrestepPass(settings(masks=[GEOMETRIC])).needed
+    assert PrestepPass(settings(batch_veto={"max": 0.1})).needed
 
 
 @pytest.mark.parametrize(
@@ -337,7 +338,7 @@ def test_nothing_to_do_without_settings():
 )
 def test_generation_log_probs_that_no_engine_computed_are_refused(change, message):
     data = dict(rollouts(1).data)
-    before_step = BeforeStep(settings(batch_veto={"max": 100.0}))
+    before_step = PrestepPass(settings(batch_veto={"max": 100.0}))
     assert before_step(data).train
     data["generation_logprobs"] = change(data["generation_logprobs"])
     with pytest.raises(DataError, match=message):
@@ -346,3 +347,9 @@ def test_generation_log_probs_that_no_engine_computed_are_refused(change, messag
     data["generation_logprobs"] = torch.zeros_like(data["prev_logprobs"])
     data["prev_logprobs"] = torch.full_like(data["prev_logprobs"], -1e-4)
     assert before_step(data).train
+
+
+@pytest.mark.parametrize("package", [nemo_geomask, nemo_geomask.losses], ids=["nemo_geomask", "nemo_geomask.losses"])
+def test_the_former_name_still_works_with_a_warning(package):
+    with pytest.deprecated_call(match="PrestepPass"):
+        assert package.BeforeStep is PrestepPass

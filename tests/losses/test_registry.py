@@ -1,11 +1,7 @@
 """Variants through the entry-point group: found, refused, and a distribution of somebody else's."""
 
 import math
-import os
 import pickle
-import shutil
-import subprocess
-import sys
 import tomllib
 import warnings
 from importlib.metadata import EntryPoint
@@ -17,11 +13,15 @@ from pydantic import Field
 
 from nemo_geomask import build_loss
 from nemo_geomask import functional as F
-from nemo_geomask.checks import describe
-from nemo_geomask.config import MaskPreset, MaskRule, MaskStatistic, StrictModel, Truncation, WeightLevel, plugins
+from nemo_geomask.config import MaskPreset, MaskRule, StrictModel, plugins
 from nemo_geomask.errors import ConfigError, PluginError
-from nemo_geomask.losses import BeforeStep, Variant, available, registry
+from nemo_geomask.losses import PrestepPass, Variant, available, registry
+from tests.helpers import plugin_corrections
 from tests.helpers.batches import evaluate, rollouts
+from tests.helpers.plugin_corrections import CORRECTION, GAPS, SOFTLY
+from tests.helpers.plugin_example import install_example, run_python
+
+HERE = plugin_corrections.__name__
 
 ROOT = Path(__file__).parents[2]
 
@@ -56,25 +56,6 @@ class Ruleless(MaskPreset):
     """Says what it takes, and not what it does."""
 
     factor: float = Field(gt=1)
-
-
-def gap(log_p, log_q):
-    return (log_p.exp() - log_q.exp()).square()
-
-
-def by_root(token, total, count):
-    return total / count.clamp(min=1).sqrt()
-
-
-def soft(log_weight, *, min, max):
-    weight = F.saturating_exp(log_weight)
-    return F.Weight(weight / (1 + weight / max), log_weight > math.log(max))
-
-
-GAP = MaskStatistic(gap, words="squared difference")
-ROOT_LEVEL = WeightLevel(by_root, words="the sequence's product to the power of 1/√n")
-SOFT = Truncation(soft, words="bent")
-CORRECTION = {"use_importance_sampling_correction": True, "reference_policy_kl_penalty": 0.0}
 
 
 class Distribution:
@@ -181,7 +162,7 @@ def test_what_a_variant_reports_depends_on_settings_alone(monkeypatch, metrics):
     monkeypatch.setitem(globals(), "ODD", Variant(surrogate=fickle_loss))
     loss_fn = build_loss({"name": f"{__name__}:ODD", "metrics": metrics, "compile": False})
     if metrics == "full":
-        with pytest.raises(PluginError, match="ODD' reports .* numbers on this batch, but .* on one of one token"):
+        with pytest.raises(PluginError, match="ODD' reports .* numbers on this batch, but .* on a batch of one token"):
             evaluate(loss_fn, rollouts(1))
     else:
         assert math.isfinite(evaluate(loss_fn, rollouts(1)).loss)
@@ -293,19 +274,7 @@ def test_module_attribute_works_and_travels():
 
 @pytest.fixture(scope="module")
 def third_party(tmp_path_factory):
-    """The example distribution, installed where only a path entry finds it."""
-    target = tmp_path_factory.mktemp("site")
-    source = tmp_path_factory.mktemp("source") / "plugin_example"
-    shutil.copytree(Path(__file__).parents[1] / "plugin_example", source)
-    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
-    subprocess.run([*command, "--target", str(target), str(source)], check=True, timeout=500)
-    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(target), os.environ.get("PYTHONPATH", "")])}
-
-
-def run(environment, *command):
-    return subprocess.run(
-        [sys.executable, *command], env=environment, capture_output=True, text=True, timeout=500, check=False
-    )
+    return install_example(tmp_path_factory)
 
 
 @pytest.mark.slow
@@ -316,53 +285,17 @@ def test_third_party_distribution_is_found_by_its_entry_point(third_party):
         "loss = build_loss({'name': 'topr', 'options': {'cap': 2.0}})\n"
         "print(loss.options.cap, loss.reference_policy_kl_penalty)\n"
     )
-    done = run(third_party, "-c", code)
+    done = run_python(third_party, "-c", code)
     assert done.stdout.split() == ["topr-loss", "2.0", "0.0"], done.stderr
 
 
 @pytest.mark.slow
 def test_third_party_options_are_strict(third_party):
-    done = run(
+    done = run_python(
         third_party, "-c", "from nemo_geomask import build_loss; build_loss({'name': 'topr', 'options': {'cp': 2}})"
     )
     assert "loss_fn.options.cp" in done.stderr
     assert "did you mean 'cap'" in done.stderr
-
-
-@pytest.mark.slow
-def test_third_party_loss_trains_in_the_lab(third_party, tmp_path):
-    pytest.importorskip("transformers", reason="the lab needs the extra 'demo'")
-    from nemo_geomask.lab.runs import read_curves
-
-    small = [
-        "grpo.num_prompts_per_step=4",
-        "grpo.num_generations_per_prompt=4",
-        "policy.train_global_batch_size=8",
-        "policy.train_micro_batch_size=8",
-        "env.min_terms=4",
-        "env.max_terms=8",
-    ]
-    recipe = ROOT / "recipes" / "lab" / "bfloat16.yaml"
-    done = run(
-        third_party,
-        *("-m", "nemo_geomask.cli", "lab", str(recipe), *small),
-        *("--compare", "topr:none,topr:sequence_mean", "--steps", "2", "--out", str(tmp_path)),
-    )
-    assert done.returncode == 0, done.stderr
-    curves = read_curves([tmp_path])
-    assert [(curve.label, curve.steps) for curve in curves] == [("topr:none", 2), ("topr:sequence_mean", 2)]
-    # Two optimiser steps a batch: from the second on, the capped ratio acts.
-    assert all(curve.series("geomask/clip_fraction_high")[1] > 0 for curve in curves)
-
-
-HERE = __name__
-GAPS = {"log_ratio": "total", "level": "token", "statistic": f"{HERE}:GAP", "max": 0.02}
-SOFTLY = {
-    **CORRECTION,
-    "is_correction_level": f"{HERE}:ROOT_LEVEL",
-    "truncated_importance_sampling_type": f"{HERE}:SOFT",
-    "truncated_importance_sampling_ratio": 1.5,
-}
 
 
 @pytest.mark.parametrize("by", ["attribute", "name"])
@@ -413,7 +346,7 @@ def test_the_weights_mean_is_over_tokens_where_each_has_its_own():
     loss = build_loss({**SOFTLY, "is_correction_batch_normalize": True})
     batch = rollouts(seed=3, more_seqs=0, more_toks=0)
     plain = evaluate(build_loss(SOFTLY), batch).metrics["geomask/weight_mean"]
-    change = BeforeStep(loss.config)(batch.data)
+    change = PrestepPass(loss.config)(batch.data)
     assert change.metrics["geomask/batch_weight_mean"] == pytest.approx(plain, rel=1e-5)
 
 
@@ -450,10 +383,3 @@ def test_a_name_of_another_distributions_is_suggested_and_listed(register):
             build_loss({**CORRECTION, "is_correction_level": wrong})
     with pytest.raises(ConfigError, match=r"No module named 'nope'(?!.*or null)"):
         build_loss({**CORRECTION, "is_correction_level": "nope:X"})
-
-
-def test_corrections_are_described_and_scheduled():
-    shown = "\n".join(f"{part.formula} {part.words}" for part in describe(build_loss({**SOFTLY, "masks": [GAPS]})))
-    assert "ROOT_LEVEL(x_t, Σ_t x_t, n)" in shown
-    assert "the sequence's product to the power of 1/√n, bent, [0, 1.5]" in shown
-    assert "squared difference is above 0.02" in shown

@@ -6,7 +6,7 @@ import torch
 from nemo_geomask import build_loss
 from nemo_geomask.errors import ArgumentError
 from nemo_geomask.parallel import collect_documents
-from nemo_geomask.processes import run
+from nemo_geomask.parallel.local_processes import run_ranks
 
 # Documents of each microbatch, by rank.
 SOURCES = {
@@ -49,7 +49,7 @@ def _steps(rank, world):
 
 @pytest.mark.slow
 def test_all_ranks_stop_after_the_same_round_with_the_same_denominator():
-    results = run(4, _steps)
+    results = run_ranks(4, _steps)
     for name, sources in SOURCES.items():
         truth = expected(sources, 7)
         for rank in range(4):
@@ -105,7 +105,7 @@ def test_losses_of_the_step_add_up_to_the_mean_over_its_documents():
     rows = _rows()
     toks = sum(row["token_mask"].shape[1] - 1 for row in rows)
     alone = [build_loss(CONFIG)(row["curr"], row, 1.0, 1.0)[0].item() for row in rows]
-    for total, documents, tokens in run(4, _loss):
+    for total, documents, tokens in run_ranks(4, _loss):
         assert (documents, tokens) == (5, toks)
         assert total == pytest.approx(sum(alone) / 5, rel=1e-5)
 

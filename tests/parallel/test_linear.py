@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor.debug import CommDebugMode
 
 from nemo_geomask.errors import ArgumentError, DataError, RanksDisagreeError, ShapeError
 from nemo_geomask.parallel import linear_logprobs, vocab_parallel_logprobs
-from nemo_geomask.processes import run
+from nemo_geomask.parallel.local_processes import run_ranks
 from tests.helpers.linear import by_loops, case, check, ours
 from tests.helpers.logprobs import IGNORE
 from tests.helpers.memory import peak_memory
@@ -273,7 +274,7 @@ def _sharded(rank, world):
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_sharded_equals_whole_on_every_rank(world):
-    results = run(world, _sharded)
+    results = run_ranks(world, _sharded)
     for index, (sizes, valid, sequence_parallel) in enumerate(LAYOUTS[world]):
         logp, entropy, of_hidden, of_weight, of_bias = by_loops(_problem(valid), temperature=0.7, valid=valid)
         for rank in range(world):
@@ -294,12 +295,10 @@ def _disagreeing(rank, world):
 
 
 def test_ranks_that_train_other_rows_are_told():
-    run(2, _disagreeing)
+    run_ranks(2, _disagreeing)
 
 
 def _counted(rank, world):
-    from nemo_geomask.bench.meters import Tally
-
     problem = case(19, rows=16, width=16)
     found = []
     for sequence_parallel in (False, True):
@@ -307,17 +306,17 @@ def _counted(rank, world):
         hidden = rows.clone().requires_grad_()
         weight = problem.weight[8 * rank : 8 * rank + 8].clone().requires_grad_()
         options = {"group": dist.group.WORLD, "sequence_parallel": sequence_parallel, "tile_bytes": 100}
-        with Tally() as forward:
+        with CommDebugMode() as forward:
             logp = linear_logprobs(hidden, weight, problem.targets, **options)
-        with Tally() as backward:
+        with CommDebugMode() as backward:
             logp.sum().backward()
-        found.append((len(forward.collectives), len(backward.collectives)))
+        found.append((forward.get_total_counts(), backward.get_total_counts()))
     return found
 
 
-def test_one_collective_each_way():
+def test_two_collectives_forward_and_one_backward():
     # Sequence parallelism's own gathering of the hidden states is one more.
-    assert run(2, _counted) == [[(1, 1), (2, 1)]] * 2
+    assert run_ranks(2, _counted) == [[(2, 1), (3, 1)]] * 2
 
 
 def test_a_second_backward_pass_finds_the_same(monkeypatch):

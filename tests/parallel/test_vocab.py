@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from nemo_geomask.errors import ArgumentError, DataError, GeomaskError, RanksDisagreeError, ShapeError
 from nemo_geomask.parallel import vocab_parallel_logprobs
-from nemo_geomask.processes import run
+from nemo_geomask.parallel.local_processes import run_ranks
 from tests.helpers.logprobs import IGNORE, case, check, check_digits, loops, ours, shifted
 
 
@@ -279,7 +279,7 @@ def _sharded(rank, world):
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_sharded_equals_whole_on_every_rank(world):
-    results = run(world, _sharded)
+    results = run_ranks(world, _sharded)
     for index, (sizes, valid, temperature, offset) in enumerate(LAYOUTS[world]):
         logp, entropy, grad = loops(*_problem(valid, offset), temperature=temperature, valid=valid or 37)
         for rank in range(world):
@@ -355,7 +355,7 @@ def _wrong(rank, world):
 
 def test_ranks_that_disagree_are_all_told():
     expected = DISAGREEMENTS | {f"all: {name}": entry for name, entry in MISTAKES.items()}
-    for rank, told in enumerate(run(2, _wrong)):
+    for rank, told in enumerate(run_ranks(2, _wrong)):
         for name, (_, error, message) in expected.items():
             if name == "validate" and rank == 1:
                 assert told[name] is None  # as it asked

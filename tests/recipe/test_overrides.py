@@ -58,37 +58,37 @@ def recipe(tmp_path, monkeypatch):
         ("loss_fn.name.x=1", "no key loss_fn.name.x; to add it, write ++loss_fn.name.x=1"),
         ("loss_fn.masks.0.mn=1", "no key loss_fn.masks.0.mn; to add it"),
         # There already.
-        ("+loss_fn.name=gspo", "loss_fn.name is there (at r.yaml:7); write ++loss_fn.name=gspo to replace it"),
+        ("+loss_fn.name=gspo", "loss_fn.name exists already (at r.yaml:7); write ++loss_fn.name=gspo to replace it"),
         # To delete.
         ("~loss_fn.nam", "there is no loss_fn.nam to delete; did you mean ~loss_fn.name?"),
-        ("~loss_fn.nonfinite", "there is no loss_fn.nonfinite to delete; leave the override out"),
-        ("~zzz", "there is no zzz to delete; leave the override out"),
-        ("~loss_fn.ratio_clip_c", "loss_fn.ratio_clip_c has no value, and Hydra deletes none such"),
+        ("~loss_fn.nonfinite", "there is no loss_fn.nonfinite to delete; remove the override"),
+        ("~zzz", "there is no zzz to delete; remove the override"),
+        ("~loss_fn.ratio_clip_c", "loss_fn.ratio_clip_c has no value, and Hydra does not delete such keys"),
         ("~loss_fn.name=sapo", "loss_fn.name is 'gspo', not 'sapo'; write ~loss_fn.name to delete it"),
         # Lists and mappings.
-        ("loss_fn.masks[0].min=0.98", "a list's item is addressed with a dot; write loss_fn.masks.0.min=0.98"),
+        ("loss_fn.masks[0].min=0.98", "an item of a list is addressed with a dot; write loss_fn.masks.0.min=0.98"),
         (
             "loss_fn.masks.1.min=0.98",
-            "loss_fn.masks is a list: an override changes keys of its items (loss_fn.masks.0.<key>=…)",
+            "loss_fn.masks is a list: an override can change keys of its items (loss_fn.masks.0.<key>=…)",
         ),
-        ("~loss_fn.masks.0", "or replaces it whole (loss_fn.masks=[…]), but neither adds nor deletes an item"),
+        ("~loss_fn.masks.0", "or replace it as a whole (loss_fn.masks=[…]), but can't add or delete an item"),
         (
             "loss_fn.masks={a: 1}",
             "is a list, which this value can't replace; delete it first: ~loss_fn.masks ++loss_fn",
         ),
         ("policy.generation=[1]", "is a mapping, which this value can't replace; delete it first: ~policy.generation"),
         # Grammar.
-        ("loss_fn.name", "it is no key.path=value; write for example"),
+        ("loss_fn.name", "it is not of the form key.path=value; write for example"),
         ("loss_fn.masks=[1", "in Hydra's grammar; quote a value"),
         ("loss_fn.name=int('x')", "ValueError while evaluating 'int('x')': invalid literal for int()"),
-        ("=1", "it is no key.path=value in Hydra's grammar; quote a value"),
+        ("=1", "it is not key.path=value in Hydra's grammar; quote a value"),
         ("loss_fn/name=sapo", "the recipe has no key loss_fn/name; did you mean loss_fn.name=sapo?"),
-        ("loss_fn..name=1", "it is no key.path=value in Hydra's grammar; quote a value"),
+        ("loss_fn..name=1", "it is not key.path=value in Hydra's grammar; quote a value"),
         (
             "loss_fn.name=gspo,cispo",
-            "NeMo-RL makes no sweeps, which Hydra takes this for; write a list as loss_fn.name=[",
+            "Hydra reads this as a sweep, which NeMo-RL lacks; write a list as loss_fn.name=[",
         ),
-        ("loss_fn@x=1", "loss_fn@x is a config group of Hydra's, which recipes don't have; write a dotted key"),
+        ("loss_fn@x=1", "loss_fn@x is a config group of Hydra, which recipes don't have; write a dotted key"),
     ],
 )
 def test_refusals_name_the_override_the_key_and_the_fix(override, message, recipe):
@@ -150,7 +150,7 @@ def test_origins(overrides, places, recipe):
 
 def test_new_keys_may_be_set_where_all_keys_are_checked_later(recipe):
     assert recipe("grpo.seed=7", "loss_fn.new={a: 1}", new_keys=True).data["loss_fn"]["new"] == {"a": 1}
-    with pytest.raises(ConfigError, match=r"\+ adds a key, but loss_fn.name is there"):
+    with pytest.raises(ConfigError, match=r"\+ adds a key, but loss_fn.name exists already"):
         recipe("+loss_fn.name=gspo", new_keys=True)
 
 

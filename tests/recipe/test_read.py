@@ -67,14 +67,14 @@ def test_nemo_rls_resolvers(tmp_path):
     ("text", "overrides", "needle"),
     [
         ("- 1\n", [], "list"),
-        ("a: [1\n", [], "no valid YAML"),
+        ("a: [1\n", [], "not valid YAML"),
         ("defaults: gone.yaml\n", [], r"gone\.yaml.*named by defaults: in .*r\.yaml"),
         ("defaults: r.yaml\n", [], "inherits from itself"),
         ("defaults: {a: 1}\n", [], "defaults: must be a path"),
         ("a: ???\n", [], "r.yaml: a: "),
         ("a: ${nowhere}\n", [], "r.yaml: a: .*nowhere"),
         ("a: 1\n", ["a"], "key.path=value"),
-        ("a: 1\n", ["a..b=1"], "override 'a..b=1': it is no key.path=value"),
+        ("a: 1\n", ["a..b=1"], "override 'a..b=1': it is not key.path=value"),
     ],
 )
 def test_recipe_errors_name_file_and_key(tmp_path, text, overrides, needle):

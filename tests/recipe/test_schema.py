@@ -31,9 +31,13 @@ VALID = [
     {"masks": [{"log_ratio": "total", "level": "token", "statistic": "prob_diff", "min": -0.1, "when": "pushing"}]},
     {"masks": [{"preset": "dppo_kl", "delta": 0.05, "log_ratio": "policy"}, {"preset": "kpop", "max": 0.1}]},
     {"is_correction_level": "sequence_mean", "use_importance_sampling_correction": True},
-    {"is_correction_level": "tests.losses.test_registry:ROOT_LEVEL", "use_importance_sampling_correction": True},
+    {"is_correction_level": "tests.helpers.plugin_corrections:ROOT_LEVEL", "use_importance_sampling_correction": True},
     {"masks": [{"preset": "tests.losses.test_registry:Half", "factor": 1.1}]},
-    {"masks": [{"log_ratio": "total", "level": "token", "statistic": "tests.losses.test_registry:GAP", "max": 0.2}]},
+    {
+        "masks": [
+            {"log_ratio": "total", "level": "token", "statistic": "tests.helpers.plugin_corrections:GAP", "max": 0.2}
+        ]
+    },
 ]
 # What is wrong, and the key at which an editor should say so.
 INVALID = [

@@ -10,11 +10,11 @@ pytest.importorskip("pyarrow")
 
 import pyarrow.parquet as parquet
 
-from nemo_geomask import BeforeStep, build_loss
+from nemo_geomask import PrestepPass, build_loss
 from nemo_geomask.config import LossConfig
-from nemo_geomask.losses.verdicts import verdicts
+from nemo_geomask.losses.batch_masks import removed_tokens
 from nemo_geomask.records import step_files
-from nemo_geomask.records.flight import FlightRecorder, by_hash, joined, step_rows
+from nemo_geomask.records.flight import FlightRecorder, choose_by_hash, join_parts, step_rows
 from tests.helpers.batches import rollouts
 
 MASKS = [
@@ -72,13 +72,13 @@ def test_turns_are_runs_of_trained_tokens():
 
 
 def test_hashes_choose_the_same_rows_again_and_others_at_another_step():
-    chosen = [by_hash(step, 64, 16) for step in range(50)]
-    assert chosen == [by_hash(step, 64, 16) for step in range(50)]
+    chosen = [choose_by_hash(step, 64, 16) for step in range(50)]
+    assert chosen == [choose_by_hash(step, 64, 16) for step in range(50)]
     counts = torch.bincount(torch.tensor(chosen).flatten(), minlength=64)
     assert int(counts.min()) >= 3
     assert int(counts.max()) <= 25
     # What a smaller share picks, a larger one has, too.
-    assert set(by_hash(3, 64, 4)) <= set(by_hash(3, 64, 16))
+    assert set(choose_by_hash(3, 64, 4)) <= set(choose_by_hash(3, 64, 16))
 
 
 @pytest.mark.parametrize("fraction", [0.01, 0.3, 0.5, 1.0])
@@ -109,7 +109,7 @@ def test_parts_of_a_step_are_one_batch():
     parts = [{key: value[rows] for key, value in whole.items()} for rows in (slice(0, 3), slice(3, 8))]
     parts[1] = {key: value[:, :12] if value.dim() == 2 else value for key, value in parts[1].items()}
     parts[1]["input_lengths"] = torch.full((5,), 12)
-    rows = step_rows(config(), 1, joined(parts))
+    rows = step_rows(config(), 1, join_parts(parts))
     assert rows.values["row"].tolist() == list(range(8))
     assert rows.values["gen"][:3].equal(whole["generation_logprobs"][:3])
     assert rows.values["gen"][3:, :12].equal(whole["generation_logprobs"][3:, :12])
@@ -148,13 +148,13 @@ def test_verdicts_are_those_of_the_loss(given):
     whole = rollouts(seed=3)
     curr = whole.curr.detach() if given == "curr" else whole.data["prev_logprobs"][:, 1:]
     _, metrics = build_loss({"masks": MASKS})(curr, whole.data, whole.seqs, whole.toks)
-    found = verdicts(settings, whole.data, curr if given == "curr" else None)
+    found = removed_tokens(settings, whole.data, curr if given == "curr" else None)
     weight = whole.data["token_mask"] * whole.data["sample_mask"][:, None]
     for rule in settings.mask_rules:
         removed = found[rule.label]
         assert removed.shape == weight.shape
         assert not (removed & (weight == 0)).any()
-        if rule.by_token:
+        if rule.is_per_token:
             share = (weight * removed)[:, 1:].sum() / whole.toks
         else:
             share = (removed.any(dim=1) * whole.data["sample_mask"]).sum() / whole.seqs
@@ -166,11 +166,11 @@ def test_verdicts_of_a_mask_with_a_budget_are_the_batchs():
     masks = [{"log_ratio": "mismatch", "level": "token", "statistic": "k2", "drop_at_most": 0.1}]
     settings, data = LossConfig(masks=masks), rollouts(seed=3).data
     (label,) = (rule.label for rule in settings.mask_rules)
-    decision = BeforeStep(settings)(data)
+    decision = PrestepPass(settings)(data)
     changed = {**data, **decision.changes}
     _, metrics = build_loss({"masks": masks})(data["prev_logprobs"][:, 1:], changed, 8, 80)
     weight = data["token_mask"] * data["sample_mask"][:, None]
-    removed = verdicts(settings, data)[label]
+    removed = removed_tokens(settings, data)[label]
     assert float((removed * weight)[:, 1:].sum() / 80) == pytest.approx(metrics[f"geomask/mask/{label}/removed"])
     assert removed.any()
 
@@ -178,8 +178,8 @@ def test_verdicts_of_a_mask_with_a_budget_are_the_batchs():
 def test_no_verdict_where_the_policy_is_not_known():
     settings = LossConfig(**GEN, masks=[{"preset": "dppo_tv", "delta": 0.1}])
     whole = rollouts(seed=3)
-    assert verdicts(settings, whole.data) == {}
-    assert verdicts(settings, whole.data, whole.curr.detach())
+    assert removed_tokens(settings, whole.data) == {}
+    assert removed_tokens(settings, whole.data, whole.curr.detach())
 
 
 def test_a_record_has_verdicts_and_says_whose(tmp_path):

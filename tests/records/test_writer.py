@@ -58,9 +58,9 @@ def test_every_bit_comes_back_and_no_padding(tmp_path):
             continue
         found = table[column.name].to_pylist()
         for row, length in enumerate(LENGTHS.tolist()):
-            expected = value[row, :length].tolist() if column.by_token else value[row].item()
+            expected = value[row, :length].tolist() if column.is_per_token else value[row].item()
             if column.element == "float32":
-                one, other = (found[row], expected) if column.by_token else ([found[row]], [expected])
+                one, other = (found[row], expected) if column.is_per_token else ([found[row]], [expected])
                 assert bits(one) == bits(other)
             else:
                 assert found[row] == expected

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from nemo_geomask.errors import ArgumentError, RanksDisagreeError, ShapeError
-from nemo_geomask.processes import run
+from nemo_geomask.parallel.local_processes import run_ranks
 from nemo_geomask.segments import PackedSegments, PaddedSegments
 from tests.helpers.shares import shares
 
@@ -113,7 +113,7 @@ def _prefixes(segments, values):
     """Sum, minimum and maximum over each token's prefix."""
     named = {"x": values}
     prefix = segments.prefix(named, named, named)
-    found = segments.whole_prefix(prefix, segments.pool(*prefix.parts))
+    found = segments.global_prefix(prefix, segments.pool(*prefix.run_totals))
     return [statistics["x"] for statistics in found]
 
 
@@ -217,7 +217,7 @@ def test_statistics_of_a_share_need_groups():
     segments = PackedSegments([0, 8], cp_rank=0, cp_size=2)
     for statistics in (
         lambda: segments.sum(torch.zeros(4)),
-        lambda: segments.whole(torch.zeros(()), torch.zeros(3), sums=1, lowest=1),
+        lambda: segments.reduce_over_ranks(torch.zeros(()), torch.zeros(3), num_sums=1, num_minima=1),
     ):
         with pytest.raises(ShapeError, match="no groups were given"):
             statistics()
@@ -248,7 +248,7 @@ def _over_ranks(rank, world):
         part = (x.tanh() * mine + y.sin() + still * mine).sum()
         part.backward()
         ends = torch.stack([part.detach(), mine.detach().amin(), mine.detach().amax()])
-        value, rest = segments.whole(part.detach(), ends, sums=1, lowest=1)
+        value, rest = segments.reduce_over_ranks(part.detach(), ends, num_sums=1, num_minima=1)
         prefixes = torch.stack(_prefixes(segments, mine))
         quantiles = _quantiles(segments, mine.detach().abs().float(), (mine.detach() > -1).float())
         tensors = (
@@ -276,7 +276,7 @@ def test_sharded_equals_whole(world):
         total = total + (part.detach().sum() * part).sum()
     total.backward()
     ends = [(s, e) for s, e in itertools.pairwise(OFFSETS)]
-    for results in zip(*run(world, _over_ranks), strict=True):
+    for results in zip(*run_ranks(world, _over_ranks), strict=True):
         assert sorted(np.concatenate([index for index, *_ in results])) == list(range(OFFSETS[-1]))
         prefixes = _by_loops(whole.detach(), OFFSETS).numpy()
         usual = _of_each(whole.detach().abs().float(), (whole.detach() > -1).float(), OFFSETS).numpy()
@@ -338,14 +338,14 @@ def _misfits(rank, world):
 
 @pytest.mark.slow
 def test_misfits_of_ranks_and_groups_are_named():
-    results = run(4, _misfits)
+    results = run_ranks(4, _misfits)
     wrong = {"size", "rank", "no share", "one of two", "order", "three", "sequences", "lengths", "twice"}
     for rank, found in enumerate(results):
         assert set(found) == wrong | {"sample_mask", "rewards"}
         assert f"(cp_rank, cp_size) is ({rank // 2}, 2)" in found["size"]
         assert "[1, 2, 2, 2] sequences and [16, 16, 16, 16] tokens" in found["sequences"]
         assert "sequences of other lengths" in found["lengths"]
-        assert "hold the shares [0, 0, 1, 1]" in found["twice"]
+        assert "hold the shards [0, 0, 1, 1]" in found["twice"]
         compared = {"sequences", "lengths", "twice", "sample_mask", "rewards"}
         assert {name for name, text in found.items() if text.startswith("RanksDisagreeError")} == compared
         for name in ("sample_mask", "rewards"):

@@ -1,4 +1,4 @@
-"""A NeMo-RL of a few lines, with its seams as data: what the tests that need no NeMo-RL install against."""
+"""A NeMo-RL of a few lines, with the APIs that we rely on: tests that need no NeMo-RL install against it."""
 
 from __future__ import annotations
 

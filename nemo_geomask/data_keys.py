@@ -1,0 +1,30 @@
+"""NeMo-RL's keys of the tensors in a training batch (``BatchedDataDict``).
+
+If NeMo-RL renames one, change it here; messages and docstrings may still spell it out. Keys that are plain words
+(``advantages``, ``input_ids``, ``sample_mask``) are written where they are used.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "CURR_LOGPROBS_UNFILTERED",
+    "GENERATION_LOGPROBS",
+    "PREV_LOGPROBS",
+    "REFERENCE_POLICY_LOGPROBS",
+    "TOKEN_MASK",
+]
+
+PREV_LOGPROBS = "prev_logprobs"
+"""log π_old [B, T]: the sampled tokens under the training engine at rollout time."""
+
+GENERATION_LOGPROBS = "generation_logprobs"
+"""log μ [B, T]: the sampled tokens under the generation engine."""
+
+REFERENCE_POLICY_LOGPROBS = "reference_policy_logprobs"
+"""log π_ref [B, T]."""
+
+CURR_LOGPROBS_UNFILTERED = "curr_logprobs_unfiltered"
+"""log π_θ [B, T − 1] before top-k and top-p were applied to the logits."""
+
+TOKEN_MASK = "token_mask"
+"""[B, T]: nonzero at the tokens that are trained."""

@@ -1,0 +1,200 @@
+"""Facts about NeMo-RL: the tested versions, the fields of its loss, and which version reads which setting.
+
+Versions are told apart by their source and not by their number, because NeMo-RL's main carries the number of the last
+release between releases.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+
+from nemo_geomask.config import LossConfig
+from nemo_geomask.config.strict import as_yaml
+from nemo_geomask.errors import Problem
+
+__all__ = [
+    "FIELDS_READ_BY_TRAINERS",
+    "FUSED_LOGPROBS",
+    "FUSED_LOGPROBS_UNTIL_V0_7_0",
+    "LOSS_CLASS",
+    "LOSS_FIELDS",
+    "LOSS_MODULE",
+    "NO_ENTROPY",
+    "SETTING_READERS",
+    "TESTED_VERSIONS",
+    "build_loss_config",
+    "describe_filter",
+    "has_kl_score_function",
+    "lacks_entropy",
+    "loss_fields",
+    "missing_prev",
+    "prev_readers",
+    "reads_setting",
+    "skips_unread_logprobs",
+    "trains_on_chunks",
+]
+
+TESTED_VERSIONS = "v0.6.0, v0.7.0 and main of August 2026"
+LOSS_MODULE = "nemo_rl.algorithms.loss.loss_functions"
+LOSS_CLASS = "ClippedPGLossFn"
+
+LOSS_FIELDS = frozenset(
+    {
+        "disable_ppo_ratio",
+        "force_on_policy_ratio",
+        "kl_input_clamp_value",
+        "kl_output_clamp_value",
+        "positive_example_nll_weight",
+        "ratio_clip_c",
+        "ratio_clip_max",
+        "ratio_clip_min",
+        "reference_policy_kl_penalty",
+        "reference_policy_kl_type",
+        "sequence_level_importance_ratios",
+        "token_level_loss",
+        "truncated_importance_sampling_ratio",
+        "truncated_importance_sampling_ratio_min",
+        "truncated_importance_sampling_type",
+        "use_cispo",
+        "use_importance_sampling_correction",
+        "use_kl_in_reward",
+        "use_on_policy_kl_approximation",
+    }
+)
+"""Fields of NeMo-RL's ``ClippedPGLossConfig`` in any version from v0.6.0 to main."""
+
+FIELDS_READ_BY_TRAINERS = (
+    "force_on_policy_ratio",
+    "reference_policy_kl_penalty",
+    "reference_policy_kl_type",
+    "use_importance_sampling_correction",
+    "use_kl_in_reward",
+)
+"""Fields of ``loss_fn`` that NeMo-RL's trainers read themselves, for example to decide on loading a reference model."""
+
+FUSED_LOGPROBS = "policy.megatron_cfg.use_fused_linear_logprobs"
+FUSED_LOGPROBS_UNTIL_V0_7_0 = "policy.megatron_cfg.use_linear_ce_fusion_loss"
+"""Name of :data:`FUSED_LOGPROBS` in v0.6.0 and v0.7.0, where only supervised fine-tuning and DPO use it."""
+
+SETTING_READERS: dict[str, tuple[str, str]] = {
+    "policy.router_replay.enabled": ("models/megatron/router_replay.py", "router_replay"),
+    "policy.quant_cfg": ("models/policy/__init__.py", "quant_cfg"),
+    "policy.generation.bad_words": ("models/generation/interfaces.py", "bad_words"),
+    "policy.generation.vllm_cfg.is_mx": ("models/generation/vllm/config.py", "is_mx"),
+    "policy.generation.vllm_cfg.logprobs_mode": ("models/generation/vllm/config.py", "logprobs_mode"),
+    FUSED_LOGPROBS: ("models/policy/__init__.py", "use_fused_linear_logprobs"),
+}
+"""Module that reads a setting, and a word that the module contains if it does.
+
+These are the settings that not every version reads: v0.6.0 reads none of them, v0.7.0 the first two.
+"""
+
+NO_ENTROPY = (
+    "true, but NeMo-RL computes no entropies during training; set loss_fn.logprob_backend: geomask or geomask_linear, "
+    "which compute them in their pass over the logits, or set false"
+)
+
+
+def reads_setting(checkout: Path, key: str) -> bool:
+    """Return True if the NeMo-RL in ``checkout`` reads ``key``, one of :data:`SETTING_READERS`."""
+    return _mentions(checkout, *SETTING_READERS[key])
+
+
+def trains_on_chunks(checkout: Path) -> bool:
+    """Return True if a NeMo-RL computes training log-probs in chunks of ``policy.logprob_chunk_size``.
+
+    v0.6.0 has chunks in forward passes only.
+    """
+    return _mentions(checkout, "algorithms/loss/utils.py", "chunk_size")
+
+
+def skips_unread_logprobs(checkout: Path) -> bool:
+    """Return True if a NeMo-RL skips the forward passes for log-probs that its own loss does not read.
+
+    v0.6.0 always runs them.
+    """
+    return _mentions(checkout, "algorithms/grpo.py", "_skip_prev_logprobs")
+
+
+def has_kl_score_function(checkout: Path) -> bool:
+    """Return True if a NeMo-RL's own KL term is also differentiated through the samples, see docs/kl.md.
+
+    v0.6.0's is not.
+    """
+    utils = "algorithms/utils.py"
+    return _mentions(checkout, utils, "importance_sampling_weights") or not (checkout / "nemo_rl" / utils).is_file()
+
+
+def _mentions(checkout: Path, module: str, word: str) -> bool:
+    try:
+        return word in (checkout / "nemo_rl" / module).read_text(encoding="utf-8")
+    except OSError:
+        return False
+
+
+def loss_fields(config_class: Any) -> set[str]:
+    """Return the field names of an imported ``ClippedPGLossConfig``.
+
+    It is a ``TypedDict`` in v0.6.0 and a pydantic model in later versions.
+    """
+    if isinstance(config_class, type) and issubclass(config_class, BaseModel):
+        return set(config_class.model_fields)
+    return set(getattr(config_class, "__annotations__", {}))
+
+
+def build_loss_config(config_class: Any, settings: Mapping[str, Any]) -> Any:
+    """Build an imported ``ClippedPGLossConfig`` from settings that differ from its defaults.
+
+    The ``TypedDict`` of v0.6.0 has no defaults; it gets those of later versions, which are ours.
+    """
+    if isinstance(config_class, type) and issubclass(config_class, BaseModel):
+        return config_class(**settings)
+    return {**LossConfig().model_dump(include=loss_fields(config_class)), **settings}
+
+
+def describe_filter(sampling_params: Any) -> str:
+    """Describe the top-k or top-p filter in NeMo-RL's sampling parameters; empty if they keep the whole vocabulary."""
+    top_k, top_p = getattr(sampling_params, "top_k", None), getattr(sampling_params, "top_p", 1.0)
+    return f"top_k: {top_k}, top_p: {top_p}" if top_k not in (None, -1) or top_p != 1.0 else ""
+
+
+def prev_readers(recipe: Mapping[str, Any]) -> Iterator[Problem]:
+    """Yield a problem for each setting that makes NeMo-RL itself read ``prev_logprobs``.
+
+    Args:
+        recipe: a recipe whose loss does not need ``prev_logprobs``, so that NeMo-RL would read NaN.
+    """
+    uses = {
+        "grpo.seq_logprob_error_threshold": "masks sequences",
+        "ppo.seq_logprob_error_threshold": "masks sequences",
+        "on_policy_distillation.enabled": "makes advantages",
+    }
+    for key, use in uses.items():
+        section, _, name = key.partition(".")
+        value = (recipe.get(section) or {}).get(name)
+        if value is not None and value is not False:
+            yield missing_prev(key, value, use)
+
+
+def missing_prev(key: str, value: Any, use: str) -> Problem:
+    """Build the problem of a setting that needs ``prev_logprobs`` where they are not computed.
+
+    Args:
+        key: the setting.
+        value: its value in the recipe.
+        use: what NeMo-RL does with the log-probs, such as ``masks sequences``.
+    """
+    return Problem(
+        (key, "loss_fn.ratio_anchor"),
+        f"{key}: {as_yaml(value)} {use} by prev_logprobs, which are not computed under loss_fn.ratio_anchor: gen; "
+        "remove it, or set loss_fn.audit_fraction: 1, which computes all of them",
+    )
+
+
+def lacks_entropy(config: LossConfig) -> bool:
+    """Return True if the loss records entropies that no worker computes."""
+    return config.record is not None and config.record.entropy and not config.logprob_backend.startswith("geomask")

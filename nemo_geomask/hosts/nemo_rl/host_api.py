@@ -1,0 +1,213 @@
+"""NeMo-RL APIs that this package relies on, as data.
+
+``EVERY_RUN`` is compared with NeMo-RL's source by :func:`nemo_geomask.install`. Each other group is needed by some
+settings of ``loss_fn`` only, and is checked when a loss with such a setting is built.
+
+Not every tested version has all of these APIs. The data plane (the storage through which ``TQPolicy`` exchanges batches
+with its workers) and PPO exist since v0.7.0. The single controller, which trains on parts of a batch as they are
+generated, exists only in later commits.
+"""
+
+from __future__ import annotations
+
+from nemo_geomask.hosts.nemo_rl.facts import LOSS_CLASS, LOSS_MODULE, TESTED_VERSIONS
+from nemo_geomask.hosts.nemo_rl.host_errors import HostAPIError
+from nemo_geomask.hosts.nemo_rl.installed_version import describe_version, package_folder
+from nemo_geomask.hosts.nemo_rl.source_signature import APIState, Builder, Signature, Uses, compare
+
+__all__ = [
+    "AUTOMODEL_TRAIN",
+    "DTENSOR_WORKERS",
+    "EVERY_RUN",
+    "FORWARD_LOGPROBS",
+    "HIDDEN_STATES",
+    "LOSS_INPUT",
+    "LOSS_UTILS",
+    "LOSS_WRAPPERS",
+    "MEGATRON_TRAIN",
+    "PRESTEP",
+    "PREV_LOGPROBS",
+    "RECORD",
+    "REPLAY_BUFFERS",
+    "WORKER_GROUPS",
+    "compare_all",
+    "require_every_run",
+]
+
+WORKER_GROUPS = "nemo_rl.distributed.worker_groups"
+REPLAY_BUFFERS = "nemo_rl.algorithms.async_utils"
+LOSS_UTILS = "nemo_rl.algorithms.loss.utils"
+LOSS_WRAPPERS = "nemo_rl.algorithms.loss.wrapper"
+MEGATRON_TRAIN = "nemo_rl.models.megatron.train"
+AUTOMODEL_TRAIN = "nemo_rl.models.automodel.train"
+_MODEL_UTILS = "nemo_rl.distributed.model_utils"
+
+_CREATE_WORKER = ("self", "placement_group", "placement_group_bundle_index", "num_gpus", "bundle_indices")
+_WORKER_GROUP = (
+    *("self", "cluster", "remote_worker_builder", "workers_per_node", "name_prefix"),
+    *("bundle_indices_list", "sharding_annotations", "env_vars"),
+)
+EVERY_RUN: tuple[Signature | Builder, ...] = (
+    Signature(
+        LOSS_MODULE,
+        f"{LOSS_CLASS}.__init__",
+        (("self", "cfg"), ("self", "cfg", "use_fused_linear_logprobs")),
+    ),
+    Signature(
+        LOSS_MODULE,
+        f"{LOSS_CLASS}.__call__",
+        (("self", "next_token_logprobs", "data", "global_valid_seqs", "global_valid_toks"),),
+    ),
+    Builder("nemo_rl.algorithms.grpo"),
+    Builder("nemo_rl.algorithms.ppo", optional=True),
+    Builder("nemo_rl.algorithms.single_controller_utils.setup", optional=True),
+    Signature(
+        WORKER_GROUPS,
+        "RayWorkerBuilder.IsolatedWorkerInitializer.__init__",
+        (("self", "ray_actor_class_fqn", "*init_args", "**init_kwargs"),),
+    ),
+    Signature(
+        WORKER_GROUPS,
+        "RayWorkerBuilder.IsolatedWorkerInitializer.create_worker",
+        ((*_CREATE_WORKER, "**extra_options"), (*_CREATE_WORKER, "num_gpus_per_node", "**extra_options")),
+    ),
+    Signature(WORKER_GROUPS, "RayWorkerGroup.__init__", (_WORKER_GROUP,)),
+    Signature(WORKER_GROUPS, "RayWorkerGroup.workers", (("self",),)),
+)
+"""APIs that every run relies on: how the loss is built and called, and how workers are started."""
+
+_POLICY = ("nemo_rl.models.policy.lm_policy", "Policy")
+_DATA_PLANE_POLICY = ("nemo_rl.models.policy.tq_policy", "TQPolicy")
+_DATA_PLANE = ("read_from_dataplane", "write_to_dataplane")
+
+_PRESTEP = "a step's metrics, loss_fn.batch_veto, denominator: kept, budgets and record"
+PRESTEP = (
+    Uses(*_POLICY, {"train": ("data", "loss_fn")}, _PRESTEP),
+    Uses(*_DATA_PLANE_POLICY, {"train_from_meta": ("meta", "loss_fn")}, _PRESTEP, _DATA_PLANE, optional=True),
+    Uses(
+        *_DATA_PLANE_POLICY,
+        {"begin_train_step": ("loss_fn",), "train_microbatches_from_meta": ("meta",), "finish_train_step": ()},
+        _PRESTEP,
+        (*_DATA_PLANE, "abort_train_step"),
+        optional=True,
+    ),
+)
+"""Methods of the policy that send a batch to the workers for training."""
+
+_ANCHOR = "loss_fn.ratio_anchor: gen"
+PREV_LOGPROBS = (
+    Uses(*_POLICY, {"get_logprobs": ("data",)}, _ANCHOR),
+    Uses(*_DATA_PLANE_POLICY, {"get_logprobs_from_meta": ("meta",)}, _ANCHOR, _DATA_PLANE, optional=True),
+    Uses(
+        "nemo_rl.algorithms.grpo",
+        "",
+        {"compute_and_apply_seq_logprob_error_masking": ("train_data", "seq_logprob_error_threshold")},
+        _ANCHOR,
+    ),
+)
+"""Functions that compute ``prev_logprobs``, and the function that masks sequences according to ``prev_logprobs``."""
+
+_ESTIMATORS = ("GRPO", "GDPO", "ReinforcePlusPlus", "RawReward", "Generalized", "OPD")
+RECORD = tuple(
+    Uses(
+        "nemo_rl.algorithms.advantage_estimator",
+        f"{name}AdvantageEstimator",
+        {"compute_advantage": ("rewards",)},
+        "loss_fn.record",
+        optional=True,
+    )
+    for name in _ESTIMATORS
+)
+"""Methods of advantage estimators, which NeMo-RL calls with a batch's rewards; v0.6.0 has three of these classes."""
+
+_BACKEND = "loss_fn.logprob_backend"
+_PACKING = "loss_fn.logprob_backend and packed rows in one call"
+_GROUPS = ("vocab_parallel_group", "context_parallel_group")
+_PACKING_WRAPPER = {
+    "__init__": ("loss_fn", "prepare_fn", "cu_seqlens_q", "cu_seqlens_q_padded", "vocab_parallel_rank", *_GROUPS),
+    "__call__": ("next_token_logits", "data", "global_valid_seqs", "global_valid_toks"),
+}
+LOSS_INPUT = (
+    Uses(LOSS_UTILS, "", {"prepare_loss_input": ("logits", "data", "loss_fn", *_GROUPS, "sampling_params")}, _BACKEND),
+    Uses(LOSS_WRAPPERS, "SequencePackingLossWrapper", _PACKING_WRAPPER, _PACKING),
+    Uses(LOSS_WRAPPERS, "SequencePackingFusionLossWrapper", _PACKING_WRAPPER, _PACKING),
+)
+"""Worker code that turns logits into the input of a loss and splits packed rows into sequences."""
+
+_SHARD = ("vocab_parallel_logits", "target", "vocab_start_index", "vocab_end_index")
+_FORWARD = f"{_BACKEND}: geomask"
+FORWARD_LOGPROBS = (
+    Uses(_MODEL_UTILS, "DistributedLogprob", {"forward": _SHARD}, _FORWARD, last=("group", "inference_only")),
+    Uses(
+        _MODEL_UTILS,
+        "ChunkedDistributedLogprob",
+        {"forward": (*_SHARD, "chunk_size")},
+        _FORWARD,
+        last=("tp_group", "inference_only"),
+    ),
+    Uses(
+        AUTOMODEL_TRAIN,
+        "LogprobsPostProcessor",
+        {"_compute_local_logprobs": ("self", "logits", "input_ids")},
+        _FORWARD,
+    ),
+)
+"""Functions that compute log-probs in forward passes.
+
+The first two take the logits of a vocabulary shard; if their last argument, ``inference_only``, is True, they save
+nothing for a backward pass. The third takes the logits of the whole vocabulary in a DTensor v2 worker.
+"""
+
+_HIDDEN = f"{_BACKEND}: geomask_linear"
+HIDDEN_STATES = (
+    Uses(
+        MEGATRON_TRAIN,
+        "",
+        {"forward_with_post_processing_fn": ("model", "post_processing_fn"), "model_forward": ("model",)},
+        _HIDDEN,
+    ),
+    Uses(
+        MEGATRON_TRAIN,
+        "LogprobsPostProcessor",
+        {"__call__": ("data_dict", "input_ids", "cu_seqlens_padded")},
+        _HIDDEN,
+    ),
+    Uses(AUTOMODEL_TRAIN, "", {"forward_with_post_processing_fn": ("model", "post_processing_fn")}, _HIDDEN),
+    Uses(AUTOMODEL_TRAIN, "LossPostProcessor", {"__init__": ("cp_size",)}, _HIDDEN),
+    Uses(AUTOMODEL_TRAIN, "LogprobsPostProcessor", {"__init__": ("cp_size", "sampling_params")}, _HIDDEN),
+    Uses(_MODEL_UTILS, "", {"get_logprobs_from_vocab_parallel_logits": ("input_ids",)}, _HIDDEN),
+)
+"""Worker code that runs the model and computes log-probs from its output."""
+
+_WORKERS = "nemo_rl.models.policy.workers.dtensor_policy_worker"
+DTENSOR_WORKERS = {_WORKERS: False, f"{_WORKERS}_v2": True}
+"""Modules of DTensor workers; True if the worker calls its model through ``forward_with_post_processing_fn``."""
+
+
+def compare_all() -> list[APIState]:
+    """Compare the APIs of all groups in this module with the source of the installed NeMo-RL.
+
+    Raises:
+        MissingDependencyError: NeMo-RL is not importable.
+    """
+    package = package_folder()
+    apis = (*EVERY_RUN, *PRESTEP, *PREV_LOGPROBS, *RECORD, *LOSS_INPUT, *FORWARD_LOGPROBS, *HIDDEN_STATES)
+    return [compare(api, package) for api in apis]
+
+
+def require_every_run() -> None:
+    """Check the APIs that every run relies on.
+
+    Raises:
+        HostAPIError: an API differs; the message names it, the installed version and the tested ones.
+        MissingDependencyError: NeMo-RL is not importable.
+    """
+    package = package_folder()
+    states = [state for state in (compare(api, package) for api in EVERY_RUN) if state.difference]
+    if states:
+        differences = "\n".join(f"  {state.api}: {state.difference}" for state in states)
+        raise HostAPIError(
+            f"NeMo-RL {describe_version()} ({package}) differs from the versions that nemo_geomask knows (tested: "
+            f"{TESTED_VERSIONS}), so a loss selected by loss_fn.name might not be the one that trains:\n{differences}\n"
+            "Use a tested NeMo-RL, or a version of nemo_geomask that knows this one"
+        )

@@ -1,0 +1,250 @@
+"""``nemo-geomask doctor``: report on the driver, the workers' environments and the NeMo-RL APIs we rely on."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import json
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import nemo_geomask
+from nemo_geomask.errors import GeomaskError, MissingDependencyError, Problem
+from nemo_geomask.hosts.nemo_rl import environment_probe, host_api, worker_setup
+from nemo_geomask.hosts.nemo_rl.facts import TESTED_VERSIONS
+from nemo_geomask.hosts.nemo_rl.installed_version import describe_version
+from nemo_geomask.losses import available
+
+__all__ = ["RAY_TIMEOUT", "InstallationReport", "check_python", "examine_installation"]
+
+_PROBE_TIMEOUT = 300.0  # seconds
+RAY_TIMEOUT = 20.0
+"""Seconds within which a running cluster must accept a driver."""
+
+
+@dataclass
+class InstallationReport:
+    """Lines to print, and the problems among them.
+
+    Attributes:
+        lines: the complete report.
+        problems: what the user has to fix; empty if everything works.
+    """
+
+    lines: list[str] = field(default_factory=list)
+    problems: list[Problem] = field(default_factory=list)
+
+    def add_problem(self, where: str, message: str) -> None:
+        """Add something that the user has to fix."""
+        self.problems.append(Problem((), message, where=where))
+
+    def start_section(self, title: str) -> None:
+        """Start a section of the report."""
+        self.lines += ["", title] if self.lines else [title]
+
+
+def examine_installation(interpreters: Sequence[str] = (), *, ray_address: str | None = None) -> InstallationReport:
+    """Examine the driver, and every environment in which a worker may receive a loss.
+
+    Args:
+        interpreters: further interpreters to examine, beside those that NeMo-RL lists.
+        ray_address: a running Ray cluster, on each of whose nodes the workers' environments are then examined; None:
+            on this machine.
+
+    Raises:
+        MissingDependencyError: a Ray cluster is requested and Ray is not importable.
+    """
+    report = InstallationReport()
+    report.start_section(f"driver: {sys.executable}")
+    _add_environment(report, environment_probe.probe(), "the driver")
+    _add_losses(report)
+    _add_api_states(report)
+    report.start_section("workers that receive the loss")
+    probe = _probe_by_subprocess if ray_address is None else _connect_ray_probe(report, ray_address)
+    for title, python in [*_nemo_rl_workers(report), *((f"--worker {python}", python) for python in interpreters)]:
+        report.lines.append(f"  {title}")
+        if python is None or probe is None:
+            continue
+        environments = probe(python)
+        for environment in environments:
+            _add_environment(report, environment, title, indent="    ")
+        if not environments:
+            report.add_problem(title, f"no answer from {python}")
+    return report
+
+
+def _add_environment(
+    report: InstallationReport, environment: Mapping[str, Any], title: str, indent: str = "  "
+) -> None:
+    """Add what the probe found in an environment, see :func:`~nemo_geomask.hosts.nemo_rl.environment_probe.probe`."""
+    if "failed" in environment:
+        report.lines.append(f"{indent}{environment['executable']}: {environment['failed']}")
+        report.add_problem(title, f"{environment['executable']} does not run: {environment['failed']}")
+        return
+    interpreter = f"{environment['executable']} on {environment['host']}"
+    report.lines.append(f"{indent}{interpreter}")
+    required = environment["requires_python"]
+    python = (environment["python"], f"nemo_rl requires {required}" if required else "")
+    rows = {"python": python, **environment["packages"]}
+    width = max(map(len, rows))
+    for name, entry in rows.items():
+        version, location = entry or ("not importable", "")
+        report.lines.append(f"{indent}  {name:<{width}}  {version:<16} {location}".rstrip())
+    registered = ", ".join(f"{name} ({owner})" for name, _, owner in environment["losses"]) or "none"
+    report.lines.append(f"{indent}  entry points: {registered}")
+    errors = environment["errors"]
+    if "nemo_geomask" in errors:
+        report.add_problem(
+            title,
+            f"nemo_geomask is not importable in {interpreter} ({errors['nemo_geomask']}). {worker_setup.REMEDY}",
+        )
+    elif environment["version"] != nemo_geomask.__version__:
+        report.add_problem(
+            title,
+            f"nemo_geomask is {environment['version']} in {interpreter}, but {nemo_geomask.__version__} in the driver; "
+            "make them the same",
+        )
+    check_python(report, environment, title, indent)
+
+
+def check_python(report: InstallationReport, environment: Mapping[str, Any], title: str, indent: str) -> None:
+    """Check that an interpreter's version is one that its NeMo-RL declares in ``requires-python``.
+
+    A mismatch is a problem and not just a remark: ``uv`` does not build such an environment, so it was made in another
+    way, and NeMo-RL itself may fail to import in it.
+    """
+    required = environment["requires_python"]
+    if required is None:
+        return
+    try:
+        specifiers = importlib.import_module("packaging.specifiers")
+        # A Python built from a branch calls itself 3.13.5+.
+        version = environment["python"].rstrip("+")
+        is_accepted = specifiers.SpecifierSet(required).contains(version, prereleases=True)
+    except (ImportError, ValueError) as error:
+        report.lines.append(f"{indent}  python is not compared with {required}: {error}")
+        return
+    if not is_accepted:
+        report.add_problem(
+            title,
+            f"{environment['executable']} on {environment['host']} is Python {environment['python']}, but its NeMo-RL "
+            f"({environment['packages']['nemo_rl'][1]}) has requires-python {required}, and its scripts may not even "
+            "import; use the environment that `uv sync` makes in NeMo-RL's checkout",
+        )
+
+
+def _add_losses(report: InstallationReport) -> None:
+    report.start_section("losses, by loss_fn.name")
+    for name, entries in available().items():
+        report.lines += [f"  {name:<12} {entry.value} ({entry.distribution})" for entry in entries]
+        if len(entries) > 1:
+            owners = " and ".join(entry.distribution for entry in entries)
+            message = f"'{name}' is registered by {owners}; uninstall one of them"
+            report.problems.append(Problem(("loss_fn.name",), message))
+
+
+def _add_api_states(report: InstallationReport) -> None:
+    try:
+        states = host_api.compare_all()
+        version = describe_version()
+    except (MissingDependencyError, ImportError) as error:
+        report.start_section("NeMo-RL")
+        report.lines.append(f"  {error}")
+        report.problems += error.problems if isinstance(error, GeomaskError) else [Problem((), str(error))]
+        return
+    report.start_section(f"NeMo-RL {version} (tested: {TESTED_VERSIONS})")
+    for state in states:
+        label = "absent" if state.is_absent else "wrong" if state.difference else "ok"
+        report.lines.append(f"  {label:<7} {state.api}" + (f": {state.difference}" if state.difference else ""))
+        if state.difference:
+            report.add_problem(f"NeMo-RL {version}", f"{state.api}: {state.difference}")
+
+
+def _nemo_rl_workers(report: InstallationReport) -> Iterator[tuple[str, str | None]]:
+    """Yield a title and the interpreter of each worker class that receives a loss; None if it is not built yet."""
+    try:
+        registry = importlib.import_module("nemo_rl.distributed.ray_actor_environment_registry")
+        venvs = importlib.import_module("nemo_rl.utils.venvs")
+    except ImportError as error:
+        report.lines.append(f"  NeMo-RL's list of them can't be imported: {error}")
+        return
+    folder = Path(os.environ.get("NEMO_RL_VENV_DIR", venvs.DEFAULT_VENV_DIR))
+    for worker_class, command in registry.ACTOR_ENVIRONMENT_REGISTRY.items():
+        if not worker_setup.receives_loss(worker_class):
+            continue
+        # Like NeMo-RL: a command that starts with uv stands for an environment with the name of the worker class.
+        if not command.startswith("uv"):
+            yield worker_class, shlex.split(command)[0] if command != sys.executable else command
+            continue
+        python = folder / worker_class / "bin" / "python"
+        if python.exists():
+            yield worker_class, str(python)
+        else:
+            yield f"{worker_class}: not built yet; NeMo-RL will, from its own project's dependencies, in {folder}", None
+
+
+def _probe_by_subprocess(python: str) -> list[dict[str, Any]]:
+    try:
+        done = subprocess.run(
+            [python, "-c", inspect.getsource(environment_probe)],
+            capture_output=True,
+            text=True,
+            timeout=_PROBE_TIMEOUT,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return [{"executable": python, "failed": str(error)}]
+    answer = next((line for line in done.stdout.splitlines() if line.startswith(environment_probe.MARK)), None)
+    if answer is None:
+        return [{"executable": python, "failed": _last_error_line(done)}]
+    environment: dict[str, Any] = json.loads(answer.removeprefix(environment_probe.MARK))
+    return [environment]
+
+
+def _last_error_line(done: subprocess.CompletedProcess[str]) -> str:
+    """Return the last line that a failed process wrote to stderr, for display only."""
+    return (done.stderr.strip().splitlines() or ["no output"])[-1]
+
+
+_CONNECT = "import ray, sys; ray.init(address=sys.argv[1], log_to_driver=False)"
+
+
+def _connect_ray_probe(report: InstallationReport, address: str) -> Callable[[str], list[dict[str, Any]]] | None:
+    """Connect to a Ray cluster; return a function that probes an interpreter on every node, None if that fails."""
+    try:
+        ray = importlib.import_module("ray")
+    except ImportError as error:
+        raise MissingDependencyError(f"--ray needs Ray, which comes with NeMo-RL: {error}") from error
+    if not ray.is_initialized():
+        # Another process tries first: if no cluster answers, Ray retries for minutes and then ends its own process.
+        try:
+            done = subprocess.run(
+                [sys.executable, "-c", _CONNECT, address],
+                capture_output=True,
+                text=True,
+                timeout=RAY_TIMEOUT,
+                check=False,
+            )
+            failure = _last_error_line(done).removesuffix(".") if done.returncode else None
+        except subprocess.TimeoutExpired:
+            failure = f"no answer within {RAY_TIMEOUT:g} s"
+        if failure is not None:
+            # With auto, Ray reads this variable first.
+            env_address = os.environ.get("RAY_ADDRESS") if address == "auto" else None
+            tried = f"{address} (RAY_ADDRESS={env_address})" if env_address else address
+            report.lines.append("  examined on no node, since no Ray cluster answers")
+            report.add_problem(
+                f"--ray {tried}",
+                f"no Ray cluster answers: {failure}. Start one by `ray start --head`, or "
+                "name one that runs: --ray HOST:PORT",
+            )
+            return None
+    environment = {key: value for key, value in os.environ.items() if key == "PYTHONPATH"}
+    ray.init(address=address, log_to_driver=False, runtime_env={"env_vars": environment}, ignore_reinit_error=True)
+    return lambda python: worker_setup.on_every_node({"py_executable": python})

@@ -1,0 +1,72 @@
+"""Folder, version and commit of the installed NeMo-RL.
+
+The commit is read from the files in ``.git``. The git command may be missing, or may refuse a checkout that another
+user owns.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import re
+from pathlib import Path
+
+from nemo_geomask.errors import MissingDependencyError
+
+__all__ = ["commit_of", "describe_version", "package_folder"]
+
+_CONTAINER_COMMIT = "NEMO_RL_COMMIT"  # environment variable of NeMo-RL's container
+
+
+def package_folder() -> Path:
+    """Return the folder of the importable ``nemo_rl``, without importing it.
+
+    Raises:
+        MissingDependencyError: NeMo-RL is not importable.
+    """
+    spec = importlib.util.find_spec("nemo_rl")
+    for location in (spec.submodule_search_locations or ()) if spec is not None else ():
+        # PyPI's nemo_rl is an empty placeholder.
+        if (Path(location) / "algorithms").is_dir():
+            return Path(location)
+    raise MissingDependencyError(
+        "NeMo-RL is not importable here; run this in NeMo-RL's own environment (uv run … in its checkout), or put the "
+        "checkout on PYTHONPATH. See docs/nemo_rl.md"
+    )
+
+
+def describe_version() -> str:
+    """Return ``nemo_rl.__version__`` or ``of unknown version``, followed by the commit if it is known.
+
+    The version number alone is ambiguous: between releases, NeMo-RL's main branch keeps the number of the last release.
+    """
+    module = importlib.import_module("nemo_rl")
+    number = str(getattr(module, "__version__", "of unknown version"))
+    path = getattr(module, "__file__", None)
+    commit = commit_of(Path(path).parent.parent) if path else None
+    return f"{number} (commit {commit[:9]})" if commit else number
+
+
+def commit_of(checkout: Path) -> str | None:
+    """Return the commit of a git checkout, or the one that NeMo-RL's container declares; None if neither is known."""
+    try:
+        commit = _read_head(checkout / ".git")
+    except OSError:
+        commit = os.environ.get(_CONTAINER_COMMIT)
+    return commit if re.fullmatch("[0-9a-f]{7,64}", commit or "") else None
+
+
+def _read_head(git: Path) -> str | None:
+    if git.is_file():  # a submodule or a linked work tree, whose git folder is elsewhere
+        git = git.parent / git.read_text(encoding="utf-8").removeprefix("gitdir:").strip()
+    head = (git / "HEAD").read_text(encoding="utf-8").strip()
+    if not head.startswith("ref:"):
+        return head
+    branch = head.removeprefix("ref:").strip()
+    pointer = git / "commondir"
+    refs = git / pointer.read_text(encoding="utf-8").strip() if pointer.is_file() else git
+    if (refs / branch).is_file():
+        return (refs / branch).read_text(encoding="utf-8").strip()
+    packed_refs = (refs / "packed-refs").read_text(encoding="utf-8").splitlines()
+    return next((line.split()[0] for line in packed_refs if line.endswith(f" {branch}")), None)

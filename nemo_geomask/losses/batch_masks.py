@@ -1,0 +1,112 @@
+"""Masks applied to a whole batch outside the loss: before the optimiser step, and for the flight recorder.
+
+The flight recorder stores training batches for later analysis.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from nemo_geomask import functional as F
+from nemo_geomask.config import LossConfig, MaskRule
+from nemo_geomask.data_keys import PREV_LOGPROBS
+from nemo_geomask.errors import MissingDataError
+from nemo_geomask.losses.batch import TokenBatch, read, take_padded
+from nemo_geomask.losses.correction import MismatchStatistics, request_mismatch
+from nemo_geomask.losses.rejection import PooledRule, find_removed, request_rules, rule_values
+from nemo_geomask.losses.sequence_stats import SequencePool, SequenceStats
+from nemo_geomask.metrics import Metric
+from nemo_geomask.segments import PaddedSegments
+
+__all__ = ["PooledBatch", "budget_bounds", "pool_batch", "removed_tokens"]
+
+
+class PooledBatch(NamedTuple):
+    """A batch with the sequence statistics that the given masks and the weight against the mismatch need."""
+
+    tokens: TokenBatch
+    stats: SequenceStats
+    mismatch: MismatchStatistics
+    rules: list[PooledRule]
+    nonfinite_counts: list[Metric]  # one for each required tensor
+
+
+def pool_batch(
+    rules: Sequence[MaskRule], config: LossConfig, data: Mapping[str, Any], *, curr: Tensor | None = None
+) -> PooledBatch:
+    """Read a batch and compute the sequence statistics that the rules and the weight need.
+
+    Args:
+        rules: masks whose statistics to compute.
+        config: settings in force.
+        data: NeMo-RL's training batch [B, T], see :func:`nemo_geomask.losses.batch.take_padded`.
+        curr: [B, T-1], log-probs of the current policy; None: ``prev_logprobs``, its values before the first step.
+
+    Raises: MissingDataError: ``prev_logprobs`` are missing.
+    """
+    if curr is None:
+        if PREV_LOGPROBS not in data:
+            raise MissingDataError(
+                "batch_veto, denominator: kept and masks with a budget read data['prev_logprobs'] before the step, but "
+                "the batch has none"
+            )
+        curr = data[PREV_LOGPROBS][:, 1:]
+    requested = ("advantages", "prev", "gen") if config.needs_prev else ("advantages", "gen")
+    batch, nonfinite_counts = read(take_padded(curr, data, requested), PaddedSegments())
+    pool = SequencePool(batch)
+    mismatch = request_mismatch(pool, batch, config)
+    pooled_rules = request_rules(pool, batch, rules)
+    stats, _ = pool.reduce(config)
+    return PooledBatch(batch, stats, mismatch, pooled_rules, nonfinite_counts)
+
+
+@torch.no_grad()
+def budget_bounds(config: LossConfig, data: Mapping[str, Any]) -> dict[str, float]:
+    """Return, by mask label, the bound that the whole batch gives each mask with a budget.
+
+    A budget is ``drop_at_most`` or ``until_mean``. The mask removes values whose absolute value exceeds the bound.
+    """
+    bounds: dict[str, float] = {}
+    if not config.budget_rules:
+        return bounds
+    batch = pool_batch(config.budget_rules, config, data)
+    for pooled_rule in batch.rules:
+        rule = pooled_rule.rule
+        lowest, highest, is_judged = rule_values(pooled_rule, batch.tokens, batch.stats)
+        sizes = torch.maximum(-lowest, highest)[is_judged]
+        if rule.drop_at_most is not None:
+            bounds[rule.label] = F.bound_by_share(sizes, rule.drop_at_most)
+        elif rule.until_mean is not None:
+            bounds[rule.label] = F.bound_by_mean(sizes, rule.until_mean)
+    return bounds
+
+
+@torch.no_grad()
+def removed_tokens(config: LossConfig, data: Mapping[str, Any], curr: Tensor | None = None) -> dict[str, Tensor]:
+    """Return, by mask label, the trained tokens that each mask removes from a whole batch.
+
+    The masks are independent: each judges all trained tokens, whatever the other masks remove.
+
+    Args:
+        config: settings in force.
+        data: as for :class:`~nemo_geomask.losses.PrestepPass`.
+        curr: [B, T-1], log-probs of the current policy; None: ``prev_logprobs``, its values before the first step.
+
+    Returns: bool [B, T] for each mask; a mask on sequences removes all tokens of a sequence. The dict is empty if
+    ``curr`` is None and the settings need no ``prev_logprobs``: then no log-probs of the training policy are known.
+    Raises: as :func:`pool_batch`.
+    """
+    if not config.mask_rules or (curr is None and not config.needs_prev):
+        return {}
+    bounds = budget_bounds(config, data)
+    batch = pool_batch(config.mask_rules, config, data, curr=curr)
+    removed: dict[str, Tensor] = {}
+    for pooled_rule in batch.rules:
+        below, above = find_removed(pooled_rule, batch.tokens, batch.stats, bounds)
+        flags = below | above if pooled_rule.rule.is_per_token else batch.tokens.segments.spread(below | above)
+        removed[pooled_rule.rule.label] = torch.nn.functional.pad(flags & batch.stats.is_trained, (1, 0))
+    return removed

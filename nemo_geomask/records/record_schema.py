@@ -1,0 +1,145 @@
+"""Schema of the records: one row for each sequence, its tokens as unpadded lists; a file for each step and writer.
+
+pyarrow is imported when a function needs it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import nemo_geomask
+from nemo_geomask.optional import require
+
+__all__ = ["COLUMNS", "REMOVED", "VERSION", "Column", "arrow_schema", "file_name", "require_arrow", "step_files"]
+
+VERSION = 1
+"""Version of the schema. Adding a column does not change it; changing the meaning of a column increments it."""
+
+REMOVED = "removed."
+"""Prefix of the column that is True for the tokens a mask removes; the mask's label follows."""
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column of a record.
+
+    Attributes:
+        name: the column's name.
+        arrow_type: Arrow's name of the column's type; a ``list<…>`` has one element for each token, in their order.
+        definition: what it holds, with the unit.
+        is_required: True if every record has a value; else the value is null where the trainer doesn't know it.
+    """
+
+    name: str
+    arrow_type: str
+    definition: str
+    is_required: bool = False
+
+    @property
+    def is_per_token(self) -> bool:
+        """True if the column holds a list with one element for each token."""
+        return self.arrow_type.startswith("list<")
+
+    @property
+    def element(self) -> str:
+        """Arrow's name of the type of one value: of a token's in a list, else of the sequence's."""
+        return self.arrow_type.removeprefix("list<").removesuffix(">")
+
+
+_LOGPROB = "log-prob of each token, nats; 0 or NaN where nobody computed it (prompt, tool output)"
+
+COLUMNS: tuple[Column, ...] = (
+    Column("step", "int64", "number of the rollout batch, from 1, as NeMo-RL logs it", is_required=True),
+    Column("row", "int32", "row of the sequence in the rollout batch, from 0", is_required=True),
+    Column(
+        "group", "int64", "number of the prompt in the step: rows of a group have the same prompt", is_required=True
+    ),
+    Column("sample", "int64", "number of the response within its group, in row order"),
+    Column("weight_version", "int64", "version of the weights that generation began with"),
+    Column("staleness", "int32", "rollout batches trained between these weights and those that train on the sequence"),
+    Column("reward", "float32", "reward of the sequence, after shaping, before the baseline"),
+    Column("length", "int32", "tokens, prompt and response", is_required=True),
+    Column("prompt_length", "int32", "tokens before the first trained one; all if none is trained", is_required=True),
+    Column("turns", "int32", "contiguous runs of trained tokens: the policy's turns", is_required=True),
+    Column("sample_mask", "float32", "weight of the sequence in the loss; 0: not trained on", is_required=True),
+    Column("tokens", "list<int32>", "token ids", is_required=True),
+    Column("mask", "list<bool>", "tokens that train, before the masks of loss_fn", is_required=True),
+    Column("gen", "list<float32>", f"generation engine's {_LOGPROB}"),
+    Column("prev", "list<float32>", f"training engine's {_LOGPROB}, before the batch's first optimiser step"),
+    Column("curr", "list<float32>", f"training engine's {_LOGPROB}, at the optimiser step on the sequence"),
+    Column("ref", "list<float32>", f"reference policy's {_LOGPROB}"),
+    Column("entropy", "list<float32>", "entropy of the training engine's distribution at each token, nats"),
+    Column("advantages", "list<float32>", "advantage of each token, as used in training"),
+)
+"""Columns of every record; :func:`arrow_schema` adds one for each mask."""
+
+
+def arrow_schema(masks: Iterable[str] = (), facts: Mapping[str, Any] | None = None) -> Any:
+    """Return the schema of a file, a ``pyarrow.Schema``.
+
+    Its metadata have ``nemo_geomask.schema`` (:data:`VERSION`), ``nemo_geomask.version`` and, as JSON,
+    ``nemo_geomask.facts``; the metadata of each field have its ``definition``.
+
+    Args:
+        masks: labels of the masks; each gets a column ``removed.<label>``, True for the trained tokens it removes.
+        facts: properties of the whole run, for JSON: ``settings`` of the loss, ``loop``, ``policy`` (``curr`` or
+            ``prev``: the log-probs that masks on the current policy were evaluated on), versions.
+
+    Raises:
+        MissingDependencyError: pyarrow is not installed.
+    """
+    arrow = require_arrow()
+    mask_columns = (Column(f"{REMOVED}{label}", "list<bool>", f"tokens that mask {label} removes") for label in masks)
+    metadata = {
+        "nemo_geomask.schema": str(VERSION),
+        "nemo_geomask.version": nemo_geomask.__version__,
+        "nemo_geomask.facts": json.dumps(dict(facts or {})),
+    }
+    return arrow.schema(
+        [
+            arrow.field(
+                column.name,
+                _field_type(arrow, column),
+                nullable=not column.is_required,
+                metadata={"definition": column.definition},
+            )
+            for column in (*COLUMNS, *mask_columns)
+        ],
+        metadata=metadata,
+    )
+
+
+def _field_type(arrow: Any, column: Column) -> Any:
+    element = arrow.type_for_alias(column.element)
+    return arrow.list_(element) if column.is_per_token else element
+
+
+def file_name(step: int, writer: str) -> str:
+    """Return the name of the file with one writer's records of one step."""
+    return f"step-{step:07d}-{writer}.parquet"
+
+
+_FILE_NAME = re.compile(r"step-(\d{7,})-(.+)\.parquet")
+
+
+def step_files(directory: Path) -> dict[int, list[Path]]:
+    """Return the complete record files in a run's directory, by step in ascending order."""
+    files: dict[int, list[Path]] = {}
+    for path in sorted(directory.iterdir()):
+        if match := _FILE_NAME.fullmatch(path.name):
+            files.setdefault(int(match[1]), []).append(path)
+    return dict(sorted(files.items()))
+
+
+def require_arrow(module: str = "pyarrow") -> Any:
+    """Return pyarrow, or a module of it.
+
+    Raises:
+        MissingDependencyError: pyarrow can't be imported.
+    """
+    return require(module, "records need", "diagnose")

@@ -1,0 +1,10 @@
+"""Benchmarks of our log-probs, losses and sequence statistics beside every peer that can be imported.
+
+They need torch, and Triton on a GPU. Peers that can't be imported are listed with the reason.
+"""
+
+from __future__ import annotations
+
+from nemo_geomask.tools.bench.command import add_arguments, run
+
+__all__ = ["add_arguments", "run"]

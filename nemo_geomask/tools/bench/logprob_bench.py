@@ -1,0 +1,190 @@
+"""``bench logprobs``: from logits to log-probs and the logits' gradient, of our paths and of every peer."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nemo_geomask.tools.bench.logprob_cases import Case, Inputs, PathOutput, Sample, errors
+from nemo_geomask.tools.bench.paths import PATHS, Absent, LogprobPath, NotApplicable, Setting
+from nemo_geomask.tools.bench.paths.path import Start
+from nemo_geomask.tools.bench.resource_meters import (
+    DispatchCounter,
+    count_host_syncs,
+    count_kernel_launches,
+    extra_memory,
+)
+from nemo_geomask.tools.bench.timing import (
+    Clock,
+    Lap,
+    describe_error,
+    free_memory,
+    interleave,
+    measure_cases,
+    summarise,
+)
+
+__all__ = ["benchmark", "measure", "sweep"]
+
+_COPY = "copy"
+_SETTLE = 4  # times the bytes of the logits: most paths hold no more at once
+
+
+def sweep(
+    *,
+    tokens: Sequence[int],
+    vocab: Sequence[int],
+    tp: Sequence[int],
+    fractions: Sequence[float],
+    entropy: Sequence[bool],
+    temperatures: Sequence[float],
+    dtypes: Sequence[torch.dtype],
+    grid: bool = False,
+) -> list[Case]:
+    """Return the cases around the first value of each setting, without repetition.
+
+    Args:
+        tokens, vocab, tp, fractions, entropy, temperatures, dtypes: values of each field of :class:`Case`.
+        grid: return every combination. Otherwise one field at a time differs from the first values, except that all
+            values of ``tp`` and ``entropy`` are combined.
+    """
+    fields: list[Sequence[Any]] = [tokens, vocab, tp, fractions, entropy, temperatures, dtypes]
+    return list(dict.fromkeys(Case(*values) for values in (itertools.product(*fields) if grid else _star(fields))))
+
+
+def _star(fields: Sequence[Sequence[Any]]) -> Iterator[tuple[Any, ...]]:
+    base = [values[0] for values in fields]
+    yield from itertools.product(*(fields[i] if i in (2, 4) else base[i : i + 1] for i in range(len(fields))))
+    for index, values in enumerate(fields):
+        for value in values[1:]:
+            yield (*base[:index], value, *base[index + 1 :])
+
+
+def benchmark(
+    cases: Sequence[Case],
+    setting: Setting,
+    *,
+    repeats: int,
+    paths: Sequence[LogprobPath] = PATHS,
+    seed: int = 0,
+    report: Callable[[dict[str, Any]], object] = lambda case: None,
+) -> list[dict[str, Any]]:
+    """Measure every path in every case.
+
+    Args:
+        cases: what to measure.
+        setting: where.
+        repeats: measured rounds a case.
+        paths: paths to measure.
+        seed: of the inputs.
+        report: called with each case's result.
+    """
+    return measure_cases(cases, lambda case: measure(case, setting, paths=paths, repeats=repeats, seed=seed), report)
+
+
+def measure(case: Case, setting: Setting, *, paths: Sequence[LogprobPath], repeats: int, seed: int) -> dict[str, Any]:
+    """Measure every path in one case, in mixed order.
+
+    Returns:
+        The case, the bandwidth of a copy in the same rounds, and a row for every path with its status: measured,
+        absent, not applicable or failed.
+    """
+    starts: dict[str, Start] = {}
+    rows: dict[str, dict[str, Any]] = {path.name: {"path": path.name} for path in paths}
+    for path in paths:
+        try:
+            starts[path.name] = path.open(case, setting)
+        except Absent as error:
+            rows[path.name].update(status="absent", reason=str(error))
+        except NotApplicable as error:
+            rows[path.name].update(status="not applicable", reason=str(error))
+    clock = Clock(setting.device, settle=_SETTLE * case.elements * case.dtype.itemsize)
+    inputs = Inputs(case, setting.device, seed=seed)
+    by_name = {path.name: path for path in paths}
+    candidates = {name: _candidate(by_name[name], start, case, inputs, clock) for name, start in starts.items()}
+    candidates[_COPY] = _copy_candidate(case, inputs, clock)
+    laps, failures = interleave(candidates, repeats, before=inputs.refresh, warmup=2)
+    del candidates  # frees the target of the copy
+    copy = summarise(laps.pop(_COPY), ("copy", "nothing"), setting.device)["ms"]
+    bandwidth = 2 * case.elements * case.dtype.itemsize / (copy["median"] / 1e3)
+    for name in laps:
+        rows[name].update(status="measured", **summarise(laps[name], ("forward", "backward"), setting.device))
+        rows[name].update(_traffic(by_name[name], case, rows[name]["ms"]["median"] / 1e3, bandwidth))
+        try:
+            rows[name].update(_meter(by_name[name], starts[name], case, inputs))
+        except Exception as error:  # a peer that fails under a meter keeps its times
+            rows[name]["meters"] = describe_error(error)
+        free_memory()
+    for name, reason in failures.items():
+        rows[name].update(status="failed", reason=reason)
+    return {
+        "case": case.describe(),
+        "title": str(case),
+        "copy_ms": copy,
+        "copy_gb_s": bandwidth / 1e9,
+        "floor_bytes": case.floor,
+        "paths": list(rows.values()),
+    }
+
+
+def _candidate(path: LogprobPath, start: Start, case: Case, inputs: Inputs, clock: Clock) -> Callable[[int], Lap]:
+    def candidate(turn: int) -> Lap:
+        sample = inputs.take(turn, copy=path.overwrites)
+        return clock.lap(lambda: start(sample), lambda output: _gradient(output, sample, case))
+
+    return candidate
+
+
+def _copy_candidate(case: Case, inputs: Inputs, clock: Clock) -> Callable[[int], Lap]:
+    target = torch.zeros(case.tokens, case.width, dtype=case.dtype, device=clock.device)
+    return lambda turn: clock.lap(lambda: target.copy_(inputs.take(turn).logits.detach()), lambda _: None)
+
+
+def _gradient(output: PathOutput, sample: Sample, case: Case) -> Tensor:
+    return output.gradient(sample.g, sample.h if case.entropy else None)
+
+
+def _traffic(path: LogprobPath, case: Case, seconds: float, bandwidth: float) -> dict[str, Any]:
+    """Return the bandwidth by the path's own traffic, and by the least traffic as a share of a copy's bandwidth."""
+    has_model = case.dtype.itemsize == 2 and not case.entropy
+    traffic = path.traffic(case.fraction) if has_model and path.traffic is not None else None
+    return {
+        "bytes_per_element": traffic,
+        "gb_s": None if traffic is None else traffic * case.elements / seconds / 1e9,
+        "of_copy": case.floor * case.elements / seconds / bandwidth,
+    }
+
+
+def _meter(path: LogprobPath, start: Start, case: Case, inputs: Inputs) -> dict[str, Any]:
+    """Measure errors, memory, operations or launches, synchronisations and collectives, each in a separate run."""
+
+    def run(sample: Sample) -> Tensor:
+        return _gradient(start(sample), sample, case)
+
+    sample = inputs.take(0, copy=path.overwrites)
+    output = start(sample)
+    # The path may have overwritten the sample's logits; the buffer from which they were copied still has them.
+    meters: dict[str, Any] = {"errors": errors(inputs.take(0), case, output, _gradient(output, sample, case))}
+    del output, sample
+
+    sample = inputs.take(0, copy=path.overwrites)
+    extra = extra_memory(lambda: run(sample), sample.logits)
+    del sample
+    meters["extra_bytes"] = extra
+    meters["extra_bytes_per_token"] = None if extra is None else extra / case.tokens
+
+    sample = inputs.take(0, copy=path.overwrites)
+    with DispatchCounter() as counter:
+        run(sample)
+    meters["collectives"] = len(counter.collectives)
+    if sample.logits.device.type == "cuda":
+        meters["launches"] = count_kernel_launches(lambda: run(inputs.take(0, copy=path.overwrites)))
+        meters["host_syncs"] = count_host_syncs(lambda: run(inputs.take(0, copy=path.overwrites)))
+    else:
+        meters["launches"] = counter.operations
+        meters["operand_bytes_per_element"] = counter.operand_bytes / case.elements
+    return meters

@@ -1,0 +1,176 @@
+"""Cases of the log-prob benchmark, their random inputs, and errors against float64 at a few rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from nemo_geomask.tools.bench.timing import free_memory
+
+__all__ = ["IGNORE", "Case", "Inputs", "PathOutput", "Sample", "errors"]
+
+IGNORE = -100
+_SPREAD = 3.0  # standard deviation of the logits: neither nearly equal nor dominated by one
+_ROWS = 6
+
+
+class Case(NamedTuple):
+    """One measured shape.
+
+    Attributes:
+        tokens: T.
+        vocab: V, the whole vocabulary.
+        tp: the logits are one of this many equal shards; there are no collectives.
+        fraction: share of the tokens that train.
+        entropy: the entropy and its gradient are computed, too.
+        temperature: divides the logits.
+        dtype: of the logits.
+    """
+
+    tokens: int
+    vocab: int
+    tp: int = 1
+    fraction: float = 1.0
+    entropy: bool = False
+    temperature: float = 1.0
+    dtype: torch.dtype = torch.bfloat16
+
+    @property
+    def width(self) -> int:
+        """Number of columns of the shard."""
+        return self.vocab // self.tp
+
+    @property
+    def elements(self) -> int:
+        """Number of logits."""
+        return self.tokens * self.width
+
+    @property
+    def floor(self) -> float:
+        """Least memory traffic in bytes an element: trained rows are read twice, and the gradient is written once."""
+        return self.dtype.itemsize * (2 * self.fraction + 1)
+
+    def describe(self) -> dict[str, Any]:
+        """Return the fields for the JSON."""
+        return {**self._asdict(), "dtype": str(self.dtype).removeprefix("torch.")}
+
+    def __str__(self) -> str:
+        parts = [f"T={self.tokens}", f"V={self.vocab}{f'/{self.tp}' if self.tp > 1 else ''}"]
+        parts += [str(self.dtype).removeprefix("torch.")]
+        parts += [f"{self.fraction:g} of the tokens train"] if self.fraction < 1 else []
+        parts += [f"temperature {self.temperature:g}"] if self.temperature != 1 else []
+        return ", ".join(parts + (["with entropy"] if self.entropy else []))
+
+
+class Sample(NamedTuple):
+    """Inputs of one run.
+
+    Attributes:
+        logits: [T, V/TP], a leaf.
+        targets: [T] int64, ``IGNORE`` where a token does not train.
+        labels: [T] int64, the targets with 0 in place of ``IGNORE``.
+        kept: [T] bool, the tokens that train.
+        g: [T] float32, incoming gradient of the log-probs, 0 where a token does not train.
+        h: [T] float32, incoming gradient of the entropies, likewise.
+    """
+
+    logits: Tensor
+    targets: Tensor
+    labels: Tensor
+    kept: Tensor
+    g: Tensor
+    h: Tensor
+
+
+class PathOutput(NamedTuple):
+    """Outputs of a path's forward pass, and the function that computes its gradient.
+
+    Attributes:
+        logprobs: [T], or None if the path does not return them.
+        entropy: [T], if the case has it.
+        gradient: returns the gradient of the logits for the incoming gradients (g, h); h is None without entropy.
+    """
+
+    logprobs: Tensor | None
+    entropy: Tensor | None
+    gradient: Callable[[Tensor, Tensor | None], Tensor]
+
+
+class Inputs:
+    """Random inputs of a case, in two buffers that runs use in turn (in one where a GPU's memory is short)."""
+
+    def __init__(self, case: Case, device: torch.device, *, seed: int = 0) -> None:
+        self._case = case
+        self._device = device
+        self._draw = torch.Generator(device).manual_seed(seed)
+        shape = (case.tokens, case.width)
+        count = 2
+        if device.type == "cuda":
+            free_memory()
+            free, _ = torch.cuda.mem_get_info(device)
+            count = 2 if 8 * case.elements * case.dtype.itemsize < free else 1
+        self._buffers = [torch.empty(shape, dtype=case.dtype, device=device) for _ in range(count)]
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Draw new inputs."""
+        case = self._case
+        for buffer in self._buffers:
+            buffer.normal_(0.0, _SPREAD, generator=self._draw)
+        options: dict[str, Any] = {"device": self._device, "generator": self._draw}
+        labels = torch.randint(0, case.width, (case.tokens,), **options)
+        order = torch.randperm(case.tokens, **options)
+        self._kept = torch.ones(case.tokens, dtype=torch.bool, device=self._device)
+        self._kept[order[round(case.fraction * case.tokens) :]] = False
+        self._targets = labels.where(self._kept, torch.tensor(IGNORE, device=self._device))
+        self._labels = labels.where(self._kept, torch.tensor(0, device=self._device))
+        self._gradients = torch.randn(2, case.tokens, dtype=torch.float32, **options) * self._kept
+
+    def take(self, turn: int, *, copy: bool = False) -> Sample:
+        """Return the inputs of run number ``turn``, with a copy of the logits for a path that overwrites them."""
+        logits = self._buffers[turn % len(self._buffers)]
+        leaf = (logits.clone() if copy else logits.detach()).requires_grad_()
+        return Sample(leaf, self._targets, self._labels, self._kept, *self._gradients)
+
+
+def errors(sample: Sample, case: Case, output: PathOutput, gradient: Tensor) -> dict[str, float]:
+    """Return the largest errors against float64 at a few rows, without the last, which some paths do not compute.
+
+    Returns:
+        ``logprob`` and ``entropy`` in nats; ``gradient`` relative to the largest entry of its row, or absolute if that
+        entry is 0.
+    """
+    trained, masked = sample.kept[:-1].nonzero()[:, 0], (~sample.kept[:-1]).nonzero()[:, 0]
+    rows = torch.cat([_spread_rows(trained, _ROWS), _spread_rows(masked, 2)])
+    z = sample.logits.detach()[rows].double() / case.temperature
+    logp = z.log_softmax(1)
+    p = logp.exp()
+    target, kept = sample.labels[rows].unsqueeze(1), sample.kept[rows]
+    entropy = -(p * logp).sum(1)
+    expected = -p.scatter_add(1, target, -torch.ones_like(target, dtype=p.dtype)) * sample.g[rows].double().unsqueeze(1)
+    if case.entropy:
+        expected = expected - sample.h[rows].double().unsqueeze(1) * p * (logp + entropy.unsqueeze(1))
+    expected = expected / case.temperature
+    scale = expected.abs().amax(1, keepdim=True)
+    largest = {"gradient": _largest((gradient[rows].double() - expected) / scale.where(scale > 0, 1.0))}
+    if output.logprobs is not None:
+        difference = output.logprobs.detach()[rows].double() - logp.gather(1, target).squeeze(1)
+        largest["logprob"] = _largest(difference[kept])
+    if output.entropy is not None:
+        largest["entropy"] = _largest((output.entropy.detach()[rows].double() - entropy)[kept])
+    return largest
+
+
+def _spread_rows(rows: Tensor, count: int) -> Tensor:
+    """Return ``count`` of the rows at equal distances, or all if there are fewer."""
+    if len(rows) <= count:
+        return rows
+    return rows[torch.linspace(0, len(rows) - 1, count, dtype=torch.float32, device=rows.device).round().long()]
+
+
+def _largest(values: Tensor) -> float:
+    # max() does not return NaN on every backend.
+    return float("nan") if bool(values.isnan().any()) else float(values.abs().max()) if values.numel() else 0.0

@@ -1,0 +1,50 @@
+"""Our paths: with default options, without the check of the targets, and with the gradient in place of the logits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from nemo_geomask.parallel import vocab_parallel_logprobs
+from nemo_geomask.tools.bench.logprob_cases import IGNORE, Case, PathOutput, Sample
+from nemo_geomask.tools.bench.paths.path import LogprobPath, Setting, Start, output_by_autograd
+
+__all__ = ["PATHS"]
+
+_COUNTED = "kernels/gpu.py: _statistics reads a trained row, _gradients reads it again and writes every row"
+
+
+def _open(case: Case, setting: Setting, *, in_place: bool = False, **options: Any) -> Start:
+    def start(sample: Sample) -> PathOutput:
+        # A gradient in place needs logits that an operation produced, as a model does; a view is one without cost.
+        logits = sample.logits.view_as(sample.logits) if in_place else sample.logits
+        outputs = vocab_parallel_logprobs(
+            logits,
+            sample.targets,
+            group=setting.group,
+            temperature=case.temperature,
+            entropy=case.entropy,  # type: ignore[call-overload]
+            ignore_index=IGNORE,
+            inplace_gradient=in_place,
+            kernel=setting.kernel,
+            **options,
+        )
+        return output_by_autograd(sample.logits, *(outputs if case.entropy else (outputs,)))
+
+    return start
+
+
+def _path(name: str, *, in_place: bool = False, **options: Any) -> LogprobPath:
+    return LogprobPath(
+        name,
+        lambda case, setting: _open(case, setting, in_place=in_place, **options),
+        lambda fraction: 4 * fraction + 2,
+        _COUNTED,
+        overwrites=in_place,
+    )
+
+
+PATHS = (
+    _path("nemo_geomask"),
+    _path("nemo_geomask, unchecked targets", validate=False),
+    _path("nemo_geomask, gradient in place", in_place=True),
+)

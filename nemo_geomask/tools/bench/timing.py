@@ -1,0 +1,194 @@
+"""Timer of several candidates in mixed order, by the device's clock and by the processor time of this process.
+
+``torch.utils.benchmark.Timer`` does not replace it. That reads the host's clock around a loop over one statement, which
+rules out fresh inputs, cold caches, separate forward and backward times, and rounds of all candidates in mixed order.
+"""
+
+from __future__ import annotations
+
+import gc
+import random
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+
+from nemo_geomask.kernels.cpu import empty_gradient
+
+__all__ = ["Clock", "Lap", "describe_error", "free_memory", "interleave", "measure_cases", "quartiles", "summarise"]
+
+_ForwardOutput = TypeVar("_ForwardOutput")
+_Case = TypeVar("_Case", bound=Any)
+_BUSY_CYCLES = 30_000_000  # 15 ms at 2 GHz: the launches of 1,000 kernels
+
+
+class Lap(NamedTuple):
+    """Seconds of one run.
+
+    Attributes:
+        first: of the first stage, by the device's clock.
+        second: of the second stage, by the device's clock.
+        processor: of both stages, by the processor time of this process.
+    """
+
+    first: float
+    second: float
+    processor: float
+
+    @property
+    def total(self) -> float:
+        """Seconds of both stages by the device's clock."""
+        return self.first + self.second
+
+
+class Clock:
+    """Timer of runs that have two stages, such as forward and backward.
+
+    Before each run, a buffer larger than the caches is written, so that no run finds its inputs in them. A GPU is then
+    kept busy for a while, as the model's own kernels keep it busy in training. The host therefore runs ahead of the
+    GPU, and the cost of launching kernels shows only in paths that make the host wait for the GPU.
+
+    Args:
+        device: device that is timed.
+        settle: bytes that are written and freed before each run on a CPU. A virtual machine hands large free blocks
+            back to its host. The next run that touches them, of whichever path, would pay for getting them again.
+    """
+
+    def __init__(self, device: torch.device, settle: int = 0) -> None:
+        self.device = device
+        size = 1 << 27
+        if device.type == "cuda":
+            properties = torch.cuda.get_device_properties(device)
+            size = max(size, 8 * int(getattr(properties, "L2_cache_size", 0)))
+        self._wipe = torch.zeros(size, dtype=torch.uint8, device=device)
+        self._settle = torch.empty(settle if device.type == "cpu" else 0, dtype=torch.uint8)
+
+    def _prepare(self) -> None:
+        if self._settle.numel():
+            empty_gradient(self._settle).fill_(1)
+        self._wipe.add_(1)
+        if self.device.type == "cuda":
+            torch.cuda._sleep(_BUSY_CYCLES)  # type: ignore[no-untyped-call]
+
+    def lap(self, first: Callable[[], _ForwardOutput], second: Callable[[_ForwardOutput], object]) -> Lap:
+        """Run ``second(first())`` and return its times."""
+        self._prepare()
+        if self.device.type != "cuda":
+            start, processor = time.perf_counter(), time.process_time()
+            output = first()
+            middle = time.perf_counter()
+            second(output)
+            return Lap(middle - start, time.perf_counter() - middle, time.process_time() - processor)
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(3)]  # type: ignore[no-untyped-call]
+        processor = time.process_time()
+        events[0].record()
+        output = first()
+        events[1].record()
+        second(output)
+        events[2].record()
+        processor = time.process_time() - processor
+        events[2].synchronize()
+        return Lap(events[0].elapsed_time(events[1]) / 1e3, events[1].elapsed_time(events[2]) / 1e3, processor)
+
+
+def interleave(
+    candidates: Mapping[str, Callable[[int], Lap]],
+    rounds: int,
+    *,
+    before: Callable[[], object] = lambda: None,
+    warmup: int = 1,
+) -> tuple[dict[str, list[Lap]], dict[str, str]]:
+    """Run every candidate once a round, in a new random order each round.
+
+    Drift of the clock rate and load by other processes therefore affect all candidates alike.
+
+    Args:
+        candidates: functions by name; each is called with the number of runs before it in the round.
+        rounds: measured rounds.
+        before: called before each round, to draw fresh inputs.
+        warmup: rounds before the measured ones, whose times are discarded.
+
+    Returns:
+        The laps of each candidate that completed all rounds, and the error of each that did not.
+    """
+    laps: dict[str, list[Lap]] = {name: [] for name in candidates}
+    errors: dict[str, str] = {}
+    names = list(candidates)
+    order = random.Random(0)
+    for round_ in range(warmup + rounds):
+        before()
+        order.shuffle(names)
+        for turn, name in enumerate(names):
+            if name in errors:
+                continue
+            try:
+                lap = candidates[name](turn)
+            except Exception as error:  # a failing peer is reported and does not end the benchmark
+                errors[name] = describe_error(error)
+                free_memory()
+                continue
+            if round_ >= warmup:
+                laps[name].append(lap)
+    return {name: laps[name] for name in laps if name not in errors}, errors
+
+
+def measure_cases(
+    cases: Sequence[_Case], measure: Callable[[_Case], dict[str, Any]], report: Callable[[dict[str, Any]], object]
+) -> list[dict[str, Any]]:
+    """Measure the cases one after another, and report each result when it is there.
+
+    Args:
+        cases: cases with a method ``describe()``; ``str`` of a case is its title.
+        measure: returns the result of one case.
+        report: called with each result.
+
+    Returns:
+        The results; that of a case that does not fit into memory has the error and no paths.
+    """
+    results = []
+    for case in cases:
+        try:
+            result = measure(case)
+        except torch.OutOfMemoryError as error:
+            result = {"case": case.describe(), "title": str(case), "error": describe_error(error), "paths": []}
+        free_memory()
+        results.append(result)
+        report(result)
+    return results
+
+
+def free_memory() -> None:
+    """Return the memory of earlier runs to the system."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def describe_error(error: BaseException) -> str:
+    """Return the type of an error and the first line of its message."""
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
+
+
+def quartiles(values: Sequence[float]) -> dict[str, Any]:
+    """Return median and quartiles of the values, in their unit, and their number."""
+    low, middle, high = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else [values[0]] * 3
+    return {"median": middle, "q1": low, "q3": high, "runs": len(values)}
+
+
+def summarise(laps: Sequence[Lap], stages: tuple[str, str], device: torch.device) -> dict[str, Any]:
+    """Return median and quartiles of laps in milliseconds.
+
+    Returns:
+        ``ms``, a key with the name of each stage such as ``forward_ms`` and, on a CPU, ``processor_ms``.
+    """
+    result = {
+        "ms": quartiles([lap.total * 1e3 for lap in laps]),
+        f"{stages[0]}_ms": quartiles([lap.first * 1e3 for lap in laps]),
+        f"{stages[1]}_ms": quartiles([lap.second * 1e3 for lap in laps]),
+    }
+    if device.type != "cuda":
+        result["processor_ms"] = quartiles([lap.processor * 1e3 for lap in laps])
+    return result

@@ -1,0 +1,181 @@
+"""Text and JSON output of ``nemo-geomask check``."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from nemo_geomask.errors import Problem
+from nemo_geomask.tools.check.all_rules import RULES
+from nemo_geomask.tools.check.recipe_check import CheckedRecipe, MaskForecast
+from nemo_geomask.tools.check.rule import Finding
+from nemo_geomask.tools.shared.json_output import replace_nonfinite
+
+if TYPE_CHECKING:
+    from nemo_geomask.tools.diagnose import MeasuredRun
+
+__all__ = ["as_json", "as_text", "list_rules", "unreadable_as_json"]
+
+_SEVERITIES = ("error", "warning", "note")
+_OPTION_FOR = {"gpu": "--gpu", "nemo_rl": "NeMo-RL (set NEMO_RL_ROOT)"}
+"""What the user has to provide so that an attribute of ``RecipeFacts`` is known."""
+
+
+def list_rules() -> str:
+    """Return the table of the rules as text."""
+    return "\n".join(f"{rule.id}  {rule.severity:7}  {rule.title}\n{'':16}{rule.source}" for rule in RULES)
+
+
+def as_text(checked: CheckedRecipe) -> str:
+    """Return the result of a check as text: objective, expectations, findings, counts, and what was not checked."""
+    facts, report = checked.facts, checked.report
+    sections = [
+        [f"{facts.recipe.path}" + (f", on the NeMo-RL in {facts.nemo_rl}" if facts.nemo_rl else "")],
+        *_objective_sections(checked),
+        _forecast_lines(checked.forecasts),
+        _measured_lines(checked.measured) if checked.measured else [],
+        *(_finding_lines(finding) for finding in report.findings),
+        [", ".join(_counted(report.count(severity), severity) for severity in _SEVERITIES), *_remarks(checked)],
+    ]
+    return "\n\n".join("\n".join(lines) for lines in sections if lines)
+
+
+def _objective_sections(checked: CheckedRecipe) -> Iterator[list[str]]:
+    facts, objective = checked.facts, checked.objective
+    if objective and facts.trains_nemo_rl_loss:
+        yield [
+            "loss_fn has no name: NeMo-RL's own ClippedPGLossFn trains. Its objective is that of `clipped_pg`, without "
+            "the masks and other settings that NeMo-RL ignores:"
+        ]
+    yield [f"  {part.formula}" for part in objective]
+    yield [f"  {part.words}" for part in objective]
+    if facts.other_algorithm:
+        yield [f"{facts.other_algorithm}: no policy loss trains, so there is none to check"]
+
+
+def _forecast_lines(forecasts: Sequence[MaskForecast]) -> list[str]:
+    if not forecasts:
+        return []
+    kls = " | ".join(f"{kl:.4g}" for kl, _ in forecasts[0].kept)
+    lines = [
+        f"  expected to be kept by the masks, of responses of {forecasts[0].tokens} tokens at a mismatch KL of {kls} "
+        "nats per token:"
+    ]
+    for forecast in forecasts:
+        rule, unit = forecast.mask
+        fractions = " | ".join(f"{100 * fraction:.3g} %" for _, fraction in forecast.kept)
+        condition = "" if rule.when == "always" else f" with {rule.when.replace('_', ' ')}"
+        lines.append(f"    {rule.label}: {fractions} of {unit}{condition}")
+    return lines
+
+
+def _measured_lines(measured: MeasuredRun) -> list[str]:
+    low, high = measured.interval
+    first, last = measured.steps
+    staleness = "" if math.isnan(measured.staleness) else f", staleness {measured.staleness:.3g} steps"
+    summary = (
+        f"  measured in {measured.directory}, steps {first} to {last}: mismatch KL {measured.mismatch_kl:.3g} nats per "
+        f"token ({low:.3g} to {high:.3g}), responses of {measured.response_tokens} tokens{staleness}"
+    )
+    masks = [f"    {label} keeps {fraction:.3%} of its last batches" for label, fraction in measured.kept.items()]
+    return [summary, *masks]
+
+
+def _finding_lines(finding: Finding) -> list[str]:
+    rule = finding.rule
+    location = f"{finding.origin}: " if finding.origin else ""
+    return [
+        f"{location}{rule.severity} {rule.id} {finding.key}",
+        f"  {finding.message}",
+        f"  source: {rule.source}",
+    ]
+
+
+def _remarks(checked: CheckedRecipe) -> Iterator[str]:
+    """Yield what the findings don't cover: rules that were ignored or could not be checked."""
+    facts, report = checked.facts, checked.report
+    if report.ignored:
+        yield f"ignored: {', '.join(sorted({finding.rule.id for finding in report.ignored}))}"
+    if facts.loss is None and not facts.other_algorithm:
+        yield "not checked until loss_fn is valid: all settings but loss_fn itself and the names of keys"
+    for rule, attribute in report.unchecked:
+        yield f"not checked without {_OPTION_FOR[attribute]}: {rule.id}, {rule.title}"
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
+def as_json(checked: CheckedRecipe) -> dict[str, Any]:
+    """Return the result of a check as a JSON object, whose keys docs/check.md lists."""
+    facts, report = checked.facts, checked.report
+    trained_loss = "nemo_rl" if facts.trains_nemo_rl_loss else "nemo_geomask"
+    return {
+        "recipe": os.fspath(facts.recipe.path),
+        "nemo_rl": str(facts.nemo_rl) if facts.nemo_rl else None,
+        "loss_of": None if facts.loss is None else trained_loss,
+        "objective": [{"formula": part.formula, "words": part.words} for part in checked.objective],
+        "expected": [_forecast_as_json(forecast) for forecast in checked.forecasts],
+        "measured": None if checked.measured is None else _measured_as_json(checked.measured),
+        "settings": facts.config.model_dump(mode="json") if facts.loss else None,
+        "findings": [_finding_as_json(finding) for finding in report.findings],
+        "ignored": [_finding_as_json(finding) for finding in report.ignored],
+        "unjudged": [{"rule": rule.id, "needs": _OPTION_FOR[attribute]} for rule, attribute in report.unchecked],
+        "summary": {severity: report.count(severity) for severity in _SEVERITIES},
+    }
+
+
+def unreadable_as_json(recipe: str | None, problems: Sequence[Problem]) -> dict[str, Any]:
+    """Return the JSON object for a recipe that can't be checked: the keys of :func:`as_json`, and errors of no rule."""
+    no_rule = dict.fromkeys(("rule", "severity", "key", "message", "file", "line", "override", "source"))
+    findings = [
+        {**no_rule, "severity": "error", "key": next(iter(problem.keys), None), "message": problem.message}
+        for problem in problems
+    ]
+    return {
+        "recipe": recipe,
+        "nemo_rl": None,
+        "loss_of": None,
+        "objective": [],
+        "expected": [],
+        "measured": None,
+        "settings": None,
+        "findings": findings,
+        "ignored": [],
+        "unjudged": [],
+        "summary": {"error": len(findings), "warning": 0, "note": 0},
+    }
+
+
+def _forecast_as_json(forecast: MaskForecast) -> dict[str, Any]:
+    rule, unit = forecast.mask
+    return {
+        "key": rule.key,
+        "mask": rule.label,
+        "of": unit,
+        "when": rule.when,
+        "tokens": forecast.tokens,
+        "kept": [{"mismatch_kl": kl, "share": fraction} for kl, fraction in forecast.kept],
+    }
+
+
+def _measured_as_json(measured: MeasuredRun) -> dict[str, Any]:
+    fields: dict[str, Any] = replace_nonfinite({**asdict(measured), "directory": str(measured.directory)})
+    return fields
+
+
+def _finding_as_json(finding: Finding) -> dict[str, Any]:
+    origin = finding.origin
+    return {
+        "rule": finding.rule.id,
+        "severity": finding.rule.severity,
+        "key": finding.key,
+        "message": finding.message,
+        "file": origin.file if origin else None,
+        "line": origin.line if origin else None,
+        "override": origin.where if origin and origin.line is None else None,
+        "source": finding.rule.source,
+    }

@@ -1,0 +1,185 @@
+"""GM106 to GM113: settings of engines, precision and routing that cause mismatch."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from nemo_geomask.errors import ConfigError
+from nemo_geomask.hosts.nemo_rl.facts import reads_setting
+from nemo_geomask.tools.check.recipe_facts import RecipeFacts
+from nemo_geomask.tools.check.rule import Hit, Rule
+
+__all__ = ["RULES"]
+
+_RUNS_FLASH_ATTENTION_2 = {
+    **dict.fromkeys(("a2", "a10", "a10g", "a16", "a30", "a40", "a100", "a800", "a4000", "a5000", "a6000"), True),
+    **dict.fromkeys(("l4", "l20", "l40", "l40s", "rtx"), True),
+    **dict.fromkeys(("h20", "h100", "h200", "h800", "gh200"), False),
+    **dict.fromkeys(("b100", "b200", "b300", "gb200", "gb300"), False),
+}
+"""Whether vLLM runs FlashAttention-2 on a GPU of that name, as it does on compute capability 8."""
+
+_ROUTER_REPLAY = "policy.router_replay.enabled"
+_VLLM = "policy.generation.vllm_cfg"
+_VLLM_KWARGS = "policy.generation.vllm_kwargs"
+
+
+def _cascade_attention(facts: RecipeFacts) -> Iterator[Hit]:
+    key = f"{_VLLM_KWARGS}.disable_cascade_attn"
+    names = [word for word in re.split(r"[\s_-]+", (facts.gpu or "").lower()) if word in _RUNS_FLASH_ATTENTION_2]
+    if not names:
+        raise ConfigError(
+            f"--gpu: '{facts.gpu}' is not known; choose from {', '.join(_RUNS_FLASH_ATTENTION_2).upper()}"
+        )
+    if not facts.uses_vllm or facts.is_true(key) or not _RUNS_FLASH_ATTENTION_2[names[0]]:
+        return
+    yield Hit(
+        key,
+        f"on {facts.gpu}, vLLM runs FlashAttention-2, whose split-kv kernel returned a wrong log-sum-exp to cascade "
+        "attention; until vLLM's pull request 36318, cascade attention is on by default where prompts share a prefix, "
+        f"as the responses to one prompt do; set {key}: true",
+    )
+
+
+def _quantised_rollouts(facts: RecipeFacts) -> Iterator[Hit]:
+    if facts.config.corrects_mismatch or facts.config.masks:
+        return
+    keys = [f"{_VLLM_KWARGS}.quantization"]
+    # If training is quantised in the same way, the engines agree.
+    keys += [] if facts.get("policy.quant_cfg") else ["policy.generation.quant_cfg"]
+    for key in keys:
+        if value := facts.get(key):
+            yield Hit(
+                key,
+                f"{value}: rollouts are quantised and training is not, but nothing corrects the mismatch; set "
+                "loss_fn.use_importance_sampling_correction: true, and add a mask for what a weight can't correct",
+            )
+
+
+def _different_precision(facts: RecipeFacts) -> Iterator[Hit]:
+    key = f"{_VLLM}.precision"
+    training, sampling = facts.get("policy.precision"), facts.get(key)
+    if facts.uses_vllm and training and sampling and sampling not in (training, "auto", "fp8"):
+        yield Hit(
+            key,
+            f"{sampling}, but policy.precision: {training}, which makes every token's log-probs differ; set both to "
+            "the same format",
+        )
+
+
+def _no_router_replay(facts: RecipeFacts) -> Iterator[Hit]:
+    key = facts.moe_key
+    if key is None or facts.is_true(_ROUTER_REPLAY):
+        return
+    model = f"{facts.get('policy.model_name')} is a mixture of experts (according to {key})"
+    checkout = facts.nemo_rl
+    if facts.uses_vllm and facts.uses_megatron and (checkout is None or reads_setting(checkout, _ROUTER_REPLAY)):
+        yield Hit(
+            _ROUTER_REPLAY,
+            f"{model}, and each engine routes tokens by itself, so that on a near-tie training uses other experts than "
+            f"sampling did; set {_ROUTER_REPLAY}: true",
+        )
+    elif not (facts.config.corrects_mismatch or facts.config.masks):
+        yield Hit(
+            _ROUTER_REPLAY,
+            f"{model}; this NeMo-RL has no router replay for these engines, and nothing corrects routes that differ; "
+            "set loss_fn.use_importance_sampling_correction: true, and add a mask",
+        )
+
+
+def _balancing_loss(facts: RecipeFacts) -> Iterator[Hit]:
+    key = "policy.megatron_cfg.moe_router_load_balancing_type"
+    value = facts.get(key, "none")
+    balancing_types = set(value if isinstance(value, list) else [value]) - {"none"}
+    if facts.moe_key and facts.uses_megatron and balancing_types:
+        yield Hit(
+            key,
+            f"{value}: under GRPO, the auxiliary loss drives the log-probs of training and generation apart; set none",
+        )
+
+
+def _balancing_bias(facts: RecipeFacts) -> Iterator[Hit]:
+    key = "policy.megatron_cfg.moe_router_bias_update_rate"
+    if facts.moe_key and facts.uses_megatron and facts.number(key):
+        yield Hit(
+            key,
+            f"{facts.get(key)}: expert load, not the gradient, changes the router's biases, and between weight updates "
+            "only on the training side; set 0.0, NeMo-RL's default for GRPO",
+        )
+
+
+def _stale_kv_cache(facts: RecipeFacts) -> Iterator[Hit]:
+    section = f"{facts.algorithm}.async_{facts.algorithm}"
+    key = f"{section}.recompute_kv_cache_after_weight_updates"
+    if facts.is_async and facts.is_true(f"{section}.in_flight_weight_updates") and not facts.is_true(key):
+        yield Hit(
+            key,
+            "false: with in_flight_weight_updates: true, several policies sample parts of one response, each with keys "
+            "and values that earlier ones computed, so generation_logprobs belong to no single policy; set true",
+        )
+
+
+def _routes_lost_to_prefix_cache(facts: RecipeFacts) -> Iterator[Hit]:
+    key = f"{_VLLM}.enable_prefix_caching"
+    if facts.is_true(_ROUTER_REPLAY) and facts.get(key) is not False:
+        yield Hit(
+            key,
+            "with router replay, prompts from the prefix cache may come without routes, and the trainer then chooses "
+            "its own; set enable_prefix_caching: false, which returns all routes",
+        )
+
+
+RULES = (
+    Rule(
+        "GM106",
+        "warning",
+        "vLLM cascade attention on a GPU that runs FlashAttention-2, such as A100 and L20",
+        "https://github.com/vllm-project/flash-attention/pull/87; https://github.com/vllm-project/vllm/issues/22103",
+        _cascade_attention,
+        needs=("gpu",),
+    ),
+    Rule("GM107", "warning", "quantised rollouts without a correction", "NeMo-RL docs/fp8.md", _quantised_rollouts),
+    Rule(
+        "GM108",
+        "warning",
+        "mixture of experts without router replay",
+        "NeMo-RL docs/guides/router-replay.md; R3, arXiv:2510.11370",
+        _no_router_replay,
+    ),
+    Rule(
+        "GM109",
+        "warning",
+        "router trained with a load-balancing loss",
+        "NeMo-RL examples/configs/grpo_math_1B.yaml; https://github.com/NVIDIA-NeMo/RL/pull/3169",
+        _balancing_loss,
+    ),
+    Rule(
+        "GM110",
+        "note",
+        "weights updated during a response without recomputing the KV cache",
+        "NeMo-RL docs/guides/async-grpo.md",
+        _stale_kv_cache,
+    ),
+    Rule(
+        "GM111",
+        "note",
+        "router replay with prefix caching",
+        "NeMo-RL `pad_and_align_routed_expert_indices`; grpo-qwen3-30ba3b-8n8g-megatron-cp2-r3.yaml",
+        _routes_lost_to_prefix_cache,
+    ),
+    Rule(
+        "GM112",
+        "warning",
+        "different precision in rollouts and training",
+        "NeMo-RL docs/adding-new-models.md; arXiv:2510.26788",
+        _different_precision,
+    ),
+    Rule(
+        "GM113",
+        "note",
+        "router biases updated by expert load",
+        "NeMo-RL examples/configs/grpo_math_1B.yaml",
+        _balancing_bias,
+    ),
+)

@@ -1,0 +1,128 @@
+"""Sizes of a recipe's model on which its memory and its time depend."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+__all__ = ["ModelShape", "shape_from_config", "shape_of"]
+
+
+class ModelShape(NamedTuple):
+    """Sizes of a decoder.
+
+    Attributes:
+        hidden: H, size of the hidden states that the output layer takes.
+        vocab: V, rows of the output weight.
+        layers: L, number of layers.
+        attention: number of heads times the mean size of their scores and values.
+        active: number of parameters that a token uses, without embeddings and output layer.
+    """
+
+    hidden: int
+    vocab: int
+    layers: int
+    attention: float
+    active: int
+
+
+_KEYS = (
+    *("hidden_size", "vocab_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"),
+    "intermediate_size",
+)
+_Q3, _Q2, _LLAMA = 151_936, 152_064, 128_256
+_QWEN2 = r"qwen-?(2(\.5)?-)?((math|coder)-)?"  # matches DeepSeek's distilled models, too
+_QWEN3 = {"num_experts_per_tok": 8}
+_LATENT = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+_DEEPSEEK = {
+    **_LATENT,
+    "q_lora_rank": 1536,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 2048,
+    "n_shared_experts": 1,
+}
+_MOONLIGHT = {**_LATENT, "num_experts_per_tok": 6, "moe_intermediate_size": 1408, "n_shared_experts": 2}
+_PUBLISHED: tuple[tuple[str, tuple[int | None, ...], Mapping[str, int]], ...] = (
+    # Pattern of the model's name, values of _KEYS, and other values of its config.json. The first match is used.
+    (rf"deepscaler|{_QWEN2}1\.5b", (1536, _Q3, 28, 12, 2, 128, 8960), {}),
+    (rf"{_QWEN2}0\.5b", (896, _Q3, 24, 14, 2, 64, 4864), {}),
+    (rf"{_QWEN2}3b", (2048, _Q3, 36, 16, 2, 128, 11_008), {}),
+    (rf"{_QWEN2}7b", (3584, _Q2, 28, 28, 4, 128, 18_944), {}),
+    (rf"{_QWEN2}14b", (5120, _Q2, 48, 40, 8, 128, 13_824), {}),
+    (rf"{_QWEN2}32b", (5120, _Q2, 64, 40, 8, 128, 27_648), {}),
+    (rf"{_QWEN2}72b", (8192, _Q2, 80, 64, 8, 128, 29_568), {}),
+    (r"qwen-?3-30b-a3b", (2048, _Q3, 48, 32, 4, 128, 6144), {**_QWEN3, "moe_intermediate_size": 768}),
+    (r"qwen-?3-235b-a22b", (4096, _Q3, 94, 64, 4, 128, 12_288), {**_QWEN3, "moe_intermediate_size": 1536}),
+    (r"qwen-?3-0\.6b", (1024, _Q3, 28, 16, 8, 128, 3072), {}),
+    (r"qwen-?3-1\.7b", (2048, _Q3, 28, 16, 8, 128, 6144), {}),
+    (r"qwen-?3-4b", (2560, _Q3, 36, 32, 8, 128, 9728), {}),
+    (r"qwen-?3-8b", (4096, _Q3, 36, 32, 8, 128, 12_288), {}),
+    (r"qwen-?3-14b", (5120, _Q3, 40, 40, 8, 128, 17_408), {}),
+    (r"qwen-?3-32b", (5120, _Q3, 64, 64, 8, 128, 25_600), {}),
+    (r"llama-?3\.2-1b", (2048, _LLAMA, 16, 32, 8, 64, 8192), {}),
+    (r"llama-?3\.2-3b", (3072, _LLAMA, 28, 24, 8, 128, 8192), {}),
+    (r"llama-?3.*-8b|distill-llama-8b", (4096, _LLAMA, 32, 32, 8, 128, 14_336), {}),
+    (r"llama-?3.*-70b|distill-llama-70b", (8192, _LLAMA, 80, 64, 8, 128, 28_672), {}),
+    (r"deepseek-(v3|r1)", (7168, 129_280, 61, 128, 128, None, 18_432), {**_DEEPSEEK, "first_k_dense_replace": 3}),
+    (r"kimi-k2", (7168, 163_840, 61, 64, 64, None, 18_432), {**_DEEPSEEK, "first_k_dense_replace": 1}),
+    (r"moonlight-16b", (2048, 163_840, 27, 16, 16, None, 11_264), {**_MOONLIGHT, "first_k_dense_replace": 1}),
+    (r"gpt-oss-20b", (2880, 201_088, 24, 64, 8, 64, 2880), {"num_experts_per_tok": 4}),
+    (r"gpt-oss-120b", (2880, 201_088, 36, 64, 8, 64, 2880), {"num_experts_per_tok": 4}),
+    (r"mixtral-8x7b", (4096, 32_000, 32, 32, 8, 128, 14_336), {"num_experts_per_tok": 2}),
+)
+
+
+def shape_of(name: str) -> ModelShape | None:
+    """Return the sizes of a recipe's ``policy.model_name``.
+
+    Args:
+        name: a folder that contains a ``config.json``, or the name of a published model.
+
+    Returns:
+        None if the model is not known, or its configuration lacks a size.
+    """
+    config = Path(name) / "config.json"
+    if config.is_file():
+        return shape_from_config(json.loads(config.read_text(encoding="utf-8")))
+    for pattern, sizes, other_values in _PUBLISHED:
+        if re.search(pattern, name.lower()):
+            return shape_from_config({**dict(zip(_KEYS, sizes, strict=True)), **other_values})
+    return None
+
+
+def shape_from_config(config: Mapping[str, Any]) -> ModelShape | None:
+    """Return the sizes in a configuration with transformers' keys; None if one is missing.
+
+    Attention has the projections of grouped queries, or latent ones if there is ``kv_lora_rank``. Each MLP has three
+    matrices; of the experts, those count that a token is routed to.
+    """
+    config = config.get("text_config") or config
+    if any(key not in config for key in _KEYS[:4]):
+        return None
+    hidden, vocab, layers, heads = (int(config[key]) for key in _KEYS[:4])
+
+    def size(key: str, default: int = 0) -> int:
+        return int(config.get(key) or default)
+
+    if latent := size("kv_lora_rank"):
+        nope, rope, value = size("qk_nope_head_dim"), size("qk_rope_head_dim"), size("v_head_dim")
+        query, query_rank = heads * (nope + rope), size("q_lora_rank")
+        projections = query_rank * (hidden + query) if query_rank else hidden * query
+        projections += hidden * (latent + rope) + latent * heads * (nope + value) + heads * value * hidden
+        width = heads * (nope + rope + value) / 2
+    else:
+        head = size("head_dim", hidden // heads)
+        projections = 2 * hidden * head * (heads + size("num_key_value_heads", heads))
+        width = heads * head
+    dense_width = moe_width = size("intermediate_size", 4 * hidden)
+    moe_layers = 0
+    if experts_per_token := size("num_experts_per_tok"):
+        expert_width = size("moe_intermediate_size", dense_width)
+        shared_width = size("shared_expert_intermediate_size", size("n_shared_experts") * expert_width)
+        moe_width = experts_per_token * expert_width + shared_width
+        moe_layers = layers - size("first_k_dense_replace")
+    mlps = 3 * hidden * (dense_width * (layers - moe_layers) + moe_width * moe_layers)
+    return ModelShape(hidden, vocab, layers, width, layers * projections + mlps)

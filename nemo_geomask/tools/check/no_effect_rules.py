@@ -1,0 +1,223 @@
+"""GM201 to GM208: settings without effect, or with another effect than the one intended."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from nemo_geomask.hosts.nemo_rl.facts import SETTING_READERS, reads_setting
+from nemo_geomask.tools.check.expectation import truncation_bounds
+from nemo_geomask.tools.check.recipe_facts import RecipeFacts
+from nemo_geomask.tools.check.rule import Hit, Rule
+
+__all__ = ["REACH", "RULES"]
+
+REACH = 0.15
+"""Largest mean log-ratio over a sequence that a run can survive, in nats per token.
+
+The mismatch study skips batches above a KL of 0.1 nats per token, which is the mean log-ratio up to noise.
+"""
+
+_MISMATCH_STUDY = (
+    "the mismatch study (https://yingru.notion.site/When-Speed-Kills-Stability-Demystifying-RL-Collapse-from-the-"
+    "Training-Inference-Mismatch-271211a558b7808d8b12d403fd15edda)"
+)
+_NEMO_RL_SOURCE = "the source of NeMo-RL v0.6.0, v0.7.0 and main"
+
+
+def _unreachable_mean_bounds(facts: RecipeFacts) -> Iterator[Hit]:
+    config = facts.config
+    for rule in config.mask_rules:
+        # Statistics at other levels grow with the length, or have heavy tails, so they have no largest value.
+        if rule.level == "sequence_mean" and rule.log_ratio == "mismatch":
+            yield from _unreachable_bounds(rule.key, rule.statistic, rule.low, rule.high)
+    truncates_mean = config.applies_weight and config.correction_level == "sequence_mean"
+    if config.truncation == "seq-mask-tis" or (config.truncation is not None and truncates_mean):
+        key = "loss_fn.truncated_importance_sampling_ratio"
+        yield from _unreachable_bounds(key, "ratio", *truncation_bounds(config))
+    if config.batch_veto is not None and config.batch_veto.max > REACH:
+        yield Hit(
+            "loss_fn.batch_veto.max",
+            f"{config.batch_veto.max:g}: the mismatch ruins a run long before a batch has that many nats per token; "
+            "set 0.1 as in the mismatch study",
+        )
+
+
+def _unreachable_bounds(key: str, statistic: str, low: float, high: float) -> Iterator[Hit]:
+    """Yield a hit if all finite bounds on the mean of a statistic are out of reach; a ratio's are logarithms."""
+    finite = [bound for bound in (low, high) if math.isfinite(bound)]
+    if not finite or any(abs(bound) <= REACH for bound in finite):
+        return
+    if statistic == "ratio":
+        bounds = ", ".join(f"{math.exp(bound):.4g}" for bound in finite)
+        reach = f"[{math.exp(-REACH):.2f}, {math.exp(REACH):.2f}]"
+        example = "0.99 and 1.01"
+    else:
+        bounds, reach, example = f"{finite[-1]:.4g}", f"[0, {REACH}]", "0.001 to 0.01"
+    yield Hit(
+        key,
+        f"the bound {bounds} on a sequence mean removes nothing, because the mean stays within {reach} until long "
+        f"after the mismatch has ruined the run; common bounds are {example}",
+    )
+
+
+def _implied_mask(facts: RecipeFacts) -> Iterator[Hit]:
+    rules = facts.config.mask_rules
+    for index, rule in enumerate(rules):
+        for other_index, other in enumerate(rules):
+            # Of two masks that imply each other, the later one is reported.
+            is_reported = other_index < index or not rule.implies(other)
+            if other is not rule and is_reported and other.implies(rule):
+                yield Hit(
+                    rule.key,
+                    f"mask {rule.label} keeps everything that mask {other.label} ({other.key}) keeps, so it removes "
+                    "nothing more; remove it, or tighten its bounds",
+                )
+                break
+
+
+def _policy_mask_on_policy(facts: RecipeFacts) -> Iterator[Hit]:
+    is_forced = facts.config.force_on_policy_ratio
+    if not is_forced and facts.steps_per_rollout != 1:
+        return
+    cause = "loss_fn.force_on_policy_ratio: true" if is_forced else "one optimiser step per rollout batch"
+    for rule in facts.config.mask_rules:
+        if rule.log_ratio == "policy":
+            yield Hit(
+                rule.key,
+                f"mask {rule.label} tests curr - prev, which is 0 with {cause}; set log_ratio: total, or lower "
+                "policy.train_global_batch_size",
+            )
+
+
+def _unreachable_sequence_clip(facts: RecipeFacts) -> Iterator[Hit]:
+    config = facts.config
+    if not config.sequence_level_importance_ratios or config.force_on_policy_ratio or config.disable_ppo_ratio:
+        return
+    # GM002 already reports the bounds that the loss itself warns of.
+    reported = {key for warning in facts.warnings for key in warning.keys}
+    for key, bound in (("ratio_clip_min", 1 - config.ratio_clip_min), ("ratio_clip_max", 1 + config.ratio_clip_max)):
+        # A lower bound of 0 states openly that there is none.
+        if bound > 0 and abs(math.log(bound)) > REACH and f"loss_fn.{key}" not in reported:
+            yield Hit(
+                f"loss_fn.{key}",
+                f"{getattr(config, key):g} bounds a sequence mean at {bound:g}, which a policy reaches only after it "
+                f"has moved by {abs(math.log(bound)):.2f} nats per token within one rollout batch; set GSPO's 3.0e-4 "
+                "(ratio_clip_min) and 4.0e-4 (ratio_clip_max)",
+            )
+
+
+def _unread_key(facts: RecipeFacts) -> Iterator[Hit]:
+    assert facts.nemo_rl is not None
+    for key in SETTING_READERS:
+        value = facts.get(key)
+        if value not in (None, False, [], "processed_logprobs") and not reads_setting(facts.nemo_rl, key):
+            yield Hit(key, f"{value}: the NeMo-RL in {facts.nemo_rl} does not read this key; use a newer version")
+
+
+_KL_REWARD_ESTIMATOR = {"grpo": "reinforce_plus_plus", "ppo": "gae"}
+"""Advantage estimator of NeMo-RL that adds the KL to the reward, by algorithm."""
+
+
+def _ignored_reward_kl(facts: RecipeFacts) -> Iterator[Hit]:
+    config = facts.config
+    if not config.use_kl_in_reward or not config.reference_policy_kl_penalty:
+        return
+    key = f"{facts.algorithm}.adv_estimator.name"
+    estimator = facts.get(key, "gae" if facts.algorithm == "ppo" else "grpo")
+    required = _KL_REWARD_ESTIMATOR[facts.algorithm]
+    if estimator != required:
+        yield Hit(
+            "loss_fn.use_kl_in_reward",
+            f"true removes the KL from the loss, but {key}: {estimator} does not add it to the reward, so nothing "
+            f"keeps the policy close to the reference; set {key}: {required}, or use_kl_in_reward: false",
+        )
+
+
+def _biased_kl_gradient(facts: RecipeFacts) -> Iterator[Hit]:
+    config, estimator = facts.config, facts.config.reference_policy_kl_type
+    if not config.reference_policy_kl_penalty:
+        return
+    if config.use_kl_in_reward:
+        if estimator in ("k2", "k3"):
+            growth = (
+                ", and its e^(ref - curr) grows without bound as the policy moves away" if estimator == "k3" else ""
+            )
+            yield Hit(
+                "loss_fn.reference_policy_kl_type",
+                f"{estimator}: in the reward, its gradient is a biased estimate of the KL's{growth}; set k1, the only "
+                "unbiased one there",
+            )
+    elif config.reference_policy_kl_gradient == "k1":
+        yield Hit(
+            "loss_fn.reference_policy_kl_gradient",
+            "k1: the derivative of curr - ref is that of curr alone, whose mean is 0, so it adds noise and does not "
+            "pull towards the reference; set k2, or null",
+        )
+    elif estimator == "k2" and config.reference_policy_kl_gradient is None:
+        yield Hit(
+            "loss_fn.reference_policy_kl_type",
+            "k2: NeMo-RL differentiates the weighted value, which is biased even on-policy; set "
+            "reference_policy_kl_type: k3, or reference_policy_kl_gradient: k2 with a name such as clipped_pg",
+        )
+
+
+def _document_steps(facts: RecipeFacts) -> Iterator[Hit]:
+    documents = facts.get("policy.docs_per_step")
+    if "lab" not in facts.recipe.data and documents is not None:
+        yield Hit(
+            "policy.docs_per_step",
+            f"{documents}: only the lab reads this key; NeMo-RL's steps have policy.train_global_batch_size sequences; "
+            "set that and loss_fn.loss_normalization: documents, or call nemo_geomask.parallel.collect_documents in a "
+            "training loop of your own",
+        )
+
+
+RULES = (
+    Rule(
+        "GM201",
+        "warning",
+        "bounds on a sequence mean that no run reaches",
+        _MISMATCH_STUDY,
+        _unreachable_mean_bounds,
+    ),
+    Rule("GM202", "warning", "mask that removes nothing beyond another mask", "docs/masks.md", _implied_mask),
+    Rule(
+        "GM203",
+        "warning",
+        "mask on curr - prev although both are equal",
+        "NeMo-RL `force_on_policy_ratio`; docs/masks.md",
+        _policy_mask_on_policy,
+    ),
+    Rule(
+        "GM204",
+        "warning",
+        "clip bounds on a sequence ratio that no run reaches",
+        "GSPO, arXiv:2507.18071 section 5.1",
+        _unreachable_sequence_clip,
+    ),
+    Rule(
+        "GM205",
+        "warning",
+        "key that this version of NeMo-RL does not read",
+        _NEMO_RL_SOURCE,
+        _unread_key,
+        needs=("nemo_rl",),
+    ),
+    Rule(
+        "GM206",
+        "error",
+        "KL moved to a reward to which no estimator adds it",
+        "NeMo-RL `GRPOAdvantageEstimator`, `GDPOAdvantageEstimator`, `RawRewardAdvantageEstimator`",
+        _ignored_reward_kl,
+    ),
+    Rule("GM207", "warning", "KL estimator whose gradient is not that of the KL", "docs/kl.md", _biased_kl_gradient),
+    Rule(
+        "GM208",
+        "error",
+        "optimiser steps counted in documents, which NeMo-RL does not support",
+        _NEMO_RL_SOURCE,
+        _document_steps,
+        needs_loss=False,
+    ),
+)

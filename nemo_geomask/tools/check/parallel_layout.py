@@ -1,0 +1,118 @@
+"""Parallel layout of a recipe's trainer, and the part of it that fits on fewer ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields, replace
+
+from nemo_geomask.tools.check.recipe_facts import RecipeFacts
+
+__all__ = ["MODEL_AXES", "Layout", "layout_keys", "layout_of", "trained_sections"]
+
+_KEYS: Mapping[str, Mapping[str, str]] = {
+    "megatron": {
+        "tp": "megatron_cfg.tensor_model_parallel_size",
+        "cp": "megatron_cfg.context_parallel_size",
+        "ep": "megatron_cfg.expert_model_parallel_size",
+        "pp": "megatron_cfg.pipeline_model_parallel_size",
+    },
+    "dtensor": {
+        "tp": "dtensor_cfg.tensor_parallel_size",
+        "cp": "dtensor_cfg.context_parallel_size",
+        "ep": "dtensor_cfg.expert_parallel_size",
+    },
+}
+"""Key of each size in a section of the recipe, by training backend."""
+MODEL_AXES = ("tp", "cp", "pp")
+"""Axes along which a model and its sequences are split; the product of their sizes is the ranks of one replica."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Sizes of the trainer's parallel groups; every rank is in one group of each kind.
+
+    Attributes:
+        tp: tensor parallel.
+        cp: context parallel.
+        ep: expert parallel: number of ranks of one pipeline stage among which experts are divided.
+        pp: pipeline parallel.
+        dp: data parallel.
+    """
+
+    tp: int = 1
+    cp: int = 1
+    ep: int = 1
+    pp: int = 1
+    dp: int = 1
+
+    @property
+    def ranks_per_replica(self) -> int:
+        """Number of ranks that hold one copy of the model."""
+        return math.prod(getattr(self, axis) for axis in MODEL_AXES)
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks that train."""
+        return self.ranks_per_replica * self.dp
+
+    def fit_to(self, ranks: int, *, cp: bool = True) -> Layout:
+        """Return the part of this layout that fits on fewer ranks.
+
+        TP is kept as far as it fits, then CP, EP and PP take what the ones before leave, and DP takes the rest. Each
+        size is the largest divisor of the recipe's that fits, so that the model and its batch stay divisible.
+
+        Args:
+            ranks: number of ranks, at least 1.
+            cp: False if sequences can't be split.
+        """
+        tp_size = _largest_divisor(self.tp, ranks)
+        cp_size = _largest_divisor(self.cp, ranks // tp_size) if cp else 1
+        # Experts are divided among ranks that also hold parts of tensors and sequences.
+        stage_ranks = tp_size * cp_size
+        ep_size = next(size for size in _divisors(self.ep) if math.lcm(size, stage_ranks) <= ranks)
+        ep_replicas = math.lcm(ep_size, stage_ranks) // stage_ranks
+        pp_size = _largest_divisor(self.pp, ranks // (stage_ranks * ep_replicas))
+        most_replicas = ranks // (stage_ranks * pp_size)
+        dp_size = max(ep_replicas, min(self.dp, most_replicas) // ep_replicas * ep_replicas)
+        return Layout(tp_size, cp_size, ep_size, pp_size, dp_size)
+
+    def __str__(self) -> str:
+        return ", ".join(f"{field.name.upper()} {getattr(self, field.name)}" for field in fields(self))
+
+
+def trained_sections(facts: RecipeFacts) -> tuple[str, ...]:
+    """Return the sections of the models that a recipe trains: ``policy``, and PPO's critic, ``value``."""
+    return ("policy", "value") if facts.algorithm == "ppo" and facts.get("value") is not None else ("policy",)
+
+
+def layout_keys(facts: RecipeFacts, section: str = "policy") -> Mapping[str, str]:
+    """Return the dotted key of each parallel size (``tp``, ``cp``, …) of a section."""
+    backend = "megatron" if facts.is_true(f"{section}.megatron_cfg.enabled") else "dtensor"
+    return {axis: f"{section}.{key}" for axis, key in _KEYS[backend].items()}
+
+
+def layout_of(facts: RecipeFacts, section: str = "policy") -> Layout:
+    """Return the layout of a recipe, whose data parallelism takes all GPUs of the cluster.
+
+    Args:
+        facts: the recipe.
+        section: ``policy``, or PPO's ``value``.
+    """
+
+    def size(key: str) -> int:
+        return max(1, int(facts.number(key) or 1))
+
+    sizes = {axis: size(key) for axis, key in layout_keys(facts, section).items()}
+    gpus = size("cluster.gpus_per_node") * size("cluster.num_nodes")
+    replica = Layout(**sizes)
+    return replace(replica, dp=max(1, gpus // replica.ranks_per_replica))
+
+
+def _divisors(size: int) -> Iterator[int]:
+    """Yield the divisors of a size, the largest first."""
+    return (divisor for divisor in range(size, 0, -1) if size % divisor == 0)
+
+
+def _largest_divisor(size: int, limit: int) -> int:
+    return next(divisor for divisor in _divisors(size) if divisor <= max(1, limit))

@@ -1,0 +1,182 @@
+"""Facts about a recipe on which the rules are based: its settings, its loss, and what the user knows of the machine."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from nemo_geomask.config.loss_config import LossConfig
+from nemo_geomask.errors import Problem
+from nemo_geomask.losses import PolicyLoss
+from nemo_geomask.recipe import Recipe
+from nemo_geomask.tools.check.recipe_loss import build_recipe_loss, other_algorithm, trains_nemo_rl_loss
+
+__all__ = ["MISMATCH_KL", "RecipeFacts"]
+
+MISMATCH_KL = 1e-3
+"""Mean KL from the generation to the training engine that is assumed without a measurement, in nats per token."""
+
+# Parts of model names by which mixtures of experts are recognised.
+_MOE_NAMES = re.compile(
+    r"\bA\d+(\.\d+)?B|\d+BA\d+|mixtral|deepseek-(v[23]|r1(?!-distill))|moonlight|gpt-oss|minimax-m|kimi-k|"
+    r"glm-?(4\.[5-9]|5)|\bmoe\b",
+    re.IGNORECASE,
+)
+
+
+@dataclass(frozen=True)
+class RecipeFacts:
+    """Recipe, the loss that it trains, and what follows from its settings.
+
+    Attributes:
+        recipe: the recipe.
+        loss: the loss that it trains; None if ``loss_fn`` is invalid or the recipe trains no policy loss.
+        problems: reasons why ``loss_fn`` is invalid.
+        warnings: settings that the loss accepts, but that are probably not what was meant.
+        mismatch_kl: expected mean KL from the generation to the training engine, in nats per token.
+        gpu: name of the GPU that samples, such as A100; None if unknown.
+        measured_tokens: mean number of tokens of a response in a similar run; None if not measured.
+    """
+
+    recipe: Recipe
+    loss: PolicyLoss | None
+    problems: tuple[Problem, ...] = ()
+    warnings: tuple[Problem, ...] = ()
+    mismatch_kl: float = MISMATCH_KL
+    gpu: str | None = None
+    measured_tokens: int | None = None
+
+    @classmethod
+    def from_recipe(cls, recipe: Recipe, *, mismatch_kl: float = MISMATCH_KL, gpu: str | None = None) -> RecipeFacts:
+        """Build the recipe's loss and return the facts about both."""
+        return cls(recipe, *build_recipe_loss(recipe), mismatch_kl=mismatch_kl, gpu=gpu)
+
+    @property
+    def config(self) -> LossConfig:
+        """Settings of the loss, with the variant's defaults applied.
+
+        Raises:
+            LookupError: there is no loss.
+        """
+        if self.loss is None:
+            raise LookupError("the recipe has no valid loss")
+        return self.loss.config
+
+    @property
+    def trains_nemo_rl_loss(self) -> bool:
+        """True if NeMo-RL's own loss trains, since ``loss_fn`` has no name."""
+        return trains_nemo_rl_loss(self.recipe)
+
+    @property
+    def other_algorithm(self) -> str | None:
+        """Name of the recipe's algorithm if that trains no policy loss, such as DPO; else None."""
+        return other_algorithm(self.recipe)
+
+    @property
+    def nemo_rl(self) -> Path | None:
+        """NeMo-RL checkout that the recipe belongs to; None if there is none on this machine."""
+        return self.recipe.nemo_rl
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """Return the value at a dotted key; ``default`` if it, or a section around it, is missing or null."""
+        value: Any = self.recipe.data
+        for part in key.split("."):
+            value = value.get(part) if isinstance(value, Mapping) else None
+        return default if value is None else value
+
+    def number(self, key: str) -> float | None:
+        """Return the value at a dotted key if it is a number, else None."""
+        value = self.get(key)
+        return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+    def is_true(self, key: str) -> bool:
+        """Return True if the value at a dotted key is ``true``."""
+        return self.get(key) is True
+
+    @property
+    def loss_block(self) -> Mapping[str, Any]:
+        """``loss_fn`` block as it is written; empty if it is not a mapping."""
+        block = self.get("loss_fn", {})
+        return block if isinstance(block, Mapping) else {}
+
+    # --- values that several rules need
+
+    @property
+    def algorithm(self) -> str:
+        """Section of the training algorithm: ``grpo`` or ``ppo``."""
+        return "ppo" if "ppo" in self.recipe.data else "grpo"
+
+    @property
+    def rollout_size(self) -> int | None:
+        """Number of responses in a rollout batch."""
+        prompts = self.number(f"{self.algorithm}.num_prompts_per_step")
+        responses_per_prompt = self.number(f"{self.algorithm}.num_generations_per_prompt")
+        return int(prompts * responses_per_prompt) if prompts and responses_per_prompt else None
+
+    @property
+    def steps_per_rollout(self) -> float | None:
+        """Number of optimiser steps on a rollout batch."""
+        batch = self.number("policy.train_global_batch_size")
+        if not batch or self.rollout_size is None:
+            return None
+        return self.rollout_size / batch * (self.number("ppo.ppo_epochs") or 1)
+
+    @property
+    def response_tokens(self) -> int | None:
+        """Expected number of tokens of a response: as measured, else the largest number that the recipe allows."""
+        if self.measured_tokens is not None:
+            return self.measured_tokens
+        keys = ("policy.generation.max_new_tokens", "policy.max_total_sequence_length")
+        limits = [limit for key in keys if (limit := self.number(key))]
+        return int(min(limits)) if limits else None
+
+    @property
+    def is_async(self) -> bool:
+        """True if NeMo-RL's asynchronous trainer is chosen; the single controller is not part of it."""
+        return self.is_true(f"{self.algorithm}.async_{self.algorithm}.enabled")
+
+    @property
+    def uses_vllm(self) -> bool:
+        """True if vLLM samples."""
+        return bool(self.get("policy.generation.backend") == "vllm")
+
+    @property
+    def uses_megatron(self) -> bool:
+        """True if Megatron trains."""
+        return self.is_true("policy.megatron_cfg.enabled")
+
+    @property
+    def tensor_parallel(self) -> int:
+        """Tensor-parallel size of the trainer."""
+        key = "megatron_cfg.tensor_model_parallel_size" if self.uses_megatron else "dtensor_cfg.tensor_parallel_size"
+        return int(self.number(f"policy.{key}") or 1)
+
+    @cached_property
+    def moe_key(self) -> str | None:
+        """Key whose value shows that the model is a mixture of experts; None if nothing shows it."""
+        expert_parallel_keys = ["policy.generation.vllm_cfg.expert_parallel_size"]
+        if self.is_true("policy.dtensor_cfg.enabled"):
+            expert_parallel_keys.insert(0, "policy.dtensor_cfg.expert_parallel_size")
+        if self.uses_megatron:
+            expert_parallel_keys.insert(0, "policy.megatron_cfg.expert_model_parallel_size")
+        for key in expert_parallel_keys:
+            if (self.number(key) or 1) > 1:
+                return key
+        return "policy.model_name" if _MOE_NAMES.search(str(self.get("policy.model_name", ""))) else None
+
+    @property
+    def filter_key(self) -> str | None:
+        """Key that truncates the sampling distribution, that of top-p or top-k; None if neither does."""
+        if (self.number("policy.generation.top_p") or 1.0) != 1.0:
+            return "policy.generation.top_p"
+        return "policy.generation.top_k" if (self.number("policy.generation.top_k") or 0) > 0 else None
+
+    @property
+    def temperature(self) -> float:
+        """Sampling temperature."""
+        value = self.number("policy.generation.temperature")
+        return 1.0 if value is None else value

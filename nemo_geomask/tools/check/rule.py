@@ -1,0 +1,66 @@
+"""Rules over a recipe, and the findings that they produce."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from nemo_geomask.recipe import Origin
+from nemo_geomask.tools.check.recipe_facts import RecipeFacts
+
+__all__ = ["Finding", "Hit", "Rule", "Severity"]
+
+Severity = Literal["error", "warning", "note"]
+
+
+@dataclass(frozen=True)
+class Hit:
+    """Setting to which a rule applies.
+
+    Attributes:
+        key: dotted key that the message is about; the recipe need not contain it.
+        message: one sentence: the value, what is wrong with it, what is allowed, and the fix.
+        origin: file and line; if None, those of the key, or of the nearest section around it that the recipe contains.
+    """
+
+    key: str
+    message: str
+    origin: Origin | None = None
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Check of a recipe, with the text that documents it.
+
+    Attributes:
+        id: GM and three digits, of which the first is 0 for the recipe itself, 1 for causes of mismatch, 2 for settings
+            without effect, 3 for what NeMo-RL refuses when it starts, 4 for lengths and batch sizes.
+        severity: ``error`` if training would be wrong or not start, ``warning`` if the setting is probably a mistake,
+            ``note`` if it is worth knowing; a note never changes the exit status.
+        title: noun phrase for what the rule finds, as in the table of rules.
+        source: document or code from which it is known.
+        check: function that yields a :class:`Hit` for each setting concerned.
+        needs: attributes of :class:`RecipeFacts` without which the rule can't be checked.
+        needs_loss: False if the rule also applies to a recipe whose ``loss_fn`` is invalid.
+        may_be_ignored: False if neither ``--ignore`` nor a comment silences the rule.
+    """
+
+    id: str
+    severity: Severity
+    title: str
+    source: str
+    check: Callable[[RecipeFacts], Iterator[Hit]]
+    needs: tuple[str, ...] = ()
+    needs_loss: bool = True
+    may_be_ignored: bool = True
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Hit of a rule, with the file and line of its setting (None if the recipe contains nothing around it)."""
+
+    rule: Rule
+    key: str
+    message: str
+    origin: Origin | None

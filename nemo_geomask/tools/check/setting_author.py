@@ -1,0 +1,66 @@
+"""Author of each setting: the user, in a file or as an override, or NeMo-RL, in the files that come with it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from nemo_geomask.recipe import Origin
+from nemo_geomask.tools.check.recipe_facts import RecipeFacts
+
+__all__ = ["nearest_to_user", "nemo_rl_files", "user_keys"]
+
+
+def nemo_rl_files(facts: RecipeFacts) -> dict[str, str]:
+    """Return path and text of the inherited files that lie in the NeMo-RL checkout.
+
+    The recipe itself counts as the user's, even if it lies there.
+    """
+    if facts.nemo_rl is None:
+        return {}
+    checkout = facts.nemo_rl.resolve()
+    return {str(path): text for path, text in facts.recipe.files[:-1] if path.is_relative_to(checkout)}
+
+
+def user_keys(facts: RecipeFacts) -> Iterator[tuple[str, Origin]]:
+    """Yield the dotted keys in force that the user wrote, each after the sections around it, with their origin."""
+    nemo_rl = nemo_rl_files(facts)
+    yielded: set[str] = set()
+    for written_key, entry in facts.recipe.origins.entries.items():
+        origin = entry.origin
+        # An override without a value deletes its key.
+        is_deleted = origin.line is None and not _is_present(written_key, facts)
+        if origin.where in nemo_rl or is_deleted:
+            continue
+        for key in (*_enclosing_sections(written_key), written_key):
+            if key not in yielded:
+                yielded.add(key)
+                yield key, origin
+
+
+def _enclosing_sections(key: str) -> Iterator[str]:
+    return (key[:index] for index, letter in enumerate(key) if letter == ".")
+
+
+def _is_present(key: str, facts: RecipeFacts) -> bool:
+    section_key, _, name = key.rpartition(".")
+    section = facts.get(section_key) if section_key else facts.recipe.data
+    return isinstance(section, Mapping) and name in section
+
+
+def nearest_to_user(keys: Sequence[str], facts: RecipeFacts) -> str:
+    """Return the key that was written nearest to the user.
+
+    Overrides come first, then the recipe's own file, its parents from the last to the first, and NeMo-RL's files. If no
+    key was written, it is the first.
+    """
+    files, nemo_rl = [str(path) for path, _ in reversed(facts.recipe.files)], nemo_rl_files(facts)
+
+    def distance(key: str) -> tuple[bool, bool, int]:
+        origin = facts.recipe.origins.at(key)
+        if origin is None or not _is_present(key, facts):
+            return (True, True, 0)
+        if origin.line is None:
+            return (False, False, -1)
+        return (False, origin.where in nemo_rl, files.index(origin.where))
+
+    return min(keys, key=distance)

@@ -1,0 +1,87 @@
+"""Detection of the step at which a series of a run's values changes: a jump, or the beginning of a slope."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from statistics import NormalDist
+from typing import NamedTuple
+
+import numpy as np
+
+from nemo_geomask.tools.diagnose.record_reader import Array
+
+__all__ = ["MIN_NOISE", "MIN_RISE", "MIN_SCORE", "ChangePoint", "find_change"]
+
+MIN_RISE = math.log(1.5)
+"""Change of the logarithm of a mismatch that counts: by a factor of 1.5."""
+MIN_SCORE = 6.0
+"""Standard errors that such a change must exceed."""
+MIN_NOISE = 0.05
+"""Standard deviation that the logarithm of a mismatch has at least from step to step."""
+MIN_BEFORE, MIN_AFTER = 3, 2
+"""Number of values that must precede and follow a change."""
+SLOPE_ADVANTAGE = 0.8
+"""A slope is preferred to a jump if its squared residual is smaller by this factor."""
+
+
+class ChangePoint(NamedTuple):
+    """A point at which a series changes.
+
+    Attributes:
+        first: index of the first changed value.
+        rise: mean of the changed values minus the mean of the values before.
+        score: the rise in standard errors.
+        is_gradual: True if a slope begins there, False if the series jumps.
+    """
+
+    first: int
+    rise: float
+    score: float
+    is_gradual: bool
+
+
+def find_change(series: Sequence[float], least_noise: float) -> ChangePoint | None:
+    """Return the jump, or the beginning of a slope, that explains most of a series; None if it is too short.
+
+    Args:
+        series: finite values in the order of the steps; logarithms for a quantity that changes by factors.
+        least_noise: lower limit of the standard deviation of a value. The deviation itself is estimated from the
+            differences of successive values, so that neither a smooth trend nor noise passes for a certain change.
+    """
+    values = np.asarray(series, dtype=float)
+    count = len(values)
+    if count < MIN_BEFORE + MIN_AFTER or not np.isfinite(values).all():
+        return None
+    time = np.arange(count, dtype=float)
+    best: tuple[float, int, bool] | None = None
+    for index in range(MIN_BEFORE, count - MIN_AFTER + 1):
+        since = np.maximum(time - index + 1, 0.0)  # 0 before the change, then 1, 2, …
+        for shape, is_gradual in ((np.sign(since), False), (since, True), (np.log1p(since), True)):
+            residual = _squared_residual(values, shape)
+            if best is None or residual < best[0] * (SLOPE_ADVANTAGE if is_gradual else 1.0):
+                best = residual, index, is_gradual
+    assert best is not None
+    _, index, is_gradual = best
+    rise = float(values[index:].mean() - values[:index].mean())
+    noise = max(least_noise, _step_noise(values))
+    score = rise / (noise * math.sqrt(1 / index + 1 / (count - index)))
+    return ChangePoint(index, rise, score, is_gradual)
+
+
+def _step_noise(values: Array) -> float:
+    """Return the standard deviation of a value, estimated from the median difference of successive values.
+
+    The median is robust: one of the differences may be the jump itself.
+    """
+    median_of_normal = NormalDist().inv_cdf(0.75)  # median of |x| for a standard normal x
+    return float(np.median(np.abs(np.diff(values)))) / median_of_normal / math.sqrt(2)
+
+
+def _squared_residual(values: Array, shape: Array) -> float:
+    """Return the squared residual of the least-squares fit of a constant plus a multiple of ``shape``."""
+    centred_values, centred_shape = values - values.mean(), shape - shape.mean()
+    scale = float(centred_shape @ centred_shape)
+    slope = float(centred_values @ centred_shape) / scale if scale else 0.0
+    residual = centred_values - slope * centred_shape
+    return float(residual @ residual)

@@ -1,0 +1,157 @@
+"""The ``diagnose`` command from its options to the verdicts: find runs, survey their records, judge, and render."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from nemo_geomask.errors import ConfigError, DataError
+from nemo_geomask.tools.diagnose.dimensions import DIMENSIONS_BY_NAME
+from nemo_geomask.tools.diagnose.ray_survey import connect_ray
+from nemo_geomask.tools.diagnose.record_sources import RunFiles, find_run, map_records
+from nemo_geomask.tools.diagnose.report_tables import STEP, Decode, diagnosis_tables
+from nemo_geomask.tools.diagnose.run_statistics import RunStatistics
+from nemo_geomask.tools.diagnose.run_survey import survey_run
+from nemo_geomask.tools.diagnose.run_verdicts import OverallHealth, RunVerdicts, find_recorded_runs, judge_runs
+from nemo_geomask.tools.diagnose.run_watch import watch_runs
+from nemo_geomask.tools.diagnose.sweep_section import read_sweep
+from nemo_geomask.tools.diagnose.verdict import RunDiagnosis, diagnose
+from nemo_geomask.tools.diagnose.verdict_output import OutputOptions, print_verdicts, write_files
+
+__all__ = ["DiagnoseOptions", "run_diagnose"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiagnoseOptions:
+    """Options of ``nemo-geomask diagnose``.
+
+    Attributes:
+        directories: folders of records or logs; each folder at or below them that holds some is a run.
+        as_json: print JSON.
+        is_brief: print the verdicts alone.
+        watch_seconds: judge the runs again every so many seconds until Ctrl-C; None: once.
+        tokenizer: name or folder of a Hugging Face tokenizer that decodes tokens; None: ids are shown.
+        html: file of the report; None: no report.
+        png: folder of the plots; None: no plots.
+        sweeps: files of ``nemo-geomask sweep --json`` that the report shows.
+        cache: folder of converted logs; None: beside the logs.
+        splits: each a dimension, two of them joined by a comma, or ``step``: show these tables alone; None: all tables.
+        against: folder of a run to compare with, over the steps that both have.
+        ray_address: Ray cluster that reads the records; None: this machine does.
+    """
+
+    directories: Sequence[Path]
+    as_json: bool = False
+    is_brief: bool = False
+    watch_seconds: float | None = None
+    tokenizer: str | None = None
+    html: Path | None = None
+    png: Path | None = None
+    sweeps: Sequence[Path] = ()
+    cache: Path | None = None
+    splits: Sequence[str] | None = None
+    against: Path | None = None
+    ray_address: str | None = None
+
+
+def run_diagnose(options: DiagnoseOptions) -> OverallHealth:
+    """Diagnose runs, print the verdicts, write the files that were asked for, and return the worst health.
+
+    Raises:
+        ConfigError: options that contradict each other or name something that does not exist.
+        DataError: nothing in the folders can be judged, or no run has the data of a split.
+        MissingDependencyError: an optional package is missing.
+    """
+    if options.sweeps and options.html is None:
+        raise ConfigError("--sweep is what the report shows; name its file by --html")
+    for path in options.sweeps:
+        read_sweep(path)  # fails here rather than after a long survey
+    output = OutputOptions(
+        as_json=options.as_json,
+        is_brief=options.is_brief,
+        splits=None if options.splits is None else [_parse_split(text) for text in options.splits],
+        decode=None if options.tokenizer is None else _load_decoder(options.tokenizer),
+        html=options.html,
+        png=options.png,
+        sweeps=options.sweeps,
+        cache=options.cache,
+    )
+    if options.watch_seconds is not None:
+        unusable = {"--by": options.splits, "--against": options.against, "--ray": options.ray_address}
+        if names := [name for name, value in unusable.items() if value is not None]:
+            raise ConfigError(f"--watch looks at a run as a whole, on this machine; leave out {', '.join(names)}")
+        return watch_runs(options.directories, options.watch_seconds, output)
+
+    verdicts = _find_and_judge(options, output.pairs)
+    for split in output.splits or ():
+        _check_has_rows(verdicts, split)
+    print_verdicts(verdicts, output)
+    write_files(verdicts, output)
+    return verdicts.worst_health
+
+
+def _find_and_judge(options: DiagnoseOptions, pairs: Sequence[tuple[str, str]]) -> RunVerdicts:
+    mapper = map_records if options.ray_address is None else connect_ray(options.ray_address)
+
+    def survey(run: RunFiles, steps: Sequence[int] | None = None) -> RunStatistics:
+        return survey_run(run, steps, options.cache, crosses=pairs, mapper=mapper)
+
+    reference = None if options.against is None else find_run(options.against)
+    runs, fallbacks = find_recorded_runs(options.directories)
+    if reference is None:
+        return judge_runs(runs, fallbacks, lambda run: diagnose(survey(run)))
+
+    def judge_against_reference(run: RunFiles) -> RunDiagnosis:
+        steps = _shared_steps(run, reference)
+        return diagnose(survey(run, steps), survey(reference, steps), str(reference.directory))
+
+    # The reference may lie below one of the folders, and is not compared with itself unless it was named alone.
+    runs = [run for run in runs if run.directory.resolve() != reference.directory.resolve()] or runs
+    return judge_runs(runs, fallbacks, judge_against_reference)
+
+
+def _parse_split(text: str) -> tuple[str, ...]:
+    """Parse ``--by``: a dimension, two different ones joined by a comma, or ``step``."""
+    names = tuple(text.split(","))
+    if names == (STEP,):
+        return names
+    if len(names) > 2 or len(set(names)) < len(names) or not set(names) <= set(DIMENSIONS_BY_NAME):
+        dimensions = ", ".join(DIMENSIONS_BY_NAME)
+        raise ConfigError(f"--by {text}: give one or two of {dimensions}, joined by a comma, or {STEP} alone")
+    return names
+
+
+def _load_decoder(name: str) -> Decode:
+    """Return a function from token ids to text by a Hugging Face tokenizer."""
+    try:
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(name)
+    except Exception as error:  # transformers raises errors of many types for a name that it does not find
+        raise ConfigError(f"--tokenizer: {name} can't be loaded ({type(error).__name__}: {error})") from None
+
+    def decode(ids: Sequence[int]) -> str:
+        return str(tokenizer.decode(list(ids)))
+
+    return decode
+
+
+def _shared_steps(run: RunFiles, reference: RunFiles) -> list[int]:
+    """Return the steps that both runs have, so that policies are compared that have been trained for as long."""
+    if run.directory.resolve() == reference.directory.resolve():
+        raise ConfigError(f"{run.directory} is the run that it is to be compared with (--against)")
+    steps = sorted({*run.steps} & {*reference.steps})
+    if not steps:
+        raise DataError(
+            f"{run.directory}: has no step in common with {reference.directory} (steps {run.steps[0]} to "
+            f"{run.steps[-1]}, and {reference.steps[0]} to {reference.steps[-1]})"
+        )
+    return steps
+
+
+def _check_has_rows(verdicts: RunVerdicts, split: tuple[str, ...]) -> None:
+    """Raise DataError if no run has the data of a split; one that lacks them beside others prints a line instead."""
+    tables = [table for run in verdicts.judged for table in diagnosis_tables(run.diagnosis, only=[split])]
+    if tables and not any(table.rows for table in tables):
+        raise DataError(tables[0].title)

@@ -1,0 +1,73 @@
+"""A diagnosis as JSON, for ``nemo-geomask diagnose --json``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from nemo_geomask.tools.diagnose.causes import CAUSES
+from nemo_geomask.tools.diagnose.report_tables import Decode, diagnosis_tables
+from nemo_geomask.tools.diagnose.thresholds import HEALTH_LIMITS
+from nemo_geomask.tools.diagnose.verdict import RunDiagnosis
+from nemo_geomask.tools.shared.json_output import replace_nonfinite
+
+__all__ = ["diagnosis_json"]
+
+
+def diagnosis_json(
+    diagnosis: RunDiagnosis,
+    directory: str,
+    decode: Decode | None = None,
+    only: Sequence[tuple[str, ...]] | None = None,
+) -> dict[str, Any]:
+    """Return a diagnosis for ``--json``; numbers that are not finite are None.
+
+    Args:
+        diagnosis: the diagnosis of a run.
+        directory: folder of the run.
+        decode, only: as for :func:`~nemo_geomask.tools.diagnose.report_tables.diagnosis_tables`.
+    """
+    cause = diagnosis.cause
+    causes = []
+    for tested in CAUSES:
+        detection = diagnosis.detections[tested.id]
+        causes.append(
+            {
+                "id": tested.id,
+                "measured": detection.value,
+                "threshold": tested.threshold,
+                "why": tested.rationale,
+                "shown": detection.is_shown,
+                "says": detection.description,
+                "steps": list(detection.steps),
+            }
+        )
+    levels = {}
+    for limit in HEALTH_LIMITS:
+        reading = diagnosis.readings[limit.name]
+        levels[limit.name] = {
+            "value": reading.value,
+            "interval": [reading.low, reading.high],
+            "health": reading.health,
+            "drifting": limit.drifting,
+            "broken": limit.broken,
+            "definition": limit.definition,
+            "source": limit.source,
+        }
+    values = {
+        "run": directory,
+        "health": "unknown" if diagnosis.unjudged_reason else diagnosis.health,
+        "verdict": diagnosis.sentence,
+        "since": diagnosis.since,
+        "against": None if diagnosis.comparison is None else diagnosis.comparison._asdict(),
+        "cause": None if cause is None else {"id": cause.id, "name": cause.name, "action": cause.action},
+        "steps": sorted(diagnosis.evidence.statistics.steps),
+        "causes": causes,
+        "levels": levels,
+        "tables": {
+            table.key: [dict(zip(table.columns, row, strict=True)) for row in table.rows]
+            for table in diagnosis_tables(diagnosis, decode, only)
+            if table.key != "causes"
+        },
+    }
+    return {key: replace_nonfinite(value) for key, value in values.items()}

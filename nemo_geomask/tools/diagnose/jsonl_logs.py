@@ -1,0 +1,221 @@
+"""Conversion of NeMo-RL's ``train_data_step{N}.jsonl`` to records, once for each file.
+
+A file holds one rollout batch, and a line one sequence, in which every value is a list of one element. Lists of tokens
+are padded to the longest sequence of the batch; ``input_lengths`` says how many elements count. A line does not name
+its prompt group, so sequences with the same prompt are taken for one group. Under dynamic sampling
+``filtered_rewards`` belong to the lines and ``rewards`` do not. Non-finite numbers are written as NaN and Infinity,
+which is not JSON. While a run writes the file, its last line may be incomplete.
+
+Source: NeMo-RL ``Logger.log_batched_dict_as_jsonl`` and its callers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from nemo_geomask.data_keys import GENERATION_LOGPROBS, PREV_LOGPROBS
+from nemo_geomask.errors import DataError
+from nemo_geomask.records.record_schema import COLUMNS, arrow_schema, file_name, require_arrow
+from nemo_geomask.tools.diagnose.record_reader import Array
+
+__all__ = ["JSONL_WRITER", "convert_log", "log_step", "source_fingerprint"]
+
+JSONL_WRITER = "nemo_rl"
+"""Writer in the names of converted files."""
+_LOG_NAME = re.compile(r"train_data_step(\d+)\.jsonl")
+_REQUIRED = ("input_lengths", "token_ids", "token_loss_mask", GENERATION_LOGPROBS, PREV_LOGPROBS)
+_TOKEN_COLUMNS = {
+    "tokens": ("token_ids", np.int32),
+    "mask": ("token_loss_mask", np.float32),
+    "gen": (GENERATION_LOGPROBS, np.float32),
+    "prev": (PREV_LOGPROBS, np.float32),
+    "advantages": ("advantages", np.float32),
+}
+
+
+def log_step(path: Path) -> int | None:
+    """Return the step in a log's file name; None if the file is not such a log."""
+    match = _LOG_NAME.fullmatch(path.name)
+    return int(match[1]) if match else None
+
+
+def source_fingerprint(path: Path) -> str:
+    """Return a log's size and modification time, by which a converted file tells whether the log has changed."""
+    status = path.stat()
+    return f"{status.st_size}:{status.st_mtime_ns}"
+
+
+def convert_log(path: Path, directory: Path, *, row_group: int = 2**20) -> Path:
+    """Write a log's sequences as a record, unless an up-to-date record exists, and return the record's path.
+
+    Args:
+        path: the log.
+        directory: folder of the record.
+        row_group: tokens in a row group, which is what the conversion and a reader hold in memory at once.
+
+    Raises:
+        DataError: a line, except for an incomplete last one, is not what NeMo-RL writes.
+        OSError: the log can't be read, or the record can't be written.
+    """
+    arrow, parquet = require_arrow(), require_arrow("pyarrow.parquet")
+    step, source = log_step(path), source_fingerprint(path)
+    assert step is not None
+    target = directory / file_name(step, JSONL_WRITER)
+    with contextlib.suppress(OSError, arrow.ArrowException):  # there is no record, or a damaged one
+        if (parquet.read_schema(target).metadata or {}).get(b"nemo_geomask.source") == source.encode():
+            return target
+    directory.mkdir(parents=True, exist_ok=True)
+    schema = arrow_schema(facts={"source": str(path), "loop": "train_data_step{N}.jsonl"})
+    schema = schema.with_metadata({**schema.metadata, b"nemo_geomask.source": source.encode()})
+    part = target.with_name(f"{target.stem}.{os.getpid()}.part")
+    logprobs = {f"{name}.list.element": "BYTE_STREAM_SPLIT" for name in ("gen", "prev")}
+    try:
+        with parquet.ParquetWriter(
+            part, schema, compression="zstd", compression_level=1, use_dictionary=False, column_encoding=logprobs
+        ) as writer:
+            groups: dict[bytes, int] = {}
+            group_sizes: dict[int, int] = {}
+            for rows in _row_groups(path, row_group):
+                writer.write_table(_arrow_table(arrow, schema, step, rows, groups, group_sizes))
+        os.replace(part, target)
+    finally:
+        part.unlink(missing_ok=True)
+    return target
+
+
+def _row_groups(path: Path, max_tokens: int) -> Iterator[list[dict[str, Any]]]:
+    group: list[dict[str, Any]] = []
+    tokens = 0
+    for row in _read_rows(path):
+        if group and tokens + len(row["tokens"]) > max_tokens:
+            yield group
+            group, tokens = [], 0
+        group.append(row)
+        tokens += len(row["tokens"])
+    if group:
+        yield group
+
+
+def _read_rows(path: Path) -> Iterator[dict[str, Any]]:
+    parse = _line_parser()
+    with path.open("rb") as file:
+        for number, line in enumerate(file):
+            try:
+                values = parse(line)
+            except ValueError as error:
+                if not line.endswith(b"\n"):
+                    return  # NeMo-RL is writing it
+                raise DataError(f"{path}:{number + 1}: not a line of JSON: {error}") from None
+            yield _parse_row(values, f"{path}:{number + 1}", number)
+
+
+def _line_parser() -> Callable[[bytes], Any]:
+    """Return a parser of JSON lines: orjson where it is installed, and the standard library's for what it refuses."""
+    try:
+        fast_parse = importlib.import_module("orjson").loads
+    except ImportError:
+        return json.loads
+
+    def parse(line: bytes) -> Any:
+        try:
+            return fast_parse(line)
+        except ValueError:  # NaN and Infinity, which the standard library accepts
+            return json.loads(line)
+
+    return parse
+
+
+def _parse_row(values: Any, location: str, number: int) -> dict[str, Any]:
+    """Return a line's values under the names of the record's columns, tokens as arrays without the padding."""
+    if not isinstance(values, dict) or any(name not in values for name in _REQUIRED):
+        missing = ", ".join(name for name in _REQUIRED if not isinstance(values, dict) or name not in values)
+        raise DataError(
+            f"{location}: has no {missing}, which NeMo-RL's GRPO and PPO loops write into train_data_step{{N}}.jsonl "
+            "(distillation does not)"
+        )
+
+    def single(name: str) -> Any:
+        value = values.get(name)
+        return value[0] if isinstance(value, list) and len(value) == 1 else value
+
+    try:
+        length = int(single("input_lengths"))
+        row: dict[str, Any] = {
+            column: np.asarray(single(name)[:length], dtype=dtype)
+            for column, (name, dtype) in _TOKEN_COLUMNS.items()
+            if values.get(name) is not None
+        }
+        reward = single("filtered_rewards") if "filtered_rewards" in values else single("rewards")
+        row |= {
+            "row": int(values.get("idx", number)),
+            "reward": np.nan if reward is None else float(reward),
+            "sample_mask": float(single("sample_loss_mask") if "sample_loss_mask" in values else 1),
+        }
+    except (TypeError, ValueError, OverflowError) as error:
+        raise DataError(f"{location}: a value that NeMo-RL does not write: {error}") from None
+    for column, (name, _) in _TOKEN_COLUMNS.items():
+        if column in row and row[column].shape != (length,):
+            raise DataError(
+                f"{location}: {name} must hold at least input_lengths = {length} numbers, but its shape is "
+                f"{list(np.shape(single(name)))}"
+            )
+    return row
+
+
+def _arrow_table(
+    arrow: Any,
+    schema: Any,
+    step: int,
+    rows: list[dict[str, Any]],
+    groups: dict[bytes, int],
+    group_sizes: dict[int, int],
+) -> Any:
+    """Return rows as an Arrow table, and add them to ``groups`` (number by prompt) and ``group_sizes`` (by number)."""
+    lengths = np.array([len(row["tokens"]) for row in rows], dtype=np.int32)
+    masks = [row["mask"] != 0 for row in rows]
+    prompts = [int(mask.argmax()) if mask.any() else len(mask) for mask in masks]
+    keys = [row["tokens"][:prompt].tobytes() for row, prompt in zip(rows, prompts, strict=True)]
+    group = [groups.setdefault(key, len(groups)) for key in keys]
+    sample = []
+    for number in group:
+        sample.append(group_sizes.get(number, 0))
+        group_sizes[number] = sample[-1] + 1
+    values: dict[str, Any] = {
+        "step": np.full(len(rows), step),
+        "group": group,
+        "sample": sample,
+        "length": lengths,
+        "prompt_length": prompts,
+        "turns": [count_turns(mask) for mask in masks],
+        **{name: np.array([row[name] for row in rows], dtype=np.float32) for name in ("reward", "sample_mask")},
+        "row": [row["row"] for row in rows],
+    }
+    values["reward"] = arrow.array(values["reward"], from_pandas=True)
+    offsets = arrow.array(np.concatenate([[0], lengths.cumsum()]).astype(np.int32))
+
+    def column(name: str, dtype: Any) -> Any:
+        if name in values:
+            return arrow.array(values[name], type=dtype)
+        if name == "mask":
+            return arrow.ListArray.from_arrays(offsets, arrow.array(np.concatenate(masks)), type=dtype)
+        if all(name in row for row in rows):
+            flat = arrow.array(np.concatenate([row[name] for row in rows]))
+            return arrow.ListArray.from_arrays(offsets, flat, type=dtype)
+        return arrow.nulls(len(rows), dtype)
+
+    names = [column.name for column in COLUMNS]
+    return arrow.Table.from_arrays([column(name, schema.field(name).type) for name in names], schema=schema)
+
+
+def count_turns(mask: Array) -> int:
+    """Return the number of stretches of consecutive True in a bool mask: the turns that the policy wrote."""
+    return int(mask[0]) + int(np.count_nonzero(mask[1:] & ~mask[:-1])) if len(mask) else 0

@@ -1,0 +1,202 @@
+"""Metrics that a run logged: reading them, and a verdict by them where a run has no records.
+
+They are read from TensorBoard's event files (NeMo-RL's ``logger.tensorboard_enabled``), from ``metrics.jsonl`` (a JSON
+object for each step) or from the lab's table. NeMo-RL's prefix ``train/`` is removed, so that a metric has the same
+name wherever it comes from.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from nemo_geomask.errors import DataError, MissingDependencyError
+from nemo_geomask.records.record_schema import require_arrow
+from nemo_geomask.tools.diagnose.change_points import MIN_NOISE, MIN_RISE, MIN_SCORE, find_change
+from nemo_geomask.tools.diagnose.thresholds import HEALTH_LIMITS, Health
+
+__all__ = ["LoggedVerdict", "MetricSeries", "judge_logged", "metric_series", "read_logged"]
+
+MetricSeries = dict[str, dict[int, float]]
+"""Values by metric name, then by step."""
+
+_EVENT_FILES = "events*tfevents*"
+_LIMITS = {name: limit for limit in HEALTH_LIMITS for name in limit.logged}
+"""Health limit of each metric that has one."""
+
+_Entries = list[tuple[int, str, float]]
+"""Step, metric name and value of each logged number."""
+
+
+@dataclass(frozen=True)
+class LoggedVerdict:
+    """Verdict by logged metrics alone, which tell no cause and have no interval over sequences.
+
+    Attributes:
+        health: health of the run.
+        since: first step of the rise; None if there was none.
+        values: by metric, its mean over the steps since the rise, or over the last third; NaN if most of these are NaN.
+        sentence: the verdict for the reader.
+    """
+
+    health: Health
+    since: int | None
+    values: Mapping[str, float]
+    sentence: str
+
+
+def read_logged(folder: Path) -> MetricSeries:
+    """Return all metrics of the run in a folder; empty if it logged none there.
+
+    Raises:
+        DataError: a file is damaged, or there are event files of several runs.
+        MissingDependencyError: there are event files, but ``tensorboard`` is not installed.
+    """
+    jsonl = folder / "metrics.jsonl"
+    lab_table = folder.parent / "steps" / f"{folder.name}.parquet"
+    entries = _read_jsonl(jsonl) if jsonl.is_file() else _read_table(lab_table) if lab_table.is_file() else []
+    event_files = sorted(folder.rglob(_EVENT_FILES), key=lambda path: (path.stat().st_mtime, path))
+    # TensorBoard writes hyperparameters into folders below the run's; these are no runs.
+    parents = {path.parent for path in event_files}
+    runs = sorted(str(parent.relative_to(folder)) for parent in parents if not parents & {*parent.parents})
+    if len(runs) > 1:
+        raise DataError(f"{folder} holds the metrics of several runs: {', '.join(runs)}; name one of these folders")
+    series: MetricSeries = {}
+    # A resumed run repeats steps: the later file overwrites the earlier one's values.
+    for step, name, value in [*entries, *(entry for path in event_files for entry in _read_events(path))]:
+        series.setdefault(name.removeprefix("train/"), {})[step] = value
+    return series
+
+
+def metric_series(history: Iterable[Mapping[str, float]]) -> MetricSeries:
+    """Return the series of metrics that are given step by step, from step 1 on."""
+    series: MetricSeries = {}
+    for step, metrics in enumerate(history, 1):
+        for name, value in metrics.items():
+            series.setdefault(name, {})[step] = float(value)
+    return series
+
+
+def _read_jsonl(path: Path) -> _Entries:
+    entries: _Entries = []
+    for number, line in enumerate(path.read_bytes().splitlines(keepends=True), 1):
+        try:
+            metrics = json.loads(line)
+            step = int(metrics["step"])
+        except (ValueError, TypeError, KeyError) as error:
+            if not line.endswith(b"\n"):
+                break  # the run is writing it
+            raise DataError(f"{path}:{number}: not an object with a step: {error!r}") from None
+        entries += [
+            (step, name, float(value))
+            for name, value in metrics.items()
+            if isinstance(value, (int, float)) and name != "step"
+        ]
+    return entries
+
+
+def _read_table(path: Path) -> _Entries:
+    table = require_arrow("pyarrow.parquet").read_table(path, partitioning=None).to_pydict()
+    steps = table.pop("step")
+    return [
+        (step, name, value)
+        for name, column in table.items()
+        for step, value in zip(steps, column, strict=True)
+        if isinstance(value, float)
+    ]
+
+
+def _read_events(path: Path) -> _Entries:
+    try:
+        module = importlib.import_module("tensorboard.backend.event_processing.event_accumulator")
+    except ImportError as error:
+        raise MissingDependencyError(
+            f"{path}: TensorBoard's files need tensorboard, which could not be imported ({error}); "
+            "pip install tensorboard"
+        ) from error
+    events = module.EventAccumulator(str(path), size_guidance={"scalars": 0})
+    events.Reload()
+    return [
+        (int(event.step), str(name), float(event.value))
+        for name in events.Tags()["scalars"]
+        for event in events.Scalars(name)
+    ]
+
+
+class _MetricVerdict(NamedTuple):
+    """Verdict by one metric; ``mean`` is that of :attr:`LoggedVerdict.values`."""
+
+    health: Health
+    since: int | None
+    mean: float
+
+
+def judge_logged(series: MetricSeries) -> LoggedVerdict | None:
+    """Return the verdict by the metrics that have a health limit; None if none of them was ever logged as a number.
+
+    Raises:
+        DataError: a metric has become NaN, and no other is beyond its limit.
+    """
+    verdicts = {
+        name: _judge_metric(name, series[name])
+        for name in _LIMITS
+        if name in series and any(map(_is_number, series[name].values()))
+    }
+    if not verdicts:
+        return None
+    order: Sequence[Health] = ("healthy", "drifting", "broken")
+    health = max((verdict.health for verdict in verdicts.values()), key=order.index)
+    onsets = [verdict.since for verdict in verdicts.values() if verdict.health == health and verdict.since is not None]
+    since = min(onsets, default=None)
+    values = {name: verdict.mean for name, verdict in verdicts.items()}
+    if health == "healthy" and (unknown := [name for name, value in values.items() if math.isnan(value)]):
+        raise DataError(
+            "its metrics do not tell its present health: NaN in most of the last third of the steps: "
+            f"{', '.join(unknown)}; to diagnose the cause, record the run (loss_fn.record)"
+        )
+    numbers = ", ".join(f"{name} {value:.4g}" for name, value in values.items())
+    for name in values:
+        if count := sum(not math.isfinite(value) for value in series[name].values()):
+            numbers += f", {name} NaN or infinite in {count} steps"
+    onset = "" if since is None else f" since step {since}"
+    sentence = (
+        f"{health}{onset}, by its metrics alone: {numbers}; to diagnose the cause, record the run (loss_fn.record)"
+    )
+    return LoggedVerdict(health, since, values, sentence)
+
+
+def _is_number(value: float) -> bool:
+    """Return True for a finite number or an overflow to +inf, which is above any limit."""
+    return math.isfinite(value) or value == math.inf
+
+
+def _judge_metric(name: str, by_step: Mapping[int, float]) -> _MetricVerdict:
+    limit, steps = _LIMITS[name], sorted(by_step)
+    numeric_steps = [step for step in steps if _is_number(by_step[step])]
+    # Changes are sought in logarithms, where an overflow counts as much as the largest finite value.
+    largest = max([limit.broken, *(by_step[step] for step in numeric_steps if by_step[step] < math.inf)])
+    minimum = 1.0 if name == "token_mult_prob_error" else 0.0  # its value without a mismatch
+    logs = [math.log(max(min(by_step[step], largest) - minimum, 1e-9)) for step in numeric_steps]
+    change = find_change(logs, MIN_NOISE)
+    since = None
+    if change is not None and change.rise >= MIN_RISE and change.score >= MIN_SCORE:
+        since = numeric_steps[change.first]
+    judged_steps = steps[-max(3, len(steps) // 3) :] if since is None else [step for step in steps if step >= since]
+    values = np.array([by_step[step] for step in judged_steps if step in numeric_steps])
+    if since is None and 2 * len(values) < len(judged_steps):
+        return _MetricVerdict("healthy", None, math.nan)
+    mean = float(values.mean())
+    if mean == math.inf:
+        return _MetricVerdict("broken", since, mean)
+    # A limit is exceeded only if the mean is two standard errors above it.
+    lower_bound = mean - 2 * float(values.std()) / math.sqrt(len(values))
+    is_drifting = lower_bound > limit.drifting or since is not None
+    health: Health = "broken" if lower_bound > limit.broken else "drifting" if is_drifting else "healthy"
+    return _MetricVerdict(health, since, mean)

@@ -1,0 +1,118 @@
+"""Checks of recorded log-probs for faults that no mismatch explains: missing, zero, non-finite, positive, shifted."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from nemo_geomask.tools.diagnose.record_reader import Array
+from nemo_geomask.tools.diagnose.step_sums import StepSums
+
+__all__ = ["count_faults"]
+
+UNSURE_LOGPROB = -0.05
+"""A log-prob below it never rounds to 0, so an exact 0 of the other engine is a fault."""
+MAX_POSITIVE_LOGPROB = 1e-3
+MIN_PAIRS = 6
+"""Pairs of successive trained tokens that a sequence must have for the shift check, and that must fit a neighbour."""
+MAX_GAP = 1.0
+"""Differences of log-probs count up to this many nats."""
+MIN_GAP = 0.05
+"""Only tokens whose log-probs differ by more nats can show that a neighbour fits better."""
+BETTER_FIT = 3.0
+"""A neighbour fits if its gap is so many times smaller."""
+MIN_FITTING_SHARE = 0.8
+
+
+def count_faults(sums: StepSums, mask: Array, gen: Array, prev: Array, sequence: Array, count: int) -> Array:
+    """Write the counts of faulty tokens and sequences into ``sums``.
+
+    Args:
+        sums: receives the counts named in ``CHECK_SUMS``.
+        mask: bool [N], trained tokens.
+        gen, prev: [N], log-probs of the two engines.
+        sequence: [N], the sequence of each token.
+        count: number of sequences.
+
+    Returns:
+        bool [N], the trained tokens of the sequences for which both engines computed log-probs.
+    """
+    trained_tokens = _count_per_sequence(mask, sequence, count)
+    has_trained = trained_tokens > 0
+    all_nan_gen = has_trained & (_count_per_sequence(mask & np.isnan(gen), sequence, count) == trained_tokens)
+    lacks_gen = _lacks_logprobs(gen, prev, mask, sequence, count)
+    lacks_prev = _lacks_logprobs(prev, gen, mask, sequence, count)
+    comparable: Array = mask & ~(lacks_gen | lacks_prev)[sequence]
+    is_checked, fits_later, fits_earlier = _find_shifts(comparable, gen, prev, sequence, count)
+    is_nonfinite = comparable & ~(np.isfinite(gen) & np.isfinite(prev))
+    counts = {
+        "all_sequences": has_trained,
+        # The training engine skips the log-probs of some sequences by design, and leaves NaN or 0. The generation
+        # engine has no reason to return NaN for a whole sequence: that counts as non-finite.
+        "sequences_without_gen": lacks_gen & ~all_nan_gen,
+        "sequences_without_prev": lacks_prev,
+        "nonfinite": is_nonfinite | (mask & all_nan_gen[sequence]),
+        "unsure_tokens": mask & ((gen < UNSURE_LOGPROB) | (prev < UNSURE_LOGPROB)),
+        "positive_logprobs": mask & ((gen > MAX_POSITIVE_LOGPROB) | (prev > MAX_POSITIVE_LOGPROB)),
+        "all_tokens": mask,
+        "sequences_checked_for_shift": is_checked,
+        "shifted_later": fits_later,
+        "shifted_earlier": fits_earlier,
+    }
+    for name, flags in counts.items():
+        sums[name] = float(flags.sum())
+    # A shifted sequence has a 0 at one end of each turn; these zeros belong to the shift.
+    unshifted = ~(fits_later | fits_earlier)
+    zeros = {
+        "zero_gen": mask & (gen == 0) & (prev < UNSURE_LOGPROB),
+        "zero_prev": comparable & (prev == 0) & (gen < UNSURE_LOGPROB),
+    }
+    for name, flags in zeros.items():
+        sums[name] = float(_count_per_sequence(flags, sequence, count)[unshifted].sum())
+    return comparable
+
+
+def _count_per_sequence(tokens: Array, sequence: Array, count: int) -> Array:
+    """Return [S] floats, the number of marked tokens of each sequence."""
+    return np.bincount(sequence[tokens], minlength=count).astype(float)
+
+
+def _lacks_logprobs(logprobs: Array, reference: Array, mask: Array, sequence: Array, count: int) -> Array:
+    """Return bool [S]: sequences whose trained log-probs are all NaN, or all 0 where the reference is unsure."""
+    trained_tokens = _count_per_sequence(mask, sequence, count)
+    is_unsure = _count_per_sequence(mask & (reference < UNSURE_LOGPROB), sequence, count) > 0
+    all_nan = _count_per_sequence(mask & np.isnan(logprobs), sequence, count) == trained_tokens
+    all_zero = _count_per_sequence(mask & (logprobs == 0), sequence, count) == trained_tokens
+    missing: Array = (trained_tokens > 0) & (all_nan | (is_unsure & all_zero))
+    return missing
+
+
+def _find_shifts(comparable: Array, gen: Array, prev: Array, sequence: Array, count: int) -> tuple[Array, Array, Array]:
+    """Compare each log-prob of one engine with the other engine's at the same and at the neighbouring tokens.
+
+    Returns:
+        Three times bool [S]: sequences with enough pairs of successive tokens to judge; sequences where prev of token t
+        fits gen of token t + 1; and where prev of token t + 1 fits gen of token t.
+    """
+    is_pair = comparable[1:] & comparable[:-1] & (sequence[1:] == sequence[:-1])
+    owner = sequence[:-1][is_pair]
+    gen_first, gen_second = gen[:-1][is_pair], gen[1:][is_pair]
+    prev_first, prev_second = prev[:-1][is_pair], prev[1:][is_pair]
+    gap = _gap(prev_first, gen_first)
+    differs = gap > MIN_GAP
+
+    def fits(shifted_gap: Array) -> Array:
+        gap_sum = np.bincount(owner, weights=gap, minlength=count)
+        shifted_gap_sum = np.bincount(owner, weights=shifted_gap, minlength=count)
+        fitting = np.bincount(owner[differs & (shifted_gap < gap / BETTER_FIT)], minlength=count)
+        needed = np.maximum(MIN_PAIRS, MIN_FITTING_SHARE * np.bincount(owner[differs], minlength=count))
+        is_shifted: Array = (fitting >= needed) & (shifted_gap_sum < gap_sum / BETTER_FIT)
+        return is_shifted
+
+    is_checked: Array = np.bincount(owner, minlength=count) >= MIN_PAIRS
+    return is_checked, fits(_gap(prev_first, gen_second)), fits(_gap(prev_second, gen_first))
+
+
+def _gap(first: Array, second: Array) -> Array:
+    with np.errstate(invalid="ignore"):  # inf - inf
+        gap: Array = np.minimum(np.nan_to_num(np.abs(first - second), nan=MAX_GAP), MAX_GAP)
+    return gap

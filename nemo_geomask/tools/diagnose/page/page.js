@@ -1,0 +1,62 @@
+"use strict";
+(() => {
+  const figures = JSON.parse(document.getElementById("figures").textContent);
+  const config = { responsive: true, displaylogo: false, modeBarButtonsToRemove: ["lasso2d", "select2d", "autoScale2d"] };
+  const plots = [...document.querySelectorAll(".plot")];
+  const isVisible = (plot) => !plot.closest("details:not([open])");
+
+  function draw(plot, view) {
+    const figure = figures[plot.dataset.figure];
+    const current = figure.views[view] ?? Object.values(figure.views)[0];
+    const axis = { automargin: true, zeroline: false };
+    Plotly.react(plot, current.data, {
+      autosize: true,
+      margin: { l: 10, r: 10, t: 10, b: 10 },
+      paper_bgcolor: "rgba(0,0,0,0)",
+      plot_bgcolor: "rgba(0,0,0,0)",
+      font: { family: "system-ui, 'DejaVu Sans', sans-serif", size: 12 },
+      hovermode: figure.hovermode,
+      hoverlabel: { bgcolor: "#22272e", bordercolor: "#22272e" },
+      legend: { orientation: "h", x: 0, y: 1.02, yanchor: "bottom" },
+      showlegend: figure.showlegend,
+      modebar: { bgcolor: "rgba(0,0,0,0)", color: "#8b949e", activecolor: "#0b5cad" },
+      xaxis: { ...axis, ...figure.xaxis },
+      yaxis: { ...axis, ...current.layout.yaxis },
+      shapes: current.layout.shapes,
+    }, config);
+    plot.dataset.drawn = "yes";
+  }
+  const drawVisible = () => plots.filter((plot) => isVisible(plot) && !plot.dataset.drawn).forEach((plot) => draw(plot));
+
+  for (const select of document.querySelectorAll("select[data-section]")) {
+    select.addEventListener("change", () => {
+      for (const plot of document.querySelectorAll(`#${select.dataset.section} .plot`)) draw(plot, select.value);
+    });
+  }
+  for (const details of document.querySelectorAll("details")) details.addEventListener("toggle", drawVisible);
+
+  const root = document.documentElement;
+  const button = document.getElementById("theme");
+  const themes = { "": "as the system", light: "light", dark: "dark" };
+  button.hidden = false;
+  button.addEventListener("click", () => {
+    const names = Object.keys(themes);
+    const next = names[(names.indexOf(root.dataset.theme ?? "") + 1) % names.length];
+    if (next) root.dataset.theme = next;
+    else delete root.dataset.theme;
+    button.querySelector("span").textContent = themes[next];
+  });
+
+  const openedForPrint = [];
+  window.addEventListener("beforeprint", () => {
+    openedForPrint.push(...document.querySelectorAll("details:not([open])"));
+    for (const details of openedForPrint) details.open = true;
+    drawVisible();
+    for (const plot of plots) Plotly.relayout(plot, { autosize: false, width: 660, height: 280 });
+  });
+  window.addEventListener("afterprint", () => {
+    for (const details of openedForPrint.splice(0)) details.open = false;
+    for (const plot of plots) Plotly.relayout(plot, { autosize: true, width: null, height: null });
+  });
+  drawVisible();
+})();

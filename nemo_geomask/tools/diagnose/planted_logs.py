@@ -1,0 +1,204 @@
+"""Synthetic records of runs with and without a planted cause, on which the detectors are tested and measured.
+
+Each token is drawn from a distribution over a small vocabulary whose sharpness varies from token to token. The training
+engine's logits are those of the generation engine plus noise of the size that bfloat16 makes in the lab, with more
+noise at the few tokens where an expert's routing flips. A planted cause changes logits or log-probs as in a real run.
+
+``python -m nemo_geomask.tools.diagnose.planted_logs DIR --cause tool_calls --strength 5`` writes the records of such a
+run, to try the commands on.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from nemo_geomask.records.record_schema import COLUMNS, arrow_schema, file_name, require_arrow
+from nemo_geomask.tools.diagnose.planted_causes import (
+    PLANTS,
+    ROUTING_FLIP_NOISE,
+    ROUTING_FLIP_SHARE,
+    STRENGTHS,
+    USUAL_NOISE,
+    Draft,
+    log_softmax,
+)
+from nemo_geomask.tools.diagnose.record_reader import Array, RecordBlock
+from nemo_geomask.tools.diagnose.run_statistics import RunStatistics
+from nemo_geomask.tools.diagnose.step_survey import survey
+
+__all__ = ["PLANTS", "STRENGTHS", "RunShape", "planted_run", "planted_step", "write_step"]
+
+VOCABULARY_SIZE = 12
+TOOL_TOKENS = 15
+"""Untrained tokens of tool output between two turns."""
+
+
+@dataclass(frozen=True)
+class RunShape:
+    """Sizes of a synthetic run; ``length`` is the median number of response tokens."""
+
+    steps: int = 12
+    prompts: int = 12
+    samples: int = 8
+    length: float = 100.0
+
+
+def planted_run(
+    seed: int, cause: str | None = None, strength: float = 0.0, *, onset: int = 1, shape: RunShape | None = None
+) -> RunStatistics:
+    """Return the statistics of a synthetic run.
+
+    Args:
+        seed: seed of all randomness.
+        cause: key of ``PLANTS``; None for a run without fault.
+        strength: strength of the cause, in the unit of its plant.
+        onset: first step of the cause, counted from 1.
+        shape: sizes of the run.
+    """
+    shape = shape or RunShape()
+    statistics = RunStatistics()
+    for step in range(1, shape.steps + 1):
+        planted = cause if step >= onset else None
+        block = planted_step(seed, step, planted, strength, since=step - onset + 1, shape=shape)
+        statistics.add(survey(block))
+    return statistics
+
+
+def planted_step(
+    seed: int, step: int, cause: str | None, strength: float, *, since: int = 1, shape: RunShape | None = None
+) -> RecordBlock:
+    """Return the records of one step of a synthetic run; ``since`` counts the steps since the cause began, from 1."""
+    random = np.random.default_rng([seed, step])
+    draft, mask, sequences = _draft_step(random, shape or RunShape(), since)
+    plant = None if cause is None else PLANTS[cause]
+    tokens = np.arange(len(draft.sequence))
+    logprobs = log_softmax(draft.logits)
+    draft.target = (logprobs + random.gumbel(size=logprobs.shape)).argmax(axis=1)
+    draft.gen = logprobs[tokens, draft.target]
+    noise = np.where(random.random(len(tokens)) < ROUTING_FLIP_SHARE, ROUTING_FLIP_NOISE, USUAL_NOISE)
+    draft.add_noise(np.ones(len(tokens), bool), noise)
+    if plant is not None and not plant.after_sampling:
+        plant.effect(draft, strength)
+    draft.prev = log_softmax(draft.trained_logits)[tokens, draft.target]
+    if plant is not None and plant.after_sampling:
+        plant.effect(draft, strength)
+    columns = {"tokens": random.integers(0, 1000, len(mask)).astype(np.int32), "mask": mask}
+    advantages = draft.per_token("advantage")
+    for name, values in (("gen", draft.gen), ("prev", draft.prev), ("advantages", advantages)):
+        columns[name] = np.zeros(len(mask), np.float32)
+        columns[name][mask] = values
+    offsets = np.concatenate([[0], sequences["length"].cumsum()])
+    return RecordBlock({**sequences, "step": np.full(len(sequences["length"]), step)}, columns, offsets)
+
+
+def _draft_step(
+    random: np.random.Generator, shape: RunShape, steps_since_onset: int
+) -> tuple[Draft, Array, dict[str, Array]]:
+    """Return the draft before sampling, the mask of all tokens, prompts and tool output included, and the columns."""
+    count = shape.prompts * shape.samples
+    group = np.repeat(np.arange(shape.prompts), shape.samples)
+    response_length = np.clip(random.lognormal(np.log(shape.length), 0.7, count), 24, 8 * shape.length).astype(np.int64)
+    prompt_length = random.integers(10, 40, shape.prompts)[group]
+    turns = np.where(random.random(count) < 0.5, 1, random.integers(2, 4, count))
+    mask, turn = _lay_out_turns(prompt_length, response_length, turns)
+    sequence = np.repeat(np.arange(count), response_length)
+    lengths = prompt_length + response_length + (turns - 1) * TOOL_TOKENS
+    response_starts = np.concatenate([[0], lengths.cumsum()])[:-1] + prompt_length
+    position = np.flatnonzero(mask) - np.repeat(response_starts, response_length)
+    reward = (random.random(count) < 0.4).astype(np.float32)
+    mean_reward = np.bincount(group, weights=reward) / shape.samples
+    # Most tokens are nearly sure, as a language model's are.
+    size = len(sequence)
+    sharpness = np.where(random.random(size) < 0.6, 9.0, random.uniform(1.0, 5.0, size))
+    logits = random.standard_normal((size, VOCABULARY_SIZE))
+    logits[np.arange(size), random.integers(0, VOCABULARY_SIZE, size)] += sharpness
+    columns = {
+        "length": response_length,
+        "group": group,
+        "staleness": random.integers(0, 4, count),
+        "advantage": (reward - mean_reward[group]) / 0.5,
+    }
+    draft = Draft(
+        random=random,
+        steps_since_onset=steps_since_onset,
+        sequence=sequence,
+        position=position,
+        turn=turn,
+        target=np.zeros(0),
+        logits=logits,
+        trained_logits=logits.copy(),
+        gen=np.zeros(0),
+        prev=np.zeros(0),
+        columns=columns,
+    )
+    sequences = {
+        "row": np.arange(count),
+        "group": group,
+        "reward": reward,
+        "length": lengths,
+        "prompt_length": prompt_length,
+        "turns": turns,
+        "staleness": columns["staleness"].astype(float),
+        "sample_mask": np.ones(count, np.float32),
+    }
+    return draft, mask, sequences
+
+
+def _lay_out_turns(prompt_length: Array, response_length: Array, turns: Array) -> tuple[Array, Array]:
+    """Return the mask of all tokens, and the turn of each response token; tool output separates the turns."""
+    masks: list[Array] = []
+    turn_numbers: list[Array] = []
+    for row in range(len(turns)):
+        bounds = np.linspace(0, response_length[row], turns[row] + 1).astype(int)
+        masks.append(np.zeros(prompt_length[row], bool))
+        for turn, turn_length in enumerate(np.diff(bounds)):
+            masks += [np.zeros(TOOL_TOKENS if turn else 0, bool), np.ones(turn_length, bool)]
+            turn_numbers.append(np.full(turn_length, turn))
+    return np.concatenate(masks), np.concatenate(turn_numbers)
+
+
+def write_step(directory: Path, block: RecordBlock) -> Path:
+    """Write the records of one step as the flight recorder would, and return the file.
+
+    Raises: MissingDependencyError: pyarrow is missing.
+    """
+    arrow, parquet = require_arrow(), require_arrow("pyarrow.parquet")
+    schema, offsets = arrow_schema(), arrow.array(block.offsets, arrow.int32())
+    table = {}
+    for column in COLUMNS:
+        column_type = schema.field(column.name).type
+        if column.is_per_token and column.name in block.tokens:
+            values = arrow.array(block.tokens[column.name], column_type.value_type)
+            table[column.name] = arrow.ListArray.from_arrays(offsets, values)
+        elif column.name in block.sequences:
+            table[column.name] = arrow.array(block.sequences[column.name]).cast(column_type)
+        else:
+            table[column.name] = arrow.nulls(len(block), column_type)
+    directory.mkdir(parents=True, exist_ok=True)
+    path = directory / file_name(int(block.sequences["step"][0]), "planted")
+    parquet.write_table(arrow.table(table, schema), path)
+    return path
+
+
+def _main() -> None:
+    parser = argparse.ArgumentParser(description="Write the records of a synthetic run with a planted cause.")
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("--cause", choices=list(PLANTS))
+    parser.add_argument("--strength", type=float, default=1.0, help="in the unit of the cause, see docs/diagnose.md")
+    parser.add_argument("--onset", type=int, default=1, help="first step of the cause")
+    parser.add_argument("--steps", type=int, default=RunShape.steps)
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    for step in range(1, arguments.steps + 1):
+        since = step - arguments.onset + 1
+        cause = arguments.cause if since > 0 else None
+        block = planted_step(arguments.seed, step, cause, arguments.strength, since=since)
+        write_step(arguments.directory, block)
+
+
+if __name__ == "__main__":
+    _main()

@@ -1,0 +1,118 @@
+"""Reading records as flat NumPy arrays, a row group of bounded size at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nemo_geomask.errors import DataError
+from nemo_geomask.records.record_schema import COLUMNS, REMOVED, VERSION, require_arrow
+
+__all__ = ["Array", "RecordBlock", "read_blocks"]
+
+Array = NDArray[Any]
+_COLUMNS_BY_NAME = {column.name: column for column in COLUMNS}
+
+
+@dataclass(frozen=True)
+class RecordBlock:
+    """Complete sequences of one file.
+
+    Attributes:
+        sequences: by column, [S]; ``weight_version``, ``staleness`` and ``reward`` are floats, NaN where not recorded.
+        tokens: by column, [N], one sequence after another; columns that were not recorded are absent.
+        offsets: [S+1], index of each sequence's first token, and N.
+        removed: by a mask's label, bool [N], True where the mask removed the token.
+        trainer: column with the training engine's log-probs, ``prev`` or ``curr``, chosen for the whole file; empty if
+            it is to be chosen by these sequences.
+    """
+
+    sequences: Mapping[str, Array]
+    tokens: Mapping[str, Array]
+    offsets: Array
+    removed: Mapping[str, Array] = field(default_factory=dict)
+    trainer: str = ""
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    @property
+    def has_prev(self) -> bool:
+        """True if π_old was computed for a trained token."""
+        prev = self.tokens.get("prev")
+        if prev is None:
+            return False
+        return bool((np.isfinite(prev) & (prev != 0) & self.tokens["mask"].astype(bool)).any())
+
+
+def read_blocks(path: Path) -> Iterator[RecordBlock]:
+    """Yield the sequences of one file, a row group at a time.
+
+    Raises:
+        DataError: the file is not a record, or is of another version of the schema.
+        MissingDependencyError: pyarrow is missing.
+    """
+    arrow, parquet = require_arrow(), require_arrow("pyarrow.parquet")
+    try:
+        file = parquet.ParquetFile(path)
+    except (arrow.ArrowException, OSError) as error:
+        raise DataError(f"{path}: can't be read as a record: {error}") from None
+    with file:
+        metadata = file.schema_arrow.metadata or {}
+        version = metadata.get(b"nemo_geomask.schema", b"").decode()
+        if version != str(VERSION):
+            described = f"of version {version}" if version else "without a version"
+            raise DataError(
+                f"{path}: a record {described}, but this package reads version {VERSION}; check that nemo_geomask's "
+                "flight recorder wrote it, and that this package is as new as the one that did"
+            )
+        try:
+            trainer = _trainer_column(file)
+            for group in range(file.num_row_groups):
+                yield replace(_read_table(file.read_row_group(group)), trainer=trainer)
+        except (arrow.ArrowException, OSError) as error:
+            raise DataError(f"{path}: can't be read as a record: {error}") from None
+
+
+def _trainer_column(file: Any) -> str:
+    """Return :attr:`RecordBlock.trainer` of a file: ``prev`` if any of its row groups has π_old, or else ``curr``."""
+    if file.num_row_groups == 1:
+        return ""
+    # With audit_fraction, π_old is recorded for a few of a step's sequences, which may all be in one row group.
+    columns = ["length", "mask", "prev"]
+    blocks = (_read_table(file.read_row_group(group, columns)) for group in range(file.num_row_groups))
+    return "prev" if any(block.has_prev for block in blocks) else "curr"
+
+
+def _read_table(table: Any) -> RecordBlock:
+    lengths = table.column("length").to_numpy().astype(np.int64)
+    offsets = np.concatenate([[0], lengths.cumsum()])
+    sequences, tokens, removed = {}, {}, {}
+    for name in table.schema.names:
+        column = table.column(name)
+        if name.startswith(REMOVED):
+            if column.null_count < len(column):
+                removed[name.removeprefix(REMOVED)] = _flatten(column, lengths).astype(bool)
+        elif name not in _COLUMNS_BY_NAME:
+            continue
+        elif not _COLUMNS_BY_NAME[name].is_per_token:
+            sequences[name] = column.to_numpy()
+        elif column.null_count < len(column):
+            tokens[name] = _flatten(column, lengths)
+    return RecordBlock(sequences, tokens, offsets, removed)
+
+
+def _flatten(column: Any, lengths: Array) -> Array:
+    """Return a list column as [N]; NaN, 0 or False for the tokens of a sequence whose list is null."""
+    values: Array = column.combine_chunks().flatten().to_numpy(zero_copy_only=False)
+    if not column.null_count:
+        return values
+    is_recorded = np.repeat(~column.is_null().to_numpy(), lengths)
+    filled = np.full(len(is_recorded), np.nan if values.dtype.kind == "f" else 0, dtype=values.dtype)
+    filled[is_recorded] = values
+    return filled

@@ -1,0 +1,151 @@
+"""The files of recorded runs: finding them in folders, and calling a function on each, logs being converted first."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+from nemo_geomask.errors import ConfigError, DataError
+from nemo_geomask.records.record_schema import step_files
+from nemo_geomask.tools.diagnose.jsonl_logs import JSONL_WRITER, convert_log, log_step
+
+__all__ = ["RunFiles", "apply_to_record", "find_run", "find_runs", "map_records"]
+
+CONVERTED = "geomask-records"
+"""Folder beside NeMo-RL's logs that holds the records made of them."""
+
+_MIN_BYTES_FOR_PROCESSES = 2**25
+"""Starting a process takes as long as reading a few million tokens."""
+
+
+@dataclass(frozen=True)
+class RunFiles:
+    """Files of one run.
+
+    Attributes:
+        directory: the run's folder.
+        records: by step, the files of the flight recorder.
+        logs: by step, NeMo-RL's log, for steps of which the recorder wrote none.
+    """
+
+    directory: Path
+    records: dict[int, list[Path]]
+    logs: dict[int, Path]
+
+    @property
+    def steps(self) -> list[int]:
+        """Numbers of all steps, in ascending order."""
+        return sorted({*self.records, *self.logs})
+
+    @property
+    def is_converted(self) -> bool:
+        """True if all files are records made of logs."""
+        files = (path for paths in self.records.values() for path in paths)
+        return not self.logs and all(path.stem.endswith(f"-{JSONL_WRITER}") for path in files)
+
+    def paths(self, steps: Sequence[int] | None = None) -> list[Path]:
+        """Return the files of some steps; None: of all."""
+        steps = self.steps if steps is None else steps
+        return [path for step in steps for path in self.records.get(step) or [self.logs[step]]]
+
+
+def find_runs(directories: Sequence[Path]) -> list[RunFiles]:
+    """Return a run for every folder, at or below the given ones, that holds records or ``train_data_step{N}.jsonl``.
+
+    Records in a folder directly below logs belong to the logs' run. Records that were converted from logs are a run
+    only where there is nothing else.
+
+    Raises:
+        DataError: a folder does not exist, or holds no run.
+    """
+    all_runs = []
+    for top in directories:
+        if not top.is_dir():
+            raise DataError(f"{top}: no such folder; give that of the records (loss_fn.record.dir) or of NeMo-RL's log")
+        runs = [run for folder, _, _ in sorted(os.walk(top)) if (run := _list_files(Path(folder))).steps]
+        runs = _join_records_to_logs([run for run in runs if not run.is_converted] or runs)
+        if not runs:
+            raise DataError(
+                f"{top}: holds neither records (step-0000001-….parquet, from loss_fn.record) nor "
+                "train_data_step{N}.jsonl, which NeMo-RL writes into logger.log_dir unless "
+                "env.should_log_nemo_gym_responses is true"
+            )
+        all_runs += runs
+    return all_runs
+
+
+def find_run(directory: Path) -> RunFiles:
+    """Return the only run in a folder.
+
+    Raises:
+        ConfigError: the folder holds several runs.
+        DataError: it does not exist, or holds no run.
+    """
+    runs = find_runs([directory])
+    if len(runs) > 1:
+        raise ConfigError(f"{directory} holds several runs: {', '.join(str(run.directory) for run in runs)}; name one")
+    return runs[0]
+
+
+def _list_files(folder: Path) -> RunFiles:
+    records = step_files(folder)
+    logs = {step: path for path in sorted(folder.iterdir()) if (step := log_step(path)) is not None}
+    return RunFiles(folder, records, {step: path for step, path in sorted(logs.items()) if step not in records})
+
+
+def _join_records_to_logs(runs: list[RunFiles]) -> list[RunFiles]:
+    """Merge each run of records into the run of logs whose folder is its parent."""
+    log_runs = {run.directory: run for run in runs if not run.records}
+    joined = {run.directory: run for run in runs}
+    for run in runs:
+        parent = log_runs.get(run.directory.parent)
+        if parent is not None and run.records:
+            del joined[run.directory]
+            records = joined[parent.directory].records | run.records
+            logs = {step: path for step, path in parent.logs.items() if step not in records}
+            joined[parent.directory] = RunFiles(parent.directory, dict(sorted(records.items())), logs)
+    return list(joined.values())
+
+
+def map_records(
+    function: Callable[[Path], Any], paths: Sequence[Path], cache: Path | None = None, *, processes: int | None = None
+) -> Iterator[Any]:
+    """Yield ``function(record)`` for each file, in the order of the paths, computed on all cores.
+
+    Args:
+        function: picklable; takes the path of a Parquet record.
+        paths: records, or NeMo-RL's logs, which are converted to records first.
+        cache: folder of converted logs; None: beside the logs.
+        processes: how many processes; None: as many as there are cores, or this one alone for small files.
+    """
+    count = min(len(paths), processes or len(os.sched_getaffinity(0)))
+    size = sum(path.stat().st_size for path in paths)
+    if count < 2 or (processes is None and size < _MIN_BYTES_FOR_PROCESSES):
+        yield from (apply_to_record(function, path, cache) for path in paths)
+        return
+    with ProcessPoolExecutor(count, mp_context=get_context("spawn")) as pool:
+        yield from pool.map(apply_to_record, [function] * len(paths), paths, [cache] * len(paths))
+
+
+def apply_to_record(function: Callable[[Path], Any], path: Path, cache: Path | None) -> Any:
+    """Return ``function(record)`` for one file; a log is converted to a record first, as in :func:`map_records`."""
+    return function(path if log_step(path) is None else _convert(path, cache))
+
+
+def _convert(log: Path, cache: Path | None) -> Path:
+    directory = log.parent / CONVERTED
+    if cache is not None:  # several runs may share it
+        directory = cache / hashlib.sha256(os.fsencode(log.parent.resolve())).hexdigest()[:16]
+    try:
+        return convert_log(log, directory)
+    except OSError as error:
+        raise DataError(
+            f"{directory}: can't hold the records made of {log.name} ({error.strerror or error}); name another folder "
+            "by --cache"
+        ) from None

@@ -1,0 +1,322 @@
+"""Tables of a diagnosis, for the terminal and the report."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from nemo_geomask.tools.diagnose.causes import CAUSES
+from nemo_geomask.tools.diagnose.dimensions import DIMENSIONS, DIMENSIONS_BY_NAME
+from nemo_geomask.tools.diagnose.feedback import SHOWN_SCORE, mismatch_feedback, summarize_feedback
+from nemo_geomask.tools.diagnose.quantities import (
+    AGAINST_EXPECTED,
+    BIN_MEASURES,
+    QUANTITIES,
+    REMOVED_SHARES,
+    effective_share,
+    measure_bins,
+)
+from nemo_geomask.tools.diagnose.record_reader import Array
+from nemo_geomask.tools.diagnose.run_evidence import Evidence
+from nemo_geomask.tools.diagnose.run_statistics import BIN_SUMS, Window
+from nemo_geomask.tools.diagnose.step_sums import ratio_or_nan
+from nemo_geomask.tools.diagnose.thresholds import HEALTH_LIMITS
+from nemo_geomask.tools.diagnose.verdict import RunDiagnosis
+from nemo_geomask.tools.shared.intervals import ratio_interval
+from nemo_geomask.tools.shared.terminal_tables import ABSENT, print_table
+
+__all__ = ["STEP", "Decode", "Table", "diagnosis_tables", "print_tables"]
+
+STEP = "step"
+"""Name by which ``--by`` shows all steps in place of a dimension."""
+
+Decode = Callable[[Sequence[int]], str]
+"""Function from token ids to their text."""
+
+_MAX_STEPS = 12
+"""Rows of the table of steps when all tables are shown."""
+
+
+@dataclass(frozen=True)
+class Table:
+    """Table of a diagnosis.
+
+    Attributes:
+        key: name in the JSON output.
+        title: heading; for a table without rows, the reason.
+        columns: titles of the columns.
+        rows: cells, as text or numbers.
+        definitions: by title of a column or name of a row, what it holds.
+    """
+
+    key: str
+    title: str
+    columns: tuple[str, ...]
+    rows: list[tuple[Any, ...]]
+    definitions: Mapping[str, str] = field(default_factory=dict)
+
+
+def print_tables(tables: Iterable[Table]) -> None:
+    """Print tables to the terminal; columns that hold text are aligned to the left."""
+    for table in tables:
+        text_columns = [
+            index for index in range(len(table.columns)) if any(isinstance(row[index], str) for row in table.rows)
+        ]
+        print_table(table.title, table.columns, table.rows, left_aligned=text_columns)
+
+
+def diagnosis_tables(
+    diagnosis: RunDiagnosis, decode: Decode | None = None, only: Sequence[tuple[str, ...]] | None = None
+) -> list[Table]:
+    """Return all tables of a diagnosis that have rows, or those of some dimensions.
+
+    Args:
+        diagnosis: the diagnosis of a run.
+        decode: returns the text of token ids; None: ids are shown.
+        only: dimensions, pairs of them that were surveyed together, or ``("step",)``; None: all tables. Where the
+            data were not recorded, or all tokens are in one bin, the table has no rows and its title says so.
+    """
+    if only is not None:
+        return [table for names in only for table in _requested_tables(diagnosis, names)]
+    tables = [_number_table(diagnosis), _cause_table(diagnosis), _change_table(diagnosis)]
+    tables.append(_step_table(diagnosis, _MAX_STEPS))
+    for dimension in DIMENSIONS:
+        table = _bin_table(diagnosis.evidence, (dimension.name,))
+        tables += [] if table is None else [table]
+    tables += _worst_tables(diagnosis, decode)
+    return [table for table in tables if table.rows]
+
+
+def _requested_tables(diagnosis: RunDiagnosis, names: tuple[str, ...]) -> list[Table]:
+    if names == (STEP,):
+        return [_step_table(diagnosis, len(diagnosis.evidence.statistics.steps)), _feedback_table(diagnosis)]
+    table = _bin_table(diagnosis.evidence, names)
+    if table is None:
+        requirements = [DIMENSIONS_BY_NAME[name].requirement for name in names]
+        needed = " and ".join(filter(None, requirements))
+        reason = f"not recorded ({needed}), or the same everywhere" if needed else "the same everywhere"
+        table = Table(",".join(names), f"--by {','.join(names)}: {reason}", (), [])
+    return [table]
+
+
+def _number_table(diagnosis: RunDiagnosis) -> Table:
+    """Return the numbers with health limits, the other quantities, and what each mask removed."""
+    before, after = diagnosis.evidence.sums_before, diagnosis.evidence.sums_after
+    rows: list[tuple[Any, ...]] = []
+    for limit in HEALTH_LIMITS:
+        value, low, high, _ = limit.read(after)
+        values = (value,) if before is None else (limit.read(before).value, value)
+        comparison = f"{'<' if limit.below else '>'} {limit.drifting:g} | {limit.broken:g}"
+        rows.append((limit.name, *values, f"{low:.3g} to {high:.3g}", comparison, limit.definition))
+    for quantity in QUANTITIES:
+        value = float(quantity.value(after))
+        if math.isnan(value):
+            continue
+        values = (value,) if before is None else (float(quantity.value(before)), value)
+        interval = "{:.3g} to {:.3g}".format(*quantity.interval(after)) if quantity.bootstrapped_sum else ""
+        rows.append((quantity.name, *values, interval, "", quantity.definition))
+    for mask in sorted(after.removed):
+        for unit, definition in REMOVED_SHARES:
+            shares = [sums.removed_share(mask, unit) for sums in (before, after) if sums]
+            suffix = ", of |Δ|" if unit == "capped_abs" else ""
+            rows.append((f"mask {mask}{suffix}", *shares, "", "", definition))
+    sides = diagnosis.evidence.side_names[before is None :]
+    return Table(
+        "numbers",
+        "Numbers, Δ = prev − gen of a trained token",
+        ("", *sides, "95 %", "drifting | broken", "definition"),
+        rows,
+    )
+
+
+def _cause_table(diagnosis: RunDiagnosis) -> Table:
+    rows: list[tuple[Any, ...]] = []
+    for cause in CAUSES:
+        detection = diagnosis.detections[cause.id]
+        if diagnosis.unjudged_reason:
+            state = "not judged"
+        elif detection.is_shown:
+            state = "shown"
+        else:
+            state = "not in these records" if math.isnan(detection.value) else "ruled out"
+        rows.append((cause.id, state, float(detection.value), f"> {cause.threshold:g}", detection.description))
+    definitions = {
+        cause.id: f"{cause.name}; shown if the measured value exceeds the threshold, {cause.rationale}"
+        for cause in CAUSES
+    }
+    return Table("causes", "Causes", ("", "", "measured", "threshold", "which is"), rows, definitions)
+
+
+def _change_table(diagnosis: RunDiagnosis) -> Table:
+    rows: list[tuple[Any, ...]] = [
+        (
+            alarm.metric,
+            alarm.since,
+            alarm.before,
+            alarm.after,
+            "slope" if alarm.is_gradual else "jump",
+            round(alarm.score, 1),
+        )
+        for alarm in diagnosis.alarms
+    ]
+    columns = ("", "since step", "before", "after", "as a", "standard errors")
+    return Table("changes", "Numbers that changed", columns, rows)
+
+
+_STEP_COLUMNS = {
+    "step": "",
+    "sequences": "",
+    "token_mult_prob_error": "token_mult_prob_error",
+    "k3": "geomask/mismatch_k3",
+    "95 %": "",
+    "noise": "noise",
+    "ESS": "effective sample size, tokens",
+    "surprise": "surprise",
+    "length": "response length",
+    "reward": "reward",
+}
+"""Columns of the table of steps, and the name of the number whose definition holds for each."""
+
+
+def _step_table(diagnosis: RunDiagnosis, max_steps: int) -> Table:
+    """Return the numbers of at most ``max_steps`` steps at equal distances, and of the step at which they rose."""
+    statistics = diagnosis.evidence.statistics
+    steps = sorted(statistics.steps)
+    if len(steps) > max_steps:
+        indices = {round(index) for index in np.linspace(0, len(steps) - 1, max_steps)}
+        if diagnosis.since in steps:
+            indices.add(steps.index(diagnosis.since))
+        steps = [steps[index] for index in sorted(indices)]
+    rows: list[tuple[Any, ...]] = []
+    for step in steps:
+        sums = statistics.steps[step]
+        low, high = sums.interval("k3")
+        rows.append(
+            (
+                step,
+                int(sums["all_sequences"]),
+                sums.mean("prob_error"),
+                sums.mean("k3"),
+                ABSENT if math.isnan(low) else f"{low:.2g} to {high:.2g}",
+                sums.mean("capped_abs", "one_minus_p"),
+                effective_share(sums["weight"], sums["weight_squared"], sums["tokens"]),
+                sums.mean("surprise"),
+                sums.mean("response_tokens", "sequences"),
+                sums.mean("reward", "sequences_with_reward"),
+            )
+        )
+    number_definitions = {limit.name: limit.definition for limit in HEALTH_LIMITS}
+    number_definitions |= {quantity.name: quantity.definition for quantity in QUANTITIES}
+    definitions = {
+        column: number_definitions[name] for column, name in _STEP_COLUMNS.items() if name in number_definitions
+    }
+    definitions["sequences"] = "number of sequences with a trained token"
+    definitions["95 %"] = "interval of k3, by a bootstrap over sequences"
+    return Table("steps", "Steps", tuple(_STEP_COLUMNS), rows, definitions)
+
+
+def _feedback_table(diagnosis: RunDiagnosis) -> Table:
+    leads = mismatch_feedback(diagnosis.evidence.statistics)
+    rows: list[tuple[Any, ...]] = [
+        (f"{lead.leader} → {lead.follower}", lead.correlation, lead.score, "shown" if lead.is_shown else "not shown")
+        for lead in leads
+    ]
+    title = f"Numbers that the next step follows. {summarize_feedback(leads)}"
+    columns = ("", "partial rank correlation", "standard errors", f"beyond ±{SHOWN_SCORE:g}")
+    return Table("circle", title, columns, rows)
+
+
+_PERCENT_MEASURES = ("tokens", "Δ > 0")
+
+
+def _bin_table(evidence: Evidence, names: tuple[str, ...]) -> Table | None:
+    """Return the mismatch by one or two dimensions; None if not recorded, or if all tokens are in one bin."""
+    key = ",".join(names)
+    bin_sums = evidence.after.bin_sums.get(key)
+    if bin_sums is None or np.count_nonzero(bin_sums[:, 0]) < 2:
+        return None
+    dimensions = [DIMENSIONS_BY_NAME[name] for name in names]
+    shape = [dimension.bin_count for dimension in dimensions]
+    after = _BinRates(evidence.after, key)
+    before = None if evidence.before is None or key not in evidence.before.bin_sums else _BinRates(evidence.before, key)
+    rows = []
+    for index, values in measure_bins(bin_sums).items():
+        bins = map(int, np.unravel_index(index, shape))
+        labels = (dimension.label(number, number) for dimension, number in zip(dimensions, bins, strict=True))
+        row: list[Any] = [" · ".join(labels)]
+        for name, value in values.items():
+            row.append(f"{value:.1%}" if name in _PERCENT_MEASURES else value)
+            if name == AGAINST_EXPECTED:
+                row.append(_format_ratio_interval(value, after.error[index]))
+        if before is not None:
+            ratio = ratio_or_nan(float(after.rate[index]), float(before.rate[index]))
+            row += (ratio, _format_ratio_interval(ratio, math.hypot(after.error[index], before.error[index])))
+        rows.append(tuple(row))
+    title = f"By {' and '.join(f'{dimension.name} ({dimension.unit})' for dimension in dimensions)}"
+    columns = [""]
+    for measure in BIN_MEASURES:
+        columns += [measure.name, "95 %"] if measure.name == AGAINST_EXPECTED else [measure.name]
+    definitions = {measure.name: measure.definition for measure in BIN_MEASURES}
+    definitions["95 %"] = f"interval of {AGAINST_EXPECTED}, over sequences"
+    if before is not None:
+        ratio_column, interval_column = f"against {evidence.side_names[0]}", "95 % of that"
+        columns += [ratio_column, interval_column]
+        definitions[ratio_column] = f"mean |Δ| over mean 1 − p, relative to the same tokens of {evidence.side_names[0]}"
+        definitions[interval_column] = "interval over sequences"
+    return Table(key, title, tuple(columns), rows, definitions)
+
+
+class _BinRates:
+    """Mismatch of each bin of a window.
+
+    Attributes:
+        rate: [bins], mean |Δ| over mean 1 − p.
+        error: [bins], its relative standard error over sequences.
+    """
+
+    def __init__(self, window: Window, key: str) -> None:
+        bin_sums: Array = window.bin_sums[key]
+        capped_abs, one_minus_p = (bin_sums[:, BIN_SUMS.index(name)] for name in ("capped_abs", "one_minus_p"))
+        abs_squared, product, expected_squared = window.bin_products[key].T
+        with np.errstate(invalid="ignore", divide="ignore"):
+            self.rate: Array = capped_abs / one_minus_p
+            # Delta method for the ratio of two sums over sequences.
+            variance = abs_squared - 2 * self.rate * product + np.square(self.rate) * expected_squared
+            self.error: Array = np.sqrt(np.maximum(variance, 0.0)) / capped_abs
+
+
+def _format_ratio_interval(ratio: float, relative_error: float) -> str:
+    low, high = ratio_interval(ratio, relative_error)
+    return ABSENT if math.isnan(low) else f"{low:.3g} to {high:.3g}"
+
+
+def _worst_tables(diagnosis: RunDiagnosis, decode: Decode | None) -> list[Table]:
+    statistics = diagnosis.evidence.statistics
+    sequences: list[tuple[Any, ...]] = [
+        (worst.step, worst.row, worst.group, worst.tokens, worst.mean_abs_delta, worst.k1)
+        for worst in statistics.worst_sequences
+    ]
+    tokens: list[tuple[Any, ...]] = []
+    for worst in statistics.worst_tokens:
+        # repr, because generated text may hold control characters.
+        context = " ".join(map(str, worst.context)) if decode is None else repr(decode(worst.context))
+        tokens.append((worst.step, worst.row, worst.position, worst.gen, worst.prev, context))
+    context_column = "ids up to it" if decode is None else "text up to it"
+    return [
+        Table(
+            "worst_sequences",
+            "Sequences with the largest mean |Δ|",
+            ("step", "row", "group", "tokens", "|Δ|", "k1"),
+            sequences,
+        ),
+        Table(
+            "worst_tokens",
+            "Tokens with the largest |Δ|",
+            ("step", "row", "token", "gen", "prev", context_column),
+            tokens,
+        ),
+    ]

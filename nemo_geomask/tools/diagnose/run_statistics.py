@@ -1,0 +1,161 @@
+"""Statistics of a whole run: sums of every step, and of windows of steps split by dimension."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from nemo_geomask.tools.diagnose.dimensions import DIMENSIONS
+from nemo_geomask.tools.diagnose.record_reader import Array
+from nemo_geomask.tools.diagnose.step_sums import StepSums
+
+__all__ = [
+    "BIN_PRODUCTS",
+    "BIN_SUMS",
+    "NOISE_BINS",
+    "NOISE_BIN_OF_ONE",
+    "WORST_COUNT",
+    "RunStatistics",
+    "Window",
+    "WorstSequence",
+    "WorstToken",
+]
+
+BIN_SUMS = (
+    "tokens",
+    "capped_abs",
+    "one_minus_p",
+    "delta",
+    "k3",
+    "delta_positive",
+    "delta_negative",
+    "scaled_delta",
+    "scaled_delta_squared",
+)
+"""Sums over the tokens of a bin; see :mod:`~nemo_geomask.tools.diagnose.step_sums` for their definitions."""
+BIN_PRODUCTS = ("capped_abs_squared", "capped_abs_times_one_minus_p", "one_minus_p_squared")
+"""Products of the sums over one sequence's tokens in a bin, summed over sequences.
+
+The standard error over sequences of capped_abs / one_minus_p is computed from them.
+"""
+NOISE_BINS, NOISE_BIN_OF_ONE = 48, 32
+"""Bins of log2 z², z = Δ/(1 − p), each of width 1, from 2^-32; and the bin that begins at z² = 1."""
+MAX_WINDOWS = 128
+WORST_COUNT = 8
+"""Number of worst tokens, and of worst sequences, that are kept of a run."""
+
+
+def _empty_bins(columns: int) -> dict[str, Array]:
+    return {dimension.name: np.zeros((dimension.bin_count, columns)) for dimension in DIMENSIONS}
+
+
+@dataclass
+class Window:
+    """Sums over a few successive steps, split into the bins of each dimension.
+
+    Attributes:
+        bin_sums: by dimension, [bins, len(BIN_SUMS)]; by a pair ``first,second``, [bins of first × bins of second,
+            len(BIN_SUMS)].
+        bin_products: by the same keys, [bins, len(BIN_PRODUCTS)].
+        noise_histogram: [NOISE_BINS], number of tokens by log2 z², z = Δ/(1 − p).
+    """
+
+    bin_sums: dict[str, Array] = field(default_factory=lambda: _empty_bins(len(BIN_SUMS)))
+    bin_products: dict[str, Array] = field(default_factory=lambda: _empty_bins(len(BIN_PRODUCTS)))
+    noise_histogram: Array = field(default_factory=lambda: np.zeros(NOISE_BINS))
+
+    def add(self, other: Window) -> None:
+        """Add the sums of another window."""
+        for mine, theirs in ((self.bin_sums, other.bin_sums), (self.bin_products, other.bin_products)):
+            for name, sums in theirs.items():
+                mine[name] = mine[name] + sums if name in mine else sums
+        self.noise_histogram = self.noise_histogram + other.noise_histogram
+
+    @property
+    def is_empty(self) -> bool:
+        """True if the window holds no token."""
+        return not self.noise_histogram.any()
+
+
+class WorstToken(NamedTuple):
+    """One of the tokens with the largest |Δ|; ``context`` holds the ids of the tokens up to and including it."""
+
+    abs_delta: float
+    step: int
+    row: int
+    position: int
+    gen: float
+    prev: float
+    context: tuple[int, ...]
+
+
+class WorstSequence(NamedTuple):
+    """One of the sequences with the largest mean |Δ|; ``tokens`` counts its trained tokens."""
+
+    mean_abs_delta: float
+    step: int
+    row: int
+    group: int
+    tokens: int
+    k1: float
+
+
+@dataclass
+class RunStatistics:
+    """Everything that a diagnosis is made from.
+
+    Attributes:
+        steps: sums of each step, by its number.
+        windows: windows of ``width`` successive steps, by the number of their first step.
+        width: steps in a window; it doubles whenever there are more than ``MAX_WINDOWS``, so memory stays bounded.
+        worst_tokens, worst_sequences: the ``WORST_COUNT`` worst of the run, worst first.
+    """
+
+    steps: dict[int, StepSums] = field(default_factory=dict)
+    windows: dict[int, Window] = field(default_factory=dict)
+    width: int = 1
+    worst_tokens: list[WorstToken] = field(default_factory=list)
+    worst_sequences: list[WorstSequence] = field(default_factory=list)
+
+    def add(self, other: RunStatistics) -> None:
+        """Add the statistics of another part of the run; the order of additions matters only by rounding."""
+        for step, sums in other.steps.items():
+            self.steps.setdefault(step, StepSums()).add(sums)
+        self._widen(other.width)
+        for first_step, window in other.windows.items():
+            self.windows.setdefault(self.window_start(first_step), Window()).add(window)
+        while len(self.windows) > MAX_WINDOWS:
+            self._widen(2 * self.width)
+        self.worst_tokens = heapq.nlargest(WORST_COUNT, [*self.worst_tokens, *other.worst_tokens])
+        self.worst_sequences = heapq.nlargest(WORST_COUNT, [*self.worst_sequences, *other.worst_sequences])
+
+    def window_start(self, step: int) -> int:
+        """Return the first step of the window that a step belongs to."""
+        return step // self.width * self.width
+
+    def _widen(self, width: int) -> None:
+        if width <= self.width:
+            return
+        narrow_windows, self.width, self.windows = self.windows, width, {}
+        for first_step, window in sorted(narrow_windows.items()):
+            self.windows.setdefault(self.window_start(first_step), Window()).add(window)
+
+    def total(self, steps: Iterable[int] | None = None) -> StepSums:
+        """Return the sums over some steps, or over all of them, without sums of prompt groups."""
+        total = StepSums()
+        for step in self.steps if steps is None else steps:
+            total.add(self.steps[step])
+            total.groups = {}
+        return total
+
+    def merge_windows(self, first: float = -np.inf, end: float = np.inf) -> Window:
+        """Return the sum of the windows whose first step is at least ``first`` and less than ``end``."""
+        merged = Window()
+        for first_step, window in self.windows.items():
+            if first <= first_step < end:
+                merged.add(window)
+        return merged

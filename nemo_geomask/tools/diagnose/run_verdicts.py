@@ -1,0 +1,114 @@
+"""The runs found in some folders, and the verdict on each: by its records, or else by the metrics that it logged."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from nemo_geomask.errors import DataError, GeomaskError, MissingDependencyError
+from nemo_geomask.tools.diagnose.logged_metrics import judge_logged, read_logged
+from nemo_geomask.tools.diagnose.record_sources import RunFiles, find_runs
+from nemo_geomask.tools.diagnose.thresholds import Health
+from nemo_geomask.tools.diagnose.verdict import RunDiagnosis
+
+__all__ = ["FallbackVerdict", "JudgedRun", "OverallHealth", "RunVerdicts", "find_recorded_runs", "judge_runs"]
+
+OverallHealth = Literal[Health, "unknown"]
+_FROM_BEST_TO_WORST: tuple[OverallHealth, ...] = ("healthy", "drifting", "unknown", "broken")
+
+
+class JudgedRun(NamedTuple):
+    """A run whose records were read, and its diagnosis."""
+
+    files: RunFiles
+    diagnosis: RunDiagnosis
+
+    @property
+    def health(self) -> OverallHealth:
+        """Health by the diagnosis; ``unknown`` if the records do not tell the mismatch."""
+        return "unknown" if self.diagnosis.unjudged_reason else self.diagnosis.health
+
+
+class FallbackVerdict(NamedTuple):
+    """Verdict on a folder without readable records.
+
+    Attributes:
+        health: by the logged metrics; ``unknown`` if those do not tell it either.
+        explanation: the metrics' verdict as a sentence, or the error that keeps the folder from being judged.
+    """
+
+    health: OverallHealth
+    explanation: str
+
+    def sentence(self, folder: Path) -> str:
+        """Return the verdict in one line, without the folder's path in front of the error."""
+        line = " ".join(self.explanation.removeprefix(f"{folder}: ").splitlines())
+        return f"not judged: {line}" if self.health == "unknown" else line
+
+
+@dataclass
+class RunVerdicts:
+    """Verdicts on all folders.
+
+    Attributes:
+        judged: runs with records, in the order in which they were found.
+        fallbacks: verdicts on the other folders.
+    """
+
+    judged: list[JudgedRun] = field(default_factory=list)
+    fallbacks: dict[Path, FallbackVerdict] = field(default_factory=dict)
+
+    @property
+    def healths(self) -> list[OverallHealth]:
+        """Health of every run and folder."""
+        return [run.health for run in self.judged] + [verdict.health for verdict in self.fallbacks.values()]
+
+    @property
+    def worst_health(self) -> OverallHealth:
+        """The worst of :attr:`healths`; a run that could not be judged is worse than a drifting one."""
+        return max(self.healths, key=_FROM_BEST_TO_WORST.index)
+
+
+def find_recorded_runs(directories: Iterable[Path]) -> tuple[list[RunFiles], dict[Path, FallbackVerdict]]:
+    """Return the recorded runs in some folders, and a verdict on each folder that holds none."""
+    runs, fallbacks = [], {}
+    for directory in directories:
+        try:
+            runs += find_runs([directory])
+        except DataError as error:
+            fallbacks[directory] = _judge_by_metrics(directory, str(error))
+    return runs, fallbacks
+
+
+def _judge_by_metrics(directory: Path, records_error: str) -> FallbackVerdict:
+    try:
+        verdict = judge_logged(read_logged(directory))
+    except GeomaskError as metrics_error:
+        return FallbackVerdict("unknown", f"{records_error}; {metrics_error}")
+    if verdict is None:
+        return FallbackVerdict("unknown", records_error)
+    return FallbackVerdict(verdict.health, verdict.sentence)
+
+
+def judge_runs(
+    runs: Sequence[RunFiles], fallbacks: dict[Path, FallbackVerdict], judge: Callable[[RunFiles], RunDiagnosis]
+) -> RunVerdicts:
+    """Judge runs one by one; a run whose records cannot be read gets a fallback verdict and the others go on.
+
+    Raises:
+        MissingDependencyError: a package is missing, without which no run can be read.
+        DataError: no run and no folder could be judged.
+    """
+    verdicts = RunVerdicts(fallbacks=dict(fallbacks))
+    for run in runs:
+        try:
+            verdicts.judged.append(JudgedRun(run, judge(run)))
+        except MissingDependencyError:
+            raise
+        except GeomaskError as error:
+            verdicts.fallbacks[run.directory] = FallbackVerdict("unknown", str(error))
+    if not verdicts.judged and all(verdict.health == "unknown" for verdict in verdicts.fallbacks.values()):
+        raise DataError(*(verdict.explanation for verdict in verdicts.fallbacks.values()))
+    return verdicts

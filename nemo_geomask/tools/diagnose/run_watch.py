@@ -1,0 +1,143 @@
+"""``diagnose --watch``: survey each step of running trainings once its files are complete, and report new verdicts."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from nemo_geomask.errors import GeomaskError, MissingDependencyError
+from nemo_geomask.tools.diagnose.record_sources import RunFiles
+from nemo_geomask.tools.diagnose.run_statistics import RunStatistics
+from nemo_geomask.tools.diagnose.run_survey import survey_run
+from nemo_geomask.tools.diagnose.run_verdicts import (
+    FallbackVerdict,
+    JudgedRun,
+    OverallHealth,
+    RunVerdicts,
+    find_recorded_runs,
+)
+from nemo_geomask.tools.diagnose.verdict import diagnose
+from nemo_geomask.tools.diagnose.verdict_output import OutputOptions, print_verdicts, write_files
+
+__all__ = ["watch_runs"]
+
+
+def watch_runs(directories: Sequence[Path], seconds: float, options: OutputOptions) -> OverallHealth:
+    """Judge the runs every so many seconds until Ctrl-C; print changed verdicts, and rewrite files after new steps.
+
+    Returns:
+        The worst health when the watch ended; ``healthy`` if nothing had been judged by then.
+    """
+    watch = _Watch(directories, options.cache)
+    health: OverallHealth = "healthy"
+    try:
+        while True:
+            poll = watch.poll()
+            if poll.changed.healths:
+                print_verdicts(poll.changed, options)
+            if poll.has_new_steps and poll.verdicts.judged:
+                write_files(poll.verdicts, options)
+            if poll.verdicts.healths:
+                health = poll.verdicts.worst_health
+            time.sleep(seconds)
+    except KeyboardInterrupt:
+        return health
+
+
+class _Poll(NamedTuple):
+    """Result of one look at the folders.
+
+    Attributes:
+        verdicts: on all runs and folders.
+        changed: those that differ from the previous poll's.
+        has_new_steps: True if a step was added to a run.
+    """
+
+    verdicts: RunVerdicts
+    changed: RunVerdicts
+    has_new_steps: bool
+
+
+class _Watch:
+    """Watched folders: the statistics of each run so far, and what the previous poll reported."""
+
+    def __init__(self, directories: Sequence[Path], cache: Path | None) -> None:
+        self._directories = directories
+        self._cache = cache
+        self._statistics: dict[Path, RunStatistics] = {}
+        self._file_states: dict[Path, tuple[int, int]] = {}
+        self._reported_runs: dict[Path, tuple[str, int | None, bool]] = {}
+        self._reported_fallbacks: dict[Path, str] = {}
+
+    def poll(self) -> _Poll:
+        """Add the steps that are complete to their runs, and judge all runs."""
+        runs, fallbacks = find_recorded_runs(self._directories)
+        verdicts = RunVerdicts(fallbacks=fallbacks)
+        has_new_steps = False
+        for run in runs:
+            statistics = self._statistics.setdefault(run.directory, RunStatistics())
+            steps = [step for step in run.steps if step not in statistics.steps and self._is_complete(run, step)]
+            count = len(statistics.steps)
+            if steps and (errors := _add_steps(statistics, run, steps, self._cache)):
+                verdicts.fallbacks[run.directory] = FallbackVerdict("unknown", "\n".join(errors))
+            has_new_steps |= len(statistics.steps) > count  # False if the new files hold no sequence
+            if statistics.steps:
+                verdicts.judged.append(JudgedRun(run, diagnose(statistics)))
+        return _Poll(verdicts, self._changed(verdicts), has_new_steps)
+
+    def _changed(self, verdicts: RunVerdicts) -> RunVerdicts:
+        """Return the verdicts that the previous poll did not report, and remember all of them as reported."""
+        run_keys = {
+            run.files.directory: (run.diagnosis.health, run.diagnosis.since, bool(run.diagnosis.unjudged_reason))
+            for run in verdicts.judged
+        }
+        # A verdict by metrics is new only if its health is: its sentence has other numbers after every step.
+        fallback_keys = {
+            folder: verdict.explanation if verdict.health == "unknown" else verdict.health
+            for folder, verdict in verdicts.fallbacks.items()
+        }
+        changed = RunVerdicts(
+            [
+                run
+                for run in verdicts.judged
+                if self._reported_runs.get(run.files.directory) != run_keys[run.files.directory]
+            ],
+            {
+                folder: verdict
+                for folder, verdict in verdicts.fallbacks.items()
+                if self._reported_fallbacks.get(folder) != fallback_keys[folder]
+            },
+        )
+        self._reported_runs |= run_keys
+        self._reported_fallbacks = fallback_keys
+        return changed
+
+    def _is_complete(self, run: RunFiles, step: int) -> bool:
+        """Return True if the step's files have not changed since the previous poll."""
+        paths = run.paths([step])
+        before = [self._file_states.get(path) for path in paths]
+        states = []
+        for path in paths:
+            try:
+                status = path.stat()
+            except OSError:  # deleted meanwhile
+                return False
+            states.append((status.st_size, status.st_mtime_ns))
+            self._file_states[path] = states[-1]
+        return before == states
+
+
+def _add_steps(statistics: RunStatistics, run: RunFiles, steps: Sequence[int], cache: Path | None) -> list[str]:
+    """Add steps to a run's statistics; return the errors of those that cannot be read."""
+    try:
+        statistics.add(survey_run(run, steps, cache))
+    except MissingDependencyError:
+        raise
+    except GeomaskError as error:
+        if len(steps) == 1:
+            return [str(error)]
+        # One of them is at fault; the others count.
+        return [message for step in steps for message in _add_steps(statistics, run, [step], cache)]
+    return []

@@ -1,0 +1,151 @@
+"""The ``sweep`` command from its options to the output: choose steps, replay them under each candidate, and print."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from torch import Tensor
+
+from nemo_geomask.errors import ConfigError
+from nemo_geomask.recipe import read_recipe
+from nemo_geomask.tools.diagnose import correction_sweep
+from nemo_geomask.tools.diagnose.correction_sweep import DEFINITIONS, PARTS, CandidateOutcome, padded_batch
+from nemo_geomask.tools.diagnose.record_sources import RunFiles, find_run
+from nemo_geomask.tools.diagnose.report_tables import Table, print_tables
+from nemo_geomask.tools.diagnose.run_survey import read_step
+from nemo_geomask.tools.diagnose.sweep_candidates import CANDIDATES, GRID, split_recipe_loss
+from nemo_geomask.tools.shared.json_output import to_json
+
+__all__ = ["SweepOptions", "run_sweep"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepOptions:
+    """Options of ``nemo-geomask sweep``.
+
+    Attributes:
+        directory: folder of one run's records or logs.
+        step_count: how many steps are replayed.
+        is_last: replay the last steps; False: steps at equal distances over the run.
+        has_grid: compare other bounds beside the peers' defaults.
+        at: log-probs of the current policy, as for :func:`~nemo_geomask.tools.diagnose.correction_sweep.replay`.
+        recipe: recipe whose ``loss_fn`` is the base of all candidates, and one of them; None: NeMo-RL's defaults.
+        output: print tables and the recommended block, the block alone, or JSON.
+        cache: folder of converted logs; None: beside the logs.
+    """
+
+    directory: Path
+    step_count: int = 8
+    is_last: bool = False
+    has_grid: bool = False
+    at: Literal["prev", "curr"] = "prev"
+    recipe: str | None = None
+    output: Literal["tables", "block", "json"] = "tables"
+    cache: Path | None = None
+
+
+def run_sweep(options: SweepOptions) -> None:
+    """Replay a run's batches under every candidate, and print what each would have done.
+
+    Raises:
+        ConfigError: an option or the recipe is invalid, or the folder holds several runs.
+        DataError: the folder holds no run, or its records lack what a replay needs.
+    """
+    if options.step_count < 1:
+        raise ConfigError(f"--steps {options.step_count} must be at least 1")
+    run = find_run(options.directory)
+    base: dict[str, Any] = {}
+    candidates = [*CANDIDATES, *(GRID if options.has_grid else ())]
+    if options.recipe is not None:
+        recipe = read_recipe(options.recipe, leave=("data", "env", "logger"))
+        base, recipe_candidate = split_recipe_loss(recipe.data.get("loss_fn") or {})
+        if recipe_candidate is not None:
+            candidates.insert(1, recipe_candidate)
+    candidates, incompatible = correction_sweep.select_compatible(candidates, base)
+    batches = _StepBatches(run, _choose_steps(run.steps, options), options.cache)
+    outcomes = correction_sweep.replay(batches, candidates, base, at=options.at)
+    best, block = correction_sweep.recommend(outcomes, base)
+
+    if options.output == "json":
+        front = {id(outcome) for outcome in correction_sweep.pareto_front(outcomes)}
+        values = {
+            "run": str(run.directory),
+            "steps": batches.steps,
+            "left_out": batches.left_out,
+            "at": options.at,
+            "does_not_fit": incompatible,
+            "recommended": best.candidate.name,
+            "loss_fn": block,
+            "definitions": DEFINITIONS,
+            "candidates": [{**_outcome_json(outcome), "on_front": id(outcome) in front} for outcome in outcomes],
+        }
+        print(to_json(values))
+        return
+    if options.output == "tables":
+        print_tables(_tables(outcomes, best, batches))
+        if incompatible:
+            print(f"\ndoes not go with this loss_fn: {', '.join(incompatible)}")
+        print()
+    print(block)
+
+
+def _choose_steps(steps: Sequence[int], options: SweepOptions) -> list[int]:
+    count = options.step_count
+    if options.is_last or len(steps) <= count:
+        return list(steps[-count:])
+    return [steps[round(index * (len(steps) - 1) / max(count - 1, 1))] for index in range(count)]
+
+
+@dataclass
+class _StepBatches:
+    """Iterable of each step's number and batch; ``left_out`` counts, by step, the sequences that did not fit."""
+
+    run: RunFiles
+    steps: list[int]
+    cache: Path | None
+    left_out: dict[int, int] = field(default_factory=dict)
+
+    def __iter__(self) -> Iterator[tuple[int, Mapping[str, Tensor]]]:
+        for step in self.steps:
+            batch, left_out = padded_batch(read_step(self.run, step, self.cache))
+            if left_out:
+                self.left_out[step] = left_out
+            yield step, batch
+
+
+def _tables(outcomes: Sequence[CandidateOutcome], best: CandidateOutcome, batches: _StepBatches) -> list[Table]:
+    front = {id(outcome) for outcome in correction_sweep.pareto_front(outcomes)}
+    rows = []
+    for outcome in outcomes:
+        mark = "→" if outcome is best else "*" if id(outcome) in front else ""
+        skipped = ", ".join(map(str, outcome.skipped))
+        measures = (outcome.value(name) for name in DEFINITIONS)
+        rows.append((mark, outcome.candidate.name, *measures, skipped, outcome.candidate.source))
+    title = f"Steps {', '.join(map(str, batches.steps))}"
+    if batches.left_out:
+        title += f"; {sum(batches.left_out.values())} sequences left out"
+    title += "; *: no other has less bias and less variance, →: recommended"
+    removed = [
+        (outcome.candidate.name, *(outcome.removed_share(part) for part in PARTS[1:]))
+        for outcome in outcomes
+        if outcome.value("removed") > 0
+    ]
+    return [
+        Table("candidates", title, ("", "", *DEFINITIONS, "steps skipped", "source"), rows),
+        Table("removed", "Share removed, of tokens that are", ("", *PARTS[1:]), removed),
+    ]
+
+
+def _outcome_json(outcome: CandidateOutcome) -> dict[str, Any]:
+    return {
+        "name": outcome.candidate.name,
+        "settings": dict(outcome.candidate.settings),
+        "source": outcome.candidate.source,
+        **{name: {"value": outcome.value(name), "interval": outcome.interval(name)} for name in DEFINITIONS},
+        "removed_of": {part: outcome.removed_share(part) for part in PARTS},
+        "skipped": outcome.skipped,
+        "metrics": outcome.metrics,
+    }

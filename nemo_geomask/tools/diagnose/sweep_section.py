@@ -1,0 +1,114 @@
+"""Section of the page that shows a sweep: bias against variance of each candidate, and the recommended loss_fn."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nemo_geomask.errors import DataError
+from nemo_geomask.tools.diagnose.figure_data import Curve, Figure
+from nemo_geomask.tools.diagnose.page_tables import PageTable, merge_tables
+from nemo_geomask.tools.diagnose.report_tables import Table
+
+__all__ = ["SweepSection", "build_sweep_section", "read_sweep"]
+
+
+def read_sweep(path: Path) -> dict[str, Any]:
+    """Return the object that ``nemo-geomask sweep --json`` printed.
+
+    Raises:
+        DataError: the file can't be read, or holds something else.
+    """
+    try:
+        sweep = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise DataError(f"--sweep: {path} can't be read: {error}") from None
+    if not isinstance(sweep, dict) or not {"run", "definitions", "candidates", "loss_fn", "recommended"} <= set(sweep):
+        raise DataError(f"--sweep: {path} is not what `nemo-geomask sweep DIR --json` of this version prints")
+    return sweep
+
+
+@dataclass(frozen=True)
+class SweepSection:
+    """A sweep in the page: its run, the recommended candidate and its loss_fn block, a figure and tables."""
+
+    run: str
+    recommended: str
+    block: str
+    figure: Figure
+    tables: list[PageTable]
+
+
+def build_sweep_section(number: int, sweep: Mapping[str, Any], directories: Sequence[str]) -> SweepSection:
+    """Return the section of one sweep.
+
+    Args:
+        number: index of the sweep in the page.
+        sweep: object from :func:`read_sweep`.
+        directories: folders of the page's runs, which choose the colour.
+
+    Raises:
+        DataError: the sweep is of a run that the report does not show.
+    """
+    run_paths = [Path(directory).resolve() for directory in directories]
+    sweep_path = Path(sweep["run"]).resolve()
+    if sweep_path not in run_paths:
+        listed = ", ".join(directories)
+        raise DataError(f"--sweep: the sweep is of {sweep['run']}, which is none of the report's runs: {listed}")
+    candidates = sweep["candidates"]
+    marks = {candidate["name"]: "on the front" if candidate["on_front"] else "" for candidate in candidates}
+    marks[sweep["recommended"]] = "recommended"
+
+    def value(candidate: Mapping[str, Any], measure: str) -> float:
+        return _nan_for_null(candidate[measure]["value"])
+
+    curves = []
+    for style, (mark, name) in enumerate(
+        (("recommended", "recommended"), ("on the front", "on the front"), ("", "others"))
+    ):
+        marked = [candidate for candidate in candidates if marks[candidate["name"]] == mark]
+        bias, variance = (tuple(value(candidate, measure) for candidate in marked) for measure in ("bias", "variance"))
+        labels = tuple(candidate["name"] for candidate in marked)
+        curves.append(Curve(run_paths.index(sweep_path), name, bias, variance, style=style, labels=labels))
+    figure = Figure(
+        f"sweep {number}",
+        "Bias against variance",
+        "Bias and variance of the gradient under each candidate; none has less of both than one on the front",
+        "sweep",
+        "bias",
+        "variance",
+        {"": curves},
+        is_scatter=True,
+    )
+    measures = list(sweep["definitions"])
+    rows = [
+        (
+            candidate["name"],
+            marks[candidate["name"]],
+            *(value(candidate, measure) for measure in measures),
+            ", ".join(map(str, candidate["skipped"])),
+            candidate["source"],
+        )
+        for candidate in candidates
+    ]
+    columns = ("candidate", "", *measures, "steps skipped", "source")
+    candidate_table = Table("candidates", f"Candidates on {sweep['run']}", columns, rows, sweep["definitions"])
+    parts = list(candidates[0]["removed_of"])
+    removed = [
+        (candidate["name"], *(_nan_for_null(candidate["removed_of"][part]) for part in parts))
+        for candidate in candidates
+        if candidate["removed_of"][parts[0]]
+    ]
+    removed_table = Table("removed", "Share removed, of tokens that are", ("candidate", *parts), removed)
+    tables = [
+        merged for table in (candidate_table, removed_table) if table.rows for merged in merge_tables([(0, table)])
+    ]
+    return SweepSection(sweep["run"], sweep["recommended"], sweep["loss_fn"], figure, tables)
+
+
+def _nan_for_null(value: float | None) -> float:
+    return math.nan if value is None else float(value)

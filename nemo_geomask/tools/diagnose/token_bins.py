@@ -1,0 +1,100 @@
+"""Splitting of a step's trained tokens into the bins of each dimension."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from nemo_geomask.tools.diagnose.dimensions import DIMENSIONS, DIMENSIONS_BY_NAME, Dimension
+from nemo_geomask.tools.diagnose.record_reader import Array
+from nemo_geomask.tools.diagnose.run_statistics import BIN_SUMS, NOISE_BIN_OF_ONE, NOISE_BINS, Window
+from nemo_geomask.tools.diagnose.token_values import TrainedTokens
+
+__all__ = ["split_tokens"]
+
+UNKNOWN = -1
+"""Bin of tokens whose value in a dimension was not recorded."""
+
+
+def split_tokens(trained: TrainedTokens, mask: Array, sequence: Array, crosses: Sequence[tuple[str, str]]) -> Window:
+    """Sum the values of tokens in each bin of each dimension.
+
+    Args:
+        trained: the tokens to split.
+        mask: bool [N], all tokens of the block that train; turns are counted from it.
+        sequence: [N], the sequence of each token of the block.
+        crosses: pairs of dimensions to split by at once, in addition to every single dimension.
+    """
+    window = Window()
+    values = _dimension_values(trained, mask, sequence)
+
+    def bins_of(dimension: Dimension) -> Array | None:
+        recorded = values[dimension.name]
+        if recorded is None:
+            return None
+        return np.where(np.isfinite(recorded), np.digitize(recorded, dimension.edges), UNKNOWN)
+
+    for dimension in DIMENSIONS:
+        bins = bins_of(dimension)
+        if bins is not None:
+            _add_bins(window, dimension.name, trained, bins, dimension.bin_count)
+    for names in crosses:
+        first, second = (DIMENSIONS_BY_NAME[name] for name in names)
+        first_bins, second_bins = bins_of(first), bins_of(second)
+        if first_bins is not None and second_bins is not None:
+            is_known = (first_bins != UNKNOWN) & (second_bins != UNKNOWN)
+            bins = np.where(is_known, first_bins * second.bin_count + second_bins, UNKNOWN)
+            _add_bins(window, ",".join(names), trained, bins, first.bin_count * second.bin_count)
+    window.noise_histogram = _noise_histogram(trained)
+    return window
+
+
+def _dimension_values(trained: TrainedTokens, mask: Array, sequence: Array) -> dict[str, Array | None]:
+    """Return [M] each, the value of every token in each dimension; None if it was not recorded."""
+    block, owner = trained.block, trained.sequence
+    first_token = block.offsets[owner]
+    length, prompt_length = trained.column("length"), trained.column("prompt_length")
+    # A turn is a run of trained tokens: count the runs that have begun up to each token.
+    begins_turn = mask & ~np.concatenate([[False], mask[:-1] & (sequence[1:] == sequence[:-1])])
+    turns_begun = np.concatenate([[0], np.cumsum(begins_turn)])
+    entropy = block.tokens.get("entropy")
+    return {
+        "probability": -trained.gen,
+        "position": trained.index - first_token - prompt_length[owner],
+        "turn": turns_begun[trained.index + 1] - turns_begun[first_token] - 1,
+        "length": (length - prompt_length)[owner],
+        "staleness": trained.column("staleness")[owner],
+        "reward": trained.column("reward")[owner],
+        "advantage": trained.advantages,
+        "entropy": None if entropy is None else entropy[trained.index],
+    }
+
+
+def _add_bins(window: Window, name: str, trained: TrainedTokens, bins: Array, bin_count: int) -> None:
+    """Write the sums of each bin, and the products of each sequence's sums, into the window."""
+    is_known = bins != UNKNOWN
+    if not is_known.any():
+        return
+    selection = slice(None) if is_known.all() else is_known  # a slice copies nothing
+    bins, rows = bins[selection], trained.sequence[selection]
+    window.bin_sums[name] = np.stack(
+        [np.bincount(bins, trained.values[value][selection], minlength=bin_count) for value in BIN_SUMS], axis=1
+    )
+    shape = len(trained.block), bin_count
+    size, expected = (
+        np.bincount(rows * bin_count + bins, trained.values[value][selection], minlength=shape[0] * bin_count).reshape(
+            shape
+        )
+        for value in ("capped_abs", "one_minus_p")
+    )
+    window.bin_products[name] = np.stack(
+        [(size * size).sum(axis=0), (size * expected).sum(axis=0), (expected * expected).sum(axis=0)], axis=1
+    )
+
+
+def _noise_histogram(trained: TrainedTokens) -> Array:
+    z_squared = np.square(trained.values["delta"]) / np.square(trained.values["one_minus_p"])
+    exponent = np.log2(np.maximum(z_squared, 1e-30)) + NOISE_BIN_OF_ONE
+    bins = np.clip(exponent, 0, NOISE_BINS - 1).astype(np.int64)
+    return np.bincount(bins, minlength=NOISE_BINS).astype(float)

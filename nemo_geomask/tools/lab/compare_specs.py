@@ -1,0 +1,114 @@
+"""Parser of ``--compare``: each SPEC changes a copy of the recipe's ``loss_fn:`` block.
+
+``SPEC = name[:level][+preset]...``, with ``name`` a loss (``gspo``, or ``module:attribute``), ``level`` one of
+``token``, ``sequence``, ``sequence_mean`` or ``none`` (no correction), and ``preset`` a mask with the bounds that
+``lab.presets`` gives. Without a level or preset, the recipe's settings apply.
+
+A name may contain a colon itself. The text before the first colon is a registered loss if there is one of that name,
+else a module. A final ``token``, ``sequence``, ``sequence_mean`` or ``none`` is always the level, so an attribute of
+that name needs a level after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from nemo_geomask.config import nearest
+from nemo_geomask.config.corrections import LEVELS
+from nemo_geomask.errors import ConfigError
+from nemo_geomask.losses import available
+from nemo_geomask.tools.lab.lab_recipe import LabConfig
+
+__all__ = ["ComparedLoss", "parse_compare", "parse_spec"]
+
+_LEVELS = tuple(LEVELS.built_in)
+_NONE = "none"
+_CORRECTION_KEYS = (
+    "is_correction_level",
+    "truncated_importance_sampling_type",
+    "truncated_importance_sampling_ratio",
+    "truncated_importance_sampling_ratio_min",
+)
+
+
+@dataclass(frozen=True)
+class ComparedLoss:
+    """One loss of a comparison.
+
+    Attributes:
+        label: the SPEC as written, or the loss's name.
+        loss_fn: the ``loss_fn:`` block that :func:`nemo_geomask.build_loss` validates.
+    """
+
+    label: str
+    loss_fn: Mapping[str, Any]
+
+
+def parse_compare(text: str | Iterable[str], base: Mapping[str, Any], lab: LabConfig) -> tuple[ComparedLoss, ...]:
+    """Parse a comma-separated list of SPECs.
+
+    Args:
+        text: ``gspo:sequence,gspo:sequence_mean``, or a sequence of SPECs.
+        base: the recipe's ``loss_fn:``, which every SPEC starts from.
+        lab: the ``lab:`` section, with the presets' bounds.
+
+    Raises:
+        ConfigError: a SPEC is empty or given twice, or its level or preset is unknown.
+    """
+    specs = [spec.strip() for spec in (text.split(",") if isinstance(text, str) else text)]
+    if "" in specs:
+        raise ConfigError("--compare: an empty SPEC; separate SPECs by single commas, such as gspo:none,gspo:sequence")
+    repeated = sorted({spec for spec in specs if specs.count(spec) > 1})
+    if repeated:
+        raise ConfigError(f"--compare: '{repeated[0]}' is given twice; its curves would be equal. Remove one")
+    return tuple(parse_spec(spec, base, lab) for spec in specs)
+
+
+def parse_spec(spec: str, base: Mapping[str, Any], lab: LabConfig) -> ComparedLoss:
+    """Parse one SPEC; see :func:`parse_compare`."""
+    head, *presets = spec.split("+")
+    name, level = _split_level(head, spec)
+    block = {**base, "name": name}
+    if level == _NONE:
+        block = {key: value for key, value in block.items() if key not in _CORRECTION_KEYS}
+        block["use_importance_sampling_correction"] = False
+    elif level is not None:
+        block |= {"use_importance_sampling_correction": True, "is_correction_level": level}
+    if presets:
+        block["masks"] = [*(block.get("masks") or ()), *(_preset_mask(preset, spec, lab) for preset in presets)]
+    return ComparedLoss(spec, block)
+
+
+def _split_level(head: str, spec: str) -> tuple[str, str | None]:
+    """Split ``name[:level]`` into the name and the level, None if there is none."""
+    parts = head.split(":")
+    if not parts[0]:
+        raise ConfigError(
+            f"--compare: '{spec}' names no loss; a SPEC is name[:level][+preset...], such as "
+            "gspo:sequence_mean+geometric"
+        )
+    if len(parts) == 1:
+        return head, None
+    *name, last = parts
+    if last in (*_LEVELS, _NONE):
+        return ":".join(name), last
+    if last and len(parts) == 2 and parts[0] not in available():
+        # module:attribute, without a level.
+        return head, None
+    guess = nearest(last, (*_LEVELS, _NONE))
+    hint = f"did you mean '{guess}'? " if guess else ""
+    raise ConfigError(
+        f"--compare: '{spec}': unknown correction level '{last}'; {hint}levels: {', '.join(_LEVELS)}, {_NONE}. "
+        f"The text before it, '{':'.join(name)}', is the loss"
+    )
+
+
+def _preset_mask(preset: str, spec: str, lab: LabConfig) -> dict[str, Any]:
+    bounds = lab.preset_bounds
+    if preset not in bounds:
+        guess = nearest(preset, bounds)
+        hint = f"did you mean '{guess}'?" if guess else f"known: {', '.join(sorted(bounds))}"
+        raise ConfigError(f"--compare: '{spec}': unknown mask preset '{preset}'; {hint}")
+    return {"preset": preset, **bounds[preset]}

@@ -1,0 +1,157 @@
+"""The generation engine: a copy of the policy in another precision, decoding one token at a time with a KV cache.
+
+It samples from, and reports as ``generation_logprobs``, the float32 softmax of its own logits. Its mismatch with the
+training engine's forward pass over complete sequences comes from arithmetic alone; no noise is injected.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from nemo_geomask.tools.lab.arithmetic import KVCache
+from nemo_geomask.tools.lab.policy_config import GenerationConfig
+from nemo_geomask.tools.lab.progression_task import Prompts, Task
+from nemo_geomask.tools.lab.routing import capture_routes
+from nemo_geomask.tools.lab.token_sampling import draw_tokens, filter_logits
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+__all__ = ["Generated", "generate"]
+
+
+@dataclass(frozen=True)
+class Generated:
+    """Prompts with their sampled responses.
+
+    Attributes:
+        input_ids: [B, T] long, prompt and response, then PAD.
+        input_lengths: [B] long, tokens of prompt and response.
+        logprobs: [B, T] float32, log μ of each sampled token, 0 elsewhere.
+        token_mask: [B, T] float32, 1 on sampled tokens (EOS included), 0 on prompts and the environment's tokens.
+        engine: [B, T] long, index of the engine that sampled each token, 0 elsewhere.
+        routes: [B, T, L, K] int16, the experts of each token in each layer; -1 for tokens that no engine processed,
+            which are the last token of a response and padding. None: the engine does not report routes.
+    """
+
+    input_ids: Tensor
+    input_lengths: Tensor
+    logprobs: Tensor
+    token_mask: Tensor
+    engine: Tensor
+    routes: Tensor | None = None
+
+
+@torch.no_grad()
+def generate(
+    engines: Sequence[PreTrainedModel],
+    prompts: Prompts,
+    task: Task,
+    config: GenerationConfig,
+    generator: torch.Generator,
+    *,
+    recompute_cache: bool = False,
+) -> Generated:
+    """Sample one response per prompt, until EOS or the number of terms that the prompt asks for.
+
+    After a token that calls the environment, the environment's reply is inserted into the response, and the policy
+    continues from there.
+
+    Args:
+        engines: models from :func:`nemo_geomask.tools.lab.policy_model.generation_copy`. Several simulate in-flight
+            weight updates: each replaces the previous one after an equal part of the longest response.
+        prompts: B prompts.
+        task: supplies EOS and PAD, and the environment's replies.
+        config: temperature, filters, and which log-probs are reported.
+        generator: source of all randomness.
+        recompute_cache: recompute the KV cache when an engine replaces another; otherwise the new engine continues on
+            its predecessors' keys and values.
+    """
+    count, width = prompts.token_ids.shape
+    terms = int(prompts.terms.max())
+    longest = width + terms
+    input_ids = torch.full((count, longest), task.pad_id)
+    input_ids[:, :width] = prompts.token_ids
+    logprobs, token_mask = torch.zeros(2, count, longest, dtype=torch.float32)
+    engine, replies = torch.zeros_like(input_ids), torch.full_like(input_ids, -1)
+    ends = torch.full((count,), longest)
+    call = getattr(task, "call_id", None)
+
+    rows = torch.arange(count)  # Row numbers, in the full batch, of the responses that are not complete.
+    current = 0
+    with contextlib.ExitStack() as stack:
+        decoder = _Decoder(engines, count, longest, stack)
+        logits = decoder.run(current, rows, prompts.token_ids, slice(0, width))
+        for position in range(width, longest):
+            distribution = filter_logits(logits, config).log_softmax(dim=-1)
+            reported = logits.log_softmax(dim=-1) if config.logprobs_mode == "raw_logprobs" else distribution
+            # Numbers are drawn for complete responses too, so that a response does not depend on the length of others.
+            uniform = torch.rand(count, dtype=torch.float32, generator=generator)[rows]
+            is_sampled = replies[rows, position] < 0
+            token = torch.where(is_sampled, draw_tokens(distribution, uniform), replies[rows, position])
+            input_ids[rows, position] = token
+            logprobs[rows, position] = torch.where(is_sampled, reported.gather(-1, token[:, None]).squeeze(-1), 0.0)
+            token_mask[rows, position] = is_sampled.float()
+            engine[rows, position] = current * is_sampled
+            if call is not None:
+                _reply(task, input_ids, width, position + 1, rows[is_sampled & (token == call)], replies)
+
+            ends_here = is_sampled & (token == task.eos_id) & (not config.ignore_eos)
+            running = ~ends_here & (position + 1 < width + prompts.terms[rows])
+            ends[rows[~running]] = position + 1
+            if not running.any():
+                break
+            if not running.all():
+                rows = rows[running]
+                decoder.cache.keep(running.nonzero().squeeze(-1))
+            previous, current = current, (position + 1 - width) * len(engines) // terms
+            if recompute_cache and current != previous:
+                decoder.cache = KVCache(longest)
+            new = slice(decoder.cache.get_seq_length(), position + 1)
+            logits = decoder.run(current, rows, input_ids[rows, new], slice(position, position + 1))
+    return Generated(input_ids, ends, logprobs, token_mask, engine, decoder.routes)
+
+
+class _Decoder:
+    """Generation engines with their shared KV cache, and the experts that each token was routed to."""
+
+    def __init__(
+        self, engines: Sequence[PreTrainedModel], count: int, longest: int, stack: contextlib.ExitStack
+    ) -> None:
+        sizes: Any = engines[0].config
+        self.engines, self.cache = engines, KVCache(longest)
+        self.routes = torch.full(
+            (count, longest, sizes.num_hidden_layers, sizes.num_experts_per_tok), -1, dtype=torch.int16
+        )
+        self._chosen = [stack.enter_context(capture_routes(engine)) for engine in engines]
+
+    @torch.inference_mode()
+    def run(self, current: int, rows: Tensor, tokens: Tensor, places: slice) -> Tensor:
+        """Process tokens [rows, new]; return the logits [rows, V] after them and store the last tokens' routes.
+
+        Args:
+            current: index of the engine.
+            rows: rows of the full batch.
+            tokens: the tokens that are not in the cache yet.
+            places: columns of ``routes`` that get the routes of as many last tokens.
+        """
+        output = self.engines[current](input_ids=tokens, past_key_values=self.cache)
+        chosen = torch.stack(self._chosen[current], dim=1).view(*tokens.shape, *self.routes.shape[2:])
+        self._chosen[current].clear()
+        self.routes[rows, places] = chosen[:, places.start - places.stop :].to(torch.int16)
+        logits: Tensor = output.logits[:, -1].float()
+        return logits
+
+
+def _reply(task: Any, input_ids: Tensor, width: int, written: int, rows: Tensor, replies: Tensor) -> None:
+    """Write the environment's replies to the calls of these rows into ``replies``, cut off at the longest response."""
+    for row in rows.tolist():
+        ids = input_ids[row, :written].tolist()
+        reply = task.reply(ids[:width], ids[width:])[: input_ids.shape[1] - written]
+        replies[row, written : written + len(reply)] = torch.tensor(reply, dtype=torch.long)

@@ -1,0 +1,87 @@
+"""Plot ``lab.png``: rewards, mismatch, correction weights and masked tokens of all variants."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from nemo_geomask.optional import require
+from nemo_geomask.tools.lab.outcome import group_by_variant
+from nemo_geomask.tools.lab.run_store import RunCurves
+from nemo_geomask.tools.shared.palette import LineLook, line_look
+
+__all__ = ["write_plot"]
+
+_WINDOW = 5
+
+
+def write_plot(curves: Sequence[RunCurves], path: Path) -> None:
+    """Draw the four panels and write them to a PNG file."""
+    matplotlib = require("matplotlib", "the lab needs", "demo")
+    matplotlib.use("Agg")
+    pyplot = require("matplotlib.pyplot", "the lab needs", "demo")
+    figure, ((reward, mismatch), (weight, removed)) = pyplot.subplots(2, 2, figsize=(12, 8), sharex=True)
+
+    _set_up_panel(reward, "Reward: mean over the task's responses", "mean reward of the rollout batch")
+    _set_up_panel(mismatch, "Train / generation mismatch", "mean |prev − gen| per token (nats)")
+    _set_up_panel(weight, "Effective sample size of the correction weights", "(mean w)² / mean w²   (1 = all equal)")
+    _set_up_panel(removed, "Removed by masks", "fraction of tokens kept out of the loss")
+    for index, (label, runs) in enumerate(group_by_variant(curves).items()):
+        look = line_look(index)
+        hint = "" if runs[0].facts["corrected"] else " (not applied)"
+        _plot_runs(reward, runs, "reward", look, label=label)
+        _plot_runs(mismatch, runs, "geomask/mismatch_abs", look, label=label)
+        _plot_runs(removed, runs, "removed", look, label=label)
+        _plot_runs(weight, runs, "geomask/weight_ess", look, label=f"{label}{hint}")
+    chance = curves[0].facts["chance"]
+    reward.axhline(chance, color="0.35", linewidth=1, linestyle=":", label=f"chance ({chance:.3f})")
+    reward.set_ylim(0, 1)
+    removed.set_ylim(0, max(0.02, removed.get_ylim()[1]))
+    if mismatch.has_data() and any(value > 0 for curve in curves for value in curve.series("geomask/mismatch_abs")):
+        mismatch.set_yscale("log")
+    for axes in (weight, removed):
+        axes.set_xlabel("step (rollout batch)")
+    for axes in (reward, weight, removed):
+        axes.legend(fontsize="small", loc="best")
+
+    first, seeds = curves[0].facts, sorted({curve.seed for curve in curves})
+    has_seeds = len(seeds) > 1
+    thin, thick = ("each seed, mean", "mean of the seeds,") if has_seeds else ("each step", "mean")
+    subject = f"{len(seeds)} seeds" if has_seeds else f"seed {seeds[0]}"
+    figure.suptitle(
+        f"nemo-geomask lab: {first['precision']} training against {first['sampler']} (nothing injected; {subject})\n"
+        f"thin: {thin}{f' of {_WINDOW} steps' if has_seeds else ''}; thick: {thick} of {_WINDOW} steps",
+        fontsize="medium",
+    )
+    figure.tight_layout()
+    figure.savefig(path, dpi=100)
+    pyplot.close(figure)
+
+
+def _set_up_panel(axes: Any, title: str, unit: str) -> None:
+    axes.set_title(title, fontsize="medium")
+    axes.set_ylabel(unit, fontsize="small")
+    axes.grid(alpha=0.25)
+
+
+def _plot_runs(axes: Any, runs: Sequence[RunCurves], key: str, look: LineLook, *, label: str) -> None:
+    series = [run.series(key) for run in runs]
+    if all(math.isnan(value) for values in series for value in values):
+        return
+    for values in series:
+        points = values if len(series) == 1 else _smooth(values)
+        axes.plot(range(1, len(points) + 1), points, linewidth=0.7, alpha=0.35, **look)
+    # The mean ends with the shortest run, because a mean over fewer seeds would jump there.
+    mean = _smooth([_mean(values) for values in zip(*series, strict=False)])
+    axes.plot(range(1, len(mean) + 1), mean, linewidth=1.8, label=label, **look)
+
+
+def _smooth(values: Sequence[float]) -> list[float]:
+    return [_mean(values[max(0, end - _WINDOW) : end]) for end in range(1, len(values) + 1)]
+
+
+def _mean(values: Sequence[float]) -> float:
+    present = [value for value in values if not math.isnan(value)]
+    return sum(present) / len(present) if present else math.nan

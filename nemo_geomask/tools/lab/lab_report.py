@@ -1,0 +1,183 @@
+"""Report of ``nemo-geomask lab``: table, notes, ``summary.json``, plot, and the diagnosis of recorded runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from nemo_geomask.errors import ConfigError, GeomaskError
+from nemo_geomask.optional import require
+from nemo_geomask.tools.lab.lab_plot import write_plot
+from nemo_geomask.tools.lab.outcome import TARGET, VariantSummary, group_by_variant, summarize_variants
+from nemo_geomask.tools.lab.run_store import RunCurves, read_curves
+from nemo_geomask.tools.shared.json_output import to_json
+
+__all__ = ["print_diagnosis", "report_results"]
+
+Row = dict[str, Any]
+
+
+def report_results(
+    places: Sequence[Path],
+    out: Path,
+    console: Any,
+    *,
+    baseline: str | None = None,
+    first: str | None = None,
+    target: float = TARGET,
+) -> list[VariantSummary]:
+    """Print the table of all runs in some folders; write ``summary.json`` and ``lab.png``.
+
+    Args:
+        places: the folders.
+        out: where the files go.
+        console: a ``rich.console.Console``.
+        baseline: label of the variant that the others are compared with; None: ``first``, or the first variant.
+        first: label of the default baseline; ignored if no variant has it.
+        target: reward to which the time is taken.
+
+    Raises:
+        ConfigError: there are no runs, or no run has the baseline's label.
+    """
+    curves = read_curves(places)
+    labels = list(group_by_variant(curves))
+    if baseline is not None and baseline not in labels:
+        raise ConfigError(f"--baseline: no run of '{baseline}' here; there are {', '.join(labels)}")
+    baseline = baseline or (first if first in labels else labels[0])
+    curves.sort(key=lambda curve: curve.label != baseline)
+    summaries = summarize_variants(curves, target=target)
+    _print_table(summaries, baseline, console)
+    report = {
+        **{key: curves[0].facts[key] for key in ("chance", "sampler", "precision")},
+        "baseline": baseline,
+        "variants": [summary.row for summary in summaries],
+    }
+    (out / "summary.json").write_text(to_json(report) + "\n", encoding="utf-8")
+    write_plot(curves, out / "lab.png")
+    console.print(f"Plot: {out / 'lab.png'}", highlight=False, markup=False)
+    return summaries
+
+
+def _number_cell(style: str, *keys: str) -> Callable[[Row], str]:
+    def cell(row: Row) -> str:
+        values = [row.get(key) for key in keys]
+        return " / ".join("–" if value is None else format(value, style) for value in values)
+
+    return cell
+
+
+def _if_applied(cell: Callable[[Row], str]) -> Callable[[Row], str]:
+    # Without the correction, the loss still reports the weight that it did not apply; the table puts it in brackets.
+    return lambda row: cell(row) if row["corrected"] else f"({cell(row)})"
+
+
+def _interval_cell(row: Row) -> str:
+    interval = row["interval"]
+    return "–" if interval is None else f"{interval[0]:+.3f} … {interval[1]:+.3f}"
+
+
+def _seed_count_cell(key: str) -> Callable[[Row], str]:
+    return lambda row: f"{row[key]} of {len(row['seeds'])}"
+
+
+_LINES: tuple[tuple[str, Callable[[Row], str]], ...] = (
+    ("seeds finished", lambda row: str(len(row["seeds"]))),
+    ("reward, first step", _number_cell(".3f", "reward_first")),
+    ("reward, last 10 steps", _number_cell(".3f", "reward_last")),
+    ("  less baseline's, same seeds", _number_cell("+.3f", "difference")),
+    ("  95% interval of that", _interval_cell),
+    ("validation, last", _number_cell(".3f", "validation")),
+    ("collapsed", _seed_count_cell("collapses")),
+    ("reached the target", _seed_count_cell("reached")),
+    ("  after steps, median", _number_cell(".0f", "steps_to_target")),
+    ("mismatch, mean |Δ|", _number_cell(".2e", "mismatch_abs")),
+    ("mismatch, k3", _number_cell(".2e", "mismatch_k3")),
+    ("weight, mean", _if_applied(_number_cell(".3f", "weight"))),
+    ("weight, ESS fraction", _if_applied(_number_cell(".3f", "ess_fraction"))),
+    ("removed by masks", _number_cell(".1%", "removed")),
+    ("clipped, low / high", _number_cell(".1%", "clip_fraction_low", "clip_fraction_high")),
+    ("seconds", _number_cell(".0f", "seconds")),
+)
+
+
+def _print_table(summaries: Sequence[VariantSummary], baseline: str, console: Any) -> None:
+    table = require("rich.table", "the lab needs", "demo").Table(
+        title=f"baseline {baseline}; same weights and prompts on a seed"
+    )
+    table.add_column("means over seeds", no_wrap=True)
+    for outcome in summaries:
+        table.add_column(outcome.label.replace(":", "\n:").replace("+", "\n+").replace(" ", "\n"), justify="right")
+    for name, cell in _LINES:
+        table.add_row(name, *(cell(outcome.row) for outcome in summaries))
+    console.print(table)
+    first = summaries[0].curves[0].facts
+    seeds = {seed for outcome in summaries for seed in outcome.row["seeds"]}
+    for line in (
+        f"Nothing was injected: the mismatch is {first['sampler']} against {first['precision']} training. Random "
+        f"answers earn {first['chance']:.3f}; the target is {summaries[0].row['target']:g}.",
+        "Δ = log π_train − log μ_generation of each sampled token; k3 estimates KL(μ ‖ π_train). ESS: effective sample "
+        "size of the weights over their number. In brackets: weights that were not applied.",
+        "" if len(seeds) > 1 else "One seed does not rank variants: --seeds 1..5 before you conclude.",
+        *(_describe_problems(outcome) for outcome in summaries),
+    ):
+        if line:
+            console.print(line, highlight=False, markup=False)
+
+
+def _describe_problems(outcome: VariantSummary) -> str:
+    """Return a sentence on non-finite values and unfinished runs of a variant; empty if there are none."""
+    row, parts = outcome.row, []
+    if row["skipped_updates"]:
+        parts.append(f"{row['skipped_updates']:.0%} of the updates had a non-finite gradient and were skipped")
+    dropped = sum(_steps_with_dropped_sequences(curve) for curve in outcome.curves)
+    if dropped:
+        steps = sum(curve.steps for curve in outcome.curves)
+        parts.append(f"sequences with non-finite log-probs were dropped in {dropped} of {steps} steps")
+    numerics = f"{' and '.join(parts)}; means are over finite values alone" if parts else ""
+    unfinished = f"not finished on seeds {', '.join(map(str, row['unfinished']))}" if row["unfinished"] else ""
+    unfinished += "".join(f"; on seed {seed}, {error}" for seed, error in sorted(row["errors"].items()))
+    return (
+        f"{outcome.label}: {'; '.join(filter(None, (numerics, unfinished))).rstrip('.')}."
+        if numerics or unfinished
+        else ""
+    )
+
+
+def _steps_with_dropped_sequences(curve: RunCurves) -> int:
+    return sum(value > 0 for value in curve.series("geomask/dropped_sequences"))
+
+
+def print_diagnosis(curves: Sequence[RunCurves], out: Path, console: Any) -> None:
+    """Diagnose the recorded variants: print one verdict each and write ``report.html``.
+
+    Of each variant with ``loss_fn.record``, the first seed is diagnosed. An error is printed and not raised, because
+    the training is complete and its results do not depend on the diagnosis.
+
+    Args:
+        curves: runs of one invocation, in the order of their seeds.
+        out: folder of ``report.html``.
+        console: a ``rich.console.Console``.
+    """
+    recorded: dict[str, RunCurves] = {}
+    for curve in curves:
+        if curve.facts["loss_fn"].get("record"):
+            recorded.setdefault(curve.label, curve)
+    if not recorded:
+        return
+    # Imported here, because the lab needs the diagnose extra only for runs that were recorded.
+    from nemo_geomask.tools.diagnose import diagnose, find_runs, metric_series, survey_run, write_report
+
+    diagnosed, logged_metrics = [], []
+    try:
+        for label, curve in recorded.items():
+            (run,) = find_runs([Path(curve.facts["loss_fn"]["record"]["dir"])])
+            diagnosis = diagnose(survey_run(run))
+            diagnosed.append((run, diagnosis))
+            logged_metrics.append(metric_series(curve.history))
+            console.print(f"{label}: {diagnosis.headline}", highlight=False, markup=False)
+        path = out / "report.html"
+        write_report(path, diagnosed, names=list(recorded), logged=logged_metrics)
+        console.print(f"Diagnosis of what was recorded: {path}", highlight=False, markup=False)
+    except GeomaskError as error:
+        console.print(f"No diagnosis: {error}", highlight=False, markup=False)

@@ -1,0 +1,81 @@
+"""A task with tool calls: ask the environment for numbers and repeat them.
+
+A prompt reads ``key :``. The policy may write ``?``, which the environment answers with three numbers; the policy
+should then write the same three. The numbers are a checksum of the tokens so far, so that the policy cannot predict
+them and a run is repeatable. Nearly half of the context is therefore written by the environment and unlikely under the
+policy, as tool output is.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+
+from nemo_geomask.errors import ConfigError
+from nemo_geomask.tools.lab.lab_recipe import EnvConfig
+from nemo_geomask.tools.lab.progression_task import NumberTask, Prompts
+
+__all__ = ["Lookups"]
+
+_WIDTH = 3
+_ROUND = 1 + 2 * _WIDTH
+
+
+@dataclass(frozen=True)
+class Lookups(NumberTask):
+    """Call, read three numbers, repeat them, and call again.
+
+    See :class:`nemo_geomask.tools.lab.progression_task.CallingTask`.
+
+    The environment's tokens are among a response's ``min_terms`` to ``max_terms``.
+    """
+
+    prompt_width = 2
+    sign = "?"
+
+    @classmethod
+    def of(cls, env: EnvConfig) -> Self:
+        """Create the task that ``env:`` describes; raise ConfigError if one call does not fit into a response."""
+        if env.min_terms < _ROUND:
+            raise ConfigError(
+                f"env.min_terms: {env.min_terms}; a call, its reply and their repetition are {_ROUND} tokens, so ask "
+                f"for {_ROUND} at least"
+            )
+        return super().of(env)
+
+    @property
+    def call_id(self) -> int:
+        """Token ``?``."""
+        return self.sign_id
+
+    def sample(self, count: int, generator: torch.Generator) -> Prompts:
+        """Draw ``count`` prompts: key and number of terms, each uniform."""
+        key = torch.randint(0, self.modulus, (count,), generator=generator)
+        terms = torch.randint(self.min_terms, self.max_terms + 1, (count,), generator=generator)
+        return Prompts(torch.stack([key, torch.full_like(key, self.colon_id)], dim=1), terms)
+
+    def reply(self, prompt: Sequence[int], response: Sequence[int]) -> list[int]:
+        """Return three numbers, determined by the tokens so far."""
+        digest = zlib.crc32(",".join(map(str, (*prompt, *response))).encode())
+        return [digest // self.modulus**place % self.modulus for place in range(_WIDTH)]
+
+    def reward(self, prompt: Sequence[int], response: Sequence[int], terms: int) -> float:
+        """Return the numbers repeated in place over those in as many complete rounds as fit, in [0, 1]."""
+        correct, place = 0, 0
+        while place < min(len(response), terms) and response[place] != self.eos_id:
+            if response[place] != self.call_id:
+                place += 1
+                continue
+            numbers = response[place + 1 : place + 1 + _WIDTH]
+            # The next call ends the repetition, since its reply is not written by the policy.
+            for offset, number in enumerate(numbers, start=place + 1 + _WIDTH):
+                if offset >= min(len(response), terms) or response[offset] in (self.call_id, self.eos_id):
+                    break
+                correct += response[offset] == number
+            place += 1 + _WIDTH
+        # Numbers of a last, incomplete round count too and can make up for mistakes.
+        return min(1.0, correct / (terms // _ROUND * _WIDTH))

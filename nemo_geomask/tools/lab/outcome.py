@@ -1,0 +1,148 @@
+"""Outcome measures of runs, fixed before any run was evaluated, with intervals over seeds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean, median
+from typing import Any
+
+from nemo_geomask.tools.lab.run_store import RunCurves
+from nemo_geomask.tools.shared.intervals import mean_interval
+
+__all__ = [
+    "TARGET",
+    "VariantSummary",
+    "final_reward",
+    "group_by_variant",
+    "has_collapsed",
+    "steps_to_reward",
+    "summarize_variants",
+]
+
+WINDOW = 10
+"""Number of steps that a reward is averaged over, since the mean reward of one batch is noisy."""
+TARGET = 0.5
+"""Default reward of the measure "steps to target"."""
+# A run collapsed if its reward rose by at least _MIN_GAIN and then lost at least the fraction _MIN_LOSS of that.
+_MIN_GAIN, _MIN_LOSS = 0.05, 0.5
+
+Row = dict[str, Any]
+
+
+def final_reward(rewards: Sequence[float]) -> float:
+    """Return the mean reward of the last ten steps."""
+    return fmean(rewards[-WINDOW:])
+
+
+def has_collapsed(rewards: Sequence[float]) -> bool:
+    r"""Return True if a run's reward fell by at least half of its gain and did not recover by the end.
+
+    With :math:`m_k` the mean reward of the ten steps that end with step k, the gain is :math:`\max_k m_k` less that of
+    the first ten steps. A run collapsed if the gain was at least 0.05 and the last :math:`m_k` lies at least half of it
+    below the highest. A run that never learned did not collapse; a run with fewer than 20 steps can't be judged and
+    counts as not collapsed.
+    """
+    if len(rewards) < 2 * WINDOW:
+        return False
+    means = _moving_means(rewards)
+    gain = max(means) - means[0]
+    return gain >= _MIN_GAIN and max(means) - means[-1] >= _MIN_LOSS * gain
+
+
+def steps_to_reward(target: float, rewards: Sequence[float]) -> int | None:
+    """Return the first step at which the mean of the last ten rewards reaches the target; None if it never does."""
+    reached = (step for step, mean in enumerate(_moving_means(rewards), start=WINDOW) if mean >= target)
+    return next(reached, None)
+
+
+@dataclass(frozen=True)
+class VariantSummary:
+    """Results of one variant over its seeds.
+
+    Attributes:
+        label: the variant's label.
+        curves: its runs.
+        row: the entry of ``summary.json``; None for a metric that the loss does not report.
+    """
+
+    label: str
+    curves: Sequence[RunCurves]
+    row: Row
+
+
+def summarize_variants(curves: Sequence[RunCurves], *, target: float = TARGET) -> list[VariantSummary]:
+    """Summarize each variant; differences are to the first variant, on the seeds that both have.
+
+    Args:
+        curves: runs; unfinished ones are listed and left out of all rewards.
+        target: reward of the measure "steps to target".
+    """
+    variants = group_by_variant(curves)
+    base = {
+        curve.seed: final_reward(curve.series("reward")) for curve in next(iter(variants.values())) if curve.finished
+    }
+    summaries: list[VariantSummary] = []
+    for label, runs in variants.items():
+        done = [run for run in runs if run.finished]
+        rewards = {run.seed: run.series("reward") for run in done}
+        times = [steps_to_reward(target, series) for series in rewards.values()]
+        reached = [time for time in times if time is not None]
+        differences = [final_reward(rewards[seed]) - base[seed] for seed in rewards if seed in base and summaries]
+        row: Row = {
+            "variant": label,
+            "seeds": sorted(rewards),
+            "unfinished": sorted(run.seed for run in runs if not run.finished),
+            "errors": {run.seed: run.facts["error"] for run in runs if "error" in run.facts},
+            "corrected": bool(runs[0].facts["corrected"]),
+            "reward_first": _mean([series[0] for series in rewards.values()]),
+            "reward_last": _mean([final_reward(series) for series in rewards.values()]),
+            "reward_last_by_seed": {seed: final_reward(series) for seed, series in sorted(rewards.items())},
+            "validation": _mean([_last_finite(run.series("validation/reward")) for run in done]),
+            "difference": _mean(differences),
+            "interval": mean_interval(differences),
+            "collapses": sum(has_collapsed(series) for series in rewards.values()),
+            "target": target,
+            "reached": len(reached),
+            "steps_to_target": median(reached) if reached else None,
+            "seconds": _mean([sum(run.series("step_seconds")) for run in done]),
+        }
+        for name, key in _MEANS.items():
+            row[name] = _mean([_mean(run.series(key)) for run in runs])
+        summaries.append(VariantSummary(label, runs, row))
+    return summaries
+
+
+_MEANS = {
+    "mismatch_abs": "geomask/mismatch_abs",
+    "mismatch_k3": "geomask/mismatch_k3",
+    "weight": "geomask/weight_mean",
+    "ess_fraction": "geomask/weight_ess",
+    "removed": "removed",
+    "clip_fraction_low": "geomask/clip_fraction_low",
+    "clip_fraction_high": "geomask/clip_fraction_high",
+    "skipped_updates": "skipped_update",
+    "dropped_sequences": "geomask/dropped_sequences",
+}
+
+
+def group_by_variant(curves: Sequence[RunCurves]) -> Mapping[str, list[RunCurves]]:
+    """Group runs by label, in order of appearance."""
+    variants: dict[str, list[RunCurves]] = {}
+    for curve in curves:
+        variants.setdefault(curve.label, []).append(curve)
+    return variants
+
+
+def _moving_means(rewards: Sequence[float]) -> list[float]:
+    return [fmean(rewards[end - WINDOW : end]) for end in range(WINDOW, len(rewards) + 1)]
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    present = [value for value in values if value is not None and math.isfinite(value)]
+    return fmean(present) if present else None
+
+
+def _last_finite(values: Sequence[float]) -> float | None:
+    return next((value for value in reversed(values) if math.isfinite(value)), None)

@@ -1,0 +1,70 @@
+"""Progress display of runs in training."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Any
+
+from nemo_geomask.optional import require
+from nemo_geomask.tools.lab.progression_task import load_task
+from nemo_geomask.tools.lab.run_store import Run
+
+__all__ = ["Progress"]
+
+_LINES = 8
+
+
+class Progress:
+    """Progress bar for each run in training, with its latest reward; occasional lines if the output is no terminal.
+
+    Args:
+        console: a ``rich.console.Console``.
+        seeds: number of seeds; the seed is shown only if there are several.
+    """
+
+    def __init__(self, console: Any, seeds: int = 1) -> None:
+        rich = require("rich.progress", "the lab needs", "demo")
+        self._console, self._seeds = console, seeds
+        self._bar = rich.Progress(
+            rich.TextColumn("{task.description}"),
+            rich.BarColumn(),
+            rich.MofNCompleteColumn(),
+            rich.TextColumn("{task.fields[status]}"),
+            rich.TimeElapsedColumn(),
+            rich.TimeRemainingColumn(),
+            console=console,
+            disable=not console.is_terminal,
+        )
+        self._tasks: dict[str, Any] = {}
+
+    def __enter__(self) -> Progress:
+        self._bar.start()
+        return self
+
+    def __exit__(
+        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bar.stop()
+
+    def advance(self, run: Run, step: int, reward: float) -> None:
+        """Show that a run completed a step."""
+        steps = run.recipe.grpo.max_num_steps
+        named = run.label if self._seeds == 1 else f"{run.label}, seed {run.recipe.grpo.seed}"
+        status = f"reward {reward:.3f} (chance {load_task(run.recipe.env).chance:.3f})"
+        if run.name not in self._tasks:
+            self._tasks[run.name] = self._bar.add_task(named, total=steps, status="")
+        self._bar.update(self._tasks[run.name], completed=step, status=status)
+        has_seeds = self._seeds > 1
+        if has_seeds and step == steps:
+            # With several seeds, only runs in training keep a bar.
+            self._bar.remove_task(self._tasks.pop(run.name))
+        if (
+            step == steps
+            if has_seeds
+            else not self._console.is_terminal and (step % max(1, steps // _LINES) == 0 or step == steps)
+        ):
+            self.note(f"{named}  step {step}/{steps}  {status}")
+
+    def note(self, text: str) -> None:
+        """Print a line above the bars."""
+        self._console.print(text, highlight=False, markup=False)

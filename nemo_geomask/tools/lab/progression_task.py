@@ -1,0 +1,243 @@
+"""Interface of a lab task, and the built-in tasks on arithmetic progressions modulo a small number.
+
+In the default task, a prompt reads ``start + step :`` and the response should be the next terms. Each term is checked
+against the one before it, so the reward is partial credit: a mistake costs one term (two, if it is not a number), not
+the rest of the response. Every prompt asks for its own number of terms, and the environment ends the response there.
+The policy may end it earlier with EOS and loses the missing terms. Responses therefore differ in length.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Protocol, Self
+
+import torch
+from torch import Tensor
+
+from nemo_geomask.errors import ConfigError
+from nemo_geomask.tools.lab.lab_recipe import TASKS, EnvConfig
+
+__all__ = ["Answers", "CallingTask", "NumberTask", "Progressions", "Prompts", "Task", "draw_prompts", "load_task"]
+
+# One prompt in _SPLIT belongs to the validation split. At most _DRAWS batches are drawn to find enough prompts of one.
+_SPLIT = 8
+_DRAWS = 200
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """A batch of prompts, all of one width.
+
+    Attributes:
+        token_ids: [B, P] long.
+        terms: [B] long, the largest number of tokens of each response.
+    """
+
+    token_ids: Tensor
+    terms: Tensor
+
+
+class Task(Protocol):
+    """Interface of a task that the policy learns; token ids are 0 to ``vocab_size - 1``."""
+
+    @property
+    def prompt_width(self) -> int:
+        """Number of tokens of every prompt."""
+
+    @property
+    def max_terms(self) -> int:
+        """Number of tokens of the longest response."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of token ids, including EOS and PAD."""
+
+    @property
+    def eos_id(self) -> int:
+        """End of response."""
+
+    @property
+    def pad_id(self) -> int:
+        """Padding."""
+
+    @property
+    def chance(self) -> float:
+        """Expected reward of random answers."""
+
+    def sample(self, count: int, generator: torch.Generator) -> Prompts:
+        """Draw ``count`` prompts, each with the largest number of tokens of its response."""
+
+    def reward(self, prompt: Sequence[int], response: Sequence[int], terms: int) -> float:
+        """Return the reward of a response, which are the tokens after the prompt, with or without EOS."""
+
+    def text(self, token_ids: Sequence[int]) -> str:
+        """Return tokens as readable text."""
+
+
+class CallingTask(Task, Protocol):
+    """A task whose environment replies within a response, as a tool does."""
+
+    @property
+    def call_id(self) -> int:
+        """Token id with which the policy calls the environment."""
+
+    def reply(self, prompt: Sequence[int], response: Sequence[int]) -> Sequence[int]:
+        """Return the environment's tokens after a call, the last token of ``response``; they are not trained on."""
+
+
+def load_task(env: EnvConfig) -> Task:
+    """Create the task that a recipe names."""
+    task: Task = TASKS.load(env.name).of(env)
+    return task
+
+
+def draw_prompts(task: Task, count: int, generator: torch.Generator, *, held_out: bool | None) -> Prompts:
+    """Draw prompts of a task's training split, of its validation split (``held_out``), or of both (None).
+
+    A checksum of its tokens assigns one prompt in eight to the validation split, in every run alike, so no run trains
+    on prompts that another is validated on.
+
+    Raises:
+        ConfigError: the task has too few prompts in that split.
+    """
+    parts: list[Prompts] = []
+    count_drawn = 0
+    for _ in range(_DRAWS):
+        drawn = task.sample(count, generator)
+        if held_out is not None:
+            chosen = torch.tensor([_is_held_out(ids) == held_out for ids in drawn.token_ids.tolist()])
+            drawn = Prompts(drawn.token_ids[chosen], drawn.terms[chosen])
+        parts.append(drawn)
+        count_drawn += len(drawn.terms)
+        if count_drawn >= count:
+            token_ids, terms = (
+                torch.cat([getattr(part, key) for part in parts])[:count] for key in ("token_ids", "terms")
+            )
+            return Prompts(token_ids, terms)
+    raise ConfigError(
+        f"grpo.val_period: of {count * _DRAWS} prompts that the task drew, {count_drawn} belong to the "
+        f"{'validation' if held_out else 'training'} split: too few; give env more prompts, or set val_period: 0"
+    )
+
+
+def _is_held_out(token_ids: Sequence[int]) -> bool:
+    return zlib.crc32(",".join(map(str, token_ids)).encode()) % _SPLIT == 0
+
+
+@dataclass(frozen=True)
+class NumberTask:
+    """Base of tasks on the numbers 0 to modulus-1, which are tokens themselves; a sign, ``:``, EOS and PAD follow.
+
+    Attributes:
+        modulus: how many numbers there are.
+        min_terms: fewest terms, which are tokens of a response, that a prompt asks for.
+        max_terms: most terms that a prompt asks for.
+        sign: text of token ``modulus``.
+    """
+
+    modulus: int
+    min_terms: int
+    max_terms: int
+
+    sign: ClassVar[str]
+
+    @classmethod
+    def of(cls, env: EnvConfig) -> Self:
+        """Create the task that ``env:`` describes."""
+        return cls(env.modulus, env.min_terms, env.max_terms)
+
+    @property
+    def sign_id(self) -> int:
+        """Token of the task's own sign."""
+        return self.modulus
+
+    @property
+    def colon_id(self) -> int:
+        """Token ``:``."""
+        return self.modulus + 1
+
+    @property
+    def eos_id(self) -> int:
+        """End of response."""
+        return self.modulus + 2
+
+    @property
+    def pad_id(self) -> int:
+        """Padding; the policy can sample it too, and it is never correct."""
+        return self.modulus + 3
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of token ids: the numbers and the four signs."""
+        return self.modulus + 4
+
+    @property
+    def chance(self) -> float:
+        """Expected reward of uniformly random numbers without an early end, 1/modulus."""
+        return 1.0 / self.modulus
+
+    def text(self, token_ids: Sequence[int]) -> str:
+        """Return tokens as readable text, such as ``3 + 4 : 7 1 5 <eos>``."""
+        signs = {self.sign_id: self.sign, self.colon_id: ":", self.eos_id: "<eos>", self.pad_id: "<pad>"}
+        return " ".join(signs.get(token, str(token)) for token in token_ids)
+
+
+@dataclass(frozen=True)
+class Progressions(NumberTask):
+    """Continue ``start, start + step, …`` modulo ``modulus``."""
+
+    prompt_width = 4
+    sign = "+"
+
+    @property
+    def plus_id(self) -> int:
+        """Token ``+``."""
+        return self.sign_id
+
+    def sample(self, count: int, generator: torch.Generator) -> Prompts:
+        """Draw ``count`` prompts: start, step (never 0) and number of terms, each uniform."""
+
+        def draw(low: int, high: int) -> Tensor:
+            return torch.randint(low, high + 1, (count,), generator=generator)
+
+        start, step = draw(0, self.modulus - 1), draw(1, self.modulus - 1)
+        terms = draw(self.min_terms, self.max_terms)
+        plus, colon = torch.full_like(start, self.plus_id), torch.full_like(start, self.colon_id)
+        return Prompts(torch.stack([start, plus, step, colon], dim=1), terms)
+
+    def reward(self, prompt: Sequence[int], response: Sequence[int], terms: int) -> float:
+        """Return the fraction of the requested terms that continue the progression from the token before; in [0, 1].
+
+        Args:
+            prompt: the prompt's tokens, as drawn by :meth:`sample`.
+            response: the tokens sampled after it, with or without EOS; anything after EOS is ignored.
+            terms: how many terms were asked for; terms beyond are ignored.
+        """
+        previous, step = prompt[0], prompt[2]
+        correct = 0
+        for token in response[:terms]:
+            if token == self.eos_id:
+                break
+            # A sign in place of a number has no successor, so the term after it is wrong too.
+            correct += previous < self.modulus and token == (previous + step) % self.modulus
+            previous = token
+        return correct / terms
+
+
+@dataclass(frozen=True)
+class Answers(Progressions):
+    """Answer ``start + step :`` with ``start + step`` as the last token of a long response.
+
+    The reward is sparse, 1 or 0, for the last token alone, and all tokens share its advantage. The environment ends the
+    response after as many tokens as the prompt asks for, which the policy cannot see. The tokens before the last may be
+    anything, but a response of fewer than ``min_terms`` tokens earns nothing.
+    """
+
+    def reward(self, prompt: Sequence[int], response: Sequence[int], terms: int) -> float:
+        """Return 1 if the last token before EOS, or before the response's end, is the sum; else 0."""
+        answer = list(response[:terms])
+        if self.eos_id in answer:
+            answer = answer[: answer.index(self.eos_id)]
+        return float(len(answer) >= self.min_terms and answer[-1] == (prompt[0] + prompt[2]) % self.modulus)

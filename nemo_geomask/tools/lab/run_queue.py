@@ -1,0 +1,290 @@
+"""Train runs one after another or in parallel processes, each from its last saved step."""
+
+from __future__ import annotations
+
+import functools
+import multiprocessing
+import os
+import threading
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import nemo_geomask
+from nemo_geomask import build_loss
+from nemo_geomask.errors import ConfigError
+from nemo_geomask.losses import PolicyLoss
+from nemo_geomask.optional import require
+from nemo_geomask.parallel.local_processes import RankError, end_with_parent
+from nemo_geomask.tools.lab.progress import Progress
+from nemo_geomask.tools.lab.progression_task import load_task
+from nemo_geomask.tools.lab.ranks import Ranks, start_ranks
+from nemo_geomask.tools.lab.rollout import write_rollout
+from nemo_geomask.tools.lab.run_store import Run, RunCurves, write_steps
+from nemo_geomask.tools.lab.samplers import Sampler, build_sampler
+from nemo_geomask.tools.lab.trainer import Trainer, check_reference, check_validation
+
+__all__ = ["train"]
+
+_POLL = 0.2
+_ERROR = "error.txt"
+
+
+def train(runs: Sequence[Run], progress: Progress, *, jobs: int = 1) -> bool:
+    """Train the runs that are not finished.
+
+    Losses are built and optional packages imported before training starts, so that a mistake in the last variant is
+    reported at once. Every step is saved when it is complete: an interrupted run resumes with the next step, with the
+    same numbers as without the interruption. If a step of a run raises, the error is stored with the run, and the other
+    runs continue.
+
+    Args:
+        runs: the runs, all with the same ``lab:`` section.
+        progress: display of the runs' progress.
+        jobs: number of processes, each of which trains one run at a time in ``lab.num_threads`` threads. 1: in this
+            process, which is then the first of the ranks of ``lab.tp``, ``cp`` and ``dp``.
+
+    Returns:
+        False if the user interrupted it (Ctrl-C).
+
+    Raises:
+        ConfigError: a variant's loss can't be built, there are too few prompts to validate on, or the folder holds
+            other files.
+        MissingDependencyError: transformers is not installed, or vLLM, if the recipe asks for it.
+        RankError: another process died.
+    """
+    for run in runs:
+        _build_run_loss(run)
+        check_validation(run.recipe)
+    for module in ("transformers", "pyarrow"):
+        require(module, "the lab needs", "demo")
+    _prepare_folder(runs[0].out)
+    waiting = [run for run in runs if not run.finished]
+    if len(waiting) < len(runs):
+        progress.note(f"{len(runs) - len(waiting)} of {len(runs)} runs are finished already.")
+    with progress:
+        try:
+            if jobs > 1 and len(waiting) > 1:
+                _train_in_parallel(waiting, progress, jobs)
+            elif waiting:
+                _train_in_turn(waiting, progress)
+        except KeyboardInterrupt:
+            progress.note("Interrupted; the same command with the same --out goes on from here.")
+            return False
+    return True
+
+
+def _train_in_turn(runs: Sequence[Run], progress: Progress) -> None:
+    lab = runs[0].recipe.lab
+    sampler, made_for = None, None
+    pending, failed = list(runs), None
+    while pending:
+        if lab.processes > 1:
+            progress.note(f"Starting {lab.processes} processes: tp {lab.tp}, cp {lab.cp}, dp {lab.dp}.")
+        try:
+            with start_ranks(
+                functools.partial(_run_other_rank, tuple(pending)), tp=lab.tp, cp=lab.cp, dp=lab.dp
+            ) as ranks:
+                while pending:
+                    run, failed = pending.pop(0), None
+                    recipe = run.recipe
+                    # A vLLM engine takes longer to start than several training steps; equal runs share it.
+                    needs = (recipe.policy.generation, recipe.policy.model, recipe.env, recipe.grpo.async_grpo)
+                    if sampler is None or needs != made_for:
+                        if recipe.policy.generation.backend == "vllm":
+                            progress.note("Starting vLLM.")
+                        sampler, made_for = build_sampler(recipe), needs
+                    try:
+                        for step, reward in _train_steps(run, ranks, sampler):
+                            progress.advance(run, step, reward)
+                    except _StepError:
+                        failed = run
+                        raise
+        except Exception as error:  # With several ranks, it is the error of the rank that failed first.
+            if failed is None or isinstance(error, RankError):
+                raise
+            _store_error(failed, _describe_error(error), progress)
+
+
+class _StepError(Exception):
+    """A training step raised the exception that is this one's cause."""
+
+
+def _describe_error(error: Exception) -> str:
+    cause = error.__cause__ or error
+    return f"{type(cause).__name__}: {cause}"
+
+
+def _store_error(run: Run, error: str, progress: Progress) -> None:
+    """Store a run's error among its facts and print it."""
+    curves = RunCurves.read(run.steps_file)
+    error = f"step {curves.steps + 1}: {error}"
+    write_steps(run, curves.history, {**curves.facts, "error": error})
+    progress.note(f"{run.label}, seed {run.recipe.grpo.seed}, failed in {error} (traceback: {run.folder / _ERROR})")
+
+
+def _run_other_rank(runs: Sequence[Run], ranks: Ranks) -> None:
+    """Train on a rank other than the first, which also samples and writes."""
+    for run in runs:
+        trainer, done = _resume_trainer(run, ranks, None)
+        for _ in range(done, run.recipe.grpo.max_num_steps):
+            trainer.step()
+
+
+def _train_steps(run: Run, ranks: Ranks, sampler: Sampler | None = None) -> Iterator[tuple[int, float]]:
+    """Train a run; yield each saved step and its reward."""
+    run.folder.mkdir(parents=True, exist_ok=True)
+    trainer, done = _resume_trainer(run, ranks, sampler)
+    history: list[Mapping[str, float]] = list(RunCurves.read(run.steps_file).history[:done]) if done else []
+    facts = _collect_facts(run, trainer)
+    with closing(trainer):
+        for step in range(done + 1, run.recipe.grpo.max_num_steps + 1):
+            try:
+                metrics, rollout = trainer.step()
+            except Exception as error:
+                write_steps(run, history, facts)
+                (run.folder / _ERROR).write_text(traceback.format_exc(), encoding="utf-8")
+                raise _StepError from error
+            history.append(metrics)
+            last = step == run.recipe.grpo.max_num_steps
+            if last or step % run.recipe.lab.rollouts_every == 0:
+                write_rollout(rollout, trainer.task, run.folder / f"train_data_step{step}.jsonl")
+            # The state is written last; a step in the steps file without a saved state is repeated.
+            write_steps(run, history, facts)
+            if not last:
+                part = run.state_file.with_suffix(".part")
+                torch.save({"step": step, **trainer.state()}, part)
+                os.replace(part, run.state_file)
+            yield step, metrics["reward"]
+    for obsolete in (run.state_file, run.folder / _ERROR):
+        obsolete.unlink(missing_ok=True)
+
+
+def _resume_trainer(run: Run, ranks: Ranks, sampler: Sampler | None) -> tuple[Trainer, int]:
+    """Return a trainer, restored from the saved state if there is one, and its number of completed steps."""
+    trainer = Trainer(run.recipe, _build_run_loss(run), ranks, sampler)
+    # The first rank reads the state for all: it may write a new one before another rank has looked for it.
+    state = ranks.compute_on_first(
+        lambda: torch.load(run.state_file, weights_only=True) if run.state_file.exists() else None
+    )
+    if state is None:
+        return trainer, 0
+    trainer.restore(state)
+    return trainer, int(state["step"])
+
+
+def _train_in_parallel(runs: Sequence[Run], progress: Progress, jobs: int) -> None:
+    context = multiprocessing.get_context("spawn")
+    stop, steps = context.Event(), context.Queue()
+    count = min(jobs, len(runs))
+    pool = ProcessPoolExecutor(count, mp_context=context, initializer=_initialize_worker, initargs=(stop, steps))
+    by_name = {run.name: run for run in runs}
+
+    def show() -> None:
+        while not steps.empty():
+            name, step, reward = steps.get()
+            progress.advance(by_name[name], step, reward)
+
+    try:
+        running: dict[Future[str | None], Run] = {pool.submit(_train_in_worker, run): run for run in runs}
+        pending = set(running)
+        while pending:
+            done, pending = wait(pending, timeout=_POLL, return_when=FIRST_COMPLETED)
+            show()
+            for future in done:
+                if (error := future.result()) is not None:
+                    _store_error(running[future], error, progress)
+        show()
+    except BrokenProcessPool:
+        raise RankError(
+            "a process that trained was ended from outside, most often for lack of memory; the same command with the "
+            "same --out goes on from where each run was, and a smaller --jobs needs less"
+        ) from None
+    finally:
+        # Each process checks the event after every step.
+        stop.set()
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+# Set in the processes of the pool by _initialize_worker.
+_stop: Any = None
+_queue: Any = None
+
+
+def _initialize_worker(stop: Any, steps: Any) -> None:
+    import signal
+
+    global _stop, _queue
+    _stop, _queue = stop, steps
+    # The parent handles Ctrl-C.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=end_with_parent, daemon=True).start()
+
+
+def _train_in_worker(run: Run) -> str | None:
+    """Train a run in a process of the pool; return the error's text if a step raises, else None."""
+    try:
+        for step, reward in _train_steps(run, Ranks()):
+            _queue.put((run.name, step, reward))
+            if _stop.is_set():
+                break
+    except _StepError as error:
+        return _describe_error(error)
+    return None
+
+
+def _prepare_folder(out: Path) -> None:
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        names = sorted(path.name for path in out.iterdir())
+    except OSError as error:
+        raise ConfigError(f"--out: {out} can't be used: {error.strerror or error}") from None
+    if names and not (out / "steps").is_dir():
+        raise ConfigError(f"--out: {out} is not empty (it holds {names[0]}) and has no runs; choose another folder")
+    if not os.access(out, os.W_OK):
+        raise ConfigError(f"--out: {out} can't be written to; choose another folder")
+    # Marks the folder as one of runs, even if no step is completed.
+    (out / "steps").mkdir(exist_ok=True)
+
+
+def _build_run_loss(run: Run) -> PolicyLoss:
+    block = dict(run.recipe.loss_fn)
+    record = block.get("record")
+    if isinstance(record, Mapping) and isinstance(record.get("dir"), str):
+        # Each run needs its own folder of records: inside the run's folder, or inside an absolute one.
+        directory = Path(record["dir"])
+        block["record"] = {
+            **record,
+            "dir": str(directory / run.name if directory.is_absolute() else run.folder / directory),
+        }
+    try:
+        loss = build_loss(block)
+        check_reference(loss, run.recipe)
+        return loss
+    except ConfigError as error:
+        where = f"variant '{run.label}'"
+        raise type(error)(*(replace(problem, where=where) for problem in error.problems)) from None
+
+
+def _collect_facts(run: Run, trainer: Trainer) -> dict[str, Any]:
+    in_force = trainer.loss.config.model_dump(mode="json")
+    return {
+        "loss_fn": in_force,
+        "corrected": bool(in_force.get("use_importance_sampling_correction")),
+        "chance": load_task(run.recipe.env).chance,
+        "sampler": trainer.sampler.name,
+        "precision": run.recipe.policy.precision,
+        "ranks": run.recipe.lab.model_dump(include={"tp", "cp", "dp"}, exclude_defaults=True),
+        "versions": {
+            "nemo-geomask": nemo_geomask.__version__,
+            "torch": torch.__version__,
+            "transformers": require("transformers", "the lab needs", "demo").__version__,
+        },
+    }

@@ -1,0 +1,242 @@
+"""Runs and their files: a run is one variant on one seed; its metrics are stored step by step in a Parquet file.
+
+A folder of runs contains ``steps/<run>.parquet``, one file per run that is rewritten after every step, and a folder
+``<run>/`` of rollouts, records and, until the run is finished, the state to resume from. A run's name contains a hash
+of its settings, so several invocations can share a folder: runs that are finished there are not trained again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from nemo_geomask.errors import ConfigError
+from nemo_geomask.optional import require
+from nemo_geomask.tools.lab.lab_recipe import LabRecipe
+
+__all__ = ["COMPUTE_KEYS", "Run", "RunCurves", "flatten_settings", "read_curves", "write_steps"]
+
+_KEY = b"nemo_geomask.tools.lab"
+_STEPS = "steps"
+COMPUTE_KEYS = {"tp", "cp", "dp", "num_threads", "rollouts_every", "compare", "presets"}
+"""Keys of ``lab:`` on how runs are computed and shown; they do not change a run's identity."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One variant on one seed.
+
+    Attributes:
+        label: name of the variant in tables and plots.
+        recipe: the settings, with this run's seed and ``loss_fn``.
+        out: folder of all runs.
+    """
+
+    label: str
+    recipe: LabRecipe
+    out: Path
+
+    @cached_property
+    def settings(self) -> dict[str, Any]:
+        """Settings that determine the run's numbers, except for the seed."""
+        return self.recipe.model_dump(mode="json", exclude={"lab": COMPUTE_KEYS, "grpo": {"seed"}})
+
+    @cached_property
+    def variant(self) -> str:
+        """Name of the variant in paths: its label and a hash of its settings."""
+        digest = hashlib.sha256(json.dumps(self.settings, sort_keys=True, default=str).encode()).hexdigest()[:6]
+        return f"{re.sub(r'[^A-Za-z0-9_.+=-]+', '-', self.label)[:80]}-{digest}"
+
+    @property
+    def name(self) -> str:
+        """Name of the run."""
+        return f"{self.variant}-seed{self.recipe.grpo.seed}"
+
+    @property
+    def folder(self) -> Path:
+        """Folder of the run's rollouts, records and state."""
+        return self.out / self.name
+
+    @property
+    def steps_file(self) -> Path:
+        """Parquet file of the run's steps."""
+        return self.out / _STEPS / f"{self.name}.parquet"
+
+    @property
+    def state_file(self) -> Path:
+        """File of the state to resume from."""
+        return self.folder / "state.pt"
+
+    @property
+    def finished(self) -> bool:
+        """True if all steps are stored."""
+        return self.steps_file.exists() and RunCurves.read(self.steps_file).finished
+
+
+@dataclass(frozen=True)
+class RunCurves:
+    """Metrics of a stored run, step by step.
+
+    Attributes:
+        facts: ``label``, ``variant``, ``seed``, ``finished``, ``settings``, the validated ``loss_fn``,
+            ``corrected`` (True if the correction weight was applied; if not, ``geomask/weight…`` is the weight that
+            was not applied), ``chance``, ``sampler``, ``precision``, ``ranks`` (``lab.tp``, ``cp`` and ``dp`` unless
+            1), ``versions``, and ``error`` if a step raised.
+        columns: values of each metric by step; NaN where a step has none.
+    """
+
+    facts: Mapping[str, Any]
+    columns: Mapping[str, Sequence[float]] = field(repr=False)
+
+    @classmethod
+    def read(cls, path: Path) -> RunCurves:
+        """Read a file of ``steps/``.
+
+        Raises:
+            ConfigError: the file is not a run's.
+        """
+        arrow, parquet = (
+            require("pyarrow", "the lab needs", "demo"),
+            require("pyarrow.parquet", "the lab needs", "demo"),
+        )
+        try:
+            table = parquet.read_table(path, partitioning=None)
+            facts = json.loads(table.schema.metadata[_KEY])
+        except (arrow.ArrowException, OSError, KeyError, TypeError, ValueError) as error:
+            raise ConfigError(f"{path} holds no run of the lab: {' '.join(str(error).split())[:200]}") from None
+        numbers = [name for name in table.column_names if name not in ("seed", "variant")]
+        columns = {
+            name: [math.nan if value is None else value for value in table[name].to_pylist()] for name in numbers
+        }
+        return cls(facts, columns)
+
+    @property
+    def label(self) -> str:
+        """Name of the variant in tables and plots."""
+        return str(self.facts["label"])
+
+    @property
+    def seed(self) -> int:
+        """Seed of weights, prompts and sampling."""
+        return int(self.facts["seed"])
+
+    @property
+    def finished(self) -> bool:
+        """True if all steps were taken."""
+        return bool(self.facts["finished"])
+
+    @property
+    def steps(self) -> int:
+        """Number of stored steps."""
+        return len(self.columns["step"])
+
+    @property
+    def history(self) -> list[dict[str, float]]:
+        """Metrics of each step, without missing ones."""
+        return [
+            {name: values[step] for name, values in self.columns.items() if not math.isnan(values[step])}
+            for step in range(self.steps)
+        ]
+
+    def series(self, key: str) -> list[float]:
+        """Return a metric's values by step, NaN where missing; ``removed`` is 1 less the kept tokens."""
+        if key == "removed":
+            # Rounded, because the fraction of kept tokens is computed in float32 and may miss 1 by a rounding error.
+            return [
+                max(0.0, round(1.0 - kept, 6)) if kept == kept else kept for kept in self.series("geomask/kept_tokens")
+            ]
+        return list(self.columns.get(key, [math.nan] * self.steps))
+
+
+def write_steps(run: Run, history: Sequence[Mapping[str, float]], facts: Mapping[str, Any]) -> None:
+    """Write a run's steps; the file is replaced atomically.
+
+    Columns: ``step``, ``seed``, ``variant``, and one of float64 for each metric.
+
+    Args:
+        run: the run.
+        history: metrics of each step, from the first.
+        facts: further facts of :class:`RunCurves`.
+    """
+    arrow, parquet = require("pyarrow", "the lab needs", "demo"), require("pyarrow.parquet", "the lab needs", "demo")
+    names = list(dict.fromkeys(name for step in history for name in step if name != "step"))
+    columns = {
+        "step": arrow.array(range(1, len(history) + 1), arrow.int32()),
+        "seed": arrow.array([run.recipe.grpo.seed] * len(history), arrow.int64()),
+        "variant": arrow.array([run.label] * len(history), arrow.string()),
+        **{name: arrow.array([step.get(name) for step in history], arrow.float64()) for name in names},
+    }
+    all_facts = {
+        "label": run.label,
+        "variant": run.variant,
+        "seed": run.recipe.grpo.seed,
+        "finished": len(history) >= run.recipe.grpo.max_num_steps,
+        "settings": run.settings,
+        **facts,
+    }
+    table = arrow.table(columns).replace_schema_metadata({_KEY: json.dumps(all_facts, default=str)})
+    run.steps_file.parent.mkdir(parents=True, exist_ok=True)
+    part = run.steps_file.with_suffix(".part")
+    parquet.write_table(table, part, compression="zstd")
+    os.replace(part, run.steps_file)
+
+
+def read_curves(places: Iterable[Path | str]) -> list[RunCurves]:
+    """Read all runs in and below the folders, sorted by label and seed.
+
+    If variants share a label, the first one keeps it (in the order of folders, then seeds), and the settings in which
+    they differ from it are appended to the others' labels.
+
+    Raises:
+        ConfigError: a folder has no runs, or a file is not a run's.
+    """
+    files: dict[Path, int] = {}
+    for number, place in enumerate(map(Path, places)):
+        paths = [*place.rglob(f"{_STEPS}/*.parquet"), *(place.glob("*.parquet") if place.name == _STEPS else ())]
+        if not paths:
+            raise ConfigError(f"no run of the lab in {place}; nemo-geomask lab RECIPE.yaml --out DIR trains some")
+        files |= {path: number for path in sorted(paths) if path not in files}
+    longest: dict[tuple[Any, ...], RunCurves] = {}
+    places_of: dict[tuple[Any, ...], int] = {}
+    for path, number in files.items():
+        curve = RunCurves.read(path)
+        key = (curve.facts["variant"], str(curve.facts.get("ranks", {})), curve.seed)
+        places_of.setdefault(key, number)
+        # Of several copies of a run, the longest is kept.
+        if key not in longest or longest[key].steps < curve.steps:
+            longest[key] = curve
+    return _distinguish_labels(
+        [longest[key] for key in sorted(longest, key=lambda key: (places_of[key], longest[key].seed))]
+    )
+
+
+def _distinguish_labels(curves: Sequence[RunCurves]) -> list[RunCurves]:
+    first: dict[str, dict[str, Any]] = {}
+    relabelled = []
+    for curve in curves:
+        settings = flatten_settings(curve.facts["settings"]) | flatten_settings(curve.facts.get("ranks", {}), "lab.")
+        usual = first.setdefault(curve.label, settings)
+        differ = sorted(key for key in settings.keys() | usual.keys() if settings.get(key) != usual.get(key))
+        label = " ".join([curve.label, *(f"{key}={settings.get(key)}" for key in differ)])
+        relabelled.append(RunCurves({**curve.facts, "label": label}, curve.columns))
+    order = list(dict.fromkeys(curve.label for curve in relabelled))
+    return sorted(relabelled, key=lambda curve: (order.index(curve.label), curve.seed))
+
+
+def flatten_settings(settings: Mapping[str, Any], above: str = "") -> dict[str, Any]:
+    """Return nested settings by dotted key."""
+    flat: dict[str, Any] = {}
+    for key, value in settings.items():
+        if isinstance(value, Mapping):
+            flat |= flatten_settings(value, f"{above}{key}.")
+        else:
+            flat[f"{above}{key}"] = value
+    return flat

@@ -1,0 +1,219 @@
+"""Implementation of ``nemo-geomask lab``: plan the runs of a recipe, train them and report on them."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import re
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from nemo_geomask.errors import ConfigError
+from nemo_geomask.optional import require
+from nemo_geomask.recipe import load_recipe
+from nemo_geomask.tools.lab.compare_specs import ComparedLoss, parse_compare
+from nemo_geomask.tools.lab.lab_recipe import SEEDS, LabRecipe
+from nemo_geomask.tools.lab.lab_report import print_diagnosis, report_results
+from nemo_geomask.tools.lab.outcome import TARGET
+from nemo_geomask.tools.lab.progress import Progress
+from nemo_geomask.tools.lab.run_queue import train
+from nemo_geomask.tools.lab.run_store import COMPUTE_KEYS, Run, RunCurves
+
+__all__ = ["parse_seeds", "parse_vary", "plan_runs", "report_runs", "train_recipe"]
+
+
+def train_recipe(
+    path: str | Path,
+    overrides: Sequence[str] = (),
+    *,
+    compare: str | None = None,
+    vary: Sequence[str] = (),
+    seeds: str | None = None,
+    loss_from: Path | None = None,
+    jobs: int | None = None,
+    out: Path | None = None,
+) -> int:
+    """Train the runs that are not finished, write the outputs and print the table.
+
+    Args:
+        path: the recipe.
+        overrides: ``key.path=value``.
+        compare: SPECs, separated by commas; None takes the recipe's ``lab.compare``, or its ``loss_fn`` alone.
+        vary: ``key.path=value,value,…``; several give every combination.
+        seeds: ``1..10`` or ``1,2,5``; None: the recipe's ``grpo.seed``.
+        loss_from: a NeMo-RL recipe, whose ``loss_fn:`` takes the place of the lab recipe's.
+        jobs: number of training processes; None: one per core, at most one per run.
+        out: folder of the outputs; None: create one under ``results/lab``. Finished runs in it are not trained again.
+
+    Returns:
+        Exit status: 0, 1 if a run failed, or 130 if the user interrupted it.
+
+    Raises:
+        GeomaskError: a mistake in the recipe, a flag or the installation.
+    """
+    path = Path(path)
+    folder = out or Path("results", "lab", f"{path.stem}-{time.strftime('%Y%m%d-%H%M%S')}")
+    runs = plan_runs(path, overrides, compare=compare, vary=vary, seeds=seeds, loss_from=loss_from, out=folder)
+    console = _create_console()
+    require("matplotlib", "the lab needs", "demo")
+    progress = Progress(console, len({run.recipe.grpo.seed for run in runs}))
+    complete = train(runs, progress, jobs=_choose_jobs(jobs, runs))
+    if not any(run.steps_file.exists() for run in runs):
+        console.print("No step was completed; nothing to report.")
+        return 130
+    report_results([folder], folder, console, first=runs[0].label)
+    print_diagnosis([RunCurves.read(run.steps_file) for run in runs if run.steps_file.exists()], folder, console)
+    console.print(f"Steps, rollouts and summary: {folder}", highlight=False, markup=False)
+    return 130 if not complete else 0 if all(run.finished for run in runs) else 1
+
+
+def report_runs(places: Sequence[str], *, baseline: str | None, target: float | None, out: Path | None) -> int:
+    """Report all runs in the folders; the plot and summary go to ``out``, or else to the first folder."""
+    if not places:
+        raise ConfigError("lab report: which runs? nemo-geomask lab report DIR [DIR …]")
+    folders = [Path(place) for place in places]
+    if out is not None:
+        try:
+            out.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"--out: {out} can't be made a folder: {error.strerror or error}") from None
+    target = TARGET if target is None else target
+    report_results(folders, out or folders[0], _create_console(), baseline=baseline, target=target)
+    return 0
+
+
+def plan_runs(
+    path: Path,
+    overrides: Sequence[str],
+    *,
+    compare: str | None,
+    vary: Sequence[str],
+    seeds: str | None,
+    loss_from: Path | None,
+    out: Path,
+) -> list[Run]:
+    """Plan the runs that :func:`train_recipe` trains, sorted by seed.
+
+    Raises:
+        ConfigError: a mistake in the recipe or a flag, or two variants with the same settings.
+    """
+    runs: list[Run] = []
+    for point in itertools.product(*map(parse_vary, vary)):
+        with _recipe_with_loss(path, loss_from) as file:
+            data = load_recipe(file, [*overrides, *point], new_keys=True)
+        recipe = LabRecipe.read(data, source=path.name)
+        suffix = "".join(f" {setting}" for setting in point)
+        for variant in _compared_losses(recipe, compare):
+            for seed in parse_seeds(seeds) if seeds else (recipe.grpo.seed,):
+                grpo = recipe.grpo.model_copy(update={"seed": seed})
+                run_recipe = recipe.model_copy(update={"loss_fn": dict(variant.loss_fn), "grpo": grpo})
+                runs.append(Run(variant.label + suffix, run_recipe, out))
+    by_settings: dict[tuple[str, int], Run] = {}
+    for run in runs:
+        same = by_settings.setdefault((json.dumps(run.settings, sort_keys=True), run.recipe.grpo.seed), run)
+        if same is not run:
+            raise ConfigError(
+                f"'{same.label}' and '{run.label}' are the same settings; their curves would be equal. Remove one"
+            )
+    return sorted(runs, key=lambda run: run.recipe.grpo.seed)
+
+
+def parse_seeds(text: str) -> tuple[int, ...]:
+    """Parse seeds: ``1..10``, ``1,2,5`` or both, ``1..3,7``.
+
+    Raises:
+        ConfigError: the text is no list of seeds, or names a seed twice.
+    """
+    seeds: list[int] = []
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*(\d+)(?:\.\.(\d+))?\s*", part)
+        first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
+        if last >= SEEDS:
+            raise ConfigError(f"--seeds: '{text}' names {last}; a seed is below {SEEDS}")
+        if first > last:
+            raise ConfigError(f"--seeds: '{text}' is no list of seeds; write 1..10, 1,2,5 or 1..3,7")
+        seeds += range(first, last + 1)
+    if len(set(seeds)) < len(seeds):
+        raise ConfigError(f"--seeds: '{text}' names a seed twice")
+    return tuple(seeds)
+
+
+def parse_vary(text: str) -> list[str]:
+    """Split ``key=v1,v2``, in Hydra's grammar, into the overrides ``key=v1`` and ``key=v2``.
+
+    Raises:
+        ConfigError: the text is no such list, or all runs have to share the key.
+    """
+    parser = require("hydra.core.override_parser.overrides_parser", "the lab needs", "demo").OverridesParser
+    try:
+        (parsed,) = parser.create().parse_overrides(overrides=[text])
+        if not parsed.is_sweep_override():
+            raise ValueError("it has one value")
+        values = list(parsed.sweep_string_iterator())
+    except Exception as error:
+        raise ConfigError(
+            f"--vary: '{text}': {str(error).splitlines()[0]}; write key=value,value,…, such as "
+            "loss_fn.reference_policy_kl_type=k1,k2,k3"
+        ) from None
+    key = parsed.get_key_element()
+    section, _, name = key.partition(".")
+    if key == "grpo.seed" or (section == "lab" and name.partition(".")[0] in COMPUTE_KEYS):
+        fix = "--seeds" if key == "grpo.seed" else "an override, since it does not change what is trained"
+        raise ConfigError(f"--vary: {key} can't be varied; use {fix}")
+    return [f"{key}={value}" for value in values]
+
+
+def _compared_losses(recipe: LabRecipe, compare: str | None) -> tuple[ComparedLoss, ...]:
+    specs = recipe.lab.compare if compare is None else compare
+    if specs:
+        return parse_compare(specs, recipe.loss_fn, recipe.lab)
+    return (ComparedLoss(str(recipe.loss_fn.get("name", "clipped_pg")), recipe.loss_fn),)
+
+
+def _choose_jobs(requested: int | None, runs: Sequence[Run]) -> int:
+    """Return the number of training processes: 1 for runs with several ranks or vLLM, which use several cores alone."""
+    recipe = runs[0].recipe
+    reason = None
+    if any(run.recipe.lab.processes > 1 for run in runs):
+        reason = "lab.tp, lab.cp and lab.dp"
+    elif any(run.recipe.policy.generation.backend == "vllm" for run in runs):
+        reason = "policy.generation.backend: vllm"
+    if requested is not None and requested < 1:
+        raise ConfigError(f"--jobs: {requested} processes can't train; write 1 or more")
+    if reason is not None:
+        if requested is not None and requested > 1:
+            raise ConfigError(
+                f"--jobs: {requested} runs at a time don't go together with {reason}; leave one of them out"
+            )
+        return 1
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return requested or max(1, cores // recipe.lab.num_threads)
+
+
+@contextlib.contextmanager
+def _recipe_with_loss(path: Path, other: Path | None) -> Iterator[Path]:
+    """Yield the recipe's path, or that of a temporary recipe that inherits from it with the other's ``loss_fn:``."""
+    if other is None:
+        yield path
+        return
+    block = load_recipe(other).get("loss_fn")
+    if not isinstance(block, dict):
+        raise ConfigError(f"--loss-from: {other} has no loss_fn: block")
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, path.name)
+        data = {"defaults": str(path.resolve()), "loss_fn": {"_override_": True, **block}}
+        file.write_text(require("yaml", "the lab needs", "demo").safe_dump(data), encoding="utf-8")
+        yield file
+
+
+def _create_console() -> Any:
+    console = require("rich.console", "the lab needs", "demo").Console()
+    if not console.is_terminal:
+        # A file or a pipe has no width, and rich's default would cut the table.
+        console.width = 110
+    return console

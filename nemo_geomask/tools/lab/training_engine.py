@@ -1,0 +1,150 @@
+"""The training engine: log-probs of complete sequences and the loss of a microbatch, on packed tokens.
+
+Tensor-parallel ranks run the same transformer body, and each computes its own vocabulary columns of the output layer.
+The gradient of the hidden states is therefore summed over them. Context-parallel ranks run the body on their share of
+every sequence; only attention uses the keys and values of all shares.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from nemo_geomask.data_keys import TOKEN_MASK
+from nemo_geomask.losses import PolicyLoss
+from nemo_geomask.metrics import Metrics
+from nemo_geomask.parallel import vocab_parallel_logprobs
+from nemo_geomask.tools.lab.arithmetic import linear
+from nemo_geomask.tools.lab.lab_recipe import LabRecipe
+from nemo_geomask.tools.lab.packed_rows import Packing, enter_sharded_layer, pack_sequences, vocabulary_shards
+from nemo_geomask.tools.lab.ranks import Ranks
+from nemo_geomask.tools.lab.routing import capture_routes, routes_differ
+from nemo_geomask.tools.lab.token_sampling import filter_logits, zero_filtered
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+__all__ = ["TrainEngine"]
+
+
+class TrainEngine:
+    """Runs the policy for training without padding, on this rank's shares of the sequences and of the vocabulary.
+
+    Every rank has all parameters, but a tensor-parallel rank uses only its own rows of the output layer.
+
+    Args:
+        ranks: the processes that share the work.
+        recipe: precision, router replay, temperature and filters; None: the defaults.
+
+    Attributes:
+        ranks: the processes that share the work.
+        filters: whether log-probs are those of the tokens that the generation engine's top-p and top-k leave.
+        curr: [B, T] of a rollout batch; where it is set, :meth:`evaluate` puts the log-probs of this rank's tokens into
+            the rows that ``batch["row"]`` names.
+    """
+
+    def __init__(self, ranks: Ranks | None = None, recipe: LabRecipe | None = None) -> None:
+        recipe = LabRecipe() if recipe is None else recipe
+        self.ranks = Ranks() if ranks is None else ranks
+        self.is_filtered = recipe.policy.generation.has_filters and recipe.lab.filter_logprobs
+        self.curr: Tensor | None = None
+        self._policy = recipe.policy
+        self._autocast = torch.autocast("cpu", dtype=torch.bfloat16, enabled=recipe.policy.precision == "bfloat16")
+
+    @torch.no_grad()
+    def score_batch(
+        self,
+        model: PreTrainedModel,
+        data: Mapping[str, Tensor],
+        micro_batch: int,
+        *,
+        entropy: bool = False,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Compute log-probs and routes of a batch, [B, T] on all ranks; column 0, which nothing predicts, is 0.
+
+        Args:
+            model: the model.
+            data: ``input_ids``, ``input_lengths`` and, where they are known, ``routed_experts``.
+            micro_batch: rows of a pass.
+            entropy: compute entropies too.
+
+        Returns:
+            Log-probs, -inf where the filter excludes the token; entropies, or 0; 1 where the model's own routers send
+            the position that predicts the token to other experts than the generation engine's did, else 0.
+        """
+        scores = torch.zeros(3, *data["input_ids"].shape, dtype=torch.float32)
+        dp = self.ranks.dp
+        for rows in torch.split(torch.arange(scores.shape[1]), micro_batch)[dp.rank :: dp.size]:
+            part = {key: value[rows] for key, value in data.items()}
+            packing = pack_sequences(part["input_lengths"], self.ranks.cp)
+            all_tokens = torch.ones_like(scores[0, rows])
+            targets = packing.pack({**part, TOKEN_MASK: all_tokens, "sample_mask": all_tokens[:, 0]})["targets"]
+            values = self._forward(model, packing, part, targets, entropy=entropy)
+            scores[:, rows] = torch.stack([packing.unpack(value, targets, all_tokens) for value in values])
+        logprobs, entropies, differ = self.ranks.sum_shares(scores)
+        return logprobs, entropies, differ
+
+    def evaluate(
+        self, model: PreTrainedModel, loss: PolicyLoss, batch: Mapping[str, Tensor], documents: int, tokens: int
+    ) -> tuple[Tensor, Metrics]:
+        """Compute the loss of one microbatch and its metrics, summed over tensor- and context-parallel ranks.
+
+        A single rank has complete rows, and the loss is called as NeMo-RL calls it; shares go to
+        :meth:`PolicyLoss.packed`.
+
+        Args:
+            model: the policy.
+            loss: the loss.
+            batch: [B, T] and [B] tensors under NeMo-RL's keys.
+            documents: in the optimiser step, over all microbatches and ranks.
+            tokens: trained tokens in the same.
+        """
+        packing = pack_sequences(batch["input_lengths"], self.ranks.cp)
+        packed = packing.pack(batch)
+        logprobs, _, _ = self._forward(model, packing, batch, packed["targets"])
+        if self.is_filtered:
+            logprobs = zero_filtered(logprobs)
+        rows = packing.unpack(logprobs, packed["targets"], batch[TOKEN_MASK])
+        if self.curr is not None:
+            self.curr[batch["row"]] = rows.detach()
+        if self.ranks.tp.size * self.ranks.cp.size > 1:
+            return loss.packed(logprobs, packed, packing.segments, documents, tokens)
+        return loss(next_token_logprobs=rows[:, 1:], data=batch, global_valid_seqs=documents, global_valid_toks=tokens)
+
+    def _forward(
+        self,
+        model: PreTrainedModel,
+        packing: Packing,
+        batch: Mapping[str, Tensor],
+        targets: Tensor,
+        *,
+        entropy: bool = False,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return what :meth:`score_batch` returns, but [N] for the targets of this rank's tokens."""
+        tp, generation = self.ranks.tp, self._policy.generation
+        # Padding tokens repeat the row's last column; no valid token depends on them.
+        index = packing.row, packing.position.clamp(max=batch["input_ids"].shape[1] - 1)
+        sizes = vocabulary_shards(model.lm_head.out_features, tp.size)
+        columns = model.lm_head.weight.split(sizes)[tp.rank]
+        routes = batch["routed_experts"][index] if "routed_experts" in batch else None
+        with self._autocast, capture_routes(model, routes if self._policy.router_replay.enabled else None) as chosen:
+            ids, place = batch["input_ids"][index][None], packing.position[None]
+            body = model.model(input_ids=ids, position_ids=place, use_cache=False, packing=packing)
+            logits = linear(enter_sharded_layer(body.last_hidden_state[0], tp.group), columns).float()
+        if self.is_filtered:
+            logits = filter_logits(logits, generation)
+        elif generation.temperature != 1:
+            logits = logits / generation.temperature
+        differ = (
+            torch.zeros(len(ids[0])) if routes is None else routes_differ(torch.stack(chosen, dim=1), routes).float()
+        )
+        if entropy:
+            logprobs_and_entropy = vocab_parallel_logprobs(
+                logits, targets, entropy=True, group=tp.group, shard_sizes=sizes
+            )
+            return *logprobs_and_entropy, differ
+        logprobs = vocab_parallel_logprobs(logits, targets, group=tp.group, shard_sizes=sizes)
+        return logprobs, torch.zeros_like(differ), differ

@@ -1,0 +1,166 @@
+"""vLLM as the generation engine: it samples with its own kernels, from the policy's weights of that step."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from nemo_geomask.data_keys import GENERATION_LOGPROBS, TOKEN_MASK
+from nemo_geomask.errors import EngineError, MissingDependencyError
+from nemo_geomask.hosts.vllm import load_weights, rollout_batch
+from nemo_geomask.tools.lab.generation_engine import Generated
+from nemo_geomask.tools.lab.lab_recipe import LabRecipe
+from nemo_geomask.tools.lab.policy_config import GenerationConfig
+from nemo_geomask.tools.lab.policy_model import checkpoint_weights, generation_copy, policy_config, token_logprobs
+from nemo_geomask.tools.lab.progression_task import Prompts, Task
+from nemo_geomask.tools.lab.quantization import describe_engine
+from nemo_geomask.tools.lab.token_sampling import filter_logits
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+__all__ = ["VllmSampler"]
+
+# vLLM reads these when it is imported or an engine starts. Without _FORCED, vLLM would run in another process, out of
+# reach of the weights; the others only replace defaults and not what the user has set.
+_FORCED = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+_ENVIRONMENT = {
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # The trainer runs in the same threads.
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+_CACHE_BYTES = 2**28
+# Number of rows of a batch that are scored again, and the largest mean |log-ratio| allowed. Rounding gives about 0.02,
+# wrong weights about 1.
+_CHECKED_ROWS = 16
+_LIMIT = 0.5
+
+
+class VllmSampler:
+    """vLLM engine in this process, kept for a whole run, since starting one takes longer than several training steps.
+
+    Args:
+        recipe: sizes of the policy, precision and seed.
+        task: supplies EOS, PAD and the longest response.
+
+    Attributes:
+        recipe: the settings.
+        llm: the engine.
+        name: description for the report.
+
+    Raises:
+        MissingDependencyError: vLLM is not installed.
+    """
+
+    def __init__(self, recipe: LabRecipe, task: Task) -> None:
+        self.recipe, self._task = recipe, task
+        os.environ.update(_FORCED)
+        for name, value in _ENVIRONMENT.items():
+            os.environ.setdefault(name, value)
+        vllm = _vllm()
+        self._params = vllm.SamplingParams
+        generation = recipe.policy.generation
+        self.name = f"vLLM {vllm.__version__} in {describe_engine(recipe)}"
+        settings = {
+            "dtype": generation.precision,
+            "logprobs_mode": "processed_logprobs",
+            "enforce_eager": True,
+            "max_num_seqs": recipe.grpo.num_prompts_per_step * recipe.grpo.num_generations_per_prompt,
+            "kv_cache_memory_bytes": _CACHE_BYTES,
+            "seed": recipe.grpo.seed,
+            **generation.vllm_kwargs,
+        }
+        config = policy_config(recipe.policy.model, task)
+        set_num_threads = torch.set_num_threads
+        try:
+            with tempfile.TemporaryDirectory() as folder:
+                config.save_pretrained(folder)
+                self.llm = vllm.LLM(
+                    model=folder,
+                    load_format="dummy",
+                    skip_tokenizer_init=True,
+                    **settings,
+                )
+        finally:
+            # vLLM's CPU worker disables it for its whole process, which is also the trainer's.
+            torch.set_num_threads = set_num_threads
+
+    def sample(self, versions: Sequence[PreTrainedModel], prompts: Prompts, generator: torch.Generator) -> Generated:
+        """Load the policy's weights and sample one response per prompt.
+
+        As :func:`~nemo_geomask.tools.lab.generation_engine.generate` does.
+
+        Args:
+            versions: the policy, float32; exactly one.
+            prompts: B prompts.
+            generator: source of a seed for each response.
+
+        Raises:
+            EngineError: vLLM's log-probs are not those of the weights that it was given.
+        """
+        (policy,) = versions
+        weights = generation_copy(policy, self.recipe.policy.generation)
+        load_weights(self.llm, checkpoint_weights(weights))
+        generation = self.recipe.policy.generation
+        seeds = torch.randint(2**31, (len(prompts.terms),), generator=generator)
+        params = [
+            self._params(
+                temperature=generation.temperature,
+                top_p=generation.top_p,
+                top_k=generation.top_k or 0,
+                logprobs=0,
+                max_tokens=terms,
+                seed=seed,
+                stop_token_ids=[] if generation.ignore_eos else [self._task.eos_id],
+                detokenize=False,
+            )
+            for terms, seed in zip(prompts.terms.tolist(), seeds.tolist(), strict=True)
+        ]
+        requests = [{"prompt_token_ids": ids} for ids in prompts.token_ids.tolist()]
+        batch = rollout_batch(
+            self.llm.generate(requests, params, use_tqdm=False),
+            pad_token_id=self._task.pad_id,
+            sampling_params=params,
+            logprobs_mode=self.llm.model_config.logprobs_mode,
+        )
+        _check_weights(weights, batch, generation)
+        ids = batch["input_ids"]
+        return Generated(
+            *(ids, batch["input_lengths"], batch[GENERATION_LOGPROBS], batch[TOKEN_MASK], torch.zeros_like(ids))
+        )
+
+
+@torch.no_grad()
+def _check_weights(weights: PreTrainedModel, batch: dict[str, Tensor], generation: GenerationConfig) -> None:
+    """Raise EngineError if vLLM's log-probs do not fit the weights that it was sent.
+
+    Some versions of vLLM, on some devices, corrupt weights that are loaded into a running engine, without an error.
+    """
+    rows = slice(_CHECKED_ROWS)
+    # Compared on the distribution that vLLM samples from; tokens that its filters exclude here are not counted.
+    expected = token_logprobs(weights, batch["input_ids"][rows], lambda logits: filter_logits(logits, generation))
+    counted = batch[TOKEN_MASK][rows, 1:].bool() & expected.isfinite()
+    gap = (expected - batch[GENERATION_LOGPROBS][rows, 1:])[counted].abs().mean()
+    # Written so that NaN fails too.
+    if not gap <= _LIMIT:
+        raise EngineError(
+            f"vLLM {_vllm().__version__}'s log-probs are {gap:.2f} per token from those of the weights that it was "
+            f"sent (rounding makes about 0.02, the limit is {_LIMIT}): it did not take the weights over. Use "
+            "policy.generation.backend: copy, or another version of vLLM"
+        )
+
+
+def _vllm() -> Any:
+    try:
+        import vllm
+    except ImportError as error:
+        raise MissingDependencyError(
+            f"policy.generation.backend: vllm needs vLLM, which could not be imported ({error}); "
+            'pip install "nemo-geomask[vllm]", or use backend: copy'
+        ) from error
+    return vllm

@@ -1,0 +1,12 @@
+"""Shims for what NeMo-RL, vLLM and Megatron take from CUDA, on a machine without it.
+
+Devices are the CPU, streams do nothing, and weights travel by value. Each shim patches one module, in every process,
+right after the module is imported. It names the lines of the host that need it (NeMo-RL main of August 2026, commit
+7ea279abf, unless it says otherwise). No worker, loop or loss is copied or replaced.
+"""
+
+from __future__ import annotations
+
+from nemo_geomask.tools.rehearse.cpu_shims.import_hook import register
+
+__all__ = ["register"]

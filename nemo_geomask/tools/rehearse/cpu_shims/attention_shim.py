@@ -1,0 +1,145 @@
+"""Attention over packed rows and context-parallel ranks, for which no library has a CPU kernel."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from nemo_geomask.hosts.nemo_rl.patch import Patch, attribute
+
+__all__ = ["attended", "megatron", "places"]
+
+
+def megatron(module: Any) -> Iterator[Patch]:
+    """dot_product_attention.py:60 refuses context parallelism and :145 packed rows: only transformer-engine's attention
+    has them. Here each rank's queries see the keys of all ranks' shares."""
+    groups = importlib.import_module("megatron.core.parallel_state")
+
+    def init(original: Any) -> Any:
+        def make(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+            alone = copy.copy(config)
+            alone.context_parallel_size = 1
+            original(self, alone, *args, **kwargs)
+
+        return make
+
+    def forward(original: Any) -> Any:
+        def attend(
+            self: Any,
+            query: Any,
+            key: Any,
+            value: Any,
+            mask: Any,
+            *args: Any,
+            packed_seq_params: Any = None,
+            **more: Any,
+        ) -> Any:
+            group = groups.get_context_parallel_group()
+            if packed_seq_params is None and group.size() == 1:
+                return original(self, query, key, value, mask, *args, **more)
+            if packed_seq_params is None:
+                offsets = [0, query.shape[0] * group.size()]
+            else:
+                offsets = packed_seq_params.cu_seqlens_q_padded.tolist()
+                query, key, value = (part.unsqueeze(1) for part in (query, key, value))  # [T, heads, width]
+            mask = attended(
+                *(query, key, value),
+                offsets,
+                group,
+                scale=self.softmax_scale,
+                window=self.scale_mask_softmax.window_size,
+                sink=self.softmax_offset,
+            )
+            return mask.flatten(2) if packed_seq_params is None else mask.flatten(1)
+
+        return attend
+
+    yield attribute(module.DotProductAttention, "__init__", init)
+    yield attribute(module.DotProductAttention, "forward", forward)
+
+
+def places(offsets: Sequence[int], rank: int, size: int) -> Any:
+    """Return the positions of a rank's tokens in the packed row.
+
+    A sequence is cut into ``2 * size`` equal parts, of which a rank has ``rank`` and ``2 * size - 1 - rank``, as in
+    Megatron and transformer-engine.
+    """
+    torch = importlib.import_module("torch")
+    if size == 1:
+        return torch.arange(offsets[-1])
+    positions = []
+    for start, end in itertools.pairwise(offsets):
+        part = (end - start) // (2 * size)
+        positions += [torch.arange(start + at * part, start + (at + 1) * part) for at in (rank, 2 * size - 1 - rank)]
+    return torch.cat(positions)
+
+
+def attended(
+    query: Any,
+    key: Any,
+    value: Any,
+    offsets: Sequence[int],
+    group: Any,
+    *,
+    scale: float,
+    window: tuple[int, int] | None = None,
+    sink: Any = None,
+) -> Any:
+    """Causal attention within each sequence of a packed row, of which each rank holds a share.
+
+    Args:
+        query: [T, B, heads, width], this rank's share.
+        key: [T, B, groups, width]; so many heads have one group.
+        value: [T, B, groups, value width].
+        offsets: where in the whole row the sequences begin, and its end.
+        group: context-parallel process group.
+        scale: of the scores.
+        window: how many tokens before its own a query sees at most, -1 for all; and after, which is ignored.
+        sink: [heads], a score without a value, or None.
+
+    Returns:
+        [T, B, heads, value width].
+    """
+    torch = importlib.import_module("torch")
+    positions = [places(offsets, rank, group.size()) for rank in range(group.size())]
+    mine, all_ranks = positions[group.rank()], torch.cat(positions)
+    starts = torch.tensor(offsets[1:-1])
+    sequence, of_keys = (torch.bucketize(part, starts, right=True) for part in (mine, all_ranks))
+    behind = mine[:, None] - all_ranks[None, :]
+    visible = (sequence[:, None] == of_keys[None, :]) & (behind >= 0)
+    if window is not None and window[0] >= 0:
+        visible &= behind <= window[0]
+    keys, values = (
+        _gathered(part, group).repeat_interleave(query.shape[2] // part.shape[2], dim=2) for part in (key, value)
+    )
+    scores = torch.einsum("qbhd,kbhd->bhqk", query.float(), keys.float()) * scale
+    scores = scores.masked_fill(~visible, -torch.inf)
+    if sink is not None:
+        scores = torch.cat([scores, sink.float().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)], dim=-1)
+    shares = scores.softmax(dim=-1)[..., : len(all_ranks)]
+    return torch.einsum("bhqk,kbhd->qbhd", shares, values.float()).to(query.dtype)
+
+
+def _gathered(part: Any, group: Any) -> Any:
+    """Concatenation of all ranks' shards in rank order; a shard's gradient is summed over all ranks."""
+    torch = importlib.import_module("torch")
+    dist = torch.distributed
+    if group.size() == 1:
+        return part
+
+    def forward(ctx: Any, part: Any) -> Any:
+        parts = [torch.empty_like(part) for _ in range(group.size())]
+        dist.all_gather(parts, part.contiguous(), group=group)
+        return torch.cat(parts)
+
+    def backward(ctx: Any, grad: Any) -> Any:
+        grad = grad.contiguous()
+        dist.all_reduce(grad, group=group)
+        return grad.chunk(group.size())[group.rank()]
+
+    functions = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+    output: Any = type("Gathered", (torch.autograd.Function,), functions)
+    return output.apply(part)

@@ -1,0 +1,162 @@
+"""Shims of Megatron-LM and Megatron-Bridge, for what they take from CUDA or transformer-engine."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+from collections.abc import Iterator
+from typing import Any
+
+from nemo_geomask.hosts.nemo_rl.patch import Patch, attribute
+
+__all__ = ["buffers", "clip_grads", "dispatcher", "experts", "initialize", "jit", "layer_spec", "norm", "random"]
+
+
+def jit(module: Any) -> Iterator[Patch]:
+    """megatron/core/jit.py: functions compiled at their first call, 10 s on a CPU."""
+    yield attribute(module, "jit_fuser", lambda original: lambda function: function)
+
+
+def random(module: Any) -> Iterator[Patch]:
+    """megatron/core/tensor_parallel/random.py: states of CUDA's generators; Megatron's own tracker that has none."""
+
+    def seed(*args: Any, **kwargs: Any) -> None:
+        module.initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)
+
+    module.initialize_rng_tracker(inference_rng_tracker=True)
+    yield attribute(module, "model_parallel_cuda_manual_seed", lambda original: seed)
+
+
+def buffers(module: Any) -> Iterator[Patch]:
+    """param_and_grad_buffer.py: offloading frees storage that, on a CPU, is the copy as well."""
+    for name in ("offload_to_cpu", "reload_from_cpu"):
+        if hasattr(module._ParamAndGradBuffer, name):
+            yield attribute(module._ParamAndGradBuffer, name, lambda original: lambda self, *args, **kwargs: None)
+
+
+def dispatcher(module: Any) -> Iterator[Patch]:
+    """token_dispatcher.py: split sizes stay tensors where tensors are not on CUDA."""
+    torch = importlib.import_module("torch")
+
+    def on_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+    yield attribute(module, "maybe_move_tensor_to_cpu", lambda original: on_host)
+
+
+def experts(module: Any) -> Iterator[Patch]:
+    """moe_utils.py: a name that only transformer-engine defines, read before it is known whether it is needed."""
+    if not hasattr(module, "te_general_gemm"):
+
+        def apply() -> None:
+            module.te_general_gemm = None
+
+        yield Patch(module, "te_general_gemm", apply, lambda: delattr(module, "te_general_gemm"))
+
+
+def norm(module: Any) -> Iterator[Patch]:
+    """torch_norm.py:52: torch's norms refuse sequence parallelism, where they see a share of the tokens; each token has
+    a norm of its own. Megatron sums the gradients of parameters that say so."""
+
+    def over_shares(original: Any) -> Any:
+        def new(cls: Any, config: Any, *args: Any, **kwargs: Any) -> Any:
+            alone = copy.copy(config)
+            alone.sequence_parallel = False
+            norm = original.__new__(original, alone, *args, **kwargs)
+            for parameter in norm.parameters():
+                parameter.sequence_parallel = config.sequence_parallel
+            return norm
+
+        return type(original.__name__, (original,), {"__new__": new})
+
+    yield attribute(module, "WrappedTorchNorm", over_shares)
+
+
+def clip_grads(module: Any) -> Iterator[Patch]:
+    """clip_grads.py:174: insists on gradients whose type is called torch.cuda.FloatTensor; the same clipping."""
+
+    def clip(parameters: Any, max_norm: float, total_norm: Any, *args: Any, **kwargs: Any) -> None:
+        scale = max_norm / (float(total_norm) + 1e-6)
+        for parameter in [parameters] if hasattr(parameters, "grad") else parameters:
+            if parameter.grad is not None and scale < 1:
+                parameter.grad.mul_(scale)
+
+    yield attribute(module, "clip_grad_by_total_norm_fp32", lambda original: clip)
+
+
+def initialize(module: Any) -> Iterator[Patch]:
+    """bridge/training/initialize.py:91 (CUDA or nothing), :703 (cards are counted); helpers in C++ for data sets, and
+    kernels warmed up."""
+    cuda = importlib.import_module("torch").cuda
+
+    def with_a_card(original: Any) -> Any:
+        def start(*args: Any, **kwargs: Any) -> Any:
+            available, count = cuda.is_available, cuda.device_count
+            cuda.is_available, cuda.device_count = (lambda: True), (lambda: 1)
+            try:
+                return original(*args, **kwargs)
+            finally:
+                cuda.is_available, cuda.device_count = available, count
+
+        return start
+
+    yield attribute(module, "initialize_megatron", with_a_card)
+    for name in ("compile_helpers", "set_jit_fusion_options"):
+        if hasattr(module, name):
+            yield attribute(module, name, lambda original: lambda *args, **kwargs: None)
+
+
+def layer_spec(module: Any) -> Iterator[Patch]:
+    """bridge/models/gpt_provider.py:51: layers of transformer-engine's. Megatron's own instead, with the names of
+    parameters that the bridge maps: the norm before a projection belongs to the projection."""
+
+    def without_fusion(original: Any) -> Any:
+        def finalize(self: Any) -> None:
+            # qwen3_moe_bridge.py:62,67 ask for transformer-engine's kernels, which transformer_config.py:2732 refuses.
+            self.moe_grouped_gemm = self.moe_permute_fusion = False
+            original(self)
+
+        return finalize
+
+    yield attribute(module, "transformer_engine_layer_spec", lambda original: _local_spec)
+    yield attribute(module.GPTModelProvider, "finalize", without_fusion)
+
+
+def _local_spec(config: Any) -> Any:
+    specs = importlib.import_module("megatron.core.models.gpt.gpt_layer_specs")
+    identity = importlib.import_module("megatron.core.transformer.identity_op").IdentityOp
+    normed = _normed_projection()
+    spec = specs.get_gpt_layer_local_spec(
+        num_experts=config.num_moe_experts,
+        moe_grouped_gemm=False,
+        qk_layernorm=config.qk_layernorm,
+        normalization=config.normalization,
+    )
+    parts = spec.submodules
+    parts.input_layernorm, parts.sharded_state_dict_keys_map = identity, {}
+    parts.self_attention.submodules.linear_qkv = normed
+    if config.num_moe_experts is None:
+        parts.pre_mlp_layernorm = identity
+        # A partial in Megatron-LM 0.20, a ModuleSpec before.
+        mlp = parts.mlp.keywords["submodules"] if hasattr(parts.mlp, "keywords") else parts.mlp.submodules
+        mlp.linear_fc1 = normed
+    return spec
+
+
+def _normed_projection() -> Any:
+    torch = importlib.import_module("torch")
+    column: Any = importlib.import_module("megatron.core.tensor_parallel").ColumnParallelLinear
+
+    def init(self: Any, input_size: int, output_size: int, *, config: Any, **kwargs: Any) -> None:
+        column.__init__(self, input_size, output_size, config=config, **kwargs)
+        self.layer_norm_weight = torch.nn.Parameter(torch.ones(input_size, dtype=config.params_dtype))
+        self.layer_norm_weight.sequence_parallel = config.sequence_parallel
+        self.epsilon = config.layernorm_epsilon
+
+    def forward(self: Any, input_: Any, *args: Any, **kwargs: Any) -> Any:
+        weight = self.layer_norm_weight.float()
+        normed = torch.nn.functional.rms_norm(input_.float(), (input_.shape[-1],), weight, self.epsilon)
+        return column.forward(self, normed.to(input_.dtype), *args, **kwargs)
+
+    # The bridge knows its mapping by the class's name.
+    return type("TELayerNormColumnParallelLinear", (column,), {"__init__": init, "forward": forward})

@@ -1,0 +1,100 @@
+"""Driver process of a rehearsal: runs NeMo-RL's own script and logs its events. Started by ``nemo-geomask run``.
+
+Without GPUs, this module starts a Ray that claims to have some; with GPUs, NeMo-RL starts Ray itself.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import json
+import os
+import runpy
+import signal
+import sys
+import time
+import traceback
+from pathlib import Path
+
+from nemo_geomask.hosts.nemo_rl import patch
+from nemo_geomask.tools.rehearse.event_hooks import patches
+from nemo_geomask.tools.rehearse.event_log import Events
+from nemo_geomask.tools.rehearse.tiny_models import TinyModel, write_model
+
+__all__ = ["SETTINGS", "main"]
+
+SETTINGS = "NEMO_GEOMASK_REHEARSAL_SETTINGS"
+"""Environment variable with the path of the rehearsal's settings, a JSON file."""
+
+_ENVIRONMENT = "nemo_geomask.tools.rehearse.even_words.EvenWords"
+_END_WITH_PARENT = 1  # PR_SET_PDEATHSIG
+
+
+def main(script: str) -> int:
+    """Run NeMo-RL's script with event hooks.
+
+    Args:
+        script: path of the script; its arguments are in ``sys.argv``.
+
+    Returns:
+        0, or 1 after an error, which is logged as an event.
+    """
+    ctypes.CDLL(None).prctl(_END_WITH_PARENT, signal.SIGKILL)
+    settings = json.loads(Path(os.environ[SETTINGS]).read_text(encoding="utf-8"))
+    events = Events(Path(settings["events"]))
+    try:
+        if settings["model"] is not None:
+            parameters = write_model(TinyModel(**settings["model"]), Path(settings["folder"]))
+            events("model", parameters=parameters, model_type=settings["model"]["model_type"])
+        patch.apply_all(patches(events, controller="single_controller" in script, first_seed=settings["first_seed"]))
+        _register_environment(settings["environment"])
+        if not settings["gpus"]:
+            _start_ray_without_gpus(settings["cards"], settings["ray"])
+        events("end", stage="start")
+        runpy.run_path(script, run_name="__main__")
+    except BaseException as error:
+        text = "".join(traceback.format_exception(error))
+        sys.stderr.write(text)
+        events("error", type=type(error).__name__, message=str(error), traceback=text)
+        return 1
+    events("done")
+    return 0
+
+
+def _register_environment(name: str | None) -> None:
+    registry = importlib.import_module("nemo_rl.distributed.ray_actor_environment_registry")
+    executables = importlib.import_module("nemo_rl.distributed.virtual_cluster").PY_EXECUTABLES
+    if name is not None:
+        registry.ACTOR_ENVIRONMENT_REGISTRY[_ENVIRONMENT] = executables.SYSTEM
+        importlib.import_module("nemo_rl.environments.utils").register_env(name, _ENVIRONMENT)
+
+
+def _start_ray_without_gpus(cards: int, folder: str) -> None:
+    """Start a private Ray that claims to have GPUs, with all processes in this interpreter's environment."""
+    ray = importlib.import_module("ray")
+    cluster = importlib.import_module("nemo_rl.distributed.virtual_cluster")
+    registry = importlib.import_module("nemo_rl.distributed.ray_actor_environment_registry")
+    for actor in registry.ACTOR_ENVIRONMENT_REGISTRY:
+        registry.ACTOR_ENVIRONMENT_REGISTRY[actor] = cluster.PY_EXECUTABLES.SYSTEM
+    ray.init(
+        "local",
+        num_cpus=16,
+        num_gpus=cards,
+        include_dashboard=False,
+        runtime_env={"env_vars": dict(os.environ)},
+        logging_level="error",
+        object_store_memory=300 << 20,
+        _temp_dir=folder,
+    )
+    os.environ["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address
+    patch.attribute(cluster, "init_ray", lambda original: lambda *args, **kwargs: None).apply()
+
+
+if __name__ == "__main__":
+    sys.argv = sys.argv[1:]
+    status = main(sys.argv[0])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    time.sleep(0.1)  # for Ray's thread that prints what workers wrote
+    # NeMo-RL's destructors would look for Ray again, and start one.
+    os._exit(status)

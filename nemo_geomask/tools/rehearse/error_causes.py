@@ -1,0 +1,104 @@
+"""Known errors of NeMo-RL's workers, each with the setting that is likely behind it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+
+__all__ = ["CAUSES", "likely_cause"]
+
+CAUSES: Sequence[tuple[str, str, str]] = (
+    # Pattern, searched in the error and its tracebacks in this order; setting or group of settings; what to do.
+    (
+        r"WorkerError|can't receive the loss|No module named 'nemo_geomask'",
+        "PYTHONPATH, or the workers' environments",
+        "the workers can't import nemo_geomask, or another version of it; see Workers in docs/nemo_rl.md",
+    ),
+    (
+        r"BatchVetoError",
+        "loss_fn.batch_veto",
+        "every batch was vetoed: widen its bounds, or look at geomask/mismatch_k3 for why the engines differ",
+    ),
+    (
+        r"NonFiniteError",
+        "loss_fn.nonfinite",
+        "a log-prob at a trained token is NaN or infinite, and nonfinite: raise was chosen",
+    ),
+    (
+        r"logprob_backend",
+        "loss_fn.logprob_backend",
+        "the error names what the chosen back end can't do here; nemo_rl works everywhere",
+    ),
+    (
+        r"World size .* (insufficient|must be divisible)|model_parallel_size",
+        "cluster.gpus_per_node, cluster.num_nodes, and the sizes of the parallel groups",
+        "TP x CP x PP must divide the number of GPUs",
+    ),
+    (
+        r"train_global_batch_size|global_batch_size|micro_batch_size|batch size",
+        "policy.train_global_batch_size, policy.train_micro_batch_size",
+        "the global batch must be divisible by data-parallel ranks x microbatch, and rollouts by the global batch",
+    ),
+    (
+        r"max_model_len|longer than the maximum model length|max_seq_len|maximum context length",
+        "policy.generation.vllm_cfg.max_model_len, policy.max_total_sequence_length",
+        "a prompt with its response must fit",
+    ),
+    (
+        r"flash_attn|FlashAttention",
+        "policy.sequence_packing.enabled",
+        "packed rows need flash attention, which is not installed here",
+    ),
+    (r"No module named 'megatron", "policy.megatron_cfg.enabled", "put Megatron-Bridge and Megatron-LM on PYTHONPATH"),
+    (r"No module named 'nemo_automodel", "policy.dtensor_cfg._v2", "put Automodel on PYTHONPATH, or set _v2: false"),
+    (
+        # shared/import_utils.py:511 of v0.6.0's Automodel, under transformers 5.5 and later.
+        r"check_model_inputs\(\) missing",
+        "policy.dtensor_cfg._v2",
+        "this Automodel wants an earlier transformers: use a later Automodel, or none and _v2: false",
+    ),
+    (
+        r"is not in struct|ConfigAttributeError|ConfigKeyError|ValidationError",
+        "the recipe",
+        "NeMo-RL refuses a key or a value of it; the error names it",
+    ),
+    (
+        r"does not recognize this architecture|has no model type|are not supported for now",
+        "policy.model_name",
+        "transformers or vLLM here doesn't have the architecture",
+    ),
+    (r"chat_template", "policy.tokenizer.chat_template", "the tokenizer has no such template"),
+    (r"is not registered in ENV_REGISTRY", "data.default.env_name", "the environment is not known to NeMo-RL"),
+    (r"KeyError: '(\w+)'", r"\1", "NeMo-RL reads this key, which the recipe does not have"),
+)
+
+
+def likely_cause(
+    text: str, error: str = "", settings: Mapping[str, object] | None = None
+) -> tuple[str, str | None] | None:
+    """Return the setting that is likely behind an error, and what to do.
+
+    Args:
+        text: the error with its tracebacks, in which the patterns of :data:`CAUSES` are searched.
+        error: the line of the error itself. A setting whose last part it names, or whose text value it quotes, takes
+            precedence over the patterns.
+        settings: the recipe's settings, by dotted key.
+
+    Returns:
+        The setting and the way out, or None for the way out if the error itself says it; None if no cause is known.
+    """
+    settings = settings or {}
+    named = (key for key in settings if _is_word(key.rpartition(".")[2], error))
+    quoted = (key for key, value in settings.items() if isinstance(value, str) and _is_word(value, error))
+    for keys, fix in ((named, None), (quoted, "the error has its value")):
+        # A key that the error names in full takes precedence over the section that contains it.
+        key = max(keys, key=lambda key: len(key) if key in error else 0, default=None)
+        if key is not None:
+            return key, fix
+    matches = ((re.search(pattern, text), setting, fix) for pattern, setting, fix in CAUSES)
+    return next(((match.expand(setting), fix) for match, setting, fix in matches if match), None)
+
+
+def _is_word(word: str, text: str) -> bool:
+    """Return True if the text contains the word; a plain word such as ``name`` says too little and never counts."""
+    return bool(re.search(r"\w[_./]\w", word) and re.search(rf"(?<!\w){re.escape(word)}(?!\w)", text))

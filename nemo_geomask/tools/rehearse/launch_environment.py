@@ -1,0 +1,146 @@
+"""Environment of the driver: variables, Python path and files."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import json
+import os
+import shutil
+import sys
+import tempfile
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import nemo_geomask
+from nemo_geomask.recipe import ROOT_VARIABLE
+from nemo_geomask.tools.rehearse import driver
+from nemo_geomask.tools.rehearse.cpu_shims.nemo_rl_shim import IDENTITY
+from nemo_geomask.tools.rehearse.plan import Plan
+
+__all__ = ["has_automodel", "launch_environment"]
+
+_SITE = """import nemo_geomask.tools.rehearse.cpu_shims
+
+nemo_geomask.tools.rehearse.cpu_shims.register()
+"""
+_OLD_PYTHON = """import typing
+
+import typing_extensions
+
+typing.TypedDict = typing_extensions.TypedDict  # pydantic refuses typing's before Python 3.12
+typing.override = typing_extensions.override  # Megatron-LM imports it
+"""
+
+
+@contextmanager
+def launch_environment(
+    folder: Path,
+    checkout: Path,
+    plan: Plan,
+    *,
+    gpus: bool,
+    own_environment: bool,
+    first_seed: int | None = None,
+) -> Iterator[dict[str, str]]:
+    """Write the driver's files and yield its environment variables; files outside ``folder`` are removed at the end."""
+    identity = uuid.uuid4().hex[:12]
+    # Short: Ray makes sockets in it, whose paths may have 107 bytes.
+    ray = Path(tempfile.mkdtemp(prefix="rehearse-", dir="/tmp" if len(tempfile.gettempdir()) > 30 else None))
+    settings = {
+        "events": str(folder / "events.jsonl"),
+        "folder": str(folder),
+        "model": dataclasses.asdict(plan.model),
+        "environment": None if own_environment else _environment_name(plan),
+        "gpus": gpus,
+        "cards": plan.cards,
+        "ray": str(ray),
+        "first_seed": first_seed,
+    }
+    (folder / "settings.json").write_text(json.dumps(settings), encoding="utf-8")
+    path = [str(checkout), *_submodules(checkout, plan.automodel)]
+    variables = {driver.SETTINGS: str(folder / "settings.json"), ROOT_VARIABLE: str(checkout), IDENTITY: identity}
+    if not gpus:
+        site = folder / "site"
+        site.mkdir()
+        text = (_OLD_PYTHON if sys.version_info < (3, 12) else "") + _SITE
+        (site / "sitecustomize.py").write_text(text, encoding="utf-8")
+        path.insert(0, str(site))
+        home = Path(nemo_geomask.__file__).resolve().parent.parent
+        # For a checkout that is not installed. With GPUs, the rehearsal shows whether the workers have the package.
+        if home.name != "site-packages":
+            path.append(str(home))
+        variables |= _CPU
+        if not own_environment:
+            # Built-in prompts and a local model: nothing has to be downloaded.
+            variables |= {"HF_HOME": str(folder / "hf"), "HF_HUB_OFFLINE": "1"}
+    # Absolute: the driver runs in NeMo-RL's checkout.
+    user_paths = [os.path.abspath(entry) for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
+    variables["PYTHONPATH"] = os.pathsep.join([*path, *user_paths])
+    try:
+        # They would limit the GPUs that Ray claims, or make it join another cluster.
+        unset = {
+            "CUDA_VISIBLE_DEVICES",
+            "RAY_ADDRESS",
+        }
+        kept = {name: value for name, value in os.environ.items() if gpus or name not in unset}
+        yield {**kept, **variables}
+    finally:
+        shutil.rmtree(ray, ignore_errors=True)
+        for socket in Path("/tmp").glob(f"CPU-{identity}-*.sock"):
+            socket.unlink(missing_ok=True)
+
+
+def _environment_name(plan: Plan) -> str:
+    return next(change.key.removeprefix("env.") for change in plan.changes if change.key.startswith("env."))
+
+
+def has_automodel(checkout: Path) -> bool:
+    """Return True if Automodel is importable, here or from NeMo-RL's checkout."""
+    return importlib.util.find_spec("nemo_automodel") is not None or _is_fetched(_automodel_folder(checkout))
+
+
+def _automodel_folder(checkout: Path) -> Path:
+    return checkout / "3rdparty" / "Automodel-workspace" / "Automodel"
+
+
+def _is_fetched(place: Path) -> bool:
+    # An empty folder is a submodule that was not fetched.
+    return place.is_dir() and any(place.iterdir())
+
+
+def _submodules(checkout: Path, automodel: bool) -> list[str]:
+    """Return the source folders of Megatron and Automodel in NeMo-RL's checkout, if its submodules were fetched."""
+    # DTensor v1's workers use Automodel whenever it is importable, and then fail on mixtures of experts.
+    workspaces = checkout / "3rdparty"
+    places = (
+        workspaces / "Megatron-Bridge-workspace" / "Megatron-Bridge" / "src",
+        workspaces / "Megatron-Bridge-workspace" / "Megatron-Bridge" / "3rdparty" / "Megatron-LM",
+        workspaces / "Megatron-LM-workspace" / "Megatron-LM",
+        *([_automodel_folder(checkout)] if automodel else ()),
+    )
+    return [str(place) for place in filter(_is_fetched, places)]
+
+
+_CPU = {
+    "PYTHONWARNINGS": "ignore",
+    "OMP_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "GLOO_SOCKET_IFNAME": "lo",
+    "TORCH_CUDA_ARCH_LIST": "9.0",  # Megatron's workers ask for it
+    # Ray: no token to join with, all output in the log, and processes without a card keep the variables they have.
+    "RAY_AUTH_MODE": "disabled",
+    "RAY_DEDUP_LOGS": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    # Ray would start as many processes ahead as it believes there are cores.
+    "RAY_prestart_worker_first_driver": "0",
+    "NEMO_RL_PY_EXECUTABLES_SYSTEM": "1",
+    # vLLM: weights as they are, so that new ones can take their place.
+    "VLLM_CPU_SGL_KERNEL": "0",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_NO_USAGE_STATS": "1",
+}

@@ -1,0 +1,74 @@
+"""Counts of loss calls in each worker, which prove which loss trained."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+import platform
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from nemo_geomask.hosts.nemo_rl import facts, patch
+from nemo_geomask.losses import PolicyLoss
+
+__all__ = ["count_calls", "read_counts", "seed"]
+
+# Number of calls in this process, by the loss's repr.
+_calls: dict[str, int] = {}
+
+
+def count_calls(actor: Any = None) -> None:
+    """Start counting calls of our losses and of NeMo-RL's in this process; a second call does nothing.
+
+    Args:
+        actor: the Ray actor in whose process this runs; not used.
+    """
+    patch.apply_all(_patches())
+
+
+def read_counts(actor: Any = None) -> dict[str, Any]:
+    """Return the counts of this process, and where it runs.
+
+    Args:
+        actor: the Ray actor in whose process this runs; not used.
+
+    Returns:
+        ``calls``: number by the loss's repr; ``file``: path of nemo_geomask; ``pid``, ``python``, ``host``.
+    """
+    return {
+        "calls": dict(_calls),
+        "file": importlib.import_module("nemo_geomask").__file__,
+        "pid": os.getpid(),
+        "python": sys.executable,
+        "host": platform.node(),
+    }
+
+
+def seed(actor: Any, number: int) -> None:
+    """Seed this process's generator, from which vLLM samples if its engine runs in the process.
+
+    Args:
+        actor: the Ray actor in whose process this runs; not used.
+        number: the seed.
+    """
+    importlib.import_module("torch").manual_seed(number)
+
+
+def _patches() -> Iterator[patch.Patch]:
+    yield patch.attribute(PolicyLoss, "__call__", _count)
+    yield patch.attribute(PolicyLoss, "packed", _count)
+    nemo_rl_loss = getattr(importlib.import_module(facts.LOSS_MODULE), facts.LOSS_CLASS, None)
+    if nemo_rl_loss is not None:
+        yield patch.attribute(nemo_rl_loss, "__call__", _count)
+
+
+def _count(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        name = repr(self) if isinstance(self, PolicyLoss) else f"{type(self).__module__}.{type(self).__qualname__}"
+        _calls[name] = _calls.get(name, 0) + 1
+        return original(self, *args, **kwargs)
+
+    return call

@@ -1,0 +1,293 @@
+"""Plan of a rehearsal: the recipe's settings that it changes, each with a reason."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from nemo_geomask.tools.check import Layout, RecipeFacts, layout_keys, layout_of, trained_sections
+from nemo_geomask.tools.rehearse.cpu_settings import cpu_changes
+from nemo_geomask.tools.rehearse.setting_change import Change, as_override
+from nemo_geomask.tools.rehearse.tiny_models import TinyModel, tiny_model
+
+__all__ = ["Plan", "plan"]
+
+_PROMPTS = 4
+_GENERATIONS = 4
+_MICRO_BATCH = 2
+_LENGTH = 32
+_RESPONSE = 16
+_ENVIRONMENT = "nemo_geomask_rehearsal"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A rehearsal of one recipe.
+
+    Attributes:
+        changes: changes to the recipe.
+        layout: parallel layout of the rehearsal.
+        full_layout: parallel layout of the recipe.
+        model: the tiny model.
+        steps: rollout batches to train on.
+        script: NeMo-RL's script, relative to its checkout.
+        cards: number of GPUs that Ray has, or claims to have.
+        automodel: True if DTensor v2's workers train, which need Automodel.
+        unrehearsed: parts of the recipe that the rehearsal says nothing about.
+    """
+
+    changes: tuple[Change, ...]
+    layout: Layout
+    full_layout: Layout
+    model: TinyModel
+    steps: int
+    script: str
+    cards: int
+    automodel: bool
+    unrehearsed: tuple[str, ...]
+
+    @property
+    def overrides(self) -> tuple[str, ...]:
+        """All changes as overrides, in order."""
+        return tuple(override for change in self.changes for override in change.overrides)
+
+
+def plan(
+    facts: RecipeFacts,
+    *,
+    folder: Path,
+    steps: int = 3,
+    ranks: int = 1,
+    own_environment: bool = False,
+    gpus: bool = False,
+    automodel: bool = True,
+    resume: bool = False,
+) -> Plan:
+    """Plan the rehearsal of a recipe.
+
+    Args:
+        facts: the recipe, the user's overrides applied.
+        folder: folder for model, prompts, logs and checkpoints.
+        steps: rollout batches.
+        ranks: largest number of processes that train.
+        own_environment: use the recipe's own data and environment.
+        gpus: this machine has GPUs; without them, settings that a CPU does not support are changed and reported.
+        automodel: Automodel is there for DTensor v2's workers.
+        resume: save and keep a checkpoint of the step before the last.
+
+    Raises:
+        ConfigError: the model's architecture is not known.
+    """
+    full = layout_of(facts)
+    # Without GPUs, only Megatron has a shim for context-parallel attention.
+    layout = full.fit_to(ranks, cp=gpus or facts.uses_megatron)
+    model = tiny_model(str(facts.get("policy.model_name", "")), layout)
+    size = _sequence_length(facts, layout, own_environment)
+    batch = _batch_sizes(facts, layout, size)
+    changes = [
+        *_model_and_data(facts, folder, own_environment),
+        *_shorten(facts, steps, resume),
+        *batch,
+        *_parallel_sizes(facts, layout, full, gpus),
+        *_redirect_output(facts, folder),
+        *([] if gpus else cpu_changes(facts, automodel=automodel)),
+    ]
+    script = "grpo_single_controller" if _uses_single_controller(facts) else facts.algorithm
+    cards = layout.ranks + (0 if facts.get("policy.generation.colocated.enabled", True) else 1)
+    effective = [change for change in changes if change.was != change.value or change.delete or change.pinned]
+    unrehearsed = tuple(_unrehearsed(facts, layout, full, effective, gpus))
+    v2 = "policy.dtensor_cfg._v2"
+    takes_automodel = not facts.uses_megatron and facts.is_true(v2) and all(change.key != v2 for change in effective)
+    script = f"examples/run_{script}.py"
+    return Plan(tuple(effective), layout, full, model, steps, script, cards, takes_automodel, unrehearsed)
+
+
+def _uses_single_controller(facts: RecipeFacts) -> bool:
+    """Return True if NeMo-RL's single controller trains: nothing else reads async_rl."""
+    return facts.get("async_rl") is not None
+
+
+def _model_and_data(facts: RecipeFacts, folder: Path, own_environment: bool) -> Iterator[Change]:
+    for section in trained_sections(facts):
+        for key, value in (
+            ("model_name", str(folder / "model")),
+            ("tokenizer.name", str(folder / "tokenizer")),
+            ("tokenizer.chat_template", "default"),
+        ):
+            yield Change(f"{section}.{key}", value, facts.get(f"{section}.{key}"))
+        if overrides := facts.get(f"{section}.hf_config_overrides"):
+            yield Change(f"{section}.hf_config_overrides", {}, overrides, delete=True)
+    if own_environment:
+        return
+    train = {
+        "dataset_name": "ResponseDataset",
+        "data_path": str(folder / "prompts.jsonl"),
+        "input_key": "input",
+        "output_key": "output",
+        "prompt_file": None,
+        "system_prompt_file": None,
+        "processor": "math_hf_data_processor",
+        "env_name": _ENVIRONMENT,
+        "split_validation_size": 0,
+        "seed": 42,
+    }
+    yield Change("data.train", train, facts.get("data.train"), delete=facts.get("data.train") is not None)
+    yield Change("data.validation", None, facts.get("data.validation"))
+    if facts.is_true("data.use_multiple_dataloader"):
+        yield Change("data.use_multiple_dataloader", False, True, "one built-in set of prompts")
+    yield Change("data.num_workers", 0, facts.get("data.num_workers"))
+    yield Change(f"env.{_ENVIRONMENT}", {}, facts.get(f"env.{_ENVIRONMENT}"))
+
+
+def _shorten(facts: RecipeFacts, steps: int, resume: bool) -> Iterator[Change]:
+    section = facts.algorithm
+    yield Change(f"{section}.max_num_steps", steps, facts.get(f"{section}.max_num_steps"))
+    if (facts.number("ppo.ppo_epochs") or 1) > 2:
+        yield Change("ppo.ppo_epochs", 2, facts.get("ppo.ppo_epochs"))
+    if (facts.number("ppo.policy_training_start_step") or 0) > 1:
+        yield Change("ppo.policy_training_start_step", 1, facts.get("ppo.policy_training_start_step"))
+    for key, value in (("val_period", 0), ("val_at_start", False), ("val_at_end", False)):
+        if facts.get(f"{section}.{key}") is not None:
+            yield Change(f"{section}.{key}", value, facts.get(f"{section}.{key}"))
+    if facts.is_true("checkpointing.enabled"):
+        # The last step is saved, whatever the period.
+        saved = steps - 1 if resume else steps
+        yield Change("checkpointing.save_period", saved, facts.get("checkpointing.save_period"))
+        for key in ("checkpointing.keep_top_k", "checkpointing.ft_keep_latest_k"):
+            # A number, not null: main's schema does not allow null for keep_top_k.
+            if resume and (kept := facts.number(key)) is not None and kept < steps:
+                yield Change(key, steps, facts.get(key), "the checkpoint before the last is resumed from")
+        if facts.get("checkpointing.metric_name") is not None:
+            yield Change(
+                "checkpointing.metric_name", None, facts.get("checkpointing.metric_name"), "there is no validation"
+            )
+
+
+def _sequence_length(facts: RecipeFacts, layout: Layout, own_environment: bool) -> int:
+    """Return the longest sequence in tokens, divisible as the recipe requires."""
+    multiple = math.lcm(int(facts.number("policy.make_sequence_length_divisible_by") or 1), 2 * layout.cp * layout.tp)
+    # A recipe's own prompts are longer than three words.
+    minimum = 512 if own_environment else _LENGTH
+    return math.ceil(minimum / multiple) * multiple
+
+
+def _batch_sizes(facts: RecipeFacts, layout: Layout, length: int) -> Iterator[Change]:
+    section = facts.algorithm
+    prompts = int(min(facts.number(f"{section}.num_prompts_per_step") or _PROMPTS, _PROMPTS))
+    responses = int(min(facts.number(f"{section}.num_generations_per_prompt") or _GENERATIONS, _GENERATIONS))
+    # At least one microbatch per rank; in async mode a batch holds whole prompts.
+    while prompts * responses % layout.dp:
+        prompts += 1
+    rollouts = prompts * responses
+    # Several optimiser steps per batch become two.
+    updates = (
+        2
+        if not _uses_single_controller(facts) and (facts.steps_per_rollout or 1) > 1 and rollouts % (2 * layout.dp) == 0
+        else 1
+    )
+    train = rollouts // updates
+    micro = math.gcd(int(min(facts.number("policy.train_micro_batch_size") or 1, _MICRO_BATCH)), train // layout.dp)
+    sizes: dict[str, int | None] = {
+        f"{section}.num_prompts_per_step": prompts,
+        f"{section}.num_generations_per_prompt": responses,
+        "policy.logprob_batch_size": micro,
+        "policy.generation.max_new_tokens": min(_RESPONSE, length // 2),
+        "policy.generation.vllm_cfg.max_model_len": length + _RESPONSE,
+        "data.max_input_seq_length": length,
+        f"{section}.max_val_samples": prompts if facts.get(f"{section}.max_val_samples") else None,
+        f"{section}.val_batch_size": prompts if facts.get(f"{section}.val_batch_size") else None,
+    }
+    for model in trained_sections(facts):
+        sizes[f"{model}.train_global_batch_size"] = train
+        sizes[f"{model}.train_micro_batch_size"] = micro
+        sizes[f"{model}.max_total_sequence_length"] = length
+        for name in ("dynamic_batching", "sequence_packing"):
+            if facts.get(f"{model}.{name}.train_mb_tokens") is not None:
+                sizes[f"{model}.{name}.train_mb_tokens"] = length * micro
+                sizes[f"{model}.{name}.logprob_mb_tokens"] = length * micro
+                sizes[f"{model}.{name}.sequence_length_round"] = 8
+    if _uses_single_controller(facts):
+        sizes["async_rl.min_groups_for_streaming_train"] = prompts
+        sizes["async_rl.max_inflight_prompts"] = prompts
+    if facts.get(f"{section}.reward_shaping.max_response_length") is not None:
+        sizes[f"{section}.reward_shaping.max_response_length"] = min(_RESPONSE, length // 2)
+        sizes[f"{section}.reward_shaping.overlong_buffer_length"] = 4
+    for key, value in sizes.items():
+        if value is not None:
+            yield Change(key, value, facts.get(key))
+
+
+def _parallel_sizes(facts: RecipeFacts, layout: Layout, full: Layout, gpus: bool) -> Iterator[Change]:
+    for model in trained_sections(facts):
+        # The critic's ranks are the policy's.
+        yield from _model_parallel_sizes(
+            facts, model, *((full, layout) if model == "policy" else _critic_layouts(facts, layout, gpus)), gpus
+        )
+    for name in ("tensor_parallel_size", "pipeline_parallel_size", "expert_parallel_size"):
+        key = f"policy.generation.vllm_cfg.{name}"
+        before = int(facts.number(key) or 1)
+        now = before if gpus and layout.ranks % before == 0 else 1
+        if before != now:
+            yield Change(key, now, before, "ranks" if gpus else "one process samples on CPUs")
+    yield Change("cluster.num_nodes", 1, facts.get("cluster.num_nodes"))
+    cards = layout.ranks
+    if facts.get("policy.generation.colocated.enabled", True) is False:
+        cards += 1
+        resources = "policy.generation.colocated.resources"
+        yield Change(f"{resources}.gpus_per_node", 1, facts.get(f"{resources}.gpus_per_node"))
+        yield Change(f"{resources}.num_nodes", None, facts.get(f"{resources}.num_nodes"))
+    yield Change("cluster.gpus_per_node", cards, facts.get("cluster.gpus_per_node"))
+
+
+def _critic_layouts(facts: RecipeFacts, layout: Layout, gpus: bool) -> tuple[Layout, Layout]:
+    full = layout_of(facts, "value")
+    return full, full.fit_to(layout.ranks, cp=gpus or facts.is_true("value.megatron_cfg.enabled"))
+
+
+def _model_parallel_sizes(facts: RecipeFacts, model: str, full: Layout, layout: Layout, gpus: bool) -> Iterator[Change]:
+    megatron = f"{model}.megatron_cfg"
+    is_megatron = facts.is_true(f"{megatron}.enabled")
+    for name, key in layout_keys(facts, model).items():
+        before, now = getattr(full, name), getattr(layout, name)
+        if before != now:
+            by_attention = name == "cp" and not gpus and not is_megatron
+            yield Change(key, now, before, "context parallelism needs CUDA kernels" if by_attention else "ranks")
+    if not is_megatron:
+        return
+    for end in ("first", "last"):
+        key = f"{megatron}.num_layers_in_{end}_pipeline_stage"
+        if facts.get(key) is not None:
+            yield Change(key, None, facts.get(key), "a tiny model's layers divide evenly")
+    tp = int(facts.number(f"{megatron}.expert_tensor_parallel_size") or 1)
+    if tp > layout.tp:
+        yield Change(f"{megatron}.expert_tensor_parallel_size", layout.tp, tp, "ranks")
+    if facts.is_true(f"{megatron}.sequence_parallel") and layout.tp == 1:
+        yield Change(f"{megatron}.sequence_parallel", False, True, "needs TP above 1")
+
+
+def _redirect_output(facts: RecipeFacts, folder: Path) -> Iterator[Change]:
+    """Yield changes that keep all output in the folder."""
+    yield Change("logger.log_dir", str(folder / "logs"), facts.get("logger.log_dir"))
+    yield Change("checkpointing.checkpoint_dir", str(folder / "checkpoints"), facts.get("checkpointing.checkpoint_dir"))
+    for name in ("wandb", "swanlab", "mlflow", "tensorboard"):
+        if facts.is_true(f"logger.{name}_enabled"):
+            yield Change(f"logger.{name}_enabled", False, True)
+
+
+def _unrehearsed(facts: RecipeFacts, layout: Layout, full: Layout, changes: list[Change], gpus: bool) -> Iterator[str]:
+    yield "memory: the model, its batches and its sequences are tiny"
+    yield "network: one machine, no node but this"
+    if layout != full:
+        yield f"layout: {layout} in place of {full}"
+    if not gpus:
+        yield "kernels: everything ran on CPUs"
+        yield "speed: CPUs' times say nothing about GPUs'"
+    yield from (
+        f"{change.key}: {as_override(change.was)}, here {as_override(change.value)} ({change.why})"
+        for change in changes
+        if change.why and change.why != "ranks" and change.was is not None and change.was != change.value
+    )
+    if facts.get(f"{facts.algorithm}.val_period"):
+        yield "validation: none of the recipe's"

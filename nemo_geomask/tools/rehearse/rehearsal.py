@@ -1,0 +1,309 @@
+"""A rehearsal from the recipe to its outcome, with the control run and the resumed run."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nemo_geomask.errors import ConfigError, Problem
+from nemo_geomask.hosts.nemo_rl.facts import has_kl_score_function
+from nemo_geomask.recipe import ROOT_VARIABLE, nemo_rl_root, read_recipe
+from nemo_geomask.tools.check import Finding, RecipeFacts, check
+from nemo_geomask.tools.rehearse import driver
+from nemo_geomask.tools.rehearse.control_run import Comparison, compare, control_overrides, inexpressible
+from nemo_geomask.tools.rehearse.event_log import STAGES, read_events
+from nemo_geomask.tools.rehearse.launch_environment import has_automodel, launch_environment
+from nemo_geomask.tools.rehearse.plan import Plan, plan
+from nemo_geomask.tools.rehearse.run_outcome import Breakdown, RunResult, outcome_of
+from nemo_geomask.tools.rehearse.supervision import supervised
+from nemo_geomask.tools.rehearse.tiny_models import write_prompts
+
+__all__ = ["Rehearsal", "has_gpus", "nemo_rl_checkout", "rehearse"]
+
+# Files that every folder of a rehearsal has.
+_PROMPTS, _COMMAND = "prompts.jsonl", "command.txt"
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """Rehearsal of a recipe and its outcome.
+
+    Attributes:
+        recipe: path of the recipe.
+        nemo_rl: path of the NeMo-RL checkout.
+        findings: findings of ``check``.
+        gpus: True if it ran on GPUs.
+        plan: changes to the recipe; None if the recipe has errors, and nothing was run.
+        outcome: outcome of the run; None if nothing was run.
+        folder: folder of model, log and metrics.
+        seconds: total time, with validation.
+        control: outcome with NeMo-RL's own loss; None if it was not run.
+        ours_only: settings that NeMo-RL's own loss does not have, so that there is no control.
+        resumed: outcome of the last step alone, resumed from the checkpoint before it; None if it was not run.
+    """
+
+    recipe: Path
+    nemo_rl: Path
+    findings: tuple[Finding, ...]
+    gpus: bool
+    plan: Plan | None
+    outcome: RunResult | None
+    folder: Path
+    seconds: float
+    control: RunResult | None = None
+    ours_only: tuple[str, ...] = ()
+    resumed: RunResult | None = None
+
+    @property
+    def resumptions(self) -> tuple[Comparison, ...]:
+        """Comparisons of the last step with the resumed one; empty if none was resumed."""
+        if self.outcome is None or self.resumed is None:
+            return ()
+        return tuple(compare(self.outcome.metrics, self.resumed.metrics))
+
+    @property
+    def comparisons(self) -> tuple[Comparison, ...]:
+        """Comparisons of the run with the control; empty without a control."""
+        if self.outcome is None or self.control is None:
+            return ()
+        return tuple(compare(self.outcome.metrics, self.control.metrics))
+
+    @property
+    def ok(self) -> bool:
+        """True if all steps of all runs were trained, with equal results in control and resumed run."""
+        runs = [self.outcome, *(run for run in (self.control, self.resumed) if run is not None)]
+        trained = all(run is not None and run.failure is None for run in runs)
+        comparisons = (*self.comparisons, *self.resumptions)
+        return trained and all(comparison.equal for comparison in comparisons if comparison.sampled_alike)
+
+
+def has_gpus() -> bool:
+    """Return True if torch sees a GPU on this machine."""
+    import torch
+
+    return bool(torch.cuda.is_available())
+
+
+def rehearse(
+    recipe: str | Path,
+    overrides: Sequence[str] = (),
+    *,
+    steps: int = 3,
+    ranks: int = 1,
+    own_environment: bool = False,
+    timeout: float = 600.0,
+    control: bool = False,
+    resume: bool = False,
+    folder: Path,
+    progress: Callable[[Sequence[dict[str, object]]], None] = lambda events: None,
+) -> Rehearsal:
+    """Run a small version of a recipe through NeMo-RL.
+
+    Args:
+        recipe: path of the recipe.
+        overrides: overrides as NeMo-RL takes them.
+        steps: rollout batches to train on.
+        ranks: largest number of processes that train.
+        own_environment: use the recipe's own prompts and rewards.
+        timeout: time limit of each run, in seconds.
+        control: run it again with NeMo-RL's own loss, if that has the recipe's settings.
+        resume: train the last step again, from the checkpoint of the step before.
+        folder: folder for model, prompts, log and checkpoints. An earlier rehearsal in it is deleted once this one is
+            planned.
+        progress: called with the events so far, several times a second.
+
+    Returns:
+        The rehearsal with its outcome, which may be a failure.
+
+    Raises:
+        ConfigError: the recipe can't be read, there is no NeMo-RL, the model's architecture is unknown, the recipe
+            saves no checkpoint to resume from, or the folder holds something else.
+        EngineError: a process could not be ended.
+    """
+    began = time.monotonic()
+    checkout = nemo_rl_checkout()
+    facts = RecipeFacts.from_recipe(read_recipe(recipe, overrides))
+    if resume and (steps < 2 or not facts.is_true("checkpointing.enabled")):
+        raise ConfigError(
+            Problem(("checkpointing.enabled",), "--resume needs a checkpoint: set true, and 2 --steps at least")
+        )
+    report = check(facts)
+    gpus = has_gpus()
+    folder = folder.resolve()
+    _check_output_folder(folder)
+    if report.count("error"):
+        seconds = time.monotonic() - began
+        return Rehearsal(Path(recipe), checkout, report.findings, gpus, None, None, folder, seconds)
+    settings = _RunSettings(checkout, steps, ranks, own_environment, gpus, timeout, resume, progress)
+    planned = _make_plan(facts, folder, settings)
+    if folder.exists():
+        shutil.rmtree(folder)
+    outcome = _run(facts, planned, tuple(overrides), folder, settings)
+    ours_only = inexpressible(facts, score_function=has_kl_score_function(checkout)) if control else ()
+    control_outcome = None
+    if control and not ours_only and outcome.failure is None:
+        control_args = (*overrides, *control_overrides(facts))
+        control_facts = RecipeFacts.from_recipe(read_recipe(recipe, control_args))
+        control_folder = folder / "control"
+        control_plan = _make_plan(control_facts, control_folder, settings)
+        control_outcome = _run(control_facts, control_plan, control_args, control_folder, settings)
+    resumed = None
+    if resume and outcome.failure is None:
+        saved = folder / "checkpoints" / f"step_{steps - 1}"
+        resumed_folder = folder / "resumed"
+        if saved.is_dir():
+            resumed_plan = _make_plan(facts, resumed_folder, settings)
+            resumed = _run(facts, resumed_plan, tuple(overrides), resumed_folder, settings, saved)
+        else:
+            missing = f"{saved} is not there: checkpointing: saved or kept no checkpoint of step {steps - 1}"
+            resumed = RunResult((), Breakdown("checkpoint", missing, missing), {})
+    seconds = time.monotonic() - began
+    return Rehearsal(
+        Path(recipe),
+        checkout,
+        report.findings,
+        gpus,
+        planned,
+        outcome,
+        folder,
+        seconds,
+        control=control_outcome,
+        ours_only=ours_only,
+        resumed=resumed,
+    )
+
+
+@dataclass(frozen=True)
+class _RunSettings:
+    """Settings that all runs of a rehearsal share."""
+
+    checkout: Path
+    steps: int
+    ranks: int
+    own_environment: bool
+    gpus: bool
+    timeout: float
+    resume: bool
+    progress: Callable[[Sequence[dict[str, object]]], None]
+
+
+def _check_output_folder(folder: Path) -> None:
+    try:
+        contents = sorted(path.name for path in folder.iterdir()) if folder.exists() else []
+    except OSError as error:
+        raise ConfigError(f"--out: {folder} can't be used: {error.strerror or error}") from None
+    if contents and not all((folder / name).is_file() for name in (_PROMPTS, _COMMAND)):
+        raise ConfigError(
+            f"--out: {folder} is not empty (it holds {contents[0]}) and has no rehearsal to replace; choose "
+            "another folder"
+        )
+    above = next(path for path in (folder, *folder.parents) if path.exists())
+    if not (above.is_dir() and os.access(above, os.W_OK)):
+        raise ConfigError(f"--out: {above} can't be written to; choose another folder")
+
+
+def _make_plan(facts: RecipeFacts, folder: Path, settings: _RunSettings) -> Plan:
+    planned = plan(
+        facts,
+        folder=folder,
+        steps=settings.steps,
+        ranks=settings.ranks,
+        own_environment=settings.own_environment,
+        gpus=settings.gpus,
+        automodel=has_automodel(settings.checkout),
+        resume=settings.resume,
+    )
+    if not (settings.checkout / planned.script).is_file():
+        raise ConfigError(
+            f"the NeMo-RL in {settings.checkout} has no {planned.script}, which this recipe's algorithm needs"
+        )
+    return planned
+
+
+def _run(
+    facts: RecipeFacts,
+    planned: Plan,
+    overrides: tuple[str, ...],
+    folder: Path,
+    settings: _RunSettings,
+    saved: Path | None = None,
+) -> RunResult:
+    folder.mkdir(parents=True)
+    write_prompts(folder / _PROMPTS)
+    resumed_steps = 0
+    if saved is not None:
+        shutil.copytree(saved, folder / "checkpoints" / saved.name)
+        resumed_steps = settings.steps - 1
+    script = str(settings.checkout / planned.script)
+    arguments = [script, "--config", str(facts.recipe.path.resolve()), *overrides, *planned.overrides]
+    command = [sys.executable, "-m", "nemo_geomask.cli", "run", str(Path(driver.__file__)), *arguments]
+    (folder / _COMMAND).write_text("\n".join(command), encoding="utf-8")
+    events = folder / "events.jsonl"
+    started = time.time()
+    environment_of_driver = launch_environment(
+        *(folder, settings.checkout, planned),
+        gpus=settings.gpus,
+        own_environment=settings.own_environment,
+        first_seed=resumed_steps if settings.resume else None,
+    )
+    with environment_of_driver as environment:
+        status = supervised(
+            command,
+            log=folder / "log.txt",
+            timeout=settings.timeout,
+            environment=environment,
+            folder=settings.checkout,
+            every_tick=lambda: settings.progress(list(read_events(events))),
+        )
+    return outcome_of(
+        read_events(events),
+        status=status,
+        steps=settings.steps - resumed_steps,
+        started=started,
+        ended=time.time(),
+        expected_stages=frozenset(STAGES) - _absent_stages(facts),
+        log=(folder / "log.txt").read_text(encoding="utf-8", errors="replace")[-20_000:],
+        settings=dict(_flatten(facts.recipe.data)),
+    )
+
+
+def nemo_rl_checkout() -> Path:
+    """Return the NeMo-RL checkout that the environment names.
+
+    Raises:
+        ConfigError: it names none, or the folder is no checkout.
+    """
+    root = nemo_rl_root()
+    if root is None:
+        raise ConfigError(
+            f"{ROOT_VARIABLE} is not set, and no nemo_rl is importable here; a rehearsal runs NeMo-RL's own script: "
+            f"export {ROOT_VARIABLE} with the absolute path of its checkout"
+        )
+    if not (root / "examples" / "run_grpo.py").is_file():
+        raise ConfigError(
+            f"{ROOT_VARIABLE} is {root}, which has no examples/run_grpo.py; give the path of its checkout"
+        )
+    return root.resolve()
+
+
+def _flatten(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in section.items():
+        yield f"{prefix}{name}", value
+        if isinstance(value, Mapping):
+            yield from _flatten(value, f"{prefix}{name}.")
+
+
+def _absent_stages(facts: RecipeFacts) -> frozenset[str]:
+    """Return the stages that the recipe does not have."""
+    without = set()
+    if not facts.config.needs_prestep_pass or facts.trains_nemo_rl_loss:
+        without.add("veto")
+    if not facts.is_true("checkpointing.enabled"):
+        without.add("checkpoint")
+    return frozenset(without)

@@ -1,0 +1,213 @@
+"""Report of a rehearsal, as text and as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from nemo_geomask.tools.rehearse.control_run import Comparison
+from nemo_geomask.tools.rehearse.rehearsal import Rehearsal
+from nemo_geomask.tools.rehearse.run_outcome import Breakdown, RunResult, Stage
+from nemo_geomask.tools.shared.json_output import replace_nonfinite
+
+__all__ = ["as_json", "as_text"]
+
+SHOWN = (
+    *("loss", "grad_norm", "reward", "gen_kl_error", "token_mult_prob_error", "probs_ratio"),
+    *("geomask/mismatch_k3", "geomask/kept_tokens", "geomask/weight_mean"),
+)
+"""Metrics in the text report; the JSON has all of them."""
+
+
+def as_text(rehearsal: Rehearsal) -> list[str]:
+    """Return the lines of the text report."""
+    device = "GPUs" if rehearsal.gpus else "CPUs, with stand-ins for CUDA"
+    lines = [f"{rehearsal.recipe} through the NeMo-RL in {rehearsal.nemo_rl}, on {device}", ""]
+    counts = ", ".join(
+        f"{sum(finding.rule.severity == severity for finding in rehearsal.findings)} {severity}s"
+        for severity in ("error", "warning", "note")
+    )
+    lines.append(_row("validation", "ran" if rehearsal.plan else "failed", "", counts))
+    if rehearsal.outcome is None or rehearsal.plan is None:
+        for finding in rehearsal.findings:
+            if finding.rule.severity == "error":
+                place = f"{finding.origin}: " if finding.origin else ""
+                lines += ["", f"{place}{finding.rule.id} {finding.key}", f"  {finding.message}"]
+        return [*lines, "", "The recipe has errors; nothing was run."]
+    lines += [_stage(stage) for stage in rehearsal.outcome.stages]
+    if rehearsal.outcome.failure is not None:
+        lines += ["", *_failure(rehearsal.outcome.failure, rehearsal)]
+    lines += ["", *_proof(rehearsal.outcome)]
+    lines += ["", *_metrics(rehearsal.outcome)]
+    lines += _control(rehearsal)
+    lines += _resumed(rehearsal)
+    lines += ["", "changed for the rehearsal:"]
+    lines.append(f"  {rehearsal.plan.layout}, of {rehearsal.plan.full_layout}")
+    lines.append(f"  a random {rehearsal.plan.model.model_type}, by {rehearsal.plan.model.source}")
+    small = [change for change in rehearsal.plan.changes if not change.why]
+    lines.append(f"  {len(small)} settings of sizes, folders and prompts: {rehearsal.folder / 'command.txt'}")
+    lines += ["", "not rehearsed:", *(f"  {part}" for part in rehearsal.plan.unrehearsed)]
+    verdict = "rehearsed" if rehearsal.ok else "failed"
+    return [*lines, "", f"{verdict} in {rehearsal.seconds:.0f} s; command, log and metrics are in {rehearsal.folder}"]
+
+
+def _row(name: str, state: str, seconds: str, details: str) -> str:
+    return f"  {name:<11} {state:<18} {seconds:>9}  {details}".rstrip()
+
+
+def _stage(stage: Stage) -> str:
+    seconds = f"{stage.seconds:.1f} s" if stage.times else ""
+    details = ", ".join(stage.labels)
+    if stage.times > 1 and stage.first is not None:
+        details += f" ({stage.times} times, the first {stage.first:.1f} s)"
+    return _row(stage.name, stage.state, seconds, details)
+
+
+def _failure(failure: Breakdown, rehearsal: Rehearsal) -> Iterator[str]:
+    yield f"failed in {failure.stage}: {failure.error}"
+    if failure.setting is not None:
+        yield f"  likely: {failure.setting}" + (f": {failure.fix}" if failure.fix else "")
+    if failure.text != failure.error:
+        yield ""
+        yield from (f"  | {line}" for line in failure.text.rstrip().splitlines())
+    yield f"  the whole output is in {rehearsal.folder / 'log.txt'}"
+
+
+def _proof(outcome: RunResult) -> Iterator[str]:
+    if not outcome.workers:
+        yield "no worker reported which loss it called"
+    elif not outcome.loss:
+        yield "no loss was called in the workers"
+    for name, count in outcome.loss.items():
+        yield f"the loss that trained, by the workers: {name}, called {count} times"
+    for worker in outcome.workers:
+        yield f"  process {worker['pid']} on {worker['host']}, {worker['python']}, nemo_geomask of {worker['file']}"
+
+
+def _metrics(outcome: RunResult) -> Iterator[str]:
+    if not outcome.metrics:
+        yield "no step was logged"
+        return
+    steps = sorted(outcome.metrics)
+    yield f"  {'':<24}" + "".join(f"{f'step {step}':>14}" for step in steps)
+    for name in SHOWN:
+        if any(name in outcome.metrics[step] for step in steps):
+            cells = (outcome.metrics[step].get(name) for step in steps)
+            yield f"  {name:<24}" + "".join(f"{'' if value is None else f'{value:.6g}':>14}" for value in cells)
+
+
+def _control(rehearsal: Rehearsal) -> Iterator[str]:
+    if rehearsal.ours_only:
+        yield ""
+        yield f"no control: NeMo-RL's own loss has nothing of {', '.join(rehearsal.ours_only)}"
+    if rehearsal.control is None:
+        return
+    yield ""
+    failure = rehearsal.control.failure
+    if failure is not None:
+        yield f"the control, with NeMo-RL's own loss, failed in {failure.stage}: {failure.error}"
+    for name, count in rehearsal.control.loss.items():
+        yield f"control: {name}, called {count} times"
+    yield from _compared(rehearsal.comparisons)
+
+
+def _compared(comparisons: tuple[Comparison, ...]) -> Iterator[str]:
+    for each in comparisons:
+        verdict = "equal" if each.equal else "DIFFERENT" if each.sampled_alike else "other samples by now"
+        values = f"{each.ours:>16.9g}{each.theirs:>16.9g}{each.difference:>10.1e}"
+        yield f"  step {each.step} {each.name:<24}{values}  {verdict}"
+
+
+def _resumed(rehearsal: Rehearsal) -> Iterator[str]:
+    if rehearsal.resumed is None:
+        return
+    failure = rehearsal.resumed.failure
+    yield ""
+    if failure is not None:
+        yield f"resuming from the checkpoint failed in {failure.stage}: {failure.error}"
+        if rehearsal.resumed.stages:
+            yield f"  the whole output is in {rehearsal.folder / 'resumed' / 'log.txt'}"
+    else:
+        yield "the last step, and the same resumed from the checkpoint before it:"
+    yield from _compared(rehearsal.resumptions)
+
+
+def as_json(rehearsal: Rehearsal) -> dict[str, Any]:
+    """Return the whole report as JSON values; numbers that are not finite are None."""
+    fields: dict[str, Any] = replace_nonfinite(_fields(rehearsal))
+    return fields
+
+
+def _fields(rehearsal: Rehearsal) -> dict[str, Any]:
+    validation = {
+        "name": "validation",
+        "state": "ran" if rehearsal.plan else "failed",
+        "findings": [
+            {
+                "rule": finding.rule.id,
+                "severity": finding.rule.severity,
+                "key": finding.key,
+                "message": finding.message,
+                "where": str(finding.origin) if finding.origin else None,
+            }
+            for finding in rehearsal.findings
+        ],
+    }
+    result: dict[str, Any] = {
+        "recipe": str(rehearsal.recipe),
+        "nemo_rl": str(rehearsal.nemo_rl),
+        "ok": rehearsal.ok,
+        "gpus": rehearsal.gpus,
+        "seconds": round(rehearsal.seconds, 2),
+        "folder": str(rehearsal.folder),
+        "stages": [validation],
+        "failure": None,
+        "loss": {},
+        "workers": [],
+        "metrics": {},
+        "control": None,
+        "resumed": None,
+        "changes": [],
+        "not_rehearsed": [],
+    }
+    if rehearsal.outcome is None or rehearsal.plan is None:
+        return result
+    failure = rehearsal.outcome.failure
+    return {
+        **result,
+        "stages": [validation, *(_stage_as_json(stage) for stage in rehearsal.outcome.stages)],
+        "failure": None if failure is None else vars(failure),
+        "loss": dict(rehearsal.outcome.loss),
+        "workers": list(rehearsal.outcome.workers),
+        "metrics": {str(step): dict(values) for step, values in rehearsal.outcome.metrics.items()},
+        "control": _control_as_json(rehearsal),
+        "resumed": None if rehearsal.resumed is None else _run_as_json(rehearsal.resumed, rehearsal.resumptions),
+        "layout": str(rehearsal.plan.layout),
+        "model_type": rehearsal.plan.model.model_type,
+        "changes": [
+            {"key": change.key, "was": change.was, "value": change.value, "why": change.why or None}
+            for change in rehearsal.plan.changes
+        ],
+        "not_rehearsed": list(rehearsal.plan.unrehearsed),
+    }
+
+
+def _stage_as_json(stage: Stage) -> dict[str, Any]:
+    fields = dict(vars(stage))
+    fields["what"] = fields.pop("labels")
+    return fields
+
+
+def _control_as_json(rehearsal: Rehearsal) -> dict[str, Any] | None:
+    if rehearsal.control is None:
+        return {"ran": False, "ours_only": list(rehearsal.ours_only)} if rehearsal.ours_only else None
+    return {"ran": True, **_run_as_json(rehearsal.control, rehearsal.comparisons)}
+
+
+def _run_as_json(run: RunResult, comparisons: tuple[Comparison, ...]) -> dict[str, Any]:
+    return {
+        "failure": None if run.failure is None else vars(run.failure),
+        "loss": dict(run.loss),
+        "metrics": {str(step): dict(values) for step, values in run.metrics.items()},
+        "comparisons": [{**vars(each), "difference": each.difference, "equal": each.equal} for each in comparisons],
+    }

@@ -1,0 +1,218 @@
+"""Outcome of one run, read from its events: stages, failure, losses called, metrics."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from nemo_geomask.tools.rehearse.error_causes import likely_cause
+from nemo_geomask.tools.rehearse.event_log import STAGES
+
+__all__ = ["Breakdown", "RunResult", "Stage", "State", "outcome_of"]
+
+_ERROR_PREFIX = "nemo-geomask: error: "
+_COLOUR = re.compile("\x1b\\[[0-9;]*m")
+
+State = Literal["ran", "failed", "running", "not reached", "not in the recipe"]
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One stage of a rehearsal.
+
+    Attributes:
+        name: one of :data:`~nemo_geomask.tools.rehearse.event_log.STAGES`.
+        state: ``running``: the time limit was reached in it.
+        seconds: total time.
+        first: time of the first pass, which loads and compiles; None if it never ended.
+        times: number of passes.
+        labels: NeMo-RL's names of what ran.
+    """
+
+    name: str
+    state: State
+    seconds: float = 0.0
+    first: float | None = None
+    times: int = 0
+    labels: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Breakdown:
+    """Failure of a run.
+
+    Attributes:
+        stage: stage that failed.
+        error: the innermost error, in one line.
+        text: the error with the worker's traceback.
+        setting: setting that is likely behind it; None if unknown.
+        fix: the way out.
+    """
+
+    stage: str
+    error: str
+    text: str
+    setting: str | None = None
+    fix: str | None = None
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """Outcome of one run.
+
+    Attributes:
+        stages: all stages, in order.
+        failure: None if the run was completed.
+        metrics: metrics by training step.
+        loss: number of calls in all workers, by the repr of the loss.
+        workers: report of each worker, see :func:`nemo_geomask.tools.rehearse.loss_calls.read_counts`.
+        seconds: run time of the driver.
+    """
+
+    stages: tuple[Stage, ...]
+    failure: Breakdown | None
+    metrics: Mapping[int, Mapping[str, float]]
+    loss: Mapping[str, int] = field(default_factory=dict)
+    workers: tuple[Mapping[str, Any], ...] = ()
+    seconds: float = 0.0
+
+
+def outcome_of(
+    events: Iterable[Mapping[str, Any]],
+    *,
+    status: int | None,
+    steps: int,
+    started: float,
+    ended: float,
+    expected_stages: frozenset[str] = frozenset(STAGES),
+    log: str = "",
+    settings: Mapping[str, object] | None = None,
+) -> RunResult:
+    """Return the outcome of a run, read from its events.
+
+    Args:
+        events: in order.
+        status: exit status of the driver; None if the time limit was reached.
+        steps: number of steps that were to be trained.
+        started: start of the driver, in seconds since the epoch as in the events.
+        ended: end of the driver.
+        expected_stages: stages that the recipe has.
+        log: end of the driver's output, used if the driver logged no error.
+        settings: the recipe's settings, by dotted key; an error may name one.
+    """
+    events = list(events)
+    stages = list(_stages(events, started, ended, expected_stages, over=status is None))
+    metrics: dict[int, dict[str, float]] = {}
+    for event in events:
+        if event["kind"] == "metrics" and event["prefix"] == "train":
+            metrics.setdefault(event["step"], {}).update(event["values"])
+    # NeMo-RL logs metrics of the samples before it trains.
+    metrics = {step: values for step, values in metrics.items() if "loss" in values}
+    workers: list[dict[str, Any]] = next(
+        (event["workers"] for event in reversed(events) if event["kind"] == "proof"), []
+    )
+    calls: dict[str, int] = {}
+    for worker in workers:
+        for name, count in worker["calls"].items():
+            calls[name] = calls.get(name, 0) + count
+    failure = _breakdown(events, stages, status, steps, metrics, log, ended - started, settings or {})
+    if failure is not None and failure.stage != "validation":
+        stages = [_failed(stage) if stage.name == failure.stage and status is not None else stage for stage in stages]
+    return RunResult(tuple(stages), failure, metrics, calls, tuple(workers), ended - started)
+
+
+def _failed(stage: Stage) -> Stage:
+    return Stage(stage.name, "failed", stage.seconds, stage.first, stage.times, stage.labels)
+
+
+def _stages(
+    events: list[Mapping[str, Any]], started: float, ended: float, expected_stages: frozenset[str], *, over: bool
+) -> Iterator[Stage]:
+    for name in STAGES:
+        if name == "validation":
+            continue
+        stage_events = [event for event in events if event.get("stage") == name]
+        if name == "start":
+            # This stage begins before the driver can log an event.
+            stage_events = [{"at": started, "kind": "begin", "stage": name, "label": ""}, *stage_events]
+        seconds, first, opened, depth = 0.0, None, started, 0
+        for event in stage_events:
+            # Stages may be nested, such as a worker group that starts others.
+            if event["kind"] == "begin":
+                opened = event["at"] if depth == 0 else opened
+                depth += 1
+            else:
+                depth = max(0, depth - 1)
+                if depth == 0:
+                    seconds += event["at"] - opened
+                    first = event["at"] - opened if first is None else first
+        labels = tuple(dict.fromkeys(str(event["label"]) for event in stage_events if event.get("label")))
+        times = sum(event["kind"] == "begin" for event in stage_events)
+        state: State = "ran"
+        if depth:
+            seconds += ended - opened
+            state = "running" if over else "failed"
+        elif not times:
+            state = "not reached" if name in expected_stages else "not in the recipe"
+        if any(event.get("failed") for event in stage_events):
+            state = "failed"
+        yield Stage(name, state, seconds, first, times, labels)
+
+
+def _breakdown(
+    events: list[Mapping[str, Any]],
+    stages: list[Stage],
+    status: int | None,
+    steps: int,
+    metrics: Mapping[int, Mapping[str, Any]],
+    log: str,
+    seconds: float,
+    settings: Mapping[str, object],
+) -> Breakdown | None:
+    failed_stage = next((event["stage"] for event in events if event.get("failed")), None)
+    failed_stage = (
+        failed_stage
+        or next((stage.name for stage in stages if stage.state in ("running", "failed")), None)
+        or _last_stage(events)
+    )
+    if status is None:
+        message = f"not done within {seconds:.0f} s (--timeout); it was in {failed_stage}"
+        return Breakdown(
+            failed_stage, message, message, "--timeout", "give it more time, fewer --steps, or see the log for a hang"
+        )
+    error = next((event for event in events if event["kind"] == "error"), None)
+    if error is not None or status != 0:
+        last = f"the driver ended with status {status}"
+        text = _COLOUR.sub("", str(error["traceback"]) if error else log or f"{last} without a message")
+        raised = _innermost(text, f"{error['type']}: {error['message']}" if error else last)
+        return Breakdown(failed_stage, raised, text, *(likely_cause(text, raised, settings) or (None, None)))
+    if len(metrics) < steps:
+        message = f"{len(metrics)} of {steps} steps were logged: the prompts or epochs were at their end before"
+        return Breakdown("step", message, message, None, None)
+    for step, values in sorted(metrics.items()):
+        # inf is no failure: the squares of finite gradients can overflow.
+        for name in ("loss", "grad_norm"):
+            if isinstance(value := values.get(name), float) and math.isnan(value):
+                message = f"{name} of step {step} is nan"
+                return Breakdown("step", message, message, None, None)
+    return None
+
+
+def _last_stage(events: list[Mapping[str, Any]]) -> str:
+    """Return the stage that began last."""
+    return next((str(event["stage"]) for event in reversed(events) if "stage" in event), "start")
+
+
+def _innermost(text: str, otherwise: str) -> str:
+    """Return the line of the error that a worker raised: the last one that is not Ray's own."""
+    for line in reversed(text.splitlines()):
+        if line.startswith(_ERROR_PREFIX):  # `nemo-geomask run`, before the driver had begun
+            return line.removeprefix(_ERROR_PREFIX)
+        name, colon, _ = line.partition(":")
+        is_error = name.rpartition(".")[2].endswith(("Error", "Exception", "Exit"))
+        if colon and is_error and not line.startswith((" ", "ray.")):
+            return line.strip()
+    return otherwise.splitlines()[0]

@@ -1,0 +1,1 @@
+"""Tables, colours, JSON and confidence intervals that several tools share."""

@@ -1,0 +1,24 @@
+"""JSON of the tools' ``--json`` output, in which numbers that are not finite are null."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from typing import Any
+
+__all__ = ["replace_nonfinite", "to_json"]
+
+
+def replace_nonfinite(value: Any) -> Any:
+    """Return a copy of nested mappings, lists and tuples with None for NaN and infinities, which JSON does not have."""
+    if isinstance(value, Mapping):
+        return {key: replace_nonfinite(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [replace_nonfinite(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def to_json(value: Any) -> str:
+    """Return indented JSON text of a value, without a final newline; NaN and infinities become null."""
+    return json.dumps(replace_nonfinite(value), ensure_ascii=False, indent=2, allow_nan=False)

@@ -1,0 +1,86 @@
+"""Tables as plain text; on a terminal, rich draws them if it is installed."""
+
+from __future__ import annotations
+
+import importlib
+import math
+import sys
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any
+
+__all__ = ["ABSENT", "format_cell", "format_table", "print_table"]
+
+ABSENT = "–"
+"""Text of a cell without a value."""
+
+
+def format_cell(value: Any) -> str:
+    """Return the text of a value in a table: four digits of a float, :data:`ABSENT` for None and NaN."""
+    if value is None or (isinstance(value, float) and math.isnan(value)):
+        return ABSENT
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def format_table(
+    columns: Sequence[str], rows: Iterable[Sequence[Any]], *, left_aligned: Collection[int] = (0,), indent: int = 0
+) -> str:
+    """Return a table as text, with columns as wide as their widest cell and two spaces between them.
+
+    Use it for text that is returned, logged or written to a file; :func:`print_table` writes to the terminal.
+
+    Args:
+        columns: the header.
+        rows: one cell for every column; cells that are no text are formatted by :func:`format_cell`.
+        left_aligned: indices of the columns that are aligned to the left; the others, which hold numbers, to the right.
+        indent: spaces in front of each line.
+    """
+    lines = [list(columns), *([format_cell(cell) for cell in row] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join(
+        " " * indent
+        + "  ".join(
+            cell.ljust(width) if index in left_aligned else cell.rjust(width)
+            for index, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in lines
+    )
+
+
+def print_table(
+    title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], *, left_aligned: Collection[int] = (0,)
+) -> None:
+    """Print a table under its title, preceded by an empty line.
+
+    On a terminal rich draws it, if it is installed: rich folds long cells, which a narrow terminal would break. Output
+    to a file or a pipe is the text of :func:`format_table`. A table without rows is its title alone.
+
+    Args:
+        title: the line above the table.
+        columns: the header.
+        rows: one cell for every column; cells that are no text are formatted by :func:`format_cell`.
+        left_aligned: indices of the columns that are aligned to the left.
+    """
+    if not rows:
+        print(f"\n{title}")
+    elif not (sys.stdout.isatty() and _print_by_rich(title, columns, rows, left_aligned)):
+        print(f"\n{title}\n{format_table(columns, rows, left_aligned=left_aligned, indent=2)}")
+
+
+def _print_by_rich(
+    title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], left_aligned: Collection[int]
+) -> bool:
+    """Print a table by rich; return False if rich is not installed."""
+    try:
+        table_module, console_module, text_module = (
+            importlib.import_module(f"rich.{name}") for name in ("table", "console", "text")
+        )
+    except ImportError:
+        return False
+    table = table_module.Table(title=title, title_justify="left")
+    for index, name in enumerate(columns):
+        table.add_column(name, justify="left" if index in left_aligned else "right", overflow="fold")
+    for row in rows:
+        # As Text, because a str that holds rich's markup (generated tokens may) would be interpreted.
+        table.add_row(*(text_module.Text(format_cell(cell)) for cell in row))
+    console_module.Console().print(table)
+    return True

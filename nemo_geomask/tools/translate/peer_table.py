@@ -1,0 +1,194 @@
+"""Building blocks of a peer's table: its settings, what they become here, and what differs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from nemo_geomask.config.strict import as_yaml
+from nemo_geomask.errors import ConfigError
+from nemo_geomask.tools.translate.settings_reader import UNRESOLVED, nested
+
+__all__ = [
+    "NO_BOUND",
+    "Assign",
+    "Conversion",
+    "Peer",
+    "PeerSettings",
+    "Remark",
+    "by_value",
+    "weight_settings",
+    "without_counterpart",
+]
+
+NO_BOUND = 1e30
+"""Bound that never acts, for a setting here that must have one."""
+
+
+class Assign(NamedTuple):
+    """Assignment of a value to one field of ``loss_fn``.
+
+    Attributes:
+        key: name of the field; each ``masks`` adds one mask to the list.
+        value: its value.
+        note: comment on what had to be converted.
+    """
+
+    key: str
+    value: Any
+    note: str = ""
+
+
+class Remark(NamedTuple):
+    """A difference that the block can't express away.
+
+    Attributes:
+        text: the difference, in a sentence.
+        not_expressed: the peer's settings that have no counterpart; empty for a difference in detail.
+    """
+
+    text: str
+    not_expressed: tuple[str, ...] = ()
+
+
+Conversion = Iterator[Assign | Remark]
+"""What a table yields for a peer's settings, in any order."""
+
+
+class PeerSettings:
+    """A peer's settings by full name, on top of its defaults; ``read_keys`` records which were read."""
+
+    def __init__(self, defaults: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
+        self._defaults, self._settings = defaults, settings
+        self.read_keys: set[str] = set()
+
+    def __getitem__(self, key: str) -> Any:
+        self.read_keys.add(key)
+        value = self._settings.get(key, self._defaults[key])
+        if UNRESOLVED in str(value):
+            raise ConfigError(f"{key}: the value of '{value}' is not in the file; write it out")
+        return value
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._settings
+
+    def number(self, key: str) -> float:
+        """Return a setting as a number, also one written as text.
+
+        Raises:
+            ConfigError: it is no number.
+        """
+        value = self[key]
+        try:
+            return float(value)
+        except (TypeError, ValueError):
+            raise ConfigError(f"{key} must be a number, but it is {value!r}") from None
+
+    def numbers(self, key: str) -> tuple[float, float]:
+        """Return a setting as two numbers.
+
+        Raises:
+            ConfigError: it is anything else.
+        """
+        value = self[key]
+        try:
+            low, high = map(float, value)
+        except (TypeError, ValueError):
+            raise ConfigError(f"{key} must be two numbers, but it is {value!r}") from None
+        return low, high
+
+
+@dataclass(frozen=True)
+class Peer:
+    """Another RL system: the settings of its loss, and how they become a ``loss_fn`` block.
+
+    Attributes:
+        name: value of ``--from``.
+        title: name of its settings, for people.
+        source: repository and commit from which they were read.
+        defaults: every setting that ``convert`` reads, by its full dotted name, with the system's own default.
+        convert: function from the peer's settings to ours.
+        outside_loss_fn: settings that NeMo-RL has outside ``loss_fn``, and where.
+        sections: parents whose settings all concern the loss, so that an unknown one below them is an error.
+        mappings: names of settings whose values are mappings.
+        constructors: Python classes whose keyword arguments are settings.
+        presets: by name, parameters with their defaults and the settings that they fill in (``{parameter}``).
+    """
+
+    name: str
+    title: str
+    source: str
+    defaults: Mapping[str, Any]
+    convert: Callable[[PeerSettings], Conversion]
+    outside_loss_fn: Mapping[str, str] = field(default_factory=dict)
+    sections: tuple[str, ...] = ()
+    mappings: tuple[str, ...] = ()
+    constructors: tuple[str, ...] = ()
+    presets: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = field(default_factory=dict)
+
+    def full_name(self, key: str) -> str | None:
+        """Return the full name of a setting written in full, by its last parts, or below a longer path.
+
+        None if the system has no such setting.
+        """
+        key = key.replace("/", ".")
+        for full in (*self.defaults, *self.outside_loss_fn):
+            if f".{full}".endswith(f".{key}") or f".{key}".endswith(f".{full}"):
+                return full
+        return None
+
+    def regroup_mappings(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+        """Return settings by dotted name, with the items of each of :attr:`mappings` as one value again."""
+        grouped: dict[str, Any] = {}
+        for key, value in settings.items():
+            parts = key.split(".")
+            parents = (".".join(parts[:count]) for count in range(1, len(parts)))
+            mapping = next((parent for parent in parents if self.full_name(parent) in self.mappings), None)
+            if mapping is None:
+                grouped[key] = value
+            else:
+                grouped.setdefault(mapping, {})[key.removeprefix(f"{mapping}.")] = value
+        return {key: nested(value) if isinstance(value, dict) else value for key, value in grouped.items()}
+
+
+def by_value(settings: PeerSettings, key: str, table: Mapping[Any, Sequence[Assign | Remark]]) -> Conversion:
+    """Yield the table's entry for a setting's value; a value without one is not expressed."""
+    value = settings[key]
+    if value in table:
+        yield from table[value]
+    else:
+        options = ", ".join(as_yaml(option) for option in table)
+        yield Remark(f"{key}: {as_yaml(value)} has no counterpart; those that have: {options}", (key,))
+
+
+def without_counterpart(settings: PeerSettings, neutral: Mapping[str, tuple[Sequence[Any], str]]) -> Conversion:
+    """Yield a remark for each setting without a counterpart that is not at one of its neutral values.
+
+    Args:
+        settings: the peer's.
+        neutral: by key, the values that do nothing, and what any other value does.
+    """
+    for key, (values, effect) in neutral.items():
+        if settings[key] not in values:
+            yield Remark(f"{key}: {as_yaml(settings[key])}: {effect}", (key,))
+
+
+def weight_settings(
+    level: str, truncation: str | None = None, low: float = 0.0, high: float | None = None
+) -> Conversion:
+    """Yield the settings of the weight against the mismatch.
+
+    Args:
+        level: value of ``is_correction_level``.
+        truncation: value of ``truncated_importance_sampling_type``; None: no truncation.
+        low: lower bound of the weight.
+        high: upper bound of the weight; None: no truncation.
+    """
+    yield Assign("use_importance_sampling_correction", True)
+    yield Assign("is_correction_level", level)
+    if truncation is not None and high is not None:
+        yield Assign("truncated_importance_sampling_type", truncation)
+        yield Assign("truncated_importance_sampling_ratio", float(high))
+        if low or truncation == "icepop":
+            yield Assign("truncated_importance_sampling_ratio_min", float(low))

@@ -1,0 +1,124 @@
+"""AReaL: ``actor``. Its KL metrics are of +(prev - gen); its k3 is that of the inverse ratio."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from nemo_geomask.tools.translate.peer_table import Assign, Conversion, Peer, PeerSettings, Remark, weight_settings
+
+__all__ = ["PEER"]
+
+_R = "actor.rejection_sampling."
+_DEFAULTS: dict[str, Any] = {
+    "actor.eps_clip": 0.2,
+    "actor.eps_clip_higher": None,
+    "actor.c_clip": None,
+    "actor.importance_sampling_level": "token",
+    "actor.use_sapo_loss": False,
+    "actor.sapo_tau_pos": 1.0,
+    "actor.sapo_tau_neg": 1.05,
+    "actor.use_cispo_loss": False,
+    "actor.use_decoupled_loss": False,
+    "actor.recompute_logprob": False,
+    "actor.prox_logp_method": "recompute",
+    "actor.m2_threshold": None,
+    "actor.kl_ctl": 0.1,
+    "actor.kl_estimator": "k1",
+    _R + "level": "token",
+    _R + "action": "mask",
+    _R + "metric": "ratio",
+    _R + "agg": "mean",
+    _R + "upper": 5.0,
+    _R + "lower": None,
+}
+_KEYS = ("level", "action", "metric", "agg", "upper", "lower")
+_POOLED = {"mean": "sequence_mean", "sum": "sequence", "max": "sequence_max"}
+
+
+def _convert(settings: PeerSettings) -> Conversion:
+    by_sequence = settings["actor.importance_sampling_level"] == "sequence"
+    if settings["actor.use_sapo_loss"]:
+        yield Assign("name", "sapo")
+        yield Assign("options", {f"tau_{sign}": settings.number(f"actor.sapo_tau_{sign}") for sign in ("pos", "neg")})
+    else:
+        name = "cispo" if settings["actor.use_cispo_loss"] else "gspo" if by_sequence else "clipped_pg"
+        low = settings.number("actor.eps_clip")
+        yield Assign("name", name)
+        yield Assign("ratio_clip_min", low)
+        high = low if settings["actor.eps_clip_higher"] is None else settings.number("actor.eps_clip_higher")
+        yield Assign("ratio_clip_max", high)
+        if settings["actor.c_clip"] is not None and name != "cispo":
+            yield Assign("ratio_clip_c", settings.number("actor.c_clip"))
+    yield Assign("loss_normalization", "tokens")
+    yield Assign("reference_policy_kl_penalty", settings.number("actor.kl_ctl"))
+    if settings.number("actor.kl_ctl"):
+        yield Assign("use_kl_in_reward", True, "AReaL takes its KL from the reward")
+        yield Assign("reference_policy_kl_type", str(settings["actor.kl_estimator"]))
+        yield Remark("NeMo-RL's GRPO estimator reads no KL in the reward; Reinforce++ and GAE do.")
+    if not settings["actor.use_decoupled_loss"] and not settings["actor.recompute_logprob"]:
+        yield Assign("ratio_anchor", "gen", "without use_decoupled_loss and recompute_logprob")
+    elif settings["actor.use_decoupled_loss"] and any(_R + key in settings for key in _KEYS):
+        yield from _rejection(settings)
+    if settings["actor.prox_logp_method"] != "recompute":
+        text = f"prox_logp_method: {settings['actor.prox_logp_method']}: no log-probs between two versions here"
+        yield Remark(text, ("prox_logp_method",))
+    if settings["actor.m2_threshold"] is not None:
+        mask = {"preset": "m2po", "tau": settings.number("actor.m2_threshold")}
+        yield Assign("masks", mask, "AReaL's budget is each microbatch's and rank's own, here the step's")
+        yield Assign("denominator", "kept", "AReaL counts tokens after M2PO")
+
+
+def _rejection(settings: PeerSettings) -> Conversion:
+    values = {key: settings[_R + key] for key in _KEYS}
+    metric, upper = str(values["metric"]), float(values["upper"])
+    lower = None if values["lower"] is None else float(values["lower"])
+    by_token = values["level"] == "token"
+    level = "token" if by_token else _POOLED[str(values["agg"])]
+    plain = level == ("token" if by_token else "sequence_mean")
+    if metric == "ratio":
+        weight = "token" if by_token else "sequence_mean"
+        if plain:
+            truncation = "icepop" if values["action"] == "mask" else "tis"
+            yield from weight_settings(weight, truncation, lower or 0.0, upper)
+        elif values["action"] == "mask":
+            yield from weight_settings(weight)
+            raw = {"log_ratio": "mismatch", "level": level, "max": upper}
+            yield Assign(
+                "masks", raw if lower is None else {**raw, "min": lower}, "AReaL's weight is the geometric mean"
+            )
+        else:
+            yield Remark("rejection_sampling: clamp decided by sum or max has no counterpart", ("rejection_sampling",))
+        if level == "sequence_max" and lower is not None:
+            yield Remark("AReaL's max compares the largest token with both bounds; here every token is inside them.")
+        return
+    yield from weight_settings("token")
+    raw = {"log_ratio": "mismatch", "level": level}
+    if values["action"] == "clamp":
+        yield Remark(f"rejection_sampling: clamp decided by {metric} has no counterpart", ("rejection_sampling",))
+    elif metric == "kl_k1":
+        low = {} if lower is None else {"min": math.exp(lower)}
+        yield Assign(
+            "masks", {**raw, **low, "max": math.exp(upper)}, "AReaL's kl_k1 is prev - gen; here bounds are on ρ"
+        )
+    elif metric == "kl_k2":
+        yield Assign("masks", {**raw, "statistic": "k2", "max": upper})
+    elif metric == "binary_kl" and by_token:
+        yield Assign("masks", {"preset": "kpop", "max": upper})
+    else:
+        text = f"rejection_sampling.metric: {metric} at level {level}: AReaL's k3 is e^(gen - prev) - 1 + prev - gen"
+        yield Remark(text, ("rejection_sampling",))
+
+
+PEER = Peer(
+    name="areal",
+    title="AReaL's actor",
+    source="areal-project/AReaL at cbff54d64",
+    defaults=_DEFAULTS,
+    convert=_convert,
+    outside_loss_fn={
+        "gconfig.n_samples": "grpo.num_generations_per_prompt",
+        "gconfig.temperature": "policy.generation.temperature",
+    },
+    sections=("actor.rejection_sampling",),
+)

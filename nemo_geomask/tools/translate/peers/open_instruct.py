@@ -1,0 +1,88 @@
+"""open-instruct: the arguments of its GRPO."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from nemo_geomask.tools.translate.peer_table import (
+    NO_BOUND,
+    Assign,
+    Conversion,
+    Peer,
+    PeerSettings,
+    Remark,
+    weight_settings,
+)
+
+__all__ = ["PEER"]
+
+_DEFAULTS: dict[str, Any] = {
+    "loss_fn": "dapo",
+    "clip_lower": 0.2,
+    "clip_higher": 0.272,
+    "beta": 0.05,
+    "kl_estimator": 2,
+    "load_ref_policy": True,
+    "loss_denominator": "token",
+    "use_vllm_logprobs": False,
+    "use_rho_correction": True,
+    "rho_clamp_lower_bound": 0.0,
+    "rho_clamp_upper_bound": 2.0,
+    "rho_mask_lower_bound": 0.0,
+    "rho_mask_upper_bound": 0.0,
+    "rho_mask_sequence_level": False,
+    "rho_mask_tv_divergence": False,
+}
+
+
+def _convert(settings: PeerSettings) -> Conversion:
+    cispo = settings["loss_fn"] == "cispo"
+    if settings["loss_fn"] not in ("dapo", "cispo"):
+        yield Remark(f"loss_fn: {settings['loss_fn']} is unknown; open-instruct has dapo and cispo", ("loss_fn",))
+    yield Assign("name", "cispo" if cispo else "clipped_pg")
+    yield Assign("ratio_clip_min", 1.0 if cispo else settings.number("clip_lower"), "no lower bound" if cispo else "")
+    yield Assign("ratio_clip_max", settings.number("clip_higher"))
+    yield Assign("token_level_loss", True)
+    if settings["loss_denominator"] != "token":
+        text = f"loss_denominator: {settings['loss_denominator']} divides a step's sum; here a constant is per sequence"
+        yield Remark(text, ("loss_denominator",))
+    if settings["use_vllm_logprobs"]:
+        yield Assign("ratio_anchor", "gen")
+    elif settings["use_rho_correction"]:
+        yield from _rho(settings)
+    beta = settings.number("beta") if settings["load_ref_policy"] else 0.0
+    yield Assign("reference_policy_kl_penalty", beta)
+    if beta:
+        estimator = f"k{int(settings.number('kl_estimator')) + 1}"
+        yield Assign("reference_policy_kl_type", estimator, "open-instruct counts its estimators from 0")
+        yield Assign("reference_policy_kl_gradient", estimator, "open-instruct differentiates the estimate itself")
+        yield Assign("kl_input_clamp_value", 40.0)
+        yield Assign("kl_output_clamp_value", None)
+
+
+def _rho(settings: PeerSettings) -> Conversion:
+    low, high = settings.number("rho_clamp_lower_bound"), settings.number("rho_clamp_upper_bound")
+    level = "sequence_mean" if settings["rho_mask_sequence_level"] else "token"
+    yield from weight_settings(level, "tis" if low or high else None, low, high or NO_BOUND)
+    below, above = settings.number("rho_mask_lower_bound"), settings.number("rho_mask_upper_bound")
+    if settings["rho_mask_tv_divergence"] and (below or above):
+        text = "rho_mask_tv_divergence: the sequence's mean of |ρ - 1| as a bound on single tokens has no counterpart"
+        yield Remark(text, ("rho_mask_tv_divergence",))
+    elif below or above:
+        bounds = {name: bound for name, bound in (("min", below), ("max", above)) if bound}
+        yield Assign("masks", {"preset": "geometric" if level == "sequence_mean" else "icepop", **bounds})
+    yield Remark("open-instruct bounds log-ratios against the sampler by ±10 before exp.")
+
+
+PEER = Peer(
+    name="open_instruct",
+    title="open-instruct's GRPO arguments",
+    source="allenai/open-instruct at e6c3044aa",
+    defaults=_DEFAULTS,
+    convert=_convert,
+    outside_loss_fn={
+        "num_samples_per_prompt_rollout": "grpo.num_generations_per_prompt",
+        "temperature": "policy.generation",
+    },
+    constructors=("GRPOExperimentConfig",),
+)

@@ -1,0 +1,94 @@
+"""OpenRLHF: the command line of ``train_ppo_ray``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from nemo_geomask.tools.translate.peer_table import (
+    Assign,
+    Conversion,
+    Peer,
+    PeerSettings,
+    Remark,
+    by_value,
+    weight_settings,
+    without_counterpart,
+)
+
+__all__ = ["PEER"]
+
+_IS, _KL = "algo.advantage.is_correction_", "algo.kl."
+_DEFAULTS: dict[str, Any] = {
+    "actor.policy_loss_type": "ppo",
+    "actor.eps_clip": 0.2,
+    "actor.eps_clip_low_high": None,
+    "actor.dual_clip": None,
+    "actor.entropy_coef": None,
+    "actor.token_level_loss": True,
+    _IS + "enable": False,
+    _IS + "threshold": [0.5, 5.0],
+    _IS + "type": "tis",
+    _KL + "init_coef": 0.01,
+    _KL + "use_loss": False,
+    _KL + "estimator": "k1",
+}
+
+
+def _convert(settings: PeerSettings) -> Conversion:
+    gspo = settings["actor.policy_loss_type"] == "gspo"
+    yield from by_value(
+        settings,
+        "actor.policy_loss_type",
+        {
+            "ppo": [Assign("name", "clipped_pg")],
+            "gspo": [Assign("name", "gspo"), Assign("token_level_loss", False)],
+        },
+    )
+    if not gspo:
+        yield Assign("token_level_loss", bool(settings["actor.token_level_loss"]))
+    both = settings["actor.eps_clip_low_high"]
+    low, high = (
+        (settings.number("actor.eps_clip"),) * 2 if both is None else settings.numbers("actor.eps_clip_low_high")
+    )
+    yield Assign("ratio_clip_min", low)
+    yield Assign("ratio_clip_max", high)
+    if settings["actor.dual_clip"] is not None:
+        yield Assign("ratio_clip_c", settings.number("actor.dual_clip"))
+    if settings[_IS + "enable"] and gspo:
+        yield Assign("ratio_anchor", "gen", "under gspo OpenRLHF's correction is the ratio against the sampler")
+    elif settings[_IS + "enable"]:
+        low, high = settings.numbers(_IS + "threshold")
+        truncation = str(settings[_IS + "type"])
+        yield from weight_settings("token", truncation, low, high)
+        if truncation == "seq-mask-tis" and not low:
+            yield Assign("truncated_importance_sampling_ratio_min", 0.0)
+    yield from without_counterpart(
+        settings, {"actor.entropy_coef": ((None, 0, 0.0), "NeMo-RL's losses have no entropy bonus")}
+    )
+    estimator = str(settings[_KL + "estimator"])
+    yield Assign("reference_policy_kl_penalty", settings.number(_KL + "init_coef"))
+    if not settings.number(_KL + "init_coef"):
+        return
+    if estimator not in ("k1", "k2", "k3"):
+        yield Remark(f"algo.kl.estimator: {estimator} has no counterpart", (_KL + "estimator",))
+        return
+    yield Assign("reference_policy_kl_type", estimator)
+    if settings[_KL + "use_loss"]:
+        yield Assign("reference_policy_kl_gradient", estimator, "OpenRLHF differentiates the estimate itself")
+        yield Assign("kl_input_clamp_value", None)
+    else:
+        yield Assign("use_kl_in_reward", True)
+        yield Remark("NeMo-RL's GRPO estimator reads no KL in the reward; Reinforce++ and GAE do.")
+
+
+PEER = Peer(
+    name="openrlhf",
+    title="OpenRLHF's arguments",
+    source="OpenRLHF/OpenRLHF at 3c3be6234",
+    defaults=_DEFAULTS,
+    convert=_convert,
+    outside_loss_fn={
+        "rollout.n_samples_per_prompt": "grpo.num_generations_per_prompt",
+        "algo.advantage.estimator": "grpo.adv_estimator",
+    },
+)

@@ -1,0 +1,180 @@
+"""slime (and miles): command-line arguments, with those of its ``mis.yaml``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from nemo_geomask.config.strict import as_yaml
+from nemo_geomask.tools.translate.peer_table import (
+    Assign,
+    Conversion,
+    Peer,
+    PeerSettings,
+    Remark,
+    by_value,
+    weight_settings,
+    without_counterpart,
+)
+
+__all__ = ["PEER"]
+
+_DEFAULTS: dict[str, Any] = {
+    "loss_type": "policy_loss",
+    "advantage_estimator": "grpo",
+    "eps_clip": 0.2,
+    "eps_clip_high": None,
+    "eps_clip_c": None,
+    "use_tis": False,
+    "tis_clip": 2.0,
+    "tis_clip_low": 0,
+    "custom_tis_function_path": None,
+    "custom_pg_loss_reducer_function_path": None,
+    "use_rollout_logprobs": False,
+    "use_opsm": False,
+    "opsm_delta": 1e-4,
+    "calculate_per_token_loss": False,
+    "entropy_coef": 0.0,
+    "kl_coef": 0.0,
+    "use_kl_loss": False,
+    "kl_loss_coef": 0.0,
+    "kl_loss_type": "k1",
+    "use_unbiased_kl": False,
+    # mis.yaml
+    "use_rs": False,
+    "tis_level": "token",
+    "rs_level": "token",
+    "tis_mode": "truncate",
+    "tis_lower_bound": None,
+    "tis_upper_bound": 2.0,
+    "rs_lower_bound": None,
+    "rs_upper_bound": None,
+    "rs_veto_threshold": None,
+    "tis_batch_normalize": False,
+}
+_OUTSIDE_LOSS_FN = {
+    "get_mismatch_metrics": "geomask/mismatch_… are always reported",
+    "custom_config_path": "name that file too: nemo-geomask translate ARGUMENTS MIS.yaml",
+    "n_samples_per_prompt": "grpo.num_generations_per_prompt",
+    "rollout_temperature": "policy.generation.temperature",
+    "rollout_top_p": "policy.generation.top_p",
+    "global_batch_size": "policy.train_global_batch_size",
+}
+_ESTIMATORS = {
+    **dict.fromkeys(("grpo", "ppo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"), "clipped_pg"),
+    "gspo": "gspo",
+    "cispo": "cispo",
+}
+_LEVELS = {"token": "token", "sequence": "sequence", "geometric": "sequence_mean"}
+_PRESETS = {"token": "icepop", "sequence": "product", "geometric": "geometric"}
+_KL = {"k1": "k1", "k2": "k2", "k3": "k3", "low_var_kl": "k3"}
+
+
+def _convert(settings: PeerSettings) -> Conversion:
+    estimator = str(settings["advantage_estimator"])
+    if estimator not in _ESTIMATORS:
+        text = f"advantage_estimator: {estimator} has no counterpart; those that have: {', '.join(_ESTIMATORS)}"
+        yield Remark(text, ("advantage_estimator",))
+    name = _ESTIMATORS.get(estimator, "clipped_pg")
+    yield Assign("name", name)
+    low = settings.number("eps_clip")
+    yield Assign("ratio_clip_min", low)
+    yield Assign("ratio_clip_max", low if settings["eps_clip_high"] is None else settings.number("eps_clip_high"))
+    if name != "cispo" and settings["eps_clip_c"] is not None:
+        yield Assign("ratio_clip_c", settings.number("eps_clip_c"))
+    by_token = bool(settings["calculate_per_token_loss"])
+    yield (
+        Assign("loss_normalization", "tokens") if by_token and name == "gspo" else Assign("token_level_loss", by_token)
+    )
+    anchored = bool(settings["use_rollout_logprobs"])
+    if anchored:
+        yield Assign("ratio_anchor", "gen")
+    elif settings["use_tis"]:
+        yield from _correction(settings)
+    if settings["use_opsm"]:
+        note = "" if anchored else "slime compares with the training engine's log-probs"
+        mask = {"preset": "opsm", "delta": settings.number("opsm_delta")}
+        yield Assign("masks", mask if anchored else {**mask, "log_ratio": "policy"}, note)
+        yield Remark("slime's OPSM asks for each token's advantage, here it is the sequence's mean.")
+    yield from _kl(settings)
+    yield from without_counterpart(
+        settings,
+        {
+            "loss_type": (("policy_loss",), "only policy_loss is translated"),
+            "entropy_coef": ((0, 0.0), "NeMo-RL's losses have no entropy bonus"),
+            "custom_pg_loss_reducer_function_path": ((None,), "code of your own; see docs/plugins.md"),
+        },
+    )
+
+
+def _correction(settings: PeerSettings) -> Conversion:
+    path = settings["custom_tis_function_path"]
+    function = "" if path is None else str(path).rpartition(".")[2]
+    if function in ("", "vanilla_tis_function"):
+        yield from weight_settings("token", "tis", settings.number("tis_clip_low"), settings.number("tis_clip"))
+    elif function == "icepop_function":
+        yield from weight_settings("token", "icepop", settings.number("tis_clip_low"), settings.number("tis_clip"))
+    elif function.startswith("compute_mis_weights"):
+        yield from _mis(settings)
+    else:
+        yield Remark(f"custom_tis_function_path: {path} is code of your own; see docs/plugins.md", (str(path),))
+
+
+def _mis(settings: PeerSettings) -> Conversion:
+    high = settings.number("tis_upper_bound")
+    low = 1 / high if settings["tis_lower_bound"] is None else settings.number("tis_lower_bound")
+    kinds = {"truncate": ("tis", 0.0), "clip": ("tis", low), "mask": ("icepop", low)}
+    level, mode = str(settings["tis_level"]), str(settings["tis_mode"])
+    if level not in _LEVELS or mode not in kinds:
+        yield Remark(f"tis_level: {level} with tis_mode: {mode} is unknown", ("tis_level", "tis_mode"))
+        return
+    yield from weight_settings(_LEVELS[level], *kinds[mode], high)
+    if settings["use_rs"]:
+        rs_low = low if settings["rs_lower_bound"] is None else settings.number("rs_lower_bound")
+        rs_high = high if settings["rs_upper_bound"] is None else settings.number("rs_upper_bound")
+        bounds = {
+            level: [Assign("masks", {"preset": name, "min": rs_low, "max": rs_high})]
+            for level, name in _PRESETS.items()
+        }
+        yield from by_value(settings, "rs_level", bounds)
+        if settings["rs_veto_threshold"] is not None:
+            yield Assign("masks", {"preset": "veto", "min": settings.number("rs_veto_threshold")})
+        if settings["use_kl_loss"]:
+            yield Remark("slime takes rejected tokens out of the KL term too; here masks act on the surrogate.")
+    if settings["tis_batch_normalize"]:
+        yield Assign("is_correction_batch_normalize", True)
+        yield Remark("slime's mean of the weights is each microbatch's and rank's own, here it is the batch's.")
+    yield Remark("slime bounds log-ratios by ±20 before exp, where exp here saturates at 40.")
+
+
+def _kl(settings: PeerSettings) -> Conversion:
+    if settings.number("kl_coef"):
+        yield Assign("use_kl_in_reward", True)
+        yield Assign("reference_policy_kl_penalty", settings.number("kl_coef"))
+        yield Assign("reference_policy_kl_type", _KL.get(str(settings["kl_loss_type"]), "k1"))
+        if settings["use_kl_loss"]:
+            yield Remark("use_kl_loss: a KL in the reward and one in the loss don't go together here", ("use_kl_loss",))
+        return
+    if not settings["use_kl_loss"] or not settings.number("kl_loss_coef"):
+        yield Assign("reference_policy_kl_penalty", 0.0)
+        return
+    estimator = str(settings["kl_loss_type"])
+    if estimator not in _KL:
+        yield Remark(f"kl_loss_type: {as_yaml(estimator)} is unknown; slime has {', '.join(_KL)}", ("kl_loss_type",))
+        return
+    yield Assign("reference_policy_kl_penalty", settings.number("kl_loss_coef"))
+    yield Assign("reference_policy_kl_type", _KL[estimator])
+    yield Assign("reference_policy_kl_gradient", _KL[estimator], "slime differentiates the estimate itself")
+    yield Assign("kl_input_clamp_value", None)
+    yield Assign("kl_output_clamp_value", 10.0 if estimator == "low_var_kl" else None)
+    weighted = "the KL times the policy's ratio, with its gradient, has no counterpart"
+    yield from without_counterpart(settings, {"use_unbiased_kl": ((False,), weighted)})
+
+
+PEER = Peer(
+    name="slime",
+    title="slime's arguments",
+    source="THUDM/slime at 624b824a8",
+    defaults=_DEFAULTS,
+    convert=_convert,
+    outside_loss_fn=_OUTSIDE_LOSS_FN,
+)

@@ -1,0 +1,220 @@
+"""TRL: ``GRPOConfig``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from nemo_geomask.tools.translate.peer_table import (
+    NO_BOUND,
+    Assign,
+    Conversion,
+    Peer,
+    PeerSettings,
+    Remark,
+    weight_settings,
+    without_counterpart,
+)
+
+__all__ = ["PEER"]
+
+_DEFAULTS: dict[str, Any] = {
+    "loss_type": "dapo",
+    "importance_sampling_level": "token",
+    "epsilon": 0.2,
+    "epsilon_high": None,
+    "delta": None,
+    "beta": 0.0,
+    "use_bias_correction_kl": False,
+    "use_vllm": False,
+    "vllm_importance_sampling_correction": True,
+    "vllm_importance_sampling_mode": "sequence_mask",
+    "vllm_importance_sampling_clip_max": 3.0,
+    "vllm_importance_sampling_clip_min": None,
+    "vllm_importance_sampling_cap": None,
+    "off_policy_mask_threshold": None,
+    "sapo_temperature_pos": 1.0,
+    "sapo_temperature_neg": 1.05,
+    "vespo_k_pos": 2.0,
+    "vespo_lambda_pos": 3.0,
+    "vespo_k_neg": 3.0,
+    "vespo_lambda_neg": 2.0,
+    "max_completion_length": 512,
+    "top_entropy_quantile": 1.0,
+    "entropy_coef": 0.0,
+    "use_adaptive_entropy": False,
+    "router_aux_loss_coef": 0.001,
+}
+_OUTSIDE_LOSS_FN = {
+    "num_generations": "grpo.num_generations_per_prompt",
+    "max_prompt_length": "data.max_input_seq_length",
+    "temperature": "policy.generation.temperature",
+    "top_p": "policy.generation.top_p",
+    "top_k": "policy.generation.top_k",
+    "learning_rate": "policy.optimizer.kwargs.lr",
+    "scale_rewards": "grpo.normalize_rewards",
+    "mask_truncated_completions": "grpo.overlong_filtering",
+    "num_iterations": "has one pass over a batch",
+    "steps_per_generation": "grpo.num_prompts_per_step over policy.train_global_batch_size",
+    "generation_batch_size": "grpo.num_prompts_per_step",
+    "gradient_accumulation_steps": "policy.train_global_batch_size over policy.train_micro_batch_size",
+    "per_device_train_batch_size": "policy.train_micro_batch_size",
+    "max_grad_norm": "policy.max_grad_norm",
+}
+_LOCAL = "TRL averages each microbatch by itself, then over microbatches; here the mean is over the step."
+_SEQUENCES, _TOKENS, _DOCUMENTS = (
+    (Assign("token_level_loss", False),),
+    (Assign("token_level_loss", True),),
+    (Assign("loss_normalization", "documents"),),
+)
+# Surrogate and normalisation.
+_LOSSES: dict[str, tuple[str, tuple[Assign | Remark, ...]]] = {
+    "grpo": ("clipped", (*_SEQUENCES, Remark(_LOCAL))),
+    "bnpo": ("clipped", (*_TOKENS, Remark("TRL's bnpo divides by each microbatch's own tokens; here by the step's."))),
+    "dapo": ("clipped", _TOKENS),
+    "dr_grpo": ("clipped", (Assign("loss_normalization", "constant"), Remark(_LOCAL))),
+    "luspo": ("clipped", (*_DOCUMENTS, Remark(_LOCAL))),
+    "cispo": ("cispo", _TOKENS),
+    "sapo": ("sapo", (*_SEQUENCES, Remark(_LOCAL))),
+    "vespo": ("vespo", _TOKENS),
+}
+# By mode: level and truncation of the weight.
+_MODES = {
+    "token_truncate": ("token", "tis"),
+    "token_mask": ("token", "icepop"),
+    "sequence_truncate": ("sequence", "tis"),
+    "sequence_mask": ("sequence", "icepop"),
+}
+
+
+def _convert(settings: PeerSettings) -> Conversion:
+    loss_type, level = str(settings["loss_type"]), str(settings["importance_sampling_level"])
+    if loss_type not in _LOSSES:
+        yield Assign("name", "clipped_pg")
+        yield Remark(f"loss_type: {loss_type} is unknown; TRL has {', '.join(_LOSSES)}", ("loss_type",))
+        return
+    surrogate, normalization = _LOSSES[loss_type]
+    by_sequence = level == "sequence"
+    if by_sequence and surrogate != "clipped":
+        text = f"importance_sampling_level: sequence with loss_type: {loss_type} has no counterpart; token is written"
+        yield Remark(text, ("importance_sampling_level",))
+    yield from _SURROGATES[surrogate](settings, by_sequence)
+    if loss_type == "luspo" and not by_sequence:
+        text = "loss_type: luspo with importance_sampling_level: token is no mean of TRL's own; set sequence"
+        yield Remark(text, ("importance_sampling_level",))
+    if by_sequence and normalization[0] == _TOKENS[0]:
+        yield Assign("loss_normalization", "tokens")
+        yield from normalization[1:]
+    else:
+        yield from normalization
+    if loss_type == "dr_grpo":
+        yield Assign("loss_normalization_constant", settings.number("max_completion_length"), "max_completion_length")
+    yield from _correction(settings, loss_type)
+    yield from _kl(settings)
+    off_policy = settings["off_policy_mask_threshold"]
+    if off_policy is not None:
+        mask = {"preset": "opsm", "delta": float(off_policy)}
+        yield Assign("masks", mask if settings["use_vllm"] else {**mask, "log_ratio": "policy"})
+    yield from without_counterpart(
+        settings,
+        {
+            "top_entropy_quantile": (
+                (1, 1.0),
+                "a mask on the entropy has no counterpart",
+            ),
+            "entropy_coef": ((0, 0.0), "NeMo-RL's losses have no entropy bonus"),
+            "use_adaptive_entropy": ((False,), "NeMo-RL's losses have no entropy bonus"),
+        },
+    )
+
+
+def _clipped(settings: PeerSettings, by_sequence: bool) -> Conversion:
+    low = settings.number("epsilon")
+    high = low if settings["epsilon_high"] is None else settings.number("epsilon_high")
+    yield Assign("name", "gspo" if by_sequence else "clipped_pg")
+    yield Assign("ratio_clip_min", low)
+    yield Assign("ratio_clip_max", high)
+    delta = settings["delta"]
+    if delta is not None and float(delta) > 1 + high:
+        yield Assign("ratio_clip_c", float(delta))
+    elif delta is not None:
+        text = f"delta: {delta} bounds the ratio below the clip's own bound {1 + high:g}, also where A > 0"
+        yield Remark(text, ("delta",))
+
+
+def _cispo(settings: PeerSettings, by_sequence: bool) -> Conversion:
+    key = "epsilon" if settings["epsilon_high"] is None else "epsilon_high"
+    bound = settings.number(key)
+    yield Assign("name", "cispo")
+    yield Assign("ratio_clip_min", 1.0, "TRL has no lower bound")
+    if bound >= 1:
+        yield Assign(
+            "ratio_clip_max", bound - 1, f"TRL's {key} is the bound on the ratio itself; here the distance from 1"
+        )
+    else:
+        text = f"{key}: {bound:g} is a bound on the ratio below 1, which shrinks every weight; TRL advises 5.0"
+        yield Remark(text, (key,))
+
+
+def _sapo(settings: PeerSettings, by_sequence: bool) -> Conversion:
+    taus = {f"tau_{sign}": settings.number(f"sapo_temperature_{sign}") for sign in ("pos", "neg")}
+    yield Assign("name", "sapo")
+    yield Assign("options", taus)
+
+
+def _vespo(settings: PeerSettings, by_sequence: bool) -> Conversion:
+    anchored = settings["use_vllm"] and settings["vllm_importance_sampling_correction"]
+    yield Assign("ratio_anchor", "gen" if anchored else "prev")
+    if anchored:
+        text = "TRL truncates each token's ratio before VESPO's product, which here is of the ratios as they are"
+        yield Remark(f"vllm_importance_sampling_mode: {settings['vllm_importance_sampling_mode']}: {text}", ("mode",))
+    names = ("k_pos", "lambda_pos", "k_neg", "lambda_neg")
+    yield Assign("name", "vespo")
+    yield Assign("options", {name: settings.number(f"vespo_{name}") for name in names})
+
+
+_SURROGATES = {"clipped": _clipped, "cispo": _cispo, "sapo": _sapo, "vespo": _vespo}
+
+
+def _correction(settings: PeerSettings, loss_type: str) -> Conversion:
+    if not settings["use_vllm"]:
+        yield Remark("use_vllm is false, so TRL corrects no mismatch, and nothing is written for it.")
+        return
+    if not settings["vllm_importance_sampling_correction"] or loss_type == "vespo":
+        return
+    mode = str(settings["vllm_importance_sampling_mode"])
+    high, low = settings["vllm_importance_sampling_clip_max"], settings["vllm_importance_sampling_clip_min"]
+    if settings["vllm_importance_sampling_cap"] is not None:
+        high = settings["vllm_importance_sampling_cap"]
+    if mode not in _MODES:
+        modes = ", ".join(_MODES)
+        text = f"vllm_importance_sampling_mode: {mode} is unknown; TRL has {modes}"
+        yield Remark(text, ("vllm_importance_sampling_mode",))
+        return
+    level, truncation = _MODES[mode]
+    if high is None and low is not None:
+        high = NO_BOUND
+    yield from weight_settings(level, truncation, float(low or 0.0), None if high is None else float(high))
+
+
+def _kl(settings: PeerSettings) -> Conversion:
+    beta = settings.number("beta")
+    yield Assign("reference_policy_kl_penalty", beta)
+    if not beta:
+        return
+    yield Assign("reference_policy_kl_type", "k3")
+    yield Assign("reference_policy_kl_gradient", "k3", "TRL differentiates the estimate itself")
+    yield Assign("kl_input_clamp_value", None)
+    yield Assign("kl_output_clamp_value", None)
+    weighted = "the KL times the policy's ratio, with its gradient, has no counterpart"
+    yield from without_counterpart(settings, {"use_bias_correction_kl": ((False,), weighted)})
+
+
+PEER = Peer(
+    name="trl",
+    title="TRL's GRPOConfig",
+    source="huggingface/trl at f2cd57710",
+    defaults=_DEFAULTS,
+    convert=_convert,
+    outside_loss_fn=_OUTSIDE_LOSS_FN,
+    constructors=("GRPOConfig",),
+)

@@ -1,0 +1,433 @@
+"""verl: ``algorithm.rollout_correction`` and the actor's loss.
+
+Its rejection bounds on k1 are on 1/ρ. In decoupled mode the rejection rewrites the response mask before the step, so a
+token mean divides by what is kept; in bypass mode it happens within the loss, which divides by the original count.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from nemo_geomask.errors import ConfigError
+from nemo_geomask.tools.translate.peer_table import (
+    Assign,
+    Conversion,
+    Peer,
+    PeerSettings,
+    Remark,
+    by_value,
+    weight_settings,
+    without_counterpart,
+)
+
+__all__ = ["PEER"]
+
+_RC = "algorithm.rollout_correction."
+_ACTOR = "actor_rollout_ref.actor."
+_LEVELS = {"token": "token", "seq_sum": "sequence", "seq_mean": "sequence_mean", "seq_max": "sequence_max"}
+_PRESETS_OF_K1 = {"token": "icepop", "sequence": "product", "sequence_mean": "geometric"}
+_GEO, _K3 = ("seq_mean_k1", "0.999_1.001"), ("seq_mean_k3", 0.01)
+
+
+def _preset(level: str | None = None, rs: tuple[str, Any] | None = None, loss_type: str | None = None) -> Any:
+    """Parameters and settings of one of ``RolloutCorrectionConfig``'s factory methods."""
+    parameters: dict[str, Any] = {"threshold" if rs is None else "is_threshold": 2.0} if level else {}
+    parameters |= {"rs_threshold": rs[1]} if rs else {}
+    settings: dict[str, Any] = {"rollout_is": level, "rollout_rs": rs and rs[0]}
+    settings |= {"rollout_is_threshold": f"{{{next(iter(parameters))}}}"} if level else {}
+    settings |= {"rollout_rs_threshold": "{rs_threshold}"} if rs else {}
+    settings |= {"bypass_mode": True, "loss_type": loss_type} if loss_type else {}
+    return parameters, {_RC + key: value for key, value in settings.items()}
+
+
+_ICEPOP = {"threshold": 5.0, "threshold_lower": 0.5}
+_ICEPOP_IS = {_RC + "rollout_is": "token", _RC + "rollout_is_threshold": "{threshold_lower}_{threshold}"}
+_PRESETS = {
+    "decoupled_token_is": _preset("token"),
+    "decoupled_seq_is": _preset("sequence"),
+    "decoupled_token_icepop": (_ICEPOP, _ICEPOP_IS),
+    "decoupled_seq_is_rs": _preset("sequence", ("seq_sum_k1", "0.5_2.0")),
+    "decoupled_geo_rs": _preset(None, _GEO),
+    "decoupled_geo_rs_seq_tis": _preset("sequence", _GEO),
+    "decoupled_geo_rs_token_tis": _preset("token", _GEO),
+    "decoupled_k3_rs": _preset(None, _K3),
+    "decoupled_k3_rs_seq_tis": _preset("sequence", _K3),
+    "decoupled_k3_rs_token_tis": _preset("token", _K3),
+    "bypass_ppo_clip": _preset(None, None, "ppo_clip"),
+    "bypass_ppo_clip_geo_rs": _preset(None, _GEO, "ppo_clip"),
+    "bypass_ppo_clip_k3_rs": _preset(None, _K3, "ppo_clip"),
+    "bypass_pg_is": _preset("sequence", None, "reinforce"),
+    "bypass_pg_token_icepop": (
+        _ICEPOP,
+        {**_ICEPOP_IS, _RC + "bypass_mode": True, _RC + "loss_type": "reinforce"},
+    ),
+    "bypass_pg_geo_rs": _preset(None, _GEO, "reinforce"),
+    "bypass_pg_geo_rs_seq_tis": _preset("sequence", _GEO, "reinforce"),
+    "bypass_pg_geo_rs_token_tis": _preset("token", _GEO, "reinforce"),
+    "disabled": _preset(),
+}
+
+_DEFAULTS: dict[str, Any] = {
+    _RC + "rollout_is": None,
+    _RC + "rollout_is_threshold": 2.0,
+    _RC + "rollout_is_batch_normalize": False,
+    _RC + "rollout_rs": None,
+    _RC + "rollout_rs_threshold": None,
+    _RC + "bypass_mode": False,
+    "trainer.use_v1": True,
+    _RC + "loss_type": "ppo_clip",
+    "algorithm.use_kl_in_reward": False,
+    "algorithm.kl_penalty": "kl",
+    "algorithm.kl_ctrl.kl_coef": 0.001,
+    "algorithm.kl_ctrl.type": "fixed",
+    "data.max_response_length": None,
+    _ACTOR + "policy_loss.loss_mode": "vanilla",
+    _ACTOR + "policy_loss.dro_beta": None,
+    # Of modes that have no counterpart.
+    _ACTOR + "policy_loss.clip_cov_ratio": 0.0002,
+    _ACTOR + "policy_loss.clip_cov_lb": 1.0,
+    _ACTOR + "policy_loss.clip_cov_ub": 5.0,
+    _ACTOR + "policy_loss.kl_cov_ratio": 0.0002,
+    _ACTOR + "policy_loss.ppo_kl_coef": 0.1,
+    _ACTOR + "clip_ratio": 0.2,
+    _ACTOR + "clip_ratio_low": 0.2,
+    _ACTOR + "clip_ratio_high": 0.2,
+    _ACTOR + "clip_ratio_c": 3.0,
+    _ACTOR + "tau_pos": 1.0,
+    _ACTOR + "tau_neg": 1.05,
+    _ACTOR + "loss_agg_mode": "token-mean",
+    _ACTOR + "loss_scale_factor": None,
+    _ACTOR + "entropy_coeff": 0,
+    _ACTOR + "use_kl_loss": False,
+    _ACTOR + "kl_loss_coef": 0.001,
+    _ACTOR + "kl_loss_type": "low_var_kl",
+}
+_OUTSIDE_LOSS_FN = {
+    _ACTOR + "ppo_epochs": "has one pass over a batch; several steps by grpo.num_prompts_per_step over "
+    "policy.train_global_batch_size",
+    _ACTOR + "ppo_mini_batch_size": "policy.train_global_batch_size, in responses",
+    _ACTOR + "use_torch_compile": "loss_fn.compile, which decides by itself",
+    "actor_rollout_ref.rollout.calculate_log_probs": "generation log-probs always come with the samples",
+    "actor_rollout_ref.rollout.n": "grpo.num_generations_per_prompt",
+    "actor_rollout_ref.rollout.temperature": "policy.generation.temperature",
+    "actor_rollout_ref.rollout.top_p": "policy.generation.top_p",
+    "algorithm.adv_estimator": "grpo.adv_estimator",
+    "algorithm.norm_adv_by_std_in_grpo": "grpo.normalize_rewards",
+}
+_KL = {
+    **dict.fromkeys(("kl", "k1"), ("k1", "k1")),
+    **dict.fromkeys(("kl+", "k1+"), ("k1", "k2")),
+    **dict.fromkeys(("mse", "k2", "mse+", "k2+"), ("k2", "k2")),
+    **dict.fromkeys(("low_var_kl", "k3"), ("k3", "k3")),
+    **dict.fromkeys(("low_var_kl+", "k3+"), ("k3", "k2")),
+}
+
+
+def _convert(settings: PeerSettings) -> Conversion:
+    mode, bypass = str(settings[_ACTOR + "policy_loss.loss_mode"]), bool(settings[_RC + "bypass_mode"])
+    if bypass and mode in _MODES and mode != "vanilla" and settings["trainer.use_v1"]:
+        yield from _on_rollout(settings, mode)
+    elif bypass or mode == "bypass_mode":
+        mode = "bypass_mode"
+        yield from _bypass(settings)
+    elif mode in _MODES:
+        yield from _MODES[mode](settings)
+        yield from _decoupled(settings, mode)
+    else:
+        modes = ", ".join(_MODES)
+        yield Assign("name", "clipped_pg")
+        yield Remark(f"policy_loss.loss_mode: {mode} has no counterpart; those that have: {modes}", ("loss_mode",))
+        yield from _decoupled(settings, mode)
+    yield from _normalization(settings, mode)
+    yield from _kl(settings)
+    yield from without_counterpart(
+        settings, {_ACTOR + "entropy_coeff": ((0, 0.0, None), "NeMo-RL's losses have no entropy bonus")}
+    )
+    yield Remark(
+        "verl bounds log-ratios by ±20 before exp (gspo: at most 10), where exp here saturates at 40; ratios beyond "
+        "e^20 differ."
+    )
+
+
+# --- objectives
+
+
+_ENDS = ("low", "high")
+
+
+def _bounds(settings: PeerSettings) -> tuple[float, float]:
+    keys = [
+        _ACTOR + (f"clip_ratio_{end}" if settings[_ACTOR + f"clip_ratio_{end}"] is not None else "clip_ratio")
+        for end in _ENDS
+    ]
+    return settings.number(keys[0]), settings.number(keys[1])
+
+
+def _clip(settings: PeerSettings, name: str) -> Conversion:
+    yield Assign("name", name)
+    low, high = _bounds(settings)
+    yield Assign("ratio_clip_min", low)
+    yield Assign("ratio_clip_max", high)
+
+
+def _vanilla(settings: PeerSettings) -> Conversion:
+    yield from _clip(settings, "clipped_pg")
+    yield Assign("ratio_clip_c", settings.number(_ACTOR + "clip_ratio_c"))
+
+
+def _gmpo(settings: PeerSettings) -> Conversion:
+    low, high = _bounds(settings)
+    note = "verl clips the log-ratio to [-low, high]; here bounds are distances of the ratio from 1"
+    yield Assign("name", "gmpo")
+    yield Assign("ratio_clip_min", 1 - math.exp(-low), note)
+    yield Assign("ratio_clip_max", math.exp(high) - 1, note)
+    yield Remark("verl's geo_mean averages over the sequences of each microbatch; here over those of the step.")
+
+
+def _sapo(settings: PeerSettings) -> Conversion:
+    yield Assign("name", "sapo")
+    yield Assign("options", {tau: settings.number(_ACTOR + tau) for tau in ("tau_pos", "tau_neg")})
+
+
+def _gpg(settings: PeerSettings) -> Conversion:
+    yield Assign("name", "clipped_pg")
+    yield Assign("disable_ppo_ratio", True)
+
+
+def _dppo(preset: str, settings: PeerSettings) -> Conversion:
+    low, high = _bounds(settings)
+    yield Assign("name", "cispo", "DPPO's surrogate, -sg(min(r, c))·A·curr, is CISPO's without a lower bound")
+    yield Assign("ratio_clip_min", 1.0)
+    yield Assign("ratio_clip_max", settings.number(_ACTOR + "clip_ratio_c") - 1, "clip_ratio_c bounds the ratio itself")
+    mask = {"preset": preset, "delta": high, "delta_low": low, "log_ratio": "policy"}
+    yield Assign("masks", mask, "clip_ratio_high and _low; without bypass_mode verl measures them against old_log_prob")
+
+
+def _dro(settings: PeerSettings) -> Conversion:
+    yield Assign("name", "dro")
+    yield Assign("options", {"beta": settings.number(_ACTOR + "policy_loss.dro_beta")})
+
+
+_MODES: dict[str, Callable[[PeerSettings], Conversion]] = {
+    "vanilla": _vanilla,
+    "gspo": lambda settings: _clip(settings, "gspo_token"),
+    "geo_mean": _gmpo,
+    "sapo": _sapo,
+    "cispo": lambda settings: _clip(settings, "cispo"),
+    "gpg": _gpg,
+    "dro": _dro,
+    "dppo_tv": lambda settings: _dppo("dppo_tv", settings),
+    "dppo_kl": lambda settings: _dppo("dppo_kl", settings),
+}
+
+
+# --- rollout correction
+
+
+def _decoupled(settings: PeerSettings, mode: str) -> Conversion:
+    level = settings[_RC + "rollout_is"]
+    if level is not None and mode == "geo_mean" and level != "sequence":
+        text = "rollout_is: under geo_mean verl pools the truncated weights of a sequence by their geometric mean"
+        yield Remark(text, ("rollout_is",))
+    elif level is not None:
+        yield from _weight(settings)
+        if settings[_RC + "rollout_is_batch_normalize"]:
+            yield Assign("is_correction_batch_normalize", True)
+            if settings[_RC + "rollout_rs"] is not None:
+                yield Remark("verl's mean of the weights is over all tokens, here it is over those kept.")
+    masks = list(_rejection(settings, "mismatch"))
+    yield from masks
+    rules = [line for line in masks if isinstance(line, Assign)]
+    if not rules:
+        return
+    by_token = any(str(option).strip().startswith("token") for option in str(settings[_RC + "rollout_rs"]).split(","))
+    if _aggregation(settings, mode) == "token-mean" or by_token:
+        yield Assign("denominator", "kept", "verl takes what is rejected out of the response mask before the step")
+        if _aggregation(settings, mode) != "token-mean":
+            yield Remark("verl counts a sequence without a kept token among the N of a sequence mean; here it isn't.")
+        if by_token and level == "sequence":
+            yield Remark("verl takes a sequence's weight over all its tokens, here it is over those kept.")
+    elif settings[_ACTOR + "use_kl_loss"]:
+        yield Remark("verl takes rejected sequences out of the KL term too; here masks act on the surrogate.")
+
+
+def _on_rollout(settings: PeerSettings, mode: str) -> Conversion:
+    """verl's v1 trainer copies the rollout's log-probs, on which then any loss_mode runs, and nothing else."""
+    for line in _MODES[mode](settings):
+        if isinstance(line, Assign) and line.key == "masks":
+            yield line._replace(value={**line.value, "log_ratio": "total"})
+        else:
+            yield line
+    yield Assign("ratio_anchor", "gen", "bypass_mode: old_log_prob is the rollout's")
+    yield Remark(
+        "verl's v1 trainer runs loss_mode here and uses neither rollout_is nor rollout_rs nor loss_type; with "
+        "trainer.use_v1: false it trains loss_type in place of loss_mode."
+    )
+
+
+def _bypass(settings: PeerSettings) -> Conversion:
+    loss_type, level = settings[_RC + "loss_type"], settings[_RC + "rollout_is"]
+    if loss_type == "ppo_clip":
+        yield from _vanilla(settings)
+        yield Assign("ratio_anchor", "gen", "bypass_mode: the ratio is against the rollout's log-probs")
+        if level is not None:
+            yield Remark("verl computes rollout_is for its metrics alone here, and so nothing is written for it.")
+    elif loss_type == "reinforce":
+        normalize = settings[_RC + "rollout_is_batch_normalize"]
+        truncated = level == "token" and not normalize and "_" not in str(settings[_RC + "rollout_is_threshold"])
+        yield Assign("name", "cispo" if truncated else "reinforce")
+        if truncated:
+            bound = settings.number(_RC + "rollout_is_threshold")
+            yield Assign("ratio_anchor", "gen", "-sg(min(w, c))·A·curr with w = e^(curr - gen) is CISPO on gen")
+            yield Assign("ratio_clip_min", 1.0)
+            yield Assign("ratio_clip_max", bound - 1, "rollout_is_threshold bounds the weight itself")
+        elif level is not None:
+            normalized = "weights that move with the policy aren't divided by their mean here"
+            yield from without_counterpart(settings, {_RC + "rollout_is_batch_normalize": ((False, None), normalized)})
+            yield Assign("force_on_policy_ratio", True, "the weight is then against curr: sg(e^(curr - gen))")
+            yield from _weight(settings)
+            yield Remark("NeMo-RL allows force_on_policy_ratio with one optimiser step a batch only.")
+    else:
+        yield Remark(
+            f"rollout_correction.loss_type: {loss_type} is unknown; verl has ppo_clip and reinforce", ("loss_type",)
+        )
+    yield from _rejection(settings, "total")
+
+
+def _weight(settings: PeerSettings) -> Conversion:
+    level, spec = str(settings[_RC + "rollout_is"]), str(settings[_RC + "rollout_is_threshold"])
+    low, separator, high = spec.rpartition("_")
+    if level not in ("token", "sequence"):
+        yield Remark(f"rollout_is: {level} is unknown; verl has token and sequence", ("rollout_is",))
+    elif separator:
+        yield from weight_settings(
+            level, "icepop", _number("rollout_is_threshold", low), _number("rollout_is_threshold", high)
+        )
+    else:
+        yield from weight_settings(level, "tis", 0.0, _number("rollout_is_threshold", high))
+
+
+def _rejection(settings: PeerSettings, log_ratio: str) -> Conversion:
+    if settings[_RC + "rollout_rs"] is None:
+        return
+    options = list(dict.fromkeys(_words(settings[_RC + "rollout_rs"])))
+    bounds = list(_words(settings[_RC + "rollout_rs_threshold"]))
+    if len(bounds) not in (1, len(options)):
+        raise ConfigError(
+            f"rollout_rs_threshold must have one bound or one for each of {', '.join(options)}, but has {len(bounds)}"
+        )
+    for option, spec in zip(options, bounds * (len(options) if len(bounds) == 1 else 1), strict=True):
+        place, _, statistic = option.rpartition("_")
+        if place not in _LEVELS or statistic not in ("k1", "k2", "k3") or option == "seq_max_k1":
+            yield Remark(f"rollout_rs: {option} is unknown", ("rollout_rs",))
+            continue
+        level = _LEVELS[place]
+        raw: dict[str, Any] = {"log_ratio": log_ratio, "level": level}
+        if statistic != "k1":
+            yield Assign("masks", {**raw, "statistic": statistic, "max": _number("rollout_rs_threshold", spec)})
+            continue
+        low, separator, high = spec.rpartition("_")
+        upper = _number("rollout_rs_threshold", high)
+        given_lower = _number("rollout_rs_threshold", low) if separator else upper
+        if min(given_lower, upper) <= 0:
+            raise ConfigError(f"rollout_rs_threshold: {option} bounds a ratio, which must be above 0, by '{spec}'")
+        lower = given_lower if separator else 1 / upper
+        note = (
+            f"verl's {option} keeps {lower:g} to {upper:g} of 1/ρ; here bounds are on ρ itself"
+            if separator
+            else (f"verl's {option} keeps 1/{upper:g} to {upper:g}")
+        )
+        named = {"preset": _PRESETS_OF_K1[level]} if log_ratio == "mismatch" else raw
+        yield Assign("masks", {**named, "min": 1 / upper, "max": 1 / lower}, note)
+
+
+def _words(text: Any) -> Iterator[str]:
+    return (word.strip() for word in str(text).split(",") if word.strip())
+
+
+def _number(key: str, text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise ConfigError(f"{key} must be a number or lower_upper, but a bound is '{text}'") from None
+
+
+# --- normalisation and KL
+
+
+def _aggregation(settings: PeerSettings, mode: str) -> str:
+    always = {"gspo": "seq-mean-token-mean", "sapo": "seq-mean-token-mean", "geo_mean": "seq-mean-token-mean"}
+    return always.get(mode) or str(settings[_ACTOR + "loss_agg_mode"])
+
+
+def _normalization(settings: PeerSettings, mode: str) -> Conversion:
+    aggregation = _aggregation(settings, mode)
+    if aggregation != "seq-mean-token-sum-norm":
+        if mode in ("gspo", "sapo", "geo_mean"):
+            yield Assign("token_level_loss", False, f"in verl, {mode} is a mean over sequences for any loss_agg_mode")
+            return
+        yield from by_value(
+            settings,
+            _ACTOR + "loss_agg_mode",
+            {
+                "token-mean": [Assign("token_level_loss", True)],
+                "seq-mean-token-mean": [Assign("token_level_loss", False)],
+                "seq-mean-token-sum": [Assign("loss_normalization", "documents")],
+            },
+        )
+        return
+    keys = (_ACTOR + "loss_scale_factor", "data.max_response_length")
+    key = next((key for key in keys if settings[key] is not None), None)
+    if key is None:
+        text = "loss_agg_mode: seq-mean-token-sum-norm divides by the padded width; give loss_scale_factor"
+        yield Remark(text, ("loss_agg_mode",))
+        return
+    note = "" if key == keys[0] else "verl divides by the padded width, which is data.max_response_length"
+    yield Assign("loss_normalization", "constant")
+    yield Assign("loss_normalization_constant", settings.number(key), note)
+
+
+def _kl(settings: PeerSettings) -> Conversion:
+    if settings["algorithm.use_kl_in_reward"]:
+        estimator = str(settings["algorithm.kl_penalty"])
+        yield Assign("use_kl_in_reward", True)
+        yield Assign("reference_policy_kl_penalty", settings.number("algorithm.kl_ctrl.kl_coef"))
+        if estimator in _KL:
+            yield Assign("reference_policy_kl_type", _KL[estimator][0])
+        else:
+            yield Remark(f"algorithm.kl_penalty: {estimator} has no counterpart", ("kl_penalty",))
+        adaptive = "the coefficient of the KL is fixed here"
+        yield from without_counterpart(settings, {"algorithm.kl_ctrl.type": (("fixed",), adaptive)})
+        if settings[_ACTOR + "use_kl_loss"]:
+            yield Remark("use_kl_loss: a KL in the reward and one in the loss don't go together here", ("use_kl_loss",))
+    elif settings[_ACTOR + "use_kl_loss"]:
+        estimator = str(settings[_ACTOR + "kl_loss_type"])
+        yield Assign("reference_policy_kl_penalty", settings.number(_ACTOR + "kl_loss_coef"))
+        if estimator not in _KL:
+            yield Remark(
+                f"kl_loss_type: {estimator} has no counterpart; those that have: {', '.join(_KL)}", ("kl_loss_type",)
+            )
+            return
+        value, gradient = _KL[estimator]
+        yield Assign("reference_policy_kl_type", value)
+        yield Assign("reference_policy_kl_gradient", gradient, "verl differentiates the estimate itself")
+        if value != "k3":
+            yield Assign("kl_input_clamp_value", None)
+            yield Assign("kl_output_clamp_value", None)
+    else:
+        yield Assign("reference_policy_kl_penalty", 0.0)
+
+
+PEER = Peer(
+    name="verl",
+    title="verl's rollout correction and actor",
+    source="verl-project/verl at 1dda039b9",
+    defaults=_DEFAULTS,
+    convert=_convert,
+    outside_loss_fn=_OUTSIDE_LOSS_FN,
+    sections=("rollout_correction", "policy_loss"),
+    constructors=("RolloutCorrectionConfig",),
+    presets=_PRESETS,
+)

@@ -1,0 +1,215 @@
+"""Translation of another system's settings into a ``loss_fn:`` block."""
+
+from __future__ import annotations
+
+import textwrap
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nemo_geomask.config import LossConfig, nearest
+from nemo_geomask.config.strict import inline_yaml
+from nemo_geomask.errors import ConfigError
+from nemo_geomask.losses.build import build_with_warnings
+from nemo_geomask.recipe import read_recipe
+from nemo_geomask.tools.translate.peer_table import Peer, PeerSettings, Remark
+from nemo_geomask.tools.translate.peers import PEERS
+from nemo_geomask.tools.translate.settings_reader import flat, read_settings
+
+__all__ = ["PEERS", "Translation", "translate", "translate_files"]
+
+_WIDTH = 120
+_LARGE_SECTION = 8
+_NO_SECTION = ("\n",)
+"""Stands for the sections of a peer that has none: no key ends with it."""
+
+
+@dataclass(frozen=True)
+class Translation:
+    """A peer's settings as a ``loss_fn`` block, and what the block does not say.
+
+    Attributes:
+        peer: the other system.
+        loss_fn: the block; valid.
+        notes: what had to be converted, by key (``masks[0]`` for a mask).
+        not_expressed: settings without a counterpart, a sentence each that begins with the setting.
+        differences: what will be different in detail.
+        outside_loss_fn: the peer's settings that NeMo-RL has in another place, and where.
+        without_effect: the peer's settings that do nothing there, given the others.
+        not_read: settings that have nothing to do with the loss.
+    """
+
+    peer: Peer
+    loss_fn: Mapping[str, Any]
+    notes: Mapping[str, str]
+    not_expressed: tuple[str, ...]
+    differences: tuple[str, ...]
+    outside_loss_fn: Mapping[str, str]
+    without_effect: tuple[str, ...]
+    not_read: tuple[str, ...]
+
+    def yaml(self) -> str:
+        """Return the block with its comments."""
+        lines = [*_comment(f"From {self.peer.title} ({self.peer.source})."), "loss_fn:"]
+        for key, value in self.loss_fn.items():
+            if key == "masks":
+                lines.append("  masks:")
+                for index, mask in enumerate(value):
+                    lines += _comment(self.notes.get(f"masks[{index}]", ""), "    ")
+                    lines.append(f"    - {inline_yaml(mask)}")
+                continue
+            lines += _comment(self.notes.get(key, ""), "  ")
+            lines.append(f"  {key}: {inline_yaml(value)}")
+        comments = [f"NOT EXPRESSED: {text}" for text in self.not_expressed]
+        comments += [f"Remains different: {text}" for text in self.differences]
+        comments += [f"{key}: in NeMo-RL {place}." for key, place in self.outside_loss_fn.items()]
+        if self.without_effect:
+            comments.append(f"Without effect there, with the settings given: {', '.join(self.without_effect)}.")
+        if self.not_read:
+            comments.append(f"No settings of the loss, not read: {', '.join(_shorten_sections(self.not_read))}.")
+        return "\n".join([*lines, *(line for text in comments for line in _comment(text))]) + "\n"
+
+
+def translate_files(paths: Sequence[Path], peer: str | None = None) -> Translation:
+    """Translate the settings in files; a later file's take precedence.
+
+    Args:
+        paths: files as :func:`~nemo_geomask.tools.translate.settings_reader.read_settings` takes them.
+        peer: name of the other system, one of :data:`PEERS`; None: recognised by the settings' names.
+
+    Raises:
+        ConfigError: a file can't be read, or see :func:`translate`.
+    """
+    candidates = [PEERS[peer]] if peer in PEERS else PEERS.values()
+    constructors = tuple(name for candidate in candidates for name in candidate.constructors)
+    settings: dict[str, Any] = {}
+    for path in paths:
+        in_file = read_settings(path, constructors)
+        if "defaults" in in_file and any(key.startswith("loss_fn.") for key in in_file):
+            # A NeMo-RL recipe inherits what it does not write.
+            in_file = flat({"loss_fn": read_recipe(path, leave=("data", "env", "logger")).data["loss_fn"]})
+        settings |= in_file
+    return translate(settings, peer)
+
+
+def translate(settings: Mapping[str, Any], peer: str | None = None) -> Translation:
+    """Return the ``loss_fn`` block that does what another system's settings do there.
+
+    Args:
+        settings: the system's settings, nested or by dotted name, all or some; ``preset`` names one of its presets.
+        peer: name of the system, one of :data:`PEERS`; None: recognised by the settings' names.
+
+    Raises:
+        ConfigError: no system has such settings or several do; a value has the wrong type.
+    """
+    written = flat(settings)
+    system = _recognise(written, peer)
+    written = system.regroup_mappings(_fill_preset(system, written))
+    full_names = {key: system.full_name(key) for key in written}
+    loss_settings = {
+        full: written[key] for key, full in full_names.items() if full is not None and full in system.defaults
+    }
+    peer_settings = PeerSettings(system.defaults, loss_settings)
+    fields: dict[str, Any] = {}
+    notes: dict[str, str] = {}
+    masks: list[Any] = []
+    not_expressed: list[str] = []
+    differences: list[str] = []
+    for line in system.convert(peer_settings):
+        if isinstance(line, Remark):
+            (not_expressed if line.not_expressed else differences).append(line.text)
+            continue
+        key = line.key
+        if key == "masks":
+            key = f"masks[{len(masks)}]"
+            masks.append(line.value)
+        else:
+            fields[key] = line.value
+        if line.note:
+            notes[key] = line.note
+    not_read: list[str] = []
+    for key in (key for key, full in full_names.items() if full is None):
+        section, _, name = key.rpartition(".")
+        if name == "_target_" or not section.endswith(system.sections or _NO_SECTION):  # _target_ is Hydra's
+            not_read.append(key)
+            continue
+        guess = nearest(name, [full.rpartition(".")[2] for full in system.defaults])
+        not_expressed.append(f"{key}: unknown" + (f"; did you mean '{guess}'?" if guess else f" at {system.source}"))
+    fields.setdefault("name", "clipped_pg")  # where the peer's objective is unknown, which not_expressed says
+    order = list(LossConfig.model_fields)
+    block = {key: fields[key] for key in sorted(fields, key=order.index)} | ({"masks": masks} if masks else {})
+    build_with_warnings(block)  # raises if a value is out of range here
+    return Translation(
+        peer=system,
+        loss_fn=block,
+        notes=notes,
+        not_expressed=tuple(not_expressed),
+        differences=tuple(dict.fromkeys(differences)),
+        outside_loss_fn={
+            key: system.outside_loss_fn[str(full)] for key, full in full_names.items() if full in system.outside_loss_fn
+        },
+        without_effect=tuple(
+            key for key, full in full_names.items() if full in loss_settings and full not in peer_settings.read_keys
+        ),
+        not_read=tuple(not_read),
+    )
+
+
+def _recognise(settings: Mapping[str, Any], name: str | None) -> Peer:
+    """Return the system called ``name``, or the one that most of the settings' names belong to."""
+    if name is not None:
+        if name not in PEERS:
+            guess = nearest(name, PEERS)
+            raise ConfigError(
+                f"no settings of '{name}' are known; "
+                + (f"did you mean '{guess}'?" if guess else f"known: {', '.join(PEERS)}")
+            )
+        return PEERS[name]
+    preset = settings.get("preset")
+    scores = {name: _name_overlap(peer, settings) + (preset in peer.presets) for name, peer in PEERS.items()}
+    best = max(scores.values())
+    if not best:
+        raise ConfigError(f"these settings are of no system that is known; known: {', '.join(PEERS)}")
+    tied = [name for name, score in scores.items() if score == best]
+    if len(tied) > 1:
+        raise ConfigError(f"these settings may be of {' or '.join(tied)}; name the system with --from")
+    return PEERS[tied[0]]
+
+
+def _name_overlap(peer: Peer, settings: Mapping[str, Any]) -> int:
+    """Return how many parts of dotted names the settings share with the system's."""
+    pairs = ((key, peer.full_name(key)) for key in settings)
+    return sum(1 + min(key.count("."), full.count(".")) for key, full in pairs if full is not None)
+
+
+def _fill_preset(peer: Peer, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings on top of those of the preset that they name, if any."""
+    name = settings.get("preset")
+    if name is None or not peer.presets:
+        return dict(settings)
+    if name not in peer.presets:
+        raise ConfigError(f"{peer.title} has no preset '{name}'; it has {', '.join(peer.presets)}")
+    parameters, template = peer.presets[name]
+    values = {**parameters, **{key: value for key, value in settings.items() if key in parameters}}
+    filled = {
+        key: text.format(**values) if isinstance(text, str) and "{" in text else text for key, text in template.items()
+    }
+    return {**filled, **{key: value for key, value in settings.items() if key not in parameters and key != "preset"}}
+
+
+def _comment(text: str, indent: str = "") -> list[str]:
+    lines = textwrap.wrap(text, _WIDTH - len(indent) - 2, break_long_words=False, break_on_hyphens=False)
+    return [f"{indent}# {line}" for line in lines]
+
+
+def _shorten_sections(keys: Sequence[str]) -> list[str]:
+    """Return the keys, with those of a large section as one entry that counts them."""
+    sizes = Counter(key.partition(".")[0] for key in keys)
+    entries = dict.fromkeys(
+        f"{top}.* ({sizes[top]})" if sizes[top] > _LARGE_SECTION and rest else key
+        for key in keys
+        for top, _, rest in [key.partition(".")]
+    )
+    return list(entries)

@@ -1,0 +1,279 @@
+"""``nemo-geomask doctor``."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import platform
+import socket
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+import nemo_geomask
+from nemo_geomask.cli import main
+from nemo_geomask.hosts.nemo_rl import installation_report, installed_version
+from nemo_geomask.losses.registry import Entry
+
+pytestmark = pytest.mark.slow
+
+OWN = nemo_geomask.__version__
+REGISTRY = """
+import sys
+ACTOR_ENVIRONMENT_REGISTRY = {
+    "nemo_rl.models.policy.workers.a.Built": "uv run --extra mcore",
+    "nemo_rl.models.policy.workers.a.Unbuilt": "uv run --extra mcore",
+    "nemo_rl.models.policy.workers.a.Drivers": sys.executable,
+    "nemo_rl.models.generation.vllm.vllm_worker.VllmGenerationWorker": "uv run --extra vllm",
+}
+"""
+
+
+@pytest.fixture
+def registered(host, tmp_path, monkeypatch):
+    host()
+    folder = tmp_path / "nemo_rl"
+    (folder / "distributed" / "ray_actor_environment_registry.py").write_text(REGISTRY, encoding="utf-8")
+    (folder / "utils").mkdir()
+    (folder / "utils" / "__init__.py").touch()
+    (folder / "utils" / "venvs.py").write_text("DEFAULT_VENV_DIR = '/default'", encoding="utf-8")
+    python = tmp_path / "venvs" / "nemo_rl.models.policy.workers.a.Built" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n', encoding="utf-8")
+    python.chmod(0o755)
+    monkeypatch.setenv("NEMO_RL_VENV_DIR", str(tmp_path / "venvs"))
+    # A real NeMo-RL that the tests run against is not the workers'.
+    path = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(entry for entry in path if not Path(entry, "nemo_rl").is_dir()))
+    return python
+
+
+def test_all_is_well(registered, capsys):
+    assert main(["doctor"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.splitlines()[0] == f"driver: {sys.executable}"
+    for words in (
+        "nemo_rl        9.8.7",
+        "ok      nemo_rl.algorithms.grpo builds ClippedPGLossFn(cfg)",
+        "absent  nemo_rl.algorithms.ppo builds ClippedPGLossFn(cfg)",
+        "gspo         nemo_geomask.losses.variants:GSPO (nemo-geomask)",
+        "workers.a.Unbuilt: not built yet",
+        "workers.a.Drivers\n",
+    ):
+        assert words in printed
+    assert "VllmGenerationWorker" not in printed
+    assert printed.count("entry points: ") == 3  # the driver, Built and Drivers
+    assert printed.endswith("all is well\n")
+
+
+def test_a_worker_without_the_package(registered, capsys):
+    # -S leaves site-packages out, and with them everything but the standard library.
+    registered.write_text(f'#!/bin/sh\ncd / && exec {sys.executable} -S "$@"\n', encoding="utf-8")
+    assert main(["doctor"]) == 1
+    printed = capsys.readouterr().out
+    assert "problem 1: nemo_rl.models.policy.workers.a.Built: nemo_geomask is not importable in" in printed
+    assert "uv add nemo-geomask" in printed
+    assert "problem 2" not in printed
+
+
+def test_a_worker_of_another_version(registered, capsys, monkeypatch):
+    monkeypatch.setattr(installation_report.nemo_geomask, "__version__", "9.9.9")
+    assert main(["doctor", "--worker", sys.executable]) == 1
+    printed = capsys.readouterr().out
+    assert f"--worker {sys.executable}: nemo_geomask is {OWN} in {sys.executable} on" in printed
+    assert "but 9.9.9 in the driver; make them the same" in printed
+
+
+@pytest.mark.parametrize("how", ["absent", "broken"])
+def test_an_interpreter_that_does_not_run(host, tmp_path, capsys, how):
+    host()
+    python = tmp_path / "python"
+    if how == "broken":
+        python.write_text("#!/bin/sh\necho no space left >&2\nexit 1\n", encoding="utf-8")
+        python.chmod(0o755)
+    assert main(["doctor", "--worker", str(python)]) == 1
+    printed = capsys.readouterr().out
+    assert f"problem 1: --worker {python}: {python} does not run: " in printed
+    assert ("no space left" if how == "broken" else "No such file") in printed
+
+
+def test_an_api_that_differs(host, capsys):
+    host(call="make(config)")
+    assert main(["doctor"]) == 1
+    printed = capsys.readouterr().out
+    assert "wrong   nemo_rl.algorithms.grpo builds ClippedPGLossFn(cfg): does not call" in printed
+    assert "problem 1: NeMo-RL 9.8.7: nemo_rl.algorithms.grpo builds" in printed
+
+
+def test_without_nemo_rl(host, monkeypatch, capsys):
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(
+        installed_version.importlib.util,
+        "find_spec",
+        lambda name, *rest: None if name.startswith("nemo_rl") else find_spec(name, *rest),
+    )
+    assert main(["doctor"]) == 1
+    assert "problem 1: NeMo-RL is not importable here" in capsys.readouterr().out
+
+
+def test_a_name_claimed_twice(registered, capsys, monkeypatch):
+    entries = {"x": (Entry("x", "a:X", "one"), Entry("x", "b:X", "two"))}
+    monkeypatch.setattr(installation_report, "available", lambda: entries)
+    assert main(["doctor"]) == 1
+    assert "problem 1: loss_fn.name: 'x' is registered by one and two; uninstall one of them" in capsys.readouterr().out
+
+
+def test_ray_that_is_not_there(host, monkeypatch, capsys):
+    host()
+    monkeypatch.setitem(sys.modules, "ray", None)
+    assert main(["doctor", "--ray"]) == 2
+    assert "--ray needs Ray" in capsys.readouterr().err
+
+
+def declare(folder, wanted, how):
+    """Let the NeMo-RL in ``folder`` require a Python."""
+    if how == "checkout":
+        text = f'[project]\nname = "nemo-rl"\nrequires-python = "{wanted}"\n'
+        (folder / "pyproject.toml").write_text(text, encoding="utf-8")
+    else:
+        (folder / "nemo_rl-9.8.7.dist-info").mkdir()
+        text = f"Metadata-Version: 2.1\nName: nemo-rl\nVersion: 9.8.7\nRequires-Python: {wanted}\n"
+        (folder / "nemo_rl-9.8.7.dist-info" / "METADATA").write_text(text, encoding="utf-8")
+
+
+@pytest.mark.parametrize("how", ["checkout", "distribution"])
+@pytest.mark.parametrize(("wanted", "fits"), [(">=3.11", True), (">=3.99.14,<4", False), ("<3.11", False)])
+def test_a_python_that_nemo_rl_does_not_take(registered, tmp_path, monkeypatch, capsys, wanted, fits, how):
+    pytest.importorskip("packaging", reason="compares versions; Ray and others bring it")
+    declare(tmp_path, wanted, how)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))  # for the workers
+    assert main(["doctor"]) == (0 if fits else 1)
+    printed = capsys.readouterr().out
+    assert printed.count(f"nemo_rl requires {wanted}\n") == 3  # the driver, Built and Drivers
+    says = (
+        f"is Python {platform.python_version()}, but its NeMo-RL ({tmp_path}/nemo_rl/__init__.py) has requires-python"
+    )
+    assert printed.count(f"{says} {wanted}, ") == (0 if fits else 3)
+    assert ("problem 1: the driver: " in printed) == (not fits)
+
+
+def test_the_metadata_of_another_nemo_rl_says_nothing(host, tmp_path, monkeypatch, capsys):
+    host()
+    (tmp_path / "site").mkdir()
+    declare(tmp_path / "site", "<3.11", "distribution")
+    monkeypatch.syspath_prepend(str(tmp_path / "site"))
+    assert main(["doctor"]) == 0
+    assert "nemo_rl requires" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("wanted", "reason"), [("at least 3.11", "Invalid specifier"), (">=3.11", "packaging")])
+def test_a_requirement_that_is_not_compared_is_said(host, tmp_path, monkeypatch, capsys, wanted, reason):
+    host()
+    declare(tmp_path, wanted, "checkout")
+    if reason == "packaging":
+        monkeypatch.setitem(sys.modules, "packaging.specifiers", None)
+    else:
+        pytest.importorskip("packaging")
+    assert main(["doctor"]) == 0
+    printed = capsys.readouterr().out
+    assert f"python is not compared with {wanted}: " in printed
+    assert reason in printed
+
+
+def test_a_python_built_from_a_branch_is_its_release(capsys):
+    pytest.importorskip("packaging")
+    packages = {"nemo_rl": ("9.8.7", "/nemo_rl/__init__.py")}
+    report = {"executable": "python", "host": "here", "requires_python": ">=3.13.5,<3.14", "packages": packages}
+    problems = []
+    for version in ("3.13.5+", "3.14.0rc1", "3.13.4+"):
+        found = installation_report.InstallationReport()
+        installation_report.check_python(found, {**report, "python": version}, "worker", "")
+        assert not found.lines
+        problems.append(len(found.problems))
+    assert problems == [0, 1, 1]
+
+
+RAY = """
+import sys, time
+
+
+def is_initialized():
+    return False
+
+
+def init(address, **options):
+    if address == "silent:1":
+        time.sleep(60)
+    if address == "auto":
+        print("INFO connecting", file=sys.stderr)
+        raise ConnectionError("Could not find any running Ray instance.")
+    print("initialised", address, sorted(options))
+"""
+
+
+@pytest.fixture
+def ray(registered, tmp_path, monkeypatch):
+    """A Ray of a few lines, here and in other processes."""
+    folder = tmp_path / "with_ray"
+    folder.mkdir()
+    (folder / "ray.py").write_text(textwrap.dedent(RAY), encoding="utf-8")
+    monkeypatch.setenv("PYTHONPATH", str(folder))
+    monkeypatch.syspath_prepend(str(folder))
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    for name in [name for name in sys.modules if name.split(".")[0] == "ray"]:
+        monkeypatch.delitem(sys.modules, name)
+    yield
+    sys.modules.pop("ray", None)
+
+
+@pytest.mark.parametrize(
+    ("address", "patience", "reason"),
+    [
+        ("auto", 300.0, "ConnectionError: Could not find any running Ray instance"),
+        ("silent:1", 3.0, "no answer within 3 s"),
+    ],
+)
+def test_no_cluster_to_ask(ray, monkeypatch, capsys, address, patience, reason):
+    monkeypatch.setattr(installation_report, "RAY_TIMEOUT", patience)
+    assert main(["doctor", "--ray", address]) == 1
+    printed = capsys.readouterr()
+    (line,) = (line for line in printed.out.splitlines() if line.startswith("problem "))
+    assert line == (
+        f"problem 1: --ray {address}: no Ray cluster answers: {reason}. Start one by `ray start --head`, or name one "
+        "that runs: --ray HOST:PORT"
+    )
+    assert "workers.a.Drivers" in printed.out
+    assert "Traceback" not in printed.out + printed.err
+
+
+def test_the_variable_that_names_the_cluster_is_shown(ray, monkeypatch, capsys):
+    monkeypatch.setenv("RAY_ADDRESS", "head:6379")
+    monkeypatch.setattr(installation_report, "RAY_TIMEOUT", 3.0)
+    assert main(["doctor", "--ray"]) == 1
+    assert "problem 1: --ray auto (RAY_ADDRESS=head:6379): no Ray cluster answers: " in capsys.readouterr().out
+    assert main(["doctor", "--ray", "silent:1"]) == 1
+    assert "problem 1: --ray silent:1: no Ray cluster answers: " in capsys.readouterr().out
+
+
+def test_a_cluster_that_answers_is_asked(ray, monkeypatch, capsys):
+    monkeypatch.setattr(installation_report, "RAY_TIMEOUT", 300.0)
+    asked = []
+    monkeypatch.setattr(
+        installation_report.worker_setup,
+        "on_every_node",
+        lambda env: asked.append(env) or [installation_report.environment_probe.probe()],
+    )
+    assert main(["doctor", "--ray", "head:1"]) == 0
+    assert "initialised head:1 ['ignore_reinit_error', 'log_to_driver', 'runtime_env']" in capsys.readouterr().out
+    assert {env["py_executable"] for env in asked} >= {sys.executable}
+
+
+@pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs Ray, which comes with NeMo-RL")
+def test_real_ray_gives_up_in_time(registered, monkeypatch, capsys):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    with socket.socket() as closed:  # bound, not listening: nobody else takes the port, and nobody answers
+        closed.bind(("127.0.0.1", 0))
+        assert main(["doctor", "--ray", f"127.0.0.1:{closed.getsockname()[1]}"]) == 1
+    assert "no Ray cluster answers: no answer within 20 s" in capsys.readouterr().out

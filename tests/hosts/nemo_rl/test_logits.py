@@ -1,0 +1,196 @@
+"""The loss that takes logits: equal to log-probs computed apart and handed over, padded and packed."""
+
+import pickle
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from nemo_geomask import build_loss
+from nemo_geomask.errors import ConfigError, DataError, ShapeError
+from nemo_geomask.hosts.nemo_rl import WorkerError
+from nemo_geomask.hosts.nemo_rl.logit_backends import LogitLoss
+from nemo_geomask.parallel.local_processes import run_ranks
+from tests.helpers.batches import VARIANTS, rollouts
+
+VOCAB = 23
+ALONE = {"vocab_parallel_group": None, "context_parallel_group": None}
+
+
+def case(padding=3):
+    """A padded batch whose log-probs come from logits [B, T + padding, V]."""
+    batch = rollouts(seed=3)
+    draw = torch.Generator().manual_seed(1)
+    rows, width = batch.data["token_mask"].shape
+    ids = torch.randint(0, VOCAB, (rows, width), generator=draw)
+    logits = torch.randn(rows, width + padding, VOCAB, generator=draw)
+    own = logits.log_softmax(-1)[:, : width - 1].gather(-1, ids[:, 1:, None]).squeeze(-1)
+    prev = torch.zeros(rows, width)
+    prev[:, 1:] = own + 0.2 * torch.randn(own.shape, generator=draw)
+    near = {key: prev + 0.2 * torch.randn(prev.shape, generator=draw) for key in ("generation_logprobs", "ref")}
+    data = {
+        **batch.data,
+        "input_ids": ids,
+        "prev_logprobs": prev,
+        "generation_logprobs": near["generation_logprobs"],
+        "reference_policy_logprobs": near["ref"],
+    }
+    return logits, data, batch.seqs, batch.toks
+
+
+@pytest.mark.parametrize("name", list(VARIANTS))
+def test_padded_equals_logprobs_handed_over(name):
+    logits, data, seqs, toks = case()
+    width = data["input_ids"].shape[1]
+    plain = build_loss(VARIANTS[name])
+    leaf = logits.clone().requires_grad_()
+    handed = leaf.log_softmax(-1)[:, : width - 1].gather(-1, data["input_ids"][:, 1:, None]).squeeze(-1)
+    expected, others = plain(handed, data, seqs, toks)
+    expected.backward()
+    mine = logits.clone().requires_grad_()
+    value, metrics = LogitLoss(build_loss({**VARIANTS[name], "logprob_backend": "geomask"}))(
+        mine, data=data, global_valid_seqs=seqs, global_valid_toks=toks, **ALONE
+    )
+    value.backward()
+    torch.testing.assert_close(value, expected, rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(mine.grad, leaf.grad, rtol=1e-4, atol=1e-7)
+    assert leaf.grad.abs().max() > 1e-4
+    assert metrics == pytest.approx(others, rel=1e-4, abs=1e-6)
+
+
+@pytest.mark.parametrize("name", ["ppo", "gspo", "gmpo"])
+def test_packed_equals_padded(name):
+    logits, data, seqs, toks = case(padding=0)
+    loss = LogitLoss(build_loss({**VARIANTS[name], "logprob_backend": "geomask"}))
+    rows, width = data["input_ids"].shape
+    padded = logits.clone().requires_grad_()
+    expected, others = loss(padded, data, seqs, toks, **ALONE)
+    expected.backward()
+    # Each row's first columns, some padding behind them; what lies beyond does not train.
+    lengths = torch.tensor([width] * (rows - 1) + [width - 2])
+    data["token_mask"][-1, width - 2 :] = 0.0
+    stride = width + 2
+    row = torch.arange(rows).repeat_interleave(stride)
+    column = torch.arange(stride).repeat(rows).clamp(max=width - 1)
+    packed = logits[row, column].unsqueeze(0).requires_grad_()
+    value, metrics = loss.packed(
+        F.pad(packed, (0, 0, 0, 5), value=torch.nan),  # behind the last sequence
+        data,
+        seqs,
+        toks,
+        cu_seqlens_q=torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]),
+        cu_seqlens_q_padded=torch.arange(rows + 1) * stride,
+    )
+    value.backward()
+    torch.testing.assert_close(value, expected, rtol=1e-5, atol=1e-7)
+    folded = torch.zeros_like(logits).index_put((row, column), packed.grad[0], accumulate=True)
+    torch.testing.assert_close(folded, padded.grad, rtol=1e-4, atol=1e-7)
+    assert metrics == pytest.approx(others, rel=1e-4, abs=1e-6)
+
+
+def test_a_trainer_may_divide_the_loss_in_place():
+    logits, data, seqs, toks = case(padding=0)
+    rows, width = data["input_ids"].shape
+    offsets = torch.arange(rows + 1) * width
+    loss = LogitLoss(build_loss({"logprob_backend": "geomask"}))
+    calls = {
+        "padded": lambda leaf: loss(leaf, data, seqs, toks, **ALONE),
+        "packed": lambda leaf: loss.packed(
+            leaf.reshape(1, -1, VOCAB), data, seqs, toks, cu_seqlens_q=offsets, cu_seqlens_q_padded=None
+        ),
+    }
+    for call in calls.values():
+        once, half = logits.clone().requires_grad_(), logits.clone().requires_grad_()
+        call(once)[0].backward()
+        value, _ = call(half)
+        value /= 2
+        value.backward()
+        torch.testing.assert_close(half.grad, once.grad / 2)
+        assert half.grad.abs().max() > 0
+
+
+def test_protocol_and_pickle():
+    plain = build_loss({"name": "gspo", "logprob_backend": "geomask"})
+    loss = pickle.loads(pickle.dumps(LogitLoss(plain)))
+    assert loss.input_type.value == "logit"
+    assert loss.loss_type.value == plain.loss_type.value
+    assert loss.metric_normalizations.keys() == plain.metric_normalizations.keys()
+    assert loss.reference_policy_kl_penalty == plain.reference_policy_kl_penalty
+    assert loss.config == plain.config
+    assert not loss.use_fused_linear_logprobs
+
+
+def test_fused_linear_logprobs_leave_no_logits():
+    with pytest.raises(ConfigError, match="logprob_backend: geomask needs logits"):
+        LogitLoss(build_loss({"logprob_backend": "geomask"}, use_fused_linear_logprobs=True))
+
+
+def test_misfits_are_named():
+    logits, data, seqs, toks = case()
+    loss = LogitLoss(build_loss({"logprob_backend": "geomask"}))
+    with pytest.raises(ShapeError, match=r"logits must be \[8, 14 or more, V/TP\]"):
+        loss(logits[:, :10], data, seqs, toks, **ALONE)
+    with pytest.raises(ShapeError, match="logits must hold 112 rows"):
+        loss.packed(logits[:1], data, seqs, toks, cu_seqlens_q=torch.arange(9) * 14, cu_seqlens_q_padded=None)
+    data["input_ids"][0, 4] = VOCAB
+    with pytest.raises(DataError, match=f"the first is {VOCAB}"):
+        loss(logits, data, seqs, toks, **ALONE)
+
+
+def test_a_worker_that_is_not_prepared_is_refused():
+    logits, data, seqs, toks = case()
+    loss = pickle.loads(pickle.dumps(LogitLoss(build_loss({"logprob_backend": "geomask"}))))
+    for groups in ({}, {"vocab_parallel_group": None}, {"context_parallel_group": None}):
+        with pytest.raises(WorkerError, match="this worker is not prepared.*prepare_worker"):
+            loss(logits, data, seqs, toks, **groups)
+
+
+def _dtensors(rank, world, tp, cp):
+    """As NeMo-RL's DTensor workers call it: logits over mesh (cp, tp), input_ids sharded, all else whole."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard
+
+    mesh = init_device_mesh("cpu", (cp, tp), mesh_dim_names=("cp", "tp"))
+    logits, data, seqs, toks = case(padding=2)
+    width = logits.shape[1]
+    data = {key: F.pad(value, (0, 2)) if value.dim() == 2 else value for key, value in data.items()}
+    # Head and tail chunks, as torch's context parallelism deals them out.
+    order = torch.arange(width).chunk(2 * cp)
+    index = [torch.cat([order[r], order[2 * cp - 1 - r]]) for r in range(cp)]
+    mine, columns = index[rank // tp], slice(rank % tp * 24 // tp, (rank % tp + 1) * 24 // tp)
+    # An even vocabulary, as DTensor shards it here; the last column is padding.
+    logits = F.pad(logits, (0, 1), value=-30.0)
+    found = {}
+    for name in ("ppo", "gspo"):
+        leaf = logits[:, mine, columns].clone().requires_grad_()
+        batch = dict(data)
+        if cp > 1:
+            shard = DTensor.from_local(data["input_ids"][:, mine], mesh["cp"], [Shard(1)])
+            batch |= {"input_ids": shard, "seq_index": torch.cat(index)}
+            sharded = DTensor.from_local(leaf, mesh["cp", "tp"], [Shard(1), Shard(-1)])
+        else:
+            sharded = DTensor.from_local(leaf, mesh["tp"], [Shard(-1)])
+        loss = LogitLoss(build_loss({**VARIANTS[name], "logprob_backend": "geomask"}))
+        value, metrics = loss(sharded, batch, seqs, toks)
+        value.backward()
+        found[name] = value.item(), metrics, leaf.grad.numpy()
+    return mine.numpy(), columns, found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("tp", "cp"), [(2, 1), (1, 2), (2, 2)])
+def test_dtensors_equal_one_process(tp, cp):
+    logits, data, seqs, toks = case(padding=2)
+    logits = F.pad(logits, (0, 1), value=-30.0)
+    results = run_ranks(tp * cp, _dtensors, tp, cp)
+    for name in ("ppo", "gspo"):
+        leaf = logits.clone().requires_grad_()
+        loss = LogitLoss(build_loss({**VARIANTS[name], "logprob_backend": "geomask"}))
+        expected, others = loss(leaf, data, seqs, toks, **ALONE)
+        expected.backward()
+        for mine, columns, found in results:
+            value, metrics, grad = found[name]
+            assert value == pytest.approx(expected.item(), rel=1e-5)
+            assert metrics == pytest.approx(others, rel=1e-4, abs=1e-6)
+            np.testing.assert_allclose(grad, leaf.grad[:, mine, columns], rtol=1e-4, atol=1e-7)

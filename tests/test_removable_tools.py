@@ -1,0 +1,141 @@
+"""Each tool can be deleted, with its command and its tests, and what remains still works."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import nemo_geomask
+from nemo_geomask.cli import COMMANDS
+
+ROOT = Path(nemo_geomask.__file__).parents[1]
+TOOLS = ROOT / "nemo_geomask" / "tools"
+NAMES = sorted(path.parent.name for path in TOOLS.glob("*/__init__.py") if path.parent.name != "shared")
+
+# Tools that can not be imported without another one, and are deleted with it.
+REQUIRED = {("bench", "check"), ("rehearse", "check")}
+# Tools that import another one in a function, for an option or an output that needs it.
+OPTIONAL = {("check", "diagnose"), ("lab", "diagnose")}
+
+
+def imported_modules(node: ast.AST, *, in_functions: bool):
+    """Yield the modules that a module imports when it is imported, or in its functions too."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING":
+            continue
+        if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef)) and not in_functions:
+            continue
+        if isinstance(child, ast.Import):
+            yield from (alias.name for alias in child.names)
+        elif isinstance(child, ast.ImportFrom):
+            yield child.module
+        yield from imported_modules(child, in_functions=in_functions)
+
+
+def dependencies(*, in_functions: bool) -> set[tuple[str, str]]:
+    """Return the pairs of a tool and another tool that it imports."""
+    pairs = set()
+    for name in NAMES:
+        for path in (TOOLS / name).rglob("*.py"):
+            tree = ast.parse(path.read_text(encoding="utf-8"))
+            for module in imported_modules(tree, in_functions=in_functions):
+                parts = module.split(".")
+                if parts[:2] == ["nemo_geomask", "tools"] and len(parts) > 2 and parts[2] not in (name, "shared"):
+                    pairs.add((name, parts[2]))
+    return pairs
+
+
+def test_a_tool_depends_only_on_those_known():
+    here = {(tool, other) for tool, other in REQUIRED if {tool, other} <= set(NAMES)}
+    assert dependencies(in_functions=False) == here
+    assert dependencies(in_functions=True) - here == {
+        (tool, other) for tool, other in OPTIONAL if {tool, other} <= set(NAMES)
+    }
+
+
+def with_dependents(tool: str) -> set[str]:
+    """Return the tool and those that can not be imported without it."""
+    deleted = {tool}
+    while dependents := {one for one, other in dependencies(in_functions=False) if other in deleted} - deleted:
+        deleted |= dependents
+    return deleted
+
+
+def copy_without(tools: set[str], target: Path) -> None:
+    """Copy the repository's package, tests and pages, and delete the tools' modules, commands and tests."""
+    for name in ("nemo_geomask", "tests", "docs", "recipes"):
+        shutil.copytree(ROOT / name, target / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md"):
+        shutil.copy(ROOT / name, target)
+    for tool in tools:
+        shutil.rmtree(target / "nemo_geomask" / "tools" / tool)
+        shutil.rmtree(target / "tests" / "tools" / tool, ignore_errors=True)
+    for command in COMMANDS:
+        if command.room.removeprefix("tools.") in tools:
+            (target / f"{command.module.replace('.', '/')}.py").unlink()
+
+
+# In one process: import every module, collect every test, and run those that look at the package as a whole. A module
+# may need a library that is installed only beside vLLM, NeMo-RL or a GPU.
+IMPORT_COLLECT_AND_TEST = """
+import importlib, sys
+from pathlib import Path
+
+import pytest
+
+for path in sorted(Path("nemo_geomask").rglob("*.py")):
+    parts = path.with_suffix("").parts
+    if path.name == "__main__.py":
+        continue
+    try:
+        importlib.import_module(".".join(parts[:-1] if parts[-1] == "__init__" else parts))
+    except ImportError as error:
+        if (error.name or "nemo_geomask").startswith("nemo_geomask"):
+            raise
+assert Path(sys.modules["nemo_geomask"].__file__).is_relative_to(Path.cwd())
+
+class Selection:
+    def pytest_collection_modifyitems(self, config, items):
+        rooms = ("tests/test_import.py", "tests/test_house.py", "tests/cli/")
+        selected, rest = [], []
+        for item in items:
+            is_selected = item.nodeid.startswith(rooms) and not item.get_closest_marker("slow")
+            (selected if is_selected else rest).append(item)
+        config.hook.pytest_deselected(items=rest)
+        items[:] = selected
+
+sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", "--assert=plain", "tests"], plugins=[Selection()]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(500)
+@pytest.mark.parametrize("tool", NAMES)
+def test_without_a_tool_the_rest_works(tool, tmp_path):
+    deleted = with_dependents(tool)
+    copy_without(deleted, tmp_path)
+
+    def run(*arguments: str) -> str:
+        path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+        done = subprocess.run(
+            [sys.executable, *arguments],
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": path},
+            capture_output=True,
+            text=True,
+            timeout=450,
+        )
+        assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-5000:]
+        return done.stdout
+
+    remaining = [command.name for command in COMMANDS if command.room.removeprefix("tools.") not in deleted]
+    listed = re.findall(r"^    ([a-z][\w-]*)(?:  |$)", run("-m", "nemo_geomask.cli", "--help"), flags=re.MULTILINE)
+    assert listed == remaining
+    assert re.search(r"^\d+ passed", run("-c", IMPORT_COLLECT_AND_TEST).splitlines()[-1])

@@ -1,0 +1,244 @@
+"""``bench scale``: its formulas against values by hand, and its costs against the figures that they are from."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from nemo_geomask.cli import main
+from nemo_geomask.errors import ConfigError
+from nemo_geomask.recipe import Recipe, read_recipe
+from nemo_geomask.tools.bench import scale_bench
+from nemo_geomask.tools.check import LOGPROB_METHODS, ModelShape, OutputWork
+
+MEASURED = Path(__file__).parents[3] / "docs" / "performance"
+LINEAR, LOGPROBS = (
+    json.loads((MEASURED / f"{name}-nvidia-h100-80gb-hbm3-2026-11-22.json").read_text())
+    for name in ("linear", "logprobs")
+)
+# 2 FLOP/s, so that a product's floating-point operations are twice its seconds.
+COSTS = scale_bench.Costs(
+    "a GPU", 1e12, 2.0, dict.fromkeys(LOGPROB_METHODS, (1e15, 2e15)), {"NeMo-RL, fused": (1e18, 4e18)}
+)
+RECIPE = {
+    "grpo": {"num_prompts_per_step": 8, "num_generations_per_prompt": 16},
+    "loss_fn": {"name": "gspo", "token_level_loss": False, "reference_policy_kl_penalty": 0.0},
+    "cluster": {"gpus_per_node": 8, "num_nodes": 2},
+    "policy": {
+        "model_name": "Qwen/Qwen3-30B-A3B",
+        "train_global_batch_size": 128,
+        "train_micro_batch_size": 1,
+        "logprob_batch_size": 1,
+        "max_total_sequence_length": 8192,
+        "dtensor_cfg": {"enabled": False},
+        "megatron_cfg": {
+            "enabled": True,
+            "tensor_model_parallel_size": 2,
+            "context_parallel_size": 2,
+            "pipeline_model_parallel_size": 2,
+            "expert_model_parallel_size": 4,
+        },
+        "sequence_packing": {"enabled": True, "train_mb_tokens": 16_384, "logprob_mb_tokens": 32_768},
+        "generation": {"top_p": 1.0, "top_k": None, "colocated": {"enabled": True}},
+    },
+}
+
+
+@pytest.fixture
+def path(tmp_path):
+    file = tmp_path / "recipe.yaml"
+    file.write_text(yaml.safe_dump(RECIPE))
+    return file
+
+
+def test_seconds_by_hand():
+    head = OutputWork(rows=10, scored=20, hidden=3, columns=5, trained=0.5)
+    # A product of a row takes 2 · 3 · 5 / 2 = 15 s, its five logits 5 s forward and 10 s backward.
+    assert scale_bench.seconds("NeMo-RL", head, COSTS) == (10 * (45 + 15), 20 * 20)
+    assert scale_bench.seconds("geomask", head, COSTS) == (10 * (45 + 2.5 + 7.5), 20 * 20)
+    assert scale_bench.seconds("geomask_linear", head, COSTS) == (5 * (60 + 15), 20 * 20)
+    assert scale_bench.seconds("NeMo-RL, fused", head, COSTS) == (10 * 15 * 5, 20 * 15)
+    # DTensor v1 has logits in its forward passes, whoever trains.
+    linear, ours = (scale_bench.seconds(method, head, scale_bench.H100) for method in ("geomask_linear", "geomask"))
+    assert scale_bench.seconds("geomask_linear", head._replace(v1=True), scale_bench.H100) == (linear[0], ours[1])
+
+
+def test_step_by_hand():
+    # Four microbatches through three stages of 2 s, the last of 2.5 s: 2 + 2 until it starts, then four times 2.5 s.
+    assert scale_bench.step_seconds(2.0, 0.5, stages=3, microbatches=4) == 4 + 4 * 2.5
+    assert scale_bench.model_flops(ModelShape(0, 0, layers=2, attention=3, active=100), 10, length=4) == 10 * (
+        200 + 2 * 2 * 3 * 4
+    )
+
+
+def test_costs_are_those_measured():
+    found = scale_bench.costs_of(LINEAR, LOGPROBS, peak=989e12)
+    assert found.gpu == scale_bench.H100.gpu
+    for mine, theirs in (
+        (found.with_logits, scale_bench.H100.with_logits),
+        (found.without_logits, scale_bench.H100.without_logits),
+    ):
+        assert mine.keys() == theirs.keys()
+        for name in mine:
+            assert mine[name] == pytest.approx(theirs[name], rel=1e-3), name
+    assert found.products == pytest.approx(scale_bench.H100.products, rel=1e-3)
+
+
+def test_seconds_as_measured():
+    """The sums hold where they were not taken from: another shard, another fraction."""
+    paths = {"geomask_linear": "nemo_geomask linear_logprobs", "NeMo-RL, fused": "NeMo-RL fused linear (1024)"}
+    for result in LINEAR["cases"]:
+        case = result["case"]
+        if case["entropy"] or "error" in result:
+            continue
+        head = OutputWork(*[case["tokens"]] * 2, case["hidden"], case["vocab"] // case["tp"], trained=case["fraction"])
+        rows = {row["path"]: row for row in result["paths"]}
+        for method, name in {**paths, "geomask": "nemo_geomask with logits"}.items():
+            expected = rows[name]["ms"]["median"] / 1e3
+            # A fifth of the rows, or an eighth of the columns: launches and copies show.
+            whole = case["fraction"] == 1 and case["tp"] == 1
+            assert scale_bench.seconds(method, head, scale_bench.H100)[0] == pytest.approx(
+                expected, rel=0.03 if whole else 0.2
+            )
+
+
+def test_a_recipe(path, capsys, tmp_path):
+    assert main(["bench", "scale", str(path), "--out", str(tmp_path / "out"), "--gpus", "8,64,100"]) == 0
+    out = capsys.readouterr().out
+    found = json.loads((tmp_path / "out" / "scale-recipe.json").read_text())
+    assert found["head"] == {
+        "rows": 8192, "scored": 16_384, "hidden": 2048, "columns": 75_968, "chunk": None, "trained": 1.0,
+        "logit_bytes": 4, "fused_gradient": False, "v1": False,
+    }  # fmt: skip
+    assert found["layout"] == "TP 2, CP 2, EP 4, PP 2, DP 2"
+    # 128 sequences of 8192 tokens in microbatches of 16384: 64 over the replicas. 100 GPUs are no multiple of 8.
+    assert [(step["gpus"], step["dp"], step["microbatches"]) for step in found["steps"]] == [
+        (8, 1, 64),
+        (16, 2, 32),
+        (64, 8, 8),
+    ]
+    first = found["steps"][0]
+    training, scoring = scale_bench.seconds("geomask", OutputWork(**found["head"]), scale_bench.H100)
+    # One scoring pass: without a KL penalty NeMo-RL leaves the reference's out.
+    assert first["loss_s"]["geomask"] == pytest.approx(64 * training + 32 * scoring)
+    stage = (2 * found["model"]["active"] + 2 * 48 * 4096 * 8192) * 16_384 / 8 / (0.3 * 989e12)
+    assert first["model_s"] == pytest.approx((64 + 1) * 3 * stage + (32 + 1) * 2 * stage)
+    assert found["advised"] == "geomask"
+    assert "NeMo-RL, fused needs policy.sequence_packing.enabled: false" in out
+    assert "Advised: logprob_backend: geomask\n" in out
+    assert "as now" in out
+    assert "NeMo-RL, in chunks needs policy.megatron_cfg.defer_fp32_logits: true" in out
+    assert "geomask with policy.megatron_cfg.defer_fp32_logits: true: 2.49 GB" in out
+
+
+@pytest.mark.parametrize(
+    ("overrides", "passes"),
+    [
+        ([], 1),
+        (["++loss_fn.reference_policy_kl_penalty=0.1"], 2),
+        (["loss_fn.name=clipped_pg", "++loss_fn.force_on_policy_ratio=true"], 0),
+        (
+            [
+                "loss_fn.name=clipped_pg",
+                "++loss_fn.force_on_policy_ratio=true",
+                "++grpo.seq_logprob_error_threshold=2.0",
+            ],
+            1,
+        ),
+    ],
+)
+def test_forward_passes_are_those_that_are_run(path, overrides, passes):
+    found = scale_bench.scale(read_recipe(path, overrides))
+    assert found["passes"] == passes
+    assert found["head"]["scored"] == (16_384 if passes else 0)
+
+
+def test_v060_skips_no_forward_pass_and_has_no_chunks_in_training(path, tmp_path, monkeypatch):
+    deferred = ["++policy.megatron_cfg.defer_fp32_logits=true", "++policy.logprob_chunk_size=256"]
+    recipe = read_recipe(path, [*deferred, "loss_fn.name=clipped_pg", "++loss_fn.force_on_policy_ratio=true"])
+    assert scale_bench.scale(recipe)["now"] == "NeMo-RL, in chunks"
+    monkeypatch.setattr(Recipe, "nemo_rl", tmp_path)
+    found = scale_bench.scale(dataclasses.replace(recipe))  # which has not looked yet
+    assert (found["passes"], found["now"]) == (2, "NeMo-RL")
+    assert found["refused"]["NeMo-RL, in chunks"] == "NeMo-RL v0.7.0 or later"
+    assert "main" in found["refused"]["NeMo-RL, fused"]
+
+
+def test_where_few_tokens_train_the_products_are_what_counts(path):
+    recipe = read_recipe(path, ["++policy.sequence_packing.train_mb_tokens=262144"])
+    assert scale_bench.scale(recipe, trained=0.2)["advised"] == "geomask_linear"
+    # 20 GB of logits: nothing but a tile is cheap.
+    assert scale_bench.scale(recipe)["advised"] == "geomask_linear"
+    filtered = read_recipe(path, ["++policy.generation.top_p=0.9"])
+    found = scale_bench.scale(filtered)
+    assert "top_p" in found["refused"]["geomask_linear"]
+    assert found["advised"].startswith("NeMo-RL")
+
+
+def test_own_measurements(path, tmp_path, capsys):
+    arguments = ["bench", "scale", str(path), "--measured", str(tmp_path)]
+    assert main(arguments) == 2
+    assert "0 files linear-*.json, but one is needed" in capsys.readouterr().err
+    for name, result in (("linear", LINEAR), ("logprobs", LOGPROBS)):
+        (tmp_path / f"{name}-gpu.json").write_text(json.dumps(result))
+    assert main([*arguments, "--peak", "500"]) == 0
+    assert "500 TFLOP/s" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{}", "linear-gpu.json is not what nemo-geomask bench linear --out"),
+        ("[]", "linear-gpu.json is not what nemo-geomask bench linear --out"),
+        ("{", "linear-gpu.json can't be read"),
+        ('{"benchmark": "linear"}', "linear-*.json has no case in which all tokens train"),
+    ],
+)
+def test_files_of_something_else_are_said(text, message, path, tmp_path, capsys):
+    (tmp_path / "logprobs-gpu.json").write_text(json.dumps(LOGPROBS))
+    (tmp_path / "linear-gpu.json").write_text(text)
+    assert main(["bench", "scale", str(path), "--measured", str(tmp_path)]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_costs_are_of_whole_rows_without_entropy():
+    others = [case for case in LINEAR["cases"] if case["case"]["entropy"] or case["case"]["fraction"] < 1]
+    broken = {"case": LINEAR["cases"][0]["case"], "error": "out of memory"}
+    first = scale_bench.costs_of(LINEAR, LOGPROBS, peak=1e15)
+    assert scale_bench.costs_of({**LINEAR, "cases": [*others, broken, *LINEAR["cases"]]}, LOGPROBS, peak=1e15) == first
+    with pytest.raises(ConfigError, match="bench linear with --fractions 1 and --entropy off"):
+        scale_bench.costs_of({**LINEAR, "cases": others}, LOGPROBS, peak=1e15)
+
+
+def test_a_path_that_was_not_measured_is_said():
+    absent = "NeMo-RL DistributedLogprob of logits.float()"
+    case = LOGPROBS["cases"][0]
+    rows = [row if row["path"] != absent else {"path": absent, "status": "absent"} for row in case["paths"]]
+    with pytest.raises(ConfigError, match="was not measured in .*where NeMo-RL is importable"):
+        scale_bench.costs_of(LINEAR, {**LOGPROBS, "cases": [{**case, "paths": rows}]}, peak=1e15)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["policy.model_name=a/b"], "a/b is no folder with a config.json and no name known here"),
+        (["policy.train_global_batch_size=null"], "the size of a step is not known"),
+        (["++loss_fn.kind=3"], "loss_fn.kind"),
+    ],
+)
+def test_what_is_not_known_is_named(path, overrides, message):
+    with pytest.raises(ConfigError, match=message):
+        scale_bench.scale(read_recipe(path, overrides))
+
+
+def test_options_of_the_others_are_refused(path, capsys):
+    for arguments in (
+        ["scale"],
+        ["scale", str(path), "--tokens", "5", "--grid"],
+        ["linear", "--gpus", "8"],
+        ["--mfu", "1"],
+    ):
+        assert main(["bench", *arguments]) == 2
+    assert "bench scale needs a recipe" in capsys.readouterr().err

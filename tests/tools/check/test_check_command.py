@@ -1,0 +1,273 @@
+"""``nemo-geomask check`` as a command: places in files, formats, exit status."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from nemo_geomask import LossConfig
+from nemo_geomask.cli import main
+from nemo_geomask.recipe import recipe_file as recipes
+from nemo_geomask.tools.check import RULES
+from nemo_geomask.tools.check.expectation import kept_fraction, median_weight
+from tests.helpers.logs import log_rows, write_log
+
+DOCS = Path(__file__).parents[3] / "docs"
+
+BASE = """\
+policy:
+  megatron_cfg: {enabled: true}
+  model_name: some/dense-8B
+loss_fn:
+  reference_policy_kl_penalty: 0.01
+  ratio_clip_min: 0.2
+  masks:
+    - {preset: veto, max: 9.0}
+    - preset: icepop
+      max: 5.0
+"""
+CHILD = """\
+defaults: base.yaml
+loss_fn:
+  name: clipped_pg
+  ratio_clip_max: 0.3
+"""
+
+
+@pytest.fixture(autouse=True)
+def without_nemo_rl(monkeypatch, tmp_path):
+    monkeypatch.delenv("NEMO_RL_ROOT", raising=False)
+    monkeypatch.setattr(recipes, "nemo_rl_root", lambda: None)
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write(**files):
+        for name, text in files.items():
+            (tmp_path / f"{name}.yaml").write_text(text, encoding="utf-8")
+        return tmp_path / f"{name}.yaml"
+
+    return write
+
+
+@pytest.fixture
+def check(capsys):
+    def check(*arguments):
+        status = main(["check", *map(str, arguments)])
+        captured = capsys.readouterr()
+        return status, captured.out, captured.err
+
+    return check
+
+
+class TestCommand:
+    def test_a_clean_recipe(self, write, check):
+        status, out, err = check(write(base=BASE, child=CHILD), "--gpu", "H100")
+        assert (status, err) == (0, "")
+        assert "L = Σ_t c_t · (k_t · ℓ_t + 0.01 · KL_t)" in out
+        assert "clip(r_t, 0.8, 1.3)" in out
+        assert "0 errors, 0 warnings, 0 notes" in out
+        assert "not checked without NeMo-RL (set NEMO_RL_ROOT): GM205" in out
+
+    def test_a_typo_is_put_at_its_line_even_when_inherited(self, write, check):
+        status, out, _ = check(write(base=BASE.replace("max: 5.0", "mx: 5.0"), child=CHILD))
+        assert status == 2
+        assert "base.yaml:10: error GM001 loss_fn.masks[1].mx\n  unknown key; did you mean 'max'?" in out
+        assert "not checked until loss_fn is valid" in out
+
+    def test_a_block_that_is_null_says_who_made_it_so(self, write, check):
+        recipe = write(base=BASE, child="defaults: base.yaml\nloss_fn:\n")
+        assert "child.yaml:2 sets it to null or deletes it" in check(recipe)[1]
+        assert "override '~loss_fn' sets it to null or deletes it" in check(write(base=BASE), "~loss_fn")[1]
+
+    def test_what_an_override_breaks_is_put_there(self, write, check):
+        status, out, _ = check(write(base=BASE, child=CHILD), "loss_fn.ratio_clip_min=-1")
+        assert status == 2
+        assert "override 'loss_fn.ratio_clip_min=-1': error GM001 loss_fn.ratio_clip_min" in out
+
+    def test_settings_at_odds_are_put_at_one_of_them(self, write, check):
+        _, out, _ = check(write(base=BASE, child=CHILD + "  is_correction_level: sequence\n"))
+        assert "child.yaml:5: error GM001 loss_fn.is_correction_level" in out
+
+    def test_exit_status(self, write, check):
+        gspo = "defaults: base.yaml\nloss_fn: {name: gspo, token_level_loss: false, ratio_clip_max: 4.0e-4}\n"
+        recipe = write(base=BASE, child=gspo)
+        assert check(recipe)[0] == 0
+        assert check(recipe, "--strict")[0] == 1
+        assert check(recipe, "--strict", "--ignore", "GM002")[0] == 0
+        assert check(recipe, "--strict", "--ignore", "GM108,gm002")[0] == 0
+        assert check(recipe, "policy.megatron_cfg.enabled=false")[0] == 2
+        assert check(recipe, "policy.megatron_cfg.enabled=false", "--ignore", "GM312")[0] == 0
+
+    def test_notes_never_count(self, write, check):
+        moe = ["policy.model_name=Qwen/Qwen3-30B-A3B", "++policy.megatron_cfg.moe_router_bias_update_rate=0.1"]
+        status, out, _ = check(write(base=BASE, child=CHILD), *moe, "--strict")
+        assert (status, "note GM113" in out, "0 errors, 0 warnings, 1 note\n" in out) == (0, True, True)
+        status, out, _ = check(write(base=BASE, child=CHILD), *moe, "--ignore", "GM113")
+        assert (status, "note GM113" in out, "ignored: GM113" in out) == (0, False, True)
+
+    def test_expected_mismatch_and_gpu(self, write, check):
+        mask = "loss_fn.masks=[{preset: product, min: 0.5, max: 2.0}]"
+        recipe = write(base=BASE, child=CHILD)
+        sizes = ["++policy.generation={backend: vllm, max_new_tokens: 1000}"]
+        assert "GM402" in check(recipe, mask, *sizes, "--mismatch-kl", "1e-2")[1]
+        assert "GM402" not in check(recipe, mask, *sizes, "--mismatch-kl", "1e-4")[1]
+        assert "warning GM106" in check(recipe, *sizes, "--gpu", "A100")[1]
+        assert "not checked without --gpu: GM106" in check(recipe, *sizes)[1]
+
+    def test_json(self, write, check):
+        status, out, _ = check(write(base=BASE, child=CHILD), "++loss_fn.ratio_clip_mn=1", "--format", "json")
+        result = json.loads(out)
+        assert status == 2
+        assert result["settings"] is None
+        (finding,) = result["findings"]
+        assert finding["rule"] == "GM001"
+        assert finding["severity"] == "error"
+        assert finding["override"] == "++loss_fn.ratio_clip_mn=1"
+        assert result["summary"] == {"error": 1, "warning": 0, "note": 0}
+
+        status, out, _ = check(write(base=BASE, child=CHILD), "++policy.dtensor_cfg.enabled=true", "--format", "json")
+        result = json.loads(out)
+        (finding,) = result["findings"]
+        assert (finding["rule"], finding["file"], finding["line"]) == ("GM312", "base.yaml", 2)
+        assert result["settings"]["ratio_clip_max"] == 0.3
+        assert result["objective"][0]["formula"].startswith("L = ")
+        assert {"rule": "GM106", "needs": "--gpu"} in result["unjudged"]
+
+    def test_what_masks_keep_at_the_mismatch_and_at_five_times_as_much(self, write, check):
+        write(
+            child="""
+policy: {max_total_sequence_length: 4096}
+loss_fn:
+  name: clipped_pg
+  masks: [{preset: geometric, min: 0.999, max: 1.002}, {preset: opsm, delta: 0.02}, {preset: dppo_tv, delta: 0.2}]
+"""
+        )
+        _, out, _ = check("child.yaml")
+        assert "kept by the masks, of responses of 4096 tokens at a mismatch KL of 0.001 | 0.005 nats per token:" in out
+        assert "  geometric: 50 % | 0.523 % of sequences\n" in out
+        assert "  opsm: 100 % | 100 % of sequences with negative advantage\n" in out
+        assert "dppo_tv:" not in out  # it depends on the tokens' probabilities
+        _, out, _ = check("child.yaml", "--format", "json", "--mismatch-kl", "0.0001")
+        geometric, opsm = json.loads(out)["expected"]
+        assert (geometric["key"], geometric["tokens"], opsm["when"]) == ("loss_fn.masks[0]", 4096, "negative_advantage")
+        assert [kept["mismatch_kl"] for kept in geometric["kept"]] == pytest.approx([1e-4, 5e-4])
+        assert geometric["kept"][0]["share"] == pytest.approx(1, abs=1e-3)
+
+    @pytest.mark.parametrize("section", ["sft", "dpo", "rm", "distillation", "eval"])
+    def test_a_recipe_without_a_policy_loss_is_named_so_and_passes(self, write, check, section):
+        write(child=f"{section}: {{seed: 1}}\nloss_fn: {{kl_type: reverse}}\n")
+        status, out, _ = check("child.yaml", "--strict")
+        assert status == 0
+        assert "no policy loss trains" in out
+        assert "not checked until" not in out
+        write(child=f"{section}: {{seed: 1}}\nloss_fn: {{name: gspo}}\n")
+        status, out, _ = check("child.yaml")
+        assert status == 2
+        assert "error GM001 loss_fn.name" in out
+        assert "trains none; remove name, or add a grpo section" in out
+
+    def test_a_path_that_only_the_data_needs_is_a_note(self, write, check, monkeypatch):
+        monkeypatch.delenv("SOMEWHERE", raising=False)
+        recipe = "loss_fn: {name: clipped_pg, reference_policy_kl_penalty: 0.0}\n"
+        write(child=recipe + "data: {train: [{data_path: '${oc.env:SOMEWHERE}/x'}], n: {p: '${oc.env:SOMEWHERE}'}}\n")
+        status, out, _ = check("child.yaml", "--strict")
+        assert status == 0
+        assert "child.yaml:2: note GM007 data.n.p" in out
+        assert "note GM007 data.train[0].data_path" in out
+        assert "SOMEWHERE" in out
+        # A reference to nowhere is a mistake anywhere, and what the rules look at must be known.
+        write(child=recipe + "data: {path: '${nowhere.at_all}'}\n")
+        assert check("child.yaml")[0] == 2
+        write(child=recipe + "policy: {model_name: '${oc.env:SOMEWHERE}'}\n")
+        assert check("child.yaml")[0] == 2
+
+    def test_a_recipe_without_the_block_or_with_a_wrong_one(self, write, check):
+        for text in ("policy: {megatron_cfg: {enabled: true}}\n", "loss_fn: gspo\n", "loss_fn: null\n"):
+            status, out, _ = check(write(child=text))
+            assert (status, "error GM001 loss_fn" in out) == (2, True)
+
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            (["nowhere.yaml"], "can't be read"),
+            ([], "check needs a recipe"),
+            (["child.yaml", "--ignore", "GM999"], "there is no rule GM999"),
+            (["child.yaml", "--gpu", "abacus"], "--gpu: 'abacus' is not known; choose from A2, A10,"),
+        ],
+    )
+    def test_mistakes_in_the_arguments(self, arguments, message, write, check):
+        write(base=BASE, child=CHILD)
+        status, _, err = check(*arguments)
+        assert status == 2
+        assert message in err
+
+    @pytest.mark.parametrize("value", ["0", "-1", "inf", "nan", "x"])
+    def test_a_mismatch_that_is_no_number(self, value, check, capsys):
+        with pytest.raises(SystemExit):
+            check("child.yaml", "--mismatch-kl", value)
+        assert "--mismatch-kl" in capsys.readouterr().err
+
+    def test_list_of_rules(self, check):
+        status, out, _ = check("--list-rules")
+        assert status == 0
+        for rule in RULES:
+            assert f"{rule.id}  {rule.severity}" in out
+            assert rule.title in out
+
+    def test_the_pages_expectations_are_the_rules_own(self):
+        page = (DOCS / "check.md").read_text(encoding="utf-8")
+        rows = {
+            line.split("|")[1].strip(): [cell.strip() for cell in line.split("|")[2:-1]]
+            for line in page.splitlines()
+            if line.startswith("| ")
+        }
+        kl, lengths = 1e-3, [512, 2048, 8192, 32768]
+        for power, row in enumerate(("median `sequence` weight, exp(−κT)", "its effective sample size, exp(−2κT)"), 1):
+            expected = [median_weight(kl, tokens) ** power for tokens in lengths]
+            assert [float(cell) for cell in rows[row]] == [float(f"{value:.2g}") for value in expected]
+        masks = {
+            "kept by `product [0.5, 2]`": ("product", 0.5, 2.0, kl),
+            "kept by `geometric [0.99, 1.01]`": ("geometric", 0.99, 1.01, kl),
+            "kept by `geometric [0.999, 1.002]`": ("geometric", 0.999, 1.002, kl),
+            "kept by `geometric [0.99, 1.01]` at κ = 5·10⁻³": ("geometric", 0.99, 1.01, 5e-3),
+            "kept by `geometric [0.999, 1.002]` at κ = 5·10⁻³": ("geometric", 0.999, 1.002, 5e-3),
+        }
+        for row, (preset, low, high, at) in masks.items():
+            (rule,) = LossConfig(masks=[{"preset": preset, "min": low, "max": high}]).mask_rules
+            assert rows[row] == [f"{100 * kept_fraction(rule, at, tokens):.0f} %" for tokens in lengths]
+
+
+class TestFromARun:
+    """``--from``: what a run like it measured takes the place of what is assumed."""
+
+    @pytest.fixture
+    def logs(self, tmp_path):
+        pytest.importorskip("pyarrow")
+        planted_logs = pytest.importorskip("nemo_geomask.tools.diagnose.planted_logs")
+        directory = tmp_path / "run"
+        directory.mkdir()
+        for step in (1, 2, 3):
+            shape = planted_logs.RunShape(prompts=3, samples=4, length=40)
+            planted = planted_logs.planted_step(0, step, "precision", 15.0, shape=shape)
+            write_log(directory, step, list(log_rows(planted)))
+        return directory
+
+    def test_its_mismatch_and_length_are_reckoned_with(self, write, check, logs):
+        recipe = write(recipe="loss_fn: {name: clipped_pg, masks: [{preset: icepop, min: 0.9, max: 1.1}]}\n")
+        _, out, _ = check(recipe, "--from", str(logs), "--format", "json")
+        told = json.loads(out)
+        measured, (expected,) = told["measured"], told["expected"]
+        assert measured["steps"] == [1, 3]
+        assert measured["interval"][0] < measured["mismatch_kl"] < measured["interval"][1]
+        assert expected["tokens"] == measured["response_tokens"] < 100
+        assert expected["kept"][0]["mismatch_kl"] == measured["mismatch_kl"]
+        assert 0.3 < measured["kept"]["icepop"] < 0.99
+        # What masks keep is measured whatever the run is to report.
+        quiet = write(recipe="loss_fn: {name: clipped_pg, metrics: nemo_rl, masks: [{preset: icepop, min: 0.9}]}\n")
+        assert json.loads(check(quiet, "--from", str(logs), "--format", "json")[1])["measured"]["kept"]
+        recipe = write(recipe="loss_fn: {name: clipped_pg, masks: [{preset: icepop, min: 0.9, max: 1.1}]}\n")
+        _, out, _ = check(recipe, "--from", str(logs), "--mismatch-kl", "0.5")
+        assert f"measured in {logs}, steps 1 to 3: mismatch KL " in out
+        assert "at a mismatch KL of 0.5 | 2.5" in out

@@ -1,0 +1,962 @@
+"""Every rule of ``nemo-geomask check``: a recipe in which it fires, and a near one in which it doesn't."""
+
+import copy
+import math
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from nemo_geomask.config.loss_config import LossConfig
+from nemo_geomask.config.masks import MaskRule
+from nemo_geomask.errors import ConfigError
+from nemo_geomask.hosts.nemo_rl.facts import LOSS_FIELDS, SETTING_READERS
+from nemo_geomask.recipe import ROOT_VARIABLE, nemo_rl_root, read_recipe
+from nemo_geomask.recipe import recipe_file as recipes
+from nemo_geomask.tools.check import RULES, RecipeFacts, check, section_rules
+from nemo_geomask.tools.check.expectation import clipped_fractions, kept_fraction, median_weight
+
+CLEAN = {
+    "grpo": {"num_prompts_per_step": 32, "num_generations_per_prompt": 16},
+    "loss_fn": {"name": "clipped_pg", "reference_policy_kl_penalty": 0.0},
+    "policy": {
+        "model_name": "meta-llama/Llama-3.1-8B",
+        "train_global_batch_size": 128,
+        "train_micro_batch_size": 4,
+        "logprob_batch_size": 4,
+        "max_total_sequence_length": 4096,
+        "precision": "bfloat16",
+        "dtensor_cfg": {"enabled": False},
+        "megatron_cfg": {"enabled": True, "tensor_model_parallel_size": 1},
+        "sequence_packing": {"enabled": True},
+        "generation": {
+            "backend": "vllm",
+            "max_new_tokens": 2048,
+            "temperature": 1.0,
+            "top_p": 1.0,
+            "top_k": None,
+            "colocated": {"enabled": True},
+            "vllm_cfg": {
+                "precision": "bfloat16",
+                "kv_cache_dtype": "auto",
+                "async_engine": False,
+                "logprobs_mode": "processed_logprobs",
+            },
+            "vllm_kwargs": {},
+        },
+    },
+}
+
+TEMPERATURE = "policy.generation.temperature"
+TOP_P = "policy.generation.top_p"
+MODE = "policy.generation.vllm_cfg.logprobs_mode"
+KWARGS = "policy.generation.vllm_kwargs"
+REPLAY = "policy.router_replay.enabled"
+FUSED = "policy.megatron_cfg.use_fused_linear_logprobs"
+FUSED_BEFORE = "policy.megatron_cfg.use_linear_ce_fusion_loss"
+CHUNKS = {"policy.logprob_chunk_size": 1024}
+DEFERRED = {"policy.megatron_cfg.defer_fp32_logits": True}
+PACKING = "policy.sequence_packing.enabled"
+TRAINED = "policy.sequence_packing.train_mb_tokens"
+SCORED = "policy.sequence_packing.logprob_mb_tokens"
+GEOMASK = "loss_fn.logprob_backend"
+TP = "policy.megatron_cfg.tensor_model_parallel_size"
+SCORING = "policy.logprob_batch_size"
+BATCH = "policy.train_global_batch_size"
+MASKS = "loss_fn.masks"
+CORRECT = "loss_fn.use_importance_sampling_correction"
+LEVEL = "loss_fn.is_correction_level"
+PENALTY = "loss_fn.reference_policy_kl_penalty"
+KL = {"loss_fn.reference_policy_kl_penalty": 0.1}
+KL_TYPE = "loss_fn.reference_policy_kl_type"
+KL_IN_REWARD = {"loss_fn.use_kl_in_reward": True, "grpo.adv_estimator.name": "reinforce_plus_plus"}
+ANCHOR = "loss_fn.ratio_anchor"
+FORCED = "loss_fn.force_on_policy_ratio"
+
+CARDS = {"cluster.gpus_per_node": 8, "cluster.num_nodes": 2}
+APART = {
+    "policy.generation.colocated.enabled": False,
+    "policy.generation.colocated.resources": {"gpus_per_node": 8, "num_nodes": 1},
+}
+MOE = {"policy.model_name": "Qwen/Qwen3-30B-A3B"}
+ASYNC = {
+    "grpo.async_grpo.enabled": True,
+    "policy.generation.vllm_cfg.async_engine": True,
+    "policy.generation.colocated.enabled": False,
+    CORRECT: True,
+}
+FUSED_FITS = {FUSED: True, PACKING: False}
+DTENSOR = {"policy.megatron_cfg.enabled": False, "policy.dtensor_cfg.enabled": True}
+GEOMETRIC = {"preset": "geometric", "min": 0.99, "max": 1.01}
+VETO = {"preset": "veto", "min": 0.1, "max": 10.0}
+BY_SEQUENCE = {"loss_fn.token_level_loss": False, "loss_fn.ratio_clip_min": 5e-4}
+GSPO = {"loss_fn.name": "gspo", "loss_fn.token_level_loss": False}
+# v0.7.0, as far as the rules can tell.
+OLDER = {key: key in ("policy.router_replay.enabled", "policy.quant_cfg") for key in SETTING_READERS}
+NEWEST = dict.fromkeys(SETTING_READERS, True)
+
+PADDING = "policy.make_sequence_length_divisible_by"
+CP = "policy.megatron_cfg.context_parallel_size"
+
+ON_TOTAL = {"level": "sequence", "statistic": "ratio", "min": 0.5, "max": 2.0}
+TRUNCATED = {
+    CORRECT: True,
+    "loss_fn.truncated_importance_sampling_ratio_min": 0.9999,
+    "loss_fn.truncated_importance_sampling_ratio": 1.002,
+}
+
+SINGLE = {"async_rl.min_groups_for_streaming_train": 4}
+NORMALIZE = "loss_fn.is_correction_batch_normalize"
+
+# By rule: (fires, doesn't); each is changes to CLEAN, with `gpu`, `kl` and `reads`: what NeMo-RL reads. Its example
+# configs have CLEAN's keys and PADDING.
+CASES = {
+    "GM001": [({"loss_fn.ratio_clip_mim": 0.1}, {"loss_fn.ratio_clip_min": 0.1})],
+    "GM002": [
+        ({**GSPO, "loss_fn.ratio_clip_min": 0.2, "loss_fn.ratio_clip_max": 4e-4}, GSPO),
+        ({CORRECT: True, "loss_fn.truncated_importance_sampling_type": "tis"}, {CORRECT: True}),
+        ({"loss_fn.name": "dppo", ANCHOR: "prev"}, {"loss_fn.name": "dppo"}),
+        ({"loss_fn.name": "ipo", ANCHOR: "prev"}, {"loss_fn.name": "ipo", ANCHOR: "prev", CORRECT: True}),
+        ({"loss_fn.name": "dppo", ANCHOR: "prev"}, {"loss_fn.name": "vespo", ANCHOR: "prev"}),
+    ],
+    "GM003": [
+        ({"loss_fn.name": None, MASKS: [VETO]}, {MASKS: [VETO]}),
+        ({"loss_fn.name": None, MASKS: [VETO]}, {"loss_fn.name": None, "loss_fn.ratio_clip_min": 0.3}),
+        ({"loss_fn.name": None, MASKS: [VETO]}, {"loss_fn.name": None, MASKS: [VETO], "lab.num_threads": 1}),
+    ],
+    "GM007": [({"data.train.path": "${oc.env:NOWHERE_KNOWN}/x"}, {"data.train.path": "${policy.model_name}/x"})],
+    "GM004": [
+        ({"lossfn": {"name": "gspo"}, "reads": NEWEST}, {"loss_fn.name": "gspo", **GSPO, "reads": NEWEST}),
+        ({"loss": {"name": "gspo"}, "reads": NEWEST}, {"value_loss_fn": {"x": 1}, "reads": NEWEST}),
+        ({"Loss_fn": {"name": "gspo"}, "reads": NEWEST}, {"losses_of_ours": {"x": 1}, "reads": NEWEST}),
+        ({"lossfn": 1, "loss_fn.zzz": 1, "reads": NEWEST}, {"lossfn": 1, "lab.num_threads": 1, "reads": NEWEST}),
+    ],
+    "GM005": [
+        ({"polcy": {"model_name": "x"}, "reads": NEWEST}, {"policy.model_name": "x", "reads": NEWEST}),
+        ({"ours": {"size": 8}, "reads": NEWEST}, {"ours": {"size": 8}, BATCH: "${ours.size}", "reads": NEWEST}),
+        ({"ours": 8, "reads": NEWEST}, {"ours": 8, BATCH: "${ours}", "reads": NEWEST}),
+    ],
+    "GM006": [
+        ({"policy.train_micro_batch_sze": 4, "reads": NEWEST}, {"policy.train_micro_batch_size": 4, "reads": NEWEST}),
+        ({"policy.sequence_packing.enabld": True, "reads": NEWEST}, {PACKING: True, "reads": NEWEST}),
+        # Another name, which NeMo-RL has in no example: a word more, one letter of few, a section that none has.
+        ({"grpo.num_prompts_per_stp": 4, "reads": NEWEST}, {"grpo.num_val_prompts_per_step": 4, "reads": NEWEST}),
+        ({"policy.generation.temprature": 1.0, "reads": NEWEST}, {"policy.generation.top_n": 0, "reads": NEWEST}),
+        ({"policy.generatio": {}, "reads": NEWEST}, {"policy.tokenizer.train_micro_batch_sze": 4, "reads": NEWEST}),
+    ],
+    "GM101": [
+        (
+            {"policy.megatron_cfg.defer_fp32_logits": True, TEMPERATURE: 0.7},
+            {"policy.megatron_cfg.defer_fp32_logits": True},
+        ),
+        ({"policy.megatron_cfg.defer_fp32_logits": True, TEMPERATURE: 0.7}, {TEMPERATURE: 0.7}),
+    ],
+    "GM102": [
+        ({MODE: "raw_logprobs", TEMPERATURE: 0.7}, {TEMPERATURE: 0.7}),
+        ({MODE: "raw_logprobs", TOP_P: 0.9}, {MODE: "raw_logprobs"}),
+        # Not set: vLLM's own default where NeMo-RL reads the key, processed where it does not.
+        ({MODE: None, TOP_P: 0.9, "reads": NEWEST}, {MODE: None, TOP_P: 0.9, "reads": OLDER}),
+        ({MODE: "raw_logprobs", TOP_P: 0.9}, {MODE: "raw_logprobs", TOP_P: 0.9, "policy.generation.backend": "sglang"}),
+    ],
+    "GM103": [
+        (
+            {"policy.generation.bad_words": ["x"]},
+            {"policy.generation.bad_words": ["x"], MODE: "raw_logprobs"},
+        ),
+        ({"policy.generation.bad_words": ["x"]}, {"policy.generation.bad_words": []}),
+    ],
+    "GM104": [
+        ({TOP_P: 0.9, MASKS: [GEOMETRIC]}, {MASKS: [GEOMETRIC]}),
+        ({TOP_P: 0.9, MASKS: [GEOMETRIC]}, {TOP_P: 0.9, MASKS: [{"preset": "icepop", "max": 5.0}]}),
+        ({"policy.generation.top_k": 50, CORRECT: True, LEVEL: "sequence_mean"}, {TOP_P: 0.9, CORRECT: True}),
+        (
+            {
+                TOP_P: 0.9,
+                CORRECT: True,
+                "loss_fn.truncated_importance_sampling_type": "seq-mask-tis",
+                "loss_fn.truncated_importance_sampling_ratio": 1.002,
+                "loss_fn.truncated_importance_sampling_ratio_min": 0.99,
+            },
+            {TOP_P: 0.9},
+        ),
+    ],
+    "GM105": [({**FUSED_FITS, TEMPERATURE: 0.7}, FUSED_FITS), ({**FUSED_FITS, TEMPERATURE: 0.7}, {TEMPERATURE: 0.7})],
+    "GM106": [
+        ({"gpu": "A100"}, {"gpu": "A100", f"{KWARGS}.disable_cascade_attn": True}),
+        ({"gpu": "NVIDIA-L20"}, {"gpu": "H100"}),
+        ({"gpu": "NVIDIA A100 80GB PCIe"}, {"gpu": "NVIDIA H100 80GB HBM3"}),
+        ({"gpu": "A100-SXM4-80GB", f"{KWARGS}.disable_cascade_attn": False}, {"gpu": "B200"}),
+        ({"gpu": "A100"}, {"gpu": "A100", "policy.generation.backend": "sglang"}),
+    ],
+    "GM107": [
+        ({f"{KWARGS}.quantization": "fp8"}, {f"{KWARGS}.quantization": "fp8", CORRECT: True}),
+        ({f"{KWARGS}.quantization": "fp8"}, {f"{KWARGS}.quantization": "fp8", MASKS: [VETO]}),
+        (
+            {"policy.generation.quant_cfg": "nvfp4"},
+            {"policy.generation.quant_cfg": "nvfp4", "policy.quant_cfg": "nvfp4"},
+        ),
+    ],
+    "GM108": [
+        (MOE, {**MOE, REPLAY: True}),
+        (MOE, {}),
+        (MOE, {"policy.model_name": "deepseek-ai/DeepSeek-R1-Distill-Qwen-7B"}),
+        ({"policy.megatron_cfg.expert_model_parallel_size": 8}, {"policy.megatron_cfg.expert_model_parallel_size": 1}),
+        # Where there is no replay to switch on, a correction will do.
+        (
+            {**MOE, "reads": dict.fromkeys(SETTING_READERS, False)},
+            {**MOE, "reads": dict.fromkeys(SETTING_READERS, False), MASKS: [VETO]},
+        ),
+        (
+            {**MOE, "policy.megatron_cfg.enabled": False, "policy.dtensor_cfg.enabled": True},
+            {**MOE, "policy.megatron_cfg.enabled": False, "policy.dtensor_cfg.enabled": True, CORRECT: True},
+        ),
+    ],
+    "GM109": [
+        (
+            {**MOE, "policy.megatron_cfg.moe_router_load_balancing_type": "seq_aux_loss"},
+            {**MOE, "policy.megatron_cfg.moe_router_load_balancing_type": "none"},
+        ),
+        (
+            {**MOE, "policy.megatron_cfg.moe_router_load_balancing_type": ["none", "aux_loss"]},
+            {"policy.megatron_cfg.moe_router_load_balancing_type": "aux_loss"},
+        ),
+    ],
+    "GM110": [
+        (
+            {**ASYNC, "grpo.async_grpo.in_flight_weight_updates": True},
+            {
+                **ASYNC,
+                "grpo.async_grpo.in_flight_weight_updates": True,
+                "grpo.async_grpo.recompute_kv_cache_after_weight_updates": True,
+            },
+        ),
+        ({**ASYNC, "grpo.async_grpo.in_flight_weight_updates": True}, ASYNC),
+    ],
+    "GM111": [
+        (
+            {**MOE, REPLAY: True},
+            {**MOE, REPLAY: True, "policy.generation.vllm_cfg.enable_prefix_caching": False},
+        ),
+        ({**MOE, REPLAY: True}, MOE),
+    ],
+    "GM112": [
+        ({"policy.generation.vllm_cfg.precision": "float16"}, {"policy.generation.vllm_cfg.precision": "auto"}),
+        (
+            {"policy.precision": "float32"},
+            {"policy.precision": "float32", "policy.generation.vllm_cfg.precision": "float32"},
+        ),
+    ],
+    "GM113": [
+        (
+            {**MOE, "policy.megatron_cfg.moe_router_bias_update_rate": 0.001},
+            {**MOE, "policy.megatron_cfg.moe_router_bias_update_rate": 0.0},
+        )
+    ],
+    "GM201": [
+        ({MASKS: [{"preset": "geometric", "max": 3.0}]}, {MASKS: [{"preset": "geometric", "max": 1.1}]}),
+        # One bound within reach is enough.
+        (
+            {MASKS: [{"preset": "geometric", "min": 0.5, "max": 3.0}]},
+            {MASKS: [{"preset": "geometric", "min": 0.95, "max": 3.0}]},
+        ),
+        ({MASKS: [{"preset": "geometric", "max": 3.0}]}, {MASKS: [{"preset": "icepop", "max": 3.0}]}),
+        (
+            {MASKS: [{"preset": "trust_region", "statistic": "k3", "level": "sequence_mean", "max": 1.0}]},
+            {MASKS: [{"preset": "trust_region", "statistic": "k3", "level": "sequence_mean", "max": 0.01}]},
+        ),
+        ({"loss_fn.batch_veto": {"max": 1.0}}, {"loss_fn.batch_veto": {"max": 0.1}}),
+        (
+            {
+                CORRECT: True,
+                LEVEL: "sequence_mean",
+                "loss_fn.truncated_importance_sampling_type": "tis",
+                "loss_fn.truncated_importance_sampling_ratio": 2.0,
+            },
+            {
+                CORRECT: True,
+                LEVEL: "token",
+                "loss_fn.truncated_importance_sampling_type": "tis",
+                "loss_fn.truncated_importance_sampling_ratio": 2.0,
+            },
+        ),
+    ],
+    "GM202": [
+        (
+            {MASKS: [{"preset": "veto", "min": 0.95, "max": 1.05}, {"preset": "geometric", "min": 0.9, "max": 1.1}]},
+            {MASKS: [{"preset": "veto", "min": 0.95, "max": 1.05}, {"preset": "geometric", "min": 0.9, "max": 1.04}]},
+        ),
+        ({MASKS: [GEOMETRIC, GEOMETRIC]}, {MASKS: [GEOMETRIC, {**GEOMETRIC, "max": 1.02, "min": 0.995}]}),
+        (
+            {MASKS: [{"preset": "product", "min": 0.9, "max": 1.1}, {"preset": "geometric", "min": 0.9, "max": 1.1}]},
+            # A product bound that leaves 1 out says nothing of the mean.
+            {MASKS: [{"preset": "product", "min": 1.05, "max": 1.1}, {"preset": "geometric", "min": 1.04, "max": 1.1}]},
+        ),
+        (
+            {MASKS: [VETO, {"preset": "icepop", "min": 0.1, "max": 10.0}]},
+            {MASKS: [{"preset": "icepop", "min": 0.1, "max": 10.0}, {"preset": "geometric", "min": 0.9, "max": 1.1}]},
+        ),
+        (
+            {
+                MASKS: [
+                    {"log_ratio": "mismatch", "level": "sequence_mean", "max": 1.05},
+                    {"log_ratio": "mismatch", "level": "sequence_mean", "max": 1.1, "when": "negative_advantage"},
+                ]
+            },
+            {
+                MASKS: [
+                    {"log_ratio": "mismatch", "level": "sequence_mean", "max": 1.05, "when": "negative_advantage"},
+                    {"log_ratio": "mismatch", "level": "sequence_mean", "max": 1.1},
+                ]
+            },
+        ),
+    ],
+    "GM203": [
+        (
+            {BATCH: 512, MASKS: [{"preset": "opsm", "delta": 0.1, "log_ratio": "policy"}]},
+            {BATCH: 128, MASKS: [{"preset": "opsm", "delta": 0.1, "log_ratio": "policy"}]},
+        ),
+        (
+            {BATCH: 512, FORCED: True, MASKS: [{"preset": "opsm", "delta": 0.1, "log_ratio": "policy"}]},
+            {BATCH: 512, FORCED: True, MASKS: [{"preset": "opsm", "delta": 0.1}]},
+        ),
+    ],
+    "GM204": [
+        (
+            {"loss_fn.sequence_level_importance_ratios": True, "loss_fn.token_level_loss": False},
+            {
+                "loss_fn.sequence_level_importance_ratios": True,
+                "loss_fn.token_level_loss": False,
+                "loss_fn.ratio_clip_min": 0.01,
+                "loss_fn.ratio_clip_max": 0.01,
+            },
+        ),
+        ({**GSPO, "loss_fn.ratio_clip_max": 0.3}, {**GSPO, "loss_fn.ratio_clip_min": 1.0}),
+        # NeMo-RL's default under gspo is GM002's.
+        ({**GSPO, "loss_fn.ratio_clip_max": 0.3}, {**GSPO, "loss_fn.ratio_clip_max": 0.2}),
+    ],
+    "GM205": [
+        ({MODE: "raw_logprobs", "reads": OLDER}, {MODE: "raw_logprobs", "reads": NEWEST}),
+        ({MODE: "raw_logprobs", "reads": OLDER}, {MODE: "processed_logprobs", "reads": OLDER}),
+        ({REPLAY: True, "reads": dict.fromkeys(SETTING_READERS, False)}, {REPLAY: False, "reads": OLDER}),
+    ],
+    "GM206": [
+        (
+            {"loss_fn.use_kl_in_reward": True, PENALTY: 0.01},
+            {"loss_fn.use_kl_in_reward": True, PENALTY: 0.01, "grpo.adv_estimator.name": "reinforce_plus_plus"},
+        ),
+        (
+            {"loss_fn.use_kl_in_reward": True, PENALTY: 0.01, "grpo.adv_estimator.name": "gdpo"},
+            {"loss_fn.use_kl_in_reward": True, PENALTY: 0.0},
+        ),
+        (
+            {"loss_fn.use_kl_in_reward": True, PENALTY: 0.01, "grpo.adv_estimator.name": "gae"},  # PPO's
+            {"loss_fn.use_kl_in_reward": True, PENALTY: 0.01, "grpo.adv_estimator.name": "reinforce_plus_plus"},
+        ),
+    ],
+    "GM207": [
+        ({**KL, "loss_fn.reference_policy_kl_gradient": "k1"}, {**KL, "loss_fn.reference_policy_kl_gradient": "k2"}),
+        ({**KL, KL_TYPE: "k2"}, {**KL, KL_TYPE: "k2", "loss_fn.reference_policy_kl_gradient": "k2"}),
+        ({**KL, KL_TYPE: "k2"}, {**KL, KL_TYPE: "k3"}),
+        ({**KL, KL_TYPE: "k2"}, {PENALTY: 0.0, KL_TYPE: "k2"}),
+        ({**KL, **KL_IN_REWARD, KL_TYPE: "k3"}, {**KL, **KL_IN_REWARD, KL_TYPE: "k1"}),
+        ({**KL, **KL_IN_REWARD, KL_TYPE: "k2"}, {**KL, **KL_IN_REWARD, KL_TYPE: "k1"}),
+    ],
+    "GM208": [
+        ({"policy.docs_per_step": 64}, {}),
+        ({"policy.docs_per_step": 64}, {"policy.docs_per_step": 64, "lab.num_threads": 1}),
+        ({"policy.docs_per_step": 64, "loss_fn.zzz": 1}, {"loss_fn.zzz": 1}),
+    ],
+    "GM301": [({**ASYNC, CORRECT: False}, ASYNC), ({**ASYNC, CORRECT: False}, {CORRECT: False})],
+    "GM302": [
+        ({**ASYNC, "policy.generation.vllm_cfg.async_engine": False}, ASYNC),
+        ({**ASYNC, "policy.generation.colocated.enabled": True}, ASYNC),
+        ({**ASYNC, "policy.generation.colocated.enabled": True}, {"policy.generation.colocated.enabled": True}),
+    ],
+    "GM303": [
+        (
+            {"policy.generation.vllm_cfg.precision": "fp8"},
+            {"policy.generation.vllm_cfg.precision": "fp8", CORRECT: True},
+        )
+    ],
+    "GM304": [
+        (
+            {"policy.generation.vllm_cfg.kv_cache_dtype": "fp8"},
+            {
+                "policy.generation.vllm_cfg.kv_cache_dtype": "fp8",
+                "policy.generation.vllm_cfg.precision": "fp8",
+                CORRECT: True,
+            },
+        ),
+        (
+            {
+                "policy.generation.vllm_cfg.kv_cache_dtype": "fp8",
+                "policy.generation.vllm_cfg.precision": "fp8",
+                CORRECT: True,
+                "policy.megatron_cfg.pipeline_model_parallel_size": 2,
+            },
+            {"policy.megatron_cfg.pipeline_model_parallel_size": 2},
+        ),
+    ],
+    "GM305": [({FORCED: True}, {FORCED: True, BATCH: 512})],
+    "GM306": [({BATCH: 100}, {BATCH: 256})],
+    "GM307": [
+        ({TP: 4, SCORING: 8}, {TP: 4}),
+        ({TP: 4, SCORING: 8}, {TP: 2, SCORING: 8}),
+        ({TP: 4, SCORING: 8}, {TP: 4, SCORING: 8, FORCED: True, BATCH: 512}),
+    ],
+    "GM308": [
+        ({FUSED: True}, FUSED_FITS),
+        ({**FUSED_FITS, "policy.megatron_cfg.context_parallel_size": 2}, FUSED_FITS),
+        ({**FUSED_FITS, TOP_P: 0.9}, {TOP_P: 0.9}),
+        # v0.7.0 has it under another name, for other losses; main does not read that name.
+        (
+            {FUSED_BEFORE: True, PACKING: False, "reads": OLDER},
+            {FUSED_BEFORE: True, PACKING: False, "reads": NEWEST},
+        ),
+        ({FUSED_BEFORE: True, PACKING: False}, FUSED_FITS),
+    ],
+    "GM309": [
+        ({REPLAY: True, "policy.generation.backend": "megatron"}, {REPLAY: True}),
+        ({REPLAY: True, "policy.megatron_cfg.virtual_pipeline_model_parallel_size": 2}, {REPLAY: True}),
+        ({**ASYNC, REPLAY: True, "data_plane.enabled": True}, {REPLAY: True, "data_plane.enabled": True}),
+    ],
+    "GM310": [
+        (
+            {"loss_fn.use_kl_in_reward": True, PENALTY: 0.1, FORCED: True, BATCH: 512},
+            {"loss_fn.use_kl_in_reward": True, PENALTY: 0.1},
+        ),
+        (
+            {"loss_fn.use_kl_in_reward": True, PENALTY: 0.1, FORCED: True, BATCH: 512},
+            {
+                "loss_fn.use_kl_in_reward": True,
+                PENALTY: 0.1,
+                FORCED: True,
+                BATCH: 512,
+                "grpo.seq_logprob_error_threshold": 2.0,
+            },
+        ),
+    ],
+    "GM311": [
+        (
+            {"grpo.skip_reference_policy_logprobs_calculation": True, PENALTY: 0.1},
+            {"grpo.skip_reference_policy_logprobs_calculation": True},
+        )
+    ],
+    "GM312": [
+        ({"policy.dtensor_cfg.enabled": True}, {}),
+        (
+            {"policy.megatron_cfg.enabled": False},
+            DTENSOR,
+        ),
+    ],
+    "GM313": [
+        ({"loss_fn.logprob_backend": "geomask", TOP_P: 0.9}, {"loss_fn.logprob_backend": "geomask"}),
+        (
+            {
+                "loss_fn.logprob_backend": "geomask",
+                **FUSED_FITS,
+                "policy.megatron_cfg.use_linear_ce_fusion_loss": True,
+                "policy.megatron_cfg.use_fused_linear_logprobs": False,
+            },
+            {
+                "loss_fn.logprob_backend": "geomask",
+                **FUSED_FITS,
+                "policy.megatron_cfg.use_fused_linear_logprobs": False,
+            },
+        ),
+        (
+            {
+                "loss_fn.logprob_backend": "geomask_linear",
+                **DTENSOR,
+                "policy.dtensor_cfg.context_parallel_size": 2,
+            },
+            {"loss_fn.logprob_backend": "geomask_linear", **DTENSOR},
+        ),
+        ({"loss_fn.logprob_backend": "mcore", **FUSED_FITS}, {"loss_fn.logprob_backend": "nemo_rl", **FUSED_FITS}),
+        (
+            {"loss_fn.logprob_backend": "mcore", **DTENSOR},
+            {"loss_fn.logprob_backend": "geomask", **DTENSOR},
+        ),
+    ],
+    "GM314": [
+        ({PADDING: 3, CP: 2}, {PADDING: 8, CP: 2}),
+        ({PADDING: 2, CP: 2}, {PADDING: 2}),
+        ({PADDING: 4, CP: 2, TP: 4, "policy.megatron_cfg.sequence_parallel": True}, {PADDING: 4, CP: 2, TP: 4}),
+        (
+            {PADDING: 6, TP: 4, "policy.megatron_cfg.sequence_parallel": True},
+            {PADDING: 4, TP: 4, "policy.megatron_cfg.sequence_parallel": True},
+        ),
+        ({PADDING: 3, CP: 2}, {PADDING: 3, CP: 2, PACKING: False}),
+        ({PADDING: 3, CP: 2}, {PADDING: 3, CP: 2, "policy.dynamic_batching.enabled": True}),
+        ({PADDING: 3, CP: 2}, {PADDING: 3, CP: 2, **DTENSOR}),
+    ],
+    "GM315": [
+        (
+            {"loss_fn.ratio_anchor": "gen", "grpo.seq_logprob_error_threshold": 1.5},
+            {"loss_fn.ratio_anchor": "gen", "grpo.seq_logprob_error_threshold": None},
+        ),
+        (
+            {"loss_fn.ratio_anchor": "gen", "on_policy_distillation": {"enabled": True}},
+            {
+                "loss_fn.ratio_anchor": "gen",
+                "on_policy_distillation": {"enabled": True},
+                MASKS: [GEOMETRIC],
+            },
+        ),
+    ],
+    "GM319": [
+        (
+            {"loss_fn.record": {"dir": "records", "entropy": True}},
+            {"loss_fn.record": {"dir": "records"}},
+        ),
+    ],
+    "GM320": [(CHUNKS, {**CHUNKS, **DEFERRED}), (CHUNKS, {**CHUNKS, **DTENSOR})],
+    "GM316": [
+        ({**CARDS, TP: 3}, {**CARDS, TP: 4}),
+        ({**CARDS, TP: 4, CP: 3}, {**CARDS, TP: 4, CP: 4}),
+        ({**CARDS, **APART, TP: 16}, {**CARDS, **APART, TP: 8}),
+        ({**CARDS, **DTENSOR, "policy.dtensor_cfg.tensor_parallel_size": 5}, {**CARDS, **DTENSOR}),
+        ({**CARDS, TP: 3}, {TP: 3}),
+    ],
+    "GM317": [
+        ({CP: 2, PACKING: False}, {CP: 2}),
+        ({CP: 2, PACKING: False}, {CP: 1, PACKING: False}),
+        ({CP: 2, PACKING: False}, {CP: 2, PACKING: False, **DTENSOR}),
+    ],
+    "GM318": [
+        ({MASKS: [{"preset": "m2po"}], **SINGLE}, {MASKS: [{"preset": "m2po"}]}),
+        ({MASKS: [{"preset": "m2po"}], **SINGLE}, {MASKS: [GEOMETRIC], **SINGLE}),
+        ({CORRECT: True, NORMALIZE: True, **SINGLE}, {CORRECT: True, NORMALIZE: True}),
+    ],
+    "GM401": [
+        ({CORRECT: True, LEVEL: "sequence"}, {CORRECT: True, LEVEL: "sequence_mean"}),
+        (
+            {CORRECT: True, LEVEL: "sequence"},
+            {CORRECT: True, LEVEL: "sequence", "policy.generation.max_new_tokens": 512},
+        ),
+        ({CORRECT: True, LEVEL: "sequence"}, {CORRECT: True, LEVEL: "sequence", "kl": 1e-4}),
+        ({**GSPO, CORRECT: True}, {**GSPO}),
+    ],
+    "GM402": [
+        ({MASKS: [{"preset": "product", "min": 0.5, "max": 2.0}]}, {MASKS: [GEOMETRIC]}),
+        (
+            {MASKS: [{"preset": "product", "min": 0.5, "max": 2.0}]},
+            {MASKS: [{"preset": "product", "min": 0.5, "max": 2.0}], "policy.max_total_sequence_length": 300},
+        ),
+        ({MASKS: [GEOMETRIC], "kl": 0.05}, {MASKS: [GEOMETRIC]}),
+        # On the total log-ratio too; not on staleness alone.
+        (
+            {MASKS: [{**ON_TOTAL, "log_ratio": "total"}]},
+            {MASKS: [{**ON_TOTAL, "log_ratio": "policy"}]},
+        ),
+        # Truncations that are masks.
+        (
+            {**TRUNCATED, "loss_fn.truncated_importance_sampling_type": "seq-mask-tis"},
+            {**TRUNCATED, "loss_fn.truncated_importance_sampling_type": "tis"},
+        ),
+    ],
+    "GM403": [
+        (
+            {"loss_fn.positive_example_nll_weight": 0.1},
+            {
+                "loss_fn.positive_example_nll_weight": 0.1,
+                "loss_fn.positive_example_nll_normalization": "loss",
+            },
+        )
+    ],
+    "GM404": [({TP: 2, SCORING: 8}, {SCORING: 8}), ({TP: 2, SCORING: 8}, {TP: 4, SCORING: 8})],
+    "GM405": [
+        ({"loss_fn.batch_veto": {"max": 1e-4}}, {"loss_fn.batch_veto": {"max": 0.1}}),
+        ({"loss_fn.batch_veto": {"max": 0.01}, "kl": 0.02}, {"loss_fn.batch_veto": {"max": 0.01}}),
+    ],
+    "GM406": [
+        ({"policy.generation.vllm_cfg.max_model_len": 4095}, {"policy.generation.vllm_cfg.max_model_len": 4096}),
+    ],
+    "GM407": [
+        ({**GSPO, ANCHOR: "gen"}, GSPO),
+        ({**GSPO, ANCHOR: "gen"}, {**GSPO, ANCHOR: "gen", "kl": 1e-6}),
+        ({**GSPO, ANCHOR: "gen"}, {**GSPO, ANCHOR: "gen", "loss_fn.ratio_clip_min": 0.003}),
+        (
+            {"loss_fn.sequence_level_importance_ratios": True, **BY_SEQUENCE, ANCHOR: "gen"},
+            {**BY_SEQUENCE, ANCHOR: "gen"},
+        ),
+    ],
+    "GM408": [
+        # 12 bytes of 128,256 columns a row: 12 GB are 7,797 rows.
+        ({TRAINED: 7900}, {TRAINED: 7700}),
+        ({TRAINED: 16_000, TP: 1}, {TRAINED: 15_400, TP: 2}),
+        ({TRAINED: 8000}, {TRAINED: 8000, CP: 2}),
+        ({TRAINED: 8000}, {TRAINED: 8000, "loss_fn.logprob_backend": "geomask"}),
+        # 14 of two bytes each, of which the gradient has two too.
+        ({TRAINED: 7000, **DEFERRED}, {TRAINED: 7000}),
+        ({TRAINED: 13_000, GEOMASK: "geomask"}, {TRAINED: 13_000, GEOMASK: "geomask", **DEFERRED}),
+        ({TRAINED: 8000, **CHUNKS}, {TRAINED: 8000, **CHUNKS, **DEFERRED}),
+        ({TRAINED: 8000, **CHUNKS, **DEFERRED, TOP_P: 0.9}, {TRAINED: 8000, **CHUNKS, **DEFERRED}),
+        ({TRAINED: 8000, **CHUNKS, **DTENSOR}, {TRAINED: 8000, **CHUNKS, **DTENSOR, GEOMASK: "geomask"}),
+        ({TRAINED: 8000}, {TRAINED: 8000, "policy.model_name": "a/b"}),
+        # Four sequences of 4,096 tokens side by side.
+        ({PACKING: False}, {PACKING: False, "policy.train_micro_batch_size": 1, SCORING: 1}),
+        # Scoring alone has as many, if there is any.
+        ({TRAINED: 4000, SCORED: 8000}, {TRAINED: 4000, SCORED: 8000, FORCED: True, BATCH: 512}),
+        (
+            {TRAINED: 4000, SCORED: 8000, FORCED: True, BATCH: 512, "grpo.seq_logprob_error_threshold": 2.0},
+            {TRAINED: 4000, SCORED: 8000, GEOMASK: "geomask"},
+        ),
+    ],
+}
+PAIRS = [(rule, *pair) for rule, pairs in CASES.items() for pair in pairs]
+
+
+def changed(changes):
+    data = copy.deepcopy(CLEAN)
+    for key, value in changes.items():
+        *sections, last = key.split(".")
+        section = data
+        for name in sections:
+            section = section.setdefault(name, {})
+        section[last] = value
+    return data
+
+
+@pytest.fixture
+def findings(tmp_path, monkeypatch):
+    """Findings, in order, in CLEAN with changes; without a NeMo-RL unless ``reads`` says what one reads."""
+
+    def find(changes, *, ignore=(), header=""):
+        changes = dict(changes)
+        reads, gpu, kl = changes.pop("reads", None), changes.pop("gpu", None), changes.pop("kl", 1e-3)
+        root = checkout(tmp_path / "RL", reads) if reads else None
+        monkeypatch.setattr(recipes, "nemo_rl_root", lambda: root)
+        path = tmp_path / "recipe.yaml"
+        path.write_text(header + written(changed(changes)), encoding="utf-8")
+        recipe = read_recipe(path, leave=("data",))
+        return check(RecipeFacts.from_recipe(recipe, mismatch_kl=kl, gpu=gpu), ignore=ignore).findings
+
+    return find
+
+
+def written(data) -> str:
+    """As YAML, by libyaml where there is one: it is written hundreds of times."""
+    return yaml.dump(data, Dumper=getattr(yaml, "CSafeDumper", yaml.SafeDumper))
+
+
+def checkout(root: Path, reads) -> Path:
+    """As much of a NeMo-RL checkout as the rules look at."""
+    shutil.rmtree(root, ignore_errors=True)
+    for key, (module, word) in SETTING_READERS.items():
+        path = root / "nemo_rl" / module
+        path.parent.mkdir(parents=True, exist_ok=True)
+        text = path.read_text() if path.exists() else ""
+        path.write_text(text + (f"{word}\n" if reads[key] else "nothing\n"))
+    configs = root / "examples" / "configs"
+    configs.mkdir(parents=True)
+    section_rules.known_keys.cache_clear()
+    known = {PADDING: 1, "policy.router_replay.enabled": False, "policy.generation.bad_words": [], "value_loss_fn": {}}
+    (configs / "grpo.yaml").write_text(written({"defaults": "base.yaml", **changed(known)}))
+    return root
+
+
+def test_every_rule_has_a_case_and_a_number_of_its_own():
+    assert sorted(CASES) == [rule.id for rule in RULES]
+
+
+def test_the_base_of_the_cases_is_clean(findings):
+    assert findings({"gpu": "H100", "reads": NEWEST}) == ()
+
+
+@pytest.mark.parametrize(("rule", "fires", "silent"), PAIRS, ids=[f"{rule}-{n}" for n, (rule, *_) in enumerate(PAIRS)])
+def test_rule_fires_there_and_not_here(rule, fires, silent, findings):
+    hits = [finding for finding in findings(fires) if finding.rule.id == rule]
+    assert hits, f"{rule} did not fire"
+    for hit in hits:
+        # The place is the key's own, or that of a section around it.
+        assert hit.origin is None or hit.origin.line is not None
+        assert len(hit.message) > 30
+    assert rule not in [finding.rule.id for finding in findings(silent)]
+
+
+def test_half_precision_logits_are_named_where_they_halve_the_memory(findings):
+    def message(changes):
+        return next(finding.message for finding in findings(changes) if finding.rule.id == "GM408")
+
+    wide = {TRAINED: 16_000, GEOMASK: "geomask"}
+    halved = "policy.megatron_cfg.defer_fp32_logits: true takes 8.21 GB"
+    assert halved in message(wide)
+    assert "takes 16.4 GB" in message(wide)
+    # GM101 says why not.
+    assert "defer_fp32_logits" not in message({**wide, TEMPERATURE: 0.7})
+    scoring = message({TRAINED: 4000, SCORED: 16_000})
+    assert "a scoring microbatch of 16000 rows by 128256 columns has logits of 8.21 GB" in scoring
+    assert "logprob_chunk_size" not in scoring
+
+
+def test_errors_come_first(findings):
+    severities = [finding.rule.severity for finding in findings({**MOE, REPLAY: True, BATCH: 100, TP: 2, SCORING: 8})]
+    assert severities == ["error", "warning", "note"]
+
+
+def test_an_invalid_loss_leaves_only_its_own_problems(findings):
+    found = findings({"loss_fn.ratio_clip_mim": 0.1, "loss_fn.zzz": 1, BATCH: 100})
+    assert [(finding.rule.id, finding.key) for finding in found] == [
+        ("GM001", "loss_fn.ratio_clip_mim"),
+        ("GM001", "loss_fn.zzz"),
+    ]
+    assert "did you mean 'ratio_clip_min'?" in found[0].message
+
+
+def test_a_plugin_that_fails_in_several_lines_is_one_finding_about_the_name(findings, tmp_path, monkeypatch):
+    (tmp_path / "noisy_loss.py").write_text(
+        "raise ImportError('first\\nloss_fn.ratio_clip_min: greater than 0\\nlast')\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (found,) = findings({"loss_fn.name": "noisy_loss:LOSS", "loss_fn.ratio_clip_min": 0.2})
+    assert (found.rule.id, found.key) == ("GM001", "loss_fn.name")
+    assert "ImportError: first loss_fn.ratio_clip_min: greater than 0 last" in found.message
+
+
+def test_masks_are_counted_as_the_recipe_writes_them(findings):
+    product = {"preset": "product", "min": 0.5, "max": 2.0}
+    (found,) = findings({"loss_fn.name": "dppo", MASKS: [product]})
+    assert (found.rule.id, found.key) == ("GM402", "loss_fn.masks[0]")
+
+
+def test_a_doubt_about_a_clip_bound_is_not_said_again(findings):
+    gspo = {"loss_fn.name": "gspo", "loss_fn.token_level_loss": False, "loss_fn.ratio_clip_max": 0.2}
+    gspo["loss_fn.ratio_clip_min"] = 3e-4
+    assert [found.rule.id for found in findings(gspo)] == ["GM002"]
+    assert [found.rule.id for found in findings({**gspo, "loss_fn.ratio_clip_max": 0.3})] == ["GM204"]
+
+
+def test_problems_between_settings_are_put_at_one_that_was_given(findings):
+    (found,) = findings({"loss_fn.name": "gspo", "loss_fn.token_level_loss": True})
+    assert found.key == "loss_fn.token_level_loss"
+    (found,) = findings({LEVEL: "sequence"})
+    assert found.key == LEVEL
+    (found,) = findings({"loss_fn.name": "gsppo"})
+    assert (found.key, "did you mean 'gspo'?" in found.message) == ("loss_fn.name", True)
+
+
+class TestPlaceOfAContradiction:
+    """At the setting nearest the user: an override, the recipe's own file, its parents, NeMo-RL's files."""
+
+    BASE = "loss_fn:\n  token_level_loss: true\n  sequence_level_importance_ratios: false\n  ratio_clip_min: 0.2\n"
+
+    @pytest.fixture
+    def find(self, tmp_path, monkeypatch):
+        root = checkout(tmp_path / "RL", NEWEST)
+        monkeypatch.setattr(recipes, "nemo_rl_root", lambda: root)
+        (root / "examples" / "configs" / "base.yaml").write_text(self.BASE, encoding="utf-8")
+
+        def find(own, *overrides, parent="", rules=("GM001",)):
+            (tmp_path / "parent.yaml").write_text(f"defaults: RL/examples/configs/base.yaml\n{parent}")
+            path = tmp_path / "recipe.yaml"
+            path.write_text(f"defaults: [parent.yaml, RL/examples/configs/base.yaml]\n{own}", encoding="utf-8")
+            recipe = read_recipe(path, overrides)
+            found = check(RecipeFacts.from_recipe(recipe)).findings
+            return [
+                (finding.key.removeprefix("loss_fn."), Path(finding.origin.where).name, finding.origin.line)
+                for finding in found
+                if finding.rule.id in rules
+            ]
+
+        return find
+
+    def test_not_at_a_line_of_nemo_rls(self, find):
+        own = "loss_fn:\n  name: clipped_pg\n  use_cispo: true\n  loss_normalization: constant\n"
+        assert find(own) == [
+            ("loss_normalization", "recipe.yaml", 5),
+            ("loss_normalization", "recipe.yaml", 5),
+            ("use_cispo", "recipe.yaml", 4),
+        ]
+
+    def test_what_a_variant_implies_is_at_its_name(self, find):
+        assert find("loss_fn:\n  name: gspo\n") == [("name", "recipe.yaml", 3)]
+        assert find("", parent="loss_fn: {name: gspo}\n") == [("name", "parent.yaml", 2)]
+
+    def test_an_inherited_value_that_the_variant_gives_otherwise_is_a_warning_at_its_name(self, find):
+        own = "loss_fn:\n  name: gspo\n  token_level_loss: false\n"
+        assert find(own) == []
+        assert find(own, rules=("GM002",)) == [("name", "recipe.yaml", 3)]
+
+    def test_the_own_file_before_a_parent_and_an_override_before_both(self, find):
+        own, parent = (
+            "loss_fn:\n  is_correction_level: token\n",
+            "loss_fn:\n  use_importance_sampling_correction: false\n",
+        )
+        assert find(own, parent=parent) == [("is_correction_level", "recipe.yaml", 3)]
+        assert find(parent, parent=own) == [("use_importance_sampling_correction", "recipe.yaml", 3)]
+        override = "loss_fn.use_importance_sampling_correction=false"
+        assert find(own, override, parent=parent) == [("use_importance_sampling_correction", override, None)]
+
+    def test_what_nobody_wrote_is_at_what_somebody_did(self, find):
+        assert find("loss_fn:\n  loss_normalization_constant: 8.0\n") == [
+            ("loss_normalization_constant", "recipe.yaml", 3)
+        ]
+
+
+class TestUnknownKeys:
+    def test_an_override_counts_at_whatever_depth(self, tmp_path, monkeypatch):
+        root = checkout(tmp_path / "RL", NEWEST)
+        monkeypatch.setattr(recipes, "nemo_rl_root", lambda: root)
+        path = tmp_path / "recipe.yaml"
+        path.write_text(yaml.safe_dump(CLEAN), encoding="utf-8")
+        for override, key in {
+            "++lossfn.name=gspo": "lossfn",
+            "++polcy={model_name: x}": "polcy",
+            "++policy.generation={temprature: 1.0}": "policy.generation.temprature",
+        }.items():
+            recipe = read_recipe(path, [override])
+            (found,) = check(RecipeFacts(recipe, None)).findings
+            assert (found.key, str(found.origin)) == (key, f"override '{override}'")
+
+    def test_what_nemo_rls_own_parents_have_is_known(self, tmp_path, monkeypatch):
+        root = checkout(tmp_path / "RL", NEWEST)
+        monkeypatch.setattr(recipes, "nemo_rl_root", lambda: root)
+        parent = root / "examples" / "configs" / "recipes" / "parent.yaml"
+        parent.parent.mkdir()
+        parent.write_text("rare: {x: 1}\npolicy: {train_micro_batch_siz: 1}\n", encoding="utf-8")
+        path = tmp_path / "recipe.yaml"
+        own = "rare: {x: 2}\npolicy: {train_micro_batch_siz: 2}\n"
+        path.write_text(f"defaults: {parent}\n{own}", encoding="utf-8")
+        assert check(RecipeFacts(read_recipe(path), None)).findings == ()
+        path.write_text(own, encoding="utf-8")
+        assert [found.rule.id for found in check(RecipeFacts(read_recipe(path), None)).findings] == ["GM005", "GM006"]
+
+    def test_an_example_that_cannot_be_read_is_named(self, findings, tmp_path):
+        path = tmp_path / "broken.yaml"
+        path.write_text("a: [", encoding="utf-8")
+        configs = tmp_path / "broken" / "examples" / "configs"
+        configs.mkdir(parents=True)
+        shutil.copy(path, configs)
+        with pytest.raises(ConfigError, match=r"broken.yaml: not valid YAML"):
+            section_rules.known_keys(tmp_path / "broken")
+
+    def test_nemo_rls_own_recipes_and_ours_have_none_and_pad_as_it_demands(self, monkeypatch):
+        root = nemo_rl_root()
+        theirs = sorted((root / "examples" / "configs" / "recipes" / "llm").glob("*.yaml")) if root else []
+        if not theirs:
+            pytest.skip("no NeMo-RL checkout: set NEMO_RL_ROOT")
+        # For defaults that name it, and for data that recipes look for there.
+        monkeypatch.setenv(ROOT_VARIABLE, str(root))
+        monkeypatch.setenv("HF_HOME", "/nowhere")
+        ours = sorted((Path(__file__).parents[3] / "recipes" / "llm").glob("*.yaml"))
+        rules = [rule for rule in RULES if rule.id in ("GM004", "GM005", "GM006", "GM314")]
+        assert len(rules) == 4
+        for path in (*theirs, *ours):
+            facts = RecipeFacts(read_recipe(path), None)
+            assert [(path.name, hit) for rule in rules for hit in rule.check(facts)] == []
+
+
+def test_ignored_on_request_or_by_comment(findings):
+    assert findings(MOE)
+    assert not findings(MOE, ignore=["gm108"])
+    assert not findings(MOE, header="# nemo-geomask: ignore GM401, GM108 (as planned)\n")
+    assert not findings(MOE, header="# nemo_geomask: ignore GM108\n")
+    assert not findings(MOE, header="# nemo-geomask ignore GM108\n")
+    # Prose.
+    assert findings(MOE, header="# nemo_geomask's GM108\n# nemo-geomask ignores GM108\n")
+    assert not findings(
+        {**MOE, TP: 2, SCORING: 8}, header="# nemo-geomask: ignore GM108\n# nemo-geomask: ignore GM404\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("header", "ignore", "message"),
+    [
+        ("", ["GM999"], "--ignore: there is no rule GM999; see nemo-geomask check --list-rules"),
+        ("", ["GM10"], "there is no rule GM10; see nemo-geomask check --list-rules"),
+        ("", ["GM-108"], "there is no rule GM-108; did you mean GM108"),
+        ("", ["108"], "did you mean GM108"),
+        ("", ["GM001"], "GM001 .* can't be ignored"),
+        ("\n# nemo-geomask: ignore GM998\n", [], r"recipe.yaml:2: .*there is no rule GM998"),
+        ("# nemo-geomask: ignore everything\n", [], "there is no rule everything"),
+        ("# nemo-geomask: ignore\n", [], "write '# nemo-geomask: ignore GM101, GM102'"),
+        ("# nemo_geomask: ignore\n", [], "write '# nemo-geomask: ignore GM101, GM102'"),
+        ("# nemo-geomask: skip GM101\n", [], "write '# nemo-geomask: ignore GM101, GM102'"),
+    ],
+)
+def test_an_ignore_that_means_nothing_is_an_error(header, ignore, message, findings):
+    with pytest.raises(ConfigError, match=message):
+        findings({}, header=header, ignore=ignore)
+
+
+def test_values_of_a_wrong_type_stop_no_rule(findings):
+    wrong = {TEMPERATURE: "hot", TOP_P: [1], BATCH: "many", TP: None, "policy.generation.vllm_cfg": "none", "grpo": 3}
+    assert [finding.rule.id for finding in findings(wrong)] == []
+
+
+def test_nemo_rls_own_fields_are_the_ones_the_schema_takes_from_it():
+    own = {
+        name
+        for name, field in LossConfig.model_fields.items()
+        if str(field.json_schema_extra["source"]).split(";")[0] == "NeMo-RL"
+    }
+    assert own == LOSS_FIELDS
+
+
+class TestExpectation:
+    """The closed forms against simulated sequences."""
+
+    @pytest.mark.parametrize("level", ["token", "sequence", "sequence_mean", "sequence_max"])
+    @pytest.mark.parametrize("statistic", ["ratio", "k2", "k3"])
+    def test_every_rule_on_log_ratios(self, level, statistic):
+        kl, tokens, rows = 4e-3, 256, 6000
+        draw = torch.Generator().manual_seed(2)
+        ratios = -kl + math.sqrt(2 * kl) * torch.randn(rows, tokens, generator=draw, dtype=torch.float64)
+        values = {"ratio": ratios, "k2": ratios.square() / 2, "k3": ratios.expm1() - ratios}[statistic]
+        pooled = {"token": values, "sequence": values.sum(-1), "sequence_mean": values.mean(-1)}.get(level)
+        if pooled is None:
+            # All tokens inside.
+            low = torch.quantile(values.amin(-1), 0.4) if statistic == "ratio" else torch.tensor(-math.inf)
+            high = torch.quantile(values.amax(-1), 0.7)
+            kept = ((values >= low) & (values <= high)).all(-1).double().mean()
+        else:
+            low, high = (torch.quantile(pooled.flatten()[:100_000], share) for share in (0.1, 0.7))
+            kept = ((pooled >= low) & (pooled <= high)).double().mean()
+        rule = MaskRule("m", "total", level, statistic, float(low), float(high), "always")
+        assert kept_fraction(rule, kl, tokens) == pytest.approx(float(kept), abs=0.03)
+
+    def test_what_depends_on_more_is_not_judged(self):
+        def share(log_ratio="mismatch", level="token", statistic="ratio", when="always"):
+            return kept_fraction(MaskRule("m", log_ratio, level, statistic, -1.0, 1.0, when), 1e-3, 100)
+
+        assert share() == pytest.approx(1.0)
+        for other in (
+            {"log_ratio": "policy"},
+            {"statistic": "prob_diff"},
+            {"when": "pushing"},
+            {"level": "prefix_sum"},
+        ):
+            assert share(**other) is None
+        (m2po,) = LossConfig(masks=[{"preset": "m2po", "tau": 0.04}]).mask_rules
+        assert kept_fraction(m2po, 1e-3, 100) is None
+
+    @pytest.mark.parametrize(("kl", "tokens"), [(1e-3, 500), (1e-3, 4000), (2e-2, 100)])
+    def test_weight(self, kl, tokens):
+        draw = torch.Generator().manual_seed(0)
+        ratios = -kl + math.sqrt(2 * kl) * torch.randn(4000, tokens, generator=draw, dtype=torch.float64)
+        assert float(ratios.exp().mean()) == pytest.approx(1, abs=2e-3)
+        assert float(ratios.expm1().sub(ratios).mean()) == pytest.approx(kl, rel=0.02)
+        weight = ratios.sum(-1).exp()
+        assert median_weight(kl, tokens) == pytest.approx(float(weight.median()), rel=0.1)
+
+    @pytest.mark.parametrize(("kl", "tokens"), [(1e-3, 1000), (1e-3, 200), (1e-6, 1000)])
+    def test_clip(self, kl, tokens):
+        draw = torch.Generator().manual_seed(3)
+        means = (-kl + math.sqrt(2 * kl) * torch.randn(4000, tokens, generator=draw, dtype=torch.float64)).mean(-1)
+        config = LossConfig(name="gspo", ratio_clip_min=3e-4, ratio_clip_max=4e-4)
+        found = [float((means.exp() < 1 - 3e-4).double().mean()), float((means.exp() > 1 + 4e-4).double().mean())]
+        assert clipped_fractions(config, kl, tokens) == pytest.approx(found, abs=0.02)
+
+    @pytest.mark.parametrize("level", ["sequence", "sequence_mean"])
+    @pytest.mark.parametrize(("low", "high"), [(0.5, 2.0), (0.997, 1.0005), (0.0, 0.999)])
+    def test_mask(self, level, low, high):
+        kl, tokens = 1e-3, 1000
+        rule = MaskRule("m", "mismatch", level, "ratio", math.log(low) if low else -math.inf, math.log(high), "always")
+        draw = torch.Generator().manual_seed(1)
+        ratios = -kl + math.sqrt(2 * kl) * torch.randn(8000, tokens, generator=draw)
+        pooled = ratios.sum(-1) if level == "sequence" else ratios.mean(-1)
+        kept = ((pooled >= rule.low) & (pooled <= rule.high)).double().mean()
+        assert kept_fraction(rule, kl, tokens) == pytest.approx(float(kept), abs=0.02)

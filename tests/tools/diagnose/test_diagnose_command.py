@@ -1,0 +1,207 @@
+"""The command: verdict, tables, JSON, exit status, and a run that is still going on."""
+
+import json
+
+import pytest
+
+pytest.importorskip("pyarrow")
+
+from nemo_geomask.cli import main
+from nemo_geomask.tools.diagnose.planted_logs import RunShape, planted_step, write_step
+from tests.helpers.logs import log_rows, write_log
+
+SHAPE = RunShape(prompts=4, samples=3, length=40)
+
+
+def write_steps(directory, steps, cause=None, strength=0.5, onset=1):
+    directory.mkdir(exist_ok=True)
+    for step in steps:
+        planted = planted_step(0, step, cause if step >= onset else None, strength, shape=SHAPE)
+        write_log(directory, step, list(log_rows(planted)))
+    return directory
+
+
+def test_a_healthy_run(tmp_path, capsys):
+    assert main(["diagnose", str(write_steps(tmp_path / "run", range(1, 4)))]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith(f"{tmp_path / 'run'}: healthy: ")
+    assert "Numbers, Δ = prev − gen" in out
+    assert "By position" in out
+
+
+def test_the_worst_of_several_runs_decides(tmp_path, capsys):
+    write_steps(tmp_path / "good", range(1, 4))
+    write_steps(tmp_path / "bad", range(1, 5), "shifted", onset=3)
+    assert main(["diagnose", str(tmp_path), "--brief"]) == 3
+    bad, to_do, good = capsys.readouterr().out.splitlines()
+    assert "broken since step 3: log-probs shifted" in bad
+    assert to_do.startswith("  to do: align prev_logprobs")
+    assert "healthy" in good
+
+
+def test_json_and_a_cache_elsewhere(tmp_path, capsys):
+    write_steps(tmp_path / "run", (1, 2), "zero_logprobs")
+    arguments = ["diagnose", str(tmp_path / "run"), "--json", "--cache", str(tmp_path / "cache")]
+    assert main(arguments) == 3
+    (told,) = json.loads(capsys.readouterr().out)
+    assert (told["health"], told["cause"]["id"]) == ("broken", "zero_logprobs")
+    assert len(list((tmp_path / "cache").rglob("*.parquet"))) == 2
+    assert not (tmp_path / "run" / "geomask-records").exists()
+
+
+def test_one_split_at_a_time_and_two_at_once(tmp_path, capsys):
+    run = str(write_steps(tmp_path / "run", range(1, 4)))
+    assert main(["diagnose", run, "--by", "probability", "--by", "turn,advantage"]) == 0
+    _, first, *_, second = (text.splitlines()[0] for text in capsys.readouterr().out.split("\nBy"))
+    assert (first, second) == (" probability (nats of surprise)", " turn (earlier turns) and advantage (sign)")
+    assert main(["diagnose", run, "--by", "step", "--json"]) == 0
+    (told,) = json.loads(capsys.readouterr().out)
+    assert list(told["tables"]) == ["steps", "circle"]
+    for wrong in ("tool", "turn,turn", "step,turn", "turn,length,reward"):
+        assert main(["diagnose", run, "--by", wrong]) == 2
+        assert f"--by {wrong}: give one or two of probability, position" in capsys.readouterr().err
+
+
+def test_a_split_that_one_run_has_not_is_said_and_the_others_shown(tmp_path, capsys):
+    write_steps(tmp_path / "logs", range(1, 4))  # without staleness
+    recorded = tmp_path / "recorded"
+    recorded.mkdir()
+    for step in range(1, 4):
+        write_step(recorded, planted_step(0, step, None, 0.0, shape=SHAPE))
+    assert main(["diagnose", str(tmp_path), "--by", "staleness"]) == 0
+    out = capsys.readouterr().out
+    assert "--by staleness: not recorded (" in out
+    assert "By staleness (steps)" in out
+    assert main(["diagnose", str(tmp_path), "--by", "staleness", "--json"]) == 0
+    first, second = json.loads(capsys.readouterr().out)
+    assert not first["tables"]["staleness"]
+    assert second["tables"]["staleness"]
+    assert main(["diagnose", str(tmp_path / "logs"), "--by", "staleness"]) == 2
+    assert "--by staleness: not recorded (" in capsys.readouterr().err
+
+
+def test_a_run_against_another_over_the_steps_of_both(tmp_path, capsys):
+    that = write_steps(tmp_path / "that", range(1, 5))
+    this = write_steps(tmp_path / "this", range(2, 7), "precision", 8.0)
+    arguments = ["diagnose", str(this), "--against", str(that)]
+    assert main([*arguments, "--json"]) == 1
+    (told,) = json.loads(capsys.readouterr().out)
+    assert (told["steps"], told["cause"]["id"], told["against"]["name"]) == ([2, 3, 4], "precision", str(that))
+    # The other may lie below the folder that is given.
+    assert main(["diagnose", str(tmp_path), "--against", str(that), "--brief"]) == 1
+    told = capsys.readouterr().out.splitlines()
+    assert [line.split(":")[0] for line in told if line.startswith(str(tmp_path))] == [str(this)]
+    assert main(["diagnose", str(that), "--against", str(that)]) == 2
+    assert "is the run that it is to be compared with" in capsys.readouterr().err
+    assert main(["diagnose", str(this), "--against", str(tmp_path)]) == 2
+    assert "holds several runs" in capsys.readouterr().err
+    assert main(["diagnose", str(write_steps(tmp_path / "late", (9,))), "--against", str(that)]) == 2
+    assert "no step in common with" in capsys.readouterr().err
+    assert main([*arguments, "--watch", "1"]) == 2
+    assert "leave out --against" in capsys.readouterr().err
+
+
+def test_nothing_to_read_is_an_error(tmp_path, capsys):
+    assert main(["diagnose", str(tmp_path)]) == 2
+    assert "holds neither records" in capsys.readouterr().err
+
+
+def test_one_bad_run_does_not_keep_the_others_back(tmp_path, capsys):
+    good, bad, empty = write_steps(tmp_path / "good", range(1, 4)), tmp_path / "bad", tmp_path / "empty"
+    for folder in (bad, empty):
+        folder.mkdir()
+    (bad / "train_data_step1.jsonl").write_text("{}\n")
+    arguments = ["diagnose", *map(str, (bad, empty, good)), "--brief"]
+    assert main(arguments) == 2
+    first, *others = sorted(capsys.readouterr().out.splitlines())
+    assert first.startswith(f"{bad}: not judged: {bad}/train_data_step1.jsonl:1: has no input_lengths")
+    assert others[0].startswith(f"{empty}: not judged: holds neither records")
+    assert others[1].startswith(f"{good}: healthy")
+    assert main([*arguments, "--json"]) == 2
+    told = json.loads(capsys.readouterr().out)
+    assert [(one["run"], one["health"]) for one in told] == [
+        (str(good), "healthy"),
+        (str(empty), "unknown"),
+        (str(bad), "unknown"),
+    ]
+    assert main(["diagnose", str(bad)]) == 2
+    assert "has no input_lengths" in capsys.readouterr().err
+
+
+def test_watch_outlives_what_can_not_be_read(tmp_path, capsys, monkeypatch):
+    """Steps after a bad one count; a folder may still be empty."""
+    run, looks = tmp_path / "run", []
+    run.mkdir()
+
+    def sleep(_):
+        looks.append(capsys.readouterr().out)
+        if len(looks) == 1:
+            write_steps(run, (1, 3))
+            (run / "train_data_step2.jsonl").write_text("{}\n")
+        if len(looks) == 4:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("time.sleep", sleep)
+    assert main(["diagnose", str(run), "--brief", "--watch", "1"]) == 2
+    assert "not judged: holds neither" in looks[0]
+    assert looks[1] == looks[3] == ""
+    assert "healthy" in looks[2]
+    assert "not judged: " in looks[2]
+    assert "train_data_step2.jsonl:1: has no" in looks[2]
+
+
+def test_a_cache_in_the_log_folder_is_no_run(tmp_path, capsys):
+    run = write_steps(tmp_path / "run", (1, 2))
+    arguments = ["diagnose", str(run), "--brief", "--cache", str(run / "cache")]
+    for _ in range(2):
+        assert main(arguments) == 0
+        assert len(capsys.readouterr().out.splitlines()) == 1
+    assert main(["diagnose", str(run), "--brief"]) == 0
+    assert main(["diagnose", str(run / "geomask-records"), "--brief"]) == 0
+    assert f"{run / 'geomask-records'}: healthy" in capsys.readouterr().out
+
+
+def test_watch_says_what_is_new(tmp_path, capsys, monkeypatch):
+    """A step counts once its file rests; the verdict is said again when it has changed."""
+    run = write_steps(tmp_path / "run", (1, 2))
+    looks = []
+
+    def sleep(_):
+        looks.append(capsys.readouterr().out)
+        if len(looks) == 3:
+            write_steps(run, (3,), "shifted")
+        if len(looks) == 6:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("time.sleep", sleep)
+    assert main(["diagnose", str(run), "--brief", "--watch", "1"]) == 3
+    assert [("healthy" in said, "broken since step 3" in said) for said in looks] == [
+        (False, False),
+        (True, False),
+        (False, False),
+        (False, False),
+        (False, True),
+        (False, False),
+    ]
+
+
+def test_watch_keeps_the_report_current(tmp_path, monkeypatch):
+    for module in ("plotly", "jinja2"):
+        pytest.importorskip(module, reason="the report (diagnose extra)")
+    run, page, looks = write_steps(tmp_path / "run", (1, 2)), tmp_path / "report.html", []
+
+    (run / "train_data_step9.jsonl").touch()  # without a sequence: no step
+
+    def sleep(_):
+        looks.append(page.stat().st_mtime_ns if page.exists() else 0)
+        if len(looks) == 3:
+            write_steps(run, (3,), "shifted")
+        if len(looks) == 6:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("time.sleep", sleep)
+    main(["diagnose", str(run), "--brief", "--watch", "1", "--html", str(page)])
+    first, second, third, _, fifth, last = looks
+    assert first == 0
+    assert 0 < second == third < fifth == last
+    assert "broken since step 3" in page.read_text(encoding="utf-8")

@@ -1,0 +1,249 @@
+"""The sums against plain loops, whole and in parts."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+
+from nemo_geomask.tools.diagnose.dimensions import DIMENSIONS, DIMENSIONS_BY_NAME
+from nemo_geomask.tools.diagnose.planted_logs import RunShape, planted_step, write_step
+from nemo_geomask.tools.diagnose.quantities import QUANTITIES
+from nemo_geomask.tools.diagnose.record_reader import RecordBlock, read_blocks
+from nemo_geomask.tools.diagnose.run_statistics import BIN_SUMS, RunStatistics
+from nemo_geomask.tools.diagnose.step_survey import survey, trainer_column
+
+SHAPE = RunShape(steps=1, prompts=4, samples=3, length=40)
+
+
+def part(block, first, last):
+    """Some of its sequences."""
+    here = slice(block.offsets[first], block.offsets[last])
+    return RecordBlock(
+        {name: values[first:last] for name, values in block.sequences.items()},
+        {name: values[here] for name, values in block.tokens.items()},
+        block.offsets[first : last + 1] - block.offsets[first],
+        {name: values[here] for name, values in block.removed.items()},
+    )
+
+
+@pytest.fixture
+def block():
+    made = planted_step(3, 5, None, 0.0, shape=SHAPE)
+    made.sequences["sample_mask"][[2, 7]] = 0
+    removed = np.random.default_rng(0).random(len(made.tokens["mask"])) < 0.1
+    return RecordBlock(made.sequences, made.tokens, made.offsets, {"veto": removed & made.tokens["mask"]})
+
+
+def test_sums_are_those_of_plain_loops(block):
+    expected = dict.fromkeys(("tokens", "k3", "k3_reverse", "prob_error", "weight", "weight_squared", "delta"), 0.0)
+    weights, lengths, removed = [], 0, [0, 0.0]
+    for row in range(len(block)):
+        total = count = 0
+        if block.sequences["sample_mask"][row] == 0:
+            continue
+        for place in range(block.offsets[row], block.offsets[row + 1]):
+            if not block.tokens["mask"][place]:
+                continue
+            delta = float(block.tokens["prev"][place]) - float(block.tokens["gen"][place])
+            for name, value in {
+                "tokens": 1,
+                "k3": math.exp(delta) - 1 - delta,
+                "k3_reverse": math.exp(-delta) - 1 + delta,
+                "prob_error": math.exp(abs(delta)),
+                "weight": math.exp(delta),
+                "weight_squared": math.exp(2 * delta),
+                "delta": delta,
+            }.items():
+                expected[name] += value
+            total, count = total + delta, count + 1
+            if block.removed["veto"][place]:
+                removed = [removed[0] + 1, removed[1] + min(abs(delta), 1)]
+        weights.append((math.exp(total), math.exp(total / count)))
+        lengths += int(block.sequences["length"][row] - block.sequences["prompt_length"][row])
+    sums = survey(block).steps[5]
+    for name, value in expected.items():
+        assert sums[name] == pytest.approx(value, rel=1e-12), name
+    assert sums["sequence_weight"] == pytest.approx(sum(one for one, _ in weights), rel=1e-12)
+    assert sums["mean_weight_squared"] == pytest.approx(sum(one**2 for _, one in weights), rel=1e-12)
+    assert (sums["sequences"], sums["masked_out_sequences"], sums["response_tokens"]) == (10, 2, lengths)
+    assert sums.removed["veto"] == pytest.approx(removed, rel=1e-12)
+    assert sums.removed_share("veto", "capped_abs") == pytest.approx(removed[1] / sums["capped_abs"], rel=1e-12)
+
+
+def test_every_dimension_holds_every_token_once(block):
+    found = survey(block)
+    (window,) = found.windows.values()
+    for one in DIMENSIONS:
+        tokens = window.bin_sums[one.name][:, BIN_SUMS.index("tokens")].sum()
+        assert tokens == (0 if one.name == "entropy" else found.steps[5]["tokens"]), one.name
+    assert window.noise_histogram.sum() == found.steps[5]["tokens"]
+
+
+def test_turns_and_positions_are_counted_within_the_response():
+    mask = np.array([0, 1, 1, 0, 1, 0, 0, 1], bool)
+    tokens = {
+        "tokens": np.arange(8, dtype=np.int32),
+        "mask": mask,
+        **{name: np.where(mask, -1.0, 0).astype(np.float32) for name in ("gen", "prev")},
+    }
+    rows = {"step": [1, 1], "row": [0, 1], "group": [0, 0], "length": [5, 3], "prompt_length": [1, 2]}
+    sequences = {name: np.array(values) for name, values in rows.items()} | {"sample_mask": np.ones(2, np.float32)}
+    window = survey(RecordBlock(sequences, tokens, np.array([0, 5, 8]))).windows[1]
+    assert window.bin_sums["turn"][:, 0].tolist()[:2] == [3, 1]
+    assert window.bin_sums["length"][0, 0] == 4
+
+
+def test_two_dimensions_at_once_are_those_of_plain_loops(block):
+    block.tokens["entropy"] = np.where(np.arange(len(block.tokens["mask"])) % 7, block.tokens["gen"] ** 2, np.nan)
+    crosses = [("entropy", "advantage"), ("turn", "probability"), ("turn", "entropy")]
+    found = survey(block, crosses)
+    cells = found.windows[5].bin_sums["entropy,advantage"]
+    edges, signs = DIMENSIONS_BY_NAME["entropy"].edges, DIMENSIONS_BY_NAME["advantage"].edges
+    expected = np.zeros((len(edges) + 1, len(signs) + 1, 2))
+    for row in range(len(block)):
+        for place in range(block.offsets[row], block.offsets[row + 1]):
+            entropy = block.tokens["entropy"][place]
+            if block.tokens["mask"][place] and block.sequences["sample_mask"][row] and not math.isnan(entropy):
+                delta = float(block.tokens["prev"][place]) - float(block.tokens["gen"][place])
+                sign = sum(float(block.tokens["advantages"][place]) >= edge for edge in signs)
+                expected[sum(entropy >= edge for edge in edges), sign] += 1, delta > 0
+    np.testing.assert_array_equal(cells[:, [0, BIN_SUMS.index("delta_positive")]], expected.reshape(-1, 2))
+    known, turns = found.windows[5].bin_sums["entropy"], found.windows[5].bin_sums["turn"]
+    np.testing.assert_allclose(
+        cells.reshape(len(edges) + 1, -1, len(BIN_SUMS)).sum(axis=1), known, rtol=1e-9, atol=1e-12
+    )
+    by_turn = found.windows[5].bin_sums["turn,probability"].reshape(len(turns), -1, len(BIN_SUMS)).sum(axis=1)
+    np.testing.assert_allclose(by_turn, turns, rtol=1e-9, atol=1e-12)
+    beside = found.windows[5].bin_sums["turn,entropy"].reshape(len(turns), -1, len(BIN_SUMS)).sum(axis=0)
+    np.testing.assert_allclose(beside, known, rtol=1e-9, atol=1e-12)
+    assert found.steps[5]["tokens_with_entropy"] == known[:, 0].sum()
+    parts = RunStatistics()
+    for first, last in ((7, 12), (0, 7)):
+        parts.add(survey(part(block, first, last), crosses))
+    np.testing.assert_allclose(parts.windows[5].bin_sums["entropy,advantage"], cells, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("name", "place", "label"),
+    [
+        *(("advantage", place, label) for place, label in enumerate(["below 0", "0", "above 0"])),
+        *(("turn", place, label) for place, label in enumerate(["0", "1", "2", "3", "4 to 5", "6 to 7", "8 and more"])),
+        *(("reward", 2, "above 0 to 0.25"), ("entropy", 0, "below 0.01"), ("position", 0, "below 16")),
+    ],
+)
+def test_labels_of_bins(name, place, label):
+    assert DIMENSIONS_BY_NAME[name].label(place, place) == label
+
+
+def test_parts_add_up_to_the_whole_in_any_order(block):
+    whole = survey(block)
+    for cuts in ((0, 5, 12), (0, 1, 8, 12)):
+        parts = [survey(part(block, first, last)) for first, last in itertools.pairwise(cuts)]
+        merged = RunStatistics()
+        for one in reversed(parts):
+            merged.add(one)
+        np.testing.assert_allclose(merged.steps[5].sums, whole.steps[5].sums, rtol=1e-12)
+        np.testing.assert_allclose(merged.steps[5].bootstrap, whole.steps[5].bootstrap, rtol=1e-12)
+        for label, sums in whole.steps[5].removed.items():
+            assert merged.steps[5].removed[label] == pytest.approx(sums, rel=1e-12), label
+        for name, cells in whole.windows[5].bin_sums.items():
+            np.testing.assert_allclose(merged.windows[5].bin_sums[name], cells, rtol=1e-9, atol=1e-12)
+            np.testing.assert_allclose(
+                merged.windows[5].bin_products[name], whole.windows[5].bin_products[name], rtol=1e-9
+            )
+        assert merged.worst_tokens == whole.worst_tokens
+        assert merged.worst_sequences == whole.worst_sequences
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, 1e6])
+def test_what_tokens_hold_that_do_not_train_does_not_matter(block, value):
+    before = survey(block)
+    for name in ("gen", "prev", "advantages"):
+        block.tokens[name][~block.tokens["mask"]] = value
+    after = survey(block)
+    assert after.steps[5].sums.tobytes() == before.steps[5].sums.tobytes()
+    assert after.steps[5].bootstrap.tobytes() == before.steps[5].bootstrap.tobytes()
+    for name, cells in before.windows[5].bin_sums.items():
+        assert after.windows[5].bin_sums[name].tobytes() == cells.tobytes()
+
+
+def test_log_ratios_of_a_hundred_saturate(block):
+    trained = np.flatnonzero(block.tokens["mask"])
+    block.tokens["prev"][trained[::2]] += 100
+    block.tokens["prev"][trained[1::2]] -= 100
+    assert np.isfinite(survey(block).steps[5].sums).all()
+
+
+@pytest.mark.parametrize("total", [-360.0, -150.0, -60.0, 0.0, 250.0])
+def test_weights_of_long_sequences_are_held_against_each_other(block, total):
+    """Each sequence's log-ratios add up to another number, by up to 11, all of them far from 0."""
+    rows, trained = np.repeat(np.arange(12), np.diff(block.offsets)), block.tokens["mask"]
+    sums = total + np.arange(12.0)
+    block.tokens["prev"] = block.tokens["gen"] + (sums / np.bincount(rows, weights=trained))[rows]
+    block.sequences["sample_mask"][:] = 1
+    weights = np.exp(sums - total)
+    (share,) = (number.value for number in QUANTITIES if number.name == "ESS, sequences")
+    assert share(survey(block).steps[5]) == pytest.approx(weights.sum() ** 2 / (12 * (weights**2).sum()), rel=1e-3)
+
+
+def test_weights_too_small_for_a_number_say_nothing(block):
+    block.tokens["prev"] = block.tokens["gen"] - 100.0
+    (share,) = (number.value for number in QUANTITIES if number.name == "ESS, sequences")
+    assert math.isnan(share(survey(block).steps[5]))
+
+
+def test_current_log_probs_stand_in_where_those_of_the_old_policy_were_skipped(block):
+    expected = survey(block).steps[5]["k3"]
+    for skipped in (0.0, math.nan):
+        tokens = {**block.tokens, "curr": block.tokens["prev"], "prev": np.full_like(block.tokens["prev"], skipped)}
+        assert survey(RecordBlock(block.sequences, tokens, block.offsets)).steps[5]["k3"] == expected
+    tokens.pop("curr")
+    sums = survey(RecordBlock(block.sequences, tokens, block.offsets)).steps[5]
+    assert (sums["tokens"], sums["sequences_without_prev"], sums["zero_prev"], sums["nonfinite"]) == (0, 12, 0, 0)
+
+
+@pytest.mark.parametrize("audited", [11, 0, None])
+def test_one_step_is_of_one_column_whichever_row_group_was_audited(tmp_path, block, audited):
+    """π_old is computed for a few sequences, which are in one of the row groups, or for none."""
+    parquet = pytest.importorskip("pyarrow.parquet")
+    rows = np.repeat(np.arange(12), np.diff(block.offsets))
+    block.tokens["curr"] = block.tokens["prev"] + np.float32(0.01)
+    block.tokens["prev"] = np.where(rows == audited, block.tokens["prev"], np.float32(math.nan))
+    path = write_step(tmp_path, block)
+    parquet.write_table(parquet.read_table(path), path, row_group_size=4)
+    found = RunStatistics()
+    for part in read_blocks(path):
+        assert trainer_column(part) == ("curr" if audited is None else "prev")
+        found.add(survey(part))
+    assert found.steps[5]["sequences"] == (10 if audited is None else 1)
+
+
+def test_intervals_hold_the_truth_as_often_as_they_say():
+    """Of 60 steps, the interval of one misses the mean of all in 5 %, give or take."""
+    shape = RunShape(prompts=20, samples=4, length=40)
+    steps = [survey(planted_step(1, step, None, 0.0, shape=shape)).steps[step] for step in range(60)]
+    truth = sum(one["abs_delta"] for one in steps) / sum(one["tokens"] for one in steps)
+    missed = sum(not low <= truth <= high for low, high in (one.interval("abs_delta") for one in steps))
+    assert 0 < missed <= 10
+
+
+def test_windows_widen_as_a_run_grows():
+    found = RunStatistics()
+    for step in range(1, 301):
+        found.add(survey(planted_step(0, step, None, 0.0, shape=RunShape(prompts=1, samples=1, length=24))))
+    assert len(found.steps) == 300
+    assert (len(found.windows), found.width) == (76, 4)
+    tokens = sum(window.noise_histogram.sum() for window in found.windows.values())
+    assert tokens == found.total()["tokens"]
+    assert found.merge_windows(100, 200).noise_histogram.sum() == found.total(range(100, 200))["tokens"]
+
+
+def test_a_made_up_step_that_was_written_is_read_as_it_was(tmp_path):
+    pytest.importorskip("pyarrow")
+    made = planted_step(3, 5, "tool_calls", 5.0, shape=SHAPE)
+    (read,) = read_blocks(write_step(tmp_path, made))
+    np.testing.assert_array_equal(read.offsets, made.offsets)
+    for name, values in made.tokens.items():
+        np.testing.assert_array_equal(read.tokens[name], values)
+    assert survey(read).steps[5].sums.tobytes() == survey(made).steps[5].sums.tobytes()

@@ -1,0 +1,94 @@
+"""The command: tables, a recommendation, JSON."""
+
+import json
+import math
+
+import pytest
+import yaml
+
+pytest.importorskip("pyarrow")
+
+from nemo_geomask import build_loss
+from nemo_geomask.cli import main
+from nemo_geomask.tools.diagnose import correction_sweep
+from nemo_geomask.tools.diagnose.correction_sweep import replay
+from nemo_geomask.tools.diagnose.planted_logs import RunShape, planted_step
+from tests.helpers.logs import log_rows, write_log
+
+
+@pytest.fixture(scope="module")
+def logs(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("run")
+    for step in (1, 2, 3):
+        planted = planted_step(0, step, "precision", 15.0, shape=RunShape(prompts=3, samples=3, length=30))
+        write_log(directory, step, list(log_rows(planted)))
+    return directory
+
+
+def test_tables_and_a_recommendation(logs, capsys):
+    assert main(["sweep", str(logs), "--steps", "2"]) == 0
+    out = capsys.readouterr().out
+    assert "Steps 1, 3; *" in out
+    assert "→  weight token" in out
+    assert "Share removed, of tokens that are" in out
+    block = yaml.safe_load(out[out.index("loss_fn:") :])
+    assert build_loss(block["loss_fn"]).config.use_importance_sampling_correction
+
+
+def test_the_recipe_is_one_of_the_candidates(logs, tmp_path, capsys):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("loss_fn: {name: clipped_pg, masks: [{preset: icepop, min: 0.8, max: 1.25}]}\n")
+    assert main(["sweep", str(logs), "--last", "--steps", "1", "--recipe", str(recipe), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["steps"] == [3]
+    assert [one["name"] for one in told["candidates"][:2]] == ["nothing", "the recipe's own"]
+    own = told["candidates"][1]
+    assert own["removed"]["value"] == own["removed_of"]["all"] > 0
+    assert yaml.safe_load(told["loss_fn"])["loss_fn"]["name"] == "clipped_pg"
+
+
+def test_a_recipe_that_some_candidates_do_not_go_with(logs, tmp_path, capsys):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("loss_fn: {name: clipped_pg, ratio_anchor: gen, audit_fraction: 0.1, record: {dir: x}}\n")
+    arguments = ["sweep", str(logs), "--steps", "1", "--recipe", str(recipe)]
+    assert main(arguments) == 0
+    out = capsys.readouterr().out
+    assert "does not go with this loss_fn: weight token, " in out
+    assert yaml.safe_load(out[out.index("loss_fn:\n") :])["loss_fn"]["record"] == {"dir": "x"}
+    assert main([*arguments, "--json"]) == 0
+    assert "is_correction_level" in json.loads(capsys.readouterr().out)["does_not_fit"]["weight token"]
+
+
+@pytest.mark.parametrize("folder", ["/runs/lr=1e-6,kl=0.001/records", "null", "007"])
+def test_the_block_has_the_recipes_own_texts(logs, tmp_path, capsys, folder):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(f"loss_fn: {{name: clipped_pg, record: {{dir: '{folder}'}}}}\n")
+    assert main(["sweep", str(logs), "--steps", "1", "--recipe", str(recipe), "--recommend"]) == 0
+    assert yaml.safe_load(capsys.readouterr().out)["loss_fn"]["record"] == {"dir": folder}
+
+
+def test_json_is_json(logs, capsys, monkeypatch):
+    """A metric of no token, or of an overflow."""
+
+    def outcomes(*arguments, **options):
+        found = replay(*arguments, **options)
+        found[0].metrics[1]["x"] = math.inf
+        return found
+
+    monkeypatch.setattr(correction_sweep, "replay", outcomes)
+    assert main(["sweep", str(logs), "--steps", "1", "--json"]) == 0
+
+    def refuse(name):
+        raise AssertionError(name)
+
+    told = json.loads(capsys.readouterr().out, parse_constant=refuse)
+    assert told["candidates"][0]["metrics"]["1"]["x"] is None
+
+
+def test_one_run_at_a_time(logs, tmp_path, capsys):
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "train_data_step1.jsonl").write_bytes((logs / "train_data_step1.jsonl").read_bytes())
+    assert main(["sweep", str(tmp_path)]) == 2
+    assert "several runs" in capsys.readouterr().err
+    assert main(["sweep", str(tmp_path / "a"), "--steps", "0"]) == 2

@@ -1,0 +1,231 @@
+"""docs/evidence.md says what its data say, and the data are what runs were."""
+
+import csv
+import math
+import re
+from pathlib import Path
+
+import pytest
+
+from nemo_geomask.errors import ConfigError
+from nemo_geomask.tools.lab.evidence import (
+    CLAIMS,
+    Claim,
+    SeedMean,
+    collect_runs,
+    load_runs,
+    rewrite_page,
+    search_table,
+    split_runs,
+)
+from nemo_geomask.tools.lab.lab_recipe import LabRecipe
+from nemo_geomask.tools.lab.outcome import final_reward
+from nemo_geomask.tools.lab.run_store import Run, RunCurves, read_curves, write_steps
+from tests.tools.lab.tiny_recipe import TINY, merged
+
+pytest.importorskip("pyarrow", reason="runs are Parquet (demo extra)")
+PAGE = Path(__file__).parents[3] / "docs" / "evidence.md"
+FACTS = {"corrected": False, "chance": 0.1, "sampler": "copy", "precision": "float32", "versions": {}}
+
+
+DATA = {path.stem: load_runs(path) for path in sorted((PAGE.parent / "evidence").glob("*.parquet"))}
+
+
+def by_label(name):
+    """Runs by seed, by what the table calls them."""
+    rows = CLAIMS[name].variants(DATA[name])
+    return {label.strip("`"): {run.seed: run for run in runs} for label, runs in rows.items()}
+
+
+def mean(series):
+    return sum(series) / len(series)
+
+
+def highest(runs):
+    """First and last step with which the mean of ten rewards is at its highest."""
+    rewards = [run.series("reward") for run in runs.values()]
+    ends = [max(range(10, len(one) + 1), key=lambda end: mean(one[end - 10 : end])) for one in rewards]
+    return min(ends), max(ends)
+
+
+def test_the_published_tables_are_the_datas():
+    pages = [PAGE, PAGE.with_name("lab.md")]
+    for page in pages:
+        assert rewrite_page(page) == page.read_text(encoding="utf-8")
+    for name in DATA.keys() | CLAIMS.keys():
+        assert sum(f"<!-- {name}: begin -->" in page.read_text(encoding="utf-8") for page in pages) == 1, name
+    drawn = {f"evidence/{name}.png" for name, claim in CLAIMS.items() if claim.curves}
+    assert drawn == set(re.findall(r"\((evidence/\w+\.png)\)", PAGE.read_text(encoding="utf-8")))
+
+
+def test_what_was_searched_is_data_too():
+    rows = list(csv.DictReader((PAGE.parent / "evidence" / "search.csv").open(encoding="utf-8")))
+    text = PAGE.read_text(encoding="utf-8")
+    assert all(f"<!-- {name}: begin -->" in text for name in {row["table"] for row in rows})
+    assert {int(row["seed"]) for row in rows} == {1, 2, 3, 4, 5}
+
+
+def test_a_table_of_what_was_searched():
+    rewards = {"none": (0.1, 0.2, 0.6), "token": (0.2, 0.4, 0.6)}
+    rows = [
+        {"setting": "int4", "lr": "1e-3", "variant": variant, "seed": str(seed), "reward": str(reward)}
+        for variant, values in rewards.items()
+        for seed, reward in enumerate(values)
+    ]
+    half = 4.302653 * 0.1 / math.sqrt(3)
+    assert search_table([*rows, {**rows[0], "setting": "float8", "reward": "0.5"}]).splitlines() == [
+        "|  | lr | none | `token` |",
+        "|---|---|---|---|",
+        f"| int4 | 1e-3 | 0.300 | 0.400 ({0.1 - half:+.3f} to {0.1 + half:+.3f}) |",
+        "| float8 | 1e-3 | 0.500 | – |",
+    ]
+
+
+def test_all_published_runs_are_whole_and_on_the_seeds_that_the_page_says():
+    for name, curves in DATA.items():
+        labels = {curve.label for curve in curves}
+        seeds = (
+            range(101, 111)
+            if name in ("stale", "lag4", "quantized")
+            else range(1, 6)
+            if name == "demo"
+            else range(101, 106)
+        )
+        assert sorted((curve.label, curve.seed) for curve in curves) == sorted(
+            (label, seed) for label in labels for seed in seeds
+        )
+        assert all(curve.finished for curve in curves)
+        assert not CLAIMS[name].rows or labels == set(CLAIMS[name].rows)
+
+
+def test_what_the_page_says_of_stale_samples():
+    runs = by_label("stale")
+    none = runs["clipped_pg:none"]
+    rewards = {
+        label: {seed: final_reward(run.series("reward")) for seed, run in found.items()}
+        for label, found in runs.items()
+    }
+    for label in ("clipped_pg:none+icepop", "clipped_pg:none grpo.async_grpo.enabled=False"):
+        assert all(rewards[label][seed] > rewards["clipped_pg:none"][seed] for seed in none)
+    # Up to step 40, and down.
+    means = [mean([run.series("reward")[step] for run in none.values()]) for step in range(60)]
+    assert max(range(60), key=means.__getitem__) == pytest.approx(39, abs=2)
+    assert mean(means[-5:]) < 0.85 * mean(means[37:42])
+    for run in none.values():
+        k3 = run.series("geomask/mismatch_k3")
+        assert mean(k3[30:40]) > mean(k3[20:30])
+    assert highest(none) == (43, 59)
+
+
+def test_what_the_page_says_of_ranks_and_of_documents():
+    one, four = by_label("ranks").values()
+    equal = [seed for seed in one if one[seed].series("reward") == four[seed].series("reward")]
+    assert len(equal) == 4
+    for seed in equal:
+        assert one[seed].series("grad_norm") == pytest.approx(four[seed].series("grad_norm"), rel=5e-6)
+    (other,) = one.keys() - set(equal)
+    assert one[other].series("reward")[:6] == four[other].series("reward")[:6]
+    runs = by_label("documents")
+    norms = SeedMean("", "grad_norm")
+    documents = list(runs["documents"].values())
+    assert norms.estimate(documents, documents)[0] / norms.estimate(list(runs["sequences"].values()), documents)[0] == (
+        pytest.approx(23, abs=0.5)
+    )
+    drawn = runs["documents`, `docs_per_step: 64"]
+    assert all(drawn[run.seed].series("reward") == run.series("reward") for run in documents)
+
+
+def test_what_the_page_says_of_masked_weights_and_of_the_demo():
+    runs = by_label("late")
+    less = SeedMean("", "reward", last=10, paired=True)
+    for kind, said in (
+        ("tokens", "0.039 more than truncated ones (−0.057 to +0.136)"),
+        ("sequences", "0.028 more (−0.059 to +0.116)"),
+    ):
+        masked, truncated = (list(runs[f"{kind}' weights, {how}"].values()) for how in ("masked", "truncated"))
+        found, (low, high) = less.estimate(masked, truncated)
+        assert re.search(rf"{found:.3f} more[^(]*\(−{-low:.3f} to \+{high:.3f}\)", said)
+        assert said in PAGE.read_text(encoding="utf-8").replace("\n  ", " ")
+    demo = by_label("demo")
+    assert highest(demo["clipped_pg:none"]) == (46, 57)
+    gains = {
+        label: sorted(
+            final_reward(demo[label][seed].series("reward")) - final_reward(run.series("reward"))
+            for seed, run in demo["clipped_pg:none"].items()
+        )
+        for label in ("clipped_pg:token", "clipped_pg:none+icepop")
+    }
+    assert [round(gains["clipped_pg:token"][place], 2) for place in (0, -1)] == [0.09, 0.24]
+    assert round(gains["clipped_pg:none+icepop"][1], 2) == 0.09
+
+
+def written(folder, label, seed, rewards, **settings):
+    recipe = LabRecipe.read(merged(TINY, {"grpo": {"seed": seed, "max_num_steps": 3}, **settings}), source="test")
+    write_steps(Run(label, recipe, folder), [{"reward": value} for value in rewards], FACTS)
+
+
+def test_collected_runs_keep_their_numbers_and_are_told_apart(tmp_path):
+    written(tmp_path / "a", "gspo:token", 1, [0.1, 0.2, 0.3])
+    written(tmp_path / "a", "gspo:none", 1, [0.1, 0.1, 0.2])
+    written(tmp_path / "b", "gspo:none", 1, [0.0, 0.5, 0.25], policy={"lr": 0.5})
+    written(tmp_path / "c", "gspo:none", 1, [0.0, 0.5, 0.5], loss_fn={"ratio_clip_c": 3.0})
+    kept = tmp_path / "kept.parquet"
+    collect_runs(read_curves([tmp_path / name for name in "abc"]), kept, Claim(["seeds"]))
+    found = {curve.label: curve for curve in load_runs(kept)}
+    assert list(found) == ["gspo:none", "gspo:none policy.lr=0.5", "gspo:none loss_fn.ratio_clip_c=3.0", "gspo:token"]
+    assert found["gspo:none policy.lr=0.5"].series("reward") == [0.0, 0.5, 0.25]
+    assert all(curve.seed == 1 and curve.finished and curve.series("step") == [1, 2, 3] for curve in found.values())
+
+
+def test_runs_that_are_not_whole_are_refused(tmp_path):
+    written(tmp_path / "b", "gspo:none", 2, [0.1] * 2)
+    with pytest.raises(ConfigError, match="on seed 2 has 2 steps and is not finished"):
+        collect_runs(read_curves([tmp_path]), tmp_path / "kept.parquet", CLAIMS["stale"])
+
+
+def course(label, seed, **columns):
+    facts = {"label": label, "seed": seed, "finished": True}
+    return RunCurves(facts, {"step": range(len(columns["reward"])), **columns})
+
+
+def test_a_measure_is_of_seeds():
+    base = [course("a", seed, reward=[0.0] * 5 + [0.1 * seed] * 10) for seed in (1, 2, 3)]
+    other = [course("b", seed, reward=[float("nan"), 0.1 * seed + 0.2 + 0.01 * (seed - 2)]) for seed in (1, 2, 3, 4)]
+    mean, (low, high) = SeedMean("", "reward", last=10, paired=True).estimate(other, base)
+    half = 4.302652729749464 * 0.01 / 3**0.5
+    assert (mean, low, high) == pytest.approx((0.2, 0.2 - half, 0.2 + half))
+    assert SeedMean("", "reward", last=10).cell(base, base) == "0.200 (-0.048 to 0.448)"
+    assert SeedMean("", "reward", paired=True).cell(base, base) == "–"
+    assert SeedMean("", "else").cell(base, base) == "–"
+
+
+def test_recorded_tokens_are_split_into_shares_of_a_whole(tmp_path):
+    import torch
+
+    from nemo_geomask.config import LossConfig
+    from nemo_geomask.records.flight import FlightRecorder
+
+    written(tmp_path, "gspo:none", 1, [0.1] * 3)
+    folder = tmp_path / next((tmp_path / "steps").iterdir()).stem / "records"
+    recorder = FlightRecorder(LossConfig(record={"dir": str(folder)}), facts={"loop": "lab"})
+    rows = torch.ones(20, 1)
+    mask, gen = rows * torch.tensor([0.0, 1.0, 1.0, 1.0]), rows * torch.tensor([0.0, -0.05, -1.0, -5.0])
+    batch = {"input_ids": torch.ones(20, 4, dtype=torch.long), "input_lengths": torch.full((20,), 4)}
+    batch |= {"token_mask": mask, "sample_mask": rows[:, 0], "generation_logprobs": gen, "rewards": rows[:, 0]}
+    batch["prev_logprobs"] = gen + torch.tensor([0.0, 0.1, 0.1, -0.2])
+    batch["advantages"] = mask
+    recorder.record(1, batch)
+    # Too few to speak of a mean.
+    recorder.record(2, {key: value[:19] for key, value in batch.items()})
+    recorder.recorder.close()
+    parts = {curve.label: curve for curve in split_runs([tmp_path], "probability", [0.1, 4.6])}
+    assert {label: curve.series("geomask/mismatch_abs")[0] for label, curve in parts.items()} == pytest.approx(
+        {
+            "gspo:none probability=below 0.1": 0.1,
+            "gspo:none probability=0.1 to 4.6": 0.1,
+            "gspo:none probability=4.6 and more": 0.2,
+        }
+    )
+    assert [curve.series("mismatch")[0] for curve in parts.values()] == pytest.approx([0.25, 0.25, 0.5])
+    assert [curve.series("tokens")[0] for curve in parts.values()] == pytest.approx([1 / 3] * 3)
+    assert all(math.isnan(curve.series("geomask/mismatch_abs")[1]) for curve in parts.values())

@@ -1,0 +1,86 @@
+"""The measures of a comparison, on curves that are made up."""
+
+from __future__ import annotations
+
+import math
+from statistics import fmean, stdev
+
+import pytest
+
+from nemo_geomask.tools.lab.outcome import final_reward, has_collapsed, steps_to_reward, summarize_variants
+from nemo_geomask.tools.lab.run_store import RunCurves
+from nemo_geomask.tools.shared.intervals import mean_interval, student_quantile
+
+RISES = [0.1] * 10 + [0.1 + 0.01 * step for step in range(40)]
+
+
+@pytest.mark.parametrize(
+    ("rewards", "expected"),
+    [
+        (RISES, False),
+        ([*RISES, *[0.2] * 10], True),  # 0.345 gained, 0.245 of it lost
+        ([*RISES, *[0.2] * 10, *[0.4] * 10], False),  # and got back
+        ([*RISES, *[0.4] * 10], False),
+        ([0.1] * 60, False),  # never learned
+        ([0.1] * 10 + [0.14] * 10 + [0.1] * 10, False),  # a gain of 0.04 is none
+        ([0.1] * 10 + [0.16] * 10 + [0.1] * 10, True),
+        ([0.1] * 10 + [0.9] * 5 + [0.1] * 4, False),  # too short to say
+        ([0.1] * 10 + [0.5] * 10 + [0.3] * 10, True),  # exactly half
+    ],
+)
+def test_a_collapse_is_half_of_the_gain_lost_and_not_got_back(rewards, expected):
+    assert has_collapsed(rewards) is expected
+
+
+def test_time_to_a_reward_is_that_of_a_mean_of_ten_steps():
+    assert steps_to_reward(0.5, [0.0] * 10 + [1.0] * 10) == 15
+    assert steps_to_reward(0.5, [1.0] * 10) == 10
+    assert steps_to_reward(0.5, [1.0] * 9) is None
+    assert steps_to_reward(0.5, [0.49] * 50) is None
+    assert final_reward([0.0] * 5 + [0.5] * 10) == 0.5
+
+
+def test_quantiles_are_those_of_student():
+    mpmath = pytest.importorskip("mpmath")
+
+    def two_sided(t, df):
+        return float(mpmath.betainc(df / 2, 0.5, 0, df / (df + t * t), regularized=True))
+
+    for df in (*range(1, 41), 99, 1000):
+        assert two_sided(student_quantile(df), df) == pytest.approx(0.05, abs=3e-4), df
+
+
+def test_the_interval_is_of_the_pairs():
+    differences = [0.1, 0.3, 0.2, 0.0, 0.4]
+    half = 2.7764451051977987 * stdev(differences) / math.sqrt(5)
+    assert mean_interval(differences) == pytest.approx((fmean(differences) - half, fmean(differences) + half))
+    assert mean_interval([0.1]) is None
+
+
+def curve(label, seed, reward, *, finished=True, **columns):
+    facts = {"label": label, "seed": seed, "variant": label, "finished": finished, "corrected": True}
+    steps = len(reward)
+    columns = {"step": list(range(1, steps + 1)), "reward": reward, "step_seconds": [2.0] * steps, **columns}
+    return RunCurves(facts, columns)
+
+
+def test_seeds_pair_and_what_is_not_finished_is_left_out():
+    curves = [
+        curve("a", 1, [0.2] * 20, **{"validation/reward": [math.nan] * 9 + [0.1] * 10 + [math.nan]}),
+        curve("a", 2, [0.4] * 20, **{"validation/reward": [0.3] * 20}),
+        curve("a", 3, [0.9] * 20),
+        curve("b", 1, [0.3] * 20),
+        curve("b", 2, [0.6] * 20),
+        curve("b", 4, [0.0] * 20),
+        curve("b", 3, [0.0] * 5, finished=False),
+    ]
+    a, b = (outcome.row for outcome in summarize_variants(curves, target=0.55))
+    assert (a["seeds"], b["seeds"], b["unfinished"]) == ([1, 2, 3], [1, 2, 4], [3])
+    assert (a["reward_last"], b["reward_last"]) == (pytest.approx(0.5), pytest.approx(0.3))
+    assert b["difference"] == pytest.approx(0.15)  # Of seeds 1 and 2, which both have.
+    assert b["interval"] == pytest.approx((0.15 - 12.706204736432095 * 0.05, 0.15 + 12.706204736432095 * 0.05))
+    assert a["difference"] is None
+    assert a["validation"] == pytest.approx(0.2)
+    assert (b["reached"], b["steps_to_target"], a["reached"]) == (1, 10, 1)
+    assert b["seconds"] == 40
+    assert b["mismatch_abs"] is None

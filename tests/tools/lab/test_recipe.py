@@ -1,0 +1,139 @@
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from nemo_geomask.errors import ConfigError
+from nemo_geomask.recipe import load_recipe
+from nemo_geomask.tools.lab.compare_specs import parse_compare
+from nemo_geomask.tools.lab.lab_recipe import LabConfig, LabRecipe
+
+pytest.importorskip("omegaconf", reason="recipes are read through omegaconf (demo extra)")
+
+RECIPES = sorted((Path(__file__).parents[3] / "recipes" / "lab").glob("*.yaml"))
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ({"grpo": {"max_num_step": 3}}, "r.yaml: grpo.max_num_step: unknown key; did you mean 'max_num_steps'?"),
+        ({"polcy": {}}, "r.yaml: polcy: unknown key; did you mean 'policy'?"),
+        ({"policy": {"model": {"num_expert": 3}}}, "policy.model.num_expert: unknown key"),
+        ({"policy": {"lr": -1.0}}, "r.yaml: policy.lr: Input should be greater than 0 (found -1.0)"),
+        ({"policy": {"train_global_batch_size": 7}}, "multiple of policy.train_global_batch_size"),
+        (
+            {"policy": {"train_global_batch_size": 48, "train_micro_batch_size": 24}, "lab": {"dp": 4}},
+            "r.yaml: grpo.num_prompts_per_step x grpo.num_generations_per_prompt (256) must be a multiple of "
+            "policy.train_global_batch_size (48)",
+        ),
+        (
+            {"lab": {"dp": 2}},
+            "policy.train_global_batch_size (64) must be a multiple of policy.train_micro_batch_size x lab.dp (64 x 2)",
+        ),
+        (
+            {"policy": {"train_global_batch_size": 64, "docs_per_step": 100}},
+            "r.yaml: policy: train_global_batch_size (64) and docs_per_step (100) both say",
+        ),
+        ({"policy": {"train_global_batch_size": None}}, "train_global_batch_size and docs_per_step are both null"),
+        (
+            {"policy": {"docs_per_step": 0}},
+            "r.yaml: policy.docs_per_step: Input should be greater than 0, or null (found 0)",
+        ),
+        ({"policy": {"docs_per_step": 300}}, "policy.docs_per_step (300) exceeds grpo.num_prompts_per_step x"),
+        ({"policy": {"doc_per_step": 3}}, "policy.doc_per_step: unknown key; did you mean 'docs_per_step'?"),
+        ({"lab": {"tp": 3}}, "r.yaml: lab.tp: Input should be 1, 2 or 4 (found 3)"),
+        ({"lab": {"cp": 0}}, "r.yaml: lab.cp: Input should be 1, 2 or 4 (found 0)"),
+        ({"policy": {"model": {"num_attention_heads": 3}}}, "num_attention_heads"),
+        ({"env": {"min_terms": 9, "max_terms": 3}}, "min_terms"),
+        (
+            {"grpo": {"seed": 12345678901234567890}},
+            "r.yaml: grpo.seed: Input should be less than 4294967296 (found 12345678901234567890)",
+        ),
+    ],
+)
+def test_lab_recipe_errors(data, message):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        LabRecipe.read(data, source="r.yaml")
+
+
+def test_docs_per_step_takes_the_place_of_the_default_batch_size():
+    policy = LabRecipe.read({"policy": {"docs_per_step": 100}}, source="r.yaml").policy
+    assert (policy.documents, policy.docs_per_step, policy.train_global_batch_size) == (100, 100, None)
+    policy = LabRecipe.read({}, source="r.yaml").policy
+    assert (policy.documents, policy.docs_per_step, policy.train_global_batch_size) == (64, None, 64)
+
+
+def test_several_problems_come_together():
+    with pytest.raises(ConfigError) as caught:
+        LabRecipe.read({"grpo": {"seed": "x", "max_num_steps": 0}}, source="r.yaml")
+    assert {line.split(": ")[1] for line in str(caught.value).splitlines()} == {"grpo.seed", "grpo.max_num_steps"}
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_shipped_recipes_are_valid(path):
+    from nemo_geomask import build_loss
+
+    recipe = LabRecipe.read(load_recipe(path), source=path.name)
+    variants = parse_compare(recipe.lab.compare, recipe.loss_fn, recipe.lab)
+    assert variants
+    for variant in variants:
+        build_loss(variant.loss_fn)
+
+
+BASE = {"name": "clipped_pg", "ratio_clip_min": 0.1, "masks": [{"preset": "veto", "max": 9.0}]}
+
+
+def test_compare_specs():
+    lab = LabConfig(presets={"geometric": {"min": 0.9, "max": 1.3}})
+    plain, off, mean, own = parse_compare(
+        "gspo, gspo:none ,gspo:sequence_mean+geometric+opsm,some.module:LOSS:token", BASE, lab
+    )
+    assert plain.loss_fn == {**BASE, "name": "gspo"}
+    assert off.loss_fn == {**BASE, "name": "gspo", "use_importance_sampling_correction": False}
+    assert mean.loss_fn["is_correction_level"] == "sequence_mean"
+    assert mean.loss_fn["use_importance_sampling_correction"] is True
+    assert [mask["preset"] for mask in mean.loss_fn["masks"]] == ["veto", "geometric", "opsm"]
+    assert mean.loss_fn["masks"][1] == {"preset": "geometric", "min": 0.9, "max": 1.3}
+    assert (own.loss_fn["name"], own.loss_fn["is_correction_level"]) == ("some.module:LOSS", "token")
+    assert BASE["masks"] == [{"preset": "veto", "max": 9.0}]
+
+
+def test_none_takes_the_truncation_away():
+    base = {
+        "use_importance_sampling_correction": True,
+        "truncated_importance_sampling_type": "tis",
+        "truncated_importance_sampling_ratio": 2.0,
+    }
+    (variant,) = parse_compare("clipped_pg:none", base, LabConfig())
+    assert variant.loss_fn == {"name": "clipped_pg", "use_importance_sampling_correction": False}
+
+
+def test_a_module_attribute_without_level():
+    (variant,) = parse_compare("some.module:LOSS", {}, LabConfig())
+    assert variant.loss_fn == {"name": "some.module:LOSS"}
+
+
+@pytest.mark.parametrize(
+    ("text", "needle"),
+    [
+        ("gspo:sequence_men", "unknown correction level 'sequence_men'; did you mean 'sequence_mean'"),
+        ("gspo+geometrik", "unknown mask preset 'geometrik'; did you mean 'geometric'"),
+        ("gspo+", "unknown mask preset ''"),
+        ("gspo,,cispo", "an empty SPEC"),
+        ("gspo,,", "an empty SPEC"),
+        (":sequence", "names no loss"),
+        ("gspo,gspo", "given twice"),
+    ],
+)
+def test_compare_errors(text, needle):
+    with pytest.raises(ConfigError, match=needle):
+        parse_compare(text, {}, LabConfig())
+
+
+def test_presets_are_merged_over_the_built_in_ones_and_their_names_checked():
+    assert LabConfig(presets={"geometric": {"min": 0.9}}).preset_bounds["geometric"] == {"min": 0.9, "max": 1.02}
+    assert LabConfig(presets={"geometric": {"min": None}}).preset_bounds["geometric"] == {"max": 1.02}
+    with pytest.raises(ConfigError, match="unknown mask preset 'geometrc'; did you mean 'geometric'"):
+        LabRecipe.read({"lab": {"presets": {"geometrc": {"min": 0.9}}}}, source="x.yaml")

@@ -1,0 +1,102 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from nemo_geomask.errors import ConfigError
+from nemo_geomask.tools.check import Layout
+from nemo_geomask.tools.rehearse.tiny_models import VOCABULARY, tiny_model, write_model, write_prompts
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("Qwen/Qwen3-30B-A3B", "qwen3_moe"),
+        ("Qwen/Qwen3-0.6B", "qwen3"),
+        ("Qwen/Qwen2.5-1.5B", "qwen2"),
+        ("agentica-org/DeepScaleR-1.5B-Preview", "qwen2"),
+        ("deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B", "qwen2"),
+        ("deepseek-ai/DeepSeek-R1-Distill-Llama-8B", "llama"),
+        ("deepseek-ai/DeepSeek-V3-Base", "deepseek_v3"),
+        ("meta-llama/Llama-3.1-8B-Instruct", "llama"),
+        ("mistralai/Mixtral-8x7B-v0.1", "mixtral"),
+    ],
+)
+def test_the_architecture_by_the_name(name, kind):
+    assert tiny_model(name, Layout()).model_type == kind
+
+
+def test_an_unknown_name_says_what_to_give():
+    with pytest.raises(ConfigError, match=r"policy.model_name: acme/new-1B .* policy.model_name=FOLDER"):
+        tiny_model("acme/new-1B", Layout())
+
+
+def test_a_folder_keeps_what_is_no_size(tmp_path):
+    given = {
+        "model_type": "qwen3_moe",
+        "hidden_size": 2048,
+        "num_experts": 128,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "num_hidden_layers": 48,
+        "norm_topk_prob": False,
+        "rope_scaling": {"factor": 4.0},
+    }
+    (tmp_path / "config.json").write_text(json.dumps(given), encoding="utf-8")
+    model = tiny_model(str(tmp_path), Layout(tp=4, pp=2))
+    assert model.model_type == "qwen3_moe"
+    assert model.settings["norm_topk_prob"] is False
+    assert "rope_scaling" not in model.settings
+    assert "shared_expert_intermediate_size" not in model.settings
+    sizes = {key: model.settings[key] for key in ("hidden_size", "num_experts", "num_hidden_layers")}
+    assert sizes == {"hidden_size": 64, "num_experts": 8, "num_hidden_layers": 4}
+    assert model.settings["num_key_value_heads"] % 4 == 0
+
+
+def test_published_models_normalise_the_shares_of_their_experts():
+    assert tiny_model("Qwen/Qwen3-30B-A3B", Layout()).settings["norm_topk_prob"] is True
+    assert "norm_topk_prob" not in tiny_model("Qwen/Qwen3-0.6B", Layout()).settings
+
+
+def test_a_folder_without_a_model_type(tmp_path):
+    (tmp_path / "config.json").write_text("[]", encoding="utf-8")
+    with pytest.raises(ConfigError, match="has no model_type"):
+        tiny_model(str(tmp_path), Layout())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["Qwen/Qwen3-30B-A3B", "Qwen/Qwen2.5-1.5B", "meta-llama/Llama-3.1-8B", "DeepSeek-V3"])
+def test_models_are_tiny_and_run(name, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    import torch
+
+    parameters = write_model(tiny_model(name, Layout()), tmp_path)
+    assert parameters < 1_000_000
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "tokenizer")
+    text = tokenizer.apply_chat_template([{"role": "user", "content": "w5 w7"}], tokenize=False)
+    tokens = tokenizer(text, return_tensors="pt")["input_ids"]
+    assert tokens.tolist() == [[5, 7]]
+    with torch.no_grad():
+        assert model(tokens).logits.shape == (1, 2, VOCABULARY)
+    # One that is zero has gradients of 1/sqrt(eps), where it is sampled.
+    assert model.get_input_embeddings().weight.norm(dim=1).min() > 0.5
+
+
+@pytest.mark.slow
+def test_the_same_seed_makes_the_same_model(tmp_path):
+    pytest.importorskip("transformers")
+    from safetensors.torch import load_file
+
+    for name, seed in (("a", 0), ("b", 0), ("c", 1)):
+        write_model(tiny_model("Qwen/Qwen3-0.6B", Layout()), tmp_path / name, seed=seed)
+    first, again, other = (load_file(tmp_path / name / "model" / "model.safetensors") for name in "abc")
+    assert all(first[key].equal(again[key]) for key in first)
+    assert not first["model.embed_tokens.weight"].equal(other["model.embed_tokens.weight"])
+
+
+def test_prompts_differ(tmp_path):
+    write_prompts(tmp_path / "prompts.jsonl", rows=64)
+    lines = [json.loads(line) for line in (tmp_path / "prompts.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert len({line["input"] for line in lines}) == 64

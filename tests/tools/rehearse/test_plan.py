@@ -1,0 +1,182 @@
+"""What is changed in a recipe, read back by the loader that reads recipes."""
+
+from __future__ import annotations
+
+import pytest
+
+from nemo_geomask.recipe import read_recipe
+from nemo_geomask.tools.check import Layout, RecipeFacts, layout_of
+from nemo_geomask.tools.rehearse.plan import plan
+from nemo_geomask.tools.rehearse.setting_change import Change
+
+pytest.importorskip("hydra", reason="overrides are Hydra's")
+
+BASE = """
+grpo: {num_prompts_per_step: 64, num_generations_per_prompt: 16, max_num_steps: 1000, val_period: 10, seed: 42}
+loss_fn: {name: gspo, token_level_loss: false, ratio_clip_min: 3.0e-4, ratio_clip_max: 4.0e-4}
+policy:
+  model_name: Qwen/Qwen3-30B-A3B
+  tokenizer: {name: "${policy.model_name}"}
+  train_global_batch_size: 512
+  train_micro_batch_size: 4
+  logprob_batch_size: ${policy.train_micro_batch_size}
+  max_total_sequence_length: 4096
+  precision: bfloat16
+  make_sequence_length_divisible_by: 1
+  optimizer: {name: torch.optim.AdamW, kwargs: {lr: 1.0e-6}}
+  dtensor_cfg: {enabled: true, _v2: false, tensor_parallel_size: 2, context_parallel_size: 2}
+  megatron_cfg: {enabled: false, tensor_model_parallel_size: 4}
+  sequence_packing: {enabled: true, train_mb_tokens: 16384, logprob_mb_tokens: 16384, sequence_length_round: 64}
+  generation:
+    backend: vllm
+    max_new_tokens: ${policy.max_total_sequence_length}
+    colocated: {enabled: true, resources: {gpus_per_node: null, num_nodes: null}}
+    vllm_cfg: {precision: "${policy.precision}", tensor_parallel_size: 4, max_model_len: 4096, enforce_eager: false}
+data:
+  max_input_seq_length: ${policy.max_total_sequence_length}
+  train: {dataset_name: OpenMathInstruct-2, split_validation_size: 0.05, output_key: answer}
+  validation: null
+  default: {prompt_file: cot.txt, env_name: math}
+env: {math: {num_workers: 8}}
+checkpointing: {enabled: true, checkpoint_dir: results/x, save_period: 10, metric_name: "val:accuracy"}
+logger: {log_dir: logs, wandb_enabled: true, monitor_gpus: true}
+cluster: {gpus_per_node: 8, num_nodes: 4}
+"""
+
+
+@pytest.fixture
+def planned(tmp_path):
+    """``planned(*overrides, **how)``: the plan, and the recipe that it makes."""
+    path = tmp_path / "recipe.yaml"
+    path.write_text(BASE, encoding="utf-8")
+
+    def make(*overrides, **how):
+        made = plan(RecipeFacts.from_recipe(read_recipe(path, overrides)), folder=tmp_path / "out", **how)
+        return made, RecipeFacts.from_recipe(read_recipe(path, [*overrides, *made.overrides]))
+
+    return make
+
+
+def test_the_recipes_loss_and_optimiser_stay(planned):
+    _, shrunk = planned()
+    assert shrunk.get("loss_fn.ratio_clip_max") == 4e-4
+    assert shrunk.get("policy.optimizer.kwargs.lr") == 1e-6
+    assert shrunk.get("policy.precision") == "bfloat16"
+    assert shrunk.get("grpo.seed") == 42
+
+
+def test_batches_and_lengths_are_small_and_divide(planned):
+    for ranks in (1, 2, 3, 4, 8):
+        made, shrunk = planned(ranks=ranks, gpus=True)
+        batch, micro = shrunk.get("policy.train_global_batch_size"), shrunk.get("policy.train_micro_batch_size")
+        assert shrunk.rollout_size <= 64
+        assert shrunk.rollout_size % batch == 0
+        assert batch % (micro * made.layout.dp) == 0
+        assert shrunk.get("policy.max_total_sequence_length") % (2 * made.layout.cp * made.layout.tp) == 0
+        assert shrunk.get("policy.max_total_sequence_length") <= 64
+        assert shrunk.get("policy.generation.max_new_tokens") < shrunk.get("policy.max_total_sequence_length")
+        # Literal in this recipe, so that no reference follows the length.
+        assert shrunk.get("policy.sequence_packing.train_mb_tokens") <= 64 * micro
+        assert shrunk.get("data.max_input_seq_length") <= 64
+
+
+def test_several_optimiser_steps_stay_several(planned):
+    assert planned()[1].steps_per_rollout == 2
+    assert planned("policy.train_global_batch_size=1024")[1].steps_per_rollout == 1
+
+
+def test_the_layout_goes_with_the_ranks(planned):
+    made, shrunk = planned(ranks=2, gpus=True)
+    assert made.full_layout == Layout(tp=2, cp=2, dp=8)
+    assert made.layout == layout_of(shrunk) == Layout(tp=2)
+    assert shrunk.get("policy.generation.vllm_cfg.tensor_parallel_size") == 1
+    assert any("TP 2, CP 1, EP 1, PP 1, DP 1 in place of TP 2, CP 2" in line for line in made.unrehearsed)
+
+
+def test_samplers_on_cards_of_their_own_get_one(planned):
+    made, shrunk = planned("policy.generation.colocated.enabled=false", ranks=2)
+    assert made.cards == shrunk.get("cluster.gpus_per_node") == 3
+    assert shrunk.get("policy.generation.colocated.resources.gpus_per_node") == 1
+
+
+def test_on_cpus_what_they_have_not_is_left_out_and_said(planned):
+    made, shrunk = planned("++policy.generation.vllm_cfg.precision=fp8")
+    assert shrunk.get("policy.sequence_packing.enabled") is False
+    assert shrunk.get("policy.generation.vllm_cfg.precision") == "bfloat16"
+    for key in ("policy.sequence_packing.enabled", "policy.generation.vllm_cfg.precision"):
+        assert any(line.startswith(f"{key}: ") for line in made.unrehearsed)
+
+
+def test_on_gpus_nothing_is_left_out(planned):
+    made, shrunk = planned(ranks=8, gpus=True)
+    assert shrunk.get("policy.sequence_packing.enabled") is True
+    assert shrunk.get("policy.generation.vllm_cfg.enforce_eager") is False
+    assert not any("kernels" in line for line in made.unrehearsed)
+
+
+def test_megatron_without_its_kernels(planned):
+    own = ("policy.dtensor_cfg.enabled=false", "policy.megatron_cfg.enabled=true")
+    made, shrunk = planned(*own, ranks=2)
+    assert made.layout.tp == shrunk.get("policy.megatron_cfg.tensor_model_parallel_size") == 2
+    assert shrunk.get("policy.megatron_cfg.transformer_impl") == "local"
+    # Trained in another precision, but sampled in the recipe's, which refers to the trainer's.
+    assert shrunk.get("policy.precision") == "float32"
+    assert shrunk.get("policy.generation.vllm_cfg.precision") == "bfloat16"
+    assert planned(*own, ranks=2, gpus=True)[1].get("policy.megatron_cfg.transformer_impl") is None
+
+
+def test_prompts_and_reward_are_built_in_unless_asked(planned):
+    _, shrunk = planned()
+    assert shrunk.get("data.train.dataset_name") == "ResponseDataset"
+    assert shrunk.get("data.train.env_name") in shrunk.get("env")
+    # Of the recipe's own data, nothing is merged into it.
+    assert shrunk.get("data.train.output_key") == "output"
+    _, own = planned(own_environment=True)
+    assert own.get("data.train.dataset_name") == "OpenMathInstruct-2"
+
+
+def test_nothing_leaves_the_folder(planned, tmp_path):
+    _, shrunk = planned(steps=2)
+    assert shrunk.get("logger.log_dir").startswith(str(tmp_path))
+    assert shrunk.get("checkpointing.checkpoint_dir").startswith(str(tmp_path))
+    assert shrunk.get("logger.wandb_enabled") is False
+    assert shrunk.get("checkpointing.save_period") == shrunk.get("grpo.max_num_steps") == 2
+
+
+def test_what_is_resumed_from_is_kept(planned):
+    one = ("++checkpointing.keep_top_k=1", "++checkpointing.ft_keep_latest_k=1")
+    made, shrunk = planned(*one, steps=3, resume=True)
+    assert shrunk.get("checkpointing.save_period") == 2
+    for key in ("checkpointing.keep_top_k", "checkpointing.ft_keep_latest_k"):
+        assert shrunk.get(key) == 3
+        assert any(line.startswith(f"{key}: 1, here 3") for line in made.unrehearsed)
+    assert planned(*one)[1].get("checkpointing.keep_top_k") == 1
+    assert all("keep" not in change.key for change in planned(resume=True)[0].changes)
+
+
+def test_a_folder_with_a_quote_in_its_name(tmp_path):
+    change = Change("logger.log_dir", str(tmp_path / "it's {new}, a=b"))
+    path = tmp_path / "recipe.yaml"
+    path.write_text("logger: {log_dir: x}", encoding="utf-8")
+    assert read_recipe(path, change.overrides).data["logger"]["log_dir"] == change.value
+
+
+@pytest.mark.parametrize(
+    ("overrides", "automodel", "takes"),
+    [
+        (["policy.dtensor_cfg._v2=true"], True, True),
+        (["policy.dtensor_cfg._v2=true"], False, False),
+        ([], True, False),
+        (
+            ["policy.dtensor_cfg._v2=true", "policy.dtensor_cfg.enabled=false", "policy.megatron_cfg.enabled=true"],
+            True,
+            False,
+        ),
+    ],
+)
+def test_dtensor_v2_where_its_workers_have_automodel(planned, overrides, automodel, takes):
+    made, shrunk = planned(*overrides, automodel=automodel)
+    assert made.automodel == takes
+    if overrides and not automodel:
+        assert not shrunk.is_true("policy.dtensor_cfg._v2")
+        assert any("3rdparty" in words for words in made.unrehearsed)

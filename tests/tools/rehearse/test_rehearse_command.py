@@ -1,0 +1,249 @@
+"""``nemo-geomask rehearse`` up to the point where NeMo-RL is started, and from where it has ended."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from nemo_geomask.cli import main
+from nemo_geomask.tools.rehearse import rehearsal as rehearsing
+from nemo_geomask.tools.rehearse.event_log import Events
+
+pytest.importorskip("hydra", reason="overrides are Hydra's")
+
+RECIPE = """
+grpo: {num_prompts_per_step: 8, num_generations_per_prompt: 4, max_num_steps: 100}
+loss_fn: {name: clipped_pg, ratio_clip_max: 0.3}
+policy:
+  model_name: Qwen/Qwen3-0.6B
+  tokenizer: {name: "${policy.model_name}"}
+  train_global_batch_size: 32
+  train_micro_batch_size: 4
+  max_total_sequence_length: 512
+  dtensor_cfg: {enabled: true}
+  generation: {backend: vllm, max_new_tokens: 512, vllm_cfg: {precision: bfloat16, max_model_len: 512}}
+data: {train: {dataset_name: x}}
+logger: {log_dir: logs}
+cluster: {gpus_per_node: 1, num_nodes: 1}
+"""
+
+
+@pytest.fixture
+def checkout(tmp_path, monkeypatch):
+    root = tmp_path / "RL"
+    (root / "examples" / "configs").mkdir(parents=True)
+    (root / "nemo_rl").mkdir()
+    (root / "examples" / "run_grpo.py").write_text("", encoding="utf-8")
+    monkeypatch.setenv("NEMO_RL_ROOT", str(root))
+    monkeypatch.setattr(rehearsing, "has_gpus", lambda: False)
+    (tmp_path / "recipe.yaml").write_text(RECIPE, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    return root
+
+
+@pytest.fixture
+def norms():
+    """Of the gradient, by step, where it is not 1."""
+    return {}
+
+
+@pytest.fixture
+def kept():
+    """Steps whose checkpoints are."""
+    return {1, 2}
+
+
+@pytest.fixture
+def runs(checkout, norms, kept, monkeypatch):
+    """Stands in for the processes: what they are started with, and a run as a driver would have written it down."""
+    seen = []
+
+    def supervised(command, *, log, environment, folder, timeout, every_tick):
+        events = Events(log.parent / "events.jsonl")
+        events("end", stage="start")
+        checkpoints = log.parent / "checkpoints"
+        first = 2 if (checkpoints / "step_1").is_dir() else 1
+        for step in range(first, 3):
+            if step in kept:
+                (checkpoints / f"step_{step}").mkdir(parents=True, exist_ok=True)
+            events("begin", stage="step", label="policy_training")
+            events("end", stage="step", label="policy_training")
+            values = {"loss": 0.25 * step, "grad_norm": norms.get(step, 1.0), "reward": 0.5}
+            events("metrics", step=step, prefix="train", values=values)
+            worker = {"calls": {"PolicyLoss(name='clipped_pg')": 4}, "pid": 7, "host": "h", "python": "p", "file": "f"}
+            events("proof", step=step, workers=[worker])
+        every_tick()
+        log.write_text("", encoding="utf-8")
+        seen.append((command, environment, timeout, sorted(Path(environment["PYTHONPATH"].split(":")[0]).iterdir())))
+        return 0
+
+    monkeypatch.setattr(rehearsing, "supervised", supervised)
+    return seen
+
+
+def test_a_run_is_reported(runs, checkout, tmp_path, capsys):
+    assert main(["rehearse", "recipe.yaml", "loss_fn.ratio_clip_max=0.4", "--steps", "2", "--json", "found.json"]) == 0
+    ((command, environment, timeout, site),) = runs
+    assert command[3:6] == ["run", command[4], str(checkout / "examples" / "run_grpo.py")]
+    assert "loss_fn.ratio_clip_max=0.4" in command
+    assert "++grpo.max_num_steps=2" in command
+    assert environment["NEMO_RL_ROOT"] == str(checkout)
+    assert [path.name for path in site] == ["sitecustomize.py"]
+    assert timeout == 600.0
+    out, err = capsys.readouterr()
+    assert "the loss that trained, by the workers: PolicyLoss(name='clipped_pg'), called 4 times" in out
+    assert "rehearse: step 2: loss 0.5" in err
+    found = json.loads((tmp_path / "found.json").read_text(encoding="utf-8"))
+    assert found["ok"] is True
+    assert found["metrics"]["2"]["loss"] == 0.5
+    assert {change["key"] for change in found["changes"]} >= {"grpo.max_num_steps", "policy.model_name"}
+    # Ray's folder is gone, whatever it held.
+    settings = json.loads((tmp_path / "results/rehearsal/recipe/settings.json").read_text(encoding="utf-8"))
+    assert not Path(settings["ray"]).exists()
+
+
+def test_on_gpus_python_is_started_as_it_is(runs, monkeypatch):
+    monkeypatch.setattr(rehearsing, "has_gpus", lambda: True)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    for name in ("GLOO_SOCKET_IFNAME", "VLLM_CPU_KVCACHE_SPACE"):
+        monkeypatch.delenv(name, raising=False)
+    assert main(["rehearse", "recipe.yaml", "--steps", "2"]) == 0
+    ((_, environment, _, there),) = runs
+    assert "sitecustomize.py" not in {path.name for path in there}
+    assert environment["CUDA_VISIBLE_DEVICES"] == "0"
+    assert not {"GLOO_SOCKET_IFNAME", "VLLM_CPU_KVCACHE_SPACE"} & set(environment)
+
+
+def test_own_prompts_may_be_fetched_and_built_in_ones_need_nothing(runs, monkeypatch):
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    for environment in ("builtin", "own"):
+        assert main(["rehearse", "recipe.yaml", "--steps", "2", "--env", environment]) == 0
+    offline = ["HF_HUB_OFFLINE" in environment for _, environment, *_ in runs]
+    assert offline == [True, False]
+
+
+def test_the_control_is_a_second_run_without_our_keys(runs, capsys):
+    assert main(["rehearse", "recipe.yaml", "--steps", "2", "--control"]) == 0
+    (first, *_), (second, *_) = runs
+    assert "~loss_fn.name" in second
+    assert "~loss_fn.name" not in first
+    assert "step 2 loss" in capsys.readouterr().out
+
+
+def test_a_loss_without_a_control_says_why(runs, capsys):
+    assert main(["rehearse", "recipe.yaml", "--steps", "2", "--control", "loss_fn.name=gmpo"]) == 0
+    assert len(runs) == 1
+    assert "no control: NeMo-RL's own loss has nothing of loss_fn.name: gmpo" in capsys.readouterr().out
+
+
+def test_fewer_steps_than_asked_for_have_failed(runs, capsys):
+    assert main(["rehearse", "recipe.yaml", "--steps", "3"]) == 1
+    assert "2 of 3 steps" in capsys.readouterr().out
+
+
+def test_a_recipe_with_errors_is_not_run(runs, tmp_path, capsys):
+    assert main(["rehearse", "recipe.yaml", "loss_fn.ratio_clip_max=-1", "--json", "found.json"]) == 1
+    assert runs == []
+    assert "loss_fn.ratio_clip_max" in capsys.readouterr().out
+    (stage,) = json.loads((tmp_path / "found.json").read_text(encoding="utf-8"))["stages"]
+    assert (stage["name"], stage["state"]) == ("validation", "failed")
+
+
+def test_a_gradient_of_nan_has_failed_and_json_has_null_for_it(runs, norms, tmp_path, capsys):
+    norms[2] = float("nan")
+    assert main(["rehearse", "recipe.yaml", "--steps", "2", "--json", "found.json"]) == 1
+    assert "failed in step: grad_norm of step 2 is nan" in capsys.readouterr().out
+    found = json.loads((tmp_path / "found.json").read_text(encoding="utf-8"), parse_constant=pytest.fail)
+    assert [values["grad_norm"] for values in found["metrics"].values()] == [1.0, None]
+
+
+def test_a_folder_of_something_else_is_left_alone(runs, tmp_path, capsys):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.txt").write_text("years of work", encoding="utf-8")
+    for out in ("mine", "recipe.yaml", "recipe.yaml/below"):
+        assert main(["rehearse", "recipe.yaml", "--steps", "2", "--out", out]) == 2
+        assert f"--out: {tmp_path / out.removesuffix('/below')} " in capsys.readouterr().err
+    assert (tmp_path / "mine" / "thesis.txt").read_text(encoding="utf-8") == "years of work"
+    assert runs == []
+
+
+def test_an_earlier_rehearsal_is_replaced_once_this_one_is_planned(runs, tmp_path):
+    command = ["rehearse", "recipe.yaml", "--steps", "2", "--out", "out"]
+    (tmp_path / "out").mkdir()
+    assert main(command) == 0
+    (tmp_path / "out" / "mark").touch()
+    assert main([*command, "policy.model_name=acme/one"]) == 2
+    assert (tmp_path / "out" / "mark").exists()
+    assert main(command) == 0
+    assert not (tmp_path / "out" / "mark").exists()
+    assert len(runs) == 2
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["policy.model_name=acme/one"], "policy.model_name: acme/one is no folder with a config.json"),
+        (["grpo.seeed=1"], "grpo.seeed"),
+    ],
+)
+def test_a_mistake_in_the_recipe(runs, capsys, overrides, message):
+    assert main(["rehearse", "recipe.yaml", *overrides]) == 2
+    assert message in capsys.readouterr().err
+    assert runs == []
+
+
+def test_without_nemo_rl(checkout, monkeypatch, capsys):
+    monkeypatch.setenv("NEMO_RL_ROOT", "/nowhere/RL")
+    assert main(["rehearse", "recipe.yaml"]) == 2
+    assert "NEMO_RL_ROOT is /nowhere/RL, which has no examples/run_grpo.py" in capsys.readouterr().err
+    monkeypatch.delenv("NEMO_RL_ROOT")
+    monkeypatch.setattr(rehearsing, "nemo_rl_root", lambda: None)
+    assert main(["rehearse", "recipe.yaml"]) == 2
+    assert "NEMO_RL_ROOT is not set" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [["--steps", "0"], ["--ranks", "two"], ["--timeout", "-1"], ["--timeout", "nan"]])
+def test_numbers_that_are_none(arguments, capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(["rehearse", "recipe.yaml", *arguments])
+    assert caught.value.code == 2
+    assert "above 0" in capsys.readouterr().err
+
+
+def test_the_last_step_is_resumed_from_the_one_before_with_its_samples(runs, tmp_path, capsys):
+    asked = ["recipe.yaml", "++checkpointing.enabled=true", "--steps", "2", "--resume", "--json", "found.json"]
+    assert main(["rehearse", *asked]) == 0
+    assert len(runs) == 2
+    for command, *_ in runs:
+        assert "++checkpointing.save_period=1" in command
+        assert "++grpo.max_num_steps=2" in command
+    out = tmp_path / "results" / "rehearsal" / "recipe"
+    seeds = [
+        json.loads((folder / "settings.json").read_text(encoding="utf-8"))["first_seed"]
+        for folder in (out, out / "resumed")
+    ]
+    assert seeds == [0, 1]
+    compared = json.loads((tmp_path / "found.json").read_text(encoding="utf-8"))["resumed"]["comparisons"]
+    assert {(each["step"], each["name"], each["equal"]) for each in compared} == {
+        (2, "loss", True),
+        (2, "grad_norm", True),
+    }
+    assert "resumed from the checkpoint before it" in capsys.readouterr().out
+
+
+def test_a_checkpoint_that_was_not_kept_leaves_the_report(runs, kept, capsys):
+    kept.remove(1)
+    assert main(["rehearse", "recipe.yaml", "++checkpointing.enabled=true", "--steps", "2", "--resume"]) == 1
+    assert len(runs) == 1
+    out = capsys.readouterr().out
+    assert "the loss that trained" in out
+    assert "resuming from the checkpoint failed in checkpoint" in out
+    assert "checkpoints/step_1 is not there" in out
+
+
+def test_nothing_to_resume_from_is_a_mistake(runs, capsys):
+    assert main(["rehearse", "recipe.yaml", "--resume"]) == 2
+    assert "checkpointing.enabled: --resume needs a checkpoint" in capsys.readouterr().err
+    assert not runs

@@ -1,0 +1,220 @@
+"""Stages, failures and proof, read from the events of runs that were never made."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from nemo_geomask.tools.rehearse.error_causes import likely_cause
+from nemo_geomask.tools.rehearse.event_log import STAGES, Events, read_events, stage_of
+from nemo_geomask.tools.rehearse.run_outcome import outcome_of
+
+
+def begin(at, stage, label=""):
+    return {"at": at, "kind": "begin", "stage": stage, "label": label}
+
+
+def end(at, stage, label="", **what):
+    return {"at": at, "kind": "end", "stage": stage, "label": label, **what}
+
+
+STARTED = [end(5.0, "start"), begin(6.0, "workers", "Policy"), end(26.0, "workers", "Policy")]
+STEP = [begin(30.0, "step", "policy_training"), end(32.0, "step", "policy_training")]
+LOGGED = {"at": 33.0, "kind": "metrics", "step": 1, "prefix": "train", "values": {"loss": 0.5}}
+
+
+def read(*events, status=0, steps=1, ended=40.0, **how):
+    return outcome_of(events, status=status, steps=steps, started=0.0, ended=ended, **how)
+
+
+def state(outcome):
+    return {stage.name: stage.state for stage in outcome.stages}
+
+
+@pytest.mark.parametrize(
+    ("label", "stage"),
+    [
+        ("prepare_for_generation/total", "refit"),
+        ("prepare_for_generation/transfer_and_update_weights", None),
+        ("generation", "sampling"),
+        ("policy_training", "step"),
+        ("policy_training/sharding_data", None),
+        ("total_step_time", None),
+        ("weight_sync", "refit"),
+        ("checkpointing", "checkpoint"),
+    ],
+)
+def test_labels_of_nemo_rl(label, stage):
+    assert stage_of(label) == stage
+
+
+def test_a_run_that_came_to_its_end():
+    again = [begin(34.0, "step", "policy_training"), end(34.5, "step", "policy_training")]
+    done = read(*STARTED, *STEP, LOGGED, *again, expected_stages=frozenset(STAGES) - {"veto"})
+    assert done.failure is None
+    states = state(done)
+    assert (states["start"], states["workers"], states["step"]) == ("ran", "ran", "ran")
+    assert (states["veto"], states["checkpoint"]) == ("not in the recipe", "not reached")
+    step = next(stage for stage in done.stages if stage.name == "step")
+    assert (step.seconds, step.first, step.times) == (2.5, 2.0, 2)
+    assert done.metrics == {1: {"loss": 0.5}}
+
+
+def test_a_stage_inside_itself_counts_once():
+    nested = [begin(0, "workers", "A"), begin(1, "workers", "B"), end(3, "workers", "B"), end(10, "workers", "A")]
+    workers = next(stage for stage in read(*nested).stages if stage.name == "workers")
+    assert (workers.seconds, workers.times, workers.labels) == (10.0, 2, ("A", "B"))
+
+
+RAY = """Traceback (most recent call last):
+  File "driver.py", line 1, in main
+ray.exceptions.RayTaskError(BatchVetoError): ray::Worker.train() (pid=1)
+  File "loss.py", line 3, in call
+nemo_geomask.errors.BatchVetoError: 5 batches in a row were vetoed
+"""
+
+
+def test_the_stage_that_failed_is_the_innermost():
+    failed = [
+        begin(30.0, "step", "policy_training"),
+        begin(30.5, "veto", "PrestepPass"),
+        end(31.0, "veto", "PrestepPass", failed=True),
+        end(31.0, "step", "policy_training", failed=True),
+        {"at": 31.0, "kind": "error", "type": "RayTaskError", "message": "…", "traceback": RAY},
+    ]
+    done = read(*STARTED, *failed, status=1)
+    assert done.failure is not None
+    assert done.failure.stage == "veto"
+    assert done.failure.text == RAY
+    assert done.failure.error == "nemo_geomask.errors.BatchVetoError: 5 batches in a row were vetoed"
+    assert done.failure.setting == "loss_fn.batch_veto"
+    assert state(done)["metrics"] == "not reached"
+
+
+def test_a_run_out_of_time_names_the_stage_it_was_in():
+    done = read(*STARTED, begin(30.0, "sampling", "generation"), status=None, ended=600.0)
+    assert done.failure is not None
+    assert done.failure.stage == "sampling"
+    assert state(done)["sampling"] == "running"
+    assert next(stage for stage in done.stages if stage.name == "sampling").seconds == 570.0
+
+
+def test_a_mistake_that_ended_the_command_before_the_driver():
+    failure = read(status=2, log="warning\nnemo-geomask: error: NeMo-RL can't be imported here\n").failure
+    assert failure is not None
+    assert (failure.stage, failure.error) == ("start", "NeMo-RL can't be imported here")
+
+
+def test_a_driver_that_died_without_a_word():
+    done = read(status=-9, log="Segmentation fault\n")
+    assert done.failure is not None
+    assert (done.failure.stage, done.failure.text) == ("start", "Segmentation fault\n")
+    assert "status -9" in done.failure.error
+
+
+def test_a_step_that_only_sampled_is_none():
+    sampled = {**LOGGED, "step": 2, "values": {"reward": 1.0}}
+    assert set(read(*STARTED, *STEP, LOGGED, sampled).metrics) == {1}
+
+
+def test_a_run_that_ended_early_has_failed():
+    done = read(*STARTED, *STEP, LOGGED, steps=3)
+    assert done.failure is not None
+    assert "1 of 3 steps" in done.failure.error
+
+
+@pytest.mark.parametrize("name", ["loss", "grad_norm"])
+def test_a_step_whose_loss_or_gradient_is_nan_has_failed(name):
+    values = {"loss": 0.5, "grad_norm": 1.0}
+    later = [{**LOGGED, "step": 3 - step, "values": {**values, name: math.nan}} for step in range(2)]
+    done = read(*STARTED, *STEP, {**LOGGED, "values": values}, *later, steps=3)
+    assert done.failure is not None
+    assert (done.failure.stage, done.failure.error) == ("step", f"{name} of step 2 is nan")
+    assert state(done)["step"] == "failed"
+    overflown = {"loss": 0.5, "grad_norm": math.inf}
+    assert read(*STARTED, *STEP, {**LOGGED, "values": overflown}).failure is None
+
+
+def test_the_proof_adds_up_over_workers():
+    workers = [{"calls": {"PolicyLoss(name='gspo')": 4}, "pid": pid} for pid in (1, 2)]
+    earlier = {"at": 1.0, "kind": "proof", "step": 1, "workers": []}
+    done = read(earlier, {"at": 2.0, "kind": "proof", "step": 2, "workers": workers})
+    assert done.loss == {"PolicyLoss(name='gspo')": 8}
+    assert [worker["pid"] for worker in done.workers] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("text", "setting"),
+    [
+        ("WorkerError: x can't receive the loss 'gspo'", "PYTHONPATH"),
+        ("ValueError: World size (1) is insufficient for the parallelism", "cluster.gpus_per_node"),
+        ("ModuleNotFoundError: No module named 'megatron.core'", "policy.megatron_cfg.enabled"),
+        ("TypeError: check_model_inputs() missing 1 required positional argument: 'func'", "policy.dtensor_cfg._v2"),
+        ("the prompt is longer than the maximum model length of 48", "policy.generation.vllm_cfg.max_model_len"),
+        ("  File \"setup.py\", line 9\nKeyError: 'max_grad_norm'", "max_grad_norm"),
+    ],
+)
+def test_the_likely_setting(text, setting):
+    found = likely_cause(text)
+    assert found is not None
+    assert found[0].startswith(setting)
+
+
+def test_a_key_of_the_recipe_that_the_error_names_comes_first():
+    error = "ValueError: model_save_format must be None, its name is wrong for global_batch_size"
+    settings = {"checkpointing": {}, "checkpointing.name": "x", "checkpointing.model_save_format": "y", "model": 1}
+    assert likely_cause(error, error, settings) == ("checkpointing.model_save_format", None)
+    # Only by its own line: a traceback has all sorts of names.
+    found = likely_cause(error, "ValueError: wrong", settings)
+    assert found is not None
+    assert found[0] != "checkpointing.model_save_format"
+
+
+def test_a_key_in_full_comes_before_its_section():
+    error = "BatchVetoError: loss_fn.batch_veto: 2 batches in a row are beyond max, and max_in_a_row is 1"
+    settings = dict.fromkeys(("loss_fn", "loss_fn.batch_veto", "loss_fn.batch_veto.max_in_a_row"))
+    assert likely_cause(error, error, settings) == ("loss_fn.batch_veto", None)
+
+
+def test_a_value_that_the_error_quotes_leads_to_its_key():
+    settings = {"policy.optimizer.name": "torch.optim.NoSuch", "policy.precision": "bfloat16", "x": "Error"}
+    found = likely_cause("", "ImportError: Error loading 'torch.optim.NoSuch' in bfloat16", settings)
+    assert found is not None
+    assert found[0] == "policy.optimizer.name"
+    assert likely_cause("", "ImportError: Error loading 'torch.optim.NoSuchThing'", settings) is None
+
+
+CHAIN = """Traceback (most recent call last):
+  File "driver.py", line 1, in main
+ray.exceptions.ActorDiedError: The actor died, \x1b[36mray::Worker\x1b[39m (pid=1)
+AttributeError: module 'torch.optim' has no attribute 'NoSuch'
+
+During handling of the above exception, another exception occurred:
+
+\x1b[36mray::Worker\x1b[39m (pid=1)
+  File "worker.py", line 3, in init
+ImportError: Error loading 'torch.optim.NoSuch'
+"""
+
+
+def test_of_a_chain_the_error_that_the_worker_raised_and_no_colours():
+    error = {"at": 31.0, "kind": "error", "type": "ActorDiedError", "message": "…", "traceback": CHAIN}
+    failure = read(*STARTED, error, status=1).failure
+    assert failure is not None
+    assert failure.error == "ImportError: Error loading 'torch.optim.NoSuch'"
+    assert "\x1b" not in failure.text
+
+
+def test_an_error_that_is_not_known_has_no_setting():
+    assert likely_cause("Segmentation fault") is None
+
+
+def test_events_come_back_as_written_without_a_half_line(tmp_path):
+    path = tmp_path / "events.jsonl"
+    assert list(read_events(path)) == []
+    Events(path)("begin", stage="step", label="x")
+    with path.open("a", encoding="utf-8") as file:
+        file.write('{"at": 1')
+    (event,) = read_events(path)
+    assert (event["kind"], event["stage"]) == ("begin", "step")

@@ -1,0 +1,153 @@
+"""Stand-ins are put up when their module is imported, in a process of their own: they are for its whole life."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from nemo_geomask.tools.rehearse.cpu_shims.import_hook import SHIMS
+from nemo_geomask.tools.rehearse.cpu_shims.nemo_rl_shim import IDENTITY, ports
+
+pytestmark = pytest.mark.slow
+
+REGISTER = "import nemo_geomask.tools.rehearse.cpu_shims as standins; standins.register()\n"
+
+
+def in_a_process(code, *, path=None):
+    environment = dict(os.environ)
+    if path is not None:
+        environment["PYTHONPATH"] = os.pathsep.join([str(path), environment.get("PYTHONPATH", "")])
+    command = [sys.executable, "-c", REGISTER + code]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split()
+
+
+def test_registering_imports_nothing_heavy():
+    assert in_a_process("import sys; print('torch' in sys.modules)") == ["False"]
+
+
+def test_cuda_means_the_cpu():
+    code = """
+import torch
+print(torch.zeros(2, device="cuda").device, torch.ones(2).to("cuda:0").device, torch.ones(2).cuda().device)
+print(torch.tensor([1.0], device=torch.cuda.current_device(), pin_memory=True).device)
+print(torch.nn.Linear(2, 2).to(torch.device("cuda")).weight.device, torch.ones(2).new_zeros(2, device="cuda").device)
+with torch.autocast(device_type="cuda", dtype=torch.bfloat16), torch.cuda.stream(torch.cuda.Stream()):
+    print(torch.ones(2, 2).matmul(torch.ones(2, 2)).dtype)
+torch.cuda.synchronize(); torch.cuda.Event().record(); print(torch.cuda.memory_allocated())
+print(torch.ones(2).to(torch.float16).dtype)
+"""
+    assert in_a_process(code) == [*["cpu"] * 6, "torch.bfloat16", "0", "torch.float16"]
+
+
+def test_a_device_in_force_is_still_in_force():
+    """Where it is not, transformers' from_pretrained leaves rotary frequencies as the allocator has them: gen_kl_error
+    of 0.44 to 0.75 under Automodel, which keeps that model."""
+    code = """
+import torch
+with torch.device("meta"):
+    print(torch.zeros(2).device, torch.zeros(2, device="cpu").device)
+with torch.device("cuda"):
+    print(torch.arange(2).device)
+"""
+    assert in_a_process(code) == ["meta", "cpu", "cpu"]
+
+
+def test_nccl_means_gloo():
+    code = """
+import torch.distributed as dist
+dist.init_process_group(backend="nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=None)
+print(dist.get_backend(), dist.get_backend(dist.new_group([0], backend="nccl")))
+mesh = dist.init_device_mesh("cuda", (1,))
+print(mesh.device_type); dist.barrier(device_ids=[0])
+"""
+    assert in_a_process(code) == ["gloo", "gloo", "cpu"]
+
+
+def test_they_are_patches_with_a_way_back():
+    code = """
+import torch
+from nemo_geomask.hosts.nemo_rl import patch
+patch.undo_all()
+print(torch.zeros.__module__, type(torch.zeros).__name__)
+try:
+    torch.zeros(1, device="cuda")
+except (AssertionError, RuntimeError):
+    print("refused")
+"""
+    assert in_a_process(code)[-1] == "refused"
+
+
+def test_modules_that_can_t_be_there_are_empty_and_no_others():
+    code = """
+from nccl.core.communicator import Communicator
+print(Communicator().init(1) if hasattr(Communicator, "init") else type(Communicator()).__module__)
+try:
+    import no_such_module
+except ModuleNotFoundError:
+    print("missing")
+"""
+    assert in_a_process(code) == ["nccl.core.communicator", "missing"]
+
+
+def test_a_module_that_is_there_is_not_replaced(tmp_path):
+    (tmp_path / "nccl.py").write_text("real = True", encoding="utf-8")
+    assert in_a_process("import nccl; print(nccl.real)", path=tmp_path) == ["True"]
+
+
+@pytest.mark.parametrize(("source", "found"), [("import transformer_engine.pytorch as te", "empty"), ("LoRA = 1", "1")])
+def test_an_old_version_of_a_module_is_absent_and_a_later_one_is_not(tmp_path, source, found):
+    folder = tmp_path / "megatron" / "bridge" / "peft"
+    folder.mkdir(parents=True)
+    for place in (folder, folder.parent, folder.parent.parent):
+        (place / "__init__.py").touch()
+    (folder / "lora.py").write_text(f"import math\n{source}\n", encoding="utf-8")
+    code = "from megatron.bridge.peft.lora import LoRA; print('empty' if isinstance(LoRA, type) else LoRA)"
+    assert in_a_process(code, path=tmp_path) == [found]
+
+
+def test_a_stand_in_comes_after_its_module_and_leaves_its_loader(tmp_path):
+    (tmp_path / "host.py").write_text("value = 1", encoding="utf-8")
+    (tmp_path / "our").mkdir()
+    (tmp_path / "our" / "standins.py").write_text(
+        "from nemo_geomask.hosts.nemo_rl.patch import attribute\n"
+        "def host(module):\n    yield attribute(module, 'value', lambda original: original + 1)\n",
+        encoding="utf-8",
+    )
+    code = """
+import sys
+from nemo_geomask.tools.rehearse.cpu_shims.import_hook import AfterImport
+sys.meta_path.insert(0, AfterImport({"host": "our.standins:host"}))
+import host
+print(host.value, type(host.__loader__).__name__, type(host.__spec__.loader).__name__)
+"""
+    assert in_a_process(code, path=tmp_path) == ["2", "SourceFileLoader", "SourceFileLoader"]
+
+
+@pytest.mark.parametrize("place", sorted(set(SHIMS.values())))
+def test_every_stand_in_names_the_file_that_needs_it(place):
+    home, _, name = place.partition(":")
+    module = importlib.import_module(f"nemo_geomask.tools.rehearse.cpu_shims.{home}")
+    assert ".py" in (getattr(module, name).__doc__ or "")
+
+
+def test_engines_of_two_rehearsals_look_for_ports_in_two_places(monkeypatch):
+    found = set()
+    for identity in ("0123456789ab", "0123456789ac"):
+        monkeypatch.setenv(IDENTITY, identity)
+        module = SimpleNamespace(DEFAULT_VLLM_PORT_RANGE_LOW=7000)
+        (patch,) = ports(module)
+        patch.apply()
+        # Four engines, a hundred ports each, below what NeMo-RL keeps for others.
+        assert 7000 <= module.DEFAULT_VLLM_PORT_RANGE_LOW < 8600 - 4 * 100
+        found.add(module.DEFAULT_VLLM_PORT_RANGE_LOW)
+        patch.undo()
+        assert module.DEFAULT_VLLM_PORT_RANGE_LOW == 7000
+    assert len(found) == 2
+    assert list(ports(SimpleNamespace())) == []

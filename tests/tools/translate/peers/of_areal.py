@@ -1,0 +1,86 @@
+"""AReaL's own loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.tools.translate.peers.loading import files_of
+from tests.tools.translate.peers.problems import Problem
+
+MODULES = {
+    "areal.utils.data": "areal/utils/data.py",
+    "areal.utils.functional.functional": "areal/utils/functional/functional.py",
+    "areal.trainer.ppo.actor": "areal/trainer/ppo/actor.py",
+}
+_NO_KL = {"actor.kl_ctl": 0.0}
+_DECOUPLED = {**_NO_KL, "actor.use_decoupled_loss": True}
+
+
+def _rs(metric: str, upper: float, lower: float | None = None, **more: Any) -> dict[str, Any]:
+    settings = {"metric": metric, "upper": upper, "lower": lower, **more}
+    return {**_DECOUPLED, **{f"actor.rejection_sampling.{key}": value for key, value in settings.items()}}
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "sampler's log-probs": {**_NO_KL, "actor.eps_clip": 0.1},
+    "decoupled": {**_DECOUPLED, "actor.eps_clip": 0.1, "actor.eps_clip_higher": 0.28},
+    "dual clip": {**_DECOUPLED, "actor.c_clip": 1.3},
+    "gspo": {**_DECOUPLED, "actor.importance_sampling_level": "sequence", "actor.eps_clip": 0.03},
+    "token ratio, mask": _rs("ratio", 1.2),
+    "token ratio, mask, two bounds": _rs("ratio", 1.2, 0.9),
+    "token ratio, clamp": _rs("ratio", 1.2, 0.9, action="clamp"),
+    "sequence ratio, mask": _rs("ratio", 1.05, 0.95, level="sequence"),
+    "sequence ratio, clamp": _rs("ratio", 1.05, 0.95, level="sequence", action="clamp"),
+    "sequence ratio, sum, mask": _rs("ratio", 1.2, 0.9, level="sequence", agg="sum"),
+    "sequence ratio, max, mask": _rs("ratio", 1.2, level="sequence", agg="max"),
+    "sequence ratio, max, two bounds": _rs("ratio", 1.5, 0.999, level="sequence", agg="max"),
+    "token kl_k1": _rs("kl_k1", 0.1, -0.05),
+    "sequence kl_k1": _rs("kl_k1", 0.03, -0.02, level="sequence"),
+    "token kl_k2": _rs("kl_k2", 0.01),
+    "sequence kl_k2, max": _rs("kl_k2", 0.02, level="sequence", agg="max"),
+    "token kl_k3": _rs("kl_k3", 0.01),
+    "token binary_kl": _rs("binary_kl", 0.01),
+    "m2po": {**_DECOUPLED, "actor.m2_threshold": 0.01},
+}
+DIFFERS = {"sequence ratio, max, two bounds": "both"}  # with which bounds the largest token is compared
+
+
+@contextmanager
+def loss(root: Path) -> Iterator[Callable[[Mapping[str, Any], Problem], tuple[Tensor, Tensor]]]:
+    """What AReaL computes under settings."""
+    with files_of(root, MODULES, made_up=("areal", "einops", "torchdata")) as modules:
+        own = modules["areal.utils.functional.functional"]
+
+        def run(settings: Mapping[str, Any], problem: Problem) -> tuple[Tensor, Tensor]:
+            at = problem.double()
+            found = {key.removeprefix("actor."): value for key, value in settings.items()}
+            sampled = not found.get("use_decoupled_loss")
+            rejection = {k.partition(".")[2]: v for k, v in found.items() if k.startswith("rejection_sampling.")}
+            defaults = {"level": "token", "action": "mask", "metric": "ratio", "agg": "mean"}
+            mask = at["mask"].bool()
+            if "m2_threshold" in found:
+                narrowed = modules["areal.trainer.ppo.actor"]._apply_m2po_masking
+                mask = narrowed(at["gen"], at["prev"], mask, found["m2_threshold"])
+            value, _ = own.ppo_actor_loss_fn(
+                logprobs=at["curr"],
+                proximal_logprobs=at["gen" if sampled else "prev"],
+                old_logprobs=at["gen"],
+                advantages=at["advantages"],
+                loss_mask=mask,
+                eps_clip=found.get("eps_clip", 0.2),
+                eps_clip_higher=found.get("eps_clip_higher"),
+                c_clip=found.get("c_clip"),
+                rejection_sampling=SimpleNamespace(**{**defaults, **rejection}) if rejection else None,
+                importance_sampling_level=found.get("importance_sampling_level", "token"),
+            )
+            (gradient,) = torch.autograd.grad(value, at["curr"])
+            return value.detach(), gradient
+
+        yield run

@@ -1,0 +1,63 @@
+"""prime-rl's own loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.tools.translate.peers.loading import files_of
+from tests.tools.translate.peers.problems import Problem
+
+MODULES = {"prime_rl.trainer.rl.loss": "src/prime_rl/trainer/rl/loss.py"}
+_LOSS = "trainer.loss."
+
+
+def _loss(**settings: Any) -> dict[str, Any]:
+    return {_LOSS + key: value for key, value in settings.items()}
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "default": {},
+    "default, narrow": _loss(dppo_mask_low=0.02, dppo_mask_high=0.05, kl_tau=0.1),
+    "default, no penalty": _loss(dppo_mask_low=0.05, dppo_mask_high=0.02, kl_tau=0.0),
+    "ipo": _loss(type="ipo"),
+    "ipo, narrow": _loss(type="ipo", ipo_threshold=0.03, kl_tau=0.1),
+    "ipo, scaled advantages": _loss(type="ipo", adv_tau=0.5),
+}
+DIFFERS: dict[str, str] = {}
+_DEFAULTS = {"type": "default", "dppo_mask_low": 0.2, "dppo_mask_high": 0.2, "ipo_threshold": 0.1, "adv_tau": 1.0}
+
+
+@contextmanager
+def loss(root: Path) -> Iterator[Callable[[Mapping[str, Any], Problem], tuple[Tensor, Tensor]]]:
+    """What prime-rl computes under settings."""
+    with files_of(root, MODULES, made_up=("prime_rl", "beartype", "jaxtyping")) as modules:
+        own = modules["prime_rl.trainer.rl.loss"]
+
+        def run(settings: Mapping[str, Any], problem: Problem) -> tuple[Tensor, Tensor]:
+            at = problem.double()
+            config = SimpleNamespace(
+                **{**_DEFAULTS, "kl_tau": 1e-3, **{key.removeprefix(_LOSS): value for key, value in settings.items()}}
+            )
+            function = own.ipo_loss_fn if config.type == "ipo" else own.default_loss_fn
+            value, _ = own.compute_loss(
+                trainer_logprobs=list(at["curr"]),
+                inference_logprobs=list(at["gen"]),
+                advantages=list(at["advantages"]),
+                loss_mask=list(at["mask"].bool()),
+                **dict.fromkeys(("ref_logprobs", "rl_weights", "ce_weights", "ref_kl_weights")),
+                rl_loss_fn=lambda inputs: function(inputs, config),
+                rl_scale=int(at["mask"].sum()),
+                ce_scale=1,
+                ref_kl_scale=1,
+            )
+            (gradient,) = torch.autograd.grad(value, at["curr"])
+            return value.detach(), gradient
+
+        yield run

@@ -1,0 +1,143 @@
+"""TRL's own loss."""
+
+from __future__ import annotations
+
+import ast
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.tools.translate.peers.loading import files_of
+from tests.tools.translate.peers.problems import WIDTH, Problem
+
+TRAINER = "trl/trainer/grpo_trainer.py"
+_IS = "vllm_importance_sampling_"
+_SEQUENCE = {"importance_sampling_level": "sequence"}
+
+
+def _vllm(mode: str, **bounds: Any) -> dict[str, Any]:
+    return {"use_vllm": True, _IS + "mode": mode, **{_IS + key: value for key, value in bounds.items()}}
+
+
+CASES: dict[str, dict[str, Any]] = {
+    **{loss: {"loss_type": loss} for loss in ("grpo", "bnpo", "dapo", "dr_grpo", "sapo")},
+    "cispo": {"loss_type": "cispo", "epsilon_high": 1.2},
+    "cispo, bound below 1": {"loss_type": "cispo", "epsilon_high": 0.9},
+    "vespo": {"loss_type": "vespo"},
+    "vespo, token weights": {"loss_type": "vespo", **_vllm("token_truncate", clip_max=1.02)},
+    "clip": {"epsilon": 0.1, "epsilon_high": 0.28},
+    "delta": {"delta": 1.3},
+    "delta within the clip": {"delta": 1.1},
+    **{
+        f"{loss}, sequence ratio": {"loss_type": loss, **_SEQUENCE, "epsilon": 0.05}
+        for loss in ("grpo", "dapo", "luspo")
+    },
+    "dr_grpo, own length": {"loss_type": "dr_grpo", "max_completion_length": 9},
+    "default correction": {"use_vllm": True},
+    "sequence_mask": _vllm("sequence_mask", clip_min=0.5, clip_max=2.0),
+    "sequence_truncate": _vllm("sequence_truncate", clip_max=1.5),
+    "token_mask": _vllm("token_mask", clip_min=0.8, clip_max=1.2),
+    "token_mask, lower bound only": _vllm("token_mask", clip_min=0.8, clip_max=None),
+    "token_truncate": _vllm("token_truncate", clip_min=0.8, clip_max=1.2),
+    "no truncation": _vllm("token_mask", clip_max=None),
+    "grpo, sequence ratio, token weights": {"loss_type": "grpo", **_SEQUENCE, **_vllm("token_truncate", clip_max=1.2)},
+    "off-policy mask": {"off_policy_mask_threshold": 0.02, "use_vllm": True},
+    "off-policy mask, no vLLM": {"off_policy_mask_threshold": 0.01},
+    "KL": {"beta": 0.1},
+    "KL, correction": {"beta": 0.1, **_vllm("token_mask", clip_max=1.2)},
+    "KL times the ratio": {"beta": 0.1, "use_bias_correction_kl": True},
+}
+DIFFERS: dict[str, str] = {}
+
+
+def _defaults(root: Path) -> dict[str, Any]:
+    """``GRPOConfig``'s, from its source."""
+    tree = ast.parse((root / "trl/trainer/grpo_config.py").read_text())
+    (config,) = (node for node in tree.body if isinstance(node, ast.ClassDef))
+    found = {}
+    for node in config.body:
+        if isinstance(node, ast.AnnAssign) and isinstance(node.value, ast.Call):
+            for word in node.value.keywords:
+                if word.arg == "default":
+                    found[node.target.id] = ast.literal_eval(word.value)  # type: ignore[union-attr]
+    return found
+
+
+def _correction(root: Path) -> Any:
+    """The lines that compute the weight, which stand amid a long method."""
+    for node in ast.walk(ast.parse((root / TRAINER).read_text())):
+        if (
+            isinstance(node, ast.If)
+            and ast.unparse(node.test) == "self.use_vllm and self.vllm_importance_sampling_correction"
+        ) and "invalid_mis_mask" in ast.unparse(node):
+            return compile(ast.Module([node], []), TRAINER, "exec")
+    raise LookupError("TRL computes its weight elsewhere now")
+
+
+@contextmanager
+def loss(root: Path) -> Iterator[Callable[[Mapping[str, Any], Problem], tuple[Tensor, Tensor]]]:
+    """What TRL computes under settings."""
+    defaults, correction = _defaults(root), _correction(root)
+    stubs = (
+        "trl",
+        "transformers",
+        "accelerate",
+        "datasets",
+        "pandas",
+        "huggingface_hub",
+        "peft",
+        "packaging",
+        "liger_kernel",
+        "wandb",
+        "trackio",
+        "rich",
+        "jmespath",
+    )
+    with files_of(root, {"trl.trainer.grpo_trainer": TRAINER}, made_up=stubs) as modules:
+        trainer = modules["trl.trainer.grpo_trainer"].GRPOTrainer
+
+        def run(settings: Mapping[str, Any], problem: Problem) -> tuple[Tensor, Tensor]:
+            args = {**defaults, **settings}
+            at = problem.double()
+            mask = at["mask"]
+            self = object.__new__(trainer)
+            vars(self).update(args, args=SimpleNamespace(**args), _metrics={"train": _Lists()}, aux_loss_enabled=False)
+            self.epsilon_low = args["epsilon"]
+            self.epsilon_high = args["epsilon"] if args["epsilon_high"] is None else args["epsilon_high"]
+            self.current_gradient_accumulation_steps, self._entropy_bonus_enabled = 1, False
+            self.model = SimpleNamespace(training=True)
+            self.accelerator = SimpleNamespace(num_processes=1, gather=lambda x: x, reduce=lambda x, reduction: x)
+            zeros = torch.zeros_like(mask)
+            self._get_per_token_logps_and_entropies = lambda *args, **kwargs: (at["curr"], zeros, None)
+            names = {"self": self, "torch": torch, "math": math, "tool_mask": None, "completion_mask": mask}
+            names |= {"old_per_token_logps": at["prev"], "sampling_per_token_logps": at["gen"]}
+            exec(correction, names)
+            inputs = {
+                "prompt_ids": torch.zeros(len(mask), 1, dtype=torch.long),
+                "prompt_mask": torch.ones(len(mask), 1),
+                "completion_ids": torch.zeros(len(mask), WIDTH, dtype=torch.long),
+                "completion_mask": mask,
+                "advantages": at["advantages"][:, 0],
+                "old_per_token_logps": at["prev"],
+                "ref_per_token_logps": at["ref"],
+                "num_items_in_batch": mask.sum(),
+            }
+            if args["use_vllm"]:
+                inputs["sampling_per_token_logps"] = at["gen"]
+                inputs["importance_sampling_ratio"] = names["vllm_importance_sampling_ratio"]
+            value = self._compute_loss(None, inputs)
+            (gradient,) = torch.autograd.grad(value, at["curr"])
+            return value.detach(), gradient
+
+        yield run
+
+
+class _Lists(dict):
+    def __missing__(self, key: str) -> list[Any]:
+        return self.setdefault(key, [])

@@ -1,0 +1,60 @@
+"""Tables of ``docs/peers.md`` from the recorded cases.
+
+``python -m tests.tools.translate.peers.pages docs/peers.md`` writes them.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from nemo_geomask.config.strict import as_yaml
+from nemo_geomask.tools.shared.markdown import markdown_table, replace_marked_text
+from nemo_geomask.tools.translate import Translation, translate
+from tests.tools.translate.peers.compare import RECORDED, differs, index
+
+_VERDICTS = {"same": "same", "loss": "same gradient", "both": "differs"}
+
+
+def cases(peer: str) -> Iterator[str]:
+    """Markdown table of a peer's cases."""
+    entries, commit = index(peer)["cases"], index(peer)["commit"]
+    count = sum(entry["count"] for entry in entries.values())
+    usual = _block(translate({}, peer))
+    yield f"At commit `{commit[:9]}`: {len(entries)} cases on {count} batches. Defaults: {_code(usual)}."
+    yield ""
+    rows = []
+    for name, entry in entries.items():
+        translation = translate(entry["settings"], peer)
+        verdict = _VERDICTS["both" if translation.not_expressed else differs(peer).get(name, "same")]
+        why = "; ".join(translation.not_expressed) or ("" if verdict == "same" else " ".join(translation.differences))
+        theirs = _code([f"{key.rpartition('.')[2]}: {as_yaml(value)}" for key, value in entry["settings"].items()])
+        ours = [line for line in _block(translation) if line not in usual]
+        rows.append((name, theirs or "defaults", _code(ours), verdict + (f": {why}" if why else "")))
+    yield markdown_table(("case", "theirs", "`loss_fn`, where not as under defaults", "answer"), rows)
+
+
+def _code(lines: list[str]) -> str:
+    return " ".join(f"`{line}`" for line in lines)
+
+
+def _block(translation: Translation) -> list[str]:
+    lines = [line for line in translation.yaml().splitlines() if not line.lstrip().startswith("#")]
+    return [line.strip().removeprefix("- ") for line in lines if line.startswith("  ") and line.strip() != "masks:"]
+
+
+def rewrite(text: str) -> str:
+    """The page with current tables.
+
+    Raises:
+        ArgumentError: markers are missing.
+    """
+    for peer in RECORDED:
+        text = replace_marked_text(text, peer, "\n" + "\n".join(cases(peer)) + "\n", page="peers.md")
+    return text
+
+
+if __name__ == "__main__":
+    file = Path(sys.argv[1])
+    file.write_text(rewrite(file.read_text(encoding="utf-8")), encoding="utf-8")

@@ -1,0 +1,55 @@
+"""Records what peers' own losses answer: ``python -m tests.tools.translate.peers.record PEERS_ROOT [NAME …]``.
+
+``PEERS_ROOT`` holds their checkouts, ``verl``, ``trl``, …, as files or git repositories; the commit is taken from a
+file ``COMMIT`` or from git. Needs torch, numpy and pyyaml; of a peer only single files are run.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+
+from tests.tools.translate.peers.problems import problem
+
+DATA = Path(__file__).parent / "data"
+PEERS = ("verl", "trl", "slime", "areal", "skyrl", "prime_rl", "openrlhf", "open_instruct", "fast_llm")
+MANY, FEW = 100, 12
+
+
+def record(name: str, root: Path) -> None:
+    """Run every case of a peer and write its file."""
+    peer = importlib.import_module(f"tests.tools.translate.peers.of_{name}")
+    cases = {case: (settings, MANY) for case, settings in getattr(peer, "PRESETS", {}).items()}
+    cases |= {case: (settings, FEW) for case, settings in peer.CASES.items()}
+    index, arrays = {}, {}
+    with peer.loss(root) as loss:
+        for number, (case, (settings, count)) in enumerate(cases.items()):
+            losses, gradients = [], []
+            for seed in range(count):
+                batch = problem(seed)
+                value, gradient = loss(settings, batch)
+                losses.append(float(value))
+                gradients.append(gradient[batch.mask != 0].numpy())
+            index[case] = {"settings": settings, "array": number, "count": count}
+            arrays[f"loss{number}"] = np.array(losses)
+            arrays[f"gradient{number}"] = np.concatenate(gradients).astype(np.float32)
+    said = {"commit": _commit(root), "cases": index}
+    np.savez_compressed(DATA / f"{name}.npz", index=np.frombuffer(json.dumps(said).encode(), np.uint8), **arrays)
+    print(f"{name} at {said['commit']}: {len(index)} cases")
+
+
+def _commit(root: Path) -> str:
+    if (root / "COMMIT").exists():
+        return (root / "COMMIT").read_text().strip()
+    done = subprocess.run(["git", "-C", str(root), "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
+    return done.stdout.strip()
+
+
+if __name__ == "__main__":
+    for name in sys.argv[2:] or PEERS:
+        record(name, Path(sys.argv[1], name))
