@@ -34,6 +34,7 @@ __all__ = [
     "missing_prev",
     "prev_readers",
     "reads_setting",
+    "resets_reference_on_resume",
     "skips_unread_logprobs",
     "trains_on_chunks",
 ]
@@ -127,6 +128,20 @@ def has_kl_score_function(checkout: Path) -> bool:
     """
     utils = "algorithms/utils.py"
     return _mentions(checkout, utils, "importance_sampling_weights") or not (checkout / "nemo_rl" / utils).is_file()
+
+
+def resets_reference_on_resume(checkout: Path) -> bool:
+    """Return True if a NeMo-RL's DTensor v2 workers copy the reference policy after they have loaded a checkpoint.
+
+    A resumed run then measures the KL to the policy of the checkpoint (NeMo-RL's issue 2955). v0.6.0, v0.7.0 and main
+    of August 2026 do so; its pull request 3722 loads the checkpoint after the copy.
+    """
+    try:
+        source = (checkout / "nemo_rl/models/policy/workers/dtensor_policy_worker_v2.py").read_text(encoding="utf-8")
+    except OSError:
+        return False
+    _, copy, after = source.partition("setup_reference_model_state(self.model)")
+    return bool(copy) and "load_checkpoint(" not in after.partition("\n    def ")[0]
 
 
 def _mentions(checkout: Path, module: str, word: str) -> bool:

@@ -1,11 +1,11 @@
-"""GM201 to GM208: settings without effect, or with another effect than the one intended."""
+"""GM201 to GM209: settings without effect, or with another effect than the one intended."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
 
-from nemo_geomask.hosts.nemo_rl.facts import SETTING_READERS, reads_setting
+from nemo_geomask.hosts.nemo_rl.facts import SETTING_READERS, reads_setting, resets_reference_on_resume
 from nemo_geomask.tools.check.expectation import truncation_bounds
 from nemo_geomask.tools.check.recipe_facts import RecipeFacts
 from nemo_geomask.tools.check.rule import Hit, Rule
@@ -162,6 +162,22 @@ def _biased_kl_gradient(facts: RecipeFacts) -> Iterator[Hit]:
         )
 
 
+def _reset_reference(facts: RecipeFacts) -> Iterator[Hit]:
+    key, penalty = "policy.dtensor_cfg._v2", facts.config.reference_policy_kl_penalty
+    uses_v2 = facts.is_true("policy.dtensor_cfg.enabled") and facts.is_true(key)
+    if not (uses_v2 and penalty and facts.is_true("checkpointing.enabled")):
+        return
+    if facts.nemo_rl is not None and not resets_reference_on_resume(facts.nemo_rl):
+        return
+    yield Hit(
+        key,
+        "true: DTensor v2's workers copy the reference policy after they have loaded a checkpoint, so when a run is "
+        f"resumed (checkpointing.enabled: true), loss_fn.reference_policy_kl_penalty: {penalty:g} applies to the "
+        f"distance to the checkpoint's policy instead of the original one; set {key}: false (DTensor v1), train with "
+        "policy.megatron_cfg.enabled: true, set the penalty to 0, or start such a run anew instead of resuming it",
+    )
+
+
 def _document_steps(facts: RecipeFacts) -> Iterator[Hit]:
     documents = facts.get("policy.docs_per_step")
     if "lab" not in facts.recipe.data and documents is not None:
@@ -219,5 +235,12 @@ RULES = (
         _NEMO_RL_SOURCE,
         _document_steps,
         needs_loss=False,
+    ),
+    Rule(
+        "GM209",
+        "warning",
+        "reference policy replaced by the checkpoint's when a run is resumed",
+        "https://github.com/NVIDIA-NeMo/RL/issues/2955",
+        _reset_reference,
     ),
 )

@@ -26,6 +26,8 @@ from nemo_geomask.tools.rehearse.tiny_models import write_prompts
 
 __all__ = ["Rehearsal", "has_gpus", "nemo_rl_checkout", "rehearse"]
 
+# Rule of check: DTensor v2's workers take the reference policy from the checkpoint.
+_RESET_REFERENCE = "GM209"
 # Files that every folder of a rehearsal has.
 _PROMPTS, _COMMAND = "prompts.jsonl", "command.txt"
 
@@ -66,6 +68,15 @@ class Rehearsal:
         if self.outcome is None or self.resumed is None:
             return ()
         return tuple(compare(self.outcome.metrics, self.resumed.metrics))
+
+    @property
+    def resume_cause(self) -> Finding | None:
+        """Finding that explains why the resumed step differs; None if it is equal or nothing is known to explain it."""
+        differs = any(each.sampled_alike and not each.equal for each in self.resumptions)
+        # Only DTensor v2's workers replace the reference, and a machine without Automodel rehearses v1's.
+        if not differs or self.plan is None or not self.plan.automodel:
+            return None
+        return next((finding for finding in self.findings if finding.rule.id == _RESET_REFERENCE), None)
 
     @property
     def comparisons(self) -> tuple[Comparison, ...]:

@@ -130,6 +130,8 @@ def _resumed(rehearsal: Rehearsal) -> Iterator[str]:
     else:
         yield "the last step, and the same resumed from the checkpoint before it:"
     yield from _compared(rehearsal.resumptions)
+    if rehearsal.resume_cause is not None:
+        yield f"  likely: {rehearsal.resume_cause.key}: {rehearsal.resume_cause.message}"
 
 
 def as_json(rehearsal: Rehearsal) -> dict[str, Any]:
@@ -181,7 +183,7 @@ def _fields(rehearsal: Rehearsal) -> dict[str, Any]:
         "workers": list(rehearsal.outcome.workers),
         "metrics": {str(step): dict(values) for step, values in rehearsal.outcome.metrics.items()},
         "control": _control_as_json(rehearsal),
-        "resumed": None if rehearsal.resumed is None else _run_as_json(rehearsal.resumed, rehearsal.resumptions),
+        "resumed": _resumed_as_json(rehearsal),
         "layout": str(rehearsal.plan.layout),
         "model_type": rehearsal.plan.model.model_type,
         "changes": [
@@ -202,6 +204,14 @@ def _control_as_json(rehearsal: Rehearsal) -> dict[str, Any] | None:
     if rehearsal.control is None:
         return {"ran": False, "ours_only": list(rehearsal.ours_only)} if rehearsal.ours_only else None
     return {"ran": True, **_run_as_json(rehearsal.control, rehearsal.comparisons)}
+
+
+def _resumed_as_json(rehearsal: Rehearsal) -> dict[str, Any] | None:
+    if rehearsal.resumed is None:
+        return None
+    cause = rehearsal.resume_cause
+    likely = None if cause is None else {"rule": cause.rule.id, "key": cause.key, "message": cause.message}
+    return {**_run_as_json(rehearsal.resumed, rehearsal.resumptions), "likely": likely}
 
 
 def _run_as_json(run: RunResult, comparisons: tuple[Comparison, ...]) -> dict[str, Any]:

@@ -89,6 +89,9 @@ ASYNC = {
 }
 FUSED_FITS = {FUSED: True, PACKING: False}
 DTENSOR = {"policy.megatron_cfg.enabled": False, "policy.dtensor_cfg.enabled": True}
+MEGATRON = {"policy.megatron_cfg.enabled": True, "policy.dtensor_cfg.enabled": False}
+V2 = {**DTENSOR, "policy.dtensor_cfg._v2": True}
+SAVED = {"checkpointing.enabled": True}
 GEOMETRIC = {"preset": "geometric", "min": 0.99, "max": 1.01}
 VETO = {"preset": "veto", "min": 0.1, "max": 10.0}
 BY_SEQUENCE = {"loss_fn.token_level_loss": False, "loss_fn.ratio_clip_min": 5e-4}
@@ -367,6 +370,12 @@ CASES = {
         ({"policy.docs_per_step": 64}, {}),
         ({"policy.docs_per_step": 64}, {"policy.docs_per_step": 64, "lab.num_threads": 1}),
         ({"policy.docs_per_step": 64, "loss_fn.zzz": 1}, {"loss_fn.zzz": 1}),
+    ],
+    "GM209": [
+        ({**V2, **KL, **SAVED}, {**V2, **KL, **SAVED, "policy.dtensor_cfg._v2": False}),
+        ({**V2, **KL, **SAVED}, {**V2, **KL}),
+        ({**V2, **KL, **SAVED}, {**V2, PENALTY: 0.0, **SAVED}),
+        ({**V2, **KL, **SAVED}, {**V2, **KL, **SAVED, **MEGATRON}),
     ],
     "GM301": [({**ASYNC, CORRECT: False}, ASYNC), ({**ASYNC, CORRECT: False}, {CORRECT: False})],
     "GM302": [
@@ -675,6 +684,23 @@ def test_rule_fires_there_and_not_here(rule, fires, silent, findings):
         assert hit.origin is None or hit.origin.line is not None
         assert len(hit.message) > 30
     assert rule not in [finding.rule.id for finding in findings(silent)]
+
+
+@pytest.mark.parametrize(
+    ("after", "fires"),
+    [("", True), ("        self.checkpoint_manager.load_checkpoint(model=self.model)\n", False)],
+)
+def test_a_reference_copied_before_the_checkpoint_is_loaded_is_right(after, fires, findings, tmp_path):
+    root = tmp_path / "RL"
+    changes = {**V2, **KL, **SAVED, "reads": NEWEST}
+    assert "GM209" not in [finding.rule.id for finding in findings(changes)]  # has no such worker
+    worker = root / "nemo_rl/models/policy/workers/dtensor_policy_worker_v2.py"
+    source = f"class W:\n    def __init__(self):\n        x = setup_reference_model_state(self.model)\n{after}"
+    source += "\n    def load(self):\n        self.load_checkpoint()\n"
+    worker.parent.mkdir(parents=True)
+    worker.write_text(source)
+    facts_of = RecipeFacts.from_recipe(read_recipe(tmp_path / "recipe.yaml", leave=("data",)))
+    assert ("GM209" in [finding.rule.id for finding in check(facts_of).findings]) == fires
 
 
 def test_half_precision_logits_are_named_where_they_halve_the_memory(findings):

@@ -6,9 +6,14 @@ import math
 
 import pytest
 
+from nemo_geomask.recipe import read_recipe
+from nemo_geomask.tools.check import RecipeFacts, check
 from nemo_geomask.tools.rehearse.error_causes import likely_cause
 from nemo_geomask.tools.rehearse.event_log import STAGES, Events, read_events, stage_of
-from nemo_geomask.tools.rehearse.run_outcome import outcome_of
+from nemo_geomask.tools.rehearse.plan import plan
+from nemo_geomask.tools.rehearse.rehearsal import Rehearsal
+from nemo_geomask.tools.rehearse.rehearsal_report import as_json, as_text
+from nemo_geomask.tools.rehearse.run_outcome import RunResult, outcome_of
 
 
 def begin(at, stage, label=""):
@@ -19,6 +24,20 @@ def end(at, stage, label="", **what):
     return {"at": at, "kind": "end", "stage": stage, "label": label, **what}
 
 
+RESUMED_RECIPE = """
+grpo: {num_prompts_per_step: 4, num_generations_per_prompt: 4, max_num_steps: 10}
+loss_fn: {name: clipped_pg, reference_policy_kl_penalty: 0.01}
+policy:
+  model_name: Qwen/Qwen3-0.6B
+  train_global_batch_size: 16
+  train_micro_batch_size: 2
+  max_total_sequence_length: 64
+  dtensor_cfg: {enabled: true, _v2: true}
+  megatron_cfg: {enabled: false}
+  generation: {backend: vllm, vllm_cfg: {precision: bfloat16}}
+checkpointing: {enabled: true, checkpoint_dir: results, save_period: 1}
+cluster: {gpus_per_node: 1, num_nodes: 1}
+"""
 STARTED = [end(5.0, "start"), begin(6.0, "workers", "Policy"), end(26.0, "workers", "Policy")]
 STEP = [begin(30.0, "step", "policy_training"), end(32.0, "step", "policy_training")]
 LOGGED = {"at": 33.0, "kind": "metrics", "step": 1, "prefix": "train", "values": {"loss": 0.5}}
@@ -65,6 +84,33 @@ def test_a_stage_inside_itself_counts_once():
     nested = [begin(0, "workers", "A"), begin(1, "workers", "B"), end(3, "workers", "B"), end(10, "workers", "A")]
     workers = next(stage for stage in read(*nested).stages if stage.name == "workers")
     assert (workers.seconds, workers.times, workers.labels) == (10.0, 2, ("A", "B"))
+
+
+STEPS = {1: {"loss": 0.5, "reward": 0.25}, 2: {"loss": 0.25, "reward": 0.25}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "resumed_loss", "named"),
+    [
+        ((), 0.3, True),
+        ((), 0.25, False),
+        (("policy.dtensor_cfg._v2=false",), 0.3, False),
+        (("loss_fn.reference_policy_kl_penalty=0.0",), 0.3, False),
+    ],
+)
+def test_a_resumed_step_with_another_reference_policy_names_the_setting(tmp_path, changes, resumed_loss, named):
+    """NeMo-RL's issue 2955, as ``--resume`` shows it."""
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(RESUMED_RECIPE, encoding="utf-8")
+    facts = RecipeFacts.from_recipe(read_recipe(recipe, changes))
+    whole = RunResult((), None, STEPS)
+    last = RunResult((), None, {2: {**STEPS[2], "loss": resumed_loss}})
+    planned = plan(facts, folder=tmp_path / "out", steps=2, resume=True)
+    rehearsal = Rehearsal(recipe, tmp_path, check(facts).findings, False, planned, whole, tmp_path, 1.0, resumed=last)
+    text, likely = "\n".join(as_text(rehearsal)), as_json(rehearsal)["resumed"]["likely"]
+    assert rehearsal.ok == (resumed_loss == 0.25)
+    assert ("likely: policy.dtensor_cfg._v2: " in text) == named
+    assert (likely is not None and likely["rule"] == "GM209") == named
 
 
 RAY = """Traceback (most recent call last):
