@@ -185,6 +185,8 @@ def _run_rank(index: int, ranks: range, world: int, backend: str, collective_tim
         # A rank that exits breaks the connections of the ranks that are still at work, so it waits for all of them.
         while len(list(folder.glob("*.result"))) < world:
             time.sleep(0.01)
+        # Without this, threads of the backend that still run when the interpreter exits can abort the process.
+        dist.destroy_process_group()
     except BaseException as error:
         # Until this process exits its connections stay open, so ranks that fail because it is gone fail later. The
         # first rank to fail thus creates the link. Creating a link is atomic, even if this process is ended meanwhile.

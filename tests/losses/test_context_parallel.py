@@ -182,10 +182,10 @@ ROWS = {
     "veto": ({"masks": [MASKS["veto"]]}, 2, 0),
     # A prefix's sum and count, each of two runs on two ranks.
     "veto, prefix": ({"masks": [MASKS["veto"], MASKS["prefix_mean"]]}, 2 + 2 * 4, 0),
-    # The mismatch serves weight and mask, the total log-ratio and the advantage OPSM, two rows are GSPO's.
+    # The mismatch serves weight and mask, the total log-ratio OPSM, the log-ratio GSPO, the mean advantage both.
     "corrected": (
         {**VARIANTS["gspo"], **LEVELS["sequence_mean"], "masks": [MASKS["geometric"], MASKS["opsm"]]},
-        5,
+        4,
         1,
     ),
     "corrected, drop_token": ({**VARIANTS["gspo"], **LEVELS["sequence"], "nonfinite": "drop_token"}, 3, 1),
