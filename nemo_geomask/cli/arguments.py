@@ -5,7 +5,13 @@ from __future__ import annotations
 import argparse
 import math
 
-__all__ = ["positive_number"]
+__all__ = ["ACCEPT_HELP", "positive_number"]
+
+ACCEPT_HELP = (
+    "go on, at your own risk, although this API of NeMo-RL differs from the tested versions; its name is the one that "
+    "the error prints (repeatable)"
+)
+"""Help of ``--accept``, which several commands have."""
 
 
 def positive_number(text: str) -> float:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from nemo_geomask.cli.arguments import positive_number
+from nemo_geomask.cli.arguments import ACCEPT_HELP, positive_number
 
 __all__ = ["add_arguments", "run"]
 
@@ -69,6 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="train the last step again from the checkpoint before it, with the same samples, and compare",
     )
+    parser.add_argument("--accept", action="append", default=[], metavar="API", help=ACCEPT_HELP)
     parser.add_argument(
         "--json", type=Path, metavar="FILE", help="write what was found to this file; -: standard output"
     )
@@ -105,6 +106,7 @@ def run(arguments: argparse.Namespace) -> int:
         timeout=arguments.timeout,
         control=arguments.control,
         resume=arguments.resume,
+        accept=arguments.accept,
         folder=arguments.out or Path("results", "rehearsal", Path(arguments.recipe).stem),
         progress=_ProgressPrinter(),
     )

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import argparse
 
+from nemo_geomask.cli.arguments import ACCEPT_HELP
+from nemo_geomask.errors import ConfigError
+
 __all__ = ["add_arguments", "run"]
 
 _EPILOG = """\
@@ -19,6 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments and its help."""
     parser.description = "Run a NeMo-RL script as python would; loss_fn.name chooses every policy loss that it builds."
     parser.epilog = _EPILOG
+    parser.add_argument("--accept", action="append", default=[], metavar="API", help=ACCEPT_HELP)
     parser.add_argument("script", metavar="SCRIPT.py", help="NeMo-RL's script, such as examples/run_grpo.py")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="the script's own arguments")
 
@@ -27,5 +31,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Run the command."""
     from nemo_geomask.hosts.nemo_rl.launch import launch
 
-    launch(arguments.script, arguments.arguments)
+    # The script's own arguments follow it, and NeMo-RL's scripts have no such option.
+    if "--accept" in arguments.arguments or any(item.startswith("--accept=") for item in arguments.arguments):
+        raise ConfigError("--accept: write it before the script: nemo-geomask run --accept API SCRIPT.py …")
+    launch(arguments.script, arguments.arguments, accept=arguments.accept)
     return 0

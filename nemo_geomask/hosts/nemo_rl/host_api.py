@@ -10,6 +10,9 @@ generated, exists only in later commits.
 
 from __future__ import annotations
 
+from pathlib import Path
+
+from nemo_geomask.hosts.nemo_rl.accepted_apis import accepted, check_accepted, not_accepted, warn_of_accepted, way_out
 from nemo_geomask.hosts.nemo_rl.facts import LOSS_CLASS, LOSS_MODULE, TESTED_VERSIONS
 from nemo_geomask.hosts.nemo_rl.host_errors import HostAPIError
 from nemo_geomask.hosts.nemo_rl.installed_version import describe_version, package_folder
@@ -134,17 +137,11 @@ LOSS_INPUT = (
 )
 """Worker code that turns logits into the input of a loss and splits packed rows into sequences."""
 
-_SHARD = ("vocab_parallel_logits", "target", "vocab_start_index", "vocab_end_index")
+_SHARD = ("vocab_parallel_logits", "target", "vocab_start_index", "vocab_end_index", "inference_only")
 _FORWARD = f"{_BACKEND}: geomask"
 FORWARD_LOGPROBS = (
-    Uses(_MODEL_UTILS, "DistributedLogprob", {"forward": _SHARD}, _FORWARD, last=("group", "inference_only")),
-    Uses(
-        _MODEL_UTILS,
-        "ChunkedDistributedLogprob",
-        {"forward": (*_SHARD, "chunk_size")},
-        _FORWARD,
-        last=("tp_group", "inference_only"),
-    ),
+    Uses(_MODEL_UTILS, "DistributedLogprob", {"forward": (*_SHARD, "group")}, _FORWARD),
+    Uses(_MODEL_UTILS, "ChunkedDistributedLogprob", {"forward": (*_SHARD, "chunk_size", "tp_group")}, _FORWARD),
     Uses(
         AUTOMODEL_TRAIN,
         "LogprobsPostProcessor",
@@ -154,8 +151,8 @@ FORWARD_LOGPROBS = (
 )
 """Functions that compute log-probs in forward passes.
 
-The first two take the logits of a vocabulary shard; if their last argument, ``inference_only``, is True, they save
-nothing for a backward pass. The third takes the logits of the whole vocabulary in a DTensor v2 worker.
+The first two take the logits of a vocabulary shard; if ``inference_only`` is True, they save nothing for a backward
+pass. The third takes the logits of the whole vocabulary in a DTensor v2 worker.
 """
 
 _HIDDEN = f"{_BACKEND}: geomask_linear"
@@ -184,30 +181,36 @@ DTENSOR_WORKERS = {_WORKERS: False, f"{_WORKERS}_v2": True}
 """Modules of DTensor workers; True if the worker calls its model through ``forward_with_post_processing_fn``."""
 
 
-def compare_all() -> list[APIState]:
-    """Compare the APIs of all groups in this module with the source of the installed NeMo-RL.
-
-    Raises:
-        MissingDependencyError: NeMo-RL is not importable.
-    """
-    package = package_folder()
+def compare_all(package: Path) -> list[APIState]:
+    """Compare the APIs of all groups in this module with NeMo-RL's source in the package folder ``package``."""
     apis = (*EVERY_RUN, *PRESTEP, *PREV_LOGPROBS, *RECORD, *LOSS_INPUT, *FORWARD_LOGPROBS, *HIDDEN_STATES)
     return [compare(api, package) for api in apis]
 
 
 def require_every_run() -> None:
-    """Check the APIs that every run relies on.
+    """Check the APIs that every run relies on, and those that the user accepts with ``--accept``.
 
     Raises:
         HostAPIError: an API differs; the message names it, the installed version and the tested ones.
+        ConfigError: an accepted API does not differ.
         MissingDependencyError: NeMo-RL is not importable.
     """
     package = package_folder()
-    states = [state for state in (compare(api, package) for api in EVERY_RUN) if state.difference]
-    if states:
-        differences = "\n".join(f"  {state.api}: {state.difference}" for state in states)
+    if accepted():
+        differences = [difference for state in compare_all(package) for difference in state.differences]
+        check_accepted(differences)
+        warn_of_accepted(differences)
+    states = [compare(api, package) for api in EVERY_RUN]
+    remaining = not_accepted(difference for state in states for difference in state.differences)
+    if remaining:
+        lines = [
+            f"  {state.api}: {state.difference}" for state in states if not set(remaining).isdisjoint(state.differences)
+        ]
         raise HostAPIError(
             f"NeMo-RL {describe_version()} ({package}) differs from the versions that nemo_geomask knows (tested: "
-            f"{TESTED_VERSIONS}), so a loss selected by loss_fn.name might not be the one that trains:\n{differences}\n"
-            "Use a tested NeMo-RL, or a version of nemo_geomask that knows this one"
+            f"{TESTED_VERSIONS}), so a loss selected by loss_fn.name might not be the one that trains:\n"
+            + "\n".join(lines)
+            + "\n"
+            f"Use a tested NeMo-RL, or a version of nemo_geomask that knows this one{way_out(remaining)}. See "
+            "docs/new_nemo_rl.md"
         )

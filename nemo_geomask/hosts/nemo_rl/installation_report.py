@@ -17,8 +17,9 @@ from typing import Any
 import nemo_geomask
 from nemo_geomask.errors import GeomaskError, MissingDependencyError, Problem
 from nemo_geomask.hosts.nemo_rl import environment_probe, host_api, worker_setup
+from nemo_geomask.hosts.nemo_rl.accepted_apis import way_out
 from nemo_geomask.hosts.nemo_rl.facts import TESTED_VERSIONS
-from nemo_geomask.hosts.nemo_rl.installed_version import describe_version
+from nemo_geomask.hosts.nemo_rl.installed_version import describe_version, package_folder
 from nemo_geomask.losses import available
 
 __all__ = ["RAY_TIMEOUT", "InstallationReport", "check_python", "examine_installation"]
@@ -151,7 +152,7 @@ def _add_losses(report: InstallationReport) -> None:
 
 def _add_api_states(report: InstallationReport) -> None:
     try:
-        states = host_api.compare_all()
+        states = host_api.compare_all(package_folder())
         version = describe_version()
     except (MissingDependencyError, ImportError) as error:
         report.start_section("NeMo-RL")
@@ -163,7 +164,7 @@ def _add_api_states(report: InstallationReport) -> None:
         label = "absent" if state.is_absent else "wrong" if state.difference else "ok"
         report.lines.append(f"  {label:<7} {state.api}" + (f": {state.difference}" if state.difference else ""))
         if state.difference:
-            report.add_problem(f"NeMo-RL {version}", f"{state.api}: {state.difference}")
+            report.add_problem(f"NeMo-RL {version}", f"{state.api}: {state.difference}{way_out(state.differences)}")
 
 
 def _nemo_rl_workers(report: InstallationReport) -> Iterator[tuple[str, str | None]]:

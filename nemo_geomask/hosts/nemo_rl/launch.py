@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from nemo_geomask.errors import ConfigError, GeomaskError
+from nemo_geomask.hosts.nemo_rl import accepted_apis
 from nemo_geomask.hosts.nemo_rl.facts import prev_readers
 from nemo_geomask.hosts.nemo_rl.loss_dispatch import install
 from nemo_geomask.losses import build_loss
@@ -19,13 +20,19 @@ from nemo_geomask.recipe import ROOT_VARIABLE, load_recipe, nemo_rl_root
 __all__ = ["launch"]
 
 
-def launch(script: str, arguments: Sequence[str]) -> None:
+def launch(script: str, arguments: Sequence[str], *, accept: Sequence[str] = ()) -> None:
     """Run ``script`` as ``python script arguments...`` would, after :func:`~nemo_geomask.install`.
 
     The script runs as ``__main__``, with its own ``sys.argv`` and its folder first on ``sys.path``.
 
+    Args:
+        script: path of the script.
+        arguments: its arguments.
+        accept: dotted names of NeMo-RL APIs that may differ from the tested versions.
+
     Raises:
-        ConfigError: the script does not exist, or the loss that the recipe names cannot be built. The loss is checked
+        ConfigError: the script does not exist, an API in ``accept`` does not differ, or the loss that the recipe names
+            cannot be built. The loss is checked
             here, because NeMo-RL builds it only after starting Ray and loading the tokenizer and data sets.
         HostAPIError, MissingDependencyError: see :func:`~nemo_geomask.install`.
     """
@@ -37,6 +44,7 @@ def launch(script: str, arguments: Sequence[str]) -> None:
     root = nemo_rl_root()
     if root is not None:
         os.environ.setdefault(ROOT_VARIABLE, str(root))
+    accepted_apis.accept(accept)
     install()
     _check_recipe(arguments)
     sys.argv = [script, *arguments]

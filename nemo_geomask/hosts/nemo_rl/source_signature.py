@@ -10,45 +10,62 @@ import importlib
 import inspect
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from inspect import Parameter
 from pathlib import Path
 from typing import Any
 
+from nemo_geomask.hosts.nemo_rl.accepted_apis import APIDifference, not_accepted, warn_of_accepted, way_out
 from nemo_geomask.hosts.nemo_rl.facts import LOSS_CLASS, TESTED_VERSIONS
 from nemo_geomask.hosts.nemo_rl.host_errors import HostAPIError
 from nemo_geomask.hosts.nemo_rl.installed_version import describe_version
 
-__all__ = ["APIState", "Builder", "Signature", "Uses", "compare", "import_targets"]
+__all__ = ["APIState", "Builder", "Signature", "Uses", "compare", "import_targets", "parse_module"]
 
 _LOSS_PACKAGE = "nemo_rl.algorithms.loss"
-Parameters = Mapping[str, tuple[str, ...]]  # parameter names of functions, by the function's name
+Parameters = tuple[Parameter, ...]
+_STARS = {Parameter.VAR_POSITIONAL: "*", Parameter.VAR_KEYWORD: "**"}
 
 
 @dataclass(frozen=True)
 class Signature:
-    """A method that every run relies on, with its exact parameters.
+    """A function or method that every run relies on, with its parameters.
+
+    A version may add parameters behind the known ones if they have defaults.
 
     Attributes:
         module: the module that defines it.
         path: dotted path in the module, ``Class.method``.
-        accepted: the known parameter lists; names of ``*args`` and ``**kwargs`` carry their stars.
+        forms: the known parameter lists; names of ``*args`` and ``**kwargs`` carry their stars.
+        optional: True if some tested versions do not have the module.
     """
 
     module: str
     path: str
-    accepted: tuple[tuple[str, ...], ...]
+    forms: tuple[tuple[str, ...], ...]
+    optional: bool = False
 
     def __str__(self) -> str:
-        return f"{self.module}.{self.path}({', '.join(self.accepted[-1])})"
+        return f"{self.name}({', '.join(self.forms[-1])})"
 
-    def difference(self, tree: ast.Module) -> str | None:
-        """Describe how the parsed module differs; None if it does not."""
+    @property
+    def name(self) -> str:
+        """Dotted name, as ``--accept`` takes it."""
+        return f"{self.module}.{self.path}"
+
+    def differences(self, tree: ast.Module) -> list[APIDifference]:
+        """Return how the parsed module differs."""
         node: ast.AST | None = tree
         for name in self.path.split("."):
             node = next((child for child in _body(node) if getattr(child, "name", None) == name), None)
         if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            return "is not defined there"
-        parameters = tuple(_parameter_names(node.args))
-        return None if parameters in self.accepted else f"takes ({', '.join(parameters)})"
+            return [APIDifference(self.name, "is not defined there", is_missing=True)]
+        parameters = _parameters(node.args)
+        if any(_fits(form, parameters) for form in self.forms):
+            return []
+        names = [name.lstrip("*") for form in self.forms for name in form]
+        required = [item.name for item in parameters if item.name not in names and _is_required(item)]
+        reason = f", where {', '.join(required)} has no default" if required else ""
+        return [APIDifference(self.name, f"takes ({_join(parameters)}){reason}")]
 
 
 @dataclass(frozen=True)
@@ -64,10 +81,15 @@ class Builder:
     optional: bool = False
 
     def __str__(self) -> str:
-        return f"{self.module} builds {LOSS_CLASS}(cfg)"
+        return f"{self.name} builds {LOSS_CLASS}(cfg)"
 
-    def difference(self, tree: ast.Module) -> str | None:
-        """Describe how the parsed module differs; None if it does not."""
+    @property
+    def name(self) -> str:
+        """Dotted name, as ``--accept`` takes it."""
+        return self.module
+
+    def differences(self, tree: ast.Module) -> list[APIDifference]:
+        """Return how the parsed module differs."""
         names = {
             alias.asname or alias.name
             for node in ast.walk(tree)
@@ -81,14 +103,14 @@ class Builder:
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in names
         ]
         if not calls:
-            return f"does not call {LOSS_CLASS} from {_LOSS_PACKAGE}"
+            return [APIDifference(self.name, f"does not call {LOSS_CLASS} from {_LOSS_PACKAGE}")]
         for call in calls:
             keywords = {keyword.arg for keyword in call.keywords}
             has_star = any(isinstance(argument, ast.Starred) for argument in call.args)
             accepted = keywords <= {"cfg", "use_fused_linear_logprobs"} and 1 <= len(call.args) + len(keywords) <= 2
             if has_star or not accepted:
-                return f"calls {ast.unparse(call)}"
-        return None
+                return [APIDifference(self.name, f"calls {ast.unparse(call)}")]
+        return []
 
 
 @dataclass(frozen=True)
@@ -102,7 +124,6 @@ class Uses:
         settings: the settings that need them, for messages.
         calls: further functions that are called.
         optional: True if some tested versions have none of ``methods``; a version has all of them or none.
-        last: the last parameters of each of ``methods``, where the wrapper tells arguments by position.
     """
 
     module: str
@@ -111,7 +132,6 @@ class Uses:
     settings: str
     calls: tuple[str, ...] = ()
     optional: bool = False
-    last: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         return f"{self.target_name}: {', '.join(self.names)} (for {self.settings} only)"
@@ -126,40 +146,46 @@ class Uses:
         """Names of all functions, wrapped or called."""
         return (*self.methods, *self.calls)
 
-    def is_present(self, defined: Parameters) -> bool:
+    def is_present(self, defined: Mapping[str, Parameters]) -> bool:
         """Return True unless the functions are optional and this version, which defines those, has none of them."""
         return not self.optional or any(name in defined for name in self.methods)
 
-    def difference(self, defined: Parameters) -> str | None:
-        """Describe how the functions that this version defines differ; None if they do not."""
-        if not self.is_present(defined):
-            return None
+    def differences(self, defined: Mapping[str, Parameters]) -> list[APIDifference]:
+        """Return how the functions that this version defines differ.
+
+        Args:
+            defined: parameters of the functions, by name.
+        """
+        return list(self._differences(defined)) if self.is_present(defined) else []
+
+    def _differences(self, defined: Mapping[str, Parameters]) -> Iterator[APIDifference]:
         for name in self.names:
             function = f"{self.target_name}.{name}"
             if name not in defined:
-                return f"{function} is not defined"
-            parameters = defined[name]
+                yield APIDifference(function, f"{function} is not defined", is_missing=True)
+                continue
+            parameters = {parameter.name for parameter in defined[name]}
             missing = [parameter for parameter in self.methods.get(name, ()) if parameter not in parameters]
             if missing:
-                return f"{function} takes ({', '.join(parameters)}), without {', '.join(missing)}"
-            if name in self.methods and self.last != parameters[len(parameters) - len(self.last) :]:
-                return f"{function} takes ({', '.join(parameters)}), not {', '.join(self.last)} at the end"
-        return None
+                message = f"{function} takes ({_join(defined[name])}), without {', '.join(missing)}"
+                yield APIDifference(function, message)
 
-    def defined_in_source(self, tree: ast.Module) -> Parameters:
+    def defined_in_source(self, tree: ast.Module) -> dict[str, Parameters]:
         """Parameters of those of ``names`` that a parsed module defines."""
         owners = [node for node in tree.body if getattr(node, "name", None) == self.owner] if self.owner else [tree]
         return {
-            node.name: tuple(_parameter_names(node.args))
+            node.name: _parameters(node.args)
             for owner in owners
             for node in _body(owner)
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name in self.names
         }
 
-    def defined_in(self, target: Any) -> Parameters:
+    def defined_in(self, target: Any) -> dict[str, Parameters]:
         """Parameters of those of ``names`` that an imported class or module defines."""
         members = {} if target is None else vars(target)
-        return {name: tuple(inspect.signature(members[name]).parameters) for name in self.names if name in members}
+        return {
+            name: tuple(inspect.signature(members[name]).parameters.values()) for name in self.names if name in members
+        }
 
     def require(self, module: Any, *, otherwise: str) -> None:
         """Check the functions in the imported :attr:`module`.
@@ -174,11 +200,14 @@ class Uses:
         self._require(getattr(module, self.owner, None) if self.owner else module, otherwise)
 
     def _require(self, target: Any, otherwise: str) -> None:
-        difference = self.difference(self.defined_in(target))
-        if difference:
+        all_differences = self.differences(self.defined_in(target))
+        warn_of_accepted(all_differences)
+        differences = not_accepted(all_differences)
+        if differences:
             raise HostAPIError(
                 f"NeMo-RL {describe_version()} differs from the versions that nemo_geomask knows (tested: "
-                f"{TESTED_VERSIONS}): {difference}. {otherwise}, or use a tested NeMo-RL"
+                f"{TESTED_VERSIONS}): {'; '.join(difference.message for difference in differences)}. {otherwise}, or "
+                f"use a tested NeMo-RL{way_out(differences)}"
             )
 
 
@@ -212,37 +241,106 @@ class APIState:
 
     Attributes:
         api: the API, described in words.
-        difference: how the installed source differs; None if it does not.
+        differences: how the installed source differs.
         is_absent: True if this version does not have the API and does not need it.
     """
 
     api: str
-    difference: str | None = None
+    differences: tuple[APIDifference, ...] = ()
     is_absent: bool = False
+
+    @property
+    def difference(self) -> str:
+        """The differences in words; empty if there are none."""
+        return "; ".join(difference.message for difference in self.differences)
 
 
 def compare(api: Signature | Builder | Uses, package: Path) -> APIState:
     """Compare an API with the source in the package folder ``package``."""
-    path = package.joinpath(*api.module.split(".")[1:]).with_suffix(".py")
-    if not path.is_file():
-        if not isinstance(api, Signature) and api.optional:
+    tree = parse_module(api.module, package)
+    if tree is None:
+        if api.optional:
             return APIState(str(api), is_absent=True)
-        return APIState(str(api), "there is no such module")
-    tree = ast.parse(path.read_text(encoding="utf-8"))
+        names = [f"{api.target_name}.{name}" for name in api.names] if isinstance(api, Uses) else [api.name]
+        # A trainer that is not there builds no loss, and a run may do without it.
+        is_missing = not isinstance(api, Builder)
+        message = "there is no such module"
+        return APIState(str(api), tuple(APIDifference(name, message, is_missing=is_missing) for name in names[:1]))
     if isinstance(api, Uses):
         defined = api.defined_in_source(tree)
-        return APIState(str(api), api.difference(defined), is_absent=not api.is_present(defined))
-    return APIState(str(api), api.difference(tree))
+        return APIState(str(api), tuple(api.differences(defined)), is_absent=not api.is_present(defined))
+    return APIState(str(api), tuple(api.differences(tree)))
+
+
+def parse_module(module: str, package: Path) -> ast.Module | None:
+    """Parse a module of the package in the folder ``package``; None if there is no such module.
+
+    Args:
+        module: dotted name, which begins with the package's.
+        package: folder of the package.
+    """
+    path = package.joinpath(*module.split(".")[1:])
+    for file in (path.with_suffix(".py"), path / "__init__.py"):
+        if file.is_file():
+            return ast.parse(file.read_text(encoding="utf-8"))
+    return None
 
 
 def _body(node: ast.AST | None) -> list[ast.stmt]:
     return node.body if isinstance(node, ast.Module | ast.ClassDef) else []
 
 
-def _parameter_names(arguments: ast.arguments) -> Iterator[str]:
-    yield from (argument.arg for argument in (*arguments.posonlyargs, *arguments.args))
+def _parameters(arguments: ast.arguments) -> Parameters:
+    """Return the parameters of a parsed function; the default of one that has any is ``...``."""
+    positional = [*arguments.posonlyargs, *arguments.args]
+    required = len(positional) - len(arguments.defaults)
+    parameters = [
+        Parameter(
+            argument.arg,
+            Parameter.POSITIONAL_ONLY if index < len(arguments.posonlyargs) else Parameter.POSITIONAL_OR_KEYWORD,
+            default=Parameter.empty if index < required else ...,
+        )
+        for index, argument in enumerate(positional)
+    ]
     if arguments.vararg:
-        yield f"*{arguments.vararg.arg}"
-    yield from (argument.arg for argument in arguments.kwonlyargs)
+        parameters.append(Parameter(arguments.vararg.arg, Parameter.VAR_POSITIONAL))
+    for argument, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True):
+        default_value = Parameter.empty if default is None else ...
+        parameters.append(Parameter(argument.arg, Parameter.KEYWORD_ONLY, default=default_value))
     if arguments.kwarg:
-        yield f"**{arguments.kwarg.arg}"
+        parameters.append(Parameter(arguments.kwarg.arg, Parameter.VAR_KEYWORD))
+    return tuple(parameters)
+
+
+def _fits(form: tuple[str, ...], parameters: Parameters) -> bool:
+    """Return True if callers that know ``form`` can call a function with ``parameters``.
+
+    The known parameters come first and in their order. Behind them, any number of parameters with defaults may follow.
+    """
+    keyword_only = {parameter.name for parameter in parameters if parameter.kind is Parameter.KEYWORD_ONLY}
+    known = [name for name in form if not name.startswith("*")]
+    known_positional = [name for name in known if name not in keyword_only]
+    positional = [
+        parameter
+        for parameter in parameters
+        if parameter.kind in (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
+    ]
+    if [parameter.name for parameter in positional[: len(known_positional)]] != known_positional:
+        return False
+    if any(_is_required(parameter) for parameter in parameters if parameter.name not in known):
+        return False
+    kinds = {parameter.kind for parameter in parameters}
+    if any(name.startswith("**") for name in form) and Parameter.VAR_KEYWORD not in kinds:
+        return False
+    if not any(name.startswith("*") and not name.startswith("**") for name in form):
+        return True
+    # A further positional parameter would take an argument that is meant for *args.
+    return Parameter.VAR_POSITIONAL in kinds and len(positional) == len(known_positional)
+
+
+def _is_required(parameter: Parameter) -> bool:
+    return parameter.kind not in _STARS and parameter.default is Parameter.empty
+
+
+def _join(parameters: Parameters) -> str:
+    return ", ".join(_STARS.get(parameter.kind, "") + parameter.name for parameter in parameters)

@@ -47,6 +47,7 @@ _PACKED_LOSSES = {
     "SequencePackingLossWrapper": packed_microbatch.loss_by_sequence,
     "SequencePackingFusionLossWrapper": packed_microbatch.loss_at_once,
 }
+_SHARD_PARAMETERS = {name for uses in host_api.FORWARD_LOGPROBS for name in uses.methods.get("forward", ())}
 
 
 def prepare(*, backends: Collection[str] = ("geomask",)) -> bool:
@@ -182,10 +183,18 @@ def _import_unpatched(
 def _subclass_shard_logprobs(original: Any) -> Any:
     """Subclass an autograd function of NeMo-RL that takes a vocabulary shard; forward passes then use our kernels."""
 
+    signature = inspect.signature(original.forward)
+
     def apply(logits: Any, target: Any, *rest: Any) -> Any:
-        *_, group, inference_only = rest
-        if inference_only is not True:
+        arguments = signature.bind(None, logits, target, *rest).arguments  # None: autograd's context
+        # A parameter that only later versions have may change the result, so such a call is left to NeMo-RL.
+        has_unknown = any(
+            name not in _SHARD_PARAMETERS and value is not signature.parameters[name].default
+            for name, value in list(arguments.items())[1:]
+        )
+        if arguments.get("inference_only") is not True or has_unknown:
             return original.apply(logits, target, *rest)
+        group = arguments["tp_group"] if "tp_group" in arguments else arguments["group"]
         return forward_logprobs(logits, target, group)
 
     return type(original.__name__, (original,), {"apply": staticmethod(apply), "__module__": original.__module__})

@@ -111,6 +111,7 @@ def rehearse(
     timeout: float = 600.0,
     control: bool = False,
     resume: bool = False,
+    accept: Sequence[str] = (),
     folder: Path,
     progress: Callable[[Sequence[dict[str, object]]], None] = lambda events: None,
 ) -> Rehearsal:
@@ -125,6 +126,7 @@ def rehearse(
         timeout: time limit of each run, in seconds.
         control: run it again with NeMo-RL's own loss, if that has the recipe's settings.
         resume: train the last step again, from the checkpoint of the step before.
+        accept: dotted names of NeMo-RL APIs that may differ from the tested versions.
         folder: folder for model, prompts, log and checkpoints. An earlier rehearsal in it is deleted once this one is
             planned.
         progress: called with the events so far, several times a second.
@@ -151,7 +153,7 @@ def rehearse(
     if report.count("error"):
         seconds = time.monotonic() - began
         return Rehearsal(Path(recipe), checkout, report.findings, gpus, None, None, folder, seconds)
-    settings = _RunSettings(checkout, steps, ranks, own_environment, gpus, timeout, resume, progress)
+    settings = _RunSettings(checkout, steps, ranks, own_environment, gpus, timeout, resume, tuple(accept), progress)
     planned = _make_plan(facts, folder, settings)
     if folder.exists():
         shutil.rmtree(folder)
@@ -201,6 +203,7 @@ class _RunSettings:
     gpus: bool
     timeout: float
     resume: bool
+    accept: tuple[str, ...]
     progress: Callable[[Sequence[dict[str, object]]], None]
 
 
@@ -253,7 +256,8 @@ def _run(
         resumed_steps = settings.steps - 1
     script = str(settings.checkout / planned.script)
     arguments = [script, "--config", str(facts.recipe.path.resolve()), *overrides, *planned.overrides]
-    command = [sys.executable, "-m", "nemo_geomask.cli", "run", str(Path(driver.__file__)), *arguments]
+    accept = [part for name in settings.accept for part in ("--accept", name)]
+    command = [sys.executable, "-m", "nemo_geomask.cli", "run", *accept, str(Path(driver.__file__)), *arguments]
     (folder / _COMMAND).write_text("\n".join(command), encoding="utf-8")
     events = folder / "events.jsonl"
     started = time.time()

@@ -100,14 +100,27 @@ def test_forward_passes_take_our_kernels_where_a_loss_does(host):
         assert kind.apply(logits, targets, 0, 7, *chunk, None).startswith("NeMo-RL's own")
     uninstall()
     assert {name: getattr(module, name) for name in names} == before
-    # Told by their place: a parameter that comes after them would be taken for one of them.
     shards = "vocab_parallel_logits, target, vocab_start_index, vocab_end_index"
-    for parameters in ("logits", f"{shards}, chunk_size, tp_group, inference_only, temperature"):
+    for parameters in ("logits", f"{shards}, chunk_size, inference_only"):
         module.ChunkedDistributedLogprob.forward = eval(f"lambda ctx, {parameters}: None")
         with pytest.raises(
             HostAPIError, match=r"ChunkedDistributedLogprob\.forward.*Set loss_fn.logprob_backend: nemo_rl"
         ):
             prepare_worker()
+
+
+def test_a_forward_pass_with_an_unknown_argument_stays_nemo_rls(host):
+    host()
+    module = importlib.import_module("nemo_rl.distributed.model_utils")
+    shards = "vocab_parallel_logits, target, vocab_start_index, vocab_end_index"
+    forward = f"lambda ctx, {shards}, group, inference_only=False, scale=None: 'NeMo-RL with ' + str(scale)"
+    module.DistributedLogprob.forward = staticmethod(eval(forward))
+    prepare_worker()
+    logits, targets = torch.zeros(1, 2, 4), torch.tensor([[0, 3]])
+    apply = module.DistributedLogprob.apply
+    for further in ((), (None,)):
+        torch.testing.assert_close(apply(logits, targets, 0, 4, None, True, *further), torch.full((1, 2), 0.25).log())
+    assert apply(logits, targets, 0, 4, None, True, 2.0) == "NeMo-RL with 2.0"
 
 
 def test_without_nemo_rl_there_is_nothing_to_prepare(host, monkeypatch):
