@@ -64,8 +64,8 @@ def run(arguments: argparse.Namespace) -> int:
         SweepOptions(
             directory=arguments.directory,
             step_count=arguments.steps,
-            is_last=arguments.last,
-            has_grid=arguments.grid,
+            last_steps_only=arguments.last,
+            include_grid=arguments.grid,
             at=arguments.at,
             recipe=arguments.recipe,
             output="json" if arguments.json else "block" if arguments.recommend else "tables",

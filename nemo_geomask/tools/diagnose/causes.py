@@ -1,8 +1,7 @@
-"""Table of the causes that a mismatch may have: what each is, how it is detected, its threshold and what to do.
+"""Table of the possible causes of a mismatch: what each is, how it is detected, its threshold and what to do.
 
-Bugs come first, because a bug explains everything else that the records show. Among the causes that locate the
-mismatch in one part of the data, the one that accounts for most of it is chosen; see
-:mod:`nemo_geomask.tools.diagnose.cause_selection`.
+Bugs come first, because a bug can explain everything else that the records show. Several causes locate the mismatch in
+one part of the data; :mod:`nemo_geomask.tools.diagnose.cause_selection` chooses the one that accounts for most of it.
 """
 
 from __future__ import annotations
@@ -28,9 +27,9 @@ class Cause:
 
     Attributes:
         id: identifier for programs.
-        name: noun phrase for the sentence of the verdict.
-        is_bug: True if something is broken, however small the mismatch is.
-        threshold: limit of the value that ``detect`` measures.
+        name: noun phrase that completes the verdict's sentence.
+        is_bug: True if the cause is a fault that makes the run broken however small the mismatch is.
+        threshold: the cause is shown if the value that ``detect`` measures exceeds this.
         rationale: meaning of the threshold, and its source.
         action: what to do about the cause.
         detect: function that looks for the cause.
@@ -48,7 +47,7 @@ class Cause:
 _SOURCE = "our threshold, measured on planted causes, see docs/diagnose.md"
 _PART_RATIONALE = f"the part's share of the mismatch minus its share of the expected mismatch; {_SOURCE}"
 CAUSES: tuple[Cause, ...] = (
-    # The filter precedes zero_logprobs: where it leaves a single token, that token has a log-prob of 0.
+    # `filtered` precedes `zero_logprobs`: where the filter leaves a single token, that token has a log-prob of 0.
     Cause(
         "filtered",
         "log-probs renormalised by top-p or top-k in the generation engine only",

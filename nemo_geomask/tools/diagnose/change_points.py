@@ -14,15 +14,15 @@ from nemo_geomask.tools.diagnose.record_reader import Array
 __all__ = ["MIN_NOISE", "MIN_RISE", "MIN_SCORE", "ChangePoint", "find_change"]
 
 MIN_RISE = math.log(1.5)
-"""Change of the logarithm of a mismatch that counts: by a factor of 1.5."""
+"""Smallest change of a mismatch's logarithm that counts as a change: a factor of 1.5."""
 MIN_SCORE = 6.0
-"""Standard errors that such a change must exceed."""
+"""Number of standard errors that such a change must exceed."""
 MIN_NOISE = 0.05
-"""Standard deviation that the logarithm of a mismatch has at least from step to step."""
+"""Lower limit of the standard deviation, from step to step, of a mismatch's logarithm."""
 MIN_BEFORE, MIN_AFTER = 3, 2
 """Number of values that must precede and follow a change."""
-SLOPE_ADVANTAGE = 0.8
-"""A slope is preferred to a jump if its squared residual is smaller by this factor."""
+MAX_SLOPE_RESIDUAL = 0.8
+"""A slope replaces the best fit so far only if its squared residual is below this fraction of that fit's."""
 
 
 class ChangePoint(NamedTuple):
@@ -41,13 +41,13 @@ class ChangePoint(NamedTuple):
     is_gradual: bool
 
 
-def find_change(series: Sequence[float], least_noise: float) -> ChangePoint | None:
+def find_change(series: Sequence[float], min_noise: float) -> ChangePoint | None:
     """Return the jump, or the beginning of a slope, that explains most of a series; None if it is too short.
 
     Args:
         series: finite values in the order of the steps; logarithms for a quantity that changes by factors.
-        least_noise: lower limit of the standard deviation of a value. The deviation itself is estimated from the
-            differences of successive values, so that neither a smooth trend nor noise passes for a certain change.
+        min_noise: lower limit of the standard deviation of a value. The deviation itself is estimated from the
+            differences of successive values, so that neither a smooth trend nor noise is taken for a change.
     """
     values = np.asarray(series, dtype=float)
     count = len(values)
@@ -56,15 +56,15 @@ def find_change(series: Sequence[float], least_noise: float) -> ChangePoint | No
     time = np.arange(count, dtype=float)
     best: tuple[float, int, bool] | None = None
     for index in range(MIN_BEFORE, count - MIN_AFTER + 1):
-        since = np.maximum(time - index + 1, 0.0)  # 0 before the change, then 1, 2, …
-        for shape, is_gradual in ((np.sign(since), False), (since, True), (np.log1p(since), True)):
+        steps_since = np.maximum(time - index + 1, 0.0)  # 0 before the change, then 1, 2, …
+        for shape, is_gradual in ((np.sign(steps_since), False), (steps_since, True), (np.log1p(steps_since), True)):
             residual = _squared_residual(values, shape)
-            if best is None or residual < best[0] * (SLOPE_ADVANTAGE if is_gradual else 1.0):
+            if best is None or residual < best[0] * (MAX_SLOPE_RESIDUAL if is_gradual else 1.0):
                 best = residual, index, is_gradual
     assert best is not None
     _, index, is_gradual = best
     rise = float(values[index:].mean() - values[:index].mean())
-    noise = max(least_noise, _step_noise(values))
+    noise = max(min_noise, _step_noise(values))
     score = rise / (noise * math.sqrt(1 / index + 1 / (count - index)))
     return ChangePoint(index, rise, score, is_gradual)
 

@@ -43,7 +43,7 @@ REPLICATES = 100
 """Bootstrap replicates over sequences."""
 
 MAX_VARIANCE = 1.1
-"""Largest variance of a recommended candidate, as a multiple of the variance without correction."""
+"""Largest variance that a recommended candidate may have, as a multiple of the variance without correction."""
 
 PARTS = ("all", "training engine likelier", "generation engine likelier", "good", "bad", "short", "long")
 """Parts of the tokens: all; Δ > 0; Δ < 0; A > 0; A < 0; in responses up to the step's median length; in longer ones."""
@@ -59,7 +59,7 @@ DEFINITIONS = {
 """Formulas of the measures, with a token's coefficient c, reference gradient g and advantage A."""
 
 _SUMS = ("n", "zero", "|c-ρ||g|", "ρ|g|", "(cg)²", "g²", "c", "c²", "cA", "A")
-"""Columns of :attr:`CandidateOutcome.sums`: sums over tokens that the measures are made of."""
+"""Columns of :attr:`CandidateOutcome.sums`: sums over tokens, from which the measures are computed."""
 
 _Sums = Mapping[str, Array]
 _MEASURES: dict[str, Callable[[_Sums], Array]] = {
@@ -77,10 +77,10 @@ class CandidateOutcome:
 
     Attributes:
         candidate: the candidate.
-        tokens: [len(PARTS)], tokens of each part.
-        removed: [len(PARTS)], how many of them have the coefficient 0.
-        sums: [1 + REPLICATES, len(_SUMS)], in row 0 over all sequences and in the others over the bootstrap's.
-        skipped: steps that the candidate would not have trained on (a batch veto).
+        tokens: [len(PARTS)], number of tokens in each part.
+        removed: [len(PARTS)], number of them with the coefficient 0.
+        sums: [1 + REPLICATES, len(_SUMS)], row 0 over all sequences, the other rows over the bootstrap's samples.
+        skipped: steps that the candidate's batch veto would have skipped.
         metrics: by step, the metrics that the loss reported.
     """
 
@@ -96,12 +96,12 @@ class CandidateOutcome:
         return float(self._estimates(measure)[0])
 
     def interval(self, measure: str) -> tuple[float, float]:
-        """Return the 95 % interval of a measure over sequences; NaN for both ends if no step was trained on."""
+        """Return the confidence interval of a measure over sequences; NaN for both ends if no step was trained on."""
         replicates = self._estimates(measure)[1:]
         return percentile_interval(replicates[np.isfinite(replicates)])
 
     def _estimates(self, measure: str) -> Array:
-        """Return a measure of all sequences, followed by that of each replicate."""
+        """Return a measure over all sequences, followed by its value in each replicate."""
         with np.errstate(invalid="ignore", divide="ignore"):
             return _MEASURES[measure](dict(zip(_SUMS, self.sums.T, strict=True)))
 
@@ -113,7 +113,7 @@ class CandidateOutcome:
 
 
 _COLUMNS = ("mask", "gen", "prev", "curr", "ref", "advantages")
-"""Recorded columns that a replayed batch is made of."""
+"""Recorded columns that a replayed batch contains, where they were recorded."""
 
 
 def padded_batch(blocks: Iterable[RecordBlock], max_positions: int = 2**22) -> tuple[dict[str, Tensor], int]:
@@ -121,7 +121,7 @@ def padded_batch(blocks: Iterable[RecordBlock], max_positions: int = 2**22) -> t
 
     Args:
         blocks: the step's records.
-        max_positions: largest number of rows times width; sequences beyond it are left out.
+        max_positions: upper limit of rows × width; sequences that would exceed it are left out.
 
     Raises:
         DataError: there is no sequence, or the log-probs of an engine or the advantages were not recorded.
@@ -168,9 +168,9 @@ def replay(
     Args:
         steps: number and batch of each step, the batch from :func:`padded_batch`.
         candidates: the loss of the first one gives the reference gradient.
-        base: settings of ``loss_fn`` below every candidate's, without corrections; ``record`` and ``audit_fraction``
-            are ignored.
-        at: log-probs of the current policy: ``prev``, or ``curr`` where they were recorded.
+        base: settings of ``loss_fn`` that all candidates share, without corrections; ``record`` and
+            ``audit_fraction`` are ignored.
+        at: the recorded log-probs to take for the current policy's: ``prev``, or ``curr`` where they were recorded.
 
     Raises:
         ConfigError: a candidate contradicts the base.
@@ -183,7 +183,7 @@ def replay(
         key = f"{at}_logprobs"
         if key not in batch:
             raise DataError(f"the records have no {at}, the log-probs of the current policy; replay them at prev")
-        # Without a mismatch no candidate corrects, and a ratio against gen is a ratio against π_old.
+        # Without a mismatch no candidate corrects anything, and a ratio to gen equals a ratio to π_old.
         matched = {**batch, GENERATION_LOGPROBS: batch[PREV_LOGPROBS]}
         reference, _, _ = _gradient(losses[0], presteps[0], matched, batch[key][:, 1:])
         for loss, prestep, outcome in zip(losses, presteps, outcomes, strict=True):
@@ -198,14 +198,14 @@ def replay(
 
 def _build_candidate_loss(candidate: Candidate, base: Mapping[str, Any]) -> PolicyLoss:
     settings = {key: value for key, value in base.items() if key not in ("record", "audit_fraction")}
-    # Without the KL penalty, whose gradient no correction changes.
+    # Leave out the KL penalty: no correction changes its gradient.
     return build_loss({**settings, **candidate.settings, "reference_policy_kl_penalty": 0, "compile": False})
 
 
 def select_compatible(
     candidates: Sequence[Candidate], base: Mapping[str, Any]
 ) -> tuple[list[Candidate], dict[str, str]]:
-    """Return the candidates that go with a base, and for each of the others, by name, the error that says why not.
+    """Return the candidates that are compatible with a base, and the error message of each other one, by its name.
 
     Raises:
         ConfigError: ``NO_CORRECTION`` or the recipe's candidate is not compatible, so the base itself is invalid.
@@ -225,7 +225,7 @@ def select_compatible(
 def _gradient(
     loss: PolicyLoss, prestep: PrestepPass, batch: Mapping[str, Tensor], curr: Tensor
 ) -> tuple[Tensor, dict[str, float], bool]:
-    """Return the loss's gradient by ``curr`` [B, T-1], its metrics, and False if the step would be skipped."""
+    """Return the loss's gradient with respect to ``curr`` [B, T-1], its metrics, and False if it skips the step."""
     decision = prestep(batch)
     if not decision.train:
         return torch.zeros_like(curr), decision.metrics, False
@@ -239,7 +239,7 @@ def _gradient(
 def _add_step(
     outcome: CandidateOutcome, step: int, batch: Mapping[str, Tensor], reference: Tensor, gradient: Tensor
 ) -> None:
-    """Add a step's tokens to an outcome: those with a finite mismatch and a reference gradient that is not zero."""
+    """Add a step's tokens with a finite mismatch and a non-zero reference gradient to an outcome."""
     difference = (batch[PREV_LOGPROBS] - batch[GENERATION_LOGPROBS])[:, 1:]
     is_compared = (reference != 0) & torch.isfinite(reference) & torch.isfinite(difference)
     g = reference[is_compared].double().numpy()
@@ -274,7 +274,7 @@ def _add_step(
 
 
 def pareto_front(outcomes: Sequence[CandidateOutcome]) -> list[CandidateOutcome]:
-    """Return the outcomes that no other outcome beats in bias or variance without losing in the other."""
+    """Return the outcomes for which no other outcome has less bias or variance and no more of the other."""
     compared = [outcome for outcome in outcomes if not math.isnan(outcome.value("bias"))]
     points = [(outcome.value("bias"), outcome.value("variance")) for outcome in compared]
     return [
@@ -289,39 +289,40 @@ def recommend(
 ) -> tuple[CandidateOutcome, str]:
     """Return the best outcome and the ``loss_fn`` block that sets its candidate.
 
-    The best candidate has the least bias of those whose variance is at most :data:`MAX_VARIANCE`, by the upper end of
-    its interval, and that skip no step. If its bias is within the interval of "nothing", nothing is recommended.
+    The best candidate has the least bias of those that skip no step and whose variance is at most
+    :data:`MAX_VARIANCE`, judged by the upper end of its interval. If its bias is within the interval of the bias
+    without correction, the outcome without correction is returned.
 
     Args:
-        outcomes: from :func:`replay`; the first is that of "nothing".
-        base: settings below every candidate's.
+        outcomes: from :func:`replay`; the first is that of ``NO_CORRECTION``.
+        base: settings that all candidates share.
 
     Raises:
         DataError: no token has a gradient.
     """
-    nothing = outcomes[0]
-    if not nothing.tokens[0] and not nothing.skipped:
+    uncorrected = outcomes[0]
+    if not uncorrected.tokens[0] and not uncorrected.skipped:
         raise DataError("the records hold no trained token with log-probs of both engines and an advantage")
     allowed = [
         outcome
         for outcome in outcomes
         if outcome.interval("variance")[1] <= MAX_VARIANCE and not outcome.skipped and outcome.candidate.settings
     ]
-    best = min(allowed, key=lambda outcome: (outcome.value("bias"), outcome.value("variance")), default=nothing)
-    if best.value("bias") >= nothing.interval("bias")[0]:
-        best = nothing
+    best = min(allowed, key=lambda outcome: (outcome.value("bias"), outcome.value("variance")), default=uncorrected)
+    if best.value("bias") >= uncorrected.interval("bias")[0]:
+        best = uncorrected
     return best, format_loss_block(best, outcomes, base or {})
 
 
 def format_loss_block(best: CandidateOutcome, outcomes: Sequence[CandidateOutcome], base: Mapping[str, Any]) -> str:
-    """Return YAML of the ``loss_fn`` with a candidate's settings on top of the base's, with its measures as comments.
+    """Return the YAML of a ``loss_fn`` with the base's and a candidate's settings, and its measures as comments.
 
     Args:
         best: the candidate's outcome.
-        outcomes: of all candidates; the first is that of "nothing".
-        base: settings below the candidate's.
+        outcomes: outcomes of all candidates; the first is that of ``NO_CORRECTION``.
+        base: settings that all candidates share; the candidate's settings override them.
     """
-    nothing = outcomes[0]
+    uncorrected = outcomes[0]
 
     def percent(outcome: CandidateOutcome, measure: str) -> str:
         low, high = (100 * end for end in outcome.interval(measure))
@@ -330,7 +331,7 @@ def format_loss_block(best: CandidateOutcome, outcomes: Sequence[CandidateOutcom
     low, high = best.interval("variance")
     lines = [
         f"# {best.candidate.name} ({best.candidate.source}), of {len(outcomes)} candidates:",
-        f"# bias of the gradient {percent(best, 'bias')}; without correction {percent(nothing, 'bias')}",
+        f"# bias of the gradient {percent(best, 'bias')}; without correction {percent(uncorrected, 'bias')}",
         f"# variance {best.value('variance'):.3g} ({low:.3g} to {high:.3g}) times that without correction; "
         f"{MAX_VARIANCE:g} times is allowed",
         f"# removes {percent(best, 'removed')} of the tokens; shifts the mean advantage by "
@@ -344,6 +345,6 @@ def format_loss_block(best: CandidateOutcome, outcomes: Sequence[CandidateOutcom
     try:
         build_loss(settings)
     except ConfigError:
-        # The candidate reads π_old of all sequences, so that the base cannot ask for a sample of it.
+        # audit_fraction computes π_old for some sequences only, and the candidate needs it for all of them.
         settings.pop("audit_fraction", None)
     return "\n".join([*lines, *(f"  {key}: {inline_yaml(value)}" for key, value in settings.items())])

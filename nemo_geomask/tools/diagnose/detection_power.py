@@ -15,38 +15,39 @@ from pathlib import Path
 from typing import Any
 
 from nemo_geomask.tools.diagnose.causes import CAUSES
-from nemo_geomask.tools.diagnose.planted_logs import PLANTS, STRENGTHS, RunShape, planted_run
+from nemo_geomask.tools.diagnose.planted_logs import PLANTED_CAUSES, STRENGTHS, RunShape, planted_run
 from nemo_geomask.tools.diagnose.record_sources import find_runs
 from nemo_geomask.tools.diagnose.run_survey import survey_run
 from nemo_geomask.tools.diagnose.thresholds import HEALTH_LIMITS
 from nemo_geomask.tools.diagnose.verdict import diagnose
 from nemo_geomask.tools.shared.markdown import markdown_table, replace_marked_text
 
-__all__ = ["measure_clean_runs", "measure_plants", "rewrite"]
+__all__ = ["measure_clean_runs", "measure_planted_causes", "rewrite"]
 
 ONSET = 7
-"""First step of the planted cause, in runs that begin without it."""
+"""First step with the planted cause, in runs that begin without it."""
 CLEAN_RUNS = 100
 FIRST_PLANTED_SEED = 1000
 
 
-def measure_plants(seeds: int, causes: Sequence[str]) -> dict[str, list[dict[str, Any]]]:
+def measure_planted_causes(seeds: int, causes: Sequence[str]) -> dict[str, list[dict[str, Any]]]:
     """Diagnose synthetic runs with each planted cause at each strength.
 
-    In every second run the cause is there from the first step on, if it can be recognised then.
+    In every second run the cause is present from the first step on, if it can be detected in such a run.
 
     Returns:
-        By cause, for each strength: how often each cause or health was ``named``, and in how many of the runs with the
-        right cause the ``onset`` was right within one step.
+        By cause, an entry for each strength. ``named`` counts how often each cause or health was named. ``onset`` holds
+        two counts: the runs whose first step was right within one step, and the runs in which it was judged, which are
+        those that begin without the cause and were diagnosed correctly.
     """
     results: dict[str, list[dict[str, Any]]] = {}
     for cause in causes:
-        plant, results[cause] = PLANTS[cause], []
-        for strength in plant.strengths:
+        planted, results[cause] = PLANTED_CAUSES[cause], []
+        for strength in planted.strengths:
             named: Counter[str] = Counter()
             right_onsets = judged_onsets = 0
             for seed in range(seeds):
-                onset = 1 if plant.from_start and seed % 2 else ONSET
+                onset = 1 if planted.is_detectable_from_start and seed % 2 else ONSET
                 diagnosis = diagnose(planted_run(FIRST_PLANTED_SEED + seed, cause, strength, onset=onset))
                 name = diagnosis.health if diagnosis.cause is None else diagnosis.cause.id
                 named[name] += 1
@@ -58,7 +59,7 @@ def measure_plants(seeds: int, causes: Sequence[str]) -> dict[str, list[dict[str
 
 
 def measure_clean_runs(count: int, logs: Sequence[Path]) -> dict[str, Any]:
-    """Diagnose clean synthetic runs, and recorded runs in the folders ``logs``; list the verdicts of false alarms."""
+    """Diagnose clean synthetic runs and the clean recorded runs in ``logs``; return counts and the false alarms."""
     synthetic = [diagnose(planted_run(seed)) for seed in range(count)]
     recorded = [diagnose(survey_run(run)) for run in (find_runs(logs) if logs else [])]
     return {
@@ -70,15 +71,15 @@ def measure_clean_runs(count: int, logs: Sequence[Path]) -> dict[str, Any]:
 
 
 def _measure_all(seeds: int, logs: Sequence[Path]) -> dict[str, Any]:
-    began, shape = time.monotonic(), RunShape()
+    start_time, shape = time.monotonic(), RunShape()
     return {
         "seeds": seeds,
         "steps": shape.steps,
         "sequences": shape.prompts * shape.samples,
         "onset": ONSET,
-        "planted": measure_plants(seeds, list(PLANTS)),
+        "planted": measure_planted_causes(seeds, list(PLANTED_CAUSES)),
         **measure_clean_runs(CLEAN_RUNS, logs),
-        "seconds": round(time.monotonic() - began),
+        "seconds": round(time.monotonic() - start_time),
     }
 
 
@@ -97,12 +98,16 @@ def _cause_table() -> str:
 
 
 def _limit_table() -> str:
-    rows = []
-    for limit in HEALTH_LIMITS:
-        sign = "<" if limit.below else ">"
-        rows.append(
-            (limit.name, limit.definition, f"{sign} {limit.drifting:g}", f"{sign} {limit.broken:g}", limit.source)
+    rows = (
+        (
+            limit.name,
+            limit.definition,
+            f"{limit.sign} {limit.drifting:g}",
+            f"{limit.sign} {limit.broken:g}",
+            limit.source,
         )
+        for limit in HEALTH_LIMITS
+    )
     return markdown_table(("number", "definition", "drifting", "broken", "source"), rows)
 
 
@@ -119,7 +124,7 @@ def _power_table(results: dict[str, Any]) -> str:
             (
                 f"`{cause}`",
                 *(f"{entry['named'].get(cause, 0)} of {seeds}" for entry in by_strength),
-                f"{strengths} {PLANTS[cause].unit}",
+                f"{strengths} {PLANTED_CAUSES[cause].unit}",
                 "; ".join(names or "–" for names in other_names),
             )
         )
@@ -140,7 +145,7 @@ def _main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("logs", nargs="*", type=Path, metavar="DIR", help="folders of clean recorded runs")
     parser.add_argument("--seeds", type=int, help="number of runs for each cause and strength")
-    parser.add_argument("--only", nargs="+", choices=list(PLANTS), help="measure only these causes again")
+    parser.add_argument("--only", nargs="+", choices=list(PLANTED_CAUSES), help="measure only these causes again")
     parser.add_argument("--out", type=Path, default=Path("docs/diagnose/power.json"), help="file of the results")
     parser.add_argument("--page", type=Path, help="page whose tables are rewritten")
     arguments = parser.parse_args()
@@ -148,7 +153,7 @@ def _main() -> None:
     results: dict[str, Any] | None = None
     if arguments.only:
         results = json.loads(out.read_text(encoding="utf-8"))
-        results["planted"] |= measure_plants(results["seeds"], arguments.only)
+        results["planted"] |= measure_planted_causes(results["seeds"], arguments.only)
     elif arguments.seeds:
         results = _measure_all(arguments.seeds, arguments.logs)
     if results is not None:

@@ -27,18 +27,18 @@ class DiagnoseOptions:
     """Options of ``nemo-geomask diagnose``.
 
     Attributes:
-        directories: folders of records or logs; each folder at or below them that holds some is a run.
+        directories: folders to search; each folder at or below them that holds records or logs is a run.
         as_json: print JSON.
-        is_brief: print the verdicts alone.
-        watch_seconds: judge the runs again every so many seconds until Ctrl-C; None: once.
+        is_brief: print the verdicts without tables.
+        watch_seconds: seconds between two judgements, which are repeated until Ctrl-C; None: judge once.
         tokenizer: name or folder of a Hugging Face tokenizer that decodes tokens; None: ids are shown.
         html: file of the report; None: no report.
         png: folder of the plots; None: no plots.
         sweeps: files of ``nemo-geomask sweep --json`` that the report shows.
         cache: folder of converted logs; None: beside the logs.
-        splits: each a dimension, two of them joined by a comma, or ``step``: show these tables alone; None: all tables.
-        against: folder of a run to compare with, over the steps that both have.
-        ray_address: Ray cluster that reads the records; None: this machine does.
+        splits: tables to show: each is a dimension, two dimensions joined by a comma, or ``step``; None: all tables.
+        against: folder of a run to compare with, over the steps that both runs have.
+        ray_address: address of the Ray cluster that reads the records; None: this machine reads them.
     """
 
     directories: Sequence[Path]
@@ -64,7 +64,7 @@ def run_diagnose(options: DiagnoseOptions) -> OverallHealth:
         MissingDependencyError: an optional package is missing.
     """
     if options.sweeps and options.html is None:
-        raise ConfigError("--sweep is what the report shows; name its file by --html")
+        raise ConfigError("--sweep adds a sweep to the HTML report; name the report's file by --html FILE")
     for path in options.sweeps:
         read_sweep(path)  # fails here rather than after a long survey
     output = OutputOptions(
@@ -78,9 +78,9 @@ def run_diagnose(options: DiagnoseOptions) -> OverallHealth:
         cache=options.cache,
     )
     if options.watch_seconds is not None:
-        unusable = {"--by": options.splits, "--against": options.against, "--ray": options.ray_address}
-        if names := [name for name, value in unusable.items() if value is not None]:
-            raise ConfigError(f"--watch looks at a run as a whole, on this machine; leave out {', '.join(names)}")
+        incompatible = {"--by": options.splits, "--against": options.against, "--ray": options.ray_address}
+        if names := [name for name, value in incompatible.items() if value is not None]:
+            raise ConfigError(f"--watch can't be combined with {', '.join(names)}; leave out --watch or the others")
         return watch_runs(options.directories, options.watch_seconds, output)
 
     verdicts = _find_and_judge(options, output.pairs)
@@ -95,7 +95,7 @@ def _find_and_judge(options: DiagnoseOptions, pairs: Sequence[tuple[str, str]]) 
     mapper = map_records if options.ray_address is None else connect_ray(options.ray_address)
 
     def survey(run: RunFiles, steps: Sequence[int] | None = None) -> RunStatistics:
-        return survey_run(run, steps, options.cache, crosses=pairs, mapper=mapper)
+        return survey_run(run, steps, options.cache, dimension_pairs=pairs, mapper=mapper)
 
     reference = None if options.against is None else find_run(options.against)
     runs, fallbacks = find_recorded_runs(options.directories)
@@ -106,7 +106,8 @@ def _find_and_judge(options: DiagnoseOptions, pairs: Sequence[tuple[str, str]]) 
         steps = _shared_steps(run, reference)
         return diagnose(survey(run, steps), survey(reference, steps), str(reference.directory))
 
-    # The reference may lie below one of the folders, and is not compared with itself unless it was named alone.
+    # The reference may be one of the runs below the folders: leave it out, unless it is the only run. That is an error,
+    # which _shared_steps raises.
     runs = [run for run in runs if run.directory.resolve() != reference.directory.resolve()] or runs
     return judge_runs(runs, fallbacks, judge_against_reference)
 
@@ -123,12 +124,12 @@ def _parse_split(text: str) -> tuple[str, ...]:
 
 
 def _load_decoder(name: str) -> Decode:
-    """Return a function from token ids to text by a Hugging Face tokenizer."""
+    """Return a function that decodes token ids with a Hugging Face tokenizer."""
     try:
         from transformers import AutoTokenizer
 
         tokenizer = AutoTokenizer.from_pretrained(name)
-    except Exception as error:  # transformers raises errors of many types for a name that it does not find
+    except Exception as error:  # transformers raises errors of many types for an unknown name
         raise ConfigError(f"--tokenizer: {name} can't be loaded ({type(error).__name__}: {error})") from None
 
     def decode(ids: Sequence[int]) -> str:
@@ -138,9 +139,9 @@ def _load_decoder(name: str) -> Decode:
 
 
 def _shared_steps(run: RunFiles, reference: RunFiles) -> list[int]:
-    """Return the steps that both runs have, so that policies are compared that have been trained for as long."""
+    """Return the steps that both runs have, so that equally trained policies are compared."""
     if run.directory.resolve() == reference.directory.resolve():
-        raise ConfigError(f"{run.directory} is the run that it is to be compared with (--against)")
+        raise ConfigError(f"--against {reference.directory}: the run can't be compared with itself; name another run")
     steps = sorted({*run.steps} & {*reference.steps})
     if not steps:
         raise DataError(
@@ -151,7 +152,7 @@ def _shared_steps(run: RunFiles, reference: RunFiles) -> list[int]:
 
 
 def _check_has_rows(verdicts: RunVerdicts, split: tuple[str, ...]) -> None:
-    """Raise DataError if no run has the data of a split; one that lacks them beside others prints a line instead."""
-    tables = [table for run in verdicts.judged for table in diagnosis_tables(run.diagnosis, only=[split])]
+    """Raise DataError if no run has the data of a split; if only some runs lack them, their output says so."""
+    tables = [table for run in verdicts.judged for table in diagnosis_tables(run.diagnosis, splits=[split])]
     if tables and not any(table.rows for table in tables):
         raise DataError(tables[0].title)

@@ -17,9 +17,9 @@ from nemo_geomask.tools.diagnose.verdict import RunDiagnosis
 __all__ = ["MISMATCH_GRADES", "Excerpt", "MarkedToken", "worst_excerpts"]
 
 CONTEXT_TOKENS = 60
-"""Tokens that are shown before and after the worst one."""
+"""Number of tokens that are shown before, and after, the worst one."""
 MISMATCH_GRADES = (0.01, 0.1, 0.5, 1.0)
-"""Values of |Δ| from which a token is marked, each more strongly than the one before."""
+"""Values of |Δ| at which the marking of a token becomes one degree stronger."""
 
 
 class MarkedToken(NamedTuple):
@@ -54,7 +54,7 @@ class Excerpt:
 def worst_excerpts(
     run: RunFiles, diagnosis: RunDiagnosis, decode: Decode | None = None, cache: Path | None = None
 ) -> list[Excerpt]:
-    """Return the sequences with the largest mean \\|Δ\\|, worst first, each around its worst token.
+    """Return an excerpt, around its worst token, of each sequence with the largest mean \\|Δ\\|, worst first.
 
     Args:
         run: the files of the run.
@@ -81,7 +81,7 @@ def _make_excerpt(block: RecordBlock, sequence: int, title: str, decode: Decode 
         for name in ("gen", trainer)
     )
     delta = [prev_logprob - gen_logprob for prev_logprob, gen_logprob in zip(prev, gen, strict=True)]
-    # Tokens without a mismatch sort below those with a mismatch of 0.
+    # Tokens whose mismatch is unknown rank below those with a mismatch of 0.
     size = [
         abs(value) if is_trained and math.isfinite(value) else -1.0
         for value, is_trained in zip(delta, mask, strict=True)
@@ -100,7 +100,7 @@ def _make_excerpt(block: RecordBlock, sequence: int, title: str, decode: Decode 
 
 
 def _escape_control_characters(text: str) -> str:
-    """Replace characters that would change the display of their surroundings by escape sequences; keep line breaks."""
+    """Replace control characters, which could change how the text around them is shown, but keep line breaks."""
     return "".join(
         character if character.isprintable() or character == "\n" else repr(character)[1:-1] for character in text
     )

@@ -2,10 +2,11 @@
 
 In the vicious circle of "When Speed Kills Stability" (Liu, Li et al. 2025), gradients of tokens with a large mismatch
 move the policy towards less likely tokens or longer responses, and these have a larger mismatch. Two series that both
-rise are correlated for no reason, so the test asks what one series adds to the prediction of the other (Granger 1969):
-the partial correlation of a series with the other one a step later, given the latter's own previous step, the time and
-its square. It correlates ranks, because one step of a collapse would outweigh all others. Without a connection, artanh
-of the partial correlation is approximately normal with variance 1/(n − 6).
+rise are correlated even if neither affects the other. So the test asks what one series adds to the prediction of the
+other (Granger 1969): the partial correlation of the leading series with the following one a step later, controlling for
+the following series' previous step, the time and its square. It correlates ranks, because one step of a collapse would
+outweigh all others. If the series are independent, artanh of the partial correlation is approximately normal with
+variance 1/(n − 6).
 """
 
 from __future__ import annotations
@@ -21,11 +22,19 @@ from nemo_geomask.tools.diagnose.record_reader import Array
 from nemo_geomask.tools.diagnose.run_statistics import RunStatistics
 from nemo_geomask.tools.diagnose.step_sums import StepSums
 
-__all__ = ["MIN_STEPS", "SHOWN_SCORE", "Lead", "measure_lead", "mismatch_feedback", "summarize_feedback"]
+__all__ = [
+    "MIN_STEPS",
+    "SHOWN_SCORE",
+    "LaggedCorrelation",
+    "measure_lagged_correlation",
+    "mismatch_feedback",
+    "summarize_feedback",
+]
 
 SHOWN_SCORE = 2.5
-"""Standard errors from which one series is said to lead the other."""
+"""Standard errors above which one series is said to predict the other."""
 MIN_STEPS = 20
+"""Number of steps that a run must have for the test."""
 MISMATCH = "mismatch"
 SERIES: dict[str, Callable[[StepSums], float]] = {
     MISMATCH: lambda sums: sums.mean("capped_abs", "one_minus_p"),
@@ -37,8 +46,8 @@ SERIES: dict[str, Callable[[StepSums], float]] = {
 """Value of each series in a step: mean min(|Δ|, 1) in units of 1 − p, mean −gen, mean response length, …"""
 
 
-class Lead(NamedTuple):
-    """Prediction of one series by another.
+class LaggedCorrelation(NamedTuple):
+    """Correlation of one series with the next step of another.
 
     Attributes:
         leader, follower: names of the series.
@@ -53,11 +62,11 @@ class Lead(NamedTuple):
 
     @property
     def is_shown(self) -> bool:
-        """True if the correlation exceeds what chance explains."""
+        """True if the correlation is larger than chance explains."""
         return abs(self.score) > SHOWN_SCORE
 
 
-def mismatch_feedback(statistics: RunStatistics) -> list[Lead]:
+def mismatch_feedback(statistics: RunStatistics) -> list[LaggedCorrelation]:
     """Test the mismatch against each other series, in both directions.
 
     Returns:
@@ -74,13 +83,13 @@ def mismatch_feedback(statistics: RunStatistics) -> list[Lead]:
     mismatch = varying.pop(MISMATCH)
     leads = []
     for name, values in varying.items():
-        leads.append(measure_lead(MISMATCH, name, mismatch, values))
-        leads.append(measure_lead(name, MISMATCH, values, mismatch))
+        leads.append(measure_lagged_correlation(MISMATCH, name, mismatch, values))
+        leads.append(measure_lagged_correlation(name, MISMATCH, values, mismatch))
     return leads
 
 
-def measure_lead(leader: str, follower: str, leading: Array, following: Array) -> Lead:
-    """Measure how well one series predicts the next step of another.
+def measure_lagged_correlation(leader: str, follower: str, leading: Array, following: Array) -> LaggedCorrelation:
+    """Measure how well one series predicts the next step of another, by their partial rank correlation.
 
     Args:
         leader, follower: names of the series.
@@ -94,7 +103,7 @@ def measure_lead(leader: str, follower: str, leading: Array, following: Array) -
     correlation = float(first @ second) / scale if scale > 1e-9 else 0.0
     degrees_of_freedom = len(time) - controls.shape[1] - 2
     z = math.atanh(min(max(correlation, -0.999), 0.999))
-    return Lead(leader, follower, correlation, z * math.sqrt(degrees_of_freedom))
+    return LaggedCorrelation(leader, follower, correlation, z * math.sqrt(degrees_of_freedom))
 
 
 def _ranks(values: Array) -> Array:
@@ -104,16 +113,16 @@ def _ranks(values: Array) -> Array:
 
 
 def _residuals(values: Array, controls: Array) -> Array:
-    """Return what a linear regression on the controls leaves of the values."""
+    """Return the residuals of a linear regression of the values on the controls."""
     coefficients = np.linalg.lstsq(controls, values, rcond=None)[0]
     residuals: Array = values - controls @ coefficients
     return residuals
 
 
-def summarize_feedback(leads: Sequence[Lead]) -> str:
+def summarize_feedback(leads: Sequence[LaggedCorrelation]) -> str:
     """Return the outcome of the test in a sentence."""
     if not leads:
-        return f"Fewer than {MIN_STEPS} steps with a varying mismatch: too few to tell."
+        return f"Not tested: fewer than {MIN_STEPS} steps, or a mismatch that does not vary."
     shown = {(lead.leader, lead.follower): lead.score for lead in leads if lead.is_shown}
     # A circle amplifies itself only if both effects have the same sign; otherwise it damps itself.
     circles = [

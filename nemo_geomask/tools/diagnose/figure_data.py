@@ -37,7 +37,7 @@ MAX_POINTS = 240
 
 _LOG2_RATIO_EDGES = np.arange(-4.0, 4.5, 0.5)
 _MAIN_QUANTITIES = ("noise", "reward", "response length", "masked out", "staleness")
-"""Quantities in the page's first section of figures; the others are in a folded one."""
+"""Quantities whose figures are in the page's first section; the figures of the others are in a folded section."""
 _FIRST_METRICS = ("reward", "token_mult_prob_error", "gen_kl_error", "loss", "grad_norm")
 """Logged metrics that are listed first."""
 
@@ -51,7 +51,7 @@ class Curve:
         name: name among the run's curves; empty if the run has one curve.
         x: step numbers, or indices into the figure's ``x_labels``.
         y: values; NaN where there is none.
-        low, high: ends of the 95 % interval; empty if there is none.
+        low, high: ends of the confidence interval; empty if there is none.
         style: number of the line style, or of the symbol of points.
         labels: names of the points; empty for a line.
     """
@@ -71,15 +71,15 @@ class Figure:
     """One plot.
 
     Attributes:
-        key: unique name, of which the PNG's file name is made.
+        key: unique name, from which the PNG's file name is derived.
         title: heading.
         definition: caption.
         section: id of the page's section.
-        x_title, y_title: titles of the axes; ``y_title`` is that of a view without a name.
+        x_title, y_title: titles of the axes; a named view has its name as y title instead.
         views: curves by the name of what they measure; the page shows one view at a time.
-        x_labels: names of the positions on the x axis; empty if it has numbers.
-        limits: values from which on a run is drifting, and broken; empty if there are none.
-        onsets: by index of the run, the step at which its mismatch rose.
+        x_labels: names of the positions on the x axis; empty if the axis has numbers.
+        limits: the values beyond which a run is drifting, and broken; empty if there are none.
+        onsets: the step at which a run's mismatch rose, by index of the run.
         is_scatter: True if the points are not joined by lines.
     """
 
@@ -103,11 +103,11 @@ class Figure:
 
 _PooledSteps = Sequence[tuple[float, StepSums]]
 _Estimate = tuple[float, float, float]
-"""A value and the ends of its 95 % interval."""
+"""A value and the ends of its confidence interval."""
 
 
 def diagnosis_figures(runs: Sequence[RunDiagnosis]) -> list[Figure]:
-    """Return the figures of runs side by side, except for those whose data no run has recorded."""
+    """Return the figures that compare runs; a figure whose data no run recorded is left out."""
     pooled = [_pool_steps(run.evidence.statistics) for run in runs]
     onsets = {index: run.since for index, run in enumerate(runs) if run.since is not None}
 
@@ -134,13 +134,13 @@ def diagnosis_figures(runs: Sequence[RunDiagnosis]) -> list[Figure]:
 
     figures: list[Figure | None] = []
     for limit in HEALTH_LIMITS:
-        limits = f"Drifting {'<' if limit.below else '>'} {limit.drifting:g}, broken {limit.broken:g}"
+        limits = f"Drifting {limit.sign} {limit.drifting:g}, broken {limit.sign} {limit.broken:g}"
         figures.append(
             by_step(
                 limit.name,
                 f"{limit.definition}. {limits}: {limit.source}",
                 "steps",
-                {"": partial(_estimate_limited, limit)},
+                {"": partial(_estimate_limited_number, limit)},
                 limits=(limit.drifting, limit.broken),
             )
         )
@@ -152,13 +152,13 @@ def diagnosis_figures(runs: Sequence[RunDiagnosis]) -> list[Figure]:
     for unit, definition in REMOVED_SHARES:
         title = "removed, of |Δ|" if unit == "capped_abs" else "removed, of the tokens"
         removed = {mask: partial(_estimate_removed, mask, unit) for mask in masks}
-        figures.append(by_step(title, f"by each mask, the {definition}", "masks", removed, key="masks"))
-    figures += [_by_dimension(runs, dimension) for dimension in DIMENSIONS]
-    figures.append(_by_group(runs))
+        figures.append(by_step(title, f"for each mask, the {definition}", "masks", removed, key="masks"))
+    figures += [_dimension_figure(runs, dimension) for dimension in DIMENSIONS]
+    figures.append(_group_figure(runs))
     return [figure for figure in figures if figure is not None]
 
 
-def _estimate_limited(limit: HealthLimit, sums: StepSums) -> _Estimate:
+def _estimate_limited_number(limit: HealthLimit, sums: StepSums) -> _Estimate:
     value, low, high, _ = limit.read(sums)
     return value, low, high
 
@@ -192,15 +192,15 @@ def _curve_by_step(
 
 
 def _named_windows(run: RunDiagnosis) -> list[tuple[str, Window]]:
-    """Return the windows of the run before and after the rise of its mismatch, or the only window, without a name."""
+    """Return *before* and *after* with their names; only *after*, with an empty name, if there is no *before*."""
     evidence = run.evidence
     if evidence.before is None:
         return [("", evidence.after)]
     return list(zip(evidence.side_names, (evidence.before, evidence.after), strict=True))
 
 
-def _by_dimension(runs: Sequence[RunDiagnosis], dimension: Dimension) -> Figure | None:
-    """Return the figure of a dimension, a view for each measure; None if all tokens are in one bin."""
+def _dimension_figure(runs: Sequence[RunDiagnosis], dimension: Dimension) -> Figure | None:
+    """Return the figure of a dimension, with a view for each measure; None if all tokens are in one bin."""
     sides = []
     for index, run in enumerate(runs):
         windows = _named_windows(run)
@@ -212,7 +212,7 @@ def _by_dimension(runs: Sequence[RunDiagnosis], dimension: Dimension) -> Figure 
         return None
     names = [measure.name for measure in BIN_MEASURES]
     x = tuple(map(float, range(len(bins))))
-    # The first measure, the share of the tokens, is the last view: the mismatch comes first.
+    # The share of the tokens is the first measure but the last view, so that the page shows the mismatch first.
     views = {
         measure: [
             Curve(run, name, x, tuple(measures.get(index, {}).get(measure, math.nan) for index in bins), style=style)
@@ -228,10 +228,10 @@ def _by_dimension(runs: Sequence[RunDiagnosis], dimension: Dimension) -> Figure 
 
 
 def metric_figures(runs: Sequence[Mapping[str, Mapping[int, float]]]) -> Iterator[Figure]:
-    """Yield the figure of logged metrics, a view for each; nothing if no run logged any.
+    """Yield the figure of logged metrics, with a view for each metric; nothing if no run logged any.
 
     Args:
-        runs: by metric name, then by step, the values of each run.
+        runs: for each run, its values by metric name and step.
     """
     names = {name for run in runs for name in run}
     first_names = [name for name in _FIRST_METRICS if name in names]
@@ -253,7 +253,7 @@ class GroupMismatch(NamedTuple):
     Attributes:
         group: number of the group.
         share: its share of the step's sum of capped |Δ|.
-        ratio: its mean |Δ| over mean 1 − p, relative to that of the step's other groups.
+        ratio: its mean |Δ| over mean 1 − p, divided by the same of the step's other groups.
     """
 
     group: int
@@ -262,7 +262,7 @@ class GroupMismatch(NamedTuple):
 
 
 def group_mismatches(run: RunDiagnosis, step: int) -> Iterator[GroupMismatch]:
-    """Yield the mismatch of each prompt group of a step that can be compared with other groups."""
+    """Yield the mismatch of each prompt group of a step, except where there is none to compare it with."""
     groups = run.evidence.statistics.steps[step].groups
     capped_abs = sum(group.capped_abs for group in groups.values())
     one_minus_p = sum(group.one_minus_p for group in groups.values())
@@ -273,8 +273,8 @@ def group_mismatches(run: RunDiagnosis, step: int) -> Iterator[GroupMismatch]:
             yield GroupMismatch(number, group.capped_abs / capped_abs, ratio)
 
 
-def _by_group(runs: Sequence[RunDiagnosis]) -> Figure | None:
-    """Return the histogram of the prompt groups' mismatch ratios; None if there is no group to compare."""
+def _group_figure(runs: Sequence[RunDiagnosis]) -> Figure | None:
+    """Return the histogram of the prompt groups' mismatch ratios; None if no groups can be compared."""
     curves = []
     for index, run in enumerate(runs):
         mismatches = [group for step in run.evidence.steps_after for group in group_mismatches(run, step)]
@@ -291,10 +291,10 @@ def _by_group(runs: Sequence[RunDiagnosis]) -> Figure | None:
     return Figure(
         "by group",
         "By prompt group",
-        "share of the prompt groups, over the judged steps, by their mismatch (mean |Δ| over mean 1 − p) relative to "
-        "that of the step's other groups",
+        "share of the prompt groups, over the judged steps, by their mismatch (mean |Δ| over mean 1 − p) divided by "
+        "the mismatch of the step's other groups",
         "parts",
-        "times that of the others",
+        "times the mismatch of the other groups",
         "share",
         {"": curves},
         (f"below {edges[1]}", *ranges[1:-1], f"{edges[-2]} and more"),

@@ -1,4 +1,4 @@
-"""Drawing figures: as JSON for plotly in the page, and as PNG files by matplotlib."""
+"""Rendering of figures: as JSON for plotly in the page, and as PNG files by matplotlib."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ POINT_SYMBOLS = ("star", "circle", "circle-open")
 PLOTLY_DASHES = ("solid", "dash", "dashdot", "dot")
 """Plotly's names of :data:`~nemo_geomask.tools.shared.palette.LINE_STYLES`."""
 MAX_NAME_LENGTH = 48
-"""Characters of a name in a legend; a longer one is cut."""
+"""Number of characters at which a name in a legend is cut."""
 
 
 def run_colour(run: int) -> str:
@@ -36,7 +36,7 @@ def _finite_values(curves: Sequence[Curve]) -> list[float]:
 
 
 def _spread(curves: Sequence[Curve], limits: Sequence[float]) -> float:
-    """Return the largest value or limit over the smallest; 1 if one of them is not positive."""
+    """Return the ratio of the largest to the smallest value or limit; 1 if any of them is not positive."""
     values = [*limits, *_finite_values(curves)]
     return max(values) / min(values) if values and min(values) > 0 else 1.0
 
@@ -46,7 +46,10 @@ def _is_log(curves: Sequence[Curve], limits: Sequence[float]) -> bool:
 
 
 def _drawn_limits(curves: Sequence[Curve], limits: Sequence[float], is_log: bool) -> list[tuple[float, str]]:
-    """Return value and name of each limit that is near enough to leave the curves most of a linear axis."""
+    """Return the value and name of each limit to draw.
+
+    On a linear axis, a limit that is far from the curves is left out: it would squeeze them into a flat line.
+    """
     values = _finite_values(curves)
     if not values:
         return []
@@ -69,7 +72,7 @@ def plotly_figure(figure: Figure, names: Sequence[str]) -> dict[str, Any]:
         y_axis: dict[str, Any] = {"type": "log" if is_log else "linear", "exponentformat": "power"}
         y_axis["title"] = {"text": _escape(name or figure.y_title)}
         if is_log and _spread(curves, figure.limits) > 100:
-            y_axis["dtick"] = 1  # ticks at powers of ten alone
+            y_axis["dtick"] = 1  # ticks at powers of ten only
         limits = _drawn_limits(curves, figure.limits, is_log)
         views[name] = {"data": traces, "layout": {"yaxis": y_axis, "shapes": _plotly_lines(figure, limits)}}
     x_axis: dict[str, Any] = {"title": {"text": _escape(figure.x_title)}}
@@ -120,7 +123,7 @@ def _plotly_traces(figure: Figure, curve: Curve, names: Sequence[str], is_log: b
     x = list(map(_short_number, curve.x))
     if curve.low and not figure.is_scatter:
         for ends, fill in ((curve.low, {}), (curve.high, {"fill": "tonexty"})):
-            # A logarithmic axis has no place for an end that is not positive.
+            # A logarithmic axis can't show an end that is not positive.
             y = [_short_number(max(end, y / 10) if is_log else end) for end, y in zip(ends, curve.y, strict=True)]
             style = {"mode": "lines", "line": {"width": 0}, "hoverinfo": "skip", "showlegend": False}
             yield {"x": x, "y": y, "fillcolor": f"{colour}26", "legendgroup": name, **style, **fill}
@@ -143,7 +146,7 @@ def _plotly_traces(figure: Figure, curve: Curve, names: Sequence[str], is_log: b
 
 
 def _legend_name(figure: Figure, curve: Curve, names: Sequence[str]) -> str:
-    """Return the name of the run, where the curve's name does not identify it, and the name of the curve."""
+    """Return the curve's name, preceded by the run's name where the curve's name does not identify the curve."""
     has_run = not curve.name or (len(names) > 1 and not figure.is_scatter)
     parts = [names[curve.run] if has_run else "", curve.name]
     return ", ".join(
@@ -152,12 +155,12 @@ def _legend_name(figure: Figure, curve: Curve, names: Sequence[str]) -> str:
 
 
 def _escape(text: str) -> str:
-    """Escape what plotly would take for markup, and dollars, which it would take for mathematics."""
+    """Escape what plotly would render as markup, and dollar signs, which it would render as mathematics."""
     return escape_html(text, quote=False).replace("$", "&#36;")
 
 
 def _short_number(value: float) -> float | None:
-    """Return the number with six digits, to keep the page small; None if JSON does not have it."""
+    """Return the number rounded to six digits, to keep the page small; None if JSON can't represent it."""
     return float(f"{value:.6g}") if math.isfinite(value) else None
 
 
@@ -222,5 +225,8 @@ def _draw(axes: Any, figure: Figure, names: Sequence[str]) -> None:
 
 
 def _plain_text(text: str) -> str:
-    """Escape dollars, which matplotlib takes for mathematics; a space keeps a name that begins with _ in the legend."""
+    """Escape dollar signs, which matplotlib renders as mathematics, and prepend a space.
+
+    Without the space matplotlib leaves names that begin with an underscore out of the legend.
+    """
     return f" {text}".replace("$", r"\$")

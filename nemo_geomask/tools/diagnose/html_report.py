@@ -36,13 +36,14 @@ from nemo_geomask.tools.diagnose.record_sources import RunFiles
 from nemo_geomask.tools.diagnose.report_tables import STEP, Decode, Table, diagnosis_tables
 from nemo_geomask.tools.diagnose.sweep_section import build_sweep_section
 from nemo_geomask.tools.diagnose.verdict import RunDiagnosis
+from nemo_geomask.tools.shared.intervals import CONFIDENCE_LABEL
 
 __all__ = ["ReportedRun", "short_names", "write_page", "write_report"]
 
 
 @dataclass(frozen=True)
 class ReportedRun:
-    """A run and what the report shows of it.
+    """A run, and the data that the report shows about it.
 
     Attributes:
         name: short name.
@@ -60,7 +61,7 @@ class ReportedRun:
 
 
 def short_names(directories: Sequence[Path]) -> list[str]:
-    """Return a name for each run: the part of its path that differs from the others'."""
+    """Return a name for each run: the part of its path in which the runs differ."""
     paths = [path.resolve() for path in directories]
     if len(set(paths)) < 2:
         return [path.name for path in paths]
@@ -94,12 +95,12 @@ _SECTIONS = {
     "causes": ("Causes that were tested", "Each cause, its measured value, and the threshold above which it is shown."),
     "steps": (
         "By step",
-        "Shaded: 95 % interval over sequences. Vertical: the step at which the mismatch rose. Drag to zoom, "
-        "double-click to reset.",
+        f"Shaded: {CONFIDENCE_LABEL} interval over sequences. Vertical line: the step at which the mismatch rose. Drag "
+        "to zoom, double-click to reset.",
     ),
     "more": ("More numbers by step", ""),
-    "parts": ("By position, length, probability, …", "The tokens on which the mismatch is."),
-    "masks": ("Tokens that the masks removed", "As each mask judged the batch when it was recorded."),
+    "parts": ("By position, length, probability, …", "Which tokens have the mismatch."),
+    "masks": ("Tokens that the masks removed", "As decided by each mask when the batch was recorded."),
     "logged": ("Metrics that the run logged", "From metrics.jsonl or TensorBoard's files."),
     "worst": ("Worst sequences and tokens", ""),
 }
@@ -114,7 +115,7 @@ _SECTION_OF_TABLE = {
     "worst_sequences": "worst",
     "worst_tokens": "worst",
 }
-"""Section of a table, by the table's key; the others, by dimension, are in ``parts``."""
+"""Section of each table, by the table's key; the tables by dimension, which are not listed, are in ``parts``."""
 
 _MAX_GROUPS = 8
 
@@ -126,7 +127,7 @@ def _group_table(run: RunDiagnosis) -> Table:
     rows.sort(key=lambda row: -row[-1])
     definitions = {
         "share": "of the sum of |Δ| (each at most 1) in its step",
-        "times the others": "mean |Δ| over mean 1 − p, relative to that of the step's other groups",
+        "times the others": "mean |Δ| over mean 1 − p, divided by the same of the step's other groups",
     }
     title = "Prompt groups with the largest mismatch"
     return Table("groups", title, ("step", "group", "share", "times the others"), rows[:_MAX_GROUPS], definitions)
@@ -147,7 +148,7 @@ def _build_sections(
     for index, run in enumerate(runs):
         tables = {table.key: table for table in [*diagnosis_tables(run.diagnosis, decode), _group_table(run.diagnosis)]}
         for table in diagnosis_tables(run.diagnosis, None, [(STEP,), *pairs]):
-            tables.setdefault(table.key, table)  # the table of all steps gives way to the shorter one above
+            tables.setdefault(table.key, table)  # the table of steps above, which is shorter, stays
         for table in tables.values():
             if table.rows:
                 tables_by_key.setdefault(table.key, []).append((index, table))
@@ -168,12 +169,12 @@ def write_report(
     names: Sequence[str] | None = None,
     logged: Sequence[MetricSeries] | None = None,
 ) -> None:
-    """Write the report on runs, with excerpts of their worst sequences and their logged metrics.
+    """Write the report on one or more runs, with excerpts of their worst sequences and their logged metrics.
 
     Args:
         path: the HTML file; it appears complete or not at all.
         runs: files and diagnosis of at least one run; several are shown side by side.
-        fallbacks: by folder without records, its health and the verdict on it.
+        fallbacks: health and verdict of each folder without records, by the folder.
         sweeps: objects from :func:`~nemo_geomask.tools.diagnose.sweep_section.read_sweep`.
         decode: returns the text of token ids; None: ids are shown.
         pairs: pairs of dimensions that were surveyed together.
@@ -193,7 +194,7 @@ def write_report(
         try:
             series = read_logged(files.directory) if logged is None else logged[index]
         except GeomaskError as error:
-            fallbacks[str(files.directory)] = ("unknown", f"its own metrics are not shown: {error}")
+            fallbacks[str(files.directory)] = ("unknown", f"the run's logged metrics are not shown: {error}")
         excerpts = worst_excerpts(files, diagnosis, decode, cache)
         reported.append(ReportedRun(name, str(files.directory), diagnosis, excerpts, series))
     write_page(path, reported, fallbacks=fallbacks, sweeps=sweeps, decode=decode, pairs=pairs)
@@ -238,7 +239,7 @@ def write_page(
 
 
 def _replace_file(path: Path, text: str) -> None:
-    """Write a file under another name and rename it, so that a reader never finds half of it."""
+    """Write a file under another name and rename it, so that no reader sees an incomplete file."""
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -252,7 +253,7 @@ def _replace_file(path: Path, text: str) -> None:
 
 
 def _run_context(index: int, run: ReportedRun) -> dict[str, Any]:
-    """Return what the template needs of a run."""
+    """Return the template's variables of one run."""
     diagnosis = run.diagnosis
     detections = diagnosis.detections
     total = diagnosis.evidence.statistics.total()
@@ -291,5 +292,5 @@ def _read_page_file(name: str) -> str:
 
 
 def _sha256(text: str) -> str:
-    """Return the hash by which the content security policy names a script."""
+    """Return the hash that identifies a script in the content security policy."""
     return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()

@@ -18,14 +18,14 @@ def diagnosis_json(
     diagnosis: RunDiagnosis,
     directory: str,
     decode: Decode | None = None,
-    only: Sequence[tuple[str, ...]] | None = None,
+    splits: Sequence[tuple[str, ...]] | None = None,
 ) -> dict[str, Any]:
     """Return a diagnosis for ``--json``; numbers that are not finite are None.
 
     Args:
         diagnosis: the diagnosis of a run.
         directory: folder of the run.
-        decode, only: as for :func:`~nemo_geomask.tools.diagnose.report_tables.diagnosis_tables`.
+        decode, splits: as for :func:`~nemo_geomask.tools.diagnose.report_tables.diagnosis_tables`.
     """
     cause = diagnosis.cause
     causes = []
@@ -66,7 +66,7 @@ def diagnosis_json(
         "levels": levels,
         "tables": {
             table.key: [dict(zip(table.columns, row, strict=True)) for row in table.rows]
-            for table in diagnosis_tables(diagnosis, decode, only)
+            for table in diagnosis_tables(diagnosis, decode, splits)
             if table.key != "causes"
         },
     }

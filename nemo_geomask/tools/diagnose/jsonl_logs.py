@@ -1,10 +1,10 @@
 """Conversion of NeMo-RL's ``train_data_step{N}.jsonl`` to records, once for each file.
 
-A file holds one rollout batch, and a line one sequence, in which every value is a list of one element. Lists of tokens
-are padded to the longest sequence of the batch; ``input_lengths`` says how many elements count. A line does not name
-its prompt group, so sequences with the same prompt are taken for one group. Under dynamic sampling
-``filtered_rewards`` belong to the lines and ``rewards`` do not. Non-finite numbers are written as NaN and Infinity,
-which is not JSON. While a run writes the file, its last line may be incomplete.
+A file holds one rollout batch. Each line is a JSON object with one sequence, whose values are lists of one element.
+Lists of tokens are padded to the longest sequence of the batch; ``input_lengths`` is the number of tokens without the
+padding. A line does not name its prompt group, so sequences with the same prompt are taken for one group. Under dynamic
+sampling ``filtered_rewards`` belong to the lines and ``rewards`` do not. Non-finite numbers are written as NaN and
+Infinity, which is not JSON. While a run writes the file, its last line may be incomplete.
 
 Source: NeMo-RL ``Logger.log_batched_dict_as_jsonl`` and its callers.
 """
@@ -30,7 +30,7 @@ from nemo_geomask.tools.diagnose.record_reader import Array
 __all__ = ["JSONL_WRITER", "convert_log", "log_step", "source_fingerprint"]
 
 JSONL_WRITER = "nemo_rl"
-"""Writer in the names of converted files."""
+"""Name of the writer in the file names of converted records."""
 _LOG_NAME = re.compile(r"train_data_step(\d+)\.jsonl")
 _REQUIRED = ("input_lengths", "token_ids", "token_loss_mask", GENERATION_LOGPROBS, PREV_LOGPROBS)
 _TOKEN_COLUMNS = {
@@ -43,13 +43,13 @@ _TOKEN_COLUMNS = {
 
 
 def log_step(path: Path) -> int | None:
-    """Return the step in a log's file name; None if the file is not such a log."""
+    """Return the step in the file name of ``train_data_step{N}.jsonl``; None if the file has another name."""
     match = _LOG_NAME.fullmatch(path.name)
     return int(match[1]) if match else None
 
 
 def source_fingerprint(path: Path) -> str:
-    """Return a log's size and modification time, by which a converted file tells whether the log has changed."""
+    """Return a log's size and modification time, which are stored in its record to detect that the log changed."""
     status = path.stat()
     return f"{status.st_size}:{status.st_mtime_ns}"
 
@@ -60,7 +60,7 @@ def convert_log(path: Path, directory: Path, *, row_group: int = 2**20) -> Path:
     Args:
         path: the log.
         directory: folder of the record.
-        row_group: tokens in a row group, which is what the conversion and a reader hold in memory at once.
+        row_group: number of tokens in a row group; the conversion, and a reader, hold one row group in memory.
 
     Raises:
         DataError: a line, except for an incomplete last one, is not what NeMo-RL writes.
@@ -70,7 +70,7 @@ def convert_log(path: Path, directory: Path, *, row_group: int = 2**20) -> Path:
     step, source = log_step(path), source_fingerprint(path)
     assert step is not None
     target = directory / file_name(step, JSONL_WRITER)
-    with contextlib.suppress(OSError, arrow.ArrowException):  # there is no record, or a damaged one
+    with contextlib.suppress(OSError, arrow.ArrowException):  # the record does not exist or is damaged
         if (parquet.read_schema(target).metadata or {}).get(b"nemo_geomask.source") == source.encode():
             return target
     directory.mkdir(parents=True, exist_ok=True)
@@ -113,13 +113,13 @@ def _read_rows(path: Path) -> Iterator[dict[str, Any]]:
                 values = parse(line)
             except ValueError as error:
                 if not line.endswith(b"\n"):
-                    return  # NeMo-RL is writing it
+                    return  # NeMo-RL is still writing this line
                 raise DataError(f"{path}:{number + 1}: not a line of JSON: {error}") from None
             yield _parse_row(values, f"{path}:{number + 1}", number)
 
 
 def _line_parser() -> Callable[[bytes], Any]:
-    """Return a parser of JSON lines: orjson where it is installed, and the standard library's for what it refuses."""
+    """Return a parser of JSON lines: orjson if it is installed, with the standard library's parser as a fallback."""
     try:
         fast_parse = importlib.import_module("orjson").loads
     except ImportError:
@@ -128,7 +128,7 @@ def _line_parser() -> Callable[[bytes], Any]:
     def parse(line: bytes) -> Any:
         try:
             return fast_parse(line)
-        except ValueError:  # NaN and Infinity, which the standard library accepts
+        except ValueError:  # the line may hold NaN or Infinity, which only the standard library accepts
             return json.loads(line)
 
     return parse
@@ -161,7 +161,7 @@ def _parse_row(values: Any, location: str, number: int) -> dict[str, Any]:
             "sample_mask": float(single("sample_loss_mask") if "sample_loss_mask" in values else 1),
         }
     except (TypeError, ValueError, OverflowError) as error:
-        raise DataError(f"{location}: a value that NeMo-RL does not write: {error}") from None
+        raise DataError(f"{location}: has a value that NeMo-RL does not write: {error}") from None
     for column, (name, _) in _TOKEN_COLUMNS.items():
         if column in row and row[column].shape != (length,):
             raise DataError(
@@ -217,5 +217,5 @@ def _arrow_table(
 
 
 def count_turns(mask: Array) -> int:
-    """Return the number of stretches of consecutive True in a bool mask: the turns that the policy wrote."""
+    """Return the number of runs of consecutive True in a bool mask, which are the turns that the policy generated."""
     return int(mask[0]) + int(np.count_nonzero(mask[1:] & ~mask[:-1])) if len(mask) else 0

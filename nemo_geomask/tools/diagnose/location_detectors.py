@@ -15,7 +15,7 @@ import numpy as np
 
 from nemo_geomask.tools.diagnose.dimensions import DIMENSIONS_BY_NAME, Dimension
 from nemo_geomask.tools.diagnose.record_reader import Array
-from nemo_geomask.tools.diagnose.run_evidence import COLUMN, Detection, Detector, Evidence
+from nemo_geomask.tools.diagnose.run_evidence import BIN_SUM_COLUMN, Detection, Detector, Evidence
 from nemo_geomask.tools.diagnose.step_sums import StepSums
 
 __all__ = [
@@ -31,20 +31,22 @@ __all__ = [
     "squared_relative_error",
 ]
 
-MIN_LIFT, MIN_SCORE = 1.8, 6.0
-"""Thresholds for a part: times the mismatch of the rest, and standard errors of the logarithm of that."""
+MIN_LIFT = 1.8
+"""Lower limit of the ratio of a part's mismatch to the mismatch of the rest (its lift), for the part to be a cause."""
+MIN_SCORE = 6.0
+"""Number of standard errors that the logarithm of the lift must exceed."""
 MIN_WORSENING = 1.5
-"""Times its earlier mismatch (or that of the other run) from which a part of the data can be a cause."""
+"""Factor by which a part's mismatch must exceed its earlier mismatch, or that of the other run, to be a cause."""
 MIN_EXPECTED_SHARE, MAX_EXPECTED_SHARE = 0.002, 0.9
-"""Share of the expected mismatch that a part must hold to be judged."""
+"""Limits of a part's share of the expected mismatch; other parts are not judged."""
 SHRINKAGE = 0.02
 """Weight of the overall mean, as a share of all earlier data, when a part's earlier mismatch is estimated."""
 MIN_GROUP_LIFT = 3.0
-"""Times the mismatch of the other prompts from which one prompt group is a cause."""
+"""Lift above which one prompt group is a cause."""
 FEW_STEPS, FEW_STEPS_FACTOR = 5, 2.5
-"""Over fewer steps the limit for prompt groups is so many times higher: the highest of many is high by chance."""
+"""With fewer steps, ``MIN_GROUP_LIFT`` is multiplied by the factor: the highest of many groups is high by chance."""
 MIN_GROUP_TOKENS = 20
-"""Effective number of tokens that a prompt group's mismatch must come from."""
+"""Lower limit of the effective number of tokens that contribute to a prompt group's mismatch."""
 
 
 @dataclass(frozen=True)
@@ -73,8 +75,8 @@ _NO_CONCENTRATION = Concentration(0, 0, 0.0, 0.0, 0.0, 0.0)
 def find_concentration(dimension: Dimension, evidence: Evidence, *, upper_only: bool) -> Concentration | None:
     """Return the range of bins with the largest excess share of the mismatch.
 
-    With a *before* to compare with, the expected mismatch of a bin follows its earlier rate; without one it is
-    proportional to the sum of 1 − p.
+    If there is a *before* to compare with, the expected mismatch of a bin is proportional to its earlier mismatch.
+    Otherwise it is proportional to the sum of 1 − p.
 
     Args:
         dimension: the dimension to search.
@@ -85,13 +87,13 @@ def find_concentration(dimension: Dimension, evidence: Evidence, *, upper_only: 
         None if all tokens are in one bin.
     """
     sums = evidence.after.bin_sums[dimension.name]
-    size, products = sums[:, COLUMN["capped_abs"]], evidence.after.bin_products[dimension.name]
-    expected = sums[:, COLUMN["one_minus_p"]]
+    size, products = sums[:, BIN_SUM_COLUMN["capped_abs"]], evidence.after.bin_products[dimension.name]
+    expected = sums[:, BIN_SUM_COLUMN["one_minus_p"]]
     if np.count_nonzero(expected) < 2:
         return None
     earlier = None if evidence.before is None else evidence.before.bin_sums[dimension.name]
-    # Without any earlier mismatch there is no rate to be proportional to.
-    is_compared = earlier is not None and earlier[:, COLUMN["capped_abs"]].sum() > 0
+    # The comparison needs an earlier mismatch.
+    is_compared = earlier is not None and earlier[:, BIN_SUM_COLUMN["capped_abs"]].sum() > 0
     if earlier is not None and is_compared:
         rates = _earlier_rates(earlier)
         expected = expected * rates
@@ -107,8 +109,8 @@ def find_concentration(dimension: Dimension, evidence: Evidence, *, upper_only: 
             continue
         rate, rest_rate = inside / inside_expected, (total - inside) / (total_expected - inside_expected)
         if is_compared and rate < MIN_WORSENING:
-            continue  # it may stand out, but no more than it did before
-        # This difference of shares is largest for the range that holds all of the excess and nothing else.
+            continue  # the range may stand out, but no more than it did before
+        # This difference of shares is largest for the range that holds all of the excess mismatch and nothing else.
         excess_share = inside / total - inside_expected / total_expected
         if rate <= rest_rate or excess_share <= best.excess_share:
             continue
@@ -123,8 +125,8 @@ def find_concentration(dimension: Dimension, evidence: Evidence, *, upper_only: 
 
 
 def _earlier_rates(earlier: Array) -> Array:
-    """Return [bins], the earlier mismatch of each bin per expected one; bins with little data are drawn to the mean."""
-    size, expected = earlier[:, COLUMN["capped_abs"]], earlier[:, COLUMN["one_minus_p"]]
+    """Return [bins], the ratio of earlier to expected mismatch; bins with little data are shrunk to the mean."""
+    size, expected = earlier[:, BIN_SUM_COLUMN["capped_abs"]], earlier[:, BIN_SUM_COLUMN["one_minus_p"]]
     mean_rate = size.sum() / max(expected.sum(), 1e-12)
     prior = SHRINKAGE * expected.sum()
     rates: Array = (size + prior * mean_rate) / (expected + prior + 1e-12)
@@ -179,8 +181,8 @@ def detect_range(name: str, *, upper_only: bool) -> Detector:
 class _HighestGroup(NamedTuple):
     """The prompt group of one step with the largest excess of mismatch.
 
-    ``excess_share`` is its share of the mismatch minus its share of the expected one, ``lift`` its mismatch relative to
-    that of the other groups, ``rate`` its mismatch per expected one.
+    ``excess_share`` is its share of the mismatch minus its share of the expected mismatch. ``rate`` is the ratio of its
+    mismatch to its expected mismatch, and ``lift`` is that rate divided by the rate of the other groups.
     """
 
     excess_share: float
@@ -201,7 +203,7 @@ def _highest_groups(steps: Iterable[StepSums]) -> list[_HighestGroup]:
         best = _HighestGroup(0.0, 0.0, 0.0, 0)
         for number, group in groups.items():
             if group.capped_abs**2 < MIN_GROUP_TOKENS * group.capped_abs_squared:
-                continue  # its mismatch is that of a few tokens
+                continue  # its mismatch comes from a few tokens
             rest_rate = (size - group.capped_abs) / max(expected - group.one_minus_p, 1e-12)
             excess_share = group.capped_abs / size - group.one_minus_p / expected
             lift = group.capped_abs / max(group.one_minus_p * rest_rate, 1e-12)

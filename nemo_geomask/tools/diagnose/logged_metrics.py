@@ -1,8 +1,8 @@
-"""Metrics that a run logged: reading them, and a verdict by them where a run has no records.
+"""Metrics that a run logged: how they are read, and a verdict from them for a run without records.
 
 They are read from TensorBoard's event files (NeMo-RL's ``logger.tensorboard_enabled``), from ``metrics.jsonl`` (a JSON
 object for each step) or from the lab's table. NeMo-RL's prefix ``train/`` is removed, so that a metric has the same
-name wherever it comes from.
+name in all three.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -20,7 +20,7 @@ import numpy as np
 from nemo_geomask.errors import DataError, MissingDependencyError
 from nemo_geomask.records.record_schema import require_arrow
 from nemo_geomask.tools.diagnose.change_points import MIN_NOISE, MIN_RISE, MIN_SCORE, find_change
-from nemo_geomask.tools.diagnose.thresholds import HEALTH_LIMITS, Health
+from nemo_geomask.tools.diagnose.thresholds import HEALTH_LIMITS, HEALTH_ORDER, Health
 
 __all__ = ["LoggedVerdict", "MetricSeries", "judge_logged", "metric_series", "read_logged"]
 
@@ -37,13 +37,14 @@ _Entries = list[tuple[int, str, float]]
 
 @dataclass(frozen=True)
 class LoggedVerdict:
-    """Verdict by logged metrics alone, which tell no cause and have no interval over sequences.
+    """Verdict from logged metrics alone. They cannot identify a cause, and have no interval over sequences.
 
     Attributes:
         health: health of the run.
         since: first step of the rise; None if there was none.
-        values: by metric, its mean over the steps since the rise, or over the last third; NaN if most of these are NaN.
-        sentence: the verdict for the reader.
+        values: mean of each metric over the steps since the rise, or over the last third of the steps; NaN if most of
+            the values there are NaN.
+        sentence: the verdict as text.
     """
 
     health: Health
@@ -53,7 +54,7 @@ class LoggedVerdict:
 
 
 def read_logged(folder: Path) -> MetricSeries:
-    """Return all metrics of the run in a folder; empty if it logged none there.
+    """Return all metrics that the run in a folder logged; empty if there are none.
 
     Raises:
         DataError: a file is damaged, or there are event files of several runs.
@@ -63,7 +64,7 @@ def read_logged(folder: Path) -> MetricSeries:
     lab_table = folder.parent / "steps" / f"{folder.name}.parquet"
     entries = _read_jsonl(jsonl) if jsonl.is_file() else _read_table(lab_table) if lab_table.is_file() else []
     event_files = sorted(folder.rglob(_EVENT_FILES), key=lambda path: (path.stat().st_mtime, path))
-    # TensorBoard writes hyperparameters into folders below the run's; these are no runs.
+    # TensorBoard writes hyperparameters into folders below the run's; these folders are not runs of their own.
     parents = {path.parent for path in event_files}
     runs = sorted(str(parent.relative_to(folder)) for parent in parents if not parents & {*parent.parents})
     if len(runs) > 1:
@@ -76,7 +77,7 @@ def read_logged(folder: Path) -> MetricSeries:
 
 
 def metric_series(history: Iterable[Mapping[str, float]]) -> MetricSeries:
-    """Return the series of metrics that are given step by step, from step 1 on."""
+    """Return the series of metrics from one mapping per step, the first of which is step 1."""
     series: MetricSeries = {}
     for step, metrics in enumerate(history, 1):
         for name, value in metrics.items():
@@ -92,7 +93,7 @@ def _read_jsonl(path: Path) -> _Entries:
             step = int(metrics["step"])
         except (ValueError, TypeError, KeyError) as error:
             if not line.endswith(b"\n"):
-                break  # the run is writing it
+                break  # the run is still writing this line
             raise DataError(f"{path}:{number}: not an object with a step: {error!r}") from None
         entries += [
             (step, name, float(value))
@@ -131,7 +132,7 @@ def _read_events(path: Path) -> _Entries:
 
 
 class _MetricVerdict(NamedTuple):
-    """Verdict by one metric; ``mean`` is that of :attr:`LoggedVerdict.values`."""
+    """Verdict from one metric; ``mean`` is its entry in :attr:`LoggedVerdict.values`."""
 
     health: Health
     since: int | None
@@ -139,10 +140,10 @@ class _MetricVerdict(NamedTuple):
 
 
 def judge_logged(series: MetricSeries) -> LoggedVerdict | None:
-    """Return the verdict by the metrics that have a health limit; None if none of them was ever logged as a number.
+    """Return the verdict from the metrics that have a health limit; None if none of them was logged as a number.
 
     Raises:
-        DataError: a metric has become NaN, and no other is beyond its limit.
+        DataError: a metric has become NaN, and no other metric is beyond its limit.
     """
     verdicts = {
         name: _judge_metric(name, series[name])
@@ -151,14 +152,13 @@ def judge_logged(series: MetricSeries) -> LoggedVerdict | None:
     }
     if not verdicts:
         return None
-    order: Sequence[Health] = ("healthy", "drifting", "broken")
-    health = max((verdict.health for verdict in verdicts.values()), key=order.index)
+    health = max((verdict.health for verdict in verdicts.values()), key=HEALTH_ORDER.index)
     onsets = [verdict.since for verdict in verdicts.values() if verdict.health == health and verdict.since is not None]
     since = min(onsets, default=None)
     values = {name: verdict.mean for name, verdict in verdicts.items()}
     if health == "healthy" and (unknown := [name for name, value in values.items() if math.isnan(value)]):
         raise DataError(
-            "its metrics do not tell its present health: NaN in most of the last third of the steps: "
+            "the logged metrics do not tell the run's present health: NaN in most of the last third of the steps: "
             f"{', '.join(unknown)}; to diagnose the cause, record the run (loss_fn.record)"
         )
     numbers = ", ".join(f"{name} {value:.4g}" for name, value in values.items())
@@ -167,7 +167,7 @@ def judge_logged(series: MetricSeries) -> LoggedVerdict | None:
             numbers += f", {name} NaN or infinite in {count} steps"
     onset = "" if since is None else f" since step {since}"
     sentence = (
-        f"{health}{onset}, by its metrics alone: {numbers}; to diagnose the cause, record the run (loss_fn.record)"
+        f"{health}{onset}, by logged metrics alone: {numbers}; to diagnose the cause, record the run (loss_fn.record)"
     )
     return LoggedVerdict(health, since, values, sentence)
 
@@ -180,7 +180,7 @@ def _is_number(value: float) -> bool:
 def _judge_metric(name: str, by_step: Mapping[int, float]) -> _MetricVerdict:
     limit, steps = _LIMITS[name], sorted(by_step)
     numeric_steps = [step for step in steps if _is_number(by_step[step])]
-    # Changes are sought in logarithms, where an overflow counts as much as the largest finite value.
+    # Changes are detected in the logarithms. An overflow counts as much as the largest finite value.
     largest = max([limit.broken, *(by_step[step] for step in numeric_steps if by_step[step] < math.inf)])
     minimum = 1.0 if name == "token_mult_prob_error" else 0.0  # its value without a mismatch
     logs = [math.log(max(min(by_step[step], largest) - minimum, 1e-9)) for step in numeric_steps]

@@ -1,4 +1,4 @@
-"""Checks of recorded log-probs for faults that no mismatch explains: missing, zero, non-finite, positive, shifted."""
+"""Counts of faulty log-probs: missing, exactly 0, non-finite, positive, or shifted to another token."""
 
 from __future__ import annotations
 
@@ -10,17 +10,19 @@ from nemo_geomask.tools.diagnose.step_sums import StepSums
 __all__ = ["count_faults"]
 
 UNSURE_LOGPROB = -0.05
-"""A log-prob below it never rounds to 0, so an exact 0 of the other engine is a fault."""
+"""Below this log-prob an engine is unsure of a token: there the other engine's log-prob can't round to exactly 0."""
 MAX_POSITIVE_LOGPROB = 1e-3
+"""Largest log-prob above 0 that counts as a rounding error."""
 MIN_PAIRS = 6
-"""Pairs of successive trained tokens that a sequence must have for the shift check, and that must fit a neighbour."""
+"""Minimum number of pairs of successive trained tokens for the shift check, and of the pairs that fit a neighbour."""
 MAX_GAP = 1.0
-"""Differences of log-probs count up to this many nats."""
+"""Value, in nats, at which differences of log-probs are capped."""
 MIN_GAP = 0.05
-"""Only tokens whose log-probs differ by more nats can show that a neighbour fits better."""
+"""The engines' log-probs of a token must differ by more nats than this for the token to show a shift."""
 BETTER_FIT = 3.0
-"""A neighbour fits if its gap is so many times smaller."""
+"""A neighbouring token's log-prob fits better if its gap is smaller by more than this factor."""
 MIN_FITTING_SHARE = 0.8
+"""Share of a sequence's differing tokens that a neighbour must fit better, for the sequence to be shifted."""
 
 
 def count_faults(sums: StepSums, mask: Array, gen: Array, prev: Array, sequence: Array, count: int) -> Array:
@@ -47,7 +49,7 @@ def count_faults(sums: StepSums, mask: Array, gen: Array, prev: Array, sequence:
     counts = {
         "all_sequences": has_trained,
         # The training engine skips the log-probs of some sequences by design, and leaves NaN or 0. The generation
-        # engine has no reason to return NaN for a whole sequence: that counts as non-finite.
+        # engine never skips any: a sequence in which all its log-probs are NaN counts as non-finite.
         "sequences_without_gen": lacks_gen & ~all_nan_gen,
         "sequences_without_prev": lacks_prev,
         "nonfinite": is_nonfinite | (mask & all_nan_gen[sequence]),
@@ -60,7 +62,7 @@ def count_faults(sums: StepSums, mask: Array, gen: Array, prev: Array, sequence:
     }
     for name, flags in counts.items():
         sums[name] = float(flags.sum())
-    # A shifted sequence has a 0 at one end of each turn; these zeros belong to the shift.
+    # A shifted sequence has a 0 at one end of each turn. These zeros are part of the shift and are not counted.
     unshifted = ~(fits_later | fits_earlier)
     zeros = {
         "zero_gen": mask & (gen == 0) & (prev < UNSURE_LOGPROB),
@@ -87,11 +89,11 @@ def _lacks_logprobs(logprobs: Array, reference: Array, mask: Array, sequence: Ar
 
 
 def _find_shifts(comparable: Array, gen: Array, prev: Array, sequence: Array, count: int) -> tuple[Array, Array, Array]:
-    """Compare each log-prob of one engine with the other engine's at the same and at the neighbouring tokens.
+    """Compare each log-prob of one engine with the other engine's log-probs of the same and the neighbouring tokens.
 
     Returns:
-        Three times bool [S]: sequences with enough pairs of successive tokens to judge; sequences where prev of token t
-        fits gen of token t + 1; and where prev of token t + 1 fits gen of token t.
+        Three bool tensors [S]: sequences with enough pairs of successive tokens to be checked; sequences in which prev
+        of token t fits gen of token t + 1; sequences in which prev of token t + 1 fits gen of token t.
     """
     is_pair = comparable[1:] & comparable[:-1] & (sequence[1:] == sequence[:-1])
     owner = sequence[:-1][is_pair]

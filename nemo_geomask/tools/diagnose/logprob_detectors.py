@@ -1,4 +1,4 @@
-"""Detectors of log-probs that are wrong in themselves: missing, non-finite, positive or another token's."""
+"""Detectors of faulty log-probs: missing, non-finite, positive, or belonging to another token."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from nemo_geomask.tools.diagnose.step_sums import StepSums, ratio_or_nan
 __all__ = ["MIN_SHIFTED_IN_ONE_STEP", "detect_nonfinite", "detect_positive", "detect_shift", "detect_zeros"]
 
 MIN_SHIFTED_IN_ONE_STEP = 0.05
-"""Share of sequences that must look shifted if only one step shows it."""
+"""Share of a step's sequences that must be shifted if no other step has shifted sequences."""
 
 
 def _detect_in_steps(
     evidence: Evidence, share: Callable[[StepSums], float], threshold: float, description: str
 ) -> Detection:
-    """Judge each step by a share of its tokens or sequences; ``description`` has a place for the highest share."""
+    """Judge each step by a share of its tokens or sequences; ``description`` is a format string for the largest."""
     shares = {step: share(sums) for step, sums in sorted(evidence.statistics.steps.items())}
     judged = {step: value for step, value in shares.items() if math.isfinite(value)}
     if not judged:
-        return Detection(math.nan, "no sequence to judge by")
+        return Detection(math.nan, "no sequence can be judged")
     steps = tuple(step for step, value in judged.items() if value > threshold)
     highest = max(judged.values())
     return Detection(highest, description.format(highest), bool(steps), steps)
@@ -32,8 +32,8 @@ def detect_zeros(evidence: Evidence, threshold: float) -> Detection:
     """Look for log-probs that one engine reports as exactly 0 while the other engine is unsure."""
 
     def share(sums: StepSums) -> float:
-        # Sequences without any prev do not count: the trainer may skip π_old for all sequences, or for those that are
-        # not audited.
+        # Sequences without any prev are no fault: the trainer may skip π_old for all sequences, or for those outside
+        # the sample of audit_fraction.
         without_gen = ratio_or_nan(sums["sequences_without_gen"], sums["all_sequences"])
         zeros = ratio_or_nan(max(sums["zero_gen"], sums["zero_prev"]), sums["unsure_tokens"])
         return without_gen if math.isnan(zeros) else max(without_gen, zeros)
@@ -67,7 +67,7 @@ def detect_shift(evidence: Evidence, threshold: float) -> Detection:
 
     description = "the log-probs of {:.2%} of the sequences fit a neighbouring token better"
     detection = _detect_in_steps(evidence, share, threshold, description)
-    # Where the engines differ a lot, a few sequences of a single step fit a neighbour by chance.
+    # If the engines differ a lot, a few sequences of a single step fit a neighbouring token better by chance.
     is_one_of_several_steps = len(detection.steps) == 1 < len(evidence.statistics.steps)
     if is_one_of_several_steps and detection.value < MIN_SHIFTED_IN_ONE_STEP:
         return replace(detection, is_shown=False, steps=())

@@ -1,4 +1,4 @@
-"""Measurement of what ``check`` otherwise assumes of a run: its mismatch, response length and staleness."""
+"""Measured mismatch, response length and staleness of a run, with which ``check`` replaces its assumptions."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from nemo_geomask.tools.diagnose.run_survey import read_step, survey_run
 __all__ = ["MeasuredRun", "measure_run"]
 
 REPLAYED_STEPS = 2
-"""Number of steps on which a recipe's masks are tried."""
+"""Number of steps that are replayed to measure what a recipe's masks keep."""
 MIN_STEPS = 3
+"""Minimum number of steps that are measured."""
 _IGNORED_SETTINGS = ("record", "audit_fraction", "batch_veto", "metrics")
-"""Settings of ``loss_fn`` that change neither the masks nor the names of the loss's own metrics."""
+"""Settings of ``loss_fn`` that are left out of the replay: they do not change what the masks keep."""
 
 
 @dataclass(frozen=True)
@@ -28,11 +29,11 @@ class MeasuredRun:
         directory: folder of the run.
         steps: first and last of the measured steps.
         mismatch_kl: mean of exp(Δ) − 1 − Δ, nats a token.
-        interval: its 95 % interval over sequences.
+        interval: its confidence interval over sequences.
         response_tokens: mean number of trained tokens of a response, at least 1.
         staleness: mean staleness in steps; NaN if it was not recorded.
-        kept: by the label of each mask of the recipe, the share of tokens or sequences that it keeps of the last
-            steps. The loss itself judges them, with π_old in place of the current policy.
+        kept: share of tokens or sequences that each mask of the recipe keeps in the last steps, by the mask's label. It
+            is measured by replaying the loss, with π_old in place of the current policy.
     """
 
     directory: Path
@@ -49,12 +50,12 @@ def measure_run(directory: Path, settings: Mapping[str, Any] | None = None, cach
 
     Args:
         directory: folder of its records or logs.
-        settings: a valid ``loss_fn`` whose masks are tried; None to try none.
+        settings: a valid ``loss_fn`` whose masks are measured; None: no masks.
         cache: as for :func:`~nemo_geomask.tools.diagnose.run_survey.survey_run`.
 
     Raises:
         ConfigError: the folder holds several runs.
-        DataError: it holds no run, or a run without log-probs of both engines.
+        DataError: the folder holds no run, or a run without log-probs of both engines.
     """
     run = find_run(directory)
     steps = run.steps[-max(MIN_STEPS, len(run.steps) // 3) :]

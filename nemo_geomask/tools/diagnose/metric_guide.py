@@ -34,30 +34,30 @@ class MetricEntry:
     """Entry of the guide for one metric, or for several that belong together; see ``metrics.toml``.
 
     Attributes:
-        names: names under which they are reported; ``<label>`` stands for a mask's label.
-        over: what a metric is averaged over, or that it is a count, an extreme or a number of the whole batch.
+        names: names under which the metrics are reported; ``<label>`` stands for a mask's label.
+        averaging: what a metric is averaged over, or that it is a count, an extreme or a number of the whole batch.
         formula, unit: the definition.
         peers: names of the same quantity in other libraries.
         healthy: range of healthy values.
-        do: what to do outside of that range.
+        action: what to do outside of that range.
         alerts: the names that have a limit.
-        above, below: limits beyond which to be alerted.
+        above, below: limits beyond which an alert is due.
         broken: second limit, beyond which a run is broken; None if there is none.
-        why: source of the limits.
+        limit_source: source of the limits, or the reason for them.
     """
 
     names: tuple[str, ...]
-    over: str
+    averaging: str
     formula: str
     unit: str
     peers: str
     healthy: str
-    do: str
+    action: str
     alerts: tuple[str, ...] = ()
     above: float | None = None
     below: float | None = None
     broken: float | None = None
-    why: str = ""
+    limit_source: str = ""
 
 
 class Family(NamedTuple):
@@ -69,7 +69,7 @@ class Family(NamedTuple):
 
 
 class Alert(NamedTuple):
-    """Limit of one metric, for the mean over five steps."""
+    """Limits of one metric's mean over five steps, None where there is none, and their source."""
 
     metric: str
     above: float | None
@@ -88,15 +88,15 @@ def metric_families() -> tuple[Family, ...]:
 
 
 def _read_entry(table: Mapping[str, Any]) -> MetricEntry:
-    """Make an entry of its TOML table; ``limit`` names one of ``HEALTH_LIMITS``, to which ``plus`` is added."""
+    """Build an entry from its TOML table; ``limit`` names one of ``HEALTH_LIMITS``, to which ``plus`` is added."""
     fields: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in table.items()}
     limit_name = fields.pop("limit", None)
     if limit_name is not None:
         limit = next(limit for limit in HEALTH_LIMITS if limit.name == limit_name)
         offset = fields.pop("plus", 0)
-        fields["below" if limit.below else "above"] = limit.drifting + offset
+        fields["below" if limit.is_minimum else "above"] = limit.drifting + offset
         fields["broken"] = limit.broken + offset
-        fields["why"] = limit.source
+        fields["limit_source"] = limit.source
     if {"above", "below"} & fields.keys():
         fields.setdefault("alerts", fields["names"][:1])
     return MetricEntry(**fields)
@@ -106,7 +106,7 @@ def alerts(labels: Iterable[str] = (), prefix: str = "train/") -> list[Alert]:
     """Return the limits of all metrics.
 
     Args:
-        labels: labels of the recipe's masks; metrics of masks get an alert for each.
+        labels: labels of the recipe's masks; a metric of masks has an alert for each label.
         prefix: prefix of metric names in the log, ``train/`` in NeMo-RL's.
     """
     labels = list(labels)
@@ -114,7 +114,7 @@ def alerts(labels: Iterable[str] = (), prefix: str = "train/") -> list[Alert]:
     for entry in _all_entries():
         for pattern in entry.alerts:
             names = [pattern.replace(LABEL, label) for label in labels] if LABEL in pattern else [pattern]
-            limits += [Alert(f"{prefix}{name}", entry.above, entry.below, entry.why) for name in names]
+            limits += [Alert(f"{prefix}{name}", entry.above, entry.below, entry.limit_source) for name in names]
     return limits
 
 
@@ -140,7 +140,7 @@ def _limit_rows(entry: MetricEntry) -> Iterator[tuple[str, str, str, str]]:
     sign = "<" if entry.above is None else ">"
     for name in entry.alerts:
         broken = "" if entry.broken is None else f"{sign} {entry.broken:g}"
-        yield f"[`{name}`](#{_anchor(entry)})", _limit_text(entry), broken, entry.why
+        yield f"[`{name}`](#{_anchor(entry)})", _limit_text(entry), broken, entry.limit_source
 
 
 def _limit_text(entry: MetricEntry) -> str:
@@ -160,17 +160,17 @@ def _family_lines(family: Family, ranges: Mapping[str, Sequence[float]]) -> Iter
         if more_names:
             yield from (f"and {', '.join(f'`{name}`' for name in more_names)}", "")
         unit = "" if entry.unit == "–" else f"; {entry.unit}"
-        yield f"- **Is** {entry.formula} · {entry.over}{unit}."
-        yield f"- **Elsewhere** {entry.peers}."
-        yield f"- **Healthy** {entry.healthy}{_range_text(entry, ranges)}."
+        yield f"- **Definition:** {entry.formula} · {entry.averaging}{unit}."
+        yield f"- **In other libraries:** {entry.peers}."
+        yield f"- **Healthy:** {entry.healthy}{_range_text(entry, ranges)}."
         if entry.alerts:
-            yield f"- **Alert** {_limit_text(entry)}: {entry.why}."
-        yield f"- **Then** {entry.do}"
+            yield f"- **Alert:** {_limit_text(entry)}: {entry.limit_source}."
+        yield f"- **What to do:** {entry.action}"
         yield ""
 
 
 def _range_text(entry: MetricEntry, ranges: Mapping[str, Sequence[float]]) -> str:
-    """Return the ranges in the lab, of those metrics that vary, as a sentence that follows the healthy range."""
+    """Return the ranges of the entry's metrics in the lab, without those that do not vary, as a sentence."""
     texts = []
     for name in entry.names:
         smallest, median, largest = ranges.get(name, (0.0, 0.0, 0.0))
@@ -184,7 +184,7 @@ def _measure_ranges(folder: Path) -> dict[str, list[float]]:
     """Return the smallest, the median and the largest value of each metric in a run of the lab."""
     series = read_logged(folder)
     if not series:
-        raise ArgumentError(f"{folder} is no folder of a run of the lab")
+        raise ArgumentError(f"--measured {folder}: holds no metrics; name the folder of a run of the lab")
     ranges = {}
     for name in sorted({name for entry in _all_entries() for name in entry.names}):
         if values := sorted(value for value in series.get(name, {}).values() if math.isfinite(value)):

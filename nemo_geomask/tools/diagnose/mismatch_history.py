@@ -1,4 +1,4 @@
-"""Development of a run's mismatch over its steps: its rise, the end of a rise, and changes of other numbers."""
+"""History of a run's mismatch: when it rose, whether the rise has ended, and changes of other numbers."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from nemo_geomask.tools.diagnose.run_statistics import RunStatistics
 __all__ = ["RECENT_STEPS", "Alarm", "Rise", "find_alarms", "find_rise"]
 
 RECENT_STEPS = 3
-"""Number of steps, at least, that the present state of a run is judged by."""
+"""Minimum number of steps from which the present state of a run is judged."""
 MASKED_OUT = "share of sequences masked out"
 MIN_MASKED_OUT = 1e-3
-"""If that share never exceeds this, it raises no alarm."""
+"""The share of sequences masked out raises no alarm unless it reaches this value."""
 
 
 class Rise(NamedTuple):
@@ -46,7 +46,7 @@ def find_rise(statistics: RunStatistics, steps: list[int]) -> Rise:
     if fall is not None:
         # The rise has ended if the mismatch since the fall is no larger than before the rise.
         is_back = rise is None or _find_mismatch_change(statistics, before + after[fall.first :]) is None
-        # A window that holds the end of the fault does not count.
+        # Leave out the window in which the rise ends.
         first_clean = math.ceil(after[fall.first] / statistics.width) * statistics.width
         remaining = [step for step in after if step >= first_clean]
         if is_back and len(remaining) >= RECENT_STEPS:
@@ -57,8 +57,8 @@ def find_rise(statistics: RunStatistics, steps: list[int]) -> Rise:
 def _find_mismatch_change(statistics: RunStatistics, steps: list[int], *, falling: bool = False) -> ChangePoint | None:
     """Return the significant rise of the mismatch, or its fall.
 
-    The change must show in the mismatch per token and in the mismatch relative to the expected one. A policy that
-    becomes less sure raises only the former, a policy that becomes sure only the latter.
+    The change must show both in the mismatch per token and in the mismatch relative to the expected mismatch. A policy
+    that becomes less sure raises only the former, a policy that becomes surer only the latter.
     """
     sums = [statistics.steps[step] for step in steps]
     sign = -1 if falling else 1
@@ -66,16 +66,16 @@ def _find_mismatch_change(statistics: RunStatistics, steps: list[int], *, fallin
     if change is None or sign * change.rise < MIN_RISE or sign * change.score < MIN_SCORE:
         return None
     per_token = _logarithms([step.mean("capped_abs") for step in sums])
-    # The steps after a single bad one are no fall: the median demands that most of the steps before were worse.
+    # The end of a single bad step is not a fall: by the median, most of the steps before must have been worse.
     average = np.median if falling else np.mean
     rise_per_token = float(average(per_token[change.first :]) - average(per_token[: change.first]))
     return change if sign * rise_per_token > MIN_RISE else None
 
 
 def _logarithms(values: list[float]) -> list[float]:
-    """Return the logarithms of each step's mismatch.
+    """Return the logarithm of each step's mismatch.
 
-    Steps without mismatch get a value near the smallest of the others, so that a few of them do not look like a change.
+    A step without mismatch gets a value near the smallest of the other steps, so that it does not look like a change.
     """
     positive = [value for value in values if value > 0]
     floor = min(*positive, float(np.median(positive)) / 2) if positive else 1.0
@@ -89,7 +89,7 @@ class Alarm:
     Attributes:
         metric: name of the number.
         since: first step of the change.
-        before, after: its means over the steps before, and from then on.
+        before, after: means of the number over the steps before the change, and from the change on.
         score: the change in standard errors.
         is_gradual: True if a slope begins at that step, False if the number jumps.
     """
@@ -103,7 +103,7 @@ class Alarm:
 
 
 def find_alarms(statistics: RunStatistics, steps: list[int]) -> tuple[Alarm, ...]:
-    """Return the changes of the mismatch KL, of the response length, and of what the masks remove."""
+    """Return the changes of the mismatch KL, the response length, and the shares that are masked out or removed."""
     sums = [statistics.steps[step] for step in steps]
     series = {
         "geomask/mismatch_k3": [step.mean("k3") for step in sums],

@@ -15,8 +15,8 @@ from nemo_geomask.tools.diagnose.run_statistics import NOISE_BIN_OF_ONE, Window
 
 __all__ = ["TYPICAL_NOISE", "detect_precision", "detect_routing"]
 
-LARGE = 8.0
-"""Times the usual median from which a token's noise is large."""
+LARGE_NOISE_FACTOR = 8.0
+"""A token's noise is large if it exceeds the usual median noise by this factor."""
 
 
 class _Noise(NamedTuple):
@@ -29,6 +29,7 @@ class _Noise(NamedTuple):
 TYPICAL_NOISE = _Noise(0.016, 0.015)
 """Noise of bfloat16 decoding against float32 training, measured in the lab."""
 MIN_LARGE_SHARE = 1e-4
+"""Lower limit of the earlier share of tokens with large noise, when its growth is computed."""
 
 
 def _measure_noise(window: Window, usual_median: float | None = None) -> _Noise:
@@ -36,7 +37,7 @@ def _measure_noise(window: Window, usual_median: float | None = None) -> _Noise:
 
     Args:
         window: the sums.
-        usual_median: noise is large beyond ``LARGE`` times this; the window's own median if None.
+        usual_median: noise is large above ``LARGE_NOISE_FACTOR`` times this; None: times the window's median.
     """
     count = window.noise_histogram
     total = float(count.sum())
@@ -47,7 +48,7 @@ def _measure_noise(window: Window, usual_median: float | None = None) -> _Noise:
     before_bin = cumulated[middle_bin] - count[middle_bin]
     within_bin = (total / 2 - before_bin) / max(count[middle_bin], 1.0)
     median = float(2.0 ** ((middle_bin + within_bin - NOISE_BIN_OF_ONE) / 2))
-    limit = 2 * math.log2(LARGE * (median if usual_median is None else usual_median)) + NOISE_BIN_OF_ONE
+    limit = 2 * math.log2(LARGE_NOISE_FACTOR * (median if usual_median is None else usual_median)) + NOISE_BIN_OF_ONE
     share_of_bin_above = np.clip(np.arange(len(count)) - limit + 1, 0, 1)
     return _Noise(median, float((count * share_of_bin_above).sum() / total))
 
@@ -66,7 +67,7 @@ def _reference(evidence: Evidence) -> str:
 
 
 def detect_routing(evidence: Evidence, threshold: float) -> Detection:
-    """Look for more tokens with large noise while the noise of the typical token is about the same."""
+    """Look for an increase of the tokens with large noise while the typical token's noise stays about the same."""
     growth = _noise_growth(evidence)
     description = (
         f"{growth.large_share:.1f} times as many tokens with large noise; the noise of a typical token is "
@@ -77,7 +78,7 @@ def detect_routing(evidence: Evidence, threshold: float) -> Detection:
 
 
 def detect_precision(evidence: Evidence, threshold: float) -> Detection:
-    """Look for more noise on the typical token."""
+    """Look for an increase of the typical token's noise."""
     growth = _noise_growth(evidence)
     description = f"the noise of a typical token is {growth.median:.1f} times that {_reference(evidence)}"
     return Detection(growth.median, description, evidence.is_worse and growth.median > threshold)

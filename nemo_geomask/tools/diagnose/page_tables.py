@@ -18,8 +18,8 @@ class PageColumn:
 
     Attributes:
         title: heading.
-        runs: indices of the runs that have the column; empty if it is the same in all of them.
-        cells: for each row, a cell for each of ``runs``, or a single one.
+        runs: indices of the runs that have the column; empty if all runs share one column.
+        cells: for each row, a cell for each of ``runs``, or a single cell if ``runs`` is empty.
     """
 
     title: str
@@ -28,13 +28,13 @@ class PageColumn:
 
     @property
     def css_class(self) -> str:
-        """Class of the cells: ``short`` for text, ``number`` for what is aligned to the right."""
+        """Class of the cells: ``short`` for text, ``number`` for numbers, which are aligned to the right."""
         return "short" if any(isinstance(cell, str) and cell for row in self.cells for cell in row) else "number"
 
 
 @dataclass(frozen=True)
 class PageTable:
-    """Table in the page; ``run`` is the index of the only run it shows, or None."""
+    """Table in the page; ``run`` is the index of its run if the table shows only one of several runs, or else None."""
 
     title: str
     columns: list[PageColumn]
@@ -51,19 +51,19 @@ class PageTable:
 
 
 _UNMERGED = ("changes", "steps", "circle", "groups", "worst_sequences", "worst_tokens")
-"""Keys of tables whose rows differ from run to run."""
+"""Keys of tables that are not merged, because their rows differ from run to run."""
 _ROW_COLUMNS = ("definition", "threshold", "drifting | broken")
-"""Titles of columns that describe the row, whatever the run."""
+"""Titles of columns that depend on the row and not on the run."""
 
 
 def merge_tables(tables: Sequence[tuple[int, Table]]) -> list[PageTable]:
     """Merge the tables of several runs that have the same key into one; rows are matched by their first cell.
 
-    A column is shown once, without a run, if all runs have it with the same cells, and either it describes the row or
-    all runs have all rows. Tables whose rows cannot be matched stay one for each run.
+    A column is shown only once if its cells are the same in all runs, and either it depends only on the row or all runs
+    have all rows. Tables whose rows cannot be matched are not merged.
 
     Args:
-        tables: index of the run, and its table.
+        tables: for each run, its index and its table.
     """
     if len(tables) == 1:
         return [_page_table(tables[0][1])]
@@ -75,7 +75,7 @@ def merge_tables(tables: Sequence[tuple[int, Table]]) -> list[PageTable]:
         ]
     first_table = tables[0][1]
     row_names = list(dict.fromkeys(row[0] for _, table in tables for row in table.rows))
-    # By title, and the number of earlier columns of the same title; then by run; then by row.
+    # Keys: the title with the number of earlier columns that have the same title; the run; the row.
     cells_by_column: dict[tuple[str, int], dict[int, dict[Any, Any]]] = {}
     for run, table in tables:
         for index, title in enumerate(table.columns):

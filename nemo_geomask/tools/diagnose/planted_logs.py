@@ -1,8 +1,8 @@
 """Synthetic records of runs with and without a planted cause, on which the detectors are tested and measured.
 
 Each token is drawn from a distribution over a small vocabulary whose sharpness varies from token to token. The training
-engine's logits are those of the generation engine plus noise of the size that bfloat16 makes in the lab, with more
-noise at the few tokens where an expert's routing flips. A planted cause changes logits or log-probs as in a real run.
+engine's logits are those of the generation engine plus noise as large as that of bfloat16 in the lab, with more noise
+at the few tokens where the choice of experts flips. A planted cause changes logits or log-probs as in a real run.
 
 ``python -m nemo_geomask.tools.diagnose.planted_logs DIR --cause tool_calls --strength 5`` writes the records of such a
 run, to try the commands on.
@@ -18,19 +18,19 @@ import numpy as np
 
 from nemo_geomask.records.record_schema import COLUMNS, arrow_schema, file_name, require_arrow
 from nemo_geomask.tools.diagnose.planted_causes import (
-    PLANTS,
+    PLANTED_CAUSES,
     ROUTING_FLIP_NOISE,
     ROUTING_FLIP_SHARE,
     STRENGTHS,
     USUAL_NOISE,
-    Draft,
+    SyntheticStep,
     log_softmax,
 )
 from nemo_geomask.tools.diagnose.record_reader import Array, RecordBlock
 from nemo_geomask.tools.diagnose.run_statistics import RunStatistics
-from nemo_geomask.tools.diagnose.step_survey import survey
+from nemo_geomask.tools.diagnose.step_survey import survey_block
 
-__all__ = ["PLANTS", "STRENGTHS", "RunShape", "planted_run", "planted_step", "write_step"]
+__all__ = ["PLANTED_CAUSES", "STRENGTHS", "RunShape", "planted_run", "planted_step", "write_step"]
 
 VOCABULARY_SIZE = 12
 TOOL_TOKENS = 15
@@ -54,51 +54,54 @@ def planted_run(
 
     Args:
         seed: seed of all randomness.
-        cause: key of ``PLANTS``; None for a run without fault.
-        strength: strength of the cause, in the unit of its plant.
+        cause: key of ``PLANTED_CAUSES``; None for a run without any.
+        strength: strength of the cause, in the unit of :attr:`PlantedCause.unit`.
         onset: first step of the cause, counted from 1.
         shape: sizes of the run.
     """
     shape = shape or RunShape()
     statistics = RunStatistics()
     for step in range(1, shape.steps + 1):
-        planted = cause if step >= onset else None
-        block = planted_step(seed, step, planted, strength, since=step - onset + 1, shape=shape)
-        statistics.add(survey(block))
+        step_cause = cause if step >= onset else None
+        block = planted_step(seed, step, step_cause, strength, since=step - onset + 1, shape=shape)
+        statistics.add(survey_block(block))
     return statistics
 
 
 def planted_step(
     seed: int, step: int, cause: str | None, strength: float, *, since: int = 1, shape: RunShape | None = None
 ) -> RecordBlock:
-    """Return the records of one step of a synthetic run; ``since`` counts the steps since the cause began, from 1."""
+    """Return the records of one step of a synthetic run; ``since`` is 1 in the first step of the cause, then 2, …."""
     random = np.random.default_rng([seed, step])
-    draft, mask, sequences = _draft_step(random, shape or RunShape(), since)
-    plant = None if cause is None else PLANTS[cause]
-    tokens = np.arange(len(draft.sequence))
-    logprobs = log_softmax(draft.logits)
-    draft.target = (logprobs + random.gumbel(size=logprobs.shape)).argmax(axis=1)
-    draft.gen = logprobs[tokens, draft.target]
+    synthetic, mask, sequences = _make_synthetic_step(random, shape or RunShape(), since)
+    planted = None if cause is None else PLANTED_CAUSES[cause]
+    tokens = np.arange(len(synthetic.sequence))
+    logprobs = log_softmax(synthetic.logits)
+    synthetic.target = (logprobs + random.gumbel(size=logprobs.shape)).argmax(axis=1)
+    synthetic.gen = logprobs[tokens, synthetic.target]
     noise = np.where(random.random(len(tokens)) < ROUTING_FLIP_SHARE, ROUTING_FLIP_NOISE, USUAL_NOISE)
-    draft.add_noise(np.ones(len(tokens), bool), noise)
-    if plant is not None and not plant.after_sampling:
-        plant.effect(draft, strength)
-    draft.prev = log_softmax(draft.trained_logits)[tokens, draft.target]
-    if plant is not None and plant.after_sampling:
-        plant.effect(draft, strength)
+    synthetic.add_noise(np.ones(len(tokens), bool), noise)
+    if planted is not None and not planted.changes_logprobs:
+        planted.effect(synthetic, strength)
+    synthetic.prev = log_softmax(synthetic.trained_logits)[tokens, synthetic.target]
+    if planted is not None and planted.changes_logprobs:
+        planted.effect(synthetic, strength)
     columns = {"tokens": random.integers(0, 1000, len(mask)).astype(np.int32), "mask": mask}
-    advantages = draft.per_token("advantage")
-    for name, values in (("gen", draft.gen), ("prev", draft.prev), ("advantages", advantages)):
+    advantages = synthetic.per_token("advantage")
+    for name, values in (("gen", synthetic.gen), ("prev", synthetic.prev), ("advantages", advantages)):
         columns[name] = np.zeros(len(mask), np.float32)
         columns[name][mask] = values
     offsets = np.concatenate([[0], sequences["length"].cumsum()])
     return RecordBlock({**sequences, "step": np.full(len(sequences["length"]), step)}, columns, offsets)
 
 
-def _draft_step(
+def _make_synthetic_step(
     random: np.random.Generator, shape: RunShape, steps_since_onset: int
-) -> tuple[Draft, Array, dict[str, Array]]:
-    """Return the draft before sampling, the mask of all tokens, prompts and tool output included, and the columns."""
+) -> tuple[SyntheticStep, Array, dict[str, Array]]:
+    """Return the step before its tokens are sampled, the mask of all tokens, and the sequences' recorded columns.
+
+    The mask also covers the tokens of prompts and of tool output, for which it is False.
+    """
     count = shape.prompts * shape.samples
     group = np.repeat(np.arange(shape.prompts), shape.samples)
     response_length = np.clip(random.lognormal(np.log(shape.length), 0.7, count), 24, 8 * shape.length).astype(np.int64)
@@ -122,7 +125,7 @@ def _draft_step(
         "staleness": random.integers(0, 4, count),
         "advantage": (reward - mean_reward[group]) / 0.5,
     }
-    draft = Draft(
+    synthetic = SyntheticStep(
         random=random,
         steps_since_onset=steps_since_onset,
         sequence=sequence,
@@ -145,11 +148,11 @@ def _draft_step(
         "staleness": columns["staleness"].astype(float),
         "sample_mask": np.ones(count, np.float32),
     }
-    return draft, mask, sequences
+    return synthetic, mask, sequences
 
 
 def _lay_out_turns(prompt_length: Array, response_length: Array, turns: Array) -> tuple[Array, Array]:
-    """Return the mask of all tokens, and the turn of each response token; tool output separates the turns."""
+    """Return the mask of all tokens and the turn of each response token; tool output separates successive turns."""
     masks: list[Array] = []
     turn_numbers: list[Array] = []
     for row in range(len(turns)):
@@ -187,7 +190,7 @@ def write_step(directory: Path, block: RecordBlock) -> Path:
 def _main() -> None:
     parser = argparse.ArgumentParser(description="Write the records of a synthetic run with a planted cause.")
     parser.add_argument("directory", type=Path)
-    parser.add_argument("--cause", choices=list(PLANTS))
+    parser.add_argument("--cause", choices=list(PLANTED_CAUSES))
     parser.add_argument("--strength", type=float, default=1.0, help="in the unit of the cause, see docs/diagnose.md")
     parser.add_argument("--onset", type=int, default=1, help="first step of the cause")
     parser.add_argument("--steps", type=int, default=RunShape.steps)

@@ -1,4 +1,4 @@
-"""Quantities that tables and figures show of a mismatch: a name, a definition and a value each."""
+"""Quantities that tables and figures show, each with a name, a definition and a function that computes it."""
 
 from __future__ import annotations
 
@@ -29,10 +29,11 @@ class Quantity(NamedTuple):
 
     Attributes:
         name: name in tables.
-        definition: definition for the reader.
-        value: computes it from the sums; NaN if they hold nothing to compute it from.
-        bootstrapped_sum: the sum that has bootstrap replicates for its interval; empty if there are none.
-        sign: -1 if the quantity is minus that sum's mean.
+        definition: definition, as tables and figures show it.
+        value: function that computes the quantity from the sums; NaN if they don't contain the data.
+        bootstrapped_sum: the sum whose mean per token is the quantity and has bootstrap replicates; empty if the
+            quantity has no interval.
+        sign: -1 if the quantity is minus that mean, otherwise 1.
     """
 
     name: str
@@ -42,7 +43,7 @@ class Quantity(NamedTuple):
     sign: int = 1
 
     def interval(self, sums: StepSums) -> tuple[float, float]:
-        """Return the 95 % interval over sequences; NaN if there are no bootstrap replicates."""
+        """Return the confidence interval over sequences; NaN for both ends if there are no bootstrap replicates."""
         if not self.bootstrapped_sum:
             return math.nan, math.nan
         low, high = sorted(self.sign * end for end in sums.interval(self.bootstrapped_sum))
@@ -122,8 +123,9 @@ class BinMeasure(NamedTuple):
 
     Attributes:
         name: title of the column in tables.
-        definition: definition for the reader.
-        value: computes it from the sums of the bin and from those of all bins, both by the names in ``BIN_SUMS``.
+        definition: definition, as tables show it.
+        value: function that computes the measure from the sums of the bin and the sums of all bins, both by the names
+            in ``BIN_SUMS``.
     """
 
     name: str

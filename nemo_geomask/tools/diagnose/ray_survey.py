@@ -1,4 +1,4 @@
-"""Reading a run's records on a Ray cluster: Ray Data maps the files, and the results come back in their order."""
+"""Reading of a run's records on a Ray cluster: Ray Data maps a function over the files and keeps their order."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ CONNECT_SECONDS = 10
 def connect_ray(address: str) -> RecordMapper:
     """Connect to a Ray cluster and return a replacement for ``record_sources.map_records`` that runs on it.
 
-    Every node must see the files under the same paths and have NumPy and pyarrow; this package is sent along.
+    Every node must have the files under the same paths, NumPy and pyarrow. Ray copies this package to the nodes.
 
     Args:
         address: address for ``ray.init``: ``auto``, ``host:port`` or ``ray://…``; ``local`` starts a cluster on this
-            machine. If Ray is initialised already, that cluster is used.
+            machine. It is ignored if Ray is initialised already.
 
     Raises:
         MissingDependencyError: Ray Data is missing.
@@ -40,7 +40,7 @@ def connect_ray(address: str) -> RecordMapper:
     if not ray.is_initialized():
         _initialize_ray(ray, address)
     context = ray.data.DataContext.get_current()
-    context.execution_options.preserve_order = True  # a fixed order of additions gives the same sums to the last bit
+    context.execution_options.preserve_order = True  # so that the sums are added in a fixed order and are reproducible
     context.enable_progress_bars = False
 
     def map_on_ray(work: Callable[[Path], Any], paths: Sequence[Path], cache: Path | None) -> Iterator[Any]:
@@ -74,7 +74,7 @@ def _initialize_ray(ray: Any, address: str) -> None:
 class _RecordTask:
     """Task that applies a function to one file on a node, and pickles the result or the package's error.
 
-    The error is returned and not raised, because Ray would wrap it in an error of its own.
+    The error is returned and not raised, because Ray would wrap a raised error in one of its own types.
     """
 
     def __init__(self, work: Callable[[Path], Any], cache: Path | None) -> None:

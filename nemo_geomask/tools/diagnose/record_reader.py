@@ -1,4 +1,4 @@
-"""Reading records as flat NumPy arrays, a row group of bounded size at a time."""
+"""Reading of records as flat NumPy arrays, one row group at a time, which bounds the memory."""
 
 from __future__ import annotations
 
@@ -21,15 +21,16 @@ _COLUMNS_BY_NAME = {column.name: column for column in COLUMNS}
 
 @dataclass(frozen=True)
 class RecordBlock:
-    """Complete sequences of one file.
+    """Some of the sequences of one file, with all their tokens.
 
     Attributes:
-        sequences: by column, [S]; ``weight_version``, ``staleness`` and ``reward`` are floats, NaN where not recorded.
-        tokens: by column, [N], one sequence after another; columns that were not recorded are absent.
-        offsets: [S+1], index of each sequence's first token, and N.
-        removed: by a mask's label, bool [N], True where the mask removed the token.
-        trainer: column with the training engine's log-probs, ``prev`` or ``curr``, chosen for the whole file; empty if
-            it is to be chosen by these sequences.
+        sequences: [S] for each column; ``weight_version``, ``staleness`` and ``reward`` are floats, NaN where not
+            recorded.
+        tokens: [N] for each column, one sequence after another; columns that were not recorded are absent.
+        offsets: [S+1], index of each sequence's first token, followed by N.
+        removed: bool [N] for each mask, by its label; True where the mask removed the token.
+        trainer: column with the training engine's log-probs, ``prev`` or ``curr``, as chosen for the whole file; empty
+            if the block is the whole file, so that its own sequences decide.
     """
 
     sequences: Mapping[str, Array]
@@ -66,10 +67,10 @@ def read_blocks(path: Path) -> Iterator[RecordBlock]:
         metadata = file.schema_arrow.metadata or {}
         version = metadata.get(b"nemo_geomask.schema", b"").decode()
         if version != str(VERSION):
-            described = f"of version {version}" if version else "without a version"
+            described = f"version {version}" if version else "no version"
             raise DataError(
-                f"{path}: a record {described}, but this package reads version {VERSION}; check that nemo_geomask's "
-                "flight recorder wrote it, and that this package is as new as the one that did"
+                f"{path}: the record's schema has {described}, but this package reads version {VERSION}; check that "
+                "nemo_geomask's flight recorder wrote the file, and read it with the nemo_geomask that wrote it"
             )
         try:
             trainer = _trainer_column(file)
@@ -108,7 +109,7 @@ def _read_table(table: Any) -> RecordBlock:
 
 
 def _flatten(column: Any, lengths: Array) -> Array:
-    """Return a list column as [N]; NaN, 0 or False for the tokens of a sequence whose list is null."""
+    """Return a list column as [N], with NaN, 0 or False for the tokens of sequences whose list is null."""
     values: Array = column.combine_chunks().flatten().to_numpy(zero_copy_only=False)
     if not column.null_count:
         return values

@@ -1,4 +1,4 @@
-"""The files of recorded runs: finding them in folders, and calling a function on each, logs being converted first."""
+"""Files of recorded runs: finds them in folders, and calls a function on each record; logs are converted to records."""
 
 from __future__ import annotations
 
@@ -17,11 +17,14 @@ from nemo_geomask.tools.diagnose.jsonl_logs import JSONL_WRITER, convert_log, lo
 
 __all__ = ["RunFiles", "apply_to_record", "find_run", "find_runs", "map_records"]
 
-CONVERTED = "geomask-records"
-"""Folder beside NeMo-RL's logs that holds the records made of them."""
+CONVERTED_FOLDER = "geomask-records"
+"""Name of the folder, beside NeMo-RL's logs, for the records that are converted from them."""
 
 _MIN_BYTES_FOR_PROCESSES = 2**25
-"""Starting a process takes as long as reading a few million tokens."""
+"""Total size of files from which they are read by several processes.
+
+Starting a process takes as long as reading a few million tokens.
+"""
 
 
 @dataclass(frozen=True)
@@ -30,8 +33,8 @@ class RunFiles:
 
     Attributes:
         directory: the run's folder.
-        records: by step, the files of the flight recorder.
-        logs: by step, NeMo-RL's log, for steps of which the recorder wrote none.
+        records: the flight recorder's files of each step.
+        logs: NeMo-RL's log of each step that the flight recorder has no file of.
     """
 
     directory: Path
@@ -45,29 +48,31 @@ class RunFiles:
 
     @property
     def is_converted(self) -> bool:
-        """True if all files are records made of logs."""
+        """True if all files are records that were converted from logs."""
         files = (path for paths in self.records.values() for path in paths)
         return not self.logs and all(path.stem.endswith(f"-{JSONL_WRITER}") for path in files)
 
     def paths(self, steps: Sequence[int] | None = None) -> list[Path]:
-        """Return the files of some steps; None: of all."""
+        """Return the files of some steps, or of all steps for None."""
         steps = self.steps if steps is None else steps
         return [path for step in steps for path in self.records.get(step) or [self.logs[step]]]
 
 
 def find_runs(directories: Sequence[Path]) -> list[RunFiles]:
-    """Return a run for every folder, at or below the given ones, that holds records or ``train_data_step{N}.jsonl``.
+    """Return a run for each folder, at or below ``directories``, that holds records or ``train_data_step{N}.jsonl``.
 
-    Records in a folder directly below logs belong to the logs' run. Records that were converted from logs are a run
-    only where there is nothing else.
+    Records in a folder directly below a folder of logs belong to the run of the logs. Records that were converted from
+    logs are a run only if no other files are found.
 
     Raises:
-        DataError: a folder does not exist, or holds no run.
+        DataError: one of the directories does not exist, or no run is in or below it.
     """
     all_runs = []
     for top in directories:
         if not top.is_dir():
-            raise DataError(f"{top}: no such folder; give that of the records (loss_fn.record.dir) or of NeMo-RL's log")
+            raise DataError(
+                f"{top}: no such folder; name that of the records (loss_fn.record.dir) or of NeMo-RL's logs"
+            )
         runs = [run for folder, _, _ in sorted(os.walk(top)) if (run := _list_files(Path(folder))).steps]
         runs = _join_records_to_logs([run for run in runs if not run.is_converted] or runs)
         if not runs:
@@ -122,7 +127,7 @@ def map_records(
         function: picklable; takes the path of a Parquet record.
         paths: records, or NeMo-RL's logs, which are converted to records first.
         cache: folder of converted logs; None: beside the logs.
-        processes: how many processes; None: as many as there are cores, or this one alone for small files.
+        processes: number of processes; None: one for each core, or only this process if the files are small.
     """
     count = min(len(paths), processes or len(os.sched_getaffinity(0)))
     size = sum(path.stat().st_size for path in paths)
@@ -139,13 +144,13 @@ def apply_to_record(function: Callable[[Path], Any], path: Path, cache: Path | N
 
 
 def _convert(log: Path, cache: Path | None) -> Path:
-    directory = log.parent / CONVERTED
+    directory = log.parent / CONVERTED_FOLDER
     if cache is not None:  # several runs may share it
         directory = cache / hashlib.sha256(os.fsencode(log.parent.resolve())).hexdigest()[:16]
     try:
         return convert_log(log, directory)
     except OSError as error:
         raise DataError(
-            f"{directory}: can't hold the records made of {log.name} ({error.strerror or error}); name another folder "
-            "by --cache"
+            f"{directory}: the record converted from {log.name} can't be written here ({error.strerror or error}); "
+            "name another folder by --cache"
         ) from None

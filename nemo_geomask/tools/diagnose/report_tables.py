@@ -26,19 +26,19 @@ from nemo_geomask.tools.diagnose.run_statistics import BIN_SUMS, Window
 from nemo_geomask.tools.diagnose.step_sums import ratio_or_nan
 from nemo_geomask.tools.diagnose.thresholds import HEALTH_LIMITS
 from nemo_geomask.tools.diagnose.verdict import RunDiagnosis
-from nemo_geomask.tools.shared.intervals import ratio_interval
+from nemo_geomask.tools.shared.intervals import CONFIDENCE_LABEL, ratio_interval
 from nemo_geomask.tools.shared.terminal_tables import ABSENT, print_table
 
 __all__ = ["STEP", "Decode", "Table", "diagnosis_tables", "print_tables"]
 
 STEP = "step"
-"""Name by which ``--by`` shows all steps in place of a dimension."""
+"""Value of ``--by`` that shows the table of all steps, instead of a table by dimension."""
 
 Decode = Callable[[Sequence[int]], str]
 """Function from token ids to their text."""
 
 _MAX_STEPS = 12
-"""Rows of the table of steps when all tables are shown."""
+"""Largest number of rows in the table of steps when all tables are shown."""
 
 
 @dataclass(frozen=True)
@@ -47,10 +47,10 @@ class Table:
 
     Attributes:
         key: name in the JSON output.
-        title: heading; for a table without rows, the reason.
+        title: heading; if the table has no rows, the reason.
         columns: titles of the columns.
         rows: cells, as text or numbers.
-        definitions: by title of a column or name of a row, what it holds.
+        definitions: definitions of columns, by their titles, and of rows, by their first cells.
     """
 
     key: str
@@ -70,18 +70,19 @@ def print_tables(tables: Iterable[Table]) -> None:
 
 
 def diagnosis_tables(
-    diagnosis: RunDiagnosis, decode: Decode | None = None, only: Sequence[tuple[str, ...]] | None = None
+    diagnosis: RunDiagnosis, decode: Decode | None = None, splits: Sequence[tuple[str, ...]] | None = None
 ) -> list[Table]:
-    """Return all tables of a diagnosis that have rows, or those of some dimensions.
+    """Return all tables of a diagnosis that have rows, or the tables of the requested splits.
 
     Args:
         diagnosis: the diagnosis of a run.
         decode: returns the text of token ids; None: ids are shown.
-        only: dimensions, pairs of them that were surveyed together, or ``("step",)``; None: all tables. Where the
-            data were not recorded, or all tokens are in one bin, the table has no rows and its title says so.
+        splits: for each requested table, a dimension, a pair of dimensions that were surveyed together, or
+            ``("step",)``; None: all tables. If the data were not recorded, or all tokens are in one bin, the table has
+            no rows and its title says so.
     """
-    if only is not None:
-        return [table for names in only for table in _requested_tables(diagnosis, names)]
+    if splits is not None:
+        return [table for names in splits for table in _requested_tables(diagnosis, names)]
     tables = [_number_table(diagnosis), _cause_table(diagnosis), _change_table(diagnosis)]
     tables.append(_step_table(diagnosis, _MAX_STEPS))
     for dimension in DIMENSIONS:
@@ -104,13 +105,13 @@ def _requested_tables(diagnosis: RunDiagnosis, names: tuple[str, ...]) -> list[T
 
 
 def _number_table(diagnosis: RunDiagnosis) -> Table:
-    """Return the numbers with health limits, the other quantities, and what each mask removed."""
+    """Return the table of the numbers with health limits, the other quantities, and the shares that masks removed."""
     before, after = diagnosis.evidence.sums_before, diagnosis.evidence.sums_after
     rows: list[tuple[Any, ...]] = []
     for limit in HEALTH_LIMITS:
         value, low, high, _ = limit.read(after)
         values = (value,) if before is None else (limit.read(before).value, value)
-        comparison = f"{'<' if limit.below else '>'} {limit.drifting:g} | {limit.broken:g}"
+        comparison = f"{limit.sign} {limit.drifting:g} | {limit.broken:g}"
         rows.append((limit.name, *values, f"{low:.3g} to {high:.3g}", comparison, limit.definition))
     for quantity in QUANTITIES:
         value = float(quantity.value(after))
@@ -128,7 +129,7 @@ def _number_table(diagnosis: RunDiagnosis) -> Table:
     return Table(
         "numbers",
         "Numbers, Δ = prev − gen of a trained token",
-        ("", *sides, "95 %", "drifting | broken", "definition"),
+        ("", *sides, CONFIDENCE_LABEL, "drifting | broken", "definition"),
         rows,
     )
 
@@ -172,18 +173,18 @@ _STEP_COLUMNS = {
     "sequences": "",
     "token_mult_prob_error": "token_mult_prob_error",
     "k3": "geomask/mismatch_k3",
-    "95 %": "",
+    CONFIDENCE_LABEL: "",
     "noise": "noise",
     "ESS": "effective sample size, tokens",
     "surprise": "surprise",
     "length": "response length",
     "reward": "reward",
 }
-"""Columns of the table of steps, and the name of the number whose definition holds for each."""
+"""Columns of the table of steps; for each, the name of the health limit or quantity that defines it, or ""."""
 
 
 def _step_table(diagnosis: RunDiagnosis, max_steps: int) -> Table:
-    """Return the numbers of at most ``max_steps`` steps at equal distances, and of the step at which they rose."""
+    """Return the table of at most ``max_steps`` evenly spaced steps, and of the step at which the mismatch rose."""
     statistics = diagnosis.evidence.statistics
     steps = sorted(statistics.steps)
     if len(steps) > max_steps:
@@ -215,7 +216,7 @@ def _step_table(diagnosis: RunDiagnosis, max_steps: int) -> Table:
         column: number_definitions[name] for column, name in _STEP_COLUMNS.items() if name in number_definitions
     }
     definitions["sequences"] = "number of sequences with a trained token"
-    definitions["95 %"] = "interval of k3, by a bootstrap over sequences"
+    definitions[CONFIDENCE_LABEL] = "interval of k3, by a bootstrap over sequences"
     return Table("steps", "Steps", tuple(_STEP_COLUMNS), rows, definitions)
 
 
@@ -225,7 +226,7 @@ def _feedback_table(diagnosis: RunDiagnosis) -> Table:
         (f"{lead.leader} → {lead.follower}", lead.correlation, lead.score, "shown" if lead.is_shown else "not shown")
         for lead in leads
     ]
-    title = f"Numbers that the next step follows. {summarize_feedback(leads)}"
+    title = f"Does the mismatch predict another number's next step, or the reverse? {summarize_feedback(leads)}"
     columns = ("", "partial rank correlation", "standard errors", f"beyond ±{SHOWN_SCORE:g}")
     return Table("circle", title, columns, rows)
 
@@ -234,7 +235,7 @@ _PERCENT_MEASURES = ("tokens", "Δ > 0")
 
 
 def _bin_table(evidence: Evidence, names: tuple[str, ...]) -> Table | None:
-    """Return the mismatch by one or two dimensions; None if not recorded, or if all tokens are in one bin."""
+    """Return the table of the mismatch by one or two dimensions; None if all tokens are in one bin, or unrecorded."""
     key = ",".join(names)
     bin_sums = evidence.after.bin_sums.get(key)
     if bin_sums is None or np.count_nonzero(bin_sums[:, 0]) < 2:
@@ -259,14 +260,14 @@ def _bin_table(evidence: Evidence, names: tuple[str, ...]) -> Table | None:
     title = f"By {' and '.join(f'{dimension.name} ({dimension.unit})' for dimension in dimensions)}"
     columns = [""]
     for measure in BIN_MEASURES:
-        columns += [measure.name, "95 %"] if measure.name == AGAINST_EXPECTED else [measure.name]
+        columns += [measure.name, CONFIDENCE_LABEL] if measure.name == AGAINST_EXPECTED else [measure.name]
     definitions = {measure.name: measure.definition for measure in BIN_MEASURES}
-    definitions["95 %"] = f"interval of {AGAINST_EXPECTED}, over sequences"
+    definitions[CONFIDENCE_LABEL] = f"interval of {AGAINST_EXPECTED}, over sequences"
     if before is not None:
-        ratio_column, interval_column = f"against {evidence.side_names[0]}", "95 % of that"
+        ratio_column, interval_column = f"against {evidence.side_names[0]}", f"{CONFIDENCE_LABEL} of that"
         columns += [ratio_column, interval_column]
         definitions[ratio_column] = f"mean |Δ| over mean 1 − p, relative to the same tokens of {evidence.side_names[0]}"
-        definitions[interval_column] = "interval over sequences"
+        definitions[interval_column] = "interval of the column before, over sequences"
     return Table(key, title, tuple(columns), rows, definitions)
 
 
@@ -275,7 +276,7 @@ class _BinRates:
 
     Attributes:
         rate: [bins], mean |Δ| over mean 1 − p.
-        error: [bins], its relative standard error over sequences.
+        error: [bins], relative standard error of the rate, over sequences.
     """
 
     def __init__(self, window: Window, key: str) -> None:

@@ -1,4 +1,4 @@
-"""Evidence that the detectors of causes read, and the form of their findings."""
+"""Evidence that the detectors of causes read, and the type of their results."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ from dataclasses import dataclass, replace
 from nemo_geomask.tools.diagnose.run_statistics import BIN_SUMS, RunStatistics, Window
 from nemo_geomask.tools.diagnose.step_sums import StepSums
 
-__all__ = ["COLUMN", "Detection", "Detector", "Evidence"]
+__all__ = ["BIN_SUM_COLUMN", "Detection", "Detector", "Evidence"]
 
-COLUMN = {name: index for index, name in enumerate(BIN_SUMS)}
+BIN_SUM_COLUMN = {name: index for index, name in enumerate(BIN_SUMS)}
 """Column of each sum in :attr:`Window.bin_sums`."""
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """A run's statistics, divided into the data to judge (after) and the data to compare it with (before).
+    """A run's statistics, divided into the data to judge (*after*) and the data to compare it with (*before*).
 
-    If the mismatch rose at some step, *after* is what follows it and *before* what precedes it. If the run is compared
-    with another run, *before* is the other run. Otherwise there is no *before*, and *after* is the whole run, or the
-    part of it since an earlier rise of the mismatch ended.
+    If the mismatch rose at some step, *after* consists of the steps from the rise on, and *before* of the earlier
+    steps. If the run is compared with another run, *before* is the other run. Otherwise there is no *before*, and
+    *after* is the whole run, or the part of it since an earlier rise of the mismatch ended.
 
     Attributes:
         statistics: statistics of the whole run.
         onset: first step of the rise; None if there was none, or the run is compared with another run.
         first_step: first step of *after*.
-        is_worse: True if the mismatch exceeds a health limit, or has become significantly larger than *before*.
+        is_worse: True if the mismatch exceeds a health limit, or is significantly larger than *before*.
         before, after: the windows of both sides; ``before`` is None if no window precedes the rise.
         sums_before: sums over *before*; None if there is nothing to compare with.
         steps_after: steps of *after* that hold tokens with log-probs of both engines.
@@ -68,13 +68,13 @@ class Evidence:
 
 @dataclass(frozen=True)
 class Detection:
-    """Outcome of looking for one cause.
+    """Result of a detector, which looks for one cause.
 
     Attributes:
-        value: the measured value, in the unit of the cause's threshold; NaN if the records cannot tell.
-        description: the measurement in words.
+        value: the measured value, in the unit of the cause's threshold; NaN if the records lack the data.
+        description: the measurement as text.
         is_shown: True if the records show the cause.
-        steps: the steps that show it, for causes that are judged step by step.
+        steps: the steps that show the cause, if it is judged step by step.
     """
 
     value: float
@@ -84,4 +84,4 @@ class Detection:
 
 
 Detector = Callable[[Evidence, float], Detection]
-"""Function that looks for one cause in the evidence; it is given the threshold of the cause."""
+"""Function that looks for one cause: takes the evidence and the threshold of the cause."""

@@ -45,6 +45,7 @@ The standard error over sequences of capped_abs / one_minus_p is computed from t
 NOISE_BINS, NOISE_BIN_OF_ONE = 48, 32
 """Bins of log2 z², z = Δ/(1 − p), each of width 1, from 2^-32; and the bin that begins at z² = 1."""
 MAX_WINDOWS = 128
+"""Largest number of windows of a run."""
 WORST_COUNT = 8
 """Number of worst tokens, and of worst sequences, that are kept of a run."""
 
@@ -111,8 +112,8 @@ class RunStatistics:
     Attributes:
         steps: sums of each step, by its number.
         windows: windows of ``width`` successive steps, by the number of their first step.
-        width: steps in a window; it doubles whenever there are more than ``MAX_WINDOWS``, so memory stays bounded.
-        worst_tokens, worst_sequences: the ``WORST_COUNT`` worst of the run, worst first.
+        width: steps in a window; it doubles whenever there are more than ``MAX_WINDOWS`` windows, which bounds memory.
+        worst_tokens, worst_sequences: the ``WORST_COUNT`` worst tokens and sequences of the run, worst first.
     """
 
     steps: dict[int, StepSums] = field(default_factory=dict)
@@ -122,7 +123,7 @@ class RunStatistics:
     worst_sequences: list[WorstSequence] = field(default_factory=list)
 
     def add(self, other: RunStatistics) -> None:
-        """Add the statistics of another part of the run; the order of additions matters only by rounding."""
+        """Add the statistics of another part of the run; the order of additions changes only the rounding."""
         for step, sums in other.steps.items():
             self.steps.setdefault(step, StepSums()).add(sums)
         self._widen(other.width)
@@ -145,7 +146,7 @@ class RunStatistics:
             self.windows.setdefault(self.window_start(first_step), Window()).add(window)
 
     def total(self, steps: Iterable[int] | None = None) -> StepSums:
-        """Return the sums over some steps, or over all of them, without sums of prompt groups."""
+        """Return the sums over some steps, or over all steps for None, without the sums of prompt groups."""
         total = StepSums()
         for step in self.steps if steps is None else steps:
             total.add(self.steps[step])

@@ -1,4 +1,4 @@
-"""Reading a run's records: its statistics for the diagnosis, and one step's sequences."""
+"""Reading of a run's records: the run's statistics for the diagnosis, or the sequences of one step."""
 
 from __future__ import annotations
 
@@ -8,21 +8,23 @@ from pathlib import Path
 from typing import Any
 
 from nemo_geomask.tools.diagnose.record_reader import RecordBlock, read_blocks
-from nemo_geomask.tools.diagnose.record_sources import RunFiles, map_records
+from nemo_geomask.tools.diagnose.record_sources import RunFiles, apply_to_record, map_records
 from nemo_geomask.tools.diagnose.run_statistics import RunStatistics
-from nemo_geomask.tools.diagnose.step_survey import survey
+from nemo_geomask.tools.diagnose.step_survey import survey_block
 
 __all__ = ["read_step", "survey_file", "survey_run"]
 
 DimensionPairs = Sequence[tuple[str, str]]
+"""Names of two dimensions each, by which tokens are split together."""
 RecordMapper = Callable[[Callable[[Path], Any], Sequence[Path], Path | None], Iterator[Any]]
+"""Function that maps a function over record files, like ``map_records``; its last argument is the cache folder."""
 
 
-def survey_file(path: Path, crosses: DimensionPairs = ()) -> RunStatistics:
-    """Return the statistics of one record; ``crosses`` as for :func:`survey_run`."""
+def survey_file(path: Path, dimension_pairs: DimensionPairs = ()) -> RunStatistics:
+    """Return the statistics of one record; ``dimension_pairs`` as for :func:`survey_run`."""
     statistics = RunStatistics()
     for block in read_blocks(path):
-        statistics.add(survey(block, crosses))
+        statistics.add(survey_block(block, dimension_pairs))
     return statistics
 
 
@@ -31,31 +33,27 @@ def survey_run(
     steps: Sequence[int] | None = None,
     cache: Path | None = None,
     *,
-    crosses: DimensionPairs = (),
+    dimension_pairs: DimensionPairs = (),
     mapper: RecordMapper = map_records,
 ) -> RunStatistics:
     """Return the statistics of a run, or of some of its steps.
 
     Args:
-        run: its files.
-        steps: numbers of the steps; None: all.
+        run: the run's files.
+        steps: numbers of the steps; None: all steps.
         cache: folder of converted logs; None: beside the logs.
-        crosses: pairs of dimensions by which tokens are split at once.
-        mapper: calls a function on each file, in the order of the paths:
+        dimension_pairs: pairs of dimensions by which tokens are split together.
+        mapper: function that calls a function on each file, in the order of the paths:
             :func:`~nemo_geomask.tools.diagnose.record_sources.map_records` on all cores of this machine, or the result
             of :func:`~nemo_geomask.tools.diagnose.ray_survey.connect_ray` on all cores of a cluster.
     """
     statistics = RunStatistics()
-    for part in mapper(partial(survey_file, crosses=tuple(crosses)), run.paths(steps), cache):
+    for part in mapper(partial(survey_file, dimension_pairs=tuple(dimension_pairs)), run.paths(steps), cache):
         statistics.add(part)
     return statistics
 
 
 def read_step(run: RunFiles, step: int, cache: Path | None = None) -> Iterator[RecordBlock]:
     """Yield the sequences of one step; ``cache`` as for :func:`survey_run`."""
-    for record in map_records(_identity, run.paths([step]), cache, processes=1):
-        yield from read_blocks(record)
-
-
-def _identity(path: Path) -> Path:
-    return path
+    for path in run.paths([step]):
+        yield from apply_to_record(read_blocks, path, cache)

@@ -1,4 +1,4 @@
-"""The runs found in some folders, and the verdict on each: by its records, or else by the metrics that it logged."""
+"""Verdicts on the runs in some folders: by their records, or by their logged metrics if there are no records."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from nemo_geomask.tools.diagnose.verdict import RunDiagnosis
 __all__ = ["FallbackVerdict", "JudgedRun", "OverallHealth", "RunVerdicts", "find_recorded_runs", "judge_runs"]
 
 OverallHealth = Literal[Health, "unknown"]
-_FROM_BEST_TO_WORST: tuple[OverallHealth, ...] = ("healthy", "drifting", "unknown", "broken")
+_HEALTH_ORDER: tuple[OverallHealth, ...] = ("healthy", "drifting", "unknown", "broken")
+"""From best to worst."""
 
 
 class JudgedRun(NamedTuple):
@@ -35,8 +36,8 @@ class FallbackVerdict(NamedTuple):
     """Verdict on a folder without readable records.
 
     Attributes:
-        health: by the logged metrics; ``unknown`` if those do not tell it either.
-        explanation: the metrics' verdict as a sentence, or the error that keeps the folder from being judged.
+        health: health by the logged metrics; ``unknown`` if these can't be judged either.
+        explanation: sentence of the verdict by metrics, or the errors that prevented a verdict.
     """
 
     health: OverallHealth
@@ -53,7 +54,7 @@ class RunVerdicts:
     """Verdicts on all folders.
 
     Attributes:
-        judged: runs with records, in the order in which they were found.
+        judged: runs with records, in the order of the folders.
         fallbacks: verdicts on the other folders.
     """
 
@@ -68,11 +69,11 @@ class RunVerdicts:
     @property
     def worst_health(self) -> OverallHealth:
         """The worst of :attr:`healths`; a run that could not be judged is worse than a drifting one."""
-        return max(self.healths, key=_FROM_BEST_TO_WORST.index)
+        return max(self.healths, key=_HEALTH_ORDER.index)
 
 
 def find_recorded_runs(directories: Iterable[Path]) -> tuple[list[RunFiles], dict[Path, FallbackVerdict]]:
-    """Return the recorded runs in some folders, and a verdict on each folder that holds none."""
+    """Return the recorded runs in some folders, and a fallback verdict on each folder without any."""
     runs, fallbacks = [], {}
     for directory in directories:
         try:
@@ -95,7 +96,7 @@ def _judge_by_metrics(directory: Path, records_error: str) -> FallbackVerdict:
 def judge_runs(
     runs: Sequence[RunFiles], fallbacks: dict[Path, FallbackVerdict], judge: Callable[[RunFiles], RunDiagnosis]
 ) -> RunVerdicts:
-    """Judge runs one by one; a run whose records cannot be read gets a fallback verdict and the others go on.
+    """Judge each run; a run whose records cannot be read gets a fallback verdict and does not stop the others.
 
     Raises:
         MissingDependencyError: a package is missing, without which no run can be read.

@@ -1,4 +1,4 @@
-"""``diagnose --watch``: survey each step of running trainings once its files are complete, and report new verdicts."""
+"""``diagnose --watch``: add each step of a running training once its files are complete, and print new verdicts."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ __all__ = ["watch_runs"]
 
 
 def watch_runs(directories: Sequence[Path], seconds: float, options: OutputOptions) -> OverallHealth:
-    """Judge the runs every so many seconds until Ctrl-C; print changed verdicts, and rewrite files after new steps.
+    """Judge the runs every ``seconds`` until Ctrl-C; print verdicts that changed, and rewrite files after new steps.
 
     Returns:
-        The worst health when the watch ended; ``healthy`` if nothing had been judged by then.
+        The worst health at the end; ``healthy`` if nothing had been judged by then.
     """
-    watch = _Watch(directories, options.cache)
+    watch = _RunWatcher(directories, options.cache)
     health: OverallHealth = "healthy"
     try:
         while True:
@@ -47,11 +47,11 @@ def watch_runs(directories: Sequence[Path], seconds: float, options: OutputOptio
 
 
 class _Poll(NamedTuple):
-    """Result of one look at the folders.
+    """Result of polling the folders once.
 
     Attributes:
-        verdicts: on all runs and folders.
-        changed: those that differ from the previous poll's.
+        verdicts: verdicts on all runs and folders.
+        changed: the verdicts that differ from those of the previous poll.
         has_new_steps: True if a step was added to a run.
     """
 
@@ -60,8 +60,8 @@ class _Poll(NamedTuple):
     has_new_steps: bool
 
 
-class _Watch:
-    """Watched folders: the statistics of each run so far, and what the previous poll reported."""
+class _RunWatcher:
+    """Poller of folders, with the statistics of each run so far and the verdicts that the previous poll reported."""
 
     def __init__(self, directories: Sequence[Path], cache: Path | None) -> None:
         self._directories = directories
@@ -72,7 +72,7 @@ class _Watch:
         self._reported_fallbacks: dict[Path, str] = {}
 
     def poll(self) -> _Poll:
-        """Add the steps that are complete to their runs, and judge all runs."""
+        """Add the new complete steps of each run to its statistics, and judge all runs."""
         runs, fallbacks = find_recorded_runs(self._directories)
         verdicts = RunVerdicts(fallbacks=fallbacks)
         has_new_steps = False
@@ -93,7 +93,7 @@ class _Watch:
             run.files.directory: (run.diagnosis.health, run.diagnosis.since, bool(run.diagnosis.unjudged_reason))
             for run in verdicts.judged
         }
-        # A verdict by metrics is new only if its health is: its sentence has other numbers after every step.
+        # A verdict by metrics counts as changed only if its health does: the numbers in its sentence always change.
         fallback_keys = {
             folder: verdict.explanation if verdict.health == "unknown" else verdict.health
             for folder, verdict in verdicts.fallbacks.items()
@@ -138,6 +138,6 @@ def _add_steps(statistics: RunStatistics, run: RunFiles, steps: Sequence[int], c
     except GeomaskError as error:
         if len(steps) == 1:
             return [str(error)]
-        # One of them is at fault; the others count.
+        # Find the step with the error, and add the others.
         return [message for step in steps for message in _add_steps(statistics, run, [step], cache)]
     return []

@@ -7,20 +7,23 @@ import math
 import numpy as np
 
 from nemo_geomask.tools.diagnose.location_detectors import MIN_LIFT, MIN_SCORE, detect_range, squared_relative_error
-from nemo_geomask.tools.diagnose.run_evidence import COLUMN, Detection, Evidence
+from nemo_geomask.tools.diagnose.run_evidence import BIN_SUM_COLUMN, Detection, Evidence
 from nemo_geomask.tools.diagnose.step_sums import StepSums
 
 __all__ = ["detect_stale_engine", "detect_staleness"]
 
 MIN_VERSIONED_STEPS = 5
-"""Steps with one and the same weight version that prove a stale engine."""
-MIN_GROWTH, FAST_GROWTH = 1.5, 4.0
-"""Growth of k3 since the rise that a stale engine must show, and from which half the threshold is enough."""
+"""Number of steps that prove a stale engine if all their samples are from the same weight version."""
+MIN_GROWTH = 1.5
+"""Factor by which k3 must have grown since the rise for the engine to be stale."""
+FAST_GROWTH = 4.0
+"""Growth of k3 above which half of the threshold is enough."""
 MIN_TOKENS = 100
+"""Smallest number of fresh, and of stale, tokens that are compared."""
 
 
 def detect_stale_engine(evidence: Evidence, threshold: float) -> Detection:
-    """Look for a generation engine whose weights stand still while the policy is trained.
+    """Look for a generation engine whose weights are no longer updated while the policy is trained.
 
     π_old then moves towards tokens with a positive advantage and the mismatch keeps growing. The measured value is the
     z-score of the correlation of Δ with the advantage.
@@ -34,14 +37,14 @@ def detect_stale_engine(evidence: Evidence, threshold: float) -> Detection:
         return Detection(math.inf, description, True)
     if evidence.onset is None:
         if evidence.sums_before is not None:
-            return Detection(math.nan, "cannot be judged between two runs: it is a growth within one run")
+            return Detection(math.nan, "can't be judged by comparing two runs: the mismatch has to grow within one run")
         return Detection(0.0, "the mismatch has not grown")
     z = _advantage_score(evidence.sums_after)
     third = max(1, len(steps) // 3)
     early, late = (float(np.mean([sums.mean("k3") for sums in part])) for part in (steps[:third], steps[-third:]))
     growth = late / early if early else math.nan
     description = f"Δ correlates with the advantage by {z:.1f} standard errors, and k3 has grown {growth:.1f} times"
-    # Hardly any other cause keeps growing, so a weaker correlation is enough if the growth is fast.
+    # The mismatch of hardly any other cause keeps growing, so a weaker correlation is enough if the growth is fast.
     is_correlated = z > (threshold / 2 if growth > FAST_GROWTH else threshold)
     return Detection(z, description, is_correlated and len(steps) >= 3 and growth > MIN_GROWTH)
 
@@ -55,10 +58,10 @@ def _advantage_score(sums: StepSums) -> float:
 
 
 def detect_staleness(evidence: Evidence, threshold: float) -> Detection:
-    """Look for a mismatch of the older samples, or of all samples that are not fresh.
+    """Look for a larger mismatch of the older samples, or of all stale samples.
 
-    In asynchronous loops only the first steps have fresh samples (staleness 0), so the stale samples of *after* are
-    compared with the fresh ones of the whole run.
+    Fresh samples have a staleness of 0. In asynchronous loops only the first steps have any, so the stale samples of
+    *after* are compared with the fresh samples of the whole run.
     """
     name = "staleness"
     by_age = detect_range(name, upper_only=True)(evidence, threshold)
@@ -66,14 +69,14 @@ def detect_staleness(evidence: Evidence, threshold: float) -> Detection:
         return by_age
     run, after = evidence.statistics.merge_windows(), evidence.after
     fresh, stale = run.bin_sums[name][0], after.bin_sums[name][1:].sum(axis=0)
-    tokens, size, expected = COLUMN["tokens"], COLUMN["capped_abs"], COLUMN["one_minus_p"]
+    tokens, size, expected = BIN_SUM_COLUMN["tokens"], BIN_SUM_COLUMN["capped_abs"], BIN_SUM_COLUMN["one_minus_p"]
     if min(fresh[tokens], stale[tokens]) < MIN_TOKENS or not fresh[size]:
         return by_age
     fresh_rate, stale_rate = float(fresh[size] / fresh[expected]), float(stale[size] / stale[expected])
     if evidence.before is not None:
         before = evidence.before.bin_sums[name][1:].sum(axis=0)
         if before[size] < MIN_LIFT * fresh_rate * before[expected]:
-            return by_age  # samples were stale before the rise, too, without this mismatch
+            return by_age  # there were stale samples before the rise, without this mismatch
     error = squared_relative_error(run.bin_products[name][0], fresh_rate, float(fresh[size]))
     error += squared_relative_error(after.bin_products[name][1:].sum(axis=0), stale_rate, float(stale[size]))
     lift = stale_rate / fresh_rate

@@ -6,8 +6,8 @@ sums over tokens are of
 
 ===================== =====================================================================================
 ``abs_delta``         :math:`|\Delta|`
-``capped_abs``        :math:`\min(|\Delta|, 1)`. Parts of the data are compared by it, because the mean of k3 is
-                      dominated by a few tokens
+``capped_abs``        :math:`\min(|\Delta|, 1)`. Parts of the data are compared by this sum, because a few tokens
+                      dominate the mean of k3
 ``delta``             :math:`\Delta`; its mean is −k1, the difference of the log-perplexities
 ``k3``                :math:`e^\Delta - 1 - \Delta`, an estimate of KL(gen ‖ prev)
 ``k3_reverse``        :math:`e^{-\Delta} - 1 + \Delta`, NeMo-RL's ``policy_kl_error``
@@ -15,7 +15,7 @@ sums over tokens are of
 ``weight``            :math:`e^\Delta`, the importance weight
 ``one_minus_p``       :math:`1 - p`, where p is the generation engine's probability. Noise of size s on the logits
                       moves the token's log-prob by about :math:`s (1 - p)`, so this is the expected mismatch
-``scaled_delta``      :math:`\Delta/(1 - p)`, clipped to ±0.1, so that large noise counts by its sign
+``scaled_delta``      :math:`\Delta/(1 - p)`, clipped to ±0.1, so that of large noise only the sign counts
 ``surprise``          −gen, at most 20; its mean estimates the cross-entropy of the sampled tokens
 ``delta_positive``    1 where :math:`\Delta > 0`
 ``above_0.1``         1 where :math:`|\Delta| > 0.1`; ``above_1`` likewise
@@ -101,11 +101,11 @@ CHECK_SUMS = (
     "masked_out_capped_abs",
     "masked_out_tokens",
 )
-"""Counts for the checks of :mod:`~nemo_geomask.tools.diagnose.logprob_checks`, and what the sample mask leaves out."""
+"""Counts of :mod:`~nemo_geomask.tools.diagnose.logprob_checks`, and sums over what the sample mask leaves out."""
 ADVANTAGE_SUMS = ("ad", "an", "a2d2", "a2dn", "a2n2")
 """Sums over sequences of products of the advantage a, n = √tokens and d = Σ scaled_delta / n.
 
-The test for a stale engine correlates Δ with the advantage by them.
+The detector of a stale engine computes the correlation of Δ with the advantage from them.
 """
 SUMS = (*TOKEN_SUMS, *SEQUENCE_SUMS, *CHECK_SUMS, *ADVANTAGE_SUMS)
 """Order of the sums in :attr:`StepSums.sums`."""
@@ -153,8 +153,8 @@ class StepSums:
     Attributes:
         sums: [len(SUMS)], in the order of :data:`SUMS`.
         bootstrap: [BOOTSTRAP_REPLICATES, len(BOOTSTRAP_SUMS)].
-        maskable: sums over all trained tokens of the records that hold mask decisions.
-        removed: sums over the tokens that a mask removes, by the mask's label.
+        maskable: sums over all trained tokens of the records that contain decisions of masks.
+        removed: sums over the tokens that a mask removes, for each mask by its label.
         versions: smallest and largest weight version of the samples; (inf, -inf) if none was recorded.
         groups: sums of each prompt group, by its number; empty for several steps.
     """
@@ -187,7 +187,7 @@ class StepSums:
         return values
 
     def interval(self, name: str) -> tuple[float, float]:
-        """Return the 95 % bootstrap interval, over sequences, of a sum's mean per token; NaN if there is no token."""
+        """Return the bootstrap interval, over sequences, of a sum's mean per token; NaN if there is no token."""
         return percentile_interval(self.bootstrapped(name) / self.bootstrapped("tokens"))
 
     def add(self, other: StepSums) -> None:

@@ -19,27 +19,28 @@ from nemo_geomask.tools.diagnose.step_sums import (
     StepSums,
 )
 from nemo_geomask.tools.diagnose.token_bins import split_tokens
-from nemo_geomask.tools.diagnose.token_values import MAX_CAPPED_ABS, TrainedTokens, trained_tokens
+from nemo_geomask.tools.diagnose.token_values import MAX_CAPPED_ABS, TrainedTokens, select_trained_tokens
 
-__all__ = ["survey", "trainer_column"]
+__all__ = ["survey_block", "trainer_column"]
 
 MAX_SEQUENCE_LOG_WEIGHT = 300.0
-"""Sequence weights saturate at e^300: sums of their squares stay finite in float64.
+"""Logarithm at which sequence weights saturate, so that sums of their squares stay finite in float64.
 
 The limit is higher than for tokens because the log-ratios of a long sequence add up to large numbers, and an effective
-sample size depends only on how far the sequences are apart.
+sample size depends only on the ratios of the weights.
 """
 MAX_ADVANTAGE = 3.0
+"""Value at which the magnitude of a sequence's mean advantage is clipped."""
 CONTEXT_TOKENS = 8
 """Tokens that are kept before each of the worst tokens."""
 
 
-def survey(block: RecordBlock, crosses: Sequence[tuple[str, str]] = ()) -> RunStatistics:
-    """Compute the statistics of one block, whose sequences are all of one step.
+def survey_block(block: RecordBlock, dimension_pairs: Sequence[tuple[str, str]] = ()) -> RunStatistics:
+    """Compute the statistics of one block, whose sequences all belong to the same step.
 
     Args:
         block: the records.
-        crosses: pairs of dimensions to split tokens by at once, in addition to every single dimension.
+        dimension_pairs: pairs of dimensions to split tokens by together, in addition to every single dimension.
     """
     statistics = RunStatistics()
     if not len(block):
@@ -60,14 +61,14 @@ def survey(block: RecordBlock, crosses: Sequence[tuple[str, str]] = ()) -> RunSt
     sums["masked_out_sequences"] = float((~is_in_loss).sum())
     sums["masked_out_capped_abs"] = float(np.minimum(np.abs(prev[masked_out] - gen[masked_out]), MAX_CAPPED_ABS).sum())
     sums["masked_out_tokens"] = float(len(masked_out))
-    trained = trained_tokens(block, np.flatnonzero(comparable & is_in_loss[sequence]), sequence, gen, prev)
+    trained = select_trained_tokens(block, np.flatnonzero(comparable & is_in_loss[sequence]), sequence, gen, prev)
     _sum_tokens_and_sequences(sums, trained)
     _sum_advantages(sums, trained)
     _sum_masks(sums, trained)
     _sum_groups(sums, trained)
     draws = poisson_draws(step, block.sequences["row"], BOOTSTRAP_REPLICATES)
     sums.bootstrap = draws @ np.stack([trained.sum_per_sequence(name) for name in BOOTSTRAP_SUMS], axis=1)
-    statistics.windows[step] = split_tokens(trained, mask, sequence, crosses)
+    statistics.windows[step] = split_tokens(trained, mask, sequence, dimension_pairs)
     statistics.worst_sequences = _worst_sequences(trained, step)
     statistics.worst_tokens = _worst_tokens(trained, step)
     return statistics
@@ -76,7 +77,7 @@ def survey(block: RecordBlock, crosses: Sequence[tuple[str, str]] = ()) -> RunSt
 def trainer_column(block: RecordBlock) -> str:
     """Return the column with the training engine's log-probs.
 
-    It is ``prev``, or ``curr`` if π_old was not computed and the log-probs of the current policy were recorded.
+    This is ``prev``, or ``curr`` if π_old was not computed but the log-probs of the current policy were recorded.
     """
     if "curr" not in block.tokens:
         return "prev"
@@ -110,7 +111,7 @@ def _sum_tokens_and_sequences(sums: StepSums, trained: TrainedTokens) -> None:
 
 
 def _sum_advantages(sums: StepSums, trained: TrainedTokens) -> None:
-    """Write the sums by which Δ is correlated with the sequences' advantages; see ``ADVANTAGE_SUMS``."""
+    """Write the sums that the correlation of Δ with the advantage is computed from; see ``ADVANTAGE_SUMS``."""
     if trained.advantages is None:
         return
     tokens = np.maximum(trained.sum_per_sequence("tokens"), 1)

@@ -1,4 +1,4 @@
-"""Corrections and masks that a sweep compares, with the bounds of systems that have them and with other bounds."""
+"""Corrections and masks that a sweep compares, with the bounds that other systems use and with a grid of bounds."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Candidate:
 def _weight(
     level: str, source: str, truncation: str | None = None, low: float | None = None, high: float = 0.0
 ) -> Candidate:
-    """Return an importance-sampling correction, by NeMo-RL's truncation type with bounds, or without truncation."""
+    """Return an importance-sampling correction without truncation, or with a truncation type of NeMo-RL's."""
     settings: dict[str, Any] = {"use_importance_sampling_correction": True, "is_correction_level": level}
     if truncation is None:
         return Candidate(f"weight {level}", settings, source)
@@ -45,7 +45,7 @@ def _mask(preset: str, source: str, **settings: Any) -> Candidate:
 
 
 def _veto(limit: float, source: str) -> Candidate:
-    # A veto that skips many batches in a row ends a training; a replay goes on.
+    # A training stops when the veto has skipped `max_in_a_row` batches; a replay must go on.
     veto = {"estimator": "k3", "max": limit, "max_in_a_row": 10**9}
     return Candidate(f"batch_veto k3 {limit:g}", {"batch_veto": veto}, source)
 
@@ -63,7 +63,7 @@ CANDIDATES: tuple[Candidate, ...] = (
     *(_mask(preset, defaults.source, **defaults.settings) for preset, defaults in DEFAULTS.items()),
     _veto(0.1, "When Speed Kills Stability (2025)"),
 )
-"""Candidates with bounds that are in use."""
+"""Candidates with bounds that other systems and papers use."""
 
 RECIPE_SOURCE = "the recipe"
 """:attr:`Candidate.source` of the recipe's own corrections."""
@@ -88,7 +88,7 @@ GRID: tuple[Candidate, ...] = (
     *(_mask("m2po", _GRID, tau=tau) for tau in (0.01, 0.1)),
     *(_veto(limit, _GRID) for limit in (0.01, 0.03)),
 )
-"""Candidates with other bounds, narrower and wider."""
+"""Candidates with narrower and wider bounds."""
 
 CORRECTION_FIELDS = (
     "use_importance_sampling_correction",
@@ -101,11 +101,11 @@ CORRECTION_FIELDS = (
     "denominator",
     "batch_veto",
 )
-"""Fields of ``loss_fn`` that correct the mismatch; the others are the base of every candidate."""
+"""Fields of ``loss_fn`` that correct the mismatch; the other fields are the base, which all candidates share."""
 
 
 def split_recipe_loss(settings: Mapping[str, Any]) -> tuple[dict[str, Any], Candidate | None]:
-    """Split a recipe's ``loss_fn`` into a base without corrections, and a candidate; None if it corrects nothing."""
+    """Split a recipe's ``loss_fn`` into the base and a candidate with its corrections; None if it has none."""
     base = {key: value for key, value in settings.items() if key not in CORRECTION_FIELDS}
     corrections = {key: value for key, value in settings.items() if key in CORRECTION_FIELDS}
     return base, Candidate("the recipe's own", corrections, RECIPE_SOURCE) if corrections else None

@@ -28,19 +28,20 @@ class SweepOptions:
 
     Attributes:
         directory: folder of one run's records or logs.
-        step_count: how many steps are replayed.
-        is_last: replay the last steps; False: steps at equal distances over the run.
-        has_grid: compare other bounds beside the peers' defaults.
+        step_count: number of steps to replay.
+        last_steps_only: replay the last steps; False: evenly spaced steps of the whole run.
+        include_grid: also compare the candidates of ``GRID``, whose bounds are narrower and wider.
         at: log-probs of the current policy, as for :func:`~nemo_geomask.tools.diagnose.correction_sweep.replay`.
-        recipe: recipe whose ``loss_fn`` is the base of all candidates, and one of them; None: NeMo-RL's defaults.
-        output: print tables and the recommended block, the block alone, or JSON.
+        recipe: recipe whose ``loss_fn`` gives the settings that all candidates share, and a candidate with its
+            corrections; None: NeMo-RL's defaults.
+        output: print tables and the recommended block, only the block, or JSON.
         cache: folder of converted logs; None: beside the logs.
     """
 
     directory: Path
     step_count: int = 8
-    is_last: bool = False
-    has_grid: bool = False
+    last_steps_only: bool = False
+    include_grid: bool = False
     at: Literal["prev", "curr"] = "prev"
     recipe: str | None = None
     output: Literal["tables", "block", "json"] = "tables"
@@ -58,7 +59,7 @@ def run_sweep(options: SweepOptions) -> None:
         raise ConfigError(f"--steps {options.step_count} must be at least 1")
     run = find_run(options.directory)
     base: dict[str, Any] = {}
-    candidates = [*CANDIDATES, *(GRID if options.has_grid else ())]
+    candidates = [*CANDIDATES, *(GRID if options.include_grid else ())]
     if options.recipe is not None:
         recipe = read_recipe(options.recipe, leave=("data", "env", "logger"))
         base, recipe_candidate = split_recipe_loss(recipe.data.get("loss_fn") or {})
@@ -87,21 +88,21 @@ def run_sweep(options: SweepOptions) -> None:
     if options.output == "tables":
         print_tables(_tables(outcomes, best, batches))
         if incompatible:
-            print(f"\ndoes not go with this loss_fn: {', '.join(incompatible)}")
+            print(f"\nincompatible with this loss_fn: {', '.join(incompatible)}")
         print()
     print(block)
 
 
 def _choose_steps(steps: Sequence[int], options: SweepOptions) -> list[int]:
     count = options.step_count
-    if options.is_last or len(steps) <= count:
+    if options.last_steps_only or len(steps) <= count:
         return list(steps[-count:])
     return [steps[round(index * (len(steps) - 1) / max(count - 1, 1))] for index in range(count)]
 
 
 @dataclass
 class _StepBatches:
-    """Iterable of each step's number and batch; ``left_out`` counts, by step, the sequences that did not fit."""
+    """Iterable of each step's number and batch; ``left_out`` counts the sequences that the batch had no room for."""
 
     run: RunFiles
     steps: list[int]

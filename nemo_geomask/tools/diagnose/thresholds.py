@@ -1,4 +1,4 @@
-"""Numbers with health limits: from which value on a run is called drifting, and broken."""
+"""Numbers with health limits: the values beyond which a run is called drifting, and broken."""
 
 from __future__ import annotations
 
@@ -10,15 +10,17 @@ from typing import Any, Literal, NamedTuple
 from nemo_geomask.tools.diagnose.step_sums import BOOTSTRAP_SUMS, StepSums
 from nemo_geomask.tools.shared.intervals import percentile_interval
 
-__all__ = ["HEALTH_LIMITS", "MIN_SEQUENCES", "Health", "HealthLimit", "Reading"]
+__all__ = ["HEALTH_LIMITS", "HEALTH_ORDER", "MIN_SEQUENCES", "Health", "HealthLimit", "Reading"]
 
 Health = Literal["healthy", "drifting", "broken"]
+HEALTH_ORDER: tuple[Health, ...] = ("healthy", "drifting", "broken")
+"""Values of :data:`Health`, from best to worst."""
 MIN_SEQUENCES = 32
-"""Number of sequences below which a bootstrap interval is not trusted."""
+"""Number of sequences that a bootstrap interval needs to be trusted."""
 
 
 class Reading(NamedTuple):
-    """A number over several steps, its 95 % interval over sequences, and the health that follows from it."""
+    """A number over several steps, its confidence interval over sequences, and the health that follows from it."""
 
     value: float
     low: float
@@ -32,12 +34,13 @@ class HealthLimit:
 
     Attributes:
         name: name under which NeMo-RL or this package reports it, if either does.
-        definition: definition for the reader.
-        value: computes it from the ``BOOTSTRAP_SUMS`` by name; each is a float, or an array of bootstrap replicates.
+        definition: its definition, as tables and pages show it.
+        value: function that computes it from the ``BOOTSTRAP_SUMS`` by name; each is a float, or an array of bootstrap
+            replicates.
         drifting, broken: the limits.
         source: where the limits come from.
-        below: True if low values are the bad ones.
-        logged: names under which a run logs it.
+        is_minimum: True if values below the limits are bad, False if values above are.
+        logged: names of the metrics as which a run logs it.
     """
 
     name: str
@@ -46,27 +49,32 @@ class HealthLimit:
     drifting: float
     broken: float
     source: str
-    below: bool = False
+    is_minimum: bool = False
     logged: tuple[str, ...] = ()
+
+    @property
+    def sign(self) -> str:
+        """``<`` or ``>``: how a bad value compares with the limits."""
+        return "<" if self.is_minimum else ">"
 
     def is_beyond(self, value: float) -> bool:
         """Return True if the value is on the bad side of the limit ``drifting``; False for NaN."""
-        return value < self.drifting if self.below else value > self.drifting
+        return value < self.drifting if self.is_minimum else value > self.drifting
 
     def read(self, sums: StepSums) -> Reading:
         """Return the number over the steps of ``sums``.
 
-        The health is judged by the better end of the interval, so a limit counts as passed only if the whole interval
-        is beyond it.
+        The health is judged by the better end of the interval: a limit is exceeded only if the whole interval is beyond
+        it.
         """
         replicates = {name: sums.bootstrapped(name) for name in BOOTSTRAP_SUMS}
         if not len(replicates["tokens"]):
             return Reading(math.nan, math.nan, math.nan, "healthy")
         low, high = percentile_interval(self.value(replicates))
-        better_end = high if self.below else low
+        better_end = high if self.is_minimum else low
         health: Health = "healthy"
         if sums["sequences"] >= MIN_SEQUENCES and self.is_beyond(better_end):
-            is_broken = better_end < self.broken if self.below else better_end > self.broken
+            is_broken = better_end < self.broken if self.is_minimum else better_end > self.broken
             health = "broken" if is_broken else "drifting"
         return Reading(float(self.value({name: sums[name] for name in BOOTSTRAP_SUMS})), low, high, health)
 
@@ -97,7 +105,7 @@ HEALTH_LIMITS: tuple[HealthLimit, ...] = (
         0.7,
         0.3,
         "verl docs/algo/rollout_corr.md: below 0.3 is a warning; drifting: ours",
-        below=True,
+        is_minimum=True,
     ),
     HealthLimit(
         "chi2_token",

@@ -17,14 +17,16 @@ UNKNOWN = -1
 """Bin of tokens whose value in a dimension was not recorded."""
 
 
-def split_tokens(trained: TrainedTokens, mask: Array, sequence: Array, crosses: Sequence[tuple[str, str]]) -> Window:
-    """Sum the values of tokens in each bin of each dimension.
+def split_tokens(
+    trained: TrainedTokens, mask: Array, sequence: Array, dimension_pairs: Sequence[tuple[str, str]]
+) -> Window:
+    """Sum the tokens' values in each bin of each dimension.
 
     Args:
         trained: the tokens to split.
-        mask: bool [N], all tokens of the block that train; turns are counted from it.
+        mask: bool [N], the trained tokens of the block, finite or not; turns are counted from it.
         sequence: [N], the sequence of each token of the block.
-        crosses: pairs of dimensions to split by at once, in addition to every single dimension.
+        dimension_pairs: pairs of dimensions to split by together, in addition to every single dimension.
     """
     window = Window()
     values = _dimension_values(trained, mask, sequence)
@@ -39,7 +41,7 @@ def split_tokens(trained: TrainedTokens, mask: Array, sequence: Array, crosses: 
         bins = bins_of(dimension)
         if bins is not None:
             _add_bins(window, dimension.name, trained, bins, dimension.bin_count)
-    for names in crosses:
+    for names in dimension_pairs:
         first, second = (DIMENSIONS_BY_NAME[name] for name in names)
         first_bins, second_bins = bins_of(first), bins_of(second)
         if first_bins is not None and second_bins is not None:
@@ -55,7 +57,7 @@ def _dimension_values(trained: TrainedTokens, mask: Array, sequence: Array) -> d
     block, owner = trained.block, trained.sequence
     first_token = block.offsets[owner]
     length, prompt_length = trained.column("length"), trained.column("prompt_length")
-    # A turn is a run of trained tokens: count the runs that have begun up to each token.
+    # A turn is a run of consecutive trained tokens: count the runs that have begun up to each token.
     begins_turn = mask & ~np.concatenate([[False], mask[:-1] & (sequence[1:] == sequence[:-1])])
     turns_begun = np.concatenate([[0], np.cumsum(begins_turn)])
     entropy = block.tokens.get("entropy")

@@ -1,4 +1,4 @@
-"""Values computed from each trained token's log-probs: Δ, KL estimates, weights and what they are compared with."""
+"""Values computed from each trained token's log-probs: Δ, KL estimates, weights and the expected mismatch."""
 
 from __future__ import annotations
 
@@ -8,14 +8,16 @@ import numpy as np
 
 from nemo_geomask.tools.diagnose.record_reader import Array, RecordBlock
 
-__all__ = ["MAX_CAPPED_ABS", "TrainedTokens", "trained_tokens"]
+__all__ = ["MAX_CAPPED_ABS", "TrainedTokens", "select_trained_tokens"]
 
 MAX_LOG_RATIO = 40.0
-"""Token ratios saturate at e^40, as in the losses."""
+"""Log-ratio at which token ratios saturate, as in the losses."""
 MAX_CAPPED_ABS = 1.0
-"""|Δ| counts up to this many nats in ``capped_abs``."""
+"""Value, in nats, at which |Δ| is capped in ``capped_abs``."""
 MAX_SCALED_DELTA = 0.1
+"""Value at which the magnitude of ``scaled_delta`` is clipped."""
 MAX_SURPRISE = 20.0
+"""Value, in nats, at which ``surprise`` is clipped."""
 
 
 @dataclass(frozen=True)
@@ -49,14 +51,14 @@ class TrainedTokens:
         return np.full(len(self.block), np.nan) if column is None else column.astype(float)
 
 
-def trained_tokens(block: RecordBlock, index: Array, sequence: Array, gen: Array, prev: Array) -> TrainedTokens:
+def select_trained_tokens(block: RecordBlock, index: Array, sequence: Array, gen: Array, prev: Array) -> TrainedTokens:
     """Compute the values of the tokens at ``index`` [M]; the other arrays are [N], of all tokens of the block."""
     gen, prev = gen[index], prev[index]
     delta = prev - gen
     log_ratio = np.clip(delta, -MAX_LOG_RATIO, MAX_LOG_RATIO)
     ratio, inverse_ratio = np.exp(log_ratio), np.exp(-log_ratio)
     capped_abs = np.minimum(np.abs(delta), MAX_CAPPED_ABS)
-    one_minus_p = -np.expm1(np.minimum(gen, 0)) + 1e-3  # the offset keeps sure tokens from being divided by 0
+    one_minus_p = -np.expm1(np.minimum(gen, 0)) + 1e-3  # the offset avoids a division by 0 at sure tokens
     scaled_delta = np.clip(delta / one_minus_p, -MAX_SCALED_DELTA, MAX_SCALED_DELTA)
     values = {
         "tokens": np.ones_like(delta),

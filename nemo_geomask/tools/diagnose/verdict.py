@@ -17,17 +17,16 @@ from nemo_geomask.tools.diagnose.mismatch_history import RECENT_STEPS, Alarm, fi
 from nemo_geomask.tools.diagnose.run_evidence import Detection, Evidence
 from nemo_geomask.tools.diagnose.run_statistics import RunStatistics, Window
 from nemo_geomask.tools.diagnose.step_sums import BOOTSTRAP_SUMS, StepSums
-from nemo_geomask.tools.diagnose.thresholds import HEALTH_LIMITS, MIN_SEQUENCES, Health, Reading
+from nemo_geomask.tools.diagnose.thresholds import HEALTH_LIMITS, HEALTH_ORDER, MIN_SEQUENCES, Health, Reading
 from nemo_geomask.tools.shared.intervals import percentile_interval
 
 __all__ = ["MismatchRatio", "RunDiagnosis", "diagnose"]
 
-_HEALTH_ORDER: tuple[Health, ...] = ("healthy", "drifting", "broken")
 _NO_COMMON_TOKENS = "no sequence has a trained token with log-probs of both engines"
 
 
 class MismatchRatio(NamedTuple):
-    """Mismatch of a run, in units of 1 − p, relative to that of another run, with its 95 % interval.
+    """Ratio of a run's mismatch, in units of 1 − p, to that of another run, with its confidence interval.
 
     Attributes:
         name: name of the other run.
@@ -46,14 +45,14 @@ class RunDiagnosis:
     """Diagnosis of a run from its records.
 
     Attributes:
-        health: health of the run; without meaning if there is an ``unjudged_reason``.
-        since: first step of the change; None if it was there from the first step, or there is none.
+        health: health of the run; meaningless if there is an ``unjudged_reason``.
+        since: first step of the change; None if there is no change, or the first step already has it.
         cause: the likely cause; None if nothing is wrong, or no known cause is shown.
-        detections: outcome of looking for each cause, by its id.
+        detections: result of each cause's detector, by the id of the cause.
         readings: value of each health limit over the steps that count, by its name.
         alarms: numbers that have changed during the run.
-        evidence: the data that were compared.
-        counted_steps: number of steps that count for the readings.
+        evidence: the data that the detectors read.
+        counted_steps: number of steps that the readings are computed over.
         unjudged_reason: why no verdict is possible; empty if there is one.
         comparison: mismatch relative to the other run, if the run was compared with one.
     """
@@ -122,8 +121,8 @@ def diagnose(
 
     Args:
         statistics: statistics of the run.
-        against: statistics of a run to compare with, which is taken to be right. Causes are then looked for in the
-            difference of the two runs and not in a change within the run.
+        against: statistics of another run that is assumed to be healthy. Causes are then sought in the difference
+            between the two runs, and not in a change within the run.
         name: name of the other run.
 
     Raises: DataError: there is no step, or the other run has no trained token with log-probs of both engines.
@@ -138,12 +137,12 @@ def diagnose(
     onset, first_step = find_rise(statistics, judged_steps) if reference is None else (None, None)
     first_step = steps[0] if first_step is None else first_step
     steps_after = tuple(step for step in judged_steps if step >= first_step)
-    # The verdict is about the present: of a run whose mismatch has not risen, the last third of the steps counts.
+    # The verdict is about the present: if the mismatch has not risen, the last third of the steps counts.
     is_split = onset is not None or reference is not None
     recent = steps_after if is_split else steps_after[-max(RECENT_STEPS, len(judged_steps) // 3) :]
     total = statistics.total(recent)
     readings = {limit.name: limit.read(total) for limit in HEALTH_LIMITS}
-    health: Health = max((reading.health for reading in readings.values()), key=_HEALTH_ORDER.index)
+    health: Health = max((reading.health for reading in readings.values()), key=HEALTH_ORDER.index)
     comparison = None if reference is None or not judged_steps else _compare(total, reference, name)
     sequences = total["sequences"] if reference is None else min(total["sequences"], reference["sequences"])
     is_above_reference = comparison is not None and comparison.low > math.exp(MIN_RISE)
@@ -158,7 +157,7 @@ def diagnose(
         is_worse=has_risen or health != "healthy",
     )
     detections = {cause.id: cause.detect(evidence, cause.threshold) for cause in CAUSES}
-    # A bug needs no minimum of sequences.
+    # Bugs are reported however few sequences there are.
     has_enough = (evidence.sums_after["sequences"] if reference is None else sequences) >= MIN_SEQUENCES
     cause = select_cause({cause.id: detections[cause.id] for cause in CAUSES if has_enough or cause.is_bug}, evidence)
     unjudged_reason = "" if judged_steps else _explain_missing_tokens(statistics.total())
@@ -173,9 +172,17 @@ def diagnose(
             unjudged_reason = ""
     if judged_steps and health == "healthy":
         unjudged_reason = _explain_few_sequences(sequences, readings, detections, comparison)
-    alarms = find_alarms(statistics, judged_steps)
     return RunDiagnosis(
-        health, since, cause, detections, readings, alarms, evidence, len(recent), unjudged_reason, comparison
+        health=health,
+        since=since,
+        cause=cause,
+        detections=detections,
+        readings=readings,
+        alarms=find_alarms(statistics, judged_steps),
+        evidence=evidence,
+        counted_steps=len(recent),
+        unjudged_reason=unjudged_reason,
+        comparison=comparison,
     )
 
 
@@ -189,7 +196,7 @@ def _gather_evidence(
     steps_after: tuple[int, ...],
     is_worse: bool,
 ) -> Evidence:
-    """Divide the statistics into what is judged and what it is compared with; see :class:`Evidence`."""
+    """Divide the statistics into *before* and *after*; see :class:`Evidence`."""
     start = statistics.window_start(first_step)
     before = Window()
     sums_before: StepSums | None = None
@@ -244,7 +251,10 @@ def _explain_few_sequences(
     detections: Mapping[str, Detection],
     comparison: MismatchRatio | None,
 ) -> str:
-    """Return why the run is not called healthy: something is beyond its limit, but in too few sequences to be sure."""
+    """Return why the run can't be called healthy; empty if it can.
+
+    It can't if a number is beyond its limit and there are too few sequences to be sure.
+    """
     beyond = [
         f"{limit.name} {readings[limit.name].value:.4g}"
         for limit in HEALTH_LIMITS

@@ -22,10 +22,10 @@ __all__ = ["OutputOptions", "print_verdicts", "write_files"]
 
 @dataclass(frozen=True, kw_only=True)
 class OutputOptions:
-    """Options for what is printed and written of the verdicts.
+    """Options for the printed output and the written files.
 
     Attributes:
-        as_json: print a JSON list, an object for each run or folder.
+        as_json: print a JSON list with an object for each run or folder.
         is_brief: print the verdicts without tables.
         splits: show only the tables by these dimensions, pairs of dimensions, or ``("step",)``; None: all tables.
         decode: returns the text of token ids; None: ids are shown.
@@ -78,11 +78,11 @@ def print_verdicts(verdicts: RunVerdicts, options: OutputOptions) -> None:
 
 
 def write_files(verdicts: RunVerdicts, options: OutputOptions) -> None:
-    """Write the report and the PNGs that the options ask for, and name them on standard error.
+    """Write the report and the PNGs that the options request, and print their paths to standard error.
 
     Raises:
         DataError: no run has records to show, or a file cannot be written.
-        MissingDependencyError: a package that draws is missing.
+        MissingDependencyError: plotly, Jinja or matplotlib is missing.
     """
     if not verdicts.judged and (options.html is not None or options.png is not None):
         raise DataError("--html and --png show records, and none of these folders has any")

@@ -14,6 +14,7 @@ from nemo_geomask.optional import require
 
 __all__ = [
     "CONFIDENCE",
+    "CONFIDENCE_LABEL",
     "mean_interval",
     "normal_quantile",
     "percentile_interval",
@@ -23,6 +24,8 @@ __all__ = [
 
 CONFIDENCE = 0.95
 """Probability with which an interval contains the value that is estimated."""
+CONFIDENCE_LABEL = f"{100 * CONFIDENCE:g} %"
+"""The same as text, for headings and captions."""
 
 _TAIL = round((1 - CONFIDENCE) / 2, 6)
 _TAILS = (_TAIL, 1 - _TAIL)

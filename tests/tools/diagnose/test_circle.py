@@ -3,7 +3,13 @@
 import numpy as np
 import pytest
 
-from nemo_geomask.tools.diagnose.feedback import MIN_STEPS, SERIES, measure_lead, mismatch_feedback, summarize_feedback
+from nemo_geomask.tools.diagnose.feedback import (
+    MIN_STEPS,
+    SERIES,
+    measure_lagged_correlation,
+    mismatch_feedback,
+    summarize_feedback,
+)
 from nemo_geomask.tools.diagnose.run_statistics import RunStatistics
 from nemo_geomask.tools.diagnose.step_sums import StepSums
 
@@ -85,7 +91,7 @@ def test_a_collapse_that_both_see_is_no_circle(kind):
 def test_one_wild_step_is_not_taken_for_a_lead():
     one, other = series(3)
     one[40], other[41] = 1e6, 1e6
-    assert not measure_lead("one", "other", one, other).is_shown
+    assert not measure_lagged_correlation("one", "other", one, other).is_shown
 
 
 @pytest.mark.parametrize("steps", [0, 1, MIN_STEPS - 1])
@@ -93,7 +99,7 @@ def test_too_few_steps_say_nothing(steps):
     one, other = series(0)
     found = mismatch_feedback(statistics(one[:steps], other[:steps]))
     assert found == []
-    assert "Fewer than 20 steps" in summarize_feedback(found)
+    assert "fewer than 20 steps" in summarize_feedback(found)
 
 
 def test_what_is_not_recorded_or_does_not_change_is_left_out():

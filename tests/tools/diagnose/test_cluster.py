@@ -52,11 +52,14 @@ def assert_same(mine, others):
 
 def test_a_cluster_finds_what_one_machine_finds(logs, over):
     (run,) = find_runs([logs])
-    crosses = [("turn", "advantage")]
-    here = survey_run(run, crosses=crosses)  # which converts them
+    dimension_pairs = [("turn", "advantage")]
+    here = survey_run(run, dimension_pairs=dimension_pairs)  # which converts them
     (run,) = find_runs([logs])
-    assert_same(survey_run(run, crosses=crosses, mapper=over), here)
-    assert_same(survey_run(run, steps=[2, 5], crosses=crosses, mapper=over), survey_run(run, [2, 5], crosses=crosses))
+    assert_same(survey_run(run, dimension_pairs=dimension_pairs, mapper=over), here)
+    assert_same(
+        survey_run(run, steps=[2, 5], dimension_pairs=dimension_pairs, mapper=over),
+        survey_run(run, [2, 5], dimension_pairs=dimension_pairs),
+    )
 
 
 def test_an_error_on_a_node_is_that_of_the_package(tmp_path, over):

@@ -92,13 +92,13 @@ def test_a_run_against_another_over_the_steps_of_both(tmp_path, capsys):
     told = capsys.readouterr().out.splitlines()
     assert [line.split(":")[0] for line in told if line.startswith(str(tmp_path))] == [str(this)]
     assert main(["diagnose", str(that), "--against", str(that)]) == 2
-    assert "is the run that it is to be compared with" in capsys.readouterr().err
+    assert "the run can't be compared with itself" in capsys.readouterr().err
     assert main(["diagnose", str(this), "--against", str(tmp_path)]) == 2
     assert "holds several runs" in capsys.readouterr().err
     assert main(["diagnose", str(write_steps(tmp_path / "late", (9,))), "--against", str(that)]) == 2
     assert "no step in common with" in capsys.readouterr().err
     assert main([*arguments, "--watch", "1"]) == 2
-    assert "leave out --against" in capsys.readouterr().err
+    assert "can't be combined with --against" in capsys.readouterr().err
 
 
 def test_nothing_to_read_is_an_error(tmp_path, capsys):

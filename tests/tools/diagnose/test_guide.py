@@ -78,10 +78,10 @@ def test_limits_are_those_of_the_diagnosis():
 
 @pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.names[0])
 def test_an_entry_says_all_there_is_to_say(entry):
-    assert all((entry.over, entry.formula, entry.unit, entry.peers, entry.healthy, entry.do))
+    assert all((entry.averaging, entry.formula, entry.unit, entry.peers, entry.healthy, entry.action))
     assert set(entry.alerts) <= set(entry.names)
-    assert bool(entry.alerts) == bool(entry.why) == (entry.above is not None or entry.below is not None)
-    assert not any(text.endswith(".") for text in (entry.formula, entry.peers, entry.healthy, entry.why))
+    assert bool(entry.alerts) == bool(entry.limit_source) == (entry.above is not None or entry.below is not None)
+    assert not any(text.endswith(".") for text in (entry.formula, entry.peers, entry.healthy, entry.limit_source))
 
 
 def test_alerts_name_the_recipes_masks_as_nemo_rl_logs_them():

@@ -100,8 +100,8 @@ def test_half_a_line_elsewhere_is_an_error(tmp_path):
         ({"prev_logprobs": None}, r"step1\.jsonl:1: has no prev_logprobs.*distillation"),
         ({"generation_logprobs": [[0.0]]}, r"generation_logprobs must hold at least input_lengths = 3 .* \[1\]"),
         ({"input_lengths": ["x"]}, "a value that NeMo-RL does not write"),
-        ({"input_lengths": [math.inf]}, r"step1\.jsonl:1: a value that NeMo-RL does not write"),
-        ({"token_ids": [[1, 2, 3_000_000_000]]}, r"step1\.jsonl:1: a value that NeMo-RL does not write"),
+        ({"input_lengths": [math.inf]}, r"step1\.jsonl:1: has a value that NeMo-RL does not write"),
+        ({"token_ids": [[1, 2, 3_000_000_000]]}, r"step1\.jsonl:1: has a value that NeMo-RL does not write"),
     ],
 )
 def test_what_is_no_line_of_nemo_rl_is_named(tmp_path, change, says):

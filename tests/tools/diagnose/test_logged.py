@@ -113,7 +113,7 @@ def test_a_verdict_by_metrics_alone():
         series([1.01 + 0.001 * (step % 3) + (0.3 + 0.01 * (step % 2)) * (step >= 20) for step in range(30)])
     )
     assert (risen.health, risen.since) == ("drifting", 21)
-    assert risen.sentence.startswith("drifting since step 21, by its metrics alone: token_mult_prob_error 1.3")
+    assert risen.sentence.startswith("drifting since step 21, by logged metrics alone: token_mult_prob_error 1.3")
     broken = judge_logged(series([2.0 + 0.001 * (step % 3) for step in range(30)]))
     assert (broken.health, broken.since) == ("broken", None)
     assert judge_logged(series([1.2])).health == "drifting"
@@ -155,7 +155,7 @@ def test_a_run_without_records_is_judged_by_its_metrics(tmp_path, capsys):
     pytest.importorskip("pyarrow")
     folder = write_metrics(tmp_path / "run", ({"step": step, **metrics(step, 1.2)} for step in range(1, 9)))
     assert main(["diagnose", str(folder), "--brief"]) == 1
-    assert capsys.readouterr().out.startswith(f"{folder}: drifting, by its metrics alone: token_mult_prob_error 1.2")
+    assert capsys.readouterr().out.startswith(f"{folder}: drifting, by logged metrics alone: token_mult_prob_error 1.2")
     assert main(["diagnose", str(folder), "--json"]) == 1
     (told,) = json.loads(capsys.readouterr().out)
     assert (told["run"], told["health"]) == (str(folder), "drifting")

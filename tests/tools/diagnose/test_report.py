@@ -29,7 +29,7 @@ from nemo_geomask.tools.diagnose.record_sources import find_runs
 from nemo_geomask.tools.diagnose.report_tables import Table, diagnosis_tables
 from nemo_geomask.tools.diagnose.run_statistics import RunStatistics
 from nemo_geomask.tools.diagnose.run_survey import survey_run
-from nemo_geomask.tools.diagnose.step_survey import survey
+from nemo_geomask.tools.diagnose.step_survey import survey_block
 from nemo_geomask.tools.diagnose.verdict import diagnose
 from nemo_geomask.tools.shared.palette import CONTRASTING_COLOURS
 from tests.helpers.logs import log_rows, write_log
@@ -68,7 +68,7 @@ def run_with_masks(label="veto"):
     for step in range(1, 7):
         block = planted_step(3, step, "tool_calls" if step > 3 else None, 20.0, shape=SHAPE)
         removed = np.random.default_rng(step).random(len(block.tokens["mask"])) < 0.1
-        found.add(survey(RecordBlock(block.sequences, block.tokens, block.offsets, {label: removed})))
+        found.add(survey_block(RecordBlock(block.sequences, block.tokens, block.offsets, {label: removed})))
     return diagnose(found)
 
 
@@ -145,9 +145,9 @@ def test_every_column_has_a_definition(diagnoses):
 def test_a_long_run_makes_no_longer_curve():
     statistics = RunStatistics()
     shape = RunShape(prompts=2, samples=2, length=30)
-    part = survey(planted_step(0, 1, None, 0.0, shape=shape)).steps[1]
+    part = survey_block(planted_step(0, 1, None, 0.0, shape=shape)).steps[1]
     statistics.steps = dict.fromkeys(range(1, 10 * MAX_POINTS + 8), part)
-    statistics.windows = survey(planted_step(0, 1, None, 0.0, shape=shape)).windows
+    statistics.windows = survey_block(planted_step(0, 1, None, 0.0, shape=shape)).windows
     found = diagnose(statistics)
     for figure in diagnosis_figures([found]):
         assert all(len(curve.x) <= MAX_POINTS for curves in figure.views.values() for curve in curves), figure.key
@@ -276,7 +276,7 @@ def test_a_run_without_a_mismatch_has_a_page(log_probs, tmp_path):
     for step in (1, 2, 3, 4):
         block = planted_step(0, step, None, 0.0, shape=RunShape(prompts=4, samples=4, length=40))
         block.tokens["prev"][:] = block.tokens["gen"] if log_probs == "the same" else 0.0
-        found.add(survey(block))
+        found.add(survey_block(block))
     diagnosis = diagnose(found)
     write_page(tmp_path / "x.html", [ReportedRun("a", "a", diagnosis)])
     text = Page((tmp_path / "x.html").read_text(encoding="utf-8")).text

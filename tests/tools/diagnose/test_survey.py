@@ -11,7 +11,7 @@ from nemo_geomask.tools.diagnose.planted_logs import RunShape, planted_step, wri
 from nemo_geomask.tools.diagnose.quantities import QUANTITIES
 from nemo_geomask.tools.diagnose.record_reader import RecordBlock, read_blocks
 from nemo_geomask.tools.diagnose.run_statistics import BIN_SUMS, RunStatistics
-from nemo_geomask.tools.diagnose.step_survey import survey, trainer_column
+from nemo_geomask.tools.diagnose.step_survey import survey_block, trainer_column
 
 SHAPE = RunShape(steps=1, prompts=4, samples=3, length=40)
 
@@ -61,7 +61,7 @@ def test_sums_are_those_of_plain_loops(block):
                 removed = [removed[0] + 1, removed[1] + min(abs(delta), 1)]
         weights.append((math.exp(total), math.exp(total / count)))
         lengths += int(block.sequences["length"][row] - block.sequences["prompt_length"][row])
-    sums = survey(block).steps[5]
+    sums = survey_block(block).steps[5]
     for name, value in expected.items():
         assert sums[name] == pytest.approx(value, rel=1e-12), name
     assert sums["sequence_weight"] == pytest.approx(sum(one for one, _ in weights), rel=1e-12)
@@ -72,7 +72,7 @@ def test_sums_are_those_of_plain_loops(block):
 
 
 def test_every_dimension_holds_every_token_once(block):
-    found = survey(block)
+    found = survey_block(block)
     (window,) = found.windows.values()
     for one in DIMENSIONS:
         tokens = window.bin_sums[one.name][:, BIN_SUMS.index("tokens")].sum()
@@ -89,15 +89,15 @@ def test_turns_and_positions_are_counted_within_the_response():
     }
     rows = {"step": [1, 1], "row": [0, 1], "group": [0, 0], "length": [5, 3], "prompt_length": [1, 2]}
     sequences = {name: np.array(values) for name, values in rows.items()} | {"sample_mask": np.ones(2, np.float32)}
-    window = survey(RecordBlock(sequences, tokens, np.array([0, 5, 8]))).windows[1]
+    window = survey_block(RecordBlock(sequences, tokens, np.array([0, 5, 8]))).windows[1]
     assert window.bin_sums["turn"][:, 0].tolist()[:2] == [3, 1]
     assert window.bin_sums["length"][0, 0] == 4
 
 
 def test_two_dimensions_at_once_are_those_of_plain_loops(block):
     block.tokens["entropy"] = np.where(np.arange(len(block.tokens["mask"])) % 7, block.tokens["gen"] ** 2, np.nan)
-    crosses = [("entropy", "advantage"), ("turn", "probability"), ("turn", "entropy")]
-    found = survey(block, crosses)
+    dimension_pairs = [("entropy", "advantage"), ("turn", "probability"), ("turn", "entropy")]
+    found = survey_block(block, dimension_pairs)
     cells = found.windows[5].bin_sums["entropy,advantage"]
     edges, signs = DIMENSIONS_BY_NAME["entropy"].edges, DIMENSIONS_BY_NAME["advantage"].edges
     expected = np.zeros((len(edges) + 1, len(signs) + 1, 2))
@@ -120,7 +120,7 @@ def test_two_dimensions_at_once_are_those_of_plain_loops(block):
     assert found.steps[5]["tokens_with_entropy"] == known[:, 0].sum()
     parts = RunStatistics()
     for first, last in ((7, 12), (0, 7)):
-        parts.add(survey(part(block, first, last), crosses))
+        parts.add(survey_block(part(block, first, last), dimension_pairs))
     np.testing.assert_allclose(parts.windows[5].bin_sums["entropy,advantage"], cells, rtol=1e-9, atol=1e-12)
 
 
@@ -137,9 +137,9 @@ def test_labels_of_bins(name, place, label):
 
 
 def test_parts_add_up_to_the_whole_in_any_order(block):
-    whole = survey(block)
+    whole = survey_block(block)
     for cuts in ((0, 5, 12), (0, 1, 8, 12)):
-        parts = [survey(part(block, first, last)) for first, last in itertools.pairwise(cuts)]
+        parts = [survey_block(part(block, first, last)) for first, last in itertools.pairwise(cuts)]
         merged = RunStatistics()
         for one in reversed(parts):
             merged.add(one)
@@ -158,10 +158,10 @@ def test_parts_add_up_to_the_whole_in_any_order(block):
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, 1e6])
 def test_what_tokens_hold_that_do_not_train_does_not_matter(block, value):
-    before = survey(block)
+    before = survey_block(block)
     for name in ("gen", "prev", "advantages"):
         block.tokens[name][~block.tokens["mask"]] = value
-    after = survey(block)
+    after = survey_block(block)
     assert after.steps[5].sums.tobytes() == before.steps[5].sums.tobytes()
     assert after.steps[5].bootstrap.tobytes() == before.steps[5].bootstrap.tobytes()
     for name, cells in before.windows[5].bin_sums.items():
@@ -172,7 +172,7 @@ def test_log_ratios_of_a_hundred_saturate(block):
     trained = np.flatnonzero(block.tokens["mask"])
     block.tokens["prev"][trained[::2]] += 100
     block.tokens["prev"][trained[1::2]] -= 100
-    assert np.isfinite(survey(block).steps[5].sums).all()
+    assert np.isfinite(survey_block(block).steps[5].sums).all()
 
 
 @pytest.mark.parametrize("total", [-360.0, -150.0, -60.0, 0.0, 250.0])
@@ -184,22 +184,24 @@ def test_weights_of_long_sequences_are_held_against_each_other(block, total):
     block.sequences["sample_mask"][:] = 1
     weights = np.exp(sums - total)
     (share,) = (number.value for number in QUANTITIES if number.name == "ESS, sequences")
-    assert share(survey(block).steps[5]) == pytest.approx(weights.sum() ** 2 / (12 * (weights**2).sum()), rel=1e-3)
+    assert share(survey_block(block).steps[5]) == pytest.approx(
+        weights.sum() ** 2 / (12 * (weights**2).sum()), rel=1e-3
+    )
 
 
 def test_weights_too_small_for_a_number_say_nothing(block):
     block.tokens["prev"] = block.tokens["gen"] - 100.0
     (share,) = (number.value for number in QUANTITIES if number.name == "ESS, sequences")
-    assert math.isnan(share(survey(block).steps[5]))
+    assert math.isnan(share(survey_block(block).steps[5]))
 
 
 def test_current_log_probs_stand_in_where_those_of_the_old_policy_were_skipped(block):
-    expected = survey(block).steps[5]["k3"]
+    expected = survey_block(block).steps[5]["k3"]
     for skipped in (0.0, math.nan):
         tokens = {**block.tokens, "curr": block.tokens["prev"], "prev": np.full_like(block.tokens["prev"], skipped)}
-        assert survey(RecordBlock(block.sequences, tokens, block.offsets)).steps[5]["k3"] == expected
+        assert survey_block(RecordBlock(block.sequences, tokens, block.offsets)).steps[5]["k3"] == expected
     tokens.pop("curr")
-    sums = survey(RecordBlock(block.sequences, tokens, block.offsets)).steps[5]
+    sums = survey_block(RecordBlock(block.sequences, tokens, block.offsets)).steps[5]
     assert (sums["tokens"], sums["sequences_without_prev"], sums["zero_prev"], sums["nonfinite"]) == (0, 12, 0, 0)
 
 
@@ -215,14 +217,14 @@ def test_one_step_is_of_one_column_whichever_row_group_was_audited(tmp_path, blo
     found = RunStatistics()
     for part in read_blocks(path):
         assert trainer_column(part) == ("curr" if audited is None else "prev")
-        found.add(survey(part))
+        found.add(survey_block(part))
     assert found.steps[5]["sequences"] == (10 if audited is None else 1)
 
 
 def test_intervals_hold_the_truth_as_often_as_they_say():
     """Of 60 steps, the interval of one misses the mean of all in 5 %, give or take."""
     shape = RunShape(prompts=20, samples=4, length=40)
-    steps = [survey(planted_step(1, step, None, 0.0, shape=shape)).steps[step] for step in range(60)]
+    steps = [survey_block(planted_step(1, step, None, 0.0, shape=shape)).steps[step] for step in range(60)]
     truth = sum(one["abs_delta"] for one in steps) / sum(one["tokens"] for one in steps)
     missed = sum(not low <= truth <= high for low, high in (one.interval("abs_delta") for one in steps))
     assert 0 < missed <= 10
@@ -231,7 +233,7 @@ def test_intervals_hold_the_truth_as_often_as_they_say():
 def test_windows_widen_as_a_run_grows():
     found = RunStatistics()
     for step in range(1, 301):
-        found.add(survey(planted_step(0, step, None, 0.0, shape=RunShape(prompts=1, samples=1, length=24))))
+        found.add(survey_block(planted_step(0, step, None, 0.0, shape=RunShape(prompts=1, samples=1, length=24))))
     assert len(found.steps) == 300
     assert (len(found.windows), found.width) == (76, 4)
     tokens = sum(window.noise_histogram.sum() for window in found.windows.values())
@@ -246,4 +248,4 @@ def test_a_made_up_step_that_was_written_is_read_as_it_was(tmp_path):
     np.testing.assert_array_equal(read.offsets, made.offsets)
     for name, values in made.tokens.items():
         np.testing.assert_array_equal(read.tokens[name], values)
-    assert survey(read).steps[5].sums.tobytes() == survey(made).steps[5].sums.tobytes()
+    assert survey_block(read).steps[5].sums.tobytes() == survey_block(made).steps[5].sums.tobytes()

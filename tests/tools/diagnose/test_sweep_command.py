@@ -53,7 +53,7 @@ def test_a_recipe_that_some_candidates_do_not_go_with(logs, tmp_path, capsys):
     arguments = ["sweep", str(logs), "--steps", "1", "--recipe", str(recipe)]
     assert main(arguments) == 0
     out = capsys.readouterr().out
-    assert "does not go with this loss_fn: weight token, " in out
+    assert "incompatible with this loss_fn: weight token, " in out
     assert yaml.safe_load(out[out.index("loss_fn:\n") :])["loss_fn"]["record"] == {"dir": "x"}
     assert main([*arguments, "--json"]) == 0
     assert "is_correction_level" in json.loads(capsys.readouterr().out)["does_not_fit"]["weight token"]

@@ -12,18 +12,18 @@ from nemo_geomask.tools.diagnose import detection_power
 from nemo_geomask.tools.diagnose.causes import CAUSES
 from nemo_geomask.tools.diagnose.change_points import find_change
 from nemo_geomask.tools.diagnose.json_report import diagnosis_json
-from nemo_geomask.tools.diagnose.planted_logs import PLANTS, RunShape, planted_run, planted_step
+from nemo_geomask.tools.diagnose.planted_logs import PLANTED_CAUSES, RunShape, planted_run, planted_step
 from nemo_geomask.tools.diagnose.report_tables import diagnosis_tables
 from nemo_geomask.tools.diagnose.run_statistics import RunStatistics
-from nemo_geomask.tools.diagnose.step_survey import survey
+from nemo_geomask.tools.diagnose.step_survey import survey_block
 from nemo_geomask.tools.diagnose.verdict import diagnose
 
 BUGS = {cause.id for cause in CAUSES if cause.is_bug}
 
 
-@pytest.mark.parametrize("cause", PLANTS)
+@pytest.mark.parametrize("cause", PLANTED_CAUSES)
 def test_a_planted_cause_is_named_with_the_step_it_began_at(cause):
-    found = diagnose(planted_run(11, cause, PLANTS[cause].strengths[1], onset=7))
+    found = diagnose(planted_run(11, cause, PLANTED_CAUSES[cause].strengths[1], onset=7))
     assert found.cause is not None
     assert found.cause.id == cause
     assert found.health == ("broken" if cause in BUGS else "drifting")
@@ -31,10 +31,10 @@ def test_a_planted_cause_is_named_with_the_step_it_began_at(cause):
     assert f"since step 7: {found.cause.name}" in found.sentence
 
 
-@pytest.mark.parametrize("cause", [cause for cause, plant in PLANTS.items() if plant.from_start])
+@pytest.mark.parametrize("cause", [cause for cause, plant in PLANTED_CAUSES.items() if plant.is_detectable_from_start])
 def test_a_strong_one_is_named_that_was_there_from_the_start(cause):
     shape = RunShape(steps=4, prompts=8)
-    found = diagnose(planted_run(12, cause, PLANTS[cause].strengths[2], shape=shape))
+    found = diagnose(planted_run(12, cause, PLANTED_CAUSES[cause].strengths[2], shape=shape))
     assert found.cause is not None
     assert (found.cause.id, found.since) == (cause, None)
 
@@ -56,7 +56,7 @@ SMALL = RunShape(steps=4, prompts=8)
 def test_what_one_run_has_and_another_has_not_is_named(cause):
     """Two machines, top-p or cascade attention on and off: nothing changes within either run."""
     clean = planted_run(1, shape=SMALL)
-    found = diagnose(planted_run(2, cause, PLANTS[cause].strengths[1], shape=SMALL), clean, "that")
+    found = diagnose(planted_run(2, cause, PLANTED_CAUSES[cause].strengths[1], shape=SMALL), clean, "that")
     assert (found.health, found.since) == ("drifting", None)
     assert found.cause is not None
     assert found.cause.id == cause
@@ -85,7 +85,7 @@ def test_a_run_like_another_or_better_is_healthy():
 @pytest.mark.parametrize("cause", ["tool_calls", "group", "position"])
 def test_what_stands_out_in_both_is_no_cause_of_a_run_that_is_better(cause):
     """Less of it than there is no fault, and as much neither; alone it is named."""
-    strengths = PLANTS[cause].strengths
+    strengths = PLANTED_CAUSES[cause].strengths
     here, worse, same = (
         planted_run(seed, cause, strengths[strength], shape=SMALL) for seed, strength in ((1, 1), (2, 2), (3, 1))
     )
@@ -99,23 +99,23 @@ def test_what_stands_out_in_both_is_no_cause_of_a_run_that_is_better(cause):
 
 def test_a_part_that_stands_out_has_an_interval_that_says_so():
     found = diagnose(planted_run(5, "tool_calls", 5.0, shape=SMALL))
-    (by_turn,) = diagnosis_tables(found, only=[("turn",)])
+    (by_turn,) = diagnosis_tables(found, splits=[("turn",)])
     row = dict(zip(by_turn.columns, by_turn.rows[1], strict=True))
     low, high = map(float, row["95 %"].split(" to "))
     assert row[""] == "1"
     assert 1.5 < low < row["against expected"] < high < 3.5
-    (nothing,) = diagnosis_tables(found, only=[("entropy",)])
+    (nothing,) = diagnosis_tables(found, splits=[("entropy",)])
     assert nothing.title.startswith("--by entropy: not recorded (loss_fn.record.entropy: true)")
     assert not nothing.rows
-    steps, follows = diagnosis_tables(found, only=[("step",)])
+    steps, follows = diagnosis_tables(found, splits=[("step",)])
     assert len(steps.rows) == 4
-    assert "Fewer than 20 steps" in follows.title
+    assert "fewer than 20 steps" in follows.title
 
 
 def run_of(*blocks):
     found = RunStatistics()
     for block in blocks:
-        found.add(survey(block))
+        found.add(survey_block(block))
     return found
 
 
@@ -183,7 +183,7 @@ def test_a_bug_that_was_seen_only_before_the_change_is_not_its_cause():
 @pytest.mark.parametrize("cause", ["tool_calls", "temperature", "shifted", "filtered"])
 def test_a_fault_that_has_ended_is_over(cause, first):
     """Whether it was there from the start, and whether it is told step by step."""
-    shape, strength = RunShape(prompts=6, samples=4), PLANTS[cause].strengths[-1]
+    shape, strength = RunShape(prompts=6, samples=4), PLANTED_CAUSES[cause].strengths[-1]
     blocks = [
         planted_step(0, step, cause if first <= step < 14 else None, strength, shape=shape) for step in range(1, 21)
     ]
@@ -315,7 +315,7 @@ def test_samples_that_are_nearly_all_stale_are_held_against_the_fresh_ones(fresh
     for step in range(1, 13):
         block = planted_step(5, step, "precision" if step >= onset else None, 15.0)
         block.sequences["staleness"] = np.full(len(block), 2.0 if step > fresh else 0.0)
-        run.add(survey(block))
+        run.add(survey_block(block))
     assert diagnose(run).cause.id == named
 
 
@@ -381,7 +381,7 @@ def test_a_tilt_of_sure_tokens_is_no_filter():
         block.tokens["mask"] &= block.tokens["gen"] > -1.0
     found = diagnose(run_of(*blocks)).detections["filtered"]
     assert np.isnan(found.value)
-    assert "none of 2 nats" in found.description
+    assert "a surprise of at least 2 nats" in found.description
 
 
 def test_a_few_tokens_tilt_by_chance():
