@@ -6,6 +6,7 @@ release between releases.
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -21,17 +22,21 @@ __all__ = [
     "FUSED_LOGPROBS",
     "FUSED_LOGPROBS_UNTIL_V0_7_0",
     "LOSS_CLASS",
+    "LOSS_CONFIG",
     "LOSS_FIELDS",
     "LOSS_MODULE",
     "NO_ENTROPY",
     "SETTING_READERS",
     "TESTED_VERSIONS",
+    "NeutralValues",
     "build_loss_config",
     "describe_filter",
     "has_kl_score_function",
     "lacks_entropy",
     "loss_fields",
     "missing_prev",
+    "neutral_values",
+    "neutral_values_in_source",
     "prev_readers",
     "reads_setting",
     "resets_reference_on_resume",
@@ -42,6 +47,7 @@ __all__ = [
 TESTED_VERSIONS = "v0.6.0, v0.7.0 and main of August 2026"
 LOSS_MODULE = "nemo_rl.algorithms.loss.loss_functions"
 LOSS_CLASS = "ClippedPGLossFn"
+LOSS_CONFIG = "ClippedPGLossConfig"
 
 LOSS_FIELDS = frozenset(
     {
@@ -156,9 +162,75 @@ def loss_fields(config_class: Any) -> set[str]:
 
     It is a ``TypedDict`` in v0.6.0 and a pydantic model in later versions.
     """
-    if isinstance(config_class, type) and issubclass(config_class, BaseModel):
-        return set(config_class.model_fields)
-    return set(getattr(config_class, "__annotations__", {}))
+    return set(neutral_values(config_class))
+
+
+NeutralValues = Mapping[str, tuple[Any, ...]]
+"""Fields of NeMo-RL's loss, each with the values under which it changes nothing."""
+
+_OFF = (None, False)
+"""Neutral values in a ``TypedDict``, which has no defaults; 0 equals False."""
+
+
+def neutral_values(config_class: Any) -> NeutralValues:
+    """Return the fields of an imported ``ClippedPGLossConfig``, each with the values under which it changes nothing.
+
+    That is the field's default, since a recipe that leaves the field out gets the same loss. The ``TypedDict`` of
+    v0.6.0 has no defaults; null, false and 0 switch its fields off.
+    """
+    if not (isinstance(config_class, type) and issubclass(config_class, BaseModel)):
+        return dict.fromkeys(getattr(config_class, "__annotations__", {}), _OFF)
+    return {
+        name: () if field.is_required() else (_plain(field.get_default(call_default_factory=True)),)
+        for name, field in config_class.model_fields.items()
+    }
+
+
+def neutral_values_in_source(checkout: Path) -> NeutralValues:
+    """Return :func:`neutral_values` of the NeMo-RL in ``checkout``, whose source is parsed and not imported.
+
+    A default that is not a literal is unknown, so no value of its field is neutral. Without NeMo-RL's source, there are
+    no fields.
+    """
+    try:
+        path = checkout.joinpath(*LOSS_MODULE.split(".")).with_suffix(".py")
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+    except (OSError, SyntaxError):
+        return {}
+    return _fields_in_source({node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}, LOSS_CONFIG)
+
+
+def _fields_in_source(classes: Mapping[str, ast.ClassDef], name: str) -> dict[str, tuple[Any, ...]]:
+    if name not in classes:
+        return {}
+    fields: dict[str, tuple[Any, ...]] = {}
+    bases = [ast.unparse(base) for base in classes[name].bases]
+    for base in bases:
+        fields |= _fields_in_source(classes, base)
+    is_dict = any(base.endswith("TypedDict") for base in bases)
+    for node in classes[name].body:
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            fields[node.target.id] = _OFF if is_dict else _literal_default(node.value)
+    return fields
+
+
+def _literal_default(node: ast.expr | None) -> tuple[Any, ...]:
+    """Return the default of a pydantic field, alone in a tuple; an empty tuple if there is none or it is no literal."""
+    if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("Field"):
+        keywords = {keyword.arg: keyword.value for keyword in node.keywords}
+        factory = keywords.get("default_factory")
+        if factory is not None:
+            return {"list": ([],), "dict": ({},)}.get(ast.unparse(factory), ())
+        node = node.args[0] if node.args else keywords.get("default")
+    try:
+        value = ast.literal_eval(node) if node is not None else ...
+    except ValueError:
+        value = ...
+    return () if value is ... else (value,)  # Field(...) marks a required field
+
+
+def _plain(value: Any) -> Any:
+    return value.model_dump() if isinstance(value, BaseModel) else value
 
 
 def build_loss_config(config_class: Any, settings: Mapping[str, Any]) -> Any:

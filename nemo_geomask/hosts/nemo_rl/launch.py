@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import runpy
 import sys
@@ -12,7 +13,8 @@ from pathlib import Path
 
 from nemo_geomask.errors import ConfigError, GeomaskError
 from nemo_geomask.hosts.nemo_rl import accepted_apis
-from nemo_geomask.hosts.nemo_rl.facts import prev_readers
+from nemo_geomask.hosts.nemo_rl.facts import LOSS_CONFIG, LOSS_MODULE, neutral_values, prev_readers
+from nemo_geomask.hosts.nemo_rl.loss_block import without_unread_fields
 from nemo_geomask.hosts.nemo_rl.loss_dispatch import install
 from nemo_geomask.losses import build_loss
 from nemo_geomask.recipe import ROOT_VARIABLE, load_recipe, nemo_rl_root
@@ -64,6 +66,8 @@ def _check_recipe(arguments: Sequence[str]) -> None:
         return
     settings = recipe.get("loss_fn")
     if isinstance(settings, Mapping) and settings.get("name") is not None:
+        fields = neutral_values(getattr(importlib.import_module(LOSS_MODULE), LOSS_CONFIG, None))
+        settings = without_unread_fields(settings, fields)
         with warnings.catch_warnings(action="ignore"):  # NeMo-RL builds the loss again, which repeats the warnings
             config = build_loss(settings).config
         if config.skips_prev and (problems := tuple(prev_readers(recipe))):

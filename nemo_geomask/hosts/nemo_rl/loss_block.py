@@ -8,11 +8,12 @@ from typing import Any
 from pydantic import BaseModel
 
 from nemo_geomask.config import LossConfig
-from nemo_geomask.config.strict import as_yaml
+from nemo_geomask.config.fields import PULL_REQUEST_KEYS
+from nemo_geomask.config.strict import as_yaml, inline_yaml
 from nemo_geomask.errors import ConfigError, Problem
-from nemo_geomask.hosts.nemo_rl.facts import FIELDS_READ_BY_TRAINERS
+from nemo_geomask.hosts.nemo_rl.facts import FIELDS_READ_BY_TRAINERS, NeutralValues
 
-__all__ = ["check_agreement", "plain_settings", "selects_loss"]
+__all__ = ["check_agreement", "plain_settings", "selects_loss", "unread_fields", "without_unread_fields"]
 
 
 def plain_settings(config: Any) -> dict[str, Any]:
@@ -72,6 +73,47 @@ def selects_loss(settings: Mapping[str, Any], nemo_rl_fields: Collection[str]) -
             )
         )
     return False
+
+
+def unread_fields(settings: Mapping[str, Any], neutral_values: NeutralValues) -> dict[str, Problem | None]:
+    """Return the fields of the installed NeMo-RL's own loss that the settings contain and no loss of this package has.
+
+    NeMo-RL's recipes may set such fields, so they are allowed at a value that changes nothing.
+
+    Args:
+        settings: the ``loss_fn`` block.
+        neutral_values: from :func:`~nemo_geomask.hosts.nemo_rl.facts.neutral_values` of the installed version.
+
+    Returns:
+        The fields by name, each with the problem of its value; None if the value changes nothing.
+    """
+    unread = [key for key in settings if key in neutral_values and key not in LossConfig.model_fields]
+    return {key: _unread_problem(key, settings[key], neutral_values[key]) for key in unread}
+
+
+def _unread_problem(key: str, value: Any, neutral: tuple[Any, ...]) -> Problem | None:
+    if value in neutral:
+        return None
+    equivalent = f", write {PULL_REQUEST_KEYS[key][1]} instead" if key in PULL_REQUEST_KEYS else ""
+    default = f", or set {inline_yaml(neutral[0])}, which changes nothing" if neutral else ""
+    message = (
+        f"the installed NeMo-RL's own loss reads it (found {inline_yaml(value)}), but no loss of nemo_geomask does, so "
+        f"it would have no effect; delete it with ~loss_fn.{key}{equivalent}{default}"
+    )
+    return Problem((f"loss_fn.{key}",), message, frozenset({key}))
+
+
+def without_unread_fields(settings: Mapping[str, Any], neutral_values: NeutralValues) -> dict[str, Any]:
+    """Return the settings without :func:`unread_fields`.
+
+    Raises:
+        ConfigError: the value of such a field does not leave NeMo-RL's own loss unchanged.
+    """
+    unread = unread_fields(settings, neutral_values)
+    problems = [problem for problem in unread.values() if problem is not None]
+    if problems:
+        raise ConfigError(*problems)
+    return {key: value for key, value in settings.items() if key not in unread}
 
 
 def check_agreement(config: Any, resolved: LossConfig) -> None:

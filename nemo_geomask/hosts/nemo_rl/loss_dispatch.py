@@ -18,7 +18,7 @@ from nemo_geomask.hosts.nemo_rl import (
     record_hooks,
     worker_hooks,
 )
-from nemo_geomask.hosts.nemo_rl.facts import LOSS_CLASS, LOSS_MODULE, loss_fields
+from nemo_geomask.hosts.nemo_rl.facts import LOSS_CLASS, LOSS_CONFIG, LOSS_MODULE, neutral_values
 from nemo_geomask.hosts.nemo_rl.installed_version import describe_version
 from nemo_geomask.hosts.nemo_rl.logit_backends import LogitLoss
 from nemo_geomask.hosts.nemo_rl.worker_setup import Workers
@@ -101,11 +101,14 @@ def _build(
 ) -> PolicyLoss | LogitLoss | None:
     """Build the loss that ``cfg`` names and set up the driver and the workers for it; None if it names none."""
     settings = loss_block.plain_settings(cfg)
-    config_class = getattr(sys.modules[loss_class.__module__], "ClippedPGLossConfig", None)
-    if not loss_block.selects_loss(settings, loss_fields(config_class)):
+    fields = neutral_values(getattr(sys.modules[loss_class.__module__], LOSS_CONFIG, None))
+    if not loss_block.selects_loss(settings, fields):
         log_once("loss_fn.name is not set: NeMo-RL's own %s", LOSS_CLASS)
         return None
-    policy_loss = build_loss(settings, use_fused_linear_logprobs=use_fused_linear_logprobs)
+    read_settings = loss_block.without_unread_fields(settings, fields)
+    if unread := {key: value for key, value in settings.items() if key not in read_settings}:
+        log_once("only NeMo-RL's own loss reads these settings, and they change nothing in it: %s", unread)
+    policy_loss = build_loss(read_settings, use_fused_linear_logprobs=use_fused_linear_logprobs)
     loss_block.check_agreement(cfg, policy_loss.config)
     config = policy_loss.config
     loss = policy_loss if config.logprob_backend == "nemo_rl" else LogitLoss(policy_loss)

@@ -23,7 +23,7 @@ __all__ = ["APIState", "Builder", "Signature", "Uses", "compare", "import_target
 
 _LOSS_PACKAGE = "nemo_rl.algorithms.loss"
 Parameters = tuple[Parameter, ...]
-_STARS = {Parameter.VAR_POSITIONAL: "*", Parameter.VAR_KEYWORD: "**"}
+_STARS: Mapping[Any, str] = {Parameter.VAR_POSITIONAL: "*", Parameter.VAR_KEYWORD: "**"}
 
 
 @dataclass(frozen=True)
@@ -318,8 +318,8 @@ def _fits(form: tuple[str, ...], parameters: Parameters) -> bool:
     The known parameters come first and in their order. Behind them, any number of parameters with defaults may follow.
     """
     keyword_only = {parameter.name for parameter in parameters if parameter.kind is Parameter.KEYWORD_ONLY}
-    known = [name for name in form if not name.startswith("*")]
-    known_positional = [name for name in known if name not in keyword_only]
+    known_names = [name for name in form if not name.startswith("*")]
+    known_positional = [name for name in known_names if name not in keyword_only]
     positional = [
         parameter
         for parameter in parameters
@@ -327,7 +327,7 @@ def _fits(form: tuple[str, ...], parameters: Parameters) -> bool:
     ]
     if [parameter.name for parameter in positional[: len(known_positional)]] != known_positional:
         return False
-    if any(_is_required(parameter) for parameter in parameters if parameter.name not in known):
+    if any(_is_required(parameter) for parameter in parameters if parameter.name not in known_names):
         return False
     kinds = {parameter.kind for parameter in parameters}
     if any(name.startswith("**") for name in form) and Parameter.VAR_KEYWORD not in kinds:
