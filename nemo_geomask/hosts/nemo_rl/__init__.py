@@ -3,8 +3,8 @@
 The table lists the modules by layer. A module imports only from its own layer and the layers above it in the table.
 
 ============  ========================================================================================================
-facts         ``facts``, ``host_errors``, ``installed_version``, ``accepted_apis``, ``source_signature``, ``host_api``,
-              ``patch``
+facts         ``facts``, ``host_errors``, ``installed_version``, ``accepted_apis``, ``source_signature``,
+              ``source_layout``, ``host_api``, ``patch``
 data          ``loss_block``, ``environment_probe``, ``replay_stamp``, ``resumed_step``
 worker side   ``current_logprobs``, ``packed_microbatch``, ``hidden_states``, ``logit_backends``, ``hidden_megatron``,
               ``hidden_dtensor``, ``worker_hooks``

@@ -10,16 +10,20 @@ generated, exists only in later commits.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
+from nemo_geomask import data_keys
 from nemo_geomask.hosts.nemo_rl.accepted_apis import accepted, check_accepted, not_accepted, warn_of_accepted, way_out
 from nemo_geomask.hosts.nemo_rl.facts import LOSS_CLASS, LOSS_MODULE, TESTED_VERSIONS
 from nemo_geomask.hosts.nemo_rl.host_errors import HostAPIError
 from nemo_geomask.hosts.nemo_rl.installed_version import describe_version, package_folder
+from nemo_geomask.hosts.nemo_rl.source_layout import DataKeys, compare_data_keys, compare_workers
 from nemo_geomask.hosts.nemo_rl.source_signature import APIState, Builder, Signature, Uses, compare
 
 __all__ = [
     "AUTOMODEL_TRAIN",
+    "DATA_KEYS",
     "DTENSOR_WORKERS",
     "EVERY_RUN",
     "FORWARD_LOGPROBS",
@@ -28,12 +32,15 @@ __all__ = [
     "LOSS_UTILS",
     "LOSS_WRAPPERS",
     "MEGATRON_TRAIN",
+    "POLICY_WORKERS",
     "PRESTEP",
     "PREV_LOGPROBS",
     "RECORD",
     "REPLAY_BUFFERS",
     "WORKER_GROUPS",
+    "WORKER_REGISTRIES",
     "compare_all",
+    "compare_layout",
     "require_every_run",
 ]
 
@@ -180,11 +187,63 @@ _WORKERS = "nemo_rl.models.policy.workers.dtensor_policy_worker"
 DTENSOR_WORKERS = {_WORKERS: False, f"{_WORKERS}_v2": True}
 """Modules of DTensor workers; True if the worker calls its model through ``forward_with_post_processing_fn``."""
 
+_QUANTIZED = "nemo_rl.modelopt.models.policy.workers"
+POLICY_WORKERS = {
+    f"{_WORKERS}.DTensorPolicyWorker": False,
+    f"{_WORKERS}_v2.DTensorPolicyWorkerV2": False,
+    "nemo_rl.models.policy.workers.megatron_policy_worker.MegatronPolicyWorker": False,
+    f"{_QUANTIZED}.dtensor_quant_policy_worker.DTensorQuantPolicyWorker": True,
+    f"{_QUANTIZED}.dtensor_quant_policy_worker_v2.DTensorQuantPolicyWorkerV2": True,
+    f"{_QUANTIZED}.megatron_quant_policy_worker.MegatronQuantPolicyWorker": True,
+}
+"""Classes of the workers that receive the loss; True for those that v0.6.0 does not have."""
+
+WORKER_REGISTRIES = (
+    "nemo_rl.models.policy.utils",
+    "nemo_rl.distributed.ray_actor_environment_registry",
+    "nemo_rl.modelopt.registry",
+)
+"""Modules that name worker classes, beside that of the policy."""
+
+_LOSS_KEYS = (
+    *(data_keys.PREV_LOGPROBS, data_keys.GENERATION_LOGPROBS, data_keys.REFERENCE_POLICY_LOGPROBS),
+    *(data_keys.TOKEN_MASK, "sample_mask", "advantages"),
+)
+_TRAINER_KEYS = (*_LOSS_KEYS, "input_ids", "input_lengths", "total_reward")
+DATA_KEYS = (
+    DataKeys(LOSS_MODULE, (*_LOSS_KEYS, data_keys.CURR_LOGPROBS_UNFILTERED), owner=LOSS_CLASS),
+    DataKeys(LOSS_UTILS, (data_keys.CURR_LOGPROBS_UNFILTERED, "input_ids", "seq_index")),
+    DataKeys("nemo_rl.algorithms.grpo", _TRAINER_KEYS),
+    DataKeys("nemo_rl.algorithms.ppo", _TRAINER_KEYS, optional=True),
+    DataKeys("nemo_rl.algorithms.grpo_sync", _TRAINER_KEYS, optional=True),
+    DataKeys("nemo_rl.algorithms.single_controller_utils.config", _LOSS_KEYS, optional=True),
+    DataKeys("nemo_rl.data_plane.schema", (*_LOSS_KEYS, "input_ids", "input_lengths"), optional=True),
+)
+"""Keys of a batch that our losses read, in the modules that write them, and in NeMo-RL's own loss, which reads them.
+
+The trainers also write such keys into their logs, so a renamed key may be missing in the loss alone.
+"""
+
 
 def compare_all(package: Path) -> list[APIState]:
     """Compare the APIs of all groups in this module with NeMo-RL's source in the package folder ``package``."""
     apis = (*EVERY_RUN, *PRESTEP, *PREV_LOGPROBS, *RECORD, *LOSS_INPUT, *FORWARD_LOGPROBS, *HIDDEN_STATES)
     return [compare(api, package) for api in apis]
+
+
+def compare_layout(package: Path, receives_loss: Callable[[str], bool]) -> list[APIState]:
+    """Compare NeMo-RL's worker classes and the keys of a batch with the source in the package folder ``package``.
+
+    Args:
+        package: the folder.
+        receives_loss: tells whether workers of a class, by its dotted name, are checked and prepared for the loss.
+    """
+    return [
+        *compare_workers(
+            POLICY_WORKERS, package, policy=_POLICY[0], registries=WORKER_REGISTRIES, receives_loss=receives_loss
+        ),
+        *compare_data_keys(DATA_KEYS, package),
+    ]
 
 
 def require_every_run() -> None:

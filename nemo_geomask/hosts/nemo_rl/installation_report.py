@@ -15,10 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import nemo_geomask
+from nemo_geomask.config import LossConfig
+from nemo_geomask.config.strict import inline_yaml
 from nemo_geomask.errors import GeomaskError, MissingDependencyError, Problem
 from nemo_geomask.hosts.nemo_rl import environment_probe, host_api, worker_setup
 from nemo_geomask.hosts.nemo_rl.accepted_apis import way_out
-from nemo_geomask.hosts.nemo_rl.facts import TESTED_VERSIONS
+from nemo_geomask.hosts.nemo_rl.facts import TESTED_VERSIONS, neutral_values_in_source
 from nemo_geomask.hosts.nemo_rl.installed_version import describe_version, package_folder
 from nemo_geomask.losses import available
 
@@ -152,7 +154,8 @@ def _add_losses(report: InstallationReport) -> None:
 
 def _add_api_states(report: InstallationReport) -> None:
     try:
-        states = host_api.compare_all(package_folder())
+        package = package_folder()
+        states = [*host_api.compare_all(package), *host_api.compare_layout(package, worker_setup.receives_loss)]
         version = describe_version()
     except (MissingDependencyError, ImportError) as error:
         report.start_section("NeMo-RL")
@@ -161,10 +164,14 @@ def _add_api_states(report: InstallationReport) -> None:
         return
     report.start_section(f"NeMo-RL {version} (tested: {TESTED_VERSIONS})")
     for state in states:
-        label = "absent" if state.is_absent else "wrong" if state.difference else "ok"
+        label = "absent" if state.is_absent else "new" if state.is_new else "wrong" if state.difference else "ok"
         report.lines.append(f"  {label:<7} {state.api}" + (f": {state.difference}" if state.difference else ""))
         if state.difference:
             report.add_problem(f"NeMo-RL {version}", f"{state.api}: {state.difference}{way_out(state.differences)}")
+    for key, values in neutral_values_in_source(package.parent).items():
+        if key not in LossConfig.model_fields:
+            default = f"its default is {inline_yaml(values[0])}" if values else "no value is known to change nothing"
+            report.lines.append(f"  new     loss_fn.{key}, which only NeMo-RL's own loss reads; {default}")
 
 
 def _nemo_rl_workers(report: InstallationReport) -> Iterator[tuple[str, str | None]]:

@@ -243,11 +243,13 @@ class APIState:
         api: the API, described in words.
         differences: how the installed source differs.
         is_absent: True if this version does not have the API and does not need it.
+        is_new: True if no tested version has the API.
     """
 
     api: str
     differences: tuple[APIDifference, ...] = ()
     is_absent: bool = False
+    is_new: bool = False
 
     @property
     def difference(self) -> str:

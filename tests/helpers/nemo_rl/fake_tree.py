@@ -27,6 +27,8 @@ class ClippedPGLossFn(LossFunction):
         self.cfg = cfg
 
     def __call__(self, next_token_logprobs, data, global_valid_seqs, global_valid_toks):
+        data["advantages"], data["token_mask"], data["sample_mask"], data["prev_logprobs"]
+        data["generation_logprobs"], data["reference_policy_logprobs"], data["curr_logprobs_unfiltered"]
         raise NotImplementedError
 """
 
@@ -45,6 +47,14 @@ from nemo_rl.algorithms.loss import ClippedPGLossFn
 def setup(config):
     loss_fn = {call}
     return loss_fn
+"""
+
+TRAINER = """
+
+def grpo_train(batch):
+    train_data = {"input_ids": batch, "input_lengths": batch, "token_mask": batch, "sample_mask": batch["total_reward"]}
+    train_data["generation_logprobs"] = train_data["prev_logprobs"] = batch
+    train_data["reference_policy_logprobs"] = train_data["advantages"] = batch
 """
 
 MASKING = """
@@ -113,6 +123,13 @@ class RayWorkerGroup:
 """
 
 POLICY = """
+WORKERS = [
+    "nemo_rl.models.policy.workers.dtensor_policy_worker.DTensorPolicyWorker",
+    "nemo_rl.models.policy.workers.dtensor_policy_worker_v2.DTensorPolicyWorkerV2",
+    "nemo_rl.models.policy.workers.megatron_policy_worker.MegatronPolicyWorker",
+]
+
+
 class Policy:
     def train({parameters}):
         raise NotImplementedError
@@ -120,6 +137,13 @@ class Policy:
     def get_logprobs(self, data, timer=None):
         raise NotImplementedError
 """
+
+POLICY_WORKERS = {
+    "__init__": "",
+    "dtensor_policy_worker": "DTensorPolicyWorker",
+    "dtensor_policy_worker_v2": "DTensorPolicyWorkerV2",
+    "megatron_policy_worker": "MegatronPolicyWorker",
+}
 
 MEGATRON = """
 def model_forward(model, data_dict, input_ids_cp_sharded):
@@ -136,6 +160,9 @@ class LogprobsPostProcessor:
 """
 
 UTILS = """
+KEYS = "curr_logprobs_unfiltered", "input_ids", "seq_index"
+
+
 def prepare_loss_input(
     logits, data, loss_fn, vocab_parallel_group=None, context_parallel_group=None, sampling_params=None
 ):
@@ -253,7 +280,7 @@ def write(
         "algorithms/loss/loss_functions.py": loss,
         "algorithms/loss/utils.py": UTILS,
         "algorithms/loss/wrapper.py": WRAPPER,
-        "algorithms/grpo.py": BUILDER.format(call=call) + MASKING,
+        "algorithms/grpo.py": BUILDER.format(call=call) + TRAINER + MASKING,
         "models/__init__.py": "",
         "models/automodel/__init__.py": "",
         "models/automodel/train.py": AUTOMODEL,
@@ -261,6 +288,10 @@ def write(
         "models/megatron/train.py": MEGATRON,
         "models/policy/__init__.py": "",
         "models/policy/lm_policy.py": POLICY.format(parameters=train),
+        **{
+            f"models/policy/workers/{module}.py": f"class {name}: ...\n" if name else ""
+            for module, name in POLICY_WORKERS.items()
+        },
         "distributed/__init__.py": "",
         "distributed/model_utils.py": MODEL_UTILS,
         "distributed/worker_groups.py": WORKERS,

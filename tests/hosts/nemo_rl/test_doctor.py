@@ -36,6 +36,8 @@ def registered(host, tmp_path, monkeypatch):
     host()
     folder = tmp_path / "nemo_rl"
     (folder / "distributed" / "ray_actor_environment_registry.py").write_text(REGISTRY, encoding="utf-8")
+    classes = "".join(f"class {name}: ...\n" for name in ("Built", "Unbuilt", "Drivers"))
+    (folder / "models" / "policy" / "workers" / "a.py").write_text(classes, encoding="utf-8")
     (folder / "utils").mkdir()
     (folder / "utils" / "__init__.py").touch()
     (folder / "utils" / "venvs.py").write_text("DEFAULT_VENV_DIR = '/default'", encoding="utf-8")
@@ -61,6 +63,10 @@ def test_all_is_well(registered, capsys):
         "gspo         nemo_geomask.losses.variants:GSPO (nemo-geomask)",
         "workers.a.Unbuilt: not built yet",
         "workers.a.Drivers\n",
+        "ok      worker nemo_rl.models.policy.workers.megatron_policy_worker.MegatronPolicyWorker\n",
+        "absent  worker nemo_rl.modelopt.models.policy.workers.megatron_quant_policy_worker.MegatronQuantPolicy",
+        "new     worker nemo_rl.models.policy.workers.a.Built\n",
+        "ok      keys of a batch in nemo_rl.algorithms.grpo\n",
     ):
         assert words in printed
     assert "VllmGenerationWorker" not in printed
