@@ -22,28 +22,28 @@ def reward_kl_coefficient(loss: LossConfig, config: GrpoConfig) -> float:
     """Return β of the KL penalty in the reward; 0 if the reward has none.
 
     Raises:
-        ConfigError: the loss asks for a penalty in the reward, and the recipe's estimator does not support it.
+        ConfigError: the loss requires a penalty in the reward, and the recipe's estimator does not support it.
     """
     coefficient = loss.reference_policy_kl_penalty if loss.use_kl_in_reward else 0.0
     if coefficient and config.adv_estimator.name == "grpo":
         keys = ("loss_fn.use_kl_in_reward", "grpo.adv_estimator.name")
-        text = (
+        message = (
             "use_kl_in_reward: true moves the KL from the loss to the reward, and the estimator grpo does not "
             "subtract it there; set grpo.adv_estimator.name: reinforce_plus_plus, or use_kl_in_reward: false"
         )
-        raise ConfigError(Problem(keys, text))
+        raise ConfigError(Problem(keys, message))
     return coefficient
 
 
 def token_advantages(data: Mapping[str, Tensor], config: GrpoConfig, loss: LossConfig) -> Tensor:
     r"""Compute the advantages of a batch by the estimator that ``grpo.adv_estimator`` names.
 
-    ``reinforce_plus_plus`` is NeMo-RL's. With :math:`a` the reward less the group's mean, k the token's KL estimate,
+    ``reinforce_plus_plus`` is NeMo-RL's. With :math:`a` the reward minus the group's mean and k the KL estimate,
 
     .. math:: A_t = \frac{x_t - \bar x}{\sqrt{\max(\mathrm{Var}\,x,\ 10^{-8})}}, \qquad
         x_t = a - \beta\,k(\log\pi_{old} - \log\pi_{ref})
 
-    where mean and variance are over the batch's trained tokens; the log-ratio is clamped at ±20 and k at ±10.
+    The mean and the variance are over the batch's trained tokens. The log-ratio is clamped at ±20 and k at ±10.
 
     Args:
         data: the batch under NeMo-RL's keys; needs ``reference_policy_logprobs`` if the reward has a KL penalty.
@@ -72,11 +72,11 @@ def token_advantages(data: Mapping[str, Tensor], config: GrpoConfig, loss: LossC
 def group_advantages(rewards: Tensor, config: GrpoConfig) -> Tensor:
     """Compute one advantage per response as NeMo-RL's GRPO estimator does.
 
-    ``A_i = r_i - b_i``, with ``b_i`` the mean reward of the group, or of the group without i (leave-one-out); with
-    ``normalize_rewards`` it is divided by the unbiased standard deviation of the same responses about ``b_i``, unless
-    that is 0. Under leave-one-out, a response whose reward alone differs is therefore not normalised, and a response
-    that differs from nearly equal rewards gets a large advantage; ``advantage_clip_low`` and ``…_high`` bound it.
-    A prompt that is drawn twice makes two groups here; NeMo-RL merges the groups of identical prompts.
+    ``A_i = r_i - b_i``, with ``b_i`` the mean reward of the group, or of the group without i (leave-one-out). With
+    ``normalize_rewards`` the advantage is divided by the unbiased standard deviation of the same responses about
+    ``b_i``, unless that is 0. So under leave-one-out, the advantage of a response is not normalised if all the other
+    rewards are equal, and is large if they are nearly equal; ``advantage_clip_low`` and ``…_high`` bound it. A prompt
+    that is drawn twice makes two groups here, while NeMo-RL merges the groups of identical prompts.
 
     Args:
         rewards: [B]; the ``num_generations_per_prompt`` responses to one prompt are adjacent.
@@ -85,7 +85,7 @@ def group_advantages(rewards: Tensor, config: GrpoConfig) -> Tensor:
     Returns:
         [B] float32.
     """
-    # In float64, so that rounding does not make equal rewards differ.
+    # float64, so that rounding does not make equal rewards differ.
     group = rewards.double().reshape(-1, config.num_generations_per_prompt)
     in_baseline = torch.ones(group.shape[1], group.shape[1], dtype=group.dtype)
     if config.use_leave_one_out_baseline:

@@ -28,7 +28,7 @@ _EXPERTS = "nemo_geomask_experts"
 
 
 def install_arithmetic(model: PreTrainedModel) -> None:
-    """Replace a model's attention, experts and linear layers by those of this module; copies of the model keep them."""
+    """Replace a model's attention, experts and linear layers by those of this module, also for copies of the model."""
     require("transformers", "the lab needs", "demo").AttentionInterface.register(_ATTENTION, _attention)
     model.set_attn_implementation(_ATTENTION)
     widths = [parameter.shape[-1] for name, parameter in model.named_parameters() if "experts" in name]
@@ -50,13 +50,13 @@ def _product_dtype(tensor: Tensor) -> torch.dtype:
 
 
 def _disable_autocast() -> contextlib.AbstractContextManager[object]:
-    """Return a context without autocast; a null context if it is off already, since entering autocast is slow."""
+    """Return a context that disables autocast, or a null context if it is off, since entering autocast is slow."""
     autocast = torch.is_autocast_enabled("cpu")
     return torch.autocast("cpu", enabled=False) if autocast else contextlib.nullcontext()
 
 
 def _round_operand(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the tensor rounded to a dtype, in float32."""
+    """Round a tensor to a dtype and return it in float32."""
     return tensor.to(dtype).float()
 
 
@@ -78,12 +78,12 @@ class KVCache:
     """KV cache with the interface that ``transformers`` calls, allocated once for all tokens.
 
     Args:
-        longest: number of tokens of the longest sequence.
+        longest: number of tokens of the longest sequence, for which memory is allocated.
     """
 
     def __init__(self, longest: int) -> None:
         self._longest = longest
-        # Keys and values of each layer, [2, B, G, longest, D]. float32 saves conversions.
+        # Keys and values of each layer, [2, B, G, longest, D], in float32, which saves conversions.
         self._layers: dict[int, Tensor] = {}
         self._filled: dict[int, int] = {}
 
@@ -147,15 +147,15 @@ def _attention(
         key: [B, G, K, D] with rotary embedding applied; while decoding it includes the cached tokens.
         value: [B, G, K, D].
         attention_mask: None; rows are padded on the right, so causality hides the padding.
-        packing: for packed tokens, which of them each token may attend to.
-        scaling: factor of the scores.
+        packing: for packed tokens, determines which tokens each token may attend to.
+        scaling: factor that the scores are multiplied by.
 
     Returns:
         The output [B, Q, H, D], and None for the attention weights.
     """
     dtype = _product_dtype(query)
     with _disable_autocast():
-        # Keys and values from the cache are rounded already; their dtype is float32 only for speed.
+        # Keys and values from the cache are already rounded, and are stored in float32 only for speed.
         query, key, value = (
             _round_operand(x, dtype if x.dtype == query.dtype else x.dtype) for x in (query, key, value)
         )

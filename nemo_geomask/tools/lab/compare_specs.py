@@ -1,12 +1,12 @@
 """Parser of ``--compare``: each SPEC changes a copy of the recipe's ``loss_fn:`` block.
 
-``SPEC = name[:level][+preset]...``, with ``name`` a loss (``gspo``, or ``module:attribute``), ``level`` one of
-``token``, ``sequence``, ``sequence_mean`` or ``none`` (no correction), and ``preset`` a mask with the bounds that
-``lab.presets`` gives. Without a level or preset, the recipe's settings apply.
+In ``SPEC = name[:level][+preset]...``, ``name`` is a loss (``gspo``, or ``module:attribute``). ``level`` is ``token``,
+``sequence``, ``sequence_mean`` or ``none`` (no correction). Each ``preset`` is a mask with the bounds in
+``lab.presets``. Without a level or preset, the recipe's settings apply.
 
-A name may contain a colon itself. The text before the first colon is a registered loss if there is one of that name,
-else a module. A final ``token``, ``sequence``, ``sequence_mean`` or ``none`` is always the level, so an attribute of
-that name needs a level after it.
+A name may itself contain a colon. The text before the first colon is a registered loss if there is one with this name,
+and otherwise a module. A final ``token``, ``sequence``, ``sequence_mean`` or ``none`` is always the level, so an
+attribute with such a name needs a level after it.
 """
 
 from __future__ import annotations
@@ -55,14 +55,14 @@ def parse_compare(text: str | Iterable[str], base: Mapping[str, Any], lab: LabCo
         lab: the ``lab:`` section, with the presets' bounds.
 
     Raises:
-        ConfigError: a SPEC is empty or given twice, or its level or preset is unknown.
+        ConfigError: a SPEC is empty or listed twice, or its level or preset is unknown.
     """
     specs = [spec.strip() for spec in (text.split(",") if isinstance(text, str) else text)]
     if "" in specs:
         raise ConfigError("--compare: an empty SPEC; separate SPECs by single commas, such as gspo:none,gspo:sequence")
     repeated = sorted({spec for spec in specs if specs.count(spec) > 1})
     if repeated:
-        raise ConfigError(f"--compare: '{repeated[0]}' is given twice; its curves would be equal. Remove one")
+        raise ConfigError(f"--compare: '{repeated[0]}' is listed twice; its curves would be equal. Remove one")
     return tuple(parse_spec(spec, base, lab) for spec in specs)
 
 

@@ -1,8 +1,8 @@
 """Tables and figures of ``docs/evidence.md`` and ``docs/lab.md``, generated from the data in ``docs/evidence/``.
 
 ``python -m nemo_geomask.tools.lab.evidence`` rewrites them. With ``--collect NAME DIR…`` it first writes the metrics of
-the runs in these folders to ``docs/evidence/NAME.parquet``. ``nemo_geomask/tools/lab/evidence.toml`` lists the columns
-and figures of each data file.
+the runs in these folders to ``docs/evidence/NAME.parquet``. ``nemo_geomask/tools/lab/evidence.toml`` defines the
+columns and figures for each data file.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from nemo_geomask.optional import require
 from nemo_geomask.tools.lab.lab_plot import write_plot
 from nemo_geomask.tools.lab.outcome import final_reward, group_by_variant, has_collapsed
 from nemo_geomask.tools.lab.run_store import RunCurves, read_curves
-from nemo_geomask.tools.shared.intervals import mean_interval
+from nemo_geomask.tools.shared.intervals import CONFIDENCE_LABEL, mean_interval
 from nemo_geomask.tools.shared.markdown import markdown_table, replace_marked_text
 from nemo_geomask.tools.shared.palette import BLUE, GREEN, ORANGE, PURPLE, SKY_BLUE, VERMILION
 
 __all__ = [
-    "CLAIMS",
-    "Claim",
+    "EVIDENCE_SPECS",
+    "EvidenceSpec",
     "SeedMean",
     "collect_runs",
     "draw_figure",
@@ -50,34 +50,36 @@ Runs = Sequence[RunCurves]
 
 @dataclass(frozen=True)
 class SeedMean:
-    """Table column with a metric's mean over a run's steps, then over seeds, and its 95 % interval by Student's t.
+    """Table column with a metric's mean over a run's steps, then over seeds, and its confidence interval.
+
+    The interval is by Student's t, over seeds.
 
     Attributes:
         title: the column's header.
         metric: the metric's name.
-        style: format specification of a number.
-        last: number of last steps to average over; 0: all steps.
-        paired: subtract the base variant's mean on the same seed.
-        interval: show the interval.
+        number_format: format specification of a number.
+        last_steps: number of steps at the end of the run to average over; 0: all steps.
+        is_paired: subtract the base variant's mean on the same seed.
+        shows_interval: show the interval.
     """
 
     title: str
     metric: str
-    style: str = ".3f"
-    last: int = 0
-    paired: bool = False
-    interval: bool = True
+    number_format: str = ".3f"
+    last_steps: int = 0
+    is_paired: bool = False
+    shows_interval: bool = True
 
     def by_seed(self, runs: Runs) -> dict[int, float]:
         """Return each seed's mean; seeds on which the metric was never finite are left out."""
-        series_by_seed = {run.seed: run.series(self.metric)[-self.last :] for run in runs}
+        series_by_seed = {run.seed: run.series(self.metric)[-self.last_steps :] for run in runs}
         finite = {seed: [value for value in series if math.isfinite(value)] for seed, series in series_by_seed.items()}
         return {seed: fmean(series) for seed, series in sorted(finite.items()) if series}
 
     def estimate(self, runs: Runs, base: Runs) -> tuple[float, tuple[float, float] | None] | None:
         """Return the mean over seeds and its interval; None if no seed has a value."""
         values = self.by_seed(runs)
-        if self.paired:
+        if self.is_paired:
             base_values = self.by_seed(base) if runs[0].label != base[0].label else {}
             values = {seed: value - base_values[seed] for seed, value in values.items() if seed in base_values}
         return (fmean(values.values()), mean_interval(list(values.values()))) if values else None
@@ -89,9 +91,11 @@ class SeedMean:
             return "–"
         mean, interval = estimate
         # The option z formats a rounded -0 without its sign.
-        style = f"{'+' * self.paired}z{self.style}"
+        style = f"{'+' * self.is_paired}z{self.number_format}"
         interval_text = (
-            "" if interval is None or not self.interval else " ({} to {})".format(*(format(x, style) for x in interval))
+            ""
+            if interval is None or not self.shows_interval
+            else " ({} to {})".format(*(format(x, style) for x in interval))
         )
         return f"{mean:{style}}{interval_text}"
 
@@ -122,27 +126,28 @@ _COUNTS: dict[str, Callable[[Runs, Runs], str]] = {
 
 
 @dataclass(frozen=True)
-class Claim:
-    """Table and figures of one data file.
+class EvidenceSpec:
+    """Specification of the table and figures that are made from one data file.
 
     Attributes:
-        columns: the table's columns after the variant: means over seeds, and keys of ``_COUNTS``.
-        rows: name in the table by variant label, in the table's order; empty: all variants under their labels, highest
-            reward first. The base variant of comparisons is the first row, or else the first variant in the data.
+        columns: the table's columns after that of the variant: means over seeds, or keys of ``_COUNTS``.
+        rows: the variants in the table, in its order: the name in the table by the variant's label. If empty, the table
+            has all variants under their labels, highest reward first. Other variants are compared with that of the
+            first row; if ``rows`` is empty, with the first variant in the data.
         curves: metric of the figure's left half; empty: no figure.
-        shown: names of the rows in the left half; empty: the two best, the base and the worst.
-        dots: title of the column in the right half.
-        axis: axis label of ``curves``.
-        panels: file name, in the docs folder, of a figure as ``nemo-geomask lab report`` draws it; empty: none.
+        plotted_rows: names of the rows in the left half; empty: the two best, the base and the worst.
+        dot_column: title of the column in the figure's right half.
+        curve_label: label of the y axis of ``curves``.
+        panel_file: file name, in the docs folder, of the figure that ``nemo-geomask lab report`` draws; empty: none.
     """
 
     columns: Sequence[SeedMean | str]
     rows: Mapping[str, str] = field(default_factory=dict)
     curves: str = ""
-    shown: Sequence[str] = ()
-    dots: str = ""
-    axis: str = "mean reward"
-    panels: str = ""
+    plotted_rows: Sequence[str] = ()
+    dot_column: str = ""
+    curve_label: str = "mean reward"
+    panel_file: str = ""
 
     @property
     def metrics(self) -> list[str]:
@@ -151,12 +156,12 @@ class Claim:
         return list(dict.fromkeys(("reward", *filter(None, (self.curves, *measured)))))
 
     def base(self, curves: Runs) -> Runs:
-        """Return the runs of the base variant, which the others are compared with."""
+        """Return the runs of the base variant, with which the other variants are compared."""
         by_label = group_by_variant(curves)
         return by_label[next(iter(self.rows or by_label))]
 
     def variants(self, curves: Runs) -> dict[str, Runs]:
-        """Return the runs by their name in the table, in the table's order."""
+        """Return the runs of each variant by its name in the table, in the table's order."""
         by_label = group_by_variant(curves)
         if self.rows:
             return {name: by_label[label] for label, name in self.rows.items() if label in by_label}
@@ -166,28 +171,30 @@ class Claim:
         return {f"`{label}`": by_label[label] for label in ranked}
 
 
-def _read_claims() -> dict[str, Claim]:
+def _read_evidence_specs() -> dict[str, EvidenceSpec]:
     data = tomllib.loads(files("nemo_geomask.tools.lab").joinpath("evidence.toml").read_text(encoding="utf-8"))
     columns = {name: SeedMean(**settings) for name, settings in data.pop("column").items()}
     return {
-        name: Claim(**{**settings, "columns": tuple(columns.get(column, column) for column in settings["columns"])})
+        name: EvidenceSpec(
+            **{**settings, "columns": tuple(columns.get(column, column) for column in settings["columns"])}
+        )
         for name, settings in data.items()
     }
 
 
-CLAIMS = _read_claims()
-"""Table and figures of each data file, by its name without ``.parquet``."""
+EVIDENCE_SPECS = _read_evidence_specs()
+"""Specification for each data file, by the file's name without ``.parquet``."""
 
 
-def collect_runs(curves: Iterable[RunCurves], path: Path, claim: Claim) -> None:
-    """Write a claim's metrics of every step of the runs, in float32; variants without a correction come first.
+def collect_runs(curves: Iterable[RunCurves], path: Path, spec: EvidenceSpec) -> None:
+    """Write the metrics of ``spec`` for every step of the runs, in float32; variants without correction come first.
 
     Raises: ConfigError: a run is not finished.
     """
     arrow, parquet = require("pyarrow", "the lab needs", "demo"), require("pyarrow.parquet", "the lab needs", "demo")
     curves = sorted(curves, key=lambda curve: not curve.label.split(" ")[0].endswith(":none"))
     facts: dict[str, dict[str, Any]] = {}
-    metrics = ["geomask/kept_tokens" if metric == "removed" else metric for metric in claim.metrics]
+    metrics = ["geomask/kept_tokens" if metric == "removed" else metric for metric in spec.metrics]
     rows: dict[str, list[Any]] = {name: [] for name in ("variant", "seed", "step", *metrics)}
     for curve in curves:
         if not curve.finished:
@@ -206,18 +213,18 @@ def collect_runs(curves: Iterable[RunCurves], path: Path, claim: Claim) -> None:
     parquet.write_table(table.replace_schema_metadata({_KEY: json.dumps(facts)}), path, compression="zstd")
 
 
-def split_runs(places: Iterable[Path], dimension: str, edges: Sequence[float]) -> list[RunCurves]:
-    """Split the tokens of recorded runs by a dimension; return curves of each part as if it were a run of its own.
+def split_runs(folders: Iterable[Path], dimension: str, edges: Sequence[float]) -> list[RunCurves]:
+    """Split the tokens of recorded runs by a dimension; return the curves of each part as if it were a separate run.
 
     Args:
-        places: folders of runs that were recorded with ``loss_fn.record.dir: records``.
+        folders: folders of runs that were recorded with ``loss_fn.record.dir: records``.
         dimension: a dimension of ``nemo-geomask diagnose --by``.
         edges: boundaries of the parts; each has to be an edge of the dimension's bins.
 
     Returns:
-        One entry per run and part, with a value for each recorded step: ``tokens`` and ``mismatch``, the part's shares
-        of the step's trained tokens and of their sum of |Δ|, and ``geomask/mismatch_abs``, its mean |Δ| if the part
-        has at least 20 tokens. |Δ| is capped at 1 nat, as in the diagnosis.
+        One entry for each run and part, with a value for each recorded step. ``tokens`` and ``mismatch`` are the part's
+        shares of the step's trained tokens and of their sum of |Δ|. ``geomask/mismatch_abs`` is the part's mean |Δ|, or
+        NaN if it has fewer than 20 tokens. |Δ| is capped at 1 nat, as in the diagnosis.
     """
     from nemo_geomask.tools.diagnose import BIN_SUMS, DIMENSIONS_BY_NAME, find_runs, survey_run
 
@@ -225,7 +232,7 @@ def split_runs(places: Iterable[Path], dimension: str, edges: Sequence[float]) -
     bins = DIMENSIONS_BY_NAME[dimension]
     bounds = [0, *(list(bins.edges).index(edge) + 1 for edge in edges), bins.bin_count]
     sum_columns = [BIN_SUMS.index(name) for name in ("tokens", "capped_abs")]
-    for file in (path for place in places for path in sorted(place.rglob("steps/*.parquet"))):
+    for file in (path for place in folders for path in sorted(place.rglob("steps/*.parquet"))):
         run = RunCurves.read(file)
         (recorded,) = find_runs([file.parent.parent / file.stem / "records"])
         steps = [
@@ -265,55 +272,60 @@ def load_runs(path: Path) -> list[RunCurves]:
     ]
 
 
-def _claim_table(curves: Runs, claim: Claim) -> str:
-    base = claim.base(curves)
-    titles = [column.title if isinstance(column, SeedMean) else column for column in claim.columns]
+def _evidence_table(curves: Runs, spec: EvidenceSpec) -> str:
+    base = spec.base(curves)
+    titles = [column.title if isinstance(column, SeedMean) else column for column in spec.columns]
     rows = []
-    for name, runs in claim.variants(curves).items():
+    for name, runs in spec.variants(curves).items():
         cells = (
             column.cell(runs, base) if isinstance(column, SeedMean) else _COUNTS[column](runs, base)
-            for column in claim.columns
+            for column in spec.columns
         )
         rows.append((name, *cells))
     return markdown_table(("variant", *titles), rows)
 
 
-def draw_figure(curves: Runs, path: Path, claim: Claim) -> None:
-    """Draw a claim's figure: curves of a metric for some variants, and one column's intervals for all of them."""
+def draw_figure(curves: Runs, path: Path, spec: EvidenceSpec) -> None:
+    """Draw the figure of ``spec``: curves of a metric for some variants, and one column's intervals for all of them."""
     require("matplotlib", "the lab needs", "demo").use("Agg")
     pyplot = require("matplotlib.pyplot", "the lab needs", "demo")
     figure, (curve_axes, dot_axes) = pyplot.subplots(1, 2, figsize=(12, 4.6), gridspec_kw={"width_ratios": [1, 1.1]})
-    variants = claim.variants(curves)
-    base = claim.base(curves)
+    variants = spec.variants(curves)
+    base = spec.base(curves)
     names = list(variants)
     first = next(name for name in names if variants[name][0].label == base[0].label)
-    shown = claim.shown or dict.fromkeys([*names[:2], first, names[-1]])
+    shown = spec.plotted_rows or dict.fromkeys([*names[:2], first, names[-1]])
     for name, colour in zip(shown, _COLOURS, strict=False):
-        series = [run.series(claim.curves) for run in variants[name]]
+        series = [run.series(spec.curves) for run in variants[name]]
         for values in series:
             curve_axes.plot(range(1, len(values) + 1), values, color=colour, linewidth=0.4, alpha=0.4)
         means = [fmean(step) for step in zip(*series, strict=True)]
         curve_axes.plot(range(1, len(means) + 1), means, color=colour, linewidth=2.2, label=name.replace("`", ""))
-    if claim.curves == "reward":
+    if spec.curves == "reward":
         curve_axes.axhline(curves[0].facts["chance"], color="0.35", linewidth=1, linestyle=":", label="chance")
     curve_axes.set(
-        xlabel="step (rollout batch)", ylabel=claim.axis, title=f"{len(base)} seeds, thin; their mean, thick"
+        xlabel="step (rollout batch)", ylabel=spec.curve_label, title=f"{len(base)} seeds, thin; their mean, thick"
     )
     curve_axes.set_ylim(min(0, curve_axes.get_ylim()[0]), 1.35 * curve_axes.get_ylim()[1])
     curve_axes.legend(fontsize="small", loc="upper left")
-    measure = next(column for column in claim.columns if isinstance(column, SeedMean) and column.title == claim.dots)
+    measure = next(
+        column for column in spec.columns if isinstance(column, SeedMean) and column.title == spec.dot_column
+    )
     estimates = {name: measure.estimate(runs, base) for name, runs in variants.items()}
     dots = [(name, *estimate) for name, estimate in reversed(estimates.items()) if estimate is not None]
     for height, (_, mean, interval) in enumerate(dots):
         low, high = interval or (mean, mean)
         verdict_colour = GREEN if low > 0 else VERMILION if high < 0 else "0.45"
-        colour = verdict_colour if measure.paired else BLUE
+        colour = verdict_colour if measure.is_paired else BLUE
         dot_axes.plot([low, high], [height, height], color=colour, linewidth=2)
         dot_axes.plot(mean, height, "o", color=colour)
     labels = [name.strip("`").split(" ", 1)[-1].replace(" ", "\n") if name[0] == "`" else name for name, *_ in dots]
     dot_axes.set_yticks(range(len(dots)), labels, fontsize="small")
     dot_axes.axvline(0, color="0.35", linewidth=1)
-    dot_axes.set(xlabel=f"{claim.axis}: {claim.dots}" if measure.paired else claim.dots, title="mean over seeds, 95 %")
+    dot_axes.set(
+        xlabel=f"{spec.curve_label}: {spec.dot_column}" if measure.is_paired else spec.dot_column,
+        title=f"mean over seeds, {CONFIDENCE_LABEL}",
+    )
     figure.tight_layout()
     figure.savefig(path, dpi=100, metadata={"Software": None})
     pyplot.close(figure)
@@ -353,7 +365,7 @@ def rewrite_page(page: Path) -> str:
     for path in sorted((page.parent / "evidence").glob("*.parquet")):
         if f"<!-- {path.stem}: begin -->" in text:
             text = replace_marked_text(
-                text, path.stem, _claim_table(load_runs(path), CLAIMS[path.stem]), page=page.name
+                text, path.stem, _evidence_table(load_runs(path), EVIDENCE_SPECS[path.stem]), page=page.name
             )
     return text
 
@@ -377,18 +389,18 @@ def _main() -> None:
     arguments = parser.parse_args()
     folder = arguments.docs / "evidence"
     if arguments.collect:
-        name, *places = arguments.collect[0], *map(Path, arguments.collect[1:])
+        name, *folders = arguments.collect[0], *map(Path, arguments.collect[1:])
         if arguments.split:
-            curves = split_runs(places, arguments.split[0], [float(edge) for edge in arguments.split[1:]])
+            curves = split_runs(folders, arguments.split[0], [float(edge) for edge in arguments.split[1:]])
         else:
-            curves = read_curves(places)
-        collect_runs(curves, folder / f"{name}.parquet", CLAIMS[name])
+            curves = read_curves(folders)
+        collect_runs(curves, folder / f"{name}.parquet", EVIDENCE_SPECS[name])
     for path in sorted(folder.glob("*.parquet")):
-        curves, claim = load_runs(path), CLAIMS[path.stem]
-        if claim.curves:
-            draw_figure(curves, path.with_suffix(".png"), claim)
-        if claim.panels:
-            write_plot(curves, arguments.docs / claim.panels)
+        curves, spec = load_runs(path), EVIDENCE_SPECS[path.stem]
+        if spec.curves:
+            draw_figure(curves, path.with_suffix(".png"), spec)
+        if spec.panel_file:
+            write_plot(curves, arguments.docs / spec.panel_file)
     for page in (arguments.docs / "evidence.md", arguments.docs / "lab.md"):
         page.write_text(rewrite_page(page), encoding="utf-8")
 

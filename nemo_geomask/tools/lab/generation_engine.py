@@ -1,7 +1,7 @@
 """The generation engine: a copy of the policy in another precision, decoding one token at a time with a KV cache.
 
-It samples from, and reports as ``generation_logprobs``, the float32 softmax of its own logits. Its mismatch with the
-training engine's forward pass over complete sequences comes from arithmetic alone; no noise is injected.
+The engine samples from the float32 softmax of its logits, and reports its log-probs as ``generation_logprobs``. The
+mismatch with the training engine's forward pass over complete sequences comes only from arithmetic; no noise is added.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from nemo_geomask.tools.lab.token_sampling import draw_tokens, filter_logits
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["Generated", "generate"]
+__all__ = ["SampledResponses", "generate"]
 
 
 @dataclass(frozen=True)
-class Generated:
-    """Prompts with their sampled responses.
+class SampledResponses:
+    """Sampled responses together with their prompts.
 
     Attributes:
         input_ids: [B, T] long, prompt and response, then PAD.
-        input_lengths: [B] long, tokens of prompt and response.
+        input_lengths: [B] long, number of tokens of prompt and response.
         logprobs: [B, T] float32, log μ of each sampled token, 0 elsewhere.
         token_mask: [B, T] float32, 1 on sampled tokens (EOS included), 0 on prompts and the environment's tokens.
         engine: [B, T] long, index of the engine that sampled each token, 0 elsewhere.
-        routes: [B, T, L, K] int16, the experts of each token in each layer; -1 for tokens that no engine processed,
-            which are the last token of a response and padding. None: the engine does not report routes.
+        routes: [B, T, L, K] int16, the experts of each token in each layer. -1 for tokens that no engine processed: the
+            last token of each response, and padding. None if the engine does not report routes.
     """
 
     input_ids: Tensor
@@ -57,21 +57,21 @@ def generate(
     generator: torch.Generator,
     *,
     recompute_cache: bool = False,
-) -> Generated:
-    """Sample one response per prompt, until EOS or the number of terms that the prompt asks for.
+) -> SampledResponses:
+    """Sample one response per prompt, until EOS or the number of terms that the prompt requests.
 
     After a token that calls the environment, the environment's reply is inserted into the response, and the policy
-    continues from there.
+    continues after it.
 
     Args:
         engines: models from :func:`nemo_geomask.tools.lab.policy_model.generation_copy`. Several simulate in-flight
-            weight updates: each replaces the previous one after an equal part of the longest response.
+            weight updates: the longest response is divided into equal parts, and each engine samples one of them.
         prompts: B prompts.
         task: supplies EOS and PAD, and the environment's replies.
         config: temperature, filters, and which log-probs are reported.
-        generator: source of all randomness.
-        recompute_cache: recompute the KV cache when an engine replaces another; otherwise the new engine continues on
-            its predecessors' keys and values.
+        generator: random number generator of the sampling.
+        recompute_cache: recompute the KV cache when an engine replaces another; otherwise the new engine continues with
+            the keys and values of its predecessors.
     """
     count, width = prompts.token_ids.shape
     terms = int(prompts.terms.max())
@@ -91,7 +91,7 @@ def generate(
         for position in range(width, longest):
             distribution = filter_logits(logits, config).log_softmax(dim=-1)
             reported = logits.log_softmax(dim=-1) if config.logprobs_mode == "raw_logprobs" else distribution
-            # Numbers are drawn for complete responses too, so that a response does not depend on the length of others.
+            # Draw numbers for complete responses, too, so that no response depends on the lengths of others.
             uniform = torch.rand(count, dtype=torch.float32, generator=generator)[rows]
             is_sampled = replies[rows, position] < 0
             token = torch.where(is_sampled, draw_tokens(distribution, uniform), replies[rows, position])
@@ -115,7 +115,7 @@ def generate(
                 decoder.cache = KVCache(longest)
             new = slice(decoder.cache.get_seq_length(), position + 1)
             logits = decoder.run(current, rows, input_ids[rows, new], slice(position, position + 1))
-    return Generated(input_ids, ends, logprobs, token_mask, engine, decoder.routes)
+    return SampledResponses(input_ids, ends, logprobs, token_mask, engine, decoder.routes)
 
 
 class _Decoder:
@@ -132,25 +132,25 @@ class _Decoder:
         self._chosen = [stack.enter_context(capture_routes(engine)) for engine in engines]
 
     @torch.inference_mode()
-    def run(self, current: int, rows: Tensor, tokens: Tensor, places: slice) -> Tensor:
+    def run(self, current: int, rows: Tensor, tokens: Tensor, route_columns: slice) -> Tensor:
         """Process tokens [rows, new]; return the logits [rows, V] after them and store the last tokens' routes.
 
         Args:
             current: index of the engine.
-            rows: rows of the full batch.
+            rows: the tokens' rows in the full batch.
             tokens: the tokens that are not in the cache yet.
-            places: columns of ``routes`` that get the routes of as many last tokens.
+            route_columns: columns of ``routes`` to write; they get the routes of as many tokens, the last ones.
         """
         output = self.engines[current](input_ids=tokens, past_key_values=self.cache)
         chosen = torch.stack(self._chosen[current], dim=1).view(*tokens.shape, *self.routes.shape[2:])
         self._chosen[current].clear()
-        self.routes[rows, places] = chosen[:, places.start - places.stop :].to(torch.int16)
+        self.routes[rows, route_columns] = chosen[:, route_columns.start - route_columns.stop :].to(torch.int16)
         logits: Tensor = output.logits[:, -1].float()
         return logits
 
 
 def _reply(task: Any, input_ids: Tensor, width: int, written: int, rows: Tensor, replies: Tensor) -> None:
-    """Write the environment's replies to the calls of these rows into ``replies``, cut off at the longest response."""
+    """Write the environment's replies to the calls in these rows into ``replies``, cut at the longest response."""
     for row in rows.tolist():
         ids = input_ids[row, :written].tolist()
         reply = task.reply(ids[:width], ids[width:])[: input_ids.shape[1] - written]

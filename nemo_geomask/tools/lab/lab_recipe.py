@@ -1,6 +1,6 @@
-"""The lab recipe: NeMo-RL's section and key names where NeMo-RL has them, checked strictly.
+"""The schema of a lab recipe, which is strict; sections and keys have NeMo-RL's names where NeMo-RL has them.
 
-``loss_fn:`` is the very block of a NeMo-RL recipe; :func:`nemo_geomask.build_loss` validates it.
+``loss_fn:`` has the same form as in a NeMo-RL recipe; :func:`nemo_geomask.build_loss` validates it.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ __all__ = [
 ]
 
 SEEDS = 2**32
-"""How many seeds there are, from 0: as many as NumPy, and with it NeMo-RL, takes."""
+"""Number of valid seeds, which begin at 0; the limit is NumPy's, and therefore NeMo-RL's."""
 
 TASKS: PluginGroup[Any] = PluginGroup(
     group="nemo_geomask.lab_tasks",
     noun="task",
     key="env.name",
-    requirement="a class whose of(env) makes a nemo_geomask.tools.lab.progression_task.Task (see docs/plugins.md)",
+    requirement="a class whose of(env) returns a nemo_geomask.tools.lab.progression_task.Task (see docs/plugins.md)",
     accepts=lambda task: isinstance(task, type) and callable(getattr(task, "of", None)),
     built_in={
         "progressions": "nemo_geomask.tools.lab.progression_task:Progressions",
@@ -43,49 +43,53 @@ TASKS: PluginGroup[Any] = PluginGroup(
     },
 )
 _PRESET_BOUNDS: Mapping[str, Mapping[str, Any]] = {name: defaults.settings for name, defaults in DEFAULTS.items()} | {
-    # The bounds in use are for models whose engines differ more. The lab's mismatch is mostly rounding, about 1 % per
-    # token; these bounds leave a healthy run of the lab alone and remove something once its engines drift apart.
+    # The usual bounds are for models whose engines differ more. The lab's mismatch is mostly rounding, about 1 % per
+    # token. These bounds remove nothing from a healthy run of the lab, and something once its engines drift apart.
     "geometric": {"min": 0.98, "max": 1.02},
     "opsm": {"delta": 0.05},
     "veto": {"min": 0.5, "max": 2.0},
     "trust_region": {"statistic": "k3", "level": "sequence_mean", "max": 0.001},
 }
-"""Bounds that ``+preset`` stands for unless ``lab.presets`` replaces them."""
+"""Bounds of each ``+preset``, unless ``lab.presets`` replaces them."""
 
 
 class EstimatorConfig(StrictModel):
-    """``grpo.adv_estimator:`` of NeMo-RL, the keys that the lab honours."""
+    """``grpo.adv_estimator:`` of NeMo-RL; only the keys that the lab supports."""
 
     name: Literal["grpo", "reinforce_plus_plus"] = Field(
         "grpo",
-        description="grpo: the reward against the group's baseline; reinforce_plus_plus: the same, less the KL of each "
-        "token under loss_fn.use_kl_in_reward, normalised over the batch's tokens.",
+        description="grpo: the reward minus the group's baseline; reinforce_plus_plus: the same minus each token's KL "
+        "under loss_fn.use_kl_in_reward, normalised over the batch's tokens.",
     )
-    minus_baseline: bool = Field(True, description="Of reinforce_plus_plus: subtract the group's mean reward.")
+    minus_baseline: bool = Field(
+        True, description="Subtract the group's mean reward; only reinforce_plus_plus reads this key."
+    )
 
 
 class AsyncGrpoConfig(StrictModel):
-    """``grpo.async_grpo:`` of NeMo-RL, the keys that the lab honours."""
+    """``grpo.async_grpo:`` of NeMo-RL; only the keys that the lab supports."""
 
-    enabled: bool = Field(False, description="Whether a rollout batch is sampled while earlier ones are trained on.")
+    enabled: bool = Field(
+        False, description="Sample each rollout batch with earlier weights, as asynchronous training does."
+    )
     max_trajectory_age_steps: int = Field(
         1,
         gt=0,
-        description="Weight updates between the weights that begin a rollout batch and those that train on it, fewer "
-        "in the first steps only: the engine is always as far ahead as it may be.",
+        description="Weight updates between the weights that begin a rollout batch and the weights that are trained on "
+        "it. Only the first steps have fewer: generation is always as far ahead as it may be.",
     )
     in_flight_weight_updates: bool = Field(
         False,
-        description="Whether responses go on with each update's weights as it lands: spread evenly over the longest "
-        "response, the last of them on the weights that train on it.",
+        description="Continue responses with new weights at each update. The updates are spread evenly over the "
+        "longest response; the last one brings the weights that are trained on the batch.",
     )
     recompute_kv_cache_after_weight_updates: bool = Field(
-        False, description="Whether the keys and values of what is already written are then those of the new weights."
+        False, description="Recompute the keys and values of earlier tokens with the new weights after each update."
     )
 
     @property
     def lag(self) -> int:
-        """Weight updates that the engine is behind, at most."""
+        """Largest number of weight updates that the engine is behind."""
         return self.max_trajectory_age_steps if self.enabled else 0
 
     @model_validator(mode="after")
@@ -96,16 +100,18 @@ class AsyncGrpoConfig(StrictModel):
         }
         for name, other in needs.items():
             if getattr(self, name) and not getattr(self, other):
-                raise ValueError(f"{name} does nothing without {other}; set {other}: true, or {name}: false")
+                raise ValueError(f"{name} has no effect without {other}; set {other}: true, or {name}: false")
         return self
 
 
 class GrpoConfig(StrictModel):
-    """``grpo:`` of NeMo-RL, the keys that the lab honours."""
+    """``grpo:`` of NeMo-RL; only the keys that the lab supports."""
 
-    num_prompts_per_step: int = Field(16, gt=0, description="Different prompts in a rollout batch.")
-    num_generations_per_prompt: int = Field(16, gt=1, description="Responses per prompt: the group of the baseline.")
-    max_num_steps: int = Field(60, gt=0, description="Rollout batches to train on.")
+    num_prompts_per_step: int = Field(16, gt=0, description="Number of prompts in a rollout batch.")
+    num_generations_per_prompt: int = Field(
+        16, gt=1, description="Responses per prompt; they form the group over which the baseline is computed."
+    )
+    max_num_steps: int = Field(60, gt=0, description="Number of rollout batches to train on.")
     normalize_rewards: bool = Field(True, description="Divide the advantage by the group's standard deviation.")
     use_leave_one_out_baseline: bool = Field(True, description="Baseline: mean of the other responses (RLOO).")
     adv_estimator: EstimatorConfig = EstimatorConfig()
@@ -115,10 +121,11 @@ class GrpoConfig(StrictModel):
     val_period: int = Field(
         0,
         ge=0,
-        description="Steps between validations, on prompts that are never trained on; one follows the last. 0: none.",
+        description="Steps between validations, on prompts that are never trained on; the last step is followed by "
+        "one, too. 0: no validation.",
     )
-    max_val_samples: int = Field(256, gt=0, description="Responses of a validation, one a prompt.")
-    seed: int = Field(42, ge=0, lt=SEEDS, description="Seeds the weights, the prompts and the sampling.")
+    max_val_samples: int = Field(256, gt=0, description="Responses in a validation, one for each prompt.")
+    seed: int = Field(42, ge=0, lt=SEEDS, description="Seed of the weights, the prompts and the sampling.")
 
     @model_validator(mode="after")
     def _check_clip(self) -> GrpoConfig:
@@ -133,56 +140,65 @@ class EnvConfig(StrictModel):
 
     name: Annotated[str, TASKS] = Field(
         "progressions",
-        description="progressions: continue one modulo a number; lookups: ask a tool, repeat its answer; answers: 0 "
-        "or 1 for the last token of a long response; else a name in group nemo_geomask.lab_tasks, or module:attribute.",
+        description="progressions: continue an arithmetic progression modulo a number; lookups: call a tool and repeat "
+        "its answer; answers: a reward of 0 or 1 for the last token of a long response. Otherwise a name in the group "
+        "nemo_geomask.lab_tasks, or module:attribute.",
     )
     options: dict[str, Any] = Field(
-        default_factory=dict, description="Settings of another distribution's task, validated by it."
+        default_factory=dict, description="Settings of a task from a plugin, which validates them."
     )
-    modulus: int = Field(10, gt=2, description="Numbers there are; random ones earn 1/modulus.")
-    min_terms: int = Field(8, gt=0, description="Fewest terms a prompt asks for.")
-    max_terms: int = Field(48, gt=0, description="Most terms a prompt asks for.")
+    modulus: int = Field(10, gt=2, description="How many numbers there are; random numbers earn 1/modulus.")
+    min_terms: int = Field(8, gt=0, description="Smallest number of terms that a prompt requests.")
+    max_terms: int = Field(48, gt=0, description="Largest number of terms that a prompt requests.")
 
     @model_validator(mode="after")
     def _check_options(self) -> EnvConfig:
         if self.options and TASKS.is_built_in(self.name):
-            raise ValueError(f"options ({', '.join(self.options)}) are those of a plugin, which {self.name} is not")
+            raise ValueError(
+                f"options ({', '.join(self.options)}) are for tasks from plugins, and {self.name} is built in; remove "
+                "them"
+            )
         return self
 
     @model_validator(mode="after")
     def _check_terms(self) -> EnvConfig:
         if self.min_terms > self.max_terms:
-            raise ValueError(f"min_terms ({self.min_terms}) exceeds max_terms ({self.max_terms}); set both")
+            raise ValueError(
+                f"min_terms ({self.min_terms}) exceeds max_terms ({self.max_terms}); lower min_terms or raise max_terms"
+            )
         return self
 
 
 class LabConfig(StrictModel):
-    """``lab:``, what only the lab has."""
+    """``lab:``, settings that NeMo-RL does not have."""
 
-    tp: Literal[1, 2, 4] = Field(1, description="Tensor-parallel ranks: shards of the output layer's vocabulary.")
-    cp: Literal[1, 2, 4] = Field(1, description="Context-parallel ranks: shares of every sequence.")
-    dp: Literal[1, 2, 4] = Field(1, description="Data-parallel ranks: different microbatches of an optimiser step.")
+    tp: Literal[1, 2, 4] = Field(1, description="Tensor-parallel ranks, which split the output layer's vocabulary.")
+    cp: Literal[1, 2, 4] = Field(1, description="Context-parallel ranks, which split every sequence.")
+    dp: Literal[1, 2, 4] = Field(
+        1, description="Data-parallel ranks, which split the microbatches of an optimiser step."
+    )
     num_threads: int = Field(
         1,
         gt=0,
-        description="CPU threads, shared out among the processes, at least one each; part of what makes a run "
-        "repeatable.",
+        description="CPU threads, divided among the processes, each of which has at least one. Another number can "
+        "change a run's numbers by rounding.",
     )
     filter_logprobs: bool = Field(
         True,
-        description="Whether the trainer's log-probs are those of the tokens that top_p and top_k leave, as NeMo-RL's "
-        "are; false: of all tokens.",
+        description="true: the trainer's log-probs are normalised over the tokens that top_p and top_k keep, as in "
+        "NeMo-RL; false: over all tokens.",
     )
-    rollouts_every: int = Field(10, gt=0, description="Write train_data_step{N}.jsonl every so many steps.")
-    compare: tuple[str, ...] = Field((), description="Variants to train when --compare is not given.")
+    rollouts_every: int = Field(10, gt=0, description="Steps between two files train_data_step{N}.jsonl.")
+    compare: tuple[str, ...] = Field((), description="SPECs of the variants to train, unless --compare is set.")
     presets: dict[str, dict[str, Any]] = Field(
         default_factory=dict,
-        description="Bounds that `+preset` in --compare stands for, key by key over the built-in; null removes one.",
+        description="Bounds of the masks that `+preset` in --compare adds. Each key replaces the built-in value; null "
+        "removes it.",
     )
 
     @property
     def processes(self) -> int:
-        """Processes of a run."""
+        """Number of processes of a run."""
         return self.tp * self.cp * self.dp
 
     @property
@@ -204,20 +220,20 @@ class LabConfig(StrictModel):
 
 
 class LabRecipe(StrictModel):
-    """A whole lab recipe."""
+    """A lab recipe."""
 
     grpo: GrpoConfig = GrpoConfig()
     policy: PolicyConfig = PolicyConfig()
     env: EnvConfig = EnvConfig()
-    loss_fn: dict[str, Any] = Field(default_factory=dict, description="The block that NeMo-RL reads.")
+    loss_fn: dict[str, Any] = Field(default_factory=dict, description="The loss, as in a NeMo-RL recipe.")
     lab: LabConfig = LabConfig()
 
     @model_validator(mode="after")
     def _check_in_flight(self) -> LabRecipe:
         if self.policy.generation.backend == "vllm" and self.grpo.async_grpo.in_flight_weight_updates:
             raise ValueError(
-                "grpo.async_grpo.in_flight_weight_updates needs policy.generation.backend: copy: the lab calls "
-                "vLLM for a whole rollout batch, and no weights reach it in between"
+                "grpo.async_grpo.in_flight_weight_updates needs policy.generation.backend: copy. The lab calls vLLM "
+                "once for a rollout batch and can't load new weights in between"
             )
         return self
 
@@ -225,7 +241,8 @@ class LabRecipe(StrictModel):
     def _check_routes(self) -> LabRecipe:
         if self.policy.generation.backend == "vllm" and self.policy.router_replay.enabled:
             raise ValueError(
-                "policy.router_replay.enabled needs policy.generation.backend: copy: the lab does not get vLLM's routes"
+                "policy.router_replay.enabled needs policy.generation.backend: copy. The lab does not read the experts "
+                "that vLLM selects"
             )
         return self
 
@@ -233,8 +250,8 @@ class LabRecipe(StrictModel):
     def _check_filter(self) -> LabRecipe:
         if self.policy.generation.has_filters and self.lab.filter_logprobs and self.lab.tp > 1:
             raise ValueError(
-                f"policy.generation.top_p and top_k need all logits of a token, and lab.tp ({self.lab.tp}) shares them "
-                "out; set lab.tp: 1, or lab.filter_logprobs: false"
+                f"policy.generation.top_p and top_k need all logits of a token, and lab.tp ({self.lab.tp}) splits them "
+                "over ranks; set lab.tp: 1, or lab.filter_logprobs: false"
             )
         return self
 
@@ -242,9 +259,9 @@ class LabRecipe(StrictModel):
     def _check_processes(self) -> LabRecipe:
         if self.policy.generation.backend == "vllm" and self.lab.processes > 1:
             raise ValueError(
-                "policy.generation.backend: vllm sets up torch.distributed for itself in the training process, which "
-                f"lab.tp, lab.cp and lab.dp ({self.lab.tp}, {self.lab.cp}, {self.lab.dp}) need too; set these to 1, or "
-                "the backend to copy"
+                "policy.generation.backend: vllm initialises torch.distributed in the training process for its own "
+                f"use, but lab.tp, lab.cp and lab.dp ({self.lab.tp}, {self.lab.cp}, {self.lab.dp}) need it too; set "
+                "these to 1, or the backend to copy"
             )
         return self
 
@@ -256,26 +273,29 @@ class LabRecipe(StrictModel):
         if documents is not None and documents > rollouts:
             raise ValueError(
                 f"policy.docs_per_step ({documents}) exceeds grpo.num_prompts_per_step x "
-                f"grpo.num_generations_per_prompt ({rollouts}), so that no optimiser step would be complete"
+                f"grpo.num_generations_per_prompt ({rollouts}), so no optimiser step would be complete; lower "
+                "docs_per_step"
             )
         if batch is not None and rollouts % batch:
             raise ValueError(
                 f"grpo.num_prompts_per_step x grpo.num_generations_per_prompt ({rollouts}) must be a multiple of "
-                f"policy.train_global_batch_size ({batch}); policy.docs_per_step has no such rule"
+                f"policy.train_global_batch_size ({batch}); change one of them, or set policy.docs_per_step, which "
+                "has no such rule"
             )
         if batch is not None and batch % (micro * dp):
             raise ValueError(
                 f"policy.train_global_batch_size ({batch}) must be a multiple of policy.train_micro_batch_size x "
-                f"lab.dp ({micro} x {dp}); policy.docs_per_step has no such rule"
+                f"lab.dp ({micro} x {dp}); change one of them, or set policy.docs_per_step, which has no such rule"
             )
         return self
 
     @classmethod
     def read(cls, data: Mapping[str, Any], *, source: str) -> LabRecipe:
-        """Validate a mapping that came from ``source``.
+        """Validate a mapping that was read from ``source``.
 
         Raises:
-            ConfigError: with the dotted key of every problem, and the nearest valid name of an unknown one.
+            ConfigError: a setting is invalid; each problem has its dotted key, and the nearest valid name if the key is
+                unknown.
         """
         try:
             return parse(cls, data, prefix="")

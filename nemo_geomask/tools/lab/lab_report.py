@@ -11,6 +11,7 @@ from nemo_geomask.optional import require
 from nemo_geomask.tools.lab.lab_plot import write_plot
 from nemo_geomask.tools.lab.outcome import TARGET, VariantSummary, group_by_variant, summarize_variants
 from nemo_geomask.tools.lab.run_store import RunCurves, read_curves
+from nemo_geomask.tools.shared.intervals import CONFIDENCE_LABEL
 from nemo_geomask.tools.shared.json_output import to_json
 
 __all__ = ["print_diagnosis", "report_results"]
@@ -19,7 +20,7 @@ Row = dict[str, Any]
 
 
 def report_results(
-    places: Sequence[Path],
+    folders: Sequence[Path],
     out: Path,
     console: Any,
     *,
@@ -30,17 +31,17 @@ def report_results(
     """Print the table of all runs in some folders; write ``summary.json`` and ``lab.png``.
 
     Args:
-        places: the folders.
-        out: where the files go.
+        folders: the folders.
+        out: folder of the written files.
         console: a ``rich.console.Console``.
         baseline: label of the variant that the others are compared with; None: ``first``, or the first variant.
         first: label of the default baseline; ignored if no variant has it.
-        target: reward to which the time is taken.
+        target: reward of the measure "steps to target".
 
     Raises:
         ConfigError: there are no runs, or no run has the baseline's label.
     """
-    curves = read_curves(places)
+    curves = read_curves(folders)
     labels = list(group_by_variant(curves))
     if baseline is not None and baseline not in labels:
         raise ConfigError(f"--baseline: no run of '{baseline}' here; there are {', '.join(labels)}")
@@ -68,7 +69,7 @@ def _number_cell(style: str, *keys: str) -> Callable[[Row], str]:
 
 
 def _if_applied(cell: Callable[[Row], str]) -> Callable[[Row], str]:
-    # Without the correction, the loss still reports the weight that it did not apply; the table puts it in brackets.
+    # A loss without correction still reports the weight that it would have applied; the table puts it in brackets.
     return lambda row: cell(row) if row["corrected"] else f"({cell(row)})"
 
 
@@ -86,7 +87,7 @@ _LINES: tuple[tuple[str, Callable[[Row], str]], ...] = (
     ("reward, first step", _number_cell(".3f", "reward_first")),
     ("reward, last 10 steps", _number_cell(".3f", "reward_last")),
     ("  less baseline's, same seeds", _number_cell("+.3f", "difference")),
-    ("  95% interval of that", _interval_cell),
+    (f"  {CONFIDENCE_LABEL} interval of that", _interval_cell),
     ("validation, last", _number_cell(".3f", "validation")),
     ("collapsed", _seed_count_cell("collapses")),
     ("reached the target", _seed_count_cell("reached")),
@@ -134,7 +135,7 @@ def _describe_problems(outcome: VariantSummary) -> str:
     if dropped:
         steps = sum(curve.steps for curve in outcome.curves)
         parts.append(f"sequences with non-finite log-probs were dropped in {dropped} of {steps} steps")
-    numerics = f"{' and '.join(parts)}; means are over finite values alone" if parts else ""
+    numerics = f"{' and '.join(parts)}; means are over finite values only" if parts else ""
     unfinished = f"not finished on seeds {', '.join(map(str, row['unfinished']))}" if row["unfinished"] else ""
     unfinished += "".join(f"; on seed {seed}, {error}" for seed, error in sorted(row["errors"].items()))
     return (
@@ -149,10 +150,9 @@ def _steps_with_dropped_sequences(curve: RunCurves) -> int:
 
 
 def print_diagnosis(curves: Sequence[RunCurves], out: Path, console: Any) -> None:
-    """Diagnose the recorded variants: print one verdict each and write ``report.html``.
+    """Diagnose the first seed of each variant that was recorded: print the verdicts and write ``report.html``.
 
-    Of each variant with ``loss_fn.record``, the first seed is diagnosed. An error is printed and not raised, because
-    the training is complete and its results do not depend on the diagnosis.
+    An error is printed and not raised, because the training is complete and its results do not depend on the diagnosis.
 
     Args:
         curves: runs of one invocation, in the order of their seeds.
@@ -178,6 +178,6 @@ def print_diagnosis(curves: Sequence[RunCurves], out: Path, console: Any) -> Non
             console.print(f"{label}: {diagnosis.headline}", highlight=False, markup=False)
         path = out / "report.html"
         write_report(path, diagnosed, names=list(recorded), logged=logged_metrics)
-        console.print(f"Diagnosis of what was recorded: {path}", highlight=False, markup=False)
+        console.print(f"Diagnosis of the records: {path}", highlight=False, markup=False)
     except GeomaskError as error:
         console.print(f"No diagnosis: {error}", highlight=False, markup=False)

@@ -1,9 +1,9 @@
 """A task with tool calls: ask the environment for numbers and repeat them.
 
-A prompt reads ``key :``. The policy may write ``?``, which the environment answers with three numbers; the policy
-should then write the same three. The numbers are a checksum of the tokens so far, so that the policy cannot predict
-them and a run is repeatable. Nearly half of the context is therefore written by the environment and unlikely under the
-policy, as tool output is.
+A prompt is ``key :``. The policy may generate ``?``, to which the environment replies with three numbers. The policy
+should then generate the same three numbers. They are a checksum of the tokens so far, so that the policy cannot predict
+them and a run is repeatable. So nearly half of the context comes from the environment and is unlikely under the policy,
+like tool output.
 """
 
 from __future__ import annotations
@@ -21,17 +21,16 @@ from nemo_geomask.tools.lab.progression_task import NumberTask, Prompts
 
 __all__ = ["Lookups"]
 
-_WIDTH = 3
-_ROUND = 1 + 2 * _WIDTH
+_WIDTH = 3  # numbers in a reply
+_ROUND = 1 + 2 * _WIDTH  # tokens of a call, its reply and the repetition
 
 
 @dataclass(frozen=True)
 class Lookups(NumberTask):
     """Call, read three numbers, repeat them, and call again.
 
-    See :class:`nemo_geomask.tools.lab.progression_task.CallingTask`.
-
-    The environment's tokens are among a response's ``min_terms`` to ``max_terms``.
+    Implements :class:`nemo_geomask.tools.lab.progression_task.CallingTask`. The environment's tokens count towards the
+    ``min_terms`` to ``max_terms`` of a response.
     """
 
     prompt_width = 2
@@ -42,8 +41,8 @@ class Lookups(NumberTask):
         """Create the task that ``env:`` describes; raise ConfigError if one call does not fit into a response."""
         if env.min_terms < _ROUND:
             raise ConfigError(
-                f"env.min_terms: {env.min_terms}; a call, its reply and their repetition are {_ROUND} tokens, so ask "
-                f"for {_ROUND} at least"
+                f"env.min_terms: {env.min_terms} is too small: a call, its reply and the repetition are {_ROUND} "
+                f"tokens; set it to at least {_ROUND}"
             )
         return super().of(env)
 
@@ -64,18 +63,21 @@ class Lookups(NumberTask):
         return [digest // self.modulus**place % self.modulus for place in range(_WIDTH)]
 
     def reward(self, prompt: Sequence[int], response: Sequence[int], terms: int) -> float:
-        """Return the numbers repeated in place over those in as many complete rounds as fit, in [0, 1]."""
+        """Return the share of correctly repeated numbers, in [0, 1].
+
+        It is relative to the numbers in as many complete rounds as fit into the response.
+        """
         correct, place = 0, 0
         while place < min(len(response), terms) and response[place] != self.eos_id:
             if response[place] != self.call_id:
                 place += 1
                 continue
             numbers = response[place + 1 : place + 1 + _WIDTH]
-            # The next call ends the repetition, since its reply is not written by the policy.
+            # The next call ends the repetition, since the policy does not generate its reply.
             for offset, number in enumerate(numbers, start=place + 1 + _WIDTH):
                 if offset >= min(len(response), terms) or response[offset] in (self.call_id, self.eos_id):
                     break
                 correct += response[offset] == number
             place += 1 + _WIDTH
-        # Numbers of a last, incomplete round count too and can make up for mistakes.
+        # Numbers of a last, incomplete round also count and can make up for mistakes.
         return min(1.0, correct / (terms // _ROUND * _WIDTH))

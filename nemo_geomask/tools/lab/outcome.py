@@ -22,10 +22,10 @@ __all__ = [
 ]
 
 WINDOW = 10
-"""Number of steps that a reward is averaged over, since the mean reward of one batch is noisy."""
+"""Number of steps over which a reward is averaged, since the mean reward of one batch is noisy."""
 TARGET = 0.5
 """Default reward of the measure "steps to target"."""
-# A run collapsed if its reward rose by at least _MIN_GAIN and then lost at least the fraction _MIN_LOSS of that.
+# A run collapsed if its reward rose by at least _MIN_GAIN and then lost at least the fraction _MIN_LOSS of that gain.
 _MIN_GAIN, _MIN_LOSS = 0.05, 0.5
 
 Row = dict[str, Any]
@@ -39,10 +39,10 @@ def final_reward(rewards: Sequence[float]) -> float:
 def has_collapsed(rewards: Sequence[float]) -> bool:
     r"""Return True if a run's reward fell by at least half of its gain and did not recover by the end.
 
-    With :math:`m_k` the mean reward of the ten steps that end with step k, the gain is :math:`\max_k m_k` less that of
-    the first ten steps. A run collapsed if the gain was at least 0.05 and the last :math:`m_k` lies at least half of it
-    below the highest. A run that never learned did not collapse; a run with fewer than 20 steps can't be judged and
-    counts as not collapsed.
+    Let :math:`m_k` be the mean reward of the ten steps that end with step k. The gain is :math:`\max_k m_k` minus the
+    mean reward of the first ten steps. A run collapsed if the gain was at least 0.05 and the last :math:`m_k` is below
+    the highest by at least half of the gain. A run that never learned did not collapse. A run with fewer than 20 steps
+    can't be judged and counts as not collapsed.
     """
     if len(rewards) < 2 * WINDOW:
         return False
@@ -64,7 +64,7 @@ class VariantSummary:
     Attributes:
         label: the variant's label.
         curves: its runs.
-        row: the entry of ``summary.json``; None for a metric that the loss does not report.
+        row: the entry of ``summary.json``; a metric that the loss does not report is None.
     """
 
     label: str
@@ -73,10 +73,10 @@ class VariantSummary:
 
 
 def summarize_variants(curves: Sequence[RunCurves], *, target: float = TARGET) -> list[VariantSummary]:
-    """Summarize each variant; differences are to the first variant, on the seeds that both have.
+    """Summarize each variant; differences are from the first variant, over the seeds that both variants have.
 
     Args:
-        curves: runs; unfinished ones are listed and left out of all rewards.
+        curves: runs; unfinished runs are listed, and left out of all rewards.
         target: reward of the measure "steps to target".
     """
     variants = group_by_variant(curves)

@@ -1,4 +1,4 @@
-"""Sequences packed one after another, and the shares of them that context-parallel ranks hold."""
+"""Packing of sequences one after another into a row, and its shares on context-parallel ranks."""
 
 from __future__ import annotations
 
@@ -22,17 +22,20 @@ __all__ = ["Packing", "enter_sharded_layer", "pack_sequences", "vocabulary_shard
 
 @dataclass(frozen=True)
 class Packing:
-    """Sequences one after another, under context parallelism each padded to a multiple of 2·CP, and this rank's share.
+    """Sequences that are packed into one row, and this rank's share of the row.
+
+    Under context parallelism each sequence is padded to a multiple of 2·CP tokens.
 
     Attributes:
         lengths: [S] tokens of each sequence, without padding.
-        segments: the sequences, with this rank's N tokens of them.
+        segments: the sequences, with this rank's N tokens.
         row: [N] index of each token's sequence.
         position: [N] position of each token in its sequence.
-        queries: [S, Q] indices of each sequence's tokens in this rank's share, padded by repeating the last.
+        queries: [S, Q] for each sequence, the indices of its tokens in this rank's share; the last index is repeated as
+            padding.
         slots: [N] index of each token in the flattened ``queries``.
-        keys: [S, K] indices of each complete sequence's tokens in the concatenated shares of all ranks, padded by
-            repeating the last.
+        keys: [S, K] for each sequence, the indices of all its tokens in the concatenated shares of all ranks; the last
+            index is repeated as padding.
         cp: the context-parallel axis.
     """
 
@@ -59,18 +62,19 @@ class Packing:
         """Compute causal attention within each sequence.
 
         Args:
-            query: [1, H, N, D] of this rank's tokens, rotated by their places in the sequence.
-            key: [1, G, N, D], likewise.
+            query: [1, H, N, D], this rank's tokens with rotary embedding applied.
+            key: [1, G, N, D], this rank's tokens with rotary embedding applied.
             value: [1, G, N, D].
-            scaling: of the scores.
+            scaling: factor that the scores are multiplied by.
 
         Returns:
             [N, H, D].
         """
         query, key, value = (tokens[0].transpose(0, 1) for tokens in (query, key, value))  # [N, H or G, D]
-        mask: dict[str, Any] = {"is_causal": True}  # Without context parallelism, the share is the sequence in order.
+        # Without context parallelism, the share has all tokens of a sequence in order.
+        mask: dict[str, Any] = {"is_causal": True}
         if self.cp.group is not None:
-            both = _GatherShares.apply(torch.stack([key, value], dim=1), self.cp)  # type: ignore[no-untyped-call]
+            both = _ShareConcatenation.apply(torch.stack([key, value], dim=1), self.cp)  # type: ignore[no-untyped-call]
             key, value = both.unbind(1)
             mask = {"attn_mask": self.visible}
         queries = _gather_tokens(query, self.queries).transpose(1, 2)  # [S, H, Q, D]
@@ -79,7 +83,7 @@ class Packing:
         return mixed.transpose(1, 2).flatten(0, 1).index_select(0, self.slots)
 
     def unpack(self, values: Tensor, targets: Tensor, like: Tensor) -> Tensor:
-        """Scatter this rank's values [N] of the tokens that it predicts to rows [B, T] like ``like``; 0 elsewhere."""
+        """Scatter values [N] to the tokens that this rank's tokens predict, in rows [B, T] like ``like``; else 0."""
         rows, predicts = torch.zeros_like(like), targets >= 0
         rows[self.row[predicts], self.position[predicts] + 1] = values[predicts]
         return rows
@@ -107,7 +111,7 @@ def pack_sequences(lengths: Tensor, cp: Axis) -> Packing:
 
 
 def vocabulary_shards(vocab_size: int, tp: int) -> list[int]:
-    """Divide the vocabulary evenly over tensor-parallel ranks; the first ranks get the remainder, one column each."""
+    """Return the number of vocabulary columns of each tensor-parallel rank; the first ranks get one column more."""
     return [vocab_size // tp + (rank < vocab_size % tp) for rank in range(tp)]
 
 
@@ -116,18 +120,18 @@ def _cumulative_offsets(lengths: Tensor) -> Tensor:
 
 
 def _row_indices(offsets: Tensor, lengths: Tensor) -> Tensor:
-    """Return [S, longest] consecutive indices from each offset, padded by repeating the last."""
+    """Return [S, longest] consecutive indices from each offset on, padded by repeating the last index."""
     columns = torch.arange(int(lengths.max()))
     return offsets[:-1, None] + columns.minimum(lengths[:, None] - 1)
 
 
 def _gather_tokens(tokens: Tensor, index: Tensor) -> Tensor:
-    """Index tokens [N, …] by [S, K] to [S, K, …]; index_select has a faster gradient than indexing."""
+    """Return tokens [N, …] at indices [S, K] as [S, K, …]; index_select has a faster gradient than indexing."""
     return tokens.index_select(0, index.flatten()).view(*index.shape, *tokens.shape[1:])
 
 
-class _GatherShares(torch.autograd.Function):
-    """Concatenate the shares [N, …] of all context-parallel ranks; the backward pass sums gradients over the ranks."""
+class _ShareConcatenation(torch.autograd.Function):
+    """Concatenation of the shares [N, …] of all context-parallel ranks; its backward pass sums over the ranks."""
 
     @staticmethod
     def forward(ctx: Any, share: Tensor, cp: Axis) -> Tensor:
@@ -147,11 +151,13 @@ class _GatherShares(torch.autograd.Function):
 
 def enter_sharded_layer(hidden: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """Return the hidden states unchanged; the backward pass sums their gradients over tensor-parallel shards."""
-    sent: Tensor = hidden if group is None else _SumShardGradients.apply(hidden, group)  # type: ignore[no-untyped-call]
-    return sent
+    if group is None:
+        return hidden
+    result: Tensor = _ShardGradientSum.apply(hidden, group)  # type: ignore[no-untyped-call]
+    return result
 
 
-class _SumShardGradients(torch.autograd.Function):
+class _ShardGradientSum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group

@@ -1,4 +1,4 @@
-"""``policy:`` of a lab recipe: the model, how it generates, and how it is trained."""
+"""``policy:`` of a lab recipe: the model, its generation engine and its training."""
 
 from __future__ import annotations
 
@@ -42,16 +42,18 @@ class ModelConfig(StrictModel):
 
 
 class QuantizationConfig(StrictModel):
-    """``policy.generation.quantization:``, weights of the generation engine in fewer bits, anew at each refit."""
+    """``policy.generation.quantization:``, by which the generation engine's weights are rounded at each refit."""
 
-    weights: Literal["int8", "int4", "float8_e4m3"] = Field(description="What the weights are rounded to.")
+    weights: Literal["int8", "int4", "float8_e4m3"] = Field(description="Format that the weights are rounded to.")
     block_size: int | None = Field(
-        None, gt=0, description="Weights along the input that share a scale; null: a scale for each output channel."
+        None,
+        gt=0,
+        description="Number of successive inputs whose weights share a scale; null: one scale for each output channel.",
     )
     layers: Literal["experts", "linears"] = Field(
         "experts",
-        description="experts: their projections; linears: the attention's too. Router, embedding and output layer stay "
-        "as they are.",
+        description="experts: the experts' projections; linears: also those of the attention. Router, embedding and "
+        "output layer are not rounded.",
     )
 
 
@@ -60,36 +62,41 @@ class GenerationConfig(StrictModel):
 
     backend: Literal["copy", "vllm"] = Field(
         "copy",
-        description="copy: the policy itself, decoding with a KV cache; vllm: the vLLM that is installed, with the "
-        "policy's weights loaded into it for each rollout batch.",
+        description="copy: a copy of the policy that decodes with a KV cache; vllm: the installed vLLM, into which the "
+        "policy's weights are loaded for each rollout batch.",
     )
     precision: Literal["bfloat16", "float16", "float32"] = Field(
         "bfloat16", description="Precision of weights, activations and KV cache."
     )
-    temperature: float = Field(1.0, gt=0, description="Divides the logits, of both engines.")
+    temperature: float = Field(1.0, gt=0, description="Temperature that the logits of both engines are divided by.")
     top_p: float = Field(
-        1.0, gt=0, le=1, description="Sample from the most likely tokens that hold this probability; 1: all."
+        1.0,
+        gt=0,
+        le=1,
+        description="Sample from the most likely tokens that together have this probability; 1: from all tokens.",
     )
-    top_k: int | None = Field(None, gt=0, description="Sample from this many most likely tokens; null: all.")
+    top_k: int | None = Field(
+        None, gt=0, description="Sample from this many most likely tokens; null: from all tokens."
+    )
     logprobs_mode: Literal["processed_logprobs", "raw_logprobs"] = Field(
         "processed_logprobs",
-        description="What the engine reports, by vLLM's names: log-probs of the distribution that it drew from, or of "
-        "the one before temperature, top_p and top_k.",
+        description="Log-probs that the engine reports, by vLLM's names. processed_logprobs: of the distribution that "
+        "it sampled from; raw_logprobs: of the distribution before temperature, top_p and top_k.",
     )
     ignore_eos: bool = Field(
         False,
-        description="Of vLLM: EOS is a token like any other, and all responses have the length that is asked for.",
+        description="vLLM's option: EOS does not end a response, so all responses have the requested length.",
     )
     quantization: QuantizationConfig | None = Field(
-        None, description="Weights in fewer bits, computed with in `precision`; null: none."
+        None, description="Rounding of the weights; they are computed with in `precision`. null: no rounding."
     )
     logprobs: Literal["engine", "trainer"] = Field(
         "engine",
-        description="Whose log-probs of the sampled tokens the loss gets as the generation's. trainer: the training "
-        "engine's, by the weights that sampled: a control without mismatch, in which all else stays as it is.",
+        description="Origin of the log-probs that the loss gets as generation_logprobs. trainer: the training engine, "
+        "with the weights that sampled; a control without mismatch in which nothing else changes.",
     )
     vllm_kwargs: dict[str, Any] = Field(
-        default_factory=dict, description="Of NeMo-RL: further arguments of vLLM's engine, with backend: vllm."
+        default_factory=dict, description="NeMo-RL's key: further arguments of vLLM's engine, for backend: vllm."
     )
 
     @property
@@ -100,14 +107,17 @@ class GenerationConfig(StrictModel):
     @model_validator(mode="after")
     def _check_backend(self) -> GenerationConfig:
         if self.backend == "vllm" and self.logprobs_mode == "raw_logprobs":
-            raise ValueError("logprobs_mode: raw_logprobs needs backend: copy; set it, or processed_logprobs")
+            raise ValueError(
+                "logprobs_mode: raw_logprobs needs backend: copy; set backend: copy, or logprobs_mode: "
+                "processed_logprobs"
+            )
         if self.vllm_kwargs and self.backend != "vllm":
             raise ValueError(
                 f"vllm_kwargs ({', '.join(self.vllm_kwargs)}) are vLLM's, and backend is {self.backend}; set backend: "
                 "vllm, or remove them"
             )
         if reserved := sorted({"model", "load_format", "skip_tokenizer_init"} & set(self.vllm_kwargs)):
-            raise ValueError(f"vllm_kwargs ({', '.join(reserved)}): the lab sets it itself; remove it")
+            raise ValueError(f"vllm_kwargs ({', '.join(reserved)}): the lab sets these arguments; remove them")
         return self
 
 
@@ -120,28 +130,28 @@ class RouterReplayConfig(StrictModel):
 
 
 class PolicyConfig(StrictModel):
-    """``policy:`` of NeMo-RL, the keys that the lab honours."""
+    """``policy:`` of NeMo-RL; only the keys that the lab supports."""
 
     model: ModelConfig = ModelConfig()
     precision: Literal["float32", "bfloat16"] = Field(
         "float32",
-        description="Of the training forward and backward pass; bfloat16 by autocast, as in NeMo-RL's DTensor worker. "
-        "The weights that the optimiser updates are float32 in both.",
+        description="Precision of the training forward and backward pass; bfloat16 by autocast, as in NeMo-RL's "
+        "DTensor worker. The weights that the optimiser updates are always float32.",
     )
     generation: GenerationConfig = GenerationConfig()
     router_replay: RouterReplayConfig = RouterReplayConfig()
     train_global_batch_size: int | None = Field(
-        64, gt=0, description="Responses in one optimiser step; null where docs_per_step says it."
+        64, gt=0, description="Responses in one optimiser step; null if docs_per_step is set."
     )
     docs_per_step: int | None = Field(
         None,
         gt=0,
-        description="Draw microbatches for an optimiser step until it has this many responses, over all data-parallel "
-        "ranks; in place of train_global_batch_size, and without its rules of divisibility.",
+        description="Draw microbatches for an optimiser step until it has this many responses over all data-parallel "
+        "ranks. It replaces train_global_batch_size and has no rules of divisibility.",
     )
     train_micro_batch_size: int = Field(64, gt=0, description="Responses in one forward pass of a data-parallel rank.")
     lr: float = Field(2.0e-3, gt=0, description="AdamW's learning rate, constant after warm-up.")
-    warmup_steps: int = Field(0, ge=0, description="Optimiser steps over which the rate rises linearly.")
+    warmup_steps: int = Field(0, ge=0, description="Optimiser steps over which the learning rate rises linearly.")
     weight_decay: float = Field(0.0, ge=0, description="AdamW's weight decay.")
     max_grad_norm: float = Field(1.0, gt=0, description="Gradients are clipped to this norm.")
 
@@ -179,7 +189,7 @@ class PolicyConfig(StrictModel):
             if block and width % block:
                 raise ValueError(
                     f"model.{name} ({width}) must be a multiple of generation.quantization.block_size ({block}); "
-                    "block_size: null has one scale for a channel"
+                    "block_size: null uses one scale for each output channel"
                 )
         return self
 
@@ -188,8 +198,8 @@ class PolicyConfig(StrictModel):
         batch, documents = self.train_global_batch_size, self.docs_per_step
         if batch is not None and documents is not None:
             raise ValueError(
-                f"train_global_batch_size ({batch}) and docs_per_step ({documents}) both say how large an optimiser "
-                "step is; set one of them to null"
+                f"train_global_batch_size ({batch}) and docs_per_step ({documents}) both set the size of an optimiser "
+                "step; set one of them to null"
             )
         if batch is None and documents is None:
             raise ValueError("train_global_batch_size and docs_per_step are both null; set one of them")

@@ -1,4 +1,4 @@
-"""The policy: a Qwen3-MoE from ``transformers``, built small and initialised at random."""
+"""The policy: a small Qwen3-MoE from ``transformers`` with random initial weights."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def policy_config(config: ModelConfig, task: Task) -> PretrainedConfig:
         architectures=["Qwen3MoeForCausalLM"],
         vocab_size=task.vocab_size,
         hidden_size=config.hidden_size,
-        # Used by dense layers only, and every layer here is sparse.
+        # Only dense layers use it, and every layer here is sparse.
         intermediate_size=config.moe_intermediate_size,
         num_hidden_layers=config.num_hidden_layers,
         num_attention_heads=config.num_attention_heads,
@@ -69,7 +69,7 @@ def generation_copy(policy: PreTrainedModel, config: GenerationConfig) -> PreTra
 
 
 def checkpoint_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """Yield the weights under their checkpoint names, which are separate for each expert's projections.
+    """Yield the weights under their names in a checkpoint, where each expert's projections are separate.
 
     ``transformers`` stacks the experts of a layer: ``gate_up_proj`` [experts, 2·width, hidden] and
     ``down_proj`` [experts, hidden, width].
@@ -86,11 +86,11 @@ def checkpoint_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
 
 
 def token_logprobs(
-    model: PreTrainedModel, input_ids: Tensor, of: Callable[[Tensor], Tensor] = lambda logits: logits
+    model: PreTrainedModel, input_ids: Tensor, transform: Callable[[Tensor], Tensor] = lambda logits: logits
 ) -> Tensor:
-    """Return the float32 log-prob of each next token, [B, T-1], for ids [B, T]; ``of`` transforms the logits first.
+    """Return the float32 log-prob of each next token, [B, T-1], for ids [B, T], after transforming the logits.
 
     Padding is on the right, where causal attention hides it, so no mask is needed.
     """
-    logits = model(input_ids=input_ids, use_cache=False).logits[:, :-1].float()
-    return torch.gather(of(logits).log_softmax(dim=-1), -1, input_ids[:, 1:, None]).squeeze(-1)
+    logits = transform(model(input_ids=input_ids, use_cache=False).logits[:, :-1].float())
+    return torch.gather(logits.log_softmax(dim=-1), -1, input_ids[:, 1:, None]).squeeze(-1)

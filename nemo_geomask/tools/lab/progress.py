@@ -1,4 +1,4 @@
-"""Progress display of runs in training."""
+"""Progress display of training runs."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ from nemo_geomask.tools.lab.run_store import Run
 
 __all__ = ["Progress"]
 
-_LINES = 8
+_LINES = 8  # lines for a run if the output is not a terminal
 
 
 class Progress:
-    """Progress bar for each run in training, with its latest reward; occasional lines if the output is no terminal.
+    """Progress bar, with the latest reward, for each run that trains.
+
+    If the output is not a terminal, it prints a line now and then instead.
 
     Args:
         console: a ``rich.console.Console``.
@@ -56,7 +58,7 @@ class Progress:
         self._bar.update(self._tasks[run.name], completed=step, status=status)
         has_seeds = self._seeds > 1
         if has_seeds and step == steps:
-            # With several seeds, only runs in training keep a bar.
+            # With several seeds, only runs that are still training keep a bar.
             self._bar.remove_task(self._tasks.pop(run.name))
         if (
             step == steps

@@ -1,9 +1,9 @@
 """Interface of a lab task, and the built-in tasks on arithmetic progressions modulo a small number.
 
-In the default task, a prompt reads ``start + step :`` and the response should be the next terms. Each term is checked
-against the one before it, so the reward is partial credit: a mistake costs one term (two, if it is not a number), not
-the rest of the response. Every prompt asks for its own number of terms, and the environment ends the response there.
-The policy may end it earlier with EOS and loses the missing terms. Responses therefore differ in length.
+In the default task, a prompt is ``start + step :`` and the response should be the next terms. Each term is compared
+with the term before it, so there is partial credit: a mistake costs one term (two, if it is not a number), but not the
+rest of the response. Every prompt requests a number of terms, after which the environment ends the response. The policy
+may end it earlier with EOS, and then loses the missing terms. Responses therefore differ in length.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from nemo_geomask.tools.lab.lab_recipe import TASKS, EnvConfig
 
 __all__ = ["Answers", "CallingTask", "NumberTask", "Progressions", "Prompts", "Task", "draw_prompts", "load_task"]
 
-# One prompt in _SPLIT belongs to the validation split. At most _DRAWS batches are drawn to find enough prompts of one.
+# One prompt in _SPLIT belongs to the validation split. At most _DRAWS batches are drawn to fill a split.
 _SPLIT = 8
 _DRAWS = 200
 
 
 @dataclass(frozen=True)
 class Prompts:
-    """A batch of prompts, all of one width.
+    """A batch of prompts of equal width.
 
     Attributes:
         token_ids: [B, P] long.
-        terms: [B] long, the largest number of tokens of each response.
+        terms: [B] long, the largest number of tokens in each response.
     """
 
     token_ids: Tensor
@@ -70,10 +70,10 @@ class Task(Protocol):
         """Draw ``count`` prompts, each with the largest number of tokens of its response."""
 
     def reward(self, prompt: Sequence[int], response: Sequence[int], terms: int) -> float:
-        """Return the reward of a response, which are the tokens after the prompt, with or without EOS."""
+        """Return the reward of a response: the tokens after the prompt, with or without EOS."""
 
     def text(self, token_ids: Sequence[int]) -> str:
-        """Return tokens as readable text."""
+        """Return the tokens as readable text."""
 
 
 class CallingTask(Task, Protocol):
@@ -84,7 +84,10 @@ class CallingTask(Task, Protocol):
         """Token id with which the policy calls the environment."""
 
     def reply(self, prompt: Sequence[int], response: Sequence[int]) -> Sequence[int]:
-        """Return the environment's tokens after a call, the last token of ``response``; they are not trained on."""
+        """Return the environment's tokens in reply to a call, which is the last token of ``response``.
+
+        They are not trained on.
+        """
 
 
 def load_task(env: EnvConfig) -> Task:
@@ -94,10 +97,10 @@ def load_task(env: EnvConfig) -> Task:
 
 
 def draw_prompts(task: Task, count: int, generator: torch.Generator, *, held_out: bool | None) -> Prompts:
-    """Draw prompts of a task's training split, of its validation split (``held_out``), or of both (None).
+    """Draw prompts of a task's training split (``held_out`` False), its validation split (True), or both (None).
 
-    A checksum of its tokens assigns one prompt in eight to the validation split, in every run alike, so no run trains
-    on prompts that another is validated on.
+    A checksum of a prompt's tokens assigns one prompt in eight to the validation split. The assignment is the same in
+    all runs, so no run trains on prompts that another run is validated on.
 
     Raises:
         ConfigError: the task has too few prompts in that split.
@@ -128,12 +131,12 @@ def _is_held_out(token_ids: Sequence[int]) -> bool:
 
 @dataclass(frozen=True)
 class NumberTask:
-    """Base of tasks on the numbers 0 to modulus-1, which are tokens themselves; a sign, ``:``, EOS and PAD follow.
+    """Base of tasks whose tokens are the numbers 0 to modulus-1, a sign, ``:``, EOS and PAD, in this order.
 
     Attributes:
-        modulus: how many numbers there are.
-        min_terms: fewest terms, which are tokens of a response, that a prompt asks for.
-        max_terms: most terms that a prompt asks for.
+        modulus: number of numbers.
+        min_terms: smallest number of terms (tokens of the response) that a prompt requests.
+        max_terms: largest number of terms that a prompt requests.
         sign: text of token ``modulus``.
     """
 
@@ -150,7 +153,7 @@ class NumberTask:
 
     @property
     def sign_id(self) -> int:
-        """Token of the task's own sign."""
+        """Token id of the task's sign."""
         return self.modulus
 
     @property
@@ -165,7 +168,7 @@ class NumberTask:
 
     @property
     def pad_id(self) -> int:
-        """Padding; the policy can sample it too, and it is never correct."""
+        """Padding; the policy can sample it, too, and it is never correct."""
         return self.modulus + 3
 
     @property
@@ -212,15 +215,15 @@ class Progressions(NumberTask):
 
         Args:
             prompt: the prompt's tokens, as drawn by :meth:`sample`.
-            response: the tokens sampled after it, with or without EOS; anything after EOS is ignored.
-            terms: how many terms were asked for; terms beyond are ignored.
+            response: the tokens after the prompt, with or without EOS; tokens after EOS are ignored.
+            terms: number of requested terms; further terms are ignored.
         """
         previous, step = prompt[0], prompt[2]
         correct = 0
         for token in response[:terms]:
             if token == self.eos_id:
                 break
-            # A sign in place of a number has no successor, so the term after it is wrong too.
+            # Nothing follows from a sign in place of a number, so the term after it is wrong, too.
             correct += previous < self.modulus and token == (previous + step) % self.modulus
             previous = token
         return correct / terms
@@ -230,13 +233,13 @@ class Progressions(NumberTask):
 class Answers(Progressions):
     """Answer ``start + step :`` with ``start + step`` as the last token of a long response.
 
-    The reward is sparse, 1 or 0, for the last token alone, and all tokens share its advantage. The environment ends the
-    response after as many tokens as the prompt asks for, which the policy cannot see. The tokens before the last may be
-    anything, but a response of fewer than ``min_terms`` tokens earns nothing.
+    The reward is sparse: 1 or 0 for the last token, and all tokens get the same advantage. The environment ends the
+    response after a number of tokens that the policy does not know. All tokens but the last are arbitrary, but a
+    response of fewer than ``min_terms`` tokens earns nothing.
     """
 
     def reward(self, prompt: Sequence[int], response: Sequence[int], terms: int) -> float:
-        """Return 1 if the last token before EOS, or before the response's end, is the sum; else 0."""
+        """Return 1 if the last token before EOS, or before the end of the response, is the sum; otherwise 0."""
         answer = list(response[:terms])
         if self.eos_id in answer:
             answer = answer[: answer.index(self.eos_id)]

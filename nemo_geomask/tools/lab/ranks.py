@@ -40,13 +40,13 @@ class Axis:
 class Ranks:
     """Position of a process on all axes; ``Ranks()`` for a run of one process.
 
-    Values that must be equal on all ranks come from one collective over all of them, so that they are bit-identical
+    Values that must be equal on all ranks are computed by one collective over all ranks, so that they are bit-identical
     and the ranks cannot diverge.
 
     Attributes:
-        tp: tensor-parallel: shards of the vocabulary.
-        cp: context-parallel: shares of every sequence.
-        dp: data-parallel: different microbatches of the same optimiser step.
+        tp: tensor-parallel axis; each rank has a shard of the vocabulary.
+        cp: context-parallel axis; each rank has a share of every sequence.
+        dp: data-parallel axis; each rank has other microbatches of the same optimiser step.
     """
 
     tp: Axis = Axis()
@@ -55,15 +55,16 @@ class Ranks:
 
     @classmethod
     def of(cls, *, tp: int, cp: int, dp: int) -> Ranks:
-        """Create the position in the default process group of tp·cp·dp processes; a collective call of all of them.
+        """Return this process's position in the default process group of tp·cp·dp processes.
 
-        Tensor-parallel ranks are neighbours, then context-parallel ones, as Megatron places them.
+        All processes must call it, because it creates process groups. As in Megatron, tensor-parallel ranks are
+        adjacent, then context-parallel ranks.
         """
         strides = (1, tp, tp * cp)
         return cls(*(_build_axis(size, stride) for size, stride in zip((tp, cp, dp), strides, strict=True)))
 
     @property
-    def world(self) -> int:
+    def world_size(self) -> int:
         """Number of processes."""
         return self.tp.size * self.cp.size * self.dp.size
 
@@ -74,7 +75,7 @@ class Ranks:
 
     def compute_on_first(self, make: Callable[[], T]) -> T:
         """Call ``make`` on the first rank only, and return its value on all ranks."""
-        if self.world == 1:
+        if self.world_size == 1:
             return make()
         box: list[Any] = [make() if self.is_first else None]
         dist.broadcast_object_list(box, src=0)
@@ -83,15 +84,15 @@ class Ranks:
 
     def sum_shares(self, part: Tensor) -> Tensor:
         """Sum a tensor over context- and data-parallel ranks; it must be equal on tensor-parallel ranks."""
-        return self._total([torch.zeros_like(part) if self.tp.rank else part])[0]
+        return self._all_reduce([torch.zeros_like(part) if self.tp.rank else part])[0]
 
     def sum_gradients(self, parameters: Iterable[Parameter], sharded: Parameter) -> None:
         """Sum the gradients over ranks, so that every rank has those of the complete step.
 
-        Context- and data-parallel ranks back-propagated different tokens, so their gradients add up. Tensor-parallel
-        ranks hold equal gradients, which count once, except for ``sharded``: of it each rank has different rows.
+        Context- and data-parallel ranks back-propagate different tokens, so their gradients add up. Tensor-parallel
+        ranks hold equal gradients, which count once, except for ``sharded``, of which each rank has different rows.
         """
-        if self.world == 1:
+        if self.world_size == 1:
             return
         weights = list(parameters)
         # A data-parallel rank that had no microbatch has no gradient.
@@ -99,10 +100,10 @@ class Ranks:
             torch.zeros_like(weight) if weight.grad is None or (self.tp.rank and weight is not sharded) else weight.grad
             for weight in weights
         ]
-        for weight, gradient in zip(weights, self._total(gradients), strict=True):
+        for weight, gradient in zip(weights, self._all_reduce(gradients), strict=True):
             weight.grad = gradient
 
-    def from_data_parallel(self, items: list[T]) -> list[T]:
+    def gather_data_parallel(self, items: list[T]) -> list[T]:
         """Gather the lists of all data-parallel ranks into one, in rank order."""
         if self.dp.group is None:
             return items
@@ -110,8 +111,8 @@ class Ranks:
         dist.all_gather_object(lists, items, group=self.dp.group)
         return [item for part in lists for item in part]
 
-    def _total(self, parts: Sequence[Tensor]) -> list[Tensor]:
-        if self.world == 1:
+    def _all_reduce(self, parts: Sequence[Tensor]) -> list[Tensor]:
+        if self.world_size == 1:
             return list(parts)
         flat = torch.cat([part.reshape(-1) for part in parts])
         dist.all_reduce(flat)
@@ -121,9 +122,9 @@ class Ranks:
 
 @contextlib.contextmanager
 def start_ranks(work: Callable[[Ranks], None], *, tp: int, cp: int, dp: int) -> Iterator[Ranks]:
-    """Start tp·cp·dp ranks with this process as the first; the others run ``work`` in parallel with the block.
+    """Start tp·cp·dp ranks, the first of which is this process; the others run ``work`` in parallel with the block.
 
-    For their start and end see :func:`nemo_geomask.parallel.local_processes.lead_ranks`.
+    :func:`nemo_geomask.parallel.local_processes.lead_ranks` starts and ends them.
 
     Args:
         work: function of the other ranks' processes; must be picklable.
@@ -135,19 +136,19 @@ def start_ranks(work: Callable[[Ranks], None], *, tp: int, cp: int, dp: int) -> 
         This process's position.
 
     Raises:
-        GeomaskError: another rank raised it.
+        GeomaskError: an error of this type that another rank raised.
         RankError: another rank died, or raised another exception.
     """
     if tp * cp * dp == 1:
         yield Ranks()
         return
-    places = functools.partial(Ranks.of, tp=tp, cp=cp, dp=dp)
-    with lead_ranks(tp * cp * dp, _run_rank, work, places):
-        yield places()
+    build_ranks = functools.partial(Ranks.of, tp=tp, cp=cp, dp=dp)
+    with lead_ranks(tp * cp * dp, _run_rank, work, build_ranks):
+        yield build_ranks()
 
 
-def _run_rank(rank: int, world: int, work: Callable[[Ranks], None], places: Callable[[], Ranks]) -> None:
-    work(places())
+def _run_rank(rank: int, world_size: int, work: Callable[[Ranks], None], build_ranks: Callable[[], Ranks]) -> None:
+    work(build_ranks())
 
 
 def _build_axis(size: int, stride: int) -> Axis:
@@ -157,9 +158,9 @@ def _build_axis(size: int, stride: int) -> Axis:
     group_of_rank = None
     for start in range(dist.get_world_size()):
         if start // stride % size == 0:
-            # Creating a group is a collective call of all processes, members or not.
+            # All processes must take part in creating a group, members or not.
             group = dist.new_group(
-                [start + place * stride for place in range(size)], timeout=timedelta(seconds=COLLECTIVE_TIMEOUT)
+                [start + index * stride for index in range(size)], timeout=timedelta(seconds=COLLECTIVE_TIMEOUT)
             )
             group_of_rank = group if start == rank - rank // stride % size * stride else group_of_rank
     return Axis(rank // stride % size, size, group_of_rank)

@@ -1,4 +1,4 @@
-"""Collect a rollout batch: sample, score, and return tensors under NeMo-RL's data keys; write it as JSON lines."""
+"""Collection of a rollout batch: sampling, scoring, and tensors under NeMo-RL's data keys, also as JSON lines."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from nemo_geomask import LossConfig
 from nemo_geomask.data_keys import GENERATION_LOGPROBS, PREV_LOGPROBS, REFERENCE_POLICY_LOGPROBS, TOKEN_MASK
 from nemo_geomask.records.flight import JSONL_KEYS
 from nemo_geomask.tools.lab.advantages import token_advantages
-from nemo_geomask.tools.lab.generation_engine import Generated
+from nemo_geomask.tools.lab.generation_engine import SampledResponses
 from nemo_geomask.tools.lab.lab_recipe import LabRecipe
 from nemo_geomask.tools.lab.progression_task import Prompts, Task, draw_prompts
 from nemo_geomask.tools.lab.samplers import Sampler, build_sampler
 from nemo_geomask.tools.lab.token_sampling import zero_filtered
-from nemo_geomask.tools.lab.training_engine import TrainEngine
+from nemo_geomask.tools.lab.training_engine import TrainingEngine
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -33,12 +33,13 @@ class Rollout:
     """Rollout batch, ready to train on.
 
     Attributes:
-        data: under NeMo-RL's keys, [B, T] unless noted: ``input_ids``, ``input_lengths`` [B], ``generation_logprobs``,
-            ``prev_logprobs``, ``reference_policy_logprobs`` (with a reference), ``advantages``, ``token_mask``,
-            ``sample_mask`` [B], ``rewards`` [B]. Column t is about token t. The lab adds ``weight_age``, the number of
-            weight updates between the weights that sampled a token and the weights that are trained; if routes are
-            known, ``routed_experts`` [B, T, L, K] and ``routes_differ``, 1 if training would route the token's
-            prediction to other experts; if the trainer filters, ``outside_filter``, 1 if its filter excludes the token.
+        data: tensors under NeMo-RL's keys, [B, T] unless noted: ``input_ids``, ``input_lengths`` [B],
+            ``generation_logprobs``, ``prev_logprobs``, ``reference_policy_logprobs`` (with a reference),
+            ``advantages``, ``token_mask``, ``sample_mask`` [B], ``rewards`` [B]. Column t is about token t. The lab
+            adds ``weight_age``, the number of weight updates between the weights that sampled a token and the weights
+            that are trained. If the engine reports routes, the lab also adds ``routed_experts`` [B, T, L, K], and
+            ``routes_differ``, 1 if the training engine would use other experts to predict the token. If the trainer
+            filters, it adds ``outside_filter``, 1 if the trainer's filter excludes the token.
     """
 
     data: dict[str, Tensor]
@@ -50,11 +51,12 @@ class Rollout:
 
     @property
     def mismatch_causes(self) -> dict[str, float]:
-        """Metrics on known causes of mismatch, and the distance from the reference.
+        """Metrics of known causes of mismatch, and the distance from the reference policy.
 
-        ``avg_trajectory_age`` (NeMo-RL's name) and ``avg_token_age``: mean weight updates since a response was begun
-        and since a token was sampled. ``routes_differ`` and ``outside_filter``: fractions of the sampled tokens.
-        ``reference_kl``: if there is a reference, the mean of log π_old - log π_ref over the sampled tokens, in nats.
+        ``avg_trajectory_age`` (NeMo-RL's name) and ``avg_token_age`` are the mean numbers of weight updates since a
+        response was begun and since a token was sampled. ``routes_differ`` and ``outside_filter`` are fractions of the
+        sampled tokens. If there is a reference, ``reference_kl`` is the mean of log π_old − log π_ref over the sampled
+        tokens, in nats.
         """
         data, mask = dict(self.data), self.data[TOKEN_MASK]
         if REFERENCE_POLICY_LOGPROBS in data:
@@ -76,7 +78,7 @@ def collect_rollout(
     recipe: LabRecipe,
     task: Task,
     generators: tuple[torch.Generator, torch.Generator],
-    engine: TrainEngine,
+    engine: TrainingEngine,
     sampler: Sampler | None = None,
     *,
     entropy: bool = False,
@@ -84,8 +86,8 @@ def collect_rollout(
 ) -> Rollout:
     """Draw prompts, sample a group of responses for each, and score them; all ranks get the same batch.
 
-    Only the first rank samples. If every rank sampled with the same generator, each would repeat the same work on a
-    shared machine, and a rounding difference on one of them could make their batches differ.
+    Only the first rank samples. If every rank sampled with the same generator, they would all do the same work on one
+    machine, and a rounding difference on one rank could make their batches differ.
 
     Args:
         versions: the policy after each of the last weight updates, oldest first, float32. The first begins the
@@ -93,9 +95,10 @@ def collect_rollout(
         reference: frozen policy of the KL term, or None.
         recipe: the settings.
         task: prompts and rewards.
-        generators: one of prompts and one of sampling, separate so that all variants get the same prompts.
-        engine: computes the log-probs of ``policy`` and ``reference``.
-        sampler: the generation engine; None: create the recipe's for this batch.
+        generators: random number generators of the prompts and of the sampling, which are separate so that all
+            variants get the same prompts.
+        engine: computes the log-probs of the policy and of ``reference``.
+        sampler: the generation engine; None: create the recipe's engine for this batch.
         loss: validated ``loss_fn:`` settings, which may put the KL into the reward; None: the defaults.
         entropy: add the policy's ``entropy`` at each token, [B, T], to the batch.
     """
@@ -121,12 +124,12 @@ def collect_rollout(
 
 
 def _use_trainer_logprobs(
-    data: dict[str, Tensor], versions: Sequence[PreTrainedModel], engine: TrainEngine, micro_batch: int
+    data: dict[str, Tensor], versions: Sequence[PreTrainedModel], engine: TrainingEngine, micro_batch: int
 ) -> None:
-    """Replace ``generation_logprobs`` by the training engine's, computed with the weights that sampled each token."""
+    """Replace ``generation_logprobs`` by the training engine's log-probs under the weights that sampled each token."""
     for age, policy in enumerate(reversed(versions)):
         of_age = (data[TOKEN_MASK] != 0) & (data["weight_age"] == age)
-        # The data are equal on all ranks, so either all of them score or none does.
+        # The data are equal on all ranks, so either all ranks score the batch or none does.
         if of_age.any():
             logprobs = zero_filtered(engine.score_batch(policy, data, micro_batch)[0]) if age else data[PREV_LOGPROBS]
             data[GENERATION_LOGPROBS] = torch.where(of_age, logprobs, data[GENERATION_LOGPROBS])
@@ -162,7 +165,7 @@ def _sample_batch(
     }
 
 
-def compute_rewards(task: Task, prompts: Prompts, sampled: Generated) -> Tensor:
+def compute_rewards(task: Task, prompts: Prompts, sampled: SampledResponses) -> Tensor:
     """Return the rewards of responses, [B] float32."""
     width = task.prompt_width
     rows = zip(sampled.input_ids.tolist(), sampled.input_lengths.tolist(), prompts.terms.tolist(), strict=True)
@@ -171,16 +174,16 @@ def compute_rewards(task: Task, prompts: Prompts, sampled: Generated) -> Tensor:
 
 
 def write_rollout(rollout: Rollout, task: Task, path: Path) -> None:
-    """Write a batch in the format of NeMo-RL's ``train_data_step{N}.jsonl``, one JSON object a sequence.
+    """Write a batch in the format of NeMo-RL's ``train_data_step{N}.jsonl``, one JSON object for each sequence.
 
-    NeMo-RL's logger slices the batch to size one, so every value but ``idx`` is wrapped in a list of one:
+    NeMo-RL's logger slices the batch into batches of size one, so every value except ``idx`` is a list of one element:
     ``rewards: [r]``, ``token_ids: [[…T ids…]]``.
     """
     columns = {name: rollout.data[key].tolist() for name, key in JSONL_KEYS.items()}
     width = task.prompt_width
     with path.open("w", encoding="utf-8") as file:
         for index, (ids, length) in enumerate(zip(columns["token_ids"], columns["input_lengths"], strict=True)):
-            # NeMo-RL's content of a sequence is the text of its messages in turn: the prompt and the response.
+            # In NeMo-RL, the content of a sequence is the list of its messages' texts: the prompt and the response.
             content = [[task.text(ids[:width]), task.text(ids[width:length])]]
             values = {name: [column[index]] for name, column in columns.items()}
             file.write(json.dumps({"content": content, **values, "idx": index}) + "\n")

@@ -1,4 +1,4 @@
-"""Expert routes: read the experts of each token from one engine, and replay them in another."""
+"""Expert routes (the experts of each token): reading them from one engine, and replaying them in another."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ def capture_routes(model: PreTrainedModel, replayed: Tensor | None = None) -> It
 
     Args:
         model: a model with a router, ``mlp.gate``, in every layer.
-        replayed: [N, L, K] experts of N tokens in each layer, which replace the router's choice; -1 keeps it. They are
-            weighted by the router's probabilities, so that the router still gets gradients.
+        replayed: [N, L, K] experts of N tokens in each layer, which replace the router's choice; -1 keeps its choice.
+            They are weighted by the router's probabilities, so that the router still gets gradients.
 
     Yields:
-        A list to which each layer's pass appends the router's own choice, [N, K].
+        A list to which each layer appends the router's choice, [N, K].
     """
     chosen: list[Tensor] = []
 
@@ -38,10 +38,10 @@ def capture_routes(model: PreTrainedModel, replayed: Tensor | None = None) -> It
             return None
         layer_routes = replayed[:, (len(chosen) - 1) % replayed.shape[1]].to(router_choice.dtype)
         route = torch.where(layer_routes < 0, router_choice, layer_routes)
-        picked = logits.softmax(dim=-1, dtype=torch.float32).gather(-1, route)
+        route_weights = logits.softmax(dim=-1, dtype=torch.float32).gather(-1, route)
         if router.norm_topk_prob:
-            picked = picked / picked.sum(dim=-1, keepdim=True)
-        return logits, picked.to(weights.dtype), route
+            route_weights = route_weights / route_weights.sum(dim=-1, keepdim=True)
+        return logits, route_weights.to(weights.dtype), route
 
     layers: Any = model.model.layers
     handles = [layer.mlp.gate.register_forward_hook(replace_routes) for layer in layers]

@@ -1,4 +1,4 @@
-"""Train runs one after another or in parallel processes, each from its last saved step."""
+"""Training of runs, one after another or in parallel processes, each from its last saved step on."""
 
 from __future__ import annotations
 
@@ -33,26 +33,26 @@ from nemo_geomask.tools.lab.trainer import Trainer, check_reference, check_valid
 
 __all__ = ["train"]
 
-_POLL = 0.2
-_ERROR = "error.txt"
+_POLL_SECONDS = 0.2
+_ERROR_FILE = "error.txt"
 
 
 def train(runs: Sequence[Run], progress: Progress, *, jobs: int = 1) -> bool:
     """Train the runs that are not finished.
 
-    Losses are built and optional packages imported before training starts, so that a mistake in the last variant is
-    reported at once. Every step is saved when it is complete: an interrupted run resumes with the next step, with the
-    same numbers as without the interruption. If a step of a run raises, the error is stored with the run, and the other
-    runs continue.
+    Losses are built and optional packages are imported before training starts, so that a mistake in the last variant is
+    reported at once. Every step is saved when it is complete. An interrupted run resumes with the next step and gives
+    the same numbers as without the interruption. If a step raises an error, the error is stored with its run, and the
+    other runs continue.
 
     Args:
         runs: the runs, all with the same ``lab:`` section.
         progress: display of the runs' progress.
-        jobs: number of processes, each of which trains one run at a time in ``lab.num_threads`` threads. 1: in this
-            process, which is then the first of the ranks of ``lab.tp``, ``cp`` and ``dp``.
+        jobs: number of processes, each of which trains one run at a time in ``lab.num_threads`` threads. With 1, this
+            process trains; it is then the first of the ranks of ``lab.tp``, ``cp`` and ``dp``.
 
     Returns:
-        False if the user interrupted it (Ctrl-C).
+        False if the user interrupted the training (Ctrl-C).
 
     Raises:
         ConfigError: a variant's loss can't be built, there are too few prompts to validate on, or the folder holds
@@ -76,14 +76,14 @@ def train(runs: Sequence[Run], progress: Progress, *, jobs: int = 1) -> bool:
             elif waiting:
                 _train_in_turn(waiting, progress)
         except KeyboardInterrupt:
-            progress.note("Interrupted; the same command with the same --out goes on from here.")
+            progress.note("Interrupted; the same command with the same --out continues from here.")
             return False
     return True
 
 
 def _train_in_turn(runs: Sequence[Run], progress: Progress) -> None:
     lab = runs[0].recipe.lab
-    sampler, made_for = None, None
+    sampler, sampler_settings = None, None
     pending, failed = list(runs), None
     while pending:
         if lab.processes > 1:
@@ -95,26 +95,32 @@ def _train_in_turn(runs: Sequence[Run], progress: Progress) -> None:
                 while pending:
                     run, failed = pending.pop(0), None
                     recipe = run.recipe
-                    # A vLLM engine takes longer to start than several training steps; equal runs share it.
-                    needs = (recipe.policy.generation, recipe.policy.model, recipe.env, recipe.grpo.async_grpo)
-                    if sampler is None or needs != made_for:
+                    # Starting a vLLM engine takes longer than several training steps, so runs with equal settings share
+                    # one.
+                    wanted_settings = (
+                        recipe.policy.generation,
+                        recipe.policy.model,
+                        recipe.env,
+                        recipe.grpo.async_grpo,
+                    )
+                    if sampler is None or wanted_settings != sampler_settings:
                         if recipe.policy.generation.backend == "vllm":
                             progress.note("Starting vLLM.")
-                        sampler, made_for = build_sampler(recipe), needs
+                        sampler, sampler_settings = build_sampler(recipe), wanted_settings
                     try:
                         for step, reward in _train_steps(run, ranks, sampler):
                             progress.advance(run, step, reward)
                     except _StepError:
                         failed = run
                         raise
-        except Exception as error:  # With several ranks, it is the error of the rank that failed first.
+        except Exception as error:  # with several ranks, the error of the rank that failed first
             if failed is None or isinstance(error, RankError):
                 raise
             _store_error(failed, _describe_error(error), progress)
 
 
 class _StepError(Exception):
-    """A training step raised the exception that is this one's cause."""
+    """Error in a training step; its ``__cause__`` is the exception that the step raised."""
 
 
 def _describe_error(error: Exception) -> str:
@@ -127,11 +133,13 @@ def _store_error(run: Run, error: str, progress: Progress) -> None:
     curves = RunCurves.read(run.steps_file)
     error = f"step {curves.steps + 1}: {error}"
     write_steps(run, curves.history, {**curves.facts, "error": error})
-    progress.note(f"{run.label}, seed {run.recipe.grpo.seed}, failed in {error} (traceback: {run.folder / _ERROR})")
+    progress.note(
+        f"{run.label}, seed {run.recipe.grpo.seed}, failed in {error} (traceback: {run.folder / _ERROR_FILE})"
+    )
 
 
 def _run_other_rank(runs: Sequence[Run], ranks: Ranks) -> None:
-    """Train on a rank other than the first, which also samples and writes."""
+    """Train on a rank other than the first; only the first rank samples and writes files."""
     for run in runs:
         trainer, done = _resume_trainer(run, ranks, None)
         for _ in range(done, run.recipe.grpo.max_num_steps):
@@ -150,27 +158,27 @@ def _train_steps(run: Run, ranks: Ranks, sampler: Sampler | None = None) -> Iter
                 metrics, rollout = trainer.step()
             except Exception as error:
                 write_steps(run, history, facts)
-                (run.folder / _ERROR).write_text(traceback.format_exc(), encoding="utf-8")
+                (run.folder / _ERROR_FILE).write_text(traceback.format_exc(), encoding="utf-8")
                 raise _StepError from error
             history.append(metrics)
             last = step == run.recipe.grpo.max_num_steps
             if last or step % run.recipe.lab.rollouts_every == 0:
                 write_rollout(rollout, trainer.task, run.folder / f"train_data_step{step}.jsonl")
-            # The state is written last; a step in the steps file without a saved state is repeated.
+            # The state is written last: a step whose state was not saved is repeated.
             write_steps(run, history, facts)
             if not last:
                 part = run.state_file.with_suffix(".part")
                 torch.save({"step": step, **trainer.state()}, part)
                 os.replace(part, run.state_file)
             yield step, metrics["reward"]
-    for obsolete in (run.state_file, run.folder / _ERROR):
+    for obsolete in (run.state_file, run.folder / _ERROR_FILE):
         obsolete.unlink(missing_ok=True)
 
 
 def _resume_trainer(run: Run, ranks: Ranks, sampler: Sampler | None) -> tuple[Trainer, int]:
     """Return a trainer, restored from the saved state if there is one, and its number of completed steps."""
     trainer = Trainer(run.recipe, _build_run_loss(run), ranks, sampler)
-    # The first rank reads the state for all: it may write a new one before another rank has looked for it.
+    # The first rank reads the state for all ranks, because it may write a new state before another rank reads it.
     state = ranks.compute_on_first(
         lambda: torch.load(run.state_file, weights_only=True) if run.state_file.exists() else None
     )
@@ -196,7 +204,7 @@ def _train_in_parallel(runs: Sequence[Run], progress: Progress, jobs: int) -> No
         running: dict[Future[str | None], Run] = {pool.submit(_train_in_worker, run): run for run in runs}
         pending = set(running)
         while pending:
-            done, pending = wait(pending, timeout=_POLL, return_when=FIRST_COMPLETED)
+            done, pending = wait(pending, timeout=_POLL_SECONDS, return_when=FIRST_COMPLETED)
             show()
             for future in done:
                 if (error := future.result()) is not None:
@@ -204,8 +212,8 @@ def _train_in_parallel(runs: Sequence[Run], progress: Progress, jobs: int) -> No
         show()
     except BrokenProcessPool:
         raise RankError(
-            "a process that trained was ended from outside, most often for lack of memory; the same command with the "
-            "same --out goes on from where each run was, and a smaller --jobs needs less"
+            "a training process was killed, most often for lack of memory; the same command with the same --out "
+            "resumes each run, and a smaller --jobs needs less memory"
         ) from None
     finally:
         # Each process checks the event after every step.
@@ -250,7 +258,7 @@ def _prepare_folder(out: Path) -> None:
         raise ConfigError(f"--out: {out} is not empty (it holds {names[0]}) and has no runs; choose another folder")
     if not os.access(out, os.W_OK):
         raise ConfigError(f"--out: {out} can't be written to; choose another folder")
-    # Marks the folder as one of runs, even if no step is completed.
+    # This folder marks `out` as a folder of runs, even if no step is completed.
     (out / "steps").mkdir(exist_ok=True)
 
 
@@ -274,10 +282,10 @@ def _build_run_loss(run: Run) -> PolicyLoss:
 
 
 def _collect_facts(run: Run, trainer: Trainer) -> dict[str, Any]:
-    in_force = trainer.loss.config.model_dump(mode="json")
+    loss_settings = trainer.loss.config.model_dump(mode="json")
     return {
-        "loss_fn": in_force,
-        "corrected": bool(in_force.get("use_importance_sampling_correction")),
+        "loss_fn": loss_settings,
+        "corrected": bool(loss_settings.get("use_importance_sampling_correction")),
         "chance": load_task(run.recipe.env).chance,
         "sampler": trainer.sampler.name,
         "precision": run.recipe.policy.precision,

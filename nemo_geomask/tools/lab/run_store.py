@@ -1,8 +1,8 @@
-"""Runs and their files: a run is one variant on one seed; its metrics are stored step by step in a Parquet file.
+"""Runs and their files: a run is one variant on one seed, and its metrics of each step are stored in a Parquet file.
 
-A folder of runs contains ``steps/<run>.parquet``, one file per run that is rewritten after every step, and a folder
+For each run, a folder of runs has a file ``steps/<run>.parquet``, which is rewritten after every step, and a folder
 ``<run>/`` of rollouts, records and, until the run is finished, the state to resume from. A run's name contains a hash
-of its settings, so several invocations can share a folder: runs that are finished there are not trained again.
+of its settings, so several invocations can share a folder: finished runs in it are not trained again.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ = ["COMPUTE_KEYS", "Run", "RunCurves", "flatten_settings", "read_curves"
 _KEY = b"nemo_geomask.tools.lab"
 _STEPS = "steps"
 COMPUTE_KEYS = {"tp", "cp", "dp", "num_threads", "rollouts_every", "compare", "presets"}
-"""Keys of ``lab:`` on how runs are computed and shown; they do not change a run's identity."""
+"""Keys of ``lab:`` that determine how runs are computed and shown; a run is the same run whatever their values."""
 
 
 @dataclass(frozen=True)
@@ -87,9 +87,9 @@ class RunCurves:
 
     Attributes:
         facts: ``label``, ``variant``, ``seed``, ``finished``, ``settings``, the validated ``loss_fn``,
-            ``corrected`` (True if the correction weight was applied; if not, ``geomask/weight…`` is the weight that
-            was not applied), ``chance``, ``sampler``, ``precision``, ``ranks`` (``lab.tp``, ``cp`` and ``dp`` unless
-            1), ``versions``, and ``error`` if a step raised.
+            ``corrected`` (True if the correction weight was applied; otherwise ``geomask/weight…`` are about the weight
+            that would have been applied), ``chance``, ``sampler``, ``precision``, ``ranks`` (those of ``lab.tp``,
+            ``cp`` and ``dp`` that are not 1), ``versions``, and ``error`` if a step raised an error.
         columns: values of each metric by step; NaN where a step has none.
     """
 
@@ -101,7 +101,7 @@ class RunCurves:
         """Read a file of ``steps/``.
 
         Raises:
-            ConfigError: the file is not a run's.
+            ConfigError: the file is not the file of a run.
         """
         arrow, parquet = (
             require("pyarrow", "the lab needs", "demo"),
@@ -111,7 +111,7 @@ class RunCurves:
             table = parquet.read_table(path, partitioning=None)
             facts = json.loads(table.schema.metadata[_KEY])
         except (arrow.ArrowException, OSError, KeyError, TypeError, ValueError) as error:
-            raise ConfigError(f"{path} holds no run of the lab: {' '.join(str(error).split())[:200]}") from None
+            raise ConfigError(f"{path} is not a run of the lab: {' '.join(str(error).split())[:200]}") from None
         numbers = [name for name in table.column_names if name not in ("seed", "variant")]
         columns = {
             name: [math.nan if value is None else value for value in table[name].to_pylist()] for name in numbers
@@ -147,7 +147,7 @@ class RunCurves:
         ]
 
     def series(self, key: str) -> list[float]:
-        """Return a metric's values by step, NaN where missing; ``removed`` is 1 less the kept tokens."""
+        """Return a metric's values by step, NaN where missing; ``removed`` is 1 minus the share of kept tokens."""
         if key == "removed":
             # Rounded, because the fraction of kept tokens is computed in float32 and may miss 1 by a rounding error.
             return [
@@ -159,7 +159,7 @@ class RunCurves:
 def write_steps(run: Run, history: Sequence[Mapping[str, float]], facts: Mapping[str, Any]) -> None:
     """Write a run's steps; the file is replaced atomically.
 
-    Columns: ``step``, ``seed``, ``variant``, and one of float64 for each metric.
+    The columns are ``step``, ``seed``, ``variant``, and each metric as float64.
 
     Args:
         run: the run.
@@ -189,17 +189,17 @@ def write_steps(run: Run, history: Sequence[Mapping[str, float]], facts: Mapping
     os.replace(part, run.steps_file)
 
 
-def read_curves(places: Iterable[Path | str]) -> list[RunCurves]:
+def read_curves(folders: Iterable[Path | str]) -> list[RunCurves]:
     """Read all runs in and below the folders, sorted by label and seed.
 
-    If variants share a label, the first one keeps it (in the order of folders, then seeds), and the settings in which
-    they differ from it are appended to the others' labels.
+    If variants have the same label, the first of them keeps it (in the order of folders, then seeds). The settings in
+    which another variant differs from the first are appended to its label.
 
     Raises:
-        ConfigError: a folder has no runs, or a file is not a run's.
+        ConfigError: a folder has no runs, or a file is not the file of a run.
     """
     files: dict[Path, int] = {}
-    for number, place in enumerate(map(Path, places)):
+    for number, place in enumerate(map(Path, folders)):
         paths = [*place.rglob(f"{_STEPS}/*.parquet"), *(place.glob("*.parquet") if place.name == _STEPS else ())]
         if not paths:
             raise ConfigError(f"no run of the lab in {place}; nemo-geomask lab RECIPE.yaml --out DIR trains some")
@@ -210,7 +210,7 @@ def read_curves(places: Iterable[Path | str]) -> list[RunCurves]:
         curve = RunCurves.read(path)
         key = (curve.facts["variant"], str(curve.facts.get("ranks", {})), curve.seed)
         places_of.setdefault(key, number)
-        # Of several copies of a run, the longest is kept.
+        # If there are several copies of a run, keep the longest.
         if key not in longest or longest[key].steps < curve.steps:
             longest[key] = curve
     return _distinguish_labels(
@@ -232,7 +232,7 @@ def _distinguish_labels(curves: Sequence[RunCurves]) -> list[RunCurves]:
 
 
 def flatten_settings(settings: Mapping[str, Any], above: str = "") -> dict[str, Any]:
-    """Return nested settings by dotted key."""
+    """Return nested settings as one mapping with dotted keys."""
     flat: dict[str, Any] = {}
     for key, value in settings.items():
         if isinstance(value, Mapping):

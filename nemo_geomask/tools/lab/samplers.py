@@ -1,4 +1,4 @@
-"""Generation engines of the lab behind one interface."""
+"""Interface of the lab's generation engines, and the engines by their names in a recipe."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from nemo_geomask.errors import ConfigError, Problem
-from nemo_geomask.tools.lab.generation_engine import Generated, generate
+from nemo_geomask.tools.lab.generation_engine import SampledResponses, generate
 from nemo_geomask.tools.lab.lab_recipe import LabRecipe
 from nemo_geomask.tools.lab.policy_model import generation_copy
 from nemo_geomask.tools.lab.progression_task import Prompts, Task, load_task
@@ -22,20 +22,22 @@ __all__ = ["CopySampler", "Sampler", "build_sampler"]
 
 
 class Sampler(Protocol):
-    """Generation engine that samples responses from given weights."""
+    """Generation engine that samples responses from the weights that it is called with."""
 
     @property
     def name(self) -> str:
         """Description of the engine for the report."""
 
-    def sample(self, versions: Sequence[PreTrainedModel], prompts: Prompts, generator: torch.Generator) -> Generated:
+    def sample(
+        self, versions: Sequence[PreTrainedModel], prompts: Prompts, generator: torch.Generator
+    ) -> SampledResponses:
         """Sample one response per prompt.
 
         Args:
             versions: versions of the policy, oldest first, float32; the first begins the responses, and the others
-                replace it in turn while they are sampled.
+                replace it one after another while the responses are sampled.
             prompts: B prompts.
-            generator: the source of all randomness.
+            generator: random number generator of the sampling.
         """
 
 
@@ -56,7 +58,9 @@ class CopySampler:
         """See :class:`Sampler`."""
         return f"decoding in {describe_engine(self.recipe)}"
 
-    def sample(self, versions: Sequence[PreTrainedModel], prompts: Prompts, generator: torch.Generator) -> Generated:
+    def sample(
+        self, versions: Sequence[PreTrainedModel], prompts: Prompts, generator: torch.Generator
+    ) -> SampledResponses:
         """See :class:`Sampler`."""
         config = self.recipe.policy.generation
         recompute = self.recipe.grpo.async_grpo.recompute_kv_cache_after_weight_updates
@@ -68,8 +72,8 @@ def build_sampler(recipe: LabRecipe) -> Sampler:
     """Create and start the engine of ``policy.generation.backend``.
 
     Raises:
-        MissingDependencyError: the recipe asks for vLLM, which is not installed.
-        ConfigError: vLLM with a task whose environment replies within a response.
+        MissingDependencyError: the recipe requires vLLM, which is not installed.
+        ConfigError: vLLM can't run a task whose environment replies within a response.
     """
     task = load_task(recipe.env)
     if recipe.policy.generation.backend == "vllm":
@@ -77,9 +81,10 @@ def build_sampler(recipe: LabRecipe) -> Sampler:
         from nemo_geomask.tools.lab.vllm_sampler import VllmSampler
 
         if hasattr(task, "call_id"):
-            text = (
-                "the lab calls vLLM for whole responses, so nothing can reply to a call within one; set backend: copy"
+            message = (
+                "the lab calls vLLM for complete responses, so the task's environment can't reply within one; set "
+                "policy.generation.backend: copy"
             )
-            raise ConfigError(Problem(("policy.generation.backend", "env.name"), text))
+            raise ConfigError(Problem(("policy.generation.backend", "env.name"), message))
         return VllmSampler(recipe, task)
     return CopySampler(recipe, task)

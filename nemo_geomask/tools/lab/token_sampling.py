@@ -11,10 +11,10 @@ __all__ = ["draw_tokens", "filter_logits", "zero_filtered"]
 
 
 def filter_logits(logits: Tensor, config: GenerationConfig) -> Tensor:
-    """Divide logits by the temperature, and set those to -inf that top-k, then top-p of the rest, exclude.
+    """Divide logits by the temperature, and set the logits to -inf that top-k, and then top-p of the rest, exclude.
 
-    As in vLLM and NeMo-RL's trainer, ties with the k-th token stay, and a token stays if the more likely tokens hold
-    less probability than ``top_p``; the most likely token always stays.
+    As in vLLM and NeMo-RL's trainer, tokens with the same logit as the k-th stay. A token stays if the more likely
+    tokens together have a probability below ``top_p``. The most likely token always stays.
 
     Args:
         logits: [..., V] float32.
@@ -34,11 +34,11 @@ def filter_logits(logits: Tensor, config: GenerationConfig) -> Tensor:
 
 
 def zero_filtered(logprobs: Tensor) -> Tensor:
-    """Replace the infinite log-probs of tokens that the trainer's filter excludes by a constant 0, as NeMo-RL does."""
+    """Replace the infinite log-probs of tokens that the trainer's filter excludes by 0, as NeMo-RL does."""
     return torch.where(torch.isinf(logprobs), 0.0, logprobs)
 
 
 def draw_tokens(distribution: Tensor, uniform: Tensor) -> Tensor:
-    """Draw a token from each row of log-probs [B, V] by numbers [B] in [0, 1); never one of probability 0."""
+    """Draw a token from each row of log-probs [B, V] by uniform numbers [B] in [0, 1); never one of probability 0."""
     cumulative = distribution.double().exp().cumsum(dim=-1)
     return (cumulative <= uniform[:, None].double() * cumulative[:, -1:]).sum(dim=-1)

@@ -1,4 +1,4 @@
-"""Implementation of ``nemo-geomask lab``: plan the runs of a recipe, train them and report on them."""
+"""Implementation of ``nemo-geomask lab``: plans the runs of a recipe, trains them and reports on them."""
 
 from __future__ import annotations
 
@@ -38,15 +38,16 @@ def train_recipe(
     jobs: int | None = None,
     out: Path | None = None,
 ) -> int:
-    """Train the runs that are not finished, write the outputs and print the table.
+    """Train the runs of a recipe that are not finished, write the outputs and print the table.
 
     Args:
         path: the recipe.
         overrides: ``key.path=value``.
-        compare: SPECs, separated by commas; None takes the recipe's ``lab.compare``, or its ``loss_fn`` alone.
-        vary: ``key.path=value,value,…``; several give every combination.
+        compare: SPECs, separated by commas; None: the recipe's ``lab.compare``, or only its ``loss_fn`` if that is
+            empty.
+        vary: ``key.path=value,value,…``; with several of them, all combinations are trained.
         seeds: ``1..10`` or ``1,2,5``; None: the recipe's ``grpo.seed``.
-        loss_from: a NeMo-RL recipe, whose ``loss_fn:`` takes the place of the lab recipe's.
+        loss_from: a NeMo-RL recipe, whose ``loss_fn:`` replaces that of the lab recipe.
         jobs: number of training processes; None: one per core, at most one per run.
         out: folder of the outputs; None: create one under ``results/lab``. Finished runs in it are not trained again.
 
@@ -54,7 +55,7 @@ def train_recipe(
         Exit status: 0, 1 if a run failed, or 130 if the user interrupted it.
 
     Raises:
-        GeomaskError: a mistake in the recipe, a flag or the installation.
+        GeomaskError: the recipe, an option or the installation is invalid.
     """
     path = Path(path)
     folder = out or Path("results", "lab", f"{path.stem}-{time.strftime('%Y%m%d-%H%M%S')}")
@@ -73,15 +74,15 @@ def train_recipe(
 
 
 def report_runs(places: Sequence[str], *, baseline: str | None, target: float | None, out: Path | None) -> int:
-    """Report all runs in the folders; the plot and summary go to ``out``, or else to the first folder."""
+    """Report on all runs in the folders; write the plot and summary to ``out``, or else to the first folder."""
     if not places:
-        raise ConfigError("lab report: which runs? nemo-geomask lab report DIR [DIR …]")
+        raise ConfigError("lab report needs folders of runs: nemo-geomask lab report DIR [DIR …]")
     folders = [Path(place) for place in places]
     if out is not None:
         try:
             out.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise ConfigError(f"--out: {out} can't be made a folder: {error.strerror or error}") from None
+            raise ConfigError(f"--out: the folder {out} can't be created: {error.strerror or error}") from None
     target = TARGET if target is None else target
     report_results(folders, out or folders[0], _create_console(), baseline=baseline, target=target)
     return 0
@@ -100,14 +101,14 @@ def plan_runs(
     """Plan the runs that :func:`train_recipe` trains, sorted by seed.
 
     Raises:
-        ConfigError: a mistake in the recipe or a flag, or two variants with the same settings.
+        ConfigError: the recipe or an option is invalid, or two variants have the same settings.
     """
     runs: list[Run] = []
-    for point in itertools.product(*map(parse_vary, vary)):
+    for combination in itertools.product(*map(parse_vary, vary)):
         with _recipe_with_loss(path, loss_from) as file:
-            data = load_recipe(file, [*overrides, *point], new_keys=True)
+            data = load_recipe(file, [*overrides, *combination], new_keys=True)
         recipe = LabRecipe.read(data, source=path.name)
-        suffix = "".join(f" {setting}" for setting in point)
+        suffix = "".join(f" {setting}" for setting in combination)
         for variant in _compared_losses(recipe, compare):
             for seed in parse_seeds(seeds) if seeds else (recipe.grpo.seed,):
                 grpo = recipe.grpo.model_copy(update={"seed": seed})
@@ -118,7 +119,7 @@ def plan_runs(
         same = by_settings.setdefault((json.dumps(run.settings, sort_keys=True), run.recipe.grpo.seed), run)
         if same is not run:
             raise ConfigError(
-                f"'{same.label}' and '{run.label}' are the same settings; their curves would be equal. Remove one"
+                f"'{same.label}' and '{run.label}' have the same settings, so their curves would be equal. Remove one"
             )
     return sorted(runs, key=lambda run: run.recipe.grpo.seed)
 
@@ -127,7 +128,7 @@ def parse_seeds(text: str) -> tuple[int, ...]:
     """Parse seeds: ``1..10``, ``1,2,5`` or both, ``1..3,7``.
 
     Raises:
-        ConfigError: the text is no list of seeds, or names a seed twice.
+        ConfigError: the text is not a list of seeds, or names a seed twice.
     """
     seeds: list[int] = []
     for part in text.split(","):
@@ -136,7 +137,7 @@ def parse_seeds(text: str) -> tuple[int, ...]:
         if last >= SEEDS:
             raise ConfigError(f"--seeds: '{text}' names {last}; a seed is below {SEEDS}")
         if first > last:
-            raise ConfigError(f"--seeds: '{text}' is no list of seeds; write 1..10, 1,2,5 or 1..3,7")
+            raise ConfigError(f"--seeds: '{text}' is not a list of seeds; write 1..10, 1,2,5 or 1..3,7")
         seeds += range(first, last + 1)
     if len(set(seeds)) < len(seeds):
         raise ConfigError(f"--seeds: '{text}' names a seed twice")
@@ -147,13 +148,13 @@ def parse_vary(text: str) -> list[str]:
     """Split ``key=v1,v2``, in Hydra's grammar, into the overrides ``key=v1`` and ``key=v2``.
 
     Raises:
-        ConfigError: the text is no such list, or all runs have to share the key.
+        ConfigError: the text has another form, or the key must be the same in all runs.
     """
     parser = require("hydra.core.override_parser.overrides_parser", "the lab needs", "demo").OverridesParser
     try:
         (parsed,) = parser.create().parse_overrides(overrides=[text])
         if not parsed.is_sweep_override():
-            raise ValueError("it has one value")
+            raise ValueError("it has only one value")
         values = list(parsed.sweep_string_iterator())
     except Exception as error:
         raise ConfigError(
@@ -176,7 +177,7 @@ def _compared_losses(recipe: LabRecipe, compare: str | None) -> tuple[ComparedLo
 
 
 def _choose_jobs(requested: int | None, runs: Sequence[Run]) -> int:
-    """Return the number of training processes: 1 for runs with several ranks or vLLM, which use several cores alone."""
+    """Return the number of training processes; 1 if a run has several ranks or vLLM, which use several cores."""
     recipe = runs[0].recipe
     reason = None
     if any(run.recipe.lab.processes > 1 for run in runs):
@@ -188,7 +189,7 @@ def _choose_jobs(requested: int | None, runs: Sequence[Run]) -> int:
     if reason is not None:
         if requested is not None and requested > 1:
             raise ConfigError(
-                f"--jobs: {requested} runs at a time don't go together with {reason}; leave one of them out"
+                f"--jobs: {requested} runs at a time can't be combined with {reason}; leave out one of them"
             )
         return 1
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -197,7 +198,7 @@ def _choose_jobs(requested: int | None, runs: Sequence[Run]) -> int:
 
 @contextlib.contextmanager
 def _recipe_with_loss(path: Path, other: Path | None) -> Iterator[Path]:
-    """Yield the recipe's path, or that of a temporary recipe that inherits from it with the other's ``loss_fn:``."""
+    """Yield the recipe's path, or the path of a temporary copy with the ``loss_fn:`` of the recipe ``other``."""
     if other is None:
         yield path
         return
@@ -214,6 +215,6 @@ def _recipe_with_loss(path: Path, other: Path | None) -> Iterator[Path]:
 def _create_console() -> Any:
     console = require("rich.console", "the lab needs", "demo").Console()
     if not console.is_terminal:
-        # A file or a pipe has no width, and rich's default would cut the table.
+        # Files and pipes have no width, and rich's default width would cut the table.
         console.width = 110
     return console

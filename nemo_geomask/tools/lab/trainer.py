@@ -25,7 +25,7 @@ from nemo_geomask.tools.lab.progression_task import draw_prompts, load_task
 from nemo_geomask.tools.lab.ranks import Ranks
 from nemo_geomask.tools.lab.rollout import Rollout, collect_rollout, compute_rewards
 from nemo_geomask.tools.lab.samplers import Sampler, build_sampler
-from nemo_geomask.tools.lab.training_engine import TrainEngine
+from nemo_geomask.tools.lab.training_engine import TrainingEngine
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -39,7 +39,7 @@ def check_validation(recipe: LabRecipe) -> None:
     """Check that the task has enough validation prompts, if the recipe asks for validation.
 
     Raises:
-        ConfigError: the task has too few.
+        ConfigError: the task has too few of them.
     """
     if recipe.grpo.val_period:
         generator = torch.Generator().manual_seed(_VALIDATION_SEED)
@@ -47,29 +47,29 @@ def check_validation(recipe: LabRecipe) -> None:
 
 
 def check_reference(loss: PolicyLoss, recipe: LabRecipe) -> bool:
-    """Return True if the loss or the reward has a KL to the reference policy.
+    """Return True if the loss or the reward has a KL term to the reference policy.
 
     Raises:
-        ConfigError: it has one that the lab cannot compute.
+        ConfigError: the lab can't compute the term.
     """
     coefficient = loss.config.reference_policy_kl_penalty
     needs_reference = bool(loss.reference_policy_kl_penalty or reward_kl_coefficient(loss.config, recipe.grpo))
     if needs_reference and recipe.policy.generation.has_filters and recipe.lab.filter_logprobs:
         keys = ("loss_fn.reference_policy_kl_penalty", "policy.generation.top_p", "lab.filter_logprobs")
-        text = (
-            f"reference_policy_kl_penalty ({coefficient:g}) needs log-probs of all tokens, and top_p or top_k leave "
-            "some out; set it to 0, or lab.filter_logprobs: false"
+        message = (
+            f"reference_policy_kl_penalty ({coefficient:g}) needs log-probs of all tokens, but top_p or top_k exclude "
+            "some; set it to 0, or lab.filter_logprobs: false"
         )
-        raise ConfigError(Problem(keys, text))
+        raise ConfigError(Problem(keys, message))
     return needs_reference
 
 
 class Trainer:
-    """Trains a fresh policy with one loss.
+    """Trainer of a randomly initialised policy with one loss.
 
     All randomness follows from ``recipe.grpo.seed``, through separate generators for weights, prompts, sampling and
-    shuffling. Two trainers with the same recipe, machine and number of CPU threads give the same numbers, and trainers
-    that differ only in the loss start from the same weights and get the same prompts.
+    shuffling. Two trainers with the same recipe, machine and number of CPU threads give the same numbers. Trainers that
+    differ only in the loss start from the same weights and get the same prompts.
 
     With several ranks, each rank runs a trainer, and all take the same steps.
 
@@ -77,7 +77,7 @@ class Trainer:
         recipe: the settings.
         loss: the loss.
         ranks: this process's position among the run's ranks; None: a single process.
-        sampler: the generation engine; None: start the recipe's.
+        sampler: the generation engine; None: start the recipe's engine.
 
     Attributes:
         recipe: the settings.
@@ -95,13 +95,13 @@ class Trainer:
         self, recipe: LabRecipe, loss: PolicyLoss, ranks: Ranks | None = None, sampler: Sampler | None = None
     ) -> None:
         ranks = Ranks() if ranks is None else ranks
-        torch.set_num_threads(max(1, recipe.lab.num_threads // ranks.world))
+        torch.set_num_threads(max(1, recipe.lab.num_threads // ranks.world_size))
         seed = recipe.grpo.seed
         self.recipe = recipe
         self.loss = loss
         self.task = load_task(recipe.env)
         self.sampler = sampler or build_sampler(recipe)
-        self.engine = TrainEngine(ranks, recipe)
+        self.engine = TrainingEngine(ranks, recipe)
         self.policy = build_policy(recipe.policy.model, self.task, seed)
         needs_reference = check_reference(loss, recipe)
         self.reference = copy.deepcopy(self.policy).requires_grad_(False) if needs_reference else None
@@ -128,18 +128,25 @@ class Trainer:
         """Collect one rollout batch and take the optimiser steps on it.
 
         Returns:
-            Metrics, the mean over the optimiser steps (extremes for NeMo-RL's ``_min`` and ``_max``), and the batch.
+            The metrics and the batch. A metric is the mean over the optimiser steps, or the extreme if its name ends in
+            ``_min`` or ``_max``.
         """
-        began = time.perf_counter()
+        start_time = time.perf_counter()
         generators = (self._prompt_generator, self._sampling_generator)
         entropy = self._record_settings is not None and self._record_settings.entropy
         versions = (*self.versions, self.policy)
         rollout = collect_rollout(
-            *(versions, self.reference, self.recipe, self.task, generators, self.engine, self.sampler),
+            versions,
+            self.reference,
+            self.recipe,
+            self.task,
+            generators,
+            self.engine,
+            self.sampler,
             entropy=entropy,
             loss=self.loss.config,
         )
-        sampled = time.perf_counter()
+        rollout_end_time = time.perf_counter()
         if self.versions.maxlen and (self.engine.ranks.is_first or self.recipe.policy.generation.logprobs == "trainer"):
             self.versions.append(copy.deepcopy(self.policy).requires_grad_(False))
         decision = self._prestep_pass(rollout.data)
@@ -153,23 +160,23 @@ class Trainer:
             report = {name: value for name, (value,) in untrained.items()}
             reports = [{**report, "grad_norm": 0.0, "skipped_update": 1.0, "lr": self._learning_rate()}]
         self._record(rollout.data, updated=decision.train)
-        ended = time.perf_counter()
+        end_time = time.perf_counter()
         metrics = {
             "reward": rollout.reward,
             "mean_response_length": rollout.response_length,
             **rollout.mismatch_causes,
             **summarize_step(merge_metrics(reports, 1.0 / len(reports))),
             **self._validate(),
-            "generation_seconds": sampled - began,
-            "step_seconds": ended - began,
+            "generation_seconds": rollout_end_time - start_time,
+            "step_seconds": end_time - start_time,
         }
         return metrics, rollout
 
     def _validate(self) -> dict[str, float]:
-        """Return the mean reward on validation prompts if a validation is due; its draws are always the same."""
+        """Return the mean reward on validation prompts if a validation is due; the draws are the same each time."""
         grpo = self.recipe.grpo
-        due = grpo.val_period and (self._steps % grpo.val_period == 0 or self._steps == grpo.max_num_steps)
-        if not due or not self.engine.ranks.is_first:
+        is_due = grpo.val_period and (self._steps % grpo.val_period == 0 or self._steps == grpo.max_num_steps)
+        if not is_due or not self.engine.ranks.is_first:
             return {}
         generator = torch.Generator().manual_seed(_VALIDATION_SEED)
         prompts = draw_prompts(self.task, grpo.max_val_samples, generator, held_out=True)
@@ -177,7 +184,7 @@ class Trainer:
         return {"validation/reward": float(rewards.mean())}
 
     def state(self) -> dict[str, Any]:
-        """Return the state to resume from: all that the recipe does not determine."""
+        """Return the state to resume from, which is everything that the recipe does not determine."""
         return {
             "policy": self.policy.state_dict(),
             "versions": [policy.state_dict() for policy in self.versions],
@@ -188,7 +195,7 @@ class Trainer:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Restore what :meth:`state` returned."""
+        """Restore the state that :meth:`state` returned."""
         for weights in state["versions"]:
             self.versions.append(copy.deepcopy(self.policy).requires_grad_(False))
             self.versions[-1].load_state_dict(weights)
@@ -204,7 +211,7 @@ class Trainer:
         return self._prompt_generator, self._sampling_generator, self._order_generator
 
     def _record(self, data: Mapping[str, Tensor], *, updated: bool) -> None:
-        """Record the step if ``loss_fn.record`` is set; ``updated``: the policy was trained on the batch."""
+        """Count the step, and record it if ``loss_fn.record`` is set; ``updated`` is False if the step was skipped."""
         trained, self._steps = self._steps, self._steps + 1
         if self._record_settings is None or self.engine.curr is None:
             return
@@ -222,10 +229,10 @@ class Trainer:
             self._flight_recorder.recorder.close()
 
     def _document_steps(self, data: Mapping[str, Tensor]) -> Iterator[DocumentStep[Tensor]]:
-        """Yield the shuffled rows of the rollout in microbatches, by optimiser step.
+        """Yield the optimiser steps of a rollout, as microbatches of its shuffled rows.
 
-        The last step may be smaller than the others and is then normalised by its own counts. So no response is
-        dropped, and none waits for the next rollout, which a newer policy samples.
+        The last step may be smaller than the others and is then normalised by its actual counts. So no response is
+        dropped or left for the next rollout, when the policy has changed.
         """
         settings, dp = self.recipe.policy, self.engine.ranks.dp
         trained = data[TOKEN_MASK][:, 1:] * data["sample_mask"][:, None]
@@ -250,35 +257,40 @@ class Trainer:
         batches = ({key: value[rows] for key, value in data.items()} for rows in step.microbatches if rows is not None)
         metrics = accumulate_gradients(self.engine, self.policy, self.loss, batches, step.documents, step.tokens)
         norm = torch.nn.utils.clip_grad_norm_(self.policy.parameters(), self.recipe.policy.max_grad_norm)
-        # A step on a non-finite gradient would ruin the weights; NeMo-RL's Megatron optimiser skips it too.
-        finite = bool(torch.isfinite(norm))
-        if finite:
+        # A step with a non-finite gradient would ruin the weights; NeMo-RL's Megatron optimiser also skips it.
+        is_finite = bool(torch.isfinite(norm))
+        if is_finite:
             self.optimizer.step()
-        return {**metrics, "grad_norm": float(norm), "skipped_update": float(not finite), "lr": self._learning_rate()}
+        return {
+            **metrics,
+            "grad_norm": float(norm),
+            "skipped_update": float(not is_finite),
+            "lr": self._learning_rate(),
+        }
 
 
 def accumulate_gradients(
-    engine: TrainEngine,
+    engine: TrainingEngine,
     policy: PreTrainedModel,
     loss: PolicyLoss,
     microbatches: Iterable[Mapping[str, Tensor]],
     documents: int,
     tokens: int,
 ) -> dict[str, float]:
-    """Back-propagate one optimiser step in microbatches.
+    """Accumulate the gradients of one optimiser step over its microbatches.
 
     Every microbatch's loss is divided by the counts of the complete step, so that losses and gradients add up.
 
     Args:
-        engine: runs the policy.
-        policy: receives the gradients of the whole step, on every rank.
-        loss: called for each microbatch.
-        microbatches: this rank's, [B, T] and [B] tensors.
-        documents: in the step, over all microbatches and ranks.
-        tokens: trained tokens in the same.
+        engine: the training engine, which runs the policy.
+        policy: the policy; on every rank it gets the gradients of the complete step.
+        loss: the loss.
+        microbatches: this rank's microbatches, with [B, T] and [B] tensors.
+        documents: number of responses in the step, over all microbatches and ranks.
+        tokens: number of trained tokens in the step, over all microbatches and ranks.
 
     Returns:
-        The metrics of the whole step.
+        The metrics of the complete step.
     """
     reports = []
     for part in microbatches:
@@ -286,7 +298,7 @@ def accumulate_gradients(
         torch.autograd.backward(value)
         reports.append({key: float(metric) for key, metric in metrics.items()})
     engine.ranks.sum_gradients(policy.parameters(), sharded=policy.lm_head.weight)
-    return merge_metrics(engine.ranks.from_data_parallel(reports), 1.0)
+    return merge_metrics(engine.ranks.gather_data_parallel(reports), 1.0)
 
 
 def merge_metrics(reports: list[dict[str, float]], scale: float) -> dict[str, float]:

@@ -1,8 +1,8 @@
 """The training engine: log-probs of complete sequences and the loss of a microbatch, on packed tokens.
 
-Tensor-parallel ranks run the same transformer body, and each computes its own vocabulary columns of the output layer.
-The gradient of the hidden states is therefore summed over them. Context-parallel ranks run the body on their share of
-every sequence; only attention uses the keys and values of all shares.
+Tensor-parallel ranks run the same transformer body, and each computes the output layer for its shard of the vocabulary.
+The gradient of the hidden states is therefore summed over these ranks. Context-parallel ranks run the body on their
+share of every sequence; only attention uses the keys and values of all shares.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from nemo_geomask.tools.lab.token_sampling import filter_logits, zero_filtered
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["TrainEngine"]
+__all__ = ["TrainingEngine"]
 
 
-class TrainEngine:
-    """Runs the policy for training without padding, on this rank's shares of the sequences and of the vocabulary.
+class TrainingEngine:
+    """Engine that runs the policy for training, without padding, on this rank's shares of sequences and vocabulary.
 
-    Every rank has all parameters, but a tensor-parallel rank uses only its own rows of the output layer.
+    Every rank has all parameters, but a tensor-parallel rank uses only its rows of the output layer.
 
     Args:
         ranks: the processes that share the work.
@@ -41,9 +41,9 @@ class TrainEngine:
 
     Attributes:
         ranks: the processes that share the work.
-        filters: whether log-probs are those of the tokens that the generation engine's top-p and top-k leave.
-        curr: [B, T] of a rollout batch; where it is set, :meth:`evaluate` puts the log-probs of this rank's tokens into
-            the rows that ``batch["row"]`` names.
+        is_filtered: True if log-probs are normalised over the tokens that the generation engine's top-p and top-k keep.
+        curr: [B, T] of a rollout batch, or None. Unless it is None, :meth:`evaluate` writes the log-probs of this
+            rank's tokens into its rows ``batch["row"]``.
     """
 
     def __init__(self, ranks: Ranks | None = None, recipe: LabRecipe | None = None) -> None:
@@ -63,17 +63,21 @@ class TrainEngine:
         *,
         entropy: bool = False,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute log-probs and routes of a batch, [B, T] on all ranks; column 0, which nothing predicts, is 0.
+        """Compute log-probs, entropies and differing routes of a batch, on all ranks.
 
         Args:
             model: the model.
-            data: ``input_ids``, ``input_lengths`` and, where they are known, ``routed_experts``.
-            micro_batch: rows of a pass.
-            entropy: compute entropies too.
+            data: ``input_ids``, ``input_lengths`` and, if the engine reported them, ``routed_experts``.
+            micro_batch: rows of a forward pass.
+            entropy: compute the entropies, too.
 
         Returns:
-            Log-probs, -inf where the filter excludes the token; entropies, or 0; 1 where the model's own routers send
-            the position that predicts the token to other experts than the generation engine's did, else 0.
+            Three tensors [B, T], 0 in column 0, which no token predicts:
+
+            - log-probs, -inf where the filter excludes the token;
+            - entropies, or 0 if they were not requested;
+            - 1 where this model's routers select other experts than the generation engine's did, at the position that
+              predicts the token, otherwise 0.
         """
         scores = torch.zeros(3, *data["input_ids"].shape, dtype=torch.float32)
         dp = self.ranks.dp
@@ -92,15 +96,15 @@ class TrainEngine:
     ) -> tuple[Tensor, Metrics]:
         """Compute the loss of one microbatch and its metrics, summed over tensor- and context-parallel ranks.
 
-        A single rank has complete rows, and the loss is called as NeMo-RL calls it; shares go to
-        :meth:`PolicyLoss.packed`.
+        A single rank has complete rows and calls the loss as NeMo-RL does. Several ranks have shares of the rows and
+        call :meth:`PolicyLoss.packed`.
 
         Args:
             model: the policy.
             loss: the loss.
             batch: [B, T] and [B] tensors under NeMo-RL's keys.
-            documents: in the optimiser step, over all microbatches and ranks.
-            tokens: trained tokens in the same.
+            documents: number of responses in the optimiser step, over all microbatches and ranks.
+            tokens: number of trained tokens in the optimiser step, over all microbatches and ranks.
         """
         packing = pack_sequences(batch["input_lengths"], self.ranks.cp)
         packed = packing.pack(batch)
@@ -123,7 +127,7 @@ class TrainEngine:
         *,
         entropy: bool = False,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return what :meth:`score_batch` returns, but [N] for the targets of this rank's tokens."""
+        """Return the results of :meth:`score_batch` as [N], for the targets of this rank's tokens."""
         tp, generation = self.ranks.tp, self._policy.generation
         # Padding tokens repeat the row's last column; no valid token depends on them.
         index = packing.row, packing.position.clamp(max=batch["input_ids"].shape[1] - 1)
@@ -131,8 +135,8 @@ class TrainEngine:
         columns = model.lm_head.weight.split(sizes)[tp.rank]
         routes = batch["routed_experts"][index] if "routed_experts" in batch else None
         with self._autocast, capture_routes(model, routes if self._policy.router_replay.enabled else None) as chosen:
-            ids, place = batch["input_ids"][index][None], packing.position[None]
-            body = model.model(input_ids=ids, position_ids=place, use_cache=False, packing=packing)
+            ids, position = batch["input_ids"][index][None], packing.position[None]
+            body = model.model(input_ids=ids, position_ids=position, use_cache=False, packing=packing)
             logits = linear(enter_sharded_layer(body.last_hidden_state[0], tp.group), columns).float()
         if self.is_filtered:
             logits = filter_logits(logits, generation)

@@ -13,7 +13,7 @@ from torch import Tensor
 from nemo_geomask.data_keys import GENERATION_LOGPROBS, TOKEN_MASK
 from nemo_geomask.errors import EngineError, MissingDependencyError
 from nemo_geomask.hosts.vllm import load_weights, rollout_batch
-from nemo_geomask.tools.lab.generation_engine import Generated
+from nemo_geomask.tools.lab.generation_engine import SampledResponses
 from nemo_geomask.tools.lab.lab_recipe import LabRecipe
 from nemo_geomask.tools.lab.policy_config import GenerationConfig
 from nemo_geomask.tools.lab.policy_model import checkpoint_weights, generation_copy, policy_config, token_logprobs
@@ -26,27 +26,27 @@ if TYPE_CHECKING:
 
 __all__ = ["VllmSampler"]
 
-# vLLM reads these when it is imported or an engine starts. Without _FORCED, vLLM would run in another process, out of
-# reach of the weights; the others only replace defaults and not what the user has set.
-_FORCED = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-_ENVIRONMENT = {
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # The trainer runs in the same threads.
+# vLLM reads these variables when it is imported or an engine starts. Without _FORCED_ENVIRONMENT, vLLM would run in
+# another process, where weights can't be loaded from this one. _DEFAULT_ENVIRONMENT does not replace the user's values.
+_FORCED_ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+_DEFAULT_ENVIRONMENT = {
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the trainer uses the same threads
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
 }
 _CACHE_BYTES = 2**28
-# Number of rows of a batch that are scored again, and the largest mean |log-ratio| allowed. Rounding gives about 0.02,
-# wrong weights about 1.
+# Number of rows of a batch whose log-probs are checked, and the largest mean |log-ratio| that passes. Rounding gives
+# about 0.02, wrong weights about 1.
 _CHECKED_ROWS = 16
-_LIMIT = 0.5
+_MAX_GAP = 0.5
 
 
 class VllmSampler:
-    """vLLM engine in this process, kept for a whole run, since starting one takes longer than several training steps.
+    """vLLM engine in this process; it is kept for the whole run, since starting it takes longer than several steps.
 
     Args:
         recipe: sizes of the policy, precision and seed.
-        task: supplies EOS, PAD and the longest response.
+        task: supplies EOS, PAD and the length of the longest response.
 
     Attributes:
         recipe: the settings.
@@ -59,10 +59,10 @@ class VllmSampler:
 
     def __init__(self, recipe: LabRecipe, task: Task) -> None:
         self.recipe, self._task = recipe, task
-        os.environ.update(_FORCED)
-        for name, value in _ENVIRONMENT.items():
+        os.environ.update(_FORCED_ENVIRONMENT)
+        for name, value in _DEFAULT_ENVIRONMENT.items():
             os.environ.setdefault(name, value)
-        vllm = _vllm()
+        vllm = _import_vllm()
         self._params = vllm.SamplingParams
         generation = recipe.policy.generation
         self.name = f"vLLM {vllm.__version__} in {describe_engine(recipe)}"
@@ -87,21 +87,21 @@ class VllmSampler:
                     **settings,
                 )
         finally:
-            # vLLM's CPU worker disables it for its whole process, which is also the trainer's.
+            # vLLM's CPU worker replaces this function in its process, which is also the trainer's.
             torch.set_num_threads = set_num_threads
 
-    def sample(self, versions: Sequence[PreTrainedModel], prompts: Prompts, generator: torch.Generator) -> Generated:
+    def sample(
+        self, versions: Sequence[PreTrainedModel], prompts: Prompts, generator: torch.Generator
+    ) -> SampledResponses:
         """Load the policy's weights and sample one response per prompt.
 
-        As :func:`~nemo_geomask.tools.lab.generation_engine.generate` does.
-
         Args:
-            versions: the policy, float32; exactly one.
+            versions: the policy, float32; exactly one version.
             prompts: B prompts.
-            generator: source of a seed for each response.
+            generator: random number generator that draws a seed for each response.
 
         Raises:
-            EngineError: vLLM's log-probs are not those of the weights that it was given.
+            EngineError: vLLM's log-probs do not match the weights that were loaded.
         """
         (policy,) = versions
         weights = generation_copy(policy, self.recipe.policy.generation)
@@ -130,32 +130,35 @@ class VllmSampler:
         )
         _check_weights(weights, batch, generation)
         ids = batch["input_ids"]
-        return Generated(
-            *(ids, batch["input_lengths"], batch[GENERATION_LOGPROBS], batch[TOKEN_MASK], torch.zeros_like(ids))
+        return SampledResponses(
+            input_ids=ids,
+            input_lengths=batch["input_lengths"],
+            logprobs=batch[GENERATION_LOGPROBS],
+            token_mask=batch[TOKEN_MASK],
+            engine=torch.zeros_like(ids),
         )
 
 
 @torch.no_grad()
 def _check_weights(weights: PreTrainedModel, batch: dict[str, Tensor], generation: GenerationConfig) -> None:
-    """Raise EngineError if vLLM's log-probs do not fit the weights that it was sent.
+    """Raise EngineError if vLLM's log-probs do not match the weights that were loaded.
 
     Some versions of vLLM, on some devices, corrupt weights that are loaded into a running engine, without an error.
     """
     rows = slice(_CHECKED_ROWS)
-    # Compared on the distribution that vLLM samples from; tokens that its filters exclude here are not counted.
+    # Compare log-probs of the distribution that vLLM samples from; tokens that the filters exclude here don't count.
     expected = token_logprobs(weights, batch["input_ids"][rows], lambda logits: filter_logits(logits, generation))
     counted = batch[TOKEN_MASK][rows, 1:].bool() & expected.isfinite()
     gap = (expected - batch[GENERATION_LOGPROBS][rows, 1:])[counted].abs().mean()
-    # Written so that NaN fails too.
-    if not gap <= _LIMIT:
+    if not gap <= _MAX_GAP:  # also True for NaN
         raise EngineError(
-            f"vLLM {_vllm().__version__}'s log-probs are {gap:.2f} per token from those of the weights that it was "
-            f"sent (rounding makes about 0.02, the limit is {_LIMIT}): it did not take the weights over. Use "
-            "policy.generation.backend: copy, or another version of vLLM"
+            f"vLLM {_import_vllm().__version__}'s log-probs differ by {gap:.2f} per token from those of the weights "
+            f"that were loaded (rounding gives about 0.02, the limit is {_MAX_GAP}): vLLM does not use these weights. "
+            "Set policy.generation.backend: copy, or install another version of vLLM"
         )
 
 
-def _vllm() -> Any:
+def _import_vllm() -> Any:
     try:
         import vllm
     except ImportError as error:

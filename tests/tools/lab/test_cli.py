@@ -212,7 +212,7 @@ def test_an_interrupt_keeps_what_was_trained(recipe, tmp_path, monkeypatch, caps
     ]
     assert (out / "lab.png").exists()
     printed = " ".join(capsys.readouterr().out.split())
-    assert "the same command with the same --out goes on from here" in printed
+    assert "the same command with the same --out continues from here" in printed
     assert "gspo:token: not finished on seeds 3." in printed
 
 
@@ -234,20 +234,20 @@ def test_an_interrupt_keeps_what_was_trained(recipe, tmp_path, monkeypatch, caps
         (["--steps", "0"], "grpo.max_num_steps"),
         (["--tp", "3"], "tiny.yaml: lab.tp: Input should be 1, 2 or 4 (found 3)"),
         (["--docs-per-step", "17"], "policy.docs_per_step (17) exceeds"),
-        (["policy.docs_per_step=12"], "policy: train_global_batch_size (8) and docs_per_step (12) both say"),
-        (["policy.train_global_batch_size=4", "--docs-per-step", "12"], "(4) and docs_per_step (12) both say"),
+        (["policy.docs_per_step=12"], "policy: train_global_batch_size (8) and docs_per_step (12) both set"),
+        (["policy.train_global_batch_size=4", "--docs-per-step", "12"], "(4) and docs_per_step (12) both set"),
         (["--dp", "4"], "must be a multiple of policy.train_micro_batch_size x lab.dp (4 x 4)"),
         (["--out", "/proc"], "--out: /proc is not empty"),
         (["--seeds", "1,4294967296"], "--seeds: '1,4294967296' names 4294967296; a seed is below 4294967296"),
-        (["--seeds", "3..1"], "--seeds: '3..1' is no list of seeds; write 1..10, 1,2,5 or 1..3,7"),
+        (["--seeds", "3..1"], "--seeds: '3..1' is not a list of seeds; write 1..10, 1,2,5 or 1..3,7"),
         (["--seeds", "1..3,2"], "names a seed twice"),
-        (["--vary", "policy.lr=1"], "--vary: 'policy.lr=1': it has one value; write key=value,value,…"),
+        (["--vary", "policy.lr=1"], "--vary: 'policy.lr=1': it has only one value; write key=value,value,…"),
         (["--vary", "lab.tp=1,2"], "--vary: lab.tp can't be varied; use an override"),
         (["--vary", "grpo.seed=1,2"], "--vary: grpo.seed can't be varied; use --seeds"),
-        (["--vary", "policy.lr=1e-3,0.001"], "are the same settings; their curves would be equal"),
+        (["--vary", "policy.lr=1e-3,0.001"], "have the same settings, so their curves would be equal"),
         (["--vary", "policy.lrr=1,2"], "policy.lrr: unknown key"),
         (["--jobs", "0"], "--jobs: 0 processes can't train"),
-        (["--jobs", "2", "--tp", "2"], "--jobs: 2 runs at a time don't go together with lab.tp"),
+        (["--jobs", "2", "--tp", "2"], "--jobs: 2 runs at a time can't be combined with lab.tp"),
         (["--baseline", "x"], "--baseline belongs to nemo-geomask lab report DIR"),
     ],
 )
@@ -301,7 +301,7 @@ def test_a_run_that_breaks_says_so(recipe, tmp_path, capsys):
     main(["lab", str(recipe), "policy.lr=1e30", "--out", str(tmp_path / "out")])
     printed = " ".join(capsys.readouterr().out.split())
     assert "of the updates had a non-finite gradient and were skipped" in printed
-    assert "means are over finite values alone" in printed
+    assert "means are over finite values only" in printed
 
 
 @pytest.fixture

@@ -9,8 +9,8 @@ import pytest
 
 from nemo_geomask.errors import ConfigError
 from nemo_geomask.tools.lab.evidence import (
-    CLAIMS,
-    Claim,
+    EVIDENCE_SPECS,
+    EvidenceSpec,
     SeedMean,
     collect_runs,
     load_runs,
@@ -33,7 +33,7 @@ DATA = {path.stem: load_runs(path) for path in sorted((PAGE.parent / "evidence")
 
 def by_label(name):
     """Runs by seed, by what the table calls them."""
-    rows = CLAIMS[name].variants(DATA[name])
+    rows = EVIDENCE_SPECS[name].variants(DATA[name])
     return {label.strip("`"): {run.seed: run for run in runs} for label, runs in rows.items()}
 
 
@@ -52,9 +52,9 @@ def test_the_published_tables_are_the_datas():
     pages = [PAGE, PAGE.with_name("lab.md")]
     for page in pages:
         assert rewrite_page(page) == page.read_text(encoding="utf-8")
-    for name in DATA.keys() | CLAIMS.keys():
+    for name in DATA.keys() | EVIDENCE_SPECS.keys():
         assert sum(f"<!-- {name}: begin -->" in page.read_text(encoding="utf-8") for page in pages) == 1, name
-    drawn = {f"evidence/{name}.png" for name, claim in CLAIMS.items() if claim.curves}
+    drawn = {f"evidence/{name}.png" for name, spec in EVIDENCE_SPECS.items() if spec.curves}
     assert drawn == set(re.findall(r"\((evidence/\w+\.png)\)", PAGE.read_text(encoding="utf-8")))
 
 
@@ -95,7 +95,7 @@ def test_all_published_runs_are_whole_and_on_the_seeds_that_the_page_says():
             (label, seed) for label in labels for seed in seeds
         )
         assert all(curve.finished for curve in curves)
-        assert not CLAIMS[name].rows or labels == set(CLAIMS[name].rows)
+        assert not EVIDENCE_SPECS[name].rows or labels == set(EVIDENCE_SPECS[name].rows)
 
 
 def test_what_the_page_says_of_stale_samples():
@@ -137,7 +137,7 @@ def test_what_the_page_says_of_ranks_and_of_documents():
 
 def test_what_the_page_says_of_masked_weights_and_of_the_demo():
     runs = by_label("late")
-    less = SeedMean("", "reward", last=10, paired=True)
+    less = SeedMean("", "reward", last_steps=10, is_paired=True)
     for kind, said in (
         ("tokens", "0.039 more than truncated ones (−0.057 to +0.136)"),
         ("sequences", "0.028 more (−0.059 to +0.116)"),
@@ -170,7 +170,7 @@ def test_collected_runs_keep_their_numbers_and_are_told_apart(tmp_path):
     written(tmp_path / "b", "gspo:none", 1, [0.0, 0.5, 0.25], policy={"lr": 0.5})
     written(tmp_path / "c", "gspo:none", 1, [0.0, 0.5, 0.5], loss_fn={"ratio_clip_c": 3.0})
     kept = tmp_path / "kept.parquet"
-    collect_runs(read_curves([tmp_path / name for name in "abc"]), kept, Claim(["seeds"]))
+    collect_runs(read_curves([tmp_path / name for name in "abc"]), kept, EvidenceSpec(["seeds"]))
     found = {curve.label: curve for curve in load_runs(kept)}
     assert list(found) == ["gspo:none", "gspo:none policy.lr=0.5", "gspo:none loss_fn.ratio_clip_c=3.0", "gspo:token"]
     assert found["gspo:none policy.lr=0.5"].series("reward") == [0.0, 0.5, 0.25]
@@ -180,7 +180,7 @@ def test_collected_runs_keep_their_numbers_and_are_told_apart(tmp_path):
 def test_runs_that_are_not_whole_are_refused(tmp_path):
     written(tmp_path / "b", "gspo:none", 2, [0.1] * 2)
     with pytest.raises(ConfigError, match="on seed 2 has 2 steps and is not finished"):
-        collect_runs(read_curves([tmp_path]), tmp_path / "kept.parquet", CLAIMS["stale"])
+        collect_runs(read_curves([tmp_path]), tmp_path / "kept.parquet", EVIDENCE_SPECS["stale"])
 
 
 def course(label, seed, **columns):
@@ -191,11 +191,11 @@ def course(label, seed, **columns):
 def test_a_measure_is_of_seeds():
     base = [course("a", seed, reward=[0.0] * 5 + [0.1 * seed] * 10) for seed in (1, 2, 3)]
     other = [course("b", seed, reward=[float("nan"), 0.1 * seed + 0.2 + 0.01 * (seed - 2)]) for seed in (1, 2, 3, 4)]
-    mean, (low, high) = SeedMean("", "reward", last=10, paired=True).estimate(other, base)
+    mean, (low, high) = SeedMean("", "reward", last_steps=10, is_paired=True).estimate(other, base)
     half = 4.302652729749464 * 0.01 / 3**0.5
     assert (mean, low, high) == pytest.approx((0.2, 0.2 - half, 0.2 + half))
-    assert SeedMean("", "reward", last=10).cell(base, base) == "0.200 (-0.048 to 0.448)"
-    assert SeedMean("", "reward", paired=True).cell(base, base) == "–"
+    assert SeedMean("", "reward", last_steps=10).cell(base, base) == "0.200 (-0.048 to 0.448)"
+    assert SeedMean("", "reward", is_paired=True).cell(base, base) == "–"
     assert SeedMean("", "else").cell(base, base) == "–"
 
 

@@ -42,7 +42,9 @@ def test_replies_repeat_and_are_spread_over_the_numbers():
 
 
 def test_a_response_has_room_for_a_round():
-    with pytest.raises(ConfigError, match="env.min_terms: 6; a call, its reply and their repetition are 7 tokens"):
+    with pytest.raises(
+        ConfigError, match="env.min_terms: 6 is too small: a call, its reply and the repetition are 7 tokens"
+    ):
         Lookups.of(EnvConfig(name="lookups", min_terms=6))
     assert Lookups.of(EnvConfig(name="lookups", modulus=5, min_terms=7)).modulus == 5
 

@@ -15,7 +15,7 @@ from nemo_geomask.tools.lab.packed_rows import pack_sequences, vocabulary_shards
 from nemo_geomask.tools.lab.policy_model import token_logprobs
 from nemo_geomask.tools.lab.ranks import Axis, Ranks, start_ranks
 from nemo_geomask.tools.lab.trainer import Trainer, accumulate_gradients
-from nemo_geomask.tools.lab.training_engine import TrainEngine
+from nemo_geomask.tools.lab.training_engine import TrainingEngine
 from tests.tools.lab.tiny_recipe import TINY, merged
 
 pytestmark = pytest.mark.slow
@@ -84,7 +84,7 @@ def stale(policy):
     return policy
 
 
-class Padded(TrainEngine):
+class Padded(TrainingEngine):
     """Whole padded rows through transformers' own attention and its plain loop over experts."""
 
     def evaluate(self, model, loss, batch, documents, tokens):
@@ -119,7 +119,7 @@ def check(layouts, truth, ranks):
     for (tp, cp, dp), courses in layouts.items():
         ranks = Ranks.of(tp=tp, cp=cp, dp=dp)
         for name in LOSSES:
-            ours, metrics = gradients(recipe({}), name, data[name], TrainEngine(ranks))
+            ours, metrics = gradients(recipe({}), name, data[name], TrainingEngine(ranks))
             expected, whole = found[name]
             assert ours.keys() == expected.keys()
             for key, gradient in ours.items():
@@ -155,7 +155,7 @@ def truth():
 def test_the_engine_alone_equals_padded_rows(truth):
     data, found = truth
     for name in LOSSES:
-        ours, metrics = gradients(recipe({}), name, data[name], TrainEngine())
+        ours, metrics = gradients(recipe({}), name, data[name], TrainingEngine())
         for key, gradient in ours.items():
             torch.testing.assert_close(gradient, found[name][0][key], rtol=2e-4, atol=2e-6)
         equal([metrics], [found[name][1]], name)

@@ -31,13 +31,13 @@ def never(ranks):
 
 def test_one_process_needs_no_company():
     with start_ranks(never, tp=1, cp=1, dp=1) as ranks:
-        assert (ranks.world, ranks.is_first) == (1, True)
+        assert (ranks.world_size, ranks.is_first) == (1, True)
     assert not dist.is_initialized()
 
 
 def test_this_process_is_the_first_of_several():
     with start_ranks(meet, tp=1, cp=2, dp=1) as ranks:
-        assert (ranks.world, ranks.is_first, ranks.cp.size, ranks.tp.group) == (2, True, 2, None)
+        assert (ranks.world_size, ranks.is_first, ranks.cp.size, ranks.tp.group) == (2, True, 2, None)
         assert meet(ranks) == (3.0, 0)
     assert not dist.is_initialized()
 

@@ -34,7 +34,7 @@ RECIPES = sorted((Path(__file__).parents[3] / "recipes" / "lab").glob("*.yaml"))
         ),
         (
             {"policy": {"train_global_batch_size": 64, "docs_per_step": 100}},
-            "r.yaml: policy: train_global_batch_size (64) and docs_per_step (100) both say",
+            "r.yaml: policy: train_global_batch_size (64) and docs_per_step (100) both set",
         ),
         ({"policy": {"train_global_batch_size": None}}, "train_global_batch_size and docs_per_step are both null"),
         (
@@ -124,7 +124,7 @@ def test_a_module_attribute_without_level():
         ("gspo,,cispo", "an empty SPEC"),
         ("gspo,,", "an empty SPEC"),
         (":sequence", "names no loss"),
-        ("gspo,gspo", "given twice"),
+        ("gspo,gspo", "listed twice"),
     ],
 )
 def test_compare_errors(text, needle):

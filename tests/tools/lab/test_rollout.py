@@ -14,7 +14,7 @@ from nemo_geomask.tools.lab.policy_model import build_policy, generation_copy, t
 from nemo_geomask.tools.lab.progression_task import Progressions
 from nemo_geomask.tools.lab.rollout import collect_rollout, write_rollout
 from nemo_geomask.tools.lab.samplers import CopySampler
-from nemo_geomask.tools.lab.training_engine import TrainEngine
+from nemo_geomask.tools.lab.training_engine import TrainingEngine
 
 
 @pytest.fixture
@@ -79,7 +79,7 @@ def replayed(engine, input_ids, width):
 
 def test_float32_generation_has_no_mismatch(parts):
     recipe, task, policy = parts(policy={"generation": {"precision": "float32"}})
-    data = collect_rollout((policy,), None, recipe, task, seeded(), TrainEngine()).data
+    data = collect_rollout((policy,), None, recipe, task, seeded(), TrainingEngine()).data
     difference = (data["prev_logprobs"] - data["generation_logprobs"])[data["token_mask"].bool()]
     assert difference.abs().max() < 1e-5
 
@@ -94,7 +94,7 @@ def test_the_coarser_the_numerics_the_larger_the_mismatch(parts):
         {"quantization": {"weights": "int4"}},
     ):
         recipe, task, policy = parts(policy={"generation": generation})
-        data = collect_rollout((policy,), None, recipe, task, seeded(), TrainEngine()).data
+        data = collect_rollout((policy,), None, recipe, task, seeded(), TrainingEngine()).data
         difference = (data["prev_logprobs"] - data["generation_logprobs"])[data["token_mask"].bool()]
         sizes.append(float(difference.abs().mean()))
         assert torch.isfinite(data["generation_logprobs"]).all()
@@ -103,9 +103,9 @@ def test_the_coarser_the_numerics_the_larger_the_mismatch(parts):
 
 def test_training_in_bfloat16_is_another_arithmetic_on_float32_weights(parts):
     recipe, task, policy = parts()
-    whole = collect_rollout((policy,), None, recipe, task, seeded(), TrainEngine()).data
+    whole = collect_rollout((policy,), None, recipe, task, seeded(), TrainingEngine()).data
     half, _, _ = parts(policy={"precision": "bfloat16"})
-    half = collect_rollout((policy,), None, recipe, task, seeded(), TrainEngine(recipe=half)).data
+    half = collect_rollout((policy,), None, recipe, task, seeded(), TrainingEngine(recipe=half)).data
     assert torch.equal(whole["input_ids"], half["input_ids"])
     gap = (whole["prev_logprobs"] - half["prev_logprobs"])[whole["token_mask"].bool()].abs().mean()
     assert 1e-3 < gap < 0.1
@@ -170,13 +170,13 @@ def test_what_the_environment_writes_is_read_and_not_trained_on(parts):
         assert length == task.prompt_width + terms or (response[-1] == task.eos_id and own[-1])
     assert calls > 20
     sampler = CopySampler(recipe, task)
-    data = collect_rollout((policy,), None, recipe, task, seeded(), TrainEngine(), sampler).data
+    data = collect_rollout((policy,), None, recipe, task, seeded(), TrainingEngine(), sampler).data
     assert (data["token_mask"].sum(dim=1) < data["input_lengths"] - task.prompt_width).any()
 
 
 def test_without_an_end_responses_are_as_long_as_asked_for(parts):
     recipe, task, policy = parts(policy={"generation": {"ignore_eos": True}})
-    data = collect_rollout((policy,), None, recipe, task, seeded(), TrainEngine()).data
+    data = collect_rollout((policy,), None, recipe, task, seeded(), TrainingEngine()).data
     lengths = data["token_mask"].sum(dim=1)
     assert torch.equal(lengths + task.prompt_width, data["input_lengths"].float())
     prompts = task.sample(recipe.grpo.num_prompts_per_step, seeded()[0])
@@ -186,7 +186,7 @@ def test_without_an_end_responses_are_as_long_as_asked_for(parts):
 
 def test_columns_speak_of_their_own_token(parts):
     recipe, task, policy = parts(grpo={"num_prompts_per_step": 8})
-    data = collect_rollout((policy,), policy, recipe, task, seeded(), TrainEngine()).data
+    data = collect_rollout((policy,), policy, recipe, task, seeded(), TrainingEngine()).data
     ids, lengths, mask = data["input_ids"], data["input_lengths"], data["token_mask"]
     batch, width = ids.shape
     # Independent of the lab: one row at a time, unpadded, gathered in float64.
@@ -209,7 +209,7 @@ def test_columns_speak_of_their_own_token(parts):
 
 def test_rewards_and_advantages_belong_to_their_group(parts):
     recipe, task, policy = parts(grpo={"normalize_rewards": False, "use_leave_one_out_baseline": False})
-    data = collect_rollout((policy,), None, recipe, task, seeded(), TrainEngine()).data
+    data = collect_rollout((policy,), None, recipe, task, seeded(), TrainingEngine()).data
     group = recipe.grpo.num_generations_per_prompt
     prompts = data["input_ids"][:, : task.prompt_width].reshape(-1, group, task.prompt_width)
     assert (prompts == prompts[:, :1]).all()
@@ -220,7 +220,7 @@ def test_rewards_and_advantages_belong_to_their_group(parts):
 
 def test_dump_has_nemo_rls_format(parts, tmp_path):
     recipe, task, policy = parts()
-    rollout = collect_rollout((policy,), None, recipe, task, seeded(), TrainEngine())
+    rollout = collect_rollout((policy,), None, recipe, task, seeded(), TrainingEngine())
     write_rollout(rollout, task, tmp_path / "train_data_step1.jsonl")
     lines = [json.loads(line) for line in (tmp_path / "train_data_step1.jsonl").read_text().splitlines()]
     batch, width = rollout.data["input_ids"].shape

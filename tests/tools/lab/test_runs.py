@@ -83,7 +83,7 @@ def test_a_folder_without_runs_beside_one_with_is_said(tiny, tmp_path):
 def test_a_report_into_a_file_is_a_mistake(tmp_path):
     (tmp_path / "afile").touch()
     for out in (tmp_path / "afile", tmp_path / "afile" / "below"):
-        with pytest.raises(ConfigError, match="--out: .*afile.* can't be made a folder"):
+        with pytest.raises(ConfigError, match="--out: the folder .*afile.* can't be created"):
             report_runs([str(tmp_path)], baseline=None, target=None, out=out)
 
 
@@ -92,7 +92,7 @@ def test_what_is_no_run_is_said(tmp_path):
         read_curves([tmp_path])
     (tmp_path / "steps").mkdir()
     (tmp_path / "steps" / "x.parquet").write_text("nothing")
-    with pytest.raises(ConfigError, match="x.parquet holds no run of the lab"):
+    with pytest.raises(ConfigError, match="x.parquet is not a run of the lab"):
         read_curves([tmp_path])
 
 

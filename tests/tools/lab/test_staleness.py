@@ -101,10 +101,10 @@ def test_synchronous_training_keeps_no_old_weights(tiny):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"in_flight_weight_updates": True}, "in_flight_weight_updates does nothing without enabled"),
+        ({"in_flight_weight_updates": True}, "in_flight_weight_updates has no effect without enabled"),
         (
             {"enabled": True, "recompute_kv_cache_after_weight_updates": True},
-            "recompute_kv_cache_after_weight_updates does nothing without in_flight_weight_updates",
+            "recompute_kv_cache_after_weight_updates has no effect without in_flight_weight_updates",
         ),
         ({"max_trajectory_age_steps": 0}, "grpo.async_grpo.max_trajectory_age_steps: Input should be greater than 0"),
     ],

@@ -146,7 +146,7 @@ def test_an_engine_that_drops_the_weights_is_noticed(sampler, policy, task, monk
     load_weights(sampler.llm, checkpoint_weights(build_policy(sampler.recipe.policy.model, task, seed=1)))
     monkeypatch.setattr(lab_vllm, "load_weights", lambda llm, weights: None)
     prompts = task.sample(16, torch.Generator().manual_seed(4))
-    with pytest.raises(EngineError, match="did not take the weights over"):
+    with pytest.raises(EngineError, match="does not use these weights"):
         sampler.sample([policy], prompts, torch.Generator().manual_seed(0))
 
 

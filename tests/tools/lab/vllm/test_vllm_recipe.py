@@ -34,8 +34,12 @@ def test_the_recipe_asks_for_vllm_and_the_usual_one_does_not():
     ("name", "overrides", "message"),
     [
         ("bfloat16.yaml", ["policy.generation.backend=vllm"], "64 / 4 = 16. Change one of them, or start from"),
-        ("vllm.yaml", ["lab.tp=2"], r"lab.tp, lab.cp and lab.dp \(2, 1, 1\) need too"),
-        ("vllm.yaml", ["policy.generation.vllm_kwargs.model=x"], r"vllm_kwargs \(model\): the lab sets it itself"),
+        ("vllm.yaml", ["lab.tp=2"], r"lab.tp, lab.cp and lab.dp \(2, 1, 1\) need it too"),
+        (
+            "vllm.yaml",
+            ["policy.generation.vllm_kwargs.model=x"],
+            r"vllm_kwargs \(model\): the lab sets these arguments",
+        ),
         (
             "vllm.yaml",
             ["grpo.async_grpo.enabled=true", "grpo.async_grpo.in_flight_weight_updates=true"],
