@@ -24,14 +24,18 @@ layout
   The report names what was reduced.
 
 exit status
-  0  every step was trained
-  1  a stage failed, validation included; a loss or gradient norm is NaN; the time limit was reached; --control or
-     --resume gave another loss or metric
+  0  every step was trained through the loss that was asked for, and the report names no fault
+  1  anything else: a stage failed, validation included; no loss or another one was called; a step was vetoed, or its
+     masks kept nothing; loss or gradient norm is NaN; sampler and trainer disagree on weights, or on log-probs by more
+     than in a healthy tiny model; a record was lost; the time limit was reached; --control or a plain --resume gave
+     another loss or metric
   2  a mistake in the arguments, a recipe that can't be read, no NeMo-RL
   130  Ctrl-C
 
 examples
   nemo-geomask rehearse recipe.yaml
+  nemo-geomask rehearse recipe.yaml --dry-run
+  nemo-geomask rehearse recipe.yaml ++checkpointing.enabled=true --resume loss_fn.ratio_clip_max=0.3
   nemo-geomask rehearse recipe.yaml ++loss_fn.name=gspo --steps 2 --ranks 2 --json rehearsal.json
 """
 
@@ -66,8 +70,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--resume",
-        action="store_true",
-        help="train the last step again from the checkpoint before it, with the same samples, and compare",
+        nargs="*",
+        type=_override,
+        metavar="key.path=value",
+        help="train the last step again from the checkpoint before it, with the same samples, and compare; settings "
+        "that follow apply to the resumed run alone",
+    )
+    parser.add_argument("--validate", action="store_true", help="validate after each step, on the built-in prompts")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="print the plan: what is changed, why, and the command; run nothing"
     )
     parser.add_argument("--accept", action="append", default=[], metavar="API", help=ACCEPT_HELP)
     parser.add_argument(
@@ -90,6 +101,12 @@ def _count(text: str) -> int:
     return int(text)
 
 
+def _override(text: str) -> str:
+    if "=" not in text and not text.startswith("~"):
+        raise argparse.ArgumentTypeError(f"'{text}' is not key.path=value; a recipe comes before --resume")
+    return text
+
+
 def run(arguments: argparse.Namespace) -> int:
     """Run the command."""
     from nemo_geomask.tools.rehearse.rehearsal import rehearse
@@ -97,19 +114,32 @@ def run(arguments: argparse.Namespace) -> int:
     from nemo_geomask.tools.shared.json_output import to_json
 
     to_stdout = arguments.json is not None and str(arguments.json) == "-"
-    rehearsal = rehearse(
-        arguments.recipe,
-        arguments.overrides,
-        steps=arguments.steps,
-        ranks=arguments.ranks,
-        own_environment=arguments.env == "own",
-        timeout=arguments.timeout,
-        control=arguments.control,
-        resume=arguments.resume,
-        accept=arguments.accept,
-        folder=arguments.out or Path("results", "rehearsal", Path(arguments.recipe).stem),
-        progress=_ProgressPrinter(),
-    )
+    folder = arguments.out or Path("results", "rehearsal", Path(arguments.recipe).stem)
+    progress = _ProgressPrinter()
+    try:
+        rehearsal = rehearse(
+            arguments.recipe,
+            arguments.overrides,
+            steps=arguments.steps,
+            ranks=arguments.ranks,
+            own_environment=arguments.env == "own",
+            timeout=arguments.timeout,
+            control=arguments.control,
+            resume=arguments.resume,
+            validate=arguments.validate,
+            dry_run=arguments.dry_run,
+            accept=arguments.accept,
+            folder=folder,
+            progress=progress,
+        )
+    except (KeyboardInterrupt, SystemExit) as interruption:
+        event = "interrupted by Ctrl-C" if isinstance(interruption, KeyboardInterrupt) else "ended by a signal"
+        print(
+            f"\nrehearse: {event} {progress.place}; nothing is judged. All its processes have ended; what they wrote "
+            f"is in {folder}",
+            file=sys.stderr,
+        )
+        raise
     report = to_json(as_json(rehearsal))
     if to_stdout:
         print(report)
@@ -126,6 +156,11 @@ class _ProgressPrinter:
     def __init__(self) -> None:
         self._printed_events = 0
         self._last_line = ""
+
+    @property
+    def place(self) -> str:
+        """Place in the run that was printed last."""
+        return f"in {self._last_line}" if self._last_line else "before NeMo-RL had begun"
 
     def __call__(self, events: Sequence[dict[str, Any]]) -> None:
         for event in events[self._printed_events :]:

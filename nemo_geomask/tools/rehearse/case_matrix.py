@@ -278,7 +278,7 @@ def _run(case: Trial) -> dict[str, Any]:
                 steps=case.steps,
                 ranks=case.ranks,
                 control=case.control,
-                resume=case.resume,
+                resume=() if case.resume else None,
                 timeout=case.timeout,
                 folder=Path(folder, "out"),
             )

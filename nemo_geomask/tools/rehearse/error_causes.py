@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 
-__all__ = ["CAUSES", "likely_cause"]
+__all__ = ["CAUSES", "MEMORY", "likely_cause"]
+
+MEMORY = "this machine's memory"
 
 CAUSES: Sequence[tuple[str, str, str]] = (
     # Pattern, searched in the error and its tracebacks in this order; setting or group of settings; what to do.
@@ -70,6 +72,12 @@ CAUSES: Sequence[tuple[str, str, str]] = (
     (r"chat_template", "policy.tokenizer.chat_template", "the tokenizer has no such template"),
     (r"is not registered in ENV_REGISTRY", "data.default.env_name", "the environment is not known to NeMo-RL"),
     (r"KeyError: '(\w+)'", r"\1", "NeMo-RL reads this key, which the recipe does not have"),
+    (
+        r"actor died unexpectedly|Worker unexpectedly exits|connection error code|EngineDeadError|SIGKILL|status -9",
+        MEMORY,
+        "a worker's process was killed from outside: by the kernel for want of memory (dmesg says so), by a job's "
+        "limits, or by hand; or it crashed in native code, and the log has its last words",
+    ),
 )
 
 

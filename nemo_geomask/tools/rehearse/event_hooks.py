@@ -4,22 +4,31 @@ from __future__ import annotations
 
 import functools
 import importlib
+import importlib.util
 import itertools
 import sys
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from nemo_geomask.hosts.nemo_rl import patch
 from nemo_geomask.losses import PrestepPass
-from nemo_geomask.tools.rehearse import loss_calls
+from nemo_geomask.tools.rehearse import loss_calls, weight_sums
 from nemo_geomask.tools.rehearse.event_log import Events, stage_of
 
 __all__ = ["patches"]
 
 _PATIENCE = 60.0
-# Policies of this process whose workers train.
+_POLL = 0.1
+# Policies of this process whose workers train, and samplers whose engines get the weights.
 _policies: weakref.WeakSet[Any] = weakref.WeakSet()
+_samplers: weakref.WeakSet[Any] = weakref.WeakSet()
+_SYNCHRONIZERS = (
+    ("nemo_rl.weight_sync.ipc_weight_synchronizer", "IPCWeightSynchronizer"),
+    ("nemo_rl.weight_sync.collective_weight_synchronizer", "CollectiveWeightSynchronizer"),
+)
+"""Classes whose ``sync_weights`` is a refit; v0.6.0 has none, and there ``refit_policy_generation`` is the only one."""
 
 
 def patches(events: Events, *, controller: bool = False, first_seed: int | None = None) -> Iterator[patch.Patch]:
@@ -38,17 +47,92 @@ def patches(events: Events, *, controller: bool = False, first_seed: int | None 
     yield patch.attribute(PrestepPass, "__call__", functools.partial(_log_stage, events, "veto", None))
     yield patch.attribute(logger, "log_metrics", functools.partial(_log_metrics, events))
     for module, name, on_success in (
-        ("nemo_rl.models.policy.lm_policy", "Policy", _count_losses),
-        ("nemo_rl.models.generation.vllm", "VllmGeneration", None),
+        ("nemo_rl.models.policy.lm_policy", "Policy", functools.partial(_count_losses, events)),
+        ("nemo_rl.models.generation.vllm", "VllmGeneration", _samplers.add),
     ):
         owner = getattr(importlib.import_module(module), name)
         yield patch.attribute(owner, "__init__", functools.partial(_log_stage, events, "workers", on_success))
+    yield from _refit_patches(events)
     if first_seed is not None:
         sampler = importlib.import_module("nemo_rl.models.generation.vllm").VllmGeneration
         yield patch.attribute(sampler, "generate", functools.partial(_seed_sampler, itertools.count(first_seed)))
     if controller:
         controllers = importlib.import_module("nemo_rl.algorithms.single_controller")
         yield patch.attribute(controllers, "SingleControllerActor", functools.partial(_Controller, events))
+
+
+def _refit_patches(events: Events) -> Iterator[patch.Patch]:
+    algorithms = importlib.import_module("nemo_rl.algorithms.grpo")
+    compare = functools.partial(_compare_after_refit, events)
+    yield patch.rebound(algorithms, "refit_policy_generation", compare)
+    for module, name in _SYNCHRONIZERS:
+        if importlib.util.find_spec(module.rpartition(".")[0]) is not None:
+            synchronizer = getattr(importlib.import_module(module), name)
+            yield patch.attribute(synchronizer, "sync_weights", compare)
+
+
+def _compare_after_refit(events: Events, original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        try:
+            _compare_weights(events)
+        except Exception as error:  # the rehearsal goes on, and the report says that nothing was compared
+            events("weights", error=f"{type(error).__name__}: {error}")
+        return result
+
+    return call
+
+
+def _compare_weights(events: Events) -> None:
+    """Log which groups of weights differ between the training workers and the engines, once for each refit."""
+    sent = max(_call_workers(_policies, weight_sums.read_sent_sums), key=lambda answer: int(answer["refits"]))
+    refits = int(sent["refits"])
+    if refits in _compared_refits:
+        return  # refit_policy_generation calls sync_weights
+    _compared_refits.add(refits)
+    if not sent["sums"]:
+        events("weights", error="this NeMo-RL sends the weights in a way that is not observed", refits=refits)
+        return
+    engines = 0
+    differences: dict[str, weight_sums.Difference] = {}
+    for processes in _engine_sums():
+        if len(processes) != 1:
+            events("weights", error=f"an engine of {len(processes)} processes has shards of the weights", refits=refits)
+            return
+        engines += 1
+        for difference in weight_sums.compare(sent["sums"], processes[0]):
+            differences.setdefault(difference.group, difference)
+    groups = len(sent["sums"])
+    listed = [vars(difference) for difference in differences.values()]
+    events("weights", refits=refits, engines=engines, groups=groups, differences=listed)
+
+
+_compared_refits: set[int] = set()
+
+
+def _call_workers(groups: Any, function: Callable[[Any], Any]) -> list[Any]:
+    """Run a function in the process of each worker of policies or samplers."""
+    workers = [worker for group in groups for worker in group.worker_group.workers]
+    calls = [worker.__ray_call__.remote(function) for worker in workers]
+    answers: list[Any] = importlib.import_module("ray").get(calls, timeout=_PATIENCE)
+    return answers
+
+
+def _engine_sums() -> Iterator[list[Any]]:
+    """Yield the sums of each engine, one for each of its processes."""
+    ray = importlib.import_module("ray")
+    deadline = time.monotonic() + _PATIENCE
+    workers = [worker for sampler in _samplers for worker in sampler.worker_group.workers]
+    for worker in workers:
+        answer = ray.get(worker.__ray_call__.remote(weight_sums.engine_sums), timeout=_PATIENCE)
+        while answer == "pending":
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"an engine did not sum its weights within {_PATIENCE:.0f} s")
+            time.sleep(_POLL)
+            answer = ray.get(worker.__ray_call__.remote(weight_sums.read_engine_sums), timeout=_PATIENCE)
+        if answer is not None:
+            yield answer
 
 
 def _seed_sampler(seeds: Iterator[int], original: Callable[..., Any]) -> Callable[..., Any]:
@@ -77,7 +161,9 @@ class _Controller:
 
 def _patch_actor(actor: Any, events: Events) -> None:
     policy = importlib.import_module("nemo_rl.models.policy.lm_policy").Policy
+    sampler = importlib.import_module("nemo_rl.models.generation.vllm").VllmGeneration
     _policies.update(value for value in vars(actor).values() if isinstance(value, policy))
+    _samplers.update(value for value in vars(actor).values() if isinstance(value, sampler))
     patch.apply_all(patches(events))
 
 
@@ -113,11 +199,12 @@ def _log_stage(
     return call
 
 
-def _count_losses(policy: Any) -> None:
-    """Make the workers of a policy count the losses that they call."""
+def _count_losses(events: Events, policy: Any) -> None:
+    """Make the workers of a policy count the losses that they call, and sum the weights that they send."""
     workers = policy.worker_group.workers
     importlib.import_module("ray").get([worker.__ray_call__.remote(loss_calls.count_calls) for worker in workers])
     _policies.add(policy)
+    events("proof", step=0, workers=_call_workers(_policies, loss_calls.read_counts))
 
 
 def _log_metrics(events: Events, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -127,20 +214,11 @@ def _log_metrics(events: Events, original: Callable[..., Any]) -> Callable[..., 
         result = original(self, metrics, step, prefix=prefix, **kwargs)
         events("metrics", step=int(step), prefix=prefix, values=_numeric_metrics(metrics))
         if prefix == "train" and "loss" in metrics:
-            events("proof", step=int(step), workers=_read_counts())
+            events("proof", step=int(step), workers=_call_workers(_policies, loss_calls.read_counts))
         events("end", stage="metrics", label=prefix)
         return result
 
     return call
-
-
-def _read_counts() -> list[dict[str, Any]]:
-    ray = importlib.import_module("ray")
-    workers = [worker for policy in _policies for worker in policy.worker_group.workers]
-    counts: list[dict[str, Any]] = ray.get(
-        [worker.__ray_call__.remote(loss_calls.read_counts) for worker in workers], timeout=_PATIENCE
-    )
-    return counts
 
 
 def _numeric_metrics(metrics: Any) -> dict[str, float]:

@@ -12,9 +12,24 @@ from typing import Any
 __all__ = ["STAGES", "Events", "read_events", "stage_of"]
 
 STAGES: tuple[str, ...] = (
-    *("validation", "start", "workers", "refit", "sampling", "log-probs", "veto", "step", "metrics", "checkpoint"),
+    *(
+        "validation",
+        "start",
+        "workers",
+        "refit",
+        "sampling",
+        "log-probs",
+        "veto",
+        "step",
+        "val",
+        "metrics",
+        "checkpoint",
+    ),
 )
-"""Stages of a rehearsal, in the order in which they first begin."""
+"""Stages of a rehearsal, in the order in which they first begin.
+
+``validation`` is that of the recipe, by ``check``; ``val`` is NeMo-RL's, over prompts.
+"""
 
 _STAGE_OF_LABEL: tuple[tuple[str, str], ...] = (
     # Prefix of a label of NeMo-RL's Timer, and the stage; for v0.6.0 to main, all trainers.
@@ -31,6 +46,7 @@ _STAGE_OF_LABEL: tuple[tuple[str, str], ...] = (
     ("training_prep", "step"),
     ("policy_training", "step"),
     ("value_training", "step"),
+    ("total_validation_time", "val"),
     ("checkpointing", "checkpoint"),
 )
 
@@ -56,7 +72,7 @@ class Events:
         """Write one event.
 
         Args:
-            event_type: ``begin`` or ``end`` of a ``stage``, ``metrics``, ``proof``, ``error`` or ``done``.
+            event_type: ``begin`` or ``end`` of a ``stage``, ``metrics``, ``proof``, ``weights``, ``error`` or ``done``.
             fields: JSON values.
         """
         line = json.dumps({"at": time.time(), "kind": event_type, **fields}, default=str) + "\n"

@@ -61,7 +61,14 @@ def launch_environment(
     }
     (folder / "settings.json").write_text(json.dumps(settings), encoding="utf-8")
     path = [str(checkout), *_submodules(checkout, plan.automodel)]
-    variables = {driver.SETTINGS: str(folder / "settings.json"), ROOT_VARIABLE: str(checkout), IDENTITY: identity}
+    variables = {
+        driver.SETTINGS: str(folder / "settings.json"),
+        ROOT_VARIABLE: str(checkout),
+        IDENTITY: identity,
+        # Megatron's copy of the tiny model, and vLLM's caches of it, are of no use to anyone else.
+        "NRL_MEGATRON_CHECKPOINT_DIR": str(folder / "megatron"),
+        "VLLM_CACHE_ROOT": str(folder / "vllm"),
+    }
     if not gpus:
         site = folder / "site"
         site.mkdir()

@@ -1,4 +1,4 @@
-"""Counts of loss calls in each worker, which prove which loss trained."""
+"""Counts of loss calls and refits in each worker, which prove which loss trained."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any
 
 from nemo_geomask.hosts.nemo_rl import facts, patch
 from nemo_geomask.losses import PolicyLoss
+from nemo_geomask.tools.rehearse import weight_sums
 
 __all__ = ["count_calls", "read_counts", "seed"]
 
@@ -20,7 +21,7 @@ _calls: dict[str, int] = {}
 
 
 def count_calls(actor: Any = None) -> None:
-    """Start counting calls of our losses and of NeMo-RL's in this process; a second call does nothing.
+    """Start counting calls of our losses, of NeMo-RL's and refits in this process; a second call does nothing.
 
     Args:
         actor: the Ray actor in whose process this runs; not used.
@@ -32,13 +33,17 @@ def read_counts(actor: Any = None) -> dict[str, Any]:
     """Return the counts of this process, and where it runs.
 
     Args:
-        actor: the Ray actor in whose process this runs; not used.
+        actor: NeMo-RL's training worker.
 
     Returns:
-        ``calls``: number by the loss's repr; ``file``: path of nemo_geomask; ``pid``, ``python``, ``host``.
+        ``calls``: number by the loss's repr; ``refits``: number of times that it sent its weights; ``weights``: see
+        :func:`~nemo_geomask.tools.rehearse.weight_sums.local_sums`; ``file``: path of nemo_geomask; ``pid``,
+        ``python``, ``host``.
     """
     return {
         "calls": dict(_calls),
+        "refits": weight_sums.read_sent_sums()["refits"],
+        "weights": weight_sums.local_sums(actor),
         "file": importlib.import_module("nemo_geomask").__file__,
         "pid": os.getpid(),
         "python": sys.executable,
@@ -62,12 +67,15 @@ def _patches() -> Iterator[patch.Patch]:
     nemo_rl_loss = getattr(importlib.import_module(facts.LOSS_MODULE), facts.LOSS_CLASS, None)
     if nemo_rl_loss is not None:
         yield patch.attribute(nemo_rl_loss, "__call__", _count)
+    yield from weight_sums.observe_sends()
 
 
 def _count(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        name = repr(self) if isinstance(self, PolicyLoss) else f"{type(self).__module__}.{type(self).__qualname__}"
+        name = f"{type(self).__module__}.{type(self).__qualname__}"
+        if isinstance(self, PolicyLoss):  # or a subclass of it, which keeps log-probs for the record
+            name = repr(self).replace(type(self).__name__, PolicyLoss.__name__, 1)
         _calls[name] = _calls.get(name, 0) + 1
         return original(self, *args, **kwargs)
 

@@ -12,7 +12,10 @@ from nemo_geomask.tools.rehearse.cpu_settings import cpu_changes
 from nemo_geomask.tools.rehearse.setting_change import Change, as_override
 from nemo_geomask.tools.rehearse.tiny_models import TinyModel, tiny_model
 
-__all__ = ["Plan", "plan"]
+__all__ = ["RECORDS", "Plan", "plan"]
+
+RECORDS = "records"
+"""Name of the folder of records, in a rehearsal's folder."""
 
 _PROMPTS = 4
 _GENERATIONS = 4
@@ -64,6 +67,8 @@ def plan(
     gpus: bool = False,
     automodel: bool = True,
     resume: bool = False,
+    validate: bool = False,
+    record: bool = False,
 ) -> Plan:
     """Plan the rehearsal of a recipe.
 
@@ -76,6 +81,8 @@ def plan(
         gpus: this machine has GPUs; without them, settings that a CPU does not support are changed and reported.
         automodel: Automodel is there for DTensor v2's workers.
         resume: save and keep a checkpoint of the step before the last.
+        validate: validate after every step, and before the first if the recipe does.
+        record: record every step, so that the run can be diagnosed.
 
     Raises:
         ConfigError: the model's architecture is not known.
@@ -87,17 +94,18 @@ def plan(
     size = _sequence_length(facts, layout, own_environment)
     batch = _batch_sizes(facts, layout, size)
     changes = [
-        *_model_and_data(facts, folder, own_environment),
-        *_shorten(facts, steps, resume),
+        *_model_and_data(facts, folder, own_environment, validate),
+        *_shorten(facts, steps, resume, validate),
         *batch,
         *_parallel_sizes(facts, layout, full, gpus),
         *_redirect_output(facts, folder),
+        *_record(facts, folder, record),
         *([] if gpus else cpu_changes(facts, automodel=automodel)),
     ]
     script = "grpo_single_controller" if _uses_single_controller(facts) else facts.algorithm
     cards = layout.ranks + (0 if facts.get("policy.generation.colocated.enabled", True) else 1)
     effective = [change for change in changes if change.was != change.value or change.delete or change.pinned]
-    unrehearsed = tuple(_unrehearsed(facts, layout, full, effective, gpus))
+    unrehearsed = tuple(_unrehearsed(facts, layout, full, effective, gpus, validate))
     v2 = "policy.dtensor_cfg._v2"
     takes_automodel = not facts.uses_megatron and facts.is_true(v2) and all(change.key != v2 for change in effective)
     script = f"examples/run_{script}.py"
@@ -109,7 +117,7 @@ def _uses_single_controller(facts: RecipeFacts) -> bool:
     return facts.get("async_rl") is not None
 
 
-def _model_and_data(facts: RecipeFacts, folder: Path, own_environment: bool) -> Iterator[Change]:
+def _model_and_data(facts: RecipeFacts, folder: Path, own_environment: bool, validate: bool) -> Iterator[Change]:
     for section in trained_sections(facts):
         for key, value in (
             ("model_name", str(folder / "model")),
@@ -134,23 +142,30 @@ def _model_and_data(facts: RecipeFacts, folder: Path, own_environment: bool) -> 
         "seed": 42,
     }
     yield Change("data.train", train, facts.get("data.train"), delete=facts.get("data.train") is not None)
-    yield Change("data.validation", None, facts.get("data.validation"))
+    validation = {key: value for key, value in train.items() if key != "split_validation_size"} if validate else None
+    was = facts.get("data.validation")
+    yield Change("data.validation", validation, was, delete=validate and was is not None)
     if facts.is_true("data.use_multiple_dataloader"):
         yield Change("data.use_multiple_dataloader", False, True, "one built-in set of prompts")
     yield Change("data.num_workers", 0, facts.get("data.num_workers"))
     yield Change(f"env.{_ENVIRONMENT}", {}, facts.get(f"env.{_ENVIRONMENT}"))
 
 
-def _shorten(facts: RecipeFacts, steps: int, resume: bool) -> Iterator[Change]:
+def _shorten(facts: RecipeFacts, steps: int, resume: bool, validate: bool) -> Iterator[Change]:
     section = facts.algorithm
     yield Change(f"{section}.max_num_steps", steps, facts.get(f"{section}.max_num_steps"))
     if (facts.number("ppo.ppo_epochs") or 1) > 2:
         yield Change("ppo.ppo_epochs", 2, facts.get("ppo.ppo_epochs"))
     if (facts.number("ppo.policy_training_start_step") or 0) > 1:
         yield Change("ppo.policy_training_start_step", 1, facts.get("ppo.policy_training_start_step"))
-    for key, value in (("val_period", 0), ("val_at_start", False), ("val_at_end", False)):
-        if facts.get(f"{section}.{key}") is not None:
-            yield Change(f"{section}.{key}", value, facts.get(f"{section}.{key}"))
+    if validate:
+        yield Change(f"{section}.val_period", 1, facts.get(f"{section}.val_period"))
+        if (facts.number(f"{section}.val_start_at") or 0) > 1:
+            yield Change(f"{section}.val_start_at", 1, facts.get(f"{section}.val_start_at"))
+    else:
+        for key, value in (("val_period", 0), ("val_at_start", False), ("val_at_end", False)):
+            if facts.get(f"{section}.{key}") is not None:
+                yield Change(f"{section}.{key}", value, facts.get(f"{section}.{key}"))
     if facts.is_true("checkpointing.enabled"):
         # The last step is saved, whatever the period.
         saved = steps - 1 if resume else steps
@@ -159,7 +174,7 @@ def _shorten(facts: RecipeFacts, steps: int, resume: bool) -> Iterator[Change]:
             # A number, not null: main's schema does not allow null for keep_top_k.
             if resume and (kept := facts.number(key)) is not None and kept < steps:
                 yield Change(key, steps, facts.get(key), "the checkpoint before the last is resumed from")
-        if facts.get("checkpointing.metric_name") is not None:
+        if facts.get("checkpointing.metric_name") is not None and not validate:
             yield Change(
                 "checkpointing.metric_name", None, facts.get("checkpointing.metric_name"), "there is no validation"
             )
@@ -271,12 +286,28 @@ def _redirect_output(facts: RecipeFacts, folder: Path) -> Iterator[Change]:
     """Yield changes that keep all output in the folder."""
     yield Change("logger.log_dir", str(folder / "logs"), facts.get("logger.log_dir"))
     yield Change("checkpointing.checkpoint_dir", str(folder / "checkpoints"), facts.get("checkpointing.checkpoint_dir"))
-    for name in ("wandb", "swanlab", "mlflow", "tensorboard"):
+    for name in ("wandb", "swanlab", "mlflow"):  # TensorBoard's files are in the log's folder
         if facts.is_true(f"logger.{name}_enabled"):
             yield Change(f"logger.{name}_enabled", False, True)
 
 
-def _unrehearsed(facts: RecipeFacts, layout: Layout, full: Layout, changes: list[Change], gpus: bool) -> Iterator[str]:
+def _record(facts: RecipeFacts, folder: Path, record: bool) -> Iterator[Change]:
+    """Yield changes that keep the records in the folder, and that record every step if ``record``."""
+    if facts.trains_nemo_rl_loss:
+        return
+    directory, was = str(folder / RECORDS), facts.get("loss_fn.record")
+    if was is None:
+        if record:
+            yield Change("loss_fn.record", {"dir": directory}, None)
+        return
+    yield Change("loss_fn.record.dir", directory, facts.get("loss_fn.record.dir"))
+    if facts.get("loss_fn.record.every") not in (None, 1):
+        yield Change("loss_fn.record.every", 1, facts.get("loss_fn.record.every"))
+
+
+def _unrehearsed(
+    facts: RecipeFacts, layout: Layout, full: Layout, changes: list[Change], gpus: bool, validate: bool
+) -> Iterator[str]:
     yield "memory: the model, its batches and its sequences are tiny"
     yield "network: one machine, no node but this"
     if layout != full:
@@ -289,5 +320,5 @@ def _unrehearsed(facts: RecipeFacts, layout: Layout, full: Layout, changes: list
         for change in changes
         if change.why and change.why != "ranks" and change.was is not None and change.was != change.value
     )
-    if facts.get(f"{facts.algorithm}.val_period"):
-        yield "validation: none of the recipe's"
+    if facts.get(f"{facts.algorithm}.val_period") and not validate:
+        yield "validation: none of the recipe's (--validate rehearses it)"

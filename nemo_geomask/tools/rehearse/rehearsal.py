@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import shutil
 import sys
@@ -18,8 +19,10 @@ from nemo_geomask.tools.check import Finding, RecipeFacts, check
 from nemo_geomask.tools.rehearse import driver
 from nemo_geomask.tools.rehearse.control_run import Comparison, compare, control_overrides, inexpressible
 from nemo_geomask.tools.rehearse.event_log import STAGES, read_events
+from nemo_geomask.tools.rehearse.gate import RunEvidence, unmet_conditions
 from nemo_geomask.tools.rehearse.launch_environment import has_automodel, launch_environment
-from nemo_geomask.tools.rehearse.plan import Plan, plan
+from nemo_geomask.tools.rehearse.mismatch_check import check_mismatch, has_experts, healthy_limits
+from nemo_geomask.tools.rehearse.plan import RECORDS, Plan, plan
 from nemo_geomask.tools.rehearse.run_outcome import Breakdown, RunResult, outcome_of
 from nemo_geomask.tools.rehearse.supervision import supervised
 from nemo_geomask.tools.rehearse.tiny_models import write_prompts
@@ -48,6 +51,8 @@ class Rehearsal:
         control: outcome with NeMo-RL's own loss; None if it was not run.
         ours_only: settings that NeMo-RL's own loss does not have, so that there is no control.
         resumed: outcome of the last step alone, resumed from the checkpoint before it; None if it was not run.
+        resume_changes: overrides under which it was resumed; its metrics then need not equal the first run's.
+        command: the driver's command; empty if there is no plan.
     """
 
     recipe: Path
@@ -61,6 +66,8 @@ class Rehearsal:
     control: RunResult | None = None
     ours_only: tuple[str, ...] = ()
     resumed: RunResult | None = None
+    resume_changes: tuple[str, ...] = ()
+    command: tuple[str, ...] = ()
 
     @property
     def resumptions(self) -> tuple[Comparison, ...]:
@@ -74,7 +81,7 @@ class Rehearsal:
         """Finding that explains why the resumed step differs; None if it is equal or nothing is known to explain it."""
         differs = any(each.sampled_alike and not each.equal for each in self.resumptions)
         # Only DTensor v2's workers replace the reference, and a machine without Automodel rehearses v1's.
-        if not differs or self.plan is None or not self.plan.automodel:
+        if not differs or self.resume_changes or self.plan is None or not self.plan.automodel:
             return None
         return next((finding for finding in self.findings if finding.rule.id == _RESET_REFERENCE), None)
 
@@ -87,10 +94,15 @@ class Rehearsal:
 
     @property
     def ok(self) -> bool:
-        """True if all steps of all runs were trained, with equal results in control and resumed run."""
+        """True if all steps of all runs were trained, with equal results in control and resumed run.
+
+        Of a rehearsal that was only planned: True if the recipe has no errors.
+        """
+        if self.outcome is None:
+            return self.plan is not None
         runs = [self.outcome, *(run for run in (self.control, self.resumed) if run is not None)]
-        trained = all(run is not None and run.failure is None for run in runs)
-        comparisons = (*self.comparisons, *self.resumptions)
+        trained = all(run.failure is None for run in runs)
+        comparisons = (*self.comparisons, *(() if self.resume_changes else self.resumptions))
         return trained and all(comparison.equal for comparison in comparisons if comparison.sampled_alike)
 
 
@@ -110,7 +122,9 @@ def rehearse(
     own_environment: bool = False,
     timeout: float = 600.0,
     control: bool = False,
-    resume: bool = False,
+    resume: Sequence[str] | None = None,
+    validate: bool = False,
+    dry_run: bool = False,
     accept: Sequence[str] = (),
     folder: Path,
     progress: Callable[[Sequence[dict[str, object]]], None] = lambda events: None,
@@ -125,7 +139,10 @@ def rehearse(
         own_environment: use the recipe's own prompts and rewards.
         timeout: time limit of each run, in seconds.
         control: run it again with NeMo-RL's own loss, if that has the recipe's settings.
-        resume: train the last step again, from the checkpoint of the step before.
+        resume: overrides under which the last step is trained again, from the checkpoint of the step before; empty
+            for none, None not to train it again.
+        validate: validate after every step.
+        dry_run: make the plan alone; nothing is written or run.
         accept: dotted names of NeMo-RL APIs that may differ from the tested versions.
         folder: folder for model, prompts, log and checkpoints. An earlier rehearsal in it is deleted once this one is
             planned.
@@ -142,19 +159,31 @@ def rehearse(
     began = time.monotonic()
     checkout = nemo_rl_checkout()
     facts = RecipeFacts.from_recipe(read_recipe(recipe, overrides))
-    if resume and (steps < 2 or not facts.is_true("checkpointing.enabled")):
+    if resume is not None and (steps < 2 or not facts.is_true("checkpointing.enabled")):
         raise ConfigError(
             Problem(("checkpointing.enabled",), "--resume needs a checkpoint: set true, and 2 --steps at least")
         )
-    report = check(facts)
+    resumed_args = (*overrides, *(resume or ()))
+    resumed_facts = RecipeFacts.from_recipe(read_recipe(recipe, resumed_args)) if resume else facts
+    reports = [check(facts), *([check(resumed_facts)] if resume else [])]
+    report = next((each for each in reports if each.count("error")), reports[0])
     gpus = has_gpus()
     folder = folder.resolve()
-    _check_output_folder(folder)
+    if not dry_run:
+        _check_output_folder(folder)
     if report.count("error"):
         seconds = time.monotonic() - began
         return Rehearsal(Path(recipe), checkout, report.findings, gpus, None, None, folder, seconds)
-    settings = _RunSettings(checkout, steps, ranks, own_environment, gpus, timeout, resume, tuple(accept), progress)
+    settings = _RunSettings(
+        checkout, steps, ranks, own_environment, gpus, timeout, resume is not None, validate, tuple(accept), progress
+    )
     planned = _make_plan(facts, folder, settings)
+    command = _command(facts, planned, tuple(overrides), settings)
+    if dry_run:
+        seconds = time.monotonic() - began
+        return Rehearsal(
+            Path(recipe), checkout, report.findings, gpus, planned, None, folder, seconds, command=tuple(command)
+        )
     if folder.exists():
         shutil.rmtree(folder)
     outcome = _run(facts, planned, tuple(overrides), folder, settings)
@@ -167,12 +196,12 @@ def rehearse(
         control_plan = _make_plan(control_facts, control_folder, settings)
         control_outcome = _run(control_facts, control_plan, control_args, control_folder, settings)
     resumed = None
-    if resume and outcome.failure is None:
+    if resume is not None and outcome.failure is None:
         saved = folder / "checkpoints" / f"step_{steps - 1}"
         resumed_folder = folder / "resumed"
         if saved.is_dir():
-            resumed_plan = _make_plan(facts, resumed_folder, settings)
-            resumed = _run(facts, resumed_plan, tuple(overrides), resumed_folder, settings, saved)
+            resumed_plan = _make_plan(resumed_facts, resumed_folder, settings)
+            resumed = _run(resumed_facts, resumed_plan, resumed_args, resumed_folder, settings, saved)
         else:
             missing = f"{saved} is not there: checkpointing: saved or kept no checkpoint of step {steps - 1}"
             resumed = RunResult((), Breakdown("checkpoint", missing, missing), {})
@@ -189,6 +218,8 @@ def rehearse(
         control=control_outcome,
         ours_only=ours_only,
         resumed=resumed,
+        resume_changes=tuple(resume or ()),
+        command=tuple(command),
     )
 
 
@@ -203,6 +234,7 @@ class _RunSettings:
     gpus: bool
     timeout: float
     resume: bool
+    validate: bool
     accept: tuple[str, ...]
     progress: Callable[[Sequence[dict[str, object]]], None]
 
@@ -232,12 +264,22 @@ def _make_plan(facts: RecipeFacts, folder: Path, settings: _RunSettings) -> Plan
         gpus=settings.gpus,
         automodel=has_automodel(settings.checkout),
         resume=settings.resume,
+        validate=settings.validate,
+        record=importlib.util.find_spec("pyarrow") is not None,
     )
     if not (settings.checkout / planned.script).is_file():
         raise ConfigError(
             f"the NeMo-RL in {settings.checkout} has no {planned.script}, which this recipe's algorithm needs"
         )
     return planned
+
+
+def _command(facts: RecipeFacts, planned: Plan, overrides: tuple[str, ...], settings: _RunSettings) -> list[str]:
+    """Return the command of the driver."""
+    script = str(settings.checkout / planned.script)
+    arguments = [script, "--config", str(facts.recipe.path.resolve()), *overrides, *planned.overrides]
+    accept = [part for name in settings.accept for part in ("--accept", name)]
+    return [sys.executable, "-m", "nemo_geomask.cli", "run", *accept, str(Path(driver.__file__)), *arguments]
 
 
 def _run(
@@ -254,13 +296,11 @@ def _run(
     if saved is not None:
         shutil.copytree(saved, folder / "checkpoints" / saved.name)
         resumed_steps = settings.steps - 1
-    script = str(settings.checkout / planned.script)
-    arguments = [script, "--config", str(facts.recipe.path.resolve()), *overrides, *planned.overrides]
-    accept = [part for name in settings.accept for part in ("--accept", name)]
-    command = [sys.executable, "-m", "nemo_geomask.cli", "run", *accept, str(Path(driver.__file__)), *arguments]
+    command = _command(facts, planned, overrides, settings)
     (folder / _COMMAND).write_text("\n".join(command), encoding="utf-8")
     events = folder / "events.jsonl"
     started = time.time()
+    killed_before = _kernel_kills()
     environment_of_driver = launch_environment(
         *(folder, settings.checkout, planned),
         gpus=settings.gpus,
@@ -276,16 +316,53 @@ def _run(
             folder=settings.checkout,
             every_tick=lambda: settings.progress(list(read_events(events))),
         )
-    return outcome_of(
+    log = (folder / "log.txt").read_text(encoding="utf-8", errors="replace")
+    outcome = outcome_of(
         read_events(events),
         status=status,
         steps=settings.steps - resumed_steps,
         started=started,
         ended=time.time(),
-        expected_stages=frozenset(STAGES) - _absent_stages(facts),
-        log=(folder / "log.txt").read_text(encoding="utf-8", errors="replace")[-20_000:],
+        expected_stages=frozenset(STAGES) - _absent_stages(facts, settings),
+        log=log[-20_000:],
         settings=dict(_flatten(facts.recipe.data)),
+        killed_by_kernel=_kernel_kills() - killed_before,
     )
+    return _judge(outcome, facts, planned, folder, range(resumed_steps + 1, settings.steps + 1), log)
+
+
+def _judge(
+    outcome: RunResult, facts: RecipeFacts, planned: Plan, folder: Path, steps: Sequence[int], log: str
+) -> RunResult:
+    """Return the outcome with the diagnosis of its records and the conditions that it does not meet."""
+    changed = {change.key: change.value for change in planned.changes}
+    records = folder / RECORDS if any(key.startswith("loss_fn.record") for key in changed) else None
+    mismatch = None
+    if records is not None:
+        trainer, sampler = (
+            str(changed.get(key, facts.get(key)))
+            for key in ("policy.precision", "policy.generation.vllm_cfg.precision")
+        )
+        mismatch = check_mismatch(records, healthy_limits(trainer, sampler, experts=has_experts(folder / "model")))
+    evidence = RunEvidence(
+        events=list(read_events(folder / "events.jsonl")),
+        metrics=outcome.metrics,
+        steps=steps,
+        loss_name=None if facts.trains_nemo_rl_loss else facts.config.name,
+        records=records,
+        mismatch=mismatch,
+        log=log,
+    )
+    return outcome.judged(unmet_conditions(evidence) if outcome.metrics else (), mismatch)
+
+
+def _kernel_kills() -> int:
+    """Return the number of processes on this machine that the kernel has killed for want of memory."""
+    try:
+        lines = Path("/proc/vmstat").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)
 
 
 def nemo_rl_checkout() -> Path:
@@ -314,9 +391,9 @@ def _flatten(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str
             yield from _flatten(value, f"{prefix}{name}.")
 
 
-def _absent_stages(facts: RecipeFacts) -> frozenset[str]:
-    """Return the stages that the recipe does not have."""
-    without = set()
+def _absent_stages(facts: RecipeFacts, settings: _RunSettings) -> frozenset[str]:
+    """Return the stages that the rehearsal of the recipe does not have."""
+    without = set() if settings.validate else {"val"}
     if not facts.config.needs_prestep_pass or facts.trains_nemo_rl_loss:
         without.add("veto")
     if not facts.is_true("checkpointing.enabled"):

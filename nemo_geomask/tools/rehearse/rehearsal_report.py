@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from nemo_geomask.tools.rehearse.control_run import Comparison
+from nemo_geomask.tools.rehearse.mismatch_check import Mismatch
+from nemo_geomask.tools.rehearse.plan import Plan
 from nemo_geomask.tools.rehearse.rehearsal import Rehearsal
 from nemo_geomask.tools.rehearse.run_outcome import Breakdown, RunResult, Stage
+from nemo_geomask.tools.rehearse.setting_change import as_override
 from nemo_geomask.tools.shared.json_output import replace_nonfinite
 
 __all__ = ["as_json", "as_text"]
@@ -28,6 +33,8 @@ def as_text(rehearsal: Rehearsal) -> list[str]:
         for severity in ("error", "warning", "note")
     )
     lines.append(_row("validation", "ran" if rehearsal.plan else "failed", "", counts))
+    if rehearsal.plan is not None and rehearsal.outcome is None:
+        return [*lines, "", *_plan(rehearsal, rehearsal.plan)]
     if rehearsal.outcome is None or rehearsal.plan is None:
         for finding in rehearsal.findings:
             if finding.rule.severity == "error":
@@ -36,9 +43,13 @@ def as_text(rehearsal: Rehearsal) -> list[str]:
         return [*lines, "", "The recipe has errors; nothing was run."]
     lines += [_stage(stage) for stage in rehearsal.outcome.stages]
     if rehearsal.outcome.failure is not None:
-        lines += ["", *_failure(rehearsal.outcome.failure, rehearsal)]
+        lines += ["", *_failure(rehearsal.outcome.failure, rehearsal.folder)]
+    for unmet in rehearsal.outcome.unmet:
+        if unmet is not rehearsal.outcome.failure:
+            lines += ["", *_sentence("also", unmet)]
     lines += ["", *_proof(rehearsal.outcome)]
     lines += ["", *_metrics(rehearsal.outcome)]
+    lines += ["", *_diagnosis(rehearsal.outcome)]
     lines += _control(rehearsal)
     lines += _resumed(rehearsal)
     lines += ["", "changed for the rehearsal:"]
@@ -63,14 +74,53 @@ def _stage(stage: Stage) -> str:
     return _row(stage.name, stage.state, seconds, details)
 
 
-def _failure(failure: Breakdown, rehearsal: Rehearsal) -> Iterator[str]:
-    yield f"failed in {failure.stage}: {failure.error}"
-    if failure.setting is not None:
-        yield f"  likely: {failure.setting}" + (f": {failure.fix}" if failure.fix else "")
+def _plan(rehearsal: Rehearsal, plan: Plan) -> Iterator[str]:
+    """Yield the plan of a rehearsal that was not run."""
+    yield f"would run {plan.script} for {plan.steps} steps with {plan.layout}, of {plan.full_layout}"
+    yield f"a random {plan.model.model_type}, by {plan.model.source}"
+    yield "changed settings:"
+    for change in plan.changes:
+        was = "" if change.was is None else f", was {as_override(change.was)}"
+        yield f"  {change.key}: {as_override(change.value)}{was}" + (f" ({change.why})" if change.why else "")
+    yield "not rehearsed:"
+    yield from (f"  {part}" for part in plan.unrehearsed)
+    yield "command:"
+    yield f"  {shlex.join(rehearsal.command)}"
+    yield ""
+    yield f"nothing was run or written; the rehearsal would write to {rehearsal.folder} alone"
+
+
+def _failure(failure: Breakdown, folder: Path) -> Iterator[str]:
+    yield from _sentence(f"failed in {failure.stage}", failure)
     if failure.text != failure.error:
         yield ""
         yield from (f"  | {line}" for line in failure.text.rstrip().splitlines())
-    yield f"  the whole output is in {rehearsal.folder / 'log.txt'}"
+    yield f"  the whole output is in {folder / 'log.txt'}"
+
+
+def _sentence(heading: str, failure: Breakdown) -> Iterator[str]:
+    yield f"{heading}: {failure.error}"
+    if failure.setting is not None:
+        yield f"  likely: {failure.setting}" + (f": {failure.fix}" if failure.fix else "")
+
+
+def _diagnosis(outcome: RunResult) -> Iterator[str]:
+    """Yield what the records and the refits show."""
+    compared = [event for event in outcome.weights if "differences" in event]
+    if compared:
+        equal = sum(not event["differences"] for event in compared)
+        engines = max(int(event["engines"]) for event in compared)
+        yield (
+            f"weights: trainer and {'engine' if engines == 1 else f'{engines} engines'} agree after {equal} of "
+            f"{len(compared)} refits, by the sums of {max(int(event['groups']) for event in compared)} groups"
+        )
+    else:
+        reason = next((str(event["error"]) for event in outcome.weights if "error" in event), "no refit was observed")
+        yield f"weights: not compared between trainer and engine: {reason}"
+    if outcome.mismatch is None:
+        yield "diagnosis: none, since nothing was recorded (NeMo-RL's own loss, or pyarrow is missing)"
+    else:
+        yield f"diagnosis: {outcome.mismatch.sentence}"
 
 
 def _proof(outcome: RunResult) -> Iterator[str]:
@@ -111,9 +161,10 @@ def _control(rehearsal: Rehearsal) -> Iterator[str]:
     yield from _compared(rehearsal.comparisons)
 
 
-def _compared(comparisons: tuple[Comparison, ...]) -> Iterator[str]:
+def _compared(comparisons: tuple[Comparison, ...], *, may_differ: bool = False) -> Iterator[str]:
     for each in comparisons:
-        verdict = "equal" if each.equal else "DIFFERENT" if each.sampled_alike else "other samples by now"
+        difference = "different, as settings are" if may_differ else "DIFFERENT"
+        verdict = "equal" if each.equal else difference if each.sampled_alike else "other samples by now"
         values = f"{each.ours:>16.9g}{each.theirs:>16.9g}{each.difference:>10.1e}"
         yield f"  step {each.step} {each.name:<24}{values}  {verdict}"
 
@@ -123,13 +174,14 @@ def _resumed(rehearsal: Rehearsal) -> Iterator[str]:
         return
     failure = rehearsal.resumed.failure
     yield ""
+    under = f" under {' '.join(rehearsal.resume_changes)}" if rehearsal.resume_changes else ""
     if failure is not None:
-        yield f"resuming from the checkpoint failed in {failure.stage}: {failure.error}"
+        yield from _sentence(f"resuming from the checkpoint{under} failed in {failure.stage}", failure)
         if rehearsal.resumed.stages:
             yield f"  the whole output is in {rehearsal.folder / 'resumed' / 'log.txt'}"
     else:
-        yield "the last step, and the same resumed from the checkpoint before it:"
-    yield from _compared(rehearsal.resumptions)
+        yield f"the last step, and the same resumed from the checkpoint before it{under}:"
+    yield from _compared(rehearsal.resumptions, may_differ=bool(rehearsal.resume_changes))
     if rehearsal.resume_cause is not None:
         yield f"  likely: {rehearsal.resume_cause.key}: {rehearsal.resume_cause.message}"
 
@@ -171,7 +223,12 @@ def _fields(rehearsal: Rehearsal) -> dict[str, Any]:
         "resumed": None,
         "changes": [],
         "not_rehearsed": [],
+        "unmet": [],
+        "weights": [],
+        "diagnosis": None,
     }
+    if rehearsal.plan is not None:
+        result |= _plan_as_json(rehearsal, rehearsal.plan)
     if rehearsal.outcome is None or rehearsal.plan is None:
         return result
     failure = rehearsal.outcome.failure
@@ -184,14 +241,32 @@ def _fields(rehearsal: Rehearsal) -> dict[str, Any]:
         "metrics": {str(step): dict(values) for step, values in rehearsal.outcome.metrics.items()},
         "control": _control_as_json(rehearsal),
         "resumed": _resumed_as_json(rehearsal),
-        "layout": str(rehearsal.plan.layout),
-        "model_type": rehearsal.plan.model.model_type,
+        "unmet": [vars(unmet) for unmet in rehearsal.outcome.unmet],
+        "weights": [
+            {key: value for key, value in event.items() if key not in ("at", "kind")}
+            for event in rehearsal.outcome.weights
+        ],
+        "diagnosis": _mismatch_as_json(rehearsal.outcome.mismatch),
+    }
+
+
+def _plan_as_json(rehearsal: Rehearsal, plan: Plan) -> dict[str, Any]:
+    return {
+        "layout": str(plan.layout),
+        "model_type": plan.model.model_type,
         "changes": [
             {"key": change.key, "was": change.was, "value": change.value, "why": change.why or None}
-            for change in rehearsal.plan.changes
+            for change in plan.changes
         ],
-        "not_rehearsed": list(rehearsal.plan.unrehearsed),
+        "not_rehearsed": list(plan.unrehearsed),
+        "command": list(rehearsal.command),
     }
+
+
+def _mismatch_as_json(mismatch: Mismatch | None) -> dict[str, Any] | None:
+    if mismatch is None:
+        return None
+    return {**vars(mismatch), "limits": vars(mismatch.limits), "sentence": mismatch.sentence}
 
 
 def _stage_as_json(stage: Stage) -> dict[str, Any]:

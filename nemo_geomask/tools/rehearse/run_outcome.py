@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from nemo_geomask.tools.rehearse.error_causes import likely_cause
+from nemo_geomask.tools.rehearse.error_causes import MEMORY, likely_cause
 from nemo_geomask.tools.rehearse.event_log import STAGES
+from nemo_geomask.tools.rehearse.mismatch_check import Mismatch
 
 __all__ = ["Breakdown", "RunResult", "Stage", "State", "outcome_of"]
 
@@ -65,7 +65,10 @@ class RunResult:
 
     Attributes:
         stages: all stages, in order.
-        failure: None if the run was completed.
+        failure: None if the run was completed and counts as rehearsed.
+        unmet: conditions of :mod:`~nemo_geomask.tools.rehearse.gate` that it does not meet.
+        mismatch: diagnosis of its records; None if it was not recorded.
+        weights: comparisons of the weights of trainer and engine after refits: ``weights`` events.
         metrics: metrics by training step.
         loss: number of calls in all workers, by the repr of the loss.
         workers: report of each worker, see :func:`nemo_geomask.tools.rehearse.loss_calls.read_counts`.
@@ -78,6 +81,18 @@ class RunResult:
     loss: Mapping[str, int] = field(default_factory=dict)
     workers: tuple[Mapping[str, Any], ...] = ()
     seconds: float = 0.0
+    unmet: tuple[Breakdown, ...] = ()
+    mismatch: Mismatch | None = None
+    weights: tuple[Mapping[str, Any], ...] = ()
+
+    def judged(self, unmet: tuple[Breakdown, ...], mismatch: Mismatch | None) -> RunResult:
+        """Return the outcome with the conditions that it does not meet; the first is its failure if it had none."""
+        result = replace(self, unmet=unmet, mismatch=mismatch)
+        if self.failure is not None or not unmet:
+            return result
+        failed = unmet[0]
+        stages = tuple(_failed(stage) if stage.name == failed.stage else stage for stage in self.stages)
+        return replace(result, failure=failed, stages=stages)
 
 
 def outcome_of(
@@ -90,6 +105,7 @@ def outcome_of(
     expected_stages: frozenset[str] = frozenset(STAGES),
     log: str = "",
     settings: Mapping[str, object] | None = None,
+    killed_by_kernel: int = 0,
 ) -> RunResult:
     """Return the outcome of a run, read from its events.
 
@@ -102,6 +118,7 @@ def outcome_of(
         expected_stages: stages that the recipe has.
         log: end of the driver's output, used if the driver logged no error.
         settings: the recipe's settings, by dotted key; an error may name one.
+        killed_by_kernel: number of processes that the kernel killed meanwhile for want of memory.
     """
     events = list(events)
     stages = list(_stages(events, started, ended, expected_stages, over=status is None))
@@ -119,9 +136,13 @@ def outcome_of(
         for name, count in worker["calls"].items():
             calls[name] = calls.get(name, 0) + count
     failure = _breakdown(events, stages, status, steps, metrics, log, ended - started, settings or {})
+    if failure is not None and killed_by_kernel and failure.setting == MEMORY:
+        fix = f"the kernel killed {killed_by_kernel} processes for want of memory: fewer --ranks, or a larger machine"
+        failure = replace(failure, fix=fix)
     if failure is not None and failure.stage != "validation":
         stages = [_failed(stage) if stage.name == failure.stage and status is not None else stage for stage in stages]
-    return RunResult(tuple(stages), failure, metrics, calls, tuple(workers), ended - started)
+    weights = tuple(event for event in events if event["kind"] == "weights")
+    return RunResult(tuple(stages), failure, metrics, calls, tuple(workers), ended - started, weights=weights)
 
 
 def _failed(stage: Stage) -> Stage:
@@ -192,12 +213,6 @@ def _breakdown(
     if len(metrics) < steps:
         message = f"{len(metrics)} of {steps} steps were logged: the prompts or epochs were at their end before"
         return Breakdown("step", message, message, None, None)
-    for step, values in sorted(metrics.items()):
-        # inf is no failure: the squares of finite gradients can overflow.
-        for name in ("loss", "grad_norm"):
-            if isinstance(value := values.get(name), float) and math.isnan(value):
-                message = f"{name} of step {step} is nan"
-                return Breakdown("step", message, message, None, None)
     return None
 
 

@@ -10,6 +10,7 @@ import pytest
 from nemo_geomask.cli import main
 from nemo_geomask.tools.rehearse import rehearsal as rehearsing
 from nemo_geomask.tools.rehearse.event_log import Events
+from tests.tools.rehearse.made_records import write_record
 
 pytest.importorskip("hydra", reason="overrides are Hydra's")
 
@@ -56,13 +57,24 @@ def kept():
 
 
 @pytest.fixture
-def runs(checkout, norms, kept, monkeypatch):
+def lost():
+    """Steps whose records are not written."""
+    return set()
+
+
+@pytest.fixture
+def runs(checkout, norms, kept, lost, monkeypatch):
     """Stands in for the processes: what they are started with, and a run as a driver would have written it down."""
     seen = []
 
     def supervised(command, *, log, environment, folder, timeout, every_tick):
         events = Events(log.parent / "events.jsonl")
         events("end", stage="start")
+        worker = {"pid": 7, "host": "h", "python": "p", "file": "f"}
+        name = next((word.partition("=")[2] for word in command if word.startswith("loss_fn.name=")), "clipped_pg")
+        ours = f"PolicyLoss(name={name!r})"
+        loss = ours if any(word.startswith("++loss_fn.record") for word in command) else "ClippedPGLossFn"
+        events("proof", step=0, workers=[{**worker, "calls": {}, "refits": 0, "weights": [0.0, 1.0]}])
         checkpoints = log.parent / "checkpoints"
         first = 2 if (checkpoints / "step_1").is_dir() else 1
         for step in range(first, 3):
@@ -72,8 +84,10 @@ def runs(checkout, norms, kept, monkeypatch):
             events("end", stage="step", label="policy_training")
             values = {"loss": 0.25 * step, "grad_norm": norms.get(step, 1.0), "reward": 0.5}
             events("metrics", step=step, prefix="train", values=values)
-            worker = {"calls": {"PolicyLoss(name='clipped_pg')": 4}, "pid": 7, "host": "h", "python": "p", "file": "f"}
-            events("proof", step=step, workers=[worker])
+            counts = {"calls": {loss: 4 * step}, "refits": step, "weights": [0.1 * step, 1.0]}
+            events("proof", step=step, workers=[{**worker, **counts}])
+            if loss == ours and step not in lost:
+                write_record(log.parent / "records", step)
         every_tick()
         log.write_text("", encoding="utf-8")
         seen.append((command, environment, timeout, sorted(Path(environment["PYTHONPATH"].split(":")[0]).iterdir())))
@@ -93,7 +107,7 @@ def test_a_run_is_reported(runs, checkout, tmp_path, capsys):
     assert [path.name for path in site] == ["sitecustomize.py"]
     assert timeout == 600.0
     out, err = capsys.readouterr()
-    assert "the loss that trained, by the workers: PolicyLoss(name='clipped_pg'), called 4 times" in out
+    assert "the loss that trained, by the workers: PolicyLoss(name='clipped_pg'), called 8 times" in out
     assert "rehearse: step 2: loss 0.5" in err
     found = json.loads((tmp_path / "found.json").read_text(encoding="utf-8"))
     assert found["ok"] is True

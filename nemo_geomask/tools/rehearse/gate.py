@@ -1,0 +1,233 @@
+"""Conditions that a finished run must meet to count as rehearsed: one small function each.
+
+Each function reads a :class:`RunEvidence` and yields a :class:`~.run_outcome.Breakdown` for what it finds wrong: what
+happened, the setting that is the likely cause, and what to change.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nemo_geomask.records.record_schema import step_files
+from nemo_geomask.tools.rehearse.mismatch_check import Mismatch
+from nemo_geomask.tools.rehearse.run_outcome import Breakdown
+
+__all__ = ["CONDITIONS", "RunEvidence", "unmet_conditions"]
+
+_LOST = re.compile(r"records: step \d+ (?:lost|is without curr).*")
+
+
+@dataclass(frozen=True)
+class RunEvidence:
+    """Data of a finished run, by which it is judged.
+
+    Attributes:
+        events: its events, in order.
+        metrics: metrics by training step.
+        steps: numbers of the steps that were to be trained.
+        loss_name: ``loss_fn.name``; None if NeMo-RL's own loss was asked for.
+        records: folder of its records; None if it was not to be recorded.
+        mismatch: diagnosis of the records; None without records.
+        log: the driver's output.
+    """
+
+    events: Sequence[Mapping[str, Any]]
+    metrics: Mapping[int, Mapping[str, float]]
+    steps: Sequence[int]
+    loss_name: str | None
+    records: Path | None = None
+    mismatch: Mismatch | None = None
+    log: str = ""
+
+    @property
+    def proofs(self) -> list[Mapping[str, Any]]:
+        """The workers' counts, before the first step and after each."""
+        return [event for event in self.events if event["kind"] == "proof"]
+
+    @property
+    def is_plugin(self) -> bool:
+        """True if the loss is a plugin's, given as ``module:attribute``."""
+        return self.loss_name is not None and ":" in self.loss_name
+
+
+def unmet_conditions(evidence: RunEvidence) -> tuple[Breakdown, ...]:
+    """Return what keeps a run from counting as rehearsed; empty if every step trained as asked for."""
+    return tuple(breakdown for condition in CONDITIONS for breakdown in condition(evidence))
+
+
+def _problem(stage: str, message: str, setting: str | None = None, fix: str | None = None) -> Breakdown:
+    return Breakdown(stage, message, message, setting, fix)
+
+
+def numbers_are_finite(evidence: RunEvidence) -> Iterator[Breakdown]:
+    """Loss and gradient norm of no step are NaN; inf is allowed: the squares of finite gradients can overflow."""
+    for step, values in sorted(evidence.metrics.items()):
+        for name in ("loss", "grad_norm"):
+            if isinstance(value := values.get(name), float) and math.isnan(value):
+                message = f"{name} of step {step} is nan"
+                logprobs_are_finite = evidence.mismatch is not None and "NaN" not in evidence.mismatch.cause
+                if evidence.is_plugin and logprobs_are_finite:
+                    message += f": the log-probs are finite, so the plugin {evidence.loss_name} made it"
+                    yield _problem("step", message, "loss_fn.name", "look for 0/0, log 0 or inf - inf in its formula")
+                else:
+                    yield _problem("step", message)
+                return
+
+
+def loss_was_called(evidence: RunEvidence) -> Iterator[Breakdown]:
+    """The workers called a loss in every step, and no other than the one that was asked for."""
+    proofs = evidence.proofs
+    requested = evidence.loss_name or "NeMo-RL's own"
+    if not proofs or (len(proofs) == 1 and evidence.metrics):
+        yield _problem("step", "no worker reported which loss it called", "PYTHONPATH, or the workers' environments")
+        return
+    for before, after in itertools.pairwise(proofs):
+        if _calls(after) <= _calls(before):
+            message = f"no loss was called in the workers in step {after['step']}, and {requested} was asked for"
+            yield _problem("step", message, "loss_fn.name", "something else than NeMo-RL's training step has run")
+            return
+    for name in _names(proofs[-1]):
+        if not _is_requested(name, evidence.loss_name):
+            message = f"the workers called the loss {name}, and {requested} was asked for"
+            fix = "start NeMo-RL by `nemo-geomask run`; see Workers in docs/nemo_rl.md"
+            yield _problem("step", message, "loss_fn.name", fix)
+
+
+def _calls(proof: Mapping[str, Any]) -> int:
+    return sum(count for worker in proof["workers"] for count in worker["calls"].values())
+
+
+def _names(proof: Mapping[str, Any]) -> list[str]:
+    return sorted({name for worker in proof["workers"] for name in worker["calls"]})
+
+
+def _is_requested(name: str, loss_name: str | None) -> bool:
+    is_ours = "Loss(name=" in name
+    return not is_ours if loss_name is None else is_ours and f"(name={loss_name!r}" in name
+
+
+def no_step_was_vetoed(evidence: RunEvidence) -> Iterator[Breakdown]:
+    """``batch_veto`` refused no batch."""
+    vetoed = [step for step, values in sorted(evidence.metrics.items()) if values.get("geomask/batch_vetoed", 0) > 0]
+    if vetoed:
+        kl = evidence.metrics[vetoed[0]].get("geomask/batch_kl", math.nan)
+        every = "every step" if len(vetoed) == len(evidence.steps) else f"step {_listed(vetoed)}"
+        message = f"{every} was vetoed and not trained: its mismatch KL, {kl:.3g}, is beyond loss_fn.batch_veto.max"
+        fix = (
+            "widen it for the rehearsal, unless the diagnosis below names a fault: a tiny model's mismatch is not yours"
+        )
+        yield _problem("veto", message, "loss_fn.batch_veto.max", fix)
+
+
+def something_was_kept(evidence: RunEvidence) -> Iterator[Breakdown]:
+    """The masks left something of every step."""
+    emptied = [
+        step
+        for step, values in sorted(evidence.metrics.items())
+        if not values.get("geomask/batch_vetoed", 0) > 0
+        and (values.get("geomask/kept_tokens", 1.0) == 0 or values.get("geomask/batch_emptied", 0) > 0)
+    ]
+    if emptied:
+        every = "any step" if len(emptied) == len(evidence.steps) else f"step {_listed(emptied)}"
+        message = f"nothing was kept of {every}: the masks removed all tokens, so that it did not train"
+        fix = (
+            "a tiny model's mismatch is larger than a real one's: widen min and max for the rehearsal, unless the "
+            "diagnosis below names a fault"
+        )
+        yield _problem("step", message, "loss_fn.masks", fix)
+
+
+def weights_were_trained(evidence: RunEvidence) -> Iterator[Breakdown]:
+    """At least one step changed the trainer's weights."""
+    sums = [_weights(proof) for proof in evidence.proofs]
+    if len(sums) > 1 and all(each == sums[0] and None not in each for each in sums):
+        message = f"no weight of the trainer has changed in {len(sums) - 1} steps"
+        fix = "the learning rate is 0 throughout, or all gradients are: see grad_norm, the scheduler and the masks"
+        yield _problem("step", message, "policy.optimizer, policy.scheduler", fix)
+
+
+def _weights(proof: Mapping[str, Any]) -> list[Any]:
+    return [worker.get("weights") for worker in proof["workers"]]
+
+
+def weights_reached_the_engine(evidence: RunEvidence) -> Iterator[Breakdown]:
+    """After each refit the engine holds the trainer's weights, and new weights are sent before the next step ends."""
+    comparisons = [event for event in evidence.events if event["kind"] == "weights" and "differences" in event]
+    stale = [event for event in comparisons if event["differences"]]
+    key = "policy.generation"
+    if stale:
+        first = stale[0]
+        groups = [str(each["group"]) for each in first["differences"]]
+        listed = ", ".join(groups[:3]) + (f" and {len(groups) - 3} more" if len(groups) > 3 else "")
+        largest = max(float(each["size"]) for each in first["differences"])
+        message = (
+            f"after refit {first['refits']} the engine does not hold the trainer's weights: {len(groups)} of "
+            f"{first['groups']} groups differ ({listed}), by up to {largest:.1e} of their size"
+        )
+        earlier = sum(event["refits"] < first["refits"] for event in comparisons)
+        if earlier:
+            message += f"; {'it was' if earlier == 1 else 'they were'} the same after {_times(earlier)} before"
+        fix = "the sampler keeps old weights: every process of the engine must load every update, for all layers"
+        yield _problem("refit", message, key, fix)
+    proofs = evidence.proofs
+    for earlier_proof, proof, later in zip(proofs, proofs[1:], proofs[2:], strict=False):
+        if _weights(earlier_proof) != _weights(proof) and _refits(proof) == _refits(later):
+            message = f"the weights of step {proof['step']} were not sent to the engine before the end of the next step"
+            yield _problem("refit", message, key, "the sampler keeps old weights: NeMo-RL did not refit")
+            return
+
+
+def _refits(proof: Mapping[str, Any]) -> int:
+    return max((int(worker.get("refits", 0)) for worker in proof["workers"]), default=0)
+
+
+def _times(count: int) -> str:
+    return "1 refit" if count == 1 else f"{count} refits"
+
+
+def records_are_complete(evidence: RunEvidence) -> Iterator[Breakdown]:
+    """Every trained step has its record, with the log-probs that trained."""
+    if evidence.records is None:
+        return
+    written = set(step_files(evidence.records)) if evidence.records.is_dir() else set()
+    lost = [step for step in evidence.steps if step in evidence.metrics and step not in written]
+    reasons = _LOST.findall(evidence.log)
+    if lost:
+        reason = f": {reasons[0].partition(': ')[2]}" if reasons else f": {evidence.records} has no file of it"
+        message = f"the record of step {_listed(lost)} was lost{reason}"
+        yield _problem("metrics", message, "loss_fn.record.dir", "look for a full disk or missing rights in its folder")
+    elif reasons:
+        message = f"a record is incomplete: {reasons[0].partition(': ')[2]}"
+        yield _problem("metrics", message, "loss_fn.record", "see the log for what the workers answered")
+
+
+def logprobs_agree(evidence: RunEvidence) -> Iterator[Breakdown]:
+    """Sampler and trainer agree on the log-probs as well as on a healthy tiny model."""
+    mismatch = evidence.mismatch
+    if mismatch is not None and mismatch.cause:
+        yield _problem("log-probs", f"{mismatch.cause} ({mismatch.details})", mismatch.setting, mismatch.fix)
+
+
+def _listed(steps: Sequence[int]) -> str:
+    return ", ".join(map(str, steps))
+
+
+Condition = Callable[[RunEvidence], Iterator[Breakdown]]
+CONDITIONS: tuple[Condition, ...] = (
+    # The earlier ones explain the later ones.
+    loss_was_called,
+    weights_reached_the_engine,
+    logprobs_agree,
+    numbers_are_finite,
+    no_step_was_vetoed,
+    something_was_kept,
+    weights_were_trained,
+    records_are_complete,
+)
+"""All conditions, in the order in which the report lists what they find."""

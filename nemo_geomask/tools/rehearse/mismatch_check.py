@@ -1,0 +1,259 @@
+"""Diagnosis of a rehearsal's records, held against what a healthy tiny model shows.
+
+:mod:`nemo_geomask.tools.diagnose` judges runs of real models over many steps: its limits on the size of a mismatch are
+theirs, and most of its detectors need hundreds of tokens in several ranges of probability. A rehearsal has a few
+hundred tokens of a random model. Here the size of the mismatch is judged by limits that were measured on rehearsals
+(:data:`HEALTHY`). Faults that show in single log-probs (missing, NaN, above 0, shifted) are those of ``diagnose``.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from nemo_geomask.errors import GeomaskError
+from nemo_geomask.records.record_schema import require_arrow, step_files
+from nemo_geomask.tools.diagnose import diagnose, find_run, survey_run
+
+__all__ = ["HEALTHY", "HealthyLimits", "Mismatch", "check_mismatch", "has_experts", "healthy_limits"]
+
+
+@dataclass(frozen=True)
+class HealthyLimits:
+    """Largest mismatch that a healthy tiny model shows.
+
+    Attributes:
+        noise: median of |Δ| / (1 − p) over tokens, with Δ = trainer's − sampler's log-prob, and p the sampler's
+            probability of the token: about the size of the noise on a logit.
+        far: share of tokens where it exceeds :data:`FAR`.
+    """
+
+    noise: float
+    far: float
+
+
+FAR = 0.5
+"""Noise of a token that is far from the sampler's; experts that are routed another way make some."""
+
+HEALTHY: Mapping[tuple[str, bool], HealthyLimits] = {
+    # By the lower precision of trainer and sampler, and whether the model has experts.
+    ("bfloat16", False): HealthyLimits(noise=0.06, far=0.05),
+    ("bfloat16", True): HealthyLimits(noise=0.12, far=0.2),
+    ("float32", False): HealthyLimits(noise=1e-3, far=0.02),
+    ("float32", True): HealthyLimits(noise=1e-3, far=0.05),
+}
+
+MIN_TOKENS = 24
+"""Trained tokens below which the size of the mismatch is not judged."""
+_BUGS: Mapping[str, tuple[str, str, str]] = {
+    # By the id of a cause of `diagnose` that needs neither many tokens nor a real model: fault, setting and way out.
+    "nonfinite": (
+        "log-probs that are NaN or infinite",
+        "policy.precision",
+        "find the overflow; loss_fn.nonfinite decides what the loss does with such sequences",
+    ),
+    "positive_logprobs": (
+        "log-probs above 0, which no distribution has",
+        "policy.generation.vllm_cfg.logprobs_mode",
+        "set processed_logprobs; the sampler returns logits",
+    ),
+    "shifted": (
+        "log-probs shifted by one token against the other engine's",
+        "policy.generation",
+        "column t of prev_logprobs and generation_logprobs must hold token t: look at padding, BOS and packing",
+    ),
+    "zero_logprobs": (
+        "log-probs of exactly 0 from one engine where the other one is unsure",
+        "policy.generation",
+        "have the sampler return a log-prob for each token that it samples",
+    ),
+}
+_MIN_TILT = 0.4
+_MAX_OTHER_SIDE, _MIN_FILTERED = 0.03, 0.25
+
+
+@dataclass(frozen=True)
+class Mismatch:
+    """Mismatch between trainer and sampler in a rehearsal's records.
+
+    Attributes:
+        tokens: trained tokens with log-probs of both.
+        noise: as in :class:`HealthyLimits`.
+        far: as in :class:`HealthyLimits`.
+        k3: mean of exp(Δ) − 1 − Δ, nats a token.
+        above: share of tokens that the trainer finds likelier than the sampler by more than the healthy noise.
+        below: share of tokens that the trainer finds less likely by more than the healthy noise.
+        tilt: correlation of Δ with the trainer's log-prob over tokens.
+        limits: what is healthy.
+        cause: fault in a phrase; empty if there is none.
+        details: what the fault shows in.
+        setting: the setting that is likely behind it.
+        fix: the way out.
+        unjudged: why there is no verdict; empty if there is one.
+    """
+
+    limits: HealthyLimits
+    tokens: int = 0
+    noise: float = 0.0
+    far: float = 0.0
+    k3: float = 0.0
+    above: float = 0.0
+    below: float = 0.0
+    tilt: float = 0.0
+    cause: str = ""
+    details: str = ""
+    setting: str = ""
+    fix: str = ""
+    unjudged: str = ""
+
+    @property
+    def sentence(self) -> str:
+        """The verdict in one line."""
+        if self.unjudged:
+            return f"not judged: {self.unjudged}"
+        if self.cause:
+            return f"{self.cause}: {self.details}"
+        return f"healthy: {self.size}"
+
+    @property
+    def size(self) -> str:
+        """The mismatch beside what is healthy."""
+        return (
+            f"noise of a typical token {self.noise:.2g} (healthy tiny models: up to {self.limits.noise:g}), "
+            f"{self.far:.1%} of {self.tokens} tokens far apart (up to {self.limits.far:.0%}), "
+            f"k3 {self.k3:.2g} nats a token"
+        )
+
+
+def healthy_limits(trainer: str, sampler: str, *, experts: bool) -> HealthyLimits:
+    """Return the limits for a trainer's and a sampler's precision.
+
+    Args:
+        trainer: ``policy.precision``.
+        sampler: ``policy.generation.vllm_cfg.precision``.
+        experts: True for a mixture of experts.
+    """
+    both_exact = trainer == sampler == "float32"
+    return HEALTHY["float32" if both_exact else "bfloat16", experts]
+
+
+def has_experts(model: Path) -> bool:
+    """Return True if the model in a folder is a mixture of experts."""
+    try:
+        config = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    except OSError:
+        return False
+    return any(config.get(key) for key in ("num_experts", "num_local_experts", "n_routed_experts"))
+
+
+def check_mismatch(folder: Path, limits: HealthyLimits) -> Mismatch:
+    """Diagnose the records in a folder.
+
+    Args:
+        folder: ``loss_fn.record.dir`` of the rehearsal.
+        limits: what is healthy.
+    """
+    try:
+        files = [path for paths in step_files(folder).values() for path in paths] if folder.is_dir() else []
+        if not files:
+            return Mismatch(limits, unjudged=f"{folder} has no records")
+        statistics = survey_run(find_run(folder))
+        detections = diagnose(statistics).detections
+        measured = _measure(files, limits)
+    except GeomaskError as error:
+        return Mismatch(limits, unjudged=str(error))
+    for name, (cause, setting, fix) in _BUGS.items():
+        # Where a filter leaves a single token, the sampler's log-prob of it is 0.
+        if detections[name].is_shown and not (name == "zero_logprobs" and _is_filtered(measured)):
+            return replace(measured, cause=cause, details=detections[name].description, setting=setting, fix=fix)
+    if measured.tokens < MIN_TOKENS:
+        unjudged = f"only {measured.tokens} trained tokens have log-probs of both engines; {MIN_TOKENS} are needed"
+        return replace(measured, unjudged=unjudged)
+    if measured.noise <= limits.noise and measured.far <= limits.far:
+        return measured
+    return _explain(measured)
+
+
+def _is_filtered(measured: Mismatch) -> bool:
+    """Return True if tokens are less likely to the trainer, many of them by a lot, and hardly any is likelier."""
+    return measured.above <= _MAX_OTHER_SIDE and measured.below >= _MIN_FILTERED
+
+
+def _measure(files: Sequence[Path], limits: HealthyLimits) -> Mismatch:
+    """Measure the mismatch over all trained tokens of some records."""
+    np: Any = importlib.import_module("numpy")
+    parts = [_logprobs(path) for path in files]
+    gen, trainer = (np.concatenate(columns) for columns in zip(*parts, strict=True))
+    delta = trainer - gen
+    if not len(delta):
+        return Mismatch(limits)
+    noise = np.abs(delta) / np.maximum(1 - np.exp(np.minimum(gen, 0.0)), 1e-3)
+    is_large = noise > limits.noise
+    spread = float(np.std(delta) * np.std(trainer))
+    return Mismatch(
+        limits,
+        tokens=len(delta),
+        noise=float(np.median(noise)),
+        far=float((noise > FAR).mean()),
+        k3=float((np.expm1(np.minimum(delta, 40.0)) - delta).mean()),
+        above=float((is_large & (delta > 0)).mean()),
+        below=float((is_large & (delta < 0)).mean()),
+        tilt=float(np.mean((delta - delta.mean()) * (trainer - trainer.mean()))) / spread if spread else 0.0,
+    )
+
+
+def _logprobs(path: Path) -> tuple[Any, Any]:
+    """Return the log-probs of sampler and trainer at the trained tokens of a record, where both are finite."""
+    np: Any = importlib.import_module("numpy")
+    columns = require_arrow("pyarrow.parquet").read_table(path, columns=["mask", "gen", "prev", "curr"]).to_pydict()
+    gen: list[float] = []
+    trainer: list[float] = []
+    for index, mask in enumerate(columns["mask"]):
+        # NeMo-RL leaves π_old at 0 where the loss does not need it; the current policy is the same before the update.
+        prev, sampled = columns["prev"][index], columns["gen"][index]
+        theirs = prev if prev is not None and any(prev) else columns["curr"][index]
+        if theirs is None or sampled is None:
+            continue
+        for is_trained, ours, other in zip(mask, sampled, theirs, strict=True):
+            if is_trained and ours is not None and other is not None:
+                gen.append(ours)
+                trainer.append(other)
+    pairs = np.array([gen, trainer], dtype=float)
+    finite = pairs[:, np.isfinite(pairs).all(axis=0)]
+    return finite[0], finite[1]
+
+
+def _explain(measured: Mismatch) -> Mismatch:
+    """Return the measurement with the likely cause of a mismatch that is larger than a healthy one."""
+    sides = f"{measured.below:.0%} of the tokens are less likely to the trainer and {measured.above:.0%} likelier"
+    if _is_filtered(measured):
+        return replace(
+            measured,
+            cause="log-probs renormalised by top-p or top-k in the sampler only",
+            details=f"{sides}; {measured.size}",
+            setting="policy.generation.top_p, policy.generation.top_k",
+            fix="set 1.0 and null, or have the trainer filter its logits as the sampler does",
+        )
+    if abs(measured.tilt) >= _MIN_TILT:
+        shape = "sharper" if measured.tilt < 0 else "flatter"
+        return replace(
+            measured,
+            cause="another temperature in the sampler than in the trainer",
+            details=(
+                f"the sampler's distribution is {shape}: Δ and the log-prob correlate by {measured.tilt:.2f}; "
+                f"{measured.size}"
+            ),
+            setting="policy.generation.temperature",
+            fix="it must reach both engines, and vllm_cfg.logprobs_mode must be processed_logprobs",
+        )
+    return replace(
+        measured,
+        cause="a larger mismatch between sampler and trainer than a healthy tiny model has",
+        details=f"{measured.size}; {sides}",
+        setting="policy.precision, policy.generation",
+        fix="run nemo-geomask diagnose on the records; compare precision, weights and positions of both engines",
+    )

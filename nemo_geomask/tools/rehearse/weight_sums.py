@@ -1,0 +1,234 @@
+"""Checksums of the weights on both sides of a refit: what the training workers sent, and what the engine holds.
+
+A refit renames weights (q, k and v become one matrix in vLLM, and so do experts) and casts them to the engine's dtype.
+So the checksum of a group of weights is its sum and its sum of absolute values in float64, which neither the fusion nor
+the order of the weights changes. A group is one layer of the model, or one weight outside of its layers. What is sent
+is summed once for each dtype that the engine may have, after a cast to it: both sides then agree to float64's rounding,
+and a single stale bfloat16 is a difference.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import importlib
+import inspect
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from nemo_geomask.hosts.nemo_rl import patch
+
+__all__ = [
+    "Difference",
+    "compare",
+    "engine_sums",
+    "group_of",
+    "local_sums",
+    "observe_sends",
+    "read_engine_sums",
+    "read_sent_sums",
+    "sum_broadcast",
+    "sum_streamed",
+]
+
+Sums = dict[str, dict[str, list[float]]]
+"""By group and dtype: the sum, the sum of absolute values and the number of elements."""
+
+_LAYER = re.compile(r"(?:^|\.)layers\.\d+\.")
+_ENGINE_DTYPES = ("bfloat16", "float16", "float32")
+_TOLERANCE = 1e-10
+"""Difference of two sums relative to the sum of absolute values that float64's rounding may make."""
+
+# In a training worker: the sums of the last complete refit, and the number of refits.
+_sent: Sums = {}
+_refits = 0
+# In a generation worker whose engine runs in another process: the answer that is under way.
+_pending: list[Any] = []
+
+
+def group_of(name: str) -> str:
+    """Return the group of a weight by its name: its layer, or the weight's own name without the model's prefix."""
+    match = _LAYER.search(name)
+    return match[0].strip(".") if match else ".".join(name.split(".")[-2:])
+
+
+def _add(sums: Sums, name: str, tensor: Any, dtypes: tuple[str, ...]) -> None:
+    torch = importlib.import_module("torch")
+    for dtype in dtypes:
+        values = tensor.detach().to(getattr(torch, dtype)).double()
+        total = sums.setdefault(group_of(name), {}).setdefault(dtype, [0.0, 0.0, 0.0])
+        for index, value in enumerate((float(values.sum()), float(values.abs().sum()), float(values.numel()))):
+            total[index] += value
+
+
+def observe_sends() -> Iterator[patch.Patch]:
+    """Yield patches by which this training worker sums the weights that NeMo-RL sends in each refit."""
+    utils = importlib.import_module("nemo_rl.models.policy.utils")
+    if hasattr(utils, "stream_weights_via_ipc_zmq_impl"):
+        yield patch.rebound(utils, "stream_weights_via_ipc_zmq_impl", sum_streamed)
+    packed = importlib.import_module("nemo_rl.utils.packed_tensor")
+    if hasattr(packed, "packed_broadcast_producer"):
+        yield patch.rebound(packed, "packed_broadcast_producer", sum_broadcast)
+
+
+def sum_streamed(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap NeMo-RL's ``stream_weights_via_ipc_zmq_impl`` so that the weights are summed on their way."""
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def stream(*args: Any, **kwargs: Any) -> Any:
+        bound = signature.bind(*args, **kwargs)
+        sums: Sums = {}
+
+        def observed(weights: Any) -> Iterator[Any]:
+            for name, tensor in weights:
+                _add(sums, name, tensor, _ENGINE_DTYPES)
+                yield name, tensor
+
+        bound.arguments["params_generator"] = observed(bound.arguments["params_generator"])
+        result = original(*bound.args, **bound.kwargs)
+        _keep(sums)
+        return result
+
+    return stream
+
+
+def sum_broadcast(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap NeMo-RL's ``packed_broadcast_producer`` so that the weights are summed on their way."""
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def broadcast(*args: Any, **kwargs: Any) -> Any:
+        bound = signature.bind(*args, **kwargs)
+        sums: Sums = {}
+        convert = bound.arguments["post_iter_func"]
+
+        def observed(item: Any) -> Any:
+            tensor = convert(item)
+            _add(sums, item[0], tensor, _ENGINE_DTYPES)
+            return tensor
+
+        bound.arguments["post_iter_func"] = observed
+        result = original(*bound.args, **bound.kwargs)
+        _keep(sums)
+        return result
+
+    return broadcast
+
+
+def _keep(sums: Sums) -> None:
+    global _refits
+    _sent.clear()
+    _sent.update(sums)
+    _refits += 1
+
+
+def read_sent_sums(actor: Any = None) -> dict[str, Any]:
+    """Return the number of refits that this training worker has sent, and the sums of the last one.
+
+    Args:
+        actor: the Ray actor in whose process this runs; not used.
+    """
+    return {"refits": _refits, "sums": dict(_sent)}
+
+
+def local_sums(actor: Any) -> list[float] | None:
+    """Return the sum and the sum of absolute values of this worker's own shard of the trained weights.
+
+    Args:
+        actor: NeMo-RL's training worker.
+
+    Returns:
+        None if the worker's model can't be read.
+    """
+    torch = importlib.import_module("torch")
+    model: Any = getattr(actor, "model", None)
+    modules: Any = model if isinstance(model, list | tuple) else [model]
+    if not all(isinstance(module, torch.nn.Module) for module in modules):
+        return None
+    total = [0.0, 0.0]
+    with torch.no_grad():
+        for module in modules:
+            for parameter in module.parameters():
+                shard = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+                values = shard.detach().double()
+                total[0] += float(values.sum())
+                total[1] += float(values.abs().sum())
+    return total
+
+
+def engine_sums(actor: Any) -> Any:
+    """Return the sums of the weights in this generation worker's engine, one for each of the engine's processes.
+
+    Args:
+        actor: NeMo-RL's generation worker.
+
+    Returns:
+        None if the worker has no engine of its own; ``"pending"`` if the engine is asynchronous, and
+        :func:`read_engine_sums` has the answer later.
+    """
+    engine = getattr(actor, "llm", None)
+    if engine is None:
+        return None
+    answer = engine.collective_rpc(_sum_parameters)
+    if not inspect.isawaitable(answer):
+        return answer
+    _pending[:] = [asyncio.ensure_future(answer)]
+    return "pending"
+
+
+def read_engine_sums(actor: Any = None) -> Any:
+    """Return the answer that :func:`engine_sums` asked for, or ``"pending"``.
+
+    Args:
+        actor: the Ray actor in whose process this runs; not used.
+    """
+    return _pending[0].result() if _pending[0].done() else "pending"
+
+
+def _sum_parameters(worker: Any) -> Sums:
+    """Sum the parameters of the model in one process of a vLLM engine."""
+    sums: Sums = {}
+    for name, parameter in worker.model_runner.model.named_parameters():
+        _add(sums, name, parameter, (str(parameter.dtype).removeprefix("torch."),))
+    return sums
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A group of weights that differs between trainer and engine.
+
+    Attributes:
+        group: the layer or the weight.
+        sent: the trainer's sum of absolute values, in the engine's dtype.
+        in_engine: the engine's.
+        size: the larger difference of both sums, relative to the trainer's sum of absolute values.
+    """
+
+    group: str
+    sent: float
+    in_engine: float
+    size: float
+
+
+def compare(sent: Mapping[str, Any], engine: Mapping[str, Any]) -> list[Difference]:
+    """Return the groups whose sums differ; a group that one side lacks (a tied embedding) is not compared."""
+    differences = []
+    for group in sent:
+        if not engine.get(group):
+            continue
+        by_dtype = engine[group]
+        # A layer whose weights have several dtypes, as routers may: the cast of each weight is not known.
+        dtype = next(iter(by_dtype)) if len(by_dtype) == 1 else "float32"
+        total, absolute, count = sent[group].get(dtype, sent[group]["float32"])
+        in_engine = [sum(sums[index] for sums in by_dtype.values()) for index in range(2)]
+        exact = len(by_dtype) == 1 and dtype in sent[group]
+        # bfloat16 rounds by up to 2^-9 of a weight, either way.
+        tolerance = _TOLERANCE if exact else _TOLERANCE + 6 * 2.0**-9 / math.sqrt(max(count, 1.0))
+        size = max(abs(total - in_engine[0]), abs(absolute - in_engine[1])) / max(absolute, 1e-30)
+        if not size <= tolerance:  # NaN is a difference
+            differences.append(Difference(group, absolute, in_engine[1], size))
+    return differences

@@ -1,0 +1,47 @@
+"""Records as a rehearsal's, made of random log-probs: of a healthy run, or with one fault."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from nemo_geomask.records.writer import StepRows, write_step
+
+PROMPT, RESPONSE = 3, 14
+
+
+def write_record(folder: Path, step: int, fault: str = "", *, noise: float = 0.01, sequences: int = 8) -> None:
+    """Write a step's record; the tokens are drawn from the distribution that the sampler has under the fault."""
+    random = torch.Generator().manual_seed(step)
+    shape = sequences, PROMPT + RESPONSE
+    logits = 2.0 * torch.randn(*shape, 128, generator=random)
+    trainer = torch.log_softmax(logits, -1)
+    sampler = torch.log_softmax(logits + noise * torch.randn(logits.shape, generator=random), -1)
+    if fault == "temperature":
+        sampler = torch.log_softmax(logits / 0.6, -1)
+    elif fault == "top_p":
+        order = sampler.argsort(-1, descending=True)
+        before = sampler.exp().gather(-1, order).cumsum(-1) - sampler.exp().gather(-1, order)
+        removed = torch.zeros_like(sampler, dtype=torch.bool).scatter(-1, order, before > 0.8)
+        sampler = torch.log_softmax(sampler.masked_fill(removed, -torch.inf), -1)
+    tokens = torch.multinomial(sampler.exp().flatten(0, 1), 1, generator=random).view(*shape)
+    gen, prev = (side.gather(-1, tokens[..., None])[..., 0] for side in (sampler, trainer))
+    if fault == "shift":
+        gen = gen.roll(1, dims=1)
+    if fault == "nan":
+        prev[0, PROMPT] = torch.nan
+    mask = torch.zeros(shape, dtype=torch.bool)
+    mask[:, PROMPT:] = True
+    values = {
+        "tokens": tokens,
+        "mask": mask,
+        "gen": gen * mask,
+        "prev": prev * mask,
+        "advantages": mask.float(),
+        **{name: torch.zeros(sequences) for name in ("group", "sample", "reward")},
+        "row": torch.arange(sequences),
+        "prompt_length": torch.full((sequences,), PROMPT),
+        **{name: torch.ones(sequences) for name in ("turns", "sample_mask")},
+    }
+    write_step(folder, step, StepRows(torch.full((sequences,), shape[1]), values))

@@ -1,0 +1,146 @@
+"""Conditions of a rehearsal, each on a run that meets it and on one that does not."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from nemo_geomask.tools.rehearse.gate import RunEvidence, unmet_conditions
+from nemo_geomask.tools.rehearse.mismatch_check import Mismatch, healthy_limits
+from tests.tools.rehearse.made_records import write_record
+
+OURS = "PolicyLoss(name='gspo', ratio_clip_max=0.3)"
+LIMITS = healthy_limits("bfloat16", "bfloat16", experts=False)
+
+
+def proof(step, *, calls=None, refits=None, weights=None):
+    calls = {OURS: 4 * step} if calls is None and step else calls or {}
+    counts = {
+        "refits": step if refits is None else refits,
+        "weights": [float(step), 9.0] if weights is None else weights,
+    }
+    return {"kind": "proof", "step": step, "workers": [{"calls": calls, **counts}]}
+
+
+def refit(number, *groups):
+    differences = [{"group": group, "sent": 1.0, "in_engine": 1.1, "size": 0.1} for group in groups]
+    return {"kind": "weights", "refits": number, "engines": 1, "groups": 5, "differences": differences}
+
+
+HEALTHY = [refit(1), refit(2), refit(3), *map(proof, range(4))]
+
+
+def unmet(*, events=HEALTHY, metrics=None, records=None, **evidence):
+    trained = {step: {"loss": 0.1, "grad_norm": 1.0, "geomask/kept_tokens": 1.0} for step in (1, 2, 3)}
+    for step, values in (metrics or {}).items():
+        trained[step] |= values
+    evidence = {"loss_name": "gspo", **evidence}
+    return unmet_conditions(RunEvidence(events=events, metrics=trained, steps=(1, 2, 3), records=records, **evidence))
+
+
+def errors(**evidence):
+    return [breakdown.error for breakdown in unmet(**evidence)]
+
+
+def test_a_run_that_trained_meets_all_conditions(tmp_path):
+    for step in (1, 2, 3):
+        write_record(tmp_path, step)
+    assert unmet(records=tmp_path, mismatch=Mismatch(LIMITS)) == ()
+
+
+@pytest.mark.parametrize(
+    ("events", "error"),
+    [
+        ([], "no worker reported which loss it called"),
+        ([proof(0)], "no worker reported which loss it called"),
+        ([proof(step, calls={}) for step in range(4)], "no loss was called in the workers in step 1, and gspo was"),
+        ([proof(0), proof(1), proof(2, calls={OURS: 4})], "no loss was called in the workers in step 2, and gspo was"),
+        ([proof(0), proof(1, calls={"nemo_rl.ClippedPGLossFn": 4})], "the workers called the loss nemo_rl.ClippedPG"),
+        (
+            [proof(0), proof(1, calls={OURS: 4, "PolicyLoss(name='gmpo')": 4})],
+            "called the loss PolicyLoss(name='gmpo')",
+        ),
+    ],
+)
+def test_another_loss_or_none(events, error):
+    (first, *_) = errors(events=events)
+    assert error in first
+
+
+def test_nemo_rls_own_loss_where_it_was_asked_for():
+    events = [proof(step, calls={"nemo_rl.ClippedPGLossFn": 4 * step}) for step in range(4)]
+    assert unmet(events=events, loss_name=None) == ()
+    assert "and NeMo-RL's own was asked for" in errors(loss_name=None)[0]
+
+
+@pytest.mark.parametrize("name", ["loss", "grad_norm"])
+def test_nan_in_a_step(name):
+    assert errors(metrics={2: {name: math.nan}, 3: {name: math.nan}}) == [f"{name} of step 2 is nan"]
+    assert errors(metrics={2: {"grad_norm": math.inf}}) == []
+
+
+def test_nan_that_a_plugin_made():
+    events = [proof(step, calls={"PolicyLoss(name='mine:NAN')": step}) for step in range(4)]
+    plugin = {"events": events, "loss_name": "mine:NAN", "mismatch": Mismatch(LIMITS)}
+    (found,) = unmet(metrics={1: {"loss": math.nan}}, **plugin)
+    assert found.error == "loss of step 1 is nan: the log-probs are finite, so the plugin mine:NAN made it"
+    assert found.setting == "loss_fn.name"
+
+
+def test_vetoed_steps():
+    (one,) = unmet(metrics={2: {"geomask/batch_vetoed": 1.0, "geomask/batch_kl": 0.7, "geomask/kept_tokens": 0.0}})
+    assert one.error.startswith("step 2 was vetoed and not trained: its mismatch KL, 0.7,")
+    assert one.setting == "loss_fn.batch_veto.max"
+    assert errors(metrics={key: {"geomask/batch_vetoed": 1.0} for key in (1, 2, 3)})[0].startswith(
+        "every step was vetoed"
+    )
+
+
+def test_steps_of_which_nothing_was_kept():
+    (two,) = unmet(metrics={1: {"geomask/kept_tokens": 0.0}, 3: {"geomask/batch_emptied": 1.0}})
+    assert two.error.startswith("nothing was kept of step 1, 3")
+    assert two.setting == "loss_fn.masks"
+
+
+def test_weights_that_never_change():
+    events = [proof(step, weights=[1.0, 9.0]) for step in range(4)]
+    assert errors(events=events) == ["no weight of the trainer has changed in 3 steps"]
+
+
+def test_an_engine_that_keeps_old_weights():
+    events = [refit(1), refit(2, "layers.0", "layers.1"), refit(3, "layers.0"), *map(proof, range(4))]
+    (stale,) = unmet(events=events)
+    assert stale.stage == "refit"
+    assert (
+        "after refit 2 the engine does not hold the trainer's weights: 2 of 5 groups differ (layers.0, layers.1)"
+        in (stale.error)
+    )
+    assert "the same after 1 refit before" in stale.error
+
+
+def test_a_refit_that_is_left_out():
+    events = [proof(step, refits=min(step, 1)) for step in range(4)]
+    (skipped,) = errors(events=events)
+    assert skipped == "the weights of step 1 were not sent to the engine before the end of the next step"
+    # Nothing has to be sent where nothing has changed, as while only a critic trains.
+    events = [proof(0), proof(1, weights=[0.0, 9.0]), proof(2, refits=1), proof(3, refits=2)]
+    assert errors(events=events) == []
+
+
+def test_lost_records(tmp_path):
+    write_record(tmp_path, 1)
+    write_record(tmp_path, 3)
+    log = "x\n[driver] records: step 2 lost (1 so far) on the way to /x: OSError: No space left on device\n"
+    (lost,) = unmet(records=tmp_path, log=log)
+    assert lost.error.startswith("the record of step 2 was lost: ")
+    assert "No space left on device" in lost.error
+    assert "loss_fn.record.dir" in str(lost.setting)
+    assert "has no file of it" in errors(records=tmp_path)[0]
+    write_record(tmp_path, 2)
+    assert "without curr" in errors(records=tmp_path, log="records: step 3 is without curr: TimeoutError: x\n")[0]
+
+
+def test_log_probs_that_disagree():
+    (tempered,) = unmet(mismatch=Mismatch(LIMITS, cause="another temperature", details="k3 1", setting="a", fix="b"))
+    assert (tempered.error, tempered.setting, tempered.fix) == ("another temperature (k3 1)", "a", "b")

@@ -1,0 +1,110 @@
+"""Checksums of weights on both sides of a refit, over names and layouts as NeMo-RL and vLLM have them."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from nemo_geomask.tools.rehearse import weight_sums
+
+SHAPES = {
+    "model.embed_tokens.weight": (32, 8),
+    "model.layers.0.self_attn.q_proj.weight": (8, 8),
+    "model.layers.0.self_attn.k_proj.weight": (4, 8),
+    "model.layers.0.self_attn.v_proj.weight": (4, 8),
+    "model.layers.1.mlp.experts.0.gate_proj.weight": (6, 8),
+    "model.layers.1.mlp.experts.0.up_proj.weight": (6, 8),
+    "model.layers.1.mlp.experts.1.gate_proj.weight": (6, 8),
+    "model.layers.1.mlp.experts.1.up_proj.weight": (6, 8),
+    "lm_head.weight": (32, 8),
+}
+
+
+@pytest.fixture
+def weights():
+    random = torch.Generator().manual_seed(0)
+    return {name: torch.randn(shape, generator=random) for name, shape in SHAPES.items()}
+
+
+@pytest.fixture
+def sent():
+    """What a worker has summed of the weights that it sent through a wrapped function of NeMo-RL's."""
+
+    def send(weights):
+        received = []
+
+        def stream(params_generator, buffer_size_bytes):
+            received.extend(params_generator)
+
+        weight_sums.sum_streamed(stream)(params_generator=iter(weights.items()), buffer_size_bytes=1)
+        assert [name for name, _ in received] == list(weights)
+        return weight_sums.read_sent_sums()["sums"]
+
+    return send
+
+
+def engine(weights, dtype=torch.bfloat16):
+    """The sums of a vLLM worker that has fused the weights."""
+    values = list(weights.values())
+    fused = {
+        "model.embed_tokens.weight": values[0],
+        "model.layers.0.self_attn.qkv_proj.weight": torch.cat(values[1:4]),
+        "model.layers.1.mlp.experts.w13_weight": torch.stack([torch.cat(values[4:6]), torch.cat(values[6:8])]),
+        "lm_head.weight": torch.cat([values[8], torch.zeros(32, 8)]),  # padded
+    }
+    model = torch.nn.Module()
+    model.named_parameters = lambda: ((name, value.to(dtype)) for name, value in fused.items())
+    worker = SimpleNamespace(model_runner=SimpleNamespace(model=model))
+    return SimpleNamespace(llm=SimpleNamespace(collective_rpc=lambda function: [function(worker)]))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_weights_that_arrived_are_equal_in_any_dtype(weights, sent, dtype):
+    (held,) = weight_sums.engine_sums(engine(weights, dtype))
+    assert weight_sums.compare(sent(weights), held) == []
+    assert set(held) == {"embed_tokens.weight", "layers.0", "layers.1", "lm_head.weight"}
+
+
+def test_one_weight_that_is_stale_by_one_step_of_bfloat16(weights, sent):
+    (held,) = weight_sums.engine_sums(engine(weights))
+    key = "model.layers.1.mlp.experts.1.up_proj.weight"
+    trained = {**weights, key: weights[key].clone()}
+    trained[key][0, 0] *= 1 + 2.0**-7
+    (difference,) = weight_sums.compare(sent(trained), held)
+    assert difference.group == "layers.1"
+    assert difference.size > 0
+
+
+def test_nan_is_a_difference_and_a_tied_embedding_is_not(weights, sent):
+    (held,) = weight_sums.engine_sums(engine(weights))
+    del held["lm_head.weight"]
+    assert weight_sums.compare(sent(weights), held) == []
+    broken = {**weights, "model.embed_tokens.weight": weights["model.embed_tokens.weight"] * torch.nan}
+    assert [difference.group for difference in weight_sums.compare(sent(broken), held)] == ["embed_tokens.weight"]
+
+
+def test_a_broadcast_is_summed_as_it_is_converted(weights, sent):
+    by_stream, refits = sent(weights), weight_sums.read_sent_sums()["refits"]
+
+    def producer(iterator, group, src, post_iter_func, *, num_buffers=None):
+        for item in iterator:
+            post_iter_func(item)
+
+    weight_sums.sum_broadcast(producer)(iter(weights.items()), None, 0, post_iter_func=lambda item: item[1])
+    answer = weight_sums.read_sent_sums()
+    assert answer["sums"] == by_stream
+    assert answer["refits"] == refits + 1
+
+
+def test_a_workers_own_shard():
+    model = torch.nn.Linear(2, 1, bias=False)
+    model.weight.data = torch.tensor([[1.0, -3.0]])
+    assert weight_sums.local_sums(SimpleNamespace(model=model)) == [-2.0, 4.0]
+    assert weight_sums.local_sums(SimpleNamespace(model=[model, model])) == [-4.0, 8.0]
+    assert weight_sums.local_sums(SimpleNamespace()) is None
+
+
+def test_a_worker_without_an_engine():
+    assert weight_sums.engine_sums(SimpleNamespace(llm=None)) is None
