@@ -180,7 +180,11 @@ def _nemo_rl_workers(report: InstallationReport) -> Iterator[tuple[str, str | No
         registry = importlib.import_module("nemo_rl.distributed.ray_actor_environment_registry")
         venvs = importlib.import_module("nemo_rl.utils.venvs")
     except ImportError as error:
-        report.lines.append(f"  NeMo-RL's list of them can't be imported: {error}")
+        message = f"NeMo-RL's list of them can't be imported: {error}"
+        report.lines.append(f"  {message}")
+        # It is not needed where a requirement such as Ray is missing; if it moved, no worker is examined.
+        if (error.name or "").startswith("nemo_rl."):
+            report.add_problem("workers that receive the loss", message)
         return
     folder = Path(os.environ.get("NEMO_RL_VENV_DIR", venvs.DEFAULT_VENV_DIR))
     for worker_class, command in registry.ACTOR_ENVIRONMENT_REGISTRY.items():

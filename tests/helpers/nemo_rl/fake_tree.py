@@ -294,7 +294,10 @@ def write(
         },
         "distributed/__init__.py": "",
         "distributed/model_utils.py": MODEL_UTILS,
+        "distributed/ray_actor_environment_registry.py": "ACTOR_ENVIRONMENT_REGISTRY = {}\n",
         "distributed/worker_groups.py": WORKERS,
+        "utils/__init__.py": "",
+        "utils/venvs.py": "DEFAULT_VENV_DIR = '/default'\n",
     }
     if single_controller:
         files["algorithms/single_controller_utils/__init__.py"] = (

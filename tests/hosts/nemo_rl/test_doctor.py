@@ -38,9 +38,6 @@ def registered(host, tmp_path, monkeypatch):
     (folder / "distributed" / "ray_actor_environment_registry.py").write_text(REGISTRY, encoding="utf-8")
     classes = "".join(f"class {name}: ...\n" for name in ("Built", "Unbuilt", "Drivers"))
     (folder / "models" / "policy" / "workers" / "a.py").write_text(classes, encoding="utf-8")
-    (folder / "utils").mkdir()
-    (folder / "utils" / "__init__.py").touch()
-    (folder / "utils" / "venvs.py").write_text("DEFAULT_VENV_DIR = '/default'", encoding="utf-8")
     python = tmp_path / "venvs" / "nemo_rl.models.policy.workers.a.Built" / "bin" / "python"
     python.parent.mkdir(parents=True)
     python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n', encoding="utf-8")

@@ -126,3 +126,11 @@ def test_the_doctor_reports_them(host, tmp_path, capsys):
     assert "'prev_logprobs' is not mentioned; the most similar key is 'old_logprobs'\n" in printed
     assert "--accept" not in printed
     assert "problem 3" not in printed
+
+
+def test_a_list_of_workers_that_moved_is_a_problem(host, tmp_path, capsys):
+    host()
+    (tmp_path / "nemo_rl" / "distributed" / "ray_actor_environment_registry.py").unlink()
+    assert main(["doctor"]) == 1
+    message = "problem 1: workers that receive the loss: NeMo-RL's list of them can't be imported: No module named"
+    assert f"{message} 'nemo_rl.distributed.ray_actor_environment_registry'\n" in capsys.readouterr().out
