@@ -86,7 +86,7 @@ _LINES: tuple[tuple[str, Callable[[Row], str]], ...] = (
     ("seeds finished", lambda row: str(len(row["seeds"]))),
     ("reward, first step", _number_cell(".3f", "reward_first")),
     ("reward, last 10 steps", _number_cell(".3f", "reward_last")),
-    ("  less baseline's, same seeds", _number_cell("+.3f", "difference")),
+    ("  minus baseline's, same seeds", _number_cell("+.3f", "difference")),
     (f"  {CONFIDENCE_LABEL} interval of that", _interval_cell),
     ("validation, last", _number_cell(".3f", "validation")),
     ("collapsed", _seed_count_cell("collapses")),
