@@ -1,6 +1,6 @@
-"""Benchmarks of our log-probs, losses and sequence statistics beside every peer that can be imported.
+"""Benchmarks of our log-probs, losses and sequence statistics, together with every peer that can be imported.
 
-They need torch, and Triton on a GPU. Peers that can't be imported are listed with the reason.
+They need torch and, on a GPU, Triton. Peers that can't be imported are listed with the reason.
 """
 
 from __future__ import annotations

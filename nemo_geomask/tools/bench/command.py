@@ -1,4 +1,4 @@
-"""Arguments of ``bench``, and the benchmarks that they run."""
+"""Arguments of ``bench``, and the benchmarks that they select."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from nemo_geomask.tools.bench import (
     speed_targets,
     traffic,
 )
-from nemo_geomask.tools.bench.logprob_cases import Case
+from nemo_geomask.tools.bench.logprob_cases import LogprobCase
 from nemo_geomask.tools.bench.paths import PATHS, Absent, LogprobPath, Setting
 from nemo_geomask.tools.bench.sweep_plot import write_plot
 from nemo_geomask.tools.shared.json_output import to_json
 
-__all__ = ["add_arguments", "chosen_paths", "run"]
+__all__ = ["add_arguments", "run", "select_paths"]
 
 _BENCHMARKS = ("logprobs", "linear", "loss", "segments")
 _SCALE = "scale"
@@ -69,7 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "benchmark",
         nargs="?",
         choices=(*_BENCHMARKS, _SCALE),
-        help="default: all but scale, which runs nothing and extrapolates measured times to the size of a recipe",
+        help="default: all except scale, which measures nothing but extrapolates measured times to a recipe's size",
     )
     parser.add_argument("recipe", nargs="?", metavar="RECIPE.yaml", help="scale: the recipe")
     parser.add_argument(
@@ -78,7 +78,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gpus", type=_list(_positive), metavar="N,N,...", help="scale: numbers of GPUs that train")
     parser.add_argument(
         "--mfu",
-        type=_share,
+        type=_fraction,
         metavar="F",
         help="scale: fraction of the GPU's peak FLOP/s that the model reaches (default: 0.3)",
     )
@@ -86,13 +86,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--measured",
         type=Path,
         metavar="DIR",
-        help="scale: folder with linear-*.json and logprobs-*.json of one GPU, written by --out (default: an H100's)",
+        help="scale: folder with linear-*.json and logprobs-*.json of one GPU, written by --out (default: of an H100)",
     )
     parser.add_argument(
         "--peak",
         type=_above_zero,
         metavar="TFLOP/S",
-        help="scale: peak of that GPU for dense bfloat16 products (default: 989)",
+        help="scale: peak of the measured GPU for dense bfloat16 products (default: 989)",
     )
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if torch sees a GPU")
     parser.add_argument("--tokens", type=_list(_positive), metavar="T,T,...", help="rows of logits")
@@ -101,9 +101,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--tp",
         type=_list(_positive),
         metavar="N,N,...",
-        help="logits are one of N vocabulary shards; there are no collectives",
+        help="the logits are one of N vocabulary shards; no collectives are run",
     )
-    parser.add_argument("--fractions", type=_list(_share), metavar="F,F,...", help="fraction of the tokens that train")
+    parser.add_argument(
+        "--fractions", type=_list(_fraction), metavar="F,F,...", help="fraction of the tokens that train"
+    )
     parser.add_argument(
         "--entropy", type=_list(_switch), metavar="off,on", help="compute the entropy and its gradient, too"
     )
@@ -112,12 +114,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--dtypes", type=_list(_dtype), metavar="D,D,...", help=f"types of the logits: {', '.join(_DTYPES)}"
     )
     parser.add_argument(
-        "--grid", action="store_true", help="all combinations; default: vary one setting at a time around the first"
+        "--grid",
+        action="store_true",
+        help="measure all combinations; default: vary one setting at a time around the first values",
     )
     parser.add_argument(
         "--paths",
         metavar="P,P,...",
-        help="logprobs, linear: paths by name (commas in a name are allowed) or by a part of the name",
+        help="logprobs, linear: paths to measure, each by its name, which may contain commas, or by a part of its name",
     )
     parser.add_argument("--kernel", choices=KERNELS, help="kernel of our paths (default: auto)")
     parser.add_argument("--hidden", type=_list(_positive), metavar="H,H,...", help="linear: size of the hidden states")
@@ -138,11 +142,12 @@ def run(arguments: argparse.Namespace) -> int:
     """Run the benchmarks that the arguments select.
 
     Returns:
-        0, also if a speed target is missed: targets hold for certain machines only, and the report has the verdicts.
+        0, even if a speed target is missed: targets are for certain machines only, and the report has the verdicts.
 
     Raises:
-        ConfigError: torch sees no GPU for ``--device cuda``, no path has a name in ``--paths``, the vocabulary is not N
-            equal shards, or the benchmark does not read an option or reads one value of it.
+        ConfigError: torch sees no GPU for ``--device cuda``, ``--paths`` has an unknown name, the vocabulary can't be
+            divided into N equal shards, an option is not for this benchmark, or has several values where the benchmark
+            takes one.
     """
     if arguments.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("--device cuda: torch sees no GPU here; use --device cpu")
@@ -150,7 +155,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.benchmark == _SCALE:
         return _scale(arguments)
     names = tuple(linear_bench.PATHS) if arguments.benchmark == "linear" else tuple(path.name for path in PATHS)
-    path_names = chosen_paths(arguments.paths, names)
+    path_names = select_paths(arguments.paths, names)
     device = torch.device(arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if arguments.threads is not None:
         torch.set_num_threads(arguments.threads)
@@ -160,7 +165,10 @@ def run(arguments: argparse.Namespace) -> int:
         if getattr(arguments, key) is None:
             setattr(arguments, key, value)
     if len(arguments.batch) != 2:
-        raise ConfigError(f"--batch needs two numbers, sequences and their length, but it is {arguments.batch}")
+        raise ConfigError(
+            f"--batch needs two numbers, the number of sequences and their length, but it has {len(arguments.batch)}: "
+            f"{', '.join(map(str, arguments.batch))}"
+        )
     setting = Setting(device, kernel=arguments.kernel)
     description = machine.describe(device)
     print(
@@ -177,7 +185,7 @@ def run(arguments: argparse.Namespace) -> int:
     }
     for benchmark in [arguments.benchmark] if arguments.benchmark else _BENCHMARKS:
         result = runs[benchmark]()
-        print(result_tables.bars(result.get("bars", [])), flush=True)
+        print(result_tables.format_targets(result.get("bars", [])), flush=True)
         if arguments.out is not None:
             arguments.out.mkdir(parents=True, exist_ok=True)
             path = arguments.out / f"{benchmark}-{machine.slug(description)}-{description['date']}.json"
@@ -188,7 +196,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-# Benchmarks that read an option.
+# The benchmarks that read each option.
 _READERS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("device", "repeats", "threads"), _BENCHMARKS),
     **dict.fromkeys(("tokens", "vocab", "kernel", "seed"), ("logprobs", "linear", "loss")),
@@ -201,7 +209,7 @@ _READERS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("batch", "compile"), ("loss",)),
     "hidden": ("linear",),
 }
-# Options of which a benchmark reads one value.
+# For each benchmark, the options that take only one value.
 _SINGLE_VALUED: dict[str | None, tuple[str, ...]] = {
     "loss": ("tokens", "vocab", "temperatures"),
     _SCALE: ("fractions",),
@@ -220,10 +228,12 @@ def _refuse_unread_options(arguments: argparse.Namespace) -> None:
             raise ConfigError(f"--{option}: bench {arguments.benchmark} takes one value, not {len(values)}")
 
 
-def _refuse_unequal_shards(cases: Iterable[Case | linear_bench.LinearCase]) -> None:
+def _refuse_unequal_shards(cases: Iterable[LogprobCase | linear_bench.LinearCase]) -> None:
     for case in cases:
         if case.vocab % case.tp:
-            raise ConfigError(f"--vocab {case.vocab} is not --tp {case.tp} equal shards; take a multiple of {case.tp}")
+            raise ConfigError(
+                f"--vocab {case.vocab} can't be divided into --tp {case.tp} equal shards; use a multiple of {case.tp}"
+            )
 
 
 def _scale(arguments: argparse.Namespace) -> int:
@@ -233,16 +243,16 @@ def _scale(arguments: argparse.Namespace) -> int:
     if arguments.recipe is None:
         raise ConfigError("bench scale needs a recipe: nemo-geomask bench scale RECIPE.yaml [key.path=value ...]")
     peak = scale_bench.H100.peak if arguments.peak is None else arguments.peak * 1e12
-    measured = arguments.measured and scale_bench.costs_of(*_read_results(arguments.measured), peak=peak)
+    measured = arguments.measured and scale_bench.read_costs(*_read_results(arguments.measured), peak=peak)
     recipe = read_recipe(arguments.recipe, arguments.overrides, leave=("data", "env", "logger"))
-    estimate = scale_bench.scale(
+    estimate = scale_bench.estimate_scale(
         recipe,
         gpus=arguments.gpus or scale_bench.GPUS,
         costs=measured or scale_bench.H100._replace(peak=peak),
         mfu=arguments.mfu or 0.3,
         trained=(arguments.fractions or [1.0])[0],
     )
-    print(scale_bench.text(estimate))
+    print(scale_bench.format_estimate(estimate))
     if arguments.out is not None:
         arguments.out.mkdir(parents=True, exist_ok=True)
         path = arguments.out / f"scale-{recipe.path.stem}.json"
@@ -258,7 +268,7 @@ def _read_results(folder: Path) -> list[dict[str, Any]]:
         paths = sorted(folder.glob(f"{name}-*.json"))
         if len(paths) != 1:
             raise ConfigError(
-                f"--measured {folder}: {len(paths)} files {name}-*.json, but one is needed; write it with "
+                f"--measured {folder}: has {len(paths)} files {name}-*.json, but needs exactly one; write it with "
                 f"nemo-geomask bench {name} --out {folder} on the GPU"
             )
         try:
@@ -292,10 +302,10 @@ def _linear(
         repeats=arguments.repeats,
         paths=paths,
         seed=arguments.seed,
-        report=lambda case: print(result_tables.linear(case), flush=True),
+        report=lambda case: print(result_tables.format_linear(case), flush=True),
     )
-    collectives = traffic.without_logits(paths)
-    print(result_tables.collectives(collectives))
+    collectives = traffic.count_linear_collectives(paths)
+    print(result_tables.format_collectives(collectives))
     return {
         "cases": results,
         "bars": speed_targets.check_linear(results, setting.device.type),
@@ -321,19 +331,19 @@ def _logprobs(arguments: argparse.Namespace, setting: Setting, paths: Sequence[L
         repeats=arguments.repeats,
         paths=paths,
         seed=arguments.seed,
-        report=lambda case: print(result_tables.logprobs(case), flush=True),
+        report=lambda case: print(result_tables.format_logprobs(case), flush=True),
     )
     result: dict[str, Any] = {"cases": results, "bars": speed_targets.check_logprobs(results, setting.device.type)}
     result["models"] = [
         {
             "path": path.name,
             "bytes_per_element": None if path.traffic is None else path.traffic(1.0),
-            "counted": path.counted,
+            "counted": path.traffic_source,
         }
         for path in paths
     ]
-    result["collectives"] = traffic.logprobs([path.name for path in paths])
-    print(result_tables.collectives(result["collectives"]))
+    result["collectives"] = traffic.count_logprob_collectives([path.name for path in paths])
+    print(result_tables.format_collectives(result["collectives"]))
     if arguments.plot is not None:
         write_plot(results, arguments.plot)
     return result
@@ -341,7 +351,7 @@ def _logprobs(arguments: argparse.Namespace, setting: Setting, paths: Sequence[L
 
 def _loss(arguments: argparse.Namespace, setting: Setting) -> dict[str, Any]:
     rows, length = arguments.batch
-    case = Case(arguments.tokens[0], arguments.vocab[0], temperature=arguments.temperatures[0])
+    case = LogprobCase(arguments.tokens[0], arguments.vocab[0], temperature=arguments.temperatures[0])
     try:
         result = loss_bench.benchmark(
             setting,
@@ -355,21 +365,21 @@ def _loss(arguments: argparse.Namespace, setting: Setting) -> dict[str, Any]:
     except Absent as reason:
         print(f"loss: absent: {reason}\n")
         return {"status": "absent", "reason": str(reason)}
-    print(result_tables.loss(result), flush=True)
+    print(result_tables.format_loss(result), flush=True)
     return result
 
 
 def _segments(device: torch.device, repeats: int) -> dict[str, Any]:
     result = segment_bench.benchmark(device, repeats=repeats, **_STATISTICS)
-    print(result_tables.segments(result), flush=True)
+    print(result_tables.format_segments(result), flush=True)
     return result
 
 
-def chosen_paths(text: str | None, names: Sequence[str]) -> tuple[str, ...]:
-    """Return the paths that ``--paths`` selects, in the order of ``names``; all of them for None.
+def select_paths(text: str | None, names: Sequence[str]) -> tuple[str, ...]:
+    """Return the paths that ``--paths`` selects, in the order of ``names``; all paths for None.
 
     Raises:
-        ConfigError: no path has this name or has it as part of its name.
+        ConfigError: a word of ``--paths`` is not in the name of any path.
     """
     if text is None:
         return tuple(names)
@@ -377,7 +387,7 @@ def chosen_paths(text: str | None, names: Sequence[str]) -> tuple[str, ...]:
     words = [word.strip().lower() for word in text.split(",")]
     selected: set[str] = set()
     while words:
-        # Names may contain commas, so the longest run of words that is a name comes first.
+        # Names may contain commas, so look for the longest run of words that is a name.
         runs = (count for count in range(len(words), 0, -1) if ", ".join(words[:count]) in lower)
         count = next(runs, 0)
         matches = [", ".join(words[:count])] if count else [name for name in lower if words[0] in name]
@@ -409,8 +419,8 @@ def _positive(text: str) -> int:
     return _number(text, int, lambda value: value > 0, "a whole number above 0")
 
 
-def _share(text: str) -> float:
-    return _number(text, float, lambda value: 0 < value <= 1, "a share above 0 and up to 1")
+def _fraction(text: str) -> float:
+    return _number(text, float, lambda value: 0 < value <= 1, "a fraction above 0 and up to 1")
 
 
 def _above_zero(text: str) -> float:

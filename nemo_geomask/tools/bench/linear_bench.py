@@ -1,4 +1,4 @@
-"""``bench linear``: from hidden states to log-probs and both gradients, of our paths and of peers without logits."""
+"""``bench linear``: our paths and peers' from hidden states to log-probs and to the gradients of both operands."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ class LinearCase(NamedTuple):
     """One measured shape.
 
     Attributes:
-        tokens: T.
-        hidden: H.
-        vocab: V, the whole vocabulary.
-        tp: the weight is one of this many equal shards; there are no collectives.
-        fraction: share of the tokens that train.
-        entropy: the entropy and its gradient are computed, too.
-        dtype: of hidden states and weight.
+        tokens: number of tokens, T.
+        hidden: size of a hidden state, H.
+        vocab: size of the global vocabulary, V.
+        tp: number of equal vocabulary shards, of which the weight is one; no collectives are run.
+        fraction: fraction of the tokens that train.
+        entropy: True if the entropy and its gradient are also computed.
+        dtype: type of the hidden states and the weight.
     """
 
     tokens: int
@@ -62,11 +62,11 @@ class LinearCase(NamedTuple):
 
     @property
     def logits_bytes(self) -> int:
-        """Bytes that the logits would take."""
+        """Size of the logits in bytes."""
         return self.tokens * self.width * self.dtype.itemsize
 
     def describe(self) -> dict[str, Any]:
-        """Return the fields for the JSON."""
+        """Return the fields as JSON values."""
         return {**self._asdict(), "dtype": str(self.dtype).removeprefix("torch.")}
 
     def __str__(self) -> str:
@@ -80,18 +80,18 @@ class LinearSample(NamedTuple):
     """Inputs of the paths.
 
     Attributes:
-        hidden: [T, H], a leaf.
-        weight: [V/TP, H], a leaf.
+        hidden: [T, H], a leaf tensor.
+        weight: [V/TP, H], a leaf tensor.
         targets: [T] int64, ``IGNORE`` where a token does not train.
-        kept: [T] bool, the tokens that train.
+        is_trained: [T] bool, the tokens that train.
         g: [T] float32, incoming gradient of the log-probs, 0 where a token does not train.
-        h: [T] float32, incoming gradient of the entropies, likewise.
+        h: [T] float32, incoming gradient of the entropies, 0 where a token does not train.
     """
 
     hidden: Tensor
     weight: Tensor
     targets: Tensor
-    kept: Tensor
+    is_trained: Tensor
     g: Tensor
     h: Tensor
 
@@ -112,12 +112,12 @@ def draw(case: LinearCase, device: torch.device, seed: int) -> LinearSample:
     weight = torch.randn(case.width, case.hidden, generator=source, device=device, dtype=torch.float32)
     weight *= 3.0 * case.hidden**-0.5  # such logits are neither nearly equal nor dominated by one
     order = torch.randperm(case.tokens, generator=source, device=device)
-    kept = torch.zeros(case.tokens, dtype=torch.bool, device=device)
-    kept[order[: round(case.fraction * case.tokens)]] = True
+    is_trained = torch.zeros(case.tokens, dtype=torch.bool, device=device)
+    is_trained[order[: round(case.fraction * case.tokens)]] = True
     labels = torch.randint(0, case.width, (case.tokens,), generator=source, device=device)
-    g, h = torch.randn(2, case.tokens, generator=source, device=device, dtype=torch.float32) * kept
+    g, h = torch.randn(2, case.tokens, generator=source, device=device, dtype=torch.float32) * is_trained
     leaves = (hidden.to(case.dtype).requires_grad_(), weight.to(case.dtype).requires_grad_())
-    return LinearSample(*leaves, labels.where(kept, IGNORE), kept, g, h)
+    return LinearSample(*leaves, labels.where(is_trained, IGNORE), is_trained, g, h)
 
 
 def _ours(sample: LinearSample, case: LinearCase, setting: Setting) -> _Outputs:
@@ -197,7 +197,7 @@ def _liger(sample: LinearSample, case: LinearCase, setting: Setting) -> _Outputs
 
 
 def _quack(sample: LinearSample, case: LinearCase, setting: Setting) -> _Outputs:
-    # Its chunked form returns only a sum or mean of the losses; log-probs of tokens come from its form with logits.
+    # QuACK's chunked form returns only a sum or mean of the losses, so this is its form with logits.
     refuse_entropy(case.entropy)
     require_gpu(setting.device)
     function = import_peer("quack.linear_cross_entropy").linear_cross_entropy_func
@@ -206,7 +206,7 @@ def _quack(sample: LinearSample, case: LinearCase, setting: Setting) -> _Outputs
     return -loss, None
 
 
-def _cut(sample: LinearSample, case: LinearCase, setting: Setting) -> _Outputs:
+def _cut_cross_entropy(sample: LinearSample, case: LinearCase, setting: Setting) -> _Outputs:
     refuse_entropy(case.entropy)
     require_gpu(setting.device)
     function = import_peer("cut_cross_entropy").linear_cross_entropy
@@ -224,7 +224,7 @@ PATHS: dict[str, _Path] = {
     f"verl FusedLinearForPPO ({_CHUNK})": _verl,
     "verl linear_cross_entropy kernels": _verl_kernels,
     "Liger fused linear CE": _liger,
-    "cut-cross-entropy": _cut,
+    "cut-cross-entropy": _cut_cross_entropy,
     "QuACK linear_cross_entropy_func": _quack,
 }
 """The paths by name; each returns log-probs [T] and, if the case has them, entropies [T]."""
@@ -242,12 +242,12 @@ def benchmark(
     """Measure paths of :data:`PATHS` in every case.
 
     Args:
-        cases: what to measure.
-        setting: where.
-        repeats: measured rounds a case.
+        cases: the cases.
+        setting: device, kernel and process group.
+        repeats: number of measured rounds for each case.
         paths: names of the paths.
-        seed: of the inputs.
-        report: called with each case's result.
+        seed: seed of the inputs.
+        report: function that is called with each case's result.
     """
     return measure_cases(cases, lambda case: _measure(case, setting, paths, repeats, seed), report)
 
@@ -255,8 +255,8 @@ def benchmark(
 def _measure(case: LinearCase, setting: Setting, paths: Sequence[str], repeats: int, seed: int) -> dict[str, Any]:
     """Measure times, memory beyond inputs and gradients, errors against float64, and the matrix products alone.
 
-    ``of_products`` is the time of the four matrix products that no path without logits can avoid, with nothing between
-    them, over the time of the path.
+    No path without logits can avoid four matrix products. ``of_products`` is the time of these products alone, divided
+    by the time of the path.
     """
     sample = draw(case, setting.device, seed)
     clock = Clock(setting.device)
@@ -267,7 +267,7 @@ def _measure(case: LinearCase, setting: Setting, paths: Sequence[str], repeats: 
     candidates |= {_PRODUCTS: _products(sample, clock), _KERNELS: _kernels(sample, case, setting, clock)}
     laps, failures = interleave(candidates, repeats, warmup=1)
     for name in (_PRODUCTS, _KERNELS):
-        if name in failures:  # these hold all logits, which may not fit into memory
+        if name in failures:  # these baselines hold all logits, which may not fit into memory
             raise torch.OutOfMemoryError(f"{name}: {failures[name]}")
     baselines = {name: summarise(laps.pop(name), ("both", "nothing"), setting.device) for name in (_PRODUCTS, _KERNELS)}
     products = baselines[_PRODUCTS]["ms"]["median"] / 1e3
@@ -296,7 +296,7 @@ def _measure(case: LinearCase, setting: Setting, paths: Sequence[str], repeats: 
 
 
 def _status(reason: str) -> str:
-    """Return the status of a path that raised an error, whose type begins ``reason``."""
+    """Return the status of a path that raised an error; ``reason`` begins with the error's type."""
     return {"Absent": "absent", "NotApplicable": "not applicable"}.get(reason.partition(":")[0], "failed")
 
 
@@ -317,12 +317,12 @@ def _candidate(
 
 
 def _products(sample: LinearSample, clock: Clock) -> Callable[[int], Lap]:
-    """Return a candidate of four matrix products: logits twice, both gradients once, of the rows that train.
+    """Return a candidate that runs four matrix products over the trained rows: logits twice, each gradient once.
 
-    They run in the type in which the paths run them: float32 on a CPU.
+    They have the type in which the paths run them, which is float32 on a CPU.
     """
     dtype = torch.float32 if clock.device.type == "cpu" else sample.hidden.dtype
-    hidden = sample.hidden.detach()[sample.kept].to(dtype)
+    hidden = sample.hidden.detach()[sample.is_trained].to(dtype)
     weight = sample.weight.detach().to(dtype)
 
     def multiply() -> Tensor:
@@ -334,9 +334,9 @@ def _products(sample: LinearSample, clock: Clock) -> Callable[[int], Lap]:
 
 
 def _kernels(sample: LinearSample, case: LinearCase, setting: Setting, clock: Clock) -> Callable[[int], Lap]:
-    """Return a candidate that passes over given logits forward and backward."""
-    hidden, targets = sample.hidden.detach()[sample.kept], sample.targets[sample.kept]
-    incoming = [sample.g[sample.kept], sample.h[sample.kept]][: 1 + case.entropy]
+    """Return a candidate that runs the log-prob kernels, forward and backward, on logits that exist already."""
+    hidden, targets = sample.hidden.detach()[sample.is_trained], sample.targets[sample.is_trained]
+    incoming = [sample.g[sample.is_trained], sample.h[sample.is_trained]][: 1 + case.entropy]
 
     def forward_backward(logits: Tensor) -> Tensor:
         function: Any = vocab_parallel_logprobs
@@ -344,17 +344,17 @@ def _kernels(sample: LinearSample, case: LinearCase, setting: Setting, clock: Cl
         return torch.autograd.grad(function(logits, targets, **options), logits, incoming)[0]
 
     def lap(turn: int) -> Lap:
-        # The logits of 64 rows, repeated: computing all of them would take longer than the pass itself.
+        # Repeat the logits of 64 rows: computing all logits would take longer than the pass over them.
         repeated = (hidden[:64] @ sample.weight.detach().T).repeat(-(-len(hidden) // 64), 1)[: len(hidden)]
-        logits = repeated.requires_grad_() * 1  # an operation's output, whose memory the gradient may take
+        logits = repeated.requires_grad_() * 1  # the output of an operation, so that the gradient may reuse its memory
         return clock.lap(lambda: forward_backward(logits), lambda _: None)
 
     return lap
 
 
 def _float64_reference(sample: LinearSample, case: LinearCase) -> tuple[Tensor, Tensor, Tensor]:
-    """Return a few rows, and their log-probs and their hidden states' gradients in float64."""
-    rows = sample.kept.nonzero().squeeze(1)[:_ROWS]
+    """Return the indices of a few trained rows, and their log-probs and hidden-state gradients in float64."""
+    rows = sample.is_trained.nonzero().squeeze(1)[:_ROWS]
     weight = sample.weight.detach()
     gradient = torch.zeros(len(rows), case.hidden, dtype=torch.float64, device=weight.device)
     logits = torch.cat([sample.hidden.detach()[rows].double() @ part.double().T for part in _parts(weight)], dim=1)

@@ -1,4 +1,4 @@
-"""``bench logprobs``: from logits to log-probs and the logits' gradient, of our paths and of every peer."""
+"""``bench logprobs``: our paths and every peer's from logits to log-probs and to the gradient of the logits."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nemo_geomask.tools.bench.logprob_cases import Case, Inputs, PathOutput, Sample, errors
+from nemo_geomask.tools.bench.logprob_cases import Inputs, LogprobCase, LogprobSample, PathOutput, measure_errors
 from nemo_geomask.tools.bench.paths import PATHS, Absent, LogprobPath, NotApplicable, Setting
-from nemo_geomask.tools.bench.paths.path import Start
+from nemo_geomask.tools.bench.paths.path import ForwardPass
 from nemo_geomask.tools.bench.resource_meters import (
     DispatchCounter,
     count_host_syncs,
@@ -31,7 +31,7 @@ from nemo_geomask.tools.bench.timing import (
 __all__ = ["benchmark", "measure", "sweep"]
 
 _COPY = "copy"
-_SETTLE = 4  # times the bytes of the logits: most paths hold no more at once
+_LOGITS_COPIES = 4  # most paths hold no more than this many tensors of the logits' size at once
 
 
 def sweep(
@@ -44,19 +44,23 @@ def sweep(
     temperatures: Sequence[float],
     dtypes: Sequence[torch.dtype],
     grid: bool = False,
-) -> list[Case]:
-    """Return the cases around the first value of each setting, without repetition.
+) -> list[LogprobCase]:
+    """Return the cases to measure, without repetition.
 
     Args:
-        tokens, vocab, tp, fractions, entropy, temperatures, dtypes: values of each field of :class:`Case`.
-        grid: return every combination. Otherwise one field at a time differs from the first values, except that all
-            values of ``tp`` and ``entropy`` are combined.
+        tokens, vocab, tp, fractions, entropy, temperatures, dtypes: values of each field of :class:`LogprobCase`.
+        grid: return all combinations. Otherwise only one field differs from its first value in each case, except that
+            all values of ``tp`` and ``entropy`` are combined with each other.
     """
     fields: list[Sequence[Any]] = [tokens, vocab, tp, fractions, entropy, temperatures, dtypes]
-    return list(dict.fromkeys(Case(*values) for values in (itertools.product(*fields) if grid else _star(fields))))
+    return list(
+        dict.fromkeys(
+            LogprobCase(*values) for values in (itertools.product(*fields) if grid else _vary_one_at_a_time(fields))
+        )
+    )
 
 
-def _star(fields: Sequence[Sequence[Any]]) -> Iterator[tuple[Any, ...]]:
+def _vary_one_at_a_time(fields: Sequence[Sequence[Any]]) -> Iterator[tuple[Any, ...]]:
     base = [values[0] for values in fields]
     yield from itertools.product(*(fields[i] if i in (2, 4) else base[i : i + 1] for i in range(len(fields))))
     for index, values in enumerate(fields):
@@ -65,7 +69,7 @@ def _star(fields: Sequence[Sequence[Any]]) -> Iterator[tuple[Any, ...]]:
 
 
 def benchmark(
-    cases: Sequence[Case],
+    cases: Sequence[LogprobCase],
     setting: Setting,
     *,
     repeats: int,
@@ -76,33 +80,35 @@ def benchmark(
     """Measure every path in every case.
 
     Args:
-        cases: what to measure.
-        setting: where.
-        repeats: measured rounds a case.
+        cases: the cases.
+        setting: device, kernel and process group.
+        repeats: number of measured rounds for each case.
         paths: paths to measure.
-        seed: of the inputs.
-        report: called with each case's result.
+        seed: seed of the inputs.
+        report: function that is called with each case's result.
     """
     return measure_cases(cases, lambda case: measure(case, setting, paths=paths, repeats=repeats, seed=seed), report)
 
 
-def measure(case: Case, setting: Setting, *, paths: Sequence[LogprobPath], repeats: int, seed: int) -> dict[str, Any]:
+def measure(
+    case: LogprobCase, setting: Setting, *, paths: Sequence[LogprobPath], repeats: int, seed: int
+) -> dict[str, Any]:
     """Measure every path in one case, in mixed order.
 
     Returns:
-        The case, the bandwidth of a copy in the same rounds, and a row for every path with its status: measured,
-        absent, not applicable or failed.
+        The case, the bandwidth of a copy in the same rounds, and a row for every path. Its status is measured, absent,
+        not applicable or failed.
     """
-    starts: dict[str, Start] = {}
+    starts: dict[str, ForwardPass] = {}
     rows: dict[str, dict[str, Any]] = {path.name: {"path": path.name} for path in paths}
     for path in paths:
         try:
-            starts[path.name] = path.open(case, setting)
+            starts[path.name] = path.prepare(case, setting)
         except Absent as error:
             rows[path.name].update(status="absent", reason=str(error))
         except NotApplicable as error:
             rows[path.name].update(status="not applicable", reason=str(error))
-    clock = Clock(setting.device, settle=_SETTLE * case.elements * case.dtype.itemsize)
+    clock = Clock(setting.device, preallocated_bytes=_LOGITS_COPIES * case.elements * case.dtype.itemsize)
     inputs = Inputs(case, setting.device, seed=seed)
     by_name = {path.name: path for path in paths}
     candidates = {name: _candidate(by_name[name], start, case, inputs, clock) for name, start in starts.items()}
@@ -126,12 +132,14 @@ def measure(case: Case, setting: Setting, *, paths: Sequence[LogprobPath], repea
         "title": str(case),
         "copy_ms": copy,
         "copy_gb_s": bandwidth / 1e9,
-        "floor_bytes": case.floor,
+        "floor_bytes": case.min_bytes_per_element,
         "paths": list(rows.values()),
     }
 
 
-def _candidate(path: LogprobPath, start: Start, case: Case, inputs: Inputs, clock: Clock) -> Callable[[int], Lap]:
+def _candidate(
+    path: LogprobPath, start: ForwardPass, case: LogprobCase, inputs: Inputs, clock: Clock
+) -> Callable[[int], Lap]:
     def candidate(turn: int) -> Lap:
         sample = inputs.take(turn, copy=path.overwrites)
         return clock.lap(lambda: start(sample), lambda output: _gradient(output, sample, case))
@@ -139,36 +147,39 @@ def _candidate(path: LogprobPath, start: Start, case: Case, inputs: Inputs, cloc
     return candidate
 
 
-def _copy_candidate(case: Case, inputs: Inputs, clock: Clock) -> Callable[[int], Lap]:
+def _copy_candidate(case: LogprobCase, inputs: Inputs, clock: Clock) -> Callable[[int], Lap]:
     target = torch.zeros(case.tokens, case.width, dtype=case.dtype, device=clock.device)
     return lambda turn: clock.lap(lambda: target.copy_(inputs.take(turn).logits.detach()), lambda _: None)
 
 
-def _gradient(output: PathOutput, sample: Sample, case: Case) -> Tensor:
+def _gradient(output: PathOutput, sample: LogprobSample, case: LogprobCase) -> Tensor:
     return output.gradient(sample.g, sample.h if case.entropy else None)
 
 
-def _traffic(path: LogprobPath, case: Case, seconds: float, bandwidth: float) -> dict[str, Any]:
-    """Return the bandwidth by the path's own traffic, and by the least traffic as a share of a copy's bandwidth."""
+def _traffic(path: LogprobPath, case: LogprobCase, seconds: float, bandwidth: float) -> dict[str, Any]:
+    """Return the path's modelled traffic and bandwidth, and its share of a copy's bandwidth.
+
+    That share (``of_copy``) assumes the least possible traffic.
+    """
     has_model = case.dtype.itemsize == 2 and not case.entropy
     traffic = path.traffic(case.fraction) if has_model and path.traffic is not None else None
     return {
         "bytes_per_element": traffic,
         "gb_s": None if traffic is None else traffic * case.elements / seconds / 1e9,
-        "of_copy": case.floor * case.elements / seconds / bandwidth,
+        "of_copy": case.min_bytes_per_element * case.elements / seconds / bandwidth,
     }
 
 
-def _meter(path: LogprobPath, start: Start, case: Case, inputs: Inputs) -> dict[str, Any]:
-    """Measure errors, memory, operations or launches, synchronisations and collectives, each in a separate run."""
+def _meter(path: LogprobPath, start: ForwardPass, case: LogprobCase, inputs: Inputs) -> dict[str, Any]:
+    """Measure errors, memory, launches or operations, synchronisations and collectives, in separate runs."""
 
-    def run(sample: Sample) -> Tensor:
+    def run(sample: LogprobSample) -> Tensor:
         return _gradient(start(sample), sample, case)
 
     sample = inputs.take(0, copy=path.overwrites)
     output = start(sample)
-    # The path may have overwritten the sample's logits; the buffer from which they were copied still has them.
-    meters: dict[str, Any] = {"errors": errors(inputs.take(0), case, output, _gradient(output, sample, case))}
+    # The path may have overwritten the sample's logits, so the reference uses the buffer that they were copied from.
+    meters: dict[str, Any] = {"errors": measure_errors(inputs.take(0), case, output, _gradient(output, sample, case))}
     del output, sample
 
     sample = inputs.take(0, copy=path.overwrites)

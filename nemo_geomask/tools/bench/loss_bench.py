@@ -1,4 +1,4 @@
-"""``bench loss``: losses and their backward passes, padded, packed, from logits, and beside NeMo-RL's."""
+"""``bench loss``: our losses and NeMo-RL's with their backward passes, on padded and packed batches and on logits."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from nemo_geomask.data_keys import GENERATION_LOGPROBS, PREV_LOGPROBS, REFERENCE_POLICY_LOGPROBS, TOKEN_MASK
 from nemo_geomask.parallel import vocab_parallel_logprobs
 from nemo_geomask.segments import PackedSegments
-from nemo_geomask.tools.bench.logprob_cases import IGNORE, Case, Inputs, Sample
+from nemo_geomask.tools.bench.logprob_cases import IGNORE, Inputs, LogprobCase, LogprobSample
 from nemo_geomask.tools.bench.paths.path import Absent, Setting, import_peer
 from nemo_geomask.tools.bench.resource_meters import DispatchCounter, count_host_syncs, count_kernel_launches
 from nemo_geomask.tools.bench.speed_targets import check_loss
@@ -31,7 +31,7 @@ def _truncated(truncation: str, low: float | None, high: float) -> dict[str, Any
     return {**_WEIGHTS, f"{key}_type": truncation, f"{key}_ratio_min": low, f"{key}_ratio": high}
 
 
-# Losses that our clipped_pg and NeMo-RL's class compute from the same settings.
+# Settings that mean the same for our clipped_pg and for NeMo-RL's class.
 _EXPRESSIBLE: dict[str, dict[str, Any]] = {
     "clipped_pg": {},
     "clipped_pg, no KL": {"reference_policy_kl_penalty": 0.0},
@@ -45,7 +45,7 @@ _EXPRESSIBLE: dict[str, dict[str, Any]] = {
     "clipped_pg, disable_ppo_ratio": {"disable_ppo_ratio": True},
     "clipped_pg, force_on_policy_ratio": {"force_on_policy_ratio": True},
 }
-# Settings of our loss, and those of NeMo-RL's class for the same loss; None if it can't compute it.
+# For each loss, the settings of ours and those of NeMo-RL's class; None if NeMo-RL's class can't compute the loss.
 LOSSES: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
     **{name: (config, config) for name, config in _EXPRESSIBLE.items()},
     "gspo": ({"name": "gspo"}, {"sequence_level_importance_ratios": True, "token_level_loss": False}),
@@ -65,24 +65,24 @@ Data = Mapping[str, Tensor]
 
 
 def benchmark(
-    setting: Setting, *, rows: int, length: int, case: Case, compiled: bool, repeats: int, seed: int = 0
+    setting: Setting, *, rows: int, length: int, case: LogprobCase, compiled: bool, repeats: int, seed: int = 0
 ) -> dict[str, Any]:
-    """Measure every loss on the log-probs of a padded batch and of the same batch packed, then from packed logits.
+    """Measure every loss on the log-probs of a padded batch, of the same batch packed, and on packed logits.
 
     Args:
         setting: device and kernel.
         rows: number of sequences in the batch.
         length: length of the longest sequence.
         case: tokens and vocabulary of the logits.
-        compiled: measure some of the losses compiled, too.
-        repeats: measured rounds.
+        compiled: also measure some of the losses compiled.
+        repeats: number of measured rounds.
         seed: seed of the inputs.
 
     Raises:
-        Absent: pydantic, which the settings of losses need, can't be imported.
+        Absent: pydantic can't be imported, which the losses need.
     """
     import_peer("pydantic")
-    clock = Clock(setting.device, settle=4 * case.elements * case.dtype.itemsize)
+    clock = Clock(setting.device, preallocated_bytes=4 * case.elements * case.dtype.itemsize)
     on_logprobs = _on_logprobs(setting, clock, rows, length, _COMPILED if compiled else (), repeats, seed)
     result = {"rows": rows, "length": length, "on_logprobs": on_logprobs}
     result["skewed"] = _skewed(setting, clock, compiled, repeats, seed)
@@ -93,7 +93,7 @@ def benchmark(
 
 
 def _batch(lengths: Tensor, width: int, device: torch.device, seed: int) -> tuple[Tensor, dict[str, Tensor]]:
-    """Draw ``curr`` [B, T-1] and NeMo-RL's padded data [B, T] of responses of ``lengths`` [B] after a prompt token."""
+    """Draw a padded batch: a prompt token and a response of ``lengths`` [B]; return ``curr`` [B, T-1] and the data."""
     rows, draw = len(lengths), torch.Generator().manual_seed(seed)
 
     def normal(size: float, *shape: int) -> Tensor:
@@ -117,7 +117,7 @@ def _batch(lengths: Tensor, width: int, device: torch.device, seed: int) -> tupl
 
 
 def _pack(curr: Tensor, data: Data, lengths: Sequence[int]) -> tuple[Tensor, dict[str, Tensor], list[int]]:
-    """Pack the responses of a padded batch: log-probs, data and the offsets of the sequences, without padding."""
+    """Pack a padded batch without padding; return its log-probs, its data and the offsets of its sequences."""
     offsets = [0]
     for length in lengths:
         offsets.append(offsets[-1] + length)
@@ -138,7 +138,7 @@ def _on_logprobs(
 ) -> list[dict[str, Any]]:
     from nemo_geomask.losses import build_loss
 
-    # From half the length to all of it.
+    # Lengths are between half of `length` and `length`.
     lengths = torch.randint(length // 2, length, (rows,), generator=torch.Generator().manual_seed(seed))
     curr, data = _batch(lengths, length, setting.device, seed)
     counts = _counts(data)
@@ -185,7 +185,7 @@ def _step(values: Tensor, loss: Callable[[Tensor], Tensor]) -> Tensor:
 
 
 def _read_metrics(outputs: tuple[Tensor, Mapping[str, float]]) -> Tensor:
-    """Return the loss after its metrics were copied to the host, where NeMo-RL's always are."""
+    """Return the loss after copying the metrics to the host, as NeMo-RL's loss does in every call."""
     loss, metrics = outputs
     metrics["loss"]
     return loss
@@ -198,7 +198,7 @@ def _ours(loss_fn: Any, curr: Tensor, data: Data, counts: tuple[Tensor, Tensor])
 def _ours_packed(
     loss_fn: Any, curr: Tensor, data: Data, lengths: Sequence[int], counts: tuple[Tensor, Tensor]
 ) -> Callable[[], Tensor]:
-    """Return a step on the packed batch, which builds the segments in each call as for every microbatch."""
+    """Return a step on the packed batch; like training, it builds the segments for every call."""
     flat, packed, offsets = _pack(curr, data, lengths)
 
     def on_packed(x: Tensor) -> Tensor:
@@ -208,7 +208,7 @@ def _ours_packed(
 
 
 def _skewed(setting: Setting, clock: Clock, compiled: bool, repeats: int, seed: int) -> dict[str, Any]:
-    """Measure NeMo-RL's two packing wrappers, and ours, on log-probs of sequences with very different lengths."""
+    """Measure NeMo-RL's two packing wrappers and our replacements on sequences of very different lengths."""
     from nemo_geomask.hosts.nemo_rl.facts import LOSS_MODULE
     from nemo_geomask.hosts.nemo_rl.packed_microbatch import loss_at_once, loss_by_sequence
     from nemo_geomask.losses import build_loss
@@ -304,8 +304,8 @@ def _meter(step: Callable[[], Tensor], device: torch.device) -> dict[str, Any]:
         return {"meters": describe_error(error)}
 
 
-def _from_logits(setting: Setting, clock: Clock, case: Case, repeats: int, seed: int) -> list[dict[str, Any]]:
-    """Measure log-probs of packed logits alone, and with each loss on top of them."""
+def _from_logits(setting: Setting, clock: Clock, case: LogprobCase, repeats: int, seed: int) -> list[dict[str, Any]]:
+    """Measure the log-probs of packed logits, alone and followed by each loss."""
     from nemo_geomask.losses import build_loss
 
     device = setting.device
@@ -320,7 +320,7 @@ def _from_logits(setting: Setting, clock: Clock, case: Case, repeats: int, seed:
         "sample_mask": torch.ones(sequences, device=device),
     }
 
-    def logprobs(sample: Sample) -> Tensor:
+    def logprobs(sample: LogprobSample) -> Tensor:
         return vocab_parallel_logprobs(
             sample.logits,
             sample.targets,
@@ -338,7 +338,7 @@ def _from_logits(setting: Setting, clock: Clock, case: Case, repeats: int, seed:
     def with_loss(loss_fn: Any) -> Callable[[int], Lap]:
         def run(turn: int) -> Lap:
             sample = inputs.take(turn)
-            mask = sample.kept.float()
+            mask = sample.is_trained.float()
             seqs, toks = packed["sample_mask"].sum(), mask.sum()
 
             def forward() -> Tensor:

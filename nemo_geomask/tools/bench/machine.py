@@ -29,7 +29,7 @@ _PACKAGES = (
 
 
 def describe(device: torch.device) -> dict[str, Any]:
-    """Return machine, versions, load and date for the JSON."""
+    """Return the machine, the versions, the load and the date as JSON values."""
     gpu = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
     return {
         "name": gpu.name if gpu is not None else _processor(),
@@ -48,7 +48,7 @@ def describe(device: torch.device) -> dict[str, Any]:
 
 
 def slug(machine: dict[str, Any]) -> str:
-    """Return the machine's name in the form that file names have."""
+    """Return the machine's name as a part of a file name."""
     return re.sub(r"[^a-z0-9]+", "-", str(machine["name"]).lower()).strip("-")
 
 

@@ -29,9 +29,9 @@ __all__ = ["rewrite"]
 
 
 def rewrite(text: str, folder: Path) -> str:
-    """Return the page with the tables of the JSON files in ``folder``.
+    """Return the page with tables generated from the JSON files in ``folder``.
 
-    The tables of a benchmark stand between ``<!-- NAME: begin -->`` and ``<!-- NAME: end -->``.
+    The tables of a benchmark are between ``<!-- NAME: begin -->`` and ``<!-- NAME: end -->``.
 
     Raises:
         ArgumentError: the markers of a benchmark are missing.

@@ -1,7 +1,7 @@
-"""``python -m nemo_geomask.tools.bench.record_bench``: cost of recording a step, beside NeMo-RL's JSONL.
+"""``python -m nemo_geomask.tools.bench.record_bench``: cost of recording a step, compared with NeMo-RL's JSONL.
 
-``call`` is the time that the trainer waits; the recorder's thread does the rest. NeMo-RL's own logger is measured with
-the columns that its GRPO loop logs, if ``nemo_rl`` can be imported.
+``call`` is the time that the trainer waits; the recorder's thread does the rest. NeMo-RL's logger is measured with the
+columns that its GRPO loop logs, if ``nemo_rl`` can be imported.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from nemo_geomask.records.flight import JSONL_KEYS, FlightRecorder
 from nemo_geomask.tools.bench.timing import quartiles
 from nemo_geomask.tools.shared.terminal_tables import format_table
 
-__all__ = ["batch", "measure"]
+__all__ = ["draw_batch", "measure"]
 
 
-def batch(rows: int, width: int, *, group: int = 8, seed: int = 0) -> dict[str, Tensor]:
-    """Draw a training batch as NeMo-RL's loop passes it, with sequences of a quarter of the width to all of it."""
+def draw_batch(rows: int, width: int, *, group: int = 8, seed: int = 0) -> dict[str, Tensor]:
+    """Draw a batch as NeMo-RL's loop passes it; its sequences have between a quarter of the width and the width."""
     draw = torch.Generator().manual_seed(seed)
     lengths = torch.randint(max(2, width // 4), width + 1, (rows,), generator=draw)
     prompts = torch.randint(1, max(2, width // 8), (rows // group + 1,), generator=draw).repeat_interleave(group)[:rows]
@@ -59,19 +59,22 @@ class Cost(NamedTuple):
 
     Attributes:
         call: seconds until the trainer continues.
-        all: seconds until the file is written.
+        written: seconds until the file is written.
         processor: seconds of this process's processor time until the file is written.
-        size: bytes of the file.
+        size: size of the file in bytes.
     """
 
     call: float
-    all: float
+    written: float
     processor: float
     size: int
 
 
 def measure(data: Mapping[str, Tensor], folder: Path, repeats: int) -> dict[str, list[Cost]]:
-    """Measure our recorder, with and without a mask's verdicts, and NeMo-RL's logger if it can be imported, in turn."""
+    """Measure our recorder, without and with a mask's decisions, and NeMo-RL's logger if it can be imported.
+
+    They take turns at each step.
+    """
     masks = {"records": [], "with a verdict": [{"preset": "geometric", "min": 0.99, "max": 1.01}]}
     recorders = {
         name: FlightRecorder(LossConfig(record={"dir": str(folder / name)}, masks=rules))
@@ -90,7 +93,8 @@ def measure(data: Mapping[str, Tensor], folder: Path, repeats: int) -> dict[str,
             costs[name].append(way(step))
     for recorder in recorders.values():
         recorder.recorder.close()
-    return {name: steps[2:] for name, steps in costs.items()}  # without two steps that start threads and fill caches
+    # Leave out the first two steps, which start threads and fill caches.
+    return {name: steps[2:] for name, steps in costs.items()}
 
 
 def _record(recorder: FlightRecorder, data: Mapping[str, Tensor], step: int) -> Cost:
@@ -129,7 +133,7 @@ def _main() -> None:
         torch.set_num_threads(arguments.threads)
     rows, width = (int(number) for number in arguments.batch.split(","))
     with tempfile.TemporaryDirectory() as folder:
-        costs = measure(batch(rows, width), Path(folder), arguments.repeats)
+        costs = measure(draw_batch(rows, width), Path(folder), arguments.repeats)
     print(f"{rows} sequences, width {width}: median [quartiles] of {arguments.repeats} steps, ms")
     columns = ["", "call", "until it is written", "processor", "MB"]
     table_rows = [
@@ -137,7 +141,7 @@ def _main() -> None:
             name,
             *(
                 _format_quartiles([getattr(cost, field) * 1e3 for cost in steps])
-                for field in ("call", "all", "processor")
+                for field in ("call", "written", "processor")
             ),
             f"{steps[-1].size / 1e6:.2f}",
         ]

@@ -1,8 +1,8 @@
 """Meters of a run's memory, kernel launches, host synchronisations, operations and collectives.
 
-torch's profiler and its synchronisation warnings serve where they suffice. ``DispatchCounter`` stays our own because
-``CommDebugMode`` counts collectives without their bytes and process groups; memory on a CPU is the process's resident
-memory because torch's profiler does not see gradients that our kernels map on huge pages.
+They use torch's profiler and its synchronisation warnings where these suffice. ``DispatchCounter`` exists because
+``CommDebugMode`` counts collectives without their bytes and process groups. Memory on a CPU is the process's resident
+memory, because torch's profiler does not see gradients that our kernels map on huge pages.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class Collective(NamedTuple):
 
     Attributes:
         group: name of the process group.
-        operation: such as ``all-reduce``.
-        payload: bytes that this rank hands in.
+        operation: name of the operation, such as ``all-reduce``.
+        payload: bytes that this rank contributes.
         sent: bytes that this rank sends in a ring: 2(n−1)/n of the payload for an all-reduce, (n−1) times the payload
             for an all-gather.
     """
@@ -58,11 +58,11 @@ class Collective(NamedTuple):
 class DispatchCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Dispatch mode that counts operations, their operands' bytes and collectives, backward passes included.
 
-    A dispatch mode is active in its own thread only, so torch is restricted to one thread meanwhile.
+    A dispatch mode is active only in the thread that entered it, so torch is restricted to one thread meanwhile.
 
     Attributes:
         operations: number of calls that compute or copy; views and bare allocations are not counted.
-        operand_bytes: bytes of all operands that these calls read or write, each operand counted once in an operation.
+        operand_bytes: bytes of all operands that these calls read or write; each operand counts once for an operation.
             This is the memory traffic if no operand stays in a cache.
         collectives: the collectives, in order.
     """
@@ -97,7 +97,7 @@ class DispatchCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _add_collective(self, func: Any, args: Any) -> None:
         name = func._schema.name.split("::")[1]
-        # Of a collective that is not listed, the bytes sent are unknown.
+        # The bytes that a collective sends are unknown if it is not listed.
         operation, position, times = _COLLECTIVES.get(name, (name, 0, lambda n: math.nan))
         (group,) = [group for value in args if (group := _process_group(value)) is not None]
         payload = sum(value.nbytes for value in _flat([args[position]]) if isinstance(value, Tensor))
@@ -118,7 +118,7 @@ def _operand_bytes(name: str, args: Any, kwargs: Any, result: Any) -> int:
     out = [value for key, value in kwargs.items() if key.startswith("out") and isinstance(value, Tensor)]
     operands = [value for value in _flat(args) if isinstance(value, Tensor)]
     if name.strip("_") in _SPARSE:
-        # It reads and writes as many elements as its smallest operand has.
+        # The operation reads and writes as many elements as its smallest operand has.
         return 2 * min(map(_stored_bytes, [*operands, *outputs]))
     if name == "nll_loss_backward":
         operands = operands[:1] + operands[2:]  # of the log-probs, only the shape is used
@@ -128,7 +128,7 @@ def _operand_bytes(name: str, args: Any, kwargs: Any, result: Any) -> int:
 
 
 def _stored_bytes(tensor: Tensor) -> int:
-    """Return the bytes of memory behind a tensor, in which an expanded dimension takes none."""
+    """Return the bytes of memory that a tensor occupies; an expanded dimension occupies none."""
     elements = 1
     for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
         elements *= size if stride else min(size, 1)
@@ -146,12 +146,12 @@ def _flat(values: Iterable[Any]) -> Iterable[Any]:
 def extra_memory(run: Callable[[], Tensor], logits: Tensor) -> int | None:
     """Return the peak bytes that ``run`` holds beyond the memory in use before it and the gradient that it returns.
 
-    On a GPU torch's allocator counts them. On a CPU they are the peak of the process's resident memory, which Linux
-    lets a process reset; None where it does not.
+    On a GPU they are counted by torch's allocator. On a CPU they follow from the peak of the process's resident memory,
+    which a process can reset on Linux; None if it can't.
 
     Args:
-        run: returns the gradient.
-        logits: tensor whose gradient it is; a gradient in its memory is not subtracted.
+        run: function that returns a gradient.
+        logits: tensor that the gradient is of; if the gradient uses its memory, nothing is subtracted.
     """
     if logits.device.type == "cuda":
         torch.cuda.synchronize(logits.device)
@@ -173,7 +173,7 @@ def extra_memory(run: Callable[[], Tensor], logits: Tensor) -> int | None:
 def _reset_peak() -> bool:
     if not (_STATUS.exists() and _RESET.exists()):
         return False
-    # malloc would otherwise reuse memory that it kept, and the peak would not show it.
+    # Otherwise malloc could reuse memory that it has kept, and the peak would not show it.
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
     try:
@@ -202,7 +202,7 @@ def count_kernel_launches(run: Callable[[], object]) -> int:
 
 
 def count_host_syncs(run: Callable[[], object]) -> int:
-    """Count the operations of ``run`` that make the host wait for the GPU, by torch's warnings about them."""
+    """Count the operations of ``run`` that make the host wait for the GPU, by the warnings that torch gives."""
     torch.cuda.synchronize()
     mode = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings(record=True) as caught:

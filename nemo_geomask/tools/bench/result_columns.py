@@ -1,4 +1,4 @@
-"""Columns of the tables that a terminal and docs/performance.md show, and the format of their cells."""
+"""Columns of the tables on the terminal and in docs/performance.md, and the format of their cells."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ __all__ = [
 ]
 
 Row = Mapping[str, Any]
-"""One path, loss or target, as it is in the JSON of a benchmark."""
+"""The entry of one path, loss or target in the JSON of a benchmark."""
 
 
 class TableColumn(NamedTuple):
     """A column of a table.
 
     Attributes:
-        head: its name.
-        cell: from a row to the text of its cell.
-        is_on_page: docs/performance.md shows the column, too.
+        head: heading of the column.
+        cell: function from a row to the text of its cell.
+        is_on_page: True if docs/performance.md also shows the column.
     """
 
     head: str
@@ -60,14 +60,14 @@ def measured_rows(rows: Iterable[Row]) -> list[Row]:
 
 
 def format_number(value: float | None) -> str:
-    """Return three digits of a number, all digits of an integer and of a number from 100 on; a dash for None."""
+    """Format a number with three digits; integers and numbers of 100 or more without decimals; None as a dash."""
     if value is None:
         return ABSENT
     return f"{value:.0f}" if isinstance(value, int) or abs(value) >= 100 else f"{value:.3g}"
 
 
 def _number(head: str, key: str, *, scale: float = 1.0, is_on_page: bool = True) -> TableColumn:
-    """Return the column of ``row[key] / scale``, in which a missing value is a dash."""
+    """Return a column of ``row[key] / scale``, with a dash for a missing value."""
 
     def cell(row: Row) -> str:
         value = row.get(key)
@@ -123,7 +123,7 @@ LOGPROB_COLUMNS = (
     _number("collectives", "collectives", is_on_page=False),
     *_ERRORS,
 )
-"""Columns of ``bench logprobs``: one row a path."""
+"""Columns of ``bench logprobs``, with one row for each path."""
 
 LINEAR_COLUMNS = (
     _PATH,
@@ -135,7 +135,7 @@ LINEAR_COLUMNS = (
     _number("syncs", "host_syncs", is_on_page=False),
     *_ERRORS,
 )
-"""Columns of ``bench linear``: one row a path."""
+"""Columns of ``bench linear``, with one row for each path."""
 
 LOSS_COLUMNS = (
     TableColumn("loss", lambda row: row["loss"]),
@@ -145,17 +145,17 @@ LOSS_COLUMNS = (
     _number("operations", "launches"),
     _number("syncs", "host_syncs"),
 )
-"""Columns of ``bench loss``: one row a loss and layout."""
+"""Columns of ``bench loss``, with one row for each loss and layout."""
 
 SKEWED_COLUMNS = (TableColumn("way", lambda row: row["way"]), _TIME, _median("CPU ms", "processor_ms"))
-"""Columns of the packed row with sequences of very different lengths: one row a wrapper."""
+"""Columns of the packed row with sequences of very different lengths, with one row for each wrapper."""
 
 COLLECTIVE_COLUMNS = (
     _PATH,
     TableColumn("collectives", lambda row: str(row["calls"])),
     _number("bytes a token", "payload_bytes_per_token"),
 )
-"""Columns of the collectives over tensor-parallel ranks: one row a path."""
+"""Columns of the collectives over tensor-parallel ranks, with one row for each path."""
 
 POOLING_COLUMNS = (
     TableColumn("way", lambda row: row["way"]),
@@ -163,14 +163,14 @@ POOLING_COLUMNS = (
     TableColumn("collectives", lambda row: str(row["collectives"])),
     _number("bytes sent a rank", "sent_bytes"),
 )
-"""Columns of ``bench segments``: one row a way to pool statistics."""
+"""Columns of ``bench segments``, with one row for each way to pool statistics."""
 
 GROUP_COLUMNS = (
     TableColumn("group", lambda row: row["group"]),
     TableColumn("collective", lambda row: row["collective"]),
     TableColumn("bytes", lambda row: str(row["bytes"])),
 )
-"""Columns of the collectives of one microbatch: one row a collective."""
+"""Columns of the collectives of one microbatch, with one row for each collective."""
 
 TARGET_COLUMNS = (
     TableColumn("bar", lambda row: row["name"]),
@@ -178,4 +178,4 @@ TARGET_COLUMNS = (
     _number("found", "found"),
     _number("by CPU time", "by_processor_time"),
 )
-"""Columns of the speed targets but for the verdict: one row a target."""
+"""Columns of the speed targets without the verdict, with one row for each target."""

@@ -20,10 +20,18 @@ from nemo_geomask.tools.bench.result_columns import (
     terminal_table,
 )
 
-__all__ = ["bars", "collectives", "group_rows", "linear", "logprobs", "loss", "segments"]
+__all__ = [
+    "format_collectives",
+    "format_linear",
+    "format_logprobs",
+    "format_loss",
+    "format_segments",
+    "format_targets",
+    "group_rows",
+]
 
 
-def logprobs(case: Row) -> str:
+def format_logprobs(case: Row) -> str:
     """Return the text of one case of ``bench logprobs``."""
     if "error" in case:
         return f"{case['title']}: {case['error']}\n"
@@ -31,7 +39,7 @@ def logprobs(case: Row) -> str:
     return "\n".join([title, *_path_lines(LOGPROB_COLUMNS, case["paths"]), ""])
 
 
-def linear(case: Row) -> str:
+def format_linear(case: Row) -> str:
     """Return the text of one case of ``bench linear``."""
     if "error" in case:
         return f"{case['title']}: {case['error']}\n"
@@ -43,7 +51,7 @@ def linear(case: Row) -> str:
     return "\n".join([title, *_path_lines(LINEAR_COLUMNS, case["paths"]), ""])
 
 
-def collectives(counts: Row) -> str:
+def format_collectives(counts: Row) -> str:
     """Return the text of the collectives of the log-prob paths, with or without logits."""
     title = f"collectives over {counts['tp']} tensor-parallel ranks, forward and backward, {counts['tokens']} tokens"
     title += f" of {counts['hidden']} numbers" if "hidden" in counts else ""
@@ -53,7 +61,7 @@ def collectives(counts: Row) -> str:
     return "\n".join([title, terminal_table(COLLECTIVE_COLUMNS, counted), *failures, ""])
 
 
-def loss(result: Row) -> str:
+def format_loss(result: Row) -> str:
     """Return the text of ``bench loss``."""
     lines = [
         f"{result['rows']} sequences of up to {result['length']} tokens, forward and backward",
@@ -74,7 +82,7 @@ def loss(result: Row) -> str:
     return "\n".join([*lines, ""])
 
 
-def segments(result: Row) -> str:
+def format_segments(result: Row) -> str:
     """Return the text of ``bench segments``."""
     lines = [
         f"3 statistics of {result['sequences']} sequences, {result['tokens']} tokens over {result['world']} ranks "
@@ -99,7 +107,7 @@ def group_rows(microbatch: Row) -> list[Row]:
     ]
 
 
-def bars(targets: Sequence[Row]) -> str:
+def format_targets(targets: Sequence[Row]) -> str:
     """Return the text of the speed targets with their verdicts; empty without targets."""
     if not targets:
         return ""

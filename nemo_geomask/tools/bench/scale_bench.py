@@ -1,8 +1,8 @@
 """``bench scale``: estimate of the log-probs' cost in a recipe's step on up to 4,096 GPUs, from times of one GPU.
 
-Nothing runs. The time of a method on one microbatch is that of its matrix products and of its passes over the logits,
-both in proportion to the measured times; memory is that of :mod:`nemo_geomask.tools.check`. The time of the rest of the
-step follows from the sizes of the model, see :func:`step_seconds` and :data:`ASSUMPTIONS`.
+Nothing is run. The time of a method on one microbatch consists of its matrix products and its passes over the logits,
+both scaled from the measured times. Memory is estimated by :mod:`nemo_geomask.tools.check`. The time of the rest of the
+step follows from the size of the model; see :func:`step_seconds` and :data:`ASSUMPTIONS`.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ __all__ = [
     "GPUS",
     "H100",
     "Costs",
-    "costs_of",
+    "estimate_scale",
+    "format_estimate",
+    "method_seconds",
     "model_flops",
-    "scale",
-    "seconds",
+    "read_costs",
     "step_seconds",
-    "text",
 ]
 
 GPUS = (8, 64, 512, 4096)
-_SMALL_MEMORY = 0.1  # share of a GPU's memory; among methods that take less, the fastest is advised
+_SMALL_MEMORY = 0.1  # fraction of a GPU's memory; of the methods that take less, the fastest is recommended
 
 _PATHS_WITH_LOGITS = {
     "NeMo-RL": "NeMo-RL DistributedLogprob of logits.float()",
@@ -63,9 +63,10 @@ class Costs(NamedTuple):
         gpu: name, software version and date.
         peak: FLOP/s of dense half-precision products in its specification.
         products: measured FLOP/s of the output layer's matrix products.
-        with_logits: by method, nanoseconds of the forward and backward passes over a million logits.
-        without_logits: by method, nanoseconds forward and backward for a billion products of rows, columns and hidden
-            numbers.
+        with_logits: for each method with logits, nanoseconds of the forward and of the backward pass over a million
+            logits.
+        without_logits: for each method without logits, nanoseconds of the forward and of the backward pass for
+            rows × columns × hidden size of a billion.
     """
 
     gpu: str
@@ -87,7 +88,7 @@ H100 = Costs(
     },
     without_logits={"NeMo-RL, fused": (6_275, 102_430)},
 )
-"""From the JSON in docs/performance, see :func:`costs_of`."""
+"""Costs that :func:`read_costs` returns for the JSON in docs/performance."""
 
 ASSUMPTIONS = (
     "the model runs at {mfu:.0%} of the GPU's {peak:.0f} TFLOP/s, attention included, a backward pass at twice the "
@@ -101,21 +102,21 @@ ASSUMPTIONS = (
     "not counted: sampling, gradient and parameter collectives, the optimiser, and the loss's own collectives (two "
     "numbers a token over TP, a few a sequence over CP)",
 )
-"""Assumptions of the estimate, as templates that :func:`scale` fills in."""
+"""Assumptions of the estimate, as templates that :func:`estimate_scale` fills in."""
 
 
-def costs_of(linear: Mapping[str, Any], logprobs: Mapping[str, Any], *, peak: float) -> Costs:
-    """Return the costs in the JSON of ``bench linear`` and ``bench logprobs`` on a GPU.
+def read_costs(linear: Mapping[str, Any], logprobs: Mapping[str, Any], *, peak: float) -> Costs:
+    """Return the costs from the JSON of ``bench linear`` and ``bench logprobs`` on a GPU.
 
-    They are those of the first case of each in which all tokens train, at temperature 1 and without entropy.
+    They are from the first case of each in which all tokens train, the temperature is 1 and there is no entropy.
 
     Args:
         linear: JSON of ``bench linear``.
         logprobs: JSON of ``bench logprobs``.
-        peak: see :class:`Costs`.
+        peak: peak of the GPU in FLOP/s; see :class:`Costs`.
 
     Raises:
-        ConfigError: there is no such case, or not all paths were measured in it.
+        ConfigError: there is no such case, or a path was not measured in it.
     """
 
     def first_of(result: Mapping[str, Any], name: str) -> Mapping[str, Any]:
@@ -157,11 +158,11 @@ def costs_of(linear: Mapping[str, Any], logprobs: Mapping[str, Any], *, peak: fl
     )
 
 
-def seconds(method: str, head: OutputWork, costs: Costs) -> tuple[float, float]:
-    """Return the seconds of a method on a microbatch: in training (forward and backward), and in scoring (forward).
+def method_seconds(method: str, head: OutputWork, costs: Costs) -> tuple[float, float]:
+    """Return the seconds of a method on a microbatch in training (forward and backward) and in scoring (forward).
 
-    They include the matrix products of the output layer: three with logits, four without, one of them in the forward
-    pass.
+    They include the matrix products of the output layer, one of which is in the forward pass: three with logits, four
+    without.
     """
     if method in costs.without_logits:
         forward, backward = (cost * 1e-18 * head.columns * head.hidden for cost in costs.without_logits[method])
@@ -170,7 +171,7 @@ def seconds(method: str, head: OutputWork, costs: Costs) -> tuple[float, float]:
     product = 2 * head.columns * head.hidden / costs.products
     scoring = head.scored * (product + forward)
     if head.v1 and method == "geomask_linear":
-        scoring = seconds("geomask", head, costs)[1]
+        scoring = method_seconds("geomask", head, costs)[1]
     if method == "geomask_linear":
         return head.trained * head.rows * (4 * product + forward + backward), scoring
     if method == "geomask":
@@ -182,29 +183,30 @@ def seconds(method: str, head: OutputWork, costs: Costs) -> tuple[float, float]:
 def model_flops(shape: ModelShape, tokens: float, length: float) -> float:
     """Return the FLOPs of a forward pass over ``tokens`` in sequences of ``length``, without the output layer.
 
-    A token takes two for each active parameter. In each layer, scores and values of causal attention take two each for
-    half of the sequence.
+    Each token takes 2 FLOPs for each active parameter. In each layer, causal attention covers half of the sequence on
+    average and takes 2 FLOPs for the scores and 2 for the values.
     """
     return tokens * (2 * shape.active + 2 * shape.layers * shape.attention * length)
 
 
 def step_seconds(stage: float, head: float, *, stages: int, microbatches: int) -> float:
-    """Return the seconds of ``microbatches`` in a pipeline whose stages take ``stage`` seconds, the last ``head`` more.
+    """Return the seconds of a pipeline in which the last stage takes ``stage + head`` seconds and the others ``stage``.
 
-    The last stage is the slowest and never idle between its first and last microbatch; the others fill and drain the
-    pipeline.
+    The last stage is the slowest and is never idle between its first and its last microbatch. The other stages fill and
+    drain the pipeline.
     """
     return (microbatches + stages - 1) * stage + microbatches * head
 
 
-def scale(
+def estimate_scale(
     recipe: Recipe, *, gpus: Sequence[int] = GPUS, costs: Costs = H100, mfu: float = 0.3, trained: float = 1.0
 ) -> dict[str, Any]:
     """Estimate memory and time of every method in a recipe's step.
 
     Args:
         recipe: the recipe.
-        gpus: numbers of GPUs that train. The recipe's own is added; those that the layout does not divide are left out.
+        gpus: numbers of GPUs that train. The recipe's number is added; numbers that the layout
+            does not divide are left out.
         costs: times of one GPU.
         mfu: fraction of the GPU's peak FLOP/s that the model reaches.
         trained: fraction of the tokens that train.
@@ -218,13 +220,16 @@ def scale(
     name = str(facts.get("policy.model_name", ""))
     shape = shape_of(name)
     if shape is None:
-        message = f"{name} is no folder with a config.json and no name known here; give such a folder, as an override: "
-        raise ConfigError(Problem(("policy.model_name",), message + "policy.model_name=FOLDER"))
+        message = (
+            f"{name} is neither a folder with a config.json nor a known model name; set policy.model_name=FOLDER as an "
+            "override"
+        )
+        raise ConfigError(Problem(("policy.model_name",), message))
     head, length = output_work_of(facts, shape, trained=trained), facts.number("policy.max_total_sequence_length")
     batch = facts.number("policy.train_global_batch_size")
     if head is None or not length or not batch:
         keys = ("policy.train_global_batch_size", "policy.max_total_sequence_length")
-        raise ConfigError(Problem(keys, "the size of a step is not known without them; set both"))
+        raise ConfigError(Problem(keys, "the estimate needs both of these keys; set them"))
     layout = layout_of(facts)
     recompute = facts.is_true(f"policy.{'megatron' if facts.uses_megatron else 'dtensor'}_cfg.activation_checkpointing")
     passes = scoring_passes(facts)
@@ -233,7 +238,7 @@ def scale(
         model_flops(shape, rows * layout.cp, length) / layout.ranks_per_replica / (mfu * costs.peak)
         for rows in head[:2]
     ]
-    times = {method: seconds(method, head, costs) for method in LOGPROB_METHODS}
+    times = {method: method_seconds(method, head, costs) for method in LOGPROB_METHODS}
     steps: list[dict[str, Any]] = []
     recipe_gpus = training_gpus(facts) or layout.ranks
     for count in sorted({*gpus, recipe_gpus}):
@@ -280,14 +285,14 @@ def scale(
 
 
 def _advised(memory: Mapping[str, float], loss: Mapping[str, float], refusals: Mapping[str, str]) -> str:
-    """Return the fastest of the methods that take little memory, or the one that takes least if none takes little."""
+    """Return the fastest of the methods that take little memory; if there is none, the one with the least memory."""
     possible = [method for method in memory if method not in refusals]
     small = [method for method in possible if memory[method] <= _SMALL_MEMORY * GPU_BYTES]
     return min(small or possible, key=lambda method: (0 if small else memory[method], loss[method]))
 
 
-def text(estimate: Mapping[str, Any]) -> str:
-    """Return the estimate of :func:`scale` as text."""
+def format_estimate(estimate: Mapping[str, Any]) -> str:
+    """Return the estimate of :func:`estimate_scale` as text."""
     model, head = estimate["model"], estimate["head"]
     lines = [
         f"{estimate['recipe']}",
@@ -326,8 +331,8 @@ def text(estimate: Mapping[str, Any]) -> str:
                     str(step["microbatches"]),
                     f"{step['model_s']:.3g} s",
                     *(
-                        f"{seconds_:.3g} s, {seconds_ / (seconds_ + step['model_s']):.0%}"
-                        for seconds_ in step["loss_s"].values()
+                        f"{loss_seconds:.3g} s, {loss_seconds / (loss_seconds + step['model_s']):.0%}"
+                        for loss_seconds in step["loss_s"].values()
                     ),
                 ]
                 for step in estimate["steps"]

@@ -1,4 +1,4 @@
-"""``bench segments``: statistics of sequences that ranks share, pooled in one collective or in one collective each."""
+"""``bench segments``: pooling of sequence statistics over ranks, in one collective or in one for each statistic."""
 
 from __future__ import annotations
 
@@ -14,26 +14,25 @@ from nemo_geomask.segments import PackedSegments
 from nemo_geomask.tools.bench.paths.path import Absent, import_peer
 from nemo_geomask.tools.bench.resource_meters import DispatchCounter
 from nemo_geomask.tools.bench.timing import Clock, Lap, interleave, quartiles
-from nemo_geomask.tools.bench.traffic import microbatch, uneven_offsets
+from nemo_geomask.tools.bench.traffic import count_microbatch_collectives, uneven_offsets
 
 __all__ = ["benchmark"]
 
 _MERGED = "one collective for all"
 _SEPARATE = "one collective each"
 _SCATTERED = "index_add and all-reduce, each"
-# Seconds, enough for any --repeats.
-_TIMEOUT = 7200.0
+_TIMEOUT = 7200.0  # seconds, enough for any --repeats
 
 
 def benchmark(device: torch.device, *, tokens: int, sequences: int, repeats: int, world: int = 2) -> dict[str, Any]:
-    """Measure three statistics of sequences that ranks share, and count the collectives of a microbatch.
+    """Measure the pooling of three statistics of sharded sequences, and count the collectives of a microbatch.
 
     Args:
-        device: if it is a GPU and there is one for each rank, the ranks run on GPUs; otherwise on the CPU over gloo.
+        device: if it is a GPU and there is one for each rank, the ranks run on GPUs; otherwise on the CPU with gloo.
         tokens: length of the packed row.
         sequences: number of its sequences.
         repeats: measured rounds.
-        world: number of ranks that share the sequences.
+        world: number of ranks over which the sequences are sharded.
     """
     nccl = device.type == "cuda" and dist.is_nccl_available() and torch.cuda.device_count() >= world
     backend = "nccl" if nccl else "gloo"
@@ -41,7 +40,7 @@ def benchmark(device: torch.device, *, tokens: int, sequences: int, repeats: int
     result = {"world": world, "backend": backend, "tokens": tokens, "sequences": sequences, **pooling}
     try:
         import_peer("pydantic")
-        result["microbatch"] = microbatch()
+        result["microbatch"] = count_microbatch_collectives()
     except Absent as reason:
         result["microbatch"] = {"status": "absent", "reason": str(reason)}
     return result

@@ -1,4 +1,4 @@
-"""Speed and memory targets of our paths, and verdicts on measured figures."""
+"""Speed and memory targets of our paths, and the verdicts on measured results."""
 
 from __future__ import annotations
 
@@ -10,13 +10,23 @@ from nemo_geomask.tools.bench.paths.eager_peers import CHUNK
 
 __all__ = ["TARGETS", "check_linear", "check_logprobs", "check_loss"]
 
-# With default options; targets that compare with no peer are also checked without the validation of token ids.
+# Our path with default options, and without validation of token ids. The latter is checked only against targets that do
+# not compare with a peer.
 _OURS, _UNCHECKED = OURS[0].name, OURS[1].name
 _V = 151_936
 
 
 class _Target(NamedTuple):
-    """Bound on a figure of ours, or on the time of ``peer`` over ours, in the cases whose fields equal ``at``."""
+    """Bound on one of our measured figures, or on the ratio of a peer's time to ours.
+
+    Attributes:
+        device: type of the device that the target is for.
+        bound: the bound.
+        peer: path whose time is divided by ours; None: the bound is on ``figure``.
+        figure: key of the figure in a path's row.
+        at: fields of the cases that the target applies to, with their values.
+        at_most: True if the bound is an upper bound.
+    """
 
     device: str
     bound: float
@@ -43,14 +53,15 @@ TARGETS = (
     _Target("cpu", 2.0, peer="torch F.cross_entropy", at={**_UNSHARDED, "tokens": 256}),
 )
 _ENOUGH_TOKENS = {"cuda": 4096, "cpu": 256}  # fewer do not fill a GPU, or take too little time on a CPU
-_FROM_LOGITS = 1.1
-# Least time of NeMo-RL's class over ours on the same padded batch, by our layout and options.
+_FROM_LOGITS = 1.1  # largest ratio of the time of log-probs and loss to the time of log-probs alone
+# For each layout and option of our loss, the least ratio of the time of NeMo-RL's class to ours on the same batch.
 _ON_LOGPROBS = {
     "padded": 1 / 1.15,
     "padded, metrics: nemo_rl": 1.0,
     "padded, compiled": 3.0,
     "padded, compiled, metrics: nemo_rl": 3.0,
 }
+# The same for each wrapper on packed sequences of very different lengths.
 _SKEWED = {"one by one": 10.0, "one by one, metrics: nemo_rl": 10.0, "at once": 2.0, "at once, compiled": 2.0}
 
 
@@ -58,7 +69,8 @@ def check_logprobs(results: Sequence[Mapping[str, Any]], device: str) -> list[di
     """Check the targets of this device in each case to which they apply.
 
     Returns:
-        ``name``, ``bound``, ``found`` (the measured figure) and ``passed``; the last two are None if it is missing.
+        For each check ``name``, ``bound``, ``found`` (the measured figure) and ``passed``. The last two are None if the
+        figure was not measured.
     """
     verdicts = []
     for target in TARGETS:
@@ -72,11 +84,14 @@ def check_logprobs(results: Sequence[Mapping[str, Any]], device: str) -> list[di
 
 
 _LINEAR, _LOGITS = "nemo_geomask linear_logprobs", "nemo_geomask with logits"
-_OF_LOGITS, _OF_PRODUCTS, _SLOWER, _FASTER = 0.1, 0.85, 1.1, 3.5
+_OF_LOGITS = 0.1  # largest ratio of extra memory to the size of the logits
+_OF_PRODUCTS = 0.85  # least ratio of the matrix products' time to ours
+_SLOWER = 1.1  # largest ratio of our time to that of the matrix products and the log-prob kernels
+_FASTER = 3.5  # least ratio of the time with logits to ours, if a fifth of the tokens train
 
 
 def check_linear(results: Sequence[Mapping[str, Any]], device: str) -> list[dict[str, Any]]:
-    """Check log-probs without logits: memory, speed relative to the matrix products, gain where few tokens train.
+    """Check log-probs without logits: memory, speed relative to the matrix products, speed if few tokens train.
 
     Args:
         results: cases of ``bench linear``.
@@ -107,14 +122,14 @@ def check_linear(results: Sequence[Mapping[str, Any]], device: str) -> list[dict
 
 
 def check_loss(results: Mapping[str, Any], device: str) -> list[dict[str, Any]]:
-    """Check losses against NeMo-RL's, padded and packed, and losses from logits against the log-prob pass alone.
+    """Check losses against NeMo-RL's on padded and packed batches, and losses from logits against log-probs alone.
 
     Args:
         results: result of ``bench loss``.
         device: type of the device on which it was measured.
 
     Returns:
-        As :func:`check_logprobs`; ``passed`` is None with too few logits to judge.
+        As :func:`check_logprobs`; ``passed`` is also None if there are too few logits to judge.
     """
     verdicts = []
     rows = {(row["loss"], row["how"]): row for row in results.get("on_logprobs", ())}
@@ -182,7 +197,7 @@ def _check(target: _Target, result: Mapping[str, Any], path: str) -> dict[str, A
 def _ratio(name: str, target: _Target, ours: Mapping[str, Any], peer: Mapping[str, Any]) -> dict[str, Any]:
     verdict = _verdict(name, target, peer["ms"]["median"] / ours["ms"]["median"])
     if "processor_ms" in ours:
-        # This ratio is steadier on a machine that runs other processes.
+        # This ratio varies less on a machine that runs other processes.
         verdict["by_processor_time"] = peer["processor_ms"]["median"] / ours["processor_ms"]["median"]
     return verdict
 

@@ -1,4 +1,4 @@
-"""Plot of time over each setting that a sweep varies, with one line for each path."""
+"""Plot of the time against each setting that a sweep varies, with one line for each path."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _FIELDS = {"tokens": "tokens", "vocab": "vocabulary", "tp": "shards", "fraction"
 
 
 def write_plot(results: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Draw a panel for every setting that takes several values around the first case.
+    """Draw a panel for every setting that has several values when the other settings are those of the first case.
 
     Raises:
         MissingDependencyError: matplotlib can't be imported.
@@ -47,7 +47,7 @@ def write_plot(results: Sequence[Mapping[str, Any]], path: Path) -> None:
 
 
 def _along(results: Sequence[Mapping[str, Any]], base: Mapping[str, Any], field: str) -> list[Mapping[str, Any]]:
-    """Return the results whose cases differ from the base in ``field`` alone, sorted by it."""
+    """Return the results whose cases differ from the base only in ``field``, sorted by this field."""
     matches = [
         result
         for result in results

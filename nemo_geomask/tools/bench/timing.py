@@ -1,7 +1,7 @@
 """Timer of several candidates in mixed order, by the device's clock and by the processor time of this process.
 
-``torch.utils.benchmark.Timer`` does not replace it. That reads the host's clock around a loop over one statement, which
-rules out fresh inputs, cold caches, separate forward and backward times, and rounds of all candidates in mixed order.
+``torch.utils.benchmark.Timer`` can't replace it: it reads the host's clock around a loop over one statement. That rules
+out fresh inputs, cold caches, separate forward and backward times, and rounds of all candidates in mixed order.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ class Lap(NamedTuple):
     """Seconds of one run.
 
     Attributes:
-        first: of the first stage, by the device's clock.
-        second: of the second stage, by the device's clock.
-        processor: of both stages, by the processor time of this process.
+        first: time of the first stage, by the device's clock.
+        second: time of the second stage, by the device's clock.
+        processor: processor time of this process in both stages.
     """
 
     first: float
@@ -46,28 +46,28 @@ class Lap(NamedTuple):
 class Clock:
     """Timer of runs that have two stages, such as forward and backward.
 
-    Before each run, a buffer larger than the caches is written, so that no run finds its inputs in them. A GPU is then
-    kept busy for a while, as the model's own kernels keep it busy in training. The host therefore runs ahead of the
-    GPU, and the cost of launching kernels shows only in paths that make the host wait for the GPU.
+    Before each run, a buffer larger than the caches is written, so that no run has its inputs in a cache. A GPU is then
+    kept busy for a while, as the model's kernels keep it busy in training. The host therefore runs ahead of the GPU,
+    and the cost of launching kernels shows only in paths that make the host wait for the GPU.
 
     Args:
         device: device that is timed.
-        settle: bytes that are written and freed before each run on a CPU. A virtual machine hands large free blocks
-            back to its host. The next run that touches them, of whichever path, would pay for getting them again.
+        preallocated_bytes: number of bytes that are written and freed before each run on a CPU. A virtual machine may
+            return large free blocks to its host, and the next run that uses them would pay for their allocation.
     """
 
-    def __init__(self, device: torch.device, settle: int = 0) -> None:
+    def __init__(self, device: torch.device, preallocated_bytes: int = 0) -> None:
         self.device = device
         size = 1 << 27
         if device.type == "cuda":
             properties = torch.cuda.get_device_properties(device)
             size = max(size, 8 * int(getattr(properties, "L2_cache_size", 0)))
         self._wipe = torch.zeros(size, dtype=torch.uint8, device=device)
-        self._settle = torch.empty(settle if device.type == "cpu" else 0, dtype=torch.uint8)
+        self._preallocated = torch.empty(preallocated_bytes if device.type == "cpu" else 0, dtype=torch.uint8)
 
     def _prepare(self) -> None:
-        if self._settle.numel():
-            empty_gradient(self._settle).fill_(1)
+        if self._preallocated.numel():
+            empty_gradient(self._preallocated).fill_(1)
         self._wipe.add_(1)
         if self.device.type == "cuda":
             torch.cuda._sleep(_BUSY_CYCLES)  # type: ignore[no-untyped-call]
@@ -100,15 +100,15 @@ def interleave(
     before: Callable[[], object] = lambda: None,
     warmup: int = 1,
 ) -> tuple[dict[str, list[Lap]], dict[str, str]]:
-    """Run every candidate once a round, in a new random order each round.
+    """Run every candidate once in each round, in a new random order.
 
-    Drift of the clock rate and load by other processes therefore affect all candidates alike.
+    Changes of the clock rate and load by other processes therefore affect all candidates alike.
 
     Args:
         candidates: functions by name; each is called with the number of runs before it in the round.
-        rounds: measured rounds.
-        before: called before each round, to draw fresh inputs.
-        warmup: rounds before the measured ones, whose times are discarded.
+        rounds: number of measured rounds.
+        before: function that is called before each round, to draw fresh inputs.
+        warmup: number of rounds before the measured rounds; their times are discarded.
 
     Returns:
         The laps of each candidate that completed all rounds, and the error of each that did not.
@@ -137,15 +137,15 @@ def interleave(
 def measure_cases(
     cases: Sequence[_Case], measure: Callable[[_Case], dict[str, Any]], report: Callable[[dict[str, Any]], object]
 ) -> list[dict[str, Any]]:
-    """Measure the cases one after another, and report each result when it is there.
+    """Measure the cases one after another, and report each result at once.
 
     Args:
         cases: cases with a method ``describe()``; ``str`` of a case is its title.
-        measure: returns the result of one case.
-        report: called with each result.
+        measure: function that returns the result of one case.
+        report: function that is called with each result.
 
     Returns:
-        The results; that of a case that does not fit into memory has the error and no paths.
+        The results. The result of a case that does not fit into memory has the error and no paths.
     """
     results = []
     for case in cases:
@@ -173,16 +173,16 @@ def describe_error(error: BaseException) -> str:
 
 
 def quartiles(values: Sequence[float]) -> dict[str, Any]:
-    """Return median and quartiles of the values, in their unit, and their number."""
+    """Return the median and quartiles of the values, and the number of values."""
     low, middle, high = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else [values[0]] * 3
     return {"median": middle, "q1": low, "q3": high, "runs": len(values)}
 
 
 def summarise(laps: Sequence[Lap], stages: tuple[str, str], device: torch.device) -> dict[str, Any]:
-    """Return median and quartiles of laps in milliseconds.
+    """Return the median and quartiles of laps in milliseconds.
 
     Returns:
-        ``ms``, a key with the name of each stage such as ``forward_ms`` and, on a CPU, ``processor_ms``.
+        ``ms`` for both stages, a key for each stage, such as ``forward_ms``, and on a CPU ``processor_ms``.
     """
     result = {
         "ms": quartiles([lap.total * 1e3 for lap in laps]),

@@ -1,4 +1,4 @@
-"""Collectives of a run: their number, and their bytes for a token or a microbatch in each process group."""
+"""Counts of a run's collectives, and of their bytes for each token, or for a microbatch in each process group."""
 
 from __future__ import annotations
 
@@ -14,15 +14,22 @@ from nemo_geomask.parallel import vocab_parallel_logprobs
 from nemo_geomask.parallel.local_processes import run_ranks
 from nemo_geomask.segments import PackedSegments
 from nemo_geomask.tools.bench import linear_bench
-from nemo_geomask.tools.bench.logprob_cases import Case, Inputs
+from nemo_geomask.tools.bench.logprob_cases import Inputs, LogprobCase
 from nemo_geomask.tools.bench.paths import PATHS, Absent, LogprobPath, NotApplicable, Setting
 from nemo_geomask.tools.bench.resource_meters import Collective, DispatchCounter
 from nemo_geomask.tools.bench.timing import describe_error
 
-__all__ = ["LAYOUT", "logprobs", "microbatch", "total", "uneven_offsets", "without_logits"]
+__all__ = [
+    "LAYOUT",
+    "count_linear_collectives",
+    "count_logprob_collectives",
+    "count_microbatch_collectives",
+    "sum_collectives",
+    "uneven_offsets",
+]
 
 _TP = 2
-_CASE = Case(tokens=600, vocab=2048, tp=_TP)  # three of NeMo-RL's chunks of 256 rows
+_CASE = LogprobCase(tokens=600, vocab=2048, tp=_TP)  # three of NeMo-RL's chunks of 256 rows
 _LINEAR = linear_bench.LinearCase(tokens=2048, hidden=64, vocab=2048, tp=_TP)
 LAYOUT = {"tokens": 512, "sequences": 8, "vocab": 1000, "tp": 2, "cp": 2}
 _LOSS = {
@@ -34,7 +41,7 @@ _LOSS = {
 
 
 def uneven_offsets(tokens: int, sequences: int, cp: int) -> list[int]:
-    """Return offsets of sequences that fill ``tokens``, of different lengths that are multiples of 2·``cp``."""
+    """Return the offsets of sequences with different lengths, multiples of 2·``cp``, that together fill ``tokens``."""
     draw = torch.Generator().manual_seed(0)
     unit = 2 * cp
     shares = 0.5 + torch.rand(sequences, dtype=torch.float32, generator=draw)
@@ -42,8 +49,8 @@ def uneven_offsets(tokens: int, sequences: int, cp: int) -> list[int]:
     return [0, *ends.tolist()]
 
 
-def total(collectives: Sequence[Collective]) -> dict[str, Any]:
-    """Return the number of calls, the bytes handed in, the bytes sent, and each collective with its payload."""
+def sum_collectives(collectives: Sequence[Collective]) -> dict[str, Any]:
+    """Return the number of calls, the bytes contributed, the bytes sent, and each collective with its payload."""
     return {
         "calls": len(collectives),
         "payload_bytes": sum(entry.payload for entry in collectives),
@@ -52,7 +59,7 @@ def total(collectives: Sequence[Collective]) -> dict[str, Any]:
     }
 
 
-def logprobs(names: Sequence[str]) -> dict[str, Any]:
+def count_logprob_collectives(names: Sequence[str]) -> dict[str, Any]:
     """Count the collectives of log-prob paths, forward and backward, over two tensor-parallel ranks on a CPU.
 
     Args:
@@ -67,7 +74,7 @@ def _logprobs(rank: int, world: int, names: Sequence[str]) -> dict[str, Any]:
     sample = Inputs(_CASE, setting.device).take(0)
 
     def run_once(path: LogprobPath) -> None:
-        start = path.open(_CASE, setting)
+        start = path.prepare(_CASE, setting)
         start(sample._replace(logits=sample.logits.detach().clone().requires_grad_())).gradient(sample.g, None)
 
     return _count_collectives(
@@ -75,11 +82,11 @@ def _logprobs(rank: int, world: int, names: Sequence[str]) -> dict[str, Any]:
     )
 
 
-def without_logits(names: Sequence[str]) -> dict[str, Any]:
+def count_linear_collectives(names: Sequence[str]) -> dict[str, Any]:
     """Count the collectives of paths from hidden states, :data:`nemo_geomask.tools.bench.linear_bench.PATHS`.
 
-    Each rank has all hidden states, so their gradient is summed over ranks. A path that leaves this sum to its caller
-    has fewer bytes here; the model's layers then send the rest.
+    Each rank has all hidden states, so their gradient has to be summed over ranks. A path that leaves this sum to its
+    caller has fewer bytes here, but the model's layers then send the rest.
     """
     counts: Mapping[str, Any] = run_ranks(_TP, _without_logits, list(names))[0]
     return {"tokens": _LINEAR.tokens, "hidden": _LINEAR.hidden, "tp": _TP, "paths": counts}
@@ -110,12 +117,12 @@ def _count_collectives(runs: Mapping[str, Callable[[], None]], tokens: int) -> d
         except Exception as error:  # a failing peer is reported
             result[name] = {"error": describe_error(error)}
             continue
-        totals = total(counter.collectives)
+        totals = sum_collectives(counter.collectives)
         result[name] = {**totals, "payload_bytes_per_token": totals["payload_bytes"] / tokens}
     return result
 
 
-def microbatch() -> dict[str, Any]:
+def count_microbatch_collectives() -> dict[str, Any]:
     """Count the bytes of each process group in one microbatch of GSPO from logits, with its backward pass."""
     return {**LAYOUT, "loss": _LOSS, "groups": run_ranks(LAYOUT["tp"] * LAYOUT["cp"], _microbatch)[0]}
 
@@ -145,5 +152,6 @@ def _microbatch(rank: int, world: int) -> dict[str, Any]:
         torch.autograd.grad(loss, shard)
     groups = {"tensor-parallel": tp_group.group_name, "context-parallel": cp_group.group_name}
     return {
-        label: total([entry for entry in counter.collectives if entry.group == name]) for label, name in groups.items()
+        label: sum_collectives([entry for entry in counter.collectives if entry.group == name])
+        for label, name in groups.items()
     }

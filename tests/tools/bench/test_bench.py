@@ -15,7 +15,7 @@ from nemo_geomask.cli import main
 from nemo_geomask.errors import ArgumentError, ConfigError
 from nemo_geomask.tools.bench import command, performance_page, result_tables, speed_targets, traffic
 from nemo_geomask.tools.bench.logprob_bench import measure, sweep
-from nemo_geomask.tools.bench.logprob_cases import Case, Inputs, PathOutput, errors
+from nemo_geomask.tools.bench.logprob_cases import Inputs, LogprobCase, PathOutput, measure_errors
 from nemo_geomask.tools.bench.paths import OURS, PATHS, Absent, LogprobPath, Setting
 from nemo_geomask.tools.bench.paths.path import output_by_autograd
 from nemo_geomask.tools.bench.resource_meters import DispatchCounter, extra_memory
@@ -23,19 +23,19 @@ from nemo_geomask.tools.bench.timing import Lap, interleave, quartiles
 
 NAMES = tuple(path.name for path in PATHS)
 CPU = torch.device("cpu")
-SMALL = Case(tokens=40, vocab=3000)
+SMALL = LogprobCase(tokens=40, vocab=3000)
 TEMPERED = SMALL._replace(fraction=0.5, temperature=0.7)
 
 
 def opened(name, case, setting):
     path = next(path for path in PATHS if path.name == name)
     try:
-        return path, path.open(case, setting)
+        return path, path.prepare(case, setting)
     except Absent as reason:
         pytest.skip(str(reason))
 
 
-EAGER = [path.name for path in PATHS if path.counted and not path.name.startswith("nemo_geomask")][:6]
+EAGER = [path.name for path in PATHS if path.traffic_source and not path.name.startswith("nemo_geomask")][:6]
 
 
 @pytest.fixture
@@ -69,9 +69,9 @@ def test_a_tally_sees_all_threads_there_are():
 def test_our_paths_are_exact(path, case):
     inputs = Inputs(case, CPU)
     sample = inputs.take(0, copy=path.overwrites)
-    answer = path.open(case, Setting(CPU))(sample)
+    answer = path.prepare(case, Setting(CPU))(sample)
     gradient = answer.gradient(sample.g, sample.h if case.entropy else None)
-    found = errors(inputs.take(0), case, answer, gradient)
+    found = measure_errors(inputs.take(0), case, answer, gradient)
     assert set(found) == {"gradient", "logprob", *(["entropy"] if case.entropy else [])}
     assert found["logprob"] < 1e-5
     assert found["gradient"] < 2**-8
@@ -82,7 +82,7 @@ def test_peers_are_asked_for_the_same(name, setting):
     _, start = opened(name, SMALL, setting)
     sample = Inputs(SMALL, CPU).take(0)
     answer = start(sample)
-    found = errors(sample, SMALL, answer, answer.gradient(sample.g, None))
+    found = measure_errors(sample, SMALL, answer, answer.gradient(sample.g, None))
     # F.cross_entropy returns its loss in the logits' own type.
     assert found["logprob"] < (0.1 if name == "torch F.cross_entropy" else 1e-4)
     assert found["gradient"] < 2**-7
@@ -90,14 +90,14 @@ def test_peers_are_asked_for_the_same(name, setting):
 
 def test_errors_see_a_wrong_gradient():
     sample = Inputs(TEMPERED, CPU).take(0)
-    answer = OURS[0].open(TEMPERED, Setting(CPU))(sample)
+    answer = OURS[0].prepare(TEMPERED, Setting(CPU))(sample)
     gradient = answer.gradient(sample.g, None)
-    assert errors(sample, TEMPERED, answer, gradient * 1.1)["gradient"] == pytest.approx(0.1, rel=0.2)
-    masked = int((~sample.kept[:-1]).nonzero()[0, 0])
+    assert measure_errors(sample, TEMPERED, answer, gradient * 1.1)["gradient"] == pytest.approx(0.1, rel=0.2)
+    masked = int((~sample.is_trained[:-1]).nonzero()[0, 0])
     gradient[masked, 5] = 1.0
-    assert errors(sample, TEMPERED, answer, gradient)["gradient"] == pytest.approx(1.0)
+    assert measure_errors(sample, TEMPERED, answer, gradient)["gradient"] == pytest.approx(1.0)
     gradient[masked, 5] = math.nan
-    assert math.isnan(errors(sample, TEMPERED, answer, gradient)["gradient"])
+    assert math.isnan(measure_errors(sample, TEMPERED, answer, gradient)["gradient"])
 
 
 def test_inputs_are_fresh_and_masked():
@@ -108,9 +108,9 @@ def test_inputs_are_fresh_and_masked():
     with torch.no_grad():
         sample.logits.zero_()
     assert torch.equal(inputs.take(0).logits, first)
-    assert int(sample.kept.sum()) == 20
-    assert torch.equal(sample.kept, sample.targets != -100)
-    assert not sample.g[~sample.kept].any()
+    assert int(sample.is_trained.sum()) == 20
+    assert torch.equal(sample.is_trained, sample.targets != -100)
+    assert not sample.g[~sample.is_trained].any()
     assert not torch.equal(inputs.take(1).logits, first)
     inputs.refresh()
     assert not torch.equal(inputs.take(0).logits, first)
@@ -163,8 +163,8 @@ def test_sweep_varies_one_setting_at_a_time():
     }
     cases = sweep(**values)
     assert len(cases) == len(set(cases)) == 4 + 1 + 1 + 1
-    assert Case(4, 10, 2, 1.0, True) in cases
-    assert Case(8, 20) not in cases
+    assert LogprobCase(4, 10, 2, 1.0, True) in cases
+    assert LogprobCase(8, 20) not in cases
     assert len(sweep(**values, grid=True)) == 32
 
 
@@ -193,7 +193,7 @@ def test_absent_and_failing_peers_are_listed():
     assert (broken["status"], broken["reason"]) == ("failed", "RuntimeError: no kernel image")
     assert (missing["status"], missing["reason"]) == ("absent", "needs a GPU")
     assert ours["of_copy"] == pytest.approx(1.5 * result["copy_ms"]["median"] / ours["ms"]["median"])
-    text = result_tables.logprobs(result)
+    text = result_tables.format_logprobs(result)
     assert "broken: failed: RuntimeError: no kernel image" in text
     assert "missing: absent: needs a GPU" in text
     json.dumps(result)
@@ -201,12 +201,12 @@ def test_absent_and_failing_peers_are_listed():
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_listed_path_can_be_chosen_alone(name):
-    assert command.chosen_paths(name, NAMES) == (name,)
+    assert command.select_paths(name, NAMES) == (name,)
 
 
 def test_paths_are_chosen_by_name_or_part_of_it():
-    assert command.chosen_paths(None, NAMES) == NAMES
-    chosen = command.chosen_paths("flash, nemo_geomask, unchecked targets,F.cross", NAMES)
+    assert command.select_paths(None, NAMES) == NAMES
+    chosen = command.select_paths("flash, nemo_geomask, unchecked targets,F.cross", NAMES)
     assert chosen == (
         "nemo_geomask, unchecked targets",
         "torch F.cross_entropy",
@@ -214,9 +214,9 @@ def test_paths_are_chosen_by_name_or_part_of_it():
         "flash-attn CE",
     )
     with pytest.raises(ConfigError, match="'flush': no such path; there are: nemo_geomask; nemo_geomask, unchecked"):
-        command.chosen_paths("nemo_geomask,flush", NAMES)
+        command.select_paths("nemo_geomask,flush", NAMES)
     with pytest.raises(ConfigError, match="''"):
-        command.chosen_paths("nemo_geomask,", NAMES)
+        command.select_paths("nemo_geomask,", NAMES)
 
 
 def test_incoming_gradient_reaches_entropy_and_logprob():
@@ -234,7 +234,7 @@ def _row(name, ms, **more):
 
 
 def test_bars_pass_fail_or_say_why_not():
-    case = {**Case(256, 151_936).describe(), "title": ""}
+    case = {**LogprobCase(256, 151_936).describe(), "title": ""}
     names = [bar.peer for bar in speed_targets.TARGETS if bar.device == "cpu"]
     assert len(names) == 3
     rows = [_row(OURS[0].name, 10.0), _row(names[0], 80.0), {"path": names[1], "status": "absent", "reason": "gone"}]
@@ -243,7 +243,7 @@ def test_bars_pass_fail_or_say_why_not():
     assert [bar["passed"] for bar in found] == [True, None, False]
     assert found[1]["reason"].endswith("absent: gone")
     assert [bar["passed"] for bar in speed_targets.check_logprobs([], "cpu")] == [None] * 3
-    text = result_tables.bars(found)
+    text = result_tables.format_targets(found)
     assert "pass" in text
     assert "FAIL" in text
 
@@ -251,7 +251,7 @@ def test_bars_pass_fail_or_say_why_not():
 def test_gpu_bars_speak_of_large_cases_only():
     def result(tokens, share, **more):
         rows = [_row(path.name, 1.0, of_copy=share, extra_bytes_per_token=20.0) for path in OURS]
-        return {"case": Case(tokens, 151_936, **more).describe(), "title": "t", "paths": rows}
+        return {"case": LogprobCase(tokens, 151_936, **more).describe(), "title": "t", "paths": rows}
 
     found = speed_targets.check_logprobs(
         [result(2048, 0.1), result(4096, 0.95), result(8192, 0.8, entropy=True, tp=8)], "cuda"
@@ -275,15 +275,15 @@ def test_gpu_bars_speak_of_large_cases_only():
 )
 def test_small_cases_are_not_judged(device, tokens, vocab, verdict):
     entry = {"loss": "gspo", "of_logprobs": 2.0}
-    (bar,) = speed_targets.check_loss({"case": Case(tokens, vocab).describe(), "from_logits": [entry]}, device)
+    (bar,) = speed_targets.check_loss({"case": LogprobCase(tokens, vocab).describe(), "from_logits": [entry]}, device)
     assert (bar["found"], bar["passed"]) == (2.0, verdict)
-    text = result_tables.bars([bar])
+    text = result_tables.format_targets([bar])
     assert ("FAIL" in text, "too small to judge" in text) == (verdict is False, verdict is None)
 
 
 @pytest.mark.slow
 def test_volume_of_a_microbatch_is_what_the_documentation_says():
-    counted = traffic.microbatch()
+    counted = traffic.count_microbatch_collectives()
     layout, groups = traffic.LAYOUT, counted["groups"]
     tokens, sequences = layout["tokens"] // layout["cp"], layout["sequences"]
     # Nine integers by which the ranks compare what they were called with, and four numbers a token.
@@ -297,7 +297,7 @@ def test_volume_of_a_microbatch_is_what_the_documentation_says():
 
 @pytest.mark.slow
 def test_collectives_of_the_paths():
-    counted = traffic.logprobs([OURS[0].name, "Megatron-core vocab_parallel_cross_entropy"])
+    counted = traffic.count_logprob_collectives([OURS[0].name, "Megatron-core vocab_parallel_cross_entropy"])
     tokens = counted["tokens"]
     ours = counted["paths"][OURS[0].name]
     assert (ours["calls"], ours["payload_bytes"]) == (2, 16 * tokens + 72)
@@ -311,7 +311,7 @@ def test_collectives_of_the_paths():
 @pytest.mark.slow
 def test_collectives_without_logits():
     ours, logits = "nemo_geomask linear_logprobs", "nemo_geomask with logits"
-    counted = traffic.without_logits([ours, logits, "torch F.linear, F.cross_entropy"])
+    counted = traffic.count_linear_collectives([ours, logits, "torch F.linear, F.cross_entropy"])
     tokens, hidden = counted["tokens"], counted["hidden"]
     assert set(counted["paths"]) == {ours, logits}  # torch's knows of no other rank
     assert (counted["paths"][logits]["calls"], counted["paths"][ours]["calls"]) == (2, 3)
@@ -319,8 +319,8 @@ def test_collectives_without_logits():
     statistics = counted["paths"][logits]["payload_bytes"]
     assert statistics == 16 * tokens + 72
     assert counted["paths"][ours]["payload_bytes"] == statistics + 2 * hidden * tokens
-    assert "collectives over 2 tensor-parallel ranks" in result_tables.collectives(counted)
-    assert f"of {hidden} numbers" in result_tables.collectives(counted)
+    assert "collectives over 2 tensor-parallel ranks" in result_tables.format_collectives(counted)
+    assert f"of {hidden} numbers" in result_tables.format_collectives(counted)
 
 
 @pytest.mark.slow
@@ -372,7 +372,7 @@ def test_a_loss_is_held_against_nemo_rls():
     results = {
         "on_logprobs": [*rows, row("NeMo-RL, padded", 1.0, processor_ms={"median": 1.0})],
         "skewed": {"ways": ways},
-        "case": Case(16, 500).describe(),
+        "case": LogprobCase(16, 500).describe(),
         "from_logits": [],
     }
     found = speed_targets.check_loss(results, "cpu")
@@ -399,7 +399,7 @@ def test_page_shows_what_was_measured():
     ("words", "message"),
     [
         (["--tokens", "0"], "'0' is not a whole number above 0"),
-        (["--fractions", "1.5"], "'1.5' is not a share above 0 and up to 1"),
+        (["--fractions", "1.5"], "'1.5' is not a fraction above 0 and up to 1"),
         (["--entropy", "maybe"], "'maybe' is neither off nor on"),
         (["--dtypes", "int8"], "'int8' is none of bfloat16"),
     ],
@@ -435,7 +435,9 @@ def test_options_of_another_benchmark_are_refused(words, message, tmp_path, monk
 @pytest.mark.parametrize(("benchmark", "vocab"), [("logprobs", "7"), ("linear", "16,9")])
 def test_a_vocabulary_that_is_not_whole_shards_is_named(benchmark, vocab, capsys):
     assert main(["bench", benchmark, "--device", "cpu", "--tokens", "4", "--vocab", vocab, "--tp", "8"]) == 2
-    assert f"--vocab {vocab[-1]} is not --tp 8 equal shards; take a multiple of 8" in capsys.readouterr().err
+    assert (
+        f"--vocab {vocab[-1]} can't be divided into --tp 8 equal shards; use a multiple of 8" in capsys.readouterr().err
+    )
 
 
 @pytest.mark.slow

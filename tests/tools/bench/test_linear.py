@@ -26,7 +26,9 @@ def test_paths_agree_with_float64():
         for row in measured:
             assert row["errors"]["logprob"] < 1e-5, row["path"]
             assert row["errors"]["gradient"] < 1e-5, row["path"]
-        assert "with entropy" in result_tables.linear(result) or "0.2 of the tokens" in result_tables.linear(result)
+        assert "with entropy" in result_tables.format_linear(
+            result
+        ) or "0.2 of the tokens" in result_tables.format_linear(result)
     names = [bar["name"] for bar in speed_targets.check_linear(found, "cpu")]
     assert sum("extra memory" in name for name in names) == 2
     assert sum("times as fast as with logits" in name for name in names) == 1
@@ -88,4 +90,4 @@ def test_options_of_the_command(capsys, tmp_path):
     assert [row["path"] for row in result["cases"][0]["paths"]] == ["nemo_geomask with logits"]
     assert "T=16, H=4, V=50" in capsys.readouterr().out
     with pytest.raises(ConfigError, match="'none': no such path; there are: nemo_geomask linear_logprobs"):
-        command.chosen_paths("none", tuple(linear_bench.PATHS))
+        command.select_paths("none", tuple(linear_bench.PATHS))

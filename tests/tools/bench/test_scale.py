@@ -56,13 +56,18 @@ def path(tmp_path):
 def test_seconds_by_hand():
     head = OutputWork(rows=10, scored=20, hidden=3, columns=5, trained=0.5)
     # A product of a row takes 2 · 3 · 5 / 2 = 15 s, its five logits 5 s forward and 10 s backward.
-    assert scale_bench.seconds("NeMo-RL", head, COSTS) == (10 * (45 + 15), 20 * 20)
-    assert scale_bench.seconds("geomask", head, COSTS) == (10 * (45 + 2.5 + 7.5), 20 * 20)
-    assert scale_bench.seconds("geomask_linear", head, COSTS) == (5 * (60 + 15), 20 * 20)
-    assert scale_bench.seconds("NeMo-RL, fused", head, COSTS) == (10 * 15 * 5, 20 * 15)
+    assert scale_bench.method_seconds("NeMo-RL", head, COSTS) == (10 * (45 + 15), 20 * 20)
+    assert scale_bench.method_seconds("geomask", head, COSTS) == (10 * (45 + 2.5 + 7.5), 20 * 20)
+    assert scale_bench.method_seconds("geomask_linear", head, COSTS) == (5 * (60 + 15), 20 * 20)
+    assert scale_bench.method_seconds("NeMo-RL, fused", head, COSTS) == (10 * 15 * 5, 20 * 15)
     # DTensor v1 has logits in its forward passes, whoever trains.
-    linear, ours = (scale_bench.seconds(method, head, scale_bench.H100) for method in ("geomask_linear", "geomask"))
-    assert scale_bench.seconds("geomask_linear", head._replace(v1=True), scale_bench.H100) == (linear[0], ours[1])
+    linear, ours = (
+        scale_bench.method_seconds(method, head, scale_bench.H100) for method in ("geomask_linear", "geomask")
+    )
+    assert scale_bench.method_seconds("geomask_linear", head._replace(v1=True), scale_bench.H100) == (
+        linear[0],
+        ours[1],
+    )
 
 
 def test_step_by_hand():
@@ -74,7 +79,7 @@ def test_step_by_hand():
 
 
 def test_costs_are_those_measured():
-    found = scale_bench.costs_of(LINEAR, LOGPROBS, peak=989e12)
+    found = scale_bench.read_costs(LINEAR, LOGPROBS, peak=989e12)
     assert found.gpu == scale_bench.H100.gpu
     for mine, theirs in (
         (found.with_logits, scale_bench.H100.with_logits),
@@ -99,7 +104,7 @@ def test_seconds_as_measured():
             expected = rows[name]["ms"]["median"] / 1e3
             # A fifth of the rows, or an eighth of the columns: launches and copies show.
             whole = case["fraction"] == 1 and case["tp"] == 1
-            assert scale_bench.seconds(method, head, scale_bench.H100)[0] == pytest.approx(
+            assert scale_bench.method_seconds(method, head, scale_bench.H100)[0] == pytest.approx(
                 expected, rel=0.03 if whole else 0.2
             )
 
@@ -120,7 +125,7 @@ def test_a_recipe(path, capsys, tmp_path):
         (64, 8, 8),
     ]
     first = found["steps"][0]
-    training, scoring = scale_bench.seconds("geomask", OutputWork(**found["head"]), scale_bench.H100)
+    training, scoring = scale_bench.method_seconds("geomask", OutputWork(**found["head"]), scale_bench.H100)
     # One scoring pass: without a KL penalty NeMo-RL leaves the reference's out.
     assert first["loss_s"]["geomask"] == pytest.approx(64 * training + 32 * scoring)
     stage = (2 * found["model"]["active"] + 2 * 48 * 4096 * 8192) * 16_384 / 8 / (0.3 * 989e12)
@@ -150,7 +155,7 @@ def test_a_recipe(path, capsys, tmp_path):
     ],
 )
 def test_forward_passes_are_those_that_are_run(path, overrides, passes):
-    found = scale_bench.scale(read_recipe(path, overrides))
+    found = scale_bench.estimate_scale(read_recipe(path, overrides))
     assert found["passes"] == passes
     assert found["head"]["scored"] == (16_384 if passes else 0)
 
@@ -158,9 +163,9 @@ def test_forward_passes_are_those_that_are_run(path, overrides, passes):
 def test_v060_skips_no_forward_pass_and_has_no_chunks_in_training(path, tmp_path, monkeypatch):
     deferred = ["++policy.megatron_cfg.defer_fp32_logits=true", "++policy.logprob_chunk_size=256"]
     recipe = read_recipe(path, [*deferred, "loss_fn.name=clipped_pg", "++loss_fn.force_on_policy_ratio=true"])
-    assert scale_bench.scale(recipe)["now"] == "NeMo-RL, in chunks"
+    assert scale_bench.estimate_scale(recipe)["now"] == "NeMo-RL, in chunks"
     monkeypatch.setattr(Recipe, "nemo_rl", tmp_path)
-    found = scale_bench.scale(dataclasses.replace(recipe))  # which has not looked yet
+    found = scale_bench.estimate_scale(dataclasses.replace(recipe))  # which has not looked yet
     assert (found["passes"], found["now"]) == (2, "NeMo-RL")
     assert found["refused"]["NeMo-RL, in chunks"] == "NeMo-RL v0.7.0 or later"
     assert "main" in found["refused"]["NeMo-RL, fused"]
@@ -168,11 +173,11 @@ def test_v060_skips_no_forward_pass_and_has_no_chunks_in_training(path, tmp_path
 
 def test_where_few_tokens_train_the_products_are_what_counts(path):
     recipe = read_recipe(path, ["++policy.sequence_packing.train_mb_tokens=262144"])
-    assert scale_bench.scale(recipe, trained=0.2)["advised"] == "geomask_linear"
+    assert scale_bench.estimate_scale(recipe, trained=0.2)["advised"] == "geomask_linear"
     # 20 GB of logits: nothing but a tile is cheap.
-    assert scale_bench.scale(recipe)["advised"] == "geomask_linear"
+    assert scale_bench.estimate_scale(recipe)["advised"] == "geomask_linear"
     filtered = read_recipe(path, ["++policy.generation.top_p=0.9"])
-    found = scale_bench.scale(filtered)
+    found = scale_bench.estimate_scale(filtered)
     assert "top_p" in found["refused"]["geomask_linear"]
     assert found["advised"].startswith("NeMo-RL")
 
@@ -180,7 +185,7 @@ def test_where_few_tokens_train_the_products_are_what_counts(path):
 def test_own_measurements(path, tmp_path, capsys):
     arguments = ["bench", "scale", str(path), "--measured", str(tmp_path)]
     assert main(arguments) == 2
-    assert "0 files linear-*.json, but one is needed" in capsys.readouterr().err
+    assert "has 0 files linear-*.json, but needs exactly one" in capsys.readouterr().err
     for name, result in (("linear", LINEAR), ("logprobs", LOGPROBS)):
         (tmp_path / f"{name}-gpu.json").write_text(json.dumps(result))
     assert main([*arguments, "--peak", "500"]) == 0
@@ -206,10 +211,12 @@ def test_files_of_something_else_are_said(text, message, path, tmp_path, capsys)
 def test_costs_are_of_whole_rows_without_entropy():
     others = [case for case in LINEAR["cases"] if case["case"]["entropy"] or case["case"]["fraction"] < 1]
     broken = {"case": LINEAR["cases"][0]["case"], "error": "out of memory"}
-    first = scale_bench.costs_of(LINEAR, LOGPROBS, peak=1e15)
-    assert scale_bench.costs_of({**LINEAR, "cases": [*others, broken, *LINEAR["cases"]]}, LOGPROBS, peak=1e15) == first
+    first = scale_bench.read_costs(LINEAR, LOGPROBS, peak=1e15)
+    assert (
+        scale_bench.read_costs({**LINEAR, "cases": [*others, broken, *LINEAR["cases"]]}, LOGPROBS, peak=1e15) == first
+    )
     with pytest.raises(ConfigError, match="bench linear with --fractions 1 and --entropy off"):
-        scale_bench.costs_of({**LINEAR, "cases": others}, LOGPROBS, peak=1e15)
+        scale_bench.read_costs({**LINEAR, "cases": others}, LOGPROBS, peak=1e15)
 
 
 def test_a_path_that_was_not_measured_is_said():
@@ -217,20 +224,20 @@ def test_a_path_that_was_not_measured_is_said():
     case = LOGPROBS["cases"][0]
     rows = [row if row["path"] != absent else {"path": absent, "status": "absent"} for row in case["paths"]]
     with pytest.raises(ConfigError, match="was not measured in .*where NeMo-RL is importable"):
-        scale_bench.costs_of(LINEAR, {**LOGPROBS, "cases": [{**case, "paths": rows}]}, peak=1e15)
+        scale_bench.read_costs(LINEAR, {**LOGPROBS, "cases": [{**case, "paths": rows}]}, peak=1e15)
 
 
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["policy.model_name=a/b"], "a/b is no folder with a config.json and no name known here"),
-        (["policy.train_global_batch_size=null"], "the size of a step is not known"),
+        (["policy.model_name=a/b"], "a/b is neither a folder with a config.json nor a known model name"),
+        (["policy.train_global_batch_size=null"], "the estimate needs both of these keys"),
         (["++loss_fn.kind=3"], "loss_fn.kind"),
     ],
 )
 def test_what_is_not_known_is_named(path, overrides, message):
     with pytest.raises(ConfigError, match=message):
-        scale_bench.scale(read_recipe(path, overrides))
+        scale_bench.estimate_scale(read_recipe(path, overrides))
 
 
 def test_options_of_the_others_are_refused(path, capsys):

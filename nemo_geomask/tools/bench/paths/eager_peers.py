@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
-from nemo_geomask.tools.bench.logprob_cases import IGNORE, Case, PathOutput, Sample
+from nemo_geomask.tools.bench.logprob_cases import IGNORE, LogprobCase, LogprobSample, PathOutput
 from nemo_geomask.tools.bench.paths.path import (
     Absent,
+    ForwardPass,
     LogprobPath,
     NotApplicable,
     Setting,
-    Start,
     divide_by_temperature,
     import_peer,
     output_by_autograd,
@@ -25,11 +25,11 @@ __all__ = ["CHUNK", "PATHS"]
 CHUNK = 256  # tokens in a chunk of NeMo-RL's chunked paths
 
 
-def _cross_entropy(case: Case, setting: Setting, *, upcast: bool) -> Start:
+def _cross_entropy(case: LogprobCase, setting: Setting, *, upcast: bool) -> ForwardPass:
     refuse_entropy(case.entropy)
     _refuse_shards(setting)
 
-    def start(sample: Sample) -> PathOutput:
+    def start(sample: LogprobSample) -> PathOutput:
         logits = divide_by_temperature(sample, case)
         loss = torch.nn.functional.cross_entropy(
             logits.float() if upcast else logits, sample.targets, reduction="none", ignore_index=IGNORE
@@ -39,10 +39,10 @@ def _cross_entropy(case: Case, setting: Setting, *, upcast: bool) -> Start:
     return start
 
 
-def _log_softmax(case: Case, setting: Setting) -> Start:
+def _log_softmax(case: LogprobCase, setting: Setting) -> ForwardPass:
     _refuse_shards(setting)
 
-    def start(sample: Sample) -> PathOutput:
+    def start(sample: LogprobSample) -> PathOutput:
         z = sample.logits.float()
         logp = torch.log_softmax(z if case.temperature == 1 else z / case.temperature, -1)
         entropy = -(logp.exp() * logp).sum(-1) if case.entropy else None
@@ -53,17 +53,17 @@ def _log_softmax(case: Case, setting: Setting) -> Start:
 
 def _refuse_shards(setting: Setting) -> None:
     if setting.group is not None:
-        raise NotApplicable("takes no shards")
+        raise NotApplicable("does not support shards")
 
 
-def _nemo_rl(case: Case, setting: Setting, *, chunked: bool) -> Start:
+def _nemo_rl(case: LogprobCase, setting: Setting, *, chunked: bool) -> ForwardPass:
     functions = import_peer("nemo_rl.distributed.model_utils")
     if case.entropy and not chunked:
-        raise NotApplicable("has no entropy beside it")
+        raise NotApplicable("does not compute the entropy")
     group = setting.required_group()
     first = setting.rank * case.width
 
-    def start(sample: Sample) -> PathOutput:
+    def start(sample: LogprobSample) -> PathOutput:
         logits = divide_by_temperature(sample, case).unsqueeze(0)
         labels = sample.labels.unsqueeze(0)
         if chunked:
@@ -74,14 +74,14 @@ def _nemo_rl(case: Case, setting: Setting, *, chunked: bool) -> Start:
             logp = functions.DistributedLogprob.apply(logits.float(), labels, first, first + case.width, group, False)
         entropy = None
         if case.entropy:
-            # It returns Σ p·log p, the negative entropy.
+            # NeMo-RL's function returns Σ p·log p, the negative entropy.
             entropy = -functions.ChunkedDistributedEntropy.apply(logits, CHUNK, group, False).squeeze(0)
         return output_by_autograd(sample.logits, logp.squeeze(0), entropy)
 
     return start
 
 
-def _megatron(case: Case, setting: Setting, *, fused: bool) -> Start:
+def _megatron(case: LogprobCase, setting: Setting, *, fused: bool) -> ForwardPass:
     refuse_entropy(case.entropy)
     name = "fused_vocab_parallel_cross_entropy" if fused else "vocab_parallel_cross_entropy"
     module_name = (
@@ -94,7 +94,7 @@ def _megatron(case: Case, setting: Setting, *, fused: bool) -> Start:
         _initialise(import_peer("megatron.core.parallel_state"), group.size())
         options = {}
 
-    def start(sample: Sample) -> PathOutput:
+    def start(sample: LogprobSample) -> PathOutput:
         loss = function(divide_by_temperature(sample, case).unsqueeze(1), sample.labels.unsqueeze(1), **options)
         return output_by_autograd(sample.logits, -loss.squeeze(1))
 
@@ -106,7 +106,7 @@ def _initialise(state: Any, size: int) -> None:
         state.initialize_model_parallel(tensor_model_parallel_size=size)
 
 
-def _verl(case: Case, setting: Setting) -> Start:
+def _verl(case: LogprobCase, setting: Setting) -> ForwardPass:
     refuse_entropy(case.entropy)
     _refuse_shards(setting)
     functions = import_peer("verl.utils.torch_functional")
@@ -114,7 +114,7 @@ def _verl(case: Case, setting: Setting) -> Start:
     if fast and setting.device.type != "cuda":
         raise Absent("it would call flash-attn, which needs a GPU")
 
-    def start(sample: Sample) -> PathOutput:
+    def start(sample: LogprobSample) -> PathOutput:
         logits = divide_by_temperature(sample, case)
         return output_by_autograd(sample.logits, functions.logprobs_from_logits(logits, sample.labels))
 

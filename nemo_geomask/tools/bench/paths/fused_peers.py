@@ -7,13 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nemo_geomask.tools.bench.logprob_cases import IGNORE, Case, PathOutput, Sample
+from nemo_geomask.tools.bench.logprob_cases import IGNORE, LogprobCase, LogprobSample, PathOutput
 from nemo_geomask.tools.bench.paths.path import (
     Absent,
+    ForwardPass,
     LogprobPath,
     NotApplicable,
     Setting,
-    Start,
     divide_by_temperature,
     import_peer,
     output_by_autograd,
@@ -24,16 +24,16 @@ from nemo_geomask.tools.bench.paths.path import (
 __all__ = ["PATHS"]
 
 
-def _require_gpu_without_entropy(case: Case, setting: Setting) -> None:
+def _require_gpu_without_entropy(case: LogprobCase, setting: Setting) -> None:
     require_gpu(setting.device)
     refuse_entropy(case.entropy)
 
 
-def _transformer_engine(case: Case, setting: Setting) -> Start:
+def _transformer_engine(case: LogprobCase, setting: Setting) -> ForwardPass:
     _require_gpu_without_entropy(case, setting)
     function = import_peer("transformer_engine.pytorch.cross_entropy").parallel_cross_entropy
 
-    def start(sample: Sample) -> PathOutput:
+    def start(sample: LogprobSample) -> PathOutput:
         logits, targets = divide_by_temperature(sample, case).unsqueeze(0), sample.targets.unsqueeze(0)
         loss = function(logits, targets, 0.0, False, setting.group, IGNORE)
         return output_by_autograd(sample.logits, -loss.squeeze(0))
@@ -41,11 +41,11 @@ def _transformer_engine(case: Case, setting: Setting) -> Start:
     return start
 
 
-def _liger_vocab_parallel(case: Case, setting: Setting) -> Start:
+def _liger_vocab_parallel(case: LogprobCase, setting: Setting) -> ForwardPass:
     _require_gpu_without_entropy(case, setting)
     function = import_peer("liger_kernel.ops.vocab_parallel_cross_entropy").LigerVocabParallelCEFunction
 
-    def start(sample: Sample) -> PathOutput:
+    def start(sample: LogprobSample) -> PathOutput:
         logits, targets = divide_by_temperature(sample, case).unsqueeze(1), sample.targets.unsqueeze(1)
         loss = function.apply(logits, targets, setting.group, IGNORE, 0.0, "pytorch", "global")
         return output_by_autograd(sample.logits, -loss.squeeze(1))
@@ -53,15 +53,15 @@ def _liger_vocab_parallel(case: Case, setting: Setting) -> Start:
     return start
 
 
-def _liger_grpo(case: Case, setting: Setting) -> Start:
+def _liger_grpo(case: LogprobCase, setting: Setting) -> ForwardPass:
     _require_gpu_without_entropy(case, setting)
     if setting.group is not None:
         raise NotApplicable("takes no shards")
     function = import_peer("liger_kernel.transformers.grpo_loss").triton_grpo_loss
 
-    def start(sample: Sample) -> PathOutput:
-        # One sequence, whose last row predicts nothing. The ratio is 1 without old log-probs, so an advantage of -1
-        # makes the derivative of the loss by the log-prob 1.
+    def start(sample: LogprobSample) -> PathOutput:
+        # The batch is one sequence, whose last row predicts nothing. Without old log-probs the ratio is 1, so with an
+        # advantage of -1 the derivative of the loss with respect to the log-prob is 1.
         count = case.tokens - 1
         loss, *_ = function(
             sample.logits.unsqueeze(0),
@@ -69,7 +69,7 @@ def _liger_grpo(case: Case, setting: Setting) -> Start:
             None,
             sample.labels[:count].unsqueeze(0).contiguous(),
             torch.full((1,), -1.0, dtype=torch.float32, device=setting.device),
-            completion_mask=sample.kept[:count].unsqueeze(0).int().contiguous(),
+            completion_mask=sample.is_trained[:count].unsqueeze(0).int().contiguous(),
             temperature=case.temperature,
             beta=0.0,
             inplace=False,
@@ -83,11 +83,11 @@ def _liger_grpo(case: Case, setting: Setting) -> Start:
     return start
 
 
-def _flash_attn(case: Case, setting: Setting) -> Start:
+def _flash_attn(case: LogprobCase, setting: Setting) -> ForwardPass:
     _require_gpu_without_entropy(case, setting)
     function = import_peer("flash_attn.ops.triton.cross_entropy").cross_entropy_loss
 
-    def start(sample: Sample) -> PathOutput:
+    def start(sample: LogprobSample) -> PathOutput:
         loss, _ = function(
             sample.logits,
             sample.targets,
@@ -100,26 +100,26 @@ def _flash_attn(case: Case, setting: Setting) -> Start:
     return start
 
 
-def _quack(case: Case, setting: Setting) -> Start:
+def _quack(case: LogprobCase, setting: Setting) -> ForwardPass:
     _require_gpu_without_entropy(case, setting)
     if setting.group is not None:
         raise NotApplicable("takes no shards")
     function = import_peer("quack.cross_entropy").cross_entropy
 
-    def start(sample: Sample) -> PathOutput:
+    def start(sample: LogprobSample) -> PathOutput:
         loss = function(divide_by_temperature(sample, case), sample.targets, ignore_index=IGNORE, reduction="none")
         return output_by_autograd(sample.logits, -loss)
 
     return start
 
 
-def _fast_llm(case: Case, setting: Setting) -> Start:
+def _fast_llm(case: LogprobCase, setting: Setting) -> ForwardPass:
     _require_gpu_without_entropy(case, setting)
     functions = import_peer("fast_llm.functional.triton.monolithic_loss")
     scale = 1 / case.temperature
 
-    def start(sample: Sample) -> PathOutput:
-        # As in its GSPO: first the softmax of the row, then the gradient from one coefficient a token.
+    def start(sample: LogprobSample) -> PathOutput:
+        # As in Fast-LLM's GSPO: first the softmax of the row, then the gradient from one coefficient for each token.
         logits = sample.logits.detach()
         softmax = functions._monolithic_forward_reduce(logits, sample.targets, setting.group, scale)
         max_logit, sum_exp, target_logit = softmax
@@ -136,7 +136,7 @@ def _fast_llm(case: Case, setting: Setting) -> Start:
     return start
 
 
-def _cut_cross_entropy(case: Case, setting: Setting) -> Start:
+def _cut_cross_entropy(case: LogprobCase, setting: Setting) -> ForwardPass:
     raise Absent("left out: it fuses the output projection and takes no logits")
 
 

@@ -1,21 +1,21 @@
-"""Our paths: with default options, without the check of the targets, and with the gradient in place of the logits."""
+"""Our paths: with default options, without validation of the targets, and with the gradient in the logits' memory."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from nemo_geomask.parallel import vocab_parallel_logprobs
-from nemo_geomask.tools.bench.logprob_cases import IGNORE, Case, PathOutput, Sample
-from nemo_geomask.tools.bench.paths.path import LogprobPath, Setting, Start, output_by_autograd
+from nemo_geomask.tools.bench.logprob_cases import IGNORE, LogprobCase, LogprobSample, PathOutput
+from nemo_geomask.tools.bench.paths.path import ForwardPass, LogprobPath, Setting, output_by_autograd
 
 __all__ = ["PATHS"]
 
 _COUNTED = "kernels/gpu.py: _statistics reads a trained row, _gradients reads it again and writes every row"
 
 
-def _open(case: Case, setting: Setting, *, in_place: bool = False, **options: Any) -> Start:
-    def start(sample: Sample) -> PathOutput:
-        # A gradient in place needs logits that an operation produced, as a model does; a view is one without cost.
+def _open(case: LogprobCase, setting: Setting, *, in_place: bool = False, **options: Any) -> ForwardPass:
+    def start(sample: LogprobSample) -> PathOutput:
+        # A gradient in place needs logits that an operation produced; a view is such an operation, at no cost.
         logits = sample.logits.view_as(sample.logits) if in_place else sample.logits
         outputs = vocab_parallel_logprobs(
             logits,

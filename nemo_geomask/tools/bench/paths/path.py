@@ -1,4 +1,4 @@
-"""A path from logits to log-probs, the setting in which it runs, and what implementations of paths share."""
+"""A path from logits to log-probs, the setting in which it runs, and functions that several paths use."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from nemo_geomask.tools.bench.logprob_cases import Case, PathOutput, Sample
+from nemo_geomask.tools.bench.logprob_cases import LogprobCase, LogprobSample, PathOutput
 
 __all__ = [
     "Absent",
+    "ForwardPass",
     "LogprobPath",
     "NotApplicable",
     "Setting",
-    "Start",
     "divide_by_temperature",
     "import_peer",
     "output_by_autograd",
@@ -29,7 +29,8 @@ __all__ = [
     "require_gpu",
 ]
 
-Start = Callable[[Sample], PathOutput]
+ForwardPass = Callable[[LogprobSample], PathOutput]
+"""Forward pass of a path."""
 
 
 class Absent(Exception):
@@ -84,22 +85,22 @@ class Setting:
 
 @dataclass(frozen=True)
 class LogprobPath:
-    """One implementation of the way from logits to log-probs and their gradient.
+    """One implementation of the computation of log-probs, and of their gradient, from logits.
 
     Attributes:
-        name: its name in tables and in the JSON.
-        open: from a case and a setting to a function that runs the forward pass of a sample; raises :class:`Absent` or
+        name: name in tables and in the JSON.
+        prepare: function of a case and a setting that returns the path's forward pass; raises :class:`Absent` or
             :class:`NotApplicable`.
-        traffic: model of its memory traffic: from the fraction of trained tokens to bytes an element, forward and
-            backward, for logits of two bytes; None if no model is known.
-        counted: source of that model.
-        overwrites: the path overwrites the logits.
+        traffic: model of the path's memory traffic, forward and backward, for logits of two bytes: a function from the
+            fraction of trained tokens to bytes for each logit; None if no model is known.
+        traffic_source: source of that model.
+        overwrites: True if the path overwrites the logits.
     """
 
     name: str
-    open: Callable[[Case, Setting], Start]
+    prepare: Callable[[LogprobCase, Setting], ForwardPass]
     traffic: Callable[[float], float] | None
-    counted: str
+    traffic_source: str
     overwrites: bool = False
 
 
@@ -107,7 +108,7 @@ def import_peer(name: str) -> Any:
     """Import a peer's module.
 
     Raises:
-        Absent: the module, or one that it needs, can't be imported.
+        Absent: the module, or a module that it imports, can't be imported.
     """
     if name not in _import_errors:
         try:
@@ -118,24 +119,24 @@ def import_peer(name: str) -> Any:
     raise Absent(_import_errors[name])
 
 
-# Messages of failed imports, which may take long and are not repeated.
+# Error messages of failed imports. A failed import may take long and is not repeated.
 _import_errors: dict[str, str] = {}
 
 
 def refuse_entropy(entropy: bool) -> None:
-    """Raise NotApplicable if the case has entropies, for a path that has none."""
+    """Raise NotApplicable if the case has entropies; for paths that do not compute them."""
     if entropy:
         raise NotApplicable("has no entropy")
 
 
 def require_gpu(device: torch.device) -> None:
-    """Raise Absent if the device is no GPU, for a path that needs one."""
+    """Raise Absent if the device is not a GPU; for paths that need one."""
     if device.type != "cuda":
         raise Absent("needs a GPU")
 
 
-def divide_by_temperature(sample: Sample, case: Case) -> Tensor:
-    """Return logits over temperature for paths without temperature, in the type of the logits as their callers do."""
+def divide_by_temperature(sample: LogprobSample, case: LogprobCase) -> Tensor:
+    """Return the logits divided by the temperature, in the logits' type; for paths without a temperature."""
     return sample.logits if case.temperature == 1 else sample.logits / case.temperature
 
 
