@@ -10,12 +10,12 @@ import itertools
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from nemo_geomask.records.record_schema import step_files
-from nemo_geomask.tools.rehearse.mismatch_check import Mismatch
+from nemo_geomask.tools.rehearse.mismatch_check import NONFINITE, Mismatch
 from nemo_geomask.tools.rehearse.run_outcome import Breakdown
 
 __all__ = ["CONDITIONS", "RunEvidence", "unmet_conditions"]
@@ -58,7 +58,20 @@ class RunEvidence:
 
 def unmet_conditions(evidence: RunEvidence) -> tuple[Breakdown, ...]:
     """Return what keeps a run from counting as rehearsed; empty if every step trained as asked for."""
-    return tuple(breakdown for condition in CONDITIONS for breakdown in condition(evidence))
+    broken = tuple(numbers_are_finite(evidence))
+    if broken:
+        evidence = _until(evidence, _nan_step(evidence) or 0)  # what follows NaN says nothing of its own
+    return broken + tuple(breakdown for condition in CONDITIONS for breakdown in condition(evidence))
+
+
+def _until(evidence: RunEvidence, last: int) -> RunEvidence:
+    """Return the evidence of the steps up to one."""
+    mismatch = evidence.mismatch
+    if mismatch is not None and mismatch.cause and (mismatch.since is None or mismatch.since > last):
+        mismatch = None
+    metrics = {step: values for step, values in evidence.metrics.items() if step <= last}
+    events = [event for event in evidence.events if event["kind"] != "proof" or event["step"] <= last]
+    return replace(evidence, metrics=metrics, events=events, mismatch=mismatch)
 
 
 def _problem(stage: str, message: str, setting: str | None = None, fix: str | None = None) -> Breakdown:
@@ -67,17 +80,35 @@ def _problem(stage: str, message: str, setting: str | None = None, fix: str | No
 
 def numbers_are_finite(evidence: RunEvidence) -> Iterator[Breakdown]:
     """Loss and gradient norm of no step are NaN; inf is allowed: the squares of finite gradients can overflow."""
-    for step, values in sorted(evidence.metrics.items()):
-        for name in ("loss", "grad_norm"):
-            if isinstance(value := values.get(name), float) and math.isnan(value):
-                message = f"{name} of step {step} is nan"
-                logprobs_are_finite = evidence.mismatch is not None and "NaN" not in evidence.mismatch.cause
-                if evidence.is_plugin and logprobs_are_finite:
-                    message += f": the log-probs are finite, so the plugin {evidence.loss_name} made it"
-                    yield _problem("step", message, "loss_fn.name", "look for 0/0, log 0 or inf - inf in its formula")
-                else:
-                    yield _problem("step", message)
-                return
+    step = _nan_step(evidence)
+    if step is None:
+        return
+    name = next(name for name in _FINITE if _is_nan(evidence.metrics[step].get(name)))
+    message = f"{name} of step {step} is nan"
+    mismatch = evidence.mismatch
+    if mismatch is None:
+        yield _problem("step", message)
+    elif mismatch.cause == NONFINITE and (mismatch.since or 0) <= step:
+        yield _problem("step", f"{message}: log-probs are NaN or infinite", mismatch.setting, mismatch.fix)
+    elif evidence.is_plugin:
+        message += f": the log-probs are finite, so the plugin {evidence.loss_name} made it"
+        yield _problem("step", message, "loss_fn.name", "look for 0/0, log 0 or inf - inf in its formula")
+    else:
+        fix = "the log-probs are finite: look at the learning rate, and at overflows in the backward pass"
+        yield _problem("step", message, "policy.optimizer, policy.precision", fix)
+
+
+_FINITE = ("loss", "grad_norm")
+
+
+def _nan_step(evidence: RunEvidence) -> int | None:
+    """Return the first step with NaN in what must be finite."""
+    steps = sorted(evidence.metrics)
+    return next((step for step in steps if any(_is_nan(evidence.metrics[step].get(name)) for name in _FINITE)), None)
+
+
+def _is_nan(value: float | None) -> bool:
+    return value is not None and math.isnan(value)
 
 
 def loss_was_called(evidence: RunEvidence) -> Iterator[Breakdown]:
@@ -224,10 +255,9 @@ CONDITIONS: tuple[Condition, ...] = (
     loss_was_called,
     weights_reached_the_engine,
     logprobs_agree,
-    numbers_are_finite,
     no_step_was_vetoed,
     something_was_kept,
     weights_were_trained,
     records_are_complete,
 )
-"""All conditions, in the order in which the report lists what they find."""
+"""All conditions but :func:`numbers_are_finite`, in the order in which the report lists what they find."""

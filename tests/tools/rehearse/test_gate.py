@@ -7,7 +7,7 @@ import math
 import pytest
 
 from nemo_geomask.tools.rehearse.gate import RunEvidence, unmet_conditions
-from nemo_geomask.tools.rehearse.mismatch_check import Mismatch, healthy_limits
+from nemo_geomask.tools.rehearse.mismatch_check import NONFINITE, Mismatch, healthy_limits
 from tests.tools.rehearse.made_records import write_record
 
 OURS = "PolicyLoss(name='gspo', ratio_clip_max=0.3)"
@@ -78,6 +78,18 @@ def test_nemo_rls_own_loss_where_it_was_asked_for():
 def test_nan_in_a_step(name):
     assert errors(metrics={2: {name: math.nan}, 3: {name: math.nan}}) == [f"{name} of step 2 is nan"]
     assert errors(metrics={2: {"grad_norm": math.inf}}) == []
+
+
+def test_what_follows_nan_is_not_reported():
+    after = Mismatch(LIMITS, cause=NONFINITE, since=2)
+    events = [*HEALTHY[:4], *(proof(step, weights=[math.nan, math.nan]) for step in (1, 2, 3))]
+    metrics = {1: {"loss": math.nan}, 2: {"geomask/kept_tokens": 0.0}}
+    (found,) = unmet(metrics=metrics, events=events, mismatch=after)
+    assert found.error == "loss of step 1 is nan"
+    assert "the log-probs are finite" in str(found.fix)
+    (caused, also) = unmet(metrics=metrics, mismatch=Mismatch(LIMITS, cause=NONFINITE, since=1))
+    assert caused.error == "loss of step 1 is nan: log-probs are NaN or infinite"
+    assert NONFINITE in also.error
 
 
 def test_nan_that_a_plugin_made():

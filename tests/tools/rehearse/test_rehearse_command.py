@@ -261,3 +261,85 @@ def test_nothing_to_resume_from_is_a_mistake(runs, capsys):
     assert main(["rehearse", "recipe.yaml", "--resume"]) == 2
     assert "checkpointing.enabled: --resume needs a checkpoint" in capsys.readouterr().err
     assert not runs
+
+
+def test_it_is_resumed_under_another_loss(runs, tmp_path, capsys):
+    changed = ["--resume", "loss_fn.name=gspo", "--json", "found.json"]
+    assert main(["rehearse", "recipe.yaml", "++checkpointing.enabled=true", "--steps", "2", *changed]) == 0
+    (first, *_), (resumed, *_) = runs
+    assert "loss_fn.name=gspo" not in first
+    assert "loss_fn.name=gspo" in resumed
+    found = json.loads((tmp_path / "found.json").read_text(encoding="utf-8"))["resumed"]
+    assert list(found["loss"]) == ["PolicyLoss(name='gspo')"]
+    assert "resumed from the checkpoint before it under loss_fn.name=gspo:" in capsys.readouterr().out
+
+
+def test_a_resume_under_a_wrong_loss_is_not_begun(runs, capsys):
+    command = ["rehearse", "recipe.yaml", "++checkpointing.enabled=true", "--resume", "loss_fn.ratio_clip_max=-1"]
+    assert main(command) == 1
+    assert "loss_fn.ratio_clip_max" in capsys.readouterr().out
+    assert runs == []
+
+
+def test_a_recipe_behind_resume_is_a_mistake(runs, capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(["rehearse", "--resume", "recipe.yaml"])
+    assert caught.value.code == 2
+    assert "'recipe.yaml' is not key.path=value; a recipe comes before --resume" in capsys.readouterr().err
+
+
+def test_a_dry_run_prints_the_plan_and_touches_nothing(runs, tmp_path, capsys):
+    before = sorted(tmp_path.rglob("*"))
+    assert main(["rehearse", "recipe.yaml", "--dry-run"]) == 0
+    out = capsys.readouterr().out
+    assert "++grpo.max_num_steps=3" in out
+    assert "grpo.num_prompts_per_step: 4, was 8" in out
+    assert "nothing was run or written" in out
+    assert "nemo_geomask.cli run" in out
+    assert runs == []
+    assert sorted(tmp_path.rglob("*")) == before
+    assert main(["rehearse", "recipe.yaml", "--dry-run", "loss_fn.ratio_clip_max=-1"]) == 1
+
+
+def test_records_stay_in_the_rehearsals_folders(runs, tmp_path):
+    record = "++loss_fn.record={dir: /data/production/records, every: 10}"
+    command = ["rehearse", "recipe.yaml", record, "++checkpointing.enabled=true", "--steps", "2", "--resume"]
+    assert main(command) == 0
+    out = tmp_path / "results" / "rehearsal" / "recipe"
+    for (arguments, *_), folder in zip(runs, (out, out / "resumed"), strict=True):
+        assert f"++loss_fn.record.dir='{folder / 'records'}'" in arguments
+        assert "++loss_fn.record.every=1" in arguments
+    assert sorted(path.name for path in (out / "records").iterdir()) == [
+        "step-0000001-driver.parquet",
+        "step-0000002-driver.parquet",
+    ]
+
+
+def test_a_lost_record_fails(runs, lost, capsys):
+    lost.add(2)
+    assert main(["rehearse", "recipe.yaml", "--steps", "2"]) == 1
+    assert "failed in metrics: the record of step 2 was lost" in capsys.readouterr().out
+
+
+def test_ctrl_c_says_where_it_was(runs, monkeypatch, capsys):
+    def interrupted(command, *, log, every_tick, **options):
+        Events(log.parent / "events.jsonl")("begin", stage="sampling", label="generation")
+        every_tick()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(rehearsing, "supervised", interrupted)
+    assert main(["rehearse", "recipe.yaml"]) == 130
+    error = capsys.readouterr().err
+    assert "interrupted by Ctrl-C in sampling (generation); nothing is judged." in error
+    assert "results/rehearsal/recipe" in error
+
+
+def test_validation_and_tensorboard_on_request(runs, capsys):
+    enabled = ["++logger.tensorboard_enabled=true", "++logger.wandb_enabled=true", "++grpo.val_period=10"]
+    assert main(["rehearse", "recipe.yaml", *enabled, "--steps", "2", "--validate"]) == 0
+    ((command, *_),) = runs
+    assert "++grpo.val_period=1" in command
+    assert "++logger.wandb_enabled=false" in command
+    assert not any(word.startswith("++logger.tensorboard_enabled=false") for word in command)
+    assert any(word.startswith("++data.validation={") and "prompts.jsonl" in word for word in command)
+    assert "val         not reached" in capsys.readouterr().out

@@ -83,6 +83,8 @@ def test_nan_is_a_difference_and_a_tied_embedding_is_not(weights, sent):
     assert weight_sums.compare(sent(weights), held) == []
     broken = {**weights, "model.embed_tokens.weight": weights["model.embed_tokens.weight"] * torch.nan}
     assert [difference.group for difference in weight_sums.compare(sent(broken), held)] == ["embed_tokens.weight"]
+    (held,) = weight_sums.engine_sums(engine(broken))
+    assert weight_sums.compare(sent(broken), held) == []  # the engine has what the trainer has
 
 
 def test_a_broadcast_is_summed_as_it_is_converted(weights, sent):
