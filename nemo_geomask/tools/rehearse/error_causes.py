@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import re
 from collections.abc import Mapping, Sequence
 
-__all__ = ["CAUSES", "MEMORY", "likely_cause"]
+__all__ = ["CAUSES", "MEMORY", "likely_cause", "plugin_module"]
 
 MEMORY = "this machine's memory"
 
@@ -96,6 +97,9 @@ def likely_cause(
         The setting and the way out, or None for the way out if the error itself says it; None if no cause is known.
     """
     settings = settings or {}
+    module = plugin_module(str(settings.get("loss_fn.name", "")))
+    if module and re.search(rf'File "[^"]*\b{module.replace(".", "/")}(/__init__)?\.py"', text):
+        return "loss_fn.name", f"the plugin's own code, in {module}, is in the traceback"
     named = (key for key in settings if _is_word(key.rpartition(".")[2], error))
     quoted = (key for key, value in settings.items() if isinstance(value, str) and _is_word(value, error))
     for keys, fix in ((named, None), (quoted, "the error has its value")):
@@ -105,6 +109,15 @@ def likely_cause(
             return key, fix
     matches = ((re.search(pattern, text), setting, fix) for pattern, setting, fix in CAUSES)
     return next(((match.expand(setting), fix) for match, setting, fix in matches if match), None)
+
+
+def plugin_module(loss_name: str) -> str:
+    """Return the module of a plugin's loss, by its ``module:attribute`` or its entry point; empty if it is ours."""
+    module, colon, _ = loss_name.partition(":")
+    if not colon:
+        entries = importlib.metadata.entry_points(group="nemo_geomask.losses", name=loss_name)
+        module = next((entry.module for entry in entries), "")
+    return "" if module.partition(".")[0] == "nemo_geomask" else module
 
 
 def _is_word(word: str, text: str) -> bool:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_geomask.records.record_schema import step_files
+from nemo_geomask.tools.rehearse.error_causes import plugin_module
 from nemo_geomask.tools.rehearse.mismatch_check import NONFINITE, Mismatch
 from nemo_geomask.tools.rehearse.run_outcome import Breakdown
 
@@ -35,6 +36,7 @@ class RunEvidence:
         records: folder of its records; None if it was not to be recorded.
         mismatch: diagnosis of the records; None without records.
         log: the driver's output.
+        is_validated: True if NeMo-RL was to validate.
     """
 
     events: Sequence[Mapping[str, Any]]
@@ -44,6 +46,7 @@ class RunEvidence:
     records: Path | None = None
     mismatch: Mismatch | None = None
     log: str = ""
+    is_validated: bool = False
 
     @property
     def proofs(self) -> list[Mapping[str, Any]]:
@@ -52,8 +55,8 @@ class RunEvidence:
 
     @property
     def is_plugin(self) -> bool:
-        """True if the loss is a plugin's, given as ``module:attribute``."""
-        return self.loss_name is not None and ":" in self.loss_name
+        """True if the loss is not one of this package's own."""
+        return self.loss_name is not None and plugin_module(self.loss_name) != ""
 
 
 def unmet_conditions(evidence: RunEvidence) -> tuple[Breakdown, ...]:
@@ -238,6 +241,12 @@ def records_are_complete(evidence: RunEvidence) -> Iterator[Breakdown]:
         yield _problem("metrics", message, "loss_fn.record", "see the log for what the workers answered")
 
 
+def validation_ran(evidence: RunEvidence) -> Iterator[Breakdown]:
+    """NeMo-RL validated, if it was to."""
+    if evidence.is_validated and not any(event.get("stage") == "val" for event in evidence.events):
+        yield _problem("val", "NeMo-RL has not validated, and --validate was given", "grpo.val_period, data.validation")
+
+
 def logprobs_agree(evidence: RunEvidence) -> Iterator[Breakdown]:
     """Sampler and trainer agree on the log-probs as well as on a healthy tiny model."""
     mismatch = evidence.mismatch
@@ -259,5 +268,6 @@ CONDITIONS: tuple[Condition, ...] = (
     something_was_kept,
     weights_were_trained,
     records_are_complete,
+    validation_ran,
 )
 """All conditions but :func:`numbers_are_finite`, in the order in which the report lists what they find."""

@@ -328,11 +328,19 @@ def _run(
         settings=dict(_flatten(facts.recipe.data)),
         killed_by_kernel=_kernel_kills() - killed_before,
     )
-    return _judge(outcome, facts, planned, folder, range(resumed_steps + 1, settings.steps + 1), log)
+    steps = range(resumed_steps + 1, settings.steps + 1)
+    return _judge(outcome, facts, planned, folder, steps, log, is_validated=settings.validate)
 
 
 def _judge(
-    outcome: RunResult, facts: RecipeFacts, planned: Plan, folder: Path, steps: Sequence[int], log: str
+    outcome: RunResult,
+    facts: RecipeFacts,
+    planned: Plan,
+    folder: Path,
+    steps: Sequence[int],
+    log: str,
+    *,
+    is_validated: bool,
 ) -> RunResult:
     """Return the outcome with the diagnosis of its records and the conditions that it does not meet."""
     changed = {change.key: change.value for change in planned.changes}
@@ -352,6 +360,7 @@ def _judge(
         records=records,
         mismatch=mismatch,
         log=log,
+        is_validated=is_validated,
     )
     return outcome.judged(unmet_conditions(evidence) if outcome.metrics else (), mismatch)
 

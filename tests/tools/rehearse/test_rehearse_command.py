@@ -63,7 +63,13 @@ def lost():
 
 
 @pytest.fixture
-def runs(checkout, norms, kept, lost, monkeypatch):
+def never_validates():
+    """Holds something if the run does not validate although it is to."""
+    return []
+
+
+@pytest.fixture
+def runs(checkout, norms, kept, lost, never_validates, monkeypatch):
     """Stands in for the processes: what they are started with, and a run as a driver would have written it down."""
     seen = []
 
@@ -82,6 +88,9 @@ def runs(checkout, norms, kept, lost, monkeypatch):
                 (checkpoints / f"step_{step}").mkdir(parents=True, exist_ok=True)
             events("begin", stage="step", label="policy_training")
             events("end", stage="step", label="policy_training")
+            if "++grpo.val_period=1" in command and not never_validates:
+                events("begin", stage="val", label="total_validation_time")
+                events("end", stage="val", label="total_validation_time")
             values = {"loss": 0.25 * step, "grad_norm": norms.get(step, 1.0), "reward": 0.5}
             events("metrics", step=step, prefix="train", values=values)
             counts = {"calls": {loss: 4 * step}, "refits": step, "weights": [0.1 * step, 1.0]}
@@ -334,7 +343,7 @@ def test_ctrl_c_says_where_it_was(runs, monkeypatch, capsys):
     assert "results/rehearsal/recipe" in error
 
 
-def test_validation_and_tensorboard_on_request(runs, capsys):
+def test_validation_and_tensorboard_on_request(runs, never_validates, capsys):
     enabled = ["++logger.tensorboard_enabled=true", "++logger.wandb_enabled=true", "++grpo.val_period=10"]
     assert main(["rehearse", "recipe.yaml", *enabled, "--steps", "2", "--validate"]) == 0
     ((command, *_),) = runs
@@ -342,4 +351,8 @@ def test_validation_and_tensorboard_on_request(runs, capsys):
     assert "++logger.wandb_enabled=false" in command
     assert not any(word.startswith("++logger.tensorboard_enabled=false") for word in command)
     assert any(word.startswith("++data.validation={") and "prompts.jsonl" in word for word in command)
-    assert "val         not reached" in capsys.readouterr().out
+    assert "val         ran" in capsys.readouterr().out
+    never_validates.append(True)
+    assert main(["rehearse", "recipe.yaml", *enabled, "--steps", "2", "--validate"]) == 1
+    assert "failed in val: NeMo-RL has not validated" in capsys.readouterr().out
+    assert main(["rehearse", "recipe.yaml", *enabled, "--steps", "2"]) == 0

@@ -217,6 +217,30 @@ def test_a_value_that_the_error_quotes_leads_to_its_key():
     assert likely_cause("", "ImportError: Error loading 'torch.optim.NoSuchThing'", settings) is None
 
 
+def test_an_error_in_a_plugins_code_names_the_loss():
+    settings = {"loss_fn.name": "acme.losses:MINE", "policy.precision": "bfloat16"}
+    found = likely_cause(
+        '  File "/x/acme/losses.py", line 3, in f\n  File "/torch.py"\nTypeError: x', "TypeError: x", settings
+    )
+    assert found is not None
+    assert found[0] == "loss_fn.name"
+    assert likely_cause('  File "/x/acme/other.py", line 3\nTypeError: x', "TypeError: x", settings) is None
+    ours = {"loss_fn.name": "gspo"}
+    assert likely_cause('  File "/x/nemo_geomask/losses/evaluate.py"\nTypeError: x', "TypeError: x", ours) is None
+
+
+def test_a_worker_that_was_killed():
+    killed = "ActorDiedError: The actor died unexpectedly before finishing this task."
+    error = {"at": 31.0, "kind": "error", "type": "ActorDiedError", "message": killed, "traceback": killed}
+    failure = read(*STARTED, error, status=1).failure
+    assert failure is not None
+    assert failure.setting == "this machine's memory"
+    assert "killed from outside" in str(failure.fix)
+    certain = read(*STARTED, error, status=1, killed_by_kernel=2).failure
+    assert certain is not None
+    assert "the kernel killed 2 processes" in str(certain.fix)
+
+
 CHAIN = """Traceback (most recent call last):
   File "driver.py", line 1, in main
 ray.exceptions.ActorDiedError: The actor died, \x1b[36mray::Worker\x1b[39m (pid=1)
