@@ -101,6 +101,10 @@ def _compare_weights(events: Events) -> None:
             events("weights", error=f"an engine of {len(processes)} processes has shards of the weights", refits=refits)
             return
         engines += 1
+        dtypes = {dtype for sums in processes[0].values() for dtype in sums}
+        if unknown := sorted(dtypes - set(weight_sums.ENGINE_DTYPES)):
+            events("weights", error=f"the engine keeps weights in {', '.join(unknown)}", refits=refits)
+            return
         for difference in weight_sums.compare(sent["sums"], processes[0]):
             differences.setdefault(difference.group, difference)
     groups = len(sent["sums"])

@@ -21,7 +21,7 @@ from nemo_geomask.tools.rehearse.run_outcome import Breakdown
 
 __all__ = ["CONDITIONS", "RunEvidence", "unmet_conditions"]
 
-_LOST = re.compile(r"records: step \d+ (?:lost|is without curr).*")
+_LOST = re.compile(r"records: step \d+ (?:lost|is without curr)(?: \(\d+ so far\) on the way to [^:]*)?(?:: )?(.*)")
 
 
 @dataclass(frozen=True)
@@ -233,11 +233,11 @@ def records_are_complete(evidence: RunEvidence) -> Iterator[Breakdown]:
     lost = [step for step in evidence.steps if step in evidence.metrics and step not in written]
     reasons = _LOST.findall(evidence.log)
     if lost:
-        reason = f": {reasons[0].partition(': ')[2]}" if reasons else f": {evidence.records} has no file of it"
-        message = f"the record of step {_listed(lost)} was lost{reason}"
+        reason = next(filter(None, reasons), f"{evidence.records} has no file of it")
+        message = f"the record of step {_listed(lost)} was lost: {reason}"
         yield _problem("metrics", message, "loss_fn.record.dir", "look for a full disk or missing rights in its folder")
     elif reasons:
-        message = f"a record is incomplete: {reasons[0].partition(': ')[2]}"
+        message = f"a record lacks the log-probs that trained (curr): {reasons[0]}"
         yield _problem("metrics", message, "loss_fn.record", "see the log for what the workers answered")
 
 

@@ -14,6 +14,8 @@ from nemo_geomask.tools.rehearse.mismatch_check import Mismatch
 __all__ = ["Breakdown", "RunResult", "Stage", "State", "outcome_of"]
 
 _ERROR_PREFIX = "nemo-geomask: error: "
+# Ray's description of an actor that died.
+_DEAD_ACTOR = re.compile(r"class_name: (?P<name>\w+).{0,300}?\bpid: (?P<pid>\d+)", re.DOTALL)
 _COLOUR = re.compile("\x1b\\[[0-9;]*m")
 
 State = Literal["ran", "failed", "running", "not reached", "not in the recipe"]
@@ -209,6 +211,8 @@ def _breakdown(
         last = f"the driver ended with status {status}"
         text = _COLOUR.sub("", str(error["traceback"]) if error else log or f"{last} without a message")
         raised = _innermost(text, f"{error['type']}: {error['message']}" if error else last)
+        if dead := _DEAD_ACTOR.search(text):
+            raised += f" ({dead['name']}, process {dead['pid']})"
         return Breakdown(failed_stage, raised, text, *(likely_cause(text, raised, settings) or (None, None)))
     if len(metrics) < steps:
         message = f"{len(metrics)} of {steps} steps were logged: the prompts or epochs were at their end before"

@@ -22,6 +22,7 @@ from typing import Any
 from nemo_geomask.hosts.nemo_rl import patch
 
 __all__ = [
+    "ENGINE_DTYPES",
     "Difference",
     "compare",
     "engine_sums",
@@ -38,7 +39,8 @@ Sums = dict[str, dict[str, list[float]]]
 """By group and dtype: the sum, the sum of absolute values and the number of elements."""
 
 _LAYER = re.compile(r"(?:^|\.)layers\.\d+\.")
-_ENGINE_DTYPES = ("bfloat16", "float16", "float32")
+ENGINE_DTYPES = ("bfloat16", "float16", "float32")
+"""Dtypes of an engine to which what is sent can be cast exactly as the engine casts it."""
 _TOLERANCE = 1e-10
 """Difference of two sums relative to the sum of absolute values that float64's rounding may make."""
 
@@ -85,7 +87,7 @@ def sum_streamed(original: Callable[..., Any]) -> Callable[..., Any]:
 
         def observed(weights: Any) -> Iterator[Any]:
             for name, tensor in weights:
-                _add(sums, name, tensor, _ENGINE_DTYPES)
+                _add(sums, name, tensor, ENGINE_DTYPES)
                 yield name, tensor
 
         bound.arguments["params_generator"] = observed(bound.arguments["params_generator"])
@@ -108,7 +110,7 @@ def sum_broadcast(original: Callable[..., Any]) -> Callable[..., Any]:
 
         def observed(item: Any) -> Any:
             tensor = convert(item)
-            _add(sums, item[0], tensor, _ENGINE_DTYPES)
+            _add(sums, item[0], tensor, ENGINE_DTYPES)
             return tensor
 
         bound.arguments["post_iter_func"] = observed

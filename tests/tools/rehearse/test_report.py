@@ -230,12 +230,14 @@ def test_an_error_in_a_plugins_code_names_the_loss():
 
 
 def test_a_worker_that_was_killed():
-    killed = "ActorDiedError: The actor died unexpectedly before finishing this task."
+    killed = "ActorDiedError: The actor died unexpectedly before finishing this task.\n"
+    killed += "\tclass_name: DTensorPolicyWorker\n\tactor_id: 5d1\n\tpid: 15539\n\tname: lm_policy-0-0\n"
     error = {"at": 31.0, "kind": "error", "type": "ActorDiedError", "message": killed, "traceback": killed}
     failure = read(*STARTED, error, status=1).failure
     assert failure is not None
     assert failure.setting == "this machine's memory"
     assert "killed from outside" in str(failure.fix)
+    assert failure.error.endswith("before finishing this task. (DTensorPolicyWorker, process 15539)")
     certain = read(*STARTED, error, status=1, killed_by_kernel=2).failure
     assert certain is not None
     assert "the kernel killed 2 processes" in str(certain.fix)
