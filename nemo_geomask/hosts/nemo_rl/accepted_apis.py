@@ -71,7 +71,7 @@ def warn_of_accepted(differences: Iterable[APIDifference]) -> None:
                 "accepted at your own risk (--accept): %s differs from the tested versions of NeMo-RL: %s. What this "
                 "run trains may not be what its recipe says",
                 difference.api,
-                difference.message,
+                difference.message.removeprefix(f"{difference.api} "),
             )
 
 

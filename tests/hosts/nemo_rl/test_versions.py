@@ -112,7 +112,7 @@ def test_an_accepted_api_does_not_stop_the_run_and_each_run_says_so(host, caplog
         nemo_geomask.install()
         (warning,) = [record for record in caplog.records if record.levelno == logging.WARNING]
         assert warning.message.startswith(f"accepted at your own risk (--accept): {INIT} differs from the tested")
-        assert "takes (self, cfg, mesh), where mesh has no default" in warning.message
+        assert "NeMo-RL: takes (self, cfg, mesh), where mesh has no default. What this run" in warning.message
         nemo_geomask.uninstall()
     nemo_geomask.install()
     setup = importlib.import_module("nemo_rl.algorithms.grpo").setup
@@ -174,7 +174,7 @@ def test_an_api_that_some_settings_need_is_accepted_by_its_name_too(host, caplog
     assert f"(--accept): {TRAIN} differs" in caplog.text
     caplog.clear()
     setup(settings)
-    assert f"(--accept): {TRAIN} differs" in caplog.text
+    assert f"(--accept): {TRAIN} differs from the tested versions of NeMo-RL: takes (self, batch" in caplog.text
 
 
 def test_a_worker_accepts_what_the_driver_accepts(host):

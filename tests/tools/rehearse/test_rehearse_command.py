@@ -127,6 +127,13 @@ def test_a_run_is_reported(runs, checkout, tmp_path, capsys):
     assert not Path(settings["ray"]).exists()
 
 
+def test_accepted_apis_reach_every_run(runs):
+    assert main(["rehearse", "recipe.yaml", "--steps", "2", "--control", "--accept", "a.b", "--accept=c.d"]) == 0
+    assert len(runs) == 2
+    for command, *_ in runs:
+        assert command[3:8] == ["run", "--accept", "a.b", "--accept", "c.d"]
+
+
 def test_on_gpus_python_is_started_as_it_is(runs, monkeypatch):
     monkeypatch.setattr(rehearsing, "has_gpus", lambda: True)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
