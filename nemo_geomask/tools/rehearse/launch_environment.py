@@ -65,10 +65,15 @@ def launch_environment(
         driver.SETTINGS: str(folder / "settings.json"),
         ROOT_VARIABLE: str(checkout),
         IDENTITY: identity,
-        # Megatron's copy of the tiny model, and vLLM's caches of it, are of no use to anyone else.
+        # What the libraries would else leave in the home folder and in /tmp: copies of the tiny model, locks, caches.
         "NRL_MEGATRON_CHECKPOINT_DIR": str(folder / "megatron"),
+        "MEGATRON_CONFIG_LOCK_DIR": str(folder / "megatron"),
         "VLLM_CACHE_ROOT": str(folder / "vllm"),
+        "MLFLOW_DISABLE_TELEMETRY": "true",
+        "TMPDIR": str(ray / "tmp"),
     }
+    for name in ("NRL_MEGATRON_CHECKPOINT_DIR", "TMPDIR"):
+        Path(variables[name]).mkdir()
     if not gpus:
         site = folder / "site"
         site.mkdir()

@@ -49,7 +49,6 @@ def as_text(rehearsal: Rehearsal) -> list[str]:
             lines += ["", *_sentence("also", unmet)]
     lines += ["", *_proof(rehearsal.outcome)]
     lines += ["", *_metrics(rehearsal.outcome)]
-    lines += ["", *_diagnosis(rehearsal.outcome)]
     lines += _control(rehearsal)
     lines += _resumed(rehearsal)
     lines += ["", "changed for the rehearsal:"]
@@ -58,6 +57,7 @@ def as_text(rehearsal: Rehearsal) -> list[str]:
     small = [change for change in rehearsal.plan.changes if not change.why]
     lines.append(f"  {len(small)} settings of sizes, folders and prompts: {rehearsal.folder / 'command.txt'}")
     lines += ["", "not rehearsed:", *(f"  {part}" for part in rehearsal.plan.unrehearsed)]
+    lines += ["", *_diagnosis(rehearsal.outcome)]
     verdict = "rehearsed" if rehearsal.ok else "failed"
     return [*lines, "", f"{verdict} in {rehearsal.seconds:.0f} s; command, log and metrics are in {rehearsal.folder}"]
 

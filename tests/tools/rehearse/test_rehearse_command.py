@@ -125,6 +125,10 @@ def test_a_run_is_reported(runs, checkout, tmp_path, capsys):
     # Ray's folder is gone, whatever it held.
     settings = json.loads((tmp_path / "results/rehearsal/recipe/settings.json").read_text(encoding="utf-8"))
     assert not Path(settings["ray"]).exists()
+    # Libraries leave nothing in the home folder or in /tmp.
+    assert Path(environment["TMPDIR"]).parent == Path(settings["ray"])
+    for name in ("HF_HOME", "NRL_MEGATRON_CHECKPOINT_DIR", "VLLM_CACHE_ROOT"):
+        assert Path(environment[name]).parent == tmp_path / "results" / "rehearsal" / "recipe"
 
 
 def test_accepted_apis_reach_every_run(runs):
