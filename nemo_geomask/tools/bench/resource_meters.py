@@ -144,7 +144,7 @@ def _flat(values: Iterable[Any]) -> Iterable[Any]:
 
 
 def extra_memory(run: Callable[[], Tensor], logits: Tensor) -> int | None:
-    """Return the peak bytes that ``run`` holds beyond the memory in use before it and the gradient that it returns.
+    """Return the peak memory of ``run`` in bytes, without the memory in use before it and the returned gradient.
 
     On a GPU they are counted by torch's allocator. On a CPU they follow from the peak of the process's resident memory,
     which a process can reset on Linux; None if it can't.

@@ -277,14 +277,14 @@ def estimate_scale(
         "memory_bytes": memory,
         "deferred_bytes": deferred,
         "steps": steps,
-        "advised": _advised(memory, (recipe_step or steps[0])["loss_s"], refusals) if steps else None,
+        "advised": _recommended_method(memory, (recipe_step or steps[0])["loss_s"], refusals) if steps else None,
         "assumptions": [
             line.format(mfu=mfu, peak=costs.peak / 1e12, trained=trained, gpu=costs.gpu) for line in ASSUMPTIONS
         ],
     }
 
 
-def _advised(memory: Mapping[str, float], loss: Mapping[str, float], refusals: Mapping[str, str]) -> str:
+def _recommended_method(memory: Mapping[str, float], loss: Mapping[str, float], refusals: Mapping[str, str]) -> str:
     """Return the fastest of the methods that take little memory; if there is none, the one with the least memory."""
     possible = [method for method in memory if method not in refusals]
     small = [method for method in possible if memory[method] <= _SMALL_MEMORY * GPU_BYTES]

@@ -115,7 +115,7 @@ def check_linear(results: Sequence[Mapping[str, Any]], device: str) -> list[dict
             baseline = result["products"]["ms"]["median"] + result["kernels"]["ms"]["median"]
             target = _Target(device, _SLOWER, at_most=True)
             verdicts.append(_verdict(f"times products and kernels: {title}", target, ours["ms"]["median"] / baseline))
-        with_logits = rows.get(_LOGITS, {"status": "absent", "reason": "not asked for"})
+        with_logits = rows.get(_LOGITS, {"status": "absent", "reason": "not selected"})
         if result["case"]["fraction"] == 0.2:
             verdicts.append(_times(f"times as fast as with logits: {title}", device, _FASTER, ours, with_logits))
     return verdicts
@@ -188,7 +188,7 @@ def _check(target: _Target, result: Mapping[str, Any], path: str) -> dict[str, A
         return _verdict(name, target, None, "it was not measured")
     if target.peer is None:
         return _verdict(name, target, ours.get(target.figure or ""))
-    peer = rows.get(target.peer, {"status": "absent", "reason": "not asked for"})
+    peer = rows.get(target.peer, {"status": "absent", "reason": "not selected"})
     if peer["status"] != "measured":
         return _verdict(name, target, None, f"{target.peer} {peer['status']}: {peer['reason']}")
     return _ratio(name, target, ours, peer)

@@ -1,7 +1,7 @@
 """Diagnosis of a recorded run: its mismatch between generation and training engine, since when, and the likely cause.
 
-``nemo-geomask diagnose`` and ``nemo-geomask sweep`` are made of this package. Other tools import what they need from
-here, and nothing from the modules inside::
+This package implements ``nemo-geomask diagnose`` and ``nemo-geomask sweep``. Other tools import the names that are
+listed here, and nothing from its modules::
 
     run = find_run(Path("logs/exp_001"))
     diagnosis = diagnose(survey_run(run))

@@ -51,149 +51,185 @@ CAUSES: tuple[Cause, ...] = (
     Cause(
         "filtered",
         "log-probs renormalised by top-p or top-k in the generation engine only",
-        True,
-        0.9,
-        "lowest share of tokens with Δ < 0 in any bin of probability, where one half is expected; needs tokens of 2 "
-        f"nats of surprise or more; {_SOURCE}",
-        "sample with top_p: 1.0 and top_k: null, or have the training engine filter its logits as the sampler does, "
-        "which NeMo-RL does for policy.generation.top_p and top_k",
-        sampler_detectors.detect_filter,
+        is_bug=True,
+        threshold=0.9,
+        rationale=(
+            "lowest share of tokens with Δ < 0 in any bin of probability, where one half is expected; needs tokens of "
+            f"2 nats of surprise or more; {_SOURCE}"
+        ),
+        action=(
+            "sample with top_p: 1.0 and top_k: null, or have the training engine filter its logits as the sampler "
+            "does, which NeMo-RL does for policy.generation.top_p and top_k"
+        ),
+        detect=sampler_detectors.detect_filter,
     ),
     Cause(
         "zero_logprobs",
         "log-probs of exactly 0 from one engine where the other engine is unsure",
-        True,
-        1e-3,
-        "share of the unsure tokens, or of the sequences; in float32 only the log-prob of a nearly sure token rounds "
-        f"to 0; {_SOURCE}",
-        "have the generation engine return log-probs for every sampled token (logprobs, tool turns, aborted requests)",
-        logprob_detectors.detect_zeros,
+        is_bug=True,
+        threshold=1e-3,
+        rationale=(
+            "share of the unsure tokens, or of the sequences; in float32 only the log-prob of a nearly sure token "
+            f"rounds to 0; {_SOURCE}"
+        ),
+        action=(
+            "have the generation engine return log-probs for every sampled token (logprobs, tool turns, aborted "
+            "requests)"
+        ),
+        detect=logprob_detectors.detect_zeros,
     ),
     Cause(
         "nonfinite",
         "log-probs that are NaN or infinite",
-        True,
-        0.0,
-        "share of tokens; none is expected",
-        "find the overflow; loss_fn.nonfinite decides what the loss does with such sequences",
-        logprob_detectors.detect_nonfinite,
+        is_bug=True,
+        threshold=0.0,
+        rationale="share of tokens; none is expected",
+        action="find the overflow; loss_fn.nonfinite decides what the loss does with such sequences",
+        detect=logprob_detectors.detect_nonfinite,
     ),
     Cause(
         "positive_logprobs",
         "log-probs above 0, which no distribution has",
-        True,
-        0.01,
-        "share of tokens with a log-prob above 1e-3, as for the metric geomask/positive_logprobs",
-        "check logprobs_mode of the generation engine: it must return processed or raw log-probs, not logits",
-        logprob_detectors.detect_positive,
+        is_bug=True,
+        threshold=0.01,
+        rationale="share of tokens with a log-prob above 1e-3, as for the metric geomask/positive_logprobs",
+        action="check logprobs_mode of the generation engine: it must return processed or raw log-probs, not logits",
+        detect=logprob_detectors.detect_positive,
     ),
     Cause(
         "shifted",
         "log-probs shifted by one token against the other engine's",
-        True,
-        0.0,
-        "share of sequences in which four of five log-probs fit the next or the previous token three times better; "
-        f"{logprob_detectors.MIN_SHIFTED_IN_ONE_STEP:.0%} if only one step shows it; {_SOURCE}",
-        "align prev_logprobs and generation_logprobs: column t of both must hold token t (padding, BOS, packing)",
-        logprob_detectors.detect_shift,
+        is_bug=True,
+        threshold=0.0,
+        rationale=(
+            "share of sequences in which four of five log-probs fit the next or the previous token three times "
+            f"better; {logprob_detectors.MIN_SHIFTED_IN_ONE_STEP:.0%} if only one step shows it; {_SOURCE}"
+        ),
+        action=(
+            "align prev_logprobs and generation_logprobs: column t of both must hold token t (padding, BOS, packing)"
+        ),
+        detect=logprob_detectors.detect_shift,
     ),
     Cause(
         "temperature",
         "different temperatures in the two engines",
-        True,
-        0.03,
-        "share of the variance of Δ/(1 − p), clipped to ±0.1, that is a tilt between bins of probability: positive in "
-        f"some, negative in others; {_SOURCE}",
-        "the training engine must divide its logits by policy.generation.temperature, and vLLM must return log-probs "
-        "after temperature (logprobs_mode: processed_logprobs)",
-        sampler_detectors.detect_temperature,
+        is_bug=True,
+        threshold=0.03,
+        rationale=(
+            "share of the variance of Δ/(1 − p), clipped to ±0.1, that is a tilt between bins of probability: "
+            f"positive in some, negative in others; {_SOURCE}"
+        ),
+        action=(
+            "the training engine must divide its logits by policy.generation.temperature, and vLLM must return "
+            "log-probs after temperature (logprobs_mode: processed_logprobs)"
+        ),
+        detect=sampler_detectors.detect_temperature,
     ),
     Cause(
         "stale_engine",
         "a generation engine that no longer gets the new weights",
-        True,
-        3.0,
-        "standard errors of the correlation of Δ with the advantage, in a mismatch that grows; half of that if k3 has "
-        f"grown more than 4 times since; {_SOURCE}",
-        "check the refit: every rank of the generation engine must take every update, for all layers and experts",
-        staleness_detectors.detect_stale_engine,
+        is_bug=True,
+        threshold=3.0,
+        rationale=(
+            "standard errors of the correlation of Δ with the advantage, in a mismatch that grows; half of that if k3 "
+            f"has grown more than 4 times since; {_SOURCE}"
+        ),
+        action=(
+            "check the refit: every rank of the generation engine must take every update, for all layers and experts"
+        ),
+        detect=staleness_detectors.detect_stale_engine,
     ),
     Cause(
         "staleness",
         "stale samples",
-        False,
-        0.1,
-        _PART_RATIONALE,
-        "lower grpo.async_grpo.max_trajectory_age_steps, or correct for it (ratio_anchor: gen, is_correction_level)",
-        staleness_detectors.detect_staleness,
+        is_bug=False,
+        threshold=0.1,
+        rationale=_PART_RATIONALE,
+        action=(
+            "lower grpo.async_grpo.max_trajectory_age_steps, or correct for it (ratio_anchor: gen, is_correction_level)"
+        ),
+        detect=staleness_detectors.detect_staleness,
     ),
     Cause(
         "low_probability",
         "numerics at low-probability tokens",
-        False,
-        0.1,
-        _PART_RATIONALE,
-        "compute logits and their softmax in float32 (lm_head), or mask what remains: dppo_tv, icepop",
-        detect_range("probability", upper_only=True),
+        is_bug=False,
+        threshold=0.1,
+        rationale=_PART_RATIONALE,
+        action="compute logits and their softmax in float32 (lm_head), or mask what remains: dppo_tv, icepop",
+        detect=detect_range("probability", upper_only=True),
     ),
     Cause(
         "tool_calls",
         "tokens after tool calls",
-        False,
-        0.1,
-        _PART_RATIONALE,
-        "the training engine must see exactly the tokens that the generation engine saw: check the chat template, and "
-        "whether turns are tokenised again",
-        detect_range("turn", upper_only=True),
+        is_bug=False,
+        threshold=0.1,
+        rationale=_PART_RATIONALE,
+        action=(
+            "the training engine must see exactly the tokens that the generation engine saw: check the chat template, "
+            "and whether turns are tokenised again"
+        ),
+        detect=detect_range("turn", upper_only=True),
     ),
     Cause(
         "position",
         "tokens late in the response",
-        False,
-        0.1,
-        _PART_RATIONALE,
-        "check what depends on the position: RoPE scaling, sliding windows, context parallelism, chunked prefill",
-        detect_range("position", upper_only=True),
+        is_bug=False,
+        threshold=0.1,
+        rationale=_PART_RATIONALE,
+        action=(
+            "check what depends on the position: RoPE scaling, sliding windows, context parallelism, chunked prefill"
+        ),
+        detect=detect_range("position", upper_only=True),
     ),
     Cause(
         "length",
         "responses in one range of lengths",
-        False,
-        0.1,
-        _PART_RATIONALE,
-        "check what depends on the length: sequence packing, dynamic batching, cascade attention",
-        detect_range("length", upper_only=False),
+        is_bug=False,
+        threshold=0.1,
+        rationale=_PART_RATIONALE,
+        action="check what depends on the length: sequence packing, dynamic batching, cascade attention",
+        detect=detect_range("length", upper_only=False),
     ),
     Cause(
         "group",
         "one prompt group",
-        False,
-        0.1,
-        f"{_PART_RATIONALE}; median over steps. The group must also have {location_detectors.MIN_GROUP_LIFT:g} times "
-        "the mismatch of the other prompts, or "
-        f"{location_detectors.MIN_GROUP_LIFT * location_detectors.FEW_STEPS_FACTOR:g} times over fewer than "
-        f"{location_detectors.FEW_STEPS} steps",
-        "read the prompt: look for tokens that the two engines treat differently (special tokens, images, script)",
-        location_detectors.detect_group,
+        is_bug=False,
+        threshold=0.1,
+        rationale=(
+            f"{_PART_RATIONALE}; median over steps. The group must also have {location_detectors.MIN_GROUP_LIFT:g} "
+            "times the mismatch of the other prompts, or "
+            f"{location_detectors.MIN_GROUP_LIFT * location_detectors.FEW_STEPS_FACTOR:g} times over fewer than "
+            f"{location_detectors.FEW_STEPS} steps"
+        ),
+        action=(
+            "read the prompt: look for tokens that the two engines treat differently (special tokens, images, script)"
+        ),
+        detect=location_detectors.detect_group,
     ),
     Cause(
         "routing",
         "expert routing",
-        False,
-        1.5,
-        f"factor by which the tokens with more than 8 times the usual noise have increased; {_SOURCE}",
-        "replay the routing of the generation engine in training (policy.router_replay), or keep the router in float32",
-        noise_detectors.detect_routing,
+        is_bug=False,
+        threshold=1.5,
+        rationale=f"factor by which the tokens with more than 8 times the usual noise have increased; {_SOURCE}",
+        action=(
+            "replay the routing of the generation engine in training (policy.router_replay), or keep the router in "
+            "float32"
+        ),
+        detect=noise_detectors.detect_routing,
     ),
     Cause(
         "precision",
         "numerics of the engines on all tokens",
-        False,
-        1.5,
-        "factor by which the median of |Δ|/(1 − p) has grown; for bfloat16 against float32 that median is "
-        f"{noise_detectors.TYPICAL_NOISE.median:g}; {_SOURCE}",
-        "use the same precision in both engines (FP8 or bfloat16 against float32), and batch-invariant kernels",
-        noise_detectors.detect_precision,
+        is_bug=False,
+        threshold=1.5,
+        rationale=(
+            "factor by which the median of |Δ|/(1 − p) has grown; for bfloat16 against float32 that median is "
+            f"{noise_detectors.TYPICAL_NOISE.median:g}; {_SOURCE}"
+        ),
+        action="use the same precision in both engines (FP8 or bfloat16 against float32), and batch-invariant kernels",
+        detect=noise_detectors.detect_precision,
     ),
 )
 """All causes, in the order of precedence; :data:`LOCATION_CAUSES` compete with each other by their share."""

@@ -274,7 +274,7 @@ def _add_step(
 
 
 def pareto_front(outcomes: Sequence[CandidateOutcome]) -> list[CandidateOutcome]:
-    """Return the outcomes for which no other outcome has less bias or variance and no more of the other."""
+    """Return the outcomes to which no other outcome is better in bias or variance without being worse in the other."""
     compared = [outcome for outcome in outcomes if not math.isnan(outcome.value("bias"))]
     points = [(outcome.value("bias"), outcome.value("variance")) for outcome in compared]
     return [

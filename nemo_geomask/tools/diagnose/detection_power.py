@@ -84,7 +84,7 @@ def _measure_all(seeds: int, logs: Sequence[Path]) -> dict[str, Any]:
 
 
 def rewrite(text: str, results: dict[str, Any]) -> str:
-    """Return the page with current tables of the causes, of the health limits and of the results."""
+    """Return the page's text with generated tables of the causes, the health limits and the results."""
     for mark, table in (("causes", _cause_table()), ("levels", _limit_table()), ("power", _power_table(results))):
         text = replace_marked_text(text, mark, table, page="diagnose.md")
     return text

@@ -35,7 +35,7 @@ class DiagnoseOptions:
         html: file of the report; None: no report.
         png: folder of the plots; None: no plots.
         sweeps: files of ``nemo-geomask sweep --json`` that the report shows.
-        cache: folder of converted logs; None: beside the logs.
+        cache: folder for records converted from logs; None: next to the logs.
         splits: tables to show: each is a dimension, two dimensions joined by a comma, or ``step``; None: all tables.
         against: folder of a run to compare with, over the steps that both runs have.
         ray_address: address of the Ray cluster that reads the records; None: this machine reads them.
@@ -56,7 +56,7 @@ class DiagnoseOptions:
 
 
 def run_diagnose(options: DiagnoseOptions) -> OverallHealth:
-    """Diagnose runs, print the verdicts, write the files that were asked for, and return the worst health.
+    """Diagnose runs, print the verdicts, write the requested files, and return the worst health.
 
     Raises:
         ConfigError: options that contradict each other or name something that does not exist.
@@ -83,7 +83,7 @@ def run_diagnose(options: DiagnoseOptions) -> OverallHealth:
             raise ConfigError(f"--watch can't be combined with {', '.join(names)}; leave out --watch or the others")
         return watch_runs(options.directories, options.watch_seconds, output)
 
-    verdicts = _find_and_judge(options, output.pairs)
+    verdicts = _find_and_judge(options, output.dimension_pairs)
     for split in output.splits or ():
         _check_has_rows(verdicts, split)
     print_verdicts(verdicts, output)
@@ -91,11 +91,11 @@ def run_diagnose(options: DiagnoseOptions) -> OverallHealth:
     return verdicts.worst_health
 
 
-def _find_and_judge(options: DiagnoseOptions, pairs: Sequence[tuple[str, str]]) -> RunVerdicts:
+def _find_and_judge(options: DiagnoseOptions, dimension_pairs: Sequence[tuple[str, str]]) -> RunVerdicts:
     mapper = map_records if options.ray_address is None else connect_ray(options.ray_address)
 
     def survey(run: RunFiles, steps: Sequence[int] | None = None) -> RunStatistics:
-        return survey_run(run, steps, options.cache, dimension_pairs=pairs, mapper=mapper)
+        return survey_run(run, steps, options.cache, dimension_pairs=dimension_pairs, mapper=mapper)
 
     reference = None if options.against is None else find_run(options.against)
     runs, fallbacks = find_recorded_runs(options.directories)

@@ -23,7 +23,7 @@ class Dimension:
         edges: bin i holds the values from edges[i-1] up to but excluding edges[i].
         unit: unit of the values.
         is_count: True if the values are integers.
-        requirement: what must be recorded for it besides log-probs; empty if nothing else is needed.
+        requirement: data that it needs besides log-probs; empty if it needs none.
     """
 
     name: str
@@ -55,7 +55,7 @@ class Dimension:
     def _edge(self, index: int) -> float | None:
         """Return an edge as it is printed, or None beyond the outermost edges.
 
-        Edges of ±1e-6 give the value 0 a bin of its own; both print as 0.
+        Edges of ±1e-6 put the value 0 into a separate bin; both are printed as 0.
         """
         if not 0 <= index < len(self.edges):
             return None

@@ -81,11 +81,11 @@ def mismatch_feedback(statistics: RunStatistics) -> list[LaggedCorrelation]:
     if MISMATCH not in varying:
         return []
     mismatch = varying.pop(MISMATCH)
-    leads = []
+    correlations = []
     for name, values in varying.items():
-        leads.append(measure_lagged_correlation(MISMATCH, name, mismatch, values))
-        leads.append(measure_lagged_correlation(name, MISMATCH, values, mismatch))
-    return leads
+        correlations.append(measure_lagged_correlation(MISMATCH, name, mismatch, values))
+        correlations.append(measure_lagged_correlation(name, MISMATCH, values, mismatch))
+    return correlations
 
 
 def measure_lagged_correlation(leader: str, follower: str, leading: Array, following: Array) -> LaggedCorrelation:
@@ -119,11 +119,11 @@ def _residuals(values: Array, controls: Array) -> Array:
     return residuals
 
 
-def summarize_feedback(leads: Sequence[LaggedCorrelation]) -> str:
+def summarize_feedback(correlations: Sequence[LaggedCorrelation]) -> str:
     """Return the outcome of the test in a sentence."""
-    if not leads:
+    if not correlations:
         return f"Not tested: fewer than {MIN_STEPS} steps, or a mismatch that does not vary."
-    shown = {(lead.leader, lead.follower): lead.score for lead in leads if lead.is_shown}
+    shown = {(pair.leader, pair.follower): pair.score for pair in correlations if pair.is_shown}
     # A circle amplifies itself only if both effects have the same sign; otherwise it damps itself.
     circles = [
         follower

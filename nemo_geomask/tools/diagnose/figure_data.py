@@ -129,7 +129,15 @@ def diagnosis_figures(runs: Sequence[RunDiagnosis]) -> list[Figure]:
         if not any(y for curve in curves for y in curve.y if math.isfinite(y)):
             return None  # nothing was recorded, or all values are zero
         return Figure(
-            f"{key} {title}", title, definition, section, "step", "", {"": curves}, limits=limits, onsets=onsets
+            f"{key} {title}",
+            title,
+            definition=definition,
+            section=section,
+            x_title="step",
+            y_title="",
+            views={"": curves},
+            limits=limits,
+            onsets=onsets,
         )
 
     figures: list[Figure | None] = []
@@ -223,7 +231,14 @@ def _dimension_figure(runs: Sequence[RunDiagnosis], dimension: Dimension) -> Fig
     }
     labels = tuple(dimension.label(index, index) for index in bins)
     return Figure(
-        f"by {dimension.name}", f"By {dimension.name}", "", "parts", dimension.unit, "", views, x_labels=labels
+        f"by {dimension.name}",
+        f"By {dimension.name}",
+        definition="",
+        section="parts",
+        x_title=dimension.unit,
+        y_title="",
+        views=views,
+        x_labels=labels,
     )
 
 
@@ -244,7 +259,7 @@ def metric_figures(runs: Sequence[Mapping[str, Mapping[int, float]]]) -> Iterato
                 x = tuple(float(np.mean(chunk)) for chunk in chunks)
                 views.setdefault(name, []).append(Curve(index, "", x, y))
     if views:
-        yield Figure("logged", "Metrics", "", "logged", "step", "", views)
+        yield Figure("logged", "Metrics", definition="", section="logged", x_title="step", y_title="", views=views)
 
 
 class GroupMismatch(NamedTuple):
@@ -291,11 +306,12 @@ def _group_figure(runs: Sequence[RunDiagnosis]) -> Figure | None:
     return Figure(
         "by group",
         "By prompt group",
-        "share of the prompt groups, over the judged steps, by their mismatch (mean |Δ| over mean 1 − p) divided by "
+        definition="share of the prompt groups, over the judged steps, by their mismatch (mean |Δ| over mean 1 − p) "
+        "divided by "
         "the mismatch of the step's other groups",
-        "parts",
-        "times the mismatch of the other groups",
-        "share",
-        {"": curves},
-        (f"below {edges[1]}", *ranges[1:-1], f"{edges[-2]} and more"),
+        section="parts",
+        x_title="times the mismatch of the other groups",
+        y_title="share",
+        views={"": curves},
+        x_labels=(f"below {edges[1]}", *ranges[1:-1], f"{edges[-2]} and more"),
     )

@@ -165,7 +165,7 @@ def _short_number(value: float) -> float | None:
 
 
 def write_pngs(figures: Sequence[Figure], names: Sequence[str], directory: Path) -> list[Path]:
-    """Draw the first view of each figure into a PNG file of its own, and return the paths.
+    """Draw the first view of each figure into a separate PNG file, and return the paths.
 
     Args:
         figures: the figures.

@@ -134,7 +134,7 @@ def _group_table(run: RunDiagnosis) -> Table:
 
 
 def _build_sections(
-    runs: Sequence[ReportedRun], decode: Decode | None, pairs: Sequence[tuple[str, ...]]
+    runs: Sequence[ReportedRun], decode: Decode | None, dimension_pairs: Sequence[tuple[str, ...]]
 ) -> list[_PageSection]:
     """Return the sections that have a figure or a table."""
     sections = {
@@ -147,7 +147,7 @@ def _build_sections(
     tables_by_key: dict[str, list[tuple[int, Table]]] = {}
     for index, run in enumerate(runs):
         tables = {table.key: table for table in [*diagnosis_tables(run.diagnosis, decode), _group_table(run.diagnosis)]}
-        for table in diagnosis_tables(run.diagnosis, None, [(STEP,), *pairs]):
+        for table in diagnosis_tables(run.diagnosis, None, [(STEP,), *dimension_pairs]):
             tables.setdefault(table.key, table)  # the table of steps above, which is shorter, stays
         for table in tables.values():
             if table.rows:
@@ -164,7 +164,7 @@ def write_report(
     fallbacks: Mapping[str, tuple[str, str]] | None = None,
     sweeps: Sequence[Mapping[str, Any]] = (),
     decode: Decode | None = None,
-    pairs: Sequence[tuple[str, ...]] = (),
+    dimension_pairs: Sequence[tuple[str, ...]] = (),
     cache: Path | None = None,
     names: Sequence[str] | None = None,
     logged: Sequence[MetricSeries] | None = None,
@@ -177,8 +177,8 @@ def write_report(
         fallbacks: health and verdict of each folder without records, by the folder.
         sweeps: objects from :func:`~nemo_geomask.tools.diagnose.sweep_section.read_sweep`.
         decode: returns the text of token ids; None: ids are shown.
-        pairs: pairs of dimensions that were surveyed together.
-        cache: folder of converted logs; None: beside the logs.
+        dimension_pairs: pairs of dimensions by which tokens were split together.
+        cache: folder for records converted from logs; None: next to the logs.
         names: names of the runs; None: the parts of their paths that differ.
         logged: metrics of each run; None: those in its folder.
 
@@ -197,7 +197,7 @@ def write_report(
             fallbacks[str(files.directory)] = ("unknown", f"the run's logged metrics are not shown: {error}")
         excerpts = worst_excerpts(files, diagnosis, decode, cache)
         reported.append(ReportedRun(name, str(files.directory), diagnosis, excerpts, series))
-    write_page(path, reported, fallbacks=fallbacks, sweeps=sweeps, decode=decode, pairs=pairs)
+    write_page(path, reported, fallbacks=fallbacks, sweeps=sweeps, decode=decode, dimension_pairs=dimension_pairs)
 
 
 _REQUIREMENT = ("a report needs", "diagnose")
@@ -210,10 +210,10 @@ def write_page(
     fallbacks: Mapping[str, tuple[str, str]] | None = None,
     sweeps: Sequence[Mapping[str, Any]] = (),
     decode: Decode | None = None,
-    pairs: Sequence[tuple[str, ...]] = (),
+    dimension_pairs: Sequence[tuple[str, ...]] = (),
 ) -> None:
     """Write the page of runs whose excerpts and metrics have been read; otherwise like :func:`write_report`."""
-    sections = _build_sections(runs, decode, pairs)
+    sections = _build_sections(runs, decode, dimension_pairs)
     directories = [run.directory for run in runs]
     sweep_sections = [build_sweep_section(number, sweep, directories) for number, sweep in enumerate(sweeps)]
     figures = [figure for section in sections for figure in section.figures]

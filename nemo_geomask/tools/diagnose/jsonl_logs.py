@@ -63,7 +63,7 @@ def convert_log(path: Path, directory: Path, *, row_group: int = 2**20) -> Path:
         row_group: number of tokens in a row group; the conversion, and a reader, hold one row group in memory.
 
     Raises:
-        DataError: a line, except for an incomplete last one, is not what NeMo-RL writes.
+        DataError: a line is not one that NeMo-RL writes; an incomplete last line is ignored.
         OSError: the log can't be read, or the record can't be written.
     """
     arrow, parquet = require_arrow(), require_arrow("pyarrow.parquet")

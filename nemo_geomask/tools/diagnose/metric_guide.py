@@ -35,7 +35,8 @@ class MetricEntry:
 
     Attributes:
         names: names under which the metrics are reported; ``<label>`` stands for a mask's label.
-        averaging: what a metric is averaged over, or that it is a count, an extreme or a number of the whole batch.
+        averaging: the elements that a metric is averaged over; or "count", "largest", "smallest, largest", "step" or
+            "batch".
         formula, unit: the definition.
         peers: names of the same quantity in other libraries.
         healthy: range of healthy values.
@@ -123,7 +124,7 @@ def _all_entries() -> Iterator[MetricEntry]:
 
 
 def rewrite(text: str, ranges: Mapping[str, Sequence[float]]) -> str:
-    """Return the page with current tables.
+    """Return the page's text with tables generated from ``metrics.toml``.
 
     Args:
         text: text of the page.

@@ -122,5 +122,14 @@ def find_alarms(statistics: RunStatistics, steps: list[int]) -> tuple[Alarm, ...
         if metric == MASKED_OUT and max(values) < MIN_MASKED_OUT:
             continue
         before, after = float(np.mean(values[: change.first])), float(np.mean(values[change.first :]))
-        alarms.append(Alarm(metric, steps[change.first], before, after, change.score, change.is_gradual))
+        alarms.append(
+            Alarm(
+                metric=metric,
+                since=steps[change.first],
+                before=before,
+                after=after,
+                score=change.score,
+                is_gradual=change.is_gradual,
+            )
+        )
     return tuple(alarms)

@@ -1,4 +1,4 @@
-"""Planted causes: changes of a synthetic step's logits or log-probs that imitate what goes wrong in real runs."""
+"""Planted causes: changes of a synthetic step's logits or log-probs that imitate faults of real runs."""
 
 from __future__ import annotations
 

@@ -126,7 +126,7 @@ def map_records(
     Args:
         function: picklable; takes the path of a Parquet record.
         paths: records, or NeMo-RL's logs, which are converted to records first.
-        cache: folder of converted logs; None: beside the logs.
+        cache: folder for records converted from logs; None: next to the logs.
         processes: number of processes; None: one for each core, or only this process if the files are small.
     """
     count = min(len(paths), processes or len(os.sched_getaffinity(0)))

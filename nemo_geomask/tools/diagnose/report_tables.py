@@ -221,12 +221,12 @@ def _step_table(diagnosis: RunDiagnosis, max_steps: int) -> Table:
 
 
 def _feedback_table(diagnosis: RunDiagnosis) -> Table:
-    leads = mismatch_feedback(diagnosis.evidence.statistics)
+    correlations = mismatch_feedback(diagnosis.evidence.statistics)
     rows: list[tuple[Any, ...]] = [
-        (f"{lead.leader} → {lead.follower}", lead.correlation, lead.score, "shown" if lead.is_shown else "not shown")
-        for lead in leads
+        (f"{pair.leader} → {pair.follower}", pair.correlation, pair.score, "shown" if pair.is_shown else "not shown")
+        for pair in correlations
     ]
-    title = f"Does the mismatch predict another number's next step, or the reverse? {summarize_feedback(leads)}"
+    title = f"Does the mismatch predict another number's next step, or the reverse? {summarize_feedback(correlations)}"
     columns = ("", "partial rank correlation", "standard errors", f"beyond ±{SHOWN_SCORE:g}")
     return Table("circle", title, columns, rows)
 

@@ -107,7 +107,7 @@ class WorstSequence(NamedTuple):
 
 @dataclass
 class RunStatistics:
-    """Everything that a diagnosis is made from.
+    """Statistics from which a diagnosis is made.
 
     Attributes:
         steps: sums of each step, by its number.

@@ -41,7 +41,7 @@ def survey_run(
     Args:
         run: the run's files.
         steps: numbers of the steps; None: all steps.
-        cache: folder of converted logs; None: beside the logs.
+        cache: folder for records converted from logs; None: next to the logs.
         dimension_pairs: pairs of dimensions by which tokens are split together.
         mapper: function that calls a function on each file, in the order of the paths:
             :func:`~nemo_geomask.tools.diagnose.record_sources.map_records` on all cores of this machine, or the result

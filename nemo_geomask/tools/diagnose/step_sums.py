@@ -18,7 +18,8 @@ sums over tokens are of
 ``scaled_delta``      :math:`\Delta/(1 - p)`, clipped to ±0.1, so that of large noise only the sign counts
 ``surprise``          −gen, at most 20; its mean estimates the cross-entropy of the sampled tokens
 ``delta_positive``    1 where :math:`\Delta > 0`
-``above_0.1``         1 where :math:`|\Delta| > 0.1`; ``above_1`` likewise
+``above_0.1``         1 where :math:`|\Delta| > 0.1`
+``above_1``           1 where :math:`|\Delta| > 1`
 ``…_squared``         the square of the quantity
 ===================== =====================================================================================
 """

@@ -147,12 +147,12 @@ def _worst_sequences(trained: TrainedTokens, step: int) -> list[WorstSequence]:
     delta = trained.sum_per_sequence("delta")
     worst = [
         WorstSequence(
-            float(mean[index]),
-            step,
-            int(columns["row"][index]),
-            int(columns["group"][index]),
-            int(tokens[index]),
-            -float(delta[index] / tokens[index]),
+            mean_abs_delta=float(mean[index]),
+            step=step,
+            row=int(columns["row"][index]),
+            group=int(columns["group"][index]),
+            tokens=int(tokens[index]),
+            k1=-float(delta[index] / tokens[index]),
         )
         for index in np.argsort(-mean)[:WORST_COUNT].tolist()
         if tokens[index]

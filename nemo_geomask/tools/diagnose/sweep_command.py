@@ -35,7 +35,7 @@ class SweepOptions:
         recipe: recipe whose ``loss_fn`` gives the settings that all candidates share, and a candidate with its
             corrections; None: NeMo-RL's defaults.
         output: print tables and the recommended block, only the block, or JSON.
-        cache: folder of converted logs; None: beside the logs.
+        cache: folder for records converted from logs; None: next to the logs.
     """
 
     directory: Path
@@ -49,11 +49,11 @@ class SweepOptions:
 
 
 def run_sweep(options: SweepOptions) -> None:
-    """Replay a run's batches under every candidate, and print what each would have done.
+    """Replay a run's batches under every candidate, and print the effect of each.
 
     Raises:
         ConfigError: an option or the recipe is invalid, or the folder holds several runs.
-        DataError: the folder holds no run, or its records lack what a replay needs.
+        DataError: the folder holds no run, or its records lack columns that a replay needs.
     """
     if options.step_count < 1:
         raise ConfigError(f"--steps {options.step_count} must be at least 1")

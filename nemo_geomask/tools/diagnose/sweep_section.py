@@ -67,21 +67,21 @@ def build_sweep_section(number: int, sweep: Mapping[str, Any], directories: Sequ
         return _nan_for_null(candidate[measure]["value"])
 
     curves = []
-    for style, (mark, name) in enumerate(
-        (("recommended", "recommended"), ("on the front", "on the front"), ("", "others"))
-    ):
+    for style, mark in enumerate(("recommended", "on the front", "")):
         marked = [candidate for candidate in candidates if marks[candidate["name"]] == mark]
         bias, variance = (tuple(value(candidate, measure) for candidate in marked) for measure in ("bias", "variance"))
         labels = tuple(candidate["name"] for candidate in marked)
-        curves.append(Curve(run_paths.index(sweep_path), name, bias, variance, style=style, labels=labels))
+        curves.append(Curve(run_paths.index(sweep_path), mark or "others", bias, variance, style=style, labels=labels))
     figure = Figure(
         f"sweep {number}",
         "Bias against variance",
-        "Bias and variance of the gradient under each candidate; none has less of both than one on the front",
-        "sweep",
-        "bias",
-        "variance",
-        {"": curves},
+        definition=(
+            "Bias and variance of the gradient under each candidate; none has less of both than one on the front"
+        ),
+        section="sweep",
+        x_title="bias",
+        y_title="variance",
+        views={"": curves},
         is_scatter=True,
     )
     measures = list(sweep["definitions"])

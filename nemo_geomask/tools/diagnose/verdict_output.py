@@ -32,7 +32,7 @@ class OutputOptions:
         html: file of the report; None: no report.
         png: folder of the plots; None: no plots.
         sweeps: files of ``nemo-geomask sweep --json`` that the report shows.
-        cache: folder of converted logs; None: beside the logs.
+        cache: folder for records converted from logs; None: next to the logs.
     """
 
     as_json: bool = False
@@ -45,8 +45,8 @@ class OutputOptions:
     cache: Path | None = None
 
     @property
-    def pairs(self) -> list[tuple[str, str]]:
-        """Pairs of dimensions among the splits, which have to be surveyed together."""
+    def dimension_pairs(self) -> list[tuple[str, str]]:
+        """Pairs of dimensions among the splits, by which the survey has to split tokens together."""
         return [(names[0], names[1]) for names in self.splits or () if len(names) == 2]
 
 
@@ -96,7 +96,7 @@ def write_files(verdicts: RunVerdicts, options: OutputOptions) -> None:
             },
             sweeps=[read_sweep(path) for path in options.sweeps],
             decode=options.decode,
-            pairs=options.pairs,
+            dimension_pairs=options.dimension_pairs,
             cache=options.cache,
         )
         print(f"report: {options.html}", file=sys.stderr)

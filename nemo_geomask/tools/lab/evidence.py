@@ -356,7 +356,7 @@ def search_table(rows: Iterable[Mapping[str, str]]) -> str:
 
 
 def rewrite_page(page: Path) -> str:
-    """Return the page's text with its tables generated anew from the data in ``evidence/``."""
+    """Return the page's text with tables generated from the data in ``evidence/``."""
     text = page.read_text(encoding="utf-8")
     with (page.parent / "evidence" / "search.csv").open(encoding="utf-8", newline="") as file:
         for name, rows in itertools.groupby(csv.DictReader(file), key=lambda row: row["table"]):

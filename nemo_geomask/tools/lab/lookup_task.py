@@ -27,7 +27,7 @@ _ROUND = 1 + 2 * _WIDTH  # tokens of a call, its reply and the repetition
 
 @dataclass(frozen=True)
 class Lookups(NumberTask):
-    """Call, read three numbers, repeat them, and call again.
+    """Task of calling a tool, repeating the three numbers that it returns, and calling it again.
 
     Implements :class:`nemo_geomask.tools.lab.progression_task.CallingTask`. The environment's tokens count towards the
     ``min_terms`` to ``max_terms`` of a response.

@@ -189,7 +189,7 @@ class NumberTask:
 
 @dataclass(frozen=True)
 class Progressions(NumberTask):
-    """Continue ``start, start + step, …`` modulo ``modulus``."""
+    """Task of continuing ``start, start + step, …`` modulo ``modulus``."""
 
     prompt_width = 4
     sign = "+"
@@ -231,7 +231,7 @@ class Progressions(NumberTask):
 
 @dataclass(frozen=True)
 class Answers(Progressions):
-    """Answer ``start + step :`` with ``start + step`` as the last token of a long response.
+    """Task of answering ``start + step :`` with the sum as the last token of a long response.
 
     The reward is sparse: 1 or 0 for the last token, and all tokens get the same advantage. The environment ends the
     response after a number of tokens that the policy does not know. All tokens but the last are arbitrary, but a

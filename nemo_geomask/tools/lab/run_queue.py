@@ -57,7 +57,7 @@ def train(runs: Sequence[Run], progress: Progress, *, jobs: int = 1) -> bool:
     Raises:
         ConfigError: a variant's loss can't be built, there are too few prompts to validate on, or the folder holds
             other files.
-        MissingDependencyError: transformers is not installed, or vLLM, if the recipe asks for it.
+        MissingDependencyError: transformers is not installed, or vLLM, if the recipe requires it.
         RankError: another process died.
     """
     for run in runs:

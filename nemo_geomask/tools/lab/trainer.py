@@ -36,7 +36,7 @@ _VALIDATION_SEED = 20260
 
 
 def check_validation(recipe: LabRecipe) -> None:
-    """Check that the task has enough validation prompts, if the recipe asks for validation.
+    """Check that the task has enough validation prompts, if the recipe sets ``grpo.val_period``.
 
     Raises:
         ConfigError: the task has too few of them.

@@ -1,4 +1,4 @@
-"""vLLM as the generation engine: it samples with its own kernels, from the policy's weights of that step."""
+"""vLLM as the generation engine: it samples with vLLM's kernels, from the policy's current weights."""
 
 from __future__ import annotations
 
