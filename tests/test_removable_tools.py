@@ -78,7 +78,7 @@ def copy_without(tools: set[str], target: Path) -> None:
         shutil.rmtree(target / "nemo_geomask" / "tools" / tool)
         shutil.rmtree(target / "tests" / "tools" / tool, ignore_errors=True)
     for command in COMMANDS:
-        if command.room.removeprefix("tools.") in tools:
+        if command.package.removeprefix("tools.") in tools:
             (target / f"{command.module.replace('.', '/')}.py").unlink()
 
 
@@ -135,7 +135,7 @@ def test_without_a_tool_the_rest_works(tool, tmp_path):
         assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-5000:]
         return done.stdout
 
-    remaining = [command.name for command in COMMANDS if command.room.removeprefix("tools.") not in deleted]
+    remaining = [command.name for command in COMMANDS if command.package.removeprefix("tools.") not in deleted]
     listed = re.findall(r"^    ([a-z][\w-]*)(?:  |$)", run("-m", "nemo_geomask.cli", "--help"), flags=re.MULTILINE)
     assert listed == remaining
     assert re.search(r"^\d+ passed", run("-c", IMPORT_COLLECT_AND_TEST).splitlines()[-1])

@@ -83,9 +83,9 @@ def name(variant):
 @pytest.mark.parametrize(
     ("variant", "promise", "message"),
     [
-        ("AVERAGED", "microbatches add up to the whole batch", "reduce over no tokens"),
+        ("AVERAGED", "microbatches add up to the whole batch", "must not sum or average over tokens"),
         ("OVERFLOWING", "finite at log-ratios of ±100", "saturating_exp"),
-        ("DOUBLED", "the gradient equals finite differences", "off finite differences"),
+        ("DOUBLED", "the gradient equals finite differences", "differs from finite differences"),
         ("UNPICKLABLE", "survives pickling", "pickle"),
         ("BRANCHING", "one graph under torch.compile", "data-dependent"),
     ],

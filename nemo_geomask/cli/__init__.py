@@ -28,12 +28,12 @@ class Command(NamedTuple):
 
     Attributes:
         name: the word on the command line; with ``_`` for ``-``, the module in this package.
-        room: the package below ``nemo_geomask`` that does the work. A command whose room was deleted is not offered.
+        package: the package below ``nemo_geomask`` that does the work. If it was deleted, the command is not offered.
         help: one line for ``nemo-geomask --help``.
     """
 
     name: str
-    room: str
+    package: str
     help: str
 
     @property
@@ -42,9 +42,9 @@ class Command(NamedTuple):
         return f"{__name__}.{self.name.replace('-', '_')}"
 
     def is_installed(self) -> bool:
-        """Return True if both the command's module and the room that does its work are there."""
-        # Without its __init__.py, what is left of a deleted folder is a namespace package, which has no origin.
-        specs = [importlib.util.find_spec(name) for name in (self.module, f"nemo_geomask.{self.room}")]
+        """Return True if both the command's module and the package that does its work exist."""
+        # A deleted package may leave its folder behind. Python takes that for a namespace package, which has no origin.
+        specs = [importlib.util.find_spec(name) for name in (self.module, f"nemo_geomask.{self.package}")]
         return all(spec is not None and spec.origin is not None for spec in specs)
 
 

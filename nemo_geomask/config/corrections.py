@@ -1,12 +1,14 @@
 """Types of the corrections that plugins can provide: mask statistics, and levels and truncations of the weight.
 
-The weight is the importance weight π_old/μ, which corrects the mismatch between training and generation engine. An
-object of each type holds one function of tensors and its description. A plugin group lists the names of one type: those
-of plugins, and those of the built-in corrections, whose functions are in ``losses/``.
+The weight is the importance weight π_old/μ, which corrects the mismatch between training and generation engine. A
+correction consists of one function of tensors and a description. There is one plugin group for each type; it lists the
+names of the plugins and those of the built-in corrections, whose functions are in ``losses/``.
 """
 
 from __future__ import annotations
 
+import functools
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -15,7 +17,31 @@ from nemo_geomask.config.plugins import PluginGroup
 
 __all__ = ["LEVELS", "SIGNED", "STATISTICS", "TRUNCATIONS", "MaskStatistic", "Truncation", "WeightLevel"]
 
+T = TypeVar("T")
 
+
+def _accept_words(cls: type[T]) -> type[T]:
+    """Give a dataclass's field ``description`` its former name ``words`` too, as argument and attribute; both warn."""
+    message = f"the field words of nemo_geomask.config.{cls.__name__} is now called description"
+    init_with_description = cls.__init__
+
+    @functools.wraps(init_with_description)
+    def init(self: T, *args: Any, **kwargs: Any) -> None:
+        if "words" in kwargs:
+            warnings.warn(message, DeprecationWarning, stacklevel=2)
+            kwargs["description"] = kwargs.pop("words")
+        init_with_description(self, *args, **kwargs)
+
+    def words(self: Any) -> Any:
+        warnings.warn(message, DeprecationWarning, stacklevel=2)
+        return self.description
+
+    cls.__init__ = init  # type: ignore[method-assign]
+    cls.words = property(words)  # type: ignore[attr-defined]
+    return cls
+
+
+@_accept_words
 @dataclass(frozen=True)
 class MaskStatistic:
     """Statistic of each token that a mask compares with its bounds.
@@ -26,29 +52,31 @@ class MaskStatistic:
             tokens. Where both log-probs are 0, its value is not used.
         signed: True if the statistic is negative where the token has become less likely; lower bounds on it are then
             negative, too.
-        words: the statistic as ``nemo-geomask check`` calls it.
+        description: noun phrase for the statistic, for the sentences of ``nemo-geomask check``.
     """
 
     of: Callable[[Any, Any], Any]
     signed: bool = False
-    words: str = ""
+    description: str = ""
 
 
+@_accept_words
 @dataclass(frozen=True)
 class WeightLevel:
     """Level of the weight: how the mismatch of a sequence's tokens becomes the weight of each of them.
 
     Attributes:
-        log_weight: function of three float32 tensors of one shape: Δ = prev − gen of each token, the sum of Δ over its
-            sequence and the number of trained tokens of its sequence; returns the logarithm of the weight, in the same
-            shape.
-        words: the weight, to complete "the weight against the mismatch is the …".
+        log_weight: function of three float32 tensors of one shape: Δ = prev − gen of each token, the sum of Δ over the
+            token's sequence, and the number of trained tokens in that sequence. It returns the logarithm of the weight,
+            in the same shape.
+        description: completes the sentence "The weight against the mismatch is …" of ``nemo-geomask check``.
     """
 
     log_weight: Callable[[Any, Any, Any], Any]
-    words: str = ""
+    description: str = ""
 
 
+@_accept_words
 @dataclass(frozen=True)
 class Truncation:
     """Truncation of the weight.
@@ -56,14 +84,12 @@ class Truncation:
     Attributes:
         of: function of the logarithm of the weight (float32), called with ``min=`` and ``max=``, the bounds on the
             weight itself or None; returns a :class:`nemo_geomask.functional.Weight`.
-        words: what the truncation does, to complete "the weight is …".
+        description: participle such as "clamped", which follows the weight and precedes the bounds in the sentence of
+            ``nemo-geomask check``.
     """
 
     of: Callable[..., Any]
-    words: str = ""
-
-
-T = TypeVar("T")
+    description: str = ""
 
 
 def _plugin_group(cls: type[T], group: str, noun: str, key: str, *built_in: str) -> PluginGroup[T]:
@@ -73,7 +99,7 @@ def _plugin_group(cls: type[T], group: str, noun: str, key: str, *built_in: str)
         key=key,
         requirement=f"a nemo_geomask.config.{cls.__name__} (see docs/plugins.md)",
         accepts=lambda plugin: isinstance(plugin, cls),
-        # These paths don't exist and are never imported: the loss has its own functions for the built-in names.
+        # These paths are placeholders and never imported: the loss has its own functions for the built-in names.
         built_in={name: f"{__name__}:{name}" for name in built_in},
     )
 

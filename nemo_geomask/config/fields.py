@@ -240,7 +240,7 @@ class LossFields(StrictModel):
     positive_example_nll_weight: float = _field(
         0.0,
         "VAPO: weight of the NLL of sequences with positive reward.",
-        formula="μ · mean over their tokens of −log π",
+        formula="λ · mean over their tokens of −log π, with this weight λ",
         source="NeMo-RL; arXiv:2504.05118 eq. 10",
         ge=0,
     )

@@ -24,7 +24,7 @@ from nemo_geomask.config.plugins import PluginGroup
 from nemo_geomask.config.strict import nearest, relocated
 from nemo_geomask.errors import PluginError
 
-__all__ = ["DEFAULTS", "PRESETS", "PRESET_GROUP", "MaskSpec", "PresetDefaults", "validate_masks"]
+__all__ = ["PRESETS", "PRESET_GROUP", "PUBLISHED_SETTINGS", "MaskSpec", "PublishedSettings", "validate_masks"]
 
 
 class Geometric(Interval):
@@ -205,12 +205,12 @@ PRESETS: Mapping[str, type[MaskBase]] = {
 
 
 @dataclass(frozen=True)
-class PresetDefaults:
+class PublishedSettings:
     """Settings that a paper or another framework uses for a mask preset.
 
     Attributes:
         settings: the preset's settings without ``preset`` itself.
-        source: who uses these bounds.
+        source: paper or framework that uses them.
     """
 
     settings: Mapping[str, Any]
@@ -221,20 +221,25 @@ class PresetDefaults:
         return {"preset": preset, **self.settings}
 
 
-DEFAULTS: Mapping[str, PresetDefaults] = {
-    "geometric": PresetDefaults({"min": 0.99, "max": 1.01}, "SkyRL"),
-    "product": PresetDefaults({"min": 0.5, "max": 2.0}, "verl decoupled_seq_is_rs"),
-    "icepop": PresetDefaults({"min": 0.5, "max": 5.0}, "IcePop, arXiv:2510.18855"),
-    "veto": PresetDefaults({"min": 1e-4, "max": 100.0}, "SkyRL outlier tokens"),
-    "opsm": PresetDefaults({"delta": 0.5}, "TRL off_policy_mask_threshold"),
-    "trust_region": PresetDefaults({"statistic": "k3", "level": "sequence_mean", "max": 0.01}, "verl decoupled_k3_rs"),
-    "dppo_tv": PresetDefaults({"delta": 0.15}, "verl's example for DPPO, arXiv:2602.04879"),
-    "dppo_kl": PresetDefaults({"delta": 0.05}, "verl's example for DPPO, arXiv:2602.04879"),
-    "cppo": PresetDefaults({"delta": 0.15}, "CPPO, arXiv:2606.10968"),
-    "kpop": PresetDefaults({"max": 0.1}, "prime-rl PR 3283"),
-    "m2po": PresetDefaults({"tau": 0.04}, "M2PO, arXiv:2510.01161"),
+PUBLISHED_SETTINGS: Mapping[str, PublishedSettings] = {
+    "geometric": PublishedSettings({"min": 0.99, "max": 1.01}, "SkyRL"),
+    "product": PublishedSettings({"min": 0.5, "max": 2.0}, "verl decoupled_seq_is_rs"),
+    "icepop": PublishedSettings({"min": 0.5, "max": 5.0}, "IcePop, arXiv:2510.18855"),
+    "veto": PublishedSettings({"min": 1e-4, "max": 100.0}, "SkyRL outlier tokens"),
+    "opsm": PublishedSettings({"delta": 0.5}, "TRL off_policy_mask_threshold"),
+    "trust_region": PublishedSettings(
+        {"statistic": "k3", "level": "sequence_mean", "max": 0.01}, "verl decoupled_k3_rs"
+    ),
+    "dppo_tv": PublishedSettings({"delta": 0.15}, "verl's example for DPPO, arXiv:2602.04879"),
+    "dppo_kl": PublishedSettings({"delta": 0.05}, "verl's example for DPPO, arXiv:2602.04879"),
+    "cppo": PublishedSettings({"delta": 0.15}, "CPPO, arXiv:2606.10968"),
+    "kpop": PublishedSettings({"max": 0.1}, "prime-rl PR 3283"),
+    "m2po": PublishedSettings({"tau": 0.04}, "M2PO, arXiv:2510.01161"),
 }
-"""Published bounds and their source, by preset. A recipe has to state its bounds; tools that need some use these."""
+"""Published bounds of each preset, with their source.
+
+Recipes have no default bounds and must state their own. Tools that compare presets use these.
+"""
 
 PRESET_GROUP: PluginGroup[type[MaskPreset]] = PluginGroup(
     group="nemo_geomask.mask_presets",

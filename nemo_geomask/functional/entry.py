@@ -35,7 +35,7 @@ def check_layout(**tensors: Tensor | None) -> None:
             for size, first_size in zip(value.shape, shape, strict=True)
         ):
             raise ShapeError(
-                f"{name} must have the rank of {first}, {list(shape)}, and sizes equal to its or 1, but it is "
+                f"{name} must have as many dimensions as {first} {list(shape)}, each of the same size or 1, but it is "
                 f"{list(value.shape)}"
             )
 

@@ -11,8 +11,8 @@ estimator value                  name elsewhere
 ``k4``    r · x                  open-instruct kl4
 ========= ====================== ==============================================
 
-The estimator whose value is reported and the one whose gradient trains are separate choices. ``docs/kl.md`` tabulates
-which values and which gradients are unbiased for KL(π_θ ‖ π_ref); ``tests/functional/test_kl.py`` tests it.
+The estimator whose value is reported and the estimator whose gradient trains are chosen separately. ``docs/kl.md``
+tabulates which values and which gradients are unbiased for KL(π_θ ‖ π_ref); ``tests/functional/test_kl.py`` tests it.
 Source: Schulman (2020), http://joschu.net/blog/kl-approx.html; arXiv:2506.09477 on the gradients.
 """
 
@@ -65,19 +65,21 @@ def kl_penalty(
     input_clamp: float | None,
     output_clamp: float | None,
 ) -> Tensor:
-    r"""Return the KL term of the loss, one value a token.
+    r"""Return the KL term of the loss for each token.
 
     :math:`\mu` is the policy of the generation engine, :math:`\pi_{old}` that of the training engine at rollout time,
     and sg stops the gradient. With :math:`x = \mathrm{clamp}(\log\pi_\theta - \log\pi_{ref}, \pm c_{in})`:
 
-    - ``gradient=None`` (NeMo-RL): :math:`\mathrm{clamp}(w\,k(x), \pm c_{out})`, differentiated as it stands,
-      with the score-function factor :math:`w = e^{\log\pi_\theta - \mathrm{sg}\log\pi_\theta}` (value 1), or
-      :math:`w = \pi_\theta/\mu` when ``importance_weighted``. Where the input clamp acts, w is detached.
-    - ``gradient="k2"``, or another estimator: the value above, with the plain derivative of that estimator in place of
-      its own. There is no score-function factor; when ``importance_weighted`` the derivative is multiplied by sg w.
+    - ``gradient=None``, as in NeMo-RL: the result is :math:`\mathrm{clamp}(w\,k(x), \pm c_{out})`, and all of it is
+      differentiated. The weight w is the score-function factor
+      :math:`e^{\log\pi_\theta - \mathrm{sg}\log\pi_\theta}`, whose value is 1, or :math:`\pi_\theta/\mu` if
+      ``importance_weighted``. Where the input clamp acts, w has no gradient.
+    - ``gradient="k2"`` or another estimator: the value is the same, but its derivative is replaced by the plain
+      derivative of that estimator, without the score-function factor. If ``importance_weighted``, the derivative is
+      multiplied by sg w.
 
-    ``k4`` has its own ratio in place of w, :math:`r = \pi_\theta/\pi_{old}` (:math:`\pi_\theta/\mu` when
-    ``importance_weighted``).
+    ``k4`` contains a ratio in place of w: :math:`r = \pi_\theta/\pi_{old}`, or :math:`\pi_\theta/\mu` if
+    ``importance_weighted``.
 
     Args:
         curr: log-probs under the policy being optimised, any shape, float32 or float64, with gradient.
@@ -86,9 +88,10 @@ def kl_penalty(
         gen: log-probs under the generation engine, :math:`\log\mu`, same shape.
         value: estimator whose value is returned.
         gradient: estimator that is differentiated; None differentiates the returned value itself.
-        importance_weighted: weight by :math:`\pi_\theta/\mu`, as NeMo-RL's ``use_on_policy_kl_approximation`` does.
-        input_clamp: :math:`c_{in}`, bound on |x|, nats, or None.
-        output_clamp: :math:`c_{out}`, bound on the weighted estimate's magnitude, nats, or None.
+        importance_weighted: True to weight by :math:`\pi_\theta/\mu`, as ``use_on_policy_kl_approximation`` of NeMo-RL.
+        input_clamp: :math:`c_{in}`, bound on the absolute value of x, in nats; None for no bound.
+        output_clamp: :math:`c_{out}`, bound on the absolute value of :math:`w\,k(x)`, in nats; None for no bound. The
+            gradient is 0 where the bound acts.
 
     Returns: same shape and dtype, nats.
     Raises: ArgumentError: an unknown estimator. ShapeError: half precision, integers, or shapes that don't fit.
@@ -98,7 +101,7 @@ def kl_penalty(
     x = _clamp(curr - ref, input_clamp)
 
     def weight(estimator: KLEstimator) -> Tensor:
-        """Return w or, for k4, r. The gradient of its logarithm is that of x: 0 where the input clamp acts."""
+        """Return w or, for k4, r; the gradient of its logarithm is that of x, so it is 0 where the input clamp acts."""
         step = x - x.detach()  # value 0, gradient of x
         if importance_weighted:
             return saturating_exp(curr.detach() - gen + step)

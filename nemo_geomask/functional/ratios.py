@@ -1,7 +1,7 @@
 r"""Log-ratios: their exponentials, bounds on them, statistics that masks pool, and importance-sampling weights.
 
-Pooling and comparing happen on log-ratios; ``exp`` comes last and saturates instead of overflowing. Pooling over a
-sequence belongs to :mod:`nemo_geomask.segments`. The mismatch log-ratio x = log π_prev − log π_gen compares the
+Log-ratios are pooled and compared as they are. Their exponential is taken last, and saturates instead of overflowing.
+:mod:`nemo_geomask.segments` pools over sequences. The mismatch log-ratio x = log π_prev − log π_gen compares the
 training engine with the generation engine. Pooled over a token, sequence or other level, it gives the importance weight
 :math:`w = e^x`, which multiplies the surrogate and carries no gradient.
 """
@@ -45,8 +45,8 @@ BinaryStatistic = Literal["prob_diff", "binary_kl", "binary_kl_reverse", "binary
 def saturating_exp(log_ratio: Tensor) -> Tensor:
     r"""Return :math:`e^{\min(x, 40)}`: the ratio, but at most the largest one represented.
 
-    An overflow to infinity would turn into NaN as soon as it meets a zero, and replacing it by 0 (as NeMo-RL's
-    ``nan_to_num(posinf=0)`` does) would silently drop the most over-weighted sample instead of truncating it.
+    Infinity times 0 would be NaN. To replace infinity by 0, as NeMo-RL's ``nan_to_num(posinf=0)`` does, would silently
+    drop the sample with the largest weight instead of truncating the weight.
 
     Args:
         log_ratio: x, any shape, float32 or float64, natural logarithm. NaN stays NaN.
@@ -68,8 +68,8 @@ def log_bound(bound: float | None, *, default: float) -> float:
 def out_of_bounds(value: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
     """Return where a statistic lies below and where it lies above ``[low, high]``; both ends belong to the interval.
 
-    Give bounds on a ratio as logarithms and compare them with the log-ratio: a comparison of exponentials loses the
-    resolution that bounds such as ``1 + 3e-4`` need, and overflows for long sequences.
+    Compare the log-ratio with the logarithms of the bounds, not the ratio with the bounds: exponentials overflow for
+    long sequences, and are too coarse for bounds such as ``1 + 3e-4``.
 
     Args:
         value: any shape, float32 or float64.
@@ -230,7 +230,6 @@ def filter_weight(log_ratio: Tensor, *, min: float | None, max: float | None) ->
     r"""Return IcePop's weight: :math:`e^{x}` if it is within ``[min, max]``, else 0.
 
     Arguments and errors are those of :func:`clamp_weight`.
-
 
     Source: Ring-1T report, arXiv:2510.18855 (double-sided masking, bounds 0.5 and 5); NeMo-RL
     ``truncated_importance_sampling_type: icepop``.

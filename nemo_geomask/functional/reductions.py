@@ -17,11 +17,11 @@ __all__ = ["Normalization", "inverse_count", "token_coefficients"]
 
 Normalization = Literal["tokens", "sequences", "documents", "constant"]
 
-_EPSILON = 1e-8  # as in NeMo-RL; makes the mean over no tokens 0 instead of 0/0
+_EPSILON = 1e-8  # as in NeMo-RL; the mean over no tokens is then 0 and not 0/0
 
 
 def inverse_count(count: Tensor) -> Tensor:
-    """Return ``1 / (count + 1e-8)``, in the shape of ``count``; a sum over no tokens, 0, times it is 0."""
+    """Return ``1 / (count + 1e-8)``, in the shape of ``count``; finite for a count of 0."""
     return (count + _EPSILON).reciprocal()
 
 

@@ -1,10 +1,10 @@
 """Policy-gradient surrogates: the per-token loss of each objective, to be minimised.
 
-Pure functions of log-ratios and advantages in any token layout ([B, T], [N], …), float32 or float64. Sequence
-statistics arrive already pooled and repeated for each of the sequence's tokens, so nothing here depends on how
-sequences are laid out. The ratio is r = π_θ/π_old, or r = π_θ/μ if it is taken against the policy μ of the generation
-engine; ``sg`` stops the gradient. Losses have the advantage's unit; log-ratios are natural logarithms. Every function
-raises ShapeError for half precision, integers, and shapes that don't fit.
+Pure functions of log-ratios and advantages in any token layout ([B, T], [N], …), float32 or float64. The caller pools
+sequence statistics and repeats them for each of the sequence's tokens, so nothing here depends on the layout of the
+sequences. The ratio is r = π_θ/π_old, or r = π_θ/μ if it is taken against the policy μ of the generation engine; ``sg``
+stops the gradient. Losses have the advantage's unit; log-ratios are natural logarithms. Every function raises
+ShapeError for half precision, integers, and shapes that don't fit.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ class Surrogate(NamedTuple):
     ratio_clamped: Tensor
     """Ratio after clipping, for the metrics ``probs_ratio_clamped*``."""
     advantages: Tensor | None = None
-    """A, if the clip acts only where it makes the update smaller (PPO): the upper bound where A > 0, the lower where
+    """A, if the clip acts only in the direction of the update (PPO): the upper bound where A > 0, the lower one where
     A < 0. None if the clip acts wherever it changes the ratio (CISPO)."""
     dual_clipped: Tensor | None = None
     """bool, True where the dual clip's bound decides the loss. None if the objective has no dual clip."""
     penalty: Tensor | None = None
-    """Per-token term that is added to the loss with the same coefficients, but that importance-sampling weights and
-    rejection masks leave as it is. None if there is none."""
+    """Per-token term that is added to the loss with the same coefficients, but without importance-sampling weights and
+    rejection masks. None if the objective has no such term."""
 
     def clips(self) -> tuple[Tensor, Tensor]:
         """Return two bool tensors: where the lower, and where the upper clip bound decides the token's loss."""
@@ -218,7 +218,7 @@ def soft_gate(log_ratio: Tensor, advantages: Tensor, *, tau_pos: float, tau_neg:
     .. math:: \ell_t = -\tfrac{4}{\tau_t}\,\sigma\bigl(\tau_t (r_t - 1)\bigr)\,A_t,\qquad
         \tau_t = \tau_{pos} \text{ if } A_t > 0 \text{ else } \tau_{neg}
 
-    The gate's slope at r = 1 is 1, so the first update equals the unclipped policy gradient.
+    At r = 1 the derivative of the gate by r is 1, so the first update equals the unclipped policy gradient.
 
     Args:
         log_ratio: log r, any shape, float32 or float64.
@@ -255,10 +255,10 @@ def straight_through_ratio(sequence_log_ratio: Tensor, curr: Tensor) -> Tensor:
 
 
 def clip_log_ratio(log_ratio: Tensor, advantages: Tensor, *, clip_min: float, clip_max: float) -> Tensor:
-    r"""Return GMPO's clipped token log-ratios: pessimistic, by the sign of the advantage.
+    r"""Return GMPO's token log-ratios, clipped where the clip lowers the objective, as in PPO.
 
     :math:`\min(x_t, \log(1+\epsilon_{max}))` where A > 0, :math:`\max(x_t, \log(1-\epsilon_{min}))` where
-    A < 0, and :math:`x_t` where A = 0, whose loss is 0 in any case.
+    A < 0, and :math:`x_t` where A = 0. There the loss is 0 in any case.
 
     Args:
         log_ratio: x = log r, any shape, float32 or float64.

@@ -83,7 +83,7 @@ class TokenBatch(NamedTuple):
 
     curr: Tensor  # log π_θ of the sampled tokens, with gradient
     curr_kl: Tensor  # log π_θ before top-k/top-p filtering, for the KL term; curr if the batch has none
-    log_ratio: Tensor  # log of the policy ratio: curr − prev, or curr − gen under ratio_anchor: gen; with gradient
+    surrogate_log_ratio: Tensor  # log of the surrogate's ratio: curr − prev or, under ratio_anchor: gen, curr − gen
     prev: Tensor  # log π_old; falls back to curr when the batch has none
     gen: Tensor  # log μ
     mismatch: Tensor  # prev − gen: training engine against generation engine
@@ -98,18 +98,18 @@ class TokenBatch(NamedTuple):
     nonfinite_mask: Tensor  # 1 where both masks are above 0, but a value of the token is NaN or infinite; else 0
     segments: Segments  # assigns tokens to sequences
 
-    def log_ratio_terms(self, log_ratio: str) -> tuple[Tensor, Tensor]:
-        """Return the two log-probs that :meth:`log_ratios` subtracts, first minus second, without gradient."""
-        if log_ratio == "mismatch":
+    def compared_logprobs(self, kind: str) -> tuple[Tensor, Tensor]:
+        """Return the two log-probs whose difference, first minus second, is :meth:`detached_log_ratio`."""
+        if kind == "mismatch":
             return self.prev, self.gen
-        return self.curr.detach(), self.prev if log_ratio == "policy" else self.gen
+        return self.curr.detach(), self.prev if kind == "policy" else self.gen
 
-    def log_ratios(self, log_ratio: str) -> Tensor:
-        """Return ``mismatch`` prev − gen, ``policy`` curr − prev or ``total`` curr − gen, without gradient."""
-        if log_ratio == "mismatch":
+    def detached_log_ratio(self, kind: str) -> Tensor:
+        """Return the log-ratio ``mismatch`` prev − gen, ``policy`` curr − prev or ``total`` curr − gen, no gradient."""
+        if kind == "mismatch":
             return self.mismatch
-        minuend, subtrahend = self.log_ratio_terms(log_ratio)
-        return minuend - subtrahend
+        first, second = self.compared_logprobs(kind)
+        return first - second
 
 
 def requested_tensors(config: LossConfig) -> tuple[str, ...]:
@@ -160,7 +160,7 @@ def take_padded(next_token_logprobs: Tensor, data: Mapping[str, Any], requested:
     if isinstance(mask, Tensor) and mask.shape == next_token_logprobs.shape:
         raise ShapeError(
             f"next_token_logprobs must be [B, T-1], one log-prob for each token after the first, but it is "
-            f"{list(mask.shape)} as data['token_mask'] [B, T] is; leave out the last position, which predicts nothing"
+            f"{list(mask.shape)} like data['token_mask'] [B, T]; leave out the last position, which predicts nothing"
         )
     rows, width = next_token_logprobs.shape
     raw = _take(next_token_logprobs, data, requested, (rows, width + 1), (rows,))
@@ -180,7 +180,7 @@ def take_packed(
         segments: layout of this rank's N tokens and of all S sequences.
         requested: names, among :data:`BATCH_KEYS`, of the tensors to read.
 
-    Raises: as :func:`take_padded`, and ShapeError: the segments' groups don't match their shard.
+    Raises: the errors of :func:`take_padded`; also ShapeError if the segments' groups don't match their shard.
     """
     segments.check()
     count = segments.tokens
@@ -226,25 +226,25 @@ def _take(
 
 
 def is_finite(values: Tensor) -> Tensor:
-    """Return the same as ``torch.isfinite(values)``, in a quarter of its time on a CPU."""
-    # NaN - NaN and inf - inf are NaN, which equals nothing.
+    """Return ``torch.isfinite(values)``, computed in a quarter of its time on a CPU."""
+    # NaN - NaN and inf - inf are NaN, which is not equal to 0.
     return values - values == 0
 
 
 def read(raw: RawBatch, segments: Segments, anchor: Literal["prev", "gen"] = "prev") -> tuple[TokenBatch, list[Metric]]:
     """Convert a batch to float32, with 0 in place of the values at tokens that are not trained.
 
-    A token with a non-finite value in any required tensor or in the unfiltered log-probs is not trained. Whether the
-    rest of its sequence is dropped too is decided by
-    :meth:`~nemo_geomask.losses.sequence_stats.SequencePool.reduce`, which takes the tokens of all ranks into account.
+    A token with a non-finite value in any required tensor or in the unfiltered log-probs is not trained.
+    :meth:`~nemo_geomask.losses.sequence_stats.SequencePool.reduce` decides whether the rest of its sequence is dropped,
+    too, since it takes the tokens of all ranks into account.
 
     Args:
         raw: the microbatch as the trainer passed it.
         segments: assigns tokens to sequences.
         anchor: denominator of the policy ratio, ``ratio_anchor`` of the settings.
 
-    Returns: the batch; and the metrics ``geomask/nonfinite_<tensor>``, the number of non-finite values of each required
-    tensor at tokens whose masks are both above 0.
+    Returns: the batch, and the metrics ``geomask/nonfinite_<tensor>``: for each required tensor, its number of
+    non-finite values at tokens whose masks are both above 0.
     """
     curr = raw.curr.float()
     token_mask, sample_mask = raw.token_mask.float(), raw.sample_mask.float()
@@ -269,7 +269,7 @@ def read(raw: RawBatch, segments: Segments, anchor: Literal["prev", "gen"] = "pr
     batch = TokenBatch(
         curr=curr,
         curr_kl=curr_kl,
-        log_ratio=curr - (clean["gen"] if anchor == "gen" else prev),
+        surrogate_log_ratio=curr - (clean["gen"] if anchor == "gen" else prev),
         prev=prev,
         gen=clean["gen"],
         mismatch=prev - clean["gen"],
@@ -289,8 +289,8 @@ def read(raw: RawBatch, segments: Segments, anchor: Literal["prev", "gen"] = "pr
 
     def nonfinite_count(name: str, value: Tensor) -> Metric:
         def count() -> Tensor:
-            # value - value is 0 for a finite value, and otherwise NaN, which nansum skips. So nansum counts the tokens
-            # that are not trained because of another tensor.
+            # value - value is 0 for a finite value, and otherwise NaN, which nansum skips. The sum below is
+            # therefore the number of non-finite tokens at which this tensor is finite.
             return nonfinite_tokens - (nonfinite_mask + (value - value)).nansum()
 
         return Metric((f"geomask/nonfinite_{name}",), "local_sum", count)

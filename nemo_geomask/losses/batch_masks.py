@@ -66,7 +66,7 @@ def pool_batch(
 
 @torch.no_grad()
 def budget_bounds(config: LossConfig, data: Mapping[str, Any]) -> dict[str, float]:
-    """Return, by mask label, the bound that the whole batch gives each mask with a budget.
+    """Compute the bound of each mask with a budget from the whole batch, and return the bounds by mask label.
 
     A budget is ``drop_at_most`` or ``until_mean``. The mask removes values whose absolute value exceeds the bound.
     """

@@ -29,14 +29,14 @@ def report_surrogate(
         surrogate: per-token loss and ratios.
         batch: the microbatch.
         stats: statistics of its sequences.
-        is_full: also yield how often a clip bound decides the loss and how many ratios reach the limit of
+        is_full: True to yield also how often a clip bound decides the loss, and how many ratios reach the limit of
             :func:`~nemo_geomask.functional.saturating_exp`.
-        is_pooled: True if the surrogate's ratios are pooled over sequences; if ``is_full``, also yield the mean of the
-            token ratios then.
+        is_pooled: True if the surrogate's ratios are pooled over sequences; with ``is_full``, the mean of the token
+            ratios is then a metric, too.
     """
     ratio, clipped_ratio = surrogate.ratio.detach(), surrogate.ratio_clamped.detach()
-    # Added before a minimum and subtracted before a maximum, so that tokens which aren't trained never win. Selecting
-    # the trained tokens for each minimum and maximum would take four times as long on a CPU.
+    # Added before a minimum and subtracted before a maximum, so that neither is reached at a token that isn't trained.
+    # To select the trained tokens for each minimum and maximum would take four times as long on a CPU.
     exclusion = torch.where(stats.is_trained, 0.0, torch.inf)
     if surrogate.ratio is surrogate.ratio_clamped:
         yield from _ratio_metrics(("probs_ratio", "probs_ratio_clamped"), ratio, exclusion)
@@ -45,7 +45,7 @@ def report_surrogate(
         yield from _ratio_metrics(("probs_ratio_clamped",), clipped_ratio, exclusion)
     if not is_full:
         return
-    log_ratio = batch.log_ratio.detach()
+    log_ratio = batch.surrogate_log_ratio.detach()
     if is_pooled:
         # Only the mean: NeMo-RL's training loops take minima and maxima over microbatches for metrics with NeMo-RL's
         # own names, and add up all other metrics.
@@ -73,7 +73,7 @@ def _ratio_metrics(names: tuple[str, ...], ratio: Tensor, exclusion: Tensor) -> 
 
 
 def _pad_empty(values: Tensor, fill: float) -> Tensor:
-    """Return the values, or [1] of ``fill`` if there are none: torch has no minimum of nothing."""
+    """Return the values, or [1] of ``fill`` if there are none, since ``amin`` and ``amax`` refuse an empty tensor."""
     return values if values.numel() else values.new_full((1,), fill)
 
 
@@ -119,11 +119,11 @@ def report_batch(batch: TokenBatch, stats: SequenceStats, config: LossConfig, gl
     """
     is_full, knows_prev = config.metrics == "full", config.knows_prev
     prefix = "geomask/mismatch" if knows_prev else "geomask/total"
-    # One group after the other: the tensors of a group are freed before the next group allocates its own.
+    # The metrics come in groups, so that the tensors of one group are freed before the next group allocates its own.
     yield from _mismatch_metrics(batch.mismatch, stats, config.reference_policy_kl_type, prefix)
     yield from _total_metrics(batch, is_full=is_full and knows_prev)
     if is_full and knows_prev:
-        yield from _policy_metrics(batch.log_ratios("policy"))
+        yield from _policy_metrics(batch.detached_log_ratio("policy"))
     if is_full and batch.reference_log_ratio is not None:
         yield from _reference_metrics(batch.reference_log_ratio, stats, global_seqs)
     yield from _impossible_logprob_metrics(batch, stats)
@@ -156,7 +156,7 @@ def _log_cosh(x: Tensor) -> Tensor:
 
 def _total_metrics(batch: TokenBatch, *, is_full: bool) -> Iterator[Metric]:
     """Yield the entropy and, if ``is_full``, metrics of curr − gen, such as estimates of KL(μ ‖ π_θ)."""
-    curr, total = batch.curr.detach(), batch.log_ratios("total")
+    curr, total = batch.curr.detach(), batch.detached_log_ratio("total")
     yield Metric(("approx_entropy",), "tokens", lambda: F.saturating_exp(total) * curr, unit=-1.0)
     if is_full:
         yield Metric(("geomask/total_abs",), "tokens", total.abs)

@@ -30,7 +30,7 @@ def build_loss(config: Mapping[str, Any] | BaseModel, *, use_fused_linear_logpro
     Args:
         config: a :class:`~nemo_geomask.LossConfig`, the ``loss_fn:`` mapping of a recipe, or another pydantic model
             of it such as NeMo-RL's ``ClippedPGLossConfig`` (whose unset fields are ignored).
-        use_fused_linear_logprobs: passed on to NeMo-RL, see :class:`~nemo_geomask.losses.PolicyLoss`.
+        use_fused_linear_logprobs: attribute for NeMo-RL, see :class:`~nemo_geomask.losses.PolicyLoss`.
 
     Returns: a picklable callable under NeMo-RL's loss protocol.
     Raises: ConfigError: unknown keys, values out of range, settings that contradict each other or the variant;
@@ -131,8 +131,8 @@ def _contradictions(
     for key in refused:
         yield _problem(
             (key, "name"),
-            f"{key}: {as_yaml(getattr(settings, key))} does not go with name: {settings.name}; {variant.refuses[key]}. "
-            f"Remove {key}, or choose another name",
+            f"{key}: {as_yaml(getattr(settings, key))} can't be used with name: {settings.name}: "
+            f"{variant.refuses[key]}. Remove {key}, or choose another name",
         )
     explicit = settings.explicit_settings
     implied = {key: value for key, value in in_force.explicit_settings.items() if explicit.get(key, _UNSET) != value}
@@ -163,7 +163,7 @@ def _check_variant(name: str, variant: Variant) -> None:
     if not (isinstance(variant.options, type) and issubclass(variant.options, BaseModel)):
         faults.append(f"has options {variant.options!r}, which must be a pydantic model class")
     settings = {**variant.defaults, **variant.forces}
-    faults += [f"gives {problem}" for problem in _problems(LossSettings, settings, prefix="")]
+    faults += [f"sets {problem}" for problem in _problems(LossSettings, settings, prefix="")]
     if faults:
         raise PluginError(_problem(("name",), f"the variant '{name}' {', and '.join(faults)}"))
 
@@ -181,11 +181,11 @@ def _objective_masks(settings: LossSettings, variant: Variant) -> tuple[Any, ...
     except Exception as error:
         # The message of another package's error may have several lines; that of a Problem has one.
         reason = " ".join(str(error).split())
-        message = f"{subject} fails to make its masks: {type(error).__name__}: {reason}"
+        message = f"{subject} can't make its masks: {type(error).__name__}: {reason}"
         raise PluginError(_problem(("name",), message)) from error
     problems = [] if settings.options else _problems(LossSettings, {"masks": masks}, prefix="")
     if problems:
-        raise PluginError(_problem(("name",), f"{subject} brings {' and '.join(map(str, problems))}"))
+        raise PluginError(_problem(("name",), f"{subject} has invalid masks: {' and '.join(map(str, problems))}"))
     return parse(LossSettings, {"masks": masks}, prefix=_OPTIONS).masks
 
 
@@ -208,6 +208,6 @@ def _warnings(settings: LossSettings, defaults: Mapping[str, Any], in_force: Los
             yield _problem(
                 (key, "name"),
                 f"{key}: {as_yaml(value)} is NeMo-RL's default, but name: {settings.name} prescribes "
-                f"{as_yaml(default)}; if it was inherited from a base recipe, set {key}: {as_yaml(default)} (or "
-                "another value of yours)",
+                f"{as_yaml(default)}; if it was inherited from a base recipe, set {key}: {as_yaml(default)}, or a "
+                "value of your choice",
             )

@@ -29,8 +29,8 @@ Pass = Callable[..., tuple[Tensor, Tensor]]
 def loss_and_gradient(function: Pass, raw: RawBatch, *args: Any) -> tuple[Tensor, ...]:
     """Return the loss, the metrics, and the gradient of the loss by each of :attr:`RawBatch.differentiable_inputs`.
 
-    The forward and the backward pass are one graph, so that no activations are stored: only the gradient outlives the
-    call. No tensor in ``raw`` may require grad.
+    The forward and the backward pass form one graph, so no activations are stored, and only the gradient is kept after
+    the call. No tensor in ``raw`` may require grad.
     """
 
     def loss_of(*inputs: Tensor) -> tuple[Tensor, Tensor]:
@@ -82,7 +82,7 @@ class CompiledPass:
         name: name of the loss, for the log.
 
     Attributes:
-        choice: what runs, compiled or eager, and why, as logged once; empty until that is decided.
+        choice: what runs, compiled or eager, and why: the text that is logged once; empty until the choice is made.
     """
 
     def __init__(self, function: Pass, mode: bool | str, name: str) -> None:
@@ -120,7 +120,7 @@ class CompiledPass:
                 raise
             self._has_failed, self._graphs, self.choice = True, None, ""
             self._log_once(f"not compiled, {type(error).__name__}: {str(error).strip()}")
-            # An error of the function itself is raised again here.
+            # If the error was the function's own, this call raises it again.
             return self._function(raw, *args)
         self._log_once("compiled as one graph")
         return loss_and_metrics
@@ -131,7 +131,9 @@ class CompiledPass:
             return self._mode is True
         eager_calls = EAGER_CALLS.get(device.type)
         if eager_calls is None:
-            self._log_once(f"not compiled, since it takes longer than it saves on a {device.type}; true compiles it")
+            self._log_once(
+                f"not compiled, since on a {device.type} compiling takes longer than it saves; set true to compile"
+            )
             return False
         self._calls += 1
         return self._calls > eager_calls

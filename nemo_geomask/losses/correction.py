@@ -51,8 +51,8 @@ def correct(
     a plugin's        its function of token, sum and count
     ================= ============================================
 
-    Returns: the weight, broadcastable to the token layout, without gradient, or None if the settings apply none; and
-    the metrics, none if π_old is not known.
+    Returns: the weight without gradient, broadcastable to the token layout, or None if the settings apply none; and the
+    list of metrics, which is empty if π_old is not known.
     Source: NeMo-RL ``ClippedPGLossFn`` and PR 2269.
     """
     if not config.knows_prev:
@@ -79,8 +79,8 @@ def correct(
         reports.append(Metric(("is_oob_ratio",), "tokens", token_out_of_bounds.float))
 
     def moments(values: Tensor, mean: tuple[str, ...], square: tuple[str, ...]) -> list[Metric]:
-        # The square of the largest weight fits into float32, but the sum of many such squares doesn't. So the squares
-        # are summed in units of 2^16.
+        # The square of the largest weight fits into float32, but a sum of many such squares doesn't. Therefore the
+        # squares are summed in units of 2^16.
         return [
             Metric(mean, reduction, lambda: values),
             Metric(square, reduction, lambda: (values * 2**-8).square(), unit=2.0**16),

@@ -1,6 +1,6 @@
 """The loss as one pass over a microbatch: read, pool, correct, reject, surrogate, reduce.
 
-Everything here takes tensors and returns tensors, so that ``torch.compile`` can trace the pass as one graph.
+The pass takes tensors and returns tensors, so that ``torch.compile`` can trace it as one graph.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ def evaluate(
         layout_tensors: the tensors of ``layout``, passed separately so that a graph takes them as inputs.
         global_seqs, global_toks: 0-d float32, valid sequences and valid tokens in the optimiser step.
 
-    Returns: the loss, 0-d float32, with its value over all ranks and the gradient of this rank's part; the values of
-    the metrics over all ranks, in the order of :func:`metric_labels`.
+    Returns: the loss, 0-d float32, whose value is that over all ranks and whose gradient is that of this rank's part;
+    and the values of the metrics over all ranks, in the order of :func:`metric_labels`.
     """
     segments = layout.with_tensors(*layout_tensors)
     loss, metrics = _local_loss_and_metrics(config, variant, options, raw, segments, global_seqs, global_toks)
@@ -83,7 +83,7 @@ def _local_loss_and_metrics(
 ) -> tuple[Tensor, MetricSums]:
     """Return the loss and the metrics over this rank's tokens; arguments are those of :func:`evaluate`."""
     batch, nonfinite_counts = read(raw, segments, config.ratio_anchor)
-    inputs = SurrogateInputs(batch.curr, batch.log_ratio, batch.advantages, config, options)
+    inputs = SurrogateInputs(batch.curr, batch.surrogate_log_ratio, batch.advantages, config, options)
     pool = SequencePool(batch)
     variant_tensors = variant.pool(inputs) if variant.pool is not None else {}
     variant_statistics = {name: pool.request(value, variant.pooled_by) for name, value in variant_tensors.items()}
@@ -131,7 +131,7 @@ def _local_loss_and_metrics(
     nll = _positive_nll(batch, stats, coefficient, config)
     if nll is not None:
         loss = loss + config.positive_example_nll_weight * nll
-    # If the batch has trained tokens, a global count of 0 is wrong, and so would be any finite loss.
+    # A global count of 0 is wrong if the batch has trained tokens. The loss is then NaN, as no number would be right.
     normalizer: Normalizer = "tokens" if config.normalization == "tokens" else "sequences"
     divisor = global_toks if normalizer == "tokens" else global_seqs
     loss = torch.where((divisor > 0) | (stats.total_weight == 0), loss, torch.nan)

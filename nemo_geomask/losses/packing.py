@@ -116,9 +116,8 @@ def _sequence_tensors(data: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def check_rows(data: Mapping[str, Tensor], *, lengths: Tensor, vocab_size: int) -> None:
     """Check that trained tokens lie within their sequence and the vocabulary.
 
-    It reads one flag from the device.
-
-    Every rank holds the complete rows and checks all of them, so that either all ranks raise or none does.
+    Every rank holds the complete rows and checks all of them, so that either all ranks raise or none does. The check
+    reads one flag from the device.
 
     Args:
         data: NeMo-RL's microbatch, rows [B, T].

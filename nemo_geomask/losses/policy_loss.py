@@ -37,7 +37,7 @@ PREPARED_KEY = "geomask_prepared"
 BATCH_SCALAR_PREFIX = "geomask_bound_"
 """Prefix of the batch keys, [B], of the numbers that PrestepPass computes over the whole batch.
 
-The prefix is followed by the number's name among ``LossConfig.batch_scalars``.
+The name of the number in ``LossConfig.batch_scalars`` follows the prefix.
 """
 Count = Tensor | float
 
@@ -45,19 +45,19 @@ Count = Tensor | float
 class PolicyLoss:
     r"""Weighted, masked surrogate plus KL to the reference policy, under NeMo-RL's loss protocol.
 
-    .. math:: L = \sum_t c_t\,\bigl(w_t\,k_t\,\ell_t + \beta\,\mathrm{KL}_t\bigr) + \mu\,\mathrm{NLL}^+
+    .. math:: L = \sum_t c_t\,\bigl(w_t\,k_t\,\ell_t + \beta\,\mathrm{KL}_t\bigr) + \lambda\,\mathrm{NLL}^+
 
     with the variant's surrogate :math:`\ell`, the weight :math:`w` against the mismatch, :math:`k_t = 1` at tokens that
     the masks keep and 0 at others (applied by ``torch.where``, not by multiplication), the coefficient :math:`c` of the
-    normalisation, ``reference_policy_kl_penalty`` :math:`\beta`, and ``positive_example_nll_weight`` :math:`\mu` of the
-    NLL of sequences with a positive reward. A loss is picklable; unpickling needs torch, pydantic and the module that
-    defines the variant.
+    normalisation, ``reference_policy_kl_penalty`` :math:`\beta`, and ``positive_example_nll_weight`` :math:`\lambda`,
+    the weight of the NLL of sequences with a positive reward. A loss is picklable; unpickling needs torch, pydantic and
+    the module that defines the variant.
 
     Args:
         config: settings in force, with the variant's defaults applied.
         variant: the objective.
         options: the variant's own settings.
-        use_fused_linear_logprobs: set if NeMo-RL computes log-probs by its fused linear path.
+        use_fused_linear_logprobs: True if NeMo-RL computes log-probs by its fused linear path.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class PolicyLoss:
         return self.config.kl_coefficient
 
     def for_prepared_batches(self, changes: Mapping[str, Tensor] = NO_TENSORS) -> PolicyLoss:
-        """Return a copy for batches that have had the pre-step pass, but can't hold the keys it adds.
+        """Return a copy for batches that have had the pre-step pass, but lack the keys that it adds.
 
         Args:
             changes: :attr:`nemo_geomask.losses.Decision.changes` for the batch.
@@ -227,8 +227,8 @@ class PolicyLoss:
 def _as_count(name: str, value: Count, device: torch.device) -> Tensor:
     """Return a global count as a 0-d float32 tensor on the device."""
     if isinstance(value, Tensor) and value.numel() == 1:
-        # The value of a tensor is not checked: it may be on a GPU, and the host would wait for it. Most counts need no
-        # conversion, and to check that is faster than to convert them.
+        # The value of a tensor is not checked: it may be on a GPU, and the host would have to wait for it. Most counts
+        # need no conversion, and this test is faster than a conversion that changes nothing.
         is_ready = value.dim() == 0 and value.dtype == torch.float32 and value.device == device
         return value if is_ready else value.detach().to(device, torch.float32).reshape(())
     if isinstance(value, (int, float)) and 0 <= value < math.inf:
@@ -243,7 +243,7 @@ def _as_count(name: str, value: Count, device: torch.device) -> Tensor:
 def raise_if_nonfinite(metrics: Mapping[str, float]) -> None:
     """Raise NonFiniteError if the metrics count non-finite values.
 
-    This reads the metrics, for which the host waits for the device.
+    This reads the metrics, so the host waits for the device.
     """
     prefix = "geomask/nonfinite_"
     counts = {name.removeprefix(prefix): count for name, count in metrics.items() if name.startswith(prefix) and count}

@@ -6,6 +6,7 @@ A mask has a budget if ``drop_at_most`` or ``until_mean`` takes the place of its
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -36,7 +37,7 @@ class Decision:
 
     Attributes:
         train: whether to take the step; False: leave the policy and the optimiser as they are.
-        why: the reason for not taking the step; empty if ``train``.
+        reason: why the step is not taken; empty if ``train``.
         changes: tensors to replace in the batch or to add to it.
         metrics: ``geomask/batch_kl`` and ``geomask/batch_vetoed`` under ``batch_veto``; ``geomask/batch_emptied`` under
             ``denominator: kept`` or with budgets; ``geomask/mask/…`` of the masks applied under ``denominator: kept``;
@@ -44,9 +45,16 @@ class Decision:
     """
 
     train: bool
-    why: str = ""
+    reason: str = ""
     changes: dict[str, Tensor] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def why(self) -> str:
+        """Former name of :attr:`reason`, deprecated."""
+        message = "nemo_geomask.losses.Decision.why is now called Decision.reason"
+        warnings.warn(message, DeprecationWarning, stacklevel=2)
+        return self.reason
 
 
 class PrestepPass:
@@ -58,28 +66,27 @@ class PrestepPass:
     they are more than half of the valid tokens, the KL counts as infinite.
 
     ``denominator: kept``: the pass sets the token mask to 0 at the tokens that the masks on the mismatch remove, and
-    the sample mask to 0 at the sequences of which they keep no token. So the trainer's counts of valid tokens and
-    sequences, taken afterwards, are those of what is kept. Every mask judges the batch as it was before the pass.
-    Advantages don't change: the group baseline still includes what is rejected here. If nothing is kept, no step is
-    taken.
+    the sample mask to 0 at the sequences of which they keep no token. The trainer counts valid tokens and sequences
+    afterwards, so it counts only what is kept. Every mask judges the batch as it was before the pass. Advantages don't
+    change: the group baseline still includes the rejected samples. If nothing is kept, no step is taken.
 
     A mask's ``drop_at_most`` or ``until_mean``: the pass computes the mask's bound from the trained tokens (at sequence
     levels, the sequences) of the whole batch, all with equal weight. It adds the bound to the batch, and the loss
-    removes what exceeds it; under ``denominator: kept`` the pass itself applies masks on the mismatch. If a budget
-    keeps nothing, no step is taken.
+    removes the tokens or sequences that exceed it. Under ``denominator: kept`` the pass itself applies these masks. If
+    a budget keeps nothing, no step is taken.
 
     ``is_correction_batch_normalize``: the pass adds to the batch the mean of the weights over the tokens (at sequence
     levels, the sequences) that are left to train on, and the loss divides its weights by this mean.
 
-    The trainer calls this on the driver. ``nemo-geomask run`` does so in NeMo-RL, ``nemo_geomask.tools.lab`` in its own
-    training loop.
+    The pass runs in the trainer's driver process. ``nemo-geomask run`` adds the call to NeMo-RL; the training loop of
+    ``nemo_geomask.tools.lab`` contains it.
 
     Args:
         config: settings in force.
 
     Attributes:
         vetoed: number of batches vetoed so far.
-        in_a_row: number of batches vetoed since the last one that was not.
+        in_a_row: number of batches vetoed since the last batch that was trained on.
     """
 
     def __init__(self, config: LossConfig) -> None:
@@ -153,7 +160,7 @@ class OpenBatch:
     def __init__(self, prestep_pass: PrestepPass, config: LossConfig, bounds: Mapping[str, float]) -> None:
         self._prestep_pass, self._config, self._budget_bounds = prestep_pass, config, bounds
         self._kl_sum = self._finite_weight = self._kept_weight = 0.0
-        # Valid sequences and tokens of the batch before any masking; the loss divides by these.
+        # Numbers of valid sequences and tokens of the batch, before the pass removes any.
         self._seqs, self._toks = valid_counts([])
         self._removed: dict[tuple[str, Reduction], float] = {}
         self._metrics: dict[str, float] = {}
@@ -212,7 +219,7 @@ class OpenBatch:
         counts = {"tokens": float(self._toks), "sequences": float(self._seqs)}
         metrics = {name: value / (counts[reduction] or 1.0) for (name, reduction), value in self._removed.items()}
         metrics |= self._metrics
-        why = ""
+        reason = ""
         # A batch without trained tokens gives no evidence about the engines.
         if self._toks > 0:
             if self._config.rules_before_step or self._budget_bounds:
@@ -220,7 +227,7 @@ class OpenBatch:
                 # A budget that keeps nothing has the bound -1.
                 is_emptied = is_rejected or any(bound < 0 for bound in self._budget_bounds.values())
                 metrics["geomask/batch_emptied"] = float(is_emptied)
-                why = "loss_fn.masks keep nothing of it" if is_emptied else ""
+                reason = "loss_fn.masks keep nothing of it" if is_emptied else ""
             veto = self._config.batch_veto
             if veto is not None:
                 is_mostly_finite = self._finite_weight >= float(self._toks) / 2
@@ -228,8 +235,8 @@ class OpenBatch:
                 is_vetoed = not self._prestep_pass._allows_step(kl, veto)
                 metrics |= {"geomask/batch_kl": kl, "geomask/batch_vetoed": float(is_vetoed)}
                 if is_vetoed:
-                    why = f"mismatch KL {kl:.4g} is beyond loss_fn.batch_veto.max: {veto.max:g}"
-        return Decision(not why, why, metrics=metrics)
+                    reason = f"mismatch KL {kl:.4g} is beyond loss_fn.batch_veto.max: {veto.max:g}"
+        return Decision(not reason, reason, metrics=metrics)
 
 
 def whole_batch_problems(config: LossConfig) -> tuple[Problem, ...]:
@@ -237,12 +244,13 @@ def whole_batch_problems(config: LossConfig) -> tuple[Problem, ...]:
     budgets = tuple(rule.key for rule in config.budget_rules)
     normalize = ("loss_fn.is_correction_batch_normalize",) if config.is_correction_batch_normalize else ()
     reason = (
-        "is over the whole batch, but this trainer trains on parts of a batch as they arrive (as NeMo-RL's single "
-        "controller does)"
+        "is computed over the whole batch, but this trainer trains on parts of a batch as they arrive (as NeMo-RL's "
+        "single controller does)"
     )
+    trainer = "use a trainer that has the whole batch before the step"
     problems = (
-        Problem(budgets, f"a budget {reason}; give the mask bounds (min, max), or use a trainer that holds the batch"),
-        Problem(normalize, f"the weight's mean {reason}; set false, or use a trainer that holds the batch"),
+        Problem(budgets, f"a budget {reason}; give the mask bounds (min, max), or {trainer}"),
+        Problem(normalize, f"the weight's mean {reason}; set false, or {trainer}"),
     )
     return tuple(problem for problem in problems if problem.keys)
 
@@ -275,7 +283,7 @@ def _masks_without(data: Mapping[str, Any], removed: Tensor, kept: Tensor) -> di
 def _refuse_impossible_logprobs(batch: TokenBatch, stats: SequenceStats) -> None:
     """Raise DataError if generation log-probs can only come from a bug.
 
-    That is if all are 0 while those of training are not, or if more than half are above 0.
+    This is so if all of them are 0 although those of the training engine are not, or if more than half are above 0.
     """
     gen, prev = batch.gen[stats.is_trained], batch.prev[stats.is_trained]
     if gen.numel() == 0:
@@ -286,8 +294,8 @@ def _refuse_impossible_logprobs(batch: TokenBatch, stats: SequenceStats) -> None
         problem = f"0 at all of the {gen.numel()} trained tokens, whose prev_logprobs are {prev_mean:.3g} on average"
         hint = "the generation engine returned none: check that log-probs are requested from it"
     elif positive_fraction > 0.5:
-        problem = f"above 0 at {positive_fraction:.0%} of the {gen.numel()} trained tokens, as no log-prob is"
-        hint = "they are no log-probs of a normalised distribution: check logprobs_mode, and their sign"
+        problem = f"above 0 at {positive_fraction:.0%} of the {gen.numel()} trained tokens, which no log-prob can be"
+        hint = "they are not log-probs of a normalised distribution: check logprobs_mode and their sign"
     else:
         return
     raise DataError(f"data['{GENERATION_LOGPROBS}'] is {problem}; {hint}")
@@ -332,9 +340,9 @@ def untrained_metrics(
         parts: the batch in parts, or as a single part, after the changes of the decision.
         decision: the decision not to train on it.
 
-    Returns: every metric of the loss, one value for each part, divided by the counts of the whole batch, so that they
-    add up like those of microbatches (except minima and maxima); ``loss`` is 0. Also the metrics of the decision, one
-    value each.
+    Returns: every metric of the loss with one value for each part. The values are divided by the counts of the whole
+    batch, so that they add up like those of microbatches (except minima and maxima); ``loss`` is 0. The metrics of the
+    decision are included, with one value each.
     """
     loss = loss.for_prepared_batches()
     seqs, toks = valid_counts(parts)

@@ -1,4 +1,4 @@
-"""Masks: which tokens stay in the surrogate, and the fractions that each mask removed."""
+"""Application of the masks: the tokens that stay in the surrogate, and the fraction that each mask removes."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def reject(
 def find_removed(
     pooled_rule: PooledRule, batch: TokenBatch, stats: SequenceStats, budget_bounds: Mapping[str, Tensor | float]
 ) -> tuple[Tensor, Tensor]:
-    """Return what the rule removes as below its lower and as above its upper bound.
+    """Return the tokens or sequences that the rule removes below its lower bound, and those above its upper bound.
 
     Returns: two bool tensors, in token layout for a rule that judges tokens, else [S]; never both True.
     """
@@ -141,11 +141,11 @@ def rule_values(pooled_rule: PooledRule, batch: TokenBatch, stats: SequenceStats
 def _token_values(batch: TokenBatch, rule: MaskRule) -> Tensor:
     """Return the statistic of each token that the rule judges or pools, token layout."""
     if rule.plugin_statistic is not None:
-        values: Tensor = rule.plugin_statistic.of(*batch.log_ratio_terms(rule.log_ratio))
+        values: Tensor = rule.plugin_statistic.of(*batch.compared_logprobs(rule.log_ratio))
         return torch.where(batch.is_trained, values, 0.0)
     if rule.statistic in ("ratio", "k2", "k3"):
-        return F.token_statistic(batch.log_ratios(rule.log_ratio), rule.statistic)
-    return F.binary_statistic(*batch.log_ratio_terms(rule.log_ratio), rule.statistic)
+        return F.token_statistic(batch.detached_log_ratio(rule.log_ratio), rule.statistic)
+    return F.binary_statistic(*batch.compared_logprobs(rule.log_ratio), rule.statistic)
 
 
 def _excess(
@@ -159,8 +159,8 @@ def _excess(
     p and q are the two probabilities of a token that the rule compares. :math:`Q_\beta` is the β-quantile over the
     response's trained tokens. :math:`w_t` and :math:`W_{t-1}` are those of
     :func:`~nemo_geomask.functional.position_weights`. With :math:`S_{t-1} = \sum_{s<t} Z_s` and the rule's bound δ,
-    :math:`|v_t| \le \delta` is CPPO's condition :math:`Z_t \le \min(\delta,\ \delta + b\,W_{t-1} - S_{t-1})`. This
-    takes collectives of its own under context parallelism, since it needs the length and the quantile first.
+    :math:`|v_t| \le \delta` is CPPO's condition :math:`Z_t \le \min(\delta,\ \delta + b\,W_{t-1} - S_{t-1})`. Under
+    context parallelism this makes collectives of its own, since the length and the quantile must be known first.
 
     Args:
         distance: :math:`p_t - q_t`, token layout, 0 at tokens that aren't trained.

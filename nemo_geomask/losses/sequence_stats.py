@@ -79,8 +79,8 @@ class SequencePool:
             pooled_by: the first column of the table.
 
         Returns: the statistic, whose value :meth:`reduce` sets. Repeated requests for the same statistic of the same
-        tensor, such as those of a weight and of a mask on the mismatch, return the same object, and it crosses ranks
-        once.
+        tensor, such as those of a weight and of a mask on the mismatch, return the same object, whose value crosses
+        ranks once.
         """
         for requested_by, tensor, statistic in self._requests:
             if requested_by == pooled_by and tensor is values:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
@@ -15,11 +16,35 @@ from nemo_geomask.functional import Surrogate
 __all__ = ["NoOptions", "Part", "SurrogateInputs", "Variant"]
 
 
-class Part(NamedTuple):
+class _PartFields(NamedTuple):
+    formula: str
+    explanation: str
+
+
+class Part(_PartFields):
     """One line of an objective's formula, and a sentence that explains it."""
 
-    formula: str
-    words: str
+    __slots__ = ()
+
+    def __new__(cls, formula: str, explanation: str | None = None, *, words: str | None = None) -> Part:
+        """Return a part; ``words`` is the former name of ``explanation``, deprecated."""
+        if words is not None and explanation is None:
+            _warn_of_words()
+            explanation = words
+        if explanation is None:
+            raise TypeError("Part needs a formula and an explanation")
+        return super().__new__(cls, formula, explanation)
+
+    @property
+    def words(self) -> str:
+        """Former name of ``explanation``, deprecated."""
+        _warn_of_words()
+        return self.explanation
+
+
+def _warn_of_words() -> None:
+    message = "the field words of nemo_geomask.losses.Part is now called explanation"
+    warnings.warn(message, DeprecationWarning, stacklevel=3)
 
 
 class NoOptions(StrictModel):
@@ -60,16 +85,16 @@ class Variant:
     Attributes:
         surrogate: returns the per-token loss and its ratios. Its arguments are the inputs and the sequence statistics
             that ``pool`` requests.
-        pool: returns token tensors whose mean over each sequence's trained tokens ``surrogate`` needs. It receives the
-            means under the same keys, spread over the tokens and differentiable. All statistics of a loss cross ranks
-            together, so a variant must not reduce over tokens itself.
+        pool: returns token tensors whose mean over each sequence's trained tokens ``surrogate`` needs. ``surrogate``
+            receives the means under the same keys, spread over the tokens and differentiable. A variant must not reduce
+            over tokens itself, since the tokens of a sequence may be spread over ranks.
         pooled_by: ``mean``, or ``sum`` if ``surrogate`` needs the sums instead.
         masks: returns the masks that are part of the objective from its options, in the form of ``loss_fn.masks``;
             the recipe's masks are added to them.
         defaults: settings of :class:`~nemo_geomask.LossConfig` that the objective's paper prescribes, used where a
             recipe sets none.
         forces: settings that the objective itself determines, whatever the recipe sets. They override the recipe
-            silently, because NeMo-RL's base recipes spell out every default, so a ``false`` there need not be intended.
+            without a warning: NeMo-RL's base recipes spell out every default, so a ``false`` may not be intended.
         refuses: settings that a recipe must leave unset or falsy (``false``, 0, null), each with the reason.
         options: pydantic model of the variant's own settings (``loss_fn.options``).
         source: paper and equation.

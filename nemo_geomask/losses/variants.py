@@ -31,7 +31,7 @@ __all__ = [
     "VESPO",
 ]
 
-_NEEDS_RATIO = "the objective is defined on the ratio that this setting removes"
+_NEEDS_RATIO = "the objective needs the ratio that this setting removes"
 # Settings that an objective with a policy ratio refuses, each with the reason.
 _REFUSED_BY_RATIO = {
     "use_cispo": "the objective is not CISPO; use name: cispo",
@@ -46,9 +46,10 @@ _REFUSED_BY_TOKEN_RATIO = {
 }
 
 _SEQUENCE_RATIO = Part(
-    "s = exp(mean_t(curr − {ratio_anchor}))", "The policy ratio is one a sequence: the geometric mean of its tokens'."
+    "s = exp(mean_t(curr − {ratio_anchor}))",
+    "Each sequence has one policy ratio: the geometric mean of its tokens' ratios.",
 )
-_TOKEN_RATIO = Part("r_t = exp(curr − {ratio_anchor})", "The policy ratio is each token's own.")
+_TOKEN_RATIO = Part("r_t = exp(curr − {ratio_anchor})", "Each token has its own policy ratio.")
 
 
 def _pool_log_ratio(inputs: SurrogateInputs) -> Mapping[str, Tensor]:
@@ -81,7 +82,7 @@ def _clipped_pg(inputs: SurrogateInputs, means: Mapping[str, Tensor]) -> F.Surro
 
 def _clipped_pg_parts(config: LossConfig) -> Parts:
     if config.force_on_policy_ratio:
-        words = "The policy ratio is taken to be 1: plain policy gradient, on-policy."
+        words = "The policy ratio is set to 1: plain policy gradient, on-policy."
         return (Part("ℓ_t = −r_t·A_t, r_t = 1", words),)
     if config.disable_ppo_ratio:
         return (_SCORE,)
@@ -145,7 +146,7 @@ GSPO_TOKEN = replace(
         ),
         Part(
             "s_t = sg[exp(mean_t(curr − {ratio_anchor}))]·π/sg[π]",
-            "The policy ratio has the sequence's value and each token's own gradient.",
+            "The policy ratio has the value of the sequence's ratio and the gradient of the token's log-prob.",
         ),
     ),
 )
@@ -174,11 +175,14 @@ GMPO = Variant(
     refuses=_REFUSED_BY_TOKEN_RATIO,
     source="GMPO, arXiv:2507.20673 eq. 4; bounds (e^-0.4, e^0.4)",
     parts=(
-        Part("ℓ = −Ā·exp(mean_t x_t)", "GMPO: the geometric mean of token ratios, each clipped {outside}."),
+        Part(
+            "ℓ = −Ā·exp(mean_t x_t)",
+            "GMPO: the geometric mean of the token ratios, each of which is clipped {outside}.",
+        ),
         Part(
             "x_t = min(curr − {ratio_anchor}, {log_high}) where Ā > 0, "
             "max(curr − {ratio_anchor}, {log_low}) where Ā < 0",
-            "The clip acts where it would make the update larger.",
+            "A log-ratio is clipped only in the direction that the update moves it.",
         ),
     ),
 )
@@ -193,7 +197,7 @@ def _cispo(inputs: SurrogateInputs, means: Mapping[str, Tensor]) -> F.Surrogate:
 _CISPO_PARTS = (
     Part(
         "ℓ_t = −sg(clip(r_t, {low}, {high}))·A_t·curr",
-        "CISPO: every token keeps its gradient; the clipped ratio is a weight only.",
+        "CISPO: every token keeps its gradient; the clipped ratio is only a weight.",
     ),
     _TOKEN_RATIO,
 )
@@ -211,7 +215,7 @@ def _reinforce(inputs: SurrogateInputs, means: Mapping[str, Tensor]) -> F.Surrog
     return F.score_function(inputs.curr, inputs.advantages)
 
 
-_SCORE = Part("ℓ_t = −A_t·curr", "REINFORCE: the advantage times the log-prob, no ratio and no clip.")
+_SCORE = Part("ℓ_t = −A_t·curr", "REINFORCE: the advantage times the log-prob, without ratio and clip.")
 REINFORCE = Variant(
     surrogate=_reinforce,
     refuses={"use_cispo": _REFUSED_BY_RATIO["use_cispo"], "ratio_clip_c": "the objective has no ratio to clip"},
@@ -227,8 +231,10 @@ With ``force_on_policy_ratio`` the weight against the mismatch is π_θ/μ inste
 class SapoOptions(StrictModel):
     """``loss_fn.options`` of ``sapo``."""
 
-    tau_pos: float = Field(default=1.0, gt=0, description="Gate temperature where the advantage is positive.")
-    tau_neg: float = Field(default=1.05, gt=0, description="Gate temperature elsewhere.")
+    tau_pos: float = Field(default=1.0, gt=0, description="Temperature τ of the gate where the advantage is positive.")
+    tau_neg: float = Field(
+        default=1.05, gt=0, description="Temperature τ of the gate where the advantage is 0 or less."
+    )
 
 
 def _sapo(inputs: SurrogateInputs, means: Mapping[str, Tensor]) -> F.Surrogate:
@@ -243,26 +249,32 @@ SAPO = Variant(
     refuses=_REFUSED_BY_TOKEN_RATIO,
     options=SapoOptions,
     source="SAPO, arXiv:2511.20347 eq. 5 and 6",
-    parts=(Part(f"ℓ_t = −(4/τ)·σ(τ·(r_t − 1))·A_t, {_TAUS}", "SAPO: a soft gate in place of the clip."), _TOKEN_RATIO),
+    parts=(
+        Part(f"ℓ_t = −(4/τ)·σ(τ·(r_t − 1))·A_t, {_TAUS}", "SAPO: a smooth gate in place of the clip."),
+        _TOKEN_RATIO,
+    ),
 )
 """Soft Adaptive Policy Optimization."""
 
 
-# Default settings of objectives whose ratio is π_θ/μ, that to the policy that sampled the tokens.
-_ON_GEN: Mapping[str, Any] = {"ratio_anchor": "gen"}
+# Default settings of objectives whose ratio is π_θ/μ, where μ is the policy that sampled the tokens.
+_RATIO_AGAINST_GEN: Mapping[str, Any] = {"ratio_anchor": "gen"}
 
 
 class DppoOptions(StrictModel):
     """``loss_fn.options`` of ``dppo``."""
 
     divergence: Literal["tv", "kl"] = Field(
-        default="tv", description="Distance of the token's two probabilities: |π − μ|, or the binary KL(μ ‖ π), nats."
+        default="tv",
+        description="Distance between the token's two probabilities: `tv`: |π − μ|; `kl`: binary KL(μ ‖ π), in nats.",
     )
     delta: float | None = Field(
-        default=None, gt=0, description="Largest distance trained on where A > 0; null: 0.15 for tv, 0.05 for kl."
+        default=None,
+        gt=0,
+        description="Largest distance of a token that is trained on where A > 0; null: 0.15 for `tv`, 0.05 for `kl`.",
     )
-    delta_low: float | None = Field(default=None, gt=0, description="The same where A < 0; null: as delta.")
-    cap: float = Field(default=10.0, gt=1, description="Largest ratio as a weight.")
+    delta_low: float | None = Field(default=None, gt=0, description="The same where A < 0; null: the value of `delta`.")
+    cap: float = Field(default=10.0, gt=1, description="Largest value of the ratio as a weight.")
 
 
 def _dppo_masks(options: DppoOptions) -> Sequence[Mapping[str, Any]]:
@@ -279,26 +291,28 @@ def _dppo(inputs: SurrogateInputs, means: Mapping[str, Tensor]) -> F.Surrogate:
 DPPO = Variant(
     surrogate=_dppo,
     masks=_dppo_masks,
-    defaults=_ON_GEN,
+    defaults=_RATIO_AGAINST_GEN,
     refuses=_REFUSED_BY_TOKEN_RATIO,
     options=DppoOptions,
     source="DPPO, arXiv:2602.04879; its authors' code (sail-sg/Stable-RL), cap 10; δ of verl's examples",
     parts=(
         Part(
             "ℓ_t = −sg(min(r_t, {cap}))·A_t·curr",
-            "DPPO: the ratio is a capped weight, and a mask on probabilities is the trust region.",
+            "DPPO: the ratio is a weight with an upper bound; a mask on probabilities is the trust region.",
         ),
         _TOKEN_RATIO,
     ),
 )
-"""Divergence PPO: in place of the clip, a mask on tokens whose probability the update would move further away."""
+"""Divergence PPO: a mask in place of the clip removes tokens whose probability the update would move further off."""
 
 
 class IpoOptions(StrictModel):
     """``loss_fn.options`` of ``ipo``."""
 
     eps: float = Field(default=0.3, gt=0, lt=1, description="Largest |π − μ| of a token that is trained on.")
-    kl_tau: float = Field(default=0.0, ge=0, description="τ, weight of the squared log-ratio, of dropped tokens too.")
+    kl_tau: float = Field(
+        default=0.0, ge=0, description="Weight τ of the penalty (log r)², which tokens that a mask removed have, too."
+    )
 
 
 def _ipo_masks(options: IpoOptions) -> Sequence[Mapping[str, Any]]:
@@ -313,14 +327,14 @@ def _ipo(inputs: SurrogateInputs, means: Mapping[str, Tensor]) -> F.Surrogate:
 IPO = Variant(
     surrogate=_ipo,
     masks=_ipo_masks,
-    defaults=_ON_GEN,
+    defaults=_RATIO_AGAINST_GEN,
     refuses=_REFUSED_BY_TOKEN_RATIO,
     options=IpoOptions,
     source="prime-rl's IPO (559b44772, with the defaults of its documentation)",
     parts=(
         Part(
-            "ℓ_t = −r_t·A_t, and {kl_tau}·(log r_t)² beside weights and masks",
-            "IPO: the ratio itself, with a mask on probabilities, whatever the advantage's sign.",
+            "ℓ_t = −r_t·A_t, plus {kl_tau}·(log r_t)² without weights and masks",
+            "IPO: the ratio without a clip, and a mask on probabilities whatever the sign of the advantage.",
         ),
         _TOKEN_RATIO,
     ),
@@ -331,10 +345,12 @@ IPO = Variant(
 class VespoOptions(StrictModel):
     """``loss_fn.options`` of ``vespo``."""
 
-    k_pos: float = Field(default=2.0, gt=0, description="k where the advantage is not negative.")
-    lambda_pos: float = Field(default=3.0, gt=0, description="λ there; the weight peaks at W = k/λ.")
-    k_neg: float = Field(default=3.0, gt=0, description="k where the advantage is negative.")
-    lambda_neg: float = Field(default=2.0, gt=0, description="λ there.")
+    k_pos: float = Field(default=2.0, gt=0, description="Exponent k of the weight where the advantage is 0 or more.")
+    lambda_pos: float = Field(
+        default=3.0, gt=0, description="Decay rate λ where the advantage is 0 or more; the weight peaks at W = k/λ."
+    )
+    k_neg: float = Field(default=3.0, gt=0, description="Exponent k of the weight where the advantage is negative.")
+    lambda_neg: float = Field(default=2.0, gt=0, description="Decay rate λ where the advantage is negative.")
 
 
 def _vespo(inputs: SurrogateInputs, sums: Mapping[str, Tensor]) -> F.Surrogate:
@@ -354,7 +370,7 @@ VESPO = Variant(
     surrogate=_vespo,
     pool=_pool_log_ratio,
     pooled_by="sum",
-    defaults=_ON_GEN,
+    defaults=_RATIO_AGAINST_GEN,
     refuses=_REFUSED_BY_TOKEN_RATIO,
     options=VespoOptions,
     source="VESPO, arXiv:2602.10693; k and λ of its authors' scripts and TRL",
@@ -362,9 +378,12 @@ VESPO = Variant(
         Part(
             "ℓ_t = −sg(φ)·A_t·curr, φ = e^λ·W^k·e^(−λ·W), "
             "(k, λ) = ({k_pos}, {lambda_pos}) where A_t ≥ 0, ({k_neg}, {lambda_neg}) elsewhere",
-            "VESPO: a smooth weight of the sequence's whole ratio, 1 at W = 1 and 0 far from it.",
+            "VESPO: a smooth weight by the sequence's ratio, which is 1 at W = 1 and vanishes far from it.",
         ),
-        Part("W = exp(Σ_t (curr − {ratio_anchor}))", "The policy ratio is the product of the sequence's tokens'."),
+        Part(
+            "W = exp(Σ_t (curr − {ratio_anchor}))",
+            "Each sequence has one policy ratio: the product of its tokens' ratios.",
+        ),
     ),
 )
 """Variational sequence-level soft policy optimization: REINFORCE under a gamma-shaped weight."""
@@ -373,7 +392,7 @@ VESPO = Variant(
 class DroOptions(StrictModel):
     """``loss_fn.options`` of ``dro``."""
 
-    beta: float = Field(default=1.0, gt=0, description="β, weight of the squared log-ratio. verl gives no default.")
+    beta: float = Field(default=1.0, gt=0, description="Weight β of the squared log-ratio; verl has no default.")
 
 
 def _dro(inputs: SurrogateInputs, means: Mapping[str, Tensor]) -> F.Surrogate:
@@ -388,7 +407,7 @@ DRO = Variant(
     parts=(
         Part(
             "ℓ_t = −(A_t·curr − {beta}/2·(curr − {ratio_anchor})²)",
-            "DRO: REINFORCE with a quadratic pull to where the ratio is 1.",
+            "DRO: REINFORCE with a quadratic penalty that pulls the ratio to 1.",
         ),
     ),
 )

@@ -1,7 +1,7 @@
 """Token layouts: which token belongs to which sequence, and statistics over sequences.
 
-All sequence statistics of a loss go through a :class:`Segments`: it pools token values to one value a sequence and
-spreads those back over the tokens. So a loss does not depend on how its tokens are laid out. Only this package
+All sequence statistics of a loss go through a :class:`Segments`. It pools token values to one value for each sequence,
+and spreads such values over the tokens. A loss therefore does not depend on the layout of its tokens. Only this package
 exchanges statistics between ranks.
 """
 

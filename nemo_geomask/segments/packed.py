@@ -1,4 +1,4 @@
-"""Packed sequences, whole or one rank's shard of them."""
+"""Packed sequences: all of their tokens, or one rank's shard of them."""
 
 from __future__ import annotations
 
@@ -67,8 +67,8 @@ class PackedTokens(Segments):
     def pool(self, sums: TensorMap, lowest: TensorMap = NO_TENSORS, highest: TensorMap = NO_TENSORS) -> Pooled:
         """See :meth:`Segments.pool`.
 
-        For k tensors this takes one all-gather of [k, S] a group. The backward pass takes another for the sums with a
-        gradient.
+        For k tensors this makes one all-gather of [k, S] in each group. The backward pass makes another one for the
+        sums with a gradient.
         """
         self.check()
         differentiable = {name: value for name, value in sums.items() if value.requires_grad}
@@ -99,9 +99,10 @@ class PackedTokens(Segments):
     def prefix(self, sums: TensorMap, lowest: TensorMap = NO_TENSORS, highest: TensorMap = NO_TENSORS) -> Prefix:
         """See :meth:`Segments.prefix`.
 
-        The local prefix of a token starts at its run's first token. For each run of all ranks, the run totals contain a
-        token tensor whose pool is that run's total: it holds the values at the run's tokens, if this rank has them, and
-        the neutral element elsewhere. Each tensor thus adds [2·ranks, S] to a collective of :meth:`pool`.
+        The local prefix of a token starts at the first token of its run. The run totals contain a token tensor for each
+        run of all ranks. It has the values at the tokens of that run, if this rank holds the run, and the neutral
+        element elsewhere, so that :meth:`pool` reduces it to the run's total. Each tensor thus adds [2·ranks, S] to a
+        collective of :meth:`pool`.
         """
         is_second = self._is_in_second_run()
         position = torch.arange(self._ids.numel(), device=self._ids.device)
@@ -153,7 +154,7 @@ class PackedTokens(Segments):
     def reduce_over_ranks(
         self, loss: Tensor, statistics: Tensor, *, num_sums: int, num_minima: int
     ) -> tuple[Tensor, Tensor]:
-        """See :meth:`Segments.reduce_over_ranks`; one all-gather of [1 + m] a group."""
+        """See :meth:`Segments.reduce_over_ranks`; makes one all-gather of [1 + m] in each group."""
         self.check()
         if not self.groups:
             return loss, statistics
@@ -170,7 +171,7 @@ class PackedTokens(Segments):
 
 
 def _run_key(name: str, run: int) -> str:
-    """Return the key, among the run totals, of the tensor ``name`` over one run."""
+    """Return the key in the run totals for one run of the tensor ``name``."""
     return f"{name} of run {run}"
 
 
@@ -288,15 +289,15 @@ class PackedSegments(PackedTokens):
     def verify(self, **sequences: Tensor) -> None:
         """Raise unless the ranks of the groups hold the shards of one packed row.
 
-        If ranks hold different sequences, or the same shard twice, the loss is wrong or the process group crashes. Call
-        this in a trainer's first step to get an error that says what differs. It takes one small all-gather a group,
-        and one more for each of ``sequences``; the host waits for each.
+        If ranks hold different sequences, or two ranks the same shard, the loss is wrong or the process group crashes.
+        Call this in a trainer's first step to get an error that says what differs. In each group it makes one small
+        all-gather, and one more for each of ``sequences``. The host waits for each of them.
 
         Args:
-            sequences: [S] tensors that the ranks must hold alike, such as ``sample_mask`` and ``rewards``, by name.
+            sequences: [S] tensors, by name, that must be the same on all ranks, such as ``sample_mask``.
 
-        Raises: RanksDisagreeError, on all ranks: they don't hold the shards of one packed row, or they hold different
-        values of ``sequences``.
+        Raises: RanksDisagreeError, on all ranks: they don't hold the shards of one packed row, or their ``sequences``
+        differ.
         """
         self.check()
         (cp_rank, cp_size), (sp_rank, sp_size) = self._cp, self._sp
@@ -341,8 +342,8 @@ class PackedSegments(PackedTokens):
         if not self.groups:
             if split_axes:
                 raise ShapeError(
-                    "these segments are a shard of the packed row, and no groups were given to reduce their "
-                    "statistics over; give groups=(context-parallel group,)"
+                    "these segments are a shard of the packed row, but have no groups over which to reduce their "
+                    "statistics; pass groups=(context-parallel group,)"
                 )
             return
         in_groups = [(dist.get_rank(group), dist.get_world_size(group)) for group in self.groups]

@@ -33,8 +33,9 @@ def gather_ranks(values: Tensor, group: dist.ProcessGroup) -> Tensor:
 def merge_ranks(values: Tensor, num_sums: int, groups: Groups) -> Tensor:
     """Return the sum over ranks of the first ``num_sums`` entries, and the maximum over ranks of the others.
 
-    Each rank merges the gathered values in rank order. So all ranks hold the same bits, and a mask decides alike on all
-    of them even at its bound, which an all-reduce does not guarantee. Sums and maxima share one collective a group.
+    Each rank merges the gathered values in rank order, so that all ranks hold the same bits and a mask decides alike on
+    all of them, even at its bound. An all-reduce does not guarantee this. Sums and maxima share one collective in each
+    group.
 
     Args:
         values: [k, ...], this rank's values, of the same shape on all ranks.
@@ -52,9 +53,9 @@ def merge_ranks(values: Tensor, num_sums: int, groups: Groups) -> Tensor:
 def reduce_over_ranks(
     differentiable: Tensor, constant: Tensor, num_sums: int, groups: Groups, *, local_gradient: bool
 ) -> tuple[Tensor, Tensor]:
-    """Return :func:`merge_ranks` of both tensors, by one collective a group.
+    """Return :func:`merge_ranks` of both tensors, by one collective in each group.
 
-    The backward pass takes at most one more.
+    The backward pass makes at most one more.
 
     Args:
         differentiable: [d, ...], summed, with gradient.

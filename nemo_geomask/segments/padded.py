@@ -50,8 +50,8 @@ class Segments(ABC):
     maxima.
 
     Attributes:
-        groups: process groups that a sequence's tokens are spread over; a statistic takes a collective on each. Empty
-            if the rank holds whole sequences.
+        groups: process groups over which the tokens of a sequence are spread; a statistic takes a collective in each.
+            Empty if the rank holds complete sequences.
     """
 
     groups: Groups = ()
@@ -122,13 +122,13 @@ class Segments(ABC):
     def quantile(self, values: Tensor, counted: Tensor, fraction: float) -> Tensor:
         """Return a quantile of each sequence's counted values, exactly as ``torch.quantile`` interpolates it.
 
-        This is a radix search: it determines the bits of the lower of the two values to interpolate, three at a time,
-        from counts of smaller values. So under context parallelism only counts and the upper value cross ranks, in 13
-        collectives of at most [7, S].
+        The result is interpolated between two neighbouring values. A radix search determines the bits of the lower one,
+        three at a time, from the numbers of values below several candidates. Under context parallelism only these
+        numbers and the upper value cross ranks, in 13 collectives of at most [7, S].
 
         Args:
             values: token layout, float32, at least 0.
-            counted: token layout, bool or 1 and 0: the tokens whose values enter.
+            counted: token layout, bool or 1 and 0: marks the tokens whose values enter.
             fraction: from 0 to 1.
 
         Returns: [S], float64; 0 for a sequence without a counted value.
@@ -154,7 +154,7 @@ class Segments(ABC):
         low = low_bits.int().view(torch.float32).double()
         # Where several values equal the lower one, the upper one may be among them.
         high = torch.where(pooled.sums[""] > rank.floor() + 1.0, low, pooled.lowest[""].double())
-        # If the lower value is the largest, there is no upper value, and none is needed: the rank is a whole number.
+        # If the lower value is the largest, there is no upper value. None is needed, as the rank is then an integer.
         high = torch.where(high.isinf(), low, high)
         return torch.where(number == 0, 0.0, low + (rank - rank.floor()) * (high - low))
 
@@ -205,5 +205,5 @@ class PaddedSegments(Segments):
 
 
 def _fill_empty_rows(values: Tensor, neutral: float) -> Tensor:
-    """Return the values [B, T], or [B, 1] of ``neutral`` if T = 0: torch has no minimum of nothing."""
+    """Return the values [B, T], or [B, 1] of ``neutral`` if T = 0, since ``amin`` and ``amax`` refuse an empty row."""
     return values if values.shape[-1] else values.new_full((*values.shape[:-1], 1), neutral)

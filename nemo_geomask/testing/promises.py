@@ -39,12 +39,12 @@ __all__ = [
     "uneven_batch",
 ]
 
-# In another order, a float32 sum differs by a relative 2**-24 for each term; some hundred terms are summed, and they
-# may cancel.
+# If its terms are added in another order, a float32 sum changes by a relative 2**-24 for each term. Some hundred terms
+# are added, and they may cancel.
 _RELATIVE_TOLERANCE = 2e-5
 _ABSOLUTE_TOLERANCE = 2e-6
 _STEP = 1e-6  # step of the finite differences, in float64
-_COLUMNS = 16  # T - 1; can be divided into the 2·CP chunks of 1, 2, 4 or 8 context-parallel ranks
+_COLUMNS = 16  # T - 1; a multiple of 2·CP for 1, 2, 4 and 8 context-parallel ranks
 _RANKS = 2  # number of context-parallel ranks
 _JUNK = (math.nan, math.inf, -math.inf, 1e6)  # values written to tokens that don't train
 
@@ -146,13 +146,16 @@ def describe_difference(subject: str, outcome: LossOutcome, expected: LossOutcom
     """
     if not _is_close(outcome.value, expected.value):
         return (
-            f"{subject} gives a loss of {outcome.value:.6g} instead of {expected.value:.6g}; reduce over no tokens, "
-            "and get a sequence's means from pool"
+            f"{subject} gives a loss of {outcome.value:.6g} instead of {expected.value:.6g}; the surrogate must not "
+            "sum or average over tokens: return one loss for each token, and get means over a sequence through pool"
         )
     error = (outcome.gradient - expected.gradient).abs()
     if not (error <= _ABSOLUTE_TOLERANCE + _RELATIVE_TOLERANCE * expected.gradient.abs()).all():
         size = expected.gradient.abs().max().item()
-        return f"{subject} gives a gradient that is off by {error.max().item():.2g}, where the largest is {size:.2g}"
+        return (
+            f"{subject} gives a gradient that is off by up to {error.max().item():.2g}; the largest component of the "
+            f"expected gradient is {size:.2g}"
+        )
     if set(outcome.metrics) != set(expected.metrics):
         names = sorted(set(outcome.metrics) ^ set(expected.metrics))
         return f"{subject} reports other metrics; only one of the two has {', '.join(names)}"
@@ -243,7 +246,7 @@ def find_influence_of_untrained(
 ) -> str:
     """Return a message if values at tokens that don't train change the loss, its gradient or its metrics, else "".
 
-    Even a change of the last bit counts. ``junk`` are the values to write to these tokens, one after another.
+    Even a change of the last bit counts. The values in ``junk`` are written to these tokens, one after another.
     """
     counts = counts or valid_counts([batch])
     is_untrained = (batch[TOKEN_MASK] * batch["sample_mask"].unsqueeze(1)) == 0
@@ -375,14 +378,14 @@ def _find_gradient_error(loss: PolicyLoss, batch: Batch) -> str:
     largest_error = 0.0
     for token in is_trained.nonzero().tolist():
         derivative = gradient[tuple(token)].item()
-        # A detached tensor may be a factor; then only the replay agrees with autograd, which takes it as constant. Or
-        # it may choose between branches that meet continuously; then plain differences agree. Either one suffices.
+        # If a detached tensor is a factor, autograd treats it as constant, and only differences under the replay agree.
+        # If it chooses between branches that meet continuously, only plain differences agree. One of them must agree.
         errors = [abs(central_difference(token, mode) - derivative) for mode in (replay, contextlib.nullcontext())]
         largest_error = max(largest_error, min(errors))
     size = gradient.abs().max().item()
     if largest_error <= 1e-4 * max(size, 1e-3):
         return ""
-    return f"the gradient is {largest_error:.2g} off finite differences, where the largest is {size:.2g}"
+    return f"the gradient differs from finite differences by up to {largest_error:.2g}, and is {size:.2g} at most"
 
 
 PROMISES = (
@@ -395,4 +398,4 @@ PROMISES = (
     Promise("one graph under torch.compile", _find_graph_difference),
     Promise("context parallelism equals one rank", _find_context_parallel_difference),
 )
-"""All promises, in the order in which they are tried; the last two take seconds."""
+"""All promises, in the order in which they are tested; each of the last two takes seconds."""

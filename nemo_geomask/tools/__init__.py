@@ -1,1 +1,1 @@
-"""Commands around training: one room each, any of which could be deleted without touching the core or the hosts."""
+"""Commands around training: one package each. Any of them can be deleted without a change to the core or the hosts."""

@@ -87,7 +87,9 @@ def test_a_mistyped_command_names_the_nearest(word, hint, capsys):
 
 
 def test_a_command_without_its_tool_is_not_offered(monkeypatch, capsys):
-    monkeypatch.setattr(cli, "COMMANDS", [command._replace(room=f"{command.room}_deleted") for command in cli.COMMANDS])
+    monkeypatch.setattr(
+        cli, "COMMANDS", [command._replace(package=f"{command.package}_deleted") for command in cli.COMMANDS]
+    )
     assert "check" not in helped(capsys)
     with pytest.raises(SystemExit):
         main(["check", "recipe.yaml"])

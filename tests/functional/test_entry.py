@@ -38,7 +38,7 @@ SINGLE = {
 @pytest.mark.parametrize("name", PAIRS)
 @pytest.mark.parametrize("other", [(4, 1, 2), (2,), (3,), (3, 3), (4, 2)], ids=str)
 def test_what_would_broadcast_is_refused(name, other):
-    with pytest.raises(ShapeError, match=r"sizes equal to its or 1, but it is \["):
+    with pytest.raises(ShapeError, match=r"each of the same size or 1, but it is \["):
         PAIRS[name](torch.zeros(3, 2), torch.zeros(other))
 
 

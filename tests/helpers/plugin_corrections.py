@@ -21,9 +21,9 @@ def soft(log_weight, *, min, max):
     return F.Weight(weight / (1 + weight / max), log_weight > math.log(max))
 
 
-GAP = MaskStatistic(gap, words="squared difference")
-ROOT_LEVEL = WeightLevel(by_root, words="the sequence's product to the power of 1/√n")
-SOFT = Truncation(soft, words="bent")
+GAP = MaskStatistic(gap, description="squared difference")
+ROOT_LEVEL = WeightLevel(by_root, description="the sequence's product to the power of 1/√n")
+SOFT = Truncation(soft, description="bent")
 CORRECTION = {"use_importance_sampling_correction": True, "reference_policy_kl_penalty": 0.0}
 HERE = __name__
 GAPS = {"log_ratio": "total", "level": "token", "statistic": f"{HERE}:GAP", "max": 0.02}

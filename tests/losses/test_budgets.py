@@ -207,7 +207,7 @@ def test_original_leaves_the_denominator_and_kept_takes_it_along():
 def test_a_budget_that_keeps_nothing_takes_no_step():
     loss_fn, batch = build_loss({"masks": [{"preset": "m2po", "tau": 1e-12}]}), rollouts(seed=11)
     decision = PrestepPass(loss_fn.config)(batch.data)
-    assert (decision.train, decision.why) == (False, "loss_fn.masks keep nothing of it")
+    assert (decision.train, decision.reason) == (False, "loss_fn.masks keep nothing of it")
     assert decision.metrics["geomask/batch_emptied"] == 1
     found = untrained_metrics(loss_fn, [{**batch.data, **decision.changes}], decision)
     assert found["geomask/kept_tokens"] == [0.0]
@@ -237,7 +237,7 @@ def test_a_microbatch_without_a_row_is_0():
 
 def test_parts_that_train_as_they_come_are_refused():
     config = build_loss({"masks": [{"preset": "icepop", "max": 2.0}, BUDGETS["m2po"]]}).config
-    with pytest.raises(ConfigError, match=r"loss_fn\.masks\[1\]: a budget is over the whole batch"):
+    with pytest.raises(ConfigError, match=r"loss_fn\.masks\[1\]: a budget is computed over the whole batch"):
         PrestepPass(config).open()
 
 

@@ -225,7 +225,7 @@ class TestChoice:
         assert [record.getMessage() for record in caplog.records] == [
             f"loss_fn.compile, loss 'gspo': {function.choice}"
         ]
-        assert function.choice.startswith("not compiled, since it takes longer than it saves on a cpu")
+        assert function.choice.startswith("not compiled, since on a cpu compiling takes longer than it saves")
 
     def test_auto_compiles_what_repeats(self, monkeypatch):
         made = []

@@ -56,7 +56,7 @@ def test_a_k1_far_below_zero_is_a_mismatch_too():
     decision = PrestepPass(settings(batch_veto={"estimator": "k1", "max": 0.1}))(data)
     assert not decision.train
     assert decision.metrics["geomask/batch_kl"] == pytest.approx(-3.0, rel=1e-6)
-    assert decision.why == "mismatch KL -3 is beyond loss_fn.batch_veto.max: 0.1"
+    assert decision.reason == "mismatch KL -3 is beyond loss_fn.batch_veto.max: 0.1"
 
 
 @pytest.mark.parametrize("value", [math.nan, -math.inf, math.inf])

@@ -177,7 +177,7 @@ def test_variant_that_speaks_of_unknown_settings_is_refused(monkeypatch):
 @pytest.mark.parametrize("where", ["defaults", "forces"])
 def test_variant_with_a_wrong_setting_of_its_own_is_not_the_recipes_fault(where, monkeypatch):
     monkeypatch.setitem(globals(), "ODD", Variant(surrogate=mean_loss, **{where: {"ratio_clip_min": True}}))
-    with pytest.raises(PluginError, match=r"^loss_fn.name: the variant .* gives ratio_clip_min: must be a number"):
+    with pytest.raises(PluginError, match=r"^loss_fn.name: the variant .* sets ratio_clip_min: must be a number"):
         build_loss({"name": f"{__name__}:ODD"})
 
 
@@ -196,8 +196,11 @@ def no_masks(options):
     [
         ({"pooled_by": "summ"}, "has pooled_by 'summ', which must be 'mean' or 'sum'"),
         ({"options": dict}, "has options <class 'dict'>, which must be a pydantic model class"),
-        ({"options": Bounded, "masks": no_masks}, "fails to make its masks: AttributeError: .*no_such"),
-        ({"masks": lambda options: [{"preset": "geometrc"}]}, r"brings masks\[0\].preset: unknown preset.*'geometric'"),
+        ({"options": Bounded, "masks": no_masks}, "can't make its masks: AttributeError: .*no_such"),
+        (
+            {"masks": lambda options: [{"preset": "geometrc"}]},
+            r"has invalid masks: masks\[0\].preset: unknown preset.*'geometric'",
+        ),
     ],
 )
 def test_a_variant_that_is_wrong_by_itself_is_not_the_recipes_fault(own, message, monkeypatch):

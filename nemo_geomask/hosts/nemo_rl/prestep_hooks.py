@@ -349,7 +349,7 @@ def _untrained_results(loss: Any, parts: list[dict[str, Any]], decision: Decisio
     # In a step that is taken, NeMo-RL's workers add these.
     seqs, toks = valid_counts(parts)
     metrics["global_valid_seqs"], metrics["global_valid_toks"] = [float(seqs) / updates], [float(toks) / updates]
-    _log.warning("no update on this batch: %s", decision.why)
+    _log.warning("no update on this batch: %s", decision.reason)
     return {"loss": torch.zeros(1), "grad_norm": torch.zeros(1), "all_mb_metrics": metrics}
 
 

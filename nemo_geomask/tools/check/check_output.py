@@ -51,7 +51,7 @@ def _objective_sections(checked: CheckedRecipe) -> Iterator[list[str]]:
             "the masks and other settings that NeMo-RL ignores:"
         ]
     yield [f"  {part.formula}" for part in objective]
-    yield [f"  {part.words}" for part in objective]
+    yield [f"  {part.explanation}" for part in objective]
     if facts.other_algorithm:
         yield [f"{facts.other_algorithm}: no policy loss trains, so there is none to check"]
 
@@ -117,7 +117,7 @@ def as_json(checked: CheckedRecipe) -> dict[str, Any]:
         "recipe": os.fspath(facts.recipe.path),
         "nemo_rl": str(facts.nemo_rl) if facts.nemo_rl else None,
         "loss_of": None if facts.loss is None else trained_loss,
-        "objective": [{"formula": part.formula, "words": part.words} for part in checked.objective],
+        "objective": [{"formula": part.formula, "words": part.explanation} for part in checked.objective],
         "expected": [_forecast_as_json(forecast) for forecast in checked.forecasts],
         "measured": None if checked.measured is None else _measured_as_json(checked.measured),
         "settings": facts.config.model_dump(mode="json") if facts.loss else None,

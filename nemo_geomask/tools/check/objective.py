@@ -178,13 +178,13 @@ def _weight(config: LossConfig) -> Part:
     else:
         name = _attribute(level)
         formula = f"w_t = exp({name}(x_t, Σ_t x_t, n)), x = prev − gen"
-        words = f"The weight against the mismatch is {plugin_level.words or f'that of {name}'}"
+        words = f"The weight against the mismatch is {plugin_level.description or f'that of {name}'}"
     if config.truncation is None:
         return Part(formula, f"{words}.")
     bounds = _interval(config.truncated_importance_sampling_ratio_min, config.truncated_importance_sampling_ratio)
     if config.plugin_truncation is not None:
         name = _attribute(config.truncation)
-        description = config.plugin_truncation.words or f"truncated by {name}"
+        description = config.plugin_truncation.description or f"truncated by {name}"
         return Part(f"{formula}, then {name} by {bounds}", f"{words}, {description}, {bounds}.")
     if config.truncation == "tis":
         return Part(f"{formula}, clamped to {bounds}", f"{words}, clamped to {bounds}.")
@@ -229,7 +229,7 @@ def _describe_dropped(rule: MaskRule) -> str:
     is_ratio = rule.statistic == "ratio"
     name = (
         _STATISTIC_NAME.get(rule.statistic)
-        or (rule.plugin_statistic and rule.plugin_statistic.words)
+        or (rule.plugin_statistic and rule.plugin_statistic.description)
         or _attribute(rule.statistic)
     )
     quantity = f"{rule.log_ratio} {name}"

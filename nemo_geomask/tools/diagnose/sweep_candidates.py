@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from nemo_geomask.config.presets import DEFAULTS
+from nemo_geomask.config.presets import PUBLISHED_SETTINGS
 
 __all__ = ["CANDIDATES", "GRID", "NO_CORRECTION", "RECIPE_SOURCE", "Candidate", "split_recipe_loss"]
 
@@ -60,7 +60,7 @@ CANDIDATES: tuple[Candidate, ...] = (
     _weight("sequence_mean", "NeMo-RL PR 2269"),
     _weight("token", "NeMo-RL", "seq-mask-tis", 0.999, 1.002),
     _mask("geometric", "verl decoupled_geo_rs", min=0.999, max=1.001),
-    *(_mask(preset, defaults.source, **defaults.settings) for preset, defaults in DEFAULTS.items()),
+    *(_mask(preset, published.source, **published.settings) for preset, published in PUBLISHED_SETTINGS.items()),
     _veto(0.1, "When Speed Kills Stability (2025)"),
 )
 """Candidates with bounds that other systems and papers use."""

@@ -13,7 +13,7 @@ from pydantic import Field, model_validator
 
 from nemo_geomask.config import StrictModel, nearest, parse
 from nemo_geomask.config.plugins import PluginGroup
-from nemo_geomask.config.presets import DEFAULTS
+from nemo_geomask.config.presets import PUBLISHED_SETTINGS
 from nemo_geomask.errors import ConfigError
 from nemo_geomask.tools.lab.policy_config import PolicyConfig
 
@@ -42,7 +42,9 @@ TASKS: PluginGroup[Any] = PluginGroup(
         "answers": "nemo_geomask.tools.lab.progression_task:Answers",
     },
 )
-_PRESET_BOUNDS: Mapping[str, Mapping[str, Any]] = {name: defaults.settings for name, defaults in DEFAULTS.items()} | {
+_PRESET_BOUNDS: Mapping[str, Mapping[str, Any]] = {
+    name: published.settings for name, published in PUBLISHED_SETTINGS.items()
+} | {
     # The usual bounds are for models whose engines differ more. The lab's mismatch is mostly rounding, about 1 % per
     # token. These bounds remove nothing from a healthy run of the lab, and something once its engines drift apart.
     "geometric": {"min": 0.98, "max": 1.02},

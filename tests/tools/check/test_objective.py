@@ -26,7 +26,7 @@ def test_every_symbol_used_is_defined(name):
         assert f"{symbol}_t =" in text, symbol
     assert "k_veto = 1 where exp(x_t) ≤ 9 at every t, x = prev − gen" in text
     for part in parts:
-        assert part.words.endswith(".")
+        assert part.explanation.endswith(".")
 
 
 @pytest.mark.parametrize(
@@ -100,9 +100,9 @@ def test_formula(settings, formula):
 
 def test_what_stays_in_the_counts_is_said():
     masks = [{"preset": "geometric", "max": 1.01}, {"preset": "opsm", "delta": 0.5}]
-    words = " ".join(part.words for part in describe(build_loss({"masks": masks})))
+    words = " ".join(part.explanation for part in describe(build_loss({"masks": masks})))
     assert "Tokens and sequences that `geometric`, `opsm` drops are still counted." in words
-    words = " ".join(part.words for part in describe(build_loss({"masks": masks, "denominator": "kept"})))
+    words = " ".join(part.explanation for part in describe(build_loss({"masks": masks, "denominator": "kept"})))
     assert "Tokens and sequences that `geometric` drops are removed before the step" in words
     assert "Tokens and sequences that `opsm` drops are still counted." in words
 
@@ -111,7 +111,7 @@ def test_without_kl_or_weight_neither_is_in_it():
     parts = describe(build_loss({"reference_policy_kl_penalty": 0}))
     assert parts[0].formula == "L = Σ_t c_t · ℓ_t"
     assert not any("KL_t" in part.formula for part in parts)
-    assert any("Nothing corrects" in part.words for part in parts)
+    assert any("Nothing corrects" in part.explanation for part in parts)
 
 
 def test_an_objective_from_elsewhere_says_what_it_is_or_is_named_by_its_source(tmp_path, monkeypatch):
@@ -130,9 +130,9 @@ def test_an_objective_from_elsewhere_says_what_it_is_or_is_named_by_its_source(t
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     said = describe(build_loss({"name": "their_loss:SAID", "ratio_clip_min": 0.125}))
-    assert (said[1].formula, said[1].words) == ("ℓ_t = 0.125", "Theirs.")
+    assert (said[1].formula, said[1].explanation) == ("ℓ_t = 0.125", "Theirs.")
     parts = describe(build_loss({"name": "their_loss:THEIRS"}))
-    assert parts[1].words == "their paper, eq. 1"
+    assert parts[1].explanation == "their paper, eq. 1"
     assert describe(build_loss({"name": "their_loss:OWN"}))[1].formula == "0.25 4 1.2"
     for name in ("ODD", "DEEP", "BARE"):
         with pytest.raises(PluginError, match=rf"^loss_fn.name: the parts of the variant 'their_loss:{name}' can't"):
