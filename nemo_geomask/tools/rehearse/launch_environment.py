@@ -106,7 +106,7 @@ def launch_environment(
 
 
 def _environment_name(plan: Plan) -> str:
-    return next(change.key.removeprefix("env.") for change in plan.changes if change.key.startswith("env."))
+    return next(str(next(iter(change.value))) for change in plan.changes if change.key == "env")
 
 
 def has_automodel(checkout: Path) -> bool:
@@ -155,4 +155,6 @@ _CPU = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_NO_USAGE_STATS": "1",
+    # Latent attention as the attention that it is equal to; vLLM has no other on CPUs.
+    "VLLM_MLA_DISABLE": "1",
 }

@@ -7,8 +7,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from nemo_geomask.errors import ConfigError
 from nemo_geomask.tools.check import Layout, RecipeFacts, layout_keys, layout_of, trained_sections
 from nemo_geomask.tools.rehearse.cpu_settings import cpu_changes
+from nemo_geomask.tools.rehearse.refusals import model_refusals, recipe_refusals
 from nemo_geomask.tools.rehearse.setting_change import Change, as_override
 from nemo_geomask.tools.rehearse.tiny_models import TinyModel, tiny_model
 
@@ -85,12 +87,16 @@ def plan(
         record: record every step, so that the run can be diagnosed.
 
     Raises:
-        ConfigError: the model's architecture is not known.
+        ConfigError: the recipe can't be rehearsed, or its model's architecture is not known.
     """
+    if problems := tuple(recipe_refusals(facts)):
+        raise ConfigError(*problems)
     full = layout_of(facts)
     # Without GPUs, only Megatron has a shim for context-parallel attention.
     layout = full.fit_to(ranks, cp=gpus or facts.uses_megatron)
-    model = tiny_model(str(facts.get("policy.model_name", "")), layout)
+    model = tiny_model(str(facts.get("policy.model_name", "")), layout, recipe=facts.recipe.path)
+    if not gpus and (problems := tuple(model_refusals(facts, model.model_type))):
+        raise ConfigError(*problems)
     size = _sequence_length(facts, layout, own_environment)
     batch = _batch_sizes(facts, layout, size)
     changes = [
@@ -145,10 +151,18 @@ def _model_and_data(facts: RecipeFacts, folder: Path, own_environment: bool, val
     validation = {key: value for key, value in train.items() if key != "split_validation_size"} if validate else None
     was = facts.get("data.validation")
     yield Change("data.validation", validation, was, delete=validate and was is not None)
+    # NeMo-RL makes each environment that is named anywhere in data.
+    if facts.get("data.default.env_name") is not None:
+        yield Change("data.default.env_name", _ENVIRONMENT, facts.get("data.default.env_name"))
     if facts.is_true("data.use_multiple_dataloader"):
         yield Change("data.use_multiple_dataloader", False, True, "one built-in set of prompts")
     yield Change("data.num_workers", 0, facts.get("data.num_workers"))
-    yield Change(f"env.{_ENVIRONMENT}", {}, facts.get(f"env.{_ENVIRONMENT}"))
+    # In place of all others: they may refer to what is not set here, and NeMo-Gym's has an agent do the sampling.
+    why = "NeMo-Gym's agents and their rewards" if facts.is_true("env.should_use_nemo_gym") else ""
+    yield Change("env", {_ENVIRONMENT: {}}, facts.get("env"), why, delete=facts.get("env") is not None)
+    http = "policy.generation.vllm_cfg.expose_http_server"
+    if facts.is_true(http):
+        yield Change(http, False, True, "nothing but NeMo-Gym's agents calls it")
 
 
 def _shorten(facts: RecipeFacts, steps: int, resume: bool, validate: bool) -> Iterator[Change]:

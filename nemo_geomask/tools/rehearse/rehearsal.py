@@ -158,7 +158,9 @@ def rehearse(
     """
     began = time.monotonic()
     checkout = nemo_rl_checkout()
-    facts = RecipeFacts.from_recipe(read_recipe(recipe, overrides))
+    # What is replaced may refer to variables that only the recipe's own cluster has.
+    leave = () if own_environment else ("data", "env")
+    facts = RecipeFacts.from_recipe(read_recipe(recipe, overrides, leave=leave))
     if resume is not None and (steps < 2 or not facts.is_true("checkpointing.enabled")):
         raise ConfigError(
             Problem(("checkpointing.enabled",), "--resume needs a checkpoint: set true, and 2 --steps at least")
@@ -191,7 +193,7 @@ def rehearse(
     control_outcome = None
     if control and not ours_only and outcome.failure is None:
         control_args = (*overrides, *control_overrides(facts))
-        control_facts = RecipeFacts.from_recipe(read_recipe(recipe, control_args))
+        control_facts = RecipeFacts.from_recipe(read_recipe(recipe, control_args, leave=leave))
         control_folder = folder / "control"
         control_plan = _make_plan(control_facts, control_folder, settings)
         control_outcome = _run(control_facts, control_plan, control_args, control_folder, settings)

@@ -20,19 +20,35 @@ VOCABULARY = 128
 MODEL_TYPES: tuple[tuple[str, str], ...] = (
     # The first pattern that matches decides.
     (r"deepseek-r1-distill-llama", "llama"),
-    (r"deepseek-r1-distill-qwen|deepscaler|qwen-?2", "qwen2"),
-    (r"deepseek-(v3|r1)|moonlight|kimi-k", "deepseek_v3"),
+    (r"deepseek-r1-distill-qwen|deepscaler|qwen-?2(?!.*(vl|omni|audio))", "qwen2"),
+    # NeMo-RL's recipes for DeepSeek-V3 name its guide in place of a model.
+    (r"deepseek-(v3(?!\.)|r1)|moonlight|kimi-k|guides/deepseek\.md", "deepseek_v3"),
     (r"deepseek-v2", "deepseek_v2"),
-    (r"qwen-?3.*a\d+(\.\d+)?b", "qwen3_moe"),
-    (r"qwen-?3(?!\.|-next|-vl|-omni)", "qwen3"),
+    (r"qwen-?3\.5.*a\d+b", "qwen3_5_moe_text"),
+    (r"qwen-?3\.5", "qwen3_5_text"),
+    (r"qwen-?3-next", "qwen3_next"),
+    (r"qwen-?3(?!\.|-next|.*(vl|omni)).*a\d+(\.\d+)?b", "qwen3_moe"),
+    (r"qwen-?3(?!\.|-next|.*(vl|omni))", "qwen3"),
+    (r"llama-?3\.1-nemotron", "llama"),
+    (r"llama-?3_3-nemotron|vision", ""),  # a search over architectures, in code of its own
+    (r"nemotron-(h|nano|3|super)(?!.*(omni|vl))|nano-?v[23]", "nemotron_h"),
     (r"mixtral", "mixtral"),
-    (r"mistral", "mistral"),
+    (r"mistral-(7b|nemo)|mathstral", "mistral"),
+    (r"minimax-m2", "minimax_m2"),
+    (r"glm-?5", "glm_moe_dsa"),
+    (r"glm-?4\.[57]-?flash", "glm4_moe_lite"),
+    (r"glm-?4\.[5-9](?!v)", "glm4_moe"),
     (r"gpt-oss", "gpt_oss"),
+    (r"gemma-?4", "gemma4_text"),
     (r"gemma-?3", "gemma3_text"),
     (r"gemma-?2", "gemma2"),
+    (r"llama-?4", "llama4_text"),
     (r"llama", "llama"),
 )
-"""Patterns of model names, and transformers' model type for each."""
+"""Patterns of model names, and transformers' model type for each; empty if transformers has none.
+
+Of a model with images or sound it is the type of its language model, which alone is rehearsed.
+"""
 
 _SIZES: Mapping[str, Any] = {
     # Only the keys that a model's configuration has are used.
@@ -59,6 +75,22 @@ _SIZES: Mapping[str, Any] = {
     "topk_group": 1,
     "decoder_sparse_step": 1,
     "mlp_only_layers": [],
+    "moe_shared_expert_intermediate_size": 64,
+    # Gemma 4.
+    "global_head_dim": 32,
+    "hidden_size_per_layer_input": 0,
+    "vocab_size_per_layer_input": VOCABULARY,
+    # State spaces and linear attention.
+    "mamba_head_dim": 32,
+    "ssm_state_size": 32,
+    "chunk_size": 16,
+    "time_step_limit": [0.0, 1e9],  # its default, infinity, is no JSON
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
+    # The indexer of sparse attention.
+    "index_n_heads": 4,
+    "index_head_dim": 32,
+    "index_topk": 32,
     # Latent attention.
     "q_lora_rank": 32,
     "kv_lora_rank": 32,
@@ -72,7 +104,27 @@ _SETTINGS_OF_TYPE: Mapping[str, Mapping[str, Any]] = {
     # (qwen3_moe_bridge.py:66). Such experts put out more: with narrower weights, bfloat16 tells the engines apart by
     # about as much as it does with other types.
     "qwen3_moe": {"norm_topk_prob": True, "initializer_range": 0.2},
+    "nemotron_h": {"n_group": 1, "initializer_range": 0.2},
+    "glm4_moe_lite": {"n_group": 1},
 }
+_LAYERS: Mapping[str, tuple[str, tuple[str, ...]]] = {
+    # By model type: the key that lists its layers, and the layers of a pipeline stage, one of each kind.
+    "nemotron_h": ("layers_block_type", ("mamba", "moe", "attention")),
+    "qwen3_next": ("layer_types", ("linear_attention", "full_attention")),
+    "qwen3_5_text": ("layer_types", ("linear_attention", "full_attention")),
+    "qwen3_5_moe_text": ("layer_types", ("linear_attention", "full_attention")),
+    "gemma4_text": ("layer_types", ("sliding_attention", "full_attention")),
+    "glm4_moe_lite": ("mlp_layer_types", ("dense", "sparse")),
+}
+_PATTERN = "hybrid_override_pattern"
+"""Key of a published ``nemotron_h`` that has a letter for each layer."""
+_VARIANTS: tuple[tuple[str, Mapping[str, Any]], ...] = (
+    # Pattern of a name, and what sets these models apart from others of their type.
+    (r"nemotron-(nano-\d+b|h)", {"layers_block_type": ("mamba", "mlp", "attention")}),
+    (r"nemotron-3-super", {"moe_latent_size": 32}),
+    (r"gemma-?4-e\d", {"hidden_size_per_layer_input": 32}),
+    (r"gemma-?4.*a\d+b", {"enable_moe_block": True, "top_k_experts": 2}),
+)
 _DROPPED_KEYS = (
     "rope_scaling",
     "rope_parameters",
@@ -99,12 +151,14 @@ class TinyModel:
     settings: Mapping[str, Any] = field(default_factory=dict)
 
 
-def tiny_model(name: str, layout: Layout) -> TinyModel:
+def tiny_model(name: str, layout: Layout, *, recipe: Path | None = None) -> TinyModel:
     """Return the tiny model for ``policy.model_name``, from a local folder's config.json or from the name.
 
     Args:
         name: folder or name.
         layout: parallel sizes that heads, layers and experts must be divisible by.
+        recipe: path of the recipe, whose name and folders stand for the model's if that is a placeholder such as
+            ``/path/to/checkpoint``.
 
     Raises:
         ConfigError: neither a folder with a ``config.json`` nor a name of a known architecture.
@@ -115,18 +169,36 @@ def tiny_model(name: str, layout: Layout) -> TinyModel:
         if not isinstance(settings, dict) or not isinstance(settings.get("model_type"), str):
             raise ConfigError(Problem(("policy.model_name",), f"{config} has no model_type; it is no model's folder"))
         usable = {key: value for key, value in settings.items() if key not in _DROPPED_KEYS}
-        return TinyModel(settings["model_type"], str(config), {**usable, **_sizes(layout, settings)})
+        shrunk = {**usable, **_sizes(layout, settings), **_layers_of(settings, layout)}
+        return TinyModel(settings["model_type"], str(config), shrunk)
+    source = f"the name {name}"
+    if recipe is not None and re.match(r"(/?path/to/|$)", name):
+        source = f"the recipe's name, as policy.model_name is {name or 'empty'}"
+        name = "/".join((*recipe.resolve().parts[-3:-1], recipe.stem))
     lowered = name.lower()
     model_type = next((model_type for pattern, model_type in MODEL_TYPES if re.search(pattern, lowered)), None)
-    if model_type is None:
-        model_types = ", ".join(sorted({model_type for _, model_type in MODEL_TYPES}))
+    if not model_type:
+        model_types = ", ".join(sorted({model_type for _, model_type in MODEL_TYPES if model_type}))
         message = (
             f"{name} is no folder with a config.json, and its name is of no architecture known here "
             f"({model_types}); give a folder with the model's config.json (nothing else is read), as an override: "
             "policy.model_name=FOLDER"
         )
         raise ConfigError(Problem(("policy.model_name",), message))
-    return TinyModel(model_type, f"the name {name}", {**_sizes(layout), **_SETTINGS_OF_TYPE.get(model_type, {})})
+    variant = next((settings for pattern, settings in _VARIANTS if re.search(pattern, lowered)), {})
+    settings = {**_sizes(layout), **_SETTINGS_OF_TYPE.get(model_type, {}), **variant}
+    if model_type in _LAYERS:
+        key, layers = _LAYERS[model_type]
+        settings[key] = list(settings.get(key, layers)) * layout.pp
+    return TinyModel(model_type, source, settings)
+
+
+def _layers_of(config: Mapping[str, Any], layout: Layout) -> dict[str, Any]:
+    """Return a layer of each kind in a config.json for each pipeline stage, in the order in which they appear there."""
+    if isinstance(pattern := config.get(_PATTERN), str):
+        return {_PATTERN: "".join(dict.fromkeys(pattern)) * layout.pp}
+    key, _ = _LAYERS.get(str(config.get("model_type")), ("", ()))
+    return {key: list(dict.fromkeys(config[key])) * layout.pp} if isinstance(config.get(key), list) else {}
 
 
 def _sizes(layout: Layout, config: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -136,6 +208,10 @@ def _sizes(layout: Layout, config: Mapping[str, Any] | None = None) -> dict[str,
         "num_hidden_layers": 2 * layout.pp,
         "num_attention_heads": heads,
         "num_key_value_heads": groups,
+        "mamba_num_heads": heads,
+        "n_groups": groups,
+        "linear_num_key_heads": groups,
+        "linear_num_value_heads": heads,
     }
     if config is None:
         return {**_SIZES, **per_layout}
@@ -150,7 +226,8 @@ def _sizes(layout: Layout, config: Mapping[str, Any] | None = None) -> dict[str,
 def write_model(model: TinyModel, folder: Path, *, seed: int = 0) -> int:
     """Write ``model`` and ``tokenizer`` into a folder, and return the number of parameters.
 
-    They have separate folders: beside some models, transformers takes any tokenizer for the original model's.
+    The tokenizer has a folder of its own, because beside some models transformers takes any for the original model's.
+    It is in the model's as well, where Megatron reads one when it imports the model; only its size matters there.
 
     Raises:
         ConfigError: the transformers installed here doesn't have the architecture.
@@ -174,8 +251,20 @@ def write_model(model: TinyModel, folder: Path, *, seed: int = 0) -> int:
     # Megatron and Automodel do, and the token is sampled like any other: gradient norms of 10,000 and more.
     torch.nn.init.normal_(policy.get_input_embeddings().weight.data, std=_SIZES["initializer_range"])
     policy.save_pretrained(folder / "model")
-    _tokenizer().save_pretrained(folder / "tokenizer")
+    if model.model_type == "nemotron_h":
+        _rename_embedding(folder / "model" / "model.safetensors")
+    for name in ("tokenizer", "model"):
+        _tokenizer().save_pretrained(folder / name)
     return sum(parameter.numel() for parameter in policy.parameters())
+
+
+def _rename_embedding(path: Path) -> None:
+    """Name the embedding as published models do, and as vLLM and Megatron-Bridge read it; transformers 5.8 does not."""
+    safetensors = importlib.import_module("safetensors.torch")
+    tensors = safetensors.load_file(path)
+    if (weight := tensors.pop("backbone.embedding.weight", None)) is not None:
+        tensors["backbone.embeddings.weight"] = weight
+    safetensors.save_file(tensors, path, metadata={"format": "pt"})
 
 
 def _tokenizer() -> Any:

@@ -21,6 +21,19 @@ from nemo_geomask.tools.rehearse.tiny_models import VOCABULARY, tiny_model, writ
         ("deepseek-ai/DeepSeek-V3-Base", "deepseek_v3"),
         ("meta-llama/Llama-3.1-8B-Instruct", "llama"),
         ("mistralai/Mixtral-8x7B-v0.1", "mixtral"),
+        ("nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", "nemotron_h"),
+        ("nvidia/NVIDIA-Nemotron-Nano-12B-v2", "nemotron_h"),
+        ("nvidia/Llama-3.1-Nemotron-Nano-8B-v1", "llama"),
+        ("google/gemma-4-26B-A4B-it", "gemma4_text"),
+        ("zai-org/GLM-4.7-Flash", "glm4_moe_lite"),
+        ("zai-org/GLM-4.6", "glm4_moe"),
+        ("zai-org/GLM-5.1", "glm_moe_dsa"),
+        ("MiniMaxAI/MiniMax-M2.7", "minimax_m2"),
+        ("Qwen/Qwen3.5-9B-Base", "qwen3_5_text"),
+        ("Qwen/Qwen3.5-35B-A3B-Base", "qwen3_5_moe_text"),
+        ("Qwen/Qwen3-Next-80B-A3B-Instruct", "qwen3_next"),
+        ("meta-llama/Llama-4-Scout-17B-16E", "llama4_text"),
+        ("moonshotai/Moonlight-16B-A3B-Instruct", "deepseek_v3"),
     ],
 )
 def test_the_architecture_by_the_name(name, kind):
@@ -30,6 +43,42 @@ def test_the_architecture_by_the_name(name, kind):
 def test_an_unknown_name_says_what_to_give():
     with pytest.raises(ConfigError, match=r"policy.model_name: acme/new-1B .* policy.model_name=FOLDER"):
         tiny_model("acme/new-1B", Layout())
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["nvidia/Llama-3_3-Nemotron-Super-49B-v1_5", "mistralai/Mistral-Medium-3.5-128B", "Qwen/Qwen2.5-VL-3B-Instruct"],
+)
+def test_a_name_that_is_like_another_architectures_is_not_taken_for_it(name):
+    with pytest.raises(ConfigError, match="is of no architecture known here"):
+        tiny_model(name, Layout())
+
+
+@pytest.mark.parametrize(
+    ("name", "layers"),
+    [
+        ("nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", ["mamba", "moe", "attention"]),
+        ("nvidia/NVIDIA-Nemotron-Nano-12B-v2", ["mamba", "mlp", "attention"]),
+    ],
+)
+def test_each_kind_of_layer_is_there_in_each_pipeline_stage(name, layers):
+    assert tiny_model(name, Layout(pp=2)).settings["layers_block_type"] == layers * 2
+
+
+def test_a_published_pattern_of_layers_is_shortened(tmp_path):
+    published = {"model_type": "nemotron_h", "hybrid_override_pattern": "MEMEM*EMEMEM*", "n_groups": 8}
+    (tmp_path / "config.json").write_text(json.dumps(published), encoding="utf-8")
+    settings = tiny_model(str(tmp_path), Layout(tp=4)).settings
+    assert (settings["hybrid_override_pattern"], settings["n_groups"]) == ("ME*", 4)
+
+
+def test_a_placeholder_takes_the_recipes_name(tmp_path):
+    recipe = tmp_path / "nemotron-3-super" / "stage1_rlvr.yaml"
+    model = tiny_model("/path/to/checkpoint", Layout(), recipe=recipe)
+    assert (model.model_type, model.settings["moe_latent_size"]) == ("nemotron_h", 32)
+    assert "the recipe's name, as policy.model_name is /path/to/checkpoint" in model.source
+    with pytest.raises(ConfigError, match="acme/new-1B"):
+        tiny_model("acme/new-1B", Layout(), recipe=recipe)
 
 
 def test_a_folder_keeps_what_is_no_size(tmp_path):
@@ -66,7 +115,18 @@ def test_a_folder_without_a_model_type(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["Qwen/Qwen3-30B-A3B", "Qwen/Qwen2.5-1.5B", "meta-llama/Llama-3.1-8B", "DeepSeek-V3"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("Qwen/Qwen3-30B-A3B", "Qwen/Qwen2.5-1.5B", "meta-llama/Llama-3.1-8B", "DeepSeek-V3"),
+        *(
+            "nvidia/NVIDIA-Nemotron-3-Super-120B-A12B-BF16",
+            "nvidia/NVIDIA-Nemotron-Nano-9B-v2",
+            "zai-org/GLM-4.7-Flash",
+        ),
+        *("google/gemma-4-E4B-it", "google/gemma-4-26B-A4B-it", "Qwen/Qwen3.5-35B-A3B", "MiniMaxAI/MiniMax-M2.7"),
+    ],
+)
 def test_models_are_tiny_and_run(name, tmp_path):
     transformers = pytest.importorskip("transformers")
     import torch
@@ -80,6 +140,8 @@ def test_models_are_tiny_and_run(name, tmp_path):
     assert tokens.tolist() == [[5, 7]]
     with torch.no_grad():
         assert model(tokens).logits.shape == (1, 2, VOCABULARY)
+    # Megatron reads one there.
+    assert len(transformers.AutoTokenizer.from_pretrained(tmp_path / "model")) == VOCABULARY
     # One that is zero has gradients of 1/sqrt(eps), where it is sampled.
     assert model.get_input_embeddings().weight.norm(dim=1).min() > 0.5
 

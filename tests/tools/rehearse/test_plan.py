@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from nemo_geomask.errors import ConfigError
 from nemo_geomask.recipe import read_recipe
 from nemo_geomask.tools.check import Layout, RecipeFacts, layout_of
 from nemo_geomask.tools.rehearse.plan import plan
@@ -11,6 +12,7 @@ from nemo_geomask.tools.rehearse.setting_change import Change
 
 pytest.importorskip("hydra", reason="overrides are Hydra's")
 
+MEGATRON = ["policy.dtensor_cfg.enabled=false", "policy.megatron_cfg.enabled=true"]
 BASE = """
 grpo: {num_prompts_per_step: 64, num_generations_per_prompt: 16, max_num_steps: 1000, val_period: 10, seed: 42}
 loss_fn: {name: gspo, token_level_loss: false, ratio_clip_min: 3.0e-4, ratio_clip_max: 4.0e-4}
@@ -133,6 +135,70 @@ def test_prompts_and_reward_are_built_in_unless_asked(planned):
     assert shrunk.get("data.train.output_key") == "output"
     _, own = planned(own_environment=True)
     assert own.get("data.train.dataset_name") == "OpenMathInstruct-2"
+
+
+def test_only_the_built_in_environment_is_left(planned):
+    gym = ("++env.should_use_nemo_gym=true", "++env.nemo_gym={uv_venv_dir: '${oc.env:NO_SUCH_VARIABLE,x}'}")
+    made, shrunk = planned(*gym, "++policy.generation.vllm_cfg.expose_http_server=true")
+    assert list(shrunk.get("env")) == [shrunk.get("data.default.env_name")] == [shrunk.get("data.train.env_name")]
+    assert shrunk.get("policy.generation.vllm_cfg.expose_http_server") is False
+    assert any(line.startswith("env: ") and "NeMo-Gym" in line for line in made.unrehearsed)
+    assert list(planned(*gym, own_environment=True)[1].get("env")) == ["math", "should_use_nemo_gym", "nemo_gym"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "gpus", "message"),
+    [
+        (["policy.generation.backend=sglang"], True, "policy.generation.backend: sglang samples .*backend=vllm"),
+        (["policy.model_name=Qwen/Qwen2.5-VL-3B-Instruct"], True, "is a model of images"),
+        (["+data.default.processor=vlm_hf_data_processor"], True, "data.default.processor: .* reads images"),
+        (["+on_policy_distillation={enabled: true}"], True, "on_policy_distillation.enabled: true: .* no teachers"),
+        (["policy.model_name=zai-org/GLM-5.1"], False, "GLM-5.1 .glm_moe_dsa. has sparse attention"),
+        (["policy.model_name=openai/gpt-oss-20b", *MEGATRON], False, "attention with sinks"),
+    ],
+)
+def test_what_a_rehearsal_would_not_show_is_refused(planned, overrides, gpus, message):
+    with pytest.raises(ConfigError, match=message):
+        planned(*overrides, gpus=gpus)
+
+
+def test_gpus_run_what_cpus_can_not(planned):
+    assert planned("policy.model_name=zai-org/GLM-5.1", gpus=True)[0].model.model_type == "glm_moe_dsa"
+    assert planned("policy.model_name=openai/gpt-oss-20b")[0].model.model_type == "gpt_oss"
+
+
+def test_another_algorithm_has_nothing_to_rehearse(tmp_path):
+    path = tmp_path / "sft.yaml"
+    path.write_text(BASE.replace("grpo:", "sft:").replace("loss_fn:", "other:"), encoding="utf-8")
+    with pytest.raises(ConfigError, match="supervised fine-tuning, which has no policy loss"):
+        plan(RecipeFacts.from_recipe(read_recipe(path)), folder=tmp_path)
+
+
+def test_kernels_of_cudas_are_replaced_and_said(planned):
+    automodel = "policy.dtensor_cfg.automodel_kwargs.backend"
+    overrides = [
+        "policy.optimizer.name=transformer_engine.pytorch.optimizers.fused_adam.FusedAdam",
+        "+policy.optimizer.kwargs.master_weights=true",
+        f"++{automodel}={{attn: te, linear: te, rms_norm: torch_fp32, dispatcher: deepep}}",
+        "++policy.generation.vllm_kwargs={moe_backend: triton, speculative_config: {model: x}}",
+        "++data_plane={enabled: true, backend: mooncake_cpu}",
+    ]
+    made, shrunk = planned(*overrides)
+    assert shrunk.get("policy.optimizer") == {"name": "torch.optim.AdamW", "kwargs": {"lr": 1.0e-6}}
+    backend = {"attn": "sdpa", "linear": "torch", "rms_norm": "torch_fp32", "dispatcher": "torch"}
+    assert shrunk.get(automodel) == backend
+    assert shrunk.get("policy.generation.vllm_kwargs") == {"moe_backend": "auto", "speculative_config": None}
+    assert shrunk.get("data_plane.backend") == "simple"
+    for key in ("policy.optimizer", "policy.generation.vllm_kwargs.moe_backend", "data_plane.backend"):
+        assert any(line.startswith(f"{key}: ") for line in made.unrehearsed)
+    assert planned(*overrides, gpus=True)[1].get("policy.generation.vllm_kwargs.moe_backend") == "triton"
+
+
+def test_megatron_without_flex_dispatch_and_further_tokens(planned):
+    flex = "++policy.megatron_cfg.moe_token_dispatcher_type=flex"
+    _, shrunk = planned(*MEGATRON, flex, "++policy.megatron_cfg.mtp_num_layers=5")
+    assert shrunk.get("policy.megatron_cfg.moe_token_dispatcher_type") == "alltoall"
+    assert shrunk.get("policy.megatron_cfg.mtp_num_layers") == 0
 
 
 def test_nothing_leaves_the_folder(planned, tmp_path):

@@ -8,10 +8,12 @@ import importlib.machinery
 import importlib.util
 import sys
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-__all__ = ["SHIMS", "AfterImport", "MissingModules", "register"]
+from nemo_geomask.tools.rehearse.cpu_shims.mamba_shim import MODULES
+
+__all__ = ["SHIMS", "AfterImport", "MissingModules", "SuppliedModules", "register"]
 
 _PACKAGE = "nemo_geomask.tools.rehearse.cpu_shims"
 
@@ -28,6 +30,7 @@ SHIMS: Mapping[str, str] = {
     "vllm.engine.arg_utils": "vllm_shim:arguments",
     "vllm.model_executor.layers.utils": "vllm_shim:layers",
     "vllm.model_executor.layers.fused_moe.cpu_fused_moe": "vllm_shim:experts",
+    "vllm.model_executor.layers.fused_moe.config": "vllm_shim:moe_config",
     "vllm.model_executor.layers.fused_moe.layer": "vllm_shim:fused_experts",
     "vllm.v1.engine.async_llm": "vllm_shim:requests",
     "vllm.v1.worker.gpu_model_runner": "vllm_shim:routes",
@@ -40,7 +43,11 @@ SHIMS: Mapping[str, str] = {
     "megatron.core.transformer.moe.token_dispatcher": "megatron_shim:dispatcher",
     "megatron.core.transformer.moe.moe_utils": "megatron_shim:experts",
     "megatron.bridge.training.initialize": "megatron_shim:initialize",
+    "megatron.core.models.common.embeddings.yarn_rotary_pos_embedding": "megatron_shim:yarn",
+    "megatron.core.models.hybrid.hybrid_block": "megatron_shim:final_norm",
     "megatron.bridge.models.gpt_provider": "megatron_shim:layer_spec",
+    "megatron.bridge.models.transformer_config": "megatron_shim:fusions",
+    "megatron.bridge.models.hybrid.hybrid_provider": "megatron_shim:hybrid_spec",
 }
 """By module of a host: the module and function of this package that yield the patches to apply to it."""
 
@@ -144,6 +151,30 @@ class MissingModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         """Do nothing: the module is empty."""
 
 
+class SuppliedModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Import hook for packages of CUDA kernels whose functions are called; here they are plain torch.
+
+    Args:
+        modules: names of modules, each with a function that returns its attributes.
+    """
+
+    def __init__(self, modules: Mapping[str, Callable[[], Mapping[str, object]]] = MODULES) -> None:
+        installed = {name for name in modules if "." not in name and importlib.util.find_spec(name) is not None}
+        self._modules = {name: make for name, make in modules.items() if name.partition(".")[0] not in installed}
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        """Return a spec for a module that is supplied."""
+        if fullname not in self._modules:
+            return None
+        return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        """Give the module its names."""
+        vars(module).update(self._modules[module.__name__]())
+
+
 class _Nothing:
     def __init__(self, *args: object, **kwargs: object) -> None:
         pass
@@ -167,4 +198,5 @@ class _Empty(types.ModuleType):
 def register() -> None:
     """Install the import hooks in this process; call it before any host is imported."""
     sys.meta_path.insert(0, MissingModules())
+    sys.meta_path.insert(0, SuppliedModules())
     sys.meta_path.insert(0, AfterImport())

@@ -3,13 +3,28 @@
 from __future__ import annotations
 
 import copy
+import functools
 import importlib
 from collections.abc import Iterator
 from typing import Any
 
 from nemo_geomask.hosts.nemo_rl.patch import Patch, attribute
 
-__all__ = ["buffers", "clip_grads", "dispatcher", "experts", "initialize", "jit", "layer_spec", "norm", "random"]
+__all__ = [
+    "buffers",
+    "clip_grads",
+    "dispatcher",
+    "experts",
+    "final_norm",
+    "fusions",
+    "hybrid_spec",
+    "initialize",
+    "jit",
+    "layer_spec",
+    "norm",
+    "random",
+    "yarn",
+]
 
 
 def jit(module: Any) -> Iterator[Patch]:
@@ -110,16 +125,86 @@ def layer_spec(module: Any) -> Iterator[Patch]:
     """bridge/models/gpt_provider.py:51: layers of transformer-engine's. Megatron's own instead, with the names of
     parameters that the bridge maps: the norm before a projection belongs to the projection."""
 
+    yield attribute(module, "transformer_engine_layer_spec", lambda original: _local_spec)
+
+
+_FUSED = (
+    # llama_bridge.py:60 and qwen3_moe_bridge.py:62,67 set them, whatever the recipe has; transformer_config.py:2250 and
+    # :2732 refuse the first three without transformer-engine, and the others need streams or Apex.
+    *("apply_rope_fusion", "moe_permute_fusion", "moe_grouped_gemm"),
+    *("moe_shared_expert_overlap", "gradient_accumulation_fusion", "persist_layer_norm"),
+)
+
+
+def fusions(module: Any) -> Iterator[Patch]:
+    """bridge/models/transformer_config.py:165,242: a bridge's own settings for kernels, when a model is imported."""
+
     def without_fusion(original: Any) -> Any:
         def finalize(self: Any) -> None:
-            # qwen3_moe_bridge.py:62,67 ask for transformer-engine's kernels, which transformer_config.py:2732 refuses.
-            self.moe_grouped_gemm = self.moe_permute_fusion = False
+            for name in _FUSED:
+                if hasattr(self, name):
+                    setattr(self, name, False)
             original(self)
 
         return finalize
 
-    yield attribute(module, "transformer_engine_layer_spec", lambda original: _local_spec)
-    yield attribute(module.GPTModelProvider, "finalize", without_fusion)
+    for name in ("TransformerConfig", "MLATransformerConfig"):
+        if "finalize" in vars(getattr(module, name, object)):
+            yield attribute(getattr(module, name), "finalize", without_fusion)
+
+
+def yarn(module: Any) -> Iterator[Patch]:
+    """yarn_rotary_pos_embedding.py:78, of latent attention: a device by its number, which torch knows of no CPU."""
+
+    def on_cpu(original: Any) -> Any:
+        def init(self: Any, *args: Any, **kwargs: Any) -> None:
+            original(self, *args, **{**kwargs, "use_cpu_initialization": True})
+
+        return init
+
+    yield attribute(module.YarnRotaryEmbedding, "__init__", on_cpu)
+
+
+def final_norm(module: Any) -> Iterator[Patch]:
+    """hybrid_block.py:223: a norm of transformer-engine's, which no layer specification replaces."""
+    norm = importlib.import_module("megatron.core.transformer.torch_norm").WrappedTorchNorm
+    yield attribute(module, "TENorm", lambda original: norm)
+
+
+def hybrid_spec(module: Any) -> Iterator[Patch]:
+    """bridge/models/hybrid/hybrid_provider.py:76: layers of transformer-engine's, as in :func:`layer_spec`."""
+    yield attribute(module, "transformer_engine_hybrid_stack_spec", lambda original: _local_hybrid_spec)
+
+
+def _local_hybrid_spec() -> Any:
+    stack = importlib.import_module("megatron.core.models.hybrid.hybrid_layer_specs")
+    attention = importlib.import_module("megatron.core.transformer.dot_product_attention").DotProductAttention
+    norm = importlib.import_module("megatron.core.transformer.torch_norm").WrappedTorchNorm
+    moe = importlib.import_module("megatron.core.models.gpt.moe_module_specs")
+    row = importlib.import_module("megatron.core.tensor_parallel").RowParallelLinear
+    spec, add, normed = stack.ModuleSpec, stack.get_bias_dropout_add, _normed_projection()
+    mixer = spec(stack.MambaMixer, submodules=stack.MambaMixerSubmodules(in_proj=normed, out_proj=row))
+    self_attention = spec(
+        stack.SelfAttention,
+        params={"attn_mask_type": stack.AttnMaskType.causal},
+        submodules=stack.SelfAttentionSubmodules(linear_qkv=normed, core_attention=attention, linear_proj=row),
+    )
+    dense = stack.MLPSubmodules(linear_fc1=normed, linear_fc2=row)
+    experts = moe.get_moe_module_spec(use_te=False, num_experts=8, moe_grouped_gemm=False)
+    layer = stack.TransformerLayerSubmodules
+    # Layers of other kinds stay out: a specification is copied, and mocks of transformer-engine's can't be.
+    layers = stack.HybridStackSubmodules(
+        mamba_layer=spec(stack.MambaLayer, submodules=stack.MambaLayerSubmodules(mixer=mixer, mamba_bda=add)),
+        attention_layer=spec(
+            stack.TransformerLayer, submodules=layer(self_attention=self_attention, self_attn_bda=add)
+        ),
+        mlp_layer=spec(
+            stack.MLPLayer,
+            submodules=layer(mlp=functools.partial(stack.MLP.as_mlp_submodule, submodules=dense), mlp_bda=add),
+        ),
+        moe_layer=spec(stack.MoETransformerLayer, submodules=layer(pre_mlp_layernorm=norm, mlp=experts, mlp_bda=add)),
+    )
+    return spec(stack.HybridStack, submodules=layers)
 
 
 def _local_spec(config: Any) -> Any:
@@ -148,6 +233,7 @@ def _normed_projection() -> Any:
     column: Any = importlib.import_module("megatron.core.tensor_parallel").ColumnParallelLinear
 
     def init(self: Any, input_size: int, output_size: int, *, config: Any, **kwargs: Any) -> None:
+        kwargs.pop("pg_collection", None)  # of a state space's projection; transformer-engine's alone take it
         column.__init__(self, input_size, output_size, config=config, **kwargs)
         self.layer_norm_weight = torch.nn.Parameter(torch.ones(input_size, dtype=config.params_dtype))
         self.layer_norm_weight.sequence_parallel = config.sequence_parallel

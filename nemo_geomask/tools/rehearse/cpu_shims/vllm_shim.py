@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 import zlib
@@ -11,7 +12,7 @@ from typing import Any
 
 from nemo_geomask.hosts.nemo_rl.patch import Patch, attribute
 
-__all__ = ["arguments", "experts", "fused_experts", "layers", "requests", "routes"]
+__all__ = ["arguments", "experts", "fused_experts", "layers", "moe_config", "requests", "routes"]
 
 
 def arguments(module: Any) -> Iterator[Patch]:
@@ -47,6 +48,43 @@ def experts(module: Any) -> Iterator[Patch]:
     if hasattr(module.CPUFusedMOE, "_pad_moe_intermediate_for_grouped_gemm"):
         name = "_pad_moe_intermediate_for_grouped_gemm"
         yield attribute(module.CPUFusedMOE, name, lambda original: lambda self, layer: None)
+    activations = module.MoEActivation
+    if hasattr(activations, "RELU2_NO_MUL"):
+        more = {activations.RELU2_NO_MUL: lambda x: x.relu().square()}
+        yield attribute(module, "_CPU_MOE_ACT_FN", lambda original: {**original, **more})
+    yield attribute(module, "select_experts", _choosing)
+
+
+def _choosing(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Choose experts by sigmoids, or with a bias, without groups: as with one group of all experts."""
+
+    @functools.wraps(original)
+    def choose(hidden_states: Any, router_logits: Any, top_k: int, *args: Any, **kwargs: Any) -> Any:
+        parameters = list(inspect.signature(original).parameters)[3:]
+        how = {**dict(zip(parameters, args, strict=False)), **kwargs}
+        is_plain = how.get("scoring_func", "softmax") == "softmax" and how.get("e_score_correction_bias") is None
+        if not how.get("use_grouped_topk") and how.get("custom_routing_function") is None and not is_plain:
+            how |= {"use_grouped_topk": True, "num_expert_group": 1, "topk_group": 1}
+        return original(hidden_states, router_logits, top_k, **how)
+
+    return choose
+
+
+def moe_config(module: Any) -> Iterator[Patch]:
+    """fused_moe/config.py:1370: experts without a gate, as Nemotron's, are refused on CPUs; see :func:`experts`."""
+
+    def allowing(original: Any) -> Any:
+        def post_init(self: Any) -> None:
+            try:
+                original(self)
+            except NotImplementedError:
+                # Its last statement; nothing is left undone.
+                if self.is_act_and_mul:
+                    raise
+
+        return post_init
+
+    yield attribute(module.FusedMoEConfig, "__post_init__", allowing)
 
 
 def fused_experts(module: Any) -> Iterator[Patch]:

@@ -1,0 +1,65 @@
+"""Recipes that can't be rehearsed, each with the key, the reason and the way out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from nemo_geomask.errors import Problem
+from nemo_geomask.tools.check import RecipeFacts
+
+__all__ = ["model_refusals", "recipe_refusals"]
+
+_BACKEND = "policy.generation.backend"
+_NO_CPU: Mapping[str, str] = {
+    "glm_moe_dsa": "sparse attention, for which vLLM has no CPU kernel",
+}
+"""By model type: what vLLM or the trainer lacks on CPUs."""
+_NO_CPU_ON_MEGATRON: Mapping[str, str] = {
+    "gpt_oss": "attention with sinks, which Megatron has only through transformer-engine",
+    "gemma4_text": "layers with two head sizes, which Megatron-Bridge has only through transformer-engine",
+    "qwen3_next": "gated delta nets, which Megatron has only through transformer-engine",
+    "qwen3_5_text": "gated delta nets, which Megatron has only through transformer-engine",
+    "qwen3_5_moe_text": "gated delta nets, which Megatron has only through transformer-engine",
+}
+"""By model type: what Megatron's own layers, which replace transformer-engine's on CPUs, lack."""
+_MEDIA = ("omni", "audio", "-vl", "_vl", "vision", "vlm")
+"""Parts of model names, and of the names of data processors, that stand for images, video or sound."""
+
+
+def recipe_refusals(facts: RecipeFacts) -> Iterator[Problem]:
+    """Yield a problem for each part of a recipe without which a rehearsal would show nothing of it."""
+    if (algorithm := facts.other_algorithm) is not None:
+        message = f"the recipe trains by {algorithm}, which has no policy loss; only GRPO and PPO are rehearsed"
+        yield Problem(("grpo",), message)
+        return
+    if (backend := facts.get(_BACKEND, "vllm")) != "vllm":
+        message = f"{backend} samples in this recipe, and a rehearsal samples with vLLM alone; override {_BACKEND}=vllm"
+        yield Problem((_BACKEND,), f"{message} to rehearse everything else")
+    if facts.is_true("on_policy_distillation.enabled"):
+        key = "on_policy_distillation.enabled"
+        message = "true: a rehearsal has no teachers, whose log-probs are this recipe's advantages; set false"
+        yield Problem((key,), message)
+    yield from _media(facts)
+
+
+def _media(facts: RecipeFacts) -> Iterator[Problem]:
+    """Yield a problem if the recipe trains on images, video or sound: the built-in prompts are text."""
+    why = "images, video or sound, and a rehearsal has text alone"
+    name = str(facts.get("policy.model_name", "")).lower()
+    if any(part in name for part in _MEDIA):
+        yield Problem(("policy.model_name",), f"{facts.get('policy.model_name')} is a model of {why}")
+        return
+    for key in ("data.default.processor", "data.train.processor"):
+        if any(part in str(facts.get(key, "")).lower() for part in _MEDIA):
+            yield Problem((key,), f"{facts.get(key)} reads {why}")
+            return
+
+
+def model_refusals(facts: RecipeFacts, model_type: str) -> Iterator[Problem]:
+    """Yield a problem if CPUs can't run a recipe's architecture with its training backend."""
+    lacks = _NO_CPU.get(model_type) or (_NO_CPU_ON_MEGATRON.get(model_type) if facts.uses_megatron else None)
+    if lacks is not None:
+        yield Problem(
+            ("policy.model_name",),
+            f"{facts.get('policy.model_name')} ({model_type}) has {lacks}; rehearse it on a machine with GPUs",
+        )
