@@ -166,7 +166,7 @@ def rehearse(
             Problem(("checkpointing.enabled",), "--resume needs a checkpoint: set true, and 2 --steps at least")
         )
     resumed_args = (*overrides, *(resume or ()))
-    resumed_facts = RecipeFacts.from_recipe(read_recipe(recipe, resumed_args)) if resume else facts
+    resumed_facts = RecipeFacts.from_recipe(read_recipe(recipe, resumed_args, leave=leave)) if resume else facts
     reports = [check(facts), *([check(resumed_facts)] if resume else [])]
     report = next((each for each in reports if each.count("error")), reports[0])
     gpus = has_gpus()
