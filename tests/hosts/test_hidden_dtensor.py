@@ -1,5 +1,6 @@
 """Hidden states in the place of logits in DTensor workers: FSDP and tensor-parallel plans over gloo."""
 
+import functools
 import types
 from typing import Any, NamedTuple
 
@@ -19,7 +20,7 @@ from torch.distributed.tensor.parallel import (
 
 from nemo_geomask import build_loss
 from nemo_geomask.errors import ConfigError
-from nemo_geomask.hosts.nemo_rl import WorkerError, hidden_dtensor, patch, worker_hooks
+from nemo_geomask.hosts.nemo_rl import WorkerError, forward_logprobs, hidden_dtensor, patch, worker_hooks
 from nemo_geomask.hosts.nemo_rl.hidden_states import hidden_states_requested
 from nemo_geomask.hosts.nemo_rl.logit_backends import LogitLoss
 from nemo_geomask.parallel.local_processes import run_ranks
@@ -195,13 +196,15 @@ def _of_v2():
     train.LogprobsPostProcessor = type("LogprobsPostProcessor", (_Scores,), {})
     train.get_logprobs_from_vocab_parallel_logits = lambda logits, ids, chunk_size=None: "NeMo-RL's own"
     train.forward_with_post_processing_fn = lambda model, post_processing_fn, ids: model(ids).logits.div_(TEMPERATURE)
-    patches = hidden_dtensor.worker_patches(train)
-    patches.append(
-        patch.attribute(
-            train.LogprobsPostProcessor, "_compute_local_logprobs", worker_hooks.wrap_full_vocabulary_logprobs
-        )
+    forward = functools.partial(hidden_dtensor.wrap_forward, train)
+    wrap_scores = forward_logprobs.wrap_full_vocabulary_logprobs
+    patch.apply_all(
+        [
+            patch.attribute(train, "forward_with_post_processing_fn", forward),
+            patch.attribute(train, "get_logprobs_from_vocab_parallel_logits", hidden_dtensor.wrap_shard_logprobs),
+            patch.attribute(train.LogprobsPostProcessor, "_compute_local_logprobs", wrap_scores),
+        ]
     )
-    patch.apply_all(patches)
     return train
 
 
@@ -323,10 +326,6 @@ def test_v2_says_what_a_pass_is_for():
         hidden_states_requested.reset(token)
 
 
-class _Theirs:
-    """A loss of NeMo-RL's."""
-
-
 def test_other_losses_get_no_hidden_states():
     model = Model()
     _prepare(model)
@@ -335,13 +334,6 @@ def test_other_losses_get_no_hidden_states():
     groups = {"vocab_parallel_group": None, "context_parallel_group": None}
     with pytest.raises(WorkerError, match="the loss gspo takes logits.*set logprob_backend: geomask there"):
         LogitLoss(build_loss({**models.CONFIG, "logprob_backend": "geomask"}))(output, data, seqs, toks, **groups)
-    prepared = worker_hooks.wrap_prepare_loss_input(
-        lambda logits, data, loss_fn, sampling_params=None: ({"logits": logits}, data)
-    )
-    for loss in (_Theirs(), build_loss(models.CONFIG)):
-        assert prepared("logits", "data", loss) == ({"logits": "logits"}, "data")
-        with pytest.raises(WorkerError, match=f"the loss {type(loss).__name__} takes logits"):
-            prepared(output, data, loss)
 
 
 class _Adapted(torch.nn.Linear):

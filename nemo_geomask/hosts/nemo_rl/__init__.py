@@ -5,11 +5,12 @@ The table lists the modules by layer. A module imports only from its own layer a
 ============  ========================================================================================================
 facts         ``facts``, ``host_errors``, ``installed_version``, ``accepted_apis``, ``source_signature``,
               ``source_layout``, ``host_api``, ``patch``
-data          ``loss_block``, ``environment_probe``, ``replay_stamp``, ``resumed_step``
-worker side   ``current_logprobs``, ``packed_microbatch``, ``hidden_states``, ``logit_backends``, ``hidden_megatron``,
-              ``hidden_dtensor``, ``worker_hooks``
-driver side   ``record_hooks``, ``prestep_hooks``, ``prev_logprobs``, ``worker_setup``
-entry points  ``loss_dispatch``, ``launch``, ``installation_report``
+data          ``loss_block``, ``environment_probe``, ``replay_versions``, ``resumed_step``
+worker side   ``current_logprobs``, ``hidden_states``, ``logit_backends``, ``packed_microbatch``, ``forward_logprobs``,
+              ``hidden_megatron``, ``hidden_dtensor``
+driver side   ``step_recorder``, ``step_methods``, ``prev_logprobs``, ``policies``
+patches       ``host_patches``, ``worker_hooks``, ``worker_setup``
+entry points  ``geomask_setup``, ``launch``, ``installation_report``
 ============  ========================================================================================================
 """
 
@@ -20,19 +21,35 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from nemo_geomask.hosts.nemo_rl.geomask_setup import build_nemo_rl_loss, prepare_policy, with_geomask
     from nemo_geomask.hosts.nemo_rl.host_errors import HostAPIError, WorkerError
-    from nemo_geomask.hosts.nemo_rl.loss_dispatch import install, installed, uninstall
+    from nemo_geomask.hosts.nemo_rl.launch import install, installed, run_script, uninstall
     from nemo_geomask.hosts.nemo_rl.worker_hooks import prepare as prepare_worker
 
-__all__ = ["HostAPIError", "WorkerError", "install", "installed", "prepare_worker", "uninstall"]
+__all__ = [
+    "HostAPIError",
+    "WorkerError",
+    "build_nemo_rl_loss",
+    "install",
+    "installed",
+    "prepare_policy",
+    "prepare_worker",
+    "run_script",
+    "uninstall",
+    "with_geomask",
+]
 
 _EXPORTS = {
     "HostAPIError": ("host_errors", "HostAPIError"),
     "WorkerError": ("host_errors", "WorkerError"),
-    "install": ("loss_dispatch", "install"),
-    "installed": ("loss_dispatch", "installed"),
+    "build_nemo_rl_loss": ("geomask_setup", "build_nemo_rl_loss"),
+    "install": ("launch", "install"),
+    "installed": ("launch", "installed"),
+    "prepare_policy": ("geomask_setup", "prepare_policy"),
     "prepare_worker": ("worker_hooks", "prepare"),
-    "uninstall": ("loss_dispatch", "uninstall"),
+    "run_script": ("launch", "run_script"),
+    "uninstall": ("launch", "uninstall"),
+    "with_geomask": ("geomask_setup", "with_geomask"),
 }
 
 

@@ -19,6 +19,7 @@ __all__ = [
     "APIDifference",
     "accept",
     "accepted",
+    "as_variables",
     "check_accepted",
     "not_accepted",
     "warn_of_accepted",
@@ -48,9 +49,13 @@ class APIDifference:
 
 def accept(names: Iterable[str]) -> None:
     """Accept APIs, in this process and in those that NeMo-RL starts, beside those that are accepted already."""
+    os.environ.update(as_variables(names))
+
+
+def as_variables(names: Iterable[str]) -> dict[str, str]:
+    """Return the environment variables of a process that accepts these APIs beside those that are accepted already."""
     names = accepted().union(name.strip() for name in names)
-    if names:
-        os.environ[VARIABLE] = ",".join(sorted(names))
+    return {VARIABLE: ",".join(sorted(names))} if names else {}
 
 
 def accepted() -> frozenset[str]:

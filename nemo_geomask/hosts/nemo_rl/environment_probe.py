@@ -15,7 +15,7 @@ import re
 import sys
 from pathlib import Path
 
-__all__ = ["MARK", "probe"]
+__all__ = ["MARK", "probe", "probe_actor"]
 
 MARK = "nemo-geomask-probe:"
 
@@ -62,6 +62,16 @@ def probe(payload: bytes | None = None) -> dict[str, object]:
         ),
         "errors": errors,
     }
+
+
+def probe_actor(actor: object, payload: bytes) -> dict[str, object]:
+    """Report on the process of a Ray actor, as :func:`probe` does.
+
+    Args:
+        actor: the actor in whose process this runs; not used.
+        payload: a pickled loss to load.
+    """
+    return probe(payload)
 
 
 def _package(name: str) -> tuple[str, str] | None:

@@ -7,7 +7,8 @@ release between releases.
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Mapping
+import contextlib
+from collections.abc import Iterator, Mapping, MutableMapping
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from nemo_geomask.config.strict import as_yaml
 from nemo_geomask.errors import Problem
 
 __all__ = [
+    "DATA_PLANE_POLICY",
     "FIELDS_READ_BY_TRAINERS",
     "FUSED_LOGPROBS",
     "FUSED_LOGPROBS_UNTIL_V0_7_0",
@@ -26,7 +28,10 @@ __all__ = [
     "LOSS_FIELDS",
     "LOSS_MODULE",
     "NO_ENTROPY",
+    "POLICY",
+    "REPLAY_BUFFERS",
     "SETTING_READERS",
+    "SETUPS",
     "TESTED_VERSIONS",
     "NeutralValues",
     "build_loss_config",
@@ -37,8 +42,10 @@ __all__ = [
     "missing_prev",
     "neutral_values",
     "neutral_values_in_source",
+    "policy_worker_class",
     "prev_readers",
     "reads_setting",
+    "replace_loss_config",
     "resets_reference_on_resume",
     "skips_unread_logprobs",
     "trains_on_chunks",
@@ -48,6 +55,17 @@ TESTED_VERSIONS = "v0.6.0, v0.7.0 and main of August 2026"
 LOSS_MODULE = "nemo_rl.algorithms.loss.loss_functions"
 LOSS_CLASS = "ClippedPGLossFn"
 LOSS_CONFIG = "ClippedPGLossConfig"
+POLICY = ("nemo_rl.models.policy.lm_policy", "Policy")
+"""Module and name of the class through which NeMo-RL's driver trains and scores."""
+DATA_PLANE_POLICY = ("nemo_rl.models.policy.tq_policy", "TQPolicy")
+"""Module and name of its subclass for batches in the data plane, from v0.7.0."""
+SETUPS = (
+    ("nemo_rl.algorithms.grpo", "setup"),
+    ("nemo_rl.algorithms.ppo", "setup"),
+    ("nemo_rl.algorithms.single_controller_utils.setup", "setup_single_controller"),
+)
+"""Module and name of each function that builds the policy, its loss and what else a training loop takes."""
+REPLAY_BUFFERS = "nemo_rl.algorithms.async_utils"
 
 LOSS_FIELDS = frozenset(
     {
@@ -157,6 +175,25 @@ def _mentions(checkout: Path, module: str, word: str) -> bool:
         return False
 
 
+def policy_worker_class(policy_settings: Mapping[str, Any]) -> str | None:
+    """Return the dotted name of the worker class that NeMo-RL's policy starts; None if it is not one of its three.
+
+    Args:
+        policy_settings: section ``policy`` of the recipe.
+    """
+    workers = "nemo_rl.models.policy.workers"
+    if policy_settings.get("quant_cfg"):
+        return None
+    if (policy_settings.get("megatron_cfg") or {}).get("enabled"):
+        return f"{workers}.megatron_policy_worker.MegatronPolicyWorker"
+    dtensor = policy_settings.get("dtensor_cfg") or {}
+    if not dtensor.get("enabled"):
+        return None
+    if dtensor.get("_v2"):
+        return f"{workers}.dtensor_policy_worker_v2.DTensorPolicyWorkerV2"
+    return f"{workers}.dtensor_policy_worker.DTensorPolicyWorker"
+
+
 def loss_fields(config_class: Any) -> set[str]:
     """Return the field names of an imported ``ClippedPGLossConfig``.
 
@@ -241,6 +278,31 @@ def build_loss_config(config_class: Any, settings: Mapping[str, Any]) -> Any:
     if isinstance(config_class, type) and issubclass(config_class, BaseModel):
         return config_class(**settings)
     return {**LossConfig().model_dump(include=loss_fields(config_class)), **settings}
+
+
+@contextlib.contextmanager
+def replace_loss_config(master_config: Any, config_class: Any, settings: Mapping[str, Any]) -> Iterator[None]:
+    """Replace ``loss_fn`` in NeMo-RL's complete configuration within the context.
+
+    Args:
+        master_config: a pydantic model, or a mapping in v0.6.0.
+        config_class: the imported ``ClippedPGLossConfig``.
+        settings: those that differ from NeMo-RL's defaults.
+    """
+    replacement = build_loss_config(config_class, settings)
+    if isinstance(master_config, MutableMapping):
+        original = master_config["loss_fn"]
+        master_config["loss_fn"] = replacement
+    else:
+        original = master_config.loss_fn
+        master_config.loss_fn = replacement
+    try:
+        yield
+    finally:
+        if isinstance(master_config, MutableMapping):
+            master_config["loss_fn"] = original
+        else:
+            master_config.loss_fn = original
 
 
 def describe_filter(sampling_params: Any) -> str:

@@ -36,7 +36,7 @@ from nemo_geomask.hosts.nemo_rl.hidden_states import (
     wrap_post_processing,
 )
 
-__all__ = ["logits_as_shard_patch", "model_patches", "worker_patches"]
+__all__ = ["logits_as_shard_patch", "model_patches", "wrap_forward", "wrap_shard_logprobs"]
 
 
 def model_patches(model: torch.nn.Module, *, is_requested_by_worker: bool) -> list[patch.Patch]:
@@ -44,7 +44,7 @@ def model_patches(model: torch.nn.Module, *, is_requested_by_worker: bool) -> li
 
     Args:
         model: a model with FSDP and tensor parallelism applied. One whose head is unknown is refused when it trains.
-        is_requested_by_worker: True if the worker requests hidden states, see :func:`worker_patches`; otherwise the
+        is_requested_by_worker: True if the worker requests hidden states, see :func:`wrap_forward`; otherwise the
             model returns them whenever it trains.
     """
     head = _ModelHead(model, is_requested_by_worker)
@@ -57,20 +57,14 @@ def model_patches(model: torch.nn.Module, *, is_requested_by_worker: bool) -> li
     return patches
 
 
-def worker_patches(train: Any) -> list[patch.Patch]:
-    """Return the patches that make DTensor v2 workers request hidden states and compute log-probs from them.
+def wrap_forward(train: Any, original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``forward_with_post_processing_fn`` of DTensor v2 workers to request hidden states.
 
     Args:
         train: NeMo-RL's module ``models.automodel.train``.
+        original: its function.
     """
-    needs_hidden_states = functools.partial(_needs_hidden_states, train)
-    return [
-        # The worker's class refers to the function too, and travels by value.
-        patch.rebound(
-            train, "forward_with_post_processing_fn", functools.partial(wrap_post_processing, needs_hidden_states)
-        ),
-        patch.attribute(train, "get_logprobs_from_vocab_parallel_logits", _wrap_shard_logprobs),
-    ]
+    return wrap_post_processing(functools.partial(_needs_hidden_states, train), original)
 
 
 def logits_as_shard_patch(model: torch.nn.Module, mesh: DeviceMesh) -> patch.Patch:
@@ -207,7 +201,9 @@ def _needs_hidden_states(train: Any, arguments: Mapping[str, Any]) -> bool:
     return computes_logprobs and not describe_filter(post_processor.sampling_params)
 
 
-def _wrap_shard_logprobs(original: Callable[..., Any]) -> Callable[..., Any]:
+def wrap_shard_logprobs(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``get_logprobs_from_vocab_parallel_logits`` to also take hidden states in place of logits."""
+
     @functools.wraps(original)
     def get_logprobs_from_vocab_parallel_logits(logits: Any, input_ids: Any, *args: Any, **kwargs: Any) -> Any:
         hidden = Hidden.of(logits)

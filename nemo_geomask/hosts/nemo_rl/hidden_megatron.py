@@ -20,7 +20,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from nemo_geomask.hosts.nemo_rl import patch
 from nemo_geomask.hosts.nemo_rl.facts import describe_filter
 from nemo_geomask.hosts.nemo_rl.hidden_states import (
     Hidden,
@@ -35,23 +34,17 @@ from nemo_geomask.hosts.nemo_rl.hidden_states import (
 from nemo_geomask.losses.packing import IGNORE
 from nemo_geomask.segments import PackedSegments
 
-__all__ = ["worker_patches"]
+__all__ = ["wrap_forward", "wrap_logprobs_post_processor", "wrap_model_forward"]
 
 
-def worker_patches(train: Any) -> list[patch.Patch]:
-    """Return the patches that make the model of a Megatron worker return hidden states in place of logits.
+def wrap_forward(train: Any, original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``forward_with_post_processing_fn`` to request hidden states.
 
     Args:
         train: NeMo-RL's module ``models.megatron.train``.
+        original: its function.
     """
-    needs_hidden_states = functools.partial(_needs_hidden_states, train)
-    return [
-        patch.attribute(
-            train, "forward_with_post_processing_fn", functools.partial(wrap_post_processing, needs_hidden_states)
-        ),
-        patch.attribute(train, "model_forward", _wrap_model_forward),
-        patch.attribute(train.LogprobsPostProcessor, "__call__", _wrap_logprobs_post_processor),
-    ]
+    return wrap_post_processing(functools.partial(_needs_hidden_states, train), original)
 
 
 def _needs_hidden_states(train: Any, arguments: Mapping[str, Any]) -> bool:
@@ -62,7 +55,8 @@ def _needs_hidden_states(train: Any, arguments: Mapping[str, Any]) -> bool:
     return is_training or isinstance(post_processor, train.LogprobsPostProcessor)
 
 
-def _wrap_model_forward(original: Callable[..., Any]) -> Callable[..., Any]:
+def wrap_model_forward(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``model_forward`` to return hidden states, marked with their output layer, if they are requested."""
     signature = inspect.signature(original)
 
     @functools.wraps(original)
@@ -143,7 +137,8 @@ def _checked_layer(core: Any) -> Any:
     return layer
 
 
-def _wrap_logprobs_post_processor(original: Callable[..., Any]) -> Callable[..., Any]:
+def wrap_logprobs_post_processor(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap the call of ``LogprobsPostProcessor`` to compute log-probs from hidden states."""
     signature = inspect.signature(original)
 
     @functools.wraps(original)

@@ -1,7 +1,7 @@
 """NeMo-RL APIs that this package relies on, as data.
 
-``EVERY_RUN`` is compared with NeMo-RL's source by :func:`nemo_geomask.install`. Each other group is needed by some
-settings of ``loss_fn`` only, and is checked when a loss with such a setting is built.
+``EVERY_RUN`` is compared with NeMo-RL's source before a run starts. Each other group is needed by some settings only,
+and is checked where a loss with such a setting comes to its policy or its workers.
 
 Not every tested version has all of these APIs. The data plane (the storage through which ``TQPolicy`` exchanges batches
 with its workers) and PPO exist since v0.7.0. The single controller, which trains on parts of a batch as they are
@@ -15,11 +15,18 @@ from pathlib import Path
 
 from nemo_geomask import data_keys
 from nemo_geomask.hosts.nemo_rl.accepted_apis import accepted, check_accepted, not_accepted, warn_of_accepted, way_out
-from nemo_geomask.hosts.nemo_rl.facts import LOSS_CLASS, LOSS_MODULE, TESTED_VERSIONS
+from nemo_geomask.hosts.nemo_rl.facts import (
+    DATA_PLANE_POLICY,
+    LOSS_CLASS,
+    LOSS_MODULE,
+    POLICY,
+    SETUPS,
+    TESTED_VERSIONS,
+)
 from nemo_geomask.hosts.nemo_rl.host_errors import HostAPIError
 from nemo_geomask.hosts.nemo_rl.installed_version import describe_version, package_folder
 from nemo_geomask.hosts.nemo_rl.source_layout import DataKeys, compare_data_keys, compare_workers
-from nemo_geomask.hosts.nemo_rl.source_signature import APIState, Builder, Signature, Uses, compare
+from nemo_geomask.hosts.nemo_rl.source_signature import APIState, Signature, Uses, compare
 
 __all__ = [
     "AUTOMODEL_TRAIN",
@@ -28,15 +35,13 @@ __all__ = [
     "EVERY_RUN",
     "FORWARD_LOGPROBS",
     "HIDDEN_STATES",
-    "LOSS_INPUT",
-    "LOSS_UTILS",
     "LOSS_WRAPPERS",
     "MEGATRON_TRAIN",
+    "MODEL_UTILS",
+    "PACKED_ROWS",
     "POLICY_WORKERS",
     "PRESTEP",
     "PREV_LOGPROBS",
-    "RECORD",
-    "REPLAY_BUFFERS",
     "WORKER_GROUPS",
     "WORKER_REGISTRIES",
     "compare_all",
@@ -45,57 +50,34 @@ __all__ = [
 ]
 
 WORKER_GROUPS = "nemo_rl.distributed.worker_groups"
-REPLAY_BUFFERS = "nemo_rl.algorithms.async_utils"
-LOSS_UTILS = "nemo_rl.algorithms.loss.utils"
 LOSS_WRAPPERS = "nemo_rl.algorithms.loss.wrapper"
 MEGATRON_TRAIN = "nemo_rl.models.megatron.train"
 AUTOMODEL_TRAIN = "nemo_rl.models.automodel.train"
-_MODEL_UTILS = "nemo_rl.distributed.model_utils"
+MODEL_UTILS = "nemo_rl.distributed.model_utils"
 
-_CREATE_WORKER = ("self", "placement_group", "placement_group_bundle_index", "num_gpus", "bundle_indices")
-_WORKER_GROUP = (
-    *("self", "cluster", "remote_worker_builder", "workers_per_node", "name_prefix"),
-    *("bundle_indices_list", "sharding_annotations", "env_vars"),
-)
-EVERY_RUN: tuple[Signature | Builder, ...] = (
-    Signature(
-        LOSS_MODULE,
-        f"{LOSS_CLASS}.__init__",
-        (("self", "cfg"), ("self", "cfg", "use_fused_linear_logprobs")),
-    ),
+_SETUP = "every run: the loss that it returns is replaced"
+EVERY_RUN: tuple[Signature | Uses, ...] = (
     Signature(
         LOSS_MODULE,
         f"{LOSS_CLASS}.__call__",
         (("self", "next_token_logprobs", "data", "global_valid_seqs", "global_valid_toks"),),
     ),
-    Builder("nemo_rl.algorithms.grpo"),
-    Builder("nemo_rl.algorithms.ppo", optional=True),
-    Builder("nemo_rl.algorithms.single_controller_utils.setup", optional=True),
-    Signature(
-        WORKER_GROUPS,
-        "RayWorkerBuilder.IsolatedWorkerInitializer.__init__",
-        (("self", "ray_actor_class_fqn", "*init_args", "**init_kwargs"),),
+    *(
+        Uses(module, "", {name: ("master_config",)}, _SETUP, optional=module != "nemo_rl.algorithms.grpo")
+        for module, name in SETUPS
     ),
-    Signature(
-        WORKER_GROUPS,
-        "RayWorkerBuilder.IsolatedWorkerInitializer.create_worker",
-        ((*_CREATE_WORKER, "**extra_options"), (*_CREATE_WORKER, "num_gpus_per_node", "**extra_options")),
-    ),
-    Signature(WORKER_GROUPS, "RayWorkerGroup.__init__", (_WORKER_GROUP,)),
     Signature(WORKER_GROUPS, "RayWorkerGroup.workers", (("self",),)),
 )
-"""APIs that every run relies on: how the loss is built and called, and how workers are started."""
+"""APIs that every run relies on: how the loss is called, where it is built, and how workers are reached."""
 
-_POLICY = ("nemo_rl.models.policy.lm_policy", "Policy")
-_DATA_PLANE_POLICY = ("nemo_rl.models.policy.tq_policy", "TQPolicy")
 _DATA_PLANE = ("read_from_dataplane", "write_to_dataplane")
 
 _PRESTEP = "a step's metrics, loss_fn.batch_veto, denominator: kept, budgets and record"
 PRESTEP = (
-    Uses(*_POLICY, {"train": ("data", "loss_fn")}, _PRESTEP),
-    Uses(*_DATA_PLANE_POLICY, {"train_from_meta": ("meta", "loss_fn")}, _PRESTEP, _DATA_PLANE, optional=True),
+    Uses(*POLICY, {"train": ("data", "loss_fn")}, _PRESTEP),
+    Uses(*DATA_PLANE_POLICY, {"train_from_meta": ("meta", "loss_fn")}, _PRESTEP, _DATA_PLANE, optional=True),
     Uses(
-        *_DATA_PLANE_POLICY,
+        *DATA_PLANE_POLICY,
         {"begin_train_step": ("loss_fn",), "train_microbatches_from_meta": ("meta",), "finish_train_step": ()},
         _PRESTEP,
         (*_DATA_PLANE, "abort_train_step"),
@@ -106,49 +88,29 @@ PRESTEP = (
 
 _ANCHOR = "loss_fn.ratio_anchor: gen"
 PREV_LOGPROBS = (
-    Uses(*_POLICY, {"get_logprobs": ("data",)}, _ANCHOR),
-    Uses(*_DATA_PLANE_POLICY, {"get_logprobs_from_meta": ("meta",)}, _ANCHOR, _DATA_PLANE, optional=True),
-    Uses(
-        "nemo_rl.algorithms.grpo",
-        "",
-        {"compute_and_apply_seq_logprob_error_masking": ("train_data", "seq_logprob_error_threshold")},
-        _ANCHOR,
-    ),
+    Uses(*POLICY, {"get_logprobs": ("data",)}, _ANCHOR),
+    Uses(*DATA_PLANE_POLICY, {"get_logprobs_from_meta": ("meta",)}, _ANCHOR, _DATA_PLANE, optional=True),
 )
-"""Functions that compute ``prev_logprobs``, and the function that masks sequences according to ``prev_logprobs``."""
-
-_ESTIMATORS = ("GRPO", "GDPO", "ReinforcePlusPlus", "RawReward", "Generalized", "OPD")
-RECORD = tuple(
-    Uses(
-        "nemo_rl.algorithms.advantage_estimator",
-        f"{name}AdvantageEstimator",
-        {"compute_advantage": ("rewards",)},
-        "loss_fn.record",
-        optional=True,
-    )
-    for name in _ESTIMATORS
-)
-"""Methods of advantage estimators, which NeMo-RL calls with a batch's rewards; v0.6.0 has three of these classes."""
+"""Methods of the policy that compute ``prev_logprobs``."""
 
 _BACKEND = "loss_fn.logprob_backend"
-_PACKING = "loss_fn.logprob_backend and packed rows in one call"
+_PACKING = "packed rows in one call of the loss"
 _GROUPS = ("vocab_parallel_group", "context_parallel_group")
 _PACKING_WRAPPER = {
     "__init__": ("loss_fn", "prepare_fn", "cu_seqlens_q", "cu_seqlens_q_padded", "vocab_parallel_rank", *_GROUPS),
     "__call__": ("next_token_logits", "data", "global_valid_seqs", "global_valid_toks"),
 }
-LOSS_INPUT = (
-    Uses(LOSS_UTILS, "", {"prepare_loss_input": ("logits", "data", "loss_fn", *_GROUPS, "sampling_params")}, _BACKEND),
+PACKED_ROWS = (
     Uses(LOSS_WRAPPERS, "SequencePackingLossWrapper", _PACKING_WRAPPER, _PACKING),
     Uses(LOSS_WRAPPERS, "SequencePackingFusionLossWrapper", _PACKING_WRAPPER, _PACKING),
 )
-"""Worker code that turns logits into the input of a loss and splits packed rows into sequences."""
+"""Worker code that splits packed rows into sequences and calls the loss for each."""
 
 _SHARD = ("vocab_parallel_logits", "target", "vocab_start_index", "vocab_end_index", "inference_only")
 _FORWARD = f"{_BACKEND}: geomask"
 FORWARD_LOGPROBS = (
-    Uses(_MODEL_UTILS, "DistributedLogprob", {"forward": (*_SHARD, "group")}, _FORWARD),
-    Uses(_MODEL_UTILS, "ChunkedDistributedLogprob", {"forward": (*_SHARD, "chunk_size", "tp_group")}, _FORWARD),
+    Uses(MODEL_UTILS, "DistributedLogprob", {"forward": (*_SHARD, "group")}, _FORWARD),
+    Uses(MODEL_UTILS, "ChunkedDistributedLogprob", {"forward": (*_SHARD, "chunk_size", "tp_group")}, _FORWARD),
     Uses(
         AUTOMODEL_TRAIN,
         "LogprobsPostProcessor",
@@ -179,7 +141,7 @@ HIDDEN_STATES = (
     Uses(AUTOMODEL_TRAIN, "", {"forward_with_post_processing_fn": ("model", "post_processing_fn")}, _HIDDEN),
     Uses(AUTOMODEL_TRAIN, "LossPostProcessor", {"__init__": ("cp_size",)}, _HIDDEN),
     Uses(AUTOMODEL_TRAIN, "LogprobsPostProcessor", {"__init__": ("cp_size", "sampling_params")}, _HIDDEN),
-    Uses(_MODEL_UTILS, "", {"get_logprobs_from_vocab_parallel_logits": ("input_ids",)}, _HIDDEN),
+    Uses(MODEL_UTILS, "", {"get_logprobs_from_vocab_parallel_logits": ("input_ids",)}, _HIDDEN),
 )
 """Worker code that runs the model and computes log-probs from its output."""
 
@@ -212,7 +174,7 @@ _LOSS_KEYS = (
 _TRAINER_KEYS = (*_LOSS_KEYS, "input_ids", "input_lengths", "total_reward")
 DATA_KEYS = (
     DataKeys(LOSS_MODULE, (*_LOSS_KEYS, data_keys.CURR_LOGPROBS_UNFILTERED), owner=LOSS_CLASS),
-    DataKeys(LOSS_UTILS, (data_keys.CURR_LOGPROBS_UNFILTERED, "input_ids", "seq_index")),
+    DataKeys("nemo_rl.algorithms.loss.utils", (data_keys.CURR_LOGPROBS_UNFILTERED, "input_ids", "seq_index")),
     DataKeys("nemo_rl.algorithms.grpo", _TRAINER_KEYS),
     DataKeys("nemo_rl.algorithms.ppo", _TRAINER_KEYS, optional=True),
     DataKeys("nemo_rl.algorithms.grpo_sync", _TRAINER_KEYS, optional=True),
@@ -227,7 +189,7 @@ The trainers also write such keys into their logs, so a renamed key may be missi
 
 def compare_all(package: Path) -> list[APIState]:
     """Compare the APIs of all groups in this module with NeMo-RL's source in the package folder ``package``."""
-    apis = (*EVERY_RUN, *PRESTEP, *PREV_LOGPROBS, *RECORD, *LOSS_INPUT, *FORWARD_LOGPROBS, *HIDDEN_STATES)
+    apis = (*EVERY_RUN, *PRESTEP, *PREV_LOGPROBS, *PACKED_ROWS, *FORWARD_LOGPROBS, *HIDDEN_STATES)
     return [compare(api, package) for api in apis]
 
 
@@ -240,7 +202,7 @@ def compare_layout(package: Path, receives_loss: Callable[[str], bool]) -> list[
     """
     return [
         *compare_workers(
-            POLICY_WORKERS, package, policy=_POLICY[0], registries=WORKER_REGISTRIES, receives_loss=receives_loss
+            POLICY_WORKERS, package, policy=POLICY[0], registries=WORKER_REGISTRIES, receives_loss=receives_loss
         ),
         *compare_data_keys(DATA_KEYS, package),
     ]

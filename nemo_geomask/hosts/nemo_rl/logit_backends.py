@@ -7,8 +7,8 @@ statistics cross the context-parallel group, and a packed microbatch is one call
 
 from __future__ import annotations
 
-import enum
 import math
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -22,48 +22,23 @@ from nemo_geomask.errors import ConfigError, Problem, ShapeError
 from nemo_geomask.hosts.logprob_libraries import logprob_backend
 from nemo_geomask.hosts.nemo_rl.current_logprobs import ENTROPY, KeepingLoss, add_fingerprints
 from nemo_geomask.hosts.nemo_rl.hidden_states import Hidden, refuse_if
-from nemo_geomask.hosts.nemo_rl.host_errors import WorkerError
 from nemo_geomask.losses import PolicyLoss, protocol
 from nemo_geomask.losses.packing import IGNORE, check_rows, pack_rows
 from nemo_geomask.metrics import Metrics
-from nemo_geomask.parallel import vocab_parallel_logprobs
 from nemo_geomask.segments import PackedSegments
 
-__all__ = ["LogitLoss", "forward_logprobs"]
+__all__ = ["LogitLoss"]
 
 Group = dist.ProcessGroup | None
 Logits = Tensor | Hidden
 Counts = tuple[Tensor | float, Tensor | float]  # valid sequences and tokens of the optimiser step
 
 
-def forward_logprobs(logits: Tensor, targets: Tensor, group: Group) -> Tensor:
-    """Compute log-probs [B, S] in a forward pass; 0 for targets outside the vocabulary, as in NeMo-RL.
-
-    Args:
-        logits: this rank's columns, [B, S, V/TP].
-        targets: [B, S] int64.
-        group: the tensor-parallel group.
-    """
-    inside = (targets >= 0) & (targets < logits.shape[-1] * _size(group))
-    # Without validation: an error on the ranks of one context-parallel share would leave the others waiting.
-    return vocab_parallel_logprobs(
-        logits, targets.where(inside, IGNORE), group=group, ignore_index=IGNORE, validate=False
-    )
-
-
-class _Unset(enum.Enum):
-    UNSET = enum.auto()
-
-
-UNSET = _Unset.UNSET
-"""Default of the group arguments, since None means that there is no group."""
-
-
 class LogitLoss:
     """A policy loss that NeMo-RL's workers call with logits.
 
-    The workers must be prepared to pass process groups and complete packed rows, see
-    :mod:`nemo_geomask.hosts.nemo_rl.worker_hooks`.
+    Under tensor and context parallelism it finds the groups itself: in the mesh of a DTensor, or in Megatron's
+    ``parallel_state``.
 
     Args:
         loss: from :func:`nemo_geomask.build_loss`; its ``logprob_backend`` computes the log-probs.
@@ -136,8 +111,8 @@ class LogitLoss:
         global_valid_seqs: Tensor | float,
         global_valid_toks: Tensor | float,
         *,
-        vocab_parallel_group: Group | _Unset = UNSET,
-        context_parallel_group: Group | _Unset = UNSET,
+        vocab_parallel_group: Group = None,
+        context_parallel_group: Group = None,
     ) -> tuple[Tensor, Metrics]:
         """Compute loss and metrics of a padded microbatch.
 
@@ -148,25 +123,20 @@ class LogitLoss:
             data: see :func:`nemo_geomask.losses.batch.take_padded`, and ``input_ids`` [B, T].
             global_valid_seqs: as for :class:`~nemo_geomask.losses.PolicyLoss`.
             global_valid_toks: as for :class:`~nemo_geomask.losses.PolicyLoss`.
-            vocab_parallel_group: Megatron's tensor-parallel group, None if there is none; not used for a DTensor.
-            context_parallel_group: Megatron's context-parallel group, or None. NeMo-RL divides the loss by the group's
+            vocab_parallel_group: tensor-parallel group; not used for a DTensor.
+            context_parallel_group: context-parallel group; not used for a DTensor. NeMo-RL divides the loss by its
                 size; the loss is scaled so that each rank then gets the gradient of the complete loss.
+
+        If neither group is given, they are Megatron's, or none where Megatron has none.
 
         Raises:
             ShapeError, DataError: tensors do not fit or are missing, or targets are outside the vocabulary.
-            WorkerError: the groups are not passed, because the worker is not prepared.
         """
         counts = global_valid_seqs, global_valid_toks
         if isinstance(logits, DTensor):
             return self._sharded_rows(logits, data, counts)
-        if isinstance(vocab_parallel_group, _Unset) or isinstance(context_parallel_group, _Unset):
-            raise WorkerError(
-                f"loss_fn.logprob_backend: {self.config.logprob_backend} needs the tensor- and context-parallel groups "
-                "of the logits, but the loss was called without: this worker is not prepared. NeMo-RL's policy workers "
-                "are, by nemo-geomask run or nemo_geomask.install() in the driver; in a worker of your own, call "
-                "nemo_geomask.hosts.nemo_rl.prepare_worker(), or pass vocab_parallel_group and "
-                "context_parallel_group (None: the logits are whole)"
-            )
+        if vocab_parallel_group is None and context_parallel_group is None:
+            vocab_parallel_group, context_parallel_group = _megatron_groups()
         local = self._local(logits)
         size = _size(context_parallel_group)
         if size == 1:
@@ -311,6 +281,17 @@ class LogitLoss:
 
 def _size(group: Group) -> int:
     return 1 if group is None else dist.get_world_size(group)
+
+
+def _megatron_groups() -> tuple[Group, Group]:
+    """Return Megatron's tensor-parallel and context-parallel groups; None for each that does not exist here."""
+    state = sys.modules.get("megatron.core.parallel_state")
+    if state is None or not state.model_parallel_is_initialized():
+        return None, None
+    return (
+        state.get_tensor_model_parallel_group(check_initialized=False),
+        state.get_context_parallel_group(check_initialized=False),
+    )
 
 
 def _mesh_group(logits: DTensor, name: str) -> Group:

@@ -8,8 +8,10 @@ it for each sequence, or for the rows with all their padding. The latter is done
 
 from __future__ import annotations
 
+import functools
+import inspect
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,13 +19,52 @@ import torch.distributed as dist
 from torch import Tensor
 
 from nemo_geomask.data_keys import CURR_LOGPROBS_UNFILTERED
+from nemo_geomask.hosts.nemo_rl.current_logprobs import add_fingerprints
+from nemo_geomask.hosts.nemo_rl.hidden_states import Hidden
+from nemo_geomask.hosts.nemo_rl.logit_backends import LogitLoss
+from nemo_geomask.losses import PolicyLoss
 from nemo_geomask.losses.packing import predicted_tokens
 
-__all__ = ["loss_at_once", "loss_by_sequence"]
+__all__ = ["loss_at_once", "loss_by_sequence", "wrap_packing_call"]
 
 _UNFILTERED = CURR_LOGPROBS_UNFILTERED
 _MAX_PADDED_POSITIONS = 1 << 21
 """Positions up to which a GPU computes the loss on padded rows in less time than the host waits for their lengths."""
+
+
+def wrap_packing_call(packed_loss: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap the call of one of NeMo-RL's sequence-packing wrappers to call this package's losses once.
+
+    Args:
+        packed_loss: function that computes log-probs as NeMo-RL does and calls a loss that takes them. It is not used
+            for a :class:`LogitLoss`, whose method ``packed`` takes the logits.
+        original: ``__call__`` of NeMo-RL's wrapper.
+    """
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        loss = self.loss_fn
+        arguments = signature.bind(self, *args, **kwargs).arguments
+        logits, data = arguments["next_token_logits"], arguments["data"]
+        counts = (arguments["global_valid_seqs"], arguments["global_valid_toks"])
+        if isinstance(loss, LogitLoss):
+            return loss.packed(
+                logits,
+                data,
+                *counts,
+                cu_seqlens_q=self.cu_seqlens_q,
+                cu_seqlens_q_padded=self.cu_seqlens_q_padded,
+                vocab_parallel_group=self.vocab_parallel_group,
+                context_parallel_group=self.context_parallel_group,
+            )
+        Hidden.refuse(logits, type(loss).__name__)
+        if not isinstance(loss, PolicyLoss):
+            return original(self, *args, **kwargs)
+        add_fingerprints(loss, data)
+        return packed_loss(self, logits, data, *counts)
+
+    return call
 
 
 def loss_by_sequence(wrapper: Any, logits: Tensor, data: Any, seqs: Tensor | float, toks: Tensor | float) -> Any:

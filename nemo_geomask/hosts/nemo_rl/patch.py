@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-import gc
 import logging
+import sys
 import types
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
-__all__ = ["Patch", "apply_all", "attribute", "carried", "in_force", "rebound", "undo_all"]
+__all__ = ["Patch", "apply_all", "attribute", "function", "in_force", "nemo_rl_namespaces", "undo_all"]
 
 _log = logging.getLogger("nemo_geomask")
 _MISSING = object()
@@ -79,85 +78,67 @@ def attribute(owner: Any, name: str, make: Callable[[Any], Any]) -> Patch:
     return Patch(owner, name, apply, undo)
 
 
-def rebound(module: types.ModuleType, name: str, make: Callable[[Any], Any]) -> Patch:
-    """Return a patch that replaces a function by ``make(function)`` in every NeMo-RL namespace that has it as ``name``.
-
-    Replacing ``module.name`` alone is not enough, for two reasons. Other modules may have imported the function. And
-    Ray pickles the methods of some worker classes by value, because a decorator hides their name; such a method has its
-    own copy of its module's globals.
+def function(
+    module: types.ModuleType, name: str, make: Callable[[Any], Any], *, namespaces: Iterable[dict[str, Any]] = ()
+) -> Patch:
+    """Return a patch that replaces a function of a module by ``make(function)``, also where it was imported by name.
 
     Args:
         module: the module that defines the function.
         name: name of the function.
-        make: called at once with the function; returns the replacement.
+        make: called with the function when the patch is applied.
+        namespaces: globals of other modules, in which the function is replaced too if they have it under this name.
     """
-    original = vars(module)[name]
-    replacement = make(original)
-
-    def rebind(old: Any, new: Any) -> None:
-        for referrer in gc.get_referrers(old):
-            is_nemo_rl = isinstance(referrer, dict) and str(referrer.get("__name__", "")).startswith("nemo_rl")
-            if is_nemo_rl and referrer.get(name) is old:
-                referrer[name] = new
-
-    apply = functools.partial(rebind, original, replacement)
-    return Patch(module, name, apply, functools.partial(rebind, replacement, original))
-
-
-MakeMethods = Callable[[type], Mapping[str, Any]]
-
-
-def carried(owner: type, key: str, make_methods: MakeMethods) -> Patch:
-    """Return a patch that carries wrapped methods of a class to other processes, together with its pickled objects.
-
-    A process that unpickles an object of ``owner`` gets an object of a new subclass of ``owner``, which has the wrapped
-    methods. The class itself is not patched in that process. Several patches may add methods to the subclass; they can
-    be applied and undone in any order.
-
-    Args:
-        owner: the class whose objects are pickled.
-        key: distinguishes this patch from other ``carried`` patches of the same class.
-        make_methods: called in the receiving process with the unpickled object's class; returns the methods to add to
-            the subclass. Must be picklable. If no patch adds a method, the object keeps its class.
-    """
-    reduce_patch = attribute(owner, "__reduce_ex__", functools.partial(_wrap_reduce_ex, owner))
+    replaced: list[tuple[dict[str, Any], Any, Any]] = []
 
     def apply() -> None:
-        _carried.setdefault(owner, {})[key] = make_methods
-        reduce_patch.apply()
+        original = vars(module)[name]
+        replacement = make(original)
+        for namespace in (vars(module), *namespaces):
+            if namespace.get(name) is original:
+                namespace[name] = replacement
+                replaced.append((namespace, original, replacement))
 
     def undo() -> None:
-        del _carried[owner][key]
-        if not _carried[owner]:
-            _in_force[id(owner), "__reduce_ex__"].undo()
+        while replaced:
+            namespace, original, replacement = replaced.pop()
+            if namespace.get(name) is replacement:
+                namespace[name] = original
 
-    return Patch(owner, f"__reduce_ex__, {key}", apply, undo)
-
-
-_carried: dict[type, dict[str, MakeMethods]] = {}  # by owner and key, of the carried patches that are applied
+    return Patch(module, name, apply, undo)
 
 
-def _wrap_reduce_ex(owner: type, original: Any) -> Any:
-    @functools.wraps(original)
-    def reduce_ex(self: Any, protocol: Any) -> Any:
-        make, arguments, *state = original(self, protocol)
-        return _unpickle_with_methods, (make, arguments, tuple(_carried[owner].values())), *state
+def nemo_rl_namespaces(actor: object = None) -> list[dict[str, Any]]:
+    """Return the globals of NeMo-RL's imported modules, and those of the functions that an actor's class consists of.
 
-    return reduce_ex
+    Ray pickles some worker classes by value, because a decorator hides their name; their methods have copies of their
+    module's globals.
+
+    Args:
+        actor: None: only of the imported modules.
+    """
+    modules = [module for name, module in list(sys.modules.items()) if name.split(".")[0] == "nemo_rl"]
+    namespaces = {id(vars(module)): vars(module) for module in modules if module is not None}
+    functions = [value for cls in type(actor).__mro__ for value in vars(cls).values()]
+    visited: set[int] = set()
+    while functions:
+        function = functions.pop()
+        function = getattr(function, "__func__", function)  # of a static method or a class method
+        if not isinstance(function, types.FunctionType) or id(function) in visited:
+            continue
+        visited.add(id(function))
+        # A decorated method is in the closure of the function that the decorator returned.
+        functions += [cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell)]
+        if str(function.__globals__.get("__name__", "")).startswith("nemo_rl"):
+            namespaces[id(function.__globals__)] = function.__globals__
+    return list(namespaces.values())
 
 
-def _unpickle_with_methods(
-    make: Callable[..., Any], arguments: tuple[Any, ...], all_make_methods: tuple[MakeMethods, ...]
-) -> Any:
-    instance = make(*arguments)
-    cls: Any = type(instance)
-    methods: dict[str, Any] = {}
-    for make_methods in all_make_methods:
-        methods |= make_methods(cls)
-    if methods:
-        # The new subclass has the same name as cls, and cls itself is not changed.
-        instance.__class__ = type(cls)(cls.__name__, (cls,), {**methods, "__module__": cls.__module__})
-    return instance
+def _is_filled(cell: types.CellType) -> bool:
+    try:
+        return cell.cell_contents is not None
+    except ValueError:
+        return False
 
 
 def apply_all(patches: Iterable[Patch]) -> None:

@@ -1,9 +1,8 @@
-"""Number of the step after which NeMo-RL resumed a run, kept on the worker group of its policy."""
+"""Number of the step after which NeMo-RL resumed a run, kept on its policy."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from typing import Any
 
 __all__ = ["remember_resumed_step", "resumed_step"]
@@ -11,17 +10,18 @@ __all__ = ["remember_resumed_step", "resumed_step"]
 _ATTRIBUTE = "_nemo_geomask_resumed_step"
 
 
-def remember_resumed_step(group: Any, worker_settings: Mapping[str, Any]) -> None:
-    """Store the step number on a policy's worker group; it is pickled with the group.
+def remember_resumed_step(policy: Any, checkpoint: object) -> None:
+    """Store the step number on a policy; it is pickled with the policy.
 
     Args:
-        group: NeMo-RL's ``RayWorkerGroup``.
-        worker_settings: arguments of its workers; ``weights_path`` is in a folder ``step_N`` if the run was resumed.
+        policy: NeMo-RL's.
+        checkpoint: path of the checkpoint from which the run was resumed, in a folder ``step_N``; None if it starts
+            from the beginning.
     """
-    numbers = re.findall(r"step_(\d+)", str(worker_settings.get("weights_path") or ""))
-    setattr(group, _ATTRIBUTE, int(numbers[-1]) if numbers else 0)
+    numbers = re.findall(r"step_(\d+)", str(checkpoint or ""))
+    setattr(policy, _ATTRIBUTE, int(numbers[-1]) if numbers else 0)
 
 
 def resumed_step(policy: Any) -> int:
     """Return the step after which the run of a policy was resumed; 0 if it started from the beginning."""
-    return getattr(getattr(policy, "worker_group", None), _ATTRIBUTE, 0)
+    return getattr(policy, _ATTRIBUTE, 0)

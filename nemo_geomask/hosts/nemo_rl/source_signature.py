@@ -15,13 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from nemo_geomask.hosts.nemo_rl.accepted_apis import APIDifference, not_accepted, warn_of_accepted, way_out
-from nemo_geomask.hosts.nemo_rl.facts import LOSS_CLASS, TESTED_VERSIONS
+from nemo_geomask.hosts.nemo_rl.facts import TESTED_VERSIONS
 from nemo_geomask.hosts.nemo_rl.host_errors import HostAPIError
 from nemo_geomask.hosts.nemo_rl.installed_version import describe_version
 
-__all__ = ["APIState", "Builder", "Signature", "Uses", "compare", "import_targets", "parse_module"]
+__all__ = ["APIState", "Signature", "Uses", "compare", "parse_module", "require_targets"]
 
-_LOSS_PACKAGE = "nemo_rl.algorithms.loss"
 Parameters = tuple[Parameter, ...]
 _STARS: Mapping[Any, str] = {Parameter.VAR_POSITIONAL: "*", Parameter.VAR_KEYWORD: "**"}
 
@@ -66,51 +65,6 @@ class Signature:
         required = [item.name for item in parameters if item.name not in names and _is_required(item)]
         reason = f", where {', '.join(required)} has no default" if required else ""
         return [APIDifference(self.name, f"takes ({_join(parameters)}){reason}")]
-
-
-@dataclass(frozen=True)
-class Builder:
-    """A module that builds the policy loss by calling NeMo-RL's loss class.
-
-    Attributes:
-        module: dotted name.
-        optional: True if some tested versions do not have the module.
-    """
-
-    module: str
-    optional: bool = False
-
-    def __str__(self) -> str:
-        return f"{self.name} builds {LOSS_CLASS}(cfg)"
-
-    @property
-    def name(self) -> str:
-        """Dotted name, as ``--accept`` takes it."""
-        return self.module
-
-    def differences(self, tree: ast.Module) -> list[APIDifference]:
-        """Return how the parsed module differs."""
-        names = {
-            alias.asname or alias.name
-            for node in ast.walk(tree)
-            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(_LOSS_PACKAGE)
-            for alias in node.names
-            if alias.name == LOSS_CLASS
-        }
-        calls = [
-            node
-            for node in ast.walk(tree)
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in names
-        ]
-        if not calls:
-            return [APIDifference(self.name, f"does not call {LOSS_CLASS} from {_LOSS_PACKAGE}")]
-        for call in calls:
-            keywords = {keyword.arg for keyword in call.keywords}
-            has_star = any(isinstance(argument, ast.Starred) for argument in call.args)
-            accepted = keywords <= {"cfg", "use_fused_linear_logprobs"} and 1 <= len(call.args) + len(keywords) <= 2
-            if has_star or not accepted:
-                return [APIDifference(self.name, f"calls {ast.unparse(call)}")]
-        return []
 
 
 @dataclass(frozen=True)
@@ -211,8 +165,8 @@ class Uses:
             )
 
 
-def import_targets(uses: Iterable[Uses], *, otherwise: str) -> Iterator[tuple[Uses, Any]]:
-    """Import, check and yield the classes and modules that this version has.
+def require_targets(uses: Iterable[Uses], *, otherwise: str) -> None:
+    """Import the classes and modules that this version has, and check their functions.
 
     Args:
         uses: descriptions of the functions.
@@ -232,7 +186,6 @@ def import_targets(uses: Iterable[Uses], *, otherwise: str) -> Iterator[tuple[Us
             raise
         if use.is_present(use.defined_in(target)):
             use._require(target, otherwise)
-            yield use, target
 
 
 @dataclass(frozen=True)
@@ -257,17 +210,14 @@ class APIState:
         return "; ".join(difference.message for difference in self.differences)
 
 
-def compare(api: Signature | Builder | Uses, package: Path) -> APIState:
+def compare(api: Signature | Uses, package: Path) -> APIState:
     """Compare an API with the source in the package folder ``package``."""
     tree = parse_module(api.module, package)
     if tree is None:
         if api.optional:
             return APIState(str(api), is_absent=True)
         names = [f"{api.target_name}.{name}" for name in api.names] if isinstance(api, Uses) else [api.name]
-        # A trainer that is not there builds no loss, and a run may do without it.
-        is_missing = not isinstance(api, Builder)
-        message = "there is no such module"
-        return APIState(str(api), tuple(APIDifference(name, message, is_missing=is_missing) for name in names[:1]))
+        return APIState(str(api), (APIDifference(names[0], "there is no such module", is_missing=True),))
     if isinstance(api, Uses):
         defined = api.defined_in_source(tree)
         return APIState(str(api), tuple(api.differences(defined)), is_absent=not api.is_present(defined))

@@ -1,40 +1,46 @@
-"""NeMo-RL's Ray workers: checked before they start, prepared when they have started.
+"""NeMo-RL's Ray workers: their environments are checked before they start, and they are prepared once they run.
 
-NeMo-RL starts each worker through ``RayWorkerBuilder.IsolatedWorkerInitializer.create_worker``, possibly in an
-interpreter and with environment variables of its own. A proxy of that actor sees both, and runs a Ray task with the
-same settings on every node, which imports nemo_geomask and unpickles the loss. Otherwise, a worker that cannot do this
-would fail in the first training step, after loading the models and generating the first batch.
+NeMo-RL starts each worker in an interpreter and with environment variables that may be its own. Before ``setup``, a Ray
+task with the interpreter of the policy's workers runs on every node, imports nemo_geomask and unpickles the loss. After
+``setup``, the workers themselves do so, since NeMo-RL may have built their environment only then. Otherwise a worker
+that cannot receive the loss would fail in the first training step, after generating the first batch.
 
-When a ``RayWorkerGroup`` has its workers, a call to each of them (Ray's ``__ray_call__``) prepares its process, see
-:func:`nemo_geomask.hosts.nemo_rl.worker_hooks.prepare`. This works in every version of NeMo-RL: GRPO and PPO build the
-loss before the group, the single controller builds it after, and both exist before training starts. Ray's
+Workers are prepared by a call to each of them (Ray's ``__ray_call__``), see
+:func:`nemo_geomask.hosts.nemo_rl.worker_hooks.prepare`, and only if the loss needs it. Ray's
 ``worker_process_setup_hook`` would not do: it belongs to a whole job, whose ``ray.init`` is NeMo-RL's, and it would
 also run in workers that have no nemo_geomask and need none, and fail there.
 """
 
 from __future__ import annotations
 
-import functools
 import importlib
-import inspect
 import logging
-import threading
-import weakref
+import os
+import shlex
+import sys
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 
 import nemo_geomask
-from nemo_geomask.hosts.nemo_rl import environment_probe, patch, worker_hooks
-from nemo_geomask.hosts.nemo_rl.host_api import WORKER_GROUPS
+from nemo_geomask.hosts.nemo_rl import environment_probe, worker_hooks
+from nemo_geomask.hosts.nemo_rl.facts import policy_worker_class
 from nemo_geomask.hosts.nemo_rl.host_errors import WorkerError
 from nemo_geomask.hosts.nemo_rl.logit_backends import LogitLoss
-from nemo_geomask.hosts.nemo_rl.resumed_step import remember_resumed_step
 from nemo_geomask.losses import PolicyLoss
 
-__all__ = ["REMEDY", "Workers", "on_every_node", "receives_loss"]
+__all__ = [
+    "REMEDY",
+    "check_environment",
+    "check_workers",
+    "on_every_node",
+    "prepare_workers",
+    "receives_loss",
+    "worker_interpreter",
+]
 
 _log = logging.getLogger("nemo_geomask")
 _PROBE_TIMEOUT = 300.0  # seconds; importing torch from a shared file system is slow
@@ -47,133 +53,124 @@ REMEDY = (
 )
 
 Loss = PolicyLoss | LogitLoss
-Environment = tuple[str, str, str]  # worker class, interpreter, PYTHONPATH
 
 
-class _Initializer:
-    """Proxy of Ray's actor class that starts workers; it checks a worker's environment before the worker starts."""
+def check_environment(policy_settings: Mapping[str, Any], loss: Loss) -> None:
+    """Check, before the policy's workers start, that their environment can load the loss.
 
-    def __init__(self, actor_class: Any, workers: Workers) -> None:
-        self._actor_class = actor_class
-        self._workers = workers
+    Nothing is checked if NeMo-RL has yet to build the environment or Ray does not run yet, see :func:`check_workers`.
 
-    def options(self, **options: Any) -> _Initializer:
-        return _Initializer(self._actor_class.options(**options), self._workers)
+    Args:
+        policy_settings: section ``policy`` of the recipe.
+        loss: the loss that will be sent to the workers.
 
-    def remote(self, ray_actor_class_fqn: str, *args: Any, **kwargs: Any) -> Any:
-        handle = self._actor_class.remote(ray_actor_class_fqn, *args, **kwargs)
-        # Only this handle is changed. Pickled copies are plain handles again.
-        handle.create_worker = _CreateWorker(ray_actor_class_fqn, handle.create_worker, self._workers)
-        return handle
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._actor_class, name)
-
-
-class _CreateWorker:
-    """Replacement for the method ``create_worker`` of one handle."""
-
-    def __init__(self, worker_class: str, method: Any, workers: Workers) -> None:
-        self._worker_class = worker_class
-        self._method = method
-        self._workers = workers
-
-    def remote(self, *args: Any, **options: Any) -> Any:
-        self._workers.add_environment(self._worker_class, options.get("runtime_env") or {})
-        return self._method.remote(*args, **options)
+    Raises:
+        WorkerError: the environment cannot load the loss.
+    """
+    worker_class = policy_worker_class(policy_settings)
+    if worker_class is None or not importlib.import_module("ray").is_initialized():
+        return
+    python = worker_interpreter(worker_class)
+    if python is None:
+        return
+    runtime_env: dict[str, Any] = {} if python == sys.executable else {"py_executable": python}
+    section = policy_settings.get("megatron_cfg" if "megatron" in worker_class else "dtensor_cfg") or {}
+    path = (section.get("env_vars") or {}).get("PYTHONPATH", os.environ.get("PYTHONPATH"))
+    if path:
+        runtime_env["env_vars"] = {"PYTHONPATH": str(path)}
+    for report in on_every_node(runtime_env, _pickled(loss)):
+        _require_loadable(report, worker_class, loss)
 
 
-class Workers:
-    """The workers that NeMo-RL starts, and the losses that it will send them."""
+def worker_interpreter(worker_class: str) -> str | None:
+    """Return the command with which NeMo-RL starts the Python of a worker; None if it has yet to build the environment.
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()  # NeMo-RL may start two groups from two threads
-        self._environments: dict[Environment, dict[str, Any]] = {}  # with Ray's runtime_env
-        self._losses: list[Loss] = []
-        self._verified: set[tuple[Environment, int]] = set()  # with the id of a loss
-        self._groups: weakref.WeakSet[Any] = weakref.WeakSet()
-
-    def patches(self) -> list[patch.Patch]:
-        """Return the patches that report starting workers to this object; imports Ray."""
-        module = importlib.import_module(WORKER_GROUPS)
-        return [
-            patch.attribute(
-                module.RayWorkerBuilder, "IsolatedWorkerInitializer", lambda original: _Initializer(original, self)
-            ),
-            patch.attribute(module.RayWorkerGroup, "__init__", self._wrap_group_init),
-        ]
-
-    def _wrap_group_init(self, original: Callable[..., None]) -> Callable[..., None]:
-        signature = inspect.signature(original)
-
-        @functools.wraps(original)
-        def init(group: Any, *args: Any, **kwargs: Any) -> None:
-            original(group, *args, **kwargs)
-            builder = signature.bind(group, *args, **kwargs).arguments["remote_worker_builder"]
-            if receives_loss(builder.ray_actor_class_fqn):
-                self._groups.add(group)
-                remember_resumed_step(group, getattr(builder, "kwargs", {}))
-                if self._losses:
-                    _prepare_group(group, self._losses)
-
-        return init
-
-    def add_loss(self, loss: Loss) -> None:
-        """Register a loss that will be sent to the workers, and check and prepare those that run.
-
-        Raises:
-            WorkerError: a worker cannot load the loss.
-            HostAPIError: the loss takes logits, and NeMo-RL in a worker differs from the tested versions.
-        """
-        with self._lock:
-            self._losses.append(loss)
-            self._verify()
-        for group in list(self._groups):
-            _prepare_group(group, [loss])
-
-    def add_environment(self, worker_class: str, runtime_env: Mapping[str, Any]) -> None:
-        """Register the environment of a worker that is about to start, and check it.
-
-        Args:
-            worker_class: dotted name.
-            runtime_env: Ray's.
-
-        Raises:
-            WorkerError: the worker could not load a loss.
-        """
-        if not receives_loss(worker_class):
-            return
-        python = str(runtime_env.get("py_executable", ""))
-        path = str((runtime_env.get("env_vars") or {}).get("PYTHONPATH", ""))
-        with self._lock:
-            self._environments.setdefault((worker_class, python, path), dict(runtime_env))
-            self._verify()
-
-    def _verify(self) -> None:
-        # Losses and environments come in either order: the single controller starts workers first.
-        for environment, runtime_env in self._environments.items():
-            for loss in self._losses:
-                if (environment, id(loss)) not in self._verified:
-                    _check_environment(environment[0], runtime_env, loss)
-                    self._verified.add((environment, id(loss)))
+    Args:
+        worker_class: dotted name; it must be one that NeMo-RL has registered.
+    """
+    registry = importlib.import_module("nemo_rl.distributed.ray_actor_environment_registry")
+    command = registry.ACTOR_ENVIRONMENT_REGISTRY.get(worker_class)
+    if command is None:
+        return None
+    # As in NeMo-RL, a command that starts with uv stands for an environment that has the name of the worker class.
+    if not command.startswith("uv"):
+        return str(command) if command == sys.executable else shlex.split(command)[0]
+    venvs = importlib.import_module("nemo_rl.utils.venvs")
+    folder = Path(os.environ.get("NEMO_RL_VENV_DIR", venvs.DEFAULT_VENV_DIR))
+    python = folder / worker_class / "bin" / "python"
+    # NeMo-RL builds the environment again if it is asked to.
+    is_rebuilt = os.environ.get("NRL_FORCE_REBUILD_VENVS", "false").lower() == "true"
+    return str(python) if python.exists() and not is_rebuilt else None
 
 
-def _prepare_group(group: Any, losses: list[Loss]) -> None:
-    """Prepare the processes of a group's workers, and wait until they are."""
-    backends = {loss.config.logprob_backend for loss in losses}
-    devices = importlib.import_module("ray").get(
-        [actor.__ray_call__.remote(_prepare_actor, backends) for actor in group.workers]
-    )
+def check_workers(policy: Any, loss: Loss) -> None:
+    """Check that the running workers of a policy can load the loss.
+
+    Args:
+        policy: NeMo-RL's.
+        loss: the loss that will be sent to the workers.
+
+    Raises:
+        WorkerError: a worker cannot load the loss.
+    """
+    for report in _call_workers(policy, environment_probe.probe_actor, _pickled(loss)):
+        _require_loadable(report, f"a worker of {type(policy).__name__}", loss)
+
+
+def prepare_workers(policy: Any, loss: Loss, *, has_packed_rows: bool) -> None:
+    """Prepare the processes of a policy's workers, if the loss needs it, and wait until they are.
+
+    Args:
+        policy: NeMo-RL's.
+        loss: the loss that will be sent to the workers.
+        has_packed_rows: True if the workers pack several sequences into a row.
+
+    Raises:
+        HostAPIError: the loss cannot run without the preparation, and NeMo-RL in a worker differs from the tested
+            versions.
+    """
+    if not worker_hooks.needs_preparation(loss.config, has_packed_rows=has_packed_rows):
+        return
+    devices = _call_workers(policy, _prepare_actor, loss.config.logprob_backend, has_packed_rows)
     _log.info("policy workers: %s", ", ".join(f"{count} on {name}" for name, count in Counter(devices).items()))
 
 
-def _prepare_actor(actor: Any, backends: Collection[str]) -> str:
+def _call_workers(policy: Any, function: Any, *arguments: Any) -> list[Any]:
+    """Call a function with each worker of a policy, in the worker's process; return the results."""
+    ray = importlib.import_module("ray")
+    # The probe is sent as code, because a worker's environment may lack this package.
+    ray.cloudpickle.register_pickle_by_value(environment_probe)
+    try:
+        calls = [worker.__ray_call__.remote(function, *arguments) for worker in policy.worker_group.workers]
+    finally:
+        ray.cloudpickle.unregister_pickle_by_value(environment_probe)
+    results: list[Any] = ray.get(calls)
+    return results
+
+
+def _prepare_actor(actor: Any, backend: str, has_packed_rows: bool) -> str:
     """Prepare the process of a worker, in that process; return the name of its device."""
-    worker_hooks.prepare(backends=backends)
-    worker_hooks.prepare_model(actor, backends=backends)
+    worker_hooks.prepare(backends=(backend,), has_packed_rows=has_packed_rows, actor=actor)
+    worker_hooks.prepare_model(actor, backends=(backend,))
     # A worker that has not loaded its model yet has not initialised CUDA.
     uses_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     return torch.cuda.get_device_name() if uses_cuda else "CPU"
+
+
+def _pickled(loss: Loss) -> bytes:
+    """Pickle a loss by Ray's own pickler, which NeMo-RL uses to send it."""
+    payload: bytes = importlib.import_module("ray").cloudpickle.dumps(loss)
+    return payload
+
+
+def _require_loadable(report: Mapping[str, Any], description: str, loss: Loss) -> None:
+    """Raise WorkerError if the report of a probe says that a process cannot load the loss."""
+    failure = _describe_failure(report)
+    if failure:
+        raise WorkerError(
+            f"{description} can't receive the loss '{loss.config.name}': {failure}, in {report['executable']} "
+            f"(Python {report['python']}) on {report['host']}. {REMEDY}"
+        )
 
 
 def receives_loss(worker_class: str) -> bool:
@@ -185,18 +182,6 @@ def receives_loss(worker_class: str) -> bool:
         worker_class: dotted name.
     """
     return ".policy." in worker_class or not worker_class.startswith("nemo_rl.")
-
-
-def _check_environment(worker_class: str, runtime_env: Mapping[str, Any], loss: Loss) -> None:
-    # Ray's own pickler, which NeMo-RL uses to send the loss.
-    payload = importlib.import_module("ray").cloudpickle.dumps(loss)
-    for report in on_every_node(runtime_env, payload):
-        failure = _describe_failure(report)
-        if failure:
-            raise WorkerError(
-                f"{worker_class} can't receive the loss '{loss.config.name}': {failure}, in {report['executable']} "
-                f"(Python {report['python']}) on {report['host']}. {REMEDY}"
-            )
 
 
 def _describe_failure(report: Mapping[str, Any]) -> str | None:

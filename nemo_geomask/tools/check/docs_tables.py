@@ -1,4 +1,4 @@
-"""Tables of the documentation that are generated from the code: rules, fields, objectives and records.
+"""Tables of the documentation that are generated from the code: rules, fields, objectives, records, host patches.
 
 ``python -m nemo_geomask.tools.check.docs_tables docs`` replaces them between their markers.
 """
@@ -16,6 +16,7 @@ from nemo_geomask.config.fields import Recording
 from nemo_geomask.config.loss_config import LossConfig
 from nemo_geomask.config.plugins import PluginGroup
 from nemo_geomask.config.strict import as_yaml
+from nemo_geomask.hosts.nemo_rl.host_patches import HOST_PATCHES
 from nemo_geomask.losses import available, build_loss
 from nemo_geomask.records import COLUMNS
 from nemo_geomask.tools.check.all_rules import RULES
@@ -99,9 +100,24 @@ def record_setting_table() -> str:
     return markdown_table(("key", "default", "meaning"), rows)
 
 
+def host_patch_table() -> str:
+    """Return the table of the attributes of NeMo-RL that are replaced: when, where, why, and what would remove it."""
+    return markdown_table(
+        ("attribute of `nemo_rl`", "replaced", "while", "because it", "versions", "a change that would remove it"),
+        (
+            (
+                *(f"`{str(row).removeprefix('nemo_rl.')}`", f"in the {row.process}", row.condition, row.reason),
+                *(row.versions, row.upstream_change),
+            )
+            for row in HOST_PATCHES
+        ),
+    )
+
+
 TABLES = {
     "check.md": {"rules": rule_table},
     "loss_reference.md": {"fields": field_table, "objectives": objective_table},
+    "nemo_rl.md": {"patches": host_patch_table},
     "records.md": {"columns": record_column_table, "settings": record_setting_table},
 }
 """Functions that make the tables, by page and marker."""

@@ -1,4 +1,4 @@
-"""Driver process of a rehearsal: runs NeMo-RL's own script and logs its events. Started by ``nemo-geomask run``.
+"""Driver process of a rehearsal: runs NeMo-RL's own script as ``nemo-geomask run`` does, and logs its events.
 
 Without GPUs, this module starts a Ray that claims to have some; with GPUs, NeMo-RL starts Ray itself.
 """
@@ -9,7 +9,6 @@ import ctypes
 import importlib
 import json
 import os
-import runpy
 import signal
 import sys
 import time
@@ -17,6 +16,7 @@ import traceback
 from pathlib import Path
 
 from nemo_geomask.hosts.nemo_rl import patch
+from nemo_geomask.hosts.nemo_rl.launch import launch
 from nemo_geomask.tools.rehearse.event_hooks import patches
 from nemo_geomask.tools.rehearse.event_log import Events
 from nemo_geomask.tools.rehearse.tiny_models import TinyModel, write_model
@@ -51,7 +51,7 @@ def main(script: str) -> int:
         if not settings["gpus"]:
             _start_ray_without_gpus(settings["cards"], settings["ray"])
         events("end", stage="start")
-        runpy.run_path(script, run_name="__main__")
+        launch(script, sys.argv[1:])
     except BaseException as error:
         text = "".join(traceback.format_exception(error))
         sys.stderr.write(text)

@@ -64,7 +64,7 @@ def patches(events: Events, *, controller: bool = False, first_seed: int | None 
 def _refit_patches(events: Events) -> Iterator[patch.Patch]:
     algorithms = importlib.import_module("nemo_rl.algorithms.grpo")
     compare = functools.partial(_compare_after_refit, events)
-    yield patch.rebound(algorithms, "refit_policy_generation", compare)
+    yield patch.function(algorithms, "refit_policy_generation", compare, namespaces=patch.nemo_rl_namespaces())
     for module, name in _SYNCHRONIZERS:
         if importlib.util.find_spec(module.rpartition(".")[0]) is not None:
             synchronizer = getattr(importlib.import_module(module), name)

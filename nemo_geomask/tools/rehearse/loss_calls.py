@@ -24,9 +24,9 @@ def count_calls(actor: Any = None) -> None:
     """Start counting calls of our losses, of NeMo-RL's and refits in this process; a second call does nothing.
 
     Args:
-        actor: the Ray actor in whose process this runs; not used.
+        actor: the Ray actor in whose process this runs.
     """
-    patch.apply_all(_patches())
+    patch.apply_all(_patches(actor))
 
 
 def read_counts(actor: Any = None) -> dict[str, Any]:
@@ -61,13 +61,13 @@ def seed(actor: Any, number: int) -> None:
     importlib.import_module("torch").manual_seed(number)
 
 
-def _patches() -> Iterator[patch.Patch]:
+def _patches(actor: Any) -> Iterator[patch.Patch]:
     yield patch.attribute(PolicyLoss, "__call__", _count)
     yield patch.attribute(PolicyLoss, "packed", _count)
     nemo_rl_loss = getattr(importlib.import_module(facts.LOSS_MODULE), facts.LOSS_CLASS, None)
     if nemo_rl_loss is not None:
         yield patch.attribute(nemo_rl_loss, "__call__", _count)
-    yield from weight_sums.observe_sends()
+    yield from weight_sums.observe_sends(actor)
 
 
 def _count(original: Callable[..., Any]) -> Callable[..., Any]:

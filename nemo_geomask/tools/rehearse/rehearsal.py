@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_geomask.errors import ConfigError, Problem
+from nemo_geomask.hosts.nemo_rl import accepted_apis
 from nemo_geomask.hosts.nemo_rl.facts import has_kl_score_function
 from nemo_geomask.recipe import ROOT_VARIABLE, nemo_rl_root, read_recipe
 from nemo_geomask.tools.check import Finding, RecipeFacts, check
@@ -280,8 +281,7 @@ def _command(facts: RecipeFacts, planned: Plan, overrides: tuple[str, ...], sett
     """Return the command of the driver."""
     script = str(settings.checkout / planned.script)
     arguments = [script, "--config", str(facts.recipe.path.resolve()), *overrides, *planned.overrides]
-    accept = [part for name in settings.accept for part in ("--accept", name)]
-    return [sys.executable, "-m", "nemo_geomask.cli", "run", *accept, str(Path(driver.__file__)), *arguments]
+    return [sys.executable, "-m", driver.__name__, *arguments]
 
 
 def _run(
@@ -314,7 +314,7 @@ def _run(
             command,
             log=folder / "log.txt",
             timeout=settings.timeout,
-            environment=environment,
+            environment={**environment, **accepted_apis.as_variables(settings.accept)},
             folder=settings.checkout,
             every_tick=lambda: settings.progress(list(read_events(events))),
         )

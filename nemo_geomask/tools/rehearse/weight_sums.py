@@ -66,14 +66,19 @@ def _add(sums: Sums, name: str, tensor: Any, dtypes: tuple[str, ...]) -> None:
             total[index] += value
 
 
-def observe_sends() -> Iterator[patch.Patch]:
-    """Yield patches by which this training worker sums the weights that NeMo-RL sends in each refit."""
+def observe_sends(actor: Any = None) -> Iterator[patch.Patch]:
+    """Yield patches by which this training worker sums the weights that NeMo-RL sends in each refit.
+
+    Args:
+        actor: the worker.
+    """
+    namespaces = patch.nemo_rl_namespaces(actor)
     utils = importlib.import_module("nemo_rl.models.policy.utils")
     if hasattr(utils, "stream_weights_via_ipc_zmq_impl"):
-        yield patch.rebound(utils, "stream_weights_via_ipc_zmq_impl", sum_streamed)
+        yield patch.function(utils, "stream_weights_via_ipc_zmq_impl", sum_streamed, namespaces=namespaces)
     packed = importlib.import_module("nemo_rl.utils.packed_tensor")
     if hasattr(packed, "packed_broadcast_producer"):
-        yield patch.rebound(packed, "packed_broadcast_producer", sum_broadcast)
+        yield patch.function(packed, "packed_broadcast_producer", sum_broadcast, namespaces=namespaces)
 
 
 def sum_streamed(original: Callable[..., Any]) -> Callable[..., Any]:

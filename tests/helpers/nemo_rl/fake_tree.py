@@ -24,9 +24,13 @@ class ClippedPGLossConfig(BaseModel, extra="allow"):
 
 class ClippedPGLossFn(LossFunction):
     def __init__({parameters}):
+        if isinstance(cfg, dict):
+            cfg["token_level_loss"]
+        else:
+            assert getattr(cfg, "nonfinite", None) != "raise"
         self.cfg = cfg
 
-    def __call__(self, next_token_logprobs, data, global_valid_seqs, global_valid_toks):
+    def __call__({loss_call}):
         data["advantages"], data["token_mask"], data["sample_mask"], data["prev_logprobs"]
         data["generation_logprobs"], data["reference_policy_logprobs"], data["curr_logprobs_unfiltered"]
         raise NotImplementedError
@@ -40,13 +44,37 @@ class ClippedPGLossConfig(TypedDict):
     use_importance_sampling_correction: bool
 """
 
-BUILDER = """
+ALGORITHM = """
 from nemo_rl.algorithms.loss import ClippedPGLossFn
+from nemo_rl.models.policy.lm_policy import Policy
 
 
-def setup(config):
+class MasterConfig:
+    def __init__(self, loss_fn, **sections):
+        self.loss_fn = loss_fn
+        self.policy = {{"sequence_packing": {{"enabled": False}}, **sections.pop("policy", {{}})}}
+        self.__dict__.update(sections)
+
+
+class Logger:
+    def __init__(self):
+        self.logged = []
+
+    def log_batched_dict_as_jsonl(self, to_log, filename):
+        self.logged.append(filename)
+
+
+class CheckpointManager:
+    def get_latest_checkpoint_path(self):
+        return "checkpoints/step_7"
+
+
+def setup({setup}):
+    section = master_config["policy"] if isinstance(master_config, dict) else master_config.policy
+    loss_config = master_config["loss_fn"] if isinstance(master_config, dict) else master_config.loss_fn
+    policy = (policy_factory or Policy)(config=section)
     loss_fn = {call}
-    return loss_fn
+    return policy, "generation", loss_fn, Logger(), CheckpointManager(), loss_config
 """
 
 TRAINER = """
@@ -57,72 +85,85 @@ def grpo_train(batch):
     train_data["reference_policy_logprobs"] = train_data["advantages"] = batch
 """
 
-MASKING = """
+CONTROLLER = """
+import dataclasses
+from typing import Any
 
-def compute_and_apply_seq_logprob_error_masking(train_data, rewards, seq_logprob_error_threshold):
-    return {}
+from nemo_rl.algorithms.loss import ClippedPGLossFn
+from nemo_rl.models.policy.lm_policy import Policy
+
+
+@dataclasses.dataclass
+class SingleControllerActorArgs:
+    trainer_handle: Any
+    loss_fn: Any
+    last_checkpoint_path: Any = None
+
+
+def setup_single_controller(master_config, tokenizer=None):
+    policy = Policy(config=master_config.policy)
+    return SingleControllerActorArgs(policy, ClippedPGLossFn(master_config.loss_fn)), "timing"
+"""
+
+RAY = """
+import pickle
+import types
+
+cloudpickle = types.SimpleNamespace(
+    dumps=pickle.dumps, register_pickle_by_value=lambda module: None, unregister_pickle_by_value=lambda module: None
+)
+
+
+def is_initialized():
+    return {initialized}
+
+
+def get(calls, timeout=None):
+    return list(calls)
 """
 
 WORKERS = """
-class ActorClass:
-    def __init__(self, started):
-        self.started = started
+class Call:
+    def __init__(self, actor):
+        self.actor = actor
 
-    def options(self, **options):
-        return self
-
-    def remote(self, ray_actor_class_fqn, *args, **kwargs):
-        return Handle(ray_actor_class_fqn, self.started)
+    def remote(self, function, *arguments):
+        self.actor.calls.append((function.__name__, arguments))
+        return function(self.actor, *arguments)
 
 
-class Handle:
-    def __init__(self, actor, started):
-        self.create_worker = Method(actor, started)
+class Actor:
+    def __init__(self):
+        self.calls = []
 
-
-class Method:
-    def __init__(self, actor, started):
-        self.actor, self.started = actor, started
-
-    def remote(self, *args, **options):
-        self.started.append(self.actor)
-        return args, options
-
-
-class RayWorkerBuilder:
-    class IsolatedWorkerInitializer:
-        def __init__(self, ray_actor_class_fqn, *init_args, **init_kwargs): ...
-
-        def create_worker(
-            self, placement_group, placement_group_bundle_index, num_gpus, bundle_indices=None, **extra_options
-        ): ...
-
-    # As ray.remote leaves it.
-    IsolatedWorkerInitializer = ActorClass([])
-
-    def __init__(self, ray_actor_class_fqn="", *args, **kwargs):
-        self.ray_actor_class_fqn = ray_actor_class_fqn
+    @property
+    def __ray_call__(self):
+        return Call(self)
 
 
 class RayWorkerGroup:
-    def __init__(
-        self,
-        cluster,
-        remote_worker_builder,
-        workers_per_node=None,
-        name_prefix="",
-        bundle_indices_list=None,
-        sharding_annotations=None,
-        env_vars={},
-    ):
-        self._workers = list(cluster)
+    def __init__(self, size=2):
+        self._workers = [Actor() for _ in range(size)]
 
     @property
     def workers(self):
         return self._workers
 """
 
+REGISTRY = """
+ACTOR_ENVIRONMENT_REGISTRY = {
+    "nemo_rl.models.policy.workers.megatron_policy_worker.MegatronPolicyWorker": "/venv/bin/python",
+    "nemo_rl.models.policy.workers.dtensor_policy_worker.DTensorPolicyWorker": "uv run --locked",
+}
+"""
+
+VENVS = """
+DEFAULT_VENV_DIR = "/nowhere"
+"""
+
 POLICY = """
+from nemo_rl.distributed.worker_groups import RayWorkerGroup
+
 WORKERS = [
     "nemo_rl.models.policy.workers.dtensor_policy_worker.DTensorPolicyWorker",
     "nemo_rl.models.policy.workers.dtensor_policy_worker_v2.DTensorPolicyWorkerV2",
@@ -131,8 +172,12 @@ WORKERS = [
 
 
 class Policy:
+    def __init__(self, config, **kwargs):
+        self.cfg = config
+        self.worker_group = RayWorkerGroup()
+
     def train({parameters}):
-        raise NotImplementedError
+        return {{"all_mb_metrics": {{"geomask/a_max": [1.0, 3.0], "loss": [1.0, 2.0]}}}}
 
     def get_logprobs(self, data, timer=None):
         raise NotImplementedError
@@ -161,12 +206,6 @@ class LogprobsPostProcessor:
 
 UTILS = """
 KEYS = "curr_logprobs_unfiltered", "input_ids", "seq_index"
-
-
-def prepare_loss_input(
-    logits, data, loss_fn, vocab_parallel_group=None, context_parallel_group=None, sampling_params=None
-):
-    return {"logits": logits}, data
 """
 
 WRAPPER = """
@@ -261,26 +300,30 @@ class ChunkedDistributedLogprob(DistributedLogprob):
 def write(
     folder: Path,
     *,
-    parameters: str = "self, cfg",
-    call: str = "ClippedPGLossFn(config)",
+    parameters: str = "self, cfg, use_fused_linear_logprobs=False",
+    loss_call: str = "self, next_token_logprobs, data, global_valid_seqs, global_valid_toks",
+    call: str = "ClippedPGLossFn(loss_config)",
+    setup: str = "master_config, tokenizer=None, policy_factory=None",
     version: str = "9.8.7",
     pydantic: bool = True,
     single_controller: bool = False,
+    ray_runs: bool = False,
     train: str = "self, data, loss_fn, eval_mode=False",
 ) -> Path:
-    """Write the package ``nemo_rl`` into ``folder``."""
-    loss = LOSS.format(parameters=parameters)
+    """Write the package ``nemo_rl`` into ``folder``, and a ``ray`` that runs everything in the calling process."""
+    loss = LOSS.format(parameters=parameters, loss_call=loss_call)
     if not pydantic:
         start, end = loss.index("class ClippedPGLossConfig"), loss.index("class ClippedPGLossFn")
         loss = "from typing import TypedDict\n" + loss[:start] + DICT_CONFIG + "\n\n" + loss[end:]
     files = {
+        "../ray/__init__.py": RAY.format(initialized=ray_runs),
         "__init__.py": f"__version__ = {version!r}\n",
         "algorithms/__init__.py": "",
         "algorithms/loss/__init__.py": "from nemo_rl.algorithms.loss.loss_functions import ClippedPGLossFn\n",
         "algorithms/loss/loss_functions.py": loss,
-        "algorithms/loss/utils.py": UTILS,
         "algorithms/loss/wrapper.py": WRAPPER,
-        "algorithms/grpo.py": BUILDER.format(call=call) + TRAINER + MASKING,
+        "algorithms/loss/utils.py": UTILS,
+        "algorithms/grpo.py": ALGORITHM.format(call=call, setup=setup) + TRAINER,
         "models/__init__.py": "",
         "models/automodel/__init__.py": "",
         "models/automodel/train.py": AUTOMODEL,
@@ -299,11 +342,12 @@ def write(
         "utils/__init__.py": "",
         "utils/venvs.py": "DEFAULT_VENV_DIR = '/default'\n",
     }
+    if ray_runs:
+        files["distributed/ray_actor_environment_registry.py"] = REGISTRY
+        files |= {"utils/__init__.py": "", "utils/venvs.py": VENVS}
     if single_controller:
-        files["algorithms/single_controller_utils/__init__.py"] = (
-            "raise ImportError('not needed to look at setup.py')\n"
-        )
-        files["algorithms/single_controller_utils/setup.py"] = BUILDER.format(call=call)
+        files["algorithms/single_controller_utils/__init__.py"] = ""
+        files["algorithms/single_controller_utils/setup.py"] = CONTROLLER
     for name, text in files.items():
         path = folder / "nemo_rl" / name
         path.parent.mkdir(parents=True, exist_ok=True)

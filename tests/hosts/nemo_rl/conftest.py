@@ -2,15 +2,17 @@ from __future__ import annotations
 
 import importlib
 import sys
+import types
 
 import pytest
 
+import nemo_geomask
 from nemo_geomask.hosts import nemo_rl
 from tests.helpers.nemo_rl import fake_tree
 
 
 def _forget():
-    return {name: sys.modules.pop(name) for name in list(sys.modules) if name.split(".")[0] == "nemo_rl"}
+    return {name: sys.modules.pop(name) for name in list(sys.modules) if name.split(".")[0] in ("nemo_rl", "ray")}
 
 
 @pytest.fixture
@@ -26,3 +28,17 @@ def host(tmp_path, monkeypatch):
     nemo_rl.uninstall()
     _forget()
     sys.modules.update(others)
+
+
+@pytest.fixture
+def install(monkeypatch):
+    """``install()`` is that of a script that has imported ``setup`` of GRPO; returns the script's ``setup``."""
+
+    def call():
+        main = types.ModuleType("__main__")
+        main.setup = importlib.import_module("nemo_rl.algorithms.grpo").setup
+        monkeypatch.setitem(sys.modules, "__main__", main)
+        nemo_geomask.install()
+        return main.setup
+
+    return call

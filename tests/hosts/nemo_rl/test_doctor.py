@@ -55,8 +55,8 @@ def test_all_is_well(registered, capsys):
     assert printed.splitlines()[0] == f"driver: {sys.executable}"
     for words in (
         "nemo_rl        9.8.7",
-        "ok      nemo_rl.algorithms.grpo builds ClippedPGLossFn(cfg)",
-        "absent  nemo_rl.algorithms.ppo builds ClippedPGLossFn(cfg)",
+        "ok      nemo_rl.algorithms.grpo: setup (for every run",
+        "absent  nemo_rl.algorithms.ppo: setup (for every run",
         "gspo         nemo_geomask.losses.variants:GSPO (nemo-geomask)",
         "workers.a.Unbuilt: not built yet",
         "workers.a.Drivers\n",
@@ -103,11 +103,11 @@ def test_an_interpreter_that_does_not_run(host, tmp_path, capsys, how):
 
 
 def test_an_api_that_differs(host, capsys):
-    host(call="make(config)")
+    host(setup="config, policy_factory=None")
     assert main(["doctor"]) == 1
     printed = capsys.readouterr().out
-    assert "wrong   nemo_rl.algorithms.grpo builds ClippedPGLossFn(cfg): does not call" in printed
-    assert "problem 1: NeMo-RL 9.8.7: nemo_rl.algorithms.grpo builds" in printed
+    assert "wrong   nemo_rl.algorithms.grpo: setup (for every run" in printed
+    assert "problem 1: NeMo-RL 9.8.7: nemo_rl.algorithms.grpo: setup" in printed
 
 
 def test_without_nemo_rl(host, monkeypatch, capsys):

@@ -15,10 +15,9 @@ import torch
 import typing_extensions
 
 from nemo_geomask import build_loss
-from nemo_geomask.errors import ConfigError
 from nemo_geomask.hosts.nemo_rl import prepare_worker, uninstall
 from nemo_geomask.hosts.nemo_rl.current_logprobs import keep_logprobs, merge_kept, take_kept
-from nemo_geomask.hosts.nemo_rl.logit_backends import forward_logprobs
+from nemo_geomask.hosts.nemo_rl.forward_logprobs import forward_logprobs
 from nemo_geomask.losses import PolicyLoss
 from nemo_geomask.parallel.local_processes import run_ranks
 from nemo_geomask.records.flight import CURR_KNOWN_KEY
@@ -200,17 +199,6 @@ def _on_rank(rank, world, tp, cp):
                     numbers = {key: float(metric) for key, metric in metrics.items()}
                     calls = CALLS.pop(kind, None), take_kept(None, STEP)
                     found[layout, fused, name, kind] = float(value), numbers, leaf.grad.numpy(), *calls
-    if tp * cp == 1:
-        from nemo_geomask.hosts.nemo_rl.logit_backends import LogitLoss
-
-        refused = LogitLoss(build_loss({"logprob_backend": "geomask"}))
-        process = train.LossPostProcessor(
-            refused, {"sequence_packing": {"enabled": False}}, sampling_params=_sampling("filtered")
-        )
-        filtered = process(BatchedDataDict(data), None, seqs, toks)
-        prepare_worker()
-        with pytest.raises(ConfigError, match="top_p: 0.9; set logprob_backend: nemo_rl"):
-            filtered(leaf)
     return found
 
 
@@ -256,7 +244,7 @@ def _scored_on_rank(rank, world, tp, cp):
             theirs = score(chunk)
             assert prepare_worker()
             with mock.patch(
-                "nemo_geomask.hosts.nemo_rl.logit_backends.forward_logprobs", wraps=forward_logprobs
+                "nemo_geomask.hosts.nemo_rl.forward_logprobs.forward_logprobs", wraps=forward_logprobs
             ) as ours:
                 mine = score(chunk)
             assert ours.call_count == len(mine) == len(theirs)

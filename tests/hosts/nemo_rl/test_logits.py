@@ -1,6 +1,8 @@
 """The loss that takes logits: equal to log-probs computed apart and handed over, padded and packed."""
 
 import pickle
+import sys
+import types
 
 import numpy as np
 import pytest
@@ -9,7 +11,6 @@ import torch.nn.functional as F
 
 from nemo_geomask import build_loss
 from nemo_geomask.errors import ConfigError, DataError, ShapeError
-from nemo_geomask.hosts.nemo_rl import WorkerError
 from nemo_geomask.hosts.nemo_rl.logit_backends import LogitLoss
 from nemo_geomask.parallel.local_processes import run_ranks
 from tests.helpers.batches import VARIANTS, rollouts
@@ -138,12 +139,65 @@ def test_misfits_are_named():
         loss(logits, data, seqs, toks, **ALONE)
 
 
-def test_a_worker_that_is_not_prepared_is_refused():
+def megatron_state(**groups):
+    """Megatron's module of process groups; without groups, one that is imported and not initialized."""
+    state = types.ModuleType("megatron.core.parallel_state")
+    state.model_parallel_is_initialized = lambda: bool(groups)
+
+    def get_group(name, check_initialized):
+        if check_initialized:
+            assert name in groups, "group is not initialized"
+        return groups.get(name)
+
+    state.get_tensor_model_parallel_group = lambda check_initialized=True: get_group("tp", check_initialized)
+    state.get_context_parallel_group = lambda check_initialized=True: get_group("cp", check_initialized)
+    return state
+
+
+@pytest.mark.parametrize("groups", [{}, {"vocab_parallel_group": None}, ALONE], ids=["none", "one", "both"])
+@pytest.mark.parametrize("state", [None, megatron_state()], ids=["no Megatron", "Megatron of no model"])
+def test_one_process_needs_no_groups(monkeypatch, groups, state):
+    monkeypatch.delitem(sys.modules, "megatron.core.parallel_state", raising=False)
+    if state is not None:
+        monkeypatch.setitem(sys.modules, "megatron.core.parallel_state", state)
     logits, data, seqs, toks = case()
+    width = data["input_ids"].shape[1]
+    logprobs = logits.log_softmax(-1)[:, : width - 1].gather(-1, data["input_ids"][:, 1:, None]).squeeze(-1)
+    expected, metrics = build_loss({})(logprobs, data, seqs, toks)
     loss = pickle.loads(pickle.dumps(LogitLoss(build_loss({"logprob_backend": "geomask"}))))
-    for groups in ({}, {"vocab_parallel_group": None}, {"context_parallel_group": None}):
-        with pytest.raises(WorkerError, match="this worker is not prepared.*prepare_worker"):
-            loss(logits, data, seqs, toks, **groups)
+    value, own_metrics = loss(logits, data, seqs, toks, **groups)
+    torch.testing.assert_close(value, expected, rtol=1e-5, atol=1e-7)
+    assert own_metrics == pytest.approx(metrics, rel=1e-4, abs=1e-6)
+
+
+def _megatron_workers(rank, world, tp, cp):
+    """As NeMo-RL's Megatron workers call a loss that takes logits: without their groups."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (cp, tp), mesh_dim_names=("cp", "tp"))
+    groups = {name: mesh.get_group(name) for name in ("cp", "tp")}
+    # In a run without context parallelism, Megatron has no such group unless it is asked for.
+    sys.modules["megatron.core.parallel_state"] = megatron_state(**(groups if cp > 1 else {"tp": groups["tp"]}))
+    logits, data, seqs, toks = case(padding=2)
+    logits = F.pad(logits, (0, 1), value=-30.0)
+    # Head and tail chunks, as Megatron shares out its rows.
+    chunks = torch.arange(logits.shape[1]).chunk(2 * cp)
+    positions = torch.cat([chunks[rank // tp], chunks[2 * cp - 1 - rank // tp]])
+    columns = slice(rank % tp * 24 // tp, (rank % tp + 1) * 24 // tp)
+    results = {}
+    for name in ("ppo", "gspo"):
+        leaf = logits[:, positions, columns].clone().requires_grad_()
+        loss = LogitLoss(build_loss({**VARIANTS[name], "logprob_backend": "geomask"}))
+        value, metrics = loss(leaf, data, seqs, toks)
+        value.backward()
+        results[name] = value.item(), metrics, leaf.grad.numpy() / cp  # NeMo-RL divides the loss by this size
+    return positions.numpy(), columns, results
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("tp", "cp"), [(2, 1), (2, 2)])
+def test_groups_that_are_not_passed_are_megatrons(tp, cp):
+    _assert_equal_to_one_process(run_ranks(tp * cp, _megatron_workers, tp, cp))
 
 
 def _dtensors(rank, world, tp, cp):
@@ -181,16 +235,19 @@ def _dtensors(rank, world, tp, cp):
 @pytest.mark.slow
 @pytest.mark.parametrize(("tp", "cp"), [(2, 1), (1, 2), (2, 2)])
 def test_dtensors_equal_one_process(tp, cp):
+    _assert_equal_to_one_process(run_ranks(tp * cp, _dtensors, tp, cp))
+
+
+def _assert_equal_to_one_process(results):
     logits, data, seqs, toks = case(padding=2)
     logits = F.pad(logits, (0, 1), value=-30.0)
-    results = run_ranks(tp * cp, _dtensors, tp, cp)
     for name in ("ppo", "gspo"):
         leaf = logits.clone().requires_grad_()
         loss = LogitLoss(build_loss({**VARIANTS[name], "logprob_backend": "geomask"}))
-        expected, others = loss(leaf, data, seqs, toks, **ALONE)
+        expected, expected_metrics = loss(leaf, data, seqs, toks, **ALONE)
         expected.backward()
-        for mine, columns, found in results:
-            value, metrics, grad = found[name]
+        for positions, columns, rank_results in results:
+            value, metrics, grad = rank_results[name]
             assert value == pytest.approx(expected.item(), rel=1e-5)
-            assert metrics == pytest.approx(others, rel=1e-4, abs=1e-6)
-            np.testing.assert_allclose(grad, leaf.grad[:, mine, columns], rtol=1e-4, atol=1e-7)
+            assert metrics == pytest.approx(expected_metrics, rel=1e-4, abs=1e-6)
+            np.testing.assert_allclose(grad, leaf.grad[:, positions, columns], rtol=1e-4, atol=1e-7)

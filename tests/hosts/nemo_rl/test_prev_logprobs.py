@@ -1,4 +1,4 @@
-"""``ratio_anchor: gen`` around NeMo-RL's policies, here stand-ins with NeMo-RL's signatures."""
+"""``ratio_anchor: gen`` in NeMo-RL's policies, here stand-ins with NeMo-RL's signatures."""
 
 import pickle
 import sys
@@ -10,8 +10,8 @@ import torch
 
 from nemo_geomask import build_loss
 from nemo_geomask.errors import ConfigError
-from nemo_geomask.hosts.nemo_rl import HostAPIError, prev_logprobs, uninstall
-from nemo_geomask.hosts.nemo_rl.patch import in_force
+from nemo_geomask.hosts.nemo_rl import HostAPIError, build_nemo_rl_loss, policies
+from nemo_geomask.hosts.nemo_rl.policies import adopt
 from tests.helpers.batches import rollouts
 
 GEN = {"ratio_anchor": "gen"}
@@ -20,12 +20,15 @@ GEN = {"ratio_anchor": "gen"}
 class Policy:
     """NeMo-RL's; counts forward passes."""
 
-    forward = 0
+    forward_passes = 0
     cfg: ClassVar = {"logprob_batch_size": 1}
     sharding_annotations = types.SimpleNamespace(get_axis_size=lambda axis: 2)
 
+    def train(self, data, loss_fn):
+        raise AssertionError
+
     def get_logprobs(self, data, timer=None):
-        type(self).forward += 1
+        type(self).forward_passes += 1
         return type(data)({"logprobs": torch.zeros(data["input_ids"].shape)})
 
 
@@ -35,6 +38,9 @@ class TQPolicy(Policy):
     def __init__(self, store):
         self.store = store
 
+    def train_from_meta(self, meta, loss_fn):
+        raise AssertionError
+
     def read_from_dataplane(self, meta, *, select_fields, pad_value_dict=None):
         return {name: self.store[meta][name].clone() for name in select_fields}
 
@@ -42,39 +48,30 @@ class TQPolicy(Policy):
         self.store[meta].update(fields)
 
     def get_logprobs_from_meta(self, meta, micro_batch_size=None, timer=None):
-        type(self).forward += 1
+        type(self).forward_passes += 1
         self.store[meta]["prev_logprobs"] = torch.zeros(self.store[meta]["generation_logprobs"].shape)
 
 
-def methods(kind):
-    return {name: value for name, value in vars(kind).items() if callable(value)}
+def methods(cls):
+    return {name: value for name, value in vars(cls).items() if callable(value)}
 
 
-SHARED = {name: vars(Policy)[name] for name in ("forward", "cfg", "sharding_annotations")}
-
-
-def mask(train_data, rewards, seq_logprob_error_threshold):
-    return "masked"
+SHARED = {name: vars(Policy)[name] for name in ("forward_passes", "cfg", "sharding_annotations")}
 
 
 @pytest.fixture
 def nemo_rl(monkeypatch):
-    """Modules of NeMo-RL's with fresh classes, since wrappers go into the classes."""
-    names = ("nemo_rl", "nemo_rl.algorithms", "nemo_rl.algorithms.grpo", "nemo_rl.models", "nemo_rl.models.policy")
-    names += ("nemo_rl.algorithms.ppo",)
-    policies = ("nemo_rl.models.policy.lm_policy", "nemo_rl.models.policy.tq_policy")
-    modules = {name: types.ModuleType(name) for name in (*names, *policies)}
+    """Modules of NeMo-RL with fresh classes, because tests replace methods of theirs."""
+    names = ("nemo_rl", "nemo_rl.models", "nemo_rl.models.policy")
+    names += ("nemo_rl.models.policy.lm_policy", "nemo_rl.models.policy.tq_policy")
+    modules = {name: types.ModuleType(name) for name in names}
     modules["nemo_rl"].__version__ = "9.9"
-    grpo, lm, tq = (modules[name] for name in ("nemo_rl.algorithms.grpo", *policies))
-    ppo = modules["nemo_rl.algorithms.ppo"]
-    # PPO imports it from GRPO.
-    grpo.compute_and_apply_seq_logprob_error_masking = ppo.compute_and_apply_seq_logprob_error_masking = mask
+    lm, tq = (modules[name] for name in names[-2:])
     lm.Policy = type("Policy", (), {**methods(Policy), **SHARED, "__module__": lm.__name__})
     tq.TQPolicy = type("TQPolicy", (lm.Policy,), {**methods(TQPolicy), "__module__": tq.__name__})
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)
-    yield types.SimpleNamespace(grpo=grpo, ppo=ppo, lm=lm, tq=tq)
-    uninstall()
+    return types.SimpleNamespace(lm=lm, tq=tq)
 
 
 class Data(dict):
@@ -84,80 +81,105 @@ class Data(dict):
         return Data({name: value[rows] for name, value in self.items()})
 
 
-def test_nothing_goes_forward(nemo_rl):
-    prev_logprobs.wrap_policy(build_loss(GEN))
+def config_of(**settings):
+    return build_loss(settings).config
+
+
+def test_there_is_no_forward_pass(nemo_rl):
     data = Data(rollouts(seed=1).data)
-    found = nemo_rl.lm.Policy().get_logprobs(data, timer=None)
-    assert type(found) is Data
-    assert found["logprobs"].shape == data["input_ids"].shape
-    assert found["logprobs"].isnan().all()
-    tq = nemo_rl.tq.TQPolicy({"all": data})
-    tq.get_logprobs_from_meta("all", timer=None)
+    policy = adopt(nemo_rl.lm.Policy(), config_of(**GEN))
+    result = policy.get_logprobs(data, timer=None)
+    assert type(result) is Data
+    assert result["logprobs"].shape == data["input_ids"].shape
+    assert result["logprobs"].isnan().all()
+    tq = adopt(nemo_rl.tq.TQPolicy({"all": data}), config_of(**GEN))
+    assert tq.get_logprobs_from_meta("all", timer=None) is None
     assert data["prev_logprobs"].shape == data["generation_logprobs"].shape
     assert data["prev_logprobs"].isnan().all()
-    assert (nemo_rl.lm.Policy.forward, nemo_rl.tq.TQPolicy.forward) == (0, 0)
+    assert (type(policy).forward_passes, type(tq).forward_passes) == (0, 0)
 
 
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"force_on_policy_ratio": True}, {**GEN, "masks": [{"preset": "veto", "max": 2.0}]}],
-    ids=["prev", "on policy", "mask"],
+    [
+        {},
+        {"force_on_policy_ratio": True},
+        {**GEN, "masks": [{"preset": "veto", "max": 2.0}]},
+        {**GEN, "audit_fraction": 1.0},
+    ],
+    ids=["prev", "on policy", "mask", "audit of all rows"],
 )
-def test_a_loss_that_reads_them_has_them(nemo_rl, settings):
-    for order in ([settings], [GEN, settings]):  # the last one built counts
-        for each in order:
-            prev_logprobs.wrap_policy(build_loss(each))
-        policy = nemo_rl.lm.Policy()
-        assert not policy.get_logprobs(Data(rollouts(seed=1).data))["logprobs"].isnan().any()
-        assert not in_force(nemo_rl.lm.Policy, "get_logprobs")
+@pytest.mark.parametrize("before", [[], [GEN]], ids=["first", "adopted before"])
+def test_a_loss_that_reads_them_gets_them(nemo_rl, settings, before):
+    data = Data(rollouts(seed=1).data)
+    policy, tq = nemo_rl.lm.Policy(), nemo_rl.tq.TQPolicy({"all": data})
+    for each in [*before, settings]:  # the last one counts
+        adopt(policy, config_of(**each))
+        adopt(tq, config_of(**each))
+    assert not policy.get_logprobs(data)["logprobs"].isnan().any()
+    tq.get_logprobs_from_meta("all")
+    assert not data["prev_logprobs"].isnan().any()
+    assert (type(policy).forward_passes, type(tq).forward_passes) == (1, 1)
 
 
-def test_a_policy_that_is_sent_computes_none_either(nemo_rl):
-    prev_logprobs.wrap_policy(build_loss(GEN))
-    sent = pickle.dumps(nemo_rl.tq.TQPolicy({"a": rollouts(seed=5).data}))
-    uninstall()
+def test_other_policies_compute_them(nemo_rl):
+    adopt(nemo_rl.lm.Policy(), config_of(**GEN))
+    assert not nemo_rl.lm.Policy().get_logprobs(Data(rollouts(seed=1).data))["logprobs"].isnan().any()
+
+
+def test_a_policy_that_arrived_pickled_computes_none_either(nemo_rl):
+    policy = adopt(nemo_rl.tq.TQPolicy({"a": rollouts(seed=5).data}), config_of(**GEN))
+    pickled = pickle.dumps(policy)
+    policies.subclasses.clear()  # as in another process, which defines the class when it arrives
     before = dict(vars(nemo_rl.tq.TQPolicy))
-    policy = pickle.loads(sent)
+    policy = pickle.loads(pickled)
     policy.get_logprobs_from_meta("a")
     assert isinstance(policy, nemo_rl.tq.TQPolicy)
     assert policy.store["a"]["prev_logprobs"].isnan().all()
     assert dict(vars(nemo_rl.tq.TQPolicy)) == before
 
 
-@pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
-def test_a_threshold_on_what_is_not_there_is_an_error(nemo_rl, algorithm):
-    def call(threshold):
-        return getattr(nemo_rl, algorithm).compute_and_apply_seq_logprob_error_masking(
-            train_data=None, rewards=None, seq_logprob_error_threshold=threshold
-        )
+@pytest.mark.parametrize("section", ["grpo", "ppo"])
+def test_a_threshold_on_log_probs_that_are_not_computed_is_an_error(host, section):
+    host()
 
-    prev_logprobs.wrap_policy(build_loss(GEN))
-    assert call(None) == "masked"
+    def build(threshold, **settings):
+        sections = {"policy": {}, section: {"seq_logprob_error_threshold": threshold}}
+        return build_nemo_rl_loss({"loss_fn": {"name": "clipped_pg", **settings}, **sections})
+
+    assert build(None, **GEN).config.skips_prev
     with pytest.raises(
         ConfigError, match=r"seq_logprob_error_threshold: 1.05 masks .* or set loss_fn.audit_fraction: 1"
     ):
-        call(1.05)
-    prev_logprobs.wrap_policy(build_loss({}))
-    assert call(1.05) == "masked"
+        build(1.05, **GEN)
+    assert not build(1.05).config.skips_prev
+    assert not build(1.05, **GEN, audit_fraction=1).config.skips_prev
 
 
 def test_a_sample_is_scored(nemo_rl):
     data = Data(rollouts(seed=1).data)  # 8 rows
-    scored = []
-    policy = nemo_rl.lm.Policy()
-    prev_logprobs.wrap_policy(build_loss({**GEN, "audit_fraction": 0.3}))
+    settings = config_of(**GEN, audit_fraction=0.3)
+    scored_rows = []
+    policy = adopt(nemo_rl.lm.Policy(), settings)
     for _ in range(40):
-        found = policy.get_logprobs(data)["logprobs"]
-        rows = (~found.isnan()).all(dim=1)
-        assert (found[rows] == 0).all()
-        assert found[~rows].isnan().all()
-        scored.append(rows)
-    counts = torch.stack(scored).sum(dim=1)
+        logprobs = policy.get_logprobs(data)["logprobs"]
+        is_scored = (~logprobs.isnan()).all(dim=1)
+        assert (logprobs[is_scored] == 0).all()
+        assert logprobs[~is_scored].isnan().all()
+        scored_rows.append(is_scored)
+    counts = torch.stack(scored_rows).sum(dim=1)
     assert counts.tolist() == [4] * 40  # 2.4 rows, in multiples of the data-parallel size
     # Other rows at every step, each about as often as any other; and the same in another run.
-    assert all(10 < count < 30 for count in torch.stack(scored).sum(dim=0).tolist())
-    again = nemo_rl.lm.Policy()
-    assert torch.equal(~again.get_logprobs(data)["logprobs"][:, 0].isnan(), scored[0])
+    assert all(10 < count < 30 for count in torch.stack(scored_rows).sum(dim=0).tolist())
+
+    def first_scored_rows(**arguments):
+        logprobs = adopt(nemo_rl.lm.Policy(), settings, **arguments).get_logprobs(data)["logprobs"]
+        return ~logprobs[:, 0].isnan()
+
+    assert torch.equal(first_scored_rows(), scored_rows[0])
+    # A resumed run goes on with the rows of its step.
+    assert not torch.equal(scored_rows[0], scored_rows[25])
+    assert torch.equal(first_scored_rows(checkpoint="checkpoints/step_25"), scored_rows[25])
     policy.cfg = {"logprob_batch_size": 4}
     assert not policy.get_logprobs(data)["logprobs"].isnan().any()
 
@@ -170,7 +192,9 @@ class Meta(list):
 
 
 def test_a_sample_is_scored_in_the_data_plane(nemo_rl):
-    class Plane(nemo_rl.tq.TQPolicy):
+    class RowPolicy(nemo_rl.tq.TQPolicy):
+        """One whose data plane stores rows."""
+
         def read_from_dataplane(self, meta, *, select_fields, pad_value_dict=None):
             return {name: torch.stack([self.store[key][name] for key in meta]) for name in select_fields}
 
@@ -178,38 +202,25 @@ def test_a_sample_is_scored_in_the_data_plane(nemo_rl):
             for row, key in enumerate(meta):
                 self.store[key].update({name: value[row] for name, value in fields.items()})
 
-    def score(self, meta, micro_batch_size=None, timer=None):
-        for key in meta:
-            self.store[key]["prev_logprobs"] = torch.zeros(14)
+        def get_logprobs_from_meta(self, meta, micro_batch_size=None, timer=None):
+            for key in meta:
+                self.store[key]["prev_logprobs"] = torch.zeros(14)
 
-    nemo_rl.tq.TQPolicy.get_logprobs_from_meta = score
     data = rollouts(seed=1).data
     rows = {f"row {row}": {name: value[row] for name, value in data.items()} for row in range(8)}
-    prev_logprobs.wrap_policy(build_loss({**GEN, "audit_fraction": 0.5}))
-    Plane(rows).get_logprobs_from_meta(Meta(rows), timer=None)
+    policy = adopt(RowPolicy(rows), config_of(**GEN, audit_fraction=0.5))
+    policy.get_logprobs_from_meta(Meta(rows), timer=None)
     scored = [key for key, row in rows.items() if not row["prev_logprobs"].isnan().any()]
     assert len(scored) == 4
     assert all(row["prev_logprobs"].isnan().all() for key, row in rows.items() if key not in scored)
 
 
-def test_all_of_them_are_scored_by_nemo_rl_itself(nemo_rl):
-    prev_logprobs.wrap_policy(build_loss({**GEN, "audit_fraction": 1.0}))
-    assert not in_force(nemo_rl.lm.Policy, "get_logprobs")
-
-
-def test_all_of_it_is_undone(nemo_rl):
-    owners = (nemo_rl.grpo, nemo_rl.ppo, nemo_rl.lm.Policy, nemo_rl.tq.TQPolicy)
-    before = [dict(vars(owner)) for owner in owners]
-    for _ in range(2):
-        prev_logprobs.wrap_policy(build_loss(GEN))
-        assert [dict(vars(owner)) for owner in owners] != before
-        uninstall()
-        assert [dict(vars(owner)) for owner in owners] == before
-
-
-def test_unknown_signatures_are_an_error(nemo_rl):
+def test_unknown_signatures_are_an_error_where_they_matter(nemo_rl):
     nemo_rl.lm.Policy.get_logprobs = lambda self, batch: None
+    policy = nemo_rl.lm.Policy()
     with pytest.raises(
         HostAPIError, match=r"lm_policy\.Policy\.get_logprobs takes \(self, batch\).*ratio_anchor: prev"
     ):
-        prev_logprobs.wrap_policy(build_loss(GEN))
+        adopt(policy, config_of(**GEN))
+    assert type(policy) is nemo_rl.lm.Policy
+    assert adopt(policy, config_of()).get_logprobs("batch") is None

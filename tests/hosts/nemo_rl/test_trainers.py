@@ -79,7 +79,7 @@ cluster: {{gpus_per_node: 1, num_nodes: 1}}
 def run(tmp_path, script, config, *overrides, modules="nemo_rl.algorithms.grpo", data_plane=False):
     return subprocess.run(
         [
-            *(sys.executable, "-m", "nemo_geomask.cli", "run", str(hosts.HERE / "on_cpu.py")),
+            *(sys.executable, str(hosts.HERE / "on_cpu.py")),
             *(str(hosts.root() / "examples" / script), "--config", config, *overrides),
         ],
         env=hosts.environment(HOST_OUT=str(tmp_path), HOST_MODULES=modules, HOST_DATA_PLANE="1" if data_plane else ""),

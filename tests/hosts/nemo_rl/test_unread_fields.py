@@ -13,7 +13,7 @@ import nemo_geomask
 from nemo_geomask.cli import main
 from nemo_geomask.config import LossConfig
 from nemo_geomask.errors import ConfigError
-from nemo_geomask.hosts.nemo_rl import facts
+from nemo_geomask.hosts.nemo_rl import facts, with_geomask
 from nemo_geomask.losses import PolicyLoss
 from nemo_geomask.recipe import nemo_rl_root
 
@@ -39,15 +39,19 @@ def newer(host, tmp_path):
         path.write_text("from pydantic import Field\n" + text.replace(before, fields + before, 1), encoding="utf-8")
         for name in [name for name in sys.modules if name.split(".")[0] == "nemo_rl"]:
             del sys.modules[name]
-        nemo_geomask.install()
         return importlib.import_module("nemo_rl.algorithms.loss.loss_functions")
 
     return make
 
 
 def build(loss, **settings):
-    config = loss.ClippedPGLossConfig
-    return importlib.import_module("nemo_rl.algorithms.grpo").setup(config(**settings))
+    return run_setup(loss.ClippedPGLossConfig(**settings))
+
+
+def run_setup(loss_config):
+    """The loss that ``setup`` returns."""
+    algorithm = importlib.import_module("nemo_rl.algorithms.grpo")
+    return with_geomask(algorithm.setup)(algorithm.MasterConfig(loss_config))[2]
 
 
 def test_a_value_that_changes_nothing_is_accepted_and_logged(newer, caplog):
@@ -83,11 +87,10 @@ def test_all_refused_fields_are_named_at_once(newer):
 
 def test_in_a_dict_null_false_and_zero_change_nothing(newer):
     newer(pydantic=False)
-    setup = importlib.import_module("nemo_rl.algorithms.grpo").setup
     settings = {"name": "gspo", "metrics_level": None, "overlong_penalty": 0.0, "entropy": False}
-    assert isinstance(setup(settings), PolicyLoss)
+    assert isinstance(run_setup(settings), PolicyLoss)
     with pytest.raises(ConfigError, match="loss_fn.overlong_penalty: .*found 0.1.*, or set null"):
-        setup({**settings, "overlong_penalty": 0.1})
+        run_setup({**settings, "overlong_penalty": 0.1})
 
 
 def test_a_misspelt_key_is_still_an_error(newer):
@@ -103,7 +106,8 @@ def test_a_run_ends_before_the_script(newer, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", sys.argv[:])
     monkeypatch.setattr(sys, "path", sys.path[:])
     recipe, script = tmp_path / "recipe.yaml", tmp_path / "train.py"
-    script.write_text("raise SystemExit('started')", encoding="utf-8")
+    main_block = "if __name__ == '__main__':\n    raise SystemExit('started')\n"
+    script.write_text(f"from nemo_rl.algorithms.grpo import setup\n{main_block}", encoding="utf-8")
     recipe.write_text("loss_fn: {name: gspo, overlong_penalty: 0.5}\n", encoding="utf-8")
     assert main(["run", str(script), "--config", str(recipe)]) == 2
     assert "delete it with ~loss_fn.overlong_penalty" in capsys.readouterr().err

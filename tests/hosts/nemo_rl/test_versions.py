@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import importlib
-import inspect
 import logging
 import os
 import sys
@@ -19,8 +18,9 @@ from nemo_geomask.hosts.nemo_rl.source_signature import Signature, parse_module
 from nemo_geomask.losses import PolicyLoss
 from nemo_geomask.recipe import nemo_rl_root
 
-INIT = "nemo_rl.algorithms.loss.loss_functions.ClippedPGLossFn.__init__"
+SETUP = "nemo_rl.algorithms.grpo.setup"
 CALL = "nemo_rl.algorithms.loss.loss_functions.ClippedPGLossFn.__call__"
+MESH = "self, next_token_logprobs, data, global_valid_seqs, global_valid_toks, mesh"
 TRAIN = "nemo_rl.models.policy.lm_policy.Policy.train"
 
 
@@ -86,95 +86,95 @@ def test_one_form_of_several_is_enough():
     assert signature.differences(ast.parse("def f(b): ..."))[0].message == "takes (b)"
 
 
-def test_a_worker_group_with_one_parameter_more(host, tmp_path):
-    """NeMo-RL's pull requests 3714 and 3677."""
-    loss = host()
-    edit(
-        tmp_path, "distributed.worker_groups", "        env_vars={},\n", "        env_vars={},\n        logger=None,\n"
+def run_setup(setup, loss, **settings):
+    """The policy and the loss that ``setup`` returns."""
+    config = importlib.import_module("nemo_rl.algorithms.grpo").MasterConfig(loss.ClippedPGLossConfig(**settings))
+    policy, _, loss_fn, *_ = setup(config)
+    return policy, loss_fn
+
+
+def test_an_optional_parameter_more(host, install):
+    """As NeMo-RL's pull requests 3714 and 3677 add one."""
+    loss = host(
+        setup="master_config, tokenizer=None, policy_factory=None, timeout=None",
+        loss_call=MESH.replace("mesh", "mesh=None"),
+        train="self, data, loss_fn, eval_mode=False, timeout=None",
     )
-    nemo_geomask.install()
-    ours = importlib.import_module("nemo_rl.algorithms.grpo").setup(loss.ClippedPGLossConfig(name="gspo"))
+    policy, ours = run_setup(install(), loss, name="gspo")
     assert isinstance(ours, PolicyLoss)
-    group = importlib.import_module("nemo_rl.distributed.worker_groups").RayWorkerGroup
-    builder = importlib.import_module("nemo_rl.distributed.worker_groups").RayWorkerBuilder("nemo_rl.a.value.Worker")
-    assert group([1, 2], builder, logger="x").workers == [1, 2]
-    assert "logger" in inspect.signature(group.__init__).parameters
+    assert "all_mb_metrics" in policy.train({}, loss_fn=ours, timeout=3)
 
 
-def test_an_accepted_api_does_not_stop_the_run_and_each_run_says_so(host, caplog):
-    loss = host(parameters="self, cfg, mesh", call="ClippedPGLossFn(config)")
-    with pytest.raises(HostAPIError, match=f"go on at your own risk with --accept {INIT}. See docs/new_nemo_rl.md$"):
-        nemo_geomask.install()
+def test_an_accepted_api_does_not_stop_the_run_and_each_run_says_so(host, install, caplog):
+    loss = host(loss_call=MESH)
+    with pytest.raises(HostAPIError, match=f"go on at your own risk with --accept {CALL}. See docs/new_nemo_rl.md$"):
+        install()
     assert not installed()
-    accepted_apis.accept([INIT])
+    accepted_apis.accept([CALL])
     for _ in range(2):
         caplog.clear()
-        nemo_geomask.install()
+        install()
         (warning,) = [record for record in caplog.records if record.levelno == logging.WARNING]
-        assert warning.message.startswith(f"accepted at your own risk (--accept): {INIT} differs from the tested")
-        assert "NeMo-RL: takes (self, cfg, mesh), where mesh has no default. What this run" in warning.message
+        assert warning.message.startswith(f"accepted at your own risk (--accept): {CALL} differs from the tested")
+        assert "mesh), where mesh has no default" in warning.message
         nemo_geomask.uninstall()
-    nemo_geomask.install()
-    setup = importlib.import_module("nemo_rl.algorithms.grpo").setup
-    assert isinstance(setup(loss.ClippedPGLossConfig(name="gspo")), PolicyLoss)
+    _, ours = run_setup(install(), loss, name="gspo")
+    assert isinstance(ours, PolicyLoss)
 
 
-def test_all_differences_are_named_and_one_that_is_left_stops_the_run(host, tmp_path):
-    host(parameters="self, cfg, mesh", call="ClippedPGLossFn(config, mesh=1)")
-    with pytest.raises(HostAPIError, match=f"--accept {INIT} --accept nemo_rl.algorithms.grpo. See"):
-        nemo_geomask.install()
-    accepted_apis.accept([INIT])
-    with pytest.raises(HostAPIError, match="risk with --accept nemo_rl.algorithms.grpo. See") as caught:
-        nemo_geomask.install()
-    assert INIT not in str(caught.value)
-    (tmp_path / "nemo_rl" / "algorithms" / "grpo.py").unlink()
-    accepted_apis.accept(["nemo_rl.algorithms.grpo"])
-    nemo_geomask.install()
+def test_all_differences_are_named_and_one_that_is_left_stops_the_run(host, install, tmp_path):
+    host(loss_call=MESH, setup="config, policy_factory=None")
+    with pytest.raises(HostAPIError, match=f"--accept {CALL} --accept {SETUP}. See"):
+        install()
+    accepted_apis.accept([CALL])
+    with pytest.raises(HostAPIError, match=f"risk with --accept {SETUP}. See") as caught:
+        install()
+    assert CALL not in str(caught.value)
+    accepted_apis.accept([SETUP])
+    install()
 
 
-def test_accepting_what_does_not_differ_is_an_error_that_names_what_does(host):
-    host(parameters="self, cfg, mesh")
-    accepted_apis.accept([INIT, CALL, "nemo_rl.no.such"])
+def test_accepting_what_does_not_differ_is_an_error_that_names_what_does(host, install):
+    host(loss_call=MESH)
+    accepted_apis.accept([CALL, SETUP, "nemo_rl.no.such"])
     with pytest.raises(ConfigError) as caught:
-        nemo_geomask.install()
+        install()
     lines = str(caught.value).splitlines()
-    assert [line.split(": ")[0] for line in lines] == [f"--accept {CALL}", "--accept nemo_rl.no.such"]
-    assert all(f"accept one that differs: {INIT} (" in line for line in lines)
+    assert [line.split(": ")[0] for line in lines] == [f"--accept {SETUP}", "--accept nemo_rl.no.such"]
+    assert all(f"accept one that differs: {CALL} (" in line for line in lines)
     assert not installed()
 
 
-def test_accepting_where_nothing_differs_is_an_error(host):
+def test_accepting_where_nothing_differs_is_an_error(host, install):
     host()
-    accepted_apis.accept([INIT])
+    accepted_apis.accept([CALL])
     with pytest.raises(ConfigError, match="does not differ .*; none differs here; leave it out"):
-        nemo_geomask.install()
+        install()
 
 
-def test_an_api_that_is_gone_cannot_be_accepted(host, tmp_path):
+def test_an_api_that_is_gone_cannot_be_accepted(host, install, tmp_path):
     host()
     edit(tmp_path, "algorithms.loss.loss_functions", "def __call__(self, next", "def run(self, next")
     with pytest.raises(HostAPIError) as caught:
-        nemo_geomask.install()
+        install()
     assert "--accept" not in str(caught.value)
     accepted_apis.accept([CALL])
     with pytest.raises(HostAPIError, match=f"--accept {CALL}: is not defined there, so a run cannot go on with it"):
-        nemo_geomask.install()
+        install()
 
 
-def test_an_api_that_some_settings_need_is_accepted_by_its_name_too(host, caplog):
+def test_an_api_of_the_policy_is_accepted_by_its_name_too(host, install, caplog):
     loss = host(train="self, batch, loss_fn, eval_mode=False")
-    nemo_geomask.install()
-    setup = importlib.import_module("nemo_rl.algorithms.grpo").setup
-    settings = loss.ClippedPGLossConfig(name="gspo", batch_veto={"max": 1.0})
+    setup = install()
     with pytest.raises(HostAPIError, match=rf"takes \(self, batch.*, without data\. Remove .* --accept {TRAIN}$"):
-        setup(settings)
+        run_setup(setup, loss, name="gspo")
     nemo_geomask.uninstall()
     accepted_apis.accept([TRAIN])
-    nemo_geomask.install()
+    setup = install()
     assert f"(--accept): {TRAIN} differs" in caplog.text
     caplog.clear()
-    setup(settings)
-    assert f"(--accept): {TRAIN} differs from the tested versions of NeMo-RL: takes (self, batch" in caplog.text
+    run_setup(setup, loss, name="gspo")
+    assert f"(--accept): {TRAIN} differs" in caplog.text
 
 
 def test_a_worker_accepts_what_the_driver_accepts(host):
@@ -194,18 +194,22 @@ def test_a_worker_accepts_what_the_driver_accepts(host):
 
 
 def test_a_run_and_its_accepted_api(host, tmp_path, monkeypatch, capsys):
-    host(parameters="self, cfg, mesh")
+    host(loss_call=MESH)
     path = tmp_path / "train.py"
-    path.write_text("import sys\nraise SystemExit(' '.join(sys.argv[1:]))", encoding="utf-8")
+    lines = (
+        *("import sys", "from nemo_rl.algorithms.grpo import setup", "if __name__ == '__main__':"),
+        "    raise SystemExit(' '.join(sys.argv[1:]))",
+    )
+    path.write_text("\n".join(lines), encoding="utf-8")
     monkeypatch.setattr(sys, "argv", sys.argv[:])
     monkeypatch.setattr(sys, "path", sys.path[:])
     assert main(["run", str(path)]) == 2
-    assert f"--accept {INIT}" in capsys.readouterr().err
-    for arguments in (["--accept", INIT], [f"--accept={INIT}"]):
+    assert f"--accept {CALL}" in capsys.readouterr().err
+    for arguments in (["--accept", CALL], [f"--accept={CALL}"]):
         assert main(["run", str(path), *arguments]) == 2
         assert "write it before the script" in capsys.readouterr().err
     with pytest.raises(SystemExit, match="^--config recipe.yaml$"):
-        main(["run", "--accept", INIT, str(path), "--config", "recipe.yaml"])
+        main(["run", "--accept", CALL, str(path), "--config", "recipe.yaml"])
 
 
 ROOT = nemo_rl_root()

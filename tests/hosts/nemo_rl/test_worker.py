@@ -1,8 +1,9 @@
-"""A worker's process, prepared: which calls are changed for which losses; against a NeMo-RL of a few lines."""
+"""A prepared worker process: which calls are replaced for which losses; against a NeMo-RL of a few lines."""
 
 from __future__ import annotations
 
 import importlib
+import inspect
 import pickle
 import sys
 import types
@@ -11,69 +12,162 @@ import pytest
 import torch
 
 from nemo_geomask import build_loss
-from nemo_geomask.errors import ConfigError
-from nemo_geomask.hosts.nemo_rl import HostAPIError, prepare_worker, uninstall
+from nemo_geomask.hosts.nemo_rl import HostAPIError, WorkerError, prepare_worker, uninstall, worker_hooks
+from nemo_geomask.hosts.nemo_rl.hidden_states import OutputLayer
+from nemo_geomask.hosts.nemo_rl.host_patches import HOST_PATCHES
 from nemo_geomask.hosts.nemo_rl.logit_backends import LogitLoss
+from nemo_geomask.hosts.nemo_rl.patch import in_force
+
+WRAPPERS = ("SequencePackingLossWrapper", "SequencePackingFusionLossWrapper")
 
 
-def loss_code():
-    return [importlib.import_module(f"nemo_rl.algorithms.loss.{name}") for name in ("utils", "wrapper")]
+def packing_wrappers():
+    return importlib.import_module("nemo_rl.algorithms.loss.wrapper")
+
+
+def packing_calls():
+    return {name: getattr(packing_wrappers(), name).__call__ for name in WRAPPERS}
 
 
 def test_preparing_is_explicit_idempotent_and_undone(host):
     host()
-    utils, wrapper = loss_code()
-    before = utils.prepare_loss_input, wrapper.SequencePackingLossWrapper.__call__
+    before = packing_calls()
     # A loss that arrives changes nothing.
     for loss in (build_loss({}), LogitLoss(build_loss({"logprob_backend": "geomask"}))):
         pickle.loads(pickle.dumps(loss))
-    assert (utils.prepare_loss_input, wrapper.SequencePackingLossWrapper.__call__) == before
+    assert packing_calls() == before
     for _ in range(2):
         assert prepare_worker()
-        assert utils.prepare_loss_input.__wrapped__ is before[0]
-        assert wrapper.SequencePackingLossWrapper.__call__.__wrapped__ is before[1]
+        assert {name: call.__wrapped__ for name, call in packing_calls().items()} == before
     uninstall()
-    assert (utils.prepare_loss_input, wrapper.SequencePackingLossWrapper.__call__) == before
+    assert packing_calls() == before
+
+
+@pytest.mark.parametrize("backend", ["nemo_rl", "mcore", "geomask", "geomask_linear"])
+def test_the_packing_wrappers_are_replaced_only_for_packed_rows(host, backend):
+    host()
+    before = packing_calls()
+    assert prepare_worker(backends=(backend,), has_packed_rows=False)
+    assert packing_calls() == before
+    # Rows that are packed later in the same process.
+    assert prepare_worker(backends=(backend,))
+    assert {name: call.__wrapped__ for name, call in packing_calls().items()} == before
+
+
+@pytest.mark.parametrize(
+    ("settings", "has_packed_rows", "expected"),
+    [
+        ({}, False, False),
+        ({}, True, True),
+        ({"metrics": "nemo_rl"}, True, False),
+        ({"metrics": "nemo_rl", "logprob_backend": "mcore"}, True, True),
+        ({"logprob_backend": "mcore"}, False, False),
+        ({"logprob_backend": "geomask"}, False, True),
+        ({"metrics": "nemo_rl", "logprob_backend": "geomask_linear"}, False, True),
+    ],
+)
+def test_which_losses_need_a_prepared_worker(settings, has_packed_rows, expected):
+    config = build_loss(settings).config
+    assert worker_hooks.needs_preparation(config, has_packed_rows=has_packed_rows) is expected
 
 
 def test_other_losses_are_not_affected(host):
     host()
     prepare_worker()
-    utils, wrapper = loss_code()
-    theirs = types.SimpleNamespace()
-    assert utils.prepare_loss_input("logits", "data", theirs) == ({"logits": "logits"}, "data")
-    for kind in (wrapper.SequencePackingLossWrapper, wrapper.SequencePackingFusionLossWrapper):
-        assert kind(theirs, None, None)("logits", "data", 1, 2) == "NeMo-RL's own"
+    for name in WRAPPERS:
+        wrapper = getattr(packing_wrappers(), name)(types.SimpleNamespace(), None, None)
+        assert wrapper("logits", "data", 1, 2) == "NeMo-RL's own"
 
 
-def test_logits_come_with_their_groups(host):
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_a_loss_that_takes_logits_gets_the_packed_row_with_its_groups(host, name):
     host()
     prepare_worker()
-    utils, _ = loss_code()
-    loss = LogitLoss(build_loss({"logprob_backend": "geomask"}))
-    given, data = utils.prepare_loss_input("logits", "data", loss, "tp", context_parallel_group="cp")
-    assert given == {"logits": "logits", "vocab_parallel_group": "tp", "context_parallel_group": "cp"}
-    assert data == "data"
-    sampling = types.SimpleNamespace(top_k=20, top_p=1.0)
-    with pytest.raises(ConfigError, match="top_k: 20, top_p: 1.0; set logprob_backend: nemo_rl"):
-        utils.prepare_loss_input("logits", "data", loss, sampling_params=sampling)
+    calls = []
+
+    class SpyingLoss(LogitLoss):
+        def packed(self, *args, **kwargs):
+            calls.append((args, kwargs))
+            return "loss", "metrics"
+
+    wrapper = getattr(packing_wrappers(), name)(SpyingLoss(build_loss({"logprob_backend": "geomask"})), None, "offsets")
+    wrapper.cu_seqlens_q, wrapper.cu_seqlens_q_padded = "offsets", "padded offsets"
+    wrapper.vocab_parallel_group, wrapper.context_parallel_group = "tp", "cp"
+    arguments = {"data": "rows", "global_valid_seqs": 4, "global_valid_toks": 50}
+    assert wrapper("logits", **arguments) == ("loss", "metrics")
+    assert calls == [
+        (
+            ("logits", "rows", 4, 50),
+            {
+                "cu_seqlens_q": "offsets",
+                "cu_seqlens_q_padded": "padded offsets",
+                "vocab_parallel_group": "tp",
+                "context_parallel_group": "cp",
+            },
+        )
+    ]
+
+
+def test_other_losses_get_no_hidden_states_in_packed_rows(host):
+    host()
+    prepare_worker()
+    logits = torch.zeros(1, 4, 8)
+    OutputLayer(torch.zeros(16, 8), sequence_parallel=False, ranks=1).mark(logits)
+    for name in WRAPPERS:
+        for loss in (types.SimpleNamespace(), build_loss({})):
+            wrapper = getattr(packing_wrappers(), name)(loss, None, None)
+            with pytest.raises(WorkerError, match=f"the loss {type(loss).__name__} takes logits"):
+                wrapper(logits, "data", 1, 2)
+
+
+def make_actor(namespace):
+    """A worker whose method came by value, as Ray sends a decorated one: its globals are a copy, of no module."""
+    namespace |= {"__builtins__": __builtins__, "__name__": "nemo_rl.models.policy.workers.megatron_policy_worker"}
+    exec("def train(self, rows): return forward_with_post_processing_fn(iter(rows), str, 'post-processor')", namespace)
+    method = namespace["train"]
+    return type("Actor", (), {"train": lambda self, rows: method(self, rows)})()
 
 
 def test_methods_that_came_by_value_are_prepared_too(host):
     host()
-    utils, _ = loss_code()
-    # As Ray sends a worker's decorated method: code, and globals that are no module's but have its name.
-    own = {"prepare_loss_input": utils.prepare_loss_input, "__builtins__": __builtins__, "__name__": "nemo_rl.worker"}
-    users = {"prepare_loss_input": utils.prepare_loss_input}
-    exec("def train(*args): return prepare_loss_input(*args)", own)
-    train = own["train"]
-    prepare_worker()
-    loss = LogitLoss(build_loss({"logprob_backend": "geomask"}))
-    assert set(train("logits", "data", loss)[0]) == {"logits", "vocab_parallel_group", "context_parallel_group"}
-    assert users["prepare_loss_input"] is not utils.prepare_loss_input
+    train = importlib.import_module("nemo_rl.models.megatron.train")
+    original = train.forward_with_post_processing_fn
+    namespace = {"forward_with_post_processing_fn": original}
+    actor = make_actor(namespace)
+    prepare_worker(backends=("geomask_linear",), actor=actor)
+    replacement = train.forward_with_post_processing_fn
+    assert replacement.__wrapped__ is original
+    assert namespace["forward_with_post_processing_fn"] is replacement
     uninstall()
-    assert set(train("logits", "data", types.SimpleNamespace())[0]) == {"logits"}
-    assert own["prepare_loss_input"] is users["prepare_loss_input"] is utils.prepare_loss_input
+    assert namespace["forward_with_post_processing_fn"] is train.forward_with_post_processing_fn is original
+    assert actor.train([3]) == ("3", "post-processor")
+
+
+def test_hidden_states_are_requested_only_for_the_linear_back_end(host):
+    host()
+    train = importlib.import_module("nemo_rl.models.megatron.train")
+    names = ("forward_with_post_processing_fn", "model_forward")
+    before = {name: getattr(train, name) for name in names}, train.LogprobsPostProcessor.__call__
+    for backend in ("nemo_rl", "mcore", "te", "geomask"):
+        prepare_worker(backends=(backend,))
+        assert ({name: getattr(train, name) for name in names}, train.LogprobsPostProcessor.__call__) == before
+    prepare_worker(backends=("geomask_linear",))
+    assert {name: getattr(train, name).__wrapped__ for name in names} == before[0]
+    uninstall()
+    assert ({name: getattr(train, name) for name in names}, train.LogprobsPostProcessor.__call__) == before
+    train.model_forward = lambda batch: batch
+    with pytest.raises(HostAPIError, match=r"model_forward takes \(batch\).*Set loss_fn.logprob_backend: geomask,"):
+        prepare_worker(backends=("geomask_linear",))
+
+
+def test_every_replaced_attribute_has_its_reason():
+    assert len({str(row) for row in HOST_PATCHES}) == len(HOST_PATCHES)
+    for row in HOST_PATCHES:
+        assert row.reason, row
+        assert row.upstream_change, row
+        assert row.versions == "all" or row.versions.startswith("v"), row
+        assert [row.process == "driver", row.condition == "asynchronous record"].count(True) in (0, 2), row
+        assert len(inspect.signature(row.wrap).parameters) == 2, row
 
 
 def test_forward_passes_take_our_kernels_where_a_loss_does(host):
@@ -107,6 +201,17 @@ def test_forward_passes_take_our_kernels_where_a_loss_does(host):
             HostAPIError, match=r"ChunkedDistributedLogprob\.forward.*Set loss_fn.logprob_backend: nemo_rl"
         ):
             prepare_worker()
+        assert {name: getattr(module, name) for name in names} == before
+        assert not in_force(packing_wrappers().SequencePackingLossWrapper, "__call__")
+
+
+def test_classes_that_are_gone_are_an_error_where_forward_passes_need_them(host):
+    host()
+    module = importlib.import_module("nemo_rl.distributed.model_utils")
+    del module.DistributedLogprob, module.ChunkedDistributedLogprob
+    with pytest.raises(HostAPIError, match=r"DistributedLogprob\.forward is not defined"):
+        prepare_worker()
+    assert prepare_worker(backends=("mcore",))
 
 
 def test_a_forward_pass_with_an_unknown_argument_stays_nemo_rls(host):
@@ -130,12 +235,12 @@ def test_without_nemo_rl_there_is_nothing_to_prepare(host, monkeypatch):
 
 def test_unknown_code_is_an_error_where_a_loss_takes_logits(host, caplog):
     host(version="9.9")
-    utils, wrapper = loss_code()
-    del wrapper.SequencePackingFusionLossWrapper.__call__
-    before = utils.prepare_loss_input
+    del packing_wrappers().SequencePackingFusionLossWrapper.__call__
+    wrapper = packing_wrappers().SequencePackingLossWrapper
+    before = wrapper.__call__
     with pytest.raises(HostAPIError, match=r"9\.9 .*FusionLossWrapper\.__call__ is not defined\. Set .*: nemo_rl"):
         prepare_worker()
-    assert utils.prepare_loss_input is before
+    assert wrapper.__call__ is before
     assert not prepare_worker(backends=("nemo_rl",))
-    assert utils.prepare_loss_input is before
-    assert "each packed sequence will be a call of the loss" in caplog.text
+    assert wrapper.__call__ is before
+    assert "each packed sequence is a call of the loss" in caplog.text

@@ -1,4 +1,4 @@
-"""Which workers are asked whether they can open a loss, when, and what is said; Ray's answer is given."""
+"""Which environments are asked whether they can load a loss, when, and the error; Ray answers as the test says."""
 
 from __future__ import annotations
 
@@ -6,99 +6,105 @@ import importlib
 import logging
 import pickle
 import sys
-import types
 
 import pytest
 
 import nemo_geomask
-from nemo_geomask.hosts.nemo_rl import WorkerError, environment_probe, worker_setup
+from nemo_geomask.hosts.nemo_rl import WorkerError, environment_probe, with_geomask, worker_setup
 
-MEGATRON = "nemo_rl.models.policy.workers.megatron_policy_worker.MegatronPolicyWorker"
-FINE = {"executable": "/venv/bin/python", "python": "3.13.1", "host": "node1", "version": nemo_geomask.__version__}
+MEGATRON = {"megatron_cfg": {"enabled": True}}
+DTENSOR = {"dtensor_cfg": {"enabled": True}}
+FINE = {
+    "executable": "/venv/bin/python",
+    "python": "3.13.1",
+    "host": "node1",
+    "version": nemo_geomask.__version__,
+    "errors": {},
+}
+
+
+class Environments:
+    """Environments that were asked before the workers start, and their answer."""
+
+    def __init__(self):
+        self.asked = []
+        self.answer = dict(FINE)
+
+    def on_every_node(self, runtime_env, payload):
+        self.asked.append((runtime_env, payload))
+        return [self.answer]
 
 
 @pytest.fixture
-def asked(monkeypatch):
-    """Runtime environments that were asked; what they answer can be changed by ``asked.answer``."""
-
-    class Asked(list):
-        answer = None
-
-    seen = Asked()
-    seen.answer = {**FINE, "errors": {}}
-
-    def on_every_node(runtime_env, payload):
-        seen.append((runtime_env, payload))
-        return [seen.answer]
-
-    monkeypatch.setattr(worker_setup, "on_every_node", on_every_node)
-    monkeypatch.setitem(sys.modules, "ray", types.SimpleNamespace(cloudpickle=pickle, get=list))
-    return seen
+def environments(monkeypatch):
+    environments = Environments()
+    monkeypatch.setattr(worker_setup, "on_every_node", environments.on_every_node)
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    return environments
 
 
 @pytest.fixture
 def nemo_rl(host):
-    loss = host()
-    nemo_geomask.install()
-    builder = importlib.import_module("nemo_rl.distributed.worker_groups").RayWorkerBuilder
+    loss = host(ray_runs=True)
+    algorithm = importlib.import_module("nemo_rl.algorithms.grpo")
 
-    class NemoRl:
-        started = builder.IsolatedWorkerInitializer.started
+    def run(settings, policy):
+        config = algorithm.MasterConfig(loss.ClippedPGLossConfig(**settings), policy=policy)
+        return with_geomask(algorithm.setup)(config)[0]
 
-        def build(self, **settings):
-            return loss.ClippedPGLossFn(loss.ClippedPGLossConfig(**settings))
-
-        def start(self, actor, **options):
-            # v0.6.0 looks the initializer up on an instance, later versions on the class.
-            initializer = builder().IsolatedWorkerInitializer.options(num_cpus=0).remote(actor, "config", key=1)
-            assert initializer.create_worker.remote("group", 0, 1, **options) == (("group", 0, 1), options)
-
-    return NemoRl()
+    return run
 
 
-PYTHON = {"runtime_env": {"py_executable": "/venv/bin/python", "env_vars": {"PYTHONPATH": "/p"}}}
+def test_the_environment_of_the_policys_workers_is_asked_before_setup(nemo_rl, environments):
+    nemo_rl({"name": "gspo"}, {**MEGATRON, "megatron_cfg": {"enabled": True, "env_vars": {"PYTHONPATH": "/p"}}})
+    ((runtime_env, payload),) = environments.asked
+    assert runtime_env == {"py_executable": "/venv/bin/python", "env_vars": {"PYTHONPATH": "/p"}}
+    assert pickle.loads(payload).config.name == "gspo"
 
 
-@pytest.mark.parametrize("order", ["loss first", "workers first"])
-def test_each_environment_is_asked_once_for_each_loss(nemo_rl, asked, order):
-    if order == "loss first":
-        loss = nemo_rl.build(name="gspo")
-    for _ in range(3):
-        nemo_rl.start(MEGATRON, **PYTHON)
-    if order == "workers first":
-        assert asked == []
-        loss = nemo_rl.build(name="gspo")
-    ((runtime_env, payload),) = asked
-    assert runtime_env == PYTHON["runtime_env"]
-    assert pickle.loads(payload).config == loss.config
-    assert nemo_rl.started == [MEGATRON] * 3
-
-    nemo_rl.start(MEGATRON)
-    assert asked[1][0] == {}
-    nemo_rl.build(name="cispo")
-    assert len(asked) == 4
+def test_the_drivers_own_path_goes_with_it(nemo_rl, environments, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", "/mine")
+    nemo_rl({"name": "gspo"}, MEGATRON)
+    assert environments.asked[0][0]["env_vars"] == {"PYTHONPATH": "/mine"}
 
 
-def test_without_a_name_nobody_is_asked(nemo_rl, asked):
-    nemo_rl.build(token_level_loss=True)
-    nemo_rl.start(MEGATRON, **PYTHON)
-    assert asked == []
+def test_an_environment_that_is_yet_to_be_built_is_asked_when_its_workers_run(nemo_rl, environments):
+    policy = nemo_rl({"name": "gspo"}, DTENSOR)
+    assert environments.asked == []
+    for worker in policy.worker_group.workers:
+        assert [name for name, _ in worker.calls] == ["probe_actor"]
+
+
+def test_an_environment_that_is_built_is_asked(nemo_rl, environments, monkeypatch, tmp_path):
+    monkeypatch.setenv("NEMO_RL_VENV_DIR", str(tmp_path))
+    python = tmp_path / "nemo_rl.models.policy.workers.dtensor_policy_worker.DTensorPolicyWorker" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.touch()
+    nemo_rl({"name": "gspo"}, DTENSOR)
+    assert environments.asked[0][0] == {"py_executable": str(python)}
+    monkeypatch.setenv("NRL_FORCE_REBUILD_VENVS", "true")
+    nemo_rl({"name": "gspo"}, DTENSOR)
+    assert len(environments.asked) == 1
+
+
+def test_without_a_name_no_environment_and_no_worker_is_asked(nemo_rl, environments):
+    policy = nemo_rl({"token_level_loss": True}, {**MEGATRON, "sequence_packing": {"enabled": True}})
+    assert environments.asked == []
+    assert [worker.calls for worker in policy.worker_group.workers] == [[], []]
 
 
 @pytest.mark.parametrize(
-    ("actor", "receives"),
+    ("worker_class", "receives"),
     [
-        (MEGATRON, True),
+        ("nemo_rl.models.policy.workers.megatron_policy_worker.MegatronPolicyWorker", True),
         ("nemo_rl.modelopt.models.policy.workers.megatron_quant_policy_worker.MegatronQuantPolicyWorker", True),
         ("my_project.workers.MyWorker", True),
         ("nemo_rl.models.generation.vllm.vllm_worker.VllmGenerationWorker", False),
         ("nemo_rl.models.value.workers.megatron_value_worker.MegatronValueWorker", False),
     ],
 )
-def test_only_workers_that_receive_the_loss_are_asked(nemo_rl, asked, actor, receives):
-    nemo_rl.build(name="gspo")
-    nemo_rl.start(actor, **PYTHON)
-    assert bool(asked) is receives
+def test_workers_that_receive_the_loss(worker_class, receives):
+    assert worker_setup.receives_loss(worker_class) is receives
 
 
 PROBLEMS = {
@@ -114,84 +120,50 @@ PROBLEMS = {
 }
 
 
+@pytest.mark.parametrize("when", ["before setup", "after setup"])
 @pytest.mark.parametrize(("answer", "message"), PROBLEMS.values(), ids=PROBLEMS)
-def test_a_worker_that_cannot_open_the_loss_is_not_started(nemo_rl, asked, answer, message):
-    asked.answer = {**asked.answer, **answer}
-    nemo_rl.build(name="gspo")
+def test_a_worker_that_cannot_load_the_loss_is_an_error(nemo_rl, environments, monkeypatch, answer, message, when):
+    report = {**FINE, **answer}
+    if when == "before setup":
+        environments.answer = report
+        # Nothing is started.
+        monkeypatch.setattr(importlib.import_module("nemo_rl.algorithms.grpo"), "Policy", None)
+        subject = "MegatronPolicyWorker can't receive the loss 'gspo'"
+    else:
+        monkeypatch.setattr(environment_probe, "probe_actor", lambda actor, payload: report)
+        subject = "a worker of GeomaskPolicy can't receive the loss 'gspo'"
     with pytest.raises(WorkerError, match=message) as caught:
-        nemo_rl.start(MEGATRON, **PYTHON)
-    assert nemo_rl.started == []
-    for words in ("/venv/bin/python (Python 3.13.1) on node1", "uv add nemo-geomask", "NRL_FORCE_REBUILD_VENVS=true"):
+        nemo_rl({"name": "gspo"}, MEGATRON)
+    for words in (
+        *(subject, "/venv/bin/python (Python 3.13.1) on node1", "uv add nemo-geomask"),
+        "NRL_FORCE_REBUILD_VENVS=true",
+    ):
         assert words in str(caught.value)
-    # Asked again when it is tried again.
-    asked.answer = {**FINE, "errors": {}}
-    nemo_rl.start(MEGATRON, **PYTHON)
-    assert nemo_rl.started == [MEGATRON]
 
 
-class Actor:
-    """As Ray's: a call is remembered, and run as the actor's process would."""
-
-    def __init__(self):
-        self.told = []
-
-    @property
-    def __ray_call__(self):
-        return types.SimpleNamespace(remote=self._run)
-
-    def _run(self, function, *arguments):
-        self.told.append(arguments)
-        return pickle.loads(pickle.dumps(function))(self, *arguments)
-
-
-@pytest.fixture
-def groups(asked):
-    module = importlib.import_module("nemo_rl.distributed.worker_groups")
-
-    def start(actor, size=2):
-        actors = [Actor() for _ in range(size)]
-        return module.RayWorkerGroup(actors, remote_worker_builder=module.RayWorkerBuilder(actor)), actors
-
-    return start
-
-
-def test_workers_are_prepared_once_there_are_both_they_and_a_loss(nemo_rl, groups, caplog):
+@pytest.mark.parametrize(
+    ("settings", "policy", "prepared"),
+    [
+        ({}, {}, False),
+        ({}, {"sequence_packing": {"enabled": True}}, True),
+        ({"metrics": "nemo_rl"}, {"sequence_packing": {"enabled": True}}, False),
+        ({"logprob_backend": "geomask"}, {}, True),
+    ],
+    ids=["padded", "packed", "packed sums", "kernels"],
+)
+def test_workers_are_prepared_where_the_loss_needs_it(nemo_rl, environments, caplog, settings, policy, prepared):
     caplog.set_level(logging.INFO, "nemo_geomask")
-    first, early = groups(MEGATRON)
-    _, value = groups("nemo_rl.models.value.workers.megatron_value_worker.MegatronValueWorker")
-    assert [actor.told for actor in early] == [[], []]
-    nemo_rl.build(name="gspo")
-    assert [actor.told for actor in early] == [[({"nemo_rl"},)]] * 2
-    second, late = groups(MEGATRON)
-    assert [actor.told for actor in late] == [[({"nemo_rl"},)]] * 2
-    nemo_rl.build(name="gspo", logprob_backend="geomask")
-    assert [actor.told for actor in early + late] == [[({"nemo_rl"},), ({"geomask"},)]] * 4
-    nemo_rl.build(name="gspo", logprob_backend="geomask_linear")
-    assert [actor.told[2:] for actor in early + late] == [[({"geomask_linear"},)]] * 4
-    assert [actor.told for actor in value] == [[], []]
-    assert (first.workers, second.workers) == (early, late)
-    assert "policy workers: 2 on CPU" in caplog.messages
+    workers = nemo_rl({"name": "gspo", **settings}, {**MEGATRON, **policy}).worker_group.workers
+    for worker in workers:
+        assert [name for name, _ in worker.calls] == ["probe_actor", *(["_prepare_actor"] if prepared else [])]
+    assert ("policy workers: 2 on CPU" in caplog.messages) is prepared
 
 
-def test_without_a_name_no_worker_is_prepared(nemo_rl, groups):
-    nemo_rl.build(token_level_loss=True)
-    _, actors = groups(MEGATRON)
-    assert [actor.told for actor in actors] == [[], []]
-
-
-def test_uninstall_forgets(nemo_rl, asked):
-    nemo_rl.build(name="gspo")
-    nemo_geomask.uninstall()
-    nemo_rl.start(MEGATRON, **PYTHON)
-    nemo_geomask.install()
-    nemo_rl.start(MEGATRON, **PYTHON)
-    assert asked == []
-
-
-def test_the_probe_opens_a_loss_and_says_what_fails():
+def test_the_probe_loads_a_loss_and_reports_what_fails():
     report = environment_probe.probe(pickle.dumps(nemo_geomask.build_loss({"name": "gspo"})))
     assert report["version"] == nemo_geomask.__version__
     assert "loss" not in report["errors"]
+    assert report["executable"] == sys.executable
     assert report["packages"]["torch"][0].startswith("2.")
     assert report["packages"]["nemo_geomask"][1].endswith("__init__.py")
     assert ("gspo", "nemo_geomask.losses.variants:GSPO", "nemo-geomask") in report["losses"]

@@ -109,7 +109,7 @@ def runs(checkout, norms, kept, lost, never_validates, monkeypatch):
 def test_a_run_is_reported(runs, checkout, tmp_path, capsys):
     assert main(["rehearse", "recipe.yaml", "loss_fn.ratio_clip_max=0.4", "--steps", "2", "--json", "found.json"]) == 0
     ((command, environment, timeout, site),) = runs
-    assert command[3:6] == ["run", command[4], str(checkout / "examples" / "run_grpo.py")]
+    assert command[1:4] == ["-m", "nemo_geomask.tools.rehearse.driver", str(checkout / "examples" / "run_grpo.py")]
     assert "loss_fn.ratio_clip_max=0.4" in command
     assert "++grpo.max_num_steps=2" in command
     assert environment["NEMO_RL_ROOT"] == str(checkout)
@@ -134,8 +134,8 @@ def test_a_run_is_reported(runs, checkout, tmp_path, capsys):
 def test_accepted_apis_reach_every_run(runs):
     assert main(["rehearse", "recipe.yaml", "--steps", "2", "--control", "--accept", "a.b", "--accept=c.d"]) == 0
     assert len(runs) == 2
-    for command, *_ in runs:
-        assert command[3:8] == ["run", "--accept", "a.b", "--accept", "c.d"]
+    for _, environment, *_ in runs:
+        assert environment["NEMO_GEOMASK_ACCEPT"] == "a.b,c.d"
 
 
 def test_on_gpus_python_is_started_as_it_is(runs, monkeypatch):
@@ -315,7 +315,7 @@ def test_a_dry_run_prints_the_plan_and_touches_nothing(runs, tmp_path, capsys):
     assert "++grpo.max_num_steps=3" in out
     assert "grpo.num_prompts_per_step: 4, was 8" in out
     assert "nothing was run or written" in out
-    assert "nemo_geomask.cli run" in out
+    assert "-m nemo_geomask.tools.rehearse.driver" in out
     assert runs == []
     assert sorted(tmp_path.rglob("*")) == before
     assert main(["rehearse", "recipe.yaml", "--dry-run", "loss_fn.ratio_clip_max=-1"]) == 1

@@ -1,8 +1,7 @@
-"""``on_cpu.py SCRIPT …``: one of NeMo-RL's own scripts, with the parts that need GPUs replaced."""
+"""``on_cpu.py SCRIPT …``: one of NeMo-RL's own scripts as ``nemo-geomask run`` runs it, GPUs' parts replaced."""
 
 import importlib
 import os
-import runpy
 import sys
 
 import fakes
@@ -10,6 +9,9 @@ import ray
 from nemo_rl.distributed import ray_actor_environment_registry as registry
 from nemo_rl.distributed.virtual_cluster import PY_EXECUTABLES
 from nemo_rl.environments.utils import register_env
+
+from nemo_geomask.errors import GeomaskError
+from nemo_geomask.hosts.nemo_rl.launch import launch
 
 for actor in ("fakes.Environment", *registry.ACTOR_ENVIRONMENT_REGISTRY):
     registry.ACTOR_ENVIRONMENT_REGISTRY[actor] = PY_EXECUTABLES.SYSTEM
@@ -30,5 +32,8 @@ ray.init(
 os.environ["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address
 script = sys.argv[1]
 importlib.import_module("nemo_rl.distributed.virtual_cluster").init_ray = lambda *args, **kwargs: None
-sys.argv = sys.argv[1:]
-runpy.run_path(script, run_name="__main__")
+try:
+    launch(script, sys.argv[2:])
+except GeomaskError as error:
+    print(f"nemo-geomask: error: {error}", file=sys.stderr)
+    sys.exit(2)

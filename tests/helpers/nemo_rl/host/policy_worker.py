@@ -24,8 +24,7 @@ class Worker:
         return type(loss_fn).__name__, metrics["probs_ratio"], self.is_prepared()
 
     def is_prepared(self):
-        """Whether this process's NeMo-RL is changed."""
-        from nemo_rl.algorithms.loss import utils, wrapper
+        """Whether the packing wrappers of this process are replaced."""
+        from nemo_rl.algorithms.loss import wrapper
 
-        functions = [utils.prepare_loss_input, wrapper.SequencePackingLossWrapper.__call__]
-        return [hasattr(function, "__wrapped__") for function in functions] == [True, True]
+        return hasattr(wrapper.SequencePackingLossWrapper.__call__, "__wrapped__")

@@ -9,13 +9,12 @@ import subprocess
 import sys
 
 import ray
-from nemo_rl.algorithms.loss import ClippedPGLossConfig, ClippedPGLossFn
 from nemo_rl.distributed import ray_actor_environment_registry as registry
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup
-from pydantic import BaseModel
 
 import nemo_geomask
+from nemo_geomask.hosts.nemo_rl import prepare_policy
 
 other, folder = sys.argv[1:]
 ACTOR = "policy_worker.Worker"
@@ -23,85 +22,54 @@ environment = {**os.environ, "PYTHONPATH": os.environ["PYTHONPATH"]}
 ray.init("local", num_cpus=4, include_dashboard=False, runtime_env={"env_vars": environment}, logging_level="error")
 
 
-def config(**settings):
-    if issubclass(ClippedPGLossConfig, BaseModel):
-        return ClippedPGLossConfig(**settings)
-    return {**nemo_geomask.build_loss({}).config.model_dump(exclude={"name", "masks", "options"}), **settings}
+class Policy:
+    """NeMo-RL's policy over its real worker group, as far as a policy needs it for this."""
+
+    def __init__(self, python, env_vars=None, packed=True):
+        registry.ACTOR_ENVIRONMENT_REGISTRY[ACTOR] = python
+        self.cfg = {"sequence_packing": {"enabled": packed}}
+        cluster = RayVirtualCluster([1], use_gpus=False, num_gpus_per_node=1)
+        try:
+            self.worker_group = RayWorkerGroup(
+                cluster, RayWorkerBuilder(ACTOR, {}), workers_per_node=1, env_vars=env_vars or {}
+            )
+        except BaseException:
+            cluster.shutdown()
+            raise
+
+    def train(self, data, loss_fn):
+        return ray.get(self.worker_group.workers[0].train.remote(loss_fn))
+
+    def get_logprobs(self, data):
+        raise NotImplementedError
+
+    def is_prepared(self):
+        return ray.get(self.worker_group.workers[0].is_prepared.remote())
 
 
-def group(python, env_vars=None):
-    registry.ACTOR_ENVIRONMENT_REGISTRY[ACTOR] = python
-    cluster = RayVirtualCluster([1], use_gpus=False, num_gpus_per_node=1)
+def prepared(*args, **kwargs):
+    """What a worker that is handed over to the package computes, or the error."""
+    policy = None
     try:
-        return RayWorkerGroup(cluster, RayWorkerBuilder(ACTOR, {}), workers_per_node=1, env_vars=env_vars or {})
-    except BaseException:
-        cluster.shutdown()
-        raise
-
-
-def outcome(function):
-    nemo_geomask.install()
-    try:
-        return function()
+        policy = Policy(*args, **kwargs)
+        before = policy.is_prepared() if args[0] == sys.executable else None
+        prepare_policy(policy, loss)
+        return before, *policy.train({}, loss)
     except nemo_geomask.GeomaskError as error:
         return f"{type(error).__name__}: {error}"
     finally:
-        nemo_geomask.uninstall()
+        if policy is not None:
+            policy.worker_group.shutdown(cleanup_method=None)
+        del policy  # and with it the cluster, whose name the next one takes
 
 
-def trained(started, loss):
-    answer = ray.get(started.workers[0].train.remote(loss))
-    started.shutdown(cleanup_method=None)
-    return answer
-
-
-def loss():
-    return ClippedPGLossFn(config(name="gspo", token_level_loss=False, reference_policy_kl_penalty=0.0))
-
-
-def here():
-    sent = loss()
-    return trained(group(sys.executable), sent)
-
-
-def with_path():
-    sent = loss()
-    path = os.pathsep.join([environment["PYTHONPATH"], folder])
-    return trained(group(other, {"PYTHONPATH": path}), sent)
-
-
-def workers_first():
-    started = group(other)
-    try:
-        loss()
-    finally:
-        started.shutdown(cleanup_method=None)
-
-
-def here_workers_first():
-    started = group(sys.executable)
-    before = ray.get(started.workers[0].is_prepared.remote())
-    return before, *trained(started, loss())
-
-
-def without_name():
-    own = ClippedPGLossFn(config(reference_policy_kl_penalty=0.0))
-    found = []
-    for python, method in ((other, "is_alive"), (sys.executable, "is_prepared")):
-        started = group(python)
-        found.append(ray.get(getattr(started.workers[0], method).remote()))
-        started.shutdown(cleanup_method=None)
-        del started  # and with it the cluster, whose name the next one takes
-    return type(own).__name__, *found
-
-
+loss = nemo_geomask.build_loss({"name": "gspo", "token_level_loss": False, "reference_policy_kl_penalty": 0.0})
+path = os.pathsep.join([environment["PYTHONPATH"], folder])
 report = {
-    "here": outcome(here),
-    "here_workers_first": outcome(here_workers_first),
-    "missing": outcome(lambda: (loss(), group(other))),
-    "workers_first": outcome(workers_first),
-    "with_path": outcome(with_path),
-    "without_name": outcome(without_name),
+    "here": prepared(sys.executable),
+    "padded": prepared(sys.executable, packed=False),
+    "missing": prepared(other),
+    "with_path": prepared(other, {"PYTHONPATH": path}),
 }
 address = ray.get_runtime_context().gcs_address
 for name, options in {"doctor": [], "doctor_ray": ["--ray", address]}.items():

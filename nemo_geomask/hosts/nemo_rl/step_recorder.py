@@ -1,26 +1,28 @@
 """``loss_fn.record`` in NeMo-RL: record the batch of each step when the driver hands it to the workers.
 
-:mod:`nemo_geomask.hosts.nemo_rl.prestep_hooks` calls this module at each step. A record contains values that NeMo-RL
+:mod:`nemo_geomask.hosts.nemo_rl.step_methods` calls this module at each step. A record contains values that NeMo-RL
 does not put into the training batch. They are taken from these places:
 
-- Rewards: from the arguments of the advantage estimator's preceding call. In the single controller, which is a process
-  of its own: from the data plane, NeMo-RL's storage of batches.
+- Rewards: from the batch where NeMo-RL puts them there (PPO), from the data plane, NeMo-RL's storage of batches, in the
+  single controller, and otherwise from what NeMo-RL logs of the step after it: its ``Logger`` is replaced by a
+  :class:`RewardLogger`.
 - Versions of the weights that generated each sample: from the tags of the data plane, or from the replay buffer of the
   asynchronous loops. The buffer's ``sample`` does not return the versions, so a function that runs in the buffer's
-  actor adds them to the groups that it returns. Synchronous loops generate with the weights of the preceding step.
+  actor keeps them, and another one returns them. Synchronous loops generate with the weights of the preceding step.
 
 An error in this module never fails a step. A value that is not available is null in the record.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
 import importlib
-import inspect
 import logging
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -29,83 +31,106 @@ from torch import Tensor
 
 from nemo_geomask.config import LossConfig
 from nemo_geomask.errors import ConfigError, Problem
-from nemo_geomask.hosts.nemo_rl import current_logprobs, host_api, patch, replay_stamp
+from nemo_geomask.hosts.nemo_rl import current_logprobs, replay_versions
 from nemo_geomask.hosts.nemo_rl.facts import NO_ENTROPY, lacks_entropy
 from nemo_geomask.hosts.nemo_rl.installed_version import describe_version
 from nemo_geomask.hosts.nemo_rl.resumed_step import resumed_step
-from nemo_geomask.hosts.nemo_rl.source_signature import import_targets
 from nemo_geomask.records.flight import FlightRecorder, join_parts, recorded_rows
 from nemo_geomask.records.record_schema import require_arrow
 
-__all__ = ["StepRecorder", "attach_recorder", "data_plane_fields"]
+__all__ = [
+    "LoopValues",
+    "ReplayBufferClass",
+    "RewardLogger",
+    "StepRecorder",
+    "check_recording",
+    "data_plane_fields",
+    "give_up_rewards",
+    "loop_values",
+]
 
 _log = logging.getLogger("nemo_geomask")
-_VERSION_KEY = "geomask_weight_version"
 _COLLECT_TIMEOUT = 600.0  # seconds
 _T = TypeVar("_T")
 
 
-def attach_recorder(loss: Any) -> None:
-    """Patch advantage estimators and replay buffers to observe rewards and weight versions, if ``loss`` is recorded.
+def check_recording(config: LossConfig) -> None:
+    """Check that the batches of a loss can be recorded, if they are to be.
 
     Raises:
         ConfigError: ``entropy`` is requested under a log-prob backend that does not compute it.
         MissingDependencyError: pyarrow is missing.
-        HostAPIError: NeMo-RL's advantage estimators differ from the tested versions; nothing is changed.
     """
-    if loss.config.record is None:
+    if config.record is None:
         return
-    if lacks_entropy(loss.config):
+    if lacks_entropy(config):
         raise ConfigError(Problem(("loss_fn.record.entropy",), NO_ENTROPY))
     require_arrow()
-    patch.apply_all(_patches())
-
-
-def _patches() -> Iterator[patch.Patch]:
-    for _, estimator in import_targets(host_api.RECORD, otherwise="Remove loss_fn.record"):
-        yield patch.attribute(estimator, "compute_advantage", _wrap_compute_advantage)
-    buffers = importlib.import_module(host_api.REPLAY_BUFFERS)
-    if hasattr(buffers, "ReplayBuffer"):
-        yield patch.attribute(buffers, "ReplayBuffer", _ReplayBuffer)
 
 
 @dataclass
-class _Observed:
-    """Values that this process's training loop computed for the batch on which it trains next."""
+class LoopValues:
+    """Values of this process's training loop that its policy does not receive."""
 
-    rewards: Tensor | None = None
-    versions: Tensor | None = None  # of the weights that generated each row
+    rewards: Future[list[float] | None] | None = None  # of the last recorded step, until NeMo-RL logs them
+    versions: Any = None  # Ray's reference to the versions of the weights that generated each row of the next batch
     is_asynchronous: bool = False
 
-
-_observed = _Observed()
-
-
-def _wrap_compute_advantage(original: Any) -> Any:
-    signature = inspect.signature(original)
-
-    @functools.wraps(original)
-    def compute_advantage(*args: Any, **kwargs: Any) -> Any:
-        arguments = signature.bind(*args, **kwargs).arguments
-        arguments = {**arguments, **arguments.get("kwargs", {})}
-        _observed.rewards = arguments.get("rewards")
-        _observed.versions = (arguments.get("repeated_batch") or {}).get(_VERSION_KEY)
-        return original(*args, **kwargs)
-
-    return compute_advantage
+    def resolve_rewards(self, rewards: list[float] | None) -> None:
+        """Hand over the rewards of the last recorded step; None: NeMo-RL did not log them."""
+        if self.rewards is not None and not self.rewards.done():
+            self.rewards.set_result(rewards)
+        self.rewards = None
 
 
-class _ReplayBuffer:
-    """Proxy of the replay buffer's Ray actor class; ``sample`` of its handles also returns weight versions."""
+loop_values = LoopValues()
+"""Values of this process's loop."""
+
+
+def give_up_rewards() -> None:
+    """Let the record of the last step be written without rewards, which will not come any more."""
+    loop_values.resolve_rewards(None)
+
+
+class RewardLogger:
+    """NeMo-RL's ``Logger``; the rewards of each step that it logs also go to the step's record.
+
+    Args:
+        logger: NeMo-RL's, to which everything is passed on.
+    """
+
+    def __init__(self, logger: Any) -> None:
+        self._logger = logger
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._logger, name)
+
+    def log_batched_dict_as_jsonl(self, to_log: Mapping[str, Any], filename: str) -> Any:
+        """Log a batch, see NeMo-RL's ``Logger.log_batched_dict_as_jsonl``."""
+        if filename.startswith("train_data_step"):
+            # Under dynamic sampling, the rewards of the rows that train are those that passed the filter.
+            rewards = to_log.get("filtered_rewards", to_log.get("rewards"))
+            loop_values.resolve_rewards(None if rewards is None else list(rewards))
+        return self._logger.log_batched_dict_as_jsonl(to_log, filename)
+
+
+class ReplayBufferClass:
+    """Proxy of the Ray actor class of NeMo-RL's replay buffer; its handles' ``sample`` also requests weight versions.
+
+    Args:
+        actor_class: NeMo-RL's.
+    """
 
     def __init__(self, actor_class: Any) -> None:
         self._actor_class = actor_class
 
-    def options(self, **options: Any) -> _ReplayBuffer:
-        return _ReplayBuffer(self._actor_class.options(**options))
+    def options(self, **options: Any) -> ReplayBufferClass:
+        """Return the class with Ray's options."""
+        return ReplayBufferClass(self._actor_class.options(**options))
 
     def remote(self, *args: Any, **kwargs: Any) -> Any:
-        _observed.is_asynchronous = True
+        """Start the buffer's actor and return its handle."""
+        loop_values.is_asynchronous = True
         handle = self._actor_class.remote(*args, **kwargs)
         # Only this handle, which the training loop uses, is changed. Pickled copies are plain handles again.
         handle.sample = _SampleMethod(handle)
@@ -123,12 +148,15 @@ class _SampleMethod:
 
     def remote(self, *args: Any, **kwargs: Any) -> Any:
         cloudpickle = importlib.import_module("ray").cloudpickle
-        # The function is pickled by value, because this package may be missing in the buffer's process.
-        cloudpickle.register_pickle_by_value(replay_stamp)
+        # The functions are pickled by value, because this package may be missing in the buffer's process.
+        cloudpickle.register_pickle_by_value(replay_versions)
         try:
-            return self._ray_call.remote(replay_stamp.sample_with_versions, _VERSION_KEY, args, kwargs)
+            sample = self._ray_call.remote(replay_versions.sample, args, kwargs)
+            # The actor runs calls in order.
+            loop_values.versions = self._ray_call.remote(replay_versions.versions_of_sample)
         finally:
-            cloudpickle.unregister_pickle_by_value(replay_stamp)
+            cloudpickle.unregister_pickle_by_value(replay_versions)
+        return sample
 
 
 class StepRecorder:
@@ -143,7 +171,7 @@ class StepRecorder:
         facts = {"nemo_rl": describe_version(), "policy_class": type(policy).__name__}
         assert config.record is not None
         self._settings = config.record
-        # A strong reference would keep the policy alive: prestep_hooks holds this recorder in a dictionary with weak
+        # A strong reference would keep the policy alive: step_methods holds this recorder in a dictionary with weak
         # keys, whose key is the policy.
         self._policy = weakref.proxy(policy)
         self._steps_done = resumed_step(policy)
@@ -178,7 +206,8 @@ class StepRecorder:
         except Exception:
             complete_parts = []
             _log.exception("records: step %d lost", step)
-        _observed.rewards = _observed.versions = None
+        loop_values.versions = None
+        loop_values.resolve_rewards(None)
         has_trained = False
         try:
             yield
@@ -190,7 +219,15 @@ class StepRecorder:
                     # Ray workers run calls in order: this call is queued before the next step, whose log-probs would
                     # replace those of this step.
                     references = self._collect(step, complete_parts) if has_trained else []
-                    self._recorder.record(step, *complete_parts, later=functools.partial(_receive, step, references))
+                    rewards: Future[list[float] | None] | None = None
+                    if has_trained and not all("rewards" in part for part in complete_parts):
+                        rewards = loop_values.rewards = Future()
+                    later = functools.partial(_receive, step, references, rewards)
+                    self._recorder.record(step, *complete_parts, later=later)
+                    # At exit, the recorder waits until it has written what is queued. It must not wait for rewards that
+                    # nobody will log. This handler runs first, because it is registered last.
+                    atexit.unregister(give_up_rewards)
+                    atexit.register(give_up_rewards)
             except Exception:
                 _log.exception("records: step %d lost", step)
 
@@ -209,29 +246,37 @@ class StepRecorder:
     def _missing_values(self, part: Mapping[str, Any], meta: Any) -> dict[str, Tensor]:
         """Return those of rewards, weight versions and staleness that are known for a part of the batch."""
         rows = len(part["sample_mask"])
-        rewards = part["total_reward"] if _observed.rewards is None and "total_reward" in part else _observed.rewards
-        versions = _observed.versions
+        values = {}
+        if "rewards" not in part and "total_reward" in part and part["total_reward"].numel() == rows:
+            values["rewards"] = part["total_reward"].reshape(rows)
+        versions = None
         tags = getattr(meta, "tags", None) or ()
         if tags and all("weight_version" in tag for tag in tags):
             versions = torch.tensor([int(tag["weight_version"]) for tag in tags])
-        elif versions is None and not _observed.is_asynchronous:
+        elif loop_values.versions is not None:
+            versions = importlib.import_module("ray").get(loop_values.versions, timeout=_COLLECT_TIMEOUT)
+            versions = None if versions is None else torch.tensor(versions)
+        elif not loop_values.is_asynchronous:
             # A synchronous loop generates with the weights of the last step, and its weight version is the step number.
             versions = torch.full((rows,), self._steps_done)
-        values = {}
-        if rewards is not None and rewards.numel() == rows:
-            values["rewards"] = rewards.reshape(rows)
         if versions is not None and len(versions) == rows:
             values |= {"weight_version": versions, "staleness": self._steps_done - versions}
         return values
 
 
-def _receive(step: int, references: list[Any], data: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Wait for the log-probs from the workers and merge them into tensors [B, T]; runs in the recorder's thread."""
+def _receive(
+    step: int, references: list[Any], rewards: Future[list[float] | None] | None, data: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """Wait for rewards and for the workers' log-probs; return tensors by key; runs in the recorder's thread."""
+    values: dict[str, Tensor] = {}
+    logged = None if rewards is None else rewards.result()
+    if logged is not None and len(logged) == len(data["input_ids"]):
+        values["rewards"] = torch.tensor(logged, dtype=torch.float32)
     try:
         answers = importlib.import_module("ray").get(references, timeout=_COLLECT_TIMEOUT) if references else []
-        return current_logprobs.merge_kept(answers, data["input_ids"], data["input_lengths"])
+        return values | current_logprobs.merge_kept(answers, data["input_ids"], data["input_lengths"])
     except Exception as error:
-        return _log_missing_curr(step, error, {})
+        return _log_missing_curr(step, error, values)
 
 
 def _log_missing_curr(step: int, error: Exception, fallback: _T) -> _T:

@@ -1,4 +1,4 @@
-"""Pre-step pass, step metrics and records in NeMo-RL: wrappers of the methods that hand a batch to the workers.
+"""Pre-step pass, step metrics and records in NeMo-RL, as methods of the policy that hands batches to the workers.
 
 NeMo-RL's trainers hand a batch
 
@@ -7,19 +7,19 @@ NeMo-RL's trainers hand a batch
 - part by part, as samples are generated, to ``TQPolicy.train_microbatches_from_meta``, between
   ``TQPolicy.begin_train_step`` and ``TQPolicy.finish_train_step`` (the single controller).
 
-The driver wraps all of them when a loss needs it. Before a step, the wrappers run the pre-step pass of
-:class:`~nemo_geomask.losses.PrestepPass` (``batch_veto``, ``denominator: kept``, budgets). After it, they make step
-metrics out of the metrics of all microbatches and ranks, and record the batch. Calls with other losses pass through.
+:class:`StepMethods` overrides all of them in the subclasses of :mod:`nemo_geomask.hosts.nemo_rl.policies`. Before a
+step, they run the pre-step pass of :class:`~nemo_geomask.losses.PrestepPass` (``batch_veto``, ``denominator: kept``,
+budgets). After it, they make step metrics out of the metrics of all microbatches and ranks, and record the batch. Calls
+with other losses pass through.
 
-The single controller is another process, to which the driver sends its policy. NeMo-RL is not patched there: the policy
-arrives as an object of a subclass whose methods are the wrapped ones. All state belongs to the policy object.
+The state of a policy is created when its first batch arrives, so that it exists only in the process that trains: the
+single controller is a process of its own, which receives a pickled policy.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import inspect
 import logging
 import weakref
@@ -32,50 +32,117 @@ from torch import Tensor
 from nemo_geomask.config import LossConfig
 from nemo_geomask.data_keys import GENERATION_LOGPROBS, PREV_LOGPROBS, REFERENCE_POLICY_LOGPROBS, TOKEN_MASK
 from nemo_geomask.errors import BatchVetoError
-from nemo_geomask.hosts.nemo_rl import host_api, patch
-from nemo_geomask.hosts.nemo_rl.host_errors import HostAPIError
-from nemo_geomask.hosts.nemo_rl.record_hooks import StepRecorder, data_plane_fields
-from nemo_geomask.hosts.nemo_rl.source_signature import import_targets
+from nemo_geomask.hosts.nemo_rl.step_recorder import StepRecorder, data_plane_fields
 from nemo_geomask.losses import Decision, PolicyLoss, PrestepPass
 from nemo_geomask.losses.policy_loss import BATCH_SCALAR_PREFIX, PREPARED_KEY
 from nemo_geomask.losses.prestep import untrained_metrics, valid_counts
 from nemo_geomask.metrics import GEOMASK_PREFIX, summarize_step
 
-__all__ = ["wrap_policy"]
+__all__ = ["DataPlaneStepMethods", "StepMethods", "needs_batch"]
 
 _log = logging.getLogger("nemo_geomask")
-_IS_WRAPPED = "_nemo_geomask_is_wrapped"
 
 
-def wrap_policy(loss: Any) -> None:
-    """Wrap the methods of NeMo-RL's policies that train, as the settings of ``loss`` need it.
-
-    Args:
-        loss: one of this package's losses, as NeMo-RL will pass it on.
-
-    Raises:
-        HostAPIError: NeMo-RL's policy differs from the tested versions; nothing is changed.
-    """
-    if _needs_batch(loss.config):
-        patch.apply_all(_patches())
-    elif loss.config.metrics == "full":
-        try:
-            patch.apply_all(_patches())
-        except (HostAPIError, ImportError, AttributeError) as error:
-            _log.warning("this package's metrics stay sums over microbatches, without quantiles, since %s", error)
-
-
-def _needs_batch(config: LossConfig) -> bool:
+def needs_batch(config: LossConfig) -> bool:
+    """Return True if the settings need the complete batch of a step: for the pre-step pass or for its record."""
     return config.needs_prestep_pass or config.record is not None
 
 
-def _patches() -> Iterator[patch.Patch]:
-    otherwise = "Remove loss_fn.batch_veto, record and masks with a budget, set loss_fn.denominator: original"
-    for uses, target in import_targets(host_api.PRESTEP, otherwise=otherwise):
-        for name in uses.methods:
-            yield patch.attribute(target, name, functools.partial(_wrap_method, name))
-        if "begin_train_step" in uses.methods:
-            yield patch.carried(target, "prestep", _subclass_methods)
+class StepMethods:
+    """Mixin for a subclass of NeMo-RL's ``Policy``; it takes NeMo-RL's arguments and returns NeMo-RL's results."""
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """Train on a batch, see NeMo-RL's ``Policy.train``."""
+        method = super().train  # type: ignore[misc]
+        bound = inspect.signature(method).bind(*args, **kwargs)
+        loss, data = bound.arguments["loss_fn"], bound.arguments["data"]
+        state = _state_of(self, loss)
+        if state is None:
+            return _summarize_metrics(method(*args, **kwargs))
+
+        def run_step(loss: Any, changes: Mapping[str, Tensor]) -> Any:
+            bound.arguments["loss_fn"] = loss
+            if changes:
+                # The trainer goes on to use its own batch, so a copy is changed.
+                changed = bound.arguments["data"] = copy.copy(data)
+                changed.update(_data_plane_columns(changes))
+            return method(*bound.args, **bound.kwargs)
+
+        return _summarize_metrics(_decide_and_run(self, state, bound.arguments, data, run_step))
+
+
+class DataPlaneStepMethods(StepMethods):
+    """Mixin for a subclass of NeMo-RL's ``TQPolicy``, whose batches are in the data plane."""
+
+    def train_from_meta(self, *args: Any, **kwargs: Any) -> Any:
+        """Train on a batch in the data plane, see NeMo-RL's ``TQPolicy.train_from_meta``."""
+        method = super().train_from_meta  # type: ignore[misc]
+        bound = inspect.signature(method).bind(*args, **kwargs)
+        loss, meta = bound.arguments["loss_fn"], bound.arguments["meta"]
+        state = _state_of(self, loss)
+        if state is None:
+            return _summarize_metrics(method(*args, **kwargs))
+        data = _read_batch(self, meta, loss)
+
+        def run_step(loss: Any, changes: Mapping[str, Tensor]) -> Any:
+            bound.arguments["loss_fn"] = loss
+            columns = _data_plane_columns(changes)
+            if not columns:
+                return method(*bound.args, **bound.kwargs)
+            self.write_to_dataplane(meta, fields=columns)  # type: ignore[attr-defined]
+            restored = {name: data[name] for name in columns}
+            with _finally(self.write_to_dataplane, meta, fields=restored):  # type: ignore[attr-defined]
+                return method(*bound.args, **bound.kwargs)
+
+        return _summarize_metrics(_decide_and_run(self, state, bound.arguments, data, run_step))
+
+    def begin_train_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Begin a step of the single controller, see NeMo-RL's ``TQPolicy.begin_train_step``."""
+        method = super().begin_train_step  # type: ignore[misc]
+        bound = inspect.signature(method).bind(*args, **kwargs)
+        loss = bound.arguments["loss_fn"]
+        _close_step(self)
+        state = _state_of(self, loss)
+        if state is not None:
+            state.open_step = _OpenStep(loss, state)
+            bound.arguments["loss_fn"] = state.keep_logprobs(state.for_prepared_batches(loss))
+        return method(*bound.args, **bound.kwargs)
+
+    def train_microbatches_from_meta(self, *args: Any, **kwargs: Any) -> Any:
+        """Train on a part of a step's batch, see NeMo-RL's ``TQPolicy.train_microbatches_from_meta``."""
+        method = super().train_microbatches_from_meta  # type: ignore[misc]
+        state = _states.get(self)
+        step = None if state is None else state.open_step
+        if step is not None:
+            meta = inspect.signature(method).bind(*args, **kwargs).arguments["meta"]
+            # The data plane deletes a part once it is trained on, so it is read now.
+            data = _read_batch(self, meta, step.loss)
+            step.original_parts.append((data, meta))
+            if step.review is not None:
+                changes = step.review.add(data)
+                step.prepared_parts.append({**data, **changes})
+                self.write_to_dataplane(meta, fields=_data_plane_columns(changes))  # type: ignore[attr-defined]
+        return method(*args, **kwargs)
+
+    def finish_train_step(self) -> Any:
+        """Decide on a step of the single controller and end it, see NeMo-RL's ``TQPolicy.finish_train_step``."""
+        method = super().finish_train_step  # type: ignore[misc]
+        step = _close_step(self)
+        if step is None:
+            return _summarize_metrics(method())
+        parts, metas = [data for data, _ in step.original_parts], [meta for _, meta in step.original_parts]
+        with step.state.record_step(parts, metas):
+            if step.review is None:
+                return _summarize_metrics(method())
+            try:
+                decision = step.review.decide()
+            except BatchVetoError:
+                with _finally(self.abort_train_step):  # type: ignore[attr-defined]
+                    raise
+            if decision.train:
+                return _summarize_metrics(_add_metrics(method(), decision))
+            self.abort_train_step()  # type: ignore[attr-defined]
+        return _summarize_metrics(_untrained_results(step.loss, step.prepared_parts, decision, updates=1))
 
 
 class _PolicyState:
@@ -131,7 +198,7 @@ _states: weakref.WeakKeyDictionary[Any, _PolicyState] = weakref.WeakKeyDictionar
 def _state_of(policy: Any, loss: Any) -> _PolicyState | None:
     """Return the policy's state under the loss's settings; None if the loss needs none."""
     inner = _policy_loss(loss)
-    if not isinstance(inner, PolicyLoss) or not _needs_batch(inner.config):
+    if not isinstance(inner, PolicyLoss) or not needs_batch(inner.config):
         return None
     state = _states.get(policy)
     if state is None or state.config != inner.config:
@@ -152,54 +219,6 @@ class _OpenStep:
         self.review = state.prestep.open() if state.prestep.needed else None
         self.prepared_parts: list[dict[str, Any]] = []
         self.original_parts: list[tuple[dict[str, Any], Any]] = []  # each with its keys in the data plane
-
-
-def _wrap_train(original: Any) -> Any:
-    signature = inspect.signature(original)
-
-    def train(self: Any, *args: Any, **kwargs: Any) -> Any:
-        bound = signature.bind(self, *args, **kwargs)
-        loss, data = bound.arguments["loss_fn"], bound.arguments["data"]
-        state = _state_of(self, loss)
-        if state is None:
-            return original(self, *args, **kwargs)
-
-        def run_step(loss: Any, changes: Mapping[str, Tensor]) -> Any:
-            bound.arguments["loss_fn"] = loss
-            if changes:
-                # The trainer goes on to use its own batch, so a copy is changed.
-                changed = bound.arguments["data"] = copy.copy(data)
-                changed.update(_data_plane_columns(changes))
-            return original(*bound.args, **bound.kwargs)
-
-        return _decide_and_run(self, state, bound.arguments, data, run_step)
-
-    return train
-
-
-def _wrap_train_from_meta(original: Any) -> Any:
-    signature = inspect.signature(original)
-
-    def train_from_meta(self: Any, *args: Any, **kwargs: Any) -> Any:
-        bound = signature.bind(self, *args, **kwargs)
-        loss, meta = bound.arguments["loss_fn"], bound.arguments["meta"]
-        state = _state_of(self, loss)
-        if state is None:
-            return original(self, *args, **kwargs)
-        data = _read_batch(self, meta, loss)
-
-        def run_step(loss: Any, changes: Mapping[str, Tensor]) -> Any:
-            bound.arguments["loss_fn"] = loss
-            columns = _data_plane_columns(changes)
-            if not columns:
-                return original(*bound.args, **bound.kwargs)
-            self.write_to_dataplane(meta, fields=columns)
-            with _finally(self.write_to_dataplane, meta, fields={name: data[name] for name in columns}):
-                return original(*bound.args, **bound.kwargs)
-
-        return _decide_and_run(self, state, bound.arguments, data, run_step)
-
-    return train_from_meta
 
 
 def _decide_and_run(
@@ -247,64 +266,6 @@ def _finally(action: Callable[..., Any], *args: Any, **kwargs: Any) -> Iterator[
             _log.exception("%s failed after what follows", getattr(action, "__name__", action))
         raise
     action(*args, **kwargs)
-
-
-def _wrap_begin_train_step(original: Any) -> Any:
-    signature = inspect.signature(original)
-
-    def begin_train_step(self: Any, *args: Any, **kwargs: Any) -> Any:
-        bound = signature.bind(self, *args, **kwargs)
-        loss = bound.arguments["loss_fn"]
-        _close_step(self)
-        state = _state_of(self, loss)
-        if state is not None:
-            state.open_step = _OpenStep(loss, state)
-            bound.arguments["loss_fn"] = state.keep_logprobs(state.for_prepared_batches(loss))
-        return original(*bound.args, **bound.kwargs)
-
-    return begin_train_step
-
-
-def _wrap_train_microbatches_from_meta(original: Any) -> Any:
-    signature = inspect.signature(original)
-
-    def train_microbatches_from_meta(self: Any, *args: Any, **kwargs: Any) -> Any:
-        state = _states.get(self)
-        step = None if state is None else state.open_step
-        if step is not None:
-            meta = signature.bind(self, *args, **kwargs).arguments["meta"]
-            # The data plane deletes a part once it is trained on, so it is read now.
-            data = _read_batch(self, meta, step.loss)
-            step.original_parts.append((data, meta))
-            if step.review is not None:
-                changes = step.review.add(data)
-                step.prepared_parts.append({**data, **changes})
-                self.write_to_dataplane(meta, fields=_data_plane_columns(changes))
-        return original(self, *args, **kwargs)
-
-    return train_microbatches_from_meta
-
-
-def _wrap_finish_train_step(original: Any) -> Any:
-    def finish_train_step(self: Any) -> Any:
-        step = _close_step(self)
-        if step is None:
-            return original(self)
-        parts, metas = [data for data, _ in step.original_parts], [meta for _, meta in step.original_parts]
-        with step.state.record_step(parts, metas):
-            if step.review is None:
-                return original(self)
-            try:
-                decision = step.review.decide()
-            except BatchVetoError:
-                with _finally(self.abort_train_step):
-                    raise
-            if decision.train:
-                return _add_metrics(original(self), decision)
-            self.abort_train_step()
-        return _untrained_results(step.loss, step.prepared_parts, decision, updates=1)
-
-    return finish_train_step
 
 
 def _close_step(policy: Any) -> _OpenStep | None:
@@ -359,46 +320,19 @@ def _add_metrics(results: Any, decision: Decision) -> Any:
     return results
 
 
-_WRAPPERS: dict[str, Callable[[Any], Any]] = {
-    "train": _wrap_train,
-    "train_from_meta": _wrap_train_from_meta,
-    "begin_train_step": _wrap_begin_train_step,
-    "train_microbatches_from_meta": _wrap_train_microbatches_from_meta,
-    "finish_train_step": _wrap_finish_train_step,
-}
-
-
-def _summarize_metrics(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a method to summarize this package's metrics over the step.
+def _summarize_metrics(results: Any) -> Any:
+    """Summarize this package's metrics over the step.
 
     NeMo-RL's loops add up the microbatches' values of every metric that they do not know.
     """
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        results = method(*args, **kwargs)
-        if isinstance(results, dict) and "all_mb_metrics" in results:
-            metrics = results["all_mb_metrics"]
-            geomask_metrics = {
-                name: max(values) if name.endswith("_max") else sum(values)
-                for name, values in metrics.items()
-                if name.startswith(GEOMASK_PREFIX) and values
-            }
-            host_metrics = {name: values for name, values in metrics.items() if name not in geomask_metrics}
-            step_metrics = {name: [value] for name, value in summarize_step(geomask_metrics).items()}
-            results["all_mb_metrics"] = host_metrics | step_metrics
-        return results
-
-    return call
-
-
-def _wrap_method(name: str, original: Any) -> Any:
-    wrapper = functools.wraps(original)(_summarize_metrics(_WRAPPERS[name](original)))
-    setattr(wrapper, _IS_WRAPPED, True)
-    return wrapper
-
-
-def _subclass_methods(cls: type) -> dict[str, Any]:
-    """Return the wrapped methods for a subclass of ``cls``, except those that ``cls`` has already."""
-    names = {name for uses in host_api.PRESTEP for name in uses.methods}
-    methods = {name: getattr(cls, name) for name in names if hasattr(cls, name)}
-    return {name: _wrap_method(name, method) for name, method in methods.items() if not hasattr(method, _IS_WRAPPED)}
+    if isinstance(results, dict) and "all_mb_metrics" in results:
+        metrics = results["all_mb_metrics"]
+        geomask_metrics = {
+            name: max(values) if name.endswith("_max") else sum(values)
+            for name, values in metrics.items()
+            if name.startswith(GEOMASK_PREFIX) and values
+        }
+        host_metrics = {name: values for name, values in metrics.items() if name not in geomask_metrics}
+        step_metrics = {name: [value] for name, value in summarize_step(geomask_metrics).items()}
+        results["all_mb_metrics"] = host_metrics | step_metrics
+    return results

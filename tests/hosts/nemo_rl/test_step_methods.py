@@ -1,0 +1,536 @@
+"""``batch_veto`` and ``denominator: kept`` in NeMo-RL's policies, here stand-ins with NeMo-RL's signatures."""
+
+import os
+import pickle
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+import torch
+
+from nemo_geomask import PrestepPass, build_loss
+from nemo_geomask.errors import BatchVetoError, ConfigError, DataError
+from nemo_geomask.hosts.nemo_rl import HostAPIError, policies, uninstall
+from nemo_geomask.hosts.nemo_rl.logit_backends import LogitLoss
+from nemo_geomask.hosts.nemo_rl.policies import adopt, geomask_class
+from nemo_geomask.losses.policy_loss import PREPARED_KEY
+from tests.helpers.batches import rollouts
+
+GEOMETRIC = [{"preset": "geometric", "min": 0.85, "max": 1.2}]
+KEPT = {"denominator": "kept", "masks": GEOMETRIC}
+VETO = {"batch_veto": {"max": 1e-9, "max_in_a_row": 1}}
+COLUMNS = ("token_mask", "sample_mask", "generation_logprobs", "prev_logprobs", "reference_policy_logprobs")
+
+
+class Policy:
+    """NeMo-RL's; remembers what it was to train on."""
+
+    def __init__(self):
+        self.calls = []
+        self.cfg = {"train_global_batch_size": 4}
+
+    def train(self, data, loss_fn, eval_mode=False, *, gbs=None, mbs=None, timer=None):
+        return self.compute("train", data, loss_fn)
+
+    def compute(self, method, data, loss_fn):
+        curr = data["prev_logprobs"][:, 1:]
+        loss, _ = loss_fn(
+            curr, data, data["sample_mask"].sum(), (data["token_mask"] * data["sample_mask"][:, None]).sum()
+        )
+        self.calls.append((method, {name: data[name].clone() for name in COLUMNS}, float(loss)))
+        return {"loss": loss, "grad_norm": torch.ones(1), "all_mb_metrics": {}}
+
+    def get_logprobs(self, data, timer=None):
+        return {"logprobs": data["prev_logprobs"]}
+
+
+class TQPolicy(Policy):
+    """NeMo-RL's over its data plane: ``meta`` is a key of ``store``."""
+
+    def __init__(self, store):
+        Policy.__init__(self)
+        self.store = store
+
+    def read_from_dataplane(self, meta, *, select_fields, pad_value_dict=None):
+        return {name: self.store[meta][name].clone() for name in select_fields}
+
+    def write_to_dataplane(self, meta, fields):
+        assert set(fields) <= set(COLUMNS)
+        self.store[meta].update(fields)
+
+    def train_from_meta(self, meta, loss_fn, eval_mode=False, gbs=None, mbs=None, timer=None):
+        return self.compute("train_from_meta", self.store[meta], loss_fn)
+
+    def begin_train_step(self, loss_fn, gbs=None, mbs=None):
+        self.loss_fn = pickle.loads(pickle.dumps(loss_fn))
+        self.calls.append(("begin",))
+
+    def train_microbatches_from_meta(self, meta, timer=None):
+        self.compute("part", self.store[meta], self.loss_fn)
+
+    def finish_train_step(self):
+        self.calls.append(("finish",))
+        return {"loss": torch.ones(1), "grad_norm": torch.ones(1), "all_mb_metrics": {}}
+
+    def abort_train_step(self):
+        self.calls.append(("abort",))
+
+
+def methods(cls):
+    return {name: value for name, value in vars(cls).items() if callable(value)}
+
+
+@pytest.fixture
+def nemo_rl(monkeypatch):
+    """Modules of NeMo-RL with fresh classes, because tests remove methods of theirs."""
+    modules = {}
+    for name in ("nemo_rl", "nemo_rl.models", "nemo_rl.models.policy", "nemo_rl.models.policy.lm_policy"):
+        modules[name] = types.ModuleType(name)
+    modules["nemo_rl"].__version__ = "9.9"
+    tq = modules["nemo_rl.models.policy.tq_policy"] = types.ModuleType("nemo_rl.models.policy.tq_policy")
+    lm = modules["nemo_rl.models.policy.lm_policy"]
+    lm.Policy = type("Policy", (), {**methods(Policy), "__module__": lm.__name__})
+    tq.TQPolicy = type("TQPolicy", (lm.Policy,), {**methods(TQPolicy), "__module__": tq.__name__})
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    yield types.SimpleNamespace(lm=lm, tq=tq)
+    uninstall()
+
+
+def split(data, at):
+    return (
+        {name: value[:at] for name, value in data.items()},
+        {name: value[at:] for name, value in data.items()},
+    )
+
+
+def build(**config):
+    return build_loss({"name": "gspo", **config})
+
+
+def train_in_parts(policy, loss, metas):
+    policy.begin_train_step(loss)
+    for meta in metas:
+        policy.train_microbatches_from_meta(meta)
+    return policy.finish_train_step()
+
+
+def test_a_veto_keeps_the_batch_from_the_policy(nemo_rl):
+    loss, data = build(**VETO), rollouts(seed=1).data
+    policy = adopt(nemo_rl.lm.Policy(), loss.config)
+    tq = adopt(nemo_rl.tq.TQPolicy({"all": dict(data)}), loss.config)
+    for results, calls in (
+        (policy.train(data, loss), policy.calls),
+        (tq.train_from_meta("all", loss), tq.calls),
+    ):
+        assert calls == []
+        assert results["all_mb_metrics"]["geomask/batch_vetoed"] == [1.0]
+        assert results["all_mb_metrics"]["loss"] == [0.0]
+        # Of one of the two optimiser steps that would have been taken, as NeMo-RL counts.
+        assert results["all_mb_metrics"]["global_valid_seqs"] == [3.5]
+        assert float(results["grad_norm"]) == 0.0
+    with pytest.raises(BatchVetoError, match="2 batches in a row"):
+        policy.train(rollouts(seed=1).data, loss)
+
+
+def test_epochs_on_one_batch_are_one_batch(nemo_rl):
+    loss, gentle_loss = build(**VETO, **KEPT), build(**KEPT)
+    policy = adopt(nemo_rl.lm.Policy(), loss.config)
+    data = rollouts(seed=1).data
+    for _ in range(5):
+        assert policy.train(dict(data), loss)["all_mb_metrics"]["geomask/batch_vetoed"] == [1.0]
+    # max_in_a_row is 1: counted twice, they would have ended the run.
+    for _ in range(2):
+        policy.train(dict(data), gentle_loss)
+    (_, first_batch, first_loss), (_, second_batch, second_loss) = policy.calls
+    assert torch.equal(first_batch["sample_mask"], second_batch["sample_mask"])
+    assert first_loss == second_loss
+
+
+def test_a_batch_of_which_nothing_is_kept_is_not_trained_on(nemo_rl, caplog):
+    data = rollouts(seed=2).data
+    loss = build(denominator="kept", masks=[{"preset": "veto", "max": 1e-6}])
+    policy = adopt(nemo_rl.lm.Policy(), loss.config)
+    metrics = policy.train(data, loss)["all_mb_metrics"]
+    assert policy.calls == []
+    assert metrics["geomask/batch_emptied"] == [1.0]
+    assert metrics["global_valid_toks"] == [0.0]
+    assert "no update on this batch: loss_fn.masks keep nothing of it" in caplog.text
+    tq = adopt(nemo_rl.tq.TQPolicy({"a": data}), loss.config)
+    train_in_parts(tq, loss, ["a"])
+    assert tq.calls[-1] == ("abort",)
+
+
+def test_an_error_in_training_is_not_hidden_by_one_after_it(nemo_rl, caplog):
+    loss = build(**KEPT)
+
+    class FailingPolicy(nemo_rl.tq.TQPolicy):
+        def compute(self, method, data, loss_fn):
+            self.store.clear()
+            raise RuntimeError("out of memory")
+
+    policy = adopt(FailingPolicy({"all": rollouts(seed=3).data}), loss.config)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        policy.train_from_meta("all", loss)
+    assert "write_to_dataplane failed" in caplog.text
+
+
+def test_masks_reach_the_policy_and_leave_the_batch(nemo_rl):
+    data = rollouts(seed=2).data
+    before = {name: value.clone() for name, value in data.items()}
+    loss = build(**KEPT)
+    policy = adopt(nemo_rl.lm.Policy(), loss.config)
+    tq = adopt(nemo_rl.tq.TQPolicy({"all": data}), loss.config)
+    policy.train(data, loss)
+    results = tq.train_from_meta("all", loss)
+    assert results["all_mb_metrics"]["geomask/mask/geometric/removed"][0] > 0
+    ((_, batch, value),) = policy.calls
+    ((_, tq_batch, tq_value),) = tq.calls
+    assert value == tq_value
+    assert 0 < batch["sample_mask"].sum() < before["sample_mask"].sum()
+    for name in COLUMNS:
+        assert torch.equal(batch[name], tq_batch[name])
+        # In the caller's hands and in the data plane the batch is what it was.
+        assert torch.equal(data[name], before[name])
+    assert PREPARED_KEY not in data
+
+
+BUDGET = {"masks": [{"preset": "m2po"}]}
+
+
+@pytest.mark.parametrize("eval_mode", [False, True])
+def test_a_bound_reaches_the_loss_and_no_column_changes(nemo_rl, eval_mode):
+    data = rollouts(seed=2).data
+    loss = build(**BUDGET)
+    policy = adopt(nemo_rl.lm.Policy(), loss.config)
+    tq = adopt(nemo_rl.tq.TQPolicy({"all": data}), loss.config)
+    policy.train(data, loss, eval_mode)
+    tq.train_from_meta("all", loss, eval_mode)
+    ((_, batch, value),) = policy.calls
+    ((_, _, tq_value),) = tq.calls
+    assert all(torch.equal(batch[name], data[name]) for name in COLUMNS)
+    changed = {**data, **PrestepPass(loss.config)(data).changes}
+    curr, toks = data["prev_logprobs"][:, 1:], (data["token_mask"] * data["sample_mask"][:, None]).sum()
+    expected, metrics = loss(curr, changed, data["sample_mask"].sum(), toks)
+    assert value == tq_value == float(expected)
+    assert metrics["geomask/mask/m2po/removed"] > 0.1
+
+
+def test_a_budget_over_parts_is_refused(nemo_rl):
+    loss = build(**BUDGET)
+    policy = adopt(nemo_rl.tq.TQPolicy({}), loss.config)
+    with pytest.raises(ConfigError, match=r"loss_fn\.masks\[0\]: a budget is over the whole batch"):
+        policy.begin_train_step(loss)
+
+
+def test_a_step_in_parts_is_decided_at_its_end(nemo_rl):
+    data = rollouts(seed=3).data
+    first, second = split(data, 3)
+    loss = build(**KEPT, batch_veto={"max": 100.0})
+    policy = adopt(nemo_rl.lm.Policy(), loss.config)
+    expected = policy.train(data, loss)["all_mb_metrics"]
+    tq = adopt(nemo_rl.tq.TQPolicy({"a": first, "b": second}), loss.config)
+    results = train_in_parts(tq, loss, ["a", "b"])
+    assert [call[0] for call in tq.calls] == ["begin", "part", "part", "finish"]
+    metrics = {name: sum(values) for name, values in results["all_mb_metrics"].items()}
+    assert metrics == pytest.approx({name: sum(values) for name, values in expected.items()})
+    kept = torch.cat([call[1]["sample_mask"] for call in tq.calls if call[0] == "part"])
+    assert torch.equal(kept, policy.calls[0][1]["sample_mask"])
+
+
+def test_a_vetoed_step_in_parts_is_aborted(nemo_rl):
+    first, second = split(rollouts(seed=4).data, 5)
+    loss = build(**VETO)
+    policy = adopt(nemo_rl.tq.TQPolicy({"a": first, "b": second}), loss.config)
+    results = train_in_parts(policy, loss, ["a", "b"])
+    assert [call[0] for call in policy.calls] == ["begin", "part", "part", "abort"]
+    metrics = results["all_mb_metrics"]
+    assert metrics["geomask/batch_vetoed"] == [1.0]
+    # k3 over the whole batch, from the decision and from the loss's own metrics of each part.
+    assert sum(metrics["geomask/mismatch_k3"]) == pytest.approx(metrics["geomask/batch_kl"][0], rel=1e-5)
+    assert len(metrics["gen_kl_error"]) == 2
+    assert metrics["global_valid_seqs"] == [7.0]  # of the step in parts; Policy.train takes two on such a batch
+    with pytest.raises(BatchVetoError, match="2 batches in a row"):
+        train_in_parts(policy, loss, ["a", "b"])
+    assert policy.calls[-1] == ("abort",)
+    # An open step that never ended leaves nothing for the next.
+    policy.begin_train_step(loss)
+    policy.train_microbatches_from_meta("a")
+    assert train_in_parts(policy, build(), ["b"])["all_mb_metrics"] == {}
+
+
+@pytest.mark.parametrize("config", [VETO, KEPT, {**VETO, "logprob_backend": "geomask"}], ids=["veto", "kept", "logits"])
+def test_a_pickled_policy_arrives_with_its_methods(nemo_rl, config):
+    # NeMo-RL's single controller trains in another process, to which the driver sends policy and loss.
+    plain_loss = build(**config)
+    loss = LogitLoss(plain_loss) if "logprob_backend" in config else plain_loss
+    policy = adopt(nemo_rl.tq.TQPolicy({"a": rollouts(seed=5).data}), loss.config)
+    pickled = pickle.dumps((policy, loss))
+    assert b"GeomaskTQPolicy" in pickled
+    policies.subclasses.clear()  # as in another process, which defines the class when it arrives
+    (policy, arrived_loss), (policy_in_parts, _) = pickle.loads(pickled), pickle.loads(pickled)
+    assert type(policy) is policies.GeomaskTQPolicy
+    assert isinstance(policy, nemo_rl.tq.TQPolicy)
+    expected_metrics = {"geomask/batch_kl", "geomask/mask/geometric/removed"}
+    assert expected_metrics & set(policy.train_from_meta("a", arrived_loss)["all_mb_metrics"])
+    if loss is plain_loss:
+        assert expected_metrics & set(train_in_parts(policy_in_parts, arrived_loss, ["a"])["all_mb_metrics"])
+        plain_policy = nemo_rl.tq.TQPolicy({"a": rollouts(seed=5).data})
+        with pytest.raises(DataError, match="needs a pass over the whole batch before the step"):
+            plain_policy.train_from_meta("a", arrived_loss)
+
+
+def test_state_is_not_pickled(nemo_rl):
+    loss = build(**VETO)
+    policy = adopt(nemo_rl.lm.Policy(), loss.config)
+    policy.train(rollouts(seed=1).data, loss)
+    arrived = pickle.loads(pickle.dumps(policy))
+    # The first veto of the copy, and the second of the policy.
+    assert arrived.train(rollouts(seed=2).data, loss)["all_mb_metrics"]["geomask/batch_vetoed"] == [1.0]
+    with pytest.raises(BatchVetoError, match="2 batches in a row"):
+        policy.train(rollouts(seed=2).data, loss)
+
+
+def test_the_importable_classes_are_those_of_the_installed_nemo_rl(nemo_rl):
+    assert policies.GeomaskPolicy is geomask_class(nemo_rl.lm.Policy)
+    assert policies.GeomaskTQPolicy is geomask_class(nemo_rl.tq.TQPolicy)
+    for name, base in (("GeomaskPolicy", nemo_rl.lm.Policy), ("GeomaskTQPolicy", nemo_rl.tq.TQPolicy)):
+        cls = getattr(policies, name)
+        assert (cls.__module__, cls.__qualname__) == (policies.__name__, name)
+        assert issubclass(cls, base)
+    with pytest.raises(AttributeError, match="no attribute 'GeomaskValue'"):
+        _ = policies.GeomaskValue
+
+
+def test_adopting_changes_one_object_only(nemo_rl):
+    loss = build(**VETO)
+    classes = (nemo_rl.lm.Policy, nemo_rl.tq.TQPolicy)
+    before = [dict(vars(cls)) for cls in classes]
+    policy, plain_policy = nemo_rl.lm.Policy(), nemo_rl.lm.Policy()
+    assert adopt(policy, loss.config) is policy
+    assert type(policy) is policies.GeomaskPolicy
+    assert type(plain_policy) is nemo_rl.lm.Policy
+    assert [dict(vars(cls)) for cls in classes] == before
+    with pytest.raises(DataError, match="needs a pass over the whole batch before the step"):
+        plain_policy.train(rollouts(seed=1).data, loss)
+
+
+class Batch(dict):
+    """NeMo-RL's batches have a class of their own."""
+
+
+def test_adopting_twice_is_adopting_once_with_the_last_settings(nemo_rl):
+    first, second, data = build(**VETO), build_loss({"ratio_anchor": "gen"}), Batch(rollouts(seed=1).data)
+    policy = adopt(nemo_rl.lm.Policy(), first.config)
+    adopted_class = type(policy)
+    assert not policy.get_logprobs(data)["logprobs"].isnan().any()
+    assert adopt(policy, second.config) is policy
+    assert type(policy) is adopted_class
+    assert policy.geomask_config is second.config
+    assert policy.get_logprobs(data)["logprobs"].isnan().all()
+    # A step is counted once: the first veto ends no run, the second does.
+    assert policy.train(data, first)["all_mb_metrics"]["geomask/batch_vetoed"] == [1.0]
+    with pytest.raises(BatchVetoError, match="2 batches in a row"):
+        policy.train(rollouts(seed=2).data, first)
+
+
+@pytest.mark.parametrize("base", ["lm", "tq"])
+def test_a_policy_class_of_ones_own(nemo_rl, base):
+    class LoggedPolicy(nemo_rl.lm.Policy if base == "lm" else nemo_rl.tq.TQPolicy):
+        """Somebody's subclass, whose methods still run."""
+
+        def train(self, data, loss_fn, eval_mode=False, *, learning_rate=None):
+            self.calls.append(("logged", learning_rate))
+            return super().train(data, loss_fn, eval_mode)
+
+    loss, data = build(**KEPT), rollouts(seed=2).data
+    policy = LoggedPolicy() if base == "lm" else LoggedPolicy({"all": dict(data)})
+    adopt(policy, loss.config)
+    assert isinstance(policy, LoggedPolicy)
+    assert type(policy).__name__ == "GeomaskLoggedPolicy"
+    metrics = policy.train(data, loss, learning_rate=0.5)["all_mb_metrics"]
+    assert metrics["geomask/mask/geometric/removed"][0] > 0
+    assert policy.calls[0] == ("logged", 0.5)
+    assert policy.calls[1][1]["sample_mask"].sum() < data["sample_mask"].sum()
+    if base == "tq":
+        assert policy.train_from_meta("all", loss)["all_mb_metrics"] == metrics
+
+
+def test_a_class_of_the_same_name_as_nemo_rls_is_another_one(nemo_rl):
+    own_class = type("Policy", (nemo_rl.lm.Policy,), {"__module__": "somebody"})
+    policy = adopt(own_class(), build(**VETO).config)
+    assert type(policy) is not policies.GeomaskPolicy
+    assert isinstance(policy, own_class)
+    with pytest.raises(pickle.PicklingError):  # by reference, it would arrive as NeMo-RL's
+        pickle.dumps(policy)
+
+
+NEMO_RL = '''
+"""NeMo-RL's policy, importable in every process."""
+
+
+class Policy:
+    cfg = {"train_global_batch_size": 4}
+
+    def train(self, data, loss_fn, eval_mode=False):
+        raise AssertionError("a vetoed batch is not trained on")
+
+    def get_logprobs(self, data, timer=None):
+        raise AssertionError
+'''
+
+ARRIVAL = """
+import pickle, sys
+import nemo_geomask.hosts.nemo_rl.step_methods
+policy, loss, data = pickle.load(open(sys.argv[1], "rb"))
+print(type(policy).__name__, policy.name(), policy.train(data, loss)["all_mb_metrics"]["geomask/batch_vetoed"])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["OwnPolicy", "Policy"])
+def test_a_policy_class_of_ones_own_arrives_by_value(tmp_path, monkeypatch, name):
+    cloudpickle = pytest.importorskip("cloudpickle")
+    path = tmp_path / "nemo_rl" / "models" / "policy" / "lm_policy.py"
+    path.parent.mkdir(parents=True)
+    path.write_text(NEMO_RL, encoding="utf-8")
+    for folder in (path.parent, path.parent.parent, tmp_path / "nemo_rl"):
+        (folder / "__init__.py").touch()
+    for module in [module for module in sys.modules if module.split(".")[0] == "nemo_rl"]:
+        monkeypatch.delitem(sys.modules, module)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    from nemo_rl.models.policy import lm_policy
+
+    # Defined in the script that runs, as far as the pickler is concerned.
+    own_class = type(name, (lm_policy.Policy,), {"__module__": "__main__", "name": lambda self: "somebody's"})
+    loss = build(**VETO)
+    policy = adopt(own_class(), loss.config)
+    try:
+        (tmp_path / "policy.pickle").write_bytes(cloudpickle.dumps((policy, loss, rollouts(seed=1).data)))
+    finally:
+        for module in [module for module in sys.modules if module.split(".")[0] == "nemo_rl"]:
+            del sys.modules[module]
+    root = str(Path(policies.__file__).parents[3])
+    done = subprocess.run(
+        [sys.executable, "-c", ARRIVAL, str(tmp_path / "policy.pickle")],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), root])},
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
+    assert done.stdout.split("\n")[0] == f"Geomask{name} somebody's [1.0]", done.stderr
+
+
+def test_training_changes_no_loss_and_unpickling_one_changes_no_class(nemo_rl):
+    loss = build(**VETO)
+    policy = adopt(nemo_rl.lm.Policy(), loss.config)
+    pickled = pickle.dumps(loss)
+    policy.train(rollouts(seed=5).data, loss)
+    assert pickle.dumps(loss) == pickled
+    owners = (nemo_rl.lm, nemo_rl.lm.Policy, nemo_rl.tq, nemo_rl.tq.TQPolicy)
+    before = [dict(vars(owner)) for owner in owners]
+    pickle.loads(pickled)
+    assert [dict(vars(owner)) for owner in owners] == before
+
+
+def test_each_policy_counts_for_itself(nemo_rl):
+    loss = build(**VETO)
+    group = [adopt(nemo_rl.lm.Policy(), loss.config) for _ in range(3)]
+    for seed, policy in enumerate(group):
+        policy.train(rollouts(seed=seed).data, loss)
+    with pytest.raises(BatchVetoError, match="2 batches in a row"):
+        group[0].train(rollouts(seed=9).data, loss)
+
+
+def test_workers_get_a_loss_that_takes_batches_without_a_mark(nemo_rl):
+    losses = []
+
+    class RecordingPolicy(nemo_rl.lm.Policy):
+        def compute(self, method, data, loss_fn):
+            losses.append(pickle.loads(pickle.dumps(loss_fn)))
+            return {"all_mb_metrics": {}}
+
+    loss, plain_loss, batch = build(**KEPT), build(), rollouts(seed=6)
+    policy = adopt(RecordingPolicy(), loss.config)
+    policy.train(batch.data, loss)
+    losses[0](batch.data["prev_logprobs"][:, 1:], batch.data, batch.seqs, batch.toks)
+    # Other losses pass through as they are.
+    policy.train(batch.data, plain_loss)
+    assert losses[1].config == plain_loss.config
+    policy.train({"prev_logprobs": None}, "somebody's own")
+    assert losses[2] == "somebody's own"
+
+
+def test_evaluation_is_masked_and_never_vetoed(nemo_rl):
+    loss, data = build(**VETO, **KEPT), rollouts(seed=7).data
+    policy = adopt(nemo_rl.lm.Policy(), loss.config)
+    for _ in range(3):
+        policy.train(data, loss, eval_mode=True)
+    assert len(policy.calls) == 3
+    assert policy.calls[0][1]["sample_mask"].sum() < data["sample_mask"].sum()
+
+
+def test_older_versions_lack_what_is_optional(nemo_rl, monkeypatch):
+    for name in ("begin_train_step", "train_microbatches_from_meta", "finish_train_step"):
+        delattr(nemo_rl.tq.TQPolicy, name)
+    loss = build(**VETO)
+    tq = adopt(nemo_rl.tq.TQPolicy({"all": rollouts(seed=8).data}), loss.config)
+    assert tq.train_from_meta("all", loss)["all_mb_metrics"]["geomask/batch_vetoed"] == [1.0]
+    # v0.6.0 has no data plane at all.
+    monkeypatch.setitem(sys.modules, "nemo_rl.models.policy.tq_policy", None)
+    policy = adopt(nemo_rl.lm.Policy(), loss.config)
+    assert policy.train(rollouts(seed=8).data, loss)["all_mb_metrics"]["geomask/batch_vetoed"] == [1.0]
+
+
+@pytest.mark.parametrize("missing", ["finish_train_step", "abort_train_step", "write_to_dataplane"])
+def test_half_a_known_api_is_an_error(nemo_rl, missing):
+    delattr(nemo_rl.tq.TQPolicy, missing)
+    policy = nemo_rl.lm.Policy()
+    with pytest.raises(HostAPIError, match=rf"tq_policy\.TQPolicy.*{missing}"):
+        adopt(policy, build().config)
+    assert type(policy) is nemo_rl.lm.Policy
+
+
+def test_unknown_signatures_are_an_error(nemo_rl):
+    nemo_rl.lm.Policy.train = lambda self, batch, loss_fn: None
+    policy = nemo_rl.lm.Policy()
+    with pytest.raises(
+        HostAPIError,
+        match=r"NeMo-RL 9\.9 .*lm_policy\.Policy\.train takes \(self, batch, loss_fn\).*Remove loss_fn\.name",
+    ):
+        adopt(policy, build().config)
+    assert type(policy) is nemo_rl.lm.Policy
+
+
+METRICS = {
+    "loss": [0.25, 0.5],
+    "geomask/mismatch_max": [0.016, 0.02],
+    **{f"geomask/mismatch_bin_{index:02}": [0.0, 0.0] for index in range(34)},
+    "geomask/mismatch_bin_05": [0.25, 0.0],
+    "geomask/mismatch_bin_15": [0.25, 0.5],
+    "geomask/weight_mean": [0.5, 0.5],
+    "geomask/weight_sq": [1, 1.0],
+}
+
+
+@pytest.mark.parametrize("method", ["train", "train_from_meta", "finish_train_step"])
+def test_metrics_that_do_not_add_up_are_those_of_the_step(nemo_rl, method):
+    """NeMo-RL's loops take the sum of a list that they do not know: ours contain one number."""
+    loss = build()
+    policy = adopt(nemo_rl.tq.TQPolicy({"a": rollouts(seed=1).data}), loss.config)
+    results = {"all_mb_metrics": dict(METRICS)}
+    if method == "finish_train_step":
+        nemo_rl.tq.TQPolicy.finish_train_step = lambda self: results
+        metrics = train_in_parts(policy, loss, ["a"])["all_mb_metrics"]
+    else:
+        policy.compute = lambda *_: results
+        batch = policy.store["a"] if method == "train" else "a"
+        metrics = getattr(policy, method)(batch, loss)["all_mb_metrics"]
+    assert metrics["loss"] == [0.25, 0.5]
+    assert metrics["geomask/mismatch_max"] == [0.02]
+    assert metrics["geomask/weight_ess"] == [0.5]
+    assert 2**-6 < metrics["geomask/mismatch_q50"][0] < metrics["geomask/mismatch_q99"][0] <= 2**-5.5
+    assert {len(values) for name, values in metrics.items() if name != "loss"} == {1}
+    assert not any("_bin_" in name for name in metrics)

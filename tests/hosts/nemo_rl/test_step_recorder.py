@@ -1,0 +1,769 @@
+"""``loss_fn.record`` in NeMo-RL's policies, here stand-ins with NeMo-RL's signatures."""
+
+import json
+import math
+import os
+import pickle
+import subprocess
+import sys
+import time
+import types
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("pyarrow")
+
+import pyarrow.parquet as parquet
+
+import nemo_geomask
+from nemo_geomask import build_loss
+from nemo_geomask.errors import ConfigError
+from nemo_geomask.hosts.nemo_rl import current_logprobs, patch, replay_versions, step_recorder, uninstall
+from nemo_geomask.hosts.nemo_rl.host_patches import make_patches
+from nemo_geomask.hosts.nemo_rl.policies import adopt
+from nemo_geomask.hosts.nemo_rl.step_recorder import ReplayBufferClass, RewardLogger, check_recording
+from nemo_geomask.losses.batch_masks import removed_tokens
+from nemo_geomask.records import step_files
+from tests.helpers.batches import rollouts
+
+NAMES = (
+    *("nemo_rl", "nemo_rl.models", "nemo_rl.models.policy", "nemo_rl.models.policy.lm_policy"),
+    *("nemo_rl.models.policy.tq_policy", "nemo_rl.algorithms", "nemo_rl.algorithms.async_utils"),
+)
+
+
+class Policy:
+    """NeMo-RL's."""
+
+    def __init__(self, group=None):
+        self.worker_group = group or types.SimpleNamespace()
+        self.cfg = {"train_global_batch_size": 8}
+        self.losses = []
+
+    def train(self, data, loss_fn, eval_mode=False, *, gbs=None, mbs=None, timer=None):
+        self.losses.append(loss_fn)
+        return {"all_mb_metrics": {}}
+
+
+class TQPolicy(Policy):
+    """NeMo-RL's over its data plane: ``meta.key`` is a key of ``store``."""
+
+    def __init__(self, store, group=None):
+        Policy.__init__(self, group)
+        self.store = store
+
+    def read_from_dataplane(self, meta, *, select_fields, pad_value_dict=None):
+        return {name: self.store[meta.key][name].clone() for name in select_fields}
+
+    def write_to_dataplane(self, meta, fields):
+        self.store[meta.key].update(fields)
+
+    def train_from_meta(self, meta, loss_fn, eval_mode=False, gbs=None, mbs=None, timer=None):
+        self.losses.append(loss_fn)
+        return {"all_mb_metrics": {}}
+
+    def begin_train_step(self, loss_fn, gbs=None, mbs=None):
+        self.losses.append(loss_fn)
+
+    def train_microbatches_from_meta(self, meta, timer=None):
+        pass
+
+    def finish_train_step(self):
+        return {"all_mb_metrics": {}}
+
+    def abort_train_step(self):
+        pass
+
+
+class Logger:
+    """NeMo-RL's."""
+
+    def __init__(self):
+        self.logged = []
+
+    def log_batched_dict_as_jsonl(self, to_log, filename):
+        self.logged.append((filename, to_log))
+        return f"logs/{filename}"
+
+    def log_metrics(self, metrics, step, prefix=""):
+        return f"{prefix}{step}: {metrics}"
+
+
+def methods(cls):
+    return {name: value for name, value in vars(cls).items() if callable(value)}
+
+
+@pytest.fixture
+def nemo_rl(monkeypatch):
+    """Modules of NeMo-RL with fresh classes, because tests replace methods of theirs."""
+    monkeypatch.setattr(step_recorder, "loop_values", step_recorder.LoopValues())
+    modules = {name: types.ModuleType(name) for name in NAMES}
+    modules["nemo_rl"].__version__ = "9.9"
+    lm, tq = modules["nemo_rl.models.policy.lm_policy"], modules["nemo_rl.models.policy.tq_policy"]
+    lm.Policy = type("Policy", (), {**methods(Policy), "__module__": lm.__name__})
+    tq.TQPolicy = type("TQPolicy", (lm.Policy,), {**methods(TQPolicy), "__module__": tq.__name__})
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    yield types.SimpleNamespace(lm=lm, tq=tq, buffers=modules["nemo_rl.algorithms.async_utils"])
+    step_recorder.give_up_rewards()
+    uninstall()
+
+
+def build(directory, **config):
+    """A loss whose steps are recorded."""
+    return build_loss({"name": "gspo", "record": {"dir": str(directory)}, **config})
+
+
+def rewards_of(data):
+    return (torch.arange(len(data["sample_mask"])) / 4).tolist()
+
+
+def batch(seed=1, **columns):
+    """A batch as GRPO's loop hands it over, without rewards."""
+    data = dict(rollouts(seed=seed).data)
+    del data["rewards"]
+    rows, width = data["token_mask"].shape
+    return {**data, "input_lengths": torch.full((rows,), width), **columns}
+
+
+def stored_batch(seed=1):
+    """A batch as the data plane stores it."""
+    data = batch(seed)
+    return {**data, "total_reward": torch.tensor(rewards_of(data))}
+
+
+def meta(key="all", **tags):
+    """NeMo-RL's keys of a batch in the data plane."""
+    rows = [dict(zip(tags, values, strict=True)) for values in zip(*tags.values(), strict=True)] if tags else None
+    return types.SimpleNamespace(key=key, tags=rows, fields=["input_ids", "total_reward"])
+
+
+def read_records(directory, count):
+    """Wait until the recorder has written ``count`` steps, for 10 s at most; return their tables by step."""
+    for _ in range(200):
+        if directory.exists() and len(step_files(directory)) == count:
+            break
+        time.sleep(0.05)
+    return {step: parquet.read_table(path) for step, (path,) in step_files(directory).items()}
+
+
+def give_up_rewards():
+    """No rewards will be logged of the last step."""
+    step_recorder.give_up_rewards()
+
+
+def test_each_batch_is_recorded_with_the_rewards_that_nemo_rl_logs(nemo_rl, tmp_path):
+    loss, logger = build(tmp_path), RewardLogger(Logger())
+    policy = adopt(nemo_rl.lm.Policy(), loss.config)
+    for step in (1, 2):
+        data = batch(seed=step)
+        policy.train(data, loss)
+        # The step is not written before its rewards are known.
+        assert len(step_files(tmp_path) if tmp_path.exists() else ()) < step
+        rewards = [reward + step for reward in rewards_of(data)]
+        logger.log_batched_dict_as_jsonl({"rewards": rewards}, f"train_data_step{step}.jsonl")
+    tables = read_records(tmp_path, 2)
+    assert list(tables) == [1, 2]
+    for step, table in tables.items():
+        assert table["reward"].to_pylist() == [reward + step for reward in rewards_of(batch())]
+    assert torch.tensor(tables[2]["gen"].to_pylist()).equal(batch(2)["generation_logprobs"])
+    # A loop that waits for its samples has those of the weights that it trains.
+    assert tables[1]["weight_version"].to_pylist() == [0] * 8
+    assert tables[2]["weight_version"].to_pylist() == [1] * 8
+    assert tables[2]["staleness"].to_pylist() == [0] * 8
+    # The workers get the same loss, which keeps its log-probs.
+    assert [repr(sent).replace("Keeping", "Policy") for sent in policy.losses] == [repr(loss)] * 2
+
+
+def test_the_logger_logs_as_always(nemo_rl):
+    inner = Logger()
+    logger = RewardLogger(inner)
+    to_log = {"rewards": [1.0], "content": ["text"]}
+    assert logger.log_batched_dict_as_jsonl(to_log, "train_data_step3.jsonl") == "logs/train_data_step3.jsonl"
+    assert logger.log_batched_dict_as_jsonl(filename="val_data_step3.jsonl", to_log={}) == "logs/val_data_step3.jsonl"
+    assert inner.logged == [("train_data_step3.jsonl", to_log), ("val_data_step3.jsonl", {})]
+    assert inner.logged[0][1] is to_log
+    assert logger.log_metrics({"loss": 1}, 3, prefix="train") == "train3: {'loss': 1}"
+    assert logger.logged is inner.logged
+    with pytest.raises(AttributeError, match="no_such"):
+        _ = logger.no_such
+
+
+def test_a_validation_between_training_and_its_log(nemo_rl, tmp_path):
+    loss, logger, data = build(tmp_path), RewardLogger(Logger()), batch()
+    adopt(nemo_rl.lm.Policy(), loss.config).train(data, loss)
+    logger.log_batched_dict_as_jsonl({"rewards": [9.0] * 8}, "val_data_step1.jsonl")
+    logger.log_batched_dict_as_jsonl({"rewards": rewards_of(data)}, "train_data_step1.jsonl")
+    assert read_records(tmp_path, 1)[1]["reward"].to_pylist() == rewards_of(data)
+
+
+def test_under_dynamic_sampling_the_rewards_are_those_that_passed_the_filter(nemo_rl, tmp_path):
+    loss, logger, data = build(tmp_path), RewardLogger(Logger()), batch()
+    adopt(nemo_rl.lm.Policy(), loss.config).train(data, loss)
+    # As many unfiltered rewards are logged as rows train.
+    to_log = {"rewards": [9.0] * 8, "filtered_rewards": rewards_of(data)}
+    logger.log_batched_dict_as_jsonl(to_log, "train_data_step1.jsonl")
+    assert read_records(tmp_path, 1)[1]["reward"].to_pylist() == rewards_of(data)
+
+
+@pytest.mark.parametrize("to_log", [{"content": []}, {"rewards": [1.0] * 4}], ids=["none", "another number"])
+def test_rewards_that_do_not_belong_to_the_batch_are_null(nemo_rl, tmp_path, to_log):
+    loss, logger = build(tmp_path), RewardLogger(Logger())
+    adopt(nemo_rl.lm.Policy(), loss.config).train(batch(), loss)
+    logger.log_batched_dict_as_jsonl(to_log, "train_data_step1.jsonl")
+    assert read_records(tmp_path, 1)[1]["reward"].null_count == 8
+
+
+def test_rewards_that_never_come_are_null_when_the_next_step_begins(nemo_rl, tmp_path):
+    loss, logger = build(tmp_path), RewardLogger(Logger())
+    policy = adopt(nemo_rl.lm.Policy(), loss.config)
+    policy.train(batch(1), loss)
+    for step in (2, 3):
+        policy.train(batch(step), loss)
+        assert list(read_records(tmp_path, step - 1)) == list(range(1, step))
+    # What is logged of a step does not go to an earlier one.
+    logger.log_batched_dict_as_jsonl({"rewards": rewards_of(batch())}, "train_data_step3.jsonl")
+    tables = read_records(tmp_path, 3)
+    assert tables[1]["reward"].null_count == tables[2]["reward"].null_count == 8
+    assert tables[3]["reward"].to_pylist() == rewards_of(batch())
+
+
+def test_steps_that_are_not_recorded_get_no_rewards_of_others(nemo_rl, tmp_path):
+    loss = build(tmp_path, record={"dir": str(tmp_path), "every": 2})
+    logger, policy = RewardLogger(Logger()), adopt(nemo_rl.lm.Policy(), loss.config)
+    for step in (1, 2, 3):
+        policy.train(batch(step), loss)
+        logger.log_batched_dict_as_jsonl({"rewards": [float(step)] * 8}, f"train_data_step{step}.jsonl")
+    tables = read_records(tmp_path, 2)
+    assert {step: set(table["reward"].to_pylist()) for step, table in tables.items()} == {1: {1.0}, 3: {3.0}}
+
+
+@pytest.mark.slow
+def test_rewards_that_never_come_do_not_hold_up_the_end_of_the_process(tmp_path):
+    """NeMo-RL logs nothing after the last step if training is stopped."""
+    code = f"""
+import sys, time, types
+names = {NAMES}
+for name in names:
+    sys.modules[name] = types.ModuleType(name)
+from tests.hosts.nemo_rl import test_step_recorder as tests
+lm = sys.modules["nemo_rl.models.policy.lm_policy"]
+lm.Policy, lm.Policy.__module__ = tests.Policy, lm.__name__
+sys.modules["nemo_rl.models.policy.tq_policy"].TQPolicy = tests.TQPolicy
+from pathlib import Path
+for folder in ("a", "b"):  # two policies, such as those of two runs one after the other
+    loss = tests.build(Path({str(tmp_path)!r}) / folder)
+    policy = tests.adopt(lm.Policy(), loss.config)
+    policy.train(tests.batch(1), loss)
+    policy.train(tests.batch(2), loss)
+print(time.time())
+"""
+    root = Path(nemo_geomask.__file__).parents[1]
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(root), *filter(None, sys.path)])},
+        capture_output=True,
+        text=True,
+        timeout=500,
+        cwd=root,
+    )
+    seconds = time.time() - float(done.stdout)
+    for folder in ("a", "b"):
+        tables = {step: parquet.read_table(path) for step, (path,) in step_files(tmp_path / folder).items()}
+        assert list(tables) == [1, 2], done.stderr
+        assert all(table["reward"].null_count == 8 for table in tables.values())
+    assert seconds < 20, done.stderr  # a recorder waits for 30 s
+
+
+@pytest.mark.parametrize("name", ["rewards", "total_reward"])
+def test_rewards_in_the_batch_are_recorded_at_once(nemo_rl, tmp_path, name):
+    """PPO puts them there."""
+    loss, data = build(tmp_path), batch()
+    data[name] = torch.tensor(rewards_of(data))
+    adopt(nemo_rl.lm.Policy(), loss.config).train(data, loss)
+    assert read_records(tmp_path, 1)[1]["reward"].to_pylist() == rewards_of(data)
+    assert set(data) == {*batch(), name}
+
+
+def test_an_evaluation_is_no_step(nemo_rl, tmp_path):
+    loss = build(tmp_path)
+    policy = adopt(nemo_rl.lm.Policy(), loss.config)
+    policy.train(batch(1), loss, eval_mode=True)
+    policy.train(batch(2), loss)
+    give_up_rewards()
+    assert torch.tensor(read_records(tmp_path, 1)[1]["gen"].to_pylist()).equal(batch(2)["generation_logprobs"])
+
+
+def test_epochs_on_one_batch_are_one_step(nemo_rl, tmp_path):
+    loss = build(tmp_path)
+    policy = adopt(nemo_rl.lm.Policy(), loss.config)
+    first, second = batch(1), batch(2)
+    for data in (first, first, first, second):
+        policy.train(dict(data), loss)
+    give_up_rewards()
+    assert list(read_records(tmp_path, 2)) == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "last"),
+    [("/ckpt/step_40", 40), (None, 0), (Path("/run/step_3/step_12"), 12), ("/ckpt/best", 0)],
+)
+def test_a_resumed_run_goes_on_with_its_numbers(nemo_rl, tmp_path, checkpoint, last):
+    loss = build(tmp_path)
+    adopt(nemo_rl.lm.Policy(), loss.config, checkpoint=checkpoint).train(batch(), loss)
+    give_up_rewards()
+    tables = read_records(tmp_path, 1)
+    assert list(tables) == [last + 1]
+    assert tables[last + 1]["weight_version"].to_pylist() == [last] * 8
+
+
+def test_under_a_prestep_pass_the_batch_is_recorded_as_it_came(nemo_rl, tmp_path):
+    kept = {"denominator": "kept", "masks": [{"preset": "geometric", "min": 0.85, "max": 1.2}]}
+    loss, data = build(tmp_path, **kept), batch()
+    policy = adopt(nemo_rl.lm.Policy(), loss.config)
+    policy.train(data, loss)
+    give_up_rewards()
+    table = read_records(tmp_path, 1)[1]
+    assert torch.tensor(table["mask"].to_pylist()).equal(data["token_mask"] != 0)
+    assert torch.tensor(table["removed.geometric"].to_pylist()).any()
+    assert policy.losses[0] is not loss
+
+
+def test_a_batch_in_the_data_plane(nemo_rl, tmp_path):
+    loss, data, logger = build(tmp_path), stored_batch(), RewardLogger(Logger())
+    policy = adopt(nemo_rl.tq.TQPolicy({"all": dict(data)}), loss.config)
+    policy.train_from_meta(meta(), loss_fn=loss)
+    logger.log_batched_dict_as_jsonl({"rewards": [9.0] * 8}, "train_data_step1.jsonl")
+    # Only the first of these batches has its rewards in the data plane.
+    without_rewards = meta()
+    without_rewards.fields = ["input_ids"]
+    policy.train_from_meta(without_rewards, loss_fn=loss)
+    logger.log_batched_dict_as_jsonl({"rewards": [7.0] * 8}, "train_data_step2.jsonl")
+    tables = read_records(tmp_path, 2)
+    assert tables[1]["reward"].to_pylist() == rewards_of(data)
+    assert tables[2]["reward"].to_pylist() == [7.0] * 8
+    assert torch.tensor(tables[1]["tokens"].to_pylist()).equal(data["input_ids"])
+
+
+def test_a_step_in_parts_of_a_policy_that_arrived_pickled(nemo_rl, tmp_path):
+    loss, data = build(tmp_path), stored_batch()
+    parts = {
+        name: {key: value[rows] for key, value in data.items()}
+        for name, rows in (("a", slice(0, 3)), ("b", slice(3, 8)))
+    }
+    policy = adopt(nemo_rl.tq.TQPolicy(parts), loss.config, checkpoint="/c/step_5")
+    policy = pickle.loads(pickle.dumps(policy))
+    for _ in range(2):
+        policy.begin_train_step(loss)
+        policy.train_microbatches_from_meta(meta("a", weight_version=[4, 4, 5]))
+        policy.train_microbatches_from_meta(meta("b", weight_version=[5] * 5))
+        policy.finish_train_step()
+    table = read_records(tmp_path, 2)[6]
+    assert table["row"].to_pylist() == list(range(8))
+    assert table["reward"].to_pylist() == rewards_of(data)
+    assert table["weight_version"].to_pylist() == [4, 4, 5, 5, 5, 5, 5, 5]
+    assert table["staleness"].to_pylist() == [1, 1, 0, 0, 0, 0, 0, 0]
+
+
+class Reference:
+    """Ray's reference to the result of a call."""
+
+    def __init__(self, value):
+        self.value = value
+
+
+class Actor:
+    """Ray's actor class and the handle of one, in one process; the buffer of the asynchronous loops."""
+
+    def __init__(self, buffer=None):
+        self.buffer = buffer
+
+    def options(self, **options):
+        return Actor()
+
+    def remote(self, **settings):
+        handle = Actor(Buffer())
+        handle.sample = None  # as Ray's own, which is replaced
+        return handle
+
+    @property
+    def __ray_call__(self):
+        return types.SimpleNamespace(remote=lambda function, *args: Reference(function(self.buffer, *args)))
+
+
+class Buffer:
+    def __init__(self):
+        self.trajectories = [{"batch": {"total_reward": torch.zeros(2)}} for _ in range(4)]
+        self.trajectory_versions = [3, 4, 4, 5]
+
+    def sample(self, num_prompt_groups, current_weight_version, max_age_steps):
+        if num_prompt_groups > 4:
+            return None
+        return {"trajectories": [self.trajectories[index] for index in (3, 0, 1, 2)], "avg_trajectory_age": 1.0}
+
+
+@pytest.fixture
+def ray(monkeypatch):
+    module = types.ModuleType("ray")
+    module.by_value = []
+    module.cloudpickle = types.SimpleNamespace(
+        register_pickle_by_value=module.by_value.append, unregister_pickle_by_value=module.by_value.remove
+    )
+
+    def get(references, timeout=None):
+        return references.value if isinstance(references, Reference) else [item.value for item in references]
+
+    module.get = get
+    monkeypatch.setitem(sys.modules, "ray", module)
+    return module
+
+
+def replace_buffer_class():
+    patch.apply_all(list(make_patches(["asynchronous record"], process="driver")))
+
+
+def test_an_asynchronous_loop_gets_the_versions_from_the_replay_buffer(nemo_rl, ray, tmp_path):
+    nemo_rl.buffers.ReplayBuffer = Actor()
+    replace_buffer_class()
+    loss = build(tmp_path)
+    policy = adopt(nemo_rl.lm.Policy(), loss.config, checkpoint="/c/step_5")
+    handle = nemo_rl.buffers.ReplayBuffer.options(runtime_env={}).remote(max_size=4)
+    request = {"current_weight_version": 5, "max_age_steps": 2}
+    assert ray.get(handle.sample.remote(num_prompt_groups=5, **request)) is None
+    sample = ray.get(handle.sample.remote(num_prompt_groups=4, **request))
+    assert sample["avg_trajectory_age"] == 1.0
+    assert set(sample["trajectories"][0]["batch"]) == {"total_reward"}  # NeMo-RL's batch gets no further key
+    assert ray.by_value == []
+    policy.train(batch(), loss)
+    # A sample that nobody drew, and one of another number of rows.
+    policy.train(batch(2), loss)
+    handle.sample.remote(num_prompt_groups=4, **request)
+    policy.train({key: value[:6] for key, value in batch(3).items()}, loss)
+    give_up_rewards()
+    tables = read_records(tmp_path, 3)
+    assert tables[6]["weight_version"].to_pylist() == [5, 5, 3, 3, 4, 4, 4, 4]
+    assert tables[6]["staleness"].to_pylist() == [0, 0, 2, 2, 1, 1, 1, 1]
+    for step, rows in ((7, 8), (8, 6)):
+        assert tables[step]["weight_version"].null_count == tables[step]["staleness"].null_count == rows
+
+
+def test_a_sample_that_is_not_complete_costs_the_versions_only(nemo_rl, ray, tmp_path):
+    nemo_rl.buffers.ReplayBuffer = Actor()
+    replace_buffer_class()
+    handle = nemo_rl.buffers.ReplayBuffer.remote(max_size=4)
+    request = {"current_weight_version": 5, "max_age_steps": 2}
+    handle.sample.remote(num_prompt_groups=4, **request)
+    handle.sample.remote(num_prompt_groups=5, **request)  # the last one counts
+    loss = build(tmp_path)
+    adopt(nemo_rl.lm.Policy(), loss.config).train(batch(), loss)
+    give_up_rewards()
+    assert read_records(tmp_path, 1)[1]["weight_version"].null_count == 8
+
+
+def test_everything_else_of_the_buffer_class_is_nemo_rls():
+    actor = Actor()
+    actor.name = "ReplayBuffer"
+    proxy = ReplayBufferClass(actor)
+    assert proxy.name == "ReplayBuffer"
+    assert isinstance(proxy.options(max_restarts=1), ReplayBufferClass)
+    with pytest.raises(AttributeError, match="no_such"):
+        _ = proxy.no_such
+
+
+def test_the_versions_of_a_sample():
+    buffer = Buffer()
+    sample = replay_versions.sample(buffer, (4, 5), {"max_age_steps": 2})
+    assert len(sample["trajectories"]) == 4
+    assert replay_versions.versions_of_sample(buffer) == [5, 5, 3, 3, 4, 4, 4, 4]
+    assert replay_versions.sample(buffer, (5, 5, 2), {}) is None
+    assert replay_versions.versions_of_sample(buffer) is None
+    assert replay_versions.versions_of_sample(Buffer()) is None
+
+
+def test_a_buffer_of_another_kind_is_sampled_as_always():
+    class OtherBuffer:
+        def sample(self, **request):
+            return {"trajectories": [{"no batch": 1}], **request}
+
+    buffer = OtherBuffer()
+    answer = replay_versions.sample(buffer, (), {"age": 3})
+    assert answer == {"trajectories": [{"no batch": 1}], "age": 3}
+    assert replay_versions.versions_of_sample(buffer) is None
+
+
+def test_the_functions_of_the_buffers_process_need_the_standard_library_only():
+    source = Path(replay_versions.__file__).read_text(encoding="utf-8")
+    code = f"import sys; sys.modules['nemo_geomask'] = sys.modules['torch'] = None; exec({source!r})"
+    subprocess.run([sys.executable, "-I", "-c", code], check=True, timeout=500)
+
+
+def test_entropies_are_refused_where_nobody_computes_them(tmp_path):
+    settings = {"record": {"dir": str(tmp_path), "entropy": True}}
+    with pytest.raises(ConfigError, match=r"loss_fn\.record\.entropy.*computes no entropies"):
+        check_recording(build_loss(settings).config)
+    check_recording(build_loss({**settings, "logprob_backend": "geomask"}).config)
+    check_recording(build_loss({}).config)
+
+
+class Worker:
+    """A policy worker, in this process, as Ray's handle of it: calls come in order."""
+
+    @property
+    def __ray_call__(self):
+        return types.SimpleNamespace(remote=self.call)
+
+    def __init__(self):
+        self.requests = []
+
+    def call(self, function, *args):
+        self.requests.append(args)
+        return Reference(function(self, *args))
+
+
+def policy_with_workers(nemo_rl, ray, loss, optimizer_steps=2, order=(5, 0, 3, 7, 1, 6, 2, 4), fails=False, lacks=""):
+    """A policy whose workers, two ranks of one tensor-parallel group, train on a batch's rows in another order, in
+    several optimiser steps; returns it and the log-probs [B, T-1] of the rows by step."""
+    logprobs = []
+
+    def train(self, data, loss_fn, eval_mode=False, *, gbs=None, mbs=None, timer=None):
+        self.losses.append(loss_fn)
+        generator = torch.Generator().manual_seed(len(logprobs))
+        prev = data["prev_logprobs"][:, 1:]
+        curr = prev + 0.1 * torch.randn(prev.shape, generator=generator)
+        logprobs.append(curr)
+        worker_loss = pickle.loads(pickle.dumps(loss_fn))
+        for rows in torch.tensor(order).chunk(optimizer_steps):
+            part = {key: value[rows] for key, value in data.items() if key != lacks}
+            # As in a worker that fills its microbatches up to a width of their own.
+            part |= {key: torch.nn.functional.pad(value, (0, 3)) for key, value in part.items() if value.dim() == 2}
+            padded = torch.nn.functional.pad(curr[rows], (0, 3))
+            worker_loss(padded, data=part, global_valid_seqs=8.0, global_valid_toks=100.0)
+        if fails:
+            raise RuntimeError("the collective was aborted")
+        return {"all_mb_metrics": {}}
+
+    nemo_rl.lm.Policy.train = train
+    sharding = types.SimpleNamespace(get_worker_coords=lambda index: {"tensor_parallel": index})
+    group = types.SimpleNamespace(workers=[Worker(), Worker()], sharding_annotations=sharding)
+    return adopt(nemo_rl.lm.Policy(group), loss.config), logprobs
+
+
+def trained_tokens(data):
+    return (data["token_mask"][:, 1:] != 0) & (data["sample_mask"] != 0)[:, None]
+
+
+def batch_with_rewards(seed=1):
+    data = batch(seed)
+    return {**data, "rewards": torch.tensor(rewards_of(data))}
+
+
+POLICY_MASK = {"masks": [{"preset": "opsm", "delta": 0.001}]}
+
+
+def test_the_current_policys_log_probs_come_from_the_workers(nemo_rl, ray, tmp_path):
+    loss = build(tmp_path, **POLICY_MASK)
+    policy, logprobs = policy_with_workers(nemo_rl, ray, loss)
+    for seed in (1, 2):
+        policy.train(batch_with_rewards(seed), loss)
+    tables = read_records(tmp_path, 2)
+    for seed in (1, 2):
+        data, table = batch(seed), tables[seed]
+        recorded = torch.tensor(table["curr"].to_pylist())
+        is_trained = trained_tokens(data)
+        assert recorded[:, 0].isnan().all()
+        assert recorded[:, 1:].nan_to_num(9.0).equal(torch.where(is_trained, logprobs[seed - 1], 9.0))
+        curr = torch.where(is_trained, logprobs[seed - 1], data["prev_logprobs"][:, 1:])
+        removed = removed_tokens(loss.config, data, curr)
+        assert torch.tensor(table["removed.opsm"].to_pylist()).equal(removed["opsm"])
+        assert removed["opsm"].any()
+        assert json.loads(table.schema.metadata[b"nemo_geomask.facts"])["policy"] == "curr"
+
+
+def test_of_a_batch_that_is_trained_on_again_the_first_epoch_counts(nemo_rl, ray, tmp_path):
+    loss, first, second = build(tmp_path), batch_with_rewards(1), batch_with_rewards(2)
+    policy, logprobs = policy_with_workers(nemo_rl, ray, loss)
+    for data in (first, first, second):
+        policy.train(data, loss)
+    tables = read_records(tmp_path, 2)
+    for step, data, curr in ((1, first, logprobs[0]), (2, second, logprobs[2])):
+        recorded = torch.tensor(tables[step]["curr"].to_pylist())[:, 1:]
+        assert recorded[trained_tokens(data)].equal(curr[trained_tokens(data)])
+    assert type(policy.losses[1]).__name__ == "PolicyLoss"
+
+
+@pytest.mark.parametrize("by", ["sequence", "group"])
+def test_workers_hand_over_what_is_recorded_alone(nemo_rl, ray, tmp_path, by):
+    loss = build(tmp_path, record={"dir": str(tmp_path), "fraction": 0.3, "by": by, "every": 2})
+    policy, logprobs = policy_with_workers(nemo_rl, ray, loss)
+    answers = []
+    get = ray.get
+    ray.get = lambda references, timeout: answers.extend(get(references)) or get(references)
+    data = batch_with_rewards()
+    for _ in range(3):
+        policy.train({**data}, loss)
+        policy.train(batch_with_rewards(5), loss)
+    tables = read_records(tmp_path, 3)
+    assert list(tables) == [1, 3, 5]
+    rows = tables[3]["row"].to_pylist()
+    assert 0 < len(rows) < 8
+    is_trained = trained_tokens(data)
+    assert [len(kept) for kept in answers] == [
+        int(is_trained.any(dim=1)[table["row"].to_pylist()].sum()) for table in tables.values()
+    ]
+    recorded = torch.tensor(tables[3]["curr"].to_pylist())[:, 1:]
+    assert recorded[is_trained[rows]].equal(logprobs[2][rows][is_trained[rows]])
+
+
+def test_log_probs_and_rewards_that_both_come_later(nemo_rl, ray, tmp_path):
+    loss, logger, data = build(tmp_path), RewardLogger(Logger()), batch()
+    policy, logprobs = policy_with_workers(nemo_rl, ray, loss)
+    policy.train(data, loss)
+    logger.log_batched_dict_as_jsonl({"rewards": rewards_of(data)}, "train_data_step1.jsonl")
+    table = read_records(tmp_path, 1)[1]
+    assert table["reward"].to_pylist() == rewards_of(data)
+    recorded = torch.tensor(table["curr"].to_pylist())[:, 1:]
+    assert recorded[trained_tokens(data)].equal(logprobs[0][trained_tokens(data)])
+
+
+def test_a_step_that_fails_is_recorded_without_asking_the_workers(nemo_rl, ray, tmp_path):
+    loss = build(tmp_path)
+    policy, _ = policy_with_workers(nemo_rl, ray, loss, fails=True)
+    with pytest.raises(RuntimeError, match="collective was aborted"):
+        policy.train(batch(), loss)
+    # Nobody logs the rewards of such a step, so it waits for none.
+    table = read_records(tmp_path, 1)[1]
+    assert table["curr"].null_count == table["reward"].null_count == 8
+    assert json.loads(table.schema.metadata[b"nemo_geomask.facts"])["policy"] == "prev"
+    assert all(worker.requests == [] for worker in policy.worker_group.workers)
+
+
+def test_workers_that_do_not_answer_cost_curr_and_no_record(nemo_rl, ray, tmp_path, caplog):
+    loss, logger, data = build(tmp_path), RewardLogger(Logger()), batch()
+    policy, _ = policy_with_workers(nemo_rl, ray, loss)
+
+    def get(references, timeout):
+        raise TimeoutError("worker 3 is gone")
+
+    ray.get = get
+    policy.train(data, loss)
+    logger.log_batched_dict_as_jsonl({"rewards": rewards_of(data)}, "train_data_step1.jsonl")
+    table = read_records(tmp_path, 1)[1]
+    assert table["curr"].null_count == 8
+    assert table["gen"].null_count == 0
+    assert table["reward"].to_pylist() == rewards_of(data)
+    assert "step 1 is without curr: TimeoutError: worker 3 is gone" in caplog.text
+
+
+def test_one_rank_of_a_tensor_parallel_group_answers_and_none_keeps_on(nemo_rl, ray, tmp_path):
+    loss = build(tmp_path)
+    policy, _ = policy_with_workers(nemo_rl, ray, loss)
+    policy.train(batch_with_rewards(), loss)
+    (first_request,), (second_request,) = (worker.requests for worker in policy.worker_group.workers)
+    assert first_request == (1, None)
+    assert second_request[1].numel() == 0
+    assert not current_logprobs.take_kept(None, 1)
+
+
+def test_log_probs_that_are_nan_are_recorded_as_the_loss_saw_them(nemo_rl, ray, tmp_path):
+    loss, data = build(tmp_path, **POLICY_MASK), batch_with_rewards()
+    policy, logprobs = policy_with_workers(nemo_rl, ray, loss)
+    row, column = trained_tokens(data).nonzero()[0].tolist()
+    prev = data["prev_logprobs"]
+    data["prev_logprobs"] = prev.clone()
+    data["prev_logprobs"][row, column + 1] = math.nan
+    policy.train(data, loss)
+    assert logprobs[0][row, column].isnan()
+    table = read_records(tmp_path, 1)[1]
+    assert torch.tensor(table["curr"].to_pylist())[row, column + 1].isnan()
+    curr = torch.where(trained_tokens(data), logprobs[0], prev[:, 1:])
+    removed = removed_tokens(loss.config, data, curr)["opsm"]
+    assert torch.tensor(table["removed.opsm"].to_pylist()).equal(removed)
+
+
+@pytest.mark.parametrize("missing", ["input_lengths", "worker_group"])
+def test_what_workers_cannot_keep_costs_curr_and_neither_step_nor_record(nemo_rl, ray, tmp_path, caplog, missing):
+    loss = build(tmp_path)
+    policy, logprobs = policy_with_workers(nemo_rl, ray, loss, lacks=missing)
+    if missing == "worker_group":
+        del policy.worker_group
+    policy.train(batch_with_rewards(), loss)
+    assert len(logprobs) == 1
+    assert read_records(tmp_path, 1)[1]["curr"].null_count == 8
+    assert missing in caplog.text
+
+
+def test_what_is_kept_is_a_copy():
+    data = batch()
+    curr = data["prev_logprobs"][:, 1:].clone()
+    keeping = current_logprobs.keep_logprobs(build_loss({"name": "gspo"}), 1)
+    keeping(curr, data=data, global_valid_seqs=8.0, global_valid_toks=100.0)
+    curr.zero_()
+    kept = current_logprobs.take_kept(None, 1)
+    assert kept
+    assert all(sequence.values["curr"].all() for sequence in kept)
+
+
+def test_rows_are_told_apart_whatever_their_padding():
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, 3, (200, 12), generator=generator)
+    lengths = torch.randint(1, 13, (200,), generator=generator)
+    fingerprints = current_logprobs.fingerprints(ids, lengths)
+    rows = [tuple(row[:length].tolist()) for row, length in zip(ids, lengths, strict=True)]
+    assert len(set(fingerprints.tolist())) == len(set(rows))
+    wider = torch.nn.functional.pad(ids, (0, 5), value=7).to(torch.int32)
+    assert current_logprobs.fingerprints(wider, lengths).equal(fingerprints)
+    full = torch.full((200,), 12)
+    assert current_logprobs.fingerprints(ids.flip(1), full).ne(current_logprobs.fingerprints(ids, full)).any()
+
+
+def test_a_fault_costs_records_and_no_step(nemo_rl, tmp_path, caplog):
+    loss, data = build(tmp_path), batch_with_rewards()
+    policy = adopt(nemo_rl.lm.Policy(), loss.config)
+    policy.train({key: value for key, value in data.items() if key != "sample_mask"}, loss)
+    policy.train(batch_with_rewards(2), loss)
+    assert "step 1 lost" in caplog.text
+    assert list(read_records(tmp_path, 1)) == [2]
+    assert len(policy.losses) == 2
+
+
+def test_a_recorder_does_not_keep_its_policy_alive(nemo_rl, tmp_path):
+    loss = build(tmp_path)
+    policy = adopt(nemo_rl.lm.Policy(), loss.config)
+    policy.train(batch_with_rewards(), loss)
+    read_records(tmp_path, 1)
+    reference = weakref.ref(policy)
+    del policy
+    assert reference() is None
+
+
+def test_the_replay_buffer_is_replaced_once_and_put_back(nemo_rl):
+    nemo_rl.buffers.ReplayBuffer = Actor()
+    owners = (nemo_rl.lm.Policy, nemo_rl.tq.TQPolicy, nemo_rl.buffers)
+    before = [dict(vars(owner)) for owner in owners]
+    for _ in range(2):
+        replace_buffer_class()
+    replacement = nemo_rl.buffers.ReplayBuffer
+    assert isinstance(replacement, ReplayBufferClass)
+    assert replacement._actor_class is before[2]["ReplayBuffer"]
+    assert patch.in_force(nemo_rl.buffers, "ReplayBuffer")
+    uninstall()
+    assert [dict(vars(owner)) for owner in owners] == before
+
+
+def test_a_nemo_rl_without_a_replay_buffer_is_recorded_too(nemo_rl, monkeypatch):
+    replace_buffer_class()
+    assert not hasattr(nemo_rl.buffers, "ReplayBuffer")
+    monkeypatch.setitem(sys.modules, "nemo_rl.algorithms.async_utils", None)
+    replace_buffer_class()
+
+
+def test_without_the_setting_nothing_is_recorded(nemo_rl, tmp_path):
+    loss = build_loss({"name": "gspo"})
+    policy = adopt(nemo_rl.lm.Policy(), loss.config)
+    policy.train(batch(), loss)
+    assert policy.losses == [loss]
+    assert step_recorder.loop_values.rewards is None
+    assert list(tmp_path.iterdir()) == []
