@@ -14,6 +14,7 @@ from typing import Any
 
 from nemo_geomask.hosts.nemo_rl import patch
 from nemo_geomask.losses import PrestepPass
+from nemo_geomask.records.writer import Recorder
 from nemo_geomask.tools.rehearse import loss_calls, weight_sums
 from nemo_geomask.tools.rehearse.event_log import Events, stage_of
 
@@ -21,9 +22,13 @@ __all__ = ["patches"]
 
 _PATIENCE = 60.0
 _POLL = 0.1
+_VALIDATION_SEED = 1 << 20
 # Policies of this process whose workers train, and samplers whose engines get the weights.
 _policies: weakref.WeakSet[Any] = weakref.WeakSet()
 _samplers: weakref.WeakSet[Any] = weakref.WeakSet()
+_recorders: weakref.WeakSet[Recorder] = weakref.WeakSet()
+# The validation that this process is in, if any.
+_validations: list[str] = []
 _SYNCHRONIZERS = (
     ("nemo_rl.weight_sync.ipc_weight_synchronizer", "IPCWeightSynchronizer"),
     ("nemo_rl.weight_sync.collective_weight_synchronizer", "CollectiveWeightSynchronizer"),
@@ -46,6 +51,7 @@ def patches(events: Events, *, controller: bool = False, first_seed: int | None 
     yield patch.attribute(timer, "stop", functools.partial(_log_timer, events, "end"))
     yield patch.attribute(PrestepPass, "__call__", functools.partial(_log_stage, events, "veto", None))
     yield patch.attribute(logger, "log_metrics", functools.partial(_log_metrics, events))
+    yield patch.attribute(Recorder, "record", _track_recorder)
     for module, name, on_success in (
         ("nemo_rl.models.policy.lm_policy", "Policy", functools.partial(_count_losses, events)),
         ("nemo_rl.models.generation.vllm", "VllmGeneration", _samplers.add),
@@ -142,7 +148,8 @@ def _engine_sums() -> Iterator[list[Any]]:
 def _seed_sampler(seeds: Iterator[int], original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        seed = next(seeds)
+        # Validation is not repeated where a run resumes: it must not use up the seeds of the steps.
+        seed = _VALIDATION_SEED if _validations else next(seeds)
         workers = self.worker_group.workers
         importlib.import_module("ray").get([worker.__ray_call__.remote(loss_calls.seed, seed) for worker in workers])
         return original(self, *args, **kwargs)
@@ -175,6 +182,8 @@ def _log_timer(events: Events, event_type: str, original: Callable[..., Any]) ->
     @functools.wraps(original)
     def call(self: Any, label: str, *args: Any, **kwargs: Any) -> Any:
         stage = stage_of(label)
+        if stage == "val":
+            _validations.append(label) if event_type == "begin" else _validations.clear()
         if stage is not None:
             # A timer that is stopped while an exception propagates belongs to the stage that failed.
             events(event_type, stage=stage, label=label, failed=event_type == "end" and sys.exc_info()[0] is not None)
@@ -211,6 +220,15 @@ def _count_losses(events: Events, policy: Any) -> None:
     events("proof", step=0, workers=_call_workers(_policies, loss_calls.read_counts))
 
 
+def _track_recorder(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def record(self: Recorder, *args: Any, **kwargs: Any) -> Any:
+        _recorders.add(self)
+        return original(self, *args, **kwargs)
+
+    return record
+
+
 def _log_metrics(events: Events, original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def call(self: Any, metrics: Any, step: int, prefix: str = "", **kwargs: Any) -> Any:
@@ -218,6 +236,9 @@ def _log_metrics(events: Events, original: Callable[..., Any]) -> Callable[..., 
         result = original(self, metrics, step, prefix=prefix, **kwargs)
         events("metrics", step=int(step), prefix=prefix, values=_numeric_metrics(metrics))
         if prefix == "train" and "loss" in metrics:
+            # The driver and the single controller end without Python's exit handlers: nothing may be left to write.
+            for recorder in list(_recorders):
+                recorder.flush()
             events("proof", step=int(step), workers=_call_workers(_policies, loss_calls.read_counts))
         events("end", stage="metrics", label=prefix)
         return result

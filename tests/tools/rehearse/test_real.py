@@ -66,3 +66,16 @@ def test_a_mistake_that_only_nemo_rl_sees_names_its_setting(rehearsal, tmp_path)
     assert failure["setting"] == "policy.optimizer.name"
     assert "Traceback" in run.text()
     assert run.left() == []
+
+
+def test_a_validated_run_is_resumed_with_the_same_samples(rehearsal, tmp_path):
+    settings = ["policy.dtensor_cfg._v2=false", "loss_fn.masks=[]", "checkpointing.enabled=true"]
+    settings += ["checkpointing.model_save_format=null", "++logger.tensorboard_enabled=true"]
+    run = rehearsal(*settings, "--steps", "2", "--validate", "--resume")
+    assert run.wait() == 0, run.text()
+    compared = run.found()["resumed"]["comparisons"]
+    assert compared
+    assert all(each["sampled_alike"] and each["equal"] for each in compared)
+    states = {stage["name"]: stage["state"] for stage in run.found()["stages"]}
+    assert states["val"] == "ran"
+    assert list((tmp_path / "out" / "logs").rglob("events.out.tfevents.*"))
