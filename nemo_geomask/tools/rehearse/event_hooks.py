@@ -7,7 +7,6 @@ import importlib
 import importlib.util
 import itertools
 import sys
-import time
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -21,7 +20,6 @@ from nemo_geomask.tools.rehearse.event_log import Events, stage_of
 __all__ = ["patches"]
 
 _PATIENCE = 60.0
-_POLL = 0.1
 _VALIDATION_SEED = 1 << 20
 # Policies of this process whose workers train, and samplers whose engines get the weights.
 _policies: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -102,7 +100,7 @@ def _compare_weights(events: Events) -> None:
         return
     engines = 0
     differences: dict[str, weight_sums.Difference] = {}
-    for processes in _engine_sums():
+    for processes in filter(None, _call_workers(_samplers, weight_sums.engine_sums)):
         if len(processes) != 1:
             events("weights", error=f"an engine of {len(processes)} processes has shards of the weights", refits=refits)
             return
@@ -127,22 +125,6 @@ def _call_workers(groups: Any, function: Callable[[Any], Any]) -> list[Any]:
     calls = [worker.__ray_call__.remote(function) for worker in workers]
     answers: list[Any] = importlib.import_module("ray").get(calls, timeout=_PATIENCE)
     return answers
-
-
-def _engine_sums() -> Iterator[list[Any]]:
-    """Yield the sums of each engine, one for each of its processes."""
-    ray = importlib.import_module("ray")
-    deadline = time.monotonic() + _PATIENCE
-    workers = [worker for sampler in _samplers for worker in sampler.worker_group.workers]
-    for worker in workers:
-        answer = ray.get(worker.__ray_call__.remote(weight_sums.engine_sums), timeout=_PATIENCE)
-        while answer == "pending":
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"an engine did not sum its weights within {_PATIENCE:.0f} s")
-            time.sleep(_POLL)
-            answer = ray.get(worker.__ray_call__.remote(weight_sums.read_engine_sums), timeout=_PATIENCE)
-        if answer is not None:
-            yield answer
 
 
 def _seed_sampler(seeds: Iterator[int], original: Callable[..., Any]) -> Callable[..., Any]:

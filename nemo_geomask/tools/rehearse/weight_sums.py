@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from nemo_geomask.errors import EngineError
 from nemo_geomask.hosts.nemo_rl import patch
 
 __all__ = [
@@ -29,7 +30,6 @@ __all__ = [
     "group_of",
     "local_sums",
     "observe_sends",
-    "read_engine_sums",
     "read_sent_sums",
     "sum_broadcast",
     "sum_streamed",
@@ -44,11 +44,11 @@ ENGINE_DTYPES = ("bfloat16", "float16", "float32")
 _TOLERANCE = 1e-10
 """Difference of two sums relative to the sum of absolute values that float64's rounding may make."""
 
+_PATIENCE = 60.0
+
 # In a training worker: the sums of the last complete refit, and the number of refits.
 _sent: Sums = {}
 _refits = 0
-# In a generation worker whose engine runs in another process: the answer that is under way.
-_pending: list[Any] = []
 
 
 def group_of(name: str) -> str:
@@ -174,8 +174,7 @@ def engine_sums(actor: Any) -> Any:
         actor: NeMo-RL's generation worker.
 
     Returns:
-        None if the worker has no engine of its own; ``"pending"`` if the engine is asynchronous, and
-        :func:`read_engine_sums` has the answer later.
+        None if the worker has no engine of its own.
     """
     engine = getattr(actor, "llm", None)
     if engine is None:
@@ -183,17 +182,18 @@ def engine_sums(actor: Any) -> Any:
     answer = engine.collective_rpc(_sum_parameters)
     if not inspect.isawaitable(answer):
         return answer
-    _pending[:] = [asyncio.ensure_future(answer)]
-    return "pending"
+    # Ray runs this function beside the event loop of an asynchronous engine's worker, in another thread.
+    return asyncio.run_coroutine_threadsafe(answer, _event_loop(engine)).result(_PATIENCE)  # type: ignore[arg-type]
 
 
-def read_engine_sums(actor: Any = None) -> Any:
-    """Return the answer that :func:`engine_sums` asked for, or ``"pending"``.
-
-    Args:
-        actor: the Ray actor in whose process this runs; not used.
-    """
-    return _pending[0].result() if _pending[0].done() else "pending"
+def _event_loop(engine: Any) -> asyncio.AbstractEventLoop:
+    """Return the event loop of an asynchronous engine: that of the tasks that read its answers."""
+    resources = getattr(engine.engine_core, "resources", None)
+    for task in (getattr(engine, "output_handler", None), getattr(resources, "output_queue_task", None)):
+        if task is not None:
+            loop: asyncio.AbstractEventLoop = task.get_loop()
+            return loop
+    raise EngineError("the asynchronous engine has no task that reads its answers")
 
 
 def _sum_parameters(worker: Any) -> Sums:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -110,3 +112,25 @@ def test_a_workers_own_shard():
 
 def test_a_worker_without_an_engine():
     assert weight_sums.engine_sums(SimpleNamespace(llm=None)) is None
+
+
+def test_an_asynchronous_engine_answers_on_its_own_loop(weights):
+    (expected,) = weight_sums.engine_sums(engine(weights))
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    try:
+        asked = engine(weights)
+
+        async def collective_rpc(function):
+            assert asyncio.get_running_loop() is loop
+            return asked.llm.collective_rpc(function)
+
+        task = SimpleNamespace(get_loop=lambda: loop)
+        core = SimpleNamespace(resources=SimpleNamespace(output_queue_task=task))
+        llm = SimpleNamespace(collective_rpc=collective_rpc, engine_core=core, output_handler=None)
+        assert weight_sums.engine_sums(SimpleNamespace(llm=llm)) == [expected]
+    finally:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()
