@@ -36,7 +36,7 @@ def _accept_words(cls: type[T]) -> type[T]:
         warnings.warn(message, DeprecationWarning, stacklevel=2)
         return self.description
 
-    cls.__init__ = init  # type: ignore[method-assign]
+    cls.__init__ = init  # type: ignore[assignment, method-assign]
     cls.words = property(words)  # type: ignore[attr-defined]
     return cls
 
