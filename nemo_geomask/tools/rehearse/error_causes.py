@@ -74,6 +74,11 @@ CAUSES: Sequence[tuple[str, str, str]] = (
     (r"is not registered in ENV_REGISTRY", "data.default.env_name", "the environment is not known to NeMo-RL"),
     (r"KeyError: '(\w+)'", r"\1", "NeMo-RL reads this key, which the recipe does not have"),
     (
+        r"running low on memory",
+        MEMORY,
+        "Ray ended workers because the machine's memory ran out: end other processes, or rehearse with fewer --ranks",
+    ),
+    (
         r"actor died unexpectedly|Worker unexpectedly exits|connection error code|EngineDeadError|SIGKILL|status -9",
         MEMORY,
         "a worker's process was killed from outside: by the kernel for want of memory (dmesg says so), by a job's "

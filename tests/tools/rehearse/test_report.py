@@ -183,6 +183,7 @@ def test_the_proof_adds_up_over_workers():
         ("ValueError: World size (1) is insufficient for the parallelism", "cluster.gpus_per_node"),
         ("ModuleNotFoundError: No module named 'megatron.core'", "policy.megatron_cfg.enabled"),
         ("TypeError: check_model_inputs() missing 1 required positional argument: 'func'", "policy.dtensor_cfg._v2"),
+        ("OutOfMemoryError: 6 worker(s) were killed due to the node running low on memory", "this machine's memory"),
         ("the prompt is longer than the maximum model length of 48", "policy.generation.vllm_cfg.max_model_len"),
         ("  File \"setup.py\", line 9\nKeyError: 'max_grad_norm'", "max_grad_norm"),
     ],
