@@ -27,7 +27,7 @@ class Command(NamedTuple):
     """Entry of the table of commands.
 
     Attributes:
-        name: the word on the command line; with ``_`` for ``-``, the module in this package.
+        name: the word on the command line, and with ``_`` in place of ``-`` the name of its module in this package.
         package: the package below ``nemo_geomask`` that does the work. If it was deleted, the command is not offered.
         help: one line for ``nemo-geomask --help``.
     """
@@ -134,8 +134,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         nearest = difflib.get_close_matches(chosen, names, n=1)
         hint = f"did you mean '{nearest[0]}'?" if nearest else f"choose from {', '.join(names)}"
         parser.error(f"there is no command '{chosen}'; {hint}")
-    # argparse takes `key.path=value ...` from the first run of positional arguments only, and returns those that follow
-    # an option as unknown.
+    # argparse takes `key.path=value …` only up to the next option. It returns those after an option as unknown.
     arguments, unknown = parser.parse_known_args(argv)
     if unknown:
         if not hasattr(arguments, "overrides") or any(word.startswith("-") for word in unknown):

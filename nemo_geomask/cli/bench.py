@@ -1,4 +1,4 @@
-"""``nemo-geomask bench``: benchmarks of our paths beside every peer that can be imported."""
+"""``nemo-geomask bench``: benchmarks of this package and of every peer that can be imported."""
 
 from __future__ import annotations
 

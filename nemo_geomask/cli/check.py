@@ -62,8 +62,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         dest="similar_run",
         type=Path,
         metavar="DIR",
-        help="records or logs of a similar run: assume its mismatch and response length, and apply the masks to its "
-        "last batches",
+        help="records or logs of a similar run: use its mismatch and response length, and apply the masks to its last "
+        "batches",
     )
     parser.add_argument("--list-rules", action="store_true", help="print the rules and exit")
 

@@ -10,8 +10,9 @@ __all__ = ["add_arguments", "run"]
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments and its help."""
     parser.description = (
-        "Report versions, importability, registered losses and the NeMo-RL APIs that we rely on, "
-        "here and in every environment in which a worker receives a loss. Exit status: 0 if all is well, 1 if not."
+        "Report versions, whether packages can be imported, registered losses, and the NeMo-RL APIs that nemo-geomask "
+        "relies on, here and in every environment in which a worker receives a loss. Exit status: 0 without problems, "
+        "1 with problems."
     )
     parser.add_argument(
         "--worker", action="append", default=[], metavar="PYTHON", help="check this interpreter too (repeatable)"
@@ -35,5 +36,5 @@ def run(arguments: argparse.Namespace) -> int:
     for number, problem in enumerate(report.problems, start=1):
         print(f"problem {number}: {problem}")
     if not report.problems:
-        print("all is well")
+        print("no problems")
     return 1 if report.problems else 0

@@ -13,18 +13,19 @@ from nemo_geomask.cli.arguments import ACCEPT_HELP, positive_number
 __all__ = ["add_arguments", "run"]
 
 _EPILOG = """\
-Rehearsed are NeMo-RL's own script, workers, vLLM, refit, training loop, logger and checkpoints, with the recipe's
-loss, masks, algorithm and settings. Made up are a tiny random model of the recipe's architecture, a tokenizer,
-prompts of three words and the reward (the share of even words). Without GPUs it runs on CPUs, with shims for CUDA.
+A rehearsal runs NeMo-RL's own script, workers, vLLM, refit, training loop, logger and checkpoints, with the recipe's
+loss, masks, algorithm and settings. These are replaced: the model, by a tiny random one of the same architecture; the
+tokenizer; the prompts, by three words each; and the reward, by the fraction of even words. Without GPUs it runs on
+CPUs, with shims for CUDA.
 
 NeMo-RL is the checkout at NEMO_RL_ROOT; the interpreter is this one, and must have NeMo-RL's requirements and vLLM.
 
 layout
-  At most --ranks processes train. TP is kept as far as it fits, then CP, EP and PP; data parallelism gets the rest.
-  The report names what was reduced.
+  At most --ranks processes train. TP takes as many of them as it can, then CP, EP and PP; data parallelism takes the
+  rest. The report names the sizes that were reduced.
 
 exit status
-  0  every step was trained through the loss that was asked for, and the report names no fault
+  0  every step was trained by the loss that the recipe names, and the report names no fault
   1  anything else: a stage failed, validation included; no loss or another one was called; a step was vetoed, or its
      masks kept nothing; loss or gradient norm is NaN; sampler and trainer disagree on weights, or on log-probs by more
      than in a healthy tiny model; a record was lost; the time limit was reached; --control or a plain --resume gave
@@ -82,10 +83,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--accept", action="append", default=[], metavar="API", help=ACCEPT_HELP)
     parser.add_argument(
-        "--json", type=Path, metavar="FILE", help="write what was found to this file; -: standard output"
+        "--json", type=Path, metavar="FILE", help="write the report as JSON to this file; -: standard output"
     )
     parser.add_argument(
-        "--timeout", type=positive_number, default=600.0, metavar="S", help="seconds until all is ended (default: 600)"
+        "--timeout",
+        type=positive_number,
+        default=600.0,
+        metavar="S",
+        help="seconds after which the rehearsal is stopped (default: 600)",
     )
     parser.add_argument(
         "--out",

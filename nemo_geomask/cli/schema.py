@@ -22,7 +22,7 @@ In an editor with the YAML language server (VS Code, Neovim, …), write at the 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments and its help."""
     parser.description = (
-        "Write the JSON Schema of a NeMo-RL recipe: loss_fn is checked strictly, everything else is open."
+        "Write the JSON Schema of a NeMo-RL recipe. It describes loss_fn strictly and allows anything elsewhere."
     )
     parser.epilog = _EPILOG
     parser.add_argument("--out", type=Path, metavar="FILE", help="default: standard output")

@@ -1,4 +1,4 @@
-"""``nemo-geomask test-variant``: tests whether a loss or correction of your own keeps what the package promises."""
+"""``nemo-geomask test-variant``: tests whether a plugin keeps the package's promises about every loss."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ examples
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments and its help."""
     parser.description = (
-        "Test a variant, alone and with a weight and masks; or a mask's preset or statistic; or a level or truncation "
-        "of the weight. Microbatches must add up, packed sequences and context parallelism must give the result of "
-        "padded sequences on one rank, masked positions must have no effect, the gradient must be that of finite "
-        "differences, and the loss must be picklable and compile as one graph."
+        "Test a variant, alone and with a weight and masks; or a mask preset or mask statistic; or a level or "
+        "truncation of the weight. Microbatches must add up. Packed sequences and context parallelism must give the "
+        "result of padded sequences on one rank. Masked positions must have no effect. The gradient must be that of "
+        "finite differences. The loss must be picklable and compile as one graph."
     )
     parser.epilog = _EPILOG
     parser.add_argument("name", metavar="NAME", help="a registered name, or module:attribute")

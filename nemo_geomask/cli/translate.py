@@ -1,4 +1,4 @@
-"""``nemo-geomask translate``: another system's settings as a ``loss_fn:`` block, and that as verl's settings."""
+"""``nemo-geomask translate``: another system's settings as a ``loss_fn:`` block, and a block as verl's settings."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ __all__ = ["add_arguments", "run"]
 
 _EPILOG = """\
 exit status
-  0  everything is expressed (differences that remain are in the comments)
-  1  something isn't: see the lines NOT EXPRESSED
-  2  the file can't be read, or its settings are of no system that is known
+  0  every setting is expressed; comments name differences in detail that remain
+  1  some settings can't be expressed; each has a line NOT EXPRESSED
+  2  the file can't be read, or its settings belong to no known system
 
 examples
   nemo-geomask translate ppo_trainer.yaml
@@ -26,17 +26,24 @@ examples
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments and its help."""
     parser.description = (
-        "Read settings of another RL system (a YAML, JSON or TOML file, a Python call, a command line) and "
-        "write the loss_fn block that does the same, with a comment for each bound that had to be converted and for "
-        "whatever remains different."
+        "Read the loss settings of another RL system (a YAML, JSON or TOML file, a Python call, a command line) and "
+        "write the loss_fn block with the same effect. Comments name each bound that had to be converted and each "
+        "difference that remains."
     )
     parser.epilog = _EPILOG
-    parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="settings; a later file's win")
     parser.add_argument(
-        "--from", dest="peer", metavar="SYSTEM", help="whose settings (default: found out by the names)"
+        "files", nargs="+", type=Path, metavar="FILE", help="settings; if files set the same key, the last wins"
     )
     parser.add_argument(
-        "--to", choices=["verl"], help="the other way: FILE is a recipe, whose loss_fn is written as theirs"
+        "--from",
+        dest="peer",
+        metavar="SYSTEM",
+        help="system that the settings belong to (default: recognised by their names)",
+    )
+    parser.add_argument(
+        "--to",
+        choices=["verl"],
+        help="translate in the other direction: FILE is a recipe, whose loss_fn is written as settings of this system",
     )
     parser.add_argument("--out", type=Path, metavar="FILE", help="default: standard output")
 
@@ -51,7 +58,9 @@ def run(arguments: argparse.Namespace) -> int:
         translation = translate_files(arguments.files, arguments.peer)
     else:
         if len(arguments.files) > 1 or arguments.peer is not None:
-            raise ConfigError("--to takes one recipe, and no --from")
+            raise ConfigError(
+                "--to takes one recipe and can't be combined with --from; remove the other files, or --from"
+            )
         block = read_recipe(arguments.files[0], leave=("data", "env", "logger")).data.get("loss_fn")
         if not isinstance(block, dict):
             raise ConfigError(f"{arguments.files[0]}: has no loss_fn block to translate")

@@ -67,7 +67,7 @@ def _padding_of_packed_sequences(facts: RecipeFacts) -> Iterator[Hit]:
         product = " x ".join(name for name, factor in factors.items() if factor > 1)
         yield Hit(
             key,
-            f"{padding:g} is not a multiple of {product} = {required}, by which packed sequences are split; set "
+            f"{padding:g} is not a multiple of {product} = {required}, into which packed sequences are split; set "
             f"{required}",
         )
 

@@ -30,7 +30,7 @@ def list_rules() -> str:
 
 
 def as_text(checked: CheckedRecipe) -> str:
-    """Return the result of a check as text: objective, expectations, findings, counts, and what was not checked."""
+    """Return the result of a check as text: objective, expected effect of masks, findings, and what is unchecked."""
     facts, report = checked.facts, checked.report
     sections = [
         [f"{facts.recipe.path}" + (f", on the NeMo-RL in {facts.nemo_rl}" if facts.nemo_rl else "")],
@@ -47,13 +47,13 @@ def _objective_sections(checked: CheckedRecipe) -> Iterator[list[str]]:
     facts, objective = checked.facts, checked.objective
     if objective and facts.trains_nemo_rl_loss:
         yield [
-            "loss_fn has no name: NeMo-RL's own ClippedPGLossFn trains. Its objective is that of `clipped_pg`, without "
-            "the masks and other settings that NeMo-RL ignores:"
+            "loss_fn has no name, so NeMo-RL's own ClippedPGLossFn trains. Its objective is that of `clipped_pg` "
+            "without the masks and other settings that NeMo-RL ignores:"
         ]
     yield [f"  {part.formula}" for part in objective]
     yield [f"  {part.explanation}" for part in objective]
     if facts.other_algorithm:
-        yield [f"{facts.other_algorithm}: no policy loss trains, so there is none to check"]
+        yield [f"This recipe ({facts.other_algorithm}) trains no policy loss, so there is no loss_fn to check."]
 
 
 def _forecast_lines(forecasts: Sequence[MaskForecast]) -> list[str]:
@@ -61,8 +61,8 @@ def _forecast_lines(forecasts: Sequence[MaskForecast]) -> list[str]:
         return []
     kls = " | ".join(f"{kl:.4g}" for kl, _ in forecasts[0].kept)
     lines = [
-        f"  expected to be kept by the masks, of responses of {forecasts[0].tokens} tokens at a mismatch KL of {kls} "
-        "nats per token:"
+        f"  expected fraction that each mask keeps, for responses of {forecasts[0].tokens} tokens at a mismatch KL of "
+        f"{kls} nats per token:"
     ]
     for forecast in forecasts:
         rule, unit = forecast.mask
@@ -100,7 +100,7 @@ def _remarks(checked: CheckedRecipe) -> Iterator[str]:
     if report.ignored:
         yield f"ignored: {', '.join(sorted({finding.rule.id for finding in report.ignored}))}"
     if facts.loss is None and not facts.other_algorithm:
-        yield "not checked until loss_fn is valid: all settings but loss_fn itself and the names of keys"
+        yield "not checked until loss_fn is valid: all settings except loss_fn itself and the names of keys"
     for rule, attribute in report.unchecked:
         yield f"not checked without {_OPTION_FOR[attribute]}: {rule.id}, {rule.title}"
 
@@ -129,7 +129,10 @@ def as_json(checked: CheckedRecipe) -> dict[str, Any]:
 
 
 def unreadable_as_json(recipe: str | None, problems: Sequence[Problem]) -> dict[str, Any]:
-    """Return the JSON object for a recipe that can't be checked: the keys of :func:`as_json`, and errors of no rule."""
+    """Return the JSON object for a recipe that can't be checked; its keys are those of :func:`as_json`.
+
+    The findings are the problems, each with the severity ``error`` and without a rule.
+    """
     no_rule = dict.fromkeys(("rule", "severity", "key", "message", "file", "line", "override", "source"))
     findings = [
         {**no_rule, "severity": "error", "key": next(iter(problem.keys), None), "message": problem.message}

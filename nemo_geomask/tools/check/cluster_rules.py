@@ -31,7 +31,7 @@ def training_gpus(facts: RecipeFacts) -> int | None:
     """Return the number of GPUs that train: those of the cluster without those that only sample.
 
     Returns:
-        None if the recipe does not tell, or if teachers of on-policy distillation need some of the GPUs.
+        None if the recipe does not determine it, or if teachers of on-policy distillation need some of the GPUs.
     """
     gpus_per_node, nodes = facts.number("cluster.gpus_per_node"), facts.number("cluster.num_nodes")
     if facts.get("on_policy_distillation") is not None or not gpus_per_node or not nodes:
@@ -58,7 +58,7 @@ def _context_parallel_without_packing(facts: RecipeFacts) -> Iterator[Hit]:
         )
 
 
-def _whole_batch_needed(facts: RecipeFacts) -> Iterator[Hit]:
+def _needs_whole_batch(facts: RecipeFacts) -> Iterator[Hit]:
     if facts.get("async_rl") is not None:
         for problem in whole_batch_problems(facts.config):
             for key in problem.keys:
@@ -84,7 +84,7 @@ RULES = (
         "GM318",
         "error",
         "setting that needs the whole batch, under the single controller",
-        "NeMo-RL `SingleController` (single_controller.py): `train_microbatches_from_meta` by parts",
-        _whole_batch_needed,
+        "NeMo-RL `SingleController` (single_controller.py): `train_microbatches_from_meta` trains on parts of a batch",
+        _needs_whole_batch,
     ),
 )

@@ -74,7 +74,7 @@ def objective_table() -> str:
         formulas = "<br>".join(f"`{part.formula}`" for part in surrogate_parts(loss))
         default_cell = "<br>".join(f"`{setting}`" for setting in defaults) or "–"
         rows.append((label, formulas, default_cell, "" if flags else variant.source))
-    return markdown_table(("name", "ℓ", "own defaults", "source"), rows)
+    return markdown_table(("name", "ℓ", "defaults of this objective", "source"), rows)
 
 
 def _format_settings(settings: Mapping[str, Any]) -> Iterator[str]:
@@ -88,14 +88,14 @@ def record_column_table() -> str:
         (f"`{column.name}`", f"{column.arrow_type}{'' if column.is_required else ' or null'}", column.definition)
         for column in COLUMNS
     ]
-    return markdown_table(("column", "Arrow type", "what it holds"), rows)
+    return markdown_table(("column", "Arrow type", "content"), rows)
 
 
 def record_setting_table() -> str:
     """Return the table of the settings under ``record``."""
     rows = []
     for name, field in Recording.model_fields.items():
-        default = "needed" if field.is_required() else _default(field.default)
+        default = "required" if field.is_required() else _default(field.default)
         rows.append((f"`{name}`", default, str(field.description)))
     return markdown_table(("key", "default", "meaning"), rows)
 
@@ -120,7 +120,7 @@ TABLES = {
     "nemo_rl.md": {"patches": host_patch_table},
     "records.md": {"columns": record_column_table, "settings": record_setting_table},
 }
-"""Functions that make the tables, by page and marker."""
+"""Function that returns each generated table, by page and marker."""
 
 
 def update_tables(page: str, text: str) -> str:

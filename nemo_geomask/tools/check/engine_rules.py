@@ -18,7 +18,7 @@ _RUNS_FLASH_ATTENTION_2 = {
     **dict.fromkeys(("h20", "h100", "h200", "h800", "gh200"), False),
     **dict.fromkeys(("b100", "b200", "b300", "gb200", "gb300"), False),
 }
-"""Whether vLLM runs FlashAttention-2 on a GPU of that name, as it does on compute capability 8."""
+"""True for the names of GPUs on which vLLM runs FlashAttention-2, those of compute capability 8; else False."""
 
 _ROUTER_REPLAY = "policy.router_replay.enabled"
 _VLLM = "policy.generation.vllm_cfg"
@@ -46,7 +46,7 @@ def _quantised_rollouts(facts: RecipeFacts) -> Iterator[Hit]:
     if facts.config.corrects_mismatch or facts.config.masks:
         return
     keys = [f"{_VLLM_KWARGS}.quantization"]
-    # If training is quantised in the same way, the engines agree.
+    # With policy.quant_cfg, training is quantised as well.
     keys += [] if facts.get("policy.quant_cfg") else ["policy.generation.quant_cfg"]
     for key in keys:
         if value := facts.get(key):
@@ -77,8 +77,8 @@ def _no_router_replay(facts: RecipeFacts) -> Iterator[Hit]:
     if facts.uses_vllm and facts.uses_megatron and (checkout is None or reads_setting(checkout, _ROUTER_REPLAY)):
         yield Hit(
             _ROUTER_REPLAY,
-            f"{model}, and each engine routes tokens by itself, so that on a near-tie training uses other experts than "
-            f"sampling did; set {_ROUTER_REPLAY}: true",
+            f"{model}. Each engine routes tokens by itself, so where two experts have almost the same score, training "
+            f"may use another expert than sampling did; set {_ROUTER_REPLAY}: true",
         )
     elif not (facts.config.corrects_mismatch or facts.config.masks):
         yield Hit(
@@ -104,8 +104,8 @@ def _balancing_bias(facts: RecipeFacts) -> Iterator[Hit]:
     if facts.moe_key and facts.uses_megatron and facts.number(key):
         yield Hit(
             key,
-            f"{facts.get(key)}: expert load, not the gradient, changes the router's biases, and between weight updates "
-            "only on the training side; set 0.0, NeMo-RL's default for GRPO",
+            f"{facts.get(key)}: the router's biases follow the load of the experts, not the gradient. Until the next "
+            "weight update they change in the training engine only; set 0.0, NeMo-RL's default for GRPO",
         )
 
 
@@ -115,8 +115,9 @@ def _stale_kv_cache(facts: RecipeFacts) -> Iterator[Hit]:
     if facts.is_async and facts.is_true(f"{section}.in_flight_weight_updates") and not facts.is_true(key):
         yield Hit(
             key,
-            "false: with in_flight_weight_updates: true, several policies sample parts of one response, each with keys "
-            "and values that earlier ones computed, so generation_logprobs belong to no single policy; set true",
+            "false: with in_flight_weight_updates: true, several policies sample parts of one response. Each reads "
+            "keys and values that earlier policies computed, so generation_logprobs belong to no single policy; set "
+            "true",
         )
 
 
@@ -125,8 +126,8 @@ def _routes_lost_to_prefix_cache(facts: RecipeFacts) -> Iterator[Hit]:
     if facts.is_true(_ROUTER_REPLAY) and facts.get(key) is not False:
         yield Hit(
             key,
-            "with router replay, prompts from the prefix cache may come without routes, and the trainer then chooses "
-            "its own; set enable_prefix_caching: false, which returns all routes",
+            "with router replay, vLLM may return no routes for prompts from the prefix cache, and the trainer then "
+            "routes them by itself; set enable_prefix_caching: false, so that all routes are returned",
         )
 
 

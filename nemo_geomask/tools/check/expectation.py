@@ -1,4 +1,4 @@
-r"""Expected weights and masks at a given mismatch and response length.
+r"""Expected weights and kept fractions of masks at a given mismatch and response length.
 
 Let κ be the mean KL from the generation to the training engine, in nats per token. Assume that a token's log-ratio
 Δ = prev − gen is normal and independent of other tokens. Since the mean of exp(Δ) is 1,
@@ -86,11 +86,11 @@ def clipped_fractions(config: LossConfig, kl: float, tokens: int) -> tuple[float
 def kept_fraction(rule: MaskRule, kl: float, tokens: int) -> float | None:
     """Return the expected fraction that a mask keeps, of tokens or of sequences of ``tokens`` tokens.
 
-    A mask on the ``total`` log-ratio is computed as if on the mismatch alone; staleness removes more.
+    A mask on the ``total`` log-ratio is treated as a mask on the mismatch; in fact staleness makes it remove more.
 
     Returns:
-        None if the fraction does not depend on the mismatch (``log_ratio: policy``), depends on more than the
-        log-ratios, or if the batch sets the mask's bound.
+        None if the fraction does not depend on the mismatch (``log_ratio: policy``), if it depends on more than the
+        log-ratios, or if the mask's bound is computed from the batch.
     """
     if (
         rule.has_budget

@@ -50,7 +50,8 @@ def _mask_removes_most(facts: RecipeFacts) -> Iterator[Hit]:
             counted = "tokens in responses" if unit == "tokens" else "responses"
             yield Hit(
                 rule.key,
-                f"mask {rule.label} keeps only {kept:.1%} of {counted} of {tokens} tokens at a mean mismatch KL of "
+                f"mask {rule.label} is expected to keep only {kept:.1%} of {counted} of {tokens} tokens at a mean "
+                f"mismatch KL of "
                 f"{kl:g} nats per token {_ASSUMPTION}; {fix}",
             )
 
@@ -77,8 +78,8 @@ def _every_batch_vetoed(facts: RecipeFacts) -> Iterator[Hit]:
     if veto is not None and veto.max < facts.mismatch_kl:
         yield Hit(
             "loss_fn.batch_veto.max",
-            f"{veto.max:g} is below the expected mean mismatch KL of {facts.mismatch_kl:g} nats per token, so no batch "
-            "is trained on; raise it, for example to 0.1 as in the mismatch study",
+            f"{veto.max:g} is below the expected mean mismatch KL of {facts.mismatch_kl:g} nats per token, so hardly "
+            "any batch would be trained on; raise it, for example to 0.1 as in the mismatch study",
         )
 
 
@@ -113,8 +114,8 @@ def _short_vllm_context(facts: RecipeFacts) -> Iterator[Hit]:
     if facts.uses_vllm and context and trained_length and context < trained_length:
         yield Hit(
             key,
-            f"{context:g}: vLLM's context is shorter than policy.max_total_sequence_length ({trained_length:g}), so "
-            "longer prompts end the run and responses are cut; make them equal",
+            f"{context:g}: vLLM's context is shorter than policy.max_total_sequence_length ({trained_length:g}), so a "
+            "longer prompt ends the run with an error, and responses are cut off; make them equal",
         )
 
 

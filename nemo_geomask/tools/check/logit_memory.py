@@ -7,9 +7,9 @@ The peak is the larger one of training (forward and backward) and scoring (forwa
 - b bytes of a logit: 2 under ``defer_fp32_logits``, else 4; u bytes of its float32 copy: 4 if b = 2, else 0;
 - c rows of a chunk; f fraction of the rows that train.
 
-With logits, the peak of a backward pass is at the logits or, later, at the output weight. The weight's gradient exists
-in half precision before it is accumulated, unless Megatron's ``gradient_accumulation_fusion`` is on, so the peak is at
-least 2 R W + 2 W H.
+With logits, the peak of a backward pass comes with the gradient of the logits or, later, with that of the output
+weight. The latter exists in half precision before it is accumulated, unless Megatron's
+``gradient_accumulation_fusion`` is on, so the peak is at least 2 R W + 2 W H.
 
 =========================================== ===========================================================
 NeMo-RL                                     (b + u + 8) R W: logits, float32 copy, log-probs (4), their exp (4).
@@ -181,7 +181,7 @@ def output_work_of(facts: RecipeFacts, shape: ModelShape, *, trained: float = 1.
     """Return the output layer's work on a recipe's largest microbatches; None if the recipe does not set their size.
 
     Args:
-        facts: the recipe.
+        facts: facts about the recipe.
         shape: sizes of its model.
         trained: fraction of the rows that train.
     """
@@ -228,7 +228,7 @@ def current_method(facts: RecipeFacts) -> str:
 
 
 def settings_to_change(method: str, facts: RecipeFacts) -> str:
-    """Return the settings that a recipe has to change to use a method; empty if it can use it as it is."""
+    """Return the settings that a recipe has to change before it can use a method; empty if none."""
     if method.startswith("geomask"):
         return ", ".join(logit_needs(facts, method))
     needs = {"NeMo-RL, in chunks": chunk_needs, "NeMo-RL, fused": fused_needs}
@@ -239,8 +239,8 @@ def deferred_peak(method: str, facts: RecipeFacts, work: OutputWork) -> float | 
     """Return the peak bytes of a method with half-precision logits, by ``defer_fp32_logits``.
 
     Returns:
-        None if the logits are already in half precision, if the trainer is not Megatron, if that saves less than a
-        quarter, or at a temperature other than 1, at which such logits are rounded twice (see GM101).
+        None if the trainer is not Megatron, if the logits are already in half precision, if half precision saves less
+        than a quarter, or if the temperature is not 1, since half-precision logits are then rounded twice (see GM101).
     """
     if not facts.uses_megatron or work.logit_bytes == 2 or facts.temperature != 1.0:
         return None

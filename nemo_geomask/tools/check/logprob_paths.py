@@ -35,7 +35,7 @@ def scoring_passes(facts: RecipeFacts) -> int:
 
 
 def fused_key(facts: RecipeFacts) -> str | None:
-    """Return the key that turns NeMo-RL's fused linear log-probs on in a recipe; None if they are off."""
+    """Return the key by which a recipe turns on NeMo-RL's fused linear log-probs; None if they are off."""
     checkout = facts.nemo_rl
     keys: tuple[str, ...] = (FUSED_LOGPROBS, FUSED_LOGPROBS_UNTIL_V0_7_0)
     if checkout is not None:

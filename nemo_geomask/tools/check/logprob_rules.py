@@ -15,7 +15,8 @@ _MEGATRON = "policy.megatron_cfg.enabled"
 _DEFERRED = "policy.megatron_cfg.defer_fp32_logits"
 _CHUNK_SIZE = "policy.logprob_chunk_size"
 _DTENSOR_CP = "policy.dtensor_cfg.context_parallel_size"
-_BACKEND_INPUT = {"mcore": "works over Megatron's own process groups", "geomask_linear": "takes hidden states"}
+# Why a backend needs certain settings; every other backend takes all logits.
+_BACKEND_REASON = {"mcore": "works over Megatron's own process groups", "geomask_linear": "takes hidden states"}
 
 
 def _fused_logprobs(facts: RecipeFacts) -> Iterator[Hit]:
@@ -56,7 +57,7 @@ def _logprob_backend(facts: RecipeFacts) -> Iterator[Hit]:
     fallback = "geomask" if required in ([f"{_MEGATRON}: true"], [f"{_DTENSOR_CP}: 1"]) else "nemo_rl"
     yield Hit(
         "loss_fn.logprob_backend",
-        f"{backend} {_BACKEND_INPUT.get(backend, 'takes all logits')}, so it needs {', '.join(required)}; set these, "
+        f"{backend} {_BACKEND_REASON.get(backend, 'takes all logits')}, so it needs {', '.join(required)}; set these, "
         f"or logprob_backend: {fallback}",
     )
 

@@ -18,7 +18,7 @@ class ModelShape(NamedTuple):
         hidden: H, size of the hidden states that the output layer takes.
         vocab: V, rows of the output weight.
         layers: L, number of layers.
-        attention: number of heads times the mean size of their scores and values.
+        attention: number of heads times the mean of a head's sizes for scores and for values.
         active: number of parameters that a token uses, without embeddings and output layer.
     """
 
@@ -96,8 +96,8 @@ def shape_of(name: str) -> ModelShape | None:
 def shape_from_config(config: Mapping[str, Any]) -> ModelShape | None:
     """Return the sizes in a configuration with transformers' keys; None if one is missing.
 
-    Attention has the projections of grouped queries, or latent ones if there is ``kv_lora_rank``. Each MLP has three
-    matrices; of the experts, those count that a token is routed to.
+    Attention has the projections of grouped-query attention or, if there is ``kv_lora_rank``, of multi-head latent
+    attention. Each MLP has three matrices; only the experts to which a token is routed count.
     """
     config = config.get("text_config") or config
     if any(key not in config for key in _KEYS[:4]):

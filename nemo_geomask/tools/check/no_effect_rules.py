@@ -1,4 +1,4 @@
-"""GM201 to GM209: settings without effect, or with another effect than the one intended."""
+"""GM201 to GM209: settings without effect, or with an unintended effect."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from nemo_geomask.tools.check.rule import Hit, Rule
 __all__ = ["REACH", "RULES"]
 
 REACH = 0.15
-"""Largest mean log-ratio over a sequence that a run can survive, in nats per token.
+"""Largest absolute mean log-ratio over a sequence that the rules consider reachable, in nats per token.
 
-The mismatch study skips batches above a KL of 0.1 nats per token, which is the mean log-ratio up to noise.
+The mismatch study skips batches above a KL of 0.1 nats per token, and the KL is the mean log-ratio except for its sign
+and noise. A run with larger means is assumed to have collapsed already.
 """
 
 _MISMATCH_STUDY = (
@@ -38,13 +39,13 @@ def _unreachable_mean_bounds(facts: RecipeFacts) -> Iterator[Hit]:
     if config.batch_veto is not None and config.batch_veto.max > REACH:
         yield Hit(
             "loss_fn.batch_veto.max",
-            f"{config.batch_veto.max:g}: the mismatch ruins a run long before a batch has that many nats per token; "
-            "set 0.1 as in the mismatch study",
+            f"{config.batch_veto.max:g}: a run collapses long before a batch's mismatch KL reaches so many nats per "
+            "token; set 0.1 as in the mismatch study",
         )
 
 
 def _unreachable_bounds(key: str, statistic: str, low: float, high: float) -> Iterator[Hit]:
-    """Yield a hit if all finite bounds on the mean of a statistic are out of reach; a ratio's are logarithms."""
+    """Yield a hit if no finite bound on the mean of a statistic can be reached; bounds on a ratio are logarithms."""
     finite = [bound for bound in (low, high) if math.isfinite(bound)]
     if not finite or any(abs(bound) <= REACH for bound in finite):
         return
@@ -56,8 +57,8 @@ def _unreachable_bounds(key: str, statistic: str, low: float, high: float) -> It
         bounds, reach, example = f"{finite[-1]:.4g}", f"[0, {REACH}]", "0.001 to 0.01"
     yield Hit(
         key,
-        f"the bound {bounds} on a sequence mean removes nothing, because the mean stays within {reach} until long "
-        f"after the mismatch has ruined the run; common bounds are {example}",
+        f"the bound {bounds} on a sequence mean removes nothing, because a run whose means leave {reach} has collapsed "
+        f"already; common bounds are {example}",
     )
 
 
@@ -129,8 +130,8 @@ def _ignored_reward_kl(facts: RecipeFacts) -> Iterator[Hit]:
     if estimator != required:
         yield Hit(
             "loss_fn.use_kl_in_reward",
-            f"true removes the KL from the loss, but {key}: {estimator} does not add it to the reward, so nothing "
-            f"keeps the policy close to the reference; set {key}: {required}, or use_kl_in_reward: false",
+            f"true removes the KL from the loss, but {key}: {estimator} does not add it to the reward, so no KL keeps "
+            f"the policy close to the reference; set {key}: {required}, or use_kl_in_reward: false",
         )
 
 

@@ -23,7 +23,7 @@ def _format_number(value: float) -> str:
 
 
 def describe(loss: PolicyLoss) -> tuple[Part, ...]:
-    """Return the parts of a loss' objective: the total loss, then each of its terms."""
+    """Return the parts of a loss's objective: the total loss, then each of its terms."""
     config = loss.config
     return (
         _total_loss(config),
@@ -65,7 +65,7 @@ def _total_loss(config: LossConfig) -> Part:
 
 
 def surrogate_parts(loss: PolicyLoss) -> Parts:
-    """Return the variant's :attr:`~nemo_geomask.losses.Variant.parts` with the loss' settings filled in.
+    """Return the variant's :attr:`~nemo_geomask.losses.Variant.parts` with the loss's settings filled in.
 
     Text in braces is replaced: ``{name}`` by the setting or option of that name; ``{low}`` and ``{high}`` by the clip's
     bounds on the ratio; ``{log_low}`` and ``{log_high}`` by their logarithms; ``{outside}`` by a description of where
@@ -156,11 +156,11 @@ _EXCEPTION = {
     "always": "",
     "negative_advantage": ", or A ≥ 0",
     "positive_advantage": ", or A ≤ 0",
-    "pushing": ", or A does not push it further",
+    "pushing": ", or A does not push it further out",
 }
 _LOG_RATIO = {"mismatch": "prev − gen", "policy": "curr − prev", "total": "curr − gen"}
 _WEIGHT_NAME = {
-    "token": "token's own ratio",
+    "token": "token's ratio",
     "sequence": "product of the sequence's token ratios",
     "sequence_mean": "geometric mean of the sequence's token ratios",
 }
@@ -168,7 +168,7 @@ _WEIGHT_NAME = {
 
 def _weight(config: LossConfig) -> Part:
     if config.ratio_anchor == "gen":
-        return Part("w_t = 1", "The ratio is taken against the generation engine itself and contains the mismatch.")
+        return Part("w_t = 1", "The ratio is taken against the generation engine, so it contains the mismatch.")
     if not config.applies_weight:
         return Part("w_t = 1", "Nothing corrects for the mismatch between training and generation engine.")
     level, plugin_level = config.correction_level, config.plugin_level
@@ -243,13 +243,13 @@ def _describe_dropped(rule: MaskRule) -> str:
         "prefix_mean": f"tokens up to which the {quantity} has {mean} that",
         "prefix_min": f"tokens up to which the smallest {quantity}",
         "prefix_max": f"tokens up to which the largest {quantity}",
-        "prefix_excess": f"tokens whose weighted {quantity}, or their prefix's beyond its budget,",
+        "prefix_excess": f"tokens whose weighted {quantity}, or its sum over the prefix minus the prefix's budget,",
     }[rule.level]
     if rule.has_budget:
         budget = (
             f"at most {_format_number(rule.drop_at_most or 0)} of the batch"
             if rule.until_mean is None
-            else f"until the mean size of the batch's rest is at most {_format_number(rule.until_mean)}"
+            else f"until the mean size over the rest of the batch is at most {_format_number(rule.until_mean)}"
         )
         return f"{subject} is largest in size, {budget}"
     one_sided = f"is below {low}" if low else f"is above {high}"
@@ -258,7 +258,7 @@ def _describe_dropped(rule: MaskRule) -> str:
         "always": "",
         "negative_advantage": ", if the advantage is negative",
         "positive_advantage": ", if the advantage is positive",
-        "pushing": ", if the advantage pushes it further",
+        "pushing": ", if the advantage pushes it further out",
     }[rule.when]
     return f"{subject} {violation}{condition}"
 

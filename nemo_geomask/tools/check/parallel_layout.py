@@ -59,8 +59,9 @@ class Layout:
     def fit_to(self, ranks: int, *, cp: bool = True) -> Layout:
         """Return the part of this layout that fits on fewer ranks.
 
-        TP is kept as far as it fits, then CP, EP and PP take what the ones before leave, and DP takes the rest. Each
-        size is the largest divisor of the recipe's that fits, so that the model and its batch stay divisible.
+        TP is reduced last: it takes as many ranks as it can, then CP, EP and PP in this order take what is left, and DP
+        takes the rest. Each size is the largest divisor of the recipe's size that fits, so that the model and its batch
+        stay divisible.
 
         Args:
             ranks: number of ranks, at least 1.

@@ -69,7 +69,7 @@ class CheckedRecipe:
     Attributes:
         facts: the recipe, with the mismatch and the response length that the rules assumed.
         objective: formula and explanation of each part of the loss; empty if there is no valid loss.
-        forecasts: what the masks are expected to keep, for those masks for which that can be computed.
+        forecasts: fraction that each mask is expected to keep, for the masks of which it can be computed.
         report: findings of the rules.
         measured: measurements of the similar run; None without one.
     """

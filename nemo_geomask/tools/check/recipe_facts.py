@@ -1,4 +1,4 @@
-"""Facts about a recipe on which the rules are based: its settings, its loss, and what the user knows of the machine."""
+"""Facts about a recipe that the rules read: its settings, its loss, and what the user states about the machine."""
 
 from __future__ import annotations
 

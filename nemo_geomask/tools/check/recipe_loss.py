@@ -60,10 +60,7 @@ def build_recipe_loss(recipe: Recipe) -> RecipeLoss:
     algorithm = other_algorithm(recipe)
     if algorithm is not None:
         is_named = isinstance(block, dict) and block.get("name") is not None
-        message = (
-            f"names a policy loss, but this recipe is {algorithm}, which trains none; remove name, or add a grpo "
-            "section"
-        )
+        message = f"names a policy loss, but this recipe ({algorithm}) trains none; remove name, or add a grpo section"
         return RecipeLoss(None, (Problem(("loss_fn.name",), message),) if is_named else ())
     if block is None:
         origin = recipe.origins.at("loss_fn")

@@ -1,4 +1,4 @@
-"""GM001, GM002, GM003 and GM007: is ``loss_fn`` valid and read, and are all values known?"""
+"""GM001, GM002, GM003 and GM007: invalid, doubtful and ignored settings of ``loss_fn``, and unknown values."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ class Hit:
     """Setting to which a rule applies.
 
     Attributes:
-        key: dotted key that the message is about; the recipe need not contain it.
+        key: dotted key that the message is about; the recipe may lack it.
         message: one sentence: the value, what is wrong with it, what is allowed, and the fix.
         origin: file and line; if None, those of the key, or of the nearest section around it that the recipe contains.
     """
@@ -39,7 +39,7 @@ class Rule:
         severity: ``error`` if training would be wrong or not start, ``warning`` if the setting is probably a mistake,
             ``note`` if it is worth knowing; a note never changes the exit status.
         title: noun phrase for what the rule finds, as in the table of rules.
-        source: document or code from which it is known.
+        source: document or code that shows the problem.
         check: function that yields a :class:`Hit` for each setting concerned.
         needs: attributes of :class:`RecipeFacts` without which the rule can't be checked.
         needs_loss: False if the rule also applies to a recipe whose ``loss_fn`` is invalid.
@@ -58,7 +58,7 @@ class Rule:
 
 @dataclass(frozen=True)
 class Finding:
-    """Hit of a rule, with the file and line of its setting (None if the recipe contains nothing around it)."""
+    """Hit of a rule, with the origin of its setting; None if the recipe has neither the key nor a section around it."""
 
     rule: Rule
     key: str

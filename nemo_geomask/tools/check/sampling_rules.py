@@ -70,8 +70,9 @@ def _filter_with_pooling(facts: RecipeFacts) -> Iterator[Hit]:
             key,
             f"{facts.get(key)}: if a sampled token is outside the training engine's own "
             f"{key.rpartition('.')[2]} set, NeMo-RL gives it the log-prob 0, so its mismatch log-ratio is -log μ: a "
-            f"token of probability 0.01 adds {math.log(100):.1f} to the sequence's sum, which {', '.join(pooled)} "
-            "mistakes for mismatch; sample with top_p: 1.0 and top_k: null, or use masks and weights at token level",
+            f"token of probability 0.01 adds {math.log(100):.1f} to the sequence's sum. This is no mismatch, but "
+            f"affects {', '.join(pooled)}; sample with top_p: 1.0 and top_k: null, or use masks and weights at token "
+            "level",
         )
 
 

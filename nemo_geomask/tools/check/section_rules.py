@@ -26,7 +26,7 @@ KeysBySection = dict[str, set[str]]
 
 
 class UnknownKey(NamedTuple):
-    """Key of the user's that no example config has in that section.
+    """Key that the user wrote and that no example config has in that section.
 
     Attributes:
         key: dotted key.

@@ -1,4 +1,4 @@
-"""Author of each setting: the user, in a file or as an override, or NeMo-RL, in the files that come with it."""
+"""Author of each setting: the user, in a file or an override, or NeMo-RL, in the files of its checkout."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["nearest_to_user", "nemo_rl_files", "user_keys"]
 def nemo_rl_files(facts: RecipeFacts) -> dict[str, str]:
     """Return path and text of the inherited files that lie in the NeMo-RL checkout.
 
-    The recipe itself counts as the user's, even if it lies there.
+    The recipe itself counts as written by the user, even if it lies there.
     """
     if facts.nemo_rl is None:
         return {}
@@ -22,7 +22,7 @@ def nemo_rl_files(facts: RecipeFacts) -> dict[str, str]:
 
 
 def user_keys(facts: RecipeFacts) -> Iterator[tuple[str, Origin]]:
-    """Yield the dotted keys in force that the user wrote, each after the sections around it, with their origin."""
+    """Yield the dotted keys in force that the user wrote, each after its enclosing sections, with its origin."""
     nemo_rl = nemo_rl_files(facts)
     yielded: set[str] = set()
     for written_key, entry in facts.recipe.origins.entries.items():
@@ -48,10 +48,10 @@ def _is_present(key: str, facts: RecipeFacts) -> bool:
 
 
 def nearest_to_user(keys: Sequence[str], facts: RecipeFacts) -> str:
-    """Return the key that was written nearest to the user.
+    """Return the one of several keys that the user can change most easily.
 
-    Overrides come first, then the recipe's own file, its parents from the last to the first, and NeMo-RL's files. If no
-    key was written, it is the first.
+    Keys in overrides come first, then those in the recipe's own file, in its parents from the last to the first, and in
+    NeMo-RL's files. If none of the keys is written anywhere, the first of them is returned.
     """
     files, nemo_rl = [str(path) for path, _ in reversed(facts.recipe.files)], nemo_rl_files(facts)
 

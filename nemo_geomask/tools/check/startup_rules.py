@@ -32,7 +32,7 @@ def _async_without_engine(facts: RecipeFacts) -> Iterator[Hit]:
     if facts.is_true(f"{_GENERATION}.colocated.enabled"):
         yield Hit(
             f"{_GENERATION}.colocated.enabled",
-            "true, but asynchronous training needs separate GPUs for vLLM; set false, and the GPUs under "
+            "true, but asynchronous training needs separate GPUs for vLLM; set false, and state vLLM's GPUs under "
             "colocated.resources",
         )
 

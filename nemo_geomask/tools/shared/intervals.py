@@ -29,7 +29,7 @@ CONFIDENCE_LABEL = f"{100 * CONFIDENCE:g} %"
 
 _TAIL = round((1 - CONFIDENCE) / 2, 6)
 _TAILS = (_TAIL, 1 - _TAIL)
-# Cap on log_error, which keeps both ends of the interval finite. There it already spans fifteen orders of magnitude.
+# Cap on log_error that keeps both ends of the interval finite. At the cap it spans fifteen orders of magnitude.
 _LARGEST_LOG_ERROR = 9.0
 
 

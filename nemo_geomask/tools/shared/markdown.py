@@ -16,7 +16,7 @@ def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def replace_marked_text(text: str, mark: str, replacement: str, *, page: str) -> str:
-    """Return ``text`` with another content between ``<!-- mark: begin -->`` and ``<!-- mark: end -->``.
+    """Return ``text`` with new content between ``<!-- mark: begin -->`` and ``<!-- mark: end -->``.
 
     Args:
         text: the page's text.
@@ -31,5 +31,5 @@ def replace_marked_text(text: str, mark: str, replacement: str, *, page: str) ->
     before, has_begin, rest = text.partition(begin)
     _, has_end, after = rest.partition(end)
     if not (has_begin and has_end):
-        raise ArgumentError(f"{page} has no '{begin}' … '{end}' to put the text between")
+        raise ArgumentError(f"{page}: '{begin}' … '{end}' is missing; add both markers where the text belongs")
     return f"{before}{begin}\n{replacement}\n{end}{after}"

@@ -47,6 +47,6 @@ class LineLook(TypedDict):
 
 
 def line_look(index: int) -> LineLook:
-    """Return colour and style of line ``index`` (from 0): every colour in the first style, then in the second, …."""
+    """Return colour and style of line ``index``, from 0: all colours in the first style, then in the second, …."""
     style = LINE_STYLES[index // len(COLOURS) % len(LINE_STYLES)]
     return {"color": COLOURS[index % len(COLOURS)], "linestyle": style}

@@ -30,8 +30,8 @@ def format_table(
 
     Args:
         columns: the header.
-        rows: one cell for every column; cells that are no text are formatted by :func:`format_cell`.
-        left_aligned: indices of the columns that are aligned to the left; the others, which hold numbers, to the right.
+        rows: one cell for every column; cells that are not text are formatted by :func:`format_cell`.
+        left_aligned: indices of the columns that are aligned to the left; all others are aligned to the right.
         indent: spaces in front of each line.
     """
     lines = [list(columns), *([format_cell(cell) for cell in row] for row in rows)]
@@ -51,13 +51,14 @@ def print_table(
 ) -> None:
     """Print a table under its title, preceded by an empty line.
 
-    On a terminal rich draws it, if it is installed: rich folds long cells, which a narrow terminal would break. Output
-    to a file or a pipe is the text of :func:`format_table`. A table without rows is its title alone.
+    On a terminal, rich draws the table if rich is installed: it folds long cells, which a narrow terminal would break.
+    To a file or a pipe, the text of :func:`format_table` is written. For a table without rows, only the title is
+    printed.
 
     Args:
         title: the line above the table.
         columns: the header.
-        rows: one cell for every column; cells that are no text are formatted by :func:`format_cell`.
+        rows: one cell for every column; cells that are not text are formatted by :func:`format_cell`.
         left_aligned: indices of the columns that are aligned to the left.
     """
     if not rows:
@@ -80,7 +81,7 @@ def _print_by_rich(
     for index, name in enumerate(columns):
         table.add_column(name, justify="left" if index in left_aligned else "right", overflow="fold")
     for row in rows:
-        # As Text, because a str that holds rich's markup (generated tokens may) would be interpreted.
+        # Text is printed as it is. In a str, such as generated tokens, rich would interpret its markup.
         table.add_row(*(text_module.Text(format_cell(cell)) for cell in row))
     console_module.Console().print(table)
     return True

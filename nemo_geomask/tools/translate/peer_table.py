@@ -1,4 +1,7 @@
-"""Building blocks of a peer's table: its settings, what they become here, and what differs."""
+"""Types and functions for the modules in ``peers``: another system's settings, and their conversion to ours.
+
+A peer is another RL system whose settings can be translated.
+"""
 
 from __future__ import annotations
 
@@ -23,16 +26,16 @@ __all__ = [
 ]
 
 NO_BOUND = 1e30
-"""Bound that never acts, for a setting here that must have one."""
+"""Bound that never acts, for a setting of this package that must have a bound."""
 
 
 class Assign(NamedTuple):
     """Assignment of a value to one field of ``loss_fn``.
 
     Attributes:
-        key: name of the field; each ``masks`` adds one mask to the list.
+        key: name of the field; an assignment to ``masks`` adds one mask to the list.
         value: its value.
-        note: comment on what had to be converted.
+        note: comment for the output, if the value had to be converted.
     """
 
     key: str
@@ -41,7 +44,7 @@ class Assign(NamedTuple):
 
 
 class Remark(NamedTuple):
-    """A difference that the block can't express away.
+    """Difference between the peer's loss and the ``loss_fn`` block that remains after the translation.
 
     Attributes:
         text: the difference, in a sentence.
@@ -53,11 +56,15 @@ class Remark(NamedTuple):
 
 
 Conversion = Iterator[Assign | Remark]
-"""What a table yields for a peer's settings, in any order."""
+"""Assignments and remarks into which a peer's settings are converted, in any order."""
 
 
 class PeerSettings:
-    """A peer's settings by full name, on top of its defaults; ``read_keys`` records which were read."""
+    """A peer's settings by full name; a missing one has the peer's default.
+
+    Attributes:
+        read_keys: names of the settings that have been read.
+    """
 
     def __init__(self, defaults: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
         self._defaults, self._settings = defaults, settings
@@ -67,17 +74,17 @@ class PeerSettings:
         self.read_keys.add(key)
         value = self._settings.get(key, self._defaults[key])
         if UNRESOLVED in str(value):
-            raise ConfigError(f"{key}: the value of '{value}' is not in the file; write it out")
+            raise ConfigError(f"{key}: the file does not contain the value of '{value}'; write the value itself")
         return value
 
     def __contains__(self, key: str) -> bool:
         return key in self._settings
 
     def number(self, key: str) -> float:
-        """Return a setting as a number, also one written as text.
+        """Return a setting as a number; it may be written as text.
 
         Raises:
-            ConfigError: it is no number.
+            ConfigError: it is not a number.
         """
         value = self[key]
         try:
@@ -89,7 +96,7 @@ class PeerSettings:
         """Return a setting as two numbers.
 
         Raises:
-            ConfigError: it is anything else.
+            ConfigError: it is not a list of two numbers.
         """
         value = self[key]
         try:
@@ -105,15 +112,16 @@ class Peer:
 
     Attributes:
         name: value of ``--from``.
-        title: name of its settings, for people.
-        source: repository and commit from which they were read.
-        defaults: every setting that ``convert`` reads, by its full dotted name, with the system's own default.
-        convert: function from the peer's settings to ours.
-        outside_loss_fn: settings that NeMo-RL has outside ``loss_fn``, and where.
-        sections: parents whose settings all concern the loss, so that an unknown one below them is an error.
+        title: name of its settings in the output.
+        source: repository and commit from which names and defaults were read.
+        defaults: every setting that ``convert`` reads, by its full dotted name, with the system's default.
+        convert: function that converts the peer's settings to ours.
+        outside_loss_fn: for each setting that NeMo-RL has outside ``loss_fn``, its place in NeMo-RL.
+        sections: sections of which all settings concern the loss, so that an unknown setting in them is reported.
         mappings: names of settings whose values are mappings.
         constructors: Python classes whose keyword arguments are settings.
-        presets: by name, parameters with their defaults and the settings that they fill in (``{parameter}``).
+        presets: for each preset, its parameters with their defaults, and its settings; ``{parameter}`` in a value is
+            replaced.
     """
 
     name: str
@@ -128,9 +136,10 @@ class Peer:
     presets: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = field(default_factory=dict)
 
     def full_name(self, key: str) -> str | None:
-        """Return the full name of a setting written in full, by its last parts, or below a longer path.
+        """Return the full name of a setting; None if the system has no such setting.
 
-        None if the system has no such setting.
+        Args:
+            key: the full name, only its last parts, or the full name after a longer path.
         """
         key = key.replace("/", ".")
         for full in (*self.defaults, *self.outside_loss_fn):
@@ -153,21 +162,21 @@ class Peer:
 
 
 def by_value(settings: PeerSettings, key: str, table: Mapping[Any, Sequence[Assign | Remark]]) -> Conversion:
-    """Yield the table's entry for a setting's value; a value without one is not expressed."""
+    """Yield the entry of ``table`` for a setting's value; a value without an entry is not expressed."""
     value = settings[key]
     if value in table:
         yield from table[value]
     else:
         options = ", ".join(as_yaml(option) for option in table)
-        yield Remark(f"{key}: {as_yaml(value)} has no counterpart; those that have: {options}", (key,))
+        yield Remark(f"{key}: {as_yaml(value)} has no counterpart; values with a counterpart: {options}", (key,))
 
 
 def without_counterpart(settings: PeerSettings, neutral: Mapping[str, tuple[Sequence[Any], str]]) -> Conversion:
-    """Yield a remark for each setting without a counterpart that is not at one of its neutral values.
+    """Yield a remark for each setting that has no counterpart and a value with an effect.
 
     Args:
-        settings: the peer's.
-        neutral: by key, the values that do nothing, and what any other value does.
+        settings: settings of the peer.
+        neutral: by key, the values without effect, and a description of what any other value does.
     """
     for key, (values, effect) in neutral.items():
         if settings[key] not in values:
@@ -183,7 +192,7 @@ def weight_settings(
         level: value of ``is_correction_level``.
         truncation: value of ``truncated_importance_sampling_type``; None: no truncation.
         low: lower bound of the weight.
-        high: upper bound of the weight; None: no truncation.
+        high: upper bound of the weight; None: no truncation, whatever the other arguments.
     """
     yield Assign("use_importance_sampling_correction", True)
     yield Assign("is_correction_level", level)

@@ -17,10 +17,10 @@ from nemo_geomask.optional import require
 __all__ = ["UNRESOLVED", "flat", "nested", "parse_words", "read_settings"]
 
 UNRESOLVED = "$"
-"""Marks a value that the file does not hold: a shell or configuration variable, or a Python expression."""
+"""Mark in a value that the file does not contain: a shell or configuration variable, or a Python expression."""
 _VARIABLE = re.compile(r"\$\{(\w+)(?::?([-=])([^${}]*))?\}|\$(\w+)")
 _SUBSTITUTION_DEPTH = 3
-"""Levels of variables inside a variable's default, as in ``${A:-${B:-1}}``."""
+"""Number of nested defaults that are resolved, as in ``${A:-${B:-1}}``."""
 _NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
 
 
@@ -28,16 +28,16 @@ def read_settings(path: Path, constructors: tuple[str, ...]) -> dict[str, Any]:
     """Return the settings in a file, by dotted name.
 
     Args:
-        path: ``.yaml``, ``.yml``, ``.json`` and ``.toml`` are read by their formats; of ``.py``, the keyword arguments
-            of calls of one of ``constructors`` or, without such a call, the items of dicts; anything else is read as a
-            shell script, see :func:`parse_words`.
+        path: the file. ``.yaml``, ``.yml``, ``.json`` and ``.toml`` are read in their formats. In a ``.py`` file the
+            settings are the keyword arguments of calls of ``constructors`` or, without such a call, the items of dicts.
+            Any other file is read as a shell script, see :func:`parse_words`.
         constructors: names of classes.
 
     Returns:
-        The settings; a value that the file does not hold contains :data:`UNRESOLVED`.
+        The settings; a value that the file does not contain has :data:`UNRESOLVED` in it.
 
     Raises:
-        ConfigError: the file can't be read, or holds no settings by name.
+        ConfigError: the file can't be read, or contains no settings by name.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -61,7 +61,7 @@ def read_settings(path: Path, constructors: tuple[str, ...]) -> dict[str, Any]:
 
 
 def flat(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return nested mappings as one mapping of dotted names."""
+    """Return nested mappings as one mapping with dotted names."""
     by_name: dict[str, Any] = {}
     for key, value in settings.items():
         if isinstance(value, Mapping) and value:
@@ -72,7 +72,7 @@ def flat(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def nested(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a mapping of dotted names as mappings in mappings."""
+    """Return a mapping with dotted names as nested mappings."""
     root: dict[str, Any] = {}
     for key, value in settings.items():
         *sections, last = key.split(".")
@@ -92,7 +92,7 @@ def _parse_yaml(text: str) -> Any:
 
 
 def _convert_numbers(value: Any) -> Any:
-    """Return the value with text such as 3e-4 as a number: YAML 1.1 reads it as text, OmegaConf as a number."""
+    """Return the value with text such as 3e-4 converted to numbers, as OmegaConf does; YAML 1.1 reads it as text."""
     if isinstance(value, dict):
         return {key: _convert_numbers(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -104,13 +104,13 @@ def _settings_in_code(tree: ast.AST, constructors: tuple[str, ...]) -> Iterator[
     nodes = list(ast.walk(tree))
     calls = [(node, ast.unparse(node.func).split(".")) for node in nodes if isinstance(node, ast.Call)]
     constructions = [(node, names) for node, names in calls if set(names) & {*constructors}]
-    if not constructions:  # with such a call, the file's dicts are about something else
+    if not constructions:  # if there is such a call, dicts in the file hold something else
         entries = (entry for node in nodes for entry in _dict_entries(node) or ())
-        # A dict inside a dict is walked by itself.
+        # A dict that is the value of an entry is skipped here: ast.walk visits it, too.
         yield from ((name, _literal(value)) for name, value in entries if _dict_entries(value) is None)
     assigned = {ast.unparse(node.targets[0]): node.value for node in nodes if isinstance(node, ast.Assign)}
     for node, names in constructions:
-        if names[-1] not in constructors:  # a factory method, Config.preset(…)
+        if names[-1] not in constructors:  # a factory method, such as Config.decoupled_seq_is(…)
             yield "preset", names[-1]
         for keyword in node.keywords:
             if keyword.arg is not None:
@@ -119,7 +119,7 @@ def _settings_in_code(tree: ast.AST, constructors: tuple[str, ...]) -> Iterator[
             spread = ast.unparse(keyword.value)
             mapping = _literal(assigned.get(spread, keyword.value))
             if not isinstance(mapping, dict):
-                raise ValueError(f"**{spread} is no literal; write its settings out")
+                raise ValueError(f"**{spread} is not a literal dict; write its settings in place of it")
             yield from mapping.items()
 
 
@@ -146,8 +146,8 @@ def _literal(value: ast.expr) -> Any:
 def parse_words(line: Sequence[str]) -> Iterator[tuple[str, Any]]:
     """Yield the settings among the words of a command line or a shell script.
 
-    ``--a-name value``, ``--a-name 0.2 0.3`` (a list), ``--a-switch``, ``--no-a-switch`` and ``a.name=value``. Variables
-    that were assigned before are substituted, as ``$name`` and ``${name:-default}``.
+    These forms are read: ``--a-name value``, ``--a-name 0.2 0.3`` (a list), ``--a-switch``, ``--no-a-switch`` and
+    ``a.name=value``. ``$name`` and ``${name:-default}`` are replaced if an earlier word assigns the variable.
     """
     line, variables = list(line), dict[str, str]()
     for index, word in enumerate(line):
@@ -173,7 +173,7 @@ def parse_words(line: Sequence[str]) -> Iterator[tuple[str, Any]]:
 
 
 def _substitute(match: re.Match[str], variables: dict[str, str]) -> str:
-    """Return the value of a shell variable, or the text as it is if nothing assigns it."""
+    """Return the value of a shell variable, or the reference itself if no word assigns the variable."""
     braced, operator, default, plain = match.groups()
     if operator == "=":
         variables.setdefault(braced, default)
@@ -181,14 +181,14 @@ def _substitute(match: re.Match[str], variables: dict[str, str]) -> str:
 
 
 def _is_value(word: str) -> bool:
-    """Return True if the word may be an option's value: no option, no end or expansion of a shell array."""
+    """Return True unless the word is an option, or the end or an expansion of a shell array."""
     if word == ")" or word.endswith(("[@]}", "[*]}")):
         return False
     return not word.startswith("-") or _NUMBER.fullmatch(word) is not None
 
 
 def _parse_word(text: str) -> Any:
-    """Return the text as YAML, or as it is where it is none."""
+    """Return the text read as YAML, or the text itself if it is not valid YAML."""
     try:
         return _parse_yaml(text)
     except ValueError:

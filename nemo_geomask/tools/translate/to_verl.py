@@ -1,7 +1,7 @@
-"""A ``loss_fn:`` block as verl's settings, as far as verl has them.
+"""Translation of a ``loss_fn:`` block into verl's settings, as far as verl has counterparts.
 
-The settings are translated forward again, and whatever then differs from the block is reported as not expressed. So a
-mistake in this table loses a setting, but it is never silent.
+The result is translated back, and every difference from the original block is reported as not expressed. If a setting
+is lost, even by a mistake in this module, the output therefore says so.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ _MODES = {"gspo_token": "gspo", "gmpo": "geo_mean", "sapo": "sapo", "cispo": "ci
 _LEVELS = {"token": "token", "sequence": "seq_sum", "sequence_mean": "seq_mean", "sequence_max": "seq_max"}
 _AGGREGATIONS = {"tokens": "token-mean", "sequences": "seq-mean-token-mean", "documents": "seq-mean-token-sum"}
 _KL = {("k1", "k1"): "kl", ("k1", "k2"): "kl+", ("k2", "k2"): "mse", ("k3", "k3"): "low_var_kl", ("k3", "k2"): "k3+"}
-# Fields that say only how a loss runs or what it reports, and fields that are compared by their effective value.
+# Fields that only determine how a loss runs or what it reports, and fields that are compared by their effective value.
 _NOT_COMPARED = {"name", "compile", "metrics", "logprob_backend", "masks", "record", "audit_fraction", "nonfinite"}
 _NOT_COMPARED |= {"token_level_loss", "loss_normalization", "is_correction_level", "use_importance_sampling_correction"}
 _UNBOUNDED = 1e9
-"""Stands for no bound, where verl always has one: verl bounds ratios by e^20 first."""
+"""Value that means no bound where verl requires one; verl clamps ratios to e^20 before it applies the bound."""
 _CLIP = {"ratio_clip_min", "ratio_clip_max", "ratio_clip_c"}
 
 
 @dataclass(frozen=True)
 class BackTranslation:
-    """A block as verl's settings.
+    """A ``loss_fn`` block as verl's settings.
 
     Attributes:
-        settings: those that differ from verl's default, by dotted name.
-        not_expressed: what the settings do not say, a sentence each that begins with our setting.
-        differences: what will be different in detail.
+        settings: settings that differ from verl's defaults, by dotted name.
+        not_expressed: one sentence for each setting of the block without a counterpart; it begins with the setting.
+        differences: one sentence for each difference in detail.
     """
 
     settings: Mapping[str, Any]
@@ -50,7 +50,7 @@ class BackTranslation:
     differences: tuple[str, ...]
 
     def yaml(self) -> str:
-        """Return the settings with comments."""
+        """Return the settings as YAML, with comments."""
         yaml = require("yaml", "writing YAML needs", "recipes")
         settings = yaml.safe_dump(nested(self.settings), sort_keys=False).rstrip()
         lines = [f"# For {PEER.title} ({PEER.source}).", settings]
@@ -59,7 +59,7 @@ class BackTranslation:
 
 
 def to_verl(loss_fn: Mapping[str, Any]) -> BackTranslation:
-    """Return verl's settings that do what a ``loss_fn:`` block does.
+    """Return verl's settings with the same effect as a ``loss_fn:`` block.
 
     Args:
         loss_fn: as :func:`nemo_geomask.build_loss` takes it.
@@ -77,12 +77,17 @@ def _as_verl_objective(loss: PolicyLoss) -> tuple[PolicyLoss, tuple[str, ...]]:
     """Return the same loss as an objective that verl has, and the differences that remain."""
     block, name = loss.config.explicit_settings, loss.config.name
     if name == "gspo":
-        text = "verl's gspo takes each token's own advantage, here the sequence's mean; the same where it has one."
+        text = (
+            "verl's gspo uses each token's advantage, this package the sequence's mean; they agree if all tokens of a "
+            "sequence have the same advantage."
+        )
         return build_with_warnings({**block, "name": "gspo_token"})[0], (text,)
     if name == "clipped_pg" and (loss.config.force_on_policy_ratio or loss.config.disable_ppo_ratio):
         flags = {"name": "reinforce", "disable_ppo_ratio": False, "ratio_clip_c": None}
         if loss.config.force_on_policy_ratio:
-            return build_with_warnings({**block, **flags})[0], ("verl's value is -w·A·log π where here it is -w·A.",)
+            return build_with_warnings({**block, **flags})[0], (
+                "verl reports -w·A·log π as the loss, this package -w·A; the gradients are the same.",
+            )
         if any(rule.log_ratio == "total" for rule in loss.config.mask_rules):
             return build_with_warnings({**block, **flags})[0], ()
     if name == "dppo":
@@ -95,7 +100,7 @@ def _as_verl_objective(loss: PolicyLoss) -> tuple[PolicyLoss, tuple[str, ...]]:
 def _settings(loss: PolicyLoss) -> Iterator[tuple[str, Any]]:
     config = loss.config
     rules = list(config.mask_rules)
-    anchored, forced = config.ratio_anchor == "gen", config.force_on_policy_ratio
+    is_on_gen, is_forced = config.ratio_anchor == "gen", config.force_on_policy_ratio
     mode = _MODES.get(config.name, "vanilla")
     dual: float | None = config.ratio_clip_c
     low, high = config.ratio_clip_min, config.ratio_clip_max
@@ -106,23 +111,23 @@ def _settings(loss: PolicyLoss) -> Iterator[tuple[str, Any]]:
         low, high = -math.log(1 - low) if low < 1 else math.inf, math.log(1 + high)
     if config.disable_ppo_ratio:
         mode = "gpg"
-    reinforce = forced or config.name == "reinforce" or (anchored and mode == "cispo" and low == 1)
-    if reinforce:
+    is_reinforce = is_forced or config.name == "reinforce" or (is_on_gen and mode == "cispo" and low == 1)
+    if is_reinforce:
         mode = "vanilla"
         yield _RC + "loss_type", "reinforce"
     else:
         if math.isfinite(low):
             yield _ACTOR + "clip_ratio_low", low
         yield _ACTOR + "clip_ratio_high", high
-    if not reinforce and mode in ("vanilla", "dppo_tv", "dppo_kl"):
+    if not is_reinforce and mode in ("vanilla", "dppo_tv", "dppo_kl"):
         yield _ACTOR + "clip_ratio_c", _UNBOUNDED if dual is None else dual
-    yield _RC + "bypass_mode", anchored or reinforce
+    yield _RC + "bypass_mode", is_on_gen or is_reinforce
     yield _ACTOR + "policy_loss.loss_mode", mode
     if mode == "sapo":
         yield from ((_ACTOR + key, getattr(loss.options, key)) for key in ("tau_pos", "tau_neg"))
     if mode == "dro":
         yield _ACTOR + "policy_loss.dro_beta", loss.options.beta  # type: ignore[attr-defined]
-    if reinforce and anchored:
+    if is_reinforce and is_on_gen:
         yield _RC + "rollout_is", "token"
         yield _RC + "rollout_is_threshold", _format(high + 1)
     elif config.applies_weight and config.correction_level in ("token", "sequence"):
@@ -156,7 +161,7 @@ def _settings(loss: PolicyLoss) -> Iterator[tuple[str, Any]]:
 
 
 def _rejection_bounds(rule: MaskRule) -> Iterator[tuple[str, str]]:
-    """Yield verl's option and bounds for a mask; its k1 bounds are on 1/ρ."""
+    """Yield verl's option for a mask, with its bounds as text; verl's k1 bounds are on 1/ρ."""
     if rule.level not in _LEVELS or rule.statistic not in ("ratio", "k2", "k3") or rule.has_budget:
         return
     if rule.statistic != "ratio" and math.isfinite(rule.high):
@@ -175,9 +180,9 @@ def _format(value: float) -> str:
 
 
 def _differences(original: PolicyLoss, restored: PolicyLoss) -> Iterator[str]:
-    """Yield what differs between a block and the one that verl's settings stand for, a sentence each."""
+    """Yield one sentence for each difference between a block and the translation of verl's settings."""
     if original.variant != restored.variant:
-        yield f"name: {original.config.name}: verl's settings train {restored.config.name}"
+        yield f"name: {original.config.name}: verl's settings mean {restored.config.name}"
         return
     config = original.config
     keys = [key for key in LossConfig.model_fields if key not in _NOT_COMPARED]
@@ -189,9 +194,9 @@ def _differences(original: PolicyLoss, restored: PolicyLoss) -> Iterator[str]:
     for key in keys:
         before, after = _effective_value(config, key), _effective_value(restored.config, key)
         if not _same(before, after):
-            yield f"{key}: {as_yaml(before)}: verl's settings stand for {as_yaml(after)}"
+            yield f"{key}: {as_yaml(before)}: verl's settings mean {as_yaml(after)}"
     if not _same(tuple(dict(original.options).items()), tuple(dict(restored.options).items())):
-        yield f"options: {as_yaml(dict(original.options))}: verl's settings stand for {as_yaml(dict(restored.options))}"
+        yield f"options: {as_yaml(dict(original.options))}: verl's settings mean {as_yaml(dict(restored.options))}"
     written = [_comparable(rule) for rule in restored.config.mask_rules]
     for rule in original.config.mask_rules:
         if not any(_same(_comparable(rule), other) for other in written):

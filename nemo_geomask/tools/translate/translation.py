@@ -23,22 +23,22 @@ __all__ = ["PEERS", "Translation", "translate", "translate_files"]
 _WIDTH = 120
 _LARGE_SECTION = 8
 _NO_SECTION = ("\n",)
-"""Stands for the sections of a peer that has none: no key ends with it."""
+"""Sections of a peer that declares none; no key ends with a line break."""
 
 
 @dataclass(frozen=True)
 class Translation:
-    """A peer's settings as a ``loss_fn`` block, and what the block does not say.
+    """A peer's settings as a ``loss_fn`` block, and the differences that remain.
 
     Attributes:
         peer: the other system.
-        loss_fn: the block; valid.
-        notes: what had to be converted, by key (``masks[0]`` for a mask).
-        not_expressed: settings without a counterpart, a sentence each that begins with the setting.
-        differences: what will be different in detail.
-        outside_loss_fn: the peer's settings that NeMo-RL has in another place, and where.
-        without_effect: the peer's settings that do nothing there, given the others.
-        not_read: settings that have nothing to do with the loss.
+        loss_fn: the valid block.
+        notes: comments on converted values, by key (``masks[0]`` for a mask).
+        not_expressed: one sentence for each setting without a counterpart; it begins with the setting.
+        differences: one sentence for each difference in detail.
+        outside_loss_fn: place in NeMo-RL of each of the peer's settings that NeMo-RL has outside ``loss_fn``.
+        without_effect: settings that have no effect in the peer, because of the values of others.
+        not_read: settings that do not concern the loss.
     """
 
     peer: Peer
@@ -66,21 +66,25 @@ class Translation:
         comments += [f"Remains different: {text}" for text in self.differences]
         comments += [f"{key}: in NeMo-RL {place}." for key, place in self.outside_loss_fn.items()]
         if self.without_effect:
-            comments.append(f"Without effect there, with the settings given: {', '.join(self.without_effect)}.")
+            comments.append(
+                f"Without effect in {self.peer.name} with these settings: {', '.join(self.without_effect)}."
+            )
         if self.not_read:
-            comments.append(f"No settings of the loss, not read: {', '.join(_shorten_sections(self.not_read))}.")
+            comments.append(
+                f"Not read, because they don't concern the loss: {', '.join(_shorten_sections(self.not_read))}."
+            )
         return "\n".join([*lines, *(line for text in comments for line in _comment(text))]) + "\n"
 
 
 def translate_files(paths: Sequence[Path], peer: str | None = None) -> Translation:
-    """Translate the settings in files; a later file's take precedence.
+    """Translate the settings in files; if several files have the same setting, the last one wins.
 
     Args:
         paths: files as :func:`~nemo_geomask.tools.translate.settings_reader.read_settings` takes them.
         peer: name of the other system, one of :data:`PEERS`; None: recognised by the settings' names.
 
     Raises:
-        ConfigError: a file can't be read, or see :func:`translate`.
+        ConfigError: a file can't be read; or an error of :func:`translate`.
     """
     candidates = [PEERS[peer]] if peer in PEERS else PEERS.values()
     constructors = tuple(name for candidate in candidates for name in candidate.constructors)
@@ -88,21 +92,22 @@ def translate_files(paths: Sequence[Path], peer: str | None = None) -> Translati
     for path in paths:
         in_file = read_settings(path, constructors)
         if "defaults" in in_file and any(key.startswith("loss_fn.") for key in in_file):
-            # A NeMo-RL recipe inherits what it does not write.
+            # A NeMo-RL recipe inherits the settings that it does not contain.
             in_file = flat({"loss_fn": read_recipe(path, leave=("data", "env", "logger")).data["loss_fn"]})
         settings |= in_file
     return translate(settings, peer)
 
 
 def translate(settings: Mapping[str, Any], peer: str | None = None) -> Translation:
-    """Return the ``loss_fn`` block that does what another system's settings do there.
+    """Return the ``loss_fn`` block with the same effect as another system's settings.
 
     Args:
-        settings: the system's settings, nested or by dotted name, all or some; ``preset`` names one of its presets.
+        settings: settings of the system, nested or by dotted name; a missing one has the system's default. ``preset``
+            names one of the system's presets.
         peer: name of the system, one of :data:`PEERS`; None: recognised by the settings' names.
 
     Raises:
-        ConfigError: no system has such settings or several do; a value has the wrong type.
+        ConfigError: no system, or more than one, has such settings; or a value has the wrong type.
     """
     written = flat(settings)
     system = _recognise(written, peer)
@@ -137,7 +142,7 @@ def translate(settings: Mapping[str, Any], peer: str | None = None) -> Translati
             continue
         guess = nearest(name, [full.rpartition(".")[2] for full in system.defaults])
         not_expressed.append(f"{key}: unknown" + (f"; did you mean '{guess}'?" if guess else f" at {system.source}"))
-    fields.setdefault("name", "clipped_pg")  # where the peer's objective is unknown, which not_expressed says
+    fields.setdefault("name", "clipped_pg")  # if the peer's objective is unknown, which not_expressed then states
     order = list(LossConfig.model_fields)
     block = {key: fields[key] for key in sorted(fields, key=order.index)} | ({"masks": masks} if masks else {})
     build_with_warnings(block)  # raises if a value is out of range here
@@ -163,29 +168,29 @@ def _recognise(settings: Mapping[str, Any], name: str | None) -> Peer:
         if name not in PEERS:
             guess = nearest(name, PEERS)
             raise ConfigError(
-                f"no settings of '{name}' are known; "
-                + (f"did you mean '{guess}'?" if guess else f"known: {', '.join(PEERS)}")
+                f"--from: system '{name}' is not known; "
+                + (f"did you mean '{guess}'?" if guess else f"choose from {', '.join(PEERS)}")
             )
         return PEERS[name]
     preset = settings.get("preset")
     scores = {name: _name_overlap(peer, settings) + (preset in peer.presets) for name, peer in PEERS.items()}
     best = max(scores.values())
     if not best:
-        raise ConfigError(f"these settings are of no system that is known; known: {', '.join(PEERS)}")
+        raise ConfigError(f"these settings belong to none of the known systems: {', '.join(PEERS)}")
     tied = [name for name, score in scores.items() if score == best]
     if len(tied) > 1:
-        raise ConfigError(f"these settings may be of {' or '.join(tied)}; name the system with --from")
+        raise ConfigError(f"these settings may belong to {' or '.join(tied)}; name the system with --from")
     return PEERS[tied[0]]
 
 
 def _name_overlap(peer: Peer, settings: Mapping[str, Any]) -> int:
-    """Return how many parts of dotted names the settings share with the system's."""
+    """Return a score: the number of parts of dotted names that the settings share with the system's settings."""
     pairs = ((key, peer.full_name(key)) for key in settings)
     return sum(1 + min(key.count("."), full.count(".")) for key, full in pairs if full is not None)
 
 
 def _fill_preset(peer: Peer, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings on top of those of the preset that they name, if any."""
+    """Return the settings together with those of the preset that they name; the explicit ones win."""
     name = settings.get("preset")
     if name is None or not peer.presets:
         return dict(settings)
@@ -205,7 +210,7 @@ def _comment(text: str, indent: str = "") -> list[str]:
 
 
 def _shorten_sections(keys: Sequence[str]) -> list[str]:
-    """Return the keys, with those of a large section as one entry that counts them."""
+    """Return the keys, but replace those of a large section by one entry with their number."""
     sizes = Counter(key.partition(".")[0] for key in keys)
     entries = dict.fromkeys(
         f"{top}.* ({sizes[top]})" if sizes[top] > _LARGE_SECTION and rest else key

@@ -68,7 +68,7 @@ def test_all_is_well(registered, capsys):
         assert words in printed
     assert "VllmGenerationWorker" not in printed
     assert printed.count("entry points: ") == 3  # the driver, Built and Drivers
-    assert printed.endswith("all is well\n")
+    assert printed.endswith("no problems\n")
 
 
 def test_a_worker_without_the_package(registered, capsys):

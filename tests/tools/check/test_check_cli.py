@@ -41,7 +41,7 @@ class TestWhoseLoss:
         assert main(["check", write(NAMELESS)]) == 2
         printed = capsys.readouterr().out
         head, formula = (
-            printed.index("loss_fn has no name: NeMo-RL's own ClippedPGLossFn trains."),
+            printed.index("loss_fn has no name, so NeMo-RL's own ClippedPGLossFn trains."),
             printed.index("L = "),
         )
         assert head < formula

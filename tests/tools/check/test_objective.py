@@ -85,7 +85,8 @@ def test_every_symbol_used_is_defined(name):
         ),
         (
             {"masks": [{"preset": "dppo_tv", "delta": 0.2}]},
-            "k_dppo_tv = 1 where -0.2 ≤ (p_t − q_t) ≤ 0.2, p = exp(curr), q = exp(gen), or A does not push it further",
+            "k_dppo_tv = 1 where -0.2 ≤ (p_t − q_t) ≤ 0.2, p = exp(curr), q = exp(gen), "
+            "or A does not push it further out",
         ),
         (
             {"masks": [{"preset": "kpop", "max": 0.1}]},

@@ -64,7 +64,7 @@ def test_markdown_escapes_bars_and_needs_its_markers():
     assert table == "| a | b |\n|---|---|\n| \\|Δ\\| | 1 |"
     page = "before\n<!-- t: begin -->\nold\n<!-- t: end -->\nafter"
     assert replace_marked_text(page, "t", "new", page="p.md") == page.replace("old", "new")
-    with pytest.raises(ArgumentError, match=r"p\.md has no '<!-- u: begin -->'"):
+    with pytest.raises(ArgumentError, match=r"p\.md: '<!-- u: begin -->' .* is missing"):
         replace_marked_text(page, "u", "new", page="p.md")
 
 

@@ -66,7 +66,7 @@ def test_unknown_setting_of_a_section_is_not_dropped():
 def test_what_is_not_the_losss_is_named():
     settings = {"rollout_is": "token", "trainer": {"nnodes": 2}, "data": {str(n): n for n in range(20)}}
     text = translate(settings).yaml()
-    assert "not read: trainer.nnodes, data.* (20)" in text
+    assert "concern the loss: trainer.nnodes, data.* (20)" in text
 
 
 def test_setting_that_did_nothing_there_is_named():
@@ -208,8 +208,8 @@ def test_small_numbers_stay_numbers_in_yaml():
 @pytest.mark.parametrize(
     ("settings", "peer", "message"),
     [
-        ({"nothing": 1}, None, "of no system that is known; known: verl, trl, slime, areal"),
-        ({"loss_type": "grpo"}, None, "may be of .* name the system with --from"),
+        ({"nothing": 1}, None, "belong to none of the known systems: verl, trl, slime, areal"),
+        ({"loss_type": "grpo"}, None, "may belong to .* name the system with --from"),
         ({"rollout_is": 1}, "ver", "did you mean 'verl'"),
         ({"preset": "decoupled_toke_is"}, "verl", "has no preset"),
         ({"rollout_rs": "token_k1", "rollout_rs_threshold": "a_b"}, "verl", "must be a number"),
@@ -291,7 +291,7 @@ def test_verls_bypass_runs_any_loss_mode_on_the_rollouts_log_probs():
     assert translation.loss_fn["ratio_anchor"] == "gen"
     (mask,) = translation.loss_fn["masks"]
     assert mask == {"preset": "dppo_tv", "delta": 0.15, "delta_low": 0.15, "log_ratio": "total"}
-    assert "uses neither rollout_is nor rollout_rs" in translation.yaml()
+    assert "neither rollout_is nor rollout_rs" in " ".join(translation.yaml().replace("#", "").split())
     older = translate({**settings, "trainer.use_v1": False}, "verl").loss_fn
     assert older["name"] == "clipped_pg"
     assert [mask["log_ratio"] for mask in older["masks"]] == ["total"]

@@ -1,4 +1,4 @@
-"""Tables of the systems whose settings can be translated, one module each."""
+"""Peers, the systems whose settings can be translated, with one module each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""AReaL: ``actor``. Its KL metrics are of +(prev - gen); its k3 is that of the inverse ratio."""
+"""AReaL: settings under ``actor``. Its KL metrics use prev - gen; its k3 is that of the inverse ratio."""
 
 from __future__ import annotations
 
@@ -53,19 +53,22 @@ def _convert(settings: PeerSettings) -> Conversion:
     yield Assign("loss_normalization", "tokens")
     yield Assign("reference_policy_kl_penalty", settings.number("actor.kl_ctl"))
     if settings.number("actor.kl_ctl"):
-        yield Assign("use_kl_in_reward", True, "AReaL takes its KL from the reward")
+        yield Assign("use_kl_in_reward", True, "AReaL subtracts the KL from the reward")
         yield Assign("reference_policy_kl_type", str(settings["actor.kl_estimator"]))
-        yield Remark("NeMo-RL's GRPO estimator reads no KL in the reward; Reinforce++ and GAE do.")
+        yield Remark("NeMo-RL adds the KL to the reward under Reinforce++ and GAE, but not under its GRPO estimator.")
     if not settings["actor.use_decoupled_loss"] and not settings["actor.recompute_logprob"]:
         yield Assign("ratio_anchor", "gen", "without use_decoupled_loss and recompute_logprob")
     elif settings["actor.use_decoupled_loss"] and any(_R + key in settings for key in _KEYS):
         yield from _rejection(settings)
     if settings["actor.prox_logp_method"] != "recompute":
-        text = f"prox_logp_method: {settings['actor.prox_logp_method']}: no log-probs between two versions here"
+        text = (
+            f"prox_logp_method: {settings['actor.prox_logp_method']}: this package interpolates no log-probs between "
+            "two versions of the policy"
+        )
         yield Remark(text, ("prox_logp_method",))
     if settings["actor.m2_threshold"] is not None:
         mask = {"preset": "m2po", "tau": settings.number("actor.m2_threshold")}
-        yield Assign("masks", mask, "AReaL's budget is each microbatch's and rank's own, here the step's")
+        yield Assign("masks", mask, "AReaL has a budget for each microbatch and rank, this package one for the batch")
         yield Assign("denominator", "kept", "AReaL counts tokens after M2PO")
 
 
@@ -75,31 +78,39 @@ def _rejection(settings: PeerSettings) -> Conversion:
     lower = None if values["lower"] is None else float(values["lower"])
     by_token = values["level"] == "token"
     level = "token" if by_token else _POOLED[str(values["agg"])]
-    plain = level == ("token" if by_token else "sequence_mean")
+    is_weight_level = level == ("token" if by_token else "sequence_mean")
     if metric == "ratio":
         weight = "token" if by_token else "sequence_mean"
-        if plain:
+        if is_weight_level:
             truncation = "icepop" if values["action"] == "mask" else "tis"
             yield from weight_settings(weight, truncation, lower or 0.0, upper)
         elif values["action"] == "mask":
             yield from weight_settings(weight)
             raw = {"log_ratio": "mismatch", "level": level, "max": upper}
             yield Assign(
-                "masks", raw if lower is None else {**raw, "min": lower}, "AReaL's weight is the geometric mean"
+                "masks",
+                raw if lower is None else {**raw, "min": lower},
+                "the weight stays the geometric mean, as in AReaL",
             )
         else:
-            yield Remark("rejection_sampling: clamp decided by sum or max has no counterpart", ("rejection_sampling",))
+            yield Remark(
+                "rejection_sampling: a clamp that depends on sum or max has no counterpart", ("rejection_sampling",)
+            )
         if level == "sequence_max" and lower is not None:
-            yield Remark("AReaL's max compares the largest token with both bounds; here every token is inside them.")
+            yield Remark("AReaL compares the largest token with both bounds; here every token must be within them.")
         return
     yield from weight_settings("token")
     raw = {"log_ratio": "mismatch", "level": level}
     if values["action"] == "clamp":
-        yield Remark(f"rejection_sampling: clamp decided by {metric} has no counterpart", ("rejection_sampling",))
+        yield Remark(
+            f"rejection_sampling: a clamp that depends on {metric} has no counterpart", ("rejection_sampling",)
+        )
     elif metric == "kl_k1":
         low = {} if lower is None else {"min": math.exp(lower)}
         yield Assign(
-            "masks", {**raw, **low, "max": math.exp(upper)}, "AReaL's kl_k1 is prev - gen; here bounds are on ρ"
+            "masks",
+            {**raw, **low, "max": math.exp(upper)},
+            "AReaL's kl_k1 is prev - gen; the bounds of this package are on ρ",
         )
     elif metric == "kl_k2":
         yield Assign("masks", {**raw, "statistic": "k2", "max": upper})

@@ -1,4 +1,4 @@
-"""Fast-LLM: a policy-gradient loss of a language-model head."""
+"""Fast-LLM: settings of a policy-gradient loss."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ def _convert(settings: PeerSettings) -> Conversion:
     yield Assign("ratio_clip_min", settings.number("epsilon_low"))
     yield Assign("ratio_clip_max", settings.number("epsilon_high"))
     by_documents = bool(settings["normalize_by_documents"]) or settings["type"] == "gspo"
-    note = "Fast-LLM's gspo sums over tokens and divides by the documents" if settings["type"] == "gspo" else ""
+    note = (
+        "Fast-LLM's gspo divides the sum over tokens by the number of documents" if settings["type"] == "gspo" else ""
+    )
     yield Assign("loss_normalization", "documents" if by_documents else "tokens", note)
     yield Assign("reference_policy_kl_penalty", 0.0)
-    yield from without_counterpart(settings, {"weight": ((1, 1.0, None), "scale the learning rate by it")})
-    yield Remark(
-        "Fast-LLM's old log-probs are a column of the data: the trainer's or the sampler's (ratio_anchor: gen)."
-    )
+    yield from without_counterpart(settings, {"weight": ((1, 1.0, None), "multiply the learning rate by it instead")})
+    yield Remark("Fast-LLM reads the old log-probs from the data; if they are the sampler's, set ratio_anchor: gen.")
 
 
 PEER = Peer(

@@ -1,4 +1,4 @@
-"""NeMo-RL's own ``loss_fn:`` with the settings of its open pull requests."""
+"""NeMo-RL: its own ``loss_fn:`` block, including settings of its open pull requests."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _COMPILE = "loss_fn.enable_torch_compile"
 _TAUS = {f"tau_{sign}": f"loss_fn.sapo_tau_{sign}" for sign in ("pos", "neg")}
 _CLAMP = "loss_fn.sapo_log_ratio_clamp_value"
 _DPPO = (
-    "loss_mode: dppo_binary_tv (NeMo-RL PR 4069): its thresholds and its anchor aren't known here; DPPO is masks: "
+    "loss_mode: dppo_binary_tv (NeMo-RL PR 4069): its thresholds and its anchor are not known; DPPO is masks: "
     "[{preset: dppo_tv, delta: 0.2}]"
 )
 
@@ -29,7 +29,9 @@ def _convert(settings: PeerSettings) -> Conversion:
         yield Assign("options", {name: settings.number(key) for name, key in _TAUS.items()})
         fields.pop("options", None)
         if settings[_CLAMP] is not None:
-            yield Remark(f"sapo_log_ratio_clamp_value: {settings[_CLAMP]}: exp saturates at 40 here", (_CLAMP,))
+            yield Remark(
+                f"sapo_log_ratio_clamp_value: {settings[_CLAMP]}: this package clamps log-ratios at 40", (_CLAMP,)
+            )
     elif settings[_TYPE] != "ppo_clip":
         yield Remark(f"actor_loss_type: {settings[_TYPE]} is unknown", (_TYPE,))
     for name, value in fields.items():
@@ -42,7 +44,7 @@ def _convert(settings: PeerSettings) -> Conversion:
     if settings[_MODE] is not None:
         yield from by_value(settings, _MODE, {"ppo_clip": (), "dppo_binary_tv": [Remark(_DPPO, (_MODE,))]})
     if settings[_LEVEL] is not None:
-        levels = {"minimal": [Assign("metrics", "nemo_rl", "NeMo-RL's own metrics are the fewest here")]}
+        levels = {"minimal": [Assign("metrics", "nemo_rl", "the smallest set of metrics that this package has")]}
         yield from by_value(settings, _LEVEL, {**levels, "full": [Assign("metrics", "full")]})
     if settings[_COMPILE] is not None:
         yield Assign("compile", bool(settings[_COMPILE]))

@@ -1,4 +1,4 @@
-"""open-instruct: the arguments of its GRPO."""
+"""open-instruct: arguments of its GRPO trainer."""
 
 from __future__ import annotations
 
@@ -44,7 +44,10 @@ def _convert(settings: PeerSettings) -> Conversion:
     yield Assign("ratio_clip_max", settings.number("clip_higher"))
     yield Assign("token_level_loss", True)
     if settings["loss_denominator"] != "token":
-        text = f"loss_denominator: {settings['loss_denominator']} divides a step's sum; here a constant is per sequence"
+        text = (
+            f"loss_denominator: {settings['loss_denominator']} divides the sum over a step; a constant of this package "
+            "divides the sum over a sequence"
+        )
         yield Remark(text, ("loss_denominator",))
     if settings["use_vllm_logprobs"]:
         yield Assign("ratio_anchor", "gen")
@@ -71,7 +74,7 @@ def _rho(settings: PeerSettings) -> Conversion:
     elif below or above:
         bounds = {name: bound for name, bound in (("min", below), ("max", above)) if bound}
         yield Assign("masks", {"preset": "geometric" if level == "sequence_mean" else "icepop", **bounds})
-    yield Remark("open-instruct bounds log-ratios against the sampler by ±10 before exp.")
+    yield Remark("open-instruct clamps log-ratios against the sampler to ±10 before exp, this package to at most 40.")
 
 
 PEER = Peer(

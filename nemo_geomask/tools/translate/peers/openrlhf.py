@@ -1,4 +1,4 @@
-"""OpenRLHF: the command line of ``train_ppo_ray``."""
+"""OpenRLHF: command-line arguments of ``train_ppo_ray``."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def _convert(settings: PeerSettings) -> Conversion:
     if settings["actor.dual_clip"] is not None:
         yield Assign("ratio_clip_c", settings.number("actor.dual_clip"))
     if settings[_IS + "enable"] and gspo:
-        yield Assign("ratio_anchor", "gen", "under gspo OpenRLHF's correction is the ratio against the sampler")
+        yield Assign("ratio_anchor", "gen", "under gspo, OpenRLHF corrects by taking the ratio against the sampler")
     elif settings[_IS + "enable"]:
         low, high = settings.numbers(_IS + "threshold")
         truncation = str(settings[_IS + "type"])
@@ -78,7 +78,7 @@ def _convert(settings: PeerSettings) -> Conversion:
         yield Assign("kl_input_clamp_value", None)
     else:
         yield Assign("use_kl_in_reward", True)
-        yield Remark("NeMo-RL's GRPO estimator reads no KL in the reward; Reinforce++ and GAE do.")
+        yield Remark("NeMo-RL adds the KL to the reward under Reinforce++ and GAE, but not under its GRPO estimator.")
 
 
 PEER = Peer(

@@ -1,4 +1,4 @@
-"""prime-rl: ``trainer.loss``; its ratio is always against the sampler."""
+"""prime-rl: settings under ``trainer.loss``. Its ratio is always taken against the sampler."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ def _convert(settings: PeerSettings) -> Conversion:
         path = settings[_LOSS + "import_path"]
         yield Assign("name", "clipped_pg")
         yield Remark(
-            f"import_path: {path} is a function of your own; docs/plugins.md says how to bring it", ("import_path",)
+            f"import_path: {path} is a function of your own; docs/plugins.md shows how to write it as a plugin",
+            ("import_path",),
         )
         return
     yield Assign("name", "ipo")
@@ -36,11 +37,15 @@ def _convert(settings: PeerSettings) -> Conversion:
         yield Assign(
             "masks", {**mask, "delta_low": settings.number(_LOSS + "dppo_mask_low")}, "prime-rl's default, DPPO-TV"
         )
-    note = "" if loss_type == "ipo" else "prime-rl's surrogate, -r·A + kl_tau·(log r)², without IPO's own bound"
+    note = (
+        ""
+        if loss_type == "ipo"
+        else "prime-rl's surrogate, -r·A + kl_tau·(log r)²; eps close to 1 disables the mask of IPO"
+    )
     yield Assign("options", {**options, "kl_tau": settings.number(_LOSS + "kl_tau")}, note)
     yield Assign("ratio_anchor", "gen")
     yield from without_counterpart(
-        settings, {_LOSS + "adv_tau": ((1, 1.0), "scale the advantages, or the learning rate, by it")}
+        settings, {_LOSS + "adv_tau": ((1, 1.0), "multiply the advantages or the learning rate by it instead")}
     )
     if loss_type not in ("default", "ipo"):
         yield Remark(f"type: {loss_type} is unknown; prime-rl has default, ipo and custom", ("type",))

@@ -1,4 +1,4 @@
-"""SkyRL: ``trainer.algorithm``."""
+"""SkyRL: settings under ``trainer.algorithm``."""
 
 from __future__ import annotations
 
@@ -62,7 +62,8 @@ def _convert(settings: PeerSettings) -> Conversion:
     else:
         yield Assign("name", "clipped_pg")
         yield Remark(
-            f"policy_loss_type: {loss_type} has no counterpart; those that have: {', '.join(_LOSSES)}", (loss_type,)
+            f"policy_loss_type: {loss_type} has no counterpart; values with a counterpart: {', '.join(_LOSSES)}",
+            (loss_type,),
         )
     constant: list[Assign | Remark] = [
         Remark("loss_reduction: seq_mean_token_sum_norm needs max_seq_len", ("max_seq_len",))
@@ -118,21 +119,19 @@ def _cispo(settings: PeerSettings) -> Conversion:
 
 def _rollout_is(settings: PeerSettings) -> Conversion:
     low, high = settings.number(_A + "eps_clip_low"), settings.number(_A + "eps_clip_high")
-    yield Assign("name", "cispo", "rollout_is is -sg(r)·A·curr where r is within the clip, and 0 outside")
+    yield Assign("name", "cispo", "rollout_is is -sg(r)·A·curr where r is within the clip bounds, else 0")
     yield Assign("ratio_anchor", "gen")
     yield Assign("ratio_clip_min", 1.0)
     yield Assign("ratio_clip_max", NO_BOUND)
     yield Assign("masks", {"log_ratio": "total", "level": "token", "min": max(1 - low, 0.0), "max": 1 + high})
-    yield Remark("SkyRL drops a ratio that is just at the bound, here it stays.")
+    yield Remark("SkyRL drops a ratio that equals a bound, this package keeps it.")
 
 
 def _dppo(settings: PeerSettings) -> Conversion:
     presets = {"binary_tv": "dppo_tv", "binary_kl": "dppo_kl"}
     divergence = str(settings[_A + "dppo.dppo_type"])
-    yield Assign(
-        "name", "ipo", "SkyRL differentiates the ratio, as IPO does, where the DPPO of its authors detaches it"
-    )
-    yield Assign("options", {"eps": 0.999999, "kl_tau": 0.0}, "without IPO's own bound")
+    yield Assign("name", "ipo", "SkyRL differentiates the ratio as IPO does; DPPO's authors detach it")
+    yield Assign("options", {"eps": 0.999999, "kl_tau": 0.0}, "eps close to 1 disables the mask of IPO")
     yield Assign("ratio_anchor", "gen")
     low, high = settings.number(_A + "dppo.delta_low"), settings.number(_A + "dppo.delta_high")
     yield Assign("masks", {"preset": presets.get(divergence, "dppo_tv"), "delta": high, "delta_low": low})
@@ -152,7 +151,7 @@ _LOSSES = {
 def _correction(settings: PeerSettings, *, anchored: bool) -> Conversion:
     level = settings[_O + "tis_ratio_type"]
     if level in ("token", "sequence") and anchored:
-        text = f"tis_ratio_type: {level} multiplies a ratio to the rollout by the mismatch's weight once more"
+        text = f"tis_ratio_type: {level} applies the weight although the ratio, taken against the rollout, contains it"
         yield Remark(text, ("tis_ratio_type",))
     elif level in ("token", "sequence"):
         yield from weight_settings(str(level), "tis", 0.0, settings.number(f"{_O}{level}_tis_ratio_clip_high"))
@@ -173,7 +172,7 @@ def _correction(settings: PeerSettings, *, anchored: bool) -> Conversion:
             masks.append({"preset": preset, **{name: float(bound) for name, bound in bounds.items()}})
             yield Assign("masks", masks[-1])
     if len(masks) > 1:
-        yield Remark("SkyRL applies its masks one after another, each to what the last one left; here each judges all.")
+        yield Remark("SkyRL applies each mask to what the mask before it kept; here each mask judges all tokens.")
 
 
 def _kl(settings: PeerSettings) -> Conversion:
@@ -181,16 +180,21 @@ def _kl(settings: PeerSettings) -> Conversion:
     if settings[_A + "use_kl_in_reward"]:
         yield Assign("use_kl_in_reward", True)
         yield Assign("reference_policy_kl_type", estimator)
-        yield Remark("kl_ctrl: its coefficient is reference_policy_kl_penalty here", ("kl_ctrl",))
+        yield Remark("kl_ctrl: write its coefficient as reference_policy_kl_penalty", ("kl_ctrl",))
     elif not settings[_A + "use_kl_loss"]:
         yield Assign("reference_policy_kl_penalty", 0.0)
     elif estimator not in ("k1", "k2", "k3"):
-        yield Remark(f"kl_estimator_type: {estimator} has no counterpart; k1, k2 and k3 have", ("kl_estimator_type",))
+        yield Remark(
+            f"kl_estimator_type: {estimator} has no counterpart; values with a counterpart: k1, k2, k3",
+            ("kl_estimator_type",),
+        )
     else:
         yield Assign("reference_policy_kl_penalty", settings.number(_A + "kl_loss_coef"))
         yield Assign("reference_policy_kl_type", estimator)
         yield Assign("reference_policy_kl_gradient", estimator, "SkyRL differentiates the estimate itself")
-        yield Remark("SkyRL's KL is a mean over sequences of their tokens' means; here it has the loss's denominator.")
+        yield Remark(
+            "SkyRL averages the KL over each sequence, then over sequences; here it has the loss's denominator."
+        )
 
 
 PEER = Peer(

@@ -1,4 +1,4 @@
-"""slime (and miles): command-line arguments, with those of its ``mis.yaml``."""
+"""slime and miles: command-line arguments, and the settings of ``mis.yaml``."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ _DEFAULTS: dict[str, Any] = {
 }
 _OUTSIDE_LOSS_FN = {
     "get_mismatch_metrics": "geomask/mismatch_… are always reported",
-    "custom_config_path": "name that file too: nemo-geomask translate ARGUMENTS MIS.yaml",
+    "custom_config_path": "does not exist; pass that file, too: nemo-geomask translate ARGUMENTS MIS.yaml",
     "n_samples_per_prompt": "grpo.num_generations_per_prompt",
     "rollout_temperature": "policy.generation.temperature",
     "rollout_top_p": "policy.generation.top_p",
@@ -72,7 +72,9 @@ _KL = {"k1": "k1", "k2": "k2", "k3": "k3", "low_var_kl": "k3"}
 def _convert(settings: PeerSettings) -> Conversion:
     estimator = str(settings["advantage_estimator"])
     if estimator not in _ESTIMATORS:
-        text = f"advantage_estimator: {estimator} has no counterpart; those that have: {', '.join(_ESTIMATORS)}"
+        text = (
+            f"advantage_estimator: {estimator} has no counterpart; values with a counterpart: {', '.join(_ESTIMATORS)}"
+        )
         yield Remark(text, ("advantage_estimator",))
     name = _ESTIMATORS.get(estimator, "clipped_pg")
     yield Assign("name", name)
@@ -94,14 +96,17 @@ def _convert(settings: PeerSettings) -> Conversion:
         note = "" if anchored else "slime compares with the training engine's log-probs"
         mask = {"preset": "opsm", "delta": settings.number("opsm_delta")}
         yield Assign("masks", mask if anchored else {**mask, "log_ratio": "policy"}, note)
-        yield Remark("slime's OPSM asks for each token's advantage, here it is the sequence's mean.")
+        yield Remark("slime's OPSM tests each token's advantage, this package the sequence's mean.")
     yield from _kl(settings)
     yield from without_counterpart(
         settings,
         {
             "loss_type": (("policy_loss",), "only policy_loss is translated"),
             "entropy_coef": ((0, 0.0), "NeMo-RL's losses have no entropy bonus"),
-            "custom_pg_loss_reducer_function_path": ((None,), "code of your own; see docs/plugins.md"),
+            "custom_pg_loss_reducer_function_path": (
+                (None,),
+                "your own code; docs/plugins.md shows how to write it as a plugin",
+            ),
         },
     )
 
@@ -116,7 +121,10 @@ def _correction(settings: PeerSettings) -> Conversion:
     elif function.startswith("compute_mis_weights"):
         yield from _mis(settings)
     else:
-        yield Remark(f"custom_tis_function_path: {path} is code of your own; see docs/plugins.md", (str(path),))
+        yield Remark(
+            f"custom_tis_function_path: {path} is your own code; docs/plugins.md shows how to write it as a plugin",
+            (str(path),),
+        )
 
 
 def _mis(settings: PeerSettings) -> Conversion:
@@ -139,11 +147,13 @@ def _mis(settings: PeerSettings) -> Conversion:
         if settings["rs_veto_threshold"] is not None:
             yield Assign("masks", {"preset": "veto", "min": settings.number("rs_veto_threshold")})
         if settings["use_kl_loss"]:
-            yield Remark("slime takes rejected tokens out of the KL term too; here masks act on the surrogate.")
+            yield Remark(
+                "slime removes rejected tokens from the KL term, too; in this package masks act on the surrogate only."
+            )
     if settings["tis_batch_normalize"]:
         yield Assign("is_correction_batch_normalize", True)
-        yield Remark("slime's mean of the weights is each microbatch's and rank's own, here it is the batch's.")
-    yield Remark("slime bounds log-ratios by ±20 before exp, where exp here saturates at 40.")
+        yield Remark("slime takes the mean of the weights over each microbatch and rank, this package over the batch.")
+    yield Remark("slime clamps log-ratios to ±20 before exp, this package to at most 40.")
 
 
 def _kl(settings: PeerSettings) -> Conversion:
@@ -152,7 +162,9 @@ def _kl(settings: PeerSettings) -> Conversion:
         yield Assign("reference_policy_kl_penalty", settings.number("kl_coef"))
         yield Assign("reference_policy_kl_type", _KL.get(str(settings["kl_loss_type"]), "k1"))
         if settings["use_kl_loss"]:
-            yield Remark("use_kl_loss: a KL in the reward and one in the loss don't go together here", ("use_kl_loss",))
+            yield Remark(
+                "use_kl_loss: this package can't combine a KL in the reward with a KL in the loss", ("use_kl_loss",)
+            )
         return
     if not settings["use_kl_loss"] or not settings.number("kl_loss_coef"):
         yield Assign("reference_policy_kl_penalty", 0.0)
@@ -166,7 +178,7 @@ def _kl(settings: PeerSettings) -> Conversion:
     yield Assign("reference_policy_kl_gradient", _KL[estimator], "slime differentiates the estimate itself")
     yield Assign("kl_input_clamp_value", None)
     yield Assign("kl_output_clamp_value", 10.0 if estimator == "low_var_kl" else None)
-    weighted = "the KL times the policy's ratio, with its gradient, has no counterpart"
+    weighted = "a KL that is multiplied by the policy ratio and differentiated with it has no counterpart"
     yield from without_counterpart(settings, {"use_unbiased_kl": ((False,), weighted)})
 
 

@@ -1,4 +1,4 @@
-"""TRL: ``GRPOConfig``."""
+"""TRL: arguments of ``GRPOConfig``."""
 
 from __future__ import annotations
 
@@ -53,14 +53,14 @@ _OUTSIDE_LOSS_FN = {
     "learning_rate": "policy.optimizer.kwargs.lr",
     "scale_rewards": "grpo.normalize_rewards",
     "mask_truncated_completions": "grpo.overlong_filtering",
-    "num_iterations": "has one pass over a batch",
+    "num_iterations": "there is always one pass over a batch",
     "steps_per_generation": "grpo.num_prompts_per_step over policy.train_global_batch_size",
     "generation_batch_size": "grpo.num_prompts_per_step",
     "gradient_accumulation_steps": "policy.train_global_batch_size over policy.train_micro_batch_size",
     "per_device_train_batch_size": "policy.train_micro_batch_size",
     "max_grad_norm": "policy.max_grad_norm",
 }
-_LOCAL = "TRL averages each microbatch by itself, then over microbatches; here the mean is over the step."
+_LOCAL = "TRL averages within each microbatch, then over microbatches; this package averages over the step."
 _SEQUENCES, _TOKENS, _DOCUMENTS = (
     (Assign("token_level_loss", False),),
     (Assign("token_level_loss", True),),
@@ -69,7 +69,10 @@ _SEQUENCES, _TOKENS, _DOCUMENTS = (
 # Surrogate and normalisation.
 _LOSSES: dict[str, tuple[str, tuple[Assign | Remark, ...]]] = {
     "grpo": ("clipped", (*_SEQUENCES, Remark(_LOCAL))),
-    "bnpo": ("clipped", (*_TOKENS, Remark("TRL's bnpo divides by each microbatch's own tokens; here by the step's."))),
+    "bnpo": (
+        "clipped",
+        (*_TOKENS, Remark("TRL's bnpo divides by the tokens of each microbatch, this package by those of the step.")),
+    ),
     "dapo": ("clipped", _TOKENS),
     "dr_grpo": ("clipped", (Assign("loss_normalization", "constant"), Remark(_LOCAL))),
     "luspo": ("clipped", (*_DOCUMENTS, Remark(_LOCAL))),
@@ -95,11 +98,11 @@ def _convert(settings: PeerSettings) -> Conversion:
     surrogate, normalization = _LOSSES[loss_type]
     by_sequence = level == "sequence"
     if by_sequence and surrogate != "clipped":
-        text = f"importance_sampling_level: sequence with loss_type: {loss_type} has no counterpart; token is written"
+        text = f"importance_sampling_level: sequence with loss_type: {loss_type} has no counterpart; token is used"
         yield Remark(text, ("importance_sampling_level",))
     yield from _SURROGATES[surrogate](settings, by_sequence)
     if loss_type == "luspo" and not by_sequence:
-        text = "loss_type: luspo with importance_sampling_level: token is no mean of TRL's own; set sequence"
+        text = "loss_type: luspo with importance_sampling_level: token has no counterpart; set sequence in TRL"
         yield Remark(text, ("importance_sampling_level",))
     if by_sequence and normalization[0] == _TOKENS[0]:
         yield Assign("loss_normalization", "tokens")
@@ -137,7 +140,7 @@ def _clipped(settings: PeerSettings, by_sequence: bool) -> Conversion:
     if delta is not None and float(delta) > 1 + high:
         yield Assign("ratio_clip_c", float(delta))
     elif delta is not None:
-        text = f"delta: {delta} bounds the ratio below the clip's own bound {1 + high:g}, also where A > 0"
+        text = f"delta: {delta} is below the clip bound {1 + high:g}, so it bounds the ratio where A > 0, too"
         yield Remark(text, ("delta",))
 
 
@@ -148,7 +151,7 @@ def _cispo(settings: PeerSettings, by_sequence: bool) -> Conversion:
     yield Assign("ratio_clip_min", 1.0, "TRL has no lower bound")
     if bound >= 1:
         yield Assign(
-            "ratio_clip_max", bound - 1, f"TRL's {key} is the bound on the ratio itself; here the distance from 1"
+            "ratio_clip_max", bound - 1, f"TRL's {key} is the bound on the ratio; ratio_clip_max is its distance from 1"
         )
     else:
         text = f"{key}: {bound:g} is a bound on the ratio below 1, which shrinks every weight; TRL advises 5.0"
@@ -165,7 +168,7 @@ def _vespo(settings: PeerSettings, by_sequence: bool) -> Conversion:
     anchored = settings["use_vllm"] and settings["vllm_importance_sampling_correction"]
     yield Assign("ratio_anchor", "gen" if anchored else "prev")
     if anchored:
-        text = "TRL truncates each token's ratio before VESPO's product, which here is of the ratios as they are"
+        text = "TRL truncates each token's ratio before it takes VESPO's product; this package does not truncate them"
         yield Remark(f"vllm_importance_sampling_mode: {settings['vllm_importance_sampling_mode']}: {text}", ("mode",))
     names = ("k_pos", "lambda_pos", "k_neg", "lambda_neg")
     yield Assign("name", "vespo")
@@ -177,7 +180,7 @@ _SURROGATES = {"clipped": _clipped, "cispo": _cispo, "sapo": _sapo, "vespo": _ve
 
 def _correction(settings: PeerSettings, loss_type: str) -> Conversion:
     if not settings["use_vllm"]:
-        yield Remark("use_vllm is false, so TRL corrects no mismatch, and nothing is written for it.")
+        yield Remark("use_vllm is false, so TRL corrects no mismatch, and the block has no correction.")
         return
     if not settings["vllm_importance_sampling_correction"] or loss_type == "vespo":
         return
@@ -205,7 +208,7 @@ def _kl(settings: PeerSettings) -> Conversion:
     yield Assign("reference_policy_kl_gradient", "k3", "TRL differentiates the estimate itself")
     yield Assign("kl_input_clamp_value", None)
     yield Assign("kl_output_clamp_value", None)
-    weighted = "the KL times the policy's ratio, with its gradient, has no counterpart"
+    weighted = "a KL that is multiplied by the policy ratio and differentiated with it has no counterpart"
     yield from without_counterpart(settings, {"use_bias_correction_kl": ((False,), weighted)})
 
 

@@ -1,7 +1,8 @@
-"""verl: ``algorithm.rollout_correction`` and the actor's loss.
+"""verl: settings under ``algorithm.rollout_correction``, and those of the actor's loss.
 
-Its rejection bounds on k1 are on 1/ρ. In decoupled mode the rejection rewrites the response mask before the step, so a
-token mean divides by what is kept; in bypass mode it happens within the loss, which divides by the original count.
+verl's rejection bounds on k1 are on 1/ρ. In decoupled mode verl rejects before the step, by changing the response mask,
+so a token mean divides by the number of kept tokens. In bypass mode it rejects within the loss, which divides by the
+original number.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _GEO, _K3 = ("seq_mean_k1", "0.999_1.001"), ("seq_mean_k3", 0.01)
 
 
 def _preset(level: str | None = None, rs: tuple[str, Any] | None = None, loss_type: str | None = None) -> Any:
-    """Parameters and settings of one of ``RolloutCorrectionConfig``'s factory methods."""
+    """Return parameters and settings of a factory method of ``RolloutCorrectionConfig``."""
     parameters: dict[str, Any] = {"threshold" if rs is None else "is_threshold": 2.0} if level else {}
     parameters |= {"rs_threshold": rs[1]} if rs else {}
     settings: dict[str, Any] = {"rollout_is": level, "rollout_rs": rs and rs[0]}
@@ -85,7 +86,7 @@ _DEFAULTS: dict[str, Any] = {
     "data.max_response_length": None,
     _ACTOR + "policy_loss.loss_mode": "vanilla",
     _ACTOR + "policy_loss.dro_beta": None,
-    # Of modes that have no counterpart.
+    # Settings of modes that have no counterpart.
     _ACTOR + "policy_loss.clip_cov_ratio": 0.0002,
     _ACTOR + "policy_loss.clip_cov_lb": 1.0,
     _ACTOR + "policy_loss.clip_cov_ub": 5.0,
@@ -105,10 +106,10 @@ _DEFAULTS: dict[str, Any] = {
     _ACTOR + "kl_loss_type": "low_var_kl",
 }
 _OUTSIDE_LOSS_FN = {
-    _ACTOR + "ppo_epochs": "has one pass over a batch; several steps by grpo.num_prompts_per_step over "
-    "policy.train_global_batch_size",
+    _ACTOR + "ppo_epochs": "there is always one pass over a batch, with several steps if "
+    "policy.train_global_batch_size is smaller than the rollout batch",
     _ACTOR + "ppo_mini_batch_size": "policy.train_global_batch_size, in responses",
-    _ACTOR + "use_torch_compile": "loss_fn.compile, which decides by itself",
+    _ACTOR + "use_torch_compile": "loss_fn.compile, whose default is auto",
     "actor_rollout_ref.rollout.calculate_log_probs": "generation log-probs always come with the samples",
     "actor_rollout_ref.rollout.n": "grpo.num_generations_per_prompt",
     "actor_rollout_ref.rollout.temperature": "policy.generation.temperature",
@@ -138,7 +139,9 @@ def _convert(settings: PeerSettings) -> Conversion:
     else:
         modes = ", ".join(_MODES)
         yield Assign("name", "clipped_pg")
-        yield Remark(f"policy_loss.loss_mode: {mode} has no counterpart; those that have: {modes}", ("loss_mode",))
+        yield Remark(
+            f"policy_loss.loss_mode: {mode} has no counterpart; values with a counterpart: {modes}", ("loss_mode",)
+        )
         yield from _decoupled(settings, mode)
     yield from _normalization(settings, mode)
     yield from _kl(settings)
@@ -146,8 +149,8 @@ def _convert(settings: PeerSettings) -> Conversion:
         settings, {_ACTOR + "entropy_coeff": ((0, 0.0, None), "NeMo-RL's losses have no entropy bonus")}
     )
     yield Remark(
-        "verl bounds log-ratios by ±20 before exp (gspo: at most 10), where exp here saturates at 40; ratios beyond "
-        "e^20 differ."
+        "verl clamps log-ratios to ±20 before exp (gspo: to at most 10), this package to at most 40; larger ratios "
+        "differ."
     )
 
 
@@ -179,11 +182,11 @@ def _vanilla(settings: PeerSettings) -> Conversion:
 
 def _gmpo(settings: PeerSettings) -> Conversion:
     low, high = _bounds(settings)
-    note = "verl clips the log-ratio to [-low, high]; here bounds are distances of the ratio from 1"
+    note = "verl clips the log-ratio to [-low, high]; this field is the distance of the ratio's bound from 1"
     yield Assign("name", "gmpo")
     yield Assign("ratio_clip_min", 1 - math.exp(-low), note)
     yield Assign("ratio_clip_max", math.exp(high) - 1, note)
-    yield Remark("verl's geo_mean averages over the sequences of each microbatch; here over those of the step.")
+    yield Remark("verl's geo_mean averages over the sequences of each microbatch, this package over those of the step.")
 
 
 def _sapo(settings: PeerSettings) -> Conversion:
@@ -202,7 +205,7 @@ def _dppo(preset: str, settings: PeerSettings) -> Conversion:
     yield Assign("ratio_clip_min", 1.0)
     yield Assign("ratio_clip_max", settings.number(_ACTOR + "clip_ratio_c") - 1, "clip_ratio_c bounds the ratio itself")
     mask = {"preset": preset, "delta": high, "delta_low": low, "log_ratio": "policy"}
-    yield Assign("masks", mask, "clip_ratio_high and _low; without bypass_mode verl measures them against old_log_prob")
+    yield Assign("masks", mask, "from clip_ratio_high and _low; without bypass_mode verl compares with old_log_prob")
 
 
 def _dro(settings: PeerSettings) -> Conversion:
@@ -236,7 +239,7 @@ def _decoupled(settings: PeerSettings, mode: str) -> Conversion:
         if settings[_RC + "rollout_is_batch_normalize"]:
             yield Assign("is_correction_batch_normalize", True)
             if settings[_RC + "rollout_rs"] is not None:
-                yield Remark("verl's mean of the weights is over all tokens, here it is over those kept.")
+                yield Remark("verl takes the mean of the weights over all tokens, this package over the kept ones.")
     masks = list(_rejection(settings, "mismatch"))
     yield from masks
     rules = [line for line in masks if isinstance(line, Assign)]
@@ -244,17 +247,19 @@ def _decoupled(settings: PeerSettings, mode: str) -> Conversion:
         return
     by_token = any(str(option).strip().startswith("token") for option in str(settings[_RC + "rollout_rs"]).split(","))
     if _aggregation(settings, mode) == "token-mean" or by_token:
-        yield Assign("denominator", "kept", "verl takes what is rejected out of the response mask before the step")
+        yield Assign("denominator", "kept", "verl removes what it rejects from the response mask before the step")
         if _aggregation(settings, mode) != "token-mean":
-            yield Remark("verl counts a sequence without a kept token among the N of a sequence mean; here it isn't.")
+            yield Remark(
+                "A sequence mean of verl counts sequences without a kept token; this package does not count them."
+            )
         if by_token and level == "sequence":
-            yield Remark("verl takes a sequence's weight over all its tokens, here it is over those kept.")
+            yield Remark("verl computes a sequence's weight from all its tokens, this package from the kept ones.")
     elif settings[_ACTOR + "use_kl_loss"]:
-        yield Remark("verl takes rejected sequences out of the KL term too; here masks act on the surrogate.")
+        yield Remark("verl removes rejected sequences from the KL term, too; here masks act on the surrogate only.")
 
 
 def _on_rollout(settings: PeerSettings, mode: str) -> Conversion:
-    """verl's v1 trainer copies the rollout's log-probs, on which then any loss_mode runs, and nothing else."""
+    """Convert ``bypass_mode`` of verl's v1 trainer: ``loss_mode`` alone, with the rollout's log-probs as old ones."""
     for line in _MODES[mode](settings):
         if isinstance(line, Assign) and line.key == "masks":
             yield line._replace(value={**line.value, "log_ratio": "total"})
@@ -262,8 +267,8 @@ def _on_rollout(settings: PeerSettings, mode: str) -> Conversion:
             yield line
     yield Assign("ratio_anchor", "gen", "bypass_mode: old_log_prob is the rollout's")
     yield Remark(
-        "verl's v1 trainer runs loss_mode here and uses neither rollout_is nor rollout_rs nor loss_type; with "
-        "trainer.use_v1: false it trains loss_type in place of loss_mode."
+        "Under bypass_mode, verl's v1 trainer uses loss_mode, but neither rollout_is nor rollout_rs nor loss_type; "
+        "with trainer.use_v1: false, verl uses loss_type in place of loss_mode."
     )
 
 
@@ -273,7 +278,9 @@ def _bypass(settings: PeerSettings) -> Conversion:
         yield from _vanilla(settings)
         yield Assign("ratio_anchor", "gen", "bypass_mode: the ratio is against the rollout's log-probs")
         if level is not None:
-            yield Remark("verl computes rollout_is for its metrics alone here, and so nothing is written for it.")
+            yield Remark(
+                "With these settings verl uses rollout_is for metrics only, so the block has no counterpart of it."
+            )
     elif loss_type == "reinforce":
         normalize = settings[_RC + "rollout_is_batch_normalize"]
         truncated = level == "token" and not normalize and "_" not in str(settings[_RC + "rollout_is_threshold"])
@@ -284,11 +291,11 @@ def _bypass(settings: PeerSettings) -> Conversion:
             yield Assign("ratio_clip_min", 1.0)
             yield Assign("ratio_clip_max", bound - 1, "rollout_is_threshold bounds the weight itself")
         elif level is not None:
-            normalized = "weights that move with the policy aren't divided by their mean here"
+            normalized = "this package can't divide weights that depend on the current policy by their mean"
             yield from without_counterpart(settings, {_RC + "rollout_is_batch_normalize": ((False, None), normalized)})
-            yield Assign("force_on_policy_ratio", True, "the weight is then against curr: sg(e^(curr - gen))")
+            yield Assign("force_on_policy_ratio", True, "the weight is then sg(e^(curr - gen))")
             yield from _weight(settings)
-            yield Remark("NeMo-RL allows force_on_policy_ratio with one optimiser step a batch only.")
+            yield Remark("NeMo-RL allows force_on_policy_ratio only with one optimiser step for each rollout batch.")
     else:
         yield Remark(
             f"rollout_correction.loss_type: {loss_type} is unknown; verl has ppo_clip and reinforce", ("loss_type",)
@@ -335,7 +342,7 @@ def _rejection(settings: PeerSettings, log_ratio: str) -> Conversion:
             raise ConfigError(f"rollout_rs_threshold: {option} bounds a ratio, which must be above 0, by '{spec}'")
         lower = given_lower if separator else 1 / upper
         note = (
-            f"verl's {option} keeps {lower:g} to {upper:g} of 1/ρ; here bounds are on ρ itself"
+            f"verl's {option} keeps {lower:g} to {upper:g} of 1/ρ; the bounds here are on ρ"
             if separator
             else (f"verl's {option} keeps 1/{upper:g} to {upper:g}")
         )
@@ -366,7 +373,9 @@ def _normalization(settings: PeerSettings, mode: str) -> Conversion:
     aggregation = _aggregation(settings, mode)
     if aggregation != "seq-mean-token-sum-norm":
         if mode in ("gspo", "sapo", "geo_mean"):
-            yield Assign("token_level_loss", False, f"in verl, {mode} is a mean over sequences for any loss_agg_mode")
+            yield Assign(
+                "token_level_loss", False, f"in verl, {mode} is a mean over sequences, whatever loss_agg_mode is"
+            )
             return
         yield from by_value(
             settings,
@@ -381,7 +390,7 @@ def _normalization(settings: PeerSettings, mode: str) -> Conversion:
     keys = (_ACTOR + "loss_scale_factor", "data.max_response_length")
     key = next((key for key in keys if settings[key] is not None), None)
     if key is None:
-        text = "loss_agg_mode: seq-mean-token-sum-norm divides by the padded width; give loss_scale_factor"
+        text = "loss_agg_mode: seq-mean-token-sum-norm divides by the padded width; set loss_scale_factor to it"
         yield Remark(text, ("loss_agg_mode",))
         return
     note = "" if key == keys[0] else "verl divides by the padded width, which is data.max_response_length"
@@ -398,16 +407,19 @@ def _kl(settings: PeerSettings) -> Conversion:
             yield Assign("reference_policy_kl_type", _KL[estimator][0])
         else:
             yield Remark(f"algorithm.kl_penalty: {estimator} has no counterpart", ("kl_penalty",))
-        adaptive = "the coefficient of the KL is fixed here"
+        adaptive = "the coefficient of the KL is constant in this package"
         yield from without_counterpart(settings, {"algorithm.kl_ctrl.type": (("fixed",), adaptive)})
         if settings[_ACTOR + "use_kl_loss"]:
-            yield Remark("use_kl_loss: a KL in the reward and one in the loss don't go together here", ("use_kl_loss",))
+            yield Remark(
+                "use_kl_loss: this package can't combine a KL in the reward with a KL in the loss", ("use_kl_loss",)
+            )
     elif settings[_ACTOR + "use_kl_loss"]:
         estimator = str(settings[_ACTOR + "kl_loss_type"])
         yield Assign("reference_policy_kl_penalty", settings.number(_ACTOR + "kl_loss_coef"))
         if estimator not in _KL:
             yield Remark(
-                f"kl_loss_type: {estimator} has no counterpart; those that have: {', '.join(_KL)}", ("kl_loss_type",)
+                f"kl_loss_type: {estimator} has no counterpart; values with a counterpart: {', '.join(_KL)}",
+                ("kl_loss_type",),
             )
             return
         value, gradient = _KL[estimator]
