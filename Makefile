@@ -121,6 +121,7 @@ docs: $(VENV)/.test
 	$(BIN)/python -m tests.tools.translate.peers.pages docs/peers.md
 	$(BIN)/python -m tests.suite
 	$(BIN)/python -m nemo_geomask.tools.rehearse.case_matrix --table
+	$(BIN)/python -m nemo_geomask.tools.rehearse.recipe_table
 	$(BIN)/nemo-geomask schema --out docs/recipe.schema.json
 
 clean:

@@ -29,7 +29,7 @@ from nemo_geomask.tools.rehearse.rehearsal import rehearse
 from nemo_geomask.tools.rehearse.supervision import ended_by_signals
 from nemo_geomask.tools.shared.markdown import markdown_table, replace_marked_text
 
-__all__ = ["DRAWN", "SEED", "drawn", "main", "page", "plan_recipes"]
+__all__ = ["DRAWN", "SEED", "drawn", "main", "page", "plan_recipes", "rehearse_recipe"]
 
 SEED = 2029
 DRAWN = 12
@@ -82,7 +82,7 @@ def drawn(recipes: Mapping[str, Mapping[str, Any]], number: int = DRAWN, seed: i
     return random.Random(seed).sample(planned, min(number, len(planned)))
 
 
-def _rehearsed(path: Path, timeout: float) -> dict[str, Any]:
+def rehearse_recipe(path: Path, timeout: float) -> dict[str, Any]:
     """Rehearse two steps of a recipe, and return how it ended."""
     began = time.monotonic()
     error_line: str | None
@@ -198,7 +198,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             parser.error(f"--only: {checkout / _EXAMPLES} has no recipe {unknown[0]}")
         with ended_by_signals():
             for name in chosen:
-                run = _rehearsed(checkout / _EXAMPLES / name, options.timeout)
+                run = rehearse_recipe(checkout / _EXAMPLES / name, options.timeout)
                 print(f"{name}: {_outcome(run)}", file=sys.stderr, flush=True)
                 recipes[name]["run"] = run
                 good = good and run["outcome"] == "trained"

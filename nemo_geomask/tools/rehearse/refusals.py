@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ast
+import functools
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 from nemo_geomask.errors import Problem
 from nemo_geomask.tools.check import RecipeFacts
@@ -39,7 +42,37 @@ def recipe_refusals(facts: RecipeFacts) -> Iterator[Problem]:
         key = "on_policy_distillation.enabled"
         message = "true: a rehearsal has no teachers, whose log-probs are this recipe's advantages; set false"
         yield Problem((key,), message)
+    yield from _missing_keys(facts)
     yield from _media(facts)
+
+
+def _missing_keys(facts: RecipeFacts) -> Iterator[Problem]:
+    """Yield a problem for each key of ``megatron_cfg`` without which this NeMo-RL does not start."""
+    if facts.uses_megatron and facts.nemo_rl is not None:
+        for name in _required_megatron_keys(facts.nemo_rl) - set(facts.get("policy.megatron_cfg")):
+            key = f"policy.megatron_cfg.{name}"
+            message = f"missing, and the NeMo-RL in {facts.nemo_rl} starts no run without it; override ++{key}=VALUE"
+            yield Problem((key,), message)
+
+
+@functools.cache
+def _required_megatron_keys(checkout: Path) -> frozenset[str]:
+    """Return the keys that a NeMo-RL's ``MegatronConfig`` requires; empty if its script does not check them."""
+    try:
+        script = (checkout / "examples/run_grpo.py").read_text(encoding="utf-8")
+        source = (checkout / "nemo_rl/models/policy/__init__.py").read_text(encoding="utf-8")
+    except OSError:
+        return frozenset()
+    if "MasterConfig(**" not in script:
+        return frozenset()  # v0.6.0
+    fields = (
+        field
+        for node in ast.parse(source).body
+        if isinstance(node, ast.ClassDef) and node.name == "MegatronConfig"
+        for field in node.body
+        if isinstance(field, ast.AnnAssign) and not ast.unparse(field.annotation).startswith("NotRequired")
+    )
+    return frozenset(field.target.id for field in fields if isinstance(field.target, ast.Name))
 
 
 def _media(facts: RecipeFacts) -> Iterator[Problem]:

@@ -162,6 +162,28 @@ def test_what_a_rehearsal_would_not_show_is_refused(planned, overrides, gpus, me
         planned(*overrides, gpus=gpus)
 
 
+@pytest.mark.parametrize(("script", "refused"), [("config = MasterConfig(**config)", True), ("config = config", False)])
+def test_a_key_that_nemo_rl_requires_is_missed_when_planned(tmp_path, monkeypatch, script, refused):
+    root = tmp_path / "RL"
+    for name, text in {
+        "examples/run_grpo.py": script,
+        "nemo_rl/models/policy/__init__.py": (
+            "class MegatronConfig(TypedDict):\n    enabled: Literal[True]\n    tensor_model_parallel_size: int\n"
+            "    moe_per_layer_logging: bool\n    env_vars: NotRequired[dict[str, str]]\n"
+        ),
+    }.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text, encoding="utf-8")
+    monkeypatch.setenv("NEMO_RL_ROOT", str(root))
+    (tmp_path / "recipe.yaml").write_text(BASE, encoding="utf-8")
+    facts = RecipeFacts.from_recipe(read_recipe(tmp_path / "recipe.yaml", MEGATRON))
+    if refused:
+        with pytest.raises(ConfigError, match="policy.megatron_cfg.moe_per_layer_logging: missing"):
+            plan(facts, folder=tmp_path / "out")
+    else:
+        assert plan(facts, folder=tmp_path / "out").overrides
+
+
 def test_gpus_run_what_cpus_can_not(planned):
     assert planned("policy.model_name=zai-org/GLM-5.1", gpus=True)[0].model.model_type == "glm_moe_dsa"
     assert planned("policy.model_name=openai/gpt-oss-20b")[0].model.model_type == "gpt_oss"

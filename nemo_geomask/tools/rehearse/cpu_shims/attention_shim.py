@@ -15,14 +15,17 @@ __all__ = ["attended", "megatron", "places"]
 
 def megatron(module: Any) -> Iterator[Patch]:
     """dot_product_attention.py:60 refuses context parallelism and :145 packed rows: only transformer-engine's attention
-    has them. Here each rank's queries see the keys of all ranks' shares."""
+    has them. Here each rank's queries see the keys of all ranks' shares. Nor does it have the two head sizes of latent
+    attention (multi_latent_attention.py:210)."""
     groups = importlib.import_module("megatron.core.parallel_state")
 
     def init(original: Any) -> Any:
         def make(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
             alone = copy.copy(config)
             alone.context_parallel_size = 1
+            sizes = [kwargs.pop(name, None) for name in ("k_channels", "v_channels")]
             original(self, alone, *args, **kwargs)
+            self.has_two_head_sizes = sizes[0] != sizes[1]
 
         return make
 
@@ -38,7 +41,7 @@ def megatron(module: Any) -> Iterator[Patch]:
             **more: Any,
         ) -> Any:
             group = groups.get_context_parallel_group()
-            if packed_seq_params is None and group.size() == 1:
+            if packed_seq_params is None and group.size() == 1 and not self.has_two_head_sizes:
                 return original(self, query, key, value, mask, *args, **more)
             if packed_seq_params is None:
                 offsets = [0, query.shape[0] * group.size()]

@@ -1,0 +1,98 @@
+"""Table of recipes, made from a checkout of four."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from nemo_geomask.tools.rehearse import recipe_table
+from nemo_geomask.tools.rehearse.recipe_table import drawn, main, page, plan_recipes
+
+pytest.importorskip("hydra", reason="overrides are Hydra's")
+BASE = """
+grpo: {num_prompts_per_step: 64, num_generations_per_prompt: 16, max_num_steps: 1000, seed: 42}
+loss_fn: {reference_policy_kl_penalty: 0.0}
+policy:
+  model_name: Qwen/Qwen3-30B-A3B
+  train_global_batch_size: 1024
+  train_micro_batch_size: 1
+  max_total_sequence_length: 4096
+  dtensor_cfg: {enabled: true, _v2: false}
+  megatron_cfg: {enabled: false}
+  generation:
+    backend: vllm
+    vllm_cfg: {precision: bfloat16}
+data: {train: {dataset_name: OpenMathInstruct-2}}
+logger: {log_dir: logs}
+cluster: {gpus_per_node: 8, num_nodes: 1}
+"""
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture
+def checkout(tmp_path):
+    recipes = {
+        "configs/planned.yaml": BASE,
+        "configs/sglang.yaml": BASE.replace("backend: vllm", "backend: sglang"),
+        "configs/checked.yaml": BASE.replace("policy:\n", "policy:\n  router_replay: {enabled: true}\n"),
+        "nemo_gym/gym.yaml": BASE + "extra: ${oc.env:NO_SUCH_VARIABLE}\n",
+        "configs/sft.yaml": BASE.replace("grpo:", "sft:").replace("loss_fn:", "other:"),
+        "configs/server.yaml": "port: 1\n",
+    }
+    for name, text in recipes.items():
+        path = tmp_path / "RL" / "examples" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    return tmp_path / "RL"
+
+
+def test_each_recipe_is_planned_or_has_a_reason(checkout):
+    table = dict(plan_recipes(checkout))
+    assert set(table) == {
+        *("configs/planned.yaml", "configs/sglang.yaml", "configs/checked.yaml"),
+        *("nemo_gym/gym.yaml", "configs/sft.yaml"),
+    }
+    planned = {"model_type": "qwen3_moe", "trainer": "DTensor v1", "script": "examples/run_grpo.py"}
+    assert table["configs/planned.yaml"] == {"algorithm": "grpo", "planned": planned}
+    assert table["configs/sglang.yaml"]["refused"]["by"] == "policy.generation.backend: sglang"
+    assert table["configs/checked.yaml"]["refused"]["by"].startswith("check GM309 ")
+    assert "NO_SUCH_VARIABLE" in table["nemo_gym/gym.yaml"]["refused"]["reason"]
+    assert "no policy loss" in table["configs/sft.yaml"]["refused"]["reason"]
+
+
+def test_the_lot_falls_on_planned_recipes_and_is_the_same_each_time():
+    recipes = {f"{number}.yaml": {"planned": {}} for number in range(40)} | {"refused.yaml": {"refused": {}}}
+    chosen = drawn(recipes)
+    assert len(set(chosen)) == recipe_table.DRAWN
+    assert "refused.yaml" not in chosen
+    assert drawn(dict(reversed(recipes.items()))) == chosen != drawn(recipes, seed=1)
+
+
+def test_results_stay_and_the_page_says_how_they_ended(checkout, tmp_path, monkeypatch, capsys):
+    ended = {
+        "outcome": "failed",
+        "error": "step: loss of step 1 is nan",
+        "seconds": 9,
+        "date": "2026-11-24",
+        "steps": {},
+    }
+    monkeypatch.setattr(recipe_table, "rehearse_recipe", lambda path, timeout: ended)
+    (tmp_path / "page.md").write_text("before\n<!-- recipes: begin -->\n<!-- recipes: end -->\nafter", encoding="utf-8")
+    where = ["--results", str(tmp_path / "results"), "--page", str(tmp_path / "page.md")]
+    assert main([str(checkout), "--run", *where]) == 1
+    assert main([str(checkout), *where]) == 0
+    text = (tmp_path / "page.md").read_text(encoding="utf-8")
+    assert "of 4 GRPO and PPO recipes, 1 are planned and 3 refused" in text
+    assert "| configs/planned.yaml | yes | failed in 9 s: step: loss of step 1 is nan | 2026-11-24 |" in text
+    assert "1 of supervised fine-tuning" in text
+    assert text.endswith("after")
+    with pytest.raises(SystemExit):
+        main([str(checkout), "--only", "nothing.yaml", *where])
+    assert "has no recipe nothing.yaml" in capsys.readouterr().err
+
+
+def test_the_page_is_that_of_the_recorded_results():
+    table = json.loads((ROOT / "docs" / "hosts" / "recipes" / "main.json").read_text(encoding="utf-8"))
+    assert page(table) in (ROOT / "docs" / "recipe_table.md").read_text(encoding="utf-8")
