@@ -233,6 +233,15 @@ def test_without_nemo_rl_there_is_nothing_to_prepare(host, monkeypatch):
     assert not prepare_worker()
 
 
+def test_wrappers_that_are_gone_are_an_error_where_a_loss_takes_logits(host):
+    host()
+    for name in WRAPPERS:
+        delattr(packing_wrappers(), name)
+    with pytest.raises(HostAPIError, match=r"SequencePackingLossWrapper\.__call__ is not defined"):
+        prepare_worker(backends=("mcore",))
+    assert not prepare_worker(backends=("nemo_rl",))
+
+
 def test_unknown_code_is_an_error_where_a_loss_takes_logits(host, caplog):
     host(version="9.9")
     del packing_wrappers().SequencePackingFusionLossWrapper.__call__
