@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_geomask.errors import GeomaskError
-from nemo_geomask.records.record_schema import require_arrow, step_files
+from nemo_geomask.records.record_schema import require_arrow
 from nemo_geomask.tools.diagnose import diagnose, find_run, survey_run
 
 __all__ = ["HEALTHY", "NONFINITE", "HealthyLimits", "Mismatch", "check_mismatch", "has_experts", "healthy_limits"]
@@ -170,16 +170,14 @@ def check_mismatch(folder: Path, limits: HealthyLimits) -> Mismatch:
     """Diagnose the records in a folder.
 
     Args:
-        folder: ``loss_fn.record.dir`` of the rehearsal.
+        folder: ``loss_fn.record.dir`` of the rehearsal, or its ``logger.log_dir``, where NeMo-RL logs the same
+            log-probs.
         limits: what is healthy.
     """
     try:
-        files = [path for paths in step_files(folder).values() for path in paths] if folder.is_dir() else []
-        if not files:
-            return Mismatch(limits, unjudged=f"{folder} has no records")
-        statistics = survey_run(find_run(folder))
-        detections = diagnose(statistics).detections
-        measured = _measure(files, limits)
+        run = find_run(folder)
+        detections = diagnose(survey_run(run)).detections
+        measured = _measure(run.paths(), limits)
     except GeomaskError as error:
         return Mismatch(limits, unjudged=str(error))
     for name, (cause, setting, fix) in _BUGS.items():
@@ -227,7 +225,7 @@ def _measure(files: Sequence[Path], limits: HealthyLimits) -> Mismatch:
 def _logprobs(path: Path) -> tuple[Any, Any]:
     """Return the log-probs of sampler and trainer at the trained tokens of a record, where both are finite."""
     np: Any = importlib.import_module("numpy")
-    columns = require_arrow("pyarrow.parquet").read_table(path, columns=["mask", "gen", "prev", "curr"]).to_pydict()
+    columns = _read_log(path) if path.suffix == ".jsonl" else _read_record(path)
     gen: list[float] = []
     trainer: list[float] = []
     for index, mask in enumerate(columns["mask"]):
@@ -243,6 +241,24 @@ def _logprobs(path: Path) -> tuple[Any, Any]:
     pairs = np.array([gen, trainer], dtype=float)
     finite = pairs[:, np.isfinite(pairs).all(axis=0)]
     return finite[0], finite[1]
+
+
+def _read_record(path: Path) -> dict[str, list[Any]]:
+    columns: dict[str, list[Any]] = (
+        require_arrow("pyarrow.parquet").read_table(path, columns=["mask", "gen", "prev", "curr"]).to_pydict()
+    )
+    return columns
+
+
+def _read_log(path: Path) -> dict[str, list[Any]]:
+    """Read ``train_data_step{N}.jsonl``, which has some sequences in each line."""
+    columns: dict[str, list[Any]] = {"mask": [], "gen": [], "prev": [], "curr": []}
+    for line in path.read_text(encoding="utf-8").splitlines():
+        fields = json.loads(line)
+        for name, key in (("mask", "token_loss_mask"), ("gen", "generation_logprobs"), ("prev", "prev_logprobs")):
+            columns[name] += fields[key]
+        columns["curr"] += [None] * len(fields["token_loss_mask"])
+    return columns
 
 
 def _explain(measured: Mismatch) -> Mismatch:

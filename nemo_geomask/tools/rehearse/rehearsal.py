@@ -268,7 +268,7 @@ def _make_plan(facts: RecipeFacts, folder: Path, settings: _RunSettings) -> Plan
         automodel=has_automodel(settings.checkout),
         resume=settings.resume,
         validate=settings.validate,
-        record=importlib.util.find_spec("pyarrow") is not None,
+        record=has_arrow(),
     )
     if not (settings.checkout / planned.script).is_file():
         raise ConfigError(
@@ -348,12 +348,15 @@ def _judge(
     changed = {change.key: change.value for change in planned.changes}
     records = folder / RECORDS if any(key.startswith("loss_fn.record") for key in changed) else None
     mismatch = None
-    if records is not None:
+    # NeMo-RL logs the log-probs of its own loss's steps.
+    log_file = next((folder / "logs").glob("**/train_data_step*.jsonl"), None)
+    source = records or (log_file.parent if log_file is not None else None)
+    if source is not None and has_arrow():
         trainer, sampler = (
             str(changed.get(key, facts.get(key)))
             for key in ("policy.precision", "policy.generation.vllm_cfg.precision")
         )
-        mismatch = check_mismatch(records, healthy_limits(trainer, sampler, experts=has_experts(folder / "model")))
+        mismatch = check_mismatch(source, healthy_limits(trainer, sampler, experts=has_experts(folder / "model")))
     evidence = RunEvidence(
         events=list(read_events(folder / "events.jsonl")),
         metrics=outcome.metrics,
@@ -365,6 +368,11 @@ def _judge(
         is_validated=is_validated,
     )
     return outcome.judged(unmet_conditions(evidence) if outcome.metrics else (), mismatch)
+
+
+def has_arrow() -> bool:
+    """Return True if pyarrow is installed, which records and their diagnosis need."""
+    return importlib.util.find_spec("pyarrow") is not None
 
 
 def _kernel_kills() -> int:

@@ -118,7 +118,7 @@ def _diagnosis(outcome: RunResult) -> Iterator[str]:
         reason = next((str(event["error"]) for event in outcome.weights if "error" in event), "no refit was observed")
         yield f"weights: not compared between trainer and engine: {reason}"
     if outcome.mismatch is None:
-        yield "diagnosis: none, since nothing was recorded (NeMo-RL's own loss, or pyarrow is missing)"
+        yield "diagnosis: none, since no log-probs were recorded or logged, or pyarrow is missing"
     else:
         yield f"diagnosis: {outcome.mismatch.sentence}"
 

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+
 import pytest
 
 from nemo_geomask.tools.rehearse.mismatch_check import check_mismatch, healthy_limits
 from tests.tools.rehearse.made_records import write_record
+
+parquet = pytest.importorskip("pyarrow.parquet", reason="records are Parquet files")
 
 DENSE = healthy_limits("bfloat16", "bfloat16", experts=False)
 EXACT = healthy_limits("float32", "float32", experts=False)
@@ -54,6 +59,25 @@ def test_float32_limits_hold_only_where_both_engines_are_exact():
 
 
 def test_nothing_to_judge_by(tmp_path):
-    assert "has no records" in check_mismatch(tmp_path / "none", DENSE).sentence
+    assert "no such folder" in check_mismatch(tmp_path / "none", DENSE).sentence
     write_record(tmp_path, 1, sequences=1)
     assert "only 14 trained tokens" in check_mismatch(tmp_path, DENSE).unjudged
+
+
+@pytest.mark.parametrize("fault", ["", "temperature"])
+def test_nemo_rls_own_logs_say_the_same(tmp_path, fault):
+    recorded = diagnosed(tmp_path / "records", fault)
+    for path in sorted((tmp_path / "records").glob("*.parquet")):
+        rows = parquet.read_table(path).to_pylist()
+        step = int(path.name.split("-")[1])
+        with (tmp_path / f"train_data_step{step}.jsonl").open("w", encoding="utf-8") as file:
+            for row in rows:
+                fields = {"token_ids": row["tokens"], "token_loss_mask": [int(flag) for flag in row["mask"]]}
+                fields |= {"generation_logprobs": row["gen"], "prev_logprobs": row["prev"]}
+                fields |= {"advantages": row["advantages"], "rewards": row["reward"], "sample_loss_mask": 1.0}
+                lists = {name: [value] for name, value in fields.items()}
+                file.write(json.dumps({**lists, "input_lengths": [row["length"]], "idx": 0}) + "\n")
+    shutil.rmtree(tmp_path / "records")
+    logged = check_mismatch(tmp_path, DENSE)
+    assert (logged.cause, logged.tokens) == (recorded.cause, recorded.tokens)
+    assert logged.noise == pytest.approx(recorded.noise)
