@@ -138,9 +138,14 @@ def page(table: Mapping[str, Any]) -> str:
         markdown_table(
             ("recipe", "drawn", "outcome", "date"),
             [
-                (name, "yes" if name in chosen else "", _outcome(entry["run"]), entry["run"]["date"])
+                (
+                    name,
+                    "yes" if name in chosen else "",
+                    _outcome(entry["run"]) if "run" in entry else "not rehearsed yet",
+                    entry.get("run", {}).get("date", ""),
+                )
                 for name, entry in trained.items()
-                if "run" in entry
+                if "run" in entry or name in chosen
             ],
         ),
         "",

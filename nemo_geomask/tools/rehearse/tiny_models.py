@@ -107,6 +107,12 @@ _SETTINGS_OF_TYPE: Mapping[str, Mapping[str, Any]] = {
     "nemotron_h": {"n_group": 1, "initializer_range": 0.2},
     "glm4_moe_lite": {"n_group": 1},
 }
+_PUBLISHED_KEYS: Mapping[str, Mapping[str, Any]] = {
+    # By model type: what published models' config.json have and vLLM reads, but transformers' class does not declare.
+    "deepseek_v3": {"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
+    "glm4_moe_lite": {"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
+    "minimax_m2": {"use_qk_norm": True, "use_routing_bias": True, "scoring_func": "sigmoid", "rotary_dim": 32},
+}
 _LAYERS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     # By model type: the key that lists its layers, and the layers of a pipeline stage, one of each kind.
     "nemotron_h": ("layers_block_type", ("mamba", "moe", "attention")),
@@ -242,6 +248,8 @@ def write_model(model: TinyModel, folder: Path, *, seed: int = 0) -> int:
     existing_keys = config_class().to_dict() if not model.source.endswith("config.json") else model.settings
     settings = {key: value for key, value in model.settings.items() if key in existing_keys}
     settings.pop("model_type", None)
+    if not model.source.endswith("config.json"):
+        settings |= _PUBLISHED_KEYS.get(model.model_type, {})
     if "head_dim" not in existing_keys and "head_dim" not in settings and "qk_nope_head_dim" not in existing_keys:
         settings["hidden_size"] = 32 * settings["num_attention_heads"]
     config = config_class(**settings, tie_word_embeddings=bool(model.settings.get("tie_word_embeddings", False)))

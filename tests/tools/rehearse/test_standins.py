@@ -151,3 +151,36 @@ def test_engines_of_two_rehearsals_look_for_ports_in_two_places(monkeypatch):
         assert module.DEFAULT_VLLM_PORT_RANGE_LOW == 7000
     assert len(found) == 2
     assert list(ports(SimpleNamespace())) == []
+
+
+def test_projections_of_latent_experts_need_no_transformer_engine():
+    pytest.importorskip("megatron.core.transformer.moe.moe_layer")
+    code = """
+import torch
+from types import SimpleNamespace
+from megatron.core.transformer.moe import moe_layer
+config = SimpleNamespace(params_dtype=torch.float32, sequence_parallel=True)
+layer = moe_layer.TELinear(4, 2, config=config, init_method=torch.nn.init.ones_, bias=False, parallel_mode="duplicated")
+output, bias = layer(torch.ones(3, 4))
+print(moe_layer.HAVE_TE, output.tolist() == [[4.0, 4.0]] * 3, bias, layer.parallel_mode, layer.weight.sequence_parallel)
+"""
+    assert in_a_process(code) == ["True", "True", "None", "duplicated", "True"]
+
+
+def test_bridges_own_fusions_are_cleared():
+    """llama_bridge.py sets apply_rope_fusion itself, whatever the recipe has."""
+    from nemo_geomask.tools.rehearse.cpu_shims.megatron_shim import fusions
+
+    class TransformerConfig:
+        apply_rope_fusion = persist_layer_norm = True
+
+        def finalize(self):
+            assert not self.apply_rope_fusion
+            assert not hasattr(self, "moe_permute_fusion")
+
+    module = SimpleNamespace(TransformerConfig=TransformerConfig)
+    for patch in fusions(module):
+        patch.apply()
+    config = TransformerConfig()
+    config.finalize()
+    assert config.persist_layer_norm is False

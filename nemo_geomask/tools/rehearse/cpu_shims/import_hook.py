@@ -41,6 +41,7 @@ SHIMS: Mapping[str, str] = {
     "megatron.core.transformer.dot_product_attention": "attention_shim:megatron",
     "megatron.core.transformer.torch_norm": "megatron_shim:norm",
     "megatron.core.transformer.moe.token_dispatcher": "megatron_shim:dispatcher",
+    "megatron.core.transformer.moe.moe_layer": "megatron_shim:latent_experts",
     "megatron.core.transformer.moe.moe_utils": "megatron_shim:experts",
     "megatron.bridge.training.initialize": "megatron_shim:initialize",
     "megatron.core.models.common.embeddings.yarn_rotary_pos_embedding": "megatron_shim:yarn",

@@ -20,6 +20,7 @@ __all__ = [
     "hybrid_spec",
     "initialize",
     "jit",
+    "latent_experts",
     "layer_spec",
     "norm",
     "random",
@@ -151,6 +152,36 @@ def fusions(module: Any) -> Iterator[Patch]:
     for name in ("TransformerConfig", "MLATransformerConfig"):
         if "finalize" in vars(getattr(module, name, object)):
             yield attribute(getattr(module, name), "finalize", without_fusion)
+
+
+def latent_experts(module: Any) -> Iterator[Patch]:
+    """moe_layer.py:266: projections to the experts' smaller size are transformer-engine's; here each rank has all of
+    one, as there."""
+    if not hasattr(module, "HAVE_TE"):
+        return
+    if not hasattr(module, "TELinear"):
+        module.TELinear = None  # before Megatron-LM 0.17
+    yield attribute(module, "HAVE_TE", lambda original: True)
+    yield attribute(module, "TELinear", lambda original: _duplicated_linear())
+
+
+def _duplicated_linear() -> Any:
+    torch = importlib.import_module("torch")
+
+    def init(self: Any, inputs: int, outputs: int, *, config: Any, init_method: Any, bias: bool, **kwargs: Any) -> None:
+        torch.nn.Module.__init__(self)
+        self.weight = torch.nn.Parameter(torch.empty(outputs, inputs, dtype=config.params_dtype))
+        init_method(self.weight)
+        self.bias = torch.nn.Parameter(torch.zeros(outputs, dtype=config.params_dtype)) if bias else None
+        for parameter in self.parameters():
+            parameter.sequence_parallel = config.sequence_parallel
+
+    def forward(self: Any, values: Any) -> Any:
+        return torch.nn.functional.linear(values, self.weight, self.bias), None
+
+    # The bridge knows by the class's name, and by parallel_mode, that each rank has the whole weight.
+    names = {"__init__": init, "forward": forward, "parallel_mode": "duplicated"}
+    return type("TELinear", (torch.nn.Module,), names)
 
 
 def yarn(module: Any) -> Iterator[Patch]:
