@@ -184,3 +184,16 @@ def test_bridges_own_fusions_are_cleared():
     config = TransformerConfig()
     config.finalize()
     assert config.persist_layer_norm is False
+
+
+def test_recomputed_activations_have_gradients():
+    """As under activation_checkpointing, which stores the states of CUDA's generators."""
+    pytest.importorskip("megatron.core.tensor_parallel.random")
+    code = """
+import torch
+from megatron.core.tensor_parallel import random
+x = torch.ones(3, requires_grad=True)
+random.CheckpointFunction.apply(lambda value: value.square(), False, x).sum().backward()
+print(x.grad.tolist() == [2.0] * 3)
+"""
+    assert in_a_process(code) == ["True"]

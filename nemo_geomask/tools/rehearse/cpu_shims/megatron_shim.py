@@ -41,6 +41,10 @@ def random(module: Any) -> Iterator[Patch]:
 
     module.initialize_rng_tracker(inference_rng_tracker=True)
     yield attribute(module, "model_parallel_cuda_manual_seed", lambda original: seed)
+    # :118 and :142, of recomputed activations (activation_checkpointing): the CPU's own state is stored beside them.
+    state = importlib.import_module("torch").get_rng_state
+    yield attribute(module, "_get_cuda_rng_state", lambda original: lambda *args, **kwargs: state())
+    yield attribute(module, "_set_cuda_rng_state", lambda original: lambda *args, **kwargs: None)
 
 
 def buffers(module: Any) -> Iterator[Patch]:
