@@ -145,6 +145,12 @@ def build_nemo_rl_loss(master_config: Any) -> PolicyLoss | LogitLoss | None:
     config = policy_loss.config
     loss_block.check_agreement(loss_config, config)
     check_recording(config)
+    environment = _plain_sections(master_config).get("env") or {}
+    if config.record is not None and environment.get("should_log_nemo_gym_responses"):
+        _log_once(
+            "loss_fn.record: rewards will be null, since NeMo-RL logs no training batch under "
+            "env.should_log_nemo_gym_responses: true; set it to false to have them recorded"
+        )
     if config.skips_prev and (problems := tuple(prev_readers(_plain_sections(master_config)))):
         raise ConfigError(*problems)
     loss = policy_loss if config.logprob_backend == "nemo_rl" else LogitLoss(policy_loss)
@@ -263,7 +269,7 @@ def _section(master_config: Any, name: str) -> Any:
 
 def _plain_sections(master_config: Any) -> Mapping[str, Any]:
     """Return the configuration with its sections as mappings."""
-    names = ("grpo", "ppo", "on_policy_distillation")
+    names = ("grpo", "ppo", "on_policy_distillation", "env")
     sections = {}
     for name in names:
         section = master_config.get(name) if isinstance(master_config, Mapping) else getattr(master_config, name, None)

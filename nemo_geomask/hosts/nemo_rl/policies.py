@@ -55,11 +55,7 @@ def geomask_class(base: type) -> type:
     A policy class of another package gets a subclass too, which Ray pickles by value.
     """
     if base not in subclasses:
-        name = f"Geomask{base.__name__}"
-        for importable_name, qualified_name in _NEMO_RL_CLASSES.items():
-            if (base.__module__, base.__qualname__) == qualified_name:
-                name = importable_name
-        subclasses[base] = _define(base, name)
+        subclasses[base] = _define(base, f"Geomask{base.__name__}")
     return subclasses[base]
 
 

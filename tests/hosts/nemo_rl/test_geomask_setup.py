@@ -322,6 +322,18 @@ def test_a_recorded_run_has_its_rewards_from_the_logger(host, tmp_path):
     assert result.logger.logged == ["train_data_step1.jsonl"]
 
 
+def test_a_recorded_run_whose_rewards_nemo_rl_does_not_log(host, tmp_path, caplog):
+    pytest.importorskip("pyarrow")
+    caplog.set_level(logging.INFO, logger="nemo_geomask")
+    loss = host()
+    record = {**GSPO, "record": {"dir": str(tmp_path)}}
+    build(loss, record, env={"should_log_nemo_gym_responses": False})
+    build(loss, GSPO, env={"should_log_nemo_gym_responses": True})
+    assert "rewards will be null" not in caplog.text
+    build(loss, record, env={"should_log_nemo_gym_responses": True})
+    assert "loss_fn.record: rewards will be null" in caplog.text
+
+
 def test_the_step_of_a_resumed_run(host):
     from nemo_geomask.hosts.nemo_rl.resumed_step import resumed_step
 

@@ -221,7 +221,7 @@ def test_a_bound_reaches_the_loss_and_no_column_changes(nemo_rl, eval_mode):
 def test_a_budget_over_parts_is_refused(nemo_rl):
     loss = build(**BUDGET)
     policy = adopt(nemo_rl.tq.TQPolicy({}), loss.config)
-    with pytest.raises(ConfigError, match=r"loss_fn\.masks\[0\]: a budget is over the whole batch"):
+    with pytest.raises(ConfigError, match=r"loss_fn\.masks\[0\]: a budget is computed over the whole batch"):
         policy.begin_train_step(loss)
 
 
