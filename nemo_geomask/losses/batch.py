@@ -98,17 +98,17 @@ class TokenBatch(NamedTuple):
     nonfinite_mask: Tensor  # 1 where both masks are above 0, but a value of the token is NaN or infinite; else 0
     segments: Segments  # assigns tokens to sequences
 
-    def compared_logprobs(self, kind: str) -> tuple[Tensor, Tensor]:
+    def compared_logprobs(self, log_ratio_name: str) -> tuple[Tensor, Tensor]:
         """Return the two log-probs whose difference, first minus second, is :meth:`detached_log_ratio`."""
-        if kind == "mismatch":
+        if log_ratio_name == "mismatch":
             return self.prev, self.gen
-        return self.curr.detach(), self.prev if kind == "policy" else self.gen
+        return self.curr.detach(), self.prev if log_ratio_name == "policy" else self.gen
 
-    def detached_log_ratio(self, kind: str) -> Tensor:
+    def detached_log_ratio(self, log_ratio_name: str) -> Tensor:
         """Return the log-ratio ``mismatch`` prev − gen, ``policy`` curr − prev or ``total`` curr − gen, no gradient."""
-        if kind == "mismatch":
+        if log_ratio_name == "mismatch":
             return self.mismatch
-        first, second = self.compared_logprobs(kind)
+        first, second = self.compared_logprobs(log_ratio_name)
         return first - second
 
 
