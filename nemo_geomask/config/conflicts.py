@@ -233,9 +233,9 @@ _ANCHOR = (
         ConflictRule(
             ("ratio_anchor", key),
             _on_under_gen(key),
-            f"ratio_anchor: gen says what the ratio is taken against, but {key}: true {effect}; unset one of them "
-            "(without ratio or clip, force_on_policy_ratio: true with use_importance_sampling_correction: true is "
-            "anchored on the generation engine)",
+            f"ratio_anchor: gen sets the policy that the ratio is taken against, but {key}: true {effect}; unset one "
+            "of them (for a gradient that is corrected against the generation engine without ratio and clip, remove "
+            "ratio_anchor and set force_on_policy_ratio: true and use_importance_sampling_correction: true)",
         )
         for key, effect in {
             "disable_ppo_ratio": "removes the ratio",
@@ -247,17 +247,17 @@ _ANCHOR = (
             (key, "ratio_anchor"),
             _shapes_weight_under_gen(key),
             f"{key}: {{{key}}} shapes the weight against the mismatch, but under ratio_anchor: gen the ratio itself "
-            f"holds the mismatch and the weight is 1; remove {key}, or set ratio_anchor: prev",
+            f"contains the mismatch and the weight is 1; remove {key}, or set ratio_anchor: prev",
         )
         for key in ("is_correction_level", "is_correction_batch_normalize", "truncated_importance_sampling_type")
     ),
     ConflictRule(
         ("ratio_anchor", "name"),
         lambda s: bool(s.objective_masks_on_total) and s.ratio_anchor == "prev" and not s.applies_weight,
-        "prev takes the ratio against π_old, while mask {objective_masks_on_total} of name: {name} compares with the "
-        "generation engine, and no weight makes up for the mismatch between the two; its authors take both against "
-        "one policy. Remove ratio_anchor, or set use_importance_sampling_correction: true; for both against π_old, as "
-        "in verl, choose name: cispo and give the mask log_ratio: policy",
+        "prev takes the ratio against π_old, but mask {objective_masks_on_total} of name: {name} compares with the "
+        "generation engine, and no weight corrects the mismatch between the two; the objective's authors use one "
+        "policy for both. Remove ratio_anchor, or set use_importance_sampling_correction: true; for both against "
+        "π_old, as in verl, choose name: cispo and give the mask log_ratio: policy",
         severity="warning",
     ),
 )

@@ -60,13 +60,18 @@ class Recording(StrictModel):
 
     dir: str = Field(min_length=1, description="Directory of the run's records; the training process writes to it.")
     fraction: float = Field(
-        default=1.0, gt=0, le=1, description="Share of each step's sequences, or prompts, to record; rounded up."
+        default=1.0,
+        gt=0,
+        le=1,
+        description="Fraction of each step's sequences, or prompts, to record; the number is rounded up.",
     )
     by: Literal["sequence", "group"] = Field(
         default="sequence",
         description="`sequence`: choose single sequences; `group`: choose prompts, with all their sequences.",
     )
-    every: int = Field(default=1, ge=1, description="Record every so many steps, beginning with the first.")
+    every: int = Field(
+        default=1, ge=1, description="Distance in steps between recorded steps; the first step is always recorded."
+    )
     entropy: bool = Field(
         default=False,
         description="Record the entropy at each token; NeMo-RL needs `logprob_backend: geomask` or `geomask_linear`.",
@@ -83,7 +88,7 @@ class LossFields(StrictModel):
     )
     options: dict[str, Any] = _field(
         {},
-        "Settings that only the chosen objective has; see the table of objectives.",
+        "Settings of the chosen objective; the table of objectives lists them.",
         source="this package",
     )
 
@@ -117,8 +122,8 @@ class LossFields(StrictModel):
 
     ratio_anchor: Literal["prev", "gen"] = _field(
         "prev",
-        "Log-probs that the policy ratio is taken against. `gen`: those of the generation engine; the ratio then holds "
-        "the mismatch itself, the weight is 1, and `prev_logprobs` are not needed unless `batch_veto`, `denominator: "
+        "Log-probs that the policy ratio is taken against. `gen`: those of the generation engine; the ratio then "
+        "contains the mismatch, the weight is 1, and `prev_logprobs` are not needed unless `batch_veto`, `denominator: "
         "kept`, `use_kl_in_reward` or a mask on `mismatch` or `policy` reads them.",
         formula="prev: r = π_θ/π_old; gen: r = π_θ/μ",
         source="verl `bypass_mode`; DPPO arXiv:2602.04879",
@@ -126,9 +131,9 @@ class LossFields(StrictModel):
 
     audit_fraction: float = _field(
         0.0,
-        "Share of each batch's sequences whose `prev_logprobs` are computed although the loss does not need them, so "
-        "that metrics show mismatch and staleness (`geomask/audit/…`). The sequences are chosen by a hash of step and "
-        "row; their number is rounded up to one that divides evenly among the workers.",
+        "Fraction of each batch's sequences whose `prev_logprobs` are computed although the loss does not need them, "
+        "so that metrics show mismatch and staleness (`geomask/audit/…`). The sequences are chosen by a hash of step "
+        "and row; their number is rounded up to one that divides evenly among the workers.",
         source="this package",
         ge=0,
         le=1,
@@ -255,7 +260,7 @@ class LossFields(StrictModel):
     compile: Literal["auto"] | bool = _field(
         "auto",
         "Compile the loss and its metrics into one graph with `torch.compile`. `auto`: on a GPU, if a compiler works; "
-        "one log line says what was chosen.",
+        "the log has one line with the choice.",
         source="this package",
     )
     metrics: Literal["full", "nemo_rl"] = _field(
@@ -269,10 +274,10 @@ class LossFields(StrictModel):
     )
     logprob_backend: Literal["nemo_rl", "geomask", "geomask_linear", "mcore", "te"] = _field(
         "nemo_rl",
-        "What computes the log-probs in NeMo-RL's workers. `nemo_rl`: NeMo-RL, which passes them to the loss. With the "
-        "others the loss takes the logits, and a packed microbatch is one call: `geomask` uses this package's kernels, "
-        "`mcore` and `te` those of megatron-core and transformer-engine, for comparison; `geomask_linear` takes hidden "
-        "states and never forms the matrix of logits.",
+        "Code that computes the log-probs in NeMo-RL's workers. `nemo_rl`: NeMo-RL, which passes them to the loss. "
+        "With the others the loss takes the logits, and a packed microbatch is one call: `geomask` uses this package's "
+        "kernels, `mcore` and `te` those of megatron-core and transformer-engine, for comparison; `geomask_linear` "
+        "takes hidden states and never forms the matrix of logits.",
         source="this package",
     )
 

@@ -64,7 +64,7 @@ class MaskRule:
         when: the signs of the advantage under which the rule removes anything.
         allowance: limit on the sum of a prefix's statistic, for level ``prefix_excess``.
         plugin_statistic: the statistic itself if a plugin provides it.
-        drop_at_most: in place of bounds, the share of the batch to remove.
+        drop_at_most: in place of bounds, the largest fraction of the batch to remove.
         until_mean: in place of bounds, the mean that the rest of the batch must not exceed.
         key: the setting that the rule comes from, such as ``loss_fn.masks[0]``.
     """
@@ -124,7 +124,7 @@ _LABEL = r"^[a-z][a-z0-9_]*$"
 def label_problem(label: str) -> str:
     """Return why a mask's label can't be part of a metric's name; empty if it can."""
     if "_min" in label or "_max" in label:
-        return f"label '{label}' holds '_min' or '_max', which NeMo-RL reads as an extremum; choose another"
+        return f"label '{label}' contains '_min' or '_max', by which NeMo-RL recognises extrema; choose another"
     return "" if re.fullmatch(_LABEL, label) else f"label '{label}' does not match {_LABEL}; give the mask another"
 
 
@@ -204,8 +204,8 @@ class RawMask(MaskBase):
         default=None,
         gt=0,
         lt=1,
-        description="In place of bounds: remove at most this share of the batch's tokens or sequences, the ones with "
-        "the largest absolute statistic; ties are removed together or not at all.",
+        description="In place of bounds: remove at most this fraction of the batch's tokens or sequences, the ones "
+        "with the largest absolute statistic; ties are removed together or not at all.",
     )
     until_mean: float | None = Field(
         default=None,
@@ -261,11 +261,11 @@ class RawMask(MaskBase):
     def _check_budget(self) -> None:
         budget, *rest = (key for key in ("drop_at_most", "until_mean", "min", "max") if getattr(self, key) is not None)
         if rest:
-            raise ValueError(f"'{budget}' takes the place of bounds, but '{rest[0]}' is given too; remove one of them")
+            raise ValueError(f"'{budget}' takes the place of bounds, but '{rest[0]}' is set, too; remove one of them")
         if self.log_ratio != "mismatch":
             raise ValueError(
-                f"'{budget}' is decided over the batch before its step, when the current policy that log_ratio: "
-                f"{self.log_ratio} compares is not known; set log_ratio: mismatch, or give min and max"
+                f"'{budget}' is computed over the batch before its step, when the log-probs of the current policy, "
+                f"which log_ratio: {self.log_ratio} needs, are not known; set log_ratio: mismatch, or min and max"
             )
         if self.when != "always":
             raise ValueError(

@@ -91,7 +91,8 @@ class TrustRegion(MaskBase):
         return self.build_rule("mismatch", self.level, self.statistic, None, self.max)
 
 
-# Base of the presets that bound how far a token's probability is off, where the update pushes it further off.
+# Base of the presets that bound the distance between a token's two probabilities. They remove a token only if the
+# update would increase the distance.
 class _Dppo(MaskBase):
     delta: float = Field(gt=0, description="Largest distance kept where the update would make the token more likely.")
     delta_low: float | None = Field(
@@ -112,8 +113,8 @@ class _DppoOfDifferences(_Dppo):
     delta: float = Field(
         gt=0,
         lt=1,
-        description="Largest difference of probabilities kept where the update would make the token more likely; 0.15 "
-        "to 0.2 are in use.",
+        description="Largest difference of probabilities kept where the update would make the token more likely; "
+        "common values are 0.15 to 0.2.",
     )
     delta_low: float | None = Field(
         default=None,
@@ -125,13 +126,13 @@ class _DppoOfDifferences(_Dppo):
 
 
 class DppoTv(_DppoOfDifferences):
-    """Drop tokens whose probability is off by more than delta where the update pushes it further. arXiv:2602.04879."""
+    """Drop tokens whose |p - q| exceeds delta, if the update would increase it. arXiv:2602.04879."""
 
     preset: Literal["dppo_tv"]
 
 
 class DppoKl(_Dppo):
-    """Drop tokens whose binary KL(μ ‖ π) exceeds delta where the update pushes them further. arXiv:2602.04879.
+    """Drop tokens whose binary KL(μ ‖ π) exceeds delta, if the update would increase it. arXiv:2602.04879.
 
     delta is in nats.
     """
@@ -141,10 +142,11 @@ class DppoKl(_Dppo):
 
 
 class Cppo(_DppoOfDifferences):
-    """Drop tokens where the update pushes their prefix's probabilities further off than its budget. arXiv:2606.10968.
+    """Drop tokens whose prefix drifts beyond its budget, if the update would increase the drift. arXiv:2606.10968.
 
-    Compares differences of probabilities as dppo_tv does, weighted less the later the token. A token is dropped if its
-    weighted difference exceeds delta, or if the sum over its prefix exceeds delta plus a budget for each earlier token.
+    The differences of probabilities are those of dppo_tv, with weights that fall from the first token to the last. A
+    token is dropped if its weighted difference exceeds delta, or if the sum over its prefix exceeds delta plus a budget
+    for each earlier token.
     """
 
     preset: Literal["cppo"]
@@ -174,7 +176,7 @@ class KPop(MaskBase):
     """
 
     preset: Literal["kpop"]
-    max: float = Field(gt=0, description="Largest binary KL kept, in nats; 0.1 is in use.")
+    max: float = Field(gt=0, description="Largest binary KL kept, in nats; a common value is 0.1.")
 
     def rule(self) -> MaskRule:
         """Return the mask in its raw form."""

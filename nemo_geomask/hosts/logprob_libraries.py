@@ -34,9 +34,10 @@ def logprob_backend(name: str) -> LogProbs:
         name: one of these. The library is imported here, so that a missing one is an error before training.
 
     Returns:
-        A function of ``(logits, targets, *, group, temperature, vocab_size, ignore_index)``, which mean what they mean
-        for ``vocab_parallel_logprobs``. The other libraries have no temperature, so they get logits in float32 that
-        were divided by it. They need equal shards, and hold several tensors of the logits' size.
+        A function of ``(logits, targets, *, group, temperature, vocab_size, ignore_index)``, with the meaning that
+        these arguments have in ``vocab_parallel_logprobs``. The other libraries have no temperature, so they get
+        float32 logits that were divided by it. They need shards of equal size, and allocate several tensors of the size
+        of the logits.
 
     Raises:
         ConfigError: the name is unknown.

@@ -21,7 +21,7 @@ class Kernels(NamedTuple):
 
     Attributes:
         name: ``triton`` or ``torch``.
-        reason: why this set was chosen, in words for a message.
+        reason: why this set was chosen; text for a message.
     """
 
     name: str

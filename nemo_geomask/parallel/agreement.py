@@ -78,7 +78,7 @@ def gather_rank_arguments(targets: Tensor, shards: VocabShards, options: Logprob
 
 @functools.lru_cache(maxsize=64)
 def _device_constants(values: tuple[int, ...], device: str) -> Tensor:
-    """Return the values as an int64 tensor on the device, from a cache if they were asked for before."""
+    """Return the values as an int64 tensor on the device; repeated calls return a cached tensor."""
     # The cache matters because a copy from the host to a GPU makes the host wait for the device.
     return torch.tensor(values, dtype=torch.int64, device=device)
 

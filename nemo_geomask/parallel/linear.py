@@ -253,21 +253,21 @@ def _row_statistics(
     """Compute the softmax statistics [4, N] of the rows [N, H] over this rank's columns, tile by tile."""
     shards, options = head.shards, head.options
     arguments: Any = {"entropy": options.entropy, **options.kernel_arguments}
-    of_row_blocks: list[Tensor] = []  # where each tile has some rows and all columns
-    of_all_rows: Tensor | None = None  # where each tile has all rows and some columns
+    row_blocks: list[Tensor] = []  # statistics of each tile, if a tile has some rows and all columns
+    merged: Tensor | None = None  # statistics over the tiles so far, if a tile has all rows and some columns
     for tile in iterate_tiles(to_product_dtype(rows), weight, bias, buffer, **head.tile_arguments):
         start = shards.start + tile.columns.start
-        of_tile = options.kernels.row_statistics(tile.logits, ids[tile.rows], start=start, **arguments)
+        tile_statistics = options.kernels.row_statistics(tile.logits, ids[tile.rows], start=start, **arguments)
         if tile.rows != slice(0, len(rows)):
-            of_row_blocks.append(of_tile)
-        elif of_all_rows is None:
-            of_all_rows = of_tile
+            row_blocks.append(tile_statistics)
+        elif merged is None:
+            merged = tile_statistics
         else:
-            of_all_rows = options.kernels.fold(torch.stack([of_all_rows, of_tile]), options.inverse_temperature)
-    if of_all_rows is not None:
-        return of_all_rows
-    if of_row_blocks:
-        return torch.cat(of_row_blocks, dim=1)
+            merged = options.kernels.fold(torch.stack([merged, tile_statistics]), options.inverse_temperature)
+    if merged is not None:
+        return merged
+    if row_blocks:
+        return torch.cat(row_blocks, dim=1)
     return cpu.row_statistics(rows[:, :0], ids, start=0, **arguments)
 
 

@@ -80,7 +80,7 @@ def iterate_tiles(
     count = len(rows)
     if not count or not valid_columns:
         return
-    # Of rows and columns, a tile has all of the fewer ones, and a step of the more numerous ones.
+    # The longer side of the matrix of logits is divided into steps. A tile has all of the shorter side.
     by_columns = count <= valid_columns
     fixed, divided = (count, valid_columns) if by_columns else (valid_columns, count)
     # The length of the fixed side is rounded up to a power of two, so that batches of other lengths seldom change the
@@ -109,7 +109,7 @@ def iterate_tiles(
 class GradientSum:
     """Sum of matrix products over the tiles, in float32: the gradient of the weight or of the hidden states.
 
-    If each slice of the gradient gets its value from a single tile, the type is that of ``parameter`` instead.
+    If a single tile determines each slice of the gradient, nothing is summed, and the type is that of ``parameter``.
 
     Args:
         parameter: the tensor whose gradient is summed.

@@ -18,7 +18,7 @@ __all__ = ["Softmax", "Targets", "check_targets", "gradient_inputs", "merge_shar
 
 
 class Targets(NamedTuple):
-    """Token ids whose log-probs are wanted, and the outcome of their checks.
+    """Token ids whose log-probs are computed, and the outcome of their checks.
 
     Attributes:
         ids: [N] int64.
@@ -40,7 +40,7 @@ class Softmax(NamedTuple):
 
     Attributes:
         logprobs: [N] float32 of the targets, 0 at ``ignore_index``.
-        entropy: [N] float32 in nats; undefined unless it was asked for.
+        entropy: [N] float32 in nats; undefined unless the caller requested it.
         max_logit: [N] float32, the largest logit m, finite.
         sum_exp: [N] float32, Σ e^{(x - m)/T}.
     """

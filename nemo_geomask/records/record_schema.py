@@ -31,8 +31,8 @@ class Column:
     Attributes:
         name: the column's name.
         arrow_type: Arrow's name of the column's type; a ``list<…>`` has one element for each token, in their order.
-        definition: what it holds, with the unit.
-        is_required: True if every record has a value; else the value is null where the trainer doesn't know it.
+        definition: meaning of its values, with the unit.
+        is_required: True if every record has a value; else it is null where the trainer doesn't know the value.
     """
 
     name: str
@@ -51,7 +51,7 @@ class Column:
         return self.arrow_type.removeprefix("list<").removesuffix(">")
 
 
-_LOGPROB = "log-prob of each token, nats; 0 or NaN where nobody computed it (prompt, tool output)"
+_LOGPROB = "log-prob of each token, nats; 0 or NaN where it was not computed (prompt, tool output)"
 
 COLUMNS: tuple[Column, ...] = (
     Column("step", "int64", "number of the rollout batch, from 1, as NeMo-RL logs it", is_required=True),
@@ -61,10 +61,15 @@ COLUMNS: tuple[Column, ...] = (
     ),
     Column("sample", "int64", "number of the response within its group, in row order"),
     Column("weight_version", "int64", "version of the weights that generation began with"),
-    Column("staleness", "int32", "rollout batches trained between these weights and those that train on the sequence"),
+    Column("staleness", "int32", "number of rollout batches between the weights that generated and those that train"),
     Column("reward", "float32", "reward of the sequence, after shaping, before the baseline"),
-    Column("length", "int32", "tokens, prompt and response", is_required=True),
-    Column("prompt_length", "int32", "tokens before the first trained one; all if none is trained", is_required=True),
+    Column("length", "int32", "number of tokens, of prompt and response together", is_required=True),
+    Column(
+        "prompt_length",
+        "int32",
+        "number of tokens before the first trained one; all tokens if none is trained",
+        is_required=True,
+    ),
     Column("turns", "int32", "contiguous runs of trained tokens: the policy's turns", is_required=True),
     Column("sample_mask", "float32", "weight of the sequence in the loss; 0: not trained on", is_required=True),
     Column("tokens", "list<int32>", "token ids", is_required=True),

@@ -248,9 +248,12 @@ TOKEN = {"log_ratio": "mismatch", "level": "token"}
     ("config", "message"),
     [
         ({"masks": [{**TOKEN, "log_ratio": "total", "drop_at_most": 0.1}]}, r"masks\[0\].*log_ratio: mismatch"),
-        ({"masks": [{**TOKEN, "log_ratio": "policy", "until_mean": 0.1}]}, "current policy that log_ratio: policy"),
-        ({"masks": [{**TOKEN, "drop_at_most": 0.1, "max": 2.0}]}, "but 'max' is given too"),
-        ({"masks": [{**TOKEN, "drop_at_most": 0.1, "until_mean": 2.0}]}, "but 'until_mean' is given too"),
+        (
+            {"masks": [{**TOKEN, "log_ratio": "policy", "until_mean": 0.1}]},
+            "current policy, which log_ratio: policy needs",
+        ),
+        ({"masks": [{**TOKEN, "drop_at_most": 0.1, "max": 2.0}]}, "but 'max' is set, too"),
+        ({"masks": [{**TOKEN, "drop_at_most": 0.1, "until_mean": 2.0}]}, "but 'until_mean' is set, too"),
         ({"masks": [{**TOKEN, "drop_at_most": 0.1, "when": "pushing"}]}, "but when: pushing restricts the mask"),
         ({"masks": [{**TOKEN, "drop_at_most": 1.0}]}, r"masks\[0\]\.drop_at_most"),
         ({"masks": [{**TOKEN, "drop_at_most": 0.1, "level": "prefix_sum", "statistic": "prob_diff"}]}, "signs cancel"),

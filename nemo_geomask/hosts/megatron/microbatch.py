@@ -32,7 +32,7 @@ def _parallel_state() -> Any:
 
 
 def _row_offsets(params: PackedSeqParams) -> Tensor:
-    """Offsets of the sequences in the packed row, with padding if there is any."""
+    """Return the offsets of the sequences in the packed row, padding included."""
     padded: Tensor | None = getattr(params, "cu_seqlens_q_padded", None)
     return params.cu_seqlens_q if padded is None else padded
 
@@ -44,14 +44,14 @@ def packed_segments(
     sequence_parallel: bool = False,
     host_offsets: Sequence[int] | Tensor | None = None,
 ) -> PackedSegments:
-    """Make the segments of this rank's share of a packed row.
+    """Make the segments of this rank's shard of a packed row.
 
     Args:
         params: Megatron's ``PackedSeqParams`` in format ``thd``; its padded offsets are used if it has any.
         device: device of the tokens.
-        sequence_parallel: True if the loss runs on sequence-parallel shares, so that each tensor-parallel rank has a
-            slice of a context-parallel rank's tokens. ``GPTModel`` gathers the slices before its output layer, also
-            under its own ``sequence_parallel``, and needs False.
+        sequence_parallel: True if the loss runs on sequence-parallel shards, so that each tensor-parallel rank has a
+            slice of a context-parallel rank's tokens. Pass False for ``GPTModel``, which gathers the slices before its
+            output layer, even under its own ``sequence_parallel``.
         host_offsets: the same offsets on the host (a list or CPU tensor), if the caller has them. Otherwise those of
             ``params`` are copied, usually from the device, which is the only synchronisation of this call.
 
@@ -59,7 +59,7 @@ def packed_segments(
         Segments whose statistics cross the context-parallel group, or the group of context and tensor parallelism.
 
     Raises:
-        ShapeError: the offsets do not fit the shares, or ``host_offsets`` has another length than those of ``params``.
+        ShapeError: the offsets do not fit the shards, or ``host_offsets`` has another length than those of ``params``.
     """
     state = _parallel_state()
     cp_size = state.get_context_parallel_world_size()
@@ -124,7 +124,7 @@ def policy_loss(
     Args:
         loss: from :func:`nemo_geomask.build_loss`.
         logits: this rank's, [1, N, V/TP] as ``GPTModel`` returns them for packed input; with ``sequence_parallel``
-            [1, N, V]: its share of the tokens and the complete vocabulary.
+            [1, N, V]: its shard of the tokens and the complete vocabulary.
         data: NeMo-RL's microbatch [B, T], see :func:`pack_batch`, with ``input_ids``.
         params: the packing that the model ran with.
         global_valid_seqs: valid sequences of the optimiser step.
@@ -133,8 +133,8 @@ def policy_loss(
         vocab_size: number of valid tokens if Megatron padded the vocabulary.
         sequence_parallel: see :func:`packed_segments`.
         host_offsets: see :func:`packed_segments`.
-        validate: check that the batch fits the packing and the vocabulary, and the vocabulary its shards, which reads
-            flags from the device. Without it, a target outside the vocabulary gives a NaN loss.
+        validate: check that the batch fits the packing and the vocabulary, and that the shards fit the vocabulary. The
+            checks read flags from the device. Without them, a target outside the vocabulary gives a NaN loss.
 
     Returns:
         Loss and metrics of the complete microbatch, equal on all ranks; the gradient is that of the complete loss with
@@ -150,7 +150,7 @@ def policy_loss(
     count = segments.tokens
     if logits.shape[:-1] != (1, count):
         raise ShapeError(
-            f"logits must be [1, {count}, {'V' if sequence_parallel else 'V/TP'}], this rank's share of the packed "
+            f"logits must be [1, {count}, {'V' if sequence_parallel else 'V/TP'}], this rank's shard of the packed "
             f"row, but they are {list(logits.shape)}"
         )
     shards = 1 if sequence_parallel else state.get_tensor_model_parallel_world_size()

@@ -104,7 +104,7 @@ def rollout_batch(
             lacks the log-prob of a sampled token.
     """
     if not outputs:
-        raise DataError("outputs is empty: no request, no batch")
+        raise DataError("outputs is empty; pass at least one finished request")
     has_many_params = isinstance(sampling_params, Sequence)
     params = list(sampling_params) if has_many_params else [sampling_params] * len(outputs)
     if len(params) != len(outputs):
@@ -150,14 +150,16 @@ def load_weights(llm: LLM, weights: Iterable[tuple[str, Tensor]]) -> None:
             "the engine runs in another process; set VLLM_ENABLE_V1_MULTIPROCESSING=0 before it is created"
         )
     if llm.llm_engine.has_unfinished_requests():
-        raise EngineError("the engine has unfinished requests, which would see two policies; load weights between them")
+        raise EngineError(
+            "the engine has unfinished requests, which two policies would answer; load weights when it is idle"
+        )
     llm.apply_model(_unpack_experts)
     llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
     llm.reset_prefix_cache()
 
 
 def _unpack_experts(model: nn.Module) -> None:
-    """Make a reload pack the experts' weights for the CPU's kernels, as the first load did.
+    """Reset the experts' kernels on a CPU, so that a reload packs the weights for them, as the first load did.
 
     vLLM (as of 0.32.0) packs them when it builds the experts' kernel, which it does once. After a reload the kernel
     would read unpacked weights as packed ones, without an error. A layer without a kernel builds a new one.
@@ -180,12 +182,12 @@ def _check_sampling(params: SamplingParams, mode: str) -> None:
         )
     if params.temperature < _GREEDY_TEMPERATURE:
         raise ConfigError(
-            f"sampling_params.temperature is {params.temperature}: greedy decoding draws from no distribution, so its "
-            "tokens have no log-prob to correct with; sample with a temperature above 0"
+            f"sampling_params.temperature is {params.temperature}: greedy decoding does not sample, so "
+            "no importance weight is defined for its tokens; set a temperature above 0"
         )
     if params.output_kind.name == "DELTA":
         raise ConfigError(
-            "sampling_params.output_kind is DELTA, so that an output holds the last tokens only; use FINAL_ONLY"
+            "sampling_params.output_kind is DELTA, so an output contains only the latest tokens; use FINAL_ONLY"
         )
     reshaped = {
         name: value for name, neutral in _NEUTRAL.items() if (value := getattr(params, name, neutral[0])) not in neutral
@@ -193,8 +195,8 @@ def _check_sampling(params: SamplingParams, mode: str) -> None:
     if mode == "raw_logprobs" and reshaped:
         settings = ", ".join(f"{name}={value}" for name, value in reshaped.items())
         raise ConfigError(
-            f"logprobs_mode is 'raw_logprobs', before sampling_params' {settings}, so the log-probs are not those of "
-            f"the distribution that was sampled; {remedy}, or leave these at their defaults"
+            f"logprobs_mode is 'raw_logprobs', which ignores {settings} of sampling_params, so the log-probs are not "
+            f"those of the sampled distribution; {remedy}, or leave these parameters at their defaults"
         )
 
 

@@ -159,7 +159,9 @@ RESHAPED = [
 def test_raw_logprobs_are_refused_where_the_sampled_distribution_is_another(settings):
     params = vllm.SamplingParams(logprobs=0, **settings)
     name = next(iter(settings))
-    with pytest.raises(ConfigError, match=rf"'raw_logprobs', before .*{name}=.*logprobs_mode='processed_logprobs'"):
+    with pytest.raises(
+        ConfigError, match=rf"'raw_logprobs', which ignores .*{name}=.*logprobs_mode='processed_logprobs'"
+    ):
         batch(request(completion([4])), params=params, mode="raw_logprobs")
     assert batch(request(completion([4])), params=params)["sample_mask"].item() == 1
 
