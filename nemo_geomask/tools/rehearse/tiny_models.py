@@ -124,10 +124,22 @@ _LAYERS: Mapping[str, tuple[str, tuple[str, ...]]] = {
 }
 _PATTERN = "hybrid_override_pattern"
 """Key of a published ``nemotron_h`` that has a letter for each layer."""
+_YARN = {
+    # DeepSeek-V3's; Megatron takes it for latent attention even where a config.json has none.
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 40.0,
+    "original_max_position_embeddings": 4096,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+}
 _VARIANTS: tuple[tuple[str, Mapping[str, Any]], ...] = (
     # Pattern of a name, and what sets these models apart from others of their type.
     (r"nemotron-(nano-\d+b|h)", {"layers_block_type": ("mamba", "mlp", "attention")}),
     (r"nemotron-3-super", {"moe_latent_size": 32}),
+    (r"deepseek-(v3|r1)|guides/deepseek", {"rope_parameters": _YARN, "max_position_embeddings": 163840}),
     (r"gemma-?4-e\d", {"hidden_size_per_layer_input": 32}),
     (r"gemma-?4.*a\d+b", {"enable_moe_block": True, "top_k_experts": 2}),
 )
