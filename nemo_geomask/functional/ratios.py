@@ -42,6 +42,14 @@ Statistic = Literal["ratio", "k2", "k3"]
 BinaryStatistic = Literal["prob_diff", "binary_kl", "binary_kl_reverse", "binary_kl_max"]
 
 
+def clamp(x: Tensor, low: float, high: float) -> Tensor:
+    """Return x clamped to [low, high]; the gradient is 0 at the bounds and outside them.
+
+    ``hardtanh`` is torch's clamp whose backward pass is one operation; that of ``Tensor.clamp`` is four on a CPU.
+    """
+    return torch.nn.functional.hardtanh(x, low, high)
+
+
 def saturating_exp(log_ratio: Tensor) -> Tensor:
     r"""Return :math:`e^{\min(x, 40)}`: the ratio, but at most the largest one represented.
 
@@ -55,7 +63,7 @@ def saturating_exp(log_ratio: Tensor) -> Tensor:
     Raises: ShapeError: half precision or integers.
     """
     check_layout(log_ratio=log_ratio)
-    return torch.exp(log_ratio.clamp(max=LOG_RATIO_LIMIT))
+    return torch.exp(clamp(log_ratio, -math.inf, LOG_RATIO_LIMIT))
 
 
 def log_bound(bound: float | None, *, default: float) -> float:
@@ -103,7 +111,7 @@ def k3(log_ratio: Tensor) -> Tensor:
     Source: Schulman, "Approximating KL divergence" (2020), http://joschu.net/blog/kl-approx.html.
     """
     check_layout(log_ratio=log_ratio)
-    x = log_ratio.clamp(max=LOG_RATIO_LIMIT)
+    x = clamp(log_ratio, -math.inf, LOG_RATIO_LIMIT)
     return torch.expm1(x) - x
 
 

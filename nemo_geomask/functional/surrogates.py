@@ -83,10 +83,10 @@ def clipped(
     """
     check_layout(log_ratio=log_ratio, advantages=advantages)
     ratio = saturating_exp(log_ratio)
-    clipped_ratio = ratio.clamp(1.0 - clip_min, 1.0 + clip_max)
-    # Inside the bounds the two products are equal. torch.minimum then gives half of the gradient to each of them, and
-    # the halves add up.
-    loss = -torch.minimum(ratio * advantages, clipped_ratio * advantages)
+    # The clipped ratio has no gradient where it decides, and inside the bounds it equals the ratio.
+    clipped_ratio = ratio.detach().clamp(1.0 - clip_min, 1.0 + clip_max)
+    unclipped, pessimistic = ratio * advantages, clipped_ratio * advantages
+    loss = -torch.where(pessimistic < unclipped, pessimistic, unclipped)
     if dual_clip is None:
         return Surrogate(loss, ratio, clipped_ratio, advantages)
     dual_bound = -dual_clip * advantages
