@@ -20,7 +20,7 @@ TOOLS = ROOT / "nemo_geomask" / "tools"
 NAMES = sorted(path.parent.name for path in TOOLS.glob("*/__init__.py") if path.parent.name != "shared")
 
 # Tools that can not be imported without another one, and are deleted with it.
-REQUIRED = {("bench", "check"), ("rehearse", "check")}
+REQUIRED = {("bench", "check"), ("rehearse", "check"), ("rehearse", "diagnose")}
 # Tools that import another one in a function, for an option or an output that needs it.
 OPTIONAL = {("check", "diagnose"), ("lab", "diagnose")}
 

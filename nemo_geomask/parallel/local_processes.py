@@ -194,7 +194,10 @@ def _run_rank(index: int, ranks: range, world: int, backend: str, collective_tim
         (folder / f"{rank}.error").write_bytes(pickle.dumps(raised))
         with contextlib.suppress(FileExistsError):
             (folder / "error").symlink_to(folder / f"{rank}.error")
-        sys.exit(1)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # Not sys.exit: threads of the backend are still running, and can abort an interpreter that shuts down.
+        os._exit(1)
 
 
 def _join_group(rank: int, world: int, backend: str, collective_timeout: float, folder: Path) -> None:

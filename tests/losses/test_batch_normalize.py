@@ -119,7 +119,7 @@ def test_a_loss_that_is_told_carries_it():
 
 
 def test_a_batch_in_parts_has_no_mean():
-    with pytest.raises(ConfigError, match="the weight's mean is over the whole batch"):
+    with pytest.raises(ConfigError, match="the weight's mean is computed over the whole batch"):
         PrestepPass(build_loss(NORMALIZED).config).open()
 
 

@@ -54,5 +54,5 @@ def test_the_documented_task_is_trained_on_in_the_lab(tmp_path, monkeypatch):
     assert int(rollout.data["input_ids"][:, 1:].max()) <= 8
     with pytest.raises(ConfigError, match=r"env\.name: Input should be|env\.name: .*no task named 'ehco'"):
         LabRecipe.read({"env": {"name": "ehco"}}, source="test")
-    with pytest.raises(ConfigError, match="options .* are those of a plugin"):
+    with pytest.raises(ConfigError, match="options .* are for tasks from plugins"):
         LabRecipe.read({"env": {"options": {"numbers": 7}}}, source="test")

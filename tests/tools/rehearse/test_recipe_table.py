@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from nemo_geomask.recipe import ROOT_VARIABLE
 from nemo_geomask.tools.rehearse import recipe_table
 from nemo_geomask.tools.rehearse.recipe_table import drawn, main, page, plan_recipes
 
@@ -32,7 +33,8 @@ ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture
-def checkout(tmp_path):
+def checkout(tmp_path, monkeypatch):
+    monkeypatch.setenv(ROOT_VARIABLE, "")  # main sets it; this puts it back
     recipes = {
         "configs/planned.yaml": BASE,
         "configs/sglang.yaml": BASE.replace("backend: vllm", "backend: sglang"),
