@@ -121,7 +121,7 @@ def _resolve_id(rule_id: str, location: str) -> str:
     """Return the id in upper case; ``location`` is the option or comment that an error names."""
     name = rule_id.strip().upper()
     if name not in _BY_ID:
-        # Two ids may differ in one digit only, so the guess corrects the letters and keeps the digits.
+        # Many ids differ from one another by one digit, so the guess keeps the digits and corrects the letters only.
         guess = f"GM{re.sub('[^0-9]', '', name)}"
         hint = f"did you mean {guess}?" if guess in _BY_ID else "see nemo-geomask check --list-rules"
         raise ConfigError(f"{location}: there is no rule {rule_id}; {hint}")

@@ -36,8 +36,9 @@ def _indivisible_rollouts(facts: RecipeFacts) -> Iterator[Hit]:
 def _scoring_batch_size(facts: RecipeFacts) -> Iterator[Hit]:
     training = facts.number("policy.train_micro_batch_size")
     scoring = facts.number("policy.logprob_batch_size")
-    is_harmless = facts.config.force_on_policy_ratio or training is None or scoring in (None, training)
-    if facts.tensor_parallel < 4 or is_harmless:
+    uses_one_size = training is None or scoring in (None, training)
+    # Under force_on_policy_ratio, no prev_logprobs are compared with curr.
+    if facts.tensor_parallel < 4 or uses_one_size or facts.config.force_on_policy_ratio:
         return
     yield Hit(
         "policy.logprob_batch_size",

@@ -38,7 +38,7 @@ def as_text(checked: CheckedRecipe) -> str:
         _forecast_lines(checked.forecasts),
         _measured_lines(checked.measured) if checked.measured else [],
         *(_finding_lines(finding) for finding in report.findings),
-        [", ".join(_counted(report.count(severity), severity) for severity in _SEVERITIES), *_remarks(checked)],
+        [", ".join(_with_count(report.count(severity), severity) for severity in _SEVERITIES), *_remarks(checked)],
     ]
     return "\n\n".join("\n".join(lines) for lines in sections if lines)
 
@@ -105,7 +105,8 @@ def _remarks(checked: CheckedRecipe) -> Iterator[str]:
         yield f"not checked without {_OPTION_FOR[attribute]}: {rule.id}, {rule.title}"
 
 
-def _counted(count: int, noun: str) -> str:
+def _with_count(count: int, noun: str) -> str:
+    """Return a count with its noun, in the plural unless the count is 1."""
     return f"{count} {noun}{'' if count == 1 else 's'}"
 
 

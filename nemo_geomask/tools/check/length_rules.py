@@ -51,8 +51,7 @@ def _mask_removes_most(facts: RecipeFacts) -> Iterator[Hit]:
             yield Hit(
                 rule.key,
                 f"mask {rule.label} is expected to keep only {kept:.1%} of {counted} of {tokens} tokens at a mean "
-                f"mismatch KL of "
-                f"{kl:g} nats per token {_ASSUMPTION}; {fix}",
+                f"mismatch KL of {kl:g} nats per token {_ASSUMPTION}; {fix}",
             )
 
 
@@ -97,9 +96,9 @@ def _scoring_batch_size(facts: RecipeFacts) -> Iterator[Hit]:
     training = facts.number("policy.train_micro_batch_size")
     scoring = facts.number("policy.logprob_batch_size")
     tensor_parallel = facts.tensor_parallel
-    is_harmless = facts.config.force_on_policy_ratio or training is None or scoring in (None, training)
+    uses_one_size = training is None or scoring in (None, training)
     # From a tensor-parallel size of 4 on, NeMo-RL refuses the recipe, which GM307 reports.
-    if not 2 <= tensor_parallel < 4 or is_harmless:
+    if not 2 <= tensor_parallel < 4 or uses_one_size or facts.config.force_on_policy_ratio:
         return
     yield Hit(
         "policy.logprob_batch_size",

@@ -1,13 +1,14 @@
 r"""GM408: GPU memory that each method needs to compute log-probs from hidden states.
 
-The formulas give peak bytes on a rank of the last pipeline stage, beyond the model, its activations and its gradients.
+The formulas give peak bytes on a rank of the last pipeline stage, in addition to the model, its activations and its
+gradients.
 The peak is the larger one of training (forward and backward) and scoring (forward without gradient). Symbols:
 
 - R rows of a training microbatch, S rows of a scoring microbatch, H numbers in a hidden state, W = V/TP columns;
 - b bytes of a logit: 2 under ``defer_fp32_logits``, else 4; u bytes of its float32 copy: 4 if b = 2, else 0;
 - c rows of a chunk; f fraction of the rows that train.
 
-With logits, the peak of a backward pass comes with the gradient of the logits or, later, with that of the output
+A backward pass through logits has its peak when it computes the gradient of the logits or, later, that of the output
 weight. The latter exists in half precision before it is accumulated, unless Megatron's
 ``gradient_accumulation_fusion`` is on, so the peak is at least 2 R W + 2 W H.
 
@@ -21,10 +22,11 @@ NeMo-RL, ``use_fused_linear_logprobs``      10 W H + 20 c W + 8 R H: three copie
                                             in float32. Scoring: 14 c W + 4 S H
 ``geomask``                                 2 b R W: logits and gradient. Scoring: b S W, and 2 S W from which they are
                                             cast if b = 4
-``geomask_linear``                          min(tile, 2 f R W) + (b + 2 f) R H + 2 W H + 4 min(f R, W) H: a tile, a copy
-                                            of the hidden states and of those that train, the weight's gradient, the
-                                            smaller one of the two gradients in float32. Scoring: min(tile, 2 S W) and
-                                            the copy; in DTensor v1 as ``geomask``
+``geomask_linear``                          min(tile, 2 f R W) + (b + 2 f) R H + 2 W H + 4 min(f R, W) H: a tile of the
+                                            logits (``TILE_BYTES``), a copy of all hidden states and one of those that
+                                            train, the weight's gradient, the smaller one of the two gradients in
+                                            float32. Scoring: min(tile, 2 S W) and the copy of all; in DTensor v1 as
+                                            ``geomask``
 =========================================== ===========================================================
 """
 
@@ -35,7 +37,13 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
 from nemo_geomask.parallel.linear import TILE_BYTES
-from nemo_geomask.tools.check.logprob_paths import chunk_needs, fused_key, fused_needs, logit_needs, scoring_passes
+from nemo_geomask.tools.check.logprob_paths import (
+    fused_key,
+    missing_for_backend,
+    missing_for_chunks,
+    missing_for_fused,
+    scoring_passes,
+)
 from nemo_geomask.tools.check.model_shapes import ModelShape, shape_of
 from nemo_geomask.tools.check.parallel_layout import layout_of
 from nemo_geomask.tools.check.recipe_facts import RecipeFacts
@@ -72,7 +80,7 @@ class OutputWork(NamedTuple):
         trained: f, fraction of the rows that train.
         logit_bytes: b, bytes of a logit, 2 or 4.
         fused_gradient: True if the weight's gradient is accumulated while it is computed.
-        v1: True for a DTensor v1 worker, which computes logits in scoring even with ``geomask_linear``.
+        v1: True for a DTensor v1 worker, which scores from logits even with ``geomask_linear``.
     """
 
     rows: int
@@ -224,14 +232,18 @@ def current_method(facts: RecipeFacts) -> str:
         return backend if backend in LOGPROB_METHODS else "NeMo-RL"
     if fused_key(facts):
         return "NeMo-RL, fused"
-    return "NeMo-RL, in chunks" if facts.number("policy.logprob_chunk_size") and not chunk_needs(facts) else "NeMo-RL"
+    return (
+        "NeMo-RL, in chunks"
+        if facts.number("policy.logprob_chunk_size") and not missing_for_chunks(facts)
+        else "NeMo-RL"
+    )
 
 
 def settings_to_change(method: str, facts: RecipeFacts) -> str:
     """Return the settings that a recipe has to change before it can use a method; empty if none."""
     if method.startswith("geomask"):
-        return ", ".join(logit_needs(facts, method))
-    needs = {"NeMo-RL, in chunks": chunk_needs, "NeMo-RL, fused": fused_needs}
+        return ", ".join(missing_for_backend(facts, method))
+    needs = {"NeMo-RL, in chunks": missing_for_chunks, "NeMo-RL, fused": missing_for_fused}
     return ", ".join(needs[method](facts)) if method in needs else ""
 
 

@@ -1,4 +1,4 @@
-"""Forward passes and settings that each way to compute log-probs needs, in NeMo-RL and in this package."""
+"""What each method to compute log-probs needs: forward passes, and settings that a recipe may lack."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from nemo_geomask.hosts.nemo_rl.facts import (
 )
 from nemo_geomask.tools.check.recipe_facts import RecipeFacts
 
-__all__ = ["chunk_needs", "fused_key", "fused_needs", "logit_needs", "scoring_passes"]
+__all__ = ["fused_key", "missing_for_backend", "missing_for_chunks", "missing_for_fused", "scoring_passes"]
 
 _MEGATRON = "policy.megatron_cfg.enabled"
 _DEFERRED = "policy.megatron_cfg.defer_fp32_logits"
@@ -43,7 +43,7 @@ def fused_key(facts: RecipeFacts) -> str | None:
     return next((key for key in keys if facts.uses_megatron and facts.is_true(key)), None)
 
 
-def chunk_needs(facts: RecipeFacts) -> list[str]:
+def missing_for_chunks(facts: RecipeFacts) -> list[str]:
     """Return the settings that a recipe lacks for NeMo-RL to compute training log-probs in chunks."""
     checkout = facts.nemo_rl
     is_missing = {
@@ -52,10 +52,10 @@ def chunk_needs(facts: RecipeFacts) -> list[str]:
         _UNFILTERED: facts.filter_key is not None,
         "NeMo-RL v0.7.0 or later": checkout is not None and not trains_on_chunks(checkout),
     }
-    return _missing(is_missing)
+    return _true_keys(is_missing)
 
 
-def fused_needs(facts: RecipeFacts) -> list[str]:
+def missing_for_fused(facts: RecipeFacts) -> list[str]:
     """Return the settings that a recipe lacks for NeMo-RL's fused linear log-probs."""
     checkout = facts.nemo_rl
     # Until v0.7.0, only supervised fine-tuning and DPO can use them.
@@ -69,10 +69,10 @@ def fused_needs(facts: RecipeFacts) -> list[str]:
         f"{_MEGATRON_CP}: 1": (facts.number(_MEGATRON_CP) or 1) > 1,
         _UNFILTERED: facts.filter_key is not None,
     }
-    return _missing(is_missing)
+    return _true_keys(is_missing)
 
 
-def logit_needs(facts: RecipeFacts, backend: str) -> list[str]:
+def missing_for_backend(facts: RecipeFacts, backend: str) -> list[str]:
     """Return the settings that a recipe lacks for a ``logprob_backend`` other than ``nemo_rl``."""
     uses_dtensor_cp = not facts.uses_megatron and (facts.number(_DTENSOR_CP) or 1) > 1
     is_missing = {
@@ -82,8 +82,9 @@ def logit_needs(facts: RecipeFacts, backend: str) -> list[str]:
         f"{_MEGATRON}: true": backend == "mcore" and not facts.uses_megatron,
         f"{_DTENSOR_CP}: 1": backend == "geomask_linear" and uses_dtensor_cp,
     }
-    return _missing(is_missing)
+    return _true_keys(is_missing)
 
 
-def _missing(is_missing: dict[str, bool]) -> list[str]:
+def _true_keys(is_missing: dict[str, bool]) -> list[str]:
+    """Return the settings whose value is True."""
     return [setting for setting, missing in is_missing.items() if missing]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from nemo_geomask.hosts.nemo_rl.facts import NO_ENTROPY, lacks_entropy, prev_readers
-from nemo_geomask.tools.check.logprob_paths import fused_key, fused_needs, logit_needs
+from nemo_geomask.tools.check.logprob_paths import fused_key, missing_for_backend, missing_for_fused
 from nemo_geomask.tools.check.recipe_facts import RecipeFacts
 from nemo_geomask.tools.check.rule import Hit, Rule
 
@@ -21,7 +21,7 @@ _BACKEND_REASON = {"mcore": "works over Megatron's own process groups", "geomask
 
 def _fused_logprobs(facts: RecipeFacts) -> Iterator[Hit]:
     key = fused_key(facts)
-    if key and (required := fused_needs(facts)):
+    if key and (required := missing_for_fused(facts)):
         yield Hit(key, f"true: the fused path needs {', '.join(required)}; set these, or false")
 
 
@@ -50,7 +50,7 @@ def _kl_without_reference(facts: RecipeFacts) -> Iterator[Hit]:
 
 def _logprob_backend(facts: RecipeFacts) -> Iterator[Hit]:
     backend = facts.config.logprob_backend
-    required = logit_needs(facts, backend)
+    required = missing_for_backend(facts, backend)
     if backend == "nemo_rl" or not required:
         return
     # The backend geomask needs neither of these two settings.

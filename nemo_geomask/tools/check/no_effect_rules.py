@@ -10,13 +10,13 @@ from nemo_geomask.tools.check.expectation import truncation_bounds
 from nemo_geomask.tools.check.recipe_facts import RecipeFacts
 from nemo_geomask.tools.check.rule import Hit, Rule
 
-__all__ = ["REACH", "RULES"]
+__all__ = ["LARGEST_MEAN", "RULES"]
 
-REACH = 0.15
-"""Largest absolute mean log-ratio over a sequence that the rules consider reachable, in nats per token.
+LARGEST_MEAN = 0.15
+"""Largest absolute mean log-ratio over a sequence that the rules expect in a working run, in nats per token.
 
-The mismatch study skips batches above a KL of 0.1 nats per token, and the KL is the mean log-ratio except for its sign
-and noise. A run with larger means is assumed to have collapsed already.
+The mismatch study skips batches above a KL of 0.1 nats per token, and the mean of -log-ratio estimates this KL. A run
+with larger means is assumed to have collapsed already.
 """
 
 _MISMATCH_STUDY = (
@@ -29,14 +29,14 @@ _NEMO_RL_SOURCE = "the source of NeMo-RL v0.6.0, v0.7.0 and main"
 def _unreachable_mean_bounds(facts: RecipeFacts) -> Iterator[Hit]:
     config = facts.config
     for rule in config.mask_rules:
-        # Statistics at other levels grow with the length, or have heavy tails, so they have no largest value.
+        # Statistics at other levels grow with the length or have heavy tails, so no bound is out of their reach.
         if rule.level == "sequence_mean" and rule.log_ratio == "mismatch":
             yield from _unreachable_bounds(rule.key, rule.statistic, rule.low, rule.high)
     truncates_mean = config.applies_weight and config.correction_level == "sequence_mean"
     if config.truncation == "seq-mask-tis" or (config.truncation is not None and truncates_mean):
         key = "loss_fn.truncated_importance_sampling_ratio"
         yield from _unreachable_bounds(key, "ratio", *truncation_bounds(config))
-    if config.batch_veto is not None and config.batch_veto.max > REACH:
+    if config.batch_veto is not None and config.batch_veto.max > LARGEST_MEAN:
         yield Hit(
             "loss_fn.batch_veto.max",
             f"{config.batch_veto.max:g}: a run collapses long before a batch's mismatch KL reaches so many nats per "
@@ -45,16 +45,16 @@ def _unreachable_mean_bounds(facts: RecipeFacts) -> Iterator[Hit]:
 
 
 def _unreachable_bounds(key: str, statistic: str, low: float, high: float) -> Iterator[Hit]:
-    """Yield a hit if no finite bound on the mean of a statistic can be reached; bounds on a ratio are logarithms."""
+    """Yield a hit if a working run reaches none of the finite bounds on a mean; bounds on a ratio are logarithms."""
     finite = [bound for bound in (low, high) if math.isfinite(bound)]
-    if not finite or any(abs(bound) <= REACH for bound in finite):
+    if not finite or any(abs(bound) <= LARGEST_MEAN for bound in finite):
         return
     if statistic == "ratio":
         bounds = ", ".join(f"{math.exp(bound):.4g}" for bound in finite)
-        reach = f"[{math.exp(-REACH):.2f}, {math.exp(REACH):.2f}]"
+        reach = f"[{math.exp(-LARGEST_MEAN):.2f}, {math.exp(LARGEST_MEAN):.2f}]"
         example = "0.99 and 1.01"
     else:
-        bounds, reach, example = f"{finite[-1]:.4g}", f"[0, {REACH}]", "0.001 to 0.01"
+        bounds, reach, example = f"{finite[-1]:.4g}", f"[0, {LARGEST_MEAN}]", "0.001 to 0.01"
     yield Hit(
         key,
         f"the bound {bounds} on a sequence mean removes nothing, because a run whose means leave {reach} has collapsed "
@@ -99,7 +99,7 @@ def _unreachable_sequence_clip(facts: RecipeFacts) -> Iterator[Hit]:
     reported = {key for warning in facts.warnings for key in warning.keys}
     for key, bound in (("ratio_clip_min", 1 - config.ratio_clip_min), ("ratio_clip_max", 1 + config.ratio_clip_max)):
         # A lower bound of 0 states openly that there is none.
-        if bound > 0 and abs(math.log(bound)) > REACH and f"loss_fn.{key}" not in reported:
+        if bound > 0 and abs(math.log(bound)) > LARGEST_MEAN and f"loss_fn.{key}" not in reported:
             yield Hit(
                 f"loss_fn.{key}",
                 f"{getattr(config, key):g} bounds a sequence mean at {bound:g}, which a policy reaches only after it "

@@ -50,18 +50,18 @@ def _total_loss(config: LossConfig) -> Part:
     is_weighted, is_masked = config.applies_weight, bool(config.mask_rules)
     term = " · ".join([*(["w_t"] if is_weighted else []), *(["k_t"] if is_masked else []), "ℓ_t"])
     formula = f"L = Σ_t c_t · {term}"
-    words = (
+    explanation = (
         f"`{config.name}`, {'weighted' if is_weighted else 'not weighted'}, {'masked' if is_masked else 'not masked'}"
     )
     if config.kl_coefficient:
         formula = f"L = Σ_t c_t · ({term} + {_format_number(config.kl_coefficient)} · KL_t)"
-        words += ", with a KL term to the reference"
+        explanation += ", with a KL term to the reference"
     if config.positive_example_nll_weight:
         formula += f" + {_format_number(config.positive_example_nll_weight)} · NLL⁺"
-        words += (
+        explanation += (
             f", with the NLL of successful samples (divided by the {config.positive_example_nll_normalization}'s count)"
         )
-    return Part(formula, f"{words}.")
+    return Part(formula, f"{explanation}.")
 
 
 def surrogate_parts(loss: PolicyLoss) -> Parts:
@@ -174,25 +174,25 @@ def _weight(config: LossConfig) -> Part:
     level, plugin_level = config.correction_level, config.plugin_level
     if plugin_level is None:
         formula = f"w_t = exp({_POOLING_FORMULA[level].format('x_t')}), x = prev − gen"
-        words = f"The weight against the mismatch is the {_WEIGHT_NAME[level]}"
+        explanation = f"The weight against the mismatch is the {_WEIGHT_NAME[level]}"
     else:
         name = _attribute(level)
         formula = f"w_t = exp({name}(x_t, Σ_t x_t, n)), x = prev − gen"
-        words = f"The weight against the mismatch is {plugin_level.description or f'that of {name}'}"
+        explanation = f"The weight against the mismatch is {plugin_level.description or f'that of {name}'}"
     if config.truncation is None:
-        return Part(formula, f"{words}.")
+        return Part(formula, f"{explanation}.")
     bounds = _interval(config.truncated_importance_sampling_ratio_min, config.truncated_importance_sampling_ratio)
     if config.plugin_truncation is not None:
         name = _attribute(config.truncation)
         description = config.plugin_truncation.description or f"truncated by {name}"
-        return Part(f"{formula}, then {name} by {bounds}", f"{words}, {description}, {bounds}.")
+        return Part(f"{formula}, then {name} by {bounds}", f"{explanation}, {description}, {bounds}.")
     if config.truncation == "tis":
-        return Part(f"{formula}, clamped to {bounds}", f"{words}, clamped to {bounds}.")
+        return Part(f"{formula}, clamped to {bounds}", f"{explanation}, clamped to {bounds}.")
     if config.truncation == "icepop":
-        return Part(f"{formula}, 0 outside {bounds}", f"{words}, and 0 outside {bounds}.")
+        return Part(f"{formula}, 0 outside {bounds}", f"{explanation}, and 0 outside {bounds}.")
     return Part(
         f"{formula}, 0 where exp(mean_t x_t) is outside {bounds}",
-        f"{words}, and 0 in sequences whose geometric mean is outside {bounds}.",
+        f"{explanation}, and 0 in sequences whose geometric mean is outside {bounds}.",
     )
 
 
@@ -265,7 +265,7 @@ def _describe_dropped(rule: MaskRule) -> str:
 
 def _normaliser(config: LossConfig) -> Part:
     constant = _format_number(config.loss_normalization_constant or 0)
-    formula, words = {
+    formula, explanation = {
         "tokens": ("1 / N_tok", "Every trained token of the step has the same weight."),
         "sequences": ("1 / (n_i · N_seq)", "Every sequence of the step has the same weight, whatever its length."),
         "documents": ("1 / N_seq", "The sum over tokens is divided by the number of sequences in the step."),
@@ -276,11 +276,11 @@ def _normaliser(config: LossConfig) -> Part:
     }[config.normalization]
     if config.rules_before_step:
         names = ", ".join(f"`{rule.label}`" for rule in config.rules_before_step)
-        words += f" Tokens and sequences that {names} drops are removed before the step and not counted."
+        explanation += f" Tokens and sequences that {names} drops are removed before the step and not counted."
     if config.rules_in_loss:
         names = ", ".join(f"`{rule.label}`" for rule in config.rules_in_loss)
-        words += f" Tokens and sequences that {names} drops are still counted."
-    return Part(f"c_t = {formula}", words)
+        explanation += f" Tokens and sequences that {names} drops are still counted."
+    return Part(f"c_t = {formula}", explanation)
 
 
 def _kl(config: LossConfig) -> Iterator[Part]:

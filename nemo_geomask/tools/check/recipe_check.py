@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 __all__ = ["CheckOptions", "CheckedRecipe", "MaskForecast", "check_recipe"]
 
-# Sections with paths and settings of the cluster, whose variables need not be set on this machine.
+# Sections with paths and credentials. The environment variables that they refer to need not be set on this machine.
 _UNCHECKED_SECTIONS = ("data", "env", "logger")
-# Smallest KL that the formulas take. Noise can make a measured one negative.
+# Smallest KL that the formulas accept. Noise can make a measured KL negative.
 _SMALLEST_KL = 1e-12
 
 

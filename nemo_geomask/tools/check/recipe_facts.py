@@ -36,7 +36,7 @@ class RecipeFacts:
         recipe: the recipe.
         loss: the loss that it trains; None if ``loss_fn`` is invalid or the recipe trains no policy loss.
         problems: reasons why ``loss_fn`` is invalid.
-        warnings: settings that the loss accepts, but that are probably not what was meant.
+        warnings: settings that are valid, but probably not what the user intended.
         mismatch_kl: expected mean KL from the generation to the training engine, in nats per token.
         gpu: name of the GPU that samples, such as A100; None if unknown.
         measured_tokens: mean number of tokens of a response in a similar run; None if not measured.
@@ -136,7 +136,7 @@ class RecipeFacts:
 
     @property
     def is_async(self) -> bool:
-        """True if NeMo-RL's asynchronous trainer is chosen; the single controller is not part of it."""
+        """True if ``async_grpo`` or ``async_ppo`` is enabled; ``async_rl``, the single controller, does not count."""
         return self.is_true(f"{self.algorithm}.async_{self.algorithm}.enabled")
 
     @property

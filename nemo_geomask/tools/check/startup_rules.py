@@ -67,7 +67,9 @@ def _router_replay(facts: RecipeFacts) -> Iterator[Hit]:
         yield Hit(_REPLAY, f"true needs {_VIRTUAL_PIPELINE}: 1; set that, or false")
     if facts.is_async and facts.is_true("data_plane.enabled"):
         yield Hit(
-            _REPLAY, "true needs data_plane.enabled: false in asynchronous training; set that, or use async_rl instead"
+            _REPLAY,
+            "true needs data_plane.enabled: false in asynchronous training; set that, or use the single "
+            "controller (a section async_rl) instead of async_grpo",
         )
 
 

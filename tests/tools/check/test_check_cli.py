@@ -1,4 +1,4 @@
-"""What ``nemo-geomask check`` prints outside its rules: whose loss trains, and what can not be judged."""
+"""What ``nemo-geomask check`` prints in addition to findings: which loss trains, and why a recipe can't be checked."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ def write(tmp_path, monkeypatch):
     return write
 
 
-class TestWhoseLoss:
+class TestWhichLossTrains:
     def checked(self, capsys, *words):
         status = main(["check", *words, "--format", "json"])
         return status, json.loads(capsys.readouterr().out)
 
-    def test_without_a_name_it_is_nemo_rls_without_what_that_ignores(self, write, capsys):
+    def test_without_a_name_it_is_nemo_rls_own(self, write, capsys):
         assert main(["check", write(NAMELESS)]) == 2
         printed = capsys.readouterr().out
         head, formula = (
@@ -52,7 +52,7 @@ class TestWhoseLoss:
         for key in ("is_correction_level", "masks", "loss_normalization"):
             assert f"error GM003 loss_fn.{key}" in printed
 
-    def test_json_has_a_field_for_it(self, write, capsys):
+    def test_json_names_it(self, write, capsys):
         status, found = self.checked(capsys, write(NAMELESS))
         assert (status, found["loss_of"], found["settings"]["masks"]) == (2, "nemo_rl", [])
         assert found["objective"][0]["formula"] == "L = Σ_t c_t · (w_t · ℓ_t + 0.01 · KL_t)"
@@ -64,13 +64,13 @@ class TestWhoseLoss:
         _, found = self.checked(capsys, "recipe.yaml", "++loss_fn.name=null", "++loss_fn.ratio_clip_mx=1")
         assert (found["loss_of"], found["settings"]) == (None, None)
 
-    def test_with_a_name_nothing_is_said(self, write, capsys):
+    def test_with_a_name_it_is_this_packages(self, write, capsys):
         main(["check", write(NAMELESS), "++loss_fn.name=clipped_pg"])
         printed = capsys.readouterr().out
         assert "ClippedPGLossFn" not in printed
         assert "k_veto" in printed
 
-    def test_what_is_valid_only_by_ignored_keys_is_an_error(self, write, capsys):
+    def test_a_block_that_only_ignored_keys_make_valid_is_an_error(self, write, capsys):
         # GSPO's ratio needs a loss over sequences, which NeMo-RL reads from token_level_loss alone.
         recipe = write("loss_fn: {sequence_level_importance_ratios: true, loss_normalization: sequences}\n")
         status, found = self.checked(capsys, recipe)
@@ -89,7 +89,7 @@ class TestWhoseLoss:
         (None, [], "check needs a recipe"),
     ],
 )
-def test_json_of_what_can_not_be_judged(text, words, message, write, capsys):
+def test_json_of_a_recipe_that_cant_be_checked(text, words, message, write, capsys):
     # A recipe with an error that a rule finds, for the shape of the object.
     write("loss_fn: {ratio_clip_mn: 1}\n")
     main(["check", "recipe.yaml", "--format", "json"])
@@ -109,7 +109,7 @@ def test_json_of_what_can_not_be_judged(text, words, message, write, capsys):
 
 
 @pytest.mark.parametrize("value", ["abc", "0", "-1", "inf", "nan", ""])
-def test_a_mismatch_that_is_no_number_is_named(value, capsys):
+def test_an_invalid_mismatch_kl_is_named(value, capsys):
     with pytest.raises(SystemExit) as caught:
         main(["check", "recipe.yaml", f"--mismatch-kl={value}"])
     assert caught.value.code == 2

@@ -1,4 +1,4 @@
-"""``nemo-geomask check`` as a command: places in files, formats, exit status."""
+"""``nemo-geomask check`` as a command: locations in files, output formats, exit status."""
 
 import json
 from pathlib import Path
@@ -70,23 +70,23 @@ class TestCommand:
         assert "0 errors, 0 warnings, 0 notes" in out
         assert "not checked without NeMo-RL (set NEMO_RL_ROOT): GM205" in out
 
-    def test_a_typo_is_put_at_its_line_even_when_inherited(self, write, check):
+    def test_an_inherited_typo_is_located_at_its_line(self, write, check):
         status, out, _ = check(write(base=BASE.replace("max: 5.0", "mx: 5.0"), child=CHILD))
         assert status == 2
         assert "base.yaml:10: error GM001 loss_fn.masks[1].mx\n  unknown key; did you mean 'max'?" in out
         assert "not checked until loss_fn is valid" in out
 
-    def test_a_block_that_is_null_says_who_made_it_so(self, write, check):
+    def test_a_null_block_names_the_line_that_sets_it(self, write, check):
         recipe = write(base=BASE, child="defaults: base.yaml\nloss_fn:\n")
         assert "child.yaml:2 sets it to null or deletes it" in check(recipe)[1]
         assert "override '~loss_fn' sets it to null or deletes it" in check(write(base=BASE), "~loss_fn")[1]
 
-    def test_what_an_override_breaks_is_put_there(self, write, check):
+    def test_a_problem_caused_by_an_override_is_located_at_it(self, write, check):
         status, out, _ = check(write(base=BASE, child=CHILD), "loss_fn.ratio_clip_min=-1")
         assert status == 2
         assert "override 'loss_fn.ratio_clip_min=-1': error GM001 loss_fn.ratio_clip_min" in out
 
-    def test_settings_at_odds_are_put_at_one_of_them(self, write, check):
+    def test_a_contradiction_is_located_at_one_of_its_settings(self, write, check):
         _, out, _ = check(write(base=BASE, child=CHILD + "  is_correction_level: sequence\n"))
         assert "child.yaml:5: error GM001 loss_fn.is_correction_level" in out
 
@@ -100,7 +100,7 @@ class TestCommand:
         assert check(recipe, "policy.megatron_cfg.enabled=false")[0] == 2
         assert check(recipe, "policy.megatron_cfg.enabled=false", "--ignore", "GM312")[0] == 0
 
-    def test_notes_never_count(self, write, check):
+    def test_notes_never_change_the_exit_status(self, write, check):
         moe = ["policy.model_name=Qwen/Qwen3-30B-A3B", "++policy.megatron_cfg.moe_router_bias_update_rate=0.1"]
         status, out, _ = check(write(base=BASE, child=CHILD), *moe, "--strict")
         assert (status, "note GM113" in out, "0 errors, 0 warnings, 1 note\n" in out) == (0, True, True)
@@ -171,7 +171,7 @@ loss_fn:
         assert "error GM001 loss_fn.name" in out
         assert "trains none; remove name, or add a grpo section" in out
 
-    def test_a_path_that_only_the_data_needs_is_a_note(self, write, check, monkeypatch):
+    def test_an_unresolved_path_under_data_is_a_note(self, write, check, monkeypatch):
         monkeypatch.delenv("SOMEWHERE", raising=False)
         recipe = "loss_fn: {name: clipped_pg, reference_policy_kl_penalty: 0.0}\n"
         write(child=recipe + "data: {train: [{data_path: '${oc.env:SOMEWHERE}/x'}], n: {p: '${oc.env:SOMEWHERE}'}}\n")
@@ -180,7 +180,7 @@ loss_fn:
         assert "child.yaml:2: note GM007 data.n.p" in out
         assert "note GM007 data.train[0].data_path" in out
         assert "SOMEWHERE" in out
-        # A reference to nowhere is a mistake anywhere, and what the rules look at must be known.
+        # A reference to a missing key is an error in any section, as is an unresolved value that rules read.
         write(child=recipe + "data: {path: '${nowhere.at_all}'}\n")
         assert check("child.yaml")[0] == 2
         write(child=recipe + "policy: {model_name: '${oc.env:SOMEWHERE}'}\n")
@@ -219,7 +219,7 @@ loss_fn:
             assert f"{rule.id}  {rule.severity}" in out
             assert rule.title in out
 
-    def test_the_pages_expectations_are_the_rules_own(self):
+    def test_the_pages_expectations_are_those_of_the_rules(self):
         page = (DOCS / "check.md").read_text(encoding="utf-8")
         rows = {
             line.split("|")[1].strip(): [cell.strip() for cell in line.split("|")[2:-1]]
@@ -243,7 +243,7 @@ loss_fn:
 
 
 class TestFromARun:
-    """``--from``: what a run like it measured takes the place of what is assumed."""
+    """``--from``: the values measured in a similar run replace the assumed ones."""
 
     @pytest.fixture
     def logs(self, tmp_path):
@@ -257,19 +257,19 @@ class TestFromARun:
             write_log(directory, step, list(log_rows(planted)))
         return directory
 
-    def test_its_mismatch_and_length_are_reckoned_with(self, write, check, logs):
+    def test_its_mismatch_and_length_are_used(self, write, check, logs):
         recipe = write(recipe="loss_fn: {name: clipped_pg, masks: [{preset: icepop, min: 0.9, max: 1.1}]}\n")
         _, out, _ = check(recipe, "--from", str(logs), "--format", "json")
-        told = json.loads(out)
-        measured, (expected,) = told["measured"], told["expected"]
+        output = json.loads(out)
+        measured, (expected,) = output["measured"], output["expected"]
         assert measured["steps"] == [1, 3]
         assert measured["interval"][0] < measured["mismatch_kl"] < measured["interval"][1]
         assert expected["tokens"] == measured["response_tokens"] < 100
         assert expected["kept"][0]["mismatch_kl"] == measured["mismatch_kl"]
         assert 0.3 < measured["kept"]["icepop"] < 0.99
-        # What masks keep is measured whatever the run is to report.
-        quiet = write(recipe="loss_fn: {name: clipped_pg, metrics: nemo_rl, masks: [{preset: icepop, min: 0.9}]}\n")
-        assert json.loads(check(quiet, "--from", str(logs), "--format", "json")[1])["measured"]["kept"]
+        # The fraction that masks keep is measured even if the recipe's metrics leave it out.
+        brief = write(recipe="loss_fn: {name: clipped_pg, metrics: nemo_rl, masks: [{preset: icepop, min: 0.9}]}\n")
+        assert json.loads(check(brief, "--from", str(logs), "--format", "json")[1])["measured"]["kept"]
         recipe = write(recipe="loss_fn: {name: clipped_pg, masks: [{preset: icepop, min: 0.9, max: 1.1}]}\n")
         _, out, _ = check(recipe, "--from", str(logs), "--mismatch-kl", "0.5")
         assert f"measured in {logs}, steps 1 to 3: mismatch KL " in out
