@@ -39,6 +39,7 @@ _MIN_EXPONENT, _BINS = -13, 34
 # Number of separate copies of a histogram that a GPU fills before it adds them up.
 _GPU_LANES = 64
 QUANTILES = {"q50": 0.5, "q99": 0.99, "q999": 0.999}
+"""Probability of each quantile that takes the place of a histogram, by the suffix of its metric."""
 
 
 class Label(NamedTuple):
@@ -132,7 +133,8 @@ class MetricSums:
     @property
     def labels(self) -> tuple[Label, ...]:
         """Labels of the numbers that :meth:`reduce_over_ranks` returns, in their order."""
-        bins = [Label((bin_,), "tokens", "tokens") for name, _ in self._histograms for bin_ in _bin_names(name)]
+        bin_names = [bin_name for name, _ in self._histograms for bin_name in _bin_names(name)]
+        bins = [Label((bin_name,), "tokens", "tokens") for bin_name in bin_names]
         return (*bins, *(label for reduction in _ORDER for label, _ in self._reduced[reduction]))
 
     def reduce_over_ranks(self, loss: Tensor, *counts: Tensor) -> tuple[Tensor, Tensor]:

@@ -172,7 +172,7 @@ _RATIO = (
     ),
 )
 
-_CISPO_OTHERWISE = "or use_cispo: false with name: cispo, which takes any normalization"
+_CISPO_ALTERNATIVE = "or use_cispo: false with name: cispo, which takes any normalization"
 _CISPO = (
     ConflictRule(
         ("use_cispo", "disable_ppo_ratio"),
@@ -199,13 +199,13 @@ _CISPO = (
         ("use_cispo", "loss_normalization"),
         lambda s: s.use_cispo and s.loss_normalization not in (None, "tokens"),
         "use_cispo: true needs a token-level loss, but loss_normalization is {loss_normalization}; set "
-        f"loss_normalization: tokens, {_CISPO_OTHERWISE}",
+        f"loss_normalization: tokens, {_CISPO_ALTERNATIVE}",
     ),
     ConflictRule(
         ("use_cispo", "token_level_loss"),
         lambda s: s.use_cispo and s.loss_normalization is None and not s.token_level_loss,
         "use_cispo: true needs a token-level loss, but token_level_loss is false; set token_level_loss: true, "
-        f"{_CISPO_OTHERWISE}",
+        f"{_CISPO_ALTERNATIVE}",
         depends_on=("loss_normalization",),
     ),
 )
@@ -214,14 +214,14 @@ _ANCHOR = (
     ConflictRule(
         ("audit_fraction", "ratio_anchor"),
         lambda s: s.audit_fraction > 0 and s.knows_prev and not s.force_on_policy_ratio,
-        "audit_fraction: {audit_fraction} scores a sample where prev_logprobs are not computed, but this configuration "
-        "has all of them computed; set audit_fraction: 0",
+        "audit_fraction: {audit_fraction} has prev_logprobs computed for a sample of the sequences, but this "
+        "configuration has them computed for all sequences anyway; set audit_fraction: 0",
     ),
     ConflictRule(
-        ("audit_fraction", "ratio_anchor"),
+        ("audit_fraction", "force_on_policy_ratio"),
         lambda s: s.audit_fraction > 0 and s.force_on_policy_ratio,
-        "audit_fraction: {audit_fraction} scores a sample where prev_logprobs are not computed, but this configuration "
-        "leaves them out; set audit_fraction: 0",
+        "audit_fraction: {audit_fraction} has prev_logprobs computed for a sample of the sequences, but "
+        "force_on_policy_ratio: true leaves them out; set audit_fraction: 0",
     ),
     ConflictRule(
         ("audit_fraction", "metrics"),
@@ -254,10 +254,10 @@ _ANCHOR = (
     ConflictRule(
         ("ratio_anchor", "name"),
         lambda s: bool(s.objective_masks_on_total) and s.ratio_anchor == "prev" and not s.applies_weight,
-        "prev takes the ratio against π_old, but mask {objective_masks_on_total} of name: {name} compares with the "
-        "generation engine, and no weight corrects the mismatch between the two; the objective's authors use one "
-        "policy for both. Remove ratio_anchor, or set use_importance_sampling_correction: true; for both against "
-        "π_old, as in verl, choose name: cispo and give the mask log_ratio: policy",
+        "ratio_anchor: prev takes the ratio against π_old, but mask {objective_masks_on_total} of name: {name} "
+        "compares with the generation engine, and no weight corrects the mismatch between the two; the objective's "
+        "authors use one policy for both. Remove ratio_anchor, or set use_importance_sampling_correction: true; for "
+        "both against π_old, as in verl, choose name: cispo and give the mask log_ratio: policy",
         severity="warning",
     ),
 )
@@ -320,7 +320,7 @@ _TRUNCATION = (
     ConflictRule(
         (_TYPE,),
         lambda s: s.truncated_importance_sampling_type == "tis" and s.truncated_importance_sampling_ratio is None,
-        f"tis does nothing while loss_fn.{_HIGH} is null; give a ratio, or set the type to null",
+        f"{_TYPE}: tis does nothing while {_HIGH} is null; give a ratio, or set the type to null",
         severity="warning",
     ),
 )
@@ -394,8 +394,8 @@ _PRESTEP = (
     ConflictRule(
         ("denominator", "masks"),
         lambda s: s.denominator == "kept" and not s.rules_before_step,
-        "denominator: kept counts what the masks on the mismatch keep, but masks has none such; add one (geometric, "
-        "icepop, veto, …), or set denominator: original",
+        "denominator: kept counts what the masks on the mismatch keep, but no entry of masks is on the mismatch; add "
+        "one (geometric, icepop, veto, …), or set denominator: original",
     ),
     *(
         ConflictRule(

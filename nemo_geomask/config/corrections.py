@@ -93,6 +93,7 @@ class Truncation:
 
 
 def _plugin_group(cls: type[T], group: str, noun: str, key: str, *built_in: str) -> PluginGroup[T]:
+    """Return the group of the plugins of one type, with the names of the built-in corrections of that type."""
     return PluginGroup(
         group=f"nemo_geomask.{group}",
         noun=noun,
@@ -111,6 +112,11 @@ LEVELS = _plugin_group(
     WeightLevel, "weight_levels", "level", "loss_fn.is_correction_level", "token", "sequence", "sequence_mean"
 )
 TRUNCATIONS = _plugin_group(
-    *(Truncation, "truncations", "truncation", "loss_fn.truncated_importance_sampling_type"),
-    *("tis", "icepop", "seq-mask-tis"),
+    Truncation,
+    "truncations",
+    "truncation",
+    "loss_fn.truncated_importance_sampling_type",
+    "tis",
+    "icepop",
+    "seq-mask-tis",
 )

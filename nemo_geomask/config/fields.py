@@ -269,7 +269,7 @@ class LossFields(StrictModel):
     record: Recording | None = _field(
         None,
         "`{dir, fraction, by, every, entropy}`: write what steps are trained on to Parquet files, see docs/records.md. "
-        "Sequences, or prompts with `by: group`, are chosen by a hash of step and number.",
+        "Sequences, or prompts with `by: group`, are chosen by a hash of the step's number and their own.",
         source="this package",
     )
     logprob_backend: Literal["nemo_rl", "geomask", "geomask_linear", "mcore", "te"] = _field(

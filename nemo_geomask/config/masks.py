@@ -42,7 +42,7 @@ When = Literal["always", "negative_advantage", "positive_advantage", "pushing"]
 
 @dataclass(frozen=True)
 class Allowance:
-    """Limit on the sum of a prefix's statistic, for level ``prefix_excess``; :class:`~.presets.Cppo` has the fields."""
+    """Settings of CPPO's limit on the drift of a prefix; :class:`~.presets.Cppo` documents the four fields."""
 
     weight_min: float
     budget_min: float
@@ -57,12 +57,13 @@ class MaskRule:
     Attributes:
         label: the mask's name in metrics, unique among the masks of a loss.
         log_ratio: log-ratio that the statistic is computed from.
-        level: what the statistic is pooled over; ``prefix_excess`` needs ``allowance``, and recipes can't write it.
+        level: what the statistic is pooled over. ``prefix_excess`` is the level of preset ``cppo`` alone: recipes can't
+            write it, and it needs ``allowance``.
         statistic: what is compared with the bounds.
         low: smallest value kept, in the units of the pooled statistic (a logarithm for ``ratio``); -inf: no bound.
         high: largest value kept, in the same units; inf: no bound.
         when: the signs of the advantage under which the rule removes anything.
-        allowance: limit on the sum of a prefix's statistic, for level ``prefix_excess``.
+        allowance: settings of CPPO's limit, for level ``prefix_excess``.
         plugin_statistic: the statistic itself if a plugin provides it.
         drop_at_most: in place of bounds, the largest fraction of the batch to remove.
         until_mean: in place of bounds, the mean that the rest of the batch must not exceed.
@@ -160,15 +161,15 @@ class MaskBase(StrictModel):
 
         None means no bound, and so does 0, except on a statistic that can be negative.
         """
-        to_units = math.log if statistic == "ratio" else float
+        to_pooled_unit = math.log if statistic == "ratio" else float
         low, high = (None if bound == 0 and statistic not in SIGNED else bound for bound in (low, high))
-        bounds = -math.inf if low is None else to_units(low), math.inf if high is None else to_units(high)
+        bounds = -math.inf if low is None else to_pooled_unit(low), math.inf if high is None else to_pooled_unit(high)
         label = str(self.label or getattr(self, "preset", "mask"))
         return MaskRule(label, log_ratio, level, statistic, *bounds, when)
 
 
 class Interval(MaskBase):
-    """A mask that keeps what has its mismatch ratio between two bounds."""
+    """A mask that keeps tokens or sequences whose mismatch ratio lies in [min, max]."""
 
     min: float | None = Field(default=None, ge=0, description="Smallest ratio kept; null: no lower bound.")
     max: float | None = Field(default=None, gt=0, description="Largest ratio kept; null: no upper bound.")

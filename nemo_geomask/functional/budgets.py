@@ -20,7 +20,7 @@ __all__ = ["bound_by_mean", "bound_by_share", "position_weights"]
 def bound_by_share(sizes: Tensor, share: float) -> float:
     r"""Return a bound that at most :math:`\lfloor share \cdot n \rfloor` of n values exceed.
 
-    Exactly so many exceed it, unless several values are equal at the limit: these are then all kept.
+    Exactly this many exceed it, unless several equal values lie at the limit: these are then all kept.
 
     Args:
         sizes: [n], float32 or float64, at least 0, without NaN.

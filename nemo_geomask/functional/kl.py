@@ -102,12 +102,12 @@ def kl_penalty(
 
     def weight(estimator: KLEstimator) -> Tensor:
         """Return w or, for k4, r; the gradient of its logarithm is that of x, so it is 0 where the input clamp acts."""
-        step = x - x.detach()  # value 0, gradient of x
+        zero = x - x.detach()  # has the gradient of x
         if importance_weighted:
-            return saturating_exp(curr.detach() - gen + step)
+            return saturating_exp(curr.detach() - gen + zero)
         if estimator == "k4":
-            return saturating_exp(curr.detach() - prev + step)
-        return torch.exp(step)
+            return saturating_exp(curr.detach() - prev + zero)
+        return torch.exp(zero)
 
     reported = _clamp(weight(value) * kl_estimate(x, value), output_clamp)
     if gradient is None:

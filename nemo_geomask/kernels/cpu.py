@@ -25,7 +25,7 @@ NUM_STATISTICS = 4
 _LN_2 = math.log(2)
 _LOG2_E = math.log2(math.e)
 _LOWEST = -1.0e30  # used for -inf where the product with 0 must be 0 and not NaN
-# The sizes below were chosen by "What was tried" in docs/performance.md, which has the timings.
+# The sizes below are those that were fastest in the timings of docs/performance.md, "What was tried".
 _HUGE_PAGES_FROM = 1 << 25  # bytes; above this glibc returns freed memory to the system at once
 _BLOCK_ELEMENTS = 1 << 20  # 4 MB of float32: a block and its exponentials fit the caches of two cores
 _MIN_BLOCKS_PER_THREAD = 4  # 5 ms of work, long compared with starting a thread and waiting for it
@@ -195,7 +195,7 @@ def row_gradients(
     if valid == 0:
         return
     column, is_local = _target_columns(targets - start, valid)
-    at_target = torch.where(is_local, grad_logprobs * inverse_temperature, 0.0)
+    target_gradient = torch.where(is_local, grad_logprobs * inverse_temperature, 0.0)
     # The factor that turns the exponential e^{(x_j - m)/T} into -p_j/T.
     scale = -inverse_temperature / sum_exp
 
@@ -211,7 +211,7 @@ def row_gradients(
             exponential = exponent.exp2()
             exponent.clamp_(min=_LOWEST).mul_((h * scale[rows] * _LN_2).unsqueeze(1)).add_(constant.unsqueeze(1))
             gradient = exponent.mul_(exponential)
-        gradient.scatter_add_(1, column[rows].unsqueeze(1), at_target[rows].unsqueeze(1))
+        gradient.scatter_add_(1, column[rows].unsqueeze(1), target_gradient[rows].unsqueeze(1))
         if isinstance(rows, slice):
             out[rows].copy_(gradient)
         else:

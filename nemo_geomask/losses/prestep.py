@@ -223,9 +223,9 @@ class OpenBatch:
         # A batch without trained tokens gives no evidence about the engines.
         if self._toks > 0:
             if self._config.rules_before_step or self._budget_bounds:
-                is_rejected = bool(self._config.rules_before_step) and self._kept_weight == 0
+                masks_keep_nothing = bool(self._config.rules_before_step) and self._kept_weight == 0
                 # A budget that keeps nothing has the bound -1.
-                is_emptied = is_rejected or any(bound < 0 for bound in self._budget_bounds.values())
+                is_emptied = masks_keep_nothing or any(bound < 0 for bound in self._budget_bounds.values())
                 metrics["geomask/batch_emptied"] = float(is_emptied)
                 reason = "loss_fn.masks keep nothing of it" if is_emptied else ""
             veto = self._config.batch_veto
@@ -256,7 +256,7 @@ def whole_batch_problems(config: LossConfig) -> tuple[Problem, ...]:
 
 
 def _weight_mean(config: LossConfig, data: Mapping[str, Any]) -> float:
-    """Return the mean of the weights over trained tokens or, at sequence levels, sequences; 1 if it is at most 1e-8."""
+    """Return the mean weight over trained tokens or, at sequence levels, sequences; 1 if the mean is at most 1e-8."""
     batch = pool_batch((), config, data)
     stats = batch.stats
     weight, _ = correct(batch.tokens, stats, batch.mismatch, config)

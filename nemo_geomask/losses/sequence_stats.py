@@ -33,7 +33,8 @@ class SequenceStats(NamedTuple):
     total_weight: Tensor  # 0-d, sum of the weight over this rank's tokens
     sample_mask: Tensor  # [S], 0 for a dropped sequence
     trained_tokens: Tensor  # [S], summed token mask of the trained tokens
-    declared_tokens: Tensor | None  # [S], summed token mask, dropped tokens included; None if not needed
+    # [S], summed token mask as the trainer passed it, before anything was dropped; None if no such counts are needed
+    declared_tokens: Tensor | None
 
     @property
     def is_empty(self) -> Tensor:

@@ -82,10 +82,10 @@ def _clipped_pg(inputs: SurrogateInputs, means: Mapping[str, Tensor]) -> F.Surro
 
 def _clipped_pg_parts(config: LossConfig) -> Parts:
     if config.force_on_policy_ratio:
-        words = "The policy ratio is set to 1: plain policy gradient, on-policy."
-        return (Part("ℓ_t = −r_t·A_t, r_t = 1", words),)
+        explanation = "The policy ratio is set to 1: plain policy gradient, on-policy."
+        return (Part("ℓ_t = −r_t·A_t, r_t = 1", explanation),)
     if config.disable_ppo_ratio:
-        return (_SCORE,)
+        return (_SCORE_FUNCTION,)
     if config.use_cispo:
         return _CISPO_PARTS
     r, ratio = ("s", _SEQUENCE_RATIO) if config.sequence_level_importance_ratios else ("r_t", _TOKEN_RATIO)
@@ -215,12 +215,12 @@ def _reinforce(inputs: SurrogateInputs, means: Mapping[str, Tensor]) -> F.Surrog
     return F.score_function(inputs.curr, inputs.advantages)
 
 
-_SCORE = Part("ℓ_t = −A_t·curr", "REINFORCE: the advantage times the log-prob, without ratio and clip.")
+_SCORE_FUNCTION = Part("ℓ_t = −A_t·curr", "REINFORCE: the advantage times the log-prob, without ratio and clip.")
 REINFORCE = Variant(
     surrogate=_reinforce,
     refuses={"use_cispo": _REFUSED_BY_RATIO["use_cispo"], "ratio_clip_c": "the objective has no ratio to clip"},
     source="Williams (1992); verl `loss_type: reinforce`",
-    parts=(_SCORE,),
+    parts=(_SCORE_FUNCTION,),
 )
 """REINFORCE: clipped_pg under ``disable_ppo_ratio``.
 
@@ -242,7 +242,7 @@ def _sapo(inputs: SurrogateInputs, means: Mapping[str, Tensor]) -> F.Surrogate:
     return F.soft_gate(inputs.log_ratio, inputs.advantages, tau_pos=options.tau_pos, tau_neg=options.tau_neg)
 
 
-_TAUS = "τ = {tau_pos} where A_t > 0, {tau_neg} elsewhere"
+_TEMPERATURES = "τ = {tau_pos} where A_t > 0, {tau_neg} elsewhere"
 SAPO = Variant(
     surrogate=_sapo,
     defaults={"token_level_loss": False},
@@ -250,7 +250,7 @@ SAPO = Variant(
     options=SapoOptions,
     source="SAPO, arXiv:2511.20347 eq. 5 and 6",
     parts=(
-        Part(f"ℓ_t = −(4/τ)·σ(τ·(r_t − 1))·A_t, {_TAUS}", "SAPO: a smooth gate in place of the clip."),
+        Part(f"ℓ_t = −(4/τ)·σ(τ·(r_t − 1))·A_t, {_TEMPERATURES}", "SAPO: a smooth gate in place of the clip."),
         _TOKEN_RATIO,
     ),
 )

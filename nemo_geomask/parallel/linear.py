@@ -137,11 +137,11 @@ def linear_logprobs(
         raise ArgumentError(f"tile_bytes must be above 0, but it is {tile_bytes}")
     shards = vocab_shards(weight.shape[0], group, shard_sizes, vocab_size)
     options = LogprobOptions(temperature, ignore_index, entropy, validate, choose(hidden, kernel))
-    head = _Head(shards, options, softcap, main_grad, tile_bytes, sequence_parallel and world > 1)
+    call = _CallArguments(shards, options, softcap, main_grad, tile_bytes, sequence_parallel and world > 1)
     # Converted to the weight's type, as the model's output layer would do.
     rows = hidden.reshape(-1, hidden.shape[-1]).to(weight.dtype)
     apply: Any = _Linear.apply
-    outputs: tuple[Tensor, ...] = apply(rows, weight, bias, targets, head)
+    outputs: tuple[Tensor, ...] = apply(rows, weight, bias, targets, call)
     return (outputs[0], outputs[1]) if entropy else outputs[0]
 
 
@@ -170,7 +170,7 @@ def _check_arguments(
         )
 
 
-class _Head(NamedTuple):
+class _CallArguments(NamedTuple):
     """Arguments of a call that are the same in the forward and the backward pass."""
 
     shards: VocabShards
@@ -192,12 +192,12 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, head: _Head
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, call: _CallArguments
     ) -> tuple[Tensor, ...]:
-        shards, options = head.shards, head.options
+        shards, options = call.shards, call.options
         checked = check_targets(targets, shards, options)
         rows = hidden
-        if head.sequence_parallel and shards.group is not None:
+        if call.sequence_parallel and shards.group is not None:
             rows = gather_ranks(hidden, shards.group).view(-1, hidden.shape[-1])
         # The host has to know how many rows are counted, since that decides the shape of the tiles.
         counted, count, ids = checked.is_counted.nonzero().squeeze(1), len(checked.ids), checked.ids
@@ -205,7 +205,7 @@ class _Linear(torch.autograd.Function):
         if indices is not None:
             rows, ids = rows[indices], ids[indices]
         buffer = TileBuffer()
-        statistics = _row_statistics(rows, ids, weight, bias, head, buffer)
+        statistics = _row_statistics(rows, ids, weight, bias, call, buffer)
         if indices is not None:
             statistics = statistics.new_zeros(len(statistics), count).index_copy_(1, indices, statistics)
         softmax = merge_shards(statistics, checked, shards, options)
@@ -213,7 +213,7 @@ class _Linear(torch.autograd.Function):
         if indices is not None:
             saved = [value[indices] for value in saved]
         ctx.save_for_backward(rows, weight, bias, ids, *saved, indices)
-        ctx.head, ctx.count, ctx.buffer = head, count, buffer
+        ctx.call, ctx.count, ctx.buffer = call, count, buffer
         ctx.set_materialize_grads(False)
         outputs = (softmax.logprobs, softmax.entropy) if options.entropy else (softmax.logprobs,)
         return tuple(output.reshape(targets.shape) for output in outputs)
@@ -222,40 +222,40 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         rows, weight, bias, *saved = ctx.saved_tensors
         indices: Tensor | None = saved[-1]
-        head: _Head = ctx.head
+        call: _CallArguments = ctx.call
         inputs = gradient_inputs(grads, *saved)
         if inputs is None:
             return None, None, None, None, None
         needs_hidden, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         hidden_sum = GradientSum(rows) if needs_hidden else None
-        weight_sum = GradientSum(weight, head.main_grad) if needs_weight else None
+        weight_sum = GradientSum(weight, call.main_grad) if needs_weight else None
         grad_bias = bias.new_zeros(bias.shape, dtype=torch.float32) if needs_bias else None
         product_rows = to_product_dtype(rows)
-        for tile in iterate_tiles(product_rows, weight, bias, ctx.buffer, backward=True, **head.tile_arguments):
-            gradient = _tile_gradient(tile, inputs.slice_rows(tile.rows), head)
+        for tile in iterate_tiles(product_rows, weight, bias, ctx.buffer, backward=True, **call.tile_arguments):
+            gradient = _tile_gradient(tile, inputs.slice_rows(tile.rows), call)
             if hidden_sum is not None:
-                has_all_columns = gradient.shape[1] == head.shards.local_valid_columns
+                has_all_columns = gradient.shape[1] == call.shards.local_valid_columns
                 hidden_sum.add(tile.rows, gradient, tile.weight, only_tile=has_all_columns)
             if weight_sum is not None:
-                only_tile = head.main_grad is None and len(gradient) == len(rows)
+                only_tile = call.main_grad is None and len(gradient) == len(rows)
                 weight_sum.add(tile.columns, gradient.T, product_rows[tile.rows], only_tile=only_tile)
             if grad_bias is not None:
                 grad_bias[tile.columns] += gradient.sum(dim=0, dtype=torch.float32)
         ctx.buffer.memory = None
-        grad_hidden = None if hidden_sum is None else _sum_over_ranks(hidden_sum.gradient(), indices, ctx.count, head)
-        grad_weight = None if weight_sum is None or head.main_grad is not None else weight_sum.gradient()
+        grad_hidden = None if hidden_sum is None else _sum_over_ranks(hidden_sum.gradient(), indices, ctx.count, call)
+        grad_weight = None if weight_sum is None or call.main_grad is not None else weight_sum.gradient()
         return grad_hidden, grad_weight, None if grad_bias is None else grad_bias.to(bias.dtype), None, None
 
 
 def _row_statistics(
-    rows: Tensor, ids: Tensor, weight: Tensor, bias: Tensor | None, head: _Head, buffer: TileBuffer
+    rows: Tensor, ids: Tensor, weight: Tensor, bias: Tensor | None, call: _CallArguments, buffer: TileBuffer
 ) -> Tensor:
     """Compute the softmax statistics [4, N] of the rows [N, H] over this rank's columns, tile by tile."""
-    shards, options = head.shards, head.options
+    shards, options = call.shards, call.options
     arguments: Any = {"entropy": options.entropy, **options.kernel_arguments}
     row_blocks: list[Tensor] = []  # statistics of each tile, if a tile has some rows and all columns
     merged: Tensor | None = None  # statistics over the tiles so far, if a tile has all rows and some columns
-    for tile in iterate_tiles(to_product_dtype(rows), weight, bias, buffer, **head.tile_arguments):
+    for tile in iterate_tiles(to_product_dtype(rows), weight, bias, buffer, **call.tile_arguments):
         start = shards.start + tile.columns.start
         tile_statistics = options.kernels.row_statistics(tile.logits, ids[tile.rows], start=start, **arguments)
         if tile.rows != slice(0, len(rows)):
@@ -271,35 +271,35 @@ def _row_statistics(
     return cpu.row_statistics(rows[:, :0], ids, start=0, **arguments)
 
 
-def _tile_gradient(tile: Tile, inputs: RowGradientInputs, head: _Head) -> Tensor:
+def _tile_gradient(tile: Tile, inputs: RowGradientInputs, call: _CallArguments) -> Tensor:
     """Overwrite the tile's logits with the gradient of the loss by the matrix product, before the softcap."""
-    derivative = None if head.softcap is None else 1 - (tile.logits / head.softcap).square()
-    head.options.kernels.row_gradients(
+    derivative = None if call.softcap is None else 1 - (tile.logits / call.softcap).square()
+    call.options.kernels.row_gradients(
         tile.logits,
         inputs,
-        start=head.shards.start + tile.columns.start,
+        start=call.shards.start + tile.columns.start,
         valid=tile.logits.shape[1],
         out=tile.logits,
-        **head.options.kernel_arguments,
+        **call.options.kernel_arguments,
     )
     return tile.logits if derivative is None else tile.logits.mul_(derivative)
 
 
-def _sum_over_ranks(gradient: Tensor, indices: Tensor | None, count: int, head: _Head) -> Tensor:
+def _sum_over_ranks(gradient: Tensor, indices: Tensor | None, count: int, call: _CallArguments) -> Tensor:
     """Sum the hidden states' gradient over the ranks' columns; under sequence parallelism return this rank's rows.
 
     Args:
         gradient: [kept rows, H], from this rank's columns; rows whose target is ``ignore_index`` are not kept.
         indices: indices of the kept rows among all rows; None if all were kept.
         count: number of all rows.
-        head: arguments of the call.
+        call: arguments of the call.
     """
-    shards = head.shards
-    if shards.group is not None and len(shards.sizes) > 1 and not head.sequence_parallel:
+    shards = call.shards
+    if shards.group is not None and len(shards.sizes) > 1 and not call.sequence_parallel:
         dist.all_reduce(gradient, group=shards.group)
     if indices is not None:
         gradient = gradient.new_zeros(count, gradient.shape[1]).index_copy_(0, indices, gradient)
-    if not head.sequence_parallel:
+    if not call.sequence_parallel:
         return gradient
     local_gradient = gradient.new_empty(count // len(shards.sizes), gradient.shape[1])
     # torch 2.13 renamed the function.

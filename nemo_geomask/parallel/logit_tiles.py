@@ -83,11 +83,13 @@ def iterate_tiles(
     # The longer side of the matrix of logits is divided into steps. A tile has all of the shorter side.
     by_columns = count <= valid_columns
     fixed, divided = (count, valid_columns) if by_columns else (valid_columns, count)
+    # Each column has a converted copy of its row of the weight. The copies of the last tile still exist while those of
+    # the next tile are made, hence the factor of 2.
+    converted_weight = 2 * rows.shape[1] if by_columns and weight.dtype != rows.dtype else 0
     # The length of the fixed side is rounded up to a power of two, so that batches of other lengths seldom change the
     # step.
-    converted = 2 * rows.shape[1] if by_columns and weight.dtype != rows.dtype else 0
-    fits = tile_bytes // (rows.dtype.itemsize * ((1 << (fixed - 1).bit_length()) + converted))
-    step = min(divided, max(fits // _SIDE_MULTIPLE * _SIDE_MULTIPLE, min(fits, _SIDE_MULTIPLE), 1))
+    max_step = tile_bytes // (rows.dtype.itemsize * ((1 << (fixed - 1).bit_length()) + converted_weight))
+    step = min(divided, max(max_step // _SIDE_MULTIPLE * _SIDE_MULTIPLE, min(max_step, _SIDE_MULTIPLE), 1))
     if buffer.memory is None:
         buffer.memory, buffer.start = torch.empty(fixed * step, dtype=rows.dtype, device=rows.device), None
     starts = range(0, divided, step)

@@ -130,7 +130,7 @@ def _missing_keys(plain: Any, key: str, value: Any) -> Iterator[str]:
 
 
 def _nearest_key(plain: Any, key: str) -> str | None:
-    """Return the existing or addable key that was probably meant; None if there is none.
+    """Return the key that was probably meant, in the recipe or among those that may be added; None if there is none.
 
     Each name is replaced by the nearest one in its section. If a section has none, the result is the key of the same
     last name in another section.
@@ -157,9 +157,9 @@ def _parse_failure(override: str, error: Exception) -> str:
     key, equals, value = override.partition("=")
     if not equals and not key.startswith("~"):
         return "it is not of the form key.path=value; write for example grpo.max_num_steps=20, or ~key.path to delete"
-    dots = re.sub(r"\[(\d+)\]", r".\1", key)
-    if dots != key:
-        return f"an item of a list is addressed with a dot; write {dots}{equals}{value}"
+    dotted_key = re.sub(r"\[(\d+)\]", r".\1", key)
+    if dotted_key != key:
+        return f"an item of a list is addressed with a dot; write {dotted_key}{equals}{value}"
     return (
         "it is not key.path=value in Hydra's grammar; quote a value with special characters, once for Hydra and once "
         f"for the shell: \"key.path='text'\" (Hydra says: {' '.join(str(error).split())})"

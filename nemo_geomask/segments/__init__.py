@@ -1,8 +1,8 @@
 """Token layouts: which token belongs to which sequence, and statistics over sequences.
 
 All sequence statistics of a loss go through a :class:`Segments`. It pools token values to one value for each sequence,
-and spreads such values over the tokens. A loss therefore does not depend on the layout of its tokens. Only this package
-exchanges statistics between ranks.
+and spreads such values over the tokens. A loss therefore does not depend on the layout of its tokens. Only this
+sub-package exchanges statistics of sequences between ranks.
 """
 
 from __future__ import annotations

@@ -141,7 +141,7 @@ class PackedTokens(Segments):
         return over_ranks
 
     def check(self) -> None:
-        """Do nothing: :class:`PackedSegments`, which overrides this, knows the ranks to compare with the groups."""
+        """Do nothing; :class:`PackedSegments`, whose arguments name the ranks, compares these with the groups."""
 
     def _is_in_second_run(self) -> Tensor:
         """Return [N] bool, True for a token in the second of its sequence's runs."""

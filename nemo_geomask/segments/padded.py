@@ -39,7 +39,7 @@ class Prefix(NamedTuple):
     run_totals: Pooled = Pooled({}, {}, {})
     """Token tensors whose :meth:`Segments.pool` gives the totals of all ranks' runs.
 
-    Empty without context parallelism. :meth:`Segments.global_prefix` takes the pool."""
+    Empty without context parallelism. :meth:`Segments.global_prefix` takes the pooled totals."""
 
 
 class Segments(ABC):

@@ -120,11 +120,11 @@ def _evaluate_packed(
     segments = PackedSegments(
         list(range(0, (rows + 1) * _COLUMNS, _COLUMNS)), cp_rank=rank, cp_size=world, groups=tuple(groups)
     )
-    places = segments.token_index
-    data = {key: value[:, 1:].reshape(-1)[places] if value.dim() == 2 else value for key, value in batch.items()}
+    token_indices = segments.token_index
+    data = {key: value[:, 1:].reshape(-1)[token_indices] if value.dim() == 2 else value for key, value in batch.items()}
     curr = data["curr"].clone().requires_grad_()
     value, metrics = loss.for_prepared_batches().packed(curr, data, segments, *valid_counts([batch]))
-    return LossOutcome(value.item(), _gradient(value, curr), dict(metrics)), places
+    return LossOutcome(value.item(), _gradient(value, curr), dict(metrics)), token_indices
 
 
 def _gradient(value: Tensor, curr: Tensor) -> Tensor:
@@ -221,10 +221,10 @@ def _evaluate_shard(
     import torch.distributed as dist
 
     loss = pickle.loads(pickled_loss)
-    (value, gradient, metrics), places = _evaluate_packed(
+    (value, gradient, metrics), token_indices = _evaluate_packed(
         loss, batch, rank=rank, world=world, groups=(dist.group.WORLD,)
     )
-    return value, gradient.tolist(), dict(metrics), places.tolist()
+    return value, gradient.tolist(), dict(metrics), token_indices.tolist()
 
 
 def _find_context_parallel_difference(loss: PolicyLoss, batch: Batch) -> str:
@@ -232,8 +232,8 @@ def _find_context_parallel_difference(loss: PolicyLoss, batch: Batch) -> str:
     expected = expected._replace(gradient=expected.gradient.reshape(-1))
     shards = run_ranks(_RANKS, _evaluate_shard, pickle.dumps(loss), batch, timeout=300)
     gradient = torch.zeros_like(expected.gradient)
-    for _, shard_gradient, _, places in shards:
-        gradient[torch.tensor(places)] = torch.tensor(shard_gradient)
+    for _, shard_gradient, _, token_indices in shards:
+        gradient[torch.tensor(token_indices)] = torch.tensor(shard_gradient)
     for value, _, metrics, _ in shards:
         difference = describe_difference("a context-parallel rank", LossOutcome(value, gradient, metrics), expected)
         if difference:
@@ -340,10 +340,10 @@ def _find_gradient_error(loss: PolicyLoss, batch: Batch) -> str:
 
     The gradient is that of the variant's own functions, without importance-sampling weights and rejection masks.
     """
-    variant, double = loss.variant, {key: value.double() for key, value in batch.items()}
-    mask = (double[TOKEN_MASK] * double["sample_mask"].unsqueeze(1))[:, 1:]
+    variant, batch64 = loss.variant, {key: value.double() for key, value in batch.items()}
+    mask = (batch64[TOKEN_MASK] * batch64["sample_mask"].unsqueeze(1))[:, 1:]
     is_trained = mask != 0
-    anchor = double[GENERATION_LOGPROBS if loss.config.ratio_anchor == "gen" else PREV_LOGPROBS][:, 1:]
+    anchor = batch64[GENERATION_LOGPROBS if loss.config.ratio_anchor == "gen" else PREV_LOGPROBS][:, 1:]
     coefficient = torch.rand(mask.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64) + 0.5
     replay = _DetachReplay()
 
@@ -351,7 +351,7 @@ def _find_gradient_error(loss: PolicyLoss, batch: Batch) -> str:
         """Return the sum of the tokens' losses, each times its own random coefficient."""
         curr = torch.where(is_trained, curr, 0.0)
         log_ratio = torch.where(is_trained, curr - anchor, 0.0)
-        advantages = torch.where(is_trained, double["advantages"][:, 1:], 0.0)
+        advantages = torch.where(is_trained, batch64["advantages"][:, 1:], 0.0)
         inputs = SurrogateInputs(curr, log_ratio, advantages, loss.config, loss.options)
         pooled = variant.pool(inputs) if variant.pool is not None else {}
         count = mask.sum(1, keepdim=True).clamp(min=1) if variant.pooled_by == "mean" else 1.0
@@ -371,7 +371,7 @@ def _find_gradient_error(loss: PolicyLoss, batch: Batch) -> str:
                 values.append(total(shifted.requires_grad_()).item())
         return (values[0] - values[1]) / (2 * _STEP)
 
-    curr = double["curr"][:, 1:].clone().requires_grad_()
+    curr = batch64["curr"][:, 1:].clone().requires_grad_()
     with replay:
         value = total(curr)
     (gradient,) = torch.autograd.grad(value, curr)

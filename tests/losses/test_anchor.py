@@ -226,9 +226,9 @@ def test_without_a_sample_nothing_is_said_of_one():
 @pytest.mark.parametrize(
     ("settings", "found"),
     [
-        ({"audit_fraction": 0.1}, "has all of them computed; set audit_fraction: 0"),
+        ({"audit_fraction": 0.1}, "has them computed for all sequences anyway; set audit_fraction: 0"),
         ({"audit_fraction": 0.1, "force_on_policy_ratio": True}, "leaves them out; set audit_fraction: 0"),
-        ({**AUDIT, "masks": [MASKS["veto"]]}, "has all of them computed; set audit_fraction: 0"),
+        ({**AUDIT, "masks": [MASKS["veto"]]}, "has them computed for all sequences anyway; set audit_fraction: 0"),
         ({**GEN, "audit_fraction": 1.5}, "audit_fraction"),
         ({**AUDIT, "metrics": "nemo_rl"}, "that metrics: nemo_rl leaves out; set metrics: full, or audit_fraction: 0"),
     ],

@@ -303,8 +303,8 @@ def test_metrics_of_an_untrained_batch_add_up_to_those_of_the_loss(sizes):
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"denominator": "kept"}, "masks has none such"),
-        ({"denominator": "kept", "masks": [OPSM]}, "masks has none such"),
+        ({"denominator": "kept"}, "no entry of masks is on the mismatch"),
+        ({"denominator": "kept", "masks": [OPSM]}, "no entry of masks is on the mismatch"),
         ({"batch_veto": {"max": 0.1}, "force_on_policy_ratio": True}, "batch_veto reads prev_logprobs"),
         ({"batch_veto": {"max": 0.0}}, r"loss_fn\.batch_veto\.max"),
         ({"batch_veto": {"max": 0.1, "estimator": "k2"}}, r"loss_fn\.batch_veto\.estimator"),
