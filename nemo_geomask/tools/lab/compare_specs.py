@@ -2,7 +2,8 @@
 
 In ``SPEC = name[:level][+preset]...``, ``name`` is a loss (``gspo``, or ``module:attribute``). ``level`` is ``token``,
 ``sequence``, ``sequence_mean`` or ``none`` (no correction). Each ``preset`` is a mask with the bounds in
-``lab.presets``. Without a level or preset, the recipe's settings apply.
+``lab.presets``. Without a level or preset, the recipe's settings apply. Of ``loss_fn.options``, each loss gets those
+that it has, so that losses with different options can be compared.
 
 A name may itself contain a colon. The text before the first colon is a registered loss if there is one with this name,
 and otherwise a module. A final ``token``, ``sequence``, ``sequence_mean`` or ``none`` is always the level, so an
@@ -11,14 +12,14 @@ attribute with such a name needs a level after it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from nemo_geomask.config import nearest
 from nemo_geomask.config.corrections import LEVELS
-from nemo_geomask.errors import ConfigError
-from nemo_geomask.losses import available
+from nemo_geomask.errors import ConfigError, GeomaskError
+from nemo_geomask.losses import available, load
 from nemo_geomask.tools.lab.lab_recipe import LabConfig
 
 __all__ = ["ComparedLoss", "parse_compare", "parse_spec"]
@@ -40,10 +41,13 @@ class ComparedLoss:
     Attributes:
         label: the SPEC as written, or the loss's name.
         loss_fn: the ``loss_fn:`` block that :func:`nemo_geomask.build_loss` validates.
+        foreign_options: names of the recipe's ``loss_fn.options`` that this loss does not have, but another compared
+            loss has; they are not in ``loss_fn``.
     """
 
     label: str
     loss_fn: Mapping[str, Any]
+    foreign_options: frozenset[str] = frozenset()
 
 
 def parse_compare(text: str | Iterable[str], base: Mapping[str, Any], lab: LabConfig) -> tuple[ComparedLoss, ...]:
@@ -63,7 +67,7 @@ def parse_compare(text: str | Iterable[str], base: Mapping[str, Any], lab: LabCo
     repeated = sorted({spec for spec in specs if specs.count(spec) > 1})
     if repeated:
         raise ConfigError(f"--compare: '{repeated[0]}' is listed twice; its curves would be equal. Remove one")
-    return tuple(parse_spec(spec, base, lab) for spec in specs)
+    return _distribute_options([parse_spec(spec, base, lab) for spec in specs])
 
 
 def parse_spec(spec: str, base: Mapping[str, Any], lab: LabConfig) -> ComparedLoss:
@@ -79,6 +83,31 @@ def parse_spec(spec: str, base: Mapping[str, Any], lab: LabConfig) -> ComparedLo
     if presets:
         block["masks"] = [*(block.get("masks") or ()), *(_preset_mask(preset, spec, lab) for preset in presets)]
     return ComparedLoss(spec, block)
+
+
+def _distribute_options(losses: Sequence[ComparedLoss]) -> tuple[ComparedLoss, ...]:
+    """Remove from each loss the options that it does not have, but another of the losses has.
+
+    An option that none of them has stays, so that building the loss reports it.
+    """
+    names = [_option_names(loss) for loss in losses]
+    known = frozenset[str]().union(*names)
+    distributed = []
+    for loss, own in zip(losses, names, strict=True):
+        options = loss.loss_fn.get("options")
+        if isinstance(options, Mapping) and (foreign := known.intersection(options) - own):
+            kept = {key: value for key, value in options.items() if key not in foreign}
+            loss = replace(loss, loss_fn={**loss.loss_fn, "options": kept}, foreign_options=foreign)
+        distributed.append(loss)
+    return tuple(distributed)
+
+
+def _option_names(loss: ComparedLoss) -> frozenset[str]:
+    """Return the names of a loss's own options; none if it can't be loaded, which building the loss reports."""
+    try:
+        return frozenset(load(loss.loss_fn["name"]).options.model_fields)
+    except (GeomaskError, AttributeError):
+        return frozenset()
 
 
 def _split_level(head: str, spec: str) -> tuple[str, str | None]:

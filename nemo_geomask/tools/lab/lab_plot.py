@@ -44,7 +44,8 @@ def write_plot(curves: Sequence[RunCurves], path: Path) -> None:
     for axes in (weight, removed):
         axes.set_xlabel("step (rollout batch)")
     for axes in (reward, weight, removed):
-        axes.legend(fontsize="small", loc="best")
+        if axes.has_data():
+            axes.legend(fontsize="small", loc="best")
 
     first, seeds = curves[0].facts, sorted({curve.seed for curve in curves})
     has_seeds = len(seeds) > 1

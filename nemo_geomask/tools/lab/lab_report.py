@@ -14,7 +14,7 @@ from nemo_geomask.tools.lab.run_store import RunCurves, read_curves
 from nemo_geomask.tools.shared.intervals import CONFIDENCE_LABEL
 from nemo_geomask.tools.shared.json_output import to_json
 
-__all__ = ["print_diagnosis", "report_results"]
+__all__ = ["default_baseline", "print_diagnosis", "report_results"]
 
 Row = dict[str, Any]
 
@@ -25,7 +25,6 @@ def report_results(
     console: Any,
     *,
     baseline: str | None = None,
-    first: str | None = None,
     target: float = TARGET,
 ) -> list[VariantSummary]:
     """Print the table of all runs in some folders; write ``summary.json`` and ``lab.png``.
@@ -34,8 +33,7 @@ def report_results(
         folders: the folders.
         out: folder of the written files.
         console: a ``rich.console.Console``.
-        baseline: label of the variant that the others are compared with; None: ``first``, or the first variant.
-        first: label of the default baseline; ignored if no variant has it.
+        baseline: label of the variant that the others are compared with; None: see :func:`default_baseline`.
         target: reward of the measure "steps to target".
 
     Raises:
@@ -45,7 +43,7 @@ def report_results(
     labels = list(group_by_variant(curves))
     if baseline is not None and baseline not in labels:
         raise ConfigError(f"--baseline: no run of '{baseline}' here; there are {', '.join(labels)}")
-    baseline = baseline or (first if first in labels else labels[0])
+    baseline = baseline or default_baseline(curves)
     curves.sort(key=lambda curve: curve.label != baseline)
     summaries = summarize_variants(curves, target=target)
     _print_table(summaries, baseline, console)
@@ -58,6 +56,15 @@ def report_results(
     write_plot(curves, out / "lab.png")
     console.print(f"Plot: {out / 'lab.png'}", highlight=False, markup=False)
     return summaries
+
+
+def default_baseline(curves: Sequence[RunCurves]) -> str:
+    """Return the label of the uncorrected variant, or of the first variant if all are corrected.
+
+    Of several uncorrected variants, it is the one with the fewest settings in its label, or the first of these.
+    """
+    labels = list(group_by_variant([curve for curve in curves if curve.is_uncorrected] or curves[:1]))
+    return min(labels, key=lambda label: label.count(" "))
 
 
 def _number_cell(style: str, *keys: str) -> Callable[[Row], str]:
@@ -111,6 +118,11 @@ def _print_table(summaries: Sequence[VariantSummary], baseline: str, console: An
         table.add_column(outcome.label.replace(":", "\n:").replace("+", "\n+").replace(" ", "\n"), justify="right")
     for name, cell in _LINES:
         table.add_row(name, *(cell(outcome.row) for outcome in summaries))
+    mixed = _packages_of_several_versions(summaries)
+    for package in mixed:
+        table.add_row(
+            f"version of {package}", *("\n".join(outcome.row["versions"].get(package, "–")) for outcome in summaries)
+        )
     console.print(table)
     first = summaries[0].curves[0].facts
     seeds = {seed for outcome in summaries for seed in outcome.row["seeds"]}
@@ -119,11 +131,23 @@ def _print_table(summaries: Sequence[VariantSummary], baseline: str, console: An
         f"answers earn {first['chance']:.3f}; the target is {summaries[0].row['target']:g}.",
         "Δ = log π_train − log μ_generation of each sampled token; k3 estimates KL(μ ‖ π_train). ESS: effective sample "
         "size of the weights over their number. In brackets: weights that were not applied.",
+        f"These runs were trained with several versions of {' and '.join(mixed)}. Runs of one seed then have the same "
+        "initial weights and prompts, but different rounding, so a difference may come from the version."
+        if mixed
+        else "",
         "" if len(seeds) > 1 else "One seed does not rank variants: --seeds 1..5 before you conclude.",
         *(_describe_problems(outcome) for outcome in summaries),
     ):
         if line:
             console.print(line, highlight=False, markup=False)
+
+
+def _packages_of_several_versions(summaries: Sequence[VariantSummary]) -> list[str]:
+    versions: dict[str, set[str]] = {}
+    for outcome in summaries:
+        for package, used in outcome.row["versions"].items():
+            versions.setdefault(package, set()).update(used)
+    return [package for package, used in versions.items() if len(used) > 1]
 
 
 def _describe_problems(outcome: VariantSummary) -> str:

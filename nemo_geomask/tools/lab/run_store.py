@@ -38,11 +38,13 @@ class Run:
         label: name of the variant in tables and plots.
         recipe: the settings, with this run's seed and ``loss_fn``.
         out: folder of all runs.
+        position: the variant's position in its comparison, by which reports order the variants.
     """
 
     label: str
     recipe: LabRecipe
     out: Path
+    position: int = 0
 
     @cached_property
     def settings(self) -> dict[str, Any]:
@@ -86,7 +88,7 @@ class RunCurves:
     """Metrics of a stored run, step by step.
 
     Attributes:
-        facts: ``label``, ``variant``, ``seed``, ``finished``, ``settings``, the validated ``loss_fn``,
+        facts: ``label``, ``variant``, ``position``, ``seed``, ``finished``, ``settings``, the validated ``loss_fn``,
             ``corrected`` (True if the correction weight was applied; otherwise ``geomask/weight…`` are about the weight
             that would have been applied), ``chance``, ``sampler``, ``precision``, ``ranks`` (those of ``lab.tp``,
             ``cp`` and ``dp`` that are not 1), ``versions``, and ``error`` if a step raised an error.
@@ -124,9 +126,20 @@ class RunCurves:
         return str(self.facts["label"])
 
     @property
+    def position(self) -> int:
+        """Position of the variant in its comparison; 0 in files of earlier versions, which lack it."""
+        return int(self.facts.get("position", 0))
+
+    @property
     def seed(self) -> int:
         """Seed of weights, prompts and sampling."""
         return int(self.facts["seed"])
+
+    @property
+    def is_uncorrected(self) -> bool:
+        """True if nothing corrects the mismatch: no importance-sampling weight, no mask and no batch veto."""
+        loss_fn = self.facts.get("loss_fn", {})
+        return not (self.facts["corrected"] or loss_fn.get("masks") or loss_fn.get("batch_veto"))
 
     @property
     def finished(self) -> bool:
@@ -177,6 +190,7 @@ def write_steps(run: Run, history: Sequence[Mapping[str, float]], facts: Mapping
     all_facts = {
         "label": run.label,
         "variant": run.variant,
+        "position": run.position,
         "seed": run.recipe.grpo.seed,
         "finished": len(history) >= run.recipe.grpo.max_num_steps,
         "settings": run.settings,
@@ -190,7 +204,9 @@ def write_steps(run: Run, history: Sequence[Mapping[str, float]], facts: Mapping
 
 
 def read_curves(folders: Iterable[Path | str]) -> list[RunCurves]:
-    """Read all runs in and below the folders, sorted by label and seed.
+    """Read all runs in and below the folders, sorted by variant and seed.
+
+    The variants of a folder are in the order of their comparison.
 
     If variants have the same label, the first of them keeps it (in the order of folders, then seeds). The settings in
     which another variant differs from the first are appended to its label.
@@ -208,14 +224,19 @@ def read_curves(folders: Iterable[Path | str]) -> list[RunCurves]:
     places_of: dict[tuple[Any, ...], int] = {}
     for path, number in files.items():
         curve = RunCurves.read(path)
-        key = (curve.facts["variant"], str(curve.facts.get("ranks", {})), curve.seed)
+        key = _identity(curve)
         places_of.setdefault(key, number)
         # If there are several copies of a run, keep the longest.
         if key not in longest or longest[key].steps < curve.steps:
             longest[key] = curve
     return _distinguish_labels(
-        [longest[key] for key in sorted(longest, key=lambda key: (places_of[key], longest[key].seed))]
+        sorted(longest.values(), key=lambda curve: (places_of[_identity(curve)], curve.seed, curve.position))
     )
+
+
+def _identity(curve: RunCurves) -> tuple[Any, ...]:
+    """Return what two copies of a run have in common."""
+    return curve.facts["variant"], str(curve.facts.get("ranks", {})), curve.seed
 
 
 def _distinguish_labels(curves: Sequence[RunCurves]) -> list[RunCurves]:

@@ -67,7 +67,7 @@ def train_recipe(
     if not any(run.steps_file.exists() for run in runs):
         console.print("No step was completed; nothing to report.")
         return 130
-    report_results([folder], folder, console, first=runs[0].label)
+    report_results([folder], folder, console)
     print_diagnosis([RunCurves.read(run.steps_file) for run in runs if run.steps_file.exists()], folder, console)
     console.print(f"Steps, rollouts and summary: {folder}", highlight=False, markup=False)
     return 130 if not complete else 0 if all(run.finished for run in runs) else 1
@@ -103,25 +103,38 @@ def plan_runs(
     Raises:
         ConfigError: the recipe or an option is invalid, or two variants have the same settings.
     """
-    runs: list[Run] = []
+    by_settings: dict[tuple[str, int], Run] = {}
+    positions: dict[str, int] = {}
     for combination in itertools.product(*map(parse_vary, vary)):
         with _recipe_with_loss(path, loss_from) as file:
             data = load_recipe(file, [*overrides, *combination], new_keys=True)
         recipe = LabRecipe.read(data, source=path.name)
-        suffix = "".join(f" {setting}" for setting in combination)
         for variant in _compared_losses(recipe, compare):
+            applicable = [setting for setting in combination if _concerns(setting, variant)]
+            label = " ".join([variant.label, *applicable])
+            position = positions.setdefault(label, len(positions))
             for seed in parse_seeds(seeds) if seeds else (recipe.grpo.seed,):
                 grpo = recipe.grpo.model_copy(update={"seed": seed})
                 run_recipe = recipe.model_copy(update={"loss_fn": dict(variant.loss_fn), "grpo": grpo})
-                runs.append(Run(variant.label + suffix, run_recipe, out))
-    by_settings: dict[tuple[str, int], Run] = {}
-    for run in runs:
-        same = by_settings.setdefault((json.dumps(run.settings, sort_keys=True), run.recipe.grpo.seed), run)
-        if same is not run:
-            raise ConfigError(
-                f"'{same.label}' and '{run.label}' have the same settings, so their curves would be equal. Remove one"
-            )
-    return sorted(runs, key=lambda run: run.recipe.grpo.seed)
+                run = Run(label, run_recipe, out, position)
+                same = by_settings.setdefault((json.dumps(run.settings, sort_keys=True), seed), run)
+                # Without the options that its loss does not have, a variant may be planned already.
+                is_planned = same.label == label and len(applicable) < len(combination)
+                if same is not run and not is_planned:
+                    raise ConfigError(
+                        f"'{same.label}' and '{run.label}' have the same settings, so their curves would be equal. "
+                        "Remove one"
+                    )
+    return sorted(by_settings.values(), key=lambda run: run.recipe.grpo.seed)
+
+
+def _concerns(setting: str, variant: ComparedLoss) -> bool:
+    """Return False if a setting of ``--vary`` is an option that the variant's loss does not have."""
+    key = setting.partition("=")[0].lstrip("+")
+    if key == "loss_fn.options":
+        return bool(variant.loss_fn.get("options"))
+    section, _, option = key.rpartition(".")
+    return section != "loss_fn.options" or option not in variant.foreign_options
 
 
 def parse_seeds(text: str) -> tuple[int, ...]:

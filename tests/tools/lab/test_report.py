@@ -1,0 +1,97 @@
+"""The report on trained runs: which variant is the baseline, and which versions trained them."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+pytest.importorskip("matplotlib", reason="the lab draws a plot (demo extra)")
+pytest.importorskip("pyarrow", reason="runs are Parquet (demo extra)")
+pytest.importorskip("rich", reason="the lab prints a table (demo extra)")
+
+from rich.console import Console
+
+from nemo_geomask.errors import ConfigError
+from nemo_geomask.tools.lab.lab_report import report_results
+from nemo_geomask.tools.lab.run_store import Run, write_steps
+
+FACTS = {"chance": 0.2, "sampler": "copy", "precision": "float32"}
+NONE = {"corrected": False, "loss_fn": {"masks": [], "batch_veto": None}}
+TOKEN = {"corrected": True, "loss_fn": {"masks": []}}
+MASKED = {"corrected": False, "loss_fn": {"masks": [{"preset": "opsm"}]}}
+VETOED = {"corrected": False, "loss_fn": {"batch_veto": {"max": 0.1}}}
+
+
+@pytest.fixture
+def report(tiny, tmp_path):
+    """Write runs of 2 steps, each (label, reward, facts), on the seeds 1 and 2; report on them."""
+
+    def build(*variants, seeds=(1, 2), **options):
+        for position, (label, reward, facts) in enumerate(variants):
+            for seed in seeds:
+                recipe = tiny(grpo={"seed": seed}, policy={"lr": facts.get("lr", 1e-3)})
+                history = [{"reward": reward + seed / 100, "step_seconds": 1.0}] * 2
+                write_steps(Run(label, recipe, tmp_path, position), history, {**FACTS, **facts})
+        console = Console(record=True, width=200)
+        report_results([tmp_path], tmp_path, console, **options)
+        return json.loads((tmp_path / "summary.json").read_text()), console.export_text()
+
+    return build
+
+
+def test_the_uncorrected_variant_is_the_baseline_wherever_it_stands(report):
+    summary, printed = report(
+        ("a:token", 0.5, TOKEN), ("b:none+opsm", 0.4, MASKED), ("b:none veto", 0.4, VETOED), ("z:none", 0.3, NONE)
+    )
+    assert summary["baseline"] == "z:none"
+    assert "baseline z:none" in printed
+    differences = {row["variant"]: row["difference"] for row in summary["variants"]}
+    assert differences == {
+        "z:none": None,
+        "a:token": pytest.approx(0.2),
+        "b:none+opsm": pytest.approx(0.1),
+        "b:none veto": pytest.approx(0.1),
+    }
+
+
+def test_of_several_uncorrected_variants_the_one_without_settings_is_the_baseline(report):
+    summary, _ = report(("a:none lr=1", 0.5, NONE), ("b:none", 0.4, NONE), ("c:none", 0.3, NONE))
+    assert summary["baseline"] == "b:none"
+
+
+def test_without_an_uncorrected_variant_the_first_of_the_comparison_is_the_baseline(report):
+    summary, _ = report(("z:token", 0.5, TOKEN), ("a:sequence", 0.4, TOKEN))
+    assert summary["baseline"] == "z:token"
+    assert [row["variant"] for row in summary["variants"]] == ["z:token", "a:sequence"]
+
+
+def test_another_baseline_is_taken_by_its_label(report):
+    summary, _ = report(("a:token", 0.5, TOKEN), ("z:none", 0.3, NONE), baseline="a:token")
+    assert summary["baseline"] == "a:token"
+    with pytest.raises(ConfigError, match="no run of 'b' here; there are a:token, z:none"):
+        report(("a:token", 0.5, TOKEN), ("z:none", 0.3, NONE), baseline="b")
+
+
+def test_several_versions_of_torch_are_in_the_table(report):
+    new, old = ({"versions": {"torch": version, "transformers": "5.8"}} for version in ("2.13.0", "2.11.0"))
+    summary, printed = report(("a:none", 0.3, {**NONE, **new}), ("b:token", 0.5, {**TOKEN, **old}))
+    (line,) = (line for line in printed.splitlines() if "version of torch" in line)
+    assert line.index("2.13.0") < line.index("2.11.0")
+    assert "several versions of torch. Runs of one seed" in " ".join(printed.split())
+    assert "version of transformers" not in printed
+    assert [row["versions"]["torch"] for row in summary["variants"]] == [["2.13.0"], ["2.11.0"]]
+
+
+def test_several_versions_within_a_variant_are_both_in_its_cell(report):
+    for seed, version in ((1, "2.11.0"), (2, "2.13.0")):
+        facts = {**NONE, "versions": {"torch": version}}
+        summary, printed = report(("a:none", 0.3, facts), seeds=(seed,))
+    assert summary["variants"][0]["versions"] == {"torch": ["2.11.0", "2.13.0"]}
+    assert "version of torch" in printed
+
+
+def test_one_version_is_not_mentioned(report):
+    _, printed = report(("a:none", 0.3, {**NONE, "versions": {"torch": "2.13.0"}}))
+    assert "version of" not in printed
+    assert "several versions" not in printed
