@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--watch",
         type=positive_number,
         metavar="SECONDS",
-        help="look for new steps this often, until Ctrl-C, and print changed verdicts",
+        help="look for new steps at this interval, until Ctrl-C, and print the verdicts that changed",
     )
     parser.add_argument(
         "--tokenizer",
@@ -81,7 +81,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         metavar="NAME[,NAME]",
         help="show only the mismatch by this dimension: probability, position, turn, length, staleness, reward, "
-        "advantage, entropy, two of them at once, or step; may be given several times",
+        "advantage, entropy, two of them joined by a comma, or step; may be given several times",
     )
     parser.add_argument(
         "--against",

@@ -18,9 +18,9 @@ examples
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments and its help."""
     parser.description = (
-        "Replay recorded batches through the loss under every correction and mask, at their peers' "
-        "defaults and over a grid, and compare what is removed, the gradient's bias against samples of the policy that "
-        "trains, and its variance."
+        "Replay recorded batches through the loss under every correction and mask, with the bounds that other systems "
+        "use by default, and compare which tokens each removes, the bias of its gradient (against the gradient on "
+        "samples of the policy that trains) and the variance of its gradient."
     )
     parser.epilog = _EPILOG
     parser.add_argument("directory", type=Path, metavar="DIR", help="folder of one run's records or logs")
@@ -29,21 +29,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=8,
         metavar="N",
-        help="replay N steps, at equal distances over the run (default: 8)",
+        help="replay N steps, evenly spaced over the run (default: 8)",
     )
     parser.add_argument("--last", action="store_true", help="replay the last steps of the run instead")
-    parser.add_argument("--grid", action="store_true", help="try other bounds beside the peers' defaults")
+    parser.add_argument("--grid", action="store_true", help="also try narrower and wider bounds")
     parser.add_argument(
         "--at",
         choices=("prev", "curr"),
         default="prev",
-        help="log-probs of the current policy: prev, before the rollout batch's first optimiser step, or curr, at the "
-        "step that trained on the sequence, where they are recorded (default: prev)",
+        help="log-probs to take for the current policy's: prev, as before the first optimiser step on the batch, or "
+        "curr, as recorded at the optimiser step that trained on the sequence (default: prev)",
     )
     parser.add_argument(
         "--recipe",
         metavar="RECIPE.yaml",
-        help="take this recipe's loss_fn as the base of all candidates, and as one of them",
+        help="use this recipe's loss_fn: its corrections are one candidate, its other settings apply to all candidates",
     )
     parser.add_argument(
         "--recommend",

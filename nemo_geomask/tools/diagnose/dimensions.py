@@ -62,11 +62,12 @@ class Dimension:
         return round(float(self.edges[index]), 5) + 0.0  # "+ 0.0" turns -0.0 into 0.0
 
 
+# 16, 24, 32, 48, …, 131072: two bins for each doubling.
 _HALF_OCTAVES = np.sort(np.concatenate([2.0 ** np.arange(4, 18), 3.0 * 2.0 ** np.arange(3, 17)]))
 DIMENSIONS = (
     Dimension("probability", SURPRISE_EDGES, "nats of surprise", is_count=False),
-    Dimension("position", _HALF_OCTAVES, "tokens into it"),
-    Dimension("turn", np.array([1.0, 2, 3, 4, 6, 8]), "earlier turns", requirement="runs of several turns"),
+    Dimension("position", _HALF_OCTAVES, "tokens into the response"),
+    Dimension("turn", np.array([1.0, 2, 3, 4, 6, 8]), "earlier turns", requirement="responses of several turns"),
     Dimension("length", _HALF_OCTAVES, "tokens"),
     Dimension(
         "staleness",

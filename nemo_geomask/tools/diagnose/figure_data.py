@@ -307,8 +307,8 @@ def _group_figure(runs: Sequence[RunDiagnosis]) -> Figure | None:
         "by group",
         "By prompt group",
         definition="share of the prompt groups, over the judged steps, by their mismatch (mean |Δ| over mean 1 − p) "
-        "divided by "
-        "the mismatch of the step's other groups",
+        "divided by the "
+        "mismatch of the step's other groups",
         section="parts",
         x_title="times the mismatch of the other groups",
         y_title="share",

@@ -118,6 +118,7 @@ _SECTION_OF_TABLE = {
 """Section of each table, by the table's key; the tables by dimension, which are not listed, are in ``parts``."""
 
 _MAX_GROUPS = 8
+"""Number of rows in the table of prompt groups."""
 
 
 def _group_table(run: RunDiagnosis) -> Table:

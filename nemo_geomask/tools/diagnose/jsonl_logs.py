@@ -144,6 +144,7 @@ def _parse_row(values: Any, location: str, number: int) -> dict[str, Any]:
         )
 
     def single(name: str) -> Any:
+        """Return a value without the list of one element that NeMo-RL wraps it in."""
         value = values.get(name)
         return value[0] if isinstance(value, list) and len(value) == 1 else value
 

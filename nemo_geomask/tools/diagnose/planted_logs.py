@@ -63,17 +63,23 @@ def planted_run(
     statistics = RunStatistics()
     for step in range(1, shape.steps + 1):
         step_cause = cause if step >= onset else None
-        block = planted_step(seed, step, step_cause, strength, since=step - onset + 1, shape=shape)
+        block = planted_step(seed, step, step_cause, strength, steps_since_onset=step - onset + 1, shape=shape)
         statistics.add(survey_block(block))
     return statistics
 
 
 def planted_step(
-    seed: int, step: int, cause: str | None, strength: float, *, since: int = 1, shape: RunShape | None = None
+    seed: int,
+    step: int,
+    cause: str | None,
+    strength: float,
+    *,
+    steps_since_onset: int = 1,
+    shape: RunShape | None = None,
 ) -> RecordBlock:
-    """Return the records of one step of a synthetic run; ``since`` is 1 in the first step of the cause, then 2, …."""
+    """Return the records of one step of a synthetic run; ``steps_since_onset`` is 1 in the first step of the cause."""
     random = np.random.default_rng([seed, step])
-    synthetic, mask, sequences = _make_synthetic_step(random, shape or RunShape(), since)
+    synthetic, mask, sequences = _make_synthetic_step(random, shape or RunShape(), steps_since_onset)
     planted = None if cause is None else PLANTED_CAUSES[cause]
     tokens = np.arange(len(synthetic.sequence))
     logprobs = log_softmax(synthetic.logits)
@@ -197,9 +203,9 @@ def _main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     for step in range(1, arguments.steps + 1):
-        since = step - arguments.onset + 1
-        cause = arguments.cause if since > 0 else None
-        block = planted_step(arguments.seed, step, cause, arguments.strength, since=since)
+        steps_since_onset = step - arguments.onset + 1
+        cause = arguments.cause if steps_since_onset > 0 else None
+        block = planted_step(arguments.seed, step, cause, arguments.strength, steps_since_onset=steps_since_onset)
         write_step(arguments.directory, block)
 
 

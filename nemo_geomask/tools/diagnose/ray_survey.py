@@ -16,7 +16,9 @@ from nemo_geomask.tools.diagnose.run_survey import RecordMapper
 __all__ = ["connect_ray"]
 
 LOCAL = "local"
+"""Address that starts a cluster on this machine."""
 CONNECT_SECONDS = 10
+"""Seconds in which a cluster must accept a connection."""
 
 
 def connect_ray(address: str) -> RecordMapper:

@@ -17,7 +17,7 @@ __all__ = ["FallbackVerdict", "JudgedRun", "OverallHealth", "RunVerdicts", "find
 
 OverallHealth = Literal[Health, "unknown"]
 _HEALTH_ORDER: tuple[OverallHealth, ...] = ("healthy", "drifting", "unknown", "broken")
-"""From best to worst."""
+"""Values of :data:`OverallHealth`, from best to worst."""
 
 
 class JudgedRun(NamedTuple):

@@ -45,7 +45,7 @@ def _mask(preset: str, source: str, **settings: Any) -> Candidate:
 
 
 def _veto(limit: float, source: str) -> Candidate:
-    # A training stops when the veto has skipped `max_in_a_row` batches; a replay must go on.
+    # Training stops after `max_in_a_row` vetoed batches, but a replay must go on.
     veto = {"estimator": "k3", "max": limit, "max_in_a_row": 10**9}
     return Candidate(f"batch_veto k3 {limit:g}", {"batch_veto": veto}, source)
 

@@ -43,8 +43,8 @@ def test_json_and_a_cache_elsewhere(tmp_path, capsys):
     write_steps(tmp_path / "run", (1, 2), "zero_logprobs")
     arguments = ["diagnose", str(tmp_path / "run"), "--json", "--cache", str(tmp_path / "cache")]
     assert main(arguments) == 3
-    (told,) = json.loads(capsys.readouterr().out)
-    assert (told["health"], told["cause"]["id"]) == ("broken", "zero_logprobs")
+    (output,) = json.loads(capsys.readouterr().out)
+    assert (output["health"], output["cause"]["id"]) == ("broken", "zero_logprobs")
     assert len(list((tmp_path / "cache").rglob("*.parquet"))) == 2
     assert not (tmp_path / "run" / "geomask-records").exists()
 
@@ -55,14 +55,14 @@ def test_one_split_at_a_time_and_two_at_once(tmp_path, capsys):
     _, first, *_, second = (text.splitlines()[0] for text in capsys.readouterr().out.split("\nBy"))
     assert (first, second) == (" probability (nats of surprise)", " turn (earlier turns) and advantage (sign)")
     assert main(["diagnose", run, "--by", "step", "--json"]) == 0
-    (told,) = json.loads(capsys.readouterr().out)
-    assert list(told["tables"]) == ["steps", "circle"]
+    (output,) = json.loads(capsys.readouterr().out)
+    assert list(output["tables"]) == ["steps", "circle"]
     for wrong in ("tool", "turn,turn", "step,turn", "turn,length,reward"):
         assert main(["diagnose", run, "--by", wrong]) == 2
         assert f"--by {wrong}: give one or two of probability, position" in capsys.readouterr().err
 
 
-def test_a_split_that_one_run_has_not_is_said_and_the_others_shown(tmp_path, capsys):
+def test_a_split_that_one_run_lacks_is_reported_and_shown_for_the_others(tmp_path, capsys):
     write_steps(tmp_path / "logs", range(1, 4))  # without staleness
     recorded = tmp_path / "recorded"
     recorded.mkdir()
@@ -85,12 +85,12 @@ def test_a_run_against_another_over_the_steps_of_both(tmp_path, capsys):
     this = write_steps(tmp_path / "this", range(2, 7), "precision", 8.0)
     arguments = ["diagnose", str(this), "--against", str(that)]
     assert main([*arguments, "--json"]) == 1
-    (told,) = json.loads(capsys.readouterr().out)
-    assert (told["steps"], told["cause"]["id"], told["against"]["name"]) == ([2, 3, 4], "precision", str(that))
-    # The other may lie below the folder that is given.
+    (output,) = json.loads(capsys.readouterr().out)
+    assert (output["steps"], output["cause"]["id"], output["against"]["name"]) == ([2, 3, 4], "precision", str(that))
+    # The other run may be below the folder that is diagnosed.
     assert main(["diagnose", str(tmp_path), "--against", str(that), "--brief"]) == 1
-    told = capsys.readouterr().out.splitlines()
-    assert [line.split(":")[0] for line in told if line.startswith(str(tmp_path))] == [str(this)]
+    output = capsys.readouterr().out.splitlines()
+    assert [line.split(":")[0] for line in output if line.startswith(str(tmp_path))] == [str(this)]
     assert main(["diagnose", str(that), "--against", str(that)]) == 2
     assert "the run can't be compared with itself" in capsys.readouterr().err
     assert main(["diagnose", str(this), "--against", str(tmp_path)]) == 2
@@ -106,7 +106,7 @@ def test_nothing_to_read_is_an_error(tmp_path, capsys):
     assert "holds neither records" in capsys.readouterr().err
 
 
-def test_one_bad_run_does_not_keep_the_others_back(tmp_path, capsys):
+def test_a_run_that_cannot_be_read_does_not_stop_the_others(tmp_path, capsys):
     good, bad, empty = write_steps(tmp_path / "good", range(1, 4)), tmp_path / "bad", tmp_path / "empty"
     for folder in (bad, empty):
         folder.mkdir()
@@ -118,8 +118,8 @@ def test_one_bad_run_does_not_keep_the_others_back(tmp_path, capsys):
     assert others[0].startswith(f"{empty}: not judged: holds neither records")
     assert others[1].startswith(f"{good}: healthy")
     assert main([*arguments, "--json"]) == 2
-    told = json.loads(capsys.readouterr().out)
-    assert [(one["run"], one["health"]) for one in told] == [
+    output = json.loads(capsys.readouterr().out)
+    assert [(one["run"], one["health"]) for one in output] == [
         (str(good), "healthy"),
         (str(empty), "unknown"),
         (str(bad), "unknown"),
@@ -128,29 +128,29 @@ def test_one_bad_run_does_not_keep_the_others_back(tmp_path, capsys):
     assert "has no input_lengths" in capsys.readouterr().err
 
 
-def test_watch_outlives_what_can_not_be_read(tmp_path, capsys, monkeypatch):
-    """Steps after a bad one count; a folder may still be empty."""
-    run, looks = tmp_path / "run", []
+def test_watch_continues_after_a_step_that_cannot_be_read(tmp_path, capsys, monkeypatch):
+    """Steps after one that cannot be read count, and a folder may still be empty."""
+    run, polled_output = tmp_path / "run", []
     run.mkdir()
 
     def sleep(_):
-        looks.append(capsys.readouterr().out)
-        if len(looks) == 1:
+        polled_output.append(capsys.readouterr().out)
+        if len(polled_output) == 1:
             write_steps(run, (1, 3))
             (run / "train_data_step2.jsonl").write_text("{}\n")
-        if len(looks) == 4:
+        if len(polled_output) == 4:
             raise KeyboardInterrupt
 
     monkeypatch.setattr("time.sleep", sleep)
     assert main(["diagnose", str(run), "--brief", "--watch", "1"]) == 2
-    assert "not judged: holds neither" in looks[0]
-    assert looks[1] == looks[3] == ""
-    assert "healthy" in looks[2]
-    assert "not judged: " in looks[2]
-    assert "train_data_step2.jsonl:1: has no" in looks[2]
+    assert "not judged: holds neither" in polled_output[0]
+    assert polled_output[1] == polled_output[3] == ""
+    assert "healthy" in polled_output[2]
+    assert "not judged: " in polled_output[2]
+    assert "train_data_step2.jsonl:1: has no" in polled_output[2]
 
 
-def test_a_cache_in_the_log_folder_is_no_run(tmp_path, capsys):
+def test_a_cache_in_the_log_folder_is_not_a_run(tmp_path, capsys):
     run = write_steps(tmp_path / "run", (1, 2))
     arguments = ["diagnose", str(run), "--brief", "--cache", str(run / "cache")]
     for _ in range(2):
@@ -161,21 +161,21 @@ def test_a_cache_in_the_log_folder_is_no_run(tmp_path, capsys):
     assert f"{run / 'geomask-records'}: healthy" in capsys.readouterr().out
 
 
-def test_watch_says_what_is_new(tmp_path, capsys, monkeypatch):
-    """A step counts once its file rests; the verdict is said again when it has changed."""
+def test_watch_prints_verdicts_that_changed(tmp_path, capsys, monkeypatch):
+    """A step counts once its file no longer changes; the verdict is printed again only if it changed."""
     run = write_steps(tmp_path / "run", (1, 2))
-    looks = []
+    polled_output = []
 
     def sleep(_):
-        looks.append(capsys.readouterr().out)
-        if len(looks) == 3:
+        polled_output.append(capsys.readouterr().out)
+        if len(polled_output) == 3:
             write_steps(run, (3,), "shifted")
-        if len(looks) == 6:
+        if len(polled_output) == 6:
             raise KeyboardInterrupt
 
     monkeypatch.setattr("time.sleep", sleep)
     assert main(["diagnose", str(run), "--brief", "--watch", "1"]) == 3
-    assert [("healthy" in said, "broken since step 3" in said) for said in looks] == [
+    assert [("healthy" in output, "broken since step 3" in output) for output in polled_output] == [
         (False, False),
         (True, False),
         (False, False),
@@ -188,20 +188,20 @@ def test_watch_says_what_is_new(tmp_path, capsys, monkeypatch):
 def test_watch_keeps_the_report_current(tmp_path, monkeypatch):
     for module in ("plotly", "jinja2"):
         pytest.importorskip(module, reason="the report (diagnose extra)")
-    run, page, looks = write_steps(tmp_path / "run", (1, 2)), tmp_path / "report.html", []
+    run, page, polled_output = write_steps(tmp_path / "run", (1, 2)), tmp_path / "report.html", []
 
     (run / "train_data_step9.jsonl").touch()  # without a sequence: no step
 
     def sleep(_):
-        looks.append(page.stat().st_mtime_ns if page.exists() else 0)
-        if len(looks) == 3:
+        polled_output.append(page.stat().st_mtime_ns if page.exists() else 0)
+        if len(polled_output) == 3:
             write_steps(run, (3,), "shifted")
-        if len(looks) == 6:
+        if len(polled_output) == 6:
             raise KeyboardInterrupt
 
     monkeypatch.setattr("time.sleep", sleep)
     main(["diagnose", str(run), "--brief", "--watch", "1", "--html", str(page)])
-    first, second, third, _, fifth, last = looks
+    first, second, third, _, fifth, last = polled_output
     assert first == 0
     assert 0 < second == third < fifth == last
     assert "broken since step 3" in page.read_text(encoding="utf-8")

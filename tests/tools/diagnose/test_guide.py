@@ -1,4 +1,4 @@
-"""Every metric that anything reports has an entry on the page, and no entry is of one that nothing reports."""
+"""Every reported metric has an entry on the page of metrics, and every entry is of a reported metric."""
 
 import itertools
 import json
@@ -36,9 +36,9 @@ SETTINGS = (
 BOUNDS = {"truncated_importance_sampling_ratio": 5.0, "truncated_importance_sampling_ratio_min": 0.5}
 
 
-def reported():
-    """By every objective of the package under each of the settings that go with it; of the whole step, too."""
-    found = set()
+def reported_metrics():
+    """Return the names of the metrics that the package's objectives report, under every setting that they accept."""
+    metrics = set()
     own = [name for name, entries in available().items() if entries[0].distribution == "nemo-geomask"]
     for name, settings in itertools.product(own, SETTINGS):
         more = BOUNDS if "truncated_importance_sampling_type" in settings else {}
@@ -46,21 +46,21 @@ def reported():
             names = build_loss({"name": name, **settings, **more}).metric_normalizations
         except ConfigError:
             continue
-        found |= {*names, *summarize_step(dict.fromkeys(names, 1.0))}
-    return {re.sub(r"_bin_\d\d$", "_bin_<n>", re.sub(r"/mask/[^/]+/", "/mask/<label>/", name)) for name in found}
+        metrics |= {*names, *summarize_step(dict.fromkeys(names, 1.0))}
+    return {re.sub(r"_bin_\d\d$", "_bin_<n>", re.sub(r"/mask/[^/]+/", "/mask/<label>/", name)) for name in metrics}
 
 
-def of_the_batch():
-    """What is found before the step, by the names in the code."""
+def prestep_metrics():
+    """Return the metrics of the pre-step pass, by their names in its code."""
     return set(re.findall(r"geomask/batch_\w+", (ROOT / "losses" / "prestep.py").read_text(encoding="utf-8")))
 
 
 def test_every_metric_has_an_entry_and_every_entry_a_metric():
-    assert sorted(reported() | of_the_batch()) == sorted(NAMES)
+    assert sorted(reported_metrics() | prestep_metrics()) == sorted(NAMES)
 
 
 def test_every_name_in_the_code_of_the_losses_has_an_entry():
-    """What no setting above brings up would be missing, too."""
+    """This also covers metrics that no setting above makes the losses report."""
     for path in sorted((ROOT / "losses").glob("*.py")):
         for name in re.findall(r"Metric\(\(f?\"([\w/{}.]+)\"", path.read_text(encoding="utf-8")):
             pattern = re.sub(r"\{[^}]*\}", ".+", name)
@@ -77,7 +77,7 @@ def test_limits_are_those_of_the_diagnosis():
 
 
 @pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.names[0])
-def test_an_entry_says_all_there_is_to_say(entry):
+def test_an_entry_is_complete(entry):
     assert all((entry.averaging, entry.formula, entry.unit, entry.peers, entry.healthy, entry.action))
     assert set(entry.alerts) <= set(entry.names)
     assert bool(entry.alerts) == bool(entry.limit_source) == (entry.above is not None or entry.below is not None)
@@ -85,10 +85,10 @@ def test_an_entry_says_all_there_is_to_say(entry):
 
 
 def test_alerts_name_the_recipes_masks_as_nemo_rl_logs_them():
-    found = {alert.metric: alert for alert in alerts(["geometric", "opsm"])}
-    assert found["train/geomask/mask/opsm/removed"].above == 0.3
-    assert found["train/sampling_importance_ratio"][1:3] == (2.0, 0.5)
-    assert len(found) == len(alerts()) + 2
+    alerts_by_name = {alert.metric: alert for alert in alerts(["geometric", "opsm"])}
+    assert alerts_by_name["train/geomask/mask/opsm/removed"].above == 0.3
+    assert alerts_by_name["train/sampling_importance_ratio"][1:3] == (2.0, 0.5)
+    assert len(alerts_by_name) == len(alerts()) + 2
     assert not any("<label>" in alert.metric for alert in alerts())
     assert {alert.metric for alert in alerts(prefix="")} < set(NAMES)
 
@@ -106,7 +106,7 @@ def test_page_is_current():
 SYMPTOMS = (PAGE.parent / "symptoms.md").read_text(encoding="utf-8")
 
 
-def test_symptoms_name_every_cause_and_nothing_that_is_not_there():
+def test_symptoms_name_every_cause_and_no_unknown_metric():
     words = set(re.findall(r"`([^`\s]+)`", SYMPTOMS))
     assert {cause.id for cause in CAUSES} <= words
     ours = {word for word in words if word.startswith("geomask/") and not word.endswith("…")}
@@ -114,7 +114,7 @@ def test_symptoms_name_every_cause_and_nothing_that_is_not_there():
     assert set(re.findall(r"--by ([\w,]+)", SYMPTOMS)) <= {*DIMENSIONS_BY_NAME, "step", "turn,probability"}
 
 
-def test_symptoms_link_to_sections_that_are_there():
+def test_symptoms_link_to_every_section_and_to_no_other():
     sections = {
         re.sub(r"[^\w -]", "", name).lower().replace(" ", "-") for name in re.findall(r"^## (.+)$", SYMPTOMS, re.M)
     }
@@ -123,11 +123,11 @@ def test_symptoms_link_to_sections_that_are_there():
 
 def test_symptoms_have_the_limits_of_the_code():
     limits = {name: entry for entry in ENTRIES for name in entry.alerts}
-    found = re.findall(r"`([\w/<>]+)` ([<>]) ([\d.]+)", SYMPTOMS)
-    assert len(found) >= 4
-    for name, sign, number in found:
+    matches = re.findall(r"`([\w/<>]+)` ([<>]) ([\d.]+)", SYMPTOMS)
+    assert len(matches) >= 4
+    for name, sign, number in matches:
         entry = limits[name]
-        # The sign of k1 is a symptom of its own.
+        # A negative k1 is a symptom by its sign; it has no limit.
         assert (name, sign, number) == ("geomask/mismatch_k1", "<", "0") or float(number) in {
             *(entry.above, entry.below, entry.broken)
         }, name

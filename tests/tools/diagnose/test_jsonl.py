@@ -1,4 +1,4 @@
-"""NeMo-RL's logs as records: padding, what is not JSON, and a run that is still writing."""
+"""NeMo-RL's logs are converted to records: padding, NaN, and lines that are still being written."""
 
 import json
 import math
@@ -16,7 +16,7 @@ from nemo_geomask.tools.diagnose.record_sources import find_runs
 from tests.helpers.logs import log_row, write_log
 
 
-def whole(path):
+def read_record(path):
     (block,) = read_blocks(path)
     return block
 
@@ -29,7 +29,7 @@ def test_rows_lose_their_padding_and_keep_every_bit(tmp_path):
         log_row([7, 6, 1, 2], prompt=1, width=8),
     ]
     path = write_log(tmp_path, 7, rows)
-    block = whole(convert_log(path, tmp_path / "records"))
+    block = read_record(convert_log(path, tmp_path / "records"))
     assert block.offsets.tolist() == [0, 5, 8, 12]
     assert block.tokens["tokens"].tolist() == [5, 6, 7, 8, 9, 5, 6, 1, 7, 6, 1, 2]
     assert block.tokens["gen"][:5].tobytes() == gen.tobytes()
@@ -60,33 +60,33 @@ def test_rows_lose_their_padding_and_keep_every_bit(tmp_path):
 def test_turns_are_runs_of_trained_tokens(tmp_path):
     row = log_row([1] * 6, prompt=1)
     row["token_loss_mask"] = [[0, 1, 0, 0, 1, 1]]
-    block = whole(convert_log(write_log(tmp_path, 1, [row]), tmp_path))
+    block = read_record(convert_log(write_log(tmp_path, 1, [row]), tmp_path))
     assert block.sequences["turns"].tolist() == [2]
     assert block.sequences["prompt_length"].tolist() == [1]
 
 
 def test_rewards_under_dynamic_sampling_are_the_filtered_ones(tmp_path):
     row = {**log_row([1, 2, 3], prompt=1, reward=0.25), "filtered_rewards": [0.75]}
-    assert whole(convert_log(write_log(tmp_path, 1, [row]), tmp_path)).sequences["reward"].tolist() == [0.75]
+    assert read_record(convert_log(write_log(tmp_path, 1, [row]), tmp_path)).sequences["reward"].tolist() == [0.75]
 
 
 def test_nan_and_infinity_are_read(tmp_path):
     gen = np.array([0, math.nan, -math.inf], np.float32)
     path = write_log(tmp_path, 1, [log_row([1, 2, 3], prompt=1, gen=gen), log_row([1, 2, 3], prompt=1)])
     assert "NaN" in path.read_text()
-    found = whole(convert_log(path, tmp_path)).tokens["gen"]
-    assert math.isnan(found[1])
-    assert found[2] == -math.inf
+    record = read_record(convert_log(path, tmp_path)).tokens["gen"]
+    assert math.isnan(record[1])
+    assert record[2] == -math.inf
 
 
-def test_half_a_line_at_the_end_is_a_run_that_still_writes(tmp_path):
+def test_an_incomplete_last_line_is_ignored(tmp_path):
     path = write_log(tmp_path, 1, [log_row([1, 2, 3], prompt=1)] * 3)
     text = path.read_text()
     path.write_text(text[: len(text) - 40])
-    assert len(whole(convert_log(path, tmp_path))) == 2
+    assert len(read_record(convert_log(path, tmp_path))) == 2
 
 
-def test_half_a_line_elsewhere_is_an_error(tmp_path):
+def test_an_incomplete_line_elsewhere_is_an_error(tmp_path):
     path = write_log(tmp_path, 1, [log_row([1, 2, 3], prompt=1)] * 3)
     lines = path.read_text().splitlines(keepends=True)
     path.write_text(lines[0] + lines[1][:30] + "\n" + lines[2])
@@ -104,7 +104,7 @@ def test_half_a_line_elsewhere_is_an_error(tmp_path):
         ({"token_ids": [[1, 2, 3_000_000_000]]}, r"step1\.jsonl:1: has a value that NeMo-RL does not write"),
     ],
 )
-def test_what_is_no_line_of_nemo_rl_is_named(tmp_path, change, says):
+def test_a_line_that_nemo_rl_does_not_write_is_an_error(tmp_path, change, says):
     row = {key: value for key, value in {**log_row([1, 2, 3], prompt=1), **change}.items() if value is not None}
     with pytest.raises(DataError, match=says):
         convert_log(write_log(tmp_path, 1, [row]), tmp_path / "records")
@@ -118,20 +118,20 @@ def test_a_file_is_converted_once_and_again_when_it_has_changed(tmp_path):
     assert convert_log(path, tmp_path).stat().st_mtime_ns == before
     path.write_text(path.read_text() * 2)
     os.utime(path, ns=(1, 1))
-    assert len(whole(convert_log(path, tmp_path))) == 2
+    assert len(read_record(convert_log(path, tmp_path))) == 2
 
 
 @pytest.mark.parametrize(
     "damage",
     [lambda data: data[:-20], lambda data: b"", lambda data: data[:-108] + bytes(100) + data[-8:]],
-    ids=["cut off", "empty", "its last part overwritten"],
+    ids=["cut off", "empty", "end overwritten"],
 )
-def test_a_damaged_record_is_made_anew(tmp_path, damage):
+def test_a_damaged_record_is_converted_again(tmp_path, damage):
     path = write_log(tmp_path, 1, [log_row([1, 2, 3], prompt=1)] * 3)
     record = convert_log(path, tmp_path / "records")
     record.write_bytes(damage(record.read_bytes()))
     assert convert_log(path, tmp_path / "records") == record
-    assert len(whole(record)) == 3
+    assert len(read_record(record)) == 3
 
 
 def test_large_files_are_read_in_parts(tmp_path):
@@ -156,7 +156,7 @@ def test_runs_are_found_below_the_folders_given(tmp_path):
         find_runs([tmp_path / "missing"])
 
 
-def test_a_record_takes_the_place_of_the_log_of_its_step(tmp_path):
+def test_a_record_replaces_the_log_of_its_step(tmp_path):
     for step in (1, 2):
         write_log(tmp_path, step, [log_row([1, 2, 3], prompt=1)])
     record = convert_log(tmp_path / "train_data_step2.jsonl", tmp_path)
@@ -165,7 +165,7 @@ def test_a_record_takes_the_place_of_the_log_of_its_step(tmp_path):
     assert run.logs.keys() == {1}
 
 
-def test_a_file_that_is_no_record_is_an_error(tmp_path):
+def test_a_file_that_is_not_a_record_is_an_error(tmp_path):
     path = tmp_path / "step-0000001-x.parquet"
     path.write_text(json.dumps({}))
     with pytest.raises(DataError, match="can't be read as a record"):

@@ -1,4 +1,4 @@
-"""A run's own metrics: one name and one number, wherever they were logged."""
+"""Metrics of a run have the same names and values wherever they were logged."""
 
 import json
 import math
@@ -27,9 +27,9 @@ def test_lines_of_metrics(tmp_path):
     folder = write_metrics(tmp_path / "run", ({"step": step, **metrics(step), "note": None} for step in (1, 2)))
     with (folder / "metrics.jsonl").open("a") as file:
         file.write('{"step": 3, "rew')  # being written
-    found = read_logged(folder)
-    assert set(found) == set(metrics(1))
-    assert found["reward"] == {1: 0.1, 2: 0.2}
+    series = read_logged(folder)
+    assert set(series) == set(metrics(1))
+    assert series["reward"] == {1: 0.1, 2: 0.2}
     assert read_logged(tmp_path) == {}
     (folder / "metrics.jsonl").write_text('{"reward": 1}\n')
     with pytest.raises(DataError, match=r"metrics.jsonl:1: not an object with a step"):
@@ -128,9 +128,9 @@ def test_a_verdict_by_metrics_alone():
     ("overflows", "since"), [([8], 8), ([9, 10], 9), (range(7, 11), 7), (range(1, 11), None)], ids=str
 )
 def test_an_overflow_is_beyond_any_limit(overflows, since):
-    found = judge_logged(series([math.inf if step in overflows else 1.01 for step in range(1, 11)]))
-    assert (found.health, found.since, found.values) == ("broken", since, {"token_mult_prob_error": math.inf})
-    assert f"token_mult_prob_error inf, token_mult_prob_error NaN or infinite in {len(overflows)} " in found.sentence
+    verdict = judge_logged(series([math.inf if step in overflows else 1.01 for step in range(1, 11)]))
+    assert (verdict.health, verdict.since, verdict.values) == ("broken", since, {"token_mult_prob_error": math.inf})
+    assert f"token_mult_prob_error inf, token_mult_prob_error NaN or infinite in {len(overflows)} " in verdict.sentence
 
 
 def test_one_overflow_long_ago_is_no_change():
@@ -157,7 +157,7 @@ def test_a_run_without_records_is_judged_by_its_metrics(tmp_path, capsys):
     assert main(["diagnose", str(folder), "--brief"]) == 1
     assert capsys.readouterr().out.startswith(f"{folder}: drifting, by logged metrics alone: token_mult_prob_error 1.2")
     assert main(["diagnose", str(folder), "--json"]) == 1
-    (told,) = json.loads(capsys.readouterr().out)
-    assert (told["run"], told["health"]) == (str(folder), "drifting")
+    (output,) = json.loads(capsys.readouterr().out)
+    assert (output["run"], output["health"]) == (str(folder), "drifting")
     assert main(["diagnose", str(folder), "--html", str(tmp_path / "x.html")]) == 2
     assert "none of these folders has any" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""The page: whole, of one file, with nothing of a run in it that a browser would take for its own."""
+"""The page is one self-contained file, and nothing from a run is interpreted by the browser as markup."""
 
 import base64
 import hashlib
@@ -39,7 +39,7 @@ HOSTILE = "</script><img src=x onerror=alert(1)>'\"&{{7*7}}"
 
 
 class Page(HTMLParser):
-    """What a browser would find."""
+    """Tags, attributes, scripts and text that a browser would read."""
 
     def __init__(self, text):
         super().__init__()
@@ -64,12 +64,12 @@ class Page(HTMLParser):
 
 
 def run_with_masks(label="veto"):
-    found = RunStatistics()
+    statistics = RunStatistics()
     for step in range(1, 7):
         block = planted_step(3, step, "tool_calls" if step > 3 else None, 20.0, shape=SHAPE)
         removed = np.random.default_rng(step).random(len(block.tokens["mask"])) < 0.1
-        found.add(survey_block(RecordBlock(block.sequences, block.tokens, block.offsets, {label: removed})))
-    return diagnose(found)
+        statistics.add(survey_block(RecordBlock(block.sequences, block.tokens, block.offsets, {label: removed})))
+    return diagnose(statistics)
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +79,7 @@ def diagnoses():
 
 @pytest.fixture(scope="module")
 def logged(tmp_path_factory):
-    """A run's folder whose name is markup."""
+    """Write the logs of a run into a folder whose name is markup, and return the folder."""
     folder = tmp_path_factory.mktemp("logs") / "<img src=x onerror=alert(1)>"
     folder.mkdir()
     for step in (1, 2, 3):
@@ -97,7 +97,7 @@ def page(diagnoses, logged, tmp_path_factory):
     return Page(path.read_text(encoding="utf-8"))
 
 
-def test_nothing_of_a_run_is_markup(page):
+def test_text_of_a_run_is_escaped(page):
     assert not {"img", "iframe", "object", "link", "base", "form"} & set(page.tags)
     assert not any(name.startswith("on") for _, name, _ in page.attributes)
     assert page.text.count(HOSTILE) > 5
@@ -134,7 +134,7 @@ def test_every_plot_has_its_numbers_and_every_table_a_caption(page):
 
 
 def test_every_column_has_a_definition(diagnoses):
-    """But for what says which: a step, a row."""
+    """Columns that only identify a row, such as step or group, need none."""
     which = {"", "step", "row", "group", "token", "tokens", "since step", "ids up to it", "definition", "threshold"}
     which |= {"measured", "which is", "before", "after", "as a", "standard errors", "gen", "prev", "|Δ|", "k1"}
     which |= {"95 %", "drifting | broken", "all steps", "before 4", "from 4"}
@@ -142,16 +142,16 @@ def test_every_column_has_a_definition(diagnoses):
         assert set(table.columns) <= which | set(table.definitions), table.key
 
 
-def test_a_long_run_makes_no_longer_curve():
+def test_a_curve_of_a_long_run_is_pooled():
     statistics = RunStatistics()
     shape = RunShape(prompts=2, samples=2, length=30)
     part = survey_block(planted_step(0, 1, None, 0.0, shape=shape)).steps[1]
     statistics.steps = dict.fromkeys(range(1, 10 * MAX_POINTS + 8), part)
     statistics.windows = survey_block(planted_step(0, 1, None, 0.0, shape=shape)).windows
-    found = diagnose(statistics)
-    for figure in diagnosis_figures([found]):
+    diagnosis = diagnose(statistics)
+    for figure in diagnosis_figures([diagnosis]):
         assert all(len(curve.x) <= MAX_POINTS for curves in figure.views.values() for curve in curves), figure.key
-    (k3,) = [figure.first_view[0] for figure in diagnosis_figures([found]) if figure.key.endswith("mismatch_k3")]
+    (k3,) = [figure.first_view[0] for figure in diagnosis_figures([diagnosis]) if figure.key.endswith("mismatch_k3")]
     assert k3.y == pytest.approx([part.mean("k3")] * len(k3.y), rel=1e-12)
 
 
@@ -173,7 +173,7 @@ def test_plots_hold_the_numbers_of_the_records(diagnoses):
         json.dumps(plotly_figure(figure, ["a", "b"]), allow_nan=False)
 
 
-def test_runs_stand_side_by_side():
+def test_tables_of_several_runs_are_merged():
     one = Table("numbers", "Numbers", ("", "all steps", "definition"), [("k1", 1.0, "mean"), ("k3", 2.0, "mean")])
     two = Table("numbers", "Numbers", ("", "before 4", "from 4", "definition"), [("k3", 3.0, 4.0, "mean")])
     (both,) = merge_tables([(0, one), (2, two)])
@@ -188,7 +188,7 @@ def test_runs_stand_side_by_side():
         ["k1", "1", "mean", "", ""],
         ["k3", "2", "mean", "3", "4"],
     ]
-    # Rows that only one of them has are not the same in both.
+    # A column whose rows differ between the runs is not shared.
     ages = [Table("staleness", "By staleness", ("", "|Δ|"), [(name, 0.5)]) for name in ("0", "1")]
     (both,) = merge_tables(list(enumerate(ages)))
     assert [[text for text, _ in row] for row in both.rows] == [["0", "0.5", ""], ["1", "", "0.5"]]
@@ -199,30 +199,30 @@ def test_runs_stand_side_by_side():
 def test_an_excerpt_shows_the_worst_token_and_what_is_around_it(logged):
     (run,) = find_runs([logged])
     statistics = survey_run(run)
-    found = worst_excerpts(run, diagnose(statistics), lambda ids: "\u202e\n" if ids[0] % 2 else "a\x1b")
-    assert len(found) == len(statistics.worst_sequences)
+    diagnosis = worst_excerpts(run, diagnose(statistics), lambda ids: "\u202e\n" if ids[0] % 2 else "a\x1b")
+    assert len(diagnosis) == len(statistics.worst_sequences)
     _, step, row, *_ = statistics.worst_sequences[0]
-    assert found[0].title == f"step {step}, row {row}"
+    assert diagnosis[0].title == f"step {step}, row {row}"
     length = int(planted_step(0, step, None, 0.0, shape=SHAPE).sequences["length"][row])
-    assert len(found[0].tokens) + sum(found[0].omitted) == length
-    assert {text for text, _, _ in found[0].tokens} <= {"\\u202e\n", "a\\x1b"}
-    grades = {grade for _, grade, _ in found[0].tokens}
+    assert len(diagnosis[0].tokens) + sum(diagnosis[0].omitted) == length
+    assert {text for text, _, _ in diagnosis[0].tokens} <= {"\\u202e\n", "a\\x1b"}
+    grades = {grade for _, grade, _ in diagnosis[0].tokens}
     assert "d4" in grades
     assert grades <= {"", "d0", "d1", "d2", "d3", "d4"}
-    assert "id " in found[0].tokens[0][2]
+    assert "id " in diagnosis[0].tokens[0][2]
 
 
-def test_an_excerpt_has_the_current_policys_log_probs_where_there_are_no_others(tmp_path):
+def test_an_excerpt_falls_back_to_the_current_policys_log_probs(tmp_path):
     block = planted_step(0, 1, "shifted", 0.5, shape=SHAPE)
     others = {name: value for name, value in block.tokens.items() if name != "prev"}
     write_step(tmp_path, replace(block, tokens={**others, "curr": block.tokens["prev"]}))
     (run,) = find_runs([tmp_path])
-    found = worst_excerpts(run, diagnose(survey_run(run)))
-    assert {grade for _, grade, _ in found[0].tokens} >= {"d0", "d4"}
-    assert any(", curr -" in known for _, _, known in found[0].tokens)
+    diagnosis = worst_excerpts(run, diagnose(survey_run(run)))
+    assert {grade for _, grade, _ in diagnosis[0].tokens} >= {"d0", "d4"}
+    assert any(", curr -" in known for _, _, known in diagnosis[0].tokens)
 
 
-def test_what_differs_names_a_run(tmp_path):
+def test_a_run_is_named_by_what_differs_in_its_path(tmp_path):
     folders = [tmp_path / "a" / "records", tmp_path / "b" / "records"]
     assert short_names(folders) == ["a", "b"]
     assert short_names([tmp_path / "a" / "x", tmp_path / "a" / "y"]) == ["x", "y"]
@@ -230,7 +230,7 @@ def test_what_differs_names_a_run(tmp_path):
     assert short_names([tmp_path / "a", tmp_path / "a" / "b"]) == ["a", "b"]
 
 
-def test_pngs_hold_any_name(diagnoses, tmp_path):
+def test_pngs_are_drawn_for_any_name(diagnoses, tmp_path):
     pytest.importorskip("matplotlib", reason="PNGs are drawn by matplotlib (demo extra)")
     figures = [figure for figure in diagnosis_figures(diagnoses) if figure.key in ("step |Δ| > 0.1", "by turn")]
     written = write_pngs(figures, ["_a $x^{", HOSTILE], tmp_path / "png")
@@ -272,12 +272,12 @@ def test_the_command_writes_report_and_sweep(logged, tmp_path, capsys):
 @pytest.mark.parametrize("log_probs", ["the same", "none"])
 def test_a_run_without_a_mismatch_has_a_page(log_probs, tmp_path):
     pytest.importorskip("matplotlib", reason="PNGs are drawn by matplotlib (demo extra)")
-    found = RunStatistics()
+    statistics = RunStatistics()
     for step in (1, 2, 3, 4):
         block = planted_step(0, step, None, 0.0, shape=RunShape(prompts=4, samples=4, length=40))
         block.tokens["prev"][:] = block.tokens["gen"] if log_probs == "the same" else 0.0
-        found.add(survey_block(block))
-    diagnosis = diagnose(found)
+        statistics.add(survey_block(block))
+    diagnosis = diagnose(statistics)
     write_page(tmp_path / "x.html", [ReportedRun("a", "a", diagnosis)])
     text = Page((tmp_path / "x.html").read_text(encoding="utf-8")).text
     assert ("not judged" in text) == (log_probs == "none")
@@ -297,8 +297,13 @@ def test_records_below_the_logs_are_the_same_run(tmp_path):
     for step in (1, 2, 3):
         write_log(run, step, [])
     (records / "step-0000002-driver.parquet").touch()
-    (found,) = find_runs([tmp_path])
-    assert (found.directory, found.steps, sorted(found.records), sorted(found.logs)) == (run, [1, 2, 3], [2], [1, 3])
+    (joined,) = find_runs([tmp_path])
+    assert (joined.directory, joined.steps, sorted(joined.records), sorted(joined.logs)) == (
+        run,
+        [1, 2, 3],
+        [2],
+        [1, 3],
+    )
     assert pyarrow
 
 
@@ -307,7 +312,7 @@ def test_the_page_is_in_the_wheel():
     assert '"tools/diagnose/page/*"' in project
 
 
-def test_colours_are_far_from_both_pages():
+def test_colours_have_enough_contrast_on_both_pages():
     def luminance(colour):
         parts = [int(colour[place : place + 2], 16) / 255 for place in (1, 3, 5)]
         linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]

@@ -1,4 +1,4 @@
-"""The sums against plain loops, whole and in parts."""
+"""The sums equal those of plain loops, whether a step is read at once or in parts."""
 
 import itertools
 import math
@@ -17,7 +17,7 @@ SHAPE = RunShape(steps=1, prompts=4, samples=3, length=40)
 
 
 def part(block, first, last):
-    """Some of its sequences."""
+    """Return the block of the sequences ``first`` to ``last - 1``."""
     here = slice(block.offsets[first], block.offsets[last])
     return RecordBlock(
         {name: values[first:last] for name, values in block.sequences.items()},
@@ -72,12 +72,12 @@ def test_sums_are_those_of_plain_loops(block):
 
 
 def test_every_dimension_holds_every_token_once(block):
-    found = survey_block(block)
-    (window,) = found.windows.values()
+    statistics = survey_block(block)
+    (window,) = statistics.windows.values()
     for one in DIMENSIONS:
         tokens = window.bin_sums[one.name][:, BIN_SUMS.index("tokens")].sum()
-        assert tokens == (0 if one.name == "entropy" else found.steps[5]["tokens"]), one.name
-    assert window.noise_histogram.sum() == found.steps[5]["tokens"]
+        assert tokens == (0 if one.name == "entropy" else statistics.steps[5]["tokens"]), one.name
+    assert window.noise_histogram.sum() == statistics.steps[5]["tokens"]
 
 
 def test_turns_and_positions_are_counted_within_the_response():
@@ -97,8 +97,8 @@ def test_turns_and_positions_are_counted_within_the_response():
 def test_two_dimensions_at_once_are_those_of_plain_loops(block):
     block.tokens["entropy"] = np.where(np.arange(len(block.tokens["mask"])) % 7, block.tokens["gen"] ** 2, np.nan)
     dimension_pairs = [("entropy", "advantage"), ("turn", "probability"), ("turn", "entropy")]
-    found = survey_block(block, dimension_pairs)
-    cells = found.windows[5].bin_sums["entropy,advantage"]
+    statistics = survey_block(block, dimension_pairs)
+    cells = statistics.windows[5].bin_sums["entropy,advantage"]
     edges, signs = DIMENSIONS_BY_NAME["entropy"].edges, DIMENSIONS_BY_NAME["advantage"].edges
     expected = np.zeros((len(edges) + 1, len(signs) + 1, 2))
     for row in range(len(block)):
@@ -109,15 +109,15 @@ def test_two_dimensions_at_once_are_those_of_plain_loops(block):
                 sign = sum(float(block.tokens["advantages"][place]) >= edge for edge in signs)
                 expected[sum(entropy >= edge for edge in edges), sign] += 1, delta > 0
     np.testing.assert_array_equal(cells[:, [0, BIN_SUMS.index("delta_positive")]], expected.reshape(-1, 2))
-    known, turns = found.windows[5].bin_sums["entropy"], found.windows[5].bin_sums["turn"]
+    known, turns = statistics.windows[5].bin_sums["entropy"], statistics.windows[5].bin_sums["turn"]
     np.testing.assert_allclose(
         cells.reshape(len(edges) + 1, -1, len(BIN_SUMS)).sum(axis=1), known, rtol=1e-9, atol=1e-12
     )
-    by_turn = found.windows[5].bin_sums["turn,probability"].reshape(len(turns), -1, len(BIN_SUMS)).sum(axis=1)
+    by_turn = statistics.windows[5].bin_sums["turn,probability"].reshape(len(turns), -1, len(BIN_SUMS)).sum(axis=1)
     np.testing.assert_allclose(by_turn, turns, rtol=1e-9, atol=1e-12)
-    beside = found.windows[5].bin_sums["turn,entropy"].reshape(len(turns), -1, len(BIN_SUMS)).sum(axis=0)
+    beside = statistics.windows[5].bin_sums["turn,entropy"].reshape(len(turns), -1, len(BIN_SUMS)).sum(axis=0)
     np.testing.assert_allclose(beside, known, rtol=1e-9, atol=1e-12)
-    assert found.steps[5]["tokens_with_entropy"] == known[:, 0].sum()
+    assert statistics.steps[5]["tokens_with_entropy"] == known[:, 0].sum()
     parts = RunStatistics()
     for first, last in ((7, 12), (0, 7)):
         parts.add(survey_block(part(block, first, last), dimension_pairs))
@@ -157,7 +157,7 @@ def test_parts_add_up_to_the_whole_in_any_order(block):
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, 1e6])
-def test_what_tokens_hold_that_do_not_train_does_not_matter(block, value):
+def test_values_of_untrained_tokens_have_no_effect(block, value):
     before = survey_block(block)
     for name in ("gen", "prev", "advantages"):
         block.tokens[name][~block.tokens["mask"]] = value
@@ -176,8 +176,8 @@ def test_log_ratios_of_a_hundred_saturate(block):
 
 
 @pytest.mark.parametrize("total", [-360.0, -150.0, -60.0, 0.0, 250.0])
-def test_weights_of_long_sequences_are_held_against_each_other(block, total):
-    """Each sequence's log-ratios add up to another number, by up to 11, all of them far from 0."""
+def test_the_effective_sample_size_of_long_sequences_depends_on_ratios_of_weights(block, total):
+    """The sums of the sequences' log-ratios differ by up to 11, and are far from 0."""
     rows, trained = np.repeat(np.arange(12), np.diff(block.offsets)), block.tokens["mask"]
     sums = total + np.arange(12.0)
     block.tokens["prev"] = block.tokens["gen"] + (sums / np.bincount(rows, weights=trained))[rows]
@@ -189,13 +189,13 @@ def test_weights_of_long_sequences_are_held_against_each_other(block, total):
     )
 
 
-def test_weights_too_small_for_a_number_say_nothing(block):
+def test_the_effective_sample_size_of_vanishing_weights_is_nan(block):
     block.tokens["prev"] = block.tokens["gen"] - 100.0
     (share,) = (number.value for number in QUANTITIES if number.name == "ESS, sequences")
     assert math.isnan(share(survey_block(block).steps[5]))
 
 
-def test_current_log_probs_stand_in_where_those_of_the_old_policy_were_skipped(block):
+def test_current_log_probs_replace_skipped_ones_of_the_old_policy(block):
     expected = survey_block(block).steps[5]["k3"]
     for skipped in (0.0, math.nan):
         tokens = {**block.tokens, "curr": block.tokens["prev"], "prev": np.full_like(block.tokens["prev"], skipped)}
@@ -206,7 +206,7 @@ def test_current_log_probs_stand_in_where_those_of_the_old_policy_were_skipped(b
 
 
 @pytest.mark.parametrize("audited", [11, 0, None])
-def test_one_step_is_of_one_column_whichever_row_group_was_audited(tmp_path, block, audited):
+def test_all_row_groups_of_a_step_use_the_same_column(tmp_path, block, audited):
     """π_old is computed for a few sequences, which are in one of the row groups, or for none."""
     parquet = pytest.importorskip("pyarrow.parquet")
     rows = np.repeat(np.arange(12), np.diff(block.offsets))
@@ -214,15 +214,15 @@ def test_one_step_is_of_one_column_whichever_row_group_was_audited(tmp_path, blo
     block.tokens["prev"] = np.where(rows == audited, block.tokens["prev"], np.float32(math.nan))
     path = write_step(tmp_path, block)
     parquet.write_table(parquet.read_table(path), path, row_group_size=4)
-    found = RunStatistics()
+    statistics = RunStatistics()
     for part in read_blocks(path):
         assert trainer_column(part) == ("curr" if audited is None else "prev")
-        found.add(survey_block(part))
-    assert found.steps[5]["sequences"] == (10 if audited is None else 1)
+        statistics.add(survey_block(part))
+    assert statistics.steps[5]["sequences"] == (10 if audited is None else 1)
 
 
-def test_intervals_hold_the_truth_as_often_as_they_say():
-    """Of 60 steps, the interval of one misses the mean of all in 5 %, give or take."""
+def test_intervals_contain_the_true_mean_as_often_as_stated():
+    """About 5 % of the intervals of 60 steps miss the mean over all of them."""
     shape = RunShape(prompts=20, samples=4, length=40)
     steps = [survey_block(planted_step(1, step, None, 0.0, shape=shape)).steps[step] for step in range(60)]
     truth = sum(one["abs_delta"] for one in steps) / sum(one["tokens"] for one in steps)
@@ -231,17 +231,17 @@ def test_intervals_hold_the_truth_as_often_as_they_say():
 
 
 def test_windows_widen_as_a_run_grows():
-    found = RunStatistics()
+    statistics = RunStatistics()
     for step in range(1, 301):
-        found.add(survey_block(planted_step(0, step, None, 0.0, shape=RunShape(prompts=1, samples=1, length=24))))
-    assert len(found.steps) == 300
-    assert (len(found.windows), found.width) == (76, 4)
-    tokens = sum(window.noise_histogram.sum() for window in found.windows.values())
-    assert tokens == found.total()["tokens"]
-    assert found.merge_windows(100, 200).noise_histogram.sum() == found.total(range(100, 200))["tokens"]
+        statistics.add(survey_block(planted_step(0, step, None, 0.0, shape=RunShape(prompts=1, samples=1, length=24))))
+    assert len(statistics.steps) == 300
+    assert (len(statistics.windows), statistics.width) == (76, 4)
+    tokens = sum(window.noise_histogram.sum() for window in statistics.windows.values())
+    assert tokens == statistics.total()["tokens"]
+    assert statistics.merge_windows(100, 200).noise_histogram.sum() == statistics.total(range(100, 200))["tokens"]
 
 
-def test_a_made_up_step_that_was_written_is_read_as_it_was(tmp_path):
+def test_a_written_synthetic_step_is_read_unchanged(tmp_path):
     pytest.importorskip("pyarrow")
     made = planted_step(3, 5, "tool_calls", 5.0, shape=SHAPE)
     (read,) = read_blocks(write_step(tmp_path, made))

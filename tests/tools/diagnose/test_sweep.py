@@ -1,4 +1,4 @@
-"""The replay against plain loops, and against what the loss reports."""
+"""The replay equals plain loops, and reports the metrics that the loss reports."""
 
 import math
 
@@ -35,8 +35,8 @@ def batch():
     return padded_batch([block()])[0]
 
 
-def plain(batch, coefficient):
-    """removed, bias, variance, ess and advantage of ``coefficient(deltas, means, place)``, token by token."""
+def measures_by_loops(batch, coefficient):
+    """Return the measures by a plain loop; ``coefficient`` takes a token's Δ, its sequence's ΣΔ and token count."""
     n = removed = off = mass = square = whole = c1 = c2 = ca = a1 = 0.0
     for row in range(len(batch["sample_mask"])):
         places = [t for t in range(1, batch["token_mask"].shape[1]) if batch["token_mask"][row, t]]
@@ -70,24 +70,24 @@ def plain(batch, coefficient):
         ("mask icepop 0.5 2", lambda delta, total, count: float(0.5 <= math.exp(delta) <= 2)),
     ],
 )
-def test_what_is_compared_is_that_of_plain_loops(batch, name, coefficient):
-    _, found = replay([(1, batch)], [NO_CORRECTION, BY_NAME[name]])
-    for key, value in plain(batch, coefficient).items():
-        assert found.value(key) == pytest.approx(value, rel=1e-4, abs=1e-6), key
-        low, high = found.interval(key)
+def test_measures_equal_those_of_plain_loops(batch, name, coefficient):
+    _, outcome = replay([(1, batch)], [NO_CORRECTION, BY_NAME[name]])
+    for key, value in measures_by_loops(batch, coefficient).items():
+        assert outcome.value(key) == pytest.approx(value, rel=1e-4, abs=1e-6), key
+        low, high = outcome.interval(key)
         assert low <= high
 
 
 @pytest.mark.parametrize("candidate", CANDIDATES, ids=lambda candidate: candidate.name)
-def test_every_candidate_reports_what_its_loss_reports(batch, candidate):
-    (found,) = replay([(3, batch)], [candidate])
+def test_the_metrics_of_a_candidate_are_those_of_its_loss(batch, candidate):
+    (outcome,) = replay([(3, batch)], [candidate])
     loss = build_loss({**candidate.settings, "reference_policy_kl_penalty": 0})
     decision = PrestepPass(loss.config)(batch)
     data = {**batch, **decision.changes}
     expected = dict(decision.metrics)
     if decision.train:
         expected |= loss(batch["prev_logprobs"][:, 1:], data, *valid_counts([data]))[1].copy()
-    assert found.metrics[3] == pytest.approx(expected, rel=1e-6, nan_ok=True)
+    assert outcome.metrics[3] == pytest.approx(expected, rel=1e-6, nan_ok=True)
 
 
 def test_every_candidate_of_the_grid_is_a_loss():
@@ -96,31 +96,31 @@ def test_every_candidate_of_the_grid_is_a_loss():
         build_loss(candidate.settings)
 
 
-def test_the_parts_of_what_is_removed(batch):
-    _, found = replay([(1, batch)], [NO_CORRECTION, BY_NAME["mask icepop 0.5 2"]])
-    every, likelier, unlikelier, good, bad, short, long = found.removed
+def test_removed_tokens_add_up_over_the_parts(batch):
+    _, outcome = replay([(1, batch)], [NO_CORRECTION, BY_NAME["mask icepop 0.5 2"]])
+    every, likelier, unlikelier, good, bad, short, long = outcome.removed
     assert likelier + unlikelier == good + bad == short + long == every > 0
-    assert found.tokens[0] == found.tokens[5] + found.tokens[6]
+    assert outcome.tokens[0] == outcome.tokens[5] + outcome.tokens[6]
 
 
 def test_a_batch_that_a_veto_skips_is_named(batch):
     veto = Candidate("veto", {"batch_veto": {"estimator": "k3", "max": 1e-6, "max_in_a_row": 10}}, "test")
-    _, found = replay([(4, batch), (9, batch)], [NO_CORRECTION, veto])
-    assert found.skipped == [4, 9]
-    assert math.isnan(found.value("bias"))
+    _, outcome = replay([(4, batch), (9, batch)], [NO_CORRECTION, veto])
+    assert outcome.skipped == [4, 9]
+    assert math.isnan(outcome.value("bias"))
 
 
-def test_masked_positions_may_hold_anything(batch):
+def test_values_at_masked_positions_have_no_effect(batch):
     expected = replay([(1, batch)], [NO_CORRECTION, BY_NAME["mask geometric 0.99 1.01"]])[1].sums
     for value in (math.nan, math.inf, 1e6):
         changed = dict(batch)
         for key in ("prev_logprobs", "generation_logprobs", "advantages"):
             changed[key] = torch.where(batch["token_mask"] != 0, batch[key], value)
-        found = replay([(1, changed)], [NO_CORRECTION, BY_NAME["mask geometric 0.99 1.01"]])[1].sums
-        assert found.tobytes() == expected.tobytes()
+        outcome = replay([(1, changed)], [NO_CORRECTION, BY_NAME["mask geometric 0.99 1.01"]])[1].sums
+        assert outcome.tobytes() == expected.tobytes()
 
 
-def test_blocks_of_a_step_are_one_batch_and_what_does_not_fit_is_counted():
+def test_blocks_of_a_step_are_one_batch_and_sequences_without_room_are_counted():
     whole, left = padded_batch([block(), block()])
     assert (len(whole["sample_mask"]), left) == (24, 0)
     width = whole["token_mask"].shape[1]
@@ -139,15 +139,15 @@ def test_records_without_log_probs_are_refused():
         padded_batch([])
 
 
-def test_current_log_probs_count_where_they_are_asked_for():
+def test_a_replay_at_curr_uses_the_current_log_probs():
     made = block()
     made.tokens["curr"] = made.tokens["prev"] + np.float32(0.05)
     batch, _ = padded_batch([made])
-    (found,) = replay([(1, batch)], [NO_CORRECTION], at="curr")
-    assert found.metrics[1]["probs_ratio"] == pytest.approx(math.exp(0.05), rel=1e-5)
+    (outcome,) = replay([(1, batch)], [NO_CORRECTION], at="curr")
+    assert outcome.metrics[1]["probs_ratio"] == pytest.approx(math.exp(0.05), rel=1e-5)
 
 
-def test_what_is_recommended(batch):
+def test_the_recommended_candidate_has_less_bias_at_an_allowed_variance(batch):
     outcomes = replay([(1, batch)])
     best, text = recommend(outcomes)
     assert best.interval("variance")[1] <= 1.1
@@ -158,8 +158,8 @@ def test_what_is_recommended(batch):
     assert best in pareto_front(outcomes)
 
 
-def test_what_skips_steps_is_not_recommended(batch):
-    """Its numbers are those of the other steps, and what it costs stands nowhere in them."""
+def test_a_candidate_that_skips_steps_is_not_recommended(batch):
+    """Its measures are of the remaining steps, so they do not show the cost of skipping."""
     made = block()
     made.tokens["prev"][:] = made.tokens["gen"]
     veto = Candidate("veto", {**BY_NAME["weight token"].settings, "batch_veto": {"estimator": "k3", "max": 1e-3}}, "x")
@@ -168,7 +168,7 @@ def test_what_skips_steps_is_not_recommended(batch):
     assert recommend(outcomes)[0].candidate is NO_CORRECTION
 
 
-def test_nothing_is_recommended_where_nothing_is_the_matter():
+def test_no_correction_is_recommended_without_a_mismatch():
     made = block()
     made.tokens["prev"][:] = made.tokens["gen"]
     best, text = recommend(replay([(1, padded_batch([made])[0])]))
@@ -176,7 +176,7 @@ def test_nothing_is_recommended_where_nothing_is_the_matter():
     assert text.endswith("loss_fn: {}")
 
 
-def test_a_recipe_is_a_base_and_a_candidate():
+def test_a_recipe_is_split_into_a_base_and_a_candidate():
     settings = {
         "name": "gspo",
         "ratio_clip_min": 0.1,
@@ -203,7 +203,7 @@ def test_a_recipe_is_a_base_and_a_candidate():
             "nothing",
             {"name": "clipped_pg", "ratio_anchor": "gen", "audit_fraction": 0.1},
         ),
-        # It reads π_old of all sequences: a sample would be refused.
+        # The mask needs π_old of all sequences, so audit_fraction is left out.
         (
             {"name": "clipped_pg", "ratio_anchor": "gen", "audit_fraction": 0.1},
             "mask veto 0.0001 100",
@@ -211,7 +211,7 @@ def test_a_recipe_is_a_base_and_a_candidate():
         ),
     ],
 )
-def test_what_is_recommended_is_a_whole_loss_fn(batch, base, name, expected):
+def test_the_recommended_block_is_a_complete_loss_fn(batch, base, name, expected):
     outcomes = replay([(1, batch)], [NO_CORRECTION, BY_NAME[name]], base)
     block = yaml.safe_load(format_loss_block(outcomes[1], outcomes, base))["loss_fn"]
     build_loss(block)
@@ -229,16 +229,16 @@ def test_what_is_recommended_is_a_whole_loss_fn(batch, base, name, expected):
     ],
     ids=str,
 )
-def test_candidates_that_do_not_go_with_a_base_are_left_out(base):
-    fit, unfit = select_compatible(CANDIDATES, base)
-    assert fit[0] is NO_CORRECTION
-    assert unfit
-    assert len(fit) + len(unfit) == len(CANDIDATES)
-    for candidate in fit:
+def test_candidates_that_contradict_the_base_are_left_out(base):
+    compatible, errors = select_compatible(CANDIDATES, base)
+    assert compatible[0] is NO_CORRECTION
+    assert errors
+    assert len(compatible) + len(errors) == len(CANDIDATES)
+    for candidate in compatible:
         build_loss({**base, **candidate.settings})
 
 
-def test_a_base_at_fault_is_an_error():
+def test_an_invalid_base_is_an_error():
     with pytest.raises(ConfigError, match="no_such"):
         select_compatible(CANDIDATES, {"no_such": 1})
     _, own = split_recipe_loss({"masks": [{"preset": "no_such"}]})

@@ -1,4 +1,4 @@
-"""The command: tables, a recommendation, JSON."""
+"""The sweep command prints tables, a recommended block, or JSON."""
 
 import json
 import math
@@ -39,15 +39,15 @@ def test_the_recipe_is_one_of_the_candidates(logs, tmp_path, capsys):
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("loss_fn: {name: clipped_pg, masks: [{preset: icepop, min: 0.8, max: 1.25}]}\n")
     assert main(["sweep", str(logs), "--last", "--steps", "1", "--recipe", str(recipe), "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["steps"] == [3]
-    assert [one["name"] for one in told["candidates"][:2]] == ["nothing", "the recipe's own"]
-    own = told["candidates"][1]
+    output = json.loads(capsys.readouterr().out)
+    assert output["steps"] == [3]
+    assert [one["name"] for one in output["candidates"][:2]] == ["nothing", "the recipe's own"]
+    own = output["candidates"][1]
     assert own["removed"]["value"] == own["removed_of"]["all"] > 0
-    assert yaml.safe_load(told["loss_fn"])["loss_fn"]["name"] == "clipped_pg"
+    assert yaml.safe_load(output["loss_fn"])["loss_fn"]["name"] == "clipped_pg"
 
 
-def test_a_recipe_that_some_candidates_do_not_go_with(logs, tmp_path, capsys):
+def test_candidates_that_contradict_the_recipe_are_listed(logs, tmp_path, capsys):
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("loss_fn: {name: clipped_pg, ratio_anchor: gen, audit_fraction: 0.1, record: {dir: x}}\n")
     arguments = ["sweep", str(logs), "--steps", "1", "--recipe", str(recipe)]
@@ -60,7 +60,7 @@ def test_a_recipe_that_some_candidates_do_not_go_with(logs, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("folder", ["/runs/lr=1e-6,kl=0.001/records", "null", "007"])
-def test_the_block_has_the_recipes_own_texts(logs, tmp_path, capsys, folder):
+def test_the_block_keeps_the_recipes_strings(logs, tmp_path, capsys, folder):
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(f"loss_fn: {{name: clipped_pg, record: {{dir: '{folder}'}}}}\n")
     assert main(["sweep", str(logs), "--steps", "1", "--recipe", str(recipe), "--recommend"]) == 0
@@ -68,12 +68,12 @@ def test_the_block_has_the_recipes_own_texts(logs, tmp_path, capsys, folder):
 
 
 def test_json_is_json(logs, capsys, monkeypatch):
-    """A metric of no token, or of an overflow."""
+    """A metric may be NaN, if it is of no token, or infinite."""
 
     def outcomes(*arguments, **options):
-        found = replay(*arguments, **options)
-        found[0].metrics[1]["x"] = math.inf
-        return found
+        outcome = replay(*arguments, **options)
+        outcome[0].metrics[1]["x"] = math.inf
+        return outcome
 
     monkeypatch.setattr(correction_sweep, "replay", outcomes)
     assert main(["sweep", str(logs), "--steps", "1", "--json"]) == 0
@@ -81,11 +81,11 @@ def test_json_is_json(logs, capsys, monkeypatch):
     def refuse(name):
         raise AssertionError(name)
 
-    told = json.loads(capsys.readouterr().out, parse_constant=refuse)
-    assert told["candidates"][0]["metrics"]["1"]["x"] is None
+    output = json.loads(capsys.readouterr().out, parse_constant=refuse)
+    assert output["candidates"][0]["metrics"]["1"]["x"] is None
 
 
-def test_one_run_at_a_time(logs, tmp_path, capsys):
+def test_several_runs_are_an_error(logs, tmp_path, capsys):
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "train_data_step1.jsonl").write_bytes((logs / "train_data_step1.jsonl").read_bytes())

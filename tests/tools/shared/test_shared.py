@@ -70,9 +70,9 @@ def test_markdown_escapes_bars_and_needs_its_markers():
 
 def test_lines_of_a_plot_differ():
     count = len(palette.COLOURS) * len(palette.LINE_STYLES)
-    looks = [tuple(palette.line_look(index).values()) for index in range(count)]
-    assert len(set(looks)) == count
-    assert tuple(palette.line_look(count).values()) == looks[0]
+    polled_output = [tuple(palette.line_look(index).values()) for index in range(count)]
+    assert len(set(polled_output)) == count
+    assert tuple(palette.line_look(count).values()) == polled_output[0]
 
 
 def test_quantiles_are_those_of_the_tables():
