@@ -1,8 +1,8 @@
 """``curr`` and entropies of a recorded step: worker processes keep them until the driver collects them.
 
-The loss sees them in the workers. Rows are identified by a fingerprint of their tokens, because NeMo-RL shards, packs
-and reorders a batch, and its data plane accepts no column of another package. Rows of the same tokens are therefore one
-row here.
+Only the loss, which runs in the workers, has these values. Their rows are identified by a fingerprint of the tokens,
+because NeMo-RL shards, packs and reorders a batch, and its data plane accepts no column of another package. Rows with
+equal tokens therefore have the same fingerprint and get the same values.
 """
 
 from __future__ import annotations
@@ -160,11 +160,12 @@ def fingerprints(ids: Tensor, lengths: Tensor) -> Tensor:
     return torch.where(inside, (ids.to(torch.int64) + 1) * odd, 0).sum(dim=1)
 
 
-def take_kept(_: Any, step: int, requested: Tensor | None = None) -> list[KeptSequence]:
+def take_kept(actor: object, step: int, requested: Tensor | None = None) -> list[KeptSequence]:
     """Remove and return what this process has kept of a step.
 
     Args:
-        step: its number.
+        actor: the worker in whose process this runs; not used.
+        step: number of the step.
         requested: fingerprints of the rows to return; None: all.
     """
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]

@@ -58,14 +58,15 @@ LOSS_CONFIG = "ClippedPGLossConfig"
 POLICY = ("nemo_rl.models.policy.lm_policy", "Policy")
 """Module and name of the class through which NeMo-RL's driver trains and scores."""
 DATA_PLANE_POLICY = ("nemo_rl.models.policy.tq_policy", "TQPolicy")
-"""Module and name of its subclass for batches in the data plane, from v0.7.0."""
+"""Module and name of the subclass of ``Policy`` whose batches are in the data plane; since v0.7.0."""
 SETUPS = (
     ("nemo_rl.algorithms.grpo", "setup"),
     ("nemo_rl.algorithms.ppo", "setup"),
     ("nemo_rl.algorithms.single_controller_utils.setup", "setup_single_controller"),
 )
-"""Module and name of each function that builds the policy, its loss and what else a training loop takes."""
+"""Module and name of each function that builds the arguments of a training loop, among them the policy and its loss."""
 REPLAY_BUFFERS = "nemo_rl.algorithms.async_utils"
+"""Module of the replay buffer of the asynchronous loops."""
 
 LOSS_FIELDS = frozenset(
     {
@@ -113,15 +114,16 @@ SETTING_READERS: dict[str, tuple[str, str]] = {
     "policy.generation.vllm_cfg.logprobs_mode": ("models/generation/vllm/config.py", "logprobs_mode"),
     FUSED_LOGPROBS: ("models/policy/__init__.py", "use_fused_linear_logprobs"),
 }
-"""Module that reads a setting, and a word that the module contains if it does.
+"""Settings that only some versions of NeMo-RL read: for each, the module that reads it, and a word in that module.
 
-These are the settings that not every version reads: v0.6.0 reads none of them, v0.7.0 the first two.
+A version reads a setting if its module contains the word. v0.6.0 reads none of these settings, v0.7.0 the first two.
 """
 
 NO_ENTROPY = (
     "true, but NeMo-RL computes no entropies during training; set loss_fn.logprob_backend: geomask or geomask_linear, "
     "which compute them in their pass over the logits, or set false"
 )
+"""Message of the problem that :func:`lacks_entropy` finds; it follows the key ``loss_fn.record.entropy``."""
 
 
 def reads_setting(checkout: Path, key: str) -> bool:
@@ -206,14 +208,14 @@ NeutralValues = Mapping[str, tuple[Any, ...]]
 """Fields of NeMo-RL's loss, each with the values under which it changes nothing."""
 
 _OFF = (None, False)
-"""Neutral values in a ``TypedDict``, which has no defaults; 0 equals False."""
+"""Values that change nothing in a ``TypedDict``, which has no defaults; 0 is among them, because it equals False."""
 
 
 def neutral_values(config_class: Any) -> NeutralValues:
     """Return the fields of an imported ``ClippedPGLossConfig``, each with the values under which it changes nothing.
 
-    That is the field's default, since a recipe that leaves the field out gets the same loss. The ``TypedDict`` of
-    v0.6.0 has no defaults; null, false and 0 switch its fields off.
+    A field at its default changes nothing, since a recipe that leaves the field out gets the same loss. The
+    ``TypedDict`` of v0.6.0 has no defaults; there, null, false and 0 are taken to switch a field off.
     """
     if not (isinstance(config_class, type) and issubclass(config_class, BaseModel)):
         return dict.fromkeys(getattr(config_class, "__annotations__", {}), _OFF)

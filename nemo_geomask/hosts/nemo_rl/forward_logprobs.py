@@ -17,7 +17,7 @@ from torch import Tensor
 
 from nemo_geomask.hosts.nemo_rl import host_api
 from nemo_geomask.hosts.nemo_rl.facts import describe_filter
-from nemo_geomask.hosts.nemo_rl.hidden_states import Hidden
+from nemo_geomask.hosts.nemo_rl.hidden_states import HiddenStates
 from nemo_geomask.losses.packing import IGNORE
 from nemo_geomask.parallel import vocab_parallel_logprobs
 
@@ -69,7 +69,7 @@ def wrap_full_vocabulary_logprobs(original: Callable[..., Any]) -> Callable[...,
 
     @functools.wraps(original)
     def compute_local_logprobs(self: Any, logits: Any, input_ids: Any) -> Any:
-        hidden = Hidden.of(logits)
+        hidden = HiddenStates.of(logits)
         if hidden is not None:
             return hidden.next_token_logprobs(input_ids, None)
         if describe_filter(self.sampling_params) or torch.is_grad_enabled():

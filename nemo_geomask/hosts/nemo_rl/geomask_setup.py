@@ -37,7 +37,7 @@ from nemo_geomask.hosts.nemo_rl.host_errors import HostAPIError
 from nemo_geomask.hosts.nemo_rl.host_patches import make_patches
 from nemo_geomask.hosts.nemo_rl.installed_version import describe_version
 from nemo_geomask.hosts.nemo_rl.logit_backends import LogitLoss
-from nemo_geomask.hosts.nemo_rl.policies import adopt, geomask_class
+from nemo_geomask.hosts.nemo_rl.policies import convert_policy, geomask_class
 from nemo_geomask.hosts.nemo_rl.step_recorder import RewardLogger, check_recording
 from nemo_geomask.losses import PolicyLoss, available, build_loss
 
@@ -187,7 +187,7 @@ def prepare_policy(policy: Any, loss: PolicyLoss | LogitLoss, *, checkpoint: obj
     worker_setup.prepare_workers(policy, loss, has_packed_rows=has_packed_rows)
     if loss.config.record is not None:
         patch.apply_all(list(make_patches(["asynchronous record"], process="driver")))
-    return adopt(policy, loss.config, checkpoint=checkpoint)
+    return convert_policy(policy, loss.config, checkpoint=checkpoint)
 
 
 def _replace_results(result: Any, loss: PolicyLoss | LogitLoss) -> Any:

@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from nemo_geomask.hosts.nemo_rl import patch
 from nemo_geomask.hosts.nemo_rl.facts import describe_filter
 from nemo_geomask.hosts.nemo_rl.hidden_states import (
-    Hidden,
+    HiddenStates,
     OutputLayer,
     hidden_states_requested,
     refuse_altered,
@@ -206,7 +206,7 @@ def wrap_shard_logprobs(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def get_logprobs_from_vocab_parallel_logits(logits: Any, input_ids: Any, *args: Any, **kwargs: Any) -> Any:
-        hidden = Hidden.of(logits)
+        hidden = HiddenStates.of(logits)
         if hidden is None:
             return original(logits, input_ids, *args, **kwargs)
         return hidden.next_token_logprobs(input_ids, logits.device_mesh.get_group("tp"))

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from nemo_geomask.hosts.nemo_rl.facts import describe_filter
 from nemo_geomask.hosts.nemo_rl.hidden_states import (
-    Hidden,
+    HiddenStates,
     OutputLayer,
     hidden_states_requested,
     refuse_altered,
@@ -147,7 +147,7 @@ def wrap_logprobs_post_processor(original: Callable[..., Any]) -> Callable[..., 
         arguments = signature.bind(self, *args, **kwargs).arguments
 
         def process(output: Any) -> Any:
-            hidden = Hidden.of(output)
+            hidden = HiddenStates.of(output)
             if hidden is None:
                 return process_logits(output)
             description = describe_filter(self.sampling_params)
@@ -163,7 +163,7 @@ def wrap_logprobs_post_processor(original: Callable[..., Any]) -> Callable[..., 
     return call
 
 
-def _row_logprobs(hidden: Hidden, ids: Tensor, packed_ids: Tensor, offsets: Tensor | None) -> Tensor:
+def _row_logprobs(hidden: HiddenStates, ids: Tensor, packed_ids: Tensor, offsets: Tensor | None) -> Tensor:
     """Compute log-probs [B, T-1] of ``ids[:, 1:]`` for the complete rows, on every rank.
 
     A token outside the vocabulary gets NaN. If rows are packed, columns after the end of a sequence get 0.

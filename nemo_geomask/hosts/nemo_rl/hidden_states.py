@@ -1,8 +1,8 @@
 """Hidden states in place of logits, for ``logprob_backend: geomask_linear``.
 
-A worker's model runs with an output layer that returns its input. What travels through NeMo-RL in place of the logits
-is the hidden states [B, S, H], marked with their output layer. NeMo-RL divides them by the temperature as it would
-divide the logits, which comes to the same.
+A worker's model runs with an output layer that returns its input. In place of the logits, NeMo-RL thus passes on hidden
+states [B, S, H], to which a mark with their output layer is attached. NeMo-RL divides them by the temperature, as it
+would divide logits. The layer has no bias, so the log-probs are the same.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from nemo_geomask.losses.packing import IGNORE
 from nemo_geomask.parallel import linear_logprobs
 
 __all__ = [
-    "Hidden",
+    "HiddenStates",
     "OutputLayer",
     "hidden_states_requested",
     "refuse_altered",
@@ -41,8 +41,7 @@ _MARK = "_nemo_geomask_head"  # attribute of a model's output that holds its Out
 hidden_states_requested: contextvars.ContextVar[bool | None] = contextvars.ContextVar(
     "nemo_geomask_hidden_states_requested", default=None
 )
-"""True if the current forward pass should return hidden states, False if logits, None if the worker did not request
-either."""
+"""True: the current forward pass should return hidden states; False: logits; None: the worker requested neither."""
 
 
 class OutputLayer(NamedTuple):
@@ -50,7 +49,7 @@ class OutputLayer(NamedTuple):
 
     Attributes:
         weight: [V/TP, H], as the current forward pass uses it.
-        sequence_parallel: True if each rank has its share of the positions.
+        sequence_parallel: True if the positions are sharded over the ranks.
         ranks: number of ranks that share the vocabulary.
     """
 
@@ -63,7 +62,7 @@ class OutputLayer(NamedTuple):
         setattr(output, _MARK, self)
 
 
-class Hidden:
+class HiddenStates:
     """Hidden states in place of logits.
 
     Args:
@@ -84,7 +83,7 @@ class Hidden:
         self.device = states.device
 
     @classmethod
-    def of(cls, output: Any) -> Hidden | None:
+    def of(cls, output: Any) -> HiddenStates | None:
         """Return the hidden states that a prepared worker's model returned; None if it returned logits."""
         layer = getattr(output, _MARK, None)
         if layer is None:
@@ -92,7 +91,7 @@ class Hidden:
         return cls(output.to_local() if isinstance(output, DTensor) else output, layer)
 
     @classmethod
-    def require(cls, output: Any) -> Hidden:
+    def require(cls, output: Any) -> HiddenStates:
         """Return the hidden states that a prepared worker's model returned.
 
         Raises:
@@ -120,9 +119,9 @@ class Hidden:
                 f"with loss_fn.{_SETTING}; set logprob_backend: geomask there"
             )
 
-    def first(self, length: int) -> Hidden:
+    def first(self, length: int) -> HiddenStates:
         """Return the hidden states of the first ``length`` positions."""
-        return Hidden(self._states, self._layer, length)
+        return HiddenStates(self._states, self._layer, length)
 
     def logprobs(
         self,

@@ -1,7 +1,7 @@
 """NeMo-RL APIs that this package relies on, as data.
 
 ``EVERY_RUN`` is compared with NeMo-RL's source before a run starts. Each other group is needed by some settings only,
-and is checked where a loss with such a setting comes to its policy or its workers.
+and is checked when a policy or a worker gets a loss with such a setting.
 
 Not every tested version has all of these APIs. The data plane (the storage through which ``TQPolicy`` exchanges batches
 with its workers) and PPO exist since v0.7.0. The single controller, which trains on parts of a batch as they are
@@ -55,7 +55,7 @@ MEGATRON_TRAIN = "nemo_rl.models.megatron.train"
 AUTOMODEL_TRAIN = "nemo_rl.models.automodel.train"
 MODEL_UTILS = "nemo_rl.distributed.model_utils"
 
-_SETUP = "every run: the loss that it returns is replaced"
+_SETUP = "every run, which replaces the loss that it returns"
 EVERY_RUN: tuple[Signature | Uses, ...] = (
     Signature(
         LOSS_MODULE,
@@ -72,7 +72,7 @@ EVERY_RUN: tuple[Signature | Uses, ...] = (
 
 _DATA_PLANE = ("read_from_dataplane", "write_to_dataplane")
 
-_PRESTEP = "a step's metrics, loss_fn.batch_veto, denominator: kept, budgets and record"
+_PRESTEP = "the metrics of a step, loss_fn.batch_veto, denominator: kept, budgets and record"
 PRESTEP = (
     Uses(*POLICY, {"train": ("data", "loss_fn")}, _PRESTEP),
     Uses(*DATA_PLANE_POLICY, {"train_from_meta": ("meta", "loss_fn")}, _PRESTEP, _DATA_PLANE, optional=True),
@@ -165,7 +165,7 @@ WORKER_REGISTRIES = (
     "nemo_rl.distributed.ray_actor_environment_registry",
     "nemo_rl.modelopt.registry",
 )
-"""Modules that name worker classes, beside that of the policy."""
+"""Modules that contain the dotted names of worker classes, in addition to the module of ``Policy``."""
 
 _LOSS_KEYS = (
     *(data_keys.PREV_LOGPROBS, data_keys.GENERATION_LOGPROBS, data_keys.REFERENCE_POLICY_LOGPROBS),
@@ -181,9 +181,10 @@ DATA_KEYS = (
     DataKeys("nemo_rl.algorithms.single_controller_utils.config", _LOSS_KEYS, optional=True),
     DataKeys("nemo_rl.data_plane.schema", (*_LOSS_KEYS, "input_ids", "input_lengths"), optional=True),
 )
-"""Keys of a batch that our losses read, in the modules that write them, and in NeMo-RL's own loss, which reads them.
+"""Keys of a batch that our losses read, listed for each module of NeMo-RL that writes or reads them.
 
-The trainers also write such keys into their logs, so a renamed key may be missing in the loss alone.
+NeMo-RL's own loss is among these modules. A trainer that renamed a key may still mention the old name, because it
+writes its own log; the loss then no longer does.
 """
 
 

@@ -1,4 +1,4 @@
-"""Every attribute of NeMo-RL that this package replaces, with the reason; there is no extension point for any of them.
+"""Every attribute of NeMo-RL that this package replaces, with the reason: none of them has an extension point.
 
 Nothing in the driver is replaced by default. In the workers, the two calls of the packing wrappers are replaced while
 rows are packed. All others belong to a ``logprob_backend`` or to the record of an asynchronous run.
@@ -220,7 +220,7 @@ def make_patches(
             continue
         for uses in _CHECKED_APIS.get(row.condition, ()):
             if uses.module == row.module:
-                uses.require(module, otherwise=_OTHERWISE[row.condition])
+                uses.require(module, remedy=_REMEDIES[row.condition])
         if not hasattr(owner, name):  # of an API that is not checked
             continue
         wrap = functools.partial(row.wrap, module)
@@ -230,7 +230,7 @@ def make_patches(
             yield patch.attribute(owner, name, wrap)
 
 
-_OTHERWISE: dict[Condition, str] = {
+_REMEDIES: dict[Condition, str] = {
     "packed rows": "Set loss_fn.logprob_backend: nemo_rl",
     "own kernels": "Set loss_fn.logprob_backend: nemo_rl",
     "hidden states": "Set loss_fn.logprob_backend: geomask",

@@ -1,8 +1,8 @@
 """``logprob_backend`` other than ``nemo_rl``: the loss takes logits and computes its log-probs itself.
 
 NeMo-RL's own path gathers one log-prob per token over the context-parallel ranks, and calls the loss once for each
-packed sequence. Here the tokens stay on their ranks: four numbers per token cross the tensor-parallel group, [k, S]
-statistics cross the context-parallel group, and a packed microbatch is one call.
+packed sequence. Here the tokens stay on their ranks, and the loss is called once for a packed microbatch. Four numbers
+per token cross the tensor-parallel group, and statistics [k, S] of the sequences cross the context-parallel group.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from nemo_geomask.data_keys import TOKEN_MASK
 from nemo_geomask.errors import ConfigError, Problem, ShapeError
 from nemo_geomask.hosts.logprob_libraries import logprob_backend
 from nemo_geomask.hosts.nemo_rl.current_logprobs import ENTROPY, KeepingLoss, add_fingerprints
-from nemo_geomask.hosts.nemo_rl.hidden_states import Hidden, refuse_if
+from nemo_geomask.hosts.nemo_rl.hidden_states import HiddenStates, refuse_if
 from nemo_geomask.losses import PolicyLoss, protocol
 from nemo_geomask.losses.packing import IGNORE, check_rows, pack_rows
 from nemo_geomask.metrics import Metrics
@@ -30,7 +30,7 @@ from nemo_geomask.segments import PackedSegments
 __all__ = ["LogitLoss"]
 
 Group = dist.ProcessGroup | None
-Logits = Tensor | Hidden
+Logits = Tensor | HiddenStates
 Counts = tuple[Tensor | float, Tensor | float]  # valid sequences and tokens of the optimiser step
 
 
@@ -64,7 +64,7 @@ class LogitLoss:
         self.config = config
         self.takes_hidden = config.logprob_backend == "geomask_linear"
         self._logprobs: Callable[..., Any] = (
-            Hidden.logprobs if self.takes_hidden else logprob_backend(config.logprob_backend)
+            HiddenStates.logprobs if self.takes_hidden else logprob_backend(config.logprob_backend)
         )
         self._keeps_entropy = isinstance(loss, KeepingLoss) and config.record is not None and config.record.entropy
 
@@ -117,9 +117,9 @@ class LogitLoss:
         """Compute loss and metrics of a padded microbatch.
 
         Args:
-            logits: [B, P/CP, V/TP], already divided by the temperature: this rank's columns and its load-balanced
-                share of each row, where P ≥ T is the padded length. Or a DTensor of them, over meshes ``tp`` and
-                ``cp``.
+            logits: [B, P/CP, V/TP], already divided by the temperature: this rank's columns of its load-balanced
+                shard of each row, where P ≥ T is the padded length; or a DTensor of them over mesh dimensions ``tp``
+                and ``cp``.
             data: see :func:`nemo_geomask.losses.batch.take_padded`, and ``input_ids`` [B, T].
             global_valid_seqs: as for :class:`~nemo_geomask.losses.PolicyLoss`.
             global_valid_toks: as for :class:`~nemo_geomask.losses.PolicyLoss`.
@@ -161,8 +161,8 @@ class LogitLoss:
         """Compute loss and metrics of a packed microbatch, in one call for all sequences.
 
         Args:
-            logits: [1, N/CP, V/TP], this rank's share of the packed row; positions behind its last sequence are
-            ignored.
+            logits: [1, N/CP, V/TP], this rank's shard of the packed row; positions behind its last sequence are
+                ignored.
             data: rows [B, T], as for calling the loss.
             global_valid_seqs: as for calling the loss.
             global_valid_toks: as for calling the loss.
@@ -178,7 +178,7 @@ class LogitLoss:
         size = _size(context_parallel_group)
         # NeMo-RL's DTensor workers pad a short row to a minimal length.
         columns = int(offsets[-1]) // size
-        local = local.first(columns) if isinstance(local, Hidden) else local[:, :columns]
+        local = local.first(columns) if isinstance(local, HiddenStates) else local[:, :columns]
         counts = global_valid_seqs, global_valid_toks
         lengths = cu_seqlens_q.diff()
         result = self._packed(local, data, offsets, lengths, vocab_parallel_group, context_parallel_group, counts)
@@ -187,8 +187,8 @@ class LogitLoss:
     def _local(self, logits: Tensor) -> Logits:
         """Return this rank's logits, or the hidden states in their place; raise WorkerError for the wrong ones."""
         if self.takes_hidden:
-            return Hidden.require(logits)
-        Hidden.refuse(logits, self.config.name)
+            return HiddenStates.require(logits)
+        HiddenStates.refuse(logits, self.config.name)
         return logits.to_local() if isinstance(logits, DTensor) else logits
 
     def _padded(self, logits: Logits, data: Mapping[str, Any], group: Group, counts: Counts) -> tuple[Tensor, Metrics]:
@@ -216,7 +216,7 @@ class LogitLoss:
         context_group: Group,
         counts: Counts,
     ) -> tuple[Tensor, Metrics]:
-        """Compute loss and metrics of packed rows, or of rows that context parallelism shares out.
+        """Compute loss and metrics of packed rows, or of rows that context parallelism shards.
 
         Args:
             logits: of this rank's tokens.
@@ -237,7 +237,7 @@ class LogitLoss:
         )
         if math.prod(logits.shape[:-1]) != segments.tokens:
             raise ShapeError(
-                f"logits must hold {segments.tokens} rows, this rank's share of the packed tokens, but they are "
+                f"logits must hold {segments.tokens} rows, this rank's shard of the packed tokens, but they are "
                 f"{list(logits.shape)}"
             )
         if lengths is None:

@@ -1,9 +1,10 @@
 """Packed rows under ``logprob_backend: nemo_rl``: NeMo-RL computes the log-probs, and the loss is called once.
 
-NeMo-RL's two wrappers compute log-probs for one sequence after the other or for all at once. Either way is kept, with
+NeMo-RL has two wrappers. ``SequencePackingLossWrapper`` computes log-probs of one sequence after the other, and
+``SequencePackingFusionLossWrapper`` those of all sequences at once. Both ways of computing log-probs are kept, with
 filtering, chunks, fused linear log-probs and the gathering over context-parallel ranks, after which every rank has all
-log-probs. Only the call of the loss differs: it gets the predicted tokens of all sequences at once, where NeMo-RL calls
-it for each sequence, or for the rows with all their padding. The latter is done here too where it takes less time.
+log-probs. Only the call of the loss differs. NeMo-RL calls it for each sequence, or for the rows with their padding.
+Here it is called once, with the predicted tokens of all sequences, or with the padded rows where that takes less time.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from nemo_geomask.data_keys import CURR_LOGPROBS_UNFILTERED
 from nemo_geomask.hosts.nemo_rl.current_logprobs import add_fingerprints
-from nemo_geomask.hosts.nemo_rl.hidden_states import Hidden
+from nemo_geomask.hosts.nemo_rl.hidden_states import HiddenStates
 from nemo_geomask.hosts.nemo_rl.logit_backends import LogitLoss
 from nemo_geomask.losses import PolicyLoss
 from nemo_geomask.losses.packing import predicted_tokens
@@ -58,7 +59,7 @@ def wrap_packing_call(packed_loss: Callable[..., Any], original: Callable[..., A
                 vocab_parallel_group=self.vocab_parallel_group,
                 context_parallel_group=self.context_parallel_group,
             )
-        Hidden.refuse(logits, type(loss).__name__)
+        HiddenStates.refuse(logits, type(loss).__name__)
         if not isinstance(loss, PolicyLoss):
             return original(self, *args, **kwargs)
         add_fingerprints(loss, data)
@@ -82,7 +83,7 @@ def loss_by_sequence(wrapper: Any, logits: Tensor, data: Any, seqs: Tensor | flo
     lengths, sizes = torch.stack([wrapper.cu_seqlens_q.diff(), padded.diff()]).tolist()
     tokens, segments, _ = predicted_tokens(data, lengths, logits.device)
     if wrapper.loss_fn.use_fused_linear_logprobs:
-        # These are log-probs of the complete row already, which nothing shares out over ranks.
+        # The model has computed log-probs of the complete row, which are not sharded over ranks.
         starts = torch.tensor([0, *itertools.accumulate(sizes[:-1])], device=logits.device)
         index = segments.token_index + segments.spread(starts - segments.cu_seqlens[:-1])
         return wrapper.loss_fn.packed(logits[0].index_select(0, index), tokens, segments, seqs, toks)

@@ -17,11 +17,11 @@ from nemo_geomask.hosts.nemo_rl.resumed_step import remember_resumed_step
 from nemo_geomask.hosts.nemo_rl.source_signature import require_targets
 from nemo_geomask.hosts.nemo_rl.step_methods import DataPlaneStepMethods, StepMethods
 
-__all__ = ["adopt", "geomask_class", "subclasses"]
+__all__ = ["convert_policy", "geomask_class", "subclasses"]
 
 
-def adopt(policy: Any, config: LossConfig, *, checkpoint: object = None) -> Any:
-    """Make a policy of NeMo-RL train with a loss of this package: its class becomes :func:`geomask_class` of its own.
+def convert_policy(policy: Any, config: LossConfig, *, checkpoint: object = None) -> Any:
+    """Make a policy of NeMo-RL train with a loss of this package, by replacing its class by a :func:`geomask_class`.
 
     Args:
         policy: NeMo-RL's ``Policy``, ``TQPolicy``, or an object of a subclass of them.
@@ -33,11 +33,11 @@ def adopt(policy: Any, config: LossConfig, *, checkpoint: object = None) -> Any:
     Raises:
         HostAPIError: the policy differs from the tested versions of NeMo-RL.
     """
-    for group, otherwise in (
+    for group, remedy in (
         (host_api.PRESTEP, "Remove loss_fn.name"),
         (host_api.PREV_LOGPROBS if config.skips_prev else (), "Set loss_fn.ratio_anchor: prev"),
     ):
-        require_targets(group, otherwise=otherwise)
+        require_targets(group, remedy=remedy)
     if not isinstance(policy, StepMethods):
         policy.__class__ = geomask_class(type(policy))
     policy.geomask_config = config
@@ -46,11 +46,11 @@ def adopt(policy: Any, config: LossConfig, *, checkpoint: object = None) -> Any:
 
 
 subclasses: dict[type, type] = {}
-"""The subclass of each policy class that this process has met."""
+"""The subclasses that this process has defined, by the policy class from which they derive."""
 
 
 def geomask_class(base: type) -> type:
-    """Return the subclass of one of NeMo-RL's policy classes that :func:`adopt` gives to a policy.
+    """Return the subclass of one of NeMo-RL's policy classes that :func:`convert_policy` gives to a policy.
 
     A policy class of another package gets a subclass too, which Ray pickles by value.
     """

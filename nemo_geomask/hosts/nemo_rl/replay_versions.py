@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["sample", "versions_of_sample"]
+__all__ = ["sample_and_keep_versions", "versions_of_sample"]
 
 _ATTRIBUTE = "_nemo_geomask_versions"
 
 
-def sample(buffer: Any, args: Any, kwargs: Any) -> Any:
+def sample_and_keep_versions(buffer: Any, args: Any, kwargs: Any) -> Any:
     """Call ``buffer.sample(*args, **kwargs)``, and keep the version of the weights that generated each row.
 
     Args:
@@ -33,5 +33,9 @@ def sample(buffer: Any, args: Any, kwargs: Any) -> Any:
 
 
 def versions_of_sample(buffer: Any) -> list[int] | None:
-    """Return the version of each row that the last call of :func:`sample` returned; None if they are unknown."""
+    """Return the version of each row of the buffer's last sample; None if they are unknown.
+
+    Args:
+        buffer: one whose samples are taken by :func:`sample_and_keep_versions`.
+    """
     return getattr(buffer, _ATTRIBUTE, None)

@@ -1,6 +1,7 @@
 """Descriptions of NeMo-RL APIs that this package relies on, and their comparison with the installed source.
 
-The source is parsed and not imported. A version number would not do, because NeMo-RL's main calls itself 0.6.0.
+The source is parsed and not imported. It is compared itself, and not its version number, because NeMo-RL's main carries
+the number of the last release.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _STARS: Mapping[Any, str] = {Parameter.VAR_POSITIONAL: "*", Parameter.VAR_KEYWOR
 
 @dataclass(frozen=True)
 class Signature:
-    """A function or method that every run relies on, with its parameters.
+    """A function or method of NeMo-RL whose complete parameter list must be a known one.
 
     A version may add parameters behind the known ones if they have defaults.
 
@@ -69,13 +70,15 @@ class Signature:
 
 @dataclass(frozen=True)
 class Uses:
-    """Functions that only some settings rely on, of one class or one module.
+    """Functions of one class or module of NeMo-RL, with those of their parameters that this package relies on.
+
+    Other parameters, and the order of all, are free.
 
     Attributes:
         module: the module that defines them.
         owner: the class; empty for functions of the module.
         methods: the functions that are wrapped, with the parameters that the wrappers rely on.
-        settings: the settings that need them, for messages.
+        purpose: what needs them, as a noun phrase for messages: settings, or every run.
         calls: further functions that are called.
         optional: True if some tested versions have none of ``methods``; a version has all of them or none.
     """
@@ -83,12 +86,12 @@ class Uses:
     module: str
     owner: str
     methods: Mapping[str, tuple[str, ...]]
-    settings: str
+    purpose: str
     calls: tuple[str, ...] = ()
     optional: bool = False
 
     def __str__(self) -> str:
-        return f"{self.target_name}: {', '.join(self.names)} (for {self.settings} only)"
+        return f"{self.target_name}: {', '.join(self.names)} (for {self.purpose})"
 
     @property
     def target_name(self) -> str:
@@ -141,36 +144,36 @@ class Uses:
             name: tuple(inspect.signature(members[name]).parameters.values()) for name in self.names if name in members
         }
 
-    def require(self, module: Any, *, otherwise: str) -> None:
+    def require(self, module: Any, *, remedy: str) -> None:
         """Check the functions in the imported :attr:`module`.
 
         Args:
             module: the module.
-            otherwise: the setting that does without them, as a sentence.
+            remedy: the setting that does without them, as an imperative sentence without full stop.
 
         Raises:
             HostAPIError: a function differs.
         """
-        self._require(getattr(module, self.owner, None) if self.owner else module, otherwise)
+        self._require(getattr(module, self.owner, None) if self.owner else module, remedy)
 
-    def _require(self, target: Any, otherwise: str) -> None:
+    def _require(self, target: Any, remedy: str) -> None:
         all_differences = self.differences(self.defined_in(target))
         warn_of_accepted(all_differences)
         differences = not_accepted(all_differences)
         if differences:
             raise HostAPIError(
                 f"NeMo-RL {describe_version()} differs from the versions that nemo_geomask knows (tested: "
-                f"{TESTED_VERSIONS}): {'; '.join(difference.message for difference in differences)}. {otherwise}, or "
+                f"{TESTED_VERSIONS}): {'; '.join(difference.message for difference in differences)}. {remedy}, or "
                 f"use a tested NeMo-RL{way_out(differences)}"
             )
 
 
-def require_targets(uses: Iterable[Uses], *, otherwise: str) -> None:
+def require_targets(uses: Iterable[Uses], *, remedy: str) -> None:
     """Import the classes and modules that this version has, and check their functions.
 
     Args:
         uses: descriptions of the functions.
-        otherwise: the setting that does without them, as a sentence.
+        remedy: the setting that does without them, as an imperative sentence without full stop.
 
     Raises:
         HostAPIError: a function differs.
@@ -185,7 +188,7 @@ def require_targets(uses: Iterable[Uses], *, otherwise: str) -> None:
                 continue
             raise
         if use.is_present(use.defined_in(target)):
-            use._require(target, otherwise)
+            use._require(target, remedy)
 
 
 @dataclass(frozen=True)

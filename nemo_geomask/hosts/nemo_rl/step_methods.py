@@ -12,8 +12,8 @@ step, they run the pre-step pass of :class:`~nemo_geomask.losses.PrestepPass` (`
 budgets). After it, they make step metrics out of the metrics of all microbatches and ranks, and record the batch. Calls
 with other losses pass through.
 
-The state of a policy is created when its first batch arrives, so that it exists only in the process that trains: the
-single controller is a process of its own, which receives a pickled policy.
+The state of a policy is created when its first batch arrives, so that it exists only in the process whose loop trains.
+That need not be the driver: the single controller is a process of its own, which receives a pickled policy.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class DataPlaneStepMethods(StepMethods):
                 return method(*bound.args, **bound.kwargs)
             self.write_to_dataplane(meta, fields=columns)  # type: ignore[attr-defined]
             restored = {name: data[name] for name in columns}
-            with _finally(self.write_to_dataplane, meta, fields=restored):  # type: ignore[attr-defined]
+            with _run_at_end(self.write_to_dataplane, meta, fields=restored):  # type: ignore[attr-defined]
                 return method(*bound.args, **bound.kwargs)
 
         return _summarize_metrics(_decide_and_run(self, state, bound.arguments, data, run_step))
@@ -118,8 +118,8 @@ class DataPlaneStepMethods(StepMethods):
             # The data plane deletes a part once it is trained on, so it is read now.
             data = _read_batch(self, meta, step.loss)
             step.original_parts.append((data, meta))
-            if step.review is not None:
-                changes = step.review.add(data)
+            if step.open_batch is not None:
+                changes = step.open_batch.add(data)
                 step.prepared_parts.append({**data, **changes})
                 self.write_to_dataplane(meta, fields=_data_plane_columns(changes))  # type: ignore[attr-defined]
         return method(*args, **kwargs)
@@ -132,12 +132,12 @@ class DataPlaneStepMethods(StepMethods):
             return _summarize_metrics(method())
         parts, metas = [data for data, _ in step.original_parts], [meta for _, meta in step.original_parts]
         with step.state.record_step(parts, metas):
-            if step.review is None:
+            if step.open_batch is None:
                 return _summarize_metrics(method())
             try:
-                decision = step.review.decide()
+                decision = step.open_batch.decide()
             except BatchVetoError:
-                with _finally(self.abort_train_step):  # type: ignore[attr-defined]
+                with _run_at_end(self.abort_train_step):  # type: ignore[attr-defined]
                     raise
             if decision.train:
                 return _summarize_metrics(_add_metrics(method(), decision))
@@ -156,7 +156,7 @@ class _PolicyState:
         self._last: tuple[dict[str, weakref.ref[Tensor]], Decision] | None = None
 
     def is_last_batch(self, data: Mapping[str, Any]) -> bool:
-        """Return True if the batch is that of the preceding call; PPO trains several epochs on a batch."""
+        """Return True if the batch is the one of the preceding call, as in the later epochs of PPO."""
         if self._last is None:
             return False
         references, _ = self._last
@@ -216,7 +216,7 @@ class _OpenStep:
     def __init__(self, loss: Any, state: _PolicyState) -> None:
         self.loss = loss
         self.state = state
-        self.review = state.prestep.open() if state.prestep.needed else None
+        self.open_batch = state.prestep.open() if state.prestep.needed else None
         self.prepared_parts: list[dict[str, Any]] = []
         self.original_parts: list[tuple[dict[str, Any], Any]] = []  # each with its keys in the data plane
 
@@ -255,15 +255,15 @@ def _decide_and_run(
 
 
 @contextlib.contextmanager
-def _finally(action: Callable[..., Any], *args: Any, **kwargs: Any) -> Iterator[None]:
-    """Run ``action`` when the context ends; if both fail, the context's error is raised and the other one logged."""
+def _run_at_end(action: Callable[..., Any], *args: Any, **kwargs: Any) -> Iterator[None]:
+    """Call ``action`` when the context ends; if both fail, raise the context's error and log that of ``action``."""
     try:
         yield
     except BaseException:
         try:
             action(*args, **kwargs)
         except Exception:
-            _log.exception("%s failed after what follows", getattr(action, "__name__", action))
+            _log.exception("%s failed too, after the error that is raised below", getattr(action, "__name__", action))
         raise
     action(*args, **kwargs)
 

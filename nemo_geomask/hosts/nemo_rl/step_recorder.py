@@ -151,7 +151,7 @@ class _SampleMethod:
         # The functions are pickled by value, because this package may be missing in the buffer's process.
         cloudpickle.register_pickle_by_value(replay_versions)
         try:
-            sample = self._ray_call.remote(replay_versions.sample, args, kwargs)
+            sample = self._ray_call.remote(replay_versions.sample_and_keep_versions, args, kwargs)
             # The actor runs calls in order.
             loop_values.versions = self._ray_call.remote(replay_versions.versions_of_sample)
         finally:

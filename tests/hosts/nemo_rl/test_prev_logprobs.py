@@ -11,7 +11,7 @@ import torch
 from nemo_geomask import build_loss
 from nemo_geomask.errors import ConfigError
 from nemo_geomask.hosts.nemo_rl import HostAPIError, build_nemo_rl_loss, policies
-from nemo_geomask.hosts.nemo_rl.policies import adopt
+from nemo_geomask.hosts.nemo_rl.policies import convert_policy
 from tests.helpers.batches import rollouts
 
 GEN = {"ratio_anchor": "gen"}
@@ -87,12 +87,12 @@ def config_of(**settings):
 
 def test_there_is_no_forward_pass(nemo_rl):
     data = Data(rollouts(seed=1).data)
-    policy = adopt(nemo_rl.lm.Policy(), config_of(**GEN))
+    policy = convert_policy(nemo_rl.lm.Policy(), config_of(**GEN))
     result = policy.get_logprobs(data, timer=None)
     assert type(result) is Data
     assert result["logprobs"].shape == data["input_ids"].shape
     assert result["logprobs"].isnan().all()
-    tq = adopt(nemo_rl.tq.TQPolicy({"all": data}), config_of(**GEN))
+    tq = convert_policy(nemo_rl.tq.TQPolicy({"all": data}), config_of(**GEN))
     assert tq.get_logprobs_from_meta("all", timer=None) is None
     assert data["prev_logprobs"].shape == data["generation_logprobs"].shape
     assert data["prev_logprobs"].isnan().all()
@@ -114,8 +114,8 @@ def test_a_loss_that_reads_them_gets_them(nemo_rl, settings, before):
     data = Data(rollouts(seed=1).data)
     policy, tq = nemo_rl.lm.Policy(), nemo_rl.tq.TQPolicy({"all": data})
     for each in [*before, settings]:  # the last one counts
-        adopt(policy, config_of(**each))
-        adopt(tq, config_of(**each))
+        convert_policy(policy, config_of(**each))
+        convert_policy(tq, config_of(**each))
     assert not policy.get_logprobs(data)["logprobs"].isnan().any()
     tq.get_logprobs_from_meta("all")
     assert not data["prev_logprobs"].isnan().any()
@@ -123,12 +123,12 @@ def test_a_loss_that_reads_them_gets_them(nemo_rl, settings, before):
 
 
 def test_other_policies_compute_them(nemo_rl):
-    adopt(nemo_rl.lm.Policy(), config_of(**GEN))
+    convert_policy(nemo_rl.lm.Policy(), config_of(**GEN))
     assert not nemo_rl.lm.Policy().get_logprobs(Data(rollouts(seed=1).data))["logprobs"].isnan().any()
 
 
 def test_a_policy_that_arrived_pickled_computes_none_either(nemo_rl):
-    policy = adopt(nemo_rl.tq.TQPolicy({"a": rollouts(seed=5).data}), config_of(**GEN))
+    policy = convert_policy(nemo_rl.tq.TQPolicy({"a": rollouts(seed=5).data}), config_of(**GEN))
     pickled = pickle.dumps(policy)
     policies.subclasses.clear()  # as in another process, which defines the class when it arrives
     before = dict(vars(nemo_rl.tq.TQPolicy))
@@ -160,7 +160,7 @@ def test_a_sample_is_scored(nemo_rl):
     data = Data(rollouts(seed=1).data)  # 8 rows
     settings = config_of(**GEN, audit_fraction=0.3)
     scored_rows = []
-    policy = adopt(nemo_rl.lm.Policy(), settings)
+    policy = convert_policy(nemo_rl.lm.Policy(), settings)
     for _ in range(40):
         logprobs = policy.get_logprobs(data)["logprobs"]
         is_scored = (~logprobs.isnan()).all(dim=1)
@@ -173,7 +173,7 @@ def test_a_sample_is_scored(nemo_rl):
     assert all(10 < count < 30 for count in torch.stack(scored_rows).sum(dim=0).tolist())
 
     def first_scored_rows(**arguments):
-        logprobs = adopt(nemo_rl.lm.Policy(), settings, **arguments).get_logprobs(data)["logprobs"]
+        logprobs = convert_policy(nemo_rl.lm.Policy(), settings, **arguments).get_logprobs(data)["logprobs"]
         return ~logprobs[:, 0].isnan()
 
     assert torch.equal(first_scored_rows(), scored_rows[0])
@@ -208,7 +208,7 @@ def test_a_sample_is_scored_in_the_data_plane(nemo_rl):
 
     data = rollouts(seed=1).data
     rows = {f"row {row}": {name: value[row] for name, value in data.items()} for row in range(8)}
-    policy = adopt(RowPolicy(rows), config_of(**GEN, audit_fraction=0.5))
+    policy = convert_policy(RowPolicy(rows), config_of(**GEN, audit_fraction=0.5))
     policy.get_logprobs_from_meta(Meta(rows), timer=None)
     scored = [key for key, row in rows.items() if not row["prev_logprobs"].isnan().any()]
     assert len(scored) == 4
@@ -221,6 +221,6 @@ def test_unknown_signatures_are_an_error_where_they_matter(nemo_rl):
     with pytest.raises(
         HostAPIError, match=r"lm_policy\.Policy\.get_logprobs takes \(self, batch\).*ratio_anchor: prev"
     ):
-        adopt(policy, config_of(**GEN))
+        convert_policy(policy, config_of(**GEN))
     assert type(policy) is nemo_rl.lm.Policy
-    assert adopt(policy, config_of()).get_logprobs("batch") is None
+    assert convert_policy(policy, config_of()).get_logprobs("batch") is None

@@ -14,7 +14,7 @@ from nemo_geomask import PrestepPass, build_loss
 from nemo_geomask.errors import BatchVetoError, ConfigError, DataError
 from nemo_geomask.hosts.nemo_rl import HostAPIError, policies, uninstall
 from nemo_geomask.hosts.nemo_rl.logit_backends import LogitLoss
-from nemo_geomask.hosts.nemo_rl.policies import adopt, geomask_class
+from nemo_geomask.hosts.nemo_rl.policies import convert_policy, geomask_class
 from nemo_geomask.losses.policy_loss import PREPARED_KEY
 from tests.helpers.batches import rollouts
 
@@ -119,8 +119,8 @@ def train_in_parts(policy, loss, metas):
 
 def test_a_veto_keeps_the_batch_from_the_policy(nemo_rl):
     loss, data = build(**VETO), rollouts(seed=1).data
-    policy = adopt(nemo_rl.lm.Policy(), loss.config)
-    tq = adopt(nemo_rl.tq.TQPolicy({"all": dict(data)}), loss.config)
+    policy = convert_policy(nemo_rl.lm.Policy(), loss.config)
+    tq = convert_policy(nemo_rl.tq.TQPolicy({"all": dict(data)}), loss.config)
     for results, calls in (
         (policy.train(data, loss), policy.calls),
         (tq.train_from_meta("all", loss), tq.calls),
@@ -137,7 +137,7 @@ def test_a_veto_keeps_the_batch_from_the_policy(nemo_rl):
 
 def test_epochs_on_one_batch_are_one_batch(nemo_rl):
     loss, gentle_loss = build(**VETO, **KEPT), build(**KEPT)
-    policy = adopt(nemo_rl.lm.Policy(), loss.config)
+    policy = convert_policy(nemo_rl.lm.Policy(), loss.config)
     data = rollouts(seed=1).data
     for _ in range(5):
         assert policy.train(dict(data), loss)["all_mb_metrics"]["geomask/batch_vetoed"] == [1.0]
@@ -152,13 +152,13 @@ def test_epochs_on_one_batch_are_one_batch(nemo_rl):
 def test_a_batch_of_which_nothing_is_kept_is_not_trained_on(nemo_rl, caplog):
     data = rollouts(seed=2).data
     loss = build(denominator="kept", masks=[{"preset": "veto", "max": 1e-6}])
-    policy = adopt(nemo_rl.lm.Policy(), loss.config)
+    policy = convert_policy(nemo_rl.lm.Policy(), loss.config)
     metrics = policy.train(data, loss)["all_mb_metrics"]
     assert policy.calls == []
     assert metrics["geomask/batch_emptied"] == [1.0]
     assert metrics["global_valid_toks"] == [0.0]
     assert "no update on this batch: loss_fn.masks keep nothing of it" in caplog.text
-    tq = adopt(nemo_rl.tq.TQPolicy({"a": data}), loss.config)
+    tq = convert_policy(nemo_rl.tq.TQPolicy({"a": data}), loss.config)
     train_in_parts(tq, loss, ["a"])
     assert tq.calls[-1] == ("abort",)
 
@@ -171,7 +171,7 @@ def test_an_error_in_training_is_not_hidden_by_one_after_it(nemo_rl, caplog):
             self.store.clear()
             raise RuntimeError("out of memory")
 
-    policy = adopt(FailingPolicy({"all": rollouts(seed=3).data}), loss.config)
+    policy = convert_policy(FailingPolicy({"all": rollouts(seed=3).data}), loss.config)
     with pytest.raises(RuntimeError, match="out of memory"):
         policy.train_from_meta("all", loss)
     assert "write_to_dataplane failed" in caplog.text
@@ -181,8 +181,8 @@ def test_masks_reach_the_policy_and_leave_the_batch(nemo_rl):
     data = rollouts(seed=2).data
     before = {name: value.clone() for name, value in data.items()}
     loss = build(**KEPT)
-    policy = adopt(nemo_rl.lm.Policy(), loss.config)
-    tq = adopt(nemo_rl.tq.TQPolicy({"all": data}), loss.config)
+    policy = convert_policy(nemo_rl.lm.Policy(), loss.config)
+    tq = convert_policy(nemo_rl.tq.TQPolicy({"all": data}), loss.config)
     policy.train(data, loss)
     results = tq.train_from_meta("all", loss)
     assert results["all_mb_metrics"]["geomask/mask/geometric/removed"][0] > 0
@@ -204,8 +204,8 @@ BUDGET = {"masks": [{"preset": "m2po"}]}
 def test_a_bound_reaches_the_loss_and_no_column_changes(nemo_rl, eval_mode):
     data = rollouts(seed=2).data
     loss = build(**BUDGET)
-    policy = adopt(nemo_rl.lm.Policy(), loss.config)
-    tq = adopt(nemo_rl.tq.TQPolicy({"all": data}), loss.config)
+    policy = convert_policy(nemo_rl.lm.Policy(), loss.config)
+    tq = convert_policy(nemo_rl.tq.TQPolicy({"all": data}), loss.config)
     policy.train(data, loss, eval_mode)
     tq.train_from_meta("all", loss, eval_mode)
     ((_, batch, value),) = policy.calls
@@ -220,7 +220,7 @@ def test_a_bound_reaches_the_loss_and_no_column_changes(nemo_rl, eval_mode):
 
 def test_a_budget_over_parts_is_refused(nemo_rl):
     loss = build(**BUDGET)
-    policy = adopt(nemo_rl.tq.TQPolicy({}), loss.config)
+    policy = convert_policy(nemo_rl.tq.TQPolicy({}), loss.config)
     with pytest.raises(ConfigError, match=r"loss_fn\.masks\[0\]: a budget is computed over the whole batch"):
         policy.begin_train_step(loss)
 
@@ -229,9 +229,9 @@ def test_a_step_in_parts_is_decided_at_its_end(nemo_rl):
     data = rollouts(seed=3).data
     first, second = split(data, 3)
     loss = build(**KEPT, batch_veto={"max": 100.0})
-    policy = adopt(nemo_rl.lm.Policy(), loss.config)
+    policy = convert_policy(nemo_rl.lm.Policy(), loss.config)
     expected = policy.train(data, loss)["all_mb_metrics"]
-    tq = adopt(nemo_rl.tq.TQPolicy({"a": first, "b": second}), loss.config)
+    tq = convert_policy(nemo_rl.tq.TQPolicy({"a": first, "b": second}), loss.config)
     results = train_in_parts(tq, loss, ["a", "b"])
     assert [call[0] for call in tq.calls] == ["begin", "part", "part", "finish"]
     metrics = {name: sum(values) for name, values in results["all_mb_metrics"].items()}
@@ -243,7 +243,7 @@ def test_a_step_in_parts_is_decided_at_its_end(nemo_rl):
 def test_a_vetoed_step_in_parts_is_aborted(nemo_rl):
     first, second = split(rollouts(seed=4).data, 5)
     loss = build(**VETO)
-    policy = adopt(nemo_rl.tq.TQPolicy({"a": first, "b": second}), loss.config)
+    policy = convert_policy(nemo_rl.tq.TQPolicy({"a": first, "b": second}), loss.config)
     results = train_in_parts(policy, loss, ["a", "b"])
     assert [call[0] for call in policy.calls] == ["begin", "part", "part", "abort"]
     metrics = results["all_mb_metrics"]
@@ -266,7 +266,7 @@ def test_a_pickled_policy_arrives_with_its_methods(nemo_rl, config):
     # NeMo-RL's single controller trains in another process, to which the driver sends policy and loss.
     plain_loss = build(**config)
     loss = LogitLoss(plain_loss) if "logprob_backend" in config else plain_loss
-    policy = adopt(nemo_rl.tq.TQPolicy({"a": rollouts(seed=5).data}), loss.config)
+    policy = convert_policy(nemo_rl.tq.TQPolicy({"a": rollouts(seed=5).data}), loss.config)
     pickled = pickle.dumps((policy, loss))
     assert b"GeomaskTQPolicy" in pickled
     policies.subclasses.clear()  # as in another process, which defines the class when it arrives
@@ -284,7 +284,7 @@ def test_a_pickled_policy_arrives_with_its_methods(nemo_rl, config):
 
 def test_state_is_not_pickled(nemo_rl):
     loss = build(**VETO)
-    policy = adopt(nemo_rl.lm.Policy(), loss.config)
+    policy = convert_policy(nemo_rl.lm.Policy(), loss.config)
     policy.train(rollouts(seed=1).data, loss)
     arrived = pickle.loads(pickle.dumps(policy))
     # The first veto of the copy, and the second of the policy.
@@ -309,7 +309,7 @@ def test_adopting_changes_one_object_only(nemo_rl):
     classes = (nemo_rl.lm.Policy, nemo_rl.tq.TQPolicy)
     before = [dict(vars(cls)) for cls in classes]
     policy, plain_policy = nemo_rl.lm.Policy(), nemo_rl.lm.Policy()
-    assert adopt(policy, loss.config) is policy
+    assert convert_policy(policy, loss.config) is policy
     assert type(policy) is policies.GeomaskPolicy
     assert type(plain_policy) is nemo_rl.lm.Policy
     assert [dict(vars(cls)) for cls in classes] == before
@@ -323,10 +323,10 @@ class Batch(dict):
 
 def test_adopting_twice_is_adopting_once_with_the_last_settings(nemo_rl):
     first, second, data = build(**VETO), build_loss({"ratio_anchor": "gen"}), Batch(rollouts(seed=1).data)
-    policy = adopt(nemo_rl.lm.Policy(), first.config)
+    policy = convert_policy(nemo_rl.lm.Policy(), first.config)
     adopted_class = type(policy)
     assert not policy.get_logprobs(data)["logprobs"].isnan().any()
-    assert adopt(policy, second.config) is policy
+    assert convert_policy(policy, second.config) is policy
     assert type(policy) is adopted_class
     assert policy.geomask_config is second.config
     assert policy.get_logprobs(data)["logprobs"].isnan().all()
@@ -347,7 +347,7 @@ def test_a_policy_class_of_ones_own(nemo_rl, base):
 
     loss, data = build(**KEPT), rollouts(seed=2).data
     policy = LoggedPolicy() if base == "lm" else LoggedPolicy({"all": dict(data)})
-    adopt(policy, loss.config)
+    convert_policy(policy, loss.config)
     assert isinstance(policy, LoggedPolicy)
     assert type(policy).__name__ == "GeomaskLoggedPolicy"
     metrics = policy.train(data, loss, learning_rate=0.5)["all_mb_metrics"]
@@ -360,7 +360,7 @@ def test_a_policy_class_of_ones_own(nemo_rl, base):
 
 def test_a_class_of_the_same_name_as_nemo_rls_is_another_one(nemo_rl):
     own_class = type("Policy", (nemo_rl.lm.Policy,), {"__module__": "somebody"})
-    policy = adopt(own_class(), build(**VETO).config)
+    policy = convert_policy(own_class(), build(**VETO).config)
     assert type(policy) is not policies.GeomaskPolicy
     assert isinstance(policy, own_class)
     with pytest.raises(pickle.PicklingError):  # by reference, it would arrive as NeMo-RL's
@@ -406,7 +406,7 @@ def test_a_policy_class_of_ones_own_arrives_by_value(tmp_path, monkeypatch, name
     # Defined in the script that runs, as far as the pickler is concerned.
     own_class = type(name, (lm_policy.Policy,), {"__module__": "__main__", "name": lambda self: "somebody's"})
     loss = build(**VETO)
-    policy = adopt(own_class(), loss.config)
+    policy = convert_policy(own_class(), loss.config)
     try:
         (tmp_path / "policy.pickle").write_bytes(cloudpickle.dumps((policy, loss, rollouts(seed=1).data)))
     finally:
@@ -425,7 +425,7 @@ def test_a_policy_class_of_ones_own_arrives_by_value(tmp_path, monkeypatch, name
 
 def test_training_changes_no_loss_and_unpickling_one_changes_no_class(nemo_rl):
     loss = build(**VETO)
-    policy = adopt(nemo_rl.lm.Policy(), loss.config)
+    policy = convert_policy(nemo_rl.lm.Policy(), loss.config)
     pickled = pickle.dumps(loss)
     policy.train(rollouts(seed=5).data, loss)
     assert pickle.dumps(loss) == pickled
@@ -437,7 +437,7 @@ def test_training_changes_no_loss_and_unpickling_one_changes_no_class(nemo_rl):
 
 def test_each_policy_counts_for_itself(nemo_rl):
     loss = build(**VETO)
-    group = [adopt(nemo_rl.lm.Policy(), loss.config) for _ in range(3)]
+    group = [convert_policy(nemo_rl.lm.Policy(), loss.config) for _ in range(3)]
     for seed, policy in enumerate(group):
         policy.train(rollouts(seed=seed).data, loss)
     with pytest.raises(BatchVetoError, match="2 batches in a row"):
@@ -453,7 +453,7 @@ def test_workers_get_a_loss_that_takes_batches_without_a_mark(nemo_rl):
             return {"all_mb_metrics": {}}
 
     loss, plain_loss, batch = build(**KEPT), build(), rollouts(seed=6)
-    policy = adopt(RecordingPolicy(), loss.config)
+    policy = convert_policy(RecordingPolicy(), loss.config)
     policy.train(batch.data, loss)
     losses[0](batch.data["prev_logprobs"][:, 1:], batch.data, batch.seqs, batch.toks)
     # Other losses pass through as they are.
@@ -465,7 +465,7 @@ def test_workers_get_a_loss_that_takes_batches_without_a_mark(nemo_rl):
 
 def test_evaluation_is_masked_and_never_vetoed(nemo_rl):
     loss, data = build(**VETO, **KEPT), rollouts(seed=7).data
-    policy = adopt(nemo_rl.lm.Policy(), loss.config)
+    policy = convert_policy(nemo_rl.lm.Policy(), loss.config)
     for _ in range(3):
         policy.train(data, loss, eval_mode=True)
     assert len(policy.calls) == 3
@@ -476,11 +476,11 @@ def test_older_versions_lack_what_is_optional(nemo_rl, monkeypatch):
     for name in ("begin_train_step", "train_microbatches_from_meta", "finish_train_step"):
         delattr(nemo_rl.tq.TQPolicy, name)
     loss = build(**VETO)
-    tq = adopt(nemo_rl.tq.TQPolicy({"all": rollouts(seed=8).data}), loss.config)
+    tq = convert_policy(nemo_rl.tq.TQPolicy({"all": rollouts(seed=8).data}), loss.config)
     assert tq.train_from_meta("all", loss)["all_mb_metrics"]["geomask/batch_vetoed"] == [1.0]
     # v0.6.0 has no data plane at all.
     monkeypatch.setitem(sys.modules, "nemo_rl.models.policy.tq_policy", None)
-    policy = adopt(nemo_rl.lm.Policy(), loss.config)
+    policy = convert_policy(nemo_rl.lm.Policy(), loss.config)
     assert policy.train(rollouts(seed=8).data, loss)["all_mb_metrics"]["geomask/batch_vetoed"] == [1.0]
 
 
@@ -489,7 +489,7 @@ def test_half_a_known_api_is_an_error(nemo_rl, missing):
     delattr(nemo_rl.tq.TQPolicy, missing)
     policy = nemo_rl.lm.Policy()
     with pytest.raises(HostAPIError, match=rf"tq_policy\.TQPolicy.*{missing}"):
-        adopt(policy, build().config)
+        convert_policy(policy, build().config)
     assert type(policy) is nemo_rl.lm.Policy
 
 
@@ -500,7 +500,7 @@ def test_unknown_signatures_are_an_error(nemo_rl):
         HostAPIError,
         match=r"NeMo-RL 9\.9 .*lm_policy\.Policy\.train takes \(self, batch, loss_fn\).*Remove loss_fn\.name",
     ):
-        adopt(policy, build().config)
+        convert_policy(policy, build().config)
     assert type(policy) is nemo_rl.lm.Policy
 
 
@@ -519,7 +519,7 @@ METRICS = {
 def test_metrics_that_do_not_add_up_are_those_of_the_step(nemo_rl, method):
     """NeMo-RL's loops take the sum of a list that they do not know: ours contain one number."""
     loss = build()
-    policy = adopt(nemo_rl.tq.TQPolicy({"a": rollouts(seed=1).data}), loss.config)
+    policy = convert_policy(nemo_rl.tq.TQPolicy({"a": rollouts(seed=1).data}), loss.config)
     results = {"all_mb_metrics": dict(METRICS)}
     if method == "finish_train_step":
         nemo_rl.tq.TQPolicy.finish_train_step = lambda self: results

@@ -23,7 +23,7 @@ from nemo_geomask import build_loss
 from nemo_geomask.errors import ConfigError
 from nemo_geomask.hosts.nemo_rl import current_logprobs, patch, replay_versions, step_recorder, uninstall
 from nemo_geomask.hosts.nemo_rl.host_patches import make_patches
-from nemo_geomask.hosts.nemo_rl.policies import adopt
+from nemo_geomask.hosts.nemo_rl.policies import convert_policy
 from nemo_geomask.hosts.nemo_rl.step_recorder import ReplayBufferClass, RewardLogger, check_recording
 from nemo_geomask.losses.batch_masks import removed_tokens
 from nemo_geomask.records import step_files
@@ -157,7 +157,7 @@ def give_up_rewards():
 
 def test_each_batch_is_recorded_with_the_rewards_that_nemo_rl_logs(nemo_rl, tmp_path):
     loss, logger = build(tmp_path), RewardLogger(Logger())
-    policy = adopt(nemo_rl.lm.Policy(), loss.config)
+    policy = convert_policy(nemo_rl.lm.Policy(), loss.config)
     for step in (1, 2):
         data = batch(seed=step)
         policy.train(data, loss)
@@ -194,7 +194,7 @@ def test_the_logger_logs_as_always(nemo_rl):
 
 def test_a_validation_between_training_and_its_log(nemo_rl, tmp_path):
     loss, logger, data = build(tmp_path), RewardLogger(Logger()), batch()
-    adopt(nemo_rl.lm.Policy(), loss.config).train(data, loss)
+    convert_policy(nemo_rl.lm.Policy(), loss.config).train(data, loss)
     logger.log_batched_dict_as_jsonl({"rewards": [9.0] * 8}, "val_data_step1.jsonl")
     logger.log_batched_dict_as_jsonl({"rewards": rewards_of(data)}, "train_data_step1.jsonl")
     assert read_records(tmp_path, 1)[1]["reward"].to_pylist() == rewards_of(data)
@@ -202,7 +202,7 @@ def test_a_validation_between_training_and_its_log(nemo_rl, tmp_path):
 
 def test_under_dynamic_sampling_the_rewards_are_those_that_passed_the_filter(nemo_rl, tmp_path):
     loss, logger, data = build(tmp_path), RewardLogger(Logger()), batch()
-    adopt(nemo_rl.lm.Policy(), loss.config).train(data, loss)
+    convert_policy(nemo_rl.lm.Policy(), loss.config).train(data, loss)
     # As many unfiltered rewards are logged as rows train.
     to_log = {"rewards": [9.0] * 8, "filtered_rewards": rewards_of(data)}
     logger.log_batched_dict_as_jsonl(to_log, "train_data_step1.jsonl")
@@ -212,14 +212,14 @@ def test_under_dynamic_sampling_the_rewards_are_those_that_passed_the_filter(nem
 @pytest.mark.parametrize("to_log", [{"content": []}, {"rewards": [1.0] * 4}], ids=["none", "another number"])
 def test_rewards_that_do_not_belong_to_the_batch_are_null(nemo_rl, tmp_path, to_log):
     loss, logger = build(tmp_path), RewardLogger(Logger())
-    adopt(nemo_rl.lm.Policy(), loss.config).train(batch(), loss)
+    convert_policy(nemo_rl.lm.Policy(), loss.config).train(batch(), loss)
     logger.log_batched_dict_as_jsonl(to_log, "train_data_step1.jsonl")
     assert read_records(tmp_path, 1)[1]["reward"].null_count == 8
 
 
 def test_rewards_that_never_come_are_null_when_the_next_step_begins(nemo_rl, tmp_path):
     loss, logger = build(tmp_path), RewardLogger(Logger())
-    policy = adopt(nemo_rl.lm.Policy(), loss.config)
+    policy = convert_policy(nemo_rl.lm.Policy(), loss.config)
     policy.train(batch(1), loss)
     for step in (2, 3):
         policy.train(batch(step), loss)
@@ -233,7 +233,7 @@ def test_rewards_that_never_come_are_null_when_the_next_step_begins(nemo_rl, tmp
 
 def test_steps_that_are_not_recorded_get_no_rewards_of_others(nemo_rl, tmp_path):
     loss = build(tmp_path, record={"dir": str(tmp_path), "every": 2})
-    logger, policy = RewardLogger(Logger()), adopt(nemo_rl.lm.Policy(), loss.config)
+    logger, policy = RewardLogger(Logger()), convert_policy(nemo_rl.lm.Policy(), loss.config)
     for step in (1, 2, 3):
         policy.train(batch(step), loss)
         logger.log_batched_dict_as_jsonl({"rewards": [float(step)] * 8}, f"train_data_step{step}.jsonl")
@@ -256,7 +256,7 @@ sys.modules["nemo_rl.models.policy.tq_policy"].TQPolicy = tests.TQPolicy
 from pathlib import Path
 for folder in ("a", "b"):  # two policies, such as those of two runs one after the other
     loss = tests.build(Path({str(tmp_path)!r}) / folder)
-    policy = tests.adopt(lm.Policy(), loss.config)
+    policy = tests.convert_policy(lm.Policy(), loss.config)
     policy.train(tests.batch(1), loss)
     policy.train(tests.batch(2), loss)
 print(time.time())
@@ -283,14 +283,14 @@ def test_rewards_in_the_batch_are_recorded_at_once(nemo_rl, tmp_path, name):
     """PPO puts them there."""
     loss, data = build(tmp_path), batch()
     data[name] = torch.tensor(rewards_of(data))
-    adopt(nemo_rl.lm.Policy(), loss.config).train(data, loss)
+    convert_policy(nemo_rl.lm.Policy(), loss.config).train(data, loss)
     assert read_records(tmp_path, 1)[1]["reward"].to_pylist() == rewards_of(data)
     assert set(data) == {*batch(), name}
 
 
 def test_an_evaluation_is_no_step(nemo_rl, tmp_path):
     loss = build(tmp_path)
-    policy = adopt(nemo_rl.lm.Policy(), loss.config)
+    policy = convert_policy(nemo_rl.lm.Policy(), loss.config)
     policy.train(batch(1), loss, eval_mode=True)
     policy.train(batch(2), loss)
     give_up_rewards()
@@ -299,7 +299,7 @@ def test_an_evaluation_is_no_step(nemo_rl, tmp_path):
 
 def test_epochs_on_one_batch_are_one_step(nemo_rl, tmp_path):
     loss = build(tmp_path)
-    policy = adopt(nemo_rl.lm.Policy(), loss.config)
+    policy = convert_policy(nemo_rl.lm.Policy(), loss.config)
     first, second = batch(1), batch(2)
     for data in (first, first, first, second):
         policy.train(dict(data), loss)
@@ -313,7 +313,7 @@ def test_epochs_on_one_batch_are_one_step(nemo_rl, tmp_path):
 )
 def test_a_resumed_run_goes_on_with_its_numbers(nemo_rl, tmp_path, checkpoint, last):
     loss = build(tmp_path)
-    adopt(nemo_rl.lm.Policy(), loss.config, checkpoint=checkpoint).train(batch(), loss)
+    convert_policy(nemo_rl.lm.Policy(), loss.config, checkpoint=checkpoint).train(batch(), loss)
     give_up_rewards()
     tables = read_records(tmp_path, 1)
     assert list(tables) == [last + 1]
@@ -323,7 +323,7 @@ def test_a_resumed_run_goes_on_with_its_numbers(nemo_rl, tmp_path, checkpoint, l
 def test_under_a_prestep_pass_the_batch_is_recorded_as_it_came(nemo_rl, tmp_path):
     kept = {"denominator": "kept", "masks": [{"preset": "geometric", "min": 0.85, "max": 1.2}]}
     loss, data = build(tmp_path, **kept), batch()
-    policy = adopt(nemo_rl.lm.Policy(), loss.config)
+    policy = convert_policy(nemo_rl.lm.Policy(), loss.config)
     policy.train(data, loss)
     give_up_rewards()
     table = read_records(tmp_path, 1)[1]
@@ -334,7 +334,7 @@ def test_under_a_prestep_pass_the_batch_is_recorded_as_it_came(nemo_rl, tmp_path
 
 def test_a_batch_in_the_data_plane(nemo_rl, tmp_path):
     loss, data, logger = build(tmp_path), stored_batch(), RewardLogger(Logger())
-    policy = adopt(nemo_rl.tq.TQPolicy({"all": dict(data)}), loss.config)
+    policy = convert_policy(nemo_rl.tq.TQPolicy({"all": dict(data)}), loss.config)
     policy.train_from_meta(meta(), loss_fn=loss)
     logger.log_batched_dict_as_jsonl({"rewards": [9.0] * 8}, "train_data_step1.jsonl")
     # Only the first of these batches has its rewards in the data plane.
@@ -354,7 +354,7 @@ def test_a_step_in_parts_of_a_policy_that_arrived_pickled(nemo_rl, tmp_path):
         name: {key: value[rows] for key, value in data.items()}
         for name, rows in (("a", slice(0, 3)), ("b", slice(3, 8)))
     }
-    policy = adopt(nemo_rl.tq.TQPolicy(parts), loss.config, checkpoint="/c/step_5")
+    policy = convert_policy(nemo_rl.tq.TQPolicy(parts), loss.config, checkpoint="/c/step_5")
     policy = pickle.loads(pickle.dumps(policy))
     for _ in range(2):
         policy.begin_train_step(loss)
@@ -429,7 +429,7 @@ def test_an_asynchronous_loop_gets_the_versions_from_the_replay_buffer(nemo_rl, 
     nemo_rl.buffers.ReplayBuffer = Actor()
     replace_buffer_class()
     loss = build(tmp_path)
-    policy = adopt(nemo_rl.lm.Policy(), loss.config, checkpoint="/c/step_5")
+    policy = convert_policy(nemo_rl.lm.Policy(), loss.config, checkpoint="/c/step_5")
     handle = nemo_rl.buffers.ReplayBuffer.options(runtime_env={}).remote(max_size=4)
     request = {"current_weight_version": 5, "max_age_steps": 2}
     assert ray.get(handle.sample.remote(num_prompt_groups=5, **request)) is None
@@ -440,6 +440,7 @@ def test_an_asynchronous_loop_gets_the_versions_from_the_replay_buffer(nemo_rl, 
     policy.train(batch(), loss)
     # A sample that nobody drew, and one of another number of rows.
     policy.train(batch(2), loss)
+    read_records(tmp_path, 1)  # a third step would be lost while two wait for the disk
     handle.sample.remote(num_prompt_groups=4, **request)
     policy.train({key: value[:6] for key, value in batch(3).items()}, loss)
     give_up_rewards()
@@ -458,7 +459,7 @@ def test_a_sample_that_is_not_complete_costs_the_versions_only(nemo_rl, ray, tmp
     handle.sample.remote(num_prompt_groups=4, **request)
     handle.sample.remote(num_prompt_groups=5, **request)  # the last one counts
     loss = build(tmp_path)
-    adopt(nemo_rl.lm.Policy(), loss.config).train(batch(), loss)
+    convert_policy(nemo_rl.lm.Policy(), loss.config).train(batch(), loss)
     give_up_rewards()
     assert read_records(tmp_path, 1)[1]["weight_version"].null_count == 8
 
@@ -475,10 +476,10 @@ def test_everything_else_of_the_buffer_class_is_nemo_rls():
 
 def test_the_versions_of_a_sample():
     buffer = Buffer()
-    sample = replay_versions.sample(buffer, (4, 5), {"max_age_steps": 2})
+    sample = replay_versions.sample_and_keep_versions(buffer, (4, 5), {"max_age_steps": 2})
     assert len(sample["trajectories"]) == 4
     assert replay_versions.versions_of_sample(buffer) == [5, 5, 3, 3, 4, 4, 4, 4]
-    assert replay_versions.sample(buffer, (5, 5, 2), {}) is None
+    assert replay_versions.sample_and_keep_versions(buffer, (5, 5, 2), {}) is None
     assert replay_versions.versions_of_sample(buffer) is None
     assert replay_versions.versions_of_sample(Buffer()) is None
 
@@ -489,7 +490,7 @@ def test_a_buffer_of_another_kind_is_sampled_as_always():
             return {"trajectories": [{"no batch": 1}], **request}
 
     buffer = OtherBuffer()
-    answer = replay_versions.sample(buffer, (), {"age": 3})
+    answer = replay_versions.sample_and_keep_versions(buffer, (), {"age": 3})
     assert answer == {"trajectories": [{"no batch": 1}], "age": 3}
     assert replay_versions.versions_of_sample(buffer) is None
 
@@ -548,7 +549,7 @@ def policy_with_workers(nemo_rl, ray, loss, optimizer_steps=2, order=(5, 0, 3, 7
     nemo_rl.lm.Policy.train = train
     sharding = types.SimpleNamespace(get_worker_coords=lambda index: {"tensor_parallel": index})
     group = types.SimpleNamespace(workers=[Worker(), Worker()], sharding_annotations=sharding)
-    return adopt(nemo_rl.lm.Policy(group), loss.config), logprobs
+    return convert_policy(nemo_rl.lm.Policy(group), loss.config), logprobs
 
 
 def trained_tokens(data):
@@ -721,7 +722,7 @@ def test_rows_are_told_apart_whatever_their_padding():
 
 def test_a_fault_costs_records_and_no_step(nemo_rl, tmp_path, caplog):
     loss, data = build(tmp_path), batch_with_rewards()
-    policy = adopt(nemo_rl.lm.Policy(), loss.config)
+    policy = convert_policy(nemo_rl.lm.Policy(), loss.config)
     policy.train({key: value for key, value in data.items() if key != "sample_mask"}, loss)
     policy.train(batch_with_rewards(2), loss)
     assert "step 1 lost" in caplog.text
@@ -731,7 +732,7 @@ def test_a_fault_costs_records_and_no_step(nemo_rl, tmp_path, caplog):
 
 def test_a_recorder_does_not_keep_its_policy_alive(nemo_rl, tmp_path):
     loss = build(tmp_path)
-    policy = adopt(nemo_rl.lm.Policy(), loss.config)
+    policy = convert_policy(nemo_rl.lm.Policy(), loss.config)
     policy.train(batch_with_rewards(), loss)
     read_records(tmp_path, 1)
     reference = weakref.ref(policy)
@@ -762,7 +763,7 @@ def test_a_nemo_rl_without_a_replay_buffer_is_recorded_too(nemo_rl, monkeypatch)
 
 def test_without_the_setting_nothing_is_recorded(nemo_rl, tmp_path):
     loss = build_loss({"name": "gspo"})
-    policy = adopt(nemo_rl.lm.Policy(), loss.config)
+    policy = convert_policy(nemo_rl.lm.Policy(), loss.config)
     policy.train(batch(), loss)
     assert policy.losses == [loss]
     assert step_recorder.loop_values.rewards is None
