@@ -56,8 +56,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="key.path=value",
         help="settings that replace the recipe's, as NeMo-RL takes them: ++key.path=value where it has no such key",
     )
-    parser.add_argument("--steps", type=_count, default=3, metavar="N", help="rollout batches (default: 3)")
-    parser.add_argument("--ranks", type=_count, default=1, metavar="N", help="processes that train (default: 1)")
+    parser.add_argument("--steps", type=_positive_integer, default=3, metavar="N", help="rollout batches (default: 3)")
+    parser.add_argument(
+        "--ranks", type=_positive_integer, default=1, metavar="N", help="processes that train (default: 1)"
+    )
     parser.add_argument(
         "--env",
         choices=("builtin", "own"),
@@ -100,7 +102,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _count(text: str) -> int:
+def _positive_integer(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"'{text}' is not a whole number above 0")
     return int(text)

@@ -25,17 +25,17 @@ from typing import Any
 from nemo_geomask.errors import ConfigError, GeomaskError
 from nemo_geomask.hosts.nemo_rl.installed_version import commit_of
 from nemo_geomask.tools.rehearse.rehearsal import Rehearsal, nemo_rl_checkout, rehearse
-from nemo_geomask.tools.rehearse.supervision import ended_by_signals
+from nemo_geomask.tools.rehearse.supervision import signals_as_exceptions
 from nemo_geomask.tools.shared.markdown import markdown_table, replace_marked_text
 
-__all__ = ["Trial", "main", "read_cases", "rewrite", "table"]
+__all__ = ["Case", "main", "read_cases", "rewrite", "table"]
 
 _RECORDED_METRICS = ("loss", "grad_norm", "reward", "gen_kl_error", "token_mult_prob_error")
 
 
 @dataclass(frozen=True)
-class Trial:
-    """Case of the table.
+class Case:
+    """A case of the compatibility table.
 
     Attributes:
         name: unique name that says what the case shows.
@@ -70,7 +70,7 @@ class Trial:
         return bool(result["setting"] == self.mistake if self.mistake else result["outcome"] == "trained")
 
 
-def read_cases(path: Path) -> tuple[Trial, ...]:
+def read_cases(path: Path) -> tuple[Case, ...]:
     """Return the cases of a file.
 
     Raises:
@@ -81,7 +81,7 @@ def read_cases(path: Path) -> tuple[Trial, ...]:
     cases = []
     for case in yaml.safe_load(path.read_text(encoding="utf-8")):
         try:
-            cases.append(Trial(**{**case, "overrides": tuple(case.get("overrides", ()))}))
+            cases.append(Case(**{**case, "overrides": tuple(case.get("overrides", ()))}))
         except TypeError as error:
             raise ConfigError(f"{path}: case {case.get('name')!r}: {error}") from None
     names = [case.name for case in cases]
@@ -90,7 +90,7 @@ def read_cases(path: Path) -> tuple[Trial, ...]:
     return tuple(cases)
 
 
-def _result(case: Trial, rehearsal: Rehearsal | None, error: str) -> dict[str, Any]:
+def _result(case: Case, rehearsal: Rehearsal | None, error: str) -> dict[str, Any]:
     runs = () if rehearsal is None else (rehearsal.outcome, rehearsal.control, rehearsal.resumed)
     failure = next((run.failure for run in runs if run is not None and run.failure is not None), None)
     metrics = rehearsal.outcome.metrics if rehearsal is not None and rehearsal.outcome is not None else {}
@@ -127,7 +127,7 @@ def _result(case: Trial, rehearsal: Rehearsal | None, error: str) -> dict[str, A
     }
 
 
-def table(cases: Sequence[Trial], hosts: Sequence[Mapping[str, Any]]) -> str:
+def table(cases: Sequence[Case], hosts: Sequence[Mapping[str, Any]]) -> str:
     """Return the Markdown table with a row for each case and a column for each NeMo-RL."""
     columns = [f"{host['version']}" + (f" ({host['commit'][:9]})" if host["commit"] else "") for host in hosts]
     rows = [(case.name, *(_cell(case, host) for host in hosts)) for case in cases]
@@ -143,7 +143,7 @@ def _full_run(host: Mapping[str, Any]) -> str:
     )
 
 
-def _cell(case: Trial, host: Mapping[str, Any]) -> str:
+def _cell(case: Case, host: Mapping[str, Any]) -> str:
     result = host["cases"].get(case.name)
     if result is None:
         why = case.why_not(host["version"])
@@ -183,15 +183,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--hosts", type=Path, default=Path("docs/hosts"), help="folder of cases and results")
     parser.add_argument("--page", type=Path, default=Path("docs/nemo_rl.md"), help="page that has the table")
     parser.add_argument("--label", help="name of this NeMo-RL (default: the version that it calls itself by)")
-    parser.add_argument("--commit", help="of this NeMo-RL, where it is no git checkout")
+    parser.add_argument("--commit", help="commit of this NeMo-RL, if its folder is no git checkout")
     parser.add_argument("--only", action="append", help="run only the cases whose names begin so (repeatable)")
     jobs = min(4, os.cpu_count() or 1)
-    parser.add_argument("--jobs", type=int, default=jobs, help=f"cases at a time, 6 GB each (default here: {jobs})")
+    parser.add_argument(
+        "--jobs", type=int, default=jobs, help=f"cases at a time, which take 6 GB of memory each (default here: {jobs})"
+    )
     parser.add_argument("--table", action="store_true", help="run nothing, rewrite the table")
     options = parser.parse_args(arguments)
     if options.jobs < 1:
         parser.error(f"--jobs is {options.jobs}; at least 1 case runs at a time")
-    good = True
+    all_as_expected = True
     if not options.table:
         checkout = nemo_rl_checkout()
         label = options.label or f"v{_version(checkout)}"
@@ -199,19 +201,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         host = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {"cases": {}}
         commit = options.commit or commit_of(checkout)
         if (host.get("commit") or commit) != commit:
-            parser.error(f"{path} has results of commit {host['commit']}, this is {commit}: say --label, or remove it")
+            parser.error(
+                f"{path} has results of commit {host['commit']}, this is {commit}: give another --label, or remove it"
+            )
         cases = read_cases(options.hosts / "cases.yaml")
         only = tuple(options.only or ("",))
         chosen = [case for case in cases if not case.why_not(label) and case.name.startswith(only)]
         if not chosen:
             parser.error(f"no case that {label} is to run begins with {' or '.join(map(repr, only))}")
         began = time.monotonic()
-        with ended_by_signals(), contextlib.closing(_run_cases(chosen, options.jobs)) as ended:
+        with signals_as_exceptions(), contextlib.closing(_run_cases(chosen, options.jobs)) as ended:
             for case, result in ended:
                 print(
                     f"{label}: {case.name}: {_cell(case, {'cases': {case.name: result}})}", file=sys.stderr, flush=True
                 )
-                good = good and case.as_expected(result)
+                all_as_expected = all_as_expected and case.as_expected(result)
                 results = {**host["cases"], case.name: result}
                 if case.name not in host["cases"]:
                     host.pop("whole", None)  # the case list has changed since
@@ -224,18 +228,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
             host["whole"] = {"minutes": minutes, "jobs": options.jobs, "cores": os.cpu_count()}
             _write(path, host)
     options.page.write_text(rewrite(options.page.read_text(encoding="utf-8"), options.hosts), encoding="utf-8")
-    return 0 if good else 1
+    return 0 if all_as_expected else 1
 
 
 def _write(path: Path, host: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(host, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def _run_cases(cases: Sequence[Trial], jobs: int) -> Generator[tuple[Trial, dict[str, Any]], None, None]:
+def _run_cases(cases: Sequence[Case], jobs: int) -> Generator[tuple[Case, dict[str, Any]], None, None]:
     """Yield cases with their results as they end; each runs in a process that ends what its rehearsal leaves behind."""
     context = multiprocessing.get_context("spawn")
     pending = list(reversed(cases))
-    running: dict[Any, tuple[Trial, Any]] = {}
+    running: dict[Any, tuple[Case, Any]] = {}
     try:
         while pending or running:
             while pending and len(running) < jobs:
@@ -262,14 +266,14 @@ def _run_cases(cases: Sequence[Trial], jobs: int) -> Generator[tuple[Trial, dict
             process.join()
 
 
-def _send(case: Trial, sender: Any) -> None:
+def _send(case: Case, sender: Any) -> None:
     # Ctrl-C reaches this process too; the parent ends it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    with ended_by_signals():
+    with signals_as_exceptions():
         sender.send(_run(case))
 
 
-def _run(case: Trial) -> dict[str, Any]:
+def _run(case: Case) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         try:
             rehearsal = rehearse(

@@ -11,20 +11,20 @@ from nemo_geomask.config.strict import as_yaml
 from nemo_geomask.hosts.nemo_rl.facts import LOSS_FIELDS
 from nemo_geomask.tools.check import RecipeFacts
 
-__all__ = ["TOLERANCE", "Comparison", "compare", "control_overrides", "inexpressible"]
+__all__ = ["TOLERANCE", "Comparison", "compare", "control_overrides", "settings_of_ours_alone"]
 
 TOLERANCE = 1e-5
 """Largest relative difference between metrics that count as equal."""
 _ROUNDING = {"gen_kl_error": 2.0**-24, "loss": 2.0**-24}
 """Absolute differences that also count as equal: float32's rounding of 1.
 
-NeMo-RL computes e^x − 1 − x as written, whose error is that rounding for a small x. A loss is a mean of terms of either
-sign and, where advantages are normalised, of size 1.
+For small x, NeMo-RL's e^x − 1 − x (gen_kl_error) has the rounding error of e^x, which is about 1. With normalised
+advantages, a loss is a mean of positive and negative terms of size 1, which may cancel.
 """
 
 # Objectives that ClippedPGLossFn has, with the switches that select them there.
 _NEMO_RL_OBJECTIVES: Mapping[str, Mapping[str, bool]] = {"clipped_pg": {}, "gspo": {}, "cispo": {"use_cispo": True}}
-# Fields that name the loss, or change how it is computed and not its value.
+# Fields that name the loss or choose how it is computed; they do not change its value.
 _NOT_COMPARED = frozenset({"name", "compile", "logprob_backend", "metrics", "nonfinite"})
 # Metrics that are equal as long as both runs sampled the same tokens, up to the order of summation.
 _SAMPLE_METRICS = ("reward", "mean_gen_tokens_per_sample", "total_num_tokens")
@@ -37,7 +37,7 @@ class Comparison:
 
     Attributes:
         step: counted from 1.
-        name: NeMo-RL's.
+        name: NeMo-RL's name of the metric.
         ours: value under the recipe's loss.
         theirs: value under NeMo-RL's loss.
         sampled_alike: True if both runs drew the same samples up to this step; only then must the values be equal.
@@ -62,7 +62,7 @@ class Comparison:
         return self.difference <= TOLERANCE or abs(self.ours - self.theirs) <= _ROUNDING.get(self.name, 0.0)
 
 
-def inexpressible(facts: RecipeFacts, *, score_function: bool = True) -> tuple[str, ...]:
+def settings_of_ours_alone(facts: RecipeFacts, *, score_function: bool = True) -> tuple[str, ...]:
     """Return the settings of the recipe's loss that NeMo-RL's loss does not have, as ``key: value``.
 
     Args:
@@ -73,19 +73,19 @@ def inexpressible(facts: RecipeFacts, *, score_function: bool = True) -> tuple[s
         return ("loss_fn.name: null, so NeMo-RL's own loss trains",)
     config, default = facts.config, LossConfig()
     unsupported = [] if config.name in _NEMO_RL_OBJECTIVES else [f"loss_fn.name: {config.name}"]
-    expressed = set(LOSS_FIELDS) | _NOT_COMPARED
+    expressible = set(LOSS_FIELDS) | _NOT_COMPARED
     if not score_function:
         estimator, gradient = config.reference_policy_kl_type, config.reference_policy_kl_gradient
-        expressed.add("reference_policy_kl_gradient")
+        expressible.add("reference_policy_kl_gradient")
         if config.reference_policy_kl_penalty and not config.use_kl_in_reward and gradient != estimator:
             unsupported.append(
                 f"loss_fn.reference_policy_kl_gradient: {gradient or 'null'} (this NeMo-RL's is {estimator})"
             )
     for key in LossConfig.model_fields:
         value = getattr(config, key)
-        if key in expressed or value == getattr(default, key):
+        if key in expressible or value == getattr(default, key):
             continue
-        # NeMo-RL derives the level from that of the ratios.
+        # NeMo-RL corrects at the level of its importance ratios, so this value says the same.
         if key == "is_correction_level" and (
             not config.use_importance_sampling_correction
             or value == ("sequence" if config.sequence_level_importance_ratios else "token")
@@ -96,7 +96,10 @@ def inexpressible(facts: RecipeFacts, *, score_function: bool = True) -> tuple[s
 
 
 def control_overrides(facts: RecipeFacts) -> tuple[str, ...]:
-    """Return overrides that replace the recipe's loss by NeMo-RL's own, for a recipe without :func:`inexpressible`."""
+    """Return overrides that replace the recipe's loss by NeMo-RL's own.
+
+    The recipe must have no :func:`settings_of_ours_alone`.
+    """
     config = facts.config
     plugin_keys = [key for key in facts.loss_block if key not in LOSS_FIELDS and facts.loss_block[key] is not None]
     switches = {key: getattr(config, key) for key in sorted(LOSS_FIELDS) if hasattr(config, key)}

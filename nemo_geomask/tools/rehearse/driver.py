@@ -27,7 +27,7 @@ SETTINGS = "NEMO_GEOMASK_REHEARSAL_SETTINGS"
 """Environment variable with the path of the rehearsal's settings, a JSON file."""
 
 _ENVIRONMENT = "nemo_geomask.tools.rehearse.even_words.EvenWords"
-_END_WITH_PARENT = 1  # PR_SET_PDEATHSIG
+_PR_SET_PDEATHSIG = 1
 
 
 def main(script: str) -> int:
@@ -39,7 +39,7 @@ def main(script: str) -> int:
     Returns:
         0, or 1 after an error, which is logged as an event.
     """
-    ctypes.CDLL(None).prctl(_END_WITH_PARENT, signal.SIGKILL)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # the kernel ends this process with its parent
     settings = json.loads(Path(os.environ[SETTINGS]).read_text(encoding="utf-8"))
     events = Events(Path(settings["events"]))
     try:
@@ -49,7 +49,7 @@ def main(script: str) -> int:
         patch.apply_all(patches(events, controller="single_controller" in script, first_seed=settings["first_seed"]))
         _register_environment(settings["environment"])
         if not settings["gpus"]:
-            _start_ray_without_gpus(settings["cards"], settings["ray"])
+            _start_ray_without_gpus(settings["gpu_count"], settings["ray"])
         events("end", stage="start")
         launch(script, sys.argv[1:])
     except BaseException as error:
@@ -69,7 +69,7 @@ def _register_environment(name: str | None) -> None:
         importlib.import_module("nemo_rl.environments.utils").register_env(name, _ENVIRONMENT)
 
 
-def _start_ray_without_gpus(cards: int, folder: str) -> None:
+def _start_ray_without_gpus(gpu_count: int, folder: str) -> None:
     """Start a private Ray that claims to have GPUs, with all processes in this interpreter's environment."""
     ray = importlib.import_module("ray")
     cluster = importlib.import_module("nemo_rl.distributed.virtual_cluster")
@@ -79,7 +79,7 @@ def _start_ray_without_gpus(cards: int, folder: str) -> None:
     ray.init(
         "local",
         num_cpus=16,
-        num_gpus=cards,
+        num_gpus=gpu_count,
         include_dashboard=False,
         runtime_env={"env_vars": dict(os.environ)},
         logging_level="error",
@@ -95,6 +95,6 @@ if __name__ == "__main__":
     status = main(sys.argv[0])
     sys.stdout.flush()
     sys.stderr.flush()
-    time.sleep(0.1)  # for Ray's thread that prints what workers wrote
-    # NeMo-RL's destructors would look for Ray again, and start one.
+    time.sleep(0.1)  # lets Ray's thread print what workers wrote
+    # Without Python's exit: NeMo-RL's destructors would connect to Ray again, and start one.
     os._exit(status)

@@ -11,7 +11,8 @@ __all__ = ["CAUSES", "MEMORY", "likely_cause", "plugin_module"]
 MEMORY = "this machine's memory"
 
 CAUSES: Sequence[tuple[str, str, str]] = (
-    # Pattern, searched in the error and its tracebacks in this order; setting or group of settings; what to do.
+    # A pattern that is searched in the error and its tracebacks, the settings that are the likely cause, and what to
+    # do. The first pattern that matches decides.
     (
         r"WorkerError|can't receive the loss|No module named 'nemo_geomask'",
         "PYTHONPATH, or the workers' environments",
@@ -58,7 +59,7 @@ CAUSES: Sequence[tuple[str, str, str]] = (
         # shared/import_utils.py:511 of v0.6.0's Automodel, under transformers 5.5 and later.
         r"check_model_inputs\(\) missing",
         "policy.dtensor_cfg._v2",
-        "this Automodel wants an earlier transformers: use a later Automodel, or none and _v2: false",
+        "this Automodel needs an earlier transformers: use a later Automodel, or none and _v2: false",
     ),
     (
         r"is not in struct|ConfigAttributeError|ConfigKeyError|ValidationError",
@@ -126,5 +127,5 @@ def plugin_module(loss_name: str) -> str:
 
 
 def _is_word(word: str, text: str) -> bool:
-    """Return True if the text contains the word; a plain word such as ``name`` says too little and never counts."""
+    """Return True if the text contains the word; an ordinary word such as ``name`` is no evidence and never counts."""
     return bool(re.search(r"\w[_./]\w", word) and re.search(rf"(?<!\w){re.escape(word)}(?!\w)", text))

@@ -19,19 +19,21 @@ from nemo_geomask.tools.rehearse.event_log import Events, stage_of
 
 __all__ = ["patches"]
 
-_PATIENCE = 60.0
+_RAY_TIMEOUT = 60.0  # seconds
 _VALIDATION_SEED = 1 << 20
-# Policies of this process whose workers train, and samplers whose engines get the weights.
+# In this process: policies whose workers train, samplers that get the weights, and recorders of steps.
 _policies: weakref.WeakSet[Any] = weakref.WeakSet()
 _samplers: weakref.WeakSet[Any] = weakref.WeakSet()
 _recorders: weakref.WeakSet[Recorder] = weakref.WeakSet()
-# The validation that this process is in, if any.
+# Numbers of the refits after which the weights were compared.
+_compared_refits: set[int] = set()
+# Timer label of the validation that is running; empty outside of a validation.
 _validations: list[str] = []
 _SYNCHRONIZERS = (
     ("nemo_rl.weight_sync.ipc_weight_synchronizer", "IPCWeightSynchronizer"),
     ("nemo_rl.weight_sync.collective_weight_synchronizer", "CollectiveWeightSynchronizer"),
 )
-"""Classes whose ``sync_weights`` is a refit; v0.6.0 has none, and there ``refit_policy_generation`` is the only one."""
+"""Classes whose ``sync_weights`` is a refit; v0.6.0 has none, and refits by ``refit_policy_generation`` alone."""
 
 
 def patches(events: Events, *, controller: bool = False, first_seed: int | None = None) -> Iterator[patch.Patch]:
@@ -93,7 +95,7 @@ def _compare_weights(events: Events) -> None:
     sent = max(_call_workers(_policies, weight_sums.read_sent_sums), key=lambda answer: int(answer["refits"]))
     refits = int(sent["refits"])
     if refits in _compared_refits:
-        return  # refit_policy_generation calls sync_weights
+        return  # both are wrapped, and refit_policy_generation calls sync_weights
     _compared_refits.add(refits)
     if not sent["sums"]:
         events("weights", error="this NeMo-RL sends the weights in a way that is not observed", refits=refits)
@@ -116,14 +118,11 @@ def _compare_weights(events: Events) -> None:
     events("weights", refits=refits, engines=engines, groups=groups, differences=listed)
 
 
-_compared_refits: set[int] = set()
-
-
 def _call_workers(groups: Any, function: Callable[[Any], Any]) -> list[Any]:
     """Run a function in the process of each worker of policies or samplers."""
     workers = [worker for group in groups for worker in group.worker_group.workers]
     calls = [worker.__ray_call__.remote(function) for worker in workers]
-    answers: list[Any] = importlib.import_module("ray").get(calls, timeout=_PATIENCE)
+    answers: list[Any] = importlib.import_module("ray").get(calls, timeout=_RAY_TIMEOUT)
     return answers
 
 
@@ -140,7 +139,7 @@ def _seed_sampler(seeds: Iterator[int], original: Callable[..., Any]) -> Callabl
 
 
 class _Controller:
-    """Replacement of the actor's class that starts the actor and patches its process."""
+    """Stand-in for the class of the single controller's actor: starts the actor and patches its process."""
 
     def __init__(self, events: Events, actor_class: Any) -> None:
         self._events = events
@@ -199,7 +198,7 @@ def _count_losses(events: Events, policy: Any) -> None:
     workers = policy.worker_group.workers
     importlib.import_module("ray").get([worker.__ray_call__.remote(loss_calls.count_calls) for worker in workers])
     _policies.add(policy)
-    events("proof", step=0, workers=_call_workers(_policies, loss_calls.read_counts))
+    events("worker_counts", step=0, workers=_call_workers(_policies, loss_calls.read_counts))
 
 
 def _track_recorder(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -221,7 +220,7 @@ def _log_metrics(events: Events, original: Callable[..., Any]) -> Callable[..., 
             # The driver and the single controller end without Python's exit handlers: nothing may be left to write.
             for recorder in list(_recorders):
                 recorder.flush()
-            events("proof", step=int(step), workers=_call_workers(_policies, loss_calls.read_counts))
+            events("worker_counts", step=int(step), workers=_call_workers(_policies, loss_calls.read_counts))
         events("end", stage="metrics", label=prefix)
         return result
 

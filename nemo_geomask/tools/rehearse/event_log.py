@@ -12,27 +12,25 @@ from typing import Any
 __all__ = ["STAGES", "Events", "read_events", "stage_of"]
 
 STAGES: tuple[str, ...] = (
-    *(
-        "validation",
-        "start",
-        "workers",
-        "refit",
-        "sampling",
-        "log-probs",
-        "veto",
-        "step",
-        "val",
-        "metrics",
-        "checkpoint",
-    ),
+    "validation",
+    "start",
+    "workers",
+    "refit",
+    "sampling",
+    "log-probs",
+    "veto",
+    "step",
+    "val",
+    "metrics",
+    "checkpoint",
 )
 """Stages of a rehearsal, in the order in which they first begin.
 
-``validation`` is that of the recipe, by ``check``; ``val`` is NeMo-RL's, over prompts.
+In ``validation``, ``check`` validates the recipe; in ``val``, NeMo-RL validates the policy on prompts.
 """
 
 _STAGE_OF_LABEL: tuple[tuple[str, str], ...] = (
-    # Prefix of a label of NeMo-RL's Timer, and the stage; for v0.6.0 to main, all trainers.
+    # Prefix of a label of NeMo-RL's Timer, and the stage: the labels of all trainers, from v0.6.0 to main.
     ("prepare_for_generation", "refit"),
     ("weight_sync", "refit"),
     ("offload_before_refit", "refit"),
@@ -72,7 +70,8 @@ class Events:
         """Write one event.
 
         Args:
-            event_type: ``begin`` or ``end`` of a ``stage``, ``metrics``, ``proof``, ``weights``, ``error`` or ``done``.
+            event_type: ``begin`` or ``end`` of a ``stage``, ``metrics``, ``worker_counts``, ``weights``, ``error`` or
+                ``done``.
             fields: JSON values.
         """
         line = json.dumps({"at": time.time(), "kind": event_type, **fields}, default=str) + "\n"

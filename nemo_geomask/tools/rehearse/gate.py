@@ -1,7 +1,7 @@
-"""Conditions that a finished run must meet to count as rehearsed: one small function each.
+"""Conditions that a finished run must meet to count as rehearsed, one function each.
 
-Each function reads a :class:`RunEvidence` and yields a :class:`~.run_outcome.Breakdown` for what it finds wrong: what
-happened, the setting that is the likely cause, and what to change.
+Each function reads a :class:`RunEvidence` and yields a :class:`~.run_outcome.RunFailure` if its condition is not met:
+what happened, the setting that is the likely cause, and what to change.
 """
 
 from __future__ import annotations
@@ -17,11 +17,13 @@ from typing import Any
 from nemo_geomask.records.record_schema import step_files
 from nemo_geomask.tools.rehearse.error_causes import plugin_module
 from nemo_geomask.tools.rehearse.mismatch_check import NONFINITE, Mismatch
-from nemo_geomask.tools.rehearse.run_outcome import Breakdown
+from nemo_geomask.tools.rehearse.run_outcome import RunFailure
 
 __all__ = ["CONDITIONS", "RunEvidence", "unmet_conditions"]
 
-_LOST = re.compile(r"records: step \d+ (?:lost|is without curr)(?: \(\d+ so far\) on the way to [^:]*)?(?:: )?(.*)")
+_LOST_RECORD = re.compile(
+    r"records: step \d+ (?:lost|is without curr)(?: \(\d+ so far\) on the way to [^:]*)?(?:: )?(.*)"
+)
 
 
 @dataclass(frozen=True)
@@ -49,9 +51,9 @@ class RunEvidence:
     is_validated: bool = False
 
     @property
-    def proofs(self) -> list[Mapping[str, Any]]:
+    def worker_counts(self) -> list[Mapping[str, Any]]:
         """The workers' counts, before the first step and after each."""
-        return [event for event in self.events if event["kind"] == "proof"]
+        return [event for event in self.events if event["kind"] == "worker_counts"]
 
     @property
     def is_plugin(self) -> bool:
@@ -59,30 +61,30 @@ class RunEvidence:
         return self.loss_name is not None and plugin_module(self.loss_name) != ""
 
 
-def unmet_conditions(evidence: RunEvidence) -> tuple[Breakdown, ...]:
+def unmet_conditions(evidence: RunEvidence) -> tuple[RunFailure, ...]:
     """Return what keeps a run from counting as rehearsed; empty if every step trained as asked for."""
-    broken = tuple(numbers_are_finite(evidence))
-    if broken:
-        evidence = _until(evidence, _nan_step(evidence) or 0)  # what follows NaN says nothing of its own
-    return broken + tuple(breakdown for condition in CONDITIONS for breakdown in condition(evidence))
+    failures = tuple(numbers_are_finite(evidence))
+    if failures:
+        evidence = _until(evidence, _nan_step(evidence) or 0)  # all later failures follow from the NaN
+    return failures + tuple(failure for condition in CONDITIONS for failure in condition(evidence))
 
 
 def _until(evidence: RunEvidence, last: int) -> RunEvidence:
-    """Return the evidence of the steps up to one."""
+    """Return the evidence without the steps after the given one."""
     mismatch = evidence.mismatch
     if mismatch is not None and mismatch.cause and (mismatch.since is None or mismatch.since > last):
         mismatch = None
     metrics = {step: values for step, values in evidence.metrics.items() if step <= last}
-    events = [event for event in evidence.events if event["kind"] != "proof" or event["step"] <= last]
+    events = [event for event in evidence.events if event["kind"] != "worker_counts" or event["step"] <= last]
     return replace(evidence, metrics=metrics, events=events, mismatch=mismatch)
 
 
-def _problem(stage: str, message: str, setting: str | None = None, fix: str | None = None) -> Breakdown:
-    return Breakdown(stage, message, message, setting, fix)
+def _problem(stage: str, message: str, setting: str | None = None, fix: str | None = None) -> RunFailure:
+    return RunFailure(stage, message, message, setting, fix)
 
 
-def numbers_are_finite(evidence: RunEvidence) -> Iterator[Breakdown]:
-    """Loss and gradient norm of no step are NaN; inf is allowed: the squares of finite gradients can overflow."""
+def numbers_are_finite(evidence: RunEvidence) -> Iterator[RunFailure]:
+    """Require that no loss or gradient norm is NaN; inf is allowed, as squares of finite gradients can overflow."""
     step = _nan_step(evidence)
     if step is None:
         return
@@ -94,7 +96,7 @@ def numbers_are_finite(evidence: RunEvidence) -> Iterator[Breakdown]:
     elif mismatch.cause == NONFINITE and (mismatch.since or 0) <= step:
         yield _problem("step", f"{message}: log-probs are NaN or infinite", mismatch.setting, mismatch.fix)
     elif evidence.is_plugin:
-        message += f": the log-probs are finite, so the plugin {evidence.loss_name} made it"
+        message += f": the log-probs are finite, so the plugin {evidence.loss_name} computed it"
         yield _problem("step", message, "loss_fn.name", "look for 0/0, log 0 or inf - inf in its formula")
     else:
         fix = "the log-probs are finite: look at the learning rate, and at overflows in the backward pass"
@@ -114,19 +116,19 @@ def _is_nan(value: float | None) -> bool:
     return value is not None and math.isnan(value)
 
 
-def loss_was_called(evidence: RunEvidence) -> Iterator[Breakdown]:
-    """The workers called a loss in every step, and no other than the one that was asked for."""
-    proofs = evidence.proofs
+def loss_was_called(evidence: RunEvidence) -> Iterator[RunFailure]:
+    """Require that the workers called the requested loss in every step, and no other."""
+    worker_counts = evidence.worker_counts
     requested = evidence.loss_name or "NeMo-RL's own"
-    if not proofs or (len(proofs) == 1 and evidence.metrics):
+    if not worker_counts or (len(worker_counts) == 1 and evidence.metrics):
         yield _problem("step", "no worker reported which loss it called", "PYTHONPATH, or the workers' environments")
         return
-    for before, after in itertools.pairwise(proofs):
+    for before, after in itertools.pairwise(worker_counts):
         if _calls(after) <= _calls(before):
             message = f"no loss was called in the workers in step {after['step']}, and {requested} was asked for"
-            yield _problem("step", message, "loss_fn.name", "something else than NeMo-RL's training step has run")
+            yield _problem("step", message, "loss_fn.name", "another function than NeMo-RL's training step has run")
             return
-    for name in _names(proofs[-1]):
+    for name in _names(worker_counts[-1]):
         if not _is_requested(name, evidence.loss_name):
             message = f"the workers called the loss {name}, and {requested} was asked for"
             fix = "start NeMo-RL by `nemo-geomask run`; see Workers in docs/nemo_rl.md"
@@ -146,21 +148,22 @@ def _is_requested(name: str, loss_name: str | None) -> bool:
     return not is_ours if loss_name is None else is_ours and f"(name={loss_name!r}" in name
 
 
-def no_step_was_vetoed(evidence: RunEvidence) -> Iterator[Breakdown]:
-    """``batch_veto`` refused no batch."""
+def no_step_was_vetoed(evidence: RunEvidence) -> Iterator[RunFailure]:
+    """Require that ``batch_veto`` refused no batch."""
     vetoed = [step for step, values in sorted(evidence.metrics.items()) if values.get("geomask/batch_vetoed", 0) > 0]
     if vetoed:
         kl = evidence.metrics[vetoed[0]].get("geomask/batch_kl", math.nan)
         every = "every step" if len(vetoed) == len(evidence.steps) else f"step {_listed(vetoed)}"
         message = f"{every} was vetoed and not trained: its mismatch KL, {kl:.3g}, is beyond loss_fn.batch_veto.max"
         fix = (
-            "widen it for the rehearsal, unless the diagnosis below names a fault: a tiny model's mismatch is not yours"
+            "widen it for the rehearsal, unless the diagnosis below names a fault: a tiny model's mismatch is not the "
+            "real model's"
         )
         yield _problem("veto", message, "loss_fn.batch_veto.max", fix)
 
 
-def something_was_kept(evidence: RunEvidence) -> Iterator[Breakdown]:
-    """The masks left something of every step."""
+def something_was_kept(evidence: RunEvidence) -> Iterator[RunFailure]:
+    """Require that the masks kept at least one token of every step."""
     emptied = [
         step
         for step, values in sorted(evidence.metrics.items())
@@ -177,9 +180,9 @@ def something_was_kept(evidence: RunEvidence) -> Iterator[Breakdown]:
         yield _problem("step", message, "loss_fn.masks", fix)
 
 
-def weights_were_trained(evidence: RunEvidence) -> Iterator[Breakdown]:
-    """At least one step changed the trainer's weights."""
-    sums = [_weights(proof) for proof in evidence.proofs]
+def weights_were_trained(evidence: RunEvidence) -> Iterator[RunFailure]:
+    """Require that at least one step changed the trainer's weights."""
+    sums = [_weights(proof) for proof in evidence.worker_counts]
     if len(sums) > 1 and all(each == sums[0] and None not in each for each in sums):
         message = f"no weight of the trainer has changed in {len(sums) - 1} steps"
         fix = "the learning rate is 0 throughout, or all gradients are: see grad_norm, the scheduler and the masks"
@@ -190,8 +193,8 @@ def _weights(proof: Mapping[str, Any]) -> list[Any]:
     return [worker.get("weights") for worker in proof["workers"]]
 
 
-def weights_reached_the_engine(evidence: RunEvidence) -> Iterator[Breakdown]:
-    """After each refit the engine holds the trainer's weights, and new weights are sent before the next step ends."""
+def weights_reached_the_engine(evidence: RunEvidence) -> Iterator[RunFailure]:
+    """Require that the engine holds the trainer's weights after each refit, and that each step's weights are sent."""
     comparisons = [event for event in evidence.events if event["kind"] == "weights" and "differences" in event]
     stale = [event for event in comparisons if event["differences"]]
     key = "policy.generation"
@@ -209,8 +212,8 @@ def weights_reached_the_engine(evidence: RunEvidence) -> Iterator[Breakdown]:
             message += f"; {'it was' if earlier == 1 else 'they were'} the same after {_times(earlier)} before"
         fix = "the sampler keeps old weights: every process of the engine must load every update, for all layers"
         yield _problem("refit", message, key, fix)
-    proofs = evidence.proofs
-    for earlier_proof, proof, later in zip(proofs, proofs[1:], proofs[2:], strict=False):
+    worker_counts = evidence.worker_counts
+    for earlier_proof, proof, later in zip(worker_counts, worker_counts[1:], worker_counts[2:], strict=False):
         if _weights(earlier_proof) != _weights(proof) and _refits(proof) == _refits(later):
             message = f"the weights of step {proof['step']} were not sent to the engine before the end of the next step"
             yield _problem("refit", message, key, "the sampler keeps old weights: NeMo-RL did not refit")
@@ -225,13 +228,13 @@ def _times(count: int) -> str:
     return "1 refit" if count == 1 else f"{count} refits"
 
 
-def records_are_complete(evidence: RunEvidence) -> Iterator[Breakdown]:
-    """Every trained step has its record, with the log-probs that trained."""
+def records_are_complete(evidence: RunEvidence) -> Iterator[RunFailure]:
+    """Require a record of every trained step, with the current policy's log-probs."""
     if evidence.records is None:
         return
     written = set(step_files(evidence.records)) if evidence.records.is_dir() else set()
     lost = [step for step in evidence.steps if step in evidence.metrics and step not in written]
-    reasons = _LOST.findall(evidence.log)
+    reasons = _LOST_RECORD.findall(evidence.log)
     if lost:
         reason = next(filter(None, reasons), f"{evidence.records} has no file of it")
         message = f"the record of step {_listed(lost)} was lost: {reason}"
@@ -241,14 +244,14 @@ def records_are_complete(evidence: RunEvidence) -> Iterator[Breakdown]:
         yield _problem("metrics", message, "loss_fn.record", "see the log for what the workers answered")
 
 
-def validation_ran(evidence: RunEvidence) -> Iterator[Breakdown]:
-    """NeMo-RL validated, if it was to."""
+def validation_ran(evidence: RunEvidence) -> Iterator[RunFailure]:
+    """Require that NeMo-RL validated, if it was to."""
     if evidence.is_validated and not any(event.get("stage") == "val" for event in evidence.events):
         yield _problem("val", "NeMo-RL has not validated, and --validate was given", "grpo.val_period, data.validation")
 
 
-def logprobs_agree(evidence: RunEvidence) -> Iterator[Breakdown]:
-    """Sampler and trainer agree on the log-probs as well as on a healthy tiny model."""
+def logprobs_agree(evidence: RunEvidence) -> Iterator[RunFailure]:
+    """Require that the log-probs of sampler and trainer differ no more than in a healthy tiny model."""
     mismatch = evidence.mismatch
     if mismatch is not None and mismatch.cause:
         yield _problem("log-probs", f"{mismatch.cause} ({mismatch.details})", mismatch.setting, mismatch.fix)
@@ -258,9 +261,9 @@ def _listed(steps: Sequence[int]) -> str:
     return ", ".join(map(str, steps))
 
 
-Condition = Callable[[RunEvidence], Iterator[Breakdown]]
+Condition = Callable[[RunEvidence], Iterator[RunFailure]]
 CONDITIONS: tuple[Condition, ...] = (
-    # The earlier ones explain the later ones.
+    # In this order, because an unmet condition often explains those after it.
     loss_was_called,
     weights_reached_the_engine,
     logprobs_agree,

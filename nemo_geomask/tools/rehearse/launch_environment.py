@@ -47,7 +47,7 @@ def launch_environment(
 ) -> Iterator[dict[str, str]]:
     """Write the driver's files and yield its environment variables; files outside ``folder`` are removed at the end."""
     identity = uuid.uuid4().hex[:12]
-    # Short: Ray makes sockets in it, whose paths may have 107 bytes.
+    # A short path: Ray makes sockets in it, and the path of a socket has at most 107 bytes.
     ray = Path(tempfile.mkdtemp(prefix="rehearse-", dir="/tmp" if len(tempfile.gettempdir()) > 30 else None))
     settings = {
         "events": str(folder / "events.jsonl"),
@@ -55,17 +55,17 @@ def launch_environment(
         "model": dataclasses.asdict(plan.model),
         "environment": None if own_environment else _environment_name(plan),
         "gpus": gpus,
-        "cards": plan.cards,
+        "gpu_count": plan.gpu_count,
         "ray": str(ray),
         "first_seed": first_seed,
     }
     (folder / "settings.json").write_text(json.dumps(settings), encoding="utf-8")
-    path = [str(checkout), *_submodules(checkout, plan.automodel)]
+    path = [str(checkout), *_submodules(checkout, plan.uses_automodel)]
     variables = {
         driver.SETTINGS: str(folder / "settings.json"),
         ROOT_VARIABLE: str(checkout),
         IDENTITY: identity,
-        # What the libraries would else leave in the home folder and in /tmp: copies of the tiny model, locks, caches.
+        # Libraries keep copies of the tiny model, locks and caches here; by default in the home folder and in /tmp.
         "NRL_MEGATRON_CHECKPOINT_DIR": str(folder / "megatron"),
         "MEGATRON_CONFIG_LOCK_DIR": str(folder / "megatron"),
         "VLLM_CACHE_ROOT": str(folder / "vllm"),
@@ -80,10 +80,10 @@ def launch_environment(
         text = (_OLD_PYTHON if sys.version_info < (3, 12) else "") + _SITE
         (site / "sitecustomize.py").write_text(text, encoding="utf-8")
         path.insert(0, str(site))
-        home = Path(nemo_geomask.__file__).resolve().parent.parent
-        # For a checkout that is not installed. With GPUs, the rehearsal shows whether the workers have the package.
-        if home.name != "site-packages":
-            path.append(str(home))
+        package_parent = Path(nemo_geomask.__file__).resolve().parent.parent
+        # A checkout that is not installed. Not with GPUs: there the rehearsal shows whether workers find the package.
+        if package_parent.name != "site-packages":
+            path.append(str(package_parent))
         variables |= _CPU
         if not own_environment:
             # Built-in prompts and a local model: nothing has to be downloaded.
@@ -92,7 +92,7 @@ def launch_environment(
     user_paths = [os.path.abspath(entry) for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
     variables["PYTHONPATH"] = os.pathsep.join([*path, *user_paths])
     try:
-        # They would limit the GPUs that Ray claims, or make it join another cluster.
+        # These would hide the GPUs that Ray claims to have, or make it join another cluster.
         unset = {
             "CUDA_VISIBLE_DEVICES",
             "RAY_ADDRESS",
@@ -118,22 +118,22 @@ def _automodel_folder(checkout: Path) -> Path:
     return checkout / "3rdparty" / "Automodel-workspace" / "Automodel"
 
 
-def _is_fetched(place: Path) -> bool:
+def _is_fetched(folder: Path) -> bool:
     # An empty folder is a submodule that was not fetched.
-    return place.is_dir() and any(place.iterdir())
+    return folder.is_dir() and any(folder.iterdir())
 
 
-def _submodules(checkout: Path, automodel: bool) -> list[str]:
+def _submodules(checkout: Path, uses_automodel: bool) -> list[str]:
     """Return the source folders of Megatron and Automodel in NeMo-RL's checkout, if its submodules were fetched."""
     # DTensor v1's workers use Automodel whenever it is importable, and then fail on mixtures of experts.
     workspaces = checkout / "3rdparty"
-    places = (
+    folders = (
         workspaces / "Megatron-Bridge-workspace" / "Megatron-Bridge" / "src",
         workspaces / "Megatron-Bridge-workspace" / "Megatron-Bridge" / "3rdparty" / "Megatron-LM",
         workspaces / "Megatron-LM-workspace" / "Megatron-LM",
-        *([_automodel_folder(checkout)] if automodel else ()),
+        *([_automodel_folder(checkout)] if uses_automodel else ()),
     )
-    return [str(place) for place in filter(_is_fetched, places)]
+    return [str(folder) for folder in filter(_is_fetched, folders)]
 
 
 _CPU = {
@@ -141,20 +141,20 @@ _CPU = {
     "OMP_NUM_THREADS": "1",
     "TOKENIZERS_PARALLELISM": "false",
     "GLOO_SOCKET_IFNAME": "lo",
-    "TORCH_CUDA_ARCH_LIST": "9.0",  # Megatron's workers ask for it
-    # Ray: no token to join with, all output in the log, and processes without a card keep the variables they have.
+    "TORCH_CUDA_ARCH_LIST": "9.0",  # Megatron's workers read it
+    # Ray: no authentication, all output in the log, and no change of CUDA_VISIBLE_DEVICES in processes without a GPU.
     "RAY_AUTH_MODE": "disabled",
     "RAY_DEDUP_LOGS": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
-    # Ray would start as many processes ahead as it believes there are cores.
+    # Ray would start a process per core in advance, and is told of more cores than there are.
     "RAY_prestart_worker_first_driver": "0",
     "NEMO_RL_PY_EXECUTABLES_SYSTEM": "1",
-    # vLLM: weights as they are, so that new ones can take their place.
+    # vLLM: keep the weights in their original layout, so that a refit can replace them.
     "VLLM_CPU_SGL_KERNEL": "0",
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_NO_USAGE_STATS": "1",
-    # Latent attention as the attention that it is equal to; vLLM has no other on CPUs.
+    # Compute latent attention as plain attention, which gives the same result; vLLM has no other on CPUs.
     "VLLM_MLA_DISABLE": "1",
 }

@@ -1,4 +1,4 @@
-"""Counts of loss calls and refits in each worker, which prove which loss trained."""
+"""Counts of loss calls and refits in each worker, which show which loss trained."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _calls: dict[str, int] = {}
 
 
 def count_calls(actor: Any = None) -> None:
-    """Start counting calls of our losses, of NeMo-RL's and refits in this process; a second call does nothing.
+    """Start counting refits, and calls of our losses and NeMo-RL's, in this process; a second call does nothing.
 
     Args:
         actor: the Ray actor in whose process this runs.
@@ -74,7 +74,7 @@ def _count(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         name = f"{type(self).__module__}.{type(self).__qualname__}"
-        if isinstance(self, PolicyLoss):  # or a subclass of it, which keeps log-probs for the record
+        if isinstance(self, PolicyLoss):  # under that name also a subclass, such as the one that keeps log-probs
             name = repr(self).replace(type(self).__name__, PolicyLoss.__name__, 1)
         _calls[name] = _calls.get(name, 0) + 1
         return original(self, *args, **kwargs)

@@ -1,4 +1,4 @@
-"""Diagnosis of a rehearsal's records, held against what a healthy tiny model shows.
+"""Diagnosis of a rehearsal's records by limits that were measured on healthy tiny models.
 
 :mod:`nemo_geomask.tools.diagnose` judges runs of real models over many steps: its limits on the size of a mismatch are
 theirs, and most of its detectors need hundreds of tokens in several ranges of probability. A rehearsal has a few
@@ -37,7 +37,7 @@ class HealthyLimits:
 
 
 FAR = 0.5
-"""Noise of a token that is far from the sampler's; experts that are routed another way make some."""
+"""Noise above which a token counts as far apart; a token that is routed to other experts may be."""
 
 HEALTHY: Mapping[tuple[str, bool], HealthyLimits] = {
     # By the lower precision of trainer and sampler, and whether the model has experts. Measured on NeMo-RL main of
@@ -63,7 +63,7 @@ top-p 0.8 has 0.26 and 0.12, log-probs shifted by a token have 1.5 and 0.76.
 MIN_TOKENS = 24
 """Trained tokens below which the size of the mismatch is not judged."""
 NONFINITE = "log-probs that are NaN or infinite"
-_BUGS: Mapping[str, tuple[str, str, str]] = {
+_FAULTS: Mapping[str, tuple[str, str, str]] = {
     # By the id of a cause of `diagnose` that needs neither many tokens nor a real model: fault, setting and way out.
     "nonfinite": (
         NONFINITE,
@@ -86,8 +86,11 @@ _BUGS: Mapping[str, tuple[str, str, str]] = {
         "have the sampler return a log-prob for each token that it samples",
     ),
 }
+# A temperature in one engine alone makes |tilt| at least this large.
 _MIN_TILT = 0.4
-_MAX_OTHER_SIDE, _MIN_FILTERED = 0.03, 0.25
+# A filter such as top-p in the sampler alone: at most this share of tokens is likelier to the trainer, and at least
+# that share less likely.
+_MAX_ABOVE, _MIN_BELOW = 0.03, 0.25
 
 
 @dataclass(frozen=True)
@@ -180,7 +183,7 @@ def check_mismatch(folder: Path, limits: HealthyLimits) -> Mismatch:
         measured = _measure(run.paths(), limits)
     except GeomaskError as error:
         return Mismatch(limits, unjudged=str(error))
-    for name, (cause, setting, fix) in _BUGS.items():
+    for name, (cause, setting, fix) in _FAULTS.items():
         # Where a filter leaves a single token, the sampler's log-prob of it is 0.
         if detections[name].is_shown and not (name == "zero_logprobs" and _is_filtered(measured)):
             details, steps = detections[name].description, detections[name].steps
@@ -195,8 +198,8 @@ def check_mismatch(folder: Path, limits: HealthyLimits) -> Mismatch:
 
 
 def _is_filtered(measured: Mismatch) -> bool:
-    """Return True if tokens are less likely to the trainer, many of them by a lot, and hardly any is likelier."""
-    return measured.above <= _MAX_OTHER_SIDE and measured.below >= _MIN_FILTERED
+    """Return True if many tokens are less likely to the trainer and hardly any is likelier, as after top-p or top-k."""
+    return measured.above <= _MAX_ABOVE and measured.below >= _MIN_BELOW
 
 
 def _measure(files: Sequence[Path], limits: HealthyLimits) -> Mismatch:
@@ -229,15 +232,15 @@ def _logprobs(path: Path) -> tuple[Any, Any]:
     gen: list[float] = []
     trainer: list[float] = []
     for index, mask in enumerate(columns["mask"]):
-        # NeMo-RL leaves π_old at 0 where the loss does not need it; the current policy is the same before the update.
+        # NeMo-RL leaves π_old at 0 if the loss does not need it. Before the first update, π_θ has the same values.
         prev, sampled = columns["prev"][index], columns["gen"][index]
-        theirs = prev if prev is not None and any(prev) else columns["curr"][index]
-        if theirs is None or sampled is None:
+        scored = prev if prev is not None and any(prev) else columns["curr"][index]
+        if scored is None or sampled is None:
             continue
-        for is_trained, ours, other in zip(mask, sampled, theirs, strict=True):
-            if is_trained and ours is not None and other is not None:
-                gen.append(ours)
-                trainer.append(other)
+        for is_trained, sampled_logprob, scored_logprob in zip(mask, sampled, scored, strict=True):
+            if is_trained and sampled_logprob is not None and scored_logprob is not None:
+                gen.append(sampled_logprob)
+                trainer.append(scored_logprob)
     pairs = np.array([gen, trainer], dtype=float)
     finite = pairs[:, np.isfinite(pairs).all(axis=0)]
     return finite[0], finite[1]
@@ -251,7 +254,7 @@ def _read_record(path: Path) -> dict[str, list[Any]]:
 
 
 def _read_log(path: Path) -> dict[str, list[Any]]:
-    """Read ``train_data_step{N}.jsonl``, which has some sequences in each line."""
+    """Read ``train_data_step{N}.jsonl``, whose lines hold one or more sequences each."""
     columns: dict[str, list[Any]] = {"mask": [], "gen": [], "prev": [], "curr": []}
     for line in path.read_text(encoding="utf-8").splitlines():
         fields = json.loads(line)

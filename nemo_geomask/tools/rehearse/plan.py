@@ -38,8 +38,8 @@ class Plan:
         model: the tiny model.
         steps: rollout batches to train on.
         script: NeMo-RL's script, relative to its checkout.
-        cards: number of GPUs that Ray has, or claims to have.
-        automodel: True if DTensor v2's workers train, which need Automodel.
+        gpu_count: number of GPUs that Ray has, or claims to have.
+        uses_automodel: True if DTensor v2's workers train, which are Automodel's.
         unrehearsed: parts of the recipe that the rehearsal says nothing about.
     """
 
@@ -49,8 +49,8 @@ class Plan:
     model: TinyModel
     steps: int
     script: str
-    cards: int
-    automodel: bool
+    gpu_count: int
+    uses_automodel: bool
     unrehearsed: tuple[str, ...]
 
     @property
@@ -67,7 +67,7 @@ def plan(
     ranks: int = 1,
     own_environment: bool = False,
     gpus: bool = False,
-    automodel: bool = True,
+    has_automodel: bool = True,
     resume: bool = False,
     validate: bool = False,
     record: bool = False,
@@ -81,7 +81,7 @@ def plan(
         ranks: largest number of processes that train.
         own_environment: use the recipe's own data and environment.
         gpus: this machine has GPUs; without them, settings that a CPU does not support are changed and reported.
-        automodel: Automodel is there for DTensor v2's workers.
+        has_automodel: Automodel can be imported for DTensor v2's workers; without it, DTensor v1's train.
         resume: save and keep a checkpoint of the step before the last.
         validate: validate after every step, and before the first if the recipe does.
         record: record every step, so that the run can be diagnosed.
@@ -101,25 +101,25 @@ def plan(
     batch = _batch_sizes(facts, layout, size)
     changes = [
         *_model_and_data(facts, folder, own_environment, validate),
-        *_shorten(facts, steps, resume, validate),
+        *_shorten_training(facts, steps, resume, validate),
         *batch,
         *_parallel_sizes(facts, layout, full, gpus),
         *_redirect_output(facts, folder),
         *_record(facts, folder, record),
-        *([] if gpus else cpu_changes(facts, automodel=automodel)),
+        *([] if gpus else cpu_changes(facts, has_automodel=has_automodel)),
     ]
-    script = "grpo_single_controller" if _uses_single_controller(facts) else facts.algorithm
-    cards = layout.ranks + (0 if facts.get("policy.generation.colocated.enabled", True) else 1)
+    algorithm = "grpo_single_controller" if _uses_single_controller(facts) else facts.algorithm
+    gpu_count = layout.ranks + (0 if facts.get("policy.generation.colocated.enabled", True) else 1)
     effective = [change for change in changes if change.was != change.value or change.delete or change.pinned]
     unrehearsed = tuple(_unrehearsed(facts, layout, full, effective, gpus, validate))
     v2 = "policy.dtensor_cfg._v2"
-    takes_automodel = not facts.uses_megatron and facts.is_true(v2) and all(change.key != v2 for change in effective)
-    script = f"examples/run_{script}.py"
-    return Plan(tuple(effective), layout, full, model, steps, script, cards, takes_automodel, unrehearsed)
+    uses_automodel = not facts.uses_megatron and facts.is_true(v2) and all(change.key != v2 for change in effective)
+    script = f"examples/run_{algorithm}.py"
+    return Plan(tuple(effective), layout, full, model, steps, script, gpu_count, uses_automodel, unrehearsed)
 
 
 def _uses_single_controller(facts: RecipeFacts) -> bool:
-    """Return True if NeMo-RL's single controller trains: nothing else reads async_rl."""
+    """Return True if NeMo-RL's single controller trains; only it reads ``async_rl``."""
     return facts.get("async_rl") is not None
 
 
@@ -151,21 +151,22 @@ def _model_and_data(facts: RecipeFacts, folder: Path, own_environment: bool, val
     validation = {key: value for key, value in train.items() if key != "split_validation_size"} if validate else None
     was = facts.get("data.validation")
     yield Change("data.validation", validation, was, delete=validate and was is not None)
-    # NeMo-RL makes each environment that is named anywhere in data.
+    # NeMo-RL starts every environment that is named anywhere in `data`.
     if facts.get("data.default.env_name") is not None:
         yield Change("data.default.env_name", _ENVIRONMENT, facts.get("data.default.env_name"))
     if facts.is_true("data.use_multiple_dataloader"):
-        yield Change("data.use_multiple_dataloader", False, True, "one built-in set of prompts")
+        yield Change("data.use_multiple_dataloader", False, True, "the built-in prompts are one set")
     yield Change("data.num_workers", 0, facts.get("data.num_workers"))
-    # In place of all others: they may refer to what is not set here, and NeMo-Gym's has an agent do the sampling.
+    # All of the recipe's environments are replaced. They may refer to variables that are not set on this machine, and
+    # under NeMo-Gym the agents would call the sampler in place of NeMo-RL's rollout.
     why = "NeMo-Gym's agents and their rewards" if facts.is_true("env.should_use_nemo_gym") else ""
     yield Change("env", {_ENVIRONMENT: {}}, facts.get("env"), why, delete=facts.get("env") is not None)
     http = "policy.generation.vllm_cfg.expose_http_server"
     if facts.is_true(http):
-        yield Change(http, False, True, "nothing but NeMo-Gym's agents calls it")
+        yield Change(http, False, True, "only NeMo-Gym's agents call it")
 
 
-def _shorten(facts: RecipeFacts, steps: int, resume: bool, validate: bool) -> Iterator[Change]:
+def _shorten_training(facts: RecipeFacts, steps: int, resume: bool, validate: bool) -> Iterator[Change]:
     section = facts.algorithm
     yield Change(f"{section}.max_num_steps", steps, facts.get(f"{section}.max_num_steps"))
     if (facts.number("ppo.ppo_epochs") or 1) > 2:
@@ -181,11 +182,11 @@ def _shorten(facts: RecipeFacts, steps: int, resume: bool, validate: bool) -> It
             if facts.get(f"{section}.{key}") is not None:
                 yield Change(f"{section}.{key}", value, facts.get(f"{section}.{key}"))
     if facts.is_true("checkpointing.enabled"):
-        # The last step is saved, whatever the period.
+        # NeMo-RL saves the last step whatever the period.
         saved = steps - 1 if resume else steps
         yield Change("checkpointing.save_period", saved, facts.get("checkpointing.save_period"))
         for key in ("checkpointing.keep_top_k", "checkpointing.ft_keep_latest_k"):
-            # A number, not null: main's schema does not allow null for keep_top_k.
+            # Raised to a number and not removed: main's schema does not allow null for keep_top_k.
             if resume and (kept := facts.number(key)) is not None and kept < steps:
                 yield Change(key, steps, facts.get(key), "the checkpoint before the last is resumed from")
         if facts.get("checkpointing.metric_name") is not None and not validate:
@@ -197,7 +198,7 @@ def _shorten(facts: RecipeFacts, steps: int, resume: bool, validate: bool) -> It
 def _sequence_length(facts: RecipeFacts, layout: Layout, own_environment: bool) -> int:
     """Return the longest sequence in tokens, divisible as the recipe requires."""
     multiple = math.lcm(int(facts.number("policy.make_sequence_length_divisible_by") or 1), 2 * layout.cp * layout.tp)
-    # A recipe's own prompts are longer than three words.
+    # The recipe's own prompts are longer than the built-in three words.
     minimum = 512 if own_environment else _LENGTH
     return math.ceil(minimum / multiple) * multiple
 
@@ -206,11 +207,11 @@ def _batch_sizes(facts: RecipeFacts, layout: Layout, length: int) -> Iterator[Ch
     section = facts.algorithm
     prompts = int(min(facts.number(f"{section}.num_prompts_per_step") or _PROMPTS, _PROMPTS))
     responses = int(min(facts.number(f"{section}.num_generations_per_prompt") or _GENERATIONS, _GENERATIONS))
-    # At least one microbatch per rank; in async mode a batch holds whole prompts.
+    # Each rank needs a microbatch, and in asynchronous GRPO a batch holds all responses to a prompt.
     while prompts * responses % layout.dp:
         prompts += 1
     rollouts = prompts * responses
-    # Several optimiser steps per batch become two.
+    # A recipe with several optimiser steps per rollout batch keeps two.
     updates = (
         2
         if not _uses_single_controller(facts) and (facts.steps_per_rollout or 1) > 1 and rollouts % (2 * layout.dp) == 0
@@ -250,7 +251,7 @@ def _batch_sizes(facts: RecipeFacts, layout: Layout, length: int) -> Iterator[Ch
 
 def _parallel_sizes(facts: RecipeFacts, layout: Layout, full: Layout, gpus: bool) -> Iterator[Change]:
     for model in trained_sections(facts):
-        # The critic's ranks are the policy's.
+        # The critic trains on the same ranks as the policy.
         yield from _model_parallel_sizes(
             facts, model, *((full, layout) if model == "policy" else _critic_layouts(facts, layout, gpus)), gpus
         )
@@ -261,13 +262,13 @@ def _parallel_sizes(facts: RecipeFacts, layout: Layout, full: Layout, gpus: bool
         if before != now:
             yield Change(key, now, before, "ranks" if gpus else "one process samples on CPUs")
     yield Change("cluster.num_nodes", 1, facts.get("cluster.num_nodes"))
-    cards = layout.ranks
+    gpu_count = layout.ranks
     if facts.get("policy.generation.colocated.enabled", True) is False:
-        cards += 1
+        gpu_count += 1
         resources = "policy.generation.colocated.resources"
         yield Change(f"{resources}.gpus_per_node", 1, facts.get(f"{resources}.gpus_per_node"))
         yield Change(f"{resources}.num_nodes", None, facts.get(f"{resources}.num_nodes"))
-    yield Change("cluster.gpus_per_node", cards, facts.get("cluster.gpus_per_node"))
+    yield Change("cluster.gpus_per_node", gpu_count, facts.get("cluster.gpus_per_node"))
 
 
 def _critic_layouts(facts: RecipeFacts, layout: Layout, gpus: bool) -> tuple[Layout, Layout]:
@@ -281,8 +282,8 @@ def _model_parallel_sizes(facts: RecipeFacts, model: str, full: Layout, layout: 
     for name, key in layout_keys(facts, model).items():
         before, now = getattr(full, name), getattr(layout, name)
         if before != now:
-            by_attention = name == "cp" and not gpus and not is_megatron
-            yield Change(key, now, before, "context parallelism needs CUDA kernels" if by_attention else "ranks")
+            needs_kernels = name == "cp" and not gpus and not is_megatron
+            yield Change(key, now, before, "context parallelism needs CUDA kernels" if needs_kernels else "ranks")
     if not is_megatron:
         return
     for end in ("first", "last"):
@@ -300,7 +301,7 @@ def _redirect_output(facts: RecipeFacts, folder: Path) -> Iterator[Change]:
     """Yield changes that keep all output in the folder."""
     yield Change("logger.log_dir", str(folder / "logs"), facts.get("logger.log_dir"))
     yield Change("checkpointing.checkpoint_dir", str(folder / "checkpoints"), facts.get("checkpointing.checkpoint_dir"))
-    for name in ("wandb", "swanlab", "mlflow"):  # TensorBoard's files are in the log's folder
+    for name in ("wandb", "swanlab", "mlflow"):  # TensorBoard writes to logger.log_dir
         if facts.is_true(f"logger.{name}_enabled"):
             yield Change(f"logger.{name}_enabled", False, True)
 
@@ -309,8 +310,8 @@ def _record(facts: RecipeFacts, folder: Path, record: bool) -> Iterator[Change]:
     """Yield changes that keep the records in the folder, and that record every step if ``record``."""
     if facts.trains_nemo_rl_loss:
         return
-    directory, was = str(folder / RECORDS), facts.get("loss_fn.record")
-    if was is None:
+    directory = str(folder / RECORDS)
+    if facts.get("loss_fn.record") is None:
         if record:
             yield Change("loss_fn.record", {"dir": directory}, None)
         return
@@ -323,12 +324,12 @@ def _unrehearsed(
     facts: RecipeFacts, layout: Layout, full: Layout, changes: list[Change], gpus: bool, validate: bool
 ) -> Iterator[str]:
     yield "memory: the model, its batches and its sequences are tiny"
-    yield "network: one machine, no node but this"
+    yield "network: everything ran on one machine"
     if layout != full:
         yield f"layout: {layout} in place of {full}"
     if not gpus:
         yield "kernels: everything ran on CPUs"
-        yield "speed: CPUs' times say nothing about GPUs'"
+        yield "speed: times on CPUs say nothing about GPUs"
     yield from (
         f"{change.key}: {as_override(change.was)}, here {as_override(change.value)} ({change.why})"
         for change in changes

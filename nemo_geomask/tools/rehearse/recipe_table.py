@@ -26,7 +26,7 @@ from nemo_geomask.recipe import ROOT_VARIABLE, read_recipe
 from nemo_geomask.tools.check import RecipeFacts, check
 from nemo_geomask.tools.rehearse.plan import plan
 from nemo_geomask.tools.rehearse.rehearsal import rehearse
-from nemo_geomask.tools.rehearse.supervision import ended_by_signals
+from nemo_geomask.tools.rehearse.supervision import signals_as_exceptions
 from nemo_geomask.tools.shared.markdown import markdown_table, replace_marked_text
 
 __all__ = ["DRAWN", "SEED", "drawn", "main", "page", "plan_recipes", "rehearse_recipe"]
@@ -72,7 +72,7 @@ def _planned(facts: RecipeFacts) -> dict[str, Any]:
         value = facts.get(key) if key else None
         by = f"{key}: {value}" if key and not isinstance(value, Mapping) else "its algorithm"
         return {"refused": {"by": by, "reason": str(error)}}
-    trainer = "Megatron" if facts.uses_megatron else "DTensor v2" if planned.automodel else "DTensor v1"
+    trainer = "Megatron" if facts.uses_megatron else "DTensor v2" if planned.uses_automodel else "DTensor v1"
     return {"planned": {"model_type": planned.model.model_type, "trainer": trainer, "script": planned.script}}
 
 
@@ -133,7 +133,7 @@ def page(table: Mapping[str, Any]) -> str:
         "",
         markdown_table(("refused by", "recipes"), [(by, str(number)) for by, number in reasons.most_common()]),
         "",
-        f"Drawn by lot (seed {SEED}), or rehearsed besides:",
+        f"Drawn by lot (seed {SEED}), or rehearsed in addition:",
         "",
         markdown_table(
             ("recipe", "drawn", "outcome", "date"),
@@ -182,11 +182,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--page", type=Path, default=Path("docs/recipe_table.md"), help="page that has the table")
     parser.add_argument("--run", action="store_true", help=f"rehearse the {DRAWN} that are drawn, one after another")
     parser.add_argument("--only", action="append", help="rehearse these recipes, by path below examples/ (repeatable)")
-    parser.add_argument("--timeout", type=float, default=900.0, metavar="S", help="of a rehearsal (default: 900)")
+    parser.add_argument(
+        "--timeout", type=float, default=900.0, metavar="S", help="time limit of a rehearsal in seconds (default: 900)"
+    )
     options = parser.parse_args(arguments)
     path = options.results / f"{options.label}.json"
     table = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {"recipes": {}}
-    good = True
+    all_trained = True
     if options.checkout is not None:
         checkout = options.checkout.resolve()
         if not (checkout / _EXAMPLES).is_dir():
@@ -201,16 +203,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         chosen = [*(drawn(recipes) if options.run else ()), *(options.only or ())]
         if unknown := [name for name in chosen if name not in recipes]:
             parser.error(f"--only: {checkout / _EXAMPLES} has no recipe {unknown[0]}")
-        with ended_by_signals():
+        with signals_as_exceptions():
             for name in chosen:
                 run = rehearse_recipe(checkout / _EXAMPLES / name, options.timeout)
                 print(f"{name}: {_outcome(run)}", file=sys.stderr, flush=True)
                 recipes[name]["run"] = run
-                good = good and run["outcome"] == "trained"
+                all_trained = all_trained and run["outcome"] == "trained"
                 _write(path, table)
     text = replace_marked_text(options.page.read_text(encoding="utf-8"), "recipes", page(table), page=str(options.page))
     options.page.write_text(text, encoding="utf-8")
-    return 0 if good else 1
+    return 0 if all_trained else 1
 
 
 def _write(path: Path, table: Mapping[str, Any]) -> None:

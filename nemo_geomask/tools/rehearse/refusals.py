@@ -1,4 +1,4 @@
-"""Recipes that can't be rehearsed, each with the key, the reason and the way out."""
+"""Reasons why a recipe can't be rehearsed, each with the key and the way out."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _BACKEND = "policy.generation.backend"
 _NO_CPU: Mapping[str, str] = {
     "glm_moe_dsa": "sparse attention, for which vLLM has no CPU kernel",
 }
-"""By model type: what vLLM or the trainer lacks on CPUs."""
+"""By model type: the part of the architecture that vLLM or the trainer can't compute on CPUs."""
 _NO_CPU_ON_MEGATRON: Mapping[str, str] = {
     "gpt_oss": "attention with sinks, which Megatron has only through transformer-engine",
     "gemma4_text": "layers with two head sizes, which Megatron-Bridge has only through transformer-engine",
@@ -24,13 +24,13 @@ _NO_CPU_ON_MEGATRON: Mapping[str, str] = {
     "qwen3_5_text": "gated delta nets, which Megatron has only through transformer-engine",
     "qwen3_5_moe_text": "gated delta nets, which Megatron has only through transformer-engine",
 }
-"""By model type: what Megatron's own layers, which replace transformer-engine's on CPUs, lack."""
+"""By model type: the part that Megatron's own layers lack, which replace transformer-engine's on CPUs."""
 _MEDIA = ("omni", "audio", "-vl", "_vl", "vision", "vlm")
 """Parts of model names, and of the names of data processors, that stand for images, video or sound."""
 
 
 def recipe_refusals(facts: RecipeFacts) -> Iterator[Problem]:
-    """Yield a problem for each part of a recipe without which a rehearsal would show nothing of it."""
+    """Yield a problem for each part of a recipe that a rehearsal can neither run nor leave out."""
     if (algorithm := facts.other_algorithm) is not None:
         message = f"the recipe trains by {algorithm}, which has no policy loss; only GRPO and PPO are rehearsed"
         yield Problem(("grpo",), message)
@@ -51,7 +51,7 @@ def _missing_keys(facts: RecipeFacts) -> Iterator[Problem]:
     if facts.uses_megatron and facts.nemo_rl is not None:
         for name in _required_megatron_keys(facts.nemo_rl) - set(facts.get("policy.megatron_cfg")):
             key = f"policy.megatron_cfg.{name}"
-            message = f"missing, and the NeMo-RL in {facts.nemo_rl} starts no run without it; override ++{key}=VALUE"
+            message = f"missing, and this NeMo-RL refuses recipes without it; override ++{key}=VALUE"
             yield Problem((key,), message)
 
 
@@ -90,9 +90,9 @@ def _media(facts: RecipeFacts) -> Iterator[Problem]:
 
 def model_refusals(facts: RecipeFacts, model_type: str) -> Iterator[Problem]:
     """Yield a problem if CPUs can't run a recipe's architecture with its training backend."""
-    lacks = _NO_CPU.get(model_type) or (_NO_CPU_ON_MEGATRON.get(model_type) if facts.uses_megatron else None)
-    if lacks is not None:
+    missing_part = _NO_CPU.get(model_type) or (_NO_CPU_ON_MEGATRON.get(model_type) if facts.uses_megatron else None)
+    if missing_part is not None:
         yield Problem(
             ("policy.model_name",),
-            f"{facts.get('policy.model_name')} ({model_type}) has {lacks}; rehearse it on a machine with GPUs",
+            f"{facts.get('policy.model_name')} ({model_type}) has {missing_part}; rehearse it on a machine with GPUs",
         )

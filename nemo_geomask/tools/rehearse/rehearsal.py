@@ -18,21 +18,21 @@ from nemo_geomask.hosts.nemo_rl.facts import has_kl_score_function
 from nemo_geomask.recipe import ROOT_VARIABLE, nemo_rl_root, read_recipe
 from nemo_geomask.tools.check import Finding, RecipeFacts, check
 from nemo_geomask.tools.rehearse import driver
-from nemo_geomask.tools.rehearse.control_run import Comparison, compare, control_overrides, inexpressible
+from nemo_geomask.tools.rehearse.control_run import Comparison, compare, control_overrides, settings_of_ours_alone
 from nemo_geomask.tools.rehearse.event_log import STAGES, read_events
 from nemo_geomask.tools.rehearse.gate import RunEvidence, unmet_conditions
 from nemo_geomask.tools.rehearse.launch_environment import has_automodel, launch_environment
 from nemo_geomask.tools.rehearse.mismatch_check import check_mismatch, has_experts, healthy_limits
 from nemo_geomask.tools.rehearse.plan import RECORDS, Plan, plan
-from nemo_geomask.tools.rehearse.run_outcome import Breakdown, RunResult, outcome_of
+from nemo_geomask.tools.rehearse.run_outcome import RunFailure, RunResult, outcome_of
 from nemo_geomask.tools.rehearse.supervision import supervised
 from nemo_geomask.tools.rehearse.tiny_models import write_prompts
 
 __all__ = ["Rehearsal", "has_gpus", "nemo_rl_checkout", "rehearse"]
 
-# Rule of check: DTensor v2's workers take the reference policy from the checkpoint.
+# Rule of `check`: after a resume, DTensor v2's reference policy is the checkpoint's and not the original model's.
 _RESET_REFERENCE = "GM209"
-# Files that every folder of a rehearsal has.
+# Files by which the folder of an earlier rehearsal is recognised.
 _PROMPTS, _COMMAND = "prompts.jsonl", "command.txt"
 
 
@@ -43,7 +43,7 @@ class Rehearsal:
     Attributes:
         recipe: path of the recipe.
         nemo_rl: path of the NeMo-RL checkout.
-        findings: findings of ``check``.
+        findings: findings of ``check`` on the recipe.
         gpus: True if it ran on GPUs.
         plan: changes to the recipe; None if the recipe has errors, and nothing was run.
         outcome: outcome of the run; None if nothing was run.
@@ -82,7 +82,7 @@ class Rehearsal:
         """Finding that explains why the resumed step differs; None if it is equal or nothing is known to explain it."""
         differs = any(each.sampled_alike and not each.equal for each in self.resumptions)
         # Only DTensor v2's workers replace the reference, and a machine without Automodel rehearses v1's.
-        if not differs or self.resume_changes or self.plan is None or not self.plan.automodel:
+        if not differs or self.resume_changes or self.plan is None or not self.plan.uses_automodel:
             return None
         return next((finding for finding in self.findings if finding.rule.id == _RESET_REFERENCE), None)
 
@@ -159,7 +159,7 @@ def rehearse(
     """
     began = time.monotonic()
     checkout = nemo_rl_checkout()
-    # What is replaced may refer to variables that only the recipe's own cluster has.
+    # These sections are replaced, and may refer to variables that are set on the recipe's own cluster alone.
     leave = () if own_environment else ("data", "env")
     facts = RecipeFacts.from_recipe(read_recipe(recipe, overrides, leave=leave))
     if resume is not None and (steps < 2 or not facts.is_true("checkpointing.enabled")):
@@ -190,7 +190,7 @@ def rehearse(
     if folder.exists():
         shutil.rmtree(folder)
     outcome = _run(facts, planned, tuple(overrides), folder, settings)
-    ours_only = inexpressible(facts, score_function=has_kl_score_function(checkout)) if control else ()
+    ours_only = settings_of_ours_alone(facts, score_function=has_kl_score_function(checkout)) if control else ()
     control_outcome = None
     if control and not ours_only and outcome.failure is None:
         control_args = (*overrides, *control_overrides(facts))
@@ -207,7 +207,7 @@ def rehearse(
             resumed = _run(resumed_facts, resumed_plan, resumed_args, resumed_folder, settings, saved)
         else:
             missing = f"{saved} is not there: checkpointing: saved or kept no checkpoint of step {steps - 1}"
-            resumed = RunResult((), Breakdown("checkpoint", missing, missing), {})
+            resumed = RunResult((), RunFailure("checkpoint", missing, missing), {})
     seconds = time.monotonic() - began
     return Rehearsal(
         Path(recipe),
@@ -252,9 +252,9 @@ def _check_output_folder(folder: Path) -> None:
             f"--out: {folder} is not empty (it holds {contents[0]}) and has no rehearsal to replace; choose "
             "another folder"
         )
-    above = next(path for path in (folder, *folder.parents) if path.exists())
-    if not (above.is_dir() and os.access(above, os.W_OK)):
-        raise ConfigError(f"--out: {above} can't be written to; choose another folder")
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    if not (existing.is_dir() and os.access(existing, os.W_OK)):
+        raise ConfigError(f"--out: {existing} can't be written to; choose another folder")
 
 
 def _make_plan(facts: RecipeFacts, folder: Path, settings: _RunSettings) -> Plan:
@@ -265,7 +265,7 @@ def _make_plan(facts: RecipeFacts, folder: Path, settings: _RunSettings) -> Plan
         ranks=settings.ranks,
         own_environment=settings.own_environment,
         gpus=settings.gpus,
-        automodel=has_automodel(settings.checkout),
+        has_automodel=has_automodel(settings.checkout),
         resume=settings.resume,
         validate=settings.validate,
         record=has_arrow(),
@@ -348,7 +348,7 @@ def _judge(
     changed = {change.key: change.value for change in planned.changes}
     records = folder / RECORDS if any(key.startswith("loss_fn.record") for key in changed) else None
     mismatch = None
-    # NeMo-RL logs the log-probs of its own loss's steps.
+    # Steps of NeMo-RL's own loss have no records; NeMo-RL logs their log-probs.
     log_file = next((folder / "logs").glob("**/train_data_step*.jsonl"), None)
     source = records or (log_file.parent if log_file is not None else None)
     if source is not None and has_arrow():

@@ -11,7 +11,7 @@ from nemo_geomask.tools.rehearse.control_run import Comparison
 from nemo_geomask.tools.rehearse.mismatch_check import Mismatch
 from nemo_geomask.tools.rehearse.plan import Plan
 from nemo_geomask.tools.rehearse.rehearsal import Rehearsal
-from nemo_geomask.tools.rehearse.run_outcome import Breakdown, RunResult, Stage
+from nemo_geomask.tools.rehearse.run_outcome import RunFailure, RunResult, Stage
 from nemo_geomask.tools.rehearse.setting_change import as_override
 from nemo_geomask.tools.shared.json_output import replace_nonfinite
 
@@ -21,12 +21,12 @@ SHOWN = (
     *("loss", "grad_norm", "reward", "gen_kl_error", "token_mult_prob_error", "probs_ratio"),
     *("geomask/mismatch_k3", "geomask/kept_tokens", "geomask/weight_mean"),
 )
-"""Metrics in the text report; the JSON has all of them."""
+"""Metrics in the text report; the JSON report has all metrics."""
 
 
 def as_text(rehearsal: Rehearsal) -> list[str]:
     """Return the lines of the text report."""
-    device = "GPUs" if rehearsal.gpus else "CPUs, with stand-ins for CUDA"
+    device = "GPUs" if rehearsal.gpus else "CPUs, with shims for CUDA"
     lines = [f"{rehearsal.recipe} through the NeMo-RL in {rehearsal.nemo_rl}, on {device}", ""]
     counts = ", ".join(
         f"{sum(finding.rule.severity == severity for finding in rehearsal.findings)} {severity}s"
@@ -47,7 +47,7 @@ def as_text(rehearsal: Rehearsal) -> list[str]:
     for unmet in rehearsal.outcome.unmet:
         if unmet is not rehearsal.outcome.failure:
             lines += ["", *_sentence("also", unmet)]
-    lines += ["", *_proof(rehearsal.outcome)]
+    lines += ["", *_loss_calls(rehearsal.outcome)]
     lines += ["", *_metrics(rehearsal.outcome)]
     lines += _control(rehearsal)
     lines += _resumed(rehearsal)
@@ -90,7 +90,7 @@ def _plan(rehearsal: Rehearsal, plan: Plan) -> Iterator[str]:
     yield f"nothing was run or written; the rehearsal would write to {rehearsal.folder} alone"
 
 
-def _failure(failure: Breakdown, folder: Path) -> Iterator[str]:
+def _failure(failure: RunFailure, folder: Path) -> Iterator[str]:
     yield from _sentence(f"failed in {failure.stage}", failure)
     if failure.text != failure.error:
         yield ""
@@ -98,14 +98,14 @@ def _failure(failure: Breakdown, folder: Path) -> Iterator[str]:
     yield f"  the whole output is in {folder / 'log.txt'}"
 
 
-def _sentence(heading: str, failure: Breakdown) -> Iterator[str]:
+def _sentence(heading: str, failure: RunFailure) -> Iterator[str]:
     yield f"{heading}: {failure.error}"
     if failure.setting is not None:
         yield f"  likely: {failure.setting}" + (f": {failure.fix}" if failure.fix else "")
 
 
 def _diagnosis(outcome: RunResult) -> Iterator[str]:
-    """Yield what the records and the refits show."""
+    """Yield the comparison of weights after refits, and the diagnosis of the records."""
     compared = [event for event in outcome.weights if "differences" in event]
     if compared:
         equal = sum(not event["differences"] for event in compared)
@@ -123,7 +123,7 @@ def _diagnosis(outcome: RunResult) -> Iterator[str]:
         yield f"diagnosis: {outcome.mismatch.sentence}"
 
 
-def _proof(outcome: RunResult) -> Iterator[str]:
+def _loss_calls(outcome: RunResult) -> Iterator[str]:
     if not outcome.workers:
         yield "no worker reported which loss it called"
     elif not outcome.loss:
@@ -149,7 +149,7 @@ def _metrics(outcome: RunResult) -> Iterator[str]:
 def _control(rehearsal: Rehearsal) -> Iterator[str]:
     if rehearsal.ours_only:
         yield ""
-        yield f"no control: NeMo-RL's own loss has nothing of {', '.join(rehearsal.ours_only)}"
+        yield f"no control: NeMo-RL's own loss does not have {', '.join(rehearsal.ours_only)}"
     if rehearsal.control is None:
         return
     yield ""

@@ -1,4 +1,4 @@
-"""Outcome of one run, read from its events: stages, failure, losses called, metrics."""
+"""Outcome of one run, read from its events: stages, failure, calls of losses, and metrics."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from nemo_geomask.tools.rehearse.error_causes import MEMORY, likely_cause
 from nemo_geomask.tools.rehearse.event_log import STAGES
 from nemo_geomask.tools.rehearse.mismatch_check import Mismatch
 
-__all__ = ["Breakdown", "RunResult", "Stage", "State", "outcome_of"]
+__all__ = ["RunFailure", "RunResult", "Stage", "State", "outcome_of"]
 
 _ERROR_PREFIX = "nemo-geomask: error: "
 # Ray's description of an actor that died.
@@ -27,7 +27,7 @@ class Stage:
 
     Attributes:
         name: one of :data:`~nemo_geomask.tools.rehearse.event_log.STAGES`.
-        state: ``running``: the time limit was reached in it.
+        state: ``running`` if the time limit was reached in this stage.
         seconds: total time.
         first: time of the first pass, which loads and compiles; None if it never ended.
         times: number of passes.
@@ -43,15 +43,15 @@ class Stage:
 
 
 @dataclass(frozen=True)
-class Breakdown:
-    """Failure of a run.
+class RunFailure:
+    """Reason why a run failed.
 
     Attributes:
         stage: stage that failed.
         error: the innermost error, in one line.
         text: the error with the worker's traceback.
-        setting: setting that is likely behind it; None if unknown.
-        fix: the way out.
+        setting: setting that is the likely cause; None if unknown.
+        fix: what to change.
     """
 
     stage: str
@@ -78,22 +78,22 @@ class RunResult:
     """
 
     stages: tuple[Stage, ...]
-    failure: Breakdown | None
+    failure: RunFailure | None
     metrics: Mapping[int, Mapping[str, float]]
     loss: Mapping[str, int] = field(default_factory=dict)
     workers: tuple[Mapping[str, Any], ...] = ()
     seconds: float = 0.0
-    unmet: tuple[Breakdown, ...] = ()
+    unmet: tuple[RunFailure, ...] = ()
     mismatch: Mismatch | None = None
     weights: tuple[Mapping[str, Any], ...] = ()
 
-    def judged(self, unmet: tuple[Breakdown, ...], mismatch: Mismatch | None) -> RunResult:
+    def judged(self, unmet: tuple[RunFailure, ...], mismatch: Mismatch | None) -> RunResult:
         """Return the outcome with the conditions that it does not meet; the first is its failure if it had none."""
         result = replace(self, unmet=unmet, mismatch=mismatch)
         if self.failure is not None or not unmet:
             return result
         failed = unmet[0]
-        stages = tuple(_failed(stage) if stage.name == failed.stage else stage for stage in self.stages)
+        stages = tuple(_as_failed(stage) if stage.name == failed.stage else stage for stage in self.stages)
         return replace(result, failure=failed, stages=stages)
 
 
@@ -123,7 +123,7 @@ def outcome_of(
         killed_by_kernel: number of processes that the kernel killed meanwhile for want of memory.
     """
     events = list(events)
-    stages = list(_stages(events, started, ended, expected_stages, over=status is None))
+    stages = list(_stages(events, started, ended, expected_stages, is_timed_out=status is None))
     metrics: dict[int, dict[str, float]] = {}
     for event in events:
         if event["kind"] == "metrics" and event["prefix"] == "train":
@@ -131,28 +131,35 @@ def outcome_of(
     # NeMo-RL logs metrics of the samples before it trains.
     metrics = {step: values for step, values in metrics.items() if "loss" in values}
     workers: list[dict[str, Any]] = next(
-        (event["workers"] for event in reversed(events) if event["kind"] == "proof"), []
+        (event["workers"] for event in reversed(events) if event["kind"] == "worker_counts"), []
     )
     calls: dict[str, int] = {}
     for worker in workers:
         for name, count in worker["calls"].items():
             calls[name] = calls.get(name, 0) + count
-    failure = _breakdown(events, stages, status, steps, metrics, log, ended - started, settings or {})
+    failure = _failure_of(events, stages, status, steps, metrics, log, ended - started, settings or {})
     if failure is not None and killed_by_kernel and failure.setting == MEMORY:
         fix = f"the kernel killed {killed_by_kernel} processes for want of memory: fewer --ranks, or a larger machine"
         failure = replace(failure, fix=fix)
     if failure is not None and failure.stage != "validation":
-        stages = [_failed(stage) if stage.name == failure.stage and status is not None else stage for stage in stages]
+        stages = [
+            _as_failed(stage) if stage.name == failure.stage and status is not None else stage for stage in stages
+        ]
     weights = tuple(event for event in events if event["kind"] == "weights")
     return RunResult(tuple(stages), failure, metrics, calls, tuple(workers), ended - started, weights=weights)
 
 
-def _failed(stage: Stage) -> Stage:
+def _as_failed(stage: Stage) -> Stage:
     return Stage(stage.name, "failed", stage.seconds, stage.first, stage.times, stage.labels)
 
 
 def _stages(
-    events: list[Mapping[str, Any]], started: float, ended: float, expected_stages: frozenset[str], *, over: bool
+    events: list[Mapping[str, Any]],
+    started: float,
+    ended: float,
+    expected_stages: frozenset[str],
+    *,
+    is_timed_out: bool,
 ) -> Iterator[Stage]:
     for name in STAGES:
         if name == "validation":
@@ -177,7 +184,7 @@ def _stages(
         state: State = "ran"
         if depth:
             seconds += ended - opened
-            state = "running" if over else "failed"
+            state = "running" if is_timed_out else "failed"
         elif not times:
             state = "not reached" if name in expected_stages else "not in the recipe"
         if any(event.get("failed") for event in stage_events):
@@ -185,7 +192,7 @@ def _stages(
         yield Stage(name, state, seconds, first, times, labels)
 
 
-def _breakdown(
+def _failure_of(
     events: list[Mapping[str, Any]],
     stages: list[Stage],
     status: int | None,
@@ -194,7 +201,7 @@ def _breakdown(
     log: str,
     seconds: float,
     settings: Mapping[str, object],
-) -> Breakdown | None:
+) -> RunFailure | None:
     failed_stage = next((event["stage"] for event in events if event.get("failed")), None)
     failed_stage = (
         failed_stage
@@ -203,20 +210,24 @@ def _breakdown(
     )
     if status is None:
         message = f"not done within {seconds:.0f} s (--timeout); it was in {failed_stage}"
-        return Breakdown(
-            failed_stage, message, message, "--timeout", "give it more time, fewer --steps, or see the log for a hang"
+        return RunFailure(
+            failed_stage,
+            message,
+            message,
+            "--timeout",
+            "give it more time or fewer --steps, or look in the log for a hang",
         )
     error = next((event for event in events if event["kind"] == "error"), None)
     if error is not None or status != 0:
         last = f"the driver ended with status {status}"
         text = _COLOUR.sub("", str(error["traceback"]) if error else log or f"{last} without a message")
-        raised = _innermost(text, f"{error['type']}: {error['message']}" if error else last)
+        raised = _innermost_error(text, f"{error['type']}: {error['message']}" if error else last)
         if dead := _DEAD_ACTOR.search(text):
             raised += f" ({dead['name']}, process {dead['pid']})"
-        return Breakdown(failed_stage, raised, text, *(likely_cause(text, raised, settings) or (None, None)))
+        return RunFailure(failed_stage, raised, text, *(likely_cause(text, raised, settings) or (None, None)))
     if len(metrics) < steps:
-        message = f"{len(metrics)} of {steps} steps were logged: the prompts or epochs were at their end before"
-        return Breakdown("step", message, message, None, None)
+        message = f"{len(metrics)} of {steps} steps were logged: the prompts or epochs ran out first"
+        return RunFailure("step", message, message, None, None)
     return None
 
 
@@ -225,7 +236,7 @@ def _last_stage(events: list[Mapping[str, Any]]) -> str:
     return next((str(event["stage"]) for event in reversed(events) if "stage" in event), "start")
 
 
-def _innermost(text: str, otherwise: str) -> str:
+def _innermost_error(text: str, otherwise: str) -> str:
     """Return the line of the error that a worker raised: the last one that is not Ray's own."""
     for line in reversed(text.splitlines()):
         if line.startswith(_ERROR_PREFIX):  # `nemo-geomask run`, before the driver had begun

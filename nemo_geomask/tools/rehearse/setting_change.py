@@ -16,10 +16,10 @@ class Change:
 
     Attributes:
         key: dotted key.
-        value: the new value; None is as_override as null.
+        value: the new value; None is written as null.
         was: the recipe's value; None if it has none.
-        why: reason in a few words; empty for what follows from the tiny model, the prompts and the folders.
-        pinned: write it even if the value stays the same, because the recipe refers to another key that may change.
+        why: reason in a few words; empty if the change follows from the tiny model, the prompts or the folders.
+        pinned: write the value even if it stays the same: the recipe interpolates another key, which may change.
         delete: delete the key first, for a mapping that must not be merged.
     """
 
@@ -37,7 +37,7 @@ class Change:
 
 
 def as_override(value: Any) -> str:
-    """Return a value in Hydra's grammar."""
+    """Return a value as Hydra's override grammar writes it."""
     if value is None or isinstance(value, int | float):
         return as_yaml(value)
     if isinstance(value, dict):

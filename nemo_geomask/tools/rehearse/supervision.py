@@ -15,13 +15,13 @@ from types import FrameType
 
 from nemo_geomask.errors import EngineError
 
-__all__ = ["descendants", "ended_by_signals", "supervised"]
+__all__ = ["descendants", "signals_as_exceptions", "supervised"]
 
 _PR_SET_CHILD_SUBREAPER = 36
 _PR_GET_CHILD_SUBREAPER = 37
-_TICK = 0.2
-# Seconds that killed processes have to be gone.
-_GRACE = 15.0
+_TICK = 0.2  # seconds between looks at the processes
+# Seconds within which killed processes must have ended.
+_KILL_TIMEOUT = 15.0
 
 
 def supervised(
@@ -35,8 +35,8 @@ def supervised(
 ) -> int | None:
     """Run a command with a time limit, and end every process that it started.
 
-    They are ended when the command ends, fails or runs out of time, or when this process receives a signal. Daemons are
-    included: they become children of this process when their own parents end.
+    The processes are ended when the command ends, fails or runs out of time, or when this process receives a signal.
+    Daemons are included: they become children of this process when their own parents end.
 
     Args:
         command: with its arguments.
@@ -55,7 +55,7 @@ def supervised(
     before = descendants(os.getpid())
     started: set[int] = set()
     deadline = time.monotonic() + timeout
-    with _adopting(), ended_by_signals():
+    with _adopting(), signals_as_exceptions():
         try:
             with log.open("ab") as output:
                 child = subprocess.Popen(
@@ -65,7 +65,7 @@ def supervised(
                     stderr=subprocess.STDOUT,
                     env=None if environment is None else dict(environment),
                     cwd=folder,
-                    start_new_session=True,  # Ctrl-C comes to this process alone, which ends the others
+                    start_new_session=True,  # Ctrl-C reaches this process alone, and it ends the others
                 )
             while True:
                 started |= {child.pid, *descendants(child.pid)}
@@ -98,7 +98,7 @@ def descendants(pid: int) -> set[int]:
 
 def _end(started: set[int], before: set[int]) -> None:
     """Kill the processes until none remains: one may start another while it is killed."""
-    deadline = time.monotonic() + _GRACE
+    deadline = time.monotonic() + _KILL_TIMEOUT
     while True:
         # Orphans are children of this process by now; children that it had before are left alone.
         new = descendants(os.getpid()) - before
@@ -148,7 +148,7 @@ def _adopting() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def ended_by_signals() -> Iterator[None]:
+def signals_as_exceptions() -> Iterator[None]:
     """Turn signals that end this process into exceptions, so that its descendants are ended first."""
     signals = [signal.SIGTERM, signal.SIGHUP, signal.SIGINT]
 

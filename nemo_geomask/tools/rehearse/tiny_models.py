@@ -30,7 +30,7 @@ MODEL_TYPES: tuple[tuple[str, str], ...] = (
     (r"qwen-?3(?!\.|-next|.*(vl|omni)).*a\d+(\.\d+)?b", "qwen3_moe"),
     (r"qwen-?3(?!\.|-next|.*(vl|omni))", "qwen3"),
     (r"llama-?3\.1-nemotron", "llama"),
-    (r"llama-?3_3-nemotron|vision", ""),  # a search over architectures, in code of its own
+    (r"llama-?3_3-nemotron|vision", ""),  # found by architecture search; the code is in the model's own repository
     (r"nemotron-(h|nano|3|super)(?!.*(omni|vl))|nano-?v[23]", "nemotron_h"),
     (r"mixtral", "mixtral"),
     (r"mistral-(7b|nemo)|mathstral", "mistral"),
@@ -47,7 +47,7 @@ MODEL_TYPES: tuple[tuple[str, str], ...] = (
 )
 """Patterns of model names, and transformers' model type for each; empty if transformers has none.
 
-Of a model with images or sound it is the type of its language model, which alone is rehearsed.
+For a model with images or sound it is the type of its language model; only that part is rehearsed.
 """
 
 _SIZES: Mapping[str, Any] = {
@@ -57,7 +57,7 @@ _SIZES: Mapping[str, Any] = {
     "intermediate_size": 128,
     "head_dim": 32,  # attention kernels for CPUs take multiples of 32
     "max_position_embeddings": 256,
-    "initializer_range": 0.3,  # wide, so that tokens have probabilities of their own
+    "initializer_range": 0.3,  # wide, so that tokens differ in probability
     "pad_token_id": 0,
     "eos_token_id": 1,
     "bos_token_id": None,
@@ -84,7 +84,7 @@ _SIZES: Mapping[str, Any] = {
     "mamba_head_dim": 32,
     "ssm_state_size": 32,
     "chunk_size": 16,
-    "time_step_limit": [0.0, 1e9],  # its default, infinity, is no JSON
+    "time_step_limit": [0.0, 1e9],  # the default upper limit is infinity, which JSON does not have
     "linear_key_head_dim": 32,
     "linear_value_head_dim": 32,
     # The indexer of sparse attention.
@@ -100,21 +100,21 @@ _SIZES: Mapping[str, Any] = {
     "num_nextn_predict_layers": 0,
 }
 _SETTINGS_OF_TYPE: Mapping[str, Mapping[str, Any]] = {
-    # Its published models have it, unlike transformers' defaults; v0.6.0's Megatron-Bridge supports nothing else
-    # (qwen3_moe_bridge.py:66). Such experts put out more: with narrower weights, bfloat16 tells the engines apart by
-    # about as much as it does with other types.
+    # Published models normalise the top-k probabilities, unlike transformers' defaults; v0.6.0's Megatron-Bridge
+    # supports nothing else (qwen3_moe_bridge.py:66). Such experts have larger outputs. With narrower weights, bfloat16
+    # makes trainer and sampler differ by about as much as with other types.
     "qwen3_moe": {"norm_topk_prob": True, "initializer_range": 0.2},
     "nemotron_h": {"n_group": 1, "initializer_range": 0.2},
     "glm4_moe_lite": {"n_group": 1},
 }
 _PUBLISHED_KEYS: Mapping[str, Mapping[str, Any]] = {
-    # By model type: what published models' config.json have and vLLM reads, but transformers' class does not declare.
+    # By model type: keys that vLLM reads from a published config.json and that transformers' class does not declare.
     "deepseek_v3": {"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
     "glm4_moe_lite": {"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
     "minimax_m2": {"use_qk_norm": True, "use_routing_bias": True, "scoring_func": "sigmoid", "rotary_dim": 32},
 }
-_LAYERS: Mapping[str, tuple[str, tuple[str, ...]]] = {
-    # By model type: the key that lists its layers, and the layers of a pipeline stage, one of each kind.
+_LAYER_KINDS: Mapping[str, tuple[str, tuple[str, ...]]] = {
+    # By model type: the key that lists the kind of each layer, and the kinds in a tiny pipeline stage, one layer each.
     "nemotron_h": ("layers_block_type", ("mamba", "moe", "attention")),
     "qwen3_next": ("layer_types", ("linear_attention", "full_attention")),
     "qwen3_5_text": ("layer_types", ("linear_attention", "full_attention")),
@@ -123,9 +123,9 @@ _LAYERS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "glm4_moe_lite": ("mlp_layer_types", ("dense", "sparse")),
 }
 _PATTERN = "hybrid_override_pattern"
-"""Key of a published ``nemotron_h`` that has a letter for each layer."""
+"""Key of a published ``nemotron_h`` config.json that has a letter for each layer."""
 _YARN = {
-    # DeepSeek-V3's; Megatron takes it for latent attention even where a config.json has none.
+    # Rotary scaling of DeepSeek-V3. Megatron applies it to latent attention even if a config.json has none.
     "rope_type": "yarn",
     "rope_theta": 10000.0,
     "factor": 40.0,
@@ -136,7 +136,7 @@ _YARN = {
     "mscale_all_dim": 1.0,
 }
 _VARIANTS: tuple[tuple[str, Mapping[str, Any]], ...] = (
-    # Pattern of a name, and what sets these models apart from others of their type.
+    # Pattern of model names, and settings in which these models differ from others of their type.
     (r"nemotron-(nano-\d+b|h)", {"layers_block_type": ("mamba", "mlp", "attention")}),
     (r"nemotron-3-super", {"moe_latent_size": 32}),
     (r"deepseek-(v3|r1)|guides/deepseek", {"rope_parameters": _YARN, "max_position_embeddings": 163840}),
@@ -161,7 +161,7 @@ class TinyModel:
     Attributes:
         model_type: transformers' name of the architecture.
         source: where the architecture was read from.
-        settings: of its configuration: the sizes, on top of the recipe's own config.json if there is one.
+        settings: keys of its configuration: tiny sizes, merged into the recipe's own config.json if there is one.
     """
 
     model_type: str
@@ -185,7 +185,7 @@ def tiny_model(name: str, layout: Layout, *, recipe: Path | None = None) -> Tiny
     if config.is_file():
         settings = json.loads(config.read_text(encoding="utf-8"))
         if not isinstance(settings, dict) or not isinstance(settings.get("model_type"), str):
-            raise ConfigError(Problem(("policy.model_name",), f"{config} has no model_type; it is no model's folder"))
+            raise ConfigError(Problem(("policy.model_name",), f"{config} has no model_type, so it describes no model"))
         usable = {key: value for key, value in settings.items() if key not in _DROPPED_KEYS}
         shrunk = {**usable, **_sizes(layout, settings), **_layers_of(settings, layout)}
         return TinyModel(settings["model_type"], str(config), shrunk)
@@ -198,31 +198,31 @@ def tiny_model(name: str, layout: Layout, *, recipe: Path | None = None) -> Tiny
     if not model_type:
         model_types = ", ".join(sorted({model_type for _, model_type in MODEL_TYPES if model_type}))
         message = (
-            f"{name} is no folder with a config.json, and its name is of no architecture known here "
-            f"({model_types}); give a folder with the model's config.json (nothing else is read), as an override: "
+            f"{name} is no folder with a config.json, and its name matches no architecture known here "
+            f"({model_types}); override it with a folder that has the model's config.json (nothing else is read): "
             "policy.model_name=FOLDER"
         )
         raise ConfigError(Problem(("policy.model_name",), message))
     variant = next((settings for pattern, settings in _VARIANTS if re.search(pattern, lowered)), {})
     settings = {**_sizes(layout), **_SETTINGS_OF_TYPE.get(model_type, {}), **variant}
-    if model_type in _LAYERS:
-        key, layers = _LAYERS[model_type]
+    if model_type in _LAYER_KINDS:
+        key, layers = _LAYER_KINDS[model_type]
         settings[key] = list(settings.get(key, layers)) * layout.pp
     return TinyModel(model_type, source, settings)
 
 
 def _layers_of(config: Mapping[str, Any], layout: Layout) -> dict[str, Any]:
-    """Return a layer of each kind in a config.json for each pipeline stage, in the order in which they appear there."""
+    """Return the list of layers for each pipeline stage: one of each kind in a config.json, in order of appearance."""
     if isinstance(pattern := config.get(_PATTERN), str):
         return {_PATTERN: "".join(dict.fromkeys(pattern)) * layout.pp}
-    key, _ = _LAYERS.get(str(config.get("model_type")), ("", ()))
+    key, _ = _LAYER_KINDS.get(str(config.get("model_type")), ("", ()))
     return {key: list(dict.fromkeys(config[key])) * layout.pp} if isinstance(config.get(key), list) else {}
 
 
 def _sizes(layout: Layout, config: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Return sizes by key, only those in ``config`` if there is one."""
+    """Return tiny sizes by key, limited to the keys of ``config`` if there is one."""
     heads, groups = max(4, layout.tp), max(2, layout.tp)
-    per_layout = {
+    layout_sizes = {
         "num_hidden_layers": 2 * layout.pp,
         "num_attention_heads": heads,
         "num_key_value_heads": groups,
@@ -232,8 +232,8 @@ def _sizes(layout: Layout, config: Mapping[str, Any] | None = None) -> dict[str,
         "linear_num_value_heads": heads,
     }
     if config is None:
-        return {**_SIZES, **per_layout}
-    sizes = {key: value for key, value in {**_SIZES, **per_layout}.items() if key in config}
+        return {**_SIZES, **layout_sizes}
+    sizes = {key: value for key, value in {**_SIZES, **layout_sizes}.items() if key in config}
     if "num_key_value_heads" in config and config["num_key_value_heads"] == config.get("num_attention_heads"):
         sizes["num_key_value_heads"] = heads
     if config.get("q_lora_rank", 0) is None:
@@ -244,8 +244,8 @@ def _sizes(layout: Layout, config: Mapping[str, Any] | None = None) -> dict[str,
 def write_model(model: TinyModel, folder: Path, *, seed: int = 0) -> int:
     """Write ``model`` and ``tokenizer`` into a folder, and return the number of parameters.
 
-    The tokenizer has a folder of its own, because beside some models transformers takes any for the original model's.
-    It is in the model's as well, where Megatron reads one when it imports the model; only its size matters there.
+    The tokenizer has its own folder: in the folder of some models, transformers would load the original model's class.
+    A copy is in the model's folder, where Megatron-Bridge looks for the vocabulary's size when it imports the model.
 
     Raises:
         ConfigError: the transformers installed here doesn't have the architecture.
@@ -256,7 +256,7 @@ def write_model(model: TinyModel, folder: Path, *, seed: int = 0) -> int:
         message = f"transformers {transformers.__version__} has no model type {model.model_type} ({model.source})"
         raise ConfigError(Problem(("policy.model_name",), message))
     config_class = architectures[model.model_type]
-    # Without a config.json, the architecture's defaults say which sizes exist.
+    # Without a config.json, the default configuration of the architecture shows which sizes exist.
     existing_keys = config_class().to_dict() if not model.source.endswith("config.json") else model.settings
     settings = {key: value for key, value in model.settings.items() if key in existing_keys}
     settings.pop("model_type", None)
@@ -267,8 +267,9 @@ def write_model(model: TinyModel, folder: Path, *, seed: int = 0) -> int:
     config = config_class(**settings, tie_word_embeddings=bool(model.settings.get("tie_word_embeddings", False)))
     torch.manual_seed(seed)
     policy = transformers.AutoModelForCausalLM.from_config(config)
-    # transformers makes the padding token's row zero, where a norm's slope is 1/sqrt(eps), and takes no gradient there;
-    # Megatron and Automodel do, and the token is sampled like any other: gradient norms of 10,000 and more.
+    # transformers sets the padding token's embedding to zero and gives it no gradient. Megatron and Automodel train it,
+    # and the token is sampled like any other. The slope of a norm at zero, 1/sqrt(eps), would make gradient norms of
+    # 10,000 and more.
     torch.nn.init.normal_(policy.get_input_embeddings().weight.data, std=_SIZES["initializer_range"])
     policy.save_pretrained(folder / "model")
     if model.model_type == "nemotron_h":
@@ -279,7 +280,7 @@ def write_model(model: TinyModel, folder: Path, *, seed: int = 0) -> int:
 
 
 def _rename_embedding(path: Path) -> None:
-    """Name the embedding as published models do, and as vLLM and Megatron-Bridge read it; transformers 5.8 does not."""
+    """Rename the embedding from transformers 5.8's name to that of published models, which vLLM and the bridge read."""
     safetensors = importlib.import_module("safetensors.torch")
     tensors = safetensors.load_file(path)
     if (weight := tensors.pop("backbone.embedding.weight", None)) is not None:

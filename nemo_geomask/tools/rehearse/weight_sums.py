@@ -1,10 +1,10 @@
-"""Checksums of the weights on both sides of a refit: what the training workers sent, and what the engine holds.
+"""Checksums of the weights on both sides of a refit: those that training workers send, and those in the engine.
 
 A refit renames weights (q, k and v become one matrix in vLLM, and so do experts) and casts them to the engine's dtype.
-So the checksum of a group of weights is its sum and its sum of absolute values in float64, which neither the fusion nor
-the order of the weights changes. A group is one layer of the model, or one weight outside of its layers. What is sent
-is summed once for each dtype that the engine may have, after a cast to it: both sides then agree to float64's rounding,
-and a single stale bfloat16 is a difference.
+The checksum of a group of weights is therefore its sum and its sum of absolute values in float64: neither fusion nor
+order changes them. A group is one layer of the model, or one weight outside of the layers. The weights that are sent
+are cast to each dtype that the engine may have, and summed in each. Both sides then agree to float64's rounding, and
+even a single outdated bfloat16 shows.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ Sums = dict[str, dict[str, list[float]]]
 
 _LAYER = re.compile(r"(?:^|\.)layers\.\d+\.")
 ENGINE_DTYPES = ("bfloat16", "float16", "float32")
-"""Dtypes of an engine to which what is sent can be cast exactly as the engine casts it."""
+"""Dtypes of an engine; the weights that are sent are cast to each, exactly as the engine would cast them."""
 _TOLERANCE = 1e-10
-"""Difference of two sums relative to the sum of absolute values that float64's rounding may make."""
+"""Largest difference of two sums that float64's rounding explains, relative to the sum of absolute values."""
 
-_PATIENCE = 60.0
+_ENGINE_TIMEOUT = 60.0  # seconds
 
 # In a training worker: the sums of the last complete refit, and the number of refits.
 _sent: Sums = {}
@@ -97,7 +97,7 @@ def sum_streamed(original: Callable[..., Any]) -> Callable[..., Any]:
 
         bound.arguments["params_generator"] = observed(bound.arguments["params_generator"])
         result = original(*bound.args, **bound.kwargs)
-        _keep(sums)
+        _store(sums)
         return result
 
     return stream
@@ -120,13 +120,13 @@ def sum_broadcast(original: Callable[..., Any]) -> Callable[..., Any]:
 
         bound.arguments["post_iter_func"] = observed
         result = original(*bound.args, **bound.kwargs)
-        _keep(sums)
+        _store(sums)
         return result
 
     return broadcast
 
 
-def _keep(sums: Sums) -> None:
+def _store(sums: Sums) -> None:
     global _refits
     _sent.clear()
     _sent.update(sums)
@@ -183,7 +183,7 @@ def engine_sums(actor: Any) -> Any:
     if not inspect.isawaitable(answer):
         return answer
     # Ray runs this function beside the event loop of an asynchronous engine's worker, in another thread.
-    return asyncio.run_coroutine_threadsafe(answer, _event_loop(engine)).result(_PATIENCE)  # type: ignore[arg-type]
+    return asyncio.run_coroutine_threadsafe(answer, _event_loop(engine)).result(_ENGINE_TIMEOUT)  # type: ignore[arg-type]
 
 
 def _event_loop(engine: Any) -> asyncio.AbstractEventLoop:
@@ -211,7 +211,7 @@ class Difference:
     Attributes:
         group: the layer or the weight.
         sent: the trainer's sum of absolute values, in the engine's dtype.
-        in_engine: the engine's.
+        in_engine: the engine's sum of absolute values.
         size: the larger difference of both sums, relative to the trainer's sum of absolute values.
     """
 

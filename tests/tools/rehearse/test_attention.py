@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from nemo_geomask.parallel.local_processes import run_ranks
-from nemo_geomask.tools.rehearse.cpu_shims.attention_shim import attended, places
+from nemo_geomask.tools.rehearse.cpu_shims.attention_shim import packed_attention, token_positions
 from tests.helpers.shares import shares
 
 OFFSETS = [0, 8, 20, 24]
@@ -43,7 +43,7 @@ def one_by_one(query, key, value, scale):
 
 def test_a_packed_row_is_its_sequences_one_by_one():
     ours, theirs = row(), row()
-    found, wanted = attended(*ours, OFFSETS, Alone(), scale=0.3), one_by_one(*theirs, 0.3)
+    found, wanted = packed_attention(*ours, OFFSETS, Alone(), scale=0.3), one_by_one(*theirs, 0.3)
     torch.testing.assert_close(found, wanted)
     weights = torch.randn(found.shape, generator=torch.Generator().manual_seed(1))
     (found * weights).sum().backward()
@@ -55,7 +55,7 @@ def test_a_packed_row_is_its_sequences_one_by_one():
 def test_a_window_and_a_sink():
     query, key, value = row(requires_grad=False)
     sink = torch.tensor([0.5, -1.0, 2.0, 0.0])
-    found = attended(query, key, value, OFFSETS, Alone(), scale=0.3, window=(2, 0), sink=sink)
+    found = packed_attention(query, key, value, OFFSETS, Alone(), scale=0.3, window=(2, 0), sink=sink)
     for token, head in ((3, 0), (8, 1), (19, 3)):
         start = max(before for before in OFFSETS if before <= token)
         seen = range(max(start, token - 2), token + 1)
@@ -68,14 +68,14 @@ def test_a_window_and_a_sink():
 @pytest.mark.parametrize("size", [1, 2])
 def test_places_are_megatrons(size):
     for rank in range(size):
-        assert places(OFFSETS, rank, size).tolist() == [place for place, _ in shares(OFFSETS, rank, size)]
+        assert token_positions(OFFSETS, rank, size).tolist() == [place for place, _ in shares(OFFSETS, rank, size)]
 
 
 def share(rank, world):
     """Output and gradients of one rank's share, with the places of its tokens."""
     held = torch.tensor([place for place, _ in shares(OFFSETS, rank, world)])
     parts = [part.detach()[held].requires_grad_() for part in row()]
-    found = attended(*parts, OFFSETS, torch.distributed.group.WORLD, scale=0.3)
+    found = packed_attention(*parts, OFFSETS, torch.distributed.group.WORLD, scale=0.3)
     (found * found).sum().backward()
     return held.tolist(), found.tolist(), [part.grad.tolist() for part in parts]
 
@@ -83,7 +83,7 @@ def share(rank, world):
 @pytest.mark.slow
 def test_shares_are_the_whole_row():
     whole = row()
-    wanted = attended(*whole, OFFSETS, Alone(), scale=0.3)
+    wanted = packed_attention(*whole, OFFSETS, Alone(), scale=0.3)
     (wanted * wanted).sum().backward()
     for held, found, gradients in run_ranks(2, share, timeout=120):
         torch.testing.assert_close(torch.tensor(found), wanted.detach()[held])

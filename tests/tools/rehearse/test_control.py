@@ -7,7 +7,7 @@ import torch
 
 from nemo_geomask.recipe import read_recipe
 from nemo_geomask.tools.check import RecipeFacts
-from nemo_geomask.tools.rehearse.control_run import compare, control_overrides, inexpressible
+from nemo_geomask.tools.rehearse.control_run import compare, control_overrides, settings_of_ours_alone
 
 pytest.importorskip("hydra", reason="overrides are Hydra's")
 
@@ -46,7 +46,7 @@ def facts(tmp_path):
     ],
 )
 def test_what_their_loss_has_not(facts, block, found):
-    assert inexpressible(facts(block)) == found
+    assert settings_of_ours_alone(facts(block)) == found
 
 
 @pytest.mark.parametrize(
@@ -59,11 +59,11 @@ def test_what_their_loss_has_not(facts, block, found):
     ],
 )
 def test_a_kl_gradient_without_score_function(facts, settings, found):
-    assert inexpressible(facts(f"{{name: clipped_pg{settings}}}"), score_function=False) == found
+    assert settings_of_ours_alone(facts(f"{{name: clipped_pg{settings}}}"), score_function=False) == found
 
 
 def test_masks_are_named(facts):
-    (found,) = inexpressible(facts("{name: clipped_pg, masks: [{preset: opsm, delta: 0.5}]}"))
+    (found,) = settings_of_ours_alone(facts("{name: clipped_pg, masks: [{preset: opsm, delta: 0.5}]}"))
     assert found.startswith("loss_fn.masks: ")
 
 

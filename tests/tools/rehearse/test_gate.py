@@ -20,7 +20,7 @@ def proof(step, *, calls=None, refits=None, weights=None):
         "refits": step if refits is None else refits,
         "weights": [float(step), 9.0] if weights is None else weights,
     }
-    return {"kind": "proof", "step": step, "workers": [{"calls": calls, **counts}]}
+    return {"kind": "worker_counts", "step": step, "workers": [{"calls": calls, **counts}]}
 
 
 def refit(number, *groups):
@@ -96,7 +96,7 @@ def test_nan_that_a_plugin_made():
     events = [proof(step, calls={"PolicyLoss(name='mine:NAN')": step}) for step in range(4)]
     plugin = {"events": events, "loss_name": "mine:NAN", "mismatch": Mismatch(LIMITS)}
     (found,) = unmet(metrics={1: {"loss": math.nan}}, **plugin)
-    assert found.error == "loss of step 1 is nan: the log-probs are finite, so the plugin mine:NAN made it"
+    assert found.error == "loss of step 1 is nan: the log-probs are finite, so the plugin mine:NAN computed it"
     assert found.setting == "loss_fn.name"
 
 

@@ -130,7 +130,7 @@ def test_gated_norm_of_groups(before):
 
 def test_states_that_a_trainer_does_not_have_are_refused(inputs):
     zxbcdt, *rest = inputs
-    with pytest.raises(NotImplementedError, match="never continues from a state"):
+    with pytest.raises(NotImplementedError, match="neither continues from a state"):
         split_conv_scan(zxbcdt, *rest, 4, headdim=WIDTH, ngroups=GROUPS, return_final_states=True)
 
 

@@ -76,7 +76,7 @@ def test_results_of_two_commits_are_not_mixed(hosts, monkeypatch, capsys):
     monkeypatch.setattr(case_matrix, "nemo_rl_checkout", lambda: hosts)
     with pytest.raises(SystemExit):
         case_matrix.main(["--hosts", str(hosts), "--label", "0.7.0", "--commit", "fedcba98"])
-    assert "0123456789abcdef, this is fedcba98: say --label" in capsys.readouterr().err
+    assert "0123456789abcdef, this is fedcba98: give another --label" in capsys.readouterr().err
 
 
 # Whoever imports it begins a daemon and waits for ever; the numbers of both are written down.

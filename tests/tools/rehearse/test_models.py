@@ -50,7 +50,7 @@ def test_an_unknown_name_says_what_to_give():
     ["nvidia/Llama-3_3-Nemotron-Super-49B-v1_5", "mistralai/Mistral-Medium-3.5-128B", "Qwen/Qwen2.5-VL-3B-Instruct"],
 )
 def test_a_name_that_is_like_another_architectures_is_not_taken_for_it(name):
-    with pytest.raises(ConfigError, match="is of no architecture known here"):
+    with pytest.raises(ConfigError, match="matches no architecture known here"):
         tiny_model(name, Layout())
 
 

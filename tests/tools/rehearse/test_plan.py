@@ -97,7 +97,7 @@ def test_the_layout_goes_with_the_ranks(planned):
 
 def test_samplers_on_cards_of_their_own_get_one(planned):
     made, shrunk = planned("policy.generation.colocated.enabled=false", ranks=2)
-    assert made.cards == shrunk.get("cluster.gpus_per_node") == 3
+    assert made.gpu_count == shrunk.get("cluster.gpus_per_node") == 3
     assert shrunk.get("policy.generation.colocated.resources.gpus_per_node") == 1
 
 
@@ -263,8 +263,8 @@ def test_a_folder_with_a_quote_in_its_name(tmp_path):
     ],
 )
 def test_dtensor_v2_where_its_workers_have_automodel(planned, overrides, automodel, takes):
-    made, shrunk = planned(*overrides, automodel=automodel)
-    assert made.automodel == takes
+    made, shrunk = planned(*overrides, has_automodel=automodel)
+    assert made.uses_automodel == takes
     if overrides and not automodel:
         assert not shrunk.is_true("policy.dtensor_cfg._v2")
         assert any("3rdparty" in words for words in made.unrehearsed)

@@ -24,8 +24,8 @@ def planted(mistake):
     return {"PYTHONPATH": path, "PLANTED_MISTAKE": mistake}
 
 
-def proofs(events):
-    return [event for event in events if event["kind"] == "proof"]
+def worker_counts(events):
+    return [event for event in events if event["kind"] == "worker_counts"]
 
 
 def test_without_a_mistake_there_is_none(rehearsal):
@@ -88,7 +88,7 @@ def test_a_full_disk_for_the_record(rehearsal, tmp_path):
 
 def test_a_worker_that_is_killed(rehearsal):
     run = rehearsal(*DENSE)
-    assert run.wait(lambda events: len(proofs(events)) > 1) is None, run.text()
+    assert run.wait(lambda events: len(worker_counts(events)) > 1) is None, run.text()
     events = (run.folder / "out" / "events.jsonl").read_text(encoding="utf-8")
     os.kill(int(events.rpartition('"pid": ')[2].partition(",")[0]), signal.SIGKILL)
     assert run.wait() == 1, run.text()

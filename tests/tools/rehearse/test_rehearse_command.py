@@ -80,7 +80,7 @@ def runs(checkout, norms, kept, lost, never_validates, monkeypatch):
         name = next((word.partition("=")[2] for word in command if word.startswith("loss_fn.name=")), "clipped_pg")
         ours = f"PolicyLoss(name={name!r})"
         loss = ours if any(word.startswith("++loss_fn.record") for word in command) else "ClippedPGLossFn"
-        events("proof", step=0, workers=[{**worker, "calls": {}, "refits": 0, "weights": [0.0, 1.0]}])
+        events("worker_counts", step=0, workers=[{**worker, "calls": {}, "refits": 0, "weights": [0.0, 1.0]}])
         checkpoints = log.parent / "checkpoints"
         first = 2 if (checkpoints / "step_1").is_dir() else 1
         for step in range(first, 3):
@@ -94,7 +94,7 @@ def runs(checkout, norms, kept, lost, never_validates, monkeypatch):
             values = {"loss": 0.25 * step, "grad_norm": norms.get(step, 1.0), "reward": 0.5}
             events("metrics", step=step, prefix="train", values=values)
             counts = {"calls": {loss: 4 * step}, "refits": step, "weights": [0.1 * step, 1.0]}
-            events("proof", step=step, workers=[{**worker, **counts}])
+            events("worker_counts", step=step, workers=[{**worker, **counts}])
             if loss == ours and step not in lost:
                 write_record(log.parent / "records", step)
         every_tick()
@@ -169,7 +169,7 @@ def test_the_control_is_a_second_run_without_our_keys(runs, capsys):
 def test_a_loss_without_a_control_says_why(runs, capsys):
     assert main(["rehearse", "recipe.yaml", "--steps", "2", "--control", "loss_fn.name=gmpo"]) == 0
     assert len(runs) == 1
-    assert "no control: NeMo-RL's own loss has nothing of loss_fn.name: gmpo" in capsys.readouterr().out
+    assert "no control: NeMo-RL's own loss does not have loss_fn.name: gmpo" in capsys.readouterr().out
 
 
 def test_fewer_steps_than_asked_for_have_failed(runs, capsys):

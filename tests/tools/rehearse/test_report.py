@@ -170,8 +170,8 @@ def test_a_run_that_ended_early_has_failed():
 
 def test_the_proof_adds_up_over_workers():
     workers = [{"calls": {"PolicyLoss(name='gspo')": 4}, "pid": pid} for pid in (1, 2)]
-    earlier = {"at": 1.0, "kind": "proof", "step": 1, "workers": []}
-    done = read(earlier, {"at": 2.0, "kind": "proof", "step": 2, "workers": workers})
+    earlier = {"at": 1.0, "kind": "worker_counts", "step": 1, "workers": []}
+    done = read(earlier, {"at": 2.0, "kind": "worker_counts", "step": 2, "workers": workers})
     assert done.loss == {"PolicyLoss(name='gspo')": 8}
     assert [worker["pid"] for worker in done.workers] == [1, 2]
 

@@ -10,21 +10,23 @@ from typing import Any
 
 from nemo_geomask.hosts.nemo_rl.patch import Patch, attribute
 
-__all__ = ["attended", "megatron", "places"]
+__all__ = ["megatron", "packed_attention", "token_positions"]
 
 
 def megatron(module: Any) -> Iterator[Patch]:
-    """dot_product_attention.py:60 refuses context parallelism and :145 packed rows: only transformer-engine's attention
-    has them. Here each rank's queries see the keys of all ranks' shares. Nor does it have the two head sizes of latent
-    attention (multi_latent_attention.py:210)."""
+    """Give Megatron's own attention context parallelism, packed rows, and two head sizes.
+
+    dot_product_attention.py:60 refuses the first and :145 the second, and multi_latent_attention.py:210 needs the
+    third: on GPUs, transformer-engine has them. Here each rank's queries attend to the keys of all ranks.
+    """
     groups = importlib.import_module("megatron.core.parallel_state")
 
     def init(original: Any) -> Any:
         def make(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
-            alone = copy.copy(config)
-            alone.context_parallel_size = 1
+            without_cp = copy.copy(config)
+            without_cp.context_parallel_size = 1
             sizes = [kwargs.pop(name, None) for name in ("k_channels", "v_channels")]
-            original(self, alone, *args, **kwargs)
+            original(self, without_cp, *args, **kwargs)
             self.has_two_head_sizes = sizes[0] != sizes[1]
 
         return make
@@ -48,7 +50,7 @@ def megatron(module: Any) -> Iterator[Patch]:
             else:
                 offsets = packed_seq_params.cu_seqlens_q_padded.tolist()
                 query, key, value = (part.unsqueeze(1) for part in (query, key, value))  # [T, heads, width]
-            mask = attended(
+            output = packed_attention(
                 *(query, key, value),
                 offsets,
                 group,
@@ -56,7 +58,7 @@ def megatron(module: Any) -> Iterator[Patch]:
                 window=self.scale_mask_softmax.window_size,
                 sink=self.softmax_offset,
             )
-            return mask.flatten(2) if packed_seq_params is None else mask.flatten(1)
+            return output.flatten(2) if packed_seq_params is None else output.flatten(1)
 
         return attend
 
@@ -64,7 +66,7 @@ def megatron(module: Any) -> Iterator[Patch]:
     yield attribute(module.DotProductAttention, "forward", forward)
 
 
-def places(offsets: Sequence[int], rank: int, size: int) -> Any:
+def token_positions(offsets: Sequence[int], rank: int, size: int) -> Any:
     """Return the positions of a rank's tokens in the packed row.
 
     A sequence is cut into ``2 * size`` equal parts, of which a rank has ``rank`` and ``2 * size - 1 - rank``, as in
@@ -80,7 +82,7 @@ def places(offsets: Sequence[int], rank: int, size: int) -> Any:
     return torch.cat(positions)
 
 
-def attended(
+def packed_attention(
     query: Any,
     key: Any,
     value: Any,
@@ -91,43 +93,43 @@ def attended(
     window: tuple[int, int] | None = None,
     sink: Any = None,
 ) -> Any:
-    """Causal attention within each sequence of a packed row, of which each rank holds a share.
+    """Compute causal attention within each sequence of a packed row, of which each rank holds a shard.
 
     Args:
-        query: [T, B, heads, width], this rank's share.
-        key: [T, B, groups, width]; so many heads have one group.
+        query: [T, B, heads, width], this rank's shard.
+        key: [T, B, groups, width]; heads / groups neighbouring heads share one group.
         value: [T, B, groups, value width].
-        offsets: where in the whole row the sequences begin, and its end.
+        offsets: positions in the whole row at which the sequences begin, and the end of the row.
         group: context-parallel process group.
-        scale: of the scores.
-        window: how many tokens before its own a query sees at most, -1 for all; and after, which is ignored.
-        sink: [heads], a score without a value, or None.
+        scale: factor of the scores.
+        window: how many tokens before its own a query sees at most, -1 for all; the second number is ignored.
+        sink: [heads], the score of an attention sink, which has no value; or None.
 
     Returns:
         [T, B, heads, value width].
     """
     torch = importlib.import_module("torch")
-    positions = [places(offsets, rank, group.size()) for rank in range(group.size())]
-    mine, all_ranks = positions[group.rank()], torch.cat(positions)
+    positions = [token_positions(offsets, rank, group.size()) for rank in range(group.size())]
+    own, all_ranks = positions[group.rank()], torch.cat(positions)
     starts = torch.tensor(offsets[1:-1])
-    sequence, of_keys = (torch.bucketize(part, starts, right=True) for part in (mine, all_ranks))
-    behind = mine[:, None] - all_ranks[None, :]
+    sequence, of_keys = (torch.bucketize(part, starts, right=True) for part in (own, all_ranks))
+    behind = own[:, None] - all_ranks[None, :]
     visible = (sequence[:, None] == of_keys[None, :]) & (behind >= 0)
     if window is not None and window[0] >= 0:
         visible &= behind <= window[0]
     keys, values = (
-        _gathered(part, group).repeat_interleave(query.shape[2] // part.shape[2], dim=2) for part in (key, value)
+        _all_gather(part, group).repeat_interleave(query.shape[2] // part.shape[2], dim=2) for part in (key, value)
     )
     scores = torch.einsum("qbhd,kbhd->bhqk", query.float(), keys.float()) * scale
     scores = scores.masked_fill(~visible, -torch.inf)
     if sink is not None:
         scores = torch.cat([scores, sink.float().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)], dim=-1)
-    shares = scores.softmax(dim=-1)[..., : len(all_ranks)]
-    return torch.einsum("bhqk,kbhd->qbhd", shares, values.float()).to(query.dtype)
+    probabilities = scores.softmax(dim=-1)[..., : len(all_ranks)]
+    return torch.einsum("bhqk,kbhd->qbhd", probabilities, values.float()).to(query.dtype)
 
 
-def _gathered(part: Any, group: Any) -> Any:
-    """Concatenation of all ranks' shards in rank order; a shard's gradient is summed over all ranks."""
+def _all_gather(part: Any, group: Any) -> Any:
+    """Concatenate all ranks' shards in rank order; the gradient of a shard is summed over all ranks."""
     torch = importlib.import_module("torch")
     dist = torch.distributed
     if group.size() == 1:

@@ -1,4 +1,4 @@
-"""Shims of torch: the CPU wherever NeMo-RL names CUDA."""
+"""Shims of torch: the CPU wherever a host names CUDA."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _METHODS = ("new_zeros", "new_empty", "new_ones", "new_full", "new_tensor")
 
 
 def torch(module: Any) -> Iterator[Patch]:
-    """Yield all patches of torch: dtensor_policy_worker.py, base_policy_worker.py and others need them."""
+    """Yield all patches of torch, which NeMo-RL's workers, Megatron and vLLM need."""
     yield from _devices(module)
-    yield from _card(module)
+    yield from _gpu(module)
     yield from _groups(module)
 
 
 def _devices(torch: Any) -> Iterator[Patch]:
-    """Tensors and modules made on, and moved to, a device.
+    """Yield patches that create tensors and modules on the CPU, and leave them there.
 
     dtensor_policy_worker.py:618,704,999,1069, parallelize.py:855,867: factories with device="cuda"; :172 and
     model_utils.py: pin_memory=True; :652,1961,1985,2047: .to("cuda"); :675,739,759,1090,1966, model_utils.py:1690:
@@ -40,7 +40,7 @@ def _devices(torch: Any) -> Iterator[Patch]:
             return "cpu" if device.split(":")[0] == "cuda" else device
         if isinstance(device, torch.device):
             return torch.device("cpu") if device.type == "cuda" else device
-        # An int is never anything here but torch.cuda.current_device()'s answer.
+        # An int is the index of a GPU, from torch.cuda.current_device().
         return torch.device("cpu") if isinstance(device, int) and not isinstance(device, bool) else device
 
     def on_cpu(kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -70,9 +70,8 @@ def _devices(torch: Any) -> Iterator[Patch]:
     def context(original: Callable[..., Any]) -> Callable[..., Any]:
         return lambda self, device: original(self, cpu(device))
 
-    # `with torch.device("meta")` knows the factories by their identity, and looks them up once: so before they are
-    # replaced. Otherwise transformers' from_pretrained leaves the frequencies of rotary embeddings as they come from
-    # the allocator.
+    # `with torch.device("meta")` recognises factories by identity, from a list that it makes once: here, before they
+    # are replaced. Otherwise transformers' from_pretrained leaves the frequencies of rotary embeddings uninitialised.
     contexts = importlib.import_module("torch.utils._device")
     contexts._device_constructors()
     yield attribute(contexts.DeviceContext, "__init__", context)
@@ -90,7 +89,7 @@ def _devices(torch: Any) -> Iterator[Patch]:
         def init(self: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
             original.__init__(self, cpu(device_type), *args, **kwargs)
 
-        # Some host derives from it, so it stays a class.
+        # A class and not a function, because hosts derive from torch.autocast.
         return type("autocast", (original,), {"__init__": init})
 
     yield attribute(torch, "autocast", autocast)
@@ -130,7 +129,7 @@ class _Stream:
     record = synchronize = wait_stream = wait_event = wait
 
 
-def _card(torch: Any) -> Iterator[Patch]:
+def _gpu(torch: Any) -> Iterator[Patch]:
     """Yield patches of torch.cuda: one GPU without memory.
 
     base_policy_worker.py:114,131,157,173; vllm_backend.py:223,638; policy/utils.py:157-163,382,520; nsys.py:118.
@@ -142,7 +141,7 @@ def _card(torch: Any) -> Iterator[Patch]:
         current[0] = device if isinstance(device, int) else 0
 
     def answering(answer: Any) -> Callable[[Any], Callable[..., Any]]:
-        # A function each: torch._dynamo refuses one object under two names with different rules.
+        # A new function for each name: torch._dynamo refuses one object under two names with different rules.
         return lambda original: lambda *args, **kwargs: answer
 
     nothing = ("synchronize", "empty_cache", "reset_peak_memory_stats", "set_rng_state", "set_stream", "ipc_collect")
@@ -167,7 +166,7 @@ def _card(torch: Any) -> Iterator[Patch]:
 
 
 def _groups(torch: Any) -> Iterator[Patch]:
-    """torch.distributed: gloo for nccl, a mesh of CPUs.
+    """Yield patches of torch.distributed: gloo in place of nccl, and a mesh of CPUs.
 
     dtensor_policy_worker.py:262: init_process_group(backend="nccl"); :409: init_device_mesh("cuda", ...).
     """
@@ -190,7 +189,7 @@ def _groups(torch: Any) -> Iterator[Patch]:
 
         return wait
 
-    def of_cpus(original: Callable[..., Any]) -> Callable[..., Any]:
+    def on_cpus(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def make(device_type: str, *args: Any, **kwargs: Any) -> Any:
             return original("cpu" if device_type == "cuda" else device_type, *args, **kwargs)
@@ -204,5 +203,5 @@ def _groups(torch: Any) -> Iterator[Patch]:
         )
     yield attribute(dist, "new_subgroups_by_enumeration", gloo)
     yield attribute(dist, "barrier", barrier)
-    yield attribute(mesh, "init_device_mesh", of_cpus)
+    yield attribute(mesh, "init_device_mesh", on_cpus)
     yield attribute(dist, "init_device_mesh", lambda original: mesh.init_device_mesh)

@@ -53,10 +53,10 @@ SHIMS: Mapping[str, str] = {
 """By module of a host: the module and function of this package that yield the patches to apply to it."""
 
 _ABSENT_IF_SOURCE_HAS = {"megatron.bridge.peft.lora": "\nimport transformer_engine"}
-"""Modules that are absent only if their source contains this text; later versions do without it."""
+"""By module of :data:`ABSENT`: it counts as absent only if its source contains this text, as early versions do."""
 
 ABSENT: Mapping[str, str] = {
-    # By module: who imports it at its top, without needing it to train a plain model on a CPU.
+    # By module: the import that would fail, in code that training on a CPU does not call.
     "nccl": "nemo_rl/distributed/stateless_process_group.py:23 (nccl4py; see nemo_rl_shim.weights_group)",
     "modelopt": "megatron/bridge: quantisation",
     "megatron.bridge.training.inprocess_restart": ":22 nvidia_resiliency_ext: restarts of CUDA processes",
@@ -103,7 +103,7 @@ class _ShimLoader(importlib.abc.Loader):
         self._shim = shim
 
     def __getattr__(self, name: str) -> object:
-        # is_package, get_source and whatever else importlib's readers ask for.
+        # importlib also calls is_package, get_source and others.
         return getattr(self._loader, name)
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType | None:
@@ -114,16 +114,16 @@ class _ShimLoader(importlib.abc.Loader):
         module.__loader__ = self._loader
         if module.__spec__ is not None:
             module.__spec__.loader = self._loader
-        home, _, function = self._shim.partition(":")
-        # Not at the top of the file: patch imports torch, whose own shim is due only after that import.
+        shim_module, _, function = self._shim.partition(":")
+        # Imported here and not at the top of the file: patch imports torch, and torch has a shim itself.
         from nemo_geomask.hosts.nemo_rl import patch
 
-        home = home if "." in home else f"{_PACKAGE}.{home}"
-        patch.apply_all(getattr(importlib.import_module(home), function)(module))
+        shim_module = shim_module if "." in shim_module else f"{_PACKAGE}.{shim_module}"
+        patch.apply_all(getattr(importlib.import_module(shim_module), function)(module))
 
 
 class MissingModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Import hook for modules that can't be installed here and that nothing calls: every attribute is an empty class.
+    """Import hook for modules that can't be installed here and are never called: each attribute is an empty class.
 
     Args:
         absent: see :data:`ABSENT`; modules that can be imported stay as they are.
@@ -172,7 +172,7 @@ class SuppliedModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
 
     def exec_module(self, module: types.ModuleType) -> None:
-        """Give the module its names."""
+        """Set the module's attributes."""
         vars(module).update(self._modules[module.__name__]())
 
 

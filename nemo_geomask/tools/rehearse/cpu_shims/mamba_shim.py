@@ -1,4 +1,4 @@
-"""Shims of mamba_ssm and causal_conv1d, which are kernels of CUDA's: the same functions in plain torch."""
+"""Functions of mamba_ssm and causal_conv1d, whose kernels need CUDA, in plain torch."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ def _torch() -> Any:
 
 
 def conv(x: Any, weight: Any, bias: Any = None, seq_idx: Any = None, activation: str | None = None) -> Any:
-    """Causal convolution of each channel along the sequence, which does not reach into another packed sequence.
+    """Convolve each channel causally along the sequence, without mixing packed sequences.
 
     Args:
         x: [B, channels, T].
         weight: [channels, width].
         bias: [channels], or None.
-        seq_idx: [B, T], the number of each token's sequence; None for one sequence a row.
+        seq_idx: [B, T], the index of each token's sequence; None if each row is one sequence.
         activation: ``silu``, ``swish`` or None.
 
     Returns:
@@ -57,34 +57,36 @@ def chunk_scan(
     return_final_states: bool = False,
     **unused: Any,
 ) -> Any:
-    """Scan of a state space, as mamba_ssm's ``mamba_chunk_scan_combined``.
+    """Scan a state space, as mamba_ssm's ``mamba_chunk_scan_combined``.
 
-    The state of a head decays by exp(dt A) from token to token and grows by dt B x; the output is C · state + D x. It
-    is computed as the sum over all earlier tokens of the same sequence, [T, T] weights for each head.
+    The state of a head decays by exp(dt A) from token to token and grows by dt B x; the output is C · state + D x. The
+    output is computed as a weighted sum over all earlier tokens of the same sequence, with [T, T] weights per head.
 
     Args:
         x: [B, T, heads, width].
         dt: [B, T, heads].
         A: [heads], negative.
-        B: [B, T, groups, states]; so many heads have one group.
+        B: [B, T, groups, states]; heads / groups neighbouring heads share one group.
         C: [B, T, groups, states].
-        chunk_size: of no effect on the result.
+        chunk_size: unused; it does not change the result.
         D: [heads] or [heads, width], or None.
         z: [B, T, heads, width], whose silu multiplies the output, or None.
         dt_bias: [heads], or None.
         initial_states: must be None.
-        seq_idx: [B, T], the number of each token's sequence; None for one sequence a row.
+        seq_idx: [B, T], the index of each token's sequence; None if each row is one sequence.
         dt_softplus: apply softplus to dt.
         dt_limit: bounds of dt.
         return_final_states: must be False.
-        unused: what concerns kernels alone.
+        unused: options of the kernels.
 
     Returns:
         [B, T, heads, width].
     """
     torch = _torch()
     if initial_states is not None or return_final_states:
-        raise NotImplementedError("a rehearsal's state space is trained, and never continues from a state")
+        raise NotImplementedError(
+            "the shim of mamba_ssm neither continues from a state nor returns one: rehearsals only train with it"
+        )
     heads, length = x.shape[2], x.shape[1]
     step = dt.float() + (0 if dt_bias is None else dt_bias.float())
     step = torch.nn.functional.softplus(step) if dt_softplus else step
@@ -114,7 +116,7 @@ def gated_norm(
     group_size: int | None = None,
     norm_before_gate: bool = True,
 ) -> Any:
-    """RMS norm of groups of channels, multiplied by silu(z) before or after it, as mamba_ssm's ``rmsnorm_fn``."""
+    """Apply an RMS norm to groups of channels, gated by silu(z) before or after it, as mamba_ssm's ``rmsnorm_fn``."""
     torch = _torch()
     gate = 1.0 if z is None else torch.nn.functional.silu(z.float())
     y = x.float() if norm_before_gate else x.float() * gate
@@ -146,7 +148,7 @@ def split_conv_scan(
     norm_before_gate: bool = True,
     **unused: Any,
 ) -> Any:
-    """Convolution, scan, gate and projection in one, as mamba_ssm's ``mamba_split_conv1d_scan_combined``.
+    """Convolve, scan, gate and project, as mamba_ssm's ``mamba_split_conv1d_scan_combined``.
 
     Args:
         zxbcdt: [B, T, 2 inner + 2 groups states + heads]: gate, inputs of the convolution, and dt.
@@ -205,8 +207,8 @@ def _norm_class() -> Any:
         self.register_parameter("bias", None)
 
     def forward(self: Any, x: Any, z: Any = None) -> Any:
-        how = {"eps": self.eps, "group_size": self.group_size, "norm_before_gate": self.norm_before_gate}
-        return gated_norm(x, self.weight, z=z, **how)
+        settings = {"eps": self.eps, "group_size": self.group_size, "norm_before_gate": self.norm_before_gate}
+        return gated_norm(x, self.weight, z=z, **settings)
 
     return type("RMSNorm", (torch.nn.Module,), {"__init__": init, "forward": forward})
 
@@ -223,4 +225,4 @@ MODULES: Mapping[str, Callable[[], Mapping[str, Any]]] = {
     "causal_conv1d": lambda: {"__version__": "1.6.0", "causal_conv1d_fn": conv, "causal_conv1d_update": None},
     "causal_conv1d.causal_conv1d_varlen": lambda: {"causal_conv1d_varlen_states": None},
 }
-"""Modules of both packages, with a function that returns their names."""
+"""Modules of both packages, each with a function that returns its attributes."""

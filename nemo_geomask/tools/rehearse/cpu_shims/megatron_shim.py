@@ -1,4 +1,4 @@
-"""Shims of Megatron-LM and Megatron-Bridge, for what they take from CUDA or transformer-engine."""
+"""Shims of Megatron-LM and Megatron-Bridge, which replace what they use of CUDA and transformer-engine."""
 
 from __future__ import annotations
 
@@ -29,33 +29,33 @@ __all__ = [
 
 
 def jit(module: Any) -> Iterator[Patch]:
-    """megatron/core/jit.py: functions compiled at their first call, 10 s on a CPU."""
+    """Leave functions uncompiled: megatron/core/jit.py compiles each at its first call, which takes 10 s on a CPU."""
     yield attribute(module, "jit_fuser", lambda original: lambda function: function)
 
 
 def random(module: Any) -> Iterator[Patch]:
-    """megatron/core/tensor_parallel/random.py: states of CUDA's generators; Megatron's own tracker that has none."""
+    """Keep no states of CUDA's random generators (tensor_parallel/random.py), by Megatron's tracker for inference."""
 
     def seed(*args: Any, **kwargs: Any) -> None:
         module.initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)
 
     module.initialize_rng_tracker(inference_rng_tracker=True)
     yield attribute(module, "model_parallel_cuda_manual_seed", lambda original: seed)
-    # :118 and :142, of recomputed activations (activation_checkpointing): the CPU's own state is stored beside them.
+    # :118 and :142, for recomputed activations (activation_checkpointing), which store the CPU's own state as well.
     state = importlib.import_module("torch").get_rng_state
     yield attribute(module, "_get_cuda_rng_state", lambda original: lambda *args, **kwargs: state())
     yield attribute(module, "_set_cuda_rng_state", lambda original: lambda *args, **kwargs: None)
 
 
 def buffers(module: Any) -> Iterator[Patch]:
-    """param_and_grad_buffer.py: offloading frees storage that, on a CPU, is the copy as well."""
+    """Offload no buffers (param_and_grad_buffer.py): on a CPU, the freed storage would be that of the copy."""
     for name in ("offload_to_cpu", "reload_from_cpu"):
         if hasattr(module._ParamAndGradBuffer, name):
             yield attribute(module._ParamAndGradBuffer, name, lambda original: lambda self, *args, **kwargs: None)
 
 
 def dispatcher(module: Any) -> Iterator[Patch]:
-    """token_dispatcher.py: split sizes stay tensors where tensors are not on CUDA."""
+    """Convert split sizes to numpy arrays, which token_dispatcher.py does for CUDA tensors alone."""
     torch = importlib.import_module("torch")
 
     def on_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
@@ -65,7 +65,7 @@ def dispatcher(module: Any) -> Iterator[Patch]:
 
 
 def experts(module: Any) -> Iterator[Patch]:
-    """moe_utils.py: a name that only transformer-engine defines, read before it is known whether it is needed."""
+    """Define a name of transformer-engine that moe_utils.py reads even where it calls another function."""
     if not hasattr(module, "te_general_gemm"):
 
         def apply() -> None:
@@ -75,25 +75,28 @@ def experts(module: Any) -> Iterator[Patch]:
 
 
 def norm(module: Any) -> Iterator[Patch]:
-    """torch_norm.py:52: torch's norms refuse sequence parallelism, where they see a share of the tokens; each token has
-    a norm of its own. Megatron sums the gradients of parameters that say so."""
+    """Allow torch's norms under sequence parallelism, which torch_norm.py:52 refuses.
 
-    def over_shares(original: Any) -> Any:
+    Each token is normalised by itself, so a shard of the tokens is no difficulty. Megatron sums the gradients of
+    parameters that are marked as ``sequence_parallel``.
+    """
+
+    def allow_sequence_parallel(original: Any) -> Any:
         def new(cls: Any, config: Any, *args: Any, **kwargs: Any) -> Any:
-            alone = copy.copy(config)
-            alone.sequence_parallel = False
-            norm = original.__new__(original, alone, *args, **kwargs)
+            unsharded = copy.copy(config)
+            unsharded.sequence_parallel = False
+            norm = original.__new__(original, unsharded, *args, **kwargs)
             for parameter in norm.parameters():
                 parameter.sequence_parallel = config.sequence_parallel
             return norm
 
         return type(original.__name__, (original,), {"__new__": new})
 
-    yield attribute(module, "WrappedTorchNorm", over_shares)
+    yield attribute(module, "WrappedTorchNorm", allow_sequence_parallel)
 
 
 def clip_grads(module: Any) -> Iterator[Patch]:
-    """clip_grads.py:174: insists on gradients whose type is called torch.cuda.FloatTensor; the same clipping."""
+    """Clip gradients on a CPU: clip_grads.py:174 accepts only gradients of the type torch.cuda.FloatTensor."""
 
     def clip(parameters: Any, max_norm: float, total_norm: Any, *args: Any, **kwargs: Any) -> None:
         scale = max_norm / (float(total_norm) + 1e-6)
@@ -105,11 +108,13 @@ def clip_grads(module: Any) -> Iterator[Patch]:
 
 
 def initialize(module: Any) -> Iterator[Patch]:
-    """bridge/training/initialize.py:91 (CUDA or nothing), :703 (cards are counted); helpers in C++ for data sets, and
-    kernels warmed up."""
+    """Initialise Megatron without a GPU: bridge/training/initialize.py:91 requires CUDA and :703 counts GPUs.
+
+    The C++ helpers for data sets are not compiled, and no kernels are warmed up.
+    """
     cuda = importlib.import_module("torch").cuda
 
-    def with_a_card(original: Any) -> Any:
+    def claim_a_gpu(original: Any) -> Any:
         def start(*args: Any, **kwargs: Any) -> Any:
             available, count = cuda.is_available, cuda.device_count
             cuda.is_available, cuda.device_count = (lambda: True), (lambda: 1)
@@ -120,29 +125,31 @@ def initialize(module: Any) -> Iterator[Patch]:
 
         return start
 
-    yield attribute(module, "initialize_megatron", with_a_card)
+    yield attribute(module, "initialize_megatron", claim_a_gpu)
     for name in ("compile_helpers", "set_jit_fusion_options"):
         if hasattr(module, name):
             yield attribute(module, name, lambda original: lambda *args, **kwargs: None)
 
 
 def layer_spec(module: Any) -> Iterator[Patch]:
-    """bridge/models/gpt_provider.py:51: layers of transformer-engine's. Megatron's own instead, with the names of
-    parameters that the bridge maps: the norm before a projection belongs to the projection."""
+    """Use Megatron's own layers in place of transformer-engine's (bridge/models/gpt_provider.py:51).
+
+    The parameters keep the names that the bridge maps, where the norm before a projection is part of the projection.
+    """
 
     yield attribute(module, "transformer_engine_layer_spec", lambda original: _local_spec)
 
 
 _FUSED = (
-    # llama_bridge.py:60 and qwen3_moe_bridge.py:62,67 set them, whatever the recipe has; transformer_config.py:2250 and
-    # :2732 refuse the first three without transformer-engine, and the others need streams or Apex.
+    # llama_bridge.py:60 and qwen3_moe_bridge.py:62,67 switch these on whatever the recipe says. The first three need
+    # transformer-engine (transformer_config.py:2250, :2732), the others CUDA streams or Apex.
     *("apply_rope_fusion", "moe_permute_fusion", "moe_grouped_gemm"),
     *("moe_shared_expert_overlap", "gradient_accumulation_fusion", "persist_layer_norm"),
 )
 
 
 def fusions(module: Any) -> Iterator[Patch]:
-    """bridge/models/transformer_config.py:165,242: a bridge's own settings for kernels, when a model is imported."""
+    """Switch off the fused kernels that a bridge enables itself (bridge/models/transformer_config.py:165,242)."""
 
     def without_fusion(original: Any) -> Any:
         def finalize(self: Any) -> None:
@@ -159,8 +166,10 @@ def fusions(module: Any) -> Iterator[Patch]:
 
 
 def latent_experts(module: Any) -> Iterator[Patch]:
-    """moe_layer.py:266: projections to the experts' smaller size are transformer-engine's; here each rank has all of
-    one, as there."""
+    """Replace transformer-engine's projections to and from the experts' smaller size (moe_layer.py:266).
+
+    Each rank holds the whole projection, as there.
+    """
     if not hasattr(module, "HAVE_TE"):
         return
     if not hasattr(module, "TELinear"):
@@ -183,13 +192,13 @@ def _duplicated_linear() -> Any:
     def forward(self: Any, values: Any) -> Any:
         return torch.nn.functional.linear(values, self.weight, self.bias), None
 
-    # The bridge knows by the class's name, and by parallel_mode, that each rank has the whole weight.
+    # The bridge recognises a weight that each rank holds whole by the class's name and parallel_mode.
     names = {"__init__": init, "forward": forward, "parallel_mode": "duplicated"}
     return type("TELinear", (torch.nn.Module,), names)
 
 
 def yarn(module: Any) -> Iterator[Patch]:
-    """yarn_rotary_pos_embedding.py:78, of latent attention: a device by its number, which torch knows of no CPU."""
+    """Create YaRN's frequencies on the CPU: yarn_rotary_pos_embedding.py:78 passes the index of a GPU as device."""
 
     def on_cpu(original: Any) -> Any:
         def init(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -201,13 +210,13 @@ def yarn(module: Any) -> Iterator[Patch]:
 
 
 def final_norm(module: Any) -> Iterator[Patch]:
-    """hybrid_block.py:223: a norm of transformer-engine's, which no layer specification replaces."""
+    """Replace transformer-engine's final norm (hybrid_block.py:223), which is not part of a layer specification."""
     norm = importlib.import_module("megatron.core.transformer.torch_norm").WrappedTorchNorm
     yield attribute(module, "TENorm", lambda original: norm)
 
 
 def hybrid_spec(module: Any) -> Iterator[Patch]:
-    """bridge/models/hybrid/hybrid_provider.py:76: layers of transformer-engine's, as in :func:`layer_spec`."""
+    """Use Megatron's own layers in hybrid models (models/hybrid/hybrid_provider.py:76), as :func:`layer_spec`."""
     yield attribute(module, "transformer_engine_hybrid_stack_spec", lambda original: _local_hybrid_spec)
 
 
@@ -227,7 +236,7 @@ def _local_hybrid_spec() -> Any:
     dense = stack.MLPSubmodules(linear_fc1=normed, linear_fc2=row)
     experts = moe.get_moe_module_spec(use_te=False, num_experts=8, moe_grouped_gemm=False)
     layer = stack.TransformerLayerSubmodules
-    # Layers of other kinds stay out: a specification is copied, and mocks of transformer-engine's can't be.
+    # No other kinds of layers: a specification is deep-copied, which transformer-engine's missing classes can't be.
     layers = stack.HybridStackSubmodules(
         mamba_layer=spec(stack.MambaLayer, submodules=stack.MambaLayerSubmodules(mixer=mixer, mamba_bda=add)),
         attention_layer=spec(
@@ -268,7 +277,9 @@ def _normed_projection() -> Any:
     column: Any = importlib.import_module("megatron.core.tensor_parallel").ColumnParallelLinear
 
     def init(self: Any, input_size: int, output_size: int, *, config: Any, **kwargs: Any) -> None:
-        kwargs.pop("pg_collection", None)  # of a state space's projection; transformer-engine's alone take it
+        kwargs.pop(
+            "pg_collection", None
+        )  # passed for a state space's projection; only transformer-engine's layers take it
         column.__init__(self, input_size, output_size, config=config, **kwargs)
         self.layer_norm_weight = torch.nn.Parameter(torch.ones(input_size, dtype=config.params_dtype))
         self.layer_norm_weight.sequence_parallel = config.sequence_parallel
@@ -279,5 +290,5 @@ def _normed_projection() -> Any:
         normed = torch.nn.functional.rms_norm(input_.float(), (input_.shape[-1],), weight, self.epsilon)
         return column.forward(self, normed.to(input_.dtype), *args, **kwargs)
 
-    # The bridge knows its mapping by the class's name.
+    # The bridge chooses a parameter's mapping by the class's name.
     return type("TELayerNormColumnParallelLinear", (column,), {"__init__": init, "forward": forward})

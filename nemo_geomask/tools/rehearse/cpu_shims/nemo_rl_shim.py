@@ -1,4 +1,4 @@
-"""Shims of NeMo-RL: names of GPUs, and weights on their way from trainer to sampler."""
+"""Shims of NeMo-RL: identities of GPUs, and the transfer of weights from trainer to sampler."""
 
 from __future__ import annotations
 
@@ -27,16 +27,17 @@ __all__ = [
 IDENTITY = "NEMO_GEOMASK_REHEARSAL"
 """Environment variable with an identifier that is unique to this rehearsal."""
 
-_MEMORY = 1 << 28
-# Ports that NeMo-RL reserves for engines, less those of the last four engines of a machine.
-_PORTS = 1200
-_PATIENCE = datetime.timedelta(minutes=3)
+_FREE_MEMORY = 1 << 28
+# Size of the range of ports that NeMo-RL reserves for engines, without those of the last four engines of a machine.
+_PORT_RANGE = 1200
+_TIMEOUT = datetime.timedelta(minutes=3)
 
 
 def nvml(module: Any) -> Iterator[Patch]:
-    """base_policy_worker.py:128,155, vllm_backend.py:289, vllm_worker.py:358,600: a card's name and its memory.
+    """Answer with an identity and a memory for each GPU that Ray claims to have.
 
-    The name is that of the socket over which a trainer and the sampler on the same card meet: both must say the same.
+    base_policy_worker.py:128,155, vllm_backend.py:289 and vllm_worker.py:358,600 ask for them. The identity is part of
+    the name of the socket between a trainer and the sampler on the same GPU, so both must give the same.
     """
 
     def uuid(index: int | None = None) -> str:
@@ -46,19 +47,22 @@ def nvml(module: Any) -> Iterator[Patch]:
         return f"CPU-{os.environ.get(IDENTITY, '0')}-{int(float(card))}"
 
     yield attribute(module, "get_device_uuid", lambda original: uuid)
-    yield attribute(module, "get_free_memory_bytes", lambda original: lambda index=None: _MEMORY)
+    yield attribute(module, "get_free_memory_bytes", lambda original: lambda index=None: _FREE_MEMORY)
     if hasattr(module, "log_gpu_memory_diagnostics"):
         yield attribute(module, "log_gpu_memory_diagnostics", lambda original: lambda *args, **kwargs: None)
 
 
 def ranges(module: Any) -> Iterator[Patch]:
-    """nsys.py:88 (v0.6.0): ranges for a card's profiler. A method inside one is pickled by value, with every module of
-    torch that its names could mean; torch 2.13's torch.distributed.config can't be."""
+    """Leave methods without ranges for the profiler of a GPU (nsys.py:88 of v0.6.0).
+
+    A method with such a range is pickled by value, with all modules of torch that it may refer to, and torch 2.13's
+    torch.distributed.config can't be pickled.
+    """
     yield attribute(module, "wrap_with_nvtx_name", lambda original: lambda name: lambda function: function)
 
 
 def policy_utils(module: Any) -> Iterator[Patch]:
-    """policy/utils.py:248,553: CUDA's handles of shared memory. The tensor itself goes over the same socket."""
+    """Send the tensor itself over the socket, in place of CUDA's handle of shared memory (policy/utils.py:248,553)."""
 
     def handle(original: Any) -> Any:
         return lambda tensor: (tensor.detach().clone(),)
@@ -71,7 +75,10 @@ def policy_utils(module: Any) -> Iterator[Patch]:
 
 
 def numa(module: Any) -> Iterator[Patch]:
-    """dtensor_policy_worker.py:230, vllm_worker.py:283, vllm_backend.py:223: processes bound near their card."""
+    """Bind no process to the cores near its GPU.
+
+    dtensor_policy_worker.py:230, vllm_worker.py:283 and vllm_backend.py:223 do.
+    """
     for name, answer in (("bind_to_gpu_numa", False), ("resolve_visible_gpu_id", None)):
         if hasattr(module, name):
             yield attribute(module, name, functools.partial(_constant, answer))
@@ -82,28 +89,32 @@ def _constant(answer: Any, original: Any) -> Any:
 
 
 def ports(module: Any) -> Iterator[Patch]:
-    """virtual_cluster.py:117, vllm_worker.py:219: engines look for free ports from one number on, each run's the same,
-    and bind them later. On cards one run has the machine; of two rehearsals on one, begun together, one would fail."""
+    """Give each rehearsal its own range of ports for engines.
+
+    NeMo-RL (virtual_cluster.py:117, vllm_worker.py:219) looks for free ports from a fixed number on, and binds them
+    later. Of two rehearsals that start together on one machine, one would fail.
+    """
     name = "DEFAULT_VLLM_PORT_RANGE_LOW"
-    if hasattr(module, name):  # v0.6.0 takes any that is free
-        offset = int(os.environ.get(IDENTITY, "0"), 16) % _PORTS
+    if hasattr(module, name):  # v0.6.0 takes any free port
+        offset = int(os.environ.get(IDENTITY, "0"), 16) % _PORT_RANGE
         yield attribute(module, name, lambda original: original + offset)
 
 
 def data_plane(module: Any) -> Iterator[Patch]:
-    """data_plane/adapters/transfer_queue.py:139: for TransferQueue's actors Ray is to install it once more, as
-    nemo-rl's metadata have it, from the network; here all processes share one environment."""
+    """Install nothing for TransferQueue's actors: here all processes share one environment.
+
+    data_plane/adapters/transfer_queue.py:139 has Ray install TransferQueue for them from the network.
+    """
     yield attribute(module, "_patch_tq_actor_runtime_env", lambda original: lambda: None)
 
 
 def packed_tensor(module: Any) -> Iterator[Patch]:
-    """packed_tensor.py:27: the size of a transfer, a share of the card's memory."""
+    """Fix the size of a transfer of weights, which packed_tensor.py:27 derives from the GPU's memory."""
     yield attribute(module, "get_target_packed_tensor_size", lambda original: lambda: 1 << 24)
 
 
 def weights_group(module: Any) -> Iterator[Patch]:
-    """stateless_process_group.py:23: trainer and sampler on cards of their own share a group of nccl4py's; here
-    gloo's."""
+    """Use gloo between a trainer and a sampler on different GPUs; stateless_process_group.py:23 uses nccl4py."""
     dist: Any = importlib.import_module("torch.distributed")
 
     class Gloo:
@@ -114,7 +125,7 @@ def weights_group(module: Any) -> Iterator[Patch]:
 
         def init_nccl_communicator(self, device: Any, *, peer: str = "nemo") -> None:
             store = dist.PrefixStore("weights", self._store)
-            self._group = dist.ProcessGroupGloo(store, self.rank, self.world_size, _PATIENCE)
+            self._group = dist.ProcessGroupGloo(store, self.rank, self.world_size, _TIMEOUT)
 
         def broadcast(self, tensor: Any, src: int, stream: Any = None) -> None:
             options = dist.BroadcastOptions()

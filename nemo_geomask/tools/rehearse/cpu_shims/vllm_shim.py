@@ -1,4 +1,4 @@
-"""Shims of vLLM's CPU build: weights that can be replaced, and routes that are reported."""
+"""Shims of vLLM's CPU build: weights that a refit can replace, and routed experts that are reported."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ __all__ = ["arguments", "experts", "fused_experts", "layers", "moe_config", "req
 
 
 def arguments(module: Any) -> Iterator[Patch]:
-    """vllm_worker.py:590: enable_sleep_mode=True, which no platform has but CUDA's.
+    """Switch off sleep mode, which vllm_worker.py:590 enables and only CUDA supports.
 
-    Not on NeMo-RL's worker: Ray copies an actor's methods when it is decorated.
+    NeMo-RL's worker itself can't be patched: Ray copies an actor's methods when the class is decorated.
     """
 
     def post_init(original: Any) -> Any:
@@ -32,8 +32,11 @@ def arguments(module: Any) -> Iterator[Patch]:
 
 
 def layers(module: Any) -> Iterator[Patch]:
-    """vllm/model_executor/layers/utils.py: kernels for CPUs keep a packed copy of the weight and drop the weight, so
-    that new weights have nowhere to go. Here it stays, and is read at every call."""
+    """Keep the weights of linear layers, and read them at every call.
+
+    vLLM's CPU kernels (vllm/model_executor/layers/utils.py) pack a copy and free the weight, so that a refit could not
+    replace it.
+    """
     from torch.nn.functional import linear
 
     def dispatch(layer: Any, remove_weight: bool) -> None:
@@ -43,7 +46,7 @@ def layers(module: Any) -> Iterator[Patch]:
 
 
 def experts(module: Any) -> Iterator[Patch]:
-    """vllm/.../cpu_fused_moe.py: packed weights of experts replace the parameters, as in :func:`layers`."""
+    """Keep the weights of experts, as :func:`layers`, and let them have Nemotron's activation (cpu_fused_moe.py)."""
     yield attribute(module.CPUFusedMOE, "check_grouped_gemm", lambda original: lambda self, layer: (False, "none"))
     if hasattr(module.CPUFusedMOE, "_pad_moe_intermediate_for_grouped_gemm"):
         name = "_pad_moe_intermediate_for_grouped_gemm"
@@ -52,33 +55,35 @@ def experts(module: Any) -> Iterator[Patch]:
     if hasattr(activations, "RELU2_NO_MUL"):
         more = {activations.RELU2_NO_MUL: lambda x: x.relu().square()}
         yield attribute(module, "_CPU_MOE_ACT_FN", lambda original: {**original, **more})
-    yield attribute(module, "select_experts", _choosing)
+    yield attribute(module, "select_experts", _with_one_group)
 
 
-def _choosing(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Choose experts by sigmoids, or with a bias, without groups: as with one group of all experts."""
+def _with_one_group(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Select experts by sigmoid or with a bias also where they have no groups, as one group of all experts."""
 
     @functools.wraps(original)
     def choose(hidden_states: Any, router_logits: Any, top_k: int, *args: Any, **kwargs: Any) -> Any:
         parameters = list(inspect.signature(original).parameters)[3:]
-        how = {**dict(zip(parameters, args, strict=False)), **kwargs}
-        is_plain = how.get("scoring_func", "softmax") == "softmax" and how.get("e_score_correction_bias") is None
-        if not how.get("use_grouped_topk") and how.get("custom_routing_function") is None and not is_plain:
-            how |= {"use_grouped_topk": True, "num_expert_group": 1, "topk_group": 1}
-        return original(hidden_states, router_logits, top_k, **how)
+        settings = {**dict(zip(parameters, args, strict=False)), **kwargs}
+        is_plain = (
+            settings.get("scoring_func", "softmax") == "softmax" and settings.get("e_score_correction_bias") is None
+        )
+        if not settings.get("use_grouped_topk") and settings.get("custom_routing_function") is None and not is_plain:
+            settings |= {"use_grouped_topk": True, "num_expert_group": 1, "topk_group": 1}
+        return original(hidden_states, router_logits, top_k, **settings)
 
     return choose
 
 
 def moe_config(module: Any) -> Iterator[Patch]:
-    """fused_moe/config.py:1370: experts without a gate, as Nemotron's, are refused on CPUs; see :func:`experts`."""
+    """Allow experts without a gate, as Nemotron's, on CPUs: fused_moe/config.py:1370 refuses them."""
 
     def allowing(original: Any) -> Any:
         def post_init(self: Any) -> None:
             try:
                 original(self)
             except NotImplementedError:
-                # Its last statement; nothing is left undone.
+                # The refusal is its last statement, so that nothing is left undone.
                 if self.is_act_and_mul:
                     raise
 
@@ -88,7 +93,7 @@ def moe_config(module: Any) -> Iterator[Patch]:
 
 
 def fused_experts(module: Any) -> Iterator[Patch]:
-    """NeMo-RL v0.7.0's vllm/quantization/fp8.py imports a class that vLLM 0.20 had and 0.27 has no more."""
+    """Define a class that NeMo-RL v0.7.0's vllm/quantization/fp8.py imports and that vLLM 0.27 no longer has."""
     if not hasattr(module, "FusedMoE"):
 
         def apply() -> None:
@@ -98,9 +103,11 @@ def fused_experts(module: Any) -> Iterator[Patch]:
 
 
 def requests(module: Any) -> Iterator[Patch]:
-    """vllm_worker_async.py:1121: concurrent requests draw from one generator in the order in which they happen to come,
-    so that no two runs sample the same. Here each has its own, seeded by the engine's seed, the prompt and how often it
-    was asked before."""
+    """Seed each request of an asynchronous engine, so that two runs sample the same responses.
+
+    Concurrent requests (vllm_worker_async.py:1121) would draw from one generator in their order of arrival. Here the
+    seed of each follows from the engine's seed, the prompt, and the number of earlier requests for the same prompt.
+    """
     request_counts: Counter[str] = Counter()
 
     def seeding(original: Any) -> Any:
@@ -120,8 +127,10 @@ def requests(module: Any) -> Iterator[Patch]:
 
 
 def routes(module: Any) -> Iterator[Patch]:
-    """gpu_model_runner.py, _bind_routed_experts_capturer: experts for CPUs choose the routes themselves and do
-    not report them, so that router replay is refused. Here the same function chooses them once more, to report them."""
+    """Report the routed experts, which router replay needs (gpu_model_runner.py, _bind_routed_experts_capturer).
+
+    vLLM's CPU kernels select them without reporting them. Here the same function selects them once more for the report.
+    """
 
     def bind(original: Any) -> Any:
         def bound(self: Any, capturer: Any) -> None:
@@ -129,7 +138,7 @@ def routes(module: Any) -> Iterator[Patch]:
             for layer in self.model.modules():
                 if isinstance(layer, runner):
                     method = layer._quant_method
-                    # Not the function that it calls: new weights replace that one.
+                    # The method and not the function that it calls: a refit replaces that one.
                     method.apply_monolithic = _reporting(method.apply_monolithic, layer.layer_id, capturer)
 
         return bound
