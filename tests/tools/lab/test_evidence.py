@@ -212,7 +212,7 @@ def test_recorded_tokens_are_split_into_shares_of_a_whole(tmp_path):
     mask, gen = rows * torch.tensor([0.0, 1.0, 1.0, 1.0]), rows * torch.tensor([0.0, -0.05, -1.0, -5.0])
     batch = {"input_ids": torch.ones(20, 4, dtype=torch.long), "input_lengths": torch.full((20,), 4)}
     batch |= {"token_mask": mask, "sample_mask": rows[:, 0], "generation_logprobs": gen, "rewards": rows[:, 0]}
-    batch["prev_logprobs"] = gen + torch.tensor([0.0, 0.1, 0.1, -0.2])
+    batch["prev_logprobs"] = gen + torch.tensor([0.0, -0.1, 0.1, -0.2])
     batch["advantages"] = mask
     recorder.record(1, batch)
     # Too few to speak of a mean.
