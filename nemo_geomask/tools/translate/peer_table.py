@@ -1,6 +1,6 @@
-"""Types and functions for the modules in ``peers``: another system's settings, and their conversion to ours.
+"""Description of a peer, and the steps into which a peer's settings are converted.
 
-A peer is another RL system whose settings can be translated.
+A peer is another RL system whose settings can be translated; each has a module in ``peers``.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = [
     "Peer",
     "PeerSettings",
     "Remark",
-    "by_value",
+    "convert_value",
     "weight_settings",
     "without_counterpart",
 ]
@@ -30,7 +30,7 @@ NO_BOUND = 1e30
 
 
 class Assign(NamedTuple):
-    """Assignment of a value to one field of ``loss_fn``.
+    """One field of the translated ``loss_fn`` block, with its value.
 
     Attributes:
         key: name of the field; an assignment to ``masks`` adds one mask to the list.
@@ -44,26 +44,27 @@ class Assign(NamedTuple):
 
 
 class Remark(NamedTuple):
-    """Difference between the peer's loss and the ``loss_fn`` block that remains after the translation.
+    """Sentence for the output: what the translated block does differently from the peer's loss.
 
     Attributes:
-        text: the difference, in a sentence.
-        not_expressed: the peer's settings that have no counterpart; empty for a difference in detail.
+        text: the sentence.
+        lost_keys: the peer's settings that the block cannot express, which makes the exit status 1; empty for a
+            difference in detail.
     """
 
     text: str
-    not_expressed: tuple[str, ...] = ()
+    lost_keys: tuple[str, ...] = ()
 
 
 Conversion = Iterator[Assign | Remark]
-"""Assignments and remarks into which a peer's settings are converted, in any order."""
+"""What a peer's ``convert`` yields: the fields of the block and the remarks, in any order."""
 
 
 class PeerSettings:
-    """A peer's settings by full name; a missing one has the peer's default.
+    """A peer's settings by full name, with the peer's default for each that the files do not contain.
 
     Attributes:
-        read_keys: names of the settings that have been read.
+        read_keys: names of the settings that ``convert`` has used so far.
     """
 
     def __init__(self, defaults: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
@@ -139,7 +140,8 @@ class Peer:
         """Return the full name of a setting; None if the system has no such setting.
 
         Args:
-            key: the full name, only its last parts, or the full name after a longer path.
+            key: the full name (``trainer.loss.type``), its last parts (``loss.type``), or a path that ends with it
+            (``config.trainer.loss.type``).
         """
         key = key.replace("/", ".")
         for full in (*self.defaults, *self.outside_loss_fn):
@@ -161,8 +163,8 @@ class Peer:
         return {key: nested(value) if isinstance(value, dict) else value for key, value in grouped.items()}
 
 
-def by_value(settings: PeerSettings, key: str, table: Mapping[Any, Sequence[Assign | Remark]]) -> Conversion:
-    """Yield the entry of ``table`` for a setting's value; a value without an entry is not expressed."""
+def convert_value(settings: PeerSettings, key: str, table: Mapping[Any, Sequence[Assign | Remark]]) -> Conversion:
+    """Yield the items that ``table`` has for a setting's value; for a value that it lacks, a remark that says so."""
     value = settings[key]
     if value in table:
         yield from table[value]
@@ -172,11 +174,11 @@ def by_value(settings: PeerSettings, key: str, table: Mapping[Any, Sequence[Assi
 
 
 def without_counterpart(settings: PeerSettings, neutral: Mapping[str, tuple[Sequence[Any], str]]) -> Conversion:
-    """Yield a remark for each setting that has no counterpart and a value with an effect.
+    """Yield a remark for each setting that this package lacks, if its value has an effect in the peer.
 
     Args:
         settings: settings of the peer.
-        neutral: by key, the values without effect, and a description of what any other value does.
+        neutral: for each key, the values without effect, and why any other value is not expressed.
     """
     for key, (values, effect) in neutral.items():
         if settings[key] not in values:

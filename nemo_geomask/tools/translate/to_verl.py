@@ -64,7 +64,8 @@ def to_verl(loss_fn: Mapping[str, Any]) -> BackTranslation:
     Args:
         loss_fn: as :func:`nemo_geomask.build_loss` takes it.
 
-    Raises: ConfigError: the block is invalid.
+    Raises:
+        ConfigError: the block is invalid.
     """
     loss, remarks = _as_verl_objective(build_with_warnings(dict(loss_fn))[0])
     settings = {key: value for key, value in _settings(loss) if value != PEER.defaults[key]}
@@ -102,10 +103,10 @@ def _settings(loss: PolicyLoss) -> Iterator[tuple[str, Any]]:
     rules = list(config.mask_rules)
     is_on_gen, is_forced = config.ratio_anchor == "gen", config.force_on_policy_ratio
     mode = _MODES.get(config.name, "vanilla")
-    dual: float | None = config.ratio_clip_c
+    clip_c: float | None = config.ratio_clip_c
     low, high = config.ratio_clip_min, config.ratio_clip_max
     if mode == "cispo" and low == 1 and (dppo := [rule for rule in rules if rule.label in ("dppo_tv", "dppo_kl")]):
-        mode, low, high, dual = dppo[0].label, -dppo[0].low, dppo[0].high, high + 1
+        mode, low, high, clip_c = dppo[0].label, -dppo[0].low, dppo[0].high, high + 1
         rules.remove(dppo[0])
     if mode == "geo_mean":
         low, high = -math.log(1 - low) if low < 1 else math.inf, math.log(1 + high)
@@ -120,7 +121,7 @@ def _settings(loss: PolicyLoss) -> Iterator[tuple[str, Any]]:
             yield _ACTOR + "clip_ratio_low", low
         yield _ACTOR + "clip_ratio_high", high
     if not is_reinforce and mode in ("vanilla", "dppo_tv", "dppo_kl"):
-        yield _ACTOR + "clip_ratio_c", _UNBOUNDED if dual is None else dual
+        yield _ACTOR + "clip_ratio_c", _UNBOUNDED if clip_c is None else clip_c
     yield _RC + "bypass_mode", is_on_gen or is_reinforce
     yield _ACTOR + "policy_loss.loss_mode", mode
     if mode == "sapo":

@@ -22,8 +22,6 @@ __all__ = ["PEERS", "Translation", "translate", "translate_files"]
 
 _WIDTH = 120
 _LARGE_SECTION = 8
-_NO_SECTION = ("\n",)
-"""Sections of a peer that declares none; no key ends with a line break."""
 
 
 @dataclass(frozen=True)
@@ -109,12 +107,12 @@ def translate(settings: Mapping[str, Any], peer: str | None = None) -> Translati
     Raises:
         ConfigError: no system, or more than one, has such settings; or a value has the wrong type.
     """
-    written = flat(settings)
-    system = _recognise(written, peer)
-    written = system.regroup_mappings(_fill_preset(system, written))
-    full_names = {key: system.full_name(key) for key in written}
+    by_name = flat(settings)
+    system = _recognise(by_name, peer)
+    by_name = system.regroup_mappings(_fill_preset(system, by_name))
+    full_names = {key: system.full_name(key) for key in by_name}
     loss_settings = {
-        full: written[key] for key, full in full_names.items() if full is not None and full in system.defaults
+        full: by_name[key] for key, full in full_names.items() if full is not None and full in system.defaults
     }
     peer_settings = PeerSettings(system.defaults, loss_settings)
     fields: dict[str, Any] = {}
@@ -122,27 +120,28 @@ def translate(settings: Mapping[str, Any], peer: str | None = None) -> Translati
     masks: list[Any] = []
     not_expressed: list[str] = []
     differences: list[str] = []
-    for line in system.convert(peer_settings):
-        if isinstance(line, Remark):
-            (not_expressed if line.not_expressed else differences).append(line.text)
+    for item in system.convert(peer_settings):
+        if isinstance(item, Remark):
+            (not_expressed if item.lost_keys else differences).append(item.text)
             continue
-        key = line.key
+        key = item.key
         if key == "masks":
             key = f"masks[{len(masks)}]"
-            masks.append(line.value)
+            masks.append(item.value)
         else:
-            fields[key] = line.value
-        if line.note:
-            notes[key] = line.note
+            fields[key] = item.value
+        if item.note:
+            notes[key] = item.note
     not_read: list[str] = []
     for key in (key for key, full in full_names.items() if full is None):
         section, _, name = key.rpartition(".")
-        if name == "_target_" or not section.endswith(system.sections or _NO_SECTION):  # _target_ is Hydra's
+        is_loss_section = bool(system.sections) and section.endswith(system.sections)
+        if name == "_target_" or not is_loss_section:  # Hydra writes _target_ into every section
             not_read.append(key)
             continue
         guess = nearest(name, [full.rpartition(".")[2] for full in system.defaults])
         not_expressed.append(f"{key}: unknown" + (f"; did you mean '{guess}'?" if guess else f" at {system.source}"))
-    fields.setdefault("name", "clipped_pg")  # if the peer's objective is unknown, which not_expressed then states
+    fields.setdefault("name", "clipped_pg")  # where the peer's objective has no counterpart, which not_expressed says
     order = list(LossConfig.model_fields)
     block = {key: fields[key] for key in sorted(fields, key=order.index)} | ({"masks": masks} if masks else {})
     build_with_warnings(block)  # raises if a value is out of range here

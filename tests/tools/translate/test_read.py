@@ -1,4 +1,4 @@
-"""Settings as scripts, programs and files write them."""
+"""Settings as read from shell scripts, Python programs and configuration files."""
 
 import shlex
 
@@ -10,7 +10,7 @@ from nemo_geomask.tools.translate import translate_files
 from nemo_geomask.tools.translate.settings_reader import parse_words, read_settings
 
 
-def of_line(text):
+def settings_of(text):
     return dict(parse_words(shlex.split(text, comments=True)))
 
 
@@ -31,12 +31,12 @@ def of_line(text):
     ],
 )
 def test_variables_of_a_script_are_replaced(text, expected):
-    found = of_line(text)["a.low"]
+    settings = settings_of(text)["a.low"]
     if isinstance(expected, str):
-        assert "$" in found
+        assert "$" in settings
     else:
-        assert found == expected
-        assert type(found) is type(expected)
+        assert settings == expected
+        assert type(settings) is type(expected)
 
 
 @pytest.mark.parametrize(
@@ -54,8 +54,8 @@ def test_variables_of_a_script_are_replaced(text, expected):
     ],
 )
 def test_options_have_values_lists_or_none(text, expected):
-    found = of_line(text)
-    assert {key: found[key] for key in expected} == expected
+    settings = settings_of(text)
+    assert {key: settings[key] for key in expected} == expected
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def test_options_have_values_lists_or_none(text, expected):
         ("GRPOConfig(beta=0.1, model=dict(a={'b': 1}))", {"beta": 0.1, "model.a.b": 1}),
     ],
 )
-def test_a_program_gives_what_it_constructs(text, expected, tmp_path):
+def test_a_python_file_gives_the_arguments_of_the_constructor(text, expected, tmp_path):
     file = tmp_path / "train.py"
     file.write_text(text)
     assert read_settings(file, ("GRPOConfig",)) == expected
@@ -84,14 +84,14 @@ def test_a_program_gives_what_it_constructs(text, expected, tmp_path):
         ("run.yaml", "loss_type: dapo\nbeta: ${oc.env:BETA}\nepsilon: 0.2", "beta.*oc.env"),
     ],
 )
-def test_a_setting_of_the_loss_that_the_file_does_not_tell_is_named(name, text, names, tmp_path):
+def test_a_setting_of_the_loss_without_a_value_in_the_file_is_an_error(name, text, names, tmp_path):
     file = tmp_path / name
     file.write_text(text)
     with pytest.raises(ConfigError, match=names):
         translate_files([file], "trl")
 
 
-def test_what_is_not_told_of_something_else_does_no_harm(tmp_path):
+def test_an_unknown_value_of_another_setting_is_no_error(tmp_path):
     file = tmp_path / "train.py"
     file.write_text("GRPOConfig(beta=0.1, learning_rate=args.lr, seed=int(s))")
     assert translate_files([file], "trl").loss_fn["reference_policy_kl_penalty"] == 0.1
@@ -100,8 +100,8 @@ def test_what_is_not_told_of_something_else_does_no_harm(tmp_path):
 def test_a_switch_that_is_turned_off_is_off(tmp_path):
     file = tmp_path / "run.sh"
     file.write_text("trl grpo --use_vllm --no_vllm_importance_sampling_correction")
-    found = translate_files([file], "trl").loss_fn
-    assert not found.get("use_importance_sampling_correction", False)
+    settings = translate_files([file], "trl").loss_fn
+    assert not settings.get("use_importance_sampling_correction", False)
 
 
 def test_skyrls_script_with_variables_keeps_its_mask(tmp_path):
@@ -112,18 +112,18 @@ def test_skyrls_script_with_variables_keeps_its_mask(tmp_path):
         "trainer.algorithm.off_policy_correction.geo_mask_high=$HIGH "
         "trainer.algorithm.off_policy_correction.geo_mask_low=$LOW trainer.algorithm.use_kl_loss=$KL"
     )
-    found = translate_files([file], "skyrl").loss_fn
-    (mask,) = found["masks"]
+    settings = translate_files([file], "skyrl").loss_fn
+    (mask,) = settings["masks"]
     assert (mask["min"], mask["max"]) == (0.99, 1.01)
-    assert found["reference_policy_kl_penalty"] == 0
+    assert settings["reference_policy_kl_penalty"] == 0
 
 
 def test_openrlhfs_two_bounds_and_its_entropy_bonus(tmp_path):
     file = tmp_path / "run.sh"
     file.write_text("train_ppo_ray --actor.eps_clip_low_high 0.2 0.27 --algo.kl.init_coef 0 --actor.entropy_coef 0.01")
-    found = translate_files([file], "openrlhf")
-    assert (found.loss_fn["ratio_clip_min"], found.loss_fn["ratio_clip_max"]) == (0.2, 0.27)
-    assert any("entropy_coef" in text for text in found.not_expressed)
+    settings = translate_files([file], "openrlhf")
+    assert (settings.loss_fn["ratio_clip_min"], settings.loss_fn["ratio_clip_max"]) == (0.2, 0.27)
+    assert any("entropy_coef" in text for text in settings.not_expressed)
     file.write_text("train_ppo_ray --actor.eps_clip_low_high 0.2")
     with pytest.raises(ConfigError, match="eps_clip_low_high must be two numbers"):
         translate_files([file], "openrlhf")
@@ -136,11 +136,11 @@ def test_nemo_rls_mappings_stay_whole_and_bad_masks_are_named(tmp_path):
     )
     block += ", max: 1.02}]}"
     file.write_text(f"loss_fn: {block}")
-    found = translate_files([file], "nemo_rl")
-    assert found.not_read == ()
-    assert found.loss_fn["options"] == {"delta": 0.2}
-    assert found.loss_fn["batch_veto"] == {"max": 0.1}
-    assert found.loss_fn["ratio_clip_min"] == 3e-4
+    settings = translate_files([file], "nemo_rl")
+    assert settings.not_read == ()
+    assert settings.loss_fn["options"] == {"delta": 0.2}
+    assert settings.loss_fn["batch_veto"] == {"max": 0.1}
+    assert settings.loss_fn["ratio_clip_min"] == 3e-4
     for masks in ("null", "{preset: geometric, max: 1.01}"):
         file.write_text(f"loss_fn: {{sapo_enabled: true, masks: {masks}}}")
         with pytest.raises(ConfigError, match="loss_fn.masks"):
@@ -159,6 +159,6 @@ def test_verls_whole_configuration_has_nothing_unknown():
     section = {"_target_": "PolicyLossConfig", "loss_mode": "vanilla", "clip_cov_ratio": 0.0002, "ppo_kl_coef": 0.1}
     from nemo_geomask.tools.translate import translate
 
-    found = translate({"actor_rollout_ref": {"actor": {"policy_loss": section}}}, "verl")
-    assert found.not_expressed == ()
-    assert "actor_rollout_ref.actor.policy_loss.clip_cov_ratio" in found.without_effect
+    settings = translate({"actor_rollout_ref": {"actor": {"policy_loss": section}}}, "verl")
+    assert settings.not_expressed == ()
+    assert "actor_rollout_ref.actor.policy_loss.clip_cov_ratio" in settings.without_effect

@@ -1,4 +1,4 @@
-"""A loss_fn block as verl's settings: there and back, and what verl lacks is said."""
+"""Translation of a loss_fn block into verl's settings, and back."""
 
 import pytest
 import torch
@@ -11,13 +11,13 @@ from nemo_geomask.tools.translate import PEERS, to_verl, translate
 from tests.helpers.batches import evaluate, rollouts
 from tests.tools.translate.peers.of_verl import CASES, PRESETS
 
-# These have no whole translation in the first place.
+# Cases of verl that are fully expressed in this package.
 EXPRESSED = {
-    name: theirs for name, theirs in {**PRESETS, **CASES}.items() if not translate(theirs, "verl").not_expressed
+    name: settings for name, settings in {**PRESETS, **CASES}.items() if not translate(settings, "verl").not_expressed
 }
 
 
-def answer(block, seed):
+def loss_and_gradient(block, seed):
     loss, batch = build_loss(block), rollouts(seed=seed)
     batch.data.update(PrestepPass(loss.config)(batch.data).changes)
     found = evaluate(loss, batch)
@@ -25,16 +25,16 @@ def answer(block, seed):
 
 
 @pytest.mark.parametrize("name", EXPRESSED)
-def test_there_and_back(name):
+def test_both_directions_give_the_same_loss(name):
     block = translate(EXPRESSED[name], "verl").loss_fn
     back = to_verl(block)
     assert back.not_expressed == ()
     again = translate(yaml.safe_load(back.yaml()) or {"clip_ratio": 0.2}, "verl").loss_fn
-    for one, other in zip(answer(block, 1), answer(again, 1), strict=True):
+    for one, other in zip(loss_and_gradient(block, 1), loss_and_gradient(again, 1), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-8)
 
 
-def test_nearly_all_of_the_presets_are_there():
+def test_all_presets_are_expressed():
     assert {f"preset {name}" for name in PEERS["verl"].presets} <= EXPRESSED.keys()
     assert len(CASES) - len(EXPRESSED) + len(PRESETS) == 4
 
@@ -60,7 +60,7 @@ def test_nearly_all_of_the_presets_are_there():
         ({"use_importance_sampling_correction": True}, {"rollout_is_threshold": 1e9}, ["kl_gradient"]),
     ],
 )  # fmt: skip
-def test_what_verl_lacks_is_said(block, settings, lost):
+def test_setting_that_verl_lacks_is_listed(block, settings, lost):
     back = to_verl(block)
     found = {key.rpartition(".")[2]: value for key, value in back.settings.items()}
     assert {key: found.get(key) for key in settings} == pytest.approx(settings)
@@ -95,7 +95,7 @@ def test_command(tmp_path, capsys):
         {"name": "clipped_pg", "ratio_clip_c": 3.0, "force_on_policy_ratio": True},
     ],
 )
-def test_bounds_that_verl_has_no_word_for_are_said_and_not_guessed(block):
+def test_bounds_without_counterpart_in_verl_are_listed(block):
     translation = to_verl(block)
     assert translation.not_expressed
     assert "NOT EXPRESSED" in translation.yaml()

@@ -1,4 +1,4 @@
-"""Other systems' settings in ours: read from any file, nothing dropped silently, always valid."""
+"""Translation of other systems' settings: any file format, no setting dropped silently, always a valid block."""
 
 import math
 
@@ -14,16 +14,16 @@ from nemo_geomask.tools.translate import PEERS, translate, translate_files
 RC = "algorithm.rollout_correction"
 
 
-def written(translation):
-    """The block as YAML readers see it."""
+def parsed_block(translation):
+    """Return the block, parsed from the YAML output."""
     return yaml.safe_load(translation.yaml())["loss_fn"]
 
 
 @pytest.mark.parametrize("peer", PEERS)
 def test_defaults_are_a_valid_block(peer):
     translation = translate({}, peer)
-    assert written(translation) == dict(translation.loss_fn)
-    LossConfig(**written(translation))
+    assert parsed_block(translation) == dict(translation.loss_fn)
+    LossConfig(**parsed_block(translation))
     # NeMo-RL's own default is a KL of 0.01.
     assert "reference_policy_kl_penalty" in translation.loss_fn or peer == "nemo_rl"
 
@@ -32,7 +32,7 @@ def test_defaults_are_a_valid_block(peer):
 def test_every_preset_of_verl_is_a_valid_block(preset):
     translation = translate({"preset": preset})
     assert translation.peer.name == "verl"
-    build_with_warnings(written(translation))
+    build_with_warnings(parsed_block(translation))
 
 
 def test_bounds_of_k1_are_inverted_and_say_so():
@@ -58,28 +58,28 @@ def test_a_section_or_a_leaf_is_enough():
 
 
 def test_unknown_setting_of_a_section_is_not_dropped():
-    (lost,) = translate({RC: {"rollout_is": "token", "rollout_rs_treshold": 3}}).not_expressed
-    assert "rollout_rs_treshold" in lost
-    assert "did you mean 'rollout_rs_threshold'" in lost
+    (message,) = translate({RC: {"rollout_is": "token", "rollout_rs_treshold": 3}}).not_expressed
+    assert "rollout_rs_treshold" in message
+    assert "did you mean 'rollout_rs_threshold'" in message
 
 
-def test_what_is_not_the_losss_is_named():
+def test_settings_outside_the_loss_are_listed():
     settings = {"rollout_is": "token", "trainer": {"nnodes": 2}, "data": {str(n): n for n in range(20)}}
     text = translate(settings).yaml()
     assert "concern the loss: trainer.nnodes, data.* (20)" in text
 
 
-def test_setting_that_did_nothing_there_is_named():
+def test_setting_without_effect_in_the_peer_is_listed():
     assert translate({RC: {"loss_type": "reinforce"}}).without_effect == (f"{RC}.loss_type",)
 
 
-def test_what_can_not_be_expressed_is_named():
+def test_setting_without_counterpart_is_listed():
     translation = translate({"actor_rollout_ref": {"actor": {"entropy_coeff": 0.01, "loss_agg_mode": "token-sum"}}})
     assert len(translation.not_expressed) == 2
-    assert all(f"NOT EXPRESSED: {lost.split(':')[0]}" in translation.yaml() for lost in translation.not_expressed)
+    assert all(f"NOT EXPRESSED: {message.split(':')[0]}" in translation.yaml() for message in translation.not_expressed)
 
 
-def test_trl_corrects_by_sequence_unless_told_otherwise():
+def test_trl_corrects_by_sequence_by_default():
     translation = translate({"use_vllm": True, "num_generations": 8})
     assert translation.peer.name == "trl"
     loss_fn = translation.loss_fn
@@ -109,7 +109,7 @@ def test_slimes_own_corrections_are_known(function, kind):
     assert translate({"use_tis": True, "custom_tis_function_path": "my.own"}, "slime").not_expressed
 
 
-def test_gmpos_bounds_are_on_the_logarithm_there():
+def test_gmpo_bounds_of_verl_are_on_the_log_ratio():
     settings = {"policy_loss": {"loss_mode": "geo_mean"}, "clip_ratio_low": 0.4, "clip_ratio_high": 0.4}
     loss_fn = translate(settings, "verl").loss_fn
     assert 1 - loss_fn["ratio_clip_min"] == pytest.approx(math.exp(-0.4))
@@ -128,7 +128,7 @@ FILES = {
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_every_kind_of_file_says_the_same(name, tmp_path):
+def test_every_file_format_gives_the_same_block(name, tmp_path):
     (tmp_path / name).write_text(FILES[name])
     loss_fn = translate_files([tmp_path / name]).loss_fn
     assert loss_fn["is_correction_level"] == "token"
@@ -152,7 +152,7 @@ def test_command_line_flags_and_a_second_file(tmp_path):
         "sequence_mean",
     )
     assert [mask["preset"] for mask in loss_fn["masks"]] == ["product", "veto"]
-    assert written(translation) == dict(loss_fn)
+    assert parsed_block(translation) == dict(loss_fn)
 
 
 @pytest.mark.parametrize(
@@ -187,7 +187,7 @@ def test_command_line_flags_and_a_second_file(tmp_path):
         ({"type": "gspo", "epsilon_low": 3e-4, "normalize_by_documents": True}, "fast_llm", {"name": "gspo"}),
     ],
 )
-def test_each_system_is_found_out_and_read(settings, peer, expected):
+def test_each_system_is_recognised(settings, peer, expected):
     translation = translate(settings)
     assert translation.peer.name == peer
     if "masks" in expected:
@@ -195,12 +195,12 @@ def test_each_system_is_found_out_and_read(settings, peer, expected):
         assert (mask["min"], mask["max"]) == pytest.approx((math.exp(-0.2), math.exp(0.5)))
     else:
         assert expected.items() <= translation.loss_fn.items()
-    assert written(translation) == dict(translation.loss_fn)
-    build_with_warnings(written(translation))
+    assert parsed_block(translation) == dict(translation.loss_fn)
+    build_with_warnings(parsed_block(translation))
 
 
 def test_small_numbers_stay_numbers_in_yaml():
-    loss_fn = written(translate({"use_tis": True, "tis_clip_low": 1e-07, "eps_clip": 1e-06}, "slime"))
+    loss_fn = parsed_block(translate({"use_tis": True, "tis_clip_low": 1e-07, "eps_clip": 1e-06}, "slime"))
     assert loss_fn["truncated_importance_sampling_ratio_min"] == 1e-07
     assert loss_fn["ratio_clip_min"] == 1e-06
 
@@ -240,7 +240,7 @@ def test_files_that_can_not_be_read_are_errors(name, text, tmp_path):
         translate_files([tmp_path / name])
 
 
-def test_command_writes_the_block_and_says_by_its_status_what_is_missing(tmp_path, capsys):
+def test_command_writes_the_block_and_its_status_tells_whether_it_is_complete(tmp_path, capsys):
     file, out = tmp_path / "run.yaml", tmp_path / "out.yaml"
     file.write_text("rollout_correction: {rollout_is: token}")
     assert main(["translate", str(file)]) == 0
@@ -264,10 +264,10 @@ def test_settings_of_nemo_rls_open_pull_requests():
         "metrics": "nemo_rl",
     }
     assert not translation.not_expressed
-    (lost,) = translate({"loss_fn": {"loss_mode": "dppo_binary_tv"}}).not_expressed
-    assert "4069" in lost
-    (lost,) = translate({"loss_fn": {"ratio_clip_mx": 1}}, "nemo_rl").not_expressed
-    assert "did you mean 'ratio_clip_max'" in lost
+    (message,) = translate({"loss_fn": {"loss_mode": "dppo_binary_tv"}}).not_expressed
+    assert "4069" in message
+    (message,) = translate({"loss_fn": {"ratio_clip_mx": 1}}, "nemo_rl").not_expressed
+    assert "did you mean 'ratio_clip_max'" in message
 
 
 @pytest.mark.parametrize(

@@ -37,12 +37,12 @@ _POOLED = {"mean": "sequence_mean", "sum": "sequence", "max": "sequence_max"}
 
 
 def _convert(settings: PeerSettings) -> Conversion:
-    by_sequence = settings["actor.importance_sampling_level"] == "sequence"
+    is_sequence_ratio = settings["actor.importance_sampling_level"] == "sequence"
     if settings["actor.use_sapo_loss"]:
         yield Assign("name", "sapo")
         yield Assign("options", {f"tau_{sign}": settings.number(f"actor.sapo_tau_{sign}") for sign in ("pos", "neg")})
     else:
-        name = "cispo" if settings["actor.use_cispo_loss"] else "gspo" if by_sequence else "clipped_pg"
+        name = "cispo" if settings["actor.use_cispo_loss"] else "gspo" if is_sequence_ratio else "clipped_pg"
         low = settings.number("actor.eps_clip")
         yield Assign("name", name)
         yield Assign("ratio_clip_min", low)
@@ -76,20 +76,20 @@ def _rejection(settings: PeerSettings) -> Conversion:
     values = {key: settings[_R + key] for key in _KEYS}
     metric, upper = str(values["metric"]), float(values["upper"])
     lower = None if values["lower"] is None else float(values["lower"])
-    by_token = values["level"] == "token"
-    level = "token" if by_token else _POOLED[str(values["agg"])]
-    is_weight_level = level == ("token" if by_token else "sequence_mean")
+    is_token_level = values["level"] == "token"
+    level = "token" if is_token_level else _POOLED[str(values["agg"])]
+    judges_the_weight = level == ("token" if is_token_level else "sequence_mean")
     if metric == "ratio":
-        weight = "token" if by_token else "sequence_mean"
-        if is_weight_level:
+        weight = "token" if is_token_level else "sequence_mean"
+        if judges_the_weight:
             truncation = "icepop" if values["action"] == "mask" else "tis"
             yield from weight_settings(weight, truncation, lower or 0.0, upper)
         elif values["action"] == "mask":
             yield from weight_settings(weight)
-            raw = {"log_ratio": "mismatch", "level": level, "max": upper}
+            mask = {"log_ratio": "mismatch", "level": level, "max": upper}
             yield Assign(
                 "masks",
-                raw if lower is None else {**raw, "min": lower},
+                mask if lower is None else {**mask, "min": lower},
                 "the weight stays the geometric mean, as in AReaL",
             )
         else:
@@ -100,7 +100,7 @@ def _rejection(settings: PeerSettings) -> Conversion:
             yield Remark("AReaL compares the largest token with both bounds; here every token must be within them.")
         return
     yield from weight_settings("token")
-    raw = {"log_ratio": "mismatch", "level": level}
+    mask = {"log_ratio": "mismatch", "level": level}
     if values["action"] == "clamp":
         yield Remark(
             f"rejection_sampling: a clamp that depends on {metric} has no counterpart", ("rejection_sampling",)
@@ -109,12 +109,12 @@ def _rejection(settings: PeerSettings) -> Conversion:
         low = {} if lower is None else {"min": math.exp(lower)}
         yield Assign(
             "masks",
-            {**raw, **low, "max": math.exp(upper)},
+            {**mask, **low, "max": math.exp(upper)},
             "AReaL's kl_k1 is prev - gen; the bounds of this package are on ρ",
         )
     elif metric == "kl_k2":
-        yield Assign("masks", {**raw, "statistic": "k2", "max": upper})
-    elif metric == "binary_kl" and by_token:
+        yield Assign("masks", {**mask, "statistic": "k2", "max": upper})
+    elif metric == "binary_kl" and is_token_level:
         yield Assign("masks", {"preset": "kpop", "max": upper})
     else:
         text = f"rejection_sampling.metric: {metric} at level {level}: AReaL's k3 is e^(gen - prev) - 1 + prev - gen"

@@ -8,7 +8,7 @@ from nemo_geomask.tools.translate.peer_table import (
     Peer,
     PeerSettings,
     Remark,
-    by_value,
+    convert_value,
     without_counterpart,
 )
 
@@ -16,7 +16,9 @@ __all__ = ["PEER"]
 
 
 def _convert(settings: PeerSettings) -> Conversion:
-    yield from by_value(settings, "type", {"grpo": [Assign("name", "clipped_pg")], "gspo": [Assign("name", "gspo")]})
+    yield from convert_value(
+        settings, "type", {"grpo": [Assign("name", "clipped_pg")], "gspo": [Assign("name", "gspo")]}
+    )
     yield Assign("ratio_clip_min", settings.number("epsilon_low"))
     yield Assign("ratio_clip_max", settings.number("epsilon_high"))
     by_documents = bool(settings["normalize_by_documents"]) or settings["type"] == "gspo"

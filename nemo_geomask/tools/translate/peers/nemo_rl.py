@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from nemo_geomask.config import LossConfig, parse
 from nemo_geomask.config.loss_settings import LossSettings
-from nemo_geomask.tools.translate.peer_table import Assign, Conversion, Peer, PeerSettings, Remark, by_value
+from nemo_geomask.tools.translate.peer_table import Assign, Conversion, Peer, PeerSettings, Remark, convert_value
 
 __all__ = ["PEER"]
 
@@ -42,10 +42,10 @@ def _convert(settings: PeerSettings) -> Conversion:
         else:
             yield Assign(name, value)
     if settings[_MODE] is not None:
-        yield from by_value(settings, _MODE, {"ppo_clip": (), "dppo_binary_tv": [Remark(_DPPO, (_MODE,))]})
+        yield from convert_value(settings, _MODE, {"ppo_clip": (), "dppo_binary_tv": [Remark(_DPPO, (_MODE,))]})
     if settings[_LEVEL] is not None:
         levels = {"minimal": [Assign("metrics", "nemo_rl", "the smallest set of metrics that this package has")]}
-        yield from by_value(settings, _LEVEL, {**levels, "full": [Assign("metrics", "full")]})
+        yield from convert_value(settings, _LEVEL, {**levels, "full": [Assign("metrics", "full")]})
     if settings[_COMPILE] is not None:
         yield Assign("compile", bool(settings[_COMPILE]))
 

@@ -36,11 +36,13 @@ _DEFAULTS: dict[str, Any] = {
 
 
 def _convert(settings: PeerSettings) -> Conversion:
-    cispo = settings["loss_fn"] == "cispo"
+    is_cispo = settings["loss_fn"] == "cispo"
     if settings["loss_fn"] not in ("dapo", "cispo"):
         yield Remark(f"loss_fn: {settings['loss_fn']} is unknown; open-instruct has dapo and cispo", ("loss_fn",))
-    yield Assign("name", "cispo" if cispo else "clipped_pg")
-    yield Assign("ratio_clip_min", 1.0 if cispo else settings.number("clip_lower"), "no lower bound" if cispo else "")
+    yield Assign("name", "cispo" if is_cispo else "clipped_pg")
+    yield Assign(
+        "ratio_clip_min", 1.0 if is_cispo else settings.number("clip_lower"), "no lower bound" if is_cispo else ""
+    )
     yield Assign("ratio_clip_max", settings.number("clip_higher"))
     yield Assign("token_level_loss", True)
     if settings["loss_denominator"] != "token":
@@ -67,12 +69,12 @@ def _rho(settings: PeerSettings) -> Conversion:
     low, high = settings.number("rho_clamp_lower_bound"), settings.number("rho_clamp_upper_bound")
     level = "sequence_mean" if settings["rho_mask_sequence_level"] else "token"
     yield from weight_settings(level, "tis" if low or high else None, low, high or NO_BOUND)
-    below, above = settings.number("rho_mask_lower_bound"), settings.number("rho_mask_upper_bound")
-    if settings["rho_mask_tv_divergence"] and (below or above):
+    mask_low, mask_high = settings.number("rho_mask_lower_bound"), settings.number("rho_mask_upper_bound")
+    if settings["rho_mask_tv_divergence"] and (mask_low or mask_high):
         text = "rho_mask_tv_divergence: the sequence's mean of |ρ - 1| as a bound on single tokens has no counterpart"
         yield Remark(text, ("rho_mask_tv_divergence",))
-    elif below or above:
-        bounds = {name: bound for name, bound in (("min", below), ("max", above)) if bound}
+    elif mask_low or mask_high:
+        bounds = {name: bound for name, bound in (("min", mask_low), ("max", mask_high)) if bound}
         yield Assign("masks", {"preset": "geometric" if level == "sequence_mean" else "icepop", **bounds})
     yield Remark("open-instruct clamps log-ratios against the sampler to ±10 before exp, this package to at most 40.")
 

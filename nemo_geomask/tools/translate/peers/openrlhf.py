@@ -10,7 +10,7 @@ from nemo_geomask.tools.translate.peer_table import (
     Peer,
     PeerSettings,
     Remark,
-    by_value,
+    convert_value,
     weight_settings,
     without_counterpart,
 )
@@ -35,8 +35,8 @@ _DEFAULTS: dict[str, Any] = {
 
 
 def _convert(settings: PeerSettings) -> Conversion:
-    gspo = settings["actor.policy_loss_type"] == "gspo"
-    yield from by_value(
+    is_gspo = settings["actor.policy_loss_type"] == "gspo"
+    yield from convert_value(
         settings,
         "actor.policy_loss_type",
         {
@@ -44,17 +44,17 @@ def _convert(settings: PeerSettings) -> Conversion:
             "gspo": [Assign("name", "gspo"), Assign("token_level_loss", False)],
         },
     )
-    if not gspo:
+    if not is_gspo:
         yield Assign("token_level_loss", bool(settings["actor.token_level_loss"]))
-    both = settings["actor.eps_clip_low_high"]
+    low_high = settings["actor.eps_clip_low_high"]
     low, high = (
-        (settings.number("actor.eps_clip"),) * 2 if both is None else settings.numbers("actor.eps_clip_low_high")
+        (settings.number("actor.eps_clip"),) * 2 if low_high is None else settings.numbers("actor.eps_clip_low_high")
     )
     yield Assign("ratio_clip_min", low)
     yield Assign("ratio_clip_max", high)
     if settings["actor.dual_clip"] is not None:
         yield Assign("ratio_clip_c", settings.number("actor.dual_clip"))
-    if settings[_IS + "enable"] and gspo:
+    if settings[_IS + "enable"] and is_gspo:
         yield Assign("ratio_anchor", "gen", "under gspo, OpenRLHF corrects by taking the ratio against the sampler")
     elif settings[_IS + "enable"]:
         low, high = settings.numbers(_IS + "threshold")

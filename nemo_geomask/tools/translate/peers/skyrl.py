@@ -11,7 +11,7 @@ from nemo_geomask.tools.translate.peer_table import (
     Peer,
     PeerSettings,
     Remark,
-    by_value,
+    convert_value,
     weight_settings,
     without_counterpart,
 )
@@ -74,7 +74,7 @@ def _convert(settings: PeerSettings) -> Conversion:
             Assign("loss_normalization_constant", settings.number(_A + "max_seq_len")),
         ]
     by_token = Assign("loss_normalization", "tokens") if loss_type == "gspo" else Assign("token_level_loss", True)
-    yield from by_value(
+    yield from convert_value(
         settings,
         _A + "loss_reduction",
         {
@@ -83,10 +83,10 @@ def _convert(settings: PeerSettings) -> Conversion:
             "seq_mean_token_sum_norm": constant,
         },
     )
-    rollout = loss_type in ("rollout_is", "dppo") or (
+    is_on_rollout = loss_type in ("rollout_is", "dppo") or (
         loss_type == "cispo" and settings[_A + "cispo.cispo_anchor"] == "rollout"
     )
-    yield from _correction(settings, anchored=rollout)
+    yield from _correction(settings, ratio_contains_weight=is_on_rollout)
     yield from _kl(settings)
     yield from without_counterpart(
         settings, {_A + "use_entropy_loss": ((False,), "NeMo-RL's losses have no entropy bonus")}
@@ -148,9 +148,9 @@ _LOSSES = {
 }
 
 
-def _correction(settings: PeerSettings, *, anchored: bool) -> Conversion:
+def _correction(settings: PeerSettings, *, ratio_contains_weight: bool) -> Conversion:
     level = settings[_O + "tis_ratio_type"]
-    if level in ("token", "sequence") and anchored:
+    if level in ("token", "sequence") and ratio_contains_weight:
         text = f"tis_ratio_type: {level} applies the weight although the ratio, taken against the rollout, contains it"
         yield Remark(text, ("tis_ratio_type",))
     elif level in ("token", "sequence"):
@@ -162,8 +162,8 @@ def _correction(settings: PeerSettings, *, anchored: bool) -> Conversion:
         ("icepop", "token_mask_is_threshold_low", "token_mask_is_threshold_high", True),
     )
     masks = []
-    for preset, low, high, on in rules:
-        if on and not settings[_O + low] is settings[_O + high] is None:
+    for preset, low, high, is_enabled in rules:
+        if is_enabled and not settings[_O + low] is settings[_O + high] is None:
             bounds = {
                 name: settings[_O + key]
                 for name, key in (("min", low), ("max", high))

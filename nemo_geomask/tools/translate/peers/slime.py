@@ -11,7 +11,7 @@ from nemo_geomask.tools.translate.peer_table import (
     Peer,
     PeerSettings,
     Remark,
-    by_value,
+    convert_value,
     weight_settings,
     without_counterpart,
 )
@@ -83,19 +83,21 @@ def _convert(settings: PeerSettings) -> Conversion:
     yield Assign("ratio_clip_max", low if settings["eps_clip_high"] is None else settings.number("eps_clip_high"))
     if name != "cispo" and settings["eps_clip_c"] is not None:
         yield Assign("ratio_clip_c", settings.number("eps_clip_c"))
-    by_token = bool(settings["calculate_per_token_loss"])
+    is_token_mean = bool(settings["calculate_per_token_loss"])
     yield (
-        Assign("loss_normalization", "tokens") if by_token and name == "gspo" else Assign("token_level_loss", by_token)
+        Assign("loss_normalization", "tokens")
+        if is_token_mean and name == "gspo"
+        else Assign("token_level_loss", is_token_mean)
     )
-    anchored = bool(settings["use_rollout_logprobs"])
-    if anchored:
+    is_on_rollout = bool(settings["use_rollout_logprobs"])
+    if is_on_rollout:
         yield Assign("ratio_anchor", "gen")
     elif settings["use_tis"]:
         yield from _correction(settings)
     if settings["use_opsm"]:
-        note = "" if anchored else "slime compares with the training engine's log-probs"
+        note = "" if is_on_rollout else "slime compares with the training engine's log-probs"
         mask = {"preset": "opsm", "delta": settings.number("opsm_delta")}
-        yield Assign("masks", mask if anchored else {**mask, "log_ratio": "policy"}, note)
+        yield Assign("masks", mask if is_on_rollout else {**mask, "log_ratio": "policy"}, note)
         yield Remark("slime's OPSM tests each token's advantage, this package the sequence's mean.")
     yield from _kl(settings)
     yield from without_counterpart(
@@ -143,7 +145,7 @@ def _mis(settings: PeerSettings) -> Conversion:
             level: [Assign("masks", {"preset": name, "min": rs_low, "max": rs_high})]
             for level, name in _PRESETS.items()
         }
-        yield from by_value(settings, "rs_level", bounds)
+        yield from convert_value(settings, "rs_level", bounds)
         if settings["rs_veto_threshold"] is not None:
             yield Assign("masks", {"preset": "veto", "min": settings.number("rs_veto_threshold")})
         if settings["use_kl_loss"]:

@@ -60,27 +60,27 @@ _OUTSIDE_LOSS_FN = {
     "per_device_train_batch_size": "policy.train_micro_batch_size",
     "max_grad_norm": "policy.max_grad_norm",
 }
-_LOCAL = "TRL averages within each microbatch, then over microbatches; this package averages over the step."
+_MICROBATCH_MEAN = "TRL averages within each microbatch, then over microbatches; this package averages over the step."
 _SEQUENCES, _TOKENS, _DOCUMENTS = (
     (Assign("token_level_loss", False),),
     (Assign("token_level_loss", True),),
     (Assign("loss_normalization", "documents"),),
 )
-# Surrogate and normalisation.
+# By loss_type: the function that converts the surrogate, and the normalisation.
 _LOSSES: dict[str, tuple[str, tuple[Assign | Remark, ...]]] = {
-    "grpo": ("clipped", (*_SEQUENCES, Remark(_LOCAL))),
+    "grpo": ("clipped", (*_SEQUENCES, Remark(_MICROBATCH_MEAN))),
     "bnpo": (
         "clipped",
         (*_TOKENS, Remark("TRL's bnpo divides by the tokens of each microbatch, this package by those of the step.")),
     ),
     "dapo": ("clipped", _TOKENS),
-    "dr_grpo": ("clipped", (Assign("loss_normalization", "constant"), Remark(_LOCAL))),
-    "luspo": ("clipped", (*_DOCUMENTS, Remark(_LOCAL))),
+    "dr_grpo": ("clipped", (Assign("loss_normalization", "constant"), Remark(_MICROBATCH_MEAN))),
+    "luspo": ("clipped", (*_DOCUMENTS, Remark(_MICROBATCH_MEAN))),
     "cispo": ("cispo", _TOKENS),
-    "sapo": ("sapo", (*_SEQUENCES, Remark(_LOCAL))),
+    "sapo": ("sapo", (*_SEQUENCES, Remark(_MICROBATCH_MEAN))),
     "vespo": ("vespo", _TOKENS),
 }
-# By mode: level and truncation of the weight.
+# By vllm_importance_sampling_mode: level and truncation of the weight.
 _MODES = {
     "token_truncate": ("token", "tis"),
     "token_mask": ("token", "icepop"),
@@ -96,15 +96,15 @@ def _convert(settings: PeerSettings) -> Conversion:
         yield Remark(f"loss_type: {loss_type} is unknown; TRL has {', '.join(_LOSSES)}", ("loss_type",))
         return
     surrogate, normalization = _LOSSES[loss_type]
-    by_sequence = level == "sequence"
-    if by_sequence and surrogate != "clipped":
+    is_sequence_ratio = level == "sequence"
+    if is_sequence_ratio and surrogate != "clipped":
         text = f"importance_sampling_level: sequence with loss_type: {loss_type} has no counterpart; token is used"
         yield Remark(text, ("importance_sampling_level",))
-    yield from _SURROGATES[surrogate](settings, by_sequence)
-    if loss_type == "luspo" and not by_sequence:
+    yield from _SURROGATES[surrogate](settings, is_sequence_ratio)
+    if loss_type == "luspo" and not is_sequence_ratio:
         text = "loss_type: luspo with importance_sampling_level: token has no counterpart; set sequence in TRL"
         yield Remark(text, ("importance_sampling_level",))
-    if by_sequence and normalization[0] == _TOKENS[0]:
+    if is_sequence_ratio and normalization[0] == _TOKENS[0]:
         yield Assign("loss_normalization", "tokens")
         yield from normalization[1:]
     else:
@@ -113,9 +113,9 @@ def _convert(settings: PeerSettings) -> Conversion:
         yield Assign("loss_normalization_constant", settings.number("max_completion_length"), "max_completion_length")
     yield from _correction(settings, loss_type)
     yield from _kl(settings)
-    off_policy = settings["off_policy_mask_threshold"]
-    if off_policy is not None:
-        mask = {"preset": "opsm", "delta": float(off_policy)}
+    threshold = settings["off_policy_mask_threshold"]
+    if threshold is not None:
+        mask = {"preset": "opsm", "delta": float(threshold)}
         yield Assign("masks", mask if settings["use_vllm"] else {**mask, "log_ratio": "policy"})
     yield from without_counterpart(
         settings,
@@ -130,10 +130,10 @@ def _convert(settings: PeerSettings) -> Conversion:
     )
 
 
-def _clipped(settings: PeerSettings, by_sequence: bool) -> Conversion:
+def _clipped(settings: PeerSettings, is_sequence_ratio: bool) -> Conversion:
     low = settings.number("epsilon")
     high = low if settings["epsilon_high"] is None else settings.number("epsilon_high")
-    yield Assign("name", "gspo" if by_sequence else "clipped_pg")
+    yield Assign("name", "gspo" if is_sequence_ratio else "clipped_pg")
     yield Assign("ratio_clip_min", low)
     yield Assign("ratio_clip_max", high)
     delta = settings["delta"]
@@ -144,7 +144,7 @@ def _clipped(settings: PeerSettings, by_sequence: bool) -> Conversion:
         yield Remark(text, ("delta",))
 
 
-def _cispo(settings: PeerSettings, by_sequence: bool) -> Conversion:
+def _cispo(settings: PeerSettings, is_sequence_ratio: bool) -> Conversion:
     key = "epsilon" if settings["epsilon_high"] is None else "epsilon_high"
     bound = settings.number(key)
     yield Assign("name", "cispo")
@@ -158,16 +158,16 @@ def _cispo(settings: PeerSettings, by_sequence: bool) -> Conversion:
         yield Remark(text, (key,))
 
 
-def _sapo(settings: PeerSettings, by_sequence: bool) -> Conversion:
+def _sapo(settings: PeerSettings, is_sequence_ratio: bool) -> Conversion:
     taus = {f"tau_{sign}": settings.number(f"sapo_temperature_{sign}") for sign in ("pos", "neg")}
     yield Assign("name", "sapo")
     yield Assign("options", taus)
 
 
-def _vespo(settings: PeerSettings, by_sequence: bool) -> Conversion:
-    anchored = settings["use_vllm"] and settings["vllm_importance_sampling_correction"]
-    yield Assign("ratio_anchor", "gen" if anchored else "prev")
-    if anchored:
+def _vespo(settings: PeerSettings, is_sequence_ratio: bool) -> Conversion:
+    is_corrected = settings["use_vllm"] and settings["vllm_importance_sampling_correction"]
+    yield Assign("ratio_anchor", "gen" if is_corrected else "prev")
+    if is_corrected:
         text = "TRL truncates each token's ratio before it takes VESPO's product; this package does not truncate them"
         yield Remark(f"vllm_importance_sampling_mode: {settings['vllm_importance_sampling_mode']}: {text}", ("mode",))
     names = ("k_pos", "lambda_pos", "k_neg", "lambda_neg")

@@ -18,7 +18,7 @@ from nemo_geomask.tools.translate.peer_table import (
     Peer,
     PeerSettings,
     Remark,
-    by_value,
+    convert_value,
     weight_settings,
     without_counterpart,
 )
@@ -33,7 +33,7 @@ _GEO, _K3 = ("seq_mean_k1", "0.999_1.001"), ("seq_mean_k3", 0.01)
 
 
 def _preset(level: str | None = None, rs: tuple[str, Any] | None = None, loss_type: str | None = None) -> Any:
-    """Return parameters and settings of a factory method of ``RolloutCorrectionConfig``."""
+    """Return a factory method of ``RolloutCorrectionConfig``: its arguments with defaults, and its settings."""
     parameters: dict[str, Any] = {"threshold" if rs is None else "is_threshold": 2.0} if level else {}
     parameters |= {"rs_threshold": rs[1]} if rs else {}
     settings: dict[str, Any] = {"rollout_is": level, "rollout_rs": rs and rs[0]}
@@ -129,10 +129,10 @@ _KL = {
 def _convert(settings: PeerSettings) -> Conversion:
     mode, bypass = str(settings[_ACTOR + "policy_loss.loss_mode"]), bool(settings[_RC + "bypass_mode"])
     if bypass and mode in _MODES and mode != "vanilla" and settings["trainer.use_v1"]:
-        yield from _on_rollout(settings, mode)
+        yield from _bypass_in_v1(settings, mode)
     elif bypass or mode == "bypass_mode":
         mode = "bypass_mode"
-        yield from _bypass(settings)
+        yield from _bypass_before_v1(settings)
     elif mode in _MODES:
         yield from _MODES[mode](settings)
         yield from _decoupled(settings, mode)
@@ -157,20 +157,18 @@ def _convert(settings: PeerSettings) -> Conversion:
 # --- objectives
 
 
-_ENDS = ("low", "high")
-
-
-def _bounds(settings: PeerSettings) -> tuple[float, float]:
+def _clip_bounds(settings: PeerSettings) -> tuple[float, float]:
+    """Return clip_ratio_low and clip_ratio_high; clip_ratio stands in for one that is null."""
     keys = [
-        _ACTOR + (f"clip_ratio_{end}" if settings[_ACTOR + f"clip_ratio_{end}"] is not None else "clip_ratio")
-        for end in _ENDS
+        _ACTOR + (f"clip_ratio_{side}" if settings[_ACTOR + f"clip_ratio_{side}"] is not None else "clip_ratio")
+        for side in ("low", "high")
     ]
     return settings.number(keys[0]), settings.number(keys[1])
 
 
 def _clip(settings: PeerSettings, name: str) -> Conversion:
     yield Assign("name", name)
-    low, high = _bounds(settings)
+    low, high = _clip_bounds(settings)
     yield Assign("ratio_clip_min", low)
     yield Assign("ratio_clip_max", high)
 
@@ -181,7 +179,7 @@ def _vanilla(settings: PeerSettings) -> Conversion:
 
 
 def _gmpo(settings: PeerSettings) -> Conversion:
-    low, high = _bounds(settings)
+    low, high = _clip_bounds(settings)
     note = "verl clips the log-ratio to [-low, high]; this field is the distance of the ratio's bound from 1"
     yield Assign("name", "gmpo")
     yield Assign("ratio_clip_min", 1 - math.exp(-low), note)
@@ -200,7 +198,7 @@ def _gpg(settings: PeerSettings) -> Conversion:
 
 
 def _dppo(preset: str, settings: PeerSettings) -> Conversion:
-    low, high = _bounds(settings)
+    low, high = _clip_bounds(settings)
     yield Assign("name", "cispo", "DPPO's surrogate, -sg(min(r, c))·A·curr, is CISPO's without a lower bound")
     yield Assign("ratio_clip_min", 1.0)
     yield Assign("ratio_clip_max", settings.number(_ACTOR + "clip_ratio_c") - 1, "clip_ratio_c bounds the ratio itself")
@@ -242,24 +240,25 @@ def _decoupled(settings: PeerSettings, mode: str) -> Conversion:
                 yield Remark("verl takes the mean of the weights over all tokens, this package over the kept ones.")
     masks = list(_rejection(settings, "mismatch"))
     yield from masks
-    rules = [line for line in masks if isinstance(line, Assign)]
-    if not rules:
+    if not any(isinstance(line, Assign) for line in masks):
         return
-    by_token = any(str(option).strip().startswith("token") for option in str(settings[_RC + "rollout_rs"]).split(","))
-    if _aggregation(settings, mode) == "token-mean" or by_token:
+    has_token_rule = any(
+        str(option).strip().startswith("token") for option in str(settings[_RC + "rollout_rs"]).split(",")
+    )
+    if _aggregation(settings, mode) == "token-mean" or has_token_rule:
         yield Assign("denominator", "kept", "verl removes what it rejects from the response mask before the step")
         if _aggregation(settings, mode) != "token-mean":
             yield Remark(
                 "A sequence mean of verl counts sequences without a kept token; this package does not count them."
             )
-        if by_token and level == "sequence":
+        if has_token_rule and level == "sequence":
             yield Remark("verl computes a sequence's weight from all its tokens, this package from the kept ones.")
     elif settings[_ACTOR + "use_kl_loss"]:
         yield Remark("verl removes rejected sequences from the KL term, too; here masks act on the surrogate only.")
 
 
-def _on_rollout(settings: PeerSettings, mode: str) -> Conversion:
-    """Convert ``bypass_mode`` of verl's v1 trainer: ``loss_mode`` alone, with the rollout's log-probs as old ones."""
+def _bypass_in_v1(settings: PeerSettings, mode: str) -> Conversion:
+    """Convert ``bypass_mode`` of verl's v1 trainer: ``loss_mode``, with the rollout's log-probs as the old ones."""
     for line in _MODES[mode](settings):
         if isinstance(line, Assign) and line.key == "masks":
             yield line._replace(value={**line.value, "log_ratio": "total"})
@@ -272,7 +271,8 @@ def _on_rollout(settings: PeerSettings, mode: str) -> Conversion:
     )
 
 
-def _bypass(settings: PeerSettings) -> Conversion:
+def _bypass_before_v1(settings: PeerSettings) -> Conversion:
+    """Convert ``bypass_mode`` of verl's older trainer, in which ``loss_type`` takes the place of ``loss_mode``."""
     loss_type, level = settings[_RC + "loss_type"], settings[_RC + "rollout_is"]
     if loss_type == "ppo_clip":
         yield from _vanilla(settings)
@@ -283,9 +283,9 @@ def _bypass(settings: PeerSettings) -> Conversion:
             )
     elif loss_type == "reinforce":
         normalize = settings[_RC + "rollout_is_batch_normalize"]
-        truncated = level == "token" and not normalize and "_" not in str(settings[_RC + "rollout_is_threshold"])
-        yield Assign("name", "cispo" if truncated else "reinforce")
-        if truncated:
+        is_truncated = level == "token" and not normalize and "_" not in str(settings[_RC + "rollout_is_threshold"])
+        yield Assign("name", "cispo" if is_truncated else "reinforce")
+        if is_truncated:
             bound = settings.number(_RC + "rollout_is_threshold")
             yield Assign("ratio_anchor", "gen", "-sg(min(w, c))·A·curr with w = e^(curr - gen) is CISPO on gen")
             yield Assign("ratio_clip_min", 1.0)
@@ -310,51 +310,51 @@ def _weight(settings: PeerSettings) -> Conversion:
         yield Remark(f"rollout_is: {level} is unknown; verl has token and sequence", ("rollout_is",))
     elif separator:
         yield from weight_settings(
-            level, "icepop", _number("rollout_is_threshold", low), _number("rollout_is_threshold", high)
+            level, "icepop", _parse_bound("rollout_is_threshold", low), _parse_bound("rollout_is_threshold", high)
         )
     else:
-        yield from weight_settings(level, "tis", 0.0, _number("rollout_is_threshold", high))
+        yield from weight_settings(level, "tis", 0.0, _parse_bound("rollout_is_threshold", high))
 
 
 def _rejection(settings: PeerSettings, log_ratio: str) -> Conversion:
     if settings[_RC + "rollout_rs"] is None:
         return
-    options = list(dict.fromkeys(_words(settings[_RC + "rollout_rs"])))
-    bounds = list(_words(settings[_RC + "rollout_rs_threshold"]))
+    options = list(dict.fromkeys(_comma_separated(settings[_RC + "rollout_rs"])))
+    bounds = list(_comma_separated(settings[_RC + "rollout_rs_threshold"]))
     if len(bounds) not in (1, len(options)):
         raise ConfigError(
             f"rollout_rs_threshold must have one bound or one for each of {', '.join(options)}, but has {len(bounds)}"
         )
     for option, spec in zip(options, bounds * (len(options) if len(bounds) == 1 else 1), strict=True):
-        place, _, statistic = option.rpartition("_")
-        if place not in _LEVELS or statistic not in ("k1", "k2", "k3") or option == "seq_max_k1":
+        level_name, _, statistic = option.rpartition("_")
+        if level_name not in _LEVELS or statistic not in ("k1", "k2", "k3") or option == "seq_max_k1":
             yield Remark(f"rollout_rs: {option} is unknown", ("rollout_rs",))
             continue
-        level = _LEVELS[place]
-        raw: dict[str, Any] = {"log_ratio": log_ratio, "level": level}
+        level = _LEVELS[level_name]
+        rule: dict[str, Any] = {"log_ratio": log_ratio, "level": level}
         if statistic != "k1":
-            yield Assign("masks", {**raw, "statistic": statistic, "max": _number("rollout_rs_threshold", spec)})
+            yield Assign("masks", {**rule, "statistic": statistic, "max": _parse_bound("rollout_rs_threshold", spec)})
             continue
         low, separator, high = spec.rpartition("_")
-        upper = _number("rollout_rs_threshold", high)
-        given_lower = _number("rollout_rs_threshold", low) if separator else upper
-        if min(given_lower, upper) <= 0:
+        upper = _parse_bound("rollout_rs_threshold", high)
+        stated_lower = _parse_bound("rollout_rs_threshold", low) if separator else upper
+        if min(stated_lower, upper) <= 0:
             raise ConfigError(f"rollout_rs_threshold: {option} bounds a ratio, which must be above 0, by '{spec}'")
-        lower = given_lower if separator else 1 / upper
+        lower = stated_lower if separator else 1 / upper
         note = (
             f"verl's {option} keeps {lower:g} to {upper:g} of 1/ρ; the bounds here are on ρ"
             if separator
             else (f"verl's {option} keeps 1/{upper:g} to {upper:g}")
         )
-        named = {"preset": _PRESETS_OF_K1[level]} if log_ratio == "mismatch" else raw
-        yield Assign("masks", {**named, "min": 1 / upper, "max": 1 / lower}, note)
+        form = {"preset": _PRESETS_OF_K1[level]} if log_ratio == "mismatch" else rule
+        yield Assign("masks", {**form, "min": 1 / upper, "max": 1 / lower}, note)
 
 
-def _words(text: Any) -> Iterator[str]:
+def _comma_separated(text: Any) -> Iterator[str]:
     return (word.strip() for word in str(text).split(",") if word.strip())
 
 
-def _number(key: str, text: str) -> float:
+def _parse_bound(key: str, text: str) -> float:
     try:
         return float(text)
     except ValueError:
@@ -377,7 +377,7 @@ def _normalization(settings: PeerSettings, mode: str) -> Conversion:
                 "token_level_loss", False, f"in verl, {mode} is a mean over sequences, whatever loss_agg_mode is"
             )
             return
-        yield from by_value(
+        yield from convert_value(
             settings,
             _ACTOR + "loss_agg_mode",
             {

@@ -1,4 +1,4 @@
-"""Our loss under translated settings beside what a peer's own code answered."""
+"""Comparison of this package's loss, under translated settings, with the recorded answers of a peer's loss."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from nemo_geomask.losses import PrestepPass
 from nemo_geomask.losses.build import build_with_warnings
 from nemo_geomask.losses.prestep import valid_counts
 from nemo_geomask.tools.translate import Translation, translate
-from tests.tools.translate.peers.problems import Problem, problem
+from tests.tools.translate.peers.batches import RandomBatch, random_batch
 
 DATA = Path(__file__).parent / "data"
 CLOSE = 2e-5
@@ -32,27 +32,26 @@ def _arrays(peer: str) -> dict[str, Any]:
 
 @functools.cache
 def index(peer: str) -> dict[str, Any]:
-    """Commit and cases of a peer."""
+    """Return the commit and the cases of a peer."""
     return json.loads(bytes(_arrays(peer)["index"]))
 
 
-def differs(peer: str) -> dict[str, str]:
-    """Of a peer's cases that are wholly expressed, those that are expected to differ: in ``loss`` alone, or in ``both``
-    loss and gradient."""
+def expected_differences(peer: str) -> dict[str, str]:
+    """Return the fully expressed cases of a peer that still differ: in ``loss`` alone, or in ``both``, gradient too."""
     found: dict[str, str] = importlib.import_module(f"tests.tools.translate.peers.of_{peer}").DIFFERS
     return found
 
 
 @dataclass(frozen=True)
-class Compared:
-    """One case.
+class Comparison:
+    """Differences between the two losses over the batches of one case.
 
     Attributes:
-        translation: its settings, translated.
+        translation: translation of the case's settings.
         losses: largest difference of the loss, relative to it or to 1e-3.
         gradients: largest difference of a gradient, relative to the batch's largest entry.
-        trained: batches with any gradient.
-        skipped: batches that masks empty, on which the peer divides by 0 and ours takes no step.
+        trained: number of batches with a gradient other than 0.
+        skipped: number of batches without a kept token: the peer divides by 0, this package takes no step.
     """
 
     translation: Translation
@@ -68,37 +67,39 @@ class Compared:
 
 
 @functools.cache
-def compared(peer: str, case: str) -> Compared:
-    """Run a case's batches."""
+def compare_case(peer: str, case: str) -> Comparison:
+    """Compare the losses on all batches of a case."""
     entry, arrays = index(peer)["cases"][case], _arrays(peer)
     translation = translate(entry["settings"], peer)
     loss_fn, _ = build_with_warnings(translation.loss_fn)
     losses, gradients = arrays[f"loss{entry['array']}"], arrays[f"gradient{entry['array']}"]
     worst_loss = worst_gradient = 0.0
     trained = skipped = start = 0
-    for seed, true_loss in enumerate(losses):
-        batch = problem(seed)
-        chosen = batch.mask != 0
-        true = gradients[start : start + int(chosen.sum())]
-        start += len(true)
-        answer = _ours(loss_fn, batch)
+    for seed, peer_loss in enumerate(losses):
+        batch = random_batch(seed)
+        is_trained = batch.mask != 0
+        peer_gradient = gradients[start : start + int(is_trained.sum())]
+        start += len(peer_gradient)
+        answer = _evaluate(loss_fn, batch)
         if answer is None:
-            assert math.isnan(true_loss), f"{case}, batch {seed}: ours takes no step"
+            assert math.isnan(peer_loss), f"{case}, batch {seed}: this package takes no step"
             skipped += 1
             continue
         value, gradient = answer
-        size = np.abs(true).max()
+        size = np.abs(peer_gradient).max()
         trained += bool(size > 0)
-        worst_loss = max(worst_loss, abs(value - true_loss) / max(abs(true_loss), 1e-3))
-        worst_gradient = max(worst_gradient, float(np.abs(gradient[chosen].numpy() - true).max() / max(size, 1e-6)))
-    return Compared(translation, worst_loss, worst_gradient, trained, skipped)
+        worst_loss = max(worst_loss, abs(value - peer_loss) / max(abs(peer_loss), 1e-3))
+        worst_gradient = max(
+            worst_gradient, float(np.abs(gradient[is_trained].numpy() - peer_gradient).max() / max(size, 1e-6))
+        )
+    return Comparison(translation, worst_loss, worst_gradient, trained, skipped)
 
 
-def _ours(loss_fn: Any, batch: Problem) -> tuple[float, torch.Tensor] | None:
-    data = batch.batch()
-    before = PrestepPass(loss_fn.config)
-    if before.needed:
-        decision = before(data)
+def _evaluate(loss_fn: Any, batch: RandomBatch) -> tuple[float, torch.Tensor] | None:
+    data = batch.nemo_rl_data()
+    prestep = PrestepPass(loss_fn.config)
+    if prestep.needed:
+        decision = prestep(data)
         if not decision.train:
             return None
         data |= decision.changes

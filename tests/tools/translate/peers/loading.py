@@ -1,4 +1,4 @@
-"""Single files of a package that isn't installed: what they import beside them is made up."""
+"""Import of single files from a package that is not installed; everything else that they import is a placeholder."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 
-class Anything:
-    """Stands for whatever is imported and not run: a decorator, a base class, a type in an annotation."""
+class Placeholder:
+    """Placeholder for an imported object that is not run: a decorator, a base class, a type in an annotation."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return args[0] if len(args) == 1 and callable(args[0]) and not kwargs else self
@@ -22,7 +22,7 @@ class Anything:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return Anything()
+        return Placeholder()
 
     def __getitem__(self, key: Any) -> Any:
         return self
@@ -39,16 +39,16 @@ class Anything:
         return True
 
 
-class _Empty(types.ModuleType):
+class _PlaceholderModule(types.ModuleType):
     __path__ = ()
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return Anything()
+        return Placeholder()
 
 
-class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+class _PlaceholderFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def __init__(self, roots: tuple[str, ...], files: Mapping[str, Path], values: Mapping[str, Any]) -> None:
         self.roots, self.files, self.values = roots, files, values
 
@@ -60,7 +60,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return None
 
     def create_module(self, spec: Any) -> Any:
-        module = _Empty(spec.name)
+        module = _PlaceholderModule(spec.name)
         for name, value in self.values.items():
             owner, _, attribute = name.rpartition(".")
             if owner == spec.name:
@@ -72,27 +72,33 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 @contextlib.contextmanager
-def files_of(
-    root: Path, modules: Mapping[str, str], *, made_up: tuple[str, ...], values: Mapping[str, Any] | None = None
+def import_files(
+    root: Path,
+    modules: Mapping[str, str],
+    *,
+    placeholder_packages: tuple[str, ...],
+    values: Mapping[str, Any] | None = None,
 ) -> Iterator[dict[str, types.ModuleType]]:
-    """Modules by name, each run from its file under ``root``.
+    """Import modules from files under ``root``, and yield them by name.
 
     Args:
-        root: of a checkout.
-        modules: module names and their files.
-        made_up: top-level packages of which everything else is :class:`Anything`.
-        values: what some names of made-up modules are instead.
+        root: folder of a checkout.
+        modules: file of each module, relative to ``root``.
+        placeholder_packages: top-level packages whose other modules contain a :class:`Placeholder` for every name.
+        values: objects, by dotted name, for names in placeholder modules that need a real one.
     """
     before = dict(sys.modules)
-    for name in [name for name in sys.modules if name.split(".")[0] in made_up]:
+    for name in [name for name in sys.modules if name.split(".")[0] in placeholder_packages]:
         del sys.modules[name]
-    finder = _Finder(made_up, {name: root / path for name, path in modules.items()}, values or {})
+    finder = _PlaceholderFinder(
+        placeholder_packages, {name: root / path for name, path in modules.items()}, values or {}
+    )
     sys.meta_path.insert(0, finder)
     try:
         yield {name: importlib.import_module(name) for name in modules}
     finally:
         sys.meta_path.remove(finder)
         for name in set(sys.modules) - set(before):
-            if name.split(".")[0] in made_up:
+            if name.split(".")[0] in placeholder_packages:
                 del sys.modules[name]
         sys.modules.update(before)

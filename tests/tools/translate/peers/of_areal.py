@@ -1,4 +1,4 @@
-"""AReaL's own loss."""
+"""Cases for AReaL, and its own loss, run from a checkout."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.tools.translate.peers.loading import files_of
-from tests.tools.translate.peers.problems import Problem
+from tests.tools.translate.peers.batches import RandomBatch
+from tests.tools.translate.peers.loading import import_files
 
 MODULES = {
     "areal.utils.data": "areal/utils/data.py",
@@ -53,26 +53,26 @@ DIFFERS = {"sequence ratio, max, two bounds": "both"}  # with which bounds the l
 
 
 @contextmanager
-def loss(root: Path) -> Iterator[Callable[[Mapping[str, Any], Problem], tuple[Tensor, Tensor]]]:
-    """What AReaL computes under settings."""
-    with files_of(root, MODULES, made_up=("areal", "einops", "torchdata")) as modules:
-        own = modules["areal.utils.functional.functional"]
+def loss(root: Path) -> Iterator[Callable[[Mapping[str, Any], RandomBatch], tuple[Tensor, Tensor]]]:
+    """Yield a function that returns loss and gradient of AReaL\'s own code."""
+    with import_files(root, MODULES, placeholder_packages=("areal", "einops", "torchdata")) as modules:
+        peer = modules["areal.utils.functional.functional"]
 
-        def run(settings: Mapping[str, Any], problem: Problem) -> tuple[Tensor, Tensor]:
-            at = problem.double()
+        def run(settings: Mapping[str, Any], batch: RandomBatch) -> tuple[Tensor, Tensor]:
+            tensors = batch.double()
             found = {key.removeprefix("actor."): value for key, value in settings.items()}
-            sampled = not found.get("use_decoupled_loss")
+            is_on_sampler = not found.get("use_decoupled_loss")
             rejection = {k.partition(".")[2]: v for k, v in found.items() if k.startswith("rejection_sampling.")}
             defaults = {"level": "token", "action": "mask", "metric": "ratio", "agg": "mean"}
-            mask = at["mask"].bool()
+            mask = tensors["mask"].bool()
             if "m2_threshold" in found:
                 narrowed = modules["areal.trainer.ppo.actor"]._apply_m2po_masking
-                mask = narrowed(at["gen"], at["prev"], mask, found["m2_threshold"])
-            value, _ = own.ppo_actor_loss_fn(
-                logprobs=at["curr"],
-                proximal_logprobs=at["gen" if sampled else "prev"],
-                old_logprobs=at["gen"],
-                advantages=at["advantages"],
+                mask = narrowed(tensors["gen"], tensors["prev"], mask, found["m2_threshold"])
+            value, _ = peer.ppo_actor_loss_fn(
+                logprobs=tensors["curr"],
+                proximal_logprobs=tensors["gen" if is_on_sampler else "prev"],
+                old_logprobs=tensors["gen"],
+                advantages=tensors["advantages"],
                 loss_mask=mask,
                 eps_clip=found.get("eps_clip", 0.2),
                 eps_clip_higher=found.get("eps_clip_higher"),
@@ -80,7 +80,7 @@ def loss(root: Path) -> Iterator[Callable[[Mapping[str, Any], Problem], tuple[Te
                 rejection_sampling=SimpleNamespace(**{**defaults, **rejection}) if rejection else None,
                 importance_sampling_level=found.get("importance_sampling_level", "token"),
             )
-            (gradient,) = torch.autograd.grad(value, at["curr"])
+            (gradient,) = torch.autograd.grad(value, tensors["curr"])
             return value.detach(), gradient
 
         yield run

@@ -1,4 +1,4 @@
-"""open-instruct's own loss."""
+"""Cases for open-instruct, and its own loss, run from a checkout."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.tools.translate.peers.loading import files_of
-from tests.tools.translate.peers.problems import Problem
+from tests.tools.translate.peers.batches import RandomBatch
+from tests.tools.translate.peers.loading import import_files
 
 MODULES = {
     "open_instruct.model_utils": "open_instruct/model_utils.py",
@@ -59,25 +59,27 @@ _STUBS = ("open_instruct", "pandas", "ray", "wandb", "datasets", "deepspeed", "t
 
 
 @contextmanager
-def loss(root: Path) -> Iterator[Callable[[Mapping[str, Any], Problem], tuple[Tensor, Tensor]]]:
-    """What open-instruct computes under settings, in float32 where it says so itself."""
+def loss(root: Path) -> Iterator[Callable[[Mapping[str, Any], RandomBatch], tuple[Tensor, Tensor]]]:
+    """Yield a function that returns loss and gradient of open-instruct\'s own code, in float32 where it says so itself."""
     stubs = (*_STUBS, "huggingface_hub", "olmo_core", "rich", "vllm")
-    with files_of(root, MODULES, made_up=stubs) as modules:
-        own = modules["open_instruct.grpo_utils"]
-        kinds = {"dapo": own.GRPOLossType.dapo, "cispo": own.GRPOLossType.cispo}
-        own.model_utils = modules["open_instruct.model_utils"]  # type: ignore[attr-defined]
+    with import_files(root, MODULES, placeholder_packages=stubs) as modules:
+        peer = modules["open_instruct.grpo_utils"]
+        kinds = {"dapo": peer.GRPOLossType.dapo, "cispo": peer.GRPOLossType.cispo}
+        peer.model_utils = modules["open_instruct.model_utils"]  # type: ignore[attr-defined]
 
-        def run(settings: Mapping[str, Any], problem: Problem) -> tuple[Tensor, Tensor]:
-            at, config = problem.double(), SimpleNamespace(**{**_DEFAULTS, **settings})
+        def run(settings: Mapping[str, Any], batch: RandomBatch) -> tuple[Tensor, Tensor]:
+            tensors, config = batch.double(), SimpleNamespace(**{**_DEFAULTS, **settings})
             config.loss_fn = kinds[config.loss_fn]
-            mask = at["mask"].bool()
-            old = at["gen"] if config.use_vllm_logprobs else at["prev"]
-            rho = own.compute_rho_correction(at["prev"], at["gen"], mask, at["advantages"], config)
-            ratio = torch.exp(at["curr"] - old)
-            ref = at["ref"] if config.beta else None
-            per_token, _, kl = own.compute_grpo_loss(at["curr"], ratio, at["advantages"], ref, config, rho.weights)
-            value = ((per_token + config.beta * kl) * at["mask"]).sum() / at["mask"].sum()
-            (gradient,) = torch.autograd.grad(value, at["curr"])
+            mask = tensors["mask"].bool()
+            old = tensors["gen"] if config.use_vllm_logprobs else tensors["prev"]
+            rho = peer.compute_rho_correction(tensors["prev"], tensors["gen"], mask, tensors["advantages"], config)
+            ratio = torch.exp(tensors["curr"] - old)
+            ref = tensors["ref"] if config.beta else None
+            per_token, _, kl = peer.compute_grpo_loss(
+                tensors["curr"], ratio, tensors["advantages"], ref, config, rho.weights
+            )
+            value = ((per_token + config.beta * kl) * tensors["mask"]).sum() / tensors["mask"].sum()
+            (gradient,) = torch.autograd.grad(value, tensors["curr"])
             return value.detach(), gradient
 
         yield run

@@ -1,4 +1,4 @@
-"""OpenRLHF's own loss."""
+"""Cases for OpenRLHF, and its own loss, run from a checkout."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.tools.translate.peers.loading import files_of
-from tests.tools.translate.peers.problems import ROWS, Problem
+from tests.tools.translate.peers.batches import ROWS, RandomBatch
+from tests.tools.translate.peers.loading import import_files
 
 MODULES = {"openrlhf.models.utils": "openrlhf/models/utils.py", "openrlhf.models.loss": "openrlhf/models/loss.py"}
 _NO_KL = {"algo.kl.init_coef": 0.0}
@@ -40,17 +40,17 @@ DIFFERS: dict[str, str] = {}
 
 
 @contextmanager
-def loss(root: Path) -> Iterator[Callable[[Mapping[str, Any], Problem], tuple[Tensor, Tensor]]]:
-    """What OpenRLHF computes under settings."""
-    with files_of(root, MODULES, made_up=("openrlhf", "deepspeed")) as modules:
-        own, utils = modules["openrlhf.models.loss"], modules["openrlhf.models.utils"]
+def loss(root: Path) -> Iterator[Callable[[Mapping[str, Any], RandomBatch], tuple[Tensor, Tensor]]]:
+    """Yield a function that returns loss and gradient of OpenRLHF\'s own code."""
+    with import_files(root, MODULES, placeholder_packages=("openrlhf", "deepspeed")) as modules:
+        peer, utils = modules["openrlhf.models.loss"], modules["openrlhf.models.utils"]
 
-        def run(settings: Mapping[str, Any], problem: Problem) -> tuple[Tensor, Tensor]:
-            at = problem.double()
+        def run(settings: Mapping[str, Any], batch: RandomBatch) -> tuple[Tensor, Tensor]:
+            tensors = batch.double()
             eps = settings.get("actor.eps_clip", 0.2)
             low, high = settings.get("actor.eps_clip_low_high", [eps, eps])
             by_token = settings.get("actor.token_level_loss", True)
-            policy = own.PolicyLoss(
+            policy = peer.PolicyLoss(
                 clip_eps_low=low,
                 clip_eps_high=high,
                 dual_clip=settings.get("actor.dual_clip"),
@@ -60,13 +60,15 @@ def loss(root: Path) -> Iterator[Callable[[Mapping[str, Any], Problem], tuple[Te
                 vllm_is_truncated_threshold=settings.get(_IS + "threshold", [0.5, 5.0]),
                 vllm_is_correction_type=settings.get(_IS + "type", "tis"),
             )
-            counts = {"batch_num_tokens": at["mask"].sum(), "global_batch_size": ROWS}
-            value, *_ = policy(at["curr"], at["prev"], at["advantages"], at["mask"], at["gen"], **counts)
+            counts = {"batch_num_tokens": tensors["mask"].sum(), "global_batch_size": ROWS}
+            value, *_ = policy(
+                tensors["curr"], tensors["prev"], tensors["advantages"], tensors["mask"], tensors["gen"], **counts
+            )
             if settings.get("algo.kl.use_loss"):
-                kl = utils.compute_approx_kl(at["curr"], at["ref"], settings["algo.kl.estimator"])
-                of_kl = own.aggregate_loss(kl, at["mask"], token_level_loss=by_token, **counts)
+                kl = utils.compute_approx_kl(tensors["curr"], tensors["ref"], settings["algo.kl.estimator"])
+                of_kl = peer.aggregate_loss(kl, tensors["mask"], token_level_loss=by_token, **counts)
                 value = value + settings["algo.kl.init_coef"] * of_kl
-            (gradient,) = torch.autograd.grad(value, at["curr"])
+            (gradient,) = torch.autograd.grad(value, tensors["curr"])
             return value.detach(), gradient
 
         yield run

@@ -1,4 +1,4 @@
-"""prime-rl's own loss."""
+"""Cases for prime-rl, and its own loss, run from a checkout."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.tools.translate.peers.loading import files_of
-from tests.tools.translate.peers.problems import Problem
+from tests.tools.translate.peers.batches import RandomBatch
+from tests.tools.translate.peers.loading import import_files
 
 MODULES = {"prime_rl.trainer.rl.loss": "src/prime_rl/trainer/rl/loss.py"}
 _LOSS = "trainer.loss."
@@ -35,29 +35,29 @@ _DEFAULTS = {"type": "default", "dppo_mask_low": 0.2, "dppo_mask_high": 0.2, "ip
 
 
 @contextmanager
-def loss(root: Path) -> Iterator[Callable[[Mapping[str, Any], Problem], tuple[Tensor, Tensor]]]:
-    """What prime-rl computes under settings."""
-    with files_of(root, MODULES, made_up=("prime_rl", "beartype", "jaxtyping")) as modules:
-        own = modules["prime_rl.trainer.rl.loss"]
+def loss(root: Path) -> Iterator[Callable[[Mapping[str, Any], RandomBatch], tuple[Tensor, Tensor]]]:
+    """Yield a function that returns loss and gradient of prime-rl\'s own code."""
+    with import_files(root, MODULES, placeholder_packages=("prime_rl", "beartype", "jaxtyping")) as modules:
+        peer = modules["prime_rl.trainer.rl.loss"]
 
-        def run(settings: Mapping[str, Any], problem: Problem) -> tuple[Tensor, Tensor]:
-            at = problem.double()
+        def run(settings: Mapping[str, Any], batch: RandomBatch) -> tuple[Tensor, Tensor]:
+            tensors = batch.double()
             config = SimpleNamespace(
                 **{**_DEFAULTS, "kl_tau": 1e-3, **{key.removeprefix(_LOSS): value for key, value in settings.items()}}
             )
-            function = own.ipo_loss_fn if config.type == "ipo" else own.default_loss_fn
-            value, _ = own.compute_loss(
-                trainer_logprobs=list(at["curr"]),
-                inference_logprobs=list(at["gen"]),
-                advantages=list(at["advantages"]),
-                loss_mask=list(at["mask"].bool()),
+            function = peer.ipo_loss_fn if config.type == "ipo" else peer.default_loss_fn
+            value, _ = peer.compute_loss(
+                trainer_logprobs=list(tensors["curr"]),
+                inference_logprobs=list(tensors["gen"]),
+                advantages=list(tensors["advantages"]),
+                loss_mask=list(tensors["mask"].bool()),
                 **dict.fromkeys(("ref_logprobs", "rl_weights", "ce_weights", "ref_kl_weights")),
                 rl_loss_fn=lambda inputs: function(inputs, config),
-                rl_scale=int(at["mask"].sum()),
+                rl_scale=int(tensors["mask"].sum()),
                 ce_scale=1,
                 ref_kl_scale=1,
             )
-            (gradient,) = torch.autograd.grad(value, at["curr"])
+            (gradient,) = torch.autograd.grad(value, tensors["curr"])
             return value.detach(), gradient
 
         yield run

@@ -1,4 +1,4 @@
-"""SkyRL's own loss."""
+"""Cases for SkyRL, and its own loss, run from a checkout."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.tools.translate.peers.loading import files_of
-from tests.tools.translate.peers.problems import ROWS, Problem
+from tests.tools.translate.peers.batches import ROWS, RandomBatch
+from tests.tools.translate.peers.loading import import_files
 
 _HOME = "skyrl.backends.skyrl_train.utils."
 MODULES = {
@@ -103,30 +103,34 @@ def _config(settings: Mapping[str, Any]) -> Any:
 
 
 @contextmanager
-def loss(root: Path) -> Iterator[Callable[[Mapping[str, Any], Problem], tuple[Tensor, Tensor]]]:
-    """What SkyRL computes under settings."""
+def loss(root: Path) -> Iterator[Callable[[Mapping[str, Any], RandomBatch], tuple[Tensor, Tensor]]]:
+    """Yield a function that returns loss and gradient of SkyRL\'s own code."""
     stubs = ("skyrl", "ray", "jaxtyping", "loguru", "flash_attn", "omegaconf")
-    with files_of(root, MODULES, made_up=stubs, values={"ray.is_initialized": lambda: False}) as modules:
-        own = modules[_HOME + "ppo_utils"]
+    with import_files(
+        root, MODULES, placeholder_packages=stubs, values={"ray.is_initialized": lambda: False}
+    ) as modules:
+        peer = modules[_HOME + "ppo_utils"]
         losses = {
-            **dict.fromkeys(("regular", "dual_clip"), own.ppo_policy_loss),
-            "gspo": own.gspo_policy_loss,
-            "sapo": own.sapo_policy_loss,
-            "cispo": own.compute_policy_loss_cispo,
-            "rollout_is": own.rollout_is_policy_loss,
-            "dppo": own.dppo_policy_loss,
+            **dict.fromkeys(("regular", "dual_clip"), peer.ppo_policy_loss),
+            "gspo": peer.gspo_policy_loss,
+            "sapo": peer.sapo_policy_loss,
+            "cispo": peer.compute_policy_loss_cispo,
+            "rollout_is": peer.rollout_is_policy_loss,
+            "dppo": peer.dppo_policy_loss,
         }
 
-        def run(settings: Mapping[str, Any], problem: Problem) -> tuple[Tensor, Tensor]:
-            at, config = problem.double(), _config(settings)
-            scaled = own.apply_loss_reduction_to_advantages_minibatch(
-                at["advantages"], at["mask"], config.loss_reduction, ROWS, config.max_seq_len
+        def run(settings: Mapping[str, Any], batch: RandomBatch) -> tuple[Tensor, Tensor]:
+            tensors, config = batch.double(), _config(settings)
+            scaled = peer.apply_loss_reduction_to_advantages_minibatch(
+                tensors["advantages"], tensors["mask"], config.loss_reduction, ROWS, config.max_seq_len
             )
-            value, _ = losses[config.policy_loss_type](at["curr"], at["prev"], scaled, config, at["mask"], at["gen"])
+            value, _ = losses[config.policy_loss_type](
+                tensors["curr"], tensors["prev"], scaled, config, tensors["mask"], tensors["gen"]
+            )
             if config.use_kl_loss:
-                kl = own.compute_approx_kl(at["curr"], at["ref"], at["mask"], config.kl_estimator_type)
-                value = value + config.kl_loss_coef * own.masked_mean(kl, at["mask"], dim=-1).mean()
-            (gradient,) = torch.autograd.grad(value, at["curr"])
+                kl = peer.compute_approx_kl(tensors["curr"], tensors["ref"], tensors["mask"], config.kl_estimator_type)
+                value = value + config.kl_loss_coef * peer.masked_mean(kl, tensors["mask"], dim=-1).mean()
+            (gradient,) = torch.autograd.grad(value, tensors["curr"])
             return value.detach(), gradient
 
         yield run

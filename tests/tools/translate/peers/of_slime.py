@@ -1,4 +1,4 @@
-"""slime's own loss."""
+"""Cases for slime, and its own loss, run from a checkout."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from tests.tools.translate.peers.loading import files_of
-from tests.tools.translate.peers.problems import ROWS, WIDTH, Problem
+from tests.tools.translate.peers.batches import ROWS, WIDTH, RandomBatch
+from tests.tools.translate.peers.loading import import_files
 
 MODULES = {
     "slime.utils.ppo_utils": "slime/utils/ppo_utils.py",
@@ -98,46 +98,50 @@ _DEFAULTS: dict[str, Any] = {
 
 
 @contextmanager
-def loss(root: Path) -> Iterator[Callable[[Mapping[str, Any], Problem], tuple[Tensor, Tensor]]]:
-    """What slime computes under settings."""
+def loss(root: Path) -> Iterator[Callable[[Mapping[str, Any], RandomBatch], tuple[Tensor, Tensor]]]:
+    """Yield a function that returns loss and gradient of slime\'s own code."""
     mpu = Namespace(get_context_parallel_world_size=lambda: 1, get_context_parallel_group=lambda: None)
     with (
         mock.patch.object(torch, "compile", lambda *args, **kwargs: args[0] if args else lambda function: function),
-        files_of(
-            root, MODULES, made_up=("slime", "slime_mis", "megatron"), values={"megatron.core.mpu": mpu}
+        import_files(
+            root, MODULES, placeholder_packages=("slime", "slime_mis", "megatron"), values={"megatron.core.mpu": mpu}
         ) as modules,
     ):
-        own = modules["slime.backends.megatron_utils.loss"]
+        peer = modules["slime.backends.megatron_utils.loss"]
         utils = modules["slime.backends.megatron_utils.cp_utils"]
-        own.get_rollout_top_p_logprob_kwargs = lambda *args: {}  # type: ignore[attr-defined]
-        own._maybe_capture_log_probs = lambda *args: None  # type: ignore[attr-defined]
+        peer.get_rollout_top_p_logprob_kwargs = lambda *args: {}  # type: ignore[attr-defined]
+        peer._maybe_capture_log_probs = lambda *args: None  # type: ignore[attr-defined]
         functions = {_MIS["custom_tis_function_path"]: modules["slime_mis"].compute_mis_weights_with_cp}
-        functions[_ICEPOP] = own.icepop_function
-        own.load_function = functions.__getitem__  # type: ignore[attr-defined]
+        functions[_ICEPOP] = peer.icepop_function
+        peer.load_function = functions.__getitem__  # type: ignore[attr-defined]
 
-        def run(settings: Mapping[str, Any], problem: Problem) -> tuple[Tensor, Tensor]:
+        def run(settings: Mapping[str, Any], batch: RandomBatch) -> tuple[Tensor, Tensor]:
             args = Namespace(**{**_DEFAULTS, **settings})
             args.eps_clip_high = args.eps_clip if args.eps_clip_high is None else args.eps_clip_high
-            at = problem.double()
-            masks, lengths = list(at["mask"]), [WIDTH] * ROWS
+            tensors = batch.double()
+            masks, lengths = list(tensors["mask"]), [WIDTH] * ROWS
             entropy = [torch.zeros_like(mask) for mask in masks]
-            found = {"log_probs": list(at["curr"]), "entropy": entropy}
-            own.get_log_probs_and_entropy = lambda *args, **kwargs: (None, found)  # type: ignore[attr-defined]
-            batch = {"unconcat_tokens": None, "response_lengths": lengths, "total_lengths": [WIDTH + 1] * ROWS}
+            found = {"log_probs": list(tensors["curr"]), "entropy": entropy}
+            peer.get_log_probs_and_entropy = lambda *args, **kwargs: (None, found)  # type: ignore[attr-defined]
+            slime_batch = {"unconcat_tokens": None, "response_lengths": lengths, "total_lengths": [WIDTH + 1] * ROWS}
             names = {
                 "log_probs": "prev",
                 "rollout_log_probs": "gen",
                 "ref_log_probs": "ref",
                 "advantages": "advantages",
             }
-            batch |= {theirs: list(at[ours]) for theirs, ours in names.items()}
-            batch |= {"loss_masks": masks, "rollout_mask_sums": [mask.sum() for mask in masks]}
+            slime_batch |= {theirs: list(tensors[ours]) for theirs, ours in names.items()}
+            slime_batch |= {"loss_masks": masks, "rollout_mask_sums": [mask.sum() for mask in masks]}
             reduce = utils.get_sum_of_sample_mean(
-                batch["total_lengths"], lengths, masks, batch["rollout_mask_sums"], args.calculate_per_token_loss
+                slime_batch["total_lengths"],
+                lengths,
+                masks,
+                slime_batch["rollout_mask_sums"],
+                args.calculate_per_token_loss,
             )
-            value, _ = own.policy_loss_function(args, batch, None, reduce)
-            value = value / (at["mask"].sum() if args.calculate_per_token_loss else ROWS)
-            (gradient,) = torch.autograd.grad(value, at["curr"])
+            value, _ = peer.policy_loss_function(args, slime_batch, None, reduce)
+            value = value / (tensors["mask"].sum() if args.calculate_per_token_loss else ROWS)
+            (gradient,) = torch.autograd.grad(value, tensors["curr"])
             return value.detach(), gradient
 
         yield run

@@ -1,4 +1,4 @@
-"""TRL's own loss."""
+"""Cases for TRL, and its own loss, run from a checkout."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.tools.translate.peers.loading import files_of
-from tests.tools.translate.peers.problems import WIDTH, Problem
+from tests.tools.translate.peers.batches import WIDTH, RandomBatch
+from tests.tools.translate.peers.loading import import_files
 
 TRAINER = "trl/trainer/grpo_trainer.py"
 _IS = "vllm_importance_sampling_"
@@ -81,8 +81,8 @@ def _correction(root: Path) -> Any:
 
 
 @contextmanager
-def loss(root: Path) -> Iterator[Callable[[Mapping[str, Any], Problem], tuple[Tensor, Tensor]]]:
-    """What TRL computes under settings."""
+def loss(root: Path) -> Iterator[Callable[[Mapping[str, Any], RandomBatch], tuple[Tensor, Tensor]]]:
+    """Yield a function that returns loss and gradient of TRL\'s own code."""
     defaults, correction = _defaults(root), _correction(root)
     stubs = (
         "trl",
@@ -99,13 +99,13 @@ def loss(root: Path) -> Iterator[Callable[[Mapping[str, Any], Problem], tuple[Te
         "rich",
         "jmespath",
     )
-    with files_of(root, {"trl.trainer.grpo_trainer": TRAINER}, made_up=stubs) as modules:
+    with import_files(root, {"trl.trainer.grpo_trainer": TRAINER}, placeholder_packages=stubs) as modules:
         trainer = modules["trl.trainer.grpo_trainer"].GRPOTrainer
 
-        def run(settings: Mapping[str, Any], problem: Problem) -> tuple[Tensor, Tensor]:
+        def run(settings: Mapping[str, Any], batch: RandomBatch) -> tuple[Tensor, Tensor]:
             args = {**defaults, **settings}
-            at = problem.double()
-            mask = at["mask"]
+            tensors = batch.double()
+            mask = tensors["mask"]
             self = object.__new__(trainer)
             vars(self).update(args, args=SimpleNamespace(**args), _metrics={"train": _Lists()}, aux_loss_enabled=False)
             self.epsilon_low = args["epsilon"]
@@ -114,25 +114,25 @@ def loss(root: Path) -> Iterator[Callable[[Mapping[str, Any], Problem], tuple[Te
             self.model = SimpleNamespace(training=True)
             self.accelerator = SimpleNamespace(num_processes=1, gather=lambda x: x, reduce=lambda x, reduction: x)
             zeros = torch.zeros_like(mask)
-            self._get_per_token_logps_and_entropies = lambda *args, **kwargs: (at["curr"], zeros, None)
+            self._get_per_token_logps_and_entropies = lambda *args, **kwargs: (tensors["curr"], zeros, None)
             names = {"self": self, "torch": torch, "math": math, "tool_mask": None, "completion_mask": mask}
-            names |= {"old_per_token_logps": at["prev"], "sampling_per_token_logps": at["gen"]}
+            names |= {"old_per_token_logps": tensors["prev"], "sampling_per_token_logps": tensors["gen"]}
             exec(correction, names)
             inputs = {
                 "prompt_ids": torch.zeros(len(mask), 1, dtype=torch.long),
                 "prompt_mask": torch.ones(len(mask), 1),
                 "completion_ids": torch.zeros(len(mask), WIDTH, dtype=torch.long),
                 "completion_mask": mask,
-                "advantages": at["advantages"][:, 0],
-                "old_per_token_logps": at["prev"],
-                "ref_per_token_logps": at["ref"],
+                "advantages": tensors["advantages"][:, 0],
+                "old_per_token_logps": tensors["prev"],
+                "ref_per_token_logps": tensors["ref"],
                 "num_items_in_batch": mask.sum(),
             }
             if args["use_vllm"]:
-                inputs["sampling_per_token_logps"] = at["gen"]
+                inputs["sampling_per_token_logps"] = tensors["gen"]
                 inputs["importance_sampling_ratio"] = names["vllm_importance_sampling_ratio"]
             value = self._compute_loss(None, inputs)
-            (gradient,) = torch.autograd.grad(value, at["curr"])
+            (gradient,) = torch.autograd.grad(value, tensors["curr"])
             return value.detach(), gradient
 
         yield run

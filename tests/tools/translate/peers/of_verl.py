@@ -1,4 +1,4 @@
-"""verl's own loss."""
+"""Cases for verl, and its own loss, run from a checkout."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import yaml
 from torch import Tensor
 
 from nemo_geomask.tools.translate import PEERS
-from tests.tools.translate.peers.loading import files_of
-from tests.tools.translate.peers.problems import ROWS, Problem
+from tests.tools.translate.peers.batches import ROWS, RandomBatch
+from tests.tools.translate.peers.loading import import_files
 
 RC, ACTOR = "algorithm.rollout_correction.", "actor_rollout_ref.actor."
 MODULES = {
@@ -116,8 +116,8 @@ class _Proto:
 
 
 @contextmanager
-def loss(root: Path) -> Iterator[Callable[[Mapping[str, Any], Problem], tuple[Tensor, Tensor]]]:
-    """What verl computes under settings."""
+def loss(root: Path) -> Iterator[Callable[[Mapping[str, Any], RandomBatch], tuple[Tensor, Tensor]]]:
+    """Yield a function that returns loss and gradient of verl\'s own code."""
     values = {
         "verl.trainer.config.AlgoConfig": type("AlgoConfig", (), {}),
         "verl.protocol.DataProto": _Proto,
@@ -127,11 +127,11 @@ def loss(root: Path) -> Iterator[Callable[[Mapping[str, Any], Problem], tuple[Te
     actor_defaults = yaml.safe_load((config / "actor" / "actor.yaml").read_text())
     rc_defaults = yaml.safe_load((config / "algorithm" / "rollout_correction.yaml").read_text())
     stubs = ("verl", "tensordict", "transformers", "omegaconf")
-    with files_of(root, MODULES, made_up=stubs, values=values) as modules:
+    with import_files(root, MODULES, placeholder_packages=stubs, values=values) as modules:
         presets = modules["verl.trainer.config.algorithm"].RolloutCorrectionConfig
         helper, algos = modules["verl.trainer.ppo.rollout_corr_helper"], modules["verl.trainer.ppo.core_algos"]
 
-        def run(settings: Mapping[str, Any], problem: Problem) -> tuple[Tensor, Tensor]:
+        def run(settings: Mapping[str, Any], batch: RandomBatch) -> tuple[Tensor, Tensor]:
             rc = dict(rc_defaults)
             actor = _Config(actor_defaults, policy_loss=_Config(actor_defaults["policy_loss"]))
             for key, value in settings.items():
@@ -144,16 +144,16 @@ def loss(root: Path) -> Iterator[Callable[[Mapping[str, Any], Problem], tuple[Te
                 else:
                     actor[key.removeprefix(ACTOR)] = value
             rc = {key: value for key, value in rc.items() if key in rc_defaults}
-            at = problem.double()
-            mask, weights, mode = at["mask"], None, actor.policy_loss["loss_mode"]
+            tensors = batch.double()
+            mask, weights, mode = tensors["mask"], None, actor.policy_loss["loss_mode"]
             if rc["bypass_mode"]:
-                mode, old = "bypass_mode", at["gen"]
+                mode, old = "bypass_mode", tensors["gen"]
                 actor.policy_loss["rollout_correction"] = rc
             else:
-                old = at["prev"]
+                old = tensors["prev"]
                 keys = {key: rc[key] for key in rc if key.startswith("rollout_")}
                 found, mask, _ = helper.compute_rollout_correction_and_rejection_mask(
-                    old_log_prob=old, rollout_log_prob=at["gen"], response_mask=mask, **keys
+                    old_log_prob=old, rollout_log_prob=tensors["gen"], response_mask=mask, **keys
                 )
                 weights = None if found is None else found.batch["rollout_is_weights"]
             actor["global_batch_info"] = {
@@ -164,18 +164,18 @@ def loss(root: Path) -> Iterator[Callable[[Mapping[str, Any], Problem], tuple[Te
             }
             value, _ = algos.get_policy_loss_fn(mode)(
                 old_log_prob=old,
-                log_prob=at["curr"],
-                advantages=at["advantages"],
+                log_prob=tensors["curr"],
+                advantages=tensors["advantages"],
                 response_mask=mask,
                 loss_agg_mode=actor.loss_agg_mode,
                 config=actor,
                 rollout_is_weights=weights,
             )
             if actor.use_kl_loss:
-                kl = algos.kl_penalty(at["curr"], at["ref"], actor.kl_loss_type)
+                kl = algos.kl_penalty(tensors["curr"], tensors["ref"], actor.kl_loss_type)
                 of_kl = algos.agg_loss(kl, mask, actor.loss_agg_mode, **actor.global_batch_info)
                 value = value + actor.kl_loss_coef * of_kl
-            (gradient,) = torch.autograd.grad(value, at["curr"], allow_unused=True)
-            return value.detach(), torch.zeros_like(at["curr"]) if gradient is None else gradient
+            (gradient,) = torch.autograd.grad(value, tensors["curr"], allow_unused=True)
+            return value.detach(), torch.zeros_like(tensors["curr"]) if gradient is None else gradient
 
         yield run

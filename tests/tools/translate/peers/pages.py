@@ -12,26 +12,26 @@ from pathlib import Path
 from nemo_geomask.config.strict import as_yaml
 from nemo_geomask.tools.shared.markdown import markdown_table, replace_marked_text
 from nemo_geomask.tools.translate import Translation, translate
-from tests.tools.translate.peers.compare import RECORDED, differs, index
+from tests.tools.translate.peers.compare import RECORDED, expected_differences, index
 
 _VERDICTS = {"same": "same", "loss": "same gradient", "both": "differs"}
 
 
 def cases(peer: str) -> Iterator[str]:
-    """Markdown table of a peer's cases."""
+    """Yield the lines of a peer's Markdown table."""
     entries, commit = index(peer)["cases"], index(peer)["commit"]
     count = sum(entry["count"] for entry in entries.values())
-    usual = _block(translate({}, peer))
-    yield f"At commit `{commit[:9]}`: {len(entries)} cases on {count} batches. Defaults: {_code(usual)}."
+    defaults = _block(translate({}, peer))
+    yield f"At commit `{commit[:9]}`: {len(entries)} cases on {count} batches. Defaults: {_code(defaults)}."
     yield ""
     rows = []
     for name, entry in entries.items():
         translation = translate(entry["settings"], peer)
-        verdict = _VERDICTS["both" if translation.not_expressed else differs(peer).get(name, "same")]
+        verdict = _VERDICTS["both" if translation.not_expressed else expected_differences(peer).get(name, "same")]
         why = "; ".join(translation.not_expressed) or ("" if verdict == "same" else " ".join(translation.differences))
         theirs = _code([f"{key.rpartition('.')[2]}: {as_yaml(value)}" for key, value in entry["settings"].items()])
-        ours = [line for line in _block(translation) if line not in usual]
-        rows.append((name, theirs or "defaults", _code(ours), verdict + (f": {why}" if why else "")))
+        block = [line for line in _block(translation) if line not in defaults]
+        rows.append((name, theirs or "defaults", _code(block), verdict + (f": {why}" if why else "")))
     yield markdown_table(("case", "theirs", "`loss_fn`, where not as under defaults", "answer"), rows)
 
 
@@ -45,7 +45,7 @@ def _block(translation: Translation) -> list[str]:
 
 
 def rewrite(text: str) -> str:
-    """The page with current tables.
+    """Return the page with its tables rewritten.
 
     Raises:
         ArgumentError: markers are missing.

@@ -1,4 +1,6 @@
-"""Records what peers' own losses answer: ``python -m tests.tools.translate.peers.record PEERS_ROOT [NAME …]``.
+"""Record loss and gradient of the peers' own code.
+
+``python -m tests.tools.translate.peers.record PEERS_ROOT [NAME …]`` writes ``data``.
 
 ``PEERS_ROOT`` holds their checkouts, ``verl``, ``trl``, …, as files or git repositories; the commit is taken from a
 file ``COMMIT`` or from git. Needs torch, numpy and pyyaml; of a peer only single files are run.
@@ -14,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tests.tools.translate.peers.problems import problem
+from tests.tools.translate.peers.batches import random_batch
 
 DATA = Path(__file__).parent / "data"
 PEERS = ("verl", "trl", "slime", "areal", "skyrl", "prime_rl", "openrlhf", "open_instruct", "fast_llm")
@@ -22,7 +24,7 @@ MANY, FEW = 100, 12
 
 
 def record(name: str, root: Path) -> None:
-    """Run every case of a peer and write its file."""
+    """Run every case of a peer and write its data file."""
     peer = importlib.import_module(f"tests.tools.translate.peers.of_{name}")
     cases = {case: (settings, MANY) for case, settings in getattr(peer, "PRESETS", {}).items()}
     cases |= {case: (settings, FEW) for case, settings in peer.CASES.items()}
@@ -31,16 +33,16 @@ def record(name: str, root: Path) -> None:
         for number, (case, (settings, count)) in enumerate(cases.items()):
             losses, gradients = [], []
             for seed in range(count):
-                batch = problem(seed)
+                batch = random_batch(seed)
                 value, gradient = loss(settings, batch)
                 losses.append(float(value))
                 gradients.append(gradient[batch.mask != 0].numpy())
             index[case] = {"settings": settings, "array": number, "count": count}
             arrays[f"loss{number}"] = np.array(losses)
             arrays[f"gradient{number}"] = np.concatenate(gradients).astype(np.float32)
-    said = {"commit": _commit(root), "cases": index}
-    np.savez_compressed(DATA / f"{name}.npz", index=np.frombuffer(json.dumps(said).encode(), np.uint8), **arrays)
-    print(f"{name} at {said['commit']}: {len(index)} cases")
+    description = {"commit": _commit(root), "cases": index}
+    np.savez_compressed(DATA / f"{name}.npz", index=np.frombuffer(json.dumps(description).encode(), np.uint8), **arrays)
+    print(f"{name} at {description['commit']}: {len(index)} cases")
 
 
 def _commit(root: Path) -> str:

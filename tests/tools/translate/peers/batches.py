@@ -1,4 +1,7 @@
-"""Batches for peers' losses and ours: made from a seed by a generator that numpy keeps as it is for all time."""
+"""Random batches for the losses of peers and of this package.
+
+A batch is drawn from a seed with ``RandomState``, whose stream numpy promises not to change.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +15,8 @@ ROWS, WIDTH = 4, 9
 
 
 @dataclass(frozen=True)
-class Problem:
-    """Responses as most systems hold them: float32 values, [ROWS, WIDTH], of which those of ``mask`` count."""
+class RandomBatch:
+    """Per-token tensors of some responses, float32 [ROWS, WIDTH]; ``mask`` is 1 at the tokens to train on."""
 
     curr: Tensor
     prev: Tensor
@@ -23,13 +26,13 @@ class Problem:
     mask: Tensor
 
     def double(self) -> dict[str, Tensor]:
-        """The same numbers in float64, ``curr`` as a leaf."""
+        """Return the tensors in float64; ``curr`` requires a gradient."""
         values = {name: getattr(self, name).double() for name in ("curr", "prev", "gen", "ref", "advantages", "mask")}
         values["curr"].requires_grad_()
         return values
 
-    def batch(self) -> dict[str, Tensor]:
-        """In NeMo-RL's layout: [ROWS, WIDTH + 1], a prompt token before each response."""
+    def nemo_rl_data(self) -> dict[str, Tensor]:
+        """Return the tensors under NeMo-RL's keys, [ROWS, WIDTH + 1]: a prompt token precedes each response."""
 
         def shifted(values: Tensor) -> Tensor:
             return torch.cat([torch.zeros(ROWS, 1), values], dim=1)
@@ -44,11 +47,11 @@ class Problem:
         return {name: shifted(value) for name, value in columns.items()} | {"sample_mask": torch.ones(ROWS)}
 
 
-def problem(seed: int) -> Problem:
-    """One batch.
+def random_batch(seed: int) -> RandomBatch:
+    """Return the batch of a seed.
 
-    A row's mismatch has a size of its own, from what bfloat16 makes to what ends a run, so that narrow and wide bounds
-    both decide; every other row has a tool's tokens in its middle.
+    The size of the mismatch differs from row to row, from bfloat16's rounding to a collapsed run, so that both narrow
+    and wide bounds have something to remove. Every other row contains masked tokens of a tool in its middle.
     """
     draw = np.random.RandomState(seed)
 
@@ -69,4 +72,6 @@ def problem(seed: int) -> Problem:
         mask[row, :length] = 1
         if row % 2 and length > 4:
             mask[row, 2:4] = 0
-    return Problem(*(torch.tensor(value, dtype=torch.float32) for value in (curr, prev, gen, ref, advantages, mask)))
+    return RandomBatch(
+        *(torch.tensor(value, dtype=torch.float32) for value in (curr, prev, gen, ref, advantages, mask))
+    )
