@@ -14,13 +14,16 @@ examples, in NeMo-RL's checkout and environment
   nemo-geomask run examples/run_grpo.py --config recipe.yaml
   nemo-geomask run examples/run_grpo.py --config recipe.yaml ++loss_fn.name=gspo loss_fn.token_level_loss=false
 
-A recipe without loss_fn.name trains with NeMo-RL's own loss. In a script of your own, call nemo_geomask.install().
+A recipe without loss_fn.name trains with NeMo-RL's own loss. A script of your own must import NeMo-RL's setup by name, at
+its top level; if it does not, write `setup = nemo_geomask.hosts.nemo_rl.with_geomask(setup)` into it.
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments and its help."""
-    parser.description = "Run a NeMo-RL script as python would; loss_fn.name chooses every policy loss that it builds."
+    parser.description = (
+        "Run a NeMo-RL script as python would, with the policy loss that loss_fn.name in its recipe names."
+    )
     parser.epilog = _EPILOG
     parser.add_argument("--accept", action="append", default=[], metavar="API", help=ACCEPT_HELP)
     parser.add_argument("script", metavar="SCRIPT.py", help="NeMo-RL's script, such as examples/run_grpo.py")

@@ -42,12 +42,12 @@ from nemo_geomask.hosts.nemo_rl.step_recorder import RewardLogger, check_recordi
 from nemo_geomask.losses import PolicyLoss, available, build_loss
 
 __all__ = [
-    "SetupCalls",
+    "LossChoices",
     "build_nemo_rl_loss",
     "is_wrapped",
     "logged_messages",
+    "loss_choices",
     "prepare_policy",
-    "setup_calls",
     "with_geomask",
 ]
 
@@ -56,17 +56,17 @@ _IS_WRAPPED = "_nemo_geomask_is_wrapped"
 
 
 @dataclasses.dataclass
-class SetupCalls:
-    """Number of calls of wrapped ``setup`` functions in this process.
+class LossChoices:
+    """Number of times that a recipe has chosen the loss in this process.
 
     Attributes:
-        wrapped: calls that have returned.
+        count: calls of :func:`build_nemo_rl_loss` that have returned, by a wrapped ``setup`` or by a script itself.
     """
 
-    wrapped: int = 0
+    count: int = 0
 
 
-setup_calls = SetupCalls()
+loss_choices = LossChoices()
 logged_messages: set[str] = set()
 """Messages that were logged in this process and are not logged again."""
 
@@ -102,11 +102,13 @@ def with_geomask(setup: Callable[..., Any]) -> Callable[..., Any]:
             host_api.require_every_run()
             worker_setup.check_environment(_section(master_config, "policy"), loss)
             if "policy_factory" in signature.parameters and bound.arguments.get("policy_factory") is None:
-                bound.arguments["policy_factory"] = geomask_class(sys.modules[setup.__module__].Policy)
+                # A setup of the user's own need not name the class; its policy is converted afterwards.
+                policy_class = getattr(sys.modules.get(setup.__module__), POLICY[1], None)
+                if policy_class is not None:
+                    bound.arguments["policy_factory"] = geomask_class(policy_class)
             with _constructible_loss_config(master_config):
                 result = setup(*bound.args, **bound.kwargs)
             result = _replace_results(result, loss)
-        setup_calls.wrapped += 1
         return result
 
     setattr(geomask_setup, _IS_WRAPPED, True)
@@ -134,6 +136,7 @@ def build_nemo_rl_loss(master_config: Any) -> PolicyLoss | LogitLoss | None:
     fields = neutral_values(getattr(module, LOSS_CONFIG, None))
     if not loss_block.selects_loss(settings, fields):
         _log_once("loss_fn.name is not set: NeMo-RL's own %s", LOSS_CLASS)
+        loss_choices.count += 1
         return None
     read_settings = loss_block.without_unread_fields(settings, fields)
     if unread := {key: value for key, value in settings.items() if key not in read_settings}:
@@ -165,10 +168,11 @@ def build_nemo_rl_loss(master_config: Any) -> PolicyLoss | LogitLoss | None:
         describe_version(),
         config.model_dump(mode="json", exclude_defaults=True, exclude={"name"}),
     )
+    loss_choices.count += 1
     return loss
 
 
-def prepare_policy(policy: Any, loss: PolicyLoss | LogitLoss, *, checkpoint: object = None) -> Any:
+def prepare_policy(policy: Any, loss: PolicyLoss | LogitLoss | None, *, checkpoint: object = None) -> Any:
     """Make a policy of NeMo-RL train with a loss of this package; for training loops that don't call ``setup``.
 
     Args:
@@ -179,9 +183,16 @@ def prepare_policy(policy: Any, loss: PolicyLoss | LogitLoss, *, checkpoint: obj
     Returns: the policy, which is the same object.
 
     Raises:
+        ConfigError: ``loss`` is None, so the recipe names no loss of this package.
         WorkerError: a worker cannot load the loss.
         HostAPIError: NeMo-RL differs from the tested versions.
     """
+    if loss is None:
+        message = (
+            "is not set, so build_nemo_rl_loss returned None and prepare_policy has no loss to prepare the policy for; "
+            "set it, or train with NeMo-RL's own loss and the policy as it is"
+        )
+        raise ConfigError(Problem(("loss_fn.name",), message))
     worker_setup.check_workers(policy, loss)
     has_packed_rows = bool((policy.cfg.get("sequence_packing") or {}).get("enabled"))
     worker_setup.prepare_workers(policy, loss, has_packed_rows=has_packed_rows)
@@ -264,7 +275,19 @@ def _refuse_filter(backend: str, generation: Mapping[str, Any]) -> None:
 
 
 def _section(master_config: Any, name: str) -> Any:
-    return master_config[name] if isinstance(master_config, Mapping) else getattr(master_config, name)
+    """Return a section of NeMo-RL's complete configuration.
+
+    Raises:
+        ConfigError: the configuration has no such section.
+    """
+    is_mapping = isinstance(master_config, Mapping)
+    if not (name in master_config if is_mapping else hasattr(master_config, name)):
+        message = (
+            f"is missing in the configuration, a {type(master_config).__name__}; with_geomask takes setup of NeMo-RL's "
+            "GRPO or PPO, or setup_single_controller, and the complete configuration is the first argument of each"
+        )
+        raise ConfigError(Problem((name,), message))
+    return master_config[name] if is_mapping else getattr(master_config, name)
 
 
 def _plain_sections(master_config: Any) -> Mapping[str, Any]:

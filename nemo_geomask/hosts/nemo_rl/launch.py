@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import ast
 import importlib
 import logging
 import os
@@ -12,16 +11,17 @@ import types
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import nemo_geomask
 from nemo_geomask.errors import ConfigError, GeomaskError
 from nemo_geomask.hosts.nemo_rl import accepted_apis, host_api, patch
 from nemo_geomask.hosts.nemo_rl.facts import LOSS_CONFIG, LOSS_MODULE, SETUPS, neutral_values, prev_readers
-from nemo_geomask.hosts.nemo_rl.geomask_setup import is_wrapped, setup_calls, with_geomask
+from nemo_geomask.hosts.nemo_rl.geomask_setup import is_wrapped, loss_choices, with_geomask
 from nemo_geomask.hosts.nemo_rl.host_errors import HostAPIError
 from nemo_geomask.hosts.nemo_rl.installed_version import describe_version
 from nemo_geomask.hosts.nemo_rl.loss_block import without_unread_fields
+from nemo_geomask.hosts.nemo_rl.script_source import read_script
 from nemo_geomask.losses import build_loss
 from nemo_geomask.recipe import ROOT_VARIABLE, load_recipe, nemo_rl_root
 
@@ -29,8 +29,6 @@ __all__ = ["install", "installed", "launch", "run_script", "uninstall"]
 
 _log = logging.getLogger("nemo_geomask")
 
-_ENTRIES = ("with_geomask", "install", "build_nemo_rl_loss")
-"""Names that a script imports if it takes this package's loss by itself."""
 _OWN_LINES = (
     "`from nemo_geomask.hosts.nemo_rl import with_geomask` and `setup = with_geomask(setup)` in the script, where it "
     "imports NeMo-RL's setup"
@@ -46,7 +44,7 @@ def launch(script: str, arguments: Sequence[str], *, accept: Sequence[str] = ())
         accept: dotted names of NeMo-RL APIs that may differ from the tested versions.
 
     Raises:
-        ConfigError: the script does not exist or does not name NeMo-RL's ``setup``, an API in ``accept`` does not
+        ConfigError: the script does not exist or does not import NeMo-RL's ``setup``, an API in ``accept`` does not
             differ, or the loss that the recipe names cannot be built. The loss is checked here, because NeMo-RL calls
             ``setup`` only after starting Ray and loading the tokenizer and data sets.
         HostAPIError, MissingDependencyError: see :func:`run_script`.
@@ -67,129 +65,71 @@ def launch(script: str, arguments: Sequence[str], *, accept: Sequence[str] = ())
 
 
 def run_script(script: str) -> None:
-    """Run a script as ``__main__``, with NeMo-RL's ``setup`` functions wrapped where the script names them.
+    """Run a script as ``__main__``, with NeMo-RL's ``setup`` functions wrapped where the script imports them.
 
-    The definitions of the script run first, then the ``setup`` functions in its namespace are wrapped by
-    :func:`~nemo_geomask.hosts.nemo_rl.with_geomask`, and then its ``if __name__ == "__main__":`` block runs. The
-    script's folder is first on ``sys.path``; its arguments are in ``sys.argv``.
+    Each import statement that names a ``setup`` function is followed at once by a replacement of that name by
+    :func:`~nemo_geomask.hosts.nemo_rl.with_geomask` of it. The script's folder is first on ``sys.path``; its arguments
+    are in ``sys.argv``.
 
     Raises:
-        ConfigError: the script reaches ``setup`` in a way that would go round the wrapper. Nothing has been started.
-        HostAPIError: the script ended without a call of a wrapped ``setup``.
+        ConfigError: the script reaches ``setup`` in a way that would bypass the wrapper. Nothing has been started.
+        HostAPIError: the script ended, and no loss was chosen by its recipe.
         MissingDependencyError: NeMo-RL or one of its requirements is not importable.
     """
     _set_log_level()
-    tree = ast.parse(Path(script).read_bytes(), filename=script)
-    guard = next((index for index, node in enumerate(tree.body) if _is_main_guard(node)), len(tree.body))
-    definitions, main_block = (
-        ast.Module(body=body, type_ignores=[]) for body in (tree.body[:guard], tree.body[guard:])
-    )
-    is_wrapped_by_script = any(isinstance(node, ast.alias) and node.name in _ENTRIES for node in ast.walk(tree))
-    if not is_wrapped_by_script:
-        _refuse_ways_round(script, tree, has_main_block=guard < len(tree.body))
+    source = read_script(script)
+    if source.problem:
+        raise ConfigError(
+            f"{script} {source.problem}, so the loss of the recipe could not take the place of NeMo-RL's own; nothing "
+            f"was started. Put {_OWN_LINES}. If a module outside the script's folder does so already, start the script "
+            "by python"
+        )
     module = types.ModuleType("__main__")
     module.__file__ = script
-    calls_before = setup_calls.wrapped
+    choices_before = loss_choices.count
     previous = sys.modules["__main__"]
     sys.modules["__main__"] = module  # as under python script: Ray pickles what a script defines by value
     sys.path.insert(0, str(Path(script).resolve().parent))
     try:
-        _run_module(module, script, definitions, main_block)
+        for part in source.parts:
+            exec(part, vars(module))
+            _wrap_setups(vars(module))
+    except SystemExit as end:
+        is_success = not end.code and not {"-h", "--help"} & set(sys.argv)
+        if is_success and loss_choices.count == choices_before:
+            _refuse_unchosen(script)
+        raise
     finally:
         sys.modules["__main__"] = previous
-    if setup_calls.wrapped == calls_before:
-        raise HostAPIError(
-            f"{script} ended without calling the setup that nemo_geomask wrapped; if it has trained, then with "
-            f"NeMo-RL's own loss. Put {_OWN_LINES}"
-        )
+    if loss_choices.count == choices_before:
+        _refuse_unchosen(script)
 
 
-def _run_module(module: types.ModuleType, script: str, definitions: ast.Module, main_block: ast.Module) -> None:
-    """Run the definitions of a script in a module, wrap the ``setup`` functions in it, and run the main block."""
-    exec(compile(definitions, script, "exec"), vars(module))
-    _wrap_setups(vars(module))
-    exec(compile(main_block, script, "exec"), vars(module))
-
-
-def _refuse_ways_round(script: str, tree: ast.Module, *, has_main_block: bool) -> None:
-    """Refuse a script that would call NeMo-RL's own ``setup``, so that NeMo-RL's loss would train unnoticed."""
-
-    def refuse(problem: str) -> None:
-        raise ConfigError(
-            f"{script} {problem}, so the loss of the recipe could not take the place of NeMo-RL's own; nothing was "
-            f"started. Put {_OWN_LINES}"
-        )
-
-    imports = [
-        (node, alias.name)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.ImportFrom)
-        for alias in node.names
-        # A package may export the function of its module.
-        if any(alias.name == name and module.startswith(node.module or "-") for module, name in SETUPS)
-    ]
-    if not imports:
-        refuse(f"imports none of {', '.join(f'{name} of {module}' for module, name in SETUPS)} by its name")
-    for statement, name in imports:
-        if statement not in tree.body:
-            refuse(f"imports {name} in line {statement.lineno}, which is not at its top level")
-    modules = {alias.asname or alias.name for node in ast.walk(tree) for alias in _imported_modules(node)}
-    for node in ast.walk(tree):
-        if (
-            isinstance(node, ast.Attribute)
-            and node.attr in dict(SETUPS).values()
-            and ast.unparse(node.value) in modules
-        ):
-            refuse(f"calls {ast.unparse(node)} in line {node.lineno} through its module")
-    if not has_main_block:
-        refuse('has no `if __name__ == "__main__":` block, before which setup could be wrapped')
-
-
-def _imported_modules(node: ast.AST) -> list[ast.alias]:
-    """Return the names under which an import statement binds a module of NeMo-RL that defines a ``setup``."""
-    modules = [module for module, _ in SETUPS]
-    if isinstance(node, ast.Import):
-        return [alias for alias in node.names if alias.name in modules]
-    if isinstance(node, ast.ImportFrom):
-        return [alias for alias in node.names if f"{node.module}.{alias.name}" in modules]
-    return []
-
-
-def _is_main_guard(node: ast.stmt) -> bool:
-    return isinstance(node, ast.If) and ast.unparse(node.test) in (
-        "__name__ == '__main__'",
-        "'__main__' == __name__",
+def _refuse_unchosen(script: str) -> NoReturn:
+    """Raise the error of a script that has ended well, but in which no recipe chose the loss."""
+    raise HostAPIError(
+        f"{script} ended without calling the setup that nemo_geomask wrapped; if it has trained, then with NeMo-RL's "
+        f"own loss. Put {_OWN_LINES}"
     )
 
 
-def _wrap_setups(namespace: dict[str, Any]) -> list[patch.Patch]:
-    """Wrap each of NeMo-RL's ``setup`` functions in a namespace; return the patches, which are applied."""
+_wrapped_names: list[tuple[dict[str, Any], str, Any]] = []
+"""Namespaces with a wrapped ``setup``, the name that it has there, and NeMo-RL's own function."""
+
+
+def _wrap_setups(namespace: dict[str, Any]) -> None:
+    """Wrap each of NeMo-RL's ``setup`` functions in a namespace."""
     setups = _imported_setups()
-    patches = [
-        _namespace_patch(namespace, name)
-        for name, value in list(namespace.items())
-        if isinstance(value, types.FunctionType) and value in setups
-    ]
-    patch.apply_all(patches)
-    return patches
+    for name, value in list(namespace.items()):
+        if isinstance(value, types.FunctionType) and value in setups:
+            namespace[name] = with_geomask(value)
+            _wrapped_names.append((namespace, name, value))
 
 
 def _imported_setups() -> set[Callable[..., Any]]:
     """Return NeMo-RL's ``setup`` functions, of the modules that the script has imported."""
     modules = [(sys.modules.get(module), name) for module, name in SETUPS]
     return {getattr(module, name) for module, name in modules if hasattr(module, name)}
-
-
-def _namespace_patch(namespace: dict[str, Any], name: str) -> patch.Patch:
-    original = namespace[name]
-
-    def apply() -> None:
-        namespace[name] = with_geomask(original)
-
-    def undo() -> None:
-        namespace[name] = original
-
-    return patch.Patch(namespace, name, apply, undo)
 
 
 def install() -> None:
@@ -206,7 +146,8 @@ def install() -> None:
     host_api.require_every_run()
     namespace = vars(sys.modules["__main__"])
     _set_log_level()
-    if not _wrap_setups(namespace) and not any(map(is_wrapped, namespace.values())):
+    _wrap_setups(namespace)
+    if not any(map(is_wrapped, namespace.values())):
         raise ConfigError(
             "nemo_geomask.install() found no setup function of NeMo-RL in __main__, so the loss of the recipe could "
             f"not take the place of NeMo-RL's own. Call it after the import of setup, or put {_OWN_LINES}"
@@ -223,6 +164,10 @@ def uninstall() -> None:
     they end.
     """
     patch.undo_all()
+    while _wrapped_names:
+        namespace, name, original = _wrapped_names.pop()
+        if is_wrapped(namespace.get(name)):
+            namespace[name] = original
 
 
 def installed() -> bool:

@@ -21,6 +21,7 @@ from nemo_geomask.hosts.nemo_rl import (
     geomask_setup,
     installed,
     installed_version,
+    prepare_policy,
     with_geomask,
 )
 from nemo_geomask.losses import PolicyLoss, Variant
@@ -414,6 +415,48 @@ def test_install_wraps_setup_where_the_script_imported_it(host, monkeypatch):
     assert main.begin is grpo().setup
     assert not installed()
     nemo_geomask.uninstall()
+
+
+def test_install_after_another_import_of_setup_wraps_it_again(host, monkeypatch):
+    host()
+    main = types.ModuleType("__main__")
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    for _ in range(2):
+        main.setup = grpo().setup
+        nemo_geomask.install()
+        assert geomask_setup.is_wrapped(main.setup)
+    nemo_geomask.uninstall()
+    assert main.setup is grpo().setup
+
+
+def test_uninstall_leaves_a_name_that_was_given_another_value(host, monkeypatch):
+    host()
+    main = types.ModuleType("__main__")
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    main.setup = grpo().setup
+    nemo_geomask.install()
+    main.setup = others = lambda config: None
+    nemo_geomask.uninstall()
+    assert main.setup is others
+
+
+def test_a_setup_of_another_algorithm_is_named(host):
+    host()
+
+    def setup(master_config):
+        raise AssertionError
+
+    with pytest.raises(ConfigError, match="loss_fn: is missing in the configuration, a SimpleNamespace; with_geomask"):
+        with_geomask(setup)(types.SimpleNamespace(policy={}))
+
+
+def test_a_policy_without_a_loss_of_ours(host):
+    loss = host()
+    policy = run_setup(loss, {}).policy
+    chosen = build_nemo_rl_loss(config(loss, {}))
+    assert chosen is None
+    with pytest.raises(ConfigError, match="loss_fn.name: is not set, so build_nemo_rl_loss returned None"):
+        prepare_policy(policy, chosen)
 
 
 def test_install_where_the_script_has_no_setup_is_an_error(host, monkeypatch):

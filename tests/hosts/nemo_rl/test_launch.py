@@ -135,9 +135,21 @@ WAYS_ROUND = {
         "from nemo_rl.algorithms.sft import setup\nif __name__ == '__main__':\n    setup(1)\n",
         "imports none of setup of nemo_rl.algorithms.grpo",
     ),
-    "no main block": (
-        "from nemo_rl.algorithms.grpo import setup\nsetup(1)\n",
-        'has no `if __name__ == "__main__":` block',
+    "by its whole path": (
+        "import nemo_rl.algorithms.grpo\nfrom nemo_rl.algorithms.ppo import setup\nnemo_rl.algorithms.grpo.setup(1)\n",
+        "calls nemo_rl.algorithms.grpo.setup in line 3 through its module",
+    ),
+    "by a part of its path": (
+        "from nemo_rl import algorithms\nfrom nemo_rl.algorithms.grpo import setup\nalgorithms.grpo.setup(1)\n",
+        "calls algorithms.grpo.setup in line 3 through its module",
+    ),
+    "beside an install of another package": (
+        "from rich.traceback import install\nfrom nemo_rl.algorithms import grpo\ngrpo.setup(1)\n",
+        "calls grpo.setup in line 3 through its module",
+    ),
+    "with everything of a module": (
+        "from nemo_rl.algorithms.grpo import *\nsetup(1)\n",
+        "imports none of setup of nemo_rl.algorithms.grpo",
     ),
 }
 
@@ -152,6 +164,123 @@ def test_a_script_that_would_go_round_the_wrapper_is_not_started(script, capsys,
     assert printed.out == ""
 
 
+HELPERS = {
+    "by name": (
+        "import helpers\n",
+        "def run():\n    from nemo_rl.algorithms.grpo import setup\n    setup(1)\n",
+        "setup",
+    ),
+    "through the module": (
+        "from helpers import run\n",
+        "from nemo_rl.algorithms import ppo\nppo.setup(1)\n",
+        "ppo.setup",
+    ),
+    "a package": ("from tools import *\n", "from . import helpers\n", "setup"),
+}
+
+
+@pytest.mark.parametrize("position", [0, 1], ids=["before setup", "after setup"])
+@pytest.mark.parametrize(("statement", "text", "name"), HELPERS.values(), ids=HELPERS)
+def test_a_module_of_the_script_that_names_setup(script, capsys, statement, text, name, position):
+    folder = script.parent
+    if "tools" in statement:
+        folder = folder / "tools"
+        folder.mkdir()
+        (folder / "__init__.py").write_text(text, encoding="utf-8")
+        text = HELPERS["by name"][1]
+    (folder / "helpers.py").write_text(text, encoding="utf-8")
+    statements = ["from nemo_rl.algorithms.grpo import setup\n"]
+    statements.insert(position, statement)
+    script.write_text("".join(statements), encoding="utf-8")
+    assert main(["run", str(script), "{}"]) == 2
+    assert f"imports helpers.py, which names NeMo-RL's {name} in line " in capsys.readouterr().err
+
+
+BUILD = "MasterConfig(ClippedPGLossConfig(name='gspo'))"
+PRINT = "print(type(loss).__name__, type(policy).__name__)\n"
+IMPORTS = (
+    "import functools, sys\n"
+    "from nemo_rl.algorithms.loss.loss_functions import ClippedPGLossConfig, ClippedPGLossFn\n"
+    "from nemo_rl.algorithms.grpo import MasterConfig, setup as begin\n"
+)
+OWN_SCRIPTS = {
+    "no main block": (f"policy, _, loss, *_ = begin({BUILD})\n" + PRINT, "GeomaskPolicy"),
+    "in a table": (
+        f"TRAINERS = {{'grpo': begin}}\npolicy, _, loss, *_ = TRAINERS['grpo']({BUILD})\n" + PRINT,
+        "GeomaskPolicy",
+    ),
+    "as a default": (
+        f"def main(setup=begin):\n    return setup({BUILD})\npolicy, _, loss, *_ = main()\n" + PRINT,
+        "GeomaskPolicy",
+    ),
+    "of a class": (
+        f"class Trainer:\n    setup = staticmethod(begin)\npolicy, _, loss, *_ = Trainer.setup({BUILD})\n" + PRINT,
+        "GeomaskPolicy",
+    ),
+    "in part": (
+        f"setup = functools.partial(begin, tokenizer=3)\npolicy, _, loss, *_ = setup({BUILD})\n" + PRINT,
+        "GeomaskPolicy",
+    ),
+    "a policy of its own": (
+        "from nemo_rl.models.policy.lm_policy import Policy\nclass OwnPolicy(Policy): ...\n"
+        f"policy, _, loss, *_ = begin({BUILD}, policy_factory=OwnPolicy)\nassert isinstance(policy, OwnPolicy)\n"
+        + PRINT,
+        "GeomaskOwnPolicy",
+    ),
+    "a setup of its own": (
+        "from nemo_geomask.hosts.nemo_rl import with_geomask\nfrom nemo_rl.models.policy.lm_policy import Policy as P\n"
+        "@with_geomask\ndef own_setup(config, policy_factory=None):\n"
+        "    return (policy_factory or P)(config.policy), ClippedPGLossFn(config.loss_fn)\n"
+        f"policy, loss = own_setup({BUILD})\n" + PRINT,
+        "GeomaskPolicy",
+    ),
+    "wrapped in a function": (
+        "def main():\n    from nemo_geomask.hosts.nemo_rl import with_geomask\n"
+        "    from nemo_rl.algorithms import grpo\n"
+        f"    return with_geomask(grpo.setup)({BUILD})\npolicy, _, loss, *_ = main()\n" + PRINT,
+        "GeomaskPolicy",
+    ),
+    "installed": (
+        f"import nemo_geomask\nnemo_geomask.install()\npolicy, _, loss, *_ = begin({BUILD})\n" + PRINT,
+        "GeomaskPolicy",
+    ),
+    "a loop of its own": (
+        "from nemo_geomask.hosts import nemo_rl as geomask\nfrom nemo_rl.models.policy.lm_policy import Policy\n"
+        f"config = {BUILD}\nloss = geomask.build_nemo_rl_loss(config)\n"
+        "policy = geomask.prepare_policy(Policy(config.policy), loss)\n" + PRINT,
+        "GeomaskPolicy",
+    ),
+}
+
+
+@pytest.mark.parametrize(("text", "policy"), OWN_SCRIPTS.values(), ids=OWN_SCRIPTS)
+def test_a_script_of_ones_own_trains_the_loss_of_its_recipe(script, capsys, text, policy):
+    script.write_text(IMPORTS + text, encoding="utf-8")
+    assert main(["run", str(script)]) == 0
+    assert capsys.readouterr().out == f"PolicyLoss {policy}\n"
+
+
+def test_a_module_of_the_script_that_wraps_setup_itself(script, capsys):
+    text = (
+        "from nemo_geomask.hosts.nemo_rl import with_geomask\n"
+        + IMPORTS
+        + f"def run(): return with_geomask(begin)({BUILD})\n"
+    )
+    (script.parent / "training.py").write_text(text, encoding="utf-8")
+    script.write_text("from training import run\npolicy, _, loss, *_ = run()\n" + PRINT, encoding="utf-8")
+    assert main(["run", str(script)]) == 0
+    assert capsys.readouterr().out == "PolicyLoss GeomaskPolicy\n"
+
+
+@pytest.mark.parametrize("future", ["", '"""Docs."""\nfrom __future__ import annotations\n'], ids=["values", "strings"])
+def test_annotations_are_what_the_script_makes_them(script, capsys, future):
+    text = future + IMPORTS + "def f(x: int): ...\n" + f"begin({BUILD})\nprint(f.__annotations__, __doc__)\n"
+    script.write_text(text, encoding="utf-8")
+    assert main(["run", str(script)]) == 0
+    expected = "{'x': 'int'} Docs.\n" if future else "{'x': <class 'int'>} None\n"
+    assert capsys.readouterr().out == expected
+
+
 def test_a_script_that_wraps_setup_itself_may_call_it_anywhere(script, capsys):
     text = SCRIPT.replace("def main():\n", "def main():\n    from nemo_geomask.hosts.nemo_rl import with_geomask\n")
     text = text.replace("setup(MasterConfig", "with_geomask(setup)(MasterConfig").replace(
@@ -163,6 +292,22 @@ def test_a_script_that_wraps_setup_itself_may_call_it_anywhere(script, capsys):
 
 
 def test_a_script_that_never_calls_setup_does_not_end_well(script, capsys):
-    script.write_text(SCRIPT.replace("    main()\n", "    print('trained')\n"), encoding="utf-8")
-    assert main(["run", str(script), "{}"]) == 2
-    assert "ended without calling the setup that nemo_geomask wrapped" in capsys.readouterr().err
+    for end in ("", "; sys.exit()", "; sys.exit(0)"):
+        script.write_text(SCRIPT.replace("    main()\n", f"    print('trained'){end}\n"), encoding="utf-8")
+        assert main(["run", str(script), "{}"]) == 2
+        assert "ended without calling the setup that nemo_geomask wrapped" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("end", ["main(); sys.exit(0)", "sys.exit(main())"])
+def test_a_script_that_exits_after_its_training_ends_well(script, end):
+    script.write_text(SCRIPT.replace("    main()\n", f"    {end}\n"), encoding="utf-8")
+    with pytest.raises(SystemExit) as caught:
+        main(["run", str(script), '{"name": "gspo"}'])
+    assert not caught.value.code
+
+
+def test_the_help_of_a_script_is_not_an_error(script):
+    script.write_text(SCRIPT.replace("    main()\n", "    sys.exit(0)\n"), encoding="utf-8")
+    with pytest.raises(SystemExit) as caught:
+        main(["run", str(script), "--help"])
+    assert not caught.value.code

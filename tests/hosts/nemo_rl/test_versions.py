@@ -14,6 +14,7 @@ import nemo_geomask
 from nemo_geomask.cli import main
 from nemo_geomask.errors import ConfigError
 from nemo_geomask.hosts.nemo_rl import HostAPIError, accepted_apis, host_api, installed, prepare_worker
+from nemo_geomask.hosts.nemo_rl.script_source import read_script
 from nemo_geomask.hosts.nemo_rl.source_signature import Signature, parse_module
 from nemo_geomask.losses import PolicyLoss
 from nemo_geomask.recipe import nemo_rl_root
@@ -237,3 +238,14 @@ def test_a_real_function_may_get_one_parameter_more(api, has_default):
     node.args.kw_defaults.append(ast.Constant(None) if has_default else None)
     messages = [difference.message for difference in api.differences(tree)]
     assert [message.endswith("where further has no default") for message in messages] == [True] * (not has_default)
+
+
+@real
+def test_the_scripts_of_a_real_nemo_rl():
+    """Those that train a policy are run, and all others that call a ``setup`` are refused."""
+    scripts = [path for path in sorted((ROOT / "examples").rglob("run_*.py")) if "setup" in path.read_text("utf-8")]
+    problems = {path.stem: read_script(str(path)).problem for path in scripts}
+    policy_loss = {name for name in problems if "grpo" in name or "ppo" in name}
+    assert len(policy_loss) >= 4
+    assert {name for name, problem in problems.items() if not problem} == policy_loss
+    assert all(problem.startswith("imports none of setup of") for problem in problems.values() if problem)
