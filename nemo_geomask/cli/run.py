@@ -14,8 +14,8 @@ examples, in NeMo-RL's checkout and environment
   nemo-geomask run examples/run_grpo.py --config recipe.yaml
   nemo-geomask run examples/run_grpo.py --config recipe.yaml ++loss_fn.name=gspo loss_fn.token_level_loss=false
 
-A recipe without loss_fn.name trains with NeMo-RL's own loss. A script of your own must import NeMo-RL's setup by name, at
-its top level; if it does not, write `setup = nemo_geomask.hosts.nemo_rl.with_geomask(setup)` into it.
+A recipe without loss_fn.name trains with NeMo-RL's own loss. A script of your own must import setup by name at its top
+level; if it does not, write `setup = nemo_geomask.hosts.nemo_rl.with_geomask(setup)` into it.
 """
 
 
