@@ -1,4 +1,4 @@
-"""``nemo-geomask lab``: train a small policy on the CPU and compare losses; ``lab report`` tells what came of it."""
+"""``nemo-geomask lab``: train a small policy on the CPU and compare losses; ``lab report``: report on trained runs."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ __all__ = ["add_arguments", "run"]
 
 _EPILOG = """\
 SPEC = name[:level][+preset]...
-  name    clipped_pg, gspo, gspo_token, gmpo, cispo, sapo, a plugin's name, or module:attribute: what stands before
-          the first colon is a module where no loss of that name is registered
-  level   token, sequence, sequence_mean: importance-sampling correction at this level; none: no correction. The word
-          is always a level where it stands last: an attribute of that name needs a level after it
+  name    clipped_pg, gspo, gspo_token, gmpo, cispo, sapo, a plugin's name, or module:attribute. The text before the
+          first colon is a registered loss if there is one with this name, and otherwise a module
+  level   token, sequence, sequence_mean: importance-sampling correction at this level; none: no correction. One of
+          these as the last word is always the level, so an attribute with such a name needs a level after it
   preset  geometric, product, icepop, opsm, veto, trust_region, dppo_tv, dppo_kl, kpop, cppo, m2po: a mask, with the
           bounds under lab.presets
 
@@ -42,46 +42,58 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "recipe", metavar="RECIPE.yaml", help="lab recipe, such as recipes/lab/demo.yaml; or the word report"
     )
-    # Without a default, argparse says that they are required.
+    # Without a default, argparse would name them in the error for a missing recipe, as if they were required.
     parser.add_argument(
         "overrides",
         nargs="*",
         default=[],
         metavar="key.path=value",
-        help="settings that replace the recipe's; after report, folders of runs",
+        help="settings that replace the recipe's; for report: folders of runs",
     )
-    parser.add_argument("--compare", metavar="SPEC,SPEC,...", help="variants to train side by side, see below")
+    parser.add_argument("--compare", metavar="SPEC,SPEC,...", help="variants to train and compare, see below")
     parser.add_argument(
         "--vary",
         action="append",
         default=[],
         metavar="KEY=V,V,...",
-        help="train a variant for each value of a setting; of several --vary, for each combination",
+        help="train a variant for each value of a setting; with several --vary, for each combination",
     )
     parser.add_argument("--loss-from", type=Path, metavar="RECIPE.yaml", help="take loss_fn: from a NeMo-RL recipe")
     seeds = parser.add_mutually_exclusive_group()
-    seeds.add_argument("--seed", type=int, help="grpo.seed: weights, prompts, sampling")
-    seeds.add_argument("--seeds", metavar="1..10", help="several of them: 1..10, 1,2,5 or 1..3,7")
+    seeds.add_argument("--seed", type=int, help="grpo.seed: seed of weights, prompts and sampling")
+    seeds.add_argument("--seeds", metavar="1..10", help="several seeds: 1..10, 1,2,5 or 1..3,7")
     parser.add_argument(
-        "--jobs", type=int, metavar="N", help="runs that train at the same time, a process each (default: one a core)"
+        "--jobs",
+        type=int,
+        metavar="N",
+        help="runs that train at the same time, each in a process (default: one per core)",
     )
-    parser.add_argument("--baseline", metavar="LABEL", help="of report: the variant that others are compared with")
-    parser.add_argument("--target", type=float, metavar="R", help="of report: reward to which the time is taken")
+    parser.add_argument(
+        "--baseline",
+        metavar="LABEL",
+        help="for report: variant that the others are compared with (default: the uncorrected one)",
+    )
+    parser.add_argument(
+        "--target", type=float, metavar="R", help="for report: reward of 'reached the target' (default: 0.5)"
+    )
     parser.add_argument("--steps", type=int, help="grpo.max_num_steps: rollout batches per variant")
     parser.add_argument("--engine", choices=("copy", "vllm"), help="policy.generation.backend: the engine that samples")
     parser.add_argument(
         "--docs-per-step",
         type=int,
         metavar="N",
-        help="policy.docs_per_step: responses in an optimiser step, in place of policy.train_global_batch_size",
+        help="policy.docs_per_step: responses in an optimiser step; replaces policy.train_global_batch_size",
     )
-    for axis, shares in (("tp", "the vocabulary"), ("cp", "every sequence"), ("dp", "the microbatches of a step")):
+    for axis, divided in (("tp", "the vocabulary"), ("cp", "every sequence"), ("dp", "the microbatches of a step")):
         parser.add_argument(
-            f"--{axis}", type=int, metavar="N", help=f"lab.{axis}: 1, 2 or 4 ranks that share out {shares}"
+            f"--{axis}", type=int, metavar="N", help=f"lab.{axis}: 1, 2 or 4 ranks that divide {divided}"
         )
-    parser.add_argument("--threads", type=int, help="lab.num_threads: CPU threads, shared out among the processes")
+    parser.add_argument("--threads", type=int, help="lab.num_threads: CPU threads, divided among the processes")
     parser.add_argument(
-        "--out", type=Path, metavar="DIR", help="default: results/lab/<recipe>-<time>; runs there go on"
+        "--out",
+        type=Path,
+        metavar="DIR",
+        help="folder of the runs, in which unfinished runs are resumed (default: results/lab/<recipe>-<time>)",
     )
 
 
@@ -94,7 +106,7 @@ def run(arguments: argparse.Namespace) -> int:
         return report_runs(arguments.overrides, baseline=arguments.baseline, target=arguments.target, out=arguments.out)
     for flag in ("baseline", "target"):
         if getattr(arguments, flag) is not None:
-            raise ConfigError(f"--{flag} belongs to nemo-geomask lab report DIR")
+            raise ConfigError(f"--{flag} belongs to nemo-geomask lab report DIR; remove it here")
     flags = {
         "grpo.seed": arguments.seed,
         "grpo.max_num_steps": arguments.steps,
@@ -107,7 +119,7 @@ def run(arguments: argparse.Namespace) -> int:
     }
     overrides = [*arguments.overrides, *(f"{key}={value}" for key, value in flags.items() if value is not None)]
     if arguments.docs_per_step is not None:
-        # The flag replaces what the recipe says; an override beside it that says otherwise is still a conflict.
+        # The flag replaces the recipe's train_global_batch_size. One among the overrides comes later and is a conflict.
         overrides.insert(0, "policy.train_global_batch_size=null")
     return train_recipe(
         arguments.recipe,

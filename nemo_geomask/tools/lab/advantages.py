@@ -15,7 +15,8 @@ from nemo_geomask.tools.lab.lab_recipe import GrpoConfig
 
 __all__ = ["group_advantages", "reward_kl_coefficient", "token_advantages"]
 
-_EPSILON = 1e-6
+# NeMo-RL's constant: it is added to the standard deviation, and a deviation up to it counts as 0.
+_STD_EPSILON = 1e-6
 
 
 def reward_kl_coefficient(loss: LossConfig, config: GrpoConfig) -> float:
@@ -97,7 +98,7 @@ def group_advantages(rewards: Tensor, config: GrpoConfig) -> Tensor:
         # deviation[g, i, j] is the deviation of response j from the baseline of response i.
         deviation = group[:, None, :] - baseline[:, :, None]
         std = ((deviation.square() * in_baseline).sum(dim=-1) / (size - 1).clamp(min=1)).sqrt()
-        advantages = torch.where(std > _EPSILON, advantages / (std + _EPSILON), advantages)
+        advantages = torch.where(std > _STD_EPSILON, advantages / (std + _STD_EPSILON), advantages)
     return _clip(advantages.flatten().float(), config)
 
 

@@ -110,7 +110,8 @@ class KVCache:
 def _experts(module: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
     """Send tokens [N, H] through their k experts [N, k] with weights [N, k], in one grouped product for all experts.
 
-    For k = 2 the result is bit-identical to a loop over the experts; for larger k, a token's sum is rounded once.
+    For k = 2 the result is bit-identical to that of a loop over the experts. For larger k, the sum over a token's
+    experts is rounded once here, and after each expert in a loop.
     """
     tokens, k = chosen.shape
     dtype = _product_dtype(hidden)

@@ -6,8 +6,8 @@ In ``SPEC = name[:level][+preset]...``, ``name`` is a loss (``gspo``, or ``modul
 that it has, so that losses with different options can be compared.
 
 A name may itself contain a colon. The text before the first colon is a registered loss if there is one with this name,
-and otherwise a module. A final ``token``, ``sequence``, ``sequence_mean`` or ``none`` is always the level, so an
-attribute with such a name needs a level after it.
+and otherwise a module. A last part ``token``, ``sequence``, ``sequence_mean`` or ``none`` is always the level. So an
+attribute with one of these names needs a level after it: ``my_losses:token:none``.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from torch import Tensor
 from nemo_geomask.tools.lab.arithmetic import KVCache
 from nemo_geomask.tools.lab.policy_config import GenerationConfig
 from nemo_geomask.tools.lab.progression_task import Prompts, Task
-from nemo_geomask.tools.lab.routing import capture_routes
+from nemo_geomask.tools.lab.routing import hook_routers
 from nemo_geomask.tools.lab.token_sampling import draw_tokens, filter_logits
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ class SampledResponses:
         input_lengths: [B] long, number of tokens of prompt and response.
         logprobs: [B, T] float32, log μ of each sampled token, 0 elsewhere.
         token_mask: [B, T] float32, 1 on sampled tokens (EOS included), 0 on prompts and the environment's tokens.
-        engine: [B, T] long, index of the engine that sampled each token, 0 elsewhere.
+        engine_index: [B, T] long, index of the engine that sampled each token, 0 elsewhere.
         routes: [B, T, L, K] int16, the experts of each token in each layer. -1 for tokens that no engine processed: the
             last token of each response, and padding. None if the engine does not report routes.
     """
@@ -44,7 +44,7 @@ class SampledResponses:
     input_lengths: Tensor
     logprobs: Tensor
     token_mask: Tensor
-    engine: Tensor
+    engine_index: Tensor
     routes: Tensor | None = None
 
 
@@ -79,12 +79,13 @@ def generate(
     input_ids = torch.full((count, longest), task.pad_id)
     input_ids[:, :width] = prompts.token_ids
     logprobs, token_mask = torch.zeros(2, count, longest, dtype=torch.float32)
-    engine, replies = torch.zeros_like(input_ids), torch.full_like(input_ids, -1)
+    engine_index = torch.zeros_like(input_ids)
+    replies = torch.full_like(input_ids, -1)  # the environment's tokens; -1 where the policy generates
     ends = torch.full((count,), longest)
-    call = getattr(task, "call_id", None)
+    call_id = getattr(task, "call_id", None)
 
     rows = torch.arange(count)  # Row numbers, in the full batch, of the responses that are not complete.
-    current = 0
+    current = 0  # index of the engine that samples
     with contextlib.ExitStack() as stack:
         decoder = _Decoder(engines, count, longest, stack)
         logits = decoder.run(current, rows, prompts.token_ids, slice(0, width))
@@ -98,9 +99,10 @@ def generate(
             input_ids[rows, position] = token
             logprobs[rows, position] = torch.where(is_sampled, reported.gather(-1, token[:, None]).squeeze(-1), 0.0)
             token_mask[rows, position] = is_sampled.float()
-            engine[rows, position] = current * is_sampled
-            if call is not None:
-                _reply(task, input_ids, width, position + 1, rows[is_sampled & (token == call)], replies)
+            engine_index[rows, position] = current * is_sampled
+            if call_id is not None:
+                calling_rows = rows[is_sampled & (token == call_id)]
+                _write_replies(task, input_ids, width, position + 1, calling_rows, replies)
 
             ends_here = is_sampled & (token == task.eos_id) & (not config.ignore_eos)
             running = ~ends_here & (position + 1 < width + prompts.terms[rows])
@@ -113,13 +115,13 @@ def generate(
             previous, current = current, (position + 1 - width) * len(engines) // terms
             if recompute_cache and current != previous:
                 decoder.cache = KVCache(longest)
-            new = slice(decoder.cache.get_seq_length(), position + 1)
-            logits = decoder.run(current, rows, input_ids[rows, new], slice(position, position + 1))
-    return SampledResponses(input_ids, ends, logprobs, token_mask, engine, decoder.routes)
+            uncached = slice(decoder.cache.get_seq_length(), position + 1)
+            logits = decoder.run(current, rows, input_ids[rows, uncached], slice(position, position + 1))
+    return SampledResponses(input_ids, ends, logprobs, token_mask, engine_index, decoder.routes)
 
 
 class _Decoder:
-    """Generation engines with their shared KV cache, and the experts that each token was routed to."""
+    """Generation engines that share a KV cache; they also record the experts of each token, ``routes``."""
 
     def __init__(
         self, engines: Sequence[PreTrainedModel], count: int, longest: int, stack: contextlib.ExitStack
@@ -129,17 +131,17 @@ class _Decoder:
         self.routes = torch.full(
             (count, longest, sizes.num_hidden_layers, sizes.num_experts_per_tok), -1, dtype=torch.int16
         )
-        self._chosen = [stack.enter_context(capture_routes(engine)) for engine in engines]
+        self._chosen = [stack.enter_context(hook_routers(engine)) for engine in engines]
 
     @torch.inference_mode()
     def run(self, current: int, rows: Tensor, tokens: Tensor, route_columns: slice) -> Tensor:
-        """Process tokens [rows, new]; return the logits [rows, V] after them and store the last tokens' routes.
+        """Process tokens [rows, Q]; return the logits [rows, V] after the last one, and store the last tokens' routes.
 
         Args:
             current: index of the engine.
             rows: the tokens' rows in the full batch.
             tokens: the tokens that are not in the cache yet.
-            route_columns: columns of ``routes`` to write; they get the routes of as many tokens, the last ones.
+            route_columns: columns of ``routes`` to write, with the routes of the same number of last tokens.
         """
         output = self.engines[current](input_ids=tokens, past_key_values=self.cache)
         chosen = torch.stack(self._chosen[current], dim=1).view(*tokens.shape, *self.routes.shape[2:])
@@ -149,9 +151,18 @@ class _Decoder:
         return logits
 
 
-def _reply(task: Any, input_ids: Tensor, width: int, written: int, rows: Tensor, replies: Tensor) -> None:
-    """Write the environment's replies to the calls in these rows into ``replies``, cut at the longest response."""
+def _write_replies(task: Any, input_ids: Tensor, width: int, length: int, rows: Tensor, replies: Tensor) -> None:
+    """Write the environment's replies into ``replies``, cut at the longest response.
+
+    Args:
+        task: the task, whose environment replies.
+        input_ids: [B, T], prompts and responses so far.
+        width: number of tokens of a prompt.
+        length: number of tokens so far, of which the last one is the call.
+        rows: the rows that call.
+        replies: [B, T], receives the replies.
+    """
     for row in rows.tolist():
-        ids = input_ids[row, :written].tolist()
-        reply = task.reply(ids[:width], ids[width:])[: input_ids.shape[1] - written]
-        replies[row, written : written + len(reply)] = torch.tensor(reply, dtype=torch.long)
+        ids = input_ids[row, :length].tolist()
+        reply = task.reply(ids[:width], ids[width:])[: input_ids.shape[1] - length]
+        replies[row, length : length + len(reply)] = torch.tensor(reply, dtype=torch.long)

@@ -27,14 +27,14 @@ def write_plot(curves: Sequence[RunCurves], path: Path) -> None:
     _set_up_panel(reward, "Reward: mean over the task's responses", "mean reward of the rollout batch")
     _set_up_panel(mismatch, "Train / generation mismatch", "mean |prev − gen| per token (nats)")
     _set_up_panel(weight, "Effective sample size of the correction weights", "(mean w)² / mean w²   (1 = all equal)")
-    _set_up_panel(removed, "Removed by masks", "fraction of tokens kept out of the loss")
+    _set_up_panel(removed, "Removed by masks", "fraction of tokens left out of the loss")
     for index, (label, runs) in enumerate(group_by_variant(curves).items()):
         look = line_look(index)
-        hint = "" if runs[0].facts["corrected"] else " (not applied)"
+        suffix = "" if runs[0].facts["corrected"] else " (not applied)"
         _plot_runs(reward, runs, "reward", look, label=label)
         _plot_runs(mismatch, runs, "geomask/mismatch_abs", look, label=label)
         _plot_runs(removed, runs, "removed", look, label=label)
-        _plot_runs(weight, runs, "geomask/weight_ess", look, label=f"{label}{hint}")
+        _plot_runs(weight, runs, "geomask/weight_ess", look, label=f"{label}{suffix}")
     chance = curves[0].facts["chance"]
     reward.axhline(chance, color="0.35", linewidth=1, linestyle=":", label=f"chance ({chance:.3f})")
     reward.set_ylim(0, 1)
@@ -49,11 +49,14 @@ def write_plot(curves: Sequence[RunCurves], path: Path) -> None:
 
     first, seeds = curves[0].facts, sorted({curve.seed for curve in curves})
     has_seeds = len(seeds) > 1
-    thin, thick = ("each seed, mean", "mean of the seeds,") if has_seeds else ("each step", "mean")
     subject = f"{len(seeds)} seeds" if has_seeds else f"seed {seeds[0]}"
     figure.suptitle(
         f"nemo-geomask lab: {first['precision']} training against {first['sampler']} (nothing injected; {subject})\n"
-        f"thin: {thin}{f' of {_WINDOW} steps' if has_seeds else ''}; thick: {thick} of {_WINDOW} steps",
+        + (
+            f"thin: each seed; thick: mean of the seeds; both averaged over {_WINDOW} steps"
+            if has_seeds
+            else f"thin: each step; thick: mean of {_WINDOW} steps"
+        ),
         fontsize="medium",
     )
     figure.tight_layout()

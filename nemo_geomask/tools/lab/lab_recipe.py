@@ -46,7 +46,8 @@ _PRESET_BOUNDS: Mapping[str, Mapping[str, Any]] = {
     name: published.settings for name, published in PUBLISHED_SETTINGS.items()
 } | {
     # The usual bounds are for models whose engines differ more. The lab's mismatch is mostly rounding, about 1 % per
-    # token. These bounds remove nothing from a healthy run of the lab, and something once its engines drift apart.
+    # token. These bounds remove nothing from a healthy run of the lab, and start to remove sequences when its engines
+    # drift apart.
     "geometric": {"min": 0.98, "max": 1.02},
     "opsm": {"delta": 0.05},
     "veto": {"min": 0.5, "max": 2.0},
@@ -78,7 +79,7 @@ class AsyncGrpoConfig(StrictModel):
         1,
         gt=0,
         description="Weight updates between the weights that begin a rollout batch and the weights that are trained on "
-        "it. Only the first steps have fewer: generation is always as far ahead as it may be.",
+        "it. The first steps have fewer. Generation is always as far ahead as this allows.",
     )
     in_flight_weight_updates: bool = Field(
         False,
@@ -149,7 +150,9 @@ class EnvConfig(StrictModel):
     options: dict[str, Any] = Field(
         default_factory=dict, description="Settings of a task from a plugin, which validates them."
     )
-    modulus: int = Field(10, gt=2, description="How many numbers there are; random numbers earn 1/modulus.")
+    modulus: int = Field(
+        10, gt=2, description="Numbers are 0 to modulus - 1; uniformly random answers earn a reward of 1/modulus."
+    )
     min_terms: int = Field(8, gt=0, description="Smallest number of terms that a prompt requests.")
     max_terms: int = Field(48, gt=0, description="Largest number of terms that a prompt requests.")
 
@@ -191,7 +194,9 @@ class LabConfig(StrictModel):
         "NeMo-RL; false: over all tokens.",
     )
     rollouts_every: int = Field(10, gt=0, description="Steps between two files train_data_step{N}.jsonl.")
-    compare: tuple[str, ...] = Field((), description="SPECs of the variants to train, unless --compare is set.")
+    compare: tuple[str, ...] = Field(
+        (), description="SPECs, in the form of --compare, of the variants to train if --compare is not set."
+    )
     presets: dict[str, dict[str, Any]] = Field(
         default_factory=dict,
         description="Bounds of the masks that `+preset` in --compare adds. Each key replaces the built-in value; null "

@@ -75,8 +75,8 @@ def _number_cell(style: str, *keys: str) -> Callable[[Row], str]:
     return cell
 
 
-def _if_applied(cell: Callable[[Row], str]) -> Callable[[Row], str]:
-    # A loss without correction still reports the weight that it would have applied; the table puts it in brackets.
+def _bracket_unless_applied(cell: Callable[[Row], str]) -> Callable[[Row], str]:
+    # A loss without correction also reports weights, those that it would have applied; the table puts them in brackets.
     return lambda row: cell(row) if row["corrected"] else f"({cell(row)})"
 
 
@@ -101,8 +101,8 @@ _LINES: tuple[tuple[str, Callable[[Row], str]], ...] = (
     ("  after steps, median", _number_cell(".0f", "steps_to_target")),
     ("mismatch, mean |Δ|", _number_cell(".2e", "mismatch_abs")),
     ("mismatch, k3", _number_cell(".2e", "mismatch_k3")),
-    ("weight, mean", _if_applied(_number_cell(".3f", "weight"))),
-    ("weight, ESS fraction", _if_applied(_number_cell(".3f", "ess_fraction"))),
+    ("weight, mean", _bracket_unless_applied(_number_cell(".3f", "weight"))),
+    ("weight, ESS fraction", _bracket_unless_applied(_number_cell(".3f", "ess_fraction"))),
     ("removed by masks", _number_cell(".1%", "removed")),
     ("clipped, low / high", _number_cell(".1%", "clip_fraction_low", "clip_fraction_high")),
     ("seconds", _number_cell(".0f", "seconds")),
@@ -111,21 +111,21 @@ _LINES: tuple[tuple[str, Callable[[Row], str]], ...] = (
 
 def _print_table(summaries: Sequence[VariantSummary], baseline: str, console: Any) -> None:
     table = require("rich.table", "the lab needs", "demo").Table(
-        title=f"baseline {baseline}; same weights and prompts on a seed"
+        title=f"baseline {baseline}; runs of a seed have the same initial weights and prompts"
     )
     table.add_column("means over seeds", no_wrap=True)
-    for outcome in summaries:
-        table.add_column(outcome.label.replace(":", "\n:").replace("+", "\n+").replace(" ", "\n"), justify="right")
+    for summary in summaries:
+        table.add_column(summary.label.replace(":", "\n:").replace("+", "\n+").replace(" ", "\n"), justify="right")
     for name, cell in _LINES:
-        table.add_row(name, *(cell(outcome.row) for outcome in summaries))
+        table.add_row(name, *(cell(summary.row) for summary in summaries))
     mixed = _packages_of_several_versions(summaries)
     for package in mixed:
         table.add_row(
-            f"version of {package}", *("\n".join(outcome.row["versions"].get(package, "–")) for outcome in summaries)
+            f"version of {package}", *("\n".join(summary.row["versions"].get(package, "–")) for summary in summaries)
         )
     console.print(table)
     first = summaries[0].curves[0].facts
-    seeds = {seed for outcome in summaries for seed in outcome.row["seeds"]}
+    seeds = {seed for summary in summaries for seed in summary.row["seeds"]}
     for line in (
         f"Nothing was injected: the mismatch is {first['sampler']} against {first['precision']} training. Random "
         f"answers earn {first['chance']:.3f}; the target is {summaries[0].row['target']:g}.",
@@ -136,7 +136,7 @@ def _print_table(summaries: Sequence[VariantSummary], baseline: str, console: An
         if mixed
         else "",
         "" if len(seeds) > 1 else "One seed does not rank variants: --seeds 1..5 before you conclude.",
-        *(_describe_problems(outcome) for outcome in summaries),
+        *(_describe_problems(summary) for summary in summaries),
     ):
         if line:
             console.print(line, highlight=False, markup=False)
@@ -144,26 +144,26 @@ def _print_table(summaries: Sequence[VariantSummary], baseline: str, console: An
 
 def _packages_of_several_versions(summaries: Sequence[VariantSummary]) -> list[str]:
     versions: dict[str, set[str]] = {}
-    for outcome in summaries:
-        for package, used in outcome.row["versions"].items():
+    for summary in summaries:
+        for package, used in summary.row["versions"].items():
             versions.setdefault(package, set()).update(used)
     return [package for package, used in versions.items() if len(used) > 1]
 
 
-def _describe_problems(outcome: VariantSummary) -> str:
+def _describe_problems(summary: VariantSummary) -> str:
     """Return a sentence on non-finite values and unfinished runs of a variant; empty if there are none."""
-    row, parts = outcome.row, []
+    row, parts = summary.row, []
     if row["skipped_updates"]:
         parts.append(f"{row['skipped_updates']:.0%} of the updates had a non-finite gradient and were skipped")
-    dropped = sum(_steps_with_dropped_sequences(curve) for curve in outcome.curves)
+    dropped = sum(_steps_with_dropped_sequences(curve) for curve in summary.curves)
     if dropped:
-        steps = sum(curve.steps for curve in outcome.curves)
+        steps = sum(curve.steps for curve in summary.curves)
         parts.append(f"sequences with non-finite log-probs were dropped in {dropped} of {steps} steps")
     numerics = f"{' and '.join(parts)}; means are over finite values only" if parts else ""
     unfinished = f"not finished on seeds {', '.join(map(str, row['unfinished']))}" if row["unfinished"] else ""
     unfinished += "".join(f"; on seed {seed}, {error}" for seed, error in sorted(row["errors"].items()))
     return (
-        f"{outcome.label}: {'; '.join(filter(None, (numerics, unfinished))).rstrip('.')}."
+        f"{summary.label}: {'; '.join(filter(None, (numerics, unfinished))).rstrip('.')}."
         if numerics or unfinished
         else ""
     )

@@ -21,8 +21,8 @@ from nemo_geomask.tools.lab.progression_task import NumberTask, Prompts
 
 __all__ = ["Lookups"]
 
-_WIDTH = 3  # numbers in a reply
-_ROUND = 1 + 2 * _WIDTH  # tokens of a call, its reply and the repetition
+_REPLY_LENGTH = 3  # numbers in a reply
+_ROUND_LENGTH = 1 + 2 * _REPLY_LENGTH  # tokens of a call, its reply and the repetition
 
 
 @dataclass(frozen=True)
@@ -39,10 +39,10 @@ class Lookups(NumberTask):
     @classmethod
     def of(cls, env: EnvConfig) -> Self:
         """Create the task that ``env:`` describes; raise ConfigError if one call does not fit into a response."""
-        if env.min_terms < _ROUND:
+        if env.min_terms < _ROUND_LENGTH:
             raise ConfigError(
-                f"env.min_terms: {env.min_terms} is too small: a call, its reply and the repetition are {_ROUND} "
-                f"tokens; set it to at least {_ROUND}"
+                f"env.min_terms: {env.min_terms} is too small: a call, its reply and the repetition are "
+                f"{_ROUND_LENGTH} tokens; set it to at least {_ROUND_LENGTH}"
             )
         return super().of(env)
 
@@ -60,24 +60,24 @@ class Lookups(NumberTask):
     def reply(self, prompt: Sequence[int], response: Sequence[int]) -> list[int]:
         """Return three numbers, determined by the tokens so far."""
         digest = zlib.crc32(",".join(map(str, (*prompt, *response))).encode())
-        return [digest // self.modulus**place % self.modulus for place in range(_WIDTH)]
+        return [digest // self.modulus**digit % self.modulus for digit in range(_REPLY_LENGTH)]
 
     def reward(self, prompt: Sequence[int], response: Sequence[int], terms: int) -> float:
         """Return the share of correctly repeated numbers, in [0, 1].
 
-        It is relative to the numbers in as many complete rounds as fit into the response.
+        The denominator is the number of repetitions in as many complete rounds as fit into the response.
         """
-        correct, place = 0, 0
-        while place < min(len(response), terms) and response[place] != self.eos_id:
-            if response[place] != self.call_id:
-                place += 1
+        correct, position = 0, 0
+        while position < min(len(response), terms) and response[position] != self.eos_id:
+            if response[position] != self.call_id:
+                position += 1
                 continue
-            numbers = response[place + 1 : place + 1 + _WIDTH]
+            numbers = response[position + 1 : position + 1 + _REPLY_LENGTH]
             # The next call ends the repetition, since the policy does not generate its reply.
-            for offset, number in enumerate(numbers, start=place + 1 + _WIDTH):
+            for offset, number in enumerate(numbers, start=position + 1 + _REPLY_LENGTH):
                 if offset >= min(len(response), terms) or response[offset] in (self.call_id, self.eos_id):
                     break
                 correct += response[offset] == number
-            place += 1 + _WIDTH
+            position += 1 + _REPLY_LENGTH
         # Numbers of a last, incomplete round also count and can make up for mistakes.
-        return min(1.0, correct / (terms // _ROUND * _WIDTH))
+        return min(1.0, correct / (terms // _ROUND_LENGTH * _REPLY_LENGTH))

@@ -1,4 +1,4 @@
-"""Packing of sequences one after another into a row, and its shares on context-parallel ranks."""
+"""Packing of sequences one after another into a row, and its shards on context-parallel ranks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["Packing", "enter_sharded_layer", "pack_sequences", "vocabulary_shard
 
 @dataclass(frozen=True)
 class Packing:
-    """Sequences that are packed into one row, and this rank's share of the row.
+    """Sequences that are packed into one row, and this rank's shard of the row.
 
     Under context parallelism each sequence is padded to a multiple of 2·CP tokens.
 
@@ -31,11 +31,11 @@ class Packing:
         segments: the sequences, with this rank's N tokens.
         row: [N] index of each token's sequence.
         position: [N] position of each token in its sequence.
-        queries: [S, Q] for each sequence, the indices of its tokens in this rank's share; the last index is repeated as
-            padding.
-        slots: [N] index of each token in the flattened ``queries``.
-        keys: [S, K] for each sequence, the indices of all its tokens in the concatenated shares of all ranks; the last
-            index is repeated as padding.
+        query_index: [S, Q] for each sequence, the indices of its tokens in this rank's shard; the last index is
+            repeated as padding.
+        query_slot: [N] index of each token in the flattened ``query_index``.
+        key_index: [S, K] for each sequence, the indices of all its tokens in the concatenated shards of all ranks; the
+            last index is repeated as padding.
         cp: the context-parallel axis.
     """
 
@@ -43,16 +43,16 @@ class Packing:
     segments: PackedSegments
     row: Tensor
     position: Tensor
-    queries: Tensor
-    slots: Tensor
-    keys: Tensor
+    query_index: Tensor
+    query_slot: Tensor
+    key_index: Tensor
     cp: Axis
 
     @functools.cached_property
     def visible(self) -> Tensor:
         """Causal attention mask, [S, 1, Q, K] bool: True where a query may attend to a key."""
         # Padded keys come after every query of their sequence, so the causal mask hides them too.
-        return torch.arange(self.keys.shape[1]) <= self.position[self.queries][:, None, :, None]
+        return torch.arange(self.key_index.shape[1]) <= self.position[self.query_index][:, None, :, None]
 
     def pack(self, data: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Convert NeMo-RL's rows to this rank's packed tokens; see :func:`nemo_geomask.losses.packing.pack_rows`."""
@@ -71,16 +71,17 @@ class Packing:
             [N, H, D].
         """
         query, key, value = (tokens[0].transpose(0, 1) for tokens in (query, key, value))  # [N, H or G, D]
-        # Without context parallelism, the share has all tokens of a sequence in order.
+        # Without context parallelism, the shard has all tokens of a sequence in order.
         mask: dict[str, Any] = {"is_causal": True}
         if self.cp.group is not None:
-            both = _ShareConcatenation.apply(torch.stack([key, value], dim=1), self.cp)  # type: ignore[no-untyped-call]
-            key, value = both.unbind(1)
+            keys_and_values = _ShardConcatenation.apply(torch.stack([key, value], dim=1), self.cp)  # type: ignore[no-untyped-call]
+            key, value = keys_and_values.unbind(1)
             mask = {"attn_mask": self.visible}
-        queries = _gather_tokens(query, self.queries).transpose(1, 2)  # [S, H, Q, D]
-        keys, values = (_gather_tokens(tokens, self.keys).transpose(1, 2) for tokens in (key, value))  # [S, G, K, D]
+        queries = _gather_tokens(query, self.query_index).transpose(1, 2)  # [S, H, Q, D]
+        # [S, G, K, D]
+        keys, values = (_gather_tokens(tokens, self.key_index).transpose(1, 2) for tokens in (key, value))
         mixed = F.scaled_dot_product_attention(queries, keys, values, scale=scaling, enable_gqa=True, **mask)
-        return mixed.transpose(1, 2).flatten(0, 1).index_select(0, self.slots)
+        return mixed.transpose(1, 2).flatten(0, 1).index_select(0, self.query_slot)
 
     def unpack(self, values: Tensor, targets: Tensor, like: Tensor) -> Tensor:
         """Scatter values [N] to the tokens that this rank's tokens predict, in rows [B, T] like ``like``; else 0."""
@@ -95,19 +96,18 @@ def pack_sequences(lengths: Tensor, cp: Axis) -> Packing:
     padded = -(-lengths // multiple) * multiple
     offsets = _cumulative_offsets(padded)
     groups = () if cp.group is None else (cp.group,)
-    shares = [PackedSegments(offsets, cp_rank=rank, cp_size=cp.size, groups=groups) for rank in range(cp.size)]
-    segments = shares[cp.rank]
+    shards = [PackedSegments(offsets, cp_rank=rank, cp_size=cp.size, groups=groups) for rank in range(cp.size)]
+    segments = shards[cp.rank]
     row = segments.spread(torch.arange(len(lengths)))
     position = segments.token_index - offsets[row]
     local = padded // cp.size
-    queries = _row_indices(_cumulative_offsets(local), local)
-    # Maps an index in the packed row to its index in the concatenated shares.
-    index_in_shares = torch.cat([share.token_index for share in shares]).argsort()
-    keys = index_in_shares[_row_indices(offsets, padded)]
-    slots = (
-        torch.arange(len(row)) + (torch.arange(len(lengths)) * queries.shape[1] - _cumulative_offsets(local)[:-1])[row]
-    )
-    return Packing(lengths, segments, row, position, queries, slots, keys, cp)
+    query_index = _row_indices(_cumulative_offsets(local), local)
+    # Maps an index in the packed row to its index in the concatenated shards.
+    index_in_shards = torch.cat([shard.token_index for shard in shards]).argsort()
+    key_index = index_in_shards[_row_indices(offsets, padded)]
+    first_slot = torch.arange(len(lengths)) * query_index.shape[1]
+    query_slot = torch.arange(len(row)) + (first_slot - _cumulative_offsets(local)[:-1])[row]
+    return Packing(lengths, segments, row, position, query_index, query_slot, key_index, cp)
 
 
 def vocabulary_shards(vocab_size: int, tp: int) -> list[int]:
@@ -130,15 +130,15 @@ def _gather_tokens(tokens: Tensor, index: Tensor) -> Tensor:
     return tokens.index_select(0, index.flatten()).view(*index.shape, *tokens.shape[1:])
 
 
-class _ShareConcatenation(torch.autograd.Function):
-    """Concatenation of the shares [N, …] of all context-parallel ranks; its backward pass sums over the ranks."""
+class _ShardConcatenation(torch.autograd.Function):
+    """Concatenation of the shards [N, …] of all context-parallel ranks; its backward pass sums over the ranks."""
 
     @staticmethod
-    def forward(ctx: Any, share: Tensor, cp: Axis) -> Tensor:
+    def forward(ctx: Any, shard: Tensor, cp: Axis) -> Tensor:
         ctx.cp = cp
-        share = share.contiguous()
-        parts = [torch.empty_like(share) for _ in range(cp.size)]
-        dist.all_gather(parts, share, group=cp.group)
+        shard = shard.contiguous()
+        parts = [torch.empty_like(shard) for _ in range(cp.size)]
+        dist.all_gather(parts, shard, group=cp.group)
         return torch.cat(parts)
 
     @staticmethod

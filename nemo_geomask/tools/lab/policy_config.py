@@ -88,12 +88,13 @@ class GenerationConfig(StrictModel):
         description="vLLM's option: EOS does not end a response, so all responses have the requested length.",
     )
     quantization: QuantizationConfig | None = Field(
-        None, description="Rounding of the weights; they are computed with in `precision`. null: no rounding."
+        None,
+        description="Rounding of the weights; products with the rounded weights are in `precision`. null: no rounding.",
     )
     logprobs: Literal["engine", "trainer"] = Field(
         "engine",
-        description="Origin of the log-probs that the loss gets as generation_logprobs. trainer: the training engine, "
-        "with the weights that sampled; a control without mismatch in which nothing else changes.",
+        description="Engine that computes the generation_logprobs of the loss. engine: the generation engine; trainer: "
+        "the training engine, with the weights that sampled, as a control without numerical mismatch.",
     )
     vllm_kwargs: dict[str, Any] = Field(
         default_factory=dict, description="NeMo-RL's key: further arguments of vLLM's engine, for backend: vllm."
@@ -125,7 +126,7 @@ class RouterReplayConfig(StrictModel):
     """``policy.router_replay:`` of NeMo-RL."""
 
     enabled: bool = Field(
-        False, description="Whether training sends each token through the experts that the generation engine chose."
+        False, description="Send each token, in training, through the experts that the generation engine chose."
     )
 
 

@@ -51,21 +51,21 @@ class Progress:
     def advance(self, run: Run, step: int, reward: float) -> None:
         """Show that a run completed a step."""
         steps = run.recipe.grpo.max_num_steps
-        named = run.label if self._seeds == 1 else f"{run.label}, seed {run.recipe.grpo.seed}"
+        title = run.label if self._seeds == 1 else f"{run.label}, seed {run.recipe.grpo.seed}"
         status = f"reward {reward:.3f} (chance {load_task(run.recipe.env).chance:.3f})"
         if run.name not in self._tasks:
-            self._tasks[run.name] = self._bar.add_task(named, total=steps, status="")
+            self._tasks[run.name] = self._bar.add_task(title, total=steps, status="")
         self._bar.update(self._tasks[run.name], completed=step, status=status)
-        has_seeds = self._seeds > 1
-        if has_seeds and step == steps:
+        is_last = step == steps
+        if self._seeds > 1:
             # With several seeds, only runs that are still training keep a bar.
-            self._bar.remove_task(self._tasks.pop(run.name))
-        if (
-            step == steps
-            if has_seeds
-            else not self._console.is_terminal and (step % max(1, steps // _LINES) == 0 or step == steps)
-        ):
-            self.note(f"{named}  step {step}/{steps}  {status}")
+            if is_last:
+                self._bar.remove_task(self._tasks.pop(run.name))
+            prints_line = is_last
+        else:
+            prints_line = not self._console.is_terminal and (is_last or step % max(1, steps // _LINES) == 0)
+        if prints_line:
+            self.note(f"{title}  step {step}/{steps}  {status}")
 
     def note(self, text: str) -> None:
         """Print a line above the bars."""

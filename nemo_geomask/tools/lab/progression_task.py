@@ -21,9 +21,8 @@ from nemo_geomask.tools.lab.lab_recipe import TASKS, EnvConfig
 
 __all__ = ["Answers", "CallingTask", "NumberTask", "Progressions", "Prompts", "Task", "draw_prompts", "load_task"]
 
-# One prompt in _SPLIT belongs to the validation split. At most _DRAWS batches are drawn to fill a split.
-_SPLIT = 8
-_DRAWS = 200
+_PROMPTS_PER_HELD_OUT = 8  # one prompt in this many belongs to the validation split
+_MAX_DRAWS = 200  # batches that are drawn at most to fill a split
 
 
 @dataclass(frozen=True)
@@ -107,7 +106,7 @@ def draw_prompts(task: Task, count: int, generator: torch.Generator, *, held_out
     """
     parts: list[Prompts] = []
     count_drawn = 0
-    for _ in range(_DRAWS):
+    for _ in range(_MAX_DRAWS):
         drawn = task.sample(count, generator)
         if held_out is not None:
             chosen = torch.tensor([_is_held_out(ids) == held_out for ids in drawn.token_ids.tolist()])
@@ -120,13 +119,13 @@ def draw_prompts(task: Task, count: int, generator: torch.Generator, *, held_out
             )
             return Prompts(token_ids, terms)
     raise ConfigError(
-        f"grpo.val_period: of {count * _DRAWS} prompts that the task drew, {count_drawn} belong to the "
+        f"grpo.val_period: of {count * _MAX_DRAWS} prompts that the task drew, {count_drawn} belong to the "
         f"{'validation' if held_out else 'training'} split: too few; give env more prompts, or set val_period: 0"
     )
 
 
 def _is_held_out(token_ids: Sequence[int]) -> bool:
-    return zlib.crc32(",".join(map(str, token_ids)).encode()) % _SPLIT == 0
+    return zlib.crc32(",".join(map(str, token_ids)).encode()) % _PROMPTS_PER_HELD_OUT == 0
 
 
 @dataclass(frozen=True)
@@ -134,7 +133,7 @@ class NumberTask:
     """Base of tasks whose tokens are the numbers 0 to modulus-1, a sign, ``:``, EOS and PAD, in this order.
 
     Attributes:
-        modulus: number of numbers.
+        modulus: number of number tokens.
         min_terms: smallest number of terms (tokens of the response) that a prompt requests.
         max_terms: largest number of terms that a prompt requests.
         sign: text of token ``modulus``.
@@ -223,7 +222,7 @@ class Progressions(NumberTask):
         for token in response[:terms]:
             if token == self.eos_id:
                 break
-            # Nothing follows from a sign in place of a number, so the term after it is wrong, too.
+            # A sign in place of a number has no successor, so the term after it is wrong, too.
             correct += previous < self.modulus and token == (previous + step) % self.modulus
             previous = token
         return correct / terms

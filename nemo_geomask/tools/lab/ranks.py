@@ -45,7 +45,7 @@ class Ranks:
 
     Attributes:
         tp: tensor-parallel axis; each rank has a shard of the vocabulary.
-        cp: context-parallel axis; each rank has a share of every sequence.
+        cp: context-parallel axis; each rank has a shard of every sequence.
         dp: data-parallel axis; each rank has other microbatches of the same optimiser step.
     """
 
@@ -82,9 +82,9 @@ class Ranks:
         value: T = box[0]
         return value
 
-    def sum_shares(self, part: Tensor) -> Tensor:
-        """Sum a tensor over context- and data-parallel ranks; it must be equal on tensor-parallel ranks."""
-        return self._all_reduce([torch.zeros_like(part) if self.tp.rank else part])[0]
+    def sum_shards(self, shard: Tensor) -> Tensor:
+        """Sum the shards of a tensor over context- and data-parallel ranks; tensor-parallel ranks pass equal shards."""
+        return self._all_reduce([torch.zeros_like(shard) if self.tp.rank else shard])[0]
 
     def sum_gradients(self, parameters: Iterable[Parameter], sharded: Parameter) -> None:
         """Sum the gradients over ranks, so that every rank has those of the complete step.

@@ -50,8 +50,8 @@ class Rollout:
         return float(self.data["rewards"].mean())
 
     @property
-    def mismatch_causes(self) -> dict[str, float]:
-        """Metrics of known causes of mismatch, and the distance from the reference policy.
+    def origin_metrics(self) -> dict[str, float]:
+        """Metrics of how far the batch is from the trained policy: staleness, routes, filters, and reference policy.
 
         ``avg_trajectory_age`` (NeMo-RL's name) and ``avg_token_age`` are the mean numbers of weight updates since a
         response was begun and since a token was sampled. ``routes_differ`` and ``outside_filter`` are fractions of the
@@ -99,24 +99,24 @@ def collect_rollout(
             variants get the same prompts.
         engine: computes the log-probs of the policy and of ``reference``.
         sampler: the generation engine; None: create the recipe's engine for this batch.
-        loss: validated ``loss_fn:`` settings, which may put the KL into the reward; None: the defaults.
         entropy: add the policy's ``entropy`` at each token, [B, T], to the batch.
+        loss: validated ``loss_fn:`` settings, which may put the KL into the reward; None: the defaults.
     """
     policy = versions[-1]
     data = engine.ranks.compute_on_first(
         lambda: _sample_batch(versions, recipe, task, generators, sampler or build_sampler(recipe))
     )
     micro_batch = recipe.policy.train_micro_batch_size
-    prev, entropies, differ = engine.score_batch(policy, data, micro_batch, entropy=entropy)
-    data[PREV_LOGPROBS] = zero_filtered(prev)
+    scores = engine.score_batch(policy, data, micro_batch, entropy=entropy)
+    data[PREV_LOGPROBS] = zero_filtered(scores.logprobs)
     if engine.is_filtered:
-        data["outside_filter"] = prev.isinf().float()
+        data["outside_filter"] = scores.logprobs.isinf().float()
     if "routed_experts" in data:
-        data["routes_differ"] = differ
+        data["routes_differ"] = scores.routes_differ
     if entropy:
-        data["entropy"] = entropies
+        data["entropy"] = scores.entropies
     if reference is not None:
-        data[REFERENCE_POLICY_LOGPROBS] = engine.score_batch(reference, data, micro_batch)[0]
+        data[REFERENCE_POLICY_LOGPROBS] = engine.score_batch(reference, data, micro_batch).logprobs
     if recipe.policy.generation.logprobs == "trainer":
         _use_trainer_logprobs(data, versions, engine, micro_batch)
     data["advantages"] = token_advantages(data, recipe.grpo, loss or LossConfig())
@@ -128,11 +128,14 @@ def _use_trainer_logprobs(
 ) -> None:
     """Replace ``generation_logprobs`` by the training engine's log-probs under the weights that sampled each token."""
     for age, policy in enumerate(reversed(versions)):
-        of_age = (data[TOKEN_MASK] != 0) & (data["weight_age"] == age)
+        has_age = (data[TOKEN_MASK] != 0) & (data["weight_age"] == age)
         # The data are equal on all ranks, so either all ranks score the batch or none does.
-        if of_age.any():
-            logprobs = zero_filtered(engine.score_batch(policy, data, micro_batch)[0]) if age else data[PREV_LOGPROBS]
-            data[GENERATION_LOGPROBS] = torch.where(of_age, logprobs, data[GENERATION_LOGPROBS])
+        if has_age.any():
+            # The batch's prev_logprobs are those of the newest weights already.
+            logprobs = data[PREV_LOGPROBS]
+            if age:
+                logprobs = zero_filtered(engine.score_batch(policy, data, micro_batch).logprobs)
+            data[GENERATION_LOGPROBS] = torch.where(has_age, logprobs, data[GENERATION_LOGPROBS])
 
 
 def _sample_batch(
@@ -161,7 +164,7 @@ def _sample_batch(
         TOKEN_MASK: sampled.token_mask,
         "sample_mask": torch.ones(len(prompts.terms), dtype=torch.float32),
         "rewards": compute_rewards(task, prompts, sampled),
-        "weight_age": torch.where(sampled.token_mask != 0, len(versions) - 1 - sampled.engine, 0),
+        "weight_age": torch.where(sampled.token_mask != 0, len(versions) - 1 - sampled.engine_index, 0),
     }
 
 

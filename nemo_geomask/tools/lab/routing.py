@@ -12,16 +12,16 @@ from torch import Tensor
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["capture_routes", "routes_differ"]
+__all__ = ["hook_routers", "routes_differ"]
 
 
 @contextlib.contextmanager
-def capture_routes(model: PreTrainedModel, replayed: Tensor | None = None) -> Iterator[list[Tensor]]:
-    """Read or replace the routes of forward passes within the block.
+def hook_routers(model: PreTrainedModel, replayed_routes: Tensor | None = None) -> Iterator[list[Tensor]]:
+    """Read the routes of forward passes within the block, or replace them.
 
     Args:
         model: a model with a router, ``mlp.gate``, in every layer.
-        replayed: [N, L, K] experts of N tokens in each layer, which replace the router's choice; -1 keeps its choice.
+        replayed_routes: [N, L, K] experts of N tokens in each layer, which replace the router's choice; -1 keeps it.
             They are weighted by the router's probabilities, so that the router still gets gradients.
 
     Yields:
@@ -29,14 +29,14 @@ def capture_routes(model: PreTrainedModel, replayed: Tensor | None = None) -> It
     """
     chosen: list[Tensor] = []
 
-    def replace_routes(
+    def read_or_replace(
         router: Any, _: Any, output: tuple[Tensor, Tensor, Tensor]
     ) -> tuple[Tensor, Tensor, Tensor] | None:
         logits, weights, router_choice = output
         chosen.append(router_choice)
-        if replayed is None:
+        if replayed_routes is None:
             return None
-        layer_routes = replayed[:, (len(chosen) - 1) % replayed.shape[1]].to(router_choice.dtype)
+        layer_routes = replayed_routes[:, (len(chosen) - 1) % replayed_routes.shape[1]].to(router_choice.dtype)
         route = torch.where(layer_routes < 0, router_choice, layer_routes)
         route_weights = logits.softmax(dim=-1, dtype=torch.float32).gather(-1, route)
         if router.norm_topk_prob:
@@ -44,7 +44,7 @@ def capture_routes(model: PreTrainedModel, replayed: Tensor | None = None) -> It
         return logits, route_weights.to(weights.dtype), route
 
     layers: Any = model.model.layers
-    handles = [layer.mlp.gate.register_forward_hook(replace_routes) for layer in layers]
+    handles = [layer.mlp.gate.register_forward_hook(read_or_replace) for layer in layers]
     try:
         yield chosen
     finally:

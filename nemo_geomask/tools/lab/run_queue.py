@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import threading
 import traceback
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
@@ -23,6 +24,7 @@ from nemo_geomask.errors import ConfigError
 from nemo_geomask.losses import PolicyLoss
 from nemo_geomask.optional import require
 from nemo_geomask.parallel.local_processes import RankError, end_with_parent
+from nemo_geomask.tools.lab.lab_recipe import LabRecipe
 from nemo_geomask.tools.lab.progress import Progress
 from nemo_geomask.tools.lab.progression_task import load_task
 from nemo_geomask.tools.lab.ranks import Ranks, start_ranks
@@ -82,41 +84,51 @@ def train(runs: Sequence[Run], progress: Progress, *, jobs: int = 1) -> bool:
 
 
 def _train_in_turn(runs: Sequence[Run], progress: Progress) -> None:
-    lab = runs[0].recipe.lab
-    sampler, sampler_settings = None, None
-    pending, failed = list(runs), None
+    pending = deque(runs)
+    engines = _EngineReuse(progress)
     while pending:
-        if lab.processes > 1:
-            progress.note(f"Starting {lab.processes} processes: tp {lab.tp}, cp {lab.cp}, dp {lab.dp}.")
-        try:
-            with start_ranks(
-                functools.partial(_run_other_rank, tuple(pending)), tp=lab.tp, cp=lab.cp, dp=lab.dp
-            ) as ranks:
-                while pending:
-                    run, failed = pending.pop(0), None
-                    recipe = run.recipe
-                    # Starting a vLLM engine takes longer than several training steps, so runs with equal settings share
-                    # one.
-                    wanted_settings = (
-                        recipe.policy.generation,
-                        recipe.policy.model,
-                        recipe.env,
-                        recipe.grpo.async_grpo,
-                    )
-                    if sampler is None or wanted_settings != sampler_settings:
-                        if recipe.policy.generation.backend == "vllm":
-                            progress.note("Starting vLLM.")
-                        sampler, sampler_settings = build_sampler(recipe), wanted_settings
-                    try:
-                        for step, reward in _train_steps(run, ranks, sampler):
-                            progress.advance(run, step, reward)
-                    except _StepError:
-                        failed = run
-                        raise
-        except Exception as error:  # with several ranks, the error of the rank that failed first
-            if failed is None or isinstance(error, RankError):
-                raise
-            _store_error(failed, _describe_error(error), progress)
+        _train_until_error(pending, engines, progress)
+
+
+def _train_until_error(pending: deque[Run], engines: _EngineReuse, progress: Progress) -> None:
+    """Train the pending runs until all are finished or a step raises an error, which ends the other ranks, too."""
+    lab = pending[0].recipe.lab
+    if lab.processes > 1:
+        progress.note(f"Starting {lab.processes} processes: tp {lab.tp}, cp {lab.cp}, dp {lab.dp}.")
+    work, failed = functools.partial(_run_other_rank, tuple(pending)), None
+    try:
+        with start_ranks(work, tp=lab.tp, cp=lab.cp, dp=lab.dp) as ranks:
+            while pending:
+                run = pending.popleft()
+                sampler = engines.start(run.recipe)
+                try:
+                    for step, reward in _train_steps(run, ranks, sampler):
+                        progress.advance(run, step, reward)
+                except _StepError:
+                    failed = run
+                    raise
+    except Exception as error:  # with several ranks, the error of the rank that failed first
+        if failed is None or isinstance(error, RankError):
+            raise
+        _store_error(failed, _describe_error(error), progress)
+
+
+class _EngineReuse:
+    """Generation engine that successive runs with equal settings share, because vLLM takes long to start."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        self._sampler: Sampler | None = None
+        self._settings: tuple[Any, ...] = ()
+
+    def start(self, recipe: LabRecipe) -> Sampler:
+        """Return the engine of the run before if it has the same settings, or else start the recipe's engine."""
+        settings = (recipe.policy.generation, recipe.policy.model, recipe.env, recipe.grpo.async_grpo)
+        if self._sampler is None or settings != self._settings:
+            if recipe.policy.generation.backend == "vllm":
+                self._progress.note("Starting vLLM.")
+            self._sampler, self._settings = build_sampler(recipe), settings
+        return self._sampler
 
 
 class _StepError(Exception):
@@ -195,7 +207,7 @@ def _train_in_parallel(runs: Sequence[Run], progress: Progress, jobs: int) -> No
     pool = ProcessPoolExecutor(count, mp_context=context, initializer=_initialize_worker, initargs=(stop, steps))
     by_name = {run.name: run for run in runs}
 
-    def show() -> None:
+    def show_steps() -> None:
         while not steps.empty():
             name, step, reward = steps.get()
             progress.advance(by_name[name], step, reward)
@@ -205,11 +217,11 @@ def _train_in_parallel(runs: Sequence[Run], progress: Progress, jobs: int) -> No
         pending = set(running)
         while pending:
             done, pending = wait(pending, timeout=_POLL_SECONDS, return_when=FIRST_COMPLETED)
-            show()
+            show_steps()
             for future in done:
                 if (error := future.result()) is not None:
                     _store_error(running[future], error, progress)
-        show()
+        show_steps()
     except BrokenProcessPool:
         raise RankError(
             "a training process was killed, most often for lack of memory; the same command with the same --out "

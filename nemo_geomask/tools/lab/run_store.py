@@ -24,10 +24,10 @@ from nemo_geomask.tools.lab.lab_recipe import LabRecipe
 
 __all__ = ["COMPUTE_KEYS", "Run", "RunCurves", "flatten_settings", "read_curves", "write_steps"]
 
-_KEY = b"nemo_geomask.tools.lab"
+_METADATA_KEY = b"nemo_geomask.tools.lab"
 _STEPS = "steps"
 COMPUTE_KEYS = {"tp", "cp", "dp", "num_threads", "rollouts_every", "compare", "presets"}
-"""Keys of ``lab:`` that determine how runs are computed and shown; a run is the same run whatever their values."""
+"""Keys of ``lab:`` that do not define a run: they determine how runs are computed, planned and stored."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ class RunCurves:
         )
         try:
             table = parquet.read_table(path, partitioning=None)
-            facts = json.loads(table.schema.metadata[_KEY])
+            facts = json.loads(table.schema.metadata[_METADATA_KEY])
         except (arrow.ArrowException, OSError, KeyError, TypeError, ValueError) as error:
             raise ConfigError(f"{path} is not a run of the lab: {' '.join(str(error).split())[:200]}") from None
         numbers = [name for name in table.column_names if name not in ("seed", "variant")]
@@ -196,7 +196,7 @@ def write_steps(run: Run, history: Sequence[Mapping[str, float]], facts: Mapping
         "settings": run.settings,
         **facts,
     }
-    table = arrow.table(columns).replace_schema_metadata({_KEY: json.dumps(all_facts, default=str)})
+    table = arrow.table(columns).replace_schema_metadata({_METADATA_KEY: json.dumps(all_facts, default=str)})
     run.steps_file.parent.mkdir(parents=True, exist_ok=True)
     part = run.steps_file.with_suffix(".part")
     parquet.write_table(table, part, compression="zstd")
@@ -215,22 +215,22 @@ def read_curves(folders: Iterable[Path | str]) -> list[RunCurves]:
         ConfigError: a folder has no runs, or a file is not the file of a run.
     """
     files: dict[Path, int] = {}
-    for number, place in enumerate(map(Path, folders)):
-        paths = [*place.rglob(f"{_STEPS}/*.parquet"), *(place.glob("*.parquet") if place.name == _STEPS else ())]
+    for number, folder in enumerate(map(Path, folders)):
+        paths = [*folder.rglob(f"{_STEPS}/*.parquet"), *(folder.glob("*.parquet") if folder.name == _STEPS else ())]
         if not paths:
-            raise ConfigError(f"no run of the lab in {place}; nemo-geomask lab RECIPE.yaml --out DIR trains some")
+            raise ConfigError(f"no run of the lab in {folder}; nemo-geomask lab RECIPE.yaml --out DIR trains some")
         files |= {path: number for path in sorted(paths) if path not in files}
     longest: dict[tuple[Any, ...], RunCurves] = {}
-    places_of: dict[tuple[Any, ...], int] = {}
+    folder_numbers: dict[tuple[Any, ...], int] = {}
     for path, number in files.items():
         curve = RunCurves.read(path)
         key = _identity(curve)
-        places_of.setdefault(key, number)
+        folder_numbers.setdefault(key, number)
         # If there are several copies of a run, keep the longest.
         if key not in longest or longest[key].steps < curve.steps:
             longest[key] = curve
     return _distinguish_labels(
-        sorted(longest.values(), key=lambda curve: (places_of[_identity(curve)], curve.seed, curve.position))
+        sorted(longest.values(), key=lambda curve: (folder_numbers[_identity(curve)], curve.seed, curve.position))
     )
 
 
@@ -240,24 +240,24 @@ def _identity(curve: RunCurves) -> tuple[Any, ...]:
 
 
 def _distinguish_labels(curves: Sequence[RunCurves]) -> list[RunCurves]:
-    first: dict[str, dict[str, Any]] = {}
+    settings_by_label: dict[str, dict[str, Any]] = {}
     relabelled = []
     for curve in curves:
         settings = flatten_settings(curve.facts["settings"]) | flatten_settings(curve.facts.get("ranks", {}), "lab.")
-        usual = first.setdefault(curve.label, settings)
-        differ = sorted(key for key in settings.keys() | usual.keys() if settings.get(key) != usual.get(key))
+        first = settings_by_label.setdefault(curve.label, settings)
+        differ = sorted(key for key in settings.keys() | first.keys() if settings.get(key) != first.get(key))
         label = " ".join([curve.label, *(f"{key}={settings.get(key)}" for key in differ)])
         relabelled.append(RunCurves({**curve.facts, "label": label}, curve.columns))
     order = list(dict.fromkeys(curve.label for curve in relabelled))
     return sorted(relabelled, key=lambda curve: (order.index(curve.label), curve.seed))
 
 
-def flatten_settings(settings: Mapping[str, Any], above: str = "") -> dict[str, Any]:
+def flatten_settings(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Return nested settings as one mapping with dotted keys."""
     flat: dict[str, Any] = {}
     for key, value in settings.items():
         if isinstance(value, Mapping):
-            flat |= flatten_settings(value, f"{above}{key}.")
+            flat |= flatten_settings(value, f"{prefix}{key}.")
         else:
-            flat[f"{above}{key}"] = value
+            flat[f"{prefix}{key}"] = value
     return flat

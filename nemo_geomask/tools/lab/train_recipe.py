@@ -210,14 +210,14 @@ def _choose_jobs(requested: int | None, runs: Sequence[Run]) -> int:
 
 
 @contextlib.contextmanager
-def _recipe_with_loss(path: Path, other: Path | None) -> Iterator[Path]:
-    """Yield the recipe's path, or the path of a temporary copy with the ``loss_fn:`` of the recipe ``other``."""
-    if other is None:
+def _recipe_with_loss(path: Path, loss_from: Path | None) -> Iterator[Path]:
+    """Yield the recipe's path, or that of a temporary copy with the ``loss_fn:`` block of the recipe ``loss_from``."""
+    if loss_from is None:
         yield path
         return
-    block = load_recipe(other).get("loss_fn")
+    block = load_recipe(loss_from).get("loss_fn")
     if not isinstance(block, dict):
-        raise ConfigError(f"--loss-from: {other} has no loss_fn: block")
+        raise ConfigError(f"--loss-from: {loss_from} has no loss_fn: block")
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, path.name)
         data = {"defaults": str(path.resolve()), "loss_fn": {"_override_": True, **block}}

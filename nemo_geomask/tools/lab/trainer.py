@@ -151,7 +151,7 @@ class Trainer:
             self.versions.append(copy.deepcopy(self.policy).requires_grad_(False))
         decision = self._prestep_pass(rollout.data)
         if self._record_settings is not None:
-            self.engine.curr = torch.zeros_like(rollout.data[PREV_LOGPROBS])
+            self.engine.recorded_curr = torch.zeros_like(rollout.data[PREV_LOGPROBS])
         if decision.train:
             data = {**rollout.data, **decision.changes, "row": torch.arange(len(rollout.data["rewards"]))}
             reports = [self._update(data, step) | decision.metrics for step in self._document_steps(data)]
@@ -160,11 +160,12 @@ class Trainer:
             report = {name: value for name, (value,) in untrained.items()}
             reports = [{**report, "grad_norm": 0.0, "skipped_update": 1.0, "lr": self._learning_rate()}]
         self._record(rollout.data, updated=decision.train)
+        self._steps += 1
         end_time = time.perf_counter()
         metrics = {
             "reward": rollout.reward,
             "mean_response_length": rollout.response_length,
-            **rollout.mismatch_causes,
+            **rollout.origin_metrics,
             **summarize_step(merge_metrics(reports, 1.0 / len(reports))),
             **self._validate(),
             "generation_seconds": rollout_end_time - start_time,
@@ -173,7 +174,7 @@ class Trainer:
         return metrics, rollout
 
     def _validate(self) -> dict[str, float]:
-        """Return the mean reward on validation prompts if a validation is due; the draws are the same each time."""
+        """Return the mean reward on validation prompts if a validation is due; its random draws are always the same."""
         grpo = self.recipe.grpo
         is_due = grpo.val_period and (self._steps % grpo.val_period == 0 or self._steps == grpo.max_num_steps)
         if not is_due or not self.engine.ranks.is_first:
@@ -211,17 +212,16 @@ class Trainer:
         return self._prompt_generator, self._sampling_generator, self._order_generator
 
     def _record(self, data: Mapping[str, Tensor], *, updated: bool) -> None:
-        """Count the step, and record it if ``loss_fn.record`` is set; ``updated`` is False if the step was skipped."""
-        trained, self._steps = self._steps, self._steps + 1
-        if self._record_settings is None or self.engine.curr is None:
+        """Record the step if ``loss_fn.record`` is set; ``updated`` is False if the optimiser step was skipped."""
+        if self._record_settings is None or self.engine.recorded_curr is None:
             return
-        curr, self.engine.curr = self.engine.ranks.sum_shares(self.engine.curr), None
+        curr, self.engine.recorded_curr = self.engine.ranks.sum_shards(self.engine.recorded_curr), None
         staleness = data["weight_age"].amax(dim=1)
-        extra_columns = {"weight_version": trained - staleness, "staleness": staleness}
+        extra_columns = {"weight_version": self._steps - staleness, "staleness": staleness}
         if updated:
             extra_columns["curr_logprobs"] = curr
         if self._flight_recorder is not None:
-            self._flight_recorder.record(self._steps, {**data, **extra_columns})
+            self._flight_recorder.record(self._steps + 1, {**data, **extra_columns})
 
     def close(self) -> None:
         """Wait until all records are written."""

@@ -2,13 +2,13 @@
 
 Tensor-parallel ranks run the same transformer body, and each computes the output layer for its shard of the vocabulary.
 The gradient of the hidden states is therefore summed over these ranks. Context-parallel ranks run the body on their
-share of every sequence; only attention uses the keys and values of all shares.
+shard of every sequence; only attention uses the keys and values of all shards.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,36 +21,51 @@ from nemo_geomask.tools.lab.arithmetic import linear
 from nemo_geomask.tools.lab.lab_recipe import LabRecipe
 from nemo_geomask.tools.lab.packed_rows import Packing, enter_sharded_layer, pack_sequences, vocabulary_shards
 from nemo_geomask.tools.lab.ranks import Ranks
-from nemo_geomask.tools.lab.routing import capture_routes, routes_differ
+from nemo_geomask.tools.lab.routing import hook_routers, routes_differ
 from nemo_geomask.tools.lab.token_sampling import filter_logits, zero_filtered
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["TrainingEngine"]
+__all__ = ["TokenScores", "TrainingEngine"]
+
+
+class TokenScores(NamedTuple):
+    """Scores of tokens, in rows [B, T] or packed [N].
+
+    Attributes:
+        logprobs: log-probs, -inf where the filter excludes the token.
+        entropies: entropies, or 0 if they were not requested.
+        routes_differ: 1 where this model's routers select other experts than the generation engine's did, at the
+            position that predicts the token, otherwise 0.
+    """
+
+    logprobs: Tensor
+    entropies: Tensor
+    routes_differ: Tensor
 
 
 class TrainingEngine:
-    """Engine that runs the policy for training, without padding, on this rank's shares of sequences and vocabulary.
+    """Engine that runs the policy for training, without padding, on this rank's shards of sequences and vocabulary.
 
     Every rank has all parameters, but a tensor-parallel rank uses only its rows of the output layer.
 
     Args:
-        ranks: the processes that share the work.
+        ranks: the processes that divide the work.
         recipe: precision, router replay, temperature and filters; None: the defaults.
 
     Attributes:
-        ranks: the processes that share the work.
+        ranks: the processes that divide the work.
         is_filtered: True if log-probs are normalised over the tokens that the generation engine's top-p and top-k keep.
-        curr: [B, T] of a rollout batch, or None. Unless it is None, :meth:`evaluate` writes the log-probs of this
-            rank's tokens into its rows ``batch["row"]``.
+        recorded_curr: [B, T] of a rollout batch, into which :meth:`evaluate` writes the log-probs of this rank's
+            tokens, at the rows ``batch["row"]``; None if they are not recorded.
     """
 
     def __init__(self, ranks: Ranks | None = None, recipe: LabRecipe | None = None) -> None:
         recipe = LabRecipe() if recipe is None else recipe
         self.ranks = Ranks() if ranks is None else ranks
         self.is_filtered = recipe.policy.generation.has_filters and recipe.lab.filter_logprobs
-        self.curr: Tensor | None = None
+        self.recorded_curr: Tensor | None = None
         self._policy = recipe.policy
         self._autocast = torch.autocast("cpu", dtype=torch.bfloat16, enabled=recipe.policy.precision == "bfloat16")
 
@@ -62,7 +77,7 @@ class TrainingEngine:
         micro_batch: int,
         *,
         entropy: bool = False,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> TokenScores:
         """Compute log-probs, entropies and differing routes of a batch, on all ranks.
 
         Args:
@@ -72,12 +87,7 @@ class TrainingEngine:
             entropy: compute the entropies, too.
 
         Returns:
-            Three tensors [B, T], 0 in column 0, which no token predicts:
-
-            - log-probs, -inf where the filter excludes the token;
-            - entropies, or 0 if they were not requested;
-            - 1 where this model's routers select other experts than the generation engine's did, at the position that
-              predicts the token, otherwise 0.
+            Tensors [B, T], 0 in column 0, which no token predicts.
         """
         scores = torch.zeros(3, *data["input_ids"].shape, dtype=torch.float32)
         dp = self.ranks.dp
@@ -88,15 +98,14 @@ class TrainingEngine:
             targets = packing.pack({**part, TOKEN_MASK: all_tokens, "sample_mask": all_tokens[:, 0]})["targets"]
             values = self._forward(model, packing, part, targets, entropy=entropy)
             scores[:, rows] = torch.stack([packing.unpack(value, targets, all_tokens) for value in values])
-        logprobs, entropies, differ = self.ranks.sum_shares(scores)
-        return logprobs, entropies, differ
+        return TokenScores(*self.ranks.sum_shards(scores))
 
     def evaluate(
         self, model: PreTrainedModel, loss: PolicyLoss, batch: Mapping[str, Tensor], documents: int, tokens: int
     ) -> tuple[Tensor, Metrics]:
         """Compute the loss of one microbatch and its metrics, summed over tensor- and context-parallel ranks.
 
-        A single rank has complete rows and calls the loss as NeMo-RL does. Several ranks have shares of the rows and
+        A single rank has complete rows and calls the loss as NeMo-RL does. Several ranks have shards of the rows and
         call :meth:`PolicyLoss.packed`.
 
         Args:
@@ -108,12 +117,12 @@ class TrainingEngine:
         """
         packing = pack_sequences(batch["input_lengths"], self.ranks.cp)
         packed = packing.pack(batch)
-        logprobs, _, _ = self._forward(model, packing, batch, packed["targets"])
+        logprobs = self._forward(model, packing, batch, packed["targets"]).logprobs
         if self.is_filtered:
             logprobs = zero_filtered(logprobs)
         rows = packing.unpack(logprobs, packed["targets"], batch[TOKEN_MASK])
-        if self.curr is not None:
-            self.curr[batch["row"]] = rows.detach()
+        if self.recorded_curr is not None:
+            self.recorded_curr[batch["row"]] = rows.detach()
         if self.ranks.tp.size * self.ranks.cp.size > 1:
             return loss.packed(logprobs, packed, packing.segments, documents, tokens)
         return loss(next_token_logprobs=rows[:, 1:], data=batch, global_valid_seqs=documents, global_valid_toks=tokens)
@@ -126,15 +135,15 @@ class TrainingEngine:
         targets: Tensor,
         *,
         entropy: bool = False,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the results of :meth:`score_batch` as [N], for the targets of this rank's tokens."""
+    ) -> TokenScores:
+        """Return the scores [N] of the targets of this rank's tokens."""
         tp, generation = self.ranks.tp, self._policy.generation
         # Padding tokens repeat the row's last column; no valid token depends on them.
         index = packing.row, packing.position.clamp(max=batch["input_ids"].shape[1] - 1)
         sizes = vocabulary_shards(model.lm_head.out_features, tp.size)
         columns = model.lm_head.weight.split(sizes)[tp.rank]
         routes = batch["routed_experts"][index] if "routed_experts" in batch else None
-        with self._autocast, capture_routes(model, routes if self._policy.router_replay.enabled else None) as chosen:
+        with self._autocast, hook_routers(model, routes if self._policy.router_replay.enabled else None) as chosen:
             ids, position = batch["input_ids"][index][None], packing.position[None]
             body = model.model(input_ids=ids, position_ids=position, use_cache=False, packing=packing)
             logits = linear(enter_sharded_layer(body.last_hidden_state[0], tp.group), columns).float()
@@ -149,6 +158,6 @@ class TrainingEngine:
             logprobs_and_entropy = vocab_parallel_logprobs(
                 logits, targets, entropy=True, group=tp.group, shard_sizes=sizes
             )
-            return *logprobs_and_entropy, differ
+            return TokenScores(*logprobs_and_entropy, differ)
         logprobs = vocab_parallel_logprobs(logits, targets, group=tp.group, shard_sizes=sizes)
-        return logprobs, torch.zeros_like(differ), differ
+        return TokenScores(logprobs, torch.zeros_like(differ), differ)

@@ -35,8 +35,8 @@ _DEFAULT_ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
 }
 _CACHE_BYTES = 2**28
-# Number of rows of a batch whose log-probs are checked, and the largest mean |log-ratio| that passes. Rounding gives
-# about 0.02, wrong weights about 1.
+# Number of rows of a batch whose log-probs are checked, and the largest mean |log-ratio| that passes. Rounding causes
+# about 0.02, and wrong weights about 1.
 _CHECKED_ROWS = 16
 _MAX_GAP = 0.5
 
@@ -63,7 +63,7 @@ class VllmSampler:
         for name, value in _DEFAULT_ENVIRONMENT.items():
             os.environ.setdefault(name, value)
         vllm = _import_vllm()
-        self._params = vllm.SamplingParams
+        self._sampling_params_class = vllm.SamplingParams
         generation = recipe.policy.generation
         self.name = f"vLLM {vllm.__version__} in {describe_engine(recipe)}"
         settings = {
@@ -109,7 +109,7 @@ class VllmSampler:
         generation = self.recipe.policy.generation
         seeds = torch.randint(2**31, (len(prompts.terms),), generator=generator)
         params = [
-            self._params(
+            self._sampling_params_class(
                 temperature=generation.temperature,
                 top_p=generation.top_p,
                 top_k=generation.top_k or 0,
@@ -135,7 +135,7 @@ class VllmSampler:
             input_lengths=batch["input_lengths"],
             logprobs=batch[GENERATION_LOGPROBS],
             token_mask=batch[TOKEN_MASK],
-            engine=torch.zeros_like(ids),
+            engine_index=torch.zeros_like(ids),
         )
 
 

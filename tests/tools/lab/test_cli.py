@@ -178,7 +178,7 @@ def test_a_run_that_raises_leaves_the_others(how, recipe, tmp_path, capsys):
         assert f"{vetoed.label}, seed 1, failed in step 2: BatchVetoError: loss_fn.batch_veto: 2 batches" in printed
         assert "not finished on seeds 1, 2; on seed 1, step 2: BatchVetoError" in printed
     assert "2 of 4 runs are finished already." in printed
-    (row, _) = json.loads((out / "summary.json").read_text())["variants"]
+    (_, row) = json.loads((out / "summary.json").read_text())["variants"]  # The uncorrected variant comes first.
     assert list(row["errors"]) == ["1", "2"]
 
 

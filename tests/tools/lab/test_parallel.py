@@ -190,9 +190,9 @@ def test_shares_cover_every_token_once_and_see_what_comes_before(cp):
     for packing in packings:
         assert len(packing.row) == total // cp
         for token, (row, place) in enumerate(zip(packing.row.tolist(), packing.position.tolist(), strict=True)):
-            s, q = divmod(int(packing.slots[token]), packing.queries.shape[1])
-            assert (s, int(packing.queries[s, q])) == (row, token)
-            seen = [held[int(key)] for key in packing.keys[s][packing.visible[s, 0, q]]]
+            s, q = divmod(int(packing.query_slot[token]), packing.query_index.shape[1])
+            assert (s, int(packing.query_index[s, q])) == (row, token)
+            seen = [held[int(key)] for key in packing.key_index[s][packing.visible[s, 0, q]]]
             assert seen == [(row, before) for before in range(place + 1)]
 
 

@@ -11,7 +11,7 @@ from nemo_geomask import build_loss
 from nemo_geomask.errors import ConfigError
 from nemo_geomask.tools.lab.policy_model import build_policy
 from nemo_geomask.tools.lab.progression_task import load_task
-from nemo_geomask.tools.lab.routing import capture_routes, routes_differ
+from nemo_geomask.tools.lab.routing import hook_routers, routes_differ
 from nemo_geomask.tools.lab.trainer import Trainer
 
 COARSE = {"precision": "float32", "quantization": {"weights": "int4", "layers": "linears"}}
@@ -27,15 +27,15 @@ IDS = torch.arange(14).view(2, 7) % 5
 
 
 def test_a_replay_of_the_own_choice_changes_nothing(policy):
-    with capture_routes(policy) as chosen:
+    with hook_routers(policy) as chosen:
         logits = policy(input_ids=IDS).logits
     assert [route.shape for route in chosen] == [(14, 2), (14, 2)]
-    with capture_routes(policy, torch.stack(chosen, dim=1)):
+    with hook_routers(policy, torch.stack(chosen, dim=1)):
         torch.testing.assert_close(policy(input_ids=IDS).logits, logits)
-    with capture_routes(policy, torch.full((14, 2, 2), -1)):
+    with hook_routers(policy, torch.full((14, 2, 2), -1)):
         torch.testing.assert_close(policy(input_ids=IDS).logits, logits)
     other = (torch.stack(chosen, dim=1) + 1) % 4
-    with capture_routes(policy, other) as still:
+    with hook_routers(policy, other) as still:
         moved = policy(input_ids=IDS).logits
     assert (moved - logits).abs().max() > 1e-2
     assert torch.equal(still[0], chosen[0])  # Read is the router's own choice, whatever is replayed.
@@ -46,7 +46,7 @@ def test_replayed_experts_have_the_routers_own_weights(policy):
     block = policy.model.layers[0].mlp
     hidden = torch.randn(5, 32, generator=torch.Generator().manual_seed(0))
     route = torch.tensor([[0, 1], [3, 2], [1, 3], [2, 0], [0, 3]])
-    with capture_routes(policy, route[:, None]):
+    with hook_routers(policy, route[:, None]):
         found = block(hidden[None])[0]
     found.sum().backward()
     gradient = block.gate.weight.grad
@@ -85,7 +85,7 @@ def own_routes(trainer, data, replayed=None):
         ids = data["input_ids"][row : row + 1, :length]
         with (
             torch.no_grad(),
-            capture_routes(trainer.policy, None if replayed is None else replayed[row, :length]) as chosen,
+            hook_routers(trainer.policy, None if replayed is None else replayed[row, :length]) as chosen,
         ):
             logits = trainer.policy(input_ids=ids).logits[0]
         routes[row, :length] = torch.stack(chosen, dim=1).to(routes.dtype)

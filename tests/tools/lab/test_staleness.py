@@ -38,7 +38,7 @@ def test_updates_land_at_equal_parts_of_the_longest_response(tiny, recompute):
     response = sampled.token_mask[:, task.prompt_width :].bool()
     places = torch.arange(response.shape[1]).expand_as(response)
     expected = places * 3 // int(prompts.terms.max())
-    by = sampled.engine[:, task.prompt_width :]
+    by = sampled.engine_index[:, task.prompt_width :]
     assert torch.equal(by[response], expected[response])
     assert set(by[response].tolist()) == {0, 1, 2}
     # Until the first update lands, it is the oldest weights' response.
