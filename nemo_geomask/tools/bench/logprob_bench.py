@@ -31,7 +31,7 @@ from nemo_geomask.tools.bench.timing import (
 __all__ = ["benchmark", "measure", "sweep"]
 
 _COPY = "copy"
-_LOGITS_COPIES = 4  # most paths hold no more than this many tensors of the logits' size at once
+_MAX_LOGITS_COPIES = 4  # most paths hold at most this many tensors of the logits' size at once
 
 
 def sweep(
@@ -52,6 +52,7 @@ def sweep(
         grid: return all combinations. Otherwise only one field differs from its first value in each case, except that
             all values of ``tp`` and ``entropy`` are combined with each other.
     """
+    # In the order of LogprobCase's fields.
     fields: list[Sequence[Any]] = [tokens, vocab, tp, fractions, entropy, temperatures, dtypes]
     return list(
         dict.fromkeys(
@@ -62,7 +63,10 @@ def sweep(
 
 def _vary_one_at_a_time(fields: Sequence[Sequence[Any]]) -> Iterator[tuple[Any, ...]]:
     base = [values[0] for values in fields]
-    yield from itertools.product(*(fields[i] if i in (2, 4) else base[i : i + 1] for i in range(len(fields))))
+    is_combined = (field in ("tp", "entropy") for field in LogprobCase._fields)
+    yield from itertools.product(
+        *(values if combined else values[:1] for values, combined in zip(fields, is_combined, strict=True))
+    )
     for index, values in enumerate(fields):
         for value in values[1:]:
             yield (*base[:index], value, *base[index + 1 :])
@@ -99,29 +103,31 @@ def measure(
         The case, the bandwidth of a copy in the same rounds, and a row for every path. Its status is measured, absent,
         not applicable or failed.
     """
-    starts: dict[str, ForwardPass] = {}
+    forward_passes: dict[str, ForwardPass] = {}
     rows: dict[str, dict[str, Any]] = {path.name: {"path": path.name} for path in paths}
     for path in paths:
         try:
-            starts[path.name] = path.prepare(case, setting)
+            forward_passes[path.name] = path.prepare(case, setting)
         except Absent as error:
             rows[path.name].update(status="absent", reason=str(error))
         except NotApplicable as error:
             rows[path.name].update(status="not applicable", reason=str(error))
-    clock = Clock(setting.device, preallocated_bytes=_LOGITS_COPIES * case.elements * case.dtype.itemsize)
+    clock = Clock(setting.device, preallocated_bytes=_MAX_LOGITS_COPIES * case.elements * case.dtype.itemsize)
     inputs = Inputs(case, setting.device, seed=seed)
     by_name = {path.name: path for path in paths}
-    candidates = {name: _candidate(by_name[name], start, case, inputs, clock) for name, start in starts.items()}
+    candidates = {
+        name: _path_candidate(by_name[name], forward, case, inputs, clock) for name, forward in forward_passes.items()
+    }
     candidates[_COPY] = _copy_candidate(case, inputs, clock)
     laps, failures = interleave(candidates, repeats, before=inputs.refresh, warmup=2)
     del candidates  # frees the target of the copy
-    copy = summarise(laps.pop(_COPY), ("copy", "nothing"), setting.device)["ms"]
+    copy = summarise(laps.pop(_COPY), setting.device)["ms"]
     bandwidth = 2 * case.elements * case.dtype.itemsize / (copy["median"] / 1e3)
     for name in laps:
-        rows[name].update(status="measured", **summarise(laps[name], ("forward", "backward"), setting.device))
-        rows[name].update(_traffic(by_name[name], case, rows[name]["ms"]["median"] / 1e3, bandwidth))
+        rows[name].update(status="measured", **summarise(laps[name], setting.device, has_backward=True))
+        rows[name].update(_bandwidth(by_name[name], case, rows[name]["ms"]["median"] / 1e3, bandwidth))
         try:
-            rows[name].update(_meter(by_name[name], starts[name], case, inputs))
+            rows[name].update(_measure_resources(by_name[name], forward_passes[name], case, inputs))
         except Exception as error:  # a peer that fails under a meter keeps its times
             rows[name]["meters"] = describe_error(error)
         free_memory()
@@ -137,47 +143,47 @@ def measure(
     }
 
 
-def _candidate(
-    path: LogprobPath, start: ForwardPass, case: LogprobCase, inputs: Inputs, clock: Clock
+def _path_candidate(
+    path: LogprobPath, forward: ForwardPass, case: LogprobCase, inputs: Inputs, clock: Clock
 ) -> Callable[[int], Lap]:
     def candidate(turn: int) -> Lap:
         sample = inputs.take(turn, copy=path.overwrites)
-        return clock.lap(lambda: start(sample), lambda output: _gradient(output, sample, case))
+        return clock.lap(lambda: forward(sample), lambda output: _gradient(output, sample, case))
 
     return candidate
 
 
 def _copy_candidate(case: LogprobCase, inputs: Inputs, clock: Clock) -> Callable[[int], Lap]:
     target = torch.zeros(case.tokens, case.width, dtype=case.dtype, device=clock.device)
-    return lambda turn: clock.lap(lambda: target.copy_(inputs.take(turn).logits.detach()), lambda _: None)
+    return lambda turn: clock.lap(lambda: target.copy_(inputs.take(turn).logits.detach()))
 
 
 def _gradient(output: PathOutput, sample: LogprobSample, case: LogprobCase) -> Tensor:
     return output.gradient(sample.g, sample.h if case.entropy else None)
 
 
-def _traffic(path: LogprobPath, case: LogprobCase, seconds: float, bandwidth: float) -> dict[str, Any]:
-    """Return the path's modelled traffic and bandwidth, and its share of a copy's bandwidth.
+def _bandwidth(path: LogprobPath, case: LogprobCase, seconds: float, copy_bandwidth: float) -> dict[str, Any]:
+    """Return the path's traffic by its model, the bandwidth that follows, and the fraction of a copy's bandwidth.
 
-    That share (``of_copy``) assumes the least possible traffic.
+    The fraction (``of_copy``) is computed as if the path moved the least possible number of bytes.
     """
     has_model = case.dtype.itemsize == 2 and not case.entropy
     traffic = path.traffic(case.fraction) if has_model and path.traffic is not None else None
     return {
         "bytes_per_element": traffic,
         "gb_s": None if traffic is None else traffic * case.elements / seconds / 1e9,
-        "of_copy": case.min_bytes_per_element * case.elements / seconds / bandwidth,
+        "of_copy": case.min_bytes_per_element * case.elements / seconds / copy_bandwidth,
     }
 
 
-def _meter(path: LogprobPath, start: ForwardPass, case: LogprobCase, inputs: Inputs) -> dict[str, Any]:
+def _measure_resources(path: LogprobPath, forward: ForwardPass, case: LogprobCase, inputs: Inputs) -> dict[str, Any]:
     """Measure errors, memory, launches or operations, synchronisations and collectives, in separate runs."""
 
     def run(sample: LogprobSample) -> Tensor:
-        return _gradient(start(sample), sample, case)
+        return _gradient(forward(sample), sample, case)
 
     sample = inputs.take(0, copy=path.overwrites)
-    output = start(sample)
+    output = forward(sample)
     # The path may have overwritten the sample's logits, so the reference uses the buffer that they were copied from.
     meters: dict[str, Any] = {"errors": measure_errors(inputs.take(0), case, output, _gradient(output, sample, case))}
     del output, sample
@@ -197,5 +203,4 @@ def _meter(path: LogprobPath, start: ForwardPass, case: LogprobCase, inputs: Inp
         meters["host_syncs"] = count_host_syncs(lambda: run(inputs.take(0, copy=path.overwrites)))
     else:
         meters["launches"] = counter.operations
-        meters["operand_bytes_per_element"] = counter.operand_bytes / case.elements
     return meters

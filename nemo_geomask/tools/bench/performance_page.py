@@ -86,8 +86,8 @@ def _comparison(case: Row, peers: Sequence[str]) -> list[str]:
 
 
 def _targets(targets: Iterable[Row]) -> str:
-    words = {True: "pass", False: "**fail**", None: "not measured"}
-    return page_table((*TARGET_COLUMNS, TableColumn("", lambda row: words[row["passed"]])), targets)
+    verdicts = {True: "pass", False: "**fail**", None: "not measured"}
+    return page_table((*TARGET_COLUMNS, TableColumn("verdict", lambda row: verdicts[row["passed"]])), targets)
 
 
 def _loss(result: Row) -> str:
@@ -133,7 +133,9 @@ def _linear(result: Row) -> str:
         ]
     if "collectives" in result:
         counts = result["collectives"]
-        title = "What crosses {tp} tensor-parallel ranks, forward and backward, of {tokens} tokens of {hidden} numbers."
+        title = (
+            "Collectives of {tp} tensor-parallel ranks, forward and backward, for {tokens} tokens of {hidden} numbers."
+        )
         rows = [{"path": path, **row} for path, row in counts["paths"].items() if "error" not in row]
         blocks += [title.format(**counts), page_table(COLLECTIVE_COLUMNS, rows)]
     return "\n\n".join([*blocks, _targets(result["bars"])])
@@ -147,7 +149,9 @@ def _segments(result: Row) -> str:
     ]
     microbatch = result["microbatch"]
     if "groups" in microbatch:
-        title = "A microbatch of {tokens} tokens, {sequences} sequences, TP {tp} × CP {cp}, bytes that a rank gives."
+        title = (
+            "A microbatch of {tokens} tokens, {sequences} sequences, TP {tp} × CP {cp}: bytes that a rank contributes."
+        )
         blocks += [title.format(**microbatch), page_table(GROUP_COLUMNS, group_rows(microbatch))]
     return "\n\n".join(blocks)
 

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import functools
 import importlib
+import itertools
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,10 +22,12 @@ from torch import Tensor
 from nemo_geomask.config import LossConfig
 from nemo_geomask.data_keys import GENERATION_LOGPROBS, PREV_LOGPROBS, TOKEN_MASK
 from nemo_geomask.records.flight import JSONL_KEYS, FlightRecorder
-from nemo_geomask.tools.bench.timing import quartiles
+from nemo_geomask.tools.bench.timing import Clock, Lap, interleave, quartiles
 from nemo_geomask.tools.shared.terminal_tables import format_table
 
-__all__ = ["draw_batch", "measure"]
+__all__ = ["RecordingCost", "draw_batch", "measure"]
+
+_JSONL = "NeMo-RL's JSONL"
 
 
 def draw_batch(rows: int, width: int, *, group: int = 8, seed: int = 0) -> dict[str, Tensor]:
@@ -54,57 +55,67 @@ def draw_batch(rows: int, width: int, *, group: int = 8, seed: int = 0) -> dict[
     }
 
 
-class Cost(NamedTuple):
-    """Cost of recording one step.
+class RecordingCost(NamedTuple):
+    """Cost of one way to record steps.
 
     Attributes:
-        call: seconds until the trainer continues.
-        written: seconds until the file is written.
-        processor: seconds of this process's processor time until the file is written.
-        size: size of the file in bytes.
+        laps: times of each step. The first stage lasts until the trainer continues, the second until the file is
+            written.
+        bytes: size of a step's file.
     """
 
-    call: float
-    written: float
-    processor: float
-    size: int
+    laps: Sequence[Lap]
+    bytes: int
 
 
-def measure(data: Mapping[str, Tensor], folder: Path, repeats: int) -> dict[str, list[Cost]]:
+def measure(data: Mapping[str, Tensor], folder: Path, repeats: int) -> dict[str, RecordingCost]:
     """Measure our recorder, without and with a mask's decisions, and NeMo-RL's logger if it can be imported.
 
-    They take turns at each step.
+    They take turns at each step, in random order. Two steps, which start threads and fill caches, are left out.
     """
+    clock = Clock(torch.device("cpu"))
     masks = {"records": [], "with a verdict": [{"preset": "geometric", "min": 0.99, "max": 1.01}]}
     recorders = {
         name: FlightRecorder(LossConfig(record={"dir": str(folder / name)}, masks=rules))
         for name, rules in masks.items()
     }
-    ways: dict[str, Callable[[int], Cost]] = {
-        name: functools.partial(_record, recorder, data) for name, recorder in recorders.items()
-    }
+    candidates = {name: _recorder_candidate(clock, recorder, data) for name, recorder in recorders.items()}
+    jsonl = folder / "jsonl"
+    jsonl.mkdir()
     try:
-        ways["NeMo-RL's JSONL"] = functools.partial(_log, _logger(folder), data, folder)
+        candidates[_JSONL] = _logger_candidate(clock, _logger(jsonl), data)
     except ImportError as error:
         print(f"NeMo-RL's logger is not measured: {error}", file=sys.stderr)
-    costs: dict[str, list[Cost]] = {name: [] for name in ways}
-    for step in range(1, repeats + 3):
-        for name, way in ways.items():
-            costs[name].append(way(step))
+    laps, failures = interleave(candidates, repeats, warmup=2)
     for recorder in recorders.values():
         recorder.recorder.close()
-    # Leave out the first two steps, which start threads and fill caches.
-    return {name: steps[2:] for name, steps in costs.items()}
+    for name, reason in failures.items():
+        print(f"{name} is not measured: {reason}", file=sys.stderr)
+    folders = {name: recorder.recorder.directory for name, recorder in recorders.items()} | {_JSONL: jsonl}
+    return {name: RecordingCost(laps[name], _file_size(folders[name])) for name in laps}
 
 
-def _record(recorder: FlightRecorder, data: Mapping[str, Tensor], step: int) -> Cost:
-    start, processor = time.perf_counter(), time.process_time()
-    recorder.record(step, data)
-    called = time.perf_counter() - start
-    recorder.recorder.flush()
-    written, processor = time.perf_counter() - start, time.process_time() - processor
-    (path,) = recorder.recorder.directory.glob(f"step-{step:07d}-*.parquet")
-    return Cost(called, written, processor, path.stat().st_size)
+def _file_size(folder: Path) -> int:
+    """Return the size of the last step's file."""
+    return (
+        max((path for path in folder.iterdir() if path.is_file()), key=lambda path: path.stat().st_mtime).stat().st_size
+    )
+
+
+def _recorder_candidate(clock: Clock, recorder: FlightRecorder, data: Mapping[str, Tensor]) -> Callable[[int], Lap]:
+    steps = itertools.count(1)
+    return lambda turn: clock.lap(lambda: recorder.record(next(steps), data), lambda _: recorder.recorder.flush())
+
+
+def _logger_candidate(clock: Clock, logger: Any, data: Mapping[str, Tensor]) -> Callable[[int], Lap]:
+    steps = itertools.count(1)
+    columns = {name: data[key] for name, key in JSONL_KEYS.items()}
+
+    def log() -> None:
+        with contextlib.redirect_stdout(None):
+            logger.log_batched_dict_as_jsonl(columns, f"step{next(steps)}.jsonl")
+
+    return lambda turn: clock.lap(log)
 
 
 def _logger(folder: Path) -> Any:
@@ -113,14 +124,6 @@ def _logger(folder: Path) -> Any:
     logger = logger_class.__new__(logger_class)
     logger.base_log_dir, logger.loggers, logger.gpu_monitor = str(folder), [], None
     return logger
-
-
-def _log(logger: Any, data: Mapping[str, Tensor], folder: Path, step: int) -> Cost:
-    start, processor = time.perf_counter(), time.process_time()
-    with contextlib.redirect_stdout(None):
-        logger.log_batched_dict_as_jsonl({name: data[key] for name, key in JSONL_KEYS.items()}, f"step{step}.jsonl")
-    seconds = time.perf_counter() - start
-    return Cost(seconds, seconds, time.process_time() - processor, (folder / f"step{step}.jsonl").stat().st_size)
 
 
 def _main() -> None:
@@ -139,19 +142,18 @@ def _main() -> None:
     table_rows = [
         [
             name,
-            *(
-                _format_quartiles([getattr(cost, field) * 1e3 for cost in steps])
-                for field in ("call", "written", "processor")
-            ),
-            f"{steps[-1].size / 1e6:.2f}",
+            _format_milliseconds([lap.first for lap in cost.laps]),
+            _format_milliseconds([lap.total for lap in cost.laps]),
+            _format_milliseconds([lap.processor for lap in cost.laps]),
+            f"{cost.bytes / 1e6:.2f}",
         ]
-        for name, steps in costs.items()
+        for name, cost in costs.items()
     ]
     print(format_table(columns, table_rows))
 
 
-def _format_quartiles(values: Sequence[float]) -> str:
-    return "{median:.1f} [{q1:.1f}, {q3:.1f}]".format(**quartiles(values))
+def _format_milliseconds(seconds: Sequence[float]) -> str:
+    return "{median:.1f} [{q1:.1f}, {q3:.1f}]".format(**quartiles([value * 1e3 for value in seconds]))
 
 
 if __name__ == "__main__":

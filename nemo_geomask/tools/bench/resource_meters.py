@@ -1,8 +1,8 @@
 """Meters of a run's memory, kernel launches, host synchronisations, operations and collectives.
 
 They use torch's profiler and its synchronisation warnings where these suffice. ``DispatchCounter`` exists because
-``CommDebugMode`` counts collectives without their bytes and process groups. Memory on a CPU is the process's resident
-memory, because torch's profiler does not see gradients that our kernels map on huge pages.
+torch's ``CommDebugMode`` counts collectives, but not their bytes by process group. Memory on a CPU is the process's
+resident memory, because torch's profiler does not see the memory that our kernels map on huge pages for gradients.
 """
 
 from __future__ import annotations
@@ -25,10 +25,6 @@ __all__ = ["Collective", "DispatchCounter", "count_host_syncs", "count_kernel_la
 _STATUS = Path("/proc/self/status")
 _RESET = Path("/proc/self/clear_refs")
 
-# Operations that touch only as many elements of their first operand as there are indices.
-_SPARSE = ("gather", "index", "scatter", "scatter_add", "index_put", "index_select", "nll_loss_forward")
-# Operations that write their first operand without reading it, or use only its shape.
-_WRITES = ("copy_", "zero_", "fill_", "zeros_like", "new_zeros", "ones_like", "nll_loss_backward")
 # Collectives by their name in the dispatcher: the name in the results, the position of the argument that holds this
 # rank's data, and how many times that data is sent by a rank in a ring of n ranks.
 _COLLECTIVES: dict[str, tuple[str, int, Callable[[int], float]]] = {
@@ -56,21 +52,18 @@ class Collective(NamedTuple):
 
 
 class DispatchCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Dispatch mode that counts operations, their operands' bytes and collectives, backward passes included.
+    """Dispatch mode that counts operations and collectives, backward passes included.
 
     A dispatch mode is active only in the thread that entered it, so torch is restricted to one thread meanwhile.
 
     Attributes:
         operations: number of calls that compute or copy; views and bare allocations are not counted.
-        operand_bytes: bytes of all operands that these calls read or write; each operand counts once for an operation.
-            This is the memory traffic if no operand stays in a cache.
         collectives: the collectives, in order.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.operations = 0
-        self.operand_bytes = 0
         self.collectives: list[Collective] = []
 
     def __enter__(self) -> DispatchCounter:
@@ -88,12 +81,10 @@ class DispatchCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func.namespace == "c10d":
             self._add_collective(func, args)
             return func(*args, **kwargs)
-        result = func(*args, **kwargs)
         name = func._schema.name.split("::")[1]
         if func.namespace == "aten" and not func.is_view and not name.startswith(("empty", "new_empty", "detach")):
             self.operations += 1
-            self.operand_bytes += _operand_bytes(name, args, kwargs, result)
-        return result
+        return func(*args, **kwargs)
 
     def _add_collective(self, func: Any, args: Any) -> None:
         name = func._schema.name.split("::")[1]
@@ -111,28 +102,6 @@ def _process_group(value: Any) -> Any:
         return torch._C._distributed_c10d.ProcessGroup.unbox(value)
     except RuntimeError:  # another object, such as the reduction
         return None
-
-
-def _operand_bytes(name: str, args: Any, kwargs: Any, result: Any) -> int:
-    outputs = [value for value in _flat([result]) if isinstance(value, Tensor)]
-    out = [value for key, value in kwargs.items() if key.startswith("out") and isinstance(value, Tensor)]
-    operands = [value for value in _flat(args) if isinstance(value, Tensor)]
-    if name.strip("_") in _SPARSE:
-        # The operation reads and writes as many elements as its smallest operand has.
-        return 2 * min(map(_stored_bytes, [*operands, *outputs]))
-    if name == "nll_loss_backward":
-        operands = operands[:1] + operands[2:]  # of the log-probs, only the shape is used
-    elif name in _WRITES:
-        operands = operands[1:]
-    return sum(map(_stored_bytes, operands)) + sum(map(_stored_bytes, out or outputs))
-
-
-def _stored_bytes(tensor: Tensor) -> int:
-    """Return the bytes of memory that a tensor occupies; an expanded dimension occupies none."""
-    elements = 1
-    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
-        elements *= size if stride else min(size, 1)
-    return elements * tensor.element_size()
 
 
 def _flat(values: Iterable[Any]) -> Iterable[Any]:

@@ -139,7 +139,7 @@ LINEAR_COLUMNS = (
 
 LOSS_COLUMNS = (
     TableColumn("loss", lambda row: row["loss"]),
-    TableColumn("how", lambda row: row["how"]),
+    TableColumn("layout", lambda row: row["how"]),
     _TIME,
     _median("CPU ms", "processor_ms"),
     _number("operations", "launches"),
@@ -173,9 +173,9 @@ GROUP_COLUMNS = (
 """Columns of the collectives of one microbatch, with one row for each collective."""
 
 TARGET_COLUMNS = (
-    TableColumn("bar", lambda row: row["name"]),
+    TableColumn("target", lambda row: row["name"]),
     TableColumn("bound", lambda row: row["bound"]),
-    _number("found", "found"),
+    _number("measured", "found"),
     _number("by CPU time", "by_processor_time"),
 )
 """Columns of the speed targets without the verdict, with one row for each target."""

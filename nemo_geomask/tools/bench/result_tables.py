@@ -35,7 +35,9 @@ def format_logprobs(case: Row) -> str:
     """Return the text of one case of ``bench logprobs``."""
     if "error" in case:
         return f"{case['title']}: {case['error']}\n"
-    title = f"{case['title']}: a copy moves {case['copy_gb_s']:.1f} GB/s; {case['floor_bytes']:g} B/el have to move"
+    title = (
+        f"{case['title']}: a copy moves {case['copy_gb_s']:.1f} GB/s; the least traffic is {case['floor_bytes']:g} B/el"
+    )
     return "\n".join([title, *_path_lines(LOGPROB_COLUMNS, case["paths"]), ""])
 
 
@@ -111,9 +113,9 @@ def format_targets(targets: Sequence[Row]) -> str:
     """Return the text of the speed targets with their verdicts; empty without targets."""
     if not targets:
         return ""
-    words = {True: "pass", False: "FAIL", None: "–"}
+    verdicts = {True: "pass", False: "FAIL", None: "–"}
     verdict = TableColumn(
-        "verdict", lambda row: words[row["passed"]] + (f" ({row['reason']})" if "reason" in row else "")
+        "verdict", lambda row: verdicts[row["passed"]] + (f" ({row['reason']})" if "reason" in row else "")
     )
     return terminal_table((*TARGET_COLUMNS, verdict), targets) + "\n"
 

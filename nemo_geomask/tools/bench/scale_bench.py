@@ -10,15 +10,15 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from nemo_geomask.errors import ConfigError, Problem
 from nemo_geomask.recipe import Recipe
+from nemo_geomask.tools.bench.scale_costs import H100, Costs, method_seconds
 from nemo_geomask.tools.check import (
     GPU_BYTES,
     LOGPROB_METHODS,
     ModelShape,
-    OutputWork,
     RecipeFacts,
     current_method,
     deferred_peak,
@@ -34,150 +34,29 @@ from nemo_geomask.tools.shared.terminal_tables import format_table
 __all__ = [
     "ASSUMPTIONS",
     "GPUS",
-    "H100",
-    "Costs",
     "estimate_scale",
     "format_estimate",
-    "method_seconds",
     "model_flops",
-    "read_costs",
     "step_seconds",
 ]
 
 GPUS = (8, 64, 512, 4096)
 _SMALL_MEMORY = 0.1  # fraction of a GPU's memory; of the methods that take less, the fastest is recommended
 
-_PATHS_WITH_LOGITS = {
-    "NeMo-RL": "NeMo-RL DistributedLogprob of logits.float()",
-    "NeMo-RL, in chunks": "NeMo-RL ChunkedDistributedLogprob(256)",
-    "geomask": "nemo_geomask",
-    "geomask_linear": "nemo_geomask",
-}
-_PATHS_WITHOUT_LOGITS = {"NeMo-RL, fused": "NeMo-RL fused linear (1024)"}
-
-
-class Costs(NamedTuple):
-    """Times measured on one GPU.
-
-    Attributes:
-        gpu: name, software version and date.
-        peak: FLOP/s of dense half-precision products in its specification.
-        products: measured FLOP/s of the output layer's matrix products.
-        with_logits: for each method with logits, nanoseconds of the forward and of the backward pass over a million
-            logits.
-        without_logits: for each method without logits, nanoseconds of the forward and of the backward pass for
-            rows × columns × hidden size of a billion.
-    """
-
-    gpu: str
-    peak: float
-    products: float
-    with_logits: Mapping[str, tuple[float, float]]
-    without_logits: Mapping[str, tuple[float, float]]
-
-
-H100 = Costs(
-    gpu="NVIDIA H100 80GB HBM3, torch 2.11.0+cu130, 2026-11-22",
-    peak=989e12,
-    products=762e12,
-    with_logits={
-        "NeMo-RL": (17_471, 8_713),
-        "NeMo-RL, in chunks": (16_187, 41_355),
-        "geomask": (751, 1_678),
-        "geomask_linear": (751, 1_678),
-    },
-    without_logits={"NeMo-RL, fused": (6_275, 102_430)},
-)
-"""Costs that :func:`read_costs` returns for the JSON in docs/performance."""
-
 ASSUMPTIONS = (
     "the model runs at {mfu:.0%} of the GPU's {peak:.0f} TFLOP/s, attention included, a backward pass at twice the "
     "forward's work and once more under activation checkpointing",
-    "sequences are of the longest length that the recipe allows, and fill their microbatches; a rank has at least one, "
-    "so that the batch grows where there are more GPUs than that",
-    "experts are in balance, stages are equal but for the output layer, and a step is the plain one-forward-one-"
-    "backward schedule: (m + p - 1) stages and m output layers",
+    "sequences have the longest length that the recipe allows, and fill their microbatches; a rank has at least one "
+    "microbatch, so the batch is larger than the recipe's if there are more ranks than microbatches",
+    "tokens are spread evenly over the experts, stages are equal except for the output layer, and the schedule is "
+    "one forward, one backward: a step takes the time of (m + p - 1) stages and m output layers, for m microbatches "
+    "and p stages",
     "{trained:.0%} of the tokens train; scoring computes all of them",
-    "a method's time grows with its matrix products and with the logits that it passes over, as on one {gpu}",
+    "a method's time is proportional to its matrix products and to the logits that it passes over, as on one {gpu}",
     "not counted: sampling, gradient and parameter collectives, the optimiser, and the loss's own collectives (two "
     "numbers a token over TP, a few a sequence over CP)",
 )
 """Assumptions of the estimate, as templates that :func:`estimate_scale` fills in."""
-
-
-def read_costs(linear: Mapping[str, Any], logprobs: Mapping[str, Any], *, peak: float) -> Costs:
-    """Return the costs from the JSON of ``bench linear`` and ``bench logprobs`` on a GPU.
-
-    They are from the first case of each in which all tokens train, the temperature is 1 and there is no entropy.
-
-    Args:
-        linear: JSON of ``bench linear``.
-        logprobs: JSON of ``bench logprobs``.
-        peak: peak of the GPU in FLOP/s; see :class:`Costs`.
-
-    Raises:
-        ConfigError: there is no such case, or a path was not measured in it.
-    """
-
-    def first_of(result: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-        for case in result.get("cases", ()):
-            fields = case["case"]
-            is_plain = fields["fraction"] == fields.get("temperature", 1) == 1 and not fields["entropy"]
-            if "error" not in case and is_plain:
-                return dict(case)
-        raise ConfigError(
-            f"--measured: {name}-*.json has no case in which all tokens train, without entropy; run nemo-geomask bench "
-            f"{name} with --fractions 1 and --entropy off on the GPU"
-        )
-
-    def nanoseconds_per(
-        result: Mapping[str, Any], names: Mapping[str, str], unit: float
-    ) -> dict[str, tuple[float, float]]:
-        rows = {row["path"]: row for row in result["paths"] if row["status"] == "measured"}
-        if missing := [path for path in names.values() if path not in rows]:
-            raise ConfigError(
-                f"--measured: '{missing[0]}' was not measured in {result['title']}; run nemo-geomask bench, without "
-                "--paths, on the GPU where NeMo-RL is importable"
-            )
-        return {
-            name: (rows[path]["forward_ms"]["median"] * 1e6 / unit, rows[path]["backward_ms"]["median"] * 1e6 / unit)
-            for name, path in names.items()
-        }
-
-    linear_case, logits_case = first_of(linear, "linear"), first_of(logprobs, "logprobs")
-    case, shape = linear_case["case"], logits_case["case"]
-    machine = linear["machine"]
-    return Costs(
-        f"{machine['name']}, torch {machine['torch']}, {machine['date']}",
-        peak,
-        linear_case["products_tflop_s"] * 1e12,
-        nanoseconds_per(logits_case, _PATHS_WITH_LOGITS, shape["tokens"] * shape["vocab"] / shape["tp"] / 1e6),
-        nanoseconds_per(
-            linear_case, _PATHS_WITHOUT_LOGITS, case["tokens"] * case["vocab"] / case["tp"] * case["hidden"] / 1e9
-        ),
-    )
-
-
-def method_seconds(method: str, head: OutputWork, costs: Costs) -> tuple[float, float]:
-    """Return the seconds of a method on a microbatch in training (forward and backward) and in scoring (forward).
-
-    They include the matrix products of the output layer, one of which is in the forward pass: three with logits, four
-    without.
-    """
-    if method in costs.without_logits:
-        forward, backward = (cost * 1e-18 * head.columns * head.hidden for cost in costs.without_logits[method])
-        return head.rows * (forward + backward), head.scored * forward
-    forward, backward = (cost * 1e-15 * head.columns for cost in costs.with_logits[method])
-    product = 2 * head.columns * head.hidden / costs.products
-    scoring = head.scored * (product + forward)
-    if head.v1 and method == "geomask_linear":
-        scoring = method_seconds("geomask", head, costs)[1]
-    if method == "geomask_linear":
-        return head.trained * head.rows * (4 * product + forward + backward), scoring
-    if method == "geomask":
-        # Rows that do not train are not read, and their gradient is filled with zeros.
-        forward, backward = head.trained * forward, (1 + head.trained) / 2 * backward
-    return head.rows * (3 * product + forward + backward), scoring
 
 
 def model_flops(shape: ModelShape, tokens: float, length: float) -> float:

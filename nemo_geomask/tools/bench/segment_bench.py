@@ -25,7 +25,7 @@ _TIMEOUT = 7200.0  # seconds, enough for any --repeats
 
 
 def benchmark(device: torch.device, *, tokens: int, sequences: int, repeats: int, world: int = 2) -> dict[str, Any]:
-    """Measure the pooling of three statistics of sharded sequences, and count the collectives of a microbatch.
+    """Measure the pooling of three statistics of sharded sequences, and count a microbatch's collectives.
 
     Args:
         device: if it is a GPU and there is one for each rank, the ranks run on GPUs; otherwise on the CPU with gloo.
@@ -36,7 +36,9 @@ def benchmark(device: torch.device, *, tokens: int, sequences: int, repeats: int
     """
     nccl = device.type == "cuda" and dist.is_nccl_available() and torch.cuda.device_count() >= world
     backend = "nccl" if nccl else "gloo"
-    pooling = run_ranks(world, _statistics, tokens, sequences, repeats, backend, backend=backend, timeout=_TIMEOUT)[0]
+    pooling = run_ranks(
+        world, _measure_pooling, tokens, sequences, repeats, backend, backend=backend, timeout=_TIMEOUT
+    )[0]
     result = {"world": world, "backend": backend, "tokens": tokens, "sequences": sequences, **pooling}
     try:
         import_peer("pydantic")
@@ -46,7 +48,7 @@ def benchmark(device: torch.device, *, tokens: int, sequences: int, repeats: int
     return result
 
 
-def _statistics(rank: int, world: int, tokens: int, sequences: int, repeats: int, backend: str) -> dict[str, Any]:
+def _measure_pooling(rank: int, world: int, tokens: int, sequences: int, repeats: int, backend: str) -> dict[str, Any]:
     device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")
     offsets = uneven_offsets(tokens, sequences, world)
     group = dist.group.WORLD
@@ -77,7 +79,7 @@ def _statistics(rank: int, world: int, tokens: int, sequences: int, repeats: int
     def timed(way: Callable[[], list[Tensor]]) -> Callable[[int], Lap]:
         def once(turn: int) -> Lap:
             dist.barrier()
-            return clock.lap(way, lambda _: None)
+            return clock.lap(way)
 
         return once
 

@@ -13,7 +13,7 @@ __all__ = ["TARGETS", "check_linear", "check_logprobs", "check_loss"]
 # Our path with default options, and without validation of token ids. The latter is checked only against targets that do
 # not compare with a peer.
 _OURS, _UNCHECKED = OURS[0].name, OURS[1].name
-_V = 151_936
+_VOCAB = 151_936  # Qwen3's
 
 
 class _Target(NamedTuple):
@@ -36,10 +36,10 @@ class _Target(NamedTuple):
     at_most: bool = False
 
 
-_PLAIN = {"vocab": _V, "fraction": 1.0, "entropy": False, "temperature": 1.0, "dtype": "bfloat16"}
+_PLAIN = {"vocab": _VOCAB, "fraction": 1.0, "entropy": False, "temperature": 1.0, "dtype": "bfloat16"}
 _UNSHARDED = {**_PLAIN, "tp": 1}
 TARGETS = (
-    _Target("cuda", 0.9, figure="of_copy", at={"vocab": _V, "fraction": 1.0, "dtype": "bfloat16"}),
+    _Target("cuda", 0.9, figure="of_copy", at={"vocab": _VOCAB, "fraction": 1.0, "dtype": "bfloat16"}),
     _Target("cuda", 15.0, peer=f"NeMo-RL ChunkedDistributedLogprob({CHUNK})", at=_UNSHARDED),
     _Target("cuda", 3.0, peer="Liger vocabulary-parallel CE", at=_PLAIN),
     _Target("cuda", 3.0, peer="TransformerEngine parallel_cross_entropy", at=_PLAIN),
@@ -47,22 +47,27 @@ TARGETS = (
     _Target("cuda", 1.0, peer="QuACK CE", at=_UNSHARDED),
     _Target("cuda", 2.0, peer="flash-attn CE", at={**_UNSHARDED, "fraction": 0.2}),
     _Target("cuda", 2.0, peer="QuACK CE", at={**_UNSHARDED, "fraction": 0.2}),
-    _Target("cuda", 32.0, figure="extra_bytes_per_token", at={"vocab": _V, "dtype": "bfloat16"}, at_most=True),
+    _Target("cuda", 32.0, figure="extra_bytes_per_token", at={"vocab": _VOCAB, "dtype": "bfloat16"}, at_most=True),
     _Target("cpu", 8.0, peer=f"NeMo-RL ChunkedDistributedLogprob({CHUNK})", at={**_UNSHARDED, "tokens": 256}),
     _Target("cpu", 3.0, peer="NeMo-RL DistributedLogprob of logits.float()", at={**_UNSHARDED, "tokens": 256}),
     _Target("cpu", 2.0, peer="torch F.cross_entropy", at={**_UNSHARDED, "tokens": 256}),
 )
 _ENOUGH_TOKENS = {"cuda": 4096, "cpu": 256}  # fewer do not fill a GPU, or take too little time on a CPU
-_FROM_LOGITS = 1.1  # largest ratio of the time of log-probs and loss to the time of log-probs alone
+_MAX_WITH_LOSS = 1.1  # largest ratio of the time of log-probs and loss to the time of log-probs alone
 # For each layout and option of our loss, the least ratio of the time of NeMo-RL's class to ours on the same batch.
-_ON_LOGPROBS = {
+_MIN_SPEEDUP = {
     "padded": 1 / 1.15,
     "padded, metrics: nemo_rl": 1.0,
     "padded, compiled": 3.0,
     "padded, compiled, metrics: nemo_rl": 3.0,
 }
 # The same for each wrapper on packed sequences of very different lengths.
-_SKEWED = {"one by one": 10.0, "one by one, metrics: nemo_rl": 10.0, "at once": 2.0, "at once, compiled": 2.0}
+_MIN_PACKED_SPEEDUP = {
+    "one by one": 10.0,
+    "one by one, metrics: nemo_rl": 10.0,
+    "at once": 2.0,
+    "at once, compiled": 2.0,
+}
 
 
 def check_logprobs(results: Sequence[Mapping[str, Any]], device: str) -> list[dict[str, Any]]:
@@ -79,15 +84,15 @@ def check_logprobs(results: Sequence[Mapping[str, Any]], device: str) -> list[di
         applicable = [result for result in results if _applies(target, result["case"])]
         ours = (_OURS,) if target.peer else (_OURS, _UNCHECKED)
         checks = [_check(target, result, path) for result in applicable for path in ours]
-        verdicts += checks or [_verdict(_name(target), target, None, "no such case was run")]
+        verdicts += checks or [_verdict(_name(target), target, None, "no case was run to which it applies")]
     return verdicts
 
 
-_LINEAR, _LOGITS = "nemo_geomask linear_logprobs", "nemo_geomask with logits"
-_OF_LOGITS = 0.1  # largest ratio of extra memory to the size of the logits
-_OF_PRODUCTS = 0.85  # least ratio of the matrix products' time to ours
-_SLOWER = 1.1  # largest ratio of our time to that of the matrix products and the log-prob kernels
-_FASTER = 3.5  # least ratio of the time with logits to ours, if a fifth of the tokens train
+_WITHOUT_LOGITS, _WITH_LOGITS = "nemo_geomask linear_logprobs", "nemo_geomask with logits"
+_MAX_EXTRA_MEMORY = 0.1  # largest ratio of extra memory to the size of the logits
+_MIN_PRODUCT_RATE = 0.85  # least ratio of the matrix products' time to ours
+_MAX_TIME = 1.1  # largest ratio of our time to that of the matrix products and the log-prob kernels
+_MIN_SPEEDUP_OF_FEW = 3.5  # least ratio of the time with logits to ours, if a fifth of the tokens train
 
 
 def check_linear(results: Sequence[Mapping[str, Any]], device: str) -> list[dict[str, Any]]:
@@ -103,21 +108,22 @@ def check_linear(results: Sequence[Mapping[str, Any]], device: str) -> list[dict
     verdicts = []
     for result in results:
         rows = {row["path"]: row for row in result["paths"]}
-        ours, title = rows.get(_LINEAR, {}), result["title"]
+        ours, title = rows.get(_WITHOUT_LOGITS, {}), result["title"]
         if ours.get("status") != "measured":
             continue
         if device == "cuda":
-            target = _Target(device, _OF_PRODUCTS)
+            target = _Target(device, _MIN_PRODUCT_RATE)
             verdicts.append(_verdict(f"of the matrix products' rate: {title}", target, ours["of_products"]))
         else:
-            memory = _Target(device, _OF_LOGITS, at_most=True)
+            memory = _Target(device, _MAX_EXTRA_MEMORY, at_most=True)
             verdicts.append(_verdict(f"extra memory, of the logits': {title}", memory, ours.get("of_logits")))
             baseline = result["products"]["ms"]["median"] + result["kernels"]["ms"]["median"]
-            target = _Target(device, _SLOWER, at_most=True)
+            target = _Target(device, _MAX_TIME, at_most=True)
             verdicts.append(_verdict(f"times products and kernels: {title}", target, ours["ms"]["median"] / baseline))
-        with_logits = rows.get(_LOGITS, {"status": "absent", "reason": "not selected"})
+        with_logits = rows.get(_WITH_LOGITS, {"status": "absent", "reason": "not selected"})
         if result["case"]["fraction"] == 0.2:
-            verdicts.append(_times(f"times as fast as with logits: {title}", device, _FASTER, ours, with_logits))
+            name = f"times as fast as with logits: {title}"
+            verdicts.append(_speedup_verdict(name, device, _MIN_SPEEDUP_OF_FEW, ours, with_logits))
     return verdicts
 
 
@@ -135,20 +141,22 @@ def check_loss(results: Mapping[str, Any], device: str) -> list[dict[str, Any]]:
     rows = {(row["loss"], row["how"]): row for row in results.get("on_logprobs", ())}
     for (loss, how), row in rows.items():
         theirs = rows.get((loss, "NeMo-RL, padded"))
-        if how in _ON_LOGPROBS and theirs is not None:
-            verdicts.append(
-                _times(f"{loss}, {how}: times as fast as NeMo-RL's", device, _ON_LOGPROBS[how], row, theirs)
-            )
+        if how in _MIN_SPEEDUP and theirs is not None:
+            name = f"{loss}, {how}: times as fast as NeMo-RL's"
+            verdicts.append(_speedup_verdict(name, device, _MIN_SPEEDUP[how], row, theirs))
     ways = {row["way"]: row for row in results.get("skewed", {}).get("ways", ())}
-    for way, bound in _SKEWED.items():
+    for way, bound in _MIN_PACKED_SPEEDUP.items():
         if f"ours, {way}" in ways:
             name = f"skewed packed row, {way}: times as fast as NeMo-RL's"
             theirs = ways[f"NeMo-RL, {way.partition(',')[0]}"]
-            verdicts.append(_times(name, device, bound, ways[f"ours, {way}"], theirs))
+            verdicts.append(_speedup_verdict(name, device, bound, ways[f"ours, {way}"], theirs))
     return verdicts + _from_logits(results, device)
 
 
-def _times(name: str, device: str, bound: float, ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, Any]:
+def _speedup_verdict(
+    name: str, device: str, bound: float, ours: Mapping[str, Any], theirs: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the verdict on the ratio of another path's time to ours, which must be at least ``bound``."""
     target = _Target(device, bound)
     for row in (ours, theirs):
         if row["status"] != "measured":
@@ -157,15 +165,15 @@ def _times(name: str, device: str, bound: float, ours: Mapping[str, Any], theirs
 
 
 def _from_logits(results: Mapping[str, Any], device: str) -> list[dict[str, Any]]:
-    target = _Target(device, _FROM_LOGITS, at_most=True)
+    target = _Target(device, _MAX_WITH_LOSS, at_most=True)
     tokens, vocab, enough = results["case"]["tokens"], results["case"]["vocab"], _ENOUGH_TOKENS[device]
     verdicts = []
     for entry in results["from_logits"]:
         verdict = _verdict(f"{entry['loss']} from logits, times the log-prob pass alone", target, entry["of_logprobs"])
-        if tokens * vocab < enough * _V:
+        if tokens * vocab < enough * _VOCAB:
             verdict |= {
                 "passed": None,
-                "reason": f"too small to judge: {tokens} x {vocab} logits; from {enough} x {_V} on",
+                "reason": f"too small to judge: {tokens} x {vocab} logits; from {enough} x {_VOCAB} on",
             }
         if "processor_ms" in entry:
             alone = entry["logprobs"]["processor_ms"]["median"]

@@ -19,18 +19,18 @@ from nemo_geomask.kernels.cpu import empty_gradient
 
 __all__ = ["Clock", "Lap", "describe_error", "free_memory", "interleave", "measure_cases", "quartiles", "summarise"]
 
-_ForwardOutput = TypeVar("_ForwardOutput")
+_FirstOutput = TypeVar("_FirstOutput")
 _Case = TypeVar("_Case", bound=Any)
 _BUSY_CYCLES = 30_000_000  # 15 ms at 2 GHz: the launches of 1,000 kernels
 
 
 class Lap(NamedTuple):
-    """Seconds of one run.
+    """Seconds of one run, in one or two stages.
 
     Attributes:
         first: time of the first stage, by the device's clock.
-        second: time of the second stage, by the device's clock.
-        processor: processor time of this process in both stages.
+        second: time of the second stage, by the device's clock; 0 if there is none.
+        processor: processor time of this process in all stages.
     """
 
     first: float
@@ -39,16 +39,16 @@ class Lap(NamedTuple):
 
     @property
     def total(self) -> float:
-        """Seconds of both stages by the device's clock."""
+        """Seconds of all stages by the device's clock."""
         return self.first + self.second
 
 
 class Clock:
-    """Timer of runs that have two stages, such as forward and backward.
+    """Timer of runs that have one stage, or two such as forward and backward.
 
     Before each run, a buffer larger than the caches is written, so that no run has its inputs in a cache. A GPU is then
-    kept busy for a while, as the model's kernels keep it busy in training. The host therefore runs ahead of the GPU,
-    and the cost of launching kernels shows only in paths that make the host wait for the GPU.
+    kept busy for a while, as the model's kernels keep it busy in training. The host therefore launches kernels ahead of
+    the GPU, and the time of a launch counts only if a path makes the host wait for the GPU.
 
     Args:
         device: device that is timed.
@@ -62,18 +62,20 @@ class Clock:
         if device.type == "cuda":
             properties = torch.cuda.get_device_properties(device)
             size = max(size, 8 * int(getattr(properties, "L2_cache_size", 0)))
-        self._wipe = torch.zeros(size, dtype=torch.uint8, device=device)
+        self._larger_than_caches = torch.zeros(size, dtype=torch.uint8, device=device)
         self._preallocated = torch.empty(preallocated_bytes if device.type == "cpu" else 0, dtype=torch.uint8)
 
     def _prepare(self) -> None:
         if self._preallocated.numel():
             empty_gradient(self._preallocated).fill_(1)
-        self._wipe.add_(1)
+        self._larger_than_caches.add_(1)
         if self.device.type == "cuda":
             torch.cuda._sleep(_BUSY_CYCLES)  # type: ignore[no-untyped-call]
 
-    def lap(self, first: Callable[[], _ForwardOutput], second: Callable[[_ForwardOutput], object]) -> Lap:
-        """Run ``second(first())`` and return its times."""
+    def lap(
+        self, first: Callable[[], _FirstOutput], second: Callable[[_FirstOutput], object] = lambda output: None
+    ) -> Lap:
+        """Run ``second(first())`` and return the times of both stages."""
         self._prepare()
         if self.device.type != "cuda":
             start, processor = time.perf_counter(), time.process_time()
@@ -178,17 +180,21 @@ def quartiles(values: Sequence[float]) -> dict[str, Any]:
     return {"median": middle, "q1": low, "q3": high, "runs": len(values)}
 
 
-def summarise(laps: Sequence[Lap], stages: tuple[str, str], device: torch.device) -> dict[str, Any]:
+def summarise(laps: Sequence[Lap], device: torch.device, *, has_backward: bool = False) -> dict[str, Any]:
     """Return the median and quartiles of laps in milliseconds.
 
+    Args:
+        laps: the laps of one candidate.
+        device: device that was timed.
+        has_backward: True if the two stages are a forward and a backward pass.
+
     Returns:
-        ``ms`` for both stages, a key for each stage, such as ``forward_ms``, and on a CPU ``processor_ms``.
+        ``ms`` for the run, with a backward pass ``forward_ms`` and ``backward_ms``, and on a CPU ``processor_ms``.
     """
-    result = {
-        "ms": quartiles([lap.total * 1e3 for lap in laps]),
-        f"{stages[0]}_ms": quartiles([lap.first * 1e3 for lap in laps]),
-        f"{stages[1]}_ms": quartiles([lap.second * 1e3 for lap in laps]),
-    }
+    result = {"ms": quartiles([lap.total * 1e3 for lap in laps])}
+    if has_backward:
+        result["forward_ms"] = quartiles([lap.first * 1e3 for lap in laps])
+        result["backward_ms"] = quartiles([lap.second * 1e3 for lap in laps])
     if device.type != "cuda":
         result["processor_ms"] = quartiles([lap.processor * 1e3 for lap in laps])
     return result

@@ -13,9 +13,9 @@ from nemo_geomask.data_keys import GENERATION_LOGPROBS, PREV_LOGPROBS, REFERENCE
 from nemo_geomask.parallel import vocab_parallel_logprobs
 from nemo_geomask.parallel.local_processes import run_ranks
 from nemo_geomask.segments import PackedSegments
-from nemo_geomask.tools.bench import linear_bench
+from nemo_geomask.tools.bench.linear_cases import LinearCase, draw, gradients
 from nemo_geomask.tools.bench.logprob_cases import Inputs, LogprobCase
-from nemo_geomask.tools.bench.paths import PATHS, Absent, LogprobPath, NotApplicable, Setting
+from nemo_geomask.tools.bench.paths import PATHS, Absent, LogprobPath, NotApplicable, Setting, linear_paths
 from nemo_geomask.tools.bench.resource_meters import Collective, DispatchCounter
 from nemo_geomask.tools.bench.timing import describe_error
 
@@ -30,7 +30,7 @@ __all__ = [
 
 _TP = 2
 _CASE = LogprobCase(tokens=600, vocab=2048, tp=_TP)  # three of NeMo-RL's chunks of 256 rows
-_LINEAR = linear_bench.LinearCase(tokens=2048, hidden=64, vocab=2048, tp=_TP)
+_LINEAR = LinearCase(tokens=2048, hidden=64, vocab=2048, tp=_TP)
 LAYOUT = {"tokens": 512, "sequences": 8, "vocab": 1000, "tp": 2, "cp": 2}
 _LOSS = {
     "name": "gspo",
@@ -42,9 +42,9 @@ _LOSS = {
 
 def uneven_offsets(tokens: int, sequences: int, cp: int) -> list[int]:
     """Return the offsets of sequences with different lengths, multiples of 2·``cp``, that together fill ``tokens``."""
-    draw = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(0)
     unit = 2 * cp
-    shares = 0.5 + torch.rand(sequences, dtype=torch.float32, generator=draw)
+    shares = 0.5 + torch.rand(sequences, dtype=torch.float32, generator=generator)
     ends = (shares.cumsum(0) / shares.sum() * (tokens // unit)).round().long() * unit
     return [0, *ends.tolist()]
 
@@ -65,17 +65,17 @@ def count_logprob_collectives(names: Sequence[str]) -> dict[str, Any]:
     Args:
         names: names of the paths; those that do not run on a CPU are left out.
     """
-    counts: Mapping[str, Any] = run_ranks(_TP, _logprobs, list(names))[0]
+    counts: Mapping[str, Any] = run_ranks(_TP, _count_with_logits, list(names))[0]
     return {"tokens": _CASE.tokens, "tp": _TP, "paths": counts}
 
 
-def _logprobs(rank: int, world: int, names: Sequence[str]) -> dict[str, Any]:
+def _count_with_logits(rank: int, world: int, names: Sequence[str]) -> dict[str, Any]:
     setting = Setting(torch.device("cpu"), group=dist.group.WORLD)
     sample = Inputs(_CASE, setting.device).take(0)
 
     def run_once(path: LogprobPath) -> None:
-        start = path.prepare(_CASE, setting)
-        start(sample._replace(logits=sample.logits.detach().clone().requires_grad_())).gradient(sample.g, None)
+        forward = path.prepare(_CASE, setting)
+        forward(sample._replace(logits=sample.logits.detach().clone().requires_grad_())).gradient(sample.g, None)
 
     return _count_collectives(
         {path.name: functools.partial(run_once, path) for path in PATHS if path.name in names}, _CASE.tokens
@@ -83,25 +83,25 @@ def _logprobs(rank: int, world: int, names: Sequence[str]) -> dict[str, Any]:
 
 
 def count_linear_collectives(names: Sequence[str]) -> dict[str, Any]:
-    """Count the collectives of paths from hidden states, :data:`nemo_geomask.tools.bench.linear_bench.PATHS`.
+    """Count the collectives of paths from hidden states, :mod:`nemo_geomask.tools.bench.paths.linear_paths`.
 
     Each rank has all hidden states, so their gradient has to be summed over ranks. A path that leaves this sum to its
     caller has fewer bytes here, but the model's layers then send the rest.
     """
-    counts: Mapping[str, Any] = run_ranks(_TP, _without_logits, list(names))[0]
+    counts: Mapping[str, Any] = run_ranks(_TP, _count_without_logits, list(names))[0]
     return {"tokens": _LINEAR.tokens, "hidden": _LINEAR.hidden, "tp": _TP, "paths": counts}
 
 
-def _without_logits(rank: int, world: int, names: Sequence[str]) -> dict[str, Any]:
+def _count_without_logits(rank: int, world: int, names: Sequence[str]) -> dict[str, Any]:
     setting = Setting(torch.device("cpu"), group=dist.group.WORLD)
-    sample = linear_bench.draw(_LINEAR, setting.device, 0)
+    sample = draw(_LINEAR, setting.device, 0)
 
     def run_once(path: Callable[..., Any]) -> None:
-        linear_bench.gradients(path(sample, _LINEAR, setting), sample)
+        gradients(path(sample, _LINEAR, setting), sample)
 
     single_rank = ("torch", "verl FusedLinear")  # prefixes of paths without tensor parallelism
     paths = {
-        name: path for name, path in linear_bench.PATHS.items() if name in names and not name.startswith(single_rank)
+        name: path for name, path in linear_paths.PATHS.items() if name in names and not name.startswith(single_rank)
     }
     return _count_collectives({name: functools.partial(run_once, path) for name, path in paths.items()}, _LINEAR.tokens)
 
@@ -124,10 +124,10 @@ def _count_collectives(runs: Mapping[str, Callable[[], None]], tokens: int) -> d
 
 def count_microbatch_collectives() -> dict[str, Any]:
     """Count the bytes of each process group in one microbatch of GSPO from logits, with its backward pass."""
-    return {**LAYOUT, "loss": _LOSS, "groups": run_ranks(LAYOUT["tp"] * LAYOUT["cp"], _microbatch)[0]}
+    return {**LAYOUT, "loss": _LOSS, "groups": run_ranks(LAYOUT["tp"] * LAYOUT["cp"], _count_of_microbatch)[0]}
 
 
-def _microbatch(rank: int, world: int) -> dict[str, Any]:
+def _count_of_microbatch(rank: int, world: int) -> dict[str, Any]:
     from nemo_geomask.losses import build_loss
 
     tp, cp, sequences = LAYOUT["tp"], LAYOUT["cp"], LAYOUT["sequences"]
@@ -137,9 +137,9 @@ def _microbatch(rank: int, world: int) -> dict[str, Any]:
     tp_group, cp_group = by_tp[cp_rank], by_cp[tp_rank]
     offsets = uneven_offsets(LAYOUT["tokens"], sequences, cp)
     segments = PackedSegments(offsets, cp_rank=cp_rank, cp_size=cp, groups=(cp_group,))
-    draw = torch.Generator().manual_seed(0)
-    logits = torch.randn(LAYOUT["tokens"], LAYOUT["vocab"], dtype=torch.float32, generator=draw)
-    targets = torch.randint(0, LAYOUT["vocab"], (LAYOUT["tokens"],), generator=draw)
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(LAYOUT["tokens"], LAYOUT["vocab"], dtype=torch.float32, generator=generator)
+    targets = torch.randint(0, LAYOUT["vocab"], (LAYOUT["tokens"],), generator=generator)
     index, width = segments.token_index, LAYOUT["vocab"] // tp
     shard = logits[index, tp_rank * width : (tp_rank + 1) * width].bfloat16().requires_grad_()
     loss_fn = build_loss(_LOSS)

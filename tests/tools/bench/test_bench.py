@@ -20,6 +20,7 @@ from nemo_geomask.tools.bench.paths import OURS, PATHS, Absent, LogprobPath, Set
 from nemo_geomask.tools.bench.paths.path import output_by_autograd
 from nemo_geomask.tools.bench.resource_meters import DispatchCounter, extra_memory
 from nemo_geomask.tools.bench.timing import Lap, interleave, quartiles
+from tests.tools.bench.operand_bytes import OperandBytes
 
 NAMES = tuple(path.name for path in PATHS)
 CPU = torch.device("cpu")
@@ -50,9 +51,9 @@ def test_bytes_of_eager_peers_are_those_of_their_model(name, setting):
     """Counted from a run, operand by operand; what is of [T] adds less than a tenth of a byte."""
     path, start = opened(name, SMALL, setting)
     sample = Inputs(SMALL, CPU).take(0)
-    with DispatchCounter() as tally:
+    with OperandBytes() as tally:
         start(sample).gradient(sample.g, None)
-    assert tally.operand_bytes / SMALL.elements == pytest.approx(path.traffic(1.0), abs=0.1)
+    assert tally.bytes / SMALL.elements == pytest.approx(path.traffic(1.0), abs=0.1)
 
 
 def test_a_tally_sees_all_threads_there_are():
@@ -413,7 +414,7 @@ def test_bad_arguments_are_named(words, message, capsys):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["loss", "--plot", "f.png"], "--plot is for bench logprobs; bench loss does not read it"),
+        (["loss", "--grid"], "--grid is for bench logprobs; bench loss does not read it"),
         (["segments", "--grid"], "--grid is for bench logprobs; bench segments does not"),
         (["logprobs", "--batch", "2,32"], "--batch is for bench loss; bench logprobs does not"),
         (["linear", "--temperatures", "0.7"], "--temperatures is for bench logprobs and loss; bench linear does not"),

@@ -7,11 +7,12 @@ import torch
 
 from nemo_geomask.errors import ConfigError
 from nemo_geomask.tools.bench import command, linear_bench, result_tables, speed_targets
-from nemo_geomask.tools.bench.paths import Setting
+from nemo_geomask.tools.bench.linear_cases import LinearCase
+from nemo_geomask.tools.bench.paths import Setting, linear_paths
 
 CASES = [
-    linear_bench.LinearCase(64, 16, 500, dtype=torch.float32, entropy=True),
-    linear_bench.LinearCase(64, 16, 500, tp=2, fraction=0.2, dtype=torch.float32),
+    LinearCase(64, 16, 500, dtype=torch.float32, entropy=True),
+    LinearCase(64, 16, 500, tp=2, fraction=0.2, dtype=torch.float32),
 ]
 
 
@@ -90,4 +91,4 @@ def test_options_of_the_command(capsys, tmp_path):
     assert [row["path"] for row in result["cases"][0]["paths"]] == ["nemo_geomask with logits"]
     assert "T=16, H=4, V=50" in capsys.readouterr().out
     with pytest.raises(ConfigError, match="'none': no such path; there are: nemo_geomask linear_logprobs"):
-        command.select_paths("none", tuple(linear_bench.PATHS))
+        command.select_paths("none", tuple(linear_paths.PATHS))

@@ -10,7 +10,7 @@ import yaml
 from nemo_geomask.cli import main
 from nemo_geomask.errors import ConfigError
 from nemo_geomask.recipe import Recipe, read_recipe
-from nemo_geomask.tools.bench import scale_bench
+from nemo_geomask.tools.bench import scale_bench, scale_costs
 from nemo_geomask.tools.check import LOGPROB_METHODS, ModelShape, OutputWork
 
 MEASURED = Path(__file__).parents[3] / "docs" / "performance"
@@ -19,7 +19,7 @@ LINEAR, LOGPROBS = (
     for name in ("linear", "logprobs")
 )
 # 2 FLOP/s, so that a product's floating-point operations are twice its seconds.
-COSTS = scale_bench.Costs(
+COSTS = scale_costs.Costs(
     "a GPU", 1e12, 2.0, dict.fromkeys(LOGPROB_METHODS, (1e15, 2e15)), {"NeMo-RL, fused": (1e18, 4e18)}
 )
 RECIPE = {
@@ -56,15 +56,15 @@ def path(tmp_path):
 def test_seconds_by_hand():
     head = OutputWork(rows=10, scored=20, hidden=3, columns=5, trained=0.5)
     # A product of a row takes 2 · 3 · 5 / 2 = 15 s, its five logits 5 s forward and 10 s backward.
-    assert scale_bench.method_seconds("NeMo-RL", head, COSTS) == (10 * (45 + 15), 20 * 20)
-    assert scale_bench.method_seconds("geomask", head, COSTS) == (10 * (45 + 2.5 + 7.5), 20 * 20)
-    assert scale_bench.method_seconds("geomask_linear", head, COSTS) == (5 * (60 + 15), 20 * 20)
-    assert scale_bench.method_seconds("NeMo-RL, fused", head, COSTS) == (10 * 15 * 5, 20 * 15)
+    assert scale_costs.method_seconds("NeMo-RL", head, COSTS) == (10 * (45 + 15), 20 * 20)
+    assert scale_costs.method_seconds("geomask", head, COSTS) == (10 * (45 + 2.5 + 7.5), 20 * 20)
+    assert scale_costs.method_seconds("geomask_linear", head, COSTS) == (5 * (60 + 15), 20 * 20)
+    assert scale_costs.method_seconds("NeMo-RL, fused", head, COSTS) == (10 * 15 * 5, 20 * 15)
     # DTensor v1 has logits in its forward passes, whoever trains.
     linear, ours = (
-        scale_bench.method_seconds(method, head, scale_bench.H100) for method in ("geomask_linear", "geomask")
+        scale_costs.method_seconds(method, head, scale_costs.H100) for method in ("geomask_linear", "geomask")
     )
-    assert scale_bench.method_seconds("geomask_linear", head._replace(v1=True), scale_bench.H100) == (
+    assert scale_costs.method_seconds("geomask_linear", head._replace(v1=True), scale_costs.H100) == (
         linear[0],
         ours[1],
     )
@@ -79,16 +79,16 @@ def test_step_by_hand():
 
 
 def test_costs_are_those_measured():
-    found = scale_bench.read_costs(LINEAR, LOGPROBS, peak=989e12)
-    assert found.gpu == scale_bench.H100.gpu
+    found = scale_costs.read_costs(LINEAR, LOGPROBS, peak=989e12)
+    assert found.gpu == scale_costs.H100.gpu
     for mine, theirs in (
-        (found.with_logits, scale_bench.H100.with_logits),
-        (found.without_logits, scale_bench.H100.without_logits),
+        (found.with_logits, scale_costs.H100.with_logits),
+        (found.without_logits, scale_costs.H100.without_logits),
     ):
         assert mine.keys() == theirs.keys()
         for name in mine:
             assert mine[name] == pytest.approx(theirs[name], rel=1e-3), name
-    assert found.products == pytest.approx(scale_bench.H100.products, rel=1e-3)
+    assert found.products == pytest.approx(scale_costs.H100.products, rel=1e-3)
 
 
 def test_seconds_as_measured():
@@ -104,7 +104,7 @@ def test_seconds_as_measured():
             expected = rows[name]["ms"]["median"] / 1e3
             # A fifth of the rows, or an eighth of the columns: launches and copies show.
             whole = case["fraction"] == 1 and case["tp"] == 1
-            assert scale_bench.method_seconds(method, head, scale_bench.H100)[0] == pytest.approx(
+            assert scale_costs.method_seconds(method, head, scale_costs.H100)[0] == pytest.approx(
                 expected, rel=0.03 if whole else 0.2
             )
 
@@ -125,7 +125,7 @@ def test_a_recipe(path, capsys, tmp_path):
         (64, 8, 8),
     ]
     first = found["steps"][0]
-    training, scoring = scale_bench.method_seconds("geomask", OutputWork(**found["head"]), scale_bench.H100)
+    training, scoring = scale_costs.method_seconds("geomask", OutputWork(**found["head"]), scale_costs.H100)
     # One scoring pass: without a KL penalty NeMo-RL leaves the reference's out.
     assert first["loss_s"]["geomask"] == pytest.approx(64 * training + 32 * scoring)
     stage = (2 * found["model"]["active"] + 2 * 48 * 4096 * 8192) * 16_384 / 8 / (0.3 * 989e12)
@@ -211,12 +211,12 @@ def test_files_of_something_else_are_said(text, message, path, tmp_path, capsys)
 def test_costs_are_of_whole_rows_without_entropy():
     others = [case for case in LINEAR["cases"] if case["case"]["entropy"] or case["case"]["fraction"] < 1]
     broken = {"case": LINEAR["cases"][0]["case"], "error": "out of memory"}
-    first = scale_bench.read_costs(LINEAR, LOGPROBS, peak=1e15)
+    first = scale_costs.read_costs(LINEAR, LOGPROBS, peak=1e15)
     assert (
-        scale_bench.read_costs({**LINEAR, "cases": [*others, broken, *LINEAR["cases"]]}, LOGPROBS, peak=1e15) == first
+        scale_costs.read_costs({**LINEAR, "cases": [*others, broken, *LINEAR["cases"]]}, LOGPROBS, peak=1e15) == first
     )
     with pytest.raises(ConfigError, match="bench linear with --fractions 1 and --entropy off"):
-        scale_bench.read_costs({**LINEAR, "cases": others}, LOGPROBS, peak=1e15)
+        scale_costs.read_costs({**LINEAR, "cases": others}, LOGPROBS, peak=1e15)
 
 
 def test_a_path_that_was_not_measured_is_said():
@@ -224,7 +224,7 @@ def test_a_path_that_was_not_measured_is_said():
     case = LOGPROBS["cases"][0]
     rows = [row if row["path"] != absent else {"path": absent, "status": "absent"} for row in case["paths"]]
     with pytest.raises(ConfigError, match="was not measured in .*where NeMo-RL is importable"):
-        scale_bench.read_costs(LINEAR, {**LOGPROBS, "cases": [{**case, "paths": rows}]}, peak=1e15)
+        scale_costs.read_costs(LINEAR, {**LOGPROBS, "cases": [{**case, "paths": rows}]}, peak=1e15)
 
 
 @pytest.mark.parametrize(

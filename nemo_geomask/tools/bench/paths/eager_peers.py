@@ -29,26 +29,26 @@ def _cross_entropy(case: LogprobCase, setting: Setting, *, upcast: bool) -> Forw
     refuse_entropy(case.entropy)
     _refuse_shards(setting)
 
-    def start(sample: LogprobSample) -> PathOutput:
+    def forward(sample: LogprobSample) -> PathOutput:
         logits = divide_by_temperature(sample, case)
         loss = torch.nn.functional.cross_entropy(
             logits.float() if upcast else logits, sample.targets, reduction="none", ignore_index=IGNORE
         )
         return output_by_autograd(sample.logits, -loss)
 
-    return start
+    return forward
 
 
 def _log_softmax(case: LogprobCase, setting: Setting) -> ForwardPass:
     _refuse_shards(setting)
 
-    def start(sample: LogprobSample) -> PathOutput:
+    def forward(sample: LogprobSample) -> PathOutput:
         z = sample.logits.float()
         logp = torch.log_softmax(z if case.temperature == 1 else z / case.temperature, -1)
         entropy = -(logp.exp() * logp).sum(-1) if case.entropy else None
         return output_by_autograd(sample.logits, logp.gather(1, sample.labels.unsqueeze(1)).squeeze(1), entropy)
 
-    return start
+    return forward
 
 
 def _refuse_shards(setting: Setting) -> None:
@@ -57,28 +57,26 @@ def _refuse_shards(setting: Setting) -> None:
 
 
 def _nemo_rl(case: LogprobCase, setting: Setting, *, chunked: bool) -> ForwardPass:
-    functions = import_peer("nemo_rl.distributed.model_utils")
+    model_utils = import_peer("nemo_rl.distributed.model_utils")
     if case.entropy and not chunked:
         raise NotApplicable("does not compute the entropy")
     group = setting.required_group()
-    first = setting.rank * case.width
+    columns = (setting.rank * case.width, (setting.rank + 1) * case.width)
 
-    def start(sample: LogprobSample) -> PathOutput:
+    def forward(sample: LogprobSample) -> PathOutput:
         logits = divide_by_temperature(sample, case).unsqueeze(0)
         labels = sample.labels.unsqueeze(0)
         if chunked:
-            logp = functions.ChunkedDistributedLogprob.apply(
-                logits, labels, first, first + case.width, CHUNK, group, False
-            )
+            logp = model_utils.ChunkedDistributedLogprob.apply(logits, labels, *columns, CHUNK, group, False)
         else:
-            logp = functions.DistributedLogprob.apply(logits.float(), labels, first, first + case.width, group, False)
+            logp = model_utils.DistributedLogprob.apply(logits.float(), labels, *columns, group, False)
         entropy = None
         if case.entropy:
             # NeMo-RL's function returns Σ p·log p, the negative entropy.
-            entropy = -functions.ChunkedDistributedEntropy.apply(logits, CHUNK, group, False).squeeze(0)
+            entropy = -model_utils.ChunkedDistributedEntropy.apply(logits, CHUNK, group, False).squeeze(0)
         return output_by_autograd(sample.logits, logp.squeeze(0), entropy)
 
-    return start
+    return forward
 
 
 def _megatron(case: LogprobCase, setting: Setting, *, fused: bool) -> ForwardPass:
@@ -91,17 +89,17 @@ def _megatron(case: LogprobCase, setting: Setting, *, fused: bool) -> ForwardPas
     group = setting.required_group()
     options: dict[str, Any] = {"tp_group": group}
     if "tp_group" not in inspect.signature(function).parameters:
-        _initialise(import_peer("megatron.core.parallel_state"), group.size())
+        _initialise_megatron(import_peer("megatron.core.parallel_state"), group.size())
         options = {}
 
-    def start(sample: LogprobSample) -> PathOutput:
+    def forward(sample: LogprobSample) -> PathOutput:
         loss = function(divide_by_temperature(sample, case).unsqueeze(1), sample.labels.unsqueeze(1), **options)
         return output_by_autograd(sample.logits, -loss.squeeze(1))
 
-    return start
+    return forward
 
 
-def _initialise(state: Any, size: int) -> None:
+def _initialise_megatron(state: Any, size: int) -> None:
     if not state.model_parallel_is_initialized():
         state.initialize_model_parallel(tensor_model_parallel_size=size)
 
@@ -109,16 +107,16 @@ def _initialise(state: Any, size: int) -> None:
 def _verl(case: LogprobCase, setting: Setting) -> ForwardPass:
     refuse_entropy(case.entropy)
     _refuse_shards(setting)
-    functions = import_peer("verl.utils.torch_functional")
-    fast = functions.FLAH_ATTN_CROSS_ENTROPY_LOSS_AVAILABLE
-    if fast and setting.device.type != "cuda":
+    module = import_peer("verl.utils.torch_functional")
+    uses_flash_attn = module.FLAH_ATTN_CROSS_ENTROPY_LOSS_AVAILABLE
+    if uses_flash_attn and setting.device.type != "cuda":
         raise Absent("it would call flash-attn, which needs a GPU")
 
-    def start(sample: LogprobSample) -> PathOutput:
+    def forward(sample: LogprobSample) -> PathOutput:
         logits = divide_by_temperature(sample, case)
-        return output_by_autograd(sample.logits, functions.logprobs_from_logits(logits, sample.labels))
+        return output_by_autograd(sample.logits, module.logprobs_from_logits(logits, sample.labels))
 
-    return start
+    return forward
 
 
 PATHS = (
@@ -162,7 +160,7 @@ PATHS = (
         "Megatron-core fused_vocab_parallel_cross_entropy",
         lambda case, setting: _megatron(case, setting, fused=True),
         None,
-        "core/fusions/fused_cross_entropy.py: what the compiler makes of it",
+        "core/fusions/fused_cross_entropy.py: depends on what the compiler fuses",
     ),
     LogprobPath(
         "verl logprobs_from_logits",

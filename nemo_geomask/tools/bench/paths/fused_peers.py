@@ -33,24 +33,24 @@ def _transformer_engine(case: LogprobCase, setting: Setting) -> ForwardPass:
     _require_gpu_without_entropy(case, setting)
     function = import_peer("transformer_engine.pytorch.cross_entropy").parallel_cross_entropy
 
-    def start(sample: LogprobSample) -> PathOutput:
+    def forward(sample: LogprobSample) -> PathOutput:
         logits, targets = divide_by_temperature(sample, case).unsqueeze(0), sample.targets.unsqueeze(0)
         loss = function(logits, targets, 0.0, False, setting.group, IGNORE)
         return output_by_autograd(sample.logits, -loss.squeeze(0))
 
-    return start
+    return forward
 
 
 def _liger_vocab_parallel(case: LogprobCase, setting: Setting) -> ForwardPass:
     _require_gpu_without_entropy(case, setting)
     function = import_peer("liger_kernel.ops.vocab_parallel_cross_entropy").LigerVocabParallelCEFunction
 
-    def start(sample: LogprobSample) -> PathOutput:
+    def forward(sample: LogprobSample) -> PathOutput:
         logits, targets = divide_by_temperature(sample, case).unsqueeze(1), sample.targets.unsqueeze(1)
         loss = function.apply(logits, targets, setting.group, IGNORE, 0.0, "pytorch", "global")
         return output_by_autograd(sample.logits, -loss.squeeze(1))
 
-    return start
+    return forward
 
 
 def _liger_grpo(case: LogprobCase, setting: Setting) -> ForwardPass:
@@ -59,7 +59,7 @@ def _liger_grpo(case: LogprobCase, setting: Setting) -> ForwardPass:
         raise NotApplicable("takes no shards")
     function = import_peer("liger_kernel.transformers.grpo_loss").triton_grpo_loss
 
-    def start(sample: LogprobSample) -> PathOutput:
+    def forward(sample: LogprobSample) -> PathOutput:
         # The batch is one sequence, whose last row predicts nothing. Without old log-probs the ratio is 1, so with an
         # advantage of -1 the derivative of the loss with respect to the log-prob is 1.
         count = case.tokens - 1
@@ -80,14 +80,14 @@ def _liger_grpo(case: LogprobCase, setting: Setting) -> ForwardPass:
 
         return PathOutput(None, None, gradient)
 
-    return start
+    return forward
 
 
 def _flash_attn(case: LogprobCase, setting: Setting) -> ForwardPass:
     _require_gpu_without_entropy(case, setting)
     function = import_peer("flash_attn.ops.triton.cross_entropy").cross_entropy_loss
 
-    def start(sample: LogprobSample) -> PathOutput:
+    def forward(sample: LogprobSample) -> PathOutput:
         loss, _ = function(
             sample.logits,
             sample.targets,
@@ -97,7 +97,7 @@ def _flash_attn(case: LogprobCase, setting: Setting) -> ForwardPass:
         )
         return output_by_autograd(sample.logits, -loss)
 
-    return start
+    return forward
 
 
 def _quack(case: LogprobCase, setting: Setting) -> ForwardPass:
@@ -106,26 +106,26 @@ def _quack(case: LogprobCase, setting: Setting) -> ForwardPass:
         raise NotApplicable("takes no shards")
     function = import_peer("quack.cross_entropy").cross_entropy
 
-    def start(sample: LogprobSample) -> PathOutput:
+    def forward(sample: LogprobSample) -> PathOutput:
         loss = function(divide_by_temperature(sample, case), sample.targets, ignore_index=IGNORE, reduction="none")
         return output_by_autograd(sample.logits, -loss)
 
-    return start
+    return forward
 
 
 def _fast_llm(case: LogprobCase, setting: Setting) -> ForwardPass:
     _require_gpu_without_entropy(case, setting)
-    functions = import_peer("fast_llm.functional.triton.monolithic_loss")
+    module = import_peer("fast_llm.functional.triton.monolithic_loss")
     scale = 1 / case.temperature
 
-    def start(sample: LogprobSample) -> PathOutput:
+    def forward(sample: LogprobSample) -> PathOutput:
         # As in Fast-LLM's GSPO: first the softmax of the row, then the gradient from one coefficient for each token.
         logits = sample.logits.detach()
-        softmax = functions._monolithic_forward_reduce(logits, sample.targets, setting.group, scale)
+        softmax = module._monolithic_forward_reduce(logits, sample.targets, setting.group, scale)
         max_logit, sum_exp, target_logit = softmax
 
         def gradient(g: Tensor, h: Tensor | None) -> Tensor:
-            outputs: Any = functions.triton_monolithic_loss_forward_backward(
+            outputs: Any = module.triton_monolithic_loss_forward_backward(
                 logits, sample.targets, None, scale, setting.group, 1.0, gspo_coeff=-g * scale, softmax=softmax
             )
             grad_logits: Tensor = outputs[4]
@@ -133,14 +133,14 @@ def _fast_llm(case: LogprobCase, setting: Setting) -> ForwardPass:
 
         return PathOutput(target_logit - sum_exp.log() - max_logit, None, gradient)
 
-    return start
+    return forward
 
 
 def _cut_cross_entropy(case: LogprobCase, setting: Setting) -> ForwardPass:
     raise Absent("left out: it fuses the output projection and takes no logits")
 
 
-_CE = "6 for masked rows, too: the row is read forward, read backward and its gradient written"
+_EVERY_ROW = "2 read forward, 2 read and 2 written backward, also for rows that do not train"
 
 PATHS = (
     LogprobPath(
@@ -162,8 +162,8 @@ PATHS = (
         lambda fraction: 4 * fraction + 2,
         "ops/grpo_loss.py, token level: forward 2, backward 2 + 2, masked rows written only",
     ),
-    LogprobPath("flash-attn CE", _flash_attn, lambda fraction: 6, f"ops/triton/cross_entropy.py: {_CE}"),
-    LogprobPath("QuACK CE", _quack, lambda fraction: 6, f"cross_entropy.py: {_CE}"),
+    LogprobPath("flash-attn CE", _flash_attn, lambda fraction: 6, f"ops/triton/cross_entropy.py: {_EVERY_ROW}"),
+    LogprobPath("QuACK CE", _quack, lambda fraction: 6, f"cross_entropy.py: {_EVERY_ROW}"),
     LogprobPath(
         "Fast-LLM monolithic loss",
         _fast_llm,

@@ -10,12 +10,12 @@ from nemo_geomask.tools.bench.paths.path import ForwardPass, LogprobPath, Settin
 
 __all__ = ["PATHS"]
 
-_COUNTED = "kernels/gpu.py: _statistics reads a trained row, _gradients reads it again and writes every row"
+_TRAFFIC_SOURCE = "kernels/gpu.py: _statistics reads a trained row, _gradients reads it again and writes every row"
 
 
-def _open(case: LogprobCase, setting: Setting, *, in_place: bool = False, **options: Any) -> ForwardPass:
-    def start(sample: LogprobSample) -> PathOutput:
-        # A gradient in place needs logits that an operation produced; a view is such an operation, at no cost.
+def _prepare(case: LogprobCase, setting: Setting, *, in_place: bool = False, **options: Any) -> ForwardPass:
+    def forward(sample: LogprobSample) -> PathOutput:
+        # The gradient may overwrite only logits that are the output of an operation. A view is one, at no cost.
         logits = sample.logits.view_as(sample.logits) if in_place else sample.logits
         outputs = vocab_parallel_logprobs(
             logits,
@@ -30,15 +30,15 @@ def _open(case: LogprobCase, setting: Setting, *, in_place: bool = False, **opti
         )
         return output_by_autograd(sample.logits, *(outputs if case.entropy else (outputs,)))
 
-    return start
+    return forward
 
 
 def _path(name: str, *, in_place: bool = False, **options: Any) -> LogprobPath:
     return LogprobPath(
         name,
-        lambda case, setting: _open(case, setting, in_place=in_place, **options),
+        lambda case, setting: _prepare(case, setting, in_place=in_place, **options),
         lambda fraction: 4 * fraction + 2,
-        _COUNTED,
+        _TRAFFIC_SOURCE,
         overwrites=in_place,
     )
 

@@ -1,0 +1,102 @@
+"""JSON files of results, each with a description of the machine, the versions and the date."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+import time
+from collections.abc import Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nemo_geomask.errors import ConfigError
+from nemo_geomask.tools.shared.json_output import to_json
+
+__all__ = ["describe_machine", "read_results", "write_result"]
+
+_PACKAGES = (
+    "nemo-geomask",
+    "triton",
+    "megatron-core",
+    "nemo-rl",
+    "transformer-engine",
+    "liger-kernel",
+    "flash-attn",
+    "quack-kernels",
+    "fast-llm",
+    "verl",
+)
+
+
+def describe_machine(device: torch.device) -> dict[str, Any]:
+    """Return the machine, the versions, the load and the date as JSON values."""
+    gpu = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
+    return {
+        "name": gpu.name if gpu is not None else _processor(),
+        "device": device.type,
+        "processor": _processor(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "memory_bytes": gpu.total_memory if gpu is not None else None,
+        "load": [round(value, 2) for value in os.getloadavg()] if hasattr(os, "getloadavg") else None,
+        "date": time.strftime("%Y-%m-%d"),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "packages": {name: version for name in _PACKAGES if (version := _version(name)) is not None},
+    }
+
+
+def write_result(folder: Path, benchmark: str, result: Mapping[str, Any], device: torch.device) -> Path:
+    """Write ``<benchmark>-<machine>-<date>.json`` into a folder; return its path."""
+    machine = describe_machine(device)
+    name = re.sub(r"[^a-z0-9]+", "-", str(machine["name"]).lower()).strip("-")
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{benchmark}-{name}-{machine['date']}.json"
+    path.write_text(to_json({"benchmark": benchmark, "machine": machine, **result}) + "\n", encoding="utf-8")
+    return path
+
+
+def read_results(folder: Path) -> list[dict[str, Any]]:
+    """Read the results of ``bench linear`` and ``bench logprobs`` in a folder.
+
+    Raises:
+        ConfigError: the folder does not have exactly one file of each, or a file is not such a result.
+    """
+    results = []
+    for name in ("linear", "logprobs"):
+        paths = sorted(folder.glob(f"{name}-*.json"))
+        if len(paths) != 1:
+            raise ConfigError(
+                f"--measured {folder}: has {len(paths)} files {name}-*.json, but needs exactly one; write it with "
+                f"nemo-geomask bench {name} --out {folder} on the GPU"
+            )
+        try:
+            result = json.loads(paths[0].read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"--measured: {paths[0]} can't be read: {error}") from None
+        if not isinstance(result, dict) or result.get("benchmark") != name:
+            raise ConfigError(f"--measured: {paths[0]} is not what nemo-geomask bench {name} --out {folder} writes")
+        results.append(result)
+    return results
+
+
+def _processor() -> str:
+    information = Path("/proc/cpuinfo")
+    if information.exists():
+        model_name = re.search(r"^model name\s*:\s*(.+)$", information.read_text(encoding="utf-8"), flags=re.M)
+        if model_name:
+            return model_name[1].strip()
+    return platform.processor() or platform.machine()
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
