@@ -24,6 +24,7 @@ from nemo_geomask.errors import ConfigError
 from nemo_geomask.losses import PolicyLoss
 from nemo_geomask.optional import require
 from nemo_geomask.parallel.local_processes import RankError, end_with_parent
+from nemo_geomask.tools.lab.checkpoint import find_checkpoint, remove_checkpoints, write_checkpoint
 from nemo_geomask.tools.lab.lab_recipe import LabRecipe
 from nemo_geomask.tools.lab.progress import Progress
 from nemo_geomask.tools.lab.progression_task import load_task
@@ -57,8 +58,8 @@ def train(runs: Sequence[Run], progress: Progress, *, jobs: int = 1) -> bool:
         False if the user interrupted the training (Ctrl-C).
 
     Raises:
-        ConfigError: a variant's loss can't be built, there are too few prompts to validate on, or the folder holds
-            other files.
+        ConfigError: a variant's loss can't be built, there are too few prompts to validate on, the folder holds other
+            files, or all checkpoints of an unfinished run are damaged.
         MissingDependencyError: transformers is not installed, or vLLM, if the recipe requires it.
         RankError: another process died.
     """
@@ -69,6 +70,9 @@ def train(runs: Sequence[Run], progress: Progress, *, jobs: int = 1) -> bool:
         require(module, "the lab needs", "demo")
     _prepare_folder(runs[0].out)
     waiting = [run for run in runs if not run.finished]
+    for run in waiting:
+        if damage := find_checkpoint(run)[1]:
+            progress.note(damage)
     if len(waiting) < len(runs):
         progress.note(f"{len(runs) - len(waiting)} of {len(runs)} runs are finished already.")
     with progress:
@@ -163,6 +167,11 @@ def _train_steps(run: Run, ranks: Ranks, sampler: Sampler | None = None) -> Iter
     run.folder.mkdir(parents=True, exist_ok=True)
     trainer, done = _resume_trainer(run, ranks, sampler)
     history: list[Mapping[str, float]] = list(RunCurves.read(run.steps_file).history[:done]) if done else []
+    if len(history) < done:
+        raise ConfigError(
+            f"{run.steps_file} has {len(history)} steps, but the checkpoint in {run.folder} is of step {done}. Remove "
+            "the files state*.pt there to train the run again from its first step"
+        )
     facts = _collect_facts(run, trainer)
     with closing(trainer):
         for step in range(done + 1, run.recipe.grpo.max_num_steps + 1):
@@ -179,25 +188,27 @@ def _train_steps(run: Run, ranks: Ranks, sampler: Sampler | None = None) -> Iter
             # The state is written last: a step whose state was not saved is repeated.
             write_steps(run, history, facts)
             if not last:
-                part = run.state_file.with_suffix(".part")
-                torch.save({"step": step, **trainer.state()}, part)
-                os.replace(part, run.state_file)
+                write_checkpoint(run, step, trainer.state())
             yield step, metrics["reward"]
-    for obsolete in (run.state_file, run.folder / _ERROR_FILE):
-        obsolete.unlink(missing_ok=True)
+    remove_checkpoints(run)
+    (run.folder / _ERROR_FILE).unlink(missing_ok=True)
 
 
 def _resume_trainer(run: Run, ranks: Ranks, sampler: Sampler | None) -> tuple[Trainer, int]:
-    """Return a trainer, restored from the saved state if there is one, and its number of completed steps."""
+    """Return a trainer, restored from a checkpoint if there is one, and its number of completed steps."""
     trainer = Trainer(run.recipe, _build_run_loss(run), ranks, sampler)
-    # The first rank reads the state for all ranks, because it may write a new state before another rank reads it.
-    state = ranks.compute_on_first(
-        lambda: torch.load(run.state_file, weights_only=True) if run.state_file.exists() else None
-    )
-    if state is None:
+    # The first rank reads the checkpoint for all ranks, because it may write another before the other ranks read it.
+    checkpoint, _ = ranks.compute_on_first(lambda: find_checkpoint(run))
+    if checkpoint is None:
         return trainer, 0
-    trainer.restore(state)
-    return trainer, int(state["step"])
+    try:
+        trainer.restore(checkpoint.state)
+    except (KeyError, TypeError, ValueError, RuntimeError, AttributeError) as error:
+        raise ConfigError(
+            f"{checkpoint.path} does not hold the state of this run ({type(error).__name__}). Remove it to resume from "
+            "the checkpoint before, or from the first step"
+        ) from None
+    return trainer, checkpoint.step
 
 
 def _train_in_parallel(runs: Sequence[Run], progress: Progress, jobs: int) -> None:

@@ -74,8 +74,13 @@ class Run:
 
     @property
     def state_file(self) -> Path:
-        """File of the state to resume from."""
+        """Latest checkpoint of an unfinished run; see :mod:`nemo_geomask.tools.lab.checkpoint`."""
         return self.folder / "state.pt"
+
+    @property
+    def previous_state_file(self) -> Path:
+        """Checkpoint of the step before."""
+        return self.folder / "state.previous.pt"
 
     @property
     def finished(self) -> bool:

@@ -1,0 +1,219 @@
+"""Checkpoints of the lab: damage is detected and named, and a run resumes from the checkpoint before."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+
+import pytest
+import torch
+
+pytest.importorskip("yaml", reason="recipes are YAML (demo extra)")
+
+import yaml
+
+from nemo_geomask.cli import main
+from nemo_geomask.errors import ConfigError
+from nemo_geomask.tools.lab.checkpoint import find_checkpoint, remove_checkpoints, write_checkpoint
+from nemo_geomask.tools.lab.run_store import Run, read_curves
+from tests.tools.lab.tiny_recipe import TINY
+
+TIMINGS = {"generation_seconds", "step_seconds"}
+
+
+def state_of(step):
+    return {"policy": {"weight": torch.full((50,), float(step))}, "counts": (step, step)}
+
+
+@pytest.fixture
+def run(tiny, tmp_path):
+    """A run with checkpoints of steps 1 and 2."""
+    run = Run("gspo", tiny(), tmp_path)
+    run.folder.mkdir(parents=True)
+    for step in (1, 2):
+        write_checkpoint(run, step, state_of(step))
+    return run
+
+
+def assert_falls_back(run, reason):
+    checkpoint, warning = find_checkpoint(run)
+    assert checkpoint.step == 1
+    assert torch.equal(checkpoint.state["policy"]["weight"], torch.full((50,), 1.0))
+    assert warning == f"{run.state_file} {reason}; resuming from state.previous.pt, after step 1."
+
+
+def with_hash(run, payload):
+    header = run.state_file.read_bytes().partition(b"\n")[0] + b"\n"
+    run.state_file.write_bytes(header + hashlib.sha256(payload).digest() + payload)
+
+
+def test_the_last_two_checkpoints_are_kept(run):
+    write_checkpoint(run, 3, state_of(3))
+    checkpoint, warning = find_checkpoint(run)
+    assert (checkpoint.step, checkpoint.path, warning) == (3, run.state_file, "")
+    assert checkpoint.state["counts"] == (3, 3)
+    assert sorted(path.name for path in run.folder.iterdir()) == ["state.previous.pt", "state.pt"]
+    run.state_file.unlink()  # as if the process ended between the two replacements
+    assert find_checkpoint(run)[0].step == 2
+    remove_checkpoints(run)
+    assert find_checkpoint(run) == (None, "")
+
+
+@pytest.mark.parametrize("place", range(40))
+def test_a_single_flipped_bit_is_detected(run, place):
+    content = bytearray(run.state_file.read_bytes())
+    line_end = content.index(b"\n")
+    position = place * (len(content) - 1) // 39
+    content[position] ^= 1 << place % 8
+    run.state_file.write_bytes(content)
+    expected = (
+        "is damaged, or another version of the lab wrote it"
+        if position <= line_end
+        else "does not match its hash: it was truncated or changed"
+    )
+    assert_falls_back(run, expected)
+
+
+@pytest.mark.parametrize("fraction", [0.001, 0.03, 0.5, 0.999])
+def test_a_truncated_file_is_detected(run, fraction):
+    content = run.state_file.read_bytes()
+    run.state_file.write_bytes(content[: int(fraction * len(content))])
+    checkpoint, warning = find_checkpoint(run)
+    assert checkpoint.step == 1
+    assert str(run.state_file) in warning
+
+
+def test_an_empty_file_and_a_folder_are_detected(run):
+    run.state_file.write_bytes(b"")
+    assert_falls_back(run, "is empty")
+    run.state_file.unlink()
+    run.state_file.mkdir()
+    assert_falls_back(run, "is not a file")
+
+
+def test_a_file_of_an_earlier_version_is_named(run):
+    torch.save({"step": 2}, run.state_file)
+    assert_falls_back(run, "is damaged, or another version of the lab wrote it")
+
+
+class Malicious:
+    def __init__(self, target):
+        self.target = target
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.target),)
+
+
+def test_a_file_can_not_execute_code(run, tmp_path):
+    buffer = io.BytesIO()
+    torch.save({"run": run.name, "step": 2, "state": Malicious(tmp_path / "executed")}, buffer)
+    with_hash(run, buffer.getvalue())
+    assert_falls_back(run, "does not hold the state of a run (UnpicklingError)")
+    assert not (tmp_path / "executed").exists()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [{"step": 2}, {"run": "gspo", "step": "two", "state": {}}, [1, 2], {"run": "gspo", "step": 2, "state": 1}],
+)
+def test_other_content_is_detected(run, content):
+    buffer = io.BytesIO()
+    torch.save(content, buffer)
+    with_hash(run, buffer.getvalue())
+    checkpoint, warning = find_checkpoint(run)
+    assert checkpoint.step == 1
+    assert "does not hold the state of a run" in warning
+
+
+def test_a_checkpoint_of_another_run_is_not_taken(run, tiny, tmp_path):
+    other = Run("cispo", tiny(), tmp_path)
+    other.folder.mkdir()
+    write_checkpoint(other, 1, state_of(1))
+    run.state_file.write_bytes(other.state_file.read_bytes())
+    assert_falls_back(run, "belongs to another run")
+
+
+def test_without_an_intact_checkpoint_the_files_and_the_way_out_are_named(run):
+    for path in (run.state_file, run.previous_state_file):
+        path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(ConfigError) as caught:
+        find_checkpoint(run)
+    reason = "does not match its hash: it was truncated or changed"
+    assert str(caught.value) == (
+        f"gspo, seed 3, can't be resumed: {run.state_file} {reason}; {run.previous_state_file} {reason}. Remove "
+        "state.pt and state.previous.pt there to train the run again from its first step"
+    )
+
+
+@pytest.mark.slow
+def test_an_interrupted_run_resumes_from_the_checkpoint_before_a_damaged_one(tmp_path, monkeypatch, capsys):
+    for module in ("transformers", "pyarrow", "rich", "matplotlib"):
+        pytest.importorskip(module, reason="the lab trains (demo extra)")
+    from nemo_geomask.tools.lab import trainer
+
+    recipe = tmp_path / "tiny.yaml"
+    recipe.write_text(yaml.safe_dump(TINY), encoding="utf-8")
+    command = ["lab", str(recipe), "--steps", "5", "--jobs", "1", "--out"]
+    steps = []
+    with monkeypatch.context() as patched:
+        step = trainer.Trainer.step
+
+        def interrupted(self):
+            if len(steps) == 3:
+                raise KeyboardInterrupt
+            steps.append(1)
+            return step(self)
+
+        patched.setattr(trainer.Trainer, "step", interrupted)
+        assert main([*command, str(tmp_path / "resumed")]) == 130
+    (latest,) = (tmp_path / "resumed").rglob("state.pt")
+    (previous,) = (tmp_path / "resumed").rglob("state.previous.pt")
+    intact = previous.read_bytes()
+    for path in (latest, previous):
+        content = bytearray(path.read_bytes())
+        content[len(content) // 2] ^= 1
+        path.write_bytes(content)
+    capsys.readouterr()
+    assert main([*command, str(tmp_path / "resumed")]) == 2
+    error = " ".join(capsys.readouterr().err.split())
+    assert f"{latest} does not match its hash" in error
+    assert "Traceback" not in error
+
+    previous.write_bytes(intact)
+    assert main([*command, str(tmp_path / "resumed")]) == 0
+    printed = "".join(capsys.readouterr().out.split())
+    assert "resumingfromstate.previous.pt,afterstep2." in printed
+    assert main([*command, str(tmp_path / "whole")]) == 0
+    ((one,), (other,)) = (read_curves([tmp_path / name]) for name in ("resumed", "whole"))
+    assert one.steps == 5
+    for key in one.columns.keys() - TIMINGS:
+        assert one.series(key) == pytest.approx(other.series(key), rel=0, abs=0, nan_ok=True), key
+    assert not latest.exists()
+    assert not previous.exists()
+
+
+@pytest.mark.slow
+def test_states_that_do_not_fit_the_run_are_named_before_a_step(tmp_path, capsys):
+    for module in ("transformers", "pyarrow", "rich", "matplotlib"):
+        pytest.importorskip(module, reason="the lab trains (demo extra)")
+    from nemo_geomask import build_loss
+    from nemo_geomask.tools.lab.run_store import write_steps
+    from nemo_geomask.tools.lab.train_recipe import plan_runs
+    from nemo_geomask.tools.lab.trainer import Trainer
+
+    recipe = tmp_path / "tiny.yaml"
+    recipe.write_text(yaml.safe_dump({**TINY, "grpo": {**TINY["grpo"], "max_num_steps": 5}}), encoding="utf-8")
+    out = tmp_path / "out"
+    (planned,) = plan_runs(recipe, [], compare=None, vary=(), seeds=None, loss_from=None, out=out)
+    planned.folder.mkdir(parents=True)
+    write_steps(planned, [{"reward": 0.1}], {"corrected": False, "chance": 0.2})
+    write_checkpoint(planned, 2, Trainer(planned.recipe, build_loss(planned.recipe.loss_fn)).state())
+    command = ["lab", str(recipe), "--jobs", "1", "--out", str(out)]
+    assert main(command) == 2
+    error = " ".join(capsys.readouterr().err.split())
+    assert f"{planned.steps_file} has 1 steps, but the checkpoint in {planned.folder} is of step 2" in error
+    write_checkpoint(planned, 1, {"policy": {}})
+    assert main(command) == 2
+    error = " ".join(capsys.readouterr().err.split())
+    assert f"{planned.state_file} does not hold the state of this run (KeyError). Remove it" in error
