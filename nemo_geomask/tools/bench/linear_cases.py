@@ -63,7 +63,7 @@ class LinearCase(NamedTuple):
 
 
 class LinearSample(NamedTuple):
-    """Inputs of the paths.
+    """RandomInputs of the paths.
 
     Attributes:
         hidden: [T, H], a leaf tensor.

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nemo_geomask.tools.bench.logprob_cases import Inputs, LogprobCase, LogprobSample, PathOutput, measure_errors
+from nemo_geomask.tools.bench.logprob_cases import LogprobCase, LogprobSample, PathOutput, RandomInputs, measure_errors
 from nemo_geomask.tools.bench.paths import PATHS, Absent, LogprobPath, NotApplicable, Setting
 from nemo_geomask.tools.bench.paths.path import ForwardPass
 from nemo_geomask.tools.bench.resource_meters import (
@@ -113,7 +113,7 @@ def measure(
         except NotApplicable as error:
             rows[path.name].update(status="not applicable", reason=str(error))
     clock = Clock(setting.device, preallocated_bytes=_MAX_LOGITS_COPIES * case.elements * case.dtype.itemsize)
-    inputs = Inputs(case, setting.device, seed=seed)
+    inputs = RandomInputs(case, setting.device, seed=seed)
     by_name = {path.name: path for path in paths}
     candidates = {
         name: _path_candidate(by_name[name], forward, case, inputs, clock) for name, forward in forward_passes.items()
@@ -144,7 +144,7 @@ def measure(
 
 
 def _path_candidate(
-    path: LogprobPath, forward: ForwardPass, case: LogprobCase, inputs: Inputs, clock: Clock
+    path: LogprobPath, forward: ForwardPass, case: LogprobCase, inputs: RandomInputs, clock: Clock
 ) -> Callable[[int], Lap]:
     def candidate(turn: int) -> Lap:
         sample = inputs.take(turn, copy=path.overwrites)
@@ -153,7 +153,7 @@ def _path_candidate(
     return candidate
 
 
-def _copy_candidate(case: LogprobCase, inputs: Inputs, clock: Clock) -> Callable[[int], Lap]:
+def _copy_candidate(case: LogprobCase, inputs: RandomInputs, clock: Clock) -> Callable[[int], Lap]:
     target = torch.zeros(case.tokens, case.width, dtype=case.dtype, device=clock.device)
     return lambda turn: clock.lap(lambda: target.copy_(inputs.take(turn).logits.detach()))
 
@@ -176,7 +176,9 @@ def _bandwidth(path: LogprobPath, case: LogprobCase, seconds: float, copy_bandwi
     }
 
 
-def _measure_resources(path: LogprobPath, forward: ForwardPass, case: LogprobCase, inputs: Inputs) -> dict[str, Any]:
+def _measure_resources(
+    path: LogprobPath, forward: ForwardPass, case: LogprobCase, inputs: RandomInputs
+) -> dict[str, Any]:
     """Measure errors, memory, launches or operations, synchronisations and collectives, in separate runs."""
 
     def run(sample: LogprobSample) -> Tensor:

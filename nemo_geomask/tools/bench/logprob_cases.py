@@ -10,7 +10,7 @@ from torch import Tensor
 
 from nemo_geomask.tools.bench.timing import free_memory
 
-__all__ = ["IGNORE", "Inputs", "LogprobCase", "LogprobSample", "PathOutput", "measure_errors"]
+__all__ = ["IGNORE", "LogprobCase", "LogprobSample", "PathOutput", "RandomInputs", "measure_errors"]
 
 IGNORE = -100
 _SPREAD = 3.0  # standard deviation of the logits: neither nearly equal nor dominated by one
@@ -66,7 +66,7 @@ class LogprobCase(NamedTuple):
 
 
 class LogprobSample(NamedTuple):
-    """Inputs of one run.
+    """RandomInputs of one run.
 
     Attributes:
         logits: [T, V/TP], a leaf tensor.
@@ -99,7 +99,7 @@ class PathOutput(NamedTuple):
     gradient: Callable[[Tensor, Tensor | None], Tensor]
 
 
-class Inputs:
+class RandomInputs:
     """Random inputs of a case, in two buffers that runs use in turn, or in one if a GPU has too little memory."""
 
     def __init__(self, case: LogprobCase, device: torch.device, *, seed: int = 0) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from nemo_geomask.data_keys import GENERATION_LOGPROBS, PREV_LOGPROBS, REFERENCE_POLICY_LOGPROBS, TOKEN_MASK
 from nemo_geomask.parallel import vocab_parallel_logprobs
 from nemo_geomask.segments import PackedSegments
-from nemo_geomask.tools.bench.logprob_cases import IGNORE, Inputs, LogprobCase, LogprobSample
+from nemo_geomask.tools.bench.logprob_cases import IGNORE, LogprobCase, LogprobSample, RandomInputs
 from nemo_geomask.tools.bench.loss_cases import (
     LOSSES,
     Data,
@@ -157,7 +157,7 @@ def _from_logits(setting: Setting, clock: Clock, case: LogprobCase, repeats: int
     from nemo_geomask.losses import build_loss
 
     device = setting.device
-    inputs = Inputs(case, device, seed=seed)
+    inputs = RandomInputs(case, device, seed=seed)
     draw = torch.Generator().manual_seed(seed)
     sequences = max(1, case.tokens // _MEAN_LENGTH)
     offsets = uneven_offsets(case.tokens, sequences, 1)

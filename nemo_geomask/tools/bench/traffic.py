@@ -14,7 +14,7 @@ from nemo_geomask.parallel import vocab_parallel_logprobs
 from nemo_geomask.parallel.local_processes import run_ranks
 from nemo_geomask.segments import PackedSegments
 from nemo_geomask.tools.bench.linear_cases import LinearCase, draw, gradients
-from nemo_geomask.tools.bench.logprob_cases import Inputs, LogprobCase
+from nemo_geomask.tools.bench.logprob_cases import LogprobCase, RandomInputs
 from nemo_geomask.tools.bench.paths import PATHS, Absent, LogprobPath, NotApplicable, Setting, linear_paths
 from nemo_geomask.tools.bench.resource_meters import Collective, DispatchCounter
 from nemo_geomask.tools.bench.timing import describe_error
@@ -71,7 +71,7 @@ def count_logprob_collectives(names: Sequence[str]) -> dict[str, Any]:
 
 def _count_with_logits(rank: int, world: int, names: Sequence[str]) -> dict[str, Any]:
     setting = Setting(torch.device("cpu"), group=dist.group.WORLD)
-    sample = Inputs(_CASE, setting.device).take(0)
+    sample = RandomInputs(_CASE, setting.device).take(0)
 
     def run_once(path: LogprobPath) -> None:
         forward = path.prepare(_CASE, setting)

@@ -15,7 +15,7 @@ from nemo_geomask.cli import main
 from nemo_geomask.errors import ArgumentError, ConfigError
 from nemo_geomask.tools.bench import command, performance_page, result_tables, speed_targets, traffic
 from nemo_geomask.tools.bench.logprob_bench import measure, sweep
-from nemo_geomask.tools.bench.logprob_cases import Inputs, LogprobCase, PathOutput, measure_errors
+from nemo_geomask.tools.bench.logprob_cases import LogprobCase, PathOutput, RandomInputs, measure_errors
 from nemo_geomask.tools.bench.paths import OURS, PATHS, Absent, LogprobPath, Setting
 from nemo_geomask.tools.bench.paths.path import output_by_autograd
 from nemo_geomask.tools.bench.resource_meters import DispatchCounter, extra_memory
@@ -50,7 +50,7 @@ def setting():
 def test_bytes_of_eager_peers_are_those_of_their_model(name, setting):
     """Counted from a run, operand by operand; what is of [T] adds less than a tenth of a byte."""
     path, start = opened(name, SMALL, setting)
-    sample = Inputs(SMALL, CPU).take(0)
+    sample = RandomInputs(SMALL, CPU).take(0)
     with OperandBytes() as tally:
         start(sample).gradient(sample.g, None)
     assert tally.bytes / SMALL.elements == pytest.approx(path.traffic(1.0), abs=0.1)
@@ -68,7 +68,7 @@ def test_a_tally_sees_all_threads_there_are():
 @pytest.mark.parametrize("case", [SMALL, TEMPERED, SMALL._replace(entropy=True)], ids=str)
 @pytest.mark.parametrize("path", OURS, ids=lambda path: path.name)
 def test_our_paths_are_exact(path, case):
-    inputs = Inputs(case, CPU)
+    inputs = RandomInputs(case, CPU)
     sample = inputs.take(0, copy=path.overwrites)
     answer = path.prepare(case, Setting(CPU))(sample)
     gradient = answer.gradient(sample.g, sample.h if case.entropy else None)
@@ -81,7 +81,7 @@ def test_our_paths_are_exact(path, case):
 @pytest.mark.parametrize("name", EAGER)
 def test_peers_are_asked_for_the_same(name, setting):
     _, start = opened(name, SMALL, setting)
-    sample = Inputs(SMALL, CPU).take(0)
+    sample = RandomInputs(SMALL, CPU).take(0)
     answer = start(sample)
     found = measure_errors(sample, SMALL, answer, answer.gradient(sample.g, None))
     # F.cross_entropy returns its loss in the logits' own type.
@@ -90,7 +90,7 @@ def test_peers_are_asked_for_the_same(name, setting):
 
 
 def test_errors_see_a_wrong_gradient():
-    sample = Inputs(TEMPERED, CPU).take(0)
+    sample = RandomInputs(TEMPERED, CPU).take(0)
     answer = OURS[0].prepare(TEMPERED, Setting(CPU))(sample)
     gradient = answer.gradient(sample.g, None)
     assert measure_errors(sample, TEMPERED, answer, gradient * 1.1)["gradient"] == pytest.approx(0.1, rel=0.2)
@@ -102,7 +102,7 @@ def test_errors_see_a_wrong_gradient():
 
 
 def test_inputs_are_fresh_and_masked():
-    inputs = Inputs(TEMPERED, CPU)
+    inputs = RandomInputs(TEMPERED, CPU)
     first = inputs.take(0).logits.detach().clone()
     sample = inputs.take(0, copy=True)
     assert torch.equal(sample.logits, first)
