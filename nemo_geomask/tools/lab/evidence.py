@@ -2,7 +2,7 @@
 
 ``python -m nemo_geomask.tools.lab.evidence`` rewrites them. With ``--collect NAME DIR…`` it first writes the metrics of
 the runs in these folders to ``docs/evidence/NAME.parquet``. ``nemo_geomask/tools/lab/evidence.toml`` defines the
-columns and figures for each data file.
+columns and figures for each data file; :mod:`nemo_geomask.tools.lab.evidence_columns` reads it.
 """
 
 from __future__ import annotations
@@ -12,178 +12,24 @@ import csv
 import itertools
 import json
 import math
-import tomllib
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from importlib.resources import files
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from nemo_geomask.errors import ConfigError
 from nemo_geomask.optional import require
-from nemo_geomask.tools.lab.lab_plot import write_plot
-from nemo_geomask.tools.lab.outcome import final_reward, group_by_variant, has_collapsed
+from nemo_geomask.tools.lab.evidence_columns import COMPUTED_COLUMNS, EVIDENCE_SPECS, EvidenceSpec, Runs, SeedMean
+from nemo_geomask.tools.lab.lab_plot import draw_evidence, write_plot
 from nemo_geomask.tools.lab.run_store import RunCurves, read_curves
-from nemo_geomask.tools.shared.intervals import CONFIDENCE_LABEL, mean_interval
+from nemo_geomask.tools.shared.intervals import mean_interval
 from nemo_geomask.tools.shared.markdown import markdown_table, replace_marked_text
-from nemo_geomask.tools.shared.palette import BLUE, GREEN, ORANGE, PURPLE, SKY_BLUE, VERMILION
 
-__all__ = [
-    "EVIDENCE_SPECS",
-    "EvidenceSpec",
-    "SeedMean",
-    "collect_runs",
-    "draw_figure",
-    "load_runs",
-    "rewrite_page",
-    "search_table",
-    "split_runs",
-]
+__all__ = ["collect_runs", "load_runs", "rewrite_page", "search_table", "split_runs"]
 
-_KEY = b"nemo_geomask.evidence"
+_METADATA_KEY = b"nemo_geomask.evidence"
 _FACTS = ("corrected", "chance", "sampler", "precision", "finished", "versions", "settings")
-_COLOURS = (PURPLE, GREEN, BLUE, VERMILION, ORANGE, SKY_BLUE)
-_MIN_TOKENS = 20
-Runs = Sequence[RunCurves]
-
-
-@dataclass(frozen=True)
-class SeedMean:
-    """Table column with a metric's mean over a run's steps, then over seeds, and its confidence interval.
-
-    The interval is by Student's t, over seeds.
-
-    Attributes:
-        title: the column's header.
-        metric: the metric's name.
-        number_format: format specification of a number.
-        last_steps: number of steps at the end of the run to average over; 0: all steps.
-        is_paired: subtract the base variant's mean on the same seed.
-        shows_interval: show the interval.
-    """
-
-    title: str
-    metric: str
-    number_format: str = ".3f"
-    last_steps: int = 0
-    is_paired: bool = False
-    shows_interval: bool = True
-
-    def by_seed(self, runs: Runs) -> dict[int, float]:
-        """Return each seed's mean; seeds on which the metric was never finite are left out."""
-        series_by_seed = {run.seed: run.series(self.metric)[-self.last_steps :] for run in runs}
-        finite = {seed: [value for value in series if math.isfinite(value)] for seed, series in series_by_seed.items()}
-        return {seed: fmean(series) for seed, series in sorted(finite.items()) if series}
-
-    def estimate(self, runs: Runs, base: Runs) -> tuple[float, tuple[float, float] | None] | None:
-        """Return the mean over seeds and its interval; None if no seed has a value."""
-        values = self.by_seed(runs)
-        if self.is_paired:
-            base_values = self.by_seed(base) if runs[0].label != base[0].label else {}
-            values = {seed: value - base_values[seed] for seed, value in values.items() if seed in base_values}
-        return (fmean(values.values()), mean_interval(list(values.values()))) if values else None
-
-    def cell(self, runs: Runs, base: Runs) -> str:
-        """Return the text of the table's cell for a variant's runs."""
-        estimate = self.estimate(runs, base)
-        if estimate is None:
-            return "–"
-        mean, interval = estimate
-        # The option z formats a rounded -0 without its sign.
-        style = f"{'+' * self.is_paired}z{self.number_format}"
-        interval_text = (
-            ""
-            if interval is None or not self.shows_interval
-            else " ({} to {})".format(*(format(x, style) for x in interval))
-        )
-        return f"{mean:{style}}{interval_text}"
-
-
-def _count_better_seeds(runs: Runs, base: Runs) -> str:
-    rewards, base_rewards = (
-        {run.seed: final_reward(run.series("reward")) for run in variant} for variant in (runs, base)
-    )
-    shared = rewards.keys() & base_rewards.keys()
-    return (
-        "–"
-        if runs[0].label == base[0].label
-        else f"{sum(rewards[seed] > base_rewards[seed] for seed in shared)} of {len(shared)}"
-    )
-
-
-def _reward_range(runs: Runs, base: Runs) -> str:
-    rewards = [final_reward(run.series("reward")) for run in runs]
-    return f"{min(rewards):.3f}, {max(rewards):.3f}"
-
-
-_COUNTS: dict[str, Callable[[Runs, Runs], str]] = {
-    "seeds": lambda runs, base: str(len(runs)),
-    "lowest, highest": _reward_range,
-    "better on": _count_better_seeds,
-    "collapsed": lambda runs, base: str(sum(has_collapsed(run.series("reward")) for run in runs)),
-}
-
-
-@dataclass(frozen=True)
-class EvidenceSpec:
-    """Specification of the table and figures that are made from one data file.
-
-    Attributes:
-        columns: the table's columns after that of the variant: means over seeds, or keys of ``_COUNTS``.
-        rows: the variants in the table, in its order: the name in the table by the variant's label. If empty, the table
-            has all variants under their labels, highest reward first. Other variants are compared with that of the
-            first row; if ``rows`` is empty, with the first variant in the data.
-        curves: metric of the figure's left half; empty: no figure.
-        plotted_rows: names of the rows in the left half; empty: the two best, the base and the worst.
-        dot_column: title of the column in the figure's right half.
-        curve_label: label of the y axis of ``curves``.
-        panel_file: file name, in the docs folder, of the figure that ``nemo-geomask lab report`` draws; empty: none.
-    """
-
-    columns: Sequence[SeedMean | str]
-    rows: Mapping[str, str] = field(default_factory=dict)
-    curves: str = ""
-    plotted_rows: Sequence[str] = ()
-    dot_column: str = ""
-    curve_label: str = "mean reward"
-    panel_file: str = ""
-
-    @property
-    def metrics(self) -> list[str]:
-        """Names of the metrics in the data file."""
-        measured = (column.metric for column in self.columns if isinstance(column, SeedMean))
-        return list(dict.fromkeys(("reward", *filter(None, (self.curves, *measured)))))
-
-    def base(self, curves: Runs) -> Runs:
-        """Return the runs of the base variant, with which the other variants are compared."""
-        by_label = group_by_variant(curves)
-        return by_label[next(iter(self.rows or by_label))]
-
-    def variants(self, curves: Runs) -> dict[str, Runs]:
-        """Return the runs of each variant by its name in the table, in the table's order."""
-        by_label = group_by_variant(curves)
-        if self.rows:
-            return {name: by_label[label] for label, name in self.rows.items() if label in by_label}
-        ranked = sorted(
-            by_label, key=lambda label: -fmean(final_reward(run.series("reward")) for run in by_label[label])
-        )
-        return {f"`{label}`": by_label[label] for label in ranked}
-
-
-def _read_evidence_specs() -> dict[str, EvidenceSpec]:
-    data = tomllib.loads(files("nemo_geomask.tools.lab").joinpath("evidence.toml").read_text(encoding="utf-8"))
-    columns = {name: SeedMean(**settings) for name, settings in data.pop("column").items()}
-    return {
-        name: EvidenceSpec(
-            **{**settings, "columns": tuple(columns.get(column, column) for column in settings["columns"])}
-        )
-        for name, settings in data.items()
-    }
-
-
-EVIDENCE_SPECS = _read_evidence_specs()
-"""Specification for each data file, by the file's name without ``.parquet``."""
+_MIN_TOKENS = 20  # tokens of a part in a step, below which its mean is not shown
 
 
 def collect_runs(curves: Iterable[RunCurves], path: Path, spec: EvidenceSpec) -> None:
@@ -210,7 +56,7 @@ def collect_runs(curves: Iterable[RunCurves], path: Path, spec: EvidenceSpec) ->
     types = {"seed": arrow.int32(), "step": arrow.int32(), **dict.fromkeys(metrics, arrow.float32())}
     table = arrow.table({name: arrow.array(values, types.get(name)) for name, values in rows.items()})
     path.parent.mkdir(parents=True, exist_ok=True)
-    parquet.write_table(table.replace_schema_metadata({_KEY: json.dumps(facts)}), path, compression="zstd")
+    parquet.write_table(table.replace_schema_metadata({_METADATA_KEY: json.dumps(facts)}), path, compression="zstd")
 
 
 def split_runs(folders: Iterable[Path], dimension: str, edges: Sequence[float]) -> list[RunCurves]:
@@ -232,7 +78,7 @@ def split_runs(folders: Iterable[Path], dimension: str, edges: Sequence[float]) 
     bins = DIMENSIONS_BY_NAME[dimension]
     bounds = [0, *(list(bins.edges).index(edge) + 1 for edge in edges), bins.bin_count]
     sum_columns = [BIN_SUMS.index(name) for name in ("tokens", "capped_abs")]
-    for file in (path for place in folders for path in sorted(place.rglob("steps/*.parquet"))):
+    for file in (path for folder in folders for path in sorted(folder.rglob("steps/*.parquet"))):
         run = RunCurves.read(file)
         (recorded,) = find_runs([file.parent.parent / file.stem / "records"])
         steps = [
@@ -257,7 +103,7 @@ def split_runs(folders: Iterable[Path], dimension: str, edges: Sequence[float]) 
 def load_runs(path: Path) -> list[RunCurves]:
     """Read the runs of a data file; variants keep the order in which they were collected."""
     table = require("pyarrow.parquet", "the lab needs", "demo").read_table(path)
-    facts = json.loads(table.schema.metadata[_KEY])
+    facts = json.loads(table.schema.metadata[_METADATA_KEY])
     columns: dict[str, list[Any]] = {
         name: [math.nan if value is None else value for value in table[name].to_pylist()] for name in table.column_names
     }
@@ -273,62 +119,16 @@ def load_runs(path: Path) -> list[RunCurves]:
 
 
 def _evidence_table(curves: Runs, spec: EvidenceSpec) -> str:
-    base = spec.base(curves)
+    baseline = spec.baseline_runs(curves)
     titles = [column.title if isinstance(column, SeedMean) else column for column in spec.columns]
     rows = []
     for name, runs in spec.variants(curves).items():
         cells = (
-            column.cell(runs, base) if isinstance(column, SeedMean) else _COUNTS[column](runs, base)
+            column.cell(runs, baseline) if isinstance(column, SeedMean) else COMPUTED_COLUMNS[column](runs, baseline)
             for column in spec.columns
         )
         rows.append((name, *cells))
     return markdown_table(("variant", *titles), rows)
-
-
-def draw_figure(curves: Runs, path: Path, spec: EvidenceSpec) -> None:
-    """Draw the figure of ``spec``: curves of a metric for some variants, and one column's intervals for all of them."""
-    require("matplotlib", "the lab needs", "demo").use("Agg")
-    pyplot = require("matplotlib.pyplot", "the lab needs", "demo")
-    figure, (curve_axes, dot_axes) = pyplot.subplots(1, 2, figsize=(12, 4.6), gridspec_kw={"width_ratios": [1, 1.1]})
-    variants = spec.variants(curves)
-    base = spec.base(curves)
-    names = list(variants)
-    first = next(name for name in names if variants[name][0].label == base[0].label)
-    shown = spec.plotted_rows or dict.fromkeys([*names[:2], first, names[-1]])
-    for name, colour in zip(shown, _COLOURS, strict=False):
-        series = [run.series(spec.curves) for run in variants[name]]
-        for values in series:
-            curve_axes.plot(range(1, len(values) + 1), values, color=colour, linewidth=0.4, alpha=0.4)
-        means = [fmean(step) for step in zip(*series, strict=True)]
-        curve_axes.plot(range(1, len(means) + 1), means, color=colour, linewidth=2.2, label=name.replace("`", ""))
-    if spec.curves == "reward":
-        curve_axes.axhline(curves[0].facts["chance"], color="0.35", linewidth=1, linestyle=":", label="chance")
-    curve_axes.set(
-        xlabel="step (rollout batch)", ylabel=spec.curve_label, title=f"{len(base)} seeds, thin; their mean, thick"
-    )
-    curve_axes.set_ylim(min(0, curve_axes.get_ylim()[0]), 1.35 * curve_axes.get_ylim()[1])
-    curve_axes.legend(fontsize="small", loc="upper left")
-    measure = next(
-        column for column in spec.columns if isinstance(column, SeedMean) and column.title == spec.dot_column
-    )
-    estimates = {name: measure.estimate(runs, base) for name, runs in variants.items()}
-    dots = [(name, *estimate) for name, estimate in reversed(estimates.items()) if estimate is not None]
-    for height, (_, mean, interval) in enumerate(dots):
-        low, high = interval or (mean, mean)
-        verdict_colour = GREEN if low > 0 else VERMILION if high < 0 else "0.45"
-        colour = verdict_colour if measure.is_paired else BLUE
-        dot_axes.plot([low, high], [height, height], color=colour, linewidth=2)
-        dot_axes.plot(mean, height, "o", color=colour)
-    labels = [name.strip("`").split(" ", 1)[-1].replace(" ", "\n") if name[0] == "`" else name for name, *_ in dots]
-    dot_axes.set_yticks(range(len(dots)), labels, fontsize="small")
-    dot_axes.axvline(0, color="0.35", linewidth=1)
-    dot_axes.set(
-        xlabel=f"{spec.curve_label}: {spec.dot_column}" if measure.is_paired else spec.dot_column,
-        title=f"mean over seeds, {CONFIDENCE_LABEL}",
-    )
-    figure.tight_layout()
-    figure.savefig(path, dpi=100, metadata={"Software": None})
-    pyplot.close(figure)
 
 
 def search_table(rows: Iterable[Mapping[str, str]]) -> str:
@@ -340,10 +140,10 @@ def search_table(rows: Iterable[Mapping[str, str]]) -> str:
     variants = list(dict.fromkeys(variant for cells in by_setting.values() for variant in cells))
 
     def cell(cells: Mapping[str, Mapping[str, float]], variant: str) -> str:
-        rewards, base = cells.get(variant), cells.get(variants[0], {})
+        rewards, baseline = cells.get(variant), cells.get(variants[0], {})
         if rewards is None:
             return "–"
-        differences = [value - base[seed] for seed, value in rewards.items() if seed in base]
+        differences = [value - baseline[seed] for seed, value in rewards.items() if seed in baseline]
         interval = mean_interval(differences) if variant != variants[0] else None
         return f"{fmean(rewards.values()):.3f}" + (
             "" if interval is None else " ({:+.3f} to {:+.3f})".format(*interval)
@@ -398,7 +198,7 @@ def _main() -> None:
     for path in sorted(folder.glob("*.parquet")):
         curves, spec = load_runs(path), EVIDENCE_SPECS[path.stem]
         if spec.curves:
-            draw_figure(curves, path.with_suffix(".png"), spec)
+            draw_evidence(curves, path.with_suffix(".png"), spec)
         if spec.panel_file:
             write_plot(curves, arguments.docs / spec.panel_file)
     for page in (arguments.docs / "evidence.md", arguments.docs / "lab.md"):

@@ -1,4 +1,4 @@
-"""Plot ``lab.png``: rewards, mismatch, correction weights and masked tokens of all variants."""
+"""Plots of runs: ``lab.png`` of a report, and the figures of the evidence pages."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from pathlib import Path
 from typing import Any
 
 from nemo_geomask.optional import require
+from nemo_geomask.tools.lab.evidence_columns import EvidenceSpec, Runs, SeedMean
 from nemo_geomask.tools.lab.outcome import group_by_variant
 from nemo_geomask.tools.lab.run_store import RunCurves
-from nemo_geomask.tools.shared.palette import LineLook, line_look
+from nemo_geomask.tools.shared.intervals import CONFIDENCE_LABEL
+from nemo_geomask.tools.shared.palette import BLUE, GREEN, VERMILION, LineLook, line_look
 
-__all__ = ["write_plot"]
+__all__ = ["draw_evidence", "write_plot"]
 
 _WINDOW = 5
 
 
 def write_plot(curves: Sequence[RunCurves], path: Path) -> None:
-    """Draw the four panels and write them to a PNG file."""
-    matplotlib = require("matplotlib", "the lab needs", "demo")
-    matplotlib.use("Agg")
-    pyplot = require("matplotlib.pyplot", "the lab needs", "demo")
+    """Draw rewards, mismatch, correction weights and masked tokens of all variants into a PNG file."""
+    pyplot = _import_pyplot()
     figure, ((reward, mismatch), (weight, removed)) = pyplot.subplots(2, 2, figsize=(12, 8), sharex=True)
 
     _set_up_panel(reward, "Reward: mean over the task's responses", "mean reward of the rollout batch")
@@ -64,26 +64,75 @@ def write_plot(curves: Sequence[RunCurves], path: Path) -> None:
     pyplot.close(figure)
 
 
+def draw_evidence(curves: Runs, path: Path, spec: EvidenceSpec) -> None:
+    """Draw the figure of ``spec``: curves of a metric for some variants, and one column's intervals for all of them."""
+    pyplot = _import_pyplot()
+    figure, (curve_axes, dot_axes) = pyplot.subplots(1, 2, figsize=(12, 4.6), gridspec_kw={"width_ratios": [1, 1.1]})
+    variants = spec.variants(curves)
+    baseline = spec.baseline_runs(curves)
+    names = list(variants)
+    first = next(name for name in names if variants[name][0].label == baseline[0].label)
+    shown = spec.plotted_rows or dict.fromkeys([*names[:2], first, names[-1]])
+    for index, name in enumerate(shown):
+        _plot_runs(curve_axes, variants[name], spec.curves, line_look(index), label=name.replace("`", ""), window=1)
+    if spec.curves == "reward":
+        curve_axes.axhline(curves[0].facts["chance"], color="0.35", linewidth=1, linestyle=":", label="chance")
+    curve_axes.set(
+        xlabel="step (rollout batch)", ylabel=spec.curve_label, title=f"{len(baseline)} seeds, thin; their mean, thick"
+    )
+    curve_axes.set_ylim(min(0, curve_axes.get_ylim()[0]), 1.35 * curve_axes.get_ylim()[1])
+    curve_axes.legend(fontsize="small", loc="upper left")
+    measure = next(
+        column for column in spec.columns if isinstance(column, SeedMean) and column.title == spec.dot_column
+    )
+    estimates = {name: measure.estimate(runs, baseline) for name, runs in variants.items()}
+    dots = [(name, *estimate) for name, estimate in reversed(estimates.items()) if estimate is not None]
+    for height, (_, mean, interval) in enumerate(dots):
+        low, high = interval or (mean, mean)
+        verdict_colour = GREEN if low > 0 else VERMILION if high < 0 else "0.45"
+        colour = verdict_colour if measure.is_paired else BLUE
+        dot_axes.plot([low, high], [height, height], color=colour, linewidth=2)
+        dot_axes.plot(mean, height, "o", color=colour)
+    labels = [name.strip("`").split(" ", 1)[-1].replace(" ", "\n") if name[0] == "`" else name for name, *_ in dots]
+    dot_axes.set_yticks(range(len(dots)), labels, fontsize="small")
+    dot_axes.axvline(0, color="0.35", linewidth=1)
+    dot_axes.set(
+        xlabel=f"{spec.curve_label}: {spec.dot_column}" if measure.is_paired else spec.dot_column,
+        title=f"mean over seeds, {CONFIDENCE_LABEL} interval",
+    )
+    figure.tight_layout()
+    figure.savefig(path, dpi=100, metadata={"Software": None})
+    pyplot.close(figure)
+
+
+def _import_pyplot() -> Any:
+    require("matplotlib", "the lab needs", "demo").use("Agg")
+    return require("matplotlib.pyplot", "the lab needs", "demo")
+
+
 def _set_up_panel(axes: Any, title: str, unit: str) -> None:
     axes.set_title(title, fontsize="medium")
     axes.set_ylabel(unit, fontsize="small")
     axes.grid(alpha=0.25)
 
 
-def _plot_runs(axes: Any, runs: Sequence[RunCurves], key: str, look: LineLook, *, label: str) -> None:
+def _plot_runs(
+    axes: Any, runs: Sequence[RunCurves], key: str, look: LineLook, *, label: str, window: int = _WINDOW
+) -> None:
+    """Plot a metric of each run as a thin line, and the mean of the runs as a thick one, averaged over some steps."""
     series = [run.series(key) for run in runs]
     if all(math.isnan(value) for values in series for value in values):
         return
     for values in series:
-        points = values if len(series) == 1 else _smooth(values)
+        points = values if len(series) == 1 else _smooth(values, window)
         axes.plot(range(1, len(points) + 1), points, linewidth=0.7, alpha=0.35, **look)
     # The mean ends with the shortest run, because a mean over fewer seeds would jump there.
-    mean = _smooth([_mean(values) for values in zip(*series, strict=False)])
+    mean = _smooth([_mean(values) for values in zip(*series, strict=False)], window)
     axes.plot(range(1, len(mean) + 1), mean, linewidth=1.8, label=label, **look)
 
 
-def _smooth(values: Sequence[float]) -> list[float]:
-    return [_mean(values[max(0, end - _WINDOW) : end]) for end in range(1, len(values) + 1)]
+def _smooth(values: Sequence[float], window: int) -> list[float]:
+    return [_mean(values[max(0, end - window) : end]) for end in range(1, len(values) + 1)]
 
 
 def _mean(values: Sequence[float]) -> float:

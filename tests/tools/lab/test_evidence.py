@@ -8,16 +8,8 @@ from pathlib import Path
 import pytest
 
 from nemo_geomask.errors import ConfigError
-from nemo_geomask.tools.lab.evidence import (
-    EVIDENCE_SPECS,
-    EvidenceSpec,
-    SeedMean,
-    collect_runs,
-    load_runs,
-    rewrite_page,
-    search_table,
-    split_runs,
-)
+from nemo_geomask.tools.lab.evidence import collect_runs, load_runs, rewrite_page, search_table, split_runs
+from nemo_geomask.tools.lab.evidence_columns import EVIDENCE_SPECS, EvidenceSpec, SeedMean
 from nemo_geomask.tools.lab.lab_recipe import LabRecipe
 from nemo_geomask.tools.lab.outcome import final_reward
 from nemo_geomask.tools.lab.run_store import Run, RunCurves, read_curves, write_steps

@@ -1,0 +1,158 @@
+"""Columns, rows and figures of the evidence pages, as ``evidence.toml`` defines them for each data file."""
+
+from __future__ import annotations
+
+import math
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.resources import files
+from statistics import fmean
+
+from nemo_geomask.tools.lab.outcome import final_reward, group_by_variant, has_collapsed
+from nemo_geomask.tools.lab.run_store import RunCurves
+from nemo_geomask.tools.shared.intervals import mean_interval
+
+__all__ = ["COMPUTED_COLUMNS", "EVIDENCE_SPECS", "EvidenceSpec", "Runs", "SeedMean"]
+
+Runs = Sequence[RunCurves]
+"""Runs, of one variant or of several."""
+
+
+@dataclass(frozen=True)
+class SeedMean:
+    """Table column with a metric's mean over a run's steps, then over seeds, and its confidence interval.
+
+    The interval is by Student's t, over seeds.
+
+    Attributes:
+        title: the column's header.
+        metric: the metric's name.
+        number_format: format specification of a number.
+        last_steps: number of steps at the end of the run to average over; 0: all steps.
+        is_paired: subtract the baseline's mean on the same seed.
+        shows_interval: show the interval.
+    """
+
+    title: str
+    metric: str
+    number_format: str = ".3f"
+    last_steps: int = 0
+    is_paired: bool = False
+    shows_interval: bool = True
+
+    def by_seed(self, runs: Runs) -> dict[int, float]:
+        """Return each seed's mean; seeds on which the metric was never finite are left out."""
+        series_by_seed = {run.seed: run.series(self.metric)[-self.last_steps :] for run in runs}
+        finite = {seed: [value for value in series if math.isfinite(value)] for seed, series in series_by_seed.items()}
+        return {seed: fmean(series) for seed, series in sorted(finite.items()) if series}
+
+    def estimate(self, runs: Runs, baseline: Runs) -> tuple[float, tuple[float, float] | None] | None:
+        """Return the mean over seeds and its interval; None if no seed has a value."""
+        values = self.by_seed(runs)
+        if self.is_paired:
+            baseline_values = self.by_seed(baseline) if runs[0].label != baseline[0].label else {}
+            values = {seed: value - baseline_values[seed] for seed, value in values.items() if seed in baseline_values}
+        return (fmean(values.values()), mean_interval(list(values.values()))) if values else None
+
+    def cell(self, runs: Runs, baseline: Runs) -> str:
+        """Return the text of the table's cell for a variant's runs."""
+        estimate = self.estimate(runs, baseline)
+        if estimate is None:
+            return "–"
+        mean, interval = estimate
+        # The option z formats a rounded -0 without its sign.
+        style = f"{'+' * self.is_paired}z{self.number_format}"
+        interval_text = (
+            ""
+            if interval is None or not self.shows_interval
+            else " ({} to {})".format(*(format(x, style) for x in interval))
+        )
+        return f"{mean:{style}}{interval_text}"
+
+
+def _count_better_seeds(runs: Runs, baseline: Runs) -> str:
+    rewards, baseline_rewards = (
+        {run.seed: final_reward(run.series("reward")) for run in variant} for variant in (runs, baseline)
+    )
+    shared = rewards.keys() & baseline_rewards.keys()
+    return (
+        "–"
+        if runs[0].label == baseline[0].label
+        else f"{sum(rewards[seed] > baseline_rewards[seed] for seed in shared)} of {len(shared)}"
+    )
+
+
+def _reward_range(runs: Runs, baseline: Runs) -> str:
+    rewards = [final_reward(run.series("reward")) for run in runs]
+    return f"{min(rewards):.3f}, {max(rewards):.3f}"
+
+
+COMPUTED_COLUMNS: dict[str, Callable[[Runs, Runs], str]] = {
+    "seeds": lambda runs, baseline: str(len(runs)),
+    "lowest, highest": _reward_range,
+    "better on": _count_better_seeds,
+    "collapsed": lambda runs, baseline: str(sum(has_collapsed(run.series("reward")) for run in runs)),
+}
+"""Columns that are not a mean over seeds: by title, a function of the variant's runs and the baseline's."""
+
+
+@dataclass(frozen=True)
+class EvidenceSpec:
+    """Specification of the table and figures that are made from one data file.
+
+    Attributes:
+        columns: the table's columns after that of the variant: means over seeds, or keys of :data:`COMPUTED_COLUMNS`.
+        rows: the variants in the table, in its order: the name in the table by the variant's label. If empty, the table
+            has all variants under their labels, highest reward first. Other variants are compared with that of the
+            first row; if ``rows`` is empty, with the first variant in the data.
+        curves: metric of the figure's left half; empty: no figure.
+        plotted_rows: names of the rows in the left half; empty: the two best, the baseline and the worst.
+        dot_column: title of the column in the figure's right half.
+        curve_label: label of the y axis of ``curves``.
+        panel_file: file name, in the docs folder, of the figure that ``nemo-geomask lab report`` draws; empty: none.
+    """
+
+    columns: Sequence[SeedMean | str]
+    rows: Mapping[str, str] = field(default_factory=dict)
+    curves: str = ""
+    plotted_rows: Sequence[str] = ()
+    dot_column: str = ""
+    curve_label: str = "mean reward"
+    panel_file: str = ""
+
+    @property
+    def metrics(self) -> list[str]:
+        """Names of the metrics in the data file."""
+        measured = (column.metric for column in self.columns if isinstance(column, SeedMean))
+        return list(dict.fromkeys(("reward", *filter(None, (self.curves, *measured)))))
+
+    def baseline_runs(self, curves: Runs) -> Runs:
+        """Return the runs of the variant with which the others are compared."""
+        by_label = group_by_variant(curves)
+        return by_label[next(iter(self.rows or by_label))]
+
+    def variants(self, curves: Runs) -> dict[str, Runs]:
+        """Return the runs of each variant by its name in the table, in the table's order."""
+        by_label = group_by_variant(curves)
+        if self.rows:
+            return {name: by_label[label] for label, name in self.rows.items() if label in by_label}
+        ranked = sorted(
+            by_label, key=lambda label: -fmean(final_reward(run.series("reward")) for run in by_label[label])
+        )
+        return {f"`{label}`": by_label[label] for label in ranked}
+
+
+def _read_evidence_specs() -> dict[str, EvidenceSpec]:
+    data = tomllib.loads(files("nemo_geomask.tools.lab").joinpath("evidence.toml").read_text(encoding="utf-8"))
+    columns = {name: SeedMean(**settings) for name, settings in data.pop("column").items()}
+    return {
+        name: EvidenceSpec(
+            **{**settings, "columns": tuple(columns.get(column, column) for column in settings["columns"])}
+        )
+        for name, settings in data.items()
+    }
+
+
+EVIDENCE_SPECS = _read_evidence_specs()
+"""Specification for each data file, by the file's name without ``.parquet``."""
