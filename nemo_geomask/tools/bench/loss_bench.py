@@ -34,7 +34,7 @@ __all__ = ["benchmark"]
 
 _COMPILED = ("clipped_pg", "clipped_pg, token weights", "gspo", "gspo, sequence_mean weights, geometric mask")
 _MEAN_LENGTH = 2048  # tokens of a sequence in a packed row of logits
-_ALONE = "log-probs alone"
+_ALONE = "log-probs alone"  # candidate without a loss, with which the others are compared
 _FROM_LOGITS = ("gspo", "gspo, sequence_mean weights, geometric mask")
 
 
@@ -69,6 +69,7 @@ def benchmark(
 def _on_logprobs(
     setting: Setting, clock: Clock, rows: int, length: int, compiled: Sequence[str], repeats: int, seed: int
 ) -> list[dict[str, Any]]:
+    """Measure our losses on the log-probs of a padded batch, and of the same batch packed; NeMo-RL's on the former."""
     from nemo_geomask.losses import build_loss
 
     # Lengths are between half of `length` and `length`.
@@ -78,45 +79,46 @@ def _on_logprobs(
     steps: dict[tuple[str, str], Callable[[], Tensor]] = {}
     reasons: dict[tuple[str, str], str] = {}
     for name, (config, nemo_rl_config) in LOSSES.items():
-        layouts: dict[str, dict[str, Any]] = {"padded": {}}
+        options_by_layout: dict[str, dict[str, Any]] = {"padded": {}}
         if nemo_rl_config is not None:
-            layouts["padded, metrics: nemo_rl"] = {"metrics": "nemo_rl"}
+            options_by_layout["padded, metrics: nemo_rl"] = {"metrics": "nemo_rl"}
         if name in compiled:
-            layouts["padded, compiled"] = {"compile": True}
+            options_by_layout["padded, compiled"] = {"compile": True}
             if nemo_rl_config is not None:
-                layouts["padded, compiled, metrics: nemo_rl"] = {"compile": True, "metrics": "nemo_rl"}
-        for how, options in layouts.items():
-            steps[name, how] = _ours(build_loss({"compile": False, **config, **options}), curr, data, counts)
-        for how, is_compiled in {"packed": False, **({"packed, compiled": True} if name in compiled else {})}.items():
+                options_by_layout["padded, compiled, metrics: nemo_rl"] = {"compile": True, "metrics": "nemo_rl"}
+        for layout, options in options_by_layout.items():
+            steps[name, layout] = _padded_step(build_loss({"compile": False, **config, **options}), curr, data, counts)
+        packed_layouts = {"packed": False, "packed, compiled": True} if name in compiled else {"packed": False}
+        for layout, is_compiled in packed_layouts.items():
             loss_fn = build_loss({**config, "compile": is_compiled})
-            steps[name, how] = _ours_packed(loss_fn, curr, data, lengths.tolist(), counts)
+            steps[name, layout] = _packed_step(loss_fn, curr, data, lengths.tolist(), counts)
         if nemo_rl_config is not None:
             try:
-                steps[name, "NeMo-RL, padded"] = _nemo_rl(nemo_rl_config, curr, data, counts)
+                steps[name, "NeMo-RL, padded"] = _nemo_rl_step(nemo_rl_config, curr, data, counts)
             except Absent as error:
                 reasons[name, "NeMo-RL, padded"] = str(error)
-    candidates = {f"{name}|{how}": timed(clock, step) for (name, how), step in steps.items()}
+    candidates = {f"{name}|{layout}": timed(clock, step) for (name, layout), step in steps.items()}
     laps, failures = interleave(candidates, repeats, warmup=2)
     results: list[dict[str, Any]] = []
-    for name, how in [*steps, *reasons]:
-        row: dict[str, Any] = {"loss": name, "how": how}
-        key = f"{name}|{how}"
+    for name, layout in [*steps, *reasons]:
+        row: dict[str, Any] = {"loss": name, "how": layout}
+        key = f"{name}|{layout}"
         if key in laps:
             row |= {"status": "measured", **summarise(laps[key], setting.device)}
-            row |= _count_launches(steps[name, how], setting.device)
+            row |= _count_launches(steps[name, layout], setting.device)
         elif key in failures:
             row |= {"status": "failed", "reason": failures[key]}
         else:
-            row |= {"status": "absent", "reason": reasons[name, how]}
+            row |= {"status": "absent", "reason": reasons[name, layout]}
         results.append(row)
     return results
 
 
-def _ours(loss_fn: Any, curr: Tensor, data: Data, counts: tuple[Tensor, Tensor]) -> Callable[[], Tensor]:
+def _padded_step(loss_fn: Any, curr: Tensor, data: Data, counts: tuple[Tensor, Tensor]) -> Callable[[], Tensor]:
     return lambda: loss_gradient(curr, lambda x: read_metrics(loss_fn(x, data, *counts)))
 
 
-def _ours_packed(
+def _packed_step(
     loss_fn: Any, curr: Tensor, data: Data, lengths: Sequence[int], counts: tuple[Tensor, Tensor]
 ) -> Callable[[], Tensor]:
     """Return a step on the packed batch; like training, it builds the segments for every call."""
@@ -128,7 +130,9 @@ def _ours_packed(
     return lambda: loss_gradient(flat, on_packed)
 
 
-def _nemo_rl(config: dict[str, Any], curr: Tensor, data: Data, counts: tuple[Tensor, Tensor]) -> Callable[[], Tensor]:
+def _nemo_rl_step(
+    config: dict[str, Any], curr: Tensor, data: Data, counts: tuple[Tensor, Tensor]
+) -> Callable[[], Tensor]:
     from nemo_geomask.hosts.nemo_rl.facts import LOSS_MODULE, build_loss_config
 
     losses = import_peer(LOSS_MODULE)

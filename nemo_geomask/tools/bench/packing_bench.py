@@ -54,7 +54,7 @@ def measure_packing(setting: Setting, clock: Clock, compiled: bool, repeats: int
         for wrapper, fn in zip(ways, (prepare, use_logprobs), strict=True)
     )
 
-    def call_wrapper(wrapper: Any, *arguments: Any) -> Any:
+    def call_wrapper(wrapper: Any, *arguments: Any) -> Any:  # NeMo-RL's way; loss_by_sequence and loss_at_once are ours
         return wrapper(*arguments)
 
     def on_row(call: Callable[..., Any], wrapper: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
@@ -73,7 +73,9 @@ def measure_packing(setting: Setting, clock: Clock, compiled: bool, repeats: int
     if compiled:
         compiled_loss = build_loss({"compile": True}, use_fused_linear_logprobs=True)
         calls["ours, at once, compiled"] = on_rows(loss_at_once, fused(loss_fn=compiled_loss))
-    steps = {way: timed(clock, partial(loss_gradient, x, partial(_called, call))) for way, (x, call) in calls.items()}
+    steps = {
+        way: timed(clock, partial(loss_gradient, x, partial(_loss_value, call))) for way, (x, call) in calls.items()
+    }
     laps, failures = interleave(steps, repeats, warmup=2)
     result["ways"] = [
         {"way": way, "status": "measured", **summarise(laps[way], setting.device)}
@@ -84,5 +86,5 @@ def measure_packing(setting: Setting, clock: Clock, compiled: bool, repeats: int
     return result
 
 
-def _called(call: Callable[[Tensor], Any], x: Tensor) -> Tensor:
+def _loss_value(call: Callable[[Tensor], Any], x: Tensor) -> Tensor:
     return read_metrics(call(x))
