@@ -243,17 +243,21 @@ def read(raw: RawBatch, segments: Segments, anchor: Literal["prev", "gen"] = "pr
         segments: assigns tokens to sequences.
         anchor: denominator of the policy ratio, ``ratio_anchor`` of the settings.
 
-    Returns: the batch, and the metrics ``geomask/nonfinite_<tensor>``: for each required tensor, its number of
-    non-finite values at tokens whose masks are both above 0.
+    Returns: the batch, and the metrics ``geomask/nonfinite_<tensor>``: for each required tensor and the unfiltered
+    log-probs, the number of non-finite values at tokens whose masks are both above 0.
     """
     curr = raw.curr.float()
     token_mask, sample_mask = raw.token_mask.float(), raw.sample_mask.float()
     required = {name: value.float() for name, value in raw.tensors.items() if name not in _OPTIONAL}
     unfiltered, rewards, metrics_ref, audited_prev = (raw.tensors.get(name) for name in _OPTIONAL)
 
+    checked = {"curr": curr.detach(), **required}
+    if unfiltered is not None:
+        unfiltered = unfiltered.float()
+        checked["unfiltered"] = unfiltered.detach()
     # NaN and infinity survive every sum, so one test covers all tensors.
-    sum_of_values = curr.detach()
-    for value in (*required.values(), *(() if unfiltered is None else (unfiltered.detach(),))):
+    sum_of_values, *others = checked.values()
+    for value in others:
         sum_of_values = sum_of_values + value
     is_unmasked = token_mask * segments.spread(sample_mask) > 0
     is_trained = is_unmasked & is_finite(sum_of_values)
@@ -262,7 +266,7 @@ def read(raw: RawBatch, segments: Segments, anchor: Literal["prev", "gen"] = "pr
     zero = curr.new_zeros(())  # with a number in its place, torch.where takes twice as long on a CPU
     clean = {name: torch.where(is_trained, value, zero) for name, value in required.items()}
     curr = torch.where(is_trained, curr, zero)
-    curr_kl = curr if unfiltered is None else torch.where(is_trained, unfiltered.float(), zero)
+    curr_kl = curr if unfiltered is None else torch.where(is_trained, unfiltered, zero)
     prev = clean.get("prev", curr.detach())
     reference_log_ratio = curr_kl.detach() - clean["ref"] if "ref" in clean else None
     if metrics_ref is not None:
@@ -296,12 +300,14 @@ def read(raw: RawBatch, segments: Segments, anchor: Literal["prev", "gen"] = "pr
 
         return Metric((f"geomask/nonfinite_{name}",), "local_sum", count)
 
-    return batch, [nonfinite_count("curr", raw.curr.detach()), *map(nonfinite_count, required, required.values())]
+    return batch, [nonfinite_count(name, value) for name, value in checked.items()]
 
 
 def _reference_log_ratio(curr: Tensor, ref: Tensor, is_trained: Tensor) -> Tensor:
-    """Return curr − log π_ref at trained tokens where log π_ref is known, else 0; token layout."""
-    is_known = is_trained & is_finite(ref)
-    # NeMo-RL fills the tensor with zeros when it skips the reference policy.
-    has_reference = (is_known & (ref != 0)).any()
-    return torch.where(is_known & has_reference, curr - ref, 0.0)
+    """Return curr − log π_ref at trained tokens where log π_ref is known, else 0; token layout.
+
+    NeMo-RL fills the tensor with zeros when it skips the reference policy, so a log π_ref of exactly 0 counts as not
+    known. Each token is judged by itself: a judgement by the microbatch or by the rank would not add up.
+    """
+    is_known = is_trained & is_finite(ref) & (ref != 0)
+    return torch.where(is_known, curr - ref, 0.0)

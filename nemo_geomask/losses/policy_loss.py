@@ -93,7 +93,7 @@ class PolicyLoss:
 
     @property
     def metric_normalizations(self) -> dict[str, Any]:
-        """``MetricNormalizer`` of every metric that a call returns."""
+        """``MetricNormalizer`` of every metric that a call may return; some need an optional tensor of the batch."""
         labels = self._labels[self._requested]
         normalizers = {name: label.normalizer for label in labels for name in label.names}
         return {

@@ -139,7 +139,7 @@ def linear_logprobs(
     options = LogprobOptions(temperature, ignore_index, entropy, validate, choose(hidden, kernel))
     call = _CallArguments(shards, options, softcap, main_grad, tile_bytes, sequence_parallel and world > 1)
     # Converted to the weight's type, as the model's output layer would do.
-    rows = hidden.reshape(-1, hidden.shape[-1]).to(weight.dtype)
+    rows = hidden.flatten(0, -2).to(weight.dtype)
     apply: Any = _Linear.apply
     outputs: tuple[Tensor, ...] = apply(rows, weight, bias, targets, call)
     return (outputs[0], outputs[1]) if entropy else outputs[0]
@@ -198,7 +198,7 @@ class _Linear(torch.autograd.Function):
         checked = check_targets(targets, shards, options)
         rows = hidden
         if call.sequence_parallel and shards.group is not None:
-            rows = gather_ranks(hidden, shards.group).view(-1, hidden.shape[-1])
+            rows = gather_ranks(hidden, shards.group).flatten(0, 1)
         # The host has to know how many rows are counted, since that decides the shape of the tiles.
         counted, count, ids = checked.is_counted.nonzero().squeeze(1), len(checked.ids), checked.ids
         indices = None if len(counted) == count else counted

@@ -190,6 +190,16 @@ def test_microbatches_add_up(name, batch, cut):
     assert not find_split_difference(LOSSES[name], *for_promises(batch), cuts=[cut])
 
 
+def test_reference_metrics_add_up_where_the_reference_is_certain_of_one_microbatch():
+    batch = batches.rollouts(1)
+    ref = batch.data["reference_policy_logprobs"].clone()
+    ref[0] = 0.0
+    batch = batch.with_data(reference_policy_logprobs=ref)
+    loss_fn = build_loss({"reference_policy_kl_penalty": 0.0})
+    assert batches.evaluate(loss_fn, batch).metrics["geomask/reference_k3"] > 0
+    assert not find_split_difference(loss_fn, *for_promises(batch), cuts=[1])
+
+
 def test_positive_nll_by_microbatch_depends_on_the_split_and_by_the_loss_does_not():
     batch = batches.rollouts(1)
 
@@ -224,7 +234,9 @@ def test_placeholder_counts_rescale_by_the_declared_normalizer(name, batch):
 
 @every_config
 def test_declared_metrics_are_the_returned_ones(name):
-    returned = set(batches.evaluate(LOSSES[name], batches.rollouts(1)).metrics)
+    batch = batches.rollouts(1)
+    batch = batch.with_data(curr_logprobs_unfiltered=batch.curr)  # optional, with a metric of its own
+    returned = set(batches.evaluate(LOSSES[name], batch).metrics)
     assert returned == set(LOSSES[name].metric_normalizations)
 
 

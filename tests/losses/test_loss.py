@@ -123,6 +123,25 @@ def test_raise_raises_for_the_models_own_values_too(name, packed):
         call(batch.seqs, batch.toks)
 
 
+def test_raise_raises_for_the_unfiltered_log_probs_too():
+    batch = batches.rollouts(1)
+    unfiltered = batch.curr.clone()
+    unfiltered[1, batch.data["token_mask"][1, 1:].nonzero()[0]] = math.nan
+    batch = batch.with_data(curr_logprobs_unfiltered=unfiltered)
+    with pytest.raises(NonFiniteError, match=r"1 in data\['curr_logprobs_unfiltered'\]"):
+        build_loss({"nonfinite": "raise"})(batch.curr, batch.data, batch.seqs, batch.toks)
+    _, metrics = build_loss({"nonfinite": "drop_token"})(batch.curr, batch.data, batch.seqs, batch.toks)
+    assert metrics["geomask/nonfinite_unfiltered"] == 1
+    assert metrics["geomask/nonfinite_curr"] == 0
+
+
+def test_raise_passes_a_batch_whose_values_are_finite():
+    batch = batches.rollouts(1)
+    batch = batch.with_data(curr_logprobs_unfiltered=batch.curr)
+    counts = (batch.seqs, batch.toks)
+    assert build_loss({"nonfinite": "raise"})(batch.curr, batch.data, *counts)[0].isfinite()
+
+
 def test_a_trainer_may_divide_the_loss_in_place():
     batch = batches.rollouts(1)
     curr = batch.curr.clone().requires_grad_()

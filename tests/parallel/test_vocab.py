@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from nemo_geomask.errors import ArgumentError, DataError, GeomaskError, RanksDisagreeError, ShapeError
-from nemo_geomask.parallel import vocab_parallel_logprobs
+from nemo_geomask.parallel import linear_logprobs, vocab_parallel_logprobs
 from nemo_geomask.parallel.local_processes import run_ranks
 from tests.helpers.logprobs import IGNORE, case, check, check_digits, loops, ours, shifted
 
@@ -289,6 +289,28 @@ def test_sharded_equals_whole_on_every_rank(world):
             # The same bits everywhere, so that every rank takes the same decisions from them.
             assert np.array_equal(mine[0], results[0][index][0])
             assert np.array_equal(mine[1], results[0][index][1])
+
+
+def _without_tokens(rank, world):
+    group, targets = dist.group.WORLD, torch.zeros(0, dtype=torch.int64)
+    logits, hidden, weight = (torch.ones(shape, requires_grad=True) for shape in ((0, 8), (0, 4), (8, 4)))
+    results = [
+        vocab_parallel_logprobs(logits, targets, group=group, entropy=True),
+        linear_logprobs(hidden, weight, targets, group=group, entropy=True),
+        linear_logprobs(hidden, weight, targets, group=group, entropy=True, sequence_parallel=True),
+    ]
+    sum(logprobs.sum() + entropy.sum() for logprobs, entropy in results).backward()
+    shapes = [tuple(tensor.shape) for pair in results for tensor in pair]
+    no_width = linear_logprobs(torch.ones(3, 0), torch.ones(8, 0), torch.tensor([0, 5, 15]), group=group)
+    gradients = tuple(logits.grad.shape), tuple(hidden.grad.shape), weight.grad.abs().sum().item()
+    return shapes, gradients, no_width.tolist()
+
+
+def test_ranks_without_tokens_or_without_hidden_width_crash_nothing():
+    for shapes, gradients, no_width in run_ranks(2, _without_tokens):
+        assert shapes == [(0,)] * 6
+        assert gradients == ((0, 8), (0, 4), 0.0)
+        assert no_width == pytest.approx([-math.log(16)] * 3)
 
 
 def _other_target(targets):
