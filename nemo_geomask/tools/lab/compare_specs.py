@@ -90,12 +90,12 @@ def _distribute_options(losses: Sequence[ComparedLoss]) -> tuple[ComparedLoss, .
 
     An option that none of them has stays, so that building the loss reports it.
     """
-    names = [_option_names(loss) for loss in losses]
-    known = frozenset[str]().union(*names)
+    names_by_loss = [_option_names(loss) for loss in losses]
+    all_names = frozenset[str]().union(*names_by_loss)
     distributed = []
-    for loss, own in zip(losses, names, strict=True):
+    for loss, names in zip(losses, names_by_loss, strict=True):
         options = loss.loss_fn.get("options")
-        if isinstance(options, Mapping) and (foreign := known.intersection(options) - own):
+        if isinstance(options, Mapping) and (foreign := all_names.intersection(options) - names):
             kept = {key: value for key, value in options.items() if key not in foreign}
             loss = replace(loss, loss_fn={**loss.loss_fn, "options": kept}, foreign_options=foreign)
         distributed.append(loss)
