@@ -1,5 +1,7 @@
 """Promises of nemo_geomask.testing: our losses keep them all, and each promise catches a loss that breaks it."""
 
+import itertools
+import math
 import re
 from pathlib import Path
 
@@ -11,8 +13,8 @@ import nemo_geomask.testing
 from nemo_geomask import build_loss
 from nemo_geomask import functional as F
 from nemo_geomask.cli import main
-from nemo_geomask.config import MaskStatistic
-from nemo_geomask.errors import PluginError
+from nemo_geomask.config import MaskPreset, MaskRule, MaskStatistic, Truncation, WeightLevel
+from nemo_geomask.errors import ConfigError, PluginError
 from nemo_geomask.losses import Variant
 from nemo_geomask.losses.registry import BUILT_IN
 from nemo_geomask.testing import PROMISES, SETTINGS, assert_promises, broken_promises, trials
@@ -67,6 +69,68 @@ def frozen(inputs, means):
     return surrogate(-weight * again * inputs.advantages, inputs)
 
 
+def rooted(inputs, means):
+    return surrogate(-inputs.advantages * inputs.log_ratio.sqrt(), inputs)
+
+
+def rooted_at_zero(inputs, means):
+    branch = torch.where(inputs.log_ratio > 0, inputs.log_ratio, (inputs.log_ratio * 0).sqrt())
+    return surrogate(-inputs.advantages * branch, inputs)
+
+
+def divided(inputs, means):
+    """Infinite where no token trains, and then 0 · infinity: made by the sum of the loss, not by this function."""
+    return surrogate(-inputs.advantages * inputs.curr / (inputs.curr * 0 + inputs.curr.detach().abs().amax()), inputs)
+
+
+def nan_metric(inputs, means):
+    loss = surrogate(-inputs.advantages * inputs.curr, inputs)
+    return loss._replace(ratio=loss.ratio * float("nan"))
+
+
+def nan_difference(inputs, means):
+    """Finite, with a finite gradient, but NaN a small step below the batch."""
+    step = inputs.curr - inputs.curr.detach()
+    return surrogate(-inputs.advantages * inputs.curr + torch.log1p(2e6 * step), inputs)
+
+
+def rooted_level(token, total, count):
+    return total.sqrt()
+
+
+def rooted_truncation(log_weight, *, min, max):
+    return F.Weight(log_weight.sqrt(), outside=log_weight > 0)
+
+
+def rooted_statistic(log_p, log_q):
+    return (log_p - log_q).sqrt()
+
+
+def never_finite(log_p, log_q):
+    return (log_p - log_q) * float("nan")
+
+
+def difference(log_p, log_q):
+    return log_p.exp() - log_q.exp()
+
+
+class Unbounded(MaskPreset):
+    """A preset whose bounds are NaN."""
+
+    def rule(self) -> MaskRule:
+        return MaskRule("unbounded", "mismatch", "token", "ratio", math.nan, math.inf, "always")
+
+
+ROOTED = Variant(surrogate=rooted)
+ROOTED_AT_ZERO = Variant(surrogate=rooted_at_zero)
+DIVIDED = Variant(surrogate=divided)
+NAN_METRIC = Variant(surrogate=nan_metric)
+NAN_DIFFERENCE = Variant(surrogate=nan_difference)
+ROOTED_LEVEL = WeightLevel(rooted_level)
+ROOTED_TRUNCATION = Truncation(rooted_truncation)
+ROOTED_STATISTIC = MaskStatistic(rooted_statistic)
+NEVER_FINITE = MaskStatistic(never_finite)
+SIGNED = MaskStatistic(difference, signed=True)
 AVERAGED = Variant(surrogate=averaged)
 OVERFLOWING = Variant(surrogate=overflowing)
 BRANCHING = Variant(surrogate=branching)
@@ -94,6 +158,61 @@ def test_each_promise_catches_who_breaks_it(variant, promise, message):
     tried = broken_promises({"name": name(variant)})
     text = next(text for kept, text in tried if kept.name == promise)
     assert message.casefold() in text.casefold()
+
+
+@pytest.mark.parametrize(
+    ("plugin", "problem", "origin"),
+    [
+        ("ROOTED", "the loss is NaN; the first NaN comes from `", "in rooted)"),
+        (
+            "ROOTED_AT_ZERO",
+            "the gradient is NaN at 40 tokens; the first NaN is the gradient of `",
+            "in rooted_at_zero)",
+        ),
+        ("DIVIDED", "the loss is NaN on row 4 alone; the first NaN comes from `", "in divided)"),
+        ("NAN_METRIC", "probs_ratio is NaN", "in nan_metric)"),
+        ("ROOTED_LEVEL", "the loss is NaN; the first NaN comes from `return total.sqrt()`", "in rooted_level)"),
+        ("ROOTED_TRUNCATION", "the loss is NaN; the first NaN comes from `", "in rooted_truncation)"),
+        ("ROOTED_STATISTIC", "is NaN at 28 of 40 trained tokens", "rooted_statistic"),
+        ("NEVER_FINITE", "is NaN at 40 of 40 trained tokens", "never_finite"),
+    ],
+)
+def test_nan_in_a_plugin_is_named_with_where_it_comes_from(plugin, problem, origin):
+    for settings in trials(name(plugin)).values():
+        results = list(broken_promises(settings))
+        assert [promise for promise, _ in results] == [PROMISES[0]]
+        text = results[0][1]
+        assert problem in text
+        assert "(test_testing.py, line " in text or "see test_testing.py, line " in text
+        assert origin in text
+        assert "sum or average" not in text
+
+
+def test_gradient_check_is_not_passed_by_nan():
+    results = {promise.name: text for promise, text in _until_gradient(name("NAN_DIFFERENCE"))}
+    assert not results["finite on an ordinary batch"]
+    assert "differs from finite differences" in results["the gradient equals finite differences"]
+
+
+def _until_gradient(variant):
+    for promise, text in broken_promises({"name": variant}):
+        yield promise, text
+        if promise.name == "the gradient equals finite differences":
+            return
+
+
+def test_a_signed_statistic_is_tried_at_no_level_where_signs_cancel():
+    settings = trials(name("SIGNED"))
+    assert list(settings) == ["at level token", "at level sequence_max", "at level prefix_max"]
+    for trial in settings.values():
+        build_loss(trial)
+
+
+def test_bounds_of_nan_are_refused():
+    with pytest.raises(
+        ConfigError, match=r"loss_fn.masks\[0\]: rule\(\) of this preset returns the bounds nan and inf"
+    ):
+        build_loss({"masks": [{"preset": name("Unbounded")}]})
 
 
 def test_gradient_is_compared_with_what_is_detached_held_fixed():
@@ -181,7 +300,8 @@ CROWDED = MaskStatistic(crowded)
 
 def test_a_correction_that_reduces_over_tokens_is_caught():
     mask = {"log_ratio": "mismatch", "level": "token", "statistic": name("CROWDED"), "max": 1.5}
-    promise, text = next(broken_promises({"masks": [mask]}))
+    (_, finite), (promise, text), *_ = itertools.islice(broken_promises({"masks": [mask]}), 2)
+    assert not finite
     assert promise.name == "microbatches add up to the whole batch"
     assert text
 

@@ -24,9 +24,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments and its help."""
     parser.description = (
         "Test a variant, alone and with a weight and masks; or a mask preset or mask statistic; or a level or "
-        "truncation of the weight. Microbatches must add up. Packed sequences and context parallelism must give the "
-        "result of padded sequences on one rank. Masked positions must have no effect. The gradient must be that of "
-        "finite differences. The loss must be picklable and compile as one graph."
+        "truncation of the weight. The numbers must be finite. Microbatches must add up. Packed sequences and context "
+        "parallelism must give the result of padded sequences on one rank. Masked positions must have no effect. The "
+        "gradient must be that of finite differences. The loss must be picklable and compile as one graph."
     )
     parser.epilog = _EPILOG
     parser.add_argument("name", metavar="NAME", help="a registered name, or module:attribute")

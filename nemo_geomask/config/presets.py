@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -266,10 +267,13 @@ def validate_masks(masks: Any) -> tuple[MaskBase, ...]:
     for index, mask in enumerate(masks):
         try:
             model = mask if isinstance(mask, MaskBase) else _mask_model(mask).model_validate(mask)
-            # A plugin's rule() may return a label that no field has validated.
-            label = model.rule().label
-            if problem := label_problem(label):
-                raise _mask_error("label", "{text}", {"text": problem}, label, "label")
+            # A plugin's rule() may return a label and bounds that no field has validated.
+            rule = model.rule()
+            if problem := label_problem(rule.label):
+                raise _mask_error("label", "{text}", {"text": problem}, rule.label, "label")
+            if math.isnan(rule.low) or math.isnan(rule.high):
+                text = f"rule() of this preset returns the bounds {rule.low} and {rule.high}; NaN would remove nothing"
+                raise _mask_error("bounds", "{text}", {"text": text}, mask)
             validated.append(model)
         except ValidationError as error:
             errors += [relocated(dict(item), (index, *item["loc"])) for item in error.errors()]

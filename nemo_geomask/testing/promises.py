@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 import math
 import pickle
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from nemo_geomask.data_keys import GENERATION_LOGPROBS, PREV_LOGPROBS, REFERENCE_POLICY_LOGPROBS, TOKEN_MASK
 from nemo_geomask.losses import PolicyLoss
-from nemo_geomask.losses.batch import requested_tensors, take_padded
+from nemo_geomask.losses.batch import read, requested_tensors, take_padded
 from nemo_geomask.losses.evaluate import evaluate
 from nemo_geomask.losses.prestep import valid_counts
-from nemo_geomask.losses.variant import SurrogateInputs
 from nemo_geomask.parallel.local_processes import run_ranks
 from nemo_geomask.segments import PackedSegments, PaddedSegments
+from nemo_geomask.testing.gradient_check import find_gradient_error
+from nemo_geomask.testing.nonfinite_origin import describe_origin
 
 __all__ = [
     "PROMISES",
@@ -43,7 +43,6 @@ __all__ = [
 # are added, and they may cancel.
 _RELATIVE_TOLERANCE = 2e-5
 _ABSOLUTE_TOLERANCE = 2e-6
-_STEP = 1e-6  # step of the finite differences, in float64
 _COLUMNS = 16  # T - 1; a multiple of 2·CP for 1, 2, 4 and 8 context-parallel ranks
 _RANKS = 2  # number of context-parallel ranks
 _JUNK = (math.nan, math.inf, -math.inf, 1e6)  # values written to tokens that don't train
@@ -132,6 +131,10 @@ def _gradient(value: Tensor, curr: Tensor) -> Tensor:
     return torch.zeros_like(curr) if gradient is None else gradient
 
 
+def _number(value: float) -> str:
+    return "NaN" if math.isnan(value) else f"{value:.6g}"
+
+
 def _is_close(value: float, expected: float) -> bool:
     return value == expected or math.isclose(value, expected, rel_tol=_RELATIVE_TOLERANCE, abs_tol=_ABSOLUTE_TOLERANCE)
 
@@ -144,6 +147,8 @@ def describe_difference(subject: str, outcome: LossOutcome, expected: LossOutcom
         outcome: the outcome to check.
         expected: the outcome to compare with; its gradient has the same shape.
     """
+    if math.isnan(outcome.value) != math.isnan(expected.value):
+        return f"{subject} gives a loss of {_number(outcome.value)} instead of {_number(expected.value)}"
     if not _is_close(outcome.value, expected.value):
         return (
             f"{subject} gives a loss of {outcome.value:.6g} instead of {expected.value:.6g}; the surrogate must not "
@@ -266,6 +271,48 @@ def find_influence_of_untrained(
     return ""
 
 
+def _find_nan(loss: PolicyLoss, batch: Batch) -> str:
+    """Return where NaN or infinity first appears on an ordinary batch, and on each of its rows alone, else ""."""
+    counts = valid_counts([batch])
+    if problem := _find_nan_statistic(loss, batch):
+        return problem
+    rows = range(len(batch["curr"]))
+    parts = {"": batch, **{f" on row {row} alone": {k: v[row : row + 1] for k, v in batch.items()} for row in rows}}
+    for place, part in parts.items():
+        outcome = evaluate_padded(loss, part, counts)
+        nan_metrics = [name for name, value in outcome.metrics.items() if math.isnan(value)]
+        nonfinite_tokens = int((~outcome.gradient.isfinite()).sum())
+        if not math.isfinite(outcome.value):
+            problem = f"the loss is {_number(outcome.value)}{place}"
+        elif nonfinite_tokens:
+            kind = "NaN" if outcome.gradient.isnan().any() else "infinite"
+            problem = f"the gradient is {kind} at {nonfinite_tokens} tokens{place}"
+        elif nan_metrics:
+            problem = f"{nan_metrics[0]} is NaN{place}"
+        if problem:
+            return problem + describe_origin(loss, part, counts)
+    return ""
+
+
+def _find_nan_statistic(loss: PolicyLoss, batch: Batch) -> str:
+    """Return which plugin's mask statistic is NaN at trained tokens, else ""; such tokens would silently be kept."""
+    raw = take_padded(batch["curr"][:, 1:], batch, requested_tensors(loss.config))
+    tokens, _ = read(raw, PaddedSegments(), loss.config.ratio_anchor)
+    for rule in loss.config.mask_rules:
+        if rule.plugin_statistic is not None:
+            values = rule.plugin_statistic.of(*tokens.compared_logprobs(rule.log_ratio))[tokens.is_trained]
+            if values.isnan().any():
+                code = getattr(rule.plugin_statistic.of, "__code__", None)
+                where = (
+                    f"; see {Path(code.co_filename).name}, line {code.co_firstlineno}, {code.co_name}" if code else ""
+                )
+                return (
+                    f"statistic {rule.statistic} is NaN at {int(values.isnan().sum())} of {values.numel()} trained "
+                    f"tokens, which no bound would remove{where}"
+                )
+    return ""
+
+
 def find_nonfinite(loss: PolicyLoss, batch: Batch, counts: Counts | None = None) -> str:
     """Return a message if the loss or its gradient is not finite on the batch, else ""."""
     outcome = evaluate_padded(loss, batch, counts)
@@ -306,96 +353,15 @@ def _find_graph_difference(loss: PolicyLoss, batch: Batch) -> str:
     )
 
 
-class _DetachReplay(TorchFunctionMode):
-    """Record the detached tensors of one call, and return the same tensors in later calls.
-
-    Autograd treats detached tensors as constants. Finite differences do so only if the tensors keep their values when
-    an input is shifted. Detached tensors are the results of ``detach`` and ``.data``, and everything that is computed
-    under ``torch.no_grad``.
-
-    Attributes:
-        recorded: copies of the detached tensors, in the order of their computation.
-        position: index in ``recorded`` of the next tensor to return; set it to 0 before each replay. None: record.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.recorded: list[Any] = []
-        self.position: int | None = None
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        detaches = func in (torch.Tensor.detach, torch.detach, torch.Tensor.data.__get__)  # type: ignore[attr-defined]
-        if not (detaches or not torch.is_grad_enabled()) or not isinstance(result, Tensor):
-            return result
-        if self.position is None:
-            self.recorded.append(result.clone())
-            return result
-        self.position += 1
-        return self.recorded[self.position - 1]
-
-
-def _find_gradient_error(loss: PolicyLoss, batch: Batch) -> str:
-    """Return a message if a token's gradient from autograd differs from its central difference in float64, else "".
-
-    The gradient is that of the variant's own functions, without importance-sampling weights and rejection masks.
-    """
-    variant, batch64 = loss.variant, {key: value.double() for key, value in batch.items()}
-    mask = (batch64[TOKEN_MASK] * batch64["sample_mask"].unsqueeze(1))[:, 1:]
-    is_trained = mask != 0
-    anchor = batch64[GENERATION_LOGPROBS if loss.config.ratio_anchor == "gen" else PREV_LOGPROBS][:, 1:]
-    coefficient = torch.rand(mask.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64) + 0.5
-    replay = _DetachReplay()
-
-    def total(curr: Tensor) -> Tensor:
-        """Return the sum of the tokens' losses, each times its own random coefficient."""
-        curr = torch.where(is_trained, curr, 0.0)
-        log_ratio = torch.where(is_trained, curr - anchor, 0.0)
-        advantages = torch.where(is_trained, batch64["advantages"][:, 1:], 0.0)
-        inputs = SurrogateInputs(curr, log_ratio, advantages, loss.config, loss.options)
-        pooled = variant.pool(inputs) if variant.pool is not None else {}
-        count = mask.sum(1, keepdim=True).clamp(min=1) if variant.pooled_by == "mean" else 1.0
-        means = {name: ((value * mask).sum(1, keepdim=True) / count).expand_as(mask) for name, value in pooled.items()}
-        surrogate = variant.surrogate(inputs, means)
-        per_token = surrogate.loss if surrogate.penalty is None else surrogate.loss + surrogate.penalty
-        return (mask * coefficient * per_token).sum()
-
-    def central_difference(token: list[int], mode: Any) -> float:
-        """Return the derivative of ``total`` by the log-prob of ``token`` (row, column), computed within ``mode``."""
-        values = []
-        for step in (_STEP, -_STEP):
-            shifted = curr.detach().clone()
-            shifted[tuple(token)] += step
-            replay.position = 0
-            with mode:
-                values.append(total(shifted.requires_grad_()).item())
-        return (values[0] - values[1]) / (2 * _STEP)
-
-    curr = batch64["curr"][:, 1:].clone().requires_grad_()
-    with replay:
-        value = total(curr)
-    (gradient,) = torch.autograd.grad(value, curr)
-    largest_error = 0.0
-    for token in is_trained.nonzero().tolist():
-        derivative = gradient[tuple(token)].item()
-        # If a detached tensor is a factor, autograd treats it as constant, and only differences under the replay agree.
-        # If it chooses between branches that meet continuously, only plain differences agree. One of them must agree.
-        errors = [abs(central_difference(token, mode) - derivative) for mode in (replay, contextlib.nullcontext())]
-        largest_error = max(largest_error, min(errors))
-    size = gradient.abs().max().item()
-    if largest_error <= 1e-4 * max(size, 1e-3):
-        return ""
-    return f"the gradient differs from finite differences by up to {largest_error:.2g}, and is {size:.2g} at most"
-
-
 PROMISES = (
+    Promise("finite on an ordinary batch", _find_nan),
     Promise("microbatches add up to the whole batch", find_split_difference),
     Promise("packed rows equal padded rows", _find_packing_difference),
     Promise("untrained tokens have no influence", find_influence_of_untrained),
     Promise("finite at log-ratios of ±100", _find_overflow),
-    Promise("the gradient equals finite differences", _find_gradient_error),
+    Promise("the gradient equals finite differences", find_gradient_error),
     Promise("survives pickling", find_pickle_difference),
     Promise("one graph under torch.compile", _find_graph_difference),
     Promise("context parallelism equals one rank", _find_context_parallel_difference),
 )
-"""All promises, in the order in which they are tested; each of the last two takes seconds."""
+"""All promises, in the order in which they are tested; all need the first one, and the last two take seconds each."""
