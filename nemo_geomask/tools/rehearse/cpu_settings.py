@@ -6,9 +6,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from nemo_geomask.tools.check import RecipeFacts, trained_sections
+from nemo_geomask.tools.rehearse.refusals import BACKEND
 from nemo_geomask.tools.rehearse.setting_change import Change
 
-__all__ = ["cpu_changes"]
+__all__ = ["cpu_changes", "is_colocated"]
 
 
 def cpu_changes(facts: RecipeFacts, *, has_automodel: bool) -> Iterator[Change]:
@@ -31,6 +32,7 @@ def cpu_changes(facts: RecipeFacts, *, has_automodel: bool) -> Iterator[Change]:
         settings["policy.generation.vllm_cfg.precision"] = ("bfloat16", "vLLM's CPU kernels support no other")
     if facts.get("policy.generation.vllm_cfg.kv_cache_dtype", "auto") != "auto":
         settings["policy.generation.vllm_cfg.kv_cache_dtype"] = ("auto", "vLLM's CPU kernels support no other")
+    settings |= _vllm_in_place_of_another(facts)
     for key, replacement in _LEFT_OUT.items():
         if facts.get(key) not in (None, False):
             settings[key] = replacement
@@ -43,6 +45,28 @@ def cpu_changes(facts: RecipeFacts, *, has_automodel: bool) -> Iterator[Change]:
     for key, (value, why) in settings.items():
         pinned = key.endswith("vllm_cfg.precision")
         yield Change(key, value, facts.get(key), why, delete=isinstance(value, dict), pinned=pinned)
+
+
+_ASYNC_ENGINE = "policy.generation.vllm_cfg.async_engine"
+_COLOCATED = "policy.generation.colocated.enabled"
+
+
+def _vllm_in_place_of_another(facts: RecipeFacts) -> dict[str, tuple[Any, str]]:
+    """Return the settings by which vLLM samples for a recipe with another backend; empty for vLLM's recipes."""
+    backend = facts.get(BACKEND, "vllm")
+    if backend == "vllm":
+        return {}
+    settings: dict[str, tuple[Any, str]] = {BACKEND: ("vllm", f"{backend} samples on GPUs alone; vLLM takes its place")}
+    if facts.is_true("grpo.async_grpo.enabled"):
+        settings[_ASYNC_ENGINE] = (True, "asynchronous GRPO needs vLLM's asynchronous engine")
+        settings[_COLOCATED] = (False, "beside the trainer, vLLM can't sample asynchronously")
+    return settings
+
+
+def is_colocated(facts: RecipeFacts) -> bool:
+    """Return True if trainer and sampler share GPUs in the rehearsal."""
+    value, _ = _vllm_in_place_of_another(facts).get(_COLOCATED, (facts.get(_COLOCATED, True), ""))
+    return bool(value)
 
 
 def _trainer_changes(facts: RecipeFacts, section: str, has_automodel: bool) -> Iterator[tuple[str, tuple[Any, str]]]:

@@ -101,6 +101,7 @@ def _compare_weights(events: Events) -> None:
         events("weights", error="this NeMo-RL sends the weights in a way that is not observed", refits=refits)
         return
     engines = 0
+    compared: set[str] = set()
     differences: dict[str, weight_sums.Difference] = {}
     for processes in filter(None, _call_workers(_samplers, weight_sums.engine_sums)):
         if len(processes) != 1:
@@ -113,9 +114,12 @@ def _compare_weights(events: Events) -> None:
             return
         for difference in weight_sums.compare(sent["sums"], processes[0]):
             differences.setdefault(difference.group, difference)
-    groups = len(sent["sums"])
+        compared |= sent["sums"].keys() & processes[0].keys()
+    if engines and not compared:
+        events("weights", error="trainer and engine have no weight of the same name", refits=refits)
+        return
     listed = [vars(difference) for difference in differences.values()]
-    events("weights", refits=refits, engines=engines, groups=groups, differences=listed)
+    events("weights", refits=refits, engines=engines, groups=len(compared), differences=listed)
 
 
 def _call_workers(groups: Any, function: Callable[[Any], Any]) -> list[Any]:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from nemo_geomask.errors import ConfigError
 from nemo_geomask.tools.check import Layout, RecipeFacts, layout_keys, layout_of, trained_sections
-from nemo_geomask.tools.rehearse.cpu_settings import cpu_changes
+from nemo_geomask.tools.rehearse.cpu_settings import cpu_changes, is_colocated
 from nemo_geomask.tools.rehearse.refusals import model_refusals, recipe_refusals
 from nemo_geomask.tools.rehearse.setting_change import Change, as_override
 from nemo_geomask.tools.rehearse.tiny_models import TinyModel, tiny_model
@@ -89,7 +89,7 @@ def plan(
     Raises:
         ConfigError: the recipe can't be rehearsed, or its model's architecture is not known.
     """
-    if problems := tuple(recipe_refusals(facts)):
+    if problems := tuple(recipe_refusals(facts, has_gpus=gpus)):
         raise ConfigError(*problems)
     full = layout_of(facts)
     # Without GPUs, only Megatron has a shim for context-parallel attention.
@@ -109,7 +109,7 @@ def plan(
         *([] if gpus else cpu_changes(facts, has_automodel=has_automodel)),
     ]
     algorithm = "grpo_single_controller" if _uses_single_controller(facts) else facts.algorithm
-    gpu_count = layout.ranks + (0 if facts.get("policy.generation.colocated.enabled", True) else 1)
+    gpu_count = layout.ranks + (0 if is_colocated(facts) else 1)
     effective = [change for change in changes if change.was != change.value or change.delete or change.pinned]
     unrehearsed = tuple(_unrehearsed(facts, layout, full, effective, gpus, validate))
     v2 = "policy.dtensor_cfg._v2"
@@ -161,6 +161,9 @@ def _model_and_data(facts: RecipeFacts, folder: Path, own_environment: bool, val
     # under NeMo-Gym the agents would call the sampler in place of NeMo-RL's rollout.
     why = "NeMo-Gym's agents and their rewards" if facts.is_true("env.should_use_nemo_gym") else ""
     yield Change("env", {_ENVIRONMENT: {}}, facts.get("env"), why, delete=facts.get("env") is not None)
+    if facts.algorithm == "grpo" and facts.get("policy.draft") is None:
+        why = "run_grpo.py reads it, unlike run_grpo_nemo_gym.py, for which the recipe is written"
+        yield Change("policy.draft", {"enabled": False}, None, why)
     http = "policy.generation.vllm_cfg.expose_http_server"
     if facts.is_true(http):
         yield Change(http, False, True, "only NeMo-Gym's agents call it")
@@ -263,7 +266,7 @@ def _parallel_sizes(facts: RecipeFacts, layout: Layout, full: Layout, gpus: bool
             yield Change(key, now, before, "ranks" if gpus else "one process samples on CPUs")
     yield Change("cluster.num_nodes", 1, facts.get("cluster.num_nodes"))
     gpu_count = layout.ranks
-    if facts.get("policy.generation.colocated.enabled", True) is False:
+    if not is_colocated(facts):
         gpu_count += 1
         resources = "policy.generation.colocated.resources"
         yield Change(f"{resources}.gpus_per_node", 1, facts.get(f"{resources}.gpus_per_node"))

@@ -12,6 +12,7 @@ import datetime
 import json
 import os
 import random
+import re
 import sys
 import tempfile
 import time
@@ -19,12 +20,14 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from nemo_geomask.errors import ConfigError, GeomaskError
 from nemo_geomask.hosts.nemo_rl.installed_version import commit_of
 from nemo_geomask.recipe import ROOT_VARIABLE, read_recipe
 from nemo_geomask.tools.check import RecipeFacts, check
 from nemo_geomask.tools.rehearse.plan import plan
+from nemo_geomask.tools.rehearse.refusals import BACKEND, LAUNCH_VARIABLES, errors_of
 from nemo_geomask.tools.rehearse.rehearsal import rehearse
 from nemo_geomask.tools.rehearse.supervision import signals_as_exceptions
 from nemo_geomask.tools.shared.markdown import markdown_table, replace_marked_text
@@ -51,16 +54,24 @@ def plan_recipes(checkout: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         facts = RecipeFacts.from_recipe(recipe)
         algorithm = facts.other_algorithm or next((name for name in ("ppo", "grpo") if name in recipe.data), None)
         if algorithm is not None and algorithm != "evaluation" and facts.get("policy") is not None:
-            yield _name(path, checkout), {"algorithm": algorithm, **_planned(facts)}
+            environment = _launch_variables(path, checkout)
+            yield _name(path, checkout), {"algorithm": algorithm, **_planned(facts, environment)}
 
 
 def _name(path: Path, checkout: Path) -> str:
     return path.relative_to(checkout / _EXAMPLES).as_posix()
 
 
-def _planned(facts: RecipeFacts) -> dict[str, Any]:
+def _launch_variables(path: Path, checkout: Path) -> dict[str, str]:
+    """Return the environment variables with which NeMo-RL's own script of a recipe starts it."""
+    script = next((checkout / "tests" / "test_suites").rglob(f"{path.stem}.sh"), None)
+    exports = re.findall(r"^export (\w+)=(\S+)$", script.read_text(encoding="utf-8"), re.MULTILINE) if script else []
+    return {name: value for name, value in exports if name in LAUNCH_VARIABLES}
+
+
+def _planned(facts: RecipeFacts, environment: Mapping[str, str]) -> dict[str, Any]:
     """Return the architecture and what trains it, or the reason for the refusal."""
-    errors = [finding for finding in check(facts).findings if finding.rule.severity == "error"]
+    errors = errors_of(check(facts), environment)
     if errors and facts.other_algorithm is None:
         first = errors[0]
         reason = f"{first.key}: {first.message}"
@@ -73,21 +84,30 @@ def _planned(facts: RecipeFacts) -> dict[str, Any]:
         by = f"{key}: {value}" if key and not isinstance(value, Mapping) else "its algorithm"
         return {"refused": {"by": by, "reason": str(error)}}
     trainer = "Megatron" if facts.uses_megatron else "DTensor v2" if planned.uses_automodel else "DTensor v1"
-    return {"planned": {"model_type": planned.model.model_type, "trainer": trainer, "script": planned.script}}
+    backend = facts.get(BACKEND, "vllm")
+    details = {} if backend == "vllm" else {"in_place_of": backend}
+    if environment:
+        details["environment"] = dict(environment)
+    entry = {"model_type": planned.model.model_type, "trainer": trainer, "script": planned.script}
+    return {"planned": entry | details}
 
 
 def drawn(recipes: Mapping[str, Mapping[str, Any]], number: int = DRAWN, seed: int = SEED) -> list[str]:
-    """Return recipes drawn by lot from the planned ones."""
-    planned = sorted(name for name, entry in recipes.items() if "planned" in entry)
-    return random.Random(seed).sample(planned, min(number, len(planned)))
+    """Return planned recipes drawn by lot.
+
+    All recipes are put in a random order, of which the first planned ones are drawn: a recipe that is planned by a
+    later version changes the lot of at most one other.
+    """
+    order = random.Random(seed).sample(sorted(recipes), len(recipes))
+    return [name for name in order if "planned" in recipes[name]][:number]
 
 
-def rehearse_recipe(path: Path, timeout: float) -> dict[str, Any]:
-    """Rehearse two steps of a recipe, and return how it ended."""
+def rehearse_recipe(path: Path, timeout: float, environment: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """Rehearse two steps of a recipe under additional environment variables, and return how it ended."""
     began = time.monotonic()
     error_line: str | None
     metrics: Mapping[int, Mapping[str, float]] = {}
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, mock.patch.dict(os.environ, environment or {}):
         try:
             rehearsal = rehearse(path, steps=2, timeout=timeout, folder=Path(folder, "out"))
         except GeomaskError as error:
@@ -167,7 +187,12 @@ def _outcome(run: Mapping[str, Any]) -> str:
 def _cell(entry: Mapping[str, Any]) -> str:
     if "refused" in entry:
         return "refused: " + " ".join(entry["refused"]["reason"].split())
-    text = f"a tiny {entry['planned']['model_type']}, {entry['planned']['trainer']}"
+    planned = entry["planned"]
+    text = f"a tiny {planned['model_type']}, {planned['trainer']}"
+    if "in_place_of" in planned:
+        text += f", sampled by vLLM in place of {planned['in_place_of']}"
+    for name, value in planned.get("environment", {}).items():
+        text += f", with {name}={value} as in NeMo-RL's own script"
     return f"{text}; {_outcome(entry['run'])}" if "run" in entry else text
 
 
@@ -205,7 +230,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             parser.error(f"--only: {checkout / _EXAMPLES} has no recipe {unknown[0]}")
         with signals_as_exceptions():
             for name in chosen:
-                run = rehearse_recipe(checkout / _EXAMPLES / name, options.timeout)
+                environment = recipes[name].get("planned", {}).get("environment")
+                run = rehearse_recipe(checkout / _EXAMPLES / name, options.timeout, environment)
                 print(f"{name}: {_outcome(run)}", file=sys.stderr, flush=True)
                 recipes[name]["run"] = run
                 all_trained = all_trained and run["outcome"] == "trained"

@@ -4,15 +4,27 @@ from __future__ import annotations
 
 import ast
 import functools
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from nemo_geomask.errors import Problem
-from nemo_geomask.tools.check import RecipeFacts
+from nemo_geomask.tools.check import Finding, RecipeFacts, Report
 
-__all__ = ["model_refusals", "recipe_refusals"]
+__all__ = ["BACKEND", "LAUNCH_VARIABLES", "errors_of", "model_refusals", "recipe_refusals"]
 
-_BACKEND = "policy.generation.backend"
+BACKEND = "policy.generation.backend"
+"""Key of the library that samples; a rehearsal observes vLLM alone."""
+
+_WITHOUT_ACCURACY_CHECK = "NRL_IGNORE_TP_ACCURACY_CHECK"
+_REFUSALS_OF_VARIABLES: Mapping[str, str] = {_WITHOUT_ACCURACY_CHECK: "GM307"}
+"""By environment variable: the rule of `check` for a refusal of NeMo-RL that the variable switches off."""
+_REPLACED = frozenset({"policy.model_name", "policy.tokenizer.name"})
+"""Keys whose value is another one in every rehearsal."""
+
+LAUNCH_VARIABLES = tuple(_REFUSALS_OF_VARIABLES)
+"""Environment variables that decide whether NeMo-RL starts a recipe."""
+
 _NO_CPU: Mapping[str, str] = {
     "glm_moe_dsa": "sparse attention, for which vLLM has no CPU kernel",
 }
@@ -29,15 +41,30 @@ _MEDIA = ("omni", "audio", "-vl", "_vl", "vision", "vlm")
 """Parts of model names, and of the names of data processors, that stand for images, video or sound."""
 
 
-def recipe_refusals(facts: RecipeFacts) -> Iterator[Problem]:
-    """Yield a problem for each part of a recipe that a rehearsal can neither run nor leave out."""
+def errors_of(report: Report, environment: Mapping[str, str] = os.environ) -> list[Finding]:
+    """Return the errors that keep a rehearsal from starting a recipe in an environment.
+
+    Errors about settings that every rehearsal replaces do not count: a launcher may fill in the model, for example.
+    """
+    waived = {rule for variable, rule in _REFUSALS_OF_VARIABLES.items() if environment.get(variable)}
+    errors = [finding for finding in report.findings if finding.rule.severity == "error"]
+    return [error for error in errors if error.rule.id not in waived and error.key not in _REPLACED]
+
+
+def recipe_refusals(facts: RecipeFacts, *, has_gpus: bool = False) -> Iterator[Problem]:
+    """Yield a problem for each part of a recipe that a rehearsal can neither run nor leave out.
+
+    Args:
+        facts: the recipe.
+        has_gpus: this machine has GPUs, so that no other sampler takes the place of the recipe's.
+    """
     if (algorithm := facts.other_algorithm) is not None:
         message = f"the recipe trains by {algorithm}, which has no policy loss; only GRPO and PPO are rehearsed"
         yield Problem(("grpo",), message)
         return
-    if (backend := facts.get(_BACKEND, "vllm")) != "vllm":
-        message = f"{backend} samples in this recipe, and a rehearsal samples with vLLM alone; override {_BACKEND}=vllm"
-        yield Problem((_BACKEND,), f"{message} to rehearse everything else")
+    if (backend := facts.get(BACKEND, "vllm")) != "vllm" and has_gpus:
+        message = f"{backend} samples in this recipe, and a rehearsal samples with vLLM alone; override {BACKEND}=vllm"
+        yield Problem((BACKEND,), f"{message} to rehearse everything else")
     if facts.is_true("on_policy_distillation.enabled"):
         key = "on_policy_distillation.enabled"
         message = "true: a rehearsal has no teachers, whose log-probs are this recipe's advantages; set false"

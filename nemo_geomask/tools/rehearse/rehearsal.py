@@ -24,6 +24,7 @@ from nemo_geomask.tools.rehearse.gate import RunEvidence, unmet_conditions
 from nemo_geomask.tools.rehearse.launch_environment import has_automodel, launch_environment
 from nemo_geomask.tools.rehearse.mismatch_check import check_mismatch, has_experts, healthy_limits
 from nemo_geomask.tools.rehearse.plan import RECORDS, Plan, plan
+from nemo_geomask.tools.rehearse.refusals import errors_of
 from nemo_geomask.tools.rehearse.run_outcome import RunFailure, RunResult, outcome_of
 from nemo_geomask.tools.rehearse.supervision import supervised
 from nemo_geomask.tools.rehearse.tiny_models import write_prompts
@@ -169,12 +170,12 @@ def rehearse(
     resumed_args = (*overrides, *(resume or ()))
     resumed_facts = RecipeFacts.from_recipe(read_recipe(recipe, resumed_args, leave=leave)) if resume else facts
     reports = [check(facts), *([check(resumed_facts)] if resume else [])]
-    report = next((each for each in reports if each.count("error")), reports[0])
+    report = next((each for each in reports if errors_of(each)), reports[0])
     gpus = has_gpus()
     folder = folder.resolve()
     if not dry_run:
         _check_output_folder(folder)
-    if report.count("error"):
+    if errors_of(report):
         seconds = time.monotonic() - began
         return Rehearsal(Path(recipe), checkout, report.findings, gpus, None, None, folder, seconds)
     settings = _RunSettings(

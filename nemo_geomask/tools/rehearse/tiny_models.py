@@ -56,7 +56,7 @@ _SIZES: Mapping[str, Any] = {
     "hidden_size": 64,
     "intermediate_size": 128,
     "head_dim": 32,  # attention kernels for CPUs take multiples of 32
-    "max_position_embeddings": 256,
+    "max_position_embeddings": 4096,  # longer than sequences that are padded for wide tensor and context parallelism
     "initializer_range": 0.3,  # wide, so that tokens differ in probability
     "pad_token_id": 0,
     "eos_token_id": 1,

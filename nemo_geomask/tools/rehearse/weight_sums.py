@@ -2,7 +2,8 @@
 
 A refit renames weights (q, k and v become one matrix in vLLM, and so do experts) and casts them to the engine's dtype.
 The checksum of a group of weights is therefore its sum and its sum of absolute values in float64: neither fusion nor
-order changes them. A group is one layer of the model, or one weight outside of the layers. The weights that are sent
+order changes them. A group is one layer of the model, or one weight outside of the layers. The decay of a state space
+is a group of its own, because vLLM stores A = -exp(A_log) where the trainer has A_log. The weights that are sent
 are cast to each dtype that the engine may have, and summed in each. Both sides then agree to float64's rounding, and
 even a single outdated bfloat16 shows.
 """
@@ -39,6 +40,7 @@ Sums = dict[str, dict[str, list[float]]]
 """By group and dtype: the sum, the sum of absolute values and the number of elements."""
 
 _LAYER = re.compile(r"(?:^|\.)layers\.\d+\.")
+_LOG_DECAY, _DECAY = "A_log", "A"
 ENGINE_DTYPES = ("bfloat16", "float16", "float32")
 """Dtypes of an engine; the weights that are sent are cast to each, exactly as the engine would cast them."""
 _TOLERANCE = 1e-10
@@ -53,8 +55,19 @@ _refits = 0
 
 def group_of(name: str) -> str:
     """Return the group of a weight by its name: its layer, or the weight's own name without the model's prefix."""
-    match = _LAYER.search(name)
-    return match[0].strip(".") if match else ".".join(name.split(".")[-2:])
+    match, last = _LAYER.search(name), name.rpartition(".")[2]
+    if not match:
+        return ".".join(name.split(".")[-2:])
+    layer = match[0].strip(".")
+    return f"{layer}.{last}" if last in (_LOG_DECAY, _DECAY) else layer
+
+
+def _sum_sent(sums: Sums, name: str, tensor: Any) -> None:
+    """Add a weight that is sent to the sums of its group, in each dtype that the engine may have."""
+    _add(sums, name, tensor, ENGINE_DTYPES)
+    if name.endswith(f".{_LOG_DECAY}"):
+        # mamba_mixer2.py:225: vLLM's loader applies -exp to the float32 value. Models that keep A_log have no A.
+        _add(sums, f"{name.removesuffix(_LOG_DECAY)}{_DECAY}", -tensor.detach().float().exp(), ENGINE_DTYPES)
 
 
 def _add(sums: Sums, name: str, tensor: Any, dtypes: tuple[str, ...]) -> None:
@@ -92,7 +105,7 @@ def sum_streamed(original: Callable[..., Any]) -> Callable[..., Any]:
 
         def observed(weights: Any) -> Iterator[Any]:
             for name, tensor in weights:
-                _add(sums, name, tensor, ENGINE_DTYPES)
+                _sum_sent(sums, name, tensor)
                 yield name, tensor
 
         bound.arguments["params_generator"] = observed(bound.arguments["params_generator"])
@@ -115,7 +128,7 @@ def sum_broadcast(original: Callable[..., Any]) -> Callable[..., Any]:
 
         def observed(item: Any) -> Any:
             tensor = convert(item)
-            _add(sums, item[0], tensor, ENGINE_DTYPES)
+            _sum_sent(sums, item[0], tensor)
             return tensor
 
         bound.arguments["post_iter_func"] = observed

@@ -268,3 +268,21 @@ def test_dtensor_v2_where_its_workers_have_automodel(planned, overrides, automod
     if overrides and not automodel:
         assert not shrunk.is_true("policy.dtensor_cfg._v2")
         assert any("3rdparty" in words for words in made.unrehearsed)
+
+
+def test_vllm_takes_the_place_of_a_sampler_for_gpus_and_the_report_says_so(planned):
+    made, shrunk = planned("policy.generation.backend=trtllm")
+    assert shrunk.get("policy.generation.backend") == "vllm"
+    assert any("policy.generation.backend: 'trtllm', here 'vllm'" in line for line in made.unrehearsed)
+    made, shrunk = planned("policy.generation.backend=megatron", "++grpo.async_grpo.enabled=true")
+    # Megatron samples asynchronously beside the trainer; vLLM needs a GPU of its own.
+    assert shrunk.get("policy.generation.vllm_cfg.async_engine") is True
+    assert shrunk.get("policy.generation.colocated.enabled") is False
+    assert shrunk.get("policy.generation.colocated.resources.gpus_per_node") == 1
+    assert made.gpu_count == made.layout.ranks + 1 == shrunk.get("cluster.gpus_per_node")
+    assert any(line.startswith("policy.generation.colocated.enabled: true, here false") for line in made.unrehearsed)
+
+
+def test_a_draft_that_only_the_script_for_nemo_gym_does_without(planned):
+    assert planned()[1].get("policy.draft") == {"enabled": False}
+    assert planned("++policy.draft={enabled: false, other: 1}")[1].get("policy.draft.other") == 1

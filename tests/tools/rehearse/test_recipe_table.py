@@ -58,10 +58,33 @@ def test_each_recipe_is_planned_or_has_a_reason(checkout):
     }
     planned = {"model_type": "qwen3_moe", "trainer": "DTensor v1", "script": "examples/run_grpo.py"}
     assert table["configs/planned.yaml"] == {"algorithm": "grpo", "planned": planned}
-    assert table["configs/sglang.yaml"]["refused"]["by"] == "policy.generation.backend: sglang"
+    assert table["configs/sglang.yaml"]["planned"] == {**planned, "in_place_of": "sglang"}
+    assert "sampled by vLLM in place of sglang" in page({"label": "main", "recipes": table})
     assert table["configs/checked.yaml"]["refused"]["by"].startswith("check GM309 ")
     assert "NO_SUCH_VARIABLE" in table["nemo_gym/gym.yaml"]["refused"]["reason"]
     assert "no policy loss" in table["configs/sft.yaml"]["refused"]["reason"]
+
+
+def test_a_recipe_is_planned_under_the_variables_with_which_nemo_rl_starts_it(checkout, monkeypatch):
+    """GM307 stands for a refusal of NeMo-RL that a variable switches off."""
+    monkeypatch.delenv("NRL_IGNORE_TP_ACCURACY_CHECK", raising=False)
+    text = BASE.replace("_v2: false", "_v2: false, tensor_parallel_size: 4").replace(
+        "  train_micro_batch_size: 1", "  train_micro_batch_size: 1\n  logprob_batch_size: 4"
+    )
+    (checkout / "examples" / "configs" / "wide.yaml").write_text(text, encoding="utf-8")
+    assert dict(plan_recipes(checkout))["configs/wide.yaml"]["refused"]["by"].startswith("check GM307 ")
+    script = checkout / "tests" / "test_suites" / "llm" / "wide.sh"
+    script.parent.mkdir(parents=True)
+    script.write_text("#!/bin/bash\nexport NRL_IGNORE_TP_ACCURACY_CHECK=1\nexport OTHER=2\n", encoding="utf-8")
+    table = dict(plan_recipes(checkout))
+    assert table["configs/wide.yaml"]["planned"]["environment"] == {"NRL_IGNORE_TP_ACCURACY_CHECK": "1"}
+    assert "NRL_IGNORE_TP_ACCURACY_CHECK=1 as in NeMo-RL" in page({"label": "main", "recipes": table})
+
+
+def test_a_recipe_that_is_planned_later_leaves_the_lot_of_the_others():
+    recipes = {f"{number}.yaml": {"planned": {}} for number in range(40)}
+    before = drawn({name: entry if name != "7.yaml" else {"refused": {}} for name, entry in recipes.items()})
+    assert len(set(drawn(recipes)) - set(before)) <= 1
 
 
 def test_the_lot_falls_on_planned_recipes_and_is_the_same_each_time():
@@ -80,13 +103,13 @@ def test_results_stay_and_the_page_says_how_they_ended(checkout, tmp_path, monke
         "date": "2026-11-24",
         "steps": {},
     }
-    monkeypatch.setattr(recipe_table, "rehearse_recipe", lambda path, timeout: ended)
+    monkeypatch.setattr(recipe_table, "rehearse_recipe", lambda path, timeout, environment: ended)
     (tmp_path / "page.md").write_text("before\n<!-- recipes: begin -->\n<!-- recipes: end -->\nafter", encoding="utf-8")
     where = ["--results", str(tmp_path / "results"), "--page", str(tmp_path / "page.md")]
     assert main([str(checkout), "--run", *where]) == 1
     assert main([str(checkout), *where]) == 0
     text = (tmp_path / "page.md").read_text(encoding="utf-8")
-    assert "of 4 GRPO and PPO recipes, 1 are planned and 3 refused" in text
+    assert "of 4 GRPO and PPO recipes, 2 are planned and 2 refused" in text
     assert "| configs/planned.yaml | yes | failed in 9 s: step: loss of step 1 is nan | 2026-11-24 |" in text
     assert "1 of supervised fine-tuning" in text
     assert text.endswith("after")

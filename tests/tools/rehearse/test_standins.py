@@ -197,3 +197,22 @@ random.CheckpointFunction.apply(lambda value: value.square(), False, x).sum().ba
 print(x.grad.tolist() == [2.0] * 3)
 """
     assert in_a_process(code) == ["True"]
+
+
+def test_experts_have_their_published_names_on_the_way_to_the_engine():
+    """As vLLM reads them; the weights of other models, and those of an adapter, stay as they are."""
+    code = """
+import types, torch
+from nemo_geomask.hosts.nemo_rl import patch
+from nemo_geomask.tools.rehearse.cpu_shims import nemo_rl_shim
+worker = types.SimpleNamespace(_maybe_adapt_tensor_to_hf=lambda model, name, tensor: [(name, tensor)])
+patch.apply_all(nemo_rl_shim.stacked_experts(worker))
+stacked = torch.arange(12.0).reshape(2, 3, 2)
+name = "backbone.layers.1.mixer.experts.up_proj"
+answer = worker._maybe_adapt_tensor_to_hf(None, name, stacked)
+print([key for key, _ in answer] == [f"backbone.layers.1.mixer.experts.{n}.up_proj.weight" for n in range(2)])
+print(torch.equal(torch.stack([weight for _, weight in answer]), stacked))
+for model, key in ((None, "model.layers.1.mlp.experts.up_proj"), (types.SimpleNamespace(state_dict_adapter=1), name)):
+    print([each for each, _ in worker._maybe_adapt_tensor_to_hf(model, key, stacked)] == [key])
+"""
+    assert in_a_process(code) == ["True"] * 4

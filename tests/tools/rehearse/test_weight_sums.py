@@ -89,6 +89,28 @@ def test_nan_is_a_difference_and_a_tied_embedding_is_not(weights, sent):
     assert weight_sums.compare(sent(broken), held) == []  # the engine has what the trainer has
 
 
+@pytest.mark.parametrize("is_decay", [True, False])
+def test_the_decay_of_a_state_space_as_the_engine_keeps_it(sent, is_decay):
+    """vLLM's Mamba layers keep A = -exp(A_log), its gated delta nets A_log itself."""
+    log = torch.tensor([0.1, 0.7, 1.1])
+    sums = sent({"model.layers.0.mixer.in_proj.weight": torch.ones(4, 4), "model.layers.0.mixer.A_log": log})
+
+    def held(value):
+        name = f"model.layers.0.mixer.{'A' if is_decay else 'A_log'}"
+        weights = {"model.layers.0.mixer.in_proj.weight": torch.ones(4, 4).bfloat16(), name: value}
+        model = SimpleNamespace(named_parameters=weights.items)
+        worker = SimpleNamespace(model_runner=SimpleNamespace(model=model))
+        (answer,) = weight_sums.engine_sums(
+            SimpleNamespace(llm=SimpleNamespace(collective_rpc=lambda function: [function(worker)]))
+        )
+        return answer
+
+    value = -log.exp() if is_decay else log
+    assert weight_sums.compare(sums, held(value)) == []
+    (difference,) = weight_sums.compare(sums, held(value * 1.01))
+    assert difference.group == f"layers.0.{'A' if is_decay else 'A_log'}"
+
+
 def test_a_broadcast_is_summed_as_it_is_converted(weights, sent):
     by_stream, refits = sent(weights), weight_sums.read_sent_sums()["refits"]
 

@@ -27,6 +27,7 @@ SHIMS: Mapping[str, str] = {
     "nemo_rl.distributed.stateless_process_group": "nemo_rl_shim:weights_group",
     "nemo_rl.data_plane.adapters.transfer_queue": "nemo_rl_shim:data_plane",
     "nemo_rl.utils.packed_tensor": "nemo_rl_shim:packed_tensor",
+    "nemo_rl.models.policy.workers.dtensor_policy_worker_v2": "nemo_rl_shim:stacked_experts",
     "vllm.engine.arg_utils": "vllm_shim:arguments",
     "vllm.model_executor.layers.utils": "vllm_shim:layers",
     "vllm.model_executor.layers.fused_moe.cpu_fused_moe": "vllm_shim:experts",

@@ -6,6 +6,7 @@ import datetime
 import functools
 import importlib
 import os
+import re
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -21,6 +22,7 @@ __all__ = [
     "policy_utils",
     "ports",
     "ranges",
+    "stacked_experts",
     "weights_group",
 ]
 
@@ -30,6 +32,7 @@ IDENTITY = "NEMO_GEOMASK_REHEARSAL"
 _FREE_MEMORY = 1 << 28
 # Size of the range of ports that NeMo-RL reserves for engines, without those of the last four engines of a machine.
 _PORT_RANGE = 1200
+_STACKED = re.compile(r"(.*\.mixer\.experts)\.(up_proj|down_proj)$")
 _TIMEOUT = datetime.timedelta(minutes=3)
 
 
@@ -111,6 +114,26 @@ def data_plane(module: Any) -> Iterator[Patch]:
 def packed_tensor(module: Any) -> Iterator[Patch]:
     """Fix the size of a transfer of weights, which packed_tensor.py:27 derives from the GPU's memory."""
     yield attribute(module, "get_target_packed_tensor_size", lambda original: lambda: 1 << 24)
+
+
+def stacked_experts(module: Any) -> Iterator[Patch]:
+    """Send Nemotron's experts by their published names, one weight per expert (dtensor_policy_worker_v2.py:160).
+
+    The code that is published with the models, which NeMo-RL loads, has a module for each expert. The class that
+    transformers has since, of which the tiny model is made, stacks all experts of a layer, and vLLM skips those names.
+    """
+
+    def adapt(original: Any) -> Any:
+        def named(model_part: Any, fqn: str, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+            match = _STACKED.match(fqn)
+            if match is None or getattr(model_part, "state_dict_adapter", None):
+                return original(model_part, fqn, tensor, *args, **kwargs)
+            return [(f"{match[1]}.{number}.{match[2]}.weight", weight) for number, weight in enumerate(tensor)]
+
+        return named
+
+    if hasattr(module, "_maybe_adapt_tensor_to_hf"):
+        yield attribute(module, "_maybe_adapt_tensor_to_hf", adapt)
 
 
 def weights_group(module: Any) -> Iterator[Patch]:
