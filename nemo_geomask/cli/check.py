@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from nemo_geomask.cli.arguments import positive_number
 from nemo_geomask.errors import ConfigError, GeomaskError
 from nemo_geomask.tools.check import MISMATCH_KL
+from nemo_geomask.tools.check.bulk_check import bulk_as_json, bulk_as_text, check_many
 from nemo_geomask.tools.check.check_output import as_json, as_text, list_rules, unreadable_as_json
 from nemo_geomask.tools.check.recipe_check import CheckOptions, check_recipe
 
@@ -27,6 +29,7 @@ A rule is silenced by --ignore, or by a comment in the recipe or in a file it in
 examples
   nemo-geomask check recipes/llm/grpo-gspo-qwen3-30ba3b-8n8g-megatron-cp2-geomask.yaml
   nemo-geomask check recipe.yaml ++loss_fn.is_correction_level=sequence --gpu A100 --strict --format json
+  nemo-geomask check my_recipes/ --strict
 """
 
 
@@ -37,7 +40,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "of settings that are known to cause mismatch, to have no effect, or to be refused by NeMo-RL."
     )
     parser.epilog = _EPILOG
-    parser.add_argument("recipe", nargs="?", metavar="RECIPE.yaml", help="the recipe")
+    parser.add_argument(
+        "recipe",
+        nargs="?",
+        metavar="RECIPE.yaml",
+        help="the recipe; or several recipes, or folders, all of whose recipes are checked",
+    )
     parser.add_argument(
         "overrides",
         nargs="*",
@@ -73,19 +81,21 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.list_rules:
         print(list_rules())
         return 0
+    paths, overrides = _split_words([] if arguments.recipe is None else [arguments.recipe, *arguments.overrides])
     try:
-        if arguments.recipe is None:
+        if not paths:
             raise ConfigError("check needs a recipe; see nemo-geomask check --help")
-        checked = check_recipe(
-            CheckOptions(
-                recipe=arguments.recipe,
-                overrides=arguments.overrides,
-                ignore=[rule for group in arguments.ignore for rule in group.split(",") if rule.strip()],
-                gpu=arguments.gpu,
-                mismatch_kl=arguments.mismatch_kl,
-                similar_run=arguments.similar_run,
-            )
+        options = CheckOptions(
+            recipe=paths[0],
+            overrides=overrides,
+            ignore=[rule for group in arguments.ignore for rule in group.split(",") if rule.strip()],
+            gpu=arguments.gpu,
+            mismatch_kl=arguments.mismatch_kl,
+            similar_run=arguments.similar_run,
         )
+        if len(paths) > 1 or Path(paths[0]).is_dir():
+            return _run_many(paths, options, arguments)
+        checked = check_recipe(options)
     except GeomaskError as error:
         if arguments.format == "json":
             # Programs that read standard output always get an object; the message also goes to standard error.
@@ -95,9 +105,32 @@ def run(arguments: argparse.Namespace) -> int:
         _print_json(as_json(checked))
     else:
         print(as_text(checked))
-    if checked.report.count("error"):
+    return _status(checked.report.count, arguments)
+
+
+def _run_many(paths: Sequence[str], options: CheckOptions, arguments: argparse.Namespace) -> int:
+    bulk = check_many(paths, options)
+    if arguments.format == "json":
+        _print_json(bulk_as_json(bulk))
+    else:
+        print(bulk_as_text(bulk))
+    return _status(bulk.count, arguments)
+
+
+def _split_words(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the recipes and folders among the words, and the overrides; the first word is a recipe in any case."""
+    is_path = [
+        index == 0 or ("=" not in word and (word.endswith((".yaml", ".yml")) or Path(word).is_dir()))
+        for index, word in enumerate(words)
+    ]
+    named = list(zip(words, is_path, strict=True))
+    return [word for word, path in named if path], [word for word, path in named if not path]
+
+
+def _status(count: Callable[[str], int], arguments: argparse.Namespace) -> int:
+    if count("error"):
         return 2
-    return 1 if arguments.strict and checked.report.count("warning") else 0
+    return 1 if arguments.strict and count("warning") else 0
 
 
 def _print_json(output: dict[str, Any]) -> None:

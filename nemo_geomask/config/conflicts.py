@@ -167,8 +167,10 @@ _RATIO = (
     ConflictRule(
         ("ratio_clip_c", "disable_ppo_ratio"),
         lambda s: s.disable_ppo_ratio and s.ratio_clip_c is not None and not s.force_on_policy_ratio,
-        "ratio_clip_c: {ratio_clip_c} bounds the ratio that disable_ppo_ratio: true removes; set ratio_clip_c: null",
+        "ratio_clip_c: {ratio_clip_c} has no effect, since it bounds the ratio that disable_ppo_ratio: true removes; "
+        "set ratio_clip_c: null",
         depends_on=("force_on_policy_ratio",),
+        severity="warning",
     ),
 )
 

@@ -46,7 +46,7 @@ def lines(settings):
         ),
         (
             {"use_cispo": True, "disable_ppo_ratio": True, "ratio_clip_c": 3.0},
-            [("ratio_clip_c", "disable_ppo_ratio"), ("use_cispo", "disable_ppo_ratio"), ("ratio_clip_c", "use_cispo")],
+            [("use_cispo", "disable_ppo_ratio"), ("ratio_clip_c", "use_cispo")],
         ),
         # With every bound missing and the correction off, all of it is said at once.
         ({TYPE: "icepop"}, [(TYPE, HIGH), (TYPE, LOW), (TYPE, SWITCH)]),

@@ -16,6 +16,7 @@ from pydantic import BaseModel, ValidationError
 from nemo_geomask import LossConfig, build_loss
 from nemo_geomask.config import parse
 from nemo_geomask.errors import ConfigError
+from tests.helpers import batches
 
 # Name and default of every field of NeMo-RL's ClippedPGLossConfig at main of August 2026, which has all of
 # v0.7.0's and v0.6.0's.
@@ -169,7 +170,6 @@ def test_bad_value_names_the_key_and_the_way_out(settings, expected):
         ),
         ({"use_cispo": True, "ratio_clip_c": 3.0}, ["use_cispo", "ratio_clip_c: null"]),
         ({"use_cispo": True, "token_level_loss": False}, ["use_cispo", "token_level_loss: true"]),
-        ({"disable_ppo_ratio": True, "ratio_clip_c": 3.0}, ["disable_ppo_ratio", "ratio_clip_c: null"]),
         (
             {"truncated_importance_sampling_type": "tis", "truncated_importance_sampling_ratio": 2.0},
             ["truncated_importance_sampling_type", "use_importance_sampling_correction"],
@@ -517,3 +517,11 @@ class TestOmegaConf:
     def test_it_is_not_imported_for_that(self):
         code = "import sys, nemo_geomask; nemo_geomask.LossConfig(masks=[]); print('omegaconf' in sys.modules)"
         assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"
+
+
+def test_a_dual_clip_without_a_ratio_has_no_effect_as_in_nemo_rl():
+    batch = batches.rollouts(3)
+    expected = batches.evaluate({"disable_ppo_ratio": True}, batch)
+    with pytest.warns(UserWarning, match="ratio_clip_c: 3 has no effect.*set ratio_clip_c: null"):
+        found = batches.evaluate({"disable_ppo_ratio": True, "ratio_clip_c": 3.0}, batch)
+    assert torch.equal(found.loss, expected.loss)

@@ -10,6 +10,7 @@ from pathlib import Path
 from nemo_geomask.errors import ConfigError
 from nemo_geomask.tools.check import (
     batch_rules,
+    bound_rules,
     cluster_rules,
     engine_rules,
     length_rules,
@@ -20,6 +21,8 @@ from nemo_geomask.tools.check import (
     sampling_rules,
     section_rules,
     startup_rules,
+    type_rules,
+    value_rules,
 )
 from nemo_geomask.tools.check.recipe_facts import RecipeFacts
 from nemo_geomask.tools.check.rule import Finding, Rule
@@ -28,6 +31,7 @@ __all__ = ["RULES", "Report", "check"]
 
 _MODULES = (
     batch_rules,
+    bound_rules,
     cluster_rules,
     engine_rules,
     length_rules,
@@ -38,6 +42,8 @@ _MODULES = (
     sampling_rules,
     section_rules,
     startup_rules,
+    type_rules,
+    value_rules,
 )
 RULES: tuple[Rule, ...] = tuple(
     sorted((rule for module in _MODULES for rule in module.RULES), key=lambda rule: rule.id)
@@ -88,12 +94,15 @@ def check(facts: RecipeFacts, *, ignore: Collection[str] = ()) -> Report:
     findings: list[Finding] = []
     unchecked: list[tuple[Rule, str]] = []
     for rule in RULES:
-        if rule.needs_loss and facts.loss is None:
+        if rule.needs_loss and not facts.has_config:
             continue
         unknown = next((name for name in rule.needs if getattr(facts, name) is None), None)
         if unknown is None:
             findings += [
-                Finding(rule, hit.key, hit.message, hit.origin or origins.at(hit.key)) for hit in rule.check(facts)
+                Finding(rule, hit.key, hit.message, hit.origin or origins.at(hit.key))
+                for hit in rule.check(facts)
+                # GM001 reports an invalid setting; what the other rules make of its default would mislead.
+                if not (rule.needs_loss and facts.is_unsettled(hit.key, hit.message))
             ]
         elif rule.id not in ignored_ids:
             unchecked.append((rule, unknown))

@@ -17,9 +17,9 @@ from nemo_geomask.tools.shared.json_output import replace_nonfinite
 if TYPE_CHECKING:
     from nemo_geomask.tools.diagnose import MeasuredRun
 
-__all__ = ["as_json", "as_text", "list_rules", "unreadable_as_json"]
+__all__ = ["SEVERITIES", "as_json", "as_text", "count_with_noun", "finding_lines", "list_rules", "unreadable_as_json"]
 
-_SEVERITIES = ("error", "warning", "note")
+SEVERITIES = ("error", "warning", "note")
 _OPTION_FOR = {"gpu": "--gpu", "nemo_rl": "NeMo-RL (set NEMO_RL_ROOT)"}
 """What the user has to provide so that an attribute of ``RecipeFacts`` is known."""
 
@@ -37,8 +37,8 @@ def as_text(checked: CheckedRecipe) -> str:
         *_objective_sections(checked),
         _forecast_lines(checked.forecasts),
         _measured_lines(checked.measured) if checked.measured else [],
-        *(_finding_lines(finding) for finding in report.findings),
-        [", ".join(_with_count(report.count(severity), severity) for severity in _SEVERITIES), *_remarks(checked)],
+        *(finding_lines(finding) for finding in report.findings),
+        [", ".join(count_with_noun(report.count(severity), severity) for severity in SEVERITIES), *_remarks(checked)],
     ]
     return "\n\n".join("\n".join(lines) for lines in sections if lines)
 
@@ -84,7 +84,8 @@ def _measured_lines(measured: MeasuredRun) -> list[str]:
     return [summary, *masks]
 
 
-def _finding_lines(finding: Finding) -> list[str]:
+def finding_lines(finding: Finding) -> list[str]:
+    """Return a finding as lines of text: location, severity, rule and key, then the message and the source."""
     rule = finding.rule
     location = f"{finding.origin}: " if finding.origin else ""
     return [
@@ -100,12 +101,12 @@ def _remarks(checked: CheckedRecipe) -> Iterator[str]:
     if report.ignored:
         yield f"ignored: {', '.join(sorted({finding.rule.id for finding in report.ignored}))}"
     if facts.loss is None and not facts.other_algorithm:
-        yield "not checked until loss_fn is valid: all settings except loss_fn itself and the names of keys"
+        yield f"not checked until loss_fn is valid: its objective, and {', '.join(sorted(facts.unsettled))}"
     for rule, attribute in report.unchecked:
         yield f"not checked without {_OPTION_FOR[attribute]}: {rule.id}, {rule.title}"
 
 
-def _with_count(count: int, noun: str) -> str:
+def count_with_noun(count: int, noun: str) -> str:
     """Return a count with its noun, in the plural unless the count is 1."""
     return f"{count} {noun}{'' if count == 1 else 's'}"
 
@@ -125,7 +126,7 @@ def as_json(checked: CheckedRecipe) -> dict[str, Any]:
         "findings": [_finding_as_json(finding) for finding in report.findings],
         "ignored": [_finding_as_json(finding) for finding in report.ignored],
         "unjudged": [{"rule": rule.id, "needs": _OPTION_FOR[attribute]} for rule, attribute in report.unchecked],
-        "summary": {severity: report.count(severity) for severity in _SEVERITIES},
+        "summary": {severity: report.count(severity) for severity in SEVERITIES},
     }
 
 

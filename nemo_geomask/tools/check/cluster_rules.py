@@ -1,4 +1,4 @@
-"""GM316, GM317 and GM318: parallel layouts that NeMo-RL refuses, or that the loss does not support."""
+"""GM316 to GM318 and GM329 to GM332: layouts over GPUs that NeMo-RL refuses, or that the loss does not support."""
 
 from __future__ import annotations
 
@@ -6,11 +6,14 @@ import math
 from collections.abc import Iterator
 
 from nemo_geomask.losses.prestep import whole_batch_problems
-from nemo_geomask.tools.check.parallel_layout import MODEL_AXES, layout_keys
+from nemo_geomask.tools.check.parallel_layout import MODEL_AXES, layout_keys, layout_of
 from nemo_geomask.tools.check.recipe_facts import RecipeFacts
 from nemo_geomask.tools.check.rule import Hit, Rule
 
 __all__ = ["RULES", "training_gpus"]
+
+_COLOCATED = "policy.generation.colocated"
+_VLLM = "policy.generation.vllm_cfg"
 
 
 def _indivisible_gpus(facts: RecipeFacts) -> Iterator[Hit]:
@@ -31,10 +34,12 @@ def training_gpus(facts: RecipeFacts) -> int | None:
     """Return the number of GPUs that train: those of the cluster without those that only sample.
 
     Returns:
-        None if the recipe does not determine it, or if teachers of on-policy distillation need some of the GPUs.
+        None if the recipe does not determine it, or if other models than the policy need some of the GPUs.
     """
     gpus_per_node, nodes = facts.number("cluster.gpus_per_node"), facts.number("cluster.num_nodes")
-    if facts.get("on_policy_distillation") is not None or not gpus_per_node or not nodes:
+    # With segment_size, NeMo-RL leaves out GPUs that don't fill a segment. A reward model may take some of them, too.
+    is_divided = any(facts.get(key) is not None for key in ("on_policy_distillation", "cluster.segment_size"))
+    if is_divided or facts.get("env.reward_model.resources") is not None or not gpus_per_node or not nodes:
         return None
     if not float(gpus_per_node * nodes).is_integer():
         return None
@@ -46,6 +51,121 @@ def training_gpus(facts: RecipeFacts) -> int | None:
     # NeMo-RL splits a single node by GPUs, and a larger cluster by nodes.
     gpus = gpus_per_node - sampling_gpus_per_node if nodes == 1 else gpus_per_node * (nodes - sampling_nodes)
     return int(gpus) if gpus > 0 else None
+
+
+def _sampling_gpus(facts: RecipeFacts) -> int | None:
+    """Return the number of GPUs that sample: all that train, or those reserved for generation; None if unknown."""
+    if facts.get(f"{_COLOCATED}.enabled") is not False:
+        return training_gpus(facts)
+    gpus_per_node, nodes = facts.number("cluster.gpus_per_node"), facts.number("cluster.num_nodes")
+    if not gpus_per_node or not nodes:
+        return None
+    per_node = facts.number(f"{_COLOCATED}.resources.gpus_per_node")
+    if nodes == 1:
+        return int(per_node) if per_node else None
+    sampling_nodes = facts.number(f"{_COLOCATED}.resources.num_nodes")
+    return int((per_node or gpus_per_node) * sampling_nodes) if sampling_nodes else None
+
+
+def _size(key: str, facts: RecipeFacts) -> int:
+    return int(facts.number(key) or 1)
+
+
+def _vllm_sizes(facts: RecipeFacts) -> Iterator[Hit]:
+    if not facts.uses_vllm or "lab" in facts.recipe.data:
+        return
+    tp, pp, ep = (_size(f"{_VLLM}.{axis}_parallel_size", facts) for axis in ("tensor", "pipeline", "expert"))
+    gpus = _sampling_gpus(facts)
+    if gpus is not None and gpus % (tp * pp):
+        key = "tensor" if tp > 1 else "pipeline"
+        yield Hit(
+            f"{_VLLM}.{key}_parallel_size",
+            f"tensor_parallel_size ({tp}) x pipeline_parallel_size ({pp}) = {tp * pp} does not divide the {gpus} GPUs "
+            "that sample; change one of the sizes",
+        )
+    is_async = facts.is_true(f"{_VLLM}.async_engine")
+    if pp > 1 and not is_async:
+        yield Hit(
+            f"{_VLLM}.async_engine", f"false, but pipeline_parallel_size: {pp} needs vLLM's async engine; set true"
+        )
+    if ep > 1 and ep % tp:
+        yield Hit(
+            f"{_VLLM}.expert_parallel_size",
+            f"{ep} is not a multiple of tensor_parallel_size ({tp}), as vLLM's groups of experts must be; set a "
+            f"multiple of {tp}",
+        )
+    elif ep > tp and is_async:
+        yield Hit(
+            f"{_VLLM}.expert_parallel_size",
+            f"{ep} above tensor_parallel_size ({tp}) needs data parallelism inside vLLM, which NeMo-RL does not "
+            "support with async_engine: true; make them equal",
+        )
+
+
+def _expert_groups(facts: RecipeFacts) -> Iterator[Hit]:
+    gpus = training_gpus(facts)
+    if gpus is None:
+        return
+    key = layout_keys(facts)["ep"]
+    ep = _size(key, facts)
+    etp_key, pp_key = (f"policy.megatron_cfg.{axis}_parallel_size" for axis in ("expert_tensor", "pipeline_model"))
+    etp, pp = (_size(size_key, facts) if facts.uses_megatron else 1 for size_key in (etp_key, pp_key))
+    product = ep * etp * pp
+    factors = f"{ep} x {etp_key.rpartition('.')[2]} ({etp}) x {pp_key.rpartition('.')[2]} ({pp}) = {product}"
+    factors = factors if product > ep else str(ep)
+    if ep > 1 and gpus % product:
+        yield Hit(key, f"{factors} does not divide the {gpus} GPUs that train; set a size that does")
+
+
+def _separate_generation(facts: RecipeFacts) -> Iterator[Hit]:
+    gpus_per_node, nodes = facts.number("cluster.gpus_per_node"), facts.number("cluster.num_nodes")
+    has_teachers = facts.get("on_policy_distillation") is not None or facts.get("env.reward_model") is not None
+    if facts.get(f"{_COLOCATED}.enabled") is not False or not gpus_per_node or not nodes or has_teachers:
+        return
+    per_node_key, nodes_key = (f"{_COLOCATED}.resources.{name}" for name in ("gpus_per_node", "num_nodes"))
+    per_node, sampling_nodes = facts.number(per_node_key), facts.number(nodes_key)
+    if nodes == 1:
+        if not per_node:
+            yield Hit(per_node_key, "missing: with one node and colocated.enabled: false, state how many GPUs sample")
+        elif per_node >= gpus_per_node:
+            yield Hit(
+                per_node_key, f"{per_node:g} of {gpus_per_node:g} GPUs sample, so none is left to train; lower it"
+            )
+        if sampling_nodes not in (None, 1):
+            yield Hit(nodes_key, f"{sampling_nodes:g}, but the cluster has one node; set null")
+        return
+    if not sampling_nodes:
+        yield Hit(nodes_key, "missing: with several nodes and colocated.enabled: false, state how many nodes sample")
+    elif sampling_nodes >= nodes:
+        yield Hit(nodes_key, f"{sampling_nodes:g} of {nodes:g} nodes sample, so none is left to train; lower it")
+    if per_node != gpus_per_node:
+        found = "missing" if per_node is None else f"{per_node:g}"
+        yield Hit(
+            per_node_key, f"{found}: in a cluster of several nodes, whole nodes sample; set {gpus_per_node:g}, all GPUs"
+        )
+
+
+def _batch_of_a_rank(facts: RecipeFacts) -> Iterator[Hit]:
+    gpus, batch = training_gpus(facts), facts.number("policy.train_global_batch_size")
+    replica = layout_of(facts).ranks_per_replica
+    if gpus is None or not batch or gpus % replica:
+        return
+    ranks = gpus // replica
+    if batch % ranks:
+        yield Hit(
+            "policy.train_global_batch_size",
+            f"{batch:g} sequences can't be divided among {ranks} data-parallel ranks; set a multiple of {ranks}",
+        )
+        return
+    microbatch_key = "policy.train_micro_batch_size"
+    microbatch = facts.number(microbatch_key)
+    is_batched = any(facts.is_true(f"policy.{name}.enabled") for name in ("sequence_packing", "dynamic_batching"))
+    if microbatch and not is_batched and (batch / ranks) % microbatch:
+        yield Hit(
+            microbatch_key,
+            f"{microbatch:g} does not divide the {batch / ranks:g} sequences of a data-parallel rank (train_global_"
+            f"batch_size {batch:g} over {ranks} ranks); set a divisor",
+        )
 
 
 def _context_parallel_without_packing(facts: RecipeFacts) -> Iterator[Hit]:
@@ -86,5 +206,33 @@ RULES = (
         "setting that needs the whole batch, under the single controller",
         "NeMo-RL `SingleController` (single_controller.py): `train_microbatches_from_meta` trains on parts of a batch",
         _needs_whole_batch,
+    ),
+    Rule(
+        "GM329",
+        "error",
+        "vLLM's parallel sizes that do not fit each other or the GPUs",
+        "NeMo-RL `VllmGeneration.__init__`",
+        _vllm_sizes,
+    ),
+    Rule(
+        "GM330",
+        "error",
+        "expert-parallel size that does not divide the number of GPUs that train",
+        "Megatron-LM `initialize_model_parallel` (parallel_state.py); Automodel `create_device_mesh`",
+        _expert_groups,
+    ),
+    Rule(
+        "GM331",
+        "error",
+        "GPUs for separate generation that the cluster can't give",
+        "NeMo-RL `grpo.setup`",
+        _separate_generation,
+    ),
+    Rule(
+        "GM332",
+        "error",
+        "training batch that ranks or microbatches can't divide",
+        "NeMo-RL `shard_by_batch_size`, `make_microbatch_iterator`",
+        _batch_of_a_rank,
     ),
 )

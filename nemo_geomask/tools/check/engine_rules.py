@@ -143,7 +143,7 @@ RULES = (
     Rule("GM107", "warning", "quantised rollouts without a correction", "NeMo-RL docs/fp8.md", _quantised_rollouts),
     Rule(
         "GM108",
-        "warning",
+        "note",
         "mixture of experts without router replay",
         "NeMo-RL docs/guides/router-replay.md; R3, arXiv:2510.11370",
         _no_router_replay,

@@ -49,15 +49,18 @@ def _unreachable_bounds(key: str, statistic: str, low: float, high: float) -> It
     finite = [bound for bound in (low, high) if math.isfinite(bound)]
     if not finite or any(abs(bound) <= LARGEST_MEAN for bound in finite):
         return
+    # Both bounds on one side of the reachable means keep nothing; otherwise they remove nothing.
+    removes_all = low > LARGEST_MEAN or high < (-LARGEST_MEAN if statistic == "ratio" else 0)
     if statistic == "ratio":
-        bounds = ", ".join(f"{math.exp(bound):.4g}" for bound in finite)
+        bounds = " and ".join(f"{math.exp(bound):.4g}" for bound in finite)
         reach = f"[{math.exp(-LARGEST_MEAN):.2f}, {math.exp(LARGEST_MEAN):.2f}]"
         example = "0.99 and 1.01"
     else:
         bounds, reach, example = f"{finite[-1]:.4g}", f"[0, {LARGEST_MEAN}]", "0.001 to 0.01"
+    effect = "keeps only means that no working run has" if removes_all else "removes nothing"
     yield Hit(
         key,
-        f"the bound {bounds} on a sequence mean removes nothing, because a run whose means leave {reach} has collapsed "
+        f"the bound {bounds} on a sequence mean {effect}, because a run whose means leave {reach} has collapsed "
         f"already; common bounds are {example}",
     )
 

@@ -40,6 +40,8 @@ class RecipeFacts:
         mismatch_kl: expected mean KL from the generation to the training engine, in nats per token.
         gpu: name of the GPU that samples, such as A100; None if unknown.
         measured_tokens: mean number of tokens of a response in a similar run; None if not measured.
+        provisional_loss: if ``loss_fn`` is invalid, a loss without the invalid settings; else None.
+        unsettled: keys and sections whose value in the provisional loss is not what the user meant.
     """
 
     recipe: Recipe
@@ -49,22 +51,45 @@ class RecipeFacts:
     mismatch_kl: float = MISMATCH_KL
     gpu: str | None = None
     measured_tokens: int | None = None
+    provisional_loss: PolicyLoss | None = None
+    unsettled: frozenset[str] = frozenset()
 
     @classmethod
     def from_recipe(cls, recipe: Recipe, *, mismatch_kl: float = MISMATCH_KL, gpu: str | None = None) -> RecipeFacts:
         """Build the recipe's loss and return the facts about both."""
-        return cls(recipe, *build_recipe_loss(recipe), mismatch_kl=mismatch_kl, gpu=gpu)
+        built = build_recipe_loss(recipe)
+        return cls(
+            recipe,
+            built.loss,
+            built.problems,
+            built.warnings,
+            mismatch_kl,
+            gpu,
+            provisional_loss=built.provisional,
+            unsettled=built.unsettled,
+        )
 
     @property
     def config(self) -> LossConfig:
-        """Settings of the loss, with the variant's defaults applied.
+        """Settings of the loss, or of the provisional loss, with the variant's defaults applied.
 
         Raises:
-            LookupError: there is no loss.
+            LookupError: the recipe trains no policy loss.
         """
-        if self.loss is None:
-            raise LookupError("the recipe has no valid loss")
-        return self.loss.config
+        loss = self.loss or self.provisional_loss
+        if loss is None:
+            raise LookupError("the recipe trains no policy loss")
+        return loss.config
+
+    @property
+    def has_config(self) -> bool:
+        """True if :attr:`config` can be read."""
+        return (self.loss or self.provisional_loss) is not None
+
+    def is_unsettled(self, key: str, message: str) -> bool:
+        """Return True if a finding at ``key`` follows from an invalid setting, which it is about or mentions."""
+        is_inside = any(key == section or key.startswith((f"{section}.", f"{section}[")) for section in self.unsettled)
+        return is_inside or any(section in message for section in self.unsettled)
 
     @property
     def trains_nemo_rl_loss(self) -> bool:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any, NamedTuple
 
+from nemo_geomask.config.loss_config import LossConfig
+from nemo_geomask.config.strict import nearest
 from nemo_geomask.errors import GeomaskError, Problem
 from nemo_geomask.hosts.nemo_rl.facts import LOSS_FIELDS, neutral_values_in_source
 from nemo_geomask.hosts.nemo_rl.loss_block import unread_fields
@@ -30,15 +33,20 @@ class RecipeLoss(NamedTuple):
         loss: None if ``loss_fn`` is invalid, or if the recipe trains no policy loss.
         problems: reasons why ``loss_fn`` is invalid.
         warnings: settings that the loss accepts, but that are probably not what was meant.
+        provisional: loss without the invalid settings, from which the other rules are checked; None if there is a
+            loss, or if the recipe trains no policy loss.
+        unsettled: dotted keys, and sections, whose value in the provisional loss is not what the user meant.
     """
 
     loss: PolicyLoss | None
     problems: tuple[Problem, ...] = ()
     warnings: tuple[Problem, ...] = ()
+    provisional: PolicyLoss | None = None
+    unsettled: frozenset[str] = frozenset()
 
 
 def trains_nemo_rl_loss(recipe: Recipe) -> bool:
-    """Return True if NeMo-RL's own loss trains, since ``loss_fn`` has no name. The lab always uses this package's."""
+    """Return True if NeMo-RL's own loss trains: outside the lab, wherever ``loss_fn`` has no name."""
     block = recipe.data.get("loss_fn")
     return isinstance(block, dict) and block.get("name") is None and "lab" not in recipe.data
 
@@ -69,23 +77,26 @@ def build_recipe_loss(recipe: Recipe) -> RecipeLoss:
             if origin
             else "neither the recipe nor what it inherits from has such a block; add one"
         )
-        return RecipeLoss(None, (Problem(("loss_fn",), message),))
+        return _with_provisional(RecipeLoss(None, (Problem(("loss_fn",), message),)), {})
     if isinstance(block, dict) and block.get("name", "") is None:
         # NeMo-RL's trainers treat `name: null` as no name.
         block = {key: value for key, value in block.items() if key != "name"}
+    # Fields of this NeMo-RL's loss that no loss of this package reads; the problem is None where that changes nothing.
     unread: dict[str, Problem | None] = {}
     if isinstance(block, dict) and recipe.nemo_rl is not None and "lab" not in recipe.data:
         unread = unread_fields(block, neutral_values_in_source(recipe.nemo_rl))
         block = {key: value for key, value in block.items() if key not in unread}
     built = _build(block)
     if not trains_nemo_rl_loss(recipe):
-        problems = tuple(problem for problem in unread.values() if problem is not None)
-        return RecipeLoss(None, (*built.problems, *problems)) if problems else built
+        problems = (*built.problems, *(problem for problem in unread.values() if problem is not None))
+        return _with_provisional(RecipeLoss(None, problems), block) if problems else built
     if built.loss is not None:
         # The block must be valid with the keys that NeMo-RL ignores, but those keys don't change what trains.
-        built = _build({key: value for key, value in block.items() if key in LOSS_FIELDS})
-    doubts = tuple(_unchecked(key) for key, problem in unread.items() if problem is not None)
-    return built._replace(warnings=(*built.warnings, *doubts))
+        block = {key: value for key, value in block.items() if key in LOSS_FIELDS}
+        built = _build(block)
+    unknown_fields = tuple(_unknown_field(key) for key, problem in unread.items() if problem is not None)
+    built = built._replace(warnings=(*built.warnings, *unknown_fields))
+    return built if built.loss is not None else _with_provisional(built, block)
 
 
 def _build(block: Any) -> RecipeLoss:
@@ -96,8 +107,40 @@ def _build(block: Any) -> RecipeLoss:
     return RecipeLoss(loss, (), warnings)
 
 
-def _unchecked(key: str) -> Problem:
-    # Without keys: it is reported even if NeMo-RL's own files set it, because the printed objective lacks it.
+_LOSS = "loss_fn"
+
+
+def _with_provisional(invalid: RecipeLoss, block: Any) -> RecipeLoss:
+    """Add a loss that is built without the settings that the problems name, so that one mistake hides no others."""
+    settings = dict(block) if isinstance(block, dict) else {}
+    unsettled = set() if isinstance(block, dict) and block else {_LOSS}
+    problems = invalid.problems
+    while True:
+        fields = {field for problem in problems for key in problem.keys if (field := _field_of(key))}
+        removed = fields & set(settings)
+        # Without its name, nothing is known of an objective.
+        unsettled |= {_LOSS} if "name" in fields else {f"{_LOSS}.{field}" for field in fields}
+        unsettled |= {f"{_LOSS}.{guess}" for field in fields if (guess := nearest(field, LossConfig.model_fields))}
+        if problems and not removed:
+            settings, removed = {}, set()
+            unsettled.add(_LOSS)
+        settings = {key: value for key, value in settings.items() if key not in removed}
+        built = _build(settings)
+        if built.loss is not None or not settings:
+            break
+        problems = built.problems
+    return invalid._replace(provisional=built.loss, unsettled=frozenset(unsettled))
+
+
+def _field_of(key: str) -> str:
+    """Return the field of ``loss_fn`` that a dotted key is in; empty for ``loss_fn`` itself."""
+    section, _, rest = key.partition(".")
+    return re.split(r"[.\[]", rest)[0] if section == _LOSS else ""
+
+
+def _unknown_field(key: str) -> Problem:
+    # The problem has no keys, since problems at keys of NeMo-RL's own files are left out, and this one must not be: the
+    # objective that check prints lacks the field, whoever set it.
     return Problem(
         (),
         f"{key}: NeMo-RL's own loss reads it, but this version of nemo_geomask does not know it, so it is missing in "

@@ -42,7 +42,7 @@ class Rule:
         source: document or code that shows the problem.
         check: function that yields a :class:`Hit` for each setting concerned.
         needs: attributes of :class:`RecipeFacts` without which the rule can't be checked.
-        needs_loss: False if the rule also applies to a recipe whose ``loss_fn`` is invalid.
+        needs_loss: False if the rule also applies to a recipe that trains no policy loss, such as one of DPO.
         may_be_ignored: False if neither ``--ignore`` nor a comment silences the rule.
     """
 

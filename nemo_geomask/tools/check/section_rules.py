@@ -9,29 +9,52 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from nemo_geomask.config.loss_config import LossConfig
 from nemo_geomask.config.strict import nearest
 from nemo_geomask.errors import ConfigError
 from nemo_geomask.recipe import Origin
+from nemo_geomask.tools.check.config_classes import (
+    GENERATION_CLASSES,
+    generation_section,
+    master_section,
+    master_sections,
+)
 from nemo_geomask.tools.check.recipe_facts import RecipeFacts
 from nemo_geomask.tools.check.rule import Hit, Rule
 from nemo_geomask.tools.check.setting_author import nemo_rl_files, user_keys
+from nemo_geomask.tools.check.value_types import AnyOf, ListOf, Section, ValueType
 
 __all__ = ["RULES", "known_keys"]
 
 _LOSS = "loss_fn"
-_SOURCE = "the example configs of the NeMo-RL checkout"
+_SOURCE = "the example configs and the configuration classes of the NeMo-RL checkout"
+# Names that other frameworks give to settings, and NeMo-RL's names.
+_OTHER_NAMES = {
+    **dict.fromkeys(("learning_rate", "actor_lr", "lr_rate"), "lr"),
+    **dict.fromkeys(("num_generations", "group_size", "n_samples_per_prompt"), "num_generations_per_prompt"),
+    **dict.fromkeys(("max_steps", "total_steps"), "max_num_steps"),
+    **dict.fromkeys(("beta", "kl_coef", "kl_penalty"), "reference_policy_kl_penalty"),
+    **dict.fromkeys(("max_response_length", "max_tokens", "response_length"), "max_new_tokens"),
+}
+
+# Sections that NeMo-RL passes on to Megatron, Automodel, vLLM or an environment, which read keys that NeMo-RL lacks.
+_PASSED_ON = re.compile(
+    r"env|policy\.dtensor_cfg\.automodel_kwargs|policy\.generation\.mcore_generation_config|"
+    r"on_policy_distillation\.non_colocated_teachers|"
+    r"(policy|value|teacher)\.megatron_cfg\.(optimizer|scheduler|distributed_data_parallel_config|checkpoint|peft)"
+)
 
 KeysBySection = dict[str, set[str]]
 """Names of keys by the dotted section that they are in; top-level keys are in section ``""``."""
 
 
 class UnknownKey(NamedTuple):
-    """Key that the user wrote and that no example config has in that section.
+    """Key that the user wrote and that NeMo-RL has neither in an example config nor in a class of its section.
 
     Attributes:
         key: dotted key.
         origin: file and line, or override.
-        known_names: keys that the examples have in the same section.
+        known_names: keys that NeMo-RL has in the same section.
     """
 
     key: str
@@ -41,7 +64,9 @@ class UnknownKey(NamedTuple):
 
 @functools.cache
 def known_keys(checkout: Path) -> Mapping[str, Collection[str]]:
-    """Return the keys in NeMo-RL's ``examples/configs``, without its recipes, by dotted section (``""`` at the top).
+    """Return the keys of NeMo-RL by dotted section (``""`` at the top).
+
+    They are those in ``examples/configs``, without its recipes, and those that its configuration classes declare.
 
     Raises:
         ConfigError: one of the files is not valid YAML.
@@ -50,6 +75,20 @@ def known_keys(checkout: Path) -> Mapping[str, Collection[str]]:
     examples = checkout / "examples" / "configs"
     for path in sorted({*examples.glob("*.yaml"), *examples.glob("evals/*.yaml")}):
         _collect_keys(_parse_yaml(path, path.read_text(encoding="utf-8")), "", keys)
+    for section, names in _declared_keys(checkout).items():
+        keys.setdefault(section, set()).update(names)
+    return keys
+
+
+@functools.cache
+def _declared_keys(checkout: Path) -> Mapping[str, Collection[str]]:
+    """Return the keys that NeMo-RL's configuration classes declare, by dotted section."""
+    keys: KeysBySection = {}
+    for master in master_sections(checkout).values():
+        _collect_declared_keys(master, "", keys)
+    for backend in GENERATION_CLASSES:
+        if (generation := generation_section(checkout, backend)) is not None:
+            _collect_declared_keys(generation, "policy.generation", keys)
     return keys
 
 
@@ -72,6 +111,18 @@ def _collect_keys(value: Any, section: str, keys: KeysBySection) -> None:
             _collect_keys(inner, f"{section}[]", keys)
 
 
+def _collect_declared_keys(value_type: ValueType, section: str, keys: KeysBySection) -> None:
+    if isinstance(value_type, AnyOf):
+        for member in value_type.members:
+            _collect_declared_keys(member, section, keys)
+    elif isinstance(value_type, ListOf):
+        _collect_declared_keys(value_type.item, f"{section}[]", keys)
+    elif isinstance(value_type, Section):
+        keys.setdefault(section, set()).update(value_type.fields)
+        for name, field in value_type.fields.items():
+            _collect_declared_keys(field, f"{section}.{name}" if section else name, keys)
+
+
 def _unknown_keys(facts: RecipeFacts) -> Iterator[UnknownKey]:
     assert facts.nemo_rl is not None
     example_keys = known_keys(facts.nemo_rl)
@@ -80,9 +131,13 @@ def _unknown_keys(facts: RecipeFacts) -> Iterator[UnknownKey]:
     inherited: KeysBySection = {"": {"defaults", _LOSS}}
     for path, text in nemo_rl_files(facts).items():
         _collect_keys(_parse_yaml(path, text), "", inherited)
+    own = master_section(facts.nemo_rl, facts.recipe.data)
+    # Sections of other algorithms, such as evaluation's generation, which a recipe of GRPO has under policy.
+    others = {name for master in master_sections(facts.nemo_rl).values() for name in master.fields}
+    others -= {*(own.fields if own else others), *inherited[""]}
     for key, origin in user_keys(facts):
         section, _, name = re.sub(r"\[\d+\]", "[]", key).rpartition(".")
-        names = {*example_keys.get(section, ()), *inherited.get(section, ())}
+        names = {*example_keys.get(section, ()), *inherited.get(section, ())} - (set() if section else others)
         # A key that begins with an underscore is an instruction to the YAML loader.
         if names and name not in names and not name.endswith("]") and not name.startswith("_"):
             yield UnknownKey(key, origin, names)
@@ -104,8 +159,13 @@ def _unknown_section(facts: RecipeFacts) -> Iterator[Hit]:
         guess = nearest(key, known_names)
         if "." not in key and guess != _LOSS and not _is_referenced(key, facts):
             sections = ", ".join(sorted(set(known_names) - {"defaults"}))
+            places = _places_of(key, key, facts)
             hint = f"did you mean {guess}?" if guess else f"its sections are {sections}"
-            yield Hit(key, f"NeMo-RL has no section {key} and ignores it; {hint}", origin)
+            yield Hit(
+                key,
+                f"NeMo-RL has no section {key} and ignores it; {f'did you mean {places}?' if places else hint}",
+                origin,
+            )
 
 
 def _is_referenced(section: str, facts: RecipeFacts) -> bool:
@@ -114,17 +174,35 @@ def _is_referenced(section: str, facts: RecipeFacts) -> bool:
     return any(reference.search(text) for _, text in facts.recipe.files)
 
 
-def _misspelled_key(facts: RecipeFacts) -> Iterator[Hit]:
+def _unknown_key(facts: RecipeFacts) -> Iterator[Hit]:
+    assert facts.nemo_rl is not None
+    unknown_sections: list[str] = []
     for key, origin, known_names in _unknown_keys(facts):
         section, _, name = key.rpartition(".")
+        is_inside = any(key.startswith((f"{outer}.", f"{outer}[")) for outer in unknown_sections)
+        # GM004 and GM005 report sections, and the schema of loss_fn reports its keys.
+        if not section or is_inside or section.partition(".")[0] == _LOSS:
+            continue
         guess = _correct_spelling(name, known_names)
-        # The schema of loss_fn reports unknown keys itself.
-        if section and guess and section.partition(".")[0] != _LOSS:
-            yield Hit(
-                key,
-                f"no example config of NeMo-RL has {name} in {section}, so it may be ignored; did you mean {guess}?",
-                origin,
+        # A section that no class declares, such as one of keyword arguments, may have any key.
+        is_declared = re.sub(r"\[\d+\]", "[]", section) in _declared_keys(facts.nemo_rl)
+        # Source that reads a section of this name may get it from another object than the recipe.
+        is_read = not isinstance(facts.get(key), Mapping) and _reads(facts.nemo_rl, section, name)
+        is_closed = is_declared and not is_read and not _PASSED_ON.match(section)
+        places = (
+            _places_of(name, key, facts) if not guess and (is_closed or (name in _OTHER_NAMES and not is_read)) else ""
+        )
+        if guess or places:
+            problem = f"NeMo-RL has no key {name} in {section}, so it may be ignored; did you mean {guess or places}?"
+        elif is_closed and not _is_in_source(facts.nemo_rl, name):
+            other = nearest(name, known_names)
+            problem = f"NeMo-RL has no key {name}: nothing in its source reads such a name, so it is ignored; " + (
+                f"did you mean {other}?" if other else f"the keys of {section} are {', '.join(sorted(known_names))}"
             )
+        else:
+            continue
+        unknown_sections.append(key)
+        yield Hit(key, problem, origin)
 
 
 def _correct_spelling(name: str, known_names: Collection[str]) -> str | None:
@@ -138,6 +216,52 @@ def _correct_spelling(name: str, known_names: Collection[str]) -> str | None:
         if max(len(name), len(guess)) - sum(block.size for block in blocks) <= 2:
             return guess
     return None
+
+
+def _places_of(name: str, key: str, facts: RecipeFacts) -> str:
+    """Return where NeMo-RL, or ``loss_fn``, has a key of this name, for a key that is written elsewhere; at most two.
+
+    Only sections that the recipe has count, and those that have the most in common with ``key`` come first.
+    """
+    assert facts.nemo_rl is not None
+    name = _OTHER_NAMES.get(name, name)
+    sections = [
+        section for section, names in known_keys(facts.nemo_rl).items() if name in names and "[]" not in section
+    ]
+    sections += [_LOSS] if name in LossConfig.model_fields else []
+    present = {section for section in sections if not section or facts.get(section) is not None}
+    written_in = key.split(".")[:-1]
+
+    def distance(section: str) -> tuple[int, int, str]:
+        parts = section.split(".") if section else []
+        common = next((i for i, pair in enumerate(zip(parts, written_in, strict=False)) if len(set(pair)) > 1), None)
+        shared = min(len(parts), len(written_in)) if common is None else common
+        return (-shared, len(parts), section)
+
+    nearest_sections = sorted(present, key=distance)[:2]
+    return " or ".join(f"{section}.{name}" if section else name for section in nearest_sections)
+
+
+@functools.cache
+def _reads(checkout: Path, section: str, name: str) -> bool:
+    """Return True if NeMo-RL's source reads the name from the section, although no class of the section declares it."""
+    last = re.escape(re.split(r"[.\[]", section.rstrip("]"))[-1])
+    quoted = rf"""["']{re.escape(name)}["']"""
+    read = re.compile(rf"""{last}\w*["'\])]*\s*(\.get\(\s*|\[){quoted}|{quoted} (not )?in [^\n]*{last}""")
+    return any(read.search(text) for text in _source_texts(checkout) if name in text)
+
+
+@functools.cache
+def _source_texts(checkout: Path) -> tuple[str, ...]:
+    files = (*(checkout / "nemo_rl").rglob("*.py"), *(checkout / "examples").rglob("*.py"))
+    return tuple(path.read_text(encoding="utf-8") for path in files)
+
+
+@functools.cache
+def _is_in_source(checkout: Path, name: str) -> bool:
+    """Return True if NeMo-RL's source has the name in quotes or as an attribute, by which it could read a key."""
+    mention = re.compile(rf"""["']{re.escape(name)}["']|\.{re.escape(name)}\b|\b{re.escape(name)}\s*[:=]""")
+    return any(name in text and mention.search(text) for text in _source_texts(checkout))
 
 
 RULES = (
@@ -162,9 +286,9 @@ RULES = (
     Rule(
         "GM006",
         "warning",
-        "key that looks like a misspelled key of NeMo-RL",
+        "key that NeMo-RL does not have at this place",
         _SOURCE,
-        _misspelled_key,
+        _unknown_key,
         needs=("nemo_rl",),
         needs_loss=False,
     ),

@@ -1,9 +1,10 @@
-"""GM301 to GM304, GM309 and GM312: engines, precisions and backends that NeMo-RL refuses when a run starts."""
+"""GM301 to GM304, GM309, GM312, GM322, GM326 to GM328, GM333: combinations that NeMo-RL refuses when a run starts."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
+from nemo_geomask.config.strict import as_yaml
 from nemo_geomask.tools.check.recipe_facts import RecipeFacts
 from nemo_geomask.tools.check.rule import Hit, Rule
 
@@ -82,6 +83,71 @@ def _training_backends(facts: RecipeFacts) -> Iterator[Hit]:
         yield Hit(_MEGATRON, f"{quantifier} of megatron_cfg and dtensor_cfg are enabled; enable exactly one")
 
 
+def _packing_with_dynamic_batches(facts: RecipeFacts) -> Iterator[Hit]:
+    key = "policy.dynamic_batching.enabled"
+    if not facts.is_true(key):
+        return
+    if facts.is_true("policy.sequence_packing.enabled"):
+        yield Hit(key, "true excludes policy.sequence_packing.enabled: true; set one of them to false")
+    if facts.uses_megatron and (facts.number(_PIPELINE) or 1) > 1:
+        yield Hit(key, f"true needs {_PIPELINE}: 1; set that, or false")
+
+
+def _other_sampling_in_validation(facts: RecipeFacts) -> Iterator[Hit]:
+    for name in ("temperature", "top_p", "top_k"):
+        key, trained_key = f"{_GENERATION}.val_{name}", f"{_GENERATION}.{name}"
+        value, trained = facts.get(key), facts.get(trained_key)
+        if value is None or value == trained:
+            continue
+        if not facts.uses_vllm or not facts.is_true("env.should_use_nemo_gym") or name == "top_k":
+            fix = f"set {key}: {as_yaml(trained)}, or leave it out"
+            yield Hit(
+                key,
+                f"{value}, but {trained_key}: {as_yaml(trained)}: only NeMo-Gym's rollouts with vLLM can "
+                f"validate with another temperature or top-p, and none with another top-k; {fix}",
+            )
+
+
+def _multiplier_without_dynamic_sampling(facts: RecipeFacts) -> Iterator[Hit]:
+    key, switch = f"{facts.algorithm}.batch_multiplier", f"{facts.algorithm}.use_dynamic_sampling"
+    multiplier = facts.number(key)
+    if multiplier not in (None, 1) and not facts.is_true(switch):
+        yield Hit(key, f"{multiplier:g} needs {switch}: true; set that, or 1")
+
+
+def _async_with_batch_features(facts: RecipeFacts) -> Iterator[Hit]:
+    if not facts.is_async or facts.algorithm != "grpo":
+        return
+    switches = ("grpo.use_dynamic_sampling", "grpo.reward_scaling.enabled", "grpo.reward_shaping.enabled")
+    for key in (*switches, "data.use_multiple_dataloader"):
+        if facts.is_true(key):
+            yield Hit(key, "true is not supported by asynchronous GRPO; set false, or grpo.async_grpo.enabled: false")
+
+
+def _single_controller(facts: RecipeFacts) -> Iterator[Hit]:
+    if facts.get("async_rl") is None:
+        return
+    batch_key, prompts_key = "policy.train_global_batch_size", "grpo.num_prompts_per_step"
+    batch, prompts = facts.number(batch_key), facts.number(prompts_key)
+    groups = facts.number("async_rl.min_groups_for_streaming_train")
+    if batch and facts.rollout_size and batch != facts.rollout_size:
+        yield Hit(
+            batch_key,
+            f"{batch:g}: the single controller takes one optimiser step per rollout batch; set num_prompts_per_step x "
+            f"num_generations_per_prompt = {facts.rollout_size}",
+        )
+    if prompts and groups and prompts < groups:
+        yield Hit(
+            "async_rl.min_groups_for_streaming_train",
+            f"{groups:g} exceeds {prompts_key}: {prompts:g}, so a step would never start; lower it",
+        )
+    metric = facts.get("checkpointing.metric_name")
+    if facts.is_true("checkpointing.enabled") and metric is not None and not str(metric).startswith("train:"):
+        yield Hit(
+            "checkpointing.metric_name", f"{metric}: the single controller does not validate; set train:<name>, or null"
+        )
+
+
 _SETUP = "NeMo-RL `grpo.setup`"
 _ASYNC = "NeMo-RL `async_grpo_train`"
 
@@ -110,4 +176,33 @@ RULES = (
         _router_replay,
     ),
     Rule("GM312", "error", "not exactly one training backend", "NeMo-RL `Policy.__init__`", _training_backends),
+    Rule(
+        "GM322",
+        "error",
+        "dynamic batching with packed sequences or pipeline parallelism",
+        "NeMo-RL `Policy.__init__`",
+        _packing_with_dynamic_batches,
+    ),
+    Rule("GM326", "error", "validation sampled in another way than training", _SETUP, _other_sampling_in_validation),
+    Rule(
+        "GM327",
+        "error",
+        "larger rollout batches without dynamic sampling",
+        _SETUP,
+        _multiplier_without_dynamic_sampling,
+    ),
+    Rule(
+        "GM328",
+        "error",
+        "asynchronous GRPO with a feature of the synchronous trainer",
+        "NeMo-RL examples/run_grpo.py",
+        _async_with_batch_features,
+    ),
+    Rule(
+        "GM333",
+        "error",
+        "single controller with incompatible settings",
+        "NeMo-RL `validate_single_controller_config`",
+        _single_controller,
+    ),
 )

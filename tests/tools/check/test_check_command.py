@@ -26,6 +26,7 @@ loss_fn:
     - preset: icepop
       max: 5.0
 """
+NAMED = BASE.replace("loss_fn:\n", "loss_fn:\n  name: clipped_pg\n")
 CHILD = """\
 defaults: base.yaml
 loss_fn:
@@ -211,6 +212,37 @@ loss_fn:
         with pytest.raises(SystemExit):
             check("child.yaml", "--mismatch-kl", value)
         assert "--mismatch-kl" in capsys.readouterr().err
+
+    def test_folders_and_several_recipes(self, write, check, tmp_path):
+        write(base=NAMED, child=CHILD, bad="loss_fn: {ratio_clip_mn: 1}\n")
+        write(notes="unrelated: 1\n", broken="policy: [\n")
+        status, out, _ = check(tmp_path)
+        assert status == 2
+        assert "broken.yaml: can't be checked\n" in out
+        assert "error GM001 loss_fn.ratio_clip_mn" in out
+        assert "4 recipes: 2 errors, 0 warnings, 0 notes; 1 YAML file without a section of a recipe left out" in out
+        status, out, _ = check("base.yaml", "child.yaml", "loss_fn.ratio_clip_min=-1", "--format", "json")
+        result = json.loads(out)
+        assert (status, result["skipped"], result["summary"]["error"]) == (2, 0, 2)
+        assert [each["recipe"] for each in result["recipes"]] == ["base.yaml", "child.yaml"]
+        assert check("base.yaml", "child.yaml")[0] == 0
+        (tmp_path / "empty").mkdir()
+        status, _, err = check("empty")
+        assert (status, "there is no recipe in this folder" in err) == (2, True)
+
+    def test_what_applies_to_many_recipes_is_printed_once(self, write, check, tmp_path):
+        moe = CHILD + "policy: {model_name: Qwen/Qwen3-30B-A3B, megatron_cfg: {moe_router_bias_update_rate: 0.1}}\n"
+        write(base=NAMED, **{f"child{index}": moe for index in range(5)})
+        status, out, _ = check(tmp_path, "--strict")
+        assert (status, out.count("GM113")) == (0, 1)
+        assert "note GM113 in 5 recipes" in out
+        assert "child2.yaml and 2 more" in out
+        # So is a warning of more than a few recipes, which still counts.
+        gspo = "defaults: base.yaml\nloss_fn: {name: gspo, token_level_loss: false, ratio_clip_max: 4.0e-4}\n"
+        write(**{f"child{index}": gspo for index in range(5)})
+        status, out, _ = check(tmp_path, "--strict")
+        assert (status, out.count("GM002"), "warning GM002 in 5 recipes" in out) == (1, 1, True)
+        assert "6 recipes: 0 errors, 5 warnings, 0 notes" in out
 
     def test_list_of_rules(self, check):
         status, out, _ = check("--list-rules")

@@ -1,0 +1,153 @@
+"""GM210 to GM215: bounds, thresholds and sizes that NeMo-RL accepts, but that are in another unit than it expects."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from nemo_geomask.tools.check.recipe_facts import RecipeFacts
+from nemo_geomask.tools.check.rule import Hit, Rule
+
+__all__ = ["RULES"]
+
+_SMALLEST_TOKEN_CLIP = 0.01  # far below any published clip of token ratios; GSPO's on sequences is 3e-4
+_CLIP_BOUNDS = ("ratio_clip_min", "ratio_clip_max")
+
+
+def _has_clip(facts: RecipeFacts) -> bool:
+    """Return True if the objective clips its ratio in PPO's way, to [1 - ratio_clip_min, 1 + ratio_clip_max]."""
+    config = facts.config
+    is_clipped = config.name in ("clipped_pg", "gspo", "gspo_token") and not config.use_cispo
+    return is_clipped and not config.disable_ppo_ratio and not config.force_on_policy_ratio
+
+
+def _ratio_as_clip(facts: RecipeFacts) -> Iterator[Hit]:
+    config = facts.config
+    if not _has_clip(facts):
+        return
+    low, high = config.ratio_clip_min, config.ratio_clip_max
+    # Both bounds are distances from 1. 1.2 for ratio_clip_max, or 0.8 for ratio_clip_min, is the bound itself. A
+    # distance of 1 is the open way to have no lower bound.
+    if 1 <= high <= 2:
+        yield Hit(
+            "loss_fn.ratio_clip_max",
+            f"{high:g} is a distance from 1, so the ratio is clipped above {1 + high:g}; if the bound itself is "
+            f"meant, set {high - 1:.6g}",
+        )
+    if 0.6 <= low < 1:
+        yield Hit(
+            "loss_fn.ratio_clip_min",
+            f"{low:g} is a distance from 1, so the ratio is clipped below {1 - low:.6g}; if the bound itself is "
+            f"meant, set {1 - low:.6g}",
+        )
+
+
+def _sequence_clip_on_tokens(facts: RecipeFacts) -> Iterator[Hit]:
+    config = facts.config
+    if not _has_clip(facts) or config.sequence_level_importance_ratios:
+        return
+    for key in _CLIP_BOUNDS:
+        bound = getattr(config, key)
+        if bound < _SMALLEST_TOKEN_CLIP:
+            yield Hit(
+                f"loss_fn.{key}",
+                f"{bound:g} clips each token's ratio, so that almost every token that an update has moved loses its "
+                "gradient. GSPO's 3.0e-4 and 4.0e-4 are for the geometric mean of a sequence; set 0.2, or "
+                "sequence_level_importance_ratios: true and token_level_loss: false",
+            )
+
+
+def _weights_without_one(facts: RecipeFacts) -> Iterator[Hit]:
+    config = facts.config
+    if config.truncation is None or config.plugin_truncation is not None:
+        return
+    low, high = config.truncated_importance_sampling_ratio_min, config.truncated_importance_sampling_ratio
+    effect = "is scaled by the bound" if config.truncation == "tis" else "is removed from the loss"
+    for key, bound, is_wrong in (
+        ("truncated_importance_sampling_ratio", high, high is not None and high < 1),
+        ("truncated_importance_sampling_ratio_min", low, low is not None and low > 1),
+    ):
+        if is_wrong:
+            yield Hit(
+                f"loss_fn.{key}",
+                f"{bound:g}: weights are close to 1, which these bounds exclude, so almost everything {effect}; choose "
+                "bounds around 1, such as 0.5 and 2.0 for tokens",
+            )
+
+
+def _one_response_per_prompt(facts: RecipeFacts) -> Iterator[Hit]:
+    key = f"{facts.algorithm}.num_generations_per_prompt"
+    estimator = facts.get(f"{facts.algorithm}.adv_estimator.name", "grpo")
+    if facts.algorithm == "grpo" and estimator in ("grpo", "gdpo") and facts.number(key) == 1:
+        yield Hit(
+            key,
+            f"1: the estimator {estimator} subtracts the mean reward of a prompt's responses, so every advantage is 0 "
+            "and only a KL term would train; set 2 or more, usually 8 or 16",
+        )
+
+
+def _unreachable_error_threshold(facts: RecipeFacts) -> Iterator[Hit]:
+    key = f"{facts.algorithm}.seq_logprob_error_threshold"
+    threshold = facts.number(key)
+    if threshold is not None and threshold <= 1:
+        yield Hit(
+            key,
+            f"{threshold:g}: the error is the mean of exp(|prev - gen|), which is at least 1, so every sequence with a "
+            "mismatch is removed; NeMo-RL's recipes set 1.5 to 2, the scale of token_mult_prob_error",
+        )
+
+
+def _response_longer_than_context(facts: RecipeFacts) -> Iterator[Hit]:
+    key, context_key = "policy.generation.max_new_tokens", "policy.max_total_sequence_length"
+    response, context = facts.number(key), facts.number(context_key)
+    if response and context and response > context:
+        yield Hit(
+            key,
+            f"{response:g} tokens of a response, and a prompt, don't fit into {context_key}: {context:g}, at which "
+            f"sequences end; lower it to at most {context:g}, or raise {context_key}",
+        )
+
+
+RULES = (
+    Rule(
+        "GM210",
+        "warning",
+        "clip bound on the ratio where a distance from 1 is meant",
+        "NeMo-RL `ClippedPGLossFn`: `ratios.clamp(1 - ratio_clip_min, 1 + ratio_clip_max)`",
+        _ratio_as_clip,
+    ),
+    Rule(
+        "GM211",
+        "warning",
+        "GSPO's clip bounds on the ratios of tokens",
+        "GSPO, arXiv:2507.18071 section 5.1, whose bounds are for a sequence's mean",
+        _sequence_clip_on_tokens,
+    ),
+    Rule(
+        "GM212",
+        "warning",
+        "bounds on the weights that exclude 1",
+        "NeMo-RL `ClippedPGLossFn` (`truncated_importance_sampling_ratio`)",
+        _weights_without_one,
+    ),
+    Rule(
+        "GM213",
+        "warning",
+        "one response per prompt, so that all advantages are 0",
+        "NeMo-RL `GRPOAdvantageEstimator`, `calculate_baseline_and_std_per_prompt`",
+        _one_response_per_prompt,
+    ),
+    Rule(
+        "GM214",
+        "warning",
+        "error threshold that every sequence exceeds",
+        "NeMo-RL `compute_and_apply_seq_logprob_error_masking`",
+        _unreachable_error_threshold,
+    ),
+    Rule(
+        "GM215",
+        "warning",
+        "responses longer than the sequences may be",
+        "NeMo-RL rollouts end at `max_total_sequence_length`; vLLM `max_model_len`",
+        _response_longer_than_context,
+    ),
+)

@@ -1,0 +1,134 @@
+"""Check of many recipes at once: which files are recipes, and a report that says once what applies to many of them."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from nemo_geomask.errors import ConfigError, GeomaskError
+from nemo_geomask.tools.check.check_output import (
+    SEVERITIES,
+    as_json,
+    count_with_noun,
+    finding_lines,
+    unreadable_as_json,
+)
+from nemo_geomask.tools.check.recipe_check import CheckedRecipe, CheckOptions, check_recipe
+from nemo_geomask.tools.check.rule import Finding
+
+__all__ = ["BulkCheck", "bulk_as_json", "bulk_as_text", "check_many"]
+
+_RECIPE_SECTION = re.compile(
+    r"^(defaults|policy|loss_fn|grpo|ppo|async_rl|sft|dpo|rm|distillation|eval|lab):", re.MULTILINE
+)
+# A warning of a rule in more recipes than this is printed once, at the end, as every note is.
+_FEW = 3
+_NAMED = 3  # recipes that the end names for each rule
+
+
+@dataclass(frozen=True)
+class BulkCheck:
+    """Result of a check of several recipes.
+
+    Attributes:
+        checked: results of the recipes that could be read.
+        unreadable: the other recipes, each with what is wrong with it.
+        skipped: number of YAML files in the given folders that are no recipes.
+    """
+
+    checked: tuple[CheckedRecipe, ...]
+    unreadable: tuple[tuple[str, GeomaskError], ...]
+    skipped: int
+
+    def count(self, severity: str) -> int:
+        """Return the number of findings of one severity; a recipe that can't be read counts its problems as errors."""
+        unread = sum(len(error.problems) for _, error in self.unreadable) if severity == "error" else 0
+        return unread + sum(checked.report.count(severity) for checked in self.checked)
+
+
+def check_many(paths: Sequence[str], options: CheckOptions) -> BulkCheck:
+    """Check files, and all recipes below folders.
+
+    Args:
+        paths: recipes and folders.
+        options: options of every check; ``recipe`` is replaced.
+
+    Raises:
+        ConfigError: a folder has no recipe, or an option other than an override is invalid.
+    """
+    recipes: list[str] = []
+    skipped = 0
+    for path in paths:
+        if not Path(path).is_dir():
+            recipes.append(path)
+            continue
+        files = sorted(file for file in Path(path).rglob("*") if file.suffix in (".yaml", ".yml"))
+        found = [file for file in files if _RECIPE_SECTION.search(file.read_text(encoding="utf-8", errors="replace"))]
+        if not found:
+            raise ConfigError(f"{path}: there is no recipe in this folder; name a folder with YAML files of NeMo-RL")
+        recipes += [os.fspath(file) for file in found]
+        skipped += len(files) - len(found)
+    checked: list[CheckedRecipe] = []
+    unreadable: list[tuple[str, GeomaskError]] = []
+    for recipe in dict.fromkeys(recipes):
+        try:
+            checked.append(check_recipe(replace(options, recipe=recipe)))
+        except GeomaskError as error:
+            unreadable.append((recipe, error))
+    return BulkCheck(tuple(checked), tuple(unreadable), skipped)
+
+
+def bulk_as_text(bulk: BulkCheck) -> str:
+    """Return the result as text: findings by recipe, then once what applies to many recipes, then the counts."""
+    recipes_by_rule: dict[str, set[str]] = {}
+    for checked in bulk.checked:
+        for finding in checked.report.findings:
+            recipes_by_rule.setdefault(finding.rule.id, set()).add(str(checked.facts.recipe.path))
+
+    def is_general(finding: Finding) -> bool:
+        many = len(recipes_by_rule[finding.rule.id]) > _FEW
+        return finding.rule.severity == "note" or (finding.rule.severity == "warning" and many)
+
+    sections = [[f"{path}: can't be checked", f"  {error}"] for path, error in bulk.unreadable]
+    for checked in bulk.checked:
+        own = [finding for finding in checked.report.findings if not is_general(finding)]
+        if own:
+            lines = [line for finding in own for line in finding_lines(finding)]
+            sections.append([f"{checked.facts.recipe.path}", *(f"  {line}" for line in lines)])
+    general = [finding for checked in bulk.checked for finding in checked.report.findings if is_general(finding)]
+    sections += _general_sections(general, recipes_by_rule)
+    total = count_with_noun(len(bulk.checked) + len(bulk.unreadable), "recipe")
+    counts = ", ".join(count_with_noun(bulk.count(severity), severity) for severity in SEVERITIES)
+    skipped = f"; {count_with_noun(bulk.skipped, 'YAML file')} without a section of a recipe left out"
+    sections.append([f"{total}: {counts}{skipped if bulk.skipped else ''}"])
+    return "\n\n".join("\n".join(lines) for lines in sections)
+
+
+def _general_sections(findings: Sequence[Finding], recipes_by_rule: dict[str, set[str]]) -> Iterator[list[str]]:
+    """Yield, for each rule, how many recipes it applies to, and the message for the first of them."""
+    first: dict[str, Finding] = {}
+    for finding in findings:
+        first.setdefault(finding.rule.id, finding)
+    for rule_id, finding in sorted(first.items()):
+        recipes = sorted(recipes_by_rule[rule_id])
+        rest = f" and {len(recipes) - _NAMED} more" if len(recipes) > _NAMED else ""
+        yield [
+            f"{finding.rule.severity} {rule_id} in {count_with_noun(len(recipes), 'recipe')}: {finding.rule.title}",
+            f"  {', '.join(recipes[:_NAMED])}{rest}",
+            f"  the first, {finding.key}: {finding.message}",
+            f"  source: {finding.rule.source}",
+        ]
+
+
+def bulk_as_json(bulk: BulkCheck) -> dict[str, Any]:
+    """Return the result as a JSON object, in which ``recipes`` has an object of the usual keys for each recipe."""
+    unreadable = [unreadable_as_json(path, error.problems) for path, error in bulk.unreadable]
+    return {
+        "recipes": [*unreadable, *map(as_json, bulk.checked)],
+        "skipped": bulk.skipped,
+        "summary": {severity: bulk.count(severity) for severity in SEVERITIES},
+    }

@@ -1,0 +1,219 @@
+"""Keys and types of a recipe, from the classes in NeMo-RL's source that describe its sections.
+
+NeMo-RL declares each section as a ``TypedDict`` or a pydantic model, all of them reachable from the ``MasterConfig`` of
+an algorithm. They are read as text, since importing them needs NeMo-RL's environment. From v0.7.0 on, NeMo-RL itself
+validates a recipe against them, and ignores keys that they lack.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from nemo_geomask.tools.check.value_types import ANYTHING, AnyOf, ListOf, OneOf, Open, Scalar, Section, ValueType
+
+__all__ = ["GENERATION_CLASSES", "generation_section", "master_section", "master_sections"]
+
+_MASTER_MODULES = {
+    "async_rl": "nemo_rl.algorithms.single_controller_utils.config",
+    "grpo": "nemo_rl.algorithms.grpo",
+    "ppo": "nemo_rl.algorithms.ppo",
+    "sft": "nemo_rl.algorithms.sft",
+    "dpo": "nemo_rl.algorithms.dpo",
+    "rm": "nemo_rl.algorithms.rm",
+    "teachers": "nemo_rl.algorithms.xtoken_off_policy_distillation",
+    "distillation": "nemo_rl.algorithms.distillation",
+    "eval": "nemo_rl.evals.eval",
+}
+"""Module of each ``MasterConfig``, by the section of a recipe that selects it; the first section present decides."""
+
+GENERATION_CLASSES = {
+    "vllm": ("nemo_rl.models.generation.vllm.config", "VllmConfig"),
+    "sglang": ("nemo_rl.models.generation.sglang.config", "SGLangConfig"),
+    "megatron": ("nemo_rl.models.generation.megatron.config", "MCoreGenerationConfig"),
+    "trtllm": ("nemo_rl.models.generation.trtllm.config", "TrtllmConfig"),
+    "dynamo": ("nemo_rl.models.generation.dynamo.config", "DynamoConfig"),
+}
+"""Module and class of ``policy.generation`` by backend; NeMo-RL's ``PolicyConfig`` names only their base class."""
+
+_CLASS = re.compile(r"^class (\w+)\(([^:]*?)\):[^\n]*\n((?:[ \t]+[^\n]*\n|[ \t]*\n|#[^\n]*\n)*)", re.MULTILINE)
+_IMPORT = re.compile(r"^from (nemo_rl[\w.]*) import (?:\(([^)]*)\)|([^(\n]*))", re.MULTILINE)
+_SCALARS = {
+    **{name: Scalar(name) for name in ("int", "float", "str", "bool")},
+    **dict.fromkeys(("PositiveInt", "NonNegativeInt"), Scalar("int")),
+    **dict.fromkeys(("PositiveFloat", "NonNegativeFloat"), Scalar("float")),
+    "None": OneOf((None,)),
+}
+_CONTAINERS = {
+    **dict.fromkeys(("list", "List", "Sequence", "tuple", "Tuple", "set"), ListOf(ANYTHING)),
+    **dict.fromkeys(("dict", "Dict", "Mapping"), Open(ANYTHING)),
+}
+_WRAPPERS = ("NotRequired", "Required", "Annotated", "ClassVar", "Final")
+_TYPED_DICT, _MODEL = "TypedDict", "BaseModel"
+
+
+def master_section(checkout: Path, recipe: Mapping[str, Any]) -> Section | None:
+    """Return the ``MasterConfig`` of a recipe's algorithm; None if the checkout has none for it."""
+    name = next((name for name in _MASTER_MODULES if name in recipe), None)
+    return None if name is None else master_sections(checkout).get(name)
+
+
+@functools.cache
+def master_sections(checkout: Path) -> Mapping[str, Section]:
+    """Return the ``MasterConfig`` of every algorithm by the section that selects it."""
+    source = _source_of(checkout)
+    sections = {name: source.section(module, "MasterConfig") for name, module in _MASTER_MODULES.items()}
+    return {name: section for name, section in sections.items() if section is not None}
+
+
+@functools.cache
+def generation_section(checkout: Path, backend: str) -> Section | None:
+    """Return the class of ``policy.generation`` for a backend; None if the checkout has none for it."""
+    place = GENERATION_CLASSES.get(backend)
+    return None if place is None else _source_of(checkout).section(*place)
+
+
+@functools.cache
+def _source_of(checkout: Path) -> _Source:
+    return _Source(checkout)
+
+
+@dataclass
+class _Module:
+    """Text of a module, with its classes (bases, body) and the modules of the names that it imports."""
+
+    name: str
+    text: str
+    classes: Mapping[str, tuple[str, str]]
+    imports: Mapping[str, str]
+
+
+@dataclass
+class _Source:
+    """Source tree of NeMo-RL, whose modules are read when they are needed."""
+
+    checkout: Path
+    modules: dict[str, _Module | None] = field(default_factory=dict)
+    types: dict[tuple[str, str], ValueType] = field(default_factory=dict)
+
+    def section(self, module: str, name: str) -> Section | None:
+        """Return a class as a section; None if there is no such class."""
+        value_type = self._named_type(module, name)
+        return value_type if isinstance(value_type, Section) else None
+
+    def _module(self, name: str) -> _Module | None:
+        if name not in self.modules:
+            self.modules[name] = self._read_module(name)
+        return self.modules[name]
+
+    def _read_module(self, name: str) -> _Module | None:
+        path = self.checkout.joinpath(*name.split("."))
+        files = (path.with_suffix(".py"), path / "__init__.py")
+        file = next((file for file in files if file.is_file()), None)
+        if file is None:
+            return None
+        text = file.read_text(encoding="utf-8") + "\n"
+        imports = {}
+        for origin, in_parentheses, on_line in _IMPORT.findall(text):
+            for imported in re.sub(r"#[^\n]*", "", in_parentheses or on_line).split(","):
+                imports[imported.split(" as ")[-1].strip()] = f"{origin}:{imported.split(' as ')[0].strip()}"
+        classes = {match[1]: (match[2], match[3]) for match in _CLASS.finditer(text)}
+        return _Module(name, text, classes, imports)
+
+    def _named_type(self, module_name: str, name: str) -> ValueType:
+        """Return the type of a name in a module: a class, an alias, or an imported name; ANYTHING if unknown."""
+        key = (module_name, name)
+        if key not in self.types:
+            self.types[key] = ANYTHING  # for a class that contains itself
+            module = self._module(module_name)
+            self.types[key] = ANYTHING if module is None else self._find_type(module, name)
+        return self.types[key]
+
+    def _find_type(self, module: _Module, name: str) -> ValueType:
+        if name in module.classes:
+            return self._class_type(module, name)
+        if name in module.imports:
+            origin, _, original = module.imports[name].partition(":")
+            return self._named_type(origin, original)
+        if alias := re.search(rf"^{re.escape(name)}(?:: *\w+)? *= *", module.text, re.MULTILINE):
+            lines = module.text[alias.end() :].split("\n")
+            for count in range(1, 20):
+                try:
+                    return self._type(ast.parse("\n".join(lines[:count]).strip(), mode="eval").body, module)
+                except SyntaxError:
+                    continue
+        return ANYTHING
+
+    def _class_type(self, module: _Module, name: str) -> ValueType:
+        bases, body = module.classes[name]
+        arguments = ast.parse(f"_({bases})", mode="eval").body
+        assert isinstance(arguments, ast.Call)
+        base_names = [base.id for base in arguments.args if isinstance(base, ast.Name)]
+        parents = [
+            self._named_type(module.name, base) for base in base_names if base not in (_TYPED_DICT, _MODEL, "Protocol")
+        ]
+        parent_sections = [parent for parent in parents if isinstance(parent, Section)]
+        is_model = _MODEL in base_names or any(parent.is_model for parent in parent_sections)
+        if not (is_model or _TYPED_DICT in base_names or parent_sections):
+            return ANYTHING
+        is_total = not any(
+            keyword.arg == "total" and isinstance(keyword.value, ast.Constant) and keyword.value.value is False
+            for keyword in arguments.keywords
+        )
+        fields: dict[str, ValueType] = {}
+        required: set[str] = set()
+        for parent in parent_sections:
+            fields.update(parent.fields)
+            required |= parent.required
+        for statement in ast.parse(f"class _:\n{body}").body[0].body:  # type: ignore[attr-defined]
+            if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
+                key = statement.target.id
+                fields[key] = self._type(statement.annotation, module)
+                may_be_missing = statement.value is not None if is_model else not is_total
+                (required.discard if may_be_missing or _is_not_required(statement.annotation) else required.add)(key)
+        return Section(name, fields, frozenset(required), is_model)
+
+    def _type(self, node: ast.expr, module: _Module) -> ValueType:
+        """Return the type that an annotation describes; ANYTHING for what a recipe can't contain."""
+        if isinstance(node, ast.Constant):
+            if isinstance(node.value, str):
+                return self._type(ast.parse(node.value, mode="eval").body, module)
+            return OneOf((None,)) if node.value is None else ANYTHING
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitOr):
+            return AnyOf.of(self._type(node.left, module), self._type(node.right, module))
+        if isinstance(node, ast.Name):
+            return _SCALARS.get(node.id) or _CONTAINERS.get(node.id) or self._named_type(module.name, node.id)
+        if isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name):
+            return self._generic_type(node.value.id, node.slice, module)
+        return ANYTHING
+
+    def _generic_type(self, name: str, content: ast.expr, module: _Module) -> ValueType:
+        arguments = content.elts if isinstance(content, ast.Tuple) else [content]
+        if name == "Literal":
+            return OneOf(tuple(value for value in map(_constant, arguments)))
+        if name == "Optional":
+            return AnyOf.of(self._type(content, module), OneOf((None,)))
+        if name == "Union":
+            return AnyOf.of(*(self._type(argument, module) for argument in arguments))
+        if name in _WRAPPERS:
+            return self._type(arguments[0], module)
+        container = _CONTAINERS.get(name)
+        if isinstance(container, ListOf) and name in ("list", "List", "Sequence"):
+            return ListOf(self._type(arguments[0], module))
+        if isinstance(container, Open):
+            return Open(self._type(arguments[-1], module))
+        return container or ANYTHING
+
+
+def _constant(node: ast.expr) -> Any:
+    return node.value if isinstance(node, ast.Constant) else None
+
+
+def _is_not_required(annotation: ast.expr) -> bool:
+    is_generic = isinstance(annotation, ast.Subscript) and isinstance(annotation.value, ast.Name)
+    return is_generic and annotation.value.id == "NotRequired"  # type: ignore[attr-defined]

@@ -1,0 +1,104 @@
+"""GM321 and GM323 to GM325: single values that NeMo-RL, or vLLM, refuses when a run starts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from nemo_geomask.tools.check.config_classes import GENERATION_CLASSES
+from nemo_geomask.tools.check.recipe_facts import RecipeFacts
+from nemo_geomask.tools.check.rule import Hit, Rule
+
+__all__ = ["RULES"]
+
+_GENERATION = "policy.generation"
+_PRECISIONS = {"float32": ("fp32", "float"), "bfloat16": ("bf16",), "float16": ("fp16", "half")}
+"""Precisions of NeMo-RL's trainers, each with names that other libraries give to it."""
+# What vLLM's dtype accepts, and fp8, for which NeMo-RL loads its own quantised weights.
+_VLLM_PRECISIONS = ("auto", "half", "float16", "bfloat16", "float", "float32", "fp8")
+_ESTIMATORS = {"grpo": ("grpo", "gdpo", "reinforce_plus_plus", "opd")}
+
+
+def _unknown_precision(facts: RecipeFacts) -> Iterator[Hit]:
+    if "lab" in facts.recipe.data:
+        return
+    places = {"policy.precision": tuple(_PRECISIONS)}
+    if facts.uses_vllm:
+        places[f"{_GENERATION}.vllm_cfg.precision"] = _VLLM_PRECISIONS
+    for key, allowed in places.items():
+        value = facts.get(key)
+        if isinstance(value, str) and value not in allowed:
+            meant = next((name for name, others in _PRECISIONS.items() if value.lower() in (name, *others)), None)
+            yield Hit(key, f"{value}: no such precision; write {meant or 'one of ' + ', '.join(allowed)}")
+
+
+def _sampling_out_of_range(facts: RecipeFacts) -> Iterator[Hit]:
+    key = f"{_GENERATION}.temperature"
+    temperature = facts.number(key)
+    if temperature is not None and temperature <= 0 and "lab" not in facts.recipe.data:
+        yield Hit(
+            key,
+            f"{temperature:g}: training divides the logits by the temperature, so all log-probs would be NaN, and "
+            "greedy samples of one prompt are all the same; set 1.0",
+        )
+    key = f"{_GENERATION}.top_p"
+    top_p = facts.number(key)
+    if top_p is not None and not 0 < top_p <= 1:
+        hint = f"; did you mean {top_p / 100:g}?" if 1 < top_p <= 100 else "; set 1.0 for no filtering"
+        yield Hit(key, f"{top_p:g} is not above 0 and at most 1{hint}")
+    key = f"{_GENERATION}.top_k"
+    top_k = facts.number(key)
+    if top_k is not None and top_k != -1 and top_k < 1:
+        yield Hit(key, f"{top_k:g} is not a number of tokens; set null for no filtering, or 1 or more")
+
+
+def _unknown_name(facts: RecipeFacts) -> Iterator[Hit]:
+    if "lab" in facts.recipe.data:
+        return
+    places = {f"{_GENERATION}.backend": tuple(GENERATION_CLASSES)}
+    if facts.algorithm in _ESTIMATORS:
+        places[f"{facts.algorithm}.adv_estimator.name"] = _ESTIMATORS[facts.algorithm]
+    for key, allowed in places.items():
+        value = facts.get(key)
+        if isinstance(value, str) and value not in allowed:
+            meant = next((name for name in allowed if name == value.lower().replace("-", "_")), None)
+            yield Hit(key, f"{value}: NeMo-RL has no such name; write {meant or 'one of ' + ', '.join(allowed)}")
+
+
+def _gpu_memory(facts: RecipeFacts) -> Iterator[Hit]:
+    key = f"{_GENERATION}.vllm_cfg.gpu_memory_utilization"
+    fraction = facts.number(key)
+    if facts.uses_vllm and fraction is not None and not 0 < fraction <= 1:
+        hint = f"; did you mean {fraction / 100:g}?" if 1 < fraction <= 100 else "; set 0.6, for example"
+        yield Hit(key, f"{fraction:g} is not a fraction of the GPU's memory above 0 and at most 1{hint}")
+
+
+RULES = (
+    Rule(
+        "GM321",
+        "error",
+        "precision that NeMo-RL does not know",
+        "NeMo-RL `STRING_TO_DTYPE` (automodel/setup.py), `dtype_map` (megatron/setup.py); vLLM `dtype`",
+        _unknown_precision,
+    ),
+    Rule(
+        "GM323",
+        "error",
+        "temperature, top-p or top-k out of range",
+        "NeMo-RL `VllmGeneration.__init__`, `apply_temperature_scaling`",
+        _sampling_out_of_range,
+    ),
+    Rule(
+        "GM324",
+        "error",
+        "generation backend or advantage estimator that NeMo-RL does not have",
+        "NeMo-RL `grpo.setup`, `_create_advantage_estimator`",
+        _unknown_name,
+    ),
+    Rule(
+        "GM325",
+        "error",
+        "vLLM's part of the GPU memory out of range",
+        "vLLM `CacheConfig.gpu_memory_utilization`",
+        _gpu_memory,
+    ),
+)
