@@ -12,6 +12,7 @@ from typing import Any
 from nemo_geomask.config import LossConfig
 from nemo_geomask.hosts.nemo_rl import host_api
 from nemo_geomask.hosts.nemo_rl.facts import DATA_PLANE_POLICY, POLICY
+from nemo_geomask.hosts.nemo_rl.policy_methods import is_subclassed, make_subclass
 from nemo_geomask.hosts.nemo_rl.prev_logprobs import DataPlanePrevLogprobMethods, PrevLogprobMethods
 from nemo_geomask.hosts.nemo_rl.resumed_step import remember_resumed_step
 from nemo_geomask.hosts.nemo_rl.source_signature import require_targets
@@ -38,7 +39,7 @@ def convert_policy(policy: Any, config: LossConfig, *, checkpoint: object = None
         (host_api.PREV_LOGPROBS if config.skips_prev else (), "Set loss_fn.ratio_anchor: prev"),
     ):
         require_targets(group, remedy=remedy)
-    if not isinstance(policy, StepMethods):
+    if not is_subclassed(policy):
         policy.__class__ = geomask_class(type(policy))
     policy.geomask_config = config
     remember_resumed_step(policy, checkpoint)
@@ -64,11 +65,11 @@ _NEMO_RL_CLASSES = {"GeomaskPolicy": POLICY, "GeomaskTQPolicy": DATA_PLANE_POLIC
 
 
 def _define(base: type, name: str) -> type:
-    mixins: tuple[type, ...] = (StepMethods, PrevLogprobMethods)
+    holders: tuple[type, ...] = (StepMethods, PrevLogprobMethods)
     if hasattr(base, "train_from_meta"):
-        mixins = (DataPlaneStepMethods, DataPlanePrevLogprobMethods)
+        holders = (DataPlaneStepMethods, DataPlanePrevLogprobMethods)
     description = f"NeMo-RL's {base.__name__} for the losses of nemo_geomask."
-    return type(name, (*mixins, base), {"__module__": __name__, "__qualname__": name, "__doc__": description})
+    return make_subclass(base, name, holders, __module__=__name__, __qualname__=name, __doc__=description)
 
 
 def __getattr__(name: str) -> Any:

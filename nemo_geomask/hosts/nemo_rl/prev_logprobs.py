@@ -18,6 +18,7 @@ import torch
 
 from nemo_geomask.config import LossConfig
 from nemo_geomask.data_keys import GENERATION_LOGPROBS, PREV_LOGPROBS
+from nemo_geomask.hosts.nemo_rl.policy_methods import nemo_rl_method
 from nemo_geomask.hosts.nemo_rl.resumed_step import resumed_step
 from nemo_geomask.records.flight import choose_by_hash
 
@@ -27,7 +28,7 @@ _calls: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # by 
 
 
 class PrevLogprobMethods:
-    """Mixin for a subclass of NeMo-RL's ``Policy``.
+    """Methods for a subclass of NeMo-RL's ``Policy``.
 
     Attributes:
         geomask_config: settings of the loss that trains.
@@ -37,7 +38,7 @@ class PrevLogprobMethods:
 
     def get_logprobs(self, *args: Any, **kwargs: Any) -> Any:
         """Compute the ``prev_logprobs`` that the loss reads, see NeMo-RL's ``Policy.get_logprobs``; NaN elsewhere."""
-        method = super().get_logprobs  # type: ignore[misc]
+        method = nemo_rl_method(self, "get_logprobs")
         if not self.geomask_config.skips_prev:
             return method(*args, **kwargs)
         bound = inspect.signature(method).bind(*args, **kwargs)
@@ -50,11 +51,11 @@ class PrevLogprobMethods:
 
 
 class DataPlanePrevLogprobMethods(PrevLogprobMethods):
-    """Mixin for a subclass of NeMo-RL's ``TQPolicy``, whose batches are in the data plane."""
+    """Methods for a subclass of NeMo-RL's ``TQPolicy``, whose batches are in the data plane."""
 
     def get_logprobs_from_meta(self, *args: Any, **kwargs: Any) -> Any:
         """Compute ``prev_logprobs`` as :meth:`get_logprobs` does, for NeMo-RL's ``TQPolicy.get_logprobs_from_meta``."""
-        method = super().get_logprobs_from_meta  # type: ignore[misc]
+        method = nemo_rl_method(self, "get_logprobs_from_meta")
         if not self.geomask_config.skips_prev:
             return method(*args, **kwargs)
         bound = inspect.signature(method).bind(*args, **kwargs)

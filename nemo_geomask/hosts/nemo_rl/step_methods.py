@@ -32,6 +32,7 @@ from torch import Tensor
 from nemo_geomask.config import LossConfig
 from nemo_geomask.data_keys import GENERATION_LOGPROBS, PREV_LOGPROBS, REFERENCE_POLICY_LOGPROBS, TOKEN_MASK
 from nemo_geomask.errors import BatchVetoError
+from nemo_geomask.hosts.nemo_rl.policy_methods import nemo_rl_method
 from nemo_geomask.hosts.nemo_rl.step_recorder import StepRecorder, data_plane_fields
 from nemo_geomask.losses import Decision, PolicyLoss, PrestepPass
 from nemo_geomask.losses.policy_loss import BATCH_SCALAR_PREFIX, PREPARED_KEY
@@ -49,11 +50,11 @@ def needs_batch(config: LossConfig) -> bool:
 
 
 class StepMethods:
-    """Mixin for a subclass of NeMo-RL's ``Policy``; it takes NeMo-RL's arguments and returns NeMo-RL's results."""
+    """Methods for a subclass of NeMo-RL's ``Policy``; it takes NeMo-RL's arguments and returns NeMo-RL's results."""
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Train on a batch, see NeMo-RL's ``Policy.train``."""
-        method = super().train  # type: ignore[misc]
+        method = nemo_rl_method(self, "train")
         bound = inspect.signature(method).bind(*args, **kwargs)
         loss, data = bound.arguments["loss_fn"], bound.arguments["data"]
         state = _state_of(self, loss)
@@ -72,11 +73,11 @@ class StepMethods:
 
 
 class DataPlaneStepMethods(StepMethods):
-    """Mixin for a subclass of NeMo-RL's ``TQPolicy``, whose batches are in the data plane."""
+    """Methods for a subclass of NeMo-RL's ``TQPolicy``, whose batches are in the data plane."""
 
     def train_from_meta(self, *args: Any, **kwargs: Any) -> Any:
         """Train on a batch in the data plane, see NeMo-RL's ``TQPolicy.train_from_meta``."""
-        method = super().train_from_meta  # type: ignore[misc]
+        method = nemo_rl_method(self, "train_from_meta")
         bound = inspect.signature(method).bind(*args, **kwargs)
         loss, meta = bound.arguments["loss_fn"], bound.arguments["meta"]
         state = _state_of(self, loss)
@@ -98,7 +99,7 @@ class DataPlaneStepMethods(StepMethods):
 
     def begin_train_step(self, *args: Any, **kwargs: Any) -> Any:
         """Begin a step of the single controller, see NeMo-RL's ``TQPolicy.begin_train_step``."""
-        method = super().begin_train_step  # type: ignore[misc]
+        method = nemo_rl_method(self, "begin_train_step")
         bound = inspect.signature(method).bind(*args, **kwargs)
         loss = bound.arguments["loss_fn"]
         _close_step(self)
@@ -110,7 +111,7 @@ class DataPlaneStepMethods(StepMethods):
 
     def train_microbatches_from_meta(self, *args: Any, **kwargs: Any) -> Any:
         """Train on a part of a step's batch, see NeMo-RL's ``TQPolicy.train_microbatches_from_meta``."""
-        method = super().train_microbatches_from_meta  # type: ignore[misc]
+        method = nemo_rl_method(self, "train_microbatches_from_meta")
         state = _states.get(self)
         step = None if state is None else state.open_step
         if step is not None:
@@ -126,7 +127,7 @@ class DataPlaneStepMethods(StepMethods):
 
     def finish_train_step(self) -> Any:
         """Decide on a step of the single controller and end it, see NeMo-RL's ``TQPolicy.finish_train_step``."""
-        method = super().finish_train_step  # type: ignore[misc]
+        method = nemo_rl_method(self, "finish_train_step")
         step = _close_step(self)
         if step is None:
             return _summarize_metrics(method())

@@ -162,6 +162,8 @@ DEFAULT_VENV_DIR = "/nowhere"
 """
 
 POLICY = """
+import abc
+
 from nemo_rl.distributed.worker_groups import RayWorkerGroup
 
 WORKERS = [
@@ -171,7 +173,13 @@ WORKERS = [
 ]
 
 
-class Policy:
+class PolicyInterface(abc.ABC): ...
+
+
+class GenerationInterface(abc.ABC): ...
+
+
+class Policy(PolicyInterface, GenerationInterface):
     def __init__(self, config, **kwargs):
         self.cfg = config
         self.worker_group = RayWorkerGroup()
