@@ -226,14 +226,14 @@ class PolicyLoss:
 
 def _as_count(name: str, value: Count, device: torch.device) -> Tensor:
     """Return a global count as a 0-d float32 tensor on the device."""
-    if isinstance(value, Tensor) and value.numel() == 1:
+    if isinstance(value, Tensor) and value.numel() == 1 and value.dtype != torch.bool:
         # The value of a tensor is not checked: it may be on a GPU, and the host would have to wait for it. Most counts
         # need no conversion, and this test is faster than a conversion that changes nothing.
         is_ready = value.dim() == 0 and value.dtype == torch.float32 and value.device == device
         return value if is_ready else value.detach().to(device, torch.float32).reshape(())
-    if isinstance(value, (int, float)) and 0 <= value < math.inf:
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < math.inf:
         return torch.tensor(value, dtype=torch.float32, device=device)
-    actual = f"a tensor {list(value.shape)}" if isinstance(value, Tensor) else str(value)
+    actual = f"a tensor {list(value.shape)} of {value.dtype}" if isinstance(value, Tensor) else repr(value)
     raise DataError(
         f"{name} must be one number of at least 0, the count over the whole optimiser step, all its microbatches and "
         f"ranks, but it is {actual}"

@@ -161,6 +161,23 @@ def _check_arguments(
             "hidden and weight must be floating point and targets int64, but they are "
             f"{hidden.dtype}, {weight.dtype} and {targets.dtype}"
         )
+    devices = {
+        name: value.device
+        for name, value in {
+            "hidden": hidden,
+            "weight": weight,
+            "targets": targets,
+            "bias": bias,
+            "main_grad": main_grad,
+        }.items()
+        if value is not None
+    }
+    elsewhere = [f"{name} is on {device}" for name, device in devices.items() if device != hidden.device]
+    if elsewhere or hidden.device.type == "meta":
+        raise ShapeError(
+            f"all tensors must be on one device that holds data, but hidden is on {hidden.device}"
+            f"{''.join(f', {part}' for part in elsewhere)}; move them to the device of the hidden states"
+        )
     if bias is not None and (bias.shape != weight.shape[:1] or not bias.is_floating_point()):
         raise ShapeError(f"bias must be floating point [{weight.shape[0]}], but it is {bias.dtype} {list(bias.shape)}")
     if main_grad is not None and (main_grad.shape != weight.shape or main_grad.dtype != torch.float32):

@@ -224,12 +224,19 @@ class PackedSegments(PackedTokens):
         sp_size: int = 1,
         groups: reductions.Groups = (),
     ) -> None:
-        offsets = torch.as_tensor(cu_seqlens, device="cpu")
+        try:
+            offsets = torch.as_tensor(cu_seqlens, device="cpu")
+        except (TypeError, ValueError, RuntimeError):
+            raise ShapeError(
+                f"cu_seqlens must be the token offsets of the sequences, but it is {cu_seqlens!r}"
+            ) from None
+        if offsets.dim() != 1:
+            raise ShapeError(f"cu_seqlens must be [S+1], token offsets of S sequences, but it is {list(offsets.shape)}")
         if offsets.numel() and (offsets.is_floating_point() or offsets.is_complex() or offsets.dtype == torch.bool):
             raise ShapeError(f"cu_seqlens must be integers, token offsets of the sequences, but it is {offsets.dtype}")
         offsets = offsets.to(torch.int64)
         lengths = offsets.diff()
-        if offsets.dim() != 1 or offsets.numel() == 0 or int(offsets[0]) != 0 or bool((lengths < 0).any()):
+        if offsets.numel() == 0 or int(offsets[0]) != 0 or bool((lengths < 0).any()):
             raise ShapeError(f"cu_seqlens must be non-decreasing offsets that start at 0, but it is {offsets.tolist()}")
         for axis, rank, size in (("cp", cp_rank, cp_size), ("sp", sp_rank, sp_size)):
             if not 0 <= rank < size:

@@ -30,7 +30,9 @@ def test_repr_shows_name_and_settings():
 
 
 @pytest.mark.parametrize("name", ["global_valid_seqs", "global_valid_toks"])
-@pytest.mark.parametrize("wrong", [-1.0, math.nan, math.inf, "3", None, torch.ones(2)], ids=str)
+@pytest.mark.parametrize(
+    "wrong", [-1.0, math.nan, math.inf, True, "3", None, torch.ones(2), torch.tensor(True)], ids=str
+)
 def test_a_count_is_a_number_of_at_least_zero(name, wrong):
     batch = batches.rollouts(1)
     counts = {"global_valid_seqs": batch.seqs, "global_valid_toks": batch.toks, name: wrong}

@@ -210,6 +210,8 @@ def test_float32_copies_count_as_part_of_the_tile():
         ({"hidden": torch.zeros(13, 8, dtype=torch.int64)}, ShapeError, "must be floating point"),
         ({"bias": torch.zeros(36)}, ShapeError, r"bias must be floating point \[37\]"),
         ({"main_grad": torch.zeros(37, 8, dtype=torch.bfloat16)}, ShapeError, r"main_grad must be float32 \[37, 8\]"),
+        ({"weight": torch.zeros(37, 8, device="meta")}, ShapeError, "hidden is on cpu, weight is on meta; move them"),
+        ({"bias": torch.zeros(37, device="meta")}, ShapeError, "hidden is on cpu, bias is on meta; move them"),
         ({"temperature": 0.0}, ArgumentError, "temperature must be above 0"),
         ({"softcap": -1.0}, ArgumentError, "softcap must be above 0"),
         ({"tile_bytes": 0}, ArgumentError, "tile_bytes must be above 0"),

@@ -200,6 +200,14 @@ def test_offsets_that_make_no_sense_are_refused(offsets, sizes, message):
         PackedSegments(offsets, **sizes)
 
 
+@pytest.mark.parametrize(
+    ("wrong", "actual"), [(None, "None"), ("ab", "'ab'"), (5, r"\[\]"), ([[0, 4]], r"\[1, 2\]")], ids=str
+)
+def test_what_is_no_list_of_offsets_is_named(wrong, actual):
+    with pytest.raises(ShapeError, match=f"cu_seqlens must be .* but it is {actual}"):
+        PackedSegments(wrong)
+
+
 @pytest.mark.parametrize("wrong", [[0.0, 8.0], torch.tensor([0.0, 8.0]), torch.tensor([False, True])], ids=str)
 def test_offsets_are_integers(wrong):
     with pytest.raises(ShapeError, match="cu_seqlens must be integers"):
