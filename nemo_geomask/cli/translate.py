@@ -13,8 +13,8 @@ __all__ = ["add_arguments", "run"]
 _EPILOG = """\
 exit status
   0  every setting is expressed; comments name differences in detail that remain
-  1  some settings can't be expressed; each has a line NOT EXPRESSED
-  2  the file can't be read, or its settings belong to no known system
+  1  some settings can't be expressed, or are not known; each has a line NOT EXPRESSED
+  2  the file can't be read, has no setting of a loss, or its settings belong to no known system, or to several
 
 examples
   nemo-geomask translate ppo_trainer.yaml

@@ -5,13 +5,14 @@ A peer is another RL system whose settings can be translated; each has a module 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
 from nemo_geomask.config.strict import as_yaml
 from nemo_geomask.errors import ConfigError
-from nemo_geomask.tools.translate.settings_reader import UNRESOLVED, nested
+from nemo_geomask.tools.translate.setting_values import UNRESOLVED, nested
 
 __all__ = [
     "NO_BOUND",
@@ -120,6 +121,15 @@ class Peer:
         outside_loss_fn: for each setting that NeMo-RL has outside ``loss_fn``, its place in NeMo-RL.
         sections: sections of which all settings concern the loss, so that an unknown setting in them is reported.
         mappings: names of settings whose values are mappings.
+        marks: patterns (``fnmatch``) of settings that only this system has; they identify it.
+        unrelated: patterns of settings that do not concern the loss. A setting that no table and no pattern has is
+            reported as not read.
+        programs: patterns of the programs and classes that train with this loss, each with the settings that it
+            changes from ``defaults``.
+        other_programs: patterns of the system's programs that train without this loss.
+        config_options: settings that name another file with settings.
+        base_configs: patterns of files named by ``config_options`` whose values are ``defaults``, each with the
+            settings in which it differs.
         constructors: Python classes whose keyword arguments are settings.
         presets: for each preset, its parameters with their defaults, and its settings; ``{parameter}`` in a value is
             replaced.
@@ -133,6 +143,12 @@ class Peer:
     outside_loss_fn: Mapping[str, str] = field(default_factory=dict)
     sections: tuple[str, ...] = ()
     mappings: tuple[str, ...] = ()
+    marks: tuple[str, ...] = ()
+    unrelated: tuple[str, ...] = ()
+    programs: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    other_programs: tuple[str, ...] = ()
+    config_options: tuple[str, ...] = ()
+    base_configs: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     constructors: tuple[str, ...] = ()
     presets: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = field(default_factory=dict)
 
@@ -144,10 +160,33 @@ class Peer:
             (``config.trainer.loss.type``).
         """
         key = key.replace("/", ".")
-        for full in (*self.defaults, *self.outside_loss_fn):
-            if f".{full}".endswith(f".{key}") or f".{key}".endswith(f".{full}"):
+        names = (*self.defaults, *self.outside_loss_fn)
+        if key in names:
+            return key
+        for full in names:
+            if f".{full}".endswith(f".{key}"):
+                return full
+            if "." in full and f".{key}".endswith(f".{full}"):  # a name of one part may end any other system's name
                 return full
         return None
+
+    def is_unrelated(self, key: str) -> bool:
+        """Return True if the setting is known not to concern the loss."""
+        if any(f".{section}." in f".{key}." for section in self.sections):
+            return False
+        return any(fnmatchcase(key, pattern) for pattern in self.unrelated)
+
+    def marks_of(self, settings: Iterable[str]) -> list[str]:
+        """Return the settings that only this system has."""
+        return [key for key in settings if any(fnmatchcase(key, pattern) for pattern in self.marks)]
+
+    def identifies(self, program: str) -> bool:
+        """Return True if no other system has a program of this name; patterns that start with * are too general."""
+        return any(fnmatchcase(program, pattern) for pattern in self.programs if not pattern.startswith("*"))
+
+    def settings_of_program(self, program: str) -> Mapping[str, Any] | None:
+        """Return what a program changes from the defaults; None if it is none of :attr:`programs`."""
+        return next((changed for pattern, changed in self.programs.items() if fnmatchcase(program, pattern)), None)
 
     def regroup_mappings(self, settings: Mapping[str, Any]) -> dict[str, Any]:
         """Return settings by dotted name, with the items of each of :attr:`mappings` as one value again."""

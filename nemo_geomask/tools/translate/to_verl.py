@@ -17,7 +17,7 @@ from nemo_geomask.losses import PolicyLoss
 from nemo_geomask.losses.build import build_with_warnings
 from nemo_geomask.optional import require
 from nemo_geomask.tools.translate.peers.verl import PEER
-from nemo_geomask.tools.translate.settings_reader import nested
+from nemo_geomask.tools.translate.setting_values import nested
 from nemo_geomask.tools.translate.translation import translate
 
 __all__ = ["BackTranslation", "to_verl"]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,16 @@ from nemo_geomask.losses.build import build_with_warnings
 from nemo_geomask.recipe import read_recipe
 from nemo_geomask.tools.translate.peer_table import Peer, PeerSettings, Remark
 from nemo_geomask.tools.translate.peers import PEERS
-from nemo_geomask.tools.translate.settings_reader import flat, read_settings
+from nemo_geomask.tools.translate.recognition import (
+    SettingsFile,
+    check_programs,
+    peer_by_name,
+    recognise,
+    select_runs,
+)
+from nemo_geomask.tools.translate.setting_values import flat
+from nemo_geomask.tools.translate.settings_reader import read_runs
+from nemo_geomask.tools.translate.shell_reader import line_settings
 
 __all__ = ["PEERS", "Translation", "translate", "translate_files"]
 
@@ -37,6 +48,8 @@ class Translation:
         outside_loss_fn: place in NeMo-RL of each of the peer's settings that NeMo-RL has outside ``loss_fn``.
         without_effect: settings that have no effect in the peer, because of the values of others.
         not_read: settings that do not concern the loss.
+        loss_settings: settings of the loss that the files contain, by full name.
+        from_defaults: settings of the loss that the files do not contain, with the system's defaults.
     """
 
     peer: Peer
@@ -47,6 +60,8 @@ class Translation:
     outside_loss_fn: Mapping[str, str]
     without_effect: tuple[str, ...]
     not_read: tuple[str, ...]
+    from_defaults: Mapping[str, Any]
+    loss_settings: Mapping[str, Any]
 
     def yaml(self) -> str:
         """Return the block with its comments."""
@@ -67,6 +82,9 @@ class Translation:
             comments.append(
                 f"Without effect in {self.peer.name} with these settings: {', '.join(self.without_effect)}."
             )
+        if self.from_defaults:
+            shown = ", ".join(f"{key}: {inline_yaml(value)}" for key, value in self.from_defaults.items())
+            comments.append(f"Not in the files, so {self.peer.name}'s default: {shown}.")
         if self.not_read:
             comments.append(
                 f"Not read, because they don't concern the loss: {', '.join(_shorten_sections(self.not_read))}."
@@ -84,37 +102,92 @@ def translate_files(paths: Sequence[Path], peer: str | None = None) -> Translati
     Raises:
         ConfigError: a file can't be read; or an error of :func:`translate`.
     """
-    candidates = [PEERS[peer]] if peer in PEERS else PEERS.values()
-    constructors = tuple(name for candidate in candidates for name in candidate.constructors)
+    system = None if peer is None else peer_by_name(peer)
+    candidates = PEERS.values() if system is None else [system]
+    constructors = tuple(name for candidate in PEERS.values() for name in candidate.constructors)
+    files = [select_runs(path, read_runs(path, constructors), candidates) for path in paths]
+    if len(files) > 1:
+        files = [replace(file, settings={}) if file.is_from_docstring else file for file in files]
     settings: dict[str, Any] = {}
-    for path in paths:
-        in_file = read_settings(path, constructors)
-        if "defaults" in in_file and any(key.startswith("loss_fn.") for key in in_file):
+    for file in files:
+        if "defaults" in file.settings and any(key.startswith("loss_fn.") for key in file.settings):
             # A NeMo-RL recipe inherits the settings that it does not contain.
-            in_file = flat({"loss_fn": read_recipe(path, leave=("data", "env", "logger")).data["loss_fn"]})
-        settings |= in_file
-    return translate(settings, peer)
+            recipe = read_recipe(file.path, leave=("data", "env", "logger")).data
+            settings |= flat({"loss_fn": recipe["loss_fn"]})
+        else:
+            settings |= file.settings
+    programs = [program for file in files for program in file.programs]
+    system = system or recognise(settings, programs)
+    changed = [system.settings_of_program(program) for program in programs]
+    has_loss = any(system.full_name(key) in system.defaults for key in settings) or bool(system.marks_of(settings))
+    if not has_loss and settings.get("preset") not in system.presets and all(item is None for item in changed):
+        raise ConfigError(f"{', '.join(map(str, paths))}: no setting of {system.name}'s loss; nothing to translate")
+    base: dict[str, Any] = {}
+    for item in changed:
+        base |= item or {}
+    unread = list(_unread_places(system, files, settings, base))
+    translation = translate(settings, system.name, base)
+    differences = [
+        f"The settings are those of the command in the docstring of {file.path.name}."
+        for file in files
+        if file.is_from_docstring and len(files) == 1
+    ]
+    return replace(
+        translation,
+        not_expressed=(*translation.not_expressed, *unread),
+        differences=(*translation.differences, *differences),
+    )
 
 
-def translate(settings: Mapping[str, Any], peer: str | None = None) -> Translation:
+def _unread_places(
+    system: Peer, files: Sequence[SettingsFile], settings: dict[str, Any], base: dict[str, Any]
+) -> Iterator[str]:
+    """Yield a sentence for each place that may hold more settings; take what named files of the system change."""
+    if text := check_programs(system, [program for file in files for program in file.programs]):
+        yield text
+    stems = {file.path.stem for file in files}
+    for file in files:
+        for word in file.unread:
+            branch = re.search(r"only some branches add '(.*)'", word, re.DOTALL)
+            added = line_settings(f"program.py {branch[1]}") if branch else {}
+            if added and all(system.is_unrelated(key) or key in system.outside_loss_fn for key in added):
+                continue
+            yield f"{word}: the file does not contain these words, which may be settings; write them out"
+    names = {key: settings.pop(key) for key in list(settings) if key.rpartition(".")[2] in system.config_options}
+    for key, value in names.items():
+        for entry in value if isinstance(value, list) else [value]:
+            if not isinstance(entry, str) or entry == "_self_":
+                continue
+            stem = Path(entry).stem if entry.endswith((".yaml", ".yml", ".toml")) else entry
+            known = next((item for name, item in system.base_configs.items() if fnmatchcase(stem, name)), None)
+            if known is not None:
+                base |= known
+            elif Path(entry).stem not in stems:
+                yield f"{key}: {entry} names a file with more settings; pass that file, too"
+
+
+def translate(
+    settings: Mapping[str, Any], peer: str | None = None, base: Mapping[str, Any] | None = None
+) -> Translation:
     """Return the ``loss_fn`` block with the same effect as another system's settings.
 
     Args:
         settings: settings of the system, nested or by dotted name; a missing one has the system's default. ``preset``
             names one of the system's presets.
         peer: name of the system, one of :data:`PEERS`; None: recognised by the settings' names.
+        base: values in place of the system's defaults, by full name.
 
     Raises:
         ConfigError: no system, or more than one, has such settings; or a value has the wrong type.
     """
     by_name = flat(settings)
-    system = _recognise(by_name, peer)
+    system = recognise(by_name) if peer is None else peer_by_name(peer)
     by_name = system.regroup_mappings(_fill_preset(system, by_name))
     full_names = {key: system.full_name(key) for key in by_name}
     loss_settings = {
         full: by_name[key] for key, full in full_names.items() if full is not None and full in system.defaults
     }
-    peer_settings = PeerSettings(system.defaults, loss_settings)
+    peer_settings = PeerSettings({**system.defaults, **(base or {})}, loss_settings)
     fields: dict[str, Any] = {}
     notes: dict[str, str] = {}
     masks: list[Any] = []
@@ -134,13 +207,13 @@ def translate(settings: Mapping[str, Any], peer: str | None = None) -> Translati
             notes[key] = item.note
     not_read: list[str] = []
     for key in (key for key, full in full_names.items() if full is None):
-        section, _, name = key.rpartition(".")
-        is_loss_section = bool(system.sections) and section.endswith(system.sections)
-        if name == "_target_" or not is_loss_section:  # Hydra writes _target_ into every section
+        name = key.rpartition(".")[2]
+        if name == "_target_" or system.is_unrelated(key):  # Hydra writes _target_ into every section
             not_read.append(key)
             continue
         guess = nearest(name, [full.rpartition(".")[2] for full in system.defaults])
-        not_expressed.append(f"{key}: unknown" + (f"; did you mean '{guess}'?" if guess else f" at {system.source}"))
+        hint = f"did you mean '{guess}'?" if guess else "it may concern the loss"
+        not_expressed.append(f"{key}: unknown at {system.source}; {hint}")
     fields.setdefault("name", "clipped_pg")  # where the peer's objective has no counterpart, which not_expressed says
     order = list(LossConfig.model_fields)
     block = {key: fields[key] for key in sorted(fields, key=order.index)} | ({"masks": masks} if masks else {})
@@ -158,34 +231,13 @@ def translate(settings: Mapping[str, Any], peer: str | None = None) -> Translati
             key for key, full in full_names.items() if full in loss_settings and full not in peer_settings.read_keys
         ),
         not_read=tuple(not_read),
+        loss_settings={**(base or {}), **loss_settings},
+        from_defaults={
+            key: value
+            for key, value in {**system.defaults, **(base or {})}.items()
+            if key in peer_settings.read_keys and key not in loss_settings
+        },
     )
-
-
-def _recognise(settings: Mapping[str, Any], name: str | None) -> Peer:
-    """Return the system called ``name``, or the one that most of the settings' names belong to."""
-    if name is not None:
-        if name not in PEERS:
-            guess = nearest(name, PEERS)
-            raise ConfigError(
-                f"--from: system '{name}' is not known; "
-                + (f"did you mean '{guess}'?" if guess else f"choose from {', '.join(PEERS)}")
-            )
-        return PEERS[name]
-    preset = settings.get("preset")
-    scores = {name: _name_overlap(peer, settings) + (preset in peer.presets) for name, peer in PEERS.items()}
-    best = max(scores.values())
-    if not best:
-        raise ConfigError(f"these settings belong to none of the known systems: {', '.join(PEERS)}")
-    tied = [name for name, score in scores.items() if score == best]
-    if len(tied) > 1:
-        raise ConfigError(f"these settings may belong to {' or '.join(tied)}; name the system with --from")
-    return PEERS[tied[0]]
-
-
-def _name_overlap(peer: Peer, settings: Mapping[str, Any]) -> int:
-    """Return a score: the number of parts of dotted names that the settings share with the system's settings."""
-    pairs = ((key, peer.full_name(key)) for key in settings)
-    return sum(1 + min(key.count("."), full.count(".")) for key, full in pairs if full is not None)
 
 
 def _fill_preset(peer: Peer, settings: Mapping[str, Any]) -> dict[str, Any]:

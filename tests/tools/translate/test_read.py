@@ -1,17 +1,12 @@
 """Settings as read from shell scripts, Python programs and configuration files."""
 
-import shlex
-
 import pytest
 
 from nemo_geomask.cli import main
 from nemo_geomask.errors import ConfigError
 from nemo_geomask.tools.translate import translate_files
-from nemo_geomask.tools.translate.settings_reader import parse_words, read_settings
-
-
-def settings_of(text):
-    return dict(parse_words(shlex.split(text, comments=True)))
+from nemo_geomask.tools.translate.settings_reader import read_settings
+from nemo_geomask.tools.translate.shell_reader import line_settings
 
 
 @pytest.mark.parametrize(
@@ -31,7 +26,7 @@ def settings_of(text):
     ],
 )
 def test_variables_of_a_script_are_replaced(text, expected):
-    settings = settings_of(text)["a.low"]
+    settings = line_settings(text)["a.low"]
     if isinstance(expected, str):
         assert "$" in settings
     else:
@@ -54,7 +49,7 @@ def test_variables_of_a_script_are_replaced(text, expected):
     ],
 )
 def test_options_have_values_lists_or_none(text, expected):
-    settings = settings_of(text)
+    settings = line_settings(text)
     assert {key: settings[key] for key in expected} == expected
 
 

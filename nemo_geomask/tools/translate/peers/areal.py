@@ -35,6 +35,20 @@ _DEFAULTS: dict[str, Any] = {
 _KEYS = ("level", "action", "metric", "agg", "upper", "lower")
 _POOLED = {"mean": "sequence_mean", "sum": "sequence", "max": "sequence_max"}
 
+# fmt: off
+_UNRELATED = (
+    "experiment_name", "trial_name", "seed", "total_train_*", "tokenizer_path", "cluster.*", "rollout.*",
+    "gconfig.*", "scheduler.*", "ref.*", "sglang.*", "vllm.*", "critic.*", "train_dataset.*", "valid_dataset.*",
+    "saver.*", "recover.*", "evaluator.*", "stats_logger.*", "perf_tracer.*", "enable_offload", "launcher.*",
+    "allocation_mode", "workflow", "eval_workflow", "max_turns", "econfig.*", "actor.experiment_name",
+    "actor.trial_name", "actor.path", "actor.init_from_scratch", "actor.disable_dropout",
+    "actor.gradient_checkpointing", "actor.dtype", "actor.grad_reduce_dtype", "actor.mb_spec.*",
+    "actor.optimizer.*", "actor.backend", "actor.scheduling_*", "actor.weight_update_mode", "actor.max_new_tokens",
+    "actor.megatron.*", "actor.fsdp.*", "actor.archon.*", "actor.use_lora", "actor.lora_*", "actor.peft_type",
+    "actor.target_modules", "actor.attn_impl", "actor.pad_to_maximum", "actor._version",
+)
+# fmt: on
+
 
 def _convert(settings: PeerSettings) -> Conversion:
     is_sequence_ratio = settings["actor.importance_sampling_level"] == "sequence"
@@ -97,7 +111,10 @@ def _rejection(settings: PeerSettings) -> Conversion:
                 "rejection_sampling: a clamp that depends on sum or max has no counterpart", ("rejection_sampling",)
             )
         if level == "sequence_max" and lower is not None:
-            yield Remark("AReaL compares the largest token with both bounds; here every token must be within them.")
+            yield Remark(
+                "rejection_sampling: AReaL compares the largest token with both bounds, this package every token",
+                ("rejection_sampling",),
+            )
         return
     yield from weight_settings("token")
     mask = {"log_ratio": "mismatch", "level": level}
@@ -130,6 +147,45 @@ PEER = Peer(
     outside_loss_fn={
         "gconfig.n_samples": "grpo.num_generations_per_prompt",
         "gconfig.temperature": "policy.generation.temperature",
+        "actor.temperature": "policy.generation.temperature",
+        "actor.ppo_n_minibatches": "policy.train_global_batch_size below the rollout batch",
+        **dict.fromkeys(
+            (
+                "actor.reward_scaling",
+                "actor.reward_bias",
+                "actor.reward_clip",
+                "actor.reward_norm",
+                "actor.reward_norm.mean_level",
+                "actor.reward_norm.std_level",
+                "actor.reward_norm.group_size",
+            ),
+            "grpo.reward_scaling and grpo.adv_estimator",
+        ),
+        **dict.fromkeys(
+            (
+                "actor.adv_norm",
+                "actor.adv_norm.mean_level",
+                "actor.adv_norm.std_level",
+                "actor.adv_norm.group_size",
+                "actor.discount",
+                "actor.gae_lambda",
+            ),
+            "grpo.adv_estimator",
+        ),
     },
     sections=("actor.rejection_sampling",),
+    marks=(
+        "actor.use_decoupled_loss",
+        "actor.recompute_logprob",
+        "actor.prox_logp_method",
+        "actor.eps_clip_higher",
+        "actor.kl_ctl",
+        "actor.m2_threshold",
+        "actor.rejection_sampling.*",
+        "actor.use_sapo_loss",
+        "rollout.max_head_offpolicyness",
+        "gconfig.n_samples",
+    ),
+    config_options=("config",),
+    unrelated=_UNRELATED,
 )

@@ -14,6 +14,13 @@ from nemo_geomask.tools.translate.peer_table import (
 
 __all__ = ["PEER"]
 
+# fmt: off
+_UNRELATED = (
+    "training.*", "optimizer.*", "batch.*", "data.*", "run.*", "pretrained.*", "model.distributed.*",
+    "model.multi_stage.*", "reference_models.*",
+)
+# fmt: on
+
 
 def _convert(settings: PeerSettings) -> Conversion:
     yield from convert_value(
@@ -37,4 +44,6 @@ PEER = Peer(
     source="ServiceNow/Fast-LLM at 7d61a1ba; normalize_by_documents by PR 502",
     defaults={"type": "grpo", "epsilon_low": 0.2, "epsilon_high": 0.2, "normalize_by_documents": False, "weight": 1.0},
     convert=_convert,
+    marks=("epsilon_low", "normalize_by_documents", "*.losses.*.epsilon_low", "model.base_model.*", "pretrained.*"),
+    unrelated=_UNRELATED,
 )

@@ -68,4 +68,6 @@ PEER = Peer(
     convert=_convert,
     sections=("loss_fn",),
     mappings=("loss_fn.options", "loss_fn.batch_veto", "loss_fn.record", "loss_fn.masks"),
+    marks=("loss_fn.*",),
+    unrelated=("grpo.*", "policy.*", "data.*", "env.*", "logger.*", "cluster.*", "checkpointing.*", "defaults"),
 )

@@ -33,6 +33,15 @@ _DEFAULTS: dict[str, Any] = {
     _KL + "estimator": "k1",
 }
 
+# fmt: off
+_UNRELATED = (
+    "ref.*", "actor.num_nodes", "actor.num_gpus_per_node", "actor.model_name_or_path",
+    "actor.gradient_checkpointing_enable", "actor.adam.*", "actor.lr_*", "actor.freeze_visual_encoder", "critic.*",
+    "vllm.*", "ckpt.*", "data.*", "ds.*", "train.*", "eval.*", "logger.*", "reward.*", "rollout.*",
+    "algo.advantage.gamma", "algo.advantage.lambd", "runtime_env_json", "working_dir", "address",
+)
+# fmt: on
+
 
 def _convert(settings: PeerSettings) -> Conversion:
     is_gspo = settings["actor.policy_loss_type"] == "gspo"
@@ -90,5 +99,11 @@ PEER = Peer(
     outside_loss_fn={
         "rollout.n_samples_per_prompt": "grpo.num_generations_per_prompt",
         "algo.advantage.estimator": "grpo.adv_estimator",
+        "algo.dynamic_filtering_enable": "grpo.use_dynamic_sampling",
+        "algo.dynamic_filtering_range": "grpo.use_dynamic_sampling",
     },
+    marks=("algo.advantage.*", "algo.kl.*", "actor.policy_loss_type", "actor.eps_clip_low_high", "vllm.num_engines"),
+    programs={"openrlhf.cli.train_ppo_ray": {}},
+    other_programs=("openrlhf.cli.train_*", "openrlhf.cli.serve_rm"),
+    unrelated=_UNRELATED,
 )

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 from nemo_geomask.tools.translate.peer_table import (
     Assign,
     Conversion,
@@ -14,10 +17,26 @@ from nemo_geomask.tools.translate.peer_table import (
 __all__ = ["PEER"]
 
 _LOSS = "trainer.loss."
+_ALGO = "orchestrator.algo.type"
+_RL_ALGORITHMS = ("grpo", "max_rl", "rae", "hierarchical_grpo")
+"""Algorithms that differ in their advantages only."""
+
+# fmt: off
+_UNRELATED = (
+    "max_steps", "seq_len", "output_dir", "clean_output_dir", "model.*", "monitors.*", "wandb.*", "orchestrator.*",
+    "trainer.model.*", "trainer.optim.*", "trainer.scheduler.*", "trainer.ckpt.*", "trainer.data.*",
+    "trainer.weight_broadcast.*", "trainer.log.*", "inference", "inference.*", "ckpt", "ckpt.*", "deployment.*",
+    "slurm.*", "weight_broadcast.*", "log.*", "bench", "max_async_level", "tokenizer.*", "env.*",
+)
+# fmt: on
 
 
 def _convert(settings: PeerSettings) -> Conversion:
     loss_type = str(settings[_LOSS + "type"])
+    algorithms = {str(settings[_ALGO]), *_algorithms_of_sources(settings["orchestrator.train.source"])}
+    for algorithm in sorted(algorithms - {*_RL_ALGORITHMS}):
+        text = f"orchestrator.algo.type: {algorithm}: its cross-entropy or distillation terms have no counterpart"
+        yield Remark(text, (_ALGO,))
     yield Assign("token_level_loss", True)
     yield Assign("reference_policy_kl_penalty", 0.0)
     if loss_type == "custom":
@@ -51,11 +70,21 @@ def _convert(settings: PeerSettings) -> Conversion:
         yield Remark(f"type: {loss_type} is unknown; prime-rl has default, ipo and custom", ("type",))
 
 
+def _algorithms_of_sources(sources: Any) -> Iterator[str]:
+    """Yield the algorithms that single sources of samples set for themselves."""
+    for source in sources if isinstance(sources, list) else ():
+        algorithm = source.get("algo") if isinstance(source, dict) else None
+        if isinstance(algorithm, dict):
+            yield str(algorithm.get("type", "grpo"))
+
+
 PEER = Peer(
     name="prime_rl",
     title="prime-rl's trainer.loss",
     source="PrimeIntellect-ai/prime-rl at 559b44772",
     defaults={
+        _ALGO: "grpo",
+        "orchestrator.train.source": None,
         _LOSS + "type": "default",
         _LOSS + "import_path": None,
         _LOSS + "ipo_threshold": 0.1,
@@ -65,5 +94,9 @@ PEER = Peer(
         _LOSS + "kl_tau": 1e-3,
     },
     convert=_convert,
-    sections=("trainer.loss", "loss"),
+    sections=("trainer.loss", "orchestrator.algo"),
+    marks=("orchestrator.*", "trainer.loss.*", "inference.vllm.*", "trainer.model.*", "trainer.optim.*", "loss.dppo_*"),
+    programs={"rl": {}},
+    config_options=("@",),
+    unrelated=_UNRELATED,
 )

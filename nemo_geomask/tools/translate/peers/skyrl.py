@@ -54,6 +54,12 @@ _DEFAULTS: dict[str, Any] = {
     _O + "token_mask_is_threshold_high": None,
 }
 
+# fmt: off
+_UNRELATED = (
+    "trainer.*", "data.*", "generator.*", "environment.*",
+)
+# fmt: on
+
 
 def _convert(settings: PeerSettings) -> Conversion:
     loss_type = str(settings[_A + "policy_loss_type"])
@@ -172,7 +178,11 @@ def _correction(settings: PeerSettings, *, ratio_contains_weight: bool) -> Conve
             masks.append({"preset": preset, **{name: float(bound) for name, bound in bounds.items()}})
             yield Assign("masks", masks[-1])
     if len(masks) > 1:
-        yield Remark("SkyRL applies each mask to what the mask before it kept; here each mask judges all tokens.")
+        text = "off_policy_correction: SkyRL applies each mask to what the one before kept; here each judges all tokens"
+        yield Remark(text, ("off_policy_correction",))
+    elif masks and ratio_contains_weight:
+        text = "off_policy_correction: a mask beside a ratio against the rollout differs from SkyRL's"
+        yield Remark(text, ("off_policy_correction",))
 
 
 def _kl(settings: PeerSettings) -> Conversion:
@@ -192,9 +202,9 @@ def _kl(settings: PeerSettings) -> Conversion:
         yield Assign("reference_policy_kl_penalty", settings.number(_A + "kl_loss_coef"))
         yield Assign("reference_policy_kl_type", estimator)
         yield Assign("reference_policy_kl_gradient", estimator, "SkyRL differentiates the estimate itself")
-        yield Remark(
-            "SkyRL averages the KL over each sequence, then over sequences; here it has the loss's denominator."
-        )
+        if settings[_A + "loss_reduction"] != "sequence_mean":
+            text = "use_kl_loss: SkyRL averages the KL over each sequence, then over sequences; this package does not"
+            yield Remark(text, ("use_kl_loss",))
 
 
 PEER = Peer(
@@ -206,7 +216,29 @@ PEER = Peer(
     outside_loss_fn={
         _A + "advantage_estimator": "grpo.adv_estimator",
         _A + "grpo_norm_by_std": "grpo.normalize_rewards",
+        _A + "overlong_buffer_len": "grpo.reward_shaping.overlong_buffer_length",
+        _A + "overlong_buffer_penalty_factor": "grpo.reward_shaping.overlong_buffer_penalty",
+        _A + "dynamic_sampling.type": "grpo.use_dynamic_sampling",
+        _A + "dynamic_sampling.max_sample_batches": "grpo.dynamic_sampling_max_gen_batches",
+        "generator.apply_overlong_filtering": "grpo.overlong_filtering",
         "generator.n_samples_per_prompt": "grpo.num_generations_per_prompt",
     },
-    sections=("algorithm.off_policy_correction", "algorithm.dppo", "algorithm.cispo", "algorithm.sapo"),
+    sections=(
+        "trainer.algorithm",
+        "generator.step_wise_trajectories",
+        "algorithm.off_policy_correction",
+        "algorithm.dppo",
+        "algorithm.cispo",
+        "algorithm.sapo",
+    ),
+    marks=("trainer.algorithm.*", "trainer.placement.*", "generator.inference_engine.*"),
+    programs={
+        "skyrl.train.entrypoints.main_base": {},
+        "examples.train.*.main_dapo": {},
+        "examples.train.*.main_dapo_fully_async": {},
+        "examples.train.*.main_tis_dapo": {},
+        "examples.train.*.main_fully_async": {},
+    },
+    other_programs=("skyrl.train.main_sft", "skyrl.tinker.api", "skyrl.train.entrypoints.serve"),
+    unrelated=_UNRELATED,
 )

@@ -51,9 +51,38 @@ _DEFAULTS: dict[str, Any] = {
     "rs_veto_threshold": None,
     "tis_batch_normalize": False,
 }
+# fmt: off
+_UNRELATED = (
+    "actor_num_*", "hf_checkpoint", "prompt_data", "input_key", "label_key", "metadata_key", "multimodal_keys*",
+    "rollout_batch_size", "optimizer*", "lr", "lr_*", "min_lr", "weight_decay", "adam_*", "*_parallel_size",
+    "rollout_shuffle", "ref_load", "load", "save", "save_*", "sequence_parallel", "max_tokens_per_gpu",
+    "use_dynamic_batch_size", "*_dropout", "accumulate_allreduce_grads_in_fp32", "attention_*", "num_rollout",
+    "num_epoch", "rollout_max_*", "rollout_num_*", "recompute_*", "sglang_*", "apply_chat_template", "colocate",
+    "rm_type", "rm_url", "reward_key", "balance_data", "disable_bias_linear", "num_attention_heads", "num_layers",
+    "hidden_size", "ffn_hidden_size", "normalization", "swiglu", "vocab_size", "eval_*",
+    "n_samples_per_eval_prompt", "qk_layernorm", "kv_channels", "norm_epsilon",
+    "untie_embeddings_and_output_weights", "overlap_cpu_optimizer_d2h_h2d", "use_precision_aware_optimizer",
+    "group_query_attention", "num_query_groups", "position_embedding*", "moe_ffn_hidden_size",
+    "moe_router_score_function", "moe_token_dispatcher_type", "moe_router_topk*", "moe_layer_freq", "num_experts",
+    "moe_grouped_gemm", "moe_router_dtype", "moe_permute_fusion", "moe_shared_expert*", "moe_router_pre_softmax",
+    "moe_router_enable_expert_bias", "moe_router_load_balancing_type", "moe_token_drop_policy", "moe_enable_deepep",
+    "moe_router_bias_update_rate", "moe_router_group_topk", "moe_router_num_groups",
+    "decoder_*_pipeline_num_layers", "spec", "num_steps_per_rollout", "multi_latent_attention", "kv_lora_rank",
+    "q_lora_rank", "qk_head_dim", "v_head_dim", "qk_pos_emb_head_dim", "rope_fusion",
+    "use_rotary_position_embeddings", "rotary_*", "mscale*", "add_qkv_bias", "over_sampling_batch_size",
+    "custom_generate_function_path", "rollout_function_path", "use_wandb", "wandb_*", "use_tensorboard",
+    "update_weight_*", "use_gated_attention", "apply_layernorm_1p", "make_vocab_size_divisible_by",
+    "custom_rm_path", "log_probs_chunk_size", "check_for_nan_in_loss_and_grad", "masked_softmax_fusion",
+    "micro_batch_size", "train_backend", "data_pad_size_multiplier", "save_debug_rollout_data", "transformer_impl",
+    "bf16", "fp8_*", "post_*_layernorm", "prefill_num_servers", "max_position_embeddings", "model_name",
+    "deterministic_mode", "offload_*", "gradient_accumulation_fusion", "use_distributed_optimizer", "working_dir",
+    "runtime_env_json", "address", "rollout_stop_token_ids", "enable_experimental",
+)
+# fmt: on
 _OUTSIDE_LOSS_FN = {
+    "moe_aux_loss_coeff": "policy.megatron_cfg, as Megatron's moe_aux_loss_coeff",
+    "dynamic_sampling_filter_path": "grpo.use_dynamic_sampling",
     "get_mismatch_metrics": "geomask/mismatch_… are always reported",
-    "custom_config_path": "does not exist; pass that file, too: nemo-geomask translate ARGUMENTS MIS.yaml",
     "n_samples_per_prompt": "grpo.num_generations_per_prompt",
     "rollout_temperature": "policy.generation.temperature",
     "rollout_top_p": "policy.generation.top_p",
@@ -150,7 +179,8 @@ def _mis(settings: PeerSettings) -> Conversion:
             yield Assign("masks", {"preset": "veto", "min": settings.number("rs_veto_threshold")})
         if settings["use_kl_loss"]:
             yield Remark(
-                "slime removes rejected tokens from the KL term, too; in this package masks act on the surrogate only."
+                "use_kl_loss: slime removes rejected tokens from the KL term, too; this package does not",
+                ("use_kl_loss",),
             )
     if settings["tis_batch_normalize"]:
         yield Assign("is_correction_batch_normalize", True)
@@ -191,4 +221,20 @@ PEER = Peer(
     defaults=_DEFAULTS,
     convert=_convert,
     outside_loss_fn=_OUTSIDE_LOSS_FN,
+    marks=(
+        "use_tis",
+        "tis_clip*",
+        "use_opsm",
+        "opsm_delta",
+        "use_rollout_logprobs",
+        "custom_tis_function_path",
+        "tis_level",
+        "rs_level",
+        "num_rollout",
+        "rollout_batch_size",
+        "calculate_per_token_loss",
+    ),
+    programs={"*train.py": {}, "*train_async.py": {}},
+    config_options=("custom_config_path",),
+    unrelated=_UNRELATED,
 )

@@ -18,6 +18,7 @@ from nemo_geomask.tools.translate.peer_table import (
 __all__ = ["PEER"]
 
 _DEFAULTS: dict[str, Any] = {
+    "config_class": "GRPOConfig",
     "loss_type": "dapo",
     "importance_sampling_level": "token",
     "epsilon": 0.2,
@@ -60,6 +61,23 @@ _OUTSIDE_LOSS_FN = {
     "per_device_train_batch_size": "policy.train_micro_batch_size",
     "max_grad_norm": "policy.max_grad_norm",
 }
+# fmt: off
+_UNRELATED = (
+    "model_init_kwargs*", "chat_template*", "model_name_or_path", "dataset_*", "env*", "output_dir", "run_name",
+    "report_to", "seed", "data_seed", "bf16", "fp16", "tf32", "dtype", "attn_implementation", "trust_remote_code",
+    "use_peft", "lora_*", "load_in_*bit", "bnb_*", "save_*", "logging_*", "log_*", "num_completions_to_print",
+    "eval_*", "do_eval", "per_device_eval_batch_size", "push_to_hub", "hub_*", "trackio_*", "project",
+    "learning_rate", "lr_scheduler_*", "warmup_*", "weight_decay", "adam_*", "optim*", "max_steps",
+    "num_train_epochs", "gradient_checkpointing*", "vllm_mode", "vllm_gpu_memory_utilization", "vllm_server_*",
+    "vllm_tensor_parallel_size", "vllm_max_model_length", "vllm_enable_sleep_mode", "vllm_model_impl",
+    "use_transformers_paged", "use_transformers_continuous_batching", "generation_kwargs*", "transformers_*",
+    "cache_implementation", "remove_unused_columns", "dataloader_*", "ddp_*", "deepspeed", "fsdp*",
+    "shuffle_dataset", "resume_from_checkpoint", "repetition_penalty", "min_p", "max_tool_calling_iterations",
+    "max_inflight_tasks", "max_staleness", "weight_sync_steps", "queue_maxsize", "request_timeout",
+    "heartbeat_stale_after_s", "fork_threshold_tokens", "token_budget", "use_liger_kernel", "disable_dropout",
+    "cast_lm_head_to_fp32", "config_file", "num_processes", "auto_find_batch_size", "average_tokens_across_devices",
+)
+# fmt: on
 _MICROBATCH_MEAN = "TRL averages within each microbatch, then over microbatches; this package averages over the step."
 _SEQUENCES, _TOKENS, _DOCUMENTS = (
     (Assign("token_level_loss", False),),
@@ -90,6 +108,9 @@ _MODES = {
 
 
 def _convert(settings: PeerSettings) -> Conversion:
+    if settings["config_class"] == "AsyncGRPOConfig":
+        yield from _async_grpo(settings)
+        return
     loss_type, level = str(settings["loss_type"]), str(settings["importance_sampling_level"])
     if loss_type not in _LOSSES:
         yield Assign("name", "clipped_pg")
@@ -128,6 +149,22 @@ def _convert(settings: PeerSettings) -> Conversion:
             "use_adaptive_entropy": ((False,), "NeMo-RL's losses have no entropy bonus"),
         },
     )
+
+
+def _async_grpo(settings: PeerSettings) -> Conversion:
+    """Convert ``AsyncGRPOConfig``: a clip on the sampler's log-probs, without KL or weight."""
+    low = settings.number("epsilon")
+    yield Assign("name", "clipped_pg")
+    yield Assign("ratio_clip_min", low)
+    yield Assign("ratio_clip_max", low if settings["epsilon_high"] is None else settings.number("epsilon_high"))
+    yield Assign("ratio_anchor", "gen", "AsyncGRPOTrainer's old log-probs are the sampler's")
+    yield Assign("token_level_loss", True)
+    yield Assign("reference_policy_kl_penalty", 0.0)
+    yield Remark(_MICROBATCH_MEAN)
+    own = ("epsilon", "epsilon_high", "max_completion_length", "router_aux_loss_coef", "config_class")
+    for key in _DEFAULTS:
+        if key in settings and key not in own:
+            yield Remark(f"{key}: AsyncGRPOConfig has no such setting at this commit", (key,))
 
 
 def _clipped(settings: PeerSettings, is_sequence_ratio: bool) -> Conversion:
@@ -219,5 +256,26 @@ PEER = Peer(
     defaults=_DEFAULTS,
     convert=_convert,
     outside_loss_fn=_OUTSIDE_LOSS_FN,
-    constructors=("GRPOConfig",),
+    constructors=("GRPOConfig", "AsyncGRPOConfig"),
+    marks=(
+        "use_vllm",
+        "num_generations",
+        "vllm_importance_sampling_*",
+        "importance_sampling_level",
+        "epsilon",
+        "off_policy_mask_threshold",
+        "sapo_temperature_*",
+        "vespo_*",
+        "scale_rewards",
+        "steps_per_generation",
+        "use_bias_correction_kl",
+    ),
+    programs={
+        "GRPOConfig": {},
+        "trl grpo": {},
+        "trl/scripts/grpo.py": {},
+        "AsyncGRPOConfig": {"config_class": "AsyncGRPOConfig"},
+    },
+    config_options=("config",),
+    unrelated=_UNRELATED,
 )

@@ -27,6 +27,8 @@ __all__ = ["PEER"]
 
 _RC = "algorithm.rollout_correction."
 _ACTOR = "actor_rollout_ref.actor."
+_PROGRAM = "program"
+"""Which of verl's programs runs; set by ``Peer.programs``."""
 _LEVELS = {"token": "token", "seq_sum": "sequence", "seq_mean": "sequence_mean", "seq_max": "sequence_max"}
 _PRESETS_OF_K1 = {"token": "icepop", "sequence": "product", "sequence_mean": "geometric"}
 _GEO, _K3 = ("seq_mean_k1", "0.999_1.001"), ("seq_mean_k3", 0.01)
@@ -78,6 +80,9 @@ _DEFAULTS: dict[str, Any] = {
     _RC + "rollout_rs_threshold": None,
     _RC + "bypass_mode": False,
     "trainer.use_v1": True,
+    _PROGRAM: None,
+    "async_training.use_rollout_log_probs": False,
+    _ACTOR + "use_rollout_log_probs": False,
     _RC + "loss_type": "ppo_clip",
     "algorithm.use_kl_in_reward": False,
     "algorithm.kl_penalty": "kl",
@@ -105,6 +110,79 @@ _DEFAULTS: dict[str, Any] = {
     _ACTOR + "kl_loss_coef": 0.001,
     _ACTOR + "kl_loss_type": "low_var_kl",
 }
+_UNRELATED = (
+    "data.*",
+    "trainer.*",
+    "critic.*",
+    "reward.*",
+    "reward_model.*",
+    "custom_reward_function.*",
+    "ray_kwargs.*",
+    "ray_init.*",
+    "global_profiler.*",
+    "transfer_queue.*",
+    "hydra.*",
+    "skip.*",
+    "sandbox_fusion.*",
+    "reward_manager.*",
+    "algorithm.kl_ctrl.horizon",
+    "algorithm.kl_ctrl.target_kl",
+    "rollout.*",
+    "async_training.*",
+    "actor_rollout_ref.rollout.*",
+    "actor_rollout_ref.ref.*",
+    "actor_rollout_ref.model.*",
+    "actor_rollout_ref.hybrid_engine",
+    "actor_rollout_ref.nccl_timeout",
+    *(
+        _ACTOR + name
+        for name in (
+            "optim.*",
+            "fsdp_config.*",
+            "megatron.*",
+            "veomni.*",
+            "torchtitan.*",
+            "mindspeed.*",
+            "engine.*",
+            "checkpoint.*",
+            "profiler.*",
+            "profile.*",
+            "ppo_micro_batch_size*",
+            "ppo_max_token_len_per_gpu",
+            "ppo_infer_max_token_len_per_gpu",
+            "use_dynamic_bsz",
+            "use_prefix_grouper",
+            "strategy",
+            "shuffle",
+            "data_loader_seed",
+            "grad_clip",
+            "ulysses_sequence_parallel_size",
+            "entropy_checkpointing",
+            "entropy_from_logits_with_chunking",
+            "calculate_entropy",
+            "calculate_sum_pi_squared",
+            "use_fused_kernels",
+            "use_remove_padding",
+            "load_weight",
+            "freeze_vision_tower",
+            "rollout_n",
+            "sum_pi_squared_checkpointing",
+            "router_replay.*",
+            "qat.*",
+            "entropy_from_logits_chunk_size",
+            "model_engine",
+            "pad_to_length",
+            "nccl_timeout",
+            "data_loader_seed",
+        )
+    ),
+    "algorithm.gamma",
+    "algorithm.lam",
+    "algorithm._target_",
+    "config_path",
+    "model_engine",
+    "gpu_memory_utilization",
+)
 _OUTSIDE_LOSS_FN = {
     _ACTOR + "ppo_epochs": "there is always one pass over a batch, with several steps if "
     "policy.train_global_batch_size is smaller than the rollout batch",
@@ -116,6 +194,10 @@ _OUTSIDE_LOSS_FN = {
     "actor_rollout_ref.rollout.top_p": "policy.generation.top_p",
     "algorithm.adv_estimator": "grpo.adv_estimator",
     "algorithm.norm_adv_by_std_in_grpo": "grpo.normalize_rewards",
+    **dict.fromkeys(
+        [f"algorithm.filter_groups.{name}" for name in ("enable", "metric", "max_num_gen_batches")],
+        "grpo.use_dynamic_sampling",
+    ),
 }
 _KL = {
     **dict.fromkeys(("kl", "k1"), ("k1", "k1")),
@@ -128,6 +210,22 @@ _KL = {
 
 def _convert(settings: PeerSettings) -> Conversion:
     mode, bypass = str(settings[_ACTOR + "policy_loss.loss_mode"]), bool(settings[_RC + "bypass_mode"])
+    if settings["async_training.use_rollout_log_probs"] and not bypass:
+        bypass = True
+        yield Remark(
+            "Under async_training.use_rollout_log_probs, verl's fully asynchronous trainer takes the rollout's "
+            "log-probs as old ones, as with bypass_mode."
+        )
+    elif settings[_ACTOR + "use_rollout_log_probs"] and not bypass:
+        text = "use_rollout_log_probs: some versions of verl take the rollout's log-probs as old ones; set bypass_mode"
+        yield Remark(text, (_ACTOR + "use_rollout_log_probs",))
+    program = settings[_PROGRAM]
+    if bypass and program is not None and not _is_plain_bypass(settings, mode):
+        text = (
+            "bypass_mode: verl's documentation and its programs differ in the effect of rollout_is, rollout_rs, "
+            f"loss_type and loss_mode: {mode}; the block follows the documentation"
+        )
+        yield Remark(text, (_RC + "bypass_mode",))
     if bypass and mode in _MODES and mode != "vanilla" and settings["trainer.use_v1"]:
         yield from _bypass_in_v1(settings, mode)
     elif bypass or mode == "bypass_mode":
@@ -155,6 +253,12 @@ def _convert(settings: PeerSettings) -> Conversion:
 
 
 # --- objectives
+
+
+def _is_plain_bypass(settings: PeerSettings, mode: str) -> bool:
+    """Return True if PPO's clip on the rollout's log-probs results, whichever settings the trainer uses."""
+    is_default = settings[_RC + "rollout_rs"] is None and settings[_RC + "loss_type"] == "ppo_clip"
+    return mode == "vanilla" and is_default and settings[_RC + "rollout_is"] is None
 
 
 def _clip_bounds(settings: PeerSettings) -> tuple[float, float]:
@@ -237,7 +341,10 @@ def _decoupled(settings: PeerSettings, mode: str) -> Conversion:
         if settings[_RC + "rollout_is_batch_normalize"]:
             yield Assign("is_correction_batch_normalize", True)
             if settings[_RC + "rollout_rs"] is not None:
-                yield Remark("verl takes the mean of the weights over all tokens, this package over the kept ones.")
+                yield Remark(
+                    "rollout_is_batch_normalize: verl takes the mean over all tokens, this package over the kept ones",
+                    ("rollout_is_batch_normalize",),
+                )
     masks = list(_rejection(settings, "mismatch"))
     yield from masks
     if not any(isinstance(line, Assign) for line in masks):
@@ -249,12 +356,19 @@ def _decoupled(settings: PeerSettings, mode: str) -> Conversion:
         yield Assign("denominator", "kept", "verl removes what it rejects from the response mask before the step")
         if _aggregation(settings, mode) != "token-mean":
             yield Remark(
-                "A sequence mean of verl counts sequences without a kept token; this package does not count them."
+                "rollout_rs: a sequence mean of verl counts sequences without a kept token; this package does not",
+                ("rollout_rs",),
             )
         if has_token_rule and level == "sequence":
-            yield Remark("verl computes a sequence's weight from all its tokens, this package from the kept ones.")
+            yield Remark(
+                "rollout_rs: verl computes a sequence's weight from all its tokens, this package from the kept ones",
+                ("rollout_rs",),
+            )
     elif settings[_ACTOR + "use_kl_loss"]:
-        yield Remark("verl removes rejected sequences from the KL term, too; here masks act on the surrogate only.")
+        yield Remark(
+            "use_kl_loss: verl removes rejected sequences from the KL term, too; here masks act on the surrogate only",
+            ("use_kl_loss",),
+        )
 
 
 def _bypass_in_v1(settings: PeerSettings, mode: str) -> Conversion:
@@ -442,4 +556,31 @@ PEER = Peer(
     sections=("rollout_correction", "policy_loss"),
     constructors=("RolloutCorrectionConfig",),
     presets=_PRESETS,
+    marks=(
+        "*actor_rollout_ref.*",
+        "*rollout_correction.*",
+        "rollout_is*",
+        "rollout_rs*",
+        "async_training.*",
+        "policy_loss.*",
+        "loss_agg_mode",
+        "algorithm.norm_adv_by_std_in_grpo",
+    ),
+    programs={
+        "verl.trainer.main_ppo": {_PROGRAM: "main_ppo"},
+        "verl.experimental.one_step_off_policy.main_ppo": {_PROGRAM: "one_step_off"},
+        "verl.experimental.fully_async_policy.fully_async_main": {
+            _PROGRAM: "fully_async",
+            _RC + "bypass_mode": True,
+            _ACTOR + "use_rollout_log_probs": True,
+        },
+    },
+    other_programs=("verl.trainer.sft_trainer*", "verl.trainer.main_generation*", "verl.trainer.main_eval"),
+    config_options=("config_name", "defaults"),
+    base_configs={
+        "ppo_*trainer": {},
+        "one_step_off_ppo_*trainer": {},
+        "fully_async_ppo_*trainer": {_RC + "bypass_mode": True, _ACTOR + "use_rollout_log_probs": True},
+    },
+    unrelated=_UNRELATED,
 )

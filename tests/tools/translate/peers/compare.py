@@ -25,15 +25,15 @@ RECORDED = tuple(sorted(path.stem for path in DATA.glob("*.npz")))
 
 
 @functools.cache
-def _arrays(peer: str) -> dict[str, Any]:
-    with np.load(DATA / f"{peer}.npz") as file:
+def _arrays(peer: str, folder: str = "") -> dict[str, Any]:
+    with np.load(DATA / folder / f"{peer}.npz") as file:
         return dict(file)
 
 
 @functools.cache
-def index(peer: str) -> dict[str, Any]:
+def index(peer: str, folder: str = "") -> dict[str, Any]:
     """Return the commit and the cases of a peer."""
-    return json.loads(bytes(_arrays(peer)["index"]))
+    return json.loads(bytes(_arrays(peer, folder)["index"]))
 
 
 def expected_differences(peer: str) -> dict[str, str]:
@@ -67,9 +67,9 @@ class Comparison:
 
 
 @functools.cache
-def compare_case(peer: str, case: str) -> Comparison:
+def compare_case(peer: str, case: str, folder: str = "") -> Comparison:
     """Compare the losses on all batches of a case."""
-    entry, arrays = index(peer)["cases"][case], _arrays(peer)
+    entry, arrays = index(peer, folder)["cases"][case], _arrays(peer, folder)
     translation = translate(entry["settings"], peer)
     loss_fn, _ = build_with_warnings(translation.loss_fn)
     losses, gradients = arrays[f"loss{entry['array']}"], arrays[f"gradient{entry['array']}"]

@@ -49,7 +49,10 @@ CASES: dict[str, dict[str, Any]] = {
     "token binary_kl": _rs("binary_kl", 0.01),
     "m2po": {**_DECOUPLED, "actor.m2_threshold": 0.01},
 }
-DIFFERS = {"sequence ratio, max, two bounds": "both"}  # with which bounds the largest token is compared
+DIFFERS: dict[str, str] = {}
+
+RUNNABLE = ("actor.",)
+"""Beginnings of the settings that ``loss`` takes."""
 
 
 @contextmanager
@@ -63,7 +66,14 @@ def loss(root: Path) -> Iterator[Callable[[Mapping[str, Any], RandomBatch], tupl
             found = {key.removeprefix("actor."): value for key, value in settings.items()}
             is_on_sampler = not found.get("use_decoupled_loss")
             rejection = {k.partition(".")[2]: v for k, v in found.items() if k.startswith("rejection_sampling.")}
-            defaults = {"level": "token", "action": "mask", "metric": "ratio", "agg": "mean"}
+            defaults = {
+                "level": "token",
+                "action": "mask",
+                "metric": "ratio",
+                "agg": "mean",
+                "upper": 5.0,
+                "lower": None,
+            }
             mask = tensors["mask"].bool()
             if "m2_threshold" in found:
                 narrowed = modules["areal.trainer.ppo.actor"]._apply_m2po_masking

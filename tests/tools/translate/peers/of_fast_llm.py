@@ -37,6 +37,10 @@ def _plain(source: str) -> str:
     return "from __future__ import annotations\n" + source.replace("[ConfigType]", "")
 
 
+RUNNABLE = ("type", "epsilon")
+"""Beginnings of the settings that ``loss`` takes."""
+
+
 @contextmanager
 def loss(root: Path) -> Iterator[Callable[[Mapping[str, Any], RandomBatch], tuple[Tensor, Tensor]]]:
     """Yield a function that returns loss and gradient of Fast-LLM\'s own code."""

@@ -57,10 +57,13 @@ _DEFAULTS = {
 }
 _STUBS = ("open_instruct", "pandas", "ray", "wandb", "datasets", "deepspeed", "transformers", "accelerate")
 
+RUNNABLE = tuple(_DEFAULTS)
+"""Beginnings of the settings that ``loss`` takes."""
+
 
 @contextmanager
 def loss(root: Path) -> Iterator[Callable[[Mapping[str, Any], RandomBatch], tuple[Tensor, Tensor]]]:
-    """Yield a function that returns loss and gradient of open-instruct\'s own code, in float32 where it says so itself."""
+    """Yield a function that returns loss and gradient of open-instruct's own code; some of it runs in float32."""
     stubs = (*_STUBS, "huggingface_hub", "olmo_core", "rich", "vllm")
     with import_files(root, MODULES, placeholder_packages=stubs) as modules:
         peer = modules["open_instruct.grpo_utils"]

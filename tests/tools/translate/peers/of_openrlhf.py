@@ -38,6 +38,9 @@ CASES: dict[str, dict[str, Any]] = {
 }
 DIFFERS: dict[str, str] = {}
 
+RUNNABLE = ("actor.", "algo.")
+"""Beginnings of the settings that ``loss`` takes."""
+
 
 @contextmanager
 def loss(root: Path) -> Iterator[Callable[[Mapping[str, Any], RandomBatch], tuple[Tensor, Tensor]]]:

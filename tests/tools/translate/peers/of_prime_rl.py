@@ -33,6 +33,9 @@ CASES: dict[str, dict[str, Any]] = {
 DIFFERS: dict[str, str] = {}
 _DEFAULTS = {"type": "default", "dppo_mask_low": 0.2, "dppo_mask_high": 0.2, "ipo_threshold": 0.1, "adv_tau": 1.0}
 
+RUNNABLE = (_LOSS,)
+"""Beginnings of the settings that ``loss`` takes."""
+
 
 @contextmanager
 def loss(root: Path) -> Iterator[Callable[[Mapping[str, Any], RandomBatch], tuple[Tensor, Tensor]]]:

@@ -56,10 +56,7 @@ CASES: dict[str, dict[str, Any]] = {
     "KL": {_A + "kl_loss_coef": 0.05, _A + "loss_reduction": "sequence_mean"},
     "KL, token mean": {_A + "kl_loss_coef": 0.05},
 }
-DIFFERS = {
-    "KL, token mean": "both",  # of what the KL is a mean
-    "two masks": "both",  # which tokens the second one sees
-}
+DIFFERS: dict[str, str] = {}
 _DEFAULTS: dict[str, Any] = {
     "policy_loss_type": "regular",
     "loss_reduction": "token_mean",
@@ -100,6 +97,10 @@ def _config(settings: Mapping[str, Any]) -> Any:
         inner = {key.partition(".")[2]: value for key, value in flat.items() if key.startswith(f"{section}.")}
         setattr(config, section, SimpleNamespace(**inner))
     return config
+
+
+RUNNABLE = ("trainer.algorithm.",)
+"""Beginnings of the settings that ``loss`` takes."""
 
 
 @contextmanager

@@ -62,7 +62,7 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "mis rejection, KL": _mis("token", "truncate", 0.9, 1.1, use_rs=True, **_KL),
 }
-DIFFERS = {"mis rejection, KL": "both"}  # over which tokens the KL is taken
+DIFFERS: dict[str, str] = {}
 
 # arguments.py's and mis.py's.
 _DEFAULTS: dict[str, Any] = {
@@ -95,6 +95,9 @@ _DEFAULTS: dict[str, Any] = {
     "rs_veto_threshold": None,
     "tis_batch_normalize": False,
 }
+
+RUNNABLE = tuple(_DEFAULTS)
+"""Beginnings of the settings that ``loss`` takes."""
 
 
 @contextmanager

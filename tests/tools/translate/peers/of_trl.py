@@ -80,6 +80,10 @@ def _correction(root: Path) -> Any:
     raise LookupError("TRL computes its weight elsewhere now")
 
 
+RUNNABLE = ("",)
+"""Beginnings of the settings that ``loss`` takes."""
+
+
 @contextmanager
 def loss(root: Path) -> Iterator[Callable[[Mapping[str, Any], RandomBatch], tuple[Tensor, Tensor]]]:
     """Yield a function that returns loss and gradient of TRL\'s own code."""

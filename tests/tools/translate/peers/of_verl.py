@@ -98,11 +98,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-DIFFERS = {
-    "token rule, sequence mean": "both",  # N of a sequence whose every token is rejected
-    "normalised weights, rejection": "both",  # over which tokens the mean is taken
-    "token rule, sequence weight": "both",  # over which tokens the weight is taken
-}
+DIFFERS: dict[str, str] = {}
 
 
 class _Config(dict):
@@ -113,6 +109,10 @@ class _Proto:
     @staticmethod
     def from_dict(tensors: dict[str, Tensor]) -> Any:
         return SimpleNamespace(batch=tensors)
+
+
+RUNNABLE = ("algorithm.rollout_correction.", "actor_rollout_ref.actor.")
+"""Beginnings of the settings that ``loss`` takes."""
 
 
 @contextmanager

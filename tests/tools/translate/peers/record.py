@@ -12,7 +12,9 @@ import importlib
 import json
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -28,7 +30,14 @@ def record(name: str, root: Path) -> None:
     peer = importlib.import_module(f"tests.tools.translate.peers.of_{name}")
     cases = {case: (settings, MANY) for case, settings in getattr(peer, "PRESETS", {}).items()}
     cases |= {case: (settings, FEW) for case, settings in peer.CASES.items()}
-    index, arrays = {}, {}
+    record_cases(name, root, cases, DATA / f"{name}.npz")
+
+
+def record_cases(name: str, root: Path, cases: Mapping[str, tuple[dict[str, Any], int]], file: Path) -> None:
+    """Run cases of a peer, each with its settings and its number of batches, and write the answers to a file."""
+    peer = importlib.import_module(f"tests.tools.translate.peers.of_{name}")
+    index: dict[str, Any] = {}
+    arrays: dict[str, Any] = {}
     with peer.loss(root) as loss:
         for number, (case, (settings, count)) in enumerate(cases.items()):
             losses, gradients = [], []
@@ -40,12 +49,14 @@ def record(name: str, root: Path) -> None:
             index[case] = {"settings": settings, "array": number, "count": count}
             arrays[f"loss{number}"] = np.array(losses)
             arrays[f"gradient{number}"] = np.concatenate(gradients).astype(np.float32)
-    description = {"commit": _commit(root), "cases": index}
-    np.savez_compressed(DATA / f"{name}.npz", index=np.frombuffer(json.dumps(description).encode(), np.uint8), **arrays)
+    description = {"commit": commit_of(root), "cases": index}
+    file.parent.mkdir(exist_ok=True)
+    np.savez_compressed(file, index=np.frombuffer(json.dumps(description).encode(), np.uint8), **arrays)
     print(f"{name} at {description['commit']}: {len(index)} cases")
 
 
-def _commit(root: Path) -> str:
+def commit_of(root: Path) -> str:
+    """Return the commit of a checkout."""
     if (root / "COMMIT").exists():
         return (root / "COMMIT").read_text().strip()
     done = subprocess.run(["git", "-C", str(root), "rev-parse", "HEAD"], capture_output=True, text=True, check=True)

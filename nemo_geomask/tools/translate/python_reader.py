@@ -1,0 +1,126 @@
+"""Reader of Python files and notebooks: the keyword arguments of configuration classes."""
+
+from __future__ import annotations
+
+import ast
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from nemo_geomask.tools.translate.setting_values import UNRESOLVED
+from nemo_geomask.tools.translate.shell_reader import ProgramRun, program_runs
+
+__all__ = ["code_of_notebook", "constructions"]
+
+_PARSERS = ("TrlParser", "HfArgumentParser")
+"""Classes that make an object of a configuration class from a command line."""
+
+
+def code_of_notebook(text: str) -> str:
+    """Return the Python code of a notebook, without its magics and shell commands."""
+    cells = [cell["source"] for cell in json.loads(text)["cells"] if cell["cell_type"] == "code"]
+    lines = "\n".join(cell if isinstance(cell, str) else "".join(cell) for cell in cells).splitlines()
+    return "\n".join("pass" if line.startswith(("%", "!")) else line for line in lines)
+
+
+def constructions(text: str, constructors: Sequence[str]) -> list[ProgramRun]:
+    """Return each call of a configuration class; the program is the class.
+
+    A class that is handed to a parser of the command line has the settings of the command in the file's docstring, and
+    those that the file assigns afterwards. Without any such class, the items of all dicts are returned, as one program
+    without a name.
+
+    Args:
+        text: Python code.
+        constructors: names of configuration classes.
+
+    Raises:
+        SyntaxError: the text is not Python.
+        ValueError: ``**name`` stands for a mapping that is not literal.
+    """
+    tree = ast.parse(text)
+    nodes = list(ast.walk(tree))
+    calls = [(node, ast.unparse(node.func).split(".")) for node in nodes if isinstance(node, ast.Call)]
+    assigned = {ast.unparse(node.targets[0]): node.value for node in nodes if isinstance(node, ast.Assign)}
+    runs = [
+        ProgramRun(
+            next(name for name in names if name in constructors), dict(_arguments(node, names, constructors, assigned))
+        )
+        for node, names in calls
+        if set(names) & {*constructors}
+    ]
+    for node, names in calls:
+        parsed = [name.id for name in ast.walk(node) if isinstance(name, ast.Name) and name.id in constructors]
+        if names[-1] in _PARSERS and parsed:
+            runs.append(_parsed_from_command_line(tree, nodes, parsed[0]))
+    if runs:
+        return runs
+    entries = (entry for node in nodes for entry in _dict_entries(node) or ())
+    # A dict that is the value of an entry is skipped here: ast.walk visits it, too.
+    settings = {name: _literal(value) for name, value in entries if _dict_entries(value) is None}
+    return [ProgramRun("", settings)] if settings else []
+
+
+def _arguments(
+    call: ast.Call, names: Sequence[str], constructors: Sequence[str], assigned: dict[str, ast.expr]
+) -> Iterator[tuple[str, Any]]:
+    if names[-1] not in constructors:  # a factory method, such as Config.decoupled_seq_is(…)
+        yield "preset", names[-1]
+    for keyword in call.keywords:
+        if keyword.arg is not None:
+            yield keyword.arg, _literal(keyword.value)
+            continue
+        spread = ast.unparse(keyword.value)
+        mapping = _literal(assigned.get(spread, keyword.value))
+        if not isinstance(mapping, dict):
+            raise ValueError(f"**{spread} is not a literal dict; write its settings in place of it")
+        yield from mapping.items()
+
+
+def _parsed_from_command_line(tree: ast.Module, nodes: Sequence[ast.AST], constructor: str) -> ProgramRun:
+    commands = [run for run in program_runs(_commands_of(ast.get_docstring(tree) or "")) if run.program.endswith(".py")]
+    settings = dict(commands[0].settings) if len(commands) == 1 else {}
+    unread = (*(commands[0].unread if len(commands) == 1 else ("the command line, from which its settings come",)),)
+    for node in nodes:
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Attribute):
+            owner, _, name = ast.unparse(node.targets[0]).rpartition(".")
+            if owner in ("training_args", "grpo_args", "args"):
+                settings[name] = _literal(node.value)
+    return ProgramRun(constructor, settings, unread, is_from_docstring=len(commands) == 1)
+
+
+def _commands_of(docstring: str) -> str:
+    """Return the lines of a docstring that are commands: those that continue or start one."""
+    kept, continues = [], False
+    for line in docstring.splitlines():
+        if (
+            continues
+            or line.split(" ")[0].split("=")[0] in ("python", "python3", "accelerate", "trl", "torchrun", "uv")
+            or (line[:1].isupper() and "=" in line.split(" ")[0])
+        ):
+            kept.append(line)
+            continues = line.endswith("\\")
+        else:
+            continues = False
+    return "\n".join(kept)
+
+
+def _dict_entries(node: ast.AST) -> list[tuple[str, ast.expr]] | None:
+    """Return the entries of a dict display or a ``dict(…)`` call; None for anything else."""
+    if isinstance(node, ast.Dict):
+        pairs = zip(node.keys, node.values, strict=True)
+        return [(str(key.value), value) for key, value in pairs if isinstance(key, ast.Constant)]
+    if isinstance(node, ast.Call) and ast.unparse(node.func) == "dict":
+        return [(keyword.arg, keyword.value) for keyword in node.keywords if keyword.arg is not None]
+    return None
+
+
+def _literal(value: ast.expr) -> Any:
+    """Return the value of a literal; of anything else its code, marked as unresolved."""
+    entries = _dict_entries(value)
+    if entries is not None:
+        return {name: _literal(inner) for name, inner in entries}
+    try:
+        return ast.literal_eval(value)
+    except ValueError:
+        return UNRESOLVED + ast.unparse(value)

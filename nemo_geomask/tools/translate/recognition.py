@@ -1,0 +1,112 @@
+"""Choice of the system that settings belong to, and of the settings that its program gets."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from nemo_geomask.config import nearest
+from nemo_geomask.errors import ConfigError
+from nemo_geomask.tools.translate.peer_table import Peer
+from nemo_geomask.tools.translate.peers import PEERS
+from nemo_geomask.tools.translate.setting_values import UNRESOLVED
+from nemo_geomask.tools.translate.shell_reader import ProgramRun
+
+__all__ = ["SettingsFile", "check_programs", "peer_by_name", "recognise", "select_runs"]
+
+
+@dataclass(frozen=True)
+class SettingsFile:
+    """A file's settings for one training.
+
+    Attributes:
+        path: the file.
+        settings: settings by dotted name; one that differs between the file's trainings is unresolved.
+        programs: programs that get the settings.
+        unread: places in the file that may hold more settings.
+        is_from_docstring: True if the settings are those of a command in the docstring of a Python file.
+    """
+
+    path: Path
+    settings: dict[str, Any]
+    programs: tuple[str, ...]
+    unread: tuple[str, ...]
+    is_from_docstring: bool
+
+
+def peer_by_name(name: str) -> Peer:
+    """Return the system that ``--from`` names.
+
+    Raises:
+        ConfigError: there is no such system.
+    """
+    if name not in PEERS:
+        guess = nearest(name, PEERS)
+        raise ConfigError(
+            f"--from: system '{name}' is not known; "
+            + (f"did you mean '{guess}'?" if guess else f"choose from {', '.join(PEERS)}")
+        )
+    return PEERS[name]
+
+
+def recognise(settings: Mapping[str, Any], programs: Iterable[str] = ()) -> Peer:
+    """Return the system that has these settings or programs.
+
+    Raises:
+        ConfigError: no system, or more than one, is identified.
+    """
+    reasons: dict[str, str] = {}
+    for name, peer in PEERS.items():
+        run = [program for program in programs if peer.identifies(program)]
+        marks = peer.marks_of(settings)
+        if run or marks or settings.get("preset") in peer.presets:
+            reasons[name] = (run or marks or ["preset"])[0]
+    if len(reasons) == 1:
+        return PEERS[next(iter(reasons))]
+    if reasons:
+        found = ", ".join(f"'{reason}' belongs to {name}" for name, reason in reasons.items())
+        raise ConfigError(f"these settings may belong to {' or '.join(reasons)}: {found}; name the system with --from")
+    known = [name for name, peer in PEERS.items() if any(peer.full_name(key) in peer.defaults for key in settings)]
+    if known:
+        raise ConfigError(f"these settings may belong to {' or '.join(known)}; name the system with --from")
+    raise ConfigError(f"these settings belong to none of the known systems: {', '.join(PEERS)}")
+
+
+def select_runs(path: Path, runs: Sequence[ProgramRun], peers: Iterable[Peer]) -> SettingsFile:
+    """Return a file's settings: those of the programs that train with a loss of ``peers``, otherwise all.
+
+    Raises:
+        ConfigError: the file runs only programs of these systems that have no such loss.
+    """
+    peers = list(peers)
+    trainings = [run for run in runs if any(peer.settings_of_program(run.program) is not None for peer in peers)]
+    if not trainings:
+        for run in runs:
+            if any(fnmatchcase(run.program, pattern) for peer in peers for pattern in peer.other_programs):
+                raise ConfigError(f"{path}: {run.program} trains without a policy-gradient loss; nothing to translate")
+    selected = trainings or list(runs)
+    settings: dict[str, Any] = {}
+    for run in selected:
+        settings |= run.settings
+    if len(trainings) > 1:
+        for key in settings:
+            values = [run.settings.get(key, "unset") for run in trainings]
+            if any(value != values[0] for value in values):
+                settings[key] = f"{UNRESOLVED}(one of {', '.join(dict.fromkeys(map(str, values)))})"
+    return SettingsFile(
+        path,
+        settings,
+        tuple(dict.fromkeys(run.program for run in selected if run.program)),
+        tuple(dict.fromkeys(word for run in selected for word in run.unread)),
+        any(run.is_from_docstring for run in selected),
+    )
+
+
+def check_programs(peer: Peer, programs: Sequence[str]) -> str | None:
+    """Return a sentence if none of the programs is known to train with the system's loss."""
+    if not peer.programs or not programs or any(peer.settings_of_program(name) is not None for name in programs):
+        return None
+    return f"{programs[0]}: not one of {peer.name}'s programs that are known; it may change the loss"

@@ -1,0 +1,177 @@
+"""Words and simple commands of a shell script, with quotes, comments, redirections and here-documents resolved."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from nemo_geomask.tools.translate.setting_values import UNRESOLVED
+
+__all__ = ["ScriptCommand", "ScriptWord", "split_commands"]
+
+
+class ScriptWord(str):
+    """A word of the script; expansions of a quoted one are not split."""
+
+    is_quoted = False
+
+
+@dataclass
+class ScriptCommand:
+    """A simple command: its words, and the arrays that it assigns."""
+
+    words: list[ScriptWord] = field(default_factory=list)
+    arrays: dict[str, list[ScriptWord]] = field(default_factory=dict)
+    follows_condition: bool = False  # the command stands after && or ||
+
+
+def split_commands(text: str) -> list[ScriptCommand]:
+    """Return the simple commands of a script, without comments, redirections and here-documents.
+
+    Raises:
+        ValueError: a quote or a bracket is not closed.
+    """
+    return list(ScriptScanner(text).commands())
+
+
+class ScriptScanner:
+    def __init__(self, text: str) -> None:
+        self.text, self.at = text, 0
+
+    def commands(self) -> Iterator[ScriptCommand]:
+        command, heredocs, is_redirection = ScriptCommand(), list[str](), False
+        for token in self._tokens():
+            if isinstance(token, ScriptWord):
+                if is_redirection:
+                    is_redirection = False
+                elif token == "&&" or token == "||":  # escaped, for a shell on another machine
+                    yield command
+                    command = ScriptCommand()
+                else:
+                    command.words.append(token)
+            elif token.startswith("<<"):
+                heredocs.append(token[2:])
+            elif token == "=(":
+                words = list(itertools.takewhile(lambda item: item != ")", self._tokens(in_array=True)))
+                name = str(command.words.pop())
+                command.arrays[name] = [word for word in words if isinstance(word, ScriptWord)]
+            elif token[0] in "<>":
+                is_redirection = not token.endswith("&")
+            else:
+                yield command
+                command = ScriptCommand(follows_condition=token in ("&&", "||"))
+                if token == "\n" and heredocs:
+                    self._skip_heredocs(heredocs)
+                    heredocs = []
+        yield command
+
+    def _tokens(self, in_array: bool = False) -> Iterator[str]:
+        """Yield words, and operators as plain strings."""
+        text = self.text
+        while self.at < len(text):
+            char = text[self.at]
+            if text.startswith("\\\n", self.at) or char in " \t\r" or (char == "\n" and in_array):
+                self.at += 2 if char == "\\" else 1
+            elif char == "#":
+                end = text.find("\n", self.at)
+                self.at = len(text) if end < 0 else end
+            elif heredoc := re.compile(r"<<-?\s*[\"']?(\w+)[\"']?").match(text, self.at):
+                if not text.startswith("<<<", self.at):
+                    self.at = heredoc.end()
+                    yield "<<" + heredoc[1]
+                else:
+                    self.at += 3
+                    yield "<"
+            elif match := re.compile(r"\d?>>?&?\d?|<<?<?|&>>?|&&|\|\||;;|[;&|()\n]").match(text, self.at):
+                self.at = match.end()
+                if re.fullmatch(r"\d?>&\d", match[0]):
+                    continue
+                yield match[0]
+                if in_array and match[0] == ")":
+                    return
+            else:
+                word = self._word()
+                if word.endswith("=") and text.startswith("(", self.at) and re.fullmatch(r"\w+\+?=", word):
+                    self.at += 1
+                    yield word
+                    yield "=("
+                else:
+                    yield word
+
+    def _word(self) -> ScriptWord:
+        text, parts, is_quoted = self.text, list[str](), self.text[self.at] in "\"'"
+        while self.at < len(text) and text[self.at] not in " \t\r\n;&|()<>":
+            char = text[self.at]
+            if char == "'":
+                end = self._find("'", self.at + 1)
+                parts.append(text[self.at + 1 : end])
+                self.at = end + 1
+            elif char == '"':
+                parts.append(self._quoted())
+            elif char == "\\":
+                if text.startswith("\\\n", self.at):
+                    break
+                parts.append(text[self.at + 1 : self.at + 2])
+                self.at += 2
+            elif char in "$`":
+                parts.append(self._expansion())
+            else:
+                parts.append(char)
+                self.at += 1
+        word = ScriptWord("".join(parts))
+        word.is_quoted = is_quoted
+        return word
+
+    def _quoted(self) -> str:
+        parts, text = list[str](), self.text
+        self.at += 1
+        while text[self.at : self.at + 1] != '"':
+            char = text[self.at : self.at + 1]
+            if not char:
+                raise ValueError("a double quote is not closed")
+            if char == "\\" and text[self.at + 1 : self.at + 2] in ('"', "\\", "$", "`", "\n"):
+                parts.append(text[self.at + 1 : self.at + 2].replace("\n", ""))
+                self.at += 2
+            elif char in "$`":
+                parts.append(self._expansion())
+            else:
+                parts.append(char)
+                self.at += 1
+        self.at += 1
+        return "".join(parts)
+
+    def _expansion(self) -> str:
+        """Return ``$…`` or a command substitution as it is written."""
+        text, start = self.text, self.at
+        if text[start] == "`":
+            self.at = self._find("`", start + 1) + 1
+            return UNRESOLVED + text[start : self.at]
+        for opening, closing in (("$(", ")"), ("${", "}")):
+            if text.startswith(opening, start):
+                self.at, depth = start + 2, 1
+                while depth:
+                    char = text[self.at : self.at + 1]
+                    if not char:
+                        raise ValueError(f"'{opening}' is not closed")
+                    if char in "\"'" and opening == "$(":
+                        self.at = self._find(char, self.at + 1)
+                    depth += (char == opening[1]) - (char == closing)
+                    self.at += 1
+                return text[start : self.at].replace('"', "") if opening == "${" else text[start : self.at]
+        match = re.compile(r"\$(\w+|[@*#?!$-])?").match(text, start)
+        assert match is not None
+        self.at = match.end()
+        return match[0]
+
+    def _find(self, char: str, start: int) -> int:
+        end = self.text.find(char, start)
+        if end < 0:
+            raise ValueError(f"a quote {char} is not closed")
+        return end
+
+    def _skip_heredocs(self, delimiters: Sequence[str]) -> None:
+        for delimiter in delimiters:
+            match = re.compile(rf"^\s*{re.escape(delimiter)}\s*$", re.MULTILINE).search(self.text, self.at)
+            self.at = len(self.text) if match is None else match.end()

@@ -1,0 +1,128 @@
+"""Example configurations of the peers: what translate answers for each, and the losses of a sample.
+
+``python -m tests.tools.translate.peers.corpus PEERS_ROOT`` writes ``data/corpus.json`` and ``data/corpus/*.npz`` from
+checkouts. Of a file only its name, the block, the messages and the values of its loss settings are recorded.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from nemo_geomask.errors import ConfigError
+from nemo_geomask.tools.translate import translate, translate_files
+from tests.tools.translate.peers.record import DATA, FEW, commit_of, record_cases
+
+ANSWERS = DATA / "corpus.json"
+EXAMPLES = {
+    "verl": (
+        "verl",
+        "examples/**/*.sh",
+        "verl/experimental/**/*.sh",
+        "verl/**/config/*.yaml",
+        "tests/special_*/**/*.sh",
+    ),
+    "trl": (
+        "trl",
+        "examples/scripts/**/*.py",
+        "trl/scripts/*.py",
+        "examples/cli_configs/*.yaml",
+        "examples/**/*.ipynb",
+    ),
+    "slime": ("slime", "examples/**/*.sh", "scripts/**/*.sh", "examples/**/*.yaml", "tests/*.sh"),
+    "areal": ("AReaL", "examples/**/*.yaml", "examples/**/*.sh"),
+    "skyrl": (
+        "SkyRL",
+        "examples/**/*.sh",
+        "examples/**/*.yaml",
+        "integrations/**/*.sh",
+        "skyrl-agent/examples/**/*.sh",
+    ),
+    "prime_rl": ("prime-rl", "configs/**/*.toml", "examples/**/*.toml", "k8s/**/*.toml"),
+    "openrlhf": ("OpenRLHF", "examples/scripts/*.sh"),
+    "open_instruct": ("open-instruct", "scripts/train/**/*.sh", "configs/train_configs/**/*.yaml"),
+    "fast_llm": ("Fast-LLM", "examples/*.yaml", "fast_llm_external_models/**/examples/*.yaml"),
+}
+"""For each peer, the folder of its checkout and the patterns of its example configurations."""
+SAMPLE = 8
+"""Number of files of a peer whose losses are recorded: those with different settings first."""
+
+
+def answer(path: Path, root: Path, peer: str | None = None) -> dict[str, Any]:
+    """Return what translate writes for a file, with its exit status."""
+    try:
+        translation = translate_files([path], peer)
+    except ConfigError as error:
+        return {"status": 2, "error": str(error).replace(f"{root}/", "")}
+    return {
+        "status": 1 if translation.not_expressed else 0,
+        "peer": translation.peer.name,
+        "loss_fn": dict(translation.loss_fn),
+        "not_expressed": list(translation.not_expressed),
+        "not_read": sorted({key.partition(".")[0] for key in translation.not_read}),
+        "settings": dict(translation.loss_settings),
+    }
+
+
+def examples(peer: str, peers_root: Path) -> Iterator[tuple[str, Path]]:
+    """Yield name and path of each example configuration of a peer."""
+    folder, *patterns = EXAMPLES[peer]
+    root = peers_root / folder
+    for path in sorted({path for pattern in patterns for path in root.glob(pattern) if path.is_file()}):
+        yield str(path.relative_to(root)), path
+
+
+def answers(peer: str, peers_root: Path) -> dict[str, Any]:
+    """Return the answer for each example configuration of a peer."""
+    root = peers_root / EXAMPLES[peer][0]
+    return {name: json.loads(json.dumps(answer(path, root), default=str)) for name, path in examples(peer, peers_root)}
+
+
+def sample(files: dict[str, Any], peer: str) -> dict[str, dict[str, Any]]:
+    """Return the settings of some files that are fully expressed, the most different ones first."""
+    chosen: dict[str, dict[str, Any]] = {}
+    blocks: list[Any] = []
+    runnable = importlib.import_module(f"tests.tools.translate.peers.of_{peer}").RUNNABLE
+    for name, entry in files.items():
+        if entry["status"] or entry["peer"] != peer or entry["loss_fn"].get("use_kl_in_reward"):
+            continue
+        settings = {key: value for key, value in entry["settings"].items() if key.startswith(runnable)}
+        if settings.get("config_class") or settings.get("actor.use_sapo_loss"):
+            continue  # losses that the module of_… does not run
+        if entry["loss_fn"] in blocks or dict(translate(settings, peer).loss_fn) != entry["loss_fn"]:
+            continue  # the second: settings outside the peer's loss function decide
+        blocks.append(entry["loss_fn"])
+        chosen[name] = settings
+    return dict(list(chosen.items())[:SAMPLE])
+
+
+def record_all(peers_root: Path) -> None:
+    """Write the answers and the losses of the sample."""
+    recorded = {}
+    for peer, (folder, *_) in EXAMPLES.items():
+        files = answers(peer, peers_root)
+        recorded[peer] = {"commit": commit_of(peers_root / folder), "files": files}
+        cases = {name: (settings, FEW) for name, settings in sample(files, peer).items()}
+        if cases:
+            record_cases(peer, peers_root / folder, cases, DATA / "corpus" / f"{peer}.npz")
+    ANSWERS.write_text(_as_text(recorded), encoding="utf-8")
+
+
+def _as_text(recorded: dict[str, Any]) -> str:
+    """Return JSON with a line for each file."""
+    peers = []
+    for peer, entry in recorded.items():
+        lines = [
+            f"  {json.dumps(name)}: {json.dumps(file, ensure_ascii=False)}" for name, file in entry["files"].items()
+        ]
+        files = ",\n".join(lines)
+        peers.append(f'"{peer}": {{"commit": "{entry["commit"]}", "files": {{\n{files}\n}}}}')
+    return "{\n" + ",\n".join(peers) + "\n}\n"
+
+
+if __name__ == "__main__":
+    record_all(Path(sys.argv[1]))
