@@ -14,14 +14,14 @@ _EPILOG = """\
 exit status (the worst of several runs)
   0  healthy
   1  drifting
-  2  no verdict: nothing to read, or records without the mismatch
+  2  no verdict: nothing to read, too short to judge, or records without the mismatch
   3  broken
 
 examples
   nemo-geomask diagnose logs/exp_001
-  nemo-geomask diagnose logs/a logs/b --brief
+  nemo-geomask diagnose logs/a logs/b --full
   nemo-geomask diagnose records/ --json > diagnosis.json
-  nemo-geomask diagnose logs/exp_001 --watch 60 --brief
+  nemo-geomask diagnose logs/exp_001 --watch 60
   nemo-geomask diagnose logs/a logs/b --html report.html --tokenizer Qwen/Qwen3-30B-A3B
   nemo-geomask diagnose logs/exp_001 --by probability
   nemo-geomask diagnose logs/exp_001 --by entropy,advantage --by turn
@@ -35,7 +35,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Read the records of a run (the flight recorder's Parquet files, or NeMo-RL's train_data_step{N}.jsonl, which "
         "are converted to such files once) and report whether the mismatch between generation and training engine is "
-        "healthy, since which step it is not, the likely cause, and the causes that are ruled out."
+        "healthy, since which step it is not, which causes account for which share of it, which causes are ruled out, "
+        "and which can't be tested in these records."
     )
     parser.epilog = _EPILOG
     parser.add_argument(
@@ -46,7 +47,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="folders of records or logs; each folder in them that holds some is a run",
     )
     parser.add_argument("--json", action="store_true", help="print a JSON list with an object for each run")
-    parser.add_argument("--brief", action="store_true", help="print the verdicts without tables")
+    length = parser.add_mutually_exclusive_group()
+    length.add_argument("--full", action="store_true", help="print all tables below the verdicts")
+    length.add_argument("--brief", action="store_true", help="print only the verdicts (the default, unless with --by)")
     parser.add_argument(
         "--watch",
         type=positive_number,
@@ -105,6 +108,7 @@ def run(arguments: argparse.Namespace) -> int:
     options = DiagnoseOptions(
         directories=arguments.directories,
         as_json=arguments.json,
+        has_tables=arguments.full,
         is_brief=arguments.brief,
         watch_seconds=arguments.watch,
         tokenizer=arguments.tokenizer,

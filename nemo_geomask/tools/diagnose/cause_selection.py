@@ -1,63 +1,166 @@
-"""Selection of the likely cause from the causes that the records show."""
+"""Ranking of the causes that the records show, by the share of the mismatch that each accounts for."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
-from nemo_geomask.tools.diagnose.causes import CAUSES, LOCATION_CAUSES, WITHIN_SEQUENCE_CAUSES, Cause
-from nemo_geomask.tools.diagnose.run_evidence import Detection, Evidence
+import numpy as np
 
-__all__ = ["select_cause"]
+from nemo_geomask.tools.diagnose.causes import (
+    CAUSES,
+    DISTRIBUTION_CAUSES,
+    LOCATION_CAUSES,
+    NOISE_CAUSES,
+    WITHIN_SEQUENCE_CAUSES,
+    Cause,
+)
+from nemo_geomask.tools.diagnose.record_reader import Array
+from nemo_geomask.tools.diagnose.run_evidence import Detection, Evidence, MismatchSums
+from nemo_geomask.tools.shared.intervals import percentile_interval
+
+__all__ = ["Estimate", "ExplainedShare", "RankedCause", "rank_causes"]
 
 WITHIN_SEQUENCE_PREFERENCE = 1.25
-"""Factor by which the excess share of a cause within a sequence counts more than that of other location causes.
+"""Factor by which the share of a cause within a sequence counts more than that of other location causes.
 
 Late tokens are mostly in long responses, so a mismatch at late positions also makes long responses stand out. The
 difference within one sequence is the more specific observation.
 """
+MIN_LISTED_SHARE = 0.05
+"""Share of k3, or of |Δ|, below which a cause that is no bug is not listed."""
 
 
-def select_cause(detections: Mapping[str, Detection], evidence: Evidence) -> Cause | None:
-    """Return the likely cause, or None if the records show no cause.
+class Estimate(NamedTuple):
+    """A value and the ends of its confidence interval, from a bootstrap over sequences."""
 
-    Bugs that are judged step by step come first, then the other causes in the order of :data:`CAUSES`. Of the causes
-    that locate the mismatch, the one with the largest excess share is chosen.
+    value: float
+    low: float
+    high: float
+
+
+class ExplainedShare(NamedTuple):
+    """Share of the mismatch that a cause accounts for, of k3 and of |Δ| (each at most 1)."""
+
+    k3: Estimate
+    capped_abs: Estimate
+
+    @property
+    def text(self) -> str:
+        """The shares with their intervals."""
+        k3, size = (
+            f"{_percent(share.value)} % ({_percent(share.low)} to {_percent(share.high)}) of {name}"
+            for share, name in ((self.k3, "k3"), (self.capped_abs, "|Δ|"))
+        )
+        return f"{k3} and {size}"
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.0f}" if share >= 0.095 or share == 0 else f"{100 * share:.1g}"
+
+
+class RankedCause(NamedTuple):
+    """A cause that the records show.
+
+    Attributes:
+        cause: the cause.
+        detection: what its detector found.
+        share: the share of the mismatch that it accounts for; None if that can't be measured.
+    """
+
+    cause: Cause
+    detection: Detection
+    share: ExplainedShare | None
+
+
+def rank_causes(detections: Mapping[str, Detection], evidence: Evidence) -> list[RankedCause]:
+    """Return the causes that the records show, the one that accounts for most of the mismatch first.
+
+    They are ranked by the mean of their shares of k3 and of |Δ|; of the parts of the data, the one that contains the
+    excess mismatch and the least other data precedes the others. Shares of overlapping causes are reduced:
+    noise accounts for what no other cause does, and a part of the data for what no bug of all log-probs does.
 
     Args:
-        detections: outcome of each cause that may be chosen, by the id of the cause.
+        detections: outcome of each cause that may be named, by the id of the cause.
         evidence: the evidence that the detectors read.
     """
     judged_steps = {step for step in evidence.statistics.steps if step >= evidence.first_step}
-    steps_by_cause = {id_: judged_steps.intersection(detection.steps) for id_, detection in detections.items()}
-    # A bug that shows only in steps before the change cannot have caused the change.
-    shown = [
-        cause
+    shown = {
+        cause.id: cause
         for cause in CAUSES
         if cause.id in detections
         and detections[cause.id].is_shown
-        and (steps_by_cause[cause.id] or not detections[cause.id].steps)
-    ]
-    if not shown:
-        return None
-    bugs_in_steps = [cause for cause in shown if cause.is_bug and steps_by_cause[cause.id]]
-    if bugs_in_steps:
-        # A bug in a single step may be a side effect of a bug in all steps: a shift leaves zeros, for example. So the
-        # bug that most steps show is chosen, and the first in the table among bugs with as many steps.
-        most_frequent = max(bugs_in_steps, key=lambda cause: len(steps_by_cause[cause.id]))
-        steps = steps_by_cause[most_frequent.id]
-        if 2 * len(steps) < len(judged_steps):
-            # A few bad steps can look like a bug of the whole run. Such a bug must also show without those steps.
-            remaining_evidence = evidence.without(steps)
-            for cause in shown:
-                is_bug_of_whole_run = cause.is_bug and not detections[cause.id].steps
-                if is_bug_of_whole_run and cause.detect(remaining_evidence, cause.threshold).is_shown:
-                    return cause
-        return most_frequent
-    if shown[0].id in LOCATION_CAUSES:
-        return max(
-            (cause for cause in shown if cause.id in LOCATION_CAUSES),
-            key=lambda cause: (
-                detections[cause.id].value * (WITHIN_SEQUENCE_PREFERENCE if cause.id in WITHIN_SEQUENCE_CAUSES else 1.0)
-            ),
-        )
-    return shown[0]
+        # A bug that shows only in steps before the change cannot have caused the change.
+        and (judged_steps.intersection(detections[cause.id].steps) or not detections[cause.id].steps)
+    }
+    if "filtered" in shown:
+        # Where the filter keeps a single token, that token has a log-prob of 0.
+        shown.pop("zero_logprobs", None)
+    if {"filtered", "temperature", "stale_engine"} & set(shown):
+        shown.pop("biased_weight", None)  # it follows from any of them
+    sums = _disjoint_sums({id_: detections[id_] for id_ in shown}, evidence)
+    total = evidence.mismatch_after
+    ranks: dict[str, float] = {}
+    shares: dict[str, ExplainedShare | None] = {}
+    for id_, cause in shown.items():
+        explained = sums[id_]
+        share = shares[id_] = None if explained is None else ExplainedShare(*map(_share, explained, total))
+        if share is None:
+            ranks[id_] = _unmeasured_rank(cause, evidence)
+        elif cause.is_bug or max(share.k3.value, share.capped_abs.value) >= MIN_LISTED_SHARE:
+            ranks[id_] = (share.k3.value + share.capped_abs.value) / 2
+    _prefer_narrow_part(ranks, detections)
+    return [RankedCause(shown[id_], detections[id_], shares[id_]) for id_ in sorted(ranks, key=lambda id_: -ranks[id_])]
+
+
+def _prefer_narrow_part(ranked: dict[str, float], detections: Mapping[str, Detection]) -> None:
+    """Give the highest rank of the parts of the data to the one with most excess mismatch and least other data.
+
+    Parts overlap: of a wide and a narrow one with the same excess mismatch, the narrow one is the cause.
+    """
+    excess_shares = {
+        id_: detections[id_].value * (WITHIN_SEQUENCE_PREFERENCE if id_ in WITHIN_SEQUENCE_CAUSES else 1.0)
+        for id_ in LOCATION_CAUSES
+        if id_ in ranked
+    }
+    if excess_shares:
+        chosen = max(excess_shares, key=lambda id_: excess_shares[id_])
+        # Slightly higher, so that it precedes a part with an equal share.
+        ranked[chosen] = max(ranked[id_] for id_ in excess_shares) * (1 + 1e-9)
+
+
+def _disjoint_sums(shown: Mapping[str, Detection], evidence: Evidence) -> dict[str, MismatchSums | None]:
+    """Return the mismatch that each cause accounts for, without what a more specific cause accounts for."""
+    total = evidence.mismatch_after
+    sums = {id_: detection.explained for id_, detection in shown.items()}
+
+    def largest(ids: tuple[str, ...]) -> MismatchSums:
+        none = MismatchSums(np.zeros_like(total.k3), np.zeros_like(total.k3))
+        known = [explained for id_ in ids if (explained := sums.get(id_)) is not None]
+        return max(known, key=lambda explained: float(explained.k3[0]), default=none).at_most(total)
+
+    # What there was before the change needs no cause.
+    excess = total if evidence.sums_before is None else evidence.mismatch_beyond(evidence.sums_before)
+    for ids, more_specific, whole in (
+        (LOCATION_CAUSES, DISTRIBUTION_CAUSES, total),
+        (NOISE_CAUSES, (*DISTRIBUTION_CAUSES, *LOCATION_CAUSES), excess),
+    ):
+        remainder = whole.minus(largest(more_specific))
+        for id_ in ids:
+            if (explained := sums.get(id_)) is not None:
+                sums[id_] = explained.at_most(remainder)
+    return sums
+
+
+def _share(part: Array, whole: Array) -> Estimate:
+    shares = np.clip(part / np.maximum(whole, 1e-30), 0.0, 1.0)
+    low, high = percentile_interval(shares[1:])
+    return Estimate(float(shares[0]), low, high)
+
+
+def _unmeasured_rank(cause: Cause, evidence: Evidence) -> float:
+    """Return the rank of a cause whose share can't be measured: NaN counts by its tokens, other bugs come first."""
+    if cause.id != "nonfinite":
+        return 1.0
+    sums = evidence.sums_after
+    return sums["nonfinite"] / sums["all_tokens"] if sums["all_tokens"] else 1.0

@@ -1,7 +1,7 @@
 """Table of the possible causes of a mismatch: what each is, how it is detected, its threshold and what to do.
 
-Bugs come first, because a bug can explain everything else that the records show. Several causes locate the mismatch in
-one part of the data; :mod:`nemo_geomask.tools.diagnose.cause_selection` chooses the one that accounts for most of it.
+:mod:`nemo_geomask.tools.diagnose.cause_selection` ranks the causes that a run shows by the share of the mismatch that
+each accounts for.
 """
 
 from __future__ import annotations
@@ -18,7 +18,14 @@ from nemo_geomask.tools.diagnose import (
 from nemo_geomask.tools.diagnose.location_detectors import detect_range
 from nemo_geomask.tools.diagnose.run_evidence import Detector
 
-__all__ = ["CAUSES", "LOCATION_CAUSES", "WITHIN_SEQUENCE_CAUSES", "Cause"]
+__all__ = [
+    "CAUSES",
+    "DISTRIBUTION_CAUSES",
+    "LOCATION_CAUSES",
+    "NOISE_CAUSES",
+    "WITHIN_SEQUENCE_CAUSES",
+    "Cause",
+]
 
 
 @dataclass(frozen=True)
@@ -47,15 +54,14 @@ class Cause:
 _SOURCE = "our threshold, measured on planted causes, see docs/diagnose.md"
 _PART_RATIONALE = f"the part's share of the mismatch minus its share of the expected mismatch; {_SOURCE}"
 CAUSES: tuple[Cause, ...] = (
-    # `filtered` precedes `zero_logprobs`: where the filter leaves a single token, that token has a log-prob of 0.
     Cause(
         "filtered",
         "log-probs renormalised by top-p or top-k in the generation engine only",
         is_bug=True,
-        threshold=0.9,
+        threshold=0.005,
         rationale=(
-            "lowest share of tokens with Δ < 0 in any bin of probability, where one half is expected; needs tokens of "
-            f"2 nats of surprise or more; {_SOURCE}"
+            "1 minus the mean of exp(Δ), which is the share of the probability that is cut off; the mean must be below "
+            f"1 in every bin of probability, and tokens of 2 nats of surprise or more are needed; {_SOURCE}"
         ),
         action=(
             "sample with top_p: 1.0 and top_k: null, or have the training engine filter its logits as the sampler "
@@ -124,6 +130,21 @@ CAUSES: tuple[Cause, ...] = (
             "log-probs after temperature (logprobs_mode: processed_logprobs)"
         ),
         detect=sampler_detectors.detect_temperature,
+    ),
+    Cause(
+        "biased_weight",
+        "log-probs that are not of the distribution that was sampled from",
+        is_bug=True,
+        threshold=0.05,
+        rationale=(
+            "distance of the mean of exp(Δ) from 1, which it is for log-probs of the sampler, whatever the training "
+            f"engine computes; {_SOURCE}"
+        ),
+        action=(
+            "have both engines return normalised log-probs of the sampler's distribution (logprobs_mode: "
+            "processed_logprobs): a mean above 1 means that prev_logprobs are too high, or generation_logprobs too low"
+        ),
+        detect=sampler_detectors.detect_biased_weight,
     ),
     Cause(
         "stale_engine",
@@ -212,7 +233,10 @@ CAUSES: tuple[Cause, ...] = (
         "expert routing",
         is_bug=False,
         threshold=1.5,
-        rationale=f"factor by which the tokens with more than 8 times the usual noise have increased; {_SOURCE}",
+        rationale=(
+            "factor by which the tokens with more than 8, 16, 32 or 64 times the median noise have increased; the "
+            f"additional ones must account for {noise_detectors.MIN_EXPLAINED_SHARE:.0%} of k3 or of |Δ|; {_SOURCE}"
+        ),
         action=(
             "replay the routing of the generation engine in training (policy.router_replay), or keep the router in "
             "float32"
@@ -232,7 +256,11 @@ CAUSES: tuple[Cause, ...] = (
         detect=noise_detectors.detect_precision,
     ),
 )
-"""All causes, in the order of precedence; :data:`LOCATION_CAUSES` compete with each other by their share."""
+"""All causes; of two that account for equal shares of the mismatch, the first is named."""
+DISTRIBUTION_CAUSES = ("filtered", "temperature", "biased_weight", "stale_engine")
+"""Causes that change the log-probs of all tokens, of some more than of others."""
+NOISE_CAUSES = ("routing", "precision")
+"""Causes without a sign of their own: they account for what no other cause does."""
 LOCATION_CAUSES = ("staleness", "low_probability", "tool_calls", "position", "length", "group")
 WITHIN_SEQUENCE_CAUSES = ("low_probability", "tool_calls", "position")
 """Location causes that distinguish the tokens of one sequence."""

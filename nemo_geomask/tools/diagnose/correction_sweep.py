@@ -3,114 +3,31 @@
 A candidate is a ``loss_fn``. Its loss gets the recorded batch and returns a gradient for each token's log-prob. The
 same loss without correction, on samples of π_old itself (gen = prev), gives the reference gradient g. Their ratio is
 the token's coefficient c: the correction's weight, times 0 where a mask removes the token. All measures follow from c
-and g; :data:`DEFINITIONS` has their formulas.
+and g; :data:`~nemo_geomask.tools.diagnose.candidate_outcome.DEFINITIONS` has their formulas.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from nemo_geomask.config.strict import inline_yaml
 from nemo_geomask.data_keys import GENERATION_LOGPROBS, PREV_LOGPROBS, TOKEN_MASK
 from nemo_geomask.errors import ConfigError, DataError
 from nemo_geomask.losses import PolicyLoss, PrestepPass, build_loss
 from nemo_geomask.losses.prestep import valid_counts
 from nemo_geomask.records.flight import COLUMN_BATCH_KEYS
+from nemo_geomask.tools.diagnose.candidate_outcome import CandidateOutcome, add_silent_tokens, add_step
 from nemo_geomask.tools.diagnose.record_reader import Array, RecordBlock
 from nemo_geomask.tools.diagnose.sweep_candidates import CANDIDATES, NO_CORRECTION, RECIPE_SOURCE, Candidate
-from nemo_geomask.tools.shared.intervals import percentile_interval
 
-__all__ = [
-    "DEFINITIONS",
-    "PARTS",
-    "CandidateOutcome",
-    "format_loss_block",
-    "padded_batch",
-    "pareto_front",
-    "recommend",
-    "replay",
-    "select_compatible",
-]
+__all__ = ["padded_batch", "replay", "select_compatible"]
 
-REPLICATES = 100
-"""Bootstrap replicates over sequences."""
-
-MAX_VARIANCE = 1.1
-"""Largest variance that a recommended candidate may have, as a multiple of the variance without correction."""
-
-PARTS = ("all", "training engine likelier", "generation engine likelier", "good", "bad", "short", "long")
-"""Parts of the tokens: all; Δ > 0; Δ < 0; A > 0; A < 0; in responses up to the step's median length; in longer ones."""
-
-DEFINITIONS = {
-    "removed": "share of tokens with c = 0",
-    "bias": "Σ |c − ρ| |g| / Σ ρ |g|, ρ = exp(Δ): distance of the gradient, token by token, from the gradient on "
-    "samples of the policy that trains",
-    "variance": "Σ (c g)² / Σ g²: squared gradient over the squared gradient without correction",
-    "ess": "(Σ c)² / (n Σ c²): effective sample size over the number of tokens",
-    "advantage": "Σ c A / Σ c − mean A: shift of the mean advantage by what is removed and by the weights",
-}
-"""Formulas of the measures, with a token's coefficient c, reference gradient g and advantage A."""
-
-_SUMS = ("n", "zero", "|c-ρ||g|", "ρ|g|", "(cg)²", "g²", "c", "c²", "cA", "A")
-"""Columns of :attr:`CandidateOutcome.sums`: sums over tokens, from which the measures are computed."""
-
-_Sums = Mapping[str, Array]
-_MEASURES: dict[str, Callable[[_Sums], Array]] = {
-    "removed": lambda sums: sums["zero"] / sums["n"],
-    "bias": lambda sums: sums["|c-ρ||g|"] / sums["ρ|g|"],
-    "variance": lambda sums: sums["(cg)²"] / sums["g²"],
-    "ess": lambda sums: np.where(sums["c²"] == 0, 0.0, sums["c"] ** 2 / (sums["n"] * sums["c²"])),
-    "advantage": lambda sums: np.where(sums["c"] == 0, np.nan, sums["cA"] / sums["c"]) - sums["A"] / sums["n"],
-}
-
-
-@dataclass
-class CandidateOutcome:
-    """Effect of one candidate, summed over the replayed steps.
-
-    Attributes:
-        candidate: the candidate.
-        tokens: [len(PARTS)], number of tokens in each part.
-        removed: [len(PARTS)], number of them with the coefficient 0.
-        sums: [1 + REPLICATES, len(_SUMS)], row 0 over all sequences, the other rows over the bootstrap's samples.
-        skipped: steps that the candidate's batch veto would have skipped.
-        metrics: by step, the metrics that the loss reported.
-    """
-
-    candidate: Candidate
-    tokens: Array = field(default_factory=lambda: np.zeros(len(PARTS)))
-    removed: Array = field(default_factory=lambda: np.zeros(len(PARTS)))
-    sums: Array = field(default_factory=lambda: np.zeros((1 + REPLICATES, len(_SUMS))))
-    skipped: list[int] = field(default_factory=list)
-    metrics: dict[int, dict[str, float]] = field(default_factory=dict)
-
-    def value(self, measure: str) -> float:
-        """Return a measure of :data:`DEFINITIONS`; NaN if no step was trained on."""
-        return float(self._estimates(measure)[0])
-
-    def interval(self, measure: str) -> tuple[float, float]:
-        """Return the confidence interval of a measure over sequences; NaN for both ends if no step was trained on."""
-        replicates = self._estimates(measure)[1:]
-        return percentile_interval(replicates[np.isfinite(replicates)])
-
-    def _estimates(self, measure: str) -> Array:
-        """Return a measure over all sequences, followed by its value in each replicate."""
-        with np.errstate(invalid="ignore", divide="ignore"):
-            return _MEASURES[measure](dict(zip(_SUMS, self.sums.T, strict=True)))
-
-    def removed_share(self, part: str) -> float:
-        """Return the share of a part's tokens that has the coefficient 0; NaN if the part has no token."""
-        index = PARTS.index(part)
-        count = float(self.tokens[index])
-        return float(self.removed[index]) / count if count else math.nan
-
+SMALL_ADVANTAGE = 1e-4
+"""Advantage that stands for 0, so that a token without a gradient has a coefficient."""
 
 _COLUMNS = ("mask", "gen", "prev", "curr", "ref", "advantages")
 """Recorded columns that a replayed batch contains, where they were recorded."""
@@ -186,11 +103,21 @@ def replay(
         # Without a mismatch no candidate corrects anything, and a ratio to gen equals a ratio to π_old.
         matched = {**batch, GENERATION_LOGPROBS: batch[PREV_LOGPROBS]}
         reference, _, _ = _gradient(losses[0], presteps[0], matched, batch[key][:, 1:])
+        is_silent = _is_trained(batch) & (reference == 0)
         for loss, prestep, outcome in zip(losses, presteps, outcomes, strict=True):
             gradient, metrics, is_trained = _gradient(loss, prestep, batch, batch[key][:, 1:])
             outcome.metrics[step] = metrics
             if is_trained:
-                _add_step(outcome, step, batch, reference, gradient)
+                add_step(outcome, step, batch, reference, gradient)
+                if is_silent.any():
+                    pairs = [
+                        (
+                            _gradient(losses[0], presteps[0], _with_advantage(matched, value), batch[key][:, 1:])[0],
+                            _gradient(loss, prestep, _with_advantage(batch, value), batch[key][:, 1:])[0],
+                        )
+                        for value in (SMALL_ADVANTAGE, -SMALL_ADVANTAGE)
+                    ]
+                    add_silent_tokens(outcome, step, is_silent, pairs)
             else:
                 outcome.skipped.append(step)
     return outcomes
@@ -236,115 +163,12 @@ def _gradient(
     return gradient, {**metrics.copy(), **decision.metrics}, True
 
 
-def _add_step(
-    outcome: CandidateOutcome, step: int, batch: Mapping[str, Tensor], reference: Tensor, gradient: Tensor
-) -> None:
-    """Add a step's tokens with a finite mismatch and a non-zero reference gradient to an outcome."""
-    difference = (batch[PREV_LOGPROBS] - batch[GENERATION_LOGPROBS])[:, 1:]
-    is_compared = (reference != 0) & torch.isfinite(reference) & torch.isfinite(difference)
-    g = reference[is_compared].double().numpy()
-    c = gradient[is_compared].double().numpy() / g
-    delta, advantage = (value[is_compared].double().numpy() for value in (difference, batch["advantages"][:, 1:]))
-    sequence = torch.nonzero(is_compared)[:, 0].numpy()
-    sequence_count = len(batch["sample_mask"])
-    lengths = (batch[TOKEN_MASK] != 0).sum(dim=1).numpy()
-    is_long = (lengths > np.median(lengths))[sequence]
-    is_removed = c == 0
-    parts = (np.ones_like(is_removed), delta > 0, delta < 0, advantage > 0, advantage < 0, ~is_long, is_long)
-    outcome.tokens += [part.sum() for part in parts]
-    outcome.removed += [(part & is_removed).sum() for part in parts]
-    size, rho = np.abs(g), np.exp(np.clip(delta, -40, 40))
-    token_values = {
-        "n": np.ones_like(c),
-        "zero": is_removed.astype(float),
-        "|c-ρ||g|": np.abs(c - rho) * size,
-        "ρ|g|": rho * size,
-        "(cg)²": np.square(c * g),
-        "g²": np.square(g),
-        "c": c,
-        "c²": c * c,
-        "cA": c * advantage,
-        "A": advantage,
-    }
-    by_sequence = np.stack(
-        [np.bincount(sequence, weights=token_values[name], minlength=sequence_count) for name in _SUMS], axis=1
-    )
-    draws = np.random.default_rng(step).poisson(1.0, (REPLICATES, sequence_count))
-    outcome.sums += np.concatenate([by_sequence.sum(axis=0, keepdims=True), draws @ by_sequence])
+def _is_trained(batch: Mapping[str, Tensor]) -> Tensor:
+    """Return bool [B, T-1], the trained tokens with finite log-probs of both engines."""
+    is_masked_in = (batch[TOKEN_MASK] != 0) & (batch["sample_mask"] != 0)[:, None]
+    return (is_masked_in & torch.isfinite(batch[PREV_LOGPROBS] - batch[GENERATION_LOGPROBS]))[:, 1:]
 
 
-def pareto_front(outcomes: Sequence[CandidateOutcome]) -> list[CandidateOutcome]:
-    """Return the outcomes to which no other outcome is better in bias or variance without being worse in the other."""
-    compared = [outcome for outcome in outcomes if not math.isnan(outcome.value("bias"))]
-    points = [(outcome.value("bias"), outcome.value("variance")) for outcome in compared]
-    return [
-        outcome
-        for outcome, (bias, variance) in zip(compared, points, strict=True)
-        if not any(b <= bias and v <= variance and (b, v) != (bias, variance) for b, v in points)
-    ]
-
-
-def recommend(
-    outcomes: Sequence[CandidateOutcome], base: Mapping[str, Any] | None = None
-) -> tuple[CandidateOutcome, str]:
-    """Return the best outcome and the ``loss_fn`` block that sets its candidate.
-
-    The best candidate has the least bias of those that skip no step and whose variance is at most
-    :data:`MAX_VARIANCE`, judged by the upper end of its interval. If its bias is within the interval of the bias
-    without correction, the outcome without correction is returned.
-
-    Args:
-        outcomes: from :func:`replay`; the first is that of ``NO_CORRECTION``.
-        base: settings that all candidates share.
-
-    Raises:
-        DataError: no token has a gradient.
-    """
-    uncorrected = outcomes[0]
-    if not uncorrected.tokens[0] and not uncorrected.skipped:
-        raise DataError("the records hold no trained token with log-probs of both engines and an advantage")
-    allowed = [
-        outcome
-        for outcome in outcomes
-        if outcome.interval("variance")[1] <= MAX_VARIANCE and not outcome.skipped and outcome.candidate.settings
-    ]
-    best = min(allowed, key=lambda outcome: (outcome.value("bias"), outcome.value("variance")), default=uncorrected)
-    if best.value("bias") >= uncorrected.interval("bias")[0]:
-        best = uncorrected
-    return best, format_loss_block(best, outcomes, base or {})
-
-
-def format_loss_block(best: CandidateOutcome, outcomes: Sequence[CandidateOutcome], base: Mapping[str, Any]) -> str:
-    """Return the YAML of a ``loss_fn`` with the base's and a candidate's settings, and its measures as comments.
-
-    Args:
-        best: the candidate's outcome.
-        outcomes: outcomes of all candidates; the first is that of ``NO_CORRECTION``.
-        base: settings that all candidates share; the candidate's settings override them.
-    """
-    uncorrected = outcomes[0]
-
-    def percent(outcome: CandidateOutcome, measure: str) -> str:
-        low, high = (100 * end for end in outcome.interval(measure))
-        return f"{100 * outcome.value(measure):.3g} % ({low:.3g} to {high:.3g})"
-
-    low, high = best.interval("variance")
-    lines = [
-        f"# {best.candidate.name} ({best.candidate.source}), of {len(outcomes)} candidates:",
-        f"# bias of the gradient {percent(best, 'bias')}; without correction {percent(uncorrected, 'bias')}",
-        f"# variance {best.value('variance'):.3g} ({low:.3g} to {high:.3g}) times that without correction; "
-        f"{MAX_VARIANCE:g} times is allowed",
-        f"# removes {percent(best, 'removed')} of the tokens; shifts the mean advantage by "
-        f"{best.value('advantage'):.2g}",
-        "loss_fn:",
-    ]
-    settings = {**base, **best.candidate.settings}
-    if not settings:
-        return "\n".join([*lines[:-1], "loss_fn: {}"])
-    settings = {"name": "clipped_pg", **settings}
-    try:
-        build_loss(settings)
-    except ConfigError:
-        # audit_fraction computes π_old for some sequences only, and the candidate needs it for all of them.
-        settings.pop("audit_fraction", None)
-    return "\n".join([*lines, *(f"  {key}: {inline_yaml(value)}" for key, value in settings.items())])
+def _with_advantage(batch: Mapping[str, Tensor], value: float) -> dict[str, Tensor]:
+    """Return the batch with another advantage where it is 0."""
+    return {**batch, "advantages": batch["advantages"].masked_fill(batch["advantages"] == 0, value)}

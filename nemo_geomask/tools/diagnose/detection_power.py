@@ -22,7 +22,7 @@ from nemo_geomask.tools.diagnose.thresholds import HEALTH_LIMITS
 from nemo_geomask.tools.diagnose.verdict import diagnose
 from nemo_geomask.tools.shared.markdown import markdown_table, replace_marked_text
 
-__all__ = ["measure_clean_runs", "measure_planted_causes", "rewrite"]
+__all__ = ["measure_clean_runs", "measure_planted_causes", "rewrite", "rewrite_held_out"]
 
 ONSET = 7
 """First step with the planted cause, in runs that begin without it."""
@@ -133,12 +133,44 @@ def _power_table(results: dict[str, Any]) -> str:
     caption = (
         f"{results['steps']} steps of {results['sequences']} sequences. The cause begins at step {results['onset']}, "
         "and in every second run at the first step, except for stale engine, routing and precision, which show only as "
-        "a change. All other runs were called healthy. At the two higher strengths the first step was right within one "
-        f"step in {right} of {judged} runs. False alarms: {len(results['false_alarms'])} in {results['clean']} clean "
-        f"runs, {len(results['lab_false_alarms'])} in {results['lab_runs']} of the lab."
+        "a change. In all other runs no cause was named. At the two higher strengths the first step was right within "
+        f"one step in {right} of {judged} runs. False alarms: {len(results['false_alarms'])} in {results['clean']} "
+        "clean runs"
     )
+    lab = f", {len(results['lab_false_alarms'])} in {results['lab_runs']} of the lab" if results["lab_runs"] else ""
+    caption += f"{lab}."
     head = ("planted", *STRENGTHS, "strengths", "named instead (weak; middle)")
     return f"{markdown_table(head, rows)}\n\n{caption}"
+
+
+def rewrite_held_out(text: str, figures: dict[str, Any]) -> str:
+    """Return the page's text with the table of the held-out runs, whose figures a test's module measures."""
+    rows = []
+    for cause, counts in figures["major"].items():
+        other = figures["minor"][cause]
+        names = [
+            ", ".join(f"{name} {count}" for name, count in sorted(part.items()) if name != "right") or "–"
+            for part in (counts, other)
+        ]
+        rows.append(
+            (
+                f"`{cause}`",
+                f"{counts.get('right', 0)} of {sum(counts.values())}",
+                names[0],
+                f"{other.get('right', 0)} of {sum(other.values())}",
+                names[1],
+            )
+        )
+    right, runs = (
+        sum(counts.get("right", 0) for counts in figures["major"].values()),
+        sum(sum(counts.values()) for counts in figures["major"].values()),
+    )
+    head = ("planted", "share of k3 above a half: named first", "instead", "share below a half: named first", "instead")
+    caption = (
+        f"{right} of {runs} where the cause accounts for more than half of k3. False alarms: "
+        f"{len(figures['false_alarms'])} in {figures['clean']} clean runs."
+    )
+    return replace_marked_text(text, "held-out", f"{markdown_table(head, rows)}\n\n{caption}", page="diagnose.md")
 
 
 def _main() -> None:
@@ -162,7 +194,9 @@ def _main() -> None:
     if arguments.page:
         page: Path = arguments.page
         results = json.loads(out.read_text(encoding="utf-8"))
-        page.write_text(rewrite(page.read_text(encoding="utf-8"), results), encoding="utf-8")
+        text = rewrite(page.read_text(encoding="utf-8"), results)
+        held_out = json.loads(out.with_name("held_out.json").read_text(encoding="utf-8"))
+        page.write_text(rewrite_held_out(text, held_out), encoding="utf-8")
 
 
 if __name__ == "__main__":

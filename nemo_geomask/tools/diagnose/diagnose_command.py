@@ -29,7 +29,8 @@ class DiagnoseOptions:
     Attributes:
         directories: folders to search; each folder at or below them that holds records or logs is a run.
         as_json: print JSON.
-        is_brief: print the verdicts without tables.
+        has_tables: print all tables below the verdicts; with ``splits``, their tables are printed in any case.
+        is_brief: print the verdicts alone, even with ``splits``.
         watch_seconds: seconds between two judgements, which are repeated until Ctrl-C; None: judge once.
         tokenizer: name or folder of a Hugging Face tokenizer that decodes tokens; None: ids are shown.
         html: file of the report; None: no report.
@@ -43,6 +44,7 @@ class DiagnoseOptions:
 
     directories: Sequence[Path]
     as_json: bool = False
+    has_tables: bool = False
     is_brief: bool = False
     watch_seconds: float | None = None
     tokenizer: str | None = None
@@ -69,7 +71,7 @@ def run_diagnose(options: DiagnoseOptions) -> OverallHealth:
         read_sweep(path)  # fails here rather than after a long survey
     output = OutputOptions(
         as_json=options.as_json,
-        is_brief=options.is_brief,
+        has_tables=not options.is_brief and (options.has_tables or options.splits is not None),
         splits=None if options.splits is None else [_parse_split(text) for text in options.splits],
         decode=None if options.tokenizer is None else _load_decoder(options.tokenizer),
         html=options.html,

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import math
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -34,6 +33,7 @@ from nemo_geomask.tools.diagnose.page_tables import PageTable, merge_tables
 from nemo_geomask.tools.diagnose.quantities import BIN_MEASURES
 from nemo_geomask.tools.diagnose.record_sources import RunFiles
 from nemo_geomask.tools.diagnose.report_tables import STEP, Decode, Table, diagnosis_tables
+from nemo_geomask.tools.diagnose.run_diagnosis import causes_by_need
 from nemo_geomask.tools.diagnose.sweep_section import build_sweep_section
 from nemo_geomask.tools.diagnose.verdict import RunDiagnosis
 from nemo_geomask.tools.shared.intervals import CONFIDENCE_LABEL
@@ -261,7 +261,6 @@ def _run_context(index: int, run: ReportedRun) -> dict[str, Any]:
     steps = sorted(diagnosis.evidence.statistics.steps)
     verdict, _, reason = diagnosis.headline.partition(": ")
     causes = [] if diagnosis.unjudged_reason else CAUSES
-    unrecorded = [cause for cause in causes if math.isnan(detections[cause.id].value)]
     return {
         "name": run.name,
         "letter": chr(ord("A") + index % 26),
@@ -271,9 +270,11 @@ def _run_context(index: int, run: ReportedRun) -> dict[str, Any]:
         "verdict": verdict,
         "reason": reason,
         "cause": diagnosis.cause,
-        "other_causes": [cause for cause in causes if detections[cause.id].is_shown and cause is not diagnosis.cause],
-        "ruled_out": [cause for cause in causes if not detections[cause.id].is_shown and cause not in unrecorded],
-        "unrecorded": unrecorded,
+        "ruled_out": [cause.name for cause in causes if detections[cause.id].state == "ruled out"],
+        "untested": {
+            needs: [cause.name for cause in causes if cause.id in ids]
+            for needs, ids in causes_by_need(detections if causes else {}).items()
+        },
         "extent": f"{len(steps)} steps, {steps[0]} to {steps[-1]}; {total['sequences']:,.0f} sequences and "
         f"{total['tokens']:,.0f} trained tokens with log-probs of both engines",
         "excerpts": run.excerpts,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from nemo_geomask.tools.diagnose.cause_selection import ExplainedShare
 from nemo_geomask.tools.diagnose.causes import CAUSES
 from nemo_geomask.tools.diagnose.report_tables import Decode, diagnosis_tables
 from nemo_geomask.tools.diagnose.thresholds import HEALTH_LIMITS
@@ -29,6 +30,7 @@ def diagnosis_json(
     """
     cause = diagnosis.cause
     causes = []
+    shown = {ranked.cause.id: ranked for ranked in diagnosis.shown}
     for tested in CAUSES:
         detection = diagnosis.detections[tested.id]
         causes.append(
@@ -38,6 +40,10 @@ def diagnosis_json(
                 "threshold": tested.threshold,
                 "why": tested.rationale,
                 "shown": detection.is_shown,
+                "state": detection.state,
+                "needs": detection.needs,
+                "share": None if tested.id not in shown else _share_json(shown[tested.id].ranked.share),
+                "since": shown[tested.id].since if tested.id in shown else None,
                 "says": detection.description,
                 "steps": list(detection.steps),
             }
@@ -62,6 +68,7 @@ def diagnosis_json(
         "against": None if diagnosis.comparison is None else diagnosis.comparison._asdict(),
         "cause": None if cause is None else {"id": cause.id, "name": cause.name, "action": cause.action},
         "steps": sorted(diagnosis.evidence.statistics.steps),
+        "named": [ranked.cause.id for ranked in diagnosis.shown],
         "causes": causes,
         "levels": levels,
         "tables": {
@@ -71,3 +78,8 @@ def diagnosis_json(
         },
     }
     return {key: replace_nonfinite(value) for key, value in values.items()}
+
+
+def _share_json(share: ExplainedShare | None) -> dict[str, Any] | None:
+    """Return the share of the mismatch that a cause accounts for; None if it can't be measured."""
+    return None if share is None else {name: estimate._asdict() for name, estimate in share._asdict().items()}

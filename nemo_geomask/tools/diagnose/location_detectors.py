@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
 
 from nemo_geomask.tools.diagnose.dimensions import DIMENSIONS_BY_NAME, Dimension
 from nemo_geomask.tools.diagnose.record_reader import Array
-from nemo_geomask.tools.diagnose.run_evidence import BIN_SUM_COLUMN, Detection, Detector, Evidence
+from nemo_geomask.tools.diagnose.run_evidence import BIN_SUM_COLUMN, Detection, Detector, Evidence, MismatchSums
+from nemo_geomask.tools.diagnose.run_statistics import BIN_REPLICATES, Window
 from nemo_geomask.tools.diagnose.step_sums import StepSums
 
 __all__ = [
@@ -47,6 +48,8 @@ FEW_STEPS, FEW_STEPS_FACTOR = 5, 2.5
 """With fewer steps, ``MIN_GROUP_LIFT`` is multiplied by the factor: the highest of many groups is high by chance."""
 MIN_GROUP_TOKENS = 20
 """Lower limit of the effective number of tokens that contribute to a prompt group's mismatch."""
+_EXPECTED = {"capped_abs": "one_minus_p", "k3": "one_minus_p_squared"}
+"""For each measure of the mismatch, the sum that it is proportional to if it is noise on the logits."""
 
 
 @dataclass(frozen=True)
@@ -72,30 +75,32 @@ class Concentration:
 _NO_CONCENTRATION = Concentration(0, 0, 0.0, 0.0, 0.0, 0.0)
 
 
-def find_concentration(dimension: Dimension, evidence: Evidence, *, upper_only: bool) -> Concentration | None:
+def find_concentration(
+    dimension: Dimension, after: Window, before: Window | None, *, upper_only: bool
+) -> Concentration | None:
     """Return the range of bins with the largest excess share of the mismatch.
 
-    If there is a *before* to compare with, the expected mismatch of a bin is proportional to its earlier mismatch.
-    Otherwise it is proportional to the sum of 1 − p.
+    With a *before* to compare with, the expected mismatch of a bin is proportional to its earlier mismatch. Otherwise
+    it is proportional to the sum of 1 − p.
 
     Args:
         dimension: the dimension to search.
-        evidence: the run's statistics.
+        after: the tokens to judge.
+        before: the tokens to compare with.
         upper_only: consider only ranges that extend to the last bin.
 
     Returns:
         None if all tokens are in one bin.
     """
-    sums = evidence.after.bin_sums[dimension.name]
-    size, products = sums[:, BIN_SUM_COLUMN["capped_abs"]], evidence.after.bin_products[dimension.name]
+    sums = after.bin_sums[dimension.name]
+    size, products = sums[:, BIN_SUM_COLUMN["capped_abs"]], after.bin_products[dimension.name]
     expected = sums[:, BIN_SUM_COLUMN["one_minus_p"]]
     if np.count_nonzero(expected) < 2:
         return None
-    earlier = None if evidence.before is None else evidence.before.bin_sums[dimension.name]
     # The comparison needs an earlier mismatch.
-    is_compared = earlier is not None and earlier[:, BIN_SUM_COLUMN["capped_abs"]].sum() > 0
-    if earlier is not None and is_compared:
-        rates = _earlier_rates(earlier)
+    is_compared = before is not None and before.bin_sums[dimension.name][:, BIN_SUM_COLUMN["capped_abs"]].sum() > 0
+    if before is not None and is_compared:
+        rates = _earlier_rates(before, dimension, "capped_abs")[0]
         expected = expected * rates
         products = products * np.stack([np.ones_like(rates), rates, np.square(rates)], axis=1)
     total, total_expected, total_products = float(size.sum()), float(expected.sum()), products.sum(axis=0)
@@ -124,13 +129,40 @@ def find_concentration(dimension: Dimension, evidence: Evidence, *, upper_only: 
     return best
 
 
-def _earlier_rates(earlier: Array) -> Array:
-    """Return [bins], the ratio of earlier to expected mismatch; bins with little data are shrunk to the mean."""
-    size, expected = earlier[:, BIN_SUM_COLUMN["capped_abs"]], earlier[:, BIN_SUM_COLUMN["one_minus_p"]]
-    mean_rate = size.sum() / max(expected.sum(), 1e-12)
-    prior = SHRINKAGE * expected.sum()
+def _earlier_rates(before: Window, dimension: Dimension, measure: str) -> Array:
+    """Return [1 + BIN_REPLICATES, bins], ratios of earlier to expected mismatch; little data are shrunk to the mean."""
+    size = before.estimates(dimension.name, measure)
+    expected = before.estimates(dimension.name, _EXPECTED[measure])
+    total = expected.sum(axis=1, keepdims=True)
+    mean_rate = size.sum(axis=1, keepdims=True) / np.maximum(total, 1e-12)
+    prior = SHRINKAGE * total
     rates: Array = (size + prior * mean_rate) / (expected + prior + 1e-12)
     return rates
+
+
+def _explained_mismatch(dimension: Dimension, part: slice, after: Window, before: Window | None) -> MismatchSums:
+    """Return the mismatch of a range of bins beyond what the rate of the other tokens lets one expect there."""
+
+    def excess(measure: str) -> Array:
+        size, expected = (after.estimates(dimension.name, name) for name in (measure, _EXPECTED[measure]))
+        if before is not None and before.bin_sums[dimension.name][:, BIN_SUM_COLUMN["capped_abs"]].sum() > 0:
+            expected = expected * _earlier_rates(before, dimension, measure)
+        inside, inside_expected = size[:, part].sum(axis=1), expected[:, part].sum(axis=1)
+        rest, rest_expected = size.sum(axis=1) - inside, expected.sum(axis=1) - inside_expected
+        result: Array = np.maximum(inside - inside_expected * rest / np.maximum(rest_expected, 1e-12), 0.0)
+        return result
+
+    return MismatchSums(excess("k3"), excess("capped_abs"))
+
+
+def _lift(window: Window, name: str, part: slice) -> float:
+    """Return a range's mismatch relative to the expected one, divided by the same of the other tokens; NaN without."""
+    size, expected = (window.bin_sums[name][:, BIN_SUM_COLUMN[column]] for column in ("capped_abs", "one_minus_p"))
+    inside, inside_expected = float(size[part].sum()), float(expected[part].sum())
+    rest, rest_expected = float(size.sum()) - inside, float(expected.sum()) - inside_expected
+    if min(inside, inside_expected, rest, rest_expected) <= 0:
+        return math.nan
+    return inside / inside_expected * rest_expected / rest
 
 
 def _ranges(bin_count: int, *, upper_only: bool) -> Iterable[tuple[int, int]]:
@@ -163,19 +195,40 @@ def detect_range(name: str, *, upper_only: bool) -> Detector:
     dimension = DIMENSIONS_BY_NAME[name]
 
     def detect(evidence: Evidence, threshold: float) -> Detection:
-        part = find_concentration(dimension, evidence, upper_only=upper_only)
-        if part is None:
-            return Detection(math.nan, f"nothing to compare: only one {name}, or none recorded")
-        if not part.excess_share:
-            return Detection(0.0, "no range stands out")
-        description = (
-            f"{name} {dimension.label(part.first, part.last)} ({dimension.unit}): {part.lift:.1f} times the mismatch "
-            f"of the other tokens, an excess of {part.excess:.0%} of the total"
-        )
-        is_shown = part.excess_share > threshold and part.lift > MIN_LIFT and part.score > MIN_SCORE
-        return Detection(part.excess_share, description, is_shown)
+        worsened = _detect_part(dimension, evidence, evidence.before, threshold, upper_only=upper_only)
+        if worsened.is_shown or evidence.before is None or evidence.compares_runs:
+            return worsened
+        # The part may have had most of the mismatch before the rise, too.
+        standing = _detect_part(dimension, evidence, None, threshold, upper_only=upper_only)
+        return replace(standing, is_standing=True) if standing.is_shown else worsened
 
     return detect
+
+
+def _detect_part(
+    dimension: Dimension, evidence: Evidence, before: Window | None, threshold: float, *, upper_only: bool
+) -> Detection:
+    name = dimension.name
+    part = find_concentration(dimension, evidence.after, before, upper_only=upper_only)
+    if part is None:
+        needed = dimension.requirement or f"tokens in more than one range of {name}"
+        return Detection(math.nan, f"nothing to compare: only one {name}, or none recorded", needs=needed)
+    if not part.excess_share:
+        return Detection(0.0, "no range stands out")
+    bins = slice(part.first, part.last + 1)
+    description = (
+        f"{name} {dimension.label(part.first, part.last)} ({dimension.unit}): {part.lift:.1f} times the mismatch "
+        f"of the other tokens"
+    )
+    is_large = part.excess_share > threshold and part.lift > MIN_LIFT
+    return Detection(
+        part.excess_share,
+        description,
+        is_large and part.score > MIN_SCORE,
+        needs="more sequences: the difference may be chance" if is_large and part.score <= MIN_SCORE else "",
+        explained=_explained_mismatch(dimension, bins, evidence.after, before),
+        window_value=lambda window: _lift(window, name, bins),
+    )
 
 
 class _HighestGroup(NamedTuple):
@@ -213,11 +266,39 @@ def _highest_groups(steps: Iterable[StepSums]) -> list[_HighestGroup]:
     return highest
 
 
+def _group_mismatch(steps: Iterable[StepSums], highest: Iterable[_HighestGroup]) -> MismatchSums:
+    """Return the excess of the highest groups over the rate of the other groups of their steps.
+
+    Its replicates are those of a bootstrap over steps, because a group is of one step.
+    """
+
+    def excess(sums: StepSums, number: int, measure: str) -> float:
+        groups, expected = sums.groups, _EXPECTED[measure]
+        group = groups[number]
+        rest = sum(getattr(other, measure) for other in groups.values()) - getattr(group, measure)
+        rest_expected = sum(getattr(other, expected) for other in groups.values()) - getattr(group, expected)
+        return float(getattr(group, measure) - getattr(group, expected) * rest / max(rest_expected, 1e-12))
+
+    by_step = np.array(
+        [
+            [excess(sums, group.number, measure) for measure in ("k3", "capped_abs")]
+            for sums, group in zip(steps, highest, strict=True)
+        ]
+    )
+    draws = np.random.default_rng(len(by_step)).multinomial(
+        len(by_step), np.full(len(by_step), 1 / len(by_step)), BIN_REPLICATES
+    )
+    k3, capped_abs = np.maximum(np.concatenate([by_step.sum(axis=0)[None], draws @ by_step]), 0.0).T
+    return MismatchSums(k3, capped_abs)
+
+
 def detect_group(evidence: Evidence, threshold: float) -> Detection:
     """Look for one prompt whose responses have far more mismatch than those of the other prompts, in most steps."""
-    highest = _highest_groups(evidence.statistics.steps[step] for step in evidence.steps_after)
-    if not highest:
-        return Detection(math.nan, "nothing to compare: no step with a mismatch and three prompts")
+    steps = [evidence.statistics.steps[step] for step in evidence.steps_after]
+    compared = [(sums, group) for sums in steps for group in _highest_groups([sums])]
+    if not compared:
+        return Detection(math.nan, "nothing to compare", needs="a step with three prompts")
+    highest = [group for _, group in compared]
     excess_share = float(np.median([group.excess_share for group in highest]))
     lift = float(np.median([group.lift for group in highest]))
     rate = float(np.median([group.rate for group in highest]))
@@ -226,5 +307,12 @@ def detect_group(evidence: Evidence, threshold: float) -> Detection:
     min_lift = MIN_GROUP_LIFT * (FEW_STEPS_FACTOR if len(highest) < FEW_STEPS else 1.0)
     is_same_group = len({group.number for group in highest}) == 1
     name = f"group {highest[0].number}" if is_same_group else "one group in each step"
-    description = f"{name}: {lift:.1f} times the mismatch of the other prompts"
-    return Detection(excess_share, description, excess_share > threshold and lift > min_lift and is_worse)
+    is_large = excess_share > threshold and lift > min_lift
+    with_excess = [pair for pair in compared if pair[1].lift > 0]
+    return Detection(
+        excess_share,
+        f"{name}: {lift:.1f} times the mismatch of the other prompts",
+        is_large and (is_worse or not evidence.compares_runs),
+        explained=_group_mismatch(*zip(*with_excess, strict=True)) if with_excess else None,
+        is_standing=not is_worse,
+    )

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
 from nemo_geomask.tools.diagnose.record_reader import Array
 from nemo_geomask.tools.diagnose.step_sums import StepSums
 
-__all__ = ["count_faults"]
+__all__ = ["LogprobFaults", "find_faults"]
 
 UNSURE_LOGPROB = -0.05
 """Below this log-prob an engine is unsure of a token: there the other engine's log-prob can't round to exactly 0."""
@@ -25,8 +27,26 @@ MIN_FITTING_SHARE = 0.8
 """Share of a sequence's differing tokens that a neighbour must fit better, for the sequence to be shifted."""
 
 
-def count_faults(sums: StepSums, mask: Array, gen: Array, prev: Array, sequence: Array, count: int) -> Array:
-    """Write the counts of faulty tokens and sequences into ``sums``.
+class LogprobFaults(NamedTuple):
+    """Trained tokens of a block with faulty log-probs.
+
+    Attributes:
+        comparable: bool [N], trained tokens of the sequences for which both engines computed log-probs.
+        zero: bool [N], comparable tokens with a log-prob of exactly 0 from one engine where the other is unsure.
+        positive: bool [N], comparable tokens with a log-prob above 0.
+        shifted: bool [S], sequences whose log-probs belong to a neighbouring token.
+        missing: bool [S], sequences for which the generation engine returned only zeros.
+    """
+
+    comparable: Array
+    zero: Array
+    positive: Array
+    shifted: Array
+    missing: Array
+
+
+def find_faults(sums: StepSums, mask: Array, gen: Array, prev: Array, sequence: Array, count: int) -> LogprobFaults:
+    """Return the faulty tokens and sequences, and write their counts into ``sums``.
 
     Args:
         sums: receives the counts named in ``CHECK_SUMS``.
@@ -34,9 +54,6 @@ def count_faults(sums: StepSums, mask: Array, gen: Array, prev: Array, sequence:
         gen, prev: [N], log-probs of the two engines.
         sequence: [N], the sequence of each token.
         count: number of sequences.
-
-    Returns:
-        bool [N], the trained tokens of the sequences for which both engines computed log-probs.
     """
     trained_tokens = _count_per_sequence(mask, sequence, count)
     has_trained = trained_tokens > 0
@@ -70,7 +87,13 @@ def count_faults(sums: StepSums, mask: Array, gen: Array, prev: Array, sequence:
     }
     for name, flags in zeros.items():
         sums[name] = float(_count_per_sequence(flags, sequence, count)[unshifted].sum())
-    return comparable
+    return LogprobFaults(
+        comparable=comparable,
+        zero=(zeros["zero_gen"] | zeros["zero_prev"]) & comparable,
+        positive=counts["positive_logprobs"] & comparable,
+        shifted=~unshifted,
+        missing=counts["sequences_without_gen"],
+    )
 
 
 def _count_per_sequence(tokens: Array, sequence: Array, count: int) -> Array:
@@ -92,7 +115,7 @@ def _find_shifts(comparable: Array, gen: Array, prev: Array, sequence: Array, co
     """Compare each log-prob of one engine with the other engine's log-probs of the same and the neighbouring tokens.
 
     Returns:
-        Three bool tensors [S]: sequences with enough pairs of successive tokens to be checked; sequences in which prev
+        Three bool arrays [S]: sequences with enough pairs of successive tokens to be checked; sequences in which prev
         of token t fits gen of token t + 1; sequences in which prev of token t + 1 fits gen of token t.
     """
     is_pair = comparable[1:] & comparable[:-1] & (sequence[1:] == sequence[:-1])
@@ -103,6 +126,7 @@ def _find_shifts(comparable: Array, gen: Array, prev: Array, sequence: Array, co
     differs = gap > MIN_GAP
 
     def fits(shifted_gap: Array) -> Array:
+        """Return bool [S]: sequences in which the neighbour fits better at enough tokens, and over all of them."""
         gap_sum = np.bincount(owner, weights=gap, minlength=count)
         shifted_gap_sum = np.bincount(owner, weights=shifted_gap, minlength=count)
         fitting = np.bincount(owner[differs & (shifted_gap < gap / BETTER_FIT)], minlength=count)
@@ -115,6 +139,7 @@ def _find_shifts(comparable: Array, gen: Array, prev: Array, sequence: Array, co
 
 
 def _gap(first: Array, second: Array) -> Array:
+    """Return the capped absolute difference of log-probs; ``MAX_GAP`` where it is not a number."""
     with np.errstate(invalid="ignore"):  # inf - inf
         gap: Array = np.minimum(np.nan_to_num(np.abs(first - second), nan=MAX_GAP), MAX_GAP)
     return gap

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 
-from nemo_geomask.tools.diagnose.run_evidence import Detection, Evidence
+from nemo_geomask.tools.diagnose.run_evidence import Detection, Evidence, MismatchSums, fault_mismatch
 from nemo_geomask.tools.diagnose.step_sums import StepSums, ratio_or_nan
 
 __all__ = ["MIN_SHIFTED_IN_ONE_STEP", "detect_nonfinite", "detect_positive", "detect_shift", "detect_zeros"]
@@ -16,16 +16,28 @@ MIN_SHIFTED_IN_ONE_STEP = 0.05
 
 
 def _detect_in_steps(
-    evidence: Evidence, share: Callable[[StepSums], float], threshold: float, description: str
+    evidence: Evidence,
+    share: Callable[[StepSums], float],
+    threshold: float,
+    description: str,
+    explained: MismatchSums | None,
 ) -> Detection:
-    """Judge each step by a share of its tokens or sequences; ``description`` is a format string for the largest."""
+    """Judge each step by a share of its tokens or sequences.
+
+    Args:
+        evidence: the run's statistics.
+        share: returns the share of a step; NaN if it can't be judged.
+        threshold: the share beyond which a step shows the fault.
+        description: format string for the largest share.
+        explained: mismatch of the tokens with the fault, over the judged steps; None if it can't be measured.
+    """
     shares = {step: share(sums) for step, sums in sorted(evidence.statistics.steps.items())}
     judged = {step: value for step, value in shares.items() if math.isfinite(value)}
     if not judged:
-        return Detection(math.nan, "no sequence can be judged")
+        return Detection(math.nan, "no sequence can be judged", needs="sequences with log-probs of both engines")
     steps = tuple(step for step, value in judged.items() if value > threshold)
     highest = max(judged.values())
-    return Detection(highest, description.format(highest), bool(steps), steps)
+    return Detection(highest, description.format(highest), bool(steps), steps, explained=explained)
 
 
 def detect_zeros(evidence: Evidence, threshold: float) -> Detection:
@@ -38,7 +50,9 @@ def detect_zeros(evidence: Evidence, threshold: float) -> Detection:
         zeros = ratio_or_nan(max(sums["zero_gen"], sums["zero_prev"]), sums["unsure_tokens"])
         return without_gen if math.isnan(zeros) else max(without_gen, zeros)
 
-    return _detect_in_steps(evidence, share, threshold, "{:.2%} of the unsure tokens have a log-prob of exactly 0")
+    explained = fault_mismatch(evidence.sums_after, "zero").plus(fault_mismatch(evidence.sums_after, "missing"))
+    description = "{:.2%} of the unsure tokens have a log-prob of exactly 0"
+    return _detect_in_steps(evidence, share, threshold, description, explained)
 
 
 def detect_nonfinite(evidence: Evidence, threshold: float) -> Detection:
@@ -47,7 +61,7 @@ def detect_nonfinite(evidence: Evidence, threshold: float) -> Detection:
     def share(sums: StepSums) -> float:
         return ratio_or_nan(sums["nonfinite"], sums["all_tokens"])
 
-    return _detect_in_steps(evidence, share, threshold, "{:.2%} of the log-probs are NaN or infinite")
+    return _detect_in_steps(evidence, share, threshold, "{:.2%} of the log-probs are NaN or infinite", None)
 
 
 def detect_positive(evidence: Evidence, threshold: float) -> Detection:
@@ -56,7 +70,8 @@ def detect_positive(evidence: Evidence, threshold: float) -> Detection:
     def share(sums: StepSums) -> float:
         return ratio_or_nan(sums["positive_logprobs"], sums["all_tokens"])
 
-    return _detect_in_steps(evidence, share, threshold, "{:.2%} of the log-probs are above 0")
+    explained = fault_mismatch(evidence.sums_after, "positive")
+    return _detect_in_steps(evidence, share, threshold, "{:.2%} of the log-probs are above 0", explained)
 
 
 def detect_shift(evidence: Evidence, threshold: float) -> Detection:
@@ -66,7 +81,8 @@ def detect_shift(evidence: Evidence, threshold: float) -> Detection:
         return ratio_or_nan(sums["shifted_later"] + sums["shifted_earlier"], sums["sequences_checked_for_shift"])
 
     description = "the log-probs of {:.2%} of the sequences fit a neighbouring token better"
-    detection = _detect_in_steps(evidence, share, threshold, description)
+    explained = fault_mismatch(evidence.sums_after, "shifted")
+    detection = _detect_in_steps(evidence, share, threshold, description, explained)
     # If the engines differ a lot, a few sequences of a single step fit a neighbouring token better by chance.
     is_one_of_several_steps = len(detection.steps) == 1 < len(evidence.statistics.steps)
     if is_one_of_several_steps and detection.value < MIN_SHIFTED_IN_ONE_STEP:

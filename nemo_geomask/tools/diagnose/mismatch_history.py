@@ -8,14 +8,53 @@ from typing import NamedTuple
 
 import numpy as np
 
-from nemo_geomask.tools.diagnose.change_points import MIN_NOISE, MIN_RISE, MIN_SCORE, ChangePoint, find_change
+from nemo_geomask.tools.diagnose.change_points import (
+    MIN_NOISE,
+    MIN_RISE,
+    MIN_SCORE,
+    ChangePoint,
+    change_at,
+    find_change,
+)
 from nemo_geomask.tools.diagnose.run_statistics import RunStatistics
+from nemo_geomask.tools.diagnose.step_patterns import Period, find_edge_rise, find_period
+from nemo_geomask.tools.diagnose.step_sums import StepSums
 
-__all__ = ["RECENT_STEPS", "Alarm", "Rise", "find_alarms", "find_rise"]
+__all__ = [
+    "MAX_ONSET_DISTANCE",
+    "RECENT_STEPS",
+    "Alarm",
+    "Rise",
+    "find_alarms",
+    "find_cycle",
+    "find_rise",
+    "find_short_rise",
+]
 
 RECENT_STEPS = 3
 """Minimum number of steps from which the present state of a run is judged."""
+MIN_LIKELY_SCORE = 4.0
+"""Number of standard errors beyond which a rise is likely, so that the run can't be called healthy."""
+
+
+class _Measure(NamedTuple):
+    """A mismatch whose changes are sought.
+
+    Attributes:
+        name: the sum of the mismatch.
+        expected: the sum that it is proportional to if it is noise on the logits.
+        min_rise: smallest change of its logarithm that counts.
+    """
+
+    name: str
+    expected: str
+    min_rise: float
+
+
+_TYPICAL, _TAIL = _Measure("capped_abs", "one_minus_p", MIN_RISE), _Measure("k3", "one_minus_p_squared", math.log(1.8))
 MASKED_OUT = "share of sequences masked out"
+MAX_ONSET_DISTANCE = 2
+"""Number of steps within which two changes are taken for the same."""
 MIN_MASKED_OUT = 1e-3
 """The share of sequences masked out raises no alarm unless it reaches this value."""
 
@@ -40,12 +79,15 @@ def find_rise(statistics: RunStatistics, steps: list[int]) -> Rise:
         statistics: the run's statistics.
         steps: the steps that hold tokens with log-probs of both engines, in order.
     """
-    rise = _find_mismatch_change(statistics, steps)
+    measure = _TYPICAL
+    rise = _find_mismatch_change(statistics, steps, _TYPICAL)
+    if rise is None and (rise := _find_mismatch_change(statistics, steps, _TAIL)) is not None:
+        measure = _TAIL  # few tokens have become worse
     before, after = ([], steps) if rise is None else (steps[: rise.first], steps[rise.first :])
-    fall = _find_mismatch_change(statistics, after, falling=True)
+    fall = _find_mismatch_change(statistics, after, measure, falling=True)
     if fall is not None:
         # The rise has ended if the mismatch since the fall is no larger than before the rise.
-        is_back = rise is None or _find_mismatch_change(statistics, before + after[fall.first :]) is None
+        is_back = rise is None or _find_mismatch_change(statistics, before + after[fall.first :], measure) is None
         # Leave out the window in which the rise ends.
         first_clean = math.ceil(after[fall.first] / statistics.width) * statistics.width
         remaining = [step for step in after if step >= first_clean]
@@ -54,7 +96,9 @@ def find_rise(statistics: RunStatistics, steps: list[int]) -> Rise:
     return Rise(None, None) if rise is None else Rise(after[0], after[0])
 
 
-def _find_mismatch_change(statistics: RunStatistics, steps: list[int], *, falling: bool = False) -> ChangePoint | None:
+def _find_mismatch_change(
+    statistics: RunStatistics, steps: list[int], measure: _Measure, *, falling: bool = False
+) -> ChangePoint | None:
     """Return the significant rise of the mismatch, or its fall.
 
     The change must show both in the mismatch per token and in the mismatch relative to the expected mismatch. A policy
@@ -62,18 +106,72 @@ def _find_mismatch_change(statistics: RunStatistics, steps: list[int], *, fallin
     """
     sums = [statistics.steps[step] for step in steps]
     sign = -1 if falling else 1
-    change = find_change(_logarithms([step.mean("capped_abs", "one_minus_p") for step in sums]), MIN_NOISE)
-    if change is None or sign * change.rise < MIN_RISE or sign * change.score < MIN_SCORE:
+    relative = floored_logarithms([step.mean(measure.name, measure.expected) for step in sums])
+    noise = _sampling_noise(sums, measure)
+    change = find_change(relative, noise) if falling else _find_rise_in(relative, noise)
+    if change is None or sign * change.rise < measure.min_rise or sign * change.score < MIN_SCORE:
         return None
-    per_token = _logarithms([step.mean("capped_abs") for step in sums])
+    per_token = floored_logarithms([step.mean(measure.name) for step in sums])
     # The end of a single bad step is not a fall: by the median, most of the steps before must have been worse.
     average = np.median if falling else np.mean
     rise_per_token = float(average(per_token[change.first :]) - average(per_token[: change.first]))
-    return change if sign * rise_per_token > MIN_RISE else None
+    return change if sign * rise_per_token > measure.min_rise else None
 
 
-def _logarithms(values: list[float]) -> list[float]:
-    """Return the logarithm of each step's mismatch.
+def _find_rise_in(logarithms: list[float], noise: float) -> ChangePoint | None:
+    """Return the change that explains most of a series, even after its first value, but not of its last value alone."""
+    change = find_change(logarithms, noise, min_before=1, min_after=1)
+    if change is None or change.first < len(logarithms) - 1:
+        return change
+    return find_change(logarithms[:-1], noise, min_before=1)
+
+
+def _sampling_noise(sums: list[StepSums], measure: _Measure) -> float:
+    """Return the standard error, over sequences, of the logarithm of a typical step's mismatch; at least MIN_NOISE."""
+    errors = []
+    for step in sums:
+        size, expected = (step.bootstrapped(name) for name in (measure.name, "one_minus_p"))
+        drawn = size[(expected > 0) & (size > 0)] / expected[(expected > 0) & (size > 0)]
+        if len(drawn):
+            errors.append(float(np.log(drawn).std()))
+    return max(MIN_NOISE, float(np.median(errors)) if errors else 0.0)
+
+
+def find_short_rise(statistics: RunStatistics, steps: list[int]) -> tuple[int, float] | None:
+    """Return the step and the factor of a rise that is likely, but not sure; None if there is none.
+
+    Either too few steps precede or follow it, or it is within a few standard errors of the noise.
+    """
+    sums = [statistics.steps[step] for step in steps]
+    best: tuple[int, float] | None = None
+    for measure in (_TYPICAL, _TAIL):
+        noise = _sampling_noise(sums, measure)
+        relative, per_token = (
+            floored_logarithms([step.mean(measure.name, expected) for step in sums])
+            for expected in (measure.expected, "tokens")
+        )
+        edge, edge_per_token = find_edge_rise(relative, noise), find_edge_rise(per_token, noise)
+        if edge is not None and edge_per_token is not None and edge.times > math.exp(measure.min_rise):
+            best = best or (steps[edge.first], edge.times)
+        change = _find_rise_in(relative, noise)
+        if change is not None and change.rise > measure.min_rise and change.score > MIN_LIKELY_SCORE:
+            rise_per_token = float(np.mean(per_token[change.first :]) - np.mean(per_token[: change.first]))
+            if rise_per_token > measure.min_rise:
+                best = best or (steps[change.first], math.exp(change.rise))
+    return best
+
+
+def find_cycle(statistics: RunStatistics, steps: list[int]) -> Period | None:
+    """Return the cycle in which the mismatch repeats from step to step; None if it does not."""
+    if not steps:
+        return None
+    sums = [statistics.steps[step] for step in steps]
+    logarithms = floored_logarithms([step.mean(_TYPICAL.name, _TYPICAL.expected) for step in sums])
+    return find_period(logarithms, steps, _sampling_noise(sums, _TYPICAL))
+
+
+def floored_logarithms(values: list[float]) -> list[float]:
+    """Return the logarithm of each step's mismatch, or of another value that is 0 without a mismatch.
 
     A step without mismatch gets a value near the smallest of the other steps, so that it does not look like a change.
     """
@@ -102,8 +200,15 @@ class Alarm:
     is_gradual: bool
 
 
-def find_alarms(statistics: RunStatistics, steps: list[int]) -> tuple[Alarm, ...]:
-    """Return the changes of the mismatch KL, the response length, and the shares that are masked out or removed."""
+def find_alarms(statistics: RunStatistics, steps: list[int], since: int | None = None) -> tuple[Alarm, ...]:
+    """Return the changes of the mismatch KL, the response length, and the shares that are masked out or removed.
+
+    Args:
+        statistics: the run's statistics.
+        steps: the steps that hold tokens with log-probs of both engines, in order.
+        since: first step of the mismatch's rise. A change near it is reported as of that step, if it is significant
+            there as well.
+    """
     sums = [statistics.steps[step] for step in steps]
     series = {
         "geomask/mismatch_k3": [step.mean("k3") for step in sums],
@@ -116,9 +221,14 @@ def find_alarms(statistics: RunStatistics, steps: list[int]) -> tuple[Alarm, ...
     alarms = []
     for metric, values in series.items():
         # The offset allows for shares of 0, and hides changes that are far below a thousandth.
-        change = find_change([math.log(max(value, 0.0) + 1e-6) for value in values], MIN_NOISE)
+        logarithms = [math.log(max(value, 0.0) + 1e-6) for value in values]
+        change = find_change(logarithms, MIN_NOISE)
         if change is None or abs(change.rise) < MIN_RISE or abs(change.score) < MIN_SCORE:
             continue
+        if since in steps and (index := steps.index(since)) > 0 and abs(index - change.first) <= MAX_ONSET_DISTANCE:
+            at_onset = change_at(np.array(logarithms), index, MIN_NOISE, is_gradual=change.is_gradual)
+            if abs(at_onset.rise) >= MIN_RISE and abs(at_onset.score) >= MIN_SCORE:
+                change = at_onset
         if metric == MASKED_OUT and max(values) < MIN_MASKED_OUT:
             continue
         before, after = float(np.mean(values[: change.first])), float(np.mean(values[change.first :]))

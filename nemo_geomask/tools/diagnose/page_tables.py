@@ -28,7 +28,9 @@ class PageColumn:
 
     @property
     def css_class(self) -> str:
-        """Class of the cells: ``short`` for text, ``number`` for numbers, which are aligned to the right."""
+        """Class of the cells: ``text`` for sentences, ``short`` for names, ``number`` for numbers at the right."""
+        if self.title in _TEXT_COLUMNS:
+            return "text"
         return "short" if any(isinstance(cell, str) and cell for row in self.cells for cell in row) else "number"
 
 
@@ -49,11 +51,19 @@ class PageTable:
             for index in range(len(self.columns[0].cells))
         ]
 
+    @property
+    def cell_columns(self) -> list[tuple[str, int | None]]:
+        """Title of each cell's column, and the index of its run; None if all runs share the column."""
+        shared: list[int | None] = [None]
+        return [(column.title, run) for column in self.columns for run in (column.runs or shared)]
+
 
 _UNMERGED = ("changes", "steps", "circle", "groups", "worst_sequences", "worst_tokens")
 """Keys of tables that are not merged, because their rows differ from run to run."""
 _ROW_COLUMNS = ("definition", "threshold", "drifting | broken")
 """Titles of columns that depend on the row and not on the run."""
+_TEXT_COLUMNS = ("definition", "which is")
+"""Titles of columns that hold sentences."""
 
 
 def merge_tables(tables: Sequence[tuple[int, Table]]) -> list[PageTable]:
@@ -94,6 +104,8 @@ def merge_tables(tables: Sequence[tuple[int, Table]]) -> list[PageTable]:
         else:
             rows = [[cells.get(name, "") for cells in cells_by_run.values()] for name in row_names]
             columns.append(PageColumn(title, list(cells_by_run), rows))
+    # Long texts follow the values: to the right of them, the values of the last run would be out of sight.
+    columns.sort(key=lambda column: column.title in _TEXT_COLUMNS)
     definitions = {name: text for _, table in tables for name, text in table.definitions.items()}
     return [PageTable(first_table.title, columns, definitions)]
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from nemo_geomask.tools.diagnose.bin_rates import BinRates, format_ratio_interval
 from nemo_geomask.tools.diagnose.causes import CAUSES
 from nemo_geomask.tools.diagnose.dimensions import DIMENSIONS, DIMENSIONS_BY_NAME
 from nemo_geomask.tools.diagnose.feedback import SHOWN_SCORE, mismatch_feedback, summarize_feedback
@@ -20,13 +21,11 @@ from nemo_geomask.tools.diagnose.quantities import (
     effective_share,
     measure_bins,
 )
-from nemo_geomask.tools.diagnose.record_reader import Array
 from nemo_geomask.tools.diagnose.run_evidence import Evidence
-from nemo_geomask.tools.diagnose.run_statistics import BIN_SUMS, Window
 from nemo_geomask.tools.diagnose.step_sums import ratio_or_nan
 from nemo_geomask.tools.diagnose.thresholds import HEALTH_LIMITS
 from nemo_geomask.tools.diagnose.verdict import RunDiagnosis
-from nemo_geomask.tools.shared.intervals import CONFIDENCE_LABEL, ratio_interval
+from nemo_geomask.tools.shared.intervals import CONFIDENCE_LABEL
 from nemo_geomask.tools.shared.terminal_tables import ABSENT, print_table
 
 __all__ = ["STEP", "Decode", "Table", "diagnosis_tables", "print_tables"]
@@ -37,6 +36,8 @@ STEP = "step"
 Decode = Callable[[Sequence[int]], str]
 """Function from token ids to their text."""
 
+_SHARES = ("of k3", "of |Δ|")
+"""Columns of the shares of the mismatch that a cause accounts for."""
 _MAX_STEPS = 12
 """Largest number of rows in the table of steps when all tables are shown."""
 
@@ -138,18 +139,36 @@ def _cause_table(diagnosis: RunDiagnosis) -> Table:
     rows: list[tuple[Any, ...]] = []
     for cause in CAUSES:
         detection = diagnosis.detections[cause.id]
-        if diagnosis.unjudged_reason:
-            state = "not judged"
-        elif detection.is_shown:
-            state = "shown"
-        else:
-            state = "not in these records" if math.isnan(detection.value) else "ruled out"
-        rows.append((cause.id, state, float(detection.value), f"> {cause.threshold:g}", detection.description))
+        state = "not judged" if diagnosis.unjudged_reason else detection.state
+        description = detection.description + (f"; a test needs {detection.needs}" if state == "not testable" else "")
+        rows.append(
+            (
+                cause.id,
+                state,
+                *_share_cells(diagnosis, cause.id),
+                float(detection.value),
+                f"> {cause.threshold:g}",
+                description,
+            )
+        )
     definitions = {
         cause.id: f"{cause.name}; shown if the measured value exceeds the threshold, {cause.rationale}"
         for cause in CAUSES
     }
-    return Table("causes", "Causes", ("", "", "measured", "threshold", "which is"), rows, definitions)
+    for share, name in zip(_SHARES, ("k3", "|Δ| (each at most 1)"), strict=True):
+        definitions[share] = (
+            f"share of the sum of {name} that the cause accounts for, and its {CONFIDENCE_LABEL} interval"
+        )
+    return Table("causes", "Causes", ("", "", *_SHARES, "measured", "threshold", "which is"), rows, definitions)
+
+
+def _share_cells(diagnosis: RunDiagnosis, cause: str) -> tuple[str, str]:
+    shares = {shown.cause.id: shown.ranked.share for shown in diagnosis.shown}
+    share = shares.get(cause)
+    if share is None:
+        return ABSENT, ABSENT
+    k3, size = (f"{part.value:.1%} ({part.low:.1%} to {part.high:.1%})" for part in share)
+    return k3, size
 
 
 def _change_table(diagnosis: RunDiagnosis) -> Table:
@@ -242,8 +261,8 @@ def _bin_table(evidence: Evidence, names: tuple[str, ...]) -> Table | None:
         return None
     dimensions = [DIMENSIONS_BY_NAME[name] for name in names]
     shape = [dimension.bin_count for dimension in dimensions]
-    after = _BinRates(evidence.after, key)
-    before = None if evidence.before is None or key not in evidence.before.bin_sums else _BinRates(evidence.before, key)
+    after = BinRates(evidence.after, key)
+    before = None if evidence.before is None or key not in evidence.before.bin_sums else BinRates(evidence.before, key)
     rows = []
     for index, values in measure_bins(bin_sums).items():
         bins = map(int, np.unravel_index(index, shape))
@@ -252,10 +271,10 @@ def _bin_table(evidence: Evidence, names: tuple[str, ...]) -> Table | None:
         for name, value in values.items():
             row.append(f"{value:.1%}" if name in _PERCENT_MEASURES else value)
             if name == AGAINST_EXPECTED:
-                row.append(_format_ratio_interval(value, after.error[index]))
+                row.append(format_ratio_interval(value, after.error[index]))
         if before is not None:
             ratio = ratio_or_nan(float(after.rate[index]), float(before.rate[index]))
-            row += (ratio, _format_ratio_interval(ratio, math.hypot(after.error[index], before.error[index])))
+            row += (ratio, format_ratio_interval(ratio, math.hypot(after.error[index], before.error[index])))
         rows.append(tuple(row))
     title = f"By {' and '.join(f'{dimension.name} ({dimension.unit})' for dimension in dimensions)}"
     columns = [""]
@@ -269,30 +288,6 @@ def _bin_table(evidence: Evidence, names: tuple[str, ...]) -> Table | None:
         definitions[ratio_column] = f"mean |Δ| over mean 1 − p, relative to the same tokens of {evidence.side_names[0]}"
         definitions[interval_column] = "interval of the column before, over sequences"
     return Table(key, title, tuple(columns), rows, definitions)
-
-
-class _BinRates:
-    """Mismatch of each bin of a window.
-
-    Attributes:
-        rate: [bins], mean |Δ| over mean 1 − p.
-        error: [bins], relative standard error of the rate, over sequences.
-    """
-
-    def __init__(self, window: Window, key: str) -> None:
-        bin_sums: Array = window.bin_sums[key]
-        capped_abs, one_minus_p = (bin_sums[:, BIN_SUMS.index(name)] for name in ("capped_abs", "one_minus_p"))
-        abs_squared, product, expected_squared = window.bin_products[key].T
-        with np.errstate(invalid="ignore", divide="ignore"):
-            self.rate: Array = capped_abs / one_minus_p
-            # Delta method for the ratio of two sums over sequences.
-            variance = abs_squared - 2 * self.rate * product + np.square(self.rate) * expected_squared
-            self.error: Array = np.sqrt(np.maximum(variance, 0.0)) / capped_abs
-
-
-def _format_ratio_interval(ratio: float, relative_error: float) -> str:
-    low, high = ratio_interval(ratio, relative_error)
-    return ABSENT if math.isnan(low) else f"{low:.3g} to {high:.3g}"
 
 
 def _worst_tables(diagnosis: RunDiagnosis, decode: Decode | None) -> list[Table]:

@@ -2,16 +2,58 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal, NamedTuple
 
-from nemo_geomask.tools.diagnose.run_statistics import BIN_SUMS, RunStatistics, Window
-from nemo_geomask.tools.diagnose.step_sums import StepSums
+import numpy as np
 
-__all__ = ["BIN_SUM_COLUMN", "Detection", "Detector", "Evidence"]
+from nemo_geomask.tools.diagnose.record_reader import Array
+from nemo_geomask.tools.diagnose.run_statistics import BIN_REPLICATES, BIN_SUMS, RunStatistics, Window
+from nemo_geomask.tools.diagnose.step_patterns import Period
+from nemo_geomask.tools.diagnose.step_sums import BOOTSTRAP_SUMS, StepSums
+
+__all__ = ["BIN_SUM_COLUMN", "Detection", "DetectionState", "Detector", "Evidence", "MismatchSums", "fault_mismatch"]
 
 BIN_SUM_COLUMN = {name: index for index, name in enumerate(BIN_SUMS)}
 """Column of each sum in :attr:`Window.bin_sums`."""
+DetectionState = Literal["shown", "ruled out", "not testable"]
+
+
+class MismatchSums(NamedTuple):
+    """Sums of the mismatch over some tokens, or of the part of it that a cause accounts for.
+
+    Attributes:
+        k3, capped_abs: [1 + BIN_REPLICATES], the sum of k3, and that of min(|Δ|, 1); the estimate is followed by its
+            bootstrap replicates.
+    """
+
+    k3: Array
+    capped_abs: Array
+
+    def plus(self, other: MismatchSums) -> MismatchSums:
+        """Return the sums over the tokens of both."""
+        return MismatchSums(self.k3 + other.k3, self.capped_abs + other.capped_abs)
+
+    def minus(self, other: MismatchSums) -> MismatchSums:
+        """Return what remains of these sums without the others, at least 0."""
+        return MismatchSums(np.maximum(self.k3 - other.k3, 0.0), np.maximum(self.capped_abs - other.capped_abs, 0.0))
+
+    def at_most(self, other: MismatchSums) -> MismatchSums:
+        """Return the smaller of both sums."""
+        return MismatchSums(np.minimum(self.k3, other.k3), np.minimum(self.capped_abs, other.capped_abs))
+
+
+def _estimates(sums: StepSums, name: str) -> Array:
+    """Return [1 + BIN_REPLICATES], a sum and its replicates."""
+    replicates = sums.bootstrap[:BIN_REPLICATES, BOOTSTRAP_SUMS.index(name)]
+    return np.concatenate([[sums[name]], replicates])
+
+
+def fault_mismatch(sums: StepSums, fault: str) -> MismatchSums:
+    """Return the mismatch of the tokens with a fault of ``FAULT_SUMS``."""
+    return MismatchSums(_estimates(sums, f"{fault}_k3"), _estimates(sums, f"{fault}_capped_abs"))
 
 
 @dataclass(frozen=True)
@@ -32,6 +74,7 @@ class Evidence:
         steps_after: steps of *after* that hold tokens with log-probs of both engines.
         side_names: names of *before* and *after* in tables.
         step_sums_before: sums of each step of *before*.
+        period: the cycle in which the mismatch repeats from step to step; None if it does not.
     """
 
     statistics: RunStatistics
@@ -44,26 +87,33 @@ class Evidence:
     steps_after: tuple[int, ...]
     side_names: tuple[str, str]
     step_sums_before: tuple[StepSums, ...] = ()
+    period: Period | None = None
 
-    @property
+    @cached_property
     def sums_after(self) -> StepSums:
-        """Sums over the steps of *after*."""
-        return self.statistics.total(self.steps_after)
+        """Sums over all steps of *after*, with those that hold no token with log-probs of both engines."""
+        return self.statistics.total(step for step in self.statistics.steps if step >= self.first_step)
+
+    @cached_property
+    def mismatch_after(self) -> MismatchSums:
+        """The whole mismatch of *after*, with that of log-probs which the generation engine did not return."""
+        sums = self.sums_after
+        measured = MismatchSums(_estimates(sums, "k3"), _estimates(sums, "capped_abs"))
+        return measured.plus(fault_mismatch(sums, "missing"))
+
+    def mismatch_beyond(self, base: StepSums) -> MismatchSums:
+        """Return the mismatch of *after* beyond the rate of other steps, in proportion to 1 − p and its square."""
+        after, total = self.sums_after, self.mismatch_after
+        expected = (
+            base.mean("k3", "one_minus_p_squared") * after["one_minus_p_squared"],
+            base.mean("capped_abs", "one_minus_p") * after["one_minus_p"],
+        )
+        return MismatchSums(*(np.maximum(sums - rate, 0.0) for sums, rate in zip(total, expected, strict=True)))
 
     @property
     def compares_runs(self) -> bool:
         """True if *before* is another run."""
         return self.onset is None and self.before is not None
-
-    def without(self, steps: Collection[int]) -> Evidence:
-        """Return the evidence without the windows that contain any of these steps."""
-        start = self.statistics.window_start
-        removed, after = {start(step) for step in steps}, Window()
-        for first_step, window in self.statistics.windows.items():
-            if first_step not in removed and first_step >= start(self.first_step):
-                after.add(window)
-        remaining = tuple(step for step in self.steps_after if start(step) not in removed)
-        return replace(self, after=after, steps_after=remaining)
 
 
 @dataclass(frozen=True)
@@ -75,12 +125,27 @@ class Detection:
         description: the measurement as text.
         is_shown: True if the records show the cause.
         steps: the steps that show the cause, if it is judged step by step.
+        needs: data that a test of the cause needs and the records lack; empty if the cause was tested.
+        explained: mismatch of *after* that the cause accounts for; None if it can't be measured.
+        is_standing: True if the cause is shown by *after* alone, although it is no worse than *before*.
+        window_value: value of the cause in a window, whose rise is the cause's onset; None if it has none of its own.
     """
 
     value: float
     description: str
     is_shown: bool = False
     steps: tuple[int, ...] = ()
+    needs: str = ""
+    explained: MismatchSums | None = None
+    is_standing: bool = False
+    window_value: Callable[[Window], float] | None = None
+
+    @property
+    def state(self) -> DetectionState:
+        """Outcome of the test; a cause is ruled out only if there was something to compare."""
+        if self.is_shown:
+            return "shown"
+        return "not testable" if self.needs else "ruled out"
 
 
 Detector = Callable[[Evidence, float], Detection]

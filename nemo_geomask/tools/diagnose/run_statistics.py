@@ -15,9 +15,12 @@ from nemo_geomask.tools.diagnose.step_sums import StepSums
 
 __all__ = [
     "BIN_PRODUCTS",
+    "BIN_REPLICATES",
     "BIN_SUMS",
+    "NOISE",
     "NOISE_BINS",
     "NOISE_BIN_OF_ONE",
+    "REPLICATED_BIN_SUMS",
     "WORST_COUNT",
     "RunStatistics",
     "Window",
@@ -35,13 +38,31 @@ BIN_SUMS = (
     "delta_negative",
     "scaled_delta",
     "scaled_delta_squared",
+    "one_minus_p_squared",
+    "capped_abs_squared",
+    "signed_square",
 )
 """Sums over the tokens of a bin; see :mod:`~nemo_geomask.tools.diagnose.step_sums` for their definitions."""
+REPLICATED_BIN_SUMS = (
+    "tokens",
+    "capped_abs",
+    "k3",
+    "one_minus_p",
+    "one_minus_p_squared",
+    "delta",
+    "capped_abs_squared",
+    "signed_square",
+)
+"""Sums of a bin that have bootstrap replicates, from which the intervals of a cause's share are computed."""
+BIN_REPLICATES = 50
+"""Number of these replicates; they are the first ones of the bootstrap over sequences."""
 BIN_PRODUCTS = ("capped_abs_squared", "capped_abs_times_one_minus_p", "one_minus_p_squared")
 """Products of the sums over one sequence's tokens in a bin, summed over sequences.
 
 The standard error over sequences of capped_abs / one_minus_p is computed from them.
 """
+NOISE = "noise"
+"""Key of the bins of a token's noise, which are not a dimension of ``--by``."""
 NOISE_BINS, NOISE_BIN_OF_ONE = 48, 32
 """Bins of log2 z², z = Δ/(1 − p), each of width 1, from 2^-32; and the bin that begins at z² = 1."""
 MAX_WINDOWS = 128
@@ -50,31 +71,54 @@ WORST_COUNT = 8
 """Number of worst tokens, and of worst sequences, that are kept of a run."""
 
 
+_BIN_COUNTS = {**{dimension.name: dimension.bin_count for dimension in DIMENSIONS}, NOISE: NOISE_BINS}
+
+
 def _empty_bins(columns: int) -> dict[str, Array]:
-    return {dimension.name: np.zeros((dimension.bin_count, columns)) for dimension in DIMENSIONS}
+    return {name: np.zeros((count, columns)) for name, count in _BIN_COUNTS.items()}
+
+
+def _empty_replicates() -> dict[str, Array]:
+    shape = len(REPLICATED_BIN_SUMS)
+    return {name: np.zeros((BIN_REPLICATES, count, shape), np.float32) for name, count in _BIN_COUNTS.items()}
 
 
 @dataclass
 class Window:
-    """Sums over a few successive steps, split into the bins of each dimension.
+    """Sums over a few successive steps, split into the bins of each dimension, without tokens with faulty log-probs.
 
     Attributes:
         bin_sums: by dimension, [bins, len(BIN_SUMS)]; by a pair ``first,second``, [bins of first × bins of second,
-            len(BIN_SUMS)].
+            len(BIN_SUMS)]; by ``NOISE``, [NOISE_BINS, len(BIN_SUMS)], whose bins are of log2 z², z = Δ/(1 − p).
         bin_products: by the same keys, [bins, len(BIN_PRODUCTS)].
-        noise_histogram: [NOISE_BINS], number of tokens by log2 z², z = Δ/(1 − p).
+        bin_replicates: by dimension and ``NOISE``, [BIN_REPLICATES, bins, len(REPLICATED_BIN_SUMS)].
     """
 
     bin_sums: dict[str, Array] = field(default_factory=lambda: _empty_bins(len(BIN_SUMS)))
     bin_products: dict[str, Array] = field(default_factory=lambda: _empty_bins(len(BIN_PRODUCTS)))
-    noise_histogram: Array = field(default_factory=lambda: np.zeros(NOISE_BINS))
+    bin_replicates: dict[str, Array] = field(default_factory=_empty_replicates)
 
     def add(self, other: Window) -> None:
         """Add the sums of another window."""
-        for mine, theirs in ((self.bin_sums, other.bin_sums), (self.bin_products, other.bin_products)):
+        for mine, theirs in (
+            (self.bin_sums, other.bin_sums),
+            (self.bin_products, other.bin_products),
+            (self.bin_replicates, other.bin_replicates),
+        ):
             for name, sums in theirs.items():
                 mine[name] = mine[name] + sums if name in mine else sums
-        self.noise_histogram = self.noise_histogram + other.noise_histogram
+
+    @property
+    def noise_histogram(self) -> Array:
+        """[NOISE_BINS], number of tokens in each bin of noise."""
+        tokens: Array = self.bin_sums[NOISE][:, BIN_SUMS.index("tokens")]
+        return tokens
+
+    def estimates(self, key: str, name: str) -> Array:
+        """Return [1 + BIN_REPLICATES, bins]: a sum of each bin, followed by its replicates."""
+        values = self.bin_sums[key][:, BIN_SUMS.index(name)]
+        replicates = self.bin_replicates[key][:, :, REPLICATED_BIN_SUMS.index(name)]
+        return np.concatenate([values[None], replicates.astype(float)])
 
     @property
     def is_empty(self) -> bool:

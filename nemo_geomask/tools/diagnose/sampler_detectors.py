@@ -1,4 +1,7 @@
-"""Detectors of sampler settings that the training engine does not share: top-p or top-k, and temperature."""
+"""Detectors of log-probs that are not of the distribution sampled from: by top-p, top-k, temperature and others.
+
+If ``gen`` are the log-probs of the sampler, the mean of exp(Δ) is 1 whatever the training engine computes.
+"""
 
 from __future__ import annotations
 
@@ -7,38 +10,103 @@ import math
 import numpy as np
 
 from nemo_geomask.tools.diagnose.dimensions import SURPRISE_EDGES
-from nemo_geomask.tools.diagnose.run_evidence import BIN_SUM_COLUMN, Detection, Evidence
+from nemo_geomask.tools.diagnose.record_reader import Array
+from nemo_geomask.tools.diagnose.run_evidence import (
+    BIN_SUM_COLUMN,
+    Detection,
+    Evidence,
+    MismatchSums,
+    fault_mismatch,
+)
+from nemo_geomask.tools.diagnose.run_statistics import Window
+from nemo_geomask.tools.diagnose.step_sums import ratio_or_nan
 
-__all__ = ["detect_filter", "detect_temperature"]
+__all__ = ["detect_biased_weight", "detect_filter", "detect_temperature"]
 
 MIN_TOKENS_FOR_SIGN = 100
-"""Smallest number of tokens in a bin for which its share of negative Δ is used."""
+"""Smallest number of tokens in a bin for which the sign of its mean is used."""
 MIN_TOKENS_FOR_MEAN = 20
 """Number of tokens in a bin above which its mean Δ/(1 − p) is used."""
 MIN_MEAN_ERRORS = 4.0
 """Number of standard errors by which a bin's mean must differ from 0 to count as part of a tilt."""
+MIN_WEIGHT_ERRORS = 6.0
+"""Number of standard errors by which the mean of exp(Δ) must be below 1 to show a filter."""
+MIN_ESS = {False: 0.7, True: 0.3}
+"""Effective sample sizes below which a mean of exp(Δ) below 1, or above 1, is not trusted.
+
+A sample may lack the few large weights without which the mean is below 1, or hold one of them by chance.
+"""
 UNSURE_BIN = int(np.digitize(2.0, SURPRISE_EDGES))
 """First bin of tokens with a probability below e^-2 = 0.14."""
+PROBABILITY = "probability"
+
+
+def _net_mismatch(window: Window, is_used: Array | None = None) -> MismatchSums:
+    """Return the part of the mismatch that is a common shift of Δ within each bin of probability.
+
+    Symmetric noise cancels in the sums of Δ and of sign(Δ) Δ², a shift does not.
+
+    Args:
+        window: the tokens.
+        is_used: bool [bins], the bins that take part; None: all.
+    """
+    chosen = slice(None) if is_used is None else is_used
+
+    def values(name: str) -> Array:
+        selected: Array = window.estimates(PROBABILITY, name)[:, chosen]
+        return selected
+
+    shift = np.minimum(np.abs(values("delta")), values("capped_abs")).sum(axis=1)
+    squares = values("capped_abs_squared")
+    share = np.abs(values("signed_square")) / np.maximum(squares, 1e-30)
+    return MismatchSums((values("k3") * np.minimum(share, 1.0)).sum(axis=1), shift)
+
+
+def _excess_weights(window: Window) -> Array:
+    """Return [1 + BIN_REPLICATES, bins], the sum of exp(Δ) − 1 = k3 + Δ in each bin of probability."""
+    excess: Array = window.estimates(PROBABILITY, "k3") + window.estimates(PROBABILITY, "delta")
+    return excess
+
+
+def _mean_excess_weight(window: Window) -> tuple[float, float]:
+    """Return the mean of exp(Δ) minus 1 over all tokens, and its standard error."""
+    tokens = window.estimates(PROBABILITY, "tokens").sum(axis=1)
+    if not tokens[0]:
+        return math.nan, math.nan
+    means = _excess_weights(window).sum(axis=1) / np.maximum(tokens, 1)
+    return float(means[0]), float(means[1:].std())
 
 
 def detect_filter(evidence: Evidence, threshold: float) -> Detection:
     """Look for log-probs that the sampler renormalised over the tokens kept by top-p or top-k.
 
-    Renormalisation raises the probability of every kept token, so Δ < 0 in every bin of probability. The measured value
-    is the lowest share of tokens with Δ < 0 in any bin.
+    Renormalisation raises the probability of every kept token. So the mean of exp(Δ) is below 1 in every bin of
+    probability, by the share of the probability that is cut off, which is the measured value.
     """
-    bins = evidence.after.bin_sums["probability"]
-    count, negative = bins[:, BIN_SUM_COLUMN["tokens"]], bins[:, BIN_SUM_COLUMN["delta_negative"]]
+    bins = evidence.after.bin_sums[PROBABILITY]
+    count = bins[:, BIN_SUM_COLUMN["tokens"]]
     has_enough = count >= MIN_TOKENS_FOR_SIGN
     # A different temperature also makes nearly sure tokens less likely; only unsure tokens distinguish the two causes.
     if np.count_nonzero(has_enough) < 3 or not has_enough[UNSURE_BIN:].any():
         edge = SURPRISE_EDGES[UNSURE_BIN - 1]
-        return Detection(math.nan, f"too few tokens, or too few with a surprise of at least {edge:g} nats")
-    share = float((negative[has_enough] / count[has_enough]).min())
-    description = f"at every probability, the training engine finds {share:.0%} or more of the tokens less likely"
-    # All steps are pooled in this measurement, so all are reported. That also makes the filter outrank the zero
-    # log-probs that it causes where it keeps a single token.
-    return Detection(share, description, share > threshold, evidence.steps_after if share > threshold else ())
+        description = f"too few tokens, or too few with a surprise of at least {edge:g} nats"
+        return Detection(math.nan, description, needs=f"more tokens with a surprise of at least {edge:g} nats")
+    excess, error = _mean_excess_weight(evidence.after)
+    by_bin = _excess_weights(evidence.after)[:, has_enough]
+    # In the bins of nearly sure tokens the shift may be smaller than the rounding of the log-probs.
+    is_lower_everywhere = bool((by_bin[0] < 2 * by_bin[1:].std(axis=0)).all())
+    is_shown = -excess > threshold and -excess > MIN_WEIGHT_ERRORS * error and is_lower_everywhere
+    where = "at every probability" if is_lower_everywhere else "not at every probability"
+    sums = evidence.sums_after
+    explained = _net_mismatch(evidence.after).plus(fault_mismatch(sums, "zero"))
+    # All steps are pooled in this measurement, so all are reported.
+    return Detection(
+        -excess,
+        f"the training engine gives the sampled tokens {-excess:.1%} less probability, {where}",
+        is_shown,
+        evidence.steps_after if is_shown else (),
+        explained=explained,
+    )
 
 
 def detect_temperature(evidence: Evidence, threshold: float) -> Detection:
@@ -47,13 +115,13 @@ def detect_temperature(evidence: Evidence, threshold: float) -> Detection:
     The measured value is the share of the variance of Δ/(1 − p) that the means of the bins of probability explain. A
     tilt has bins with positive and bins with negative means: the smaller of their two shares counts twice.
     """
-    bins = evidence.after.bin_sums["probability"]
+    bins = evidence.after.bin_sums[PROBABILITY]
     count, total, squares = (
         bins[:, BIN_SUM_COLUMN[name]] for name in ("tokens", "scaled_delta", "scaled_delta_squared")
     )
     has_enough = count > MIN_TOKENS_FOR_MEAN
     if not has_enough.any():
-        return Detection(math.nan, "too few tokens")
+        return Detection(math.nan, "too few tokens", needs="more tokens with log-probs of both engines")
     if not squares.sum():
         return Detection(0.0, "the two engines agree on every token")
     count_used = count[has_enough]
@@ -70,4 +138,28 @@ def detect_temperature(evidence: Evidence, threshold: float) -> Detection:
         raised, lowered = (np.average(bin_numbers, weights=part + 1e-300) for part in (explained_up, explained_down))
         shape = "sharper" if raised < lowered else "flatter"
         description += f"; the training engine's distribution is the {shape} one"
-    return Detection(share, description, share > threshold)
+    is_used = has_enough.copy()
+    is_used[has_enough] = is_significant
+    return Detection(share, description, share > threshold, explained=_net_mismatch(evidence.after, is_used))
+
+
+def detect_biased_weight(evidence: Evidence, threshold: float) -> Detection:
+    """Look for a mean of exp(Δ) that differs from 1, which no log-probs of the sampler have.
+
+    The mean counts only if the effective sample size is large enough, so that a few tokens do not make it.
+    """
+    excess, error = _mean_excess_weight(evidence.after)
+    if math.isnan(excess):
+        return Detection(math.nan, "too few tokens", needs="tokens with log-probs of both engines")
+    sums = evidence.sums_after
+    ess = ratio_or_nan(sums["weight"] ** 2, sums["weight_squared"] * sums["tokens"])
+    is_beyond = abs(excess) - 2 * error > threshold and ess > MIN_ESS[excess > 0]
+    if evidence.before is not None and evidence.compares_runs:
+        is_beyond &= abs(_mean_excess_weight(evidence.before)[0]) < abs(excess) / 2
+    low, high = 1 + excess - 2 * error, 1 + excess + 2 * error
+    return Detection(
+        abs(excess),
+        f"the mean of exp(Δ) is {1 + excess:.3g} ({low:.3g} to {high:.3g}) where 1 is expected",
+        is_beyond,
+        explained=_net_mismatch(evidence.after),
+    )

@@ -13,6 +13,7 @@ sums over tokens are of
 ``k3_reverse``        :math:`e^{-\Delta} - 1 + \Delta`, NeMo-RL's ``policy_kl_error``
 ``prob_error``        :math:`e^{|\Delta|}`, NeMo-RL's ``token_mult_prob_error``
 ``weight``            :math:`e^\Delta`, the importance weight
+``signed_square``     :math:`\mathrm{sign}(\Delta) \min(|\Delta|, 1)^2`, in which symmetric noise cancels
 ``one_minus_p``       :math:`1 - p`, where p is the generation engine's probability. Noise of size s on the logits
                       moves the token's log-prob by about :math:`s (1 - p)`, so this is the expected mismatch
 ``scaled_delta``      :math:`\Delta/(1 - p)`, clipped to ±0.1, so that of large noise only the sign counts
@@ -38,6 +39,8 @@ from nemo_geomask.tools.shared.intervals import percentile_interval
 __all__ = [
     "BOOTSTRAP_REPLICATES",
     "BOOTSTRAP_SUMS",
+    "FAULTS",
+    "FAULT_SUMS",
     "SUMS",
     "TOKEN_SUMS",
     "GroupSums",
@@ -63,6 +66,7 @@ TOKEN_SUMS = (
     "above_0.1",
     "above_1",
     "one_minus_p",
+    "one_minus_p_squared",
     "scaled_delta",
     "surprise",
 )
@@ -103,12 +107,24 @@ CHECK_SUMS = (
     "masked_out_tokens",
 )
 """Counts of :mod:`~nemo_geomask.tools.diagnose.logprob_checks`, and sums over what the sample mask leaves out."""
+FAULTS = ("zero", "positive", "shifted")
+"""Faults of single tokens, in the names of :data:`FAULT_SUMS`; a token has the last of the faults that apply."""
+FAULT_SUMS = (
+    *(f"{fault}_{measure}" for fault in FAULTS for measure in ("k3", "capped_abs")),
+    "missing_k3",
+    "missing_capped_abs",
+)
+"""Sums of ``k3`` and ``capped_abs`` over the trained tokens with each fault.
+
+``missing`` are the tokens of sequences for which the generation engine returned only zeros. They are in no other sum,
+because these zeros are no log-probs; the loss takes them for log-probs all the same.
+"""
 ADVANTAGE_SUMS = ("ad", "an", "a2d2", "a2dn", "a2n2")
 """Sums over sequences of products of the advantage a, n = √tokens and d = Σ scaled_delta / n.
 
 The detector of a stale engine computes the correlation of Δ with the advantage from them.
 """
-SUMS = (*TOKEN_SUMS, *SEQUENCE_SUMS, *CHECK_SUMS, *ADVANTAGE_SUMS)
+SUMS = (*TOKEN_SUMS, *SEQUENCE_SUMS, *CHECK_SUMS, *FAULT_SUMS, *ADVANTAGE_SUMS)
 """Order of the sums in :attr:`StepSums.sums`."""
 BOOTSTRAP_SUMS = (
     "tokens",
@@ -120,6 +136,7 @@ BOOTSTRAP_SUMS = (
     "weight",
     "weight_squared",
     "one_minus_p",
+    *FAULT_SUMS,
 )
 """Sums that have bootstrap replicates, in the order of the columns of :attr:`StepSums.bootstrap`."""
 _INDEX = {name: index for index, name in enumerate(SUMS)}
@@ -133,11 +150,13 @@ class MaskSums(NamedTuple):
 
 
 class GroupSums(NamedTuple):
-    """Sums over the trained tokens of one prompt group."""
+    """Sums over the trained tokens of one prompt group, without those with faulty log-probs."""
 
     capped_abs: float = 0.0
     one_minus_p: float = 0.0
     capped_abs_squared: float = 0.0
+    k3: float = 0.0
+    one_minus_p_squared: float = 0.0
 
 
 def ratio_or_nan(numerator: float, denominator: float) -> float:

@@ -7,12 +7,13 @@ from collections.abc import Sequence
 import numpy as np
 
 from nemo_geomask.tools.diagnose.bootstrap_draws import poisson_draws
-from nemo_geomask.tools.diagnose.logprob_checks import count_faults
+from nemo_geomask.tools.diagnose.logprob_checks import LogprobFaults, find_faults
 from nemo_geomask.tools.diagnose.record_reader import Array, RecordBlock
 from nemo_geomask.tools.diagnose.run_statistics import WORST_COUNT, RunStatistics, WorstSequence, WorstToken
 from nemo_geomask.tools.diagnose.step_sums import (
     BOOTSTRAP_REPLICATES,
     BOOTSTRAP_SUMS,
+    FAULTS,
     TOKEN_SUMS,
     GroupSums,
     MaskSums,
@@ -52,10 +53,10 @@ def survey_block(block: RecordBlock, dimension_pairs: Sequence[tuple[str, str]] 
     gen = block.tokens.get("gen", not_recorded).astype(float)
     prev = block.tokens.get(trainer_column(block), not_recorded).astype(float)
     sums = statistics.steps[step] = StepSums()
-    comparable = count_faults(sums, mask, gen, prev, sequence, len(block))
+    faults = find_faults(sums, mask, gen, prev, sequence, len(block))
     if "gen" not in block.tokens:
         sums["nonfinite"] = 0.0  # NaN stands for "not recorded" here
-    comparable &= np.isfinite(gen) & np.isfinite(prev)
+    comparable = faults.comparable & np.isfinite(gen) & np.isfinite(prev)
     is_in_loss = block.sequences["sample_mask"] != 0
     masked_out = np.flatnonzero(comparable & ~is_in_loss[sequence])
     sums["masked_out_sequences"] = float((~is_in_loss).sum())
@@ -65,10 +66,19 @@ def survey_block(block: RecordBlock, dimension_pairs: Sequence[tuple[str, str]] 
     _sum_tokens_and_sequences(sums, trained)
     _sum_advantages(sums, trained)
     _sum_masks(sums, trained)
-    _sum_groups(sums, trained)
+    fault_sums = _sum_faults(trained, faults, np.where(mask & is_in_loss[sequence], prev, np.nan), sequence)
+    for name, per_sequence in fault_sums.items():
+        sums[name] = float(per_sequence.sum())
     draws = poisson_draws(step, block.sequences["row"], BOOTSTRAP_REPLICATES)
-    sums.bootstrap = draws @ np.stack([trained.sum_per_sequence(name) for name in BOOTSTRAP_SUMS], axis=1)
-    statistics.windows[step] = split_tokens(trained, mask, sequence, dimension_pairs)
+    by_sequence = {name: fault_sums.get(name) for name in BOOTSTRAP_SUMS}
+    sums.bootstrap = draws @ np.stack(
+        [trained.sum_per_sequence(name) if column is None else column for name, column in by_sequence.items()], axis=1
+    )
+    # Faulty log-probs would look like a mismatch of the part of the data they are in, so no part contains them.
+    is_sound = ~(faults.zero | faults.positive | faults.shifted[sequence])[trained.index]
+    sound = trained.select(is_sound)
+    _sum_groups(sums, sound)
+    statistics.windows[step] = split_tokens(sound, mask, sequence, dimension_pairs, draws)
     statistics.worst_sequences = _worst_sequences(trained, step)
     statistics.worst_tokens = _worst_tokens(trained, step)
     return statistics
@@ -108,6 +118,29 @@ def _sum_tokens_and_sequences(sums: StepSums, trained: TrainedTokens) -> None:
     versions = trained.column("weight_version")
     if np.isfinite(versions).any():
         sums.versions = float(np.nanmin(versions)), float(np.nanmax(versions))
+
+
+def _sum_faults(trained: TrainedTokens, faults: LogprobFaults, prev: Array, sequence: Array) -> dict[str, Array]:
+    """Return [S] for each of ``FAULT_SUMS``, the sums over each sequence's tokens.
+
+    Args:
+        trained: the trained tokens with finite log-probs of both engines.
+        faults: the faults of the block.
+        prev: [N], log-probs of the training engine at trained tokens, NaN elsewhere.
+        sequence: [N], the sequence of each token.
+    """
+    shifted = faults.shifted[trained.sequence]
+    positive = faults.positive[trained.index] & ~shifted
+    flags = {"zero": faults.zero[trained.index] & ~shifted & ~positive, "positive": positive, "shifted": shifted}
+    count = len(trained.block)
+    per_sequence = {
+        f"{fault}_{measure}": np.bincount(trained.sequence, trained.values[measure] * flags[fault], minlength=count)
+        for fault in FAULTS
+        for measure in ("k3", "capped_abs")
+    }
+    index = np.flatnonzero(faults.missing[sequence] & np.isfinite(prev))
+    missing = select_trained_tokens(trained.block, index, sequence, np.zeros_like(prev), prev)
+    return per_sequence | {f"missing_{measure}": missing.sum_per_sequence(measure) for measure in ("k3", "capped_abs")}
 
 
 def _sum_advantages(sums: StepSums, trained: TrainedTokens) -> None:

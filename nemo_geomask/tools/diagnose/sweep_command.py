@@ -12,11 +12,13 @@ from torch import Tensor
 from nemo_geomask.errors import ConfigError
 from nemo_geomask.recipe import read_recipe
 from nemo_geomask.tools.diagnose import correction_sweep
-from nemo_geomask.tools.diagnose.correction_sweep import DEFINITIONS, PARTS, CandidateOutcome, padded_batch
+from nemo_geomask.tools.diagnose.candidate_outcome import DEFINITIONS, PARTS, WITHOUT_GRADIENT, CandidateOutcome
+from nemo_geomask.tools.diagnose.correction_sweep import padded_batch
 from nemo_geomask.tools.diagnose.record_sources import RunFiles, find_run
 from nemo_geomask.tools.diagnose.report_tables import Table, print_tables
 from nemo_geomask.tools.diagnose.run_survey import read_step
 from nemo_geomask.tools.diagnose.sweep_candidates import CANDIDATES, GRID, split_recipe_loss
+from nemo_geomask.tools.diagnose.sweep_recommendation import pareto_front, recommend
 from nemo_geomask.tools.shared.json_output import to_json
 
 __all__ = ["SweepOptions", "run_sweep"]
@@ -68,10 +70,10 @@ def run_sweep(options: SweepOptions) -> None:
     candidates, incompatible = correction_sweep.select_compatible(candidates, base)
     batches = _StepBatches(run, _choose_steps(run.steps, options), options.cache)
     outcomes = correction_sweep.replay(batches, candidates, base, at=options.at)
-    best, block = correction_sweep.recommend(outcomes, base)
+    best, block = recommend(outcomes, base)
 
     if options.output == "json":
-        front = {id(outcome) for outcome in correction_sweep.pareto_front(outcomes)}
+        front = {id(outcome) for outcome in pareto_front(outcomes)}
         values = {
             "run": str(run.directory),
             "steps": batches.steps,
@@ -81,6 +83,7 @@ def run_sweep(options: SweepOptions) -> None:
             "recommended": best.candidate.name,
             "loss_fn": block,
             "definitions": DEFINITIONS,
+            "tokens": _token_counts(outcomes[0]),
             "candidates": [{**_outcome_json(outcome), "on_front": id(outcome) in front} for outcome in outcomes],
         }
         print(to_json(values))
@@ -118,26 +121,46 @@ class _StepBatches:
 
 
 def _tables(outcomes: Sequence[CandidateOutcome], best: CandidateOutcome, batches: _StepBatches) -> list[Table]:
-    front = {id(outcome) for outcome in correction_sweep.pareto_front(outcomes)}
-    rows = []
+    front = {id(outcome) for outcome in pareto_front(outcomes)}
+    counts = _token_counts(outcomes[0])
+    has_silent = counts["with_gradient"] < counts["trained"]
+    rows: list[tuple[Any, ...]] = []
     for outcome in outcomes:
         mark = "→" if outcome is best else "*" if id(outcome) in front else ""
         skipped = ", ".join(map(str, outcome.skipped))
-        measures = (outcome.value(name) for name in DEFINITIONS)
+        measures = [outcome.value(name) for name in DEFINITIONS]
+        if has_silent:
+            measures += [outcome.value_of_all(name) for name in WITHOUT_GRADIENT]
         rows.append((mark, outcome.candidate.name, *measures, skipped, outcome.candidate.source))
     title = f"Steps {', '.join(map(str, batches.steps))}"
     if batches.left_out:
         title += f"; {sum(batches.left_out.values())} sequences left out"
-    title += "; *: no other has less bias and less variance, →: recommended"
+    title += f"; *: no other has less bias and less variance, →: recommended; over {_describe_tokens(counts)}"
     removed = [
         (outcome.candidate.name, *(outcome.removed_share(part) for part in PARTS[1:]))
         for outcome in outcomes
         if outcome.value("removed") > 0
     ]
+    of_all = tuple(f"{name}, of all" for name in WITHOUT_GRADIENT) if has_silent else ()
     return [
-        Table("candidates", title, ("", "", *DEFINITIONS, "steps skipped", "source"), rows),
+        Table("candidates", title, ("", "", *DEFINITIONS, *of_all, "steps skipped", "source"), rows),
         Table("removed", "Share removed, of tokens that are", ("", *PARTS[1:]), removed),
     ]
+
+
+def _token_counts(outcome: CandidateOutcome) -> dict[str, int]:
+    """Return the number of tokens that the measures are over, and of all trained tokens."""
+    with_gradient = round(float(outcome.tokens[0]))
+    return {"with_gradient": with_gradient, "trained": with_gradient + outcome.silent_tokens}
+
+
+def _describe_tokens(counts: Mapping[str, int]) -> str:
+    if counts["with_gradient"] == counts["trained"]:
+        return f"{counts['trained']:,} trained tokens"
+    return (
+        f"{counts['with_gradient']:,} of {counts['trained']:,} trained tokens, without those whose advantage is 0 and "
+        "which have no gradient; 'of all' includes them"
+    )
 
 
 def _outcome_json(outcome: CandidateOutcome) -> dict[str, Any]:
@@ -146,6 +169,7 @@ def _outcome_json(outcome: CandidateOutcome) -> dict[str, Any]:
         "settings": dict(outcome.candidate.settings),
         "source": outcome.candidate.source,
         **{name: {"value": outcome.value(name), "interval": outcome.interval(name)} for name in DEFINITIONS},
+        "of_all_trained_tokens": {name: outcome.value_of_all(name) for name in WITHOUT_GRADIENT},
         "removed_of": {part: outcome.removed_share(part) for part in PARTS},
         "skipped": outcome.skipped,
         "metrics": outcome.metrics,

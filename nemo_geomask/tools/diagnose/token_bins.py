@@ -8,7 +8,15 @@ import numpy as np
 
 from nemo_geomask.tools.diagnose.dimensions import DIMENSIONS, DIMENSIONS_BY_NAME, Dimension
 from nemo_geomask.tools.diagnose.record_reader import Array
-from nemo_geomask.tools.diagnose.run_statistics import BIN_SUMS, NOISE_BIN_OF_ONE, NOISE_BINS, Window
+from nemo_geomask.tools.diagnose.run_statistics import (
+    BIN_REPLICATES,
+    BIN_SUMS,
+    NOISE,
+    NOISE_BIN_OF_ONE,
+    NOISE_BINS,
+    REPLICATED_BIN_SUMS,
+    Window,
+)
 from nemo_geomask.tools.diagnose.token_values import TrainedTokens
 
 __all__ = ["split_tokens"]
@@ -18,7 +26,7 @@ UNKNOWN = -1
 
 
 def split_tokens(
-    trained: TrainedTokens, mask: Array, sequence: Array, dimension_pairs: Sequence[tuple[str, str]]
+    trained: TrainedTokens, mask: Array, sequence: Array, dimension_pairs: Sequence[tuple[str, str]], draws: Array
 ) -> Window:
     """Sum the tokens' values in each bin of each dimension.
 
@@ -27,7 +35,9 @@ def split_tokens(
         mask: bool [N], the trained tokens of the block, finite or not; turns are counted from it.
         sequence: [N], the sequence of each token of the block.
         dimension_pairs: pairs of dimensions to split by together, in addition to every single dimension.
+        draws: [replicates, S], how often each bootstrap replicate contains each sequence.
     """
+    draws = draws[:BIN_REPLICATES]
     window = Window()
     values = _dimension_values(trained, mask, sequence)
 
@@ -40,7 +50,7 @@ def split_tokens(
     for dimension in DIMENSIONS:
         bins = bins_of(dimension)
         if bins is not None:
-            _add_bins(window, dimension.name, trained, bins, dimension.bin_count)
+            _add_bins(window, dimension.name, trained, bins, dimension.bin_count, draws)
     for names in dimension_pairs:
         first, second = (DIMENSIONS_BY_NAME[name] for name in names)
         first_bins, second_bins = bins_of(first), bins_of(second)
@@ -48,7 +58,7 @@ def split_tokens(
             is_known = (first_bins != UNKNOWN) & (second_bins != UNKNOWN)
             bins = np.where(is_known, first_bins * second.bin_count + second_bins, UNKNOWN)
             _add_bins(window, ",".join(names), trained, bins, first.bin_count * second.bin_count)
-    window.noise_histogram = _noise_histogram(trained)
+    _add_bins(window, NOISE, trained, _noise_bins(trained), NOISE_BINS, draws)
     return window
 
 
@@ -73,8 +83,10 @@ def _dimension_values(trained: TrainedTokens, mask: Array, sequence: Array) -> d
     }
 
 
-def _add_bins(window: Window, name: str, trained: TrainedTokens, bins: Array, bin_count: int) -> None:
-    """Write the sums of each bin, and the products of each sequence's sums, into the window."""
+def _add_bins(
+    window: Window, name: str, trained: TrainedTokens, bins: Array, bin_count: int, draws: Array | None = None
+) -> None:
+    """Write the sums of each bin, the products of each sequence's sums, and the replicates for ``draws``."""
     is_known = bins != UNKNOWN
     if not is_known.any():
         return
@@ -84,19 +96,26 @@ def _add_bins(window: Window, name: str, trained: TrainedTokens, bins: Array, bi
         [np.bincount(bins, trained.values[value][selection], minlength=bin_count) for value in BIN_SUMS], axis=1
     )
     shape = len(trained.block), bin_count
-    size, expected = (
-        np.bincount(rows * bin_count + bins, trained.values[value][selection], minlength=shape[0] * bin_count).reshape(
-            shape
-        )
-        for value in ("capped_abs", "one_minus_p")
-    )
+
+    def by_sequence(value: str) -> Array:
+        weights = trained.values[value][selection]
+        flat: Array = np.bincount(rows * bin_count + bins, weights, minlength=shape[0] * bin_count)
+        by_row: Array = flat.reshape(shape)
+        return by_row
+
+    size, expected = by_sequence("capped_abs"), by_sequence("one_minus_p")
+    if draws is not None:
+        window.bin_replicates[name] = np.stack(
+            [draws @ by_sequence(value) for value in REPLICATED_BIN_SUMS], axis=2
+        ).astype(np.float32)
     window.bin_products[name] = np.stack(
         [(size * size).sum(axis=0), (size * expected).sum(axis=0), (expected * expected).sum(axis=0)], axis=1
     )
 
 
-def _noise_histogram(trained: TrainedTokens) -> Array:
+def _noise_bins(trained: TrainedTokens) -> Array:
+    """Return [M], the bin of each token's noise."""
     z_squared = np.square(trained.values["delta"]) / np.square(trained.values["one_minus_p"])
     exponent = np.log2(np.maximum(z_squared, 1e-30)) + NOISE_BIN_OF_ONE
-    bins = np.clip(exponent, 0, NOISE_BINS - 1).astype(np.int64)
-    return np.bincount(bins, minlength=NOISE_BINS).astype(float)
+    bins: Array = np.clip(exponent, 0, NOISE_BINS - 1).astype(np.int64)
+    return bins

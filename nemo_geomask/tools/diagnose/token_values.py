@@ -45,6 +45,20 @@ class TrainedTokens:
         """Return [S], the sums of a value over each sequence's tokens."""
         return np.bincount(self.sequence, weights=self.values[name], minlength=len(self.block))
 
+    def select(self, flags: Array) -> TrainedTokens:
+        """Return the tokens that a bool array [M] marks."""
+        if flags.all():
+            return self
+        return TrainedTokens(
+            self.block,
+            self.index[flags],
+            self.sequence[flags],
+            {name: values[flags] for name, values in self.values.items()},
+            self.gen[flags],
+            self.prev[flags],
+            None if self.advantages is None else self.advantages[flags],
+        )
+
     def column(self, name: str) -> Array:
         """Return [S] floats, a column of the sequences; NaN if it was not recorded."""
         column = self.block.sequences.get(name)
@@ -65,6 +79,7 @@ def select_trained_tokens(block: RecordBlock, index: Array, sequence: Array, gen
         "abs_delta": np.abs(delta),
         "capped_abs": capped_abs,
         "capped_abs_squared": np.square(capped_abs),
+        "signed_square": np.sign(delta) * np.square(capped_abs),
         "delta": delta,
         "k3": np.expm1(log_ratio) - log_ratio,
         "k3_reverse": np.expm1(-log_ratio) + log_ratio,
@@ -76,6 +91,7 @@ def select_trained_tokens(block: RecordBlock, index: Array, sequence: Array, gen
         "above_0.1": (capped_abs > 0.1).astype(float),
         "above_1": (np.abs(delta) > 1).astype(float),
         "one_minus_p": one_minus_p,
+        "one_minus_p_squared": np.square(one_minus_p),
         "scaled_delta": scaled_delta,
         "scaled_delta_squared": np.square(scaled_delta),
         "surprise": np.clip(-gen, 0, MAX_SURPRISE),

@@ -1,117 +1,63 @@
-"""The verdict on a run: healthy, drifting or broken, since which step, and for which cause."""
+"""The verdict on a run: healthy, drifting or broken, since which step, and for which causes."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from nemo_geomask.errors import DataError
-from nemo_geomask.tools.diagnose.cause_selection import select_cause
-from nemo_geomask.tools.diagnose.causes import CAUSES, Cause
-from nemo_geomask.tools.diagnose.change_points import MIN_RISE
-from nemo_geomask.tools.diagnose.mismatch_history import RECENT_STEPS, Alarm, find_alarms, find_rise
+from nemo_geomask.tools.diagnose.cause_selection import RankedCause, rank_causes
+from nemo_geomask.tools.diagnose.causes import CAUSES
+from nemo_geomask.tools.diagnose.change_points import MIN_NOISE, MIN_RISE, MIN_SCORE, find_change
+from nemo_geomask.tools.diagnose.mismatch_history import (
+    MAX_ONSET_DISTANCE,
+    RECENT_STEPS,
+    find_alarms,
+    find_cycle,
+    find_rise,
+    find_short_rise,
+    floored_logarithms,
+)
+from nemo_geomask.tools.diagnose.run_diagnosis import MismatchRatio, RunDiagnosis, ShownCause
 from nemo_geomask.tools.diagnose.run_evidence import Detection, Evidence
 from nemo_geomask.tools.diagnose.run_statistics import RunStatistics, Window
+from nemo_geomask.tools.diagnose.step_patterns import Period
 from nemo_geomask.tools.diagnose.step_sums import BOOTSTRAP_SUMS, StepSums
 from nemo_geomask.tools.diagnose.thresholds import HEALTH_LIMITS, HEALTH_ORDER, MIN_SEQUENCES, Health, Reading
 from nemo_geomask.tools.shared.intervals import percentile_interval
 
 __all__ = ["MismatchRatio", "RunDiagnosis", "diagnose"]
 
+MIN_K3_RATIO = 2.0
+"""Factor by which the interval of a run's k3 must exceed the other run's for it to be worse."""
 _NO_COMMON_TOKENS = "no sequence has a trained token with log-probs of both engines"
 
 
-class MismatchRatio(NamedTuple):
-    """Ratio of a run's mismatch, in units of 1 − p, to that of another run, with its confidence interval.
-
-    Attributes:
-        name: name of the other run.
-        times: the ratio.
-        low, high: ends of the interval.
-    """
-
-    name: str
-    times: float
-    low: float
-    high: float
-
-
 @dataclass(frozen=True)
-class RunDiagnosis:
-    """Diagnosis of a run from its records.
+class _Inputs:
+    """What a diagnosis starts from.
 
     Attributes:
-        health: health of the run; meaningless if there is an ``unjudged_reason``.
-        since: first step of the change; None if there is no change, or the first step already has it.
-        cause: the likely cause; None if nothing is wrong, or no known cause is shown.
-        detections: result of each cause's detector, by the id of the cause.
-        readings: value of each health limit over the steps that count, by its name.
-        alarms: numbers that have changed during the run.
-        evidence: the data that the detectors read.
-        counted_steps: number of steps that the readings are computed over.
-        unjudged_reason: why no verdict is possible; empty if there is one.
-        comparison: mismatch relative to the other run, if the run was compared with one.
+        statistics: statistics of the run.
+        against: statistics of the other run, if there is one.
+        name: name of the other run.
+        judged_steps: steps that hold tokens with log-probs of both engines.
+        is_worse: as in :class:`Evidence`.
+        period: the cycle in which the mismatch repeats.
+        sequences: number of sequences that the comparison, or the run, has.
     """
 
-    health: Health
-    since: int | None
-    cause: Cause | None
-    detections: dict[str, Detection]
-    readings: dict[str, Reading]
-    alarms: tuple[Alarm, ...]
-    evidence: Evidence
-    counted_steps: int
-    unjudged_reason: str = ""
-    comparison: MismatchRatio | None = None
-
-    @property
-    def sentence(self) -> str:
-        """The verdict, followed by the causes that are ruled out."""
-        return self.headline if self.unjudged_reason else f"{self.headline}; {self._ruled_out()}"
-
-    @property
-    def headline(self) -> str:
-        """The verdict alone."""
-        if self.unjudged_reason:
-            return f"not judged: {self.unjudged_reason}"
-        compared = ""
-        if self.comparison is not None:
-            name, times, low, high = self.comparison
-            compared = f", {times:.3g} times ({low:.3g} to {high:.3g}) the mismatch of {name}"
-        if self.health == "healthy":
-            return f"healthy{compared}: {self._readings_text()}"
-        since = f" since step {self.since}" if self.since is not None else ""
-        return f"{self.health}{since}{compared}: {self._cause_text()}"
-
-    def _readings_text(self) -> str:
-        error, kl = (self.readings[name].value for name in ("token_mult_prob_error", "geomask/mismatch_k3"))
-        all_steps = len(self.evidence.statistics.steps)
-        steps = f"the last {self.counted_steps} of {all_steps}" if self.counted_steps < all_steps else all_steps
-        return f"token_mult_prob_error {error:.4g}, KL {kl:.2g} nats a token over {steps} steps"
-
-    def _cause_text(self) -> str:
-        if self.cause is None:
-            return "no known cause is shown"
-        detection, steps = self.detections[self.cause.id], self.evidence.statistics.steps
-        steps_since = sum(step >= (self.since or 0) for step in steps)
-        in_steps = ""
-        if detection.steps and len(detection.steps) < steps_since:
-            in_steps = f", in {len(detection.steps)} of {len(steps)} steps"
-        return f"{self.cause.name} ({detection.description}{in_steps})"
-
-    def _ruled_out(self) -> str:
-        unmeasured, ruled_out = [], []
-        for id_, detection in self.detections.items():
-            if math.isnan(detection.value):
-                unmeasured.append(id_.replace("_", " "))
-            elif not detection.is_shown:
-                ruled_out.append(id_.replace("_", " "))
-        text = f"ruled out: {', '.join(ruled_out)}" if ruled_out else "nothing is ruled out"
-        return text + (f"; not in these records: {', '.join(unmeasured)}" if unmeasured else "")
+    statistics: RunStatistics
+    against: RunStatistics | None
+    name: str
+    judged_steps: list[int]
+    is_worse: bool
+    period: Period | None
+    sequences: float
 
 
 def diagnose(
@@ -134,51 +80,48 @@ def diagnose(
     reference = None if against is None else against.total()
     if reference is not None and not reference["one_minus_p"]:
         raise DataError(f"{name}: {_NO_COMMON_TOKENS}")
-    onset, first_step = find_rise(statistics, judged_steps) if reference is None else (None, None)
+    rise, first_step = find_rise(statistics, judged_steps) if reference is None else (None, None)
     first_step = steps[0] if first_step is None else first_step
-    steps_after = tuple(step for step in judged_steps if step >= first_step)
+    steps_after = [step for step in judged_steps if step >= first_step]
     # The verdict is about the present: if the mismatch has not risen, the last third of the steps counts.
-    is_split = onset is not None or reference is not None
+    is_split = rise is not None or reference is not None
     recent = steps_after if is_split else steps_after[-max(RECENT_STEPS, len(judged_steps) // 3) :]
     total = statistics.total(recent)
     readings = {limit.name: limit.read(total) for limit in HEALTH_LIMITS}
     health: Health = max((reading.health for reading in readings.values()), key=HEALTH_ORDER.index)
-    comparison = None if reference is None or not judged_steps else _compare(total, reference, name)
+    comparison = None if reference is None or not judged_steps else _compare(statistics.total(recent), reference, name)
     sequences = total["sequences"] if reference is None else min(total["sequences"], reference["sequences"])
-    is_above_reference = comparison is not None and comparison.low > math.exp(MIN_RISE)
-    has_risen = onset is not None or (is_above_reference and sequences >= MIN_SEQUENCES)
-    evidence = _gather_evidence(
-        statistics,
-        against,
-        name,
-        onset=onset,
-        first_step=first_step,
-        steps_after=steps_after,
+    has_risen = rise is not None or (comparison is not None and _is_above(comparison) and sequences >= MIN_SEQUENCES)
+    period = find_cycle(statistics, steps_after) if reference is None else None
+    inputs = _Inputs(
+        statistics=statistics,
+        against=against,
+        name=name,
+        judged_steps=judged_steps,
         is_worse=has_risen or health != "healthy",
+        period=period,
+        sequences=sequences,
     )
-    detections = {cause.id: cause.detect(evidence, cause.threshold) for cause in CAUSES}
-    # Bugs are reported however few sequences there are.
-    has_enough = (evidence.sums_after["sequences"] if reference is None else sequences) >= MIN_SEQUENCES
-    cause = select_cause({cause.id: detections[cause.id] for cause in CAUSES if has_enough or cause.is_bug}, evidence)
+    evidence, detections, shown = _find_causes(inputs, rise, first_step)
     unjudged_reason = "" if judged_steps else _explain_missing_tokens(statistics.total())
-    if has_risen and health == "healthy":
+    if health == "healthy" and (has_risen or period is not None):
         health = "drifting"
-    since = onset
-    if cause is not None:
-        health = "broken" if cause.is_bug or health == "broken" else "drifting"
-        if detections[cause.id].steps:
-            first_shown = detections[cause.id].steps[0]
-            since = first_shown if first_shown > (first_step if onset is None else steps[0]) else None
+    if shown:
+        health = "broken" if health == "broken" or any(cause.cause.is_bug for cause in shown) else "drifting"
+        if shown[0].ranked.detection.steps:
             unjudged_reason = ""
+    since = shown[0].since if shown else rise
     if judged_steps and health == "healthy":
         unjudged_reason = _explain_few_sequences(sequences, readings, detections, comparison)
+        if not unjudged_reason and reference is None:
+            unjudged_reason = _explain_short_rise(statistics, steps_after)
     return RunDiagnosis(
         health=health,
         since=since,
-        cause=cause,
+        shown=tuple(shown),
         detections=detections,
         readings=readings,
-        alarms=find_alarms(statistics, judged_steps),
+        alarms=find_alarms(statistics, judged_steps, since),
         evidence=evidence,
         counted_steps=len(recent),
         unjudged_reason=unjudged_reason,
@@ -186,17 +129,71 @@ def diagnose(
     )
 
 
-def _gather_evidence(
-    statistics: RunStatistics,
-    against: RunStatistics | None,
-    name: str,
-    *,
-    onset: int | None,
-    first_step: int,
-    steps_after: tuple[int, ...],
-    is_worse: bool,
-) -> Evidence:
+def _find_causes(
+    inputs: _Inputs, rise: int | None, first_step: int
+) -> tuple[Evidence, dict[str, Detection], list[ShownCause]]:
+    """Look for all causes; return the evidence, what the detectors found, and the causes that are shown.
+
+    If the named cause began at another step than the mismatch rose, the run is divided at the step of the cause. All
+    tables then compare what the verdict compares.
+    """
+    evidence, detections, shown = _detect(inputs, rise, first_step)
+    if not shown or inputs.against is not None or shown[0].since == rise:
+        return evidence, detections, shown
+    since = shown[0].since
+    begin = min(inputs.statistics.steps) if since is None else since
+    divided = _detect(inputs, since, begin)
+    # The causes must be the same: one that explains the whole run less well may be the cause of its last steps.
+    if [cause.cause.id for cause in divided[2]][:1] == [shown[0].cause.id]:
+        named = ShownCause(divided[2][0].ranked, since)
+        return divided[0], divided[1], [named, *divided[2][1:]]
+    return evidence, detections, [ShownCause(shown[0].ranked, rise), *shown[1:]] if rise is not None else shown
+
+
+def _detect(
+    inputs: _Inputs, onset: int | None, first_step: int
+) -> tuple[Evidence, dict[str, Detection], list[ShownCause]]:
+    evidence = _gather_evidence(inputs, onset, first_step)
+    detections = {cause.id: cause.detect(evidence, cause.threshold) for cause in CAUSES}
+    # Bugs are reported however few sequences there are.
+    sequences = evidence.sums_after["sequences"] if inputs.against is None else inputs.sequences
+    judged = {cause.id: detections[cause.id] for cause in CAUSES if sequences >= MIN_SEQUENCES or cause.is_bug}
+    return evidence, detections, [ShownCause(cause, _onset(cause, evidence)) for cause in rank_causes(judged, evidence)]
+
+
+def _onset(ranked: RankedCause, evidence: Evidence) -> int | None:
+    """Return the first step that shows a cause; None if that is the first step of *after* without a rise."""
+    detection = ranked.detection
+    if evidence.compares_runs:
+        return None
+    if detection.steps:
+        first = next(step for step in detection.steps if step >= evidence.first_step)
+        return (
+            first
+            if first > (evidence.first_step if evidence.onset is None else min(evidence.statistics.steps))
+            else None
+        )
+    own = None if detection.window_value is None else _rise_in_windows(detection, evidence.statistics)
+    if own is None:
+        return None if detection.is_standing else evidence.onset
+    is_same = evidence.onset is not None and abs(own - evidence.onset) <= MAX_ONSET_DISTANCE
+    return evidence.onset if is_same else own
+
+
+def _rise_in_windows(detection: Detection, statistics: RunStatistics) -> int | None:
+    """Return the first step of the first window since which a cause's own value is higher; None if it has not risen."""
+    assert detection.window_value is not None
+    values = {first_step: detection.window_value(window) for first_step, window in sorted(statistics.windows.items())}
+    known = {first_step: value for first_step, value in values.items() if math.isfinite(value)}
+    change = find_change(floored_logarithms(list(known.values())), MIN_NOISE)
+    if change is None or change.rise < MIN_RISE or change.score < MIN_SCORE:
+        return None
+    return max(list(known)[change.first], min(statistics.steps))
+
+
+def _gather_evidence(inputs: _Inputs, onset: int | None, first_step: int) -> Evidence:
     """Divide the statistics into *before* and *after*; see :class:`Evidence`."""
+    statistics, against = inputs.statistics, inputs.against
     start = statistics.window_start(first_step)
     before = Window()
     sums_before: StepSums | None = None
@@ -205,7 +202,7 @@ def _gather_evidence(
     if against is not None:
         before, sums_before = against.merge_windows(), against.total()
         step_sums_before = tuple(against.steps.values())
-        side_names = name, "this run"
+        side_names = inputs.name, "this run"
     elif onset is not None:
         steps_before = [step for step in sorted(statistics.steps) if step < onset]
         before, sums_before = statistics.merge_windows(end=start), statistics.total(steps_before)
@@ -215,25 +212,33 @@ def _gather_evidence(
         statistics=statistics,
         onset=onset,
         first_step=first_step,
-        is_worse=is_worse,
+        is_worse=inputs.is_worse,
         before=None if before.is_empty else before,  # empty if the change is within the first window
         after=statistics.merge_windows(start),
         sums_before=sums_before,
-        steps_after=steps_after,
+        steps_after=tuple(step for step in inputs.judged_steps if step >= first_step),
         side_names=side_names,
         step_sums_before=step_sums_before,
+        period=inputs.period,
     )
 
 
 def _compare(sums: StepSums, reference: StepSums, name: str) -> MismatchRatio:
-    def bootstrap_rates(sums: StepSums) -> Any:
-        columns = (sums.bootstrap[:, BOOTSTRAP_SUMS.index(column)] for column in ("capped_abs", "one_minus_p"))
-        size, expected = columns
-        return size / np.maximum(expected, 1e-12)
+    def interval(measure: str, expectation: str) -> tuple[float, float, float]:
+        # The expected mismatch of a replicate varies with its number of tokens, as its mismatch does.
+        def replicates(side: StepSums) -> Any:
+            columns = [side.bootstrap[:, BOOTSTRAP_SUMS.index(column)] for column in (measure, "one_minus_p")]
+            return columns[0] / np.maximum(columns[1], 1e-12) * side["one_minus_p"] / max(side[expectation], 1e-12)
 
-    ratios = bootstrap_rates(sums) / np.maximum(bootstrap_rates(reference), 1e-12)
-    rate, reference_rate = (side.mean("capped_abs", "one_minus_p") for side in (sums, reference))
-    return MismatchRatio(name, rate / max(reference_rate, 1e-12), *percentile_interval(ratios))
+        ratio = sums.mean(measure, expectation) / max(reference.mean(measure, expectation), 1e-12)
+        return ratio, *percentile_interval(replicates(sums) / np.maximum(replicates(reference), 1e-12))
+
+    return MismatchRatio(name, *interval("capped_abs", "one_minus_p"), *interval("k3", "one_minus_p_squared"))
+
+
+def _is_above(comparison: MismatchRatio) -> bool:
+    """Return True if a run is worse than the other: most tokens are, or a few are so much that k3 has doubled."""
+    return comparison.low > math.exp(MIN_RISE) or comparison.k3_low > MIN_K3_RATIO
 
 
 def _explain_missing_tokens(total: StepSums) -> str:
@@ -261,11 +266,23 @@ def _explain_few_sequences(
         if limit.is_beyond(readings[limit.name].value)
     ]
     beyond += [f"{id_} {detection.value:.3g}" for id_, detection in detections.items() if detection.is_shown]
-    if comparison is not None and comparison.low > math.exp(MIN_RISE):
+    if comparison is not None and _is_above(comparison):
         beyond.append(f"{comparison.times:.3g} times the mismatch of {comparison.name}")
     if not beyond or sequences >= MIN_SEQUENCES:
         return ""
     return (
         f"only {sequences:.0f} sequences in the steps that count, at least {MIN_SEQUENCES} are needed; "
         f"beyond the limits: {', '.join(beyond)}"
+    )
+
+
+def _explain_short_rise(statistics: RunStatistics, steps: list[int]) -> str:
+    """Return why a run is too short to be called healthy; empty if it is not."""
+    rise = find_short_rise(statistics, steps)
+    if rise is None:
+        return ""
+    step, times = rise
+    return (
+        f"too short to judge: the mismatch from step {step} on is {times:.2g} times that before, and {len(steps)} "
+        f"steps, {sum(other >= step for other in steps)} of them since, do not tell whether it lasts; record more steps"
     )

@@ -26,7 +26,7 @@ class OutputOptions:
 
     Attributes:
         as_json: print a JSON list with an object for each run or folder.
-        is_brief: print the verdicts without tables.
+        has_tables: print the tables of each run below the verdicts.
         splits: show only the tables by these dimensions, pairs of dimensions, or ``("step",)``; None: all tables.
         decode: returns the text of token ids; None: ids are shown.
         html: file of the report; None: no report.
@@ -36,7 +36,7 @@ class OutputOptions:
     """
 
     as_json: bool = False
-    is_brief: bool = False
+    has_tables: bool = False
     splits: Sequence[tuple[str, ...]] | None = None
     decode: Decode | None = None
     html: Path | None = None
@@ -51,7 +51,7 @@ class OutputOptions:
 
 
 def print_verdicts(verdicts: RunVerdicts, options: OutputOptions) -> None:
-    """Print a verdict for each run and folder, followed by the runs' tables unless the output is brief."""
+    """Print a verdict for each run and folder, followed by the runs' tables if they are requested."""
     if options.as_json:
         values = [
             diagnosis_json(run.diagnosis, str(run.files.directory), options.decode, options.splits)
@@ -69,7 +69,7 @@ def print_verdicts(verdicts: RunVerdicts, options: OutputOptions) -> None:
             print(f"  to do: {run.diagnosis.cause.action}")
     for folder, verdict in verdicts.fallbacks.items():
         print(f"{folder}: {verdict.sentence(folder)}")
-    if options.is_brief:
+    if not options.has_tables:
         return
     for run in verdicts.judged:
         if len(verdicts.judged) > 1:

@@ -22,8 +22,19 @@ def write_steps(directory, steps, cause=None, strength=0.5, onset=1):
 
 
 def test_a_healthy_run(tmp_path, capsys):
-    assert main(["diagnose", str(write_steps(tmp_path / "run", range(1, 4)))]) == 0
+    run = str(write_steps(tmp_path / "run", range(1, 4)))
+    assert main(["diagnose", run]) == 0
+    brief = capsys.readouterr().out
+    assert len(brief.splitlines()) == 1
+    assert main(["diagnose", run, "--brief"]) == 0
+    assert capsys.readouterr().out == brief
+    with pytest.raises(SystemExit) as exit_status:
+        main(["diagnose", run, "--brief", "--full"])
+    assert exit_status.value.code == 2
+    capsys.readouterr()
+    assert main(["diagnose", run, "--full"]) == 0
     out = capsys.readouterr().out
+    assert out.startswith(brief)
     assert out.startswith(f"{tmp_path / 'run'}: healthy: ")
     assert "Numbers, Δ = prev − gen" in out
     assert "By position" in out

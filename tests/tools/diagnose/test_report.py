@@ -5,6 +5,7 @@ import hashlib
 import itertools
 import json
 import math
+import re
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -18,6 +19,7 @@ pytest.importorskip("jinja2", reason="the page is a template (diagnose extra)")
 
 from nemo_geomask.cli import main
 from nemo_geomask.errors import DataError, MissingDependencyError
+from nemo_geomask.tools.diagnose import html_report
 from nemo_geomask.tools.diagnose.excerpts import worst_excerpts
 from nemo_geomask.tools.diagnose.figure_data import MAX_POINTS, diagnosis_figures
 from nemo_geomask.tools.diagnose.figure_rendering import plotly_figure, write_pngs
@@ -133,6 +135,24 @@ def test_every_plot_has_its_numbers_and_every_table_a_caption(page):
     assert all(after - before <= 1 for before, after in itertools.pairwise(headings))
 
 
+def test_every_value_names_its_column_and_run_where_columns_have_no_room(page):
+    """Below that width, each row of a table with many columns is a list of its cells."""
+    labels = {value for _, name, value in page.attributes if name == "data-column"}
+    assert {"before 4 (A)", "from 4 (A)", "all steps (B)", "definition"} <= labels
+    assert ("table", "class", "many") in page.attributes
+    style = (Path(html_report.__file__).parent / "page" / "page.css").read_text(encoding="utf-8")
+    narrow = style[style.index("@container") :]
+    assert ".many td::before { content: attr(data-column)" in narrow
+    assert "container-type: inline-size" in style
+
+
+def test_the_legend_is_beside_the_toolbar():
+    script = (Path(html_report.__file__).parent / "page" / "page.js").read_text(encoding="utf-8")
+    assert 'modebar: { orientation: "v"' in script
+    assert re.search(r"margin: \{ l: \d+, r: ([3-9]\d|\d{3}),", script)
+    assert 'legend: { orientation: "h", x: 0,' in script
+
+
 def test_every_column_has_a_definition(diagnoses):
     """Columns that only identify a row, such as step or group, need none."""
     which = {"", "step", "row", "group", "token", "tokens", "since step", "ids up to it", "definition", "threshold"}
@@ -180,13 +200,13 @@ def test_tables_of_several_runs_are_merged():
     assert [(column.title, column.runs) for column in both.columns] == [
         ("", []),
         ("all steps", [0]),
-        ("definition", []),
         ("before 4", [2]),
         ("from 4", [2]),
+        ("definition", []),
     ]
     assert [[text for text, _ in row] for row in both.rows] == [
-        ["k1", "1", "mean", "", ""],
-        ["k3", "2", "mean", "3", "4"],
+        ["k1", "1", "", "", "mean"],
+        ["k3", "2", "3", "4", "mean"],
     ]
     # A column whose rows differ between the runs is not shared.
     ages = [Table("staleness", "By staleness", ("", "|Δ|"), [(name, 0.5)]) for name in ("0", "1")]

@@ -35,6 +35,32 @@ def test_tables_and_a_recommendation(logs, capsys):
     assert build_loss(block["loss_fn"]).config.use_importance_sampling_correction
 
 
+def test_the_table_says_over_which_tokens_its_shares_are(tmp_path, capsys):
+    planted = planted_step(0, 1, "precision", 15.0, shape=RunShape(prompts=3, samples=3, length=30))
+    trained = int(planted.tokens["mask"].sum())
+    everything, some = tmp_path / "everything", tmp_path / "some"
+    for directory in (everything, some):
+        directory.mkdir()
+    planted.tokens["advantages"][planted.tokens["mask"]] = 0.5
+    write_log(everything, 1, list(log_rows(planted)))
+    assert main(["sweep", str(everything)]) == 0
+    out = capsys.readouterr().out
+    assert f"; over {trained:,} trained tokens\n" in out
+    assert "of all" not in out
+    first = slice(planted.offsets[0], planted.offsets[1])
+    planted.tokens["advantages"][first] = 0
+    left_out = int(planted.tokens["mask"][first].sum())
+    write_log(some, 1, list(log_rows(planted)))
+    assert main(["sweep", str(some)]) == 0
+    out = capsys.readouterr().out
+    assert f"over {trained - left_out:,} of {trained:,} trained tokens, without those whose advantage is 0" in out
+    assert "removed, of all  ess, of all  advantage, of all" in out
+    assert main(["sweep", str(some), "--json"]) == 0
+    output = json.loads(capsys.readouterr().out)
+    assert output["tokens"] == {"with_gradient": trained - left_out, "trained": trained}
+    assert set(output["candidates"][0]["of_all_trained_tokens"]) == {"removed", "ess", "advantage"}
+
+
 def test_the_recipe_is_one_of_the_candidates(logs, tmp_path, capsys):
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("loss_fn: {name: clipped_pg, masks: [{preset: icepop, min: 0.8, max: 1.25}]}\n")

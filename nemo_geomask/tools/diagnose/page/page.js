@@ -11,7 +11,8 @@
     const axis = { automargin: true, zeroline: false };
     Plotly.react(plot, current.data, {
       autosize: true,
-      margin: { l: 10, r: 10, t: 10, b: 10 },
+      // The toolbar stands in the right margin, beside the legend, which is as wide as the plot at most.
+      margin: { l: 10, r: 40, t: 10, b: 10 },
       paper_bgcolor: "rgba(0,0,0,0)",
       plot_bgcolor: "rgba(0,0,0,0)",
       font: { family: "system-ui, 'DejaVu Sans', sans-serif", size: 12 },
@@ -19,7 +20,7 @@
       hoverlabel: { bgcolor: "#22272e", bordercolor: "#22272e" },
       legend: { orientation: "h", x: 0, y: 1.02, yanchor: "bottom" },
       showlegend: figure.showlegend,
-      modebar: { bgcolor: "rgba(0,0,0,0)", color: "#8b949e", activecolor: "#0b5cad" },
+      modebar: { orientation: "v", bgcolor: "rgba(0,0,0,0)", color: "#8b949e", activecolor: "#0b5cad" },
       xaxis: { ...axis, ...figure.xaxis },
       yaxis: { ...axis, ...current.layout.yaxis },
       shapes: current.layout.shapes,
