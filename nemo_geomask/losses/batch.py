@@ -256,8 +256,8 @@ def read(raw: RawBatch, segments: Segments, anchor: Literal["prev", "gen"] = "pr
         unfiltered = unfiltered.float()
         checked["unfiltered"] = unfiltered.detach()
     # NaN and infinity survive every sum, so one test covers all tensors.
-    sum_of_values, *others = checked.values()
-    for value in others:
+    sum_of_values, *remaining_values = checked.values()
+    for value in remaining_values:
         sum_of_values = sum_of_values + value
     is_unmasked = token_mask * segments.spread(sample_mask) > 0
     is_trained = is_unmasked & is_finite(sum_of_values)

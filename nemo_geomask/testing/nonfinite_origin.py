@@ -96,16 +96,16 @@ def _has_nan(values: Iterable[Any]) -> bool:
 
 def _innermost(frames: Iterable[traceback.FrameSummary]) -> traceback.FrameSummary | None:
     """Return the innermost frame of a plugin that :func:`_run` called, or else of this package."""
-    own = plugins = None
+    package_frame = plugin_frame = None
     for frame in frames:
         if frame.filename == __file__:
             if frame.name == "_run":
-                own = plugins = None
+                package_frame = plugin_frame = None
         elif frame.filename.startswith(_PACKAGE):
-            own = frame
+            package_frame = frame
         elif not frame.filename.startswith(_TORCH):
-            plugins = frame
-    return plugins or own
+            plugin_frame = frame
+    return plugin_frame or package_frame
 
 
 def _at(frame: traceback.FrameSummary) -> str:

@@ -285,8 +285,8 @@ def _find_nan(loss: PolicyLoss, batch: Batch) -> str:
         if not math.isfinite(outcome.value):
             problem = f"the loss is {_number(outcome.value)}{place}"
         elif nonfinite_tokens:
-            kind = "NaN" if outcome.gradient.isnan().any() else "infinite"
-            problem = f"the gradient is {kind} at {nonfinite_tokens} tokens{place}"
+            nonfinite_as = "NaN" if outcome.gradient.isnan().any() else "infinite"
+            problem = f"the gradient is {nonfinite_as} at {nonfinite_tokens} tokens{place}"
         elif nan_metrics:
             problem = f"{nan_metrics[0]} is NaN{place}"
         if problem:
