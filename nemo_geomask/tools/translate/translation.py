@@ -235,7 +235,7 @@ def translate(
         from_defaults={
             key: value
             for key, value in {**system.defaults, **(base or {})}.items()
-            if key in peer_settings.read_keys and key not in loss_settings
+            if key in peer_settings.read_keys and key not in loss_settings and value is not None
         },
     )
 
