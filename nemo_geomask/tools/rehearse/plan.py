@@ -161,6 +161,14 @@ def _model_and_data(facts: RecipeFacts, folder: Path, own_environment: bool, val
     # under NeMo-Gym the agents would call the sampler in place of NeMo-RL's rollout.
     why = "NeMo-Gym's agents and their rewards" if facts.is_true("env.should_use_nemo_gym") else ""
     yield Change("env", {_ENVIRONMENT: {}}, facts.get("env"), why, delete=facts.get("env") is not None)
+    if why:
+        # NeMo-RL refuses these without NeMo-Gym.
+        for key in ("grpo.invalid_tool_call_advantage", "grpo.malformed_thinking_advantage"):
+            if (was := facts.get(key)) is not None:
+                yield Change(key, None, was, "only NeMo-Gym reports such responses")
+        for name, is_on in (facts.get("reward_penalties") or {}).items():
+            if is_on is True:
+                yield Change(f"reward_penalties.{name}", False, True, "only NeMo-Gym reports such responses")
     if facts.algorithm == "grpo" and facts.get("policy.draft") is None:
         why = "run_grpo.py reads it, unlike run_grpo_nemo_gym.py, for which the recipe is written"
         yield Change("policy.draft", {"enabled": False}, None, why)

@@ -286,3 +286,12 @@ def test_vllm_takes_the_place_of_a_sampler_for_gpus_and_the_report_says_so(plann
 def test_a_draft_that_only_the_script_for_nemo_gym_does_without(planned):
     assert planned()[1].get("policy.draft") == {"enabled": False}
     assert planned("++policy.draft={enabled: false, other: 1}")[1].get("policy.draft.other") == 1
+
+
+def test_penalties_that_nemo_rl_refuses_without_nemo_gym_are_left_out(planned):
+    penalties = ["++grpo.invalid_tool_call_advantage=-5.0", "++reward_penalties={invalid_tool_call: true}"]
+    made, shrunk = planned("++env.should_use_nemo_gym=true", *penalties)
+    assert shrunk.get("grpo.invalid_tool_call_advantage") is None
+    assert shrunk.get("reward_penalties.invalid_tool_call") is False
+    assert any(line.startswith("grpo.invalid_tool_call_advantage: -5.0, here null") for line in made.unrehearsed)
+    assert planned(*penalties)[1].get("grpo.invalid_tool_call_advantage") == -5.0
