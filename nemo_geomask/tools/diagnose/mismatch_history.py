@@ -79,6 +79,7 @@ def find_rise(statistics: RunStatistics, steps: list[int]) -> Rise:
         statistics: the run's statistics.
         steps: the steps that hold tokens with log-probs of both engines, in order.
     """
+    steps = _without_agreeing_first_step(statistics, steps)
     measure = _TYPICAL
     rise = _find_mismatch_change(statistics, steps, _TYPICAL)
     if rise is None and (rise := _find_mismatch_change(statistics, steps, _TAIL)) is not None:
@@ -118,6 +119,12 @@ def _find_mismatch_change(
     return change if sign * rise_per_token > measure.min_rise else None
 
 
+def _without_agreeing_first_step(statistics: RunStatistics, steps: list[int]) -> list[int]:
+    """Return the steps without the first one if the engines agree on every token there, and only there."""
+    agrees = [statistics.steps[step]["abs_delta"] == 0 for step in steps[:2]]
+    return steps[1:] if agrees == [True, False] else steps
+
+
 def _find_rise_in(logarithms: list[float], noise: float) -> ChangePoint | None:
     """Return the change that explains most of a series, even after its first value, but not of its last value alone."""
     change = find_change(logarithms, noise, min_before=1, min_after=1)
@@ -142,6 +149,7 @@ def find_short_rise(statistics: RunStatistics, steps: list[int]) -> tuple[int, f
 
     Either too few steps precede or follow it, or it is within a few standard errors of the noise.
     """
+    steps = _without_agreeing_first_step(statistics, steps)
     sums = [statistics.steps[step] for step in steps]
     best: tuple[int, float] | None = None
     for measure in (_TYPICAL, _TAIL):
