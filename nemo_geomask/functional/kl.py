@@ -50,6 +50,7 @@ def kl_estimate(x: Tensor, estimator: KLEstimator, *, ratio: Tensor | None = Non
         return x.square() / 2
     if estimator == "k3":
         return k3(-x)
+    assert estimator == "k4"
     return x if ratio is None else ratio * x
 
 

@@ -94,7 +94,8 @@ def with_geomask(setup: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(setup)
     def geomask_setup(*args: Any, **kwargs: Any) -> Any:
         bound = signature.bind(*args, **kwargs)
-        master_config = next(iter(bound.arguments.values()))
+        # NeMo-RL's setups call it so; a setup of the user's own takes it first.
+        master_config = bound.arguments.get("master_config", next(iter(bound.arguments.values())))
         loss = build_nemo_rl_loss(master_config)
         if loss is None:
             result = setup(*args, **kwargs)

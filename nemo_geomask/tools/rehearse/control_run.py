@@ -73,6 +73,8 @@ def settings_of_ours_alone(facts: RecipeFacts, *, score_function: bool = True) -
         return ("loss_fn.name: null, so NeMo-RL's own loss trains",)
     config, default = facts.config, LossConfig()
     unsupported = [] if config.name in _NEMO_RL_OBJECTIVES else [f"loss_fn.name: {config.name}"]
+    if config.reference_policy_kl_type == "k4":
+        unsupported.append("loss_fn.reference_policy_kl_type: k4")
     expressible = set(LOSS_FIELDS) | _NOT_COMPARED
     if not score_function:
         estimator, gradient = config.reference_policy_kl_type, config.reference_policy_kl_gradient

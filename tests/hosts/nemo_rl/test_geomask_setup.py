@@ -90,6 +90,12 @@ def test_arguments_reach_setup_by_position_and_by_name(host):
         assert type(policy).__name__ == "GeomaskPolicy"
 
 
+def test_the_configuration_need_not_be_the_first_argument(host):
+    loss = host(setup="tokenizer, master_config, policy_factory=None")
+    policy, *_ = with_geomask(grpo().setup)("tokenizer", config(loss, GSPO))
+    assert type(policy).__name__ == "GeomaskPolicy"
+
+
 def test_a_setup_without_a_factory_has_its_policys_class_changed(host):
     loss = host(setup="master_config, tokenizer=None, *, policy_factory_of_others=None")
     path = Path(sys.modules["nemo_rl"].__path__[0], "algorithms", "grpo.py")

@@ -42,6 +42,7 @@ def facts(tmp_path):
         ),
         ("{name: clipped_pg, nonfinite: drop_token, metrics: nemo_rl}", ()),
         ("{name: gmpo}", ("loss_fn.name: gmpo",)),
+        ("{name: clipped_pg, reference_policy_kl_type: k4}", ("loss_fn.reference_policy_kl_type: k4",)),
         ("{ratio_clip_min: 0.1}", ("loss_fn.name: null, so NeMo-RL's own loss trains",)),
     ],
 )
