@@ -29,7 +29,7 @@ __all__ = ["install", "installed", "launch", "run_script", "uninstall"]
 
 _log = logging.getLogger("nemo_geomask")
 
-_OWN_LINES = (
+_SETUP_LINES = (
     "`from nemo_geomask.hosts.nemo_rl import with_geomask` and `setup = with_geomask(setup)` in the script, where it "
     "imports NeMo-RL's setup"
 )
@@ -81,8 +81,8 @@ def run_script(script: str) -> None:
     if source.problem:
         raise ConfigError(
             f"{script} {source.problem}, so the loss of the recipe could not take the place of NeMo-RL's own; nothing "
-            f"was started. Put {_OWN_LINES}. If a module outside the script's folder does so already, start the script "
-            "by python"
+            f"was started. Put {_SETUP_LINES}. If a module outside the script's folder does so already, start the "
+            "script by python"
         )
     module = types.ModuleType("__main__")
     module.__file__ = script
@@ -109,7 +109,7 @@ def _refuse_unchosen(script: str) -> NoReturn:
     """Raise the error of a script that has ended well, but in which no recipe chose the loss."""
     raise HostAPIError(
         f"{script} ended without calling the setup that nemo_geomask wrapped; if it has trained, then with NeMo-RL's "
-        f"own loss. Put {_OWN_LINES}"
+        f"own loss. Put {_SETUP_LINES}"
     )
 
 
@@ -150,7 +150,7 @@ def install() -> None:
     if not any(map(is_wrapped, namespace.values())):
         raise ConfigError(
             "nemo_geomask.install() found no setup function of NeMo-RL in __main__, so the loss of the recipe could "
-            f"not take the place of NeMo-RL's own. Call it after the import of setup, or put {_OWN_LINES}"
+            f"not take the place of NeMo-RL's own. Call it after the import of setup, or put {_SETUP_LINES}"
         )
     _log.info(
         "nemo_geomask %s on NeMo-RL %s: loss_fn.name selects the loss", nemo_geomask.__version__, describe_version()

@@ -1,4 +1,4 @@
-"""Subclasses of NeMo-RL's policies that an existing policy object can be given, and the methods that they override."""
+"""Subclasses of NeMo-RL's policies, which also an existing policy object can be turned into."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def is_subclassed(policy: object) -> bool:
 
 
 def nemo_rl_method(policy: Any, name: str) -> Callable[..., Any]:
-    """Return a method of a policy as the class defines it from which the policy's subclass was made."""
+    """Return a method of a policy as NeMo-RL's class defines it, bound to the policy."""
     function = getattr(getattr(policy, _ATTRIBUTE), name)
     method: Callable[..., Any] = function.__get__(policy)
     return method

@@ -1,7 +1,7 @@
 """Source of a training script: where it names NeMo-RL's ``setup``, and whether that can be wrapped there.
 
-The source is read before the script runs. A script that would call NeMo-RL's own ``setup`` trains NeMo-RL's own loss,
-which would show in the log at most.
+The source is read before the script runs. If the script called ``setup`` unwrapped, it would train with NeMo-RL's loss
+instead of the recipe's, and at most its log would tell.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def _compile_parts(tree: ast.Module, script: str) -> Iterator[CodeType]:
     for statement in tree.body:
         parts[-1].append(statement)
         if _imported_setup(statement):
-            parts.append([*future_imports])  # they hold for one compilation
+            parts.append([*future_imports])  # a future import holds only for the part that it is compiled with
     for part in parts:
         # Without dont_inherit, the future imports of this module would hold for the script.
         yield compile(ast.Module(body=part, type_ignores=[]), script, "exec", dont_inherit=True)
@@ -96,7 +96,7 @@ def _imported_setup(node: ast.AST) -> str:
     """Return the name of the ``setup`` function that a statement imports; empty if it imports none."""
     if not isinstance(node, ast.ImportFrom):
         return ""
-    # A package may export the function of its module.
+    # A package may export the function that one of its modules defines, so its name may be imported from either.
     names = [name for module, name in SETUPS if not node.level and f"{module}.".startswith(f"{node.module}.")]
     return next((alias.name for alias in node.names if alias.name in names), "")
 

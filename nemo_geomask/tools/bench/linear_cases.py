@@ -63,7 +63,7 @@ class LinearCase(NamedTuple):
 
 
 class LinearSample(NamedTuple):
-    """RandomInputs of the paths.
+    """Random inputs of the paths.
 
     Attributes:
         hidden: [T, H], a leaf tensor.

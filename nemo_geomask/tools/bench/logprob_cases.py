@@ -66,7 +66,7 @@ class LogprobCase(NamedTuple):
 
 
 class LogprobSample(NamedTuple):
-    """RandomInputs of one run.
+    """Random inputs of one run.
 
     Attributes:
         logits: [T, V/TP], a leaf tensor.

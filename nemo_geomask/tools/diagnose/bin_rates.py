@@ -17,6 +17,10 @@ __all__ = ["BinRates", "format_ratio_interval"]
 class BinRates:
     """Mismatch of each bin of a window.
 
+    Args:
+        window: the statistics of the window.
+        key: name of the dimension that is divided into bins.
+
     Attributes:
         rate: [bins], mean |Δ| over mean 1 − p.
         error: [bins], relative standard error of the rate, over sequences.

@@ -18,7 +18,7 @@ from nemo_geomask.tools.shared.intervals import percentile_interval
 __all__ = ["DEFINITIONS", "PARTS", "WITHOUT_GRADIENT", "CandidateOutcome", "add_silent_tokens", "add_step"]
 
 REPLICATES = 100
-"""Bootstrap replicates over sequences."""
+"""Number of bootstrap replicates over sequences."""
 
 PARTS = ("all", "training engine likelier", "generation engine likelier", "good", "bad", "short", "long")
 """Parts of the tokens: all; Δ > 0; Δ < 0; A > 0; A < 0; in responses up to the step's median length; in longer ones."""
@@ -56,7 +56,7 @@ class CandidateOutcome:
     Attributes:
         candidate: the candidate.
         tokens: [len(PARTS)], number of tokens in each part.
-        removed: [len(PARTS)], number of them with the coefficient 0.
+        removed: [len(PARTS)], number of each part's tokens with the coefficient 0.
         sums: [1 + REPLICATES, len(_SUMS)], row 0 over all sequences, the other rows over the bootstrap's samples.
         silent_sums: the same sums over the trained tokens without a gradient, which are in no other sum: their
             advantage is 0.

@@ -76,9 +76,10 @@ class RankedCause(NamedTuple):
 def rank_causes(detections: Mapping[str, Detection], evidence: Evidence) -> list[RankedCause]:
     """Return the causes that the records show, the one that accounts for most of the mismatch first.
 
-    They are ranked by the mean of their shares of k3 and of |Δ|; of the parts of the data, the one that contains the
-    excess mismatch and the least other data precedes the others. Shares of overlapping causes are reduced:
-    noise accounts for what no other cause does, and a part of the data for what no bug of all log-probs does.
+    The rank is the mean of the cause's shares of k3 and of |Δ|. Several causes may say that a part of the data is
+    worse, such as late positions; the part with most excess mismatch and least other data precedes the others. Causes
+    overlap, so a part of the data only accounts for the mismatch that no cause in ``DISTRIBUTION_CAUSES`` accounts
+    for, and noise only for what remains after both.
 
     Args:
         detections: outcome of each cause that may be named, by the id of the cause.
@@ -136,30 +137,30 @@ def _disjoint_sums(shown: Mapping[str, Detection], evidence: Evidence) -> dict[s
 
     def largest(ids: tuple[str, ...]) -> MismatchSums:
         none = MismatchSums(np.zeros_like(total.k3), np.zeros_like(total.k3))
-        known = [explained for id_ in ids if (explained := sums.get(id_)) is not None]
-        return max(known, key=lambda explained: float(explained.k3[0]), default=none).at_most(total)
+        measured = [explained for id_ in ids if (explained := sums.get(id_)) is not None]
+        return max(measured, key=lambda explained: float(explained.k3[0]), default=none).at_most(total)
 
-    # What there was before the change needs no cause.
+    # The mismatch that the run already had before the change needs no cause.
     excess = total if evidence.sums_before is None else evidence.mismatch_beyond(evidence.sums_before)
-    for ids, more_specific, whole in (
+    for ids, more_specific, available in (
         (LOCATION_CAUSES, DISTRIBUTION_CAUSES, total),
         (NOISE_CAUSES, (*DISTRIBUTION_CAUSES, *LOCATION_CAUSES), excess),
     ):
-        remainder = whole.minus(largest(more_specific))
+        remainder = available.minus(largest(more_specific))
         for id_ in ids:
             if (explained := sums.get(id_)) is not None:
                 sums[id_] = explained.at_most(remainder)
     return sums
 
 
-def _share(part: Array, whole: Array) -> Estimate:
-    shares = np.clip(part / np.maximum(whole, 1e-30), 0.0, 1.0)
+def _share(explained: Array, total: Array) -> Estimate:
+    shares = np.clip(explained / np.maximum(total, 1e-30), 0.0, 1.0)
     low, high = percentile_interval(shares[1:])
     return Estimate(float(shares[0]), low, high)
 
 
 def _unmeasured_rank(cause: Cause, evidence: Evidence) -> float:
-    """Return the rank of a cause whose share can't be measured: NaN counts by its tokens, other bugs come first."""
+    """Return the rank of a cause whose share can't be measured: 1, or the share of tokens that are not finite."""
     if cause.id != "nonfinite":
         return 1.0
     sums = evidence.sums_after

@@ -130,7 +130,10 @@ def find_concentration(
 
 
 def _earlier_rates(before: Window, dimension: Dimension, measure: str) -> Array:
-    """Return [1 + BIN_REPLICATES, bins], ratios of earlier to expected mismatch; little data are shrunk to the mean."""
+    """Return [1 + BIN_REPLICATES, bins], the ratio of earlier to expected mismatch in each bin.
+
+    The ratios are shrunk to their mean over all bins, the more so the less data a bin has.
+    """
     size = before.estimates(dimension.name, measure)
     expected = before.estimates(dimension.name, _EXPECTED[measure])
     total = expected.sum(axis=1, keepdims=True)
@@ -141,7 +144,7 @@ def _earlier_rates(before: Window, dimension: Dimension, measure: str) -> Array:
 
 
 def _explained_mismatch(dimension: Dimension, part: slice, after: Window, before: Window | None) -> MismatchSums:
-    """Return the mismatch of a range of bins beyond what the rate of the other tokens lets one expect there."""
+    """Return the mismatch of a range of bins in excess of what it would be at the rate of the other tokens."""
 
     def excess(measure: str) -> Array:
         size, expected = (after.estimates(dimension.name, name) for name in (measure, _EXPECTED[measure]))
@@ -156,7 +159,10 @@ def _explained_mismatch(dimension: Dimension, part: slice, after: Window, before
 
 
 def _lift(window: Window, name: str, part: slice) -> float:
-    """Return a range's mismatch relative to the expected one, divided by the same of the other tokens; NaN without."""
+    """Return the ratio of a range's rate of mismatch to that of the other tokens.
+
+    A rate is the mismatch over the expected mismatch. The ratio is NaN if one of these four sums is 0.
+    """
     size, expected = (window.bin_sums[name][:, BIN_SUM_COLUMN[column]] for column in ("capped_abs", "one_minus_p"))
     inside, inside_expected = float(size[part].sum()), float(expected[part].sum())
     rest, rest_expected = float(size.sum()) - inside, float(expected.sum()) - inside_expected
@@ -198,7 +204,7 @@ def detect_range(name: str, *, upper_only: bool) -> Detector:
         worsened = _detect_part(dimension, evidence, evidence.before, threshold, upper_only=upper_only)
         if worsened.is_shown or evidence.before is None or evidence.compares_runs:
             return worsened
-        # The part may have had most of the mismatch before the rise, too.
+        # A part that is no worse than before the rise may hold most of the mismatch all along.
         standing = _detect_part(dimension, evidence, None, threshold, upper_only=upper_only)
         return replace(standing, is_standing=True) if standing.is_shown else worsened
 
@@ -245,7 +251,7 @@ class _HighestGroup(NamedTuple):
 
 
 def _highest_groups(steps: Iterable[StepSums]) -> list[_HighestGroup]:
-    """Return the highest group of each step that has a mismatch and at least three groups."""
+    """Return the group with the largest excess, for each step that has a mismatch and at least three groups."""
     highest = []
     for sums in steps:
         groups = sums.groups

@@ -83,7 +83,7 @@ def find_rise(statistics: RunStatistics, steps: list[int]) -> Rise:
     measure = _TYPICAL
     rise = _find_mismatch_change(statistics, steps, _TYPICAL)
     if rise is None and (rise := _find_mismatch_change(statistics, steps, _TAIL)) is not None:
-        measure = _TAIL  # few tokens have become worse
+        measure = _TAIL  # the typical token is as before, and a few tokens have become worse
     before, after = ([], steps) if rise is None else (steps[: rise.first], steps[rise.first :])
     fall = _find_mismatch_change(statistics, after, measure, falling=True)
     if fall is not None:
@@ -120,13 +120,13 @@ def _find_mismatch_change(
 
 
 def _without_agreeing_first_step(statistics: RunStatistics, steps: list[int]) -> list[int]:
-    """Return the steps without the first one if the engines agree on every token there, and only there."""
+    """Return the steps without the first if the engines agree on every token of the first, but not of the second."""
     agrees = [statistics.steps[step]["abs_delta"] == 0 for step in steps[:2]]
     return steps[1:] if agrees == [True, False] else steps
 
 
 def _find_rise_in(logarithms: list[float], noise: float) -> ChangePoint | None:
-    """Return the change that explains most of a series, even after its first value, but not of its last value alone."""
+    """Return the best change of a series; it may begin with the second value, but not with the last."""
     change = find_change(logarithms, noise, min_before=1, min_after=1)
     if change is None or change.first < len(logarithms) - 1:
         return change
@@ -147,7 +147,7 @@ def _sampling_noise(sums: list[StepSums], measure: _Measure) -> float:
 def find_short_rise(statistics: RunStatistics, steps: list[int]) -> tuple[int, float] | None:
     """Return the step and the factor of a rise that is likely, but not sure; None if there is none.
 
-    Either too few steps precede or follow it, or it is within a few standard errors of the noise.
+    Either too few steps precede or follow it, or its size is only a few standard errors.
     """
     steps = _without_agreeing_first_step(statistics, steps)
     sums = [statistics.steps[step] for step in steps]

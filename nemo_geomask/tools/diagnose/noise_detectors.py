@@ -58,7 +58,7 @@ def _median_noise(weights: Array) -> float:
 
 
 def _share_of_bin_above(noise: float) -> Array:
-    """Return [NOISE_BINS], the share of each bin's range of noise that is above a value."""
+    """Return [NOISE_BINS], the share of each bin's range that is above ``noise``: 0, 1, or between in one bin."""
     limit = 2 * math.log2(max(noise, 1e-9)) + NOISE_BIN_OF_ONE
     shares: Array = np.clip(np.arange(NOISE_BINS) - limit + 1, 0, 1)
     return shares
@@ -93,7 +93,7 @@ def _needs(evidence: Evidence, *, is_beyond: bool) -> str:
     """Return what a test of the noise needs: a comparison, and a mismatch that is larger than the compared one."""
     if evidence.before is None:
         return COMPARISON_NEEDED
-    return "a mismatch that is larger as a whole" if is_beyond and not evidence.is_worse else ""
+    return "a larger mismatch over all tokens" if is_beyond and not evidence.is_worse else ""
 
 
 def detect_routing(evidence: Evidence, threshold: float) -> Detection:
@@ -122,7 +122,7 @@ def detect_routing(evidence: Evidence, threshold: float) -> Detection:
             best = growth, explained, factor
     assert best is not None
     growth, explained, factor = best
-    share = max(float(part[0]) / max(float(whole[0]), 1e-12) for part, whole in zip(explained, total, strict=True))
+    share = max(float(part[0]) / max(float(sums[0]), 1e-12) for part, sums in zip(explained, total, strict=True))
     is_beyond = (
         float(growth[0]) > threshold
         and float(np.quantile(growth[1:], 0.025)) > MIN_SURE_GROWTH

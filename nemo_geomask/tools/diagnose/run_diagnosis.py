@@ -1,4 +1,4 @@
-"""Diagnosis of a run from its records, and its sentence."""
+"""Result of diagnosing a run from its records, and the sentence that states it."""
 
 from __future__ import annotations
 
@@ -123,10 +123,10 @@ class RunDiagnosis:
             period = self.evidence.period
             cycle = "" if period is None else f"; it repeats every {period.steps} steps"
             return f"no known cause is shown{cycle}"
-        first, *others = self.shown
+        first, *further_causes = self.shown
         text = f"{first.cause.name} ({self._evidence_text(first)})"
-        if others:
-            listed = ", ".join(f"{other.cause.name}{self._other_text(other)}" for other in others)
+        if further_causes:
+            listed = ", ".join(f"{shown.cause.name}{self._further_text(shown)}" for shown in further_causes)
             text += f"; also {listed}"
         return text
 
@@ -141,14 +141,15 @@ class RunDiagnosis:
             text += f", in {len(detection.steps)} of {len(steps)} steps"
         return text
 
-    def _other_text(self, shown: ShownCause) -> str:
+    def _further_text(self, shown: ShownCause) -> str:
         parts = [] if shown.ranked.share is None else [shown.ranked.share.text]
         if shown.since != self.since and shown.since is not None:
             parts.append(f"since step {shown.since}")
         return f" ({', '.join(parts)})" if parts else ""
 
     def _tested_text(self) -> str:
-        ruled_out = [id_.replace("_", " ") for id_, found in self.detections.items() if found.state == "ruled out"]
+        detections = self.detections.items()
+        ruled_out = [id_.replace("_", " ") for id_, detection in detections if detection.state == "ruled out"]
         text = f"ruled out: {', '.join(ruled_out)}" if ruled_out else "nothing is ruled out"
         untested = [
             f"{', '.join(id_.replace('_', ' ') for id_ in ids)} (needs {needs})"

@@ -33,7 +33,7 @@ class MismatchSums(NamedTuple):
     capped_abs: Array
 
     def plus(self, other: MismatchSums) -> MismatchSums:
-        """Return the sums over the tokens of both."""
+        """Return these sums and the others added up."""
         return MismatchSums(self.k3 + other.k3, self.capped_abs + other.capped_abs)
 
     def minus(self, other: MismatchSums) -> MismatchSums:
@@ -41,7 +41,7 @@ class MismatchSums(NamedTuple):
         return MismatchSums(np.maximum(self.k3 - other.k3, 0.0), np.maximum(self.capped_abs - other.capped_abs, 0.0))
 
     def at_most(self, other: MismatchSums) -> MismatchSums:
-        """Return the smaller of both sums."""
+        """Return these sums, each limited to the other one."""
         return MismatchSums(np.minimum(self.k3, other.k3), np.minimum(self.capped_abs, other.capped_abs))
 
 
@@ -91,7 +91,7 @@ class Evidence:
 
     @cached_property
     def sums_after(self) -> StepSums:
-        """Sums over all steps of *after*, with those that hold no token with log-probs of both engines."""
+        """Sums over all steps of *after*, also those that hold no token with log-probs of both engines."""
         return self.statistics.total(step for step in self.statistics.steps if step >= self.first_step)
 
     @cached_property

@@ -112,8 +112,9 @@ def detect_filter(evidence: Evidence, threshold: float) -> Detection:
 def detect_temperature(evidence: Evidence, threshold: float) -> Detection:
     """Look for a tilt: likely tokens are likelier and unlikely tokens less likely in one engine than in the other.
 
-    The measured value is the share of the variance of Δ/(1 − p) that the means of the bins of probability explain. A
-    tilt has bins with positive and bins with negative means: the smaller of their two shares counts twice.
+    The means of the bins of probability explain a share of the variance of Δ/(1 − p). The bins with positive means and
+    those with negative means are taken separately, since a tilt has both; the measured value is twice the smaller of
+    the two shares.
     """
     bins = evidence.after.bin_sums[PROBABILITY]
     count, total, squares = (
@@ -144,9 +145,10 @@ def detect_temperature(evidence: Evidence, threshold: float) -> Detection:
 
 
 def detect_biased_weight(evidence: Evidence, threshold: float) -> Detection:
-    """Look for a mean of exp(Δ) that differs from 1, which no log-probs of the sampler have.
+    """Look for a mean of exp(Δ) that differs from 1.
 
-    The mean counts only if the effective sample size is large enough, so that a few tokens do not make it.
+    It is 1 if the sampler reports the log-probs of the distribution that it samples from. The mean counts only if the
+    effective sample size is large enough, so that a few tokens do not decide it.
     """
     excess, error = _mean_excess_weight(evidence.after)
     if math.isnan(excess):

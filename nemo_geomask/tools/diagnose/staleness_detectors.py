@@ -74,7 +74,7 @@ def _advantage_score(sums: StepSums) -> float:
 def detect_staleness(evidence: Evidence, threshold: float) -> Detection:
     """Look for a larger mismatch of the older samples, or of all stale samples.
 
-    Fresh samples have a staleness of 0. In asynchronous loops only the first steps have any, so the stale samples of
+    Fresh samples have a staleness of 0. An asynchronous loop has them only in its first steps, so the stale samples of
     *after* are compared with the fresh samples of the whole run.
     """
     name = "staleness"
@@ -119,12 +119,12 @@ def _excess_over_fresh(run: Window, after: Window) -> MismatchSums:
 
 
 def _detect_cycle(evidence: Evidence, period: Period) -> Detection:
-    """Return the finding that the mismatch repeats in a cycle, in records without staleness."""
+    """Report the cycle of the mismatch as a sign of staleness, for records that do not hold the staleness."""
     steps = [step for step in evidence.steps_after if period.phases.get(step) == period.lowest]
     explained = evidence.mismatch_beyond(evidence.statistics.total(steps))
     share = float(explained.capped_abs[0]) / max(float(evidence.mismatch_after.capped_abs[0]), 1e-12)
     description = (
-        f"the mismatch repeats every {period.steps} steps, in which it changes {period.times:.1f} times, as the age of "
-        "samples between two refits does; the records hold no weight versions"
+        f"the mismatch repeats every {period.steps} steps and varies by a factor of {period.times:.1f} within them, "
+        "as the age of samples between two refits does; the records hold no weight versions"
     )
     return Detection(share, description, True, explained=explained)

@@ -38,7 +38,7 @@ class Period(NamedTuple):
     Attributes:
         steps: length of the cycle.
         times: ratio of the largest mean of a phase to the smallest.
-        phases: phase of each step of the run, by its number.
+        phases: by the number of a step, its phase: its position in the cycle, counted from 0.
         lowest: the phase with the smallest mean.
     """
 
@@ -51,7 +51,7 @@ class Period(NamedTuple):
 def find_edge_rise(logarithms: Sequence[float], min_noise: float) -> EdgeRise | None:
     """Return the largest rise that is too close to an edge of the series for :func:`~change_points.find_change`.
 
-    In a series of fewer than ``MIN_VALUES`` values, every rise is.
+    In a series of fewer than ``MIN_VALUES`` values, which ``find_change`` does not search, a rise at any index counts.
 
     Args:
         logarithms: logarithm of the mismatch in each step.
@@ -74,7 +74,7 @@ def find_period(logarithms: Sequence[float], steps: Sequence[int], min_noise: fl
     """Return the cycle in which a series repeats, such as the sawtooth of samples that age until the next refit.
 
     The variance between the phases of a cycle is compared with that within them, by an F test, after a linear trend
-    is removed. The steps must be numbered without gaps.
+    is removed. If a number is missing between the steps, no cycle is sought.
 
     Args:
         logarithms: logarithm of the mismatch in each step.

@@ -18,7 +18,7 @@ MAX_VARIANCE = 1.1
 
 
 def pareto_front(outcomes: Sequence[CandidateOutcome]) -> list[CandidateOutcome]:
-    """Return the outcomes to which no other outcome is better in bias or variance without being worse in the other."""
+    """Return the outcomes that no other outcome beats: in bias or in variance, without being worse in either."""
     compared = [outcome for outcome in outcomes if not math.isnan(outcome.value("bias"))]
     points = [(outcome.value("bias"), outcome.value("variance")) for outcome in compared]
     return [

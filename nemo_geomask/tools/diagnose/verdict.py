@@ -39,7 +39,7 @@ _NO_COMMON_TOKENS = "no sequence has a trained token with log-probs of both engi
 
 @dataclass(frozen=True)
 class _Inputs:
-    """What a diagnosis starts from.
+    """Statistics of a run, and what is derived from them before its causes are sought.
 
     Attributes:
         statistics: statistics of the run.
@@ -48,7 +48,7 @@ class _Inputs:
         judged_steps: steps that hold tokens with log-probs of both engines.
         is_worse: as in :class:`Evidence`.
         period: the cycle in which the mismatch repeats.
-        sequences: number of sequences that the comparison, or the run, has.
+        sequences: number of sequences that the verdict rests on; of two compared runs, that of the smaller one.
     """
 
     statistics: RunStatistics
@@ -134,19 +134,19 @@ def _find_causes(
 ) -> tuple[Evidence, dict[str, Detection], list[ShownCause]]:
     """Look for all causes; return the evidence, what the detectors found, and the causes that are shown.
 
-    If the named cause began at another step than the mismatch rose, the run is divided at the step of the cause. All
-    tables then compare what the verdict compares.
+    The run is divided into *before* and *after* at the rise of the mismatch. If the named cause began at another step,
+    the run is divided at that step instead, so that the report's tables and the verdict compare the same steps.
     """
     evidence, detections, shown = _detect(inputs, rise, first_step)
     if not shown or inputs.against is not None or shown[0].since == rise:
         return evidence, detections, shown
     since = shown[0].since
     begin = min(inputs.statistics.steps) if since is None else since
-    divided = _detect(inputs, since, begin)
-    # The causes must be the same: one that explains the whole run less well may be the cause of its last steps.
-    if [cause.cause.id for cause in divided[2]][:1] == [shown[0].cause.id]:
-        named = ShownCause(divided[2][0].ranked, since)
-        return divided[0], divided[1], [named, *divided[2][1:]]
+    divided_evidence, divided_detections, divided_shown = _detect(inputs, since, begin)
+    # Divided there, the run may show another cause most, which explains only its last steps; then the first holds.
+    if [cause.cause.id for cause in divided_shown][:1] == [shown[0].cause.id]:
+        named = ShownCause(divided_shown[0].ranked, since)
+        return divided_evidence, divided_detections, [named, *divided_shown[1:]]
     return evidence, detections, [ShownCause(shown[0].ranked, rise), *shown[1:]] if rise is not None else shown
 
 
@@ -155,14 +155,14 @@ def _detect(
 ) -> tuple[Evidence, dict[str, Detection], list[ShownCause]]:
     evidence = _gather_evidence(inputs, onset, first_step)
     detections = {cause.id: cause.detect(evidence, cause.threshold) for cause in CAUSES}
-    # Bugs are reported however few sequences there are.
+    # Bugs are reported however few sequences there are; other causes need MIN_SEQUENCES.
     sequences = evidence.sums_after["sequences"] if inputs.against is None else inputs.sequences
     judged = {cause.id: detections[cause.id] for cause in CAUSES if sequences >= MIN_SEQUENCES or cause.is_bug}
     return evidence, detections, [ShownCause(cause, _onset(cause, evidence)) for cause in rank_causes(judged, evidence)]
 
 
 def _onset(ranked: RankedCause, evidence: Evidence) -> int | None:
-    """Return the first step that shows a cause; None if that is the first step of *after* without a rise."""
+    """Return the first step that shows a cause; None if the first step that counts does, or two runs are compared."""
     detection = ranked.detection
     if evidence.compares_runs:
         return None
@@ -173,22 +173,22 @@ def _onset(ranked: RankedCause, evidence: Evidence) -> int | None:
             if first > (evidence.first_step if evidence.onset is None else min(evidence.statistics.steps))
             else None
         )
-    own = None if detection.window_value is None else _rise_in_windows(detection, evidence.statistics)
-    if own is None:
+    onset = None if detection.window_value is None else _rise_in_windows(detection, evidence.statistics)
+    if onset is None:
         return None if detection.is_standing else evidence.onset
-    is_same = evidence.onset is not None and abs(own - evidence.onset) <= MAX_ONSET_DISTANCE
-    return evidence.onset if is_same else own
+    is_same = evidence.onset is not None and abs(onset - evidence.onset) <= MAX_ONSET_DISTANCE
+    return evidence.onset if is_same else onset
 
 
 def _rise_in_windows(detection: Detection, statistics: RunStatistics) -> int | None:
-    """Return the first step of the first window since which a cause's own value is higher; None if it has not risen."""
+    """Return the first step since which the values of ``window_value`` are higher; None if they have not risen."""
     assert detection.window_value is not None
     values = {first_step: detection.window_value(window) for first_step, window in sorted(statistics.windows.items())}
-    known = {first_step: value for first_step, value in values.items() if math.isfinite(value)}
-    change = find_change(floored_logarithms(list(known.values())), MIN_NOISE)
+    finite = {first_step: value for first_step, value in values.items() if math.isfinite(value)}
+    change = find_change(floored_logarithms(list(finite.values())), MIN_NOISE)
     if change is None or change.rise < MIN_RISE or change.score < MIN_SCORE:
         return None
-    return max(list(known)[change.first], min(statistics.steps))
+    return max(list(finite)[change.first], min(statistics.steps))
 
 
 def _gather_evidence(inputs: _Inputs, onset: int | None, first_step: int) -> Evidence:

@@ -29,7 +29,7 @@ __all__ = ["collect_runs", "load_runs", "rewrite_page", "search_table", "split_r
 
 _METADATA_KEY = b"nemo_geomask.evidence"
 _FACTS = ("corrected", "chance", "sampler", "precision", "finished", "versions", "settings")
-_MIN_TOKENS = 20  # tokens of a part in a step, below which its mean is not shown
+_MIN_TOKENS = 20  # a part's mean in a step is not shown if it has fewer tokens
 
 
 def collect_runs(curves: Iterable[RunCurves], path: Path, spec: EvidenceSpec) -> None:

@@ -16,7 +16,7 @@ from nemo_geomask.tools.shared.intervals import mean_interval
 __all__ = ["COMPUTED_COLUMNS", "EVIDENCE_SPECS", "EvidenceSpec", "Runs", "SeedMean"]
 
 Runs = Sequence[RunCurves]
-"""Runs, of one variant or of several."""
+"""Curves of several runs, which belong to one variant or to several."""
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from nemo_geomask.tools.lab.lab_recipe import TASKS, EnvConfig
 __all__ = ["Answers", "CallingTask", "NumberTask", "Progressions", "Prompts", "Task", "draw_prompts", "load_task"]
 
 _PROMPTS_PER_HELD_OUT = 8  # one prompt in this many belongs to the validation split
-_MAX_DRAWS = 200  # batches that are drawn at most to fill a split
+_MAX_DRAWS = 200  # maximum number of batches that are drawn to fill a split
 
 
 @dataclass(frozen=True)

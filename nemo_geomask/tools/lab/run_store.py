@@ -79,7 +79,7 @@ class Run:
 
     @property
     def previous_state_file(self) -> Path:
-        """Checkpoint of the step before."""
+        """Checkpoint before the one in ``state_file``, for the case that ``state_file`` is damaged."""
         return self.folder / "state.previous.pt"
 
     @property

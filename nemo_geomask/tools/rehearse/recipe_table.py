@@ -93,10 +93,10 @@ def _planned(facts: RecipeFacts, environment: Mapping[str, str]) -> dict[str, An
 
 
 def drawn(recipes: Mapping[str, Mapping[str, Any]], number: int = DRAWN, seed: int = SEED) -> list[str]:
-    """Return planned recipes drawn by lot.
+    """Draw some of the planned recipes at random; the same seed draws the same ones.
 
-    All recipes are put in a random order, of which the first planned ones are drawn: a recipe that is planned by a
-    later version changes the lot of at most one other.
+    All recipes, planned or not, are put in a random order, and the first planned ones of it are drawn. If a later
+    version can plan one recipe more, at most one recipe of the draw is replaced.
     """
     order = random.Random(seed).sample(sorted(recipes), len(recipes))
     return [name for name in order if "planned" in recipes[name]][:number]

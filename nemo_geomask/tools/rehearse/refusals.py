@@ -18,9 +18,9 @@ BACKEND = "policy.generation.backend"
 
 _WITHOUT_ACCURACY_CHECK = "NRL_IGNORE_TP_ACCURACY_CHECK"
 _REFUSALS_OF_VARIABLES: Mapping[str, str] = {_WITHOUT_ACCURACY_CHECK: "GM307"}
-"""By environment variable: the rule of `check` for a refusal of NeMo-RL that the variable switches off."""
+"""For each environment variable, the rule of `check` for the NeMo-RL refusal that the variable switches off."""
 _REPLACED = frozenset({"policy.model_name", "policy.tokenizer.name"})
-"""Keys whose value is another one in every rehearsal."""
+"""Keys whose value every rehearsal replaces."""
 
 LAUNCH_VARIABLES = tuple(_REFUSALS_OF_VARIABLES)
 """Environment variables that decide whether NeMo-RL starts a recipe."""

@@ -110,11 +110,13 @@ def packed_attention(
     """
     torch = importlib.import_module("torch")
     positions = [token_positions(offsets, rank, group.size()) for rank in range(group.size())]
-    own, all_ranks = positions[group.rank()], torch.cat(positions)
+    query_positions, key_positions = positions[group.rank()], torch.cat(positions)
     starts = torch.tensor(offsets[1:-1])
-    sequence, of_keys = (torch.bucketize(part, starts, right=True) for part in (own, all_ranks))
-    behind = own[:, None] - all_ranks[None, :]
-    visible = (sequence[:, None] == of_keys[None, :]) & (behind >= 0)
+    query_sequence, key_sequence = (
+        torch.bucketize(part, starts, right=True) for part in (query_positions, key_positions)
+    )
+    behind = query_positions[:, None] - key_positions[None, :]
+    visible = (query_sequence[:, None] == key_sequence[None, :]) & (behind >= 0)
     if window is not None and window[0] >= 0:
         visible &= behind <= window[0]
     keys, values = (
@@ -124,7 +126,7 @@ def packed_attention(
     scores = scores.masked_fill(~visible, -torch.inf)
     if sink is not None:
         scores = torch.cat([scores, sink.float().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)], dim=-1)
-    probabilities = scores.softmax(dim=-1)[..., : len(all_ranks)]
+    probabilities = scores.softmax(dim=-1)[..., : len(key_positions)]
     return torch.einsum("bhqk,kbhd->qbhd", probabilities, values.float()).to(query.dtype)
 
 
