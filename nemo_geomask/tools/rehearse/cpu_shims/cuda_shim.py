@@ -21,7 +21,10 @@ _METHODS = ("new_zeros", "new_empty", "new_ones", "new_full", "new_tensor")
 
 
 def torch(module: Any) -> Iterator[Patch]:
-    """Yield all patches of torch, which NeMo-RL's workers, Megatron and vLLM need."""
+    """Yield all patches of torch, which NeMo-RL's workers, Megatron and vLLM need.
+
+    dtensor_policy_worker.py, base_policy_worker.py and others; each group of patches names its lines.
+    """
     yield from _devices(module)
     yield from _gpu(module)
     yield from _groups(module)
