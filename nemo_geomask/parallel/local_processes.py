@@ -185,8 +185,8 @@ def _run_rank(index: int, ranks: range, world: int, backend: str, collective_tim
         # A rank that exits breaks the connections of the ranks that are still at work, so it waits for all of them.
         while len(list(folder.glob("*.result"))) < world:
             time.sleep(0.01)
-        # Without this, threads of the backend that still run when the interpreter exits can abort the process.
         dist.destroy_process_group()
+        exit_code = 0
     except BaseException as error:
         # Until this process exits its connections stay open, so ranks that fail because it is gone fail later. The
         # first rank to fail thus creates the link. Creating a link is atomic, even if this process is ended meanwhile.
@@ -194,10 +194,11 @@ def _run_rank(index: int, ranks: range, world: int, backend: str, collective_tim
         (folder / f"{rank}.error").write_bytes(pickle.dumps(raised))
         with contextlib.suppress(FileExistsError):
             (folder / "error").symlink_to(folder / f"{rank}.error")
-        sys.stdout.flush()
-        sys.stderr.flush()
-        # Not sys.exit: threads of the backend are still running, and can abort an interpreter that shuts down.
-        os._exit(1)
+        exit_code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Not sys.exit: threads of the backend may still be running, and can abort an interpreter that shuts down.
+    os._exit(exit_code)
 
 
 def _join_group(rank: int, world: int, backend: str, collective_timeout: float, folder: Path) -> None:
