@@ -1,4 +1,4 @@
-"""GM210 to GM215: bounds, thresholds and sizes that NeMo-RL accepts, but that are in another unit than it expects."""
+"""GM210 to GM215: bounds, thresholds and sizes that NeMo-RL accepts, but that defeat their purpose."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ def _has_clip(facts: RecipeFacts) -> bool:
     return is_clipped and not config.disable_ppo_ratio and not config.force_on_policy_ratio
 
 
-def _ratio_as_clip(facts: RecipeFacts) -> Iterator[Hit]:
+def _bound_instead_of_distance(facts: RecipeFacts) -> Iterator[Hit]:
     config = facts.config
     if not _has_clip(facts):
         return
     low, high = config.ratio_clip_min, config.ratio_clip_max
-    # Both bounds are distances from 1. 1.2 for ratio_clip_max, or 0.8 for ratio_clip_min, is the bound itself. A
-    # distance of 1 is the open way to have no lower bound.
+    # Both bounds are distances from 1. 1.2 for ratio_clip_max, or 0.8 for ratio_clip_min, is the bound itself.
+    # A ratio_clip_min of exactly 1 is not reported, since it is a common way to have no lower bound.
     if 1 <= high <= 2:
         yield Hit(
             "loss_fn.ratio_clip_max",
@@ -56,7 +56,7 @@ def _sequence_clip_on_tokens(facts: RecipeFacts) -> Iterator[Hit]:
             )
 
 
-def _weights_without_one(facts: RecipeFacts) -> Iterator[Hit]:
+def _weight_bounds_without_one(facts: RecipeFacts) -> Iterator[Hit]:
     config = facts.config
     if config.truncation is None or config.plugin_truncation is not None:
         return
@@ -113,7 +113,7 @@ RULES = (
         "warning",
         "clip bound on the ratio where a distance from 1 is meant",
         "NeMo-RL `ClippedPGLossFn`: `ratios.clamp(1 - ratio_clip_min, 1 + ratio_clip_max)`",
-        _ratio_as_clip,
+        _bound_instead_of_distance,
     ),
     Rule(
         "GM211",
@@ -127,7 +127,7 @@ RULES = (
         "warning",
         "bounds on the weights that exclude 1",
         "NeMo-RL `ClippedPGLossFn` (`truncated_importance_sampling_ratio`)",
-        _weights_without_one,
+        _weight_bounds_without_one,
     ),
     Rule(
         "GM213",

@@ -25,9 +25,9 @@ __all__ = ["BulkCheck", "bulk_as_json", "bulk_as_text", "check_many"]
 _RECIPE_SECTION = re.compile(
     r"^(defaults|policy|loss_fn|grpo|ppo|async_rl|sft|dpo|rm|distillation|eval|lab):", re.MULTILINE
 )
-# A warning of a rule in more recipes than this is printed once, at the end, as every note is.
-_FEW = 3
-_NAMED = 3  # recipes that the end names for each rule
+# A warning that more recipes share is printed once, at the end. Notes are always printed there.
+_MAX_RECIPES_IN_DETAIL = 3
+_MAX_EXAMPLES = 3  # recipes that the text at the end names for each rule
 
 
 @dataclass(frozen=True)
@@ -67,11 +67,13 @@ def check_many(paths: Sequence[str], options: CheckOptions) -> BulkCheck:
             recipes.append(path)
             continue
         files = sorted(file for file in Path(path).rglob("*") if file.suffix in (".yaml", ".yml"))
-        found = [file for file in files if _RECIPE_SECTION.search(file.read_text(encoding="utf-8", errors="replace"))]
-        if not found:
+        recipe_files = [
+            file for file in files if _RECIPE_SECTION.search(file.read_text(encoding="utf-8", errors="replace"))
+        ]
+        if not recipe_files:
             raise ConfigError(f"{path}: there is no recipe in this folder; name a folder with YAML files of NeMo-RL")
-        recipes += [os.fspath(file) for file in found]
-        skipped += len(files) - len(found)
+        recipes += [os.fspath(file) for file in recipe_files]
+        skipped += len(files) - len(recipe_files)
     checked: list[CheckedRecipe] = []
     unreadable: list[tuple[str, GeomaskError]] = []
     for recipe in dict.fromkeys(recipes):
@@ -83,21 +85,21 @@ def check_many(paths: Sequence[str], options: CheckOptions) -> BulkCheck:
 
 
 def bulk_as_text(bulk: BulkCheck) -> str:
-    """Return the result as text: findings by recipe, then once what applies to many recipes, then the counts."""
+    """Return the result as text: findings of each recipe, findings that many recipes share, then the counts."""
     recipes_by_rule: dict[str, set[str]] = {}
     for checked in bulk.checked:
         for finding in checked.report.findings:
             recipes_by_rule.setdefault(finding.rule.id, set()).add(str(checked.facts.recipe.path))
 
     def is_general(finding: Finding) -> bool:
-        many = len(recipes_by_rule[finding.rule.id]) > _FEW
-        return finding.rule.severity == "note" or (finding.rule.severity == "warning" and many)
+        is_common = len(recipes_by_rule[finding.rule.id]) > _MAX_RECIPES_IN_DETAIL
+        return finding.rule.severity == "note" or (finding.rule.severity == "warning" and is_common)
 
     sections = [[f"{path}: can't be checked", f"  {error}"] for path, error in bulk.unreadable]
     for checked in bulk.checked:
-        own = [finding for finding in checked.report.findings if not is_general(finding)]
-        if own:
-            lines = [line for finding in own for line in finding_lines(finding)]
+        detailed = [finding for finding in checked.report.findings if not is_general(finding)]
+        if detailed:
+            lines = [line for finding in detailed for line in finding_lines(finding)]
             sections.append([f"{checked.facts.recipe.path}", *(f"  {line}" for line in lines)])
     general = [finding for checked in bulk.checked for finding in checked.report.findings if is_general(finding)]
     sections += _general_sections(general, recipes_by_rule)
@@ -115,10 +117,10 @@ def _general_sections(findings: Sequence[Finding], recipes_by_rule: dict[str, se
         first.setdefault(finding.rule.id, finding)
     for rule_id, finding in sorted(first.items()):
         recipes = sorted(recipes_by_rule[rule_id])
-        rest = f" and {len(recipes) - _NAMED} more" if len(recipes) > _NAMED else ""
+        rest = f" and {len(recipes) - _MAX_EXAMPLES} more" if len(recipes) > _MAX_EXAMPLES else ""
         yield [
             f"{finding.rule.severity} {rule_id} in {count_with_noun(len(recipes), 'recipe')}: {finding.rule.title}",
-            f"  {', '.join(recipes[:_NAMED])}{rest}",
+            f"  {', '.join(recipes[:_MAX_EXAMPLES])}{rest}",
             f"  the first, {finding.key}: {finding.message}",
             f"  source: {finding.rule.source}",
         ]

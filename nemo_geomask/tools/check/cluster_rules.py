@@ -139,13 +139,14 @@ def _separate_generation(facts: RecipeFacts) -> Iterator[Hit]:
     elif sampling_nodes >= nodes:
         yield Hit(nodes_key, f"{sampling_nodes:g} of {nodes:g} nodes sample, so none is left to train; lower it")
     if per_node != gpus_per_node:
-        found = "missing" if per_node is None else f"{per_node:g}"
+        stated = "missing" if per_node is None else f"{per_node:g}"
         yield Hit(
-            per_node_key, f"{found}: in a cluster of several nodes, whole nodes sample; set {gpus_per_node:g}, all GPUs"
+            per_node_key,
+            f"{stated}: in a cluster of several nodes, whole nodes sample; set {gpus_per_node:g}, all GPUs",
         )
 
 
-def _batch_of_a_rank(facts: RecipeFacts) -> Iterator[Hit]:
+def _indivisible_batch(facts: RecipeFacts) -> Iterator[Hit]:
     gpus, batch = training_gpus(facts), facts.number("policy.train_global_batch_size")
     replica = layout_of(facts).ranks_per_replica
     if gpus is None or not batch or gpus % replica:
@@ -159,8 +160,10 @@ def _batch_of_a_rank(facts: RecipeFacts) -> Iterator[Hit]:
         return
     microbatch_key = "policy.train_micro_batch_size"
     microbatch = facts.number(microbatch_key)
-    is_batched = any(facts.is_true(f"policy.{name}.enabled") for name in ("sequence_packing", "dynamic_batching"))
-    if microbatch and not is_batched and (batch / ranks) % microbatch:
+    has_variable_microbatches = any(
+        facts.is_true(f"policy.{name}.enabled") for name in ("sequence_packing", "dynamic_batching")
+    )
+    if microbatch and not has_variable_microbatches and (batch / ranks) % microbatch:
         yield Hit(
             microbatch_key,
             f"{microbatch:g} does not divide the {batch / ranks:g} sequences of a data-parallel rank (train_global_"
@@ -233,6 +236,6 @@ RULES = (
         "error",
         "training batch that ranks or microbatches can't divide",
         "NeMo-RL `shard_by_batch_size`, `make_microbatch_iterator`",
-        _batch_of_a_rank,
+        _indivisible_batch,
     ),
 )

@@ -85,7 +85,7 @@ def _source_of(checkout: Path) -> _Source:
 
 @dataclass
 class _Module:
-    """Text of a module, with its classes (bases, body) and the modules of the names that it imports."""
+    """Text of a module, its classes as (bases, body), and ``module:name`` of each imported name."""
 
     name: str
     text: str
@@ -142,7 +142,7 @@ class _Source:
             return self._named_type(origin, original)
         if alias := re.search(rf"^{re.escape(name)}(?:: *\w+)? *= *", module.text, re.MULTILINE):
             lines = module.text[alias.end() :].split("\n")
-            for count in range(1, 20):
+            for count in range(1, 20):  # an alias may span several lines, so read on until they parse
                 try:
                     return self._type(ast.parse("\n".join(lines[:count]).strip(), mode="eval").body, module)
                 except SyntaxError:
@@ -150,6 +150,7 @@ class _Source:
         return ANYTHING
 
     def _class_type(self, module: _Module, name: str) -> ValueType:
+        """Return the section that a class declares; ANYTHING if it is no TypedDict and no pydantic model."""
         bases, body = module.classes[name]
         arguments = ast.parse(f"_({bases})", mode="eval").body
         assert isinstance(arguments, ast.Call)

@@ -17,8 +17,9 @@ from nemo_geomask.tools.check.rule import Hit, Rule
 
 __all__ = ["RULES"]
 
-# Bounds as far from 1 as the expected mean, such as the mismatch study's 0.999 and 1.002, keep about half.
-_FEWEST_KEPT = 0.25
+# A mask that is expected to keep less is reported. The limit is below a half, since useful bounds may keep about half:
+# the mismatch study's 0.999 and 1.002 are as far from 1 as the expected mean.
+_MIN_KEPT_FRACTION = 0.25
 _ASSUMPTION = "(assuming independent tokens and normal log-ratios)"
 
 
@@ -42,7 +43,7 @@ def _mask_removes_most(facts: RecipeFacts) -> Iterator[Hit]:
         return
     for rule, unit in predictable_masks(facts.config):
         kept = kept_fraction(rule, kl, tokens)
-        if kept is not None and kept < _FEWEST_KEPT:
+        if kept is not None and kept < _MIN_KEPT_FRACTION:
             is_product = rule.level == "sequence" and rule.statistic == "ratio"
             fix = (
                 "use preset: geometric, since a product of ratios exceeds any fixed bounds as responses grow"

@@ -1,4 +1,4 @@
-"""What each method to compute log-probs needs: forward passes, and settings that a recipe may lack."""
+"""Requirements of each way to compute log-probs: forward passes, and settings that a recipe may lack."""
 
 from __future__ import annotations
 

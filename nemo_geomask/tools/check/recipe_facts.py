@@ -87,7 +87,7 @@ class RecipeFacts:
         return (self.loss or self.provisional_loss) is not None
 
     def is_unsettled(self, key: str, message: str) -> bool:
-        """Return True if a finding at ``key`` follows from an invalid setting, which it is about or mentions."""
+        """Return True if the key or the message of a finding names an unsettled setting."""
         is_inside = any(key == section or key.startswith((f"{section}.", f"{section}[")) for section in self.unsettled)
         return is_inside or any(section in message for section in self.unsettled)
 

@@ -118,10 +118,11 @@ def _with_provisional(invalid: RecipeLoss, block: Any) -> RecipeLoss:
     while True:
         fields = {field for problem in problems for key in problem.keys if (field := _field_of(key))}
         removed = fields & set(settings)
-        # Without its name, nothing is known of an objective.
+        # Without a valid name the objective is unknown, so all of loss_fn is unsettled.
         unsettled |= {_LOSS} if "name" in fields else {f"{_LOSS}.{field}" for field in fields}
+        # A misspelled field may have been meant for the field that it resembles.
         unsettled |= {f"{_LOSS}.{guess}" for field in fields if (guess := nearest(field, LossConfig.model_fields))}
-        if problems and not removed:
+        if problems and not removed:  # no named setting is left to remove; take defaults
             settings, removed = {}, set()
             unsettled.add(_LOSS)
         settings = {key: value for key, value in settings.items() if key not in removed}
@@ -139,8 +140,8 @@ def _field_of(key: str) -> str:
 
 
 def _unknown_field(key: str) -> Problem:
-    # The problem has no keys, since problems at keys of NeMo-RL's own files are left out, and this one must not be: the
-    # objective that check prints lacks the field, whoever set it.
+    # The problem has no keys. Check leaves out problems at keys that NeMo-RL's own files set, but this one must stay:
+    # the printed objective lacks the field, whoever set it.
     return Problem(
         (),
         f"{key}: NeMo-RL's own loss reads it, but this version of nemo_geomask does not know it, so it is missing in "

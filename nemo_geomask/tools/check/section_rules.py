@@ -131,13 +131,14 @@ def _unknown_keys(facts: RecipeFacts) -> Iterator[UnknownKey]:
     inherited: KeysBySection = {"": {"defaults", _LOSS}}
     for path, text in nemo_rl_files(facts).items():
         _collect_keys(_parse_yaml(path, text), "", inherited)
-    own = master_section(facts.nemo_rl, facts.recipe.data)
-    # Sections of other algorithms, such as evaluation's generation, which a recipe of GRPO has under policy.
-    others = {name for master in master_sections(facts.nemo_rl).values() for name in master.fields}
-    others -= {*(own.fields if own else others), *inherited[""]}
+    recipe_section = master_section(facts.nemo_rl, facts.recipe.data)
+    # Top-level sections of other algorithms only. A GRPO recipe with evaluation's `generation` at the top is reported,
+    # since GRPO has that section under policy.
+    foreign_sections = {name for master in master_sections(facts.nemo_rl).values() for name in master.fields}
+    foreign_sections -= {*(recipe_section.fields if recipe_section else foreign_sections), *inherited[""]}
     for key, origin in user_keys(facts):
         section, _, name = re.sub(r"\[\d+\]", "[]", key).rpartition(".")
-        names = {*example_keys.get(section, ()), *inherited.get(section, ())} - (set() if section else others)
+        names = {*example_keys.get(section, ()), *inherited.get(section, ())} - (set() if section else foreign_sections)
         # A key that begins with an underscore is an instruction to the YAML loader.
         if names and name not in names and not name.endswith("]") and not name.startswith("_"):
             yield UnknownKey(key, origin, names)
@@ -219,9 +220,10 @@ def _correct_spelling(name: str, known_names: Collection[str]) -> str | None:
 
 
 def _places_of(name: str, key: str, facts: RecipeFacts) -> str:
-    """Return where NeMo-RL, or ``loss_fn``, has a key of this name, for a key that is written elsewhere; at most two.
+    """Return up to two places where a misplaced key may belong, joined by "or"; empty if there is none.
 
-    Only sections that the recipe has count, and those that have the most in common with ``key`` come first.
+    A place is a section of NeMo-RL, or ``loss_fn``, that has a key of this name and that the recipe contains. Sections
+    that share the most outer sections with ``key`` come first.
     """
     assert facts.nemo_rl is not None
     name = _OTHER_NAMES.get(name, name)
@@ -234,9 +236,11 @@ def _places_of(name: str, key: str, facts: RecipeFacts) -> str:
 
     def distance(section: str) -> tuple[int, int, str]:
         parts = section.split(".") if section else []
-        common = next((i for i, pair in enumerate(zip(parts, written_in, strict=False)) if len(set(pair)) > 1), None)
-        shared = min(len(parts), len(written_in)) if common is None else common
-        return (-shared, len(parts), section)
+        first_difference = next(
+            (i for i, pair in enumerate(zip(parts, written_in, strict=False)) if len(set(pair)) > 1), None
+        )
+        shared_parts = min(len(parts), len(written_in)) if first_difference is None else first_difference
+        return (-shared_parts, len(parts), section)
 
     nearest_sections = sorted(present, key=distance)[:2]
     return " or ".join(f"{section}.{name}" if section else name for section in nearest_sections)

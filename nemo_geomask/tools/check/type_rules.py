@@ -24,10 +24,10 @@ def _mismatches(facts: RecipeFacts) -> Iterator[RefusedValue]:
     # Until v0.6.0, NeMo-RL does not validate recipes.
     if master is None or not master.is_model:
         return
-    yielded: set[str] = set()
+    reported_keys: set[str] = set()
     for mismatch in master.mismatches(facts.recipe.data, ""):
         if mismatch.key.partition(".")[0] != "loss_fn":
-            yielded.add(mismatch.key)
+            reported_keys.add(mismatch.key)
             yield mismatch
     # NeMo-RL does not validate the backend's own settings. Its recipes have null there for a default, and numbers as
     # values of environment variables.
@@ -36,7 +36,7 @@ def _mismatches(facts: RecipeFacts) -> Iterator[RefusedValue]:
     if backend is not None and isinstance(generation, dict):
         for mismatch in backend.mismatches(generation, "policy.generation"):
             is_harmless = _value(mismatch.key, facts) is None or "a text" in mismatch.expected
-            if not mismatch.is_missing and not is_harmless and mismatch.key not in yielded:
+            if not mismatch.is_missing and not is_harmless and mismatch.key not in reported_keys:
                 yield mismatch
 
 
@@ -68,7 +68,7 @@ def _missing_key(facts: RecipeFacts) -> Iterator[Hit]:
 
 
 def _value(key: str, facts: RecipeFacts) -> object:
-    """Return the value at a key that may contain indices of lists; null is None."""
+    """Return the value at a key such as ``a.b[0].c``; None if it is null or missing."""
     value: object = facts.recipe.data
     for part in key.replace("[", ".[").split("."):
         if isinstance(value, list) and part.startswith("["):

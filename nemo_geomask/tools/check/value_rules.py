@@ -27,7 +27,7 @@ def _unknown_precision(facts: RecipeFacts) -> Iterator[Hit]:
     for key, allowed in places.items():
         value = facts.get(key)
         if isinstance(value, str) and value not in allowed:
-            meant = next((name for name, others in _PRECISIONS.items() if value.lower() in (name, *others)), None)
+            meant = next((name for name, aliases in _PRECISIONS.items() if value.lower() in (name, *aliases)), None)
             yield Hit(key, f"{value}: no such precision; write {meant or 'one of ' + ', '.join(allowed)}")
 
 

@@ -30,7 +30,7 @@ class ValueType:
     """Type that accepts every value; the base class of all others."""
 
     def describe(self) -> str:
-        """Return what the type accepts, as an error says it."""
+        """Return a description of what the type accepts, for error messages."""
         return "any value"
 
     def mismatches(self, value: Any, key: str) -> Iterator[RefusedValue]:
@@ -51,7 +51,7 @@ class Scalar(ValueType):
     name: str
 
     def describe(self) -> str:
-        """Return what the type accepts, as an error says it."""
+        """Return a description of what the type accepts, for error messages."""
         return _SCALAR_NAMES[self.name]
 
     def mismatches(self, value: Any, key: str) -> Iterator[RefusedValue]:
@@ -81,7 +81,7 @@ class OneOf(ValueType):
     values: tuple[Any, ...]
 
     def describe(self) -> str:
-        """Return what the type accepts, as an error says it."""
+        """Return a description of what the type accepts, for error messages."""
         return " or ".join("null" if value is None else as_yaml(value) for value in self.values)
 
     def mismatches(self, value: Any, key: str) -> Iterator[RefusedValue]:
@@ -97,7 +97,7 @@ class ListOf(ValueType):
     item: ValueType
 
     def describe(self) -> str:
-        """Return what the type accepts, as an error says it."""
+        """Return a description of what the type accepts, for error messages."""
         return "a list"
 
     def mismatches(self, value: Any, key: str) -> Iterator[RefusedValue]:
@@ -116,7 +116,7 @@ class Open(ValueType):
     item: ValueType
 
     def describe(self) -> str:
-        """Return what the type accepts, as an error says it."""
+        """Return a description of what the type accepts, for error messages."""
         return "a section"
 
     def mismatches(self, value: Any, key: str) -> Iterator[RefusedValue]:
@@ -145,7 +145,7 @@ class Section(ValueType):
     is_model: bool = False
 
     def describe(self) -> str:
-        """Return what the type accepts, as an error says it."""
+        """Return a description of what the type accepts, for error messages."""
         return "a section"
 
     def mismatches(self, value: Any, key: str) -> Iterator[RefusedValue]:
@@ -176,13 +176,13 @@ class AnyOf(ValueType):
         return ANYTHING if any(type(member) is ValueType for member in flat) else cls(tuple(flat))
 
     def describe(self) -> str:
-        """Return what the type accepts, as an error says it."""
+        """Return a description of what the type accepts, for error messages."""
         return " or ".join(dict.fromkeys(member.describe() for member in self.members))
 
     def mismatches(self, value: Any, key: str) -> Iterator[RefusedValue]:
         """Yield what the type refuses in a value at ``key``."""
         by_member = [list(member.mismatches(value, key)) for member in self._candidates(value)]
-        if any(not found for found in by_member):
+        if any(not refused_values for refused_values in by_member):
             return
         if len(by_member) == 1:
             yield from by_member[0]

@@ -166,7 +166,7 @@ class Peer:
         for full in names:
             if f".{full}".endswith(f".{key}"):
                 return full
-            if "." in full and f".{key}".endswith(f".{full}"):  # a name of one part may end any other system's name
+            if "." in full and f".{key}".endswith(f".{full}"):  # a name of one part may also end names of other systems
                 return full
         return None
 

@@ -24,7 +24,7 @@ def code_of_notebook(text: str) -> str:
 
 
 def constructions(text: str, constructors: Sequence[str]) -> list[ProgramRun]:
-    """Return each call of a configuration class; the program is the class.
+    """Return the settings of each call of a configuration class, as a run of a program of that name.
 
     A class that is handed to a parser of the command line has the settings of the command in the file's docstring, and
     those that the file assigns afterwards. Without any such class, the items of all dicts are returned, as one program
@@ -90,7 +90,7 @@ def _parsed_from_command_line(tree: ast.Module, nodes: Sequence[ast.AST], constr
 
 
 def _commands_of(docstring: str) -> str:
-    """Return the lines of a docstring that are commands: those that continue or start one."""
+    """Return the lines of a docstring that start or continue a command."""
     kept, continues = [], False
     for line in docstring.splitlines():
         if (
@@ -116,7 +116,7 @@ def _dict_entries(node: ast.AST) -> list[tuple[str, ast.expr]] | None:
 
 
 def _literal(value: ast.expr) -> Any:
-    """Return the value of a literal; of anything else its code, marked as unresolved."""
+    """Return the value of a literal; for other expressions, their code marked as unresolved."""
     entries = _dict_entries(value)
     if entries is not None:
         return {name: _literal(inner) for name, inner in entries}

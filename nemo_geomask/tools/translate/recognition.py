@@ -24,7 +24,7 @@ class SettingsFile:
 
     Attributes:
         path: the file.
-        settings: settings by dotted name; one that differs between the file's trainings is unresolved.
+        settings: settings by dotted name; one that the file's training programs set differently is unresolved.
         programs: programs that get the settings.
         unread: places in the file that may hold more settings.
         is_from_docstring: True if the settings are those of a command in the docstring of a Python file.
@@ -60,18 +60,20 @@ def recognise(settings: Mapping[str, Any], programs: Iterable[str] = ()) -> Peer
     """
     reasons: dict[str, str] = {}
     for name, peer in PEERS.items():
-        run = [program for program in programs if peer.identifies(program)]
+        matching_programs = [program for program in programs if peer.identifies(program)]
         marks = peer.marks_of(settings)
-        if run or marks or settings.get("preset") in peer.presets:
-            reasons[name] = (run or marks or ["preset"])[0]
+        if matching_programs or marks or settings.get("preset") in peer.presets:
+            reasons[name] = (matching_programs or marks or ["preset"])[0]
     if len(reasons) == 1:
         return PEERS[next(iter(reasons))]
     if reasons:
-        found = ", ".join(f"'{reason}' belongs to {name}" for name, reason in reasons.items())
-        raise ConfigError(f"these settings may belong to {' or '.join(reasons)}: {found}; name the system with --from")
-    known = [name for name, peer in PEERS.items() if any(peer.full_name(key) in peer.defaults for key in settings)]
-    if known:
-        raise ConfigError(f"these settings may belong to {' or '.join(known)}; name the system with --from")
+        evidence = ", ".join(f"'{reason}' belongs to {name}" for name, reason in reasons.items())
+        raise ConfigError(
+            f"these settings may belong to {' or '.join(reasons)}: {evidence}; name the system with --from"
+        )
+    candidates = [name for name, peer in PEERS.items() if any(peer.full_name(key) in peer.defaults for key in settings)]
+    if candidates:
+        raise ConfigError(f"these settings may belong to {' or '.join(candidates)}; name the system with --from")
     raise ConfigError(f"these settings belong to none of the known systems: {', '.join(PEERS)}")
 
 

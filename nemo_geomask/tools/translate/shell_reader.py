@@ -75,17 +75,19 @@ def line_settings(text: str) -> dict[str, Any]:
 
 
 class _Script:
+    """Variables of a script and the runs of its programs, as far as the script has been read."""
+
     def __init__(self, folder: Path | None) -> None:
         self.folder = folder
         self.variables: dict[str, str | list[ScriptWord]] = {}
         self.ambiguous: set[str] = set()
-        self.branches = 0
+        self.branch_depth = 0
         self.runs: list[ProgramRun] = []
         self.unread: list[str] = []
         self.used_arrays: set[str] = set()
 
     def add_unused_arrays(self) -> None:
-        """Add the arrays that no command of the script uses: the script is then a part of another one."""
+        """Add a run for each unused array, which a script that sources this one may use."""
         for name, items in self.variables.items():
             if isinstance(items, list) and name not in self.used_arrays:
                 self._add_run(items)
@@ -97,9 +99,9 @@ class _Script:
     def _run_command(self, command: ScriptCommand) -> None:
         words = command.words
         while words and words[0] in _KEYWORDS and not words[0].is_quoted:
-            self.branches = max(0, self.branches + _KEYWORDS[words[0]])
+            self.branch_depth = max(0, self.branch_depth + _KEYWORDS[words[0]])
             words = words[1:]
-        is_conditional = bool(self.branches) or command.follows_condition
+        is_conditional = bool(self.branch_depth) or command.follows_condition
         if words and words[0] in _DECLARATIONS:
             words = [word for word in words[1:] if not word.startswith("-")]
         for name, items in command.arrays.items():
@@ -206,7 +208,7 @@ class _Script:
                 word = ScriptWord(f"${array[1]}")
             text = self._substitute(word)
             is_split = (plain or array) and not word.is_quoted and text != word and not text.startswith(UNRESOLVED)
-            expanded += self._expanded_text(text) if is_split else [_marked(text, word.is_quoted)]
+            expanded += self._expanded_text(text) if is_split else [_script_word(text, word.is_quoted)]
         return expanded
 
     def _expanded_text(self, text: str) -> list[ScriptWord]:
@@ -223,6 +225,7 @@ class _Script:
         self.runs.append(ProgramRun(program, settings, (*self.unread, *unread), passes_arguments))
 
 
+# Keywords before a command, each with its change of the depth of branches.
 _KEYWORDS = {"if": 1, "fi": -1, "case": 1, "esac": -1, "for": 0, "while": 0, "until": 0, "do": 0, "done": 0}
 _KEYWORDS |= dict.fromkeys(("then", "else", "elif", "{", "}", "!", "time", "exec", "nohup", "sudo", "eval"), 0)
 _OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
@@ -246,7 +249,8 @@ def _integer(node: ast.expr) -> int:
     raise ValueError("not an arithmetic expression of integers")
 
 
-def _marked(text: str, is_quoted: bool) -> ScriptWord:
+def _script_word(text: str, is_quoted: bool) -> ScriptWord:
+    """Return the text as a word that is marked as quoted or not."""
     word = ScriptWord(text)
     word.is_quoted = is_quoted
     return word

@@ -37,6 +37,8 @@ def split_commands(text: str) -> list[ScriptCommand]:
 
 
 class ScriptScanner:
+    """Scanner that reads a script from left to right; ``at`` is the position of the next character."""
+
     def __init__(self, text: str) -> None:
         self.text, self.at = text, 0
 
@@ -46,7 +48,7 @@ class ScriptScanner:
             if isinstance(token, ScriptWord):
                 if is_redirection:
                     is_redirection = False
-                elif token == "&&" or token == "||":  # escaped, for a shell on another machine
+                elif token == "&&" or token == "||":  # escaped, so that a shell on another machine gets it
                     yield command
                     command = ScriptCommand()
                 else:

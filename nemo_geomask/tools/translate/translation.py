@@ -142,7 +142,12 @@ def translate_files(paths: Sequence[Path], peer: str | None = None) -> Translati
 def _unread_places(
     system: Peer, files: Sequence[SettingsFile], settings: dict[str, Any], base: dict[str, Any]
 ) -> Iterator[str]:
-    """Yield a sentence for each place that may hold more settings; take what named files of the system change."""
+    """Yield a sentence for each place that may hold more settings.
+
+    Settings that name another file are removed from ``settings``. If it is one of the system's own files
+    (``Peer.base_configs``), its values are added to ``base``. Otherwise, unless that file is among ``files``, the setting
+    is such a place.
+    """
     if text := check_programs(system, [program for file in files for program in file.programs]):
         yield text
     stems = {file.path.stem for file in files}
@@ -159,9 +164,9 @@ def _unread_places(
             if not isinstance(entry, str) or entry == "_self_":
                 continue
             stem = Path(entry).stem if entry.endswith((".yaml", ".yml", ".toml")) else entry
-            known = next((item for name, item in system.base_configs.items() if fnmatchcase(stem, name)), None)
-            if known is not None:
-                base |= known
+            base_settings = next((item for name, item in system.base_configs.items() if fnmatchcase(stem, name)), None)
+            if base_settings is not None:
+                base |= base_settings
             elif Path(entry).stem not in stems:
                 yield f"{key}: {entry} names a file with more settings; pass that file, too"
 

@@ -92,10 +92,10 @@ def _rejection(settings: PeerSettings) -> Conversion:
     lower = None if values["lower"] is None else float(values["lower"])
     is_token_level = values["level"] == "token"
     level = "token" if is_token_level else _POOLED[str(values["agg"])]
-    judges_the_weight = level == ("token" if is_token_level else "sequence_mean")
+    is_on_weight = level == ("token" if is_token_level else "sequence_mean")
     if metric == "ratio":
         weight = "token" if is_token_level else "sequence_mean"
-        if judges_the_weight:
+        if is_on_weight:
             truncation = "icepop" if values["action"] == "mask" else "tis"
             yield from weight_settings(weight, truncation, lower or 0.0, upper)
         elif values["action"] == "mask":

@@ -19,7 +19,7 @@ __all__ = ["PEER"]
 _LOSS = "trainer.loss."
 _ALGO = "orchestrator.algo.type"
 _RL_ALGORITHMS = ("grpo", "max_rl", "rae", "hierarchical_grpo")
-"""Algorithms that differ in their advantages only."""
+"""Algorithms with the same loss; they differ in their advantages only."""
 
 # fmt: off
 _UNRELATED = (

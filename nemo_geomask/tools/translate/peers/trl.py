@@ -161,9 +161,9 @@ def _async_grpo(settings: PeerSettings) -> Conversion:
     yield Assign("token_level_loss", True)
     yield Assign("reference_policy_kl_penalty", 0.0)
     yield Remark(_MICROBATCH_MEAN)
-    own = ("epsilon", "epsilon_high", "max_completion_length", "router_aux_loss_coef", "config_class")
+    async_keys = ("epsilon", "epsilon_high", "max_completion_length", "router_aux_loss_coef", "config_class")
     for key in _DEFAULTS:
-        if key in settings and key not in own:
+        if key in settings and key not in async_keys:
             yield Remark(f"{key}: AsyncGRPOConfig has no such setting at this commit", (key,))
 
 
