@@ -145,8 +145,8 @@ def _unread_places(
     """Yield a sentence for each place that may hold more settings.
 
     Settings that name another file are removed from ``settings``. If it is one of the system's own files
-    (``Peer.base_configs``), its values are added to ``base``. Otherwise, unless that file is among ``files``, the setting
-    is such a place.
+    (``Peer.base_configs``), its values are added to ``base``. Otherwise, unless that file is among ``files``, the
+    setting is such a place.
     """
     if text := check_programs(system, [program for file in files for program in file.programs]):
         yield text
