@@ -20,7 +20,6 @@ from __future__ import annotations
 
 from typing import Literal, get_args
 
-import torch
 from torch import Tensor
 
 from nemo_geomask.functional.entry import check_choice, check_layout
@@ -108,7 +107,7 @@ def kl_penalty(
             return saturating_exp(curr.detach() - gen + zero)
         if estimator == "k4":
             return saturating_exp(curr.detach() - prev + zero)
-        return torch.exp(zero)
+        return 1 + zero  # value and gradient of e^zero
 
     reported = _clamp(weight(value) * kl_estimate(x, value), output_clamp)
     if gradient is None:

@@ -38,6 +38,7 @@ __all__ = [
     "requested_tensors",
     "take_packed",
     "take_padded",
+    "zero_outside",
 ]
 
 BATCH_KEYS = {
@@ -231,6 +232,12 @@ def is_finite(values: Tensor) -> Tensor:
     return values - values == 0
 
 
+def zero_outside(mask: Tensor, values: Tensor) -> Tensor:
+    """Return the values where the mask is True, and 0 elsewhere, whatever the values are there."""
+    # With the number 0.0 in place of a tensor, torch.where takes twice as long on a CPU.
+    return torch.where(mask, values, values.new_zeros(()))
+
+
 def read(raw: RawBatch, segments: Segments, anchor: Literal["prev", "gen"] = "prev") -> tuple[TokenBatch, list[Metric]]:
     """Convert a batch to float32, with 0 in place of the values at tokens that are not trained.
 
@@ -263,10 +270,9 @@ def read(raw: RawBatch, segments: Segments, anchor: Literal["prev", "gen"] = "pr
     is_trained = is_unmasked & is_finite(sum_of_values)
     nonfinite_mask = (is_unmasked & ~is_trained).float()
 
-    zero = curr.new_zeros(())  # with a number in its place, torch.where takes twice as long on a CPU
-    clean = {name: torch.where(is_trained, value, zero) for name, value in required.items()}
-    curr = torch.where(is_trained, curr, zero)
-    curr_kl = curr if unfiltered is None else torch.where(is_trained, unfiltered, zero)
+    clean = {name: zero_outside(is_trained, value) for name, value in required.items()}
+    curr = zero_outside(is_trained, curr)
+    curr_kl = curr if unfiltered is None else zero_outside(is_trained, unfiltered)
     prev = clean.get("prev", curr.detach())
     reference_log_ratio = curr_kl.detach() - clean["ref"] if "ref" in clean else None
     if metrics_ref is not None:
@@ -310,4 +316,4 @@ def _reference_log_ratio(curr: Tensor, ref: Tensor, is_trained: Tensor) -> Tenso
     known. Each token is judged by itself: a judgement by the microbatch or by the rank would not add up.
     """
     is_known = is_trained & is_finite(ref) & (ref != 0)
-    return torch.where(is_known, curr - ref, 0.0)
+    return zero_outside(is_known, curr - ref)

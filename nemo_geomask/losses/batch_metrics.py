@@ -12,7 +12,7 @@ from torch import Tensor
 
 from nemo_geomask import functional as F
 from nemo_geomask.config import LossConfig
-from nemo_geomask.losses.batch import TokenBatch, is_finite
+from nemo_geomask.losses.batch import TokenBatch, is_finite, zero_outside
 from nemo_geomask.losses.correction import count_saturated
 from nemo_geomask.losses.sequence_stats import SequenceStats
 from nemo_geomask.metrics import Metric, histogram
@@ -51,8 +51,8 @@ def report_surrogate(
         # own names, and add up all other metrics.
         yield Metric(("geomask/token_ratio",), "tokens", lambda: F.saturating_exp(log_ratio))
     low, high = surrogate.clips()
-    yield Metric(("geomask/clip_fraction_low",), "token_sum", lambda: torch.where(low, stats.weight, 0.0).sum())
-    yield Metric(("geomask/clip_fraction_high",), "token_sum", lambda: torch.where(high, stats.weight, 0.0).sum())
+    yield Metric(("geomask/clip_fraction_low",), "token_sum", lambda: zero_outside(low, stats.weight).sum())
+    yield Metric(("geomask/clip_fraction_high",), "token_sum", lambda: zero_outside(high, stats.weight).sum())
     yield Metric(("geomask/saturated_ratio",), "local_sum", lambda: count_saturated(log_ratio, stats.is_trained))
     if surrogate.dual_clipped is not None:
         yield Metric(("geomask/dual_clip_fraction",), "tokens", surrogate.dual_clipped.float)
@@ -86,9 +86,9 @@ def report_audit(batch: TokenBatch, stats: SequenceStats) -> Iterator[Metric]:
     if batch.audited_prev is None:
         return
     is_audited = stats.is_trained & is_finite(batch.audited_prev)
-    weight = torch.where(is_audited, stats.weight, 0.0)
-    mismatch = torch.where(is_audited, batch.audited_prev - batch.gen, 0.0)
-    policy = torch.where(is_audited, batch.curr.detach() - batch.audited_prev, 0.0)
+    weight = zero_outside(is_audited, stats.weight)
+    mismatch = zero_outside(is_audited, batch.audited_prev - batch.gen)
+    policy = zero_outside(is_audited, batch.curr.detach() - batch.audited_prev)
 
     def weighted_sum(name: str, value: Callable[[], Tensor]) -> Metric:
         return Metric((f"geomask/audit/{name}",), "local_sum", lambda: (value() * weight).sum())
@@ -132,36 +132,38 @@ def report_batch(batch: TokenBatch, stats: SequenceStats, config: LossConfig, gl
 def _mismatch_metrics(mismatch: Tensor, stats: SequenceStats, kl_type: F.KLEstimator, prefix: str) -> Iterator[Metric]:
     """Yield metrics of Δ = ``mismatch``, token layout; the k1 estimate of KL(μ ‖ π_old) is −Δ."""
     size = mismatch.abs()
+    # All estimates are made of e^Δ - 1 and e^-Δ - 1, since exponentials are most of the cost. Both keep the digits of a
+    # small Δ.
+    upper, lower = mismatch.clamp(max=F.LOG_RATIO_LIMIT), mismatch.clamp(min=-F.LOG_RATIO_LIMIT)
+    excess, inverse_excess = torch.expm1(upper), torch.expm1(-lower)
+    k3 = excess - upper
     if kl_type == "k3":
-        yield Metric(("gen_kl_error", f"{prefix}_k3"), "tokens", lambda: F.k3(mismatch))
-        yield Metric(("policy_kl_error",), "tokens", lambda: F.k3(-mismatch))
+        yield Metric(("gen_kl_error", f"{prefix}_k3"), "tokens", lambda: k3)
+        yield Metric(("policy_kl_error",), "tokens", lambda: inverse_excess + lower)
     else:
         ratio = F.saturating_exp(mismatch) if kl_type == "k4" else None
         yield Metric(("gen_kl_error",), "tokens", lambda: F.kl_estimate(-mismatch, kl_type))
         yield Metric(("policy_kl_error",), "tokens", lambda: F.kl_estimate(mismatch, kl_type, ratio=ratio))
-        yield Metric((f"{prefix}_k3",), "tokens", lambda: F.k3(mismatch))
-    yield Metric(("token_mult_prob_error",), "tokens", lambda: F.saturating_exp(size))
-    yield Metric(("js_divergence_error",), "tokens", lambda: _log_cosh(mismatch / 2))
+        yield Metric((f"{prefix}_k3",), "tokens", lambda: k3)
+    yield Metric(("token_mult_prob_error",), "tokens", lambda: 1 + torch.maximum(excess, inverse_excess))
+    # log cosh(Δ/2) = log(1 + sinh²(Δ/2)) / 2, and 4 sinh²(Δ/2) = -(e^Δ - 1)(e^-Δ - 1).
+    yield Metric(("js_divergence_error",), "tokens", lambda: torch.log1p(-excess * inverse_excess / 4), unit=0.5)
     yield Metric((f"{prefix}_abs",), "tokens", lambda: size)
     yield Metric((f"{prefix}_k1",), "tokens", lambda: mismatch, unit=-1.0)
-    yield Metric((f"{prefix}_max",), "max", lambda: _pad_empty(torch.where(stats.is_trained, size, 0.0), 0.0).amax())
+    yield Metric((f"{prefix}_max",), "max", lambda: _pad_empty(zero_outside(stats.is_trained, size), 0.0).amax())
     yield histogram(prefix, size)
-
-
-def _log_cosh(x: Tensor) -> Tensor:
-    """Return log cosh(x), as log(1 + sinh²(x)) / 2, which is exact to rounding for small x too."""
-    limit = F.LOG_RATIO_LIMIT / 2
-    return torch.log1p(torch.sinh(x.clamp(-limit, limit)).square()) / 2
 
 
 def _total_metrics(batch: TokenBatch, *, is_full: bool) -> Iterator[Metric]:
     """Yield the entropy and, if ``is_full``, metrics of curr − gen, such as estimates of KL(μ ‖ π_θ)."""
     curr, total = batch.curr.detach(), batch.detached_log_ratio("total")
-    yield Metric(("approx_entropy",), "tokens", lambda: F.saturating_exp(total) * curr, unit=-1.0)
+    clamped = total.clamp(max=F.LOG_RATIO_LIMIT)
+    excess = torch.expm1(clamped)
+    yield Metric(("approx_entropy",), "tokens", lambda: (1 + excess) * curr, unit=-1.0)
     if is_full:
         yield Metric(("geomask/total_abs",), "tokens", total.abs)
         yield Metric(("geomask/total_k1",), "tokens", lambda: total, unit=-1.0)
-        yield Metric(("geomask/total_k3",), "tokens", lambda: F.k3(total))
+        yield Metric(("geomask/total_k3",), "tokens", lambda: excess - clamped)
 
 
 def _policy_metrics(policy: Tensor) -> Iterator[Metric]:
@@ -191,6 +193,4 @@ def _impossible_logprob_metrics(batch: TokenBatch, stats: SequenceStats) -> Iter
         return ((highest > 1e-3) & stats.is_trained).sum().float()
 
     yield Metric(("geomask/positive_logprobs",), "local_sum", positive)
-    yield Metric(
-        ("geomask/zero_gen_logprobs",), "token_sum", lambda: torch.where(batch.gen == 0, stats.weight, 0.0).sum()
-    )
+    yield Metric(("geomask/zero_gen_logprobs",), "token_sum", lambda: zero_outside(batch.gen == 0, stats.weight).sum())

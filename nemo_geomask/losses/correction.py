@@ -9,7 +9,7 @@ from torch import Tensor
 
 from nemo_geomask import functional as F
 from nemo_geomask.config import LossConfig
-from nemo_geomask.losses.batch import TokenBatch
+from nemo_geomask.losses.batch import TokenBatch, zero_outside
 from nemo_geomask.losses.sequence_stats import PooledStatistic, SequencePool, SequenceStats
 from nemo_geomask.metrics import Metric, Reduction
 
@@ -113,7 +113,7 @@ def _weight_log_ratio(
     pooled, spread = mismatch.at_level.value, batch.segments.spread
     if config.plugin_level is not None:
         log_ratio: Tensor = config.plugin_level.log_weight(batch.mismatch, spread(pooled), spread(stats.trained_tokens))
-        return torch.where(stats.is_trained, log_ratio, 0.0).detach()
+        return zero_outside(stats.is_trained, log_ratio).detach()
     # At the level sequence, NeMo-RL multiplies the exponent by the sample mask, which may be fractional.
     return pooled * stats.sample_mask if config.correction_level == "sequence" else pooled
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from nemo_geomask import functional as F
 from nemo_geomask.config import LossConfig
 from nemo_geomask.config.loss_settings import WEIGHT_MEAN
-from nemo_geomask.losses.batch import RawBatch, TokenBatch, read
+from nemo_geomask.losses.batch import RawBatch, TokenBatch, read, zero_outside
 from nemo_geomask.losses.batch_metrics import report_audit, report_batch, report_surrogate
 from nemo_geomask.losses.correction import correct, request_mismatch
 from nemo_geomask.losses.rejection import reject, request_rules
@@ -113,7 +113,7 @@ def _local_loss_and_metrics(
 
     token_loss = surrogate.loss if weight is None else weight * surrogate.loss
     if kept is not None:
-        token_loss = torch.where(kept, token_loss, 0.0)
+        token_loss = zero_outside(kept, token_loss)
     if surrogate.penalty is not None:
         token_loss = token_loss + surrogate.penalty
     coefficient = F.token_coefficients(

@@ -11,7 +11,7 @@ from torch import Tensor
 from nemo_geomask import functional as F
 from nemo_geomask.config import MaskRule
 from nemo_geomask.config.masks import Allowance
-from nemo_geomask.losses.batch import TokenBatch
+from nemo_geomask.losses.batch import TokenBatch, zero_outside
 from nemo_geomask.losses.sequence_stats import PooledBy, PooledStatistic, SequencePool, SequenceStats
 from nemo_geomask.metrics import Metric, Reduction
 
@@ -142,7 +142,7 @@ def _token_values(batch: TokenBatch, rule: MaskRule) -> Tensor:
     """Return the statistic of each token that the rule judges or pools, token layout."""
     if rule.plugin_statistic is not None:
         values: Tensor = rule.plugin_statistic.of(*batch.compared_logprobs(rule.log_ratio))
-        return torch.where(batch.is_trained, values, 0.0)
+        return zero_outside(batch.is_trained, values)
     if rule.statistic in ("ratio", "k2", "k3"):
         return F.token_statistic(batch.detached_log_ratio(rule.log_ratio), rule.statistic)
     return F.binary_statistic(*batch.compared_logprobs(rule.log_ratio), rule.statistic)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from nemo_geomask.config import LossConfig
-from nemo_geomask.losses.batch import TokenBatch
+from nemo_geomask.losses.batch import TokenBatch, zero_outside
 from nemo_geomask.metrics import Metric
 from nemo_geomask.segments import Pooled, Prefix
 
@@ -99,7 +99,7 @@ class SequencePool:
         ``geomask/dropped_sequences``.
         """
         batch, segments = self._batch, self._batch.segments
-        trained_mask = torch.where(batch.is_trained, batch.token_mask, 0.0)
+        trained_mask = zero_outside(batch.is_trained, batch.token_mask)
         sums = {"trained_tokens": trained_mask}
         if config.normalization == "sequences":
             sums["declared_tokens"] = batch.token_mask
@@ -159,7 +159,7 @@ class SequencePool:
         tensors = Pooled({}, {}, {})
         for index, (pooled_by, values, _) in enumerate(self._requests):
             if pooled_by in ("prefix_sum", "prefix_mean"):
-                tensors.sums[str(index)] = torch.where(is_trained, values, 0.0)
+                tensors.sums[str(index)] = zero_outside(is_trained, values)
             elif pooled_by == "prefix_min":
                 tensors.lowest[str(index)] = torch.where(is_trained, values, torch.inf)
             elif pooled_by == "prefix_max":
