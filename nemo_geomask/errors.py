@@ -16,6 +16,7 @@ __all__ = [
     "DataError",
     "EngineError",
     "GeomaskError",
+    "InputLimitError",
     "MissingDataError",
     "MissingDependencyError",
     "NonFiniteError",
@@ -73,6 +74,10 @@ class ConfigError(GeomaskError, ValueError, AssertionError):
 
     Also an ``AssertionError``, which is what NeMo-RL raises for such settings.
     """
+
+
+class InputLimitError(ConfigError):
+    """A file is no regular file, or exceeds a limit of what is read; the message names the limit."""
 
 
 class PluginError(ConfigError, LookupError):

@@ -1,0 +1,298 @@
+"""Limits of what is read from files that other people wrote, and readers that hold to them.
+
+A reader stops at a limit before the memory or time is spent, and raises :class:`InputLimitError`, which names the
+limit. The limits are those of :func:`current_limits`; a command's ``--limit NAME=VALUE`` or :func:`use_limits` raises
+them. The defaults are ten times what the largest recipe of NeMo-RL has, or more.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from nemo_geomask.errors import ConfigError, InputLimitError
+from nemo_geomask.optional import require
+
+__all__ = [
+    "InputLimits",
+    "check_values",
+    "check_yaml",
+    "current_limits",
+    "limit_error",
+    "load_yaml",
+    "open_regular_file",
+    "parse_limits",
+    "parse_text",
+    "read_text",
+    "use_limits",
+]
+
+
+@dataclass(frozen=True)
+class InputLimits:
+    """Limits of a file that is read, and of what it expands to.
+
+    Attributes:
+        file_bytes: size of one file.
+        files: files that one recipe inherits from, each counted as often as it is read.
+        nesting: depth of mappings and lists in each other.
+        nodes: mappings, lists and values, those that aliases and references repeat counted each time.
+        string_characters: length of one string, after references in it were resolved.
+        total_characters: length of all strings that references were resolved in.
+        number_digits: decimal digits of an integer.
+    """
+
+    file_bytes: int = 4_000_000
+    files: int = 100
+    nesting: int = 100
+    nodes: int = 20_000
+    string_characters: int = 1_000_000
+    total_characters: int = 4_000_000
+    number_digits: int = 1000
+
+
+_LIMIT_NAMES = tuple(limit.name for limit in fields(InputLimits))
+_in_effect: list[InputLimits] = [InputLimits()]
+
+# Digits of a number in YAML: 0xff, 1_000, and base 60 as in 1:30.
+_NUMBER = re.compile(r"[-+]?[0-9a-fA-FxXoO_:]+(?:\.[0-9_]*)?")
+_FILE_TYPES = (
+    (stat.S_ISFIFO, "a FIFO"),
+    (stat.S_ISCHR, "a character device"),
+    (stat.S_ISBLK, "a block device"),
+    (stat.S_ISSOCK, "a socket"),
+)
+
+
+def current_limits() -> InputLimits:
+    """Return the limits in effect in this process."""
+    return _in_effect[-1]
+
+
+@contextmanager
+def use_limits(limits: InputLimits) -> Iterator[None]:
+    """Put limits into effect for the whole process within the context, threads included."""
+    _in_effect.append(limits)
+    try:
+        yield
+    finally:
+        _in_effect.pop()
+
+
+def parse_limits(words: Sequence[str]) -> InputLimits:
+    """Return the current limits with those of ``NAME=VALUE`` words replaced.
+
+    Raises: ConfigError: a word has another form, an unknown name, or a value that is no whole number above 0.
+    """
+    values: dict[str, int] = {}
+    for word in words:
+        name, _, text = word.partition("=")
+        number = text.replace("_", "")
+        if name not in _LIMIT_NAMES:
+            raise ConfigError(f"--limit {word}: there is no limit '{name}'; choose from {', '.join(_LIMIT_NAMES)}")
+        if not (number.isascii() and number.isdecimal() and len(number) <= 18 and int(number) > 0):
+            raise ConfigError(f"--limit {word}: '{text}' is not a whole number above 0; write for example {name}=50000")
+        values[name] = int(number)
+    return replace(current_limits(), **values)
+
+
+def limit_error(name: str, source: object, limits: InputLimits, amount: int | None = None) -> InputLimitError:
+    """Return the error of an exceeded limit.
+
+    Args:
+        name: field of :class:`InputLimits`.
+        source: the file, and the key if it is known.
+        limits: limits in effect.
+        amount: the value that exceeds the limit, if it is known.
+    """
+    excess = {
+        "file_bytes": "the file has more than {} bytes",
+        "files": "defaults: lead to more than {} files",
+        "nesting": "mappings and lists are nested more than {} deep",
+        "nodes": "there are more than {} values once aliases and references are expanded",
+        "string_characters": "a value has more than {} characters",
+        "total_characters": "values with references have more than {} characters in total",
+        "number_digits": "an integer has more than {} digits",
+    }[name].format(f"{getattr(limits, name):,}")
+    in_file = "" if amount is None else f" ({amount:,} here)"
+    return InputLimitError(
+        f"{source}: {excess}{in_file}, which is over the limit {name}; if the file is right, raise it with "
+        f"--limit {name}=NUMBER"
+    )
+
+
+def open_regular_file(path: str | Path) -> BinaryIO:
+    """Open a regular file for reading; never wait for the writer of a FIFO.
+
+    Raises:
+        InputLimitError: it is a FIFO, a device or a socket.
+        OSError: as of ``open``; a folder is an ``IsADirectoryError``.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    mode = os.fstat(descriptor).st_mode
+    file_type = next((name for is_type, name in _FILE_TYPES if is_type(mode)), None)
+    if file_type is not None:
+        os.close(descriptor)
+        raise InputLimitError(f"{path}: is {file_type}, not a regular file; write its content to a file first")
+    return open(descriptor, "rb")  # raises for a folder, and closes the descriptor
+
+
+def read_text(path: str | Path, limits: InputLimits | None = None) -> str:
+    """Return the text of a regular file in UTF-8, with ``\\n`` as the end of each line.
+
+    Raises:
+        InputLimitError: it is no regular file, or larger than ``file_bytes``.
+        OSError, UnicodeDecodeError: as of ``Path.read_text``. A name that no file can have is a ``FileNotFoundError``.
+    """
+    limits = limits or current_limits()
+    if "\0" in str(path):
+        raise FileNotFoundError(2, "a name can't hold a null character", str(path))
+    with open_regular_file(path) as file:
+        content = file.read(limits.file_bytes + 1)
+        if len(content) > limits.file_bytes:
+            raise limit_error("file_bytes", path, limits, max(os.fstat(file.fileno()).st_size, len(content)))
+    return content.decode("utf-8").replace("\r\n", "\n").replace("\r", "\n")
+
+
+def check_yaml(text: str, source: object, limits: InputLimits | None = None) -> None:
+    """Raise InputLimitError if YAML text exceeds a limit once its aliases are expanded; build none of its values.
+
+    Args:
+        text: YAML of one or several documents.
+        source: name of the file, for the error.
+        limits: those in effect if None.
+
+    Raises: yaml.YAMLError: the text is not valid YAML.
+    """
+    yaml = require("yaml", "reading YAML needs", "recipes")
+    limits = limits or current_limits()
+    nodes = 0
+    open_anchors: list[tuple[str | None, int]] = []  # anchor of each open collection, nodes before it
+    sizes: dict[str, int] = {}  # nodes below each anchor
+    try:
+        for event in yaml.parse(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
+            match event:
+                case yaml.AliasEvent():
+                    # An alias within its own anchor is not in the table; the loader refuses it.
+                    nodes += sizes.get(event.anchor, 1)
+                case yaml.CollectionStartEvent():
+                    open_anchors.append((event.anchor, nodes))
+                    nodes += 1
+                    if len(open_anchors) > limits.nesting:
+                        raise limit_error("nesting", _line(source, event), limits)
+                case yaml.CollectionEndEvent():
+                    anchor, nodes_before = open_anchors.pop()
+                    if anchor is not None:
+                        sizes[anchor] = nodes - nodes_before
+                case yaml.ScalarEvent():
+                    nodes += 1
+                    if event.anchor is not None:
+                        sizes[event.anchor] = 1
+                    _check_scalar(event, _line(source, event), limits)
+            if nodes > limits.nodes:
+                raise limit_error("nodes", _line(source, event), limits)
+    except yaml.YAMLError as error:
+        if "maximum nesting depth" in str(error):  # libyaml's own limit, 1000
+            raise limit_error("nesting", source, limits) from None
+        raise
+    except RecursionError:  # PyYAML without libyaml
+        raise limit_error("nesting", source, limits) from None
+
+
+def _line(source: object, event: Any) -> str:
+    return f"{source}:{event.start_mark.line + 1}"
+
+
+def _check_scalar(event: Any, source: str, limits: InputLimits) -> None:
+    length = len(event.value)
+    if length > limits.string_characters:
+        raise limit_error("string_characters", source, limits, length)
+    if length > limits.number_digits and (not event.style or event.tag) and _NUMBER.fullmatch(event.value):
+        raise limit_error("number_digits", source, limits, length)
+
+
+def load_yaml(text: str, source: object, limits: InputLimits | None = None) -> Any:
+    """Return the values of YAML text of one document, by PyYAML's safe loader.
+
+    Raises: InputLimitError: a limit is exceeded. ConfigError: it is not valid YAML. Both name ``source``.
+    """
+    yaml = require("yaml", "reading YAML needs", "recipes")
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+    def parse(content: str) -> Any:
+        check_yaml(content, source, limits)  # before values are built, since aliases expand
+        return yaml.load(content, Loader=loader)
+
+    return parse_text(parse, text, source, limits, format_name="YAML")
+
+
+def parse_text(
+    parse: Callable[[str], Any], text: str, source: object, limits: InputLimits | None = None, *, format_name: str
+) -> Any:
+    """Return ``parse(text)``, held to the limits of nesting, values, strings and numbers.
+
+    Args:
+        parse: a parser of text that builds plain mappings, lists and values, such as ``tomllib.loads``.
+        text: the text.
+        source: name of the file, for errors.
+        limits: those in effect if None.
+        format_name: name of the format, for errors.
+
+    Raises: InputLimitError: a limit is exceeded. ConfigError: the parser refuses the text, by any exception.
+    """
+    limits = limits or current_limits()
+    try:
+        value = parse(text)
+    except InputLimitError:
+        raise
+    except RecursionError:
+        raise limit_error("nesting", source, limits) from None
+    except MemoryError:
+        raise InputLimitError(f"{source}: the memory does not suffice to read it as {format_name}") from None
+    except Exception as error:  # parsers let errors of int(), datetime and dict through
+        if "integer string conversion" in str(error):  # Python's own limit, 4300 digits
+            raise limit_error("number_digits", source, limits) from None
+        raise ConfigError(f"{source}: not valid {format_name}: {' '.join(str(error).split())}") from None
+    check_values(value, source, limits)
+    return value
+
+
+def check_values(value: Any, source: object, limits: InputLimits | None = None) -> None:
+    """Raise InputLimitError if plain mappings, lists and values exceed a limit; shared ones count at each place.
+
+    Args:
+        value: mappings, lists, tuples and values.
+        source: name of the file, for the error.
+        limits: those in effect if None.
+    """
+    limits = limits or current_limits()
+    nodes = 0
+    pending: list[tuple[Iterator[Any], int]] = [(iter((value,)), 0)]
+    while pending:
+        items, depth = pending[-1]
+        for item in items:
+            nodes += 1
+            if nodes > limits.nodes:
+                raise limit_error("nodes", source, limits)
+            if isinstance(item, Mapping | list | tuple | set | frozenset):
+                if depth + 1 > limits.nesting:
+                    raise limit_error("nesting", source, limits)
+                children = (part for pair in item.items() for part in pair) if isinstance(item, Mapping) else iter(item)
+                pending.append((children, depth + 1))
+                break
+            _check_value(item, source, limits)
+        else:
+            pending.pop()
+
+
+def _check_value(value: Any, source: object, limits: InputLimits) -> None:
+    if isinstance(value, str | bytes) and len(value) > limits.string_characters:
+        raise limit_error("string_characters", source, limits, len(value))
+    if isinstance(value, int) and value.bit_length() > limits.number_digits * 3.33:  # bits of a decimal digit
+        raise limit_error("number_digits", source, limits)
