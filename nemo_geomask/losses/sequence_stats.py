@@ -117,6 +117,7 @@ class SequencePool:
         if config.nonfinite == "drop_sequence":
             is_dropped = pooled.sums["nonfinite_tokens"] > 0
         else:
+            # drop_token: ``read`` has excluded the token itself. raise: ``PolicyLoss`` reads the counts and raises.
             is_dropped = torch.zeros_like(batch.sample_mask, dtype=torch.bool)
         is_trained = batch.is_trained & ~segments.spread(is_dropped)
         sample_mask = torch.where(is_dropped, 0.0, batch.sample_mask)
