@@ -16,6 +16,7 @@ import torch
 
 from nemo_geomask.errors import ConfigError
 from nemo_geomask.tools.shared.json_output import to_json
+from nemo_geomask.tools.shared.processor import processor_name
 
 __all__ = ["describe_machine", "read_results", "write_result"]
 
@@ -37,9 +38,9 @@ def describe_machine(device: torch.device) -> dict[str, Any]:
     """Return the machine, the versions, the load and the date as JSON values."""
     gpu = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
     return {
-        "name": gpu.name if gpu is not None else _processor(),
+        "name": gpu.name if gpu is not None else processor_name(),
         "device": device.type,
-        "processor": _processor(),
+        "processor": processor_name(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "threads": torch.get_num_threads(),
         "memory_bytes": gpu.total_memory if gpu is not None else None,
@@ -84,15 +85,6 @@ def read_results(folder: Path) -> list[dict[str, Any]]:
             raise ConfigError(f"--measured: {paths[0]} is not what nemo-geomask bench {name} --out {folder} writes")
         results.append(result)
     return results
-
-
-def _processor() -> str:
-    information = Path("/proc/cpuinfo")
-    if information.exists():
-        model_name = re.search(r"^model name\s*:\s*(.+)$", information.read_text(encoding="utf-8"), flags=re.M)
-        if model_name:
-            return model_name[1].strip()
-    return platform.processor() or platform.machine()
 
 
 def _version(package: str) -> str | None:

@@ -14,9 +14,11 @@ from nemo_geomask.tools.shared.intervals import mean_interval
 __all__ = [
     "TARGET",
     "VariantSummary",
+    "best_reward",
     "final_reward",
     "group_by_variant",
     "has_collapsed",
+    "has_died",
     "steps_to_reward",
     "summarize_variants",
 ]
@@ -27,6 +29,8 @@ TARGET = 0.5
 """Default reward of the measure "steps to target"."""
 # A run collapsed if its reward rose by at least _MIN_GAIN and then lost at least the fraction _MIN_LOSS of that gain.
 _MIN_GAIN, _MIN_LOSS = 0.05, 0.5
+# A run died if its gradient or its entropy is as good as zero at its end.
+_DEAD_GRADIENT, _DEAD_ENTROPY = 1e-3, 0.01
 
 Row = dict[str, Any]
 
@@ -49,6 +53,26 @@ def has_collapsed(rewards: Sequence[float]) -> bool:
     means = _moving_means(rewards)
     gain = max(means) - means[0]
     return gain >= _MIN_GAIN and max(means) - means[-1] >= _MIN_LOSS * gain
+
+
+def best_reward(rewards: Sequence[float]) -> float:
+    """Return the largest mean reward of ten consecutive steps; with fewer steps, the mean of all."""
+    return max(_moving_means(rewards), default=fmean(rewards))
+
+
+def has_died(run: RunCurves, *, target: float = TARGET) -> bool:
+    r"""Return True if a run can't learn any more, although it has not reached the target.
+
+    Means are over the last ten steps. A run died if its mean reward is below ``target``, and its mean gradient norm is
+    below 1e-3 of that of its first ten steps or its mean entropy, ``approx_entropy``, below 0.01 nats. Such a run may
+    end far above chance, so :func:`has_collapsed` does not see it. A run with fewer than 20 steps can't be judged and
+    counts as alive.
+    """
+    if run.steps < 2 * WINDOW or final_reward(run.series("reward")) >= target:
+        return False
+    norms, entropies = run.series("grad_norm"), run.series("approx_entropy")
+    has_no_gradient = fmean(norms[-WINDOW:]) < _DEAD_GRADIENT * fmean(norms[:WINDOW])
+    return has_no_gradient or fmean(entropies[-WINDOW:]) < _DEAD_ENTROPY
 
 
 def steps_to_reward(target: float, rewards: Sequence[float]) -> int | None:
@@ -103,7 +127,9 @@ def summarize_variants(curves: Sequence[RunCurves], *, target: float = TARGET) -
             "validation": _mean([_last_finite(run.series("validation/reward")) for run in done]),
             "difference": _mean(differences),
             "interval": mean_interval(differences),
+            "reward_best": _mean([best_reward(series) for series in rewards.values()]),
             "collapses": sum(has_collapsed(series) for series in rewards.values()),
+            "deaths": sum(has_died(run, target=target) for run in done),
             "target": target,
             "reached": len(reached),
             "steps_to_target": median(reached) if reached else None,

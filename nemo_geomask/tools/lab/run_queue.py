@@ -33,6 +33,7 @@ from nemo_geomask.tools.lab.rollout import write_rollout
 from nemo_geomask.tools.lab.run_store import Run, RunCurves, write_steps
 from nemo_geomask.tools.lab.samplers import Sampler, build_sampler
 from nemo_geomask.tools.lab.trainer import Trainer, check_reference, check_validation
+from nemo_geomask.tools.shared.processor import processor_name
 
 __all__ = ["train"]
 
@@ -313,6 +314,7 @@ def _collect_facts(run: Run, trainer: Trainer) -> dict[str, Any]:
         "sampler": trainer.sampler.name,
         "precision": run.recipe.policy.precision,
         "ranks": run.recipe.lab.model_dump(include={"tp", "cp", "dp"}, exclude_defaults=True),
+        "machine": f"{processor_name()}, {os.cpu_count()} cores",
         "versions": {
             "nemo-geomask": nemo_geomask.__version__,
             "torch": torch.__version__,

@@ -7,7 +7,14 @@ from statistics import fmean, stdev
 
 import pytest
 
-from nemo_geomask.tools.lab.outcome import final_reward, has_collapsed, steps_to_reward, summarize_variants
+from nemo_geomask.tools.lab.outcome import (
+    best_reward,
+    final_reward,
+    has_collapsed,
+    has_died,
+    steps_to_reward,
+    summarize_variants,
+)
 from nemo_geomask.tools.lab.run_store import RunCurves
 from nemo_geomask.tools.shared.intervals import mean_interval, student_quantile
 
@@ -38,6 +45,32 @@ def test_time_to_a_reward_is_that_of_a_mean_of_ten_steps():
     assert steps_to_reward(0.5, [1.0] * 9) is None
     assert steps_to_reward(0.5, [0.49] * 50) is None
     assert final_reward([0.0] * 5 + [0.5] * 10) == 0.5
+
+
+@pytest.mark.parametrize(
+    ("rewards", "norms", "entropies", "expected"),
+    [
+        ([0.3] * 40, [2.0] * 40, [1.0] * 40, False),
+        ([0.3] * 40, [2.0] * 30 + [0.0019] * 10, [1.0] * 40, True),
+        ([0.3] * 40, [2.0] * 30 + [0.0021] * 10, [1.0] * 40, False),
+        ([0.3] * 40, [2.0] * 30 + [0.0] * 9 + [0.03], [1.0] * 40, False),  # the mean of ten steps decides
+        ([0.3] * 40, [2.0] * 10 + [0.0] * 20 + [2.0] * 10, [1.0] * 40, False),  # it came back to life
+        ([0.3] * 40, [2.0] * 40, [1.0] * 30 + [0.009] * 10, True),
+        ([0.3] * 40, [2.0] * 40, [1.0] * 30 + [0.011] * 10, False),
+        ([0.3] * 30 + [0.5] * 10, [2.0] * 30 + [0.0] * 10, [0.0] * 40, False),  # done, not dead
+        ([0.3] * 19, [2.0] * 10 + [0.0] * 9, [0.0] * 19, False),  # too short to say
+        ([0.3] * 40, [math.nan] * 40, [math.nan] * 40, False),  # unknown
+    ],
+)
+def test_a_run_died_if_it_can_learn_no_more_below_the_target(rewards, norms, entropies, expected):
+    columns = {"step": range(len(rewards)), "reward": rewards, "grad_norm": norms, "approx_entropy": entropies}
+    assert has_died(RunCurves({}, columns)) is expected
+
+
+def test_the_best_reward_is_of_ten_steps_in_a_row():
+    assert best_reward([0.0] * 5 + [1.0] * 10 + [0.2] * 5) == 1.0
+    assert best_reward([1.0] * 5 + [0.0] * 10) == 0.5
+    assert best_reward([0.2, 0.4]) == pytest.approx(0.3)
 
 
 def test_quantiles_are_those_of_student():
