@@ -1,0 +1,121 @@
+"""Conversion of verl's rollout correction: weights against the mismatch, and rejection.
+
+verl's rejection bounds on k1 are on 1/ρ. In decoupled mode verl rejects before the step, by changing the response mask,
+so a token mean divides by the number of kept tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from nemo_geomask.errors import ConfigError
+from nemo_geomask.tools.translate.peer_table import Assign, Conversion, PeerSettings, Remark, weight_settings
+from nemo_geomask.tools.translate.peers.verl.normalization import effective_aggregation
+from nemo_geomask.tools.translate.peers.verl.setting_names import ACTOR, RC
+
+__all__ = ["convert_decoupled", "convert_rejection", "convert_weight"]
+
+_LEVELS = {"token": "token", "seq_sum": "sequence", "seq_mean": "sequence_mean", "seq_max": "sequence_max"}
+_PRESETS_OF_K1 = {"token": "icepop", "sequence": "product", "sequence_mean": "geometric"}
+
+
+def convert_decoupled(settings: PeerSettings, mode: str) -> Conversion:
+    """Convert rollout correction of log-probs that the training engine has computed before the step."""
+    level = settings[RC + "rollout_is"]
+    if level is not None and mode == "geo_mean" and level != "sequence":
+        text = "rollout_is: under geo_mean verl pools the truncated weights of a sequence by their geometric mean"
+        yield Remark(text, ("rollout_is",))
+    elif level is not None:
+        yield from convert_weight(settings)
+        if settings[RC + "rollout_is_batch_normalize"]:
+            yield Assign("is_correction_batch_normalize", True)
+            if settings[RC + "rollout_rs"] is not None:
+                yield Remark(
+                    "rollout_is_batch_normalize: verl takes the mean over all tokens, this package over the kept ones",
+                    ("rollout_is_batch_normalize",),
+                )
+    masks = list(convert_rejection(settings, "mismatch"))
+    yield from masks
+    if not any(isinstance(line, Assign) for line in masks):
+        return
+    has_token_rule = any(
+        str(option).strip().startswith("token") for option in str(settings[RC + "rollout_rs"]).split(",")
+    )
+    if effective_aggregation(settings, mode) == "token-mean" or has_token_rule:
+        yield Assign("denominator", "kept", "verl removes what it rejects from the response mask before the step")
+        if effective_aggregation(settings, mode) != "token-mean":
+            yield Remark(
+                "rollout_rs: a sequence mean of verl counts sequences without a kept token; this package does not",
+                ("rollout_rs",),
+            )
+        if has_token_rule and level == "sequence":
+            yield Remark(
+                "rollout_rs: verl computes a sequence's weight from all its tokens, this package from the kept ones",
+                ("rollout_rs",),
+            )
+    elif settings[ACTOR + "use_kl_loss"]:
+        yield Remark(
+            "use_kl_loss: verl removes rejected sequences from the KL term, too; here masks act on the surrogate only",
+            ("use_kl_loss",),
+        )
+
+
+def convert_weight(settings: PeerSettings) -> Conversion:
+    """Convert ``rollout_is`` and its threshold."""
+    level, spec = str(settings[RC + "rollout_is"]), str(settings[RC + "rollout_is_threshold"])
+    low, separator, high = spec.rpartition("_")
+    if level not in ("token", "sequence"):
+        yield Remark(f"rollout_is: {level} is unknown; verl has token and sequence", ("rollout_is",))
+    elif separator:
+        yield from weight_settings(
+            level, "icepop", _parse_bound("rollout_is_threshold", low), _parse_bound("rollout_is_threshold", high)
+        )
+    else:
+        yield from weight_settings(level, "tis", 0.0, _parse_bound("rollout_is_threshold", high))
+
+
+def convert_rejection(settings: PeerSettings, log_ratio: str) -> Conversion:
+    """Convert ``rollout_rs`` to masks on a log-ratio: ``mismatch`` or ``total``."""
+    if settings[RC + "rollout_rs"] is None:
+        return
+    options = list(dict.fromkeys(_comma_separated(settings[RC + "rollout_rs"])))
+    bounds = list(_comma_separated(settings[RC + "rollout_rs_threshold"]))
+    if len(bounds) not in (1, len(options)):
+        raise ConfigError(
+            f"rollout_rs_threshold must have one bound or one for each of {', '.join(options)}, but has {len(bounds)}"
+        )
+    for option, spec in zip(options, bounds * (len(options) if len(bounds) == 1 else 1), strict=True):
+        level_name, _, statistic = option.rpartition("_")
+        if level_name not in _LEVELS or statistic not in ("k1", "k2", "k3") or option == "seq_max_k1":
+            yield Remark(f"rollout_rs: {option} is unknown", ("rollout_rs",))
+            continue
+        level = _LEVELS[level_name]
+        rule: dict[str, Any] = {"log_ratio": log_ratio, "level": level}
+        if statistic != "k1":
+            yield Assign("masks", {**rule, "statistic": statistic, "max": _parse_bound("rollout_rs_threshold", spec)})
+            continue
+        low, separator, high = spec.rpartition("_")
+        upper = _parse_bound("rollout_rs_threshold", high)
+        stated_lower = _parse_bound("rollout_rs_threshold", low) if separator else upper
+        if min(stated_lower, upper) <= 0:
+            raise ConfigError(f"rollout_rs_threshold: {option} bounds a ratio, which must be above 0, by '{spec}'")
+        lower = stated_lower if separator else 1 / upper
+        note = (
+            f"verl's {option} keeps {lower:g} to {upper:g} of 1/ρ; the bounds here are on ρ"
+            if separator
+            else (f"verl's {option} keeps 1/{upper:g} to {upper:g}")
+        )
+        form = {"preset": _PRESETS_OF_K1[level]} if log_ratio == "mismatch" else rule
+        yield Assign("masks", {**form, "min": 1 / upper, "max": 1 / lower}, note)
+
+
+def _comma_separated(text: Any) -> Iterator[str]:
+    return (word.strip() for word in str(text).split(",") if word.strip())
+
+
+def _parse_bound(key: str, text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise ConfigError(f"{key} must be a number or lower_upper, but a bound is '{text}'") from None
