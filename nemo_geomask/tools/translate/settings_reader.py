@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,10 +13,6 @@ from nemo_geomask.tools.translate.setting_values import flat, parse_yaml
 from nemo_geomask.tools.translate.shell_reader import ProgramRun, program_runs
 
 __all__ = ["read_runs", "read_settings"]
-
-_REFERENCE = re.compile(r"\$\{(?:oc\.select:)?([\w.]+)(?:,([^${}]*))?\}")
-_REFERENCE_DEPTH = 5
-"""Number of passes over the settings, for references to settings that are references."""
 
 
 def read_runs(path: Path, constructors: tuple[str, ...]) -> list[ProgramRun]:
@@ -54,7 +49,7 @@ def read_runs(path: Path, constructors: tuple[str, ...]) -> list[ProgramRun]:
                 runs = program_runs(text, path.parent)
     except (ValueError, SyntaxError) as error:
         raise ConfigError(f"{path}: can't be read: {' '.join(str(error).split())}") from None
-    return [run.with_settings(_resolve_references(flat(run.settings))) for run in runs]
+    return [run.with_settings(flat(run.settings)) for run in runs]
 
 
 def read_settings(path: Path, constructors: tuple[str, ...]) -> dict[str, Any]:
@@ -66,17 +61,3 @@ def _of_mapping(path: Path, settings: Any) -> ProgramRun:
     if not isinstance(settings, Mapping):
         raise ConfigError(f"{path}: must hold settings by name, but it holds a {type(settings).__name__}")
     return ProgramRun("", dict(settings))
-
-
-def _resolve_references(settings: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings with each ``${a.b}`` and ``${oc.select:a.b,default}`` replaced where the file has ``a.b``."""
-    for _ in range(_REFERENCE_DEPTH):
-        changed = {
-            key: settings[match[1]]
-            for key, value in settings.items()
-            if isinstance(value, str) and (match := _REFERENCE.fullmatch(value)) and match[1] in settings
-        }
-        if not changed:
-            break
-        settings = settings | changed
-    return settings

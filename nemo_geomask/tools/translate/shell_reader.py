@@ -222,6 +222,11 @@ class _Script:
         settings, unread, passes_arguments = _settings_of_words(rest if program else words)
         if not (program or settings):
             return
+        # ${NAME} is a variable of the environment here, and not a reference to the setting NAME.
+        settings = {
+            name: re.sub(r"\$\{(\w+)\}", r"$\1", value) if isinstance(value, str) else value
+            for name, value in settings.items()
+        }
         self.runs.append(ProgramRun(program, settings, (*self.unread, *unread), passes_arguments))
 
 

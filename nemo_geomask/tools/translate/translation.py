@@ -25,6 +25,7 @@ from nemo_geomask.tools.translate.recognition import (
     recognise,
     select_runs,
 )
+from nemo_geomask.tools.translate.references import resolve_references
 from nemo_geomask.tools.translate.setting_values import flat
 from nemo_geomask.tools.translate.settings_reader import read_runs
 from nemo_geomask.tools.translate.shell_reader import line_settings
@@ -115,7 +116,8 @@ def translate_files(paths: Sequence[Path], peer: str | None = None) -> Translati
             recipe = read_recipe(file.path, leave=("data", "env", "logger")).data
             settings |= flat({"loss_fn": recipe["loss_fn"]})
         else:
-            settings |= file.settings
+            # A later file wins, also where it writes the name of a setting in another form; the order matters.
+            settings = {key: value for key, value in settings.items() if key not in file.settings} | file.settings
     programs = [program for file in files for program in file.programs]
     system = system or recognise(settings, programs)
     changed = [system.settings_of_program(program) for program in programs]
@@ -187,12 +189,14 @@ def translate(
     """
     by_name = flat(settings)
     system = recognise(by_name) if peer is None else peer_by_name(peer)
-    by_name = system.regroup_mappings(_fill_preset(system, by_name))
+    defaults = {**system.defaults, **(base or {})}
+    by_name, from_references = resolve_references(_fill_preset(system, by_name), defaults, system.full_name)
+    by_name = system.regroup_mappings(by_name)
     full_names = {key: system.full_name(key) for key in by_name}
     loss_settings = {
         full: by_name[key] for key, full in full_names.items() if full is not None and full in system.defaults
     }
-    peer_settings = PeerSettings({**system.defaults, **(base or {})}, loss_settings)
+    peer_settings = PeerSettings(defaults, loss_settings)
     fields: dict[str, Any] = {}
     notes: dict[str, str] = {}
     masks: list[Any] = []
@@ -239,9 +243,10 @@ def translate(
         loss_settings={**(base or {}), **loss_settings},
         from_defaults={
             key: value
-            for key, value in {**system.defaults, **(base or {})}.items()
+            for key, value in defaults.items()
             if key in peer_settings.read_keys and key not in loss_settings and value is not None
-        },
+        }
+        | from_references,
     )
 
 
