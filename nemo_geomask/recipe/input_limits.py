@@ -46,6 +46,11 @@ class InputLimits:
         string_characters: length of one string, after references in it were resolved.
         total_characters: length of all strings that references were resolved in.
         number_digits: decimal digits of an integer.
+        record_bytes: size of a record file, of the flight recorder.
+        footer_bytes: size of the metadata at its end.
+        record_tokens: sequences, or tokens, that it claims to hold.
+        row_group_tokens: the same of one row group, which is held in memory as a whole.
+        tokens_per_byte: tokens that it claims for each of its bytes, if it claims more than a million.
     """
 
     file_bytes: int = 4_000_000
@@ -55,6 +60,11 @@ class InputLimits:
     string_characters: int = 1_000_000
     total_characters: int = 4_000_000
     number_digits: int = 1000
+    record_bytes: int = 2**31
+    footer_bytes: int = 2**21
+    record_tokens: int = 2**26
+    row_group_tokens: int = 2**24
+    tokens_per_byte: int = 16
 
 
 _LIMIT_NAMES = tuple(limit.name for limit in fields(InputLimits))
@@ -119,6 +129,11 @@ def limit_error(name: str, source: object, limits: InputLimits, amount: int | No
         "string_characters": "a value has more than {} characters",
         "total_characters": "values with references have more than {} characters in total",
         "number_digits": "an integer has more than {} digits",
+        "record_bytes": "the file has more than {} bytes",
+        "footer_bytes": "the metadata have more than {} bytes",
+        "record_tokens": "the file claims more than {} tokens or sequences",
+        "row_group_tokens": "a row group claims more than {} tokens or sequences",
+        "tokens_per_byte": "the file claims more than {} tokens for each of its bytes",
     }[name].format(f"{getattr(limits, name):,}")
     in_file = "" if amount is None else f" ({amount:,} here)"
     return InputLimitError(
