@@ -38,6 +38,7 @@ __all__ = [
     "describe_filter",
     "has_kl_score_function",
     "lacks_entropy",
+    "loads_moe_in_bfloat16",
     "loss_fields",
     "missing_prev",
     "neutral_values",
@@ -154,6 +155,20 @@ def has_kl_score_function(checkout: Path) -> bool:
     """
     utils = "algorithms/utils.py"
     return _mentions(checkout, utils, "importance_sampling_weights") or not (checkout / "nemo_rl" / utils).is_file()
+
+
+def loads_moe_in_bfloat16(checkout: Path | None) -> bool:
+    """Return True if a NeMo-RL's Automodel casts the weights of its own MoE classes to bfloat16 when it loads them.
+
+    v0.6.0, v0.7.0 and main of August 2026 pin such an Automodel (NeMo-RL's issue 2322); later ones keep the type in
+    which the model was built. A checkout without its submodules counts as one of these.
+    """
+    file = "3rdparty/Automodel-workspace/Automodel/nemo_automodel/components/checkpoint/checkpointing.py"
+    try:
+        source = "" if checkout is None else (checkout / file).read_text(encoding="utf-8")
+    except OSError:
+        source = ""
+    return "initialize_weights(dtype=" not in source
 
 
 def resets_reference_on_resume(checkout: Path) -> bool:

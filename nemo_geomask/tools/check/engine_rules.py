@@ -1,4 +1,4 @@
-"""GM106 to GM113: settings of engines, precision and routing that cause mismatch."""
+"""GM106 to GM114: settings of engines, precision and routing that cause mismatch."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 
 from nemo_geomask.errors import ConfigError
-from nemo_geomask.hosts.nemo_rl.facts import reads_setting
+from nemo_geomask.hosts.nemo_rl.facts import loads_moe_in_bfloat16, reads_setting
 from nemo_geomask.tools.check.recipe_facts import RecipeFacts
 from nemo_geomask.tools.check.rule import Hit, Rule
 
@@ -22,6 +22,7 @@ _RUNS_FLASH_ATTENTION_2 = {
 
 _ROUTER_REPLAY = "policy.router_replay.enabled"
 _VLLM = "policy.generation.vllm_cfg"
+_AUTOMODEL = "policy.dtensor_cfg.automodel_kwargs"
 _VLLM_KWARGS = "policy.generation.vllm_kwargs"
 
 
@@ -66,6 +67,24 @@ def _different_precision(facts: RecipeFacts) -> Iterator[Hit]:
             f"{sampling}, but policy.precision: {training}, which makes every token's log-probs differ; set both to "
             "the same format",
         )
+
+
+def _moe_without_master_weights(facts: RecipeFacts) -> Iterator[Hit]:
+    key, optimizer = "policy.optimizer.name", str(facts.get("policy.optimizer.name"))
+    uses_v2 = facts.is_true("policy.dtensor_cfg.enabled") and facts.is_true("policy.dtensor_cfg._v2")
+    is_automodel_class = facts.moe_key is not None and not facts.is_true(f"{_AUTOMODEL}.force_hf")
+    if not (uses_v2 and is_automodel_class and loads_moe_in_bfloat16(facts.nemo_rl)):
+        return
+    if facts.is_true("policy.optimizer.kwargs.master_weights"):
+        return
+    precision = facts.get("policy.precision")
+    yield Hit(
+        key,
+        f"{optimizer} keeps no float32 weights of its own, and under DTensor v2 Automodel loads a mixture of experts "
+        f"in bfloat16{', whatever policy.precision says' if precision == 'float32' else ''}; at small learning rates "
+        "most updates round to nothing. Use transformer_engine.pytorch.optimizers.fused_adam.FusedAdam with "
+        f"kwargs.master_weights: true, or {_AUTOMODEL}.force_hf: true, or Megatron",
+    )
 
 
 def _no_router_replay(facts: RecipeFacts) -> Iterator[Hit]:
@@ -182,5 +201,12 @@ RULES = (
         "router biases updated by expert load",
         "NeMo-RL examples/configs/grpo_math_1B.yaml",
         _balancing_bias,
+    ),
+    Rule(
+        "GM114",
+        "warning",
+        "mixture of experts without float32 weights",
+        "NeMo-RL issue 2322",
+        _moe_without_master_weights,
     ),
 )

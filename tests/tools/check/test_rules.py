@@ -313,6 +313,12 @@ CASES = {
             {**MOE, "policy.megatron_cfg.moe_router_bias_update_rate": 0.0},
         )
     ],
+    "GM114": [
+        ({**MOE, **V2}, {**MOE, **DTENSOR}),
+        ({**MOE, **V2, "policy.precision": "float32"}, V2),
+        ({**MOE, **V2}, {**MOE, **V2, "policy.optimizer.kwargs.master_weights": True}),
+        ({**MOE, **V2}, {**MOE, **V2, "policy.dtensor_cfg.automodel_kwargs.force_hf": True}),
+    ],
     "GM201": [
         ({MASKS: [{"preset": "geometric", "max": 3.0}]}, {MASKS: [{"preset": "geometric", "max": 1.1}]}),
         # One bound within reach is enough.
