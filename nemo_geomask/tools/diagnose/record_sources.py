@@ -130,7 +130,7 @@ def map_records(
         processes: number of processes; None: one for each core, or only this process if the files are small.
     """
     count = min(len(paths), processes or len(os.sched_getaffinity(0)))
-    size = sum(path.stat().st_size for path in paths)
+    size = sum(path.stat().st_size for path in paths if path.exists())  # a link may lead nowhere; its reader says so
     if count < 2 or (processes is None and size < _MIN_BYTES_FOR_PROCESSES):
         yield from (apply_to_record(function, path, cache) for path in paths)
         return
