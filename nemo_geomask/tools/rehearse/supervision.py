@@ -20,8 +20,8 @@ __all__ = ["descendants", "signals_as_exceptions", "supervised"]
 _PR_SET_CHILD_SUBREAPER = 36
 _PR_GET_CHILD_SUBREAPER = 37
 _TICK = 0.2  # seconds between looks at the processes
-# Seconds within which killed processes must have ended.
-# Killed processes need time to end: on a busy machine, forty of them with gigabytes each took over 15 s.
+# Seconds without the end of a killed process after which the others are given up. Killed processes need time to end:
+# on a busy machine, thirty of them with gigabytes each took minutes.
 _KILL_TIMEOUT = 120.0
 
 
@@ -99,7 +99,7 @@ def descendants(pid: int) -> set[int]:
 
 def _end(started: set[int], before: set[int]) -> None:
     """Kill the processes until none remains: one may start another while it is killed."""
-    deadline = time.monotonic() + _KILL_TIMEOUT
+    deadline, fewest = time.monotonic() + _KILL_TIMEOUT, len(started) + 1
     while True:
         # Orphans are children of this process by now; children that it had before are left alone.
         new = descendants(os.getpid()) - before
@@ -108,6 +108,8 @@ def _end(started: set[int], before: set[int]) -> None:
         started |= alive
         if not _reap(started) and not alive:
             return
+        if len(alive) < fewest:
+            deadline, fewest = time.monotonic() + _KILL_TIMEOUT, len(alive)
         if time.monotonic() > deadline:
             numbers = ", ".join(map(str, sorted(alive or started)))
             raise EngineError(f"processes {numbers} of the rehearsal could not be ended")

@@ -8,9 +8,12 @@ import subprocess
 import sys
 import textwrap
 import time
+from types import SimpleNamespace
 
 import pytest
 
+from nemo_geomask.errors import EngineError
+from nemo_geomask.tools.rehearse import supervision
 from nemo_geomask.tools.rehearse.supervision import descendants, supervised
 
 pytestmark = [
@@ -71,6 +74,23 @@ def test_after_the_time_is_over(tmp_path):
     assert alive(noted) == []
 
 
+def test_killed_processes_have_time_while_one_after_another_ends(monkeypatch):
+    """On a busy machine, killed processes end slowly: only a pause without any end is a failure."""
+    clock = iter(range(0, 10_000, 50))  # seconds between looks, of the 120 that are allowed without an end
+    left = [{11, 12, 13}, {11, 12}, {11, 12}, {11}, set()]
+    stopped_time = SimpleNamespace(monotonic=lambda: next(clock), sleep=lambda seconds: None)
+    monkeypatch.setattr(supervision, "time", stopped_time)
+    monkeypatch.setattr(supervision.os, "kill", lambda pid, number: None)
+    monkeypatch.setattr(supervision, "_reap", lambda pids: False)
+    monkeypatch.setattr(supervision, "_is_adopted", lambda pid: False)
+    looks = iter(left)
+    monkeypatch.setattr(supervision, "descendants", lambda pid: next(looks) if pid == os.getpid() else set())
+    supervision._end({11, 12, 13}, set())
+    monkeypatch.setattr(supervision, "descendants", lambda pid: {11} if pid == os.getpid() else set())
+    with pytest.raises(EngineError, match="processes 11 of the rehearsal could not be ended"):
+        supervision._end({11, 12, 13}, set())
+
+
 def test_after_an_error_while_it_runs(tmp_path):
     noted = tmp_path / "noted"
 
@@ -86,6 +106,8 @@ def test_after_an_error_while_it_runs(tmp_path):
 OUTER = """
 import sys
 from pathlib import Path
+from nemo_geomask.errors import EngineError
+from nemo_geomask.tools.rehearse import supervision
 from nemo_geomask.tools.rehearse.supervision import supervised
 supervised(sys.argv[3:], log=Path(sys.argv[1]), timeout=60)
 """
