@@ -1,0 +1,1 @@
+"""Mutation testing of the core with mutmut: ``python -m tests.mutation`` (``make mutation``)."""

@@ -1,0 +1,80 @@
+"""What became of a room's mutants: the score, and the survivors that are not known to be equivalent."""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+FOLDER = Path(__file__).parent
+EQUIVALENTS = FOLDER / "equivalents.toml"
+DETECTED = ("killed", "timeout", "segfault", "suspicious")
+"""Statuses of a mutant whose tests did not pass."""
+
+
+def read_rooms() -> dict[str, dict[str, list[str]]]:
+    """Return the sources and tests of each room."""
+    return tomllib.loads((FOLDER / "rooms.toml").read_text(encoding="utf-8"))
+
+
+class Equivalent(NamedTuple):
+    """A change of one line that alters no result, or none that the package promises."""
+
+    file: str
+    was: str
+    becomes: str
+    reason: str
+
+
+def read_equivalents() -> list[Equivalent]:
+    """Return the changes that are known to be equivalent."""
+    entries = tomllib.loads(EQUIVALENTS.read_text(encoding="utf-8")).get("equivalent", [])
+    return [Equivalent(**entry) for entry in entries]
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One change, and what became of it: ``killed``, ``survived``, ``no tests``, ``timeout``, …"""
+
+    name: str
+    file: str
+    status: str
+    diff: str = ""
+
+    @property
+    def change(self) -> tuple[str, str]:
+        """The lines that were removed and those that were added, without indentation."""
+        lines = [line for line in self.diff.splitlines() if not line.startswith(("---", "+++", "@@"))]
+        return tuple(" ".join(line[1:].strip() for line in lines if line.startswith(sign)) for sign in "-+")
+
+    def is_equivalent(self, equivalents: list[Equivalent]) -> bool:
+        """Return True if the change is a listed one of the same file."""
+        return (self.file, *self.change) in {entry[:3] for entry in equivalents}
+
+
+@dataclass(frozen=True)
+class Score:
+    """Outcomes of a sample of a room's mutants."""
+
+    room: str
+    population: int
+    outcomes: list[Mutant]
+
+    def survivors(self, equivalents: list[Equivalent]) -> list[Mutant]:
+        """Return the mutants that no test noticed, without the equivalent ones."""
+        return [
+            mutant
+            for mutant in self.outcomes
+            if mutant.status not in DETECTED and not mutant.is_equivalent(equivalents)
+        ]
+
+    def summary(self, equivalents: list[Equivalent]) -> str:
+        """Return one line: how many of the mutants that are not equivalent were noticed."""
+        detected = sum(mutant.status in DETECTED for mutant in self.outcomes)
+        judged = detected + len(self.survivors(equivalents))
+        share = f"{detected / judged:.1%}" if judged else "none"
+        return (
+            f"{self.room}: {detected} of {judged} noticed ({share}); {len(self.outcomes) - judged} equivalent; "
+            f"{len(self.outcomes)} of {self.population} mutants tested"
+        )

@@ -1,0 +1,1 @@
+"""Long runs and faults, checked as they go: ``python -m tests.soak`` (``make soak``)."""
