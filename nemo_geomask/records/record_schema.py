@@ -15,10 +15,29 @@ from typing import Any
 import nemo_geomask
 from nemo_geomask.optional import require
 
-__all__ = ["COLUMNS", "REMOVED", "VERSION", "Column", "arrow_schema", "file_name", "require_arrow", "step_files"]
+__all__ = [
+    "CHECKSUM_KEY",
+    "COLUMNS",
+    "ORIGIN_KEY",
+    "REMOVED",
+    "VERSION",
+    "Column",
+    "RecordOrigin",
+    "arrow_schema",
+    "file_name",
+    "file_step",
+    "require_arrow",
+    "step_files",
+]
 
 VERSION = 1
 """Version of the schema. Adding a column does not change it; changing the meaning of a column increments it."""
+
+CHECKSUM_KEY = "nemo_geomask.checksum"
+"""Key of a file's metadata with the checksum of all its bytes; see :mod:`nemo_geomask.records.checksums`."""
+
+ORIGIN_KEY = "nemo_geomask.origin"
+"""Key of a file's metadata with the :class:`RecordOrigin` that wrote it, as JSON; every file with a checksum has it."""
 
 REMOVED = "removed."
 """Prefix of the column that is True for the tokens a mask removes; the mask's label follows."""
@@ -49,6 +68,25 @@ class Column:
     def element(self) -> str:
         """Arrow's name of the type of one value: of a token's in a list, else of the sequence's."""
         return self.arrow_type.removeprefix("list<").removesuffix(">")
+
+
+@dataclass(frozen=True)
+class RecordOrigin:
+    """What wrote a record file: a recording, which is a recorder's work from its first step to its process's end.
+
+    A run that is resumed is another recording.
+
+    Attributes:
+        writer: name of the writer; several may write records of one step.
+        id: random name of the recording; empty for a file that was written by itself, outside a recording.
+        started: when the recording began, in seconds since 1970 by the clock of its machine.
+        first_step: first step of the recording. A later recording replaces an earlier one from this step on.
+    """
+
+    writer: str
+    id: str = ""
+    started: float = 0.0
+    first_step: int = 0
 
 
 _LOGPROB = "log-prob of each token, nats; 0 or NaN where it was not computed (prompt, tool output)"
@@ -132,12 +170,18 @@ def file_name(step: int, writer: str) -> str:
 _FILE_NAME = re.compile(r"step-(\d{7,})-(.+)\.parquet")
 
 
+def file_step(path: Path) -> int | None:
+    """Return the step in the name of a record file; None for another name."""
+    match = _FILE_NAME.fullmatch(path.name)
+    return int(match[1]) if match else None
+
+
 def step_files(directory: Path) -> dict[int, list[Path]]:
     """Return the complete record files in a run's directory, by step in ascending order."""
     files: dict[int, list[Path]] = {}
     for path in sorted(directory.iterdir()):
-        if match := _FILE_NAME.fullmatch(path.name):
-            files.setdefault(int(match[1]), []).append(path)
+        if (step := file_step(path)) is not None:
+            files.setdefault(step, []).append(path)
     return dict(sorted(files.items()))
 
 

@@ -4,42 +4,29 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import errno
 import logging
 import os
-import queue
+import secrets
 import threading
 import time
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from nemo_geomask.records.record_schema import COLUMNS, REMOVED, Column, arrow_schema, file_name, require_arrow
+from nemo_geomask.records.record_schema import RecordOrigin, file_name, require_arrow
+from nemo_geomask.records.recording_folder import RecordingFolder
+from nemo_geomask.records.step_table import StepRows, step_table
+from nemo_geomask.records.stored_files import FileIdentity, StoredFile, open_folder, store_record
 
 __all__ = ["ROW_GROUP", "Recorder", "StepRows", "write_step"]
 
 _log = logging.getLogger("nemo_geomask")
 ROW_GROUP = 2**20
 """Approximate number of tokens in a row group of a file; a reader holds one row group in memory at a time."""
-
-
-@dataclass(frozen=True)
-class StepRows:
-    """The recorded sequences of one step.
-
-    Attributes:
-        lengths: [S] number of tokens of each sequence.
-        values: tensors by column name: [S], or [S, T] with padding at the right for a column of lists. A column
-            without a tensor is null.
-        facts: properties of these sequences, in addition to those of the run.
-    """
-
-    lengths: Tensor
-    values: Mapping[str, Tensor] = field(default_factory=dict)
-    facts: Mapping[str, Any] = field(default_factory=dict)
+_POLL_SECONDS = 0.5
 
 
 def write_step(
@@ -53,6 +40,8 @@ def write_step(
 ) -> Path:
     """Write one step's records; a file that the same writer has written for this step is replaced.
 
+    While another recorder writes into the folder, nothing is replaced, and the file gets a name of its own.
+
     Args:
         directory: the run's directory; created if it does not exist.
         step: the step's number.
@@ -64,86 +53,72 @@ def write_step(
     Returns: the path of the file.
     Raises: OSError: the file can't be written. MissingDependencyError: pyarrow is not installed.
     """
-    parquet = require_arrow("pyarrow.parquet")
-    table = _table(step, rows, masks, {**(facts or {}), **rows.facts})
-    directory.mkdir(parents=True, exist_ok=True)
-    path = directory / file_name(step, writer)
-    partial_file = path.with_suffix(".part")
+    origin, state = RecordOrigin(writer), RecordingFolder(directory)
+    with open_folder(directory) as folder, contextlib.closing(state):
+        state.enter(folder, origin)
+        return directory / _store_step(folder, step, rows, origin, masks, facts, state.replaceable).name
+
+
+def _store_step(
+    folder: int,
+    step: int,
+    rows: StepRows,
+    origin: RecordOrigin,
+    masks: Sequence[str],
+    facts: Mapping[str, Any] | None,
+    replaceable: Mapping[str, FileIdentity],
+) -> StoredFile:
+    table = step_table(step, rows, masks, facts or {})
+    name = file_name(step, origin.writer)
+    known = replaceable.get(name)
     tokens = max(1, int(rows.lengths.sum()))
-    try:
-        parquet.write_table(
-            table,
-            partial_file,
-            # Cheapest in processor time: a better encoding would save 10% of the size and take 50% longer.
-            compression="lz4",
-            use_dictionary=False,
-            write_statistics=["step", "row", "group", "reward", "length"],
-            row_group_size=max(1, ROW_GROUP * table.num_rows // tokens),
-            write_batch_size=2**16,
-        )
-        os.replace(partial_file, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            partial_file.unlink(missing_ok=True)
-        raise
-    return path
+    return store_record(
+        folder,
+        name,
+        table.schema,
+        [table],
+        origin=origin,
+        may_replace=lambda identity: identity == known,
+        # Cheapest in processor time: a better encoding would save 10% of the size and take 50% longer.
+        compression="lz4",
+        use_dictionary=False,
+        write_statistics=["step", "row", "group", "reward", "length"],
+        row_group_size=max(1, ROW_GROUP * table.num_rows // tokens),
+        write_batch_size=2**16,
+    )
 
 
-def _table(step: int, rows: StepRows, masks: Sequence[str], facts: Mapping[str, Any]) -> Any:
-    arrow = require_arrow()
-    schema = arrow_schema(masks, facts)
-    count = rows.lengths.numel()
-    lengths = rows.lengths.to("cpu", torch.int64)
-    offsets = torch.zeros(count + 1, dtype=torch.int32)
-    offsets[1:] = lengths.cumsum(0)
-    values = {
-        **rows.values,
-        "step": torch.full((count,), step),
-        "length": lengths,
-    }
-    sizes = lengths.tolist()
+@dataclass
+class _Work:
+    """Steps that one thread has to write.
 
-    def remove_padding(value: Tensor) -> Tensor:
-        width = value.shape[1]
-        tokens_and_padding = [size for length in sizes for size in (length, width - length)]
-        parts = torch.split(value.to("cpu").flatten(), tokens_and_padding)
-        return torch.cat(parts[::2]) if parts else value.flatten()
+    Attributes:
+        thread: the thread.
+        process: id of the process that the thread runs in; it does not exist in a fork of it.
+        queue: steps that wait, each with the function that writes it.
+        unfinished: number of steps that wait or are being written.
+        is_closed: True if the thread ends when nothing waits any more.
+        is_abandoned: True if the unfinished steps were counted as lost.
+    """
 
-    def to_array(column: Column) -> Any:
-        value = values.get(column.name)
-        arrow_type = schema.field(column.name).type
-        if value is None:
-            return arrow.nulls(count, arrow_type)
-        if not column.is_per_token:
-            return _flat_array(arrow, value, column.element)
-        elements = _flat_array(arrow, remove_padding(value), column.element)
-        return arrow.ListArray.from_arrays(_flat_array(arrow, offsets, "int32"), elements, type=arrow_type)
+    thread: threading.Thread = field(init=False)
+    process: int = field(default_factory=os.getpid)
+    queue: deque[tuple[int, Callable[[], None]]] = field(default_factory=deque)
+    unfinished: int = 0
+    is_closed: bool = False
+    is_abandoned: bool = False
 
-    columns = [*COLUMNS, *(Column(f"{REMOVED}{label}", "list<bool>", "") for label in masks)]
-    return arrow.Table.from_arrays([to_array(column) for column in columns], schema=schema)
-
-
-# Arrow stores booleans as bits: they are passed as bytes and cast.
-_DTYPES = {"int64": torch.int64, "int32": torch.int32, "float32": torch.float32, "bool": torch.uint8}
-
-
-def _flat_array(arrow: Any, value: Tensor, element: str) -> Any:
-    """Return a 1-d tensor as an Arrow array that shares the tensor's memory where dtype and device allow."""
-    if element == "bool":
-        value = value != 0
-    stored = value.detach().to("cpu", _DTYPES[element]).contiguous()
-    # The buffer keeps a reference to the tensor, so that its memory lives as long as the array.
-    buffer = arrow.foreign_buffer(stored.data_ptr(), stored.numel() * stored.element_size(), stored)
-    stored_type = arrow.type_for_alias("uint8" if element == "bool" else element)
-    array = arrow.Array.from_buffers(stored_type, stored.numel(), [None, buffer])
-    return array.cast(arrow.bool_()) if element == "bool" else array
+    @property
+    def is_alive(self) -> bool:
+        """True if the thread runs in this process."""
+        return self.process == os.getpid() and self.thread.is_alive()
 
 
 class Recorder:
     """Thread that writes records: the trainer never waits for it, and no error in it reaches the trainer.
 
-    A step that can't be written (a full disk), or that comes while too many others wait for the disk, is lost, counted
-    and logged.
+    A step that can't be written (a full disk), that comes while too many others wait for the disk, or whose file is
+    gone with its folder, is lost, counted and logged.
 
     Args:
         directory: the run's directory.
@@ -154,17 +129,20 @@ class Recorder:
         directory: the run's directory.
         written: number of steps written.
         lost: number of steps lost.
+        losses: number of steps lost by each cause: the name of an error (``ENOSPC``, ``RuntimeError``), ``queue``,
+            ``folder removed`` or ``not finished``.
     """
 
     def __init__(self, directory: Path | str, *, writer: str = "driver", waiting: int = 2) -> None:
         require_arrow()
         self.directory = Path(directory)
-        self.written = self.lost = self._submitted = 0
-        self._writer = writer
-        self._queue: queue.Queue[tuple[int, Callable[[], None]] | None] = queue.Queue(maxsize=waiting)
-        self._counts = threading.Lock()
-        self._thread: threading.Thread | None = None
-        self._first_step = 0
+        self.written = self.lost = 0
+        self.losses: Counter[str] = Counter()
+        self._origin = RecordOrigin(writer)
+        self._waiting = waiting
+        self._state = threading.Condition()
+        self._work: _Work | None = None
+        self._folder = RecordingFolder(self.directory)
 
     def record(
         self,
@@ -183,76 +161,169 @@ class Recorder:
             masks: see :func:`write_step`.
             facts: see :func:`write_step`.
 
-        Returns: False if the step is lost because too many others are waiting.
+        Returns: False if the step is lost, because too many others are waiting or no thread can be started.
         """
-        self._submitted += 1
-        if self._thread is None:
-            self._first_step = step
-            self._thread = threading.Thread(target=self._write_queued_steps, name="nemo_geomask records", daemon=True)
-            self._thread.start()
-            atexit.register(self.close)
+        self._forget_parent_process()
 
         def write() -> None:
-            write_step(self.directory, step, rows(), writer=self._writer, masks=masks, facts=facts)
+            self._write(step, rows(), masks, facts)
 
-        try:
-            self._queue.put_nowait((step, write))
-        except queue.Full:
-            self._count_loss(step, f"{self._queue.maxsize} steps are waiting for the disk")
-            return False
-        return True
+        with self._state:
+            if not self._origin.id:
+                self._origin = RecordOrigin(self._origin.writer, secrets.token_hex(8), time.time(), step)
+            cause, message = "", ""
+            try:
+                work = self._living_work()
+            except (RuntimeError, MemoryError) as error:  # no thread can be started
+                cause, message = _describe(error)
+            else:
+                if len(work.queue) >= self._waiting:
+                    cause, message = "queue", f"{self._waiting} steps are waiting for the disk"
+                else:
+                    work.queue.append((step, write))
+                    work.unfinished += 1
+                    self._state.notify_all()
+            losses = self._count_loss(cause) if cause else 0
+        self._log_loss(step, losses, message)
+        return not cause
 
-    def flush(self) -> None:
-        """Wait until all queued steps are written or lost."""
-        self._queue.join()
+    def flush(self, timeout: float = 60.0) -> bool:
+        """Wait until all queued steps are written or lost, at most ``timeout`` seconds.
+
+        Returns: False if some are not finished by then.
+        """
+        self._forget_parent_process()
+        work = self._work
+        return work is None or self._wait(work, timeout)
 
     def close(self, timeout: float = 30.0) -> None:
         """Wait until the queued steps are written, at most ``timeout`` seconds, and stop the thread."""
-        thread, self._thread = self._thread, None
-        if thread is None:
-            return
+        self._forget_parent_process()
+        with self._state:
+            work, self._work = self._work, None
+            if work is None:
+                return
+            work.is_closed = True
+            self._state.notify_all()
         atexit.unregister(self.close)
-        deadline = time.monotonic() + timeout
-        with contextlib.suppress(queue.Full):
-            self._queue.put(None, timeout=timeout)
-        thread.join(max(0.0, deadline - time.monotonic()))
-        if thread.is_alive():
-            with self._counts:
-                self.lost = self._submitted - self.written
+        if self._wait(work, timeout):
+            work.thread.join(_POLL_SECONDS)
+        else:
+            self._abandon(work, f"not finished within {timeout:g} s")
+        self._count_removed(self._folder.count_removed())
+        self._folder.close()
         if self.lost:
-            _log.warning("records: %d steps written to %s, %d lost", self.written, self.directory, self.lost)
+            self._warn("records: %d steps written to %s, %d lost", self.written, self.directory, self.lost)
 
-    def _write_queued_steps(self) -> None:
-        self._warn_of_later_steps()
-        while (queued := self._queue.get()) is not None:
-            step, write = queued
+    def _forget_parent_process(self) -> None:
+        """After a fork, begin anew: the parent's thread does not exist here, and it may have held the lock."""
+        if self._work is not None and self._work.process != os.getpid():
+            self._state = threading.Condition()
+            self._work = None
+            self._folder.close()
+            self._folder = RecordingFolder(self.directory)
+            self._origin = RecordOrigin(self._origin.writer)
+            self.written = self.lost = 0
+            self.losses.clear()
+
+    def _living_work(self) -> _Work:
+        """Return the work of a thread that lives, starting one if there is none."""
+        if self._work is not None and not self._work.is_alive:
+            self._abandon(self._work, "the recorder's thread has ended")
+            self._work = None
+        if self._work is None:
+            work = _Work()
+            work.thread = threading.Thread(
+                target=self._write_queued_steps, args=(work,), name="nemo_geomask records", daemon=True
+            )
+            work.thread.start()
+            self._work = work
+            atexit.register(self.close)
+        return self._work
+
+    def _wait(self, work: _Work, timeout: float) -> bool:
+        """Wait until a thread's steps are finished, and return True; False after ``timeout`` seconds."""
+        deadline = time.monotonic() + timeout
+        with self._state:
+            while work.unfinished and work.is_alive and (left := deadline - time.monotonic()) > 0:
+                self._state.wait(min(left, _POLL_SECONDS))
+        if not work.is_alive:
+            self._abandon(work, "the recorder's thread has ended")
+        return not work.unfinished
+
+    def _abandon(self, work: _Work, reason: str) -> None:
+        """Count a thread's unfinished steps as lost; what it still finishes is counted as written."""
+        with self._state:
+            count, work.unfinished, work.is_abandoned = work.unfinished, 0, True
+            work.queue.clear()
+            if count:
+                self.lost += count
+                self.losses["not finished"] += count
+        if count:
+            self._warn("records: %d steps lost on the way to %s: %s", count, self.directory, reason)
+
+    def _write_queued_steps(self, work: _Work) -> None:
+        while True:
+            with self._state:
+                while not work.queue and not work.is_closed:
+                    self._state.wait()
+                if not work.queue:
+                    return
+                step, write = work.queue.popleft()
+            cause = message = ""
             try:
                 write()
-            except Exception as error:  # no error may stop training
-                self._count_loss(step, f"{type(error).__name__}: {error}")
-            else:
-                self.written += 1
-            self._queue.task_done()
-        self._queue.task_done()
+            except BaseException as error:  # neither an error nor a SystemExit may end the thread or the training
+                cause, message = _describe(error)
+            del write  # it holds a copy of the batch
+            losses = 0
+            with self._state:
+                if not work.is_abandoned:
+                    work.unfinished -= 1
+                    losses = self._count_loss(cause) if cause else 0
+                elif not cause:  # it was counted as lost, and was written after all
+                    self.lost -= 1
+                    self.losses["not finished"] -= 1
+                self.written += not cause
+                self._state.notify_all()
+            self._log_loss(step, losses, message)
 
-    def _warn_of_later_steps(self) -> None:
-        """Warn if the directory has later steps already, which a reader would take for this run's."""
-        first_name = file_name(self._first_step, "~")  # "~" sorts after the names of all writers
-        later = [path.name for path in self.directory.glob("step-*.parquet") if path.name > first_name]
-        if later:
-            _log.warning(
-                "records: %s holds %d files of steps after %d, the last %s, from an earlier run; unless this run "
-                "continues that one, set another loss_fn.record.dir or delete the files",
-                self.directory,
-                len(later),
-                self._first_step,
-                max(later),
+    def _write(self, step: int, rows: StepRows, masks: Sequence[str], facts: Mapping[str, Any] | None) -> None:
+        with open_folder(self.directory) as folder:
+            self._count_removed(self._folder.enter(folder, self._origin))
+            stored = _store_step(folder, step, rows, self._origin, masks, facts, self._folder.replaceable)
+            self._folder.add(stored)
+
+    def _count_removed(self, count: int) -> None:
+        """Count steps whose files are gone with their folder as lost."""
+        if not count:
+            return
+        with self._state:
+            self.written -= count
+            self.lost += count
+            self.losses["folder removed"] += count
+        self._warn("records: %d steps lost: %s was removed, moved or replaced", count, self.directory)
+
+    def _count_loss(self, cause: str) -> int:
+        """Count a lost step, with the lock held; return how many were lost by its cause."""
+        self.lost += 1
+        self.losses[cause] += 1
+        return self.losses[cause]
+
+    def _log_loss(self, step: int, losses: int, message: str) -> None:
+        """Log the first loss of a cause, and then whenever their number has doubled."""
+        if losses and losses & (losses - 1) == 0:
+            self._warn(
+                "records: step %d lost (%d so far) on the way to %s: %s", step, self.lost, self.directory, message
             )
 
-    def _count_loss(self, step: int, reason: str) -> None:
-        with self._counts:
-            self.lost += 1
-            lost = self.lost
-        # Log the first loss, and then whenever the number has doubled.
-        if lost & (lost - 1) == 0:
-            _log.warning("records: step %d lost (%d so far) on the way to %s: %s", step, lost, self.directory, reason)
+    @staticmethod
+    def _warn(message: str, *arguments: Any) -> None:
+        with contextlib.suppress(Exception):  # a handler of the program may fail
+            _log.warning(message, *arguments)
+
+
+def _describe(error: BaseException) -> tuple[str, str]:
+    """Return the cause that an error is counted under, and the message to log."""
+    cause = errno.errorcode.get(error.errno or 0, "OSError") if isinstance(error, OSError) else type(error).__name__
+    return cause, f"{type(error).__name__}: {error}"

@@ -3,6 +3,7 @@
 import errno
 import json
 import logging
+import os
 import threading
 
 import pytest
@@ -172,21 +173,24 @@ def test_a_slow_disk_costs_steps_and_no_time(tmp_path, caplog):
 
 
 def test_a_full_disk_costs_steps_and_leaves_nothing_half_written(tmp_path, caplog, monkeypatch):
-    whole = parquet.write_table
+    write, written = os.write, []
 
-    def full(table, where, **options):
-        whole(table, where, **options)
-        raise OSError(errno.ENOSPC, "No space left on device")
+    def full(descriptor, data):
+        if len(written) == 3:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        written.append(data)
+        return write(descriptor, data)
 
-    monkeypatch.setattr(parquet, "write_table", full)
+    monkeypatch.setattr(os, "write", full)
     recorder = Recorder(tmp_path)
     with caplog.at_level(logging.WARNING, "nemo_geomask"):
         assert recorder.record(7, rows)
         recorder.close()
     assert (recorder.written, recorder.lost) == (0, 1)
+    assert recorder.losses == {"ENOSPC": 1}
     assert "step 7 lost (1 so far)" in caplog.text
     assert "No space left" in caplog.text
-    assert not list(tmp_path.iterdir())
+    assert [path.name for path in tmp_path.iterdir()] == [".recorder.lock"]
 
 
 def test_what_goes_wrong_while_rows_are_made_costs_the_step(tmp_path, caplog):

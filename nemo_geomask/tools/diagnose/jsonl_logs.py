@@ -11,10 +11,8 @@ Source: NeMo-RL ``Logger.log_batched_dict_as_jsonl`` and its callers.
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import json
-import os
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,7 +22,16 @@ import numpy as np
 
 from nemo_geomask.data_keys import GENERATION_LOGPROBS, PREV_LOGPROBS
 from nemo_geomask.errors import DataError
-from nemo_geomask.records.record_schema import COLUMNS, arrow_schema, file_name, require_arrow
+from nemo_geomask.records.record_checks import read_metadata
+from nemo_geomask.records.record_schema import (
+    CHECKSUM_KEY,
+    COLUMNS,
+    RecordOrigin,
+    arrow_schema,
+    file_name,
+    require_arrow,
+)
+from nemo_geomask.records.stored_files import open_folder, store_record
 from nemo_geomask.tools.diagnose.record_reader import Array
 
 __all__ = ["JSONL_WRITER", "convert_log", "log_step", "source_fingerprint"]
@@ -66,29 +73,31 @@ def convert_log(path: Path, directory: Path, *, row_group: int = 2**20) -> Path:
         DataError: a line is not one that NeMo-RL writes; an incomplete last line is ignored.
         OSError: the log can't be read, or the record can't be written.
     """
-    arrow, parquet = require_arrow(), require_arrow("pyarrow.parquet")
+    arrow = require_arrow()
     step, source = log_step(path), source_fingerprint(path)
     assert step is not None
     target = directory / file_name(step, JSONL_WRITER)
-    with contextlib.suppress(OSError, arrow.ArrowException):  # the record does not exist or is damaged
-        if (parquet.read_schema(target).metadata or {}).get(b"nemo_geomask.source") == source.encode():
-            return target
-    directory.mkdir(parents=True, exist_ok=True)
+    metadata = read_metadata(target)
+    if metadata.get(b"nemo_geomask.source") == source.encode() and CHECKSUM_KEY.encode() in metadata:
+        return target
     schema = arrow_schema(facts={"source": str(path), "loop": "train_data_step{N}.jsonl"})
     schema = schema.with_metadata({**schema.metadata, b"nemo_geomask.source": source.encode()})
-    part = target.with_name(f"{target.stem}.{os.getpid()}.part")
-    logprobs = {f"{name}.list.element": "BYTE_STREAM_SPLIT" for name in ("gen", "prev")}
-    try:
-        with parquet.ParquetWriter(
-            part, schema, compression="zstd", compression_level=1, use_dictionary=False, column_encoding=logprobs
-        ) as writer:
-            groups: dict[bytes, int] = {}
-            group_sizes: dict[int, int] = {}
-            for rows in _row_groups(path, row_group):
-                writer.write_table(_arrow_table(arrow, schema, step, rows, groups, group_sizes))
-        os.replace(part, target)
-    finally:
-        part.unlink(missing_ok=True)
+    groups: dict[bytes, int] = {}
+    group_sizes: dict[int, int] = {}
+    tables = (_arrow_table(arrow, schema, step, rows, groups, group_sizes) for rows in _row_groups(path, row_group))
+    with open_folder(directory) as folder:
+        store_record(
+            folder,
+            target.name,
+            schema,
+            tables,
+            origin=RecordOrigin(JSONL_WRITER),
+            may_replace=lambda identity: True,
+            compression="zstd",
+            compression_level=1,
+            use_dictionary=False,
+            column_encoding={f"{name}.list.element": "BYTE_STREAM_SPLIT" for name in ("gen", "prev")},
+        )
     return target
 
 

@@ -16,7 +16,8 @@ from pathlib import Path
 
 import numpy as np
 
-from nemo_geomask.records.record_schema import COLUMNS, arrow_schema, file_name, require_arrow
+from nemo_geomask.records.record_schema import COLUMNS, RecordOrigin, arrow_schema, file_name, require_arrow
+from nemo_geomask.records.stored_files import open_folder, store_record
 from nemo_geomask.tools.diagnose.planted_causes import (
     PLANTED_CAUSES,
     ROUTING_FLIP_NOISE,
@@ -175,7 +176,7 @@ def write_step(directory: Path, block: RecordBlock) -> Path:
 
     Raises: MissingDependencyError: pyarrow is missing.
     """
-    arrow, parquet = require_arrow(), require_arrow("pyarrow.parquet")
+    arrow = require_arrow()
     schema, offsets = arrow_schema(), arrow.array(block.offsets, arrow.int32())
     table = {}
     for column in COLUMNS:
@@ -187,10 +188,11 @@ def write_step(directory: Path, block: RecordBlock) -> Path:
             table[column.name] = arrow.array(block.sequences[column.name]).cast(column_type)
         else:
             table[column.name] = arrow.nulls(len(block), column_type)
-    directory.mkdir(parents=True, exist_ok=True)
-    path = directory / file_name(int(block.sequences["step"][0]), "planted")
-    parquet.write_table(arrow.table(table, schema), path)
-    return path
+    name = file_name(int(block.sequences["step"][0]), "planted")
+    with open_folder(directory) as folder:
+        tables = [arrow.table(table, schema)]
+        store_record(folder, name, schema, tables, origin=RecordOrigin("planted"), may_replace=lambda identity: True)
+    return directory / name
 
 
 def _main() -> None:

@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from nemo_geomask.errors import DataError
-from nemo_geomask.records.record_schema import COLUMNS, REMOVED, VERSION, require_arrow
+from nemo_geomask.recipe.input_limits import InputLimits
+from nemo_geomask.records.record_checks import RecordFile, open_record
+from nemo_geomask.records.record_schema import COLUMNS, REMOVED
 
 __all__ = ["Array", "RecordBlock", "read_blocks"]
 
@@ -51,42 +52,30 @@ class RecordBlock:
         return bool((np.isfinite(prev) & (prev != 0) & self.tokens["mask"].astype(bool)).any())
 
 
-def read_blocks(path: Path) -> Iterator[RecordBlock]:
-    """Yield the sequences of one file, a row group at a time.
+def read_blocks(path: Path, limits: InputLimits | None = None) -> Iterator[RecordBlock]:
+    """Yield the sequences of one file, a row group at a time, each checked before it is yielded.
+
+    Args:
+        path: the file.
+        limits: limits of what is read; those in effect if None.
 
     Raises:
-        DataError: the file is not a record, or is of another version of the schema.
+        DataError: the file is not a record, is damaged, or is of another version of the schema.
+        InputLimitError: it exceeds a limit.
         MissingDependencyError: pyarrow is missing.
     """
-    arrow, parquet = require_arrow(), require_arrow("pyarrow.parquet")
-    try:
-        file = parquet.ParquetFile(path)
-    except (arrow.ArrowException, OSError) as error:
-        raise DataError(f"{path}: can't be read as a record: {error}") from None
-    with file:
-        metadata = file.schema_arrow.metadata or {}
-        version = metadata.get(b"nemo_geomask.schema", b"").decode()
-        if version != str(VERSION):
-            described = f"version {version}" if version else "no version"
-            raise DataError(
-                f"{path}: the record's schema has {described}, but this package reads version {VERSION}; check that "
-                "nemo_geomask's flight recorder wrote the file, and read it with the nemo_geomask that wrote it"
-            )
-        try:
-            trainer = _trainer_column(file)
-            for group in range(file.num_row_groups):
-                yield replace(_read_table(file.read_row_group(group)), trainer=trainer)
-        except (arrow.ArrowException, OSError) as error:
-            raise DataError(f"{path}: can't be read as a record: {error}") from None
+    with open_record(path, limits) as file:
+        trainer = _trainer_column(file)
+        for table in file.tables():
+            yield replace(_read_table(table), trainer=trainer)
 
 
-def _trainer_column(file: Any) -> str:
+def _trainer_column(file: RecordFile) -> str:
     """Return :attr:`RecordBlock.trainer` of a file: ``prev`` if any of its row groups has π_old, or else ``curr``."""
-    if file.num_row_groups == 1:
+    if file.row_groups == 1:
         return ""
     # With audit_fraction, π_old is recorded for a few of a step's sequences, which may all be in one row group.
-    columns = ["length", "mask", "prev"]
-    blocks = (_read_table(file.read_row_group(group, columns)) for group in range(file.num_row_groups))
+    blocks = map(_read_table, file.tables(["length", "mask", "prev"]))
     return "prev" if any(block.has_prev for block in blocks) else "curr"
 
 

@@ -116,7 +116,7 @@ def test_a_file_is_converted_once_and_again_when_it_has_changed(tmp_path):
     record = convert_log(path, tmp_path)
     before = record.stat().st_mtime_ns
     assert convert_log(path, tmp_path).stat().st_mtime_ns == before
-    path.write_text(path.read_text() * 2)
+    write_log(tmp_path, 1, [log_row([1, 2, 3], prompt=1)] * 2)
     os.utime(path, ns=(1, 1))
     assert len(read_record(convert_log(path, tmp_path))) == 2
 

@@ -71,12 +71,12 @@ def test_nemo_rls_own_logs_say_the_same(tmp_path, fault):
         rows = parquet.read_table(path).to_pylist()
         step = int(path.name.split("-")[1])
         with (tmp_path / f"train_data_step{step}.jsonl").open("w", encoding="utf-8") as file:
-            for row in rows:
+            for number, row in enumerate(rows):
                 fields = {"token_ids": row["tokens"], "token_loss_mask": [int(flag) for flag in row["mask"]]}
                 fields |= {"generation_logprobs": row["gen"], "prev_logprobs": row["prev"]}
                 fields |= {"advantages": row["advantages"], "rewards": row["reward"], "sample_loss_mask": 1.0}
                 lists = {name: [value] for name, value in fields.items()}
-                file.write(json.dumps({**lists, "input_lengths": [row["length"]], "idx": 0}) + "\n")
+                file.write(json.dumps({**lists, "input_lengths": [row["length"]], "idx": number}) + "\n")
     shutil.rmtree(tmp_path / "records")
     logged = check_mismatch(tmp_path, DENSE)
     assert (logged.cause, logged.tokens) == (recorded.cause, recorded.tokens)

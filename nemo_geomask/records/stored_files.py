@@ -1,0 +1,198 @@
+"""Files of records on disk: complete from the moment they have their name, never written through a link.
+
+A file is written under a random name that did not exist, gets its checksum, is forced to the disk, and is then linked
+to its own name. Linking fails if the name is taken, so no two writers overwrite each other's file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import json
+import os
+import secrets
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from nemo_geomask.records import checksums
+from nemo_geomask.records.record_schema import CHECKSUM_KEY, ORIGIN_KEY, RecordOrigin, require_arrow
+
+__all__ = ["FileIdentity", "StoredFile", "identify", "open_folder", "store_record"]
+
+# File systems without hard links, such as those of object stores, answer one of these.
+_NO_LINKS = {errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.EMLINK}
+
+
+class FileIdentity(NamedTuple):
+    """What tells a file from another under the same name."""
+
+    inode: int
+    modified: int
+    size: int
+
+
+class StoredFile(NamedTuple):
+    """Name of a file in its folder, and its identity."""
+
+    name: str
+    identity: FileIdentity
+
+
+def identify(status: os.stat_result) -> FileIdentity:
+    """Return the identity of a file."""
+    return FileIdentity(status.st_ino, status.st_mtime_ns, status.st_size)
+
+
+@contextlib.contextmanager
+def open_folder(directory: Path) -> Iterator[int]:
+    """Create a folder if it does not exist, and yield a descriptor of it.
+
+    Raises: OSError: it can't be created, or is a symbolic link or no folder.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    try:
+        folder = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError as error:
+        if directory.is_symlink():
+            message = "the folder is a symbolic link, which records are not written through; name what it leads to"
+            raise OSError(error.errno, message, str(directory)) from None
+        raise
+    try:
+        yield folder
+    finally:
+        os.close(folder)
+
+
+def store_record(
+    folder: int,
+    name: str,
+    schema: Any,
+    tables: Iterable[Any],
+    *,
+    origin: RecordOrigin,
+    may_replace: Callable[[FileIdentity], bool] = lambda identity: False,
+    row_group_size: int | None = None,
+    **options: Any,
+) -> StoredFile:
+    """Write tables as one file with a checksum.
+
+    Args:
+        folder: descriptor of the folder.
+        name: name of the file, which ends in ``.parquet``. If it is taken by a file that must not be replaced, the
+            file gets a random suffix before the ending.
+        schema: schema of the tables.
+        tables: the tables, each at least one row group.
+        origin: what writes the file, for its metadata.
+        may_replace: returns True if the file that has the name may be replaced.
+        row_group_size: largest number of rows in a row group.
+        options: options of ``pyarrow.parquet.ParquetWriter``.
+
+    Raises: OSError: the file can't be written; nothing is left of it.
+    """
+    parquet = require_arrow("pyarrow.parquet")
+    stem = name.removesuffix(".parquet")
+    part = f".{stem}-{secrets.token_hex(8)}.part"
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    descriptor = os.open(part, flags, 0o666, dir_fd=folder)
+    try:
+        sink = _HashingSink(descriptor)
+        writer = parquet.ParquetWriter(sink, schema, **options)
+        try:
+            for table in tables:
+                writer.write_table(table, row_group_size)
+            metadata = {ORIGIN_KEY: json.dumps(asdict(origin)), CHECKSUM_KEY: checksums.PLACEHOLDER}
+            writer.add_key_value_metadata(metadata)
+        finally:
+            with sink.first_error():
+                writer.close()
+        checksums.write_checksum(descriptor, sink.tell(), sink.digest.hexdigest())
+        os.fsync(descriptor)
+        identity = identify(os.fstat(descriptor))
+        return StoredFile(_put_in_place(folder, part, name, may_replace), identity)
+    finally:
+        os.close(descriptor)
+        with contextlib.suppress(OSError):
+            os.unlink(part, dir_fd=folder)
+
+
+class _HashingSink:
+    """File object for pyarrow that writes to a descriptor and hashes what it writes."""
+
+    def __init__(self, descriptor: int) -> None:
+        self.digest = hashlib.sha256()
+        self.closed = False
+        self._descriptor = descriptor
+        self._position = 0
+        self._error: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        """Write all bytes; raise OSError at the first that can't be written, and at every call after it."""
+        if self._error is not None:
+            raise self._error
+        self.digest.update(data)
+        left = memoryview(data)
+        size = len(left)
+        try:
+            while left:
+                left = left[os.write(self._descriptor, left) :]
+        except OSError as error:
+            self._error = error
+            raise
+        self._position += size
+        return size
+
+    def tell(self) -> int:
+        """Return the number of bytes written."""
+        return self._position
+
+    def flush(self) -> None:
+        """Do nothing; every write reaches the system."""
+
+    def close(self) -> None:
+        """Mark the sink as closed; the descriptor stays open."""
+        self.closed = True
+
+    @contextlib.contextmanager
+    def first_error(self) -> Iterator[None]:
+        """Raise the first error of ``write`` in place of those that follow from it."""
+        try:
+            yield
+        finally:
+            if self._error is not None:
+                raise self._error
+
+
+def _put_in_place(folder: int, part: str, name: str, may_replace: Callable[[FileIdentity], bool]) -> str:
+    """Give a complete file its name, or one with a random suffix if the name is taken; return its name."""
+    if _link(folder, part, name):
+        return name
+    with contextlib.suppress(FileNotFoundError):
+        status = os.stat(name, dir_fd=folder, follow_symlinks=False)
+        if may_replace(identify(status)):
+            os.replace(part, name, src_dir_fd=folder, dst_dir_fd=folder)
+            return name
+    other_name = f"{name.removesuffix('.parquet')}-{secrets.token_hex(4)}.parquet"
+    if not _link(folder, part, other_name):
+        raise FileExistsError(errno.EEXIST, "the name is taken", other_name)
+    return other_name
+
+
+def _link(folder: int, part: str, name: str) -> bool:
+    """Give a file a second name; return False if that name is taken."""
+    try:
+        os.link(part, name, src_dir_fd=folder, dst_dir_fd=folder, follow_symlinks=False)
+    except FileExistsError:
+        return False
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        try:
+            os.stat(name, dir_fd=folder, follow_symlinks=False)
+        except FileNotFoundError:
+            os.rename(part, name, src_dir_fd=folder, dst_dir_fd=folder)
+        else:
+            return False
+    return True
