@@ -27,6 +27,8 @@ WITHIN_SEQUENCE_PREFERENCE = 1.25
 Late tokens are mostly in long responses, so a mismatch at late positions also makes long responses stand out. The
 difference within one sequence is the more specific observation.
 """
+LARGEST_PART = 0.5
+"""Share of k3 above which a cause precedes all others, since none of them can account for as much of it."""
 MIN_LISTED_SHARE = 0.05
 """Share of k3, or of |Δ|, below which a cause that is no bug is not listed."""
 
@@ -76,10 +78,10 @@ class RankedCause(NamedTuple):
 def rank_causes(detections: Mapping[str, Detection], evidence: Evidence) -> list[RankedCause]:
     """Return the causes that the records show, the one that accounts for most of the mismatch first.
 
-    The rank is the mean of the cause's shares of k3 and of |Δ|. Several causes may say that a part of the data is
-    worse, such as late positions; the part with most excess mismatch and least other data precedes the others. Causes
-    overlap, so a part of the data only accounts for the mismatch that no cause in ``DISTRIBUTION_CAUSES`` accounts
-    for, and noise only for what remains after both.
+    The rank is the mean of the cause's shares of k3 and of |Δ|; a cause with more than half of k3 precedes. Several
+    causes may say that a part of the data is worse, such as late positions; the part with most excess mismatch and
+    least other data precedes the others. Causes overlap, so a part of the data only accounts for the mismatch that no
+    cause in ``DISTRIBUTION_CAUSES`` accounts for, and noise only for what remains after both.
 
     Args:
         detections: outcome of each cause that may be named, by the id of the cause.
@@ -109,7 +111,7 @@ def rank_causes(detections: Mapping[str, Detection], evidence: Evidence) -> list
         if share is None:
             ranks[id_] = _unmeasured_rank(cause, evidence)
         elif cause.is_bug or max(share.k3.value, share.capped_abs.value) >= MIN_LISTED_SHARE:
-            ranks[id_] = (share.k3.value + share.capped_abs.value) / 2
+            ranks[id_] = (share.k3.value + share.capped_abs.value) / 2 + (share.k3.value > LARGEST_PART)
     _prefer_narrow_part(ranks, detections)
     return [RankedCause(shown[id_], detections[id_], shares[id_]) for id_ in sorted(ranks, key=lambda id_: -ranks[id_])]
 
@@ -160,8 +162,8 @@ def _share(explained: Array, total: Array) -> Estimate:
 
 
 def _unmeasured_rank(cause: Cause, evidence: Evidence) -> float:
-    """Return the rank of a cause whose share can't be measured: 1, or the share of tokens that are not finite."""
+    """Return the rank of a cause whose share can't be measured: 2, or the share of tokens that are not finite."""
     if cause.id != "nonfinite":
-        return 1.0
+        return 2.0
     sums = evidence.sums_after
     return sums["nonfinite"] / sums["all_tokens"] if sums["all_tokens"] else 1.0

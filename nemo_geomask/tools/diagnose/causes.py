@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from nemo_geomask.tools.diagnose import (
-    location_detectors,
+    group_detector,
     logprob_detectors,
     noise_detectors,
     sampler_detectors,
@@ -218,15 +218,15 @@ CAUSES: tuple[Cause, ...] = (
         is_bug=False,
         threshold=0.1,
         rationale=(
-            f"{_PART_RATIONALE}; median over steps. The group must also have {location_detectors.MIN_GROUP_LIFT:g} "
+            f"{_PART_RATIONALE}; median over steps. The group must also have {group_detector.MIN_GROUP_LIFT:g} "
             "times the mismatch of the other prompts, or "
-            f"{location_detectors.MIN_GROUP_LIFT * location_detectors.FEW_STEPS_FACTOR:g} times over fewer than "
-            f"{location_detectors.FEW_STEPS} steps"
+            f"{group_detector.MIN_GROUP_LIFT * group_detector.FEW_STEPS_FACTOR:g} times over fewer than "
+            f"{group_detector.FEW_STEPS} steps"
         ),
         action=(
             "read the prompt: look for tokens that the two engines treat differently (special tokens, images, script)"
         ),
-        detect=location_detectors.detect_group,
+        detect=group_detector.detect_group,
     ),
     Cause(
         "routing",

@@ -42,6 +42,7 @@ def diagnosis_json(
                 "shown": detection.is_shown,
                 "state": detection.state,
                 "needs": detection.needs,
+                "detectable_share": detection.detectable_share,
                 "share": None if tested.id not in shown else _share_json(shown[tested.id].ranked.share),
                 "since": shown[tested.id].since if tested.id in shown else None,
                 "says": detection.description,

@@ -1,4 +1,4 @@
-"""Detectors of a mismatch that is concentrated in one part of the data: a range of a dimension, or a prompt group.
+"""Detector of a mismatch that is concentrated in one part of the data, a range of a dimension.
 
 The mismatch of a part is the sum of min(|Δ|, 1) over its tokens. It is compared with the expected mismatch: the sum of
 1 − p, since noise on the logits moves a token's log-prob in proportion to 1 − p.
@@ -9,46 +9,52 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import numpy as np
 
 from nemo_geomask.tools.diagnose.dimensions import DIMENSIONS_BY_NAME, Dimension
 from nemo_geomask.tools.diagnose.record_reader import Array
-from nemo_geomask.tools.diagnose.run_evidence import BIN_SUM_COLUMN, Detection, Detector, Evidence, MismatchSums
-from nemo_geomask.tools.diagnose.run_statistics import BIN_REPLICATES, Window
-from nemo_geomask.tools.diagnose.step_sums import StepSums
+from nemo_geomask.tools.diagnose.run_evidence import (
+    BIN_SUM_COLUMN,
+    SMALL_DIFFERENCE,
+    Detection,
+    Detector,
+    Evidence,
+    MismatchSums,
+)
+from nemo_geomask.tools.diagnose.run_statistics import Window
 
 __all__ = [
-    "FEW_STEPS",
-    "FEW_STEPS_FACTOR",
-    "MIN_GROUP_LIFT",
+    "EXPECTED_SUMS",
+    "MIN_DOUBTFUL_LIFT",
     "MIN_LIFT",
     "MIN_SCORE",
+    "MIN_WORSENING",
     "Concentration",
-    "detect_group",
     "detect_range",
     "find_concentration",
+    "smallest_detectable_share",
     "squared_relative_error",
 ]
 
 MIN_LIFT = 1.8
 """Lower limit of the ratio of a part's mismatch to the mismatch of the rest (its lift), for the part to be a cause."""
+MIN_DOUBTFUL_LIFT = 1.35
+"""Lift above which a difference that is sure, but too small for a cause, leaves the cause open.
+
+Smaller lifts come from numerics alone: in clean runs of the lab, tokens after tool calls have up to 1.32.
+"""
 MIN_SCORE = 6.0
 """Number of standard errors that the logarithm of the lift must exceed."""
+MAX_DETECTABLE_SHARE = 0.5
+"""A cause is testable if it would show when it accounts for this share of the mismatch, or for less."""
 MIN_WORSENING = 1.5
 """Factor by which a part's mismatch must exceed its earlier mismatch, or that of the other run, to be a cause."""
 MIN_EXPECTED_SHARE, MAX_EXPECTED_SHARE = 0.002, 0.9
 """Limits of a part's share of the expected mismatch; other parts are not judged."""
 SHRINKAGE = 0.02
 """Weight of the overall mean, as a share of all earlier data, when a part's earlier mismatch is estimated."""
-MIN_GROUP_LIFT = 3.0
-"""Lift above which one prompt group is a cause."""
-FEW_STEPS, FEW_STEPS_FACTOR = 5, 2.5
-"""With fewer steps, ``MIN_GROUP_LIFT`` is multiplied by the factor: the highest of many groups is high by chance."""
-MIN_GROUP_TOKENS = 20
-"""Lower limit of the effective number of tokens that contribute to a prompt group's mismatch."""
-_EXPECTED = {"capped_abs": "one_minus_p", "k3": "one_minus_p_squared"}
+EXPECTED_SUMS = {"capped_abs": "one_minus_p", "k3": "one_minus_p_squared"}
 """For each measure of the mismatch, the sum that it is proportional to if it is noise on the logits."""
 
 
@@ -62,6 +68,8 @@ class Concentration:
         excess: share of the total mismatch that the range has beyond the rate of the other tokens.
         excess_share: share of the total mismatch minus share of the expected mismatch; 0 if no range stands out.
         score: standard errors by which log(lift) exceeds 0.
+        detectable_share: share of the mismatch that a typical range must account for to be shown, see
+            :func:`smallest_detectable_share`.
     """
 
     first: int
@@ -70,13 +78,14 @@ class Concentration:
     excess: float
     excess_share: float
     score: float
+    detectable_share: float
 
 
-_NO_CONCENTRATION = Concentration(0, 0, 0.0, 0.0, 0.0, 0.0)
+_NO_CONCENTRATION = Concentration(0, 0, 0.0, 0.0, 0.0, 0.0, 0.0)
 
 
 def find_concentration(
-    dimension: Dimension, after: Window, before: Window | None, *, upper_only: bool
+    dimension: Dimension, after: Window, before: Window | None, *, upper_only: bool, threshold: float = 0.0
 ) -> Concentration | None:
     """Return the range of bins with the largest excess share of the mismatch.
 
@@ -88,6 +97,7 @@ def find_concentration(
         after: the tokens to judge.
         before: the tokens to compare with.
         upper_only: consider only ranges that extend to the last bin.
+        threshold: excess share above which a range is a cause.
 
     Returns:
         None if all tokens are in one bin.
@@ -104,7 +114,7 @@ def find_concentration(
         expected = expected * rates
         products = products * np.stack([np.ones_like(rates), rates, np.square(rates)], axis=1)
     total, total_expected, total_products = float(size.sum()), float(expected.sum()), products.sum(axis=0)
-    best = _NO_CONCENTRATION
+    best, detectable_shares = _NO_CONCENTRATION, []
     if not total:
         return best
     for first, last in _ranges(dimension.bin_count, upper_only=upper_only):
@@ -113,20 +123,39 @@ def find_concentration(
         if not MIN_EXPECTED_SHARE * total_expected < inside_expected < MAX_EXPECTED_SHARE * total_expected:
             continue
         rate, rest_rate = inside / inside_expected, (total - inside) / (total_expected - inside_expected)
+        inside_products = products[part].sum(axis=0)
+        error = squared_relative_error(inside_products, rate, inside)
+        error += squared_relative_error(total_products - inside_products, rest_rate, total - inside)
+        detectable_shares.append(
+            smallest_detectable_share(inside_expected / total_expected, math.sqrt(error), threshold)
+        )
         if is_compared and rate < MIN_WORSENING:
             continue  # the range may stand out, but no more than it did before
         # This difference of shares is largest for the range that holds all of the excess mismatch and nothing else.
         excess_share = inside / total - inside_expected / total_expected
         if rate <= rest_rate or excess_share <= best.excess_share:
             continue
-        inside_products = products[part].sum(axis=0)
-        error = squared_relative_error(inside_products, rate, inside)
-        error += squared_relative_error(total_products - inside_products, rest_rate, total - inside)
         lift = rate / max(rest_rate, 1e-12)
         score = math.log(lift) / math.sqrt(error + 1e-12)
         excess = (inside - inside_expected * rest_rate) / total
-        best = Concentration(first, last, lift, excess, excess_share, score)
-    return best
+        best = Concentration(first, last, lift, excess, excess_share, score, 0.0)
+    return replace(best, detectable_share=float(np.median(detectable_shares)) if detectable_shares else 1.0)
+
+
+def smallest_detectable_share(expected_share: float, error: float, threshold: float) -> float:
+    """Return the smallest share of the mismatch that a range must account for to be shown.
+
+    At a lift L, a range with the share e of the expected mismatch accounts for s = e (L − 1) / (1 + e (L − 1)) of the
+    mismatch, and its excess share is (1 − e) s. It is shown if L > ``MIN_LIFT``, log L > ``MIN_SCORE`` · error and
+    (1 − e) s > threshold.
+
+    Args:
+        expected_share: e.
+        error: standard error of log L, over sequences.
+        threshold: smallest excess share of a cause.
+    """
+    excess = expected_share * math.expm1(min(max(math.log(MIN_LIFT), MIN_SCORE * error), 40.0))
+    return max(excess / (1 + excess), threshold / (1 - expected_share))
 
 
 def _earlier_rates(before: Window, dimension: Dimension, measure: str) -> Array:
@@ -135,7 +164,7 @@ def _earlier_rates(before: Window, dimension: Dimension, measure: str) -> Array:
     The ratios are shrunk to their mean over all bins, the more so the less data a bin has.
     """
     size = before.estimates(dimension.name, measure)
-    expected = before.estimates(dimension.name, _EXPECTED[measure])
+    expected = before.estimates(dimension.name, EXPECTED_SUMS[measure])
     total = expected.sum(axis=1, keepdims=True)
     mean_rate = size.sum(axis=1, keepdims=True) / np.maximum(total, 1e-12)
     prior = SHRINKAGE * total
@@ -147,7 +176,7 @@ def _explained_mismatch(dimension: Dimension, part: slice, after: Window, before
     """Return the mismatch of a range of bins in excess of what it would be at the rate of the other tokens."""
 
     def excess(measure: str) -> Array:
-        size, expected = (after.estimates(dimension.name, name) for name in (measure, _EXPECTED[measure]))
+        size, expected = (after.estimates(dimension.name, name) for name in (measure, EXPECTED_SUMS[measure]))
         if before is not None and before.bin_sums[dimension.name][:, BIN_SUM_COLUMN["capped_abs"]].sum() > 0:
             expected = expected * _earlier_rates(before, dimension, measure)
         inside, inside_expected = size[:, part].sum(axis=1), expected[:, part].sum(axis=1)
@@ -215,110 +244,36 @@ def _detect_part(
     dimension: Dimension, evidence: Evidence, before: Window | None, threshold: float, *, upper_only: bool
 ) -> Detection:
     name = dimension.name
-    part = find_concentration(dimension, evidence.after, before, upper_only=upper_only)
+    part = find_concentration(dimension, evidence.after, before, upper_only=upper_only, threshold=threshold)
     if part is None:
         needed = dimension.requirement or f"tokens in more than one range of {name}"
         return Detection(math.nan, f"nothing to compare: only one {name}, or none recorded", needs=needed)
+    detectable = part.detectable_share
+    too_few = (
+        "" if detectable <= MAX_DETECTABLE_SHARE else f"more sequences: below {detectable:.0%} of |Δ| it can't show"
+    )
     if not part.excess_share:
-        return Detection(0.0, "no range stands out")
+        return Detection(
+            0.0, "no range stands out", needs=too_few, is_open=bool(too_few), detectable_share=part.detectable_share
+        )
     bins = slice(part.first, part.last + 1)
     description = (
         f"{name} {dimension.label(part.first, part.last)} ({dimension.unit}): {part.lift:.1f} times the mismatch "
         f"of the other tokens"
     )
-    is_large = part.excess_share > threshold and part.lift > MIN_LIFT
+    is_large, is_sure = part.excess_share > threshold and part.lift > MIN_LIFT, part.score > MIN_SCORE
+    needs = too_few
+    if is_large and not is_sure:
+        needs = "more sequences: the difference may be chance"
+    elif not is_large and is_sure and part.lift > MIN_DOUBTFUL_LIFT:
+        needs = f"another run (--against): {SMALL_DIFFERENCE}"
     return Detection(
         part.excess_share,
         description,
-        is_large and part.score > MIN_SCORE,
-        needs="more sequences: the difference may be chance" if is_large and part.score <= MIN_SCORE else "",
+        is_large and is_sure,
+        needs=needs,
         explained=_explained_mismatch(dimension, bins, evidence.after, before),
         window_value=lambda window: _lift(window, name, bins),
-    )
-
-
-class _HighestGroup(NamedTuple):
-    """The prompt group of one step with the largest excess of mismatch.
-
-    ``excess_share`` is its share of the mismatch minus its share of the expected mismatch. ``rate`` is the ratio of its
-    mismatch to its expected mismatch, and ``lift`` is that rate divided by the rate of the other groups.
-    """
-
-    excess_share: float
-    lift: float
-    rate: float
-    number: int
-
-
-def _highest_groups(steps: Iterable[StepSums]) -> list[_HighestGroup]:
-    """Return the group with the largest excess, for each step that has a mismatch and at least three groups."""
-    highest = []
-    for sums in steps:
-        groups = sums.groups
-        size = sum(group.capped_abs for group in groups.values())
-        expected = sum(group.one_minus_p for group in groups.values())
-        if len(groups) < 3 or size <= 0 or expected <= 0:
-            continue
-        best = _HighestGroup(0.0, 0.0, 0.0, 0)
-        for number, group in groups.items():
-            if group.capped_abs**2 < MIN_GROUP_TOKENS * group.capped_abs_squared:
-                continue  # its mismatch comes from a few tokens
-            rest_rate = (size - group.capped_abs) / max(expected - group.one_minus_p, 1e-12)
-            excess_share = group.capped_abs / size - group.one_minus_p / expected
-            lift = group.capped_abs / max(group.one_minus_p * rest_rate, 1e-12)
-            rate = group.capped_abs / max(group.one_minus_p, 1e-12)
-            best = max(best, _HighestGroup(excess_share, lift, rate, number))
-        highest.append(best)
-    return highest
-
-
-def _group_mismatch(steps: Iterable[StepSums], highest: Iterable[_HighestGroup]) -> MismatchSums:
-    """Return the excess of the highest groups over the rate of the other groups of their steps.
-
-    Its replicates are those of a bootstrap over steps, because a group is of one step.
-    """
-
-    def excess(sums: StepSums, number: int, measure: str) -> float:
-        groups, expected = sums.groups, _EXPECTED[measure]
-        group = groups[number]
-        rest = sum(getattr(other, measure) for other in groups.values()) - getattr(group, measure)
-        rest_expected = sum(getattr(other, expected) for other in groups.values()) - getattr(group, expected)
-        return float(getattr(group, measure) - getattr(group, expected) * rest / max(rest_expected, 1e-12))
-
-    by_step = np.array(
-        [
-            [excess(sums, group.number, measure) for measure in ("k3", "capped_abs")]
-            for sums, group in zip(steps, highest, strict=True)
-        ]
-    )
-    draws = np.random.default_rng(len(by_step)).multinomial(
-        len(by_step), np.full(len(by_step), 1 / len(by_step)), BIN_REPLICATES
-    )
-    k3, capped_abs = np.maximum(np.concatenate([by_step.sum(axis=0)[None], draws @ by_step]), 0.0).T
-    return MismatchSums(k3, capped_abs)
-
-
-def detect_group(evidence: Evidence, threshold: float) -> Detection:
-    """Look for one prompt whose responses have far more mismatch than those of the other prompts, in most steps."""
-    steps = [evidence.statistics.steps[step] for step in evidence.steps_after]
-    compared = [(sums, group) for sums in steps for group in _highest_groups([sums])]
-    if not compared:
-        return Detection(math.nan, "nothing to compare", needs="a step with three prompts")
-    highest = [group for _, group in compared]
-    excess_share = float(np.median([group.excess_share for group in highest]))
-    lift = float(np.median([group.lift for group in highest]))
-    rate = float(np.median([group.rate for group in highest]))
-    earlier_rates = [group.rate for group in _highest_groups(evidence.step_sums_before)]
-    is_worse = not earlier_rates or rate > MIN_WORSENING * float(np.median(earlier_rates))
-    min_lift = MIN_GROUP_LIFT * (FEW_STEPS_FACTOR if len(highest) < FEW_STEPS else 1.0)
-    is_same_group = len({group.number for group in highest}) == 1
-    name = f"group {highest[0].number}" if is_same_group else "one group in each step"
-    is_large = excess_share > threshold and lift > min_lift
-    with_excess = [pair for pair in compared if pair[1].lift > 0]
-    return Detection(
-        excess_share,
-        f"{name}: {lift:.1f} times the mismatch of the other prompts",
-        is_large and (is_worse or not evidence.compares_runs),
-        explained=_group_mismatch(*zip(*with_excess, strict=True)) if with_excess else None,
-        is_standing=not is_worse,
+        is_open=bool(needs),
+        detectable_share=part.detectable_share,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -149,7 +150,12 @@ class RunDiagnosis:
 
     def _tested_text(self) -> str:
         detections = self.detections.items()
-        ruled_out = [id_.replace("_", " ") for id_, detection in detections if detection.state == "ruled out"]
+        ruled_out = [
+            id_.replace("_", " ")
+            + ("" if math.isnan(detection.detectable_share) else f" (from {detection.detectable_share:.0%} of |Δ|)")
+            for id_, detection in detections
+            if detection.state == "ruled out"
+        ]
         text = f"ruled out: {', '.join(ruled_out)}" if ruled_out else "nothing is ruled out"
         untested = [
             f"{', '.join(id_.replace('_', ' ') for id_ in ids)} (needs {needs})"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,10 +15,21 @@ from nemo_geomask.tools.diagnose.run_statistics import BIN_REPLICATES, BIN_SUMS,
 from nemo_geomask.tools.diagnose.step_patterns import Period
 from nemo_geomask.tools.diagnose.step_sums import BOOTSTRAP_SUMS, StepSums
 
-__all__ = ["BIN_SUM_COLUMN", "Detection", "DetectionState", "Detector", "Evidence", "MismatchSums", "fault_mismatch"]
+__all__ = [
+    "BIN_SUM_COLUMN",
+    "SMALL_DIFFERENCE",
+    "Detection",
+    "DetectionState",
+    "Detector",
+    "Evidence",
+    "MismatchSums",
+    "fault_mismatch",
+]
 
 BIN_SUM_COLUMN = {name: index for index, name in enumerate(BIN_SUMS)}
 """Column of each sum in :attr:`Window.bin_sums`."""
+SMALL_DIFFERENCE = "the difference is sure, but smaller than that of a named cause"
+"""Reason why a cause is left open."""
 DetectionState = Literal["shown", "ruled out", "not testable"]
 
 
@@ -129,6 +141,8 @@ class Detection:
         explained: mismatch of *after* that the cause accounts for; None if it can't be measured.
         is_standing: True if the cause is shown by *after* alone, although it is no worse than *before*.
         window_value: value of the cause in a window, whose rise is the cause's onset; None if it has none of its own.
+        is_open: True if the records could show the cause and leave it open, so that the run can't be called healthy.
+        detectable_share: share of |Δ| that the cause must account for to be shown; NaN if it is not known.
     """
 
     value: float
@@ -139,6 +153,8 @@ class Detection:
     explained: MismatchSums | None = None
     is_standing: bool = False
     window_value: Callable[[Window], float] | None = None
+    is_open: bool = False
+    detectable_share: float = math.nan
 
     @property
     def state(self) -> DetectionState:

@@ -13,6 +13,7 @@ from nemo_geomask.tools.diagnose.dimensions import SURPRISE_EDGES
 from nemo_geomask.tools.diagnose.record_reader import Array
 from nemo_geomask.tools.diagnose.run_evidence import (
     BIN_SUM_COLUMN,
+    SMALL_DIFFERENCE,
     Detection,
     Evidence,
     MismatchSums,
@@ -36,6 +37,8 @@ MIN_ESS = {False: 0.7, True: 0.3}
 
 A sample may lack the few large weights without which the mean is below 1, or hold one of them by chance.
 """
+MIN_DOUBTFUL_TILT = 0.005
+"""Tilt above which the temperatures are left open; clean runs of the lab have up to 0.001."""
 UNSURE_BIN = int(np.digitize(2.0, SURPRISE_EDGES))
 """First bin of tokens with a probability below e^-2 = 0.14."""
 PROBABILITY = "probability"
@@ -141,7 +144,15 @@ def detect_temperature(evidence: Evidence, threshold: float) -> Detection:
         description += f"; the training engine's distribution is the {shape} one"
     is_used = has_enough.copy()
     is_used[has_enough] = is_significant
-    return Detection(share, description, share > threshold, explained=_net_mismatch(evidence.after, is_used))
+    is_open = MIN_DOUBTFUL_TILT < share <= threshold and not evidence.compares_runs
+    return Detection(
+        share,
+        description,
+        share > threshold,
+        needs=f"another run (--against): {SMALL_DIFFERENCE}" if is_open else "",
+        explained=_net_mismatch(evidence.after, is_used),
+        is_open=is_open,
+    )
 
 
 def detect_biased_weight(evidence: Evidence, threshold: float) -> Detection:

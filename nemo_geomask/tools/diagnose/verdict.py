@@ -115,6 +115,7 @@ def diagnose(
         unjudged_reason = _explain_few_sequences(sequences, readings, detections, comparison)
         if not unjudged_reason and reference is None:
             unjudged_reason = _explain_short_rise(statistics, steps_after)
+        unjudged_reason = unjudged_reason or _explain_open_causes(detections)
     return RunDiagnosis(
         health=health,
         since=since,
@@ -138,6 +139,8 @@ def _find_causes(
     the run is divided at that step instead, so that the report's tables and the verdict compare the same steps.
     """
     evidence, detections, shown = _detect(inputs, rise, first_step)
+    if not shown and rise is None and inputs.against is None:
+        return _find_part_that_rose(inputs, detections) or (evidence, detections, shown)
     if not shown or inputs.against is not None or shown[0].since == rise:
         return evidence, detections, shown
     since = shown[0].since
@@ -148,6 +151,22 @@ def _find_causes(
         named = ShownCause(divided_shown[0].ranked, since)
         return divided_evidence, divided_detections, [named, *divided_shown[1:]]
     return evidence, detections, [ShownCause(shown[0].ranked, rise), *shown[1:]] if rise is not None else shown
+
+
+def _find_part_that_rose(
+    inputs: _Inputs, detections: Mapping[str, Detection]
+) -> tuple[Evidence, dict[str, Detection], list[ShownCause]] | None:
+    """Judge a run from the step on at which a part of the data has become worse; None if that shows no cause.
+
+    Such a part may be too small for the whole mismatch to rise. Over the whole run, the steps before hide it.
+    """
+    for detection in detections.values():
+        if not detection.is_open or detection.window_value is None:
+            continue
+        onset = _rise_in_windows(detection, inputs.statistics)
+        if onset is not None and (divided := _detect(inputs, onset, onset))[2]:
+            return divided
+    return None
 
 
 def _detect(
@@ -274,6 +293,16 @@ def _explain_few_sequences(
         f"only {sequences:.0f} sequences in the steps that count, at least {MIN_SEQUENCES} are needed; "
         f"beyond the limits: {', '.join(beyond)}"
     )
+
+
+def _explain_open_causes(detections: Mapping[str, Detection]) -> str:
+    """Return the causes that keep a run from being called healthy, and why; empty if there is none."""
+    reasons = [
+        f"{cause.id.replace('_', ' ')} ({detection.description}; needs {detection.needs})"
+        for cause in CAUSES
+        if (detection := detections[cause.id]).is_open
+    ]
+    return f"within the limits, but not testable for {'; '.join(reasons)}" if reasons else ""
 
 
 def _explain_short_rise(statistics: RunStatistics, steps: list[int]) -> str:
