@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+from collections.abc import Iterator
 from typing import Any
 
 from nemo_geomask.errors import MissingDependencyError
 
-__all__ = ["require"]
+__all__ = ["missing_extra", "require"]
 
 
 def require(module: str, who_needs: str, extra: str) -> Any:
@@ -27,4 +29,20 @@ def require(module: str, who_needs: str, extra: str) -> Any:
         package = module.partition(".")[0]
         raise MissingDependencyError(
             f'{who_needs} {package}, which could not be imported ({error}); pip install "nemo-geomask[{extra}]"'
+        ) from error
+
+
+@contextlib.contextmanager
+def missing_extra(command: str, extra: str) -> Iterator[None]:
+    """Turn the ImportError of a package that an extra installs into the error that names the extra.
+
+    Raises: MissingDependencyError: a package other than this one could not be imported within the context.
+    """
+    try:
+        yield
+    except ImportError as error:
+        if isinstance(error, MissingDependencyError) or (error.name or "").partition(".")[0] == "nemo_geomask":
+            raise
+        raise MissingDependencyError(
+            f'{command} needs {error.name}, which could not be imported ({error}); pip install "nemo-geomask[{extra}]"'
         ) from error

@@ -46,6 +46,9 @@ class InputLimits:
         string_characters: length of one string, after references in it were resolved.
         total_characters: length of all strings that references were resolved in.
         number_digits: decimal digits of an integer.
+        line_bytes: size of a line of a log, such as ``train_data_step{N}.jsonl``.
+        line_containers: objects and lists in a line.
+        metrics_bytes: size of a file of logged metrics.
         record_bytes: size of a record file, of the flight recorder.
         footer_bytes: size of the metadata at its end.
         record_tokens: sequences, or tokens, that it claims to hold.
@@ -60,6 +63,9 @@ class InputLimits:
     string_characters: int = 1_000_000
     total_characters: int = 4_000_000
     number_digits: int = 1000
+    line_bytes: int = 2**26
+    line_containers: int = 100_000
+    metrics_bytes: int = 2**27
     record_bytes: int = 2**31
     footer_bytes: int = 2**21
     record_tokens: int = 2**26
@@ -129,6 +135,9 @@ def limit_error(name: str, source: object, limits: InputLimits, amount: int | No
         "string_characters": "a value has more than {} characters",
         "total_characters": "values with references have more than {} characters in total",
         "number_digits": "an integer has more than {} digits",
+        "line_bytes": "the line has more than {} bytes",
+        "line_containers": "the line has more than {} objects and lists",
+        "metrics_bytes": "the file has more than {} bytes",
         "record_bytes": "the file has more than {} bytes",
         "footer_bytes": "the metadata have more than {} bytes",
         "record_tokens": "the file claims more than {} tokens or sequences",

@@ -11,10 +11,8 @@ Source: NeMo-RL ``Logger.log_batched_dict_as_jsonl`` and its callers.
 
 from __future__ import annotations
 
-import importlib
-import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,13 +30,17 @@ from nemo_geomask.records.record_schema import (
     require_arrow,
 )
 from nemo_geomask.records.stored_files import open_folder, store_record
+from nemo_geomask.tools.diagnose.json_lines import open_log, read_json_lines
 from nemo_geomask.tools.diagnose.record_reader import Array
 
 __all__ = ["JSONL_WRITER", "convert_log", "log_step", "source_fingerprint"]
 
 JSONL_WRITER = "nemo_rl"
 """Name of the writer in the file names of converted records."""
-_LOG_NAME = re.compile(r"train_data_step(\d+)\.jsonl")
+_LOG_NAME = re.compile(r"train_data_step([0-9]{1,9})\.jsonl")
+_MAX_GROUP_ROWS = 2**16
+"""Number of sequences in a row group, however short they are."""
+_MAX_ROW = 2**31 - 1
 _REQUIRED = ("input_lengths", "token_ids", "token_loss_mask", GENERATION_LOGPROBS, PREV_LOGPROBS)
 _TOKEN_COLUMNS = {
     "tokens": ("token_ids", np.int32),
@@ -70,10 +72,12 @@ def convert_log(path: Path, directory: Path, *, row_group: int = 2**20) -> Path:
         row_group: number of tokens in a row group; the conversion, and a reader, hold one row group in memory.
 
     Raises:
-        DataError: a line is not one that NeMo-RL writes; an incomplete last line is ignored.
-        OSError: the log can't be read, or the record can't be written.
+        InputLimitError: the log is no regular file, or a line exceeds a limit.
+        DataError: the log can't be read, or a line is not one that NeMo-RL writes; an incomplete last line is ignored.
+        OSError: the record can't be written.
     """
     arrow = require_arrow()
+    open_log(path).close()  # fails here rather than as an error of the record
     step, source = log_step(path), source_fingerprint(path)
     assert step is not None
     target = directory / file_name(step, JSONL_WRITER)
@@ -105,7 +109,7 @@ def _row_groups(path: Path, max_tokens: int) -> Iterator[list[dict[str, Any]]]:
     group: list[dict[str, Any]] = []
     tokens = 0
     for row in _read_rows(path):
-        if group and tokens + len(row["tokens"]) > max_tokens:
+        if group and (tokens + len(row["tokens"]) > max_tokens or len(group) == _MAX_GROUP_ROWS):
             yield group
             group, tokens = [], 0
         group.append(row)
@@ -115,32 +119,8 @@ def _row_groups(path: Path, max_tokens: int) -> Iterator[list[dict[str, Any]]]:
 
 
 def _read_rows(path: Path) -> Iterator[dict[str, Any]]:
-    parse = _line_parser()
-    with path.open("rb") as file:
-        for number, line in enumerate(file):
-            try:
-                values = parse(line)
-            except ValueError as error:
-                if not line.endswith(b"\n"):
-                    return  # NeMo-RL is still writing this line
-                raise DataError(f"{path}:{number + 1}: not a line of JSON: {error}") from None
-            yield _parse_row(values, f"{path}:{number + 1}", number)
-
-
-def _line_parser() -> Callable[[bytes], Any]:
-    """Return a parser of JSON lines: orjson if it is installed, with the standard library's parser as a fallback."""
-    try:
-        fast_parse = importlib.import_module("orjson").loads
-    except ImportError:
-        return json.loads
-
-    def parse(line: bytes) -> Any:
-        try:
-            return fast_parse(line)
-        except ValueError:  # the line may hold NaN or Infinity, which only the standard library accepts
-            return json.loads(line)
-
-    return parse
+    for number, values in read_json_lines(path):
+        yield _parse_row(values, f"{path}:{number}", number - 1)
 
 
 def _parse_row(values: Any, location: str, number: int) -> dict[str, Any]:
@@ -159,19 +139,22 @@ def _parse_row(values: Any, location: str, number: int) -> dict[str, Any]:
 
     try:
         length = int(single("input_lengths"))
-        row: dict[str, Any] = {
-            column: np.asarray(single(name)[:length], dtype=dtype)
-            for column, (name, dtype) in _TOKEN_COLUMNS.items()
-            if values.get(name) is not None
-        }
+        with np.errstate(over="ignore"):  # a number beyond float32 is infinite
+            row: dict[str, Any] = {
+                column: np.asarray(single(name)[:length], dtype=dtype)
+                for column, (name, dtype) in _TOKEN_COLUMNS.items()
+                if values.get(name) is not None
+            }
         reward = single("filtered_rewards") if "filtered_rewards" in values else single("rewards")
         row |= {
             "row": int(values.get("idx", number)),
             "reward": np.nan if reward is None else float(reward),
             "sample_mask": float(single("sample_loss_mask") if "sample_loss_mask" in values else 1),
         }
-    except (TypeError, ValueError, OverflowError) as error:
-        raise DataError(f"{location}: has a value that NeMo-RL does not write: {error}") from None
+        if not 0 <= row["row"] <= _MAX_ROW:
+            raise ValueError(f"idx {row['row']}")
+    except (TypeError, ValueError, OverflowError, KeyError, MemoryError) as error:
+        raise DataError(f"{location}: has a value that NeMo-RL does not write: {str(error)[:200]}") from None
     for column, (name, _) in _TOKEN_COLUMNS.items():
         if column in row and row[column].shape != (length,):
             raise DataError(

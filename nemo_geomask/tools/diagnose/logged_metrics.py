@@ -8,8 +8,9 @@ name in all three.
 from __future__ import annotations
 
 import importlib
-import json
 import math
+import os
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,8 +19,10 @@ from typing import NamedTuple
 import numpy as np
 
 from nemo_geomask.errors import DataError, MissingDependencyError
+from nemo_geomask.recipe.input_limits import current_limits, limit_error
 from nemo_geomask.records.record_schema import require_arrow
 from nemo_geomask.tools.diagnose.change_points import MIN_NOISE, MIN_RISE, MIN_SCORE, find_change
+from nemo_geomask.tools.diagnose.json_lines import open_log, read_json_lines
 from nemo_geomask.tools.diagnose.thresholds import HEALTH_LIMITS, HEALTH_ORDER, Health
 
 __all__ = ["LoggedVerdict", "MetricSeries", "judge_logged", "metric_series", "read_logged"]
@@ -87,25 +90,37 @@ def metric_series(history: Iterable[Mapping[str, float]]) -> MetricSeries:
 
 def _read_jsonl(path: Path) -> _Entries:
     entries: _Entries = []
-    for number, line in enumerate(path.read_bytes().splitlines(keepends=True), 1):
+    _check_size(path)
+    for number, metrics in read_json_lines(path):
         try:
-            metrics = json.loads(line)
             step = int(metrics["step"])
-        except (ValueError, TypeError, KeyError) as error:
-            if not line.endswith(b"\n"):
-                break  # the run is still writing this line
-            raise DataError(f"{path}:{number}: not an object with a step: {error!r}") from None
-        entries += [
-            (step, name, float(value))
-            for name, value in metrics.items()
-            if isinstance(value, (int, float)) and name != "step"
-        ]
+            entries += [
+                (step, sys.intern(name), float(value))
+                for name, value in metrics.items()
+                if isinstance(value, (int, float)) and name != "step"
+            ]
+        except (ValueError, TypeError, KeyError, OverflowError) as error:
+            raise DataError(f"{path}:{number}: not an object with a step: {str(error)[:200]}") from None
     return entries
 
 
+def _check_size(path: Path) -> None:
+    """Raise InputLimitError if a file of metrics, which is held in memory, is too large or no regular file."""
+    limits = current_limits()
+    with open_log(path) as file:
+        size = os.fstat(file.fileno()).st_size
+    if size > limits.metrics_bytes:
+        raise limit_error("metrics_bytes", path, limits, size)
+
+
 def _read_table(path: Path) -> _Entries:
-    table = require_arrow("pyarrow.parquet").read_table(path, partitioning=None).to_pydict()
-    steps = table.pop("step")
+    _check_size(path)
+    arrow, parquet = require_arrow(), require_arrow("pyarrow.parquet")
+    try:
+        table = parquet.read_table(path, partitioning=None).to_pydict()
+        steps = table.pop("step")
+    except (arrow.ArrowException, OSError, KeyError, MemoryError) as error:
+        raise DataError(f"{path}: not the lab's table of steps: {str(error)[:200]}") from None
     return [
         (step, name, value)
         for name, column in table.items()
@@ -122,13 +137,19 @@ def _read_events(path: Path) -> _Entries:
             f"{path}: TensorBoard's files need tensorboard, which could not be imported ({error}); "
             "pip install tensorboard"
         ) from error
-    events = module.EventAccumulator(str(path), size_guidance={"scalars": 0})
-    events.Reload()
-    return [
-        (int(event.step), str(name), float(event.value))
-        for name in events.Tags()["scalars"]
-        for event in events.Scalars(name)
-    ]
+    _check_size(path)
+    try:
+        events = module.EventAccumulator(str(path), size_guidance={"scalars": 0})
+        events.Reload()
+        return [
+            (int(event.step), str(name), float(event.value))
+            for name in events.Tags()["scalars"]
+            for event in events.Scalars(name)
+        ]
+    except Exception as error:  # TensorBoard raises errors of many types for a damaged file
+        raise DataError(
+            f"{path}: not an event file of TensorBoard: {type(error).__name__}: {str(error)[:200]}"
+        ) from None
 
 
 class _MetricVerdict(NamedTuple):

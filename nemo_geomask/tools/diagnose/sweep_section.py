@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from nemo_geomask.errors import DataError
+from nemo_geomask.recipe.input_limits import current_limits
 from nemo_geomask.tools.diagnose.figure_data import Curve, Figure
+from nemo_geomask.tools.diagnose.json_lines import open_log, parse_json
 from nemo_geomask.tools.diagnose.page_tables import PageTable, merge_tables
 from nemo_geomask.tools.diagnose.report_tables import Table
 
@@ -23,10 +24,9 @@ def read_sweep(path: Path) -> dict[str, Any]:
     Raises:
         DataError: the file can't be read, or holds something else.
     """
-    try:
-        sweep = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise DataError(f"--sweep: {path} can't be read: {error}") from None
+    limits = current_limits()
+    with open_log(path) as file:
+        sweep = parse_json(file.read(limits.line_bytes + 1), f"--sweep {path}", limits)
     if not isinstance(sweep, dict) or not {"run", "definitions", "candidates", "loss_fn", "recommended"} <= set(sweep):
         raise DataError(f"--sweep: {path} is not what `nemo-geomask sweep DIR --json` of this version prints")
     return sweep
@@ -44,6 +44,22 @@ class SweepSection:
 
 
 def build_sweep_section(number: int, sweep: Mapping[str, Any], directories: Sequence[str]) -> SweepSection:
+    """Return the section of one sweep, see :func:`_build`.
+
+    Raises:
+        DataError: the sweep is of a run that the report does not show, or not what ``sweep --json`` prints.
+    """
+    try:
+        return _build(number, sweep, directories)
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+        if isinstance(error, DataError):
+            raise
+        raise DataError(
+            f"--sweep: not what `nemo-geomask sweep DIR --json` of this version prints: {error!r}"
+        ) from None
+
+
+def _build(number: int, sweep: Mapping[str, Any], directories: Sequence[str]) -> SweepSection:
     """Return the section of one sweep.
 
     Args:
@@ -107,7 +123,8 @@ def build_sweep_section(number: int, sweep: Mapping[str, Any], directories: Sequ
     tables = [
         merged for table in (candidate_table, removed_table) if table.rows for merged in merge_tables([(0, table)])
     ]
-    return SweepSection(sweep["run"], sweep["recommended"], sweep["loss_fn"], figure, tables)
+    recommended = sweep["recommended"] or f"none ({sweep.get('no_recommendation', '')})"
+    return SweepSection(sweep["run"], recommended, sweep["loss_fn"] or "", figure, tables)
 
 
 def _nan_for_null(value: float | None) -> float:

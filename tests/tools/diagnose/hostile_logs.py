@@ -1,0 +1,151 @@
+"""Hostile inputs for ``diagnose`` and ``sweep`` that are no Parquet files: each writes what an attacker could write."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+__all__ = ["HOSTILE_LOGS", "HOSTILE_METRICS", "HOSTILE_SWEEPS", "valid_line", "valid_lines"]
+
+LOG, METRICS = "train_data_step1.jsonl", "metrics.jsonl"
+GIGABYTE = 2**30
+
+Plant = Callable[[Path], None]
+"""Writes the hostile input under a path."""
+
+
+def valid_line(**changes: Any) -> bytes:
+    """Return a line as NeMo-RL writes it, with some values replaced."""
+    values = {
+        "idx": 0,
+        "input_lengths": [4],
+        "token_ids": [[1, 2, 3, 4]],
+        "token_loss_mask": [[0, 0, 1, 1]],
+        "generation_logprobs": [[0.0, 0.0, -0.5, -0.7]],
+        "prev_logprobs": [[0.0, 0.0, -0.5, -0.7]],
+        "advantages": [[0.5, 0.5, 0.5, 0.5]],
+        "rewards": [1.0],
+        "sample_loss_mask": [1.0],
+    }
+    return json.dumps(values | changes).encode() + b"\n"
+
+
+def valid_lines(count: int, **changes: Any) -> bytes:
+    """Return the lines of a step with some sequences."""
+    return b"".join(valid_line(idx=index, **changes) for index in range(count))
+
+
+def content(data: bytes | Callable[[], bytes]) -> Plant:
+    return lambda path: path.write_bytes(data() if callable(data) else data) and None
+
+
+def log(**changes: Any) -> Plant:
+    return content(valid_line(**changes))
+
+
+def sparse(prefix: bytes) -> Plant:
+    """Return a plant of a file of 1 GB that takes no room on the disk."""
+
+    def plant(path: Path) -> None:
+        path.write_bytes(prefix)
+        os.truncate(path, GIGABYTE)
+
+    return plant
+
+
+def bind_socket(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as server:
+        folder = os.getcwd()
+        os.chdir(path.parent)  # the name of a socket may have 108 bytes only
+        try:
+            server.bind(path.name)
+        finally:
+            os.chdir(folder)
+
+
+def unreadable_loop(path: Path) -> None:
+    path.symlink_to(path.name)
+
+
+def nested(depth: int, opening: bytes = b"[", closing: bytes = b"]") -> bytes:
+    return opening * depth + closing * depth
+
+
+def unknown_key(value: bytes) -> bytes:
+    return valid_line().replace(b'{"idx"', b'{"x": ' + value + b', "idx"')
+
+
+HUGE_STRING = b'"' + b"a" * 20_000_000 + b'"'
+HOSTILE_LOGS: dict[str, tuple[Plant, str]] = {
+    # name: what is planted as train_data_step1.jsonl, and what the error must say
+    "fifo": (os.mkfifo, "is a FIFO"),
+    "device": (lambda path: path.symlink_to("/dev/zero"), "is a character device"),
+    "socket": (bind_socket, "can't be read"),
+    "folder": (lambda path: path.mkdir(), "can't be read"),
+    "dangling link": (lambda path: path.symlink_to("nowhere"), LOG),
+    "link to itself": (unreadable_loop, LOG),
+    "empty": (content(b""), "no sequence"),
+    "blank lines": (content(b"\n\n\n"), "not JSON"),
+    "binary": (content(lambda: os.urandom(2**20)), "not JSON"),
+    "zero bytes": (content(bytes(2**20)), "no sequence"),
+    "invalid UTF-8": (content(b'{"idx": "\xff\xfe"}\n'), "not JSON"),
+    "UTF-16": (content(valid_line().decode().encode("utf-16")), LOG),
+    "gzip": (content(b"\x1f\x8b\x08\x00" + bytes(100) + b"\n"), "not JSON"),
+    "1 GB line": (sparse(b'{"x": "'), "line_bytes"),
+    "1 GB line after a good one": (sparse(valid_line()), "line_bytes"),
+    "list nested 300 deep": (content(lambda: unknown_key(nested(300))), "nesting"),
+    "list nested 900 deep": (content(lambda: unknown_key(nested(900))), "nesting"),
+    "list nested 50,000 deep": (content(lambda: unknown_key(nested(50_000))), "nesting"),
+    "objects nested 900 deep": (content(lambda: unknown_key(nested(900, b'{"a":', b"0}")[:-1] + b"}")), LOG),
+    "unclosed brackets": (content(lambda: b"[" * 90_000 + b"\n"), "nesting"),
+    "10 million lists": (content(lambda: unknown_key(b"[" + b"[]," * 10_000_000 + b"0]")), "line_containers"),
+    "10 million objects": (content(lambda: unknown_key(b"[" + b"{}," * 10_000_000 + b"0]")), "line_containers"),
+    "20 MB string": (content(lambda: unknown_key(HUGE_STRING)), "string_characters"),
+    "20 MB string in a list": (content(lambda: unknown_key(b"[" + HUGE_STRING + b"]")), "string_characters"),
+    "20 MB key": (content(lambda: valid_line().replace(b'"idx"', HUGE_STRING)), "string_characters"),
+    "20 MB number": (content(lambda: unknown_key(b"1" * 20_000_000)), "not JSON"),
+    "5,000 digits": (content(lambda: unknown_key(b"1" * 5000)), "not JSON"),
+    "list at the top": (content(b"[1, 2]\n"), "has no input_lengths"),
+    "string at the top": (content(b'"x"\n'), "has no input_lengths"),
+    "missing keys": (content(b'{"idx": 0}\n'), "has no input_lengths"),
+    "negative length": (log(input_lengths=[-1]), "input_lengths = -1"),
+    "length beyond the lists": (log(input_lengths=[10**12]), "input_lengths = 1000000000000"),
+    "length of 1e300": (log(input_lengths=[1e300]), "must hold at least input_lengths"),
+    "length without a number": (log(input_lengths=["four"]), "a value that NeMo-RL does not write"),
+    "infinite length": (log(input_lengths=[float("inf")]), "a value that NeMo-RL does not write"),
+    "object for tokens": (log(token_ids=[{"a": 1}]), "a value that NeMo-RL does not write"),
+    "strings for tokens": (log(token_ids=[["a", "b", "c", "d"]]), "a value that NeMo-RL does not write"),
+    "tokens beyond 32 bits": (log(token_ids=[[1, 2, 3, 2**40]]), "a value that NeMo-RL does not write"),
+    "nested log-probs": (log(prev_logprobs=[[[1.0], [2.0], [3.0], [4.0]]]), "prev_logprobs must hold"),
+    "lists of two lengths": (log(prev_logprobs=[[[1.0], 2.0, 3.0, 4.0]]), "a value that NeMo-RL does not write"),
+    "row beyond 32 bits": (log(idx=2**63), "a value that NeMo-RL does not write"),
+    "negative row": (log(idx=-1), "a value that NeMo-RL does not write"),
+    "reward of text": (log(rewards=["good"]), "a value that NeMo-RL does not write"),
+}
+HOSTILE_METRICS: dict[str, tuple[Plant, str]] = {
+    # name: what is planted as metrics.jsonl, and what the error must say
+    "fifo": (os.mkfifo, "holds neither records"),
+    "empty": (content(b""), "holds neither records"),
+    "binary": (content(lambda: os.urandom(2**20) + b"\n"), "not JSON"),
+    "1 GB": (sparse(b'{"step": 1}\n'), "metrics_bytes"),
+    "100 MB line": (content(lambda: b'{"step": "' + b"a" * 100_000_000 + b'"}\n'), "line_bytes"),
+    "nested 50,000 deep": (content(lambda: nested(50_000) + b"\n"), "nesting"),
+    "infinite step": (content(b'{"step": Infinity, "token_mult_prob_error": 1.0}\n'), "not an object with a step"),
+    "number beyond a float": (content(b'{"step": 1, "gen_kl_error": ' + b"9" * 400 + b"}\n"), "not an object with"),
+    "list": (content(b"[1, 2]\n"), "not an object with a step"),
+}
+HOSTILE_SWEEPS: dict[str, tuple[Plant, str]] = {
+    # name: what is planted as the file of --sweep, and what the error must say
+    "fifo": (os.mkfifo, "is a FIFO"),
+    "1 GB": (sparse(b"["), "line_bytes"),
+    "nested 50,000 deep": (content(lambda: nested(50_000)), "nesting"),
+    "binary": (content(lambda: os.urandom(2**20)), "not JSON"),
+    "empty objects": (
+        content(b'{"run": 1, "definitions": 2, "candidates": 3, "loss_fn": 4, "recommended": 5}'),
+        "not what `nemo-geomask sweep DIR --json`",
+    ),
+}
