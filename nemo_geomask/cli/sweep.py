@@ -1,13 +1,21 @@
-"""Arguments of ``nemo-geomask sweep``."""
+"""Arguments and exit status of ``nemo-geomask sweep``."""
 
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
+
+from nemo_geomask.optional import missing_extra
 
 __all__ = ["add_arguments", "run"]
 
 _EPILOG = """\
+exit status
+  0  candidates compared, and one of them recommended (it may be "nothing")
+  1  compared, but none recommended: fewer than 32 sequences have a token with a gradient
+  2  nothing compared: no records, no trained token, advantages of 0 throughout, or a mistake in the arguments
+
 examples
   nemo-geomask sweep logs/exp_001
   nemo-geomask sweep logs/exp_001 --recipe recipe.yaml --recommend
@@ -58,9 +66,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command and return its exit status."""
-    from nemo_geomask.tools.diagnose.sweep_command import SweepOptions, run_sweep
+    with missing_extra("sweep", "diagnose"):
+        from nemo_geomask.tools.diagnose.sweep_command import SweepOptions, run_sweep
 
-    run_sweep(
+    reason = run_sweep(
         SweepOptions(
             directory=arguments.directory,
             step_count=arguments.steps,
@@ -72,4 +81,6 @@ def run(arguments: argparse.Namespace) -> int:
             cache=arguments.cache,
         )
     )
-    return 0
+    if reason:
+        print(f"nemo-geomask: no recommendation: {reason}", file=sys.stderr)
+    return 1 if reason else 0

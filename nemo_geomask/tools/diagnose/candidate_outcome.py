@@ -55,6 +55,7 @@ class CandidateOutcome:
 
     Attributes:
         candidate: the candidate.
+        sequences: number of sequences with a token that has a gradient.
         tokens: [len(PARTS)], number of tokens in each part.
         removed: [len(PARTS)], number of each part's tokens with the coefficient 0.
         sums: [1 + REPLICATES, len(_SUMS)], row 0 over all sequences, the other rows over the bootstrap's samples.
@@ -65,6 +66,7 @@ class CandidateOutcome:
     """
 
     candidate: Candidate
+    sequences: int = 0
     tokens: Array = field(default_factory=lambda: np.zeros(len(PARTS)))
     removed: Array = field(default_factory=lambda: np.zeros(len(PARTS)))
     sums: Array = field(default_factory=lambda: np.zeros((1 + REPLICATES, len(_SUMS))))
@@ -157,6 +159,7 @@ def add_step(
     is_long = (lengths > np.median(lengths))[sequence]
     is_removed = c == 0
     parts = (np.ones_like(is_removed), delta > 0, delta < 0, advantage > 0, advantage < 0, ~is_long, is_long)
+    outcome.sequences += len(np.unique(sequence))
     outcome.tokens += [part.sum() for part in parts]
     outcome.removed += [(part & is_removed).sum() for part in parts]
     size, rho = np.abs(g), np.exp(np.clip(delta, -40, 40))

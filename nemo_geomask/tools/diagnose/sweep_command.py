@@ -18,7 +18,7 @@ from nemo_geomask.tools.diagnose.record_sources import RunFiles, find_run
 from nemo_geomask.tools.diagnose.report_tables import Table, print_tables
 from nemo_geomask.tools.diagnose.run_survey import read_step
 from nemo_geomask.tools.diagnose.sweep_candidates import CANDIDATES, GRID, split_recipe_loss
-from nemo_geomask.tools.diagnose.sweep_recommendation import pareto_front, recommend
+from nemo_geomask.tools.diagnose.sweep_recommendation import explain_no_recommendation, pareto_front, recommend
 from nemo_geomask.tools.shared.json_output import to_json
 
 __all__ = ["SweepOptions", "run_sweep"]
@@ -50,12 +50,15 @@ class SweepOptions:
     cache: Path | None = None
 
 
-def run_sweep(options: SweepOptions) -> None:
+def run_sweep(options: SweepOptions) -> str:
     """Replay a run's batches under every candidate, and print the effect of each.
+
+    Returns:
+        Why no candidate is recommended; empty if one is.
 
     Raises:
         ConfigError: an option or the recipe is invalid, or the folder holds several runs.
-        DataError: the folder holds no run, or its records lack columns that a replay needs.
+        DataError: the folder holds no run, its records lack columns that a replay needs, or no token has a gradient.
     """
     if options.step_count < 1:
         raise ConfigError(f"--steps {options.step_count} must be at least 1")
@@ -70,7 +73,8 @@ def run_sweep(options: SweepOptions) -> None:
     candidates, incompatible = correction_sweep.select_compatible(candidates, base)
     batches = _StepBatches(run, _choose_steps(run.steps, options), options.cache)
     outcomes = correction_sweep.replay(batches, candidates, base, at=options.at)
-    best, block = recommend(outcomes, base)
+    reason = explain_no_recommendation(outcomes)
+    best, block = (None, "") if reason else recommend(outcomes, base)
 
     if options.output == "json":
         front = {id(outcome) for outcome in pareto_front(outcomes)}
@@ -80,20 +84,23 @@ def run_sweep(options: SweepOptions) -> None:
             "left_out": batches.left_out,
             "at": options.at,
             "does_not_fit": incompatible,
-            "recommended": best.candidate.name,
-            "loss_fn": block,
+            "recommended": None if best is None else best.candidate.name,
+            "loss_fn": block or None,
+            "no_recommendation": reason,
             "definitions": DEFINITIONS,
             "tokens": _token_counts(outcomes[0]),
             "candidates": [{**_outcome_json(outcome), "on_front": id(outcome) in front} for outcome in outcomes],
         }
         print(to_json(values))
-        return
+        return reason
     if options.output == "tables":
         print_tables(_tables(outcomes, best, batches))
         if incompatible:
             print(f"\nincompatible with this loss_fn: {', '.join(incompatible)}")
         print()
-    print(block)
+    if block:
+        print(block)
+    return reason
 
 
 def _choose_steps(steps: Sequence[int], options: SweepOptions) -> list[int]:
@@ -120,7 +127,7 @@ class _StepBatches:
             yield step, batch
 
 
-def _tables(outcomes: Sequence[CandidateOutcome], best: CandidateOutcome, batches: _StepBatches) -> list[Table]:
+def _tables(outcomes: Sequence[CandidateOutcome], best: CandidateOutcome | None, batches: _StepBatches) -> list[Table]:
     front = {id(outcome) for outcome in pareto_front(outcomes)}
     counts = _token_counts(outcomes[0])
     has_silent = counts["with_gradient"] < counts["trained"]

@@ -10,8 +10,9 @@ from nemo_geomask.config.strict import inline_yaml
 from nemo_geomask.errors import ConfigError, DataError
 from nemo_geomask.losses import build_loss
 from nemo_geomask.tools.diagnose.candidate_outcome import CandidateOutcome
+from nemo_geomask.tools.diagnose.thresholds import MIN_SEQUENCES
 
-__all__ = ["format_loss_block", "pareto_front", "recommend"]
+__all__ = ["explain_no_recommendation", "format_loss_block", "pareto_front", "recommend"]
 
 MAX_VARIANCE = 1.1
 """Largest variance that a recommended candidate may have, as a multiple of the variance without correction."""
@@ -28,6 +29,34 @@ def pareto_front(outcomes: Sequence[CandidateOutcome]) -> list[CandidateOutcome]
     ]
 
 
+def explain_no_recommendation(outcomes: Sequence[CandidateOutcome]) -> str:
+    """Return why the replayed steps do not tell which candidate is best; empty if they do.
+
+    Args:
+        outcomes: from :func:`replay`; the first is that of ``NO_CORRECTION``.
+
+    Raises:
+        DataError: no token has a gradient, so there is nothing to compare.
+    """
+    uncorrected = outcomes[0]
+    if not uncorrected.tokens[0]:
+        if uncorrected.silent_tokens:
+            raise DataError(
+                f"all {uncorrected.silent_tokens:,} trained tokens of the replayed steps have an advantage of 0, so no "
+                "loss has a gradient; replay other steps (--steps N, or the last ones with --last)"
+            )
+        raise DataError(
+            "no token of the replayed steps is trained with finite log-probs of both engines: the masks leave out all "
+            "of them, or prev or gen is missing; replay other steps (--steps N), or see `nemo-geomask diagnose`"
+        )
+    if uncorrected.sequences < MIN_SEQUENCES:
+        return (
+            f"only {uncorrected.sequences} sequences have a token with a gradient, and the intervals need at least "
+            f"{MIN_SEQUENCES}; replay more steps (--steps N), or record more"
+        )
+    return ""
+
+
 def recommend(
     outcomes: Sequence[CandidateOutcome], base: Mapping[str, Any] | None = None
 ) -> tuple[CandidateOutcome, str]:
@@ -40,13 +69,8 @@ def recommend(
     Args:
         outcomes: from :func:`replay`; the first is that of ``NO_CORRECTION``.
         base: settings that all candidates share.
-
-    Raises:
-        DataError: no token has a gradient.
     """
     uncorrected = outcomes[0]
-    if not uncorrected.tokens[0] and not uncorrected.skipped:
-        raise DataError("the records hold no trained token with log-probs of both engines and an advantage")
     allowed = [
         outcome
         for outcome in outcomes

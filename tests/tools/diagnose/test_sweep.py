@@ -14,7 +14,12 @@ from nemo_geomask.losses.prestep import valid_counts
 from nemo_geomask.tools.diagnose.correction_sweep import padded_batch, replay, select_compatible
 from nemo_geomask.tools.diagnose.planted_logs import RunShape, planted_step
 from nemo_geomask.tools.diagnose.sweep_candidates import CANDIDATES, GRID, Candidate, split_recipe_loss
-from nemo_geomask.tools.diagnose.sweep_recommendation import format_loss_block, pareto_front, recommend
+from nemo_geomask.tools.diagnose.sweep_recommendation import (
+    explain_no_recommendation,
+    format_loss_block,
+    pareto_front,
+    recommend,
+)
 
 NO_CORRECTION = CANDIDATES[0]
 BY_NAME = {candidate.name: candidate for candidate in (*CANDIDATES, *GRID)}
@@ -252,8 +257,8 @@ def test_a_ratio_against_the_generation_engine_corrects(batch):
 def test_records_without_a_trained_token_say_so():
     made = block()
     made.tokens["mask"][:] = False
-    with pytest.raises(DataError, match="no trained token"):
-        recommend(replay([(1, padded_batch([made])[0])]))
+    with pytest.raises(DataError, match="no token of the replayed steps is trained"):
+        explain_no_recommendation(replay([(1, padded_batch([made])[0])]))
 
 
 def test_tokens_with_an_advantage_of_zero_are_counted_apart(batch):

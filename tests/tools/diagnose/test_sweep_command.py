@@ -13,14 +13,18 @@ from nemo_geomask.cli import main
 from nemo_geomask.tools.diagnose import correction_sweep
 from nemo_geomask.tools.diagnose.correction_sweep import replay
 from nemo_geomask.tools.diagnose.planted_logs import RunShape, planted_step
+from nemo_geomask.tools.diagnose.sweep_section import build_sweep_section
 from tests.helpers.logs import log_rows, write_log
+
+SHAPE = RunShape(prompts=6, samples=8, length=30)
+"""Enough sequences for a recommendation; those of a group with equal rewards have an advantage of 0."""
 
 
 @pytest.fixture(scope="module")
 def logs(tmp_path_factory):
     directory = tmp_path_factory.mktemp("run")
     for step in (1, 2, 3):
-        planted = planted_step(0, step, "precision", 15.0, shape=RunShape(prompts=3, samples=3, length=30))
+        planted = planted_step(0, step, "precision", 15.0, shape=SHAPE)
         write_log(directory, step, list(log_rows(planted)))
     return directory
 
@@ -36,7 +40,7 @@ def test_tables_and_a_recommendation(logs, capsys):
 
 
 def test_the_table_says_over_which_tokens_its_shares_are(tmp_path, capsys):
-    planted = planted_step(0, 1, "precision", 15.0, shape=RunShape(prompts=3, samples=3, length=30))
+    planted = planted_step(0, 1, "precision", 15.0, shape=SHAPE)
     trained = int(planted.tokens["mask"].sum())
     everything, some = tmp_path / "everything", tmp_path / "some"
     for directory in (everything, some):
@@ -109,6 +113,44 @@ def test_json_is_json(logs, capsys, monkeypatch):
 
     output = json.loads(capsys.readouterr().out, parse_constant=refuse)
     assert output["candidates"][0]["metrics"]["1"]["x"] is None
+
+
+FEW = RunShape(prompts=3, samples=3, length=30)
+
+
+def test_too_few_sequences_give_no_recommendation(tmp_path, capsys):
+    write_log(tmp_path, 1, list(log_rows(planted_step(0, 1, "precision", 15.0, shape=FEW))))
+    assert main(["sweep", str(tmp_path)]) == 1
+    out, err = capsys.readouterr()
+    assert "Share removed, of tokens that are" in out
+    assert "loss_fn" not in out
+    assert "no recommendation: only 6 sequences have a token with a gradient" in err
+    assert main(["sweep", str(tmp_path), "--recommend"]) == 1
+    assert not capsys.readouterr().out
+    assert main(["sweep", str(tmp_path), "--json"]) == 1
+    output = json.loads(capsys.readouterr().out)
+    assert (output["recommended"], output["loss_fn"]) == (None, None)
+    section = build_sweep_section(0, output, [str(tmp_path)])
+    assert section.recommended.startswith("none (only 6 sequences")
+    assert not section.block
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"advantages": [[0.0] * 1000]}, "trained tokens of the replayed steps have an advantage of 0"),
+        ({"token_loss_mask": [[0.0] * 1000]}, "no token of the replayed steps is trained"),
+        ({"sample_loss_mask": [0.0]}, "no token of the replayed steps is trained"),
+        ({"generation_logprobs": [[math.nan] * 1000]}, "no token of the replayed steps is trained"),
+    ],
+)
+def test_steps_without_a_gradient_are_an_error(tmp_path, capsys, change, message):
+    rows = list(log_rows(planted_step(0, 1, "precision", 15.0, shape=SHAPE)))
+    write_log(tmp_path, 1, [row | change for row in rows])
+    assert main(["sweep", str(tmp_path)]) == 2
+    out, err = capsys.readouterr()
+    assert not out
+    assert message in err
 
 
 def test_several_runs_are_an_error(logs, tmp_path, capsys):
