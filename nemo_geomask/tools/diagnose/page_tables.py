@@ -58,8 +58,8 @@ class PageTable:
         return [(column.title, run) for column in self.columns for run in (column.runs or shared)]
 
 
-_UNMERGED = ("changes", "steps", "circle", "groups", "worst_sequences", "worst_tokens")
-"""Keys of tables that are not merged, because their rows differ from run to run."""
+_UNMERGED = ("causes", "changes", "steps", "circle", "groups", "worst_sequences", "worst_tokens")
+"""Keys of tables that are not merged, because their rows differ from run to run, or merged they are too wide."""
 _ROW_COLUMNS = ("definition", "threshold", "drifting | broken")
 """Titles of columns that depend on the row and not on the run."""
 _TEXT_COLUMNS = ("definition", "which is")
