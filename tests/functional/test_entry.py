@@ -132,3 +132,63 @@ def test_inside_the_clip_the_halves_of_a_tie_add_up():
         loss = F.clipped(x, torch.full((5,), advantage), **CLIP).loss
         (grad,) = torch.autograd.grad(loss.sum(), x)
         assert torch.equal(grad, -x.detach().exp() * advantage)
+
+
+COUNTS = {"global_seqs": torch.ones(()), "global_toks": torch.ones(())}
+VESPO = {"k_pos": 1.0, "lambda_pos": 1.0, "k_neg": 1.0, "lambda_neg": 1.0}
+# Tensors of each function, and its other arguments.
+TENSORS = {
+    "binary_statistic": (("log_p", "log_q"), {"statistic": "prob_diff"}),
+    "bound_by_mean": (("sizes",), {"mean": 1.0}),
+    "bound_by_share": (("sizes",), {"share": 0.0}),
+    "clamp_weight": (("log_ratio",), {"min": None, "max": 2.0}),
+    "clip_log_ratio": (("log_ratio", "advantages"), CLIP),
+    "clipped": (("log_ratio", "advantages"), CLIP),
+    "clipped_weight": (("log_ratio", "curr", "advantages"), CLIP),
+    "gamma_weight": (("sequence_log_ratio", "curr", "advantages"), VESPO),
+    "geometric_mean": (("mean_clipped_log_ratio", "advantages"), {}),
+    "k3": (("log_ratio",), {}),
+    "kl_estimate": (("x", "ratio"), {"estimator": "k4"}),
+    "kl_penalty": (("curr", "ref", "prev", "gen"), KL),
+    "position_weights": (("position", "length"), {"min_weight": 0.5}),
+    "quadratic": (("log_ratio", "curr", "advantages"), {"beta": 1.0}),
+    "score_function": (("curr", "advantages"), {}),
+    "soft_gate": (("log_ratio", "advantages"), {"tau_pos": 1.0, "tau_neg": 1.0}),
+    "straight_through_ratio": (("sequence_log_ratio", "curr"), {}),
+    "token_coefficients": (("mask", "tokens_of_sequence"), {"normalization": "sequences", **COUNTS}),
+    "token_statistic": (("log_ratio",), {"statistic": "k2"}),
+    "unclipped": (("log_ratio", "advantages"), {}),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor"), [(name, tensor) for name, (names, _) in TENSORS.items() for tensor in names]
+)
+def test_the_tensor_that_does_not_fit_is_named(name, tensor):
+    names, options = TENSORS[name]
+    tensors = {other: torch.ones(2) for other in names}
+    getattr(F, name)(**tensors, **options)
+    with pytest.raises(ShapeError, match=f"^{tensor} must be float32 or float64, but it is torch.float16"):
+        getattr(F, name)(**{**tensors, tensor: tensors[tensor].half()}, **options)
+    if len(names) > 1:
+        with pytest.raises(ShapeError, match="must have as many dimensions as"):
+            getattr(F, name)(**{**tensors, tensor: torch.ones(3)}, **options)
+
+
+def test_none_is_skipped_and_what_follows_is_checked():
+    with pytest.raises(ShapeError, match="^third must be float32"):
+        F.check_layout(first=torch.ones(2), second=None, third=torch.ones(2).half())
+
+
+@pytest.mark.parametrize(
+    ("argument", "ask"),
+    [
+        ("estimator", lambda: F.kl_estimate(torch.zeros(2), "k9")),
+        ("statistic", lambda: F.token_statistic(torch.zeros(2), "k9")),
+        ("statistic", lambda: F.binary_statistic(torch.zeros(2), torch.zeros(2), "k9")),
+        ("normalization", lambda: F.token_coefficients("k9", mask=torch.ones(2), tokens_of_sequence=None, **COUNTS)),
+    ],
+)
+def test_the_name_that_is_not_known_is_that_of_an_argument(argument, ask):
+    with pytest.raises(ArgumentError, match=f"^{argument} must be one of .*, but it is 'k9'$"):
+        ask()

@@ -43,3 +43,32 @@ def test_no_weight_has_a_gradient_where_the_input_clamp_acts(estimator, gradient
     assert grad[0] == 0  # x = 3 is clamped to 0.5
     assert grad[1] != 0  # x = 0.2 is not
     assert grad[2] == 0  # x = -3
+
+
+@pytest.mark.parametrize("advantage", [0.0, 0.5, 1.5])
+def test_the_dual_clip_is_for_negative_advantages(advantage):
+    log_ratio = doubles(-3.0, 0.0, 3.0)
+    advantages = torch.full_like(log_ratio, advantage)
+    plain = F.clipped(log_ratio, advantages, clip_min=0.2, clip_max=0.3)
+    dual = F.clipped(log_ratio, advantages, clip_min=0.2, clip_max=0.3, dual_clip=1.1)
+    assert dual.dual_clipped.tolist() == [False] * 3
+    assert torch.equal(dual.loss, plain.loss)
+
+
+def test_gmpo_clips_nothing_without_an_advantage():
+    log_ratio = doubles(-3.0, 0.0, 3.0)
+    assert torch.equal(F.clip_log_ratio(log_ratio, doubles(0.0, 0.0, 0.0), clip_min=0.2, clip_max=0.3), log_ratio)
+
+
+def test_an_unclipped_surrogate_has_a_penalty_only_on_request():
+    log_ratio, advantages = doubles(-1.0, 0.5), doubles(1.0, -2.0)
+    assert F.unclipped(log_ratio, advantages).penalty is None
+    assert F.unclipped(log_ratio, advantages, penalty=0.3).penalty.tolist() == pytest.approx([0.3, 0.075])
+
+
+def test_values_whose_middle_float32_rounds_to_the_upper_one_are_parted_at_the_lower():
+    lower, upper = 1.0, 1.0 + 2**-23
+    # In float64 the middle lies between them; in float32 it rounds to the even one of the two.
+    for first, second in ((lower, upper), (upper, 1.0 + 2**-22)):
+        bound = F.bound_by_mean(doubles(first, second), first)
+        assert first <= bound < second
