@@ -90,7 +90,7 @@ def test_an_incomplete_line_elsewhere_is_an_error(tmp_path):
     path = write_log(tmp_path, 1, [log_row([1, 2, 3], prompt=1)] * 3)
     lines = path.read_text().splitlines(keepends=True)
     path.write_text(lines[0] + lines[1][:30] + "\n" + lines[2])
-    with pytest.raises(DataError, match=r"train_data_step1\.jsonl:2: not a line of JSON"):
+    with pytest.raises(DataError, match=r"train_data_step1\.jsonl:2: not JSON"):
         convert_log(path, tmp_path)
 
 

@@ -263,7 +263,7 @@ def test_pngs_are_drawn_for_any_name(diagnoses, tmp_path):
 
 def test_the_command_writes_report_and_sweep(logged, tmp_path, capsys):
     swept = tmp_path / "sweep.json"
-    assert main(["sweep", str(logged), "--steps", "1", "--json"]) == 0
+    assert main(["sweep", str(logged), "--steps", "1", "--json"]) == 1  # too few sequences for a recommendation
     swept.write_text(capsys.readouterr().out, encoding="utf-8")
     assert set(json.loads(swept.read_text())["definitions"]) == {"removed", "bias", "variance", "ess", "advantage"}
     report = tmp_path / "report.html"
@@ -273,9 +273,16 @@ def test_the_command_writes_report_and_sweep(logged, tmp_path, capsys):
     assert err == f"report: {report}\n"
     assert "broken" in out
     page = Page(report.read_text(encoding="utf-8"))
-    assert "Recommended: " in page.text
-    assert "loss_fn:" in page.text
+    assert "Recommended: none (only " in page.text
+    assert "loss_fn:" not in page.text
     assert "img" not in page.tags
+    recommended = {"recommended": "nothing", "loss_fn": "loss_fn: {}"}
+    swept.write_text(json.dumps({**json.loads(swept.read_text()), **recommended}))
+    assert main([*arguments, "--sweep", str(swept)]) == 3
+    capsys.readouterr()
+    page = Page(report.read_text(encoding="utf-8"))
+    assert "Recommended: nothing" in page.text
+    assert "loss_fn: {}" in page.text
     assert not list(tmp_path.glob("*.part"))
     swept.write_text(json.dumps({**json.loads(swept.read_text()), "run": "/another"}))
     assert main([*arguments, "--sweep", str(swept)]) == 2
