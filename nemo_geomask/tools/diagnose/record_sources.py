@@ -7,11 +7,13 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 from nemo_geomask.errors import ConfigError, DataError
+from nemo_geomask.recipe.input_limits import InputLimits, current_limits, use_limits
 from nemo_geomask.records.record_schema import step_files
 from nemo_geomask.tools.diagnose.jsonl_logs import JSONL_WRITER, convert_log, log_step
 
@@ -135,7 +137,13 @@ def map_records(
         yield from (apply_to_record(function, path, cache) for path in paths)
         return
     with ProcessPoolExecutor(count, mp_context=get_context("spawn")) as pool:
-        yield from pool.map(apply_to_record, [function] * len(paths), paths, [cache] * len(paths))
+        yield from pool.map(partial(_apply_with_limits, current_limits(), function, cache), paths)
+
+
+def _apply_with_limits(limits: InputLimits, function: Callable[[Path], Any], cache: Path | None, path: Path) -> Any:
+    """Call :func:`apply_to_record` under the limits of the process that started this one."""
+    with use_limits(limits):
+        return apply_to_record(function, path, cache)
 
 
 def apply_to_record(function: Callable[[Path], Any], path: Path, cache: Path | None) -> Any:
