@@ -7,6 +7,8 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from nemo_geomask.errors import ConfigError
+from nemo_geomask.recipe.input_limits import parse_text
 from nemo_geomask.tools.translate.setting_values import UNRESOLVED
 from nemo_geomask.tools.translate.shell_reader import ProgramRun, program_runs
 
@@ -16,10 +18,18 @@ _PARSERS = ("TrlParser", "HfArgumentParser")
 """Classes that make an object of a configuration class from a command line."""
 
 
-def code_of_notebook(text: str) -> str:
-    """Return the Python code of a notebook, without its magics and shell commands."""
-    cells = [cell["source"] for cell in json.loads(text)["cells"] if cell["cell_type"] == "code"]
-    lines = "\n".join(cell if isinstance(cell, str) else "".join(cell) for cell in cells).splitlines()
+def code_of_notebook(text: str, source: object) -> str:
+    """Return the Python code of a notebook, without its magics and shell commands; ``source`` names it in errors.
+
+    Raises:
+        ConfigError: the text is not a notebook, or exceeds a limit of input.
+    """
+    notebook = parse_text(json.loads, text, source, format_name="JSON")
+    try:
+        cells = [cell["source"] for cell in notebook["cells"] if cell["cell_type"] == "code"]
+        lines = "\n".join(cell if isinstance(cell, str) else "".join(cell) for cell in cells).splitlines()
+    except (KeyError, TypeError):
+        raise ConfigError(f"{source}: is not a notebook: it has no list of cells with their source") from None
     return "\n".join("pass" if line.startswith(("%", "!")) else line for line in lines)
 
 

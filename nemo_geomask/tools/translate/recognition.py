@@ -12,7 +12,7 @@ from nemo_geomask.config import nearest
 from nemo_geomask.errors import ConfigError
 from nemo_geomask.tools.translate.peer_table import Peer
 from nemo_geomask.tools.translate.peers import PEERS
-from nemo_geomask.tools.translate.setting_values import UNRESOLVED
+from nemo_geomask.tools.translate.setting_values import UNRESOLVED, is_one_of
 from nemo_geomask.tools.translate.shell_reader import ProgramRun
 
 __all__ = ["SettingsFile", "check_programs", "peer_by_name", "recognise", "select_runs"]
@@ -62,7 +62,7 @@ def recognise(settings: Mapping[str, Any], programs: Iterable[str] = ()) -> Peer
     for name, peer in PEERS.items():
         matching_programs = [program for program in programs if peer.identifies(program)]
         marks = peer.marks_of(settings)
-        if matching_programs or marks or settings.get("preset") in peer.presets:
+        if matching_programs or marks or is_one_of(settings.get("preset"), peer.presets):
             reasons[name] = (matching_programs or marks or ["preset"])[0]
     if len(reasons) == 1:
         return PEERS[next(iter(reasons))]
@@ -94,10 +94,14 @@ def select_runs(path: Path, runs: Sequence[ProgramRun], peers: Iterable[Peer]) -
     for run in selected:
         settings |= run.settings
     if len(trainings) > 1:
-        for key in settings:
-            values = [run.settings.get(key, "unset") for run in trainings]
-            if any(value != values[0] for value in values):
-                settings[key] = f"{UNRESOLVED}(one of {', '.join(dict.fromkeys(map(str, values)))})"
+        values_by_key: dict[str, list[Any]] = {}
+        for run in trainings:
+            for key, value in run.settings.items():
+                values_by_key.setdefault(key, []).append(value)
+        for key, values in values_by_key.items():
+            if len(values) < len(trainings) or any(value != values[0] for value in values):
+                shown = [*dict.fromkeys(map(str, values)), *(["unset"] if len(values) < len(trainings) else [])]
+                settings[key] = f"{UNRESOLVED}(one of {', '.join(shown)})"
     return SettingsFile(
         path,
         settings,

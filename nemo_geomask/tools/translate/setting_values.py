@@ -3,52 +3,93 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Container, Hashable, Mapping
 from typing import Any
 
-from nemo_geomask.optional import require
+from nemo_geomask.errors import ConfigError
+from nemo_geomask.recipe.input_limits import limit_error, load_yaml
+from nemo_geomask.tools.translate.expansion_limits import ExpansionBudget
 
-__all__ = ["NUMBER", "UNRESOLVED", "convert_numbers", "flat", "nested", "parse_value", "parse_yaml"]
+__all__ = [
+    "NUMBER",
+    "UNRESOLVED",
+    "convert_numbers",
+    "flat",
+    "is_one_of",
+    "nested",
+    "parse_value",
+    "parse_yaml",
+    "shortened",
+]
 
 UNRESOLVED = "$"
 """Mark in a value that the file does not contain: a shell or configuration variable, or a Python expression."""
-NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
+NUMBER = re.compile(r"[-+]?(\d++(\.\d*+)?|\.\d++)([eE][-+]?\d++)?")
+_SHOWN = 200
+_PLAIN_WORD = re.compile(r"[A-Za-z_/][\w./-]*+")
+_YAML_WORDS = ("yes", "no", "true", "false", "on", "off", "null")
 
 
 def flat(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return nested mappings as one mapping with dotted names."""
+    """Return nested mappings as one mapping with dotted names.
+
+    Raises:
+        InputLimitError: the names are too many, too long or too deep.
+    """
     by_name: dict[str, Any] = {}
-    for key, value in settings.items():
-        if isinstance(value, Mapping) and value:
-            by_name |= {f"{key}.{name}": inner for name, inner in flat(value).items()}
-        else:
-            by_name[str(key)] = value
+    budget = ExpansionBudget("settings")
+
+    def add(mapping: Mapping[str, Any], section: str) -> None:
+        for key, value in mapping.items():
+            name = f"{section}{key}"
+            budget.add_characters(len(name))
+            if name.count(".") > budget.limits.nesting:
+                raise limit_error("nesting", "settings", budget.limits)
+            if isinstance(value, Mapping) and value:
+                add(value, f"{name}.")
+            else:
+                by_name[name] = value
+
+    add(settings, "")
     return by_name
 
 
+def is_one_of(value: Any, options: Container[Any]) -> bool:
+    """Return True if the value is among the options; one that can't be a key, such as a list, is not."""
+    return isinstance(value, Hashable) and value in options
+
+
+def shortened(value: Any) -> str:
+    """Return the value as it is shown in errors: as Python writes it, without the middle of a long one."""
+    text = repr(value) if not isinstance(value, str) else f"'{value}'"
+    return text if len(text) <= _SHOWN else f"{text[: _SHOWN // 2]}…{text[-_SHOWN // 4 :]}"
+
+
 def nested(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a mapping with dotted names as nested mappings."""
+    """Return a mapping with dotted names as nested mappings.
+
+    Raises:
+        ConfigError: a name is that of a value and of a section.
+    """
     root: dict[str, Any] = {}
     for key, value in settings.items():
         *sections, last = key.split(".")
         section = root
         for name in sections:
             section = section.setdefault(name, {})
+            if not isinstance(section, dict):
+                raise ConfigError(f"{key}: {name} is a value elsewhere and can't hold settings; remove one of the two")
         section[last] = value
     return root
 
 
-def parse_yaml(text: str) -> Any:
-    """Return the YAML document.
+def parse_yaml(text: str, source: object) -> Any:
+    """Return the YAML document; ``source`` names it in errors.
 
     Raises:
-        ValueError: the text is not valid YAML.
+        ConfigError: the text is not valid YAML, or exceeds a limit of input.
     """
-    yaml = require("yaml", "reading YAML needs", "recipes")
-    try:
-        return convert_numbers(yaml.safe_load(text))
-    except yaml.YAMLError as error:
-        raise ValueError(str(error)) from None
+    return convert_numbers(load_yaml(text, source))
 
 
 def convert_numbers(value: Any) -> Any:
@@ -61,8 +102,10 @@ def convert_numbers(value: Any) -> Any:
 
 
 def parse_value(text: str) -> Any:
-    """Return the text read as YAML, or the text itself if it is not valid YAML."""
+    """Return the text read as YAML, or the text itself if it is not valid YAML or exceeds a limit of input."""
+    if _PLAIN_WORD.fullmatch(text) and text.lower() not in _YAML_WORDS:
+        return str(text)
     try:
-        return parse_yaml(text)
-    except ValueError:
+        return parse_yaml(str(text), "the value")  # a plain str for the loader in C
+    except ConfigError:
         return str(text)

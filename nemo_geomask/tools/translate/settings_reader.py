@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from nemo_geomask.errors import ConfigError
+from nemo_geomask.errors import ConfigError, InputLimitError
+from nemo_geomask.recipe.input_limits import current_limits, limit_error, parse_text, read_text
+from nemo_geomask.tools.translate.expansion_limits import check_code
 from nemo_geomask.tools.translate.python_reader import code_of_notebook, constructions
 from nemo_geomask.tools.translate.setting_values import flat, parse_yaml
 from nemo_geomask.tools.translate.shell_reader import ProgramRun, program_runs
@@ -32,29 +35,51 @@ def read_runs(path: Path, constructors: tuple[str, ...]) -> list[ProgramRun]:
         ConfigError: the file can't be read, or contains no settings by name.
     """
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: can't be read: {error}") from None
+        text = read_text(path)
+    except OSError as error:
+        raise ConfigError(f"{path}: can't be read: {error.strerror or error}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: can't be read: it is not text in UTF-8 ({error})") from None
+    limits = current_limits()
     try:
         match path.suffix:
             case ".yaml" | ".yml" | ".json":
-                runs = [_of_mapping(path, parse_yaml(text))]
+                runs = [_of_mapping(path, parse_yaml(text, path))]
             case ".toml":
-                runs = [_of_mapping(path, tomllib.loads(text))]
+                runs = [_of_mapping(path, _parse_toml(text, path))]
             case ".py":
-                runs = constructions(text, constructors)
+                runs = constructions(check_code(text, path), constructors)
             case ".ipynb":
-                runs = constructions(code_of_notebook(text), constructors)
+                runs = constructions(check_code(code_of_notebook(text, path), path), constructors)
             case _:
-                runs = program_runs(text, path.parent)
+                runs = program_runs(text, path.parent, path)
+        return [run.with_settings(flat(run.settings)) for run in runs]
+    except ConfigError:
+        raise
+    except RecursionError:
+        raise limit_error("nesting", path, limits) from None
+    except MemoryError as error:  # also of Python's parser, for code that is nested too deeply
+        raise (limit_error("nesting", path, limits) if "Parser" in str(error) else _memory_error(path)) from None
     except (ValueError, SyntaxError) as error:
         raise ConfigError(f"{path}: can't be read: {' '.join(str(error).split())}") from None
-    return [run.with_settings(flat(run.settings)) for run in runs]
 
 
 def read_settings(path: Path, constructors: tuple[str, ...]) -> dict[str, Any]:
     """Return all settings in a file, by dotted name, whatever program they belong to."""
     return {name: value for run in read_runs(path, constructors) for name, value in run.settings.items()}
+
+
+def _parse_toml(text: str, path: Path) -> Any:
+    """Return a TOML document. Keys of very many parts, whose time is quadratic in tomllib, are refused before."""
+    limits = current_limits()
+    key = r"""(?:[\w-]++|"[^"\n]*+"|'[^'\n]*+')"""
+    if re.search(rf"(?<![\w-]){key}(?:\s*+\.\s*+{key}){{{limits.nesting}}}", text):
+        raise limit_error("nesting", path, limits)
+    return parse_text(tomllib.loads, text, path, format_name="TOML")
+
+
+def _memory_error(path: Path) -> InputLimitError:
+    return InputLimitError(f"{path}: the memory does not suffice to read it; pass only the settings of the loss")
 
 
 def _of_mapping(path: Path, settings: Any) -> ProgramRun:

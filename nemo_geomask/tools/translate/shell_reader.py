@@ -6,17 +6,19 @@ determines them. A variable whose value depends on a branch stays unresolved, as
 
 from __future__ import annotations
 
-import ast
-import itertools
-import operator
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from nemo_geomask.tools.translate.setting_values import NUMBER, UNRESOLVED, parse_value
-from nemo_geomask.tools.translate.shell_words import ScriptCommand, ScriptWord, split_commands
+from nemo_geomask.errors import InputLimitError
+from nemo_geomask.recipe.input_limits import read_text
+from nemo_geomask.tools.translate.command_line import ARRAY, program_and_arguments, settings_of_words
+from nemo_geomask.tools.translate.expansion_limits import ExpansionBudget, check_code
+from nemo_geomask.tools.translate.setting_values import UNRESOLVED
+from nemo_geomask.tools.translate.shell_arithmetic import evaluate_arithmetic
+from nemo_geomask.tools.translate.shell_words import ScriptCommand, ScriptScanner, ScriptWord, split_commands
 
 __all__ = ["ProgramRun", "line_settings", "program_runs"]
 
@@ -44,26 +46,27 @@ class ProgramRun:
         return replace(self, settings=settings)
 
 
-_VARIABLE = re.compile(r"\$\{(\w+)(?::?([-=])((?:[^${}]|\$\{\w+\}|\$\w+)*))?\}|\$(\w+)")
-_ARITHMETIC = re.compile(r"\$\(\((.*?)\)\)", re.DOTALL)
-_ARRAY = re.compile(r"\$\{(\w+)\[[@*]\]\}")
-_OWN_ARGUMENTS = re.compile(r"\$[@*]|\$\{[@*][^}]*\}")
+# Possessive quantifiers keep the time of these patterns linear in the length of a word.
+_VARIABLE = re.compile(r"\$\{(\w++)(?::?([-=])((?:[^${}]|\$\{\w++\}|\$\w++)*+))?\}|\$(\w++)")
+_ARITHMETIC = re.compile(r"\$\(\(((?:[^()]|\([^()]*+\))*+)\)\)")
 _ASSIGNMENT = re.compile(r"(\w+)(\+?)=(.*)", re.DOTALL)
 _SUBSTITUTION_DEPTH = 6
 """Number of passes over a word, for variables whose values contain variables."""
 _DECLARATIONS = ("export", "local", "declare", "readonly", "typeset")
-_ARGUMENT_NAMES = re.compile(r"ARG|FLAG|OPT|EXTRA", re.IGNORECASE)
-_SETTING_NAME = re.compile(r"[\w./@-]+")
 
 
-def program_runs(text: str, folder: Path | None = None) -> list[ProgramRun]:
+def program_runs(text: str, folder: Path | None = None, source: object = "the script") -> list[ProgramRun]:
     """Return the commands of a script that have settings or a program, in order.
 
     Args:
         text: the script.
         folder: folder of the script, for files that it sources.
+        source: name of the script, for errors.
+
+    Raises:
+        InputLimitError: the script is too long, or its variables or sourced files expand to too much.
     """
-    script = _Script(folder)
+    script = _Script(folder, ExpansionBudget(source))
     script.run(text)
     script.add_unused_arrays()
     return script.runs
@@ -77,8 +80,10 @@ def line_settings(text: str) -> dict[str, Any]:
 class _Script:
     """Variables of a script and the runs of its programs, as far as the script has been read."""
 
-    def __init__(self, folder: Path | None) -> None:
+    def __init__(self, folder: Path | None, budget: ExpansionBudget) -> None:
         self.folder = folder
+        self.budget = budget
+        self.open_files: list[Path] = []
         self.variables: dict[str, str | list[ScriptWord]] = {}
         self.ambiguous: set[str] = set()
         self.branch_depth = 0
@@ -93,7 +98,8 @@ class _Script:
                 self._add_run(items)
 
     def run(self, text: str) -> None:
-        for command in split_commands(text):
+        for command in ScriptScanner(check_code(text, self.budget.source)).commands():
+            self.budget.add_words(len(command.words) + sum(map(len, command.arrays.values())))
             self._run_command(command)
 
     def _run_command(self, command: ScriptCommand) -> None:
@@ -121,12 +127,15 @@ class _Script:
 
     def _assign_array(self, name: str, items: list[ScriptWord], is_conditional: bool) -> None:
         is_append, name = name.endswith("+="), name.rstrip("+=")
+        before = self.variables.get(name, [])
+        if is_conditional and isinstance(before, list):
+            self.budget.add_characters(sum(map(len, before)) + sum(map(len, items)))
         if is_append and is_conditional:
             shown = " ".join(items)
             items = [ScriptWord(f"{UNRESOLVED}{{{name}: only some branches add '{shown}'}}")]
         expanded = self._expanded(items)
-        before = self.variables.get(name, [])
         if is_append:
+            self.budget.add_words(len(before))
             self.variables[name] = [*(before if isinstance(before, list) else [ScriptWord(before)]), *expanded]
         elif is_conditional and before != expanded:
             shown = " ".join([*(before if isinstance(before, list) else []), *expanded])
@@ -136,6 +145,8 @@ class _Script:
 
     def _assign(self, name: str, value: str, is_conditional: bool, is_append: bool) -> None:
         before = self.variables.get(name)
+        if is_append and isinstance(before, str):
+            self.budget.add_characters(len(before))
         if is_append and is_conditional:
             value = f"{UNRESOLVED}{{{name}: only some branches add '{value}'}}"
         if is_append:
@@ -158,8 +169,15 @@ class _Script:
         tail = re.sub(r"^\$\{?\w+\}?/", "", word)
         if self.folder is not None and UNRESOLVED not in tail and not tail.startswith("/"):
             path = self.folder / tail
-            if path.is_file():
-                self.run(path.read_text(encoding="utf-8"))
+            try:
+                text = None if path in self.open_files else read_text(path)
+            except (OSError, UnicodeDecodeError, InputLimitError):
+                text = None
+            if text is not None:
+                self.budget.add_file()
+                self.open_files.append(path)
+                self.run(text)
+                self.open_files.pop()
                 return
         self.unread.append(f"source {word}")
 
@@ -176,6 +194,7 @@ class _Script:
         name = braced or plain
         value = self.variables.get(name)
         if isinstance(value, str):
+            self.budget.add_characters(len(value))
             return value
         if default is None or name in self.ambiguous:
             return match[0]
@@ -185,22 +204,24 @@ class _Script:
 
     def _arithmetic(self, match: re.Match[str]) -> str:
         expression = re.sub(r"\b[A-Za-z_]\w*\b", self._number_of, match[1])
-        try:
-            return str(_integer(ast.parse(expression.strip(), mode="eval").body))
-        except (SyntaxError, ValueError, ZeroDivisionError):
-            return match[0]
+        value = evaluate_arithmetic(expression)
+        return match[0] if value is None else str(value)
 
     def _number_of(self, match: re.Match[str]) -> str:
-        value = self.variables.get(match[0], match[0])
-        return value if isinstance(value, str) else match[0]
+        value = self.variables.get(match[0])
+        if not isinstance(value, str):
+            return match[0]
+        self.budget.add_characters(len(value))
+        return value
 
     def _expanded(self, words: Sequence[ScriptWord]) -> list[ScriptWord]:
         expanded: list[ScriptWord] = []
         for word in words:
-            array = _ARRAY.fullmatch(word)
+            array = ARRAY.fullmatch(word)
             plain = re.fullmatch(r"\$\{?(\w+)\}?", word)
             items = self.variables.get(array[1]) if array else self.variables.get(plain[1]) if plain else None
             if isinstance(items, list):
+                self.budget.add_words(len(items))
                 expanded += items
                 self.used_arrays.add((array or plain)[1])  # type: ignore[index]
                 continue
@@ -208,7 +229,9 @@ class _Script:
                 word = ScriptWord(f"${array[1]}")
             text = self._substitute(word)
             is_split = (plain or array) and not word.is_quoted and text != word and not text.startswith(UNRESOLVED)
-            expanded += self._expanded_text(text) if is_split else [_script_word(text, word.is_quoted)]
+            words_of_text = self._expanded_text(text) if is_split else [_script_word(text, word.is_quoted)]
+            self.budget.add_words(len(words_of_text) if is_split else 0)
+            expanded += words_of_text
         return expanded
 
     def _expanded_text(self, text: str) -> list[ScriptWord]:
@@ -218,8 +241,8 @@ class _Script:
             return [ScriptWord(text)]
 
     def _add_run(self, words: list[ScriptWord]) -> None:
-        program, rest = _program_and_arguments(words)
-        settings, unread, passes_arguments = _settings_of_words(rest if program else words)
+        program, rest = program_and_arguments(words)
+        settings, unread, passes_arguments = settings_of_words(rest if program else words)
         if not (program or settings):
             return
         # ${NAME} is a variable of the environment here, and not a reference to the setting NAME.
@@ -233,25 +256,6 @@ class _Script:
 # Keywords before a command, each with its change of the depth of branches.
 _KEYWORDS = {"if": 1, "fi": -1, "case": 1, "esac": -1, "for": 0, "while": 0, "until": 0, "do": 0, "done": 0}
 _KEYWORDS |= dict.fromkeys(("then", "else", "elif", "{", "}", "!", "time", "exec", "nohup", "sudo", "eval"), 0)
-_OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: lambda a, b: int(a / b),
-    ast.Mod: operator.mod,
-    ast.Pow: operator.pow,
-}
-
-
-def _integer(node: ast.expr) -> int:
-    """Return the value of an arithmetic expression of integers, with the shell's division."""
-    if isinstance(node, ast.Constant) and isinstance(node.value, int):
-        return node.value
-    if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
-        return _OPERATORS[type(node.op)](_integer(node.left), _integer(node.right))
-    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
-        return -_integer(node.operand)
-    raise ValueError("not an arithmetic expression of integers")
 
 
 def _script_word(text: str, is_quoted: bool) -> ScriptWord:
@@ -259,68 +263,3 @@ def _script_word(text: str, is_quoted: bool) -> ScriptWord:
     word = ScriptWord(text)
     word.is_quoted = is_quoted
     return word
-
-
-def _program_and_arguments(words: Sequence[ScriptWord]) -> tuple[str, list[ScriptWord]]:
-    """Return the innermost program of a command (of ``ray job submit -- python train.py``: train.py), and what follows.
-
-    Options before the program belong to the launcher.
-    """
-    program, rest = "", list(words)
-    for index, word in enumerate(words):
-        before = words[index - 1] if index else ""
-        if (before == "-m" and re.fullmatch(r"[A-Za-z_][\w.]*", word)) or (
-            word.endswith(".py") and not before.startswith("-") and "=" not in word
-        ):
-            program, rest = str(word), list(words[index + 1 :])
-        elif index < 3 and before in ("", "run", "exec") and word in ("trl", "rl"):
-            command = words[index + 1] if word == "trl" and index + 1 < len(words) else ""
-            program, rest = f"{word} {command}".strip(), list(words[index + 1 + bool(command) :])
-    return program, rest
-
-
-def _settings_of_words(words: Sequence[ScriptWord]) -> tuple[dict[str, Any], list[str], bool]:
-    """Return the settings among the words of a command line, descriptions of unread words, and the use of ``$@``.
-
-    These forms are read: ``--a-name value``, ``--a-name 0.2 0.3`` (a list), ``--a-switch``, ``--no-a-switch`` and
-    ``a.name=value``.
-    """
-    settings: dict[str, Any] = {}
-    unread: list[str] = []
-    position, passes_arguments = 0, False
-    while position < len(words):
-        word = words[position]
-        position += 1
-        name, equals, value = word.lstrip("+-").partition("=")
-        if word == "--":
-            continue
-        if word.startswith("--") and not equals:
-            name = name.replace("-", "_")
-            values = list(itertools.takewhile(_is_value, words[position:]))
-            numbers = list(itertools.takewhile(NUMBER.fullmatch, values))
-            if len(numbers) > 1:
-                settings[name] = [float(number) for number in numbers]
-            elif values:
-                settings[name] = parse_value(values[0])
-            else:
-                settings[name.removeprefix("no_")] = not name.startswith("no_")
-            position += max(len(numbers), min(len(values), 1))
-        elif equals and _SETTING_NAME.fullmatch(name) and not name.startswith("/"):
-            settings[name.replace("-", "_")] = parse_value(value)
-        elif _OWN_ARGUMENTS.search(word):
-            passes_arguments = True
-        elif word == "@" and position < len(words):  # prime-rl's way to name a configuration file
-            settings["@"] = str(words[position])
-            position += 1
-        elif word.startswith((UNRESOLVED, "~")):
-            unread.append(str(word))
-    return settings, unread, passes_arguments
-
-
-def _is_value(word: ScriptWord) -> bool:
-    """Return True unless the word is an option, or a variable whose name says that it holds options."""
-    if word.startswith(UNRESOLVED):
-        holds_options = not word.is_quoted and _ARGUMENT_NAMES.search(word)
-        return not (_ARRAY.fullmatch(word) or _OWN_ARGUMENTS.search(word) or holds_options)
-    is_option = len(word) > 1 and word.startswith("-") and not word.is_quoted
-    return not is_option or NUMBER.fullmatch(word) is not None

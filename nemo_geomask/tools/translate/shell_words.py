@@ -175,5 +175,5 @@ class ScriptScanner:
 
     def _skip_heredocs(self, delimiters: Sequence[str]) -> None:
         for delimiter in delimiters:
-            match = re.compile(rf"^\s*{re.escape(delimiter)}\s*$", re.MULTILINE).search(self.text, self.at)
+            match = re.compile(rf"^[ \t]*{re.escape(delimiter)}[ \t]*$", re.MULTILINE).search(self.text, self.at)
             self.at = len(self.text) if match is None else match.end()
