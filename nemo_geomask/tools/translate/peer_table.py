@@ -5,6 +5,8 @@ A peer is another RL system whose settings can be translated; each has a module 
 
 from __future__ import annotations
 
+import functools
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -12,9 +14,10 @@ from typing import Any, NamedTuple
 
 from nemo_geomask.config.strict import as_yaml
 from nemo_geomask.errors import ConfigError
-from nemo_geomask.tools.translate.setting_values import UNRESOLVED, nested
+from nemo_geomask.tools.translate.setting_values import UNRESOLVED, is_one_of, nested, shortened
 
 __all__ = [
+    "LOSS_WORDS",
     "NO_BOUND",
     "Assign",
     "Conversion",
@@ -26,6 +29,13 @@ __all__ = [
     "without_counterpart",
 ]
 
+LOSS_WORDS = re.compile(
+    "loss|kl(?![a-z])|clip|entropy|coef|log_?prob|logp|ratio(?!n)|mask|importance|advantage|reject|correct|off_?policy|"
+    "penalty|mtp|distill|teacher|surrogate|objective|temperature|normali[sz]|beta|epsilon|threshold|anchor|bonus|"
+    "stale|aux",
+    re.IGNORECASE,
+)
+"""Words in the name of a setting that may reach the loss."""
 NO_BOUND = 1e30
 """Bound that never acts, for a setting of this package that must have a bound."""
 
@@ -66,17 +76,22 @@ class PeerSettings:
 
     Attributes:
         read_keys: names of the settings that ``convert`` has used so far.
+        last_read: name and value of the last one.
     """
 
     def __init__(self, defaults: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
         self._defaults, self._settings = defaults, settings
         self.read_keys: set[str] = set()
+        self.last_read: tuple[str, Any] = ("", None)
 
     def __getitem__(self, key: str) -> Any:
         self.read_keys.add(key)
         value = self._settings.get(key, self._defaults[key])
+        self.last_read = (key, value)
         if UNRESOLVED in str(value):
-            raise ConfigError(f"{key}: the file does not contain the value of '{value}'; write the value itself")
+            raise ConfigError(
+                f"{key}: the file does not contain the value of {shortened(value)}; write the value itself"
+            )
         return value
 
     def __contains__(self, key: str) -> bool:
@@ -90,9 +105,11 @@ class PeerSettings:
         """
         value = self[key]
         try:
+            if isinstance(value, bool):
+                raise TypeError
             return float(value)
-        except (TypeError, ValueError):
-            raise ConfigError(f"{key} must be a number, but it is {value!r}") from None
+        except (TypeError, ValueError, OverflowError):
+            raise ConfigError(f"{key} must be a number, but it is {shortened(value)}") from None
 
     def numbers(self, key: str) -> tuple[float, float]:
         """Return a setting as two numbers.
@@ -104,7 +121,7 @@ class PeerSettings:
         try:
             low, high = map(float, value)
         except (TypeError, ValueError):
-            raise ConfigError(f"{key} must be two numbers, but it is {value!r}") from None
+            raise ConfigError(f"{key} must be two numbers, but it is {shortened(value)}") from None
         return low, high
 
 
@@ -122,8 +139,9 @@ class Peer:
         sections: sections of which all settings concern the loss, so that an unknown setting in them is reported.
         mappings: names of settings whose values are mappings.
         marks: patterns (``fnmatch``) of settings that only this system has; they identify it.
-        unrelated: patterns of settings that do not concern the loss. A setting that no table and no pattern has is
-            reported as not read.
+        unrelated: names and patterns of settings that do not reach the loss. A pattern with ``*`` does not cover a
+            setting whose name speaks of a loss (:data:`LOSS_WORDS`); one with ``**`` does. A setting that no table and
+            no pattern has is reported as not read.
         programs: patterns of the programs and classes that train with this loss, each with the settings that it
             changes from ``defaults``.
         other_programs: patterns of the system's programs that train without this loss.
@@ -160,21 +178,36 @@ class Peer:
             (``config.trainer.loss.type``).
         """
         key = key.replace("/", ".")
-        names = (*self.defaults, *self.outside_loss_fn)
-        if key in names:
-            return key
-        for full in names:
+        for full in self._names_by_last_part.get(key.rpartition(".")[2], ()):
+            if full == key:
+                return key
+        for full in self._names_by_last_part.get(key.rpartition(".")[2], ()):
             if f".{full}".endswith(f".{key}"):
                 return full
             if "." in full and f".{key}".endswith(f".{full}"):  # a name of one part may also end names of other systems
                 return full
         return None
 
+    @functools.cached_property
+    def _names_by_last_part(self) -> dict[str, list[str]]:
+        names: dict[str, list[str]] = {}
+        for name in (*self.defaults, *self.outside_loss_fn):
+            names.setdefault(name.rpartition(".")[2], []).append(name)
+        return names
+
     def is_unrelated(self, key: str) -> bool:
         """Return True if the setting is known not to concern the loss."""
         if any(f".{section}." in f".{key}." for section in self.sections):
             return False
-        return any(fnmatchcase(key, pattern) for pattern in self.unrelated)
+        return key in self._unrelated_names or any(_covers(pattern, key) for pattern in self._unrelated_patterns)
+
+    @functools.cached_property
+    def _unrelated_names(self) -> frozenset[str]:
+        return frozenset(name for name in self.unrelated if "*" not in name)
+
+    @functools.cached_property
+    def _unrelated_patterns(self) -> tuple[str, ...]:
+        return tuple(name for name in self.unrelated if "*" in name)
 
     def marks_of(self, settings: Iterable[str]) -> list[str]:
         """Return the settings that only this system has."""
@@ -190,6 +223,8 @@ class Peer:
 
     def regroup_mappings(self, settings: Mapping[str, Any]) -> dict[str, Any]:
         """Return settings by dotted name, with the items of each of :attr:`mappings` as one value again."""
+        if not self.mappings:
+            return dict(settings)
         grouped: dict[str, Any] = {}
         for key, value in settings.items():
             parts = key.split(".")
@@ -198,14 +233,25 @@ class Peer:
             if mapping is None:
                 grouped[key] = value
             else:
-                grouped.setdefault(mapping, {})[key.removeprefix(f"{mapping}.")] = value
+                items = grouped.setdefault(mapping, {})
+                if not isinstance(items, dict):
+                    raise ConfigError(f"{key}: {mapping} is a value elsewhere and can't hold settings")
+                items[key.removeprefix(f"{mapping}.")] = value
         return {key: nested(value) if isinstance(value, dict) else value for key, value in grouped.items()}
+
+
+def _covers(pattern: str, key: str) -> bool:
+    """Return True if a pattern with ``*`` of :attr:`Peer.unrelated` covers a setting."""
+    if not fnmatchcase(key, pattern):
+        return False
+    literal = pattern.partition("*")[0]
+    return "**" in pattern or LOSS_WORDS.search(key.removeprefix(literal)) is None
 
 
 def convert_value(settings: PeerSettings, key: str, table: Mapping[Any, Sequence[Assign | Remark]]) -> Conversion:
     """Yield the items that ``table`` has for a setting's value; for a value that it lacks, a remark that says so."""
     value = settings[key]
-    if value in table:
+    if is_one_of(value, table):
         yield from table[value]
     else:
         options = ", ".join(as_yaml(option) for option in table)

@@ -16,7 +16,7 @@ from nemo_geomask.config.strict import inline_yaml
 from nemo_geomask.errors import ConfigError
 from nemo_geomask.losses.build import build_with_warnings
 from nemo_geomask.recipe import read_recipe
-from nemo_geomask.tools.translate.peer_table import Peer, PeerSettings, Remark
+from nemo_geomask.tools.translate.peer_table import Assign, Peer, PeerSettings, Remark
 from nemo_geomask.tools.translate.peers import PEERS
 from nemo_geomask.tools.translate.recognition import (
     SettingsFile,
@@ -26,7 +26,7 @@ from nemo_geomask.tools.translate.recognition import (
     select_runs,
 )
 from nemo_geomask.tools.translate.references import resolve_references
-from nemo_geomask.tools.translate.setting_values import flat
+from nemo_geomask.tools.translate.setting_values import flat, is_one_of, shortened
 from nemo_geomask.tools.translate.settings_reader import read_runs
 from nemo_geomask.tools.translate.shell_reader import line_settings
 
@@ -34,6 +34,8 @@ __all__ = ["PEERS", "Translation", "translate", "translate_files"]
 
 _WIDTH = 120
 _LARGE_SECTION = 8
+_MAX_GUESSES = 100
+"""Number of unknown settings for which a similar name is looked for, which takes time."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +116,7 @@ def translate_files(paths: Sequence[Path], peer: str | None = None) -> Translati
         if "defaults" in file.settings and any(key.startswith("loss_fn.") for key in file.settings):
             # A NeMo-RL recipe inherits the settings that it does not contain.
             recipe = read_recipe(file.path, leave=("data", "env", "logger")).data
-            settings |= flat({"loss_fn": recipe["loss_fn"]})
+            settings |= flat({"loss_fn": recipe.get("loss_fn", {})})
         else:
             # A later file wins, also where it writes the name of a setting in another form; the order matters.
             settings = {key: value for key, value in settings.items() if key not in file.settings} | file.settings
@@ -122,7 +124,7 @@ def translate_files(paths: Sequence[Path], peer: str | None = None) -> Translati
     system = system or recognise(settings, programs)
     changed = [system.settings_of_program(program) for program in programs]
     has_loss = any(system.full_name(key) in system.defaults for key in settings) or bool(system.marks_of(settings))
-    if not has_loss and settings.get("preset") not in system.presets and all(item is None for item in changed):
+    if not has_loss and not is_one_of(settings.get("preset"), system.presets) and all(item is None for item in changed):
         raise ConfigError(f"{', '.join(map(str, paths))}: no setting of {system.name}'s loss; nothing to translate")
     base: dict[str, Any] = {}
     for item in changed:
@@ -202,7 +204,7 @@ def translate(
     masks: list[Any] = []
     not_expressed: list[str] = []
     differences: list[str] = []
-    for item in system.convert(peer_settings):
+    for item in _convert(system, peer_settings):
         if isinstance(item, Remark):
             (not_expressed if item.lost_keys else differences).append(item.text)
             continue
@@ -220,7 +222,9 @@ def translate(
         if name == "_target_" or system.is_unrelated(key):  # Hydra writes _target_ into every section
             not_read.append(key)
             continue
-        guess = nearest(name, [full.rpartition(".")[2] for full in system.defaults])
+        guess = None
+        if len(not_expressed) < _MAX_GUESSES:
+            guess = nearest(name, [full.rpartition(".")[2] for full in system.defaults])
         hint = f"did you mean '{guess}'?" if guess else "it may concern the loss"
         not_expressed.append(f"{key}: unknown at {system.source}; {hint}")
     fields.setdefault("name", "clipped_pg")  # where the peer's objective has no counterpart, which not_expressed says
@@ -250,13 +254,24 @@ def translate(
     )
 
 
+def _convert(system: Peer, settings: PeerSettings) -> list[Assign | Remark]:
+    """Return what the system's ``convert`` yields; a value of a type or size that it can't take is an error."""
+    try:
+        return list(system.convert(settings))
+    except ConfigError:
+        raise
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
+        key, value = settings.last_read
+        raise ConfigError(f"{key}: {shortened(value)} is no value that {system.title} can have; correct it") from None
+
+
 def _fill_preset(peer: Peer, settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings together with those of the preset that they name; the explicit ones win."""
     name = settings.get("preset")
     if name is None or not peer.presets:
         return dict(settings)
-    if name not in peer.presets:
-        raise ConfigError(f"{peer.title} has no preset '{name}'; it has {', '.join(peer.presets)}")
+    if not is_one_of(name, peer.presets):
+        raise ConfigError(f"{peer.title} has no preset {shortened(name)}; it has {', '.join(peer.presets)}")
     parameters, template = peer.presets[name]
     values = {**parameters, **{key: value for key, value in settings.items() if key in parameters}}
     filled = {

@@ -64,9 +64,9 @@ def test_unknown_setting_of_a_section_is_not_dropped():
 
 
 def test_settings_outside_the_loss_are_listed():
-    settings = {"rollout_is": "token", "trainer": {"nnodes": 2}, "data": {str(n): n for n in range(20)}}
+    settings = {"rollout_is": "token", "trainer": {"nnodes": 2}, "critic": {str(n): n for n in range(20)}}
     text = translate(settings).yaml()
-    assert "concern the loss: trainer.nnodes, data.* (20)" in text
+    assert "concern the loss: trainer.nnodes, critic.* (20)" in text
 
 
 def test_setting_without_effect_in_the_peer_is_listed():

@@ -5,7 +5,16 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from nemo_geomask.tools.translate.peer_table import Assign, Conversion, Peer, PeerSettings, Remark, weight_settings
+from nemo_geomask.tools.translate.peer_table import (
+    Assign,
+    Conversion,
+    Peer,
+    PeerSettings,
+    Remark,
+    weight_settings,
+    without_counterpart,
+)
+from nemo_geomask.tools.translate.peers.unrelated_settings import unrelated_settings
 
 __all__ = ["PEER"]
 
@@ -23,6 +32,7 @@ _DEFAULTS: dict[str, Any] = {
     "actor.recompute_logprob": False,
     "actor.prox_logp_method": "recompute",
     "actor.m2_threshold": None,
+    "actor.megatron.moe_z_loss_coeff": None,
     "actor.kl_ctl": 0.1,
     "actor.kl_estimator": "k1",
     _R + "level": "token",
@@ -34,20 +44,6 @@ _DEFAULTS: dict[str, Any] = {
 }
 _KEYS = ("level", "action", "metric", "agg", "upper", "lower")
 _POOLED = {"mean": "sequence_mean", "sum": "sequence", "max": "sequence_max"}
-
-# fmt: off
-_UNRELATED = (
-    "experiment_name", "trial_name", "seed", "total_train_*", "tokenizer_path", "cluster.*", "rollout.*",
-    "gconfig.*", "scheduler.*", "ref.*", "sglang.*", "vllm.*", "critic.*", "train_dataset.*", "valid_dataset.*",
-    "saver.*", "recover.*", "evaluator.*", "stats_logger.*", "perf_tracer.*", "enable_offload", "launcher.*",
-    "allocation_mode", "workflow", "eval_workflow", "max_turns", "econfig.*", "actor.experiment_name",
-    "actor.trial_name", "actor.path", "actor.init_from_scratch", "actor.disable_dropout",
-    "actor.gradient_checkpointing", "actor.dtype", "actor.grad_reduce_dtype", "actor.mb_spec.*",
-    "actor.optimizer.*", "actor.backend", "actor.scheduling_*", "actor.weight_update_mode", "actor.max_new_tokens",
-    "actor.megatron.*", "actor.fsdp.*", "actor.archon.*", "actor.use_lora", "actor.lora_*", "actor.peft_type",
-    "actor.target_modules", "actor.attn_impl", "actor.pad_to_maximum", "actor._version",
-)
-# fmt: on
 
 
 def _convert(settings: PeerSettings) -> Conversion:
@@ -80,6 +76,10 @@ def _convert(settings: PeerSettings) -> Conversion:
             "two versions of the policy"
         )
         yield Remark(text, ("prox_logp_method",))
+    yield from without_counterpart(
+        settings,
+        {"actor.megatron.moe_z_loss_coeff": ((0, 0.0, None), "NeMo-RL has no setting for this loss of Megatron's")},
+    )
     if settings["actor.m2_threshold"] is not None:
         mask = {"preset": "m2po", "tau": settings.number("actor.m2_threshold")}
         yield Assign("masks", mask, "AReaL has a budget for each microbatch and rank, this package one for the batch")
@@ -147,6 +147,9 @@ PEER = Peer(
     outside_loss_fn={
         "gconfig.n_samples": "grpo.num_generations_per_prompt",
         "gconfig.temperature": "policy.generation.temperature",
+        "gconfig.top_p": "policy.generation.top_p",
+        "gconfig.top_k": "policy.generation.top_k",
+        "rollout.max_head_offpolicyness": "grpo.async_grpo.max_trajectory_age_steps",
         "actor.temperature": "policy.generation.temperature",
         "actor.ppo_n_minibatches": "policy.train_global_batch_size below the rollout batch",
         **dict.fromkeys(
@@ -187,5 +190,5 @@ PEER = Peer(
         "gconfig.n_samples",
     ),
     config_options=("config",),
-    unrelated=_UNRELATED,
+    unrelated=unrelated_settings("areal"),
 )

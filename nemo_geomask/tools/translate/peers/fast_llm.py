@@ -11,15 +11,9 @@ from nemo_geomask.tools.translate.peer_table import (
     convert_value,
     without_counterpart,
 )
+from nemo_geomask.tools.translate.peers.unrelated_settings import unrelated_settings
 
 __all__ = ["PEER"]
-
-# fmt: off
-_UNRELATED = (
-    "training.*", "optimizer.*", "batch.*", "data.*", "run.*", "pretrained.*", "model.distributed.*",
-    "model.multi_stage.*", "reference_models.*",
-)
-# fmt: on
 
 
 def _convert(settings: PeerSettings) -> Conversion:
@@ -45,5 +39,5 @@ PEER = Peer(
     defaults={"type": "grpo", "epsilon_low": 0.2, "epsilon_high": 0.2, "normalize_by_documents": False, "weight": 1.0},
     convert=_convert,
     marks=("epsilon_low", "normalize_by_documents", "*.losses.*.epsilon_low", "model.base_model.*", "pretrained.*"),
-    unrelated=_UNRELATED,
+    unrelated=unrelated_settings("fast_llm"),
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from nemo_geomask.config import LossConfig, parse
 from nemo_geomask.config.loss_settings import LossSettings
 from nemo_geomask.tools.translate.peer_table import Assign, Conversion, Peer, PeerSettings, Remark, convert_value
+from nemo_geomask.tools.translate.peers.unrelated_settings import unrelated_settings
 
 __all__ = ["PEER"]
 
@@ -69,5 +70,5 @@ PEER = Peer(
     sections=("loss_fn",),
     mappings=("loss_fn.options", "loss_fn.batch_veto", "loss_fn.record", "loss_fn.masks"),
     marks=("loss_fn.*",),
-    unrelated=("grpo.*", "policy.*", "data.*", "env.*", "logger.*", "cluster.*", "checkpointing.*", "defaults"),
+    unrelated=unrelated_settings("nemo_rl"),
 )

@@ -13,6 +13,7 @@ from nemo_geomask.tools.translate.peer_table import (
     Remark,
     weight_settings,
 )
+from nemo_geomask.tools.translate.peers.unrelated_settings import unrelated_settings
 
 __all__ = ["PEER"]
 
@@ -33,23 +34,6 @@ _DEFAULTS: dict[str, Any] = {
     "rho_mask_sequence_level": False,
     "rho_mask_tv_divergence": False,
 }
-
-# fmt: off
-_UNRELATED = (
-    "exp_name", "model_name_or_path", "model_revision", "tokenizer_name*", "learning_rate", "lr_scheduler_type",
-    "warmup_ratio", "weight_decay", "gradient_checkpointing", "num_epochs", "seed", "dataset_*",
-    "max_prompt_token_length", "max_token_length", "response_length", "pack_length", "total_episodes",
-    "with_tracking", "deepspeed_*", "vllm_*", "num_unique_prompts_rollout", "per_device_train_batch_size",
-    "apply_verifiable_reward", "num_learners_per_node", "local_eval_every", "chat_template*", "non_stop_penalty*",
-    "output_dir", "save_*", "push_to_hub", "hf_*", "wandb_*", "try_launch_*", "ground_truths_key",
-    "sft_messages_key", "oe_eval_*", "stop_strings", "single_gpu_mode", "async_steps", "checkpoint_state_*",
-    "apply_r1_style_format_reward", "tool*", "tools", "code_*", "llm_judge_*", "inflight_updates",
-    "keep_last_n_checkpoints", "system_prompt_override_file", "add_bos", "eval_*", "beaker_eval_freq",
-    "gather_whole_model", "backend_timeout", "reward_model_multiplier", "verbose", "send_slack_alerts",
-    "max_tool_calls", "remap_verifier", "try_auto_save_to_beaker", "use_fp8_kv_cache", "per_turn_max_tokens",
-    "pool_size", "pass_tools_to_chat_template",
-)
-# fmt: on
 
 
 def _convert(settings: PeerSettings) -> Conversion:
@@ -105,6 +89,8 @@ PEER = Peer(
     outside_loss_fn={
         "num_samples_per_prompt_rollout": "grpo.num_generations_per_prompt",
         "temperature": "policy.generation.temperature",
+        "vllm_top_p": "policy.generation.top_p",
+        "async_steps": "grpo.async_grpo.max_trajectory_age_steps",
         "num_mini_batches": "policy.train_global_batch_size below the rollout batch",
         "mask_truncated_completions": "grpo.overlong_filtering",
         "active_sampling": "grpo.use_dynamic_sampling",
@@ -116,5 +102,5 @@ PEER = Peer(
     marks=("num_samples_per_prompt_rollout", "clip_higher", "clip_lower", "rho_*", "use_vllm_logprobs", "kl_estimator"),
     programs={"open_instruct/grpo_fast.py": {}, "GRPOExperimentConfig": {}},
     other_programs=("*open_instruct/finetune*.py", "*open_instruct/dpo*.py", "*open_instruct/reward_modeling.py"),
-    unrelated=_UNRELATED,
+    unrelated=unrelated_settings("open_instruct"),
 )

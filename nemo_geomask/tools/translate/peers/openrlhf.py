@@ -14,6 +14,7 @@ from nemo_geomask.tools.translate.peer_table import (
     weight_settings,
     without_counterpart,
 )
+from nemo_geomask.tools.translate.peers.unrelated_settings import unrelated_settings
 
 __all__ = ["PEER"]
 
@@ -32,15 +33,6 @@ _DEFAULTS: dict[str, Any] = {
     _KL + "use_loss": False,
     _KL + "estimator": "k1",
 }
-
-# fmt: off
-_UNRELATED = (
-    "ref.*", "actor.num_nodes", "actor.num_gpus_per_node", "actor.model_name_or_path",
-    "actor.gradient_checkpointing_enable", "actor.adam.*", "actor.lr_*", "actor.freeze_visual_encoder", "critic.*",
-    "vllm.*", "ckpt.*", "data.*", "ds.*", "train.*", "eval.*", "logger.*", "reward.*", "rollout.*",
-    "algo.advantage.gamma", "algo.advantage.lambd", "runtime_env_json", "working_dir", "address",
-)
-# fmt: on
 
 
 def _convert(settings: PeerSettings) -> Conversion:
@@ -98,6 +90,9 @@ PEER = Peer(
     convert=_convert,
     outside_loss_fn={
         "rollout.n_samples_per_prompt": "grpo.num_generations_per_prompt",
+        "rollout.temperature": "policy.generation.temperature",
+        "rollout.top_p": "policy.generation.top_p",
+        "train.max_epochs": "there is always one pass over a batch",
         "algo.advantage.estimator": "grpo.adv_estimator",
         "algo.dynamic_filtering_enable": "grpo.use_dynamic_sampling",
         "algo.dynamic_filtering_range": "grpo.use_dynamic_sampling",
@@ -105,5 +100,5 @@ PEER = Peer(
     marks=("algo.advantage.*", "algo.kl.*", "actor.policy_loss_type", "actor.eps_clip_low_high", "vllm.num_engines"),
     programs={"openrlhf.cli.train_ppo_ray": {}},
     other_programs=("openrlhf.cli.train_*", "openrlhf.cli.serve_rm"),
-    unrelated=_UNRELATED,
+    unrelated=unrelated_settings("openrlhf"),
 )

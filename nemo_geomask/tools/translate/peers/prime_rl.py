@@ -13,6 +13,7 @@ from nemo_geomask.tools.translate.peer_table import (
     Remark,
     without_counterpart,
 )
+from nemo_geomask.tools.translate.peers.unrelated_settings import unrelated_settings
 
 __all__ = ["PEER"]
 
@@ -20,15 +21,6 @@ _LOSS = "trainer.loss."
 _ALGO = "orchestrator.algo.type"
 _RL_ALGORITHMS = ("grpo", "max_rl", "rae", "hierarchical_grpo")
 """Algorithms with the same loss; they differ in their advantages only."""
-
-# fmt: off
-_UNRELATED = (
-    "max_steps", "seq_len", "output_dir", "clean_output_dir", "model.*", "monitors.*", "wandb.*", "orchestrator.*",
-    "trainer.model.*", "trainer.optim.*", "trainer.scheduler.*", "trainer.ckpt.*", "trainer.data.*",
-    "trainer.weight_broadcast.*", "trainer.log.*", "inference", "inference.*", "ckpt", "ckpt.*", "deployment.*",
-    "slurm.*", "weight_broadcast.*", "log.*", "bench", "max_async_level", "tokenizer.*", "env.*",
-)
-# fmt: on
 
 
 def _convert(settings: PeerSettings) -> Conversion:
@@ -98,5 +90,12 @@ PEER = Peer(
     marks=("orchestrator.*", "trainer.loss.*", "inference.vllm.*", "trainer.model.*", "trainer.optim.*", "loss.dppo_*"),
     programs={"rl": {}},
     config_options=("@",),
-    unrelated=_UNRELATED,
+    outside_loss_fn={
+        "orchestrator.batch_size": "grpo.num_prompts_per_step, times the group size",
+        "orchestrator.group_size": "grpo.num_generations_per_prompt",
+        "orchestrator.max_off_policy_steps": "grpo.async_grpo.max_trajectory_age_steps",
+        "orchestrator.train.filter_zero_advantages": "grpo.use_dynamic_sampling",
+        "orchestrator.train.sampling.temperature": "policy.generation.temperature",
+    },
+    unrelated=unrelated_settings("prime_rl"),
 )

@@ -15,11 +15,13 @@ from nemo_geomask.tools.translate.peer_table import (
     weight_settings,
     without_counterpart,
 )
+from nemo_geomask.tools.translate.peers.unrelated_settings import unrelated_settings
 
 __all__ = ["PEER"]
 
 _A = "trainer.algorithm."
 _O = _A + "off_policy_correction."
+_M = "trainer.policy.megatron_config."
 _DEFAULTS: dict[str, Any] = {
     _A + "policy_loss_type": "regular",
     _A + "loss_reduction": "token_mean",
@@ -32,6 +34,9 @@ _DEFAULTS: dict[str, Any] = {
     _A + "kl_estimator_type": "k3",
     _A + "use_kl_in_reward": False,
     _A + "use_entropy_loss": False,
+    "trainer.override_entrypoint": None,
+    "trainer.update_ref_every_epoch": False,
+    _M + "moe_aux_loss_coeff": 0.0,
     _A + "sapo.tau_pos": 1.0,
     _A + "sapo.tau_neg": 1.05,
     _A + "cispo.cispo_eps_clip_low": 1.0,
@@ -53,12 +58,6 @@ _DEFAULTS: dict[str, Any] = {
     _O + "token_mask_is_threshold_low": None,
     _O + "token_mask_is_threshold_high": None,
 }
-
-# fmt: off
-_UNRELATED = (
-    "trainer.*", "data.*", "generator.*", "environment.*",
-)
-# fmt: on
 
 
 def _convert(settings: PeerSettings) -> Conversion:
@@ -95,7 +94,13 @@ def _convert(settings: PeerSettings) -> Conversion:
     yield from _correction(settings, ratio_contains_weight=is_on_rollout)
     yield from _kl(settings)
     yield from without_counterpart(
-        settings, {_A + "use_entropy_loss": ((False,), "NeMo-RL's losses have no entropy bonus")}
+        settings,
+        {
+            _A + "use_entropy_loss": ((False,), "NeMo-RL's losses have no entropy bonus"),
+            "trainer.override_entrypoint": ((None,), "another trainer runs, whose loss may differ"),
+            "trainer.update_ref_every_epoch": ((False,), "NeMo-RL's reference policy stays the same"),
+            _M + "moe_aux_loss_coeff": ((0, 0.0), "NeMo-RL has no setting for this loss of Megatron's"),
+        },
     )
 
 
@@ -222,6 +227,20 @@ PEER = Peer(
         _A + "dynamic_sampling.max_sample_batches": "grpo.dynamic_sampling_max_gen_batches",
         "generator.apply_overlong_filtering": "grpo.overlong_filtering",
         "generator.n_samples_per_prompt": "grpo.num_generations_per_prompt",
+        "generator.sampling_params.temperature": "policy.generation.temperature",
+        "generator.sampling_params.top_p": "policy.generation.top_p",
+        "generator.sampling_params.top_k": "policy.generation.top_k",
+        "trainer.train_batch_size": "grpo.num_prompts_per_step",
+        "trainer.policy_mini_batch_size": "policy.train_global_batch_size, in prompts",
+        "trainer.update_epochs_per_batch": "there is always one pass over a batch",
+        "trainer.fully_async.max_staleness_steps": "grpo.async_grpo.max_trajectory_age_steps",
+        "trainer.mtp.enabled": "policy.megatron_cfg.mtp_num_layers",
+        "trainer.mtp.loss_weight": "policy.megatron_cfg.mtp_loss_scaling_factor",
+        _M + "mtp_num_layers": "policy.megatron_cfg.mtp_num_layers",
+        _M + "mtp_loss_weight": "policy.megatron_cfg.mtp_loss_scaling_factor",
+        _M + "mtp_loss_topk": "no counterpart; it acts on the draft heads alone",
+        _M + "mtp_loss_chunk_size": "no counterpart; it changes no value",
+        _M + "moe_router_load_balancing_type": "policy.megatron_cfg.moe_router_load_balancing_type",
     },
     sections=(
         "trainer.algorithm",
@@ -240,5 +259,5 @@ PEER = Peer(
         "examples.train.*.main_fully_async": {},
     },
     other_programs=("skyrl.train.main_sft", "skyrl.tinker.api", "skyrl.train.entrypoints.serve"),
-    unrelated=_UNRELATED,
+    unrelated=unrelated_settings("skyrl"),
 )

@@ -15,6 +15,7 @@ from nemo_geomask.tools.translate.peer_table import (
     weight_settings,
     without_counterpart,
 )
+from nemo_geomask.tools.translate.peers.unrelated_settings import unrelated_settings
 
 __all__ = ["PEER"]
 
@@ -34,6 +35,7 @@ _DEFAULTS: dict[str, Any] = {
     "opsm_delta": 1e-4,
     "calculate_per_token_loss": False,
     "entropy_coef": 0.0,
+    "moe_aux_loss_coeff": 0.0,
     "kl_coef": 0.0,
     "use_kl_loss": False,
     "kl_loss_coef": 0.0,
@@ -51,36 +53,8 @@ _DEFAULTS: dict[str, Any] = {
     "rs_veto_threshold": None,
     "tis_batch_normalize": False,
 }
-# fmt: off
-_UNRELATED = (
-    "actor_num_*", "hf_checkpoint", "prompt_data", "input_key", "label_key", "metadata_key", "multimodal_keys*",
-    "rollout_batch_size", "optimizer*", "lr", "lr_*", "min_lr", "weight_decay", "adam_*", "*_parallel_size",
-    "rollout_shuffle", "ref_load", "load", "save", "save_*", "sequence_parallel", "max_tokens_per_gpu",
-    "use_dynamic_batch_size", "*_dropout", "accumulate_allreduce_grads_in_fp32", "attention_*", "num_rollout",
-    "num_epoch", "rollout_max_*", "rollout_num_*", "recompute_*", "sglang_*", "apply_chat_template", "colocate",
-    "rm_type", "rm_url", "reward_key", "balance_data", "disable_bias_linear", "num_attention_heads", "num_layers",
-    "hidden_size", "ffn_hidden_size", "normalization", "swiglu", "vocab_size", "eval_*",
-    "n_samples_per_eval_prompt", "qk_layernorm", "kv_channels", "norm_epsilon",
-    "untie_embeddings_and_output_weights", "overlap_cpu_optimizer_d2h_h2d", "use_precision_aware_optimizer",
-    "group_query_attention", "num_query_groups", "position_embedding*", "moe_ffn_hidden_size",
-    "moe_router_score_function", "moe_token_dispatcher_type", "moe_router_topk*", "moe_layer_freq", "num_experts",
-    "moe_grouped_gemm", "moe_router_dtype", "moe_permute_fusion", "moe_shared_expert*", "moe_router_pre_softmax",
-    "moe_router_enable_expert_bias", "moe_router_load_balancing_type", "moe_token_drop_policy", "moe_enable_deepep",
-    "moe_router_bias_update_rate", "moe_router_group_topk", "moe_router_num_groups",
-    "decoder_*_pipeline_num_layers", "spec", "num_steps_per_rollout", "multi_latent_attention", "kv_lora_rank",
-    "q_lora_rank", "qk_head_dim", "v_head_dim", "qk_pos_emb_head_dim", "rope_fusion",
-    "use_rotary_position_embeddings", "rotary_*", "mscale*", "add_qkv_bias", "over_sampling_batch_size",
-    "custom_generate_function_path", "rollout_function_path", "use_wandb", "wandb_*", "use_tensorboard",
-    "update_weight_*", "use_gated_attention", "apply_layernorm_1p", "make_vocab_size_divisible_by",
-    "custom_rm_path", "log_probs_chunk_size", "check_for_nan_in_loss_and_grad", "masked_softmax_fusion",
-    "micro_batch_size", "train_backend", "data_pad_size_multiplier", "save_debug_rollout_data", "transformer_impl",
-    "bf16", "fp8_*", "post_*_layernorm", "prefill_num_servers", "max_position_embeddings", "model_name",
-    "deterministic_mode", "offload_*", "gradient_accumulation_fusion", "use_distributed_optimizer", "working_dir",
-    "runtime_env_json", "address", "rollout_stop_token_ids", "enable_experimental",
-)
-# fmt: on
 _OUTSIDE_LOSS_FN = {
-    "moe_aux_loss_coeff": "policy.megatron_cfg, as Megatron's moe_aux_loss_coeff",
+    "moe_router_load_balancing_type": "policy.megatron_cfg.moe_router_load_balancing_type",
     "dynamic_sampling_filter_path": "grpo.use_dynamic_sampling",
     "get_mismatch_metrics": "geomask/mismatch_… are always reported",
     "n_samples_per_prompt": "grpo.num_generations_per_prompt",
@@ -134,6 +108,7 @@ def _convert(settings: PeerSettings) -> Conversion:
         {
             "loss_type": (("policy_loss",), "only policy_loss is translated"),
             "entropy_coef": ((0, 0.0), "NeMo-RL's losses have no entropy bonus"),
+            "moe_aux_loss_coeff": ((0, 0.0), "NeMo-RL has no setting for this loss of Megatron's"),
             "custom_pg_loss_reducer_function_path": (
                 (None,),
                 "your own code; docs/plugins.md shows how to write it as a plugin",
@@ -236,5 +211,5 @@ PEER = Peer(
     ),
     programs={"*train.py": {}, "*train_async.py": {}},
     config_options=("custom_config_path",),
-    unrelated=_UNRELATED,
+    unrelated=unrelated_settings("slime"),
 )

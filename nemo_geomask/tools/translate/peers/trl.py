@@ -14,6 +14,7 @@ from nemo_geomask.tools.translate.peer_table import (
     weight_settings,
     without_counterpart,
 )
+from nemo_geomask.tools.translate.peers.unrelated_settings import unrelated_settings
 
 __all__ = ["PEER"]
 
@@ -44,6 +45,7 @@ _DEFAULTS: dict[str, Any] = {
     "entropy_coef": 0.0,
     "use_adaptive_entropy": False,
     "router_aux_loss_coef": 0.001,
+    "use_liger_kernel": False,
 }
 _OUTSIDE_LOSS_FN = {
     "num_generations": "grpo.num_generations_per_prompt",
@@ -52,6 +54,7 @@ _OUTSIDE_LOSS_FN = {
     "top_p": "policy.generation.top_p",
     "top_k": "policy.generation.top_k",
     "learning_rate": "policy.optimizer.kwargs.lr",
+    "max_staleness": "grpo.async_grpo.max_trajectory_age_steps",
     "scale_rewards": "grpo.normalize_rewards",
     "mask_truncated_completions": "grpo.overlong_filtering",
     "num_iterations": "there is always one pass over a batch",
@@ -61,23 +64,6 @@ _OUTSIDE_LOSS_FN = {
     "per_device_train_batch_size": "policy.train_micro_batch_size",
     "max_grad_norm": "policy.max_grad_norm",
 }
-# fmt: off
-_UNRELATED = (
-    "model_init_kwargs*", "chat_template*", "model_name_or_path", "dataset_*", "env*", "output_dir", "run_name",
-    "report_to", "seed", "data_seed", "bf16", "fp16", "tf32", "dtype", "attn_implementation", "trust_remote_code",
-    "use_peft", "lora_*", "load_in_*bit", "bnb_*", "save_*", "logging_*", "log_*", "num_completions_to_print",
-    "eval_*", "do_eval", "per_device_eval_batch_size", "push_to_hub", "hub_*", "trackio_*", "project",
-    "learning_rate", "lr_scheduler_*", "warmup_*", "weight_decay", "adam_*", "optim*", "max_steps",
-    "num_train_epochs", "gradient_checkpointing*", "vllm_mode", "vllm_gpu_memory_utilization", "vllm_server_*",
-    "vllm_tensor_parallel_size", "vllm_max_model_length", "vllm_enable_sleep_mode", "vllm_model_impl",
-    "use_transformers_paged", "use_transformers_continuous_batching", "generation_kwargs*", "transformers_*",
-    "cache_implementation", "remove_unused_columns", "dataloader_*", "ddp_*", "deepspeed", "fsdp*",
-    "shuffle_dataset", "resume_from_checkpoint", "repetition_penalty", "min_p", "max_tool_calling_iterations",
-    "max_inflight_tasks", "max_staleness", "weight_sync_steps", "queue_maxsize", "request_timeout",
-    "heartbeat_stale_after_s", "fork_threshold_tokens", "token_budget", "use_liger_kernel", "disable_dropout",
-    "cast_lm_head_to_fp32", "config_file", "num_processes", "auto_find_batch_size", "average_tokens_across_devices",
-)
-# fmt: on
 _MICROBATCH_MEAN = "TRL averages within each microbatch, then over microbatches; this package averages over the step."
 _SEQUENCES, _TOKENS, _DOCUMENTS = (
     (Assign("token_level_loss", False),),
@@ -146,6 +132,10 @@ def _convert(settings: PeerSettings) -> Conversion:
                 "a mask on the entropy has no counterpart",
             ),
             "entropy_coef": ((0, 0.0), "NeMo-RL's losses have no entropy bonus"),
+            "use_liger_kernel": (
+                (False,),
+                "Liger's kernel computes the loss; it averages over each microbatch, and was not compared",
+            ),
             "use_adaptive_entropy": ((False,), "NeMo-RL's losses have no entropy bonus"),
         },
     )
@@ -277,5 +267,5 @@ PEER = Peer(
         "AsyncGRPOConfig": {"config_class": "AsyncGRPOConfig"},
     },
     config_options=("config",),
-    unrelated=_UNRELATED,
+    unrelated=unrelated_settings("trl"),
 )

@@ -8,6 +8,7 @@ original number.
 from __future__ import annotations
 
 from nemo_geomask.tools.translate.peer_table import Assign, Conversion, Peer, PeerSettings, Remark, without_counterpart
+from nemo_geomask.tools.translate.peers.unrelated_settings import unrelated_settings
 from nemo_geomask.tools.translate.peers.verl.bypass import (
     convert_bypass_before_v1,
     convert_bypass_in_v1,
@@ -24,7 +25,8 @@ from nemo_geomask.tools.translate.peers.verl.setting_names import (
     OUTSIDE_LOSS_FN,
     PROGRAM,
     RC,
-    UNRELATED,
+    ROLLOUT,
+    TRANSFORMER,
 )
 
 __all__ = ["PEER"]
@@ -66,7 +68,18 @@ def _convert(settings: PeerSettings) -> Conversion:
     yield from convert_normalization(settings, mode)
     yield from convert_kl(settings)
     yield from without_counterpart(
-        settings, {ACTOR + "entropy_coeff": ((0, 0.0, None), "NeMo-RL's losses have no entropy bonus")}
+        settings,
+        {
+            ACTOR + "entropy_coeff": ((0, 0.0, None), "NeMo-RL's losses have no entropy bonus"),
+            ROLLOUT + "logprobs_mode": (
+                ("processed_logprobs", None),
+                "NeMo-RL's log-probs of the sampler are those after temperature, top-p and top-k",
+            ),
+            **{
+                TRANSFORMER + name: ((0, 0.0, None), "NeMo-RL has no setting for this loss of Megatron's")
+                for name in ("moe_aux_loss_coeff", "moe_z_loss_coeff", "dsa_indexer_loss_coeff")
+            },
+        },
     )
     yield Remark(
         "verl clamps log-ratios to ±20 before exp (gspo: to at most 10), this package to at most 40; larger ratios "
@@ -110,5 +123,5 @@ PEER = Peer(
         "one_step_off_ppo_*trainer": {},
         "fully_async_ppo_*trainer": {RC + "bypass_mode": True, ACTOR + "use_rollout_log_probs": True},
     },
-    unrelated=UNRELATED,
+    unrelated=unrelated_settings("verl"),
 )

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["ACTOR", "DEFAULTS", "OUTSIDE_LOSS_FN", "PROGRAM", "RC", "UNRELATED"]
+__all__ = ["ACTOR", "DEFAULTS", "OUTSIDE_LOSS_FN", "PROGRAM", "RC", "ROLLOUT", "TRANSFORMER"]
 
 RC = "algorithm.rollout_correction."
 ACTOR = "actor_rollout_ref.actor."
+ROLLOUT = "actor_rollout_ref.rollout."
+TRANSFORMER = ACTOR + "megatron.override_transformer_config."
+"""Section of Megatron's own settings."""
 PROGRAM = "program"
 """Which of verl's programs runs; set by ``Peer.programs``."""
 
@@ -28,6 +31,10 @@ DEFAULTS: dict[str, Any] = {
     "algorithm.kl_ctrl.kl_coef": 0.001,
     "algorithm.kl_ctrl.type": "fixed",
     "data.max_response_length": None,
+    ROLLOUT + "logprobs_mode": "processed_logprobs",
+    TRANSFORMER + "moe_aux_loss_coeff": 0.0,
+    TRANSFORMER + "moe_z_loss_coeff": None,
+    TRANSFORMER + "dsa_indexer_loss_coeff": 0.0,
     ACTOR + "policy_loss.loss_mode": "vanilla",
     ACTOR + "policy_loss.dro_beta": None,
     # Settings of modes that have no counterpart.
@@ -49,84 +56,26 @@ DEFAULTS: dict[str, Any] = {
     ACTOR + "kl_loss_coef": 0.001,
     ACTOR + "kl_loss_type": "low_var_kl",
 }
-UNRELATED = (
-    "data.*",
-    "trainer.*",
-    "critic.*",
-    "reward.*",
-    "reward_model.*",
-    "custom_reward_function.*",
-    "ray_kwargs.*",
-    "ray_init.*",
-    "global_profiler.*",
-    "transfer_queue.*",
-    "hydra.*",
-    "skip.*",
-    "sandbox_fusion.*",
-    "reward_manager.*",
-    "algorithm.kl_ctrl.horizon",
-    "algorithm.kl_ctrl.target_kl",
-    "rollout.*",
-    "async_training.*",
-    "actor_rollout_ref.rollout.*",
-    "actor_rollout_ref.ref.*",
-    "actor_rollout_ref.model.*",
-    "actor_rollout_ref.hybrid_engine",
-    "actor_rollout_ref.nccl_timeout",
-    *(
-        ACTOR + name
-        for name in (
-            "optim.*",
-            "fsdp_config.*",
-            "megatron.*",
-            "veomni.*",
-            "torchtitan.*",
-            "mindspeed.*",
-            "engine.*",
-            "checkpoint.*",
-            "profiler.*",
-            "profile.*",
-            "ppo_micro_batch_size*",
-            "ppo_max_token_len_per_gpu",
-            "ppo_infer_max_token_len_per_gpu",
-            "use_dynamic_bsz",
-            "use_prefix_grouper",
-            "strategy",
-            "shuffle",
-            "data_loader_seed",
-            "grad_clip",
-            "ulysses_sequence_parallel_size",
-            "entropy_checkpointing",
-            "entropy_from_logits_with_chunking",
-            "calculate_entropy",
-            "calculate_sum_pi_squared",
-            "use_fused_kernels",
-            "use_remove_padding",
-            "load_weight",
-            "freeze_vision_tower",
-            "rollout_n",
-            "sum_pi_squared_checkpointing",
-            "router_replay.*",
-            "qat.*",
-            "entropy_from_logits_chunk_size",
-            "model_engine",
-            "pad_to_length",
-            "nccl_timeout",
-            "data_loader_seed",
-        )
-    ),
-    "algorithm.gamma",
-    "algorithm.lam",
-    "algorithm._target_",
-    "config_path",
-    "model_engine",
-    "gpu_memory_utilization",
-)
+_MTP = "policy.megatron_cfg.mtp_num_layers"
 OUTSIDE_LOSS_FN = {
     ACTOR + "ppo_epochs": "there is always one pass over a batch, with several steps if "
     "policy.train_global_batch_size is smaller than the rollout batch",
     ACTOR + "ppo_mini_batch_size": "policy.train_global_batch_size, in responses",
     ACTOR + "use_torch_compile": "loss_fn.compile, whose default is auto",
+    TRANSFORMER + "moe_router_load_balancing_type": "policy.megatron_cfg.moe_router_load_balancing_type",
+    "actor_rollout_ref.model.mtp.enable": _MTP,
+    "actor_rollout_ref.model.mtp.enable_train": _MTP,
+    "actor_rollout_ref.model.mtp.mtp_loss_scaling_factor": "policy.megatron_cfg.mtp_loss_scaling_factor",
+    "actor_rollout_ref.rollout.top_k": "policy.generation.top_k",
+    "rollout.n": "grpo.num_generations_per_prompt",
+    **dict.fromkeys(
+        (
+            "async_training.staleness_threshold",
+            "trainer.v1.sampler.max_off_policy_strategy",
+            "trainer.v1.sampler.max_off_policy_threshold",
+        ),
+        "grpo.async_grpo.max_trajectory_age_steps",
+    ),
     "actor_rollout_ref.rollout.calculate_log_probs": "generation log-probs always come with the samples",
     "actor_rollout_ref.rollout.n": "grpo.num_generations_per_prompt",
     "actor_rollout_ref.rollout.temperature": "policy.generation.temperature",
