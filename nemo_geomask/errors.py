@@ -17,6 +17,7 @@ __all__ = [
     "EngineError",
     "GeomaskError",
     "InputLimitError",
+    "LostRankError",
     "MissingDataError",
     "MissingDependencyError",
     "NonFiniteError",
@@ -106,6 +107,10 @@ class NonFiniteError(GeomaskError, ArithmeticError):
 
 class RanksDisagreeError(GeomaskError, RuntimeError):
     """Ranks of one group got different inputs where they must get the same; raised on all of them."""
+
+
+class LostRankError(GeomaskError, RuntimeError):
+    """A collective failed because another rank has ended, has raised an error, or does not take part in time."""
 
 
 class BatchVetoError(GeomaskError, RuntimeError):

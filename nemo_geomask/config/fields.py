@@ -266,6 +266,12 @@ class LossFields(StrictModel):
     metrics: Literal["full", "nemo_rl"] = _field(
         "full", "Metrics that a call reports. `nemo_rl`: only those of NeMo-RL's class.", source="this package"
     )
+    compare_ranks: bool = _field(
+        True,
+        "Compare settings and packed rows among the ranks that share sequences (context parallelism), by a small "
+        "collective in each call, and raise if they differ. All ranks must have the same value.",
+        source="this package",
+    )
     record: Recording | None = _field(
         None,
         "`{dir, fraction, by, every, entropy}`: write what steps are trained on to Parquet files, see docs/records.md. "

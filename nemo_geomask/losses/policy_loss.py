@@ -13,6 +13,7 @@ from pydantic import BaseModel
 from torch import Tensor
 
 from nemo_geomask.config import LossConfig
+from nemo_geomask.data_keys import TOKEN_MASK
 from nemo_geomask.errors import DataError, GeomaskError, NonFiniteError, PluginError, Problem
 from nemo_geomask.losses import protocol
 from nemo_geomask.losses.batch import (
@@ -25,10 +26,12 @@ from nemo_geomask.losses.batch import (
 )
 from nemo_geomask.losses.compiled import CompiledPass
 from nemo_geomask.losses.evaluate import evaluate, metric_labels
+from nemo_geomask.losses.rank_check import RankCheck
 from nemo_geomask.losses.variant import Variant
 from nemo_geomask.metrics import Label, Metrics
 from nemo_geomask.segments import PackedSegments, PaddedSegments, Segments
 from nemo_geomask.segments.padded import NO_TENSORS
+from nemo_geomask.segments.rank_comparison import as_lost_rank_error
 
 __all__ = ["BATCH_SCALAR_PREFIX", "PREPARED_KEY", "PolicyLoss", "raise_if_nonfinite"]
 
@@ -73,6 +76,7 @@ class PolicyLoss:
             functools.partial(evaluate, config, variant, options), config.compile, config.name
         )
         self._labels = self._metric_labels()
+        self._check_ranks = self._rank_check() if config.compare_ranks else None
 
     def __repr__(self) -> str:
         changed = self.config.model_dump(mode="json", exclude_defaults=True, exclude={"name"})
@@ -158,10 +162,16 @@ class PolicyLoss:
             global_valid_seqs, global_valid_toks: as for calling the loss.
 
         Raises: as calling the loss; NonFiniteError on all ranks if one of them has a non-finite value.
+        RanksDisagreeError: ranks that share sequences have other settings or other packed rows, under
+        ``compare_ranks``. LostRankError: a collective failed, most often because another rank has ended.
         """
-        batch_scalars = self.batch_scalars(data, logprobs.device)
-        raw = take_packed(logprobs, data, segments, self._requested)._replace(batch_scalars=batch_scalars)
-        return self._call(raw, segments, global_valid_seqs, global_valid_toks)
+        with as_lost_rank_error():
+            if segments.groups and self._check_ranks is not None:
+                segments.check()
+                self._check_ranks(segments, data, logprobs.device)
+            batch_scalars = self.batch_scalars(data, logprobs.device)
+            raw = take_packed(logprobs, data, segments, self._requested)._replace(batch_scalars=batch_scalars)
+            return self._call(raw, segments, global_valid_seqs, global_valid_toks)
 
     def batch_scalars(self, data: Mapping[str, Any], device: torch.device) -> Tensor | None:
         """Return the numbers that the pre-step pass computed over the whole batch, in the order of the settings.
@@ -219,6 +229,15 @@ class PolicyLoss:
             raise
         except Exception as error:
             raise self._variant_error(f"fails on a batch of one token: {type(error).__name__}: {error}") from error
+
+    def _rank_check(self) -> RankCheck:
+        """Return the comparison of this loss with those of the ranks that share its sequences."""
+        # These settings may differ: none of them changes what is computed or what crosses ranks.
+        settings = self.config.model_dump(mode="json", exclude={"compile", "record", "logprob_backend", "options"})
+        compared = {f"loss_fn.{key}": value for key, value in settings.items()}
+        compared["loss_fn.options"] = self.options.model_dump(mode="json")
+        compared["the number of metrics"] = max(len(labels) for labels in self._labels.values())
+        return RankCheck(compared, [TOKEN_MASK, "sample_mask", *(BATCH_KEYS[name] for name in self._requested)])
 
     def _variant_error(self, message: str) -> PluginError:
         return PluginError(Problem(("loss_fn.name",), f"the variant '{self.config.name}' {message}"))

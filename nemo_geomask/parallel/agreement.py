@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple, NoReturn
 
 import torch
@@ -14,8 +13,9 @@ from torch import Tensor
 from nemo_geomask.errors import DataError, RanksDisagreeError, ShapeError
 from nemo_geomask.parallel.logprob_options import LogprobOptions, VocabShards, check_vocab_size
 from nemo_geomask.segments.packed_reductions import gather_ranks
+from nemo_geomask.segments.rank_comparison import checksum, integers_on_device, list_differences
 
-__all__ = ["copy_flag_to_host", "gather_rank_arguments", "has_problem", "raise_problem"]
+__all__ = ["gather_rank_arguments", "has_problem", "raise_other_rows", "raise_problem"]
 
 
 class _RankArguments(NamedTuple):
@@ -28,9 +28,9 @@ class _RankArguments(NamedTuple):
         vocab_size: number of valid columns of all ranks.
         temperature_bits: the temperature, a float64, read as int64.
         ignore_index: as the caller passed it.
-        entropy: 0 or 1.
-        validate: 0 or 1.
-        targets_checksum: sum of the targets weighted by position, modulo 2^64.
+        flags: 1 for ``entropy``, plus 2 for ``validate``.
+        rows: number of targets.
+        targets_checksum: :func:`~nemo_geomask.segments.rank_comparison.checksum` of the targets.
     """
 
     columns: int
@@ -39,8 +39,8 @@ class _RankArguments(NamedTuple):
     vocab_size: int
     temperature_bits: int
     ignore_index: int
-    entropy: int
-    validate: int
+    flags: int
+    rows: int
     targets_checksum: int
 
     @property
@@ -50,12 +50,9 @@ class _RankArguments(NamedTuple):
         return {
             "temperature": temperature,
             "ignore_index": self.ignore_index,
-            "entropy": bool(self.entropy),
-            "validate": bool(self.validate),
+            "entropy": bool(self.flags & 1),
+            "validate": bool(self.flags & 2),
         }
-
-
-_ODD_FACTOR = -7046029254386353131  # 2^64 divided by the golden ratio, as int64; spreads positions over all bits
 
 
 def gather_rank_arguments(targets: Tensor, shards: VocabShards, options: LogprobOptions) -> Tensor | None:
@@ -68,19 +65,9 @@ def gather_rank_arguments(targets: Tensor, shards: VocabShards, options: Logprob
         return None
     (temperature_bits,) = struct.unpack("q", struct.pack("d", options.temperature))
     columns = (shards.local_columns, shards.start, sum(shards.sizes), shards.vocab_size)
-    settings = (temperature_bits, options.ignore_index, int(options.entropy), int(options.validate))
-    constants = _device_constants((*columns, *settings), str(targets.device))
-    # Each position has its own odd factor. Changing a target or the order of targets thus changes the sum modulo 2^64.
-    factors = (torch.arange(len(targets), dtype=torch.int64, device=targets.device) * _ODD_FACTOR) | 1
-    checksum = (factors * targets).sum(dim=0, keepdim=True)
-    return gather_ranks(torch.cat([constants, checksum]), shards.group)
-
-
-@functools.lru_cache(maxsize=64)
-def _device_constants(values: tuple[int, ...], device: str) -> Tensor:
-    """Return the values as an int64 tensor on the device; repeated calls return a cached tensor."""
-    # The cache matters because a copy from the host to a GPU makes the host wait for the device.
-    return torch.tensor(values, dtype=torch.int64, device=device)
+    settings = (temperature_bits, options.ignore_index, options.entropy + 2 * options.validate)
+    constants = integers_on_device((*columns, *settings, len(targets)), str(targets.device))
+    return gather_ranks(torch.cat([constants, checksum(targets)]), shards.group)
 
 
 def has_problem(is_stray: Tensor, rank_arguments: Tensor | None) -> Tensor:
@@ -99,25 +86,20 @@ def has_problem(is_stray: Tensor, rank_arguments: Tensor | None) -> Tensor:
     return is_stray.any() | misfits.any() | out_of_range.any() | differs
 
 
-def copy_flag_to_host(flag: Tensor) -> Callable[[], bool]:
-    """Start to copy a bool [] to the host; return a function that reads it.
+def raise_other_rows(rank_arguments: Tensor | None) -> None:
+    """Raise RanksDisagreeError if the ranks have different numbers of targets.
 
-    Reading waits for the kernels that were launched before the copy, not for those launched after it. On a GPU the
-    log-prob functions wait for nothing else, except that :func:`~nemo_geomask.parallel.linear.linear_logprobs` also
-    waits for its number of rows. ``tests/gpu/test_gpu_kernels.py`` and ``tests/gpu/test_gpu_linear.py`` check this.
+    Call this before a collective whose size depends on that number, since such a collective fails, or brings down the
+    process, if the sizes differ. The host must have read :func:`has_problem`.
     """
-    if flag.device.type != "cuda":
-        return functools.partial(bool, flag)
-    on_host = torch.empty((), dtype=torch.bool, pin_memory=True)
-    on_host.copy_(flag, non_blocking=True)
-    copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    copied.record(torch.cuda.current_stream(flag.device))
-
-    def read() -> bool:
-        copied.synchronize()
-        return bool(on_host)
-
-    return read
+    if rank_arguments is None:
+        return
+    rows = [_RankArguments(*row).rows for row in rank_arguments.tolist()]
+    if len(set(rows)) > 1:
+        raise RanksDisagreeError(
+            f"targets must be the same on all ranks of the tensor-parallel group, but by rank there are {rows}; give "
+            "all of them the same microbatch"
+        )
 
 
 def raise_problem(
@@ -159,11 +141,10 @@ def _raise_disagreement(ranks: Sequence[_RankArguments], shards: VocabShards) ->
         )
     check_vocab_size(shards)
     by_name = {name: [rank.options[name] for rank in ranks] for name in ranks[0].options}
-    differences = [f"{name} is {values}" for name, values in by_name.items() if len(set(values)) > 1]
-    if differences:
+    if differences := list_differences(by_name):
         raise RanksDisagreeError(
-            f"the ranks of the tensor-parallel group have different settings: by rank, {', '.join(differences)}; give "
-            "the same on all ranks"
+            f"the ranks of the tensor-parallel group have different settings: by rank, {differences}; give the same on "
+            "all ranks"
         )
     differing = [number for number, rank in enumerate(ranks) if rank.targets_checksum != ranks[0].targets_checksum]
     if differing:

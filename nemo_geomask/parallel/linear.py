@@ -21,6 +21,7 @@ from nemo_geomask.parallel.logprob_options import (
 )
 from nemo_geomask.parallel.softmax import check_targets, gradient_inputs, merge_shards
 from nemo_geomask.segments.packed_reductions import gather_ranks
+from nemo_geomask.segments.rank_comparison import as_lost_rank_error
 
 __all__ = ["TILE_BYTES", "linear_logprobs"]
 
@@ -215,6 +216,7 @@ class _Linear(torch.autograd.Function):
         checked = check_targets(targets, shards, options)
         rows = hidden
         if call.sequence_parallel and shards.group is not None:
+            checked.has_problem()  # raises if the gather below is not possible
             rows = gather_ranks(hidden, shards.group).flatten(0, 1)
         # The host has to know how many rows are counted, since that decides the shape of the tiles.
         counted, count, ids = checked.is_counted.nonzero().squeeze(1), len(checked.ids), checked.ids
@@ -313,7 +315,8 @@ def _sum_over_ranks(gradient: Tensor, indices: Tensor | None, count: int, call: 
     """
     shards = call.shards
     if shards.group is not None and len(shards.sizes) > 1 and not call.sequence_parallel:
-        dist.all_reduce(gradient, group=shards.group)
+        with as_lost_rank_error():
+            dist.all_reduce(gradient, group=shards.group)
     if indices is not None:
         gradient = gradient.new_zeros(count, gradient.shape[1]).index_copy_(0, indices, gradient)
     if not call.sequence_parallel:
@@ -321,5 +324,6 @@ def _sum_over_ranks(gradient: Tensor, indices: Tensor | None, count: int, call: 
     local_gradient = gradient.new_empty(count // len(shards.sizes), gradient.shape[1])
     # torch 2.13 renamed the function.
     scatter = dist.reduce_scatter_single if hasattr(dist, "reduce_scatter_single") else dist.reduce_scatter_tensor
-    scatter(local_gradient, gradient, group=shards.group)
+    with as_lost_rank_error():
+        scatter(local_gradient, gradient, group=shards.group)
     return local_gradient

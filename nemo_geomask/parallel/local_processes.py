@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import ProcessContext, ProcessException, start_processes
 
-from nemo_geomask.errors import GeomaskError
+from nemo_geomask.errors import GeomaskError, LostRankError
 
 __all__ = ["COLLECTIVE_TIMEOUT", "RankError", "end_with_parent", "lead_ranks", "run_ranks"]
 
@@ -92,7 +92,7 @@ def lead_ranks(world: int, function: Callable[..., Any], *arguments: Any) -> Ite
             except RuntimeError as error:
                 # This is most often a collective that failed because another rank failed. Then ``join`` raises the
                 # other rank's error.
-                if not isinstance(error, GeomaskError):
+                if not isinstance(error, GeomaskError) or isinstance(error, LostRankError):
                     ranks.join(_GRACE_SECONDS)
                 raise
     finally:

@@ -10,9 +10,10 @@ from torch import Tensor
 
 from nemo_geomask.errors import ArgumentError
 from nemo_geomask.kernels import RowGradientInputs
-from nemo_geomask.parallel.agreement import copy_flag_to_host, gather_rank_arguments, has_problem, raise_problem
+from nemo_geomask.parallel.agreement import gather_rank_arguments, has_problem, raise_other_rows, raise_problem
 from nemo_geomask.parallel.logprob_options import LogprobOptions, VocabShards
 from nemo_geomask.segments.packed_reductions import gather_ranks
+from nemo_geomask.segments.rank_comparison import copy_to_host
 
 __all__ = ["Softmax", "Targets", "check_targets", "gradient_inputs", "merge_shards"]
 
@@ -25,14 +26,28 @@ class Targets(NamedTuple):
         is_counted: [N] bool, True where the id is not ``ignore_index``.
         is_stray: [N] bool, True where the id is counted, but in no shard.
         rank_arguments: from :func:`nemo_geomask.parallel.agreement.gather_rank_arguments`.
-        read_problem: function that returns True if there is an error to raise; None without ``validate``.
+        read_problem: function that returns a tensor [], True if there is an error to raise; None without ``validate``.
     """
 
     ids: Tensor
     is_counted: Tensor
     is_stray: Tensor
     rank_arguments: Tensor | None
-    read_problem: Callable[[], bool] | None
+    read_problem: Callable[[], Tensor] | None
+
+    def has_problem(self) -> bool:
+        """Return True if there is an error to raise, which :func:`merge_shards` raises after its collective.
+
+        The host waits for the flag, but not for kernels launched after it. ``tests/gpu`` checks that the log-prob
+        functions wait for nothing else, except :func:`~nemo_geomask.parallel.linear.linear_logprobs` for its number of
+        rows.
+
+        Raises: RanksDisagreeError: the ranks have different numbers of targets, so that no collective is possible.
+        """
+        if self.read_problem is None or not bool(self.read_problem()):
+            return False
+        raise_other_rows(self.rank_arguments)
+        return True
 
 
 class Softmax(NamedTuple):
@@ -60,7 +75,7 @@ def check_targets(targets: Tensor, shards: VocabShards, options: LogprobOptions)
     is_counted = ids != options.ignore_index
     is_stray = is_counted & ((ids < 0) | (ids >= shards.valid_columns))
     rank_arguments = gather_rank_arguments(ids, shards, options)
-    read_problem = copy_flag_to_host(has_problem(is_stray, rank_arguments)) if options.validate else None
+    read_problem = copy_to_host(has_problem(is_stray, rank_arguments)) if options.validate else None
     return Targets(ids, is_counted, is_stray, rank_arguments, read_problem)
 
 
@@ -75,7 +90,8 @@ def merge_shards(statistics: Tensor, targets: Targets, shards: VocabShards, opti
 
     Raises: the errors of :func:`nemo_geomask.parallel.agreement.raise_problem`, on all ranks that validate.
     """
-    ids, is_counted, is_stray, rank_arguments, read_problem = targets
+    ids, is_counted, is_stray, rank_arguments, _ = targets
+    must_raise = targets.has_problem()
     parts = statistics.unsqueeze(0)
     if shards.group is not None and len(shards.sizes) > 1:
         parts = gather_ranks(statistics, shards.group)
@@ -87,8 +103,8 @@ def merge_shards(statistics: Tensor, targets: Targets, shards: VocabShards, opti
         logprobs = torch.where(is_stray, torch.nan, logprobs)
     if options.entropy:
         entropy = torch.where(is_counted, torch.where(sum_exp == 0, torch.nan, entropy), 0.0)
-    # Read last: no rank raises before it has taken part in all collectives of the others.
-    if read_problem is not None and read_problem():
+    # Raised last: no rank raises before it has taken part in all collectives of the others, which may not validate.
+    if must_raise:
         raise_problem(ids, is_stray, rank_arguments, shards, options.ignore_index)
     return Softmax(logprobs, entropy, max_logit, sum_exp)
 

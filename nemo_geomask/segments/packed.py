@@ -14,6 +14,7 @@ from torch import Tensor
 from nemo_geomask.errors import ArgumentError, RanksDisagreeError, ShapeError
 from nemo_geomask.segments import packed_reductions as reductions
 from nemo_geomask.segments.padded import NO_TENSORS, Pooled, Prefix, Segments, TensorMap
+from nemo_geomask.segments.rank_comparison import PackedShape, checksum, compare_packings
 
 __all__ = ["PackedSegments", "PackedTokens"]
 
@@ -255,6 +256,7 @@ class PackedSegments(PackedTokens):
         self.count, self.tokens = lengths.numel(), tokens
         self.groups = groups
         self._cp, self._sp = (cp_rank, cp_size), (sp_rank, sp_size)
+        self._host_offsets = offsets
 
         # Tensors of [N] are computed on the device; only the offsets are copied from the host.
         self.cu_seqlens = offsets.to(device, non_blocking=True)
@@ -293,12 +295,18 @@ class PackedSegments(PackedTokens):
         first = sp_rank * self.tokens
         return torch.arange(first, first + self.tokens, device=self._ids.device)
 
+    @functools.cached_property
+    def packing(self) -> PackedShape:
+        """Numbers by which ranks compare their packed rows, computed on the host."""
+        (cp_rank, cp_size), (sp_rank, _) = self._cp, self._sp
+        offsets = self._host_offsets
+        return PackedShape(self.count, int(offsets[-1]), int(checksum(offsets)), sp_rank * cp_size + cp_rank)
+
     def verify(self, **sequences: Tensor) -> None:
         """Raise unless the ranks of the groups hold the shards of one packed row.
 
-        If ranks hold different sequences, or two ranks the same shard, the loss is wrong or the process group crashes.
-        Call this in a trainer's first step to get an error that says what differs. In each group it makes one small
-        all-gather, and one more for each of ``sequences``. The host waits for each of them.
+        A loss compares the packed rows of its ranks by itself (``loss_fn.compare_ranks``), but not their values. In
+        each group this makes one small all-gather, and one more for each of ``sequences``. The host waits for each.
 
         Args:
             sequences: [S] tensors, by name, that must be the same on all ranks, such as ``sample_mask``.
@@ -307,24 +315,10 @@ class PackedSegments(PackedTokens):
         differ.
         """
         self.check()
-        (cp_rank, cp_size), (sp_rank, sp_size) = self._cp, self._sp
-        offsets = self.cu_seqlens.cpu()
-        checksum = int((offsets * torch.arange(1, self.count + 2)).sum())
-        packing = (self.count, int(offsets[-1]), checksum, sp_rank * cp_size + cp_rank)
-        packings = self._gather_rows(torch.tensor([packing], device=self._ids.device))
-        counts, tokens, checksums, shards = zip(*packings.tolist(), strict=True)
-        if any(len(set(by_rank)) > 1 for by_rank in (counts, tokens, checksums)):
-            raise RanksDisagreeError(
-                f"the ranks hold different packings: {list(counts)} sequences and {list(tokens)} tokens in "
-                "cu_seqlens, by rank, or sequences of other lengths; give all ranks of the groups the same cu_seqlens"
-            )
-        if sorted(shards) != list(range(cp_size * sp_size)):
-            raise RanksDisagreeError(
-                f"the ranks hold the shards {list(shards)} (sp_rank·cp_size + cp_rank), but together they must be 0 to "
-                f"{cp_size * sp_size - 1}, each once; give every rank its own cp_rank and sp_rank"
-            )
+        rows = self.gather_rows(torch.tensor([self.packing], device=self._ids.device))
+        compare_packings([PackedShape(*row) for row in rows.tolist()])
         for name, value in sequences.items():
-            by_rank = self._gather_rows(value.detach().double().reshape(1, -1))
+            by_rank = self.gather_rows(value.detach().double().reshape(1, -1))
             differs = (by_rank != by_rank[0]) & ~(by_rank.isnan() & by_rank[0].isnan())
             differing = differs.any(dim=0).nonzero().flatten().tolist()
             if differing:
@@ -334,8 +328,8 @@ class PackedSegments(PackedTokens):
                     f"{name}"
                 )
 
-    def _gather_rows(self, row: Tensor) -> Tensor:
-        """Return [W, n] from the row [1, n] of each of the W ranks in the groups."""
+    def gather_rows(self, row: Tensor) -> Tensor:
+        """Return [W, n] from the row [1, n] of each of the W ranks in the groups, by one all-gather in each group."""
         for group in self.groups:
             row = reductions.gather_ranks(row, group).flatten(0, 1)
         return row

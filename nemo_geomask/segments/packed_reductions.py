@@ -9,13 +9,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from nemo_geomask.segments.rank_comparison import as_lost_rank_error
+
 __all__ = ["Groups", "gather_ranks", "merge_ranks", "reduce_over_ranks", "reduce_segments", "scan_runs", "spread"]
 
 Groups = tuple[dist.ProcessGroup, ...]
 
 
 def gather_ranks(values: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return [W, ...], the ``values`` of the group's W ranks in rank order, by one all-gather."""
+    """Return [W, ...], the ``values`` of the group's W ranks in rank order, by one all-gather.
+
+    Raises: LostRankError: the collective failed. From a compiled graph the backend's own error is raised.
+    """
     world = dist.get_world_size(group)
     if torch.compiler.is_compiling():
         # Imported here, since it imports sympy, which a loss that is not compiled does not need.
@@ -26,7 +31,8 @@ def gather_ranks(values: Tensor, group: dist.ProcessGroup) -> Tensor:
     gathered = values.new_empty((world, *values.shape))
     # torch 2.13 renamed all_gather_into_tensor to all_gather_single.
     all_gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
-    all_gather(gathered.view(-1), values.reshape(-1), group=group)
+    with as_lost_rank_error():
+        all_gather(gathered.view(-1), values.reshape(-1), group=group)
     return gathered
 
 

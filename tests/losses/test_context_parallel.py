@@ -11,7 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nemo_geomask import build_loss
-from nemo_geomask.errors import NonFiniteError, ShapeError
+from nemo_geomask.errors import LostRankError, NonFiniteError, ShapeError
 from nemo_geomask.parallel.local_processes import RankError, lead_ranks, run_ranks
 from nemo_geomask.segments import PackedSegments
 from tests.helpers import batches, oracle
@@ -237,6 +237,9 @@ def test_collectives_are_few_and_small():
     for found in run_ranks(2, _counted):
         for (name, groups), (forward, backward, metrics, own) in found.items():
             _, rows, gradients = ROWS[name]
+            # The comparison of the ranks: seven integers, and over a second group those of both ranks of the first.
+            compared, forward = forward[:groups], forward[groups:]
+            assert compared == [("allgather_base", 7 * 8 * 2**group) for group in range(groups)]
             statistics, report = forward[:groups], forward[groups:]
             # The trained tokens; the length, where the loss is divided by it; and the non-finite tokens.
             rows += 1 + own
@@ -270,9 +273,9 @@ def _sent(rank, world):
 def test_prefixes_of_any_length_cost_the_same():
     for short, short_excess, long, long_excess in run_ranks(4, _sent):
         assert short == long
-        assert len(short) == 2  # the statistics' stage and the report
+        assert len(short) == 3  # the comparison of the ranks, the statistics' stage and the report
         assert short_excess == long_excess
-        assert len(short_excess) == 2 + 1 + 12 + 1  # the length, its quantile, the prefixes
+        assert len(short_excess) == 3 + 1 + 12 + 1  # the length, its quantile, the prefixes
 
 
 @pytest.mark.slow
@@ -315,7 +318,7 @@ def test_killed_rank_ends_in_an_error_on_the_other():
     def attempt():
         try:
             evaluate(VARIANTS["gspo"], batch, 0, 2, (dist.group.WORLD,))
-        except Exception as error:
+        except LostRankError as error:
             errors.append(error)
 
     with pytest.raises(RankError, match="rank 1 was ended"), lead_ranks(2, _die):

@@ -344,6 +344,7 @@ DISAGREEMENTS = {
     "the targets' order": ({"targets": lambda targets: targets.flip(0)}, RanksDisagreeError, "are not rank 0's"),
     "two targets": ({"targets": lambda t: torch.cat([t[1:2], t[:1], t[2:]])}, RanksDisagreeError, "are not rank 0's"),
     "an ignored target": ({"targets": lambda t: t.where(t != IGNORE, 3)}, RanksDisagreeError, "are not rank 0's"),
+    "fewer rows": ({"rows": 5}, RanksDisagreeError, r"but by rank there are \[\d+, 5\]; give all of them the same"),
 }
 # What all ranks do alike, and wrong.
 MISTAKES = {
@@ -358,9 +359,10 @@ def _attempt(rank, change):
     logits, targets, *_ = case(12, width=16)
     columns = change.get("logits", slice(8 * rank, 8 * rank + 8))
     targets = change["targets"](targets) if "targets" in change else targets
-    options = {name: value for name, value in change.items() if name not in ("logits", "targets")}
+    rows = slice(change.get("rows"))
+    options = {name: value for name, value in change.items() if name not in ("logits", "targets", "rows")}
     try:
-        vocab_parallel_logprobs(logits[:, columns], targets, group=dist.group.WORLD, **options)
+        vocab_parallel_logprobs(logits[rows, columns], targets[rows], group=dist.group.WORLD, **options)
     except GeomaskError as error:
         return error
     return None
@@ -371,7 +373,17 @@ def _wrong(rank, world):
     told = {name: _attempt(rank, change if rank else {}) for name, (change, *_) in DISAGREEMENTS.items()}
     told |= {f"all: {name}": _attempt(rank, change) for name, (change, *_) in MISTAKES.items()}
     for change, *_ in DISAGREEMENTS.values():
-        assert _attempt(rank, {**(change if rank else {}), "validate": False}) is None
+        if "rows" not in change:  # gloo would bring down the process
+            assert _attempt(rank, {**(change if rank else {}), "validate": False}) is None
+    rows = 2 if rank else 3
+    with pytest.raises(RanksDisagreeError, match=r"by rank there are \[6, 4\]"):
+        linear_logprobs(
+            torch.ones(rows, 4),
+            torch.ones(8, 4),
+            torch.zeros(2 * rows, dtype=torch.int64),
+            group=dist.group.WORLD,
+            sequence_parallel=True,
+        )
     return told
 
 

@@ -351,8 +351,8 @@ def test_misfits_of_ranks_and_groups_are_named():
     for rank, found in enumerate(results):
         assert set(found) == wrong | {"sample_mask", "rewards"}
         assert f"(cp_rank, cp_size) is ({rank // 2}, 2)" in found["size"]
-        assert "[1, 2, 2, 2] sequences and [16, 16, 16, 16] tokens" in found["sequences"]
-        assert "sequences of other lengths" in found["lengths"]
+        assert "by rank, the number of sequences is [1, 2, 2, 2]; give all" in found["sequences"]
+        assert "the lengths of the sequences on ranks [1, 2, 3] are not those on rank 0" in found["lengths"]
         assert "hold the shards [0, 0, 1, 1]" in found["twice"]
         compared = {"sequences", "lengths", "twice", "sample_mask", "rewards"}
         assert {name for name, text in found.items() if text.startswith("RanksDisagreeError")} == compared

@@ -25,7 +25,7 @@ advantages, a loss is a mean of positive and negative terms of size 1, which may
 # Objectives that ClippedPGLossFn has, with the switches that select them there.
 _NEMO_RL_OBJECTIVES: Mapping[str, Mapping[str, bool]] = {"clipped_pg": {}, "gspo": {}, "cispo": {"use_cispo": True}}
 # Fields that name the loss or choose how it is computed; they do not change its value.
-_NOT_COMPARED = frozenset({"name", "compile", "logprob_backend", "metrics", "nonfinite"})
+_NOT_COMPARED = frozenset({"name", "compare_ranks", "compile", "logprob_backend", "metrics", "nonfinite"})
 # Metrics that are equal as long as both runs sampled the same tokens, up to the order of summation.
 _SAMPLE_METRICS = ("reward", "mean_gen_tokens_per_sample", "total_num_tokens")
 _COMPARED = ("loss", "grad_norm", "gen_kl_error", "token_mult_prob_error", "probs_ratio", "probs_ratio_clamped")

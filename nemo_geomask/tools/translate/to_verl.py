@@ -29,7 +29,13 @@ _AGGREGATIONS = {"tokens": "token-mean", "sequences": "seq-mean-token-mean", "do
 _KL = {("k1", "k1"): "kl", ("k1", "k2"): "kl+", ("k2", "k2"): "mse", ("k3", "k3"): "low_var_kl", ("k3", "k2"): "k3+"}
 # Fields that only determine how a loss runs or what it reports, and fields that are compared by their effective value.
 _NOT_COMPARED = {"name", "compile", "metrics", "logprob_backend", "masks", "record", "audit_fraction", "nonfinite"}
-_NOT_COMPARED |= {"token_level_loss", "loss_normalization", "is_correction_level", "use_importance_sampling_correction"}
+_NOT_COMPARED |= {
+    "compare_ranks",
+    "token_level_loss",
+    "loss_normalization",
+    "is_correction_level",
+    "use_importance_sampling_correction",
+}
 _UNBOUNDED = 1e9
 """Value that means no bound where verl requires one; verl clamps ratios to e^20 before it applies the bound."""
 _CLIP = {"ratio_clip_min", "ratio_clip_max", "ratio_clip_c"}

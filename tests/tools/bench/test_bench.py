@@ -289,7 +289,8 @@ def test_volume_of_a_microbatch_is_what_the_documentation_says():
     tokens, sequences = layout["tokens"] // layout["cp"], layout["sequences"]
     # Nine integers by which the ranks compare what they were called with, and four numbers a token.
     assert groups["tensor-parallel"]["each"] == [["all-gather", 72], ["all-gather", 16 * tokens]]
-    statistics, metrics, backward = groups["context-parallel"]["each"]
+    compared, statistics, metrics, backward = groups["context-parallel"]["each"]
+    assert compared == ["all-gather", 7 * 8]
     assert statistics == ["all-gather", 6 * sequences * 8]
     assert metrics[0] == "all-gather"
     assert metrics[1] < 100 * 8
