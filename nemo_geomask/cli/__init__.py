@@ -8,6 +8,7 @@ A command is a module of this package with ``add_arguments(parser)``, which decl
 from __future__ import annotations
 
 import argparse
+import contextlib
 import difflib
 import importlib
 import importlib.util
@@ -100,13 +101,24 @@ def _run_command(argv: Sequence[str]) -> int:
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
-        status: int = arguments.run(arguments)
+        with _limits_of(arguments):
+            status: int = arguments.run(arguments)
     except GeomaskError as error:
         print(f"nemo-geomask: error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
     return status
+
+
+def _limits_of(arguments: argparse.Namespace) -> contextlib.AbstractContextManager[None]:
+    """Put the limits into effect that ``--limit`` sets, if the command has that option and it is used."""
+    words = getattr(arguments, "limit", None)
+    if not words:
+        return contextlib.nullcontext()
+    from nemo_geomask.recipe.input_limits import parse_limits, use_limits
+
+    return use_limits(parse_limits(words))
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:

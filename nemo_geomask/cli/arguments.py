@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 
-__all__ = ["ACCEPT_HELP", "positive_number"]
+__all__ = ["ACCEPT_HELP", "add_limit_option", "positive_number"]
 
 ACCEPT_HELP = (
     "go on, at your own risk, although this API of NeMo-RL differs from the tested versions; its name is the one that "
@@ -23,3 +23,14 @@ def positive_number(text: str) -> float:
     if not math.isfinite(value) or value <= 0:
         raise argparse.ArgumentTypeError(f"'{text}' is not a number above 0")
     return value
+
+
+def add_limit_option(parser: argparse.ArgumentParser) -> None:
+    """Add ``--limit``, which raises or lowers a limit of :class:`~nemo_geomask.recipe.input_limits.InputLimits`."""
+    parser.add_argument(
+        "--limit",
+        action="append",
+        default=[],
+        metavar="NAME=NUMBER",
+        help="change a limit of what is read, such as nodes=50000; errors name the limit (repeatable)",
+    )

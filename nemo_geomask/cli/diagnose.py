@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from nemo_geomask.cli.arguments import positive_number
+from nemo_geomask.cli.arguments import add_limit_option, positive_number
 from nemo_geomask.optional import missing_extra
 
 __all__ = ["add_arguments", "run"]
@@ -93,6 +93,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="compare the runs with this one over the steps that both have (other hardware, top-p, cascade attention)",
     )
+    add_limit_option(parser)
     parser.add_argument(
         "--ray",
         nargs="?",
