@@ -1,0 +1,84 @@
+"""Which of the causes that are shown are named, and in which order."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from nemo_geomask.tools.diagnose.cause_selection import rank_causes
+from nemo_geomask.tools.diagnose.run_evidence import Detection, Evidence, MismatchSums
+from nemo_geomask.tools.diagnose.run_statistics import BIN_REPLICATES, RunStatistics, Window
+from nemo_geomask.tools.diagnose.step_sums import BOOTSTRAP_SUMS, StepSums
+
+
+def evidence(*, k3=10.0, capped_abs=20.0, first_step=5):
+    """Steps 4 to 6, the judged ones of which hold this mismatch."""
+    statistics = RunStatistics()
+    for step in (4, 5, 6):
+        sums = StepSums()
+        sums["tokens"] = sums["all_tokens"] = 100.0
+        for name, value in (("k3", k3), ("capped_abs", capped_abs)):
+            sums[name] = value / 2
+            sums.bootstrap[:, BOOTSTRAP_SUMS.index(name)] = value / 2
+        statistics.steps[step] = sums
+    return Evidence(statistics, None, first_step, True, None, Window(), None, (5, 6), ("", ""))
+
+
+def shown(k3=None, capped_abs=None, **more):
+    """A cause that is shown, and accounts for these sums."""
+    explained = None
+    if k3 is not None:
+        explained = MismatchSums(*(np.full(1 + BIN_REPLICATES, value) for value in (k3, capped_abs)))
+    return Detection(more.pop("value", 1.0), "", is_shown=True, explained=explained, **more)
+
+
+def names(detections, **more):
+    return [ranked.cause.id for ranked in rank_causes(detections, evidence(**more))]
+
+
+def test_a_share_is_that_of_the_mismatch():
+    (ranked,) = rank_causes({"temperature": shown(5.0, 4.0)}, evidence())
+    assert (ranked.share.k3.value, ranked.share.capped_abs.value) == pytest.approx((0.5, 0.2))
+    assert ranked.share.k3[1:] == pytest.approx((0.5, 0.5))
+    assert ranked.share.text == "50 % (50 to 50) of k3 and 20 % (20 to 20) of |Δ|"
+    (ranked,) = rank_causes({"temperature": shown(30.0, 0.8)}, evidence())
+    assert ranked.share.k3.value == 1.0  # no more than all of it
+    assert "and 4 % (4 to 4) of |Δ|" in ranked.share.text
+
+
+def test_the_cause_that_accounts_for_most_comes_first():
+    # The mean of the shares of k3 and of |Δ|: 0.35, against 0.4 and 0.3.
+    assert names({"temperature": shown(5.0, 4.0), "routing": shown(2.0, 12.0)}) == ["routing", "temperature"]
+    assert names({"temperature": shown(5.0, 4.0), "routing": shown(2.0, 8.0)}) == ["temperature", "routing"]
+
+
+def test_noise_accounts_for_what_the_others_leave():
+    detections = {"temperature": shown(5.0, 4.0), "position": shown(4.0, 10.0), "routing": shown(9.0, 19.0)}
+    shares = {ranked.cause.id: ranked.share for ranked in rank_causes(detections, evidence())}
+    values = {id_: (share.k3.value, share.capped_abs.value) for id_, share in shares.items()}
+    assert values["temperature"] == pytest.approx((0.5, 0.2))
+    assert values["position"] == pytest.approx((0.4, 0.5))
+    # What the largest of the others, by k3, leaves.
+    assert values["routing"] == pytest.approx((0.5, 0.8))
+
+
+def test_a_cause_of_almost_nothing_is_not_named_unless_it_is_a_bug():
+    assert names({"precision": shown(0.4, 0.9)}) == []
+    assert names({"precision": shown(0.4, 1.0)}) == ["precision"]
+    assert names({"precision": shown(0.5, 0.9)}) == ["precision"]
+    assert names({"temperature": shown(0.0, 0.0)}) == ["temperature"]
+
+
+def test_what_follows_from_another_cause_is_not_named():
+    assert names({"zero_logprobs": shown()}) == ["zero_logprobs"]
+    assert names({"zero_logprobs": shown(), "filtered": shown()}) == ["filtered"]
+    assert names({"biased_weight": shown()}) == ["biased_weight"]
+    for cause in ("filtered", "temperature", "stale_engine"):
+        assert names({"biased_weight": shown(), cause: shown()}) == [cause]
+
+
+def test_only_what_is_shown_in_the_judged_steps_is_named():
+    assert names({"filtered": Detection(1.0, "", is_shown=False)}) == []
+    assert names({"filtered": shown(steps=(4,))}) == []
+    assert names({"filtered": shown(steps=(4, 5))}) == ["filtered"]
+    assert names({"filtered": shown()}) == ["filtered"]
