@@ -78,6 +78,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="add to the report the outcome of `nemo-geomask sweep DIR --json > FILE`",
     )
     parser.add_argument(
+        "--skip-damaged",
+        action="store_true",
+        help="leave out files that are damaged and judge the others; the verdict says how many were left out",
+    )
+    parser.add_argument(
         "--cache", type=Path, metavar="DIR", help="folder of converted logs (default: geomask-records beside the logs)"
     )
     parser.add_argument(
@@ -122,5 +127,6 @@ def run(arguments: argparse.Namespace) -> int:
         splits=arguments.by,
         against=arguments.against,
         ray_address=arguments.ray,
+        skip_damaged=arguments.skip_damaged,
     )
     return _EXIT_STATUS[run_diagnose(options)]

@@ -60,6 +60,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument(
+        "--skip-damaged",
+        action="store_true",
+        help="leave out files that are damaged and replay the others; the table says how many were left out",
+    )
+    parser.add_argument(
         "--cache", type=Path, metavar="DIR", help="folder of converted logs (default: geomask-records beside the logs)"
     )
 
@@ -79,6 +84,7 @@ def run(arguments: argparse.Namespace) -> int:
             recipe=arguments.recipe,
             output="json" if arguments.json else "block" if arguments.recommend else "tables",
             cache=arguments.cache,
+            skip_damaged=arguments.skip_damaged,
         )
     )
     if reason:

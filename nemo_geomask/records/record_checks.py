@@ -72,7 +72,9 @@ def _errors_with_name(path: Path) -> Iterator[None]:
     arrow = require_arrow()
     try:
         yield
-    except (PageError, RowError) as error:
+    except PageError as error:
+        raise DataError(f"{path}: damaged: {error}") from None
+    except RowError as error:
         raise DataError(f"{path}: {error}") from None
     except (arrow.ArrowException, OSError, UnicodeDecodeError, MemoryError) as error:
         message = " ".join(str(error).split())[:300] or type(error).__name__
@@ -208,11 +210,11 @@ class RecordFile:
             start = min(offset for offset in starts if offset is not None)
             end = start + chunk.total_compressed_size
             if not 0 < start <= end <= self._size:
-                raise PageError(f"damaged: column {chunk.path_in_schema[:100]} is not within the file")
+                raise PageError(f"column {chunk.path_in_schema[:100]} is not within the file")
             values, count = count_values(self._descriptor, start, end, claimed, _MAX_PAGES - pages)
             pages += count
             if values != claimed:
-                raise PageError(f"damaged: column {chunk.path_in_schema[:100]} has {values} values, not {claimed}")
+                raise PageError(f"column {chunk.path_in_schema[:100]} has {values} values, not {claimed}")
 
 
 def _is_within(path: str, name: str) -> bool:

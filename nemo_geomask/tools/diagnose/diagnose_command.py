@@ -40,6 +40,7 @@ class DiagnoseOptions:
         splits: tables to show: each is a dimension, two dimensions joined by a comma, or ``step``; None: all tables.
         against: folder of a run to compare with, over the steps that both runs have.
         ray_address: address of the Ray cluster that reads the records; None: this machine reads them.
+        skip_damaged: leave damaged files out and judge the others; else they are an error.
     """
 
     directories: Sequence[Path]
@@ -55,6 +56,7 @@ class DiagnoseOptions:
     splits: Sequence[str] | None = None
     against: Path | None = None
     ray_address: str | None = None
+    skip_damaged: bool = False
 
 
 def run_diagnose(options: DiagnoseOptions) -> OverallHealth:
@@ -83,7 +85,7 @@ def run_diagnose(options: DiagnoseOptions) -> OverallHealth:
         incompatible = {"--by": options.splits, "--against": options.against, "--ray": options.ray_address}
         if names := [name for name, value in incompatible.items() if value is not None]:
             raise ConfigError(f"--watch can't be combined with {', '.join(names)}; leave out --watch or the others")
-        return watch_runs(options.directories, options.watch_seconds, output)
+        return watch_runs(options.directories, options.watch_seconds, output, skip_damaged=options.skip_damaged)
 
     verdicts = _find_and_judge(options, output.dimension_pairs)
     for split in output.splits or ():
@@ -102,8 +104,9 @@ def _find_and_judge(options: DiagnoseOptions, dimension_pairs: Sequence[tuple[st
             raise DataError(f"{run.directory}: the records hold no sequence")
         return statistics
 
-    reference = None if options.against is None else find_run(options.against)
-    runs, fallbacks = find_recorded_runs(options.directories)
+    skip = options.skip_damaged
+    reference = None if options.against is None else find_run(options.against, skip_damaged=skip)
+    runs, fallbacks = find_recorded_runs(options.directories, skip_damaged=skip)
     if reference is None:
         return judge_runs(runs, fallbacks, lambda run: diagnose(survey(run)))
 

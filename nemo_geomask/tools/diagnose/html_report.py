@@ -268,7 +268,7 @@ def _run_context(index: int, run: ReportedRun) -> dict[str, Any]:
         "colour": run_colour(index),
         "health": "unknown" if diagnosis.unjudged_reason else diagnosis.health,
         "verdict": verdict,
-        "reason": reason,
+        "reason": "; ".join([reason, *diagnosis.evidence.statistics.file_notes]),
         "cause": diagnosis.cause,
         "ruled_out": [cause.name for cause in causes if detections[cause.id].state == "ruled out"],
         "untested": {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -158,6 +159,10 @@ class RunStatistics:
         windows: windows of ``width`` successive steps, by the number of their first step.
         width: steps in a window; it doubles whenever there are more than ``MAX_WINDOWS`` windows, which bounds memory.
         worst_tokens, worst_sequences: the ``WORST_COUNT`` worst tokens and sequences of the run, worst first.
+        files: number of files, those that were left out included.
+        left_out: damaged files that were left out, with the error of each.
+        superseded: files that were left out because a later recording has begun their steps again.
+        without_checksum: number of files without a checksum, which earlier versions wrote.
     """
 
     steps: dict[int, StepSums] = field(default_factory=dict)
@@ -165,6 +170,10 @@ class RunStatistics:
     width: int = 1
     worst_tokens: list[WorstToken] = field(default_factory=list)
     worst_sequences: list[WorstSequence] = field(default_factory=list)
+    files: int = 0
+    left_out: dict[Path, str] = field(default_factory=dict)
+    superseded: set[Path] = field(default_factory=set)
+    without_checksum: int = 0
 
     def add(self, other: RunStatistics) -> None:
         """Add the statistics of another part of the run; the order of additions changes only the rounding."""
@@ -177,6 +186,28 @@ class RunStatistics:
             self._widen(2 * self.width)
         self.worst_tokens = heapq.nlargest(WORST_COUNT, [*self.worst_tokens, *other.worst_tokens])
         self.worst_sequences = heapq.nlargest(WORST_COUNT, [*self.worst_sequences, *other.worst_sequences])
+        self.files += other.files
+        self.left_out |= other.left_out
+        self.superseded |= other.superseded
+        self.without_checksum += other.without_checksum
+
+    @property
+    def file_notes(self) -> list[str]:
+        """What a reader of the verdict has to know of the files, in sentences without a full stop; mostly empty."""
+        notes = []
+        if self.left_out:
+            first, *_ = self.left_out.values()
+            notes.append(f"{len(self.left_out)} of {self.files} files left out as damaged; the first: {first}")
+        if self.superseded:
+            notes.append(
+                f"{len(self.superseded)} files of an earlier recording left out, whose steps a later one took again"
+            )
+        if self.without_checksum:
+            notes.append(
+                f"{self.without_checksum} of {self.files} files have no checksum, as those of earlier versions, so "
+                "that a damaged value in them can't be told"
+            )
+        return notes
 
     def window_start(self, step: int) -> int:
         """Return the first step of the window that a step belongs to."""

@@ -7,8 +7,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from nemo_geomask.errors import DataError
+from nemo_geomask.recipe.input_limits import InputLimits, current_limits
+from nemo_geomask.records.record_checks import read_metadata
+from nemo_geomask.records.record_schema import CHECKSUM_KEY
 from nemo_geomask.tools.diagnose.record_reader import RecordBlock, read_blocks
-from nemo_geomask.tools.diagnose.record_sources import RunFiles, apply_to_record, map_records
+from nemo_geomask.tools.diagnose.record_sources import RunFiles, Tolerant, apply_to_record, map_records
 from nemo_geomask.tools.diagnose.run_statistics import RunStatistics
 from nemo_geomask.tools.diagnose.step_survey import survey_block
 
@@ -20,12 +24,22 @@ RecordMapper = Callable[[Callable[[Path], Any], Sequence[Path], Path | None], It
 """Function that maps a function over record files, like ``map_records``; its last argument is the cache folder."""
 
 
-def survey_file(path: Path, dimension_pairs: DimensionPairs = ()) -> RunStatistics:
-    """Return the statistics of one record; ``dimension_pairs`` as for :func:`survey_run`."""
-    statistics = RunStatistics()
-    for block in read_blocks(path):
+def survey_file(path: Path, dimension_pairs: DimensionPairs = (), limits: InputLimits | None = None) -> RunStatistics:
+    """Return the statistics of one record.
+
+    Args:
+        path: the record.
+        dimension_pairs: as for :func:`survey_run`.
+        limits: as for :func:`~nemo_geomask.tools.diagnose.record_reader.read_blocks`.
+    """
+    statistics = RunStatistics(files=1, without_checksum=int(CHECKSUM_KEY.encode() not in read_metadata(path)))
+    for block in read_blocks(path, limits):
         statistics.add(survey_block(block, dimension_pairs))
     return statistics
+
+
+def _leave_out(path: Path, error: Exception) -> RunStatistics:
+    return RunStatistics(files=1, left_out={path: str(error)})
 
 
 def survey_run(
@@ -47,13 +61,45 @@ def survey_run(
             :func:`~nemo_geomask.tools.diagnose.record_sources.map_records` on all cores of this machine, or the result
             of :func:`~nemo_geomask.tools.diagnose.ray_survey.connect_ray` on all cores of a cluster.
     """
-    statistics = RunStatistics()
-    for part in mapper(partial(survey_file, dimension_pairs=tuple(dimension_pairs)), run.paths(steps), cache):
+    run.check(steps)
+    statistics = RunStatistics(superseded=set(run.superseded))
+    # Limits are passed on, because those in effect here are not in effect in other processes.
+    survey: Callable[[Path], Any] = partial(
+        survey_file, dimension_pairs=tuple(dimension_pairs), limits=current_limits()
+    )
+    if run.skips_damaged:
+        survey = Tolerant(survey, _leave_out)
+    paths = run.paths(steps)
+    for part in mapper(survey, paths, cache):
         statistics.add(part)
+    if paths and len(statistics.left_out) == len(paths):
+        first, *_ = statistics.left_out.values()
+        raise DataError(f"{run.directory}: all {len(paths)} files are damaged; the first: {first}")
     return statistics
 
 
-def read_step(run: RunFiles, step: int, cache: Path | None = None) -> Iterator[RecordBlock]:
-    """Yield the sequences of one step; ``cache`` as for :func:`survey_run`."""
+def read_step(
+    run: RunFiles, step: int, cache: Path | None = None, left_out: dict[Path, str] | None = None
+) -> Iterator[RecordBlock]:
+    """Yield the sequences of one step.
+
+    Args:
+        run: the run; if it skips damaged files, a file is read as a whole before its sequences are yielded.
+        step: the step's number.
+        cache: as for :func:`survey_run`.
+        left_out: gets the damaged files that are left out, with the error of each.
+    """
+    run.check([step])
+    leave_out = partial(_note_left_out, {} if left_out is None else left_out)
+    read = Tolerant(_read_whole, leave_out) if run.skips_damaged else read_blocks
     for path in run.paths([step]):
-        yield from apply_to_record(read_blocks, path, cache)
+        yield from apply_to_record(read, path, cache)
+
+
+def _note_left_out(left_out: dict[Path, str], path: Path, error: Exception) -> Sequence[RecordBlock]:
+    left_out[path] = str(error)
+    return ()
+
+
+def _read_whole(path: Path) -> list[RecordBlock]:
+    return list(read_blocks(path))

@@ -72,12 +72,19 @@ class RunVerdicts:
         return max(self.healths, key=_HEALTH_ORDER.index)
 
 
-def find_recorded_runs(directories: Iterable[Path]) -> tuple[list[RunFiles], dict[Path, FallbackVerdict]]:
-    """Return the recorded runs in some folders, and a fallback verdict on each folder without any."""
+def find_recorded_runs(
+    directories: Iterable[Path], *, skip_damaged: bool = False
+) -> tuple[list[RunFiles], dict[Path, FallbackVerdict]]:
+    """Return the recorded runs in some folders, and a fallback verdict on each folder without any.
+
+    Args:
+        directories: the folders.
+        skip_damaged: as for :func:`~nemo_geomask.tools.diagnose.record_sources.find_runs`.
+    """
     runs, fallbacks = [], {}
     for directory in directories:
         try:
-            runs += find_runs([directory])
+            runs += find_runs([directory], skip_damaged=skip_damaged)
         except DataError as error:
             fallbacks[directory] = _judge_by_metrics(directory, str(error))
     return runs, fallbacks

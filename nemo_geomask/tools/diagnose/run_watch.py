@@ -24,13 +24,21 @@ from nemo_geomask.tools.diagnose.verdict_output import OutputOptions, print_verd
 __all__ = ["watch_runs"]
 
 
-def watch_runs(directories: Sequence[Path], seconds: float, options: OutputOptions) -> OverallHealth:
+def watch_runs(
+    directories: Sequence[Path], seconds: float, options: OutputOptions, *, skip_damaged: bool = False
+) -> OverallHealth:
     """Judge the runs every ``seconds`` until Ctrl-C; print verdicts that changed, and rewrite files after new steps.
+
+    Args:
+        directories: the folders.
+        seconds: time between two judgements.
+        options: the output.
+        skip_damaged: as for :func:`~nemo_geomask.tools.diagnose.record_sources.find_runs`.
 
     Returns:
         The worst health at the end; ``healthy`` if nothing had been judged by then.
     """
-    watch = _RunWatcher(directories, options.cache)
+    watch = _RunWatcher(directories, options.cache, skip_damaged)
     health: OverallHealth = "healthy"
     try:
         while True:
@@ -63,8 +71,9 @@ class _Poll(NamedTuple):
 class _RunWatcher:
     """Poller of folders, with the statistics of each run so far and the verdicts that the previous poll reported."""
 
-    def __init__(self, directories: Sequence[Path], cache: Path | None) -> None:
+    def __init__(self, directories: Sequence[Path], cache: Path | None, skip_damaged: bool) -> None:
         self._directories = directories
+        self._skip_damaged = skip_damaged
         self._cache = cache
         self._statistics: dict[Path, RunStatistics] = {}
         self._file_states: dict[Path, tuple[int, int]] = {}
@@ -73,7 +82,7 @@ class _RunWatcher:
 
     def poll(self) -> _Poll:
         """Add the new complete steps of each run to its statistics, and judge all runs."""
-        runs, fallbacks = find_recorded_runs(self._directories)
+        runs, fallbacks = find_recorded_runs(self._directories, skip_damaged=self._skip_damaged)
         verdicts = RunVerdicts(fallbacks=fallbacks)
         has_new_steps = False
         for run in runs:

@@ -20,6 +20,7 @@ from nemo_geomask.tools.diagnose.run_survey import read_step
 from nemo_geomask.tools.diagnose.sweep_candidates import CANDIDATES, GRID, split_recipe_loss
 from nemo_geomask.tools.diagnose.sweep_recommendation import explain_no_recommendation, pareto_front, recommend
 from nemo_geomask.tools.shared.json_output import to_json
+from nemo_geomask.tools.shared.terminal_text import escape_line
 
 __all__ = ["SweepOptions", "run_sweep"]
 
@@ -38,6 +39,7 @@ class SweepOptions:
             corrections; None: NeMo-RL's defaults.
         output: print tables and the recommended block, only the block, or JSON.
         cache: folder for records converted from logs; None: next to the logs.
+        skip_damaged: leave damaged files out, with their steps if they have no other; else they are an error.
     """
 
     directory: Path
@@ -48,6 +50,7 @@ class SweepOptions:
     recipe: str | None = None
     output: Literal["tables", "block", "json"] = "tables"
     cache: Path | None = None
+    skip_damaged: bool = False
 
 
 def run_sweep(options: SweepOptions) -> str:
@@ -62,7 +65,7 @@ def run_sweep(options: SweepOptions) -> str:
     """
     if options.step_count < 1:
         raise ConfigError(f"--steps {options.step_count} must be at least 1")
-    run = find_run(options.directory)
+    run = find_run(options.directory, skip_damaged=options.skip_damaged)
     base: dict[str, Any] = {}
     candidates = [*CANDIDATES, *(GRID if options.include_grid else ())]
     if options.recipe is not None:
@@ -82,6 +85,7 @@ def run_sweep(options: SweepOptions) -> str:
             "run": str(run.directory),
             "steps": batches.steps,
             "left_out": batches.left_out,
+            "damaged_files": {str(path): message for path, message in batches.damaged.items()},
             "at": options.at,
             "does_not_fit": incompatible,
             "recommended": None if best is None else best.candidate.name,
@@ -112,16 +116,25 @@ def _choose_steps(steps: Sequence[int], options: SweepOptions) -> list[int]:
 
 @dataclass
 class _StepBatches:
-    """Iterable of each step's number and batch; ``left_out`` counts the sequences that the batch had no room for."""
+    """Iterable of each step's number and batch.
+
+    ``left_out`` counts the sequences that the batch had no room for; ``damaged`` has the files that were left out, and
+    the error of each.
+    """
 
     run: RunFiles
     steps: list[int]
     cache: Path | None
     left_out: dict[int, int] = field(default_factory=dict)
+    damaged: dict[Path, str] = field(default_factory=dict)
 
     def __iter__(self) -> Iterator[tuple[int, Mapping[str, Tensor]]]:
-        for step in self.steps:
-            batch, left_out = padded_batch(read_step(self.run, step, self.cache))
+        for step in list(self.steps):
+            blocks = list(read_step(self.run, step, self.cache, self.damaged))
+            if not blocks and self.damaged:
+                self.steps.remove(step)
+                continue
+            batch, left_out = padded_batch(blocks)
             if left_out:
                 self.left_out[step] = left_out
             yield step, batch
@@ -142,6 +155,9 @@ def _tables(outcomes: Sequence[CandidateOutcome], best: CandidateOutcome | None,
     title = f"Steps {', '.join(map(str, batches.steps))}"
     if batches.left_out:
         title += f"; {sum(batches.left_out.values())} sequences left out"
+    if batches.damaged:
+        first, *_ = batches.damaged.values()
+        title += f"; {len(batches.damaged)} files left out as damaged, the first: {escape_line(first)}"
     title += f"; *: no other has less bias and less variance, →: recommended; over {_describe_tokens(counts)}"
     removed = [
         (outcome.candidate.name, *(outcome.removed_share(part) for part in PARTS[1:]))

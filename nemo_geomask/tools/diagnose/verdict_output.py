@@ -16,6 +16,7 @@ from nemo_geomask.tools.diagnose.report_tables import Decode, diagnosis_tables, 
 from nemo_geomask.tools.diagnose.run_verdicts import RunVerdicts
 from nemo_geomask.tools.diagnose.sweep_section import read_sweep
 from nemo_geomask.tools.shared.json_output import to_json
+from nemo_geomask.tools.shared.terminal_text import escape_line
 
 __all__ = ["OutputOptions", "print_verdicts", "write_files"]
 
@@ -55,6 +56,7 @@ def print_verdicts(verdicts: RunVerdicts, options: OutputOptions) -> None:
     if options.as_json:
         values = [
             diagnosis_json(run.diagnosis, str(run.files.directory), options.decode, options.splits)
+            | {"files": run.diagnosis.evidence.statistics.file_notes}
             for run in verdicts.judged
         ]
         values += [
@@ -67,6 +69,8 @@ def print_verdicts(verdicts: RunVerdicts, options: OutputOptions) -> None:
         print(f"{run.files.directory}: {run.diagnosis.sentence}")
         if run.diagnosis.cause is not None:
             print(f"  to do: {run.diagnosis.cause.action}")
+        for note in run.diagnosis.evidence.statistics.file_notes:
+            print(f"  files: {escape_line(note)}")
     for folder, verdict in verdicts.fallbacks.items():
         print(f"{folder}: {verdict.sentence(folder)}")
     if not options.has_tables:
