@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import ast
-import functools
 import os
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 
 from nemo_geomask.errors import Problem
 from nemo_geomask.tools.check import Finding, RecipeFacts, Report
@@ -21,6 +18,8 @@ _REFUSALS_OF_VARIABLES: Mapping[str, str] = {_WITHOUT_ACCURACY_CHECK: "GM307"}
 """For each environment variable, the rule of `check` for the NeMo-RL refusal that the variable switches off."""
 _REPLACED = frozenset({"policy.model_name", "policy.tokenizer.name"})
 """Keys whose value every rehearsal replaces."""
+_REPLACED_WITH_PROMPTS = ("data.train", "data.validation", "env")
+"""Sections that a rehearsal replaces, unless it has the recipe's own prompts and environment."""
 
 LAUNCH_VARIABLES = tuple(_REFUSALS_OF_VARIABLES)
 """Environment variables that decide whether NeMo-RL starts a recipe."""
@@ -41,14 +40,29 @@ _MEDIA = ("omni", "audio", "-vl", "_vl", "vision", "vlm")
 """Parts of model names, and of the names of data processors, that stand for images, video or sound."""
 
 
-def errors_of(report: Report, environment: Mapping[str, str] = os.environ) -> list[Finding]:
+def errors_of(
+    report: Report, environment: Mapping[str, str] = os.environ, *, own_environment: bool = False
+) -> list[Finding]:
     """Return the errors that keep a rehearsal from starting a recipe in an environment.
 
-    Errors about settings that every rehearsal replaces do not count: a launcher may fill in the model, for example.
+    Errors about settings that the rehearsal replaces do not count: a launcher may fill in the model or the path of the
+    data, for example.
+
+    Args:
+        report: findings of `check`.
+        environment: variables under which the rehearsal starts.
+        own_environment: the rehearsal has the recipe's own prompts and environment.
     """
     waived = {rule for variable, rule in _REFUSALS_OF_VARIABLES.items() if environment.get(variable)}
     errors = [finding for finding in report.findings if finding.rule.severity == "error"]
-    return [error for error in errors if error.rule.id not in waived and error.key not in _REPLACED]
+    sections = () if own_environment else _REPLACED_WITH_PROMPTS
+    return [
+        error
+        for error in errors
+        if error.rule.id not in waived
+        and error.key not in _REPLACED
+        and not f"{error.key}.".startswith(tuple(f"{section}." for section in sections))
+    ]
 
 
 def recipe_refusals(facts: RecipeFacts, *, has_gpus: bool = False) -> Iterator[Problem]:
@@ -69,37 +83,7 @@ def recipe_refusals(facts: RecipeFacts, *, has_gpus: bool = False) -> Iterator[P
         key = "on_policy_distillation.enabled"
         message = "true: a rehearsal has no teachers, whose log-probs are this recipe's advantages; set false"
         yield Problem((key,), message)
-    yield from _missing_keys(facts)
     yield from _media(facts)
-
-
-def _missing_keys(facts: RecipeFacts) -> Iterator[Problem]:
-    """Yield a problem for each key of ``megatron_cfg`` without which this NeMo-RL does not start."""
-    if facts.uses_megatron and facts.nemo_rl is not None:
-        for name in _required_megatron_keys(facts.nemo_rl) - set(facts.get("policy.megatron_cfg")):
-            key = f"policy.megatron_cfg.{name}"
-            message = f"missing, and this NeMo-RL refuses recipes without it; override ++{key}=VALUE"
-            yield Problem((key,), message)
-
-
-@functools.cache
-def _required_megatron_keys(checkout: Path) -> frozenset[str]:
-    """Return the keys that a NeMo-RL's ``MegatronConfig`` requires; empty if its script does not check them."""
-    try:
-        script = (checkout / "examples/run_grpo.py").read_text(encoding="utf-8")
-        source = (checkout / "nemo_rl/models/policy/__init__.py").read_text(encoding="utf-8")
-    except OSError:
-        return frozenset()
-    if "MasterConfig(**" not in script:
-        return frozenset()  # v0.6.0
-    fields = (
-        field
-        for node in ast.parse(source).body
-        if isinstance(node, ast.ClassDef) and node.name == "MegatronConfig"
-        for field in node.body
-        if isinstance(field, ast.AnnAssign) and not ast.unparse(field.annotation).startswith("NotRequired")
-    )
-    return frozenset(field.target.id for field in fields if isinstance(field.target, ast.Name))
 
 
 def _media(facts: RecipeFacts) -> Iterator[Problem]:

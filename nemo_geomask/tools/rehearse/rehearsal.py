@@ -170,12 +170,12 @@ def rehearse(
     resumed_args = (*overrides, *(resume or ()))
     resumed_facts = RecipeFacts.from_recipe(read_recipe(recipe, resumed_args, leave=leave)) if resume else facts
     reports = [check(facts), *([check(resumed_facts)] if resume else [])]
-    report = next((each for each in reports if errors_of(each)), reports[0])
+    report = next((each for each in reports if errors_of(each, own_environment=own_environment)), reports[0])
     gpus = has_gpus()
     folder = folder.resolve()
     if not dry_run:
         _check_output_folder(folder)
-    if errors_of(report):
+    if errors_of(report, own_environment=own_environment):
         seconds = time.monotonic() - began
         return Rehearsal(Path(recipe), checkout, report.findings, gpus, None, None, folder, seconds)
     settings = _RunSettings(

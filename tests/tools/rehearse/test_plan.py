@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from nemo_geomask.errors import ConfigError
 from nemo_geomask.recipe import read_recipe
 from nemo_geomask.tools.check import Layout, RecipeFacts, layout_of
 from nemo_geomask.tools.rehearse.plan import plan
+from nemo_geomask.tools.rehearse.refusals import errors_of
 from nemo_geomask.tools.rehearse.setting_change import Change
 
 pytest.importorskip("hydra", reason="overrides are Hydra's")
@@ -162,26 +165,13 @@ def test_what_a_rehearsal_would_not_show_is_refused(planned, overrides, gpus, me
         planned(*overrides, gpus=gpus)
 
 
-@pytest.mark.parametrize(("script", "refused"), [("config = MasterConfig(**config)", True), ("config = config", False)])
-def test_a_key_that_nemo_rl_requires_is_missed_when_planned(tmp_path, monkeypatch, script, refused):
-    root = tmp_path / "RL"
-    for name, text in {
-        "examples/run_grpo.py": script,
-        "nemo_rl/models/policy/__init__.py": (
-            "class MegatronConfig(TypedDict):\n    enabled: Literal[True]\n    tensor_model_parallel_size: int\n"
-            "    moe_per_layer_logging: bool\n    env_vars: NotRequired[dict[str, str]]\n"
-        ),
-    }.items():
-        (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).write_text(text, encoding="utf-8")
-    monkeypatch.setenv("NEMO_RL_ROOT", str(root))
-    (tmp_path / "recipe.yaml").write_text(BASE, encoding="utf-8")
-    facts = RecipeFacts.from_recipe(read_recipe(tmp_path / "recipe.yaml", MEGATRON))
-    if refused:
-        with pytest.raises(ConfigError, match="policy.megatron_cfg.moe_per_layer_logging: missing"):
-            plan(facts, folder=tmp_path / "out")
-    else:
-        assert plan(facts, folder=tmp_path / "out").overrides
+def test_errors_about_replaced_settings_do_not_count():
+    rule = SimpleNamespace(severity="error", id="GM008")
+    keys = ["data.train.data_path", "data.training", "env", "policy.model_name", "grpo.seed"]
+    report = SimpleNamespace(findings=[SimpleNamespace(rule=rule, key=key) for key in keys])
+    assert [error.key for error in errors_of(report, {})] == ["data.training", "grpo.seed"]
+    own = [error.key for error in errors_of(report, {}, own_environment=True)]
+    assert own == ["data.train.data_path", "data.training", "env", "grpo.seed"]
 
 
 def test_gpus_run_what_cpus_can_not(planned):
