@@ -15,11 +15,14 @@ import importlib.util
 import os
 import select
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple, TextIO
 
 import nemo_geomask
+from nemo_geomask.cli.arguments import add_limit_option
 from nemo_geomask.errors import GeomaskError
+from nemo_geomask.plugin_imports import plugin_imports
+from nemo_geomask.tools.shared.terminal_text import escape_lines, escaped_output
 
 __all__ = ["COMMANDS", "Command", "main"]
 
@@ -31,11 +34,19 @@ class Command(NamedTuple):
         name: the word on the command line, and with ``_`` in place of ``-`` the name of its module in this package.
         package: the package below ``nemo_geomask`` that does the work. If it was deleted, the command is not offered.
         help: one line for ``nemo-geomask --help``.
+        imports_plugins: True if a ``module:attribute`` that a recipe or an argument names is imported, if need be from
+            the current folder.
+        reads_recipes: True if the command reads recipes or other systems' settings, whose size ``--limit`` limits.
+        runs_script: True if the command runs a program of the user's in this process, which may exit as it likes and
+            print what it likes.
     """
 
     name: str
     package: str
     help: str
+    imports_plugins: bool = False
+    reads_recipes: bool = False
+    runs_script: bool = False
 
     @property
     def module(self) -> str:
@@ -50,15 +61,56 @@ class Command(NamedTuple):
 
 
 COMMANDS = (
-    Command("lab", "tools.lab", "train a small MoE policy on the CPU and compare losses"),
-    Command("run", "hosts.nemo_rl", "run a NeMo-RL script with the loss that its recipe names"),
+    Command(
+        "lab",
+        "tools.lab",
+        "train a small MoE policy on the CPU and compare losses",
+        imports_plugins=True,
+        reads_recipes=True,
+    ),
+    Command(
+        "run",
+        "hosts.nemo_rl",
+        "run a NeMo-RL script with the loss that its recipe names",
+        imports_plugins=True,
+        runs_script=True,
+    ),
     Command("doctor", "hosts.nemo_rl", "check NeMo-RL, its workers' environments and the registered losses"),
-    Command("check", "tools.check", "explain what a recipe trains, and warn of known mistakes in it"),
+    Command(
+        "check",
+        "tools.check",
+        "explain what a recipe trains, and warn of known mistakes in it",
+        imports_plugins=True,
+        reads_recipes=True,
+    ),
     Command("diagnose", "tools.diagnose", "find out what is wrong with a run's mismatch, since when, and why"),
-    Command("sweep", "tools.diagnose", "replay a run's batches under each correction and mask, and compare them"),
-    Command("translate", "tools.translate", "write another system's loss settings as a loss_fn block"),
-    Command("test-variant", "testing", "test a loss or correction of your own against the package's promises"),
-    Command("rehearse", "tools.rehearse", "run a recipe, shrunk, through NeMo-RL's own workers on this machine"),
+    Command(
+        "sweep",
+        "tools.diagnose",
+        "replay a run's batches under each correction and mask, and compare them",
+        imports_plugins=True,
+        reads_recipes=True,
+    ),
+    Command(
+        "translate",
+        "tools.translate",
+        "write another system's loss settings as a loss_fn block",
+        imports_plugins=True,
+        reads_recipes=True,
+    ),
+    Command(
+        "test-variant",
+        "testing",
+        "test a loss or correction of your own against the package's promises",
+        imports_plugins=True,
+    ),
+    Command(
+        "rehearse",
+        "tools.rehearse",
+        "run a recipe, shrunk, through NeMo-RL's own workers on this machine",
+        imports_plugins=True,
+        reads_recipes=True,
+    ),
     Command(
         "bench", "tools.bench", "measure log-probs, losses and sequence statistics beside the peers installed here"
     ),
@@ -96,19 +148,41 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run_command(argv: Sequence[str]) -> int:
-    arguments = _parse(argv)
-    # `python -m` does the same, so that module:attribute finds a module in the current folder.
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
+    with _without_current_folder():
+        with escaped_output():
+            arguments = _parse(argv)
+        command: Command = arguments.command
+        # A script of the user's prints as it likes, and rich draws the lab's progress on a terminal.
+        draws = command.runs_script or (command.name == "lab" and sys.stdout is not None and sys.stdout.isatty())
+        with contextlib.nullcontext() if draws else escaped_output():
+            return _run(command, arguments)
+
+
+def _run(command: Command, arguments: argparse.Namespace) -> int:
+    folders = [os.getcwd()] if command.imports_plugins else []
     try:
-        with _limits_of(arguments):
+        with (
+            plugin_imports(folders, allowed=not getattr(arguments, "no_import", False)),
+            _limits_of(arguments),
+        ):
             status: int = arguments.run(arguments)
     except GeomaskError as error:
-        print(f"nemo-geomask: error: {error}", file=sys.stderr)
+        _print_error(*map(str, error.problems))
         return 2
     except KeyboardInterrupt:
         return 130
+    except SystemExit as error:
+        # A command returns its status. The handler of a signal exits with 128 and the signal's number.
+        if command.runs_script or (isinstance(error.code, int) and error.code > 128):
+            raise
+        _print_error(f"code outside this package, such as a plugin's, ended the command: SystemExit({error.code!r})")
+        return 2
     return status
+
+
+def _print_error(*messages: str) -> None:
+    """Print an error of one or several problems; a line break within one begins no line of its own."""
+    print("nemo-geomask: error: " + "\n".join(map(escape_lines, messages)), file=sys.stderr)
 
 
 def _limits_of(arguments: argparse.Namespace) -> contextlib.AbstractContextManager[None]:
@@ -119,6 +193,24 @@ def _limits_of(arguments: argparse.Namespace) -> contextlib.AbstractContextManag
     from nemo_geomask.recipe.input_limits import parse_limits, use_limits
 
     return use_limits(parse_limits(words))
+
+
+@contextlib.contextmanager
+def _without_current_folder() -> Iterator[None]:
+    """Keep Python from importing packages from the current folder, which ``python -m`` and ``-c`` put first.
+
+    If this package itself lies there, as in a checkout, the folder is searched last, and worker processes find it.
+    """
+    path = list(sys.path)
+    is_first = bool(path) and path[0] in ("", os.getcwd())
+    if is_first:
+        own_folder = os.path.dirname(os.path.dirname(os.path.abspath(nemo_geomask.__file__)))
+        sys.path[:] = [*path[1:], *([own_folder] if own_folder == os.getcwd() else [])]
+    try:
+        yield
+    finally:
+        if is_first:
+            sys.path[:] = path
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -141,7 +233,9 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         if command.name == chosen:
             module = importlib.import_module(command.module)
             module.add_arguments(subparser)
-            subparser.set_defaults(run=module.run)
+            if command.reads_recipes:
+                add_limit_option(subparser)
+            subparser.set_defaults(run=module.run, command=command)
     if chosen is not None and chosen not in names:
         nearest = difflib.get_close_matches(chosen, names, n=1)
         hint = f"did you mean '{nearest[0]}'?" if nearest else f"choose from {', '.join(names)}"

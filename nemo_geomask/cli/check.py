@@ -6,14 +6,16 @@ import argparse
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nemo_geomask.cli.arguments import positive_number
 from nemo_geomask.errors import ConfigError, GeomaskError
-from nemo_geomask.tools.check import MISMATCH_KL
-from nemo_geomask.tools.check.bulk_check import bulk_as_json, bulk_as_text, check_many
-from nemo_geomask.tools.check.check_output import as_json, as_text, list_rules, unreadable_as_json
-from nemo_geomask.tools.check.recipe_check import CheckOptions, check_recipe
+from nemo_geomask.recipe import read_recipe
+from nemo_geomask.tools.check import MISMATCH_KL, UNCHECKED_SECTIONS
+from nemo_geomask.tools.shared.terminal_text import escape_json
+
+if TYPE_CHECKING:
+    from nemo_geomask.tools.check.recipe_check import CheckOptions
 
 __all__ = ["add_arguments", "run"]
 
@@ -73,18 +75,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="records or logs of a similar run: use its mismatch and response length, and apply the masks to its last "
         "batches",
     )
+    parser.add_argument(
+        "--no-import",
+        action="store_true",
+        help="import no plugin, neither a module:attribute nor an installed one, and judge the rest of the recipe",
+    )
     parser.add_argument("--list-rules", action="store_true", help="print the rules and exit")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command."""
     if arguments.list_rules:
+        from nemo_geomask.tools.check.check_output import list_rules
+
         print(list_rules())
         return 0
     paths, overrides = _split_words([] if arguments.recipe is None else [arguments.recipe, *arguments.overrides])
     try:
         if not paths:
             raise ConfigError("check needs a recipe; see nemo-geomask check --help")
+        is_single = len(paths) == 1 and not Path(paths[0]).is_dir()
+        # Read before the tool is imported, which imports torch: a recipe that can't be read does not wait for that.
+        recipe = read_recipe(paths[0], overrides, leave=UNCHECKED_SECTIONS) if is_single else None
+        from nemo_geomask.tools.check.recipe_check import CheckOptions, check_recipe
+
         options = CheckOptions(
             recipe=paths[0],
             overrides=overrides,
@@ -93,14 +107,18 @@ def run(arguments: argparse.Namespace) -> int:
             mismatch_kl=arguments.mismatch_kl,
             similar_run=arguments.similar_run,
         )
-        if len(paths) > 1 or Path(paths[0]).is_dir():
+        if recipe is None:
             return _run_many(paths, options, arguments)
-        checked = check_recipe(options)
+        checked = check_recipe(options, recipe)
     except GeomaskError as error:
         if arguments.format == "json":
+            from nemo_geomask.tools.check.check_output import unreadable_as_json
+
             # Programs that read standard output always get an object; the message also goes to standard error.
             _print_json(unreadable_as_json(arguments.recipe, error.problems))
         raise
+    from nemo_geomask.tools.check.check_output import as_json, as_text
+
     if arguments.format == "json":
         _print_json(as_json(checked))
     else:
@@ -109,6 +127,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _run_many(paths: Sequence[str], options: CheckOptions, arguments: argparse.Namespace) -> int:
+    from nemo_geomask.tools.check.bulk_check import bulk_as_json, bulk_as_text, check_many
+
     bulk = check_many(paths, options)
     if arguments.format == "json":
         _print_json(bulk_as_json(bulk))
@@ -134,4 +154,4 @@ def _status(count: Callable[[str], int], arguments: argparse.Namespace) -> int:
 
 
 def _print_json(output: dict[str, Any]) -> None:
-    print(json.dumps(output, ensure_ascii=False, indent=2))
+    print(escape_json(json.dumps(output, ensure_ascii=False, indent=2)))

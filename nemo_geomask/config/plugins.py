@@ -7,7 +7,6 @@ wrong type are errors that name the distribution.
 from __future__ import annotations
 
 import functools
-import importlib
 import operator
 import sys
 from collections.abc import Callable, Iterable, Mapping
@@ -20,6 +19,7 @@ from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from nemo_geomask.config.strict import nearest
 from nemo_geomask.errors import PluginError, Problem
+from nemo_geomask.plugin_imports import import_plugin_module
 
 __all__ = ["Entry", "PluginGroup"]
 
@@ -135,8 +135,10 @@ class PluginGroup(Generic[T]):
         entry_label = f"'{entry.name}' ({entry.distribution}, {entry.value})"
         module, _, attribute = entry.value.partition(":")
         try:
-            plugin: T = operator.attrgetter(attribute)(importlib.import_module(module))
-        except Exception as error:
+            plugin: T = operator.attrgetter(attribute)(import_plugin_module(module))
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # SystemExit as well: a plugin must not end a command, and with status 0
             text = " ".join(str(error).split())  # a plugin's message may have several lines, a problem has one
             raise self._error(f"{entry_label} could not be imported: {type(error).__name__}: {text}") from error
         if not self.accepts(plugin):

@@ -2,7 +2,7 @@
 
 A reader stops at a limit before the memory or time is spent, and raises :class:`InputLimitError`, which names the
 limit. The limits are those of :func:`current_limits`; a command's ``--limit NAME=VALUE`` or :func:`use_limits` raises
-them. The defaults are ten times what the largest recipe of NeMo-RL has, or more.
+them. The defaults are seven times what NeMo-RL's own recipes need, or more.
 """
 
 from __future__ import annotations
@@ -44,7 +44,9 @@ class InputLimits:
         nesting: depth of mappings and lists in each other.
         nodes: mappings, lists and values, those that aliases and references repeat counted each time.
         string_characters: length of one string, after references in it were resolved.
-        total_characters: length of all strings that references were resolved in.
+        total_characters: length of all strings that references refer to.
+        references: references that are resolved, each counted as often as it is.
+        reference_characters: length of all texts with references, each counted as often as it is resolved.
         number_digits: decimal digits of an integer.
         line_bytes: size of a line of a log, such as ``train_data_step{N}.jsonl``.
         line_containers: objects and lists in a line.
@@ -62,6 +64,8 @@ class InputLimits:
     nodes: int = 20_000
     string_characters: int = 1_000_000
     total_characters: int = 4_000_000
+    references: int = 2_000
+    reference_characters: int = 50_000
     number_digits: int = 1000
     line_bytes: int = 2**26
     line_containers: int = 100_000
@@ -77,7 +81,7 @@ _LIMIT_NAMES = tuple(limit.name for limit in fields(InputLimits))
 _in_effect: list[InputLimits] = [InputLimits()]
 
 # Digits of a number in YAML: 0xff, 1_000, and base 60 as in 1:30.
-_NUMBER = re.compile(r"[-+]?[0-9a-fA-FxXoO_:]+(?:\.[0-9_]*)?")
+_NUMBER = re.compile(r"[-+]?(?:0[xob][0-9a-fA-F_]+|[0-9_:]+(?:\.[0-9_]*)?)")
 _FILE_TYPES = (
     (stat.S_ISFIFO, "a FIFO"),
     (stat.S_ISCHR, "a character device"),
@@ -133,7 +137,9 @@ def limit_error(name: str, source: object, limits: InputLimits, amount: int | No
         "nesting": "mappings and lists are nested more than {} deep",
         "nodes": "there are more than {} values once aliases and references are expanded",
         "string_characters": "a value has more than {} characters",
-        "total_characters": "values with references have more than {} characters in total",
+        "total_characters": "references stand for more than {} characters",
+        "references": "more than {} references would have to be resolved",
+        "reference_characters": "resolving the references takes the parsing of more than {} characters",
         "number_digits": "an integer has more than {} digits",
         "line_bytes": "the line has more than {} bytes",
         "line_containers": "the line has more than {} objects and lists",
@@ -184,27 +190,29 @@ def read_text(path: str | Path, limits: InputLimits | None = None) -> str:
     return content.decode("utf-8").replace("\r\n", "\n").replace("\r", "\n")
 
 
-def check_yaml(text: str, source: object, limits: InputLimits | None = None) -> None:
-    """Raise InputLimitError if YAML text exceeds a limit once its aliases are expanded; build none of its values.
+def check_yaml(text: str, source: object, limits: InputLimits | None = None, *, nodes: int = 0) -> int:
+    """Hold YAML text to the limits, its aliases expanded, without building its values.
 
     Args:
         text: YAML of one or several documents.
         source: name of the file, for the error.
         limits: those in effect if None.
+        nodes: number of nodes of other files, which count, too.
 
-    Raises: yaml.YAMLError: the text is not valid YAML.
+    Returns: ``nodes`` with those of this text.
+    Raises: InputLimitError: a limit is exceeded. yaml.YAMLError: the text is not valid YAML.
     """
     yaml = require("yaml", "reading YAML needs", "recipes")
     limits = limits or current_limits()
-    nodes = 0
     open_anchors: list[tuple[str | None, int]] = []  # anchor of each open collection, nodes before it
     sizes: dict[str, int] = {}  # nodes below each anchor
     try:
         for event in yaml.parse(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
             match event:
                 case yaml.AliasEvent():
-                    # An alias within its own anchor is not in the table; the loader refuses it.
-                    nodes += sizes.get(event.anchor, 1)
+                    if any(anchor == event.anchor for anchor, _ in open_anchors):  # it contains itself
+                        raise limit_error("nesting", _line(source, event), limits)
+                    nodes += sizes.get(event.anchor, 1)  # the loader refuses an unknown one
                 case yaml.CollectionStartEvent():
                     open_anchors.append((event.anchor, nodes))
                     nodes += 1
@@ -227,6 +235,7 @@ def check_yaml(text: str, source: object, limits: InputLimits | None = None) -> 
         raise
     except RecursionError:  # PyYAML without libyaml
         raise limit_error("nesting", source, limits) from None
+    return nodes
 
 
 def _line(source: object, event: Any) -> str:

@@ -7,8 +7,6 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from nemo_geomask.config.loss_config import LossConfig
-from nemo_geomask.config.strict import nearest
 from nemo_geomask.errors import ConfigError
 from nemo_geomask.optional import require
 from nemo_geomask.recipe.origins import Origin, Origins
@@ -16,10 +14,6 @@ from nemo_geomask.recipe.origins import Origin, Origins
 __all__ = ["apply_override", "first_line"]
 
 _ABSENT = object()
-
-# Valid keys that a recipe may lack, by section. Without this list, the message on an override of such a key would
-# suggest a similar key that the recipe has.
-_ADDABLE_KEYS = {"loss_fn": tuple(LossConfig.model_fields)}
 
 
 def apply_override(config: Any, origins: Origins, override: str, *, new_keys: bool) -> tuple[Any, Origins]:
@@ -135,10 +129,16 @@ def _nearest_key(plain: Any, key: str) -> str | None:
     Each name is replaced by the nearest one in its section. If a section has none, the result is the key of the same
     last name in another section.
     """
+    # Imported here, since reading a recipe without a mistake needs no pydantic.
+    from nemo_geomask.config.loss_config import LossConfig
+    from nemo_geomask.config.strict import nearest
+
+    # Valid keys that the recipe may lack. Without them, the suggestion for one would be a similar key that it has.
+    addable_keys = {"loss_fn": tuple(LossConfig.model_fields)}
     path: list[str] = []
     node = plain
     for name in re.split("[./]", key):
-        candidates = [*map(str, node if isinstance(node, dict) else ()), *_ADDABLE_KEYS.get(".".join(path), ())]
+        candidates = [*map(str, node if isinstance(node, dict) else ()), *addable_keys.get(".".join(path), ())]
         guess = name if name in candidates else nearest(name, candidates)
         if guess is None:
             last_name = key.rpartition(".")[2]

@@ -6,16 +6,25 @@ import functools
 import importlib.util
 import io
 import os
+import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from nemo_geomask.errors import ConfigError, Problem
-from nemo_geomask.optional import require
+from nemo_geomask.errors import ConfigError, GeomaskError, InputLimitError, Problem
+from nemo_geomask.recipe.input_limits import (
+    InputLimits,
+    check_values,
+    check_yaml,
+    current_limits,
+    limit_error,
+    read_text,
+)
 from nemo_geomask.recipe.origins import Origins
 from nemo_geomask.recipe.overrides import apply_override, first_line
+from nemo_geomask.recipe.references import limited_references, load_omegaconf, resolve_config
 
 __all__ = ["ROOT_VARIABLE", "Recipe", "load_recipe", "nemo_rl_root", "read_recipe"]
 
@@ -25,6 +34,8 @@ ROOT_VARIABLE = "NEMO_RL_ROOT"
 _EXAMPLES = Path("examples", "configs")
 # The checkout in NeMo-RL's container.
 _CONTAINER_ROOT = "/opt/nemo-rl"
+# What omegaconf raises beside its own errors for settings that it is not made for, such as a date as a key.
+_OTHER_OMEGACONF_ERRORS = (AssertionError, AttributeError, LookupError, TypeError, ValueError)
 
 
 @dataclass(frozen=True)
@@ -63,6 +74,7 @@ def read_recipe(
     *,
     new_keys: bool | None = None,
     leave: Collection[str] = (),
+    limits: InputLimits | None = None,
 ) -> Recipe:
     """Read a recipe with its parents and overrides.
 
@@ -80,48 +92,64 @@ def read_recipe(
         new_keys: True if ``key.path=value`` may add a key, which NeMo-RL refuses. None: only in a recipe with a ``lab``
             section, all of whose keys are checked later.
         leave: sections in which a value stays as written if this environment can't resolve it.
+        limits: limits of the files and of what they expand to; those in effect if None.
 
     Returns: the settings, references resolved, with the origin of each.
     Raises:
         ConfigError: a file is missing, not a mapping, not valid YAML or inherits from itself; NeMo-RL would refuse an
             override; a value is still ``???``. The message names the file or override and the key.
+        InputLimitError: a file is no regular file, or a limit is exceeded; the message names the limit.
         MissingDependencyError: omegaconf is not installed, or, with overrides, hydra-core.
     """
-    omegaconf = _omegaconf()
-    files: dict[Path, str] = {}
-    with _root_in_environment():
-        config, origins = _load(Path(path), (), files)
-        may_add_keys = "lab" in config if new_keys is None else new_keys
-        for override in overrides:
-            config, origins = apply_override(config, origins, override, new_keys=may_add_keys)
-        unresolved: dict[str, str] = {}
-        while True:
-            try:
-                plain = omegaconf.OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
-                break
-            except omegaconf.errors.OmegaConfBaseException as error:
-                key = str(getattr(error, "full_key", None) or "")
-                section = key.partition(".")[0]
-                # A reference to a missing key raises a subclass; that is a mistake in any section.
-                is_unresolvable = type(error) is omegaconf.errors.InterpolationResolutionError
-                if not is_unresolvable or key in unresolved or section not in leave:
-                    origin = origins.at(key) if key else None
-                    message = f"{key}: {first_line(error)}" if key else first_line(error)
-                    raise ConfigError(f"{path}: {message}{f' (at {origin})' if origin else ''}") from None
-                unresolved[key] = first_line(error)
-                _escape_reference(config, key)
+    omegaconf = load_omegaconf()
+    reading = _Reading(limits or current_limits())
+    unresolved: dict[str, str] = {}
+    with _root_in_environment(), _recursion_to(reading.limits.nesting), limited_references(path, reading.limits):
+        try:
+            config, origins = _load(Path(path), (), reading)
+            may_add_keys = "lab" in config if new_keys is None else new_keys
+            for override in overrides:
+                config, origins = apply_override(config, origins, override, new_keys=may_add_keys)
+            plain = resolve_config(config, origins, path, leave, unresolved)
+        except GeomaskError:
+            raise
+        except RecursionError:
+            raise limit_error("nesting", path, reading.limits) from None
+        except (omegaconf.errors.OmegaConfBaseException, *_OTHER_OMEGACONF_ERRORS) as error:
+            reason = f"{type(error).__name__}: {first_line(error)}"
+            raise ConfigError(f"{path}: the recipe can't be read: {reason}") from None
+    check_values(plain, path, reading.limits)
     data = {str(key): value for key, value in plain.items()}
-    return Recipe(Path(path), data, origins, tuple(files.items()), unresolved)
+    return Recipe(Path(path), data, origins, tuple(reading.files.items()), unresolved)
 
 
-def _escape_reference(config: Any, key: str) -> None:
-    """Escape the reference at ``key``, so that it resolves to its own text."""
-    conf = _omegaconf().OmegaConf
-    place, _, name = key.replace("[", ".").replace("]", "").rpartition(".")
-    parent = conf.select(config, place)
-    raw = conf.to_container(parent, resolve=False)
-    index: Any = int(name) if isinstance(raw, list) else name
-    parent[index] = str(raw[index]).replace("${", "\\${")
+@contextmanager
+def _recursion_to(nesting: int) -> Iterator[None]:
+    """Let Python recurse into values that are nested deeper than its own limit allows, if ``nesting`` was raised."""
+    limit = sys.getrecursionlimit()
+    if nesting > InputLimits().nesting:
+        sys.setrecursionlimit(max(limit, 1000 + 30 * min(nesting, 1000)))  # omegaconf takes up to 10 frames a level
+    try:
+        yield
+    finally:
+        sys.setrecursionlimit(limit)
+
+
+@dataclass
+class _Reading:
+    """Files that a recipe consists of, and what they cost.
+
+    Attributes:
+        limits: limits of the input.
+        files: every file that was read, with its text.
+        loads: number of times that a file was loaded.
+        nodes: number of nodes of all loads.
+    """
+
+    limits: InputLimits
+    files: dict[Path, str] = field(default_factory=dict)
+    loads: int = 0
+    nodes: int = 0
 
 
 def nemo_rl_root() -> Path | None:
@@ -151,55 +179,51 @@ def _root_in_environment() -> Iterator[None]:
         del os.environ[ROOT_VARIABLE]
 
 
-def _omegaconf() -> Any:
-    """Return omegaconf with the resolvers of NeMo-RL's recipes registered."""
-    omegaconf = require("omegaconf", "reading a recipe needs", "recipes")
-    conf = omegaconf.OmegaConf
-    # omegaconf 2.4 renamed register_new_resolver to register_resolver and warns about the old name. Before 2.4,
-    # register_resolver was a different function.
-    is_renamed = tuple(map(int, omegaconf.__version__.split(".")[:2])) >= (2, 4)
-    register = conf.register_resolver if is_renamed else conf.register_new_resolver
-    for name, resolver in _RESOLVERS.items():
-        if not conf.has_resolver(name):
-            register(name, resolver)
-    return omegaconf
-
-
-def _load(path: Path, children: tuple[Path, ...], files: dict[Path, str]) -> tuple[Any, Origins]:
+def _load(path: Path, children: tuple[Path, ...], reading: _Reading) -> tuple[Any, Origins]:
     """Load a file and its parents; return the merged config and its origins.
 
     Args:
         path: the file.
         children: the files that led to it through ``defaults:``, the recipe itself first.
-        files: receives every file that is read, with its text.
+        reading: receives every file that is read, with its text.
     """
-    import yaml  # Comes with omegaconf.
-
-    omegaconf = _omegaconf()
+    omegaconf = load_omegaconf()
     inherited = f" (named by defaults: in {children[-1]})" if children else ""
-    path = path.resolve()
+    reading.loads += 1
+    if reading.loads > reading.limits.files:
+        raise limit_error("files", path, reading.limits)
+    try:
+        path = path.resolve()
+        text = "" if path in children else read_text(path, reading.limits)
+    except (OSError, ValueError, RuntimeError) as error:  # a null character, a loop of links
+        if isinstance(error, InputLimitError):
+            raise
+        if isinstance(error, UnicodeDecodeError):
+            raise ConfigError(f"{path}: not valid YAML{inherited}: {error}") from None
+        hint = _missing_parent_hint(path) if children else ""
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"{path}: the recipe can't be read{inherited}: {reason}{hint}") from None
     if path in children:
         chain = " -> ".join(str(child) for child in (*children, path))
         raise ConfigError(f"defaults: {path} inherits from itself: {chain}; remove one of these defaults")
     try:
-        text = path.read_text(encoding="utf-8")
+        reading.nodes = check_yaml(text, path, reading.limits, nodes=reading.nodes)
         config = omegaconf.OmegaConf.load(io.StringIO(text))
-    except OSError as error:
-        hint = _missing_parent_hint(path) if children else ""
-        raise ConfigError(f"{path}: the recipe can't be read{inherited}: {error.strerror or error}{hint}") from None
-    except (yaml.YAMLError, UnicodeDecodeError, omegaconf.errors.OmegaConfBaseException) as error:
+    except (InputLimitError, RecursionError):
+        raise
+    except Exception as error:  # PyYAML lets errors of int(), datetime and dict through
         raise ConfigError(f"{path}: not valid YAML{inherited}: {' '.join(str(error).split())}") from None
     if not isinstance(config, omegaconf.DictConfig):
         raise ConfigError(f"{path}: a recipe is a mapping of sections, but this file holds a list{inherited}")
     merged, origins = omegaconf.OmegaConf.create({}), Origins()
     parents = _parents(config, path)
     for parent in parents:
-        parent_config, parent_origins = _load(path.parent / parent, (*children, path), files)
+        parent_config, parent_origins = _load(path.parent / parent, (*children, path), reading)
         try:
             merged, origins = _merge(merged, parent_config), parent_origins.over(origins)
         except omegaconf.errors.ConfigTypeError:
             raise _merge_error(merged, parent_config, origins, parent_origins) from None
-    files[path] = text
+    reading.files[path] = text
     file_origins = Origins.of_file(path, text)
     if not parents:
         return config, file_origins
@@ -232,7 +256,7 @@ def _parents(config: Any, path: Path) -> list[str]:
     """Remove ``defaults`` from ``config``; return its paths, ``${…}`` in them resolved."""
     if "defaults" not in config:
         return []
-    omegaconf = _omegaconf()
+    omegaconf = load_omegaconf()
     try:
         defaults = config.pop("defaults")
         parents = list(defaults) if isinstance(defaults, omegaconf.ListConfig) else [defaults]
@@ -248,7 +272,7 @@ def _parents(config: Any, path: Path) -> list[str]:
 
 def _merge(parent: Any, child: Any) -> Any:
     """Return ``child`` merged over ``parent``; a section with ``_override_: true`` replaces its parent's."""
-    omegaconf = _omegaconf()
+    omegaconf = load_omegaconf()
     for key in list(child):
         if omegaconf.OmegaConf.is_missing(child, key) or omegaconf.OmegaConf.is_interpolation(child, key):
             continue
@@ -260,7 +284,7 @@ def _merge(parent: Any, child: Any) -> Any:
 
 def _merge_error(parent: Any, child: Any, parent_origins: Origins, child_origins: Origins) -> ConfigError:
     """Return the error of a child that has a list where its parent has a mapping, or the reverse."""
-    to_plain = functools.partial(_omegaconf().OmegaConf.to_container, resolve=False)
+    to_plain = functools.partial(load_omegaconf().OmegaConf.to_container, resolve=False)
     problems = []
     for key, parent_type, child_type in _type_clashes(to_plain(parent), to_plain(child), ""):
         parent_origin, child_origin = parent_origins.at(key), child_origins.at(key)
@@ -280,24 +304,3 @@ def _type_clashes(parent: Any, child: Any, key: str) -> Iterator[tuple[str, str,
                 yield from _type_clashes(parent[name], child[name], f"{key}.{name}" if key else str(name))
     elif {type(parent), type(child)} == {dict, list}:
         yield (key, "mapping", "list") if isinstance(parent, dict) else (key, "list", "mapping")
-
-
-# Resolvers for the arithmetic in NeMo-RL's recipes: ${mul:${policy.max_total_sequence_length}, 4}. They are annotated
-# functions, since omegaconf 2.4 warns about resolvers without annotations.
-def _add(a: Any, b: Any) -> Any:
-    return a + b
-
-
-def _mul(a: Any, b: Any) -> Any:
-    return a * b
-
-
-def _div(a: Any, b: Any) -> Any:
-    return a / b
-
-
-def _max(a: Any, b: Any) -> Any:
-    return max(a, b)
-
-
-_RESOLVERS = {"add": _add, "mul": _mul, "div": _div, "max": _max}

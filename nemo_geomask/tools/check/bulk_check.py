@@ -9,16 +9,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from nemo_geomask.errors import ConfigError, GeomaskError
+from nemo_geomask.errors import ConfigError, GeomaskError, InputLimitError
+from nemo_geomask.recipe.input_limits import read_text
 from nemo_geomask.tools.check.check_output import (
     SEVERITIES,
     as_json,
     count_with_noun,
     finding_lines,
+    join_sections,
     unreadable_as_json,
 )
 from nemo_geomask.tools.check.recipe_check import CheckedRecipe, CheckOptions, check_recipe
 from nemo_geomask.tools.check.rule import Finding
+from nemo_geomask.tools.shared.terminal_text import escape_line
 
 __all__ = ["BulkCheck", "bulk_as_json", "bulk_as_text", "check_many"]
 
@@ -67,9 +70,7 @@ def check_many(paths: Sequence[str], options: CheckOptions) -> BulkCheck:
             recipes.append(path)
             continue
         files = sorted(file for file in Path(path).rglob("*") if file.suffix in (".yaml", ".yml"))
-        recipe_files = [
-            file for file in files if _RECIPE_SECTION.search(file.read_text(encoding="utf-8", errors="replace"))
-        ]
+        recipe_files = [file for file in files if _is_recipe(file)]
         if not recipe_files:
             raise ConfigError(f"{path}: there is no recipe in this folder; name a folder with YAML files of NeMo-RL")
         recipes += [os.fspath(file) for file in recipe_files]
@@ -84,6 +85,18 @@ def check_many(paths: Sequence[str], options: CheckOptions) -> BulkCheck:
     return BulkCheck(tuple(checked), tuple(unreadable), skipped)
 
 
+def _is_recipe(file: Path) -> bool:
+    """Return True for a file with a section of a recipe, and for one that can't be read, which check then reports."""
+    try:
+        return _RECIPE_SECTION.search(read_text(file)) is not None
+    except IsADirectoryError:
+        return False
+    except (InputLimitError, OSError):
+        return True
+    except UnicodeDecodeError:
+        return False
+
+
 def bulk_as_text(bulk: BulkCheck) -> str:
     """Return the result as text: findings of each recipe, findings that many recipes share, then the counts."""
     recipes_by_rule: dict[str, set[str]] = {}
@@ -95,19 +108,19 @@ def bulk_as_text(bulk: BulkCheck) -> str:
         is_common = len(recipes_by_rule[finding.rule.id]) > _MAX_RECIPES_IN_DETAIL
         return finding.rule.severity == "note" or (finding.rule.severity == "warning" and is_common)
 
-    sections = [[f"{path}: can't be checked", f"  {error}"] for path, error in bulk.unreadable]
+    sections = [[escape_line(f"{path}: can't be checked"), f"  {error}"] for path, error in bulk.unreadable]
     for checked in bulk.checked:
         detailed = [finding for finding in checked.report.findings if not is_general(finding)]
         if detailed:
             lines = [line for finding in detailed for line in finding_lines(finding)]
-            sections.append([f"{checked.facts.recipe.path}", *(f"  {line}" for line in lines)])
+            sections.append([escape_line(f"{checked.facts.recipe.path}"), *(f"  {line}" for line in lines)])
     general = [finding for checked in bulk.checked for finding in checked.report.findings if is_general(finding)]
     sections += _general_sections(general, recipes_by_rule)
     total = count_with_noun(len(bulk.checked) + len(bulk.unreadable), "recipe")
     counts = ", ".join(count_with_noun(bulk.count(severity), severity) for severity in SEVERITIES)
     skipped = f"; {count_with_noun(bulk.skipped, 'YAML file')} without a section of a recipe left out"
     sections.append([f"{total}: {counts}{skipped if bulk.skipped else ''}"])
-    return "\n\n".join("\n".join(lines) for lines in sections)
+    return join_sections(sections)
 
 
 def _general_sections(findings: Sequence[Finding], recipes_by_rule: dict[str, set[str]]) -> Iterator[list[str]]:
@@ -120,7 +133,7 @@ def _general_sections(findings: Sequence[Finding], recipes_by_rule: dict[str, se
         rest = f" and {len(recipes) - _MAX_EXAMPLES} more" if len(recipes) > _MAX_EXAMPLES else ""
         yield [
             f"{finding.rule.severity} {rule_id} in {count_with_noun(len(recipes), 'recipe')}: {finding.rule.title}",
-            f"  {', '.join(recipes[:_MAX_EXAMPLES])}{rest}",
+            escape_line(f"  {', '.join(recipes[:_MAX_EXAMPLES])}{rest}"),
             f"  the first, {finding.key}: {finding.message}",
             f"  source: {finding.rule.source}",
         ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -13,11 +13,21 @@ from nemo_geomask.tools.check.all_rules import RULES
 from nemo_geomask.tools.check.recipe_check import CheckedRecipe, MaskForecast
 from nemo_geomask.tools.check.rule import Finding
 from nemo_geomask.tools.shared.json_output import replace_nonfinite
+from nemo_geomask.tools.shared.terminal_text import escape_line, escape_lines
 
 if TYPE_CHECKING:
     from nemo_geomask.tools.diagnose import MeasuredRun
 
-__all__ = ["SEVERITIES", "as_json", "as_text", "count_with_noun", "finding_lines", "list_rules", "unreadable_as_json"]
+__all__ = [
+    "SEVERITIES",
+    "as_json",
+    "as_text",
+    "count_with_noun",
+    "finding_lines",
+    "join_sections",
+    "list_rules",
+    "unreadable_as_json",
+]
 
 SEVERITIES = ("error", "warning", "note")
 _OPTION_FOR = {"gpu": "--gpu", "nemo_rl": "NeMo-RL (set NEMO_RL_ROOT)"}
@@ -25,22 +35,29 @@ _OPTION_FOR = {"gpu": "--gpu", "nemo_rl": "NeMo-RL (set NEMO_RL_ROOT)"}
 
 
 def list_rules() -> str:
-    """Return the table of the rules as text."""
-    return "\n".join(f"{rule.id}  {rule.severity:7}  {rule.title}\n{'':16}{rule.source}" for rule in RULES)
+    """Return the table of the rules as text, and the next free id of each hundred for those who add one."""
+    rows = [f"{rule.id}  {rule.severity:7}  {rule.title}\n{'':16}{rule.source}" for rule in RULES]
+    highest = {rule.id[:3]: int(rule.id[2:]) for rule in RULES}  # of ids in ascending order
+    return "\n".join([*rows, f"next free ids: {', '.join(f'GM{number + 1:03}' for number in highest.values())}"])
 
 
 def as_text(checked: CheckedRecipe) -> str:
     """Return the result of a check as text: objective, expected effect of masks, findings, and what is unchecked."""
     facts, report = checked.facts, checked.report
     sections = [
-        [f"{facts.recipe.path}" + (f", on the NeMo-RL in {facts.nemo_rl}" if facts.nemo_rl else "")],
+        [escape_line(f"{facts.recipe.path}") + (f", on the NeMo-RL in {facts.nemo_rl}" if facts.nemo_rl else "")],
         *_objective_sections(checked),
         _forecast_lines(checked.forecasts),
         _measured_lines(checked.measured) if checked.measured else [],
         *(finding_lines(finding) for finding in report.findings),
         [", ".join(count_with_noun(report.count(severity), severity) for severity in SEVERITIES), *_remarks(checked)],
     ]
-    return "\n\n".join("\n".join(lines) for lines in sections if lines)
+    return join_sections(sections)
+
+
+def join_sections(sections: Iterable[Sequence[str]]) -> str:
+    """Return sections of lines as text, with control characters escaped and an empty line between sections."""
+    return "\n\n".join("\n".join(escape_lines(line, "    ") for line in lines) for lines in sections if lines)
 
 
 def _objective_sections(checked: CheckedRecipe) -> Iterator[list[str]]:
@@ -89,7 +106,7 @@ def finding_lines(finding: Finding) -> list[str]:
     rule = finding.rule
     location = f"{finding.origin}: " if finding.origin else ""
     return [
-        f"{location}{rule.severity} {rule.id} {finding.key}",
+        escape_line(f"{location}{rule.severity} {rule.id} {finding.key}"),
         f"  {finding.message}",
         f"  source: {rule.source}",
     ]
@@ -100,8 +117,11 @@ def _remarks(checked: CheckedRecipe) -> Iterator[str]:
     facts, report = checked.facts, checked.report
     if report.ignored:
         yield f"ignored: {', '.join(sorted({finding.rule.id for finding in report.ignored}))}"
+    for problem in facts.not_imported:
+        yield f"not checked, --no-import: {problem}"
     if facts.loss is None and not facts.other_algorithm:
-        yield f"not checked until loss_fn is valid: its objective, and {', '.join(sorted(facts.unsettled))}"
+        until = "with --no-import" if facts.not_imported and not facts.problems else "until loss_fn is valid"
+        yield f"not checked {until}: its objective, and {', '.join(sorted(facts.unsettled))}"
     for rule, attribute in report.unchecked:
         yield f"not checked without {_OPTION_FOR[attribute]}: {rule.id}, {rule.title}"
 
@@ -126,6 +146,7 @@ def as_json(checked: CheckedRecipe) -> dict[str, Any]:
         "findings": [_finding_as_json(finding) for finding in report.findings],
         "ignored": [_finding_as_json(finding) for finding in report.ignored],
         "unjudged": [{"rule": rule.id, "needs": _OPTION_FOR[attribute]} for rule, attribute in report.unchecked],
+        "not_imported": [{"key": next(iter(problem.keys), None)} for problem in facts.not_imported],
         "summary": {severity: report.count(severity) for severity in SEVERITIES},
     }
 
@@ -151,6 +172,7 @@ def unreadable_as_json(recipe: str | None, problems: Sequence[Problem]) -> dict[
         "findings": findings,
         "ignored": [],
         "unjudged": [],
+        "not_imported": [],
         "summary": {"error": len(findings), "warning": 0, "note": 0},
     }
 

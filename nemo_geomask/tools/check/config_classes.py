@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from nemo_geomask.recipe.input_limits import read_text
 from nemo_geomask.tools.check.value_types import ANYTHING, AnyOf, ListOf, OneOf, Open, Scalar, Section, ValueType
 
 __all__ = ["GENERATION_CLASSES", "generation_section", "master_section", "master_sections"]
@@ -117,7 +118,7 @@ class _Source:
         file = next((file for file in files if file.is_file()), None)
         if file is None:
             return None
-        text = file.read_text(encoding="utf-8") + "\n"
+        text = read_text(file) + "\n"
         imports = {}
         for origin, in_parentheses, on_line in _IMPORT.findall(text):
             for imported in re.sub(r"#[^\n]*", "", in_parentheses or on_line).split(","):

@@ -8,19 +8,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from nemo_geomask.losses import Part
-from nemo_geomask.recipe import read_recipe
+from nemo_geomask.recipe import Recipe, read_recipe
+from nemo_geomask.tools.check import MISMATCH_KL, UNCHECKED_SECTIONS
 from nemo_geomask.tools.check.all_rules import Report, check
 from nemo_geomask.tools.check.expectation import PredictableMask, kept_fraction, predictable_masks
 from nemo_geomask.tools.check.objective import describe
-from nemo_geomask.tools.check.recipe_facts import MISMATCH_KL, RecipeFacts
+from nemo_geomask.tools.check.recipe_facts import RecipeFacts
 
 if TYPE_CHECKING:
     from nemo_geomask.tools.diagnose import MeasuredRun
 
 __all__ = ["CheckOptions", "CheckedRecipe", "MaskForecast", "check_recipe"]
 
-# Sections with paths and credentials. The environment variables that they refer to need not be set on this machine.
-_UNCHECKED_SECTIONS = ("data", "env", "logger")
 # Smallest KL that the formulas accept. Noise can make a measured KL negative.
 _SMALLEST_KL = 1e-12
 
@@ -81,14 +80,18 @@ class CheckedRecipe:
     measured: MeasuredRun | None
 
 
-def check_recipe(options: CheckOptions) -> CheckedRecipe:
+def check_recipe(options: CheckOptions, recipe: Recipe | None = None) -> CheckedRecipe:
     """Check a recipe.
+
+    Args:
+        options: what to check, and how.
+        recipe: the recipe if it was read already, with its overrides and ``leave=UNCHECKED_SECTIONS``.
 
     Raises:
         ConfigError: the recipe can't be read, or an option has an unknown value.
         DataError: the similar run has no records that can be measured.
     """
-    recipe = read_recipe(options.recipe, options.overrides, leave=_UNCHECKED_SECTIONS)
+    recipe = recipe or read_recipe(options.recipe, options.overrides, leave=UNCHECKED_SECTIONS)
     facts = RecipeFacts.from_recipe(recipe, mismatch_kl=options.mismatch_kl or MISMATCH_KL, gpu=options.gpu)
     measured = None
     if options.similar_run is not None:

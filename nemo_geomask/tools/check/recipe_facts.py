@@ -12,13 +12,15 @@ from typing import Any
 from nemo_geomask.config.loss_config import LossConfig
 from nemo_geomask.errors import Problem
 from nemo_geomask.losses import PolicyLoss
+from nemo_geomask.plugin_imports import NOT_IMPORTED
 from nemo_geomask.recipe import Recipe
+from nemo_geomask.tools.check import MISMATCH_KL
 from nemo_geomask.tools.check.recipe_loss import build_recipe_loss, other_algorithm, trains_nemo_rl_loss
 
-__all__ = ["MISMATCH_KL", "RecipeFacts"]
+__all__ = ["RecipeFacts"]
 
-MISMATCH_KL = 1e-3
-"""Mean KL from the generation to the training engine that is assumed without a measurement, in nats per token."""
+# No setting of a recipe is that large; integers beyond the range of floats are among those left out.
+_LARGEST_NUMBER = 10**30
 
 # Parts of model names by which mixtures of experts are recognised.
 _MOE_NAMES = re.compile(
@@ -41,6 +43,7 @@ class RecipeFacts:
         gpu: name of the GPU that samples, such as A100; None if unknown.
         measured_tokens: mean number of tokens of a response in a similar run; None if not measured.
         provisional_loss: if ``loss_fn`` is invalid, a loss without the invalid settings; else None.
+        not_imported: settings that name a plugin, which ``--no-import`` did not import.
         unsettled: keys and sections whose value in the provisional loss is not what the user meant.
     """
 
@@ -53,6 +56,7 @@ class RecipeFacts:
     measured_tokens: int | None = None
     provisional_loss: PolicyLoss | None = None
     unsettled: frozenset[str] = frozenset()
+    not_imported: tuple[Problem, ...] = ()
 
     @classmethod
     def from_recipe(cls, recipe: Recipe, *, mismatch_kl: float = MISMATCH_KL, gpu: str | None = None) -> RecipeFacts:
@@ -61,12 +65,13 @@ class RecipeFacts:
         return cls(
             recipe,
             built.loss,
-            built.problems,
+            tuple(problem for problem in built.problems if NOT_IMPORTED not in problem.message),
             built.warnings,
             mismatch_kl,
             gpu,
             provisional_loss=built.provisional,
             unsettled=built.unsettled,
+            not_imported=tuple(problem for problem in built.problems if NOT_IMPORTED in problem.message),
         )
 
     @property
@@ -114,9 +119,11 @@ class RecipeFacts:
         return default if value is None else value
 
     def number(self, key: str) -> float | None:
-        """Return the value at a dotted key if it is a number, else None."""
+        """Return the value at a dotted key if it is a finite number, else None."""
         value = self.get(key)
-        return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+        if not isinstance(value, int | float) or isinstance(value, bool) or not abs(value) < _LARGEST_NUMBER:
+            return None
+        return float(value)
 
     def is_true(self, key: str) -> bool:
         """Return True if the value at a dotted key is ``true``."""

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 from nemo_geomask.config.loss_config import LossConfig
 from nemo_geomask.config.strict import nearest
-from nemo_geomask.errors import ConfigError
 from nemo_geomask.recipe import Origin
+from nemo_geomask.recipe.input_limits import load_yaml, read_text
 from nemo_geomask.tools.check.config_classes import (
     GENERATION_CLASSES,
     generation_section,
@@ -74,7 +74,7 @@ def known_keys(checkout: Path) -> Mapping[str, Collection[str]]:
     keys: KeysBySection = {}
     examples = checkout / "examples" / "configs"
     for path in sorted({*examples.glob("*.yaml"), *examples.glob("evals/*.yaml")}):
-        _collect_keys(_parse_yaml(path, path.read_text(encoding="utf-8")), "", keys)
+        _collect_keys(load_yaml(read_text(path), path), "", keys)
     for section, names in _declared_keys(checkout).items():
         keys.setdefault(section, set()).update(names)
     return keys
@@ -90,15 +90,6 @@ def _declared_keys(checkout: Path) -> Mapping[str, Collection[str]]:
         if (generation := generation_section(checkout, backend)) is not None:
             _collect_declared_keys(generation, "policy.generation", keys)
     return keys
-
-
-def _parse_yaml(path: Path | str, text: str) -> Any:
-    import yaml  # a dependency of omegaconf
-
-    try:
-        return yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
 
 
 def _collect_keys(value: Any, section: str, keys: KeysBySection) -> None:
@@ -130,7 +121,7 @@ def _unknown_keys(facts: RecipeFacts) -> Iterator[UnknownKey]:
         return
     inherited: KeysBySection = {"": {"defaults", _LOSS}}
     for path, text in nemo_rl_files(facts).items():
-        _collect_keys(_parse_yaml(path, text), "", inherited)
+        _collect_keys(load_yaml(text, path), "", inherited)
     recipe_section = master_section(facts.nemo_rl, facts.recipe.data)
     # Top-level sections of other algorithms only. A GRPO recipe with evaluation's `generation` at the top is reported,
     # since GRPO has that section under policy.
@@ -258,7 +249,7 @@ def _reads(checkout: Path, section: str, name: str) -> bool:
 @functools.cache
 def _source_texts(checkout: Path) -> tuple[str, ...]:
     files = (*(checkout / "nemo_rl").rglob("*.py"), *(checkout / "examples").rglob("*.py"))
-    return tuple(path.read_text(encoding="utf-8") for path in files)
+    return tuple(read_text(path) for path in files if path.is_file())
 
 
 @functools.cache

@@ -1,0 +1,68 @@
+"""Hostile recipes end in one sentence within the limits of time and memory, and never run code."""
+
+from __future__ import annotations
+
+import pytest
+
+from nemo_geomask.cli import main
+from tests.cli.hostile_recipes import MALFORMED, OVER_A_LIMIT, STRANGE
+from tests.helpers.limited_commands import limited_commands
+
+pytest.importorskip("hydra", reason="recipes are read through omegaconf and hydra (recipes extra)")
+
+IMPORTED_BEFORE = ("hydra._internal.config_loader_impl", "omegaconf", "nemo_geomask.cli.check")
+MAX_CPU_SECONDS = 5
+MAX_BYTES = 2**30
+
+
+def write(folder, recipe):
+    if callable(recipe):
+        recipe(folder)
+    else:
+        (folder / "recipe.yaml").write_bytes(recipe if isinstance(recipe, bytes) else recipe.encode())
+    return folder / "recipe.yaml"
+
+
+@pytest.fixture(scope="module")
+def commands():
+    with limited_commands(IMPORTED_BEFORE) as running:
+        yield running
+
+
+def refusal(commands, path):
+    outcome = commands.run("check", path)
+    assert "Traceback" not in outcome.output
+    assert outcome.status == 2, outcome.output
+    assert outcome.cpu_seconds < MAX_CPU_SECONDS
+    assert outcome.peak_bytes < MAX_BYTES
+    assert not (path.parent / "executed").exists()
+    return outcome.output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("recipe", "limit"), OVER_A_LIMIT.values(), ids=OVER_A_LIMIT)
+def test_a_recipe_over_a_limit_is_refused_by_its_name(commands, tmp_path, recipe, limit):
+    message = refusal(commands, write(tmp_path, recipe))
+    assert f"over the limit {limit};" in message or f"{limit}, not a regular file" in message or not limit
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", MALFORMED.values(), ids=MALFORMED)
+def test_a_malformed_recipe_is_one_error(commands, tmp_path, recipe):
+    assert refusal(commands, write(tmp_path, recipe)).startswith("nemo-geomask: error: ")
+
+
+@pytest.mark.parametrize("output_format", ["text", "json"])
+@pytest.mark.parametrize("recipe", STRANGE.values(), ids=STRANGE)
+def test_a_strange_recipe_is_judged(tmp_path, capsys, recipe, output_format):
+    assert main(["check", str(write(tmp_path, recipe)), "--format", output_format]) in (0, 2)
+    assert "".join(capsys.readouterr()) != ""
+
+
+def test_a_limit_is_raised_by_its_option(tmp_path, capsys):
+    path = write(tmp_path, f"a: {'[' * 110}{']' * 110}\ngrpo: {{}}\nloss_fn: {{name: clipped_pg}}\n")
+    assert main(["check", str(path)]) == 2
+    assert "--limit nesting=NUMBER" in capsys.readouterr().err
+    assert main(["check", str(path), "--limit", "nesting=120"]) == 0
+    assert main(["check", str(path), "--limit", "depth=120"]) == 2
+    assert "--limit depth=120: there is no limit 'depth'" in capsys.readouterr().err
