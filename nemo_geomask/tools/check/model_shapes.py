@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from nemo_geomask.errors import ConfigError
+from nemo_geomask.recipe.input_limits import parse_text, read_text
 
 __all__ = ["ModelShape", "shape_from_config", "shape_of"]
 
@@ -20,6 +24,8 @@ class ModelShape(NamedTuple):
         layers: L, number of layers.
         attention: number of heads times the mean of a head's sizes for scores and for values.
         active: number of parameters that a token uses, without embeddings and output layer.
+        heads: number of attention heads; 0 if unknown.
+        kv_heads: number of key-value heads; that of the heads under multi-head latent attention.
     """
 
     hidden: int
@@ -27,6 +33,8 @@ class ModelShape(NamedTuple):
     layers: int
     attention: float
     active: int
+    heads: int = 0
+    kv_heads: int = 0
 
 
 _KEYS = (
@@ -83,10 +91,24 @@ def shape_of(name: str) -> ModelShape | None:
 
     Returns:
         None if the model is not known, or its configuration lacks a size.
+    Raises:
+        ConfigError: the ``config.json`` is not one of a model.
     """
     config = Path(name) / "config.json"
-    if config.is_file():
-        return shape_from_config(json.loads(config.read_text(encoding="utf-8")))
+    try:
+        text = read_text(config)
+    except FileNotFoundError:
+        text = None
+    except (OSError, ValueError) as error:  # no folder, a name that is too long, bytes that are no text
+        if os.path.isdir(name):
+            raise ConfigError(f"{config}: can't be read: {getattr(error, 'strerror', None) or error}") from None
+        text = None
+    if text is not None:
+        values = parse_text(json.loads, text, config, format_name="JSON")
+        try:
+            return shape_from_config(values)
+        except (ArithmeticError, AttributeError, TypeError, ValueError) as error:
+            raise ConfigError(f"{config}: not the configuration of a model: {error}") from None
     for pattern, sizes, other_values in _PUBLISHED:
         if re.search(pattern, name.lower()):
             return shape_from_config({**dict(zip(_KEYS, sizes, strict=True)), **other_values})
@@ -125,4 +147,5 @@ def shape_from_config(config: Mapping[str, Any]) -> ModelShape | None:
         moe_width = experts_per_token * expert_width + shared_width
         moe_layers = layers - size("first_k_dense_replace")
     mlps = 3 * hidden * (dense_width * (layers - moe_layers) + moe_width * moe_layers)
-    return ModelShape(hidden, vocab, layers, width, layers * projections + mlps)
+    kv_heads = heads if latent else size("num_key_value_heads", heads)
+    return ModelShape(hidden, vocab, layers, width, layers * projections + mlps, heads, kv_heads)

@@ -102,6 +102,11 @@ NEWEST = dict.fromkeys(SETTING_READERS, True)
 
 PADDING = "policy.make_sequence_length_divisible_by"
 CP = "policy.megatron_cfg.context_parallel_size"
+PP = "policy.megatron_cfg.pipeline_model_parallel_size"
+FIRST, LAST = (f"policy.megatron_cfg.num_layers_in_{end}_pipeline_stage" for end in ("first", "last"))
+MODEL = "policy.model_name"
+DTENSOR_TP = "policy.dtensor_cfg.tensor_parallel_size"
+DTENSOR_CP = {**DTENSOR, "policy.dtensor_cfg.context_parallel_size": 2}
 
 ON_TOTAL = {"level": "sequence", "statistic": "ratio", "min": 0.5, "max": 2.0}
 TRUNCATED = {
@@ -791,6 +796,33 @@ CASES = {
             {**SINGLE_FITS, **SAVED, "checkpointing.metric_name": "val:accuracy"},
             {**SINGLE_FITS, **SAVED, "checkpointing.metric_name": "train:loss"},
         ),
+    ],
+    "GM334": [
+        ({**DTENSOR_CP, PACKING: True}, {**DTENSOR_CP, PACKING: False}),
+        ({**DTENSOR_CP, PACKING: True}, {CP: 2, PACKING: True}),
+        (
+            {**DTENSOR_CP, PACKING: False, DTENSOR_TP: 2, "policy.dtensor_cfg.sequence_parallel": True},
+            {**DTENSOR_CP, PACKING: False, DTENSOR_TP: 1, "policy.dtensor_cfg.sequence_parallel": True},
+        ),
+        (
+            {**DTENSOR_CP, PACKING: False, DTENSOR_TP: 2, "policy.dtensor_cfg.sequence_parallel": True},
+            {**DTENSOR, DTENSOR_TP: 2, "policy.dtensor_cfg.sequence_parallel": True},
+        ),
+    ],
+    # Qwen2.5-7B has 28 heads and 4 key-value heads, Qwen3-30B-A3B has 32 and 4.
+    "GM335": [
+        ({MODEL: "Qwen/Qwen2.5-7B", TP: 8}, {MODEL: "Qwen/Qwen2.5-7B", TP: 4}),
+        ({MODEL: "Qwen/Qwen2.5-7B", TP: 14}, {**MOE, TP: 8}),
+        ({**MOE, **DTENSOR, DTENSOR_TP: 8}, {**MOE, **DTENSOR, DTENSOR_TP: 4}),
+        ({**MOE, TP: 3}, {MODEL: "my/own-model", TP: 3}),
+    ],
+    # Qwen3-30B-A3B has 48 layers.
+    "GM336": [
+        ({**MOE, PP: 5}, {**MOE, PP: 4}),
+        ({**MOE, PP: 5}, {**MOE, PP: 5, FIRST: 8}),
+        ({**MOE, PP: 4, FIRST: 11}, {**MOE, PP: 4, FIRST: 11, LAST: 11}),
+        ({**MOE, PP: 2, FIRST: 20, LAST: 20}, {**MOE, PP: 2, FIRST: 20, LAST: 28}),
+        ({**MOE, PP: 3, FIRST: 48}, {**MOE, **DTENSOR, PP: 5}),
     ],
 }
 PAIRS = [(rule, *pair) for rule, pairs in CASES.items() for pair in pairs]

@@ -1,0 +1,128 @@
+"""GM334 to GM336: parallel sizes that the model's heads and layers, or its backend, do not allow."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from nemo_geomask.tools.check.model_shapes import ModelShape, shape_of
+from nemo_geomask.tools.check.parallel_layout import layout_keys, trained_sections
+from nemo_geomask.tools.check.recipe_facts import RecipeFacts
+from nemo_geomask.tools.check.rule import Hit, Rule
+
+__all__ = ["RULES"]
+
+
+def _size(key: str, facts: RecipeFacts) -> int:
+    return int(facts.number(key) or 1)
+
+
+def _context_parallel_of_dtensor(facts: RecipeFacts) -> Iterator[Hit]:
+    for section in trained_sections(facts):
+        if not facts.is_true(f"{section}.dtensor_cfg.enabled"):
+            continue
+        key = f"{section}.dtensor_cfg.context_parallel_size"
+        packing = f"{section}.sequence_packing.enabled"
+        sequence_parallel = f"{section}.dtensor_cfg.sequence_parallel"
+        size = _size(key, facts)
+        if size > 1 and facts.is_true(packing):
+            yield Hit(
+                key,
+                f"{size} excludes {packing}: true under DTensor; set one of them to 1 or false, or train with Megatron",
+            )
+        tp = _size(f"{section}.dtensor_cfg.tensor_parallel_size", facts)
+        if size > 1 and tp > 1 and facts.is_true(sequence_parallel):
+            yield Hit(
+                key,
+                f"{size} excludes {sequence_parallel}: true with tensor_parallel_size: {tp} under DTensor; set "
+                "sequence_parallel: false, or context_parallel_size: 1",
+            )
+
+
+def _shape(section: str, facts: RecipeFacts) -> ModelShape | None:
+    return shape_of(str(facts.get(f"{section}.model_name", "")))
+
+
+def _heads(facts: RecipeFacts) -> Iterator[Hit]:
+    for section in trained_sections(facts):
+        shape, key = _shape(section, facts), layout_keys(facts, section)["tp"]
+        tp = _size(key, facts)
+        if shape is None or not shape.heads or tp < 1:
+            continue
+        name = facts.get(f"{section}.model_name")
+        if shape.heads % tp:
+            yield Hit(key, f"{tp} does not divide the {shape.heads} attention heads of {name}; set a divisor")
+        elif shape.kv_heads % tp:
+            # Megatron repeats a key-value head on several ranks.
+            is_megatron = facts.is_true(f"{section}.megatron_cfg.enabled")
+            if not is_megatron:
+                yield Hit(
+                    key,
+                    f"{tp} does not divide the {shape.kv_heads} key-value heads of {name}, as DTensor needs; set a "
+                    "divisor",
+                )
+            elif tp % shape.kv_heads:
+                yield Hit(
+                    key,
+                    f"{tp} is neither a divisor nor a multiple of the {shape.kv_heads} key-value heads of {name}; set "
+                    "one",
+                )
+
+
+def _layers(facts: RecipeFacts) -> Iterator[Hit]:
+    for section in trained_sections(facts):
+        shape, key = _shape(section, facts), f"{section}.megatron_cfg.pipeline_model_parallel_size"
+        if shape is None or not facts.is_true(f"{section}.megatron_cfg.enabled"):
+            continue
+        stages, layers = _size(key, facts), shape.layers
+        ends = {
+            f"num_layers_in_{end}_pipeline_stage": facts.number(
+                f"{section}.megatron_cfg.num_layers_in_{end}_pipeline_stage"
+            )
+            for end in ("first", "last")
+        }
+        stated = {name: int(count) for name, count in ends.items() if count}
+        if stages < 2 or not stated:
+            if stages > 1 and layers % stages:
+                yield Hit(
+                    key,
+                    f"{stages} does not divide the {layers} layers of {facts.get(f'{section}.model_name')}; set a "
+                    f"divisor, or {' and '.join(ends)}",
+                )
+            continue
+        middle_stages, middle_layers = stages - len(stated), layers - sum(stated.values())
+        is_even = middle_layers % middle_stages == 0 if middle_stages else middle_layers == 0
+        if middle_layers < 0 or bool(middle_layers) != bool(middle_stages) or not is_even:
+            counts = ", ".join(f"{name}: {count}" for name, count in stated.items())
+            yield Hit(
+                key,
+                f"{stages} with {counts} leaves {middle_layers} of {layers} layers to {middle_stages} stages, which "
+                "does not divide; change one of these",
+            )
+
+
+RULES = (
+    Rule(
+        "GM334",
+        "error",
+        "context parallelism under DTensor with packed sequences, or with sequence parallelism",
+        "NeMo-RL `validate_and_prepare_config` (automodel/setup.py), `DTensorPolicyWorker.__init__`",
+        _context_parallel_of_dtensor,
+        needs_loss=False,
+    ),
+    Rule(
+        "GM335",
+        "error",
+        "tensor-parallel size that does not divide the attention heads",
+        "Megatron-LM `TransformerConfig`; NeMo-RL `_parallelize_model` (dtensor/parallelize.py)",
+        _heads,
+        needs_loss=False,
+    ),
+    Rule(
+        "GM336",
+        "error",
+        "pipeline-parallel size that does not divide the layers",
+        "Megatron-LM `TransformerConfig`, `get_num_layers_to_build`",
+        _layers,
+        needs_loss=False,
+    ),
+)
