@@ -19,6 +19,7 @@ from nemo_geomask.hosts.nemo_rl import patch
 from nemo_geomask.hosts.nemo_rl.launch import launch
 from nemo_geomask.tools.rehearse.event_hooks import patches
 from nemo_geomask.tools.rehearse.event_log import Events
+from nemo_geomask.tools.rehearse.job_hooks import in_place_of_training
 from nemo_geomask.tools.rehearse.tiny_models import TinyModel, write_model
 
 __all__ = ["SETTINGS", "main"]
@@ -47,6 +48,8 @@ def main(script: str) -> int:
             parameters = write_model(TinyModel(**settings["model"]), Path(settings["folder"]))
             events("model", parameters=parameters, model_type=settings["model"]["model_type"])
         patch.apply_all(patches(events, controller="single_controller" in script, first_seed=settings["first_seed"]))
+        if settings["job"] is not None:
+            patch.apply_all(in_place_of_training(*settings["job"]))
         _register_environment(settings["environment"])
         if not settings["gpus"]:
             _start_ray_without_gpus(settings["gpu_count"], settings["ray"])

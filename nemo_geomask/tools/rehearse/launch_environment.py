@@ -44,8 +44,12 @@ def launch_environment(
     gpus: bool,
     own_environment: bool,
     first_seed: int | None = None,
+    job: tuple[str, str] | None = None,
 ) -> Iterator[dict[str, str]]:
-    """Write the driver's files and yield its environment variables; files outside ``folder`` are removed at the end."""
+    """Write the driver's files and yield its environment variables; files outside ``folder`` are removed at the end.
+
+    ``job``: function and file of a :class:`~nemo_geomask.tools.rehearse.hosted_job.HostedJob`; None trains.
+    """
     identity = uuid.uuid4().hex[:12]
     # A short path: Ray makes sockets in it, and the path of a socket has at most 107 bytes.
     ray = Path(tempfile.mkdtemp(prefix="rehearse-", dir="/tmp" if len(tempfile.gettempdir()) > 30 else None))
@@ -58,6 +62,7 @@ def launch_environment(
         "gpu_count": plan.gpu_count,
         "ray": str(ray),
         "first_seed": first_seed,
+        "job": job,
     }
     (folder / "settings.json").write_text(json.dumps(settings), encoding="utf-8")
     path = [str(checkout), *_submodules(checkout, plan.uses_automodel)]

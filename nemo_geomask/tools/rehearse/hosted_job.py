@@ -1,0 +1,165 @@
+"""A job of another tool, run in place of training, with the workers that NeMo-RL's ``setup`` has made for a recipe.
+
+NeMo-RL's own script starts the workers, sends no sample and takes no step: its training function is replaced by the
+job, which gets the function's arguments. Everything before it is as in a rehearsal, the tiny model included.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nemo_geomask.errors import ConfigError
+from nemo_geomask.recipe import read_recipe
+from nemo_geomask.tools.check import RecipeFacts
+from nemo_geomask.tools.rehearse import driver
+from nemo_geomask.tools.rehearse.event_log import read_events
+from nemo_geomask.tools.rehearse.launch_environment import has_automodel, launch_environment
+from nemo_geomask.tools.rehearse.plan import Plan, plan
+from nemo_geomask.tools.rehearse.rehearsal import has_gpus, nemo_rl_checkout
+from nemo_geomask.tools.rehearse.setting_change import Change
+from nemo_geomask.tools.rehearse.supervision import supervised
+from nemo_geomask.tools.rehearse.tiny_models import write_prompts
+
+__all__ = ["HostedJob", "JobOutcome", "reads_key", "run_job", "values_in_force"]
+
+
+@dataclass(frozen=True)
+class HostedJob:
+    """A function that is run in place of training, and its settings.
+
+    Attributes:
+        function: ``module:function``; it is called with the arguments of NeMo-RL's training function, by name, and
+            ``file``.
+        file: path of the job's own settings.
+    """
+
+    function: str
+    file: Path
+
+
+@dataclass(frozen=True)
+class JobOutcome:
+    """Outcome of a hosted job.
+
+    Attributes:
+        error: last error; empty if the job ended well.
+        is_timeout: True if the time limit was reached.
+        events: the driver's events, as :mod:`~nemo_geomask.tools.rehearse.event_log` writes them.
+        changed: values that the rehearsal gave to settings, by dotted key.
+        command: the driver's command.
+    """
+
+    error: str
+    is_timeout: bool
+    events: tuple[Mapping[str, Any], ...]
+    changed: Mapping[str, Any]
+    command: tuple[str, ...]
+
+
+def run_job(
+    recipe: str | Path,
+    overrides: Sequence[str],
+    job: HostedJob,
+    *,
+    folder: Path,
+    settings: Mapping[str, Any] | None = None,
+    ranks: int = 1,
+    timeout: float = 600.0,
+) -> JobOutcome:
+    """Run a job with NeMo-RL's workers for a small version of a recipe.
+
+    Args:
+        recipe: path of the recipe.
+        overrides: overrides of the recipe; the rehearsal's own changes come after them.
+        job: the job.
+        folder: folder for model, log and events; what it holds is deleted.
+        settings: values by dotted key that come after the rehearsal's changes, and so are in force. A mapping replaces
+            the one that is there.
+        ranks: largest number of processes that train.
+        timeout: time limit in seconds.
+
+    Raises:
+        ConfigError: the recipe can't be read or rehearsed, or there is no NeMo-RL.
+        EngineError: a process could not be ended.
+    """
+    checkout, gpus = nemo_rl_checkout(), has_gpus()
+    facts, planned = _planned(recipe, overrides, folder, ranks, checkout, gpus)
+    script = checkout / planned.script
+    if planned.script != "examples/run_grpo.py" or not script.is_file():
+        raise ConfigError(f"{planned.script} does not train by GRPO, whose workers the job needs; give a GRPO recipe")
+    if folder.exists():
+        shutil.rmtree(folder)
+    folder.mkdir(parents=True)
+    write_prompts(folder / "prompts.jsonl")
+    arguments = [str(script), "--config", str(facts.recipe.path.resolve()), *overrides, *planned.overrides]
+    for key, value in (settings or {}).items():
+        arguments += Change(key, value, delete=isinstance(value, dict)).overrides
+    command = [sys.executable, "-m", driver.__name__, *arguments]
+    launch = launch_environment(
+        folder, checkout, planned, gpus=gpus, own_environment=False, job=(job.function, str(job.file))
+    )
+    with launch as environment:
+        status = supervised(command, log=folder / "log.txt", timeout=timeout, environment=environment, folder=checkout)
+    events = tuple(read_events(folder / "events.jsonl"))
+    changed = {change.key: change.value for change in planned.changes}
+    return JobOutcome(_error_of(events, status, timeout), status is None, events, changed, tuple(command))
+
+
+def values_in_force(
+    recipe: str | Path, overrides: Sequence[str], keys: Iterable[str], *, ranks: int = 1
+) -> dict[str, Any]:
+    """Return the values that settings have in a hosted job, by dotted key; keys that nobody sets are absent.
+
+    Args:
+        recipe: path of the recipe.
+        overrides: overrides of the recipe.
+        keys: dotted keys.
+        ranks: largest number of processes that train.
+
+    Raises:
+        ConfigError: the recipe can't be read or rehearsed, or there is no NeMo-RL.
+    """
+    facts, planned = _planned(recipe, overrides, Path("job"), ranks, nemo_rl_checkout(), has_gpus())
+    changed = {change.key: change.value for change in planned.changes}
+    values = {key: changed[key] if key in changed else facts.get(key) for key in keys}
+    return {key: value for key, value in values.items() if value is not None}
+
+
+def reads_key(key: str) -> bool:
+    """Return True if NeMo-RL's code for policies or engines has the part of a key that it reads, as a string.
+
+    vLLM reads what is below ``vllm_kwargs`` and ``env_vars``; of these keys, that name is looked for.
+    """
+    parts = key.split(".")
+    name = next((part for part in parts if part in ("vllm_kwargs", "env_vars")), parts[-1])
+    files = (nemo_rl_checkout() / "nemo_rl" / "models").rglob("*.py")
+    # As a string or as a declared field: v0.7.0 passes a keyword `logprobs_mode`, and reads no such setting.
+    pattern = re.compile(rf"""["']{name}["']|^    {name}: """, re.MULTILINE)
+    return any(pattern.search(file.read_text(encoding="utf-8")) for file in files)
+
+
+def _planned(
+    recipe: str | Path, overrides: Sequence[str], folder: Path, ranks: int, checkout: Path, gpus: bool
+) -> tuple[RecipeFacts, Plan]:
+    facts = RecipeFacts.from_recipe(read_recipe(recipe, overrides, leave=("data", "env")))
+    planned = plan(
+        facts, folder=folder, steps=1, ranks=ranks, gpus=gpus, has_automodel=has_automodel(checkout), record=False
+    )
+    return facts, planned
+
+
+def _error_of(events: Sequence[Mapping[str, Any]], status: int | None, timeout: float) -> str:
+    if status is None:
+        return f"not done after {timeout:.0f} s"
+    errors = [event for event in events if event["kind"] == "error"]
+    if errors:
+        return f"{errors[-1]['type']}: {errors[-1]['message']}"
+    if not any(event["kind"] == "done" for event in events):
+        return f"the driver ended with status {status}, and left no error"
+    return ""

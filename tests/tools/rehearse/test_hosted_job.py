@@ -1,0 +1,58 @@
+"""A job in place of training, and what settings it runs with."""
+
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+from nemo_geomask.hosts.nemo_rl import patch
+from nemo_geomask.tools.rehearse import hosted_job
+from nemo_geomask.tools.rehearse.job_hooks import in_place_of_training
+
+
+@pytest.fixture
+def made_nemo_rl(monkeypatch):
+    """A module in the place of NeMo-RL's, with a training function that must not run."""
+
+    def grpo_train(policy, policy_generation, master_config):
+        raise AssertionError("trained")
+
+    grpo = types.ModuleType("nemo_rl.algorithms.grpo")
+    grpo.grpo_train = grpo.async_grpo_train = grpo_train
+    grpo.__spec__ = types.SimpleNamespace()
+    for name in ("nemo_rl", "nemo_rl.algorithms"):
+        package = types.ModuleType(name)
+        package.__path__ = []
+        monkeypatch.setitem(sys.modules, name, package)
+    monkeypatch.setitem(sys.modules, "nemo_rl.algorithms.grpo", grpo)
+    job = types.ModuleType("made_job")
+    job.calls = []
+    job.run = lambda **arguments: job.calls.append(arguments)
+    monkeypatch.setitem(sys.modules, "made_job", job)
+    return grpo, job
+
+
+def test_the_job_gets_the_arguments_of_the_training_function_by_name(made_nemo_rl):
+    grpo, job = made_nemo_rl
+    patches = list(in_place_of_training("made_job:run", "/there/job.json"))
+    patch.apply_all(patches)
+    try:
+        grpo.grpo_train(1, 2, master_config=3)
+    finally:
+        for each in patches:
+            each.undo()
+    assert job.calls == [{"policy": 1, "policy_generation": 2, "master_config": 3, "file": Path("/there/job.json")}]
+
+
+def test_a_key_is_read_if_the_code_has_it_as_a_string_or_a_field(tmp_path, monkeypatch):
+    models = tmp_path / "nemo_rl" / "models"
+    models.mkdir(parents=True)
+    (models / "worker.py").write_text('cfg["vllm_cfg"].get("precision")\nrun(logprobs_mode="processed")\n')
+    (models / "config.py").write_text("class VllmConfig:\n    vllm_kwargs: dict\n    kv_cache_dtype: str\n")
+    monkeypatch.setattr(hosted_job, "nemo_rl_checkout", lambda: tmp_path)
+    prefix = "policy.generation."
+    assert hosted_job.reads_key(f"{prefix}vllm_cfg.precision")
+    assert hosted_job.reads_key(f"{prefix}vllm_cfg.kv_cache_dtype")
+    assert hosted_job.reads_key(f"{prefix}vllm_kwargs.hf_overrides.head_dtype")
+    assert not hosted_job.reads_key(f"{prefix}vllm_cfg.logprobs_mode")
