@@ -1,0 +1,82 @@
+"""Settings that are known to make a sampler's and a trainer's log-probs differ, from ``mismatch_switches.toml``."""
+
+from __future__ import annotations
+
+import functools
+import tomllib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+__all__ = ["ENGINE_ARGUMENTS", "VERSIONS", "MismatchSwitch", "mismatch_switches"]
+
+VERSIONS = ("v0.6.0", "v0.7.0", "main")
+"""Versions of NeMo-RL that the table knows, oldest first."""
+
+ENGINE_ARGUMENTS = "policy.generation.vllm_kwargs."
+"""Prefix of keys that NeMo-RL hands to vLLM as engine arguments."""
+
+_FILE = Path(__file__).with_suffix(".toml")
+
+
+@dataclass(frozen=True)
+class MismatchSwitch:
+    """A setting and the value under which both engines are known to agree best.
+
+    Attributes:
+        id: short unique name.
+        key: dotted key of the recipe.
+        value: the conservative value.
+        title: what the setting decides.
+        side: whose log-probs it changes.
+        cost: what another value needs: a request alone, another start of the engine or of the trainer, or another
+            number of processes.
+        group: name of the switches that are tried together first.
+        slower: price of the conservative value, as reported; empty if none is known.
+        source: where the effect is reported.
+        since: first version of NeMo-RL that reads the key.
+        needs: ``megatron`` or ``dtensor`` if only that trainer reads the key.
+        gpu: True if the value changes nothing on a CPU.
+        field: name of the request's option, for switches that cost a request.
+        seen_as: part of the name of a resolved setting that shows the value; the key's last part if empty.
+    """
+
+    id: str
+    key: str
+    value: Any
+    title: str
+    side: Literal["engine", "trainer", "both"]
+    cost: Literal["request", "engine", "trainer", "layout"]
+    group: str
+    slower: str
+    source: str
+    since: str = VERSIONS[0]
+    needs: Literal["", "megatron", "dtensor"] = ""
+    gpu: bool = False
+    field: str = ""
+    seen_as: str = ""
+
+    def is_seen_in(self, names: Iterable[str]) -> bool:
+        """Return True if one of the names of resolved settings is that of this switch.
+
+        Args:
+            names: dotted names.
+        """
+        part = self.seen_as or self.key.rpartition(".")[2]
+        return any(part in name for name in names)
+
+    def is_in(self, version: str) -> bool:
+        """Return True if a version of NeMo-RL reads the key.
+
+        Args:
+            version: one of :data:`VERSIONS`.
+        """
+        return VERSIONS.index(version) >= VERSIONS.index(self.since)
+
+
+@functools.cache
+def mismatch_switches() -> tuple[MismatchSwitch, ...]:
+    """Return all switches, in the order of the file."""
+    table = tomllib.loads(_FILE.read_text(encoding="utf-8"))
+    return tuple(MismatchSwitch(**row) for row in table["switch"])
