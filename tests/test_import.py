@@ -18,6 +18,7 @@ PACKAGE = Path(nemo_geomask.__file__).parent
 ORDER = [
     "errors",
     "data_keys",
+    "plugin_imports",
     "config",
     "functional",
     "segments",
@@ -35,6 +36,7 @@ ORDER = [
     "tools/diagnose",
     "tools/check",
     "tools/rehearse",
+    "tools/probe",
     "tools/bench",
     "tools/lab",
     "cli",

@@ -1,0 +1,124 @@
+"""``nemo-geomask probe``: find out which settings make a recipe's sampler and trainer disagree."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from nemo_geomask.cli.arguments import positive_number
+
+__all__ = ["add_arguments", "run"]
+
+_EPILOG = """\
+A probe freezes prompts and responses, scores the same tokens by the engine's decode, by its prefill and by the trainer,
+and repeats that with one setting at a time at its conservative value. Everything runs through NeMo-RL's own workers,
+with a tiny random model of the recipe's architecture, as in `nemo-geomask rehearse`: what a probe finds is in the
+settings and the code, and not in the weights of the real model.
+
+NeMo-RL is the checkout at NEMO_RL_ROOT; the interpreter is this one, and must have NeMo-RL's requirements and vLLM.
+
+Every start of the workers is kept in --out with a hash. After a kill, or with a larger budget, --resume goes on.
+
+exit status
+  0  the mismatch is explained, or there is none
+  1  a check found a fault, or no switch explains the mismatch, or the budget ended before all were tried
+  2  a mistake in the arguments, a recipe that can't be read, no NeMo-RL; the recipe's own settings can't be scored
+  130  Ctrl-C
+
+examples
+  nemo-geomask probe recipe.yaml
+  nemo-geomask probe recipe.yaml ++policy.precision=bfloat16 --switches trainer_precision,engine_precision
+  nemo-geomask probe recipe.yaml --budget 20 --out results/probe/mine --resume
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments and its help."""
+    parser.description = "Find out which settings make a recipe's sampler and trainer disagree on log-probs."
+    parser.epilog = _EPILOG
+    parser.add_argument("recipe", metavar="RECIPE.yaml", help="the recipe")
+    parser.add_argument(
+        "overrides", nargs="*", default=[], metavar="key.path=value", help="settings that replace the recipe's"
+    )
+    parser.add_argument(
+        "--switches", metavar="NAME,…", help="switches or groups to try (default: all that the recipe leaves open)"
+    )
+    parser.add_argument(
+        "--budget",
+        type=positive_number,
+        default=60.0,
+        metavar="MINUTES",
+        help="no start of the workers is begun that would not end within it (default: 60)",
+    )
+    parser.add_argument("--prompts", type=_even_number, default=24, metavar="N", help="prompts (default: 24)")
+    parser.add_argument("--ranks", type=int, default=1, metavar="N", help="processes that train (default: 1)")
+    parser.add_argument(
+        "--timeout", type=positive_number, default=900.0, metavar="S", help="seconds for one start (default: 900)"
+    )
+    parser.add_argument("--resume", action="store_true", help="go on with the probe in --out")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result as JSON; -: standard output")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write the result as a page")
+    parser.add_argument(
+        "--out", type=Path, metavar="DIR", help="folder of the scores (default: results/probe/<recipe>)"
+    )
+
+
+def _even_number(text: str) -> int:
+    if not text.isdecimal() or int(text) < 4 or int(text) % 2:
+        raise argparse.ArgumentTypeError(f"'{text}' is not an even number of at least 4: half of the prompts confirm")
+    return int(text)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the command."""
+    from nemo_geomask.tools.probe.probe_report import as_json, as_text, write_html
+    from nemo_geomask.tools.probe.probe_run import choose_switches, prepare_folder, probe
+    from nemo_geomask.tools.rehearse.hosted_job import HostedJob, JobOutcome, reads_key, run_job, values_in_force
+    from nemo_geomask.tools.rehearse.rehearsal import has_gpus
+    from nemo_geomask.tools.shared.json_output import to_json
+    from nemo_geomask.tools.shared.mismatch_switches import mismatch_switches
+
+    def launch(*, function: str, file: Path, folder: Path, settings: dict[str, object]) -> JobOutcome:
+        return run_job(
+            *(arguments.recipe, arguments.overrides, HostedJob(function, file)),
+            folder=folder.resolve(),
+            settings=settings,
+            ranks=arguments.ranks,
+            timeout=arguments.timeout,
+        )
+
+    generations = 2
+    folder = (arguments.out or Path("results", "probe", Path(arguments.recipe).stem)).resolve()
+    more_keys = [f"policy.generation.{name}" for name in ("temperature", "top_p", "top_k")]
+    keys = [*(switch.key for switch in mismatch_switches()), *more_keys, "policy.megatron_cfg.enabled"]
+    values = values_in_force(arguments.recipe, arguments.overrides, keys, ranks=arguments.ranks)
+    switches, untried_rows = choose_switches(
+        values,
+        names=None if arguments.switches is None else arguments.switches.split(","),
+        is_read=reads_key,
+        trainer="megatron" if values.get("policy.megatron_cfg.enabled") else "dtensor",
+        has_gpus=has_gpus(),
+    )
+    sizes = (arguments.prompts, generations)
+    prepare_folder(folder, arguments.recipe, arguments.overrides, sizes, resume=arguments.resume)
+    result = probe(
+        *(arguments.recipe, arguments.overrides, launch, switches, untried_rows, values),
+        folder=folder,
+        prompts=arguments.prompts,
+        generations=generations,
+        budget=60 * arguments.budget,
+        progress=lambda line: print(f"probe: {line}", file=sys.stderr, flush=True),
+    )
+    content = to_json(as_json(result))
+    if arguments.html is not None:
+        write_html(arguments.html, result)
+    if str(arguments.json) == "-":
+        print(content)
+    else:
+        print("\n".join(as_text(result)))
+        if arguments.json is not None:
+            arguments.json.write_text(content + "\n", encoding="utf-8")
+    ledger = result.ledger
+    is_answered = not ledger.has_mismatch or bool(ledger.culprits)
+    return 0 if is_answered and ledger.is_complete and not result.faults else 1

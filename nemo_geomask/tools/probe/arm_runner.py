@@ -1,0 +1,218 @@
+"""Arms of both sides: which starts score them, and their log-probs.
+
+The decode of an engine depends on the engine's settings, and the log-probs of a trainer on the trainer's. One start
+therefore scores an arm of each side, and any arm of one side can be compared with any of the other. An exception are
+trainers whose arms send other weights; :attr:`ArmRunner.is_coupled` says so.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+from nemo_geomask.errors import EngineError
+from nemo_geomask.tools.probe.scored_arms import BASE, FrozenTokens, differing_settings
+from nemo_geomask.tools.probe.start_store import Start, StartAnswer, StartStore
+from nemo_geomask.tools.shared.mismatch_switches import MismatchSwitch
+
+__all__ = ["NOTHING", "SIDES", "Arm", "ArmRunner", "Side"]
+
+Side = Literal["engine", "trainer"]
+SIDES: tuple[Side, Side] = ("engine", "trainer")
+
+Arm = frozenset[str]
+"""Ids of the switches of one side that are at their conservative value."""
+
+NOTHING: Arm = frozenset()
+"""The baseline: the recipe's own values."""
+
+_CHECKSUM = "engine.checksum"
+
+
+class ArmRunner:
+    """Runs starts for arms and gives their scores.
+
+    Args:
+        store: the store of starts.
+        switches: switches to try.
+        settings: settings of all starts, by dotted key.
+        budget: seconds after which no further start is begun.
+        progress: called with a line before each start that is run.
+    """
+
+    def __init__(
+        self,
+        store: StartStore,
+        switches: Sequence[MismatchSwitch],
+        *,
+        settings: Mapping[str, Any],
+        budget: float,
+        progress: Callable[[str], None] = lambda line: None,
+    ) -> None:
+        self._store = store
+        self._settings = settings
+        self._deadline = time.monotonic() + budget
+        self._progress = progress
+        self._switches = {switch.id: switch for switch in switches if switch.cost != "request"}
+        self._answers: dict[Side, dict[Arm, StartAnswer]] = {"engine": {}, "trainer": {}}
+        self._repeated: dict[Side, StartAnswer] = {}
+        self._ignored: dict[Side, frozenset[str]] = {}
+        self.starts: set[str] = set()
+        """Names of the starts that were used, stored ones included."""
+        self.is_complete = True
+        """False once a start was left out for want of time."""
+        self.is_coupled = False
+        """True if the trainer's conservative values change the weights that the engine gets."""
+        requests: dict[Side, dict[str, dict[str, Any]]] = {
+            side: {BASE: {}, "again": {}, "reversed": {"reversed": True}} for side in SIDES
+        }
+        for switch in switches:
+            if switch.cost == "request" and switch.side != "both":
+                requests[switch.side][switch.id] = {switch.field: switch.value}
+        base = self._answer(Start("baseline", settings, requests["engine"], requests["trainer"]))
+        if base is None or base.error:
+            raise EngineError(f"the recipe can't be scored with its own settings: {base.error if base else 'no time'}")
+        self.base: StartAnswer = base
+        """Answer of the first start, with the recipe's own values."""
+        self.tokens = FrozenTokens.from_frozen(store.frozen())
+        for side in SIDES:
+            self._answers[side][NOTHING] = base
+
+    def arm_of_all(self, side: Side) -> Arm:
+        """Return the arm with all conservative values of a side."""
+        return frozenset(switch.id for switch in self._switches.values() if switch.side == side)
+
+    def run_repeated(self) -> None:
+        """Run the arms of all conservative values, each beside a repetition of the other side's baseline."""
+        for engine, trainer in ((self.arm_of_all("engine"), NOTHING), (NOTHING, self.arm_of_all("trainer"))):
+            answer = self._run(engine, trainer)
+            if answer is None or answer.error:
+                continue
+            if not engine:
+                before, after = self.base.scores["engine_settings"], answer.scores["engine_settings"]
+                self.is_coupled = before.get(_CHECKSUM) != after.get(_CHECKSUM)
+                self._repeated["engine"] = answer
+                self._ignored["engine"] = frozenset(differing_settings(before, after))
+            if not trainer:
+                self._repeated["trainer"] = answer
+                varying = differing_settings(_settings_of("trainer", self.base), _settings_of("trainer", answer))
+                self._ignored["trainer"] = frozenset(varying)
+
+    def run(self, engine: Sequence[Arm], trainer: Sequence[Arm]) -> None:
+        """Run the arms that have no scores yet, two at a time, one of each side."""
+        missing_engine, missing_trainer = (
+            [arm for arm in dict.fromkeys(arms) if arm and arm not in self._answers[side]]
+            for side, arms in zip(SIDES, (engine, trainer), strict=True)
+        )
+        if self.is_coupled:
+            pairs = [*((arm, NOTHING) for arm in missing_engine), *((NOTHING, arm) for arm in missing_trainer)]
+        else:
+            pairs = list(itertools.zip_longest(missing_engine, missing_trainer, fillvalue=NOTHING))
+        for pair in pairs:
+            answer = self._run(*pair)
+            if answer is not None and answer.error and all(pair):
+                # One of both may run alone.
+                for side, arm in zip(SIDES, pair, strict=True):
+                    del self._answers[side][arm]
+                self._run(pair[0], NOTHING)
+                self._run(NOTHING, pair[1])
+
+    def _run(self, engine: Arm, trainer: Arm) -> StartAnswer | None:
+        names = [self._name(side, arm) for side, arm in zip(SIDES, (engine, trainer), strict=True) if arm]
+        values = {switch.key: switch.value for switch in self._switches.values() if switch.id in engine | trainer}
+        answer = self._answer(Start("-and-".join(names) or "restart", {**self._settings, **values}))
+        if answer is not None:
+            for side, arm in zip(SIDES, (engine, trainer), strict=True):
+                self._answers[side].setdefault(arm, answer)
+        return answer
+
+    def _name(self, side: Side, arm: Arm) -> str:
+        return f"all-{side}" if len(arm) > 1 and arm == self.arm_of_all(side) else "+".join(sorted(arm))
+
+    def _answer(self, start: Start) -> StartAnswer | None:
+        """Return the answer of a start; None if the budget does not suffice for it."""
+        if not self._store.has(start):
+            times = self._store.seconds_of_runs
+            if times and time.monotonic() + sum(times) / len(times) > self._deadline:
+                self.is_complete = False
+                return None
+            self._progress(f"start {self._store.runs + 1}: {start.name}")
+        self.starts.add(start.name)
+        return self._store.answer(start)
+
+    def was_run(self, side: Side, arm: Arm) -> bool:
+        """Return True if a start for the arm was run, with or without success."""
+        return arm in self._answers[side]
+
+    def error(self, side: Side, arm: Arm) -> str:
+        """Return the error of an arm's start; empty if it has scores."""
+        return self._answers[side][arm].error
+
+    def has_scores(self, side: Side, arm: Arm) -> bool:
+        """Return True if an arm has scores."""
+        return self.was_run(side, arm) and not self.error(side, arm)
+
+    def scored_arms(self, side: Side) -> list[Arm]:
+        """Return the arms that have scores, the baseline first."""
+        return [arm for arm in self._answers[side] if self.has_scores(side, arm)]
+
+    def decode(self, arm: Arm, request: str = BASE, *, trainer: Arm = NOTHING) -> Any:
+        """Return the engine's log-probs under an arm, [N].
+
+        Args:
+            arm: the engine's arm.
+            request: name of the request.
+            trainer: the trainer's arm; if the sides are coupled, the engine had its weights.
+        """
+        is_under_trainer = self.is_coupled and arm == NOTHING and trainer
+        answer = self._answers["trainer"][trainer] if is_under_trainer else self._answers["engine"][arm]
+        return self.tokens.flat(answer.scores["decode"][request]["logprobs"], f"decode, {request}")
+
+    def logprobs(self, arm: Arm, request: str = BASE) -> Any:
+        """Return the trainer's log-probs under an arm, [N]."""
+        answer = self._answers["trainer"][arm]
+        return self.tokens.flat(answer.scores["trainer"][request]["logprobs"], f"trainer, {request}")
+
+    def prefill(self) -> Any:
+        """Return the engine's log-probs of the baseline by prefill, [N]."""
+        return self.tokens.flat(self.base.scores["prefill"]["logprobs"], "prefill")
+
+    def delta(self, engine: Arm, trainer: Arm) -> Any:
+        """Return the mismatch of each token under two arms: the trainer's log-prob minus the engine's, [N]."""
+        return self.logprobs(trainer) - self.decode(engine, trainer=trainer)
+
+    def repetitions(self) -> dict[str, tuple[Any, Any]]:
+        """Return the log-probs of each side beside those of its repetitions, by name of the repetition."""
+        pairs: dict[str, tuple[Any, Any]] = {}
+        for side in SIDES:
+            read = self.decode if side == "engine" else self.logprobs
+            for request, label in (("again", "same batch twice"), ("reversed", "other order")):
+                pairs[f"{side}, {label}"] = (read(NOTHING), read(NOTHING, request))
+            if side in self._repeated and not (side == "engine" and self.is_coupled):
+                key = "decode" if side == "engine" else "trainer"
+                again = self._repeated[side].scores[key][BASE]["logprobs"]
+                pairs[f"{side}, restarted"] = (read(NOTHING), self.tokens.flat(again, f"{side}, restarted"))
+        return pairs
+
+    def differences(self, side: Side, arm: Arm) -> dict[str, tuple[str, str]]:
+        """Return what an arm really changed: resolved settings that differ from the baseline's."""
+        before, after = (_settings_of(side, answer) for answer in (self.base, self._answers[side][arm]))
+        return differing_settings(before, after, self._ignored.get(side, frozenset()) | {_CHECKSUM})
+
+    def request_differences(self, request: str) -> dict[str, tuple[str, str]]:
+        """Return what a request to the baseline's trainer really changed, as :meth:`differences` does for an arm."""
+        answers = self.base.scores["trainer"]
+        return differing_settings(answers[BASE]["settings"], answers[request]["settings"])
+
+    def seconds(self, side: Side, arm: Arm) -> float:
+        """Return the time of the baseline's request under an arm, in seconds."""
+        scores = self._answers[side][arm].scores["decode" if side == "engine" else "trainer"]
+        return float(scores[BASE]["seconds"])
+
+
+def _settings_of(side: Side, answer: StartAnswer) -> Mapping[str, str]:
+    scores = answer.scores
+    settings: Mapping[str, str] = scores["engine_settings"] if side == "engine" else scores["trainer"][BASE]["settings"]
+    return settings

@@ -1,0 +1,278 @@
+"""Attribution of the mismatch to switches: the order in which arms are tried, and the ledger that they give.
+
+All conservative values of a side are tried at once first. A side whose values change nothing together is not split;
+else groups of switches are tried, and the single switches of the groups that change something.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from nemo_geomask.tools.probe.arm_runner import NOTHING, SIDES, Arm, ArmRunner, Side
+from nemo_geomask.tools.probe.gap_statistics import Gap, GapChange, change_between, gap, holm, shapley
+from nemo_geomask.tools.probe.ledger import NEGLIGIBLE_K3, Ledger, LedgerRow, verdict_of
+from nemo_geomask.tools.probe.scored_arms import BASE
+from nemo_geomask.tools.shared.mismatch_switches import MismatchSwitch
+
+__all__ = ["attribute_mismatch"]
+
+_TOP = 3
+"""Number of switches that are examined further: on fresh prompts, as the last one missing, and in all orders."""
+
+
+def attribute_mismatch(
+    runner: ArmRunner,
+    switches: Sequence[MismatchSwitch],
+    values: Mapping[str, Any],
+    untried_rows: Sequence[LedgerRow] = (),
+) -> Ledger:
+    """Run the arms that are needed, and return the ledger.
+
+    Args:
+        runner: runs arms; it has scored the baseline.
+        switches: switches to try.
+        values: the recipe's values of their keys.
+        untried_rows: rows of switches that are not tried.
+    """
+    return _Search(runner, switches, values).ledger(untried_rows)
+
+
+class _Search:
+    """Search for the switches behind a mismatch."""
+
+    def __init__(self, runner: ArmRunner, switches: Sequence[MismatchSwitch], values: Mapping[str, Any]) -> None:
+        self._runner = runner
+        self._switches = switches
+        self._values = values
+        self._explored = ~runner.tokens.is_fresh
+        self._prompts = runner.tokens.prompts
+
+    def ledger(self, untried_rows: Sequence[LedgerRow]) -> Ledger:
+        """Run the arms and return the ledger."""
+        self._runner.run_repeated()
+        self._floor = self._largest_repetition()
+        self._run(lambda side: self._groups(side) if self._matters(side, self._runner.arm_of_all(side)) else [])
+        self._run(self._singles)
+        rows = self._judged([self._row(switch) for switch in self._switches])
+        rows = self._examined(rows)
+        rows.sort(key=lambda row: -(row.share or 0.0))
+        runner = self._runner
+        every = [runner.arm_of_all(side) for side in SIDES]
+        has_all = all(runner.has_scores(side, arm) for side, arm in zip(SIDES, every, strict=True))
+        return Ledger(
+            baseline=self._gap(NOTHING, NOTHING),
+            triangle={
+                "decode and prefill": gap(runner.decode(NOTHING), runner.prefill()),
+                "prefill and trainer": gap(runner.logprobs(NOTHING), runner.prefill()),
+                "decode and trainer": gap(runner.logprobs(NOTHING), runner.decode(NOTHING)),
+            },
+            floor=self._floor,
+            repetitions={name: gap(*pair) for name, pair in runner.repetitions().items()},
+            all_conservative=self._gap(*every) if has_all and any(every) else None,
+            rows=(*rows, *untried_rows),
+            prompts=len(set(self._prompts[self._explored].tolist())),
+            starts=len(runner.starts),
+            is_complete=runner.is_complete,
+        )
+
+    def _run(self, arms_of: Any) -> None:
+        self._runner.run(*(arms_of(side) for side in SIDES))
+
+    def _groups(self, side: Side) -> list[Arm]:
+        members: dict[str, list[str]] = {}
+        for switch in self._switches:
+            if switch.side == side and switch.cost != "request":
+                members.setdefault(switch.group, []).append(switch.id)
+        return [frozenset(ids) for ids in members.values()]
+
+    def _singles(self, side: Side) -> list[Arm]:
+        groups = [group for group in self._groups(side) if len(group) > 1 and self._runner.was_run(side, group)]
+        return [frozenset({name}) for group in groups if self._matters(side, group) for name in sorted(group)]
+
+    def _delta(self, side: Side, arm: Arm, other_arm: Arm = NOTHING) -> Any:
+        """Return the mismatch with an arm of one side, and another arm of the other."""
+        return self._runner.delta(arm, other_arm) if side == "engine" else self._runner.delta(other_arm, arm)
+
+    def _gap(self, engine: Arm, trainer: Arm) -> Gap:
+        runner = self._runner
+        decode, logprobs = runner.decode(engine, trainer=trainer), runner.logprobs(trainer)
+        return gap(logprobs[self._explored], decode[self._explored])
+
+    def _change(self, before: Any, after: Any, *, fresh: bool = False) -> GapChange:
+        chosen = self._runner.tokens.is_fresh if fresh else self._explored
+        return change_between(before[chosen], after[chosen], self._prompts[chosen])
+
+    def _largest_repetition(self) -> float:
+        """Return the largest change of k3 that a repetition of the baseline makes."""
+        runner = self._runner
+        base = runner.delta(NOTHING, NOTHING)
+        changes = [0.0]
+        for name, (first, again) in runner.repetitions().items():
+            sign = -1.0 if name.startswith("engine") else 1.0
+            change = self._change(base, base + sign * (again - first))
+            changes.append(max(abs(change.low), abs(change.high)))
+        return max(changes)
+
+    def _matters(self, side: Side, arm: Arm) -> bool:
+        """Return True if an arm changes the mismatch, beside the other side's baseline or another of its arms."""
+        runner = self._runner
+        if not arm or not runner.was_run(side, arm):
+            return False
+        if runner.error(side, arm):
+            return True  # not known: its parts may work
+        if not runner.differences(side, arm):
+            return False
+        other: Side = "trainer" if side == "engine" else "engine"
+        other_arms = [NOTHING] if runner.is_coupled else runner.scored_arms(other)
+        for other_arm in other_arms:
+            change = self._change(self._delta(side, NOTHING, other_arm), self._delta(side, arm, other_arm))
+            if max(abs(change.low), abs(change.high)) > max(self._floor, NEGLIGIBLE_K3):
+                return True
+        return False
+
+    # Rows
+
+    def _row(self, switch: MismatchSwitch) -> LedgerRow:
+        """Return the row of a switch, with its change and without its verdict."""
+        row = LedgerRow(switch, self._values.get(switch.key), "undecided")
+        if switch.side == "both":
+            return replace(row, verdict="not tried", note="changes both sides at once")
+        if switch.cost == "request":
+            return self._request_row(row)
+        runner, side = self._runner, switch.side
+        single = frozenset({switch.id})
+        own_group = next(group for group in self._groups(side) if switch.id in group)
+        arm = next((arm for arm in (single, own_group, runner.arm_of_all(side)) if runner.was_run(side, arm)), None)
+        if arm is None:
+            return replace(row, verdict="not tried", note="the budget was spent")
+        if runner.error(side, arm):
+            note = runner.error(side, arm).strip().splitlines()[0][:200]
+            return replace(row, verdict="not testable here", note=f"NeMo-RL could not be started with it: {note}")
+        differences = runner.differences(side, arm)
+        if not differences:
+            return replace(row, verdict="not effective", note="nothing that ran differs from the baseline")
+        if arm != single and self._matters(side, arm):
+            return replace(row, verdict="not tried", note="the budget was spent")
+        note = ""
+        if arm != single:
+            note = f"with {', '.join(sorted(arm - single))}, which together change nothing"
+            if not switch.is_seen_in(differences):
+                # It may have been ignored: that it has no effect is not known.
+                return replace(row, verdict="not tried", note=f"{note}; what ran does not show whether it was read")
+        speed = runner.seconds(side, NOTHING) / max(runner.seconds(side, arm), 1e-9) - 1
+        after = self._delta(side, arm)
+        return self._with_change(replace(row, note=note, differences=differences, throughput=speed), after)
+
+    def _request_row(self, row: LedgerRow) -> LedgerRow:
+        runner, switch = self._runner, row.switch
+        if switch.side == "engine":
+            after = runner.logprobs(NOTHING) - runner.decode(NOTHING, switch.id)
+            before_speed, speed = (runner.base.scores["decode"][name]["seconds"] for name in (BASE, switch.id))
+            differences = {switch.field: (str(row.was), str(switch.value))}
+        else:
+            after = runner.logprobs(NOTHING, switch.id) - runner.decode(NOTHING)
+            before_speed, speed = (runner.base.scores["trainer"][name]["seconds"] for name in (BASE, switch.id))
+            differences = runner.request_differences(switch.id)
+            if not differences:
+                return replace(row, verdict="not effective", note="the trainer's forward passes are the same")
+        row = replace(row, differences=differences, throughput=before_speed / max(speed, 1e-9) - 1)
+        return self._with_change(row, after)
+
+    def _with_change(self, row: LedgerRow, after: Any) -> LedgerRow:
+        before = self._runner.delta(NOTHING, NOTHING)
+        change = self._change(before, after)
+        baseline = self._gap(NOTHING, NOTHING).k3
+        zero = after[self._explored] * 0.0
+        share = -change.value / baseline if baseline > 0 else None
+        return replace(row, after=gap(after[self._explored], zero), change=change, share=share)
+
+    def _judged(self, rows: list[LedgerRow]) -> list[LedgerRow]:
+        baseline = self._gap(NOTHING, NOTHING).k3
+        changed = [row for row in rows if row.change is not None]
+        adjusted = holm([row.change.p for row in changed if row.change is not None])
+        by_id = {row.switch.id: p for row, p in zip(changed, adjusted, strict=True)}
+        judged = []
+        for row in rows:
+            if row.change is not None:
+                p = by_id[row.switch.id]
+                verdict = verdict_of(row.change, p, baseline, self._floor)
+                is_group = bool(row.note)
+                row = replace(row, adjusted_p=p, verdict="no effect" if is_group else verdict)
+            judged.append(row)
+        return judged
+
+    # The switches with the largest shares
+
+    def _examined(self, rows: list[LedgerRow]) -> list[LedgerRow]:
+        """Return the rows with what is known of the top ones: fresh prompts, the last one missing, all orders."""
+        runner = self._runner
+        culprits = [row for row in rows if row.verdict in ("explains", "contributes")]
+        top = sorted(culprits, key=lambda row: -(row.share or 0.0))[:_TOP]
+        restarted = [row.switch for row in top if row.switch.cost != "request"]
+        ids = [switch.id for switch in restarted]
+        if len(ids) > 1:
+            subsets = [
+                frozenset(ids[i] for i in picked) for n in range(2, len(ids) + 1) for picked in _picks(len(ids), n)
+            ]
+            sides = {side: frozenset(switch.id for switch in restarted if switch.side == side) for side in SIDES}
+            self._run(lambda side: [subset & sides[side] for subset in subsets])
+        without = {
+            switch.id: runner.arm_of_all(switch.side) - {switch.id} for switch in restarted if switch.side != "both"
+        }
+        self._run(lambda side: [without[switch.id] for switch in restarted if switch.side == side])
+        shares = self._shapley(restarted)
+        return [
+            replace(
+                row,
+                is_confirmed=self._is_confirmed(row) if row in top else None,
+                last_share=self._last_share(row.switch, without[row.switch.id]) if row.switch.id in without else None,
+                shapley=shares.get(row.switch.id),
+            )
+            for row in rows
+        ]
+
+    def _is_confirmed(self, row: LedgerRow) -> bool:
+        """Return True if the fresh prompts show a change with the same sign and an interval without 0."""
+        runner, switch = self._runner, row.switch
+        before = runner.delta(NOTHING, NOTHING)
+        if switch.cost != "request":
+            after = self._delta("engine" if switch.side == "engine" else "trainer", frozenset({switch.id}))
+        elif switch.side == "engine":
+            after = runner.logprobs(NOTHING) - runner.decode(NOTHING, switch.id)
+        else:
+            after = runner.logprobs(NOTHING, switch.id) - runner.decode(NOTHING)
+        return self._change(before, after, fresh=True).high < 0
+
+    def _last_share(self, switch: MismatchSwitch, without: Arm) -> float | None:
+        """Return the share of the mismatch that is back if only this switch has the recipe's value."""
+        runner = self._runner
+        side: Side = "engine" if switch.side == "engine" else "trainer"
+        other: Side = "trainer" if side == "engine" else "engine"
+        every, other_arm = runner.arm_of_all(side), runner.arm_of_all(other)
+        if not all(runner.has_scores(side, arm) for arm in (every, without)) or not runner.has_scores(other, other_arm):
+            return None
+        back = self._change(self._delta(side, every, other_arm), self._delta(side, without, other_arm))
+        return back.value / self._gap(NOTHING, NOTHING).k3
+
+    def _shapley(self, switches: Sequence[MismatchSwitch]) -> dict[str, float]:
+        runner = self._runner
+        ids = [switch.id for switch in switches]
+        if len(ids) < 2:
+            return {}
+        baseline = self._gap(NOTHING, NOTHING).k3
+        values: dict[frozenset[str], float] = {}
+        for count in range(len(ids) + 1):
+            for picked in _picks(len(ids), count):
+                subset = frozenset(ids[index] for index in picked)
+                arms = [frozenset(switch.id for switch in switches if switch.side == side) & subset for side in SIDES]
+                if not all(runner.has_scores(side, arm) for side, arm in zip(SIDES, arms, strict=True)):
+                    return {}
+                values[subset] = 1 - self._gap(*arms).k3 / baseline
+        return shapley(ids, values)
+
+
+def _picks(size: int, count: int) -> list[tuple[int, ...]]:
+    return list(itertools.combinations(range(size), count))

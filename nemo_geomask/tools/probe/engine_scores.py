@@ -1,0 +1,105 @@
+"""Log-probs of given tokens by an engine: decoded one by one, and as a prompt (prefill).
+
+These functions run in the process of NeMo-RL's generation worker and use the worker's own sampling parameters.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from nemo_geomask.errors import EngineError
+
+__all__ = ["PROCESSOR", "REPLAY", "decode_scores", "prefill_scores"]
+
+REPLAY = "nemo_geomask_replay"
+"""Key of a request's tokens in ``SamplingParams.extra_args``."""
+
+PROCESSOR = "nemo_geomask.tools.probe.token_replay:TokenReplay"
+"""Value for the engine argument ``logits_processors``; its module imports vLLM, so it is named and not imported."""
+
+
+def decode_scores(
+    actor: Any, sequences: Sequence[Sequence[int]], prompt_lengths: Sequence[int], options: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Decode given responses, and return the engine's log-prob of each token as NeMo-RL would get it.
+
+    Args:
+        actor: NeMo-RL's generation worker.
+        sequences: prompt and response, as token ids.
+        prompt_lengths: number of tokens of each prompt.
+        options: ``reversed``: True to send the last sequence first; ``batch``: number of them that are sent at once,
+            all if it is missing; other keys replace fields of the sampling parameters, such as ``temperature``.
+
+    Returns:
+        ``logprobs``: a list for each response; ``seconds``.
+
+    Raises:
+        EngineError: the engine decoded other tokens, or returned no log-prob for one.
+    """
+    order = list(range(len(sequences)))[:: -1 if options.get("reversed") else 1]
+    size = int(options.get("batch", 0)) or len(order)
+    fields = {key: value for key, value in options.items() if key not in ("reversed", "batch")}
+    actor.llm.reset_prefix_cache()
+    logprobs: list[list[float]] = [[] for _ in sequences]
+    began = time.monotonic()
+    for start in range(0, len(order), size):
+        indices = order[start : start + size]
+        responses = [list(sequences[index][prompt_lengths[index] :]) for index in indices]
+        prompts = [{"prompt_token_ids": list(sequences[index][: prompt_lengths[index]])} for index in indices]
+        outputs = actor.llm.generate(prompts, [_parameters(actor, each, fields) for each in responses], use_tqdm=False)
+        for index, response, output in zip(indices, responses, outputs, strict=True):
+            decoded = list(output.outputs[0].token_ids)
+            if decoded != response:
+                raise EngineError(
+                    f"sequence {index}: the engine was given {len(response)} tokens to decode and decoded {decoded}; "
+                    "its sampler does not use the logits processor of the probe"
+                )
+            logprobs[index] = [
+                _logprob_of(entry, token) for entry, token in zip(output.outputs[0].logprobs, response, strict=True)
+            ]
+    return {"logprobs": logprobs, "seconds": time.monotonic() - began}
+
+
+def _parameters(actor: Any, response: Sequence[int], fields: Mapping[str, Any]) -> Any:
+    parameters = actor._build_sampling_params(greedy=False, stop_strings=None, max_new_tokens=len(response))
+    # The response ends where it ended; a stop token is one of the given tokens.
+    parameters.ignore_eos = True
+    parameters.stop_token_ids = []
+    parameters.extra_args = {REPLAY: list(response)}
+    for name, value in fields.items():
+        setattr(parameters, name, value)
+    return parameters
+
+
+def prefill_scores(actor: Any, sequences: Sequence[Sequence[int]], prompt_lengths: Sequence[int]) -> dict[str, Any]:
+    """Return the engine's log-prob of each token of the responses, with the whole sequence as a prompt.
+
+    vLLM computes them from the raw logits, whatever the temperature and the filters of a request.
+
+    Args:
+        actor: NeMo-RL's generation worker.
+        sequences: prompt and response, as token ids.
+        prompt_lengths: number of tokens of each prompt.
+
+    Returns:
+        ``logprobs``: a list for each response; ``seconds``.
+    """
+    actor.llm.reset_prefix_cache()
+    parameters = actor.SamplingParams(temperature=1.0, max_tokens=1, prompt_logprobs=0)
+    began = time.monotonic()
+    outputs = actor.llm.generate(
+        [{"prompt_token_ids": list(sequence)} for sequence in sequences], parameters, use_tqdm=False
+    )
+    logprobs = [
+        [_logprob_of(output.prompt_logprobs[place], sequence[place]) for place in range(length, len(sequence))]
+        for sequence, length, output in zip(sequences, prompt_lengths, outputs, strict=True)
+    ]
+    return {"logprobs": logprobs, "seconds": time.monotonic() - began}
+
+
+def _logprob_of(entry: Mapping[int, Any] | None, token: int) -> float:
+    if entry is None or token not in entry:
+        raise EngineError(f"the engine returned no log-prob of token {token}, which it was given")
+    return float(entry[token].logprob)

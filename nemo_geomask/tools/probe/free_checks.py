@@ -1,0 +1,129 @@
+"""Checks that need no further start: whether both sides score the same tokens with the same weights and settings."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from nemo_geomask.optional import require
+from nemo_geomask.tools.probe.gap_statistics import k3_of
+from nemo_geomask.tools.probe.ledger import NEGLIGIBLE_K3
+from nemo_geomask.tools.probe.scored_arms import FrozenTokens
+
+__all__ = ["FreeCheck", "free_checks"]
+
+_MIN_TOKENS = 50
+_SHIFT_FACTOR = 4.0
+_DECODE_FACTOR = 4.0
+
+
+@dataclass(frozen=True)
+class FreeCheck:
+    """Result of a check.
+
+    Attributes:
+        name: what is checked.
+        outcome: ``fine``; ``fault``, with which the ledger means nothing; ``noted``, which the ledger may explain; or
+            ``not judged`` where there is not enough data.
+        message: what was found.
+        fix: the way out, or what it means; empty if all is fine.
+    """
+
+    name: str
+    outcome: Literal["fine", "fault", "noted", "not judged"]
+    message: str
+    fix: str = ""
+
+
+def free_checks(
+    tokens: FrozenTokens, decode: Any, prefill: Any, trainer: Any, *, weights: tuple[str, ...] | None, is_neutral: bool
+) -> list[FreeCheck]:
+    """Return the checks of the baseline.
+
+    Args:
+        tokens: the frozen tokens.
+        decode: the engine's log-probs as decoded, [N].
+        prefill: the engine's log-probs by prefill, [N].
+        trainer: the trainer's log-probs, [N].
+        weights: groups of weights that differ after the refit; None if they were not compared.
+        is_neutral: True if temperature, top-p and top-k of the recipe leave the distribution as it is.
+    """
+    checks = [
+        FreeCheck("token ids", "fine", "the engine decoded exactly the frozen tokens"),
+        _weights_check(weights),
+        _sampled_check(tokens, decode),
+    ]
+    if len(decode) < _MIN_TOKENS:
+        few = f"{len(decode)} tokens; {_MIN_TOKENS} are needed"
+        return [*checks, *(FreeCheck(name, "not judged", few) for name in ("shift", "decode and prefill"))]
+    return [*checks, _shift_check(tokens, decode, trainer), _triangle_check(decode, prefill, trainer, is_neutral)]
+
+
+def _weights_check(weights: tuple[str, ...] | None) -> FreeCheck:
+    name = "weights after the refit"
+    if weights is None:
+        return FreeCheck(name, "not judged", "trainer and engine were not compared")
+    if not weights:
+        return FreeCheck(name, "fine", "trainer and engine have the same weights, layer by layer")
+    listed = ", ".join(weights[:4]) + (f" and {len(weights) - 4} more" if len(weights) > 4 else "")
+    return FreeCheck(
+        name,
+        "fault",
+        f"trainer and engine differ in {listed}",
+        "find out why the refit does not deliver them, before any switch: policy.generation.refit_transport, adapters",
+    )
+
+
+def _sampled_check(tokens: FrozenTokens, decode: Any) -> FreeCheck:
+    """Compare the replayed decode with the log-probs that the engine reported as it sampled."""
+    k3 = float(k3_of(decode - tokens.sampled).mean())
+    if k3 <= NEGLIGIBLE_K3:
+        return FreeCheck("decode repeats the samples", "fine", f"k3 {k3:.2g} between sampling and replay")
+    return FreeCheck(
+        "decode repeats the samples",
+        "noted",
+        f"the engine gives its own samples other log-probs when it decodes them again: k3 {k3:.2g} nats a token",
+        "its log-probs depend on the batch: the rows of the ledger are only as exact as that",
+    )
+
+
+def _shift_check(tokens: FrozenTokens, decode: Any, trainer: Any) -> FreeCheck:
+    """Look for a shift by one token: neighbours that agree better than the tokens themselves."""
+    numpy = require("numpy", "the probe's statistics need", "diagnose")
+    follows = tokens.positions[1:] == tokens.positions[:-1] + 1
+    distance = float(numpy.median(numpy.abs(trainer - decode)))
+    for shift, trainer_part, decode_part in ((1, trainer[1:], decode[:-1]), (-1, trainer[:-1], decode[1:])):
+        shifted_distance = float(numpy.median(numpy.abs(trainer_part - decode_part)[follows]))
+        if shifted_distance * _SHIFT_FACTOR < distance:
+            return FreeCheck(
+                "shift",
+                "fault",
+                f"the trainer's log-probs agree with the engine's of the token {'before' if shift > 0 else 'after'}: "
+                f"median |Δ| {shifted_distance:.2g} in place of {distance:.2g}",
+                "column t of both tensors must hold token t: look at padding, BOS and packing",
+            )
+    return FreeCheck("shift", "fine", "no neighbouring token agrees better")
+
+
+def _triangle_check(decode: Any, prefill: Any, trainer: Any, is_neutral: bool) -> FreeCheck:
+    """Name the side that the other two disagree with."""
+    name = "decode and prefill"
+    if not is_neutral:
+        return FreeCheck(
+            name,
+            "not judged",
+            "prefill ignores temperature, top-p and top-k, and the recipe sets one of them; "
+            "set them to 1, 1 and null to compare the engine with itself",
+        )
+    engine, outside, both = (
+        float(k3_of(difference).mean()) for difference in (decode - prefill, trainer - prefill, trainer - decode)
+    )
+    message = f"k3 {engine:.2g} within the engine, {outside:.2g} from prefill to trainer, {both:.2g} from decode"
+    if engine > NEGLIGIBLE_K3 and engine > _DECODE_FACTOR * outside:
+        return FreeCheck(
+            name,
+            "noted",
+            f"prefill agrees with the trainer, and decode does not: {message}",
+            "the fault is in the engine's decode: KV cache, CUDA graphs, log-prob mode, speculation",
+        )
+    return FreeCheck(name, "fine", message)

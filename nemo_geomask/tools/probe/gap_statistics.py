@@ -1,0 +1,171 @@
+"""Statistics of the gap between two sides' log-probs of the same tokens, with intervals over prompts.
+
+Tokens of one prompt depend on each other, so prompts are what is resampled. The k3 of a token is capped, because its
+mean is otherwise that of the largest token.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from nemo_geomask.optional import require
+from nemo_geomask.tools.shared.intervals import percentile_interval
+
+__all__ = ["LARGE", "VERY_LARGE", "Gap", "GapChange", "change_between", "gap", "holm", "k3_of", "shapley"]
+
+LARGE = 0.1
+VERY_LARGE = math.log(2.0)
+"""Sizes of |Δ| whose shares of tokens are reported: 10 % and a factor of 2 in probability."""
+
+_CAP = 5.0  # on |Δ| in k3: a factor of 148 in probability
+_REPLICATES = 2000
+_SEED = 20260
+_EXACT_PROMPTS = 14
+"""Largest number of prompts for which all 2^n sign patterns are tried."""
+
+
+def _numpy() -> Any:
+    return require("numpy", "the probe's statistics need", "diagnose")
+
+
+@dataclass(frozen=True)
+class Gap:
+    """Gap between two sides.
+
+    Attributes:
+        tokens: number of tokens.
+        k3: mean of exp(Δ) − 1 − Δ in nats a token, with Δ the first side's log-prob minus the second's, within ±5.
+        large: share of tokens with |Δ| > 0.1.
+        very_large: share of tokens with |Δ| > ln 2.
+        median: median of |Δ|.
+        largest: largest |Δ|.
+    """
+
+    tokens: int
+    k3: float
+    large: float
+    very_large: float
+    median: float
+    largest: float
+
+
+@dataclass(frozen=True)
+class GapChange:
+    """Change of a gap's k3 from one arm to another.
+
+    Attributes:
+        value: k3 after minus k3 before, nats a token.
+        low: lower end of its 95 % interval, by bootstrap over prompts.
+        high: upper end.
+        p: two-sided p-value of no change, by the signs of the prompts' changes.
+    """
+
+    value: float
+    low: float
+    high: float
+    p: float
+
+
+def k3_of(delta: Any) -> Any:
+    """Return exp(Δ) − 1 − Δ of each token, with Δ within ±5; float64, as exact as expm1.
+
+    Args:
+        delta: differences of log-probs.
+    """
+    numpy = _numpy()
+    clipped = numpy.clip(numpy.asarray(delta, dtype=numpy.float64), -_CAP, _CAP)
+    return numpy.expm1(clipped) - clipped
+
+
+def gap(first: Any, second: Any) -> Gap:
+    """Return the gap between two sides' log-probs of the same tokens.
+
+    Args:
+        first: log-probs, of the trainer in a mismatch.
+        second: log-probs, of the engine in a mismatch.
+    """
+    numpy = _numpy()
+    delta = numpy.asarray(first, dtype=numpy.float64) - numpy.asarray(second, dtype=numpy.float64)
+    size = numpy.abs(delta)
+    return Gap(
+        tokens=int(delta.size),
+        k3=float(k3_of(delta).mean()),
+        large=float((size > LARGE).mean()),
+        very_large=float((size > VERY_LARGE).mean()),
+        median=float(numpy.median(size)),
+        largest=float(size.max()),
+    )
+
+
+def change_between(before: Any, after: Any, prompts: Any) -> GapChange:
+    """Return the change of the mean k3 between two arms that scored the same tokens.
+
+    Args:
+        before: Δ of each token before.
+        after: Δ of each token after.
+        prompts: number of each token's prompt.
+    """
+    numpy = _numpy()
+    difference = k3_of(after) - k3_of(before)
+    _, numbers = numpy.unique(numpy.asarray(prompts), return_inverse=True)
+    sums = numpy.bincount(numbers, weights=difference)
+    counts = numpy.bincount(numbers)
+    generator = numpy.random.default_rng(_SEED)
+    drawn = generator.integers(0, len(sums), size=(_REPLICATES, len(sums)))
+    low, high = percentile_interval(sums[drawn].sum(axis=1) / counts[drawn].sum(axis=1))
+    return GapChange(float(difference.mean()), low, high, _sign_flip_p(sums, generator))
+
+
+def _sign_flip_p(sums: Any, generator: Any) -> float:
+    """Return the share of sign patterns of the prompts' sums whose total is at least as large as the observed one.
+
+    If a switch changes nothing, each prompt's change is as likely up as down.
+    """
+    numpy = _numpy()
+    if len(sums) <= _EXACT_PROMPTS:
+        signs = _all_signs(len(sums))
+    else:
+        signs = generator.choice((-1.0, 1.0), size=(1 << _EXACT_PROMPTS, len(sums)))
+        signs[0] = 1.0  # the observed pattern
+    totals = numpy.abs(signs @ sums)
+    return float((totals >= abs(sums.sum()) * (1 - 1e-12)).mean())
+
+
+@functools.cache
+def _all_signs(count: int) -> Any:
+    return _numpy().array(list(itertools.product((-1.0, 1.0), repeat=count)))
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """Return the p-values adjusted for their number by Holm's method, in the same order.
+
+    Sorted ascending, the i-th of m (from 0) is multiplied by m − i; no value is below an earlier one, or above 1.
+    Source: Holm, "A Simple Sequentially Rejective Multiple Test Procedure", 1979.
+    """
+    adjusted = [0.0] * len(p_values)
+    running = 0.0
+    for rank, index in enumerate(sorted(range(len(p_values)), key=p_values.__getitem__)):
+        running = max(running, min(1.0, (len(p_values) - rank) * p_values[index]))
+        adjusted[index] = running
+    return adjusted
+
+
+def shapley(names: Sequence[str], values: Mapping[frozenset[str], float]) -> dict[str, float]:
+    """Return each name's share of ``values[all] − values[none]``: its mean addition over all orders.
+
+    Args:
+        names: the players; 3 at most are worth the starts that they cost.
+        values: the value of every subset.
+    """
+    orders = list(itertools.permutations(names))
+    shares = dict.fromkeys(names, 0.0)
+    for order in orders:
+        for index, name in enumerate(order):
+            before = frozenset(order[:index])
+            shares[name] += values[before | {name}] - values[before]
+    return {name: share / len(orders) for name, share in shares.items()}

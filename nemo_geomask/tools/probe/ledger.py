@@ -1,0 +1,119 @@
+"""The ledger: one row for each switch, with its effect on the mismatch and a verdict."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from nemo_geomask.tools.probe.gap_statistics import Gap, GapChange
+from nemo_geomask.tools.shared.mismatch_switches import MismatchSwitch
+
+__all__ = ["NEGLIGIBLE_K3", "Ledger", "LedgerRow", "Verdict", "verdict_of"]
+
+Verdict = Literal[
+    "explains", "contributes", "no effect", "worse", "not effective", "not testable here", "undecided", "not tried"
+]
+"""Verdict on a switch; ``undecided``: there is not enough data; ``not tried``: the budget was spent."""
+
+NEGLIGIBLE_K3 = 1e-7
+"""Mean k3 in nats a token below which no mismatch matters: |Δ| of about 4e-4."""
+_NEGLIGIBLE_SHARE = 0.02
+_EXPLAINS_FROM = 0.5
+_SIGNIFICANT = 0.05
+
+
+def verdict_of(change: GapChange, adjusted_p: float, before: float, floor: float) -> Verdict:
+    """Return the verdict on a change of the mean k3.
+
+    Args:
+        change: the change.
+        adjusted_p: its p-value, adjusted for the number of switches.
+        before: mean k3 of the baseline.
+        floor: largest change between repetitions of the baseline.
+
+    Returns:
+        ``no effect`` if the interval lies within ±(the largest of the floor, 2 % of the baseline's k3 and
+        :data:`NEGLIGIBLE_K3`); if the change is beyond that and significant at 5 %, ``worse``, or ``explains`` from
+        half of the baseline's k3 on and else ``contributes``; otherwise ``undecided``.
+    """
+    negligible = max(floor, _NEGLIGIBLE_SHARE * before, NEGLIGIBLE_K3)
+    if -negligible <= change.low and change.high <= negligible:
+        return "no effect"
+    if adjusted_p >= _SIGNIFICANT or abs(change.value) <= negligible:
+        return "undecided"
+    if change.value > 0:
+        return "worse"
+    return "explains" if -change.value >= _EXPLAINS_FROM * before else "contributes"
+
+
+@dataclass(frozen=True)
+class LedgerRow:
+    """Effect of a switch on the mismatch.
+
+    Attributes:
+        switch: the switch.
+        was: the recipe's value; None if it has none.
+        verdict: see :data:`Verdict`.
+        note: reason of the verdict, where numbers don't give it.
+        differences: resolved settings in which the arm differs from the baseline, as (before, after) by name.
+        after: gap of the arm.
+        change: change of k3.
+        adjusted_p: p-value adjusted by Holm's method.
+        share: share of the baseline's k3 that is gone.
+        last_share: share of the baseline's k3 that comes back if all conservative values but this one are set.
+        shapley: mean share over all orders, for the top switches.
+        is_confirmed: True if the fresh prompts show the change too; None if that was not looked at.
+        throughput: speed of the side with the switch over its speed before, minus 1.
+    """
+
+    switch: MismatchSwitch
+    was: Any
+    verdict: Verdict
+    note: str = ""
+    differences: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    after: Gap | None = None
+    change: GapChange | None = None
+    adjusted_p: float | None = None
+    share: float | None = None
+    last_share: float | None = None
+    shapley: float | None = None
+    is_confirmed: bool | None = None
+    throughput: float | None = None
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """All rows, and what they are measured against.
+
+    Attributes:
+        baseline: gap between trainer and decode with the recipe's settings.
+        triangle: gaps D–P, P–T and D–T of the baseline, by name.
+        floor: largest change of k3 between repetitions of the baseline.
+        repetitions: gap of each side with its own repetitions, by name.
+        all_conservative: gap with all conservative values; None if there is no such arm.
+        rows: the rows, the largest share first.
+        prompts: number of prompts that the rows are computed over; as many others confirm them.
+        starts: number of starts that the ledger uses.
+        is_complete: False if the budget ended first.
+    """
+
+    baseline: Gap
+    triangle: Mapping[str, Gap]
+    floor: float
+    repetitions: Mapping[str, Gap]
+    all_conservative: Gap | None
+    rows: tuple[LedgerRow, ...]
+    prompts: int
+    starts: int
+    is_complete: bool = True
+
+    @property
+    def has_mismatch(self) -> bool:
+        """True if the baseline's k3 is beyond :data:`NEGLIGIBLE_K3` and the noise floor."""
+        return self.baseline.k3 > max(NEGLIGIBLE_K3, self.floor)
+
+    @property
+    def culprits(self) -> tuple[LedgerRow, ...]:
+        """Rows of switches that explain the mismatch or contribute to it, the largest share first."""
+        return tuple(row for row in self.rows if row.verdict in ("explains", "contributes"))

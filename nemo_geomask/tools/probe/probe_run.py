@@ -1,0 +1,201 @@
+"""A probe of a recipe, from the choice of switches to the result."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nemo_geomask.errors import ConfigError
+from nemo_geomask.tools.probe.arm_runner import NOTHING, ArmRunner
+from nemo_geomask.tools.probe.attribution import attribute_mismatch
+from nemo_geomask.tools.probe.engine_scores import PROCESSOR
+from nemo_geomask.tools.probe.free_checks import FreeCheck, free_checks
+from nemo_geomask.tools.probe.ledger import Ledger, LedgerRow
+from nemo_geomask.tools.probe.start_store import Launcher, StartStore
+from nemo_geomask.tools.shared.mismatch_switches import MismatchSwitch, mismatch_switches
+
+__all__ = ["ProbeResult", "choose_switches", "prepare_folder", "probe"]
+
+_MARK = "probe.json"
+"""File by which a probe's folder is recognised; it holds recipe and overrides."""
+
+_SETTINGS: Mapping[str, Any] = {
+    # Replays need the processor in all arms: with a processor, recent vLLM uses another model runner.
+    "policy.generation.vllm_kwargs.logits_processors": [PROCESSOR],
+    # Longer responses than a rehearsal's: tokens are what the probe is about.
+    "policy.max_total_sequence_length": 64,
+    "policy.generation.max_new_tokens": 48,
+    "policy.generation.vllm_cfg.max_model_len": 80,
+    "data.max_input_seq_length": 64,
+}
+
+
+@dataclass(frozen=True)
+class ProbeResult:
+    """Result of a probe.
+
+    Attributes:
+        recipe: path of the recipe.
+        overrides: overrides of the recipe.
+        checks: the checks that cost nothing.
+        ledger: the ledger.
+        worst: tokens with the largest |Δ|, as (token id, position, trainer's and engine's log-prob).
+        tokens: number of response tokens.
+        seconds: total time.
+        runs: number of starts that were run now; the untried_rows were stored.
+    """
+
+    recipe: str
+    overrides: tuple[str, ...]
+    checks: tuple[FreeCheck, ...]
+    ledger: Ledger
+    worst: tuple[tuple[int, int, float, float], ...]
+    tokens: int
+    seconds: float
+    runs: int
+
+    @property
+    def faults(self) -> tuple[FreeCheck, ...]:
+        """Checks that found a fault."""
+        return tuple(check for check in self.checks if check.outcome == "fault")
+
+
+def prepare_folder(
+    folder: Path, recipe: str | Path, overrides: Sequence[str], sizes: Sequence[int], *, resume: bool
+) -> None:
+    """Make the folder of a probe, or check that it holds the same one.
+
+    Args:
+        folder: the folder.
+        recipe: path of the recipe.
+        overrides: overrides of the recipe.
+        sizes: numbers of prompts and of responses to each.
+        resume: go on with the probe in the folder.
+
+    Raises:
+        ConfigError: the folder holds something else, another probe, or a probe that is not to be resumed.
+    """
+    description = {"recipe": str(Path(recipe).resolve()), "overrides": list(overrides), "sizes": list(sizes)}
+    mark = folder / _MARK
+    if mark.is_file():
+        stored = json.loads(mark.read_text(encoding="utf-8"))
+        if not resume:
+            raise ConfigError(f"--out: {folder} holds a probe; give --resume to go on with it, or another folder")
+        if stored != description:
+            changed = ", ".join(key for key in description if stored.get(key) != description[key])
+            raise ConfigError(f"--resume: the probe in {folder} has other {changed}; give another folder to --out")
+        return
+    if folder.exists() and any(folder.iterdir()):
+        raise ConfigError(f"--out: {folder} is not empty and holds no probe; choose another folder")
+    folder.mkdir(parents=True, exist_ok=True)
+    mark.write_text(json.dumps(description), encoding="utf-8")
+
+
+def choose_switches(
+    values: Mapping[str, Any],
+    *,
+    names: Iterable[str] | None,
+    is_read: Callable[[str], bool],
+    trainer: str,
+    has_gpus: bool,
+) -> tuple[list[MismatchSwitch], list[LedgerRow]]:
+    """Return the switches to try, and rows of those that can't be tried here.
+
+    Args:
+        values: values that are in force, by the dotted key of each switch; a key is absent if the recipe has none.
+        names: ids or groups of switches to try; None tries all.
+        is_read: returns True for a key that the NeMo-RL in use reads.
+        trainer: ``megatron`` or ``dtensor``.
+        has_gpus: True if the workers run on GPUs.
+
+    Raises:
+        ConfigError: a name is neither a switch nor a group.
+    """
+    table = mismatch_switches()
+    named = None if names is None else set(names)
+    if named is not None and (unknown := named - {each.id for each in table} - {each.group for each in table}):
+        raise ConfigError(
+            f"--switches: there is no switch or group '{sorted(unknown)[0]}'; "
+            f"known are {', '.join(sorted({each.id for each in table}))}"
+        )
+    chosen, rows = [], []
+    for switch in table:
+        is_named = named is not None and bool({switch.id, switch.group} & named)
+        if named is not None and not is_named:
+            continue
+        if switch.key in values and values[switch.key] == switch.value:
+            continue  # the recipe has the conservative value
+        if switch.needs not in ("", trainer) or (switch.value == {} and switch.key not in values):
+            continue  # the recipe's trainer does not read it, or there is nothing to take away
+        reason = ""
+        if switch.gpu and not has_gpus:
+            reason = "changes kernels of GPUs alone"
+        elif not is_read(switch.key):
+            reason = f"this NeMo-RL does not read the key; {switch.since} is the first that does"
+        if reason:
+            rows.append(LedgerRow(switch, values.get(switch.key), "not testable here", reason))
+        else:
+            chosen.append(switch)
+    return chosen, rows
+
+
+def probe(
+    recipe: str | Path,
+    overrides: Sequence[str],
+    launcher: Launcher,
+    switches: Sequence[MismatchSwitch],
+    untried_rows: Sequence[LedgerRow],
+    values: Mapping[str, Any],
+    *,
+    folder: Path,
+    prompts: int,
+    generations: int,
+    budget: float,
+    progress: Callable[[str], None] = lambda line: None,
+) -> ProbeResult:
+    """Find the switches behind a recipe's mismatch.
+
+    Args:
+        recipe: path of the recipe.
+        overrides: its overrides.
+        launcher: starts NeMo-RL's workers for the recipe.
+        switches: switches to try.
+        untried_rows: rows of switches that can't be tried.
+        values: the recipe's values by dotted key.
+        folder: folder of the probe, as :func:`prepare_folder` makes it.
+        prompts: number of prompts; half of them confirm what the other half shows.
+        generations: responses to each prompt.
+        budget: seconds after which no further start is begun.
+        progress: called with a line before each start.
+
+    Raises:
+        EngineError: the recipe can't be scored with its own settings.
+        DataError: stored scores were changed.
+    """
+    began = time.monotonic()
+    store = StartStore(folder, launcher, prompts=prompts, generations=generations)
+    runner = ArmRunner(store, switches, settings=_SETTINGS, budget=budget, progress=progress)
+    neutral = {"policy.generation.temperature": 1.0, "policy.generation.top_p": 1.0, "policy.generation.top_k": None}
+    decode, trainer = runner.decode(NOTHING), runner.logprobs(NOTHING)
+    checks = free_checks(
+        runner.tokens,
+        decode,
+        runner.prefill(),
+        trainer,
+        weights=runner.base.weights,
+        is_neutral=all(values.get(key, value) == value for key, value in neutral.items()),
+    )
+    ledger = attribute_mismatch(runner, switches, values, untried_rows)
+    order = sorted(range(len(decode)), key=lambda index: -abs(trainer[index] - decode[index]))[:10]
+    tokens = runner.tokens
+    worst = tuple(
+        (int(tokens.ids[index]), int(tokens.positions[index]), float(trainer[index]), float(decode[index]))
+        for index in order
+    )
+    return ProbeResult(
+        str(recipe), tuple(overrides), tuple(checks), ledger, worst, len(decode), time.monotonic() - began, store.runs
+    )

@@ -1,0 +1,87 @@
+"""Log-probs of all arms over the same tokens, from the answers of the starts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from nemo_geomask.errors import DataError
+from nemo_geomask.optional import require
+
+__all__ = ["BASE", "FrozenTokens", "differing_settings"]
+
+BASE = "base"
+"""Name of the request that every start has: all sequences at once, with the recipe's options."""
+
+
+@dataclass(frozen=True)
+class FrozenTokens:
+    """The response tokens of the frozen sequences, one after the other.
+
+    Attributes:
+        ids: token ids, [N].
+        prompts: number of each token's prompt, [N].
+        positions: position of each token in its response, [N].
+        lengths: length of each response, [S].
+        sampled: log-probs that the engine reported as it sampled, [N].
+        is_fresh: True for tokens that serve to confirm alone: those of every second prompt, [N].
+    """
+
+    ids: Any
+    prompts: Any
+    positions: Any
+    lengths: tuple[int, ...]
+    sampled: Any
+    is_fresh: Any
+
+    @classmethod
+    def from_frozen(cls, frozen: Mapping[str, Any]) -> FrozenTokens:
+        """Return the tokens of frozen sequences, as the scoring job writes them."""
+        numpy = require("numpy", "the probe's statistics need", "diagnose")
+        pairs = list(zip(frozen["sequences"], frozen["prompt_lengths"], strict=True))
+        lengths = tuple(len(sequence) - prompt for sequence, prompt in pairs)
+        prompts = numpy.repeat(numpy.asarray(frozen["prompts"]), lengths)
+        return cls(
+            ids=numpy.concatenate([sequence[prompt:] for sequence, prompt in pairs]).astype(numpy.int64),
+            prompts=prompts,
+            positions=numpy.concatenate([numpy.arange(length) for length in lengths]),
+            lengths=lengths,
+            sampled=numpy.concatenate(frozen["sampled"]).astype(numpy.float64),
+            is_fresh=prompts % 2 == 1,
+        )
+
+    def flat(self, logprobs: Sequence[Sequence[float]], source: str) -> Any:
+        """Return the log-probs of a request as one vector, [N] float64.
+
+        Args:
+            logprobs: a list for each response.
+            source: name of the request, for the error.
+
+        Raises:
+            DataError: another number of tokens than were frozen, or a value that is not finite.
+        """
+        numpy = require("numpy", "the probe's statistics need", "diagnose")
+        if tuple(map(len, logprobs)) != self.lengths:
+            raise DataError(
+                f"{source} scored {list(map(len, logprobs))} tokens; the frozen responses have {self.lengths}"
+            )
+        values = numpy.concatenate([numpy.asarray(each, dtype=numpy.float64) for each in logprobs])
+        if not numpy.isfinite(values).all():
+            place = int(numpy.argmin(numpy.isfinite(values)))
+            raise DataError(f"{source} has the log-prob {values[place]} for token {place}; no gap can be computed")
+        return values
+
+
+def differing_settings(
+    before: Mapping[str, str], after: Mapping[str, str], ignored: frozenset[str] = frozenset()
+) -> dict[str, tuple[str, str]]:
+    """Return what the resolved settings of two starts differ in, as (before, after) by name.
+
+    Args:
+        before: resolved settings of the baseline.
+        after: those of an arm.
+        ignored: names that differ between two starts with the same settings.
+    """
+    names = sorted((before.keys() | after.keys()) - ignored)
+    return {name: (before.get(name, ""), after.get(name, "")) for name in names if before.get(name) != after.get(name)}

@@ -1,0 +1,193 @@
+"""Starts of NeMo-RL's workers and their scores on disk; a start that is stored is never run again."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from nemo_geomask.errors import DataError
+from nemo_geomask.tools.probe.scoring_job import FUNCTION
+
+__all__ = ["Launcher", "LauncherOutcome", "Start", "StartAnswer", "StartStore"]
+
+_ERRORS_KEPT = 2000  # characters
+
+
+class LauncherOutcome(Protocol):
+    """Outcome of a start."""
+
+    @property
+    def error(self) -> str:
+        """Last error; empty if the job ended well."""
+
+    @property
+    def is_timeout(self) -> bool:
+        """True if the time limit was reached; such a start is run again by the next probe."""
+
+    @property
+    def events(self) -> tuple[Mapping[str, Any], ...]:
+        """Events of the driver, with ``weights`` events after each refit."""
+
+    @property
+    def changed(self) -> Mapping[str, Any]:
+        """Values that the launcher itself gave to settings, by dotted key."""
+
+
+Launcher = Callable[..., LauncherOutcome]
+"""Starts NeMo-RL's workers and runs a job in place of training: ``function``, ``file``, ``folder``, ``settings``."""
+
+
+@dataclass(frozen=True)
+class Start:
+    """One start of the workers.
+
+    Attributes:
+        name: name for the reader, and of the folder.
+        settings: settings of this start, by dotted key.
+        decode: options of each request to the engine's decode, by name.
+        trainer: options of each request to the trainer, by name.
+    """
+
+    name: str
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    decode: Mapping[str, Mapping[str, Any]] = field(default_factory=lambda: {"base": {}})
+    trainer: Mapping[str, Mapping[str, Any]] = field(default_factory=lambda: {"base": {}})
+
+
+@dataclass(frozen=True)
+class StartAnswer:
+    """Scores of a start.
+
+    Attributes:
+        error: why there are none; empty if there are.
+        scores: the answer of :func:`~nemo_geomask.tools.probe.scoring_job.score`.
+        weights: groups of weights that differ between trainer and engine after the refit; None if not compared.
+        changed: values that the launcher gave to settings.
+        seconds: time of the start and its scores.
+    """
+
+    error: str
+    scores: Mapping[str, Any]
+    weights: tuple[str, ...] | None
+    changed: Mapping[str, Any]
+    seconds: float
+
+
+class StartStore:
+    """Folder with the frozen sequences and one file of scores for each start.
+
+    Args:
+        folder: the folder.
+        launcher: starts the workers.
+        prompts: number of prompts.
+        generations: number of responses to each.
+    """
+
+    def __init__(self, folder: Path, launcher: Launcher, *, prompts: int, generations: int) -> None:
+        self._folder = folder
+        self._launcher = launcher
+        self._sizes = {"prompts": prompts, "generations": generations}
+        # Starts that reached the time limit: another day's machine may be faster.
+        self._timeouts: dict[Path, StartAnswer] = {}
+        self.runs = 0
+        """Number of starts that were run and not read from the store."""
+        self.seconds_of_runs: list[float] = []
+        """Time of each of these starts."""
+
+    @property
+    def frozen_file(self) -> Path:
+        """Path of the frozen sequences; the first start writes it."""
+        return self._folder / "frozen.json"
+
+    def frozen(self) -> dict[str, Any]:
+        """Return the frozen sequences."""
+        content: dict[str, Any] = json.loads(self.frozen_file.read_text(encoding="utf-8"))
+        return content
+
+    def has(self, start: Start) -> bool:
+        """Return True if a start is stored, and so costs nothing."""
+        file = self._file(start)
+        return file.is_file() or file in self._timeouts
+
+    def answer(self, start: Start) -> StartAnswer:
+        """Return the scores of a start, from the store or by running it.
+
+        Raises:
+            DataError: a stored file was changed, or belongs to other sequences.
+        """
+        file = self._file(start)
+        if file in self._timeouts:
+            return self._timeouts[file]
+        if not file.is_file() and (answer := self._run(start, file)) is not None:
+            self._timeouts[file] = answer
+            return answer
+        stored = json.loads(file.read_text(encoding="utf-8"))
+        content, digest = stored["content"], stored["sha256"]
+        if _digest(content) != digest:
+            raise DataError(f"{file} does not have its own hash; it was changed or cut. Delete it to run it again")
+        if not content["error"] and content["frozen"] != _digest(self.frozen()):
+            raise DataError(f"{file} was scored on other sequences than {self.frozen_file}; delete it to run it again")
+        return StartAnswer(
+            content["error"],
+            content["scores"],
+            None if content["weights"] is None else tuple(content["weights"]),
+            content["changed"],
+            content["seconds"],
+        )
+
+    def _file(self, start: Start) -> Path:
+        return (
+            self._folder / "starts" / f"{start.name}-{_digest([start.settings, start.decode, start.trainer])[:8]}.json"
+        )
+
+    def _run(self, start: Start, file: Path) -> StartAnswer | None:
+        """Run a start and store it; return its answer if the time limit was reached, and store nothing."""
+        work = self._folder / "work" / start.name
+        job, out = self._folder / f"{start.name}.job.json", self._folder / f"{start.name}.answer.json"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        out.unlink(missing_ok=True)
+        request = {"frozen": str(self.frozen_file), "out": str(out), "prefill": True, **self._sizes}
+        job.write_text(json.dumps({**request, "decode": start.decode, "trainer": start.trainer}), encoding="utf-8")
+        began = time.monotonic()
+        outcome = self._launcher(function=FUNCTION, file=job, folder=work, settings=start.settings)
+        seconds = time.monotonic() - began
+        self.runs += 1
+        self.seconds_of_runs.append(seconds)
+        error = outcome.error[-_ERRORS_KEPT:]
+        if outcome.is_timeout:
+            return StartAnswer(error, {}, None, dict(outcome.changed), seconds)
+        if not error and not out.is_file():
+            error = "NeMo-RL's script ended without its training function, so nothing was scored"
+        content = {
+            "name": start.name,
+            "settings": dict(start.settings),
+            "error": error,
+            "scores": {} if error else json.loads(out.read_text(encoding="utf-8")),
+            "frozen": "" if error else _digest(self.frozen()),
+            "weights": _differing_weights(outcome.events),
+            "changed": dict(outcome.changed),
+            "seconds": seconds,
+        }
+        partial = file.with_suffix(".partial")
+        partial.write_text(json.dumps({"sha256": _digest(content), "content": content}), encoding="utf-8")
+        os.replace(partial, file)
+        for path in (job, out):
+            path.unlink(missing_ok=True)
+        return None
+
+
+def _digest(content: Any) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _differing_weights(events: tuple[Mapping[str, Any], ...]) -> list[str] | None:
+    compared = [event for event in events if event.get("kind") == "weights" and "differences" in event]
+    if not compared:
+        return None
+    return [str(difference["group"]) for difference in compared[-1]["differences"]]

@@ -1,0 +1,193 @@
+"""Attribution of planted causes, on made-up log-probs: which are named, in how many starts, and what is kept."""
+
+import json
+
+import pytest
+
+from nemo_geomask.errors import DataError, EngineError
+from nemo_geomask.tools.probe.arm_runner import ArmRunner
+from nemo_geomask.tools.probe.attribution import attribute_mismatch
+from nemo_geomask.tools.probe.start_store import StartStore
+from nemo_geomask.tools.shared.mismatch_switches import MismatchSwitch
+from tests.tools.probe.synthetic_stack import SyntheticStack
+
+
+def switch(name, side="engine", group="one", cost=None, field=""):
+    cost = cost or side
+    return MismatchSwitch(name, f"policy.{name}", "off", name, side, cost, group, "", "", field=field)
+
+
+SWITCHES = [
+    switch("cache", group="precision"),
+    switch("head", group="precision"),
+    switch("graphs", group="kernels"),
+    switch("scheduling", group="kernels"),
+    switch("fusion", side="trainer", group="fusions"),
+    switch("router", side="trainer", group="precision"),
+]
+SIDE = {each.id: each.side for each in SWITCHES}
+
+
+def stack(*causes, **others):
+    planted = {f"policy.{name}": (SIDE[name], size) for name, size in causes}
+    return SyntheticStack(planted, dict.fromkeys(planted, "off"), **others)
+
+
+def ledger_of(folder, made, switches=SWITCHES, budget=1e9):
+    folder.mkdir(exist_ok=True)
+    store = StartStore(folder, made, prompts=24, generations=2)
+    runner = ArmRunner(store, switches, settings={}, budget=budget)
+    return attribute_mismatch(runner, switches, {each.key: "on" for each in switches})
+
+
+def verdicts(ledger):
+    return {row.switch.id: row.verdict for row in ledger.rows}
+
+
+@pytest.mark.parametrize("name", ["cache", "graphs", "fusion"])
+def test_a_single_cause_is_named_first_and_explains_it(tmp_path, name):
+    made = stack((name, 0.2), base_noise=0.01)
+    ledger = ledger_of(tmp_path, made)
+    first = ledger.rows[0]
+    assert (first.switch.id, first.verdict, first.is_confirmed) == (name, "explains", True)
+    assert first.share > 0.95
+    assert {row.verdict for row in ledger.rows[1:]} == {"no effect"}
+    assert ledger.has_mismatch
+
+
+def test_two_causes_on_both_sides_are_both_found_and_add_up(tmp_path):
+    ledger = ledger_of(tmp_path, stack(("cache", 0.2), ("fusion", 0.12)))
+    assert [row.switch.id for row in ledger.culprits] == ["cache", "fusion"]
+    cache, fusion = ledger.culprits
+    assert (cache.verdict, fusion.verdict) == ("explains", "contributes")
+    assert cache.shapley + fusion.shapley == pytest.approx(1.0, abs=1e-6)
+    # Alone it brings 0.12² of 0.2² + 0.12².
+    assert fusion.shapley == pytest.approx(0.12**2 / (0.2**2 + 0.12**2), rel=0.15)
+    assert cache.last_share == pytest.approx(cache.share, rel=0.25)
+
+
+def test_two_causes_in_one_group_are_told_apart(tmp_path):
+    ledger = ledger_of(tmp_path, stack(("cache", 0.2), ("head", 0.2)))
+    assert {row.switch.id for row in ledger.culprits} == {"cache", "head"}
+    assert all(0.3 < row.shapley < 0.7 for row in ledger.culprits)
+
+
+def test_nothing_is_found_where_nothing_is_planted(tmp_path):
+    ledger = ledger_of(tmp_path, stack(base_noise=0.05))
+    assert set(verdicts(ledger).values()) == {"no effect"}
+    assert ledger.has_mismatch
+    # The sides are not split: the baseline, and the conservative values of each side.
+    assert ledger.starts == 3
+
+
+def test_no_mismatch_is_none(tmp_path):
+    ledger = ledger_of(tmp_path, stack(base_noise=1e-5, restart_noise=1e-5))
+    assert not ledger.has_mismatch
+    assert not ledger.culprits
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_noise_of_every_start_is_not_taken_for_an_effect(tmp_path, seed):
+    """Ten clean probes: what differs from start to start is the floor, and no switch explains it."""
+    made = stack(base_noise=0.05, restart_noise=0.05)
+    made.starts = [{}] * 100 * seed  # another noise
+    assert not ledger_of(tmp_path, made).culprits
+
+
+def test_a_key_that_nobody_reads_is_not_effective(tmp_path):
+    ledger = ledger_of(tmp_path, stack(("graphs", 0.2), ("scheduling", 0.2), ignored=frozenset({"policy.scheduling"})))
+    assert verdicts(ledger)["scheduling"] == "not effective"
+    assert verdicts(ledger)["graphs"] in ("explains", "contributes")
+
+
+def test_a_key_that_nobody_reads_has_not_no_effect_where_its_group_changes_nothing(tmp_path):
+    ledger = ledger_of(tmp_path, stack(("graphs", 0.2), ignored=frozenset({"policy.cache"})))
+    assert verdicts(ledger)["head"] == "no effect"
+    assert verdicts(ledger)["cache"] == "not tried"
+
+
+def test_a_key_with_which_nothing_starts_is_not_testable_and_others_are_still_found(tmp_path):
+    ledger = ledger_of(tmp_path, stack(("cache", 0.2), failing=frozenset({"policy.graphs"})))
+    row = next(row for row in ledger.rows if row.switch.id == "graphs")
+    assert row.verdict == "not testable here"
+    assert "ValueError: policy.graphs is wrong" in row.note
+    assert ledger.rows[0].switch.id == "cache"
+
+
+def test_a_switch_that_raises_the_mismatch_is_worse(tmp_path):
+    made = stack(base_noise=0.05)
+    made.causes["policy.cache"] = ("engine", 0.2)
+    made.conservative["policy.cache"] = None  # the noise is there unless the key is absent
+    assert verdicts(ledger_of(tmp_path, made)) | {"cache": "worse"} == verdicts(ledger_of(tmp_path, made))
+
+
+def test_a_request_costs_no_start(tmp_path):
+    requests = [switch("temperature", cost="request", field="temperature")]
+    made = SyntheticStack(requests={"temperature": ("engine", 0.3)}, base_noise=0.01)
+    ledger = ledger_of(tmp_path, made, requests)
+    assert (ledger.rows[0].verdict, ledger.rows[0].is_confirmed) == ("explains", True)
+    assert len(made.starts) == ledger.starts == 2  # the baseline and its repetition
+
+
+def test_no_start_is_run_twice_and_a_stored_one_is_read(tmp_path):
+    made = stack(("cache", 0.2), ("fusion", 0.12))
+    first = ledger_of(tmp_path, made)
+    assert len(made.starts) == len({json.dumps(start, sort_keys=True) for start in made.starts}) == first.starts
+    again = stack(("cache", 0.2), ("fusion", 0.12))
+    assert ledger_of(tmp_path, again) == first
+    assert again.starts == []
+
+
+def test_a_killed_probe_goes_on_where_it_was(tmp_path):
+    class Killed(SyntheticStack):
+        def __call__(self, **arguments):
+            if len(self.starts) == 3:
+                raise KeyboardInterrupt
+            return super().__call__(**arguments)
+
+    planted = stack(("cache", 0.2))
+    killed = Killed(planted.causes, planted.conservative)
+    with pytest.raises(KeyboardInterrupt):
+        ledger_of(tmp_path, killed)
+    ledger = ledger_of(tmp_path, planted)
+    assert ledger.rows[0].switch.id == "cache"
+    assert len(planted.starts) == ledger.starts - 3
+
+
+def test_a_start_that_reached_the_time_limit_is_run_again_by_the_next_probe(tmp_path):
+    # The second start, with all of the engine's conservative values.
+    first = ledger_of(tmp_path, stack(("cache", 0.2), timeout_of_start=2))
+    again = stack(("cache", 0.2))
+    ledger = ledger_of(tmp_path, again)
+    assert again.starts == [{f"policy.{name}": "off" for name in ("cache", "head", "graphs", "scheduling")}]
+    assert first.rows[0].switch.id == ledger.rows[0].switch.id == "cache"
+
+
+def test_a_budget_that_ends_leaves_rows_untried_and_says_so(tmp_path):
+    ledger = ledger_of(tmp_path, stack(("cache", 0.2)), budget=-1.0)
+    assert not ledger.is_complete
+    assert set(verdicts(ledger).values()) == {"not tried"}
+
+
+def test_scores_that_were_changed_are_refused(tmp_path):
+    ledger_of(tmp_path, stack(("cache", 0.2)))
+    file = next((tmp_path / "starts").glob("baseline-*.json"))
+    file.write_text(file.read_text().replace('"seconds": 1.0', '"seconds": 2.0'))
+    with pytest.raises(DataError, match="does not have its own hash"):
+        ledger_of(tmp_path, stack(("cache", 0.2)))
+
+
+def test_scores_of_other_sequences_are_refused(tmp_path):
+    ledger_of(tmp_path, stack(("cache", 0.2)))
+    frozen = json.loads((tmp_path / "frozen.json").read_text())
+    frozen["sequences"][0][-1] += 1
+    (tmp_path / "frozen.json").write_text(json.dumps(frozen))
+    with pytest.raises(DataError, match="scored on other sequences"):
+        ledger_of(tmp_path, stack(("cache", 0.2)))
+
+
+def test_a_baseline_that_does_not_start_is_an_error(tmp_path):
+    made = stack(failing=frozenset({"policy.all"}))
+    store = StartStore(tmp_path, made, prompts=4, generations=1)
+    with pytest.raises(EngineError, match=r"can't be scored with its own settings: ValueError: policy\.all is wrong"):
+        ArmRunner(store, [], settings={"policy.all": 1}, budget=1.0)

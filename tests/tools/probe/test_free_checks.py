@@ -1,0 +1,78 @@
+"""Checks without a start: each finds its fault and finds none in healthy scores."""
+
+import numpy
+import pytest
+
+from nemo_geomask.tools.probe.free_checks import free_checks
+from nemo_geomask.tools.probe.scored_arms import FrozenTokens
+
+
+def scores(noise=0.01):
+    generator = numpy.random.default_rng(5)
+    lengths = [20] * 10
+    sampled = [(-generator.exponential(2.0, length)).tolist() for length in lengths]
+    frozen = {
+        "sequences": [[1, 2, *generator.integers(3, 99, 20).tolist()] for _ in lengths],
+        "prompt_lengths": [2] * 10,
+        "prompts": [index // 2 for index in range(10)],
+        "sampled": sampled,
+    }
+    tokens = FrozenTokens.from_frozen(frozen)
+    decode = tokens.sampled.copy()
+    trainer = decode + noise * generator.standard_normal(len(decode))
+    return tokens, decode, decode.copy(), trainer
+
+
+def outcomes(tokens, decode, prefill, trainer, weights=(), is_neutral=True):
+    checks = free_checks(tokens, decode, prefill, trainer, weights=weights, is_neutral=is_neutral)
+    return {check.name: check for check in checks}
+
+
+def faults(checks):
+    return [name for name, check in checks.items() if check.outcome == "fault"]
+
+
+def test_healthy_scores_have_no_fault():
+    checks = outcomes(*scores())
+    assert {check.outcome for check in checks.values()} == {"fine"}
+
+
+@pytest.mark.parametrize("shift", [1, -1])
+def test_shifted_tokens_are_found(shift):
+    tokens, decode, prefill, trainer = scores()
+    checks = outcomes(tokens, decode, prefill, numpy.roll(trainer, shift))
+    assert faults(checks) == ["shift"]
+    assert f"token {'before' if shift > 0 else 'after'}" in checks["shift"].message
+
+
+def test_layers_with_other_weights_are_named():
+    checks = outcomes(*scores(), weights=("layers.2", "layers.3"))
+    assert faults(checks) == ["weights after the refit"]
+    assert "layers.2, layers.3" in checks["weights after the refit"].message
+
+
+def test_weights_that_were_not_compared_are_not_judged():
+    assert outcomes(*scores(), weights=None)["weights after the refit"].outcome == "not judged"
+
+
+def test_a_decode_that_prefill_and_trainer_disagree_with_is_named():
+    tokens, decode, prefill, trainer = scores()
+    decode = decode + 0.2 * numpy.random.default_rng(1).standard_normal(len(decode))
+    checks = outcomes(tokens, decode, prefill, trainer)
+    noted = [name for name, check in checks.items() if check.outcome == "noted"]
+    assert noted == ["decode repeats the samples", "decode and prefill"]
+    assert faults(checks) == []
+
+
+def test_prefill_is_not_judged_under_a_temperature():
+    tokens, decode, prefill, trainer = scores()
+    checks = outcomes(tokens, decode, prefill + 0.5, trainer, is_neutral=False)
+    assert checks["decode and prefill"].outcome == "not judged"
+
+
+def test_few_tokens_are_not_judged():
+    few = FrozenTokens.from_frozen(
+        {"sequences": [[1, 2, 3]], "prompt_lengths": [1], "prompts": [0], "sampled": [[-1.0, -2.0]]}
+    )
+    checks = outcomes(few, few.sampled, few.sampled, few.sampled)
+    assert checks["shift"].outcome == checks["decode and prefill"].outcome == "not judged"

@@ -1,0 +1,106 @@
+"""A probe from recipe values to report, on made-up log-probs."""
+
+import json
+
+import pytest
+
+from nemo_geomask.errors import ConfigError
+from nemo_geomask.tools.probe.probe_report import as_json, as_text, recipe_lines, sentence, write_html
+from nemo_geomask.tools.probe.probe_run import choose_switches, prepare_folder, probe
+from nemo_geomask.tools.probe.resolved_settings import flatten
+from nemo_geomask.tools.shared.json_output import to_json
+from tests.tools.probe.synthetic_stack import SyntheticStack
+
+PRECISION = "policy.generation.vllm_cfg.precision"
+VALUES = {PRECISION: "bfloat16", "policy.precision": "float32", "policy.generation.temperature": 1.0}
+
+
+def choose(values=VALUES, names=None, trainer="dtensor", has_gpus=False, is_read=lambda key: True):
+    switches, rows = choose_switches(values, names=names, is_read=is_read, trainer=trainer, has_gpus=has_gpus)
+    return [switch.id for switch in switches], {row.switch.id: row for row in rows}
+
+
+def test_only_what_the_recipe_leaves_open_is_tried():
+    chosen, rows = choose()
+    assert "engine_precision" in chosen
+    assert "trainer_precision" not in chosen  # float32 already
+    assert "rope_override" not in chosen  # there is nothing to take away
+    assert "router_dtype" not in chosen  # Megatron's
+    assert rows["moe_backend"].verdict == "not testable here"
+    assert "moe_backend" in choose(has_gpus=True)[0]
+    assert "router_dtype" in choose(trainer="megatron")[0]
+
+
+def test_a_key_that_this_nemo_rl_does_not_read_is_not_tried():
+    chosen, rows = choose(is_read=lambda key: not key.endswith("logprobs_mode"))
+    assert "logprobs_mode" not in chosen
+    assert "main is the first that does" in rows["logprobs_mode"].note
+
+
+def test_switches_are_named_by_id_or_group():
+    assert choose(names=["engine_precision"])[0] == ["engine_precision"]
+    assert set(choose(names=["engine scheduling"])[0]) == {"prefix_caching", "chunked_prefill", "async_scheduling"}
+    with pytest.raises(ConfigError, match="there is no switch or group 'precison'"):
+        choose(names=["precison"])
+
+
+def test_a_folder_belongs_to_one_probe(tmp_path):
+    folder = tmp_path / "out"
+    prepare_folder(folder, "a.yaml", ["x=1"], (24, 2), resume=False)
+    with pytest.raises(ConfigError, match="give --resume"):
+        prepare_folder(folder, "a.yaml", ["x=1"], (24, 2), resume=False)
+    prepare_folder(folder, "a.yaml", ["x=1"], (24, 2), resume=True)
+    with pytest.raises(ConfigError, match="has other overrides"):
+        prepare_folder(folder, "a.yaml", ["x=2"], (24, 2), resume=True)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes.txt").write_text("mine")
+    with pytest.raises(ConfigError, match="holds no probe"):
+        prepare_folder(tmp_path / "mine", "a.yaml", [], (24, 2), resume=False)
+
+
+@pytest.fixture(scope="module")
+def result(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("probe")
+    made = SyntheticStack({PRECISION: ("engine", 0.2)}, {PRECISION: "float32"})
+    switches, others = choose_switches(
+        VALUES, names=["engine_precision", "moe_backend"], is_read=lambda key: True, trainer="dtensor", has_gpus=False
+    )
+    return probe(
+        *("recipe.yaml", [], made, switches, others, VALUES),
+        folder=folder,
+        prompts=24,
+        generations=2,
+        budget=1e9,
+    )
+
+
+def test_the_report_names_the_cause_the_line_to_set_and_what_was_not_tried(result):
+    assert "dtype of the engine's weights and activations" in sentence(result)
+    assert recipe_lines(result) == [f"++{PRECISION}=float32  # about half of bfloat16's speed, twice its memory"]
+    text = "\n".join(as_text(result))
+    assert "explains, confirmed" in text
+    assert "moe_backend: changes kernels of GPUs alone" in text
+
+
+def test_json_has_the_ledger(result):
+    content = json.loads(to_json(as_json(result)))
+    row = content["ledger"]["rows"][0]
+    assert (row["switch"]["id"], row["verdict"], row["was"]) == ("engine_precision", "explains", "bfloat16")
+    assert row["share"] > 0.95
+
+
+def test_the_page_escapes_what_it_shows(result, tmp_path):
+    object.__setattr__(result, "recipe", "<script>alert(1)</script>")
+    write_html(tmp_path / "page.html", result)
+    page = (tmp_path / "page.html").read_text()
+    assert "<script>" not in page
+    assert "&lt;script&gt;" in page
+    assert "engine_precision" in page
+
+
+def test_resolved_settings_are_plain_values_of_objects():
+    class Config:
+        def __init__(self):
+            self.dtype, self._secret, self.inner = "bf16", 1, {"a": [1, 2]}
+
+    assert dict(flatten(Config(), "engine")) == {"engine.dtype": "bf16", "engine.inner.a": "[1, 2]"}
