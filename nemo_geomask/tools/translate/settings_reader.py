@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from nemo_geomask.errors import ConfigError, InputLimitError
+from nemo_geomask.errors import ConfigError
 from nemo_geomask.recipe.input_limits import current_limits, limit_error, parse_text, read_text
 from nemo_geomask.tools.translate.expansion_limits import check_code
 from nemo_geomask.tools.translate.python_reader import code_of_notebook, constructions
@@ -56,10 +56,8 @@ def read_runs(path: Path, constructors: tuple[str, ...]) -> list[ProgramRun]:
         return [run.with_settings(flat(run.settings)) for run in runs]
     except ConfigError:
         raise
-    except RecursionError:
+    except (RecursionError, MemoryError):  # Python's parser raises the second for code that is nested too deeply
         raise limit_error("nesting", path, limits) from None
-    except MemoryError as error:  # also of Python's parser, for code that is nested too deeply
-        raise (limit_error("nesting", path, limits) if "Parser" in str(error) else _memory_error(path)) from None
     except (ValueError, SyntaxError) as error:
         raise ConfigError(f"{path}: can't be read: {' '.join(str(error).split())}") from None
 
@@ -76,10 +74,6 @@ def _parse_toml(text: str, path: Path) -> Any:
     if re.search(rf"(?<![\w-]){key}(?:\s*+\.\s*+{key}){{{limits.nesting}}}", text):
         raise limit_error("nesting", path, limits)
     return parse_text(tomllib.loads, text, path, format_name="TOML")
-
-
-def _memory_error(path: Path) -> InputLimitError:
-    return InputLimitError(f"{path}: the memory does not suffice to read it; pass only the settings of the loss")
 
 
 def _of_mapping(path: Path, settings: Any) -> ProgramRun:
