@@ -3,16 +3,21 @@
   const figures = JSON.parse(document.getElementById("figures").textContent);
   const config = { responsive: true, displaylogo: false, modeBarButtonsToRemove: ["lasso2d", "select2d", "autoScale2d"] };
   const plots = [...document.querySelectorAll(".plot")];
+  const NARROW = 420;  // width in pixels below which a plot has no room for a toolbar beside long names
+  const MAX_NARROW_NAME = 26;
   const isVisible = (plot) => !plot.closest("details:not([open])");
 
   function draw(plot, view) {
     const figure = figures[plot.dataset.figure];
     const current = figure.views[view] ?? Object.values(figure.views)[0];
     const axis = { automargin: true, zeroline: false };
-    Plotly.react(plot, current.data, {
+    const isNarrow = plot.clientWidth < NARROW;
+    const shorten = (name) => name?.length > MAX_NARROW_NAME ? `…${name.slice(1 - MAX_NARROW_NAME)}` : name;
+    const data = isNarrow ? current.data.map((trace) => ({ ...trace, name: shorten(trace.name) })) : current.data;
+    Plotly.react(plot, data, {
       autosize: true,
       // The toolbar stands in the right margin, beside the legend, which is as wide as the plot at most.
-      margin: { l: 10, r: 40, t: 10, b: 10 },
+      margin: { l: 10, r: isNarrow ? 10 : 40, t: 10, b: 10 },
       paper_bgcolor: "rgba(0,0,0,0)",
       plot_bgcolor: "rgba(0,0,0,0)",
       font: { family: "system-ui, 'DejaVu Sans', sans-serif", size: 12 },
@@ -24,7 +29,7 @@
       xaxis: { ...axis, ...figure.xaxis },
       yaxis: { ...axis, ...current.layout.yaxis },
       shapes: current.layout.shapes,
-    }, config);
+    }, { ...config, displayModeBar: !isNarrow });
     plot.dataset.drawn = "yes";
   }
   const drawVisible = () => plots.filter((plot) => isVisible(plot) && !plot.dataset.drawn).forEach((plot) => draw(plot));
