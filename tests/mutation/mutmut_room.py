@@ -14,8 +14,9 @@ from pathlib import Path
 from mutmut.__main__ import _run, collect_source_file_mutation_data, create_mutants
 from mutmut.mutation import mutators
 from mutmut.mutation.diff_apply import get_diff_for_mutant
+from mutmut.runners.harness import PytestRunner
 from mutmut.stats import status_by_exit_code
-from mutmut.utils.file_utils import copy_also_copy_files, copy_src_dir
+from mutmut.utils.file_utils import change_cwd, copy_also_copy_files, copy_src_dir
 
 
 def leave_sentences_alone() -> None:
@@ -30,6 +31,26 @@ def leave_sentences_alone() -> None:
     operators[:] = [(kind, change_names_only if change is change_string else change) for kind, change in operators]
 
 
+def choose_tests_by_name() -> None:
+    """Let pytest collect the files of a mutant's tests and leave out the others.
+
+    mutmut names the tests on the command line, where pytest does not find all of them by their parameters.
+    """
+
+    def run_tests(self, *, mutant_name, tests):
+        wanted = set(tests)
+
+        class Chosen:
+            def pytest_collection_modifyitems(self, items):
+                items[:] = [item for item in items if not wanted or item.nodeid in wanted]
+
+        files = sorted({name.partition("::")[0] for name in wanted})
+        with change_cwd("mutants"):
+            return int(self.execute_pytest(self._pytest_args_regular_run(files), plugins=[Chosen()]))
+
+    PytestRunner.run_tests = run_tests
+
+
 def all_mutants() -> list[str]:
     """Write the mutated sources and return the names of the mutants."""
     Path("mutants").mkdir(exist_ok=True)
@@ -42,6 +63,7 @@ def all_mutants() -> list[str]:
 def main(result: str, size: int, seed: int) -> None:
     """Test a sample of the mutants, or all of them for a size of 0, and write what became of each as JSON."""
     leave_sentences_alone()
+    choose_tests_by_name()
     names = all_mutants()
     sample = random.Random(seed).sample(names, size) if 0 < size < len(names) else names
     try:
