@@ -17,7 +17,7 @@
     Plotly.react(plot, data, {
       autosize: true,
       // The toolbar stands in the right margin, beside the legend, which is as wide as the plot at most.
-      margin: { l: 10, r: isNarrow ? 10 : 40, t: 10, b: 10 },
+      margin: { l: 10, r: 40, t: 10, b: 10 },
       paper_bgcolor: "rgba(0,0,0,0)",
       plot_bgcolor: "rgba(0,0,0,0)",
       font: { family: "system-ui, 'DejaVu Sans', sans-serif", size: 12 },
