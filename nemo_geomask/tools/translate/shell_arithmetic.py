@@ -48,4 +48,4 @@ def _integer(node: ast.expr) -> int:
 def _power(base: int, exponent: int) -> int:
     if exponent < 0 or (abs(base) > 1 and exponent > 63):
         raise ValueError("not an integer of 64 bits")
-    return base**exponent if abs(base) > 1 else base ** min(exponent, 2 + exponent % 2)
+    return int(base ** (exponent if abs(base) > 1 else min(exponent, 2 + exponent % 2)))
