@@ -24,7 +24,7 @@ from nemo_geomask.recipe.input_limits import (
 )
 from nemo_geomask.recipe.origins import Origins
 from nemo_geomask.recipe.overrides import apply_override, first_line
-from nemo_geomask.recipe.references import limited_references, load_omegaconf, resolve_config
+from nemo_geomask.recipe.reference_resolution import limited_references, load_omegaconf, resolve_config
 
 __all__ = ["ROOT_VARIABLE", "Recipe", "load_recipe", "nemo_rl_root", "read_recipe"]
 
@@ -102,7 +102,7 @@ def read_recipe(
         MissingDependencyError: omegaconf is not installed, or, with overrides, hydra-core.
     """
     omegaconf = load_omegaconf()
-    reading = _Reading(limits or current_limits())
+    reading = _RecipeReading(limits or current_limits())
     unresolved: dict[str, str] = {}
     with _root_in_environment(), _recursion_to(reading.limits.nesting), limited_references(path, reading.limits):
         try:
@@ -136,7 +136,7 @@ def _recursion_to(nesting: int) -> Iterator[None]:
 
 
 @dataclass
-class _Reading:
+class _RecipeReading:
     """Files that a recipe consists of, and what they cost.
 
     Attributes:
@@ -179,7 +179,7 @@ def _root_in_environment() -> Iterator[None]:
         del os.environ[ROOT_VARIABLE]
 
 
-def _load(path: Path, children: tuple[Path, ...], reading: _Reading) -> tuple[Any, Origins]:
+def _load(path: Path, children: tuple[Path, ...], reading: _RecipeReading) -> tuple[Any, Origins]:
     """Load a file and its parents; return the merged config and its origins.
 
     Args:
