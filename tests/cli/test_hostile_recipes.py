@@ -66,3 +66,14 @@ def test_a_limit_is_raised_by_its_option(tmp_path, capsys):
     assert main(["check", str(path), "--limit", "nesting=120"]) == 0
     assert main(["check", str(path), "--limit", "depth=120"]) == 2
     assert "--limit depth=120: there is no limit 'depth'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [(), ("--format", "json"), ("a\x1b=1",)])
+def test_control_characters_reach_no_terminal(words, tmp_path, capsys):
+    path = tmp_path / "r\x1b[31m\n\u202e.yaml"
+    path.write_text('grpo: {}\nloss_fn: {name: clipped_pg, "a\\e[2J\\nerror GM000 b": "\\x9b\\u202e"}\n')
+    assert main(["check", str(path), *words]) == 2
+    printed = "".join(capsys.readouterr())
+    assert printed.replace("\n", "").isprintable()
+    assert not any(line.startswith("error GM000") for line in printed.splitlines())
+    assert "x1b" in printed or "u001b" in printed
