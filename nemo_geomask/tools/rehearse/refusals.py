@@ -29,13 +29,13 @@ _NO_CPU: Mapping[str, str] = {
 }
 """By model type: the part of the architecture that vLLM or the trainer can't compute on CPUs."""
 _NO_CPU_ON_MEGATRON: Mapping[str, str] = {
-    "gpt_oss": "attention with sinks, which Megatron has only through transformer-engine",
+    "gpt_oss": "attention with sinks, with which no rehearsal has run on CPUs yet",
     "gemma4_text": "layers with two head sizes, which Megatron-Bridge has only through transformer-engine",
     "qwen3_next": "gated delta nets, which Megatron has only through transformer-engine",
-    "qwen3_5_text": "gated delta nets, which Megatron has only through transformer-engine",
-    "qwen3_5_moe_text": "gated delta nets, which Megatron has only through transformer-engine",
+    "qwen3_5_text": "gated delta nets, with which no rehearsal has run on CPUs yet",
+    "qwen3_5_moe_text": "gated delta nets, with which no rehearsal has run on CPUs yet",
 }
-"""By model type: the part that Megatron's own layers lack, which replace transformer-engine's on CPUs."""
+"""By model type: the part with which Megatron's own layers, in place of transformer-engine's, can't be rehearsed."""
 _MEDIA = ("omni", "audio", "-vl", "_vl", "vision", "vlm")
 """Parts of model names, and of the names of data processors, that stand for images, video or sound."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import os
 import subprocess
 import sys
@@ -94,6 +95,21 @@ except ModuleNotFoundError:
     print("missing")
 """
     assert in_a_process(code) == ["nccl.core.communicator", "missing"]
+
+
+@pytest.mark.parametrize("is_installed", [False, True])
+def test_image_processors_are_absent_without_torchvision(tmp_path, is_installed):
+    name = "transformers.models.qwen2_vl.image_processing_qwen2_vl"
+    if is_installed:
+        (tmp_path / "torchvision.py").touch()
+    code = f"""
+import importlib.util, sys
+from nemo_geomask.tools.rehearse.cpu_shims.import_hook import MissingModules
+print(MissingModules().find_spec("{name}", None) is None)
+"""
+    assert in_a_process(code, path=tmp_path) == [
+        str(is_installed or importlib.util.find_spec("torchvision") is not None)
+    ]
 
 
 def test_a_module_that_is_there_is_not_replaced(tmp_path):
@@ -197,6 +213,30 @@ random.CheckpointFunction.apply(lambda value: value.square(), False, x).sum().ba
 print(x.grad.tolist() == [2.0] * 3)
 """
     assert in_a_process(code) == ["True"]
+
+
+def test_norms_around_zero_multiply_by_one_more_than_their_weight():
+    pytest.importorskip("megatron.core.transformer.torch_norm")
+    code = """
+import torch
+from types import SimpleNamespace
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
+off = dict.fromkeys(("persist_layer_norm", "sequence_parallel", "memory_efficient_layer_norm"), False)
+config = SimpleNamespace(**off, normalization="RMSNorm", layernorm_zero_centered_gamma=True)
+norm = WrappedTorchNorm(config, 3, eps=1e-6)
+x = torch.tensor([[1.0, 2.0, 3.0]], dtype=torch.bfloat16)
+print(type(norm).__name__, norm.weight.tolist() == [0.0] * 3)
+norm.weight.data.fill_(0.5)
+wide = x.double()
+expected = 1.5 * wide / (wide.square().mean() + 1e-6).sqrt()
+print(torch.allclose(norm(x).double(), expected, rtol=0.01), norm(x).dtype)
+config.normalization = "LayerNorm"
+try:
+    WrappedTorchNorm(config, 3)
+except AssertionError:
+    print("refused")
+"""
+    assert in_a_process(code) == ["RMSNorm", "True", "True", "torch.bfloat16", "refused"]
 
 
 def test_experts_have_their_published_names_on_the_way_to_the_engine():

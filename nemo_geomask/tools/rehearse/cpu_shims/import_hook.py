@@ -46,6 +46,8 @@ SHIMS: Mapping[str, str] = {
     "megatron.core.transformer.moe.moe_utils": "megatron_shim:experts",
     "megatron.bridge.training.initialize": "megatron_shim:initialize",
     "megatron.core.models.common.embeddings.yarn_rotary_pos_embedding": "megatron_shim:yarn",
+    "megatron.core.ssm.gated_delta_net.common": "delta_net_shim:kernels",
+    "megatron.core.models.gpt.experimental_attention_variant_module_specs": "delta_net_shim:block_spec",
     "megatron.core.models.hybrid.hybrid_block": "megatron_shim:final_norm",
     "megatron.bridge.models.gpt_provider": "megatron_shim:layer_spec",
     "megatron.bridge.models.transformer_config": "megatron_shim:fusions",
@@ -55,6 +57,12 @@ SHIMS: Mapping[str, str] = {
 
 _ABSENT_IF_SOURCE_HAS = {"megatron.bridge.peft.lora": "\nimport transformer_engine"}
 """By module of :data:`ABSENT`: it counts as absent only if its source contains this text, as early versions do."""
+
+_ABSENT_WITHOUT = {
+    "transformers.models.qwen2_vl.image_processing_qwen2_vl": "torchvision",
+    "transformers.models.qwen3_vl.video_processing_qwen3_vl": "torchvision",
+}
+"""By module of :data:`ABSENT`: it counts as absent only if this package is not installed."""
 
 ABSENT: Mapping[str, str] = {
     # By module: the import that would fail, in code that training on a CPU does not call.
@@ -66,6 +74,8 @@ ABSENT: Mapping[str, str] = {
     "megatron.bridge.peft.lora": ":22 transformer_engine.pytorch, v0.6.0's alone",
     "megatron.bridge.models.gpt_full_te_layer_autocast_spec": ":28 transformer_engine.pytorch",
     "nemo_automodel.components._peft.lora_kernel": "triton kernels, compiled at import",
+    "transformers.models.qwen2_vl.image_processing_qwen2_vl": ":25 torchvision; vllm's qwen3_5.py:82 imports it",
+    "transformers.models.qwen3_vl.video_processing_qwen3_vl": "torchvision; vllm's qwen3_5.py:82 imports it",
 }
 
 
@@ -131,7 +141,10 @@ class MissingModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """
 
     def __init__(self, absent: Mapping[str, str] = ABSENT) -> None:
-        self._absent = tuple(name for name in absent if "." in name or importlib.util.find_spec(name) is None)
+        needed = {name: _ABSENT_WITHOUT.get(name, name) for name in absent}
+        self._absent = tuple(
+            name for name, needs in needed.items() if "." in needs or importlib.util.find_spec(needs) is None
+        )
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None

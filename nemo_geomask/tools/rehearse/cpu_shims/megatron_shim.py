@@ -22,7 +22,9 @@ __all__ = [
     "jit",
     "latent_experts",
     "layer_spec",
+    "local_layer_spec",
     "norm",
+    "normed_projection",
     "random",
     "yarn",
 ]
@@ -75,7 +77,7 @@ def experts(module: Any) -> Iterator[Patch]:
 
 
 def norm(module: Any) -> Iterator[Patch]:
-    """Allow torch's norms under sequence parallelism, which torch_norm.py:52 refuses.
+    """Allow torch's norms under sequence parallelism and with weights around zero: torch_norm.py:46,52 refuses both.
 
     Each token is normalised by itself, so a shard of the tokens is no difficulty. Megatron sums the gradients of
     parameters that are marked as ``sequence_parallel``.
@@ -83,9 +85,14 @@ def norm(module: Any) -> Iterator[Patch]:
 
     def allow_sequence_parallel(original: Any) -> Any:
         def new(cls: Any, config: Any, *args: Any, **kwargs: Any) -> Any:
-            unsharded = copy.copy(config)
-            unsharded.sequence_parallel = False
-            norm = original.__new__(original, unsharded, *args, **kwargs)
+            plain = copy.copy(config)
+            plain.sequence_parallel = False
+            is_zero_centered = config.layernorm_zero_centered_gamma and config.normalization == "RMSNorm"
+            plain.layernorm_zero_centered_gamma = config.layernorm_zero_centered_gamma and not is_zero_centered
+            norm = original.__new__(original, plain, *args, **kwargs)
+            if is_zero_centered:
+                norm.__class__ = _zero_centered_class(type(norm))
+                norm.weight.data.zero_()
             for parameter in norm.parameters():
                 parameter.sequence_parallel = config.sequence_parallel
             return norm
@@ -93,6 +100,18 @@ def norm(module: Any) -> Iterator[Patch]:
         return type(original.__name__, (original,), {"__new__": new})
 
     yield attribute(module, "WrappedTorchNorm", allow_sequence_parallel)
+
+
+def _zero_centered_class(rms_norm: type) -> type:
+    """Return the class of an RMS norm that multiplies by 1 + weight."""
+    torch = importlib.import_module("torch")
+
+    def forward(self: Any, x: Any) -> Any:
+        weight = 1.0 + self.weight.float()
+        return torch.nn.functional.rms_norm(x.float(), self.normalized_shape, weight, self.eps).to(x.dtype)
+
+    # The bridge chooses a parameter's mapping by the class's name.
+    return type("RMSNorm", (rms_norm,), {"forward": forward})
 
 
 def clip_grads(module: Any) -> Iterator[Patch]:
@@ -137,7 +156,7 @@ def layer_spec(module: Any) -> Iterator[Patch]:
     The parameters keep the names that the bridge maps, where the norm before a projection is part of the projection.
     """
 
-    yield attribute(module, "transformer_engine_layer_spec", lambda original: _local_spec)
+    yield attribute(module, "transformer_engine_layer_spec", lambda original: local_layer_spec)
 
 
 _FUSED = (
@@ -226,7 +245,7 @@ def _local_hybrid_spec() -> Any:
     norm = importlib.import_module("megatron.core.transformer.torch_norm").WrappedTorchNorm
     moe = importlib.import_module("megatron.core.models.gpt.moe_module_specs")
     row = importlib.import_module("megatron.core.tensor_parallel").RowParallelLinear
-    spec, add, normed = stack.ModuleSpec, stack.get_bias_dropout_add, _normed_projection()
+    spec, add, normed = stack.ModuleSpec, stack.get_bias_dropout_add, normed_projection()
     mixer = spec(stack.MambaMixer, submodules=stack.MambaMixerSubmodules(in_proj=normed, out_proj=row))
     self_attention = spec(
         stack.SelfAttention,
@@ -251,10 +270,11 @@ def _local_hybrid_spec() -> Any:
     return spec(stack.HybridStack, submodules=layers)
 
 
-def _local_spec(config: Any) -> Any:
+def local_layer_spec(config: Any) -> Any:
+    """Return the specification of a layer of Megatron's own, whose parameters have the names that the bridge maps."""
     specs = importlib.import_module("megatron.core.models.gpt.gpt_layer_specs")
     identity = importlib.import_module("megatron.core.transformer.identity_op").IdentityOp
-    normed = _normed_projection()
+    normed = normed_projection()
     spec = specs.get_gpt_layer_local_spec(
         num_experts=config.num_moe_experts,
         moe_grouped_gemm=False,
@@ -272,7 +292,8 @@ def _local_spec(config: Any) -> Any:
     return spec
 
 
-def _normed_projection() -> Any:
+def normed_projection() -> Any:
+    """Return the class of a column-parallel projection with an RMS norm before it, as transformer-engine's."""
     torch = importlib.import_module("torch")
     column: Any = importlib.import_module("megatron.core.tensor_parallel").ColumnParallelLinear
 
@@ -281,12 +302,14 @@ def _normed_projection() -> Any:
             "pg_collection", None
         )  # passed for a state space's projection; only transformer-engine's layers take it
         column.__init__(self, input_size, output_size, config=config, **kwargs)
-        self.layer_norm_weight = torch.nn.Parameter(torch.ones(input_size, dtype=config.params_dtype))
+        self.zero_centered = config.layernorm_zero_centered_gamma
+        initial = torch.zeros if self.zero_centered else torch.ones
+        self.layer_norm_weight = torch.nn.Parameter(initial(input_size, dtype=config.params_dtype))
         self.layer_norm_weight.sequence_parallel = config.sequence_parallel
         self.epsilon = config.layernorm_epsilon
 
     def forward(self: Any, input_: Any, *args: Any, **kwargs: Any) -> Any:
-        weight = self.layer_norm_weight.float()
+        weight = self.layer_norm_weight.float() + (1.0 if self.zero_centered else 0.0)
         normed = torch.nn.functional.rms_norm(input_.float(), (input_.shape[-1],), weight, self.epsilon)
         return column.forward(self, normed.to(input_.dtype), *args, **kwargs)
 
