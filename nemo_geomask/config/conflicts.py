@@ -174,6 +174,17 @@ _RATIO = (
     ),
 )
 
+_POLICY_MASKS = (
+    ConflictRule(
+        ("masks", "force_on_policy_ratio"),
+        lambda s: s.force_on_policy_ratio and any(rule.log_ratio == "policy" for rule in s.mask_rules),
+        "a mask on log_ratio: policy compares curr with prev, which force_on_policy_ratio: true takes to be equal, so "
+        "it removes nothing, or everything; give the mask log_ratio: total or mismatch, remove it, or set "
+        "force_on_policy_ratio: false",
+        severity="warning",
+    ),
+)
+
 _CISPO_ALTERNATIVE = "or use_cispo: false with name: cispo, which takes any normalization"
 _CISPO = (
     ConflictRule(
@@ -414,6 +425,7 @@ _PRESTEP = (
 CONFLICTS: tuple[ConflictRule, ...] = (
     *_NORMALIZATION,
     *_RATIO,
+    *_POLICY_MASKS,
     *_CISPO,
     *_ANCHOR,
     *_TRUNCATION,

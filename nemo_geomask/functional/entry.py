@@ -9,7 +9,31 @@ from torch import Tensor
 
 from nemo_geomask.errors import ArgumentError, ShapeError
 
-__all__ = ["check_choice", "check_layout"]
+__all__ = ["check_choice", "check_dense", "check_layout"]
+
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def check_dense(name: str, value: Tensor) -> None:
+    """Raise ShapeError unless a value is a dense tensor, complete on this rank, of a dtype that torch computes with.
+
+    Args:
+        name: the tensor's name in the message.
+        value: refused if it is no tensor, a ``DTensor``, sparse, nested, quantized, or of a float8 or float4 dtype.
+    """
+    if not isinstance(value, Tensor):
+        raise ShapeError(f"{name} must be a tensor, but it is a {type(value).__name__}")
+    if hasattr(value, "full_tensor"):
+        found, remedy = "a DTensor", "pass value.full_tensor(), or this rank's shard value.to_local()"
+    elif value.is_nested:
+        found, remedy = "a nested tensor", "pad it, or pack its rows and give their cu_seqlens"
+    elif value.layout is not torch.strided:
+        found, remedy = f"a sparse tensor ({value.layout})", "pass value.to_dense()"
+    elif value.is_quantized or (value.is_floating_point() and value.dtype not in _FLOATS):
+        found, remedy = f"of {value.dtype}", "convert it to bfloat16 or float32, with its scales"
+    else:
+        return
+    raise ShapeError(f"{name} must be a dense tensor, but it is {found}; {remedy}")
 
 
 def check_layout(**tensors: Tensor | None) -> None:

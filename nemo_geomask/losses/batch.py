@@ -25,6 +25,7 @@ from nemo_geomask.data_keys import (
     TOKEN_MASK,
 )
 from nemo_geomask.errors import MissingDataError, ShapeError
+from nemo_geomask.functional.entry import check_dense
 from nemo_geomask.metrics import Metric
 from nemo_geomask.segments import PackedSegments, Segments
 
@@ -93,8 +94,9 @@ class TokenBatch(NamedTuple):
     advantages: Tensor  # A
     rewards: Tensor | None  # [S]
     audited_prev: Tensor | None  # log π_old of the sequences in audit_fraction, NaN at others; None without an audit
-    token_mask: Tensor  # as the trainer passed it
-    sample_mask: Tensor  # [S], as the trainer passed it
+    token_mask: Tensor  # as the trainer passed it, 0 in place of an invalid value
+    sample_mask: Tensor  # [S], as the trainer passed it, 0 in place of an invalid value
+    num_invalid_mask_values: Tensor  # 0-d: values of this rank's masks that are NaN or not from 0 to 1
     is_trained: Tensor  # bool: both masks are above 0 and all values of the token are finite
     nonfinite_mask: Tensor  # 1 where both masks are above 0, but a value of the token is NaN or infinite; else 0
     segments: Segments  # assigns tokens to sequences
@@ -152,12 +154,15 @@ def take_padded(next_token_logprobs: Tensor, data: Mapping[str, Any], requested:
 
     Raises: MissingDataError: a tensor is missing. ShapeError: one has another shape, or a dtype that it can't have.
     """
+    check_dense("next_token_logprobs", next_token_logprobs)
     if next_token_logprobs.dim() != 2 or not next_token_logprobs.is_floating_point():
         raise ShapeError(
             "next_token_logprobs must be a floating-point tensor [B, T-1], one log-prob for each token after the "
             f"first, but it is {next_token_logprobs.dtype} {list(next_token_logprobs.shape)}"
         )
     mask = data.get(TOKEN_MASK)
+    if isinstance(mask, Tensor) and mask.dim() == 2 and mask.shape[1] == 0:
+        raise ShapeError("data['token_mask'] must be [B, T] with T of at least 1, but it has no columns (T = 0)")
     if isinstance(mask, Tensor) and mask.shape == next_token_logprobs.shape:
         raise ShapeError(
             f"next_token_logprobs must be [B, T-1], one log-prob for each token after the first, but it is "
@@ -183,7 +188,12 @@ def take_packed(
 
     Raises: the errors of :func:`take_padded`; also ShapeError if the segments' groups don't match their shard.
     """
+    if not isinstance(segments, PackedSegments):
+        raise ShapeError(
+            f"segments must be PackedSegments(cu_seqlens, …), the layout of the packed row, but it is {segments!r}"
+        )
     segments.check()
+    check_dense("logprobs", logprobs)
     count = segments.tokens
     if logprobs.shape != (count,) or not logprobs.is_floating_point():
         raise ShapeError(
@@ -204,6 +214,8 @@ def _take(
     device = curr.device
 
     def checked(key: str, shape: tuple[int, ...], *, logprobs: bool = False) -> Tensor:
+        if isinstance(data.get(key), Tensor):
+            check_dense(f"data['{key}']", data[key])
         if key not in data:
             raise MissingDataError(f"data['{key}'] is missing; the configured loss needs it as a tensor {list(shape)}")
         value = data[key]
@@ -251,10 +263,12 @@ def read(raw: RawBatch, segments: Segments, anchor: Literal["prev", "gen"] = "pr
         anchor: denominator of the policy ratio, ``ratio_anchor`` of the settings.
 
     Returns: the batch, and the metrics ``geomask/nonfinite_<tensor>``: for each required tensor and the unfiltered
-    log-probs, the number of non-finite values at tokens whose masks are both above 0.
+    log-probs, the number of non-finite values at tokens whose masks are both above 0; and
+    ``geomask/invalid_token_mask`` and ``geomask/invalid_sample_mask``, the number of values that no mask can have.
     """
     curr = raw.curr.float()
-    token_mask, sample_mask = raw.token_mask.float(), raw.sample_mask.float()
+    token_mask, num_invalid_tokens = _valid_mask(raw.token_mask.float())
+    sample_mask, num_invalid_sequences = _valid_mask(raw.sample_mask.float())
     required = {name: value.float() for name, value in raw.tensors.items() if name not in _OPTIONAL}
     unfiltered, rewards, metrics_ref, audited_prev = (raw.tensors.get(name) for name in _OPTIONAL)
 
@@ -291,6 +305,7 @@ def read(raw: RawBatch, segments: Segments, anchor: Literal["prev", "gen"] = "pr
         audited_prev=None if audited_prev is None else audited_prev.float(),
         token_mask=token_mask,
         sample_mask=sample_mask,
+        num_invalid_mask_values=num_invalid_tokens + num_invalid_sequences,
         is_trained=is_trained,
         nonfinite_mask=nonfinite_mask,
         segments=segments,
@@ -306,7 +321,20 @@ def read(raw: RawBatch, segments: Segments, anchor: Literal["prev", "gen"] = "pr
 
         return Metric((f"geomask/nonfinite_{name}",), "local_sum", count)
 
-    return batch, [nonfinite_count(name, value) for name, value in checked.items()]
+    return batch, [
+        *(nonfinite_count(name, value) for name, value in checked.items()),
+        Metric(("geomask/invalid_token_mask",), "local_sum", lambda: num_invalid_tokens),
+        Metric(("geomask/invalid_sample_mask",), "shared_count", lambda: num_invalid_sequences),
+    ]
+
+
+def _valid_mask(mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Return a float32 mask with 0 in place of values that are NaN or not from 0 to 1, and their number, 0-d float32.
+
+    The loss is NaN if there are any. The host does not read the number, as it would have to wait for the device.
+    """
+    is_valid = mask.clamp(0.0, 1.0) == mask  # False for NaN
+    return zero_outside(is_valid, mask), (is_valid.numel() - is_valid.sum()).float()
 
 
 def _reference_log_ratio(curr: Tensor, ref: Tensor, is_trained: Tensor) -> Tensor:

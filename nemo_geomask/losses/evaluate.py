@@ -131,16 +131,21 @@ def _local_loss_and_metrics(
     nll = _positive_nll(batch, stats, coefficient, config)
     if nll is not None:
         loss = loss + config.positive_example_nll_weight * nll
-    # A global count of 0 is wrong if the batch has trained tokens. The loss is then NaN, as no number would be right.
+    # The loss is NaN where no number would be right: a global count is negative or not finite, or it is 0 although the
+    # batch has trained tokens; a mask has values that no mask can have. The gradient of this rank's part is then 0.
     normalizer: Normalizer = "tokens" if config.normalization == "tokens" else "sequences"
     divisor = global_toks if normalizer == "tokens" else global_seqs
-    loss = torch.where((divisor > 0) | (stats.total_weight == 0), loss, torch.nan)
+    counts = torch.stack((global_seqs, global_toks))
+    num_invalid_counts = (~((counts >= 0) & (counts < torch.inf))).sum().float()
+    is_defined = (divisor > 0) | (stats.total_weight == 0)
+    loss = torch.where(is_defined & (num_invalid_counts + batch.num_invalid_mask_values == 0), loss, torch.nan)
 
     zero = torch.zeros_like(loss)
     nll_normalizer: Normalizer = "none" if config.positive_example_nll_normalization == "microbatch" else normalizer
     reports = [
         Metric(("loss",), "local_sum", lambda: loss, normalizer),
         Metric(("kl_penalty",), "local_sum", lambda: zero if kl is None else kl, normalizer),
+        Metric(("geomask/invalid_counts",), "shared_count", lambda: num_invalid_counts),
         Metric(("positive_nll_loss",), "local_sum", lambda: zero if nll is None else nll, nll_normalizer),
     ]
     metrics.add(reports)

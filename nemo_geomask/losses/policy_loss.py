@@ -33,7 +33,7 @@ from nemo_geomask.segments import PackedSegments, PaddedSegments, Segments
 from nemo_geomask.segments.padded import NO_TENSORS
 from nemo_geomask.segments.rank_comparison import as_lost_rank_error
 
-__all__ = ["BATCH_SCALAR_PREFIX", "PREPARED_KEY", "PolicyLoss", "raise_if_nonfinite"]
+__all__ = ["BATCH_SCALAR_PREFIX", "PREPARED_KEY", "PolicyLoss", "raise_if_masks_invalid", "raise_if_nonfinite"]
 
 PREPARED_KEY = "geomask_prepared"
 """Batch key, [B], that PrestepPass adds to mark a batch that it has processed."""
@@ -132,7 +132,9 @@ class PolicyLoss:
 
         Returns: the loss, a differentiable float32 scalar, and the metrics, which stay on the device until one is read.
         The losses and metrics of the microbatches of a step add up (except minima and maxima). If there are trained
-        tokens under a count of 0, the loss is NaN.
+        tokens under a count of 0, if a count that is a tensor is negative or not finite, or if a mask holds a value
+        that is NaN or not from 0 to 1, the loss is NaN. Its gradient is then 0, unless a count is NaN. The metrics
+        ``geomask/invalid_…`` count such values.
         Raises: MissingDataError: a tensor is missing. ShapeError: one has another shape or dtype. DataError: a global
         count is not a finite number of at least 0, or the settings need a pass over the whole batch before the step
         (:class:`~nemo_geomask.losses.PrestepPass`), which this batch has not had. NonFiniteError: a trained token has a
@@ -166,7 +168,7 @@ class PolicyLoss:
         ``compare_ranks``. LostRankError: a collective failed, most often because another rank has ended.
         """
         with as_lost_rank_error():
-            if segments.groups and self._check_ranks is not None:
+            if self._check_ranks is not None and isinstance(segments, PackedSegments) and segments.groups:
                 segments.check()
                 self._check_ranks(segments, data, logprobs.device)
             batch_scalars = self.batch_scalars(data, logprobs.device)
@@ -260,10 +262,11 @@ def _as_count(name: str, value: Count, device: torch.device) -> Tensor:
 
 
 def raise_if_nonfinite(metrics: Mapping[str, float]) -> None:
-    """Raise NonFiniteError if the metrics count non-finite values.
+    """Raise NonFiniteError if the metrics count non-finite values, or DataError if they count invalid mask values.
 
     This reads the metrics, so the host waits for the device.
     """
+    raise_if_masks_invalid(metrics)
     prefix = "geomask/nonfinite_"
     counts = {name.removeprefix(prefix): count for name, count in metrics.items() if name.startswith(prefix) and count}
     if not counts:
@@ -277,3 +280,13 @@ def raise_if_nonfinite(metrics: Mapping[str, float]) -> None:
         f"non-finite values at trained tokens: {listed}; loss_fn.nonfinite is 'raise'. Find their origin, or choose "
         "drop_sequence or drop_token"
     )
+
+
+def raise_if_masks_invalid(metrics: Mapping[str, float]) -> None:
+    """Raise DataError if the metrics count values of masks that are NaN or not from 0 to 1; the host reads them."""
+    for key in (TOKEN_MASK, "sample_mask"):
+        if count := metrics.get(f"geomask/invalid_{key}"):
+            raise DataError(
+                f"data['{key}'] holds {count:.0f} values that are NaN or not from 0 to 1; give 1 where to train, 0 "
+                "elsewhere, or a weight between them"
+            )

@@ -23,7 +23,13 @@ from nemo_geomask.errors import BatchVetoError, ConfigError, DataError, Problem
 from nemo_geomask.losses.batch import TokenBatch
 from nemo_geomask.losses.batch_masks import budget_bounds, pool_batch
 from nemo_geomask.losses.correction import correct
-from nemo_geomask.losses.policy_loss import BATCH_SCALAR_PREFIX, PREPARED_KEY, PolicyLoss, raise_if_nonfinite
+from nemo_geomask.losses.policy_loss import (
+    BATCH_SCALAR_PREFIX,
+    PREPARED_KEY,
+    PolicyLoss,
+    raise_if_masks_invalid,
+    raise_if_nonfinite,
+)
 from nemo_geomask.losses.rejection import reject
 from nemo_geomask.losses.sequence_stats import SequenceStats
 from nemo_geomask.metrics import Reduction
@@ -173,15 +179,18 @@ class OpenBatch:
             data: as for calling :class:`PrestepPass`.
 
         Returns: :attr:`Decision.changes` for this part.
-        Raises: MissingDataError, ShapeError: as :func:`~nemo_geomask.losses.batch.take_padded`. DataError: under
-        ``denominator: kept``, masks with values other than 0 and 1; generation log-probs that can only come from a bug.
+        Raises: MissingDataError, ShapeError: as :func:`~nemo_geomask.losses.batch.take_padded`. DataError: masks with
+        values that are NaN or not from 0 to 1 or, under ``denominator: kept``, other than 0 and 1;
+        generation log-probs that can only come from a bug.
         NonFiniteError: a trained token has a non-finite value, under ``nonfinite: raise``.
         """
         config = self._config
         batch = pool_batch(config.rules_before_step, config, data)
         stats = batch.stats
+        counts = {metric.names[0]: float(metric.value()) for metric in batch.nonfinite_counts}
+        raise_if_masks_invalid(counts)
         if config.nonfinite == "raise":
-            raise_if_nonfinite({metric.names[0]: float(metric.value()) for metric in batch.nonfinite_counts})
+            raise_if_nonfinite(counts)
         _refuse_impossible_logprobs(batch.tokens, stats)
         seqs, toks = valid_counts([data])
         self._seqs, self._toks = self._seqs + seqs, self._toks + toks

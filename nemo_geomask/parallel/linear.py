@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from nemo_geomask.errors import ArgumentError, ShapeError
+from nemo_geomask.functional.entry import check_dense
 from nemo_geomask.kernels import RowGradientInputs, choose, cpu
 from nemo_geomask.parallel.logit_tiles import GradientSum, Tile, TileBuffer, iterate_tiles, to_product_dtype
 from nemo_geomask.parallel.logprob_options import (
@@ -149,6 +150,10 @@ def linear_logprobs(
 def _check_arguments(
     hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None, main_grad: Tensor | None, row_shards: int
 ) -> None:
+    named = {"hidden": hidden, "weight": weight, "targets": targets, "bias": bias, "main_grad": main_grad}
+    tensors = {name: value for name, value in named.items() if value is not None}
+    for name, value in tensors.items():
+        check_dense(name, value)
     leading = hidden.shape[:-1]
     expected = (leading[0] * row_shards, *leading[1:]) if leading else leading
     if not leading or weight.dim() != 2 or hidden.shape[-1] != weight.shape[1] or targets.shape != expected:
@@ -162,17 +167,7 @@ def _check_arguments(
             "hidden and weight must be floating point and targets int64, but they are "
             f"{hidden.dtype}, {weight.dtype} and {targets.dtype}"
         )
-    devices = {
-        name: value.device
-        for name, value in {
-            "hidden": hidden,
-            "weight": weight,
-            "targets": targets,
-            "bias": bias,
-            "main_grad": main_grad,
-        }.items()
-        if value is not None
-    }
+    devices = {name: value.device for name, value in tensors.items()}
     elsewhere = [f"{name} is on {device}" for name, device in devices.items() if device != hidden.device]
     if elsewhere or hidden.device.type == "meta":
         raise ShapeError(

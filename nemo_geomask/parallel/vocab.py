@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from nemo_geomask.errors import ArgumentError, ShapeError
+from nemo_geomask.functional.entry import check_dense
 from nemo_geomask.kernels import choose
 from nemo_geomask.parallel.logprob_options import (
     LogprobKeywords,
@@ -99,6 +100,8 @@ def vocab_parallel_logprobs(
     Source: Megatron-LM ``vocab_parallel_cross_entropy`` for the sharding; the merge of partial softmaxes is that of
     Milakov and Gimelshein, arXiv:1805.02867.
     """
+    check_dense("logits", logits)
+    check_dense("targets", targets)
     if logits.shape[:-1] != targets.shape or not logits.is_floating_point() or targets.dtype != torch.int64:
         raise ShapeError(
             "logits must be floating point [..., V/TP] and targets int64 [...] of the same leading shape, but they are "

@@ -229,6 +229,8 @@ class _Evaluation:
         self.valid_samples = sum(number(value) for value in data["sample_mask"])
         self.metrics |= {f"geomask/nonfinite_{name}": count for name, count in bad.items()}
         self.metrics["geomask/dropped_sequences"] = dropped
+        # Here masks and counts are valid; tests/losses/test_bad_inputs.py has those that are not.
+        self.metrics |= {f"geomask/invalid_{name}": 0.0 for name in ("token_mask", "sample_mask", "counts")}
 
     # ---------------------------------------------------------------- helpers
 
