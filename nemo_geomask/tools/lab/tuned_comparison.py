@@ -13,7 +13,7 @@ from nemo_geomask.tools.shared.intervals import mean_interval
 from nemo_geomask.tools.shared.markdown import markdown_table
 from nemo_geomask.tools.shared.paired_tests import holm, sign_flip_p
 
-__all__ = ["Cell", "Difference", "TunedRun", "choose_bounds", "choose_rates", "comparison_tables", "differences"]
+__all__ = ["Cell", "PairedDifference", "TunedRun", "choose_bounds", "choose_rates", "comparison_tables", "differences"]
 
 _LEVEL = 0.05
 _MIN_SHARE = 0.9  # share of the seeds on which a difference that counts is positive
@@ -52,7 +52,7 @@ class TunedRun:
 
 
 @dataclass(frozen=True)
-class Difference:
+class PairedDifference:
     """A variant's reward minus that of the variant without a correction, on the same seeds.
 
     Attributes:
@@ -134,7 +134,9 @@ def choose_rates(
     return chosen
 
 
-def differences(rewards: Mapping[str, Mapping[str, Mapping[int, float]]], baseline: str) -> dict[str, list[Difference]]:
+def differences(
+    rewards: Mapping[str, Mapping[str, Mapping[int, float]]], baseline: str
+) -> dict[str, list[PairedDifference]]:
     """Compare each variant with the baseline in each measure; Holm's correction is over all of them together.
 
     Args:
@@ -148,9 +150,9 @@ def differences(rewards: Mapping[str, Mapping[str, Mapping[int, float]]], baseli
         if variant != baseline
     ]
     p_values = [sign_flip_p(list(by_seed.values())) for *_, by_seed in found]
-    result: dict[str, list[Difference]] = {measure: [] for measure in rewards}
+    result: dict[str, list[PairedDifference]] = {measure: [] for measure in rewards}
     for (measure, variant, by_seed), p, adjusted in zip(found, p_values, holm(p_values), strict=True):
-        result[measure].append(Difference(variant, by_seed, p, adjusted))
+        result[measure].append(PairedDifference(variant, by_seed, p, adjusted))
     return result
 
 

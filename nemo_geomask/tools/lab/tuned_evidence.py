@@ -25,7 +25,7 @@ from nemo_geomask.tools.lab.train_recipe import parse_seeds, plan_runs
 from nemo_geomask.tools.lab.tuned_comparison import Cell, TunedRun, choose_bounds, choose_rates, comparison_tables
 from nemo_geomask.tools.shared.markdown import replace_marked_text
 
-__all__ = ["Regime", "Stage", "Variant", "load_tuned_runs", "plan_stage", "read_regimes", "write_tuned_runs"]
+__all__ = ["Regime", "Stage", "TunedVariant", "load_tuned_runs", "plan_stage", "read_regimes", "write_tuned_runs"]
 
 Stage = Literal["bound", "rate", "confirm"]
 """Stage of the protocol.
@@ -38,7 +38,7 @@ _METADATA_KEY = b"nemo_geomask.tuned_evidence"
 
 
 @dataclass(frozen=True)
-class Variant:
+class TunedVariant:
     """A variant with the bounds that are tried.
 
     Attributes:
@@ -72,7 +72,7 @@ class Regime:
     name: str
     recipe: str
     overrides: Sequence[str]
-    variants: Sequence[Variant]
+    variants: Sequence[TunedVariant]
     learning_rates: Sequence[float]
     search_rate: float
     search_seeds: Sequence[int]
@@ -94,7 +94,7 @@ def read_regimes(path: Path) -> dict[str, Regime]:
             name,
             settings["recipe"],
             settings["overrides"],
-            [Variant(title, **variant) for title, variant in settings["variants"].items()],
+            [TunedVariant(title, **variant) for title, variant in settings["variants"].items()],
             rates,
             search_rate,
             **seeds,
