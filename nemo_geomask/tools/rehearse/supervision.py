@@ -15,7 +15,7 @@ from types import FrameType
 
 from nemo_geomask.errors import EngineError
 
-__all__ = ["descendants", "signals_as_exceptions", "supervised"]
+__all__ = ["descendants", "end_processes", "signals_as_exceptions", "supervised"]
 
 _PR_SET_CHILD_SUBREAPER = 36
 _PR_GET_CHILD_SUBREAPER = 37
@@ -76,7 +76,7 @@ def supervised(
                 if time.monotonic() >= deadline:
                     return None
         finally:
-            _end(started, before)
+            end_processes(started, before)
 
 
 def descendants(pid: int) -> set[int]:
@@ -97,7 +97,7 @@ def descendants(pid: int) -> set[int]:
     return pids
 
 
-def _end(started: set[int], before: set[int]) -> None:
+def end_processes(started: set[int], before: set[int]) -> None:
     """Kill the processes until none remains: one may start another while it is killed."""
     deadline, fewest = time.monotonic() + _KILL_TIMEOUT, len(started) + 1
     while True:

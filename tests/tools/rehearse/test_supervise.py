@@ -85,10 +85,10 @@ def test_killed_processes_have_time_while_one_after_another_ends(monkeypatch):
     monkeypatch.setattr(supervision, "_is_adopted", lambda pid: False)
     looks = iter(left)
     monkeypatch.setattr(supervision, "descendants", lambda pid: next(looks) if pid == os.getpid() else set())
-    supervision._end({11, 12, 13}, set())
+    supervision.end_processes({11, 12, 13}, set())
     monkeypatch.setattr(supervision, "descendants", lambda pid: {11} if pid == os.getpid() else set())
     with pytest.raises(EngineError, match="processes 11 of the rehearsal could not be ended"):
-        supervision._end({11, 12, 13}, set())
+        supervision.end_processes({11, 12, 13}, set())
 
 
 def test_after_an_error_while_it_runs(tmp_path):
