@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 
@@ -66,6 +67,8 @@ def test_in_a_process_of_its_own(tmp_path):
         [sys.executable, "-m", "nemo_geomask.cli", "run", str(path), '{"name": "gspo"}'],
         capture_output=True,
         text=True,
+        # NeMo-RL is installed where it trains; the folder in which a command runs is not searched.
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
         cwd=tmp_path,
         timeout=500,
     )
