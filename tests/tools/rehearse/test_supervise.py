@@ -81,8 +81,6 @@ def test_killed_processes_have_time_while_one_after_another_ends(monkeypatch):
     stopped_time = SimpleNamespace(monotonic=lambda: next(clock), sleep=lambda seconds: None)
     monkeypatch.setattr(supervision, "time", stopped_time)
     monkeypatch.setattr(supervision.os, "kill", lambda pid, number: None)
-    monkeypatch.setattr(supervision, "_reap", lambda pids: False)
-    monkeypatch.setattr(supervision, "_is_adopted", lambda pid: False)
     looks = iter(left)
     monkeypatch.setattr(supervision, "descendants", lambda pid: next(looks) if pid == os.getpid() else set())
     supervision.end_processes({11, 12, 13}, set())
