@@ -28,7 +28,9 @@ try:
         tokens += int(block.offsets[-1])
 except GeomaskError as error:
     message = str(error)
-peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+# Not ru_maxrss, which begins with the memory of the process that started this one.
+(peak,) = (line.split()[1] for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+peak = int(peak) * 1024
 processor = time.process_time()
 print(json.dumps({"message": message, "tokens": tokens, "processor": processor, "peak": peak}))
 """
