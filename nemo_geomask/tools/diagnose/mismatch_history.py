@@ -162,8 +162,9 @@ def find_short_rise(statistics: RunStatistics, steps: list[int]) -> tuple[int, f
         if edge is not None and edge_per_token is not None and edge.times > math.exp(measure.min_rise):
             best = best or (steps[edge.first], edge.times)
         change = _find_rise_in(relative, noise)
-        # A first step may be low by chance: k3 has a long tail, and a step's own error does not tell what it lacks.
-        min_score = MIN_LIKELY_SCORE if change is not None and change.first > 1 else MIN_SCORE
+        # The first step's k3 may be low by chance: it has a long tail, and a step's own error can't tell what it lacks.
+        is_first = change is not None and change.first <= 1
+        min_score = MIN_SCORE if measure is _TAIL and is_first else MIN_LIKELY_SCORE
         if change is not None and change.rise > measure.min_rise and change.score > min_score:
             rise_per_token = float(np.mean(per_token[change.first :]) - np.mean(per_token[: change.first]))
             if rise_per_token > measure.min_rise:
