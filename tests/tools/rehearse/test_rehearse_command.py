@@ -329,7 +329,7 @@ def test_records_stay_in_the_rehearsals_folders(runs, tmp_path):
     for (arguments, *_), folder in zip(runs, (out, out / "resumed"), strict=True):
         assert f"++loss_fn.record.dir='{folder / 'records'}'" in arguments
         assert "++loss_fn.record.every=1" in arguments
-    assert sorted(path.name for path in (out / "records").iterdir()) == [
+    assert sorted(path.name for path in (out / "records").glob("*.parquet")) == [
         "step-0000001-driver.parquet",
         "step-0000002-driver.parquet",
     ]
