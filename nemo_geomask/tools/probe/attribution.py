@@ -12,10 +12,11 @@ from dataclasses import replace
 from typing import Any
 
 from nemo_geomask.tools.probe.arm_runner import NOTHING, SIDES, Arm, ArmRunner, Side
-from nemo_geomask.tools.probe.gap_statistics import Gap, GapChange, change_between, gap, holm, shapley
+from nemo_geomask.tools.probe.gap_statistics import Gap, GapChange, change_between, gap, shapley
 from nemo_geomask.tools.probe.ledger import NEGLIGIBLE_K3, Ledger, LedgerRow, verdict_of
 from nemo_geomask.tools.probe.scored_arms import BASE
 from nemo_geomask.tools.shared.mismatch_switches import MismatchSwitch
+from nemo_geomask.tools.shared.paired_tests import holm
 
 __all__ = ["attribute_mismatch"]
 

@@ -6,7 +6,6 @@ mean is otherwise that of the largest token.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 from collections.abc import Mapping, Sequence
@@ -15,8 +14,9 @@ from typing import Any
 
 from nemo_geomask.optional import require
 from nemo_geomask.tools.shared.intervals import percentile_interval
+from nemo_geomask.tools.shared.paired_tests import sign_flip_p
 
-__all__ = ["LARGE", "VERY_LARGE", "Gap", "GapChange", "change_between", "gap", "holm", "k3_of", "shapley"]
+__all__ = ["LARGE", "VERY_LARGE", "Gap", "GapChange", "change_between", "gap", "k3_of", "shapley"]
 
 LARGE = 0.1
 VERY_LARGE = math.log(2.0)
@@ -25,8 +25,6 @@ VERY_LARGE = math.log(2.0)
 _CAP = 5.0  # on |Δ| in k3: a factor of 148 in probability
 _REPLICATES = 2000
 _SEED = 20260
-_EXACT_PROMPTS = 14
-"""Largest number of prompts for which all 2^n sign patterns are tried."""
 
 
 def _numpy() -> Any:
@@ -118,41 +116,8 @@ def change_between(before: Any, after: Any, prompts: Any) -> GapChange:
     generator = numpy.random.default_rng(_SEED)
     drawn = generator.integers(0, len(sums), size=(_REPLICATES, len(sums)))
     low, high = percentile_interval(sums[drawn].sum(axis=1) / counts[drawn].sum(axis=1))
-    return GapChange(float(difference.mean()), low, high, _sign_flip_p(sums, generator))
-
-
-def _sign_flip_p(sums: Any, generator: Any) -> float:
-    """Return the share of sign patterns of the prompts' sums whose total is at least as large as the observed one.
-
-    If a switch changes nothing, each prompt's change is as likely up as down.
-    """
-    numpy = _numpy()
-    if len(sums) <= _EXACT_PROMPTS:
-        signs = _all_signs(len(sums))
-    else:
-        signs = generator.choice((-1.0, 1.0), size=(1 << _EXACT_PROMPTS, len(sums)))
-        signs[0] = 1.0  # the observed pattern
-    totals = numpy.abs(signs @ sums)
-    return float((totals >= abs(sums.sum()) * (1 - 1e-12)).mean())
-
-
-@functools.cache
-def _all_signs(count: int) -> Any:
-    return _numpy().array(list(itertools.product((-1.0, 1.0), repeat=count)))
-
-
-def holm(p_values: Sequence[float]) -> list[float]:
-    """Return the p-values adjusted for their number by Holm's method, in the same order.
-
-    Sorted ascending, the i-th of m (from 0) is multiplied by m − i; no value is below an earlier one, or above 1.
-    Source: Holm, "A Simple Sequentially Rejective Multiple Test Procedure", 1979.
-    """
-    adjusted = [0.0] * len(p_values)
-    running = 0.0
-    for rank, index in enumerate(sorted(range(len(p_values)), key=p_values.__getitem__)):
-        running = max(running, min(1.0, (len(p_values) - rank) * p_values[index]))
-        adjusted[index] = running
-    return adjusted
+    # If a switch changes nothing, each prompt's change is as likely up as down.
+    return GapChange(float(difference.mean()), low, high, sign_flip_p(sums, generator))
 
 
 def shapley(names: Sequence[str], values: Mapping[frozenset[str], float]) -> dict[str, float]:

@@ -6,7 +6,8 @@ import math
 import numpy
 import pytest
 
-from nemo_geomask.tools.probe.gap_statistics import change_between, gap, holm, k3_of, shapley
+from nemo_geomask.tools.probe.gap_statistics import change_between, gap, k3_of, shapley
+from nemo_geomask.tools.shared.paired_tests import holm
 
 
 def vectors(seed=0, size=400, scale=0.3):
