@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import csv
 import itertools
-import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -18,7 +17,7 @@ from statistics import fmean
 from typing import Any
 
 from nemo_geomask.errors import ConfigError
-from nemo_geomask.optional import require
+from nemo_geomask.tools.lab.curve_files import read_columns, write_columns
 from nemo_geomask.tools.lab.evidence_columns import COMPUTED_COLUMNS, EVIDENCE_SPECS, EvidenceSpec, Runs, SeedMean
 from nemo_geomask.tools.lab.lab_plot import draw_evidence, write_plot
 from nemo_geomask.tools.lab.run_store import RunCurves, read_curves
@@ -37,7 +36,6 @@ def collect_runs(curves: Iterable[RunCurves], path: Path, spec: EvidenceSpec) ->
 
     Raises: ConfigError: a run is not finished.
     """
-    arrow, parquet = require("pyarrow", "the lab needs", "demo"), require("pyarrow.parquet", "the lab needs", "demo")
     curves = sorted(curves, key=lambda curve: not curve.label.split(" ")[0].endswith(":none"))
     facts: dict[str, dict[str, Any]] = {}
     metrics = ["geomask/kept_tokens" if metric == "removed" else metric for metric in spec.metrics]
@@ -53,10 +51,8 @@ def collect_runs(curves: Iterable[RunCurves], path: Path, spec: EvidenceSpec) ->
         rows["step"] += range(1, curve.steps + 1)
         for metric in metrics:
             rows[metric] += curve.series(metric)
-    types = {"seed": arrow.int32(), "step": arrow.int32(), **dict.fromkeys(metrics, arrow.float32())}
-    table = arrow.table({name: arrow.array(values, types.get(name)) for name, values in rows.items()})
-    path.parent.mkdir(parents=True, exist_ok=True)
-    parquet.write_table(table.replace_schema_metadata({_METADATA_KEY: json.dumps(facts)}), path, compression="zstd")
+    types = {"variant": "string", "seed": "int32", "step": "int32", **dict.fromkeys(metrics, "float32")}
+    write_columns(path, rows, types, _METADATA_KEY, facts)
 
 
 def split_runs(folders: Iterable[Path], dimension: str, edges: Sequence[float]) -> list[RunCurves]:
@@ -102,11 +98,7 @@ def split_runs(folders: Iterable[Path], dimension: str, edges: Sequence[float]) 
 
 def load_runs(path: Path) -> list[RunCurves]:
     """Read the runs of a data file; variants keep the order in which they were collected."""
-    table = require("pyarrow.parquet", "the lab needs", "demo").read_table(path)
-    facts = json.loads(table.schema.metadata[_METADATA_KEY])
-    columns: dict[str, list[Any]] = {
-        name: [math.nan if value is None else value for value in table[name].to_pylist()] for name in table.column_names
-    }
+    facts, columns = read_columns(path, _METADATA_KEY)
     runs: dict[tuple[str, int], dict[str, list[float]]] = {}
     for row, key in enumerate(zip(columns.pop("variant"), columns.pop("seed"), strict=True)):
         run = runs.setdefault(key, {name: [] for name in columns})

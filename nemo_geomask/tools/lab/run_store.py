@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +19,7 @@ from typing import Any
 
 from nemo_geomask.errors import ConfigError
 from nemo_geomask.optional import require
+from nemo_geomask.tools.lab.curve_files import read_columns, write_columns
 from nemo_geomask.tools.lab.lab_recipe import LabRecipe
 
 __all__ = ["COMPUTE_KEYS", "Run", "RunCurves", "flatten_settings", "read_curves", "write_steps"]
@@ -110,20 +110,12 @@ class RunCurves:
         Raises:
             ConfigError: the file is not the file of a run.
         """
-        arrow, parquet = (
-            require("pyarrow", "the lab needs", "demo"),
-            require("pyarrow.parquet", "the lab needs", "demo"),
-        )
+        arrow = require("pyarrow", "the lab needs", "demo")
         try:
-            table = parquet.read_table(path, partitioning=None)
-            facts = json.loads(table.schema.metadata[_METADATA_KEY])
+            facts, columns = read_columns(path, _METADATA_KEY)
         except (arrow.ArrowException, OSError, KeyError, TypeError, ValueError) as error:
             raise ConfigError(f"{path} is not a run of the lab: {' '.join(str(error).split())[:200]}") from None
-        numbers = [name for name in table.column_names if name not in ("seed", "variant")]
-        columns = {
-            name: [math.nan if value is None else value for value in table[name].to_pylist()] for name in numbers
-        }
-        return cls(facts, columns)
+        return cls(facts, {name: values for name, values in columns.items() if name not in ("seed", "variant")})
 
     @property
     def label(self) -> str:
@@ -184,14 +176,14 @@ def write_steps(run: Run, history: Sequence[Mapping[str, float]], facts: Mapping
         history: metrics of each step, from the first.
         facts: further facts of :class:`RunCurves`.
     """
-    arrow, parquet = require("pyarrow", "the lab needs", "demo"), require("pyarrow.parquet", "the lab needs", "demo")
     names = list(dict.fromkeys(name for step in history for name in step if name != "step"))
-    columns = {
-        "step": arrow.array(range(1, len(history) + 1), arrow.int32()),
-        "seed": arrow.array([run.recipe.grpo.seed] * len(history), arrow.int64()),
-        "variant": arrow.array([run.label] * len(history), arrow.string()),
-        **{name: arrow.array([step.get(name) for step in history], arrow.float64()) for name in names},
+    columns: dict[str, Sequence[Any]] = {
+        "step": range(1, len(history) + 1),
+        "seed": [run.recipe.grpo.seed] * len(history),
+        "variant": [run.label] * len(history),
+        **{name: [step.get(name) for step in history] for name in names},
     }
+    types = {"step": "int32", "seed": "int64", "variant": "string", **dict.fromkeys(names, "float64")}
     all_facts = {
         "label": run.label,
         "variant": run.variant,
@@ -201,11 +193,7 @@ def write_steps(run: Run, history: Sequence[Mapping[str, float]], facts: Mapping
         "settings": run.settings,
         **facts,
     }
-    table = arrow.table(columns).replace_schema_metadata({_METADATA_KEY: json.dumps(all_facts, default=str)})
-    run.steps_file.parent.mkdir(parents=True, exist_ok=True)
-    part = run.steps_file.with_suffix(".part")
-    parquet.write_table(table, part, compression="zstd")
-    os.replace(part, run.steps_file)
+    write_columns(run.steps_file, columns, types, _METADATA_KEY, all_facts)
 
 
 def read_curves(folders: Iterable[Path | str]) -> list[RunCurves]:

@@ -143,15 +143,15 @@ def differences(
         rewards: for each measure and variant, the reward by seed.
         baseline: the variant without a correction.
     """
-    found = [
+    by_comparison = [
         (measure, variant, {seed: value - by_variant[baseline][seed] for seed, value in by_seed.items()})
         for measure, by_variant in rewards.items()
         for variant, by_seed in by_variant.items()
         if variant != baseline
     ]
-    p_values = [sign_flip_p(list(by_seed.values())) for *_, by_seed in found]
+    p_values = [sign_flip_p(list(by_seed.values())) for *_, by_seed in by_comparison]
     result: dict[str, list[PairedDifference]] = {measure: [] for measure in rewards}
-    for (measure, variant, by_seed), p, adjusted in zip(found, p_values, holm(p_values), strict=True):
+    for (measure, variant, by_seed), p, adjusted in zip(by_comparison, p_values, holm(p_values), strict=True):
         result[measure].append(PairedDifference(variant, by_seed, p, adjusted))
     return result
 

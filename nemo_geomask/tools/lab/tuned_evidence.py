@@ -9,7 +9,6 @@ bounds.
 from __future__ import annotations
 
 import argparse
-import json
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,6 +17,7 @@ from typing import Any, Literal, get_args
 
 from nemo_geomask.errors import ConfigError
 from nemo_geomask.optional import require
+from nemo_geomask.tools.lab.curve_files import read_columns, write_columns
 from nemo_geomask.tools.lab.progress import Progress
 from nemo_geomask.tools.lab.run_queue import train
 from nemo_geomask.tools.lab.run_store import Run, RunCurves
@@ -158,7 +158,6 @@ def plan_stage(
 
 def write_tuned_runs(runs: Iterable[TunedRun], path: Path) -> None:
     """Write the runs' metrics of every step in float32, and for each run its machine and versions."""
-    arrow, parquet = require("pyarrow", "the lab needs", "demo"), require("pyarrow.parquet", "the lab needs", "demo")
     ordered = sorted(runs, key=lambda run: (run.seed, run.cell))
     rows: dict[str, list[Any]] = {name: [] for name in ("run", "step", *_METRICS)}
     facts = []
@@ -176,20 +175,16 @@ def write_tuned_runs(runs: Iterable[TunedRun], path: Path) -> None:
         rows["step"] += range(1, run.curves.steps + 1)
         for metric in _METRICS:
             rows[metric] += run.curves.series(metric)
-    types = {"run": arrow.int32(), "step": arrow.int32(), **dict.fromkeys(_METRICS, arrow.float32())}
-    table = arrow.table({name: arrow.array(values, types[name]) for name, values in rows.items()})
-    path.parent.mkdir(parents=True, exist_ok=True)
-    parquet.write_table(table.replace_schema_metadata({_METADATA_KEY: json.dumps(facts)}), path, compression="zstd")
+    types = {"run": "int32", "step": "int32", **dict.fromkeys(_METRICS, "float32")}
+    write_columns(path, rows, types, _METADATA_KEY, facts)
 
 
 def load_tuned_runs(path: Path) -> list[TunedRun]:
     """Read what :func:`write_tuned_runs` wrote; no runs if there is no such file."""
     if not path.exists():
         return []
-    table = require("pyarrow.parquet", "the lab needs", "demo").read_table(path)
-    facts = json.loads(table.schema.metadata[_METADATA_KEY])
+    facts, series = read_columns(path, _METADATA_KEY)
     columns: list[dict[str, list[float]]] = [{name: [] for name in ("step", *_METRICS)} for _ in facts]
-    series = {name: table[name].to_pylist() for name in table.column_names}
     for row, index in enumerate(series["run"]):
         for name, values in columns[index].items():
             values.append(series[name][row])
@@ -206,7 +201,7 @@ def _train_stage(regime: Regime, stage: Stage, arguments: argparse.Namespace) ->
     """Train what is missing of a stage and write its finished runs; return False if the user interrupted it."""
     path = arguments.docs / "evidence" / "tuned" / f"{regime.name}.parquet"
     stored = load_tuned_runs(path)
-    known = {(run.cell, run.seed) for run in stored}
+    stored_keys = {(run.cell, run.seed) for run in stored}
     seeds = parse_seeds(arguments.seeds) if arguments.seeds else None
     planned = plan_stage(regime, stage, stored, arguments.out / regime.name, seeds)
     # All runs of a seed come from one machine, so one seed is finished before the next one begins.
@@ -214,7 +209,7 @@ def _train_stage(regime: Regime, stage: Stage, arguments: argparse.Namespace) ->
         ((run.recipe.grpo.seed, cell, run) for cell, runs in planned.items() for run in runs),
         key=lambda entry: entry[:2],
     )
-    missing = [entry for entry in missing if (entry[1], entry[0]) not in known]
+    missing = [entry for entry in missing if (entry[1], entry[0]) not in stored_keys]
     if not missing:
         return True
     console = require("rich.console", "the lab needs", "demo").Console()
