@@ -24,6 +24,7 @@ __all__ = [
     "check_values",
     "check_yaml",
     "current_limits",
+    "irregular_file_type",
     "limit_error",
     "load_yaml",
     "open_regular_file",
@@ -83,6 +84,7 @@ _in_effect: list[InputLimits] = [InputLimits()]
 # Digits of a number in YAML: 0xff, 1_000, and base 60 as in 1:30.
 _NUMBER = re.compile(r"[-+]?(?:0[xob][0-9a-fA-F_]+|[0-9_:]+(?:\.[0-9_]*)?)")
 _FILE_TYPES = (
+    (stat.S_ISDIR, "a folder"),
     (stat.S_ISFIFO, "a FIFO"),
     (stat.S_ISCHR, "a character device"),
     (stat.S_ISBLK, "a block device"),
@@ -157,6 +159,13 @@ def limit_error(name: str, source: object, limits: InputLimits, amount: int | No
     )
 
 
+def irregular_file_type(mode: int) -> str | None:
+    """Return what a file of a mode is, such as ``a FIFO``; None for a regular file."""
+    if stat.S_ISREG(mode):
+        return None
+    return next((name for is_type, name in _FILE_TYPES if is_type(mode)), "no regular file")
+
+
 def open_regular_file(path: str | Path) -> BinaryIO:
     """Open a regular file for reading; never wait for the writer of a FIFO.
 
@@ -165,9 +174,8 @@ def open_regular_file(path: str | Path) -> BinaryIO:
         OSError: as of ``open``; a folder is an ``IsADirectoryError``.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    mode = os.fstat(descriptor).st_mode
-    file_type = next((name for is_type, name in _FILE_TYPES if is_type(mode)), None)
-    if file_type is not None:
+    file_type = irregular_file_type(os.fstat(descriptor).st_mode)
+    if file_type not in (None, "a folder"):
         os.close(descriptor)
         raise InputLimitError(f"{path}: is {file_type}, not a regular file; write its content to a file first")
     return open(descriptor, "rb")  # raises for a folder, and closes the descriptor

@@ -12,13 +12,12 @@ import functools
 import json
 import math
 import os
-import stat
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from nemo_geomask.errors import DataError, InputLimitError
-from nemo_geomask.recipe.input_limits import InputLimits, current_limits, limit_error
+from nemo_geomask.recipe.input_limits import InputLimits, current_limits, irregular_file_type, limit_error
 from nemo_geomask.records import checksums
 from nemo_geomask.records.page_headers import PageError, count_values
 from nemo_geomask.records.record_schema import (
@@ -37,12 +36,6 @@ __all__ = ["RecordFile", "open_record", "read_metadata", "read_origin"]
 FREE_TOKENS = 2**20
 """Number of tokens that a file may claim however small it is."""
 _MAX_PAGES = 100_000
-_FILE_TYPES = (
-    (stat.S_ISDIR, "a folder"),
-    (stat.S_ISFIFO, "a FIFO"),
-    (stat.S_ISCHR, "a character device"),
-    (stat.S_ISBLK, "a block device"),
-)
 _OPEN_ERRORS = {
     errno.ELOOP: "it is a symbolic link; name the folder of the file that it leads to",
     errno.ENXIO: "it is a socket",
@@ -88,10 +81,9 @@ def _open_regular(path: Path) -> Iterator[BinaryIO]:
     except OSError as error:
         message = _OPEN_ERRORS.get(error.errno or 0, error.strerror)
         raise DataError(f"{path}: can't be read as a record: {message}") from None
-    mode = os.fstat(descriptor).st_mode
-    if not stat.S_ISREG(mode):
+    file_type = irregular_file_type(os.fstat(descriptor).st_mode)
+    if file_type is not None:
         os.close(descriptor)
-        file_type = next((name for is_type, name in _FILE_TYPES if is_type(mode)), "no regular file")
         raise DataError(f"{path}: can't be read as a record: it is {file_type}")
     with open(descriptor, "rb") as file:
         yield file
@@ -169,13 +161,13 @@ class RecordFile:
         if len(set(names)) < len(names):
             twice = sorted({name for name in names if names.count(name) > 1})
             raise DataError(f"{self.path}: has several columns named {', '.join(twice)[:200]}")
-        known = arrow_schema([name.removeprefix(REMOVED) for name in names if name.startswith(REMOVED)])
-        self._names = [name for name in names if name in known.names]
-        missing_names = [field.name for field in known if not field.nullable and field.name not in names]
+        record_schema = arrow_schema([name.removeprefix(REMOVED) for name in names if name.startswith(REMOVED)])
+        self._names = [name for name in names if name in record_schema.names]
+        missing_names = [field.name for field in record_schema if not field.nullable and field.name not in names]
         if missing_names:
             raise DataError(f"{self.path}: has no column {', '.join(missing_names)}, which every record has")
         for name in self._names:
-            expected, actual = known.field(name).type, schema.field(name).type
+            expected, actual = record_schema.field(name).type, schema.field(name).type
             if expected != actual:
                 raise DataError(f"{self.path}: column {name} is {actual}, but records have {expected}")
 
