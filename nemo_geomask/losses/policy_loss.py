@@ -33,7 +33,7 @@ from nemo_geomask.segments import PackedSegments, PaddedSegments, Segments
 from nemo_geomask.segments.padded import NO_TENSORS
 from nemo_geomask.segments.rank_comparison import as_lost_rank_error
 
-__all__ = ["BATCH_SCALAR_PREFIX", "PREPARED_KEY", "PolicyLoss", "raise_if_masks_invalid", "raise_if_nonfinite"]
+__all__ = ["BATCH_SCALAR_PREFIX", "PREPARED_KEY", "PolicyLoss", "raise_if_nonfinite"]
 
 PREPARED_KEY = "geomask_prepared"
 """Batch key, [B], that PrestepPass adds to mark a batch that it has processed."""
@@ -266,7 +266,7 @@ def raise_if_nonfinite(metrics: Mapping[str, float]) -> None:
 
     This reads the metrics, so the host waits for the device.
     """
-    raise_if_masks_invalid(metrics)
+    _raise_if_masks_invalid(metrics)
     prefix = "geomask/nonfinite_"
     counts = {name.removeprefix(prefix): count for name, count in metrics.items() if name.startswith(prefix) and count}
     if not counts:
@@ -282,7 +282,7 @@ def raise_if_nonfinite(metrics: Mapping[str, float]) -> None:
     )
 
 
-def raise_if_masks_invalid(metrics: Mapping[str, float]) -> None:
+def _raise_if_masks_invalid(metrics: Mapping[str, float]) -> None:
     """Raise DataError if the metrics count values of masks that are NaN or not from 0 to 1; the host reads them."""
     for key in (TOKEN_MASK, "sample_mask"):
         if count := metrics.get(f"geomask/invalid_{key}"):

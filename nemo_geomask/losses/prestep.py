@@ -23,13 +23,7 @@ from nemo_geomask.errors import BatchVetoError, ConfigError, DataError, Problem
 from nemo_geomask.losses.batch import TokenBatch
 from nemo_geomask.losses.batch_masks import budget_bounds, pool_batch
 from nemo_geomask.losses.correction import correct
-from nemo_geomask.losses.policy_loss import (
-    BATCH_SCALAR_PREFIX,
-    PREPARED_KEY,
-    PolicyLoss,
-    raise_if_masks_invalid,
-    raise_if_nonfinite,
-)
+from nemo_geomask.losses.policy_loss import BATCH_SCALAR_PREFIX, PREPARED_KEY, PolicyLoss, raise_if_nonfinite
 from nemo_geomask.losses.rejection import reject
 from nemo_geomask.losses.sequence_stats import SequenceStats
 from nemo_geomask.metrics import Reduction
@@ -187,10 +181,13 @@ class OpenBatch:
         config = self._config
         batch = pool_batch(config.rules_before_step, config, data)
         stats = batch.stats
-        counts = {metric.names[0]: float(metric.value()) for metric in batch.nonfinite_counts}
-        raise_if_masks_invalid(counts)
-        if config.nonfinite == "raise":
-            raise_if_nonfinite(counts)
+        # A count is computed when it is read, and those of non-finite values matter under `raise` alone.
+        counts = {
+            metric.names[0]: float(metric.value())
+            for metric in batch.nonfinite_counts
+            if config.nonfinite == "raise" or metric.names[0].startswith("geomask/invalid_")
+        }
+        raise_if_nonfinite(counts)
         _refuse_impossible_logprobs(batch.tokens, stats)
         seqs, toks = valid_counts([data])
         self._seqs, self._toks = self._seqs + seqs, self._toks + toks

@@ -58,6 +58,7 @@ class RankCheck:
     def __init__(self, settings: Mapping[str, Any], tensor_keys: Sequence[str]) -> None:
         self._settings, self._tensor_keys = settings, tensor_keys
         self._text = json.dumps(settings, sort_keys=True, default=str).encode()
+        self._checksum = zlib.crc32(self._text)
         self._known_shapes: set[tuple[Any, ...]] = set()
         self._unread: Callable[[], Tensor] | None = None
 
@@ -72,7 +73,7 @@ class RankCheck:
         all wait for the outcome. LostRankError: a rank does not take part.
         """
         tensors = sum(1 << bit for bit, key in enumerate(self._tensor_keys) if data.get(key) is not None)
-        call = _RankCall(*segments.packing, tensors, zlib.crc32(self._text), len(self._text))
+        call = _RankCall(*segments.packing, tensors, self._checksum, len(self._text))
         row = torch.tensor([call], dtype=torch.int64)
         if device.type == "cuda":
             row = row.pin_memory()
@@ -102,11 +103,11 @@ class RankCheck:
                 "the loss from the same loss_fn, with the same version of nemo_geomask, on all ranks"
             )
         # The same settings read the same tensors, so that the bits have the same meaning on all ranks.
-        held = {
+        presence = {
             f"data['{key}']": ["present" if call.tensors >> bit & 1 else "missing" for call in calls]
             for bit, key in enumerate(self._tensor_keys)
         }
-        if differences := list_differences(held):
+        if differences := list_differences(presence):
             raise RanksDisagreeError(
                 f"the ranks that share sequences have other tensors in their batches: by rank, {differences}; give all "
                 "of them the same keys"
