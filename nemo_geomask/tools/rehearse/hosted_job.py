@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 import shutil
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,11 +16,10 @@ from typing import Any
 from nemo_geomask.errors import ConfigError
 from nemo_geomask.recipe import read_recipe
 from nemo_geomask.tools.check import RecipeFacts
-from nemo_geomask.tools.rehearse import driver
 from nemo_geomask.tools.rehearse.event_log import read_events
 from nemo_geomask.tools.rehearse.launch_environment import has_automodel, launch_environment
 from nemo_geomask.tools.rehearse.plan import Plan, plan
-from nemo_geomask.tools.rehearse.rehearsal import has_gpus, nemo_rl_checkout
+from nemo_geomask.tools.rehearse.rehearsal import driver_command, has_gpus, nemo_rl_checkout
 from nemo_geomask.tools.rehearse.setting_change import Change
 from nemo_geomask.tools.rehearse.supervision import supervised
 from nemo_geomask.tools.rehearse.tiny_models import write_prompts
@@ -97,10 +95,9 @@ def run_job(
         shutil.rmtree(folder)
     folder.mkdir(parents=True)
     write_prompts(folder / "prompts.jsonl")
-    arguments = [str(script), "--config", str(facts.recipe.path.resolve()), *overrides, *planned.overrides]
+    command = driver_command(script, facts.recipe.path, (*overrides, *planned.overrides))
     for key, value in (settings or {}).items():
-        arguments += Change(key, value, delete=isinstance(value, dict)).overrides
-    command = [sys.executable, "-m", driver.__name__, *arguments]
+        command += Change(key, value, delete=isinstance(value, dict)).overrides
     launch = launch_environment(
         folder, checkout, planned, gpus=gpus, own_environment=False, job=(job.function, str(job.file))
     )

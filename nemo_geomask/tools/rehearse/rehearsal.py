@@ -29,7 +29,7 @@ from nemo_geomask.tools.rehearse.run_outcome import RunFailure, RunResult, outco
 from nemo_geomask.tools.rehearse.supervision import supervised
 from nemo_geomask.tools.rehearse.tiny_models import write_prompts
 
-__all__ = ["Rehearsal", "has_gpus", "nemo_rl_checkout", "rehearse"]
+__all__ = ["Rehearsal", "driver_command", "has_gpus", "nemo_rl_checkout", "rehearse"]
 
 # Rule of `check`: after a resume, DTensor v2's reference policy is the checkpoint's and not the original model's.
 _RESET_REFERENCE = "GM209"
@@ -182,7 +182,7 @@ def rehearse(
         checkout, steps, ranks, own_environment, gpus, timeout, resume is not None, validate, tuple(accept), progress
     )
     planned = _make_plan(facts, folder, settings)
-    command = _command(facts, planned, tuple(overrides), settings)
+    command = driver_command(checkout / planned.script, facts.recipe.path, (*overrides, *planned.overrides))
     if dry_run:
         seconds = time.monotonic() - began
         return Rehearsal(
@@ -278,11 +278,15 @@ def _make_plan(facts: RecipeFacts, folder: Path, settings: _RunSettings) -> Plan
     return planned
 
 
-def _command(facts: RecipeFacts, planned: Plan, overrides: tuple[str, ...], settings: _RunSettings) -> list[str]:
-    """Return the command of the driver."""
-    script = str(settings.checkout / planned.script)
-    arguments = [script, "--config", str(facts.recipe.path.resolve()), *overrides, *planned.overrides]
-    return [sys.executable, "-m", driver.__name__, *arguments]
+def driver_command(script: Path, recipe: Path, overrides: Sequence[str]) -> list[str]:
+    """Return the command of the driver.
+
+    Args:
+        script: NeMo-RL's script.
+        recipe: path of the recipe.
+        overrides: overrides of the recipe, and after them the rehearsal's own changes.
+    """
+    return [sys.executable, "-m", driver.__name__, str(script), "--config", str(recipe.resolve()), *overrides]
 
 
 def _run(
@@ -299,7 +303,8 @@ def _run(
     if saved is not None:
         shutil.copytree(saved, folder / "checkpoints" / saved.name)
         resumed_steps = settings.steps - 1
-    command = _command(facts, planned, overrides, settings)
+    script = settings.checkout / planned.script
+    command = driver_command(script, facts.recipe.path, (*overrides, *planned.overrides))
     (folder / _COMMAND).write_text("\n".join(command), encoding="utf-8")
     events = folder / "events.jsonl"
     started = time.time()
