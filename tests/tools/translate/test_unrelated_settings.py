@@ -1,15 +1,13 @@
 """Settings that are left out without a word, because they do not reach the loss."""
 
-import os
 import re
-from pathlib import Path
 
 import pytest
 
 from nemo_geomask.cli import main
 from nemo_geomask.tools.translate import PEERS, translate
 from nemo_geomask.tools.translate.peer_table import LOSS_WORDS
-from tests.tools.translate.peers.corpus import EXAMPLES
+from tests.tools.translate.peers.corpus import EXAMPLES, checkout_of
 
 PATTERNS = [(peer.name, pattern) for peer in PEERS.values() for pattern in peer.unrelated if "*" in pattern]
 
@@ -111,12 +109,7 @@ TRAINING_ARGUMENTS = {
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_the_names_are_those_of_the_peers_source_or_examples(name):
-    root = os.environ.get("GEOMASK_PEERS")
-    if root is None:
-        pytest.skip("GEOMASK_PEERS does not name a folder with the peers' checkouts")
-    folder = Path(root, EXAMPLES[name][0])
-    if not folder.is_dir():
-        pytest.skip(f"{folder} is not there")
+    folder = checkout_of(name)
     words = set(TRAINING_ARGUMENTS if name == "trl" else ())
     for path in folder.rglob("*"):
         if path.suffix in (".py", ".sh", ".yaml", ".toml", ".ipynb", ".md") and path.is_file():

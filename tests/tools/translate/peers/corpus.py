@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from nemo_geomask.errors import ConfigError
 from nemo_geomask.tools.translate import translate, translate_files
@@ -50,6 +53,17 @@ EXAMPLES = {
 """For each peer, the folder of its checkout and the patterns of its example configurations."""
 SAMPLE = 8
 """Number of files of a peer whose losses are recorded: those with different settings first."""
+
+
+def checkout_of(peer: str) -> Path:
+    """Return a peer's checkout below ``GEOMASK_PEERS``; skip the test if it is not there."""
+    root = os.environ.get("GEOMASK_PEERS")
+    if root is None:
+        pytest.skip("GEOMASK_PEERS does not name a folder with the peers' checkouts")
+    folder = Path(root, EXAMPLES[peer][0])
+    if not folder.is_dir():
+        pytest.skip(f"{folder} is not there")
+    return folder
 
 
 def answer(path: Path, root: Path, peer: str | None = None) -> dict[str, Any]:

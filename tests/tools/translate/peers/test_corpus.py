@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-from pathlib import Path
 
 import pytest
 
 from nemo_geomask.losses.build import build_with_warnings
 from tests.tools.translate.peers.compare import DATA, compare_case, index
-from tests.tools.translate.peers.corpus import ANSWERS, EXAMPLES, answers
+from tests.tools.translate.peers.corpus import ANSWERS, EXAMPLES, answers, checkout_of
 from tests.tools.translate.peers.record import commit_of
 
 RECORDED = json.loads(ANSWERS.read_text(encoding="utf-8"))
@@ -55,12 +53,7 @@ def test_an_expressed_file_has_the_loss_of_the_peers_own_code(peer, case):
 
 @pytest.mark.parametrize("peer", EXAMPLES)
 def test_answers_are_those_that_were_recorded(peer):
-    root = os.environ.get("GEOMASK_PEERS")
-    if root is None:
-        pytest.skip("GEOMASK_PEERS does not name a folder with the peers' checkouts")
-    folder = Path(root, EXAMPLES[peer][0])
-    if not folder.is_dir():
-        pytest.skip(f"{folder} is not there")
+    folder = checkout_of(peer)
     if commit_of(folder) != RECORDED[peer]["commit"]:
         pytest.skip(f"{folder} is at another commit than {RECORDED[peer]['commit']}")
-    assert answers(peer, Path(root)) == RECORDED[peer]["files"]
+    assert answers(peer, folder.parent) == RECORDED[peer]["files"]
