@@ -73,9 +73,8 @@ def _moe_without_master_weights(facts: RecipeFacts) -> Iterator[Hit]:
     key, optimizer = "policy.optimizer.name", str(facts.get("policy.optimizer.name"))
     uses_v2 = facts.is_true("policy.dtensor_cfg.enabled") and facts.is_true("policy.dtensor_cfg._v2")
     is_automodel_class = facts.moe_key is not None and not facts.is_true(f"{_AUTOMODEL}.force_hf")
-    if not (uses_v2 and is_automodel_class and loads_moe_in_bfloat16(facts.nemo_rl)):
-        return
-    if facts.is_true("policy.optimizer.kwargs.master_weights"):
+    has_master_weights = facts.is_true("policy.optimizer.kwargs.master_weights")
+    if not uses_v2 or not is_automodel_class or has_master_weights or not loads_moe_in_bfloat16(facts.nemo_rl):
         return
     precision = facts.get("policy.precision")
     yield Hit(
