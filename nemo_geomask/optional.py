@@ -27,9 +27,7 @@ def require(module: str, who_needs: str, extra: str) -> Any:
         return importlib.import_module(module)
     except ImportError as error:
         package = module.partition(".")[0]
-        raise MissingDependencyError(
-            f'{who_needs} {package}, which could not be imported ({error}); pip install "nemo-geomask[{extra}]"'
-        ) from error
+        raise _missing(f"{who_needs} {package}", extra, error) from error
 
 
 @contextlib.contextmanager
@@ -43,6 +41,8 @@ def missing_extra(command: str, extra: str) -> Iterator[None]:
     except ImportError as error:
         if isinstance(error, MissingDependencyError) or (error.name or "").partition(".")[0] == "nemo_geomask":
             raise
-        raise MissingDependencyError(
-            f'{command} needs {error.name}, which could not be imported ({error}); pip install "nemo-geomask[{extra}]"'
-        ) from error
+        raise _missing(f"{command} needs {error.name}", extra, error) from error
+
+
+def _missing(need: str, extra: str, error: ImportError) -> MissingDependencyError:
+    return MissingDependencyError(f'{need}, which could not be imported ({error}); pip install "nemo-geomask[{extra}]"')
