@@ -24,16 +24,16 @@ def check_dense(name: str, value: Tensor) -> None:
     if not isinstance(value, Tensor):
         raise ShapeError(f"{name} must be a tensor, but it is a {type(value).__name__}")
     if hasattr(value, "full_tensor"):
-        found, remedy = "a DTensor", "pass value.full_tensor(), or this rank's shard value.to_local()"
+        actual, remedy = "a DTensor", "pass value.full_tensor(), or this rank's shard value.to_local()"
     elif value.is_nested:
-        found, remedy = "a nested tensor", "pad it, or pack its rows and give their cu_seqlens"
+        actual, remedy = "a nested tensor", "pad it, or pack its rows and give their cu_seqlens"
     elif value.layout is not torch.strided:
-        found, remedy = f"a sparse tensor ({value.layout})", "pass value.to_dense()"
+        actual, remedy = f"a sparse tensor ({value.layout})", "pass value.to_dense()"
     elif value.is_quantized or (value.is_floating_point() and value.dtype not in _FLOATS):
-        found, remedy = f"of {value.dtype}", "convert it to bfloat16 or float32, with its scales"
+        actual, remedy = f"of {value.dtype}", "convert it to bfloat16 or float32, with its scales"
     else:
         return
-    raise ShapeError(f"{name} must be a dense tensor, but it is {found}; {remedy}")
+    raise ShapeError(f"{name} must be a dense tensor, but it is {actual}; {remedy}")
 
 
 def check_layout(**tensors: Tensor | None) -> None:

@@ -40,9 +40,9 @@ def count_values(descriptor: int, start: int, end: int, max_values: int, max_pag
     values = pages = 0
     while start < end:
         header, length = _read_header(descriptor, start, end)
-        own = header.get(_OWN_HEADER.get(header.get(1, -1), -1))
+        page_fields = header.get(_OWN_HEADER.get(header.get(1, -1), -1))
         decompressed, compressed = (_size(header, field) for field in (2, 3))
-        count = _size(own, 1) if isinstance(own, dict) else -1
+        count = _size(page_fields, 1) if isinstance(page_fields, dict) else -1
         if min(compressed, decompressed, count) < 0:
             raise PageError(f"the page at byte {start} has no valid header")
         if count > max_values or decompressed > _BYTES_A_VALUE * count + _BYTES_A_PAGE:
@@ -80,15 +80,15 @@ def _read_struct(data: bytes, position: int, depth: int) -> tuple[dict[int, Any]
     number = 0
     while (head := data[position]) != 0:
         position += 1
-        kind, step = head & 15, head >> 4
+        type_code, step = head & 15, head >> 4
         if step:
             number += step
         else:
             number, position = _read_integer(data, position)
         value: Any
-        match kind:
+        match type_code:
             case 1 | 2:  # true, false
-                value = kind == 1
+                value = type_code == 1
             case 3:  # a byte
                 value, position = data[position], position + 1
             case 4 | 5 | 6:  # integers of 16, 32 and 64 bits
@@ -99,7 +99,7 @@ def _read_struct(data: bytes, position: int, depth: int) -> tuple[dict[int, Any]
             case 12 if depth < 4:
                 value, position = _read_struct(data, position, depth + 1)
             case _:  # page headers have no other types
-                raise PageError(f"a page header has a field of type {kind}")
+                raise PageError(f"a page header has a field of type {type_code}")
         fields[number] = value
     return fields, position + 1
 

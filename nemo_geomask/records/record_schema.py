@@ -72,7 +72,7 @@ class Column:
 
 @dataclass(frozen=True)
 class RecordOrigin:
-    """What wrote a record file: a recording, which is a recorder's work from its first step to its process's end.
+    """Origin of a record file: a recording, which is a recorder's work from its first step to its process's end.
 
     A run that is resumed is another recording.
 

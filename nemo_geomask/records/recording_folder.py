@@ -19,7 +19,7 @@ _MARK = ".recorder.lock"
 
 
 class RecordingFolder:
-    """What a recorder knows of its folder, which may be removed or replaced while it writes.
+    """State of a recorder's folder, which may be removed or replaced while it writes.
 
     A recorder marks its folder by a lock, which ends with its process. Files that were there before belong to an
     earlier run, which this one continues, and may be replaced; unless another recorder holds the lock.
@@ -31,7 +31,7 @@ class RecordingFolder:
     def __init__(self, directory: Path) -> None:
         self.replaceable: dict[str, FileIdentity] = {}
         self._directory = directory
-        self._own: set[str] = set()
+        self._written: set[str] = set()
         self._identity: tuple[int, int] | None = None
         self._mark: int | None = None
 
@@ -48,9 +48,9 @@ class RecordingFolder:
         identity = status.st_dev, status.st_ino
         if identity == self._identity:
             return 0
-        count = len(self._own)
+        count = len(self._written)
         self.close()
-        self._own.clear()
+        self._written.clear()
         self._identity = identity
         try:
             is_alone = self._hold(folder)
@@ -74,7 +74,7 @@ class RecordingFolder:
 
     def add(self, stored: StoredFile) -> None:
         """Note a file that this recorder has written."""
-        self._own.add(stored.name)
+        self._written.add(stored.name)
         self.replaceable[stored.name] = stored.identity
 
     def count_removed(self) -> int:
@@ -88,8 +88,8 @@ class RecordingFolder:
             is_same = True  # it can't be told
         if is_same:
             return 0
-        count = len(self._own)
-        self._own.clear()
+        count = len(self._written)
+        self._written.clear()
         return count
 
     def close(self) -> None:

@@ -27,7 +27,7 @@ _NO_LINKS = {errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.EMLINK}
 
 
 class FileIdentity(NamedTuple):
-    """What tells a file from another under the same name."""
+    """Numbers that tell a file from another under the same name."""
 
     inode: int
     modified: int
@@ -133,11 +133,11 @@ class _HashingSink:
         if self._error is not None:
             raise self._error
         self.digest.update(data)
-        left = memoryview(data)
-        size = len(left)
+        remaining = memoryview(data)
+        size = len(remaining)
         try:
-            while left:
-                left = left[os.write(self._descriptor, left) :]
+            while remaining:
+                remaining = remaining[os.write(self._descriptor, remaining) :]
         except OSError as error:
             self._error = error
             raise

@@ -70,7 +70,7 @@ def _store_step(
 ) -> StoredFile:
     table = step_table(step, rows, masks, facts or {})
     name = file_name(step, origin.writer)
-    known = replaceable.get(name)
+    replaced_identity = replaceable.get(name)
     tokens = max(1, int(rows.lengths.sum()))
     return store_record(
         folder,
@@ -78,7 +78,7 @@ def _store_step(
         table.schema,
         [table],
         origin=origin,
-        may_replace=lambda identity: identity == known,
+        may_replace=lambda identity: identity == replaced_identity,
         # Cheapest in processor time: a better encoding would save 10% of the size and take 50% longer.
         compression="lz4",
         use_dictionary=False,
@@ -245,8 +245,8 @@ class Recorder:
         """Wait until a thread's steps are finished, and return True; False after ``timeout`` seconds."""
         deadline = time.monotonic() + timeout
         with self._state:
-            while work.unfinished and work.is_alive and (left := deadline - time.monotonic()) > 0:
-                self._state.wait(min(left, _POLL_SECONDS))
+            while work.unfinished and work.is_alive and (remaining := deadline - time.monotonic()) > 0:
+                self._state.wait(min(remaining, _POLL_SECONDS))
         if not work.is_alive:
             self._abandon(work, "the recorder's thread has ended")
         return not work.unfinished

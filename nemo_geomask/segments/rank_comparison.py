@@ -90,12 +90,12 @@ def compare_packings(by_rank: Sequence[PackedShape]) -> None:
     """Raise RanksDisagreeError unless the ranks hold the shards of one packed row, each shard once."""
     counts, tokens, checksums, shards = zip(*by_rank, strict=True)
     differences = list_differences({"the number of sequences": counts, "the number of tokens": tokens})
-    others = [rank for rank, value in enumerate(checksums) if value != checksums[0]]
-    if differences or others:
+    differing_ranks = [rank for rank, value in enumerate(checksums) if value != checksums[0]]
+    if differences or differing_ranks:
+        lengths = f"the lengths of the sequences on ranks {differing_ranks} are not those on rank 0"
         raise RanksDisagreeError(
-            "the ranks hold different packings: by rank, "
-            f"{differences or f'the lengths of the sequences on ranks {others} are not those on rank 0'}; give all "
-            "ranks of the groups the same cu_seqlens"
+            f"the ranks hold different packings: by rank, {differences or lengths}; give all ranks of the groups the "
+            "same cu_seqlens"
         )
     if sorted(shards) != list(range(len(shards))):
         raise RanksDisagreeError(

@@ -193,7 +193,7 @@ class RunStatistics:
 
     @property
     def file_notes(self) -> list[str]:
-        """What a reader of the verdict has to know of the files, in sentences without a full stop; mostly empty."""
+        """Notes on the files for a reader of the verdict, in sentences without a full stop; mostly empty."""
         notes = []
         if self.left_out:
             first, *_ = self.left_out.values()

@@ -49,13 +49,14 @@ def resolve_references(
             return settings[target]
         if any(other.startswith(f"{name}.") for other in settings):
             return value
-        known = defaults.get(full_name(name) or name) if "." in name else None
-        if known is None and default is None:
-            return value
-        known = parse_value(default.strip()) if known is None and default is not None else known
+        fallback = defaults.get(full_name(name) or name) if "." in name else None
+        if fallback is None:
+            if default is None:
+                return value
+            fallback = parse_value(default.strip())
         if full_name(key) in defaults:
-            assumed[name] = known
-        return known
+            assumed[name] = fallback
+        return fallback
 
     for _ in range(_DEPTH):
         resolved = {key: resolve(key, value) for key, value in settings.items()}

@@ -14,10 +14,10 @@ from nemo_geomask.tools.translate.peers.verl.bypass import (
     convert_bypass_in_v1,
     is_plain_bypass,
 )
-from nemo_geomask.tools.translate.peers.verl.kl import convert_kl
+from nemo_geomask.tools.translate.peers.verl.correction_presets import PRESETS
+from nemo_geomask.tools.translate.peers.verl.kl_settings import convert_kl
 from nemo_geomask.tools.translate.peers.verl.normalization import convert_normalization
 from nemo_geomask.tools.translate.peers.verl.objectives import LOSS_MODES
-from nemo_geomask.tools.translate.peers.verl.presets import PRESETS
 from nemo_geomask.tools.translate.peers.verl.rollout_correction import convert_decoupled
 from nemo_geomask.tools.translate.peers.verl.setting_names import (
     ACTOR,
