@@ -85,8 +85,8 @@ def clipped(
     ratio = saturating_exp(log_ratio)
     # The clipped ratio has no gradient where it decides, and inside the bounds it equals the ratio.
     clipped_ratio = ratio.detach().clamp(1.0 - clip_min, 1.0 + clip_max)
-    unclipped, pessimistic = ratio * advantages, clipped_ratio * advantages
-    loss = -torch.where(pessimistic < unclipped, pessimistic, unclipped)
+    # Where both are equal, clamp's gradient is that of the unclipped product; torch.minimum's would be half of it.
+    loss = -torch.clamp(ratio * advantages, max=clipped_ratio * advantages)
     if dual_clip is None:
         return Surrogate(loss, ratio, clipped_ratio, advantages)
     dual_bound = -dual_clip * advantages

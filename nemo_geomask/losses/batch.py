@@ -280,9 +280,11 @@ def read(raw: RawBatch, segments: Segments, anchor: Literal["prev", "gen"] = "pr
     sum_of_values, *remaining_values = checked.values()
     for value in remaining_values:
         sum_of_values = sum_of_values + value
-    is_unmasked = token_mask * segments.spread(sample_mask) > 0
-    is_trained = is_unmasked & is_finite(sum_of_values)
-    nonfinite_mask = (is_unmasked & ~is_trained).float()
+    masks = token_mask * segments.spread(sample_mask)
+    # A finite value minus itself is 0; NaN and infinity give NaN.
+    finite_masks = (masks + (sum_of_values - sum_of_values)).nan_to_num(0.0)
+    is_trained = finite_masks > 0
+    nonfinite_mask = masks.sign() - finite_masks.sign()
 
     clean = {name: zero_outside(is_trained, value) for name, value in required.items()}
     curr = zero_outside(is_trained, curr)
@@ -329,12 +331,12 @@ def read(raw: RawBatch, segments: Segments, anchor: Literal["prev", "gen"] = "pr
 
 
 def _valid_mask(mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Return a float32 mask with 0 in place of values that are NaN or not from 0 to 1, and their number, 0-d float32.
+    """Return a float32 mask clamped to [0, 1], with 0 for NaN, and the number of values changed, 0-d float32.
 
     The loss is NaN if there are any. The host does not read the number, as it would have to wait for the device.
     """
-    is_valid = mask.clamp(0.0, 1.0) == mask  # False for NaN
-    return zero_outside(is_valid, mask), (is_valid.numel() - is_valid.sum()).float()
+    clamped = mask.clamp(0.0, 1.0)
+    return clamped.nan_to_num(0.0), (clamped - mask).count_nonzero().float()  # NaN and infinity are not zero
 
 
 def _reference_log_ratio(curr: Tensor, ref: Tensor, is_trained: Tensor) -> Tensor:

@@ -119,11 +119,10 @@ class SequencePool:
         else:
             # drop_token: ``read`` has excluded the token itself. raise: ``PolicyLoss`` reads the counts and raises.
             is_dropped = torch.zeros_like(batch.sample_mask, dtype=torch.bool)
-        is_trained = batch.is_trained & ~segments.spread(is_dropped)
         sample_mask = torch.where(is_dropped, 0.0, batch.sample_mask)
         weight = trained_mask * segments.spread(sample_mask)
         stats = SequenceStats(
-            is_trained=is_trained,
+            is_trained=weight > 0,
             weight=weight,
             total_weight=weight.sum(),
             sample_mask=sample_mask,
