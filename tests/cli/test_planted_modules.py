@@ -78,7 +78,7 @@ def test_no_module_beside_the_input_is_imported(folder, command):
 @pytest.mark.slow
 def test_neither_from_code_given_to_the_interpreter(folder):
     code = "import sys; from nemo_geomask.cli import main; sys.exit(main(sys.argv[1:]))"
-    done = start(folder, ["-c", code], "check", "recipe.yaml")
+    done = start(folder, ["-c", code], "schema")
     assert not (folder / "executed").exists()
     assert (done.returncode, done.stderr) == (0, "")
 
@@ -115,65 +115,20 @@ class TestSearchPath:
         assert seen == [["/other", str(tmp_path)]]
 
 
-class TestPlugins:
-    """What a recipe names as ``module:attribute``."""
+class TestPluginImports:
+    """A plugin's module, imported from the current folder only where that is asked for."""
 
     @pytest.fixture
     def plugin(self, tmp_path, monkeypatch):
         monkeypatch.chdir(tmp_path)
         monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
         before = set(sys.modules)
-
-        def write(text):
-            (tmp_path / "own_losses.py").write_text(f"open('imported', 'w')\n{text}")
-            (tmp_path / "recipe.yaml").write_text(
-                "grpo: {num_prompts_per_step: 4}\nloss_fn: {name: own_losses:MINE}\npolicy: {precision: bf16}\n"
-            )
-
-        yield write
+        (tmp_path / "own_losses.py").write_text("MINE = 1")
+        yield
         for name in set(sys.modules) - before:
             del sys.modules[name]
 
-    def test_is_found_in_the_current_folder_after_everything_else(self, plugin, capsys):
-        plugin("import sys\npath = list(sys.path)\nfrom nemo_geomask.losses.variants import GSPO as MINE\n")
-        path = list(sys.path)
-        main(["check", "recipe.yaml"])
-        assert "own_losses" not in capsys.readouterr().err
-        assert sys.modules["own_losses"].path == [*path, os.getcwd()]
-        assert sys.path == path
-
-    @pytest.mark.parametrize("exit_call", ["raise SystemExit", "raise SystemExit(0)", "import sys; sys.exit(0)"])
-    def test_that_exits_is_an_error(self, exit_call, plugin, capsys):
-        plugin(exit_call)
-        assert main(["check", "recipe.yaml"]) == 2
-        assert "'own_losses:MINE'" in (out := capsys.readouterr().out)
-        assert "could not be imported: SystemExit" in out
-
-    def test_that_raises_a_base_exception_is_an_error(self, plugin, capsys):
-        plugin("class Odd(BaseException): pass\nraise Odd('no')")
-        assert main(["check", "recipe.yaml"]) == 2
-        assert "could not be imported: Odd: no" in capsys.readouterr().out
-
-    def test_that_is_interrupted_ends_the_command(self, plugin):
-        plugin("raise KeyboardInterrupt")
-        assert main(["check", "recipe.yaml"]) == 130
-
-    def test_is_not_imported_if_the_user_says_so(self, plugin, capsys, tmp_path):
-        plugin("raise SystemExit(0)")
-        assert main(["check", "recipe.yaml", "--no-import"]) == 2
-        out = capsys.readouterr().out
-        assert not (tmp_path / "imported").exists()
-        assert "policy.precision" in out  # the rest is judged
-        assert "not checked, --no-import: loss_fn.name: " in out
-        assert "GM001" not in out
-
-    def test_objects_of_this_package_need_no_import_of_others(self, plugin, capsys, tmp_path):
-        (tmp_path / "recipe.yaml").write_text(RECIPE)
-        assert main(["check", "recipe.yaml", "--no-import"]) == 0
-        assert "no-import" not in capsys.readouterr().out
-
     def test_a_library_call_searches_no_folder(self, plugin):
-        plugin("MINE = 1")
         with pytest.raises(ModuleNotFoundError):
             import_plugin_module("own_losses")
         with plugin_imports([os.getcwd()]):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from nemo_geomask.cli import main
-from tests.cli.hostile_recipes import MALFORMED, OVER_A_LIMIT, STRANGE
 from tests.helpers.limited_commands import limited_commands
+from tests.tools.check.hostile_recipes import MALFORMED, OVER_A_LIMIT, STRANGE
 
 pytest.importorskip("hydra", reason="recipes are read through omegaconf and hydra (recipes extra)")
 
