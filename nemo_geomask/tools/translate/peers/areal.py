@@ -50,6 +50,9 @@ def _convert(settings: PeerSettings) -> Conversion:
     is_sequence_ratio = settings["actor.importance_sampling_level"] == "sequence"
     if settings["actor.use_sapo_loss"]:
         yield Assign("name", "sapo")
+        if is_sequence_ratio:
+            text = "importance_sampling_level: sequence with use_sapo_loss has no counterpart; token is used"
+            yield Remark(text, ("actor.importance_sampling_level",))
         yield Assign("options", {f"tau_{sign}": settings.number(f"actor.sapo_tau_{sign}") for sign in ("pos", "neg")})
     else:
         name = "cispo" if settings["actor.use_cispo_loss"] else "gspo" if is_sequence_ratio else "clipped_pg"

@@ -51,8 +51,6 @@ EXAMPLES = {
     "fast_llm": ("Fast-LLM", "examples/*.yaml", "fast_llm_external_models/**/examples/*.yaml"),
 }
 """For each peer, the folder of its checkout and the patterns of its example configurations."""
-SAMPLE = 8
-"""Number of files of a peer whose losses are recorded: those with different settings first."""
 
 
 def checkout_of(peer: str) -> Path:
@@ -97,21 +95,22 @@ def answers(peer: str, peers_root: Path) -> dict[str, Any]:
 
 
 def sample(files: dict[str, Any], peer: str) -> dict[str, dict[str, Any]]:
-    """Return the settings of some files that are fully expressed, the most different ones first."""
+    """Return the settings of a file for each different block among those that are fully expressed.
+
+    A KL penalty in the reward changes the advantages, not the peer's loss function, which is compared without it.
+    """
     chosen: dict[str, dict[str, Any]] = {}
     blocks: list[Any] = []
     runnable = importlib.import_module(f"tests.tools.translate.peers.of_{peer}").RUNNABLE
     for name, entry in files.items():
-        if entry["status"] or entry["peer"] != peer or entry["loss_fn"].get("use_kl_in_reward"):
+        if entry["status"] or entry["peer"] != peer:
             continue
         settings = {key: value for key, value in entry["settings"].items() if key.startswith(runnable)}
-        if settings.get("config_class") or settings.get("actor.use_sapo_loss"):
-            continue  # losses that the module of_… does not run
         if entry["loss_fn"] in blocks or dict(translate(settings, peer).loss_fn) != entry["loss_fn"]:
             continue  # the second: settings outside the peer's loss function decide
         blocks.append(entry["loss_fn"])
         chosen[name] = settings
-    return dict(list(chosen.items())[:SAMPLE])
+    return chosen
 
 
 def record_all(peers_root: Path) -> None:

@@ -21,6 +21,12 @@ MODULES = {
 }
 _NO_KL = {"actor.kl_ctl": 0.0}
 _DECOUPLED = {**_NO_KL, "actor.use_decoupled_loss": True}
+_CISPO = {
+    **_NO_KL,
+    "actor.use_cispo_loss": True,
+    "actor.eps_clip": 1.0,
+    "actor.eps_clip_higher": 0.1,
+}
 
 
 def _rs(metric: str, upper: float, lower: float | None = None, **more: Any) -> dict[str, Any]:
@@ -48,8 +54,18 @@ CASES: dict[str, dict[str, Any]] = {
     "token kl_k3": _rs("kl_k3", 0.01),
     "token binary_kl": _rs("binary_kl", 0.01),
     "m2po": {**_DECOUPLED, "actor.m2_threshold": 0.01},
+    "cispo": {**_CISPO, "actor.recompute_logprob": True},
+    "cispo, sampler's log-probs": {**_CISPO, "actor.eps_clip": 0.1, "actor.eps_clip_higher": 0.2},
+    "cispo, decoupled": {**_rs("ratio", 1.2, 0.9), **_CISPO},
+    "sapo": {**_NO_KL, "actor.use_sapo_loss": True, "actor.sapo_tau_neg": 1.4},
+    "sapo, sequence ratio": {
+        **_NO_KL,
+        "actor.use_sapo_loss": True,
+        "actor.importance_sampling_level": "sequence",
+    },
 }
 DIFFERS: dict[str, str] = {}
+_REJECTION = {"level": "token", "action": "mask", "metric": "ratio", "agg": "mean", "upper": 5.0, "lower": None}
 
 RUNNABLE = ("actor.",)
 """Beginnings of the settings that ``loss`` takes."""
@@ -64,32 +80,30 @@ def loss(root: Path) -> Iterator[Callable[[Mapping[str, Any], RandomBatch], tupl
         def run(settings: Mapping[str, Any], batch: RandomBatch) -> tuple[Tensor, Tensor]:
             tensors = batch.double()
             found = {key.removeprefix("actor."): value for key, value in settings.items()}
-            is_on_sampler = not found.get("use_decoupled_loss")
-            rejection = {k.partition(".")[2]: v for k, v in found.items() if k.startswith("rejection_sampling.")}
-            defaults = {
-                "level": "token",
-                "action": "mask",
-                "metric": "ratio",
-                "agg": "mean",
-                "upper": 5.0,
-                "lower": None,
-            }
+            recomputes = found.get("use_decoupled_loss") or found.get("recompute_logprob")
+            anchor = tensors["prev" if recomputes else "gen"]
             mask = tensors["mask"].bool()
             if "m2_threshold" in found:
                 narrowed = modules["areal.trainer.ppo.actor"]._apply_m2po_masking
                 mask = narrowed(tensors["gen"], tensors["prev"], mask, found["m2_threshold"])
-            value, _ = peer.ppo_actor_loss_fn(
-                logprobs=tensors["curr"],
-                proximal_logprobs=tensors["gen" if is_on_sampler else "prev"],
-                old_logprobs=tensors["gen"],
-                advantages=tensors["advantages"],
-                loss_mask=mask,
-                eps_clip=found.get("eps_clip", 0.2),
-                eps_clip_higher=found.get("eps_clip_higher"),
-                c_clip=found.get("c_clip"),
-                rejection_sampling=SimpleNamespace(**{**defaults, **rejection}) if rejection else None,
-                importance_sampling_level=found.get("importance_sampling_level", "token"),
-            )
+            policies = {"logprobs": tensors["curr"], "advantages": tensors["advantages"], "loss_mask": mask}
+            level = {"importance_sampling_level": found.get("importance_sampling_level", "token")}
+            if found.get("use_sapo_loss"):
+                taus = {"tau_pos": found.get("sapo_tau_pos", 1.0), "tau_neg": found.get("sapo_tau_neg", 1.05)}
+                value, _ = peer.sapo_loss_fn(old_logprobs=anchor, **policies, **taus, **level)
+            else:
+                rejection = {k.partition(".")[2]: v for k, v in found.items() if k.startswith("rejection_sampling.")}
+                policies |= {
+                    "proximal_logprobs": anchor,
+                    "old_logprobs": tensors["gen"],
+                    "eps_clip": found.get("eps_clip", 0.2),
+                    "eps_clip_higher": found.get("eps_clip_higher"),
+                    "rejection_sampling": SimpleNamespace(**{**_REJECTION, **rejection}) if rejection else None,
+                }
+                if found.get("use_cispo_loss"):
+                    value, _ = peer.cispo_loss_fn(**policies)
+                else:
+                    value, _ = peer.ppo_actor_loss_fn(**policies, **level, c_clip=found.get("c_clip"))
             (gradient,) = torch.autograd.grad(value, tensors["curr"])
             return value.detach(), gradient
 

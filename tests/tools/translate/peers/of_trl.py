@@ -17,6 +17,7 @@ from tests.tools.translate.peers.batches import WIDTH, RandomBatch
 from tests.tools.translate.peers.loading import import_files
 
 TRAINER = "trl/trainer/grpo_trainer.py"
+ASYNC_TRAINER = "trl/experimental/async_grpo/async_grpo_trainer.py"
 _IS = "vllm_importance_sampling_"
 _SEQUENCE = {"importance_sampling_level": "sequence"}
 
@@ -52,12 +53,14 @@ CASES: dict[str, dict[str, Any]] = {
     "KL": {"beta": 0.1},
     "KL, correction": {"beta": 0.1, **_vllm("token_mask", clip_max=1.2)},
     "KL times the ratio": {"beta": 0.1, "use_bias_correction_kl": True},
+    "asynchronous": {"config_class": "AsyncGRPOConfig"},
+    "asynchronous, clip": {"config_class": "AsyncGRPOConfig", "epsilon": 0.1, "epsilon_high": 0.28},
 }
 DIFFERS: dict[str, str] = {}
 
 
 def _defaults(root: Path) -> dict[str, Any]:
-    """``GRPOConfig``'s, from its source."""
+    """Return ``GRPOConfig``'s, from its source."""
     tree = ast.parse((root / "trl/trainer/grpo_config.py").read_text())
     (config,) = (node for node in tree.body if isinstance(node, ast.ClassDef))
     found = {}
@@ -103,10 +106,14 @@ def loss(root: Path) -> Iterator[Callable[[Mapping[str, Any], RandomBatch], tupl
         "rich",
         "jmespath",
     )
-    with import_files(root, {"trl.trainer.grpo_trainer": TRAINER}, placeholder_packages=stubs) as modules:
+    files = {"trl.trainer.grpo_trainer": TRAINER, "trl.experimental.async_grpo.async_grpo_trainer": ASYNC_TRAINER}
+    with import_files(root, files, placeholder_packages=stubs) as modules:
         trainer = modules["trl.trainer.grpo_trainer"].GRPOTrainer
+        async_trainer = modules["trl.experimental.async_grpo.async_grpo_trainer"].AsyncGRPOTrainer
 
         def run(settings: Mapping[str, Any], batch: RandomBatch) -> tuple[Tensor, Tensor]:
+            if settings.get("config_class") == "AsyncGRPOConfig":
+                return _asynchronous(async_trainer, settings, batch)
             args = {**defaults, **settings}
             tensors = batch.double()
             mask = tensors["mask"]
@@ -140,6 +147,37 @@ def loss(root: Path) -> Iterator[Callable[[Mapping[str, Any], RandomBatch], tupl
             return value.detach(), gradient
 
         yield run
+
+
+def _asynchronous(trainer: Any, settings: Mapping[str, Any], batch: RandomBatch) -> tuple[Tensor, Tensor]:
+    """Return loss and gradient of ``AsyncGRPOTrainer``, which takes one row of all responses, each after its prompt."""
+    tensors = batch.double()
+
+    def in_one_row(values: Tensor) -> Tensor:
+        """Put a prompt token before each response, and the responses one after the other: [1, rows * (width + 1)]."""
+        return torch.cat([torch.zeros(len(values), 1), values], dim=1).reshape(1, -1)
+
+    self = object.__new__(trainer)
+    low = settings.get("epsilon", 0.2)
+    vars(self).update(epsilon_low=low, epsilon_high=settings.get("epsilon_high", low), aux_loss_enabled=False)
+    self.current_gradient_accumulation_steps, self._metrics = 1, {"train": _Lists()}
+    self._train_tokens_start_time = None
+    self.accelerator = SimpleNamespace(num_processes=1, gather=lambda x: x, reduce=lambda x, reduction: x)
+    log_probs = in_one_row(tensors["curr"])[:, 1:]
+    mask = in_one_row(tensors["mask"])
+    inputs = {
+        "attention_mask": torch.ones_like(mask),
+        "input_ids": torch.zeros_like(mask).long(),
+        "position_ids": torch.zeros_like(mask).long(),
+        "completion_mask": mask,
+        "old_log_probs": in_one_row(tensors["gen"]),
+        "advantages": in_one_row(tensors["advantages"]),
+        "global_n_tokens": tensors["mask"].sum()[None],
+        "metrics": {},
+    }
+    value = self.compute_loss(lambda **_: {"log_probs": log_probs, "entropy": torch.zeros_like(log_probs)}, inputs)
+    (gradient,) = torch.autograd.grad(value, tensors["curr"])
+    return value.detach(), gradient
 
 
 class _Lists(dict):
