@@ -60,6 +60,14 @@ def test_a_tool_depends_only_on_those_known():
     }
 
 
+def with_dependents(tool: str) -> set[str]:
+    """Return the tool and those that can not be imported without it."""
+    deleted = {tool}
+    while dependents := {one for one, other in dependencies(in_functions=False) if other in deleted} - deleted:
+        deleted |= dependents
+    return deleted
+
+
 def test_a_tools_tests_need_only_what_the_tool_needs():
     known = REQUIRED | OPTIONAL
     needed = {
@@ -86,13 +94,11 @@ def copy_without(tools: set[str], target: Path) -> None:
             (target / f"{command.module.replace('.', '/')}.py").unlink()
 
 
-# In one process: import every module, collect every test, and run those that look at the package as a whole. A module
-# may need a library that is installed only beside vLLM, NeMo-RL or a GPU.
-IMPORT_COLLECT_AND_TEST = """
+# In one process: import every module, and list the commands in the order of the help. A module may need a library that
+# is installed only beside vLLM, NeMo-RL or a GPU.
+IMPORT = """
 import importlib, sys
 from pathlib import Path
-
-import pytest
 
 for path in sorted(Path("nemo_geomask").rglob("*.py")):
     parts = path.with_suffix("").parts
@@ -104,6 +110,15 @@ for path in sorted(Path("nemo_geomask").rglob("*.py")):
         if (error.name or "nemo_geomask").startswith("nemo_geomask"):
             raise
 assert Path(sys.modules["nemo_geomask"].__file__).is_relative_to(Path.cwd())
+"""
+HELP = """
+from nemo_geomask.cli import main
+
+main(["--help"])
+"""
+# Collect every test, and run those that look at the package as a whole.
+COLLECT_AND_TEST = """
+import pytest
 
 class Selection:
     def pytest_collection_modifyitems(self, config, items):
@@ -119,25 +134,35 @@ sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", "--assert=plain", "tests"]
 """
 
 
+def run_without(tools: set[str], code: str, target: Path) -> str:
+    """Return what Python code prints in a copy of the package without the tools."""
+    copy_without(tools, target)
+    path = os.pathsep.join([str(target), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=target,
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=450,
+    )
+    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-5000:]
+    return done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(500)
+@pytest.mark.parametrize("tool", NAMES)
+def test_without_a_tool_the_rest_can_be_imported(tool, tmp_path):
+    deleted = with_dependents(tool)
+    remaining = [command.name for command in COMMANDS if command.package.removeprefix("tools.") not in deleted]
+    listed = re.findall(
+        r"^    ([a-z][\w-]*)(?:  |$)", run_without(deleted, IMPORT + HELP, tmp_path), flags=re.MULTILINE
+    )
+    assert listed == remaining
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(500)
 def test_without_any_tool_the_rest_works(tmp_path):
-    copy_without(set(NAMES), tmp_path)
-
-    def run(*arguments: str) -> str:
-        path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
-        done = subprocess.run(
-            [sys.executable, *arguments],
-            cwd=tmp_path,
-            env={**os.environ, "PYTHONPATH": path},
-            capture_output=True,
-            text=True,
-            timeout=450,
-        )
-        assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-5000:]
-        return done.stdout
-
-    remaining = [command.name for command in COMMANDS if command.package.removeprefix("tools.") not in NAMES]
-    listed = re.findall(r"^    ([a-z][\w-]*)(?:  |$)", run("-m", "nemo_geomask.cli", "--help"), flags=re.MULTILINE)
-    assert listed == remaining
-    assert re.search(r"^\d+ passed", run("-c", IMPORT_COLLECT_AND_TEST).splitlines()[-1])
+    assert re.search(r"^\d+ passed", run_without(set(NAMES), IMPORT + COLLECT_AND_TEST, tmp_path).splitlines()[-1])
