@@ -1,4 +1,4 @@
-"""Example configurations of the peers: what translate answers for each, and the losses of a sample.
+"""Example configurations of the peers: what translate answers for each, and the losses of those fully expressed.
 
 ``python -m tests.tools.translate.peers.corpus PEERS_ROOT`` writes ``data/corpus.json`` and ``data/corpus/*.npz`` from
 checkouts. Of a file only its name, the block, the messages and the values of its loss settings are recorded.
@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from nemo_geomask.errors import ConfigError
-from nemo_geomask.tools.translate import translate, translate_files
+from nemo_geomask.tools.translate import translate_files
 from tests.tools.translate.peers.record import DATA, FEW, commit_of, record_cases
 
 ANSWERS = DATA / "corpus.json"
@@ -95,26 +95,21 @@ def answers(peer: str, peers_root: Path) -> dict[str, Any]:
 
 
 def sample(files: dict[str, Any], peer: str) -> dict[str, dict[str, Any]]:
-    """Return the settings of a file for each different block among those that are fully expressed.
+    """Return the settings of the fully expressed files, each by the name of the first file that has them.
 
     A KL penalty in the reward changes the advantages, not the peer's loss function, which is compared without it.
     """
-    chosen: dict[str, dict[str, Any]] = {}
-    blocks: list[Any] = []
     runnable = importlib.import_module(f"tests.tools.translate.peers.of_{peer}").RUNNABLE
+    chosen: dict[str, dict[str, Any]] = {}
     for name, entry in files.items():
-        if entry["status"] or entry["peer"] != peer:
-            continue
-        settings = {key: value for key, value in entry["settings"].items() if key.startswith(runnable)}
-        if entry["loss_fn"] in blocks or dict(translate(settings, peer).loss_fn) != entry["loss_fn"]:
-            continue  # the second: settings outside the peer's loss function decide
-        blocks.append(entry["loss_fn"])
-        chosen[name] = settings
+        settings = {key: value for key, value in entry.get("settings", {}).items() if key.startswith(runnable)}
+        if entry["status"] == 0 and settings not in chosen.values():
+            chosen[name] = settings
     return chosen
 
 
 def record_all(peers_root: Path) -> None:
-    """Write the answers and the losses of the sample."""
+    """Write the answers and the losses."""
     recorded = {}
     for peer, (folder, *_) in EXAMPLES.items():
         files = answers(peer, peers_root)

@@ -8,7 +8,7 @@ import pytest
 
 from nemo_geomask.losses.build import build_with_warnings
 from tests.tools.translate.peers.compare import DATA, compare_case, index
-from tests.tools.translate.peers.corpus import ANSWERS, EXAMPLES, answers, checkout_of
+from tests.tools.translate.peers.corpus import ANSWERS, EXAMPLES, answers, checkout_of, sample
 from tests.tools.translate.peers.record import commit_of
 
 RECORDED = json.loads(ANSWERS.read_text(encoding="utf-8"))
@@ -23,7 +23,12 @@ SAMPLE = [
 def test_corpus_covers_all_peers():
     assert set(RECORDED) == set(EXAMPLES)
     assert len(FILES) > 700
-    assert len(SAMPLE) >= 30
+
+
+@pytest.mark.parametrize("peer", EXAMPLES)
+def test_every_expressed_file_was_compared(peer):
+    compared = {case for of_peer, case in SAMPLE if of_peer == peer}
+    assert set(sample(RECORDED[peer]["files"], peer)) == compared
 
 
 @pytest.mark.parametrize("peer", EXAMPLES)
