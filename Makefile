@@ -9,7 +9,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 # Installs nothing but the files whose hashes are listed.
 HASHED := $(PIP) --no-deps --require-hashes
 
-.PHONY: help demo test quick matrix mutation soak audit pins vllm nemo-rl nemo-rl-losses gpu lint docs clean
+.PHONY: help demo test quick matrix mutation soak audit pins vllm nemo-rl nemo-rl-losses gpu lint docs release smoke clean
 
 help:
 	@echo "make demo   train a small MoE policy on stale samples, uncorrected and corrected, plot and diagnose it (about 3 minutes)"
@@ -25,6 +25,7 @@ help:
 	@echo "make gpu    on a machine with a GPU: the kernels' tests and the benchmark, with GPU_PYTHON's torch and triton"
 	@echo "make lint   ruff and mypy"
 	@echo "make docs   rewrite the generated tables and the schema"
+	@echo "make release   build the wheel and the source distribution in dist, check both, and try them in fresh environments"
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
@@ -157,7 +158,45 @@ docs: $(VENV)/.test
 	$(BIN)/python -m tests.suite
 	$(BIN)/python -m nemo_geomask.tools.rehearse.case_matrix --table
 	$(BIN)/python -m nemo_geomask.tools.rehearse.recipe_table
-	$(BIN)/nemo-geomask schema --out docs/recipe.schema.json
+	$(BIN)/nemo-geomask schema --out recipes/recipe.schema.json
+
+RELEASE := .venv-release
+# Interpreters of the fresh environments; NeMo-RL's is 3.13.
+RELEASE_PYTHONS ?= python3.11 python3.13
+
+$(RELEASE)/.ready: .ci/release-requirements.txt .ci/build-requirements.txt
+	$(PYTHON) -m venv $(RELEASE)
+	$(RELEASE)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --require-hashes \
+		-r .ci/release-requirements.txt -r .ci/build-requirements.txt
+	@touch $@
+
+# The wheel is built from the source distribution, whose own tests then run, outside this checkout.
+release: $(RELEASE)/.ready $(VENV)/.test
+	rm -rf dist build *.egg-info
+	$(RELEASE)/bin/python -m build --no-isolation
+	$(RELEASE)/bin/twine check --strict dist/*
+	$(RELEASE)/bin/check-wheel-contents dist/*.whl
+	tar -xzf dist/*.tar.gz -C dist
+	cd dist/nemo_geomask-*/ && PYTHONPATH=. OMP_NUM_THREADS=1 $(abspath $(BIN))/python -m pytest --numprocesses auto --maxprocesses 8 \
+		--dist worksteal -m "not slow" --hypothesis-profile quick $(QUICK)
+	rm -rf dist/nemo_geomask-*/
+	for python in $(RELEASE_PYTHONS); do $(MAKE) smoke PYTHON=$$python || exit 1; done
+
+SMOKE := .venv-smoke-$(notdir $(PYTHON))
+SPIP := $(SMOKE)/bin/python -m pip install --quiet --disable-pip-version-check --constraint $(SMOKE)/pins.txt
+
+# The wheel in an environment that has nothing else, without extras and then with those of the demo.
+smoke:
+	rm -rf $(SMOKE)
+	$(PYTHON) -m venv $(SMOKE)
+	@sed -n 's/^\([a-z].*[^ ]\) *\\$$/\1/p' $(LOCKS) > $(SMOKE)/pins.txt
+	$(SPIP) --report $(SMOKE)/bare.json dist/*.whl
+	@$(SMOKE)/bin/python .ci/check_hashes.py $(SMOKE)/bare.json $(LOCKS)
+	$(SMOKE)/bin/python .ci/smoke_test.py bare
+	$(SPIP) --report $(SMOKE)/demo.json "$$(echo dist/*.whl)[demo]"
+	@$(SMOKE)/bin/python .ci/check_hashes.py $(SMOKE)/demo.json $(LOCKS)
+	$(SMOKE)/bin/python .ci/smoke_test.py demo
+	rm -rf $(SMOKE)
 
 clean:
-	rm -rf .venv .venv-* build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-* build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

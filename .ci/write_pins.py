@@ -18,6 +18,8 @@ OWN = {
     "build": ["setuptools"],
     "mutation": ["mutmut"],
     "audit": ["pip-audit", "pip-licenses", "uv"],
+    "release": ["build", "check-wheel-contents", "twine"],
+    "site": ["myst-parser", "nvidia-sphinx-theme", "sphinx", "sphinx-copybutton", "sphinx-design"],
     "megatron": ["megatron-core"],
 }
 """What each list begins with; that of the tests is in pyproject.toml."""
@@ -87,7 +89,8 @@ def main(upgrade: bool) -> None:
         write("test-requirements.txt", rest | own["megatron"])
         write("build-requirements.txt", own["build"])
         write("mutation-requirements.txt", {k: v for k, v in own["mutation"].items() if k not in tests})
-        write("audit-requirements.txt", own["audit"])
+        for room in ("audit", "release", "site"):
+            write(f"{room}-requirements.txt", own[room])
         for room in GIVEN:
             name = f"{room}-constraints.txt"
             (torch_line,) = re.findall(r"^torch==.*\n", (FOLDER / name).read_text(encoding="utf-8"), re.M)

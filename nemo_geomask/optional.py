@@ -9,7 +9,25 @@ from typing import Any
 
 from nemo_geomask.errors import MissingDependencyError
 
-__all__ = ["missing_extra", "require"]
+__all__ = ["MODULES_OF_EXTRAS", "missing_extra", "require"]
+
+MODULES_OF_EXTRAS = frozenset(
+    [
+        "hydra",
+        "jinja2",
+        "matplotlib",
+        "numpy",
+        "omegaconf",
+        "orjson",
+        "plotly",
+        "pyarrow",
+        "rich",
+        "scipy",
+        "transformers",
+        "yaml",
+    ]
+)
+"""Top-level modules of the packages that the extras ``recipes``, ``diagnose`` and ``demo`` install."""
 
 
 def require(module: str, who_needs: str, extra: str) -> Any:
@@ -31,17 +49,18 @@ def require(module: str, who_needs: str, extra: str) -> Any:
 
 
 @contextlib.contextmanager
-def missing_extra(command: str, extra: str) -> Iterator[None]:
-    """Turn the ImportError of a package that an extra installs into the error that names the extra.
+def missing_extra(command: str, extras: str) -> Iterator[None]:
+    """Turn the ImportError of a package that an extra installs into the error that names the extras of a command.
 
-    Raises: MissingDependencyError: a package other than this one could not be imported within the context.
+    Raises: MissingDependencyError: one of :data:`MODULES_OF_EXTRAS` could not be imported within the context.
     """
     try:
         yield
     except ImportError as error:
-        if isinstance(error, MissingDependencyError) or (error.name or "").partition(".")[0] == "nemo_geomask":
+        module = (error.name or "").partition(".")[0]
+        if not extras or isinstance(error, MissingDependencyError) or module not in MODULES_OF_EXTRAS:
             raise
-        raise _missing(f"{command} needs {error.name}", extra, error) from error
+        raise _missing(f"{command} needs {module}", extras, error) from error
 
 
 def _missing(need: str, extra: str, error: ImportError) -> MissingDependencyError:

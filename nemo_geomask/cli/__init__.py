@@ -21,6 +21,7 @@ from typing import NamedTuple, TextIO
 import nemo_geomask
 from nemo_geomask.cli.arguments import add_limit_option
 from nemo_geomask.errors import GeomaskError
+from nemo_geomask.optional import missing_extra
 from nemo_geomask.plugin_imports import plugin_imports
 from nemo_geomask.tools.shared.terminal_text import escape_lines, escaped_output
 
@@ -39,6 +40,7 @@ class Command(NamedTuple):
         reads_recipes: True if the command reads recipes or other systems' settings, whose size ``--limit`` limits.
         runs_script: True if the command runs a program of the user's in this process, which may exit as it likes and
             print what it likes.
+        extras: the package's extras, separated by commas, that install all that the command needs.
     """
 
     name: str
@@ -47,6 +49,7 @@ class Command(NamedTuple):
     imports_plugins: bool = False
     reads_recipes: bool = False
     runs_script: bool = False
+    extras: str = ""
 
     @property
     def module(self) -> str:
@@ -67,6 +70,7 @@ COMMANDS = (
         "train a small MoE policy on the CPU and compare losses",
         imports_plugins=True,
         reads_recipes=True,
+        extras="demo",
     ),
     Command(
         "run",
@@ -82,14 +86,21 @@ COMMANDS = (
         "explain what a recipe trains, and warn of known mistakes in it",
         imports_plugins=True,
         reads_recipes=True,
+        extras="recipes",
     ),
-    Command("diagnose", "tools.diagnose", "find out what is wrong with a run's mismatch, since when, and why"),
+    Command(
+        "diagnose",
+        "tools.diagnose",
+        "find out what is wrong with a run's mismatch, since when, and why",
+        extras="diagnose",
+    ),
     Command(
         "sweep",
         "tools.diagnose",
         "replay a run's batches under each correction and mask, and compare them",
         imports_plugins=True,
         reads_recipes=True,
+        extras="diagnose",
     ),
     Command(
         "translate",
@@ -97,12 +108,14 @@ COMMANDS = (
         "write another system's loss settings as a loss_fn block",
         imports_plugins=True,
         reads_recipes=True,
+        extras="recipes",
     ),
     Command(
         "test-variant",
         "testing",
         "test a loss or correction of your own against the package's promises",
         imports_plugins=True,
+        extras="recipes",
     ),
     Command(
         "rehearse",
@@ -110,10 +123,15 @@ COMMANDS = (
         "run a recipe, shrunk, through NeMo-RL's own workers on this machine",
         imports_plugins=True,
         reads_recipes=True,
+        extras="recipes,diagnose",
     ),
     Command(
-        "bench", "tools.bench", "measure log-probs, losses and sequence statistics beside the peers installed here"
+        "bench",
+        "tools.bench",
+        "measure log-probs, losses and sequence statistics beside the peers installed here",
+        extras="recipes,diagnose",
     ),
+    Command("recipes", "recipe", "list and copy the recipes and pages that come with this package"),
     Command("schema", "recipe", "write the JSON Schema of a recipe, for editors"),
 )
 
@@ -162,6 +180,7 @@ def _run(command: Command, arguments: argparse.Namespace) -> int:
     folders = [os.getcwd()] if command.imports_plugins else []
     try:
         with (
+            missing_extra(command.name, command.extras),
             plugin_imports(folders, allowed=not getattr(arguments, "no_import", False)),
             _limits_of(arguments),
         ):

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from nemo_geomask.cli.arguments import positive_number
 from nemo_geomask.errors import ConfigError, GeomaskError
 from nemo_geomask.recipe import read_recipe
+from nemo_geomask.recipe.shipped_files import find_recipe
 from nemo_geomask.tools.check import MISMATCH_KL, UNCHECKED_SECTIONS
 from nemo_geomask.tools.shared.terminal_text import escape_json
 
@@ -90,7 +91,8 @@ def run(arguments: argparse.Namespace) -> int:
 
         print(list_rules())
         return 0
-    paths, overrides = _split_words([] if arguments.recipe is None else [arguments.recipe, *arguments.overrides])
+    words, overrides = _split_words([] if arguments.recipe is None else [arguments.recipe, *arguments.overrides])
+    paths = [str(find_recipe(word)) for word in words]
     try:
         if not paths:
             raise ConfigError("check needs a recipe; see nemo-geomask check --help")

@@ -6,7 +6,6 @@ import argparse
 from pathlib import Path
 
 from nemo_geomask.cli.arguments import add_limit_option, positive_number
-from nemo_geomask.optional import missing_extra
 
 __all__ = ["add_arguments", "run"]
 
@@ -110,8 +109,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command and return its exit status."""
-    with missing_extra("diagnose", "diagnose"):
-        from nemo_geomask.tools.diagnose.diagnose_command import DiagnoseOptions, run_diagnose
+    from nemo_geomask.tools.diagnose.diagnose_command import DiagnoseOptions, run_diagnose
 
     options = DiagnoseOptions(
         directories=arguments.directories,

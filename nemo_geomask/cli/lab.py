@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 
 from nemo_geomask.errors import ConfigError
+from nemo_geomask.recipe.shipped_files import find_recipe
 
 __all__ = ["add_arguments", "run"]
 
@@ -122,12 +123,12 @@ def run(arguments: argparse.Namespace) -> int:
         # The flag replaces the recipe's train_global_batch_size. One among the overrides comes later and is a conflict.
         overrides.insert(0, "policy.train_global_batch_size=null")
     return train_recipe(
-        arguments.recipe,
+        find_recipe(arguments.recipe),
         overrides,
         compare=arguments.compare,
         vary=arguments.vary,
         seeds=arguments.seeds,
-        loss_from=arguments.loss_from,
+        loss_from=arguments.loss_from and find_recipe(arguments.loss_from),
         jobs=arguments.jobs,
         out=arguments.out,
     )

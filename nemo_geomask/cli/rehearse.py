@@ -116,6 +116,7 @@ def _override(text: str) -> str:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command."""
+    from nemo_geomask.recipe.shipped_files import find_recipe
     from nemo_geomask.tools.rehearse.rehearsal import rehearse
     from nemo_geomask.tools.rehearse.rehearsal_report import as_json, as_text
     from nemo_geomask.tools.shared.json_output import to_json
@@ -125,7 +126,7 @@ def run(arguments: argparse.Namespace) -> int:
     progress = _ProgressPrinter()
     try:
         rehearsal = rehearse(
-            arguments.recipe,
+            str(find_recipe(arguments.recipe)),
             arguments.overrides,
             steps=arguments.steps,
             ranks=arguments.ranks,

@@ -6,8 +6,6 @@ import argparse
 import sys
 from pathlib import Path
 
-from nemo_geomask.optional import missing_extra
-
 __all__ = ["add_arguments", "run"]
 
 _EPILOG = """\
@@ -71,8 +69,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command and return its exit status."""
-    with missing_extra("sweep", "diagnose"):
-        from nemo_geomask.tools.diagnose.sweep_command import SweepOptions, run_sweep
+    from nemo_geomask.recipe.shipped_files import find_recipe
+    from nemo_geomask.tools.diagnose.sweep_command import SweepOptions, run_sweep
 
     reason = run_sweep(
         SweepOptions(
@@ -81,7 +79,7 @@ def run(arguments: argparse.Namespace) -> int:
             last_steps_only=arguments.last,
             include_grid=arguments.grid,
             at=arguments.at,
-            recipe=arguments.recipe,
+            recipe=arguments.recipe and str(find_recipe(arguments.recipe)),
             output="json" if arguments.json else "block" if arguments.recommend else "tables",
             cache=arguments.cache,
             skip_damaged=arguments.skip_damaged,

@@ -51,6 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Run the command."""
     from nemo_geomask.recipe import read_recipe
+    from nemo_geomask.recipe.shipped_files import find_recipe
     from nemo_geomask.tools.translate import to_verl, translate_files
 
     translation: Any
@@ -61,7 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
             raise ConfigError(
                 "--to takes one recipe and can't be combined with --from; remove the other files, or --from"
             )
-        block = read_recipe(arguments.files[0], leave=("data", "env", "logger")).data.get("loss_fn")
+        block = read_recipe(find_recipe(arguments.files[0]), leave=("data", "env", "logger")).data.get("loss_fn")
         if not isinstance(block, dict):
             raise ConfigError(f"{arguments.files[0]}: has no loss_fn block to translate")
         translation = to_verl(block)

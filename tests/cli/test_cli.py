@@ -33,7 +33,7 @@ def helped(capsys, *words):
 def test_recipes_that_a_help_names_exist(command, capsys):
     named = re.findall(r"\brecipes/[\w./-]*\w", helped(capsys, command))
     assert [path for path in named if not (ROOT / path).is_file()] == []
-    assert bool(named) == (command in ("lab", "check"))
+    assert bool(named) == (command in ("lab", "check", "recipes"))
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -47,7 +47,7 @@ def test_examples_of_a_help_are_accepted(command, capsys, monkeypatch):
         assert main(words) == 0
     assert len(seen) == len(lines)
     assert bool(lines) == (
-        command in ("lab", "run", "check", "translate", "test-variant", "rehearse", "diagnose", "sweep")
+        command in ("lab", "run", "check", "translate", "test-variant", "rehearse", "diagnose", "sweep", "recipes")
     )
 
 
@@ -60,7 +60,8 @@ def test_an_option_before_the_command_imports_no_tool_and_no_package(option):
             main([{option!r}])
         except SystemExit as error:
             assert error.code == 0
-        own = ("nemo_geomask.cli", "nemo_geomask.errors", "nemo_geomask.plugin_imports", "nemo_geomask.tools.shared")
+        own = ("nemo_geomask.cli", "nemo_geomask.errors", "nemo_geomask.optional",
+               "nemo_geomask.plugin_imports", "nemo_geomask.tools.shared")
         packages = {{"nemo_geomask.hosts", "nemo_geomask.tools"}}  # imported to find what is in them
         ours = {{name for name in sys.modules if name.startswith("nemo_geomask.")}} - packages
         print(*sorted(name for name in ours if not name.startswith(own)), file=sys.stderr)

@@ -29,6 +29,7 @@ COMMANDS = {
     "rehearse": ["recipe.yaml", "--dry-run"],
     "bench": ["--no-such-option"],
     "schema": [],
+    "recipes": [],
     "probe": ["recipe.yaml"],
 }
 

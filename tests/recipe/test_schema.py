@@ -13,7 +13,7 @@ from nemo_geomask.config.presets import PRESETS
 from nemo_geomask.errors import GeomaskError
 
 ROOT = Path(__file__).parents[2]
-COMMITTED = ROOT / "docs" / "recipe.schema.json"
+COMMITTED = ROOT / "recipes" / "recipe.schema.json"
 SCHEMA = json.loads(render())
 BLOCK = SCHEMA["$defs"]["LossConfig"]
 

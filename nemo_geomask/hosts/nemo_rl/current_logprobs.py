@@ -12,15 +12,17 @@ import copy
 import functools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from nemo_geomask.data_keys import TOKEN_MASK
 from nemo_geomask.losses import PolicyLoss
 from nemo_geomask.records.flight import COLUMN_BATCH_KEYS, CURR_KNOWN_KEY
+
+if TYPE_CHECKING:
+    import numpy as np
 
 __all__ = [
     "ENTROPY",

@@ -100,13 +100,14 @@ def _refuse_unequal_shards(cases: Iterable[LogprobCase | LinearCase]) -> None:
 
 def _scale(arguments: argparse.Namespace) -> int:
     from nemo_geomask.recipe import read_recipe
+    from nemo_geomask.recipe.shipped_files import find_recipe
     from nemo_geomask.tools.bench import scale_bench, scale_costs  # need pydantic, which the other benchmarks do not
 
     if arguments.recipe is None:
         raise ConfigError("bench scale needs a recipe: nemo-geomask bench scale RECIPE.yaml [key.path=value ...]")
     peak = scale_costs.H100.peak if arguments.peak is None else arguments.peak * 1e12
     measured = arguments.measured and scale_costs.read_costs(*result_files.read_results(arguments.measured), peak=peak)
-    recipe = read_recipe(arguments.recipe, arguments.overrides, leave=("data", "env", "logger"))
+    recipe = read_recipe(find_recipe(arguments.recipe), arguments.overrides, leave=("data", "env", "logger"))
     estimate = scale_bench.estimate_scale(
         recipe,
         gpus=arguments.gpus or scale_bench.GPUS,

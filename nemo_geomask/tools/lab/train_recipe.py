@@ -57,11 +57,11 @@ def train_recipe(
     Raises:
         GeomaskError: the recipe, an option or the installation is invalid.
     """
+    require("matplotlib", "the lab needs", "demo")  # before the recipe, which needs a smaller extra
     path = Path(path)
     folder = out or Path("results", "lab", f"{path.stem}-{time.strftime('%Y%m%d-%H%M%S')}")
     runs = plan_runs(path, overrides, compare=compare, vary=vary, seeds=seeds, loss_from=loss_from, out=folder)
     console = _create_console()
-    require("matplotlib", "the lab needs", "demo")
     progress = Progress(console, len({run.recipe.grpo.seed for run in runs}))
     complete = train(runs, progress, jobs=_choose_jobs(jobs, runs))
     if not any(run.steps_file.exists() for run in runs):

@@ -1,0 +1,52 @@
+"""``nemo-geomask recipes``: list and copy the recipes, the schema and the pages that come with the package."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from nemo_geomask.recipe.shipped_files import copy_files, describe_file, inherited_files, list_files, shipped_file
+
+__all__ = ["add_arguments", "run"]
+
+_EPILOG = """\
+A recipe's name can be used as it is, in any folder, with check, lab,
+rehearse, sweep and translate. To edit a recipe, or to start NeMo-RL with it,
+copy it: a file of the current folder comes before the package's.
+
+examples
+  nemo-geomask recipes
+  nemo-geomask recipes --copy .
+  nemo-geomask recipes recipes/lab/demo.yaml --copy my_runs
+  nemo-geomask recipes recipes/lab/demo.yaml
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments and its help."""
+    parser.description = (
+        "List the recipes, their JSON Schema and the pages of the documentation that come with this package, print "
+        "some of them, or copy them into a folder."
+    )
+    parser.epilog = _EPILOG
+    parser.add_argument("names", nargs="*", metavar="NAME", help="print these files, or copy only these")
+    parser.add_argument(
+        "--copy",
+        type=Path,
+        metavar="DIR",
+        help="copy the files, with those that they inherit from, into this folder; all files if none is named",
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the command."""
+    if arguments.copy is not None:
+        copied = copy_files(inherited_files(arguments.names or list_files()), arguments.copy)
+        print("\n".join(map(str, copied)))
+    elif arguments.names:
+        print("".join(shipped_file(name).read_text(encoding="utf-8") for name in arguments.names), end="")
+    else:
+        names = list_files()
+        width = max(map(len, names))
+        print("\n".join(f"{name:{width}}  {describe_file(name)}" for name in names))
+    return 0

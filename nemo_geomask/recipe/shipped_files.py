@@ -1,0 +1,102 @@
+"""Files that come with the package: recipes, their JSON Schema and the pages of the documentation.
+
+A file's name is its path in the repository, such as ``recipes/lab/demo.yaml``. In a wheel the files lie in
+``nemo_geomask/shipped``, with the same names below it.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Collection, Iterable
+from pathlib import Path
+
+import nemo_geomask
+from nemo_geomask.errors import ConfigError
+
+__all__ = ["copy_files", "describe_file", "find_recipe", "inherited_files", "list_files", "shipped_file"]
+
+_PATTERNS = ("recipes/llm/*.yaml", "recipes/lab/*.yaml", "recipes/*.json", "docs/**/*.md")
+
+
+def list_files() -> list[str]:
+    """Return the names of all recipes, schemas and pages."""
+    folder = _folder()
+    return [path.relative_to(folder).as_posix() for pattern in _PATTERNS for path in sorted(folder.glob(pattern))]
+
+
+def shipped_file(name: str) -> Path:
+    """Return the path of a file that comes with the package.
+
+    Raises:
+        ConfigError: there is no file of this name.
+    """
+    if name not in list_files():
+        raise ConfigError(f"{name}: no file of this name comes with nemo-geomask; `nemo-geomask recipes` lists them")
+    return _folder() / name
+
+
+def find_recipe(path: str | Path) -> Path:
+    """Return the path, or that of the package's own recipe of this name if no file has it.
+
+    The recipes that pages and help texts name, such as ``recipes/lab/demo.yaml``, can thus be used in any folder.
+    """
+    path = Path(path)
+    is_shipped = path.suffix == ".yaml" and not path.exists() and path.as_posix() in list_files()
+    return _folder() / path if is_shipped else path
+
+
+def describe_file(name: str) -> str:
+    """Return the first sentence of a recipe's comment, or the title of a page."""
+    text = (_folder() / name).read_text(encoding="utf-8")
+    if name.endswith(".md"):
+        return next((line.removeprefix("# ") for line in text.splitlines() if line.startswith("# ")), "")
+    if name.endswith(".json"):
+        return "JSON Schema of a recipe, for editors"
+    comment = re.match(r"(?:# yaml-language-server.*\n)?((?:#.*\n)*)", text)
+    words = " ".join(line.removeprefix("#").strip() for line in comment[1].splitlines()) if comment else ""
+    return re.split(r"(?<=[.:]) ", words, maxsplit=1)[0].rstrip(".:")
+
+
+def inherited_files(names: Iterable[str]) -> list[str]:
+    """Return the names with those of the shipped recipes that they inherit from, in the order of :func:`list_files`."""
+    wanted = list(names)
+    for name in wanted:
+        parent = re.search(r"^defaults: (\S+)$", shipped_file(name).read_text(encoding="utf-8"), re.MULTILINE)
+        sibling = (Path(name).parent / parent[1]).as_posix() if parent else ""
+        if (_folder() / sibling).is_file() and sibling not in wanted:
+            wanted.append(sibling)
+    return [name for name in list_files() if name in wanted]
+
+
+def copy_files(names: Collection[str], target: Path) -> list[Path]:
+    """Copy files into a folder, below which they keep their names, and return their paths there.
+
+    Raises:
+        ConfigError: a name is unknown, or a file exists already and is another one; then nothing is copied.
+    """
+    sources = {target / name: shipped_file(name) for name in names}
+    try:
+        differing = [path for path, source in sources.items() if path.exists() and not _is_same(path, source)]
+        if differing:
+            others = f" and {len(differing) - 1} others" if len(differing) > 1 else ""
+            raise ConfigError(
+                f"{differing[0]}{others}: exists and differs from the file of nemo-geomask {nemo_geomask.__version__}; "
+                "nothing was copied. Choose another folder, or remove the file"
+            )
+        for path, source in sources.items():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(source, path)
+    except OSError as error:
+        raise ConfigError(f"{error.filename or target}: can't be written: {error.strerror or error}") from None
+    return list(sources)
+
+
+def _is_same(path: Path, source: Path) -> bool:
+    return path.is_file() and path.read_bytes() == source.read_bytes()
+
+
+def _folder() -> Path:
+    """Return the folder below which the files have their names: the wheel's, or the root of a checkout."""
+    package = Path(nemo_geomask.__file__).resolve().parent
+    return package / "shipped" if (package / "shipped").is_dir() else package.parent
