@@ -7,6 +7,7 @@ them. The defaults are seven times what NeMo-RL's own recipes need, or more.
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import stat
@@ -14,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Literal
 
 from nemo_geomask.errors import ConfigError, InputLimitError
 from nemo_geomask.optional import require
@@ -29,7 +30,9 @@ __all__ = [
     "load_yaml",
     "open_regular_file",
     "parse_limits",
+    "parse_python",
     "parse_text",
+    "read_source",
     "read_text",
     "use_limits",
 ]
@@ -196,6 +199,30 @@ def read_text(path: str | Path, limits: InputLimits | None = None) -> str:
         if len(content) > limits.file_bytes:
             raise limit_error("file_bytes", path, limits, max(os.fstat(file.fileno()).st_size, len(content)))
     return content.decode("utf-8").replace("\r\n", "\n").replace("\r", "\n")
+
+
+def read_source(path: Path) -> str:
+    """Return the text of a module of NeMo-RL, as :func:`read_text`; empty if it can't be opened.
+
+    Raises: InputLimitError: as of :func:`read_text`. ConfigError: it is not UTF-8.
+    """
+    try:
+        return read_text(path)
+    except OSError:
+        return ""
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: is no Python source: {error}") from None
+
+
+def parse_python(text: str, mode: Literal["exec", "eval"] = "exec") -> Any:
+    """Return ``ast.parse(text, mode=mode)``.
+
+    Raises: SyntaxError: Python can't parse the text, for whatever reason: its nesting and null characters, too.
+    """
+    try:
+        return ast.parse(text, mode=mode)
+    except (RecursionError, MemoryError, ValueError) as error:
+        raise SyntaxError(str(error) or type(error).__name__) from None
 
 
 def check_yaml(text: str, source: object, limits: InputLimits | None = None, *, nodes: int = 0) -> int:

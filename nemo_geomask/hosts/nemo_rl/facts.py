@@ -17,6 +17,7 @@ from pydantic import BaseModel
 from nemo_geomask.config import LossConfig
 from nemo_geomask.config.strict import as_yaml
 from nemo_geomask.errors import Problem
+from nemo_geomask.recipe.input_limits import parse_python, read_source
 
 __all__ = [
     "DATA_PLANE_POLICY",
@@ -164,11 +165,7 @@ def loads_moe_in_bfloat16(checkout: Path | None) -> bool:
     which the model was built. A checkout without its submodules counts as one of these.
     """
     file = "3rdparty/Automodel-workspace/Automodel/nemo_automodel/components/checkpoint/checkpointing.py"
-    try:
-        source = "" if checkout is None else (checkout / file).read_text(encoding="utf-8")
-    except OSError:
-        source = ""
-    return "initialize_weights(dtype=" not in source
+    return checkout is None or "initialize_weights(dtype=" not in read_source(checkout / file)
 
 
 def resets_reference_on_resume(checkout: Path) -> bool:
@@ -177,19 +174,13 @@ def resets_reference_on_resume(checkout: Path) -> bool:
     A resumed run then measures the KL to the policy of the checkpoint (NeMo-RL's issue 2955). v0.6.0, v0.7.0 and main
     of August 2026 do so; its pull request 3722 loads the checkpoint after the copy.
     """
-    try:
-        source = (checkout / "nemo_rl/models/policy/workers/dtensor_policy_worker_v2.py").read_text(encoding="utf-8")
-    except OSError:
-        return False
+    source = read_source(checkout / "nemo_rl/models/policy/workers/dtensor_policy_worker_v2.py")
     _, copy, after = source.partition("setup_reference_model_state(self.model)")
     return bool(copy) and "load_checkpoint(" not in after.partition("\n    def ")[0]
 
 
 def _mentions(checkout: Path, module: str, word: str) -> bool:
-    try:
-        return word in (checkout / "nemo_rl" / module).read_text(encoding="utf-8")
-    except OSError:
-        return False
+    return word in read_source(checkout / "nemo_rl" / module)
 
 
 def policy_worker_class(policy_settings: Mapping[str, Any]) -> str | None:
@@ -247,9 +238,8 @@ def neutral_values_in_source(checkout: Path) -> NeutralValues:
     no fields.
     """
     try:
-        path = checkout.joinpath(*LOSS_MODULE.split(".")).with_suffix(".py")
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-    except (OSError, SyntaxError):
+        tree = parse_python(read_source(checkout.joinpath(*LOSS_MODULE.split(".")).with_suffix(".py")))
+    except SyntaxError:
         return {}
     return _fields_in_source({node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}, LOSS_CONFIG)
 

@@ -12,7 +12,8 @@ import os
 import re
 from pathlib import Path
 
-from nemo_geomask.errors import MissingDependencyError
+from nemo_geomask.errors import InputLimitError, MissingDependencyError
+from nemo_geomask.recipe.input_limits import read_text
 
 __all__ = ["commit_of", "describe_version", "package_folder"]
 
@@ -52,21 +53,21 @@ def commit_of(checkout: Path) -> str | None:
     """Return the commit of a git checkout, or the one that NeMo-RL's container declares; None if neither is known."""
     try:
         commit = _read_head(checkout / ".git")
-    except OSError:
+    except (OSError, UnicodeDecodeError, InputLimitError):
         commit = os.environ.get(_CONTAINER_COMMIT)
     return commit if re.fullmatch("[0-9a-f]{7,64}", commit or "") else None
 
 
 def _read_head(git: Path) -> str | None:
     if git.is_file():  # a submodule or a linked work tree, whose git folder is elsewhere
-        git = git.parent / git.read_text(encoding="utf-8").removeprefix("gitdir:").strip()
-    head = (git / "HEAD").read_text(encoding="utf-8").strip()
+        git = git.parent / read_text(git).removeprefix("gitdir:").strip()
+    head = read_text(git / "HEAD").strip()
     if not head.startswith("ref:"):
         return head
     branch = head.removeprefix("ref:").strip()
     pointer = git / "commondir"
-    refs = git / pointer.read_text(encoding="utf-8").strip() if pointer.is_file() else git
+    refs = git / read_text(pointer).strip() if pointer.is_file() else git
     if (refs / branch).is_file():
-        return (refs / branch).read_text(encoding="utf-8").strip()
-    packed_refs = (refs / "packed-refs").read_text(encoding="utf-8").splitlines()
+        return read_text(refs / branch).strip()
+    packed_refs = read_text(refs / "packed-refs").splitlines()
     return next((line.split()[0] for line in packed_refs if line.endswith(f" {branch}")), None)

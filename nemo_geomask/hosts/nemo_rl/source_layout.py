@@ -15,6 +15,7 @@ from pathlib import Path
 from nemo_geomask.config.strict import nearest
 from nemo_geomask.hosts.nemo_rl.accepted_apis import APIDifference
 from nemo_geomask.hosts.nemo_rl.source_signature import APIState, parse_module
+from nemo_geomask.recipe.input_limits import read_source
 
 __all__ = ["DataKeys", "compare_data_keys", "compare_workers"]
 
@@ -145,5 +146,5 @@ def _defines(name: str, package: Path) -> bool:
 def _modules_with_class(class_name: str, package: Path) -> list[str]:
     """Return the dotted names of the modules that define a class of this name."""
     pattern = re.compile(rf"^class {class_name}\b", re.MULTILINE)
-    paths = [path for path in sorted(package.rglob("*.py")) if pattern.search(path.read_text(encoding="utf-8"))]
+    paths = [path for path in sorted(package.rglob("*.py")) if pattern.search(read_source(path))]
     return [".".join(("nemo_rl", *path.relative_to(package).with_suffix("").parts)) for path in paths]

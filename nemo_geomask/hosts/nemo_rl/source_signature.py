@@ -19,6 +19,7 @@ from nemo_geomask.hosts.nemo_rl.accepted_apis import APIDifference, not_accepted
 from nemo_geomask.hosts.nemo_rl.facts import TESTED_VERSIONS
 from nemo_geomask.hosts.nemo_rl.host_errors import HostAPIError
 from nemo_geomask.hosts.nemo_rl.installed_version import describe_version
+from nemo_geomask.recipe.input_limits import parse_python, read_source
 
 __all__ = ["APIState", "Signature", "Uses", "compare", "parse_module", "require_targets"]
 
@@ -233,11 +234,14 @@ def parse_module(module: str, package: Path) -> ast.Module | None:
     Args:
         module: dotted name, which begins with the package's.
         package: folder of the package.
+
+    Raises: SyntaxError: Python can't parse it. InputLimitError: it is too large.
     """
     path = package.joinpath(*module.split(".")[1:])
     for file in (path.with_suffix(".py"), path / "__init__.py"):
         if file.is_file():
-            return ast.parse(file.read_text(encoding="utf-8"))
+            tree: ast.Module = parse_python(read_source(file))
+            return tree
     return None
 
 

@@ -8,6 +8,7 @@ validates a recipe against them, and ignores keys that they lack.
 from __future__ import annotations
 
 import ast
+import contextlib
 import functools
 import re
 from collections.abc import Mapping
@@ -15,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from nemo_geomask.recipe.input_limits import read_text
+from nemo_geomask.recipe.input_limits import parse_python, read_source
 from nemo_geomask.tools.check.value_types import ANYTHING, AnyOf, ListOf, OneOf, Open, Scalar, Section, ValueType
 
 __all__ = ["GENERATION_CLASSES", "generation_section", "master_section", "master_sections"]
@@ -118,7 +119,7 @@ class _Source:
         file = next((file for file in files if file.is_file()), None)
         if file is None:
             return None
-        text = read_text(file) + "\n"
+        text = read_source(file) + "\n"
         imports = {}
         for origin, in_parentheses, on_line in _IMPORT.findall(text):
             for imported in re.sub(r"#[^\n]*", "", in_parentheses or on_line).split(","):
@@ -132,7 +133,10 @@ class _Source:
         if key not in self.types:
             self.types[key] = ANYTHING  # for a class that contains itself
             module = self._module(module_name)
-            self.types[key] = ANYTHING if module is None else self._find_type(module, name)
+            if module is not None:
+                # What Python can't parse, or nests too deeply for it, has no type that could be checked.
+                with contextlib.suppress(SyntaxError, RecursionError):
+                    self.types[key] = self._find_type(module, name)
         return self.types[key]
 
     def _find_type(self, module: _Module, name: str) -> ValueType:
@@ -145,7 +149,7 @@ class _Source:
             lines = module.text[alias.end() :].split("\n")
             for count in range(1, 20):  # an alias may span several lines, so read on until they parse
                 try:
-                    return self._type(ast.parse("\n".join(lines[:count]).strip(), mode="eval").body, module)
+                    return self._type(parse_python("\n".join(lines[:count]).strip(), "eval").body, module)
                 except SyntaxError:
                     continue
         return ANYTHING
@@ -153,7 +157,7 @@ class _Source:
     def _class_type(self, module: _Module, name: str) -> ValueType:
         """Return the section that a class declares; ANYTHING if it is no TypedDict and no pydantic model."""
         bases, body = module.classes[name]
-        arguments = ast.parse(f"_({bases})", mode="eval").body
+        arguments = parse_python(f"_({bases})", "eval").body
         assert isinstance(arguments, ast.Call)
         base_names = [base.id for base in arguments.args if isinstance(base, ast.Name)]
         parents = [
@@ -172,7 +176,7 @@ class _Source:
         for parent in parent_sections:
             fields.update(parent.fields)
             required |= parent.required
-        for statement in ast.parse(f"class _:\n{body}").body[0].body:  # type: ignore[attr-defined]
+        for statement in parse_python(f"class _:\n{body}").body[0].body:
             if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
                 key = statement.target.id
                 fields[key] = self._type(statement.annotation, module)
@@ -184,7 +188,7 @@ class _Source:
         """Return the type that an annotation describes; ANYTHING for what a recipe can't contain."""
         if isinstance(node, ast.Constant):
             if isinstance(node.value, str):
-                return self._type(ast.parse(node.value, mode="eval").body, module)
+                return self._type(parse_python(node.value, "eval").body, module)
             return OneOf((None,)) if node.value is None else ANYTHING
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitOr):
             return AnyOf.of(self._type(node.left, module), self._type(node.right, module))

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from nemo_geomask.config.loss_config import LossConfig
 from nemo_geomask.config.strict import nearest
 from nemo_geomask.recipe import Origin
-from nemo_geomask.recipe.input_limits import load_yaml, read_text
+from nemo_geomask.recipe.input_limits import load_yaml, read_source, read_text
 from nemo_geomask.tools.check.config_classes import (
     GENERATION_CLASSES,
     generation_section,
@@ -249,7 +249,7 @@ def _reads(checkout: Path, section: str, name: str) -> bool:
 @functools.cache
 def _source_texts(checkout: Path) -> tuple[str, ...]:
     files = (*(checkout / "nemo_rl").rglob("*.py"), *(checkout / "examples").rglob("*.py"))
-    return tuple(read_text(path) for path in files if path.is_file())
+    return tuple(read_source(path) for path in files if path.is_file())
 
 
 @functools.cache
