@@ -56,3 +56,6 @@ def test_a_hostile_file_is_an_error_that_names_it(tmp_path, name):
     assert "--limit" not in outcome["message"] or name in LIMITS
     if name in LIMITS:
         assert f"over the limit {LIMITS[name]}" in outcome["message"]
+    # A file that claims no values at all is refused before its pages are looked at.
+    if "that claims" in name and name != "bomb that claims 0 values":
+        assert "claims 20,000,000 values in" in outcome["message"]
