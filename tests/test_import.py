@@ -247,6 +247,26 @@ def test_lazy_parts_of_torch_stay_lazy():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("words", [["check", "recipe.yaml"], ["schema"], ["translate", "--to", "verl", "recipe.yaml"]])
+def test_commands_that_read_settings_import_no_torch(words, tmp_path):
+    """An objective's settings and formula are apart from the code that computes it, so none of it is imported."""
+    if not present(f"cli.{words[0]}"):
+        pytest.skip("the tool was deleted")
+    block = "loss_fn: {name: gspo, token_level_loss: false, masks: [{preset: geometric, min: 0.99, max: 1.01}]}"
+    (tmp_path / "recipe.yaml").write_text(block, encoding="utf-8")
+    code = f"""
+        import sys
+        from nemo_geomask.cli import main
+        main({words})
+        print({{"torch", "numpy", "scipy"}} & set(sys.modules), file=sys.stderr)
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=500, cwd=tmp_path
+    )
+    assert (done.stderr.strip(), bool(done.stdout)) == ("set()", True)
+
+
+@pytest.mark.slow
 def test_tensor_code_needs_no_pydantic():
     code = f"""
         import importlib, sys

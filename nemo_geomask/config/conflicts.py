@@ -12,8 +12,9 @@ from typing import Any, Literal
 
 from nemo_geomask.config.loss_settings import PRESTEP_REASONS, LossSettings
 from nemo_geomask.config.strict import as_yaml
+from nemo_geomask.errors import Problem
 
-__all__ = ["CONFLICTS", "Conflict", "ConflictRule", "Severity", "find_conflicts"]
+__all__ = ["CONFLICTS", "Conflict", "ConflictRule", "Severity", "find_conflicts", "whole_batch_problems"]
 
 Severity = Literal["error", "warning"]
 Condition = Callable[[LossSettings], bool]
@@ -64,6 +65,22 @@ def find_conflicts(settings: LossSettings, severity: Severity = "error") -> tupl
             conflicts.append(Conflict(rule.keys, rule.message.format_map(_Values(settings)), rule.depends_on))
             disputed.update(rule.keys)
     return tuple(conflicts)
+
+
+def whole_batch_problems(settings: LossSettings) -> tuple[Problem, ...]:
+    """Return a problem for each setting that needs the whole batch: budgets and the weight's mean."""
+    budgets = tuple(rule.key for rule in settings.budget_rules)
+    normalize = ("loss_fn.is_correction_batch_normalize",) if settings.is_correction_batch_normalize else ()
+    reason = (
+        "is computed over the whole batch, but this trainer trains on parts of a batch as they arrive (as NeMo-RL's "
+        "single controller does)"
+    )
+    trainer = "use a trainer that has the whole batch before the step"
+    problems = (
+        Problem(budgets, f"a budget {reason}; give the mask bounds (min, max), or {trainer}"),
+        Problem(normalize, f"the weight's mean {reason}; set false, or {trainer}"),
+    )
+    return tuple(problem for problem in problems if problem.keys)
 
 
 class _Values(dict[str, str]):

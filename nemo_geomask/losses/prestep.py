@@ -16,10 +16,11 @@ from torch import Tensor
 
 from nemo_geomask import functional as F
 from nemo_geomask.config import LossConfig
+from nemo_geomask.config.conflicts import whole_batch_problems
 from nemo_geomask.config.fields import BatchVeto
 from nemo_geomask.config.loss_settings import WEIGHT_MEAN
 from nemo_geomask.data_keys import GENERATION_LOGPROBS, PREV_LOGPROBS, TOKEN_MASK
-from nemo_geomask.errors import BatchVetoError, ConfigError, DataError, Problem
+from nemo_geomask.errors import BatchVetoError, ConfigError, DataError
 from nemo_geomask.losses.batch import TokenBatch
 from nemo_geomask.losses.batch_masks import budget_bounds, pool_batch
 from nemo_geomask.losses.correction import correct
@@ -28,7 +29,7 @@ from nemo_geomask.losses.rejection import reject
 from nemo_geomask.losses.sequence_stats import SequenceStats
 from nemo_geomask.metrics import Reduction
 
-__all__ = ["Decision", "OpenBatch", "PrestepPass", "untrained_metrics", "valid_counts", "whole_batch_problems"]
+__all__ = ["Decision", "OpenBatch", "PrestepPass", "untrained_metrics", "valid_counts"]
 
 
 @dataclass(frozen=True)
@@ -243,22 +244,6 @@ class OpenBatch:
                 if is_vetoed:
                     reason = f"mismatch KL {kl:.4g} is beyond loss_fn.batch_veto.max: {veto.max:g}"
         return Decision(not reason, reason, metrics=metrics)
-
-
-def whole_batch_problems(config: LossConfig) -> tuple[Problem, ...]:
-    """Return a problem for each setting that needs the whole batch: budgets and the weight's mean."""
-    budgets = tuple(rule.key for rule in config.budget_rules)
-    normalize = ("loss_fn.is_correction_batch_normalize",) if config.is_correction_batch_normalize else ()
-    reason = (
-        "is computed over the whole batch, but this trainer trains on parts of a batch as they arrive (as NeMo-RL's "
-        "single controller does)"
-    )
-    trainer = "use a trainer that has the whole batch before the step"
-    problems = (
-        Problem(budgets, f"a budget {reason}; give the mask bounds (min, max), or {trainer}"),
-        Problem(normalize, f"the weight's mean {reason}; set false, or {trainer}"),
-    )
-    return tuple(problem for problem in problems if problem.keys)
 
 
 def _weight_mean(config: LossConfig, data: Mapping[str, Any]) -> float:

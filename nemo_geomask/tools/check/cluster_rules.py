@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from nemo_geomask.losses.prestep import whole_batch_problems
+from nemo_geomask.config.conflicts import whole_batch_problems
 from nemo_geomask.tools.check.parallel_layout import MODEL_AXES, layout_keys, layout_of
 from nemo_geomask.tools.check.recipe_facts import RecipeFacts
 from nemo_geomask.tools.check.rule import Hit, Rule

@@ -14,10 +14,11 @@ from pydantic.fields import FieldInfo
 
 from nemo_geomask.config.fields import Recording
 from nemo_geomask.config.loss_config import LossConfig
+from nemo_geomask.config.objectives import LOSSES
 from nemo_geomask.config.plugins import PluginGroup
+from nemo_geomask.config.resolved_loss import resolve_loss
 from nemo_geomask.config.strict import as_yaml
 from nemo_geomask.hosts.nemo_rl.host_patches import HOST_PATCHES
-from nemo_geomask.losses import available, build_loss
 from nemo_geomask.records import COLUMNS
 from nemo_geomask.tools.check.all_rules import RULES
 from nemo_geomask.tools.check.objective import surrogate_parts
@@ -59,14 +60,14 @@ _CLIPPED_PG_FLAGS: tuple[Mapping[str, Any], ...] = (
 
 def objective_table() -> str:
     """Return the table of the package's objectives: per-token loss at its defaults, the defaults, source."""
-    names = [name for name, entries in available().items() if entries[0].distribution == "nemo-geomask"]
+    names = [name for name, entries in LOSSES.available().items() if entries[0].distribution == "nemo-geomask"]
     cases: list[tuple[str, Mapping[str, Any]]] = []
     for name in names:
         cases.append((name, {}))
         cases += [(name, flags) for flags in _CLIPPED_PG_FLAGS if name == "clipped_pg"]
     rows = []
     for name, flags in cases:
-        loss = build_loss({"name": name, **flags})
+        loss, _ = resolve_loss({"name": name, **flags})
         variant = loss.variant
         label = f"`{name}`" + "".join(f"<br>`{setting}`" for setting in _format_settings(flags))
         options = {f"options.{key}": field.default for key, field in variant.options.model_fields.items()}

@@ -20,7 +20,6 @@ from typing import Literal, NamedTuple, cast
 
 from nemo_geomask.config.loss_config import LossConfig
 from nemo_geomask.config.masks import Level, MaskRule
-from nemo_geomask.functional.ratios import log_bound
 
 __all__ = [
     "PredictableMask",
@@ -59,7 +58,7 @@ def predictable_masks(config: LossConfig) -> list[PredictableMask]:
 def truncation_bounds(config: LossConfig) -> tuple[float, float]:
     """Return the logarithms of the truncation's bounds on the weight; infinite where there is none."""
     low, high = config.truncated_importance_sampling_ratio_min, config.truncated_importance_sampling_ratio
-    return log_bound(low, default=-math.inf), log_bound(high, default=math.inf)
+    return math.log(low) if low else -math.inf, math.inf if high is None else math.log(high)
 
 
 def median_weight(kl: float, tokens: int) -> float:
@@ -78,7 +77,8 @@ def clipped_fractions(config: LossConfig, kl: float, tokens: int) -> tuple[float
     The first is the fraction below the lower bound, among sequences with A < 0; the second is the fraction above the
     upper bound, among those with A > 0.
     """
-    low, high = log_bound(1 - config.ratio_clip_min, default=-math.inf), math.log1p(config.ratio_clip_max)
+    lowest_ratio = 1 - config.ratio_clip_min
+    low, high = math.log(lowest_ratio) if lowest_ratio > 0 else -math.inf, math.log1p(config.ratio_clip_max)
     variance = mean_log_ratio_deviation(kl, tokens) ** 2
     return _normal_probability(-math.inf, low, -kl, variance), _normal_probability(high, math.inf, -kl, variance)
 

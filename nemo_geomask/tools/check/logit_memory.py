@@ -36,7 +36,6 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
-from nemo_geomask.parallel.linear import TILE_BYTES
 from nemo_geomask.tools.check.logprob_paths import (
     fused_key,
     missing_for_backend,
@@ -51,6 +50,7 @@ from nemo_geomask.tools.check.rule import Hit, Rule
 
 __all__ = [
     "GPU_BYTES",
+    "GPU_TILE_BYTES",
     "LOGPROB_METHODS",
     "RULES",
     "LogprobMethod",
@@ -63,6 +63,8 @@ __all__ = [
 
 GPU_BYTES = 80 * 10**9
 """Assumed memory of a GPU, that of an H100."""
+GPU_TILE_BYTES = 512 << 20
+"""``nemo_geomask.parallel.linear.TILE_BYTES`` on a GPU, whose module needs torch."""
 _NOTABLE_FRACTION = 0.15  # of GPU_BYTES, from which on GM408 reports the logits
 _DEFAULT_CHUNK = 1024  # rows, if the recipe sets no logprob_chunk_size
 _DEFERRED = "policy.megatron_cfg.defer_fp32_logits"
@@ -140,7 +142,7 @@ def _geomask_scoring(work: OutputWork) -> float:
 def _geomask_linear_training(work: OutputWork) -> float:
     trained_rows = work.trained * work.rows
     return (
-        min(TILE_BYTES["cuda"], 2 * trained_rows * work.columns)
+        min(GPU_TILE_BYTES, 2 * trained_rows * work.columns)
         + (work.logit_bytes * work.rows + 2 * trained_rows) * work.hidden
         + (2 * work.columns + 4 * min(trained_rows, work.columns)) * work.hidden
     )
@@ -149,7 +151,7 @@ def _geomask_linear_training(work: OutputWork) -> float:
 def _geomask_linear_scoring(work: OutputWork) -> float:
     if work.v1:
         return _geomask_scoring(work)
-    return min(TILE_BYTES["cuda"], 2 * work.scored * work.columns) + _bytes_with_cast(work) * work.scored * work.hidden
+    return min(GPU_TILE_BYTES, 2 * work.scored * work.columns) + _bytes_with_cast(work) * work.scored * work.hidden
 
 
 LOGPROB_METHODS: Mapping[str, LogprobMethod] = {

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from nemo_geomask.config.loss_config import LossConfig
+from nemo_geomask.config.objective import Objective
+from nemo_geomask.config.resolved_loss import ResolvedLoss
 from nemo_geomask.errors import Problem
-from nemo_geomask.losses import PolicyLoss
 from nemo_geomask.plugin_imports import NOT_IMPORTED
 from nemo_geomask.recipe import Recipe
 from nemo_geomask.tools.check import MISMATCH_KL
@@ -48,13 +49,13 @@ class RecipeFacts:
     """
 
     recipe: Recipe
-    loss: PolicyLoss | None
+    loss: ResolvedLoss[Objective] | None
     problems: tuple[Problem, ...] = ()
     warnings: tuple[Problem, ...] = ()
     mismatch_kl: float = MISMATCH_KL
     gpu: str | None = None
     measured_tokens: int | None = None
-    provisional_loss: PolicyLoss | None = None
+    provisional_loss: ResolvedLoss[Objective] | None = None
     unsettled: frozenset[str] = frozenset()
     not_imported: tuple[Problem, ...] = ()
 

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from nemo_geomask.config import LossConfig, MaskRule
+from nemo_geomask.config.objective import Objective
+from nemo_geomask.config.resolved_loss import ResolvedLoss, resolve_loss
 from nemo_geomask.config.strict import as_yaml
-from nemo_geomask.losses import PolicyLoss
-from nemo_geomask.losses.build import build_with_warnings
 from nemo_geomask.optional import require
 from nemo_geomask.tools.translate.peers.verl import PEER
 from nemo_geomask.tools.translate.setting_values import nested
@@ -39,6 +39,8 @@ _NOT_COMPARED |= {
 _UNBOUNDED = 1e9
 """Value that means no bound where verl requires one; verl clamps ratios to e^20 before it applies the bound."""
 _CLIP = {"ratio_clip_min", "ratio_clip_max", "ratio_clip_c"}
+
+Described = ResolvedLoss[Objective]
 
 
 @dataclass(frozen=True)
@@ -73,14 +75,14 @@ def to_verl(loss_fn: Mapping[str, Any]) -> BackTranslation:
     Raises:
         ConfigError: the block is invalid.
     """
-    loss, remarks = _as_verl_objective(build_with_warnings(dict(loss_fn))[0])
+    loss, remarks = _as_verl_objective(resolve_loss(dict(loss_fn))[0])
     settings = {key: value for key, value in _settings(loss) if value != PEER.defaults[key]}
     back = translate(settings, PEER.name) if settings else translate({_ACTOR + "clip_ratio": 0.2}, PEER.name)
-    not_expressed = (*_differences(loss, build_with_warnings(dict(back.loss_fn))[0]), *back.not_expressed)
+    not_expressed = (*_differences(loss, resolve_loss(dict(back.loss_fn))[0]), *back.not_expressed)
     return BackTranslation(settings, not_expressed, (*remarks, *back.differences))
 
 
-def _as_verl_objective(loss: PolicyLoss) -> tuple[PolicyLoss, tuple[str, ...]]:
+def _as_verl_objective(loss: Described) -> tuple[Described, tuple[str, ...]]:
     """Return the same loss as an objective that verl has, and the differences that remain."""
     block, name = loss.config.explicit_settings, loss.config.name
     if name == "gspo":
@@ -88,23 +90,23 @@ def _as_verl_objective(loss: PolicyLoss) -> tuple[PolicyLoss, tuple[str, ...]]:
             "verl's gspo uses each token's advantage, this package the sequence's mean; they agree if all tokens of a "
             "sequence have the same advantage."
         )
-        return build_with_warnings({**block, "name": "gspo_token"})[0], (text,)
+        return resolve_loss({**block, "name": "gspo_token"})[0], (text,)
     if name == "clipped_pg" and (loss.config.force_on_policy_ratio or loss.config.disable_ppo_ratio):
         flags = {"name": "reinforce", "disable_ppo_ratio": False, "ratio_clip_c": None}
         if loss.config.force_on_policy_ratio:
-            return build_with_warnings({**block, **flags})[0], (
+            return resolve_loss({**block, **flags})[0], (
                 "verl reports -w·A·log π as the loss, this package -w·A; the gradients are the same.",
             )
         if any(rule.log_ratio == "total" for rule in loss.config.mask_rules):
-            return build_with_warnings({**block, **flags})[0], ()
+            return resolve_loss({**block, **flags})[0], ()
     if name == "dppo":
         clip = {"ratio_clip_min": 1.0, "ratio_clip_max": dict(loss.options)["cap"] - 1, "options": {}}
         anchor = {"ratio_anchor": loss.config.ratio_anchor, "masks": loss.config.masks}
-        return build_with_warnings({**block, "name": "cispo", **clip, **anchor})[0], ()
+        return resolve_loss({**block, "name": "cispo", **clip, **anchor})[0], ()
     return loss, ()
 
 
-def _settings(loss: PolicyLoss) -> Iterator[tuple[str, Any]]:
+def _settings(loss: Described) -> Iterator[tuple[str, Any]]:
     config = loss.config
     rules = list(config.mask_rules)
     is_on_gen, is_forced = config.ratio_anchor == "gen", config.force_on_policy_ratio
@@ -186,7 +188,7 @@ def _format(value: float) -> str:
     return f"{value:.12g}"
 
 
-def _differences(original: PolicyLoss, restored: PolicyLoss) -> Iterator[str]:
+def _differences(original: Described, restored: Described) -> Iterator[str]:
     """Yield one sentence for each difference between a block and the translation of verl's settings."""
     if original.variant != restored.variant:
         yield f"name: {original.config.name}: verl's settings mean {restored.config.name}"

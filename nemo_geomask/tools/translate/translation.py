@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from nemo_geomask.config import LossConfig, nearest
+from nemo_geomask.config.resolved_loss import resolve_loss
 from nemo_geomask.config.strict import inline_yaml
 from nemo_geomask.errors import ConfigError
-from nemo_geomask.losses.build import build_with_warnings
 from nemo_geomask.recipe import read_recipe
 from nemo_geomask.tools.translate.peer_table import Assign, Peer, PeerSettings, Remark
 from nemo_geomask.tools.translate.peers import PEERS
@@ -230,7 +230,7 @@ def translate(
     fields.setdefault("name", "clipped_pg")  # where the peer's objective has no counterpart, which not_expressed says
     order = list(LossConfig.model_fields)
     block = {key: fields[key] for key in sorted(fields, key=order.index)} | ({"masks": masks} if masks else {})
-    build_with_warnings(block)  # raises if a value is out of range here
+    resolve_loss(block)  # raises if a value is out of range here
     return Translation(
         peer=system,
         loss_fn=block,

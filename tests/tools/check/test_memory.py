@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from nemo_geomask.parallel import linear_logprobs, vocab_parallel_logprobs
-from nemo_geomask.tools.check.logit_memory import LOGPROB_METHODS, OutputWork
+from nemo_geomask.parallel.linear import TILE_BYTES
+from nemo_geomask.tools.check.logit_memory import GPU_TILE_BYTES, LOGPROB_METHODS, OutputWork
 from nemo_geomask.tools.check.model_shapes import ModelShape, shape_from_config, shape_of
 from tests.helpers.memory import peak_memory
 
@@ -165,3 +166,7 @@ def test_bytes_as_a_cpu_holds_them():
     head = OutputWork(rows, rows, size, columns)
     assert extra[0] == pytest.approx(LOGPROB_METHODS["geomask"].training(head), rel=0.25)
     assert extra[1] < 0.5 * extra[0]
+
+
+def test_the_size_of_a_tile_is_the_kernels_own():
+    assert TILE_BYTES["cuda"] == GPU_TILE_BYTES
