@@ -18,7 +18,7 @@ from typing import Any
 from nemo_geomask.errors import ConfigError, DataError, InputLimitError
 from nemo_geomask.recipe.input_limits import InputLimits, current_limits, use_limits
 from nemo_geomask.records.record_checks import open_record, read_origin
-from nemo_geomask.records.record_schema import RecordOrigin, step_files
+from nemo_geomask.records.record_schema import RecordOrigin, file_name, step_files
 from nemo_geomask.tools.diagnose.jsonl_logs import JSONL_WRITER, convert_log, log_step
 
 __all__ = ["DAMAGE", "RunFiles", "Tolerant", "apply_to_record", "find_run", "find_runs", "map_records"]
@@ -29,10 +29,12 @@ CONVERTED_FOLDER = "geomask-records"
 DAMAGE = (DataError, InputLimitError)
 """Errors of a file that can't be read."""
 _MIN_BYTES_FOR_PROCESSES = 2**25
-"""Total size of files from which they are read by several processes.
+"""Size of records from which they are read by several processes.
 
 Starting a process takes as long as reading a few million tokens.
 """
+_LOG_BYTES_PER_RECORD_BYTE = 10
+"""Bytes of a log that take as long to convert as a byte of a record takes to survey, or less."""
 
 
 @dataclass(frozen=True)
@@ -230,12 +232,23 @@ def map_records(
         processes: number of processes; None: one for each core, or only this process if the files are small.
     """
     count = min(len(paths), processes or len(os.sched_getaffinity(0)))
-    size = sum(path.stat().st_size for path in paths if path.exists())  # a link may lead nowhere; its reader says so
+    size = sum(_bytes_to_survey(path, cache) for path in paths)
     if count < 2 or (processes is None and size < _MIN_BYTES_FOR_PROCESSES):
         yield from (apply_to_record(function, path, cache) for path in paths)
         return
     with ProcessPoolExecutor(count, mp_context=get_context("spawn")) as pool:
         yield from pool.map(partial(_apply_with_limits, current_limits(), function, cache), paths)
+
+
+def _bytes_to_survey(path: Path, cache: Path | None) -> int:
+    """Return the size of a record, or of the record that is, or will be, converted from a log; 0 if there is none."""
+    step = log_step(path)
+    converted = None if step is None else _folder_of_converted(path, cache) / file_name(step, JSONL_WRITER)
+    if converted is not None and converted.exists():
+        return converted.stat().st_size
+    # A link may lead nowhere, which its reader will say.
+    size = path.stat().st_size if path.exists() else 0
+    return size if step is None else size // _LOG_BYTES_PER_RECORD_BYTE
 
 
 def _apply_with_limits(limits: InputLimits, function: Callable[[Path], Any], cache: Path | None, path: Path) -> Any:
@@ -271,10 +284,15 @@ def apply_to_record(function: Callable[[Path], Any], path: Path, cache: Path | N
         raise
 
 
+def _folder_of_converted(log: Path, cache: Path | None) -> Path:
+    """Return the folder of the records that are converted from a log and its neighbours."""
+    if cache is None:
+        return log.parent / CONVERTED_FOLDER
+    return cache / hashlib.sha256(os.fsencode(log.parent.resolve())).hexdigest()[:16]  # several runs may share a cache
+
+
 def _convert(log: Path, cache: Path | None) -> Path:
-    directory = log.parent / CONVERTED_FOLDER
-    if cache is not None:  # several runs may share it
-        directory = cache / hashlib.sha256(os.fsencode(log.parent.resolve())).hexdigest()[:16]
+    directory = _folder_of_converted(log, cache)
     try:
         return convert_log(log, directory)
     except OSError as error:

@@ -12,7 +12,7 @@ pytest.importorskip("pyarrow")
 from nemo_geomask.errors import DataError
 from nemo_geomask.tools.diagnose.jsonl_logs import convert_log
 from nemo_geomask.tools.diagnose.record_reader import read_blocks
-from nemo_geomask.tools.diagnose.record_sources import find_runs
+from nemo_geomask.tools.diagnose.record_sources import find_runs, map_records
 from tests.helpers.logs import log_row, write_log
 
 
@@ -170,3 +170,18 @@ def test_a_file_that_is_not_a_record_is_an_error(tmp_path):
     path.write_text(json.dumps({}))
     with pytest.raises(DataError, match="can't be read as a record"):
         list(read_blocks(path))
+
+
+def process_id(path):
+    return os.getpid()
+
+
+@pytest.mark.slow
+def test_a_large_log_with_small_records_starts_no_processes(tmp_path):
+    """Starting them would take longer than to read the records that are already there."""
+    for step in (1, 2):
+        write_log(tmp_path, step, [log_row(range(8), prompt=2, width=60_000) for _ in range(20)])
+    logs = sorted(tmp_path.glob("*.jsonl"))
+    assert sum(path.stat().st_size for path in logs) > 2**25
+    for _ in ("converted now", "read from the cache"):
+        assert set(map_records(process_id, logs)) == {os.getpid()}
