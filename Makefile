@@ -158,6 +158,7 @@ docs: $(VENV)/.test
 	$(BIN)/python -m tests.suite
 	$(BIN)/python -m nemo_geomask.tools.rehearse.case_matrix --table
 	$(BIN)/python -m nemo_geomask.tools.rehearse.recipe_table
+	$(BIN)/python -m nemo_geomask.cli.reference_page docs/command_line.md
 	$(BIN)/nemo-geomask schema --out recipes/recipe.schema.json
 
 RELEASE := .venv-release

@@ -1,8 +1,9 @@
 """Command line ``nemo-geomask COMMAND …``: the table of commands, and what happens around each of them.
 
-A command is a module of this package with ``add_arguments(parser)``, which declares its arguments and its help, and
-``run(arguments)``, which does the work and returns the exit status. It is imported when it is chosen, so that
-``--help``, ``--version`` and every other command need none of its packages.
+A command is a module of this package with ``add_arguments(parser)``, which declares its arguments and its help,
+``run(arguments)``, which does the work and returns the exit status, and ``EXIT_STATUS``, which says what each status
+means. It is imported when it is chosen, so that ``--help``, ``--version`` and every other command need none of its
+packages.
 """
 
 from __future__ import annotations
@@ -15,17 +16,18 @@ import importlib.util
 import os
 import select
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import NamedTuple, TextIO
 
 import nemo_geomask
-from nemo_geomask.cli.arguments import add_limit_option
+from nemo_geomask.cli.arguments import add_limit_option, all_commands
+from nemo_geomask.cli.help_format import COMMON_EXIT_STATUS, HelpFormatter, with_exit_status
 from nemo_geomask.errors import GeomaskError
 from nemo_geomask.optional import missing_extra
 from nemo_geomask.plugin_imports import plugin_imports
 from nemo_geomask.tools.shared.terminal_text import escape_lines, escaped_output
 
-__all__ = ["COMMANDS", "Command", "main"]
+__all__ = ["COMMANDS", "Command", "create_parser", "installed_commands", "main"]
 
 
 class Command(NamedTuple):
@@ -133,6 +135,7 @@ COMMANDS = (
     ),
     Command("recipes", "recipe", "list and copy the recipes and pages that come with this package"),
     Command("schema", "recipe", "write the JSON Schema of a recipe, for editors"),
+    Command("completion", "cli", "print a script for a shell that completes commands and options", extras="completion"),
 )
 
 
@@ -185,6 +188,8 @@ def _run(command: Command, arguments: argparse.Namespace) -> int:
             _limits_of(arguments),
         ):
             status: int = arguments.run(arguments)
+        if status not in arguments.exit_status and status not in COMMON_EXIT_STATUS:
+            raise RuntimeError(f"{command.name} ended with status {status}, which its EXIT_STATUS lacks")
     except GeomaskError as error:
         _print_error(*map(str, error.problems))
         return 2
@@ -232,49 +237,69 @@ def _without_current_folder() -> Iterator[None]:
             sys.path[:] = path
 
 
-def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    """Parse the arguments; ``run`` of the namespace is the function of the chosen command."""
+def create_parser(chosen: Collection[str]) -> argparse.ArgumentParser:
+    """Return the parser of the command line.
+
+    Args:
+        chosen: names of the commands whose modules are imported, to declare their arguments.
+    """
     parser = argparse.ArgumentParser(
         prog="nemo-geomask",
         description="Losses for NeMo-RL that measure, correct and mask the gap between the engine that samples and the "
         "engine that trains, and tools around a run.",
+        formatter_class=HelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"nemo-geomask {nemo_geomask.__version__}")
     subparsers = parser.add_subparsers(metavar="COMMAND", required=True)
-    # No option before the command takes a value, so the first word without a dash is the command.
-    chosen = next((word for word in argv if not word.startswith("-")), None)
-    names = []
-    for command in COMMANDS:
-        if not command.is_installed():
-            continue
-        names.append(command.name)
-        subparser = subparsers.add_parser(command.name, help=command.help, formatter_class=_HelpFormatter)
-        if command.name == chosen:
+    for command in installed_commands():
+        subparser = subparsers.add_parser(command.name, help=command.help, formatter_class=HelpFormatter)
+        if command.name in chosen:
             module = importlib.import_module(command.module)
             module.add_arguments(subparser)
+            subparser.epilog = with_exit_status(subparser.epilog, module.EXIT_STATUS)
             if command.reads_recipes:
                 add_limit_option(subparser)
-            subparser.set_defaults(run=module.run, command=command)
-    if chosen is not None and chosen not in names:
-        nearest = difflib.get_close_matches(chosen, names, n=1)
-        hint = f"did you mean '{nearest[0]}'?" if nearest else f"choose from {', '.join(names)}"
+            subparser.set_defaults(
+                run=module.run, command=command, exit_status=module.EXIT_STATUS, parser_of_all=_create_full_parser
+            )
+    return parser
+
+
+def installed_commands() -> list[Command]:
+    """Return the commands whose tools are there."""
+    return [command for command in COMMANDS if command.is_installed()]
+
+
+def _create_full_parser() -> argparse.ArgumentParser:
+    return create_parser([command.name for command in installed_commands()])
+
+
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
+    """Parse the arguments; ``run`` of the namespace is the function of the chosen command."""
+    # No option before the command takes a value, so the first word without a dash is the command.
+    chosen = next((word for word in argv if not word.startswith("-")), None)
+    parser = create_parser([] if chosen is None else [chosen])
+    commands = all_commands(parser)
+    if chosen is not None and chosen not in commands:
+        hint = _nearest(chosen, commands) or f"choose from {', '.join(commands)}"
         parser.error(f"there is no command '{chosen}'; {hint}")
     # argparse takes `key.path=value …` only up to the next option. It returns those after an option as unknown.
     arguments, unknown = parser.parse_known_args(argv)
     if unknown:
-        if not hasattr(arguments, "overrides") or any(word.startswith("-") for word in unknown):
-            parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+        options = [word for word in unknown if word.startswith("-")]
+        if not hasattr(arguments, "overrides") or options:
+            command = commands[arguments.command.name]
+            known = [option for action in command._actions for option in action.option_strings]
+            hint = _nearest(options[0].partition("=")[0], known) if options else ""
+            command.error(f"unrecognized arguments: {' '.join(unknown)}{hint and f'; {hint}'}")
         arguments.overrides = [*arguments.overrides, *unknown]
     return arguments
 
 
-class _HelpFormatter(argparse.HelpFormatter):
-    """Formatter that wraps a description of one paragraph and keeps the lines of an epilog as they are."""
-
-    def _fill_text(self, text: str, width: int, indent: str) -> str:
-        if "\n" in text:
-            return "".join(indent + line for line in text.splitlines(keepends=True))
-        return super()._fill_text(text, width, indent)
+def _nearest(word: str, known: Iterable[str]) -> str:
+    """Return a question that names the known word nearest to a mistyped one; empty if none is near."""
+    nearest = difflib.get_close_matches(word, list(known), n=1)
+    return f"did you mean '{nearest[0]}'?" if nearest else ""
 
 
 def _is_reader_gone(stream: TextIO | None) -> bool:

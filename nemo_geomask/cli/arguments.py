@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 
-__all__ = ["ACCEPT_HELP", "add_limit_option", "positive_number"]
+__all__ = ["ACCEPT_HELP", "add_limit_option", "all_commands", "positive_number"]
 
 ACCEPT_HELP = (
     "go on, at your own risk, although this API of NeMo-RL differs from the tested versions; its name is the one that "
@@ -34,3 +34,9 @@ def add_limit_option(parser: argparse.ArgumentParser) -> None:
         metavar="NAME=NUMBER",
         help="change a limit of what is read, such as nodes=50000; errors name the limit (repeatable)",
     )
+
+
+def all_commands(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
+    """Return the parsers of a parser's commands, by name."""
+    (commands,) = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
+    return dict(commands.choices)

@@ -6,7 +6,12 @@ import argparse
 
 from nemo_geomask.tools import bench
 
-__all__ = ["add_arguments", "run"]
+__all__ = ["EXIT_STATUS", "add_arguments", "run"]
+
+EXIT_STATUS = {
+    0: "measured; a missed target is in the table, and no error",
+    2: "a mistake in the arguments, the recipe or the installation",
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

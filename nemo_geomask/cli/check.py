@@ -18,14 +18,15 @@ from nemo_geomask.tools.shared.terminal_text import escape_json
 if TYPE_CHECKING:
     from nemo_geomask.tools.check.recipe_check import CheckOptions
 
-__all__ = ["add_arguments", "run"]
+__all__ = ["EXIT_STATUS", "add_arguments", "run"]
+
+EXIT_STATUS = {
+    0: "no errors; warnings are printed",
+    1: "warnings, under --strict",
+    2: "errors, or a recipe that can't be read",
+}
 
 _EPILOG = """\
-exit status
-  0  no errors (warnings are printed)
-  1  warnings, under --strict
-  2  errors, or a recipe that can't be read
-
 A rule is silenced by --ignore, or by a comment in the recipe or in a file it inherits from:
   # nemo-geomask: ignore GM108, GM110
 

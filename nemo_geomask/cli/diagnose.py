@@ -7,16 +7,17 @@ from pathlib import Path
 
 from nemo_geomask.cli.arguments import add_limit_option, positive_number
 
-__all__ = ["add_arguments", "run"]
+__all__ = ["EXIT_STATUS", "add_arguments", "run"]
+
+EXIT_STATUS = {
+    0: "healthy; with several runs, the worst of them counts",
+    1: "drifting",
+    2: "no verdict: nothing to read, too short to judge, or records without the mismatch",
+    3: "broken",
+}
 
 _EXIT_STATUS = {"healthy": 0, "drifting": 1, "broken": 3, "unknown": 2}
 _EPILOG = """\
-exit status (the worst of several runs)
-  0  healthy
-  1  drifting
-  2  no verdict: nothing to read, too short to judge, or records without the mismatch
-  3  broken
-
 examples
   nemo-geomask diagnose logs/exp_001
   nemo-geomask diagnose logs/a logs/b --full

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import argparse
 
-__all__ = ["add_arguments", "run"]
+__all__ = ["EXIT_STATUS", "add_arguments", "run"]
+
+EXIT_STATUS = {
+    0: "no problems",
+    1: "problems; each is printed",
+    2: "a mistake in the arguments",
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments and its help."""
     parser.description = (
         "Report versions, whether packages can be imported, registered losses, and the NeMo-RL APIs that nemo-geomask "
-        "relies on, here and in every environment in which a worker receives a loss. Exit status: 0 without problems, "
-        "1 with problems."
+        "relies on, here and in every environment in which a worker receives a loss."
     )
     parser.add_argument(
         "--worker", action="append", default=[], metavar="PYTHON", help="check this interpreter too (repeatable)"

@@ -8,7 +8,13 @@ from pathlib import Path
 from nemo_geomask.errors import ConfigError
 from nemo_geomask.recipe.shipped_files import find_recipe
 
-__all__ = ["add_arguments", "run"]
+__all__ = ["EXIT_STATUS", "add_arguments", "run"]
+
+EXIT_STATUS = {
+    0: "all runs are trained, and reported on",
+    1: "a run failed",
+    2: "a mistake in the arguments, the recipe or the installation",
+}
 
 _EPILOG = """\
 SPEC = name[:level][+preset]...

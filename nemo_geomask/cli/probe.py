@@ -8,7 +8,13 @@ from pathlib import Path
 
 from nemo_geomask.cli.arguments import positive_number
 
-__all__ = ["add_arguments", "run"]
+__all__ = ["EXIT_STATUS", "add_arguments", "run"]
+
+EXIT_STATUS = {
+    0: "the mismatch is explained, or there is none",
+    1: "a check found a fault, or no switch explains the mismatch, or the budget ended before all were tried",
+    2: "a mistake in the arguments, a recipe that can't be read, no NeMo-RL; the recipe's own settings can't be scored",
+}
 
 _EPILOG = """\
 A probe freezes prompts and responses, scores the same tokens by the engine's decode, by its prefill and by the trainer,
@@ -19,12 +25,6 @@ settings and the code, and not in the weights of the real model.
 NeMo-RL is the checkout at NEMO_RL_ROOT; the interpreter is this one, and must have NeMo-RL's requirements and vLLM.
 
 Every start of the workers is kept in --out with a hash. After a kill, or with a larger budget, --resume goes on.
-
-exit status
-  0  the mismatch is explained, or there is none
-  1  a check found a fault, or no switch explains the mismatch, or the budget ended before all were tried
-  2  a mistake in the arguments, a recipe that can't be read, no NeMo-RL; the recipe's own settings can't be scored
-  130  Ctrl-C
 
 examples
   nemo-geomask probe recipe.yaml

@@ -7,7 +7,12 @@ from pathlib import Path
 
 from nemo_geomask.recipe.shipped_files import copy_files, describe_file, inherited_files, list_files, shipped_file
 
-__all__ = ["add_arguments", "run"]
+__all__ = ["EXIT_STATUS", "add_arguments", "run"]
+
+EXIT_STATUS = {
+    0: "the files are listed, printed or copied",
+    2: "a name is unknown, or a file can't be written",
+}
 
 _EPILOG = """\
 A recipe's name can be used as it is, in any folder, with check, lab,

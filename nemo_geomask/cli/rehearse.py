@@ -10,7 +10,16 @@ from typing import Any
 
 from nemo_geomask.cli.arguments import ACCEPT_HELP, positive_number
 
-__all__ = ["add_arguments", "run"]
+__all__ = ["EXIT_STATUS", "add_arguments", "run"]
+
+EXIT_STATUS = {
+    0: "every step was trained by the loss that the recipe names, and the report names no fault",
+    1: "anything else: a stage failed, validation included; no loss or another one was called; a step was vetoed, or "
+    "its masks kept nothing; loss or gradient norm is NaN; sampler and trainer disagree on weights, or on log-probs by "
+    "more than in a healthy tiny model; a record was lost; the time limit was reached; --control or a plain "
+    "--resume gave another loss or metric",
+    2: "a mistake in the arguments, a recipe that can't be read, no NeMo-RL",
+}
 
 _EPILOG = """\
 A rehearsal runs NeMo-RL's own script, workers, vLLM, refit, training loop, logger and checkpoints, with the recipe's
@@ -23,15 +32,6 @@ NeMo-RL is the checkout at NEMO_RL_ROOT; the interpreter is this one, and must h
 layout
   At most --ranks processes train. TP takes as many of them as it can, then CP, EP and PP; data parallelism takes the
   rest. The report names the sizes that were reduced.
-
-exit status
-  0  every step was trained by the loss that the recipe names, and the report names no fault
-  1  anything else: a stage failed, validation included; no loss or another one was called; a step was vetoed, or its
-     masks kept nothing; loss or gradient norm is NaN; sampler and trainer disagree on weights, or on log-probs by more
-     than in a healthy tiny model; a record was lost; the time limit was reached; --control or a plain --resume gave
-     another loss or metric
-  2  a mistake in the arguments, a recipe that can't be read, no NeMo-RL
-  130  Ctrl-C
 
 examples
   nemo-geomask rehearse recipe.yaml

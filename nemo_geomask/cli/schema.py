@@ -6,12 +6,17 @@ import argparse
 import json
 from pathlib import Path
 
+from nemo_geomask.config.objectives import LOSSES, load_objective
 from nemo_geomask.config.presets import PRESET_GROUP
 from nemo_geomask.errors import ConfigError
-from nemo_geomask.losses.registry import available, load
 from nemo_geomask.recipe.json_schema import recipe_schema
 
-__all__ = ["add_arguments", "render", "run"]
+__all__ = ["EXIT_STATUS", "add_arguments", "render", "run"]
+
+EXIT_STATUS = {
+    0: "the schema is written",
+    2: "it can't be written, or a plugin can't be loaded",
+}
 
 _EPILOG = """\
 In an editor with the YAML language server (VS Code, Neovim, …), write at the top of a recipe
@@ -22,10 +27,17 @@ In an editor with the YAML language server (VS Code, Neovim, …), write at the 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments and its help."""
     parser.description = (
-        "Write the JSON Schema of a NeMo-RL recipe. It describes loss_fn strictly and allows anything elsewhere."
+        "Write the JSON Schema of a NeMo-RL recipe, which describes loss_fn strictly and allows anything elsewhere; or "
+        "that of the JSON which a command writes."
     )
     parser.epilog = _EPILOG
     parser.add_argument("--out", type=Path, metavar="FILE", help="default: standard output")
+    parser.add_argument(
+        "--of",
+        dest="command_name",
+        choices=("check", "diagnose", "rehearse", "sweep"),
+        help="write the schema of this command's JSON instead",
+    )
     parser.add_argument(
         "--installed", action="store_true", help="include the objectives and mask presets of installed plugins"
     )
@@ -33,7 +45,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command."""
-    text = render(installed=arguments.installed)
+    if arguments.command_name is None:
+        text = render(installed=arguments.installed)
+    else:
+        from nemo_geomask.tools.shared.json_formats import json_schema
+
+        text = json.dumps(json_schema(arguments.command_name), ensure_ascii=False, indent=2) + "\n"
     if arguments.out is None:
         print(text, end="")
         return 0
@@ -51,11 +68,13 @@ def render(*, installed: bool = False) -> str:
         installed: include the objectives and mask presets of installed plugins. Without them the text is the same on
             every machine; it allows any name for an objective, and ``module:attribute`` for a preset.
     """
-    names = [name for name, entries in available().items() if installed or entries[0].distribution == "nemo-geomask"]
+    names = [
+        name for name, entries in LOSSES.available().items() if installed or entries[0].distribution == "nemo-geomask"
+    ]
     presets = {
         name: PRESET_GROUP.load(name)
         for name in PRESET_GROUP.available()
         if installed and not PRESET_GROUP.is_built_in(name)
     }
-    schema = recipe_schema({name: load(name).options for name in names}, presets)
+    schema = recipe_schema({name: load_objective(name).options for name in names}, presets)
     return json.dumps(schema, ensure_ascii=False, indent=2) + "\n"

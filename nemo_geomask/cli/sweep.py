@@ -6,14 +6,15 @@ import argparse
 import sys
 from pathlib import Path
 
-__all__ = ["add_arguments", "run"]
+__all__ = ["EXIT_STATUS", "add_arguments", "run"]
+
+EXIT_STATUS = {
+    0: "candidates compared, and one of them recommended, which may be no correction",
+    1: "compared, but none recommended: fewer than 32 sequences have a token with a gradient",
+    2: "nothing compared: no records, no trained token, advantages of 0 throughout, or a mistake in the arguments",
+}
 
 _EPILOG = """\
-exit status
-  0  candidates compared, and one of them recommended (it may be "nothing")
-  1  compared, but none recommended: fewer than 32 sequences have a token with a gradient
-  2  nothing compared: no records, no trained token, advantages of 0 throughout, or a mistake in the arguments
-
 examples
   nemo-geomask sweep logs/exp_001
   nemo-geomask sweep logs/exp_001 --recipe recipe.yaml --recommend

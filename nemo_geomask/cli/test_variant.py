@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import argparse
 
-__all__ = ["add_arguments", "run"]
+__all__ = ["EXIT_STATUS", "add_arguments", "run"]
+
+EXIT_STATUS = {
+    0: "every promise is kept",
+    1: "a promise is broken",
+    2: "the name can't be loaded, or the settings are invalid",
+}
 
 _EPILOG = """\
-exit status
-  0  every promise is kept
-  1  a promise is broken
-  2  the name can't be loaded, or the settings are invalid
-
 examples
   nemo-geomask test-variant my_losses:UNCLIPPED
   nemo-geomask test-variant gspo ratio_anchor=gen

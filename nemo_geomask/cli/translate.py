@@ -8,14 +8,15 @@ from typing import Any
 
 from nemo_geomask.errors import ConfigError
 
-__all__ = ["add_arguments", "run"]
+__all__ = ["EXIT_STATUS", "add_arguments", "run"]
+
+EXIT_STATUS = {
+    0: "every setting is expressed; comments name differences in detail that remain",
+    1: "some settings can't be expressed, or are not known; each has a line NOT EXPRESSED",
+    2: "the file can't be read, has no setting of a loss, or its settings belong to no known system, or to several",
+}
 
 _EPILOG = """\
-exit status
-  0  every setting is expressed; comments name differences in detail that remain
-  1  some settings can't be expressed, or are not known; each has a line NOT EXPRESSED
-  2  the file can't be read, has no setting of a loss, or its settings belong to no known system, or to several
-
 examples
   nemo-geomask translate ppo_trainer.yaml
   nemo-geomask translate --from slime run.sh mis.yaml --out loss_fn.yaml

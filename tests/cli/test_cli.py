@@ -38,7 +38,8 @@ def test_recipes_that_a_help_names_exist(command, capsys):
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_examples_of_a_help_are_accepted(command, capsys, monkeypatch):
-    examples = [line for line in helped(capsys, command).splitlines() if line.startswith("  nemo-geomask ")]
+    text = helped(capsys, command).replace("\\\n", "")
+    examples = [line for line in text.splitlines() if line.startswith("  nemo-geomask ")]
     lines = [line.partition(" > ")[0].split() for line in examples]
     seen = []
     module = importlib.import_module(MODULES[command])
@@ -46,9 +47,7 @@ def test_examples_of_a_help_are_accepted(command, capsys, monkeypatch):
     for _, *words in lines:
         assert main(words) == 0
     assert len(seen) == len(lines)
-    assert bool(lines) == (
-        command in ("lab", "run", "check", "translate", "test-variant", "rehearse", "diagnose", "sweep", "recipes")
-    )
+    assert bool(lines) == (command not in ("bench", "doctor", "probe", "schema"))
 
 
 @pytest.mark.parametrize("option", ["--help", "--version"])

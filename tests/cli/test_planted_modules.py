@@ -30,6 +30,7 @@ COMMANDS = {
     "bench": ["--no-such-option"],
     "schema": [],
     "recipes": [],
+    "completion": ["bash"],
     "probe": ["recipe.yaml"],
 }
 

@@ -21,6 +21,8 @@ from nemo_geomask.tools.check.check_output import (
 )
 from nemo_geomask.tools.check.recipe_check import CheckedRecipe, CheckOptions, check_recipe
 from nemo_geomask.tools.check.rule import Finding
+from nemo_geomask.tools.shared.json_output import JSON_VERSION
+from nemo_geomask.tools.shared.progress import track
 from nemo_geomask.tools.shared.terminal_text import escape_line
 
 __all__ = ["BulkCheck", "bulk_as_json", "bulk_as_text", "check_many"]
@@ -77,7 +79,8 @@ def check_many(paths: Sequence[str], options: CheckOptions) -> BulkCheck:
         skipped += len(files) - len(recipe_files)
     checked: list[CheckedRecipe] = []
     unreadable: list[tuple[str, GeomaskError]] = []
-    for recipe in dict.fromkeys(recipes):
+    unique = list(dict.fromkeys(recipes))
+    for recipe in track(unique, len(unique), "checking recipes"):
         try:
             checked.append(check_recipe(replace(options, recipe=recipe)))
         except GeomaskError as error:
@@ -143,6 +146,7 @@ def bulk_as_json(bulk: BulkCheck) -> dict[str, Any]:
     """Return the result as a JSON object, in which ``recipes`` has an object of the usual keys for each recipe."""
     unreadable = [unreadable_as_json(path, error.problems) for path, error in bulk.unreadable]
     return {
+        "version": JSON_VERSION,
         "recipes": [*unreadable, *map(as_json, bulk.checked)],
         "skipped": bulk.skipped,
         "summary": {severity: bulk.count(severity) for severity in SEVERITIES},

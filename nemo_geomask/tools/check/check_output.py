@@ -12,7 +12,7 @@ from nemo_geomask.errors import Problem
 from nemo_geomask.tools.check.all_rules import RULES
 from nemo_geomask.tools.check.recipe_check import CheckedRecipe, MaskForecast
 from nemo_geomask.tools.check.rule import Finding
-from nemo_geomask.tools.shared.json_output import replace_nonfinite
+from nemo_geomask.tools.shared.json_output import JSON_VERSION, replace_nonfinite
 from nemo_geomask.tools.shared.terminal_text import escape_line, escape_lines
 
 if TYPE_CHECKING:
@@ -136,6 +136,7 @@ def as_json(checked: CheckedRecipe) -> dict[str, Any]:
     facts, report = checked.facts, checked.report
     trained_loss = "nemo_rl" if facts.trains_nemo_rl_loss else "nemo_geomask"
     return {
+        "version": JSON_VERSION,
         "recipe": os.fspath(facts.recipe.path),
         "nemo_rl": str(facts.nemo_rl) if facts.nemo_rl else None,
         "loss_of": None if facts.loss is None else trained_loss,
@@ -162,6 +163,7 @@ def unreadable_as_json(recipe: str | None, problems: Sequence[Problem]) -> dict[
         for problem in problems
     ]
     return {
+        "version": JSON_VERSION,
         "recipe": recipe,
         "nemo_rl": None,
         "loss_of": None,

@@ -10,7 +10,7 @@ from nemo_geomask.tools.diagnose.causes import CAUSES
 from nemo_geomask.tools.diagnose.report_tables import Decode, diagnosis_tables
 from nemo_geomask.tools.diagnose.thresholds import HEALTH_LIMITS
 from nemo_geomask.tools.diagnose.verdict import RunDiagnosis
-from nemo_geomask.tools.shared.json_output import replace_nonfinite
+from nemo_geomask.tools.shared.json_output import JSON_VERSION, replace_nonfinite
 
 __all__ = ["diagnosis_json"]
 
@@ -62,6 +62,7 @@ def diagnosis_json(
             "source": limit.source,
         }
     values = {
+        "version": JSON_VERSION,
         "run": directory,
         "health": "unknown" if diagnosis.unjudged_reason else diagnosis.health,
         "verdict": diagnosis.sentence,

@@ -15,6 +15,7 @@ from nemo_geomask.tools.diagnose.record_reader import RecordBlock, read_blocks
 from nemo_geomask.tools.diagnose.record_sources import RunFiles, Tolerant, apply_to_record, map_records
 from nemo_geomask.tools.diagnose.run_statistics import RunStatistics
 from nemo_geomask.tools.diagnose.step_survey import survey_block
+from nemo_geomask.tools.shared.progress import track
 
 __all__ = ["read_step", "survey_file", "survey_run"]
 
@@ -70,7 +71,7 @@ def survey_run(
     if run.skips_damaged:
         survey = Tolerant(survey, _leave_out)
     paths = run.paths(steps)
-    for part in mapper(survey, paths, cache):
+    for part in track(mapper(survey, paths, cache), len(paths), "reading files"):
         statistics.add(part)
     if paths and len(statistics.left_out) == len(paths):
         first, *_ = statistics.left_out.values()

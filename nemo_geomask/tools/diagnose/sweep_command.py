@@ -19,7 +19,8 @@ from nemo_geomask.tools.diagnose.report_tables import Table, print_tables
 from nemo_geomask.tools.diagnose.run_survey import read_step
 from nemo_geomask.tools.diagnose.sweep_candidates import CANDIDATES, GRID, split_recipe_loss
 from nemo_geomask.tools.diagnose.sweep_recommendation import explain_no_recommendation, pareto_front, recommend
-from nemo_geomask.tools.shared.json_output import to_json
+from nemo_geomask.tools.shared.json_output import JSON_VERSION, to_json
+from nemo_geomask.tools.shared.progress import track
 from nemo_geomask.tools.shared.terminal_text import escape_line
 
 __all__ = ["SweepOptions", "run_sweep"]
@@ -75,13 +76,15 @@ def run_sweep(options: SweepOptions) -> str:
             candidates.insert(1, recipe_candidate)
     candidates, incompatible = correction_sweep.select_compatible(candidates, base)
     batches = _StepBatches(run, _choose_steps(run.steps, options), options.cache)
-    outcomes = correction_sweep.replay(batches, candidates, base, at=options.at)
+    steps = track(batches, len(batches.steps), "replaying steps")
+    outcomes = correction_sweep.replay(steps, candidates, base, at=options.at)
     reason = explain_no_recommendation(outcomes)
     best, block = (None, "") if reason else recommend(outcomes, base)
 
     if options.output == "json":
         front = {id(outcome) for outcome in pareto_front(outcomes)}
         values = {
+            "version": JSON_VERSION,
             "run": str(run.directory),
             "steps": batches.steps,
             "left_out": batches.left_out,

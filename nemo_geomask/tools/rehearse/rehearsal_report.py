@@ -13,7 +13,7 @@ from nemo_geomask.tools.rehearse.plan import Plan
 from nemo_geomask.tools.rehearse.rehearsal import Rehearsal
 from nemo_geomask.tools.rehearse.run_outcome import RunFailure, RunResult, Stage
 from nemo_geomask.tools.rehearse.setting_change import as_override
-from nemo_geomask.tools.shared.json_output import replace_nonfinite
+from nemo_geomask.tools.shared.json_output import JSON_VERSION, replace_nonfinite
 
 __all__ = ["as_json", "as_text"]
 
@@ -208,6 +208,7 @@ def _fields(rehearsal: Rehearsal) -> dict[str, Any]:
         ],
     }
     result: dict[str, Any] = {
+        "version": JSON_VERSION,
         "recipe": str(rehearsal.recipe),
         "nemo_rl": str(rehearsal.nemo_rl),
         "ok": rehearsal.ok,

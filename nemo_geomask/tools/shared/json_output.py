@@ -7,7 +7,13 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["replace_nonfinite", "to_json"]
+__all__ = ["JSON_VERSION", "replace_nonfinite", "to_json"]
+
+JSON_VERSION = 1
+"""Value of ``version`` in the JSON of every command.
+
+It grows when a key is removed, renamed or gets another meaning. New keys may come under the same version.
+"""
 
 
 def replace_nonfinite(value: Any) -> Any:
