@@ -155,7 +155,11 @@ def run_without(tools: set[str], code: str, target: Path) -> str:
 @pytest.mark.parametrize("tool", NAMES)
 def test_without_a_tool_the_rest_can_be_imported(tool, tmp_path):
     deleted = with_dependents(tool)
-    remaining = [command.name for command in COMMANDS if command.package.removeprefix("tools.") not in deleted]
+    remaining = [
+        command.name
+        for command in COMMANDS
+        if not {name.removeprefix("tools.") for name in (command.package, *command.needs)} & deleted
+    ]
     listed = re.findall(
         r"^    ([a-z][\w-]*)(?:  |$)", run_without(deleted, IMPORT + HELP, tmp_path), flags=re.MULTILINE
     )

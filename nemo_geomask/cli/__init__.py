@@ -43,6 +43,7 @@ class Command(NamedTuple):
         runs_script: True if the command runs a program of the user's in this process, which may exit as it likes and
             print what it likes.
         extras: the package's extras, separated by commas, that install all that the command needs.
+        needs: other packages below ``nemo_geomask`` without which the command is not offered.
     """
 
     name: str
@@ -52,6 +53,7 @@ class Command(NamedTuple):
     reads_recipes: bool = False
     runs_script: bool = False
     extras: str = ""
+    needs: tuple[str, ...] = ()
 
     @property
     def module(self) -> str:
@@ -59,9 +61,10 @@ class Command(NamedTuple):
         return f"{__name__}.{self.name.replace('-', '_')}"
 
     def is_installed(self) -> bool:
-        """Return True if both the command's module and the package that does its work exist."""
+        """Return True if the command's module exists, and the packages that do its work."""
         # A deleted package may leave its folder behind. Python takes that for a namespace package, which has no origin.
-        specs = [importlib.util.find_spec(name) for name in (self.module, f"nemo_geomask.{self.package}")]
+        names = [self.module, *(f"nemo_geomask.{name}" for name in (self.package, *self.needs))]
+        specs = [importlib.util.find_spec(name) for name in names]
         return all(spec is not None and spec.origin is not None for spec in specs)
 
 
@@ -126,6 +129,15 @@ COMMANDS = (
         imports_plugins=True,
         reads_recipes=True,
         extras="recipes,diagnose",
+    ),
+    Command(
+        "probe",
+        "tools.probe",
+        "find out which settings make a recipe's sampler and trainer disagree",
+        imports_plugins=True,
+        reads_recipes=True,
+        extras="recipes,diagnose",
+        needs=("tools.rehearse",),
     ),
     Command(
         "bench",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 from pathlib import Path
 
@@ -74,42 +75,43 @@ def run(arguments: argparse.Namespace) -> int:
     """Run the command."""
     from nemo_geomask.tools.probe.probe_report import as_json, as_text, write_html
     from nemo_geomask.tools.probe.probe_run import choose_switches, prepare_folder, probe
-    from nemo_geomask.tools.rehearse.hosted_job import HostedJob, JobOutcome, reads_key, run_job, values_in_force
+    from nemo_geomask.tools.probe.scoring_job import FUNCTION
+    from nemo_geomask.tools.rehearse.hosted_job import reads_key, values_in_force
+    from nemo_geomask.tools.rehearse.job_session import JobSession
     from nemo_geomask.tools.rehearse.rehearsal import has_gpus
+    from nemo_geomask.tools.rehearse.supervision import signals_as_exceptions
     from nemo_geomask.tools.shared.json_output import to_json
     from nemo_geomask.tools.shared.mismatch_switches import mismatch_switches
 
-    def launch(*, function: str, file: Path, folder: Path, settings: dict[str, object]) -> JobOutcome:
-        return run_job(
-            *(arguments.recipe, arguments.overrides, HostedJob(function, file)),
-            folder=folder.resolve(),
-            settings=settings,
-            ranks=arguments.ranks,
-            timeout=arguments.timeout,
-        )
-
     generations = 2
     folder = (arguments.out or Path("results", "probe", Path(arguments.recipe).stem)).resolve()
-    more_keys = [f"policy.generation.{name}" for name in ("temperature", "top_p", "top_k")]
+    recipe = (arguments.recipe, arguments.overrides)
+    more_keys = [f"policy.generation.{name}" for name in ("temperature", "top_p", "top_k", "colocated.enabled")]
     keys = [*(switch.key for switch in mismatch_switches()), *more_keys, "policy.megatron_cfg.enabled"]
-    values = values_in_force(arguments.recipe, arguments.overrides, keys, ranks=arguments.ranks)
+    values, replaced = values_in_force(*recipe, keys, ranks=arguments.ranks)
     switches, untried_rows = choose_switches(
-        values,
+        *(values, replaced),
         names=None if arguments.switches is None else arguments.switches.split(","),
         is_read=reads_key,
         trainer="megatron" if values.get("policy.megatron_cfg.enabled") else "dtensor",
         has_gpus=has_gpus(),
     )
     sizes = (arguments.prompts, generations)
-    prepare_folder(folder, arguments.recipe, arguments.overrides, sizes, resume=arguments.resume)
-    result = probe(
-        *(arguments.recipe, arguments.overrides, launch, switches, untried_rows, values),
-        folder=folder,
-        prompts=arguments.prompts,
-        generations=generations,
-        budget=60 * arguments.budget,
-        progress=lambda line: print(f"probe: {line}", file=sys.stderr, flush=True),
+    prepare_folder(folder, *recipe, sizes, resume=arguments.resume)
+    workers = JobSession(
+        *(*recipe, FUNCTION), folder=folder / "work", ranks=arguments.ranks, timeout=arguments.timeout
     )
+    with signals_as_exceptions(), contextlib.closing(workers):
+        result = probe(
+            *(*recipe, workers, switches, untried_rows, values),
+            folder=folder,
+            prompts=arguments.prompts,
+            generations=generations,
+            budget=60 * arguments.budget,
+            # On GPUs a former engine may leave memory behind, and engines of several processes start anew.
+            replaces_engines=not has_gpus() and bool(values.get("policy.generation.colocated.enabled", True)),
+            progress=lambda line: print(f"probe: {line}", file=sys.stderr, flush=True),
+        )
     content = to_json(as_json(result))
     if arguments.html is not None:
         write_html(arguments.html, result)

@@ -1,8 +1,9 @@
 """Arms of both sides: which starts score them, and their log-probs.
 
-The decode of an engine depends on the engine's settings, and the log-probs of a trainer on the trainer's. One start
-therefore scores an arm of each side, and any arm of one side can be compared with any of the other. An exception are
-trainers whose arms send other weights; :attr:`ArmRunner.is_coupled` says so.
+The decode of an engine depends on the engine's settings, and the log-probs of a trainer on the trainer's. Any arm of
+one side can therefore be compared with any of the other. One start scores an arm of each side; or, where engines can be
+replaced in their process, the trainer's arms have starts of their own, and those of the engine share one. An exception
+are trainers whose arms send other weights; :attr:`ArmRunner.is_coupled` says so.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ NOTHING: Arm = frozenset()
 """The baseline: the recipe's own values."""
 
 _CHECKSUM = "engine.checksum"
+_GENERATION = "policy.generation."
+_ENVIRONMENT = ".env_vars."
 
 
 class ArmRunner:
@@ -39,6 +42,7 @@ class ArmRunner:
         switches: switches to try.
         settings: settings of all starts, by dotted key.
         budget: seconds after which no further start is begun.
+        replaces_engines: True if an engine can be replaced in its process, which saves starts of all workers.
         progress: called with a line before each start that is run.
     """
 
@@ -49,15 +53,18 @@ class ArmRunner:
         *,
         settings: Mapping[str, Any],
         budget: float,
+        replaces_engines: bool = False,
         progress: Callable[[str], None] = lambda line: None,
     ) -> None:
         self._store = store
         self._settings = settings
         self._deadline = time.monotonic() + budget
         self._progress = progress
+        self.replaces_engines = replaces_engines
+        """True if the engine's arms share a start."""
         self._switches = {switch.id: switch for switch in switches if switch.cost != "request"}
         self._answers: dict[Side, dict[Arm, StartAnswer]] = {"engine": {}, "trainer": {}}
-        self._repeated: dict[Side, StartAnswer] = {}
+        self._repeated: list[tuple[Side, str, StartAnswer]] = []
         self._ignored: dict[Side, frozenset[str]] = {}
         self.starts: set[str] = set()
         """Names of the starts that were used, stored ones included."""
@@ -69,9 +76,10 @@ class ArmRunner:
             side: {BASE: {}, "again": {}, "reversed": {"reversed": True}} for side in SIDES
         }
         for switch in switches:
-            if switch.cost == "request" and switch.side != "both":
-                requests[switch.side][switch.id] = {switch.field: switch.value}
-        base = self._answer(Start("baseline", settings, requests["engine"], requests["trainer"]))
+            if switch.cost == "request":
+                for side in SIDES if switch.side == "both" else (switch.side,):
+                    requests[side][switch.id] = {switch.field: switch.value}
+        base = self._answer(Start("baseline", settings, decode=requests["engine"], trainer=requests["trainer"]))
         if base is None or base.error:
             raise EngineError(f"the recipe can't be scored with its own settings: {base.error if base else 'no time'}")
         self.base: StartAnswer = base
@@ -85,29 +93,41 @@ class ArmRunner:
         return frozenset(switch.id for switch in self._switches.values() if switch.side == side)
 
     def run_repeated(self) -> None:
-        """Run the arms of all conservative values, each beside a repetition of the other side's baseline."""
-        for engine, trainer in ((self.arm_of_all("engine"), NOTHING), (NOTHING, self.arm_of_all("trainer"))):
-            answer = self._run(engine, trainer)
-            if answer is None or answer.error:
-                continue
-            if not engine:
-                before, after = self.base.scores["engine_settings"], answer.scores["engine_settings"]
+        """Run the arms of all conservative values, and repeat the baseline of each side after a restart."""
+        all_engine, all_trainer = map(self.arm_of_all, SIDES)
+        if all_trainer or not self.replaces_engines:
+            answer = self._run(NOTHING, all_trainer)
+            if answer is not None and not answer.error:
+                before, after = (each.scores["engine_settings"] for each in (self.base, answer))
                 self.is_coupled = before.get(_CHECKSUM) != after.get(_CHECKSUM)
-                self._repeated["engine"] = answer
-                self._ignored["engine"] = frozenset(differing_settings(before, after))
-            if not trainer:
-                self._repeated["trainer"] = answer
-                varying = differing_settings(_settings_of("trainer", self.base), _settings_of("trainer", answer))
-                self._ignored["trainer"] = frozenset(varying)
+                if not self.is_coupled:
+                    self._repeat("engine", "restarted", answer)
+        if self.replaces_engines:
+            restarted = self._run(NOTHING, NOTHING)
+            self._repeat("engine", "restarted", restarted)
+            self._repeat("trainer", "restarted", restarted)
+            self._repeat("engine", "replaced in its process", self._answer(self._replaced("engine-again", {})))
+        answer = self._run(all_engine, NOTHING) if all_engine or not self.replaces_engines else None
+        if not self.replaces_engines:
+            self._repeat("trainer", "restarted", answer)
+
+    def _repeat(self, side: Side, label: str, answer: StartAnswer | None) -> None:
+        """Take an answer for a repetition of a side's baseline, and ignore from now on what resolved differently."""
+        if answer is None or answer.error or (side == "trainer" and not answer.scores["trainer"]):
+            return
+        self._repeated.append((side, label, answer))
+        varying = differing_settings(_settings_of(side, self.base), _settings_of(side, answer))
+        self._ignored[side] = self._ignored.get(side, frozenset()) | frozenset(varying)
 
     def run(self, engine: Sequence[Arm], trainer: Sequence[Arm]) -> None:
-        """Run the arms that have no scores yet, two at a time, one of each side."""
+        """Run the arms that have no scores yet: two at a time, one of each side, unless engines are replaced."""
         missing_engine, missing_trainer = (
             [arm for arm in dict.fromkeys(arms) if arm and arm not in self._answers[side]]
             for side, arms in zip(SIDES, (engine, trainer), strict=True)
         )
-        if self.is_coupled:
-            pairs = [*((arm, NOTHING) for arm in missing_engine), *((NOTHING, arm) for arm in missing_trainer)]
+        if self.is_coupled or self.replaces_engines:
+            # The trainer's first: workers of the baseline that its arms would end are started once.
+            pairs = [*((NOTHING, arm) for arm in missing_trainer), *((arm, NOTHING) for arm in missing_engine)]
         else:
             pairs = list(itertools.zip_longest(missing_engine, missing_trainer, fillvalue=NOTHING))
         for pair in pairs:
@@ -120,13 +140,22 @@ class ArmRunner:
                 self._run(NOTHING, pair[1])
 
     def _run(self, engine: Arm, trainer: Arm) -> StartAnswer | None:
-        names = [self._name(side, arm) for side, arm in zip(SIDES, (engine, trainer), strict=True) if arm]
+        arms = dict(zip(SIDES, (engine, trainer), strict=True))
+        name = "-and-".join(self._name(side, arm) for side, arm in arms.items() if arm) or "restart"
         values = {switch.key: switch.value for switch in self._switches.values() if switch.id in engine | trainer}
-        answer = self._answer(Start("-and-".join(names) or "restart", {**self._settings, **values}))
+        # A process gets its environment when it starts.
+        is_replaced = self.replaces_engines and engine and not trainer and not any(_ENVIRONMENT in key for key in values)
+        start = self._replaced(name, values) if is_replaced else Start(name, {**self._settings, **values})
+        answer = self._answer(start)
         if answer is not None:
-            for side, arm in zip(SIDES, (engine, trainer), strict=True):
+            for side, arm in arms.items():
                 self._answers[side].setdefault(arm, answer)
         return answer
+
+    def _replaced(self, name: str, values: Mapping[str, Any]) -> Start:
+        """Return a start of an engine in place of that of the baseline's workers."""
+        engine = {key.removeprefix(_GENERATION): value for key, value in values.items()}
+        return Start(name, self._settings, engine=engine, trainer={})
 
     def _name(self, side: Side, arm: Arm) -> str:
         return f"all-{side}" if len(arm) > 1 and arm == self.arm_of_all(side) else "+".join(sorted(arm))
@@ -134,11 +163,11 @@ class ArmRunner:
     def _answer(self, start: Start) -> StartAnswer | None:
         """Return the answer of a start; None if the budget does not suffice for it."""
         if not self._store.has(start):
-            times = self._store.seconds_of_runs
+            times = self._store.seconds_of_runs[start.engine is None]
             if times and time.monotonic() + sum(times) / len(times) > self._deadline:
                 self.is_complete = False
                 return None
-            self._progress(f"start {self._store.runs + 1}: {start.name}")
+            self._progress(f"{'start' if start.engine is None else 'engine'} {self._store.runs + 1}: {start.name}")
         self.starts.add(start.name)
         return self._store.answer(start)
 
@@ -190,10 +219,11 @@ class ArmRunner:
             read = self.decode if side == "engine" else self.logprobs
             for request, label in (("again", "same batch twice"), ("reversed", "other order")):
                 pairs[f"{side}, {label}"] = (read(NOTHING), read(NOTHING, request))
-            if side in self._repeated and not (side == "engine" and self.is_coupled):
-                key = "decode" if side == "engine" else "trainer"
-                again = self._repeated[side].scores[key][BASE]["logprobs"]
-                pairs[f"{side}, restarted"] = (read(NOTHING), self.tokens.flat(again, f"{side}, restarted"))
+        for side, label, answer in self._repeated:
+            name = f"{side}, {label}"
+            again = answer.scores["decode" if side == "engine" else "trainer"][BASE]["logprobs"]
+            base = self.decode(NOTHING) if side == "engine" else self.logprobs(NOTHING)
+            pairs[name] = (base, self.tokens.flat(again, name))
         return pairs
 
     def differences(self, side: Side, arm: Arm) -> dict[str, tuple[str, str]]:
@@ -201,9 +231,23 @@ class ArmRunner:
         before, after = (_settings_of(side, answer) for answer in (self.base, self._answers[side][arm]))
         return differing_settings(before, after, self._ignored.get(side, frozenset()) | {_CHECKSUM})
 
-    def request_differences(self, request: str) -> dict[str, tuple[str, str]]:
-        """Return what a request to the baseline's trainer really changed, as :meth:`differences` does for an arm."""
-        answers = self.base.scores["trainer"]
+    def is_shown(self, switch: MismatchSwitch, arm: Arm) -> bool | None:
+        """Return whether what ran under an arm has another value of a switch than the baseline; None: not resolved.
+
+        Args:
+            switch: a switch of the arm, of one side.
+            arm: the arm.
+        """
+        side: Side = "engine" if switch.side == "engine" else "trainer"
+        resolved = (_settings_of(side, answer) for answer in (self.base, self._answers[side][arm]))
+        before, after = (
+            {name: value for name, value in settings.items() if switch.is_seen_in([name])} for settings in resolved
+        )
+        return before != after if before or after else None
+
+    def request_differences(self, side: Side, request: str) -> dict[str, tuple[str, str]]:
+        """Return what a request to the baseline really changed, as :meth:`differences` does for an arm."""
+        answers = self.base.scores["decode" if side == "engine" else "trainer"]
         return differing_settings(answers[BASE]["settings"], answers[request]["settings"])
 
     def seconds(self, side: Side, arm: Arm) -> float:

@@ -7,7 +7,7 @@ else groups of switches are tried, and the single switches of the groups that ch
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -55,8 +55,10 @@ class _Search:
         """Run the arms and return the ledger."""
         self._runner.run_repeated()
         self._floor = self._largest_repetition()
-        self._run(lambda side: self._groups(side) if self._matters(side, self._runner.arm_of_all(side)) else [])
-        self._run(self._singles)
+        # Where engines are replaced in their process, all arms of the trainer come first: each of them ends that process.
+        for sides in ((side,) for side in reversed(SIDES)) if self._runner.replaces_engines else (SIDES,):
+            self._run(self._groups_that_matter, sides)
+            self._run(self._singles, sides)
         rows = self._judged([self._row(switch) for switch in self._switches])
         rows = self._examined(rows)
         rows.sort(key=lambda row: -(row.share or 0.0))
@@ -79,8 +81,11 @@ class _Search:
             is_complete=runner.is_complete,
         )
 
-    def _run(self, arms_of: Any) -> None:
-        self._runner.run(*(arms_of(side) for side in SIDES))
+    def _run(self, arms_of: Callable[[Side], list[Arm]], sides: tuple[Side, ...] = SIDES) -> None:
+        self._runner.run(*(arms_of(side) if side in sides else [] for side in SIDES))
+
+    def _groups_that_matter(self, side: Side) -> list[Arm]:
+        return self._groups(side) if self._matters(side, self._runner.arm_of_all(side)) else []
 
     def _groups(self, side: Side) -> list[Arm]:
         members: dict[str, list[str]] = {}
@@ -90,8 +95,15 @@ class _Search:
         return [frozenset(ids) for ids in members.values()]
 
     def _singles(self, side: Side) -> list[Arm]:
-        groups = [group for group in self._groups(side) if len(group) > 1 and self._runner.was_run(side, group)]
-        return [frozenset({name}) for group in groups if self._matters(side, group) for name in sorted(group)]
+        """Return the switches that groups leave open: those of groups that matter, and those that may not be read."""
+        runner = self._runner
+        groups = [group for group in self._groups(side) if len(group) > 1 and runner.was_run(side, group)]
+        singles = [frozenset({name}) for group in groups if self._matters(side, group) for name in sorted(group)]
+        every = runner.arm_of_all(side)
+        if runner.replaces_engines and side == "engine" and runner.has_scores(side, every):
+            of_side = (switch for switch in self._switches if switch.side == side and switch.cost != "request")
+            singles += [frozenset({switch.id}) for switch in of_side if runner.is_shown(switch, every) is None]
+        return singles
 
     def _delta(self, side: Side, arm: Arm, other_arm: Arm = NOTHING) -> Any:
         """Return the mismatch with an arm of one side, and another arm of the other."""
@@ -139,10 +151,10 @@ class _Search:
     def _row(self, switch: MismatchSwitch) -> LedgerRow:
         """Return the row of a switch, with its change and without its verdict."""
         row = LedgerRow(switch, self._values.get(switch.key), "undecided")
-        if switch.side == "both":
-            return replace(row, verdict="not tried", note="changes both sides at once")
         if switch.cost == "request":
             return self._request_row(row)
+        if switch.side == "both":
+            return replace(row, verdict="not tried", note="changes both sides at once")
         runner, side = self._runner, switch.side
         single = frozenset({switch.id})
         own_group = next(group for group in self._groups(side) if switch.id in group)
@@ -155,12 +167,15 @@ class _Search:
         differences = runner.differences(side, arm)
         if not differences:
             return replace(row, verdict="not effective", note="nothing that ran differs from the baseline")
+        is_shown = runner.is_shown(switch, arm)
+        if is_shown is False:
+            return replace(row, verdict="not effective", note="what ran has the same value as the baseline")
         if arm != single and self._matters(side, arm):
             return replace(row, verdict="not tried", note="the budget was spent")
         note = ""
         if arm != single:
             note = f"with {', '.join(sorted(arm - single))}, which together change nothing"
-            if not switch.is_seen_in(differences):
+            if is_shown is None:
                 # It may have been ignored: that it has no effect is not known.
                 return replace(row, verdict="not tried", note=f"{note}; what ran does not show whether it was read")
         speed = runner.seconds(side, NOTHING) / max(runner.seconds(side, arm), 1e-9) - 1
@@ -169,18 +184,22 @@ class _Search:
 
     def _request_row(self, row: LedgerRow) -> LedgerRow:
         runner, switch = self._runner, row.switch
-        if switch.side == "engine":
-            after = runner.logprobs(NOTHING) - runner.decode(NOTHING, switch.id)
-            before_speed, speed = (runner.base.scores["decode"][name]["seconds"] for name in (BASE, switch.id))
-            differences = {switch.field: (str(row.was), str(switch.value))}
-        else:
-            after = runner.logprobs(NOTHING, switch.id) - runner.decode(NOTHING)
-            before_speed, speed = (runner.base.scores["trainer"][name]["seconds"] for name in (BASE, switch.id))
-            differences = runner.request_differences(switch.id)
-            if not differences:
-                return replace(row, verdict="not effective", note="the trainer's forward passes are the same")
-        row = replace(row, differences=differences, throughput=before_speed / max(speed, 1e-9) - 1)
-        return self._with_change(row, after)
+        differences: dict[str, tuple[str, str]] = {}
+        speeds = []
+        for side in _sides_of(switch):
+            differences |= runner.request_differences(side, switch.id)
+            scores = runner.base.scores["decode" if side == "engine" else "trainer"]
+            speeds.append(scores[BASE]["seconds"] / max(scores[switch.id]["seconds"], 1e-9) - 1)
+        if not differences:
+            return replace(row, verdict="not effective", note="nothing that ran differs from the baseline")
+        row = replace(row, differences=differences, throughput=min(speeds))
+        return self._with_change(row, self._requested(switch))
+
+    def _requested(self, switch: MismatchSwitch) -> Any:
+        """Return the mismatch with the requests of a switch, on each side that it changes."""
+        requests = {side: switch.id if side in _sides_of(switch) else BASE for side in SIDES}
+        logprobs = self._runner.logprobs(NOTHING, requests["trainer"])
+        return logprobs - self._runner.decode(NOTHING, requests["engine"])
 
     def _with_change(self, row: LedgerRow, after: Any) -> LedgerRow:
         before = self._runner.delta(NOTHING, NOTHING)
@@ -241,10 +260,8 @@ class _Search:
         before = runner.delta(NOTHING, NOTHING)
         if switch.cost != "request":
             after = self._delta("engine" if switch.side == "engine" else "trainer", frozenset({switch.id}))
-        elif switch.side == "engine":
-            after = runner.logprobs(NOTHING) - runner.decode(NOTHING, switch.id)
         else:
-            after = runner.logprobs(NOTHING, switch.id) - runner.decode(NOTHING)
+            after = self._requested(switch)
         return self._change(before, after, fresh=True).high < 0
 
     def _last_share(self, switch: MismatchSwitch, without: Arm) -> float | None:
@@ -273,6 +290,10 @@ class _Search:
                     return {}
                 values[subset] = 1 - self._gap(*arms).k3 / baseline
         return shapley(ids, values)
+
+
+def _sides_of(switch: MismatchSwitch) -> tuple[Side, ...]:
+    return SIDES if switch.side == "both" else (switch.side,)
 
 
 def _picks(size: int, count: int) -> list[tuple[int, ...]]:

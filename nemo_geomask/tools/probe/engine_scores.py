@@ -33,7 +33,7 @@ def decode_scores(
             all if it is missing; other keys replace fields of the sampling parameters, such as ``temperature``.
 
     Returns:
-        ``logprobs``: a list for each response; ``seconds``.
+        ``logprobs``: a list for each response; ``seconds``; ``settings``, what the requests were sent with.
 
     Raises:
         EngineError: the engine decoded other tokens, or returned no log-prob for one.
@@ -48,7 +48,8 @@ def decode_scores(
         indices = order[start : start + size]
         responses = [list(sequences[index][prompt_lengths[index] :]) for index in indices]
         prompts = [{"prompt_token_ids": list(sequences[index][: prompt_lengths[index]])} for index in indices]
-        outputs = actor.llm.generate(prompts, [_parameters(actor, each, fields) for each in responses], use_tqdm=False)
+        parameters = [_parameters(actor, each, fields) for each in responses]
+        outputs = actor.llm.generate(prompts, parameters, use_tqdm=False)
         for index, response, output in zip(indices, responses, outputs, strict=True):
             decoded = list(output.outputs[0].token_ids)
             if decoded != response:
@@ -59,7 +60,12 @@ def decode_scores(
             logprobs[index] = [
                 _logprob_of(entry, token) for entry, token in zip(output.outputs[0].logprobs, response, strict=True)
             ]
-    return {"logprobs": logprobs, "seconds": time.monotonic() - began}
+    settings = {f"request.{name}": str(getattr(parameters[0], name)) for name in ("temperature", "top_p", "top_k")}
+    return {
+        "logprobs": logprobs,
+        "seconds": time.monotonic() - began,
+        "settings": {**settings, "request.batch": str(size)},
+    }
 
 
 def _parameters(actor: Any, response: Sequence[int], fields: Mapping[str, Any]) -> Any:

@@ -36,7 +36,15 @@ class FreeCheck:
 
 
 def free_checks(
-    tokens: FrozenTokens, decode: Any, prefill: Any, trainer: Any, *, weights: tuple[str, ...] | None, is_neutral: bool
+    tokens: FrozenTokens,
+    decode: Any,
+    prefill: Any,
+    trainer: Any,
+    *,
+    trainer_again: Any,
+    is_training: bool,
+    weights: tuple[str, ...] | None,
+    is_neutral: bool,
 ) -> list[FreeCheck]:
     """Return the checks of the baseline.
 
@@ -45,6 +53,8 @@ def free_checks(
         decode: the engine's log-probs as decoded, [N].
         prefill: the engine's log-probs by prefill, [N].
         trainer: the trainer's log-probs, [N].
+        trainer_again: the same, of the same batch once more, [N].
+        is_training: True if a module of the trainer's model was in training mode while it scored.
         weights: groups of weights that differ after the refit; None if they were not compared.
         is_neutral: True if temperature, top-p and top-k of the recipe leave the distribution as it is.
     """
@@ -52,6 +62,7 @@ def free_checks(
         FreeCheck("token ids", "fine", "the engine decoded exactly the frozen tokens"),
         _weights_check(weights),
         _sampled_check(tokens, decode),
+        _evaluation_check(trainer, trainer_again, is_training),
     ]
     if len(decode) < _MIN_TOKENS:
         few = f"{len(decode)} tokens; {_MIN_TOKENS} are needed"
@@ -84,6 +95,22 @@ def _sampled_check(tokens: FrozenTokens, decode: Any) -> FreeCheck:
         "noted",
         f"the engine gives its own samples other log-probs when it decodes them again: k3 {k3:.2g} nats a token",
         "its log-probs depend on the batch: the rows of the ledger are only as exact as that",
+    )
+
+
+def _evaluation_check(trainer: Any, again: Any, is_training: bool) -> FreeCheck:
+    """Tell dropout that is left on, by training mode together with scores that differ from pass to pass."""
+    name = "evaluation mode"
+    k3 = float(k3_of(trainer - again).mean())
+    if not is_training:
+        return FreeCheck(name, "fine", "the trainer scores in evaluation mode")
+    if k3 <= NEGLIGIBLE_K3:
+        return FreeCheck(name, "fine", "the trainer scores in training mode, and the same batch twice agrees")
+    return FreeCheck(
+        name,
+        "fault",
+        f"the trainer scores in training mode, and the same batch twice differs: k3 {k3:.2g} nats a token",
+        "set every dropout of the model to 0, or put it into evaluation mode before log-probs are computed",
     )
 
 

@@ -15,15 +15,16 @@ from nemo_geomask.tools.probe.attribution import attribute_mismatch
 from nemo_geomask.tools.probe.engine_scores import PROCESSOR
 from nemo_geomask.tools.probe.free_checks import FreeCheck, free_checks
 from nemo_geomask.tools.probe.ledger import Ledger, LedgerRow
+from nemo_geomask.tools.probe.scored_arms import BASE
 from nemo_geomask.tools.probe.start_store import Launcher, StartStore
 from nemo_geomask.tools.shared.mismatch_switches import MismatchSwitch, mismatch_switches
 
-__all__ = ["ProbeResult", "choose_switches", "prepare_folder", "probe"]
+__all__ = ["COMMON_SETTINGS", "ProbeResult", "choose_switches", "prepare_folder", "probe"]
 
 _MARK = "probe.json"
 """File by which a probe's folder is recognised; it holds recipe and overrides."""
 
-_SETTINGS: Mapping[str, Any] = {
+COMMON_SETTINGS: Mapping[str, Any] = {
     # Replays need the processor in all arms: with a processor, recent vLLM uses another model runner.
     "policy.generation.vllm_kwargs.logits_processors": [PROCESSOR],
     # Longer responses than a rehearsal's: tokens are what the probe is about.
@@ -32,6 +33,7 @@ _SETTINGS: Mapping[str, Any] = {
     "policy.generation.vllm_cfg.max_model_len": 80,
     "data.max_input_seq_length": 64,
 }
+"""Settings of all starts, by dotted key."""
 
 
 @dataclass(frozen=True)
@@ -97,6 +99,7 @@ def prepare_folder(
 
 def choose_switches(
     values: Mapping[str, Any],
+    replaced: Mapping[str, Any],
     *,
     names: Iterable[str] | None,
     is_read: Callable[[str], bool],
@@ -107,6 +110,7 @@ def choose_switches(
 
     Args:
         values: values that are in force, by the dotted key of each switch; a key is absent if the recipe has none.
+        replaced: the recipe's own values of those keys that have another one here.
         names: ids or groups of switches to try; None tries all.
         is_read: returns True for a key that the NeMo-RL in use reads.
         trainer: ``megatron`` or ``dtensor``.
@@ -127,17 +131,20 @@ def choose_switches(
         is_named = named is not None and bool({switch.id, switch.group} & named)
         if named is not None and not is_named:
             continue
-        if switch.key in values and values[switch.key] == switch.value:
+        own = replaced.get(switch.key, values.get(switch.key))
+        if own is not None and own == switch.value:
             continue  # the recipe has the conservative value
         if switch.needs not in ("", trainer) or (switch.value == {} and switch.key not in values):
             continue  # the recipe's trainer does not read it, or there is nothing to take away
         reason = ""
-        if switch.gpu and not has_gpus:
+        if switch.key in values and values[switch.key] == switch.value:
+            reason = f"the recipe's value, {own}, does not run on this machine"
+        elif switch.gpu and not has_gpus:
             reason = "changes kernels of GPUs alone"
         elif not is_read(switch.key):
             reason = f"this NeMo-RL does not read the key; {switch.since} is the first that does"
         if reason:
-            rows.append(LedgerRow(switch, values.get(switch.key), "not testable here", reason))
+            rows.append(LedgerRow(switch, own, "not testable here", reason))
         else:
             chosen.append(switch)
     return chosen, rows
@@ -155,6 +162,7 @@ def probe(
     prompts: int,
     generations: int,
     budget: float,
+    replaces_engines: bool = False,
     progress: Callable[[str], None] = lambda line: None,
 ) -> ProbeResult:
     """Find the switches behind a recipe's mismatch.
@@ -170,6 +178,7 @@ def probe(
         prompts: number of prompts; half of them confirm what the other half shows.
         generations: responses to each prompt.
         budget: seconds after which no further start is begun.
+        replaces_engines: True if an engine can be replaced in its process.
         progress: called with a line before each start.
 
     Raises:
@@ -178,7 +187,13 @@ def probe(
     """
     began = time.monotonic()
     store = StartStore(folder, launcher, prompts=prompts, generations=generations)
-    runner = ArmRunner(store, switches, settings=_SETTINGS, budget=budget, progress=progress)
+    runner = ArmRunner(
+        *(store, switches),
+        settings=COMMON_SETTINGS,
+        budget=budget,
+        replaces_engines=replaces_engines,
+        progress=progress,
+    )
     neutral = {"policy.generation.temperature": 1.0, "policy.generation.top_p": 1.0, "policy.generation.top_k": None}
     decode, trainer = runner.decode(NOTHING), runner.logprobs(NOTHING)
     checks = free_checks(
@@ -186,6 +201,8 @@ def probe(
         decode,
         runner.prefill(),
         trainer,
+        trainer_again=runner.logprobs(NOTHING, "again"),
+        is_training="training True" in runner.base.scores["trainer"][BASE]["settings"].get("trainer.forward", ""),
         weights=runner.base.weights,
         is_neutral=all(values.get(key, value) == value for key, value in neutral.items()),
     )

@@ -107,7 +107,10 @@ def trainer_settings(actor: Any) -> dict[str, str]:
         passes since :func:`watch_forward`.
     """
     torch = importlib.import_module("torch")
-    settings: dict[str, str] = {"trainer.forward": _counts(_forward.elements())}
+    settings: dict[str, str] = {
+        "trainer.forward": _counts(_forward.elements()),
+        "trainer.sampling": str(getattr(actor, "sampling_params", None)),
+    }
     for model in _models(actor):
         settings |= dict(flatten(getattr(model, "config", None), "trainer.model"))
         parameters = list(model.parameters())

@@ -9,10 +9,13 @@ from typing import Any
 from nemo_geomask.errors import DataError
 from nemo_geomask.optional import require
 
-__all__ = ["BASE", "FrozenTokens", "differing_settings"]
+__all__ = ["BASE", "EXCLUDED", "FrozenTokens", "differing_settings"]
 
 BASE = "base"
 """Name of the request that every start has: all sequences at once, with the recipe's options."""
+
+EXCLUDED = -1000.0
+"""Log-prob in place of -inf, of a token that top-p or top-k excludes."""
 
 
 @dataclass(frozen=True)
@@ -52,14 +55,14 @@ class FrozenTokens:
         )
 
     def flat(self, logprobs: Sequence[Sequence[float]], source: str) -> Any:
-        """Return the log-probs of a request as one vector, [N] float64.
+        """Return the log-probs of a request as one vector, [N] float64; -inf becomes :data:`EXCLUDED`.
 
         Args:
             logprobs: a list for each response.
             source: name of the request, for the error.
 
         Raises:
-            DataError: another number of tokens than were frozen, or a value that is not finite.
+            DataError: another number of tokens than were frozen, or a value that is NaN or +inf.
         """
         numpy = require("numpy", "the probe's statistics need", "diagnose")
         if tuple(map(len, logprobs)) != self.lengths:
@@ -67,6 +70,8 @@ class FrozenTokens:
                 f"{source} scored {list(map(len, logprobs))} tokens; the frozen responses have {self.lengths}"
             )
         values = numpy.concatenate([numpy.asarray(each, dtype=numpy.float64) for each in logprobs])
+        # Top-p and top-k exclude tokens, and rounding moves their border.
+        values = numpy.where(numpy.isneginf(values), EXCLUDED, values)
         if not numpy.isfinite(values).all():
             place = int(numpy.argmin(numpy.isfinite(values)))
             raise DataError(f"{source} has the log-prob {values[place]} for token {place}; no gap can be computed")

@@ -1,68 +1,136 @@
-"""Scores of one start of NeMo-RL's workers; runs in its driver, in place of training.
+"""Scores of NeMo-RL's workers; runs in its driver, in place of training.
 
 The job's file is JSON: ``frozen``, path of the frozen sequences, which are sampled and written if the file is missing;
 ``prompts`` and ``generations``, numbers of what is sampled; ``decode`` and ``trainer``, requests by name, each with its
-options; ``prefill``, True to score the prompt too; ``out``, path of the answer. The answer is written in one piece.
+options; ``prefill``, True to score the prompt too; ``engine``, settings below ``policy.generation`` with which the
+engine is restarted first, or null; ``out``, path of the answer; ``more``, path of the next job's file, or null for
+none. The answer is written in one piece. The driver waits for the next job; an empty object ends it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from nemo_geomask.errors import ConfigError, EngineError
 from nemo_geomask.tools.probe import engine_scores, resolved_settings
+from nemo_geomask.tools.probe.engine_restart import restart_engine
 
-__all__ = ["FUNCTION", "score"]
+__all__ = ["FUNCTION", "Session", "refit", "score", "write_whole"]
 
 FUNCTION = f"{__name__}:score"
 """Name of :func:`score` for the process that starts NeMo-RL."""
 
 _RAY_TIMEOUT = 3600.0  # seconds
+_SAMPLING = ("temperature", "top_p", "top_k")
+"""Options that are sampling parameters, which NeMo-RL's trainers apply to the logits as the engine does."""
+_TICK = 0.1  # seconds between looks for the next job
 
 
 def score(
     *, policy: Any, policy_generation: Any, master_config: Any, tokenizer: Any, file: Path, **arguments: Any
 ) -> None:
-    """Score the frozen sequences with the workers of NeMo-RL, and write the answer.
+    """Score the frozen sequences with the workers of NeMo-RL, and write the answers of one job after the other.
 
     Args:
         policy: NeMo-RL's policy.
         policy_generation: NeMo-RL's vLLM.
         master_config: the recipe as NeMo-RL has read it.
         tokenizer: its tokenizer.
-        file: the job's file.
+        file: the first job's file.
         arguments: the other arguments of NeMo-RL's training function.
     """
-    job = json.loads(file.read_text(encoding="utf-8"))
     config = master_config if isinstance(master_config, Mapping) else vars(master_config)
-    actors = [] if policy_generation is None else _engines(policy_generation)
-    if not actors:
-        raise ConfigError("the probe needs vLLM's synchronous engine: set policy.generation.backend to vllm")
-    colocated = config["policy"]["generation"]["colocated"]["enabled"]
-    importlib.import_module("nemo_rl.algorithms.grpo").refit_policy_generation(policy, policy_generation, colocated)
-    frozen_file = Path(job["frozen"])
-    if not frozen_file.is_file():
-        loader = arguments.get("wrapped_dataloader", arguments.get("dataloader"))
-        _write(frozen_file, _sampled(policy_generation, loader, tokenizer, job))
-    frozen = json.loads(frozen_file.read_text(encoding="utf-8"))
-    sequences, lengths = frozen["sequences"], frozen["prompt_lengths"]
-    answer: dict[str, Any] = {"decode": {}, "trainer": {}, "prefill": None}
-    for name, options in job["decode"].items():
-        answer["decode"][name] = _call(actors[0], engine_scores.decode_scores, sequences, lengths, options)
-    if job["prefill"]:
-        answer["prefill"] = _call(actors[0], engine_scores.prefill_scores, sequences, lengths)
-    answer["engine_settings"] = _call(actors[0], resolved_settings.engine_settings)
-    policy_generation.finish_generation()
-    policy.prepare_for_lp_inference()
-    for name, options in job["trainer"].items():
-        answer["trainer"][name] = _trainer_scores(policy, config["policy"], tokenizer, frozen, options)
-    _write(Path(job["out"]), answer)
+    session = Session(policy, policy_generation, config, tokenizer, arguments)
+    next_file: Path | None = file
+    while next_file is not None:
+        while not next_file.is_file():
+            time.sleep(_TICK)
+        job = json.loads(next_file.read_text(encoding="utf-8"))
+        if not job:
+            return
+        write_whole(Path(job["out"]), session.answer(job))
+        next_file = None if job["more"] is None else Path(job["more"])
+
+
+class Session:
+    """NeMo-RL's workers, and what they answer to jobs.
+
+    Args:
+        policy: NeMo-RL's policy.
+        generation: NeMo-RL's vLLM.
+        config: the recipe.
+        tokenizer: NeMo-RL's tokenizer.
+        arguments: the other arguments of NeMo-RL's training function.
+
+    Raises:
+        ConfigError: vLLM's synchronous engine does not run.
+    """
+
+    def __init__(
+        self, policy: Any, generation: Any, config: Mapping[str, Any], tokenizer: Any, arguments: Mapping[str, Any]
+    ) -> None:
+        self.policy = policy
+        self.generation = generation
+        self.config = config["policy"]
+        self._tokenizer = tokenizer
+        self._loader = arguments.get("wrapped_dataloader", arguments.get("dataloader"))
+        self.actors = [] if generation is None else _engines(generation)
+        if not self.actors:
+            raise ConfigError("the probe needs vLLM's synchronous engine: set policy.generation.backend to vllm")
+
+    def answer(self, job: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the scores that a job asks for."""
+        seconds: dict[str, float] = {}
+        if job["engine"] is not None:
+            with _timed(seconds, "engine"):
+                for actor in self.actors:
+                    _call(actor, restart_engine, job["engine"])
+                self.generation.prepare_refit_info(self.policy.prepare_refit_info())
+        with _timed(seconds, "refit"):
+            refit(self)
+        frozen_file = Path(job["frozen"])
+        if not frozen_file.is_file():
+            with _timed(seconds, "sampling"):
+                write_whole(frozen_file, _sampled(self.generation, self._loader, self._tokenizer, job))
+        frozen = json.loads(frozen_file.read_text(encoding="utf-8"))
+        sequences, lengths = frozen["sequences"], frozen["prompt_lengths"]
+        answer: dict[str, Any] = {"decode": {}, "trainer": {}, "prefill": None, "seconds": seconds}
+        with _timed(seconds, "engine's scores"):
+            for name, options in job["decode"].items():
+                answer["decode"][name] = _call(
+                    self.actors[0], engine_scores.decode_scores, sequences, lengths, options
+                )
+            if job["prefill"]:
+                answer["prefill"] = _call(self.actors[0], engine_scores.prefill_scores, sequences, lengths)
+            answer["engine_settings"] = _call(self.actors[0], resolved_settings.engine_settings)
+        self.generation.finish_generation()
+        with _timed(seconds, "trainer's scores"):
+            if job["trainer"]:
+                self.policy.prepare_for_lp_inference()
+            for name, options in job["trainer"].items():
+                answer["trainer"][name] = _trainer_scores(self.policy, self.config, self._tokenizer, frozen, options)
+        return answer
+
+
+def refit(session: Session) -> None:
+    """Send the trainer's weights to the engine, by NeMo-RL's own call."""
+    colocated = session.config["generation"]["colocated"]["enabled"]
+    refit_generation = importlib.import_module("nemo_rl.algorithms.grpo").refit_policy_generation
+    refit_generation(session.policy, session.generation, colocated)
+
+
+@contextlib.contextmanager
+def _timed(seconds: dict[str, float], name: str) -> Iterator[None]:
+    began = time.monotonic()
+    yield
+    seconds[name] = round(time.monotonic() - began, 3)
 
 
 def _engines(generation: Any) -> list[Any]:
@@ -78,7 +146,13 @@ def _call(worker: Any, function: Any, *args: Any) -> Any:
     return importlib.import_module("ray").get(worker.__ray_call__.remote(function, *args), timeout=_RAY_TIMEOUT)
 
 
-def _write(path: Path, content: Any) -> None:
+def write_whole(path: Path, content: Any) -> None:
+    """Write JSON so that a reader finds all of it or no file.
+
+    Args:
+        path: path of the file.
+        content: its values.
+    """
     partial = path.with_suffix(".partial")
     partial.write_text(json.dumps(content), encoding="utf-8")
     os.replace(partial, path)
@@ -112,8 +186,8 @@ def _trainer_scores(
 ) -> dict[str, Any]:
     """Return the trainer's log-probs of the responses, by NeMo-RL's own ``get_logprobs``.
 
-    ``options``: ``reversed``, True for the last sequence first; other keys replace settings of ``policy``, such as
-    ``logprob_batch_size``, in all workers for this request.
+    ``options``: ``reversed``, True for the last sequence first; other keys replace sampling parameters, or settings of
+    ``policy`` such as ``logprob_batch_size``, in all workers for this request.
     """
     torch, ray = importlib.import_module("torch"), importlib.import_module("ray")
     batches = importlib.import_module("nemo_rl.distributed.batched_data_dict").BatchedDataDict
@@ -150,7 +224,14 @@ def _trainer_scores(
 
 
 def _replace_settings(actor: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Replace top-level settings of a training worker, and return the earlier ones."""
-    before = {name: actor.cfg.get(name) for name in settings}
-    actor.cfg.update(settings)
+    """Replace sampling parameters or top-level settings of a training worker, and return the earlier ones."""
+    before: dict[str, Any] = {}
+    for name, value in settings.items():
+        if name in _SAMPLING:
+            sampling = actor.sampling_params
+            before[name] = getattr(sampling, name)
+            setattr(sampling, name, value)
+        else:
+            before[name] = actor.cfg.get(name)
+            actor.cfg[name] = value
     return before

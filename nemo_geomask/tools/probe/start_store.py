@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from nemo_geomask.errors import DataError
-from nemo_geomask.tools.probe.scoring_job import FUNCTION
 
 __all__ = ["Launcher", "LauncherOutcome", "Start", "StartAnswer", "StartStore"]
 
@@ -34,28 +33,28 @@ class LauncherOutcome(Protocol):
     def events(self) -> tuple[Mapping[str, Any], ...]:
         """Events of the driver, with ``weights`` events after each refit."""
 
-    @property
-    def changed(self) -> Mapping[str, Any]:
-        """Values that the launcher itself gave to settings, by dotted key."""
-
 
 Launcher = Callable[..., LauncherOutcome]
-"""Starts NeMo-RL's workers and runs a job in place of training: ``function``, ``file``, ``folder``, ``settings``."""
+"""Runs a job with NeMo-RL's workers: called with the job, ``name``, ``settings`` and ``is_fresh``, as
+:class:`~nemo_geomask.tools.rehearse.job_session.JobSession` is."""
 
 
 @dataclass(frozen=True)
 class Start:
-    """One start of the workers.
+    """One start of the workers, or of an engine in place of theirs.
 
     Attributes:
         name: name for the reader, and of the folder.
-        settings: settings of this start, by dotted key.
+        settings: settings of the workers, by dotted key.
+        engine: settings with which an engine is started in place of the workers' own, by dotted key below
+            ``policy.generation``; None leaves them their engine, and starts new workers.
         decode: options of each request to the engine's decode, by name.
         trainer: options of each request to the trainer, by name.
     """
 
     name: str
     settings: Mapping[str, Any] = field(default_factory=dict)
+    engine: Mapping[str, Any] | None = None
     decode: Mapping[str, Mapping[str, Any]] = field(default_factory=lambda: {"base": {}})
     trainer: Mapping[str, Mapping[str, Any]] = field(default_factory=lambda: {"base": {}})
 
@@ -68,14 +67,12 @@ class StartAnswer:
         error: why there are none; empty if there are.
         scores: the answer of :func:`~nemo_geomask.tools.probe.scoring_job.score`.
         weights: groups of weights that differ between trainer and engine after the refit; None if not compared.
-        changed: values that the launcher gave to settings.
         seconds: time of the start and its scores.
     """
 
     error: str
     scores: Mapping[str, Any]
     weights: tuple[str, ...] | None
-    changed: Mapping[str, Any]
     seconds: float
 
 
@@ -97,8 +94,8 @@ class StartStore:
         self._timeouts: dict[Path, StartAnswer] = {}
         self.runs = 0
         """Number of starts that were run and not read from the store."""
-        self.seconds_of_runs: list[float] = []
-        """Time of each of these starts."""
+        self.seconds_of_runs: dict[bool, list[float]] = {True: [], False: []}
+        """Time of each of these starts: True: of all workers; False: of an engine alone."""
 
     @property
     def frozen_file(self) -> Path:
@@ -137,48 +134,51 @@ class StartStore:
             content["error"],
             content["scores"],
             None if content["weights"] is None else tuple(content["weights"]),
-            content["changed"],
             content["seconds"],
         )
 
     def _file(self, start: Start) -> Path:
-        return (
-            self._folder / "starts" / f"{start.name}-{_digest([start.settings, start.decode, start.trainer])[:8]}.json"
-        )
+        digest = _digest([start.settings, start.engine, start.decode, start.trainer])
+        return self._folder / "starts" / f"{start.name}-{digest[:8]}.json"
 
     def _run(self, start: Start, file: Path) -> StartAnswer | None:
         """Run a start and store it; return its answer if the time limit was reached, and store nothing."""
-        work = self._folder / "work" / start.name
-        job, out = self._folder / f"{start.name}.job.json", self._folder / f"{start.name}.answer.json"
+        out = self._folder / f"{start.name}.answer.json"
         file.parent.mkdir(parents=True, exist_ok=True)
         out.unlink(missing_ok=True)
-        request = {"frozen": str(self.frozen_file), "out": str(out), "prefill": True, **self._sizes}
-        job.write_text(json.dumps({**request, "decode": start.decode, "trainer": start.trainer}), encoding="utf-8")
+        job = {
+            "frozen": str(self.frozen_file),
+            "out": str(out),
+            "prefill": True,
+            "engine": start.engine,
+            "decode": start.decode,
+            "trainer": start.trainer,
+            **self._sizes,
+        }
         began = time.monotonic()
-        outcome = self._launcher(function=FUNCTION, file=job, folder=work, settings=start.settings)
+        outcome = self._launcher(job, name=start.name, settings=start.settings, is_fresh=start.engine is None)
         seconds = time.monotonic() - began
         self.runs += 1
-        self.seconds_of_runs.append(seconds)
+        self.seconds_of_runs[start.engine is None].append(seconds)
         error = outcome.error[-_ERRORS_KEPT:]
         if outcome.is_timeout:
-            return StartAnswer(error, {}, None, dict(outcome.changed), seconds)
+            return StartAnswer(error, {}, None, seconds)
         if not error and not out.is_file():
             error = "NeMo-RL's script ended without its training function, so nothing was scored"
         content = {
             "name": start.name,
             "settings": dict(start.settings),
+            "engine": start.engine,
             "error": error,
             "scores": {} if error else json.loads(out.read_text(encoding="utf-8")),
             "frozen": "" if error else _digest(self.frozen()),
             "weights": _differing_weights(outcome.events),
-            "changed": dict(outcome.changed),
             "seconds": seconds,
         }
         partial = file.with_suffix(".partial")
         partial.write_text(json.dumps({"sha256": _digest(content), "content": content}), encoding="utf-8")
         os.replace(partial, file)
-        for path in (job, out):
-            path.unlink(missing_ok=True)
+        out.unlink(missing_ok=True)
         return None
 
 

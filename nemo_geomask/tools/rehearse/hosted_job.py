@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,15 +49,11 @@ class JobOutcome:
         error: last error; empty if the job ended well.
         is_timeout: True if the time limit was reached.
         events: the driver's events, as :mod:`~nemo_geomask.tools.rehearse.event_log` writes them.
-        changed: values that the rehearsal gave to settings, by dotted key.
-        command: the driver's command.
     """
 
     error: str
     is_timeout: bool
     events: tuple[Mapping[str, Any], ...]
-    changed: Mapping[str, Any]
-    command: tuple[str, ...]
 
 
 def run_job(
@@ -69,6 +65,7 @@ def run_job(
     settings: Mapping[str, Any] | None = None,
     ranks: int = 1,
     timeout: float = 600.0,
+    every_tick: Callable[[], None] = lambda: None,
 ) -> JobOutcome:
     """Run a job with NeMo-RL's workers for a small version of a recipe.
 
@@ -81,6 +78,7 @@ def run_job(
             the one that is there.
         ranks: largest number of processes that train.
         timeout: time limit in seconds.
+        every_tick: called several times a second; the job ends with what it raises.
 
     Raises:
         ConfigError: the recipe can't be read or rehearsed, or there is no NeMo-RL.
@@ -102,16 +100,24 @@ def run_job(
         folder, checkout, planned, gpus=gpus, own_environment=False, job=(job.function, str(job.file))
     )
     with launch as environment:
-        status = supervised(command, log=folder / "log.txt", timeout=timeout, environment=environment, folder=checkout)
+        status = supervised(
+            command,
+            log=folder / "log.txt",
+            timeout=timeout,
+            environment=environment,
+            folder=checkout,
+            every_tick=every_tick,
+        )
     events = tuple(read_events(folder / "events.jsonl"))
-    changed = {change.key: change.value for change in planned.changes}
-    return JobOutcome(_error_of(events, status, timeout), status is None, events, changed, tuple(command))
+    return JobOutcome(_error_of(events, status, timeout), status is None, events)
 
 
 def values_in_force(
     recipe: str | Path, overrides: Sequence[str], keys: Iterable[str], *, ranks: int = 1
-) -> dict[str, Any]:
-    """Return the values that settings have in a hosted job, by dotted key; keys that nobody sets are absent.
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the values that settings have in a hosted job, and the recipe's own values of those that differ.
+
+    Both are by dotted key; keys that nobody sets are absent.
 
     Args:
         recipe: path of the recipe.
@@ -124,8 +130,10 @@ def values_in_force(
     """
     facts, planned = _planned(recipe, overrides, Path("job"), ranks, nemo_rl_checkout(), has_gpus())
     changed = {change.key: change.value for change in planned.changes}
-    values = {key: changed[key] if key in changed else facts.get(key) for key in keys}
-    return {key: value for key, value in values.items() if value is not None}
+    own = {key: facts.get(key) for key in keys}
+    values = {key: changed.get(key, value) for key, value in own.items()}
+    replaced = {key: value for key, value in own.items() if value is not None and value != values[key]}
+    return {key: value for key, value in values.items() if value is not None}, replaced
 
 
 def reads_key(key: str) -> bool:

@@ -39,7 +39,7 @@ class MismatchSwitch:
         needs: ``megatron`` or ``dtensor`` if only that trainer reads the key.
         gpu: True if the value changes nothing on a CPU.
         field: name of the request's option, for switches that cost a request.
-        seen_as: part of the name of a resolved setting that shows the value; the key's last part if empty.
+        seen_as: part of the names of those resolved settings that show the value; the key's last part if empty.
     """
 
     id: str

@@ -36,14 +36,14 @@ class SyntheticStack:
     timeout_of_start: int = 0
     starts: list = field(default_factory=list)
 
-    def __call__(self, *, function, file, folder, settings):
-        self.starts.append(dict(settings))
-        job = json.loads(Path(file).read_text())
+    def __call__(self, job, *, name, settings, is_fresh):
+        settings = {**settings, **{f"policy.generation.{key}": value for key, value in (job["engine"] or {}).items()}}
+        self.starts.append(settings)
         error = next((f"ValueError: {key} is wrong" for key in settings if key in self.failing), "")
         is_timeout = not error and len(self.starts) == self.timeout_of_start
         error = error or ("not done after 900 s" if is_timeout else "")
         outcome = SimpleNamespace(
-            error=error, is_timeout=is_timeout, events=({"kind": "weights", "differences": []},), changed={}
+            error=error, is_timeout=is_timeout, events=({"kind": "weights", "differences": []},)
         )
         if error:
             return outcome
@@ -55,7 +55,9 @@ class SyntheticStack:
         frozen = json.loads(frozen_file.read_text())
         answer = {
             "decode": {
-                name: self._scores("engine", frozen, settings, options) for name, options in job["decode"].items()
+                name: self._scores("engine", frozen, settings, options)
+                | {"settings": {"request.options": str(options)}}
+                for name, options in job["decode"].items()
             },
             "prefill": self._scores("engine", frozen, settings, {}),
             "engine_settings": self._settings("engine", settings),

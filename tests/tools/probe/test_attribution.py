@@ -140,10 +140,10 @@ def test_no_start_is_run_twice_and_a_stored_one_is_read(tmp_path):
 
 def test_a_killed_probe_goes_on_where_it_was(tmp_path):
     class Killed(SyntheticStack):
-        def __call__(self, **arguments):
+        def __call__(self, job, **arguments):
             if len(self.starts) == 3:
                 raise KeyboardInterrupt
-            return super().__call__(**arguments)
+            return super().__call__(job, **arguments)
 
     planted = stack(("cache", 0.2))
     killed = Killed(planted.causes, planted.conservative)
@@ -155,8 +155,8 @@ def test_a_killed_probe_goes_on_where_it_was(tmp_path):
 
 
 def test_a_start_that_reached_the_time_limit_is_run_again_by_the_next_probe(tmp_path):
-    # The second start, with all of the engine's conservative values.
-    first = ledger_of(tmp_path, stack(("cache", 0.2), timeout_of_start=2))
+    # The third start, with all of the engine's conservative values.
+    first = ledger_of(tmp_path, stack(("cache", 0.2), timeout_of_start=3))
     again = stack(("cache", 0.2))
     ledger = ledger_of(tmp_path, again)
     assert again.starts == [{f"policy.{name}": "off" for name in ("cache", "head", "graphs", "scheduling")}]

@@ -49,7 +49,9 @@ class Actor:
         return SimpleNamespace(**fields)
 
     def _build_sampling_params(self, *, greedy, stop_strings, max_new_tokens):
-        return SimpleNamespace(temperature=0.7, max_tokens=max_new_tokens, stop_token_ids=[1], ignore_eos=False)
+        return SimpleNamespace(
+            temperature=0.7, top_p=1.0, top_k=-1, max_tokens=max_new_tokens, stop_token_ids=[1], ignore_eos=False
+        )
 
 
 def test_the_engine_is_given_the_responses_and_gives_their_logprobs():

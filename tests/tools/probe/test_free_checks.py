@@ -23,8 +23,14 @@ def scores(noise=0.01):
     return tokens, decode, decode.copy(), trainer
 
 
-def outcomes(tokens, decode, prefill, trainer, weights=(), is_neutral=True):
-    checks = free_checks(tokens, decode, prefill, trainer, weights=weights, is_neutral=is_neutral)
+def outcomes(tokens, decode, prefill, trainer, weights=(), is_neutral=True, again=None, is_training=False):
+    checks = free_checks(
+        *(tokens, decode, prefill, trainer),
+        trainer_again=trainer if again is None else again,
+        is_training=is_training,
+        weights=weights,
+        is_neutral=is_neutral,
+    )
     return {check.name: check for check in checks}
 
 
@@ -43,6 +49,16 @@ def test_shifted_tokens_are_found(shift):
     checks = outcomes(tokens, decode, prefill, numpy.roll(trainer, shift))
     assert faults(checks) == ["shift"]
     assert f"token {'before' if shift > 0 else 'after'}" in checks["shift"].message
+
+
+def test_dropout_that_is_left_on_is_found():
+    tokens, decode, prefill, trainer = scores()
+    again = trainer + 0.1 * numpy.random.default_rng(6).standard_normal(len(trainer))
+    checks = outcomes(tokens, decode, prefill, trainer, again=again, is_training=True)
+    assert faults(checks) == ["evaluation mode"]
+    # Neither is a fault alone: training mode without dropout, and kernels that are not deterministic.
+    assert faults(outcomes(tokens, decode, prefill, trainer, is_training=True)) == []
+    assert faults(outcomes(tokens, decode, prefill, trainer, again=again)) == []
 
 
 def test_layers_with_other_weights_are_named():

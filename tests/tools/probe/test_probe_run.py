@@ -15,8 +15,8 @@ PRECISION = "policy.generation.vllm_cfg.precision"
 VALUES = {PRECISION: "bfloat16", "policy.precision": "float32", "policy.generation.temperature": 1.0}
 
 
-def choose(values=VALUES, names=None, trainer="dtensor", has_gpus=False, is_read=lambda key: True):
-    switches, rows = choose_switches(values, names=names, is_read=is_read, trainer=trainer, has_gpus=has_gpus)
+def choose(values=VALUES, names=None, trainer="dtensor", has_gpus=False, is_read=lambda key: True, replaced=None):
+    switches, rows = choose_switches(values, replaced or {}, names=names, is_read=is_read, trainer=trainer, has_gpus=has_gpus)
     return [switch.id for switch in switches], {row.switch.id: row for row in rows}
 
 
@@ -35,6 +35,17 @@ def test_a_key_that_this_nemo_rl_does_not_read_is_not_tried():
     chosen, rows = choose(is_read=lambda key: not key.endswith("logprobs_mode"))
     assert "logprobs_mode" not in chosen
     assert "main is the first that does" in rows["logprobs_mode"].note
+
+
+def test_a_value_that_was_replaced_by_the_conservative_one_is_not_taken_for_the_recipes():
+    key = "policy.generation.vllm_cfg.enforce_eager"
+    chosen, rows = choose({key: True}, replaced={key: False}, has_gpus=True)
+    assert "enforce_eager" not in chosen
+    assert (rows["enforce_eager"].verdict, rows["enforce_eager"].was) == ("not testable here", False)
+    assert "the recipe's value, False, does not run on this machine" in rows["enforce_eager"].note
+    assert "enforce_eager" not in choose({key: True})[1]
+    # The other way round, nothing is in the way: a small batch replaces the recipe's, and 1 is tried in its place.
+    assert "logprob_batch_size" in choose({"policy.logprob_batch_size": 2}, replaced={"policy.logprob_batch_size": 4})[0]
 
 
 def test_switches_are_named_by_id_or_group():
@@ -63,7 +74,7 @@ def result(tmp_path_factory):
     folder = tmp_path_factory.mktemp("probe")
     made = SyntheticStack({PRECISION: ("engine", 0.2)}, {PRECISION: "float32"})
     switches, others = choose_switches(
-        VALUES, names=["engine_precision", "moe_backend"], is_read=lambda key: True, trainer="dtensor", has_gpus=False
+        *(VALUES, {}), names=["engine_precision", "moe_backend"], is_read=lambda key: True, trainer="dtensor", has_gpus=False
     )
     return probe(
         *("recipe.yaml", [], made, switches, others, VALUES),

@@ -1,0 +1,57 @@
+"""Restart of an engine with other settings, within the process of NeMo-RL's generation worker.
+
+Most of a start's time goes to other things than the engine: Ray, imports, the trainer. Without GPUs, where no memory of
+a former engine can be left on a device, an engine is therefore replaced in its own process. The worker is constructed
+anew by NeMo-RL's own code, with the settings that were changed; only the process stays.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+from nemo_geomask.errors import EngineError
+
+__all__ = ["restart_engine"]
+
+# Of this process: settings of the worker as NeMo-RL started it.
+_original: list[dict[str, Any]] = []
+
+
+def restart_engine(actor: Any, values: Mapping[str, Any]) -> None:
+    """Replace the engine of a generation worker by one with other settings.
+
+    The new engine has no weights before the next refit, and has to be told of them as after NeMo-RL's own start.
+
+    Args:
+        actor: NeMo-RL's generation worker, in whose process this runs; its engine is a single process.
+        values: settings that differ from those NeMo-RL started the worker with, by dotted key below
+            ``policy.generation``. A mapping replaces the one that is there.
+
+    Raises:
+        EngineError: the engine has several processes.
+    """
+    if actor.tensor_parallel_size * actor.pipeline_parallel_size > 1:
+        raise EngineError("an engine of several processes can't be restarted within its worker")
+    if not _original:
+        _original.append(copy.deepcopy(dict(actor.cfg)))
+    config = copy.deepcopy(_original[0])
+    for key, value in values.items():
+        *sections, name = key.split(".")
+        section = config
+        for part in sections:
+            section = section.setdefault(part, {})
+        section[name] = value
+    seed = actor.llm.llm_engine.vllm_config.model_config.seed
+    fraction = actor.fraction_of_gpus
+    actor.shutdown()
+    state = importlib.import_module("vllm.distributed.parallel_state")
+    state.cleanup_dist_env_and_memory()
+    constructor = type(actor).__init__
+    arguments = {"bundle_indices": [0], "fraction_of_gpus": fraction, "seed": seed}
+    known = inspect.signature(constructor).parameters
+    constructor(actor, config, **{name: value for name, value in arguments.items() if name in known})
+    actor.post_init()

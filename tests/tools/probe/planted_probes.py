@@ -1,0 +1,144 @@
+"""Probes of planted causes, all with one start of NeMo-RL's workers: for tests, and as a script for the figures.
+
+The engine is real and is restarted for every arm. Where a probe would start all workers anew, only the engine is
+restarted here, so that a dozen probes take minutes; switches that need new workers of the trainer are left out.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+
+from nemo_geomask.tools.probe.probe_report import sentence
+from nemo_geomask.tools.probe.probe_run import choose_switches, probe
+from nemo_geomask.tools.rehearse.job_session import JobSession
+from nemo_geomask.tools.shared.mismatch_switches import mismatch_switches
+from tests.tools.probe.planted_workers import FUNCTION
+from tests.tools.rehearse.real_runs import MOE, RECIPE
+
+GENERATION = "policy.generation."
+PRECISIONS = ("policy.precision=float32", f"++{GENERATION}vllm_cfg.precision=float32")
+
+# By name: the recipe's values, faults of the code, and what has to be found: ids of switches, of which the first comes
+# first, or the name of the check that has to find a fault.
+PLANTS = {
+    "nothing": ({}, {}, ()),
+    "temperature": ({"temperature": 0.7}, {}, ("temperature",)),
+    "top-p": ({"top_p": 0.7}, {}, ("top_p",)),
+    "raw log-probs": (
+        {"temperature": 0.7, "vllm_cfg.logprobs_mode": "raw_logprobs"},
+        {"trainer_sampling": {"temperature": 0.7}},
+        ("logprobs_mode", "temperature"),
+    ),
+    "bfloat16 engine": ({"vllm_cfg.precision": "bfloat16"}, {}, ("engine_precision",)),
+    "RoPE override": ({"vllm_kwargs.hf_overrides": {"rope_parameters": {"rope_type": "default", "rope_theta": 100.0}}}, {}, ("rope_override",)),
+    "norm override": ({"vllm_kwargs.hf_overrides": {"rms_norm_eps": 0.3}}, {}, ("rope_override",)),
+    "RoPE override and temperature": (
+        {
+            "temperature": 0.9,
+            "vllm_kwargs.hf_overrides": {"rope_parameters": {"rope_type": "default", "rope_theta": 100.0}},
+        },
+        {},
+        ("rope_override", "temperature"),
+    ),
+    "shifted tokens": ({}, {"shifted_tokens": 1}, "shift"),
+    "dropout left on": ({}, {"dropout": 0.1}, "evaluation mode"),
+    "stale layer": ({}, {"stale_layer": {"layer": 1, "size": 0.3}}, "weights after the refit"),
+}
+
+
+class PlantedWorkers:
+    """Sends the jobs of a probe to workers that run already, with the plant's values and faults."""
+
+    def __init__(self, session, values, faults, common):
+        self._session, self._values, self._faults, self._common = session, values, faults, common
+
+    def __call__(self, job, *, name, settings, is_fresh):
+        arm = {
+            key.removeprefix(GENERATION): value
+            for key, value in settings.items()
+            if key.startswith(GENERATION) and self._common.get(key) != value
+        }
+        engine = {**self._values, **arm, **(job["engine"] or {})}
+        job = {**job, "engine": engine, "faults": self._faults}
+        return self._session(job, name="planted", settings=self._common, is_fresh=False)
+
+
+def recipe_values(values):
+    """Values of the recipe that has a plant, by dotted key."""
+    base = {
+        "policy.precision": "float32",
+        f"{GENERATION}vllm_cfg.precision": "float32",
+        f"{GENERATION}vllm_cfg.enable_prefix_caching": None,
+        f"{GENERATION}temperature": 1.0,
+        f"{GENERATION}top_p": 1.0,
+        "policy.logprob_batch_size": 2,
+    }
+    return {**base, **{GENERATION + key: value for key, value in values.items()}}
+
+
+def switches_for(values):
+    """All switches of the engine and of requests that the values leave open."""
+    names = [each.id for each in mismatch_switches() if each.side == "engine" or each.cost == "request"]
+    present = {key: value for key, value in values.items() if value is not None}
+    return choose_switches(present, {}, names=names, is_read=lambda key: True, trainer="dtensor", has_gpus=False)
+
+
+def run_plant(session, name, folder, *, prompts=24, seed=0):
+    """Run the probe of a plant; returns its result."""
+    from nemo_geomask.tools.probe.probe_run import COMMON_SETTINGS
+
+    values, faults, _ = PLANTS[name]
+    values_of_recipe = recipe_values(values)
+    switches, others = switches_for(values_of_recipe)
+    folder.mkdir(parents=True, exist_ok=True)
+    return probe(
+        *(RECIPE, [], PlantedWorkers(session, values, faults, COMMON_SETTINGS), switches, others, values_of_recipe),
+        folder=folder,
+        prompts=prompts,
+        generations=2,
+        budget=1e9,
+        replaces_engines=True,
+        progress=lambda line: print(f"  {line}", file=sys.stderr, flush=True),
+    )
+
+
+def summary(name, result):
+    """What a probe found, in plain values."""
+    rows = {row.switch.id: row for row in result.ledger.rows}
+    return {
+        "plant": name,
+        "k3": result.ledger.baseline.k3,
+        "floor": result.ledger.floor,
+        "faults": [check.name for check in result.faults],
+        "found": [[row.switch.id, row.verdict, row.share, row.is_confirmed] for row in result.ledger.culprits],
+        "others": {id: row.verdict for id, row in rows.items() if row not in result.ledger.culprits},
+        "sentence": sentence(result),
+    }
+
+
+def sessions(folder, *overrides):
+    return JobSession(RECIPE, [*PRECISIONS, *overrides], FUNCTION, folder=folder / "work", timeout=1500)
+
+
+def main(folder, names, *overrides):
+    with_lines = (folder / "found.jsonl").open("a", encoding="utf-8")
+    session = sessions(folder, *overrides)
+    try:
+        for name in names or PLANTS:
+            began = time.monotonic()
+            try:
+                content = summary(name, run_plant(session, name, folder / name.replace(" ", "-")))
+            except Exception as error:
+                content = {"plant": name, "error": f"{type(error).__name__}: {error}"}
+            content["seconds"] = round(time.monotonic() - began)
+            print(json.dumps(content), file=with_lines, flush=True)
+            print(json.dumps(content, indent=1), flush=True)
+    finally:
+        session.close()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2].split(",") if len(sys.argv) > 2 and sys.argv[2] else [], *sys.argv[3:])

@@ -1,0 +1,184 @@
+"""Faults that are planted in NeMo-RL's own workers, for the jobs of a probe that ask for them.
+
+The driver runs :func:`score` in place of the probe's own function. ``faults`` of a job names what is planted before its
+scores and taken away after them; the probe's own code scores.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from types import MethodType
+
+from nemo_geomask.hosts.nemo_rl import patch
+from nemo_geomask.tools.probe import scoring_job
+
+FUNCTION = f"{__name__}:score"
+
+
+def score(**arguments):
+    patch.attribute(scoring_job.Session, "answer", _with_faults).apply()
+    scoring_job.score(**arguments)
+
+
+def _with_faults(answer):
+    def answer_with_faults(session, job):
+        with contextlib.ExitStack() as stack:
+            for name, value in (job.get("faults") or {}).items():
+                stack.enter_context(FAULTS[name](session, value))
+            return answer(session, job)
+
+    return answer_with_faults
+
+
+def _call_all(workers, function, *arguments):
+    ray = importlib.import_module("ray")
+    return ray.get([worker.__ray_call__.remote(function, *arguments) for worker in workers])
+
+
+@contextlib.contextmanager
+def _in_trainers(session, plant, undo, value):
+    workers = session.policy.worker_group.workers
+    _call_all(workers, plant, value)
+    try:
+        yield
+    finally:
+        _call_all(workers, undo, value)
+
+
+# Sampling parameters that the trainer applies to its logits.
+
+_sampling = []
+
+
+def _set_sampling(actor, values):
+    _sampling.append({name: getattr(actor.sampling_params, name) for name in values})
+    for name, value in values.items():
+        setattr(actor.sampling_params, name, value)
+
+
+def _restore_sampling(actor, values):
+    for name, value in _sampling.pop().items():
+        setattr(actor.sampling_params, name, value)
+
+
+def trainer_sampling(session, values):
+    return _in_trainers(session, _set_sampling, _restore_sampling, values)
+
+
+# Log-probs of the trainer that belong to the token before.
+
+
+@contextlib.contextmanager
+def shifted_tokens(session, places):
+    policy = session.policy
+    original = policy.get_logprobs
+
+    def shifted(data, *args, **kwargs):
+        result = original(data, *args, **kwargs)
+        result["logprobs"] = result["logprobs"].roll(places, dims=1)
+        return result
+
+    policy.get_logprobs = shifted
+    try:
+        yield
+    finally:
+        del policy.get_logprobs
+
+
+# Dropout of the trainer's attention that is on while it scores.
+
+
+def _leave_dropout_on(actor, share):
+    for module in actor.model.modules():
+        if hasattr(module, "attention_dropout"):
+            module.attention_dropout = share
+    actor.model.train()
+    actor.model.eval = MethodType(lambda model: model, actor.model)
+
+
+def _switch_dropout_off(actor, share):
+    del actor.model.eval
+    actor.model.eval()
+    for module in actor.model.modules():
+        if hasattr(module, "attention_dropout"):
+            module.attention_dropout = 0.0
+
+
+def dropout(session, share):
+    return _in_trainers(session, _leave_dropout_on, _switch_dropout_off, share)
+
+
+# A layer that a refit does not deliver: the engine keeps the weights from before the trainer's last step.
+
+_weights_before = []
+
+
+def _change_layer(actor, change):
+    torch = importlib.import_module("torch")
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for name, parameter in actor.model.named_parameters():
+            if f"layers.{change['layer']}." in name and parameter.dim() > 1:
+                _weights_before.append((parameter, parameter.clone()))
+                noise = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+                parameter.add_(change["size"] * parameter.std() * noise)
+
+
+def _change_layer_back(actor, change):
+    torch = importlib.import_module("torch")
+    with torch.no_grad():
+        for parameter, before in _weights_before:
+            parameter.copy_(before)
+    _weights_before.clear()
+
+
+@contextlib.contextmanager
+def stale_layer(session, change):
+    workers = session.policy.worker_group.workers
+    original = scoring_job.refit
+
+    def refit(session):
+        original(session)
+        _call_all(session.actors, _skip_layer, change["layer"])
+        _call_all(workers, _change_layer, change)
+        original(session)
+        _call_all(session.actors, _skip_nothing)
+
+    scoring_job.refit = refit
+    try:
+        yield
+    finally:
+        scoring_job.refit = original
+        _call_all(workers, _change_layer_back, change)
+
+
+def _loader_of(worker):
+    return worker.model_runner.model
+
+
+def _skip_layer(actor, layer):
+    actor.llm.collective_rpc(_skip_layer_in_engine, args=(layer,))
+
+
+def _skip_layer_in_engine(worker, layer):
+    model = _loader_of(worker)
+    original = model.load_weights
+
+    def load_weights(weights):
+        return original((name, tensor) for name, tensor in weights if f"layers.{layer}." not in name)
+
+    model.load_weights = load_weights
+
+
+def _skip_nothing(actor):
+    actor.llm.collective_rpc(_skip_nothing_in_engine)
+
+
+def _skip_nothing_in_engine(worker):
+    del _loader_of(worker).load_weights
+
+
+FAULTS = {
+    each.__name__: each for each in (trainer_sampling, shifted_tokens, dropout, stale_layer)
+}
