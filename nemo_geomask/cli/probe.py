@@ -98,9 +98,7 @@ def run(arguments: argparse.Namespace) -> int:
     )
     sizes = (arguments.prompts, generations)
     prepare_folder(folder, *recipe, sizes, resume=arguments.resume)
-    workers = JobSession(
-        *(*recipe, FUNCTION), folder=folder / "work", ranks=arguments.ranks, timeout=arguments.timeout
-    )
+    workers = JobSession(*(*recipe, FUNCTION), folder=folder / "work", ranks=arguments.ranks, timeout=arguments.timeout)
     with signals_as_exceptions(), contextlib.closing(workers):
         result = probe(
             *(*recipe, workers, switches, untried_rows, values),

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from nemo_geomask.errors import EngineError
+from nemo_geomask.tools.probe.locations import LayerDifferences, layer_differences
 from nemo_geomask.tools.probe.scored_arms import BASE, FrozenTokens, differing_settings
 from nemo_geomask.tools.probe.start_store import Start, StartAnswer, StartStore
 from nemo_geomask.tools.shared.mismatch_switches import MismatchSwitch
@@ -144,7 +145,9 @@ class ArmRunner:
         name = "-and-".join(self._name(side, arm) for side, arm in arms.items() if arm) or "restart"
         values = {switch.key: switch.value for switch in self._switches.values() if switch.id in engine | trainer}
         # A process gets its environment when it starts.
-        is_replaced = self.replaces_engines and engine and not trainer and not any(_ENVIRONMENT in key for key in values)
+        is_replaced = (
+            self.replaces_engines and engine and not trainer and not any(_ENVIRONMENT in key for key in values)
+        )
         start = self._replaced(name, values) if is_replaced else Start(name, {**self._settings, **values})
         answer = self._answer(start)
         if answer is not None:
@@ -249,6 +252,15 @@ class ArmRunner:
         """Return what a request to the baseline really changed, as :meth:`differences` does for an arm."""
         answers = self.base.scores["decode" if side == "engine" else "trainer"]
         return differing_settings(answers[BASE]["settings"], answers[request]["settings"])
+
+    def layers(self, side: Side, arm: Arm) -> LayerDifferences:
+        """Return the differences of hidden states under an arm of one side."""
+        answer = self._answers[side][arm]
+        texts = [answer.scores["engine_settings"].get("engine.weights", "")]
+        texts += [request["settings"].get("trainer.forward", "") for request in self.base.scores["trainer"].values()]
+        if answer.scores["trainer"]:
+            texts[1:] = [answer.scores["trainer"][BASE]["settings"].get("trainer.forward", "")]
+        return layer_differences(answer.scores.get("layers"), answer.scores["prefill"]["logprobs"], texts)
 
     def seconds(self, side: Side, arm: Arm) -> float:
         """Return the time of the baseline's request under an arm, in seconds."""

@@ -55,7 +55,7 @@ class _Search:
         """Run the arms and return the ledger."""
         self._runner.run_repeated()
         self._floor = self._largest_repetition()
-        # Where engines are replaced in their process, all arms of the trainer come first: each of them ends that process.
+        # Where engines are replaced in their process, the trainer's arms come first: each of them ends that process.
         for sides in ((side,) for side in reversed(SIDES)) if self._runner.replaces_engines else (SIDES,):
             self._run(self._groups_that_matter, sides)
             self._run(self._singles, sides)

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from nemo_geomask.optional import require
 from nemo_geomask.tools.probe.ledger import LedgerRow
+from nemo_geomask.tools.probe.locations import LayerDifferences, WorstToken
 from nemo_geomask.tools.probe.probe_run import ProbeResult
 from nemo_geomask.tools.shared.intervals import CONFIDENCE_LABEL
 from nemo_geomask.tools.shared.palette import BLUE, VERMILION
 from nemo_geomask.tools.shared.terminal_tables import ABSENT, format_table
 
-__all__ = ["as_json", "as_text", "recipe_lines", "sentence", "write_html"]
+__all__ = ["as_json", "as_text", "location_lines", "recipe_lines", "sentence", "write_html"]
 
 _COLUMNS = (
     "switch",
@@ -69,6 +71,7 @@ def as_text(result: ProbeResult) -> list[str]:
     lines += [format_table(("gap", "k3", "|Δ| > 0.1", "|Δ| > ln 2", "largest |Δ|"), rows), ""]
     lines += [format_table(_COLUMNS, [_cells(row) for row in ledger.rows], left_aligned=(0, 1, 7))]
     lines += [f"  {row.switch.id}: {row.note}" for row in ledger.rows if row.note]
+    lines += ["", *_where(result)]
     half = f"{ledger.prompts} prompts, confirmed on as many others"
     lines += [
         "",
@@ -76,6 +79,69 @@ def as_text(result: ProbeResult) -> list[str]:
         f"{ledger.starts} starts, {result.runs} of them run now, in {result.seconds:.0f} s.",
     ]
     return lines
+
+
+def _where(result: ProbeResult) -> list[str]:
+    """Return the lines on where the sides part: layers, positions, tokens."""
+    lines = ["Where:"]
+    for name, layers in result.layers.items():
+        lines += [f"  {name}: {line}" for line in location_lines(layers)]
+    if result.positions:
+        lines.append("  by position in the response, mean |Δ| of decode and prefill, of trainer and decode:")
+        bins = [
+            (f"{each.first}–{each.last}", f"{each.decode_prefill:.2g}", f"{each.trainer_decode:.2g}")
+            for each in result.positions
+        ]
+        lines += [f"    {' '.join(row)}" for row in bins]
+    lines.append("  tokens with the largest |Δ|: text, prompt, position, probability of the trainer, of the engine:")
+    lines += [f"    {' '.join(_token_cells(token))}" for token in result.worst]
+    return lines
+
+
+def _token_cells(token: WorstToken) -> tuple[str, ...]:
+    probabilities = [f"{math.exp(min(value, 0.0)):.3g}" for value in (token.trainer, token.decode)]
+    return (
+        ascii(token.text) if token.text else str(token.token),
+        str(token.prompt),
+        str(token.position),
+        *probabilities,
+    )
+
+
+def location_lines(layers: LayerDifferences) -> list[str]:
+    """Return what the hidden states say, in one line a thought."""
+    if layers.error:
+        return [f"hidden states were not compared: {layers.error}"]
+    lines = []
+    if layers.first:
+        size = layers.arising[layers.first]
+        lines.append(
+            f"the first operator that differs for the same input is {_operator(layers.first)}: "
+            f"{size:.2g} of its output, where rounding explains {layers.floor:.2g}"
+        )
+    elif layers.arising:
+        name = max(layers.arising, key=lambda key: layers.arising[key])
+        lines.append(
+            f"no operator differs for the same input by more than rounding explains ({layers.floor:.2g}); "
+            f"the largest is {layers.arising[name]:.2g}, of {_operator(name)}"
+        )
+    if layers.head_k3 is not None:
+        lines.append(f"head and log-softmax alone, on the engine's last hidden states: k3 {layers.head_k3:.2g}")
+    if layers.grown:
+        lines.append("hidden states by layer differ by " + _listed(layers.grown))
+    if layers.routes:
+        lines.append("tokens with other experts by layer: " + _listed(layers.routes, percent=True))
+        lines.append("the same for equal inputs: " + _listed(layers.routes_of_same_input, percent=True))
+    return lines
+
+
+def _operator(name: str) -> str:
+    number, _, part = name.partition(" ")
+    return f"the {part} of layer {number}" if number.isdecimal() and part != "layer" else name
+
+
+def _listed(values: Mapping[str, float], *, percent: bool = False) -> str:
+    return ", ".join(f"{value:.1%}" if percent else f"{value:.2g}" for value in values.values())
 
 
 def _cells(row: LedgerRow) -> tuple[str, ...]:
@@ -121,27 +187,64 @@ def write_html(path: Path, result: ProbeResult) -> None:
     template = jinja2.Environment(autoescape=True).from_string(_PAGE.read_text(encoding="utf-8"))
     ledger = result.ledger
     gaps = [*ledger.triangle.items(), *ledger.repetitions.items()]
-    bars = [
-        {
-            "name": row.switch.id,
-            "share": _percent(row.share),
-            "width": f"{30 * min(abs(row.share), 1.0):.2f}",
-            "colour": BLUE if row.share > 0 else VERMILION,
-        }
-        for row in ledger.rows
-        if row.share is not None
-    ]
+    bars = _waterfall(result)
+    plots = {name: _layer_plot(layers) for name, layers in result.layers.items() if layers.grown}
     rows = [{"cells": _cells(row), "evidence": _evidence(row)} for row in ledger.rows]
     page = template.render(
         result=result,
         sentence=sentence(result),
         lines=recipe_lines(result),
         bars=bars,
+        plots=plots,
+        where={name: location_lines(layers) for name, layers in result.layers.items()},
+        worst=[_token_cells(token) for token in result.worst],
         columns=_COLUMNS,
         rows=rows,
         gaps=gaps,
     )
     path.write_text(page, encoding="utf-8")
+
+
+_WIDTH = 30.0  # rem, of the whole mismatch
+
+
+def _waterfall(result: ProbeResult) -> list[dict[str, str]]:
+    """Return the bars from the whole mismatch down to what no switch explains, each beginning where the last ended."""
+    culprits = result.ledger.culprits
+    shares = {row.switch.id: row.share if row.shapley is None else row.shapley for row in culprits}
+    bars = [("mismatch", 1.0, 0.0, 1.0)]
+    top = 1.0
+    for name, share in shares.items():
+        part = min(share or 0.0, top)
+        bars.append((name, share or 0.0, top - part, part))
+        top -= part
+    bars.append(("not explained", top, 0.0, top))
+    return [
+        {
+            "name": name,
+            "share": _percent(share),
+            "start": f"{_WIDTH * start:.2f}",
+            "width": f"{_WIDTH * width:.2f}",
+            "colour": VERMILION if name in ("mismatch", "not explained") else BLUE,
+        }
+        for name, share, start, width in bars
+    ]
+
+
+def _layer_plot(layers: LayerDifferences) -> list[dict[str, str]]:
+    """Return a bar for each layer and operator, with lengths by the logarithm of its difference."""
+    values = {**{f"{name}, as both run": value for name, value in layers.grown.items()}, **layers.arising}
+    smallest = min((value for value in values.values() if value > 0), default=1.0)
+    span = max(math.log10(max(max(values.values(), default=1.0), smallest) / smallest), 1.0)
+    return [
+        {
+            "name": name,
+            "value": f"{value:.2g}",
+            "width": f"{_WIDTH * (1 + math.log10(value / smallest)) / (1 + span):.2f}" if value > 0 else "0",
+            "colour": VERMILION if name in layers.arising and value > layers.floor else BLUE,
+        }
+        for name, value in values.items()
+    ]
 
 
 def _evidence(row: LedgerRow) -> str:

@@ -10,11 +10,18 @@ from pathlib import Path
 from typing import Any
 
 from nemo_geomask.errors import ConfigError
-from nemo_geomask.tools.probe.arm_runner import NOTHING, ArmRunner
+from nemo_geomask.tools.probe.arm_runner import NOTHING, SIDES, ArmRunner
 from nemo_geomask.tools.probe.attribution import attribute_mismatch
 from nemo_geomask.tools.probe.engine_scores import PROCESSOR
 from nemo_geomask.tools.probe.free_checks import FreeCheck, free_checks
 from nemo_geomask.tools.probe.ledger import Ledger, LedgerRow
+from nemo_geomask.tools.probe.locations import (
+    LayerDifferences,
+    PositionBin,
+    WorstToken,
+    by_position,
+    worst_tokens,
+)
 from nemo_geomask.tools.probe.scored_arms import BASE
 from nemo_geomask.tools.probe.start_store import Launcher, StartStore
 from nemo_geomask.tools.shared.mismatch_switches import MismatchSwitch, mismatch_switches
@@ -45,7 +52,9 @@ class ProbeResult:
         overrides: overrides of the recipe.
         checks: the checks that cost nothing.
         ledger: the ledger.
-        worst: tokens with the largest |Δ|, as (token id, position, trainer's and engine's log-prob).
+        layers: differences of hidden states: ``baseline``, and by id those with a switch that explains or contributes.
+        positions: mean |Δ| by position in the response.
+        worst: tokens with the largest |Δ|.
         tokens: number of response tokens.
         seconds: total time.
         runs: number of starts that were run now; the untried_rows were stored.
@@ -55,7 +64,9 @@ class ProbeResult:
     overrides: tuple[str, ...]
     checks: tuple[FreeCheck, ...]
     ledger: Ledger
-    worst: tuple[tuple[int, int, float, float], ...]
+    layers: Mapping[str, LayerDifferences]
+    positions: tuple[PositionBin, ...]
+    worst: tuple[WorstToken, ...]
     tokens: int
     seconds: float
     runs: int
@@ -207,12 +218,21 @@ def probe(
         is_neutral=all(values.get(key, value) == value for key, value in neutral.items()),
     )
     ledger = attribute_mismatch(runner, switches, values, untried_rows)
-    order = sorted(range(len(decode)), key=lambda index: -abs(trainer[index] - decode[index]))[:10]
-    tokens = runner.tokens
-    worst = tuple(
-        (int(tokens.ids[index]), int(tokens.positions[index]), float(trainer[index]), float(decode[index]))
-        for index in order
-    )
+    layers = {"baseline": runner.layers("engine", NOTHING)}
+    for row in ledger.culprits:
+        arm = frozenset({row.switch.id})
+        for side in SIDES:
+            if runner.has_scores(side, arm):
+                layers[row.switch.id] = runner.layers(side, arm)
     return ProbeResult(
-        str(recipe), tuple(overrides), tuple(checks), ledger, worst, len(decode), time.monotonic() - began, store.runs
+        recipe=str(recipe),
+        overrides=tuple(overrides),
+        checks=tuple(checks),
+        ledger=ledger,
+        layers=layers,
+        positions=by_position(runner.tokens, decode, runner.prefill(), trainer),
+        worst=worst_tokens(runner.tokens, decode, trainer, store.frozen().get("texts", {})),
+        tokens=len(decode),
+        seconds=time.monotonic() - began,
+        runs=store.runs,
     )

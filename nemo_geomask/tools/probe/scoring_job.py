@@ -2,7 +2,8 @@
 
 The job's file is JSON: ``frozen``, path of the frozen sequences, which are sampled and written if the file is missing;
 ``prompts`` and ``generations``, numbers of what is sampled; ``decode`` and ``trainer``, requests by name, each with its
-options; ``prefill``, True to score the prompt too; ``engine``, settings below ``policy.generation`` with which the
+options; ``prefill``, True to score the prompt too; ``states``, number of sequences whose hidden states are compared by
+layer; ``engine``, settings below ``policy.generation`` with which the
 engine is restarted first, or null; ``out``, path of the answer; ``more``, path of the next job's file, or null for
 none. The answer is written in one piece. The driver waits for the next job; an empty object ends it.
 """
@@ -19,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_geomask.errors import ConfigError, EngineError
-from nemo_geomask.tools.probe import engine_scores, resolved_settings
+from nemo_geomask.tools.probe import engine_scores, layer_states, resolved_settings
 from nemo_geomask.tools.probe.engine_restart import restart_engine
 
 __all__ = ["FUNCTION", "Session", "refit", "score", "write_whole"]
@@ -104,19 +105,71 @@ class Session:
         answer: dict[str, Any] = {"decode": {}, "trainer": {}, "prefill": None, "seconds": seconds}
         with _timed(seconds, "engine's scores"):
             for name, options in job["decode"].items():
-                answer["decode"][name] = _call(
-                    self.actors[0], engine_scores.decode_scores, sequences, lengths, options
-                )
+                answer["decode"][name] = _call(self.actors[0], engine_scores.decode_scores, sequences, lengths, options)
             if job["prefill"]:
                 answer["prefill"] = _call(self.actors[0], engine_scores.prefill_scores, sequences, lengths)
             answer["engine_settings"] = _call(self.actors[0], resolved_settings.engine_settings)
+            states = [_call(self.actors[0], layer_states.capture_engine, each) for each in sequences[: job["states"]]]
         self.generation.finish_generation()
         with _timed(seconds, "trainer's scores"):
             if job["trainer"]:
                 self.policy.prepare_for_lp_inference()
             for name, options in job["trainer"].items():
                 answer["trainer"][name] = _trainer_scores(self.policy, self.config, self._tokenizer, frozen, options)
+        if states:
+            with _timed(seconds, "hidden states"):
+                answer["layers"] = self._layers(frozen, states)
         return answer
+
+    def _layers(self, frozen: Mapping[str, Any], states: list[layer_states.States]) -> dict[str, Any]:
+        """Compare hidden states of the first sequences; ``error`` says why there are none."""
+        own: list[dict[str, float]] = []
+        replayed: list[dict[str, float]] = []
+        heads = []
+        try:
+            experts = _call(self.actors[0], _experts_per_token)
+            for index, each in enumerate(states):
+                if not each:
+                    raise EngineError(
+                        "the engine's layers were not called as modules: it is compiled, or has other names"
+                    )
+                one = {name: [frozen[name][index]] for name in ("sequences", "prompt_lengths")}
+                for replay, differences in ((False, own), (True, replayed)):
+                    logprobs, found = self._watched_pass(one, each, experts, replay=replay)
+                    differences.append(found)
+                heads.append(logprobs)
+        except Exception as error:  # what can't be looked into is reported, and the scores stand
+            return {"error": f"{type(error).__name__}: {error}"}
+        return {"own": _means(own), "replayed": _means(replayed), "head": heads, "error": ""}
+
+    def _watched_pass(
+        self, one: Mapping[str, Any], states: layer_states.States, experts: int, *, replay: bool
+    ) -> tuple[list[float], dict[str, float]]:
+        ray = importlib.import_module("ray")
+        workers = self.policy.worker_group.workers
+        # As many copies as make every worker compute at least one whole batch.
+        copies = len(workers) * int(self.config["logprob_batch_size"])
+        data = _batch_of(self.config, self._tokenizer, {name: value * copies for name, value in one.items()})
+        reference = ray.put(states)
+        ray.get([worker.__ray_call__.remote(layer_states.watch_trainer, reference, replay) for worker in workers])
+        try:
+            logprobs = self.policy.get_logprobs(data)["logprobs"]
+            found = ray.get(workers[0].__ray_call__.remote(layer_states.compare_trainer, reference, experts))
+        finally:
+            ray.get([worker.__ray_call__.remote(layer_states.stop_trainer) for worker in workers])
+        start, end = one["prompt_lengths"][0], len(one["sequences"][0])
+        return logprobs[0, start:end].float().tolist(), found
+
+
+def _means(rows: list[dict[str, float]]) -> dict[str, float]:
+    names = [name for name in rows[0] if all(name in row for row in rows)] if rows else []
+    return {name: sum(row[name] for row in rows) / len(rows) for name in names}
+
+
+def _experts_per_token(actor: Any) -> int:
+    config = actor.llm.llm_engine.vllm_config.model_config.hf_text_config
+    names = ("num_experts_per_tok", "moe_topk", "top_k_experts")
+    return next((int(value) for name in names if isinstance(value := getattr(config, name, None), int)), 0)
 
 
 def refit(session: Session) -> None:
@@ -177,8 +230,27 @@ def _sampled(generation: Any, loader: Any, tokenizer: Any, job: Mapping[str, Any
             frozen["sampled"].append(output["logprobs"][index, start:end].tolist())
         prompts += len(ends) // job["generations"]
         if prompts >= job["prompts"]:
+            ids = sorted({token for sequence in frozen["sequences"] for token in sequence})
+            frozen["texts"] = {str(token): tokenizer.decode([token]) for token in ids}
             return frozen
     raise EngineError(f"the data set has {prompts} prompts, and the probe was asked for {job['prompts']}")
+
+
+def _batch_of(config: Mapping[str, Any], tokenizer: Any, frozen: Mapping[str, Any]) -> Any:
+    """Return sequences as a batch of NeMo-RL's, padded on the right."""
+    torch = importlib.import_module("torch")
+    batches = importlib.import_module("nemo_rl.distributed.batched_data_dict").BatchedDataDict
+    sequences, prompt_lengths = frozen["sequences"], frozen["prompt_lengths"]
+    multiple = int(config.get("make_sequence_length_divisible_by") or 1)
+    width = -(-max(map(len, sequences)) // multiple) * multiple
+    tokens = torch.full((len(sequences), width), tokenizer.pad_token_id)
+    mask = torch.zeros(len(sequences), width)
+    for row, (sequence, start) in enumerate(zip(sequences, prompt_lengths, strict=True)):
+        tokens[row, : len(sequence)] = torch.tensor(sequence)
+        mask[row, start : len(sequence)] = 1
+    lengths = torch.tensor(list(map(len, sequences)))
+    samples = torch.ones(len(sequences))
+    return batches({"input_ids": tokens, "input_lengths": lengths, "token_mask": mask, "sample_mask": samples})
 
 
 def _trainer_scores(
@@ -189,22 +261,10 @@ def _trainer_scores(
     ``options``: ``reversed``, True for the last sequence first; other keys replace sampling parameters, or settings of
     ``policy`` such as ``logprob_batch_size``, in all workers for this request.
     """
-    torch, ray = importlib.import_module("torch"), importlib.import_module("ray")
-    batches = importlib.import_module("nemo_rl.distributed.batched_data_dict").BatchedDataDict
+    ray = importlib.import_module("ray")
     order = list(range(len(frozen["sequences"])))[:: -1 if options.get("reversed") else 1]
-    multiple = int(config.get("make_sequence_length_divisible_by") or 1)
-    longest = max(map(len, frozen["sequences"]))
-    width = -(-longest // multiple) * multiple
-    tokens = torch.full((len(order), width), tokenizer.pad_token_id)
-    mask = torch.zeros(len(order), width)
-    for row, index in enumerate(order):
-        sequence = frozen["sequences"][index]
-        tokens[row, : len(sequence)] = torch.tensor(sequence)
-        mask[row, frozen["prompt_lengths"][index] : len(sequence)] = 1
-    lengths = torch.tensor([len(frozen["sequences"][index]) for index in order])
-    data = batches(
-        {"input_ids": tokens, "input_lengths": lengths, "token_mask": mask, "sample_mask": torch.ones(len(order))}
-    )
+    names = ("sequences", "prompt_lengths")
+    data = _batch_of(config, tokenizer, {name: [frozen[name][index] for index in order] for name in names})
     workers = policy.worker_group.workers
     settings = {name: value for name, value in options.items() if name != "reversed"}
     before = ray.get([worker.__ray_call__.remote(_replace_settings, settings) for worker in workers])[0]

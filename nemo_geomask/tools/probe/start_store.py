@@ -16,6 +16,7 @@ from nemo_geomask.errors import DataError
 __all__ = ["Launcher", "LauncherOutcome", "Start", "StartAnswer", "StartStore"]
 
 _ERRORS_KEPT = 2000  # characters
+_STATES = 3  # sequences whose hidden states are compared
 
 
 class LauncherOutcome(Protocol):
@@ -150,6 +151,7 @@ class StartStore:
             "frozen": str(self.frozen_file),
             "out": str(out),
             "prefill": True,
+            "states": _STATES,
             "engine": start.engine,
             "decode": start.decode,
             "trainer": start.trainer,

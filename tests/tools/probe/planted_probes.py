@@ -12,14 +12,16 @@ import time
 from pathlib import Path
 
 from nemo_geomask.tools.probe.probe_report import sentence
-from nemo_geomask.tools.probe.probe_run import choose_switches, probe
+from nemo_geomask.tools.probe.probe_run import COMMON_SETTINGS, choose_switches, probe
 from nemo_geomask.tools.rehearse.job_session import JobSession
 from nemo_geomask.tools.shared.mismatch_switches import mismatch_switches
 from tests.tools.probe.planted_workers import FUNCTION
-from tests.tools.rehearse.real_runs import MOE, RECIPE
+from tests.tools.rehearse.real_runs import RECIPE
 
 GENERATION = "policy.generation."
 PRECISIONS = ("policy.precision=float32", f"++{GENERATION}vllm_cfg.precision=float32")
+
+ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 100.0}}
 
 # By name: the recipe's values, faults of the code, and what has to be found: ids of switches, of which the first comes
 # first, or the name of the check that has to find a fault.
@@ -33,12 +35,16 @@ PLANTS = {
         ("logprobs_mode", "temperature"),
     ),
     "bfloat16 engine": ({"vllm_cfg.precision": "bfloat16"}, {}, ("engine_precision",)),
-    "RoPE override": ({"vllm_kwargs.hf_overrides": {"rope_parameters": {"rope_type": "default", "rope_theta": 100.0}}}, {}, ("rope_override",)),
+    "RoPE override": (
+        {"vllm_kwargs.hf_overrides": ROPE},
+        {},
+        ("rope_override",),
+    ),
     "norm override": ({"vllm_kwargs.hf_overrides": {"rms_norm_eps": 0.3}}, {}, ("rope_override",)),
     "RoPE override and temperature": (
         {
             "temperature": 0.9,
-            "vllm_kwargs.hf_overrides": {"rope_parameters": {"rope_type": "default", "rope_theta": 100.0}},
+            "vllm_kwargs.hf_overrides": ROPE,
         },
         {},
         ("rope_override", "temperature"),
@@ -86,10 +92,8 @@ def switches_for(values):
     return choose_switches(present, {}, names=names, is_read=lambda key: True, trainer="dtensor", has_gpus=False)
 
 
-def run_plant(session, name, folder, *, prompts=24, seed=0):
+def run_plant(session, name, folder, *, prompts=24):
     """Run the probe of a plant; returns its result."""
-    from nemo_geomask.tools.probe.probe_run import COMMON_SETTINGS
-
     values, faults, _ = PLANTS[name]
     values_of_recipe = recipe_values(values)
     switches, others = switches_for(values_of_recipe)

@@ -179,6 +179,4 @@ def _skip_nothing_in_engine(worker):
     del _loader_of(worker).load_weights
 
 
-FAULTS = {
-    each.__name__: each for each in (trainer_sampling, shifted_tokens, dropout, stale_layer)
-}
+FAULTS = {each.__name__: each for each in (trainer_sampling, shifted_tokens, dropout, stale_layer)}

@@ -42,9 +42,7 @@ class SyntheticStack:
         error = next((f"ValueError: {key} is wrong" for key in settings if key in self.failing), "")
         is_timeout = not error and len(self.starts) == self.timeout_of_start
         error = error or ("not done after 900 s" if is_timeout else "")
-        outcome = SimpleNamespace(
-            error=error, is_timeout=is_timeout, events=({"kind": "weights", "differences": []},)
-        )
+        outcome = SimpleNamespace(error=error, is_timeout=is_timeout, events=({"kind": "weights", "differences": []},))
         if error:
             return outcome
         frozen_file = Path(job["frozen"])

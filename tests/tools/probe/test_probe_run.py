@@ -16,7 +16,9 @@ VALUES = {PRECISION: "bfloat16", "policy.precision": "float32", "policy.generati
 
 
 def choose(values=VALUES, names=None, trainer="dtensor", has_gpus=False, is_read=lambda key: True, replaced=None):
-    switches, rows = choose_switches(values, replaced or {}, names=names, is_read=is_read, trainer=trainer, has_gpus=has_gpus)
+    switches, rows = choose_switches(
+        values, replaced or {}, names=names, is_read=is_read, trainer=trainer, has_gpus=has_gpus
+    )
     return [switch.id for switch in switches], {row.switch.id: row for row in rows}
 
 
@@ -45,7 +47,9 @@ def test_a_value_that_was_replaced_by_the_conservative_one_is_not_taken_for_the_
     assert "the recipe's value, False, does not run on this machine" in rows["enforce_eager"].note
     assert "enforce_eager" not in choose({key: True})[1]
     # The other way round, nothing is in the way: a small batch replaces the recipe's, and 1 is tried in its place.
-    assert "logprob_batch_size" in choose({"policy.logprob_batch_size": 2}, replaced={"policy.logprob_batch_size": 4})[0]
+    assert (
+        "logprob_batch_size" in choose({"policy.logprob_batch_size": 2}, replaced={"policy.logprob_batch_size": 4})[0]
+    )
 
 
 def test_switches_are_named_by_id_or_group():
@@ -74,7 +78,11 @@ def result(tmp_path_factory):
     folder = tmp_path_factory.mktemp("probe")
     made = SyntheticStack({PRECISION: ("engine", 0.2)}, {PRECISION: "float32"})
     switches, others = choose_switches(
-        *(VALUES, {}), names=["engine_precision", "moe_backend"], is_read=lambda key: True, trainer="dtensor", has_gpus=False
+        *(VALUES, {}),
+        names=["engine_precision", "moe_backend"],
+        is_read=lambda key: True,
+        trainer="dtensor",
+        has_gpus=False,
     )
     return probe(
         *("recipe.yaml", [], made, switches, others, VALUES),

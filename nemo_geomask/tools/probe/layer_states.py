@@ -1,0 +1,265 @@
+"""Hidden states of both sides by layer, and each operator of the trainer on the engine's own inputs.
+
+An engine's prefill gives the input and output of every layer, attention, MLP and head. The trainer scores the same
+sequence twice by NeMo-RL's own call: as it is, which shows how the difference grows from layer to layer; and with the
+engine's inputs in place of its own at every operator (replay), which shows where it arises.
+
+Modules are found by the names that vLLM, Hugging Face and Megatron use. What is not found is left out.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+__all__ = ["capture_engine", "compare_trainer", "stop_trainer", "watch_trainer"]
+
+_LAYERS = ("model.layers", "decoder.layers", "model.language_model.layers", "language_model.model.layers")
+_PARTS: Mapping[str, tuple[str, ...]] = {
+    "attention norm": ("input_layernorm",),
+    "attention": ("self_attn", "self_attention", "linear_attn", "mixer"),
+    "MLP norm": ("post_attention_layernorm", "pre_mlp_layernorm"),
+    "MLP": ("mlp", "block_sparse_moe", "feed_forward"),
+}
+_IDENTITIES = ("Identity", "IdentityOp")
+"""Classes of norms that are fused with the operator behind them, which then gets the norm's own input."""
+_NORMS = ("model.norm", "decoder.final_layernorm", "model.language_model.norm", "language_model.model.norm")
+_HEADS = ("lm_head", "output_layer", "language_model.lm_head")
+_ROUTERS = ("gate", "router")
+
+States = dict[str, Any]
+"""By name of an operator, such as ``3 attention``: its input and output, each [tokens, width] float32."""
+
+
+def _child(module: Any, names: Sequence[str]) -> Any:
+    """Return the first module of these dotted names that exists, or None."""
+    for name in names:
+        found = module
+        for part in name.split("."):
+            found = getattr(found, part, None)
+            if found is None:
+                break
+        if found is not None:
+            return found
+    return None
+
+
+def _operators(model: Any) -> dict[str, Any]:
+    """Return the modules whose input and output both sides have, by name, in the order of the forward pass."""
+    layers = _child(model, _LAYERS)
+    operators: dict[str, Any] = {}
+    for number, layer in enumerate(layers if layers is not None else ()):
+        operators[f"{number} layer"] = layer
+        for part, names in _PARTS.items():
+            if (module := _child(layer, names)) is not None:
+                operators[f"{number} {part}"] = module
+        mlp = _child(layer, _PARTS["MLP"])
+        if mlp is not None and (router := _child(mlp, _ROUTERS)) is not None:
+            operators[f"{number} router"] = router
+    if (norm := _child(model, _NORMS)) is not None:
+        operators["final norm"] = norm
+    return operators
+
+
+def _tensors(values: Any) -> list[Any]:
+    torch = importlib.import_module("torch")
+    items = values if isinstance(values, list | tuple) else [values]
+    return [item for item in items if isinstance(item, torch.Tensor)]
+
+
+def _hidden_input(args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Return the hidden states of a call and, in vLLM, the residual that belongs to them."""
+    torch = importlib.import_module("torch")
+    floating = [value for value in args if isinstance(value, torch.Tensor) and value.is_floating_point()]
+    hidden = kwargs.get("hidden_states", floating[0] if floating else None)
+    residual = kwargs.get("residual", floating[1] if len(floating) > 1 else None)
+    return hidden, residual
+
+
+def _sum(hidden: Any, residual: Any) -> Any:
+    total = hidden.detach().float()
+    return total if residual is None else total + residual.detach().float()
+
+
+# The engine's side
+
+# Of this process: what the hooks have seen, and the hooks.
+_seen: dict[str, list[Any]] = {}
+_hooks: list[Any] = []
+
+
+def capture_engine(actor: Any, sequence: Sequence[int]) -> States:
+    """Return the inputs and outputs of the engine's operators as it reads a sequence as a prompt.
+
+    Args:
+        actor: NeMo-RL's generation worker, in whose process this runs; its engine is a single process and not compiled.
+        sequence: token ids.
+
+    Returns:
+        By operator: ``[input, output]``, [tokens, width] float32 on the CPU; empty if no hook was called.
+    """
+    actor.llm.collective_rpc(_hook_engine)
+    try:
+        actor.llm.reset_prefix_cache()
+        # A request for prompt log-probs reads no prefix cache, so that all tokens pass the layers.
+        parameters = actor.SamplingParams(temperature=1.0, max_tokens=1, prompt_logprobs=0)
+        actor.llm.generate([{"prompt_token_ids": list(sequence)}], parameters, use_tqdm=False)
+    finally:
+        states = actor.llm.collective_rpc(_unhook_engine, args=(len(sequence),))[0]
+    return dict(states)
+
+
+def _hook_engine(worker: Any) -> None:
+    _seen.clear()
+    for name, module in _operators(worker.model_runner.model).items():
+        hook = _keep_engine(name, sums_output=name.endswith("layer"))
+        _hooks.append(module.register_forward_hook(hook, with_kwargs=True))
+
+
+def _keep_engine(name: str, *, sums_output: bool) -> Callable[..., None]:
+    def keep(module: Any, args: Any, kwargs: Any, output: Any) -> None:
+        hidden, residual = _hidden_input(args, kwargs)
+        outputs = _tensors(output)
+        if hidden is None or not outputs or name in _seen:
+            return  # a later call is the decode of the token that every request asks for
+        # vLLM adds the residual in the next norm; the sum is what other libraries call the layer's output.
+        result = _sum(outputs[0], outputs[1] if sums_output and len(outputs) > 1 else None)
+        _seen[name] = [_sum(hidden, residual).cpu().clone(), result.cpu().clone()]
+
+    return keep
+
+
+def _unhook_engine(worker: Any, length: int) -> States:
+    for hook in _hooks:
+        hook.remove()
+    _hooks.clear()
+    states = {name: [value[:length] for value in pair] for name, pair in _seen.items()}
+    _seen.clear()
+    return states
+
+
+# The trainer's side
+
+
+def watch_trainer(actor: Any, states: States, replay: bool) -> None:
+    """Hook the trainer's operators for one pass.
+
+    Args:
+        actor: NeMo-RL's training worker, in whose process this runs.
+        states: the engine's states of the sequence that the worker is about to score, in its first row.
+        replay: give each operator the engine's input in place of its own.
+    """
+    _seen.clear()
+    model = actor.model[0] if isinstance(actor.model, list | tuple) else actor.model
+    while _child(model, _LAYERS) is None and hasattr(model, "module"):
+        model = model.module  # Megatron's wrappers
+    operators = _operators(model)
+    for name, module in operators.items():
+        if name in states and type(module).__name__ not in _IDENTITIES:
+            if replay:
+                norm = f"{name} norm"
+                is_fused = norm in operators and type(operators[norm]).__name__ in _IDENTITIES
+                before = _replace_input(states[norm if is_fused else name][0])
+                _hooks.append(module.register_forward_pre_hook(before, with_kwargs=True))
+            _hooks.append(module.register_forward_hook(_keep_trainer(name, len(states[name][0])), with_kwargs=True))
+    head = _child(model, _HEADS)
+    if replay and head is not None and "final norm" in states:
+        before = _replace_input(states["final norm"][1])
+        _hooks.append(head.register_forward_pre_hook(before, with_kwargs=True))
+
+
+def _rows_first(hidden: Any, length: int) -> bool:
+    """Return True for [rows, tokens, width], False for Megatron's [tokens, rows, width]."""
+    return bool(hidden.dim() != 3 or hidden.shape[1] >= length)
+
+
+def _replace_input(state: Any) -> Callable[..., Any]:
+    def replace(module: Any, args: Any, kwargs: Any) -> Any:
+        hidden, _ = _hidden_input(args, kwargs)
+        if hidden is None:
+            return None
+        replaced = hidden.detach().clone()
+        value = state.to(device=replaced.device, dtype=replaced.dtype)
+        if replaced.dim() == 2:
+            replaced[: len(value)] = value
+        elif _rows_first(replaced, len(value)):
+            replaced[0, : len(value)] = value
+        else:
+            replaced[: len(value), 0] = value
+        if "hidden_states" in kwargs:
+            return args, {**kwargs, "hidden_states": replaced}
+        return tuple(replaced if each is hidden else each for each in args), kwargs
+
+    return replace
+
+
+def _keep_trainer(name: str, length: int) -> Callable[..., None]:
+    def keep(module: Any, args: Any, kwargs: Any, output: Any) -> None:
+        torch = importlib.import_module("torch")
+        outputs = _tensors(output)
+        if not outputs or name in _seen:
+            return
+        if name.endswith("router"):
+            # Indices of the chosen experts (Hugging Face), or a map of them (Megatron).
+            chosen = next((each for each in outputs if not each.is_floating_point()), None)
+            if chosen is not None:
+                _seen[name] = [chosen.detach().reshape(-1, chosen.shape[-1])[:length].cpu().clone()]
+            return
+        result = outputs[0].detach()
+        result = result.full_tensor() if hasattr(result, "full_tensor") else result
+        if result.dim() == 3:
+            result = result[0] if _rows_first(result, length) else result[:, 0]
+        if len(result) >= length:
+            _seen[name] = [result[:length].to(torch.float32).cpu().clone()]
+
+    return keep
+
+
+def stop_trainer(actor: Any) -> None:
+    """Remove the hooks of :func:`watch_trainer`, and forget what they have seen.
+
+    Args:
+        actor: the worker.
+    """
+    for hook in _hooks:
+        hook.remove()
+    _hooks.clear()
+    _seen.clear()
+
+
+def compare_trainer(actor: Any, states: States, experts: int) -> dict[str, float]:
+    """Return how the outputs of the trainer's operators differ from the engine's.
+
+    Args:
+        actor: NeMo-RL's training worker, in whose process this runs, after a watched pass.
+        states: the engine's states.
+        experts: number of experts that the engine chooses for a token; 0 for a dense model.
+
+    Returns:
+        By operator: the mean over tokens of ‖trainer − engine‖ / ‖engine‖; of a router the share of tokens with other
+        experts.
+    """
+    torch = importlib.import_module("torch")
+    differences: dict[str, float] = {}
+    for name, (found, *_) in _seen.items():
+        expected = states[name][1]
+        if name.endswith("router"):
+            chosen = _expert_map(found, expected.shape[-1])
+            wanted = _expert_map(expected.topk(experts, dim=-1).indices, expected.shape[-1]) if experts else chosen
+            differences[name] = float((chosen != wanted).any(dim=-1).double().mean())
+            continue
+        if found.shape != expected.shape:
+            continue  # a shard, or another layout
+        distance = torch.linalg.vector_norm((found - expected).double(), dim=-1)
+        size = torch.linalg.vector_norm(expected.double(), dim=-1)
+        differences[name] = float((distance / size.clamp_min(1e-30)).mean())
+    return differences
+
+
+def _expert_map(chosen: Any, count: int) -> Any:
+    torch = importlib.import_module("torch")
+    if chosen.dtype == torch.bool:
+        return chosen
+    experts = torch.zeros(len(chosen), count, dtype=torch.bool)
+    return experts.scatter_(1, chosen.long(), True)

@@ -1,0 +1,172 @@
+"""Where the sides part: by layer and operator, by position in the response, and on which tokens."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from nemo_geomask.optional import require
+from nemo_geomask.tools.probe.gap_statistics import k3_of
+from nemo_geomask.tools.probe.scored_arms import FrozenTokens
+
+__all__ = ["LayerDifferences", "PositionBin", "WorstToken", "by_position", "layer_differences", "worst_tokens"]
+
+_ROUNDINGS = 16.0
+"""Roundings of the coarser dtype that an operator's output may differ by without standing out."""
+_EPSILONS = {"torch.bfloat16": 2.0**-8, "torch.float16": 2.0**-11, "torch.float32": 2.0**-24}
+_WORST = 10
+_BINS = 8
+
+
+@dataclass(frozen=True)
+class LayerDifferences:
+    """Differences of hidden states between trainer and engine.
+
+    Attributes:
+        grown: by layer, the relative difference of its output as both sides run.
+        arising: by operator, the relative difference of its output for the engine's own input.
+        floor: relative difference that rounding explains.
+        routes: by layer, the share of tokens with other experts as both sides run.
+        routes_of_same_input: the same for the engine's own input.
+        head_k3: k3 in nats a token between the engine's prefill and the trainer's head on the engine's last hidden
+            states; None if it was not computed.
+        first: first operator, in the order of the forward pass, whose difference for the same input exceeds the floor;
+            empty if there is none.
+        error: why nothing was compared; empty if something was.
+    """
+
+    grown: Mapping[str, float]
+    arising: Mapping[str, float]
+    floor: float
+    routes: Mapping[str, float]
+    routes_of_same_input: Mapping[str, float]
+    head_k3: float | None
+    first: str
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class PositionBin:
+    """Mean |Δ| of the tokens at some positions of the responses.
+
+    Attributes:
+        first: first position, from 0.
+        last: last position.
+        decode_prefill: mean |engine's decode − its prefill|.
+        trainer_decode: mean |trainer − engine's decode|.
+        tokens: number of tokens.
+    """
+
+    first: int
+    last: int
+    decode_prefill: float
+    trainer_decode: float
+    tokens: int
+
+
+@dataclass(frozen=True)
+class WorstToken:
+    """Token with a large |Δ|.
+
+    Attributes:
+        token: its id.
+        text: its text; empty if it is not known.
+        prompt: number of its prompt.
+        position: its position in the response.
+        trainer: the trainer's log-prob.
+        decode: the engine's log-prob.
+    """
+
+    token: int
+    text: str
+    prompt: int
+    position: int
+    trainer: float
+    decode: float
+
+
+def layer_differences(
+    layers: Mapping[str, Any] | None, prefill: Sequence[Sequence[float]], dtypes: Sequence[str]
+) -> LayerDifferences:
+    """Return the differences of hidden states that a start has measured.
+
+    Args:
+        layers: ``layers`` of the start's answer.
+        prefill: the engine's log-probs by prefill, a list for each response.
+        dtypes: texts that name the dtypes of both sides' weights; the coarsest counts.
+    """
+    if layers is None or layers["error"]:
+        reason = "no hidden states were compared" if layers is None else layers["error"]
+        return LayerDifferences({}, {}, 0.0, {}, {}, None, "", reason)
+    found = [epsilon for name, epsilon in _EPSILONS.items() if any(name in text for text in dtypes)]
+    floor = _ROUNDINGS * max(found, default=_EPSILONS["torch.float32"])
+    own, replayed = layers["own"], layers["replayed"]
+    arising = {name: value for name, value in replayed.items() if not name.endswith("router")}
+    numpy = require("numpy", "the probe's statistics need", "diagnose")
+    head = layers["head"]
+    deltas = [numpy.asarray(one) - numpy.asarray(other) for one, other in zip(head, prefill, strict=False)]
+    # A layer's own output comes after those of its operators, which are what a reader can look for.
+    ordered = sorted(arising, key=_place)
+    return LayerDifferences(
+        grown={name: value for name, value in own.items() if name.endswith("layer")},
+        arising={name: arising[name] for name in ordered},
+        floor=floor,
+        routes={name: value for name, value in own.items() if name.endswith("router")},
+        routes_of_same_input={name: value for name, value in replayed.items() if name.endswith("router")},
+        head_k3=float(k3_of(numpy.concatenate(deltas)).mean()) if deltas else None,
+        first=next((name for name in ordered if arising[name] > floor), ""),
+    )
+
+
+_ORDER = ("attention norm", "attention", "MLP norm", "MLP", "layer")
+
+
+def _place(name: str) -> tuple[int, int]:
+    match = re.match(r"(\d+) (.+)$", name)
+    return (int(match[1]), _ORDER.index(match[2])) if match else (1 << 30, 0)
+
+
+def by_position(tokens: FrozenTokens, decode: Any, prefill: Any, trainer: Any) -> tuple[PositionBin, ...]:
+    """Return the mean |Δ| by position in the response, in up to eight bins of equal width.
+
+    Args:
+        tokens: the frozen tokens.
+        decode: the engine's log-probs as decoded, [N].
+        prefill: the engine's log-probs by prefill, [N].
+        trainer: the trainer's log-probs, [N].
+    """
+    numpy = require("numpy", "the probe's statistics need", "diagnose")
+    end = int(tokens.positions.max()) + 1
+    width = -(-end // _BINS)
+    bins = []
+    for first in range(0, end, width):
+        inside = (tokens.positions >= first) & (tokens.positions < first + width)
+        engine, both = (float(numpy.abs(delta[inside]).mean()) for delta in (decode - prefill, trainer - decode))
+        bins.append(PositionBin(first, min(first + width, end) - 1, engine, both, int(inside.sum())))
+    return tuple(bins)
+
+
+def worst_tokens(tokens: FrozenTokens, decode: Any, trainer: Any, texts: Mapping[str, str]) -> tuple[WorstToken, ...]:
+    """Return the tokens with the largest |Δ|, the largest first.
+
+    Args:
+        tokens: the frozen tokens.
+        decode: the engine's log-probs as decoded, [N].
+        trainer: the trainer's log-probs, [N].
+        texts: text of each token, by its id as a string.
+    """
+    numpy = require("numpy", "the probe's statistics need", "diagnose")
+    order = numpy.argsort(-numpy.abs(trainer - decode), kind="stable")[:_WORST]
+    return tuple(
+        WorstToken(
+            int(tokens.ids[index]),
+            texts.get(str(int(tokens.ids[index])), ""),
+            int(tokens.prompts[index]),
+            int(tokens.positions[index]),
+            float(trainer[index]),
+            float(decode[index]),
+        )
+        for index in order
+    )
