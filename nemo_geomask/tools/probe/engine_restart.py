@@ -17,8 +17,8 @@ from nemo_geomask.errors import EngineError
 
 __all__ = ["restart_engine"]
 
-# Of this process: settings of the worker as NeMo-RL started it.
-_original: list[dict[str, Any]] = []
+_ORIGINAL = "nemo_geomask_original_config"
+"""Attribute of the worker with its settings as NeMo-RL started it."""
 
 
 def restart_engine(actor: Any, values: Mapping[str, Any]) -> None:
@@ -36,9 +36,9 @@ def restart_engine(actor: Any, values: Mapping[str, Any]) -> None:
     """
     if actor.tensor_parallel_size * actor.pipeline_parallel_size > 1:
         raise EngineError("an engine of several processes can't be restarted within its worker")
-    if not _original:
-        _original.append(copy.deepcopy(dict(actor.cfg)))
-    config = copy.deepcopy(_original[0])
+    if not hasattr(actor, _ORIGINAL):
+        setattr(actor, _ORIGINAL, copy.deepcopy(dict(actor.cfg)))
+    config: dict[str, Any] = copy.deepcopy(getattr(actor, _ORIGINAL))
     for key, value in values.items():
         *sections, name = key.split(".")
         section = config

@@ -11,7 +11,7 @@ from nemo_geomask.optional import require
 from nemo_geomask.tools.probe.gap_statistics import k3_of
 from nemo_geomask.tools.probe.scored_arms import FrozenTokens
 
-__all__ = ["LayerDifferences", "PositionBin", "WorstToken", "by_position", "layer_differences", "worst_tokens"]
+__all__ = ["LayerDifferences", "PositionBin", "TokenGap", "by_position", "layer_differences", "worst_tokens"]
 
 _ROUNDINGS = 16.0
 """Roundings of the coarser dtype that an operator's output may differ by without standing out."""
@@ -67,7 +67,7 @@ class PositionBin:
 
 
 @dataclass(frozen=True)
-class WorstToken:
+class TokenGap:
     """Token with a large |Δ|.
 
     Attributes:
@@ -148,7 +148,7 @@ def by_position(tokens: FrozenTokens, decode: Any, prefill: Any, trainer: Any) -
     return tuple(bins)
 
 
-def worst_tokens(tokens: FrozenTokens, decode: Any, trainer: Any, texts: Mapping[str, str]) -> tuple[WorstToken, ...]:
+def worst_tokens(tokens: FrozenTokens, decode: Any, trainer: Any, texts: Mapping[str, str]) -> tuple[TokenGap, ...]:
     """Return the tokens with the largest |Δ|, the largest first.
 
     Args:
@@ -160,7 +160,7 @@ def worst_tokens(tokens: FrozenTokens, decode: Any, trainer: Any, texts: Mapping
     numpy = require("numpy", "the probe's statistics need", "diagnose")
     order = numpy.argsort(-numpy.abs(trainer - decode), kind="stable")[:_WORST]
     return tuple(
-        WorstToken(
+        TokenGap(
             int(tokens.ids[index]),
             texts.get(str(int(tokens.ids[index])), ""),
             int(tokens.prompts[index]),

@@ -10,7 +10,7 @@ from typing import Any
 
 from nemo_geomask.optional import require
 from nemo_geomask.tools.probe.ledger import LedgerRow
-from nemo_geomask.tools.probe.locations import LayerDifferences, WorstToken
+from nemo_geomask.tools.probe.locations import LayerDifferences, TokenGap
 from nemo_geomask.tools.probe.probe_run import ProbeResult
 from nemo_geomask.tools.shared.intervals import CONFIDENCE_LABEL
 from nemo_geomask.tools.shared.palette import BLUE, VERMILION
@@ -98,7 +98,7 @@ def _where(result: ProbeResult) -> list[str]:
     return lines
 
 
-def _token_cells(token: WorstToken) -> tuple[str, ...]:
+def _token_cells(token: TokenGap) -> tuple[str, ...]:
     probabilities = [f"{math.exp(min(value, 0.0)):.3g}" for value in (token.trainer, token.decode)]
     return (
         ascii(token.text) if token.text else str(token.token),

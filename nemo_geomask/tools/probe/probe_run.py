@@ -18,7 +18,7 @@ from nemo_geomask.tools.probe.ledger import Ledger, LedgerRow
 from nemo_geomask.tools.probe.locations import (
     LayerDifferences,
     PositionBin,
-    WorstToken,
+    TokenGap,
     by_position,
     worst_tokens,
 )
@@ -66,7 +66,7 @@ class ProbeResult:
     ledger: Ledger
     layers: Mapping[str, LayerDifferences]
     positions: tuple[PositionBin, ...]
-    worst: tuple[WorstToken, ...]
+    worst: tuple[TokenGap, ...]
     tokens: int
     seconds: float
     runs: int

@@ -6,7 +6,7 @@ import types
 import pytest
 
 from nemo_geomask.errors import EngineError
-from nemo_geomask.tools.probe import engine_restart
+from nemo_geomask.tools.probe.engine_restart import restart_engine
 
 CONFIG = {"temperature": 1.0, "vllm_cfg": {"precision": "bfloat16"}, "vllm_kwargs": {"hf_overrides": {"a": 1}}}
 
@@ -41,13 +41,12 @@ def worker(monkeypatch):
     for name in ("vllm", "vllm.distributed"):
         monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
     monkeypatch.setitem(sys.modules, "vllm.distributed.parallel_state", state)
-    monkeypatch.setattr(engine_restart, "_original", [])
     CALLS.clear()
     return Worker(CONFIG, [0], 0.5, 7)
 
 
 def test_the_new_engine_has_the_values_the_seed_and_the_share_of_the_gpu(worker):
-    engine_restart.restart_engine(worker, {"vllm_cfg.precision": "float32", "vllm_kwargs.max_num_seqs": 1})
+    restart_engine(worker, {"vllm_cfg.precision": "float32", "vllm_kwargs.max_num_seqs": 1})
     assert worker.cfg["vllm_cfg"] == {"precision": "float32"}
     assert worker.cfg["vllm_kwargs"] == {"hf_overrides": {"a": 1}, "max_num_seqs": 1}
     assert (worker.seed, worker.fraction_of_gpus, worker.is_owner) == (7, 0.5, True)
@@ -55,14 +54,14 @@ def test_the_new_engine_has_the_values_the_seed_and_the_share_of_the_gpu(worker)
 
 
 def test_values_are_those_of_one_arm_and_not_of_the_arms_before(worker):
-    engine_restart.restart_engine(worker, {"vllm_cfg.precision": "float32"})
-    engine_restart.restart_engine(worker, {"vllm_kwargs.hf_overrides": {}})
+    restart_engine(worker, {"vllm_cfg.precision": "float32"})
+    restart_engine(worker, {"vllm_kwargs.hf_overrides": {}})
     assert worker.cfg == {**CONFIG, "vllm_kwargs": {"hf_overrides": {}}}
-    engine_restart.restart_engine(worker, {})
+    restart_engine(worker, {})
     assert worker.cfg == CONFIG
 
 
 def test_an_engine_of_several_processes_is_refused(worker):
     worker.tensor_parallel_size = 2
     with pytest.raises(EngineError, match="several processes"):
-        engine_restart.restart_engine(worker, {})
+        restart_engine(worker, {})

@@ -3,6 +3,7 @@
 import json
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -99,10 +100,11 @@ def test_a_job_that_is_not_answered_ends_the_workers(driver, tmp_path):
 
 
 def test_ctrl_c_ends_the_workers(session, driver, tmp_path, monkeypatch):
-    def interrupted(out, deadline):
+    def interrupted(seconds):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(session, "_wait", interrupted)
+    driver.silent = True
+    monkeypatch.setattr(job_session, "time", SimpleNamespace(monotonic=time.monotonic, sleep=interrupted))
     with pytest.raises(KeyboardInterrupt):
         ask(session, tmp_path, 0)
     assert driver.ended == len(driver.starts) == 1
