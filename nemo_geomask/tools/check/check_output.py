@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, Any
 from nemo_geomask.errors import Problem
 from nemo_geomask.tools.check.all_rules import RULES
 from nemo_geomask.tools.check.recipe_check import CheckedRecipe, MaskForecast
+from nemo_geomask.tools.check.recipe_facts import RecipeFacts
 from nemo_geomask.tools.check.rule import Finding
 from nemo_geomask.tools.shared.json_output import JSON_VERSION, replace_nonfinite
+from nemo_geomask.tools.shared.mismatch_switches import MismatchSwitch, settings_left_open
 from nemo_geomask.tools.shared.terminal_text import escape_line, escape_lines
 
 if TYPE_CHECKING:
@@ -30,6 +32,7 @@ __all__ = [
 ]
 
 SEVERITIES = ("error", "warning", "note")
+_KEYS_LISTED = 3
 _OPTION_FOR = {"gpu": "--gpu", "nemo_rl": "NeMo-RL (set NEMO_RL_ROOT)"}
 """What the user has to provide so that an attribute of ``RecipeFacts`` is known."""
 
@@ -122,8 +125,22 @@ def _remarks(checked: CheckedRecipe) -> Iterator[str]:
     if facts.loss is None and not facts.other_algorithm:
         until = "with --no-import" if facts.not_imported and not facts.problems else "until loss_fn is valid"
         yield f"not checked {until}: its objective, and {', '.join(sorted(facts.unsettled))}"
+    if settings := _settings_left_open(facts):
+        keys = [switch.key for switch, _ in settings]
+        more = f" and {len(keys) - _KEYS_LISTED} more" if len(keys) > _KEYS_LISTED else ""
+        yield (
+            f"settings that can make sampler and trainer disagree: {', '.join(keys[:_KEYS_LISTED])}{more}; "
+            f"nemo-geomask probe {facts.recipe.path} measures which of them do"
+        )
     for rule, attribute in report.unchecked:
         yield f"not checked without {_OPTION_FOR[attribute]}: {rule.id}, {rule.title}"
+
+
+def _settings_left_open(facts: RecipeFacts) -> list[tuple[MismatchSwitch, Any]]:
+    """Return the settings that a probe of the recipe would try."""
+    if not facts.uses_vllm:
+        return []
+    return settings_left_open(facts.get, "megatron" if facts.uses_megatron else "dtensor")
 
 
 def count_with_noun(count: int, noun: str) -> str:
@@ -146,6 +163,10 @@ def as_json(checked: CheckedRecipe) -> dict[str, Any]:
         "settings": facts.config.model_dump(mode="json") if facts.loss else None,
         "findings": [_finding_as_json(finding) for finding in report.findings],
         "ignored": [_finding_as_json(finding) for finding in report.ignored],
+        "mismatch_settings": [
+            {"key": switch.key, "value": value, "conservative": switch.value}
+            for switch, value in _settings_left_open(facts)
+        ],
         "unjudged": [{"rule": rule.id, "needs": _OPTION_FOR[attribute]} for rule, attribute in report.unchecked],
         "not_imported": [{"key": next(iter(problem.keys), None)} for problem in facts.not_imported],
         "summary": {severity: report.count(severity) for severity in SEVERITIES},
@@ -173,6 +194,7 @@ def unreadable_as_json(recipe: str | None, problems: Sequence[Problem]) -> dict[
         "settings": None,
         "findings": findings,
         "ignored": [],
+        "mismatch_settings": [],
         "unjudged": [],
         "not_imported": [],
         "summary": {"error": len(findings), "warning": 0, "note": 0},

@@ -23,6 +23,7 @@ from nemo_geomask.records import COLUMNS
 from nemo_geomask.tools.check.all_rules import RULES
 from nemo_geomask.tools.check.objective import surrogate_parts
 from nemo_geomask.tools.shared.markdown import markdown_table, replace_marked_text
+from nemo_geomask.tools.shared.mismatch_switches import mismatch_switches
 
 __all__ = ["TABLES", "update_tables"]
 
@@ -115,10 +116,25 @@ def host_patch_table() -> str:
     )
 
 
+def switch_table() -> str:
+    """Return the table of the settings that are known to make sampler and trainer disagree."""
+    rows = [
+        (
+            *(f"`{switch.id}`", f"`{switch.key}`", f"`{as_yaml(switch.value)}`", switch.title),
+            *(switch.side, switch.cost, switch.since + (f", {switch.needs}" if switch.needs else "")),
+            *("GPU" if switch.gpu else "any", switch.slower or "–", switch.source),
+        )
+        for switch in mismatch_switches()
+    ]
+    head = ("switch", "key", "conservative", "decides", "side", "costs", "since", "on", "price", "source")
+    return markdown_table(head, rows)
+
+
 TABLES = {
     "check.md": {"rules": rule_table},
     "loss_reference.md": {"fields": field_table, "objectives": objective_table},
     "nemo_rl.md": {"patches": host_patch_table},
+    "probe.md": {"switches": switch_table},
     "records.md": {"columns": record_column_table, "settings": record_setting_table},
 }
 """Function that returns each generated table, by page and marker."""

@@ -199,7 +199,8 @@ CAUSES: tuple[Cause, ...] = (
         threshold=0.1,
         rationale=_PART_RATIONALE,
         action=(
-            "check what depends on the position: RoPE scaling, sliding windows, context parallelism, chunked prefill"
+            "check what depends on the position: RoPE scaling, sliding windows, context parallelism, chunked prefill; "
+            "nemo-geomask probe tries them one by one"
         ),
         detect=detect_range("position", upper_only=True),
     ),
@@ -239,7 +240,7 @@ CAUSES: tuple[Cause, ...] = (
         ),
         action=(
             "replay the routing of the generation engine in training (policy.router_replay), or keep the router in "
-            "float32"
+            "float32; nemo-geomask probe shows which layers choose other experts"
         ),
         detect=noise_detectors.detect_routing,
     ),
@@ -252,7 +253,10 @@ CAUSES: tuple[Cause, ...] = (
             "factor by which the median of |Δ|/(1 − p) has grown; for bfloat16 against float32 that median is "
             f"{noise_detectors.TYPICAL_NOISE.median:g}; {_SOURCE}"
         ),
-        action="use the same precision in both engines (FP8 or bfloat16 against float32), and batch-invariant kernels",
+        action=(
+            "use the same precision in both engines (FP8 or bfloat16 against float32), and batch-invariant kernels; "
+            "nemo-geomask probe says which of the recipe's settings matter"
+        ),
         detect=noise_detectors.detect_precision,
     ),
 )

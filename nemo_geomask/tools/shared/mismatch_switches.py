@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import functools
 import tomllib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-__all__ = ["ENGINE_ARGUMENTS", "VERSIONS", "MismatchSwitch", "mismatch_switches"]
+__all__ = ["ENGINE_ARGUMENTS", "VERSIONS", "MismatchSwitch", "mismatch_switches", "settings_left_open"]
 
 VERSIONS = ("v0.6.0", "v0.7.0", "main")
 """Versions of NeMo-RL that the table knows, oldest first."""
@@ -73,6 +73,17 @@ class MismatchSwitch:
             version: one of :data:`VERSIONS`.
         """
         return VERSIONS.index(version) >= VERSIONS.index(self.since)
+
+
+def settings_left_open(get: Callable[[str], Any], trainer: str) -> list[tuple[MismatchSwitch, Any]]:
+    """Return the switches whose keys have another value than the conservative one, each with that value.
+
+    Args:
+        get: returns the value of a dotted key; None if it is not set.
+        trainer: ``megatron`` or ``dtensor``.
+    """
+    values = [(switch, get(switch.key)) for switch in mismatch_switches() if switch.needs in ("", trainer)]
+    return [(switch, value) for switch, value in values if value is not None and value != switch.value]
 
 
 @functools.cache

@@ -136,6 +136,25 @@ class TestCommand:
         assert result["objective"][0]["formula"].startswith("L = ")
         assert {"rule": "GM106", "needs": "--gpu"} in result["unjudged"]
 
+    def test_settings_that_a_probe_would_try_are_named(self, write, check):
+        recipe = write(
+            child="""
+policy:
+  precision: bfloat16
+  dtensor_cfg: {enabled: true, tensor_parallel_size: 1}
+  megatron_cfg: {enabled: false, apply_rope_fusion: true}
+  generation: {backend: vllm, temperature: 1.0, vllm_cfg: {enforce_eager: false}}
+loss_fn: {name: clipped_pg}
+"""
+        )
+        _, out, _ = check(recipe)
+        line = next(line for line in out.splitlines() if "nemo-geomask probe" in line)
+        assert "disagree: policy.generation.vllm_cfg.enforce_eager, policy.precision; nemo-geomask probe" in line
+        _, out, _ = check(recipe, "--format", "json")
+        assert {"key": "policy.precision", "value": "bfloat16", "conservative": "float32"} in json.loads(out)[
+            "mismatch_settings"
+        ]
+
     def test_what_masks_keep_at_the_mismatch_and_at_five_times_as_much(self, write, check):
         write(
             child="""

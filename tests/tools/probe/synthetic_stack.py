@@ -24,6 +24,8 @@ class SyntheticStack:
         base_noise: noise that no switch removes.
         restart_noise: noise that differs from start to start.
         timeout_of_start: number of the start that reaches the time limit, from 1; 0 for none.
+        starts: settings of each start, of workers or of an engine in place of theirs.
+        fresh: number of starts of workers.
     """
 
     causes: dict = field(default_factory=dict)
@@ -35,10 +37,12 @@ class SyntheticStack:
     restart_noise: float = 0.0
     timeout_of_start: int = 0
     starts: list = field(default_factory=list)
+    fresh: int = 0
 
     def __call__(self, job, *, name, settings, is_fresh):
         settings = {**settings, **{f"policy.generation.{key}": value for key, value in (job["engine"] or {}).items()}}
         self.starts.append(settings)
+        self.fresh += is_fresh
         error = next((f"ValueError: {key} is wrong" for key in settings if key in self.failing), "")
         is_timeout = not error and len(self.starts) == self.timeout_of_start
         error = error or ("not done after 900 s" if is_timeout else "")
@@ -58,17 +62,17 @@ class SyntheticStack:
                 for name, options in job["decode"].items()
             },
             "prefill": self._scores("engine", frozen, settings, {}),
-            "engine_settings": self._settings("engine", settings),
+            "engine_settings": self.resolved("engine", settings),
             "trainer": {
                 name: self._scores("trainer", frozen, settings, options)
-                | {"settings": self._settings("trainer", settings) | {"trainer.options": str(options)}}
+                | {"settings": self.resolved("trainer", settings) | {"trainer.options": str(options)}}
                 for name, options in job["trainer"].items()
             },
         }
         Path(job["out"]).write_text(json.dumps(answer))
         return outcome
 
-    def _settings(self, side, settings):
+    def resolved(self, side, settings):
         read = {
             key: str(value)
             for key, value in settings.items()

@@ -33,10 +33,10 @@ def stack(*causes, **others):
     return SyntheticStack(planted, dict.fromkeys(planted, "off"), **others)
 
 
-def ledger_of(folder, made, switches=SWITCHES, budget=1e9):
+def ledger_of(folder, made, switches=SWITCHES, budget=1e9, replaces_engines=False):
     folder.mkdir(exist_ok=True)
     store = StartStore(folder, made, prompts=24, generations=2)
-    runner = ArmRunner(store, switches, settings={}, budget=budget)
+    runner = ArmRunner(store, switches, settings={}, budget=budget, replaces_engines=replaces_engines)
     return attribute_mismatch(runner, switches, {each.key: "on" for each in switches})
 
 
@@ -167,6 +167,70 @@ def test_a_budget_that_ends_leaves_rows_untried_and_says_so(tmp_path):
     ledger = ledger_of(tmp_path, stack(("cache", 0.2)), budget=-1.0)
     assert not ledger.is_complete
     assert set(verdicts(ledger).values()) == {"not tried"}
+
+
+ENGINE = [
+    MismatchSwitch(name, f"policy.generation.{name}", "off", name, "engine", "engine", group, "", "")
+    for name, group in (("cache", "precision"), ("head", "precision"), ("graphs", "kernels"))
+]
+FUSION = [switch("fusion", side="trainer", group="fusions")]
+
+
+class TestReplacedEngines:
+    """Engines that are replaced in their process: their arms share a start of the workers."""
+
+    def stack(self, *causes, **others):
+        side = {each.key: each.side for each in (*ENGINE, *FUSION)}
+        return SyntheticStack(
+            {key: (side[key], size) for key, size in causes}, {key: "off" for key, _ in causes}, **others
+        )
+
+    def ledger(self, folder, made):
+        return ledger_of(folder, made, [*ENGINE, *FUSION], replaces_engines=True)
+
+    def test_causes_on_both_sides_are_found_as_with_fresh_workers(self, tmp_path):
+        causes = (("policy.generation.cache", 0.2), ("policy.fusion", 0.12))
+        made = self.stack(*causes, base_noise=0.01)
+        ledger = self.ledger(tmp_path / "replaced", made)
+        assert [row.switch.id for row in ledger.culprits] == ["cache", "fusion"]
+        other = ledger_of(tmp_path / "fresh", self.stack(*causes, base_noise=0.01), [*ENGINE, *FUSION])
+        assert [row.share for row in ledger.culprits] == pytest.approx([row.share for row in other.culprits], rel=1e-6)
+        assert verdicts(ledger) == verdicts(other)
+
+    def test_only_arms_of_the_trainer_and_the_repetition_start_workers(self, tmp_path):
+        made = self.stack(("policy.generation.cache", 0.2), base_noise=0.01)
+        ledger = self.ledger(tmp_path, made)
+        # The baseline, all of the trainer (a single switch), and the baseline again.
+        assert made.fresh == 3
+        assert len(made.starts) > 6
+        assert "engine, replaced in its process" in ledger.repetitions
+        assert "trainer, restarted" in ledger.repetitions
+
+    def test_a_key_that_nobody_reads_is_tried_alone_and_is_not_effective(self, tmp_path):
+        made = self.stack(("policy.generation.cache", 0.2), ignored=frozenset({"policy.generation.graphs"}))
+        assert verdicts(self.ledger(tmp_path, made))["graphs"] == "not effective"
+
+
+def test_a_value_that_is_the_baselines_where_it_is_resolved_is_not_effective(tmp_path):
+    """The engine reports the key, with the same value, and something else differs."""
+
+    class Resolving(SyntheticStack):
+        def resolved(self, side, settings):
+            others = {"engine.scheduler.graphs": "False", "engine.other": str(settings.get("policy.graphs"))}
+            return {**super().resolved(side, settings), **(others if side == "engine" else {})}
+
+    made = stack(("cache", 0.2))
+    ledger = ledger_of(tmp_path, Resolving(made.causes, made.conservative, ignored=frozenset({"policy.graphs"})))
+    assert verdicts(ledger)["graphs"] == "not effective"
+
+
+def test_a_request_on_both_sides_changes_both(tmp_path):
+    requests = [switch("temperature", side="both", cost="request", field="temperature")]
+    # Each side alone moves its log-probs away from the other's: only together do they meet.
+    made = SyntheticStack(requests={"temperature": ("engine", 0.3)}, base_noise=0.01)
+    ledger = ledger_of(tmp_path, made, requests)
+    assert (ledger.rows[0].verdict, ledger.rows[0].is_confirmed) == ("explains", True)
+    assert set(ledger.rows[0].differences) == {"request.options", "trainer.options"}
 
 
 def test_scores_that_were_changed_are_refused(tmp_path):
