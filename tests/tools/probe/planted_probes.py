@@ -15,6 +15,7 @@ from nemo_geomask.tools.probe.probe_report import sentence
 from nemo_geomask.tools.probe.probe_run import COMMON_SETTINGS, choose_switches, probe
 from nemo_geomask.tools.rehearse.job_session import JobSession
 from nemo_geomask.tools.shared.mismatch_switches import mismatch_switches
+from tests.tools.probe.one_process import OneProcess
 from tests.tools.probe.planted_workers import FUNCTION
 from tests.tools.rehearse.real_runs import RECIPE
 
@@ -77,7 +78,7 @@ def recipe_values(values):
     base = {
         "policy.precision": "float32",
         f"{GENERATION}vllm_cfg.precision": "float32",
-        f"{GENERATION}vllm_cfg.enable_prefix_caching": None,
+        f"{GENERATION}vllm_cfg.logprobs_mode": "processed_logprobs",
         f"{GENERATION}temperature": 1.0,
         f"{GENERATION}top_p": 1.0,
         "policy.logprob_batch_size": 2,
@@ -129,7 +130,10 @@ def sessions(folder, *overrides):
 
 def main(folder, names, *overrides):
     with_lines = (folder / "found.jsonl").open("a", encoding="utf-8")
-    session = sessions(folder, *overrides)
+    if overrides[:1] == ("one-process",):
+        session = OneProcess(folder / "model", *overrides[1:])
+    else:
+        session = sessions(folder, *overrides)
     try:
         for name in names or PLANTS:
             began = time.monotonic()
