@@ -5,17 +5,25 @@ from __future__ import annotations
 import argparse
 import contextlib
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from nemo_geomask.cli.arguments import positive_number
+from nemo_geomask.errors import ConfigError
 
-__all__ = ["EXIT_STATUS", "add_arguments", "run"]
+if TYPE_CHECKING:
+    from nemo_geomask.tools.probe.probe_run import ProbeResult
+
+__all__ = ["DEFAULT_PROMPTS", "EXIT_STATUS", "add_arguments", "probe_recipe", "run"]
 
 EXIT_STATUS = {
     0: "the mismatch is explained, or there is none",
     1: "a check found a fault, or no switch explains the mismatch, or the budget ended before all were tried",
     2: "a mistake in the arguments, a recipe that can't be read, no NeMo-RL; the recipe's own settings can't be scored",
 }
+DEFAULT_PROMPTS = 24
+_GENERATIONS = 2  # responses to each prompt
 
 _EPILOG = """\
 A probe freezes prompts and responses, scores the same tokens by the engine's decode, by its prefill and by the trainer,
@@ -52,7 +60,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="MINUTES",
         help="no start of the workers is begun that would not end within it (default: 60)",
     )
-    parser.add_argument("--prompts", type=_even_number, default=24, metavar="N", help="prompts (default: 24)")
+    parser.add_argument(
+        "--prompts", type=_even_number, default=DEFAULT_PROMPTS, metavar="N", help="prompts (default: %(default)s)"
+    )
     parser.add_argument("--ranks", type=int, default=1, metavar="N", help="processes that train (default: 1)")
     parser.add_argument(
         "--timeout", type=positive_number, default=900.0, metavar="S", help="seconds for one start (default: 900)"
@@ -74,42 +84,18 @@ def _even_number(text: str) -> int:
 def run(arguments: argparse.Namespace) -> int:
     """Run the command."""
     from nemo_geomask.tools.probe.probe_report import as_json, as_text, write_html
-    from nemo_geomask.tools.probe.probe_run import choose_switches, prepare_folder, probe
-    from nemo_geomask.tools.probe.scoring_job import FUNCTION
-    from nemo_geomask.tools.rehearse.hosted_job import reads_key, values_in_force
-    from nemo_geomask.tools.rehearse.job_session import JobSession
-    from nemo_geomask.tools.rehearse.rehearsal import has_gpus
-    from nemo_geomask.tools.rehearse.supervision import signals_as_exceptions
     from nemo_geomask.tools.shared.json_output import to_json
-    from nemo_geomask.tools.shared.mismatch_switches import mismatch_switches
 
-    generations = 2
-    folder = (arguments.out or Path("results", "probe", Path(arguments.recipe).stem)).resolve()
-    recipe = (arguments.recipe, arguments.overrides)
-    more_keys = [f"policy.generation.{name}" for name in ("temperature", "top_p", "top_k", "colocated.enabled")]
-    keys = [*(switch.key for switch in mismatch_switches()), *more_keys, "policy.megatron_cfg.enabled"]
-    values, replaced = values_in_force(*recipe, keys, ranks=arguments.ranks)
-    switches, untried_rows = choose_switches(
-        *(values, replaced),
-        names=None if arguments.switches is None else arguments.switches.split(","),
-        is_read=reads_key,
-        trainer="megatron" if values.get("policy.megatron_cfg.enabled") else "dtensor",
-        has_gpus=has_gpus(),
+    result = probe_recipe(
+        *(arguments.recipe, arguments.overrides),
+        folder=arguments.out or Path("results", "probe", Path(arguments.recipe).stem),
+        switches=None if arguments.switches is None else arguments.switches.split(","),
+        budget=60 * arguments.budget,
+        prompts=arguments.prompts,
+        ranks=arguments.ranks,
+        timeout=arguments.timeout,
+        resume=arguments.resume,
     )
-    sizes = (arguments.prompts, generations)
-    prepare_folder(folder, *recipe, sizes, resume=arguments.resume)
-    workers = JobSession(*(*recipe, FUNCTION), folder=folder / "work", ranks=arguments.ranks, timeout=arguments.timeout)
-    with signals_as_exceptions(), contextlib.closing(workers):
-        result = probe(
-            *(*recipe, workers, switches, untried_rows, values),
-            folder=folder,
-            prompts=arguments.prompts,
-            generations=generations,
-            budget=60 * arguments.budget,
-            # On GPUs a former engine may leave memory behind, and engines of several processes start anew.
-            replaces_engines=not has_gpus() and bool(values.get("policy.generation.colocated.enabled", True)),
-            progress=lambda line: print(f"probe: {line}", file=sys.stderr, flush=True),
-        )
     content = to_json(as_json(result))
     if arguments.html is not None:
         write_html(arguments.html, result)
@@ -122,3 +108,72 @@ def run(arguments: argparse.Namespace) -> int:
     ledger = result.ledger
     is_answered = not ledger.has_mismatch or bool(ledger.culprits)
     return 0 if is_answered and ledger.is_complete and not result.faults else 1
+
+
+def probe_recipe(
+    recipe: str | Path,
+    overrides: Sequence[str],
+    *,
+    folder: Path,
+    switches: Sequence[str] | None,
+    budget: float,
+    prompts: int = DEFAULT_PROMPTS,
+    ranks: int = 1,
+    timeout: float = 900.0,
+    resume: bool = False,
+) -> ProbeResult:
+    """Probe a recipe with the workers of a rehearsal, and print each start to standard error.
+
+    Args:
+        recipe: path of the recipe.
+        overrides: its overrides.
+        folder: folder of the probe.
+        switches: ids or groups of switches to try; None tries all.
+        budget: seconds after which no further start is begun; the first one always is.
+        prompts: number of prompts.
+        ranks: largest number of processes that train.
+        timeout: time limit of one start in seconds.
+        resume: go on with the probe in the folder.
+
+    Raises:
+        ConfigError: the recipe can't be probed, or the folder holds something else.
+        EngineError: the recipe can't be scored with its own settings.
+    """
+    from nemo_geomask.tools.probe.probe_run import choose_switches, prepare_folder, probe
+    from nemo_geomask.tools.probe.scoring_job import FUNCTION
+    from nemo_geomask.tools.rehearse.hosted_job import reads_key, values_in_force
+    from nemo_geomask.tools.rehearse.job_session import JobSession
+    from nemo_geomask.tools.rehearse.rehearsal import has_gpus
+    from nemo_geomask.tools.rehearse.supervision import signals_as_exceptions
+    from nemo_geomask.tools.shared.mismatch_switches import mismatch_switches
+
+    folder = folder.resolve()
+    names = ("temperature", "top_p", "top_k", "colocated.enabled", "vllm_cfg.async_engine")
+    more_keys = [f"policy.generation.{name}" for name in names]
+    keys = [*(switch.key for switch in mismatch_switches()), *more_keys, "policy.megatron_cfg.enabled"]
+    values, replaced = values_in_force(recipe, overrides, keys, ranks=ranks)
+    if values.get("policy.generation.vllm_cfg.async_engine"):
+        raise ConfigError(
+            "policy.generation.vllm_cfg.async_engine is true, and a probe scores by vLLM's synchronous engine; give "
+            "++policy.generation.vllm_cfg.async_engine=false ++grpo.async_grpo.enabled=false to probe everything else"
+        )
+    chosen, untried_rows = choose_switches(
+        *(values, replaced),
+        names=switches,
+        is_read=reads_key,
+        trainer="megatron" if values.get("policy.megatron_cfg.enabled") else "dtensor",
+        has_gpus=has_gpus(),
+    )
+    prepare_folder(folder, recipe, overrides, (prompts, _GENERATIONS), resume=resume)
+    workers = JobSession(recipe, overrides, FUNCTION, folder=folder / "work", ranks=ranks, timeout=timeout)
+    with signals_as_exceptions(), contextlib.closing(workers):
+        return probe(
+            *(recipe, overrides, workers, chosen, untried_rows, values),
+            folder=folder,
+            prompts=prompts,
+            generations=_GENERATIONS,
+            budget=budget,
+            # On GPUs a former engine may leave memory behind, and engines of several processes start anew.
+            replaces_engines=not has_gpus() and bool(values.get("policy.generation.colocated.enabled", True)),
+            progress=lambda line: print(f"probe: {line}", file=sys.stderr, flush=True),
+        )

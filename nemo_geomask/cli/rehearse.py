@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -81,6 +82,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--validate", action="store_true", help="validate after each step, on the built-in prompts")
     parser.add_argument(
+        "--probe",
+        action="store_true",
+        help="then score the same tokens by sampler and trainer, as nemo-geomask probe does with a single start",
+    )
+    parser.add_argument(
         "--dry-run", action="store_true", help="print the plan: what is changed, why, and the command; run nothing"
     )
     parser.add_argument("--accept", action="append", default=[], metavar="API", help=ACCEPT_HELP)
@@ -155,7 +161,22 @@ def run(arguments: argparse.Namespace) -> int:
         print("\n".join(as_text(rehearsal)))
         if arguments.json is not None:
             arguments.json.write_text(report + "\n", encoding="utf-8")
-    return 0 if rehearsal.ok else 1
+    if not arguments.probe or arguments.dry_run or not rehearsal.ok:
+        return 0 if rehearsal.ok else 1
+    return _run_probe(arguments, folder.with_name(f"{folder.name}-probe"), to_stdout=to_stdout)
+
+
+def _run_probe(arguments: argparse.Namespace, folder: Path, *, to_stdout: bool) -> int:
+    """Run the part of a probe that needs a single start; return 1 if a check finds a fault."""
+    from nemo_geomask.cli.probe import probe_recipe
+    from nemo_geomask.tools.probe.probe_report import as_text
+
+    if (folder / "probe.json").is_file():
+        shutil.rmtree(folder)
+    recipe = (arguments.recipe, arguments.overrides)
+    result = probe_recipe(*recipe, folder=folder, switches=["requests"], budget=0.0, ranks=arguments.ranks)
+    print("\n".join(["", "probe:", *as_text(result)]), file=sys.stderr if to_stdout else sys.stdout)
+    return 1 if result.faults else 0
 
 
 class _ProgressPrinter:
