@@ -10,6 +10,7 @@ import json
 import sys
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 from nemo_geomask.tools.probe.probe_report import sentence
 from nemo_geomask.tools.probe.probe_run import COMMON_SETTINGS, choose_switches, probe
@@ -24,35 +25,40 @@ PRECISIONS = ("policy.precision=float32", f"++{GENERATION}vllm_cfg.precision=flo
 
 ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 100.0}}
 
-# By name: the recipe's values, faults of the code, and what has to be found: ids of switches, of which the first comes
-# first, or the name of the check that has to find a fault.
+
+class Plant(NamedTuple):
+    """A planted cause.
+
+    Attributes:
+        values: the recipe's values, by dotted key below ``policy.generation``.
+        faults: faults of the code, by name of the function that plants them.
+        expected: ids of the switches that have to be found, or name of the check that has to find a fault.
+    """
+
+    values: dict
+    faults: dict
+    expected: tuple | str
+
+
+ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 100.0}}
 PLANTS = {
-    "nothing": ({}, {}, ()),
-    "temperature": ({"temperature": 0.7}, {}, ("temperature",)),
-    "top-p": ({"top_p": 0.7}, {}, ("top_p",)),
-    "raw log-probs": (
+    "nothing": Plant({}, {}, ()),
+    "temperature": Plant({"temperature": 0.7}, {}, ("temperature",)),
+    "top-p": Plant({"top_p": 0.7}, {}, ("top_p",)),
+    "raw log-probs": Plant(
         {"temperature": 0.7, "vllm_cfg.logprobs_mode": "raw_logprobs"},
         {"trainer_sampling": {"temperature": 0.7}},
         ("logprobs_mode", "temperature"),
     ),
-    "bfloat16 engine": ({"vllm_cfg.precision": "bfloat16"}, {}, ("engine_precision",)),
-    "RoPE override": (
-        {"vllm_kwargs.hf_overrides": ROPE},
-        {},
-        ("rope_override",),
+    "bfloat16 engine": Plant({"vllm_cfg.precision": "bfloat16"}, {}, ("engine_precision",)),
+    "RoPE override": Plant({"vllm_kwargs.hf_overrides": ROPE}, {}, ("rope_override",)),
+    "norm override": Plant({"vllm_kwargs.hf_overrides": {"rms_norm_eps": 0.3}}, {}, ("rope_override",)),
+    "RoPE override and temperature": Plant(
+        {"temperature": 0.9, "vllm_kwargs.hf_overrides": ROPE}, {}, ("rope_override", "temperature")
     ),
-    "norm override": ({"vllm_kwargs.hf_overrides": {"rms_norm_eps": 0.3}}, {}, ("rope_override",)),
-    "RoPE override and temperature": (
-        {
-            "temperature": 0.9,
-            "vllm_kwargs.hf_overrides": ROPE,
-        },
-        {},
-        ("rope_override", "temperature"),
-    ),
-    "shifted tokens": ({}, {"shifted_tokens": 1}, "shift"),
-    "dropout left on": ({}, {"dropout": 0.1}, "evaluation mode"),
-    "stale layer": ({}, {"stale_layer": {"layer": 1, "size": 0.3}}, "weights after the refit"),
+    "shifted tokens": Plant({}, {"shifted_tokens": 1}, "shift"),
+    "dropout left on": Plant({}, {"dropout": 0.1}, "evaluation mode"),
+    "stale layer": Plant({}, {"stale_layer": {"layer": 1, "size": 0.3}}, "weights after the refit"),
 }
 
 

@@ -1,0 +1,73 @@
+"""Planted causes are found and explain the mismatch; nothing is found where nothing was planted.
+
+NeMo-RL's engine worker runs vLLM; see :mod:`tests.tools.probe.one_process` for what stands in for the rest.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from nemo_geomask.recipe import nemo_rl_root
+from tests.tools.probe.one_process import MISSING
+from tests.tools.probe.planted_probes import PLANTS
+
+ROOT = nemo_rl_root()
+PACKAGE = Path(__file__).parents[3]
+SITE = "from tests.tools.probe.one_process import prepare\n\nprepare()\n"
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(3600),
+    pytest.mark.skipif(
+        bool({*MISSING} - {"nemo_rl"}), reason=f"vLLM and NeMo-RL's requirements are needed; missing: {MISSING}"
+    ),
+    pytest.mark.skipif(ROOT is None, reason="the engine's worker is NeMo-RL's: set NEMO_RL_ROOT"),
+]
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """All plants in one process, whose shims have to be in place before torch is imported."""
+    folder = tmp_path_factory.mktemp("plants")
+    (folder / "site").mkdir()
+    (folder / "site" / "sitecustomize.py").write_text(SITE)
+    path = os.pathsep.join(map(str, (folder / "site", PACKAGE, ROOT)))
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.tools.probe.planted_probes", str(folder), "", "one-process"],
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    found = (folder / "found.jsonl").read_text().splitlines() if (folder / "found.jsonl").is_file() else []
+    assert len(found) == len(PLANTS), done.stderr[-3000:]
+    return {content["plant"]: content for content in map(json.loads, found)}
+
+
+@pytest.mark.parametrize("name", [name for name, plant in PLANTS.items() if isinstance(plant.expected, tuple)])
+def test_switches_are_named_first_and_explain_the_mismatch(name, results):
+    result, expected = results[name], PLANTS[name].expected
+    assert "error" not in result, result["error"]
+    assert result["faults"] == []
+    found = {switch: (verdict, share, is_confirmed) for switch, verdict, share, is_confirmed in result["found"]}
+    assert set(found) == set(expected)
+    if expected:
+        assert result["found"][0][0] in expected
+        assert sum(share for _, share, _ in found.values()) > 0.8
+        assert all(is_confirmed for _, _, is_confirmed in found.values())
+
+
+@pytest.mark.parametrize("name", [name for name, plant in PLANTS.items() if isinstance(plant.expected, str)])
+def test_faults_of_the_code_are_found_by_their_check(name, results):
+    result = results[name]
+    assert "error" not in result, result["error"]
+    assert result["faults"] == [PLANTS[name].expected]
+
+
+def test_a_key_that_this_nemo_rl_ignores_is_not_effective(results):
+    """NeMo-RL reads ``kv_cache_dtype`` with ``precision: fp8`` alone."""
+    assert results["nothing"]["others"]["kv_cache_dtype"] == "not effective"
