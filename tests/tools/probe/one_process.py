@@ -172,6 +172,8 @@ class OneProcess:
         self.differences = []
         job.refit = self.refit
         self.workers_started = 1
+        self.seed = 11
+        """Seed of the prompts."""
 
     def refit(self, session):
         """Hand the trainer's weights to the engine, and compare their sums."""
@@ -210,7 +212,7 @@ class OneProcess:
         restart = importlib.import_module("nemo_geomask.tools.probe.engine_restart").restart_engine
         restart(self.engine, job["engine"])
         self.refit(self.session)
-        generator = torch.Generator().manual_seed(11)
+        generator = torch.Generator().manual_seed(self.seed)
         vocabulary = self.trainer.model.config.vocab_size
         prompts = torch.randint(3, vocabulary, (job["prompts"], 3), generator=generator).tolist()
         repeated = [prompt for prompt in prompts for _ in range(job["generations"])]

@@ -7,6 +7,7 @@ restarted here, so that a dozen probes take minutes; switches that need new work
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from pathlib import Path
@@ -131,6 +132,9 @@ def summary(name, result):
 
 
 def sessions(folder, *overrides):
+    # NeMo-RL's checkout, which comes first in its processes, has a package `tests` of its own.
+    own_folder = str(Path(__file__).parent)
+    os.environ["PYTHONPATH"] = os.pathsep.join([own_folder, os.environ.get("PYTHONPATH", "")])
     return JobSession(RECIPE, [*PRECISIONS, *overrides], FUNCTION, folder=folder / "work", timeout=1500)
 
 
@@ -143,8 +147,10 @@ def main(folder, names, *overrides):
     try:
         for name in names or PLANTS:
             began = time.monotonic()
+            plant, _, seed = name.partition("#")  # "nothing#3": the same plant on other prompts
+            session.seed = int(seed or 11)
             try:
-                content = summary(name, run_plant(session, name, folder / name.replace(" ", "-")))
+                content = summary(name, run_plant(session, plant, folder / name.replace(" ", "-")))
             except Exception as error:
                 content = {"plant": name, "error": f"{type(error).__name__}: {error}"}
             content["seconds"] = round(time.monotonic() - began)

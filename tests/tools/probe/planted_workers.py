@@ -13,7 +13,8 @@ from types import MethodType
 from nemo_geomask.hosts.nemo_rl import patch
 from nemo_geomask.tools.probe import scoring_job
 
-FUNCTION = f"{__name__}:score"
+FUNCTION = "planted_workers:score"
+"""Name of :func:`score` for a driver that finds this folder in its path."""
 
 
 def score(**arguments):
