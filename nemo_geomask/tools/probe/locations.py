@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from typing import Any
 
 from nemo_geomask.optional import require
 from nemo_geomask.tools.probe.gap_statistics import k3_of
+from nemo_geomask.tools.probe.ledger import NEGLIGIBLE_K3
 from nemo_geomask.tools.probe.scored_arms import FrozenTokens
 
 __all__ = ["LayerDifferences", "PositionBin", "TokenGap", "by_position", "layer_differences", "worst_tokens"]
@@ -45,6 +47,15 @@ class LayerDifferences:
     head_k3: float | None
     first: str
     error: str = ""
+
+    @property
+    def is_equal(self) -> bool:
+        """True if hidden states and head agree within rounding: the sides part after the logits, or in decode."""
+        if self.error or self.first or self.head_k3 is None:
+            return False
+        return self.head_k3 <= NEGLIGIBLE_K3 and max(self.grown.values(), default=math.inf) <= self.floor * len(
+            self.grown
+        )
 
 
 @dataclass(frozen=True)

@@ -86,6 +86,12 @@ def _where(result: ProbeResult) -> list[str]:
     lines = ["Where:"]
     for name, layers in result.layers.items():
         lines += [f"  {name}: {line}" for line in location_lines(layers)]
+    baseline = result.layers.get("baseline")
+    if result.ledger.has_mismatch and baseline is not None and baseline.is_equal:
+        lines.append(
+            "  both sides have the same hidden states and logits: they part in what is done with the logits "
+            "(temperature, top-p, log-prob mode), or in the engine's decode"
+        )
     if result.positions:
         lines.append("  by position in the response, mean |Δ| of decode and prefill, of trainer and decode:")
         bins = [

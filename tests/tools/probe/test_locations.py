@@ -40,6 +40,15 @@ def test_the_coarser_dtype_sets_what_rounding_explains():
     assert "no operator differs" in location_lines(result)[0]
 
 
+def test_equal_states_and_heads_leave_what_comes_after_the_logits():
+    assert layer_differences(layers(), [[-1.0, -2.0]], [FLOAT32]).is_equal
+    assert not layer_differences(layers(), [[-1.0, -2.5]], [FLOAT32]).is_equal  # the head differs
+    assert not layer_differences(layers(**{"0 MLP": 0.1}), [[-1.0, -2.0]], [FLOAT32]).is_equal
+    grown = {**layers(), "own": {"0 layer": 0.1}}
+    assert not layer_differences(grown, [[-1.0, -2.0]], [FLOAT32]).is_equal
+    assert not layer_differences(None, [], []).is_equal
+
+
 def test_states_that_were_not_compared_say_why():
     failed = {"error": "EngineError: the engine is compiled"}
     assert "the engine is compiled" in location_lines(layer_differences(failed, [], []))[0]
