@@ -13,6 +13,7 @@ from nemo_geomask.tools.probe.ledger import LedgerRow
 from nemo_geomask.tools.probe.locations import LayerDifferences, TokenGap
 from nemo_geomask.tools.probe.probe_run import ProbeResult
 from nemo_geomask.tools.shared.intervals import CONFIDENCE_LABEL
+from nemo_geomask.tools.shared.json_output import JSON_VERSION
 from nemo_geomask.tools.shared.palette import BLUE, VERMILION
 from nemo_geomask.tools.shared.terminal_tables import ABSENT, format_table
 
@@ -177,7 +178,7 @@ def _percent(value: float | None) -> str:
 def as_json(result: ProbeResult) -> Mapping[str, Any]:
     """Return the result as JSON values."""
     content = dataclasses.asdict(result)
-    return {"sentence": sentence(result), "set": recipe_lines(result), **content}
+    return {"version": JSON_VERSION, "sentence": sentence(result), "set": recipe_lines(result), **content}
 
 
 _PAGE = Path(__file__).with_name("page.html")

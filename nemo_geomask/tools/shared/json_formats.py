@@ -75,6 +75,15 @@ class FindingJson(TypedDict):
     source: str | None
 
 
+class MismatchSettingJson(TypedDict):
+    """Setting of the recipe that ``probe`` would try at its conservative value."""
+
+    __pydantic_config__ = _STRICT  # type: ignore[misc]
+    key: str
+    value: Any
+    conservative: Any
+
+
 class UnjudgedJson(TypedDict):
     """A rule that could not be checked."""
 
@@ -113,6 +122,7 @@ class CheckJson(TypedDict):
     settings: Annotated[dict[str, Any] | None, Field(description="Settings of loss_fn in force.")]
     findings: list[FindingJson]
     ignored: list[FindingJson]
+    mismatch_settings: list[MismatchSettingJson]
     unjudged: list[UnjudgedJson]
     not_imported: list[NotImportedJson]
     summary: SummaryJson
