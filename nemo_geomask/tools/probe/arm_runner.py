@@ -3,7 +3,8 @@
 The decode of an engine depends on the engine's settings, and the log-probs of a trainer on the trainer's. Any arm of
 one side can therefore be compared with any of the other. One start scores an arm of each side; or, where engines can be
 replaced in their process, the trainer's arms have starts of their own, and those of the engine share one. An exception
-are trainers whose arms send other weights; :attr:`ArmRunner.is_coupled` says so.
+are trainers whose arms send other weights, if only rounded in another way: :attr:`ArmRunner.is_coupled` says so, and
+arms of both sides then need starts together.
 """
 
 from __future__ import annotations
@@ -66,6 +67,7 @@ class ArmRunner:
         self._switches = {switch.id: switch for switch in switches if switch.cost != "request"}
         self._answers: dict[Side, dict[Arm, StartAnswer]] = {"engine": {}, "trainer": {}}
         self._repeated: list[tuple[Side, str, StartAnswer]] = []
+        self._together: dict[tuple[Arm, Arm], StartAnswer] = {}
         self._ignored: dict[Side, frozenset[str]] = {}
         self.starts: set[str] = set()
         """Names of the starts that were used, stored ones included."""
@@ -99,10 +101,13 @@ class ArmRunner:
         if all_trainer or not self.replaces_engines:
             answer = self._run(NOTHING, all_trainer)
             if answer is not None and not answer.error:
-                before, after = (each.scores["engine_settings"] for each in (self.base, answer))
-                self.is_coupled = before.get(_CHECKSUM) != after.get(_CHECKSUM)
+                before, after = (
+                    (each.sent, each.scores["engine_settings"].get(_CHECKSUM)) for each in (self.base, answer)
+                )
+                self.is_coupled = before != after
                 if not self.is_coupled:
                     self._repeat("engine", "restarted", answer)
+                self.run_together(all_engine, all_trainer)
         if self.replaces_engines:
             restarted = self._run(NOTHING, NOTHING)
             self._repeat("engine", "restarted", restarted)
@@ -154,6 +159,16 @@ class ArmRunner:
             for side, arm in arms.items():
                 self._answers[side].setdefault(arm, answer)
         return answer
+
+    def run_together(self, engine: Arm, trainer: Arm) -> None:
+        """Run an arm of each side in one start, if the sides are coupled and both arms change something."""
+        if not (self.is_coupled and engine and trainer) or (engine, trainer) in self._together:
+            return
+        values = {switch.key: switch.value for switch in self._switches.values() if switch.id in engine | trainer}
+        name = f"{self._name('engine', engine)}-and-{self._name('trainer', trainer)}"
+        answer = self._answer(Start(name, {**self._settings, **values}))
+        if answer is not None and not answer.error:
+            self._together[engine, trainer] = answer
 
     def _replaced(self, name: str, values: Mapping[str, Any]) -> Start:
         """Return a start of an engine in place of that of the baseline's workers."""
@@ -213,8 +228,20 @@ class ArmRunner:
         """Return the engine's log-probs of the baseline by prefill, [N]."""
         return self.tokens.flat(self.base.scores["prefill"]["logprobs"], "prefill")
 
+    def has_delta(self, engine: Arm, trainer: Arm) -> bool:
+        """Return True if the mismatch under an arm of each side is known."""
+        if self.is_coupled and engine and trainer:
+            return (engine, trainer) in self._together
+        return all(self.has_scores(side, arm) for side, arm in zip(SIDES, (engine, trainer), strict=True))
+
     def delta(self, engine: Arm, trainer: Arm) -> Any:
         """Return the mismatch of each token under two arms: the trainer's log-prob minus the engine's, [N]."""
+        if self.is_coupled and engine and trainer:
+            scores = self._together[engine, trainer].scores
+            logprobs, decode = (
+                self.tokens.flat(scores[key][BASE]["logprobs"], f"{key}, both sides") for key in ("trainer", "decode")
+            )
+            return logprobs - decode
         return self.logprobs(trainer) - self.decode(engine, trainer=trainer)
 
     def repetitions(self) -> dict[str, tuple[Any, Any]]:

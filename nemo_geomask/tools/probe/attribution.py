@@ -13,7 +13,7 @@ from typing import Any
 
 from nemo_geomask.tools.probe.arm_runner import NOTHING, SIDES, Arm, ArmRunner, Side
 from nemo_geomask.tools.probe.gap_statistics import Gap, GapChange, change_between, gap, shapley
-from nemo_geomask.tools.probe.ledger import NEGLIGIBLE_K3, Ledger, LedgerRow, verdict_of
+from nemo_geomask.tools.probe.ledger import NEGLIGIBLE_K3, SIGNIFICANT, Ledger, LedgerRow, verdict_of
 from nemo_geomask.tools.probe.scored_arms import BASE
 from nemo_geomask.tools.shared.mismatch_switches import MismatchSwitch
 from nemo_geomask.tools.shared.paired_tests import holm
@@ -61,10 +61,10 @@ class _Search:
             self._run(self._singles, sides)
         rows = self._judged([self._row(switch) for switch in self._switches])
         rows = self._examined(rows)
-        rows.sort(key=lambda row: -(row.share or 0.0))
+        rows.sort(key=_by_share)
         runner = self._runner
         every = [runner.arm_of_all(side) for side in SIDES]
-        has_all = all(runner.has_scores(side, arm) for side, arm in zip(SIDES, every, strict=True))
+        has_all = runner.has_delta(every[0], every[1])
         return Ledger(
             baseline=self._gap(NOTHING, NOTHING),
             triangle={
@@ -109,10 +109,12 @@ class _Search:
         """Return the mismatch with an arm of one side, and another arm of the other."""
         return self._runner.delta(arm, other_arm) if side == "engine" else self._runner.delta(other_arm, arm)
 
+    def _has_delta(self, side: Side, arm: Arm, other_arm: Arm) -> bool:
+        return self._runner.has_delta(*((arm, other_arm) if side == "engine" else (other_arm, arm)))
+
     def _gap(self, engine: Arm, trainer: Arm) -> Gap:
-        runner = self._runner
-        decode, logprobs = runner.decode(engine, trainer=trainer), runner.logprobs(trainer)
-        return gap(logprobs[self._explored], decode[self._explored])
+        delta = self._runner.delta(engine, trainer)[self._explored]
+        return gap(delta, delta * 0.0)
 
     def _change(self, before: Any, after: Any, *, fresh: bool = False) -> GapChange:
         chosen = self._runner.tokens.is_fresh if fresh else self._explored
@@ -139,8 +141,10 @@ class _Search:
         if not runner.differences(side, arm):
             return False
         other: Side = "trainer" if side == "engine" else "engine"
-        other_arms = [NOTHING] if runner.is_coupled else runner.scored_arms(other)
-        for other_arm in other_arms:
+        # An arm may matter only once the other side is conservative.
+        for other_arm in runner.scored_arms(other):
+            if not self._has_delta(side, arm, other_arm) or not self._has_delta(side, NOTHING, other_arm):
+                continue
             change = self._change(self._delta(side, NOTHING, other_arm), self._delta(side, arm, other_arm))
             if max(abs(change.low), abs(change.high)) > max(self._floor, NEGLIGIBLE_K3):
                 return True
@@ -229,51 +233,74 @@ class _Search:
     def _examined(self, rows: list[LedgerRow]) -> list[LedgerRow]:
         """Return the rows with what is known of the top ones: fresh prompts, the last one missing, all orders."""
         runner = self._runner
+        open_rows = [row for row in rows if row.verdict == "undecided" and (row.share or 0.0) > 0]
         culprits = [row for row in rows if row.verdict in ("explains", "contributes")]
-        top = sorted(culprits, key=lambda row: -(row.share or 0.0))[:_TOP]
+        top = [*sorted(culprits, key=_by_share), *sorted(open_rows, key=_by_share)][:_TOP]
         restarted = [row.switch for row in top if row.switch.cost != "request"]
         ids = [switch.id for switch in restarted]
-        if len(ids) > 1:
-            subsets = [
-                frozenset(ids[i] for i in picked) for n in range(2, len(ids) + 1) for picked in _picks(len(ids), n)
-            ]
-            sides = {side: frozenset(switch.id for switch in restarted if switch.side == side) for side in SIDES}
-            self._run(lambda side: [subset & sides[side] for subset in subsets])
+        sides = {side: frozenset(switch.id for switch in restarted if switch.side == side) for side in SIDES}
+        subsets = [frozenset(ids[i] for i in picked) for n in range(2, len(ids) + 1) for picked in _picks(len(ids), n)]
+        self._run(lambda side: [subset & sides[side] for subset in subsets])
         without = {
             switch.id: runner.arm_of_all(switch.side) - {switch.id} for switch in restarted if switch.side != "both"
         }
         self._run(lambda side: [without[switch.id] for switch in restarted if switch.side == side])
+        for subset in subsets:
+            runner.run_together(subset & sides["engine"], subset & sides["trainer"])
+        for switch in restarted:
+            if switch.id in without:
+                runner.run_together(*self._arms_without(switch, without[switch.id]))
         shares = self._shapley(restarted)
-        return [
-            replace(
-                row,
-                is_confirmed=self._is_confirmed(row) if row in top else None,
-                last_share=self._last_share(row.switch, without[row.switch.id]) if row.switch.id in without else None,
-                shapley=shares.get(row.switch.id),
-            )
-            for row in rows
-        ]
+        backs = {switch.id: self._back(switch, without[switch.id]) for switch in restarted if switch.id in without}
+        known = {id: back for id, back in backs.items() if back is not None}
+        adjusted = dict(zip(known, holm([back.p for back in known.values()]), strict=True))
+        examined = []
+        for row in rows:
+            back = known.get(row.switch.id)
+            if back is not None:
+                row = replace(row, last_share=back.value / self._gap(NOTHING, NOTHING).k3)
+                row = self._with_back(row, back, adjusted[row.switch.id])
+            is_culprit = row.verdict in ("explains", "contributes") and any(row.switch == each.switch for each in top)
+            confirmed = self._is_confirmed(row, without.get(row.switch.id)) if is_culprit else None
+            examined.append(replace(row, is_confirmed=confirmed, shapley=shares.get(row.switch.id)))
+        return examined
 
-    def _is_confirmed(self, row: LedgerRow) -> bool:
+    def _with_back(self, row: LedgerRow, back: GapChange, adjusted_p: float) -> LedgerRow:
+        """Return an undecided row as one that contributes, if without its value a mismatch comes back."""
+        negligible = max(self._floor, NEGLIGIBLE_K3)
+        if row.verdict != "undecided" or back.low <= negligible or adjusted_p >= SIGNIFICANT:
+            return row
+        note = "beside the other conservative values; alone, its change is not significant"
+        return replace(row, verdict="contributes", note=note)
+
+    def _arms_without(self, switch: MismatchSwitch, without: Arm) -> tuple[Arm, Arm]:
+        """Return the arms of both sides with all conservative values but this switch's."""
+        if switch.side == "engine":
+            return without, self._runner.arm_of_all("trainer")
+        return self._runner.arm_of_all("engine"), without
+
+    def _back(self, switch: MismatchSwitch, without: Arm, *, fresh: bool = False) -> GapChange | None:
+        """Return the change of k3 if, of all conservative values, only this switch gets the recipe's value back."""
+        runner = self._runner
+        every, missing = (
+            (runner.arm_of_all("engine"), runner.arm_of_all("trainer")),
+            self._arms_without(switch, without),
+        )
+        if not runner.has_delta(*every) or not runner.has_delta(*missing):
+            return None
+        return self._change(runner.delta(*every), runner.delta(*missing), fresh=fresh)
+
+    def _is_confirmed(self, row: LedgerRow, without: Arm | None) -> bool:
         """Return True if the fresh prompts show a change with the same sign and an interval without 0."""
         runner, switch = self._runner, row.switch
-        before = runner.delta(NOTHING, NOTHING)
-        if switch.cost != "request":
-            after = self._delta("engine" if switch.side == "engine" else "trainer", frozenset({switch.id}))
-        else:
+        if switch.cost == "request":
             after = self._requested(switch)
-        return self._change(before, after, fresh=True).high < 0
-
-    def _last_share(self, switch: MismatchSwitch, without: Arm) -> float | None:
-        """Return the share of the mismatch that is back if only this switch has the recipe's value."""
-        runner = self._runner
-        side: Side = "engine" if switch.side == "engine" else "trainer"
-        other: Side = "trainer" if side == "engine" else "engine"
-        every, other_arm = runner.arm_of_all(side), runner.arm_of_all(other)
-        if not all(runner.has_scores(side, arm) for arm in (every, without)) or not runner.has_scores(other, other_arm):
-            return None
-        back = self._change(self._delta(side, every, other_arm), self._delta(side, without, other_arm))
-        return back.value / self._gap(NOTHING, NOTHING).k3
+        elif row.note and without is not None:
+            back = self._back(switch, without, fresh=True)
+            return back is not None and back.low > 0
+        else:
+            after = self._delta("engine" if switch.side == "engine" else "trainer", frozenset({switch.id}))
+        return self._change(runner.delta(NOTHING, NOTHING), after, fresh=True).high < 0
 
     def _shapley(self, switches: Sequence[MismatchSwitch]) -> dict[str, float]:
         runner = self._runner
@@ -286,7 +313,7 @@ class _Search:
             for picked in _picks(len(ids), count):
                 subset = frozenset(ids[index] for index in picked)
                 arms = [frozenset(switch.id for switch in switches if switch.side == side) & subset for side in SIDES]
-                if not all(runner.has_scores(side, arm) for side, arm in zip(SIDES, arms, strict=True)):
+                if not runner.has_delta(arms[0], arms[1]):
                     return {}
                 values[subset] = 1 - self._gap(*arms).k3 / baseline
         return shapley(ids, values)
@@ -294,6 +321,10 @@ class _Search:
 
 def _sides_of(switch: MismatchSwitch) -> tuple[Side, ...]:
     return SIDES if switch.side == "both" else (switch.side,)
+
+
+def _by_share(row: LedgerRow) -> float:
+    return -(row.share or 0.0)
 
 
 def _picks(size: int, count: int) -> list[tuple[int, ...]]:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from nemo_geomask.tools.probe.gap_statistics import Gap, GapChange
 from nemo_geomask.tools.shared.mismatch_switches import MismatchSwitch
 
-__all__ = ["NEGLIGIBLE_K3", "Ledger", "LedgerRow", "Verdict", "verdict_of"]
+__all__ = ["NEGLIGIBLE_K3", "SIGNIFICANT", "Ledger", "LedgerRow", "Verdict", "verdict_of"]
 
 Verdict = Literal[
     "explains", "contributes", "no effect", "worse", "not effective", "not testable here", "undecided", "not tried"
@@ -20,7 +20,8 @@ NEGLIGIBLE_K3 = 1e-7
 """Mean k3 in nats a token below which no mismatch matters: |Δ| of about 4e-4."""
 _NEGLIGIBLE_SHARE = 0.02
 _EXPLAINS_FROM = 0.5
-_SIGNIFICANT = 0.05
+SIGNIFICANT = 0.05
+"""Largest p-value, adjusted by Holm's method, of a verdict."""
 
 
 def verdict_of(change: GapChange, adjusted_p: float, before: float, floor: float) -> Verdict:
@@ -40,7 +41,7 @@ def verdict_of(change: GapChange, adjusted_p: float, before: float, floor: float
     negligible = max(floor, _NEGLIGIBLE_SHARE * before, NEGLIGIBLE_K3)
     if -negligible <= change.low and change.high <= negligible:
         return "no effect"
-    if adjusted_p >= _SIGNIFICANT or abs(change.value) <= negligible:
+    if adjusted_p >= SIGNIFICANT or abs(change.value) <= negligible:
         return "undecided"
     if change.value > 0:
         return "worse"

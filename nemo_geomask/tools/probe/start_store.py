@@ -68,12 +68,14 @@ class StartAnswer:
         error: why there are none; empty if there are.
         scores: the answer of :func:`~nemo_geomask.tools.probe.scoring_job.score`.
         weights: groups of weights that differ between trainer and engine after the refit; None if not compared.
+        sent: checksum of the weights that the trainer sent; empty if it is not known.
         seconds: time of the start and its scores.
     """
 
     error: str
     scores: Mapping[str, Any]
     weights: tuple[str, ...] | None
+    sent: str
     seconds: float
 
 
@@ -135,6 +137,7 @@ class StartStore:
             content["error"],
             content["scores"],
             None if content["weights"] is None else tuple(content["weights"]),
+            content["sent"],
             content["seconds"],
         )
 
@@ -164,7 +167,7 @@ class StartStore:
         self.seconds_of_runs[start.engine is None].append(seconds)
         error = outcome.error[-_ERRORS_KEPT:]
         if outcome.is_timeout:
-            return StartAnswer(error, {}, None, seconds)
+            return StartAnswer(error, {}, None, "", seconds)
         if not error and not out.is_file():
             error = "NeMo-RL's script ended without its training function, so nothing was scored"
         content = {
@@ -175,6 +178,7 @@ class StartStore:
             "scores": {} if error else json.loads(out.read_text(encoding="utf-8")),
             "frozen": "" if error else _digest(self.frozen()),
             "weights": _differing_weights(outcome.events),
+            "sent": next((str(each["sent"]) for each in reversed(outcome.events) if "sent" in each), ""),
             "seconds": seconds,
         }
         partial = file.with_suffix(".partial")

@@ -119,7 +119,16 @@ def _compare_weights(events: Events) -> None:
         events("weights", error="trainer and engine have no weight of the same name", refits=refits)
         return
     listed = [vars(difference) for difference in differences.values()]
-    events("weights", refits=refits, engines=engines, groups=len(compared), differences=listed)
+    # In float32, in which a refit that rounds to another dtype shows.
+    total = sum(by_dtype["float32"][1] for by_dtype in sent["sums"].values())
+    events(
+        *("weights",),
+        refits=refits,
+        engines=engines,
+        groups=len(compared),
+        differences=listed,
+        sent=f"{total:.12g}",
+    )
 
 
 def _call_workers(groups: Any, function: Callable[[Any], Any]) -> list[Any]:

@@ -23,6 +23,8 @@ class SyntheticStack:
         requests: by request's option: side and size of the noise that goes with the option.
         base_noise: noise that no switch removes.
         restart_noise: noise that differs from start to start.
+        rounding: keys of the engine's and of the trainer's dtype, and the size of the noise in the engine's log-probs
+            unless both have their conservative values in one start: a refit rounds weights to the trainer's dtype.
         timeout_of_start: number of the start that reaches the time limit, from 1; 0 for none.
         starts: settings of each start, of workers or of an engine in place of theirs.
         fresh: number of starts of workers.
@@ -35,6 +37,7 @@ class SyntheticStack:
     requests: dict = field(default_factory=dict)
     base_noise: float = 0.0
     restart_noise: float = 0.0
+    rounding: tuple = ()
     timeout_of_start: int = 0
     starts: list = field(default_factory=list)
     fresh: int = 0
@@ -46,7 +49,7 @@ class SyntheticStack:
         error = next((f"ValueError: {key} is wrong" for key in settings if key in self.failing), "")
         is_timeout = not error and len(self.starts) == self.timeout_of_start
         error = error or ("not done after 900 s" if is_timeout else "")
-        outcome = SimpleNamespace(error=error, is_timeout=is_timeout, events=({"kind": "weights", "differences": []},))
+        outcome = SimpleNamespace(error=error, is_timeout=is_timeout, events=(self.weights(settings),))
         if error:
             return outcome
         frozen_file = Path(job["frozen"])
@@ -72,6 +75,10 @@ class SyntheticStack:
         Path(job["out"]).write_text(json.dumps(answer))
         return outcome
 
+    def weights(self, settings):
+        sent = str(settings.get(self.rounding[1])) if self.rounding else "1"
+        return {"kind": "weights", "differences": [], "sent": sent}
+
     def resolved(self, side, settings):
         read = {
             key: str(value)
@@ -91,6 +98,8 @@ class SyntheticStack:
             for option, (where, size) in self.requests.items():
                 if where == side and option not in options:
                     values = values + size * _noise(option, index, len(values))
+            if side == "engine" and self.rounding and not all(settings.get(key) for key in self.rounding[:2]):
+                values = values + self.rounding[2] * _noise("rounding", index, len(values))
             if side == "engine":
                 values = values + self.base_noise * _noise("base", index, len(values))
             values = values + self.restart_noise * _noise(f"{side}{len(self.starts)}{options}", index, len(values))

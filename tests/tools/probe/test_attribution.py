@@ -211,6 +211,31 @@ class TestReplacedEngines:
         assert verdicts(self.ledger(tmp_path, made))["graphs"] == "not effective"
 
 
+@pytest.mark.parametrize("replaces_engines", [True, False])
+def test_weights_that_a_refit_rounds_need_both_sides_together(tmp_path, replaces_engines):
+    """Both in bfloat16: alone, the trainer's dtype helps little, because the engine still rounds the weights."""
+    precision = ("policy.generation.precision", "policy.precision")
+    switches = [
+        MismatchSwitch("engine_dtype", precision[0], "off", "engine", "engine", "engine", "one", "", ""),
+        MismatchSwitch("trainer_dtype", precision[1], "off", "trainer", "trainer", "trainer", "one", "", ""),
+    ]
+    made = SyntheticStack(
+        {precision[0]: ("engine", 0.2), precision[1]: ("trainer", 0.03)},
+        dict.fromkeys(precision, "off"),
+        rounding=(*precision, 0.15),
+    )
+    ledger = ledger_of(tmp_path, made, switches, replaces_engines=replaces_engines)
+    rows = {row.switch.id: row for row in ledger.rows}
+    assert ledger.all_conservative.k3 < 1e-9
+    assert (rows["engine_dtype"].verdict, rows["engine_dtype"].is_confirmed) == ("explains", True)
+    trainer = rows["trainer_dtype"]
+    assert (trainer.verdict, trainer.is_confirmed) == ("contributes", True)
+    # What comes back is the rounding and the trainer's own noise.
+    assert trainer.last_share == pytest.approx((0.15**2 + 0.03**2) / (0.2**2 + 0.15**2 + 0.03**2), rel=0.25)
+    assert trainer.share < 0.1
+    assert rows["engine_dtype"].shapley + trainer.shapley == pytest.approx(1.0, abs=1e-6)
+
+
 def test_a_value_that_is_the_baselines_where_it_is_resolved_is_not_effective(tmp_path):
     """The engine reports the key, with the same value, and something else differs."""
 
