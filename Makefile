@@ -9,7 +9,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 # Installs nothing but the files whose hashes are listed.
 HASHED := $(PIP) --no-deps --require-hashes
 
-.PHONY: help demo test quick matrix mutation soak audit pins vllm nemo-rl nemo-rl-losses gpu lint docs release smoke clean
+.PHONY: help demo test quick matrix mutation soak audit pins vllm nemo-rl nemo-rl-losses gpu lint docs site release smoke clean
 
 help:
 	@echo "make demo   train a small MoE policy on stale samples, uncorrected and corrected, plot and diagnose it (about 3 minutes)"
@@ -25,6 +25,7 @@ help:
 	@echo "make gpu    on a machine with a GPU: the kernels' tests and the benchmark, with GPU_PYTHON's torch and triton"
 	@echo "make lint   ruff and mypy"
 	@echo "make docs   rewrite the generated tables and the schema"
+	@echo "make site   build the documentation site in docs/_build; a broken link fails"
 	@echo "make release   build the wheel and the source distribution in dist, check both, and try them in fresh environments"
 
 $(BIN)/python:
@@ -74,7 +75,7 @@ $(VENV)/.mutation: .ci/mutation-requirements.txt $(VENV)/.test
 	$(HASHED) -r .ci/mutation-requirements.txt
 	@touch $@
 
-# ARGS: rooms, --sample N of each; what came of it is in docs/reliability.md. One thread, since mutmut forks.
+# ARGS: rooms, --sample N of each; what came of it is in docs/background/reliability.md. One thread, since mutmut forks.
 mutation: $(VENV)/.mutation
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.mutation $(ARGS)
 
@@ -124,7 +125,7 @@ $(NEMO)/.ready: .ci/nemo-rl-constraints.txt pyproject.toml
 	@$(NEMO)/bin/python -m compileall -q -j 0 $(NEMO)/lib >/dev/null 2>&1 || true
 	@touch $@
 
-# ARGS: --label NAME, --only BEGINNING of a case's name, --jobs N; what came of it is in docs/hosts and in the table of docs/nemo_rl.md.
+# ARGS: --label NAME, --only BEGINNING of a case's name, --jobs N; what came of it is in docs/hosts and in the table of docs/reference/rehearsals.md.
 nemo-rl: $(NEMO)/.ready nemo-rl-losses
 	@test -n "$(NEMO_RL_ROOT)" || { echo "say which NeMo-RL: make nemo-rl NEMO_RL_ROOT=/path/to/RL"; exit 1; }
 	NEMO_RL_ROOT=$(NEMO_RL_ROOT) $(NEMO)/bin/python -m nemo_geomask.tools.rehearse.case_matrix $(ARGS)
@@ -141,7 +142,7 @@ nemo-rl-losses: $(NEMO)/.ready
 gpu:
 	PYTHONPATH=. $(GPU_PYTHON) -m pytest -ra -o addopts= tests/gpu
 	PYTHONPATH=. $(GPU_PYTHON) -m nemo_geomask.tools.bench --device cuda --out docs/performance $(ARGS)
-	PYTHONPATH=. $(GPU_PYTHON) -m nemo_geomask.tools.bench.performance_page docs/performance.md
+	PYTHONPATH=. $(GPU_PYTHON) -m nemo_geomask.tools.bench.performance_page docs/background/performance.md
 
 lint: $(VENV)/.test
 	$(BIN)/ruff format --check .
@@ -149,17 +150,29 @@ lint: $(VENV)/.test
 	$(BIN)/mypy
 
 docs: $(VENV)/.test
-	$(BIN)/python -m nemo_geomask.tools.bench.performance_page docs/performance.md
+	$(BIN)/python -m nemo_geomask.tools.bench.performance_page docs/background/performance.md
 	$(BIN)/python -m nemo_geomask.tools.check.docs_tables docs
-	$(BIN)/python -m nemo_geomask.tools.diagnose.detection_power --page docs/diagnose.md
-	$(BIN)/python -m nemo_geomask.tools.diagnose.metric_guide docs/metrics.md
+	$(BIN)/python -m nemo_geomask.tools.diagnose.detection_power --page docs/background/verdict.md
+	$(BIN)/python -m nemo_geomask.tools.diagnose.metric_guide docs/reference/metrics.md
 	$(BIN)/python -m nemo_geomask.tools.lab.evidence
-	$(BIN)/python -m tests.tools.translate.peers.pages docs/peers.md
+	$(BIN)/python -m tests.tools.translate.peers.pages docs/reference/peers.md
 	$(BIN)/python -m tests.suite
 	$(BIN)/python -m nemo_geomask.tools.rehearse.case_matrix --table
 	$(BIN)/python -m nemo_geomask.tools.rehearse.recipe_table
-	$(BIN)/python -m nemo_geomask.cli.reference_page docs/command_line.md
+	$(BIN)/python -m nemo_geomask.cli.reference_page docs/reference/command_line.md
+	$(BIN)/python .ci/api_page.py docs/reference/api.md
 	$(BIN)/nemo-geomask schema --out recipes/recipe.schema.json
+
+SITE := .venv-site
+
+$(SITE)/.ready: .ci/site-requirements.txt
+	$(PYTHON) -m venv $(SITE)
+	$(SITE)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --require-hashes -r .ci/site-requirements.txt
+	@touch $@
+
+# Every warning is an error: a page in no table of contents, a link or an anchor that leads nowhere.
+site: $(SITE)/.ready
+	$(SITE)/bin/sphinx-build --quiet --fail-on-warning --keep-going --builder html docs docs/_build
 
 RELEASE := .venv-release
 # Interpreters of the fresh environments; NeMo-RL's is 3.13.
@@ -200,4 +213,4 @@ smoke:
 	rm -rf $(SMOKE)
 
 clean:
-	rm -rf .venv .venv-* build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-* build dist docs/_build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

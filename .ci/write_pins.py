@@ -19,7 +19,7 @@ OWN = {
     "mutation": ["mutmut"],
     "audit": ["pip-audit", "pip-licenses", "uv"],
     "release": ["build", "check-wheel-contents", "twine"],
-    "site": ["myst-parser", "nvidia-sphinx-theme", "sphinx", "sphinx-copybutton", "sphinx-design"],
+    "site": ["myst-parser", "pydata-sphinx-theme", "sphinx", "sphinx-copybutton"],
     "megatron": ["megatron-core"],
 }
 """What each list begins with; that of the tests is in pyproject.toml."""

@@ -1,7 +1,7 @@
 """The suite's results, recorded by environment, and the table of them.
 
 ``pytest -p tests.suite …`` records what a run came to in ``docs/hosts/suite.yaml``; ``python -m tests.suite``
-writes the table in ``docs/nemo_rl.md``.
+writes the table in ``docs/reference/rehearsals.md``.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from nemo_geomask.tools.shared.markdown import markdown_table, replace_marked_te
 
 ROOT = Path(__file__).parents[1]
 RECORD = ROOT / "docs" / "hosts" / "suite.yaml"
-PAGE = ROOT / "docs" / "nemo_rl.md"
+PAGE = ROOT / "docs" / "reference" / "rehearsals.md"
 
 _PACKAGES = ("torch", "triton", "numpy", "transformers", "megatron-core")
 _OUTCOMES = ("passed", "failed", "error", "skipped")
@@ -66,7 +66,7 @@ def table(everything: list[dict]) -> str:
 
 def rewrite(text: str) -> str:
     """The page with the current table."""
-    return replace_marked_text(text, "suite", table(recorded()), page="nemo_rl.md")
+    return replace_marked_text(text, "suite", table(recorded()), page="rehearsals.md")
 
 
 if __name__ == "__main__":

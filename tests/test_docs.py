@@ -1,22 +1,31 @@
-"""The pages say what the code does."""
+"""The pages say what the code does, and their commands and code run."""
 
+import contextlib
+import importlib.util
+import os
 import re
+import shlex
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
+import yaml
 
+from nemo_geomask.cli import create_parser, installed_commands
 from nemo_geomask.config.presets import PRESETS
-from nemo_geomask.losses import available
+from nemo_geomask.losses import available, build_loss
 from tests import suite
 
 DOCS = Path(__file__).parent.parent / "docs"
-PAGES = sorted([*DOCS.glob("*.md"), DOCS.parent / "README.md"])
-LOSSES = (DOCS / "loss_reference.md").read_text(encoding="utf-8")
+PAGES = sorted([*DOCS.rglob("*.md"), *DOCS.parent.glob("*.md")])
+LOSSES = (DOCS / "reference" / "loss_reference.md").read_text(encoding="utf-8")
 
 
 def test_the_table_of_the_suite_is_current():
-    text = (DOCS / "nemo_rl.md").read_text(encoding="utf-8")
+    text = (DOCS / "reference" / "rehearsals.md").read_text(encoding="utf-8")
     assert suite.rewrite(text) == text, "run: make docs"
 
 
@@ -29,7 +38,7 @@ def test_every_objective_has_a_row(name):
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_every_preset_has_a_row(preset):
-    assert f"| `{preset} {{" in (DOCS / "masks.md").read_text(encoding="utf-8")
+    assert f"| `{preset} {{" in (DOCS / "reference" / "masks.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -46,3 +55,110 @@ def test_readme_example_runs():
     exec(compile(example, "README.md", "exec"), scope)
     assert scope["value"].requires_grad
     assert scope["metrics"]["geomask/mask/geometric/removed"] >= 0
+
+
+def blocks(page, language):
+    """Code blocks of a page in one language; the empty one for blocks that name none."""
+    return re.findall(rf"^```{language}\n(.*?)^```$", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+
+
+def prose_words(text):
+    """Number of words outside code blocks and tables."""
+    text = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
+    return len(re.sub(r"^\|.*$|<!--.*?-->", "", text, flags=re.MULTILINE).split())
+
+
+GUIDES = sorted([*DOCS.glob("tutorials/*.md"), *DOCS.glob("how_to/*.md")])
+
+
+@pytest.mark.parametrize("page", GUIDES, ids=lambda page: page.stem)
+def test_a_guide_can_be_read_in_one_sitting(page):
+    assert prose_words(page.read_text(encoding="utf-8")) <= 900
+
+
+def test_every_page_is_in_the_table_of_contents_of_its_part():
+    for part in ("tutorials", "how_to", "reference", "background"):
+        (listed,) = blocks(DOCS / part / "index.md", "{toctree}")
+        names = {line for line in listed.splitlines() if re.fullmatch(r"\w+", line)}
+        assert names == {page.stem for page in DOCS.glob(f"{part}/*.md")} - {"index"}
+
+
+def commands():
+    """Every ``nemo-geomask`` command of README and pages, with its page."""
+    for page in [DOCS.parent / "README.md", *sorted(DOCS.rglob("*.md"))]:
+        for language in ("", "sh", "bash", "console"):
+            for block in blocks(page, language):
+                for line in block.replace("\\\n", " ").splitlines():
+                    found = re.match(r"(?:\$ |uv run )?nemo-geomask ([^#>|]*)", line)
+                    # Forms with placeholders, such as [key.path=value …], are no commands.
+                    if found and not re.search(
+                        r"[\[…]| \|", line.partition("#")[0].replace("'[", "").replace("=[]", "")
+                    ):
+                        yield pytest.param(found[1], id=f"{page.stem}: {found[1].strip()[:60]}")
+
+
+@pytest.mark.parametrize("command", list(commands()))
+def test_a_command_of_a_page_is_accepted(command):
+    words = shlex.split(command)
+    if words[0] not in [known.name for known in installed_commands()] and not words[0].startswith("-"):
+        pytest.skip("a tool was deleted")
+    parser = create_parser(words[:1])
+    with contextlib.suppress(SystemExit) if words[0] == "--version" else contextlib.nullcontext():
+        _, unknown = parser.parse_known_args(words)
+        # Overrides behind an option, which the command line adds to the others.
+        assert [word for word in unknown if word.startswith("-") or not re.search("^~|=", word)] == []
+
+
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if "loss_fn:" in "".join(blocks(page, "yaml"))], ids=lambda page: page.stem
+)
+def test_a_loss_of_a_page_is_valid(page):
+    for block in blocks(page, "yaml"):
+        settings = yaml.safe_load(block.replace("${oc.env", "$(oc.env")).get("loss_fn") if "loss_fn:" in block else None
+        if settings and "my_" not in block and "topr" not in block:
+            build_loss({"name": "clipped_pg", **settings})
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: f"{page.parent.name}/{page.stem}")
+def test_python_of_a_page_compiles(page):
+    for block in blocks(page, "python"):
+        compile(block, str(page), "exec")
+
+
+TUTORIALS = [page for page in sorted(DOCS.glob("tutorials/*.md")) if blocks(page, "sh")]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("page", TUTORIALS, ids=lambda page: page.stem)
+def test_a_tutorial_can_be_followed(page, tmp_path):
+    """Run its blocks marked ``sh``, in order, in an empty folder, with the files that it tells the reader to write."""
+    if page.stem == "nemo_rl" and "NEMO_RL_ROOT" not in os.environ:
+        pytest.skip("needs a NeMo-RL checkout: NEMO_RL_ROOT")
+    text = page.read_text(encoding="utf-8")
+    for name, block in re.findall(r"Save this as `([\w.]+)`:\n\n```\w+\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
+        (tmp_path / name).write_text(block, encoding="utf-8")
+    (tmp_path / "bin").mkdir()
+    for name, module in (("nemo-geomask", "-m nemo_geomask.cli"), ("python", "")):
+        command = tmp_path / "bin" / name
+        command.write_text(f'#!/bin/sh\nexec {sys.executable} {module} "$@"\n', encoding="utf-8")
+        command.chmod(0o755)
+    paths = {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "PYTHONPATH": str(DOCS.parent)}
+    script = "set -e\n" + "".join(blocks(page, "sh"))
+    done = subprocess.run(
+        [shutil.which("bash"), "-c", script],
+        cwd=tmp_path,
+        env={**os.environ, **paths},
+        capture_output=True,
+        text=True,
+        timeout=850,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert "Traceback" not in done.stderr
+
+
+def test_the_page_of_the_python_names_is_current():
+    spec = importlib.util.spec_from_file_location("api_page", DOCS.parent / ".ci" / "api_page.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert (DOCS / "reference" / "api.md").read_text(encoding="utf-8") == module.api_page(), "run: make docs"

@@ -46,7 +46,7 @@ APART = {("functional", "config"), ("segments", "config"), ("segments", "functio
 
 
 def test_the_architectures_page_has_the_rooms_in_their_order():
-    page = (PACKAGE.parent / "docs" / "architecture.md").read_text(encoding="utf-8")
+    page = (PACKAGE.parent / "docs" / "background" / "architecture.md").read_text(encoding="utf-8")
     rows = [line.split("`")[1] for line in page.splitlines() if line.startswith("| `")]
     rooms = [row.rstrip("/").removesuffix(".py") for row in rows if row.endswith(("/", ".py"))]
     assert [room for room in rooms if room in ORDER] == ORDER

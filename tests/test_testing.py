@@ -23,7 +23,7 @@ from tests.helpers.plugins_page import code_block
 
 @pytest.fixture
 def documented(tmp_path, monkeypatch):
-    """Puts the modules of docs/plugins.md where they can be imported."""
+    """Puts the modules of docs/how_to/plugins.md where they can be imported."""
     for module in ("my_corrections", "my_tasks", "my_masks"):
         (tmp_path / f"{module}.py").write_text(code_block(module), encoding="utf-8")
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -335,7 +335,7 @@ def test_a_statistic_by_its_name_is_caught_too():
 
 @pytest.mark.slow
 def test_the_documented_corrections_keep_every_promise(documented):
-    page = (Path(__file__).parents[1] / "docs" / "plugins.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[1] / "docs" / "how_to" / "plugin_corrections.md").read_text(encoding="utf-8")
     (settings,) = re.findall(r"```yaml\n(loss_fn:\n.*?my_corrections.*?)```", page, re.S)
     loss = yaml.safe_load(settings)["loss_fn"]
     assert build_loss(loss).config.mask_rules[0].label == "gap"

@@ -98,7 +98,7 @@ def _plugin_group(cls: type[T], group: str, noun: str, key: str, *built_in: str)
         group=f"nemo_geomask.{group}",
         noun=noun,
         key=key,
-        requirement=f"a nemo_geomask.config.{cls.__name__} (see docs/plugins.md)",
+        requirement=f"a nemo_geomask.config.{cls.__name__} (see docs/how_to/plugin_corrections.md)",
         accepts=lambda plugin: isinstance(plugin, cls),
         # These paths are placeholders and never imported: the loss has its own functions for the built-in names.
         built_in={name: f"{__name__}:{name}" for name in built_in},

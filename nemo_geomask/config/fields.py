@@ -1,8 +1,8 @@
 """Fields of the ``loss_fn:`` block, each validated on its own; ``conflicts`` checks them against each other.
 
 Every field of NeMo-RL's ``ClippedPGLossConfig`` (v0.6.0, v0.7.0, main of August 2026) keeps its name, default and
-meaning; this package adds fields of its own. ``docs/loss_reference.md`` and the JSON Schema are generated from each
-field's description, formula and source.
+meaning; this package adds fields of its own. ``docs/reference/loss_reference.md`` and the JSON Schema are generated
+from each field's description, formula and source.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ class LossFields(StrictModel):
     reference_policy_kl_gradient: KLType | None = _field(
         None,
         "Estimator whose derivative is the KL term's gradient. null: as in NeMo-RL, the derivative of the value "
-        "estimator with the score-function term. See docs/kl.md for which are unbiased.",
+        "estimator with the score-function term. See docs/background/kl.md for which are unbiased.",
         source="this package; arXiv:2506.09477",
     )
     kl_input_clamp_value: float | None = _field(20.0, "Bound on |curr − ref| inside the estimator. null: none.", gt=0)
@@ -212,7 +212,8 @@ class LossFields(StrictModel):
     # --- rejection
     masks: tuple[SerializeAsAny[MaskSpec], ...] = _field(
         (),
-        "Rejection masks: a token trains if every mask keeps it. They act on the surrogate only. See docs/masks.md.",
+        "Rejection masks: a token trains if every mask keeps it. They act on the surrogate only. See "
+        "docs/reference/masks.md.",
         source="this package",
     )
     denominator: Literal["original", "kept"] = _field(
@@ -274,8 +275,9 @@ class LossFields(StrictModel):
     )
     record: Recording | None = _field(
         None,
-        "`{dir, fraction, by, every, entropy}`: write what steps are trained on to Parquet files, see docs/records.md. "
-        "Sequences, or prompts with `by: group`, are chosen by a hash of the step's number and their own.",
+        "`{dir, fraction, by, every, entropy}`: write what steps are trained on to Parquet files, see "
+        "docs/reference/records.md. Sequences, or prompts with `by: group`, are chosen by a hash of the step's number "
+        "and their own.",
         source="this package",
     )
     logprob_backend: Literal["nemo_rl", "geomask", "geomask_linear", "mcore", "te"] = _field(

@@ -71,7 +71,7 @@ class Objective:
         options: pydantic model of the variant's own settings (``loss_fn.options``).
         source: paper and equation.
         parts: the surrogate as formulas and sentences, or a function of the settings that returns them. ``{name}``
-            stands for a setting or an option; ``docs/plugins.md`` lists the other placeholders.
+            stands for a setting or an option; ``docs/how_to/plugins.md`` lists the other placeholders.
     """
 
     masks: Callable[[Any], Sequence[Mapping[str, Any]]] | None = None

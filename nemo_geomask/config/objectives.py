@@ -1,7 +1,7 @@
 """The package's own objectives: what each prescribes and refuses, its options, its formula and its source.
 
-``nemo-geomask check`` and ``docs/loss_reference.md`` take an objective's formula from its ``parts``. The functions that
-compute an objective are in ``losses/variants.py``.
+``nemo-geomask check`` and ``docs/reference/loss_reference.md`` take an objective's formula from its ``parts``. The
+functions that compute an objective are in ``losses/variants.py``.
 """
 
 from __future__ import annotations
@@ -323,7 +323,7 @@ LOSSES: PluginGroup[Objective] = PluginGroup(
     group="nemo_geomask.losses",
     noun="loss",
     key="loss_fn.name",
-    requirement="a nemo_geomask.losses.Variant instance (data plus one function, see docs/plugins.md)",
+    requirement="a nemo_geomask.losses.Variant instance (data plus one function, see docs/how_to/plugins.md)",
     # An objective alone computes nothing.
     accepts=lambda variant: isinstance(variant, Objective) and type(variant) is not Objective,
     built_in={name: f"nemo_geomask.losses.variants:{name.upper()}" for name in OBJECTIVES},

@@ -248,7 +248,8 @@ PRESET_GROUP: PluginGroup[type[MaskPreset]] = PluginGroup(
     group="nemo_geomask.mask_presets",
     noun="preset",
     key="loss_fn.masks",
-    requirement="a class derived from nemo_geomask.config.MaskPreset, with a rule of its own (see docs/plugins.md)",
+    requirement="a class derived from nemo_geomask.config.MaskPreset, with a rule of its own (see "
+    "docs/how_to/plugin_corrections.md)",
     accepts=lambda cls: isinstance(cls, type) and issubclass(cls, MaskPreset) and cls.rule is not MaskBase.rule,
     built_in={name: f"{model.__module__}:{model.__qualname__}" for name, model in PRESETS.items()},
 )

@@ -11,8 +11,9 @@ estimator value                  name elsewhere
 ``k4``    r · x                  open-instruct kl4
 ========= ====================== ==============================================
 
-The estimator whose value is reported and the estimator whose gradient trains are chosen separately. ``docs/kl.md``
-tabulates which values and which gradients are unbiased for KL(π_θ ‖ π_ref); ``tests/functional/test_kl.py`` tests it.
+The estimator whose value is reported and the estimator whose gradient trains are chosen separately.
+``docs/background/kl.md`` tabulates which values and which gradients are unbiased for KL(π_θ ‖ π_ref);
+``tests/functional/test_kl.py`` tests it.
 Source: Schulman (2020), http://joschu.net/blog/kl-approx.html; arXiv:2506.09477 on the gradients.
 """
 

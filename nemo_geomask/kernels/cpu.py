@@ -25,7 +25,7 @@ NUM_STATISTICS = 4
 _LN_2 = math.log(2)
 _LOG2_E = math.log2(math.e)
 _LOWEST = -1.0e30  # used for -inf where the product with 0 must be 0 and not NaN
-# The sizes below are those that were fastest in the timings of docs/performance.md, "What was tried".
+# The sizes below are those that were fastest in the timings of docs/background/performance.md, "What was tried".
 _HUGE_PAGES_FROM = 1 << 25  # bytes; above this glibc returns freed memory to the system at once
 _BLOCK_ELEMENTS = 1 << 20  # 4 MB of float32: a block and its exponentials fit the caches of two cores
 _MIN_BLOCKS_PER_THREAD = 4  # 5 ms of work, long compared with starting a thread and waiting for it
@@ -119,7 +119,8 @@ def empty_gradient(logits: Tensor) -> Tensor:
 
     On a CPU, large gradients are placed on huge pages where the system has them. The allocator does not keep so large a
     block between steps, and the first write to new memory in 4 KB pages takes longer than computing the gradient (31 to
-    39 ms, against 7 to 9 ms on huge pages, for 256 rows of 151,936 columns: "What was tried" in docs/performance.md).
+    39 ms, against 7 to 9 ms on huge pages, for 256 rows of 151,936 columns: "What was tried" in
+    docs/background/performance.md).
     """
     size = logits.numel() * logits.element_size()
     if logits.device.type != "cpu" or size < _HUGE_PAGES_FROM or not hasattr(mmap, "MADV_HUGEPAGE"):
@@ -234,7 +235,7 @@ def _base_2_exponent_(x: Tensor, max_logit: Tensor, inverse_temperature: float) 
     """Turn x into (x - max_logit)/T·log2(e), in place.
 
     The base is 2 because torch's exp2 is three times as fast as its exp on a CPU ("What was tried" in
-    docs/performance.md).
+    docs/background/performance.md).
     """
     return x.sub_(max_logit.unsqueeze(1)).mul_(inverse_temperature * _LOG2_E)
 
@@ -244,7 +245,7 @@ def _zero_rows(out: Tensor, is_zero: Tensor) -> None:
     if out.device.type != "cpu":
         out[is_zero] = 0.0
         return
-    # Row by row is twelve times as fast as writing through a mask ("What was tried" in docs/performance.md).
+    # Row by row is twelve times as fast as writing through a mask ("What was tried" in docs/background/performance.md).
     pending = iter(is_zero.nonzero().squeeze(1).tolist())
 
     def work() -> None:
@@ -294,7 +295,7 @@ def _run_on_threads(work: Callable[[], None], blocks: int) -> None:
 
     Torch's own threads synchronise at the end of every operation. On a busy machine each synchronisation waits for the
     scheduler, which takes far longer than an operation on a block. The threads of this function synchronise once (the
-    table of threads in docs/performance.md: 183 against 3594 ms).
+    table of threads in docs/background/performance.md: 183 against 3594 ms).
 
     Args:
         work: draws blocks from an iterator that all threads share.

@@ -1,8 +1,8 @@
 """Which KL estimators are unbiased, by enumeration of small categorical policies.
 
 With one token of V values every expectation is a sum of V terms, so "unbiased" is a statement to 1e-10 and not a
-matter of sampling. The clamps are off: where they act, nothing is unbiased, see the last tests. ``docs/kl.md``
-tabulates what is found here, and a test holds the table to it.
+matter of sampling. The clamps are off: where they act, nothing is unbiased, see the last tests.
+``docs/background/kl.md`` tabulates what is found here, and a test holds the table to it.
 """
 
 from __future__ import annotations
@@ -219,7 +219,7 @@ def test_default_term_is_nemo_rls():
 
 # ------------------------------------------------------------------------------------------------ the document
 
-DOC = Path(__file__).parents[2] / "docs" / "kl.md"
+DOC = Path(__file__).parents[2] / "docs" / "background" / "kl.md"
 
 
 def tables() -> list[list[dict[str, str]]]:

@@ -673,7 +673,7 @@ class _Evaluation:
         return out
 
     def kl(self, token) -> torch.Tensor:
-        """The KL term of one token; see docs/kl.md."""
+        """The KL term of one token; see docs/background/kl.md."""
         config, curr = self.c, token["kl_curr"]
         importance = config.use_on_policy_kl_approximation
         free = True

@@ -1,11 +1,12 @@
-"""The examples of ``docs/plugins.md``."""
+"""The examples of ``docs/how_to/plugins.md`` and ``plugin_corrections.md``."""
 
 import re
 from pathlib import Path
 
-PAGE = Path(__file__).parents[2] / "docs" / "plugins.md"
+PAGES = [Path(__file__).parents[2] / "docs" / "how_to" / f"{name}.md" for name in ("plugins", "plugin_corrections")]
 
 
 def code_block(module: str) -> str:
-    """Return the page's block of code that begins with the module's name."""
-    return re.search(rf"```python\n# {module}\.py\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.S)[1]
+    """Return the block of code that begins with the module's name."""
+    text = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
+    return re.search(rf"```python\n# {module}\.py\n(.*?)```", text, re.S)[1]

@@ -150,7 +150,7 @@ def skips_unread_logprobs(checkout: Path) -> bool:
 
 
 def has_kl_score_function(checkout: Path) -> bool:
-    """Return True if a NeMo-RL's own KL term is also differentiated through the samples, see docs/kl.md.
+    """Return True if a NeMo-RL's own KL term is also differentiated through the samples, see docs/background/kl.md.
 
     v0.6.0's is not.
     """

@@ -232,7 +232,7 @@ def _require_one(items: list[Any], is_wanted: Callable[[Any], bool], name: str) 
         raise HostAPIError(
             f"setup of NeMo-RL {describe_version()} returned {len(indices)} objects of {name} ({types}), where "
             "nemo_geomask knows one; the recipe's loss can't take its place. Use a tested NeMo-RL, or "
-            "build_nemo_rl_loss and prepare_policy in a script of your own. See docs/nemo_rl.md"
+            "build_nemo_rl_loss and prepare_policy in a script of your own. See docs/how_to/install.md"
         )
     return indices[0]
 

@@ -234,5 +234,5 @@ def require_every_run() -> None:
             + "\n".join(lines)
             + "\n"
             f"Use a tested NeMo-RL, or a version of nemo_geomask that knows this one{way_out(remaining)}. See "
-            "docs/new_nemo_rl.md"
+            "docs/how_to/upgrade.md"
         )

@@ -33,7 +33,7 @@ def package_folder() -> Path:
             return Path(location)
     raise MissingDependencyError(
         "NeMo-RL is not importable here; run this in NeMo-RL's own environment (uv run … in its checkout), or put the "
-        "checkout on PYTHONPATH. See docs/nemo_rl.md"
+        "checkout on PYTHONPATH. See docs/how_to/install.md"
     )
 
 

@@ -49,7 +49,7 @@ REMEDY = (
     "Give the workers the package, in one of these ways: in NeMo-RL's checkout `uv add nemo-geomask` (or its path) and "
     "start once with NRL_FORCE_REBUILD_VENVS=true, so that NeMo-RL builds its workers' environments with it; or export "
     "PYTHONPATH with a folder that contains nemo_geomask (NeMo-RL passes it on; the package needs only torch and "
-    "pydantic). See docs/nemo_rl.md"
+    "pydantic). See docs/reference/nemo_rl.md"
 )
 
 Loss = PolicyLoss | LogitLoss

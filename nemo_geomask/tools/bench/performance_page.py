@@ -1,4 +1,4 @@
-"""``python -m nemo_geomask.tools.bench.performance_page docs/performance.md``: rewrite its tables from JSON."""
+"""``python -m nemo_geomask.tools.bench.performance_page docs/background/performance.md``: rewrite its tables."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ _WRITERS: dict[str, Callable[[Row], str]] = {
 
 def _main() -> None:
     page = Path(sys.argv[1])
-    page.write_text(rewrite(page.read_text(encoding="utf-8"), page.with_suffix("")), encoding="utf-8")
+    page.write_text(rewrite(page.read_text(encoding="utf-8"), page.parents[1] / "performance"), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Columns of the tables on the terminal and in docs/performance.md, and the format of their cells."""
+"""Columns of the tables on the terminal and in docs/background/performance.md, and the format of their cells."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class TableColumn(NamedTuple):
     Attributes:
         head: heading of the column.
         cell: function from a row to the text of its cell.
-        is_on_page: True if docs/performance.md also shows the column.
+        is_on_page: True if docs/background/performance.md also shows the column.
     """
 
     head: str
@@ -49,7 +49,7 @@ def terminal_table(columns: Sequence[TableColumn], rows: Iterable[Row]) -> str:
 
 
 def page_table(columns: Sequence[TableColumn], rows: Iterable[Row]) -> str:
-    """Return a Markdown table of the columns that docs/performance.md shows."""
+    """Return a Markdown table of the columns that docs/background/performance.md shows."""
     shown = [column for column in columns if column.is_on_page]
     return markdown_table([column.head for column in shown], [[column.cell(row) for column in shown] for row in rows])
 

@@ -149,7 +149,7 @@ def count_with_noun(count: int, noun: str) -> str:
 
 
 def as_json(checked: CheckedRecipe) -> dict[str, Any]:
-    """Return the result of a check as a JSON object, whose keys docs/check.md lists."""
+    """Return the result of a check as a JSON object, whose keys docs/how_to/check.md lists."""
     facts, report = checked.facts, checked.report
     trained_loss = "nemo_rl" if facts.trains_nemo_rl_loss else "nemo_geomask"
     return {

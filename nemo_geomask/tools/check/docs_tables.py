@@ -131,11 +131,11 @@ def switch_table() -> str:
 
 
 TABLES = {
-    "check.md": {"rules": rule_table},
-    "loss_reference.md": {"fields": field_table, "objectives": objective_table},
-    "nemo_rl.md": {"patches": host_patch_table},
-    "probe.md": {"switches": switch_table},
-    "records.md": {"columns": record_column_table, "settings": record_setting_table},
+    "reference/rules.md": {"rules": rule_table},
+    "reference/loss_reference.md": {"fields": field_table, "objectives": objective_table},
+    "reference/nemo_rl.md": {"patches": host_patch_table},
+    "reference/probe.md": {"switches": switch_table},
+    "reference/records.md": {"columns": record_column_table, "settings": record_setting_table},
 }
 """Function that returns each generated table, by page and marker."""
 

@@ -140,7 +140,7 @@ RULES = (
         "GM403",
         "warning",
         "loss that depends on how the batch is split",
-        "docs/loss_reference.md; NeMo-RL `ClippedPGLossFn` (`positive_nll_loss`)",
+        "docs/reference/loss_reference.md; NeMo-RL `ClippedPGLossFn` (`positive_nll_loss`)",
         _loss_depends_on_split,
     ),
     Rule(
@@ -168,7 +168,7 @@ RULES = (
         "GM407",
         "warning",
         "clip bounds narrower than the mismatch that the sequence ratio contains",
-        "GSPO, arXiv:2507.18071 section 5.1, whose bounds are for π_θ/π_old; docs/loss_reference.md",
+        "GSPO, arXiv:2507.18071 section 5.1, whose bounds are for π_θ/π_old; docs/reference/loss_reference.md",
         _clip_narrower_than_mismatch,
     ),
 )

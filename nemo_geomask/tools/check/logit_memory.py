@@ -295,7 +295,7 @@ RULES = (
         "GM408",
         "note",
         "logits that take a large part of a GPU's memory",
-        "docs/performance.md#at-scale",
+        "docs/background/performance.md#at-scale",
         _large_logits,
     ),
 )

@@ -201,12 +201,12 @@ RULES = (
         _MISMATCH_STUDY,
         _unreachable_mean_bounds,
     ),
-    Rule("GM202", "warning", "mask that removes nothing beyond another mask", "docs/masks.md", _implied_mask),
+    Rule("GM202", "warning", "mask that removes nothing beyond another mask", "docs/reference/masks.md", _implied_mask),
     Rule(
         "GM203",
         "warning",
         "mask on curr - prev although both are equal",
-        "NeMo-RL `force_on_policy_ratio`; docs/masks.md",
+        "NeMo-RL `force_on_policy_ratio`; docs/reference/masks.md",
         _policy_mask_on_policy,
     ),
     Rule(
@@ -231,7 +231,13 @@ RULES = (
         "NeMo-RL `GRPOAdvantageEstimator`, `GDPOAdvantageEstimator`, `RawRewardAdvantageEstimator`",
         _ignored_reward_kl,
     ),
-    Rule("GM207", "warning", "KL estimator whose gradient is not that of the KL", "docs/kl.md", _biased_kl_gradient),
+    Rule(
+        "GM207",
+        "warning",
+        "KL estimator whose gradient is not that of the KL",
+        "docs/background/kl.md",
+        _biased_kl_gradient,
+    ),
     Rule(
         "GM208",
         "error",

@@ -145,5 +145,5 @@ def _unknown_field(key: str) -> Problem:
     return Problem(
         (),
         f"{key}: NeMo-RL's own loss reads it, but this version of nemo_geomask does not know it, so it is missing in "
-        "the objective that check prints; see docs/new_nemo_rl.md",
+        "the objective that check prints; see docs/how_to/upgrade.md",
     )

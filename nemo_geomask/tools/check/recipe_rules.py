@@ -55,7 +55,7 @@ RULES = (
         "GM001",
         "error",
         "`loss_fn` that is invalid",
-        "docs/loss_reference.md",
+        "docs/reference/loss_reference.md",
         _invalid_loss,
         needs_loss=False,
         may_be_ignored=False,
@@ -64,7 +64,7 @@ RULES = (
         "GM002",
         "warning",
         "`loss_fn` that is valid, but probably not what was meant",
-        "docs/loss_reference.md",
+        "docs/reference/loss_reference.md",
         _doubtful_loss,
     ),
     Rule(

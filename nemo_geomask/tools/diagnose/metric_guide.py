@@ -1,7 +1,7 @@
-"""Guide to the reported metrics, the source of ``docs/metrics.md``: definitions, healthy values, alerts and actions.
+"""Guide to the reported metrics, the source of ``docs/reference/metrics.md``: definitions, ranges, alerts and actions.
 
-``python -m nemo_geomask.tools.diagnose.metric_guide docs/metrics.md`` rewrites the page's tables. ``--alerts`` prints
-the alert limits as JSON, and ``--measured DIR`` takes the page's measured ranges from a run of the lab.
+``python -m nemo_geomask.tools.diagnose.metric_guide docs/reference/metrics.md`` rewrites its tables. ``--alerts``
+prints the alert limits as JSON, and ``--measured DIR`` takes the page's measured ranges from a run of the lab.
 """
 
 from __future__ import annotations

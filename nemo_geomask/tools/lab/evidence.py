@@ -1,4 +1,4 @@
-"""Tables and figures of ``docs/evidence.md`` and ``docs/lab.md``, generated from the data in ``docs/evidence/``.
+"""Tables and figures of ``background/evidence.md`` and ``reference/lab.md`` in ``docs``, from ``docs/evidence/``.
 
 ``python -m nemo_geomask.tools.lab.evidence`` rewrites them. With ``--collect NAME DIR…`` it first writes the metrics of
 the runs in these folders to ``docs/evidence/NAME.parquet``. ``nemo_geomask/tools/lab/evidence.toml`` defines the
@@ -150,11 +150,11 @@ def search_table(rows: Iterable[Mapping[str, str]]) -> str:
 def rewrite_page(page: Path) -> str:
     """Return the page's text with tables generated from the data in ``evidence/``."""
     text = page.read_text(encoding="utf-8")
-    with (page.parent / "evidence" / "search.csv").open(encoding="utf-8", newline="") as file:
+    with (page.parents[1] / "evidence" / "search.csv").open(encoding="utf-8", newline="") as file:
         for name, rows in itertools.groupby(csv.DictReader(file), key=lambda row: row["table"]):
             if f"<!-- {name}: begin -->" in text:
                 text = replace_marked_text(text, name, search_table(rows), page=page.name)
-    for path in sorted((page.parent / "evidence").glob("*.parquet")):
+    for path in sorted((page.parents[1] / "evidence").glob("*.parquet")):
         if f"<!-- {path.stem}: begin -->" in text:
             text = replace_marked_text(
                 text, path.stem, _evidence_table(load_runs(path), EVIDENCE_SPECS[path.stem]), page=page.name
@@ -193,7 +193,7 @@ def _main() -> None:
             draw_evidence(curves, path.with_suffix(".png"), spec)
         if spec.panel_file:
             write_plot(curves, arguments.docs / spec.panel_file)
-    for page in (arguments.docs / "evidence.md", arguments.docs / "lab.md"):
+    for page in (arguments.docs / "background" / "evidence.md", arguments.docs / "reference" / "lab.md"):
         page.write_text(rewrite_page(page), encoding="utf-8")
 
 

@@ -34,7 +34,8 @@ TASKS: PluginGroup[Any] = PluginGroup(
     group="nemo_geomask.lab_tasks",
     noun="task",
     key="env.name",
-    requirement="a class whose of(env) returns a nemo_geomask.tools.lab.progression_task.Task (see docs/plugins.md)",
+    requirement="a class whose of(env) returns a nemo_geomask.tools.lab.progression_task.Task (see "
+    "docs/how_to/plugin_corrections.md)",
     accepts=lambda task: isinstance(task, type) and callable(getattr(task, "of", None)),
     built_in={
         "progressions": "nemo_geomask.tools.lab.progression_task:Progressions",

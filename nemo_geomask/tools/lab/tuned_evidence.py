@@ -2,8 +2,8 @@
 
 ``python -m nemo_geomask.tools.lab.tuned_evidence REGIME bound|rate|confirm --out DIR`` trains what is missing of a
 stage, and writes the curves of its finished runs to ``docs/evidence/tuned/REGIME.parquet``. Without arguments it
-rewrites the tables of ``docs/evidence.md`` from these files. ``docs/evidence/tuned.toml`` has regimes, variants and
-bounds.
+rewrites the tables of ``docs/background/evidence.md`` from these files. ``docs/evidence/tuned.toml`` has regimes,
+variants and bounds.
 """
 
 from __future__ import annotations
@@ -227,7 +227,7 @@ def _train_stage(regime: Regime, stage: Stage, arguments: argparse.Namespace) ->
 
 def rewrite_tables(docs: Path, regimes: Mapping[str, Regime]) -> str:
     """Return the text of ``evidence.md`` with the tables of all regimes that it has marks for."""
-    page = docs / "evidence.md"
+    page = docs / "background" / "evidence.md"
     text = page.read_text(encoding="utf-8")
     for regime in regimes.values():
         if f"<!-- tuned_{regime.name}: begin -->" in text:
@@ -265,7 +265,9 @@ def _main() -> None:
                 f"name a regime and a stage; regimes: {', '.join(regimes)}; stages: {', '.join(get_args(Stage))}"
             )
         _train_stage(regimes[arguments.regime], arguments.stage, arguments)
-    (arguments.docs / "evidence.md").write_text(rewrite_tables(arguments.docs, regimes), encoding="utf-8")
+    (arguments.docs / "background" / "evidence.md").write_text(
+        rewrite_tables(arguments.docs, regimes), encoding="utf-8"
+    )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Rehearsals of all cases of the compatibility table: ``python -m nemo_geomask.tools.rehearse.case_matrix``.
 
 ``docs/hosts/cases.yaml`` has the cases and ``docs/hosts/<version>.json`` the results with one version of NeMo-RL. The
-table in ``docs/nemo_rl.md`` is generated from both.
+table in ``docs/reference/rehearsals.md`` is generated from both.
 """
 
 from __future__ import annotations
@@ -181,7 +181,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the cases and record the results; return 0 if every result is the expected one."""
     parser = argparse.ArgumentParser(prog="python -m nemo_geomask.tools.rehearse.case_matrix", description=__doc__)
     parser.add_argument("--hosts", type=Path, default=Path("docs/hosts"), help="folder of cases and results")
-    parser.add_argument("--page", type=Path, default=Path("docs/nemo_rl.md"), help="page that has the table")
+    parser.add_argument(
+        "--page", type=Path, default=Path("docs/reference/rehearsals.md"), help="page that has the table"
+    )
     parser.add_argument("--label", help="name of this NeMo-RL (default: the version that it calls itself by)")
     parser.add_argument("--commit", help="commit of this NeMo-RL, if its folder is no git checkout")
     parser.add_argument("--only", action="append", help="run only the cases whose names begin so (repeatable)")

@@ -16,7 +16,7 @@ CAUSES: Sequence[tuple[str, str, str]] = (
     (
         r"WorkerError|can't receive the loss|No module named 'nemo_geomask'",
         "PYTHONPATH, or the workers' environments",
-        "the workers can't import nemo_geomask, or another version of it; see Workers in docs/nemo_rl.md",
+        "the workers can't import nemo_geomask, or another version of it; see Workers in docs/reference/nemo_rl.md",
     ),
     (
         r"BatchVetoError",

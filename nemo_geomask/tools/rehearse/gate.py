@@ -131,7 +131,7 @@ def loss_was_called(evidence: RunEvidence) -> Iterator[RunFailure]:
     for name in _names(worker_counts[-1]):
         if not _is_requested(name, evidence.loss_name):
             message = f"the workers called the loss {name}, and {requested} was asked for"
-            fix = "start NeMo-RL by `nemo-geomask run`; see Workers in docs/nemo_rl.md"
+            fix = "start NeMo-RL by `nemo-geomask run`; see Workers in docs/reference/nemo_rl.md"
             yield _problem("step", message, "loss_fn.name", fix)
 
 

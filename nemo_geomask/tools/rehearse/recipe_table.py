@@ -2,7 +2,7 @@
 
 Each of its GRPO and PPO recipes is planned for a machine without GPUs, or refused with a reason. ``--run`` rehearses
 twelve of the planned ones, drawn by lot. ``docs/hosts/recipes/<label>.json`` has the results, from which
-``docs/recipe_table.md`` is generated.
+``docs/reference/recipe_table.md`` is generated.
 """
 
 from __future__ import annotations
@@ -204,7 +204,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--label", default="main", help="name of this NeMo-RL (default: main)")
     parser.add_argument("--results", type=Path, default=Path("docs/hosts/recipes"), help="folder of the results")
-    parser.add_argument("--page", type=Path, default=Path("docs/recipe_table.md"), help="page that has the table")
+    parser.add_argument(
+        "--page", type=Path, default=Path("docs/reference/recipe_table.md"), help="page that has the table"
+    )
     parser.add_argument("--run", action="store_true", help=f"rehearse the {DRAWN} that are drawn, one after another")
     parser.add_argument("--only", action="append", help="rehearse these recipes, by path below examples/ (repeatable)")
     parser.add_argument(

@@ -319,7 +319,7 @@ def _compare(results):
             np.testing.assert_allclose(grad, expected, rtol=2e-4, atol=2e-7, err_msg=where)
             for key in metrics.keys() & others.keys():
                 if (name, kind, key) == ("sequence_ratio", "own", "sampling_importance_ratio"):
-                    continue  # NeMo-RL multiplies [B, 1] by [B] there, see docs/loss_reference.md
+                    continue  # NeMo-RL multiplies [B, 1] by [B] there, see docs/reference/loss_reference.md
                 if "packed" in where and key.startswith("geomask/") and key.endswith("_max"):
                     continue  # of one call a sequence, NeMo-RL's wrapper has the sum
                 assert metrics[key] == pytest.approx(others[key], rel=1e-4, abs=1e-6), (where, key)

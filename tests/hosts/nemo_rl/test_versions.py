@@ -108,7 +108,7 @@ def test_an_optional_parameter_more(host, install):
 
 def test_an_accepted_api_does_not_stop_the_run_and_each_run_says_so(host, install, caplog):
     loss = host(loss_call=MESH)
-    with pytest.raises(HostAPIError, match=f"go on at your own risk with --accept {CALL}. See docs/new_nemo_rl.md$"):
+    with pytest.raises(HostAPIError, match=f"go on at your own risk with --accept {CALL}. See docs/how_to/upgrade.md$"):
         install()
     assert not installed()
     accepted_apis.accept([CALL])

@@ -390,11 +390,11 @@ def test_a_loss_is_held_against_nemo_rls():
 
 
 def test_page_shows_what_was_measured():
-    page = File(__file__).parents[3] / "docs" / "performance.md"
+    page = File(__file__).parents[3] / "docs" / "background" / "performance.md"
     text = page.read_text(encoding="utf-8")
-    assert performance_page.rewrite(text, page.with_suffix("")) == text, "run: make docs"
+    assert performance_page.rewrite(text, page.parents[1] / "performance") == text, "run: make docs"
     with pytest.raises(ArgumentError, match="logprobs: begin"):
-        performance_page.rewrite("nothing", page.with_suffix(""))
+        performance_page.rewrite("nothing", page.parents[1] / "performance")
 
 
 @pytest.mark.parametrize(

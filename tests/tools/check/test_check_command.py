@@ -271,7 +271,7 @@ loss_fn:
             assert rule.title in out
 
     def test_the_pages_expectations_are_those_of_the_rules(self):
-        page = (DOCS / "check.md").read_text(encoding="utf-8")
+        page = (DOCS / "reference" / "rules.md").read_text(encoding="utf-8")
         rows = {
             line.split("|")[1].strip(): [cell.strip() for cell in line.split("|")[2:-1]]
             for line in page.splitlines()

@@ -19,7 +19,7 @@ from nemo_geomask.tools.diagnose.metric_guide import alerts, metric_families
 from nemo_geomask.tools.diagnose.thresholds import HEALTH_LIMITS
 
 ROOT = Path(nemo_geomask.__file__).parent
-PAGE = ROOT.parent / "docs" / "metrics.md"
+PAGE = ROOT.parent / "docs" / "reference" / "metrics.md"
 ENTRIES = [entry for family in metric_families() for entry in family.entries]
 NAMES = [name for entry in ENTRIES for name in entry.names]
 SETTINGS = (
@@ -95,7 +95,7 @@ def test_alerts_name_the_recipes_masks_as_nemo_rl_logs_them():
 
 def test_page_is_current():
     text = PAGE.read_text(encoding="utf-8")
-    measured = json.loads((PAGE.parent / "diagnose" / "lab-metrics.json").read_text(encoding="utf-8"))
+    measured = json.loads((PAGE.parents[1] / "diagnose" / "lab-metrics.json").read_text(encoding="utf-8"))
     assert metric_guide.rewrite(text, measured) == text, "run: make docs"
     assert set(measured) <= set(NAMES)
     anchors = re.findall(r'<a id="([^"]+)">', text)

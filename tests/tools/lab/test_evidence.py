@@ -1,4 +1,4 @@
-"""docs/evidence.md says what its data say, and the data are what runs were."""
+"""docs/background/evidence.md says what its data say, and the data are what runs were."""
 
 import csv
 import math
@@ -16,11 +16,11 @@ from nemo_geomask.tools.lab.run_store import Run, RunCurves, read_curves, write_
 from tests.tools.lab.tiny_recipe import TINY, merged
 
 pytest.importorskip("pyarrow", reason="runs are Parquet (demo extra)")
-PAGE = Path(__file__).parents[3] / "docs" / "evidence.md"
+PAGE = Path(__file__).parents[3] / "docs" / "background" / "evidence.md"
 FACTS = {"corrected": False, "chance": 0.1, "sampler": "copy", "precision": "float32", "versions": {}}
 
 
-DATA = {path.stem: load_runs(path) for path in sorted((PAGE.parent / "evidence").glob("*.parquet"))}
+DATA = {path.stem: load_runs(path) for path in sorted((PAGE.parents[1] / "evidence").glob("*.parquet"))}
 
 
 def by_label(name):
@@ -41,17 +41,17 @@ def highest(runs):
 
 
 def test_the_published_tables_are_the_datas():
-    pages = [PAGE, PAGE.with_name("lab.md")]
+    pages = [PAGE, PAGE.parents[1] / "reference" / "lab.md"]
     for page in pages:
         assert rewrite_page(page) == page.read_text(encoding="utf-8")
     for name in DATA.keys() | EVIDENCE_SPECS.keys():
         assert sum(f"<!-- {name}: begin -->" in page.read_text(encoding="utf-8") for page in pages) == 1, name
     drawn = {f"evidence/{name}.png" for name, spec in EVIDENCE_SPECS.items() if spec.curves}
-    assert drawn == set(re.findall(r"\((evidence/\w+\.png)\)", PAGE.read_text(encoding="utf-8")))
+    assert drawn == set(re.findall(r"\(\.\./(evidence/\w+\.png)\)", PAGE.read_text(encoding="utf-8")))
 
 
 def test_what_was_searched_is_data_too():
-    rows = list(csv.DictReader((PAGE.parent / "evidence" / "search.csv").open(encoding="utf-8")))
+    rows = list(csv.DictReader((PAGE.parents[1] / "evidence" / "search.csv").open(encoding="utf-8")))
     text = PAGE.read_text(encoding="utf-8")
     assert all(f"<!-- {name}: begin -->" in text for name in {row["table"] for row in rows})
     assert {int(row["seed"]) for row in rows} == {1, 2, 3, 4, 5}

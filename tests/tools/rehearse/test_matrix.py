@@ -22,7 +22,7 @@ pytest.importorskip("yaml")
 
 
 def test_the_table_is_current():
-    text = (ROOT / "docs" / "nemo_rl.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "reference" / "rehearsals.md").read_text(encoding="utf-8")
     assert rewrite(text, HOSTS) == text, "run: make docs"
 
 

@@ -120,4 +120,4 @@ def test_results_stay_and_the_page_says_how_they_ended(checkout, tmp_path, monke
 
 def test_the_page_is_that_of_the_recorded_results():
     table = json.loads((ROOT / "docs" / "hosts" / "recipes" / "main.json").read_text(encoding="utf-8"))
-    assert page(table) in (ROOT / "docs" / "recipe_table.md").read_text(encoding="utf-8")
+    assert page(table) in (ROOT / "docs" / "reference" / "recipe_table.md").read_text(encoding="utf-8")

@@ -35,7 +35,7 @@ def _convert(settings: PeerSettings) -> Conversion:
         path = settings[_LOSS + "import_path"]
         yield Assign("name", "clipped_pg")
         yield Remark(
-            f"import_path: {path} is a function of your own; docs/plugins.md shows how to write it as a plugin",
+            f"import_path: {path} is a function of your own; docs/how_to/plugins.md shows how to write it as a plugin",
             ("import_path",),
         )
         return

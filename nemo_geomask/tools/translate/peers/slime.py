@@ -111,7 +111,7 @@ def _convert(settings: PeerSettings) -> Conversion:
             "moe_aux_loss_coeff": ((0, 0.0), "NeMo-RL has no setting for this loss of Megatron's"),
             "custom_pg_loss_reducer_function_path": (
                 (None,),
-                "your own code; docs/plugins.md shows how to write it as a plugin",
+                "your own code; docs/how_to/plugins.md shows how to write it as a plugin",
             ),
         },
     )
@@ -128,7 +128,8 @@ def _correction(settings: PeerSettings) -> Conversion:
         yield from _mis(settings)
     else:
         yield Remark(
-            f"custom_tis_function_path: {path} is your own code; docs/plugins.md shows how to write it as a plugin",
+            f"custom_tis_function_path: {path} is your own code; docs/how_to/plugins.md shows how to write it as a "
+            "plugin",
             (str(path),),
         )
 

@@ -1,6 +1,6 @@
-"""Tables of ``docs/peers.md`` from the recorded cases.
+"""Tables of ``docs/reference/peers.md`` from the recorded cases.
 
-``python -m tests.tools.translate.peers.pages docs/peers.md`` writes them.
+``python -m tests.tools.translate.peers.pages docs/reference/peers.md`` writes them.
 """
 
 from __future__ import annotations

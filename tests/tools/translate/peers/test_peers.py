@@ -15,7 +15,7 @@ from tests.tools.translate.peers.batches import random_batch
 from tests.tools.translate.peers.compare import RECORDED, compare_case, expected_differences, index
 
 CASES = [(peer, case) for peer in RECORDED for case in index(peer)["cases"]]
-PAGE = Path(__file__).parents[4] / "docs" / "peers.md"
+PAGE = Path(__file__).parents[4] / "docs" / "reference" / "peers.md"
 
 
 @pytest.mark.slow
@@ -44,7 +44,7 @@ def test_random_batches_are_those_of_the_recording():
     assert np.mean([random_batch(seed).mask.mean() for seed in range(20)]) > 0.5
 
 
-PAPERS = re.findall(r"`(\{name: .*?\})`", PAGE.read_text(encoding="utf-8"))
+PAPERS = re.findall(r"`(\{name: .*?\})`", (PAGE.parents[1] / "how_to" / "peers.md").read_text(encoding="utf-8"))
 
 
 @pytest.mark.parametrize("text", PAPERS)

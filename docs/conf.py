@@ -1,0 +1,42 @@
+"""Sphinx's settings for the documentation site; ``make site`` builds it."""
+
+import re
+import tomllib
+from pathlib import Path
+
+PROJECT = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+REPOSITORY = PROJECT["urls"]["Repository"]
+
+project = "nemo_geomask"
+author = "The nemo_geomask maintainers"
+copyright = "2026, The nemo_geomask maintainers"
+extensions = ["myst_parser", "sphinx_copybutton"]
+source_suffix = {".md": "markdown"}
+exclude_patterns = ["_build"]
+html_theme = "pydata_sphinx_theme"
+html_title = "nemo_geomask"
+html_theme_options = {
+    "show_toc_level": 1,
+    "navigation_with_keys": False,
+    "footer_start": ["copyright"],
+    "footer_end": [],
+}
+html_show_sourcelink = False
+html_sidebars = {"index": []}
+myst_heading_anchors = 4
+myst_enable_extensions = ["attrs_inline"]
+
+
+def _adapt(app, docname, source):
+    """Write a page as MyST has it, where the repository's own reader has another form.
+
+    The anchors of generated tables, ``<a id="x"></a>``, become targets that links are checked against. A link to a page
+    outside of this folder leads to the repository.
+    """
+    text = re.sub(r'^<a id="([\w-]+)"></a>\n', r"(\1)=\n", source[0], flags=re.MULTILINE)
+    source[0] = re.sub(r"\]\(\.\./\.\./(\w+\.md)", rf"]({REPOSITORY}/blob/main/\1", text)
+
+
+def setup(app):
+    """Register the hook above."""
+    app.connect("source-read", _adapt)
