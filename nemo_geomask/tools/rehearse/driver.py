@@ -20,6 +20,7 @@ from nemo_geomask.hosts.nemo_rl.launch import launch
 from nemo_geomask.tools.rehearse.event_hooks import patches
 from nemo_geomask.tools.rehearse.event_log import Events
 from nemo_geomask.tools.rehearse.job_hooks import in_place_of_training
+from nemo_geomask.tools.rehearse.plan import TEACHER
 from nemo_geomask.tools.rehearse.tiny_models import TinyModel, write_model
 
 __all__ = ["SETTINGS", "main"]
@@ -47,10 +48,14 @@ def main(script: str) -> int:
         if settings["model"] is not None:
             parameters = write_model(TinyModel(**settings["model"]), Path(settings["folder"]))
             events("model", parameters=parameters, model_type=settings["model"]["model_type"])
+        if settings["teacher"]:
+            write_model(TinyModel(**settings["model"]), Path(settings["folder"]) / TEACHER.parent, seed=1)
         patch.apply_all(patches(events, controller="single_controller" in script, first_seed=settings["first_seed"]))
         if settings["job"] is not None:
             patch.apply_all(in_place_of_training(*settings["job"]))
         _register_environment(settings["environment"])
+        if settings["teacher"] and settings["environment"] is not None:
+            _name_agents()
         if not settings["gpus"]:
             _start_ray_without_gpus(settings["gpu_count"], settings["ray"])
         events("end", stage="start")
@@ -70,6 +75,13 @@ def _register_environment(name: str | None) -> None:
     if name is not None:
         registry.ACTOR_ENVIRONMENT_REGISTRY[_ENVIRONMENT] = executables.SYSTEM
         importlib.import_module("nemo_rl.environments.utils").register_env(name, _ENVIRONMENT)
+
+
+def _name_agents() -> None:
+    """Name an agent for each prompt, as NeMo-Gym's rollouts do; on-policy distillation finds the teacher by it."""
+    collate = importlib.import_module("nemo_geomask.tools.rehearse.even_words").collate_with_agents
+    grpo = importlib.import_module("nemo_rl.algorithms.grpo")
+    patch.attribute(grpo, "rl_collate_fn", lambda original: collate).apply()
 
 
 def _start_ray_without_gpus(gpu_count: int, folder: str) -> None:

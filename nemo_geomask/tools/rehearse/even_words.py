@@ -7,9 +7,10 @@ from typing import Any
 
 import ray
 import torch
+from nemo_rl.data.collate_fn import rl_collate_fn
 from nemo_rl.environments.interfaces import EnvironmentReturn
 
-__all__ = ["NAME", "EvenWords"]
+__all__ = ["NAME", "EvenWords", "collate_with_agents"]
 
 NAME = "nemo_geomask_rehearsal"
 
@@ -42,3 +43,10 @@ class EvenWords:
     def shutdown(self) -> bool:
         """Return True: there is nothing to shut down."""
         return True
+
+
+def collate_with_agents(prompts: list[Any]) -> Any:
+    """Return NeMo-RL's batch of prompts, each with this environment as its agent, under NeMo-Gym's key."""
+    batch = rl_collate_fn(prompts)
+    batch["agent_ref"] = [{"name": NAME} for _ in prompts]
+    return batch

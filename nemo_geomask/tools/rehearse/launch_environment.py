@@ -57,6 +57,7 @@ def launch_environment(
         "events": str(folder / "events.jsonl"),
         "folder": str(folder),
         "model": dataclasses.asdict(plan.model),
+        "teacher": plan.has_teacher,
         "environment": None if own_environment else _environment_name(plan),
         "gpus": gpus,
         "gpu_count": plan.gpu_count,

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from nemo_geomask.errors import ConfigError
 from nemo_geomask.tools.check import Layout, RecipeFacts, layout_keys, layout_of, trained_sections
@@ -14,8 +15,10 @@ from nemo_geomask.tools.rehearse.refusals import model_refusals, recipe_refusals
 from nemo_geomask.tools.rehearse.setting_change import Change, as_override
 from nemo_geomask.tools.rehearse.tiny_models import TinyModel, tiny_model
 
-__all__ = ["RECORDS", "Plan", "plan"]
+__all__ = ["RECORDS", "TEACHER", "Plan", "plan"]
 
+TEACHER = Path("teacher", "model")
+"""Folder of the teacher's weights in a rehearsal of on-policy distillation, in the rehearsal's folder."""
 RECORDS = "records"
 """Name of the folder of records, in a rehearsal's folder."""
 
@@ -40,6 +43,7 @@ class Plan:
         script: NeMo-RL's script, relative to its checkout.
         gpu_count: number of GPUs that Ray has, or claims to have.
         uses_automodel: True if DTensor v2's workers train, which are Automodel's.
+        has_teacher: True for on-policy distillation, which needs a second tiny model.
         unrehearsed: parts of the recipe that the rehearsal says nothing about.
     """
 
@@ -51,6 +55,7 @@ class Plan:
     script: str
     gpu_count: int
     uses_automodel: bool
+    has_teacher: bool
     unrehearsed: tuple[str, ...]
 
     @property
@@ -104,23 +109,54 @@ def plan(
         *_shorten_training(facts, steps, resume, validate),
         *batch,
         *_parallel_sizes(facts, layout, full, gpus),
+        *(_teacher(facts, folder) if _has_teacher(facts) else ()),
         *_redirect_output(facts, folder),
         *_record(facts, folder, record),
         *([] if gpus else cpu_changes(facts, has_automodel=has_automodel)),
     ]
     algorithm = "grpo_single_controller" if _uses_single_controller(facts) else facts.algorithm
-    gpu_count = layout.ranks + (0 if is_colocated(facts) else 1)
+    has_teacher = _has_teacher(facts)
+    gpu_count = layout.ranks + (not is_colocated(facts)) + has_teacher
     effective = [change for change in changes if change.was != change.value or change.delete or change.pinned]
     unrehearsed = tuple(_unrehearsed(facts, layout, full, effective, gpus, validate))
     v2 = "policy.dtensor_cfg._v2"
     uses_automodel = not facts.uses_megatron and facts.is_true(v2) and all(change.key != v2 for change in effective)
     script = f"examples/run_{algorithm}.py"
-    return Plan(tuple(effective), layout, full, model, steps, script, gpu_count, uses_automodel, unrehearsed)
+    return Plan(
+        tuple(effective), layout, full, model, steps, script, gpu_count, uses_automodel, has_teacher, unrehearsed
+    )
 
 
 def _uses_single_controller(facts: RecipeFacts) -> bool:
     """Return True if NeMo-RL's single controller trains; only it reads ``async_rl``."""
     return facts.get("async_rl") is not None
+
+
+def _has_teacher(facts: RecipeFacts) -> bool:
+    """Return True for on-policy distillation, whose advantages are a teacher's log-probs minus the policy's."""
+    return facts.is_true("on_policy_distillation.enabled")
+
+
+def _teacher(facts: RecipeFacts, folder: Path) -> Iterator[Change]:
+    """Yield changes by which one tiny model, on a virtual node of its own, teaches all prompts."""
+    section = "on_policy_distillation"
+    workers = f"{section}.non_colocated_teachers"
+    sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
+    one_process = dict.fromkeys((*sizes, "expert_model_parallel_size", "num_nodes", "gpus_per_node"), 1)
+    values: dict[str, tuple[Any, str]] = {
+        f"{section}.teacher_model_by_agent_name": (
+            {_ENVIRONMENT: str(folder / TEACHER)},
+            "one tiny teacher for all prompts",
+        ),
+        f"{section}.default_teacher_alias": (_ENVIRONMENT, ""),
+        f"{section}.strict_agent_name_match": (False, ""),
+        f"{workers}.default_teacher_cfg": (one_process, "ranks"),
+        f"{workers}.teacher_overrides": ({}, "ranks"),
+    }
+    for key, (value, why) in values.items():
+        was = facts.get(key)
+        if was is not None or value:
+            yield Change(key, value, was, why, delete=isinstance(value, dict) and was is not None)
 
 
 def _model_and_data(facts: RecipeFacts, folder: Path, own_environment: bool, validate: bool) -> Iterator[Change]:
@@ -272,7 +308,7 @@ def _parallel_sizes(facts: RecipeFacts, layout: Layout, full: Layout, gpus: bool
         now = before if gpus and layout.ranks % before == 0 else 1
         if before != now:
             yield Change(key, now, before, "ranks" if gpus else "one process samples on CPUs")
-    yield Change("cluster.num_nodes", 1, facts.get("cluster.num_nodes"))
+    yield Change("cluster.num_nodes", 1 + _has_teacher(facts), facts.get("cluster.num_nodes"))
     gpu_count = layout.ranks
     if not is_colocated(facts):
         gpu_count += 1

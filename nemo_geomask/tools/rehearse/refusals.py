@@ -29,11 +29,8 @@ _NO_CPU: Mapping[str, str] = {
 }
 """By model type: the part of the architecture that vLLM or the trainer can't compute on CPUs."""
 _NO_CPU_ON_MEGATRON: Mapping[str, str] = {
-    "gpt_oss": "attention with sinks, with which no rehearsal has run on CPUs yet",
     "gemma4_text": "layers with two head sizes, which Megatron-Bridge has only through transformer-engine",
     "qwen3_next": "gated delta nets, which Megatron has only through transformer-engine",
-    "qwen3_5_text": "gated delta nets, with which no rehearsal has run on CPUs yet",
-    "qwen3_5_moe_text": "gated delta nets, with which no rehearsal has run on CPUs yet",
 }
 """By model type: the part with which Megatron's own layers, in place of transformer-engine's, can't be rehearsed."""
 _MEDIA = ("omni", "audio", "-vl", "_vl", "vision", "vlm")
@@ -79,10 +76,10 @@ def recipe_refusals(facts: RecipeFacts, *, has_gpus: bool = False) -> Iterator[P
     if (backend := facts.get(BACKEND, "vllm")) != "vllm" and has_gpus:
         message = f"{backend} samples in this recipe, and a rehearsal samples with vLLM alone; override {BACKEND}=vllm"
         yield Problem((BACKEND,), f"{message} to rehearse everything else")
-    if facts.is_true("on_policy_distillation.enabled"):
-        key = "on_policy_distillation.enabled"
-        message = "true: a rehearsal has no teachers, whose log-probs are this recipe's advantages; set false"
-        yield Problem((key,), message)
+    teachers = "on_policy_distillation.non_colocated_teachers.enabled"
+    if facts.is_true("on_policy_distillation.enabled") and not facts.is_true(teachers):
+        message = "not true: NeMo-RL computes teachers' log-probs, this recipe's advantages, in workers of their own alone"
+        yield Problem((teachers,), f"{message}; set it, or on_policy_distillation.enabled=false")
     yield from _media(facts)
 
 

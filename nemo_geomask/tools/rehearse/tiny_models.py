@@ -114,6 +114,8 @@ _PUBLISHED_KEYS: Mapping[str, Mapping[str, Any]] = {
     # By model type: keys that vLLM reads from a published config.json and that transformers' class does not declare.
     "deepseek_v3": {"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
     "glm4_moe_lite": {"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
+    "qwen3_5_text": {"mamba_ssm_dtype": "float32"},
+    "qwen3_5_moe_text": {"mamba_ssm_dtype": "float32"},
     "minimax_m2": {"use_qk_norm": True, "use_routing_bias": True, "scoring_func": "sigmoid", "rotary_dim": 32},
 }
 _LAYER_KINDS: Mapping[str, tuple[str, tuple[str, ...]]] = {

@@ -155,9 +155,8 @@ def test_only_the_built_in_environment_is_left(planned):
         (["policy.generation.backend=sglang"], True, "policy.generation.backend: sglang samples .*backend=vllm"),
         (["policy.model_name=Qwen/Qwen2.5-VL-3B-Instruct"], True, "is a model of images"),
         (["+data.default.processor=vlm_hf_data_processor"], True, "data.default.processor: .* reads images"),
-        (["+on_policy_distillation={enabled: true}"], True, "on_policy_distillation.enabled: true: .* no teachers"),
+        (["+on_policy_distillation={enabled: true}"], True, "non_colocated_teachers.enabled: not true"),
         (["policy.model_name=zai-org/GLM-5.1"], False, "GLM-5.1 .glm_moe_dsa. has sparse attention"),
-        (["policy.model_name=openai/gpt-oss-20b", *MEGATRON], False, "attention with sinks"),
     ],
 )
 def test_what_a_rehearsal_would_not_show_is_refused(planned, overrides, gpus, message):
@@ -177,6 +176,29 @@ def test_errors_about_replaced_settings_do_not_count():
 def test_gpus_run_what_cpus_can_not(planned):
     assert planned("policy.model_name=zai-org/GLM-5.1", gpus=True)[0].model.model_type == "glm_moe_dsa"
     assert planned("policy.model_name=openai/gpt-oss-20b")[0].model.model_type == "gpt_oss"
+
+
+def test_one_tiny_teacher_takes_the_place_of_all(planned, tmp_path):
+    teachers = "{enabled: true, teacher_model_by_agent_name: {math: Qwen/A, code: Qwen/B}, non_colocated_teachers: "
+    sizes = "{tensor_model_parallel_size: 8, num_nodes: 4, gpus_per_node: 8, precision: bf16}"
+    made, shrunk = planned(
+        *MEGATRON,
+        f"+on_policy_distillation={teachers}{{enabled: true, default_teacher_cfg: {sizes}, "
+        "teacher_overrides: {code: {num_nodes: 2}}}}",
+        "policy.generation.colocated.enabled=false",
+    )
+    section = "on_policy_distillation"
+    name = shrunk.get(f"{section}.default_teacher_alias")
+    models = {name: str(tmp_path / "out" / "teacher" / "model")}
+    assert shrunk.get(f"{section}.teacher_model_by_agent_name") == models
+    workers = f"{section}.non_colocated_teachers"
+    assert set(shrunk.get(f"{workers}.default_teacher_cfg").values()) == {1}
+    assert shrunk.get(f"{workers}.teacher_overrides") == {}
+    # One GPU for each of trainer, sampler and teacher; the teacher's is on a node of its own.
+    assert (shrunk.get("cluster.num_nodes"), shrunk.get("cluster.gpus_per_node"), made.gpu_count) == (2, 2, 3)
+    assert made.has_teacher
+    assert any("one tiny teacher" in line for line in made.unrehearsed)
+    assert not planned()[0].has_teacher
 
 
 def test_another_algorithm_has_nothing_to_rehearse(tmp_path):

@@ -256,3 +256,20 @@ for model, key in ((None, "model.layers.1.mlp.experts.up_proj"), (types.SimpleNa
     print([each for each, _ in worker._maybe_adapt_tensor_to_hf(model, key, stacked)] == [key])
 """
     assert in_a_process(code) == ["True"] * 4
+
+
+def test_the_bias_of_an_expert_can_be_added_in_place():
+    """As mlp.py does for the experts of gpt-oss."""
+    pytest.importorskip("megatron.core.tensor_parallel.layers")
+    code = """
+import torch
+from megatron.core.tensor_parallel import layers
+torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=torch.distributed.HashStore())
+group = torch.distributed.group.WORLD
+x = torch.ones(3, requires_grad=True)
+output = layers.reduce_from_tensor_model_parallel_region(2 * x, group=group)
+output += 1
+output.sum().backward()
+print(output.tolist() == [3.0] * 3, x.grad.tolist() == [2.0] * 3)
+"""
+    assert in_a_process(code) == ["True", "True"]

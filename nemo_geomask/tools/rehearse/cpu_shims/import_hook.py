@@ -38,6 +38,7 @@ SHIMS: Mapping[str, str] = {
     "megatron.core.jit": "megatron_shim:jit",
     "megatron.core.optimizer.clip_grads": "megatron_shim:clip_grads",
     "megatron.core.tensor_parallel.random": "megatron_shim:random",
+    "megatron.core.tensor_parallel.layers": "megatron_shim:reduced",
     "megatron.core.distributed.param_and_grad_buffer": "megatron_shim:buffers",
     "megatron.core.transformer.dot_product_attention": "attention_shim:megatron",
     "megatron.core.transformer.torch_norm": "megatron_shim:norm",

@@ -26,6 +26,7 @@ __all__ = [
     "norm",
     "normed_projection",
     "random",
+    "reduced",
     "yarn",
 ]
 
@@ -54,6 +55,19 @@ def buffers(module: Any) -> Iterator[Patch]:
     for name in ("offload_to_cpu", "reload_from_cpu"):
         if hasattr(module._ParamAndGradBuffer, name):
             yield attribute(module._ParamAndGradBuffer, name, lambda original: lambda self, *args, **kwargs: None)
+
+
+def reduced(module: Any) -> Iterator[Patch]:
+    """Copy the output of layers.py:1524, which without TP is a view of its input.
+
+    Experts with a bias add it to this output in place (mlp.py:353), which autograd forbids for such a view.
+    transformer-engine's grouped experts, which train on GPUs, do not.
+    """
+
+    def reduce(original: Any) -> Any:
+        return lambda *args, **kwargs: original(*args, **kwargs).clone()
+
+    yield attribute(module, "reduce_from_tensor_model_parallel_region", reduce)
 
 
 def dispatcher(module: Any) -> Iterator[Patch]:
