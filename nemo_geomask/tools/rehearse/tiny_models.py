@@ -85,8 +85,8 @@ _SIZES: Mapping[str, Any] = {
     "ssm_state_size": 32,
     "chunk_size": 16,
     "time_step_limit": [0.0, 1e9],  # the default upper limit is infinity, which JSON does not have
-    "linear_key_head_dim": 32,
-    "linear_value_head_dim": 32,
+    "linear_key_head_dim": 64,  # vLLM's kernel for CPUs takes 64 and 128
+    "linear_value_head_dim": 64,
     # The indexer of sparse attention.
     "index_n_heads": 4,
     "index_head_dim": 32,
