@@ -78,7 +78,9 @@ def recipe_refusals(facts: RecipeFacts, *, has_gpus: bool = False) -> Iterator[P
         yield Problem((BACKEND,), f"{message} to rehearse everything else")
     teachers = "on_policy_distillation.non_colocated_teachers.enabled"
     if facts.is_true("on_policy_distillation.enabled") and not facts.is_true(teachers):
-        message = "not true: NeMo-RL computes teachers' log-probs, this recipe's advantages, in workers of their own alone"
+        message = (
+            "not true: NeMo-RL computes teachers' log-probs, this recipe's advantages, in workers of their own alone"
+        )
         yield Problem((teachers,), f"{message}; set it, or on_policy_distillation.enabled=false")
     yield from _media(facts)
 
