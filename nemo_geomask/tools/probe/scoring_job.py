@@ -109,7 +109,12 @@ class Session:
             if job["prefill"]:
                 answer["prefill"] = _call(self.actors[0], engine_scores.prefill_scores, sequences, lengths)
             answer["engine_settings"] = _call(self.actors[0], resolved_settings.engine_settings)
-            states = [_call(self.actors[0], layer_states.capture_engine, each) for each in sequences[: job["states"]]]
+            try:
+                chosen = sequences[: job["states"]]
+                states = [_call(self.actors[0], layer_states.capture_engine, sequence) for sequence in chosen]
+            except Exception as error:  # as in _layers
+                states = []
+                answer["layers"] = {"error": f"{type(error).__name__}: {error}"}
         self.generation.finish_generation()
         with _timed(seconds, "trainer's scores"):
             if job["trainer"]:

@@ -1,0 +1,112 @@
+"""Jobs of a session: what is asked of which side, and that hidden states never cost the scores."""
+
+import json
+import sys
+import types
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from nemo_geomask.errors import ConfigError
+from nemo_geomask.tools.probe import engine_scores, layer_states, resolved_settings, scoring_job
+
+
+class Actor:
+    """A worker in this process."""
+
+    def __init__(self, **attributes):
+        vars(self).update(attributes)
+
+    @property
+    def __ray_call__(self):
+        return SimpleNamespace(remote=lambda function, *arguments: function(self, *arguments))
+
+
+class Batch(dict):
+    pass
+
+
+FROZEN = {
+    "sequences": [[1, 2, 5, 6], [1, 7, 8]],
+    "prompt_lengths": [2, 1],
+    "prompts": [0, 1],
+    "sampled": [[0.0] * 2] * 2,
+}
+
+
+@pytest.fixture
+def session(monkeypatch, tmp_path):
+    ray = types.ModuleType("ray")
+    ray.get = lambda value, timeout=None: value
+    ray.put = lambda value: value
+    batches = types.ModuleType("nemo_rl.distributed.batched_data_dict")
+    batches.BatchedDataDict = Batch
+    for name in ("nemo_rl", "nemo_rl.distributed"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    monkeypatch.setitem(sys.modules, "nemo_rl.distributed.batched_data_dict", batches)
+    monkeypatch.setattr(scoring_job, "refit", lambda session: None)
+    monkeypatch.setattr(engine_scores, "decode_scores", lambda actor, *arguments: {"logprobs": [[-1.0] * 2] * 2})
+    monkeypatch.setattr(engine_scores, "prefill_scores", lambda actor, *arguments: {"logprobs": [[-1.0] * 2] * 2})
+    monkeypatch.setattr(resolved_settings, "engine_settings", lambda actor: {"engine.weights": "float32"})
+    engine = Actor(llm=SimpleNamespace(llm_engine=None))
+    trainer = Actor(cfg={"logprob_batch_size": 2}, sampling_params=SimpleNamespace(temperature=0.7), model=None)
+    seen = []
+
+    def get_logprobs(data):
+        seen.append((trainer.cfg["logprob_batch_size"], trainer.sampling_params.temperature, data["input_ids"]))
+        return {"logprobs": torch.arange(data["input_ids"].numel()).reshape(data["input_ids"].shape).float()}
+
+    policy = SimpleNamespace(
+        worker_group=SimpleNamespace(workers=[trainer]),
+        get_logprobs=get_logprobs,
+        prepare_for_lp_inference=lambda: None,
+    )
+    generation = SimpleNamespace(
+        worker_group=SimpleNamespace(workers=[engine]),
+        finish_generation=lambda: None,
+        prepare_refit_info=lambda info: None,
+    )
+    (tmp_path / "frozen.json").write_text(json.dumps(FROZEN))
+    config = {"policy": {"logprob_batch_size": 2, "make_sequence_length_divisible_by": 8}}
+    made = scoring_job.Session(policy, generation, config, SimpleNamespace(pad_token_id=0), {})
+    job = {"frozen": str(tmp_path / "frozen.json"), "engine": None, "prefill": True, "states": 1}
+    return SimpleNamespace(session=made, job=job, seen=seen, trainer=trainer)
+
+
+def test_requests_change_the_trainers_settings_for_themselves_alone(session):
+    requests = {"base": {}, "one": {"logprob_batch_size": 1}, "hot": {"temperature": 1.0}, "back": {"reversed": True}}
+    answer = session.session.answer({**session.job, "decode": {}, "trainer": requests, "states": 0})
+    assert [(size, temperature) for size, temperature, _ in session.seen] == [(2, 0.7), (1, 0.7), (2, 1.0), (2, 0.7)]
+    assert (session.trainer.cfg["logprob_batch_size"], session.trainer.sampling_params.temperature) == (2, 0.7)
+    tokens = session.seen[0][2]
+    assert tokens.tolist() == [[1, 2, 5, 6, 0, 0, 0, 0], [1, 7, 8, 0, 0, 0, 0, 0]]
+    # Responses alone, in the order of the sequences whatever that of the batch.
+    assert answer["trainer"]["base"]["logprobs"] == [[2.0, 3.0], [9.0, 10.0]]
+    assert answer["trainer"]["back"]["logprobs"] == [[10.0, 11.0], [1.0, 2.0]]
+    assert "layers" not in answer
+
+
+@pytest.mark.parametrize(
+    ("capture", "message"),
+    [
+        (lambda actor, sequence: 1 / 0, "ZeroDivisionError"),
+        (lambda actor, sequence: {}, "layers were not called as modules: it is compiled, or has other names"),
+    ],
+)
+def test_hidden_states_that_cannot_be_read_leave_the_scores(session, monkeypatch, capture, message):
+    monkeypatch.setattr(layer_states, "capture_engine", capture)
+    actor = session.session.actors[0]
+    configuration = SimpleNamespace(hf_text_config=SimpleNamespace(num_experts_per_tok=None))
+    actor.llm.llm_engine = SimpleNamespace(vllm_config=SimpleNamespace(model_config=configuration))
+    answer = session.session.answer({**session.job, "decode": {"base": {}}, "trainer": {"base": {}}})
+    assert message in answer["layers"]["error"]
+    assert answer["decode"]["base"]["logprobs"] == [[-1.0] * 2] * 2
+    assert answer["trainer"]["base"]["logprobs"] == [[2.0, 3.0], [9.0, 10.0]]
+
+
+def test_a_generation_without_a_synchronous_engine_is_refused():
+    generation = SimpleNamespace(worker_group=SimpleNamespace(workers=[]))
+    with pytest.raises(ConfigError, match="synchronous engine"):
+        scoring_job.Session(None, generation, {"policy": {}}, None, {})
