@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ __all__ = ["LayerDifferences", "PositionBin", "TokenGap", "by_position", "layer_
 _ROUNDINGS = 16.0
 """Roundings of the coarser dtype that an operator's output may differ by without standing out."""
 _EPSILONS = {"torch.bfloat16": 2.0**-8, "torch.float16": 2.0**-11, "torch.float32": 2.0**-24}
+_FLOAT32_FLOOR = _ROUNDINGS * _EPSILONS["torch.float32"]
 _WORST = 10
 _BINS = 8
 
@@ -50,12 +50,13 @@ class LayerDifferences:
 
     @property
     def is_equal(self) -> bool:
-        """True if hidden states and head agree within rounding: the sides part after the logits, or in decode."""
-        if self.error or self.first or self.head_k3 is None:
+        """True if hidden states and head agree within float32's rounding: the sides part after the logits or in decode.
+
+        Within the rounding of a coarser dtype they do not: that rounding may be the whole mismatch.
+        """
+        if self.error or self.first or self.head_k3 is None or not self.grown:
             return False
-        return self.head_k3 <= NEGLIGIBLE_K3 and max(self.grown.values(), default=math.inf) <= self.floor * len(
-            self.grown
-        )
+        return self.head_k3 <= NEGLIGIBLE_K3 and max(self.grown.values()) <= _FLOAT32_FLOOR * len(self.grown)
 
 
 @dataclass(frozen=True)
