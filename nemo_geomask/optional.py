@@ -23,11 +23,12 @@ MODULES_OF_EXTRAS = frozenset(
         "pyarrow",
         "rich",
         "scipy",
+        "torch",
         "transformers",
         "yaml",
     ]
 )
-"""Top-level modules of the packages that the extras ``recipes``, ``diagnose`` and ``demo`` install."""
+"""Top-level modules of torch and of the packages that the extras ``recipes``, ``diagnose`` and ``demo`` install."""
 
 
 def require(module: str, who_needs: str, extra: str) -> Any:

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+pytest.importorskip("nemo_geomask.tools.rehearse", reason="its stand-ins run NeMo-RL's workers on CPUs")
+
 from nemo_geomask.recipe import nemo_rl_root
 from tests.tools.probe.one_process import MISSING
 from tests.tools.probe.planted_probes import PLANTS

@@ -33,6 +33,7 @@ def check(command, value):
 
 
 def test_check(tmp_path, capsys, records):
+    pytest.importorskip("nemo_geomask.tools.check", reason="a tool can be deleted")
     settings = {"good": "masks: [{preset: geometric, max: 1.01}]", "bad": "nam: 1", "warned": "compile: true"}
     for name, more in settings.items():
         (tmp_path / f"{name}.yaml").write_text(GSPO % more, encoding="utf-8")
