@@ -3,9 +3,9 @@
 The job's file is JSON: ``frozen``, path of the frozen sequences, which are sampled and written if the file is missing;
 ``prompts`` and ``generations``, numbers of what is sampled; ``decode`` and ``trainer``, requests by name, each with its
 options; ``prefill``, True to score the prompt too; ``states``, number of sequences whose hidden states are compared by
-layer; ``engine``, settings below ``policy.generation`` with which the
-engine is restarted first, or null; ``out``, path of the answer; ``more``, path of the next job's file, or null for
-none. The answer is written in one piece. The driver waits for the next job; an empty object ends it.
+layer; ``engine``, settings below ``policy.generation`` with which the engine is restarted first, or null; ``out``, path
+of the answer; ``more``, path of the next job's file, or null for none. The answer is written in one piece. The driver
+waits for the next job; an empty object ends it.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from __future__ import annotations
 import contextlib
 import importlib
 import json
-import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from nemo_geomask.errors import ConfigError, EngineError
 from nemo_geomask.tools.probe import engine_scores, layer_states, resolved_settings
 from nemo_geomask.tools.probe.engine_restart import restart_engine
+from nemo_geomask.tools.shared.json_output import write_json_file
 
-__all__ = ["FUNCTION", "Session", "refit", "score", "write_whole"]
+__all__ = ["FUNCTION", "Session", "refit", "score"]
 
 FUNCTION = f"{__name__}:score"
 """Name of :func:`score` for the process that starts NeMo-RL."""
@@ -56,7 +56,7 @@ def score(
         job = json.loads(next_file.read_text(encoding="utf-8"))
         if not job:
             return
-        write_whole(Path(job["out"]), session.answer(job))
+        write_json_file(Path(job["out"]), session.answer(job))
         next_file = None if job["more"] is None else Path(job["more"])
 
 
@@ -99,7 +99,7 @@ class Session:
         frozen_file = Path(job["frozen"])
         if not frozen_file.is_file():
             with _timed(seconds, "sampling"):
-                write_whole(frozen_file, _sampled(self.generation, self._loader, self._tokenizer, job))
+                write_json_file(frozen_file, _sampled(self.generation, self._loader, self._tokenizer, job))
         frozen = json.loads(frozen_file.read_text(encoding="utf-8"))
         sequences, lengths = frozen["sequences"], frozen["prompt_lengths"]
         answer: dict[str, Any] = {"decode": {}, "trainer": {}, "prefill": None, "seconds": seconds}
@@ -128,7 +128,7 @@ class Session:
 
     def _layers(self, frozen: Mapping[str, Any], states: list[layer_states.States]) -> dict[str, Any]:
         """Compare hidden states of the first sequences; ``error`` says why there are none."""
-        own: list[dict[str, float]] = []
+        as_they_run: list[dict[str, float]] = []
         replayed: list[dict[str, float]] = []
         heads = []
         try:
@@ -138,32 +138,31 @@ class Session:
                     raise EngineError(
                         "the engine's layers were not called as modules: it is compiled, or has other names"
                     )
-                one = {name: [frozen[name][index]] for name in ("sequences", "prompt_lengths")}
-                for replay, differences in ((False, own), (True, replayed)):
-                    logprobs, found = self._watched_pass(one, each, experts, replay=replay)
-                    differences.append(found)
+                sequence = {name: [frozen[name][index]] for name in ("sequences", "prompt_lengths")}
+                for replay, rows in ((False, as_they_run), (True, replayed)):
+                    logprobs, differences = self._watched_pass(sequence, each, experts, replay=replay)
+                    rows.append(differences)
                 heads.append(logprobs)
         except Exception as error:  # what can't be looked into is reported, and the scores stand
             return {"error": f"{type(error).__name__}: {error}"}
-        return {"own": _means(own), "replayed": _means(replayed), "head": heads, "error": ""}
+        return {"own": _means(as_they_run), "replayed": _means(replayed), "head": heads, "error": ""}
 
     def _watched_pass(
-        self, one: Mapping[str, Any], states: layer_states.States, experts: int, *, replay: bool
+        self, sequence: Mapping[str, Any], states: layer_states.States, experts: int, *, replay: bool
     ) -> tuple[list[float], dict[str, float]]:
-        ray = importlib.import_module("ray")
         workers = self.policy.worker_group.workers
         # As many copies as make every worker compute at least one whole batch.
         copies = len(workers) * int(self.config["logprob_batch_size"])
-        data = _batch_of(self.config, self._tokenizer, {name: value * copies for name, value in one.items()})
-        reference = ray.put(states)
-        ray.get([worker.__ray_call__.remote(layer_states.watch_trainer, reference, replay) for worker in workers])
+        data = _batch_of(self.config, self._tokenizer, {name: value * copies for name, value in sequence.items()})
+        reference = importlib.import_module("ray").put(states)
+        _call_all(workers, layer_states.watch_trainer, reference, replay)
         try:
             logprobs = self.policy.get_logprobs(data)["logprobs"]
-            found = ray.get(workers[0].__ray_call__.remote(layer_states.compare_trainer, reference, experts))
+            differences = _call(workers[0], layer_states.compare_trainer, reference, experts)
         finally:
-            ray.get([worker.__ray_call__.remote(layer_states.stop_trainer) for worker in workers])
-        start, end = one["prompt_lengths"][0], len(one["sequences"][0])
-        return logprobs[0, start:end].float().tolist(), found
+            _call_all(workers, layer_states.stop_trainer)
+        start, end = sequence["prompt_lengths"][0], len(sequence["sequences"][0])
+        return logprobs[0, start:end].float().tolist(), differences
 
 
 def _means(rows: list[dict[str, float]]) -> dict[str, float]:
@@ -201,19 +200,13 @@ def _has_engine(actor: Any) -> bool:
 
 
 def _call(worker: Any, function: Any, *args: Any) -> Any:
-    return importlib.import_module("ray").get(worker.__ray_call__.remote(function, *args), timeout=_RAY_TIMEOUT)
+    return _call_all([worker], function, *args)[0]
 
 
-def write_whole(path: Path, content: Any) -> None:
-    """Write JSON so that a reader finds all of it or no file.
-
-    Args:
-        path: path of the file.
-        content: its values.
-    """
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(content), encoding="utf-8")
-    os.replace(partial, path)
+def _call_all(workers: Sequence[Any], function: Any, *args: Any) -> list[Any]:
+    """Call a function in the processes of all workers at once, with each worker as its first argument."""
+    calls = [worker.__ray_call__.remote(function, *args) for worker in workers]
+    return list(importlib.import_module("ray").get(calls, timeout=_RAY_TIMEOUT))
 
 
 def _sampled(generation: Any, loader: Any, tokenizer: Any, job: Mapping[str, Any]) -> dict[str, Any]:
@@ -266,19 +259,18 @@ def _trainer_scores(
     ``options``: ``reversed``, True for the last sequence first; other keys replace sampling parameters, or settings of
     ``policy`` such as ``logprob_batch_size``, in all workers for this request.
     """
-    ray = importlib.import_module("ray")
     order = list(range(len(frozen["sequences"])))[:: -1 if options.get("reversed") else 1]
     names = ("sequences", "prompt_lengths")
     data = _batch_of(config, tokenizer, {name: [frozen[name][index] for index in order] for name in names})
     workers = policy.worker_group.workers
     settings = {name: value for name, value in options.items() if name != "reversed"}
-    before = ray.get([worker.__ray_call__.remote(_replace_settings, settings) for worker in workers])[0]
-    ray.get([worker.__ray_call__.remote(resolved_settings.watch_forward) for worker in workers])
+    before = _call_all(workers, _replace_settings, settings)[0]
+    _call_all(workers, resolved_settings.watch_forward)
     began = time.monotonic()
     try:
         logprobs = policy.get_logprobs(data)["logprobs"]
     finally:
-        ray.get([worker.__ray_call__.remote(_replace_settings, before) for worker in workers])
+        _call_all(workers, _replace_settings, before)
     seconds = time.monotonic() - began
     scores: list[list[float]] = [[] for _ in order]
     for row, index in enumerate(order):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from nemo_geomask.errors import DataError
+from nemo_geomask.tools.shared.json_output import write_json_file
 
 __all__ = ["Launcher", "LauncherOutcome", "Start", "StartAnswer", "StartStore"]
 
@@ -181,9 +181,7 @@ class StartStore:
             "sent": next((str(each["sent"]) for each in reversed(outcome.events) if "sent" in each), ""),
             "seconds": seconds,
         }
-        partial = file.with_suffix(".partial")
-        partial.write_text(json.dumps({"sha256": _digest(content), "content": content}), encoding="utf-8")
-        os.replace(partial, file)
+        write_json_file(file, {"sha256": _digest(content), "content": content})
         out.unlink(missing_ok=True)
         return None
 

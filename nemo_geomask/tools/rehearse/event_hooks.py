@@ -121,14 +121,8 @@ def _compare_weights(events: Events) -> None:
     listed = [vars(difference) for difference in differences.values()]
     # In float32, in which a refit that rounds to another dtype shows.
     total = sum(by_dtype["float32"][1] for by_dtype in sent["sums"].values())
-    events(
-        *("weights",),
-        refits=refits,
-        engines=engines,
-        groups=len(compared),
-        differences=listed,
-        sent=f"{total:.12g}",
-    )
+    counts = {"refits": refits, "engines": engines, "groups": len(compared)}
+    events("weights", **counts, differences=listed, sent=f"{total:.12g}")
 
 
 def _call_workers(groups: Any, function: Callable[[Any], Any]) -> list[Any]:

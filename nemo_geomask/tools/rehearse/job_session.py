@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -12,6 +10,7 @@ from typing import Any
 
 from nemo_geomask.tools.rehearse.event_log import read_events
 from nemo_geomask.tools.rehearse.hosted_job import HostedJob, JobOutcome, run_job
+from nemo_geomask.tools.shared.json_output import write_json_file
 
 __all__ = ["JobSession"]
 
@@ -127,9 +126,7 @@ class JobSession:
     def _send(self, job: Mapping[str, Any]) -> None:
         file = self._job_file(self._jobs_sent)
         self._jobs_sent += 1
-        partial = file.with_suffix(".partial")
-        partial.write_text(json.dumps({**job, "more": str(self._job_file(self._jobs_sent))}), encoding="utf-8")
-        os.replace(partial, file)
+        write_json_file(file, {**job, "more": str(self._job_file(self._jobs_sent))})
 
     def _wait(self, out: Path, deadline: float) -> JobOutcome:
         assert self._thread is not None

@@ -109,7 +109,7 @@ def plan(
         *_shorten_training(facts, steps, resume, validate),
         *batch,
         *_parallel_sizes(facts, layout, full, gpus),
-        *(_teacher(facts, folder) if _has_teacher(facts) else ()),
+        *_teacher(facts, folder),
         *_redirect_output(facts, folder),
         *_record(facts, folder, record),
         *([] if gpus else cpu_changes(facts, has_automodel=has_automodel)),
@@ -138,7 +138,9 @@ def _has_teacher(facts: RecipeFacts) -> bool:
 
 
 def _teacher(facts: RecipeFacts, folder: Path) -> Iterator[Change]:
-    """Yield changes by which one tiny model, on a virtual node of its own, teaches all prompts."""
+    """Yield changes by which one tiny model on a virtual node teaches all prompts; none if there is no teacher."""
+    if not _has_teacher(facts):
+        return
     section = "on_policy_distillation"
     workers = f"{section}.non_colocated_teachers"
     sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")

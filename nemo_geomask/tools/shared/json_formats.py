@@ -17,29 +17,32 @@ __all__ = ["FORMATS", "json_schema"]
 Version = Annotated[Literal[1], Field(description="Version of the format; it grows when a key goes or changes.")]
 Number = float | None
 Interval = tuple[Number, Number]
-_STRICT = ConfigDict(extra="forbid")
 
 
-class PartJson(TypedDict):
+class _Strict(TypedDict):
+    """Object with exactly the keys that its class declares."""
+
+    # pydantic reads it from subclasses, too; mypy allows nothing but keys in a TypedDict.
+    __pydantic_config__ = ConfigDict(extra="forbid")  # type: ignore[misc]
+
+
+class PartJson(_Strict):
     """A line of the objective."""
 
-    __pydantic_config__ = _STRICT  # type: ignore[misc]
     formula: str
     words: Annotated[str, Field(description="Explanation in a sentence.")]
 
 
-class KeptJson(TypedDict):
+class KeptJson(_Strict):
     """Fraction that a mask keeps at a mismatch."""
 
-    __pydantic_config__ = _STRICT  # type: ignore[misc]
     mismatch_kl: Annotated[float, Field(description="Nats per token.")]
     share: float
 
 
-class ForecastJson(TypedDict):
-    """What a mask is expected to keep."""
+class ForecastJson(_Strict):
+    """Expectation of what a mask keeps."""
 
-    __pydantic_config__ = _STRICT  # type: ignore[misc]
     key: str
     mask: str
     of: Literal["tokens", "sequences"]
@@ -48,10 +51,9 @@ class ForecastJson(TypedDict):
     kept: list[KeptJson]
 
 
-class MeasuredJson(TypedDict):
+class MeasuredJson(_Strict):
     """Measurements of the similar run of ``--from``."""
 
-    __pydantic_config__ = _STRICT  # type: ignore[misc]
     directory: str
     steps: tuple[int, int]
     mismatch_kl: Number
@@ -61,10 +63,9 @@ class MeasuredJson(TypedDict):
     kept: dict[str, Number]
 
 
-class FindingJson(TypedDict):
+class FindingJson(_Strict):
     """A finding of a rule, or a problem that has no rule."""
 
-    __pydantic_config__ = _STRICT  # type: ignore[misc]
     rule: str | None
     severity: Literal["error", "warning", "note"]
     key: str | None
@@ -75,43 +76,38 @@ class FindingJson(TypedDict):
     source: str | None
 
 
-class MismatchSettingJson(TypedDict):
+class MismatchSettingJson(_Strict):
     """Setting of the recipe that ``probe`` would try at its conservative value."""
 
-    __pydantic_config__ = _STRICT  # type: ignore[misc]
     key: str
     value: Any
     conservative: Any
 
 
-class UnjudgedJson(TypedDict):
+class UnjudgedJson(_Strict):
     """A rule that could not be checked."""
 
-    __pydantic_config__ = _STRICT  # type: ignore[misc]
     rule: str
     needs: Annotated[str, Field(description="Option or variable without which it can't be checked.")]
 
 
-class NotImportedJson(TypedDict):
+class NotImportedJson(_Strict):
     """A setting that names a plugin, under ``--no-import``."""
 
-    __pydantic_config__ = _STRICT  # type: ignore[misc]
     key: str | None
 
 
-class SummaryJson(TypedDict):
+class SummaryJson(_Strict):
     """Numbers of findings."""
 
-    __pydantic_config__ = _STRICT  # type: ignore[misc]
     error: int
     warning: int
     note: int
 
 
-class CheckJson(TypedDict):
+class CheckJson(_Strict):
     """``check RECIPE --format json``."""
 
-    __pydantic_config__ = _STRICT  # type: ignore[misc]
     version: Version
     recipe: str | None
     nemo_rl: Annotated[str | None, Field(description="Checkout that the recipe was checked against.")]
@@ -128,29 +124,26 @@ class CheckJson(TypedDict):
     summary: SummaryJson
 
 
-class BulkCheckJson(TypedDict):
+class BulkCheckJson(_Strict):
     """``check FOLDER --format json``."""
 
-    __pydantic_config__ = _STRICT  # type: ignore[misc]
     version: Version
     recipes: list[CheckJson]
     skipped: Any
     summary: SummaryJson
 
 
-class NamedCauseJson(TypedDict):
+class NamedCauseJson(_Strict):
     """The cause with the largest share."""
 
-    __pydantic_config__ = _STRICT  # type: ignore[misc]
     id: str
     name: str
     action: str
 
 
-class CauseJson(TypedDict):
+class CauseJson(_Strict):
     """The test of one cause."""
 
-    __pydantic_config__ = _STRICT  # type: ignore[misc]
     id: str
     measured: Number
     threshold: Number
@@ -165,10 +158,9 @@ class CauseJson(TypedDict):
     steps: list[int]
 
 
-class LevelJson(TypedDict):
+class LevelJson(_Strict):
     """A measure of health, against its limits."""
 
-    __pydantic_config__ = _STRICT  # type: ignore[misc]
     value: Number
     interval: Interval
     health: str
@@ -178,10 +170,9 @@ class LevelJson(TypedDict):
     source: str
 
 
-class DiagnosisJson(TypedDict):
+class DiagnosisJson(_Strict):
     """One run of ``diagnose --json``."""
 
-    __pydantic_config__ = _STRICT  # type: ignore[misc]
     version: Version
     run: str
     health: Literal["healthy", "drifting", "broken", "unknown"]
@@ -197,26 +188,23 @@ class DiagnosisJson(TypedDict):
     files: Annotated[list[Any], Field(description="Files that were left out, and why.")]
 
 
-class TokensJson(TypedDict):
+class TokensJson(_Strict):
     """Numbers of tokens that the measures are over."""
 
-    __pydantic_config__ = _STRICT  # type: ignore[misc]
     with_gradient: int
     trained: int
 
 
-class MeasureJson(TypedDict):
+class MeasureJson(_Strict):
     """A measure with its confidence interval."""
 
-    __pydantic_config__ = _STRICT  # type: ignore[misc]
     value: Number
     interval: Interval
 
 
-class CandidateJson(TypedDict):
+class CandidateJson(_Strict):
     """The effect of one correction."""
 
-    __pydantic_config__ = _STRICT  # type: ignore[misc]
     name: str
     settings: dict[str, Any]
     source: str
@@ -232,10 +220,9 @@ class CandidateJson(TypedDict):
     on_front: bool
 
 
-class SweepJson(TypedDict):
+class SweepJson(_Strict):
     """``sweep --json``."""
 
-    __pydantic_config__ = _STRICT  # type: ignore[misc]
     version: Version
     run: str
     steps: list[int]
@@ -251,10 +238,9 @@ class SweepJson(TypedDict):
     candidates: list[CandidateJson]
 
 
-class RehearsalJson(TypedDict, total=False):
+class RehearsalJson(_Strict, total=False):
     """``rehearse --json``; the plan's keys are missing where the recipe was refused."""
 
-    __pydantic_config__ = _STRICT  # type: ignore[misc]
     version: Version
     recipe: str
     nemo_rl: str

@@ -1,13 +1,15 @@
-"""JSON of the tools' ``--json`` output, in which numbers that are not finite are null."""
+"""JSON of the tools' ``--json`` output, in which numbers that are not finite are null, and JSON files written whole."""
 
 from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
-__all__ = ["JSON_VERSION", "replace_nonfinite", "to_json"]
+__all__ = ["JSON_VERSION", "replace_nonfinite", "to_json", "write_json_file"]
 
 JSON_VERSION = 1
 """Value of ``version`` in the JSON of every command.
@@ -28,3 +30,10 @@ def replace_nonfinite(value: Any) -> Any:
 def to_json(value: Any) -> str:
     """Return indented JSON text of a value, without a final newline; NaN and infinities become null."""
     return json.dumps(replace_nonfinite(value), ensure_ascii=False, indent=2, allow_nan=False)
+
+
+def write_json_file(path: Path, value: Any) -> None:
+    """Write a value as JSON so that a reader finds all of it or no file."""
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(value), encoding="utf-8")
+    os.replace(partial, path)

@@ -14,6 +14,8 @@ import os
 from pathlib import Path
 from types import SimpleNamespace
 
+from nemo_geomask.tools.shared.json_output import write_json_file
+
 MISSING = [name for name in ("ray", "vllm", "transformers", "nemo_rl") if importlib.util.find_spec(name) is None]
 
 _VARIABLES = {
@@ -199,7 +201,7 @@ class OneProcess:
             for fault, value in (job.get("faults") or {}).items():
                 stack.enter_context(faults[fault](self.session, value))
             try:
-                self.job.write_whole(Path(job["out"]), self.session.answer({**job, "engine": job["engine"] or {}}))
+                write_json_file(Path(job["out"]), self.session.answer({**job, "engine": job["engine"] or {}}))
                 error = ""
             except Exception as failure:
                 error = f"{type(failure).__name__}: {failure}"
@@ -233,7 +235,7 @@ class OneProcess:
             ],
             "texts": {},
         }
-        self.job.write_whole(file, content)
+        write_json_file(file, content)
 
     def close(self):
         """Nothing to end but the engine."""
