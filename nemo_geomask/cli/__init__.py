@@ -301,16 +301,16 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         options = [word for word in unknown if word.startswith("-")]
         if not hasattr(arguments, "overrides") or options:
             command = commands[arguments.command.name]
-            known = [option for action in command._actions for option in action.option_strings]
-            hint = _nearest(options[0].partition("=")[0], known) if options else ""
+            names = [option for action in command._actions for option in action.option_strings]
+            hint = _nearest(options[0].partition("=")[0], names) if options else ""
             command.error(f"unrecognized arguments: {' '.join(unknown)}{hint and f'; {hint}'}")
         arguments.overrides = [*arguments.overrides, *unknown]
     return arguments
 
 
-def _nearest(word: str, known: Iterable[str]) -> str:
-    """Return a question that names the known word nearest to a mistyped one; empty if none is near."""
-    nearest = difflib.get_close_matches(word, list(known), n=1)
+def _nearest(word: str, candidates: Iterable[str]) -> str:
+    """Return a question that names the candidate nearest to a mistyped word; empty if none is near."""
+    nearest = difflib.get_close_matches(word, list(candidates), n=1)
     return f"did you mean '{nearest[0]}'?" if nearest else ""
 
 

@@ -16,7 +16,7 @@ EXIT_STATUS = {
     3: "broken",
 }
 
-_EXIT_STATUS = {"healthy": 0, "drifting": 1, "broken": 3, "unknown": 2}
+_STATUS_OF_HEALTH = {"healthy": 0, "drifting": 1, "broken": 3, "unknown": 2}
 _EPILOG = """\
 examples
   nemo-geomask diagnose logs/exp_001
@@ -128,4 +128,4 @@ def run(arguments: argparse.Namespace) -> int:
         ray_address=arguments.ray,
         skip_damaged=arguments.skip_damaged,
     )
-    return _EXIT_STATUS[run_diagnose(options)]
+    return _STATUS_OF_HEALTH[run_diagnose(options)]

@@ -1,4 +1,4 @@
-"""What a recipe's reader has to know of an objective: its settings and its formula, without its tensors."""
+"""Settings and formula of an objective, which are all that reading a recipe needs of it; no torch is imported."""
 
 from __future__ import annotations
 

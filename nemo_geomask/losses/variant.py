@@ -61,8 +61,8 @@ class Variant(Objective):
     def invalid_attributes(self) -> list[str]:
         """Return a description of each attribute with an invalid value."""
         is_known = self.pooled_by in ("mean", "sum")
-        own = [] if is_known else [f"has pooled_by {self.pooled_by!r}, which must be 'mean' or 'sum'"]
-        return [*own, *super().invalid_attributes()]
+        faults = [] if is_known else [f"has pooled_by {self.pooled_by!r}, which must be 'mean' or 'sum'"]
+        return [*faults, *super().invalid_attributes()]
 
     @classmethod
     def of(cls, objective: Objective, surrogate: SurrogateFunction, **functions: Any) -> Variant:

@@ -60,13 +60,13 @@ def describe_file(name: str) -> str:
 
 def inherited_files(names: Iterable[str]) -> list[str]:
     """Return the names with those of the shipped recipes that they inherit from, in the order of :func:`list_files`."""
-    wanted = list(names)
-    for name in wanted:
+    chosen = list(names)
+    for name in chosen:
         parent = re.search(r"^defaults: (\S+)$", shipped_file(name).read_text(encoding="utf-8"), re.MULTILINE)
         sibling = (Path(name).parent / parent[1]).as_posix() if parent else ""
-        if (_folder() / sibling).is_file() and sibling not in wanted:
-            wanted.append(sibling)
-    return [name for name in list_files() if name in wanted]
+        if (_folder() / sibling).is_file() and sibling not in chosen:
+            chosen.append(sibling)
+    return [name for name in list_files() if name in chosen]
 
 
 def copy_files(names: Collection[str], target: Path) -> list[Path]:
@@ -79,9 +79,9 @@ def copy_files(names: Collection[str], target: Path) -> list[Path]:
     try:
         differing = [path for path, source in sources.items() if path.exists() and not _is_same(path, source)]
         if differing:
-            others = f" and {len(differing) - 1} others" if len(differing) > 1 else ""
+            more = f" and {len(differing) - 1} others" if len(differing) > 1 else ""
             raise ConfigError(
-                f"{differing[0]}{others}: exists and differs from the file of nemo-geomask {nemo_geomask.__version__}; "
+                f"{differing[0]}{more}: exists and differs from the file of nemo-geomask {nemo_geomask.__version__}; "
                 "nothing was copied. Choose another folder, or remove the file"
             )
         for path, source in sources.items():

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     )
     from nemo_geomask.tools.check.logprob_paths import scoring_passes
     from nemo_geomask.tools.check.model_shapes import ModelShape, shape_of
-    from nemo_geomask.tools.check.objective import describe
+    from nemo_geomask.tools.check.objective_text import describe
     from nemo_geomask.tools.check.parallel_layout import Layout, layout_keys, layout_of, trained_sections
     from nemo_geomask.tools.check.recipe_facts import RecipeFacts
     from nemo_geomask.tools.check.rule import Finding, Hit, Rule, Severity

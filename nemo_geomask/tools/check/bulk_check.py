@@ -22,7 +22,7 @@ from nemo_geomask.tools.check.check_output import (
 from nemo_geomask.tools.check.recipe_check import CheckedRecipe, CheckOptions, check_recipe
 from nemo_geomask.tools.check.rule import Finding
 from nemo_geomask.tools.shared.json_output import JSON_VERSION
-from nemo_geomask.tools.shared.progress import track
+from nemo_geomask.tools.shared.progress_bar import track
 from nemo_geomask.tools.shared.terminal_text import escape_line
 
 __all__ = ["BulkCheck", "bulk_as_json", "bulk_as_text", "check_many"]

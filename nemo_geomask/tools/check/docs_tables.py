@@ -21,7 +21,7 @@ from nemo_geomask.config.strict import as_yaml
 from nemo_geomask.hosts.nemo_rl.host_patches import HOST_PATCHES
 from nemo_geomask.records import COLUMNS
 from nemo_geomask.tools.check.all_rules import RULES
-from nemo_geomask.tools.check.objective import surrogate_parts
+from nemo_geomask.tools.check.objective_text import surrogate_parts
 from nemo_geomask.tools.shared.markdown import markdown_table, replace_marked_text
 from nemo_geomask.tools.shared.mismatch_switches import mismatch_switches
 

@@ -12,7 +12,7 @@ from nemo_geomask.recipe import Recipe, read_recipe
 from nemo_geomask.tools.check import MISMATCH_KL, UNCHECKED_SECTIONS
 from nemo_geomask.tools.check.all_rules import Report, check
 from nemo_geomask.tools.check.expectation import PredictableMask, kept_fraction, predictable_masks
-from nemo_geomask.tools.check.objective import describe
+from nemo_geomask.tools.check.objective_text import describe
 from nemo_geomask.tools.check.recipe_facts import RecipeFacts
 
 if TYPE_CHECKING:

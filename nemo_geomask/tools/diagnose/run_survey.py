@@ -15,7 +15,7 @@ from nemo_geomask.tools.diagnose.record_reader import RecordBlock, read_blocks
 from nemo_geomask.tools.diagnose.record_sources import RunFiles, Tolerant, apply_to_record, map_records
 from nemo_geomask.tools.diagnose.run_statistics import RunStatistics
 from nemo_geomask.tools.diagnose.step_survey import survey_block
-from nemo_geomask.tools.shared.progress import track
+from nemo_geomask.tools.shared.progress_bar import track
 
 __all__ = ["read_step", "survey_file", "survey_run"]
 

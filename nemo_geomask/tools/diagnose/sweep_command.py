@@ -20,7 +20,7 @@ from nemo_geomask.tools.diagnose.run_survey import read_step
 from nemo_geomask.tools.diagnose.sweep_candidates import CANDIDATES, GRID, split_recipe_loss
 from nemo_geomask.tools.diagnose.sweep_recommendation import explain_no_recommendation, pareto_front, recommend
 from nemo_geomask.tools.shared.json_output import JSON_VERSION, to_json
-from nemo_geomask.tools.shared.progress import track
+from nemo_geomask.tools.shared.progress_bar import track
 from nemo_geomask.tools.shared.terminal_text import escape_line
 
 __all__ = ["SweepOptions", "run_sweep"]

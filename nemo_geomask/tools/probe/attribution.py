@@ -252,11 +252,11 @@ class _Search:
                 runner.run_together(*self._arms_without(switch, without[switch.id]))
         shares = self._shapley(restarted)
         backs = {switch.id: self._back(switch, without[switch.id]) for switch in restarted if switch.id in without}
-        known = {id: back for id, back in backs.items() if back is not None}
-        adjusted = dict(zip(known, holm([back.p for back in known.values()]), strict=True))
+        measured = {id: back for id, back in backs.items() if back is not None}
+        adjusted = dict(zip(measured, holm([back.p for back in measured.values()]), strict=True))
         examined = []
         for row in rows:
-            back = known.get(row.switch.id)
+            back = measured.get(row.switch.id)
             if back is not None:
                 row = replace(row, last_share=back.value / self._gap(NOTHING, NOTHING).k3)
                 row = self._with_back(row, back, adjusted[row.switch.id])

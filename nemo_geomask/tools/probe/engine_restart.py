@@ -52,6 +52,6 @@ def restart_engine(actor: Any, values: Mapping[str, Any]) -> None:
     state.cleanup_dist_env_and_memory()
     constructor = type(actor).__init__
     arguments = {"bundle_indices": [0], "fraction_of_gpus": fraction, "seed": seed}
-    known = inspect.signature(constructor).parameters
-    constructor(actor, config, **{name: value for name, value in arguments.items() if name in known})
+    accepted = inspect.signature(constructor).parameters
+    constructor(actor, config, **{name: value for name, value in arguments.items() if name in accepted})
     actor.post_init()

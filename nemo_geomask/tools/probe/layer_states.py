@@ -35,13 +35,13 @@ States = dict[str, Any]
 def _child(module: Any, names: Sequence[str]) -> Any:
     """Return the first module of these dotted names that exists, or None."""
     for name in names:
-        found = module
+        child = module
         for part in name.split("."):
-            found = getattr(found, part, None)
-            if found is None:
+            child = getattr(child, part, None)
+            if child is None:
                 break
-        if found is not None:
-            return found
+        if child is not None:
+            return child
     return None
 
 
@@ -84,8 +84,8 @@ def _sum(hidden: Any, residual: Any) -> Any:
 
 # The engine's side
 
-# Of this process: what the hooks have seen, and the hooks.
-_seen: dict[str, list[Any]] = {}
+# Of this process: what the hooks have kept, and the hooks.
+_captured: dict[str, list[Any]] = {}
 _hooks: list[Any] = []
 
 
@@ -111,7 +111,7 @@ def capture_engine(actor: Any, sequence: Sequence[int]) -> States:
 
 
 def _hook_engine(worker: Any) -> None:
-    _seen.clear()
+    _captured.clear()
     for name, module in _operators(worker.model_runner.model).items():
         hook = _keep_engine(name, sums_output=name.endswith("layer"))
         _hooks.append(module.register_forward_hook(hook, with_kwargs=True))
@@ -121,11 +121,11 @@ def _keep_engine(name: str, *, sums_output: bool) -> Callable[..., None]:
     def keep(module: Any, args: Any, kwargs: Any, output: Any) -> None:
         hidden, residual = _hidden_input(args, kwargs)
         outputs = _tensors(output)
-        if hidden is None or not outputs or name in _seen:
+        if hidden is None or not outputs or name in _captured:
             return  # a later call is the decode of the token that every request asks for
         # vLLM adds the residual in the next norm; the sum is what other libraries call the layer's output.
         result = _sum(outputs[0], outputs[1] if sums_output and len(outputs) > 1 else None)
-        _seen[name] = [_sum(hidden, residual).cpu().clone(), result.cpu().clone()]
+        _captured[name] = [_sum(hidden, residual).cpu().clone(), result.cpu().clone()]
 
     return keep
 
@@ -134,8 +134,8 @@ def _unhook_engine(worker: Any, length: int) -> States:
     for hook in _hooks:
         hook.remove()
     _hooks.clear()
-    states = {name: [value[:length] for value in pair] for name, pair in _seen.items()}
-    _seen.clear()
+    states = {name: [value[:length] for value in pair] for name, pair in _captured.items()}
+    _captured.clear()
     return states
 
 
@@ -150,7 +150,7 @@ def watch_trainer(actor: Any, states: States, replay: bool) -> None:
         states: the engine's states of the sequence that the worker is about to score, in its first row.
         replay: give each operator the engine's input in place of its own.
     """
-    _seen.clear()
+    _captured.clear()
     model = actor.model[0] if isinstance(actor.model, list | tuple) else actor.model
     while _child(model, _LAYERS) is None and hasattr(model, "module"):
         model = model.module  # Megatron's wrappers
@@ -198,26 +198,26 @@ def _keep_trainer(name: str, length: int) -> Callable[..., None]:
     def keep(module: Any, args: Any, kwargs: Any, output: Any) -> None:
         torch = importlib.import_module("torch")
         outputs = _tensors(output)
-        if not outputs or name in _seen:
+        if not outputs or name in _captured:
             return
         if name.endswith("router"):
             # Indices of the chosen experts (Hugging Face), or a map of them (Megatron).
             chosen = next((each for each in outputs if not each.is_floating_point()), None)
             if chosen is not None:
-                _seen[name] = [chosen.detach().reshape(-1, chosen.shape[-1])[:length].cpu().clone()]
+                _captured[name] = [chosen.detach().reshape(-1, chosen.shape[-1])[:length].cpu().clone()]
             return
         result = outputs[0].detach()
         result = result.full_tensor() if hasattr(result, "full_tensor") else result
         if result.dim() == 3:
             result = result[0] if _rows_first(result, length) else result[:, 0]
         if len(result) >= length:
-            _seen[name] = [result[:length].to(torch.float32).cpu().clone()]
+            _captured[name] = [result[:length].to(torch.float32).cpu().clone()]
 
     return keep
 
 
 def stop_trainer(actor: Any) -> None:
-    """Remove the hooks of :func:`watch_trainer`, and forget what they have seen.
+    """Remove the hooks of :func:`watch_trainer`, and forget what they have kept.
 
     Args:
         actor: the worker.
@@ -225,7 +225,7 @@ def stop_trainer(actor: Any) -> None:
     for hook in _hooks:
         hook.remove()
     _hooks.clear()
-    _seen.clear()
+    _captured.clear()
 
 
 def compare_trainer(actor: Any, states: States, experts: int) -> dict[str, float]:
@@ -242,16 +242,18 @@ def compare_trainer(actor: Any, states: States, experts: int) -> dict[str, float
     """
     torch = importlib.import_module("torch")
     differences: dict[str, float] = {}
-    for name, (found, *_) in _seen.items():
+    for name, (output, *_) in _captured.items():
         expected = states[name][1]
         if name.endswith("router"):
-            chosen = _expert_map(found, expected.shape[-1])
-            wanted = _expert_map(expected.topk(experts, dim=-1).indices, expected.shape[-1]) if experts else chosen
-            differences[name] = float((chosen != wanted).any(dim=-1).double().mean())
+            chosen = _expert_map(output, expected.shape[-1])
+            engine_chosen = (
+                _expert_map(expected.topk(experts, dim=-1).indices, expected.shape[-1]) if experts else chosen
+            )
+            differences[name] = float((chosen != engine_chosen).any(dim=-1).double().mean())
             continue
-        if found.shape != expected.shape:
+        if output.shape != expected.shape:
             continue  # a shard, or another layout
-        distance = torch.linalg.vector_norm((found - expected).double(), dim=-1)
+        distance = torch.linalg.vector_norm((output - expected).double(), dim=-1)
         size = torch.linalg.vector_norm(expected.double(), dim=-1)
         differences[name] = float((distance / size.clamp_min(1e-30)).mean())
     return differences

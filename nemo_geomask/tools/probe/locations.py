@@ -1,4 +1,4 @@
-"""Where the sides part: by layer and operator, by position in the response, and on which tokens."""
+"""Places where the two sides part: layers and operators, positions in the response, single tokens."""
 
 from __future__ import annotations
 
@@ -112,20 +112,20 @@ def layer_differences(
     if layers is None or layers["error"]:
         reason = "no hidden states were compared" if layers is None else layers["error"]
         return LayerDifferences({}, {}, 0.0, {}, {}, None, "", reason)
-    found = [epsilon for name, epsilon in _EPSILONS.items() if any(name in text for text in dtypes)]
-    floor = _ROUNDINGS * max(found, default=_EPSILONS["torch.float32"])
-    own, replayed = layers["own"], layers["replayed"]
+    epsilons = [epsilon for name, epsilon in _EPSILONS.items() if any(name in text for text in dtypes)]
+    floor = _ROUNDINGS * max(epsilons, default=_EPSILONS["torch.float32"])
+    as_they_run, replayed = layers["own"], layers["replayed"]
     arising = {name: value for name, value in replayed.items() if not name.endswith("router")}
     numpy = require("numpy", "the probe's statistics need", "diagnose")
     head = layers["head"]
-    deltas = [numpy.asarray(one) - numpy.asarray(other) for one, other in zip(head, prefill, strict=False)]
+    deltas = [numpy.asarray(trainer) - numpy.asarray(engine) for trainer, engine in zip(head, prefill, strict=False)]
     # A layer's own output comes after those of its operators, which are what a reader can look for.
     ordered = sorted(arising, key=_place)
     return LayerDifferences(
-        grown={name: value for name, value in own.items() if name.endswith("layer")},
+        grown={name: value for name, value in as_they_run.items() if name.endswith("layer")},
         arising={name: arising[name] for name in ordered},
         floor=floor,
-        routes={name: value for name, value in own.items() if name.endswith("router")},
+        routes={name: value for name, value in as_they_run.items() if name.endswith("router")},
         routes_of_same_input={name: value for name, value in replayed.items() if name.endswith("router")},
         head_k3=float(k3_of(numpy.concatenate(deltas)).mean()) if deltas else None,
         first=next((name for name in ordered if arising[name] > floor), ""),

@@ -57,7 +57,7 @@ class ProbeResult:
         worst: tokens with the largest |Δ|.
         tokens: number of response tokens.
         seconds: total time.
-        runs: number of starts that were run now; the untried_rows were stored.
+        runs: number of starts that were run now; the others were stored.
     """
 
     recipe: str
@@ -142,20 +142,20 @@ def choose_switches(
         is_named = named is not None and bool({switch.id, switch.group} & named)
         if named is not None and not is_named:
             continue
-        own = replaced.get(switch.key, values.get(switch.key))
-        if own is not None and own == switch.value:
+        recipe_value = replaced.get(switch.key, values.get(switch.key))
+        if recipe_value is not None and recipe_value == switch.value:
             continue  # the recipe has the conservative value
         if switch.needs not in ("", trainer) or (switch.value == {} and switch.key not in values):
             continue  # the recipe's trainer does not read it, or there is nothing to take away
         reason = ""
         if switch.key in values and values[switch.key] == switch.value:
-            reason = f"the recipe's value, {own}, does not run on this machine"
+            reason = f"the recipe's value, {recipe_value}, does not run on this machine"
         elif switch.gpu and not has_gpus:
             reason = "changes kernels of GPUs alone"
         elif not is_read(switch.key):
             reason = f"this NeMo-RL does not read the key; {switch.since} is the first that does"
         if reason:
-            rows.append(LedgerRow(switch, own, "not testable here", reason))
+            rows.append(LedgerRow(switch, recipe_value, "not testable here", reason))
         else:
             chosen.append(switch)
     return chosen, rows

@@ -130,9 +130,9 @@ def values_in_force(
     """
     facts, planned = _planned(recipe, overrides, Path("job"), ranks, nemo_rl_checkout(), has_gpus())
     changed = {change.key: change.value for change in planned.changes}
-    own = {key: facts.get(key) for key in keys}
-    values = {key: changed.get(key, value) for key, value in own.items()}
-    replaced = {key: value for key, value in own.items() if value is not None and value != values[key]}
+    of_recipe = {key: facts.get(key) for key in keys}
+    values = {key: changed.get(key, value) for key, value in of_recipe.items()}
+    replaced = {key: value for key, value in of_recipe.items() if value is not None and value != values[key]}
     return {key: value for key, value in values.items() if value is not None}, replaced
 
 

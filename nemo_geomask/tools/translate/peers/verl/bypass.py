@@ -6,7 +6,7 @@ verl then rejects within the loss, which divides by the original number of token
 from __future__ import annotations
 
 from nemo_geomask.tools.translate.peer_table import Assign, Conversion, PeerSettings, Remark, without_counterpart
-from nemo_geomask.tools.translate.peers.verl.objectives import LOSS_MODES, convert_vanilla
+from nemo_geomask.tools.translate.peers.verl.loss_modes import LOSS_MODES, convert_vanilla
 from nemo_geomask.tools.translate.peers.verl.rollout_correction import convert_rejection, convert_weight
 from nemo_geomask.tools.translate.peers.verl.setting_names import RC
 

@@ -16,8 +16,8 @@ from nemo_geomask.tools.translate.peers.verl.bypass import (
 )
 from nemo_geomask.tools.translate.peers.verl.correction_presets import PRESETS
 from nemo_geomask.tools.translate.peers.verl.kl_settings import convert_kl
+from nemo_geomask.tools.translate.peers.verl.loss_modes import LOSS_MODES
 from nemo_geomask.tools.translate.peers.verl.normalization import convert_normalization
-from nemo_geomask.tools.translate.peers.verl.objectives import LOSS_MODES
 from nemo_geomask.tools.translate.peers.verl.rollout_correction import convert_decoupled
 from nemo_geomask.tools.translate.peers.verl.setting_names import (
     ACTOR,

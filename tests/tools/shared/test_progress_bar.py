@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from nemo_geomask.tools.shared.progress import track
+from nemo_geomask.tools.shared.progress_bar import track
 
 
 class Terminal:
