@@ -78,7 +78,7 @@ _MODULES = {
     "check": "all_rules",
     "current_method": "logit_memory",
     "deferred_peak": "logit_memory",
-    "describe": "objective",
+    "describe": "objective_text",
     "layout_keys": "parallel_layout",
     "layout_of": "parallel_layout",
     "output_work_of": "logit_memory",
