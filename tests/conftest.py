@@ -1,5 +1,6 @@
 """What has to be settled before any test module is imported."""
 
+import multiprocessing
 import os
 
 import pytest
@@ -12,6 +13,11 @@ pytest.register_assert_rewrite("tests.helpers")
 # Triton asks when it is imported; the processes that tests start inherit it.
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+
+# Ranks and the lab's processes are forked from one process that has imported these, so that none imports them again.
+multiprocessing.set_forkserver_preload(
+    ["pytest", "hypothesis", "nemo_geomask.losses", "nemo_geomask.parallel", "nemo_geomask.tools.lab.trainer"]
+)
 
 # As many examples as a look at each setting is worth; `make quick` asks for its own.
 for name, examples in (("whole", 12), ("quick", 4)):

@@ -150,13 +150,15 @@ def _start(ranks: range, world: int, backend: str, collective_timeout: float, ta
         folder = Path(name)
         (folder / "task").write_bytes(pickle.dumps(task))
         # A terminal sends Ctrl-C to all processes, but only this one shall handle it. The signal is therefore blocked
-        # while the children start, which inherit that. The resource tracker is started before, because its start would
-        # unblock the signal.
+        # while the server starts that forks the ranks, which inherit that. The resource tracker is started before,
+        # because its start would unblock the signal.
         resource_tracker.ensure_running()
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             arguments = (ranks, world, backend, collective_timeout, folder)
-            processes = start_processes(_run_rank, arguments, len(ranks), join=False, daemon=True)  # type: ignore[no-untyped-call]
+            processes = start_processes(  # type: ignore[no-untyped-call]
+                _run_rank, arguments, len(ranks), join=False, daemon=True, start_method="forkserver"
+            )
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         started = _StartedRanks(ranks, folder, processes)
@@ -174,6 +176,7 @@ def _start(ranks: range, world: int, backend: str, collective_timeout: float, ta
 
 def _run_rank(index: int, ranks: range, world: int, backend: str, collective_timeout: float, folder: Path) -> None:
     """Run the task as one of the started processes."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # not inherited if the server was started elsewhere
     threading.Thread(target=end_with_parent, daemon=True).start()
     rank = ranks[index]
     try:

@@ -140,12 +140,17 @@ SPOILT = {
 }
 
 
+def configs_of(world):
+    """All configurations on two ranks, and every third of them on four."""
+    return dict(itertools.islice(CONFIGS.items(), 0, None, 1 if world == 2 else 3))
+
+
 def _all_configs(rank, world):
     import torch.distributed as dist
 
     groups = (dist.group.WORLD,)
     batch = batches.rollouts(seed=4, width=23)
-    found = {name: evaluate(config, batch, rank, world, groups) for name, config in CONFIGS.items()}
+    found = {name: evaluate(config, batch, rank, world, groups) for name, config in configs_of(world).items()}
     for name, config in SPOILT.items():
         for kind, bad in spoilt().items():
             for nonfinite in ("drop_sequence", "drop_token"):
@@ -163,7 +168,7 @@ def _all_configs(rank, world):
 def test_context_parallel_equals_oracle(world):
     results = run_ranks(world, _all_configs)
     batch = batches.rollouts(seed=4, width=23)
-    for name, config in CONFIGS.items():
+    for name, config in configs_of(world).items():
         check([found[name] for found, _ in results], config, batch)
     assert all("1 in data['generation_logprobs']" in message for _, message in results)
     for name, config in SPOILT.items():
@@ -280,12 +285,13 @@ def test_prefixes_of_any_length_cost_the_same():
 
 @pytest.mark.slow
 def test_arithmetic_reads_nothing_back():
-    # A tensor without data raises where its value is asked for.
+    # A tensor without data raises where its value is asked for. The configurations with all masks have each mask too.
+    chosen = {name: config for name, config in CONFIGS.items() if {"none", "all"} & set(name.split("-")[2:3])}
     batch = batches.rollouts(seed=3, width=23)
     curr, data, offsets, _ = packed(batch)
     data = {key: value.to("meta") for key, value in data.items()}
     count = torch.ones((), device="meta")
-    for config in CONFIGS.values():
+    for config in chosen.values():
         loss_fn = build_loss(config)
         segments = PackedSegments(offsets, device="meta")
         loss, metrics = loss_fn.packed(curr.to("meta").requires_grad_(), data, segments, count, count)

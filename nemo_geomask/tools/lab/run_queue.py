@@ -213,7 +213,7 @@ def _resume_trainer(run: Run, ranks: Ranks, sampler: Sampler | None) -> tuple[Tr
 
 
 def _train_in_parallel(runs: Sequence[Run], progress: Progress, jobs: int) -> None:
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
     stop, steps = context.Event(), context.Queue()
     count = min(jobs, len(runs))
     pool = ProcessPoolExecutor(count, mp_context=context, initializer=_initialize_worker, initargs=(stop, steps))

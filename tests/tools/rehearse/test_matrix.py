@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -232,7 +233,8 @@ def test_a_case_whose_process_is_killed_is_a_failure_and_no_end(waiting, checkou
         assert [case["error"] for case in found.values()] == ["its process ended with exit code -9"] * 2
     finally:
         for pid in noted:
-            os.kill(int(pid), signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(pid), signal.SIGKILL)
 
 
 def test_a_page_without_marks(hosts):
