@@ -57,8 +57,9 @@ class MaskRule:
     Attributes:
         label: the mask's name in metrics, unique among the masks of a loss.
         log_ratio: log-ratio that the statistic is computed from.
-        level: what the statistic is pooled over. ``prefix_excess`` is the level of preset ``cppo`` alone: recipes can't
-            write it, and it needs ``allowance``.
+        level: what the statistic is pooled over. Recipes can't write two levels, each of one preset alone:
+            ``prefix_excess`` of ``cppo``, which needs ``allowance``, and ``sequence_mean_size`` of ``vaco``, where a
+            token's value is the mean size of the statistic over its sequence, with the sign of its own log-ratio.
         statistic: what is compared with the bounds.
         low: smallest value kept, in the units of the pooled statistic (a logarithm for ``ratio``); -inf: no bound.
         high: largest value kept, in the same units; inf: no bound.
@@ -72,7 +73,7 @@ class MaskRule:
 
     label: str
     log_ratio: LogRatio
-    level: Level | Literal["prefix_excess"]
+    level: Level | Literal["prefix_excess", "sequence_mean_size"]
     statistic: Statistic
     low: float
     high: float
@@ -96,7 +97,7 @@ class MaskRule:
     @property
     def is_per_token(self) -> bool:
         """True if the rule judges tokens, False if it judges sequences."""
-        return self.level == "token" or self.is_prefix
+        return self.level in ("token", "sequence_mean_size") or self.is_prefix
 
     def implies(self, other: MaskRule) -> bool:
         """Return True if ``other`` keeps everything that this rule keeps, whatever the batch."""

@@ -8,12 +8,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, model_validator
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from nemo_geomask.config.masks import (
     Allowance,
     Interval,
+    LogRatio,
     MaskBase,
     MaskPreset,
     MaskRule,
@@ -170,6 +171,36 @@ class Cppo(_DppoOfDifferences):
         return replace(super().rule(), level="prefix_excess", allowance=allowance)
 
 
+class Vaco(MaskBase):
+    """Drop tokens of a sequence whose mean distance exceeds delta, if the update would increase the token's distance.
+
+    The distance of a token is the size of its statistic: |p - q| (binary total variation), a binary KL, or |ρ - 1|. The
+    mean of |ρ - 1| over tokens that q sampled estimates twice their total variation. arXiv:2603.01365, as in
+    open-instruct PR 1755 (prob_diff, binary_kl) and PR 1681 (ratio_diff).
+    """
+
+    preset: Literal["vaco"]
+    delta: float = Field(gt=0, description="Largest mean distance of a sequence kept; for binary_kl in nats.")
+    statistic: Literal["prob_diff", "binary_kl", "ratio_diff"] = Field(
+        description="Distance of a token: prob_diff: |p - q|; binary_kl: KL(q ‖ p) of {the token, any other}; "
+        "ratio_diff: |p/q - 1|."
+    )
+    log_ratio: LogRatio = Field(
+        default="mismatch", description="p and q: mismatch: prev and gen; policy: curr and prev; total: curr and gen."
+    )
+
+    @model_validator(mode="after")
+    def _check_delta(self) -> Vaco:
+        if self.statistic == "prob_diff" and self.delta >= 1:
+            raise ValueError(f"a delta of {self.delta:g} on prob_diff, which is at most 1, removes nothing")
+        return self
+
+    def rule(self) -> MaskRule:
+        """Return the mask as a rule of level ``sequence_mean_size``, which recipes can't write in the raw form."""
+        rule = self.build_rule(self.log_ratio, "token", self.statistic, None, self.delta, "pushing")
+        return replace(rule, level="sequence_mean_size", low=-self.delta)
+
+
 class KPop(MaskBase):
     """Keep tokens whose binary KLs between training and generation engine, in both directions, are at most max.
 
@@ -198,7 +229,9 @@ class M2po(MaskBase):
         return replace(self.build_rule("mismatch", "token", "k2", None, None), until_mean=self.tau / 2)
 
 
-MaskSpec = Geometric | Product | IcePop | Veto | Opsm | TrustRegion | DppoTv | DppoKl | Cppo | KPop | M2po | RawMask
+MaskSpec = (
+    Geometric | Product | IcePop | Veto | Opsm | TrustRegion | DppoTv | DppoKl | Cppo | Vaco | KPop | M2po | RawMask
+)
 PRESETS: Mapping[str, type[MaskBase]] = {
     typing.get_args(model.model_fields["preset"].annotation)[0]: model
     for model in typing.get_args(MaskSpec)
@@ -236,6 +269,7 @@ PUBLISHED_SETTINGS: Mapping[str, PublishedSettings] = {
     "dppo_tv": PublishedSettings({"delta": 0.15}, "verl's example for DPPO, arXiv:2602.04879"),
     "dppo_kl": PublishedSettings({"delta": 0.05}, "verl's example for DPPO, arXiv:2602.04879"),
     "cppo": PublishedSettings({"delta": 0.15}, "CPPO, arXiv:2606.10968"),
+    "vaco": PublishedSettings({"statistic": "ratio_diff", "delta": 0.2}, "VACO, arXiv:2603.01365, delta as reviewed"),
     "kpop": PublishedSettings({"max": 0.1}, "prime-rl PR 3283"),
     "m2po": PublishedSettings({"tau": 0.04}, "M2PO, arXiv:2510.01161"),
 }

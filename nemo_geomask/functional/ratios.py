@@ -38,7 +38,7 @@ LOG_RATIO_LIMIT = 40.0
 
 float32 overflows at 88.7, and the loss multiplies a ratio by a weight and an advantage and sums the products over
 thousands of tokens. With ratios of at most ``exp(40)``, finite inputs give a finite loss."""
-Statistic = Literal["ratio", "k2", "k3"]
+Statistic = Literal["ratio", "k2", "k3", "ratio_diff"]
 BinaryStatistic = Literal["prob_diff", "binary_kl", "binary_kl_reverse", "binary_kl_max"]
 
 
@@ -118,16 +118,17 @@ def k3(log_ratio: Tensor) -> Tensor:
 def token_statistic(log_ratio: Tensor, statistic: str) -> Tensor:
     r"""Return the per-token value that a mask pools, for a log-ratio x = log ρ with the sampler in the denominator.
 
-    ============ ======================== ==========================================================
-    statistic    value                    pooled mean estimates
-    ============ ======================== ==========================================================
-    ``ratio``    :math:`x`                log of the geometric mean of ρ; bounds are taken as logs
-    ``k2``       :math:`x^2 / 2`          half the mean squared log-ratio
-    ``k3``       :math:`e^x - 1 - x`      KL(sampler ‖ other) with tokens from the sampler
-    ============ ======================== ==========================================================
+    ============== ==================== ==========================================================
+    statistic      value                pooled mean estimates
+    ============== ==================== ==========================================================
+    ``ratio``      :math:`x`            log of the geometric mean of ρ; bounds are taken as logs
+    ``k2``         :math:`x^2 / 2`      half the mean squared log-ratio
+    ``k3``         :math:`e^x - 1 - x`  KL(sampler ‖ other) with tokens from the sampler
+    ``ratio_diff`` :math:`e^x - 1`      its size :math:`|e^x - 1|`: twice the total variation
+    ============== ==================== ==========================================================
 
     In a mean, positive and negative x cancel (the geometric mean of ρ = ¼, 1, 4 is 1); k2 and k3, which are
-    non-negative, don't.
+    non-negative, don't. ``ratio_diff`` is constant where x > 40.
 
     Args:
         log_ratio: x, any shape, float32 or float64.
@@ -135,7 +136,8 @@ def token_statistic(log_ratio: Tensor, statistic: str) -> Tensor:
 
     Returns: same shape and dtype, nats (k2: nats²).
     Raises: ArgumentError: an unknown statistic. ShapeError: half precision or integers.
-    Source: Schulman, "Approximating KL divergence" (2020); trust-region masking, arXiv:2512.23075.
+    Source: Schulman, "Approximating KL divergence" (2020); trust-region masking, arXiv:2512.23075; ``ratio_diff``:
+    VACO, arXiv:2603.01365, as in open-instruct PR 1681.
     """
     check_choice("statistic", statistic, get_args(Statistic))
     check_layout(log_ratio=log_ratio)
@@ -143,6 +145,8 @@ def token_statistic(log_ratio: Tensor, statistic: str) -> Tensor:
         return log_ratio
     if statistic == "k2":
         return log_ratio.square() / 2
+    if statistic == "ratio_diff":
+        return torch.expm1(clamp(log_ratio, -math.inf, LOG_RATIO_LIMIT))
     return k3(log_ratio)
 
 

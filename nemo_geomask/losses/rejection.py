@@ -39,6 +39,7 @@ class PooledRule(NamedTuple):
     highest: PooledStatistic | None = None  # compared with the upper bound
     advantage: PooledStatistic | None = None  # mean over the sequence, for a rule that depends on its sign
     position: PooledStatistic | None = None  # number of trained tokens up to and including each, for rule.allowance
+    mean_size: PooledStatistic | None = None  # mean absolute value over the sequence, for level sequence_mean_size
 
 
 def request_rules(pool: SequencePool, batch: TokenBatch, rules: Iterable[MaskRule]) -> list[PooledRule]:
@@ -52,6 +53,8 @@ def _request_rule(pool: SequencePool, batch: TokenBatch, rule: MaskRule) -> Pool
     if rule.allowance is not None:
         return PooledRule(rule, position=pool.request(torch.ones_like(batch.gen), "prefix_sum"))
     values = _token_values(batch, rule)
+    if rule.level == "sequence_mean_size":
+        return PooledRule(rule, mean_size=pool.request(values.abs(), "mean"))
     if rule.level == "sequence_max":
         lowest, highest = pool.request(values, "min"), pool.request(values, "max")
     else:
@@ -127,11 +130,16 @@ def rule_values(pooled_rule: PooledRule, batch: TokenBatch, stats: SequenceStats
 
     Returns: two float32 tensors and a bool tensor, in token layout for a rule that judges tokens, else [S].
     """
-    rule, lowest, highest, _, position = pooled_rule
+    rule, lowest, highest, _, position, mean_size = pooled_rule
     if lowest is not None and highest is not None:
         if rule.is_per_token:
             return lowest.value.float(), highest.value.float(), stats.is_trained
         return lowest.value, highest.value, ~stats.is_empty
+    if mean_size is not None:
+        # The sequence decides how far is too far, and each token's own direction which updates push it there.
+        direction = torch.sign(batch.detached_log_ratio(rule.log_ratio))
+        values = direction * batch.segments.spread(mean_size.value)
+        return values, values, stats.is_trained
     values = _token_values(batch, rule)
     if rule.allowance is not None and position is not None:
         values = _excess(values, rule.allowance, position.value, batch, stats).float()
@@ -143,7 +151,7 @@ def _token_values(batch: TokenBatch, rule: MaskRule) -> Tensor:
     if rule.plugin_statistic is not None:
         values: Tensor = rule.plugin_statistic.of(*batch.compared_logprobs(rule.log_ratio))
         return zero_outside(batch.is_trained, values)
-    if rule.statistic in ("ratio", "k2", "k3"):
+    if rule.statistic in ("ratio", "k2", "k3", "ratio_diff"):
         return F.token_statistic(batch.detached_log_ratio(rule.log_ratio), rule.statistic)
     return F.binary_statistic(*batch.compared_logprobs(rule.log_ratio), rule.statistic)
 

@@ -50,7 +50,7 @@ class Rule:
 
     @property
     def by_token(self) -> bool:
-        return self.level == "token" or self.level.startswith("prefix")
+        return self.level in ("token", "mean_size") or self.level.startswith("prefix")
 
 
 def rules(masks: Any) -> list[Rule]:
@@ -67,6 +67,8 @@ def rules(masks: Any) -> list[Rule]:
         elif preset == "cppo":
             bounds = (-(mask.delta_low or mask.delta), mask.delta, "pushing", None, None, mask)
             rule = ("cppo", mask.log_ratio, "prefix_excess", "prob_diff", *bounds)
+        elif preset == "vaco":
+            rule = ("vaco", mask.log_ratio, "mean_size", mask.statistic, -mask.delta, mask.delta, "pushing")
         elif preset in ("dppo_tv", "dppo_kl"):
             statistic = {"dppo_tv": "prob_diff", "dppo_kl": "binary_kl"}[preset]
             low = -(mask.delta_low or mask.delta)
@@ -415,12 +417,18 @@ class _Evaluation:
                 "total": (token["c"], token["gen"]),
             }[rule.log_ratio]
             x = one - other
-            if rule.statistic in ("ratio", "k2", "k3"):
-                values.append({"ratio": x, "k2": x * x / 2, "k3": exp(x) - 1 - x}[rule.statistic])
+            if rule.statistic in ("ratio", "k2", "k3", "ratio_diff"):
+                values.append(
+                    {"ratio": x, "k2": x * x / 2, "k3": exp(x) - 1 - x, "ratio_diff": exp(x) - 1}[rule.statistic]
+                )
             else:
                 values.append(binary(rule.statistic, math.exp(one), math.exp(other)))
         if rule.level in ("token", "sequence_max"):
             return values
+        if rule.level == "mean_size":
+            # 2603.01365: the sequence's mean distance, on the side to which the token's own probability is off.
+            distance = sum(abs(value) for value in values) / len(values)
+            return [distance if value > 0 else -distance if value < 0 else 0.0 for value in values]
         if rule.level.startswith("sequence"):
             return [mean(values) if rule.level == "sequence_mean" else sum(values)]
         if rule.cppo is not None:

@@ -49,6 +49,7 @@ RULES = {
     "kpop": [MASKS["kpop"]],
     "budget": [BUDGETS["m2po"], BUDGETS["worst_sequences"]],
     "cppo": [MASKS["cppo"]],
+    "vaco": [MASKS["vaco"], MASKS["vaco_kl"], MASKS["vaco_ratio"]],
     "prefix": [MASKS[name] for name in MASKS if name.startswith("prefix")],
 }
 

@@ -405,6 +405,64 @@ class TestDppo:
         assert (found["geomask/mask/kpop/removed_low"], found["geomask/mask/kpop/removed_high"]) == (0.25, 0.25)
 
 
+class TestVaco:
+    """arXiv:2603.01365: where a sequence is too far off on average, drop the tokens that the update pushes further."""
+
+    # p - q is 0.3, -0.1, 0 and 0.2: the mean size is 0.15.
+    Q = torch.tensor([0.2, 0.6, 0.5, 0.3])
+    P = torch.tensor([0.5, 0.5, 0.5, 0.5])
+
+    def batch(self, advantage: Any = 1.0, pad: int = 0) -> Batch:
+        return batches.one_row(curr=self.P.log(), prev=self.P.log(), gen=self.Q.log(), advantage=advantage, pad=pad)
+
+    def mask(self, delta: float, **settings: Any) -> dict[str, Any]:
+        return {"preset": "vaco", "statistic": "prob_diff", "delta": delta, **settings}
+
+    @pytest.mark.parametrize("pad", [0, 30])
+    def test_the_mean_decides_and_the_direction_selects(self, pad):
+        for advantage, dropped in ((1.0, [0, 3]), (-1.0, [1])):
+            batch = self.batch(advantage, pad)
+            assert kept(self.mask(0.149), batch) == [k not in dropped for k in range(4)]
+            assert kept(self.mask(0.151), batch) == [True] * 4
+        # A single token may be much further off than delta.
+        assert kept({"preset": "dppo_tv", "delta": 0.151, "log_ratio": "total"}, self.batch()) == [
+            False,
+            True,
+            True,
+            False,
+        ]
+
+    def test_each_token_has_its_own_advantage(self):
+        advantage = torch.tensor([-1.0, -1.0, 1.0, 1.0])
+        assert kept(self.mask(0.1), self.batch(advantage)) == [True, False, True, False]
+        found = [removed(self.mask(0.1), self.batch(advantage), side) for side in ("", "_low", "_high")]
+        assert found == [0.5, 0.25, 0.25]
+
+    def test_sequences_are_judged_one_by_one(self):
+        quiet = batches.one_row(curr=self.P.log(), prev=self.P.log(), gen=self.P.log() - 0.01)
+        both = batches.stack(self.batch(), quiet)
+        assert kept(self.mask(0.1), both) == [False, True, True, False] + [True] * 4
+
+    def test_statistics(self):
+        # |p/q - 1|: 1.5, 1/6, 0, 2/3; KL(q, p) of the pairs: 0.19274, 0.02014, 0, 0.08228.
+        for statistic, mean in (("ratio_diff", 7 / 12), ("binary_kl", 0.073790)):
+            for delta, dropped in ((mean * 0.999, [0, 3]), (mean * 1.001, [])):
+                mask = self.mask(delta, statistic=statistic)
+                assert kept(mask, self.batch()) == [k not in dropped for k in range(4)]
+
+    def test_the_bound_is_inclusive(self):
+        batch = batches.one_row(curr=[log(0.75)], prev=[log(0.75)], gen=[log(0.75) - math.log(2.0)])
+        value = torch.expm1(batch.data["prev_logprobs"] - batch.data["generation_logprobs"])[0, 1].item()
+        below = torch.nextafter(torch.tensor(value), torch.tensor(0.0)).item()
+        assert kept(self.mask(value, statistic="ratio_diff"), batch) == [True]
+        assert kept(self.mask(below, statistic="ratio_diff"), batch) == [False]
+
+    def test_impossible_distance(self):
+        with pytest.raises(ConfigError, match="a delta of 1 on prob_diff, which is at most 1, removes nothing"):
+            build_loss({"masks": [self.mask(1.0)]})
+        build_loss({"masks": [self.mask(2.0, statistic="ratio_diff")]})
+
+
 @pytest.mark.parametrize("level", ["sequence_mean", "sequence_max"])
 def test_divergence_bounds_are_inclusive(level):
     # k2 of log-ratio 1 is exactly 1/2.

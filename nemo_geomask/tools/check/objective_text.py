@@ -138,6 +138,7 @@ _STATISTIC_FORMULA = {
     "binary_kl_reverse": "±KL_b(p_t ‖ q_t)",
     "binary_kl_max": "±max(KL_b(q_t ‖ p_t), KL_b(p_t ‖ q_t))",
 }
+_SIZE_FORMULA = {"prob_diff": "|p_s − q_s|", "binary_kl": "KL_b(q_s ‖ p_s)", "ratio_diff": "|exp(x_s) − 1|"}
 _PROBABILITIES = {
     "mismatch": "p = exp(prev), q = exp(gen)",
     "policy": "p = exp(curr), q = exp(prev)",
@@ -147,6 +148,7 @@ _STATISTIC_NAME = {
     "ratio": "ratio",
     "k2": "k2 divergence",
     "k3": "k3 divergence",
+    "ratio_diff": "ratio minus 1",
     "prob_diff": "difference of probabilities",
     "binary_kl": "binary KL",
     "binary_kl_reverse": "reverse binary KL",
@@ -212,7 +214,10 @@ def _format_bounds(rule: MaskRule) -> tuple[str | None, str | None]:
 def _keep_condition(rule: MaskRule) -> str:
     low, high = _format_bounds(rule)
     statistic = _STATISTIC_FORMULA.get(rule.statistic, f"{_attribute(rule.statistic)}(p_t, q_t)")
-    value = _POOLING_FORMULA[rule.level].format(statistic.replace("_t", "_s") if rule.is_prefix else statistic)
+    if rule.level == "sequence_mean_size":
+        low, value = None, f"mean_s {_SIZE_FORMULA[rule.statistic]}"
+    else:
+        value = _POOLING_FORMULA[rule.level].format(statistic.replace("_t", "_s") if rule.is_prefix else statistic)
     if rule.has_budget:
         value, high = f"|{value}|", "b"
     elif rule.statistic == "ratio":
@@ -243,6 +248,7 @@ def _describe_dropped(rule: MaskRule) -> str:
         "prefix_mean": f"tokens up to which the {quantity} has {mean} that",
         "prefix_min": f"tokens up to which the smallest {quantity}",
         "prefix_max": f"tokens up to which the largest {quantity}",
+        "sequence_mean_size": f"tokens of sequences whose tokens' {quantity} has a mean size that",
         "prefix_excess": f"tokens whose weighted {quantity}, or its sum over the prefix minus the prefix's budget,",
     }[rule.level]
     if rule.has_budget:
@@ -254,6 +260,8 @@ def _describe_dropped(rule: MaskRule) -> str:
         return f"{subject} is largest in size, {budget}"
     one_sided = f"is below {low}" if low else f"is above {high}"
     violation = f"is outside [{low}, {high}]" if low and high else one_sided
+    if rule.level == "sequence_mean_size":
+        violation = f"is above {high}"
     condition = {
         "always": "",
         "negative_advantage": ", if the advantage is negative",

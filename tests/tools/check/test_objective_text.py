@@ -89,6 +89,10 @@ def test_every_symbol_used_is_defined(name):
             "or A does not push it further out",
         ),
         (
+            {"masks": [{"preset": "vaco", "statistic": "ratio_diff", "delta": 0.2}]},
+            "k_vaco = 1 where mean_s |exp(x_s) − 1| ≤ 0.2, x = prev − gen, or A does not push it further out",
+        ),
+        (
             {"masks": [{"preset": "kpop", "max": 0.1}]},
             "k_kpop = 1 where -0.1 ≤ ±max(KL_b(q_t ‖ p_t), KL_b(p_t ‖ q_t)) ≤ 0.1, p = exp(prev), q = exp(gen)",
         ),

@@ -72,8 +72,11 @@ def _rho(settings: PeerSettings) -> Conversion:
     yield from weight_settings(level, "tis" if low or high else None, low, high or NO_BOUND)
     mask_low, mask_high = settings.number("rho_mask_lower_bound"), settings.number("rho_mask_upper_bound")
     if settings["rho_mask_tv_divergence"] and (mask_low or mask_high):
-        text = "rho_mask_tv_divergence: the sequence's mean of |ρ - 1| as a bound on single tokens has no counterpart"
-        yield Remark(text, ("rho_mask_tv_divergence",))
+        if mask_low:
+            text = f"rho_mask_lower_bound: {mask_low:g} drops tokens of sequences that are too close to the sampler"
+            yield Remark(f"{text}; the mask vaco has no such bound", ("rho_mask_lower_bound",))
+        if mask_high:
+            yield Assign("masks", {"preset": "vaco", "statistic": "ratio_diff", "delta": mask_high})
     elif mask_low or mask_high:
         bounds = {name: bound for name, bound in (("min", mask_low), ("max", mask_high)) if bound}
         yield Assign("masks", {"preset": "geometric" if level == "sequence_mean" else "icepop", **bounds})
