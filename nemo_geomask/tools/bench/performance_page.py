@@ -22,6 +22,7 @@ from nemo_geomask.tools.bench.result_columns import (
     page_table,
 )
 from nemo_geomask.tools.bench.result_tables import group_rows
+from nemo_geomask.tools.bench.speed_targets import check_linear, check_logprobs, check_loss
 from nemo_geomask.tools.shared.markdown import markdown_table, replace_marked_text
 from nemo_geomask.tools.shared.terminal_tables import ABSENT
 
@@ -31,7 +32,8 @@ __all__ = ["rewrite"]
 def rewrite(text: str, folder: Path) -> str:
     """Return the page with tables generated from the JSON files in ``folder``.
 
-    The tables of a benchmark are between ``<!-- NAME: begin -->`` and ``<!-- NAME: end -->``.
+    The tables of a benchmark are between ``<!-- NAME: begin -->`` and ``<!-- NAME: end -->``. The verdicts are those of
+    the present targets on the recorded figures, not those that were recorded with them.
 
     Raises:
         ArgumentError: the markers of a benchmark are missing.
@@ -66,7 +68,7 @@ def _logprobs(result: Row) -> str:
             "Our time, and how many times longer each peer takes:",
             markdown_table(head, [_comparison(case, peers) for case in (first, *rest)]),
         ]
-    return "\n\n".join([*blocks, _targets(result["bars"])])
+    return "\n\n".join([*blocks, _targets(check_logprobs(result["cases"], result["machine"]["device"]))])
 
 
 def _unmeasured(case: Row) -> str:
@@ -116,7 +118,7 @@ def _loss(result: Row) -> str:
     if times:
         title = "{sequences} packed sequences of {tokens} tokens, the longest {longest}: {clock_name}."
         blocks += [title.format(**skewed, clock_name=clock_name), markdown_table(["way", clock_name], times)]
-    return "\n\n".join([*blocks, _targets(result["bars"])])
+    return "\n\n".join([*blocks, _targets(check_loss(result, result["machine"]["device"]))])
 
 
 def _linear(result: Row) -> str:
@@ -138,7 +140,7 @@ def _linear(result: Row) -> str:
         )
         rows = [{"path": path, **row} for path, row in counts["paths"].items() if "error" not in row]
         blocks += [title.format(**counts), page_table(COLLECTIVE_COLUMNS, rows)]
-    return "\n\n".join([*blocks, _targets(result["bars"])])
+    return "\n\n".join([*blocks, _targets(check_linear(result["cases"], result["machine"]["device"]))])
 
 
 def _segments(result: Row) -> str:
