@@ -17,9 +17,9 @@ EXIT_STATUS = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments and its help."""
     parser.description = (
-        "Measure log-probs, losses and sequence statistics of nemo_geomask and of every peer that can be imported, in "
-        "mixed order: median times with quartiles, memory traffic, peak memory, kernel launches, collectives and "
-        "errors against float64."
+        "Measure log-probs, losses, sequence statistics and steps of a decoder, of nemo_geomask and of every peer that "
+        "can be imported, in mixed order: median times with quartiles, memory traffic, peak memory, kernel launches, "
+        "collectives and errors against float64."
     )
     bench.add_arguments(parser)
 

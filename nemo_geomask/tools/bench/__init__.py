@@ -1,4 +1,4 @@
-"""Benchmarks of our log-probs, losses and sequence statistics, together with every peer that can be imported.
+"""Benchmarks of our log-probs, losses, sequence statistics and steps, with every peer that can be imported.
 
 They need torch and, on a GPU, Triton. Peers that can't be imported are listed with the reason.
 """

@@ -12,9 +12,9 @@ import torch
 from nemo_geomask.errors import ConfigError
 from nemo_geomask.kernels import KERNELS
 
-__all__ = ["BENCHMARKS", "SCALE", "add_arguments", "refuse_unread_options", "set_defaults"]
+__all__ = ["BENCHMARKS", "SCALE", "add_arguments", "refuse_unread_options", "with_defaults"]
 
-BENCHMARKS = ("logprobs", "linear", "loss", "segments")
+BENCHMARKS = ("logprobs", "linear", "loss", "segments", "step")
 SCALE = "scale"
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 # On a GPU, cases large enough to fill it; on a CPU, cases that end within a minute.
@@ -40,6 +40,31 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "repeats": 9,
         "batch": [16, 2048],
         "hidden": [1024],
+    },
+}
+# For each benchmark, the defaults that differ from these.
+_OWN_DEFAULTS: dict[str, dict[str, dict[str, Any]]] = {
+    "linear": {"cuda": {"vocab": [151_936]}},
+    "segments": {"cuda": {"repeats": 50}, "cpu": {"repeats": 50}},
+    "step": {
+        "cuda": {
+            "tokens": [8192, 16_384, 32_768, 65_536],
+            "vocab": [151_936],
+            "layers": 4,
+            "hidden": [2048],
+            "heads": 16,
+            "repeats": 9,
+        },
+        "cpu": {
+            "tokens": [256],
+            "vocab": [32_768],
+            "layers": 4,
+            "hidden": [128],
+            "heads": 4,
+            "dtypes": [torch.float32],
+            "memory_limit": 0.125,
+            "repeats": 5,
+        },
     },
 }
 
@@ -78,7 +103,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="scale: peak of the measured GPU for dense bfloat16 products (default: 989)",
     )
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if torch sees a GPU")
-    parser.add_argument("--tokens", type=_list(_positive), metavar="T,T,...", help="rows of logits")
+    parser.add_argument(
+        "--tokens", type=_list(_positive), metavar="T,T,...", help="rows of logits; step: length of the sequence"
+    )
     parser.add_argument("--vocab", type=_list(_positive), metavar="V,V,...", help="size of the global vocabulary")
     parser.add_argument(
         "--tp",
@@ -106,10 +133,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--paths",
         metavar="P,P,...",
-        help="logprobs, linear: paths to measure, each by its name, which may contain commas, or by a part of its name",
+        help="logprobs, linear, step: paths to measure, each by its name, which may contain commas, or by a part of it",
     )
     parser.add_argument("--kernel", choices=KERNELS, help="kernel of our paths (default: auto)")
-    parser.add_argument("--hidden", type=_list(_positive), metavar="H,H,...", help="linear: size of the hidden states")
+    parser.add_argument(
+        "--hidden", type=_list(_positive), metavar="H,H,...", help="linear, step: size of the hidden states"
+    )
+    parser.add_argument("--layers", type=_positive, metavar="N", help="step: number of the decoder's layers")
+    parser.add_argument("--heads", type=_positive, metavar="N", help="step: number of attention heads")
+    parser.add_argument(
+        "--memory-limit",
+        type=_above_zero,
+        metavar="GB",
+        help="step: memory that a step may take beyond weights and batch, for the longest sequence that fits (default "
+        "on a GPU: until torch is out of memory; on a CPU: 0.125)",
+    )
     parser.add_argument(
         "--batch", type=_list(_positive), metavar="B,T", help="loss: number of padded sequences and their length"
     )
@@ -122,30 +160,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, metavar="DIR", help="write <benchmark>-<machine>-<date>.json there")
 
 
-def set_defaults(arguments: argparse.Namespace, device: torch.device) -> None:
-    """Set the arguments that the user left out to the defaults of the device."""
+def with_defaults(arguments: argparse.Namespace, device: torch.device, benchmark: str) -> argparse.Namespace:
+    """Return the arguments, in which those that the user left out have the benchmark's defaults for the device."""
     defaults = _DEFAULTS[device.type] | {"kernel": "auto", "seed": 0, "dtypes": [torch.bfloat16]}
-    for key, value in defaults.items():
-        if getattr(arguments, key) is None:
-            setattr(arguments, key, value)
+    defaults |= _OWN_DEFAULTS.get(benchmark, {}).get(device.type, {})
+    chosen = {key: value for key, value in vars(arguments).items() if value is not None}
+    return argparse.Namespace(**{**vars(arguments), **defaults, **chosen})
 
 
 # The benchmarks that read each option.
 _BENCHMARKS_OF_OPTION: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("device", "repeats", "threads"), BENCHMARKS),
-    **dict.fromkeys(("tokens", "vocab", "kernel", "seed"), ("logprobs", "linear", "loss")),
+    **dict.fromkeys(("tokens", "vocab", "seed"), ("logprobs", "linear", "loss", "step")),
+    "kernel": ("logprobs", "linear", "loss"),
     "temperatures": ("logprobs", "loss"),
-    **dict.fromkeys(("tp", "entropy", "dtypes"), ("logprobs", "linear")),
+    **dict.fromkeys(("tp", "entropy"), ("logprobs", "linear")),
+    "dtypes": ("logprobs", "linear", "step"),
     "fractions": ("logprobs", "linear", SCALE),
     **dict.fromkeys(("recipe", "gpus", "mfu", "measured", "peak"), (SCALE,)),
     "grid": ("logprobs",),
-    "paths": ("logprobs", "linear"),
+    "paths": ("logprobs", "linear", "step"),
     **dict.fromkeys(("batch", "compile"), ("loss",)),
-    "hidden": ("linear",),
+    "hidden": ("linear", "step"),
+    **dict.fromkeys(("layers", "heads", "memory_limit"), ("step",)),
 }
 # For each benchmark, the options that take only one value.
 _SINGLE_VALUED: dict[str | None, tuple[str, ...]] = {
     "loss": ("tokens", "vocab", "temperatures"),
+    "step": ("vocab", "hidden", "dtypes"),
     SCALE: ("fractions",),
 }
 
@@ -157,7 +199,9 @@ def refuse_unread_options(arguments: argparse.Namespace) -> None:
         value = getattr(arguments, option)
         if selected.isdisjoint(benchmarks) and value is not None and value is not False:
             command = " ".join(["bench", *filter(None, [arguments.benchmark])])
-            raise ConfigError(f"--{option} is for bench {' and '.join(benchmarks)}; {command} does not read it")
+            raise ConfigError(
+                f"--{option.replace('_', '-')} is for bench {' and '.join(benchmarks)}; {command} does not read it"
+            )
     for option in _SINGLE_VALUED.get(arguments.benchmark, ()):
         if len(values := getattr(arguments, option) or ()) > 1:
             raise ConfigError(f"--{option}: bench {arguments.benchmark} takes one value, not {len(values)}")

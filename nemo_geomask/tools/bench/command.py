@@ -17,6 +17,7 @@ from nemo_geomask.tools.bench import (
     result_tables,
     segment_bench,
     speed_targets,
+    step_bench,
     traffic,
 )
 from nemo_geomask.tools.bench.bench_arguments import (
@@ -24,17 +25,23 @@ from nemo_geomask.tools.bench.bench_arguments import (
     SCALE,
     add_arguments,
     refuse_unread_options,
-    set_defaults,
+    with_defaults,
 )
 from nemo_geomask.tools.bench.linear_cases import LinearCase
 from nemo_geomask.tools.bench.logprob_cases import LogprobCase
-from nemo_geomask.tools.bench.paths import PATHS, Absent, LogprobPath, Setting, linear_paths
+from nemo_geomask.tools.bench.paths import PATHS, Absent, LogprobPath, Setting, linear_paths, step_paths
+from nemo_geomask.tools.bench.step_cases import StepCase
 from nemo_geomask.tools.shared.json_output import to_json
 
 __all__ = ["add_arguments", "run", "select_paths"]
 
 _SEGMENT_SIZES = {"tokens": 65_536, "sequences": 32}
-_SEGMENT_REPEATS = 50
+# Names of the paths of each benchmark that has several.
+_PATH_NAMES = {
+    "logprobs": tuple(path.name for path in PATHS),
+    "linear": tuple(linear_paths.PATHS),
+    "step": tuple(step_paths.PATHS),
+}
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -53,36 +60,33 @@ def run(arguments: argparse.Namespace) -> int:
     refuse_unread_options(arguments)
     if arguments.benchmark == SCALE:
         return _scale(arguments)
-    names = tuple(linear_paths.PATHS) if arguments.benchmark == "linear" else tuple(path.name for path in PATHS)
-    path_names = select_paths(arguments.paths, names)
+    selected = arguments.benchmark if arguments.benchmark in _PATH_NAMES else "logprobs"
+    path_names = {**_PATH_NAMES, selected: select_paths(arguments.paths, _PATH_NAMES[selected])}
     device = torch.device(arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if arguments.threads is not None:
         torch.set_num_threads(arguments.threads)
-    segment_repeats, has_vocab = arguments.repeats or _SEGMENT_REPEATS, arguments.vocab is not None
-    set_defaults(arguments, device)
-    # Without --vocab, bench linear measures one vocabulary and not the sweep of bench logprobs.
-    linear_vocab = arguments.vocab if has_vocab else arguments.vocab[:1]
-    if len(arguments.batch) != 2:
+    if arguments.batch is not None and len(arguments.batch) != 2:
         raise ConfigError(
             f"--batch needs two numbers, the number of sequences and their length, but it has {len(arguments.batch)}: "
             f"{', '.join(map(str, arguments.batch))}"
         )
-    setting = Setting(device, kernel=arguments.kernel)
+    setting = Setting(device, kernel=arguments.kernel or "auto")
     machine = result_files.describe_machine(device)
     print(
         f"{machine['name']}, torch {machine['torch']}, {machine['threads']} threads, load {machine['load']}, "
         f"{machine['date']}\n"
     )
-    runs: dict[str, Callable[[], dict[str, Any]]] = {
-        "logprobs": lambda: _logprobs(arguments, setting, [path for path in PATHS if path.name in path_names]),
-        "linear": lambda: _linear(
-            arguments, setting, path_names if arguments.benchmark else tuple(linear_paths.PATHS), linear_vocab
+    runs: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
+        "logprobs": lambda options: _logprobs(
+            options, setting, [path for path in PATHS if path.name in path_names["logprobs"]]
         ),
-        "loss": lambda: _loss(arguments, setting),
-        "segments": lambda: _segments(device, segment_repeats),
+        "linear": lambda options: _linear(options, setting, path_names["linear"]),
+        "loss": lambda options: _loss(options, setting),
+        "segments": lambda options: _segments(device, options.repeats),
+        "step": lambda options: _step(options, setting, path_names["step"]),
     }
     for benchmark in [arguments.benchmark] if arguments.benchmark else BENCHMARKS:
-        result = runs[benchmark]()
+        result = runs[benchmark](with_defaults(arguments, device, benchmark))
         print(result_tables.format_targets(result.get("bars", [])), flush=True)
         if arguments.out is not None:
             print(f"{result_files.write_result(arguments.out, benchmark, result, device)}\n")
@@ -124,9 +128,7 @@ def _scale(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _linear(
-    arguments: argparse.Namespace, setting: Setting, paths: Sequence[str], vocab: Sequence[int]
-) -> dict[str, Any]:
+def _linear(arguments: argparse.Namespace, setting: Setting, paths: Sequence[str]) -> dict[str, Any]:
     fields: dict[str, Sequence[Any]] = {
         "dtype": arguments.dtypes,
         "fraction": arguments.fractions,
@@ -134,7 +136,7 @@ def _linear(
         "tp": arguments.tp,
         "hidden": arguments.hidden,
         "tokens": arguments.tokens,
-        "vocab": vocab,
+        "vocab": arguments.vocab,
     }
     first = LinearCase(**{name: values[0] for name, values in fields.items()})
     cases = [first, *(first._replace(**{name: value}) for name, values in fields.items() for value in values[1:])]
@@ -214,6 +216,34 @@ def _segments(device: torch.device, repeats: int) -> dict[str, Any]:
     result = segment_bench.benchmark(device, repeats=repeats, **_SEGMENT_SIZES)
     print(result_tables.format_segments(result), flush=True)
     return result
+
+
+def _step(arguments: argparse.Namespace, setting: Setting, paths: Sequence[str]) -> dict[str, Any]:
+    hidden, heads = arguments.hidden[0], arguments.heads
+    if hidden % heads:
+        raise ConfigError(f"--hidden {hidden} can't be divided among --heads {heads}; use a multiple of {heads}")
+    if (shortest := min(arguments.tokens)) < 2:
+        raise ConfigError(f"--tokens {shortest}: bench step needs at least 2, a token and the one that it predicts")
+    cases = [
+        StepCase(tokens, arguments.vocab[0], arguments.layers, hidden, heads, arguments.dtypes[0])
+        for tokens in arguments.tokens
+    ]
+    limit = None if arguments.memory_limit is None else arguments.memory_limit * 1e9
+    try:
+        results = step_bench.benchmark(
+            cases,
+            setting,
+            repeats=arguments.repeats,
+            paths=paths,
+            seed=arguments.seed,
+            report=lambda case: print(result_tables.format_step(case), flush=True),
+        )
+    except Absent as reason:
+        print(f"step: absent: {reason}\n")
+        return {"status": "absent", "reason": str(reason)}
+    longest = step_bench.find_longest_steps(cases[0], setting, memory_limit=limit, paths=paths, seed=arguments.seed)
+    print(result_tables.format_longest(longest), flush=True)
+    return {"cases": results, "longest": longest}
 
 
 def select_paths(text: str | None, names: Sequence[str]) -> tuple[str, ...]:

@@ -15,6 +15,7 @@ from nemo_geomask.tools.bench.logprob_cases import IGNORE, LogprobCase, LogprobS
 from nemo_geomask.tools.bench.loss_cases import (
     LOSSES,
     Data,
+    build_nemo_rl_loss,
     draw_batch,
     global_counts,
     loss_gradient,
@@ -133,11 +134,8 @@ def _packed_step(
 def _nemo_rl_step(
     config: dict[str, Any], curr: Tensor, data: Data, counts: tuple[Tensor, Tensor]
 ) -> Callable[[], Tensor]:
-    from nemo_geomask.hosts.nemo_rl.facts import LOSS_MODULE, build_loss_config
-
-    losses = import_peer(LOSS_MODULE)
+    loss_fn = build_nemo_rl_loss(config)
     batch = import_peer("nemo_rl.distributed.batched_data_dict").BatchedDataDict(data)
-    loss_fn = losses.ClippedPGLossFn(build_loss_config(losses.ClippedPGLossConfig, config))
     seqs, toks = counts
     return lambda: loss_gradient(
         curr,

@@ -9,9 +9,20 @@ import torch
 from torch import Tensor
 
 from nemo_geomask.data_keys import GENERATION_LOGPROBS, PREV_LOGPROBS, REFERENCE_POLICY_LOGPROBS, TOKEN_MASK
+from nemo_geomask.tools.bench.paths.path import import_peer
 from nemo_geomask.tools.bench.timing import Clock, Lap
 
-__all__ = ["LOSSES", "Data", "draw_batch", "global_counts", "loss_gradient", "pack_batch", "read_metrics", "timed"]
+__all__ = [
+    "LOSSES",
+    "Data",
+    "build_nemo_rl_loss",
+    "draw_batch",
+    "global_counts",
+    "loss_gradient",
+    "pack_batch",
+    "read_metrics",
+    "timed",
+]
 
 _WEIGHTS = {"use_importance_sampling_correction": True}
 _CORRECTED = {**_WEIGHTS, "is_correction_level": "sequence_mean"}
@@ -105,6 +116,19 @@ def read_metrics(outputs: tuple[Tensor, Mapping[str, float]]) -> Tensor:
     loss, metrics = outputs
     metrics["loss"]
     return loss
+
+
+def build_nemo_rl_loss(settings: Mapping[str, Any]) -> Any:
+    """Build NeMo-RL's ``ClippedPGLossFn`` from settings that differ from its defaults.
+
+    Raises:
+        Absent: pydantic or NeMo-RL can't be imported.
+    """
+    import_peer("pydantic")
+    from nemo_geomask.hosts.nemo_rl.facts import LOSS_MODULE, build_loss_config
+
+    losses = import_peer(LOSS_MODULE)
+    return losses.ClippedPGLossFn(build_loss_config(losses.ClippedPGLossConfig, settings))
 
 
 def timed(clock: Clock, step: Callable[[], Tensor]) -> Callable[[int], Lap]:

@@ -13,7 +13,9 @@ from nemo_geomask.tools.bench.result_columns import (
     GROUP_COLUMNS,
     LINEAR_COLUMNS,
     LOGPROB_COLUMNS,
+    LONGEST_COLUMNS,
     POOLING_COLUMNS,
+    STEP_COLUMNS,
     TARGET_COLUMNS,
     Row,
     TableColumn,
@@ -21,7 +23,7 @@ from nemo_geomask.tools.bench.result_columns import (
     measured_rows,
     page_table,
 )
-from nemo_geomask.tools.bench.result_tables import group_rows
+from nemo_geomask.tools.bench.result_tables import group_rows, longest_title, step_title
 from nemo_geomask.tools.bench.speed_targets import check_linear, check_logprobs, check_loss
 from nemo_geomask.tools.shared.markdown import markdown_table, replace_marked_text
 from nemo_geomask.tools.shared.terminal_tables import ABSENT
@@ -158,11 +160,25 @@ def _segments(result: Row) -> str:
     return "\n\n".join(blocks)
 
 
+def _step(result: Row) -> str:
+    if "cases" not in result:
+        return str(result["reason"])
+    blocks = []
+    for case in result["cases"]:
+        if "error" in case:
+            blocks.append(f"{case['title']}: {case['error']}.")
+            continue
+        blocks += [f"{step_title(case)}.", page_table(STEP_COLUMNS, measured_rows(case["paths"])), _unmeasured(case)]
+    longest = result["longest"]
+    return "\n\n".join([*blocks, longest_title(longest), page_table(LONGEST_COLUMNS, measured_rows(longest["paths"]))])
+
+
 _WRITERS: dict[str, Callable[[Row], str]] = {
     "logprobs": _logprobs,
     "linear": _linear,
     "loss": _loss,
     "segments": _segments,
+    "step": _step,
 }
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch._C._autograd import DeviceType
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["Collective", "DispatchCounter", "count_host_syncs", "count_kernel_launches", "extra_memory"]
+__all__ = ["Collective", "DispatchCounter", "count_host_syncs", "count_kernel_launches", "extra_memory", "peak_memory"]
 
 _STATUS = Path("/proc/self/status")
 _RESET = Path("/proc/self/clear_refs")
@@ -112,31 +112,41 @@ def _flat(values: Iterable[Any]) -> Iterable[Any]:
             yield value
 
 
+def peak_memory(run: Callable[[], object], device: torch.device) -> int | None:
+    """Return the peak memory of ``run`` in bytes, beyond the memory in use before it.
+
+    On a GPU it is counted by torch's allocator. On a CPU it follows from the peak of the process's resident memory,
+    which a process can reset on Linux; where it can't, ``run`` is not called and the result is None.
+    """
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        run()
+        torch.cuda.synchronize(device)
+        return torch.cuda.max_memory_allocated(device) - before
+    if not _reset_peak():
+        return None
+    before = _resident("VmRSS")
+    run()
+    return _resident("VmHWM") - before
+
+
 def extra_memory(run: Callable[[], Tensor], logits: Tensor) -> int | None:
     """Return the peak memory of ``run`` in bytes, without the memory in use before it and the returned gradient.
 
-    On a GPU they are counted by torch's allocator. On a CPU they follow from the peak of the process's resident memory,
-    which a process can reset on Linux; None if it can't.
+    None where :func:`peak_memory` returns None.
 
     Args:
         run: function that returns a gradient.
         logits: tensor that the gradient is of; if the gradient uses its memory, nothing is subtracted.
     """
-    if logits.device.type == "cuda":
-        torch.cuda.synchronize(logits.device)
-        torch.cuda.reset_peak_memory_stats(logits.device)
-        before = torch.cuda.memory_allocated(logits.device)
-        gradient = run()
-        torch.cuda.synchronize(logits.device)
-        peak = torch.cuda.max_memory_allocated(logits.device)
-    else:
-        if not _reset_peak():
-            return None
-        before = _resident("VmRSS")
-        gradient = run()
-        peak = _resident("VmHWM")
-    has_own_memory = gradient.data_ptr() != logits.data_ptr()
-    return peak - before - (gradient.nbytes if has_own_memory else 0)
+    gradients: list[Tensor] = []
+    peak = peak_memory(lambda: gradients.append(run()), logits.device)
+    if peak is None:
+        return None
+    has_own_memory = gradients[0].data_ptr() != logits.data_ptr()
+    return peak - (gradients[0].nbytes if has_own_memory else 0)
 
 
 def _reset_peak() -> bool:

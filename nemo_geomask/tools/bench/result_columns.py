@@ -13,9 +13,11 @@ __all__ = [
     "GROUP_COLUMNS",
     "LINEAR_COLUMNS",
     "LOGPROB_COLUMNS",
+    "LONGEST_COLUMNS",
     "LOSS_COLUMNS",
     "POOLING_COLUMNS",
     "SKEWED_COLUMNS",
+    "STEP_COLUMNS",
     "TARGET_COLUMNS",
     "Row",
     "TableColumn",
@@ -149,6 +151,25 @@ LOSS_COLUMNS = (
 
 SKEWED_COLUMNS = (TableColumn("way", lambda row: row["way"]), _TIME, _median("CPU ms", "processor_ms"))
 """Columns of the packed row with sequences of very different lengths, with one row for each wrapper."""
+
+STEP_COLUMNS = (
+    _PATH,
+    _TIME,
+    _median("CPU ms", "processor_ms"),
+    *_STAGES,
+    _number("× the decoder", "of_decoder"),
+    _number("peak MB", "peak_bytes", scale=1e6),
+    _error("difference of the loss", "loss"),
+    _error("of the gradients", "gradient"),
+)
+"""Columns of ``bench step``, with one row for each path."""
+
+LONGEST_COLUMNS = (
+    _PATH,
+    TableColumn("longest sequence", lambda row: f"{row['tokens']}" if row["too_long"] else f"≥ {row['tokens']}"),
+    _number("too long", "too_long"),
+)
+"""Columns of the longest sequences of which a step fits into memory, with one row for each path."""
 
 COLLECTIVE_COLUMNS = (
     _PATH,

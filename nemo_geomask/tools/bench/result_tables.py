@@ -9,9 +9,11 @@ from nemo_geomask.tools.bench.result_columns import (
     GROUP_COLUMNS,
     LINEAR_COLUMNS,
     LOGPROB_COLUMNS,
+    LONGEST_COLUMNS,
     LOSS_COLUMNS,
     POOLING_COLUMNS,
     SKEWED_COLUMNS,
+    STEP_COLUMNS,
     TARGET_COLUMNS,
     Row,
     TableColumn,
@@ -24,10 +26,14 @@ __all__ = [
     "format_collectives",
     "format_linear",
     "format_logprobs",
+    "format_longest",
     "format_loss",
     "format_segments",
+    "format_step",
     "format_targets",
     "group_rows",
+    "longest_title",
+    "step_title",
 ]
 
 
@@ -98,6 +104,37 @@ def format_segments(result: Row) -> str:
     title = "one microbatch of {tokens} tokens, {sequences} sequences, TP {tp} × CP {cp}, per rank"
     lines += ["", title.format(**microbatch), terminal_table(GROUP_COLUMNS, group_rows(microbatch))]
     return "\n".join([*lines, ""])
+
+
+def format_step(case: Row) -> str:
+    """Return the text of one case of ``bench step``."""
+    if "error" in case:
+        return f"{case['title']}: {case['error']}\n"
+    return "\n".join([step_title(case), *_path_lines(STEP_COLUMNS, case["paths"]), ""])
+
+
+def step_title(case: Row) -> str:
+    """Return the line above the table of one case of ``bench step``."""
+    return (
+        f"{case['title']}: logits of {case['logits_bytes'] / 1e6:.0f} MB; the decoder alone takes "
+        f"{format_number(case['decoder']['ms']['median'])} ms; loss and gradients of all measured paths agree within "
+        f"{case['tolerance']:g}"
+    )
+
+
+def format_longest(longest: Row) -> str:
+    """Return the text of the longest sequences of which a step fits into memory."""
+    return "\n".join([longest_title(longest), *_path_lines(LONGEST_COLUMNS, longest["paths"]), ""])
+
+
+def longest_title(longest: Row) -> str:
+    """Return the line above the table of the longest sequences, which says what limits them."""
+    if longest["limit_bytes"] is None:
+        return "Longest sequence, in tokens, that fits: torch runs out of memory beyond it."
+    limit = f"{longest['limit_bytes'] / 1e9:g} GB"
+    return (
+        f"Longest sequence, in tokens, of which a step takes at most {limit} beyond weights and batch, a chosen limit."
+    )
 
 
 def group_rows(microbatch: Row) -> list[Row]:

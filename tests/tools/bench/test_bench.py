@@ -460,12 +460,12 @@ def test_bad_arguments_are_named(words, message, capsys):
         (["linear", "--temperatures", "0.7"], "--temperatures is for bench logprobs and loss; bench linear does not"),
         (
             ["segments", "--tokens", "5"],
-            "--tokens is for bench logprobs and linear and loss; bench segments does not",
+            "--tokens is for bench logprobs and linear and loss and step; bench segments does",
         ),
-        (["segments", "--seed", "0"], "--seed is for bench logprobs and linear and loss; bench segments does not"),
+        (["segments", "--seed", "0"], "--seed is for bench logprobs and linear and loss and step; bench segments does"),
         (
             ["scale", "r.yaml", "--vocab", "5"],
-            "--vocab is for bench logprobs and linear and loss; bench scale does",
+            "--vocab is for bench logprobs and linear and loss and step; bench scale",
         ),
         (["scale", "r.yaml", "--fractions", "1,0.5"], "--fractions: bench scale takes one value, not 2"),
         (["loss", "--tokens", "5,6"], "--tokens: bench loss takes one value, not 2"),
@@ -488,13 +488,14 @@ def test_a_vocabulary_that_is_not_whole_shards_is_named(benchmark, vocab, capsys
 
 
 @pytest.mark.slow
-def test_runs_without_pydantic():
-    code = """
+@pytest.mark.parametrize("benchmark", ["loss", "step"])
+def test_runs_without_pydantic(benchmark):
+    code = f"""
         import runpy, sys
         sys.modules["pydantic"] = None
-        sys.argv = ["bench", "loss", "--device", "cpu"]
+        sys.argv = ["bench", "{benchmark}", "--device", "cpu"]
         runpy.run_module("nemo_geomask.tools.bench", run_name="__main__")
     """
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr
-    assert "loss: absent: pydantic can't be imported" in done.stdout
+    assert f"{benchmark}: absent: pydantic can't be imported" in done.stdout

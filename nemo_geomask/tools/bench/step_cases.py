@@ -1,0 +1,152 @@
+"""Cases of ``bench step``: a decoder in plain torch, the sequence that it trains on, and one step of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from nemo_geomask.data_keys import GENERATION_LOGPROBS, PREV_LOGPROBS, REFERENCE_POLICY_LOGPROBS
+from nemo_geomask.parallel import linear_logprobs
+from nemo_geomask.tools.bench.loss_cases import Data, draw_batch, global_counts
+
+__all__ = ["HeadLoss", "StepBatch", "StepCase", "StepDecoder", "build_decoder", "draw_step_batch", "step_gradients"]
+
+_LOGIT_SPREAD = 3.0  # standard deviation of the logits: neither nearly equal nor dominated by one
+
+
+class StepCase(NamedTuple):
+    """One measured shape.
+
+    Attributes:
+        tokens: length of the sequence, T.
+        vocab: size of the vocabulary, V.
+        layers: number of the decoder's layers.
+        hidden: size of a hidden state, H; a multiple of ``heads``.
+        heads: number of attention heads.
+        dtype: type of the weights and activations.
+    """
+
+    tokens: int
+    vocab: int
+    layers: int
+    hidden: int
+    heads: int
+    dtype: torch.dtype
+
+    @property
+    def logits_bytes(self) -> int:
+        """Size of the logits in bytes."""
+        return self.tokens * self.vocab * self.dtype.itemsize
+
+    def describe(self) -> dict[str, Any]:
+        """Return the fields as JSON values."""
+        return {**self._asdict(), "dtype": str(self.dtype).removeprefix("torch.")}
+
+    def __str__(self) -> str:
+        dtype = str(self.dtype).removeprefix("torch.")
+        layers = "1 layer" if self.layers == 1 else f"{self.layers} layers"
+        return f"T={self.tokens}, {layers}, H={self.hidden}, V={self.vocab}, {dtype}"
+
+
+class _DecoderLayer(nn.Module):
+    """Causal self-attention and an MLP of four times the width, each behind a norm and beside a residual connection."""
+
+    def __init__(self, hidden: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.attention_norm = nn.RMSNorm(hidden)
+        self.query_key_value = nn.Linear(hidden, 3 * hidden, bias=False)
+        self.attention_output = nn.Linear(hidden, hidden, bias=False)
+        self.mlp_norm = nn.RMSNorm(hidden)
+        self.mlp_up = nn.Linear(hidden, 4 * hidden, bias=False)
+        self.mlp_down = nn.Linear(4 * hidden, hidden, bias=False)
+
+    def forward(self, states: Tensor) -> Tensor:
+        """Return the next hidden states [B, T, H]."""
+        projected = self.query_key_value(self.attention_norm(states)).unflatten(-1, (3, self.heads, -1))
+        query, key, value = projected.transpose(1, 3).unbind(2)  # each [B, heads, T, H/heads]
+        attention = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        states = states + self.attention_output(attention.transpose(1, 2).flatten(2))
+        output: Tensor = states + self.mlp_down(nn.functional.silu(self.mlp_up(self.mlp_norm(states))))
+        return output
+
+
+class StepDecoder(nn.Module):
+    """A decoder with pre-norm layers, whose output layer is applied by the measured path.
+
+    It has no positional encoding, which costs next to nothing.
+
+    Args:
+        case: the sizes.
+
+    Attributes:
+        head: the output layer, with weight [V, H] and without bias.
+    """
+
+    def __init__(self, case: StepCase) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(case.vocab, case.hidden)
+        self.layers = nn.ModuleList(_DecoderLayer(case.hidden, case.heads) for _ in range(case.layers))
+        self.norm = nn.RMSNorm(case.hidden)
+        self.head = nn.Linear(case.hidden, case.vocab, bias=False)
+        nn.init.normal_(self.head.weight, std=_LOGIT_SPREAD * case.hidden**-0.5)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        """Return the hidden states [B, T, H] in front of the output layer, of token ids [B, T]."""
+        states = self.embedding(input_ids)
+        for layer in self.layers:
+            states = layer(states)
+        output: Tensor = self.norm(states)
+        return output
+
+
+def build_decoder(case: StepCase, device: torch.device, seed: int) -> StepDecoder:
+    """Build a randomly initialised decoder; the same seed gives the same weights."""
+    with torch.random.fork_rng(), device:
+        torch.manual_seed(seed)
+        return StepDecoder(case).to(case.dtype)
+
+
+class StepBatch(NamedTuple):
+    """One sequence, of which all tokens but the first train.
+
+    Attributes:
+        data: the batch as NeMo-RL passes it to a loss, of shapes [1, T] and [1].
+        valid_seqs: number of valid sequences, by which a loss is normalised.
+        valid_toks: number of valid tokens, by which a loss is normalised.
+    """
+
+    data: Data
+    valid_seqs: Tensor
+    valid_toks: Tensor
+
+
+HeadLoss = Callable[[Tensor, Tensor, StepBatch], Tensor]
+"""Function from hidden states [1, T, H], the output weight [V, H] and the batch to the loss, a scalar."""
+
+
+def draw_step_batch(decoder: StepDecoder, tokens: int, seed: int) -> StepBatch:
+    """Draw a sequence whose earlier log-probs are close to those of the decoder, as a trainer's are.
+
+    Args:
+        decoder: the decoder that will train on it.
+        tokens: length of the sequence, at least 2.
+        seed: seed of token ids, advantage and differences between log-probs.
+    """
+    weight = decoder.head.weight
+    curr, data = draw_batch(torch.tensor([tokens - 1]), tokens, weight.device, seed)
+    source = torch.Generator().manual_seed(seed)
+    data["input_ids"] = torch.randint(0, len(weight), (1, tokens), generator=source).to(weight.device)
+    with torch.no_grad():
+        logprobs = linear_logprobs(decoder(data["input_ids"])[:, :-1], weight, data["input_ids"][:, 1:].contiguous())
+    for key in (PREV_LOGPROBS, GENERATION_LOGPROBS, REFERENCE_POLICY_LOGPROBS):
+        data[key][:, 1:] += logprobs - curr
+    return StepBatch(data, *global_counts(data))
+
+
+def step_gradients(decoder: StepDecoder, loss: Tensor) -> tuple[Tensor, ...]:
+    """Return the gradient of the loss with respect to each of the decoder's parameters."""
+    return torch.autograd.grad(loss, tuple(decoder.parameters()))
