@@ -50,6 +50,7 @@ __all__ = [
     "replace_loss_config",
     "resets_reference_on_resume",
     "skips_unread_logprobs",
+    "splits_replicated_experts",
     "trains_on_chunks",
 ]
 
@@ -177,6 +178,22 @@ def resets_reference_on_resume(checkout: Path) -> bool:
     source = read_source(checkout / "nemo_rl/models/policy/workers/dtensor_policy_worker_v2.py")
     _, copy, after = source.partition("setup_reference_model_state(self.model)")
     return bool(copy) and "load_checkpoint(" not in after.partition("\n    def ")[0]
+
+
+def splits_replicated_experts(checkout: Path) -> bool:
+    """Return True if a NeMo-RL's Megatron-LM leaves expert gradients unsummed where each rank of a TP group has all.
+
+    That is the layout with an expert-parallel size of 1 and an expert-tensor-parallel size below the tensor-parallel
+    size: the ranks share a sequence's tokens, and each updates its copies of the experts from its own tokens.
+    Megatron-LM's pull request 5916, of July 2026, sums the gradients; v0.6.0 pins an older one. False if the source is
+    not there.
+    """
+    bridge = "Megatron-Bridge-workspace/Megatron-Bridge"
+    for folder in ("Megatron-LM-workspace/Megatron-LM", f"{bridge}/3rdparty/Megatron-LM"):
+        source = read_source(checkout / "3rdparty" / folder / "megatron/core/tensor_parallel/layers.py")
+        if source:
+            return "expert_tensor_parallel_size !=" not in source
+    return False
 
 
 def _mentions(checkout: Path, module: str, word: str) -> bool:

@@ -1,4 +1,4 @@
-"""GM316 to GM318 and GM329 to GM332: layouts over GPUs that NeMo-RL refuses, or that the loss does not support."""
+"""GM316 to GM318, GM329 to GM332, GM337: layouts over GPUs that NeMo-RL refuses, or in which training is wrong."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 
 from nemo_geomask.config.conflicts import whole_batch_problems
+from nemo_geomask.hosts.nemo_rl.facts import splits_replicated_experts
 from nemo_geomask.tools.check.parallel_layout import MODEL_AXES, layout_keys, layout_of
 from nemo_geomask.tools.check.recipe_facts import RecipeFacts
 from nemo_geomask.tools.check.rule import Hit, Rule
@@ -181,6 +182,23 @@ def _context_parallel_without_packing(facts: RecipeFacts) -> Iterator[Hit]:
         )
 
 
+def _replicated_experts(facts: RecipeFacts) -> Iterator[Hit]:
+    tp_key, ep_key, etp_key = (
+        f"policy.megatron_cfg.{axis}_parallel_size" for axis in ("tensor_model", "expert_model", "expert_tensor")
+    )
+    tp, ep, etp = (_size(key, facts) for key in (tp_key, ep_key, etp_key))
+    if not facts.uses_megatron or facts.moe_key is None or ep > 1 or etp == tp:
+        return
+    if facts.nemo_rl is not None and splits_replicated_experts(facts.nemo_rl):
+        yield Hit(
+            etp_key,
+            f"{etp}, but {tp_key} is {tp} and {ep_key} is 1: the ranks of a tensor-parallel group have copies of the "
+            "same experts, and this checkout's Megatron-LM does not sum their gradients. Each rank trains its copies "
+            f"on its own tokens alone, and the sampler gets those of one rank; set {tp}, set {ep_key} above 1, or take "
+            "a Megatron-LM with pull request 5916",
+        )
+
+
 def _needs_whole_batch(facts: RecipeFacts) -> Iterator[Hit]:
     if facts.get("async_rl") is not None:
         for problem in whole_batch_problems(facts.config):
@@ -237,5 +255,12 @@ RULES = (
         "training batch that ranks or microbatches can't divide",
         "NeMo-RL `shard_by_batch_size`, `make_microbatch_iterator`",
         _indivisible_batch,
+    ),
+    Rule(
+        "GM337",
+        "error",
+        "copies of experts on tensor-parallel ranks whose gradients are not summed",
+        "https://github.com/NVIDIA/Megatron-LM/pull/5916",
+        _replicated_experts,
     ),
 )

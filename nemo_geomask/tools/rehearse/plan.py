@@ -318,6 +318,9 @@ def _parallel_sizes(facts: RecipeFacts, layout: Layout, full: Layout, gpus: bool
         yield Change(f"{resources}.gpus_per_node", 1, facts.get(f"{resources}.gpus_per_node"))
         yield Change(f"{resources}.num_nodes", None, facts.get(f"{resources}.num_nodes"))
     yield Change("cluster.gpus_per_node", gpu_count, facts.get("cluster.gpus_per_node"))
+    segment = facts.get("cluster.segment_size")
+    if segment is not None:
+        yield Change("cluster.segment_size", None, segment, "one node has no segments")
 
 
 def _critic_layouts(facts: RecipeFacts, layout: Layout, gpus: bool) -> tuple[Layout, Layout]:

@@ -11,13 +11,21 @@ from nemo_geomask.hosts.nemo_rl.facts import LOSS_MODULE
 
 pytest.importorskip("omegaconf", reason="recipes are read through omegaconf (recipes extra)")
 
-RECIPE = "grpo: {num_prompts_per_step: 4}\nloss_fn: {name: clipped_pg}\npolicy: {precision: bfloat16}\n"
+RECIPE = """\
+grpo: {num_prompts_per_step: 4}
+loss_fn: {name: clipped_pg}
+policy:
+  precision: bfloat16
+  model_name: Qwen/Qwen3-30B-A3B
+  megatron_cfg: {enabled: true, tensor_model_parallel_size: 2}
+"""
 MODULES = (
     LOSS_MODULE.replace(".", "/") + ".py",
     "nemo_rl/algorithms/grpo.py",
     "nemo_rl/algorithms/utils.py",
     "nemo_rl/models/policy/__init__.py",
     "nemo_rl/models/policy/workers/dtensor_policy_worker_v2.py",
+    "3rdparty/Megatron-LM-workspace/Megatron-LM/megatron/core/tensor_parallel/layers.py",
     "3rdparty/Automodel-workspace/Automodel/nemo_automodel/components/checkpoint/checkpointing.py",
 )
 CLASS = """class MasterConfig(BaseModel):

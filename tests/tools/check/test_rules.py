@@ -153,6 +153,15 @@ NORMALIZE = "loss_fn.is_correction_batch_normalize"
 
 # By rule: (fires, doesn't); each is changes to CLEAN, with `gpu`, `kl` and `reads`: what NeMo-RL reads. Its example
 # configs have CLEAN's keys and PADDING.
+ETP = "policy.megatron_cfg.expert_tensor_parallel_size"
+COPIED_EXPERTS = {
+    **MOE,
+    "reads": NEWEST,
+    "megatron": "expert_parallel = config.expert_model_parallel_size > 1",
+    TP: 2,
+    EP: 1,
+    ETP: 1,
+}
 CASES = {
     "GM001": [({"loss_fn.ratio_clip_mim": 0.1}, {"loss_fn.ratio_clip_min": 0.1})],
     "GM002": [
@@ -824,6 +833,14 @@ CASES = {
         ({**MOE, PP: 2, FIRST: 20, LAST: 20}, {**MOE, PP: 2, FIRST: 20, LAST: 28}),
         ({**MOE, PP: 3, FIRST: 48}, {**MOE, **DTENSOR, PP: 5}),
     ],
+    "GM337": [
+        (COPIED_EXPERTS, {**COPIED_EXPERTS, ETP: 2}),
+        (COPIED_EXPERTS, {**COPIED_EXPERTS, EP: 2}),
+        (COPIED_EXPERTS, {**COPIED_EXPERTS, MODEL: "Qwen/Qwen3-8B"}),
+        (COPIED_EXPERTS, {**COPIED_EXPERTS, "megatron": "or config.expert_tensor_parallel_size != tp"}),
+        (COPIED_EXPERTS, {**COPIED_EXPERTS, "megatron": ""}),
+        ({**COPIED_EXPERTS, TP: 4, ETP: 2}, {**COPIED_EXPERTS, TP: 1}),
+    ],
 }
 PAIRS = [(rule, *pair) for rule, pairs in CASES.items() for pair in pairs]
 
@@ -846,9 +863,10 @@ def findings(tmp_path, monkeypatch):
     def find(changes, *, ignore=(), header=""):
         changes = dict(changes)
         reads, gpu, kl = changes.pop("reads", None), changes.pop("gpu", None), changes.pop("kl", 1e-3)
+        megatron = changes.pop("megatron", "")
         # What a checkout has is cached by its path.
         folder = tmp_path / ("RL" if not (tmp_path / "RL").exists() else f"RL{len(list(tmp_path.iterdir()))}")
-        root = checkout(folder, reads, changes.pop("classes", "")) if reads else None
+        root = checkout(folder, reads, changes.pop("classes", ""), megatron) if reads else None
         monkeypatch.setattr(recipes, "nemo_rl_root", lambda: root)
         path = tmp_path / "recipe.yaml"
         path.write_text(header + written(changed(changes)), encoding="utf-8")
@@ -863,9 +881,16 @@ def written(data) -> str:
     return yaml.dump(data, Dumper=getattr(yaml, "CSafeDumper", yaml.SafeDumper))
 
 
-def checkout(root: Path, reads, classes: str = "") -> Path:
-    """As much of a NeMo-RL checkout as the rules look at; ``classes`` are those of its configuration."""
+def checkout(root: Path, reads, classes: str = "", megatron: str = "") -> Path:
+    """As much of a NeMo-RL checkout as the rules look at.
+
+    ``classes`` are those of its configuration, ``megatron`` is what its Megatron-LM's ``layers.py`` says.
+    """
     shutil.rmtree(root, ignore_errors=True)
+    layers = root / "3rdparty/Megatron-LM-workspace/Megatron-LM/megatron/core/tensor_parallel/layers.py"
+    if megatron:
+        layers.parent.mkdir(parents=True)
+        layers.write_text(megatron)
     if classes:
         for module, start in (
             ("algorithms/grpo.py", 0),

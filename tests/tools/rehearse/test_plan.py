@@ -104,6 +104,12 @@ def test_samplers_on_cards_of_their_own_get_one(planned):
     assert shrunk.get("policy.generation.colocated.resources.gpus_per_node") == 1
 
 
+def test_one_node_has_no_segments(planned):
+    made, shrunk = planned("++cluster.segment_size=2")
+    assert shrunk.get("cluster.segment_size") is None
+    assert any(change.key == "cluster.segment_size" and change.was == 2 for change in made.changes)
+
+
 def test_on_cpus_what_they_have_not_is_left_out_and_said(planned):
     made, shrunk = planned("++policy.generation.vllm_cfg.precision=fp8")
     assert shrunk.get("policy.sequence_packing.enabled") is False
