@@ -41,6 +41,7 @@ __all__ = [
     "lacks_entropy",
     "loads_moe_in_bfloat16",
     "loss_fields",
+    "merges_expert_adapters",
     "missing_prev",
     "neutral_values",
     "neutral_values_in_source",
@@ -167,6 +168,17 @@ def loads_moe_in_bfloat16(checkout: Path | None) -> bool:
     """
     file = "3rdparty/Automodel-workspace/Automodel/nemo_automodel/components/checkpoint/checkpointing.py"
     return checkout is None or "initialize_weights(dtype=" not in read_source(checkout / file)
+
+
+def merges_expert_adapters(checkout: Path | None) -> bool:
+    """Return True if a NeMo-RL's refit merges LoRA adapters of Automodel's grouped experts into their weights.
+
+    v0.6.0, v0.7.0 and main of August 2026 merge those of linear layers alone; NeMo-RL's pull request 3353 would merge
+    both.
+    """
+    return checkout is not None and _mentions(
+        checkout, "models/policy/workers/dtensor_policy_worker_v2.py", "lora_gate_and_up"
+    )
 
 
 def resets_reference_on_resume(checkout: Path) -> bool:

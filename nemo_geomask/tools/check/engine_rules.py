@@ -1,12 +1,13 @@
-"""GM106 to GM114: settings of engines, precision and routing that cause mismatch."""
+"""GM106 to GM116: settings of engines, precision, routing and adapters that cause mismatch."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from fnmatch import fnmatchcase
 
 from nemo_geomask.errors import ConfigError
-from nemo_geomask.hosts.nemo_rl.facts import loads_moe_in_bfloat16, reads_setting
+from nemo_geomask.hosts.nemo_rl.facts import loads_moe_in_bfloat16, merges_expert_adapters, reads_setting
 from nemo_geomask.tools.check.recipe_facts import RecipeFacts
 from nemo_geomask.tools.check.rule import Hit, Rule
 
@@ -24,6 +25,8 @@ _ROUTER_REPLAY = "policy.router_replay.enabled"
 _VLLM = "policy.generation.vllm_cfg"
 _AUTOMODEL = "policy.dtensor_cfg.automodel_kwargs"
 _VLLM_KWARGS = "policy.generation.vllm_kwargs"
+_LORA = "policy.dtensor_cfg.lora_cfg"
+_EXPERTS = "model.layers.0.mlp.experts"  # the name of grouped experts in Automodel's models
 
 
 def _cascade_attention(facts: RecipeFacts) -> Iterator[Hit]:
@@ -149,6 +152,43 @@ def _routes_lost_to_prefix_cache(facts: RecipeFacts) -> Iterator[Hit]:
         )
 
 
+def _uses_dtensor_lora(facts: RecipeFacts) -> bool:
+    return facts.is_true("policy.dtensor_cfg.enabled") and facts.is_true(f"{_LORA}.enabled")
+
+
+def _experts_without_adapter(facts: RecipeFacts) -> Iterator[Hit]:
+    key, patterns = f"{_LORA}.target_modules", facts.get(f"{_LORA}.target_modules") or []
+    if not _uses_dtensor_lora(facts) or facts.moe_key is None or facts.is_true(f"{_AUTOMODEL}.force_hf"):
+        return
+    if facts.is_true(f"{_LORA}.match_all_linear") or merges_expert_adapters(facts.nemo_rl):
+        return
+    for pattern in [patterns] if isinstance(patterns, str) else patterns:
+        if pattern == "experts" or fnmatchcase(_EXPERTS, str(pattern)):
+            yield Hit(
+                key,
+                f"'{pattern}' puts LoRA on Automodel's grouped experts, but a refit merges only the adapters of linear "
+                "layers: it sends the experts' weights without their adapter, and the adapter under names that the "
+                f"sampler does not know. Leave the experts out of {key}, or set {_AUTOMODEL}.force_hf: true where the "
+                "model's own class has linear experts",
+            )
+
+
+def _rounded_adapter(facts: RecipeFacts) -> Iterator[Hit]:
+    precision = facts.get("policy.precision")
+    if facts.config.corrects_mismatch or facts.config.masks or precision == "float32":
+        return
+    keys = [f"{_LORA}.enabled"] if _uses_dtensor_lora(facts) else []
+    keys += ["policy.megatron_cfg.peft.enabled"] if facts.uses_megatron else []
+    for key in keys:
+        if facts.is_true(key):
+            yield Hit(
+                key,
+                f"true: the trainer keeps the adapter apart, but a refit adds it to the weights and rounds the sum to "
+                f"{precision}; the sampler loses what is smaller than a weight's rounding, and nothing corrects the "
+                "difference. Set loss_fn.use_importance_sampling_correction: true, or add a mask",
+            )
+
+
 RULES = (
     Rule(
         "GM106",
@@ -207,5 +247,19 @@ RULES = (
         "mixture of experts without float32 weights",
         "NeMo-RL issue 2322",
         _moe_without_master_weights,
+    ),
+    Rule(
+        "GM115",
+        "warning",
+        "LoRA on experts whose adapters a refit leaves out",
+        "NeMo-RL `_maybe_merge_lora_weight`, pull request 3353; Automodel `apply_lora_to_linear_modules`",
+        _experts_without_adapter,
+    ),
+    Rule(
+        "GM116",
+        "note",
+        "LoRA whose merged weights are rounded, without a correction",
+        "NeMo-RL docs/guides/lora.md, issue 3696, pull requests 1797 and 1889",
+        _rounded_adapter,
     ),
 )

@@ -12,7 +12,7 @@ import yaml
 from nemo_geomask.config.loss_config import LossConfig
 from nemo_geomask.config.masks import MaskRule
 from nemo_geomask.errors import ConfigError
-from nemo_geomask.hosts.nemo_rl.facts import LOSS_FIELDS, SETTING_READERS
+from nemo_geomask.hosts.nemo_rl.facts import LOSS_FIELDS, SETTING_READERS, merges_expert_adapters
 from nemo_geomask.recipe import ROOT_VARIABLE, nemo_rl_root, read_recipe
 from nemo_geomask.recipe import recipe_file as recipes
 from nemo_geomask.tools.check import RULES, RecipeFacts, check, section_rules
@@ -91,6 +91,8 @@ FUSED_FITS = {FUSED: True, PACKING: False}
 DTENSOR = {"policy.megatron_cfg.enabled": False, "policy.dtensor_cfg.enabled": True}
 MEGATRON = {"policy.megatron_cfg.enabled": True, "policy.dtensor_cfg.enabled": False}
 V2 = {**DTENSOR, "policy.dtensor_cfg._v2": True}
+LORA_CFG = "policy.dtensor_cfg.lora_cfg"
+LORA = {f"{LORA_CFG}.enabled": True}
 SAVED = {"checkpointing.enabled": True}
 GEOMETRIC = {"preset": "geometric", "min": 0.99, "max": 1.01}
 VETO = {"preset": "veto", "min": 0.1, "max": 10.0}
@@ -332,6 +334,50 @@ CASES = {
         ({**MOE, **V2, "policy.precision": "float32"}, V2),
         ({**MOE, **V2}, {**MOE, **V2, "policy.optimizer.kwargs.master_weights": True}),
         ({**MOE, **V2}, {**MOE, **V2, "policy.dtensor_cfg.automodel_kwargs.force_hf": True}),
+    ],
+    "GM115": [
+        (
+            {**MOE, **V2, **LORA, f"{LORA_CFG}.target_modules": ["*experts*"]},
+            {**MOE, **V2, **LORA, f"{LORA_CFG}.target_modules": ["*_proj", "*.gate"]},
+        ),
+        (
+            {**MOE, **V2, **LORA, f"{LORA_CFG}.target_modules": "experts"},
+            {**V2, **LORA, f"{LORA_CFG}.target_modules": "experts"},
+        ),
+        # All linear layers are none of the grouped experts.
+        (
+            {**MOE, **V2, **LORA, f"{LORA_CFG}.target_modules": ["*.mlp.*"]},
+            {**MOE, **V2, **LORA, f"{LORA_CFG}.match_all_linear": True},
+        ),
+        (
+            {**MOE, **V2, **LORA, f"{LORA_CFG}.target_modules": ["*experts*"]},
+            {
+                **MOE,
+                **V2,
+                **LORA,
+                f"{LORA_CFG}.target_modules": ["*experts*"],
+                "policy.dtensor_cfg.automodel_kwargs.force_hf": True,
+            },
+        ),
+        (
+            {**MOE, **V2, **LORA, f"{LORA_CFG}.target_modules": ["*experts*"]},
+            {**MOE, **V2, f"{LORA_CFG}.target_modules": ["*experts*"], f"{LORA_CFG}.enabled": False},
+        ),
+    ],
+    "GM116": [
+        ({**V2, **LORA}, {**V2, **LORA, CORRECT: True}),
+        ({**V2, **LORA}, {**V2, **LORA, MASKS: [VETO]}),
+        ({**V2, **LORA}, V2),
+        # Megatron trains, so DTensor's section has no effect.
+        ({"policy.megatron_cfg.peft.enabled": True}, LORA),
+        (
+            {"policy.megatron_cfg.peft.enabled": True},
+            {
+                "policy.megatron_cfg.peft.enabled": True,
+                "policy.precision": "float32",
+                "policy.generation.vllm_cfg.precision": "float32",
+            },
+        ),
     ],
     "GM201": [
         ({MASKS: [{"preset": "geometric", "max": 3.0}]}, {MASKS: [{"preset": "geometric", "max": 1.1}]}),
@@ -1286,3 +1332,15 @@ class TestExpectation:
         pooled = ratios.sum(-1) if level == "sequence" else ratios.mean(-1)
         kept = ((pooled >= rule.low) & (pooled <= rule.high)).double().mean()
         assert kept_fraction(rule, kl, tokens) == pytest.approx(float(kept), abs=0.02)
+
+
+def test_a_nemo_rl_that_merges_adapters_of_experts_is_recognised(tmp_path):
+    worker = tmp_path / "nemo_rl/models/policy/workers/dtensor_policy_worker_v2.py"
+    worker.parent.mkdir(parents=True)
+    worker.write_text("if not isinstance(module, LinearLoRA):\n    pass\n", encoding="utf-8")
+    assert not merges_expert_adapters(None)
+    assert not merges_expert_adapters(tmp_path)
+    fixed = tmp_path / "fixed" / worker.relative_to(tmp_path)
+    fixed.parent.mkdir(parents=True)
+    fixed.write_text("gate_and_up = module.lora_gate_and_up_A\n", encoding="utf-8")
+    assert merges_expert_adapters(tmp_path / "fixed")
