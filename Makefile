@@ -63,7 +63,7 @@ test: $(VENV)/.test
 
 # The rooms whose tests import neither transformers nor an integration's host.
 QUICK := $(addprefix tests/,test_docs.py test_errors.py test_house.py test_import.py \
-	config recipe cli functional segments parallel losses tools/check tools/translate)
+	config recipe cli functional segments parallel losses tools/check)
 
 quick: $(VENV)/.test
 	$(PYTEST) -m "not slow" --hypothesis-profile quick $(QUICK) $(ARGS)

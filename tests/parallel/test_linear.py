@@ -296,6 +296,7 @@ def _disagreeing(rank, world):
         linear_logprobs(problem.hidden, problem.weight[columns], targets, group=dist.group.WORLD)
 
 
+@pytest.mark.slow
 def test_ranks_that_train_other_rows_are_told():
     run_ranks(2, _disagreeing)
 
@@ -316,6 +317,7 @@ def _counted(rank, world):
     return found
 
 
+@pytest.mark.slow
 def test_two_collectives_forward_and_one_backward():
     # Sequence parallelism's own gathering of the hidden states is one more.
     assert run_ranks(2, _counted) == [[(2, 1), (3, 1)]] * 2

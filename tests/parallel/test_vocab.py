@@ -387,6 +387,7 @@ def _wrong(rank, world):
     return told
 
 
+@pytest.mark.slow
 def test_ranks_that_disagree_are_all_told():
     expected = DISAGREEMENTS | {f"all: {name}": entry for name, entry in MISTAKES.items()}
     for rank, told in enumerate(run_ranks(2, _wrong)):
