@@ -15,7 +15,7 @@ help:
 	@echo "make demo   train a small MoE policy on stale samples, uncorrected and corrected, plot and diagnose it (about 3 minutes)"
 	@echo "make test   the whole test suite, on all cores; a release also runs it with PYTHON=python3.13, on NeMo-RL's torch"
 	@echo "make quick  formulas, losses, settings and rules, what needs no second process (about a minute on two cores)"
-	@echo "make matrix every objective, weight and mask on up to 16 ranks against the float64 oracle (about 5 minutes)"
+	@echo "make matrix every objective, weight and mask on up to 16 ranks against the float64 oracle (about 15 minutes)"
 	@echo "make mutation  changes of one operator or number at a time in the core, and whether a test notices (hours; ARGS=…)"
 	@echo "make soak   100,000 losses, 10,000 recorded steps, killed recorders, labs and ranks (hours; ARGS='--scale 0.1')"
 	@echo "make audit  known vulnerabilities and licences of everything that is pinned; fails if it can't look"
