@@ -86,7 +86,11 @@ def run(arguments: argparse.Namespace) -> int:
         "step": lambda options: _step(options, setting, path_names["step"]),
     }
     for benchmark in [arguments.benchmark] if arguments.benchmark else BENCHMARKS:
-        result = runs[benchmark](with_defaults(arguments, device, benchmark))
+        try:
+            result = runs[benchmark](with_defaults(arguments, device, benchmark))
+        except Absent as reason:
+            print(f"{benchmark}: absent: {reason}\n")
+            result = {"status": "absent", "reason": str(reason)}
         print(result_tables.format_targets(result.get("bars", [])), flush=True)
         if arguments.out is not None:
             print(f"{result_files.write_result(arguments.out, benchmark, result, device)}\n")
@@ -195,19 +199,15 @@ def _logprobs(arguments: argparse.Namespace, setting: Setting, paths: Sequence[L
 def _loss(arguments: argparse.Namespace, setting: Setting) -> dict[str, Any]:
     rows, length = arguments.batch
     case = LogprobCase(arguments.tokens[0], arguments.vocab[0], temperature=arguments.temperatures[0])
-    try:
-        result = loss_bench.benchmark(
-            setting,
-            rows=rows,
-            length=length,
-            case=case,
-            compiled=arguments.compile,
-            repeats=arguments.repeats,
-            seed=arguments.seed,
-        )
-    except Absent as reason:
-        print(f"loss: absent: {reason}\n")
-        return {"status": "absent", "reason": str(reason)}
+    result = loss_bench.benchmark(
+        setting,
+        rows=rows,
+        length=length,
+        case=case,
+        compiled=arguments.compile,
+        repeats=arguments.repeats,
+        seed=arguments.seed,
+    )
     print(result_tables.format_loss(result), flush=True)
     return result
 
@@ -229,18 +229,14 @@ def _step(arguments: argparse.Namespace, setting: Setting, paths: Sequence[str])
         for tokens in arguments.tokens
     ]
     limit = None if arguments.memory_limit is None else arguments.memory_limit * 1e9
-    try:
-        results = step_bench.benchmark(
-            cases,
-            setting,
-            repeats=arguments.repeats,
-            paths=paths,
-            seed=arguments.seed,
-            report=lambda case: print(result_tables.format_step(case), flush=True),
-        )
-    except Absent as reason:
-        print(f"step: absent: {reason}\n")
-        return {"status": "absent", "reason": str(reason)}
+    results = step_bench.benchmark(
+        cases,
+        setting,
+        repeats=arguments.repeats,
+        paths=paths,
+        seed=arguments.seed,
+        report=lambda case: print(result_tables.format_step(case), flush=True),
+    )
     longest = step_bench.find_longest_steps(cases[0], setting, memory_limit=limit, paths=paths, seed=arguments.seed)
     print(result_tables.format_longest(longest), flush=True)
     return {"cases": results, "longest": longest}

@@ -80,7 +80,7 @@ def _measure(case: StepCase, setting: Setting, paths: Sequence[str], repeats: in
     for name, errors in _compare(decoder, losses, min(case.tokens, _COMPARED_TOKENS), setting, seed, rows).items():
         rows[name]["errors"] = errors
         if not max(errors.values()) <= tolerance:
-            difference = " and ".join(f"{what} by {error:.1e}" for what, error in errors.items())
+            difference = " and ".join(f"{quantity} by {error:.1e}" for quantity, error in errors.items())
             reason = f"differs from '{REFERENCE}' in {difference}; the tolerance is {tolerance:g}"
             rows[name] |= {"status": "failed", "reason": reason}
     losses = {name: loss for name, loss in losses.items() if "status" not in rows[name]}

@@ -208,14 +208,14 @@ def _format_bounds(rule: MaskRule) -> tuple[str | None, str | None]:
     """Format the bounds of a mask as the recipe writes them; None where there is none."""
     from_log = math.exp if rule.statistic == "ratio" else float
     low, high = (_format_number(from_log(bound)) if math.isfinite(bound) else None for bound in (rule.low, rule.high))
-    return low, high
+    return (None if rule.level == "sequence_mean_size" else low), high  # a mean size has an upper bound alone
 
 
 def _keep_condition(rule: MaskRule) -> str:
     low, high = _format_bounds(rule)
     statistic = _STATISTIC_FORMULA.get(rule.statistic, f"{_attribute(rule.statistic)}(p_t, q_t)")
     if rule.level == "sequence_mean_size":
-        low, value = None, f"mean_s {_SIZE_FORMULA[rule.statistic]}"
+        value = f"mean_s {_SIZE_FORMULA[rule.statistic]}"
     else:
         value = _POOLING_FORMULA[rule.level].format(statistic.replace("_t", "_s") if rule.is_prefix else statistic)
     if rule.has_budget:
@@ -260,8 +260,6 @@ def _describe_dropped(rule: MaskRule) -> str:
         return f"{subject} is largest in size, {budget}"
     one_sided = f"is below {low}" if low else f"is above {high}"
     violation = f"is outside [{low}, {high}]" if low and high else one_sided
-    if rule.level == "sequence_mean_size":
-        violation = f"is above {high}"
     condition = {
         "always": "",
         "negative_advantage": ", if the advantage is negative",
