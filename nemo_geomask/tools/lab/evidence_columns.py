@@ -12,8 +12,9 @@ from statistics import fmean
 from nemo_geomask.tools.lab.outcome import final_reward, group_by_variant, has_collapsed
 from nemo_geomask.tools.lab.run_store import RunCurves
 from nemo_geomask.tools.shared.intervals import mean_interval
+from nemo_geomask.tools.shared.palette import LineLook, line_look
 
-__all__ = ["COMPUTED_COLUMNS", "EVIDENCE_SPECS", "EvidenceSpec", "Runs", "SeedMean"]
+__all__ = ["COMPUTED_COLUMNS", "EVIDENCE_SPECS", "EvidenceSpec", "Runs", "SeedMean", "figure_look", "figure_name"]
 
 Runs = Sequence[RunCurves]
 """Curves of several runs, which belong to one variant or to several."""
@@ -107,7 +108,7 @@ class EvidenceSpec:
             has all variants under their labels, highest reward first. Other variants are compared with that of the
             first row; if ``rows`` is empty, with the first variant in the data.
         curves: metric of the figure's left half; empty: no figure.
-        plotted_rows: names of the rows in the left half; empty: the two best, the baseline and the worst.
+        plotted_rows: names of the rows in the left half.
         dot_column: title of the column in the figure's right half.
         curve_label: label of the y axis of ``curves``.
         panel_file: file name, in the docs folder, of the figure that ``nemo-geomask lab report`` draws; empty: none.
@@ -143,14 +144,31 @@ class EvidenceSpec:
         return {f"`{label}`": by_label[label] for label in ranked}
 
 
+_TABLE = tomllib.loads(files("nemo_geomask.tools.lab").joinpath("evidence.toml").read_text(encoding="utf-8"))
+_FIGURES = _TABLE.pop("figures")
+
+
+def figure_name(row: str) -> str:
+    """Return the name in figures of a table's row."""
+    return str(_FIGURES["names"].get(row, row))
+
+
+def figure_look(name: str) -> LineLook:
+    """Return colour and line style of a variant, which are the same in all figures.
+
+    Raises:
+        ValueError: ``looks`` in ``evidence.toml`` does not list the variant.
+    """
+    return line_look(_FIGURES["looks"].index(name))
+
+
 def _read_evidence_specs() -> dict[str, EvidenceSpec]:
-    data = tomllib.loads(files("nemo_geomask.tools.lab").joinpath("evidence.toml").read_text(encoding="utf-8"))
-    columns = {name: SeedMean(**settings) for name, settings in data.pop("column").items()}
+    columns = {name: SeedMean(**settings) for name, settings in _TABLE.pop("column").items()}
     return {
         name: EvidenceSpec(
             **{**settings, "columns": tuple(columns.get(column, column) for column in settings["columns"])}
         )
-        for name, settings in data.items()
+        for name, settings in _TABLE.items()
     }
 
 

@@ -8,20 +8,20 @@ from pathlib import Path
 from typing import Any
 
 from nemo_geomask.optional import require
-from nemo_geomask.tools.lab.evidence_columns import EvidenceSpec, Runs, SeedMean
+from nemo_geomask.tools.lab.evidence_columns import EvidenceSpec, Runs, SeedMean, figure_look, figure_name
 from nemo_geomask.tools.lab.outcome import group_by_variant
 from nemo_geomask.tools.lab.run_store import RunCurves
 from nemo_geomask.tools.shared.intervals import CONFIDENCE_LABEL
 from nemo_geomask.tools.shared.palette import BLUE, GREEN, VERMILION, LineLook, line_look
 
-__all__ = ["draw_evidence", "write_plot"]
+__all__ = ["draw_evidence", "import_pyplot", "write_plot"]
 
 _WINDOW = 5
 
 
 def write_plot(curves: Sequence[RunCurves], path: Path) -> None:
     """Draw rewards, mismatch, correction weights and masked tokens of all variants into a PNG file."""
-    pyplot = _import_pyplot()
+    pyplot = import_pyplot()
     figure, ((reward, mismatch), (weight, removed)) = pyplot.subplots(2, 2, figsize=(12, 8), sharex=True)
 
     _set_up_panel(reward, "Reward: mean over the task's responses", "mean reward of the rollout batch")
@@ -66,15 +66,13 @@ def write_plot(curves: Sequence[RunCurves], path: Path) -> None:
 
 def draw_evidence(curves: Runs, path: Path, spec: EvidenceSpec) -> None:
     """Draw the figure of ``spec``: curves of a metric for some variants, and one column's intervals for all of them."""
-    pyplot = _import_pyplot()
+    pyplot = import_pyplot()
     figure, (curve_axes, dot_axes) = pyplot.subplots(1, 2, figsize=(12, 4.6), gridspec_kw={"width_ratios": [1, 1.1]})
     variants = spec.variants(curves)
     baseline = spec.baseline_runs(curves)
-    names = list(variants)
-    first = next(name for name in names if variants[name][0].label == baseline[0].label)
-    shown = spec.plotted_rows or dict.fromkeys([*names[:2], first, names[-1]])
-    for index, name in enumerate(shown):
-        _plot_runs(curve_axes, variants[name], spec.curves, line_look(index), label=name.replace("`", ""), window=1)
+    for row in spec.plotted_rows:
+        name = figure_name(row)
+        _plot_runs(curve_axes, variants[row], spec.curves, figure_look(name), label=name, window=1)
     if spec.curves == "reward":
         curve_axes.axhline(curves[0].facts["chance"], color="0.35", linewidth=1, linestyle=":", label="chance")
     curve_axes.set(
@@ -93,8 +91,7 @@ def draw_evidence(curves: Runs, path: Path, spec: EvidenceSpec) -> None:
         colour = verdict_colour if measure.is_paired else BLUE
         dot_axes.plot([low, high], [height, height], color=colour, linewidth=2)
         dot_axes.plot(mean, height, "o", color=colour)
-    labels = [name.strip("`").split(" ", 1)[-1].replace(" ", "\n") if name[0] == "`" else name for name, *_ in dots]
-    dot_axes.set_yticks(range(len(dots)), labels, fontsize="small")
+    dot_axes.set_yticks(range(len(dots)), [figure_name(row) for row, *_ in dots], fontsize="small")
     dot_axes.axvline(0, color="0.35", linewidth=1)
     dot_axes.set(
         xlabel=f"{spec.curve_label}: {spec.dot_column}" if measure.is_paired else spec.dot_column,
@@ -105,7 +102,8 @@ def draw_evidence(curves: Runs, path: Path, spec: EvidenceSpec) -> None:
     pyplot.close(figure)
 
 
-def _import_pyplot() -> Any:
+def import_pyplot() -> Any:
+    """Import ``matplotlib.pyplot`` for drawing into files."""
     require("matplotlib", "the lab needs", "demo").use("Agg")
     return require("matplotlib.pyplot", "the lab needs", "demo")
 

@@ -13,6 +13,7 @@ from nemo_geomask.tools.shared.intervals import mean_interval
 
 __all__ = [
     "TARGET",
+    "WINDOW",
     "VariantSummary",
     "best_reward",
     "final_reward",

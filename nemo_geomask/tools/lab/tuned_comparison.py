@@ -7,16 +7,28 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from nemo_geomask.errors import ConfigError
-from nemo_geomask.tools.lab.outcome import best_reward, final_reward, has_collapsed, has_died
+from nemo_geomask.tools.lab.outcome import WINDOW, best_reward, final_reward, has_collapsed, has_died
 from nemo_geomask.tools.lab.run_store import RunCurves
+from nemo_geomask.tools.lab.tuned_regimes import Regime
 from nemo_geomask.tools.shared.intervals import mean_interval
 from nemo_geomask.tools.shared.markdown import markdown_table
 from nemo_geomask.tools.shared.paired_tests import holm, sign_flip_p
 
-__all__ = ["Cell", "PairedDifference", "TunedRun", "choose_bounds", "choose_rates", "comparison_tables", "differences"]
+__all__ = [
+    "Cell",
+    "PairedDifference",
+    "TunedComparison",
+    "TunedRun",
+    "choose_bounds",
+    "choose_rates",
+    "compare_tuned_runs",
+    "comparison_tables",
+    "differences",
+]
 
 _LEVEL = 0.05
 _MIN_SHARE = 0.9  # share of the seeds on which a difference that counts is positive
+TUNED, MEAN_RATE, WORST_RATE = "tuned against tuned", "mean over the learning rates", "worst learning rate"
 
 
 @dataclass(frozen=True, order=True)
@@ -24,7 +36,7 @@ class Cell:
     """A variant at one bound and one learning rate."""
 
     variant: str
-    bound: int
+    bound: str
     learning_rate: float
 
     @property
@@ -68,21 +80,29 @@ class PairedDifference:
     adjusted_p: float
 
     @property
-    def is_gain(self) -> bool:
-        """True if the protocol calls the difference a gain."""
-        values = list(self.by_seed.values())
-        positive = sum(value > 0 for value in values)
-        return self.adjusted_p < _LEVEL and fmean(values) > 0 and positive >= _MIN_SHARE * len(values)
+    def mean(self) -> float:
+        """Mean difference."""
+        return fmean(self.by_seed.values())
 
     @property
-    def cell(self) -> str:
+    def interval(self) -> tuple[float, float] | None:
+        """95 % interval of the mean by Student's t; None for a single seed."""
+        return mean_interval(list(self.by_seed.values()))
+
+    @property
+    def is_gain(self) -> bool:
+        """True if the protocol calls the difference a gain."""
+        positive = sum(value > 0 for value in self.by_seed.values())
+        return self.adjusted_p < _LEVEL and self.mean > 0 and positive >= _MIN_SHARE * len(self.by_seed)
+
+    @property
+    def text(self) -> str:
         """Text of the difference in a table."""
-        values = list(self.by_seed.values())
-        interval = mean_interval(values)
+        interval = self.interval
         interval_text = "" if interval is None else " ({:+.3f} to {:+.3f})".format(*interval)
-        positive = sum(value > 0 for value in values)
+        positive = sum(value > 0 for value in self.by_seed.values())
         verdict = "yes" if self.is_gain else "no"
-        return f"{fmean(values):+.3f}{interval_text}; {positive} of {len(values)}; p {self.adjusted_p:.3f}: {verdict}"
+        return f"{self.mean:+.3f}{interval_text}; {positive} of {len(self.by_seed)}; p {self.adjusted_p:.3f}: {verdict}"
 
 
 def _mean_reward(runs: Sequence[TunedRun], cell: Cell, seeds: Sequence[int]) -> float:
@@ -98,38 +118,35 @@ def _mean_reward(runs: Sequence[TunedRun], cell: Cell, seeds: Sequence[int]) -> 
     return fmean(rewards[seed] for seed in seeds)
 
 
-def choose_bounds(
-    runs: Iterable[TunedRun], variants: Sequence[str], published: Mapping[str, int], rate: float, seeds: Sequence[int]
-) -> dict[str, int]:
-    """Return each variant's bound with the highest mean reward at one learning rate; a tie goes to the published one.
+def choose_bounds(runs: Sequence[TunedRun], regime: Regime) -> dict[str, str]:
+    """Return each variant's bound with the highest mean reward at the search's learning rate.
+
+    A tie goes to the published bound.
 
     Raises:
         ConfigError: a run is missing.
     """
-    runs = list(runs)
-    chosen: dict[str, int] = {}
-    for variant in variants:
-        tried = {run.cell.bound for run in runs if run.cell.variant == variant and run.cell.learning_rate == rate}
+    chosen: dict[str, str] = {}
+    for variant in regime.variants.values():
         means = {
-            bound: _mean_reward(runs, Cell(variant, bound, rate), seeds)
-            for bound in sorted(tried | {published[variant]})
+            bound: _mean_reward(runs, Cell(variant.name, bound, regime.search_rate), regime.search_seeds)
+            for bound in variant.bounds
         }
-        chosen[variant] = max(means, key=lambda bound: (means[bound], bound == published[variant]))
+        chosen[variant.name] = max(means, key=lambda bound: (means[bound], bound == variant.published))
     return chosen
 
 
-def choose_rates(
-    runs: Iterable[TunedRun], bounds: Mapping[str, int], rates: Sequence[float], seeds: Sequence[int]
-) -> dict[str, float]:
+def choose_rates(runs: Sequence[TunedRun], regime: Regime, bounds: Mapping[str, str]) -> dict[str, float]:
     """Return each variant's learning rate with the highest mean reward; a tie goes to the lower one.
 
     Raises:
         ConfigError: a run is missing.
     """
-    runs = list(runs)
     chosen: dict[str, float] = {}
     for variant, bound in bounds.items():
-        means = {rate: _mean_reward(runs, Cell(variant, bound, rate), seeds) for rate in rates}
+        means = {
+            rate: _mean_reward(runs, Cell(variant, bound, rate), regime.search_seeds) for rate in regime.learning_rates
+        }
         chosen[variant] = max(means, key=lambda rate: (means[rate], -rate))
     return chosen
 
@@ -156,80 +173,116 @@ def differences(
     return result
 
 
-def comparison_tables(
-    runs: Iterable[TunedRun],
-    variants: Sequence[str],
-    published: Mapping[str, int],
-    rates: Sequence[float],
-    search_rate: float,
-    search_seeds: Sequence[int],
-    confirmation_seeds: Sequence[int],
-) -> str:
-    """Return the tables of a regime in Markdown; a sentence if the confirmation is not complete.
+@dataclass(frozen=True)
+class TunedComparison:
+    """Results of a regime on its confirmation seeds.
 
-    The first of ``variants`` is the one without a correction.
+    Attributes:
+        regime: the regime.
+        bounds: each variant's bound, chosen on the search seeds.
+        rates: each variant's learning rate, chosen on the search seeds.
+        grid: for each variant and learning rate, the confirmation runs by seed.
+        answers: for each measure, the differences from the variant without a correction.
+    """
+
+    regime: Regime
+    bounds: Mapping[str, str]
+    rates: Mapping[str, float]
+    grid: Mapping[str, Mapping[float, Mapping[int, TunedRun]]]
+    answers: Mapping[str, Sequence[PairedDifference]]
+
+
+def compare_tuned_runs(runs: Iterable[TunedRun], regime: Regime) -> TunedComparison:
+    """Choose bounds and learning rates on the search seeds, and compare the variants on the confirmation seeds.
+
+    Raises:
+        ConfigError: a run is missing.
     """
     runs = list(runs)
-    search = [run for run in runs if run.seed in search_seeds]
-    confirmed = {(run.cell, run.seed): run for run in runs if run.seed in confirmation_seeds}
-    try:
-        bounds = choose_bounds(search, variants, published, search_rate, search_seeds)
-        best = choose_rates(search, bounds, rates, search_seeds)
-    except ConfigError as error:
-        return f"Not enough data: {error}."
-    grid = {variant: [Cell(variant, bounds[variant], rate) for rate in rates] for variant in variants}
-    absent = sum(
-        (cell, seed) not in confirmed for cells in grid.values() for cell in cells for seed in confirmation_seeds
-    )
-    if absent:
-        return f"Not enough data: {absent} runs of the confirmation are missing."
+    search = [run for run in runs if run.seed in regime.search_seeds]
+    confirmed = {(run.cell, run.seed): run for run in runs if run.seed in regime.confirmation_seeds}
+    bounds = choose_bounds(search, regime)
+    rates = choose_rates(search, regime, bounds)
+    wanted = [
+        (Cell(variant, bound, rate), seed)
+        for variant, bound in bounds.items()
+        for rate in regime.learning_rates
+        for seed in regime.confirmation_seeds
+    ]
+    if absent := sum(key not in confirmed for key in wanted):
+        raise ConfigError(f"{absent} runs of the confirmation are missing; train them first")
+    grid: dict[str, dict[float, dict[int, TunedRun]]] = {}
+    for cell, seed in wanted:
+        by_rate = grid.setdefault(cell.variant, {})
+        by_rate.setdefault(cell.learning_rate, {})[seed] = confirmed[cell, seed]
 
-    def rewards(cell: Cell) -> dict[int, float]:
-        return {seed: confirmed[cell, seed].reward for seed in confirmation_seeds}
-
-    by_cell = {cell: rewards(cell) for cells in grid.values() for cell in cells}
-    tuned = {variant: by_cell[Cell(variant, bounds[variant], best[variant])] for variant in variants}
+    tuned = {
+        variant: {seed: run.reward for seed, run in by_rate[rates[variant]].items()}
+        for variant, by_rate in grid.items()
+    }
     untuned = {
         measure: {
-            variant: {seed: combine([by_cell[cell][seed] for cell in grid[variant]]) for seed in confirmation_seeds}
-            for variant in variants
+            variant: {
+                seed: combine([by_seed[seed].reward for by_seed in by_rate.values()])
+                for seed in regime.confirmation_seeds
+            }
+            for variant, by_rate in grid.items()
         }
-        for measure, combine in (("mean over the learning rates", fmean), ("worst learning rate", min))
+        for measure, combine in ((MEAN_RATE, fmean), (WORST_RATE, min))
     }
-    answers = differences({"tuned": tuned}, variants[0]) | differences(untuned, variants[0])
+    answers = differences({TUNED: tuned}, regime.baseline) | differences(untuned, regime.baseline)
+    return TunedComparison(regime, bounds, rates, grid, answers)
+
+
+def comparison_tables(comparison: TunedComparison) -> str:
+    """Return three Markdown tables: rewards by learning rate, other measures over all of them, and the answers."""
+    regime, grid = comparison.regime, comparison.grid
+    rewards = {
+        variant: {rate: [run.reward for run in by_seed.values()] for rate, by_seed in by_rate.items()}
+        for variant, by_rate in grid.items()
+    }
     reward_rows = [
         [
             variant,
-            *(f"{fmean(by_cell[cell].values()):.3f} ({min(by_cell[cell].values()):.3f})" for cell in grid[variant]),
-            f"{best[variant]:g}",
-            *_fate(confirmed, grid[variant], confirmation_seeds),
+            comparison.bounds[variant],
+            *(f"{fmean(values):.3f} ({min(values):.3f})" for values in by_rate.values()),
+            f"{comparison.rates[variant]:g}",
         ]
-        for variant in variants
+        for variant, by_rate in rewards.items()
     ]
-    head = [
-        "variant",
-        *(f"at {rate:g}" for rate in rates),
-        "chosen rate",
-        "best 10 steps",
-        "validation",
-        "died",
-        "collapsed",
+    reward_head = ["variant", "bound", *(f"at {rate:g}" for rate in regime.learning_rates), "chosen rate"]
+    measure_rows = [
+        [variant, *_other_measures([run.curves for by_seed in by_rate.values() for run in by_seed.values()])]
+        for variant, by_rate in grid.items()
     ]
-    by_variant = {measure: {row.variant: row.cell for row in rows} for measure, rows in answers.items()}
-    answer_rows = [[variant, *(by_variant[measure][variant] for measure in by_variant)] for variant in variants[1:]]
-    answer_head = ["minus " + variants[0], "tuned against tuned", *untuned]
-    return markdown_table(head, reward_rows) + "\n\n" + markdown_table(answer_head, answer_rows)
+    measure_head = ["variant", "best 10 steps", "validation", "entropy", "gradient norm", "died", "collapsed"]
+    answers = {measure: {row.variant: row.text for row in rows} for measure, rows in comparison.answers.items()}
+    answer_rows = [
+        [variant, *(by_variant[variant] for by_variant in answers.values())]
+        for variant in grid
+        if variant != regime.baseline
+    ]
+    return "\n\n".join(
+        (
+            markdown_table(reward_head, reward_rows),
+            markdown_table(measure_head, measure_rows),
+            markdown_table([f"minus {regime.baseline}", *answers], answer_rows),
+        )
+    )
 
 
-def _fate(
-    confirmed: Mapping[tuple[Cell, int], TunedRun], cells: Sequence[Cell], seeds: Sequence[int]
-) -> tuple[str, str, str, str]:
-    """Return the means of best and validation reward, and how many runs died and collapsed, over all learning rates."""
-    curves = [confirmed[cell, seed].curves for cell in cells for seed in seeds]
+def _other_measures(curves: Sequence[RunCurves]) -> tuple[str, ...]:
+    """Return the protocol's other measures: means over the runs, and how many of them died and collapsed."""
     validation = [value for run in curves for value in run.series("validation/reward")[-1:] if value == value]
+    ends = {
+        metric: fmean(value for run in curves for value in run.series(metric)[-WINDOW:])
+        for metric in ("approx_entropy", "grad_norm")
+    }
     return (
         f"{fmean(best_reward(run.series('reward')) for run in curves):.3f}",
         f"{fmean(validation):.3f}" if validation else "–",
+        f"{ends['approx_entropy']:.2f}",
+        f"{ends['grad_norm']:.2f}",
         f"{sum(has_died(run) for run in curves)} of {len(curves)}",
         f"{sum(has_collapsed(run.series('reward')) for run in curves)} of {len(curves)}",
     )

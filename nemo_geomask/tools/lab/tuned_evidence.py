@@ -1,17 +1,16 @@
-"""Runs and tables of the comparison with tuned baselines, as ``docs/evidence/protocol.md`` fixes them.
+"""Runs, tables and figures of the comparison with tuned baselines, as ``docs/evidence/protocol.md`` fixes them.
 
 ``python -m nemo_geomask.tools.lab.tuned_evidence REGIME bound|rate|confirm --out DIR`` trains what is missing of a
 stage, and writes the curves of its finished runs to ``docs/evidence/tuned/REGIME.parquet``. Without arguments it
-rewrites the tables of ``docs/background/evidence.md`` from these files. ``docs/evidence/tuned.toml`` has regimes,
-variants and bounds.
+rewrites the tables of ``docs/background/evidence.md`` and the figures from these files. ``docs/evidence/tuned.toml``
+has regimes, variants and bounds.
 """
 
 from __future__ import annotations
 
 import argparse
-import tomllib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -22,10 +21,19 @@ from nemo_geomask.tools.lab.progress import Progress
 from nemo_geomask.tools.lab.run_queue import train
 from nemo_geomask.tools.lab.run_store import Run, RunCurves
 from nemo_geomask.tools.lab.train_recipe import parse_seeds, plan_runs
-from nemo_geomask.tools.lab.tuned_comparison import Cell, TunedRun, choose_bounds, choose_rates, comparison_tables
+from nemo_geomask.tools.lab.tuned_comparison import (
+    Cell,
+    TunedRun,
+    choose_bounds,
+    choose_rates,
+    compare_tuned_runs,
+    comparison_tables,
+)
+from nemo_geomask.tools.lab.tuned_plot import draw_comparison
+from nemo_geomask.tools.lab.tuned_regimes import Regime, read_regimes
 from nemo_geomask.tools.shared.markdown import replace_marked_text
 
-__all__ = ["Regime", "Stage", "TunedVariant", "load_tuned_runs", "plan_stage", "read_regimes", "write_tuned_runs"]
+__all__ = ["Stage", "load_tuned_runs", "plan_stage", "write_tuned_runs"]
 
 Stage = Literal["bound", "rate", "confirm"]
 """Stage of the protocol.
@@ -35,72 +43,6 @@ Stage = Literal["bound", "rate", "confirm"]
 
 _METRICS = ("reward", "validation/reward", "approx_entropy", "grad_norm")
 _METADATA_KEY = b"nemo_geomask.tuned_evidence"
-
-
-@dataclass(frozen=True)
-class TunedVariant:
-    """A variant with the bounds that are tried.
-
-    Attributes:
-        name: its name in tables.
-        compare: its SPEC, as ``--compare`` of ``nemo-geomask lab`` takes it.
-        bounds: for each bound, the overrides that set it.
-        published: number of the bound that the source publishes.
-    """
-
-    name: str
-    compare: str
-    bounds: Sequence[Sequence[str]]
-    published: int
-
-
-@dataclass(frozen=True)
-class Regime:
-    """A regime of the protocol.
-
-    Attributes:
-        name: its name, and that of its data file.
-        recipe: path of the recipe, from the repository's root.
-        overrides: overrides of the recipe in all runs.
-        variants: the variants; the first one has no correction.
-        learning_rates: the grid, ascending.
-        search_rate: learning rate at which the bounds are searched.
-        search_seeds: seeds of the search.
-        confirmation_seeds: seeds of the confirmation.
-    """
-
-    name: str
-    recipe: str
-    overrides: Sequence[str]
-    variants: Sequence[TunedVariant]
-    learning_rates: Sequence[float]
-    search_rate: float
-    search_seeds: Sequence[int]
-    confirmation_seeds: Sequence[int]
-
-    @property
-    def published(self) -> dict[str, int]:
-        """Number of each variant's published bound."""
-        return {variant.name: variant.published for variant in self.variants}
-
-
-def read_regimes(path: Path) -> dict[str, Regime]:
-    """Read the regimes of ``tuned.toml``, by name."""
-    data = tomllib.loads(path.read_text(encoding="utf-8"))
-    rates, search_rate = data.pop("learning_rates"), data.pop("search_rate")
-    seeds = {key: parse_seeds(data.pop(key)) for key in ("search_seeds", "confirmation_seeds")}
-    return {
-        name: Regime(
-            name,
-            settings["recipe"],
-            settings["overrides"],
-            [TunedVariant(title, **variant) for title, variant in settings["variants"].items()],
-            rates,
-            search_rate,
-            **seeds,
-        )
-        for name, settings in data.items()
-    }
 
 
 def plan_stage(
@@ -123,23 +65,21 @@ def plan_stage(
     if foreign := sorted(set(chosen_seeds) - set(stage_seeds)):
         raise ConfigError(f"--seeds: {foreign} are not seeds of the stage '{stage}', which has {list(stage_seeds)}")
     search = [run for run in runs if run.seed in regime.search_seeds]
-    names = [variant.name for variant in regime.variants]
     if stage == "bound":
         cells = [
             Cell(variant.name, bound, regime.search_rate)
-            for variant in regime.variants
-            for bound in range(len(variant.bounds))
+            for variant in regime.variants.values()
+            for bound in variant.bounds
         ]
     else:
-        bounds = choose_bounds(search, names, regime.published, regime.search_rate, regime.search_seeds)
+        bounds = choose_bounds(search, regime)
         if stage == "confirm":
-            choose_rates(search, bounds, regime.learning_rates, regime.search_seeds)  # raises if a run is missing
-        cells = [Cell(name, bounds[name], rate) for name in names for rate in regime.learning_rates]
-    by_name = {variant.name: variant for variant in regime.variants}
+            choose_rates(search, regime, bounds)  # raises if a run is missing
+        cells = [Cell(name, bound, rate) for name, bound in bounds.items() for rate in regime.learning_rates]
     seed_text = ",".join(map(str, chosen_seeds))
     planned: dict[Cell, list[Run]] = {}
     for position, cell in enumerate(cells):
-        variant = by_name[cell.variant]
+        variant = regime.variants[cell.variant]
         overrides = [*regime.overrides, *variant.bounds[cell.bound], f"policy.lr={cell.learning_rate:g}"]
         planned[cell] = [
             replace(run, label=cell.label, position=position)
@@ -168,7 +108,7 @@ def write_tuned_runs(runs: Iterable[TunedRun], path: Path) -> None:
                 "bound": run.cell.bound,
                 "learning_rate": run.cell.learning_rate,
                 "seed": run.seed,
-                **{key: run.curves.facts.get(key) for key in ("machine", "versions", "settings")},
+                **{key: run.curves.facts.get(key) for key in ("machine", "versions", "settings", "chance")},
             }
         )
         rows["run"] += [index] * run.curves.steps
@@ -226,22 +166,24 @@ def _train_stage(regime: Regime, stage: Stage, arguments: argparse.Namespace) ->
 
 
 def rewrite_tables(docs: Path, regimes: Mapping[str, Regime]) -> str:
-    """Return the text of ``evidence.md`` with the tables of all regimes that it has marks for."""
+    """Return the text of ``evidence.md`` with the tables of all regimes that it has marks for, and draw their figures.
+
+    A regime without a complete confirmation has a sentence in place of its tables, and no figure.
+    """
     page = docs / "background" / "evidence.md"
     text = page.read_text(encoding="utf-8")
     for regime in regimes.values():
-        if f"<!-- tuned_{regime.name}: begin -->" in text:
-            runs = load_tuned_runs(docs / "evidence" / "tuned" / f"{regime.name}.parquet")
-            tables = comparison_tables(
-                runs,
-                [variant.name for variant in regime.variants],
-                regime.published,
-                regime.learning_rates,
-                regime.search_rate,
-                regime.search_seeds,
-                regime.confirmation_seeds,
-            )
-            text = replace_marked_text(text, f"tuned_{regime.name}", tables, page=page.name)
+        path = docs / "evidence" / "tuned" / f"{regime.name}.parquet"
+        if f"<!-- tuned_{regime.name}: begin -->" not in text:
+            continue
+        try:
+            comparison = compare_tuned_runs(load_tuned_runs(path), regime)
+        except ConfigError as error:
+            tables = f"Not enough data: {error}."
+        else:
+            tables = comparison_tables(comparison)
+            draw_comparison(comparison, path.with_suffix(".png"))
+        text = replace_marked_text(text, f"tuned_{regime.name}", tables, page=page.name)
     return text
 
 

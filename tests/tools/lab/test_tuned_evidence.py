@@ -10,19 +10,29 @@ from statistics import fmean
 import pytest
 
 from nemo_geomask.errors import ConfigError
+from nemo_geomask.tools.lab.evidence_columns import EVIDENCE_SPECS, figure_look, figure_name
 from nemo_geomask.tools.lab.run_store import RunCurves
 from nemo_geomask.tools.lab.tuned_comparison import (
     Cell,
     TunedRun,
     choose_bounds,
     choose_rates,
+    compare_tuned_runs,
     comparison_tables,
     differences,
 )
-from nemo_geomask.tools.lab.tuned_evidence import load_tuned_runs, plan_stage, read_regimes, write_tuned_runs
+from nemo_geomask.tools.lab.tuned_evidence import load_tuned_runs, plan_stage, rewrite_tables, write_tuned_runs
+from nemo_geomask.tools.lab.tuned_regimes import Regime, TunedVariant, read_regimes
 
 ROOT = Path(__file__).parents[3]
 RATES, SEARCH, CONFIRM = (1e-3, 2e-3), (1, 2), tuple(range(301, 311))
+
+
+def regime(published="0", bounds="0", names=("none", "OPSM")):
+    variants = {
+        name: TunedVariant(name, f"clipped_pg:{name}", {bound: [] for bound in bounds}, published) for name in names
+    }
+    return Regime("example", "recipe.yaml", [], variants, RATES, 2e-3, SEARCH, CONFIRM)
 
 
 def run(variant, bound, rate, seed, reward, *, steps=20, norm=1.0):
@@ -39,29 +49,41 @@ def run(variant, bound, rate, seed, reward, *, steps=20, norm=1.0):
         "finished": True,
         "machine": f"machine of {seed}",
         "versions": {"torch": "2"},
+        "chance": 0.25,
     }
     return TunedRun(Cell(variant, bound, rate), RunCurves(facts, columns))
 
 
 def test_the_bound_is_chosen_at_the_search_rate_and_then_the_learning_rate_at_that_bound():
-    runs = [run("a", bound, 2e-3, seed, reward) for bound, reward in enumerate((0.2, 0.5, 0.3)) for seed in SEARCH]
-    runs += [run("a", 1, 1e-3, seed, 0.6) for seed in SEARCH]
-    runs += [run("a", 2, 1e-3, seed, 0.9) for seed in SEARCH]  # never looked at: another bound
-    bounds = choose_bounds(runs, ["a"], {"a": 0}, 2e-3, SEARCH)
-    assert bounds == {"a": 1}
-    assert choose_rates(runs, bounds, RATES, SEARCH) == {"a": 1e-3}
+    runs = [
+        run("a", bound, 2e-3, seed, reward)
+        for bound, reward in zip("012", (0.2, 0.5, 0.3), strict=True)
+        for seed in SEARCH
+    ]
+    runs += [run("a", "1", 1e-3, seed, 0.6) for seed in SEARCH]
+    runs += [run("a", "2", 1e-3, seed, 0.9) for seed in SEARCH]  # never looked at: another bound
+    plan = regime(bounds="012", names="a")
+    bounds = choose_bounds(runs, plan)
+    assert bounds == {"a": "1"}
+    assert choose_rates(runs, plan, bounds) == {"a": 1e-3}
 
 
 def test_a_tie_goes_to_the_published_bound_and_to_the_lower_rate():
-    runs = [run("a", bound, rate, seed, 0.4) for bound in range(3) for rate in RATES for seed in SEARCH]
-    assert choose_bounds(runs, ["a"], {"a": 2}, 2e-3, SEARCH) == {"a": 2}
-    assert choose_rates(runs, {"a": 2}, RATES, SEARCH) == {"a": 1e-3}
+    runs = [run("a", bound, rate, seed, 0.4) for bound in "012" for rate in RATES for seed in SEARCH]
+    plan = regime(published="2", bounds="012", names="a")
+    assert choose_bounds(runs, plan) == {"a": "2"}
+    assert choose_rates(runs, plan, {"a": "2"}) == {"a": 1e-3}
 
 
 def test_a_missing_run_is_named():
-    runs = [run("a", 0, 2e-3, 1, 0.4)]
+    runs = [run("a", "0", 2e-3, 1, 0.4)]
     with pytest.raises(ConfigError, match=r"'a bound=0 lr=0\.002' is missing on seeds \[2\]"):
-        choose_bounds(runs, ["a"], {"a": 0}, 2e-3, SEARCH)
+        choose_bounds(runs, regime(names="a"))
+
+
+def test_a_published_bound_that_is_not_tried_is_an_error():
+    with pytest.raises(ConfigError, match=r"'a' has no bound '3'; its bounds are \['0'\]"):
+        regime(published="3", names="a")
 
 
 def test_differences_are_paired_and_corrected_for_their_number():
@@ -91,23 +113,31 @@ def test_a_gain_needs_nine_of_ten_seeds():
     assert of_nine.is_gain
 
 
-def test_the_tables_use_search_seeds_for_the_choice_alone():
-    rewards = {("none", 1e-3): 0.4, ("none", 2e-3): 0.1, ("mask", 1e-3): 0.4, ("mask", 2e-3): 0.35}
-    runs = [run(name, 0, rate, seed, reward) for (name, rate), reward in rewards.items() for seed in SEARCH]
-    # On the confirmation seeds the other learning rate of the mask would have been better.
-    confirmed = {**rewards, ("mask", 2e-3): 0.45}
-    runs += [
-        run(name, 0, rate, seed, reward + seed * 1e-4, norm=0.0 if name == "none" and rate == 2e-3 else 1.0)
+def confirmed_runs():
+    rewards = {("none", 1e-3): 0.4, ("none", 2e-3): 0.1, ("OPSM", 1e-3): 0.4, ("OPSM", 2e-3): 0.35}
+    runs = [run(name, "0", rate, seed, reward) for (name, rate), reward in rewards.items() for seed in SEARCH]
+    # On the confirmation seeds the other learning rate of OPSM would have been better.
+    confirmed = {**rewards, ("OPSM", 2e-3): 0.45}
+    return runs + [
+        run(name, "0", rate, seed, reward + seed * 1e-4, norm=0.0 if name == "none" and rate == 2e-3 else 1.0)
         for (name, rate), reward in confirmed.items()
         for seed in CONFIRM
     ]
-    text = comparison_tables(runs, ["none", "mask"], {"none": 0, "mask": 0}, RATES, 2e-3, SEARCH, CONFIRM)
-    none, mask = (line for line in text.splitlines() if line.startswith(("| none", "| mask")) and "of 20" in line)
-    assert "| 0.001 |" in none
-    assert "10 of 20" in none  # died
-    assert "| 0.001 |" in mask
-    (answer,) = (line for line in text.splitlines() if line.startswith("| mask") and "p " in line)
-    _, _, tuned, mean, worst, _ = (cell.strip() for cell in answer.split("|"))
+
+
+def test_the_tables_use_search_seeds_for_the_choice_alone():
+    rewards, others, answers = comparison_tables(compare_tuned_runs(confirmed_runs(), regime())).split("\n\n")
+
+    def row(table, name):
+        (line,) = (line for line in table.splitlines() if line.startswith(f"| {name} |"))
+        return [cell.strip() for cell in line.split("|")[2:-1]]
+
+    # A reward is its search value plus the seed's 0.0301 to 0.0310; in brackets the lowest seed's.
+    assert row(rewards, "none") == ["0", "0.431 (0.430)", "0.131 (0.130)", "0.001"]
+    assert row(rewards, "OPSM") == ["0", "0.431 (0.430)", "0.481 (0.480)", "0.001"]
+    # Half of the runs without a correction have no gradient at their end; validation is half of the reward.
+    assert row(others, "none") == ["0.281", "0.140", "1.00", "0.50", "10 of 20", "0 of 20"]
+    tuned, mean, worst = row(answers, "OPSM")
     assert tuned.startswith("+0.000")
     assert tuned.endswith(": no")
     assert mean.startswith("+0.175")
@@ -116,20 +146,35 @@ def test_the_tables_use_search_seeds_for_the_choice_alone():
     assert worst.endswith(": yes")
 
 
-def test_incomplete_data_give_a_sentence_and_no_table():
-    runs = [run(name, 0, rate, seed, 0.3) for name in ("none", "mask") for rate in RATES for seed in SEARCH]
-    arguments = (["none", "mask"], {"none": 0, "mask": 0}, RATES, 2e-3, SEARCH, CONFIRM)
-    assert comparison_tables(runs, *arguments) == "Not enough data: 40 runs of the confirmation are missing."
-    assert comparison_tables([], *arguments).startswith("Not enough data: the run of 'none bound=0 lr=0.002'")
+def test_incomplete_data_are_an_error():
+    runs = [run(name, "0", rate, seed, 0.3) for name in ("none", "OPSM") for rate in RATES for seed in SEARCH]
+    with pytest.raises(ConfigError, match="40 runs of the confirmation are missing"):
+        compare_tuned_runs(runs, regime())
+    with pytest.raises(ConfigError, match=r"the run of 'none bound=0 lr=0\.002'"):
+        compare_tuned_runs([], regime())
+
+
+def test_the_page_gets_tables_and_a_figure_or_says_that_data_are_missing(tmp_path):
+    (tmp_path / "background").mkdir()
+    (tmp_path / "evidence" / "tuned").mkdir(parents=True)
+    page = tmp_path / "background" / "evidence.md"
+    page.write_text("<!-- tuned_example: begin -->\n<!-- tuned_example: end -->\n", encoding="utf-8")
+    data = tmp_path / "evidence" / "tuned" / "example.parquet"
+    regimes = {"example": regime(), "without_marks": regime()}
+    assert "Not enough data: the run of 'none bound=0 lr=0.002' is missing" in rewrite_tables(tmp_path, regimes)
+    assert not data.with_suffix(".png").exists()
+    write_tuned_runs(confirmed_runs(), data)
+    assert "| OPSM | 0 | 0.431 (0.430) |" in rewrite_tables(tmp_path, regimes)
+    assert data.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_data_file_keeps_curves_and_each_runs_machine(tmp_path):
-    runs = [run("mask", 1, 2e-3, seed, 0.25) for seed in (302, 301)]
+    runs = [run("mask", "1", 2e-3, seed, 0.25) for seed in (302, 301)]
     write_tuned_runs(runs, tmp_path / "regime.parquet")
     loaded = load_tuned_runs(tmp_path / "regime.parquet")
     assert [entry.seed for entry in loaded] == [301, 302]
     assert [entry.curves.facts["machine"] for entry in loaded] == ["machine of 301", "machine of 302"]
-    assert loaded[0].cell == Cell("mask", 1, 2e-3)
+    assert loaded[0].cell == Cell("mask", "1", 2e-3)
     assert loaded[0].curves.series("reward") == [0.25] * 20
     assert loaded[0].curves.series("validation/reward")[-1] == 0.125
     assert load_tuned_runs(tmp_path / "absent.parquet") == []
@@ -143,26 +188,35 @@ def test_the_protocols_regimes_can_be_planned(tmp_path, monkeypatch):
         "stale": 15,
         "lag_8": 7,
     }
-    regime = regimes["step_size"]
-    planned = plan_stage(regime, "bound", [], tmp_path, seeds=[2])
+    step_size = regimes["step_size"]
+    planned = plan_stage(step_size, "bound", [], tmp_path, seeds=[2])
     settings = {(cell.variant, cell.bound): runs[0].recipe for cell, runs in planned.items()}
-    assert settings["OPSM", 2].loss_fn["masks"] == [{"preset": "opsm", "delta": 1.5}]
-    assert settings["PPO's clip", 0].loss_fn["ratio_clip_max"] == 0.14
-    assert not settings["PPO's clip", 0].loss_fn["disable_ppo_ratio"]
+    assert settings["OPSM", "1.5"].loss_fn["masks"] == [{"preset": "opsm", "delta": 1.5}]
+    assert settings["PPO's clip", "0.1 and 0.14"].loss_fn["ratio_clip_max"] == 0.14
+    assert not settings["PPO's clip", "0.1 and 0.14"].loss_fn["disable_ppo_ratio"]
     assert {recipe.grpo.seed for recipe in settings.values()} == {2}
     assert {recipe.policy.lr for recipe in settings.values()} == {2e-3}
-    search = [run(cell.variant, cell.bound, 2e-3, seed, 0.1 * cell.bound) for cell in planned for seed in range(1, 6)]
-    by_rate = plan_stage(regime, "rate", search, tmp_path)
+    search = [
+        run(name, bound, 2e-3, seed, 0.1 * index)
+        for name, variant in step_size.variants.items()
+        for index, bound in enumerate(variant.bounds)
+        for seed in range(1, 6)
+    ]
+    by_rate = plan_stage(step_size, "rate", search, tmp_path)
     assert {(cell.variant, cell.bound) for cell in by_rate} == {
-        ("none", 0),
-        ("OPSM", 2),
-        ("DPPO", 2),
-        ("PPO's clip", 2),
-        ("CISPO", 2),
-        ("KL term", 2),
+        (name, list(variant.bounds)[-1]) for name, variant in step_size.variants.items()
     }
     assert len(by_rate) == 24
     with pytest.raises(ConfigError, match="is missing on seeds"):
-        plan_stage(regime, "confirm", search, tmp_path)
+        plan_stage(step_size, "confirm", search, tmp_path)
     with pytest.raises(ConfigError, match=r"\[301\] are not seeds of the stage 'rate'"):
-        plan_stage(regime, "rate", search, tmp_path, seeds=[301])
+        plan_stage(step_size, "rate", search, tmp_path, seeds=[301])
+
+
+def test_every_variant_that_a_figure_shows_has_its_colour():
+    regimes = read_regimes(ROOT / "docs" / "evidence" / "tuned.toml")
+    rows = [row for spec in EVIDENCE_SPECS.values() for row in spec.plotted_rows]
+    rows += [name for plan in regimes.values() for name in plan.variants]
+    looks = {figure_name(row): figure_look(figure_name(row)) for row in rows}
+    assert len({tuple(look.values()) for look in looks.values()}) == len(looks)
+    assert figure_name("`clipped_pg:none`") == figure_name("none") == "uncorrected"

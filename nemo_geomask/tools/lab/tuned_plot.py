@@ -1,0 +1,66 @@
+"""Figure of a comparison with tuned baselines."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from statistics import fmean
+
+from nemo_geomask.tools.lab.evidence_columns import figure_look, figure_name
+from nemo_geomask.tools.lab.lab_plot import import_pyplot
+from nemo_geomask.tools.lab.tuned_comparison import TunedComparison
+from nemo_geomask.tools.shared.intervals import CONFIDENCE_LABEL
+from nemo_geomask.tools.shared.palette import BLUE, GREEN, VERMILION
+
+__all__ = ["draw_comparison"]
+
+
+def draw_comparison(comparison: TunedComparison, path: Path) -> None:
+    """Draw a tuned comparison into a PNG file: rewards by learning rate, and the answers with their intervals."""
+    pyplot = import_pyplot()
+    figure, (rate_axes, dot_axes) = pyplot.subplots(1, 2, figsize=(12, 4.6), gridspec_kw={"width_ratios": [1, 1.1]})
+    count = len(comparison.regime.confirmation_seeds)
+    rates = list(comparison.regime.learning_rates)
+    for index, (variant, by_rate) in enumerate(comparison.grid.items()):
+        name = figure_name(variant)
+        look = figure_look(name)
+        rewards = [[run.reward for run in by_seed.values()] for by_seed in by_rate.values()]
+        means = [fmean(values) for values in rewards]
+        # Ranges of the variants stand side by side.
+        shifted = [rate * 1.04 ** (index - (len(comparison.grid) - 1) / 2) for rate in rates]
+        rate_axes.vlines(
+            shifted, [min(r) for r in rewards], [max(r) for r in rewards], color=look["color"], alpha=0.35, linewidth=2
+        )
+        rate_axes.plot(shifted, means, linewidth=1.8, marker="o", markersize=4, label=name, **look)
+        chosen = rates.index(comparison.rates[variant])
+        rate_axes.plot(shifted[chosen], means[chosen], "o", color=look["color"], markersize=9, fillstyle="none")
+        chance = next(iter(by_rate[rates[0]].values())).curves.facts["chance"]
+    rate_axes.axhline(chance, color="0.35", linewidth=1, linestyle=":", label=f"chance ({chance:.3f})")
+    rate_axes.set_xscale("log")
+    rate_axes.set_xticks(rates, [f"{rate:g}" for rate in rates])
+    rate_axes.minorticks_off()
+    rate_axes.set(
+        xlabel="learning rate (ring: chosen on the search seeds)",
+        ylabel="mean reward, last 10 steps",
+        title=f"mean of {count} seeds; bars: lowest to highest seed",
+    )
+    rate_axes.set_ylim(0, 1.35 * rate_axes.get_ylim()[1])
+    rate_axes.legend(fontsize="small", loc="upper left", ncols=2)
+    measures = list(comparison.answers)
+    rows = [variant for variant in comparison.grid if variant != comparison.regime.baseline][::-1]
+    for number, (measure, colour) in enumerate(zip(measures, (BLUE, GREEN, VERMILION), strict=True)):
+        by_variant = {row.variant: row for row in comparison.answers[measure]}
+        heights = [row + 0.22 * (1 - number) for row in range(len(rows))]
+        intervals = [by_variant[row].interval or (by_variant[row].mean,) * 2 for row in rows]
+        dot_axes.hlines(heights, [low for low, _ in intervals], [high for _, high in intervals], color=colour)
+        dot_axes.plot([by_variant[row].mean for row in rows], heights, "o", color=colour, label=measure)
+    dot_axes.set_yticks(range(len(rows)), [figure_name(row) for row in rows], fontsize="small")
+    dot_axes.set_ylim(-0.6, len(rows) + 0.6)
+    dot_axes.axvline(0, color="0.35", linewidth=1)
+    dot_axes.legend(fontsize="small", loc="upper left", ncols=2)
+    dot_axes.set(
+        xlabel=f"mean reward minus {figure_name(comparison.regime.baseline)}, same seeds",
+        title=f"mean over {count} seeds, {CONFIDENCE_LABEL} interval",
+    )
+    figure.tight_layout()
+    figure.savefig(path, dpi=100, metadata={"Software": None})
+    pyplot.close(figure)

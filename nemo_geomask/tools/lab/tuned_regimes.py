@@ -1,0 +1,87 @@
+"""Regimes of the comparison with tuned baselines, as ``docs/evidence/tuned.toml`` defines them."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from nemo_geomask.errors import ConfigError
+from nemo_geomask.tools.lab.train_recipe import parse_seeds
+
+__all__ = ["Regime", "TunedVariant", "read_regimes"]
+
+
+@dataclass(frozen=True)
+class TunedVariant:
+    """A variant with the bounds that are tried.
+
+    Attributes:
+        name: its name in tables.
+        compare: its SPEC, as ``--compare`` of ``nemo-geomask lab`` takes it.
+        bounds: for each bound, by its name in tables, the overrides that set it.
+        published: name of the bound that the source publishes.
+    """
+
+    name: str
+    compare: str
+    bounds: Mapping[str, Sequence[str]]
+    published: str
+
+    def __post_init__(self) -> None:
+        if self.published not in self.bounds:
+            raise ConfigError(f"'{self.name}' has no bound '{self.published}'; its bounds are {list(self.bounds)}")
+
+
+@dataclass(frozen=True)
+class Regime:
+    """A regime of the protocol.
+
+    Attributes:
+        name: its name, and that of its data file.
+        recipe: path of the recipe, from the repository's root.
+        overrides: overrides of the recipe in all runs.
+        variants: the variants by name; the first one has no correction.
+        learning_rates: the grid, ascending.
+        search_rate: learning rate at which the bounds are searched.
+        search_seeds: seeds of the search.
+        confirmation_seeds: seeds of the confirmation.
+    """
+
+    name: str
+    recipe: str
+    overrides: Sequence[str]
+    variants: Mapping[str, TunedVariant]
+    learning_rates: Sequence[float]
+    search_rate: float
+    search_seeds: Sequence[int]
+    confirmation_seeds: Sequence[int]
+
+    @property
+    def baseline(self) -> str:
+        """Name of the variant without a correction."""
+        return next(iter(self.variants))
+
+
+def read_regimes(path: Path) -> dict[str, Regime]:
+    """Read the regimes of ``tuned.toml``, by name.
+
+    Raises:
+        ConfigError: the published bound of a variant is not one of its bounds.
+    """
+    data = tomllib.loads(path.read_text(encoding="utf-8"))
+    rates, search_rate = data.pop("learning_rates"), data.pop("search_rate")
+    seeds = {key: parse_seeds(data.pop(key)) for key in ("search_seeds", "confirmation_seeds")}
+    return {
+        name: Regime(
+            name,
+            settings["recipe"],
+            settings["overrides"],
+            {title: TunedVariant(title, **variant) for title, variant in settings["variants"].items()},
+            rates,
+            search_rate,
+            **seeds,
+        )
+        for name, settings in data.items()
+    }
