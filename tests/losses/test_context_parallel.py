@@ -141,8 +141,8 @@ SPOILT = {
 
 
 def configs_of(world):
-    """All configurations on two ranks, and every third of them on four."""
-    return dict(itertools.islice(CONFIGS.items(), 0, None, 1 if world == 2 else 3))
+    """Every third configuration on four ranks, and the others on two, so that every pair of settings occurs."""
+    return {name: config for index, (name, config) in enumerate(CONFIGS.items()) if (index % 3 == 0) == (world == 4)}
 
 
 def _all_configs(rank, world):
@@ -286,7 +286,7 @@ def test_prefixes_of_any_length_cost_the_same():
 @pytest.mark.slow
 def test_arithmetic_reads_nothing_back():
     # A tensor without data raises where its value is asked for. The configurations with all masks have each mask too.
-    chosen = {name: config for name, config in CONFIGS.items() if {"none", "all"} & set(name.split("-")[2:3])}
+    chosen = {name: config for name, config in CONFIGS.items() if name.split("-")[2] == "all"}
     batch = batches.rollouts(seed=3, width=23)
     curr, data, offsets, _ = packed(batch)
     data = {key: value.to("meta") for key, value in data.items()}

@@ -129,7 +129,7 @@ COMPILED = {"compile": True, "compare_ranks": False}
         ("forward", {}, TIMEOUT),
         ("forward", COMPILED, 2 * TIMEOUT),
         ("backward", {"name": "gspo"}, TIMEOUT),
-        ("hang", {}, 24.0),
+        ("hang", {}, 16.0),
     ],
     ids=["forward", "compiled", "backward", "hang"],
 )
