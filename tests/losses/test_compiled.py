@@ -85,9 +85,7 @@ PACKED = ("corrected", "all masks", "nll", "drop_token", "audited")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "packed"), [*((name, False) for name in CONFIGS), *((name, True) for name in PACKED)]
-)
+@pytest.mark.parametrize(("name", "packed"), [*((name, False) for name in CONFIGS), *((name, True) for name in PACKED)])
 def test_one_graph_whatever_the_batch(name, packed):
     torch._dynamo.reset()
     function = objective(CONFIGS[name])

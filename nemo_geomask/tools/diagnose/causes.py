@@ -177,7 +177,10 @@ CAUSES: tuple[Cause, ...] = (
         is_bug=False,
         threshold=0.1,
         rationale=_PART_RATIONALE,
-        action="compute logits and their softmax in float32 (lm_head), or mask what remains: dppo_tv, icepop",
+        action=(
+            "compute logits and their softmax in float32 (lm_head); nemo-geomask sweep says what masks and weights "
+            "would do about the rest"
+        ),
         detect=detect_range("probability", upper_only=True),
     ),
     Cause(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -51,6 +52,17 @@ class Dimension:
             return f"{low:g} and more"
         last_value = high - 1 if self.is_count else high
         return f"{low:g}" if low == last_value else f"{low:g} to {last_value:g}"
+
+    def describe(self, first: int, last: int) -> str:
+        """Return the range of values in the bins ``first`` to ``last`` as a phrase, with what the values are."""
+        values = f"{self.label(first, last)} {self.unit}"
+        if self.edges is not SURPRISE_EDGES:
+            return f"{self.name} {self.label(first, last)} ({self.unit})"
+        low, high = self._edge(first - 1), self._edge(last)
+        bounds = [f"{math.exp(-edge):.2g}" for edge in (high, low) if edge is not None]
+        if len(bounds) == 2:
+            return f"probability {bounds[0]} to {bounds[1]} ({values})"
+        return f"probability {'above' if low is None else 'below'} {bounds[0]} ({values})"
 
     def _edge(self, index: int) -> float | None:
         """Return an edge as it is printed, or None beyond the outermost edges.

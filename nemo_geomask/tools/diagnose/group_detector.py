@@ -117,7 +117,7 @@ def detect_group(evidence: Evidence, threshold: float) -> Detection:
     is_open = same_steps > 0 and lift > MIN_DOUBTFUL_LIFT and not is_shown and not evidence.compares_runs
     return Detection(
         excess_share,
-        f"{name}: {lift:.1f} times the mismatch of the other prompts",
+        f"{name}: {lift:.1f} times the mismatch of the other prompts" if lift else "no group stands out",
         is_shown,
         needs=f"another run (--against): {SMALL_DIFFERENCE}" if is_open else "",
         is_open=is_open,

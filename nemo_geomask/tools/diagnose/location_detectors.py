@@ -257,10 +257,7 @@ def _detect_part(
             0.0, "no range stands out", needs=too_few, is_open=bool(too_few), detectable_share=part.detectable_share
         )
     bins = slice(part.first, part.last + 1)
-    description = (
-        f"{name} {dimension.label(part.first, part.last)} ({dimension.unit}): {part.lift:.1f} times the mismatch "
-        f"of the other tokens"
-    )
+    description = f"{dimension.describe(part.first, part.last)}: {part.lift:.1f} times the mismatch of the other tokens"
     is_large, is_sure = part.excess_share > threshold and part.lift > MIN_LIFT, part.score > MIN_SCORE
     needs = too_few
     if is_large and not is_sure:

@@ -19,6 +19,7 @@ from nemo_geomask.tools.diagnose.change_points import (
 from nemo_geomask.tools.diagnose.run_statistics import RunStatistics
 from nemo_geomask.tools.diagnose.step_patterns import Period, find_edge_rise, find_period
 from nemo_geomask.tools.diagnose.step_sums import StepSums
+from nemo_geomask.tools.diagnose.thresholds import IMMATERIAL_K3
 
 __all__ = [
     "MAX_ONSET_DISTANCE",
@@ -80,6 +81,9 @@ def find_rise(statistics: RunStatistics, steps: list[int]) -> Rise:
         steps: the steps that hold tokens with log-probs of both engines, in order.
     """
     steps = _without_agreeing_first_step(statistics, steps)
+    immaterial = _last_immaterial_steps(statistics, steps)
+    if len(immaterial) >= RECENT_STEPS:
+        return Rise(None, immaterial[0] if len(immaterial) < len(steps) else None)
     measure = _TYPICAL
     rise = _find_mismatch_change(statistics, steps, _TYPICAL)
     if rise is None and (rise := _find_mismatch_change(statistics, steps, _TAIL)) is not None:
@@ -89,12 +93,22 @@ def find_rise(statistics: RunStatistics, steps: list[int]) -> Rise:
     if fall is not None:
         # The rise has ended if the mismatch since the fall is no larger than before the rise.
         is_back = rise is None or _find_mismatch_change(statistics, before + after[fall.first :], measure) is None
-        # Leave out the window in which the rise ends.
-        first_clean = math.ceil(after[fall.first] / statistics.width) * statistics.width
-        remaining = [step for step in after if step >= first_clean]
+        remaining = _from_next_window(statistics, after[fall.first :])
         if is_back and len(remaining) >= RECENT_STEPS:
             return Rise(None, remaining[0])
     return Rise(None, None) if rise is None else Rise(after[0], after[0])
+
+
+def _last_immaterial_steps(statistics: RunStatistics, steps: list[int]) -> list[int]:
+    """Return the last steps in all of which the mismatch is too small to matter."""
+    material = [index for index, step in enumerate(steps) if not statistics.steps[step].mean("k3") < IMMATERIAL_K3]
+    return _from_next_window(statistics, steps[material[-1] + 1 :]) if material else steps
+
+
+def _from_next_window(statistics: RunStatistics, steps: list[int]) -> list[int]:
+    """Return the steps without those whose window begins before the first of them."""
+    first = math.ceil(steps[0] / statistics.width) * statistics.width if steps else 0
+    return [step for step in steps if step >= first]
 
 
 def _find_mismatch_change(

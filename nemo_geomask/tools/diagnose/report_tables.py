@@ -113,13 +113,13 @@ def _number_table(diagnosis: RunDiagnosis) -> Table:
         value, low, high, _ = limit.read(after)
         values = (value,) if before is None else (limit.read(before).value, value)
         comparison = f"{limit.sign} {limit.drifting:g} | {limit.broken:g}"
-        rows.append((limit.name, *values, f"{low:.3g} to {high:.3g}", comparison, limit.definition))
+        rows.append((limit.name, *values, f"{low:.4g} to {high:.4g}", comparison, limit.definition))
     for quantity in QUANTITIES:
         value = float(quantity.value(after))
         if math.isnan(value):
             continue
         values = (value,) if before is None else (float(quantity.value(before)), value)
-        interval = "{:.3g} to {:.3g}".format(*quantity.interval(after)) if quantity.bootstrapped_sum else ""
+        interval = "{:.4g} to {:.4g}".format(*quantity.interval(after)) if quantity.bootstrapped_sum else ""
         rows.append((quantity.name, *values, interval, "", quantity.definition))
     for mask in sorted(after.removed):
         for unit, definition in REMOVED_SHARES:

@@ -16,6 +16,9 @@ from nemo_geomask.tools.diagnose.thresholds import Health, Reading
 
 __all__ = ["MismatchRatio", "RunDiagnosis", "ShownCause", "causes_by_need"]
 
+LOW_SURPRISE = 0.01
+"""Mean surprise, in nats a token, below which the engines agree because the policy has hardly any choice left."""
+
 
 class MismatchRatio(NamedTuple):
     """Ratio of a run's mismatch to that of another run, with confidence intervals.
@@ -69,6 +72,7 @@ class RunDiagnosis:
         alarms: numbers that have changed during the run.
         evidence: the data that the detectors read.
         counted_steps: number of steps that the readings are computed over.
+        surprise: mean of −gen over these steps, in nats a token.
         unjudged_reason: why no verdict is possible; empty if there is one.
         comparison: mismatch relative to the other run, if the run was compared with one.
     """
@@ -81,6 +85,7 @@ class RunDiagnosis:
     alarms: tuple[Alarm, ...]
     evidence: Evidence
     counted_steps: int
+    surprise: float
     unjudged_reason: str = ""
     comparison: MismatchRatio | None = None
 
@@ -115,7 +120,14 @@ class RunDiagnosis:
         all_steps = len(self.evidence.statistics.steps)
         steps = f"the last {self.counted_steps} of {all_steps}" if self.counted_steps < all_steps else all_steps
         text = f"token_mult_prob_error {error:.4g}, KL {kl:.2g} nats a token over {steps} steps"
-        return f"{text}, too short to judge a change" if all_steps < MIN_VALUES and self.comparison is None else text
+        if all_steps < MIN_VALUES and self.comparison is None:
+            text += ", too short to judge a change"
+        if self.surprise < LOW_SURPRISE:
+            text += (
+                f"; the policy is nearly certain of its tokens (mean surprise {self.surprise:.2g} nats), which hides a "
+                "mismatch"
+            )
+        return text
 
     @property
     def explanation(self) -> str:

@@ -54,7 +54,10 @@ def detect_stale_engine(evidence: Evidence, threshold: float) -> Detection:
     third = max(1, len(steps) // 3)
     early, late = (float(np.mean([sums.mean("k3") for sums in part])) for part in (steps[:third], steps[-third:]))
     growth = late / early if early else math.nan
-    description = f"Δ correlates with the advantage by {z:.1f} standard errors, and k3 has grown {growth:.1f} times"
+    description = (
+        f"Δ correlates with the advantage by {z:.1f} standard errors, and k3 is {growth:.2g} times as large at the end "
+        "as at the beginning"
+    )
     # The mismatch of hardly any other cause keeps growing, so a weaker correlation is enough if the growth is fast.
     is_correlated = z > (threshold / 2 if growth > FAST_GROWTH else threshold)
     explained = None if evidence.sums_before is None else evidence.mismatch_beyond(evidence.sums_before)

@@ -10,13 +10,19 @@ from typing import Any, Literal, NamedTuple
 from nemo_geomask.tools.diagnose.step_sums import BOOTSTRAP_SUMS, StepSums
 from nemo_geomask.tools.shared.intervals import percentile_interval
 
-__all__ = ["HEALTH_LIMITS", "HEALTH_ORDER", "MIN_SEQUENCES", "Health", "HealthLimit", "Reading"]
+__all__ = ["HEALTH_LIMITS", "HEALTH_ORDER", "IMMATERIAL_K3", "MIN_SEQUENCES", "Health", "HealthLimit", "Reading"]
 
 Health = Literal["healthy", "drifting", "broken"]
 HEALTH_ORDER: tuple[Health, ...] = ("healthy", "drifting", "broken")
 """Values of :data:`Health`, from best to worst."""
 MIN_SEQUENCES = 32
 """Number of sequences that a bootstrap interval needs to be trusted."""
+
+IMMATERIAL_K3 = 1e-5
+"""k3, in nats a token, below which a mismatch is too small to matter.
+
+The typical weight exp(Δ) is then within √(2 · 1e-5), or half a percent, of 1.
+"""
 
 
 class Reading(NamedTuple):

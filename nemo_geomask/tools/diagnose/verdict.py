@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from nemo_geomask.errors import DataError
 from nemo_geomask.tools.diagnose.cause_selection import RankedCause, rank_causes
-from nemo_geomask.tools.diagnose.causes import CAUSES
+from nemo_geomask.tools.diagnose.causes import CAUSES, LOCATION_CAUSES, NOISE_CAUSES
 from nemo_geomask.tools.diagnose.change_points import MIN_NOISE, MIN_RISE, MIN_SCORE, find_change
 from nemo_geomask.tools.diagnose.mismatch_history import (
     MAX_ONSET_DISTANCE,
@@ -27,13 +27,22 @@ from nemo_geomask.tools.diagnose.run_evidence import Detection, Evidence
 from nemo_geomask.tools.diagnose.run_statistics import RunStatistics, Window
 from nemo_geomask.tools.diagnose.step_patterns import Period
 from nemo_geomask.tools.diagnose.step_sums import BOOTSTRAP_SUMS, StepSums
-from nemo_geomask.tools.diagnose.thresholds import HEALTH_LIMITS, HEALTH_ORDER, MIN_SEQUENCES, Health, Reading
+from nemo_geomask.tools.diagnose.thresholds import (
+    HEALTH_LIMITS,
+    HEALTH_ORDER,
+    IMMATERIAL_K3,
+    MIN_SEQUENCES,
+    Health,
+    Reading,
+)
 from nemo_geomask.tools.shared.intervals import percentile_interval
 
 __all__ = ["MismatchRatio", "RunDiagnosis", "diagnose"]
 
 MIN_K3_RATIO = 2.0
 """Factor by which the interval of a run's k3 must exceed the other run's for it to be worse."""
+_RELATIVE_CAUSES = (*LOCATION_CAUSES, *NOISE_CAUSES, "temperature")
+"""Causes that are measured in proportion to the whole mismatch, and thus show however small it is."""
 _NO_COMMON_TOKENS = "no sequence has a trained token with log-probs of both engines"
 
 
@@ -47,6 +56,7 @@ class _Inputs:
         name: name of the other run.
         judged_steps: steps that hold tokens with log-probs of both engines.
         is_worse: as in :class:`Evidence`.
+        is_immaterial: True if the mismatch is too small to matter in the steps that count.
         period: the cycle in which the mismatch repeats.
         sequences: number of sequences that the verdict rests on; of two compared runs, that of the smaller one.
     """
@@ -56,6 +66,7 @@ class _Inputs:
     name: str
     judged_steps: list[int]
     is_worse: bool
+    is_immaterial: bool
     period: Period | None
     sequences: float
 
@@ -91,14 +102,18 @@ def diagnose(
     health: Health = max((reading.health for reading in readings.values()), key=HEALTH_ORDER.index)
     comparison = None if reference is None or not judged_steps else _compare(statistics.total(recent), reference, name)
     sequences = total["sequences"] if reference is None else min(total["sequences"], reference["sequences"])
-    has_risen = rise is not None or (comparison is not None and _is_above(comparison) and sequences >= MIN_SEQUENCES)
-    period = find_cycle(statistics, steps_after) if reference is None else None
+    is_immaterial = readings["geomask/mismatch_k3"].high < IMMATERIAL_K3
+    has_risen = rise is not None or (
+        comparison is not None and _is_above(comparison) and sequences >= MIN_SEQUENCES and not is_immaterial
+    )
+    period = find_cycle(statistics, steps_after) if reference is None and not is_immaterial else None
     inputs = _Inputs(
         statistics=statistics,
         against=against,
         name=name,
         judged_steps=judged_steps,
         is_worse=has_risen or health != "healthy",
+        is_immaterial=is_immaterial,
         period=period,
         sequences=sequences,
     )
@@ -113,7 +128,7 @@ def diagnose(
     since = shown[0].since if shown else rise
     if judged_steps and health == "healthy":
         unjudged_reason = _explain_few_sequences(sequences, readings, detections, comparison)
-        if not unjudged_reason and reference is None:
+        if not unjudged_reason and reference is None and not is_immaterial:
             unjudged_reason = _explain_short_rise(statistics, steps_after)
         unjudged_reason = unjudged_reason or _explain_open_causes(detections)
     return RunDiagnosis(
@@ -125,6 +140,7 @@ def diagnose(
         alarms=find_alarms(statistics, judged_steps, since),
         evidence=evidence,
         counted_steps=len(recent),
+        surprise=total.mean("surprise"),
         unjudged_reason=unjudged_reason,
         comparison=comparison,
     )
@@ -174,10 +190,20 @@ def _detect(
 ) -> tuple[Evidence, dict[str, Detection], list[ShownCause]]:
     evidence = _gather_evidence(inputs, onset, first_step)
     detections = {cause.id: cause.detect(evidence, cause.threshold) for cause in CAUSES}
+    if inputs.is_immaterial:
+        detections |= {id_: _rule_out_if_shown(detections[id_]) for id_ in _RELATIVE_CAUSES}
     # Bugs are reported however few sequences there are; other causes need MIN_SEQUENCES.
     sequences = evidence.sums_after["sequences"] if inputs.against is None else inputs.sequences
     judged = {cause.id: detections[cause.id] for cause in CAUSES if sequences >= MIN_SEQUENCES or cause.is_bug}
     return evidence, detections, [ShownCause(cause, _onset(cause, evidence)) for cause in rank_causes(judged, evidence)]
+
+
+def _rule_out_if_shown(detection: Detection) -> Detection:
+    """Return the detection of a cause in a mismatch that is too small to matter: neither shown nor left open."""
+    if not (detection.is_shown or detection.is_open):
+        return detection
+    description = f"{detection.description}; the mismatch is too small to matter: k3 is below {IMMATERIAL_K3:g}"
+    return replace(detection, description=description, is_shown=False, is_open=False, needs="", steps=())
 
 
 def _onset(ranked: RankedCause, evidence: Evidence) -> int | None:

@@ -162,9 +162,10 @@ sys.exit(main(sys.argv[1:]))
     ],
 )
 def test_a_missing_package_is_a_sentence_with_status_2(tmp_path, command, package):
-    (tmp_path / LOG).write_bytes(valid_lines(40))
+    lines = valid_lines(40, prev_logprobs=[[0.0, 0.0, -0.52, -0.69]])
+    (tmp_path / LOG).write_bytes(lines)
     for step in range(2, 9):
-        (tmp_path / f"train_data_step{step}.jsonl").write_bytes(valid_lines(40))
+        (tmp_path / f"train_data_step{step}.jsonl").write_bytes(lines)
     name, *options = command.split()
     result = subprocess.run(
         [sys.executable, "-c", WITHOUT.format(package=package), name, str(tmp_path), *options],

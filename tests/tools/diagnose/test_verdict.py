@@ -11,6 +11,7 @@ from nemo_geomask.errors import DataError
 from nemo_geomask.tools.diagnose import detection_power
 from nemo_geomask.tools.diagnose.causes import CAUSES
 from nemo_geomask.tools.diagnose.change_points import find_change
+from nemo_geomask.tools.diagnose.dimensions import DIMENSIONS_BY_NAME
 from nemo_geomask.tools.diagnose.json_report import diagnosis_json
 from nemo_geomask.tools.diagnose.planted_logs import PLANTED_CAUSES, RunShape, planted_run, planted_step
 from nemo_geomask.tools.diagnose.report_tables import diagnosis_tables
@@ -623,3 +624,53 @@ def test_held_out_logs_are_diagnosed_as_recorded(kind):
     diagnosis = diagnose(held_out_logs.draw_run(0, kind, strength, held_out_logs.ONSET, is_rounded=True))
     assert held_out_logs.outcome(diagnosis, kind) == "right"
     assert diagnosis.since == held_out_logs.ONSET
+
+
+def scaled(block, factor, certainty=1.0):
+    """The same tokens with another size of the mismatch, and with smaller surprises."""
+    gen = block.tokens["gen"] * certainty
+    prev = gen + factor * (block.tokens["prev"] - block.tokens["gen"])
+    return dataclasses.replace(block, tokens={**block.tokens, "gen": gen, "prev": prev})
+
+
+@pytest.mark.parametrize("cause", ["tool_calls", "position", "length", "low_probability", "temperature", "precision"])
+def test_a_mismatch_that_is_too_small_to_matter_needs_no_cause(cause):
+    shape, strength = RunShape(steps=8, prompts=6, samples=4), PLANTED_CAUSES[cause].strengths[2]
+    blocks = [planted_step(0, step, cause if step > 3 else None, strength, shape=shape) for step in range(1, 9)]
+    assert diagnose(run_of(*blocks)).health != "healthy"
+    diagnosis = diagnose(run_of(*(scaled(block, 1e-3) for block in blocks)))
+    assert (diagnosis.health, diagnosis.unjudged_reason, diagnosis.shown) == ("healthy", "", ())
+    # Precision shows by a rise alone, and there is none.
+    assert ("too small to matter" in diagnosis.detections[cause].description) == (cause != "precision")
+
+
+def test_a_bug_is_reported_however_small_the_mismatch_is():
+    blocks = [scaled(planted_step(0, step, None, 0.0), 1e-3) for step in range(1, 5)]
+    for block in blocks:
+        block.tokens["gen"][: len(block.tokens["gen"]) // 10] = 0.0
+    assert diagnose(run_of(*blocks)).cause.id == "zero_logprobs"
+
+
+def test_steps_before_a_mismatch_that_no_longer_matters_are_not_judged():
+    """Three such steps in a row; in fewer it may return."""
+    shape = RunShape(prompts=6, samples=4)
+    blocks = [planted_step(0, step, "tool_calls", 20.0, shape=shape) for step in range(1, 11)]
+    small = [scaled(block, 1e-3) for block in blocks]
+    ended = diagnose(run_of(*blocks[:7], *small[7:]))
+    assert (ended.health, ended.unjudged_reason) == ("healthy", "")
+    assert "over the last 3 of 10 steps" in ended.sentence
+    assert diagnose(run_of(*blocks[:8], *small[8:])).health == "drifting"
+
+
+def test_a_policy_that_has_hardly_any_choice_left_hides_a_mismatch():
+    blocks = [scaled(planted_step(0, step, None, 0.0), 1e-4, certainty=1e-3) for step in range(1, 7)]
+    assert "nearly certain of its tokens (mean surprise 0.00" in diagnose(run_of(*blocks)).sentence
+    assert "nearly certain" not in diagnose(planted_run(0)).sentence
+
+
+def test_a_range_of_surprise_is_described_as_probability():
+    probability = DIMENSIONS_BY_NAME["probability"]
+    assert probability.describe(4, 10) == "probability below 0.7 (0.35 and more nats of surprise)"
+    assert probability.describe(0, 2) == "probability above 0.9 (below 0.1 nats of surprise)"
+    assert probability.describe(3, 5) == "probability 0.3 to 0.9 (0.1 to 1.2 nats of surprise)"
+    assert DIMENSIONS_BY_NAME["position"].describe(0, 0) == "position below 16 (tokens into the response)"
