@@ -43,6 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Read a NeMo-RL recipe with everything that it inherits, validate its loss_fn, print the objective, and warn "
         "of settings that are known to cause mismatch, to have no effect, or to be refused by NeMo-RL."
     )
+    parser.usage = "nemo-geomask check [options] RECIPE.yaml|DIR ... [key.path=value ...]"
     parser.epilog = _EPILOG
     parser.add_argument(
         "recipe",
@@ -75,7 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         metavar="DIR",
         help="records or logs of a similar run: use its mismatch and response length, and apply the masks to its last "
-        "batches",
+        "batches; logs are converted once, into DIR/geomask-records",
     )
     parser.add_argument(
         "--no-import",

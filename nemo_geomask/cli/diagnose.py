@@ -12,7 +12,8 @@ __all__ = ["EXIT_STATUS", "add_arguments", "run"]
 EXIT_STATUS = {
     0: "healthy; with several runs, the worst of them counts",
     1: "drifting",
-    2: "no verdict: nothing to read, too short to judge, or records without the mismatch",
+    2: "no verdict: nothing to read, a run that can't be read, too short to judge, a cause left open, or records "
+    "without the mismatch",
     3: "broken",
 }
 
@@ -34,10 +35,12 @@ examples
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments and its help."""
     parser.description = (
-        "Read the records of a run (the flight recorder's Parquet files, or NeMo-RL's train_data_step{N}.jsonl, which "
-        "are converted to such files once) and report whether the mismatch between generation and training engine is "
-        "healthy, since which step it is not, which causes account for which share of it, which causes are ruled out, "
-        "and which can't be tested in these records."
+        "Read the records of a run and report whether the mismatch between generation and training engine is healthy, "
+        "since which step it is not, which causes account for which share of it, which causes are ruled out, and which "
+        "can't be tested in these records. Records are the flight recorder's Parquet files, or NeMo-RL's "
+        "train_data_step{N}.jsonl, which are converted once, into DIR/geomask-records unless --cache says otherwise. A "
+        "folder without records is judged by the mismatch metrics that it holds, in metrics.jsonl or in TensorBoard's "
+        "files."
     )
     parser.epilog = _EPILOG
     parser.add_argument(

@@ -58,9 +58,14 @@ class Recipe:
 
     @functools.cached_property
     def nemo_rl(self) -> Path | None:
-        """The NeMo-RL checkout that the recipe inherits from, or else :func:`nemo_rl_root`."""
+        """The NeMo-RL checkout that the recipe inherits from, or else :func:`nemo_rl_root`; None without its source.
+
+        A folder that holds only NeMo-RL's recipes tells nothing about what its version reads.
+        """
         roots = (parent for path, _ in self.files for parent in path.parents)
-        return next((root for root in roots if _is_checkout(root)), None) or nemo_rl_root()
+        inherited = next((root for root in roots if _is_checkout(root)), None)
+        root = inherited or nemo_rl_root()
+        return root if root is not None and (root / "nemo_rl").is_dir() else None
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = (), *, new_keys: bool | None = None) -> dict[str, Any]:
@@ -237,7 +242,11 @@ def _missing_parent_hint(parent: Path) -> str:
     """Return why a file that ``defaults:`` names may not exist, and what to write instead."""
     root = nemo_rl_root()
     if root is None:
-        return f"; set {ROOT_VARIABLE} if it is a NeMo-RL checkout's"
+        path = f"${{oc.env:{ROOT_VARIABLE},{_CONTAINER_ROOT}}}/{_EXAMPLES}/…/{parent.name}"
+        return (
+            "; a relative path in defaults: begins at the folder of the file that names it. For a file of NeMo-RL's, "
+            f"set {ROOT_VARIABLE} to its checkout and write defaults: {path}"
+        )
     hint = ""
     if not root.is_absolute():
         hint = f"; {ROOT_VARIABLE} is {root}, and must be an absolute path"

@@ -10,12 +10,14 @@ import importlib
 import importlib.util
 import os
 import re
+import sys
 from pathlib import Path
+from types import ModuleType
 
 from nemo_geomask.errors import InputLimitError, MissingDependencyError
 from nemo_geomask.recipe.input_limits import read_text
 
-__all__ = ["commit_of", "describe_version", "package_folder"]
+__all__ = ["commit_of", "describe_version", "import_nemo_rl", "package_folder"]
 
 _CONTAINER_COMMIT = "NEMO_RL_COMMIT"  # environment variable of NeMo-RL's container
 
@@ -33,8 +35,23 @@ def package_folder() -> Path:
             return Path(location)
     raise MissingDependencyError(
         "NeMo-RL is not importable here; run this in NeMo-RL's own environment (uv run … in its checkout), or put the "
-        "checkout on PYTHONPATH. See docs/how_to/install.md"
+        "checkout on PYTHONPATH if this environment has its requirements. See docs/how_to/install.md"
     )
+
+
+def import_nemo_rl(module: str) -> ModuleType:
+    """Import a module of NeMo-RL.
+
+    Raises:
+        MissingDependencyError: one of NeMo-RL's requirements is not importable.
+    """
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        raise MissingDependencyError(
+            f"NeMo-RL ({package_folder()}) needs {error.name}, which {sys.executable} can't import. Run this in "
+            "NeMo-RL's own environment (uv run … in its checkout); nemo-geomask doctor shows what an environment has"
+        ) from error
 
 
 def describe_version() -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import logging
 import os
 import sys
@@ -19,7 +18,7 @@ from nemo_geomask.hosts.nemo_rl import accepted_apis, host_api, patch
 from nemo_geomask.hosts.nemo_rl.facts import LOSS_CONFIG, LOSS_MODULE, SETUPS, neutral_values, prev_readers
 from nemo_geomask.hosts.nemo_rl.geomask_setup import is_wrapped, loss_choices, with_geomask
 from nemo_geomask.hosts.nemo_rl.host_errors import HostAPIError
-from nemo_geomask.hosts.nemo_rl.installed_version import describe_version
+from nemo_geomask.hosts.nemo_rl.installed_version import describe_version, import_nemo_rl
 from nemo_geomask.hosts.nemo_rl.loss_block import without_unread_fields
 from nemo_geomask.hosts.nemo_rl.script_source import read_script
 from nemo_geomask.losses import build_loss
@@ -192,7 +191,7 @@ def _check_recipe(arguments: Sequence[str]) -> None:
         return
     settings = recipe.get("loss_fn")
     if isinstance(settings, Mapping) and settings.get("name") is not None:
-        fields = neutral_values(getattr(importlib.import_module(LOSS_MODULE), LOSS_CONFIG, None))
+        fields = neutral_values(getattr(import_nemo_rl(LOSS_MODULE), LOSS_CONFIG, None))
         settings = without_unread_fields(settings, fields)
         with warnings.catch_warnings(action="ignore"):  # NeMo-RL builds the loss again, which repeats the warnings
             config = build_loss(settings).config

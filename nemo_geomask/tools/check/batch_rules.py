@@ -42,9 +42,11 @@ def _scoring_batch_size(facts: RecipeFacts) -> Iterator[Hit]:
         return
     yield Hit(
         "policy.logprob_batch_size",
-        f"{scoring:g}, but train_micro_batch_size: {training:g}: with tensor parallelism {facts.tensor_parallel}, some "
-        "kernels' results depend on the batch size, so curr and prev differ for the same weights; make them equal, or "
-        "start NeMo-RL with NRL_IGNORE_TP_ACCURACY_CHECK=1",
+        f"{scoring:g}, but train_micro_batch_size: {training:g}: NeMo-RL does not start such a run. With tensor "
+        f"parallelism {facts.tensor_parallel}, the results of some kernels depend on the batch size, so curr and prev "
+        "differ for the same weights. Make the two equal, or use a tensor parallelism of 1 or 2, or set "
+        "force_on_policy_ratio: true in the loss if there is one optimiser step per rollout batch. The environment "
+        "variable NRL_IGNORE_TP_ACCURACY_CHECK=1 skips NeMo-RL's check, and the difference stays",
     )
 
 

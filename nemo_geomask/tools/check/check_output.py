@@ -33,7 +33,7 @@ __all__ = [
 
 SEVERITIES = ("error", "warning", "note")
 _KEYS_LISTED = 3
-_OPTION_FOR = {"gpu": "--gpu", "nemo_rl": "NeMo-RL (set NEMO_RL_ROOT)"}
+_OPTION_FOR = {"gpu": "--gpu", "nemo_rl": "NeMo-RL's source (set NEMO_RL_ROOT to a checkout)"}
 """What the user has to provide so that an attribute of ``RecipeFacts`` is known."""
 
 

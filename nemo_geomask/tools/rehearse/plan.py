@@ -376,11 +376,11 @@ def _unrehearsed(
     facts: RecipeFacts, layout: Layout, full: Layout, changes: list[Change], gpus: bool, validate: bool
 ) -> Iterator[str]:
     yield "memory: the model, its batches and its sequences are tiny"
-    yield "network: everything ran on one machine"
+    yield "network: everything runs on one machine"
     if layout != full:
         yield f"layout: {layout} in place of {full}"
     if not gpus:
-        yield "kernels: everything ran on CPUs"
+        yield "kernels: everything runs on CPUs"
         yield "speed: times on CPUs say nothing about GPUs"
     yield from (
         f"{change.key}: {as_override(change.was)}, here {as_override(change.value)} ({change.why})"

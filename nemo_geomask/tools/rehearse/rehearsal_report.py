@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import shlex
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -28,11 +30,12 @@ def as_text(rehearsal: Rehearsal) -> list[str]:
     """Return the lines of the text report."""
     device = "GPUs" if rehearsal.gpus else "CPUs, with shims for CUDA"
     lines = [f"{rehearsal.recipe} through the NeMo-RL in {rehearsal.nemo_rl}, on {device}", ""]
+    severities = [finding.rule.severity for finding in rehearsal.findings]
     counts = ", ".join(
-        f"{sum(finding.rule.severity == severity for finding in rehearsal.findings)} {severity}s"
+        f"{severities.count(severity)} {severity}{'' if severities.count(severity) == 1 else 's'}"
         for severity in ("error", "warning", "note")
     )
-    lines.append(_row("validation", "ran" if rehearsal.plan else "failed", "", counts))
+    lines.append(_row("check", "ran" if rehearsal.plan else "failed", "", counts))
     if rehearsal.plan is not None and rehearsal.outcome is None:
         return [*lines, "", *_plan(rehearsal, rehearsal.plan)]
     if rehearsal.outcome is None or rehearsal.plan is None:
@@ -52,8 +55,7 @@ def as_text(rehearsal: Rehearsal) -> list[str]:
     lines += _control(rehearsal)
     lines += _resumed(rehearsal)
     lines += ["", "changed for the rehearsal:"]
-    lines.append(f"  {rehearsal.plan.layout}, of {rehearsal.plan.full_layout}")
-    lines.append(f"  a random {rehearsal.plan.model.model_type}, by {rehearsal.plan.model.source}")
+    lines += [f"  {line}" for line in _size(rehearsal.plan)]
     small = [change for change in rehearsal.plan.changes if not change.why]
     lines.append(f"  {len(small)} settings of sizes, folders and prompts: {rehearsal.folder / 'command.txt'}")
     lines += ["", "not rehearsed:", *(f"  {part}" for part in rehearsal.plan.unrehearsed)]
@@ -74,12 +76,27 @@ def _stage(stage: Stage) -> str:
     return _row(stage.name, stage.state, seconds, details)
 
 
+_REQUIREMENTS = ("ray", "vllm", "transformers")
+"""Packages without which no rehearsal runs."""
+
+
+def _size(plan: Plan) -> Iterator[str]:
+    """Yield the layout and the model of a rehearsal, beside those of the recipe."""
+    full = "" if plan.layout == plan.full_layout else f" (the recipe has {plan.full_layout})"
+    yield f"the layout {plan.layout}{full}"
+    yield f"a tiny {plan.model.model_type} with random weights; its architecture follows from {plan.model.source}"
+
+
 def _plan(rehearsal: Rehearsal, plan: Plan) -> Iterator[str]:
     """Yield the plan of a rehearsal that was not run."""
-    yield f"would run {plan.script} for {plan.steps} steps with {plan.layout}, of {plan.full_layout}"
-    yield f"a random {plan.model.model_type}, by {plan.model.source}"
+    yield f"would run {plan.script} for {plan.steps} steps, with"
+    yield from (f"  {line}" for line in _size(plan))
+    if absent := [name for name in _REQUIREMENTS if importlib.util.find_spec(name) is None]:
+        yield f"  not with this Python ({sys.executable}), which has no {', '.join(absent)}: use NeMo-RL's environment"
     yield "changed settings:"
     for change in plan.changes:
+        if change.was == change.value:
+            continue
         was = "" if change.was is None else f", was {as_override(change.was)}"
         yield f"  {change.key}: {as_override(change.value)}{was}" + (f" ({change.why})" if change.why else "")
     yield "not rehearsed:"

@@ -314,3 +314,25 @@ def test_the_help_of_a_script_is_not_an_error(script):
     with pytest.raises(SystemExit) as caught:
         main(["run", str(script), "--help"])
     assert not caught.value.code
+
+
+def test_a_requirement_of_nemo_rl_that_is_missing_ends_in_one_line(tmp_path):
+    pytest.importorskip("omegaconf", reason="reading a recipe needs omegaconf")
+    folder = fake_tree.write(tmp_path) / "nemo_rl" / "algorithms" / "loss"
+    source = folder / "loss_functions.py"
+    source.write_text("import no_such_package\n" + source.read_text(encoding="utf-8"), encoding="utf-8")
+    path, recipe = tmp_path / "train.py", tmp_path / "recipe.yaml"
+    path.write_text(SCRIPT, encoding="utf-8")
+    recipe.write_text("loss_fn: {name: gspo, token_level_loss: false}\n", encoding="utf-8")
+    done = subprocess.run(
+        [sys.executable, "-m", "nemo_geomask.cli", "run", str(path), "--config", str(recipe)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        timeout=500,
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith(
+        f"nemo-geomask: error: NeMo-RL ({tmp_path / 'nemo_rl'}) needs no_such_package, which "
+    )
+    assert "nemo-geomask doctor" in done.stderr

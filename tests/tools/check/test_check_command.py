@@ -69,7 +69,7 @@ class TestCommand:
         assert "L = Σ_t c_t · (k_t · ℓ_t + 0.01 · KL_t)" in out
         assert "clip(r_t, 0.8, 1.3)" in out
         assert "0 errors, 0 warnings, 0 notes" in out
-        assert "not checked without NeMo-RL (set NEMO_RL_ROOT): GM205" in out
+        assert "not checked without NeMo-RL's source (set NEMO_RL_ROOT to a checkout): GM205" in out
 
     def test_an_inherited_typo_is_located_at_its_line(self, write, check):
         status, out, _ = check(write(base=BASE.replace("max: 5.0", "mx: 5.0"), child=CHILD))
