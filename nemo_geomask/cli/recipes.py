@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from nemo_geomask.recipe.shipped_files import copy_files, describe_file, inherited_files, list_files, shipped_file
+from nemo_geomask.recipe.shipped_files import copy_files, describe_file, inherited_files, select_files, shipped_file
 
 __all__ = ["EXIT_STATUS", "add_arguments", "run"]
 
@@ -21,7 +21,7 @@ copy it: a file of the current folder comes before the package's.
 
 examples
   nemo-geomask recipes
-  nemo-geomask recipes --copy .
+  nemo-geomask recipes recipes/llm --copy .
   nemo-geomask recipes recipes/lab/demo.yaml --copy my_runs
   nemo-geomask recipes recipes/lab/demo.yaml
 """
@@ -34,24 +34,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "some of them, or copy them into a folder."
     )
     parser.epilog = _EPILOG
-    parser.add_argument("names", nargs="*", metavar="NAME", help="print these files, or copy only these")
+    parser.add_argument(
+        "names", nargs="*", metavar="NAME", help="print these files, or copy only these; a folder stands for its files"
+    )
     parser.add_argument(
         "--copy",
         type=Path,
         metavar="DIR",
-        help="copy the files, with those that they inherit from, into this folder; all files if none is named",
+        help="copy the files, with those that they inherit from, into this folder; recipes and pages if none is named",
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command."""
+    names = select_files(arguments.names)
     if arguments.copy is not None:
-        copied = copy_files(inherited_files(arguments.names or list_files()), arguments.copy)
+        copied = copy_files(inherited_files(names), arguments.copy)
         print("\n".join(map(str, copied)))
     elif arguments.names:
-        print("".join(shipped_file(name).read_text(encoding="utf-8") for name in arguments.names), end="")
+        print("".join(shipped_file(name).read_text(encoding="utf-8") for name in names), end="")
     else:
-        names = list_files()
         width = max(map(len, names))
         print("\n".join(f"{name:{width}}  {describe_file(name)}" for name in names))
     return 0

@@ -14,7 +14,15 @@ from pathlib import Path
 import nemo_geomask
 from nemo_geomask.errors import ConfigError
 
-__all__ = ["copy_files", "describe_file", "find_recipe", "inherited_files", "list_files", "shipped_file"]
+__all__ = [
+    "copy_files",
+    "describe_file",
+    "find_recipe",
+    "inherited_files",
+    "list_files",
+    "select_files",
+    "shipped_file",
+]
 
 _PATTERNS = ("recipes/llm/*.yaml", "recipes/lab/*.yaml", "recipes/*.json", "docs/**/*.md")
 
@@ -23,6 +31,22 @@ def list_files() -> list[str]:
     """Return the names of all recipes, schemas and pages."""
     folder = _folder()
     return [path.relative_to(folder).as_posix() for pattern in _PATTERNS for path in sorted(folder.glob(pattern))]
+
+
+def select_files(words: Iterable[str]) -> list[str]:
+    """Return the names of the files that some names and folders stand for; of all files without any.
+
+    Raises:
+        ConfigError: there is no file or folder of a name.
+    """
+    names = list_files()
+    selected: list[str] = []
+    for word in words:
+        inside = [name for name in names if name == word or name.startswith(f"{word.rstrip('/')}/")]
+        selected += inside or [word]
+    for name in selected:
+        shipped_file(name)
+    return selected or names
 
 
 def shipped_file(name: str) -> Path:

@@ -13,6 +13,7 @@ from nemo_geomask.recipe.shipped_files import (
     find_recipe,
     inherited_files,
     list_files,
+    select_files,
     shipped_file,
 )
 
@@ -30,6 +31,17 @@ def test_every_file_says_what_it_is(name):
     description = describe_file(name)
     assert description
     assert not description.startswith("#")
+
+
+def test_a_folder_stands_for_its_files():
+    selected = select_files(["recipes/llm/", "recipes/recipe.schema.json"])
+    assert selected == [
+        *(name for name in list_files() if name.startswith("recipes/llm/")),
+        "recipes/recipe.schema.json",
+    ]
+    assert select_files([]) == list_files()
+    with pytest.raises(ConfigError, match="recipes/ll: no file of this name"):
+        select_files(["recipes/ll"])
 
 
 def test_a_name_is_found_in_any_folder(monkeypatch, tmp_path):
