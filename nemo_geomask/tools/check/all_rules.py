@@ -9,6 +9,7 @@ from pathlib import Path
 
 from nemo_geomask.errors import ConfigError
 from nemo_geomask.tools.check import (
+    backend_rules,
     batch_rules,
     bound_rules,
     cluster_rules,
@@ -23,6 +24,7 @@ from nemo_geomask.tools.check import (
     shape_rules,
     startup_rules,
     type_rules,
+    validation_rules,
     value_rules,
 )
 from nemo_geomask.tools.check.recipe_facts import RecipeFacts
@@ -31,6 +33,7 @@ from nemo_geomask.tools.check.rule import Finding, Rule
 __all__ = ["RULES", "Report", "check"]
 
 _MODULES = (
+    backend_rules,
     batch_rules,
     bound_rules,
     cluster_rules,
@@ -45,6 +48,7 @@ _MODULES = (
     shape_rules,
     startup_rules,
     type_rules,
+    validation_rules,
     value_rules,
 )
 RULES: tuple[Rule, ...] = tuple(

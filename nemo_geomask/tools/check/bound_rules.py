@@ -1,4 +1,4 @@
-"""GM210 to GM215: bounds, thresholds and sizes that NeMo-RL accepts, but that defeat their purpose."""
+"""GM210 to GM215, GM222: bounds, thresholds and sizes that NeMo-RL accepts, but that defeat their purpose."""
 
 from __future__ import annotations
 
@@ -74,14 +74,51 @@ def _weight_bounds_without_one(facts: RecipeFacts) -> Iterator[Hit]:
             )
 
 
-def _one_response_per_prompt(facts: RecipeFacts) -> Iterator[Hit]:
-    key = f"{facts.algorithm}.num_generations_per_prompt"
-    estimator = facts.get(f"{facts.algorithm}.adv_estimator.name", "grpo")
-    if facts.algorithm == "grpo" and estimator in ("grpo", "gdpo") and facts.number(key) == 1:
+def _few_responses_per_prompt(facts: RecipeFacts) -> Iterator[Hit]:
+    section, key = "grpo.adv_estimator", "grpo.num_generations_per_prompt"
+    responses, estimator = facts.number(key), facts.get(f"{section}.name", "grpo")
+    subtracts_mean = estimator in ("grpo", "gdpo") or (
+        estimator == "reinforce_plus_plus" and facts.get(f"{section}.minus_baseline", True) is True
+    )
+    if facts.algorithm != "grpo" or not subtracts_mean:
+        return
+    if responses == 1:
         yield Hit(
             key,
             f"1: the estimator {estimator} subtracts the mean reward of a prompt's responses, so every advantage is 0 "
             "and only a KL term would train; set 2 or more, usually 8 or 16",
+        )
+    leaves_one_out = facts.is_true(f"{section}.use_leave_one_out_baseline") or (
+        facts.get(section) is None and facts.is_true("grpo.use_leave_one_out_baseline")
+    )
+    if responses == 2 and leaves_one_out and estimator in ("grpo", "gdpo"):
+        drops_all = facts.is_true("grpo.use_dynamic_sampling")
+        effect = (
+            "dynamic sampling drops every prompt" if drops_all else "rewards are not normalised (normalize_rewards)"
+        )
+        yield Hit(
+            key,
+            "2: with a leave-one-out baseline, NeMo-RL computes a standard deviation of 0 from one other response, so "
+            f"{effect}; set 3 or more, or use_leave_one_out_baseline: false",
+        )
+
+
+def _advantages_of_one_sign(facts: RecipeFacts) -> Iterator[Hit]:
+    low_key, high_key = "grpo.advantage_clip_low", "grpo.advantage_clip_high"
+    low, high = facts.number(low_key), facts.number(high_key)
+    if facts.algorithm != "grpo" or "lab" in facts.recipe.data:
+        return
+    if low is not None and high is not None and low >= high:
+        yield Hit(low_key, f"{low:g} is not below advantage_clip_high: {high:g}, so all advantages are {high:g}")
+    elif low is not None and low >= 0:
+        yield Hit(
+            low_key,
+            f"{low:g} is the lower bound itself, so the worst response gets {low:g}; set {-low or -5:g}",
+        )
+    elif high is not None and high <= 0:
+        yield Hit(
+            high_key,
+            f"{high:g} is the upper bound itself, so the best response gets {high:g}; set {-high or 5:g}",
         )
 
 
@@ -132,9 +169,9 @@ RULES = (
     Rule(
         "GM213",
         "warning",
-        "one response per prompt, so that all advantages are 0",
+        "so few responses per prompt that all advantages, or all their deviations, are 0",
         "NeMo-RL `GRPOAdvantageEstimator`, `calculate_baseline_and_std_per_prompt`",
-        _one_response_per_prompt,
+        _few_responses_per_prompt,
     ),
     Rule(
         "GM214",
@@ -149,5 +186,12 @@ RULES = (
         "responses longer than the sequences may be",
         "NeMo-RL rollouts end at `max_total_sequence_length`; vLLM `max_model_len`",
         _response_longer_than_context,
+    ),
+    Rule(
+        "GM222",
+        "error",
+        "advantages clipped to one sign",
+        "NeMo-RL `_clip_grpo_advantages`",
+        _advantages_of_one_sign,
     ),
 )

@@ -125,6 +125,12 @@ def _remarks(checked: CheckedRecipe) -> Iterator[str]:
     if facts.loss is None and not facts.other_algorithm:
         until = "with --no-import" if facts.not_imported and not facts.problems else "until loss_fn is valid"
         yield f"not checked {until}: its objective, and {', '.join(sorted(facts.unsettled))}"
+    if facts.other_algorithm:
+        left_out = sum(rule.needs_loss for rule in RULES)
+        yield (
+            f"not checked: {left_out} of {len(RULES)} rules, which are about GRPO and PPO; this recipe trains "
+            f"{facts.other_algorithm}"
+        )
     if settings := _settings_left_open(facts):
         keys = [switch.key for switch, _ in settings]
         more = f" and {len(keys) - _KEYS_LISTED} more" if len(keys) > _KEYS_LISTED else ""

@@ -87,7 +87,8 @@ def _every_batch_vetoed(facts: RecipeFacts) -> Iterator[Hit]:
 
 def _loss_depends_on_split(facts: RecipeFacts) -> Iterator[Hit]:
     config = facts.config
-    if config.positive_example_nll_weight and config.positive_example_nll_normalization == "microbatch":
+    is_per_microbatch = config.positive_example_nll_normalization == "microbatch"
+    if facts.has_rewards and config.positive_example_nll_weight and is_per_microbatch:
         yield Hit(
             "loss_fn.positive_example_nll_normalization",
             "microbatch: the NLL is divided by the tokens of one microbatch, so the loss changes with "

@@ -1,11 +1,16 @@
-"""GM201 to GM209: settings without effect, or with an unintended effect."""
+"""GM201 to GM209, GM221: settings without effect, or with an unintended effect."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
 
-from nemo_geomask.hosts.nemo_rl.facts import SETTING_READERS, reads_setting, resets_reference_on_resume
+from nemo_geomask.hosts.nemo_rl.facts import (
+    SETTING_READERS,
+    has_kl_score_function,
+    reads_setting,
+    resets_reference_on_resume,
+)
 from nemo_geomask.tools.check.expectation import truncation_bounds
 from nemo_geomask.tools.check.recipe_facts import RecipeFacts
 from nemo_geomask.tools.check.rule import Hit, Rule
@@ -152,6 +157,8 @@ def _biased_kl_gradient(facts: RecipeFacts) -> Iterator[Hit]:
                 f"{estimator}: in the reward, its gradient is a biased estimate of the KL's{growth}; set k1, the only "
                 "unbiased one there",
             )
+    elif facts.trains_nemo_rl_loss and facts.nemo_rl is not None and not has_kl_score_function(facts.nemo_rl):
+        yield from _plain_kl_gradient(facts)
     elif config.reference_policy_kl_gradient == "k1":
         yield Hit(
             "loss_fn.reference_policy_kl_gradient",
@@ -163,6 +170,27 @@ def _biased_kl_gradient(facts: RecipeFacts) -> Iterator[Hit]:
             "loss_fn.reference_policy_kl_type",
             "k2: NeMo-RL differentiates the weighted value, which is biased even on-policy; set "
             "reference_policy_kl_type: k3, or reference_policy_kl_gradient: k2 with a name such as clipped_pg",
+        )
+
+
+def _plain_kl_gradient(facts: RecipeFacts) -> Iterator[Hit]:
+    """Judge the estimator in a NeMo-RL that differentiates its value alone, such as v0.6.0; there k2 is unbiased."""
+    if facts.config.reference_policy_kl_type == "k1":
+        yield Hit(
+            "loss_fn.reference_policy_kl_type",
+            "k1: this NeMo-RL differentiates curr - ref without the score function that later ones add. That is the "
+            "derivative of curr alone, whose mean is 0, so it adds noise and does not pull towards the reference; set "
+            "k2, or a name such as clipped_pg, whose KL term has the score function",
+        )
+
+
+def _positive_nll_without_rewards(facts: RecipeFacts) -> Iterator[Hit]:
+    weight = facts.config.positive_example_nll_weight
+    if weight and not facts.has_rewards:
+        yield Hit(
+            "loss_fn.positive_example_nll_weight",
+            f"{weight:g}: the term needs the rewards of the batch, which NeMo-RL passes to the loss in PPO alone, so "
+            "under GRPO it is always 0; set 0",
         )
 
 
@@ -252,5 +280,12 @@ RULES = (
         "reference policy replaced by the checkpoint's when a run is resumed",
         "https://github.com/NVIDIA-NeMo/RL/issues/2955",
         _reset_reference,
+    ),
+    Rule(
+        "GM221",
+        "error",
+        "NLL of successful samples under GRPO, whose batches have no rewards",
+        'NeMo-RL `ClippedPGLossFn` (`"rewards" in data`), `grpo_train`',
+        _positive_nll_without_rewards,
     ),
 )

@@ -144,6 +144,11 @@ class RecipeFacts:
         return "ppo" if "ppo" in self.recipe.data else "grpo"
 
     @property
+    def has_rewards(self) -> bool:
+        """True if the loss gets the rewards of its batch: NeMo-RL passes them in PPO alone, the lab always."""
+        return self.algorithm == "ppo" or "lab" in self.recipe.data
+
+    @property
     def rollout_size(self) -> int | None:
         """Number of responses in a rollout batch."""
         prompts = self.number(f"{self.algorithm}.num_prompts_per_step")

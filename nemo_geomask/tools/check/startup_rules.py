@@ -175,13 +175,21 @@ RULES = (
         "NeMo-RL `validate_router_replay_config`",
         _router_replay,
     ),
-    Rule("GM312", "error", "not exactly one training backend", "NeMo-RL `Policy.__init__`", _training_backends),
+    Rule(
+        "GM312",
+        "error",
+        "not exactly one training backend",
+        "NeMo-RL `Policy.__init__`",
+        _training_backends,
+        needs_loss=False,
+    ),
     Rule(
         "GM322",
         "error",
         "dynamic batching with packed sequences or pipeline parallelism",
         "NeMo-RL `Policy.__init__`",
         _packing_with_dynamic_batches,
+        needs_loss=False,
     ),
     Rule("GM326", "error", "validation sampled in another way than training", _SETUP, _other_sampling_in_validation),
     Rule(

@@ -1,4 +1,4 @@
-"""GM321 and GM323 to GM325: single values that NeMo-RL, or vLLM, refuses when a run starts."""
+"""GM321, GM323 to GM325 and GM339: single values that NeMo-RL, or vLLM, refuses when a run starts."""
 
 from __future__ import annotations
 
@@ -15,6 +15,24 @@ _PRECISIONS = {"float32": ("fp32", "float"), "bfloat16": ("bf16",), "float16": (
 """Precisions of NeMo-RL's trainers, each with names that other libraries give to it."""
 # What vLLM's dtype accepts, and fp8, for which NeMo-RL loads its own quantised weights.
 _VLLM_PRECISIONS = ("auto", "half", "float16", "bfloat16", "float", "float32", "fp8")
+_POSITIVE = (
+    *(f"{{algorithm}}.{name}" for name in ("num_prompts_per_step", "num_generations_per_prompt")),
+    *(f"policy.{name}" for name in ("train_global_batch_size", "train_micro_batch_size", "logprob_batch_size")),
+    "policy.max_total_sequence_length",
+    f"{_GENERATION}.max_new_tokens",
+    *(f"{_GENERATION}.vllm_cfg.{name}" for name in ("tensor_parallel_size", "pipeline_parallel_size")),
+    *(f"policy.dtensor_cfg.{name}" for name in ("tensor_parallel_size", "context_parallel_size")),
+    *(
+        f"policy.megatron_cfg.{name}_parallel_size"
+        for name in ("tensor_model", "pipeline_model", "context", "expert_model")
+    ),
+    "cluster.num_nodes",
+    "cluster.gpus_per_node",
+    "checkpointing.save_period",
+    "policy.optimizer.kwargs.lr",
+    "policy.megatron_cfg.optimizer.lr",
+)
+"""Keys whose values are above 0."""
 _ESTIMATORS = {"grpo": ("grpo", "gdpo", "reinforce_plus_plus", "opd")}
 
 
@@ -64,11 +82,24 @@ def _unknown_name(facts: RecipeFacts) -> Iterator[Hit]:
             yield Hit(key, f"{value}: NeMo-RL has no such name; write {meant or 'one of ' + ', '.join(allowed)}")
 
 
+def _not_positive(facts: RecipeFacts) -> Iterator[Hit]:
+    keys = [key.format(algorithm=facts.algorithm) for key in _POSITIVE]
+    if "lab" in facts.recipe.data:
+        return
+    if (facts.number(f"{facts.algorithm}.val_period") or 0) > 0:
+        keys.append(f"{facts.algorithm}.val_batch_size")
+    for key in keys:
+        value = facts.number(key)
+        # A learning rate of 0 is a way to measure without training.
+        if value is not None and (value < 0 or (value == 0 and not key.endswith(".lr"))):
+            yield Hit(key, f"{value:g} is not above 0; NeMo-RL divides by it, or starts nothing; set a positive number")
+
+
 def _gpu_memory(facts: RecipeFacts) -> Iterator[Hit]:
     key = f"{_GENERATION}.vllm_cfg.gpu_memory_utilization"
     fraction = facts.number(key)
     if facts.uses_vllm and fraction is not None and not 0 < fraction <= 1:
-        hint = f"; did you mean {fraction / 100:g}?" if 1 < fraction <= 100 else "; set 0.6, for example"
+        hint = f"; did you mean {fraction / 100:g}?" if 5 <= fraction <= 100 else "; set 0.6, for example"
         yield Hit(key, f"{fraction:g} is not a fraction of the GPU's memory above 0 and at most 1{hint}")
 
 
@@ -79,6 +110,7 @@ RULES = (
         "precision that NeMo-RL does not know",
         "NeMo-RL `STRING_TO_DTYPE` (automodel/setup.py), `dtype_map` (megatron/setup.py); vLLM `dtype`",
         _unknown_precision,
+        needs_loss=False,
     ),
     Rule(
         "GM323",
@@ -86,6 +118,7 @@ RULES = (
         "temperature, top-p or top-k out of range",
         "NeMo-RL `VllmGeneration.__init__`, `apply_temperature_scaling`",
         _sampling_out_of_range,
+        needs_loss=False,
     ),
     Rule(
         "GM324",
@@ -100,5 +133,14 @@ RULES = (
         "vLLM's part of the GPU memory out of range",
         "vLLM `CacheConfig.gpu_memory_utilization`",
         _gpu_memory,
+        needs_loss=False,
+    ),
+    Rule(
+        "GM339",
+        "error",
+        "size, period or learning rate that is not above 0",
+        "NeMo-RL `grpo_train`, `shard_by_batch_size`; vLLM",
+        _not_positive,
+        needs_loss=False,
     ),
 )

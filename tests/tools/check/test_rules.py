@@ -2,6 +2,7 @@
 
 import copy
 import math
+import re
 import shutil
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 import yaml
 
+from nemo_geomask.cli import main
 from nemo_geomask.config.loss_config import LossConfig
 from nemo_geomask.config.masks import MaskRule
 from nemo_geomask.errors import ConfigError
@@ -164,6 +166,18 @@ COPIED_EXPERTS = {
     EP: 1,
     ETP: 1,
 }
+PLUS_PLUS = {"grpo.adv_estimator.name": "reinforce_plus_plus"}
+VALIDATED = {"grpo.val_period": 10, "grpo.val_batch_size": 256}
+RANKED = {
+    "grpo.val_period": 10,
+    "checkpointing.enabled": True,
+    "checkpointing.metric_name": "val:accuracy",
+    "checkpointing.keep_top_k": 3,
+}
+RATE, OTHER_RATE = "policy.megatron_cfg.optimizer.lr", "policy.optimizer.kwargs.lr"
+MIN_RATE = "policy.megatron_cfg.optimizer.min_lr"
+OPTIMIZER = "policy.megatron_cfg.optimizer"
+ADAPTED = {**V2, **LORA, f"{LORA_CFG}.use_triton": True}
 CASES = {
     "GM001": [({"loss_fn.ratio_clip_mim": 0.1}, {"loss_fn.ratio_clip_min": 0.1})],
     "GM002": [
@@ -520,11 +534,84 @@ CASES = {
         ({"grpo.num_generations_per_prompt": 1}, {"grpo.num_generations_per_prompt": 2}),
         (
             {"grpo.num_generations_per_prompt": 1},
-            {"grpo.num_generations_per_prompt": 1, "grpo.adv_estimator.name": "reinforce_plus_plus"},
+            {"grpo.num_generations_per_prompt": 1, **PLUS_PLUS, "grpo.adv_estimator.minus_baseline": False},
+        ),
+        ({"grpo.num_generations_per_prompt": 1, **PLUS_PLUS}, {"grpo.num_generations_per_prompt": 2, **PLUS_PLUS}),
+        (
+            {"grpo.num_generations_per_prompt": 2, "grpo.use_leave_one_out_baseline": True},
+            {"grpo.num_generations_per_prompt": 3, "grpo.use_leave_one_out_baseline": True},
+        ),
+        (
+            {"grpo.num_generations_per_prompt": 2, "grpo.adv_estimator.use_leave_one_out_baseline": True},
+            {"grpo.num_generations_per_prompt": 2, "grpo.adv_estimator.use_leave_one_out_baseline": False},
         ),
     ],
     "GM214": [({"grpo.seq_logprob_error_threshold": 0.5}, {"grpo.seq_logprob_error_threshold": 1.5})],
     "GM215": [({"policy.generation.max_new_tokens": 5000}, {"policy.generation.max_new_tokens": 4096})],
+    "GM216": [
+        ({**VALIDATED, "grpo.max_val_samples": 64}, {**VALIDATED, "grpo.max_val_samples": 256}),
+        ({**VALIDATED, "grpo.max_val_samples": 64}, {**VALIDATED, "grpo.max_val_samples": 64, "grpo.val_period": 0}),
+        (
+            {"grpo.val_at_end": True, "grpo.val_batch_size": 256, "grpo.max_val_samples": 64},
+            {**VALIDATED, "grpo.max_val_samples": None},
+        ),
+        (
+            {**VALIDATED, "grpo.max_val_samples": 64},
+            {**VALIDATED, "grpo.max_val_samples": 64, "env.should_use_nemo_gym": True},
+        ),
+    ],
+    "GM217": [({**VALIDATED, "grpo.max_val_samples": 500}, {**VALIDATED, "grpo.max_val_samples": 10000})],
+    "GM218": [
+        ({**RANKED, "checkpointing.save_period": 25}, {**RANKED, "checkpointing.save_period": 20}),
+        ({**RANKED, "grpo.val_period": 0}, {**RANKED, "grpo.val_period": 0, "grpo.val_at_end": True}),
+        ({**RANKED, "checkpointing.higher_is_better": False}, RANKED),
+        (
+            {**RANKED, "checkpointing.save_period": 25},
+            {**RANKED, "checkpointing.save_period": 25, "checkpointing.metric_name": "train:reward"},
+        ),
+        (
+            {**RANKED, "checkpointing.save_period": 25},
+            {**RANKED, "checkpointing.save_period": 25, "checkpointing.keep_top_k": None},
+        ),
+    ],
+    "GM219": [
+        ({"inherited": {RATE: 5e-6}, OTHER_RATE: 1e-6}, {RATE: 5e-6, OTHER_RATE: 1e-6}),
+        ({"inherited": {RATE: 5e-6}, OTHER_RATE: 1e-6}, {"inherited": {OTHER_RATE: 1e-6}, RATE: 5e-6}),
+        (
+            {**DTENSOR, "inherited": {OTHER_RATE: 1e-6}, RATE: 5e-6},
+            {**DTENSOR, "inherited": {OTHER_RATE: 1e-6}, RATE: 1.000001e-6},
+        ),
+    ],
+    "GM220": [
+        ({"policy.dtensor_cfg.lora_cfg.enabled": True}, {"policy.megatron_cfg.peft.enabled": True}),
+        (
+            {**DTENSOR, "policy.megatron_cfg.peft.enabled": True},
+            {**DTENSOR, "policy.dtensor_cfg.lora_cfg.enabled": True},
+        ),
+        (
+            {**DTENSOR, "checkpointing.pretrained_checkpoint": {"path": "x"}},
+            {"checkpointing.pretrained_checkpoint": {"path": "x"}},
+        ),
+    ],
+    "GM221": [
+        ({"loss_fn.positive_example_nll_weight": 0.1}, {"loss_fn.positive_example_nll_weight": 0.0}),
+        ({"loss_fn.positive_example_nll_weight": 0.1}, {"loss_fn.positive_example_nll_weight": 0.1, "ppo": {}}),
+    ],
+    "GM222": [
+        ({"grpo.advantage_clip_low": 0.2}, {"grpo.advantage_clip_low": -0.2}),
+        ({"grpo.advantage_clip_high": -5}, {"grpo.advantage_clip_high": 5}),
+        (
+            {"grpo.advantage_clip_low": 5, "grpo.advantage_clip_high": -5},
+            {"grpo.advantage_clip_low": -5, "grpo.advantage_clip_high": 5},
+        ),
+    ],
+    "GM224": [
+        ({"inherited": {"policy.tokenizer.name": "a/b"}}, {"policy.tokenizer.name": "a/b"}),
+        (
+            {"inherited": {"policy.tokenizer.name": "a/b"}},
+            {"inherited": {"policy.tokenizer.name": "${policy.model_name}"}},
+        ),
+    ],
     "GM301": [({**ASYNC, CORRECT: False}, ASYNC), ({**ASYNC, CORRECT: False}, {CORRECT: False})],
     "GM302": [
         ({**ASYNC, "policy.generation.vllm_cfg.async_engine": False}, ASYNC),
@@ -716,10 +803,11 @@ CASES = {
     ],
     "GM403": [
         (
-            {"loss_fn.positive_example_nll_weight": 0.1},
+            {"loss_fn.positive_example_nll_weight": 0.1, "ppo": {}},
             {
                 "loss_fn.positive_example_nll_weight": 0.1,
                 "loss_fn.positive_example_nll_normalization": "loss",
+                "ppo": {},
             },
         )
     ],
@@ -887,12 +975,68 @@ CASES = {
         (COPIED_EXPERTS, {**COPIED_EXPERTS, "megatron": ""}),
         ({**COPIED_EXPERTS, TP: 4, ETP: 2}, {**COPIED_EXPERTS, TP: 1}),
     ],
+    "GM338": [
+        (
+            {**SAVED, "checkpointing.metric_name": "val_reward"},
+            {**SAVED, "checkpointing.metric_name": "val:accuracy"},
+        ),
+        (
+            {**SAVED, **VALIDATED, "checkpointing.metric_name": "val:reward"},
+            {**SAVED, **VALIDATED, "checkpointing.metric_name": "train:reward"},
+        ),
+        ({**SAVED, "checkpointing.metric_name": "val_reward"}, {"checkpointing.metric_name": "val_reward"}),
+    ],
+    "GM339": [
+        ({BATCH: 0}, {BATCH: 128}),
+        ({"checkpointing.save_period": 0}, {"checkpointing.save_period": 1}),
+        ({RATE: -1e-6}, {RATE: 0.0}),
+        ({**VALIDATED, "grpo.val_batch_size": 0}, {"grpo.val_period": 0, "grpo.val_batch_size": 0}),
+        ({BATCH: 0}, {BATCH: 0, "lab.num_threads": 1}),
+    ],
+    "GM409": [
+        ({TRAINED: 2048}, {TRAINED: 4096}),
+        ({SCORED: 2048}, {SCORED: 2048, PACKING: False}),
+        (
+            {"policy.dynamic_batching.enabled": True, "policy.dynamic_batching.train_mb_tokens": 2048},
+            {"policy.dynamic_batching.enabled": True, "policy.dynamic_batching.train_mb_tokens": 8192},
+        ),
+    ],
+    "GM341": [({RATE: 1e-6, MIN_RATE: 2e-6}, {RATE: 1e-6, MIN_RATE: 1e-6})],
+    "GM342": [
+        (
+            {"policy.precision": "float16", f"{OPTIMIZER}.fp16": False},
+            {"policy.precision": "float16", f"{OPTIMIZER}.fp16": True},
+        ),
+        ({f"{OPTIMIZER}.bf16": False}, {f"{OPTIMIZER}.bf16": True}),
+        (
+            {f"{OPTIMIZER}.bf16": False},
+            {f"{OPTIMIZER}.bf16": False, f"{OPTIMIZER}.use_precision_aware_optimizer": False},
+        ),
+    ],
+    "GM343": [
+        ({**ADAPTED, "policy.dtensor_cfg.tensor_parallel_size": 2}, ADAPTED),
+        (
+            {**ADAPTED, "policy.dtensor_cfg.tensor_parallel_size": 2},
+            {**ADAPTED, "policy.dtensor_cfg.tensor_parallel_size": 2, f"{LORA_CFG}.use_triton": False},
+        ),
+        ({**ADAPTED, "policy.dtensor_cfg._v2": False}, ADAPTED),
+    ],
+    "GM344": [
+        (
+            {"env.math.num_workers": 1, "data.default.env_name": "code"},
+            {"env.math.num_workers": 1, "data.default.env_name": "math"},
+        ),
+        (
+            {"env.math.num_workers": 1, "data.train": [{"env_name": "math"}, {"env_name": "code"}]},
+            {"env.math.num_workers": 1, "data.train": [{"env_name": "math"}]},
+        ),
+    ],
 }
 PAIRS = [(rule, *pair) for rule, pairs in CASES.items() for pair in pairs]
 
 
-def changed(changes):
-    data = copy.deepcopy(CLEAN)
+def changed(changes, base=CLEAN):
+    data = copy.deepcopy(base)
     for key, value in changes.items():
         *sections, last = key.split(".")
         section = data
@@ -914,6 +1058,9 @@ def findings(tmp_path, monkeypatch):
         folder = tmp_path / ("RL" if not (tmp_path / "RL").exists() else f"RL{len(list(tmp_path.iterdir()))}")
         root = checkout(folder, reads, changes.pop("classes", ""), megatron) if reads else None
         monkeypatch.setattr(recipes, "nemo_rl_root", lambda: root)
+        if inherited := changes.pop("inherited", None):
+            (tmp_path / "parent.yaml").write_text(written(changed(inherited, {})), encoding="utf-8")
+            header += "defaults: parent.yaml\n"
         path = tmp_path / "recipe.yaml"
         path.write_text(header + written(changed(changes)), encoding="utf-8")
         recipe = read_recipe(path, leave=("data",))
@@ -1186,7 +1333,7 @@ class TestUnknownKeys:
         parent.parent.mkdir()
         parent.write_text("rare: {x: 1}\npolicy: {train_micro_batch_siz: 1}\n", encoding="utf-8")
         path = tmp_path / "recipe.yaml"
-        own = "rare: {x: 2}\npolicy: {train_micro_batch_siz: 2}\n"
+        own = "rare: {x: 2}\npolicy: {train_micro_batch_siz: 2, megatron_cfg: {enabled: true}}\n"
         path.write_text(f"defaults: {parent}\n{own}", encoding="utf-8")
         assert check(RecipeFacts(read_recipe(path), None)).findings == ()
         path.write_text(own, encoding="utf-8")
@@ -1344,3 +1491,32 @@ def test_a_nemo_rl_that_merges_adapters_of_experts_is_recognised(tmp_path):
     fixed.parent.mkdir(parents=True)
     fixed.write_text("gate_and_up = module.lora_gate_and_up_A\n", encoding="utf-8")
     assert merges_expert_adapters(tmp_path / "fixed")
+
+
+@pytest.mark.parametrize(("estimator", "fires"), [("k1", True), ("k2", False), ("k3", False)])
+@pytest.mark.parametrize("name", [None, "clipped_pg"])
+def test_without_a_score_function_the_kl_by_k1_has_no_gradient(findings, tmp_path, monkeypatch, estimator, fires, name):
+    """In NeMo-RL v0.6.0; there k2, of which the rule warns elsewhere, has the KL's gradient."""
+    utils = tmp_path / "old" / "nemo_rl" / "algorithms" / "utils.py"
+    utils.parent.mkdir(parents=True)
+    utils.write_text("def calculate_kl(): ...\n", encoding="utf-8")
+    data = changed({**KL, KL_TYPE: estimator, "loss_fn.name": name, "loss_fn.ratio_clip_c": None})
+    path = tmp_path / "recipe.yaml"
+    path.write_text(written(data), encoding="utf-8")
+    monkeypatch.setattr(recipes, "nemo_rl_root", lambda: tmp_path / "old")
+    found = check(RecipeFacts.from_recipe(read_recipe(path, leave=("data",)))).findings
+    messages = [finding.message for finding in found if finding.rule.id == "GM207"]
+    if name is None:
+        assert bool(messages) == fires
+        assert all("differentiates curr - ref without the score function" in message for message in messages)
+    else:
+        assert bool(messages) == (estimator == "k2")
+
+
+def test_rules_for_other_algorithms_are_said_to_be_unchecked(tmp_path, capsys):
+    path = tmp_path / "recipe.yaml"
+    path.write_text(written({**changed({BATCH: 0}, {"dpo": {}, "policy": {}})}), encoding="utf-8")
+    assert main(["check", str(path)]) == 2
+    out = capsys.readouterr().out
+    assert "GM339 policy.train_global_batch_size" in out
+    assert re.search(r"not checked: \d+ of \d+ rules, which are about GRPO and PPO; this recipe trains DPO", out)
