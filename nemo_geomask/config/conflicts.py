@@ -407,6 +407,12 @@ _KL_AND_NLL = (
         "(use_kl_in_reward: true); set that to false, or remove reference_policy_kl_gradient",
     ),
     ConflictRule(
+        ("reference_policy_kl_gradient", "reference_policy_kl_penalty"),
+        lambda s: s.reference_policy_kl_gradient is not None and s.reference_policy_kl_penalty == 0,
+        "reference_policy_kl_gradient: {reference_policy_kl_gradient} has no effect while reference_policy_kl_penalty "
+        "is 0; give a penalty, or remove reference_policy_kl_gradient",
+    ),
+    ConflictRule(
         ("reference_policy_kl_type", "use_kl_in_reward"),
         lambda s: s.reference_policy_kl_type == "k4" and s.use_kl_in_reward,
         "reference_policy_kl_type: k4 is not known to NeMo-RL, which computes the penalty under use_kl_in_reward: "

@@ -207,6 +207,10 @@ def test_bad_value_names_the_key_and_the_way_out(settings, expected):
             ["reference_policy_kl_gradient", "use_kl_in_reward"],
         ),
         (
+            {"reference_policy_kl_gradient": "k2", "reference_policy_kl_penalty": 0.0},
+            ["reference_policy_kl_gradient", "reference_policy_kl_penalty"],
+        ),
+        (
             {"positive_example_nll_normalization": "loss"},
             ["positive_example_nll_normalization", "positive_example_nll_weight"],
         ),
