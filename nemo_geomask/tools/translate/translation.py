@@ -216,6 +216,10 @@ def translate(
             fields[key] = item.value
         if item.note:
             notes[key] = item.note
+    if fields.get("reference_policy_kl_penalty") == 0:
+        # Without a KL term, its gradient is an error.
+        fields.pop("reference_policy_kl_gradient", None)
+        notes.pop("reference_policy_kl_gradient", None)
     not_read: list[str] = []
     for key in (key for key, full in full_names.items() if full is None):
         name = key.rpartition(".")[2]
