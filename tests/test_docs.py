@@ -126,6 +126,19 @@ def test_python_of_a_page_compiles(page):
 
 
 TUTORIALS = [page for page in sorted(DOCS.glob("tutorials/*.md")) if blocks(page, "sh")]
+# Behind a tutorial's own options, these train fewer steps on smaller batches of shorter responses, in one process.
+SMALL = (
+    "--steps 2 --jobs 1 env.max_terms=16 grpo.num_prompts_per_step=8 "
+    "policy.train_global_batch_size=16 policy.train_micro_batch_size=16"
+)
+# The installed command, whose ranks are forked from a process that has done their imports.
+COMMAND = f"""#!{sys.executable}
+import multiprocessing, sys
+from nemo_geomask.cli import main
+if __name__ == "__main__":
+    multiprocessing.set_forkserver_preload(["nemo_geomask.testing"])
+    sys.exit(main())
+"""
 
 
 @pytest.mark.slow
@@ -139,14 +152,13 @@ def test_a_tutorial_can_be_followed(page, tmp_path):
     for name, block in re.findall(r"Save this as `([\w.]+)`:\n\n```\w+\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
         (tmp_path / name).write_text(block, encoding="utf-8")
     (tmp_path / "bin").mkdir()
-    for name, module in (("nemo-geomask", "-m nemo_geomask.cli"), ("python", "")):
-        command = tmp_path / "bin" / name
-        command.write_text(f'#!/bin/sh\nexec {sys.executable} {module} "$@"\n', encoding="utf-8")
-        command.chmod(0o755)
+    for name, command in (("nemo-geomask", COMMAND), ("python", f'#!/bin/sh\nexec {sys.executable} "$@"\n')):
+        (tmp_path / "bin" / name).write_text(command, encoding="utf-8")
+        (tmp_path / "bin" / name).chmod(0o755)
     paths = {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "PYTHONPATH": str(DOCS.parent)}
-    script = "set -e\n" + "".join(blocks(page, "sh"))
+    script = re.sub(r"^nemo-geomask lab .*", rf"\g<0> {SMALL}", "".join(blocks(page, "sh")), flags=re.MULTILINE)
     done = subprocess.run(
-        [shutil.which("bash"), "-c", script],
+        [shutil.which("bash"), "-ec", script],
         cwd=tmp_path,
         env={**os.environ, **paths},
         capture_output=True,
