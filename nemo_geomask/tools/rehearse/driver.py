@@ -20,13 +20,11 @@ from nemo_geomask.hosts.nemo_rl.launch import launch
 from nemo_geomask.tools.rehearse.event_hooks import patches
 from nemo_geomask.tools.rehearse.event_log import Events
 from nemo_geomask.tools.rehearse.job_hooks import in_place_of_training
+from nemo_geomask.tools.rehearse.launch_environment import SETTINGS
 from nemo_geomask.tools.rehearse.plan import TEACHER
 from nemo_geomask.tools.rehearse.tiny_models import TinyModel, write_model
 
-__all__ = ["SETTINGS", "main"]
-
-SETTINGS = "NEMO_GEOMASK_REHEARSAL_SETTINGS"
-"""Environment variable with the path of the rehearsal's settings, a JSON file."""
+__all__ = ["main"]
 
 _ENVIRONMENT = "nemo_geomask.tools.rehearse.even_words.EvenWords"
 _PR_SET_PDEATHSIG = 1

@@ -16,11 +16,13 @@ from pathlib import Path
 
 import nemo_geomask
 from nemo_geomask.recipe import ROOT_VARIABLE
-from nemo_geomask.tools.rehearse import driver
 from nemo_geomask.tools.rehearse.cpu_shims.nemo_rl_shim import IDENTITY
 from nemo_geomask.tools.rehearse.plan import Plan
 
-__all__ = ["has_automodel", "launch_environment"]
+__all__ = ["SETTINGS", "has_automodel", "launch_environment"]
+
+SETTINGS = "NEMO_GEOMASK_REHEARSAL_SETTINGS"
+"""Environment variable with the path of the rehearsal's settings, a JSON file."""
 
 _SITE = """import nemo_geomask.tools.rehearse.cpu_shims
 
@@ -68,7 +70,7 @@ def launch_environment(
     (folder / "settings.json").write_text(json.dumps(settings), encoding="utf-8")
     path = [str(checkout), *_submodules(checkout, plan.uses_automodel)]
     variables = {
-        driver.SETTINGS: str(folder / "settings.json"),
+        SETTINGS: str(folder / "settings.json"),
         ROOT_VARIABLE: str(checkout),
         IDENTITY: identity,
         # Libraries keep copies of the tiny model, locks and caches here; by default in the home folder and in /tmp.

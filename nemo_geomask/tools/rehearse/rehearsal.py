@@ -17,7 +17,6 @@ from nemo_geomask.hosts.nemo_rl import accepted_apis
 from nemo_geomask.hosts.nemo_rl.facts import has_kl_score_function
 from nemo_geomask.recipe import ROOT_VARIABLE, nemo_rl_root, read_recipe
 from nemo_geomask.tools.check import Finding, RecipeFacts, check
-from nemo_geomask.tools.rehearse import driver
 from nemo_geomask.tools.rehearse.control_run import Comparison, compare, control_overrides, settings_of_ours_alone
 from nemo_geomask.tools.rehearse.event_log import STAGES, read_events
 from nemo_geomask.tools.rehearse.gate import RunEvidence, unmet_conditions
@@ -33,6 +32,8 @@ __all__ = ["Rehearsal", "driver_command", "has_gpus", "nemo_rl_checkout", "rehea
 
 # Rule of `check`: after a resume, DTensor v2's reference policy is the checkpoint's and not the original model's.
 _RESET_REFERENCE = "GM209"
+# Module of the driver's process. It is not imported here, because its own imports take seconds.
+_DRIVER = "nemo_geomask.tools.rehearse.driver"
 # Files by which the folder of an earlier rehearsal is recognised.
 _PROMPTS, _COMMAND = "prompts.jsonl", "command.txt"
 
@@ -286,7 +287,7 @@ def driver_command(script: Path, recipe: Path, overrides: Sequence[str]) -> list
         recipe: path of the recipe.
         overrides: overrides of the recipe, and after them the rehearsal's own changes.
     """
-    return [sys.executable, "-m", driver.__name__, str(script), "--config", str(recipe.resolve()), *overrides]
+    return [sys.executable, "-m", _DRIVER, str(script), "--config", str(recipe.resolve()), *overrides]
 
 
 def _run(

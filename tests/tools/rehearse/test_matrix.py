@@ -80,7 +80,8 @@ def test_results_of_two_commits_are_not_mixed(hosts, monkeypatch, capsys):
     assert "0123456789abcdef, this is fedcba98: give another --label" in capsys.readouterr().err
 
 
-# Whoever imports it begins a daemon and waits for ever; the numbers of both are written down.
+# Whoever imports it begins a daemon and waits for ever; the numbers of both are written down. The driver imports
+# transformers before NeMo-RL, to write the tiny model.
 WAITING = """
 import os, subprocess, sys, time
 daemon = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
@@ -92,10 +93,10 @@ time.sleep(600)
 
 @pytest.fixture
 def checkout(tmp_path, monkeypatch):
-    """A NeMo-RL that waits for ever, a folder of results, and two cases whose recipe is not there."""
+    """A NeMo-RL whose transformers waits for ever, a folder of results, and two cases whose recipe is not there."""
     root = tmp_path / "RL"
-    for name, text in (("examples/run_grpo.py", ""), ("nemo_rl/__init__.py", WAITING)):
-        (root / name).parent.mkdir(parents=True)
+    for name, text in (("examples/run_grpo.py", ""), ("nemo_rl/__init__.py", ""), ("transformers.py", WAITING)):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(text, encoding="utf-8")
     (root / "nemo_rl" / "algorithms").mkdir()
     monkeypatch.setenv("NEMO_RL_ROOT", str(root))
@@ -170,7 +171,7 @@ def waiting(checkout):
         "0",
     ]
     command += ["--hosts", str(checkout / "hosts"), "--page", str(checkout / "page.md")]
-    noted, log = checkout / "RL" / "nemo_rl" / "__init__.py.noted", checkout / "log"
+    noted, log = checkout / "RL" / "transformers.py.noted", checkout / "log"
     with log.open("w", encoding="utf-8") as file:
         process = subprocess.Popen(
             command,
@@ -221,7 +222,7 @@ def test_nothing_is_left_of_several_at_a_time(waiting, number, group, status):
 @pytest.mark.timeout(300)
 def test_a_case_whose_process_is_killed_is_a_failure_and_no_end(waiting, checkout):
     process, below = waiting
-    noted = (checkout / "RL" / "nemo_rl" / "__init__.py.noted").read_text(encoding="utf-8").split()
+    noted = (checkout / "RL" / "transformers.py.noted").read_text(encoding="utf-8").split()
     drivers = {int(pid) for pid in noted[::2]}
     # Of each case the process between the matrix and the driver.
     for pid in below:
