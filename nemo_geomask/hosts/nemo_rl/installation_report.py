@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 import json
@@ -69,7 +70,8 @@ def examine_installation(interpreters: Sequence[str] = (), *, ray_address: str |
     _add_losses(report)
     _add_api_states(report)
     report.start_section("workers that receive the loss")
-    probe = _probe_by_subprocess if ray_address is None else _connect_ray_probe(report, ray_address)
+    ask = _probe_by_subprocess if ray_address is None else _connect_ray_probe(report, ray_address)
+    probe = None if ask is None else functools.cache(ask)  # workers may share an interpreter
     for title, python in [*_nemo_rl_workers(report), *((f"--worker {python}", python) for python in interpreters)]:
         report.lines.append(f"  {title}")
         if python is None or probe is None:
