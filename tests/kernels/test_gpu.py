@@ -99,9 +99,15 @@ def test_splits_depend_on_the_vocabulary_alone():
     assert [gpu.count_splits(width) for width in (1, 65_536, 65_537, 151_936, 1 << 20)] == [1, 1, 2, 2, 2]
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-def test_every_variant_from_logits(name):
-    check_from_logits(name, kernel="triton")
+# The kernels get one number a row from a loss: of tokens, of sequences, with and without clips and masks.
+BY_KERNELS = ("ppo", "gspo", "reinforce", "dppo-corrected", "sequence_ratio-corrected")
+
+
+@pytest.mark.parametrize(
+    ("name", "kernel"), [*((name, "torch") for name in CONFIGS), *((name, "triton") for name in BY_KERNELS)]
+)
+def test_every_variant_from_logits(name, kernel):
+    check_from_logits(name, kernel=kernel)
 
 
 def _sharded(rank, world):
