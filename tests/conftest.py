@@ -16,7 +16,16 @@ if not torch.cuda.is_available():
 
 # Ranks and the lab's processes are forked from one process that has imported these, so that none imports them again.
 multiprocessing.set_forkserver_preload(
-    ["pytest", "hypothesis", "nemo_geomask.losses", "nemo_geomask.parallel", "nemo_geomask.tools.lab.trainer"]
+    [
+        "pytest",
+        "hypothesis",
+        "nemo_geomask.losses",
+        "nemo_geomask.parallel",
+        "nemo_geomask.tools.lab.trainer",
+        # The lab's policy, whose first model imports these.
+        "transformers.models.auto.modeling_auto",
+        "transformers.models.qwen3_moe.modeling_qwen3_moe",
+    ]
 )
 
 # As many examples as a look at each setting is worth; `make quick` asks for its own.

@@ -75,7 +75,7 @@ def test_compare_writes_all_outputs(recipe, tmp_path, capsys):
 
 
 def test_settings_vary_in_every_combination_on_every_seed(recipe, tmp_path, capsys):
-    arguments = ["lab", str(recipe), "--steps", "2", "--seeds", "1..2", "--vary", "policy.lr=1e-3,2e-3"]
+    arguments = ["lab", str(recipe), "--steps", "2", "--vary", "policy.lr=1e-3,2e-3"]
     arguments += [
         "--vary",
         "loss_fn.masks=[],[{preset: veto, max: 9.0}]",
@@ -83,11 +83,11 @@ def test_settings_vary_in_every_combination_on_every_seed(recipe, tmp_path, caps
         "grpo.max_val_samples=4",
     ]
     columns = []
-    for jobs in ("1", "2"):
+    for jobs, seeds in (("1", "2"), ("2", "1..2")):
         out = tmp_path / jobs
-        assert main([*arguments, "--jobs", jobs, "--out", str(out)]) == 0
+        assert main([*arguments, "--seeds", seeds, "--jobs", jobs, "--out", str(out)]) == 0
         columns.append({(curve.label, curve.seed): curve.columns for curve in read_curves([out])})
-    assert len(columns[0]) == 8
+    assert (len(columns[0]), len(columns[1])) == (4, 8)
     assert ("gspo policy.lr=0.001 loss_fn.masks=[{preset:veto,max:9.0}]", 2) in columns[0]
     # Each process takes the course that one alone takes.
     for name, curve in columns[0].items():
@@ -96,7 +96,7 @@ def test_settings_vary_in_every_combination_on_every_seed(recipe, tmp_path, caps
             assert curve[key] == other[key], (name, key)
         assert len(curve["validation/reward"]) == 2
     assert "seeds finished" in capsys.readouterr().out
-    assert main(["lab", "report", str(tmp_path / "1"), "--target", "0.01", "--out", str(tmp_path / "told")]) == 0
+    assert main(["lab", "report", str(tmp_path / "2"), "--target", "0.01", "--out", str(tmp_path / "told")]) == 0
     rows = json.loads((tmp_path / "told" / "summary.json").read_text())["variants"]
     assert [row["seeds"] for row in rows] == [[1, 2]] * 4
     assert rows[0]["interval"] is None
