@@ -33,7 +33,7 @@ def test_third_party_loss_trains_in_the_lab(tmp_path_factory, tmp_path):
     done = run_python(
         third_party,
         *("-m", "nemo_geomask.cli", "lab", str(recipe), *small),
-        *("--compare", "topr:none,topr:sequence_mean", "--steps", "2", "--out", str(tmp_path)),
+        *("--compare", "topr:none,topr:sequence_mean", "--steps", "2", "--jobs", "1", "--out", str(tmp_path)),
     )
     assert done.returncode == 0, done.stderr
     curves = read_curves([tmp_path])

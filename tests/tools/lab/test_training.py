@@ -105,7 +105,7 @@ def test_it_learns(tiny):
         grpo={
             "num_prompts_per_step": 32,
             "num_generations_per_prompt": 8,
-            "max_num_steps": 40,
+            "max_num_steps": 20,
             "use_leave_one_out_baseline": False,
         },
         policy={"train_global_batch_size": 64, "train_micro_batch_size": 64, "lr": 4e-3},
