@@ -216,21 +216,34 @@ def test_bounds_of_nan_are_refused():
 
 
 def test_gradient_is_compared_with_what_is_detached_held_fixed():
-    for promise, text in broken_promises({"name": name("FROZEN")}):
-        if promise is PROMISES[-2]:
-            break
+    for promise, text in itertools.islice(broken_promises({"name": name("FROZEN")}), len(PROMISES) - 2):
         assert not text, (promise.name, text)
 
 
+@pytest.fixture
+def untraced(monkeypatch):
+    """Leaves out the promise of one graph, whose tracing takes far longer than all others."""
+    kept = [promise for promise in PROMISES if promise.name != "one graph under torch.compile"]
+    assert len(kept) == len(PROMISES) - 1
+    monkeypatch.setattr(nemo_geomask.testing, "PROMISES", kept)
+
+
 @pytest.mark.slow
-def test_assertion_names_every_broken_promise():
+def test_assertion_names_every_broken_promise(untraced):
     with pytest.raises(AssertionError, match="microbatches add up to the whole batch: the sum over 3 microbatches"):
         assert_promises({"name": name("AVERAGED")})
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("variant", BUILT_IN)
+@pytest.mark.parametrize("variant", ["clipped_pg", "gspo"])
 def test_our_own_keep_every_promise(variant):
+    assert_promises(variant)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", [name for name in BUILT_IN if name not in ("clipped_pg", "gspo")])
+def test_our_own_keep_every_other_promise(variant, untraced):
+    """``tests/losses/test_compiled.py`` traces each of them, with its gradient."""
     assert_promises(variant)
 
 
@@ -328,7 +341,7 @@ def test_a_name_that_is_no_plugins_is_an_error():
 
 
 @pytest.mark.slow
-def test_a_statistic_by_its_name_is_caught_too():
+def test_a_statistic_by_its_name_is_caught_too(untraced):
     with pytest.raises(AssertionError, match="microbatches add up to the whole batch"):
         assert_promises(name("CROWDED"))
 
