@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import os
 import re
 import shutil
@@ -41,6 +42,7 @@ def imported_modules(node: ast.AST, *, in_functions: bool):
         yield from imported_modules(child, in_functions=in_functions)
 
 
+@functools.cache
 def dependencies(*, in_functions: bool) -> set[tuple[str, str]]:
     """Return the pairs of a tool and another tool that it imports."""
     pairs = set()
@@ -113,10 +115,27 @@ for path in sorted(Path("nemo_geomask").rglob("*.py")):
             raise
 assert Path(sys.modules["nemo_geomask"].__file__).is_relative_to(Path.cwd())
 """
-HELP = """
-from nemo_geomask.cli import main
+# In one process: import the libraries that take long, and then fork a process for each copy of the package.
+IN_EACH_COPY = f"""
+import contextlib, importlib, os, sys
 
-main(["--help"])
+for name in ("torch.distributed.fsdp", "torch._dynamo", "scipy.stats", "transformers", "matplotlib.pyplot", "hydra"):
+    with contextlib.suppress(ImportError):
+        importlib.import_module(name)
+assert "nemo_geomask" not in sys.modules
+
+for folder in sys.argv[1:]:
+    process = os.fork()
+    if process == 0:
+        os.chdir(folder)
+        sys.path.insert(0, folder)
+        exec({IMPORT!r})
+        from nemo_geomask.cli import main
+
+        with open("help.txt", "w") as file, contextlib.redirect_stdout(file), contextlib.suppress(SystemExit):
+            main(["--help"])
+        os._exit(0)
+    assert os.waitpid(process, 0)[1] == 0, folder
 """
 # Collect every test, and run those that look at the package as a whole.
 COLLECT_AND_TEST = """
@@ -136,13 +155,12 @@ sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", "--assert=plain", "tests"]
 """
 
 
-def run_without(tools: set[str], code: str, target: Path) -> str:
-    """Return what Python code prints in a copy of the package without the tools."""
-    copy_without(tools, target)
-    path = os.pathsep.join([str(target), os.environ.get("PYTHONPATH", "")])
+def run(code: str, *arguments: str | Path, folder: Path) -> str:
+    """Return what Python code prints in a folder, from which it imports."""
+    path = os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=target,
+        [sys.executable, "-c", code, *map(str, arguments)],
+        cwd=folder,
         env={**os.environ, "PYTHONPATH": path},
         capture_output=True,
         text=True,
@@ -154,21 +172,27 @@ def run_without(tools: set[str], code: str, target: Path) -> str:
 
 @pytest.mark.slow
 @pytest.mark.timeout(500)
-@pytest.mark.parametrize("tool", NAMES)
-def test_without_a_tool_the_rest_can_be_imported(tool, tmp_path):
-    deleted = with_dependents(tool)
-    remaining = [
-        command.name
-        for command in COMMANDS
-        if not {name.removeprefix("tools.") for name in (command.package, *command.needs)} & deleted
-    ]
-    listed = re.findall(
-        r"^    ([a-z][\w-]*)(?:  |$)", run_without(deleted, IMPORT + HELP, tmp_path), flags=re.MULTILINE
-    )
+def test_without_a_tool_the_rest_can_be_imported(tmp_path):
+    folders = {tool: tmp_path / tool for tool in NAMES}
+    remaining = {}
+    for tool, folder in folders.items():
+        deleted = with_dependents(tool)
+        copy_without(deleted, folder)
+        remaining[tool] = [
+            command.name
+            for command in COMMANDS
+            if not {name.removeprefix("tools.") for name in (command.package, *command.needs)} & deleted
+        ]
+    run(IN_EACH_COPY, *folders.values(), folder=tmp_path)
+    listed = {
+        tool: re.findall(r"^    ([a-z][\w-]*)(?:  |$)", (folder / "help.txt").read_text(), flags=re.MULTILINE)
+        for tool, folder in folders.items()
+    }
     assert listed == remaining
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(500)
 def test_without_any_tool_the_rest_works(tmp_path):
-    assert re.search(r"^\d+ passed", run_without(set(NAMES), IMPORT + COLLECT_AND_TEST, tmp_path).splitlines()[-1])
+    copy_without(set(NAMES), tmp_path)
+    assert re.search(r"^\d+ passed", run(IMPORT + COLLECT_AND_TEST, folder=tmp_path).splitlines()[-1])
