@@ -28,6 +28,7 @@ from nemo_geomask.tools.bench.timing import (
     free_memory,
     interleave,
     measure_cases,
+    short_collections,
     summarise,
 )
 
@@ -179,6 +180,7 @@ def _peak_of_step(decoder: StepDecoder, loss: HeadLoss, batch: StepBatch) -> int
     return peak_memory(step, decoder.head.weight.device)
 
 
+@short_collections()
 def find_longest_steps(
     case: StepCase,
     setting: Setting,
