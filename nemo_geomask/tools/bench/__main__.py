@@ -6,7 +6,7 @@ import argparse
 import sys
 
 from nemo_geomask.errors import GeomaskError
-from nemo_geomask.tools.bench.command import add_arguments, run
+from nemo_geomask.tools.bench import add_arguments, run
 
 __all__: list[str] = []
 

@@ -1,22 +1,27 @@
-"""Arguments of ``bench``, their defaults, and which benchmark reads which of them."""
+"""Arguments of ``bench``, their defaults, and which benchmark reads which of them.
+
+torch is imported only to measure: a help page and a shell's completions do not wait for it.
+"""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
-
-import torch
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from nemo_geomask.errors import ConfigError
-from nemo_geomask.kernels import KERNELS
 
-__all__ = ["BENCHMARKS", "SCALE", "add_arguments", "refuse_unread_options", "with_defaults"]
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["BENCHMARKS", "KERNELS", "SCALE", "add_arguments", "refuse_unread_options", "with_defaults"]
 
 BENCHMARKS = ("logprobs", "linear", "loss", "segments", "step")
 SCALE = "scale"
-_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+KERNELS = ("auto", "triton", "torch")
+"""Values of ``--kernel``: ``nemo_geomask.kernels.KERNELS``."""
+_DTYPES = ("bfloat16", "float16", "float32")
 # On a GPU, cases large enough to fill it; on a CPU, cases that end within a minute.
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "cuda": {
@@ -61,7 +66,7 @@ _OWN_DEFAULTS: dict[str, dict[str, dict[str, Any]]] = {
             "layers": 4,
             "hidden": [128],
             "heads": 4,
-            "dtypes": [torch.float32],
+            "dtypes": ["float32"],
             "memory_limit": 0.125,
             "repeats": 5,
         },
@@ -161,11 +166,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def with_defaults(arguments: argparse.Namespace, device: torch.device, benchmark: str) -> argparse.Namespace:
-    """Return the arguments, in which those that the user left out have the benchmark's defaults for the device."""
-    defaults = _DEFAULTS[device.type] | {"kernel": "auto", "seed": 0, "dtypes": [torch.bfloat16]}
+    """Return the arguments, in which those that the user left out have the benchmark's defaults for the device.
+
+    ``dtypes`` of the result are torch's, and not their names.
+    """
+    import torch
+
+    defaults = _DEFAULTS[device.type] | {"kernel": "auto", "seed": 0, "dtypes": ["bfloat16"]}
     defaults |= _OWN_DEFAULTS.get(benchmark, {}).get(device.type, {})
     chosen = {key: value for key, value in vars(arguments).items() if value is not None}
-    return argparse.Namespace(**{**vars(arguments), **defaults, **chosen})
+    settings = {**vars(arguments), **defaults, **chosen}
+    return argparse.Namespace(**{**settings, "dtypes": [getattr(torch, name) for name in settings["dtypes"]]})
 
 
 # The benchmarks that read each option.
@@ -242,7 +253,7 @@ def _switch(text: str) -> bool:
     return text == "on"
 
 
-def _dtype(text: str) -> torch.dtype:
+def _dtype(text: str) -> str:
     if text not in _DTYPES:
         raise argparse.ArgumentTypeError(f"'{text}' is none of {', '.join(_DTYPES)}")
-    return _DTYPES[text]
+    return text

@@ -23,7 +23,6 @@ from nemo_geomask.tools.bench import (
 from nemo_geomask.tools.bench.bench_arguments import (
     BENCHMARKS,
     SCALE,
-    add_arguments,
     refuse_unread_options,
     with_defaults,
 )
@@ -33,7 +32,7 @@ from nemo_geomask.tools.bench.paths import PATHS, Absent, LogprobPath, Setting, 
 from nemo_geomask.tools.bench.step_cases import StepCase
 from nemo_geomask.tools.shared.json_output import to_json
 
-__all__ = ["add_arguments", "run", "select_paths"]
+__all__ = ["run", "select_paths"]
 
 _SEGMENT_SIZES = {"tokens": 65_536, "sequences": 32}
 # Names of the paths of each benchmark that has several.

@@ -13,7 +13,8 @@ import torch
 
 from nemo_geomask.cli import main
 from nemo_geomask.errors import ArgumentError, ConfigError
-from nemo_geomask.tools.bench import command, performance_page, result_tables, speed_targets, traffic
+from nemo_geomask.kernels import KERNELS
+from nemo_geomask.tools.bench import bench_arguments, command, performance_page, result_tables, speed_targets, traffic
 from nemo_geomask.tools.bench.logprob_bench import measure, sweep
 from nemo_geomask.tools.bench.logprob_cases import LogprobCase, PathOutput, RandomInputs, measure_errors
 from nemo_geomask.tools.bench.paths import OURS, PATHS, Absent, LogprobPath, Setting
@@ -434,6 +435,10 @@ def test_page_shows_what_was_measured():
     assert performance_page.rewrite(text, page.parents[1] / "performance") == text, "run: make docs"
     with pytest.raises(ArgumentError, match="logprobs: begin"):
         performance_page.rewrite("nothing", page.parents[1] / "performance")
+
+
+def test_kernels_are_those_that_there_are():
+    assert bench_arguments.KERNELS == KERNELS
 
 
 @pytest.mark.parametrize(
