@@ -55,7 +55,7 @@ $(VENV)/.test: pyproject.toml $(VENV)/.torch
 demo: $(VENV)/.demo
 	$(BIN)/nemo-geomask lab recipes/lab/demo.yaml $(ARGS)
 
-# A worker a core, each with one thread. Many tests start processes of their own, so more workers than 8 only wait.
+# A worker a core and one more (tests/conftest.py), each with one thread. More than 8 only wait.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist worksteal
 
 test: $(VENV)/.test

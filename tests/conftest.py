@@ -28,6 +28,12 @@ multiprocessing.set_forkserver_preload(
     ]
 )
 
+
+def pytest_xdist_auto_num_workers(config):
+    """Start one worker more than there are cores, since many tests wait for processes of their own."""
+    return (os.cpu_count() or 1) + 1
+
+
 # As many examples as a look at each setting is worth; `make quick` asks for its own.
 for name, examples in (("whole", 12), ("quick", 4)):
     settings.register_profile(name, max_examples=examples, deadline=None, derandomize=True)

@@ -80,12 +80,16 @@ def same(one: Any, other: Any) -> None:
     assert one[2] == pytest.approx(other[2], rel=1e-4, abs=1e-6)
 
 
-# What a layout changes are the reductions over segments, so a few losses with all of them are traced packed, too.
+# What a layout changes are the reductions over segments, so a few losses with all of them are traced packed, too. All
+# masks together take as long as five losses, and are traced packed alone.
 PACKED = ("corrected", "all masks", "nll", "drop_token", "audited")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "packed"), [*((name, False) for name in CONFIGS), *((name, True) for name in PACKED)])
+@pytest.mark.parametrize(
+    ("name", "packed"),
+    [*((name, False) for name in CONFIGS if name != "all masks"), *((name, True) for name in PACKED)],
+)
 def test_one_graph_whatever_the_batch(name, packed):
     torch._dynamo.reset()
     function = objective(CONFIGS[name])

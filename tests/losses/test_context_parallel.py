@@ -285,8 +285,11 @@ def test_prefixes_of_any_length_cost_the_same():
 
 @pytest.mark.slow
 def test_arithmetic_reads_nothing_back():
-    # A tensor without data raises where its value is asked for. The configurations with all masks have each mask too.
-    chosen = {name: config for name, config in CONFIGS.items() if name.split("-")[2] == "all"}
+    # A tensor without data raises where its value is asked for. Of the configurations with all masks, every third is
+    # enough for each objective and each level.
+    chosen = dict([(name, config) for name, config in CONFIGS.items() if name.split("-")[2] == "all"][::3])
+    assert {name.split("-")[0] for name in chosen} == set(VARIANTS)
+    assert {name.split("-")[1] for name in chosen} == set(LEVELS)
     batch = batches.rollouts(seed=3, width=23)
     curr, data, offsets, _ = packed(batch)
     data = {key: value.to("meta") for key, value in data.items()}
