@@ -66,9 +66,11 @@ def join_sections(sections: Iterable[Sequence[str]]) -> str:
 def _objective_sections(checked: CheckedRecipe) -> Iterator[list[str]]:
     facts, objective = checked.facts, checked.objective
     if objective and facts.trains_nemo_rl_loss:
+        ignored = sorted({finding.key for finding in checked.report.findings if finding.rule.id == "GM003"})
+        without = f" without {', '.join(ignored)}, which NeMo-RL ignores" if ignored else ""
         yield [
-            "loss_fn has no name, so NeMo-RL's own ClippedPGLossFn trains. Its objective is that of `clipped_pg` "
-            "without the masks and other settings that NeMo-RL ignores:"
+            "loss_fn has no name, so NeMo-RL's own ClippedPGLossFn trains. Its objective is that of `clipped_pg`"
+            f"{without}:"
         ]
     yield [f"  {part.formula}" for part in objective]
     yield [f"  {part.explanation}" for part in objective]

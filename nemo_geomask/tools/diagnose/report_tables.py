@@ -146,7 +146,8 @@ def _cause_table(diagnosis: RunDiagnosis) -> Table:
                 cause.id,
                 state,
                 *_share_cells(diagnosis, cause.id),
-                float(detection.value),
+                # A value that can't be judged would look like a verdict beside its threshold.
+                math.nan if state == "not testable" else float(detection.value),
                 f"> {cause.threshold:g}",
                 description,
             )

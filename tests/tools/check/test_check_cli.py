@@ -51,6 +51,12 @@ class TestWhichLossTrains:
         assert "w_t = exp(x_t)" in printed  # token level, NeMo-RL's
         for key in ("is_correction_level", "masks", "loss_normalization"):
             assert f"error GM003 loss_fn.{key}" in printed
+        assert (
+            "of `clipped_pg` without loss_fn.is_correction_level, loss_fn.loss_normalization, loss_fn.masks, "
+            in printed
+        )
+        assert main(["check", write("grpo: {}\nloss_fn: {reference_policy_kl_penalty: 0.0}\n")]) in (0, 2)
+        assert "Its objective is that of `clipped_pg`:\n" in capsys.readouterr().out
 
     def test_json_names_it(self, write, capsys):
         status, found = self.checked(capsys, write(NAMELESS))
